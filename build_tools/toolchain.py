@@ -1,0 +1,111 @@
+"""What is installed here, and whether it can build us: torch, the C++ compiler and the CUDA toolkit.
+
+Every check names the versions seen and the command to use. Nothing here looks at a GPU: a machine without
+one builds the same library.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+MINIMUM_TORCH = (2, 11)
+MINIMUM_GCC = 11
+MINIMUM_CLANG = 14
+DEFAULT_CUDA_ARCH = "9.0a"
+
+
+class ToolchainError(RuntimeError):
+    """Something needed for the build is missing, too old, or does not go with the rest."""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ToolchainError(
+            f"running `{' '.join(command)}` failed ({error}). Install a C++20 compiler "
+            "(`apt install g++`) or name one with CXX=/path/to/g++."
+        ) from error
+
+
+def check_torch() -> None:
+    """torch must be importable during the build, so that the library matches the one it will run with."""
+    try:
+        import torch
+    except ImportError as error:
+        raise ToolchainError(
+            f"torch is not importable in this build environment ({error}). Install it first, then build "
+            "against it: `pip install 'torch>=2.11'` and `pip install --no-build-isolation .`"
+        ) from error
+    if _numbers(torch.__version__) < MINIMUM_TORCH:
+        wanted = ".".join(map(str, MINIMUM_TORCH))
+        raise ToolchainError(
+            f"found torch {torch.__version__}, need {wanted} or later. Run `pip install 'torch>={wanted}'`, "
+            "then `pip install --no-build-isolation .`"
+        )
+
+
+def check_compiler() -> None:
+    """The host compiler must know C++20."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler.split()[0]) is None:
+        raise ToolchainError(
+            f"found no C++ compiler under the name `{compiler}`, need g++ {MINIMUM_GCC} or later. "
+            "Run `apt install g++`, or set CXX=/path/to/g++."
+        )
+    banner = _output(*compiler.split(), "--version")
+    is_clang = "clang" in banner
+    match = re.search(r"(\d+)\.\d+\.\d+", banner)
+    minimum = MINIMUM_CLANG if is_clang else MINIMUM_GCC
+    if match and int(match.group(1)) < minimum:
+        name = "clang++" if is_clang else "g++"
+        raise ToolchainError(
+            f"found {name} {match.group(0)} (`{compiler}`), need {name} {minimum} or later for C++20. "
+            f"Install a newer one and set CXX, for example CXX=g++-12."
+        )
+
+
+def _toolkit() -> Path | None:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = Path(home) / "bin" / "nvcc" if home else Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
+    return nvcc if nvcc.exists() else None
+
+
+def use_cuda() -> bool:
+    """CUDA code is built when nvcc is here and torch was built with CUDA, whether or not a GPU is."""
+    import torch
+
+    nvcc = _toolkit()
+    if os.environ.get("TRANSFORMER_PLUGIN_CPU_ONLY") == "1" or nvcc is None or torch.version.cuda is None:
+        return False
+    match = re.search(r"release (\d+)\.(\d+)", _output(str(nvcc), "--version"))
+    if match is None:
+        raise ToolchainError(f"could not read a version from `{nvcc} --version`; set CUDA_HOME to a CUDA toolkit.")
+    if int(match.group(1)) != _numbers(torch.version.cuda)[0]:
+        raise ToolchainError(
+            f"found CUDA toolkit {match.group(1)}.{match.group(2)} ({nvcc}), but torch {torch.__version__} was "
+            f"built with CUDA {torch.version.cuda}; the major versions must agree. Set CUDA_HOME to a CUDA "
+            f"{_numbers(torch.version.cuda)[0]}.x toolkit, or build without CUDA: "
+            "`TRANSFORMER_PLUGIN_CPU_ONLY=1 pip install --no-build-isolation .`"
+        )
+    # torch's build helper finds the same toolkit through this variable, and the architectures through the other.
+    os.environ.setdefault("CUDA_HOME", str(nvcc.parent.parent))
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCH)
+    return True
+
+
+def job_count(gib_per_job: int = 4) -> int:
+    """As many compile jobs as there are cores, and as memory allows at `gib_per_job` each."""
+    cores = len(os.sched_getaffinity(0))
+    available_kib = next(
+        int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line
+    )
+    return max(1, min(cores, available_kib // (gib_per_job * 1024 * 1024)))

@@ -1,0 +1,144 @@
+#include "activation/swiglu.h"
+
+#include <torch/library.h>
+
+#include "common/autograd.h"
+#include "common/check.h"
+#include "common/tensor.h"
+
+namespace transformer_plugin::activation {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+void check_input(const char* op, const Tensor& input, const OptionalTensor& probs) {
+  const Argument input_argument{op, "input", input};
+  check_dtype(input_argument, kFloatTypes);
+  check_dim(input_argument, 2);
+  TP_CHECK_VALUE(input.sym_size(1) % 2 == 0, op, "input",
+                 "an even number of columns (gate and linear halves)", describe(input),
+                 "Concatenate the two halves along the last dimension");
+  if (!probs) return;
+  const Argument probs_argument{op, "probs", *probs};
+  check_dtype(probs_argument, {at::kFloat});
+  check_dim(probs_argument, 1);
+  check_size(probs_argument, 0, input.sym_size(0), "the rows of 'input'");
+  check_same_device(probs_argument, input_argument);
+}
+
+// Checks and the output, the same for every backend.
+Tensor swiglu_output(const Tensor& input, const OptionalTensor& probs) {
+  check_input("swiglu", input, probs);
+  return empty(input, {input.sym_size(0), input.sym_size(1) / 2}, input.scalar_type());
+}
+
+std::tuple<Tensor, Tensor> swiglu_backward_outputs(const Tensor& grad, const Tensor& input,
+                                                   const OptionalTensor& probs) {
+  constexpr const char* op = "swiglu_backward";
+  check_input(op, input, probs);
+  const Argument grad_argument{op, "grad", grad};
+  check_dim(grad_argument, 2);
+  check_same_dtype(grad_argument, {op, "input", input});
+  check_same_device(grad_argument, {op, "input", input});
+  check_size(grad_argument, 0, input.sym_size(0), "the rows of 'input'");
+  check_size(grad_argument, 1, input.sym_size(1) / 2, "half the columns of 'input'");
+  const c10::SymInt rows = probs ? input.sym_size(0) : c10::SymInt(0);
+  return {empty(input, input.sym_sizes(), input.scalar_type()), empty(input, {rows}, at::kFloat)};
+}
+
+template <typename Launch>
+Tensor swiglu(const Tensor& input, const OptionalTensor& probs, Launch&& launch) {
+  const Tensor output = swiglu_output(input, probs);
+  const Tensor x = input.contiguous();
+  const Tensor p = probs ? probs->contiguous() : Tensor();
+  launch(SwigluArgs{x.const_data_ptr(), probs ? p.const_data_ptr<float>() : nullptr, output.mutable_data_ptr(),
+                    x.size(0), x.size(1) / 2, to_dtype(x.scalar_type())});
+  return output;
+}
+
+template <typename Launch>
+std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad, const Tensor& input, const OptionalTensor& probs,
+                                           Launch&& launch) {
+  auto outputs = swiglu_backward_outputs(grad, input, probs);
+  const auto& [grad_input, grad_probs] = outputs;
+  const Tensor g = grad.contiguous();
+  const Tensor x = input.contiguous();
+  const Tensor p = probs ? probs->contiguous() : Tensor();
+  launch(SwigluBackwardArgs{g.const_data_ptr(), x.const_data_ptr(), probs ? p.const_data_ptr<float>() : nullptr,
+                            grad_input.mutable_data_ptr(), probs ? grad_probs.mutable_data_ptr<float>() : nullptr,
+                            x.size(0), x.size(1) / 2, to_dtype(x.scalar_type())});
+  return outputs;
+}
+
+Tensor call_swiglu(const Tensor& input, const OptionalTensor& probs) {
+  static const auto op = find_op<Tensor(const Tensor&, const OptionalTensor&)>("swiglu");
+  return op.call(input, probs);
+}
+
+std::tuple<Tensor, Tensor> call_swiglu_backward(const Tensor& grad, const Tensor& input,
+                                                const OptionalTensor& probs) {
+  using Signature = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const OptionalTensor&);
+  static const auto op = find_op<Signature>("swiglu_backward");
+  return op.call(grad, input, probs);
+}
+
+class SwigluFunction : public torch::autograd::Function<SwigluFunction> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, const OptionalTensor& probs) {
+    ctx->save_for_backward({input, or_undefined(probs)});
+    const BelowAutograd guard;
+    return call_swiglu(input, probs);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const OptionalTensor probs = as_optional(saved[1]);
+    const auto [grad_input, grad_probs] = call_swiglu_backward(grads[0], saved[0], probs);
+    return {grad_input, probs ? grad_probs : Tensor()};
+  }
+};
+
+Tensor swiglu_autograd(const Tensor& input, const OptionalTensor& probs) {
+  if (any_wants_grad(input, probs)) return SwigluFunction::apply(input, probs);
+  const BelowAutograd guard;
+  return call_swiglu(input, probs);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
+  m.impl("swiglu", [](const Tensor& input, const OptionalTensor& probs) { return swiglu(input, probs, swiglu_cpu); });
+  m.impl("swiglu_backward", [](const Tensor& grad, const Tensor& input, const OptionalTensor& probs) {
+    return swiglu_backward(grad, input, probs, swiglu_backward_cpu);
+  });
+}
+
+TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
+  m.impl("swiglu", swiglu_output);
+  m.impl("swiglu_backward", swiglu_backward_outputs);
+}
+
+TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
+  m.impl("swiglu", swiglu_autograd);
+}
+
+#ifdef TRANSFORMER_PLUGIN_CUDA
+TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
+  m.impl("swiglu", [](const Tensor& input, const OptionalTensor& probs) {
+    const CudaScope scope(input);
+    return swiglu(input, probs, [&](const SwigluArgs& args) { launch_swiglu(args, scope.stream()); });
+  });
+  m.impl("swiglu_backward", [](const Tensor& grad, const Tensor& input, const OptionalTensor& probs) {
+    const CudaScope scope(input);
+    return swiglu_backward(grad, input, probs,
+                           [&](const SwigluBackwardArgs& args) { launch_swiglu_backward(args, scope.stream()); });
+  });
+}
+#endif
+
+}  // namespace transformer_plugin::activation

@@ -1,0 +1,75 @@
+#include "common/check.h"
+
+#include <sstream>
+
+namespace transformer_plugin {
+
+std::string dtype_name(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat: return "float32";
+    case at::kDouble: return "float64";
+    case at::kHalf: return "float16";
+    case at::kBFloat16: return "bfloat16";
+    case at::kFloat8_e4m3fn: return "float8_e4m3fn";
+    case at::kFloat8_e5m2: return "float8_e5m2";
+    case at::kByte: return "uint8";
+    case at::kInt: return "int32";
+    case at::kLong: return "int64";
+    case at::kBool: return "bool";
+    default: return c10::toString(dtype);
+  }
+}
+
+std::string describe(const at::Tensor& tensor) {
+  std::ostringstream text;
+  text << dtype_name(tensor.scalar_type()) << tensor.sym_sizes() << " on " << tensor.device();
+  return text.str();
+}
+
+void check_dtype(const Argument& argument, std::initializer_list<at::ScalarType> allowed) {
+  for (const auto dtype : allowed) {
+    if (argument.tensor.scalar_type() == dtype) return;
+  }
+  std::string names;
+  for (const auto dtype : allowed) names += (names.empty() ? "" : ", ") + dtype_name(dtype);
+  TP_CHECK_TYPE(false, argument.op, argument.name, "one of the dtypes " + names,
+                dtype_name(argument.tensor.scalar_type()), "Convert it with .to() first");
+}
+
+void check_dim(const Argument& argument, int64_t dim) {
+  TP_CHECK_VALUE(argument.tensor.dim() == dim, argument.op, argument.name, dim << " dimensions",
+                 describe(argument.tensor), "Reshape it first");
+}
+
+void check_size(const Argument& argument, int64_t dim, const c10::SymInt& expected, const char* meaning) {
+  TP_CHECK_VALUE(argument.tensor.sym_size(dim) == expected, argument.op, argument.name,
+                 "size " << expected << " in dimension " << dim << " (" << meaning << ")",
+                 describe(argument.tensor), "Pass tensors whose sizes agree");
+}
+
+void check_same_device(const Argument& argument, const Argument& other) {
+  TP_CHECK_VALUE(argument.tensor.device() == other.tensor.device(), argument.op, argument.name,
+                 "a tensor on " << other.tensor.device() << ", like " << other.name, describe(argument.tensor),
+                 "Move it with .to(\"" << other.tensor.device() << "\") first");
+}
+
+void check_same_dtype(const Argument& argument, const Argument& other) {
+  TP_CHECK_TYPE(argument.tensor.scalar_type() == other.tensor.scalar_type(), argument.op, argument.name,
+                dtype_name(other.tensor.scalar_type()) << ", like " << other.name,
+                dtype_name(argument.tensor.scalar_type()), "Convert one of them with .to() first");
+}
+
+void check_contiguous(const Argument& argument) {
+  TP_CHECK_VALUE(argument.tensor.is_contiguous(), argument.op, argument.name, "a contiguous tensor",
+                 describe(argument.tensor) << " with strides " << argument.tensor.sym_strides(),
+                 "Call .contiguous() on it first");
+}
+
+void check_group_sizes(const Argument& group_sizes, const Argument& data) {
+  check_dtype(group_sizes, {at::kInt, at::kLong});
+  check_dim(group_sizes, 1);
+  check_same_device(group_sizes, data);
+  check_contiguous(group_sizes);
+}
+
+}  // namespace transformer_plugin

@@ -1,0 +1,23 @@
+// Element types of kernels, without torch: the host files turn at::ScalarType into these.
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstdint>
+
+namespace transformer_plugin {
+
+enum class DType : int32_t { kFloat32, kBFloat16, kFloat16, kFloat64, kFloat8E4M3, kFloat8E5M2, kUInt8 };
+
+// Calls fn with a value of the C++ type of `dtype`, for the three float types that activations come in.
+template <typename Fn>
+void visit_float(DType dtype, Fn&& fn) {
+  switch (dtype) {
+    case DType::kBFloat16: return fn(c10::BFloat16{});
+    case DType::kFloat16: return fn(c10::Half{});
+    default: return fn(float{});
+  }
+}
+
+}  // namespace transformer_plugin

@@ -1,0 +1,51 @@
+#include "common/group_offsets.h"
+
+#include <limits>
+
+#include "common/tensor.h"
+
+namespace transformer_plugin {
+namespace {
+
+template <typename Size>
+void check_values(const Argument& argument, int64_t rows) {
+  const Size* sizes = argument.tensor.const_data_ptr<Size>();
+  int64_t total = 0;
+  for (int64_t g = 0; g < argument.tensor.numel(); ++g) {
+    TP_CHECK_VALUE(sizes[g] >= 0, argument.op, argument.name, "sizes that are not negative",
+                   sizes[g] << " for group " << g, "Pass the number of rows of each group");
+    total += static_cast<int64_t>(sizes[g]);
+    TP_CHECK_VALUE(total <= rows, argument.op, argument.name,
+                   "sizes that sum to at most " << rows << ", the rows of the buffer",
+                   "a sum of " << total << " at group " << g, "Enlarge the buffer or fix the sizes");
+  }
+}
+
+}  // namespace
+
+at::Tensor group_offsets(const Argument& group_sizes, const Argument& data, int64_t rows) {
+  check_group_sizes(group_sizes, data);
+  TP_CHECK_VALUE(rows <= std::numeric_limits<int32_t>::max(), data.op, data.name, "at most 2^31 - 1 rows",
+                 describe(data.tensor), "Split the call");
+  const int64_t groups = group_sizes.tensor.numel();
+  const bool is_int64 = group_sizes.tensor.scalar_type() == at::kLong;
+  const at::Tensor offsets = empty(data.tensor, {groups + 1}, at::kInt);
+  int32_t* out = offsets.mutable_data_ptr<int32_t>();
+  if (data.tensor.is_cpu()) {
+    if (is_int64) {
+      check_values<int64_t>(group_sizes, rows);
+      group_offsets_cpu(group_sizes.tensor.const_data_ptr<int64_t>(), groups, rows, out);
+    } else {
+      check_values<int32_t>(group_sizes, rows);
+      group_offsets_cpu(group_sizes.tensor.const_data_ptr<int32_t>(), groups, rows, out);
+    }
+    return offsets;
+  }
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  const CudaScope scope(data.tensor);
+  launch_group_offsets(group_sizes.tensor.const_data_ptr(), is_int64, groups, rows, out, scope.stream());
+#endif
+  return offsets;
+}
+
+}  // namespace transformer_plugin

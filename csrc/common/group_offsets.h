@@ -1,0 +1,13 @@
+// The torch side of common/offsets.h, for host files.
+#pragma once
+
+#include "common/check.h"
+#include "common/offsets.h"
+
+namespace transformer_plugin {
+
+// int32 [G + 1] on the device of `data`, whose first dimension holds the rows of all groups (or `rows` when given).
+// Checks the arguments; on a CPU also the values: negative or oversized sizes are a ValueError.
+at::Tensor group_offsets(const Argument& group_sizes, const Argument& data, int64_t rows);
+
+}  // namespace transformer_plugin

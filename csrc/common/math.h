@@ -1,0 +1,69 @@
+// Float arithmetic that gives the same bits on a CPU and on a GPU: only correctly rounded operations (add,
+// multiply, divide, fma) in a written order, never a library's exp.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__CUDACC__)
+#define TP_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define TP_HOST_DEVICE inline __attribute__((always_inline))
+#endif
+
+// CPU kernels compile once for each instruction set; the loader picks. A wheel runs on any x86-64 (or other) CPU.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
+#define TP_CPU_CLONES __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
+#else
+#define TP_CPU_CLONES
+#endif
+
+namespace transformer_plugin {
+
+TP_HOST_DEVICE float bits_to_float(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+TP_HOST_DEVICE uint32_t float_to_bits(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+// exp(x), error below 1.5 ulp in the normal range. x = n ln2 + r with |r| <= ln2/2, then 1 + r + r^2 P(r), where
+// the degree-5 P interpolates (exp(r) - 1 - r) / r^2 at the Chebyshev nodes. Results below the normal range are 0.
+TP_HOST_DEVICE float exp_f32(float x) {
+  if (!(x > -87.33654f)) return x != x ? x : 0.0f;
+  if (x > 88.72283f) return bits_to_float(0x7f800000u);
+  // Adding and taking away 1.5 * 2^23 rounds to the nearest integer.
+  const float shifted = fmaf(x, 1.44269504f, 12582912.0f);
+  const float n = shifted - 12582912.0f;
+  float r = fmaf(n, -0.693359375f, x);
+  r = fmaf(n, 2.12194440e-4f, r);
+  float p = 1.98909911e-4f;
+  p = fmaf(p, r, 1.393364975e-3f);
+  p = fmaf(p, r, 8.333310485e-3f);
+  p = fmaf(p, r, 4.166646674e-2f);
+  p = fmaf(p, r, 1.666666716e-1f);
+  p = fmaf(p, r, 0.5f);
+  p = fmaf(p, r, 1.0f);
+  p = fmaf(p, r, 1.0f);
+  // 2^n in two factors: n may be 128 or -126, which one float exponent field cannot hold.
+  const int32_t whole = static_cast<int32_t>(n);
+  const int32_t half = whole / 2;
+  const float low = bits_to_float(static_cast<uint32_t>(half + 127) << 23);
+  const float high = bits_to_float(static_cast<uint32_t>(whole - half + 127) << 23);
+  return p * low * high;
+}
+
+// 1 / (1 + exp(-x)), one exp for either sign so that nothing overflows.
+TP_HOST_DEVICE float sigmoid_f32(float x) {
+  const float e = exp_f32(x < 0.0f ? x : -x);
+  const float large = 1.0f / (1.0f + e);
+  return x < 0.0f ? e * large : large;
+}
+
+}  // namespace transformer_plugin

@@ -1,0 +1,60 @@
+// Between torch's world and the kernels': element types, streams, and the symbolic shapes that real and Meta share.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/ScalarType.h>
+
+#include <string>
+
+#include "common/dtype.h"
+
+#ifdef TRANSFORMER_PLUGIN_CUDA
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace transformer_plugin {
+
+inline DType to_dtype(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat: return DType::kFloat32;
+    case at::kBFloat16: return DType::kBFloat16;
+    case at::kHalf: return DType::kFloat16;
+    case at::kDouble: return DType::kFloat64;
+    case at::kFloat8_e4m3fn: return DType::kFloat8E4M3;
+    case at::kFloat8_e5m2: return DType::kFloat8E5M2;
+    case at::kByte: return DType::kUInt8;
+    default: TORCH_INTERNAL_ASSERT(false, "no kernel element type for ", dtype);
+  }
+}
+
+// A fresh contiguous tensor on the device of `like`; symbolic sizes stay symbolic.
+inline at::Tensor empty(const at::Tensor& like, c10::SymIntArrayRef sizes, at::ScalarType dtype) {
+  return at::empty_symint(sizes, like.options().dtype(dtype).memory_format(std::nullopt));
+}
+
+#ifdef TRANSFORMER_PLUGIN_CUDA
+// The device of a tensor, made current, and its current stream.
+class CudaScope {
+ public:
+  explicit CudaScope(const at::Tensor& tensor)
+      : guard_(tensor.device()), stream_(c10::cuda::getCurrentCUDAStream(tensor.device().index())) {}
+  void* stream() const { return stream_.stream(); }
+
+ private:
+  c10::cuda::CUDAGuard guard_;
+  c10::cuda::CUDAStream stream_;
+};
+#endif
+
+// The dispatcher's handle of one of our ops, found once: `static const auto op = find_op<Signature>("swiglu")`.
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> find_op(const char* name) {
+  return c10::Dispatcher::singleton()
+      .findSchemaOrThrow((std::string("transformer_plugin::") + name).c_str(), "")
+      .template typed<Signature>();
+}
+
+}  // namespace transformer_plugin

@@ -1,0 +1,61 @@
+// Every op of torch.ops.transformer_plugin, by family: the table of contents of the project.
+//
+// Conventions. A "format" is the key of a number format with its options, for example "fp8_block:e4m3,pow2"
+// (common/format.h). "group_sizes" are int32 or int64 [G] on the device of the data; rows past their sum are
+// the tail, written as zero. "group_name" names a c10d process group. An op whose name ends in "_out" writes
+// into a buffer that it is given; every other op returns fresh tensors.
+#include <torch/library.h>
+
+TORCH_LIBRARY(transformer_plugin, m) {
+  // quantize: values to (data, scale_inv), along rows, along columns (returned transposed), or both.
+  m.def("quantize(Tensor input, str format) -> (Tensor, Tensor)");
+  m.def("quantize_transposed(Tensor input, str format) -> (Tensor, Tensor)");
+  m.def("quantize_both(Tensor input, str format) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("dequantize(Tensor data, Tensor scale_inv, str format, ScalarType dtype, bool transposed=False) -> Tensor");
+  m.def("grouped_quantize(Tensor input, Tensor group_sizes, str format) -> (Tensor, Tensor)");
+  m.def("grouped_quantize_transposed(Tensor input, Tensor group_sizes, str format) -> (Tensor, Tensor)");
+  m.def(
+      "grouped_quantize_both(Tensor input, Tensor group_sizes, str format) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "grouped_dequantize(Tensor data, Tensor scale_inv, Tensor group_sizes, str format, ScalarType dtype, "
+      "bool transposed=False) -> Tensor");
+
+  // gemm: products with FP32 sums. linear and grouped_linear are the differentiable ones in low precision.
+  m.def("gemm(Tensor a, Tensor b, Tensor? bias=None, bool transpose_b=True, ScalarType? dtype=None) -> Tensor");
+  m.def(
+      "gemm_quantized(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, str a_format, str b_format, "
+      "ScalarType dtype, Tensor? bias=None, bool transpose_b=True) -> Tensor");
+  m.def(
+      "grouped_gemm(Tensor a, Tensor b, Tensor group_sizes, Tensor? bias=None, Tensor? bias_scale=None, "
+      "bool transpose_b=True, ScalarType? dtype=None) -> Tensor");
+  m.def(
+      "grouped_gemm_quantized(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor group_sizes, "
+      "str a_format, str b_format, ScalarType dtype, Tensor? bias=None, Tensor? bias_scale=None, "
+      "bool transpose_b=True) -> Tensor");
+  m.def(
+      "grouped_gemm_wgrad(Tensor grad, Tensor input, Tensor group_sizes, ScalarType? dtype=None) -> Tensor");
+  m.def(
+      "grouped_gemm_wgrad_out(Tensor grad, Tensor input, Tensor group_sizes, Tensor(a!) out, "
+      "bool accumulate=True) -> ()");
+  m.def(
+      "grouped_gemm_wgrad_quantized(Tensor grad_t, Tensor grad_t_scale, Tensor input_t, Tensor input_t_scale, "
+      "Tensor group_sizes, str grad_format, str input_format, ScalarType dtype) -> Tensor");
+  m.def(
+      "grouped_gemm_wgrad_quantized_out(Tensor grad_t, Tensor grad_t_scale, Tensor input_t, "
+      "Tensor input_t_scale, Tensor group_sizes, str grad_format, str input_format, Tensor(a!) out, "
+      "bool accumulate=True) -> ()");
+  m.def(
+      "grouped_bias_backward(Tensor grad, Tensor group_sizes, Tensor? bias=None, Tensor? bias_scale=None) -> "
+      "(Tensor, Tensor)");
+  m.def(
+      "linear(Tensor input, Tensor weight, Tensor? bias=None, str input_format=\"none\", "
+      "str weight_format=\"none\", str grad_format=\"none\") -> Tensor");
+  m.def(
+      "grouped_linear(Tensor input, Tensor weight, Tensor group_sizes, Tensor? bias=None, "
+      "Tensor? bias_scale=None, str input_format=\"none\", str weight_format=\"none\", "
+      "str grad_format=\"none\") -> Tensor");
+
+  // activation
+  m.def("swiglu(Tensor input, Tensor? probs=None) -> Tensor");
+  m.def("swiglu_backward(Tensor grad, Tensor input, Tensor? probs=None) -> (Tensor, Tensor)");
+}

@@ -1,0 +1,23 @@
+"""Builds the one shared library, transformer_plugin/_C.abi3.so. Metadata is in pyproject.toml."""
+
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))
+
+from build_tools.toolchain import ToolchainError, check_torch  # noqa: E402
+
+try:
+    check_torch()
+    from build_tools.extension import build_command, library
+
+    setup(
+        ext_modules=[library(ROOT)],
+        cmdclass={"build_ext": build_command()},
+        options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    )
+except ToolchainError as error:
+    sys.exit(f"\ntransformer_plugin cannot be built here: {error}\n")

@@ -1,0 +1,10 @@
+"""Low-precision and mixture-of-experts building blocks for PyTorch. Importing starts no CUDA context."""
+
+from transformer_plugin import _library
+
+_library.load()
+
+from transformer_plugin import ops  # noqa: E402
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "ops"]

@@ -1,0 +1,43 @@
+"""Activations. Shapes: T rows (tokens), F features of the hidden layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.transformer_plugin
+
+
+def swiglu(input: Tensor, probs: Tensor | None = None) -> Tensor:
+    """SwiGLU times a probability per row: ``silu(gate) * linear * probs``.
+
+    Args:
+        input: ``[T, 2F]`` float32, bfloat16 or float16; the gate is the first F columns, the linear part the
+            last F. Any strides.
+        probs: ``[T]`` float32, or None for 1.
+
+    Returns:
+        ``[T, F]`` in the dtype of ``input``, computed in float32 and rounded once. The same bits on CPU and CUDA.
+
+    Differentiable in both arguments; the probability's gradient is a row sum in a fixed order.
+
+    Raises:
+        TypeError: another dtype. ValueError: other dimensions, an odd number of columns, another device.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202), equation 6 without biases.
+    """
+    return _ops.swiglu(input, probs)
+
+
+def swiglu_backward(grad: Tensor, input: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The gradients of :func:`swiglu`.
+
+    Args:
+        grad: ``[T, F]``, the gradient of the output, in the dtype of ``input``.
+        input, probs: what the forward was given.
+
+    Returns:
+        ``grad_input [T, 2F]`` in the dtype of ``input`` and ``grad_probs [T]`` float32 (``[0]`` when ``probs`` is
+        None), ``grad_probs[i] = sum_j grad[i, j] * silu(gate[i, j]) * linear[i, j]``.
+    """
+    return _ops.swiglu_backward(grad, input, probs)

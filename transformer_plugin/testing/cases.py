@@ -1,0 +1,57 @@
+"""Inputs that every op must get right. Tests, opcheck, sanitizer runs and benchmarks walk the same lists.
+
+A case is a name and a function ``make(device, generator) -> tuple of arguments``: data is drawn on the CPU, so
+that every device sees the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of arguments of one op."""
+
+    name: str
+    make: Callable[[torch.device, torch.Generator], tuple[Any, ...]]
+
+    def arguments(self, device: str | torch.device = "cpu", seed: int = 0) -> tuple[Any, ...]:
+        """The arguments, the same values for every device at one seed."""
+        return self.make(torch.device(device), torch.Generator().manual_seed(seed))
+
+
+def randn(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator, scale: float = 1.0
+) -> Tensor:
+    """Normal values, drawn on the CPU in float32."""
+    return (torch.randn(shape, generator=generator) * scale).to(dtype).to(device)
+
+
+def swiglu_cases() -> Iterator[Case]:
+    """Zero rows, one row, odd widths, wide rows, no probabilities, values from tiny to overflowing the exponent."""
+    shapes = [(0, 16), (1, 2), (3, 34), (5, 66), (129, 128), (7, 2048)]
+    for dtype in FLOAT_DTYPES:
+        for rows, columns in shapes:
+            for with_probs in (True, False):
+
+                def make(
+                    device: torch.device,
+                    generator: torch.Generator,
+                    shape: tuple[int, int] = (rows, columns),
+                    dtype: torch.dtype = dtype,
+                    with_probs: bool = with_probs,
+                ) -> tuple[Any, ...]:
+                    input = randn(shape, dtype, device, generator, scale=3.0)
+                    probs = torch.rand(shape[0], generator=generator).to(device) if with_probs else None
+                    return input, probs
+
+                name = f"{str(dtype)[6:]}-{rows}x{columns}-{'probs' if with_probs else 'plain'}"
+                yield Case(name, make)

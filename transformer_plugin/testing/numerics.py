@@ -1,0 +1,52 @@
+"""Error measures. Quantized bytes are equal or wrong; floats are compared in units of their own precision."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def assert_same_bits(got: Tensor, expected: Tensor, name: str = "output") -> None:
+    """Same shape, dtype and bytes; the error names the first element that differs."""
+    assert got.shape == expected.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
+    assert got.dtype == expected.dtype, f"{name}: dtype {got.dtype}, expected {expected.dtype}"
+    if got.numel() == 0:
+        return
+    width = got.element_size()
+    got_bytes = got.detach().cpu().contiguous().view(torch.uint8).reshape(-1, width)
+    expected_bytes = expected.detach().cpu().contiguous().view(torch.uint8).reshape(-1, width)
+    different = (got_bytes != expected_bytes).any(1).nonzero()
+    if different.numel():
+        flat = int(different[0])
+        where = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), got.shape))
+        raise AssertionError(
+            f"{name}: {different.shape[0]} of {got.numel()} elements differ, first at {where}: "
+            f"got {got.detach().cpu().reshape(-1)[flat]!r} (bytes {got_bytes[flat].tolist()}), "
+            f"expected {expected.detach().cpu().reshape(-1)[flat]!r} (bytes {expected_bytes[flat].tolist()})"
+        )
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """``||got - expected|| / ||expected||`` in float64; NaN anywhere gives inf, so that it never passes a bound."""
+    difference = (got.double() - expected.double()).norm()
+    scale = expected.double().norm()
+    error = float(difference / scale) if float(scale) > 0 else float(difference)
+    return error if error == error else float("inf")
+
+
+def assert_close_in_ulp(got: Tensor, expected: Tensor, ulp: float, floor: float = 0.0, name: str = "output") -> None:
+    """Every element within ``ulp`` units in the last place of ``got``'s dtype at the size of ``expected``.
+
+    ``floor`` is an absolute error always allowed, for sums whose terms cancel.
+    """
+    assert got.shape == expected.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
+    if got.numel() == 0:
+        return
+    epsilon = torch.finfo(got.dtype).eps
+    bound = expected.double().abs() * epsilon * ulp + floor + torch.finfo(got.dtype).tiny
+    error = (got.double() - expected.double()).abs()
+    bad = ~(error <= bound) & ~((got.double() == expected.double()) | (got.isnan() & expected.isnan()))
+    assert not bad.any(), (
+        f"{name}: {int(bad.sum())} of {got.numel()} elements further than {ulp} ulp, worst "
+        f"{float((error / bound)[bad].max()):.3g} times the bound"
+    )
