@@ -1,0 +1,19 @@
+"""Modules: plain parameters, ordinary state dicts, and a recipe for the numbers they multiply in."""
+
+from transformer_plugin.nn.grouped_linear import GroupedLinear
+from transformer_plugin.nn.grouped_mlp import GroupedMLP
+from transformer_plugin.nn.linear import Linear
+from transformer_plugin.nn.moe import DispatchConfig, MoE, MoEOutput
+from transformer_plugin.nn.router import RouterConfig, Routing, TopKRouter
+
+__all__ = [
+    "DispatchConfig",
+    "GroupedLinear",
+    "GroupedMLP",
+    "Linear",
+    "MoE",
+    "MoEOutput",
+    "RouterConfig",
+    "Routing",
+    "TopKRouter",
+]

@@ -1,0 +1,115 @@
+"""GroupedLinear: one linear layer per group of rows, in one packed parameter."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from transformer_plugin import ops
+from transformer_plugin.nn._recipe import formats_of
+
+if TYPE_CHECKING:
+    from transformer_plugin.recipes import Recipe
+
+
+class GroupedLinear(torch.nn.Module):
+    """Rows sorted by group, each group times its own weight: ``output_g = input_g @ weight[g].T + bias[g]``.
+
+    The sizes of the groups are a tensor on the device of the data and are never read by the host: one
+    compiled graph or CUDA graph serves every routing. Rows past the last group are zero in the output and in
+    the gradient.
+
+    Args:
+        num_groups: G, for example the experts of this rank. Any number.
+        in_features: K, the columns of the input.
+        out_features: N, the columns of the output.
+        bias: whether each group adds a learned ``[N]``.
+        device, dtype: of the parameters; ``device="meta"`` defers the initial values to
+            ``reset_parameters()``.
+        recipe: the formats of input, weight and gradient; None multiplies in the dtype of the parameters.
+        scale_bias: the bias of a row is multiplied by ``bias_scale`` of that row, which ``forward`` then
+            needs.
+
+    Parameters: ``weight [G, N, K]`` and ``bias [G, N]``, plain and packed: every optimizer, ``state_dict``
+    and sharding takes them as they are. Their initial values are those of G layers ``torch.nn.Linear(K, N)``.
+    """
+
+    weight: Parameter
+    bias: Parameter | None
+    recipe: Recipe | None
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        recipe: Recipe | None = None,
+        scale_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        if scale_bias and not bias:
+            raise ValueError(
+                "transformer_plugin::GroupedLinear: argument 'scale_bias': expected False without a bias, "
+                "got True. Pass bias=True or leave scale_bias out."
+            )
+        self.num_groups = num_groups
+        self.in_features = in_features
+        self.out_features = out_features
+        self.scale_bias = scale_bias
+        self.recipe = recipe
+        self.weight = Parameter(
+            torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype)
+        )
+        if bias:
+            self.bias = Parameter(torch.empty(num_groups, out_features, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform within ``1 / sqrt(K)``, as ``torch.nn.Linear``."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
+        torch.nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            torch.nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, input: Tensor, group_sizes: Tensor, bias_scale: Tensor | None = None) -> Tensor:
+        """Multiplies each group of rows by its weight.
+
+        Args:
+            input: ``[T, K]``, the rows of group 0, then of group 1, and so on; rows past the last group are
+                ignored.
+            group_sizes: int32 or int64 ``[G]`` on the device of ``input``, each at least 0, with a sum of at
+                most T.
+            bias_scale: float32 ``[T]``, only with ``scale_bias``: the factor of the bias in each row.
+
+        Returns:
+            ``[T, N]`` in the dtype of ``input``, differentiable in ``input``, the parameters and
+            ``bias_scale``.
+        """
+        if (bias_scale is not None) != self.scale_bias:
+            raise ValueError(
+                "transformer_plugin::GroupedLinear: argument 'bias_scale': expected "
+                f"{'a tensor [T]' if self.scale_bias else 'None'} with scale_bias={self.scale_bias}, got "
+                f"{'None' if self.scale_bias else 'a tensor'}. Make the constructor and the call agree."
+            )
+        return ops.grouped_linear(
+            input, self.weight, group_sizes, self.bias, bias_scale, *formats_of(self.recipe)
+        )
+
+    def extra_repr(self) -> str:
+        """The sizes and the recipe."""
+        text = (
+            f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}"
+        )
+        text += f", bias={self.bias is not None}"
+        text += ", scale_bias=True" if self.scale_bias else ""
+        return text + (f", recipe={self.recipe}" if self.recipe else "")

@@ -1,0 +1,101 @@
+"""MoE: a mixture of experts, on one rank or spread over a group of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.nn.grouped_mlp import GroupedMLP
+from transformer_plugin.nn.router import RouterConfig, TopKRouter
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from transformer_plugin.recipes import Recipe
+
+
+@dataclass(frozen=True)
+class DispatchConfig:
+    """How many rows the experts of one rank receive. All sizes are static; the defaults never drop a row."""
+
+    #: rows that the experts of this rank take; the rest is dropped, last expert first. None: room for every
+    #: row.
+    capacity: int | None = None
+    #: the most tokens that any rank of the group brings. None: every rank brings as many as this one.
+    max_tokens: int | None = None
+    #: the rows of each expert are padded with zero rows to a multiple of this.
+    alignment: int = 1
+
+
+class MoEOutput(NamedTuple):
+    """What :class:`MoE` returns. Nothing is kept in the module, so compiled and eager steps are alike."""
+
+    #: the shape and dtype of the input.
+    output: Tensor
+    #: float32 scalar, the auxiliary load-balancing loss times its coefficient: add it to the loss. 0 without
+    #: one.
+    aux_loss: Tensor
+    #: int64 ``[E]``, how many of this rank's tokens chose each expert.
+    expert_load: Tensor
+    #: int64 ``[1]``, rows that this rank's experts were sent, padding included, before any was dropped.
+    received: Tensor
+
+
+class MoE(torch.nn.Module):
+    """E SwiGLU experts: a token goes to ``topk`` of them and gets the weighted sum of their outputs.
+
+    With a ``group`` of R ranks each rank holds E / R consecutive experts, and tokens travel to them and back;
+    without one, or with a group of one rank, everything stays here.
+
+    Args:
+        hidden: H, the columns of input and output.
+        ffn_hidden: F, the hidden columns of one expert.
+        num_experts: E, the experts of all ranks together.
+        topk: K, the experts of one token.
+        group: the ranks that share the experts, a c10d process group of which this rank is a member.
+        router: how tokens choose.
+        dispatch: how many rows the experts take.
+        bias: whether the experts' linear layers have biases.
+        device, dtype: of the parameters; ``device="meta"`` defers the initial values to
+            ``reset_parameters()``.
+        recipe: the formats of the experts' linear layers.
+
+    Parameters: ``router.weight [E, H]`` (the same on every rank: reduce its gradient as for any replicated
+    parameter) and ``experts.*`` of this rank's experts, whose gradients are complete: they hold every rank's
+    tokens.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn_hidden: int,
+        num_experts: int,
+        topk: int,
+        *,
+        group: ProcessGroup | None = None,
+        router: RouterConfig = RouterConfig(),  # noqa: B008 frozen
+        dispatch: DispatchConfig = DispatchConfig(),
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        recipe: Recipe | None = None,
+    ) -> None:
+        super().__init__()
+        ranks = 1 if group is None else group.size()
+        self.dispatch = dispatch
+        self.router = TopKRouter(hidden, num_experts, topk, router, device=device, dtype=dtype)
+        self.experts = GroupedMLP(
+            num_experts // ranks, hidden, ffn_hidden, bias, device=device, dtype=dtype, recipe=recipe
+        )
+
+    def reset_parameters(self) -> None:
+        """Fresh initial values for router and experts."""
+        self.router.reset_parameters()
+        self.experts.reset_parameters()
+
+    def forward(self, input: Tensor) -> MoEOutput:
+        """Runs ``input [..., H]`` through the mixture."""
+        raise NotImplementedError("lands with the routing ops")

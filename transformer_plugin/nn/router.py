@@ -1,0 +1,95 @@
+"""TopKRouter: which experts a token goes to, and with what weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How scores become choices and weights. By default softmax over the chosen logits, no auxiliary loss."""
+
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    #: softmax over all experts before choosing (the weights then sum to less than 1), instead of after.
+    pre_softmax: bool = False
+    #: choose ``group_topk`` of ``num_groups`` groups of experts first, then experts within them; None: no
+    #: groups.
+    num_groups: int | None = None
+    group_topk: int | None = None
+    #: multiplies the weights.
+    scaling_factor: float = 1.0
+    #: a buffer ``expert_bias [E]`` is added to the scores when choosing, not when weighting.
+    expert_bias: bool = False
+    #: the auxiliary load-balancing loss is multiplied by this; 0 leaves it out.
+    aux_loss_coeff: float = 0.0
+
+
+class Routing(NamedTuple):
+    """The choice for T tokens."""
+
+    #: int32 ``[T, topk]``, the experts of each token.
+    indices: Tensor
+    #: float32 ``[T, topk]``, their weights, differentiable.
+    weights: Tensor
+    #: float32 scalar, already times its coefficient; 0 without one. Add it to the loss.
+    aux_loss: Tensor
+    #: int64 ``[E]``, how many of these tokens chose each expert.
+    expert_load: Tensor
+
+
+class TopKRouter(torch.nn.Module):
+    """Scores each token against each expert and keeps the best ``topk``. Logits and scores are float32.
+
+    Args:
+        hidden: H, the columns of the tokens.
+        num_experts: E, the experts of all ranks.
+        topk: K, how many experts a token goes to.
+        config: how scores become choices and weights.
+        device, dtype: of the parameter.
+
+    Parameters: ``weight [E, H]``. Buffers: ``expert_bias`` float32 ``[E]`` when the config asks for it.
+    """
+
+    weight: Parameter
+    expert_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden: int,
+        num_experts: int,
+        topk: int,
+        config: RouterConfig = RouterConfig(),
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.topk = topk
+        self.config = config
+        self.weight = Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
+        bias = torch.empty(num_experts, device=device, dtype=torch.float32) if config.expert_bias else None
+        self.register_buffer("expert_bias", bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The weight as in ``torch.nn.Linear``, the bias of the choice zero."""
+        bound = self.weight.shape[1] ** -0.5 if self.weight.shape[1] else 0.0
+        torch.nn.init.uniform_(self.weight, -bound, bound)
+        if self.expert_bias is not None:
+            torch.nn.init.zeros_(self.expert_bias)
+
+    def forward(self, tokens: Tensor) -> Routing:
+        """Routes ``tokens [T, H]``."""
+        raise NotImplementedError("lands with the routing ops")
+
+    def extra_repr(self) -> str:
+        """The sizes and the configuration."""
+        return (
+            f"hidden={self.weight.shape[1]}, num_experts={self.num_experts}, topk={self.topk}, {self.config}"
+        )
