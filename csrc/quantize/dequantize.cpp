@@ -1,0 +1,110 @@
+#include "quantize/dequantize.h"
+
+#include <torch/library.h>
+
+#include "common/tensor.h"
+#include "quantize/operand.h"
+
+namespace transformer_plugin::quantize {
+namespace {
+
+using at::Tensor;
+
+struct Arguments {
+  const char* op;
+  const Tensor& data;
+  const Tensor& scale_inv;
+  const Tensor* group_sizes;  // null unless grouped
+  c10::string_view key;
+  at::ScalarType dtype;
+  bool transposed;
+
+  Operand operand() const { return operand_of(data, transposed, group_sizes); }
+};
+
+void check_scale(const Arguments& a, const Format& format) {
+  const Argument scale{a.op, "scale_inv", a.scale_inv};
+  check_dtype(scale, {at::kFloat});
+  check_same_device(scale, {a.op, "data", a.data});
+  const SymSizes sizes = a.operand().scale_sizes(format, a.transposed);
+  check_dim(scale, static_cast<int64_t>(sizes.size()));
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    check_size(scale, static_cast<int64_t>(i), sizes[i], "what the format gives data of this size");
+  }
+}
+
+Format check_arguments(const Arguments& a) {
+  const Format format = quantized_format(a.op, "format", a.key, a.group_sizes == nullptr);
+  const Argument data{a.op, "data", a.data};
+  check_dtype(data, {format.element == DType::kFloat8E5M2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn});
+  if (a.group_sizes) {
+    check_dim(data, 2);
+    check_group_sizes({a.op, "group_sizes", *a.group_sizes}, data);
+  } else {
+    TP_CHECK_VALUE(a.data.dim() == 2 || a.data.dim() == 3, a.op, "data", "2 or 3 dimensions",
+                   describe(a.data), "Reshape it first");
+  }
+  check_scale(a, format);
+  const bool known = a.dtype == at::kFloat || a.dtype == at::kBFloat16 || a.dtype == at::kHalf;
+  TP_CHECK_TYPE(known, a.op, "dtype", "one of the dtypes float32, bfloat16, float16", dtype_name(a.dtype),
+                "Convert the result with .to()");
+  return format;
+}
+
+Tensor meta(const Arguments& a) {
+  check_arguments(a);
+  return empty(a.data, a.operand().data_sizes(false), a.dtype);
+}
+
+Tensor run(const Arguments& a) {
+  const Format format = check_arguments(a);
+  const Operand operand = a.operand();
+  const GroupTables tables = group_tables({a.op, "data", a.data}, a.group_sizes, operand.rows.expect_int());
+  const Tensor output = empty(a.data, operand.data_sizes(false), a.dtype);
+  const Tensor data = a.data.contiguous();
+  const Tensor scale = a.scale_inv.contiguous();
+  const DequantizeArgs args{static_cast<const uint8_t*>(data.const_data_ptr()),
+                            scale.const_data_ptr<float>(),
+                            output.mutable_data_ptr(),
+                            make_layout(operand, format, tables),
+                            a.transposed,
+                            to_dtype(a.dtype),
+                            format.element};
+  if (data.is_cpu()) {
+    dequantize_cpu(args);
+    return output;
+  }
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  const CudaScope scope(data);
+  launch_dequantize(args, scope.stream());
+#endif
+  return output;
+}
+
+template <Tensor (*run_op)(const Arguments&)>
+void register_ops(torch::Library& m) {
+  m.impl("dequantize", [](const Tensor& data, const Tensor& scale_inv, c10::string_view format,
+                          at::ScalarType dtype, bool transposed) {
+    return run_op({"dequantize", data, scale_inv, nullptr, format, dtype, transposed});
+  });
+  m.impl("grouped_dequantize", [](const Tensor& data, const Tensor& scale_inv, const Tensor& group_sizes,
+                                  c10::string_view format, at::ScalarType dtype, bool transposed) {
+    return run_op({"grouped_dequantize", data, scale_inv, &group_sizes, format, dtype, transposed});
+  });
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { register_ops<run>(m); }
+TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { register_ops<meta>(m); }
+
+#ifdef TRANSFORMER_PLUGIN_CUDA
+TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { register_ops<run>(m); }
+#endif
+
+TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
+  m.impl("dequantize", torch::CppFunction::makeFallthrough());
+  m.impl("grouped_dequantize", torch::CppFunction::makeFallthrough());
+}
+
+}  // namespace transformer_plugin::quantize

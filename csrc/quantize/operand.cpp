@@ -1,0 +1,89 @@
+#include "quantize/operand.h"
+
+#include "common/group_offsets.h"
+#include "common/tensor.h"
+
+namespace transformer_plugin::quantize {
+namespace {
+
+c10::SymInt blocks(const c10::SymInt& size) { return (size + (kTile - 1)) / kTile; }
+c10::SymInt up_to_4(const c10::SymInt& size) { return (size + 3) / 4 * 4; }
+
+ScaleMode scale_mode(const Format& format) {
+  if (format.family == FormatFamily::kFp8Tensor) return ScaleMode::kTensor;
+  return format.square_blocks ? ScaleMode::kSquare : ScaleMode::kRows;
+}
+
+}  // namespace
+
+SymSizes Operand::data_sizes(bool transposed) const {
+  SymSizes sizes = transposed ? SymSizes{cols, rows} : SymSizes{rows, cols};
+  if (members) sizes.insert(sizes.begin(), *members);
+  return sizes;
+}
+
+SymSizes Operand::scale_sizes(const Format& format, bool transposed) const {
+  const ScaleMode mode = scale_mode(format);
+  if (mode == ScaleMode::kTensor) return {groups ? *groups : (members ? *members : c10::SymInt(1))};
+  const c10::SymInt& line = transposed ? rows : cols;  // what blocks are cut along
+  const c10::SymInt& other = transposed ? cols : rows;
+  SymSizes sizes;
+  if (mode == ScaleMode::kRows) {
+    sizes = {blocks(line), up_to_4(other)};
+    if (groups && transposed) sizes[0] = sizes[0] + *groups;
+  } else {
+    sizes = {blocks(other), up_to_4(blocks(line))};
+  }
+  if (members) sizes.insert(sizes.begin(), *members);
+  return sizes;
+}
+
+Operand operand_of(const at::Tensor& tensor, bool transposed, const at::Tensor* group_sizes) {
+  const int64_t dim = tensor.dim();
+  Operand operand{std::nullopt, tensor.sym_size(dim - 2), tensor.sym_size(dim - 1), std::nullopt};
+  if (transposed) std::swap(operand.rows, operand.cols);
+  if (dim == 3) operand.members = tensor.sym_size(0);
+  if (group_sizes) operand.groups = group_sizes->sym_size(0);
+  return operand;
+}
+
+Format quantized_format(const char* op, const char* argument, std::string_view key, bool allow_square) {
+  const Format format = parse_format(op, argument, key);
+  TP_CHECK_VALUE(format.is_quantized(), op, argument, "a format with scales, fp8_tensor or fp8_block",
+                 "'" << key << "'", "Use the tensor as it is, or convert it with .to()");
+  TP_CHECK_VALUE(allow_square || !format.square_blocks, op, argument,
+                 "1x128 blocks for a ragged matrix, whose groups do not end on square blocks",
+                 "'" << key << "'", "Leave out 'square'");
+  return format;
+}
+
+GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, int64_t rows) {
+  if (!group_sizes) return {};
+  GroupTables tables;
+  tables.offsets = group_offsets({data.op, "group_sizes", *group_sizes}, data, rows);
+  tables.tile_offsets = empty(data.tensor, {tables.offsets.numel()}, at::kInt);
+  const int32_t* offsets = tables.offsets.const_data_ptr<int32_t>();
+  int32_t* tile_offsets = tables.tile_offsets.mutable_data_ptr<int32_t>();
+  if (data.tensor.is_cpu()) {
+    tile_offsets_cpu(offsets, group_sizes->numel(), tile_offsets);
+    return tables;
+  }
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  const CudaScope scope(data.tensor);
+  launch_tile_offsets(offsets, group_sizes->numel(), tile_offsets, scope.stream());
+#endif
+  return tables;
+}
+
+Layout make_layout(const Operand& operand, const Format& format, const GroupTables& tables) {
+  const bool grouped = tables.offsets.defined();
+  return {operand.members ? operand.members->expect_int() : 1,
+          operand.rows.expect_int(),
+          operand.cols.expect_int(),
+          grouped ? operand.groups->expect_int() : 0,
+          grouped ? tables.offsets.const_data_ptr<int32_t>() : nullptr,
+          grouped ? tables.tile_offsets.const_data_ptr<int32_t>() : nullptr,
+          scale_mode(format)};
+}
+
+}  // namespace transformer_plugin::quantize

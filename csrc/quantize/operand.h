@@ -1,0 +1,45 @@
+// The torch side of a quantized operand: its format, the sizes of its data and scales, the layout kernels
+// walk.
+#pragma once
+
+#include <c10/core/SymInt.h>
+
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "common/check.h"
+#include "common/format.h"
+#include "quantize/tiles.h"
+
+namespace transformer_plugin::quantize {
+
+using SymSizes = std::vector<c10::SymInt>;
+
+// A matrix, a stack of matrices, or a ragged matrix, before quantization.
+struct Operand {
+  std::optional<c10::SymInt> members;  // of a stack
+  c10::SymInt rows;
+  c10::SymInt cols;
+  std::optional<c10::SymInt> groups;  // of a ragged matrix
+
+  SymSizes data_sizes(bool transposed) const;
+  SymSizes scale_sizes(const Format& format, bool transposed) const;
+};
+
+// The operand of sizes [rows, cols] or [members, rows, cols]; [cols, rows] with `transposed`.
+Operand operand_of(const at::Tensor& tensor, bool transposed, const at::Tensor* group_sizes);
+
+// fp8_tensor or fp8_block; square blocks only when `square` is allowed.
+Format quantized_format(const char* op, const char* argument, std::string_view key, bool allow_square);
+
+// Row and tile offsets of groups on the device of the data. Undefined tensors when there are no groups.
+struct GroupTables {
+  at::Tensor offsets;       // int32 [G + 1]
+  at::Tensor tile_offsets;  // int32 [G + 1]
+};
+
+GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, int64_t rows);
+Layout make_layout(const Operand& operand, const Format& format, const GroupTables& tables);
+
+}  // namespace transformer_plugin::quantize

@@ -1,0 +1,52 @@
+// Quantizing a matrix: the arithmetic of scales, and what its kernels are given.
+//
+//   a = amax of the block, in the input's values, NaN left out;  a = max(a, epsilon)
+//   scale = 1 if a is 0 or infinite, else largest / a in FP32; an infinite scale becomes `overflow`
+//   power-of-two scales: the mantissa of scale cleared
+//   scale_inv = 1 / scale,  q = float_to_fp8(float(x) * scale)
+// Source: the published conventions of per-tensor current scaling and of 1x128 and 128x128 block scaling in
+// FP8 (DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3; NVIDIA TransformerEngine
+// recipe_common.cuh).
+#pragma once
+
+#include "common/fp8.h"
+#include "quantize/tiles.h"
+
+namespace transformer_plugin::quantize {
+
+struct ScaleRule {
+  float largest;   // finite value of the element
+  float epsilon;   // an amax below it counts as it
+  float overflow;  // stands for a scale that FP32 cannot hold
+  bool power_of_two;
+};
+
+struct QuantizeArgs {
+  const void* input;  // [members, rows, cols] contiguous
+  uint8_t* data;      // [members, rows, cols]
+  float* scale;
+  uint8_t* data_t;  // [members, cols, rows]
+  float* scale_t;
+  float* amax;  // scratch [members or groups] of ScaleMode::kTensor
+  Layout layout;
+  ScaleRule rule;
+  DType dtype;
+  DType element;
+  bool rowwise;     // whether data and scale are asked for: their pointers may be null for being empty
+  bool transposed;  // data_t and scale_t
+};
+
+TP_HOST_DEVICE float encode_scale(float amax, const ScaleRule& rule) {
+  const float a = amax < rule.epsilon ? rule.epsilon : amax;
+  float scale = 1.0f;
+  if (a > 0.0f && a <= 3.40282347e38f) {
+    scale = rule.largest / a;
+    if (scale > 3.40282347e38f) scale = rule.overflow;
+  }
+  return rule.power_of_two ? bits_to_float(float_to_bits(scale) & 0xff800000u) : scale;
+}
+
+void quantize_cpu(const QuantizeArgs& args);
+void launch_quantize(const QuantizeArgs& args, void* stream);
+
+}  // namespace transformer_plugin::quantize

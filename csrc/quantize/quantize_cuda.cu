@@ -1,0 +1,264 @@
+#include "quantize/quantize.h"
+#include "quantize/tile_device.cuh"
+
+namespace transformer_plugin::quantize {
+namespace {
+
+// A thread's part of a tile: zero outside the matrix and in the tail.
+struct Values {
+  float at[kRowsPerThread][kColsPerThread];
+};
+
+template <typename T>
+struct alignas(4 * sizeof(T)) Vector4 {
+  T at[4];
+};
+
+template <typename T>
+__device__ __forceinline__ void load(const QuantizeArgs& args, const Tile& tile, int warp, int lane,
+                                     Values& values) {
+  const int64_t cols = args.layout.cols;
+  const int c0 = lane * kColsPerThread;
+  const int first_row = warp * kRowsPerThread;
+  const T* input = static_cast<const T*>(args.input) +
+                   (tile.member * args.layout.rows + tile.row + first_row) * cols + tile.col + c0;
+  const int count = tile.tail ? 0 : tile.cols - c0;
+  const bool whole = count >= kColsPerThread && cols % 4 == 0 &&
+                     reinterpret_cast<uintptr_t>(args.input) % sizeof(Vector4<T>) == 0;
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    const bool inside = first_row + r < tile.rows;
+    if (whole && inside) {
+      const Vector4<T> vector = *reinterpret_cast<const Vector4<T>*>(input + r * cols);
+#pragma unroll
+      for (int c = 0; c < kColsPerThread; ++c) values.at[r][c] = to_float(vector.at[c]);
+    } else {
+#pragma unroll
+      for (int c = 0; c < kColsPerThread; ++c) {
+        values.at[r][c] = inside && c < count ? to_float(input[r * cols + c]) : 0.0f;
+      }
+    }
+  }
+}
+
+// fmaxf leaves NaN out.
+__device__ __forceinline__ float max_abs(float largest, float value) { return fmaxf(largest, fabsf(value)); }
+
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, distance));
+  }
+  return value;
+}
+
+// The amax of the whole tile, in every thread. `partial` is [kWarps] in shared memory.
+__device__ __forceinline__ float tile_amax(const Values& values, int warp, int lane, float* partial) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) {
+#pragma unroll
+    for (int c = 0; c < kColsPerThread; ++c) largest = max_abs(largest, values.at[r][c]);
+  }
+  largest = warp_max(largest);
+  if (lane == 0) partial[warp] = largest;
+  __syncthreads();
+  largest = partial[0];
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) largest = fmaxf(largest, partial[w]);
+  return largest;
+}
+
+// Row-wise codes, and the scales of the tile's rows.
+template <DType element>
+__device__ __forceinline__ void write_rows(const QuantizeArgs& args, const Tile& tile, const Values& values,
+                                           int warp, int lane, float tile_scale) {
+  const Layout& layout = args.layout;
+  const int c0 = lane * kColsPerThread;
+  const bool own = layout.mode == ScaleMode::kRows;
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    const int row = warp * kRowsPerThread + r;
+    float scale = tile_scale;
+    if (own) {
+      float largest = 0.0f;
+#pragma unroll
+      for (int c = 0; c < kColsPerThread; ++c) largest = max_abs(largest, values.at[r][c]);
+      scale = encode_scale(warp_max(largest), args.rule);
+    }
+    if (row >= tile.rows) continue;
+    if (own && lane == 0) {
+      args.scale[scale_index(layout, tile, false, row, 0)] = tile.tail ? 0.0f : 1.0f / scale;
+    }
+    Codes4 codes;
+#pragma unroll
+    for (int c = 0; c < kColsPerThread; ++c) codes.set(c, float_to_fp8<element>(values.at[r][c] * scale));
+    uint8_t* target = args.data + (tile.member * layout.rows + tile.row + row) * layout.cols + tile.col + c0;
+    store_codes(target, codes, tile.cols - c0, layout.cols % 4 == 0);
+  }
+}
+
+// The scale of each of the thread's columns, for 1x128 blocks along the transposed rows.
+__device__ __forceinline__ void column_scales(const QuantizeArgs& args, const Tile& tile,
+                                              const Values& values, int warp, int lane,
+                                              float (*partial)[kTile], float* scales) {
+  const int c0 = lane * kColsPerThread;
+#pragma unroll
+  for (int c = 0; c < kColsPerThread; ++c) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) largest = max_abs(largest, values.at[r][c]);
+    partial[warp][c0 + c] = largest;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int c = 0; c < kColsPerThread; ++c) {
+    float largest = partial[0][c0 + c];
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) largest = fmaxf(largest, partial[w][c0 + c]);
+    scales[c] = encode_scale(largest, args.rule);
+    if (warp == 0 && c0 + c < tile.cols) {
+      args.scale_t[scale_index(args.layout, tile, true, 0, c0 + c)] = tile.tail ? 0.0f : 1.0f / scales[c];
+    }
+  }
+}
+
+// Transposed codes: packed by the rows a thread holds, turned in shared memory, written a line at a time.
+template <DType element>
+__device__ __forceinline__ void write_columns(const QuantizeArgs& args, const Tile& tile,
+                                              const Values& values, int warp, int lane, const float* scales,
+                                              TransposedTile& turned) {
+  const Layout& layout = args.layout;
+#pragma unroll
+  for (int c = 0; c < kColsPerThread; ++c) {
+#pragma unroll
+    for (int word = 0; word < kRowsPerThread / 4; ++word) {
+      Codes4 codes;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) codes.set(i, float_to_fp8<element>(values.at[word * 4 + i][c] * scales[c]));
+      turned.at(lane * kColsPerThread + c, warp * (kRowsPerThread / 4) + word) = codes.word;
+    }
+  }
+  __syncthreads();
+  for (int column = warp; column < tile.cols; column += kWarps) {
+    uint8_t* target =
+        args.data_t + (tile.member * layout.cols + tile.col + column) * layout.rows + tile.row + lane * 4;
+    Codes4 codes;
+    codes.word = turned.at(column, lane);
+    store_codes(target, codes, tile.rows - lane * 4, is_word_aligned(target));
+  }
+}
+
+template <typename T, DType element>
+__global__ void __launch_bounds__(kThreads) quantize_kernel(const __grid_constant__ QuantizeArgs args) {
+  __shared__ float partial[kWarps][kTile];
+  __shared__ TransposedTile turned;
+  const Layout& layout = args.layout;
+  const int warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
+  const Tile tile = tile_at(layout, blockIdx.x);
+  Values values;
+  load<T>(args, tile, warp, lane, values);
+
+  float tile_scale = 1.0f;
+  if (layout.mode == ScaleMode::kTensor && !tile.tail)
+    tile_scale = encode_scale(args.amax[tile.group], args.rule);
+  if (layout.mode == ScaleMode::kSquare) {
+    tile_scale = encode_scale(tile_amax(values, warp, lane, partial[0]), args.rule);
+    if (threadIdx.x == 0 && args.rowwise) args.scale[scale_index(layout, tile, false, 0, 0)] = 1.0f / tile_scale;
+    if (threadIdx.x == 0 && args.transposed)
+      args.scale_t[scale_index(layout, tile, true, 0, 0)] = 1.0f / tile_scale;
+  }
+  if (threadIdx.x == 0 && args.rowwise) zero_scale_padding(layout, tile, false, args.scale);
+  if (threadIdx.x == 0 && args.transposed) zero_scale_padding(layout, tile, true, args.scale_t);
+
+  if (args.rowwise) write_rows<element>(args, tile, values, warp, lane, tile_scale);
+  if (args.transposed) {
+    float scales[kColsPerThread] = {tile_scale, tile_scale, tile_scale, tile_scale};
+    if (layout.mode == ScaleMode::kRows) column_scales(args, tile, values, warp, lane, partial, scales);
+    write_columns<element>(args, tile, values, warp, lane, scales, turned);
+  }
+}
+
+// The amax of each member or group. Floats that are not negative order like their bits, and a maximum does
+// not depend on its order, so the atomics repeat bit for bit.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) tensor_amax_kernel(const __grid_constant__ QuantizeArgs args) {
+  __shared__ float partial[kWarps];
+  const Tile tile = tile_at(args.layout, blockIdx.x);
+  if (tile.tail) return;
+  const int warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
+  Values values;
+  load<T>(args, tile, warp, lane, values);
+  const float amax = tile_amax(values, warp, lane, partial);
+  if (threadIdx.x == 0) {
+    atomicMax(reinterpret_cast<unsigned*>(args.amax + tile.group), __float_as_uint(amax));
+  }
+}
+
+__global__ void zero_amax_kernel(float* amax, int64_t count) {
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < count;
+       i += static_cast<int64_t>(gridDim.x) * kThreads) {
+    amax[i] = 0.0f;
+  }
+}
+
+__global__ void tensor_scales_kernel(const __grid_constant__ QuantizeArgs args) {
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < args.layout.tensor_scales();
+       i += static_cast<int64_t>(gridDim.x) * kThreads) {
+    const float scale_inv = 1.0f / encode_scale(args.amax[i], args.rule);
+    if (args.rowwise) args.scale[i] = scale_inv;
+    if (args.transposed) args.scale_t[i] = scale_inv;
+  }
+}
+
+__global__ void tile_offsets_kernel(const int32_t* offsets, int64_t groups, int32_t* tile_offsets) {
+  __shared__ int32_t scan[kThreads];
+  int32_t carried = 0;
+  if (threadIdx.x == 0) tile_offsets[0] = 0;
+  for (int64_t start = 0; start < groups; start += kThreads) {
+    const int64_t g = start + threadIdx.x;
+    scan[threadIdx.x] = g < groups ? static_cast<int32_t>(ceil_div(offsets[g + 1] - offsets[g], kTile)) : 0;
+    __syncthreads();
+    for (int distance = 1; distance < kThreads; distance *= 2) {
+      const int32_t left = threadIdx.x >= distance ? scan[threadIdx.x - distance] : 0;
+      __syncthreads();
+      scan[threadIdx.x] += left;
+      __syncthreads();
+    }
+    if (g < groups) tile_offsets[g + 1] = carried + scan[threadIdx.x];
+    carried += scan[kThreads - 1];
+    __syncthreads();
+  }
+}
+
+}  // namespace
+
+void launch_tile_offsets(const int32_t* offsets, int64_t groups, int32_t* tile_offsets, void* stream) {
+  tile_offsets_kernel<<<1, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(offsets, groups, tile_offsets);
+  check_launch("tile_offsets_kernel");
+}
+
+void launch_quantize(const QuantizeArgs& args, void* stream) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  const unsigned grid = tile_grid(args.layout);
+  const int64_t scales = args.layout.tensor_scales();
+  visit_device_float(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    if (args.layout.mode == ScaleMode::kTensor && scales > 0) {
+      const unsigned scale_grid = grid_size(scales, kThreads);
+      zero_amax_kernel<<<scale_grid, kThreads, 0, cuda_stream>>>(args.amax, scales);
+      if (grid > 0) tensor_amax_kernel<T><<<grid, kThreads, 0, cuda_stream>>>(args);
+      tensor_scales_kernel<<<scale_grid, kThreads, 0, cuda_stream>>>(args);
+      check_launch("tensor_amax_kernel");
+    }
+    if (grid == 0) return;
+    visit_fp8(args.element, [&](auto element) {
+      quantize_kernel<T, decltype(element)::value><<<grid, kThreads, 0, cuda_stream>>>(args);
+    });
+  });
+  check_launch("quantize_kernel");
+}
+
+}  // namespace transformer_plugin::quantize

@@ -1,0 +1,144 @@
+// How the quantize family walks a matrix, and where each scale lies.
+//
+// Every kernel here takes the matrix in tiles of 128x128 counted from the first row of its member: that is a
+// matrix of a 3-D input, or a group of a ragged one. So a tile holds whole 1x128 blocks of both directions
+// and one whole square block, and one tile routine serves every format. After the groups comes the tail as
+// one more member, whose values are zero and whose scales are zero.
+//
+// Scales (FP32, R rows, C columns, up4 = rounded up to a multiple of 4, rb = row block, cb = column block):
+//   per tensor   [members]                                    scale[member]
+//   rows         row-wise   [ceil(C/128), up4(R)]             scale[cb][row]
+//                transposed [ceil(R/128), up4(C)]             scale[rb][column]     (grouped: [ceil(R/128) +
+//                G, up4(C)])
+//   square       row-wise   [ceil(R/128), up4(ceil(C/128))]   scale[rb][cb]
+//                transposed [ceil(C/128), up4(ceil(R/128))]   scale[cb][rb]
+#pragma once
+
+#include <cstdint>
+
+#include "common/math.h"
+
+namespace transformer_plugin::quantize {
+
+inline constexpr int kTile = 128;
+
+enum class ScaleMode : int32_t {
+  kTensor,  // one for each member
+  kRows,    // one for each 1x128 block along the direction that is quantized
+  kSquare,  // one for each 128x128 block
+};
+
+TP_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+TP_HOST_DEVICE int64_t round_up_4(int64_t a) { return (a + 3) / 4 * 4; }
+
+struct Layout {
+  int64_t members;  // matrices of a 3-D input, else 1
+  int64_t rows;     // of each member; of the whole buffer when grouped
+  int64_t cols;
+  int64_t groups;               // 0 unless grouped
+  const int32_t* offsets;       // [groups + 1] rows where groups begin, or null
+  const int32_t* tile_offsets;  // [groups + 1] row tiles where groups begin, or null
+  ScaleMode mode;
+
+  TP_HOST_DEVICE bool grouped() const { return offsets != nullptr; }
+  // Enough for any split of the rows: each group, and the tail, begins a tile of its own.
+  TP_HOST_DEVICE int64_t row_tiles() const { return ceil_div(rows, kTile) + groups; }
+  TP_HOST_DEVICE int64_t col_tiles() const { return ceil_div(cols, kTile); }
+  TP_HOST_DEVICE int64_t tiles() const { return members * row_tiles() * col_tiles(); }
+  TP_HOST_DEVICE int64_t tensor_scales() const { return grouped() ? groups : members; }
+
+  // Row length and rows of the scale matrix of one member.
+  TP_HOST_DEVICE int64_t scale_width(bool transposed) const {
+    if (mode == ScaleMode::kRows) return round_up_4(transposed ? cols : rows);
+    return round_up_4(transposed ? ceil_div(rows, kTile) : col_tiles());
+  }
+  TP_HOST_DEVICE int64_t scale_height(bool transposed) const {
+    if (mode == ScaleMode::kRows) return transposed ? row_tiles() : col_tiles();
+    return transposed ? col_tiles() : ceil_div(rows, kTile);
+  }
+};
+
+struct Tile {
+  int64_t member;    // of a 3-D input, else 0
+  int64_t group;     // whose scale counts per tensor: the member, or the group
+  int64_t row_tile;  // among the member's row tiles
+  int64_t col_tile;
+  int64_t row;  // first row, counted from the member's first (of the buffer when grouped)
+  int64_t col;
+  int rows;  // at most kTile, 0 when the tile is not used
+  int cols;
+  bool tail;  // past the last group
+};
+
+// The last group that begins at or before `row_tile`: of several, the one that is not empty.
+TP_HOST_DEVICE int64_t group_of_tile(const Layout& layout, int64_t row_tile) {
+  int64_t low = 0;
+  int64_t high = layout.groups;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (layout.tile_offsets[middle + 1] <= row_tile) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;  // `groups` for the tail
+}
+
+TP_HOST_DEVICE Tile tile_at(const Layout& layout, int64_t index) {
+  const int64_t row_tiles = layout.row_tiles();
+  const int64_t col_tiles = layout.col_tiles();
+  Tile tile;
+  tile.col_tile = index % col_tiles;
+  tile.row_tile = index / col_tiles % row_tiles;
+  tile.member = index / col_tiles / row_tiles;
+  tile.group = tile.member;
+  tile.tail = false;
+  tile.row = tile.row_tile * kTile;
+  int64_t end = layout.rows;
+  if (layout.grouped()) {
+    tile.group = group_of_tile(layout, tile.row_tile);
+    tile.tail = tile.group == layout.groups;
+    tile.row = layout.offsets[tile.group] + (tile.row_tile - layout.tile_offsets[tile.group]) * kTile;
+    end = tile.tail ? layout.rows : layout.offsets[tile.group + 1];
+  }
+  tile.col = tile.col_tile * kTile;
+  const int64_t rows = end - tile.row;
+  const int64_t cols = layout.cols - tile.col;
+  tile.rows = static_cast<int>(rows < 0 ? 0 : (rows < kTile ? rows : kTile));
+  tile.cols = static_cast<int>(cols < kTile ? cols : kTile);
+  return tile;
+}
+
+// Where the scale of row `r`, column `c` of the tile lies, for data in the given direction.
+TP_HOST_DEVICE int64_t scale_index(const Layout& layout, const Tile& tile, bool transposed, int r, int c) {
+  if (layout.mode == ScaleMode::kTensor) return tile.group;
+  const int64_t width = layout.scale_width(transposed);
+  const int64_t first = tile.member * layout.scale_height(transposed) * width;
+  if (layout.mode == ScaleMode::kSquare) {
+    return first +
+           (transposed ? tile.col_tile * width + tile.row_tile : tile.row_tile * width + tile.col_tile);
+  }
+  return first + (transposed ? tile.row_tile * width + tile.col + c : tile.col_tile * width + tile.row + r);
+}
+
+// Scale rows are padded to a multiple of 4: the tile that begins a row of the scale matrix writes its
+// padding.
+TP_HOST_DEVICE void zero_scale_padding(const Layout& layout, const Tile& tile, bool transposed,
+                                       float* scale) {
+  if (layout.mode == ScaleMode::kTensor) return;
+  const bool along_rows = (layout.mode == ScaleMode::kRows) != transposed;
+  if ((along_rows ? tile.row_tile : tile.col_tile) != 0) return;
+  const bool blocks = layout.mode == ScaleMode::kSquare;
+  const int64_t used =
+      along_rows ? (blocks ? layout.row_tiles() : layout.rows) : (blocks ? layout.col_tiles() : layout.cols);
+  const int64_t width = layout.scale_width(transposed);
+  const int64_t line =
+      tile.member * layout.scale_height(transposed) + (along_rows ? tile.col_tile : tile.row_tile);
+  for (int64_t i = used; i < width; ++i) scale[line * width + i] = 0.0f;
+}
+
+void tile_offsets_cpu(const int32_t* offsets, int64_t groups, int32_t* tile_offsets);
+void launch_tile_offsets(const int32_t* offsets, int64_t groups, int32_t* tile_offsets, void* stream);
+
+}  // namespace transformer_plugin::quantize

@@ -1,0 +1,168 @@
+"""Number formats as frozen data: what a format key says. The C++ twin is ``csrc/common/format.h``.
+
+A key is a family, then options after a colon: ``"fp8_block:e4m3,pow2,square,eps=1e-12"``. Ops take keys,
+because a string is a constant under ``torch.compile``, ``torch.export`` and TorchScript; :class:`Format`
+gives them names.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Family = Literal["none", "bf16", "fp8_tensor", "fp8_block"]
+Element = Literal["e4m3", "e5m2"]
+
+FAMILIES: tuple[Family, ...] = ("none", "bf16", "fp8_tensor", "fp8_block")
+#: Length of a block of ``fp8_block``, along a row or along both sides.
+BLOCK = 128
+
+_NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the values of a matrix are stored.
+
+    Attributes:
+        family: ``"none"`` (as they come), ``"bf16"``, ``"fp8_tensor"`` (one FP32 scale per tensor, from its
+            own amax now) or ``"fp8_block"`` (one FP32 scale per 1x128 block along a row).
+        element: ``"e4m3"`` (largest 448) or ``"e5m2"`` (57344), for the FP8 families.
+        power_of_two_scales: scales rounded down to a power of two. None takes the family's default: False for
+            ``fp8_tensor``, True for ``fp8_block``.
+        square_blocks: 128x128 blocks instead of 1x128; only ``fp8_block``.
+        epsilon: an amax below it counts as it; kept as the float32 nearest to what was given.
+
+    Raises:
+        ValueError: options that the family does not have, or an epsilon that is negative or not finite.
+    """
+
+    family: Family = "none"
+    element: Element = "e4m3"
+    power_of_two_scales: bool | None = None
+    square_blocks: bool = False
+    epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise _error("family", f"one of {', '.join(FAMILIES)}", repr(self.family), "Choose one of them")
+        if self.element not in ("e4m3", "e5m2"):
+            raise _error("element", "'e4m3' or 'e5m2'", repr(self.element), "Choose one of them")
+        if self.square_blocks and self.family != "fp8_block":
+            raise _error("square_blocks", "False unless the family is fp8_block", "True", "Leave it out")
+        object.__setattr__(self, "epsilon", _float32(self.epsilon))
+        if not (0.0 <= self.epsilon < math.inf):
+            raise _error(
+                "epsilon", "a finite number that is not negative", str(self.epsilon), "Use 0 for none"
+            )
+        if not self.is_quantized and (self.element != "e4m3" or self.power_of_two_scales or self.epsilon > 0):
+            raise _error(
+                "family",
+                "fp8_tensor or fp8_block, which have scales",
+                repr(self.family),
+                "Leave the rest out",
+            )
+        if self.power_of_two_scales is None:
+            object.__setattr__(self, "power_of_two_scales", self.family == "fp8_block")
+
+    @classmethod
+    def parse(cls, key: str) -> Format:
+        """The format that ``key`` names, the last of repeated options; ValueError when it names none."""
+        family, colon, options = key.partition(":")
+        values: dict[str, object] = {}
+        valid = family in FAMILIES and (colon == "" or (options != "" and family.startswith("fp8")))
+        for option in options.split(",") if options else ():
+            if option in ("e4m3", "e5m2"):
+                values["element"] = option
+            elif option in ("pow2", "fp32"):
+                values["power_of_two_scales"] = option == "pow2"
+            elif option == "square" and family == "fp8_block":
+                values["square_blocks"] = True
+            elif option.startswith("eps=") and _NUMBER.fullmatch(option[4:]):
+                values["epsilon"] = float(option[4:])
+            else:
+                valid = False
+        if not valid:
+            raise ValueError(
+                "transformer_plugin.Format.parse: argument 'key': expected a format key: none, bf16, "
+                "fp8_tensor or fp8_block, then options like fp8_block:e4m3,pow2,square,eps=1e-12, got "
+                f"'{key}'. transformer_plugin.formats lists them."
+            )
+        return cls(family, **values)  # type: ignore[arg-type]
+
+    @property
+    def key(self) -> str:
+        """What ops take. All options spelled out, so equal formats have equal keys."""
+        if not self.is_quantized:
+            return self.family
+        options = [self.element, "pow2" if self.power_of_two_scales else "fp32"]
+        options += ["square"] if self.square_blocks else []
+        options += [f"eps={_shortest(self.epsilon)}"] if self.epsilon > 0 else []
+        return f"{self.family}:{','.join(options)}"
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether a tensor in it is data and scales."""
+        return self.family in ("fp8_tensor", "fp8_block")
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the data; None for ``none``, which keeps what comes."""
+        if self.is_quantized:
+            return torch.float8_e4m3fn if self.element == "e4m3" else torch.float8_e5m2
+        return torch.bfloat16 if self.family == "bf16" else None
+
+    @property
+    def largest(self) -> float:
+        """Largest finite value of the FP8 element."""
+        return 448.0 if self.element == "e4m3" else 57344.0
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """Rows and columns that share a scale; None where there is one for the whole tensor, or none."""
+        if self.family != "fp8_block":
+            return None
+        return (BLOCK, BLOCK) if self.square_blocks else (1, BLOCK)
+
+    @property
+    def alignment(self) -> int:
+        """Modules that lay out groups of rows pad each to a multiple of this, for the GPU's matrix kernels.
+
+        Ops take groups of any size. 16 bytes of a row of the transposed operand; for blocks, one block.
+        """
+        return {"none": 8, "bf16": 8, "fp8_tensor": 16, "fp8_block": BLOCK}[self.family]
+
+    @property
+    def gemm_tolerance(self) -> float:
+        """Bound on ``||got - exact|| / ||exact||`` of a product of two normal random operands in this format.
+
+        ``exact`` is the FP64 product of the operands before they were quantized. Each operand's element adds
+        an independent error of about 2.6 % (3 mantissa bits) or 5.3 % (2 bits), root mean square.
+        """
+        if self.is_quantized:
+            return 0.05 if self.element == "e4m3" else 0.1
+        return 0.01 if self.family == "bf16" else 1e-5
+
+
+def _error(argument: str, expected: str, got: str, advice: str) -> ValueError:
+    return ValueError(
+        f"transformer_plugin.Format: argument '{argument}': expected {expected}, got {got}. {advice}."
+    )
+
+
+def _float32(value: float) -> float:
+    """The float32 nearest to ``value``, as C++ reads it."""
+    try:
+        return float(struct.unpack("f", struct.pack("f", value))[0])
+    except OverflowError:
+        return math.inf
+
+
+def _shortest(value: float) -> str:
+    """The shortest decimal that reads back as the float32 ``value``."""
+    return next(text for digits in range(1, 18) if _float32(float(text := f"{value:.{digits}g}")) == value)

@@ -1,0 +1,197 @@
+"""Quantize and dequantize. Shapes: M rows, K columns, G matrices or groups, T rows of a ragged buffer.
+
+An FP8 matrix is two tensors: ``data`` (float8_e4m3fn or float8_e5m2) and ``scale_inv`` (float32), with
+``value = float(data) * scale_inv``. ``up4(n)`` is n rounded up to a multiple of 4; the padding is zero.
+
+===========================  ==============================  ==================================
+format                       scale of rows, data [M, K]      scale of transposed data [K, M]
+===========================  ==============================  ==================================
+``fp8_tensor``               [1]                             [1]
+``fp8_block``                [ceil(K/128), up4(M)]           [ceil(M/128), up4(K)]
+``fp8_block:square``         [ceil(M/128), up4(ceil(K/128))] [ceil(K/128), up4(ceil(M/128))]
+===========================  ==============================  ==================================
+
+A 3-D input [G, M, K] is G matrices, each with its own scales: [G] for ``fp8_tensor``, a leading G otherwise.
+A ragged matrix [T, K] with ``group_sizes [G]`` has scale [G] for ``fp8_tensor``; for ``fp8_block`` the
+transposed blocks begin anew at each group and lie back to back, [ceil(T/128) + G, up4(K)]: group g's first
+scale row is the sum of ceil(size/128) over the groups before it. Rows past the groups are never read; their
+data and scales are 0.
+
+Arithmetic, the same bytes on CPU and CUDA: with ``a`` the amax of the block (NaN left out, at least ``eps``),
+``scale = largest / a`` in float32, 1 when a is 0 or infinite, and when it overflows the largest float32
+(``fp8_tensor``) or the largest finite value of the input's dtype (``fp8_block``); ``pow2`` clears its
+mantissa; ``scale_inv = 1 / scale``; ``data = round(float(x) * scale)`` to nearest even, saturating, NaN of
+either sign to 0x7F.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.formats import Format
+
+_ops = torch.ops.transformer_plugin
+
+
+def _key(format: str | Format) -> str:
+    return format if isinstance(format, str) else format.key
+
+
+def quantize(input: Tensor, format: str | Format) -> tuple[Tensor, Tensor]:
+    """Quantizes along rows.
+
+    Args:
+        input: ``[M, K]``, or ``[G, M, K]`` for G matrices with scales of their own; float32, bfloat16 or
+            float16; any strides, any sizes including 0.
+        format: a key of ``fp8_tensor`` or ``fp8_block``, or a :class:`~transformer_plugin.formats.Format`.
+
+    Returns:
+        ``data`` in the shape of ``input`` and ``scale_inv`` (table above). Not differentiable.
+
+    Raises:
+        TypeError: another dtype. ValueError: other dimensions, a format without scales, or no format.
+
+    Source: per-tensor current scaling and DeepSeek-V3's block scaling (arXiv:2412.19437, section 3.3), with
+        the scale
+    conventions of NVIDIA TransformerEngine 2.20.
+    """
+    return _ops.quantize(input, _key(format))
+
+
+def quantize_transposed(input: Tensor, format: str | Format) -> tuple[Tensor, Tensor]:
+    """Quantizes along columns: :func:`quantize` of the transposed matrix, contiguous.
+
+    Args:
+        input, format: as in :func:`quantize`.
+
+    Returns:
+        ``data [K, M]`` (``[G, K, M]``), contiguous, and its ``scale_inv``.
+
+    Raises:
+        As :func:`quantize`.
+    """
+    return _ops.quantize_transposed(input, _key(format))
+
+
+def quantize_both(input: Tensor, format: str | Format) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`quantize` and :func:`quantize_transposed` in one pass over the input.
+
+    Args:
+        input, format: as in :func:`quantize`.
+
+    Returns:
+        ``data, scale_inv, data_transposed, scale_inv_transposed``.
+
+    Raises:
+        As :func:`quantize`.
+    """
+    return _ops.quantize_both(input, _key(format))
+
+
+def dequantize(
+    data: Tensor,
+    scale_inv: Tensor,
+    format: str | Format,
+    dtype: torch.dtype = torch.float32,
+    transposed: bool = False,
+) -> Tensor:
+    """``float(data) * scale_inv``, rounded once to ``dtype``.
+
+    Args:
+        data: ``[M, K]`` or ``[G, M, K]`` as :func:`quantize` returns it, or with ``transposed`` ``[K, M]`` or
+            ``[G, K, M]`` as :func:`quantize_transposed` does; in the element's dtype.
+        scale_inv: the float32 scales that came with it.
+        format: the key it was quantized with.
+        dtype: float32, bfloat16 or float16.
+        transposed: whether ``data`` is transposed; the result is not.
+
+    Returns:
+        ``[M, K]`` or ``[G, M, K]``. Not differentiable.
+
+    Raises:
+        TypeError: a dtype that is not the format's, or another output dtype. ValueError: scales of another
+            shape.
+    """
+    return _ops.dequantize(data, scale_inv, _key(format), dtype, transposed)
+
+
+def grouped_quantize(input: Tensor, group_sizes: Tensor, format: str | Format) -> tuple[Tensor, Tensor]:
+    """Quantizes the rows of several matrices that lie back to back.
+
+    Args:
+        input: ``[T, K]``, float32, bfloat16 or float16, any strides; rows past the groups may hold anything.
+        group_sizes: ``[G]`` int32 or int64 on the device of ``input``, contiguous: rows of each group, 0
+            allowed, any number of groups. Never read on the host when on a GPU, where sizes are cut at T
+            rows.
+        format: a key of ``fp8_tensor`` or ``fp8_block``; not ``square``.
+
+    Returns:
+        ``data [T, K]`` and ``scale_inv``: ``[G]``, or ``[ceil(K/128), up4(T)]``. Not differentiable.
+
+    Raises:
+        TypeError: another dtype. ValueError: other dimensions, a format without scales or with square
+            blocks; on a CPU
+        also sizes that are negative or sum to more than T.
+    """
+    return _ops.grouped_quantize(input, group_sizes, _key(format))
+
+
+def grouped_quantize_transposed(
+    input: Tensor, group_sizes: Tensor, format: str | Format
+) -> tuple[Tensor, Tensor]:
+    """Quantizes each group along its columns, transposed.
+
+    Args:
+        input, group_sizes, format: as in :func:`grouped_quantize`.
+
+    Returns:
+        ``data [K, T]``, where group g is the columns from its first row to its last, columns past the groups
+        0; and ``scale_inv``: ``[G]``, or ``[ceil(T/128) + G, up4(K)]`` with unused rows 0.
+
+    Raises:
+        As :func:`grouped_quantize`.
+    """
+    return _ops.grouped_quantize_transposed(input, group_sizes, _key(format))
+
+
+def grouped_quantize_both(
+    input: Tensor, group_sizes: Tensor, format: str | Format
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`grouped_quantize` and :func:`grouped_quantize_transposed` in one pass over the input.
+
+    Args:
+        input, group_sizes, format: as in :func:`grouped_quantize`.
+
+    Returns:
+        ``data, scale_inv, data_transposed, scale_inv_transposed``.
+
+    Raises:
+        As :func:`grouped_quantize`.
+    """
+    return _ops.grouped_quantize_both(input, group_sizes, _key(format))
+
+
+def grouped_dequantize(
+    data: Tensor,
+    scale_inv: Tensor,
+    group_sizes: Tensor,
+    format: str | Format,
+    dtype: torch.dtype = torch.float32,
+    transposed: bool = False,
+) -> Tensor:
+    """``float(data) * scale_inv`` of each group, rounded once to ``dtype``.
+
+    Args:
+        data: ``[T, K]`` as :func:`grouped_quantize` returns it, or with ``transposed`` ``[K, T]``.
+        scale_inv, group_sizes, format: what it was quantized with.
+        dtype: float32, bfloat16 or float16.
+        transposed: whether ``data`` is transposed; the result is not.
+
+    Returns:
+        ``[T, K]``; rows past the groups are 0. Not differentiable.
+
+    Raises:
+        As :func:`dequantize` and :func:`grouped_quantize`.
+    """
+    return _ops.grouped_dequantize(data, scale_inv, group_sizes, _key(format), dtype, transposed)

@@ -1,0 +1,130 @@
+"""Recipes: which format each role of a product takes. Frozen data; modules take one as ``recipe=``.
+
+A product ``output = input @ weight^T`` has three operands in training: the input, the weight, and the
+gradient of the output. A recipe names a format for each, as a key (:mod:`transformer_plugin.formats`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformer_plugin.formats import Element, Format
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Base of the recipes: operands as they come. ``Recipe()`` is what ``"none"`` means."""
+
+    @property
+    def input_format(self) -> str:
+        """Key of the format that the input is rounded to."""
+        return "none"
+
+    @property
+    def weight_format(self) -> str:
+        """Key of the format that the weight is rounded to."""
+        return "none"
+
+    @property
+    def grad_format(self) -> str:
+        """Key of the format that the gradient of the output is rounded to in the backward."""
+        return "none"
+
+
+@dataclass(frozen=True)
+class BFloat16(Recipe):
+    """Operands rounded to bfloat16, sums in FP32, the output in the input's dtype."""
+
+    @property
+    def input_format(self) -> str:
+        return "bf16"
+
+    @property
+    def weight_format(self) -> str:
+        return "bf16"
+
+    @property
+    def grad_format(self) -> str:
+        return "bf16"
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling(Recipe):
+    """FP8 with one scale per tensor (per group, where ragged), from the tensor's own amax now.
+
+    Args:
+        hybrid: gradients in E5M2, the rest in E4M3; False: all in E4M3.
+        power_of_two_scales: scales rounded down to a power of two.
+        amax_epsilon: an amax below it counts as it.
+    """
+
+    hybrid: bool = True
+    power_of_two_scales: bool = False
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._format("e4m3")  # refuses a bad epsilon now, not in the first step
+
+    def _format(self, element: Element) -> str:
+        return Format("fp8_tensor", element, self.power_of_two_scales, epsilon=self.amax_epsilon).key
+
+    @property
+    def input_format(self) -> str:
+        return self._format("e4m3")
+
+    @property
+    def weight_format(self) -> str:
+        return self._format("e4m3")
+
+    @property
+    def grad_format(self) -> str:
+        return self._format("e5m2" if self.hybrid else "e4m3")
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling(Recipe):
+    """FP8 E4M3 with one scale per 1x128 block of inputs and gradients and per 128x128 block of weights.
+
+    Args:
+        power_of_two_scales: scales rounded down to a power of two.
+        amax_epsilon: an amax below it counts as it.
+
+    Source: DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.
+    """
+
+    power_of_two_scales: bool = True
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._format(square=False)
+
+    def _format(self, square: bool) -> str:
+        return Format("fp8_block", "e4m3", self.power_of_two_scales, square, self.amax_epsilon).key
+
+    @property
+    def input_format(self) -> str:
+        return self._format(square=False)
+
+    @property
+    def weight_format(self) -> str:
+        return self._format(square=True)
+
+    @property
+    def grad_format(self) -> str:
+        return self._format(square=False)
+
+
+def recipe_from_name(name: str) -> Recipe | None:
+    """The recipe of a name, with its defaults: none (gives None), bf16, fp8_tensor or fp8_block."""
+    recipes: dict[str, Recipe | None] = {
+        "none": None,
+        "bf16": BFloat16(),
+        "fp8_tensor": Float8CurrentScaling(),
+        "fp8_block": Float8BlockScaling(),
+    }
+    if name not in recipes:
+        raise ValueError(
+            "transformer_plugin.recipe_from_name: argument 'name': expected one of "
+            f"{', '.join(recipes)}, got '{name}'. Choose one of them, or make a recipe yourself."
+        )
+    return recipes[name]
