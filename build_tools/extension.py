@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,29 @@ from build_tools.toolchain import check_compiler, job_count, use_cuda
 # so that CPU and CUDA give the same bits.
 CXX_FLAGS = ["-O3", "-std=c++20", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-fopenmp"]
 CXX_FLAGS += ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-unknown-pragmas", "-g0"]
-NVCC_FLAGS = ["-O3", "-std=c++20", "--fmad=false", "--threads=1", "-Xcompiler=-fvisibility=hidden", "-lineinfo"]
+NVCC_FLAGS = [
+    "-O3",
+    "-std=c++20",
+    "--fmad=false",
+    "--threads=1",
+    "-Xcompiler=-fvisibility=hidden",
+    "-lineinfo",
+]
 NVCC_FLAGS += ["--expt-relaxed-constexpr", "--expt-extended-lambda"]
+LINK_FLAGS = ["-fopenmp", "-Wl,--no-undefined", "-Wl,--as-needed"]
+# `make sanitize`.
+SANITIZE_FLAGS = [
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+    "-O1",
+    "-g",
+    "-fno-omit-frame-pointer",
+]
+
+
+def sanitize() -> bool:
+    """Whether this is the build that `make sanitize` runs the tests with."""
+    return os.environ.get("TRANSFORMER_PLUGIN_SANITIZE") == "1"
 
 
 def library(root: Path) -> Any:
@@ -23,9 +45,13 @@ def library(root: Path) -> Any:
     check_compiler()
     cuda = use_cuda()
     os.environ.setdefault("MAX_JOBS", str(job_count()))
+    # torch's build helper looks for ninja on the PATH, where a virtual environment that is not active has none.
+    os.environ["PATH"] = os.pathsep.join(
+        [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
+    )
     sources = sorted(str(p.relative_to(root)) for p in (root / "csrc").rglob("*.cpp"))
+    flags: dict[str, list[str]] = {"cxx": CXX_FLAGS + (SANITIZE_FLAGS if sanitize() else [])}
     macros = [("Py_LIMITED_API", "0x030A0000")]
-    flags: dict[str, list[str]] = {"cxx": list(CXX_FLAGS)}
     if cuda:
         sources += sorted(str(p.relative_to(root)) for p in (root / "csrc").rglob("*.cu"))
         macros.append(("TRANSFORMER_PLUGIN_CUDA", "1"))
@@ -36,13 +62,30 @@ def library(root: Path) -> Any:
         include_dirs=[str(root / "csrc")],
         define_macros=macros,
         extra_compile_args=flags,
-        extra_link_args=["-fopenmp", "-Wl,--no-undefined", "-Wl,--as-needed"],
+        extra_link_args=LINK_FLAGS if not sanitize() else ["-fopenmp", *SANITIZE_FLAGS[:1]],
         py_limited_api=True,
     )
 
 
+def portable(linker: list[str]) -> list[str]:
+    """A link command without the places of the Python that builds: the library needs none, and it may move."""
+    return [word for word in linker if not word.startswith(("-Wl,-rpath", "-Wl,-R", "-L"))]
+
+
 def build_command() -> Any:
-    """torch's build helper, without the object file of a Python module: we have none."""
+    """torch's build helper, keeping its object files where every way to build finds them again."""
     from torch.utils.cpp_extension import BuildExtension
 
-    return BuildExtension.with_options(no_python_abi_suffix=False, use_ninja=True)
+    class BuildLibrary(BuildExtension):  # type: ignore[misc]
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            # `pip install -e` would otherwise compile in a temporary folder, anew each time.
+            self.build_temp = "build/asan/objects" if sanitize() else "build/objects"
+
+        def build_extensions(self) -> None:
+            for name in ("linker_so", "linker_so_cxx"):
+                if getattr(self.compiler, name, None):
+                    setattr(self.compiler, name, portable(getattr(self.compiler, name)))
+            super().build_extensions()
+
+    return BuildLibrary

@@ -88,7 +88,9 @@ def use_cuda() -> bool:
         return False
     match = re.search(r"release (\d+)\.(\d+)", _output(str(nvcc), "--version"))
     if match is None:
-        raise ToolchainError(f"could not read a version from `{nvcc} --version`; set CUDA_HOME to a CUDA toolkit.")
+        raise ToolchainError(
+            f"could not read a version from `{nvcc} --version`; set CUDA_HOME to a CUDA toolkit."
+        )
     if int(match.group(1)) != _numbers(torch.version.cuda)[0]:
         raise ToolchainError(
             f"found CUDA toolkit {match.group(1)}.{match.group(2)} ({nvcc}), but torch {torch.__version__} was "
@@ -106,6 +108,8 @@ def job_count(gib_per_job: int = 4) -> int:
     """As many compile jobs as there are cores, and as memory allows at `gib_per_job` each."""
     cores = len(os.sched_getaffinity(0))
     available_kib = next(
-        int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line
+        int(line.split()[1])
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if "MemAvailable" in line
     )
     return max(1, min(cores, available_kib // (gib_per_job * 1024 * 1024)))

@@ -11,7 +11,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def("quantize(Tensor input, str format) -> (Tensor, Tensor)");
   m.def("quantize_transposed(Tensor input, str format) -> (Tensor, Tensor)");
   m.def("quantize_both(Tensor input, str format) -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def("dequantize(Tensor data, Tensor scale_inv, str format, ScalarType dtype, bool transposed=False) -> Tensor");
+  m.def(
+      "dequantize(Tensor data, Tensor scale_inv, str format, ScalarType dtype, bool transposed=False) -> Tensor");
   m.def("grouped_quantize(Tensor input, Tensor group_sizes, str format) -> (Tensor, Tensor)");
   m.def("grouped_quantize_transposed(Tensor input, Tensor group_sizes, str format) -> (Tensor, Tensor)");
   m.def(
@@ -21,7 +22,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "bool transposed=False) -> Tensor");
 
   // gemm: products with FP32 sums. linear and grouped_linear are the differentiable ones in low precision.
-  m.def("gemm(Tensor a, Tensor b, Tensor? bias=None, bool transpose_b=True, ScalarType? dtype=None) -> Tensor");
+  m.def(
+      "gemm(Tensor a, Tensor b, Tensor? bias=None, bool transpose_b=True, ScalarType? dtype=None) -> Tensor");
   m.def(
       "gemm_quantized(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, str a_format, str b_format, "
       "ScalarType dtype, Tensor? bias=None, bool transpose_b=True) -> Tensor");

@@ -54,22 +54,23 @@ Tensor swiglu(const Tensor& input, const OptionalTensor& probs, Launch&& launch)
   const Tensor output = swiglu_output(input, probs);
   const Tensor x = input.contiguous();
   const Tensor p = probs ? probs->contiguous() : Tensor();
-  launch(SwigluArgs{x.const_data_ptr(), probs ? p.const_data_ptr<float>() : nullptr, output.mutable_data_ptr(),
-                    x.size(0), x.size(1) / 2, to_dtype(x.scalar_type())});
+  launch(SwigluArgs{x.const_data_ptr(), probs ? p.const_data_ptr<float>() : nullptr,
+                    output.mutable_data_ptr(), x.size(0), x.size(1) / 2, to_dtype(x.scalar_type())});
   return output;
 }
 
 template <typename Launch>
-std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad, const Tensor& input, const OptionalTensor& probs,
-                                           Launch&& launch) {
+std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad, const Tensor& input,
+                                           const OptionalTensor& probs, Launch&& launch) {
   auto outputs = swiglu_backward_outputs(grad, input, probs);
   const auto& [grad_input, grad_probs] = outputs;
   const Tensor g = grad.contiguous();
   const Tensor x = input.contiguous();
   const Tensor p = probs ? probs->contiguous() : Tensor();
-  launch(SwigluBackwardArgs{g.const_data_ptr(), x.const_data_ptr(), probs ? p.const_data_ptr<float>() : nullptr,
-                            grad_input.mutable_data_ptr(), probs ? grad_probs.mutable_data_ptr<float>() : nullptr,
-                            x.size(0), x.size(1) / 2, to_dtype(x.scalar_type())});
+  launch(SwigluBackwardArgs{g.const_data_ptr(), x.const_data_ptr(),
+                            probs ? p.const_data_ptr<float>() : nullptr, grad_input.mutable_data_ptr(),
+                            probs ? grad_probs.mutable_data_ptr<float>() : nullptr, x.size(0), x.size(1) / 2,
+                            to_dtype(x.scalar_type())});
   return outputs;
 }
 
@@ -112,7 +113,8 @@ Tensor swiglu_autograd(const Tensor& input, const OptionalTensor& probs) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
-  m.impl("swiglu", [](const Tensor& input, const OptionalTensor& probs) { return swiglu(input, probs, swiglu_cpu); });
+  m.impl("swiglu",
+         [](const Tensor& input, const OptionalTensor& probs) { return swiglu(input, probs, swiglu_cpu); });
   m.impl("swiglu_backward", [](const Tensor& grad, const Tensor& input, const OptionalTensor& probs) {
     return swiglu_backward(grad, input, probs, swiglu_backward_cpu);
   });
@@ -123,9 +125,7 @@ TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
   m.impl("swiglu_backward", swiglu_backward_outputs);
 }
 
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
-  m.impl("swiglu", swiglu_autograd);
-}
+TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl("swiglu", swiglu_autograd); }
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
 TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
@@ -135,8 +135,9 @@ TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
   });
   m.impl("swiglu_backward", [](const Tensor& grad, const Tensor& input, const OptionalTensor& probs) {
     const CudaScope scope(input);
-    return swiglu_backward(grad, input, probs,
-                           [&](const SwigluBackwardArgs& args) { launch_swiglu_backward(args, scope.stream()); });
+    return swiglu_backward(grad, input, probs, [&](const SwigluBackwardArgs& args) {
+      launch_swiglu_backward(args, scope.stream());
+    });
   });
 }
 #endif

@@ -10,7 +10,8 @@ constexpr int64_t kElementsPerTask = 16384;
 template <typename T>
 TP_CPU_CLONES void forward_row(const T* gate, const T* linear, float prob, T* output, int64_t features) {
   for (int64_t j = 0; j < features; ++j) {
-    output[j] = static_cast<T>(swiglu_value(static_cast<float>(gate[j]), static_cast<float>(linear[j]), prob));
+    output[j] =
+        static_cast<T>(swiglu_value(static_cast<float>(gate[j]), static_cast<float>(linear[j]), prob));
   }
 }
 
@@ -37,7 +38,9 @@ TP_CPU_CLONES float backward_row(const T* grad, const T* gate, const T* linear, 
   return lanes[0];
 }
 
-int64_t rows_per_task(int64_t features) { return std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, features)); }
+int64_t rows_per_task(int64_t features) {
+  return std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, features));
+}
 
 }  // namespace
 
@@ -48,7 +51,8 @@ void swiglu_cpu(const SwigluArgs& args) {
     at::parallel_for(0, args.rows, rows_per_task(f), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const T* gate = static_cast<const T*>(args.input) + i * 2 * f;
-        forward_row<T>(gate, gate + f, args.probs ? args.probs[i] : 1.0f, static_cast<T*>(args.output) + i * f, f);
+        forward_row<T>(gate, gate + f, args.probs ? args.probs[i] : 1.0f,
+                       static_cast<T*>(args.output) + i * f, f);
       }
     });
   });

@@ -53,8 +53,9 @@ void launch_swiglu(const SwigluArgs& args, void* stream) {
   if (args.rows == 0 || args.features == 0) return;
   visit_device_float(args.dtype, [&](auto element) {
     using T = decltype(element);
-    swiglu_kernel<T><<<grid_size(args.rows * args.features, kThreads), kThreads, 0,
-                       static_cast<cudaStream_t>(stream)>>>(args);
+    swiglu_kernel<T>
+        <<<grid_size(args.rows * args.features, kThreads), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+            args);
   });
   check_launch("swiglu_kernel");
 }
@@ -63,8 +64,8 @@ void launch_swiglu_backward(const SwigluBackwardArgs& args, void* stream) {
   if (args.rows == 0) return;
   visit_device_float(args.dtype, [&](auto element) {
     using T = decltype(element);
-    swiglu_backward_kernel<T><<<grid_size(args.rows, kRowsPerBlock), kThreads, 0,
-                                static_cast<cudaStream_t>(stream)>>>(args);
+    swiglu_backward_kernel<T>
+        <<<grid_size(args.rows, kRowsPerBlock), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
   });
   check_launch("swiglu_backward_kernel");
 }

@@ -19,7 +19,9 @@ bool any_wants_grad(const Tensors&... tensors) {
   return at::GradMode::is_enabled() && (wants_grad(tensors) || ...);
 }
 
-inline at::Tensor or_undefined(const std::optional<at::Tensor>& tensor) { return tensor.value_or(at::Tensor()); }
+inline at::Tensor or_undefined(const std::optional<at::Tensor>& tensor) {
+  return tensor.value_or(at::Tensor());
+}
 inline std::optional<at::Tensor> as_optional(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
 }

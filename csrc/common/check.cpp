@@ -49,8 +49,8 @@ void check_size(const Argument& argument, int64_t dim, const c10::SymInt& expect
 
 void check_same_device(const Argument& argument, const Argument& other) {
   TP_CHECK_VALUE(argument.tensor.device() == other.tensor.device(), argument.op, argument.name,
-                 "a tensor on " << other.tensor.device() << ", like " << other.name, describe(argument.tensor),
-                 "Move it with .to(\"" << other.tensor.device() << "\") first");
+                 "a tensor on " << other.tensor.device() << ", like " << other.name,
+                 describe(argument.tensor), "Move it with .to(\"" << other.tensor.device() << "\") first");
 }
 
 void check_same_dtype(const Argument& argument, const Argument& other) {

@@ -20,12 +20,12 @@ namespace transformer_plugin {
 // TypeError, in the same words.
 #define TP_CHECK_TYPE(condition, op, argument, expected, got, advice) \
   TORCH_CHECK_TYPE(condition, TP_FOUR_PARTS(op, argument, expected, got, advice))
-#define TP_FOUR_PARTS(op, argument, expected, got, advice)                                                  \
-  [&] {                                                                                                     \
-    std::ostringstream text;                                                                                \
-    text << "transformer_plugin::" << op << ": argument '" << argument << "': expected " << expected        \
-         << ", got " << got << ". " << advice << ".";                                                       \
-    return text.str();                                                                                      \
+#define TP_FOUR_PARTS(op, argument, expected, got, advice)                                           \
+  [&] {                                                                                              \
+    std::ostringstream text;                                                                         \
+    text << "transformer_plugin::" << op << ": argument '" << argument << "': expected " << expected \
+         << ", got " << got << ". " << advice << ".";                                                \
+    return text.str();                                                                               \
   }()
 
 // A tensor argument with the names that its errors use.

@@ -25,7 +25,9 @@ struct Format {
   bool square_blocks = false;  // 128x128 instead of 1x128
   float epsilon = 0.0f;
 
-  bool is_quantized() const { return family == FormatFamily::kFp8Tensor || family == FormatFamily::kFp8Block; }
+  bool is_quantized() const {
+    return family == FormatFamily::kFp8Tensor || family == FormatFamily::kFp8Block;
+  }
   // Largest finite value of the element.
   float max() const { return element == DType::kFloat8E5M2 ? 57344.0f : 448.0f; }
 };

@@ -13,7 +13,8 @@
 #endif
 
 // CPU kernels compile once for each instruction set; the loader picks. A wheel runs on any x86-64 (or other) CPU.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && \
+    !defined(__SANITIZE_ADDRESS__)
 #define TP_CPU_CLONES __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
 #else
 #define TP_CPU_CLONES

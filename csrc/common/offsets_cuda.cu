@@ -38,9 +38,11 @@ void launch_group_offsets(const void* sizes, bool is_int64, int64_t groups, int6
                           void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (is_int64) {
-    group_offsets_kernel<<<1, kThreads, 0, cuda_stream>>>(static_cast<const int64_t*>(sizes), groups, rows, offsets);
+    group_offsets_kernel<<<1, kThreads, 0, cuda_stream>>>(static_cast<const int64_t*>(sizes), groups, rows,
+                                                          offsets);
   } else {
-    group_offsets_kernel<<<1, kThreads, 0, cuda_stream>>>(static_cast<const int32_t*>(sizes), groups, rows, offsets);
+    group_offsets_kernel<<<1, kThreads, 0, cuda_stream>>>(static_cast<const int32_t*>(sizes), groups, rows,
+                                                          offsets);
   }
   check_launch("group_offsets_kernel");
 }

@@ -22,7 +22,11 @@ def swiglu_fp64(input: torch.Tensor, probs: torch.Tensor | None) -> torch.Tensor
 @by_name
 def test_reference_agrees_with_fp64(case: Case) -> None:
     input, probs = case.arguments()
-    assert_close_in_ulp(reference.swiglu(input, probs), swiglu_fp64(input, probs), ulp=8 if input.dtype == torch.float32 else 1)
+    assert_close_in_ulp(
+        reference.swiglu(input, probs),
+        swiglu_fp64(input, probs),
+        ulp=8 if input.dtype == torch.float32 else 1,
+    )
 
 
 @by_name
@@ -41,7 +45,9 @@ def test_gradient(case: Case, device: torch.device) -> None:
     grad = grad.to(input.dtype).to(device)
     got = torch.autograd.grad(ops.swiglu(input, probs), leaves, grad)
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    expected = torch.autograd.grad(swiglu_fp64(doubles[0], doubles[1] if probs is not None else None), doubles, grad.double())
+    expected = torch.autograd.grad(
+        swiglu_fp64(doubles[0], doubles[1] if probs is not None else None), doubles, grad.double()
+    )
     ulp = 32 if input.dtype == torch.float32 else 1
     floor = 1e-5 if input.dtype == torch.float32 else 1e-2 * torch.finfo(input.dtype).eps
     assert_close_in_ulp(got[0], expected[0], ulp=ulp, floor=floor, name="grad_input")
@@ -57,7 +63,9 @@ def test_cuda_gives_the_bits_of_the_cpu(case: Case) -> None:
     host, device = case.arguments("cpu"), case.arguments("cuda")
     assert_same_bits(ops.swiglu(*device), ops.swiglu(*host))
     grad = torch.randn(host[0].shape[0], host[0].shape[1] // 2).to(host[0].dtype)
-    for got, expected in zip(ops.swiglu_backward(grad.cuda(), *device), ops.swiglu_backward(grad, *host), strict=True):
+    for got, expected in zip(
+        ops.swiglu_backward(grad.cuda(), *device), ops.swiglu_backward(grad, *host), strict=True
+    ):
         assert_same_bits(got, expected)
 
 
@@ -66,7 +74,9 @@ def test_extreme_values(device: torch.device) -> None:
     input = torch.stack([gate, torch.ones_like(gate)], dim=-1).to(device)
     got = ops.swiglu(input)[:, 0].cpu()
     expected = torch.nn.functional.silu(gate.double()).float()
-    torch.testing.assert_close(got[:-1], expected[:-1], rtol=1e-6, atol=1e-36)  # exp is 0 below the normal range
+    torch.testing.assert_close(
+        got[:-1], expected[:-1], rtol=1e-6, atol=1e-36
+    )  # exp is 0 below the normal range
     assert got[-1].isnan()
 
 
@@ -83,7 +93,9 @@ def test_opcheck(case: Case, device: torch.device) -> None:
 def test_inputs_of_any_strides(device: torch.device) -> None:
     wide = torch.randn(6, 40, device=device)
     probs = torch.rand(12, device=device)[::2]
-    assert_same_bits(ops.swiglu(wide[:, ::2], probs), ops.swiglu(wide[:, ::2].contiguous(), probs.contiguous()))
+    assert_same_bits(
+        ops.swiglu(wide[:, ::2], probs), ops.swiglu(wide[:, ::2].contiguous(), probs.contiguous())
+    )
     input = torch.randn(4, 8, device=device, requires_grad=True)
     ops.swiglu(input).sum().backward()  # a gradient of stride 0
     (expected,) = torch.autograd.grad(reference.swiglu(input).sum(), input)

@@ -29,7 +29,11 @@ class Case:
 
 
 def randn(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator, scale: float = 1.0
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+    scale: float = 1.0,
 ) -> Tensor:
     """Normal values, drawn on the CPU in float32."""
     return (torch.randn(shape, generator=generator) * scale).to(dtype).to(device)

@@ -34,7 +34,9 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def assert_close_in_ulp(got: Tensor, expected: Tensor, ulp: float, floor: float = 0.0, name: str = "output") -> None:
+def assert_close_in_ulp(
+    got: Tensor, expected: Tensor, ulp: float, floor: float = 0.0, name: str = "output"
+) -> None:
     """Every element within ``ulp`` units in the last place of ``got``'s dtype at the size of ``expected``.
 
     ``floor`` is an absolute error always allowed, for sums whose terms cancel.

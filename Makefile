@@ -1,0 +1,102 @@
+# `make demo` and `make test` are all a newcomer needs: each sets up what it uses, and is quick the second time.
+#
+#   make demo       a mixture-of-experts language model trains on two ranks, with a loss curve
+#   make test       every test but the long ones
+#   make test-long  generated cases by the thousand, and the CPU kernels under the address and undefined sanitizers
+#   make bench      benchmarks into benchmarks/results/, and plots from there
+#   make docs       the manual, in docs/_build/html
+#   make lint       ruff, clang-format, mypy;  make format: let ruff and clang-format rewrite
+#   make clean      removes what was built;  make distclean: the virtual environment too
+#
+# PYTHON names the interpreter of the virtual environment: `make test PYTHON=python3.12`.
+
+PYTHON ?= python3
+TORCH ?= torch==2.11.0
+RANKS ?= 2
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+INSTALLED := $(VENV)/.installed
+LIBRARY := transformer_plugin/_C.abi3.so
+BUILD_INPUTS := setup.py $(wildcard build_tools/*.py) $(shell find csrc -type f)
+CXX_FILES := $(shell find csrc examples -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+BENCHMARKS := $(filter-out __init__ common plot,$(basename $(notdir $(wildcard benchmarks/*.py))))
+
+.PHONY: help setup build demo test test-long sanitize bench docs lint format clean distclean
+
+help:
+	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
+
+# The virtual environment, with torch and the tools that pyproject.toml pins.
+$(READY): pyproject.toml build_tools/extras.py
+	@build_tools/check_machine.sh "$(PYTHON)"
+	@test -x $(BIN)/python || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
+	$(BIN)/python -m pip install "$(TORCH)" $$($(BIN)/python build_tools/extras.py build examples test lint docs)
+	@touch $@
+
+# ninja prints whole command lines; a line for each file is enough to see how far it is.
+$(LIBRARY): $(BUILD_INPUTS) $(READY)
+	@echo "building $@"
+	@$(BIN)/python -W ignore setup.py build_ext --inplace 2>&1 | sed -u -E \
+	  -e 's/^(\[[0-9]+\/[0-9]+\]).* -c (-o [^ ]+ )?[^ ]*\/(csrc\/[^ ]+) .*/\1 \3/'
+	@touch $@
+
+$(INSTALLED): pyproject.toml $(LIBRARY)
+	@$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	@touch $@ && touch -r $@ $(LIBRARY)
+
+setup: $(READY)
+build: $(INSTALLED)
+
+demo: build
+	$(BIN)/python examples/train_moe.py --ranks $(RANKS)
+
+test: build
+	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile $(PYTEST_ARGS)
+
+test-long: build sanitize
+	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
+
+# A CPU build with sanitizers in build/asan, under the tests of the ops. Leaks are torch's own, at exit.
+SANITIZED := build/asan/package
+sanitize: $(READY)
+	TRANSFORMER_PLUGIN_CPU_ONLY=1 TRANSFORMER_PLUGIN_SANITIZE=1 $(BIN)/python setup.py --quiet build_ext build_py \
+	  --build-lib $(SANITIZED)
+	cd build/asan && \
+	  LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
+	  PYTHONPATH=$(CURDIR)/$(SANITIZED) $(CURDIR)/$(BIN)/pytest --import-mode=append -p no:cacheprovider -q \
+	  -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) -m "not long" $(CURDIR)/tests/ops
+
+bench: build
+	@for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
+	$(BIN)/python -m benchmarks.plot
+
+docs: build
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo "the manual is in docs/_build/html/index.html"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+clean:
+	rm -rf build dist *.egg-info $(LIBRARY) $(INSTALLED) docs/_build docs/reference/generated
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+distclean: clean
+	rm -rf $(VENV)
