@@ -1,0 +1,146 @@
+"""A decoder-only transformer whose feed-forward layers are mixtures of experts.
+
+Shapes: B sequences of T bytes, D model width, V = 256 byte values. Attention, norms and embeddings are
+torch's; the mixture is ``transformer_plugin.nn.MoE`` or ``reference.PlainMoE``, which have the same
+parameters under the same names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from moe_lm.config import Config
+
+VOCABULARY = 256
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, config: Config, **factory: object) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False, **factory)
+        self.out = nn.Linear(config.dim, config.dim, bias=False, **factory)
+
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        B, T, D = x_BTD.shape
+        qkv = self.qkv(x_BTD).view(B, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        y = F.scaled_dot_product_attention(_rotate(q, cos, sin), _rotate(k, cos, sin), v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(B, T, D))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Su et al., "RoFormer", 2021: pairs (i, i + half) turned by an angle that grows with the position."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+
+
+class Block(nn.Module):
+    """``x + attention(norm(x))``, then ``x + mixture(norm(x))``."""
+
+    def __init__(self, config: Config, group: ProcessGroup | None, **factory: object) -> None:
+        super().__init__()
+        self.norm1 = nn.RMSNorm(config.dim, **factory)
+        self.attention = Attention(config, **factory)
+        self.norm2 = nn.RMSNorm(config.dim, **factory)
+        self.moe = build_moe(config, group, **factory)
+
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        x_BTD = x_BTD + self.attention(self.norm1(x_BTD), cos, sin)
+        mixture = self.moe(self.norm2(x_BTD))
+        return x_BTD + mixture.output, mixture.aux_loss
+
+
+class LanguageModel(nn.Module):
+    """Bytes in, logits over the next byte out; with targets, the loss.
+
+    Args:
+        config: the sizes.
+        group: the ranks that share the experts; None: all experts here.
+    """
+
+    def __init__(
+        self, config: Config, group: ProcessGroup | None, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.embedding = nn.Embedding(VOCABULARY, config.dim, **factory)
+        self.blocks = nn.ModuleList(Block(config, group, **factory) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim, **factory)
+        self.head = nn.Linear(config.dim, VOCABULARY, bias=False, **factory)
+        half = config.dim // config.heads // 2
+        frequency = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+        angle = torch.arange(config.seq_len)[:, None] * frequency
+        self.register_buffer("cos", angle.cos().to(device, dtype), persistent=False)
+        self.register_buffer("sin", angle.sin().to(device, dtype), persistent=False)
+
+    def forward(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns logits float32 ``[B, T, V]`` and the sum of the layers' load-balancing losses."""
+        T = tokens_BT.shape[1]
+        cos, sin = self.cos[:T], self.sin[:T]
+        x_BTD = self.embedding(tokens_BT)
+        balance = torch.zeros((), device=x_BTD.device)
+        for block in self.blocks:
+            x_BTD, aux_loss = block(x_BTD, cos, sin)
+            balance = balance + aux_loss
+        return self.head(self.norm(x_BTD)).float(), balance
+
+
+def build_moe(config: Config, group: ProcessGroup | None, **factory: object) -> nn.Module:
+    """One mixture: ``.output`` like its input and ``.aux_loss``, already times its coefficient."""
+    if config.reference:
+        from moe_lm.reference import PlainMoE
+
+        return PlainMoE(
+            config.dim, config.hidden, config.experts, config.topk, group, config.aux_loss_coeff, **factory
+        )
+    import transformer_plugin.nn as tpnn
+    from transformer_plugin.recipes import recipe_from_name
+
+    tokens = config.batch_size * config.seq_len
+    even_share = tokens * config.topk  # rows of one rank when every expert gets as many
+    capacity = int(config.capacity_factor * even_share) + config.alignment * config.experts // config.ranks
+    return tpnn.MoE(
+        config.dim,
+        config.hidden,
+        config.experts,
+        config.topk,
+        group=group,
+        router=tpnn.RouterConfig(aux_loss_coeff=config.aux_loss_coeff),
+        dispatch=tpnn.DispatchConfig(
+            capacity=capacity if config.capacity_factor else None, alignment=config.alignment
+        ),
+        recipe=recipe_from_name(config.format),
+        **factory,
+    )
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter belongs to this rank's experts; the others are the same on every rank."""
+    return ".experts." in name
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, config: Config, rank: int) -> None:
+    """Weights as a function of (seed, name) alone: equal for both implementations and any number of ranks."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2:
+            parameter.fill_(1.0)
+            continue
+        seed = int.from_bytes(hashlib.sha256(f"{config.seed}/{name}".encode()).digest()[:7], "little")
+        generator = torch.Generator().manual_seed(seed)
+        local = list(parameter.shape)
+        shape = [config.experts, *local[1:]] if is_expert(name) else local
+        into_residual = name.endswith(("attention.out.weight", "fc2.weight"))
+        std = shape[-1] ** -0.5 * ((2 * config.layers) ** -0.5 if into_residual else 1.0)
+        if name.startswith(("embedding", "head")):
+            std = 0.02
+        value = torch.randn(shape, generator=generator) * std
+        parameter.copy_(value[rank * local[0] : (rank + 1) * local[0]] if is_expert(name) else value)

@@ -1,0 +1,174 @@
+"""The mixture of experts in plain PyTorch: what one would write without this package, done with care.
+
+Tokens are sorted by expert, travel in one all-to-all with exact sizes, go through a loop over the local
+experts, and travel back. The sizes are read by the host. Nothing here imports transformer_plugin.
+Shapes: N tokens of this rank, K choices per token, D width, E experts, L = E / R local ones on R ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+
+class MixtureOutput(NamedTuple):
+    output: Tensor
+    aux_loss: Tensor
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to the ranks of their experts; the gradient goes the same way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: ProcessGroup, send: list[int], receive: list[int]) -> Tensor:
+        ctx.group, ctx.send, ctx.receive = group, send, receive
+        output = rows.new_empty(sum(receive), *rows.shape[1:])
+        dist.all_to_all_single(output, rows.contiguous(), receive, send, group=group)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        output = grad.new_empty(sum(ctx.send), *grad.shape[1:])
+        dist.all_to_all_single(output, grad.contiguous(), ctx.send, ctx.receive, group=ctx.group)
+        return output, None, None, None
+
+
+class _Expand(torch.autograd.Function):
+    """Row n of the input for each of its K choices, sorted; the gradient is a gather and a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, order: Tensor, topk: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.topk = topk
+        return rows_ND.index_select(0, order // topk)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return _unsort(grads[0], order).unflatten(0, (-1, ctx.topk)).sum(1), None, None
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order, with a gather for the gradient too."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return _unsort(grads[0], order), None
+
+
+def _unsort(rows: Tensor, order: Tensor) -> Tensor:
+    return rows.index_select(0, _inverse(order))
+
+
+def _inverse(order: Tensor) -> Tensor:
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return inverse
+
+
+class Router(nn.Module):
+    """Softmax over the K best logits (Shazeer et al. 2017), balance loss of Switch (Fedus et al. 2021)."""
+
+    def __init__(self, dim: int, experts: int, topk: int, aux_loss_coeff: float, **factory: Any) -> None:
+        super().__init__()
+        self.topk = topk
+        self.aux_loss_coeff = aux_loss_coeff
+        self.weight = nn.Parameter(torch.empty(experts, dim, **factory))
+
+    def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits_NE = F.linear(x_ND.float(), self.weight.float())
+        best_NK, indices_NK = logits_NE.topk(self.topk, dim=-1)
+        experts = self.weight.shape[0]
+        share_E = torch.bincount(indices_NK.flatten(), minlength=experts) / indices_NK.numel()
+        aux_loss = (logits_NE.softmax(-1).mean(0) * share_E).sum() * experts * self.aux_loss_coeff
+        return indices_NK, best_NK.softmax(-1), aux_loss
+
+
+class Weights(nn.Module):
+    """One packed parameter ``weight [L, out, in]``."""
+
+    def __init__(self, experts: int, outputs: int, inputs: int, **factory: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs, **factory))
+
+
+class Experts(nn.Module):
+    """SwiGLU networks, one after another over the rows of each."""
+
+    def __init__(self, experts: int, dim: int, hidden: int, **factory: Any) -> None:
+        super().__init__()
+        self.fc1 = Weights(experts, 2 * hidden, dim, **factory)
+        self.fc2 = Weights(experts, dim, hidden, **factory)
+
+    def forward(self, rows: Tensor, sizes: list[int]) -> Tensor:
+        outputs = []
+        for part, fc1, fc2 in zip(
+            rows.split(sizes), self.fc1.weight.unbind(0), self.fc2.weight.unbind(0), strict=True
+        ):
+            gate, linear = F.linear(part, fc1).chunk(2, dim=-1)
+            outputs.append(F.linear(F.silu(gate) * linear, fc2))
+        return torch.cat(outputs)
+
+
+class PlainMoE(nn.Module):
+    """Route, send, run the experts, bring back, weight. Parameters as in ``transformer_plugin.nn.MoE``."""
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        experts: int,
+        topk: int,
+        group: ProcessGroup | None,
+        aux_loss_coeff: float,
+        **factory: Any,
+    ) -> None:
+        super().__init__()
+        self.group = group
+        self.ranks = 1 if group is None else group.size()
+        self.local = experts // self.ranks
+        self.router = Router(dim, experts, topk, aux_loss_coeff, **factory)
+        self.experts = Experts(self.local, dim, hidden, **factory)
+
+    def forward(self, input: Tensor) -> MixtureOutput:
+        x_ND = input.flatten(0, -2)
+        indices_NK, weights_NK, aux_loss = self.router(x_ND)
+        topk = indices_NK.shape[1]
+        chosen = indices_NK.flatten()
+        order = chosen.argsort(stable=True)
+        rows = _Expand.apply(x_ND, order, topk)
+        counts_E = torch.bincount(chosen, minlength=self.ranks * self.local)
+        rows = self._run(rows, counts_E)
+        rows_NKD = _Permute.apply(rows, _inverse(order)).unflatten(0, (-1, topk))
+        output = (rows_NKD * weights_NK[:, :, None].to(rows.dtype)).sum(1)
+        return MixtureOutput(output.view_as(input), aux_loss)
+
+    def _run(self, rows: Tensor, counts_E: Tensor) -> Tensor:
+        """Rows sorted by global expert, through their experts wherever they are, in the same order."""
+        if self.ranks == 1:
+            return self.experts(rows, counts_E.tolist())
+        assert self.group is not None
+        incoming_E = torch.empty_like(counts_E)
+        dist.all_to_all_single(incoming_E, counts_E, group=self.group)
+        incoming_RL = incoming_E.view(self.ranks, self.local)
+        counts_RL, received_RL = torch.stack([counts_E.view(self.ranks, -1), incoming_RL]).tolist()
+        send, receive = [sum(c) for c in counts_RL], [sum(c) for c in received_RL]
+        arrived = _Exchange.apply(rows, self.group, send, receive)
+        expert_of_row = torch.arange(self.local, device=rows.device).repeat(self.ranks)
+        expert_of_row = expert_of_row.repeat_interleave(incoming_E, output_size=sum(receive))
+        by_expert = expert_of_row.argsort(stable=True)
+        sizes = [sum(column) for column in zip(*received_RL, strict=True)]
+        outputs = self.experts(_Permute.apply(arrived, by_expert), sizes)
+        return _Exchange.apply(_Permute.apply(outputs, _inverse(by_expert)), self.group, receive, send)

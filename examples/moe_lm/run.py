@@ -1,0 +1,199 @@
+"""The training loop: progress, metrics, checkpoints, and what is left at the end."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from moe_lm import checkpoint
+from moe_lm.config import Config, Options, UserError
+from moe_lm.data import load_corpus
+from moe_lm.sample import generate
+from moe_lm.trainer import Trainer
+from moe_lm.world import StopRequest, World
+
+READ_EVERY = {"cpu": 1, "cuda": 10}  # steps between reads of the losses, which wait for the device
+
+
+def describe(config: Config, trainer: Trainer) -> str:
+    """One line on what is trained, for the terminal and the plots."""
+    mine = sum(p.numel() for n, p in trainer.model.named_parameters() if ".experts." in n)
+    shared = sum(p.numel() for n, p in trainer.model.named_parameters() if ".experts." not in n)
+    experts = mine * trainer.world.size
+    active = shared + experts * config.topk // config.experts
+    kind = "plain PyTorch" if config.reference else "transformer_plugin"
+    number = config.dtype if config.format == "none" else f"{config.format} on {config.dtype}"
+    return (
+        f"{kind}, {number}, {trainer.world.size} ranks on {trainer.world.device.type}: "
+        f"{config.layers} layers, {config.experts} experts, top {config.topk}, "
+        f"{(shared + experts) / 1e6:.1f} M parameters, {active / 1e6:.1f} M active"
+    )
+
+
+class Metrics:
+    """Rank 0's record: JSON lines in a file, and the curves in memory."""
+
+    def __init__(self, path: Path, upto: int) -> None:
+        self.losses: dict[int, float] = {}
+        self.validation: dict[int, float] = {}
+        lines = path.read_text().splitlines() if upto and path.exists() else []
+        kept = [record for record in map(json.loads, lines) if record["step"] <= upto]
+        self.file = path.open("w")
+        for record in kept:
+            self.write(record)
+
+    def write(self, record: dict[str, float]) -> None:
+        """Adds one line."""
+        step = int(record["step"])
+        if "loss" in record:
+            self.losses[step] = record["loss"]
+        if "validation_loss" in record:
+            self.validation[step] = record["validation_loss"]
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+
+
+class Run:
+    """Training of one model from its start or a checkpoint to its end or a request to stop."""
+
+    def __init__(self, config: Config, options: Options, world: World, stop: StopRequest) -> None:
+        self.config, self.options, self.world, self.stop = config, options, world, stop
+        self.out = Path(options.out)
+        corpus = load_corpus(config.text, config.text_bytes, config.seq_len + 1)
+        self.step = 0
+        folder = self._resumable() if options.resume else None
+        if world.first and folder is None:
+            prepare_folder(self.out, config)
+        self.trainer = Trainer(config, world, corpus)
+        if folder is not None:
+            self.step, state = checkpoint.load(folder, world)
+            self.trainer.load_state_dict(state)
+        dist.barrier(group=world.group)
+        self.saved = self.step
+        self.pending: list[tuple[int, Tensor]] = []
+        self.read_at = time.perf_counter()
+        if world.first:
+            self.metrics = Metrics(self.out / "metrics.jsonl", self.step)
+            print(
+                f"{describe(config, self.trainer)}\ntext: {corpus.source}, {len(corpus.train) / 1e6:.1f} MB"
+            )
+            if folder is not None:
+                print(f"resumed from {folder}")
+            self.bar = tqdm(
+                total=config.steps, initial=self.step, unit="step", dynamic_ncols=True, file=sys.stderr,
+                mininterval=0.5 if sys.stderr.isatty() else 15,
+            )  # fmt: skip
+
+    def _resumable(self) -> Path:
+        folder, error = None, None
+        try:
+            folder = checkpoint.check(self.out, self.config)
+        except UserError as caught:
+            error = caught
+        self.world.agree(error)
+        assert folder is not None
+        return folder
+
+    def train(self) -> bool:
+        """Trains; returns whether the end was reached. Leaves a checkpoint either way."""
+        config, options = self.config, self.options
+        end = min(config.steps, options.stop_at or config.steps)
+        read_every = READ_EVERY[self.world.device.type]
+        stopping = False
+        while self.step < end and not stopping:
+            numbers = self.trainer.step(self.step, self.stop.requested)
+            self.step += 1
+            self.pending.append((self.step, numbers))
+            if self.step % read_every == 0 or self.step == end:
+                stopping = self._read()
+            if self.step % config.eval_every == 0 or self.step == config.steps:
+                self._evaluate()
+            if self.step % options.checkpoint_every == 0:
+                self._save()
+        if self.saved != self.step:
+            self._save()
+        if self.world.first:
+            self.bar.close()
+        return self.step == config.steps
+
+    def _read(self) -> bool:
+        """Brings the numbers of the last steps to the host; every rank sees the same and decides the same."""
+        rows = [(step, numbers.tolist()) for step, numbers in self.pending]
+        now = time.perf_counter()
+        seconds = (now - self.read_at) / len(rows)
+        self.pending, self.read_at = [], now
+        if self.world.first:
+            speed = self.trainer.tokens_per_step / seconds
+            for step, (loss, balance, _, norm) in rows:
+                self.metrics.write(
+                    {
+                        "step": step,
+                        "loss": loss,
+                        "balance_loss": balance,
+                        "gradient_norm": norm,
+                        "learning_rate": self.trainer.learning_rate(step - 1),
+                        "tokens": step * self.trainer.tokens_per_step,
+                        "tokens_per_second": round(speed),
+                    }
+                )
+            self.bar.set_postfix_str(f"loss {rows[-1][1][0]:.3f}, {speed:,.0f} tokens/s", refresh=False)
+            self.bar.update(len(rows))
+        if not all(math.isfinite(number) for number in rows[-1][1]):
+            raise UserError(
+                f"step {rows[-1][0]}", "a finite loss", str(rows[-1][1][0]), "Lower --lr; --resume goes back."
+            )
+        return any(numbers[2] > 0 for _, numbers in rows)
+
+    def _evaluate(self) -> None:
+        loss = self.trainer.evaluate()
+        if self.world.first:
+            self.metrics.write({"step": self.step, "validation_loss": loss})
+        self.read_at = time.perf_counter()
+
+    def _save(self) -> None:
+        checkpoint.save(self.out, self.step, self.config, self.trainer.state_dict(), self.world)
+        self.saved, self.read_at = self.step, time.perf_counter()
+
+    def finish(self) -> None:
+        """The plot, the sample, and where everything is."""
+        config, options = self.config, self.options
+        text = generate(
+            self.trainer.model, self.world, options.sample_length, config.seq_len, seed=config.seed
+        )
+        if not self.world.first:
+            return
+        from moe_lm.plots import loss_curve
+
+        (self.out / "sample.txt").write_text(text)
+        metrics = self.metrics
+        loss_curve(self.out / "loss.png", metrics.losses, metrics.validation, describe(config, self.trainer))
+        print(f"\n--- sample ---\n{text}\n--------------")
+        first, last = min(metrics.losses), max(metrics.losses)
+        validation = list(metrics.validation.values())
+        print(
+            f"loss {metrics.losses[first]:.3f} at step {first}, {metrics.losses[last]:.3f} at step {last}"
+            + (f"; validation {validation[-1]:.3f}" if validation else "")
+            + " (nats per byte)"
+        )
+        for name in ("loss.png", "metrics.jsonl", "sample.txt", "checkpoints"):
+            print(f"  {self.out / name}")
+
+
+def prepare_folder(out: Path, config: Config) -> None:
+    """An empty folder for a new run; an earlier one is kept beside it as ``<out>.previous``."""
+    if out.exists() and any(out.iterdir()):
+        previous = out.with_name(out.name + ".previous")
+        shutil.rmtree(previous, ignore_errors=True)
+        out.rename(previous)
+        print(f"the earlier run is now {previous}")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(asdict(config), indent=1) + "\n")

@@ -1,0 +1,93 @@
+"""The ranks: where this process runs, whom it talks to, and how it is asked to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from moe_lm.config import UserError
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the ranks. Each rank trains on its own data and holds its share of the experts."""
+
+    rank: int
+    size: int
+    device: torch.device
+    group: ProcessGroup
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes and prints."""
+        return self.rank == 0
+
+    def synchronize(self) -> None:
+        """Waits for the device, for timings."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def agree(self, error: UserError | None) -> None:
+        """Raises the first rank's error on every rank, so that none goes on alone."""
+        errors: list[str | None] = [None] * self.size
+        dist.all_gather_object(errors, None if error is None else str(error), group=self.group)
+        found = [text for text in errors if text is not None]
+        if found:
+            raised = UserError.__new__(UserError)
+            ValueError.__init__(raised, found[0])
+            raise raised
+
+
+def under_torchrun() -> bool:
+    """Whether a launcher has given this process a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@contextmanager
+def joined_world(timeout: timedelta = timedelta(minutes=5)) -> Iterator[World]:
+    """Joins the group of all ranks: NCCL where each rank has a GPU of its own, else Gloo on the CPU."""
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    device_id = device if device.type == "cuda" else None
+    if under_torchrun():
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    else:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id
+        )
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        yield World(rank, size, device, group)
+    finally:
+        dist.destroy_process_group()
+
+
+class StopRequest:
+    """Set by Ctrl-C (SIGINT) or SIGTERM; the training loop looks at it between steps."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True

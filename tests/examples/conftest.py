@@ -1,0 +1,65 @@
+"""Runs of examples/train_moe.py as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SCRIPT = EXAMPLES / "train_moe.py"
+if str(EXAMPLES) not in sys.path:
+    sys.path.insert(0, str(EXAMPLES))
+
+
+def arguments(out: Path, *more: str) -> list[str]:
+    """A command line of a run of the smallest model on the CPU."""
+    return [sys.executable, str(SCRIPT), "--preset", "tiny", "--sample-length", "8", "--out", str(out), *more]
+
+
+def environment() -> dict[str, str]:
+    """One thread a rank, no GPU, and the package of this tree."""
+    paths = [str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+    }
+
+
+def train(out: Path, *more: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    """Runs to the end and checks the exit status."""
+    done = subprocess.run(
+        arguments(out, *more), env=environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == status, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def read_metrics(out: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_of(out: Path) -> dict[int, float]:
+    """Training loss by step."""
+    return {record["step"]: record["loss"] for record in read_metrics(out) if "loss" in record}
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text that does not depend on the Python that runs the tests."""
+    path = tmp_path_factory.mktemp("text") / "text.py"
+    lines = [
+        f"def f{i}(x, y):\n    if x > {i % 7}:\n        return x * {i % 13} + y\n"
+        f"    return f{i // 2}(y, x)\n\n"
+        for i in range(4000)
+    ]
+    path.write_text("".join(lines))
+    return path

@@ -1,0 +1,92 @@
+"""examples/train_moe.py, run as a user runs it: two ranks over Gloo, the smallest model, a few steps."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.examples.conftest import arguments, environment, losses_of, read_metrics, train
+
+STEPS = 40
+UNTIMED = ("tokens_per_second",)
+
+IMPLEMENTATIONS = [pytest.param("--reference", id="plain")]
+
+
+@pytest.fixture(scope="module", params=IMPLEMENTATIONS)
+def whole_run(request: pytest.FixtureRequest, text_file: Path, tmp_path_factory: pytest.TempPathFactory):
+    """A run from start to end: its folder, its options, what it printed."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    options = ["--text", str(text_file), "--steps", str(STEPS), "--eval-every", "20", request.param]
+    done = train(out, *options)
+    return out, options, done
+
+
+def test_it_learns_and_leaves_its_results(whole_run) -> None:
+    out, _, done = whole_run
+    losses = losses_of(out)
+    assert list(losses) == list(range(1, STEPS + 1))
+    assert 5.3 < losses[1] < 5.8  # near log(256) = 5.55: nothing known yet
+    last = sum(losses[step] for step in range(STEPS - 4, STEPS + 1)) / 5
+    assert last < losses[1] - 3.0, f"from {losses[1]:.2f} to {last:.2f} nats per byte"
+    validation = [record["validation_loss"] for record in read_metrics(out) if "validation_loss" in record]
+    assert len(validation) == 2 and validation[1] < validation[0] < 5
+    assert (out / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert (out / "sample.txt").read_text().startswith("def ")
+    assert "loss.png" in done.stdout and "--- sample ---" in done.stdout
+    assert json.loads((out / "config.json").read_text())["steps"] == STEPS
+
+
+def test_interrupted_and_resumed_is_bit_for_bit_the_whole_run(whole_run, tmp_path: Path) -> None:
+    whole, options, _ = whole_run
+    out = tmp_path / "run"
+    command = arguments(out, *options)
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as run:
+        deadline = time.monotonic() + 120
+        while not (out / "metrics.jsonl").exists() or len(losses_of(out)) < 3:
+            assert run.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        run.send_signal(signal.SIGINT)
+        output, _ = run.communicate(timeout=60)
+    assert run.returncode == 130, output
+    stopped = max(losses_of(out))
+    assert 3 <= stopped < STEPS, "the run was over before the signal"
+    assert f"stopped after step {stopped} of {STEPS}; go on with --resume" in output
+    assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{stopped:08d}"]
+
+    train(out, *options, "--resume")
+
+    def untimed(record: dict) -> dict:
+        return {name: value for name, value in record.items() if name not in UNTIMED}
+
+    assert [untimed(r) for r in read_metrics(out)] == [untimed(r) for r in read_metrics(whole)]
+    for rank in (0, 1):
+        name = f"checkpoints/step-{STEPS:08d}/rank{rank}.pt"
+        got = torch.load(out / name, weights_only=True)
+        expected = torch.load(whole / name, weights_only=True)
+        assert got["model"].keys() == expected["model"].keys()
+        for parameter, value in expected["model"].items():
+            assert torch.equal(got["model"][parameter], value), parameter
+        assert torch.equal(got["master"], expected["master"])
+        assert torch.equal(got["rng"], expected["rng"])
+        for index, moments in expected["optimizer"]["state"].items():
+            for key, value in moments.items():
+                assert torch.equal(got["optimizer"]["state"][index][key], value), (index, key)
+
+
+def test_ranks_hold_different_experts_and_equal_other_weights(whole_run) -> None:
+    out, _, _ = whole_run
+    first, second = (
+        torch.load(out / f"checkpoints/step-{STEPS:08d}/rank{rank}.pt", weights_only=True)["model"]
+        for rank in (0, 1)
+    )
+    for name, value in first.items():
+        assert torch.equal(value, second[name]) != (".experts." in name), name
