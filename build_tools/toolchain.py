@@ -55,7 +55,7 @@ def check_torch() -> None:
 
 def check_compiler() -> None:
     """The host compiler must know C++20."""
-    compiler = os.environ.get("CXX", "g++")
+    compiler = os.environ.get("CXX", "c++")  # torch's build helper has the same default
     if shutil.which(compiler.split()[0]) is None:
         raise ToolchainError(
             f"found no C++ compiler under the name `{compiler}`, need g++ {MINIMUM_GCC} or later. "
@@ -79,37 +79,53 @@ def _toolkit() -> Path | None:
     return nvcc if nvcc.exists() else None
 
 
-def use_cuda() -> bool:
-    """CUDA code is built when nvcc is here and torch was built with CUDA, whether or not a GPU is."""
-    import torch
+def _cpu_only_because(nvcc: Path | None, torch_cuda: str | None) -> str | None:
+    """Why there is nothing to build CUDA code with, or None."""
+    if os.environ.get("TRANSFORMER_PLUGIN_CPU_ONLY") == "1":
+        return "TRANSFORMER_PLUGIN_CPU_ONLY=1"
+    if torch_cuda is None:
+        return "this torch was built without CUDA"
+    return "found no nvcc (CUDA_HOME/bin, PATH, /usr/local/cuda/bin)" if nvcc is None else None
 
-    nvcc = _toolkit()
-    if os.environ.get("TRANSFORMER_PLUGIN_CPU_ONLY") == "1" or nvcc is None or torch.version.cuda is None:
-        return False
+
+def _check_toolkit(nvcc: Path, torch_version: str, torch_cuda: str) -> str:
     match = re.search(r"release (\d+)\.(\d+)", _output(str(nvcc), "--version"))
     if match is None:
         raise ToolchainError(
             f"could not read a version from `{nvcc} --version`; set CUDA_HOME to a CUDA toolkit."
         )
-    if int(match.group(1)) != _numbers(torch.version.cuda)[0]:
+    major = _numbers(torch_cuda)[0]
+    if int(match.group(1)) != major:
         raise ToolchainError(
-            f"found CUDA toolkit {match.group(1)}.{match.group(2)} ({nvcc}), but torch {torch.__version__} was "
-            f"built with CUDA {torch.version.cuda}; the major versions must agree. Set CUDA_HOME to a CUDA "
-            f"{_numbers(torch.version.cuda)[0]}.x toolkit, or build without CUDA: "
-            "`TRANSFORMER_PLUGIN_CPU_ONLY=1 pip install --no-build-isolation .`"
+            f"found CUDA toolkit {match.group(1)}.{match.group(2)} ({nvcc}), but torch {torch_version} was built "
+            f"with CUDA {torch_cuda}; the major versions must agree. Set CUDA_HOME to a CUDA {major}.x toolkit, "
+            "or build without CUDA: `TRANSFORMER_PLUGIN_CPU_ONLY=1 pip install --no-build-isolation .`"
         )
+    return f"{match.group(1)}.{match.group(2)}"
+
+
+def use_cuda() -> bool:
+    """CUDA code is built when nvcc is here and torch was built with CUDA, whether or not a GPU is."""
+    import torch
+
+    nvcc = _toolkit()
+    reason = _cpu_only_because(nvcc, torch.version.cuda)
+    if reason or nvcc is None:
+        print(f"transformer_plugin: building for the CPU only: {reason}")
+        return False
+    version = _check_toolkit(nvcc, torch.__version__, torch.version.cuda)
     # torch's build helper finds the same toolkit through this variable, and the architectures through the other.
     os.environ.setdefault("CUDA_HOME", str(nvcc.parent.parent))
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCH)
+    print(
+        f"transformer_plugin: building for the CPU and CUDA {version} ({os.environ['TORCH_CUDA_ARCH_LIST']})"
+    )
     return True
 
 
-def job_count(gib_per_job: int = 4) -> int:
+def job_count(gib_per_job: int = 4, meminfo: str = "/proc/meminfo") -> int:
     """As many compile jobs as there are cores, and as memory allows at `gib_per_job` each."""
     cores = len(os.sched_getaffinity(0))
-    available_kib = next(
-        int(line.split()[1])
-        for line in Path("/proc/meminfo").read_text().splitlines()
-        if "MemAvailable" in line
-    )
+    lines = Path(meminfo).read_text().splitlines()
+    available_kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     return max(1, min(cores, available_kib // (gib_per_job * 1024 * 1024)))

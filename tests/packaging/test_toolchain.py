@@ -1,0 +1,219 @@
+"""Every reason not to build: one clear error each, with the versions seen and the command to use."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from build_tools import toolchain
+from build_tools.toolchain import ToolchainError
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty machine: nothing on the PATH but what a test puts there, no CUDA settings."""
+    for name in ("CXX", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST", "TRANSFORMER_PLUGIN_CPU_ONLY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+def program(folder: Path, name: str, prints: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\necho '{prints}'\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def message(function: object, *arguments: object) -> str:
+    with pytest.raises(ToolchainError) as caught:
+        function(*arguments)  # type: ignore[operator]
+    return str(caught.value)
+
+
+def test_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    text = message(toolchain.check_torch)
+    assert text.startswith("torch is not importable in this build environment (")
+    assert text.endswith("`pip install 'torch>=2.11'` and `pip install --no-build-isolation .`")
+
+
+def test_torch_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    assert message(toolchain.check_torch) == (
+        "found torch 2.9.1+cu128, need 2.11 or later. Run `pip install 'torch>=2.11'`, "
+        "then `pip install --no-build-isolation .`"
+    )
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.11.0+cpu", "2.14.1", "3.0.0a0+git1234"])
+def test_torch_that_serves(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    toolchain.check_torch()
+
+
+def test_no_compiler(machine: Path) -> None:
+    assert message(toolchain.check_compiler) == (
+        "found no C++ compiler under the name `c++`, need g++ 11 or later. "
+        "Run `apt install g++`, or set CXX=/path/to/g++."
+    )
+
+
+@pytest.mark.parametrize(
+    ("banner", "seen"),
+    [
+        (
+            "g++ (Debian 10.2.1-6) 10.2.1 20210110",
+            "found g++ 10.2.1 (`c++`), need g++ 11 or later for C++20.",
+        ),
+        (
+            "Debian clang version 13.0.1-11",
+            "found clang++ 13.0.1 (`c++`), need clang++ 14 or later for C++20.",
+        ),
+    ],
+)
+def test_compiler_too_old(machine: Path, banner: str, seen: str) -> None:
+    program(machine, "c++", banner)
+    assert message(toolchain.check_compiler) == (
+        f"{seen} Install a newer one and set CXX, for example CXX=g++-12."
+    )
+
+
+def test_compiler_that_serves(machine: Path) -> None:
+    program(machine, "c++", "c++ (Ubuntu 11.4.0-1ubuntu1~22.04) 11.4.0")
+    toolchain.check_compiler()
+
+
+def test_compiler_named_by_cxx(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(machine, "g++-12", "g++-12 (Debian 12.2.0-14) 12.2.0")
+    monkeypatch.setenv("CXX", "g++-12")
+    toolchain.check_compiler()
+
+
+def test_broken_compiler(machine: Path) -> None:
+    program(machine, "c++", "x").write_text("#!/bin/sh\nexit 3\n")
+    assert message(toolchain.check_compiler).startswith("running `c++ --version` failed (")
+
+
+def test_toolkit_of_another_major_version(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = program(machine, "nvcc", "Cuda compilation tools, release 12.4, V12.4.131")
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert message(toolchain.use_cuda) == (
+        f"found CUDA toolkit 12.4 ({nvcc}), but torch 2.11.0+cu130 was built with CUDA 13.0; the major versions must "
+        "agree. Set CUDA_HOME to a CUDA 13.x toolkit, or build without CUDA: "
+        "`TRANSFORMER_PLUGIN_CPU_ONLY=1 pip install --no-build-isolation .`"
+    )
+    monkeypatch.setenv("TRANSFORMER_PLUGIN_CPU_ONLY", "1")
+    assert toolchain.use_cuda() is False
+
+
+def test_toolkit_that_does_not_say_its_version(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = program(machine, "nvcc", "hello")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert message(toolchain.use_cuda) == (
+        f"could not read a version from `{nvcc} --version`; set CUDA_HOME to a CUDA toolkit."
+    )
+
+
+def test_cuda_is_decided_by_the_toolkit_not_by_a_gpu(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_at_a_gpu(*_: object) -> None:
+        raise AssertionError("the build looked for a GPU")
+
+    for name in ("is_available", "device_count", "get_device_capability"):
+        monkeypatch.setattr(torch.cuda, name, look_at_a_gpu)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    program(machine, "toolkit/bin/nvcc", "Cuda compilation tools, release 13.1, V13.1.80")
+    monkeypatch.setenv("CUDA_HOME", str(machine / "toolkit"))
+    assert toolchain.use_cuda() is True
+    assert os.environ.pop("TORCH_CUDA_ARCH_LIST") == "9.0a"  # set for torch's build helper
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "10.0a")
+    assert toolchain.use_cuda() is True
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "10.0a"
+
+
+@pytest.mark.parametrize(
+    ("torch_cuda", "reason"),
+    [
+        (None, "this torch was built without CUDA"),
+        ("13.0", "found no nvcc (CUDA_HOME/bin, PATH, /usr/local/cuda/bin)"),
+    ],
+)
+def test_cpu_only(
+    machine: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    torch_cuda: str | None,
+    reason: str,
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(machine / "nothing"))
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    assert toolchain.use_cuda() is False
+    assert capsys.readouterr().out == f"transformer_plugin: building for the CPU only: {reason}\n"
+
+
+@pytest.mark.parametrize(("gib", "cores", "jobs"), [(64, 2, 2), (9, 8, 2), (1, 8, 1), (64, 16, 16)])
+def test_jobs_fit_cores_and_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: int, cores: int, jobs: int
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemTotal: 999999999 kB\nMemAvailable: {gib * 1024 * 1024} kB\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert toolchain.job_count(meminfo=str(meminfo)) == jobs
+
+
+def test_setup_ends_with_the_message_alone(tmp_path: Path) -> None:
+    environment = {**os.environ, "CXX": "no-such-compiler"}
+    result = subprocess.run(
+        [sys.executable, "setup.py", "--version"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 1
+    assert (
+        "transformer_plugin cannot be built here: found no C++ compiler under the name `no-such-compiler`"
+        in (result.stderr)
+    )
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arrange", "expected"),
+    [
+        (
+            "none",
+            "found no Python under the name 'python3', need 3.10 to 3.13. Run: apt install python3 python3-venv",
+        ),
+        ("old", "need Python 3.10 to 3.13. Name another: make PYTHON=/path/to/python3.12"),
+        ("no venv", "without its venv module. Run: apt install python3-venv"),
+        (
+            "no compiler",
+            "found no C++ compiler under the name 'c++', need g++ 11 or later. Run: apt install g++",
+        ),
+    ],
+)
+def test_machine_check_names_the_package_to_install(machine: Path, arrange: str, expected: str) -> None:
+    answers = {"old": "exit 1", "no venv": 'case "$2" in *ensurepip*) exit 1;; esac', "no compiler": "exit 0"}
+    if arrange != "none":
+        python = program(machine, "python3", "")
+        python.write_text(
+            f'#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.2 && exit 0\n{answers[arrange]}\n'
+        )
+    result = subprocess.run(
+        ["/bin/bash", str(ROOT / "build_tools" / "check_machine.sh"), "python3"],
+        capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert expected in result.stderr
