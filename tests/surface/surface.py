@@ -1,0 +1,73 @@
+"""What users can depend on, as found in the running package: op schemas, public names, settings."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import transformer_plugin
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FROZEN = Path(__file__).with_name("frozen.json")
+NAMESPACE = "transformer_plugin"
+
+
+def op_schemas() -> dict[str, str]:
+    """Every registered op's schema, by name."""
+    schemas = (
+        schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith(f"{NAMESPACE}::")
+    )
+    return {schema.name.split("::")[1]: str(schema) for schema in sorted(schemas, key=str)}
+
+
+def modules() -> list[ModuleType]:
+    """The package and every module in it whose name has no leading underscore."""
+    found = pkgutil.walk_packages(transformer_plugin.__path__, f"{NAMESPACE}.")
+    names = [info.name for info in found if not any(part.startswith("_") for part in info.name.split("."))]
+    return [transformer_plugin, *(importlib.import_module(name) for name in names)]
+
+
+def _describe(thing: Any) -> str:
+    if inspect.isclass(thing):
+        return f"class{_signature(thing)}"
+    return f"def{_signature(thing)}" if callable(thing) else type(thing).__name__
+
+
+def _signature(thing: Any) -> str:
+    try:
+        signature = inspect.signature(thing)
+    except ValueError:
+        return "(...)"
+    # Names and defaults; how annotations print differs between Pythons.
+    bare = [
+        parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()
+    ]
+    return str(inspect.Signature(bare))
+
+
+def public_names() -> dict[str, dict[str, str]]:
+    """For each module that says what it offers (``__all__``): the names and their signatures."""
+    return {
+        module.__name__: {name: _describe(getattr(module, name)) for name in sorted(module.__all__)}
+        for module in modules()
+        if hasattr(module, "__all__")
+    }
+
+
+def environment_variables() -> list[str]:
+    """The variables that config.py reads."""
+    return sorted(
+        set(re.findall(r'"(TRANSFORMER_PLUGIN_\w+)"', (ROOT / NAMESPACE / "config.py").read_text()))
+    )
+
+
+def surface() -> dict[str, Any]:
+    """All of it, as frozen.json holds it."""
+    return {"ops": op_schemas(), "names": public_names(), "environment": environment_variables()}

@@ -1,0 +1,11 @@
+"""Freezes the surface as it is now: ``python -m tests.surface.update``. Review the diff: users depend on it."""
+
+from __future__ import annotations
+
+import json
+
+from tests.surface.surface import FROZEN, surface
+
+if __name__ == "__main__":
+    FROZEN.write_text(json.dumps(surface(), indent=1, sort_keys=True) + "\n")
+    print(f"wrote {FROZEN}")

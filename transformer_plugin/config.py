@@ -1,0 +1,40 @@
+"""The one settings page. Every environment variable that the package reads is here, read once, at import."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What may be set from outside.
+
+    Attributes:
+        peer_timeout: seconds that an expert-parallel group waits for a peer before it raises, where the call that
+            makes the group gives no timeout of its own. ``TRANSFORMER_PLUGIN_PEER_TIMEOUT``.
+    """
+
+    peer_timeout: float = 300.0
+
+
+def _seconds(name: str, default: float) -> float:
+    text = os.environ.get(name)
+    try:
+        value = default if text is None else float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise ValueError(
+            f"transformer_plugin.config: {name}: expected a positive number of seconds, got {text!r}. "
+            f"Unset it for the default of {default:g}."
+        )
+    return value
+
+
+def read_settings() -> Settings:
+    """The settings as the environment has them now."""
+    return Settings(peer_timeout=_seconds("TRANSFORMER_PLUGIN_PEER_TIMEOUT", Settings.peer_timeout))
+
+
+settings = read_settings()
