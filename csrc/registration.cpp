@@ -60,4 +60,21 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // activation
   m.def("swiglu(Tensor input, Tensor? probs=None) -> Tensor");
   m.def("swiglu_backward(Tensor grad, Tensor input, Tensor? probs=None) -> (Tensor, Tensor)");
+
+  // routing: which experts, and rows to them and back. "Slots" are the rows of an expert-major layout of
+  // fixed capacity (routing/slots_args.h); indices outside the experts are masked.
+  m.def(
+      "assign_slots(Tensor indices, int first_expert, int num_experts, SymInt capacity, int alignment=1) -> "
+      "(Tensor slot, Tensor source, Tensor source_k, Tensor group_sizes, Tensor total)");
+  m.def("count_tokens_per_expert(Tensor indices, int num_experts) -> Tensor");
+  m.def(
+      "permute(Tensor tokens, Tensor indices, int num_experts, SymInt capacity, int alignment=1) -> "
+      "(Tensor rows, Tensor group_sizes, Tensor slot, Tensor source, Tensor total)");
+  m.def("permute_backward(Tensor grad, Tensor slot) -> Tensor");
+  m.def("unpermute(Tensor rows, Tensor slot, Tensor source, Tensor? weights=None) -> Tensor");
+  m.def(
+      "unpermute_backward(Tensor grad, Tensor? rows, Tensor slot, Tensor source, Tensor? weights=None) -> "
+      "(Tensor grad_rows, Tensor grad_weights)");
+  m.def("permute_weights(Tensor weights, Tensor slot, Tensor source) -> Tensor");
+  m.def("permute_weights_backward(Tensor grad, Tensor slot) -> Tensor");
 }

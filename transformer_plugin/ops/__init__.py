@@ -11,16 +11,34 @@ from transformer_plugin.ops.quantize import (
     quantize_both,
     quantize_transposed,
 )
+from transformer_plugin.ops.routing import (
+    assign_slots,
+    count_tokens_per_expert,
+    permute,
+    permute_backward,
+    permute_weights,
+    permute_weights_backward,
+    unpermute,
+    unpermute_backward,
+)
 
 __all__ = [
+    "assign_slots",
+    "count_tokens_per_expert",
     "dequantize",
     "grouped_dequantize",
     "grouped_quantize",
     "grouped_quantize_both",
     "grouped_quantize_transposed",
+    "permute",
+    "permute_backward",
+    "permute_weights",
+    "permute_weights_backward",
     "quantize",
     "quantize_both",
     "quantize_transposed",
     "swiglu",
     "swiglu_backward",
+    "unpermute",
+    "unpermute_backward",
 ]

@@ -1,0 +1,133 @@
+#include "routing/rows.h"
+
+#include "common/tensor.h"
+#include "routing/rows_args.h"
+
+namespace transformer_plugin::routing {
+namespace {
+
+using at::Tensor;
+
+const int32_t* map_data(const Tensor& map) { return map.numel() ? map.const_data_ptr<int32_t>() : nullptr; }
+
+at::ScalarType weight_type(const Tensor& rows) {
+  return rows.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// Runs the CPU kernel, or the CUDA kernel on the current stream, by the device of `like`.
+template <typename Args>
+void run(const Tensor& like, const Args& args, void (*cpu)(const Args&), void (*launch)(const Args&, void*)) {
+  if (like.is_cpu()) return cpu(args);
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  const CudaScope scope(like);
+  launch(args, scope.stream());
+#endif
+}
+
+#ifdef TRANSFORMER_PLUGIN_CUDA
+#define TP_BOTH(name) name##_cpu, launch_##name
+#else
+#define TP_BOTH(name) name##_cpu, nullptr
+#endif
+
+}  // namespace
+
+Tensor gather_rows(const Tensor& rows, const Tensor& source) {
+  const Tensor r = rows.contiguous();
+  const Tensor s = source.contiguous();
+  const Tensor output = empty(r, {s.size(0), r.size(1)}, r.scalar_type());
+  const GatherRowsArgs args{
+      r.const_data_ptr(), map_data(s), output.mutable_data_ptr(),
+      r.size(0),          s.size(0),   r.size(1) * static_cast<int64_t>(r.element_size())};
+  run(r, args, TP_BOTH(gather_rows));
+  return output;
+}
+
+Tensor gather_scaled_rows(const Tensor& rows, const Tensor& source, const Tensor& slot,
+                          const Tensor& weights) {
+  TORCH_INTERNAL_ASSERT(weights.scalar_type() == weight_type(rows));
+  TORCH_INTERNAL_ASSERT(weights.sizes() == slot.sizes() && slot.size(0) == rows.size(0));
+  const Tensor r = rows.contiguous();
+  const Tensor s = source.contiguous();
+  const Tensor m = slot.contiguous();
+  const Tensor w = weights.contiguous();
+  const Tensor output = empty(r, {s.size(0), r.size(1)}, r.scalar_type());
+  const GatherScaledRowsArgs args{
+      r.const_data_ptr(), map_data(s), map_data(m), w.const_data_ptr(), output.mutable_data_ptr(),
+      r.size(0),          m.size(1),   s.size(0),   r.size(1),          to_dtype(r.scalar_type())};
+  run(r, args, TP_BOTH(gather_scaled_rows));
+  return output;
+}
+
+Tensor sum_slots(const Tensor& rows, const Tensor& slot, const std::optional<Tensor>& weights) {
+  TORCH_INTERNAL_ASSERT(slot.size(1) <= kMaxTopk);
+  TORCH_INTERNAL_ASSERT(!weights || weights->scalar_type() == weight_type(rows));
+  TORCH_INTERNAL_ASSERT(!weights || weights->sizes() == slot.sizes());
+  const Tensor r = rows.contiguous();
+  const Tensor m = slot.contiguous();
+  const Tensor w = weights ? weights->contiguous() : Tensor();
+  const Tensor output = empty(r, {m.size(0), r.size(1)}, r.scalar_type());
+  const SumSlotsArgs args{r.const_data_ptr(),
+                          map_data(m),
+                          weights ? w.const_data_ptr() : nullptr,
+                          output.mutable_data_ptr(),
+                          m.size(0),
+                          m.size(1),
+                          r.size(0),
+                          r.size(1),
+                          to_dtype(r.scalar_type())};
+  run(r, args, TP_BOTH(sum_slots));
+  return output;
+}
+
+Tensor dot_slots(const Tensor& rows, const Tensor& slot, const Tensor& grad) {
+  TORCH_INTERNAL_ASSERT(grad.scalar_type() == rows.scalar_type() && grad.size(1) == rows.size(1));
+  TORCH_INTERNAL_ASSERT(grad.size(0) == slot.size(0));
+  const Tensor r = rows.contiguous();
+  const Tensor m = slot.contiguous();
+  const Tensor g = grad.contiguous();
+  const Tensor output = empty(r, m.sym_sizes(), weight_type(rows));
+  const DotSlotsArgs args{
+      r.const_data_ptr(), map_data(m), g.const_data_ptr(), output.mutable_data_ptr(), m.size(0),
+      m.size(1),          r.size(0),   r.size(1),          to_dtype(r.scalar_type())};
+  run(r, args, TP_BOTH(dot_slots));
+  return output;
+}
+
+Tensor weights_to_slots(const Tensor& weights, const Tensor& slot, const Tensor& source) {
+  TORCH_INTERNAL_ASSERT(weights.sizes() == slot.sizes());
+  const Tensor w = weights.contiguous();
+  const Tensor m = slot.contiguous();
+  const Tensor s = source.contiguous();
+  const Tensor output = empty(w, {s.size(0)}, w.scalar_type());
+  const MoveWeightsArgs args{w.const_data_ptr(),
+                             map_data(m),
+                             map_data(s),
+                             output.mutable_data_ptr(),
+                             m.size(0),
+                             m.size(1),
+                             s.size(0),
+                             w.scalar_type() == at::kDouble,
+                             true};
+  run(w, args, TP_BOTH(move_weights));
+  return output;
+}
+
+Tensor weights_from_slots(const Tensor& values, const Tensor& slot) {
+  const Tensor v = values.contiguous();
+  const Tensor m = slot.contiguous();
+  const Tensor output = empty(v, m.sym_sizes(), v.scalar_type());
+  const MoveWeightsArgs args{v.const_data_ptr(),
+                             map_data(m),
+                             nullptr,
+                             output.mutable_data_ptr(),
+                             m.size(0),
+                             m.size(1),
+                             v.size(0),
+                             v.scalar_type() == at::kDouble,
+                             false};
+  run(v, args, TP_BOTH(move_weights));
+  return output;
+}
+
+}  // namespace transformer_plugin::routing

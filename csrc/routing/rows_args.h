@@ -1,0 +1,107 @@
+// What the row kernels take, without torch, and the arithmetic that CPU and CUDA share.
+//
+// "Rows" are rows of H elements in slots (slots_args.h); `slot` [tokens, topk] and `source` [capacity] are
+// the two directions of the same map. Values of either outside their range mean "none" and are never
+// followed. Sums are in FP32 (FP64 for float64) with a written order and are rounded once.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/math.h"
+
+namespace transformer_plugin::routing {
+
+inline constexpr int kLanes = 32;
+inline constexpr int64_t kMaxTopk = 1024;  // bounds the table of slots that one thread block keeps
+
+// output[s] = rows[source[s]], or zeros.
+struct GatherRowsArgs {
+  const void* rows;       // [tokens, H]
+  const int32_t* source;  // [capacity]
+  void* output;           // [capacity, H]
+  int64_t tokens;
+  int64_t capacity;
+  int64_t row_bytes;
+};
+
+// output[s] = weights[n, k] * rows[n] where n = source[s] and slot[n, k] = s, or zeros.
+struct GatherScaledRowsArgs {
+  const void* rows;       // [tokens, H]
+  const int32_t* source;  // [capacity]
+  const int32_t* slot;    // [tokens, topk]
+  const void* weights;    // [tokens, topk] float32; float64 with float64 rows
+  void* output;           // [capacity, H]
+  int64_t tokens;
+  int64_t topk;
+  int64_t capacity;
+  int64_t width;  // H
+  DType dtype;
+};
+
+// output[n] = sum of weights[n, k] * rows[slot[n, k]] over k in ascending order of slot[n, k], one fma at a
+// time, starting from zero; without weights a sum of the rows.
+struct SumSlotsArgs {
+  const void* rows;     // [capacity, H]
+  const int32_t* slot;  // [tokens, topk]
+  const void* weights;  // as above, or null
+  void* output;         // [tokens, H]
+  int64_t tokens;
+  int64_t topk;
+  int64_t capacity;
+  int64_t width;
+  DType dtype;
+};
+
+// output[n, k] = sum over h of rows[slot[n, k], h] * grad[n, h], or 0: lane l of kLanes adds columns l, l +
+// kLanes,
+// ... in turn by fma, then the lanes are folded in halves.
+struct DotSlotsArgs {
+  const void* rows;     // [capacity, H]
+  const int32_t* slot;  // [tokens, topk]
+  const void* grad;     // [tokens, H]
+  void* output;         // [tokens, topk] float32; float64 with float64 rows
+  int64_t tokens;
+  int64_t topk;
+  int64_t capacity;
+  int64_t width;
+  DType dtype;
+};
+
+// to_slots: output[s] = weights[source[s], k] where slot[source[s], k] = s, or 0.
+// else:     output[n, k] = weights[slot[n, k]], or 0.
+struct MoveWeightsArgs {
+  const void* weights;
+  const int32_t* slot;    // [tokens, topk]
+  const int32_t* source;  // [capacity]; null when not to_slots
+  void* output;
+  int64_t tokens;
+  int64_t topk;
+  int64_t capacity;
+  bool is_float64;
+  bool to_slots;
+};
+
+TP_HOST_DEVICE float fused(float a, float b, float c) { return fmaf(a, b, c); }
+TP_HOST_DEVICE double fused(double a, double b, double c) { return fma(a, b, c); }
+
+// The k with slots[k] = s, or -1.
+TP_HOST_DEVICE int64_t find_slot(const int32_t* slots, int64_t topk, int64_t s) {
+  for (int64_t k = 0; k < topk; ++k) {
+    if (slots[k] == s) return k;
+  }
+  return -1;
+}
+
+void gather_rows_cpu(const GatherRowsArgs& args);
+void gather_scaled_rows_cpu(const GatherScaledRowsArgs& args);
+void sum_slots_cpu(const SumSlotsArgs& args);
+void dot_slots_cpu(const DotSlotsArgs& args);
+void move_weights_cpu(const MoveWeightsArgs& args);
+void launch_gather_rows(const GatherRowsArgs& args, void* stream);
+void launch_gather_scaled_rows(const GatherScaledRowsArgs& args, void* stream);
+void launch_sum_slots(const SumSlotsArgs& args, void* stream);
+void launch_dot_slots(const DotSlotsArgs& args, void* stream);
+void launch_move_weights(const MoveWeightsArgs& args, void* stream);
+
+}  // namespace transformer_plugin::routing

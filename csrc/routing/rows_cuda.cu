@@ -1,0 +1,212 @@
+#include <type_traits>
+
+#include "common/device_types.cuh"
+#include "common/launch.cuh"
+#include "routing/rows_args.h"
+
+namespace transformer_plugin::routing {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarpSize;
+static_assert(kLanes == kWarpSize, "a lane of the written dot product is a lane of the warp");
+
+template <typename T>
+using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+template <typename T>
+__device__ __forceinline__ Sum<T> load(T value) {
+  if constexpr (std::is_same_v<T, double>) {
+    return value;
+  } else {
+    return to_float(value);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ T round_once(Sum<T> value) {
+  if constexpr (std::is_same_v<T, double>) {
+    return value;
+  } else {
+    return from_float<T>(value);
+  }
+}
+
+template <typename Fn>
+void visit_device_real(DType dtype, Fn&& fn) {
+  return dtype == DType::kFloat64 ? fn(double{}) : visit_device_float(dtype, fn);
+}
+
+// One warp a row, in words as wide as the rows' size and addresses allow.
+template <typename Word>
+__global__ void gather_rows_kernel(GatherRowsArgs args) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t words = args.row_bytes / static_cast<int64_t>(sizeof(Word));
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
+  for (int64_t s = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpSize; s < args.capacity;
+       s += step) {
+    const int64_t n = args.source[s];
+    const bool found = n >= 0 && n < args.tokens;
+    const Word* row = static_cast<const Word*>(args.rows) + (found ? n : 0) * words;
+    Word* output = static_cast<Word*>(args.output) + s * words;
+    for (int64_t w = lane; w < words; w += kWarpSize) output[w] = found ? row[w] : Word{};
+  }
+}
+
+// One warp a row.
+template <typename T>
+__global__ void gather_scaled_rows_kernel(GatherScaledRowsArgs args) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
+  for (int64_t s = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpSize; s < args.capacity;
+       s += step) {
+    const int64_t n = args.source[s];
+    const bool in_range = n >= 0 && n < args.tokens;
+    const int64_t k = in_range ? find_slot(args.slot + n * args.topk, args.topk, s) : -1;
+    const Sum<T> weight = k >= 0 ? static_cast<const Sum<T>*>(args.weights)[n * args.topk + k] : Sum<T>(0);
+    const T* row = static_cast<const T*>(args.rows) + (k >= 0 ? n : 0) * args.width;
+    T* output = static_cast<T*>(args.output) + s * args.width;
+    for (int64_t h = lane; h < args.width; h += kWarpSize) {
+      output[h] = k >= 0 ? round_once<T>(weight * load(row[h])) : round_once<T>(Sum<T>(0));
+    }
+  }
+}
+
+// One block a token. Its slots are put in order by rank, then every thread sums its own columns.
+template <typename T>
+__global__ void sum_slots_kernel(SumSlotsArgs args) {
+  __shared__ int32_t slots[kMaxTopk];
+  __shared__ Sum<T> scales[kMaxTopk];
+  __shared__ int count;
+  for (int64_t n = blockIdx.x; n < args.tokens; n += gridDim.x) {
+    __syncthreads();
+    if (threadIdx.x == 0) count = 0;
+    __syncthreads();
+    const int32_t* own = args.slot + n * args.topk;
+    for (int64_t k = threadIdx.x; k < args.topk; k += kThreads) {
+      const int32_t s = own[k];
+      if (s < 0 || s >= args.capacity) continue;
+      int rank = 0;
+      for (int64_t j = 0; j < args.topk; ++j) rank += own[j] >= 0 && (own[j] < s || (own[j] == s && j < k));
+      slots[rank] = s;
+      scales[rank] = args.weights ? static_cast<const Sum<T>*>(args.weights)[n * args.topk + k] : Sum<T>(1);
+      atomicAdd(&count, 1);
+    }
+    __syncthreads();
+    for (int64_t h = threadIdx.x; h < args.width; h += kThreads) {
+      Sum<T> sum = 0;
+      for (int i = 0; i < count; ++i) {
+        const Sum<T> value = load(static_cast<const T*>(args.rows)[slots[i] * args.width + h]);
+        sum = args.weights ? fused(scales[i], value, sum) : sum + value;
+      }
+      static_cast<T*>(args.output)[n * args.width + h] = round_once<T>(sum);
+    }
+  }
+}
+
+// One warp a (token, k).
+template <typename T>
+__global__ void dot_slots_kernel(DotSlotsArgs args) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpSize;
+       i < args.tokens * args.topk; i += step) {
+    const int64_t s = args.slot[i];
+    const bool found = s >= 0 && s < args.capacity;
+    const T* row = static_cast<const T*>(args.rows) + (found ? s : 0) * args.width;
+    const T* grad = static_cast<const T*>(args.grad) + i / args.topk * args.width;
+    Sum<T> sum = 0;
+    if (found) {
+      for (int64_t h = lane; h < args.width; h += kWarpSize) sum = fused(load(row[h]), load(grad[h]), sum);
+    }
+    for (int half = kWarpSize / 2; half > 0; half /= 2) sum = sum + __shfl_down_sync(0xffffffffu, sum, half);
+    if (lane == 0) static_cast<Sum<T>*>(args.output)[i] = sum;
+  }
+}
+
+template <typename T>
+__global__ void move_weights_kernel(MoveWeightsArgs args) {
+  const T* weights = static_cast<const T*>(args.weights);
+  T* output = static_cast<T*>(args.output);
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  if (!args.to_slots) {
+    for (int64_t i = first; i < args.tokens * args.topk; i += step) {
+      const int64_t s = args.slot[i];
+      output[i] = s >= 0 && s < args.capacity ? weights[s] : T(0);
+    }
+    return;
+  }
+  for (int64_t s = first; s < args.capacity; s += step) {
+    const int64_t n = args.source[s];
+    const bool found = n >= 0 && n < args.tokens;
+    const int64_t k = found ? find_slot(args.slot + n * args.topk, args.topk, s) : -1;
+    output[s] = k >= 0 ? weights[n * args.topk + k] : T(0);
+  }
+}
+
+bool fits(const GatherRowsArgs& args, uint64_t bytes) {
+  return static_cast<uint64_t>(args.row_bytes) % bytes == 0 &&
+         reinterpret_cast<uint64_t>(args.rows) % bytes == 0 &&
+         reinterpret_cast<uint64_t>(args.output) % bytes == 0;
+}
+
+}  // namespace
+
+void launch_gather_rows(const GatherRowsArgs& args, void* stream) {
+  if (args.capacity == 0 || args.row_bytes == 0) return;
+  const unsigned blocks = grid_size(args.capacity, kWarps);
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (fits(args, 16)) {
+    gather_rows_kernel<uint4><<<blocks, kThreads, 0, cuda_stream>>>(args);
+  } else if (fits(args, 4)) {
+    gather_rows_kernel<uint32_t><<<blocks, kThreads, 0, cuda_stream>>>(args);
+  } else {
+    gather_rows_kernel<uint8_t><<<blocks, kThreads, 0, cuda_stream>>>(args);
+  }
+  check_launch("gather_rows_kernel");
+}
+
+void launch_gather_scaled_rows(const GatherScaledRowsArgs& args, void* stream) {
+  if (args.capacity == 0 || args.width == 0) return;
+  visit_device_real(args.dtype, [&](auto element) {
+    using T = decltype(element);
+    gather_scaled_rows_kernel<T>
+        <<<grid_size(args.capacity, kWarps), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
+  });
+  check_launch("gather_scaled_rows_kernel");
+}
+
+void launch_sum_slots(const SumSlotsArgs& args, void* stream) {
+  if (args.tokens == 0 || args.width == 0) return;
+  visit_device_real(args.dtype, [&](auto element) {
+    using T = decltype(element);
+    sum_slots_kernel<T><<<grid_size(args.tokens, 1), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
+  });
+  check_launch("sum_slots_kernel");
+}
+
+void launch_dot_slots(const DotSlotsArgs& args, void* stream) {
+  if (args.tokens * args.topk == 0) return;
+  visit_device_real(args.dtype, [&](auto element) {
+    using T = decltype(element);
+    dot_slots_kernel<T>
+        <<<grid_size(args.tokens * args.topk, kWarps), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+            args);
+  });
+  check_launch("dot_slots_kernel");
+}
+
+void launch_move_weights(const MoveWeightsArgs& args, void* stream) {
+  const int64_t items = args.to_slots ? args.capacity : args.tokens * args.topk;
+  if (items == 0) return;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (args.is_float64) {
+    move_weights_kernel<double><<<grid_size(items, kThreads), kThreads, 0, cuda_stream>>>(args);
+  } else {
+    move_weights_kernel<float><<<grid_size(items, kThreads), kThreads, 0, cuda_stream>>>(args);
+  }
+  check_launch("move_weights_kernel");
+}
+
+}  // namespace transformer_plugin::routing

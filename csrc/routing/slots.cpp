@@ -1,0 +1,149 @@
+#include "routing/slots.h"
+
+#include <torch/library.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "common/tensor.h"
+
+namespace transformer_plugin::routing {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
+
+void check_experts(const char* op, int64_t experts) {
+  TP_CHECK_VALUE(experts >= 0 && experts <= kMaxExperts, op, "num_experts", "from 0 to " << kMaxExperts,
+                 experts, "Give each rank fewer experts");
+}
+
+// Chunks of at least 512 indices, and never more than about a thousand of them, because one thread scans an
+// expert's.
+[[maybe_unused]] int64_t chunk_size(int64_t items) {
+  return std::max<int64_t>(512, (items / 1024 + 32) / 32 * 32);
+}
+
+}  // namespace
+
+Slots empty_slots(const Argument& indices, int64_t first, int64_t experts, const c10::SymInt& capacity,
+                  int64_t alignment) {
+  check_dtype(indices, {at::kInt, at::kLong});
+  check_dim(indices, 2);
+  check_experts(indices.op, experts);
+  TP_CHECK_VALUE(first >= 0, indices.op, "first_expert", "an expert's number, 0 or more", first,
+                 "Pass the number of the first expert that gets rows");
+  TP_CHECK_VALUE(capacity >= 0 && capacity <= kMaxRows, indices.op, "capacity", "from 0 to 2^31 - 1 rows",
+                 capacity,
+                 "Pass the rows of the buffer, for example tokens * topk + num_experts * (alignment - 1)");
+  TP_CHECK_VALUE(alignment >= 1 && alignment <= kMaxRows, indices.op, "alignment", "from 1 to 2^31 - 1",
+                 alignment, "Pass 1 for no padding");
+  const Tensor& like = indices.tensor;
+  TP_CHECK_VALUE(like.sym_numel() <= kMaxRows, indices.op, indices.name, "at most 2^31 - 1 elements",
+                 describe(like), "Split the call");
+  return {empty(like, like.sym_sizes(), at::kInt), empty(like, {capacity}, at::kInt),
+          empty(like, {capacity}, at::kInt), empty(like, {experts}, at::kLong), empty(like, {1}, at::kLong)};
+}
+
+Slots assign_slots(const Argument& indices, int64_t first, int64_t experts, int64_t capacity,
+                   int64_t alignment) {
+  const Slots slots = empty_slots(indices, first, experts, capacity, alignment);
+  const Tensor input = indices.tensor.contiguous();
+  AssignSlotsArgs args{input.const_data_ptr(),
+                       input.scalar_type() == at::kLong,
+                       input.size(0),
+                       input.size(1),
+                       first,
+                       experts,
+                       capacity,
+                       alignment,
+                       slots.slot.mutable_data_ptr<int32_t>(),
+                       slots.source.mutable_data_ptr<int32_t>(),
+                       slots.source_k.mutable_data_ptr<int32_t>(),
+                       slots.group_sizes.mutable_data_ptr<int64_t>(),
+                       slots.total.mutable_data_ptr<int64_t>(),
+                       nullptr,
+                       nullptr,
+                       0,
+                       0};
+  if (input.is_cpu()) {
+    assign_slots_cpu(args);
+    return slots;
+  }
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  const CudaScope scope(input);
+  args.chunk_size = chunk_size(input.numel());
+  args.chunks = (input.numel() + args.chunk_size - 1) / args.chunk_size;
+  const Tensor chunk_counts = empty(input, {args.chunks, experts}, at::kInt);
+  const Tensor starts = empty(input, {experts}, at::kLong);
+  args.chunk_counts = chunk_counts.mutable_data_ptr<int32_t>();
+  args.starts = starts.mutable_data_ptr<int64_t>();
+  launch_assign_slots(args, scope.stream());
+#endif
+  return slots;
+}
+
+namespace {
+
+using SlotTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+SlotTensors as_tuple(const Slots& slots) {
+  return {slots.slot, slots.source, slots.source_k, slots.group_sizes, slots.total};
+}
+
+SlotTensors assign_slots_meta(const Tensor& indices, int64_t first, int64_t experts, c10::SymInt capacity,
+                              int64_t alignment) {
+  return as_tuple(empty_slots({"assign_slots", "indices", indices}, first, experts, capacity, alignment));
+}
+
+SlotTensors assign_slots_op(const Tensor& indices, int64_t first, int64_t experts, int64_t capacity,
+                            int64_t alignment) {
+  return as_tuple(assign_slots({"assign_slots", "indices", indices}, first, experts, capacity, alignment));
+}
+
+Tensor count_output(const Tensor& indices, int64_t experts) {
+  constexpr const char* op = "count_tokens_per_expert";
+  check_dtype({op, "indices", indices}, {at::kInt, at::kLong});
+  check_experts(op, experts);
+  TP_CHECK_VALUE(indices.sym_numel() <= kMaxRows, op, "indices", "at most 2^31 - 1 elements",
+                 describe(indices), "Split the call");
+  return empty(indices, {experts}, at::kLong);
+}
+
+Tensor count_tokens(const Tensor& indices, int64_t experts) {
+  const Tensor counts = count_output(indices, experts);
+  const Tensor input = indices.contiguous();
+  const CountTokensArgs args{input.const_data_ptr(), input.scalar_type() == at::kLong, input.numel(), experts,
+                             counts.mutable_data_ptr<int64_t>()};
+  if (input.is_cpu()) {
+    count_tokens_cpu(args);
+    return counts;
+  }
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  const CudaScope scope(input);
+  launch_count_tokens(args, scope.stream());
+#endif
+  return counts;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
+  m.impl("assign_slots", assign_slots_op);
+  m.impl("count_tokens_per_expert", count_tokens);
+}
+
+TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
+  m.impl("assign_slots", assign_slots_meta);
+  m.impl("count_tokens_per_expert", count_output);
+}
+
+#ifdef TRANSFORMER_PLUGIN_CUDA
+TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
+  m.impl("assign_slots", assign_slots_op);
+  m.impl("count_tokens_per_expert", count_tokens);
+}
+#endif
+
+}  // namespace transformer_plugin::routing
