@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m benchmarks.<name>`` writes benchmarks/results/, ``python -m benchmarks.plot`` draws them."""

@@ -1,0 +1,162 @@
+"""What every benchmark shares: where and with what it ran, timing, and the JSON it writes.
+
+How to time (each rule answers a way in which figures went wrong):
+
+- Competitors alternate in one run; only ratios taken in one run are compared. The median, with the quartiles beside it.
+- Host time: calls in a row without waiting for the device, few enough that its queue never fills, one wait at the end.
+- Device time: the same calls replayed from a CUDA graph after a rest, so that neither the host nor a card that has
+  lowered its clock is what is measured; the clock is noted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import transformer_plugin
+
+RESULTS = Path(__file__).with_name("results")
+
+
+@dataclass(frozen=True)
+class Time:
+    """Microseconds of one call: the median of the rounds and the middle half of them."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(samples: list[float]) -> Time:
+        """From one figure per round, in microseconds."""
+        low, median, high = statistics.quantiles(samples, n=4) if len(samples) > 1 else samples * 3
+        return Time(round(median, 4), round(low, 4), round(high, 4))
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the device, where there is something to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def host_times(
+    calls: dict[str, Callable[[], Any]], device: torch.device, rounds: int = 31, repeat: int = 200
+) -> dict[str, Time]:
+    """Host time of each call, the calls alternating. ``repeat`` calls are made between waits."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 3):
+        for name, call in calls.items():
+            synchronize(device)
+            begin = time.perf_counter()
+            for _ in range(repeat):
+                call()
+            seconds = time.perf_counter() - begin
+            if turn >= 3:  # the first turns load code and fill caches
+                samples[name].append(seconds / repeat * 1e6)
+    synchronize(device)
+    return {name: Time.of(values) for name, values in samples.items()}
+
+
+def device_times(
+    calls: dict[str, Callable[[], Any]], rounds: int = 9, repeat: int = 8, rest: float = 0.1
+) -> dict[str, Time]:
+    """Device time of each call on CUDA: ``repeat`` calls in one graph, replayed after a rest, the calls alternating."""
+    graphs = {name: _graph_of(call, repeat) for name, call in calls.items()}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            torch.cuda.synchronize()
+            time.sleep(rest)
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            samples[name].append(begin.elapsed_time(end) * 1e3 / repeat)
+    return {name: Time.of(values) for name, values in samples.items()}
+
+
+def _graph_of(call: Callable[[], Any], repeat: int) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeat):
+            call()
+    return graph
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _gpu(device: torch.device) -> dict[str, Any]:
+    query = "--query-gpu=clocks.sm,clocks.max.sm,driver_version"
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits", f"--id={device.index or 0}"]
+    try:
+        clock, limit, driver = subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.split(",")
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        clock = limit = driver = "unknown"
+    names = {"sm_clock_mhz": clock.strip(), "sm_clock_max_mhz": limit.strip(), "driver": driver.strip()}
+    return {"name": torch.cuda.get_device_name(device), "count": torch.cuda.device_count(), **names}
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions, device and clocks: what a figure means nothing without."""
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "transformer_plugin": transformer_plugin.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "gpu": _gpu(device) if device.type == "cuda" else None,
+    }
+
+
+def write(benchmark: str, device: torch.device, rows: list[dict[str, Any]], **more: Any) -> Path:
+    """Writes ``results/<benchmark>_<device>.json``; a :class:`Time` in a row becomes its three numbers."""
+    plain = [
+        {key: asdict(value) if isinstance(value, Time) else value for key, value in row.items()}
+        for row in rows
+    ]
+    document = {
+        "benchmark": benchmark,
+        "device": device.type,
+        "environment": environment(device),
+        **more,
+        "rows": plain,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{benchmark}_{device.type}.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"wrote {path}")
+    return path
+
+
+def devices() -> list[torch.device]:
+    """The CPU, and the GPU where there is one."""
+    return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]

@@ -1,0 +1,77 @@
+"""Draws every file of benchmarks/results/ that has a drawing here, into docs/images/."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.figure import Figure
+
+from benchmarks.common import RESULTS
+
+IMAGES = RESULTS.parent.parent / "docs" / "images"
+OURS, TORCH, MUL = "#2458a6", "#c9741f", "#9a9a9a"
+
+
+def host_time(result: dict[str, Any]) -> Figure:
+    """Bars of each op's host time, beside the torch calls it replaces and torch.mul; with the gradient where it has one."""
+    rows = result["rows"]
+    figure, axes = pyplot.subplots(figsize=(8.5, 0.6 * len(rows) + 1.6), layout="constrained")
+    labels = []
+    for place, row in enumerate(reversed(rows)):
+        suffix = "_grad_us" if "op_grad_us" in row else "_us"
+        for offset, name, color in ((0.26, "op", OURS), (0.0, "torch", TORCH), (-0.26, "mul", MUL)):
+            time = row[f"{name}{suffix}"]
+            error = [[time["median"] - time["low"]], [time["high"] - time["median"]]]
+            axes.barh(
+                place + offset, time["median"], height=0.24, color=color, xerr=error, error_kw={"lw": 0.8}
+            )
+        labels.append(row["op"] + (" (with gradient)" if suffix == "_grad_us" else ""))
+    axes.set_yticks(range(len(rows)), labels)
+    axes.set_xlabel("host time of one call, us: median and middle half")
+    for color, name in (
+        (OURS, "transformer_plugin"),
+        (TORCH, "the torch calls it replaces"),
+        (MUL, "torch.mul"),
+    ):
+        axes.barh(0, 0, color=color, label=name)
+    axes.legend(loc="lower right", frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(_title("Host time of a small call", result), fontsize=10)
+    return figure
+
+
+def _title(text: str, result: dict[str, Any]) -> str:
+    environment = result["environment"]
+    where = environment["gpu"]["name"] if environment["gpu"] else environment["processor"]
+    return f"{text}: {where}, torch {environment['torch']}"
+
+
+# By the `benchmark` of a result file.
+DRAWINGS: dict[str, Callable[[dict[str, Any]], Figure]] = {"host_time": host_time}
+
+
+def main() -> None:
+    """Draws what has a drawing; says what has none."""
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    for path in sorted(RESULTS.glob("*.json")):
+        result = json.loads(path.read_text())
+        drawing = DRAWINGS.get(result.get("benchmark", ""))
+        if drawing is None:
+            print(f"{path.name}: no drawing")
+            continue
+        image = Path(IMAGES, f"{path.stem}.png")
+        figure = drawing(result)
+        figure.savefig(image, dpi=120, metadata={"Software": None})
+        pyplot.close(figure)
+        print(f"drew {image}")
+
+
+if __name__ == "__main__":
+    main()

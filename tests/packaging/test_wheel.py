@@ -1,0 +1,78 @@
+"""The wheel: its name, what is in it, and that one build serves every Python."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PYTHONS = ("python3.10", "python3.11", "python3.12", "python3.13")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built as a user builds it. The object files are those of the library under test, so this mostly links."""
+    pytest.importorskip("pip")
+    pytest.importorskip("wheel")
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index"]
+    result = subprocess.run([*command, "-w", str(folder), "."], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.mark.timeout(900)
+def test_name_says_every_python_from_3_10(wheel: Path) -> None:
+    assert wheel.name.startswith("transformer_plugin-")
+    assert "-cp310-abi3-linux_" in wheel.name
+
+
+@pytest.mark.timeout(900)
+def test_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    names = [name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")]
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"transformer_plugin"}
+    code = [name for name in names if ".dist-info/" not in name]
+    assert [name for name in code if name.endswith(".so")] == ["transformer_plugin/_C.abi3.so"]
+    assert "transformer_plugin/py.typed" in code
+    assert {Path(name).suffix for name in code} == {".py", ".so", ".typed"}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "transformer_plugin").rglob("*.py")}
+    assert {name for name in code if name.endswith(".py")} == sources
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("python", PYTHONS)
+def test_one_wheel_loads_under_every_python(wheel: Path, tmp_path: Path, python: str) -> None:
+    """Other Pythons with torch are looked for on the PATH and in TRANSFORMER_PLUGIN_TEST_PYTHONS (a list of folders)."""
+    folders = os.environ.get("TRANSFORMER_PLUGIN_TEST_PYTHONS", "")
+    mine = python == f"python3.{sys.version_info[1]}"
+    found = (
+        sys.executable if mine else shutil.which(python, path=os.pathsep.join([folders, os.environ["PATH"]]))
+    )
+    torch_here = found and subprocess.run([found, "-c", "import torch"], capture_output=True).returncode == 0
+    if not torch_here:
+        pytest.skip(f"no {python} with torch")
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = (
+        "import torch, transformer_plugin as t; x = torch.ones(2, 4, requires_grad=True); "
+        "t.ops.swiglu(x).sum().backward(); print(t.__file__, x.grad.shape)"
+    )
+    result = subprocess.run(
+        [found, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [
+        str(tmp_path / "transformer_plugin" / "__init__.py"),
+        "torch.Size([2,",
+        "4])",
+    ]
