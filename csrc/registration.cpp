@@ -16,7 +16,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def("grouped_quantize(Tensor input, Tensor group_sizes, str format) -> (Tensor, Tensor)");
   m.def("grouped_quantize_transposed(Tensor input, Tensor group_sizes, str format) -> (Tensor, Tensor)");
   m.def(
-      "grouped_quantize_both(Tensor input, Tensor group_sizes, str format) -> (Tensor, Tensor, Tensor, Tensor)");
+      "grouped_quantize_both(Tensor input, Tensor group_sizes, str format) -> (Tensor, Tensor, Tensor, "
+      "Tensor)");
   m.def(
       "grouped_dequantize(Tensor data, Tensor scale_inv, Tensor group_sizes, str format, ScalarType dtype, "
       "bool transposed=False) -> Tensor");
@@ -40,7 +41,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "grouped_gemm_wgrad_out(Tensor grad, Tensor input, Tensor group_sizes, Tensor(a!) out, "
       "bool accumulate=True) -> ()");
   m.def(
-      "grouped_gemm_wgrad_quantized(Tensor grad_t, Tensor grad_t_scale, Tensor input_t, Tensor input_t_scale, "
+      "grouped_gemm_wgrad_quantized(Tensor grad_t, Tensor grad_t_scale, Tensor input_t, Tensor "
+      "input_t_scale, "
       "Tensor group_sizes, str grad_format, str input_format, ScalarType dtype) -> Tensor");
   m.def(
       "grouped_gemm_wgrad_quantized_out(Tensor grad_t, Tensor grad_t_scale, Tensor input_t, "
@@ -77,4 +79,30 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "(Tensor grad_rows, Tensor grad_weights)");
   m.def("permute_weights(Tensor weights, Tensor slot, Tensor source) -> Tensor");
   m.def("permute_weights_backward(Tensor grad, Tensor slot) -> Tensor");
+
+  // expert_parallel: tokens to the experts of other ranks and back, over c10d collectives. The tensors of a
+  // plan are slot [R * max_tokens, K] and source [capacity] (expert_parallel/plan.cpp). timeout_ms <= 0 means
+  // the timeout of the group; group "" is this process alone.
+  m.def(
+      "plan(Tensor topk_idx, int num_experts, SymInt max_tokens, SymInt capacity, int alignment=1, int "
+      "num_ranks=1, "
+      "str group_name=\"\", bool raise_on_overflow=False, int timeout_ms=-1) -> "
+      "(Tensor slot, Tensor source, Tensor tokens_per_expert, Tensor required, Tensor overflow)");
+  m.def(
+      "dispatch(Tensor tokens, Tensor? topk_weights, Tensor slot, Tensor source, str group_name=\"\", "
+      "int timeout_ms=-1) -> (Tensor recv, Tensor recv_weights)");
+  m.def(
+      "dispatch_backward(Tensor? grad_recv, Tensor? grad_recv_weights, Tensor slot, SymInt num_tokens, "
+      "SymInt hidden_size, ScalarType dtype, bool for_tokens=True, bool for_weights=True, str "
+      "group_name=\"\", "
+      "int timeout_ms=-1) -> (Tensor grad_tokens, Tensor grad_topk_weights)");
+  m.def(
+      "combine(Tensor rows, Tensor slot, Tensor source, SymInt num_tokens, str group_name=\"\", "
+      "int timeout_ms=-1) -> Tensor");
+  m.def(
+      "combine_backward(Tensor grad, Tensor slot, Tensor source, str group_name=\"\", int timeout_ms=-1) -> "
+      "Tensor");
+  // Every rank's text, through the group's store: to compare configurations. release_group forgets a group.
+  m.def("agree(str group_name, str text, int timeout_ms=-1) -> str[]");
+  m.def("release_group(str group_name) -> ()");
 }

@@ -1,0 +1,150 @@
+// combine: the rows of each token's slots back to its rank and summed. A rank adds its own slots in ascending
+// order in FP32 and rounds to the payload's dtype; the owner adds the ranks' parts in ascending order in FP32
+// and rounds once. The gradient is dispatch without weights.
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include "common/autograd.h"
+#include "common/tensor.h"
+#include "expert_parallel/exchange.h"
+#include "routing/rows.h"
+
+namespace transformer_plugin::expert_parallel {
+namespace {
+
+using at::Tensor;
+using c10::SymInt;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+Tensor combine_output(const Tensor& rows, const Tensor& slot, const Tensor& source,
+                      const SymInt& num_tokens) {
+  constexpr const char* op = "combine";
+  const Argument argument{op, "rows", rows};
+  check_dtype(argument, kPayloadTypes);
+  check_dim(argument, 2);
+  check_plan(op, slot, source, rows);
+  check_size(argument, 0, source.sym_size(0), "the capacity of the plan");
+  TP_CHECK_VALUE(num_tokens >= 0 && num_tokens <= slot.sym_size(0), op, "num_tokens",
+                 "from 0 to max_tokens of the plan", num_tokens, "Pass the number of tokens of this rank");
+  return empty(rows, {num_tokens, rows.sym_size(1)}, rows.scalar_type());
+}
+
+Tensor combine(const Tensor& rows, const Tensor& slot, const Tensor& source, int64_t num_tokens,
+               std::string group_name, int64_t timeout_ms) {
+  constexpr const char* op = "combine";
+  combine_output(rows, slot, source, num_tokens);
+  const RankGroup group(op, group_name, timeout_ms, rows);
+  const int64_t max_tokens = tokens_per_rank(op, group, slot);
+  TP_CHECK_VALUE(num_tokens <= max_tokens, op, "num_tokens",
+                 "from 0 to " << max_tokens << " (max_tokens of the plan)", num_tokens,
+                 "Pass the number of tokens of this rank");
+  if (group.size() == 1) return routing::sum_slots(rows, slot.narrow(0, 0, num_tokens), std::nullopt);
+  const Tensor parts = routing::sum_slots(rows, slot, std::nullopt);
+  return return_rows(group, parts, num_tokens, Phase::kCombineRows);
+}
+
+Tensor combine_backward_output(const Tensor& grad, const Tensor& slot, const Tensor& source) {
+  constexpr const char* op = "combine_backward";
+  const Argument argument{op, "grad", grad};
+  check_dtype(argument, kPayloadTypes);
+  check_dim(argument, 2);
+  check_plan(op, slot, source, grad);
+  return empty(grad, {source.sym_size(0), grad.sym_size(1)}, grad.scalar_type());
+}
+
+Tensor combine_backward(const Tensor& grad, const Tensor& slot, const Tensor& source, std::string group_name,
+                        int64_t timeout_ms) {
+  constexpr const char* op = "combine_backward";
+  combine_backward_output(grad, slot, source);
+  const RankGroup group(op, group_name, timeout_ms, grad);
+  const Tensor local = pad_rows({op, "grad", grad}, tokens_per_rank(op, group, slot));
+  return routing::gather_rows(group.all_gather(local, Phase::kCombineBackwardRows), source);
+}
+
+class CombineFunction : public torch::autograd::Function<CombineFunction> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static Tensor call(const Tensor& rows, const Tensor& slot, const Tensor& source, const SymInt& num_tokens,
+                     const std::string& group_name, int64_t timeout_ms) {
+    using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, SymInt, std::string, int64_t);
+    static const auto op = find_op<Signature>("combine");
+    return op.call(rows, slot, source, num_tokens, group_name, timeout_ms);
+  }
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& rows, const Tensor& slot, const Tensor& source,
+                        const SymInt& num_tokens, const std::string& group_name, int64_t timeout_ms) {
+    ctx->save_for_backward({slot, source});
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["num_tokens"] = num_tokens;
+    ctx->saved_data["hidden_size"] = rows.sym_size(1);
+    ctx->saved_data["dtype"] = static_cast<int64_t>(rows.scalar_type());
+    ctx->saved_data["group_name"] = group_name;
+    ctx->saved_data["timeout_ms"] = timeout_ms;
+    const BelowAutograd guard;
+    return call(rows, slot, source, num_tokens, group_name, timeout_ms);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, std::string, int64_t);
+    static const auto op = find_op<Signature>("combine_backward");
+    const variable_list tensors = ctx->get_saved_variables();
+    auto& saved = ctx->saved_data;
+    Tensor grad = grads[0];
+    if (!grad.defined()) {  // zero here, but other ranks may have theirs
+      grad =
+          at::zeros_symint({saved["num_tokens"].toSymInt(), saved["hidden_size"].toSymInt()},
+                           tensors[0].options().dtype(static_cast<at::ScalarType>(saved["dtype"].toInt())));
+    }
+    return {
+        op.call(grad, tensors[0], tensors[1], saved["group_name"].toStringRef(), saved["timeout_ms"].toInt()),
+        Tensor(),
+        Tensor(),
+        Tensor(),
+        Tensor(),
+        Tensor()};
+  }
+};
+
+Tensor combine_autograd(const Tensor& rows, const Tensor& slot, const Tensor& source, SymInt num_tokens,
+                        std::string group_name, int64_t timeout_ms) {
+  if (any_wants_grad(rows)) {
+    return CombineFunction::apply(rows, slot, source, num_tokens, group_name, timeout_ms);
+  }
+  const BelowAutograd guard;
+  return CombineFunction::call(rows, slot, source, num_tokens, group_name, timeout_ms);
+}
+
+Tensor combine_meta(const Tensor& rows, const Tensor& slot, const Tensor& source, SymInt num_tokens,
+                    std::string, int64_t) {
+  return combine_output(rows, slot, source, num_tokens);
+}
+
+Tensor combine_backward_meta(const Tensor& grad, const Tensor& slot, const Tensor& source, std::string,
+                             int64_t) {
+  return combine_backward_output(grad, slot, source);
+}
+
+// One host function serves both devices.
+void register_kernels(torch::Library& m) {
+  m.impl("combine", combine);
+  m.impl("combine_backward", combine_backward);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { register_kernels(m); }
+
+#ifdef TRANSFORMER_PLUGIN_CUDA
+TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { register_kernels(m); }
+#endif
+
+TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
+  m.impl("combine", combine_meta);
+  m.impl("combine_backward", combine_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl("combine", combine_autograd); }
+
+}  // namespace transformer_plugin::expert_parallel

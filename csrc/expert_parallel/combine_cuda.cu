@@ -1,0 +1,50 @@
+#include "common/device_types.cuh"
+#include "common/launch.cuh"
+#include "expert_parallel/exchange_args.h"
+
+namespace transformer_plugin::expert_parallel {
+namespace {
+
+constexpr int kThreads = 256;
+
+template <typename T, typename Sum>
+__global__ void sum_ranks_kernel(SumRanksArgs args) {
+  const int64_t elements = args.tokens * args.width;
+  const int64_t rank_stride = args.max_tokens * args.width;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < elements; i += step) {
+    Sum sum = 0;
+    for (int64_t r = 0; r < args.ranks; ++r) {
+      const T value = static_cast<const T*>(args.parts)[r * rank_stride + i];
+      if constexpr (std::is_same_v<T, double>) {
+        sum = sum + value;
+      } else {
+        sum = sum + to_float(value);
+      }
+    }
+    if constexpr (std::is_same_v<T, double>) {
+      static_cast<T*>(args.output)[i] = sum;
+    } else {
+      static_cast<T*>(args.output)[i] = from_float<T>(sum);
+    }
+  }
+}
+
+}  // namespace
+
+void launch_sum_ranks(const SumRanksArgs& args, void* stream) {
+  const int64_t elements = args.tokens * args.width;
+  if (elements == 0) return;
+  const unsigned grid = grid_size(elements, kThreads);
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (args.dtype == DType::kFloat64) {
+    sum_ranks_kernel<double, double><<<grid, kThreads, 0, cuda_stream>>>(args);
+  } else {
+    visit_device_float(args.dtype, [&](auto element) {
+      sum_ranks_kernel<decltype(element), float><<<grid, kThreads, 0, cuda_stream>>>(args);
+    });
+  }
+  check_launch("sum_ranks_kernel");
+}
+
+}  // namespace transformer_plugin::expert_parallel

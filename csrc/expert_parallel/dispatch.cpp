@@ -1,0 +1,208 @@
+// dispatch: every token's row to the slots of its experts, with one weight a slot. The gradient brings rows
+// back as combine does, and weights to their own (token, k).
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include "common/autograd.h"
+#include "common/tensor.h"
+#include "expert_parallel/exchange.h"
+#include "routing/rows.h"
+
+namespace transformer_plugin::expert_parallel {
+namespace {
+
+using at::Tensor;
+using c10::SymInt;
+using OptionalTensor = std::optional<Tensor>;
+using Pair = std::tuple<Tensor, Tensor>;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+Pair dispatch_outputs(const Tensor& tokens, const OptionalTensor& topk_weights, const Tensor& slot,
+                      const Tensor& source) {
+  constexpr const char* op = "dispatch";
+  const Argument tokens_argument{op, "tokens", tokens};
+  check_dtype(tokens_argument, kPayloadTypes);
+  check_dim(tokens_argument, 2);
+  check_plan(op, slot, source, tokens);
+  const at::ScalarType type = weight_type(tokens.scalar_type());
+  if (topk_weights) {
+    const Argument weights_argument{op, "topk_weights", *topk_weights};
+    check_dtype(weights_argument, {type});
+    check_dim(weights_argument, 2);
+    check_same_device(weights_argument, tokens_argument);
+    check_size(weights_argument, 0, tokens.sym_size(0), "the rows of 'tokens'");
+    check_size(weights_argument, 1, slot.sym_size(1), "the columns of 'slot'");
+  }
+  return {empty(tokens, {source.sym_size(0), tokens.sym_size(1)}, tokens.scalar_type()),
+          empty(tokens, {topk_weights ? source.sym_size(0) : SymInt(0)}, type)};
+}
+
+Pair dispatch(const Tensor& tokens, const OptionalTensor& topk_weights, const Tensor& slot,
+              const Tensor& source, std::string group_name, int64_t timeout_ms) {
+  constexpr const char* op = "dispatch";
+  auto [recv, recv_weights] = dispatch_outputs(tokens, topk_weights, slot, source);
+  const RankGroup group(op, group_name, timeout_ms, tokens);
+  const int64_t max_tokens = tokens_per_rank(op, group, slot);
+  const Tensor rows = group.all_gather(pad_rows({op, "tokens", tokens}, max_tokens), Phase::kDispatchTokens);
+  recv = routing::gather_rows(rows, source);
+  if (topk_weights) {
+    const Tensor local = pad_rows({op, "topk_weights", *topk_weights}, max_tokens);
+    recv_weights = routing::weights_to_slots(group.all_gather(local, Phase::kDispatchWeights), slot, source);
+  }
+  return {recv, recv_weights};
+}
+
+Pair dispatch_backward_outputs(const OptionalTensor& grad_recv, const OptionalTensor& grad_recv_weights,
+                               const Tensor& slot, const SymInt& num_tokens, const SymInt& hidden_size,
+                               at::ScalarType dtype, bool for_tokens, bool for_weights) {
+  constexpr const char* op = "dispatch_backward";
+  const Argument slot_argument{op, "slot", slot};
+  check_dtype(slot_argument, {at::kInt});
+  check_dim(slot_argument, 2);
+  const at::ScalarType type = weight_type(dtype);
+  if (grad_recv) {
+    const Argument argument{op, "grad_recv", *grad_recv};
+    check_dtype(argument, {dtype});
+    check_dim(argument, 2);
+    check_size(argument, 1, hidden_size, "hidden_size");
+    check_same_device(argument, slot_argument);
+  }
+  if (grad_recv_weights) {
+    const Argument argument{op, "grad_recv_weights", *grad_recv_weights};
+    check_dtype(argument, {type});
+    check_dim(argument, 1);
+    check_same_device(argument, slot_argument);
+  }
+  const SymInt none(0);
+  return {empty(slot, {for_tokens ? num_tokens : none, for_tokens ? hidden_size : none}, dtype),
+          empty(slot, {for_weights ? num_tokens : none, for_weights ? slot.sym_size(1) : none}, type)};
+}
+
+// A gradient that is not there counts as zero, but the exchange takes place: other ranks may have theirs.
+Pair dispatch_backward(const OptionalTensor& grad_recv, const OptionalTensor& grad_recv_weights,
+                       const Tensor& slot, int64_t num_tokens, int64_t hidden_size, at::ScalarType dtype,
+                       bool for_tokens, bool for_weights, std::string group_name, int64_t timeout_ms) {
+  constexpr const char* op = "dispatch_backward";
+  auto [grad_tokens, grad_weights] = dispatch_backward_outputs(grad_recv, grad_recv_weights, slot, num_tokens,
+                                                               hidden_size, dtype, for_tokens, for_weights);
+  const RankGroup group(op, group_name, timeout_ms, slot);
+  const int64_t max_tokens = tokens_per_rank(op, group, slot);
+  TP_CHECK_VALUE(num_tokens >= 0 && num_tokens <= max_tokens, op, "num_tokens",
+                 "from 0 to " << max_tokens << " (max_tokens of the plan)", num_tokens,
+                 "Pass the rows that dispatch was given");
+  const auto zeros = [&](int64_t width, at::ScalarType type) {
+    return at::zeros({slot.size(0), width}, slot.options().dtype(type));
+  };
+  if (for_tokens) {
+    const Tensor parts =
+        grad_recv ? routing::sum_slots(*grad_recv, slot, std::nullopt) : zeros(hidden_size, dtype);
+    grad_tokens = return_rows(group, parts, num_tokens, Phase::kDispatchBackwardRows);
+  }
+  if (for_weights) {
+    const Tensor parts = grad_recv_weights ? routing::weights_from_slots(*grad_recv_weights, slot)
+                                           : zeros(slot.size(1), weight_type(dtype));
+    grad_weights = return_rows(group, parts, num_tokens, Phase::kDispatchBackwardWeights);
+  }
+  return {grad_tokens, grad_weights};
+}
+
+class DispatchFunction : public torch::autograd::Function<DispatchFunction> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static Pair call(const Tensor& tokens, const OptionalTensor& topk_weights, const Tensor& slot,
+                   const Tensor& source, const std::string& group_name, int64_t timeout_ms) {
+    using Signature =
+        Pair(const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, std::string, int64_t);
+    static const auto op = find_op<Signature>("dispatch");
+    return op.call(tokens, topk_weights, slot, source, group_name, timeout_ms);
+  }
+
+  static variable_list forward(AutogradContext* ctx, const Tensor& tokens, const OptionalTensor& topk_weights,
+                               const Tensor& slot, const Tensor& source, const std::string& group_name,
+                               int64_t timeout_ms) {
+    const bool for_weights = wants_grad(topk_weights);
+    ctx->save_for_backward({slot});
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["num_tokens"] = tokens.sym_size(0);
+    ctx->saved_data["hidden_size"] = tokens.sym_size(1);
+    ctx->saved_data["dtype"] = static_cast<int64_t>(tokens.scalar_type());
+    ctx->saved_data["for_tokens"] = wants_grad(tokens);
+    ctx->saved_data["for_weights"] = for_weights;
+    ctx->saved_data["group_name"] = group_name;
+    ctx->saved_data["timeout_ms"] = timeout_ms;
+    const BelowAutograd guard;
+    const auto [recv, recv_weights] = call(tokens, topk_weights, slot, source, group_name, timeout_ms);
+    variable_list constant;
+    if (!wants_grad(tokens)) constant.push_back(recv);
+    if (!for_weights) constant.push_back(recv_weights);
+    ctx->mark_non_differentiable(constant);
+    return {recv, recv_weights};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    using Signature = Pair(const OptionalTensor&, const OptionalTensor&, const Tensor&, SymInt, SymInt,
+                           at::ScalarType, bool, bool, std::string, int64_t);
+    static const auto op = find_op<Signature>("dispatch_backward");
+    auto& saved = ctx->saved_data;
+    const bool for_tokens = saved["for_tokens"].toBool();
+    const bool for_weights = saved["for_weights"].toBool();
+    const auto [grad_tokens, grad_weights] = op.call(
+        for_tokens ? as_optional(grads[0]) : std::nullopt, for_weights ? as_optional(grads[1]) : std::nullopt,
+        ctx->get_saved_variables()[0], saved["num_tokens"].toSymInt(), saved["hidden_size"].toSymInt(),
+        static_cast<at::ScalarType>(saved["dtype"].toInt()), for_tokens, for_weights,
+        saved["group_name"].toStringRef(), saved["timeout_ms"].toInt());
+    return {for_tokens ? grad_tokens : Tensor(),
+            for_weights ? grad_weights : Tensor(),
+            Tensor(),
+            Tensor(),
+            Tensor(),
+            Tensor()};
+  }
+};
+
+Pair dispatch_autograd(const Tensor& tokens, const OptionalTensor& topk_weights, const Tensor& slot,
+                       const Tensor& source, std::string group_name, int64_t timeout_ms) {
+  if (any_wants_grad(tokens, topk_weights)) {
+    const auto out = DispatchFunction::apply(tokens, topk_weights, slot, source, group_name, timeout_ms);
+    return {out[0], out[1]};
+  }
+  const BelowAutograd guard;
+  return DispatchFunction::call(tokens, topk_weights, slot, source, group_name, timeout_ms);
+}
+
+Pair dispatch_meta(const Tensor& tokens, const OptionalTensor& topk_weights, const Tensor& slot,
+                   const Tensor& source, std::string, int64_t) {
+  return dispatch_outputs(tokens, topk_weights, slot, source);
+}
+
+Pair dispatch_backward_meta(const OptionalTensor& grad_recv, const OptionalTensor& grad_recv_weights,
+                            const Tensor& slot, SymInt num_tokens, SymInt hidden_size, at::ScalarType dtype,
+                            bool for_tokens, bool for_weights, std::string, int64_t) {
+  return dispatch_backward_outputs(grad_recv, grad_recv_weights, slot, num_tokens, hidden_size, dtype,
+                                   for_tokens, for_weights);
+}
+
+// One host function serves both devices.
+void register_kernels(torch::Library& m) {
+  m.impl("dispatch", dispatch);
+  m.impl("dispatch_backward", dispatch_backward);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { register_kernels(m); }
+
+#ifdef TRANSFORMER_PLUGIN_CUDA
+TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { register_kernels(m); }
+#endif
+
+TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
+  m.impl("dispatch", dispatch_meta);
+  m.impl("dispatch_backward", dispatch_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl("dispatch", dispatch_autograd); }
+
+}  // namespace transformer_plugin::expert_parallel

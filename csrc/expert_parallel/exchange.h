@@ -1,0 +1,30 @@
+// What plan, dispatch and combine share: shapes and checks of a plan's tensors, and the two ways of a row.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "common/check.h"
+#include "expert_parallel/collective.h"
+
+namespace transformer_plugin::expert_parallel {
+
+inline constexpr std::initializer_list<at::ScalarType> kPayloadTypes = {at::kFloat, at::kBFloat16, at::kHalf,
+                                                                        at::kDouble};
+
+// float32, or float64 where the payload is (so that gradients can be checked numerically).
+at::ScalarType weight_type(at::ScalarType payload);
+
+// slot [R * max_tokens, K] and source [capacity], int32 on the device of `data`.
+void check_plan(const char* op, const at::Tensor& slot, const at::Tensor& source, const at::Tensor& data);
+
+// The rows of `slot` that belong to one rank; ValueError when they cannot be shared out evenly.
+int64_t tokens_per_rank(const char* op, const RankGroup& group, const at::Tensor& slot);
+
+// [T, W] -> [max_tokens, W], zeros below; ValueError when T is larger.
+at::Tensor pad_rows(const Argument& rows, int64_t max_tokens);
+
+// Rows back to their owners: [R * max_tokens, W], what this rank has for every token of every rank, ->
+// [tokens, W], the sum over ranks in ascending order.
+at::Tensor return_rows(const RankGroup& group, const at::Tensor& parts, int64_t tokens, Phase phase);
+
+}  // namespace transformer_plugin::expert_parallel

@@ -1,0 +1,64 @@
+// What the kernels of plan and of the exchange take, without torch.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/math.h"
+
+namespace transformer_plugin::expert_parallel {
+
+// packed[t, k] = indices[t, k] where it names an expert, else -1; rows from `tokens` to `max_tokens` are -1.
+struct PackIndicesArgs {
+  const void* indices;  // [tokens, topk] int32 or int64
+  bool indices_are_int64;
+  int64_t tokens;
+  int64_t max_tokens;
+  int64_t topk;
+  int64_t experts;
+  int32_t* packed;  // [max_tokens, topk]
+};
+
+// The rows every rank needs, each expert's count rounded up to `alignment`, and whether any rank's exceed the
+// capacity. Every rank computes the same values from the same gathered indices.
+struct CountRowsArgs {
+  const int32_t* indices;  // [numel], each an expert or -1
+  int64_t numel;
+  int64_t experts;
+  int64_t ranks;
+  int64_t capacity;
+  int64_t alignment;
+  int64_t* required;  // [ranks]
+  int32_t* overflow;  // [1]: 1 when any of `required` exceeds the capacity
+  int64_t* report;    // null, or where to store the largest of `required` when there is an overflow
+  int32_t* counts;    // [experts], scratch of the CUDA kernel
+};
+
+// output[t, h] = sum over ranks r = 0, 1, ... of parts[r, t, h], in FP32 (FP64 for float64) from zero,
+// rounded once.
+struct SumRanksArgs {
+  const void* parts;  // [ranks, max_tokens, width]
+  void* output;       // [tokens, width]
+  int64_t ranks;
+  int64_t max_tokens;
+  int64_t tokens;
+  int64_t width;
+  DType dtype;
+};
+
+TP_HOST_DEVICE int32_t packed_index(int64_t index, int64_t experts) {
+  return index >= 0 && index < experts ? static_cast<int32_t>(index) : -1;
+}
+
+TP_HOST_DEVICE int64_t padded_rows(int64_t rows, int64_t alignment) {
+  return (rows + alignment - 1) / alignment * alignment;
+}
+
+void pack_indices_cpu(const PackIndicesArgs& args);
+void launch_pack_indices(const PackIndicesArgs& args, void* stream);
+void count_rows_cpu(const CountRowsArgs& args);
+void launch_count_rows(const CountRowsArgs& args, void* stream);
+void sum_ranks_cpu(const SumRanksArgs& args);
+void launch_sum_ranks(const SumRanksArgs& args, void* stream);
+
+}  // namespace transformer_plugin::expert_parallel

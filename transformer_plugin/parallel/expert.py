@@ -1,0 +1,297 @@
+"""Expert parallelism for a layer: a context that the ranks have agreed on, and plans made in it.
+
+``EpContext`` is an object: a process may have several, over several groups or with several capacities. The functions
+at the end of the file (``ep_bootstrap`` and so on) are a facade with TransformerEngine's names over one of them.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from transformer_plugin.ops import expert_parallel as ops
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Overflow = Literal["raise", "drop"]
+
+
+@dataclass(frozen=True)
+class EpConfig:
+    """What all ranks of a context must have alike."""
+
+    #: E, the experts of all ranks together; a multiple of the ranks.
+    num_experts: int
+    #: the most tokens that any rank brings in one call.
+    max_tokens_per_rank: int
+    #: H, the columns of a token.
+    hidden_dim: int
+    #: K, the experts of one token.
+    num_topk: int
+    #: rows that the experts of one rank take in one call. None: room for any routing that names no expert twice
+    #: for a token, ``R * max_tokens_per_rank * min(K, E / R)`` rows and the padding.
+    capacity: int | None = None
+    #: each expert's rows are padded with zero rows to a multiple of it: 0, 1 or a power of two.
+    alignment: int = 1
+    #: what happens to rows past the capacity: "raise" an error, or "drop" them.
+    overflow: Overflow = "raise"
+
+
+class EpPlan(NamedTuple):
+    """The routing of one call, made by :meth:`EpContext.plan`: plain tensors that are never written again."""
+
+    #: int32 ``[R * max_tokens, K]``, see :class:`transformer_plugin.ops.expert_parallel.Plan`.
+    slot: Tensor
+    #: int32 ``[capacity]``.
+    source: Tensor
+    #: int64 ``[E / R]``: rows of each local expert, padding included, at most the capacity together: the group
+    #: sizes of a grouped GEMM.
+    tokens_per_expert: Tensor
+    #: int64 ``[R]``: rows that each rank needs before any is dropped.
+    required: Tensor
+    #: int32 ``[1]``: 1 when any rank needs more than the capacity.
+    overflow: Tensor
+    #: T of this rank.
+    num_tokens: int
+    #: this rank in the group.
+    rank: int
+
+    @property
+    def total(self) -> Tensor:
+        """int64 ``[1]``: the rows that this rank needs, padding included, before any is dropped."""
+        return self.required[self.rank : self.rank + 1]
+
+
+class EpContext:
+    """Expert parallelism over one group with one configuration.
+
+    Making it is collective: all ranks of the group make their contexts in the same order, and compare their
+    configurations. So is every call on it.
+
+    Args:
+        group: the c10d process group, Gloo for CPU tensors or NCCL for CUDA tensors; None for this process alone.
+        num_experts, max_tokens_per_rank, hidden_dim, num_topk, capacity, alignment, overflow: see
+            :class:`EpConfig`.
+        timeout: seconds that any wait for other ranks may take. On a CPU the wait then raises
+            :class:`~transformer_plugin.errors.PeerTimeoutError`; on CUDA the process ends with its text, because a
+            stream that waits for a lost rank cannot be brought back. Choose it shorter than the group's own.
+        device: where the tensors will be; by default this process's GPU where the group has NCCL, else the CPU.
+
+    Raises:
+        ValueError: a configuration that cannot be (``num_experts`` not a multiple of the ranks, for one), or that
+            differs between ranks: the error names the fields and the ranks.
+        PeerTimeoutError: a rank did not come in time.
+
+    Leave it with :meth:`finalize` or as a context manager, before ``dist.destroy_process_group``; a captured CUDA
+    graph that holds its calls must be gone before that too. Leaving is local: it waits for nobody.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        *,
+        num_experts: int,
+        max_tokens_per_rank: int,
+        hidden_dim: int,
+        num_topk: int,
+        capacity: int | None = None,
+        alignment: int = 1,
+        overflow: Overflow = "raise",
+        timeout: float = 60.0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.config = EpConfig(
+            num_experts, max_tokens_per_rank, hidden_dim, num_topk, capacity, alignment, overflow
+        )
+        self.group = group
+        self.num_ranks = 1 if group is None else group.size()
+        self.rank = 0 if group is None else group.rank()
+        self.group_name = "" if group is None else group.group_name
+        self.device = torch.device(device) if device is not None else _device_of(group)
+        self.timeout_ms = int(timeout * 1000)
+        _check_config(self.config, self.num_ranks, timeout)
+        self.num_local_experts = num_experts // self.num_ranks
+        self.capacity = self.capacity_for(alignment)
+        self._open = True
+        if not any(other.group is group for other in _contexts):
+            torch.ops.transformer_plugin.release_group(self.group_name)
+        self._compare()
+        _contexts.add(self)
+        if self.num_ranks > 1 and self.device.type == "cuda":
+            # NCCL makes its communicator at the first call, which no graph can hold.
+            self.plan(torch.empty(0, num_topk, dtype=torch.int32, device=self.device))
+
+    def _compare(self) -> None:
+        mine = {**asdict(self.config), "ranks": self.num_ranks, "device": self.device.type}
+        texts = ops.agree(json.dumps(mine), self.group_name, self.timeout_ms)
+        all_ranks: list[dict[str, Any]] = [json.loads(text) for text in texts]
+        differing = [name for name in mine if any(other[name] != all_ranks[0][name] for other in all_ranks)]
+        if not differing:
+            return
+        told = "; ".join(
+            f"{name} is " + ", ".join(f"{other[name]!r} on rank {r}" for r, other in enumerate(all_ranks))
+            for name in differing
+        )
+        raise ValueError(
+            f"transformer_plugin::EpContext: argument '{differing[0]}': expected the same configuration on all "
+            f"{self.num_ranks} ranks of group '{self.group_name}', got different ones: {told}. "
+            "Pass the same arguments on every rank."
+        )
+
+    def capacity_for(self, alignment: int) -> int:
+        """The rows of one call when none are asked for: the context's capacity, or room for the worst routing."""
+        return self.config.capacity if self.config.capacity is not None else self._worst_case(alignment)
+
+    def plan(self, topk_idx: Tensor, capacity: int | None = None, alignment: int | None = None) -> EpPlan:
+        """Decide where every token of the group goes.
+
+        Args:
+            topk_idx: ``[..., K]`` int32 or int64, contiguous; -1 masks an entry. At most ``max_tokens_per_rank`` tokens.
+            capacity: rows for this call, at most the context's and the same on every rank; None for the context's.
+            alignment: of this call, the same on every rank; None for the context's.
+
+        Raises:
+            ValueError: also when rows do not fit and the policy is "raise": on a CPU here, on every rank; on CUDA in
+                the next call on this group after the GPU has counted.
+        """
+        self._check_open()
+        if topk_idx.shape[-1] != self.config.num_topk:
+            _refuse("topk_idx", f"{self.config.num_topk} columns (num_topk)", tuple(topk_idx.shape), "plan")
+        alignment = self.config.alignment if alignment is None else alignment
+        limit = self.capacity_for(alignment)
+        if capacity is not None and not 0 <= capacity <= limit:
+            _refuse("capacity", f"from 0 to {limit} rows, the capacity of the context", capacity, "plan")
+        routing = ops.plan(
+            topk_idx,
+            self.config.num_experts,
+            self.config.max_tokens_per_rank,
+            limit if capacity is None else capacity,
+            alignment,
+            self.num_ranks,
+            self.group_name,
+            self.config.overflow == "raise",
+            self.timeout_ms,
+        )
+        return EpPlan(*routing, topk_idx.numel() // self.config.num_topk, self.rank)
+
+    def dispatch(
+        self, plan: EpPlan, tokens: Tensor, topk_weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Send ``tokens [T, H]`` and ``topk_weights [..., K]`` to their experts: ``(recv, recv_weights)``.
+
+        See :func:`transformer_plugin.ops.expert_parallel.dispatch`.
+        """
+        self._check_open()
+        self._check_tokens("tokens", tokens, plan.num_tokens, "dispatch")
+        if topk_weights is not None:
+            topk_weights = topk_weights.reshape(-1, topk_weights.shape[-1])
+        return ops.dispatch(tokens, topk_weights, plan.slot, plan.source, self.group_name, self.timeout_ms)
+
+    def combine(self, plan: EpPlan, rows: Tensor, num_tokens: int | None = None) -> Tensor:
+        """Sum the experts' ``rows [capacity, H]`` for each token: ``[T, H]`` (or ``num_tokens`` rows).
+
+        See :func:`transformer_plugin.ops.expert_parallel.combine`.
+        """
+        self._check_open()
+        tokens = plan.num_tokens if num_tokens is None else num_tokens
+        return ops.combine(rows, plan.slot, plan.source, tokens, self.group_name, self.timeout_ms)
+
+    def finalize(self) -> None:
+        """Leave the group's watch. Local, and harmless when repeated; calls on the context are errors after it."""
+        if not self._open:
+            return
+        self._open = False
+        _contexts.discard(self)
+        if not any(other.group is self.group for other in _contexts):
+            torch.ops.transformer_plugin.release_group(self.group_name)
+
+    def __enter__(self) -> EpContext:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finalize()
+
+    def _worst_case(self, alignment: int) -> int:
+        local = self.num_local_experts
+        align = max(1, alignment)
+        rows = self.num_ranks * self.config.max_tokens_per_rank * min(self.config.num_topk, local)
+        return -(-(rows + local * (align - 1)) // align) * align
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise RuntimeError(
+                "transformer_plugin::EpContext: expected an open context, got one after finalize(). "
+                "Make a new EpContext on every rank."
+            )
+
+    def _check_tokens(self, name: str, tokens: Tensor, rows: int, op: str) -> None:
+        if tokens.dim() != 2 or tokens.shape[0] != rows or tokens.shape[1] != self.config.hidden_dim:
+            _refuse(
+                name,
+                f"[{rows}, {self.config.hidden_dim}], like the plan and hidden_dim",
+                tuple(tokens.shape),
+                op,
+            )
+
+
+# Those that are open, to know when the last one leaves its group.
+_contexts: weakref.WeakSet[EpContext] = weakref.WeakSet()
+
+
+def _refuse(
+    argument: str, expected: str, got: Any, op: str, advice: str = "Pass what the context was made for"
+) -> None:
+    raise ValueError(
+        f"transformer_plugin::{op}: argument '{argument}': expected {expected}, got {got}. {advice}."
+    )
+
+
+def _device_of(group: ProcessGroup | None) -> torch.device:
+    if group is None:
+        return torch.device("cpu")
+    if torch.cuda.is_available() and "nccl" in dist.get_backend(group).lower():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _check_config(config: EpConfig, ranks: int, timeout: float) -> None:
+    op = "EpContext"
+    for name in ("num_experts", "max_tokens_per_rank", "hidden_dim", "num_topk"):
+        if getattr(config, name) < 1:
+            _refuse(name, "1 or more", getattr(config, name), op, "Pass a positive size")
+    if config.num_experts < ranks:
+        _refuse(
+            "num_experts",
+            f"at least one expert for each of the {ranks} ranks",
+            config.num_experts,
+            op,
+            "Use more experts or a smaller group",
+        )
+    if config.num_experts % ranks:
+        _refuse(
+            "num_experts",
+            f"a multiple of the {ranks} ranks",
+            config.num_experts,
+            op,
+            "Give every rank the same number of experts",
+        )
+    if config.alignment < 0 or config.alignment & (config.alignment - 1):
+        _refuse("alignment", "0, 1 or a power of two", config.alignment, op, "Pass 1 for no padding")
+    if config.capacity is not None and config.capacity < 0:
+        _refuse(
+            "capacity", "0 or more rows, or None", config.capacity, op, "Pass None for room for every row"
+        )
+    if config.overflow not in ("raise", "drop"):
+        _refuse("overflow", "'raise' or 'drop'", repr(config.overflow), op, "Choose one of them")
+    if not timeout > 0:
+        _refuse("timeout", "a positive number of seconds", timeout, op, "Pass for example 60.0")

@@ -1,0 +1,300 @@
+"""Expert parallelism with TransformerEngine's names, over one :class:`~transformer_plugin.parallel.EpContext`.
+
+The names and signatures of its pull request 3035. What differs: a group of one rank works; tensors live on a CPU as
+well; payload may be float32, bfloat16 or float16; ``recv_capacity_per_rank=None`` is the static worst case, not a size
+read from the GPU in every step; overflow without ``drop_on_overflow`` raises instead of trapping; ``num_local_tokens``
+of ``ep_combine`` is the number of tokens that were dispatched. There is no zero-copy transport yet.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.parallel.expert import EpContext, EpPlan, _refuse
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_context: EpContext | None = None
+
+
+def ep_bootstrap(
+    ep_group: ProcessGroup | None,
+    num_experts: int,
+    max_tokens_per_rank: int,
+    hidden_dim: int,
+    num_topk: int,
+    recv_capacity_per_rank: int | None = None,
+    max_num_sms: int = 0,
+    zero_copy: bool = False,
+    drop_on_overflow: bool = False,
+    max_token_dtype: torch.dtype = torch.bfloat16,
+    *,
+    timeout: float = 60.0,
+) -> None:
+    """Make the process's default context. Collective over ``ep_group``.
+
+    Args:
+        ep_group: the ranks that share the experts; None for this process alone.
+        num_experts, max_tokens_per_rank, hidden_dim, num_topk: see :class:`~transformer_plugin.parallel.EpConfig`.
+        recv_capacity_per_rank: rows of the receive layout; None for the static worst case.
+        max_num_sms: 0; no transport here takes multiprocessors of its own.
+        zero_copy: False; there is no symmetric-memory transport yet.
+        drop_on_overflow: drop rows past the capacity instead of raising.
+        max_token_dtype: accepted; nothing is staged by size, so that every payload dtype works.
+        timeout: seconds that any wait may take.
+
+    Raises:
+        RuntimeError: already bootstrapped. ValueError, PeerTimeoutError: as
+            :class:`~transformer_plugin.parallel.EpContext`.
+    """
+    global _context
+    if _context is not None:
+        raise RuntimeError(
+            "transformer_plugin::ep_bootstrap: expected one call before ep_finalize(), got a second one. "
+            "Call ep_finalize() first, or use EpContext objects for several configurations."
+        )
+    if zero_copy:
+        _refuse(
+            "zero_copy", "False", zero_copy, "ep_bootstrap", "The symmetric-memory transport is not there yet"
+        )
+    if max_num_sms:
+        _refuse(
+            "max_num_sms",
+            "0",
+            max_num_sms,
+            "ep_bootstrap",
+            "No transport here takes multiprocessors of its own",
+        )
+    _context = EpContext(
+        ep_group,
+        num_experts=num_experts,
+        max_tokens_per_rank=max_tokens_per_rank,
+        hidden_dim=hidden_dim,
+        num_topk=num_topk,
+        capacity=recv_capacity_per_rank,
+        overflow="drop" if drop_on_overflow else "raise",
+        timeout=timeout,
+    )
+
+
+def ep_finalize() -> None:
+    """Drop the default context; nothing when there is none. Call it before ``dist.destroy_process_group``."""
+    global _context
+    context, _context = _context, None
+    if context is not None:
+        context.finalize()
+
+
+def is_ep_bootstrapped() -> bool:
+    """Whether :func:`ep_bootstrap` was called and :func:`ep_finalize` was not."""
+    return _context is not None
+
+
+class EpBuffer:
+    """The routing of one call in flight: what ``ep_prepare`` fills and the others use.
+
+    It holds no payload, and gradients keep the plan they were made with: preparing the buffer again while an earlier
+    call waits for its backward is safe.
+
+    Attributes:
+        tokens_per_expert: int64 ``[E / R]``, a fresh tensor for each prepare; None before the first.
+        total_recv_tokens: int64 ``[1]``, rows needed before any was dropped; None before the first.
+    """
+
+    def __init__(
+        self,
+        top_k: int,
+        max_tokens_per_rank: int,
+        hidden_dim: int,
+        num_local_experts: int,
+        recv_capacity_per_rank: int | None = None,
+        alignment: int = 0,
+        payload_dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if _context is None:
+            raise RuntimeError(
+                "transformer_plugin::EpBuffer: expected ep_bootstrap() before, got none. Call it on every rank first."
+            )
+        given: dict[str, Any] = {
+            "top_k": (top_k, _context.config.num_topk),
+            "max_tokens_per_rank": (max_tokens_per_rank, _context.config.max_tokens_per_rank),
+            "hidden_dim": (hidden_dim, _context.config.hidden_dim),
+            "num_local_experts": (num_local_experts, _context.num_local_experts),
+        }
+        for name, (got, expected) in given.items():
+            if got != expected:
+                _refuse(name, f"{expected}, as in ep_bootstrap", got, "EpBuffer")
+        if alignment < 0 or alignment & (alignment - 1):
+            _refuse("alignment", "0, 1 or a power of two", alignment, "EpBuffer", "Pass 1 for no padding")
+        self.top_k = top_k
+        self.max_tokens_per_rank = max_tokens_per_rank
+        self.hidden_dim = hidden_dim
+        self.num_local_experts = num_local_experts
+        self.alignment = alignment
+        self.payload_dtype = payload_dtype
+        self.device = _context.device if device is None else torch.device(device)
+        self.recv_capacity_per_rank = (
+            _context.capacity_for(alignment) if recv_capacity_per_rank is None else recv_capacity_per_rank
+        )
+        self.plan: EpPlan | None = None
+        self._context = _context
+
+    @property
+    def tokens_per_expert(self) -> Tensor | None:
+        return None if self.plan is None else self.plan.tokens_per_expert
+
+    @property
+    def total_recv_tokens(self) -> Tensor | None:
+        return None if self.plan is None else self.plan.total
+
+    def prepared(self, op: str) -> EpPlan:
+        """The plan of the last prepare."""
+        if self.plan is None:
+            raise RuntimeError(
+                f"transformer_plugin::{op}: expected a buffer after ep_prepare() or ep_dispatch(), got one before. "
+                "Call one of them on every rank first."
+            )
+        return self.plan
+
+
+def ep_prepare(buffer: EpBuffer, topk_idx: Tensor) -> Tensor:
+    """Plan the routing of ``topk_idx [..., K]``; returns ``tokens_per_expert`` int64 ``[E / R]``."""
+    buffer.plan = buffer._context.plan(topk_idx, buffer.recv_capacity_per_rank, buffer.alignment)
+    return buffer.plan.tokens_per_expert
+
+
+def ep_dispatch(
+    buffer: EpBuffer,
+    tokens: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    *,
+    recv_tokens: Tensor | None = None,
+    recv_topk_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Plan, then send tokens and weights to their experts.
+
+    Args:
+        buffer: keeps the plan for the combine.
+        tokens: ``[T, H]``.
+        topk_idx: ``[T, K]`` int32 or int64.
+        topk_weights: ``[T, K]`` float32.
+        recv_tokens, recv_topk_weights: ``[capacity, H]`` in the dtype of ``tokens`` and ``[capacity]`` float32,
+            contiguous, that do not require gradients: the results are written there and returned in the same memory.
+            They are valid until the next dispatch into it; a gradient that still needs the old values is then an
+            error of torch.
+
+    Returns:
+        ``(recv_tokens [capacity, H], recv_topk_weights [capacity], tokens_per_expert int64 [E / R])``, the first two
+        differentiable. Rows past the last expert are zero.
+    """
+    _check_target(
+        "recv_tokens", recv_tokens, (buffer.recv_capacity_per_rank, buffer.hidden_dim), tokens.dtype, tokens
+    )
+    _check_target(
+        "recv_topk_weights", recv_topk_weights, (buffer.recv_capacity_per_rank,), topk_weights.dtype, tokens
+    )
+    if topk_weights.dtype != torch.float32 and tokens.dtype != torch.float64:
+        raise TypeError(
+            "transformer_plugin::ep_dispatch: argument 'topk_weights': expected float32, got "
+            f"{str(topk_weights.dtype)[6:]}. Convert it with .float() first."
+        )
+    if tokens.shape[:1] != topk_idx.shape[:1] or topk_weights.shape != topk_idx.shape:
+        _refuse(
+            "topk_weights",
+            "tokens [T, H], topk_idx [T, K] and topk_weights [T, K]",
+            f"{tuple(tokens.shape)}, {tuple(topk_idx.shape)} and {tuple(topk_weights.shape)}",
+            "ep_dispatch",
+            "Pass the same tokens in all three",
+        )
+    counts = ep_prepare(buffer, topk_idx)
+    recv, weights = buffer._context.dispatch(buffer.prepared("ep_dispatch"), tokens, topk_weights)
+    if recv_tokens is not None:
+        recv = _Into.apply(recv, recv_tokens)
+    if recv_topk_weights is not None:
+        weights = _Into.apply(weights, recv_topk_weights)
+    return recv, weights, counts
+
+
+def ep_combine(
+    buffer: EpBuffer,
+    expert_out: Tensor,
+    *,
+    num_local_tokens: int | None = None,
+    grad_out: Tensor | None = None,
+) -> Tensor:
+    """Sum the experts' rows ``[capacity, H]`` for each token, without weights: ``[num_local_tokens, H]``.
+
+    Args:
+        buffer: as ``ep_dispatch`` left it.
+        num_local_tokens: rows of the result; by default the tokens that were dispatched. More are zero.
+        grad_out: ``[capacity, H]``, contiguous, that does not require gradients: the gradient of ``expert_out`` is
+            written there in the backward.
+    """
+    plan = buffer.prepared("ep_combine")
+    _check_target(
+        "grad_out", grad_out, tuple(expert_out.shape), expert_out.dtype, expert_out, op="ep_combine"
+    )
+    if grad_out is not None:
+        expert_out = _GradInto.apply(expert_out, grad_out)
+    return buffer._context.combine(plan, expert_out, num_local_tokens)
+
+
+class _Into(torch.autograd.Function):
+    """The value in memory that the caller gave; the gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, target: Tensor) -> Tensor:
+        target.copy_(value)
+        return target.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _GradInto(torch.autograd.Function):
+    """The value; its gradient in memory that the caller gave."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, target: Tensor) -> Tensor:
+        # Write-only, and written again by a second backward: no saved tensor, whose version would be checked.
+        ctx.target = target
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.target.copy_(grad)
+        return ctx.target, None
+
+
+def _check_target(
+    name: str,
+    target: Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    like: Tensor,
+    op: str = "ep_dispatch",
+) -> None:
+    if target is None:
+        return
+    if tuple(target.shape) != shape or not target.is_contiguous() or target.device != like.device:
+        _refuse(
+            name,
+            f"a contiguous tensor {list(shape)} on {like.device}",
+            f"{tuple(target.shape)} on {target.device}",
+            op,
+            "Allocate it with the capacity of the buffer",
+        )
+    if target.dtype != dtype:
+        raise TypeError(
+            f"transformer_plugin::{op}: argument '{name}': expected {str(dtype)[6:]}, got {str(target.dtype)[6:]}. "
+            "Allocate it in the dtype of the payload."
+        )
+    if target.requires_grad:
+        _refuse(name, "a tensor that does not require gradients", "one that does", op, "Pass target.detach()")
