@@ -25,24 +25,15 @@ struct PhaseName {
 
 constexpr PhaseName phase_name(Phase phase) {
   switch (phase) {
-    case Phase::kConfiguration:
-      return {"agree", "configuration"};
-    case Phase::kPlanIndices:
-      return {"plan", "indices"};
-    case Phase::kDispatchTokens:
-      return {"dispatch", "tokens"};
-    case Phase::kDispatchWeights:
-      return {"dispatch", "weights"};
-    case Phase::kDispatchBackwardRows:
-      return {"dispatch_backward", "rows"};
-    case Phase::kDispatchBackwardWeights:
-      return {"dispatch_backward", "weights"};
-    case Phase::kCombineRows:
-      return {"combine", "rows"};
-    case Phase::kCombineBackwardRows:
-      return {"combine_backward", "gradients"};
-    default:
-      return {"unknown op", "unknown phase"};
+    case Phase::kConfiguration: return {"agree", "configuration"};
+    case Phase::kPlanIndices: return {"plan", "indices"};
+    case Phase::kDispatchTokens: return {"dispatch", "tokens"};
+    case Phase::kDispatchWeights: return {"dispatch", "weights"};
+    case Phase::kDispatchBackwardRows: return {"dispatch_backward", "rows"};
+    case Phase::kDispatchBackwardWeights: return {"dispatch_backward", "weights"};
+    case Phase::kCombineRows: return {"combine", "rows"};
+    case Phase::kCombineBackwardRows: return {"combine_backward", "gradients"};
+    default: return {"unknown op", "unknown phase"};
   }
 }
 

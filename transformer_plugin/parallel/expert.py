@@ -154,7 +154,7 @@ class EpContext:
         """Decide where every token of the group goes.
 
         Args:
-            topk_idx: ``[..., K]`` int32 or int64, contiguous; -1 masks an entry. At most ``max_tokens_per_rank`` tokens.
+            topk_idx: ``[..., K]`` int32 or int64, contiguous, at most ``max_tokens_per_rank`` tokens; -1 masks.
             capacity: rows for this call, at most the context's and the same on every rank; None for the context's.
             alignment: of this call, the same on every rank; None for the context's.
 

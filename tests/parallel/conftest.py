@@ -1,0 +1,47 @@
+"""Pools of ranks, shared by all tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from transformer_plugin.testing.distributed import RankPool
+
+#: (ranks, backend): Gloo on CPUs everywhere, NCCL where there are enough GPUs.
+PLACES = [
+    pytest.param((1, "gloo"), id="cpu-1"),
+    pytest.param((2, "gloo"), id="cpu-2"),
+    pytest.param((4, "gloo"), id="cpu-4"),
+    pytest.param((1, "nccl"), id="cuda-1", marks=pytest.mark.gpus(1)),
+    pytest.param((2, "nccl"), id="cuda-2", marks=pytest.mark.gpus(2)),
+    pytest.param((4, "nccl"), id="cuda-4", marks=pytest.mark.gpus(4)),
+]
+
+
+@pytest.fixture(scope="session")
+def make_pool() -> Iterator[Callable[[int, str], RankPool]]:
+    """Pools by size and backend, made once. One that lost a rank is replaced."""
+    pools: dict[tuple[int, str], RankPool] = {}
+
+    def pool(size: int, backend: str = "gloo") -> RankPool:
+        found = pools.get((size, backend))
+        if found is None or not all(process.is_alive() for process in found.processes):
+            pools[size, backend] = RankPool(size, backend)
+        return pools[size, backend]
+
+    yield pool
+    for each in pools.values():
+        each.close()
+
+
+@pytest.fixture(params=PLACES)
+def pool(request: pytest.FixtureRequest, make_pool: Callable[[int, str], RankPool]) -> RankPool:
+    """Every size on the CPU, and on GPUs where there are enough."""
+    return make_pool(*request.param)
+
+
+@pytest.fixture(params=PLACES[1:2] + PLACES[4:5])
+def pair(request: pytest.FixtureRequest, make_pool: Callable[[int, str], RankPool]) -> RankPool:
+    """Two ranks, on CPUs and on GPUs."""
+    return make_pool(*request.param)

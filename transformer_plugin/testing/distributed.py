@@ -1,0 +1,178 @@
+"""Ranks for tests: processes that stay, so that many cases share the seconds that starting them takes.
+
+``RankPool(4)`` starts four processes with a Gloo (or NCCL) group. ``pool.run(function, *arguments)`` calls
+``function(rank, *arguments)`` on every one, where ``rank`` is a :class:`Rank`, and returns the results in order. The
+store lives in this process, as it lives in torchrun's agent, unless a test wants it in rank 0.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A process's place, as functions run by a pool see it."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group of all ranks of the pool."""
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+
+    @property
+    def group_name(self) -> str:
+        """Its c10d name."""
+        return self.group.group_name
+
+
+class RankError(AssertionError):
+    """A rank raised: the text holds its traceback."""
+
+
+class RankPool:
+    """Processes that form one group. Close it, or use it as a context manager."""
+
+    def __init__(
+        self, size: int, backend: str = "gloo", group_timeout: float = 120.0, store_in_rank_0: bool = False
+    ) -> None:
+        self.size = size
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "transformer_plugin"])
+        # The parent's store chooses its own port; with the store in rank 0 the port is only borrowed from it.
+        self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        port = self._store.port
+        if store_in_rank_0:
+            del self._store
+        self._pipes, self.processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            place = (rank, size, backend, port, group_timeout, store_in_rank_0)
+            process = context.Process(target=_serve, args=(theirs, *place), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+        self.run(_nothing)
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Begins ``function(rank, *arguments)`` on every rank."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+
+    def result(self, rank: int, timeout: float = 120.0) -> Any:
+        """What one rank returned. A :class:`RankError` if it raised, left, or does not answer."""
+        pipe = self._pipes[rank]
+        if not pipe.poll(timeout):
+            raise RankError(f"rank {rank} does not answer within {timeout} s")
+        try:
+            raised, value = pipe.recv()
+        except EOFError:
+            raise RankError(f"rank {rank} has left with code {self.wait(rank)}") from None
+        if raised:
+            raise RankError(f"rank {rank} raised:\n{value}")
+        return value
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0) -> list[Any]:
+        """:meth:`start` and every :meth:`result`."""
+        self.start(function, *arguments)
+        end = time.monotonic() + timeout
+        outcomes: list[Any] = []
+        for rank in range(self.size):
+            try:
+                outcomes.append(self.result(rank, max(1.0, end - time.monotonic())))
+            except RankError as error:
+                outcomes.append(error)
+        errors = [str(outcome) for outcome in outcomes if isinstance(outcome, RankError)]
+        if errors:
+            raise RankError("\n\n".join(errors))
+        return outcomes
+
+    def kill(self, rank: int) -> None:
+        """Ends one rank's process at once."""
+        self.processes[rank].kill()
+
+    def stop(self, rank: int) -> None:
+        """Stops one rank's process: it is there, but does nothing more."""
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+
+    def wait(self, rank: int, timeout: float = 30.0) -> int | None:
+        """Waits for a rank's process to end; its exit code, None if it has not ended."""
+        self.processes[rank].join(timeout)
+        return self.processes[rank].exitcode
+
+    def close(self) -> None:
+        """Ends the processes that are left: politely, then not."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(0.1 if _stopped(process.pid) else 10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _stopped(pid: int | None) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
+def _nothing(rank: Rank) -> None:
+    pass
+
+
+def _serve(
+    pipe: Any, rank: int, size: int, backend: str, port: int, group_timeout: float, store_in_rank_0: bool
+) -> None:
+    """The life of one process: make the group, run what comes through the pipe, leave when it closes."""
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    is_host = store_in_rank_0 and rank == 0
+    store = dist.TCPStore("127.0.0.1", port, None, is_host, wait_for_workers=False)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=group_timeout)
+    )
+    place = Rank(rank, size, device)
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except (EOFError, OSError):
+            break
+        try:
+            answer = (False, function(place, *arguments))
+        except BaseException:
+            answer = (True, traceback.format_exc())
+        pipe.send(answer)
+    dist.destroy_process_group()
