@@ -20,7 +20,7 @@ OURS, TORCH, MUL = "#2458a6", "#c9741f", "#9a9a9a"
 
 
 def host_time(result: dict[str, Any]) -> Figure:
-    """Bars of each op's host time, beside the torch calls it replaces and torch.mul; with the gradient where it has one."""
+    """Bars of each op's host time beside the torch calls it replaces and torch.mul; with the gradient if it has one."""
     rows = result["rows"]
     figure, axes = pyplot.subplots(figsize=(8.5, 0.6 * len(rows) + 1.6), layout="constrained")
     labels = []
@@ -32,6 +32,11 @@ def host_time(result: dict[str, Any]) -> Figure:
             axes.barh(
                 place + offset, time["median"], height=0.24, color=color, xerr=error, error_kw={"lw": 0.8}
             )
+        ratio = row["op" + suffix]["median"] / row["mul" + suffix]["median"]
+        axes.annotate(
+            f"{ratio:.1f} x torch.mul", (row["op" + suffix]["high"], place + 0.26), (4, 0), fontsize=8,
+            textcoords="offset points", va="center",
+        )  # fmt: skip
         labels.append(row["op"] + (" (with gradient)" if suffix == "_grad_us" else ""))
     axes.set_yticks(range(len(rows)), labels)
     axes.set_xlabel("host time of one call, us: median and middle half")
@@ -41,7 +46,7 @@ def host_time(result: dict[str, Any]) -> Figure:
         (MUL, "torch.mul"),
     ):
         axes.barh(0, 0, color=color, label=name)
-    axes.legend(loc="lower right", frameon=False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(_title("Host time of a small call", result), fontsize=10)
     return figure

@@ -9,7 +9,7 @@ from transformer_plugin.config import Settings, read_settings
 
 def test_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRANSFORMER_PLUGIN_PEER_TIMEOUT", raising=False)
-    assert read_settings() == Settings(peer_timeout=300.0)
+    assert read_settings() == Settings(peer_timeout=60.0)
 
 
 def test_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,5 +24,5 @@ def test_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
         read_settings()
     assert str(caught.value) == (
         "transformer_plugin.config: TRANSFORMER_PLUGIN_PEER_TIMEOUT: expected a positive number of seconds, "
-        f"got {text!r}. Unset it for the default of 300."
+        f"got {text!r}. Unset it for the default of 60."
     )

@@ -15,7 +15,7 @@ class Settings:
             makes the group gives no timeout of its own. ``TRANSFORMER_PLUGIN_PEER_TIMEOUT``.
     """
 
-    peer_timeout: float = 300.0
+    peer_timeout: float = 60.0
 
 
 def _seconds(name: str, default: float) -> float:

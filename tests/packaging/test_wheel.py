@@ -49,7 +49,7 @@ def test_holds_the_package_and_nothing_else(wheel: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("python", PYTHONS)
 def test_one_wheel_loads_under_every_python(wheel: Path, tmp_path: Path, python: str) -> None:
-    """Other Pythons with torch are looked for on the PATH and in TRANSFORMER_PLUGIN_TEST_PYTHONS (a list of folders)."""
+    """Other Pythons with torch: on the PATH, or in the folders of TRANSFORMER_PLUGIN_TEST_PYTHONS."""
     folders = os.environ.get("TRANSFORMER_PLUGIN_TEST_PYTHONS", "")
     mine = python == f"python3.{sys.version_info[1]}"
     found = (
