@@ -52,6 +52,32 @@ def host_time(result: dict[str, Any]) -> Figure:
     return figure
 
 
+def train_moe(result: dict[str, Any]) -> Figure:
+    """Tokens per second of training, each configuration beside plain PyTorch in the same run."""
+    rows = result["rows"]
+    figure, axes = pyplot.subplots(figsize=(8.5, 0.8 * len(rows) + 1.6), layout="constrained")
+    for place, row in enumerate(reversed(rows)):
+        for offset, name, color in ((0.18, "plugin", OURS), (-0.18, "plain", TORCH)):
+            speed = row[f"{name}_tokens_per_second"]
+            error = [[speed["median"] - speed["low"]], [speed["high"] - speed["median"]]]
+            axes.barh(
+                place + offset, speed["median"], height=0.34, color=color, xerr=error, error_kw={"lw": 0.8}
+            )
+        end = row["plugin_tokens_per_second"]["high"]
+        axes.annotate(
+            f"{row['ratio']:.2f} x", (end, place + 0.18), (4, 0), fontsize=8, textcoords="offset points",
+            va="center",
+        )  # fmt: skip
+    axes.set_yticks(range(len(rows)), [row["name"] for row in reversed(rows)])
+    axes.set_xlabel("tokens per second of all ranks: median step and middle half")
+    for color, name in ((OURS, "transformer_plugin"), (TORCH, "plain PyTorch")):
+        axes.barh(0, 0, color=color, label=name)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(_title("Training the MoE language model", result), fontsize=10)
+    return figure
+
+
 def _title(text: str, result: dict[str, Any]) -> str:
     environment = result["environment"]
     where = environment["gpu"]["name"] if environment["gpu"] else environment["processor"]
@@ -59,7 +85,7 @@ def _title(text: str, result: dict[str, Any]) -> str:
 
 
 # By the `benchmark` of a result file.
-DRAWINGS: dict[str, Callable[[dict[str, Any]], Figure]] = {"host_time": host_time}
+DRAWINGS: dict[str, Callable[[dict[str, Any]], Figure]] = {"host_time": host_time, "train_moe": train_moe}
 
 
 def main() -> None:

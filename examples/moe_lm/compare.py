@@ -62,6 +62,8 @@ def compare(config: Config, options: Options, world: World, stop: StopRequest) -
         "largest_difference": max(gaps),
         "largest_difference_at": gaps.index(max(gaps)) + 1,
         "final_difference": final[1] / final[0] - 1,
+        "tokens_per_step": trainers[0].tokens_per_step,
+        "step_seconds": dict(zip(NAMES, seconds, strict=True)),
         "tokens_per_second": dict(zip(NAMES, speeds, strict=True)),
         "speed_ratio": speeds[1] / speeds[0],
     }

@@ -106,7 +106,7 @@ def build_moe(config: Config, group: ProcessGroup | None, **factory: object) -> 
 
     tokens = config.batch_size * config.seq_len
     even_share = tokens * config.topk  # rows of one rank when every expert gets as many
-    capacity = int(config.capacity_factor * even_share) + config.alignment * config.experts // config.ranks
+    capacity = int(config.capacity_factor * even_share)
     return tpnn.MoE(
         config.dim,
         config.hidden,
@@ -115,7 +115,7 @@ def build_moe(config: Config, group: ProcessGroup | None, **factory: object) -> 
         group=group,
         router=tpnn.RouterConfig(aux_loss_coeff=config.aux_loss_coeff),
         dispatch=tpnn.DispatchConfig(
-            capacity=capacity if config.capacity_factor else None, alignment=config.alignment
+            capacity=capacity if config.capacity_factor else None, alignment=config.alignment or None
         ),
         recipe=recipe_from_name(config.format),
         **factory,

@@ -1,0 +1,95 @@
+"""Tokens per second of examples/train_moe.py beside the same model in plain PyTorch, in the same run.
+
+Both models train in turn, step by step, on the same ranks and the same data (``--compare``): the medians of their
+steps are compared. The run also checks what it times: the two loss curves must lie over each other. FP8 on a CPU
+is there for its numbers, not for its speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import write
+
+SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "train_moe.py"
+WARM_UP = 5
+#: how far the means of the last tenth of two loss curves may be apart, by format.
+BOUNDS = {"none": 0.002, "bf16": 0.005, "fp8_tensor": 0.02, "fp8_block": 0.01}
+
+Spread = dict[str, float]
+
+
+def runs(cuda: bool) -> dict[str, list[str]]:
+    """Options of the runs on this machine, by name."""
+    if not cuda:
+        return {
+            "float32": [],
+            "bfloat16": ["--dtype", "bfloat16"],
+            "fp8_block": ["--format", "fp8_block"],
+        }
+    size = ["--preset", "medium", "--dtype", "bfloat16"]
+    return {
+        "bfloat16": size,
+        "bfloat16, compiled": [*size, "--compile"],
+        "fp8_block": [*size, "--format", "fp8_block"],
+    }
+
+
+def spread(seconds: list[float], tokens: int) -> Spread:
+    """Tokens per second: the median step and the middle half."""
+    low, median, high = statistics.quantiles(seconds[WARM_UP:], n=4)
+    return {"median": round(tokens / median), "low": round(tokens / high), "high": round(tokens / low)}
+
+
+def measure(name: str, options: list[str], ranks: int, steps: int) -> dict[str, Any]:
+    """One paired run."""
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, str(SCRIPT), "--compare", "--ranks", str(ranks), "--steps", str(steps)]
+        subprocess.run([*command, "--out", f"{out}/run", *options], check=True)
+        report = json.loads(Path(out, "run", "compare.json").read_text())
+    form = options[options.index("--format") + 1] if "--format" in options else "none"
+    difference = abs(report["final_difference"])
+    assert difference <= BOUNDS[form], (
+        f"{name}: losses differ by {difference:.2%}, more than {BOUNDS[form]:.2%}"
+    )
+    plain, plugin = (
+        spread(seconds, report["tokens_per_step"]) for seconds in report["step_seconds"].values()
+    )
+    return {
+        "name": name,
+        "options": " ".join(options),
+        "ranks": ranks,
+        "steps": report["steps"],
+        "plugin_tokens_per_second": plugin,
+        "plain_tokens_per_second": plain,
+        "ratio": round(plugin["median"] / plain["median"], 3),
+        "final_difference": report["final_difference"],
+        "largest_difference": report["largest_difference"],
+    }
+
+
+def main() -> None:
+    """Measures and writes ``results/train_moe_<device>.json``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=30)
+    arguments = parser.parse_args()
+    cuda = torch.cuda.device_count() >= arguments.ranks
+    rows = []
+    for name, options in runs(cuda).items():
+        rows.append(measure(name, options, arguments.ranks, arguments.steps))
+        print(f"{name}: {rows[-1]['ratio']:.3f} x plain PyTorch")
+    write("train_moe", torch.device("cuda" if cuda else "cpu"), rows, ranks=arguments.ranks)
+
+
+if __name__ == "__main__":
+    main()
