@@ -66,6 +66,20 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // routing: which experts, and rows to them and back. "Slots" are the rows of an expert-major layout of
   // fixed capacity (routing/slots_args.h); indices outside the experts are masked.
   m.def(
+      "topk_router(Tensor logits, Tensor? expert_bias, int topk, str score_function=\"softmax\", "
+      "bool pre_softmax=False, int num_groups=1, int group_topk=1, float scaling_factor=1.0) -> "
+      "(Tensor weights, Tensor indices)");
+  m.def(
+      "topk_router_backward(Tensor grad, Tensor logits, Tensor indices, str score_function, bool pre_softmax, "
+      "float scaling_factor) -> Tensor");
+  m.def("router_scores(Tensor logits, str score_function=\"softmax\") -> Tensor");
+  m.def("router_scores_backward(Tensor grad, Tensor logits, str score_function) -> Tensor");
+  m.def(
+      "aux_loss(Tensor scores, Tensor tokens_per_expert, Tensor total_tokens, int topk, float coeff) -> Tensor");
+  m.def(
+      "aux_loss_backward(Tensor grad, Tensor tokens_per_expert, Tensor total_tokens, SymInt tokens, int topk, "
+      "float coeff) -> Tensor");
+  m.def(
       "assign_slots(Tensor indices, int first_expert, int num_experts, SymInt capacity, int alignment=1) -> "
       "(Tensor slot, Tensor source, Tensor source_k, Tensor group_sizes, Tensor total)");
   m.def("count_tokens_per_expert(Tensor indices, int num_experts) -> Tensor");

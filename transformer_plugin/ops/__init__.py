@@ -13,17 +13,25 @@ from transformer_plugin.ops.quantize import (
 )
 from transformer_plugin.ops.routing import (
     assign_slots,
+    aux_loss,
+    aux_loss_backward,
     count_tokens_per_expert,
     permute,
     permute_backward,
     permute_weights,
     permute_weights_backward,
+    router_scores,
+    router_scores_backward,
+    topk_router,
+    topk_router_backward,
     unpermute,
     unpermute_backward,
 )
 
 __all__ = [
     "assign_slots",
+    "aux_loss",
+    "aux_loss_backward",
     "count_tokens_per_expert",
     "dequantize",
     "grouped_dequantize",
@@ -37,8 +45,12 @@ __all__ = [
     "quantize",
     "quantize_both",
     "quantize_transposed",
+    "router_scores",
+    "router_scores_backward",
     "swiglu",
     "swiglu_backward",
+    "topk_router",
+    "topk_router_backward",
     "unpermute",
     "unpermute_backward",
 ]

@@ -10,10 +10,158 @@ two directions of the map; -1 means none. The capacity is an argument, so that n
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 _ops = torch.ops.transformer_plugin
+
+ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+
+
+def topk_router(
+    logits: Tensor,
+    expert_bias: Tensor | None,
+    topk: int,
+    score_function: ScoreFunction = "softmax",
+    pre_softmax: bool = False,
+    num_groups: int = 1,
+    group_topk: int = 1,
+    scaling_factor: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Choose ``topk`` experts for each token and weigh them.
+
+    In float32, each row on its own:
+
+    1. The choice value of each expert: softmax with ``pre_softmax``: the softmax over all experts; softmax without:
+       the logit; sigmoid: ``1 / (1 + exp(-logit))`` plus the expert's bias; sqrtsoftplus: ``sqrt(log(1 + exp(logit)))``
+       plus the expert's bias.
+    2. With ``num_groups`` > 1, groups of ``E / num_groups`` neighbouring experts are ranked by the sum of their best
+       ``topk // group_topk`` choice values (masked experts left out), and only the experts of the best
+       ``group_topk`` groups stay. DeepSeek-V3: 256 experts, topk 8, 8 groups, group_topk 4, so sums of 2.
+    3. The ``topk`` experts with the largest choice values, from the largest on. Ties go to the lowest index, of
+       groups too. An expert whose logit is -inf is masked: it ranks below all others, whatever its bias; a token
+       with fewer than ``topk`` unmasked experts still gets ``topk`` distinct ones. NaN ranks highest, as in
+       ``torch.topk``, so that it is seen in the weights.
+    4. The weights, without the bias: softmax with ``pre_softmax``: the softmax over all experts, as it is; softmax
+       without: the softmax over the chosen logits; sigmoid and sqrtsoftplus: the score, divided by the sum of the
+       chosen scores + 1e-20 when ``topk`` > 1. Masked experts have weight 0 (also when all are masked).
+    5. All times ``scaling_factor``.
+
+    Args:
+        logits: ``[T, E]`` float32, bfloat16 or float16, E at most 1024. Any strides. float64 is refused.
+        expert_bias: float32 ``[E]`` or None; not with softmax. It has no gradient: it is steered from outside.
+        topk: 1 to E, and at most the experts of ``group_topk`` groups.
+        score_function: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``.
+        pre_softmax: only with softmax.
+        num_groups: divides E; 1 for no groups.
+        group_topk: 1 to ``num_groups``, at most ``topk``.
+        scaling_factor: of the weights.
+
+    Returns:
+        ``weights [T, topk]`` float32 and ``indices [T, topk]`` int32, always distinct and in ``[0, E)``. The same bits
+        on CPU and CUDA, no host read.
+
+    Differentiable in ``logits``; the choice is a constant of the gradient.
+
+    Raises:
+        TypeError: another dtype. ValueError: a number out of its range, a bias with softmax, ``pre_softmax`` without.
+
+    Source: Megatron-LM ``topk_routing_with_score_function`` and TransformerEngine
+    ``fused_topk_with_score_function``, with ties, masks and NaN as above; DeepSeek-V3 (arXiv:2412.19437), 2.1.2.
+    """
+    return _ops.topk_router(
+        logits, expert_bias, topk, score_function, pre_softmax, num_groups, group_topk, scaling_factor
+    )
+
+
+def topk_router_backward(
+    grad: Tensor,
+    logits: Tensor,
+    indices: Tensor,
+    score_function: ScoreFunction,
+    pre_softmax: bool,
+    scaling_factor: float,
+) -> Tensor:
+    """The gradient of :func:`topk_router` to its logits.
+
+    Args:
+        grad: ``[T, topk]`` float32, the gradient of the weights.
+        logits, score_function, pre_softmax, scaling_factor: what the forward was given.
+        indices: ``[T, topk]`` int32, what it chose; values outside ``[0, E)`` are left out.
+
+    Returns:
+        ``[T, E]`` in the dtype of ``logits``, computed in float32 and rounded once; 0 for experts masked with -inf.
+    """
+    return _ops.topk_router_backward(grad, logits, indices, score_function, pre_softmax, scaling_factor)
+
+
+def router_scores(logits: Tensor, score_function: ScoreFunction = "softmax") -> Tensor:
+    """The scores of all experts, for the auxiliary loss: each row sums to 1.
+
+    softmax: the softmax over all experts. sigmoid, sqrtsoftplus: the score over (the row's sum of scores + 1e-20).
+
+    Args:
+        logits: ``[T, E]`` float32, bfloat16 or float16. Any strides.
+        score_function: as in :func:`topk_router`.
+
+    Returns:
+        ``[T, E]`` float32; 0 for experts masked with -inf. The same bits on CPU and CUDA.
+
+    Differentiable.
+
+    Raises:
+        TypeError: another dtype. ValueError: not 2-D, an unknown score function.
+
+    Source: Megatron-LM ``compute_routing_scores_for_aux_loss``.
+    """
+    return _ops.router_scores(logits, score_function)
+
+
+def router_scores_backward(grad: Tensor, logits: Tensor, score_function: ScoreFunction) -> Tensor:
+    """The gradient of :func:`router_scores`: ``[T, E]`` in the dtype of ``logits`` from ``grad [T, E]`` float32."""
+    return _ops.router_scores_backward(grad, logits, score_function)
+
+
+def aux_loss(
+    scores: Tensor, tokens_per_expert: Tensor, total_tokens: Tensor | int, topk: int, coeff: float
+) -> Tensor:
+    """The load-balancing loss: small when each expert gets as many tokens as its scores ask for.
+
+    ``coeff * E / (topk * total_tokens ** 2) * sum_e tokens_per_expert[e] * sum_t scores[t, e]``: ``coeff`` at perfect
+    balance with scores that sum to 1 per token, whatever E and topk. 0 when ``total_tokens`` is 0.
+
+    Args:
+        scores: ``[T, E]`` float32, from :func:`router_scores`.
+        tokens_per_expert: int64 ``[E]``, from :func:`count_tokens_per_expert`; when the loss is over several ranks,
+            their sum.
+        total_tokens: how many tokens were counted, over the same ranks: a number, or int64 of one element on the
+            device of ``scores`` (then nothing is read on the host).
+        topk: experts of each token.
+        coeff: factor of the loss.
+
+    Returns:
+        float32 scalar. The sums have a written order (csrc/routing/aux_loss.h): it repeats bit for bit, the same on
+        CPU and CUDA.
+
+    Differentiable in ``scores``.
+
+    Raises:
+        TypeError: another dtype. ValueError: sizes that disagree, another device, ``topk`` below 1.
+
+    Source: Switch Transformer (arXiv:2101.03961), equations 4 to 6; Megatron-LM ``switch_load_balancing_loss_func``.
+    """
+    if not isinstance(total_tokens, Tensor):
+        total_tokens = torch.full((), total_tokens, dtype=torch.int64, device=scores.device)
+    return _ops.aux_loss(scores, tokens_per_expert, total_tokens, topk, coeff)
+
+
+def aux_loss_backward(
+    grad: Tensor, tokens_per_expert: Tensor, total_tokens: Tensor, tokens: int, topk: int, coeff: float
+) -> Tensor:
+    """The gradient of :func:`aux_loss`: ``[tokens, E]`` float32, each row ``grad * factor * tokens_per_expert``."""
+    return _ops.aux_loss_backward(grad, tokens_per_expert, total_tokens, tokens, topk, coeff)
 
 
 def assign_slots(

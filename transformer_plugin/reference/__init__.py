@@ -13,17 +13,21 @@ from transformer_plugin.reference.quantize import (
 )
 from transformer_plugin.reference.routing import (
     assign_slots,
+    aux_loss,
     count_tokens_per_expert,
     permute,
     permute_backward,
     permute_weights,
     permute_weights_backward,
+    router_scores,
+    topk_router,
     unpermute,
     unpermute_backward,
 )
 
 __all__ = [
     "assign_slots",
+    "aux_loss",
     "count_tokens_per_expert",
     "dequantize",
     "grouped_dequantize",
@@ -37,8 +41,10 @@ __all__ = [
     "quantize",
     "quantize_both",
     "quantize_transposed",
+    "router_scores",
     "swiglu",
     "swiglu_backward",
+    "topk_router",
     "unpermute",
     "unpermute_backward",
 ]

@@ -6,6 +6,77 @@ import torch
 from torch import Tensor
 
 
+def single_scores(logits: Tensor, score_function: str) -> Tensor:
+    """The scores that do not compete."""
+    return (
+        torch.sigmoid(logits) if score_function == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
+    )
+
+
+def masked_softmax(logits: Tensor) -> Tensor:
+    """Softmax; 0 where all experts are masked."""
+    return torch.where((logits == -torch.inf).all(-1, keepdim=True), 0.0, logits.softmax(-1))
+
+
+def topk_router(
+    logits: Tensor,
+    expert_bias: Tensor | None,
+    topk: int,
+    score_function: str = "softmax",
+    pre_softmax: bool = False,
+    num_groups: int = 1,
+    group_topk: int = 1,
+    scaling_factor: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Rank, choose, weigh. Stable sorts give ties to the lowest index, and rank NaN highest."""
+    logits = logits.float()
+    if score_function == "softmax":
+        scores = masked_softmax(logits) if pre_softmax else logits
+    else:
+        scores = single_scores(logits, score_function)
+    choice = scores.detach() if expert_bias is None else scores.detach() + expert_bias
+    choice = choice.masked_fill(logits == -torch.inf, -torch.inf)
+    order = choice.sort(dim=1, descending=True, stable=True).indices
+    if num_groups > 1:
+        allowed = allowed_experts(choice, topk, num_groups, group_topk).gather(1, order)
+        order = order.gather(1, allowed.long().sort(dim=1, descending=True, stable=True).indices)
+    indices = order[:, :topk]
+    weights = scores.gather(1, indices)
+    if score_function == "softmax" and not pre_softmax:
+        weights = masked_softmax(weights)
+    elif score_function != "softmax" and topk > 1:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * scaling_factor, indices.int()
+
+
+def allowed_experts(choice: Tensor, topk: int, num_groups: int, group_topk: int) -> Tensor:
+    """Which experts are in the best groups: bool ``[T, E]``."""
+    grouped = choice.view(choice.shape[0], num_groups, -1)
+    best = grouped.sort(dim=2, descending=True).values[:, :, : topk // group_topk]
+    values = best.masked_fill(best == -torch.inf, 0).sum(-1)
+    values = values.masked_fill((grouped == -torch.inf).all(-1), -torch.inf)
+    groups = values.sort(dim=1, descending=True, stable=True).indices[:, :group_topk]
+    allowed = torch.zeros_like(values, dtype=torch.bool).scatter(1, groups, True)
+    return allowed[:, :, None].expand_as(grouped).reshape(choice.shape)
+
+
+def router_scores(logits: Tensor, score_function: str = "softmax") -> Tensor:
+    """Normalised over all experts."""
+    if score_function == "softmax":
+        return masked_softmax(logits.float())
+    scores = single_scores(logits.float(), score_function)
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+
+def aux_loss(
+    scores: Tensor, tokens_per_expert: Tensor, total_tokens: Tensor | int, topk: int, coeff: float
+) -> Tensor:
+    """The formula; 0 without tokens."""
+    total = float(total_tokens)
+    factor = coeff * scores.shape[1] / (topk * total * total) if total else 0.0
+    return (scores.sum(0) * tokens_per_expert).sum() * factor
+
+
 def assign_slots(
     indices: Tensor, first_expert: int, num_experts: int, capacity: int, alignment: int = 1
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -13,8 +13,8 @@ def assert_same_bits(got: Tensor, expected: Tensor, name: str = "output") -> Non
     if got.numel() == 0:
         return
     width = got.element_size()
-    got_bytes = got.detach().cpu().contiguous().view(torch.uint8).reshape(-1, width)
-    expected_bytes = expected.detach().cpu().contiguous().view(torch.uint8).reshape(-1, width)
+    got_bytes = got.detach().cpu().reshape(-1).view(torch.uint8).reshape(-1, width)
+    expected_bytes = expected.detach().cpu().reshape(-1).view(torch.uint8).reshape(-1, width)
     different = (got_bytes != expected_bytes).any(1).nonzero()
     if different.numel():
         flat = int(different[0])

@@ -104,3 +104,70 @@ def permute_cases() -> Iterator[Case]:
             return tokens, indices, r.experts, r.capacity, r.alignment
 
         yield Case(f"{routing.name}-{width}-{str(dtype)[6:]}", make)
+
+
+@dataclass(frozen=True)
+class Router:
+    """One way to route, and the logits it sees."""
+
+    name: str
+    tokens: int
+    experts: int
+    topk: int
+    score_function: str = "softmax"
+    pre_softmax: bool = False
+    groups: tuple[int, int] = (1, 1)
+    scaling: float = 1.0
+    bias: bool = False
+    dtype: torch.dtype = torch.float32
+    masked: float = 0.0  # share of logits at -inf
+
+    def make(self, device: torch.device, generator: torch.Generator) -> tuple:
+        """The arguments of topk_router."""
+        logits = randn((self.tokens, self.experts), self.dtype, device, generator, scale=2.0)
+        holes = torch.rand(self.tokens, self.experts, generator=generator) < self.masked
+        logits = logits.masked_fill(holes.to(device), -torch.inf)
+        bias = randn((self.experts,), torch.float32, device, generator, scale=0.3) if self.bias else None
+        choice = (self.score_function, self.pre_softmax, *self.groups, self.scaling)
+        return logits, bias, self.topk, *choice
+
+
+ROUTERS = (
+    Router("no_tokens", 0, 8, 2),
+    Router("one_expert", 5, 1, 1),
+    Router("all_experts", 7, 6, 6, pre_softmax=True),
+    Router("mixtral", 65, 8, 2),
+    Router("pre_softmax", 130, 33, 4, pre_softmax=True, scaling=2.5),
+    Router("pre_softmax_bf16", 40, 128, 8, pre_softmax=True, dtype=torch.bfloat16),
+    Router("post_fp16", 40, 64, 6, dtype=torch.float16),
+    Router("softmax_groups", 50, 32, 4, groups=(8, 2)),
+    Router("pre_softmax_groups", 50, 160, 6, pre_softmax=True, groups=(8, 3), scaling=16.0),
+    Router("deepseek_v3", 40, 256, 8, "sigmoid", groups=(8, 4), scaling=2.5, bias=True),
+    Router("sigmoid_one", 40, 16, 1, "sigmoid"),
+    Router("sigmoid_bf16", 40, 20, 3, "sigmoid", bias=True, dtype=torch.bfloat16),
+    Router("sqrtsoftplus", 40, 48, 6, "sqrtsoftplus", scaling=1.5, bias=True),
+    Router("masked", 60, 16, 4, masked=0.5),
+    Router("masked_pre_softmax", 60, 16, 4, pre_softmax=True, groups=(4, 2), masked=0.8),
+    Router("masked_sigmoid", 60, 16, 4, "sigmoid", groups=(4, 2), bias=True, masked=0.8),
+    Router("many_experts", 9, 1024, 16, "sigmoid", groups=(512, 8)),
+)
+
+
+def topk_router_cases() -> Iterator[Case]:
+    """Arguments of topk_router."""
+    for router in ROUTERS:
+        yield Case(router.name, router.make)
+
+
+def aux_loss_cases() -> Iterator[Case]:
+    """Arguments of aux_loss: no tokens, one chunk of the sum, several, expert counts around a warp."""
+    for tokens, experts in ((0, 4), (1, 1), (5, 3), (128, 32), (129, 33), (700, 256), (300, 1500)):
+
+        def make(
+            device: torch.device, generator: torch.Generator, tokens: int = tokens, experts: int = experts
+        ) -> tuple:
+            scores = torch.rand(tokens, experts, generator=generator)
+            counts = torch.randint(0, 50, (experts,), generator=generator)
+            return scores.to(device), counts.to(device), torch.tensor(tokens, device=device), 2, 0.01
+
+        yield Case(f"{tokens}x{experts}", make)

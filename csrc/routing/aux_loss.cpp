@@ -1,0 +1,151 @@
+#include "routing/aux_loss.h"
+
+#include <torch/library.h>
+
+#include "common/autograd.h"
+#include "common/check.h"
+#include "common/tensor.h"
+
+namespace transformer_plugin::routing {
+namespace {
+
+using at::Tensor;
+using c10::SymInt;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+void check_counts(const Argument& data, const Tensor& counts, const Tensor& total, int64_t topk) {
+  const Argument counts_argument{data.op, "tokens_per_expert", counts};
+  const Argument total_argument{data.op, "total_tokens", total};
+  check_dtype(counts_argument, {at::kLong});
+  check_dim(counts_argument, 1);
+  check_same_device(counts_argument, data);
+  check_dtype(total_argument, {at::kLong});
+  check_same_device(total_argument, data);
+  TP_CHECK_VALUE(total.sym_numel() == 1, data.op, "total_tokens", "one element", describe(total),
+                 "Pass the number of tokens that were routed");
+  TP_CHECK_VALUE(topk >= 1, data.op, "topk", "1 or more", topk, "Pass the experts of each token");
+}
+
+Tensor aux_loss_output(const Tensor& scores, const Tensor& counts, const Tensor& total, int64_t topk,
+                       double coeff) {
+  const Argument scores_argument{"aux_loss", "scores", scores};
+  check_dtype(scores_argument, {at::kFloat});
+  check_dim(scores_argument, 2);
+  check_counts(scores_argument, counts, total, topk);
+  check_size({"aux_loss", "tokens_per_expert", counts}, 0, scores.sym_size(1), "the columns of 'scores'");
+  return empty(scores, {}, at::kFloat);
+}
+
+Tensor aux_loss_backward_output(const Tensor& grad, const Tensor& counts, const Tensor& total, SymInt tokens,
+                                int64_t topk, double coeff) {
+  constexpr const char* op = "aux_loss_backward";
+  const Argument grad_argument{op, "grad", grad};
+  check_dtype(grad_argument, {at::kFloat});
+  TP_CHECK_VALUE(grad.sym_numel() == 1, op, "grad", "one element", describe(grad),
+                 "Pass the gradient of the loss");
+  check_counts(grad_argument, counts, total, topk);
+  TP_CHECK_VALUE(tokens >= 0, op, "tokens", "0 or more", tokens, "Pass the rows of 'scores'");
+  return empty(grad, {tokens, counts.sym_size(0)}, at::kFloat);
+}
+
+template <typename Launch>
+Tensor aux_loss(const Tensor& scores, const Tensor& counts, const Tensor& total, int64_t topk, double coeff,
+                Launch&& launch) {
+  const Tensor loss = aux_loss_output(scores, counts, total, topk, coeff);
+  const Tensor s = scores.contiguous();
+  const Tensor c = counts.contiguous();
+  const int64_t chunks = (s.size(0) + kChunk - 1) / kChunk;
+  const Tensor sums = empty(s, {chunks, s.size(1)}, at::kFloat);
+  launch(AuxLossArgs{s.const_data_ptr<float>(), c.const_data_ptr<int64_t>(), total.const_data_ptr<int64_t>(),
+                     loss.mutable_data_ptr<float>(), sums.mutable_data_ptr<float>(), s.size(0), s.size(1),
+                     chunks, topk, coeff});
+  return loss;
+}
+
+template <typename Launch>
+Tensor aux_loss_backward(const Tensor& grad, const Tensor& counts, const Tensor& total, int64_t tokens,
+                         int64_t topk, double coeff, Launch&& launch) {
+  const Tensor output = aux_loss_backward_output(grad, counts, total, tokens, topk, coeff);
+  const Tensor c = counts.contiguous();
+  launch(AuxLossBackwardArgs{grad.const_data_ptr<float>(), c.const_data_ptr<int64_t>(),
+                             total.const_data_ptr<int64_t>(), output.mutable_data_ptr<float>(), tokens,
+                             c.size(0), topk, coeff});
+  return output;
+}
+
+Tensor call_aux_loss(const Tensor& scores, const Tensor& counts, const Tensor& total, int64_t topk,
+                     double coeff) {
+  using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, int64_t, double);
+  static const auto op = find_op<Signature>("aux_loss");
+  return op.call(scores, counts, total, topk, coeff);
+}
+
+class AuxLossFunction : public torch::autograd::Function<AuxLossFunction> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& scores, const Tensor& counts, const Tensor& total,
+                        int64_t topk, double coeff) {
+    ctx->save_for_backward({counts, total});
+    ctx->saved_data["tokens"] = scores.sym_size(0);
+    ctx->saved_data["topk"] = topk;
+    ctx->saved_data["coeff"] = coeff;
+    const BelowAutograd guard;
+    return call_aux_loss(scores, counts, total, topk, coeff);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, SymInt, int64_t, double);
+    static const auto op = find_op<Signature>("aux_loss_backward");
+    const variable_list saved = ctx->get_saved_variables();
+    return {op.call(grads[0], saved[0], saved[1], ctx->saved_data["tokens"].toSymInt(),
+                    ctx->saved_data["topk"].toInt(), ctx->saved_data["coeff"].toDouble()),
+            Tensor(), Tensor(), Tensor(), Tensor()};
+  }
+};
+
+Tensor aux_loss_autograd(const Tensor& scores, const Tensor& counts, const Tensor& total, int64_t topk,
+                         double coeff) {
+  if (any_wants_grad(scores)) return AuxLossFunction::apply(scores, counts, total, topk, coeff);
+  const BelowAutograd guard;
+  return call_aux_loss(scores, counts, total, topk, coeff);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
+  m.impl("aux_loss", [](const Tensor& scores, const Tensor& counts, const Tensor& total, int64_t topk,
+                        double coeff) { return aux_loss(scores, counts, total, topk, coeff, aux_loss_cpu); });
+  m.impl("aux_loss_backward", [](const Tensor& grad, const Tensor& counts, const Tensor& total,
+                                 int64_t tokens, int64_t topk, double coeff) {
+    return aux_loss_backward(grad, counts, total, tokens, topk, coeff, aux_loss_backward_cpu);
+  });
+}
+
+TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
+  m.impl("aux_loss", aux_loss_output);
+  m.impl("aux_loss_backward", aux_loss_backward_output);
+}
+
+TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl("aux_loss", aux_loss_autograd); }
+
+#ifdef TRANSFORMER_PLUGIN_CUDA
+TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
+  m.impl("aux_loss",
+         [](const Tensor& scores, const Tensor& counts, const Tensor& total, int64_t topk, double coeff) {
+           const CudaScope scope(scores);
+           return aux_loss(scores, counts, total, topk, coeff,
+                           [&](const AuxLossArgs& args) { launch_aux_loss(args, scope.stream()); });
+         });
+  m.impl("aux_loss_backward", [](const Tensor& grad, const Tensor& counts, const Tensor& total,
+                                 int64_t tokens, int64_t topk, double coeff) {
+    const CudaScope scope(grad);
+    return aux_loss_backward(grad, counts, total, tokens, topk, coeff, [&](const AuxLossBackwardArgs& args) {
+      launch_aux_loss_backward(args, scope.stream());
+    });
+  });
+}
+#endif
+
+}  // namespace transformer_plugin::routing

@@ -1,0 +1,124 @@
+#include "routing/router_scores.h"
+
+#include <torch/library.h>
+
+#include <limits>
+
+#include "common/autograd.h"
+#include "common/tensor.h"
+#include "routing/score_name.h"
+
+namespace transformer_plugin::routing {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr int64_t kAnyExperts = std::numeric_limits<int32_t>::max();
+
+Tensor router_scores_output(const Tensor& logits, std::string_view name) {
+  check_logits({"router_scores", "logits", logits}, kAnyExperts);
+  parse_score_function("router_scores", name);
+  return empty(logits, logits.sym_sizes(), at::kFloat);
+}
+
+Tensor router_scores_backward_output(const Tensor& grad, const Tensor& logits, std::string_view name) {
+  constexpr const char* op = "router_scores_backward";
+  const Argument grad_argument{op, "grad", grad};
+  check_logits({op, "logits", logits}, kAnyExperts);
+  parse_score_function(op, name);
+  check_dtype(grad_argument, {at::kFloat});
+  check_dim(grad_argument, 2);
+  check_same_device(grad_argument, {op, "logits", logits});
+  check_size(grad_argument, 0, logits.sym_size(0), "the rows of 'logits'");
+  check_size(grad_argument, 1, logits.sym_size(1), "the columns of 'logits'");
+  return empty(logits, logits.sym_sizes(), logits.scalar_type());
+}
+
+template <typename Launch>
+Tensor router_scores(const Tensor& logits, std::string_view name, Launch&& launch) {
+  const Tensor scores = router_scores_output(logits, name);
+  const Tensor x = logits.contiguous();
+  launch(RouterScoresArgs{x.const_data_ptr(), scores.mutable_data_ptr<float>(), x.size(0), x.size(1),
+                          parse_score_function("", name), to_dtype(x.scalar_type())});
+  return scores;
+}
+
+template <typename Launch>
+Tensor router_scores_backward(const Tensor& grad, const Tensor& logits, std::string_view name,
+                              Launch&& launch) {
+  const Tensor output = router_scores_backward_output(grad, logits, name);
+  const Tensor g = grad.contiguous();
+  const Tensor x = logits.contiguous();
+  launch(RouterScoresBackwardArgs{g.const_data_ptr<float>(), x.const_data_ptr(), output.mutable_data_ptr(),
+                                  x.size(0), x.size(1), parse_score_function("", name),
+                                  to_dtype(x.scalar_type())});
+  return output;
+}
+
+Tensor call_router_scores(const Tensor& logits, std::string_view name) {
+  static const auto op = find_op<Tensor(const Tensor&, std::string_view)>("router_scores");
+  return op.call(logits, name);
+}
+
+class RouterScoresFunction : public torch::autograd::Function<RouterScoresFunction> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& logits, std::string_view name) {
+    ctx->save_for_backward({logits});
+    ctx->saved_data["score_function"] = std::string(name);
+    const BelowAutograd guard;
+    return call_router_scores(logits, name);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    using Signature = Tensor(const Tensor&, const Tensor&, std::string_view);
+    static const auto op = find_op<Signature>("router_scores_backward");
+    const std::string name = ctx->saved_data["score_function"].toStringRef();
+    return {op.call(grads[0], ctx->get_saved_variables()[0], name), Tensor()};
+  }
+};
+
+Tensor router_scores_autograd(const Tensor& logits, std::string_view name) {
+  if (any_wants_grad(logits)) return RouterScoresFunction::apply(logits, name);
+  const BelowAutograd guard;
+  return call_router_scores(logits, name);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
+  m.impl("router_scores", [](const Tensor& logits, std::string_view name) {
+    return router_scores(logits, name, router_scores_cpu);
+  });
+  m.impl("router_scores_backward", [](const Tensor& grad, const Tensor& logits, std::string_view name) {
+    return router_scores_backward(grad, logits, name, router_scores_backward_cpu);
+  });
+}
+
+TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
+  m.impl("router_scores", router_scores_output);
+  m.impl("router_scores_backward", router_scores_backward_output);
+}
+
+TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl("router_scores", router_scores_autograd); }
+
+#ifdef TRANSFORMER_PLUGIN_CUDA
+TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
+  m.impl("router_scores", [](const Tensor& logits, std::string_view name) {
+    const CudaScope scope(logits);
+    return router_scores(logits, name,
+                         [&](const RouterScoresArgs& args) { launch_router_scores(args, scope.stream()); });
+  });
+  m.impl("router_scores_backward", [](const Tensor& grad, const Tensor& logits, std::string_view name) {
+    const CudaScope scope(logits);
+    return router_scores_backward(grad, logits, name, [&](const RouterScoresBackwardArgs& args) {
+      launch_router_scores_backward(args, scope.stream());
+    });
+  });
+}
+#endif
+
+}  // namespace transformer_plugin::routing

@@ -1,0 +1,43 @@
+// Scores of every expert, normalised over all experts: softmax, or sigmoid / sqrtsoftplus over their sum.
+// Sums in the written order of score.h.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "routing/score.h"
+
+namespace transformer_plugin::routing {
+
+struct RouterScoresArgs {
+  const void* logits;  // [tokens, experts]
+  float* scores;       // [tokens, experts]
+  int64_t tokens;
+  int64_t experts;
+  ScoreFunction function;
+  DType dtype;
+};
+
+struct RouterScoresBackwardArgs {
+  const float* grad;   // [tokens, experts]
+  const void* logits;  // [tokens, experts]
+  void* grad_logits;   // [tokens, experts]
+  int64_t tokens;
+  int64_t experts;
+  ScoreFunction function;
+  DType dtype;
+};
+
+// The gradient of a logit, where dot is the row's sum of grad * score.
+TP_HOST_DEVICE float score_gradient(ScoreFunction function, float grad, float logit, RowScale row,
+                                    float dot) {
+  if (function == ScoreFunction::kSoftmax) return softmax_value(logit, row.max, row.sum) * (grad - dot);
+  return (grad - dot) / row.sum * score_slope(function, logit);
+}
+
+void router_scores_cpu(const RouterScoresArgs& args);
+void router_scores_backward_cpu(const RouterScoresBackwardArgs& args);
+void launch_router_scores(const RouterScoresArgs& args, void* stream);
+void launch_router_scores_backward(const RouterScoresBackwardArgs& args, void* stream);
+
+}  // namespace transformer_plugin::routing
