@@ -83,7 +83,7 @@ class Format:
                 values["power_of_two_scales"] = option == "pow2"
             elif option == "square" and family == "fp8_block":
                 values["square_blocks"] = True
-            elif option.startswith("eps=") and _NUMBER.fullmatch(option[4:]):
+            elif option.startswith("eps=") and _is_epsilon(option[4:]):
                 values["epsilon"] = float(option[4:])
             else:
                 valid = False
@@ -153,6 +153,15 @@ def _error(argument: str, expected: str, got: str, advice: str) -> ValueError:
     return ValueError(
         f"transformer_plugin.Format: argument '{argument}': expected {expected}, got {got}. {advice}."
     )
+
+
+def _is_epsilon(text: str) -> bool:
+    """A decimal that float32 can hold, not negative."""
+    if not _NUMBER.fullmatch(text):
+        return False
+    value = float(text)
+    underflows = _float32(value) == 0.0 and any(digit in "123456789" for digit in re.split("[eE]", text)[0])
+    return 0.0 <= _float32(value) < math.inf and not underflows
 
 
 def _float32(value: float) -> float:

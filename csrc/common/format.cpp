@@ -1,6 +1,7 @@
 #include "common/format.h"
 
 #include <charconv>
+#include <limits>
 #include <string>
 
 #include "common/check.h"
@@ -9,7 +10,8 @@ namespace transformer_plugin {
 namespace {
 
 constexpr const char* kGrammar =
-    "a format key: none, bf16, fp8_tensor or fp8_block, then options like fp8_block:e4m3,pow2,square,eps=1e-12";
+    "a format key: none, bf16, fp8_tensor or fp8_block, then options like "
+    "fp8_block:e4m3,pow2,square,eps=1e-12";
 
 bool apply_option(Format& format, std::string_view option) {
   if (!format.is_quantized()) return false;
@@ -24,7 +26,8 @@ bool apply_option(Format& format, std::string_view option) {
   } else if (option.starts_with("eps=")) {
     const std::string_view number = option.substr(4);
     const auto result = std::from_chars(number.data(), number.data() + number.size(), format.epsilon);
-    return result.ec == std::errc() && result.ptr == number.data() + number.size() && format.epsilon >= 0.0f;
+    const bool read = result.ec == std::errc() && result.ptr == number.data() + number.size();
+    return read && format.epsilon >= 0.0f && format.epsilon < std::numeric_limits<float>::infinity();
   } else {
     return false;
   }
@@ -55,6 +58,7 @@ Format parse_format(const char* op, const char* argument, std::string_view key) 
   while (valid && !rest.empty()) {
     const size_t comma = rest.find(',');
     valid = apply_option(format, rest.substr(0, comma));
+    valid = valid && comma != rest.size() - 1;  // nothing after the last comma
     rest = comma == std::string_view::npos ? std::string_view() : rest.substr(comma + 1);
   }
   TP_CHECK_VALUE(valid, op, argument, kGrammar, "'" << key << "'", "transformer_plugin.formats lists them");

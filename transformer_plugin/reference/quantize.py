@@ -40,7 +40,7 @@ def _blocks(matrix: Tensor, height: int, width: int) -> Tensor:
 
 def _quantize_matrix(matrix: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     """One matrix along rows."""
-    values = matrix.float()
+    values = matrix.float().contiguous()
     magnitudes = values.abs().nan_to_num(nan=0.0, posinf=float("inf"))
     largest_input = torch.finfo(torch.float32 if format.block is None else matrix.dtype).max
     if format.block is None:
@@ -53,7 +53,7 @@ def _quantize_matrix(matrix: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     m, k = matrix.shape
     spread = scale.repeat_interleave(height, 0)[:m].repeat_interleave(width, 1)[:, :k]
     scale_inv = 1 / scale if format.square_blocks else (1 / scale).T
-    return round_to_fp8(values * spread, format), F.pad(scale_inv, (0, -scale_inv.shape[1] % 4))
+    return round_to_fp8(values * spread, format), F.pad(scale_inv, (0, -scale_inv.shape[1] % 4)).contiguous()
 
 
 def quantize(input: Tensor, format: str | Format) -> tuple[Tensor, Tensor]:
@@ -98,7 +98,8 @@ def dequantize(
         scale = scale.repeat_interleave(height, -2)[..., : data.shape[-2], :]
         scale = scale.repeat_interleave(width, -1)[..., : data.shape[-1]]
     output = values * scale
-    output = torch.where(output.isnan(), torch.full_like(output, float("nan")), output).to(dtype)
+    quiet = torch.tensor(float("nan"), device=data.device).to(dtype)
+    output = torch.where(output.isnan(), quiet, output.to(dtype))
     return (output.mT if transposed else output).contiguous()
 
 

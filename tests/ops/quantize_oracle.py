@@ -1,0 +1,155 @@
+"""What quantization is, in numpy, written from the formulas alone.
+
+An FP8 type is its table of values; rounding looks for the nearest entry and takes the even code of two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+FLT_MAX = np.float32(3.4028234663852886e38)
+LARGEST_INPUT = {
+    torch.float32: FLT_MAX,
+    torch.bfloat16: np.float32(3.3895313892515355e38),
+    torch.float16: 65504.0,
+}
+
+
+def table(element: str) -> np.ndarray:
+    """Values of the codes 0, 1, ... up to the largest finite one, from the definition of the type."""
+    mantissa_bits, bias, last = (3, 7, 0x7E) if element == "e4m3" else (2, 15, 0x7B)
+    values = []
+    for code in range(last + 1):
+        exponent, mantissa = divmod(code, 2**mantissa_bits)
+        fraction = mantissa / 2**mantissa_bits
+        if exponent == 0:
+            values.append(fraction * 2.0 ** (1 - bias))
+        else:
+            values.append((1 + fraction) * 2.0 ** (exponent - bias))
+    return np.array(values)
+
+
+TABLES = {element: table(element) for element in DTYPES}
+
+
+def round_to_codes(values: np.ndarray, element: str) -> np.ndarray:
+    """uint8 codes: nearest, ties to the even code, saturating; NaN is 0x7F."""
+    entries = TABLES[element]
+    magnitude = np.abs(values.astype(np.float64))
+    below = np.clip(np.searchsorted(entries, magnitude, side="right") - 1, 0, len(entries) - 1)
+    above = np.minimum(below + 1, len(entries) - 1)
+    to_below, to_above = magnitude - entries[below], entries[above] - magnitude
+    up = (to_above < to_below) | ((to_above == to_below) & (above % 2 == 0))
+    code = np.where(up, above, below) | np.where(np.signbit(values), 0x80, 0)
+    return np.where(np.isnan(values), 0x7F, code).astype(np.uint8)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A format by its parts; ``block`` is None, (1, 128) or (128, 128)."""
+
+    element: str
+    pow2: bool
+    block: tuple[int, int] | None
+    epsilon: float = 0.0
+
+    @property
+    def key(self) -> str:
+        family = "fp8_tensor" if self.block is None else "fp8_block"
+        square = ",square" if self.block == (128, 128) else ""
+        return f"{family}:{self.element},{'pow2' if self.pow2 else 'fp32'}{square},eps={self.epsilon!r}"
+
+
+def scale_of(block: np.ndarray, spec: Spec, overflow: float) -> np.float32:
+    """The factor before rounding, of one block of float32 values."""
+    numbers = np.abs(block[~np.isnan(block)])
+    amax = np.float32(numbers.max()) if numbers.size else np.float32(0)
+    amax = max(amax, np.float32(spec.epsilon))
+    if amax == 0 or np.isinf(amax):
+        return np.float32(1)
+    with np.errstate(over="ignore"):
+        scale = np.float32(TABLES[spec.element][-1]) / amax
+    scale = np.float32(overflow) if np.isinf(scale) else scale
+    if spec.pow2:
+        scale = np.float32(2.0 ** np.floor(np.log2(np.float64(scale))))
+    return scale
+
+
+def quantize(values: np.ndarray, spec: Spec, overflow: float) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of one float32 matrix along rows, and its decode scales as they are stored."""
+    rows, columns = values.shape
+    height, width = spec.block or (max(rows, 1), max(columns, 1))
+    factors = np.ones_like(values)
+    scales = np.zeros((-(-rows // height), -(-columns // width)), dtype=np.float32)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            where = slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width)
+            factors[where] = scale_of(values[where], spec, overflow)
+            scales[i, j] = np.float32(1) / factors[i * height, j * width]
+    with np.errstate(over="ignore", invalid="ignore"):
+        codes = round_to_codes(values * factors, spec.element)
+    if spec.block is None:
+        empty_scale = np.float32(1) / scale_of(values.reshape(-1), spec, overflow)
+        return codes, np.array([empty_scale], dtype=np.float32)
+    stored = scales if spec.block == (128, 128) else scales.T
+    return codes, np.pad(stored, ((0, 0), (0, -stored.shape[1] % 4)))
+
+
+def as_numpy(tensor: Tensor) -> np.ndarray:
+    """float32 values; exact for every input dtype."""
+    return tensor.detach().cpu().float().numpy()
+
+
+def overflow_of(spec: Spec, dtype: torch.dtype) -> float:
+    return float(FLT_MAX if spec.block is None else LARGEST_INPUT[dtype])
+
+
+def quantize_both(input: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four outputs of ``quantize_both`` for a 2-D or 3-D tensor, on the CPU."""
+    overflow = overflow_of(spec, input.dtype)
+    matrices = [as_numpy(m) for m in (input if input.dim() == 3 else [input])]
+    outputs: list[Tensor] = []
+    for matrix_of in (lambda m: m, lambda m: m.T):
+        parts = [quantize(np.ascontiguousarray(matrix_of(m)), spec, overflow) for m in matrices]
+        codes, scales = np.stack([c for c, _ in parts]), np.stack([s for _, s in parts])
+        if input.dim() == 2 or spec.block is None:
+            scales = scales.reshape(-1) if spec.block is None else scales[0]
+        outputs += [torch.from_numpy(codes if input.dim() == 3 else codes[0]), torch.from_numpy(scales)]
+        outputs[-2] = outputs[-2].contiguous().view(DTYPES[spec.element])
+    return outputs[0], outputs[1], outputs[2], outputs[3]
+
+
+def grouped_quantize_both(
+    input: Tensor, sizes: list[int], spec: Spec
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four outputs of ``grouped_quantize_both``, on the CPU: each group by itself, zeros elsewhere."""
+    total, columns = input.shape
+    values, overflow = as_numpy(input), overflow_of(spec, input.dtype)
+    codes, codes_t = np.zeros((total, columns), np.uint8), np.zeros((columns, total), np.uint8)
+    scale = np.zeros((-(-columns // 128), -(-total // 4) * 4), np.float32)
+    scale_t = np.zeros((-(-total // 128) + len(sizes), -(-columns // 4) * 4), np.float32)
+    tensor_scales, first, block = [], 0, 0
+    for size in sizes:
+        rows = slice(first, first + size)
+        codes[rows], s = quantize(values[rows], spec, overflow)
+        codes_t[:, rows], s_t = quantize(np.ascontiguousarray(values[rows].T), spec, overflow)
+        if spec.block is None:
+            tensor_scales.append(s[0])
+        else:
+            scale[:, rows] = s[:, :size]
+            scale_t[block : block + s_t.shape[0]] = s_t
+        first, block = first + size, block + -(-size // 128)
+    if spec.block is None:
+        scale = scale_t = np.array(tensor_scales, np.float32)
+    dtype = DTYPES[spec.element]
+    return (
+        torch.from_numpy(codes).view(dtype),
+        torch.from_numpy(scale),
+        torch.from_numpy(codes_t).view(dtype),
+        torch.from_numpy(scale_t.copy()),
+    )

@@ -1,0 +1,97 @@
+"""Generated inputs of the quantize family: any shape, groups, options, strides and bit patterns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.ops import quantize_oracle as oracle
+from tests.ops.quantize_oracle import Spec
+from transformer_plugin import ops
+from transformer_plugin.testing.cases import FLOAT_DTYPES
+from transformer_plugin.testing.numerics import assert_same_bits
+
+QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+LONG = settings(max_examples=4000, deadline=None, suppress_health_check=list(HealthCheck))
+
+sizes = st.one_of(st.integers(0, 5), st.sampled_from([16, 17, 127, 128, 129, 255, 256, 257]))
+dtypes = st.sampled_from(FLOAT_DTYPES)
+
+
+@st.composite
+def specs(draw: st.DrawFn, square: bool) -> Spec:
+    blocks: list[tuple[int, int] | None] = [None, (1, 128)] + ([(128, 128)] if square else [])
+    epsilon = draw(st.sampled_from([0.0, 0.0, 1e-12, 0.5, 1e30]))
+    return Spec(
+        draw(st.sampled_from(["e4m3", "e5m2"])), draw(st.booleans()), draw(st.sampled_from(blocks)), epsilon
+    )
+
+
+@st.composite
+def matrices(draw: st.DrawFn, rows: int, columns: int) -> Tensor:
+    """Normal values of any magnitude by row, sometimes with random bit patterns, sometimes strided."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    dtype = draw(dtypes)
+    step = draw(st.sampled_from([1, 1, 2]))
+    values = torch.randn(rows, columns * step, generator=generator)
+    exponents = torch.randint(
+        *draw(st.sampled_from([(-1, 2), (-20, 20), (-140, 127)])), (rows, 1), generator=generator
+    )
+    values = (values.double() * 2.0 ** exponents.double()).to(dtype)
+    if draw(st.booleans()):
+        integer = torch.int32 if dtype == torch.float32 else torch.int16
+        bits = torch.randint(-(2**31), 2**31, values.shape, generator=generator).to(integer).view(dtype)
+        values = torch.where(torch.rand(values.shape, generator=generator) < 0.02, bits, values)
+    return values[:, ::step]
+
+
+def check_dense(data: st.DataObject, device: torch.device) -> None:
+    spec = data.draw(specs(square=True))
+    input = data.draw(matrices(data.draw(sizes), data.draw(sizes)))
+    if data.draw(st.booleans()):
+        input = input.T
+    got = ops.quantize_both(input.to(device), spec.key)
+    for g, e in zip(got, oracle.quantize_both(input, spec), strict=True):
+        assert_same_bits(g, e)
+
+
+def check_grouped(data: st.DataObject, device: torch.device) -> None:
+    spec = data.draw(specs(square=False))
+    groups = data.draw(st.lists(sizes, max_size=6))
+    input = data.draw(matrices(sum(groups) + data.draw(sizes), data.draw(sizes)))
+    index = data.draw(st.sampled_from([torch.int32, torch.int64]))
+    group_sizes = torch.tensor(groups, dtype=index)
+    got = ops.grouped_quantize_both(input.to(device), group_sizes.to(device), spec.key)
+    for g, e in zip(got, oracle.grouped_quantize_both(input, groups, spec), strict=True):
+        assert_same_bits(g, e)
+
+
+@QUICK
+@given(st.data())
+def test_dense(device: torch.device, data: st.DataObject) -> None:
+    check_dense(data, device)
+
+
+@QUICK
+@given(st.data())
+def test_grouped(device: torch.device, data: st.DataObject) -> None:
+    check_grouped(data, device)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@LONG
+@given(st.data())
+def test_dense_by_the_thousand(device: torch.device, data: st.DataObject) -> None:
+    check_dense(data, device)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@LONG
+@given(st.data())
+def test_grouped_by_the_thousand(device: torch.device, data: st.DataObject) -> None:
+    check_grouped(data, device)

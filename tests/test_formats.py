@@ -1,0 +1,168 @@
+"""Format: keys read and written as C++ does, and refused as C++ does."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from transformer_plugin import ops
+from transformer_plugin.formats import BLOCK, Format
+
+QUANTIZED = [
+    ("fp8_tensor", Format("fp8_tensor")),
+    ("fp8_tensor:pow2", Format("fp8_tensor", power_of_two_scales=True)),
+    ("fp8_tensor:e5m2,eps=0.5", Format("fp8_tensor", "e5m2", epsilon=0.5)),
+    ("fp8_tensor:eps=1e-12", Format("fp8_tensor", epsilon=1e-12)),
+    ("fp8_tensor:eps=.5E1,e5m2,e4m3", Format("fp8_tensor", epsilon=5.0)),
+    ("fp8_block", Format("fp8_block")),
+    ("fp8_block:fp32", Format("fp8_block", power_of_two_scales=False)),
+    ("fp8_block:square,e5m2", Format("fp8_block", "e5m2", square_blocks=True)),
+    ("fp8_block:e4m3,pow2,square,eps=3.4e38", Format("fp8_block", square_blocks=True, epsilon=3.4e38)),
+    ("fp8_block:eps=0", Format("fp8_block")),
+    ("fp8_block:eps=-0.0", Format("fp8_block")),
+]
+REFUSED = [
+    "",
+    "fp8",
+    "FP8_BLOCK",
+    "fp8_block:",
+    "fp8_block:e4m3,",
+    "fp8_block:,e4m3",
+    "fp8_block:e4m3,,pow2",
+    "fp8_block: e4m3",
+    "fp8_block:e3m4",
+    "fp8_tensor:square",
+    "fp8_block:eps",
+    "fp8_block:eps=",
+    "fp8_block:eps=-1",
+    "fp8_block:eps=+1",
+    "fp8_block:eps=0x1p3",
+    "fp8_block:eps=1e",
+    "fp8_block:eps=nan",
+    "fp8_block:eps=inf",
+    "fp8_block:eps=1e39",
+    "fp8_block:eps=1e-60",
+    "fp8_block:eps=1 ",
+    "none:e4m3",
+    "bf16:pow2",
+    "bf16:",
+]
+
+
+@pytest.mark.parametrize(("key", "format"), QUANTIZED, ids=[key for key, _ in QUANTIZED])
+def test_keys_read_as_cpp_does(key: str, format: Format) -> None:
+    assert Format.parse(key) == format
+    assert Format.parse(format.key) == format, "a key reads back as what wrote it"
+    input = torch.randn(130, 140, generator=torch.Generator().manual_seed(0))
+    for got, expected in zip(ops.quantize(input, key), ops.quantize(input, format.key), strict=True):
+        assert got.dtype == expected.dtype and got.shape == expected.shape
+        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+    assert ops.quantize(input, key)[0].dtype == format.dtype
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_keys_refused_as_cpp_does(key: str) -> None:
+    text = (
+        "expected a format key: none, bf16, fp8_tensor or fp8_block, then options like "
+        f"fp8_block:e4m3,pow2,square,eps=1e-12, got '{key}'. transformer_plugin.formats lists them."
+    )
+    with pytest.raises(ValueError) as caught:
+        ops.quantize(torch.ones(2, 2), key)
+    assert str(caught.value) == f"transformer_plugin::quantize: argument 'format': {text}"
+    with pytest.raises(ValueError) as caught:
+        Format.parse(key)
+    assert str(caught.value) == f"transformer_plugin.Format.parse: argument 'key': {text}"
+
+
+def test_formats_without_scales() -> None:
+    assert Format.parse("none") == Format() and Format().key == "none"
+    assert Format.parse("bf16") == Format("bf16") and Format("bf16").key == "bf16"
+    assert not Format().is_quantized and not Format("bf16").is_quantized
+    assert (Format().dtype, Format("bf16").dtype) == (None, torch.bfloat16)
+
+
+@pytest.mark.parametrize("epsilon", [1e-12, 0.1, 3.4e38, 1e-40, 1.1754944e-38, 0.30000001192092896])
+def test_epsilon_is_the_float32_that_cpp_reads(epsilon: float) -> None:
+    format = Format("fp8_tensor", epsilon=epsilon)
+    assert format.epsilon == torch.tensor(epsilon, dtype=torch.float32).item()
+    assert Format.parse(format.key).epsilon == format.epsilon
+    scale = ops.quantize(torch.zeros(1, 1), format.key)[1]
+    factor = torch.tensor(448.0) / torch.tensor(epsilon, dtype=torch.float32)
+    factor = factor.clamp(max=torch.finfo(torch.float32).max)
+    assert torch.equal(scale, (1 / factor).reshape(1))
+
+
+def test_what_formats_say() -> None:
+    block, square = Format("fp8_block"), Format("fp8_block", square_blocks=True)
+    tensor, e5m2 = Format("fp8_tensor"), Format("fp8_tensor", "e5m2")
+    assert (block.block, square.block, tensor.block, Format("bf16").block) == (
+        (1, BLOCK),
+        (BLOCK, BLOCK),
+        None,
+        None,
+    )
+    assert (block.dtype, e5m2.dtype) == (torch.float8_e4m3fn, torch.float8_e5m2)
+    assert (tensor.largest, e5m2.largest) == (torch.finfo(tensor.dtype).max, torch.finfo(e5m2.dtype).max)
+    assert (block.alignment, tensor.alignment, Format("bf16").alignment) == (128, 16, 8)
+    assert (block.power_of_two_scales, tensor.power_of_two_scales) == (True, False)
+    assert block.key == "fp8_block:e4m3,pow2"
+    assert hash(block) == hash(Format.parse("fp8_block"))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        block.element = "e5m2"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "format",
+    [Format("bf16"), *(Format(f, e) for f in ("fp8_tensor", "fp8_block") for e in ("e4m3", "e5m2"))],
+    ids=lambda format: format.key,
+)
+def test_gemm_tolerance_is_the_error_of_rounding_both_operands(format: Format) -> None:
+    """And not so wide that a format of fewer bits would pass."""
+    generator = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(128, 512, generator=generator) for _ in range(2))
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        if not format.is_quantized:
+            return x.bfloat16().double()
+        return ops.dequantize(*ops.quantize(x, format), format).double()
+
+    exact = a.double() @ b.double().T
+    error = float((rounded(a) @ rounded(b).T - exact).norm() / exact.norm())
+    assert format.gemm_tolerance / 5 < error < 0.9 * format.gemm_tolerance
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            {"family": "fp4"},
+            "'family': expected one of none, bf16, fp8_tensor, fp8_block, got 'fp4'. {choose}",
+        ),
+        (
+            {"family": "fp8_block", "element": "e8"},
+            "'element': expected 'e4m3' or 'e5m2', got 'e8'. {choose}",
+        ),
+        (
+            {"family": "fp8_tensor", "square_blocks": True},
+            "'square_blocks': expected False unless the family is fp8_block, got True. Leave it out.",
+        ),
+        ({"family": "fp8_block", "epsilon": -1.0}, "{epsilon} -1.0. Use 0 for none."),
+        ({"family": "fp8_block", "epsilon": math.inf}, "{epsilon} inf. Use 0 for none."),
+        ({"family": "fp8_block", "epsilon": 1e300}, "{epsilon} inf. Use 0 for none."),
+        ({"family": "fp8_block", "epsilon": math.nan}, "{epsilon} nan. Use 0 for none."),
+        ({"family": "bf16", "epsilon": 1.0}, "{scales} got 'bf16'. Leave the rest out."),
+        ({"family": "none", "element": "e5m2"}, "{scales} got 'none'. Leave the rest out."),
+    ],
+)
+def test_errors_have_four_parts(arguments: dict, text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Format(**arguments)
+    text = text.format(
+        choose="Choose one of them.",
+        epsilon="'epsilon': expected a finite number that is not negative, got",
+        scales="'family': expected fp8_tensor or fp8_block, which have scales,",
+    )
+    assert str(caught.value) == f"transformer_plugin.Format: argument {text}"

@@ -1,0 +1,112 @@
+"""Recipes: which formats they name, and that every argument takes effect."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import pytest
+import torch
+
+from transformer_plugin import ops
+from transformer_plugin.formats import Format
+from transformer_plugin.recipes import (
+    BFloat16,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Recipe,
+    recipe_from_name,
+)
+
+
+def roles(recipe: Recipe) -> tuple[str, str, str]:
+    return recipe.input_format, recipe.weight_format, recipe.grad_format
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        (Recipe(), ("none", "none", "none")),
+        (BFloat16(), ("bf16", "bf16", "bf16")),
+        (
+            Float8CurrentScaling(),
+            ("fp8_tensor:e4m3,fp32", "fp8_tensor:e4m3,fp32", "fp8_tensor:e5m2,fp32"),
+        ),
+        (
+            Float8CurrentScaling(hybrid=False, power_of_two_scales=True),
+            ("fp8_tensor:e4m3,pow2", "fp8_tensor:e4m3,pow2", "fp8_tensor:e4m3,pow2"),
+        ),
+        (
+            Float8CurrentScaling(amax_epsilon=0.5),
+            ("fp8_tensor:e4m3,fp32,eps=0.5", "fp8_tensor:e4m3,fp32,eps=0.5", "fp8_tensor:e5m2,fp32,eps=0.5"),
+        ),
+        (
+            Float8BlockScaling(),
+            ("fp8_block:e4m3,pow2", "fp8_block:e4m3,pow2,square", "fp8_block:e4m3,pow2"),
+        ),
+        (
+            Float8BlockScaling(power_of_two_scales=False, amax_epsilon=1e-12),
+            (
+                "fp8_block:e4m3,fp32,eps=1e-12",
+                "fp8_block:e4m3,fp32,square,eps=1e-12",
+                "fp8_block:e4m3,fp32,eps=1e-12",
+            ),
+        ),
+    ],
+    ids=str,
+)
+def test_formats(recipe: Recipe, expected: tuple[str, str, str]) -> None:
+    assert roles(recipe) == expected
+    for key in expected:
+        assert Format.parse(key).key == key
+
+
+def test_every_argument_changes_bytes() -> None:
+    input = torch.randn(16, 256, generator=torch.Generator().manual_seed(0))
+
+    def same(a: str, b: str) -> bool:
+        pairs = zip(ops.quantize(input, a), ops.quantize(input, b), strict=True)
+        return all(
+            x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in pairs
+        )
+
+    for plain, changed in [
+        (Float8CurrentScaling(), Float8CurrentScaling(hybrid=False)),
+        (Float8CurrentScaling(), Float8CurrentScaling(power_of_two_scales=True)),
+        (Float8CurrentScaling(), Float8CurrentScaling(amax_epsilon=7.0)),
+        (Float8BlockScaling(), Float8BlockScaling(power_of_two_scales=False)),
+        (Float8BlockScaling(), Float8BlockScaling(amax_epsilon=7.0)),
+    ]:
+        assert not same(plain.grad_format, changed.grad_format), changed
+
+
+def test_frozen_values() -> None:
+    recipe = Float8CurrentScaling(amax_epsilon=1e-6)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.hybrid = False  # type: ignore[misc]
+    assert recipe == Float8CurrentScaling(amax_epsilon=1e-6) and recipe != Float8CurrentScaling()
+    assert hash(recipe) == hash(Float8CurrentScaling(amax_epsilon=1e-6))
+    assert pickle.loads(pickle.dumps(recipe)) == recipe
+
+
+def test_names() -> None:
+    assert recipe_from_name("none") is None
+    assert recipe_from_name("bf16") == BFloat16()
+    assert recipe_from_name("fp8_tensor") == Float8CurrentScaling()
+    assert recipe_from_name("fp8_block") == Float8BlockScaling()
+    with pytest.raises(ValueError) as caught:
+        recipe_from_name("int4")
+    assert str(caught.value) == (
+        "transformer_plugin.recipe_from_name: argument 'name': expected one of none, bf16, fp8_tensor, "
+        "fp8_block, got 'int4'. Choose one of them, or make a recipe yourself."
+    )
+
+
+def test_a_bad_epsilon_is_refused_when_the_recipe_is_made() -> None:
+    for make in (Float8CurrentScaling, Float8BlockScaling):
+        with pytest.raises(ValueError) as caught:
+            make(amax_epsilon=-1.0)
+        assert str(caught.value) == (
+            "transformer_plugin.Format: argument 'epsilon': expected a finite number that is not negative, "
+            "got -1.0. Use 0 for none."
+        )
