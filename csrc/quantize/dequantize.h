@@ -1,4 +1,4 @@
-// Back to floats: float(q) * scale_inv, rounded once to the output's dtype. The tail of a ragged matrix is
+// Back to floats: float(q) * scale_inv in FP32, then rounded to the output's dtype. The tail of a ragged matrix is
 // zero.
 #pragma once
 

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from transformer_plugin.testing.numerics import assert_same_bits
+
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FLT_MAX = np.float32(3.4028234663852886e38)
 LARGEST_INPUT = {
@@ -153,3 +155,58 @@ def grouped_quantize_both(
         torch.from_numpy(codes_t).view(dtype),
         torch.from_numpy(scale_t.copy()),
     )
+
+
+ROW, SQUARE = (1, 128), (128, 128)
+SPECS = {
+    "fp8_tensor": Spec("e4m3", False, None),
+    "fp8_tensor:e5m2,pow2": Spec("e5m2", True, None),
+    "fp8_tensor:e5m2,eps=0.25": Spec("e5m2", False, None, 0.25),
+    "fp8_block": Spec("e4m3", True, ROW),
+    "fp8_block:e5m2,fp32": Spec("e5m2", False, ROW),
+    "fp8_block:fp32,eps=1e-3": Spec("e4m3", False, ROW, 1e-3),
+    "fp8_block:square": Spec("e4m3", True, SQUARE),
+    "fp8_block:e5m2,fp32,square": Spec("e5m2", False, SQUARE),
+}
+NAMES = ("data", "scale", "data_transposed", "scale_transposed")
+
+
+def assert_all_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    assert len(got) == len(expected)
+    for g, e, name in zip(got, expected, NAMES[: len(got)], strict=True):
+        assert_same_bits(g, e, name)
+        assert g.is_contiguous(), name
+
+
+def oracle_both(input: Tensor, spec: Spec) -> tuple[Tensor, ...]:
+    """The oracle, and what a stack of no matrices must be: nothing, in the shapes of one."""
+    if input.dim() == 2 or input.shape[0] > 0:
+        return quantize_both(input, spec)
+    one = quantize_both(torch.zeros(1, *input.shape[1:]), spec)
+    return tuple(output[:0] for output in one)
+
+
+def dequantized(codes: Tensor, scales: np.ndarray, element: str, dtype: torch.dtype) -> Tensor:
+    """table[code] * scale in float32, then rounded; every NaN the quiet one. One of ``scales`` for each "
+    "code."""
+    bits = codes.cpu().view(torch.uint8).numpy().astype(np.int64)
+    entries = np.concatenate([TABLES[element], np.full(128 - len(TABLES[element]), np.nan)])
+    if element == "e5m2":
+        entries[0x7C] = np.inf
+    values = np.where(bits & 0x80, -entries[bits & 0x7F], entries[bits & 0x7F]).astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        product = torch.from_numpy(values * scales)
+    quiet = torch.tensor(float("nan")).to(dtype)
+    return torch.where(product.isnan(), quiet, product.to(dtype))
+
+
+def spread(scale: Tensor, spec: Spec, shape: tuple[int, int]) -> np.ndarray:
+    """The stored scales of row-wise data [rows, columns], one for each element."""
+    stored = scale.cpu().numpy()
+    if spec.block is None:
+        return np.full(shape, stored[0])
+    index = np.indices(shape)
+    height, width = spec.block
+    if height == 1:
+        return stored[index[1] // width, index[0]]
+    return stored[index[0] // height, index[1] // width]

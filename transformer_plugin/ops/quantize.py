@@ -96,7 +96,7 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
     transposed: bool = False,
 ) -> Tensor:
-    """``float(data) * scale_inv``, rounded once to ``dtype``.
+    """``float(data) * scale_inv`` in float32, then rounded to ``dtype``.
 
     Args:
         data: ``[M, K]`` or ``[G, M, K]`` as :func:`quantize` returns it, or with ``transposed`` ``[K, M]`` or
@@ -180,7 +180,7 @@ def grouped_dequantize(
     dtype: torch.dtype = torch.float32,
     transposed: bool = False,
 ) -> Tensor:
-    """``float(data) * scale_inv`` of each group, rounded once to ``dtype``.
+    """``float(data) * scale_inv`` of each group in float32, then rounded to ``dtype``.
 
     Args:
         data: ``[T, K]`` as :func:`grouped_quantize` returns it, or with ``transposed`` ``[K, T]``.

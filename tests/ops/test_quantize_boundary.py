@@ -1,0 +1,239 @@
+"""The quantize family as ops: opcheck, whole compiles, CUDA graphs, and the text of each error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.quantize_oracle import (
+    assert_all_same,
+)
+from transformer_plugin import ops
+from transformer_plugin.testing.cases import Case
+from transformer_plugin.testing.numerics import assert_same_bits
+from transformer_plugin.testing.quantize_cases import grouped_quantize_cases, quantize_cases
+
+CASES = list(quantize_cases())
+GROUPED_CASES = list(grouped_quantize_cases())
+by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+by_grouped_case = pytest.mark.parametrize("case", GROUPED_CASES, ids=lambda case: case.name)
+
+
+OPS = torch.ops.transformer_plugin
+# torch 2.11 cannot compare FP8 inputs before and after: test_dequantize_leaves_its_inputs_alone does.
+# torch 2.11 finds an FP8 NaN different from itself, so the cases with NaN stay out.
+OPCHECK_CASES = [case for case in CASES if not case.name.startswith("special")]
+# The slowest check runs for one of the ops that share all of their code, and with a gradient wanted.
+NOT_DISPATCH = ("test_schema", "test_autograd_registration", "test_faketensor")
+NOT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize("case", OPCHECK_CASES, ids=lambda case: case.name)
+def test_opcheck(case: Case, device: torch.device) -> None:
+    input, format = case.arguments(device)
+    data, scale, data_t, scale_t = ops.quantize_both(input, format)
+    turned = (data_t, scale_t, format, torch.float32, True)
+    torch.library.opcheck(OPS.quantize_both.default, (input, format))
+    torch.library.opcheck(OPS.quantize.default, (input, format))
+    torch.library.opcheck(OPS.quantize_transposed.default, (input.requires_grad_(), format))
+    torch.library.opcheck(
+        OPS.dequantize.default, (data, scale, format, torch.bfloat16), test_utils=NOT_SCHEMA
+    )
+    torch.library.opcheck(OPS.dequantize.default, turned, test_utils=NOT_SCHEMA)
+
+
+@by_grouped_case
+def test_grouped_opcheck(case: Case, device: torch.device) -> None:
+    input, sizes, format = case.arguments(device)
+    data, scale, data_t, scale_t = ops.grouped_quantize_both(input, sizes, format)
+    rowwise = (data, scale, sizes, format, torch.bfloat16)
+    turned = (data_t, scale_t, sizes, format, torch.float32, True)
+    torch.library.opcheck(OPS.grouped_quantize.default, (input, sizes, format), test_utils=NOT_DISPATCH)
+    torch.library.opcheck(
+        OPS.grouped_quantize_transposed.default, (input, sizes, format), test_utils=NOT_DISPATCH
+    )
+    torch.library.opcheck(OPS.grouped_quantize_both.default, (input.requires_grad_(), sizes, format))
+    torch.library.opcheck(OPS.grouped_dequantize.default, rowwise, test_utils=NOT_SCHEMA[:2])
+    torch.library.opcheck(OPS.grouped_dequantize.default, turned, test_utils=NOT_SCHEMA)
+
+
+def test_dequantize_leaves_its_inputs_alone(device: torch.device) -> None:
+    data, scale, data_t, scale_t = ops.quantize_both(torch.randn(130, 140, device=device), "fp8_block")
+    before = [tensor.clone() for tensor in (data, scale, data_t, scale_t)]
+    ops.dequantize(data, scale, "fp8_block")
+    ops.dequantize(data_t, scale_t, "fp8_block", transposed=True)
+    sizes = torch.tensor([7, 100], device=device)
+    grouped = ops.grouped_quantize(torch.randn(130, 140, device=device), sizes, "fp8_block")
+    kept = [tensor.clone() for tensor in grouped]
+    ops.grouped_dequantize(*grouped, sizes, "fp8_block")
+    for now, then in zip((data, scale, data_t, scale_t, *grouped), before + kept, strict=True):
+        assert_same_bits(now, then)
+
+
+def test_compiles_whole(device: torch.device) -> None:
+    format = "fp8_block"
+
+    def round_trip(input: Tensor, sizes: Tensor) -> Tensor:
+        data, scale, data_t, scale_t = ops.grouped_quantize_both(input * 2, sizes, format)
+        rows = ops.grouped_dequantize(data, scale, sizes, format, torch.bfloat16)
+        columns = ops.grouped_dequantize(data_t, scale_t, sizes, format, torch.bfloat16, transposed=True)
+        return rows + columns
+
+    compiled = torch.compile(round_trip, fullgraph=True, dynamic=True)
+    for rows in (130, 40):
+        input, sizes = torch.randn(rows, 36, device=device), torch.tensor([rows - 9, 0, 4], device=device)
+        assert_same_bits(compiled(input, sizes), round_trip(input, sizes))
+
+
+# On a GPU only.
+
+
+@pytest.mark.gpu
+def test_sizes_on_a_gpu_are_cut_at_the_buffer() -> None:
+    input = torch.randn(200, 70, device="cuda")
+    for sizes, cut in [([150, 100, 7], [150, 50, 0]), ([-5, 60, -1], [0, 60, 0]), ([2**40, 3], [200, 0])]:
+        for format in ("fp8_tensor", "fp8_block"):
+            got = ops.grouped_quantize_both(input, torch.tensor(sizes, device="cuda"), format)
+            assert_all_same(got, ops.grouped_quantize_both(input.cpu(), torch.tensor(cut), format))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["fp8_tensor:e5m2", "fp8_block"])
+def test_cuda_graph_replays_with_other_sizes_and_data(format: str) -> None:
+    input = torch.randn(300, 130, device="cuda").bfloat16()
+    sizes = torch.tensor([100, 200], device="cuda")
+
+    def step() -> tuple[Tensor, ...]:
+        outputs = ops.grouped_quantize_both(input, sizes, format)
+        return (
+            *outputs,
+            ops.grouped_dequantize(*outputs[:2], sizes, format),
+            *ops.quantize_both(input, format),
+        )
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")  # nothing may wait for the device
+    try:
+        with torch.cuda.graph(graph):
+            captured = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for seed, now in enumerate([[0, 0], [300, 0], [129, 44], [0, 257]]):
+        torch.manual_seed(seed)
+        input.copy_(torch.randn(300, 130) * (seed + 1))
+        sizes.copy_(torch.tensor(now))
+        graph.replay()
+        expected = step()
+        for got, wanted in zip(captured, expected, strict=True):
+            assert_same_bits(got, wanted)
+        assert_all_same(captured[:4], ops.grouped_quantize_both(input.cpu(), torch.tensor(now), format))
+
+
+# What bad input gets: the whole text of each error.
+
+FLOATS = "one of the dtypes float32, bfloat16, float16"
+KEYS = (
+    "a format key: none, bf16, fp8_tensor or fp8_block, "
+    "then options like fp8_block:e4m3,pow2,square,eps=1e-12"
+)
+ONES = torch.ones(4, 256)
+SIZES = torch.tensor([1, 2])
+E4M3 = ONES.to(torch.float8_e4m3fn)
+SCALE = torch.ones(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments", "error", "text"),
+    [
+        (ops.quantize, (ONES.double(), "fp8_block"), TypeError,
+         f"quantize: argument 'input': expected {FLOATS}, got float64. Convert it with .to() first."),
+        (ops.quantize_transposed, (ONES[0], "fp8_block"), ValueError,
+         "quantize_transposed: argument 'input': expected 2 or 3 dimensions, got float32[256] on cpu. "
+         "Reshape it first."),
+        (ops.quantize_both, (ONES[None, None], "fp8_tensor"), ValueError,
+         "quantize_both: argument 'input': expected 2 or 3 dimensions, got float32[1, 1, 4, 256] on cpu. "
+         "Reshape it first."),
+        (ops.quantize, (ONES, "fp9"), ValueError,
+         f"quantize: argument 'format': expected {KEYS}, got 'fp9'. transformer_plugin.formats lists them."),
+        (ops.quantize, (ONES, "bf16"), ValueError,
+         "quantize: argument 'format': expected a format with scales, fp8_tensor or fp8_block, got 'bf16'. "
+         "Use the tensor as it is, or convert it with .to()."),
+        (ops.grouped_quantize, (ONES, SIZES, "fp8_block:square"), ValueError,
+         "grouped_quantize: argument 'format': expected 1x128 blocks for a ragged matrix, whose groups "
+         "do not end "
+         "on square blocks, got 'fp8_block:square'. Leave out 'square'."),
+        (ops.grouped_quantize_transposed, (ONES[None], SIZES, "fp8_block"), ValueError,
+         "grouped_quantize_transposed: argument 'input': expected 2 dimensions, got float32[1, 4, 256] "
+         "on cpu. "
+         "Reshape it first."),
+        (ops.grouped_quantize_both, (ONES, SIZES.float(), "fp8_block"), TypeError,
+         "grouped_quantize_both: argument 'group_sizes': expected one of the dtypes int32, int64, got "
+         "float32. "
+         "Convert it with .to() first."),
+        (ops.grouped_quantize, (ONES, SIZES[None], "fp8_block"), ValueError,
+         "grouped_quantize: argument 'group_sizes': expected 1 dimensions, got int64[1, 2] on cpu. "
+         "Reshape it first."),
+        (ops.grouped_quantize, (ONES, torch.tensor([2, -1]), "fp8_block"), ValueError,
+         "grouped_quantize: argument 'group_sizes': expected sizes that are not negative, got -1 for "
+         "group 1. "
+         "Pass the number of rows of each group."),
+        (ops.grouped_quantize, (ONES, torch.tensor([2, 3]), "fp8_tensor"), ValueError,
+         "grouped_quantize: argument 'group_sizes': expected sizes that sum to at most 4, the rows of "
+         "the buffer, "
+         "got a sum of 5 at group 1. Enlarge the buffer or fix the sizes."),
+        (ops.dequantize, (ONES, SCALE, "fp8_block"), TypeError,
+         "dequantize: argument 'data': expected one of the dtypes float8_e4m3fn, got float32. "
+         "Convert it with .to() first."),
+        (ops.dequantize, (E4M3, SCALE, "fp8_block:e5m2"), TypeError,
+         "dequantize: argument 'data': expected one of the dtypes float8_e5m2, got float8_e4m3fn. "
+         "Convert it with .to() first."),
+        (ops.dequantize, (E4M3, SCALE.double(), "fp8_block"), TypeError,
+         "dequantize: argument 'scale_inv': expected one of the dtypes float32, got float64. "
+         "Convert it with .to() first."),
+        (ops.dequantize, (E4M3, SCALE, "fp8_tensor"), ValueError,
+         "dequantize: argument 'scale_inv': expected 1 dimensions, got float32[2, 4] on cpu. Reshape it "
+         "first."),
+        (ops.dequantize, (E4M3, SCALE[:1], "fp8_block"), ValueError,
+         "dequantize: argument 'scale_inv': expected size 2 in dimension 0 (what the format gives data "
+         "of this "
+         "size), got float32[1, 4] on cpu. Pass tensors whose sizes agree."),
+        (ops.dequantize, (E4M3, SCALE, "fp8_block", torch.float64), TypeError,
+         f"dequantize: argument 'dtype': expected {FLOATS}, got float64. Convert the result with .to()."),
+        (ops.dequantize, (E4M3[0], SCALE, "fp8_block"), ValueError,
+         "dequantize: argument 'data': expected 2 or 3 dimensions, got float8_e4m3fn[256] on cpu. "
+         "Reshape it first."),
+        (ops.grouped_dequantize, (E4M3, torch.ones(3), SIZES, "fp8_tensor"), ValueError,
+         "grouped_dequantize: argument 'scale_inv': expected size 2 in dimension 0 (what the format "
+         "gives data of "
+         "this size), got float32[3] on cpu. Pass tensors whose sizes agree."),
+        (ops.grouped_dequantize, (E4M3, SCALE, torch.tensor([9]), "fp8_block"), ValueError,
+         "grouped_dequantize: argument 'group_sizes': expected sizes that sum to at most 4, the rows of the "
+         "buffer, got a sum of 9 at group 0. Enlarge the buffer or fix the sizes."),
+    ],
+)  # fmt: skip
+def test_errors_have_four_parts(
+    op: Callable[..., Any], arguments: tuple[Any, ...], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error) as caught:
+        op(*arguments)
+    assert str(caught.value) == f"transformer_plugin::{text}"
+
+
+@pytest.mark.gpu
+def test_sizes_on_another_device() -> None:
+    with pytest.raises(ValueError) as caught:
+        ops.grouped_quantize(ONES.cuda(), SIZES, "fp8_block")
+    assert str(caught.value) == (
+        "transformer_plugin::grouped_quantize: argument 'group_sizes': expected a tensor on cuda:0, like "
+        "input, "
+        'got int64[2] on cpu. Move it with .to("cuda:0") first.'
+    )
