@@ -1,0 +1,137 @@
+// Calls through the dispatcher to the ops that the gemm family is made of, and what its gradients share.
+#pragma once
+
+#include <string_view>
+#include <tuple>
+#include <utility>
+
+#include "common/autograd.h"
+#include "common/tensor.h"
+#include "gemm/dense_product.h"
+
+namespace transformer_plugin::gemm {
+
+using OptionalTensorArg = const std::optional<at::Tensor>&;
+
+inline at::Tensor call_gemm(const at::Tensor& a, const at::Tensor& b, OptionalTensorArg bias, bool transpose_b,
+                            std::optional<at::ScalarType> dtype) {
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, OptionalTensorArg, bool,
+                               std::optional<at::ScalarType>);
+  static const auto op = find_op<Signature>("gemm");
+  return op.call(a, b, bias, transpose_b, dtype);
+}
+
+inline at::Tensor call_grouped_gemm(const at::Tensor& a, const at::Tensor& b, const at::Tensor& group_sizes,
+                                    OptionalTensorArg bias, OptionalTensorArg bias_scale, bool transpose_b,
+                                    std::optional<at::ScalarType> dtype) {
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, OptionalTensorArg,
+                               OptionalTensorArg, bool, std::optional<at::ScalarType>);
+  static const auto op = find_op<Signature>("grouped_gemm");
+  return op.call(a, b, group_sizes, bias, bias_scale, transpose_b, dtype);
+}
+
+inline at::Tensor call_grouped_gemm_wgrad(const at::Tensor& grad, const at::Tensor& input,
+                                          const at::Tensor& group_sizes, std::optional<at::ScalarType> dtype) {
+  using Signature =
+      at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, std::optional<at::ScalarType>);
+  static const auto op = find_op<Signature>("grouped_gemm_wgrad");
+  return op.call(grad, input, group_sizes, dtype);
+}
+
+inline std::tuple<at::Tensor, at::Tensor> call_grouped_bias_backward(const at::Tensor& grad,
+                                                                     const at::Tensor& group_sizes,
+                                                                     OptionalTensorArg bias,
+                                                                     OptionalTensorArg bias_scale) {
+  using Signature = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, OptionalTensorArg,
+                                                       OptionalTensorArg);
+  static const auto op = find_op<Signature>("grouped_bias_backward");
+  return op.call(grad, group_sizes, bias, bias_scale);
+}
+
+// ---- quantize: of a matrix, or of ragged rows when group sizes are given ------------------------------------
+
+namespace quantize_call {
+using Pair = std::tuple<at::Tensor, at::Tensor>;
+using Four = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+template <typename Result>
+using Dense = Result(const at::Tensor&, std::string_view);
+template <typename Result>
+using Grouped = Result(const at::Tensor&, const at::Tensor&, std::string_view);
+}  // namespace quantize_call
+
+inline quantize_call::Pair call_quantize(const at::Tensor& x, OptionalTensorArg group_sizes, std::string_view key) {
+  static const auto dense = find_op<quantize_call::Dense<quantize_call::Pair>>("quantize");
+  static const auto grouped = find_op<quantize_call::Grouped<quantize_call::Pair>>("grouped_quantize");
+  return group_sizes ? grouped.call(x, *group_sizes, key) : dense.call(x, key);
+}
+
+inline quantize_call::Pair call_quantize_transposed(const at::Tensor& x, OptionalTensorArg group_sizes,
+                                                    std::string_view key) {
+  static const auto dense = find_op<quantize_call::Dense<quantize_call::Pair>>("quantize_transposed");
+  static const auto grouped = find_op<quantize_call::Grouped<quantize_call::Pair>>("grouped_quantize_transposed");
+  return group_sizes ? grouped.call(x, *group_sizes, key) : dense.call(x, key);
+}
+
+inline quantize_call::Four call_quantize_both(const at::Tensor& x, OptionalTensorArg group_sizes,
+                                              std::string_view key) {
+  static const auto dense = find_op<quantize_call::Dense<quantize_call::Four>>("quantize_both");
+  static const auto grouped = find_op<quantize_call::Grouped<quantize_call::Four>>("grouped_quantize_both");
+  return group_sizes ? grouped.call(x, *group_sizes, key) : dense.call(x, key);
+}
+
+// ---- products of quantized operands -------------------------------------------------------------------------
+
+inline at::Tensor call_gemm_quantized(const at::Tensor& a, const at::Tensor& a_scale, const at::Tensor& b,
+                                      const at::Tensor& b_scale, std::string_view a_key, std::string_view b_key,
+                                      at::ScalarType dtype, OptionalTensorArg bias, bool transpose_b) {
+  using Signature =
+      at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, std::string_view,
+                 std::string_view, at::ScalarType, OptionalTensorArg, bool);
+  static const auto op = find_op<Signature>("gemm_quantized");
+  return op.call(a, a_scale, b, b_scale, a_key, b_key, dtype, bias, transpose_b);
+}
+
+inline at::Tensor call_grouped_gemm_quantized(const at::Tensor& a, const at::Tensor& a_scale, const at::Tensor& b,
+                                              const at::Tensor& b_scale, const at::Tensor& group_sizes,
+                                              std::string_view a_key, std::string_view b_key, at::ScalarType dtype,
+                                              OptionalTensorArg bias, OptionalTensorArg bias_scale, bool transpose_b) {
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                               const at::Tensor&, std::string_view, std::string_view, at::ScalarType,
+                               OptionalTensorArg, OptionalTensorArg, bool);
+  static const auto op = find_op<Signature>("grouped_gemm_quantized");
+  return op.call(a, a_scale, b, b_scale, group_sizes, a_key, b_key, dtype, bias, bias_scale, transpose_b);
+}
+
+inline at::Tensor call_grouped_gemm_wgrad_quantized(const at::Tensor& grad_t, const at::Tensor& grad_t_scale,
+                                                    const at::Tensor& input_t, const at::Tensor& input_t_scale,
+                                                    const at::Tensor& group_sizes, std::string_view grad_key,
+                                                    std::string_view input_key, at::ScalarType dtype) {
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                               const at::Tensor&, std::string_view, std::string_view, at::ScalarType);
+  static const auto op = find_op<Signature>("grouped_gemm_wgrad_quantized");
+  return op.call(grad_t, grad_t_scale, input_t, input_t_scale, group_sizes, grad_key, input_key, dtype);
+}
+
+// ---- what the gradients share -------------------------------------------------------------------------------
+
+// A gradient and an operand in one dtype: as they are, or both widened without loss when they differ.
+inline std::pair<at::Tensor, at::Tensor> same_dtype(const at::Tensor& grad, const at::Tensor& operand) {
+  if (grad.scalar_type() == operand.scalar_type()) return {grad, operand};
+  const at::ScalarType wide = sum_dtype(operand.scalar_type());
+  return {grad.to(wide), operand.to(wide)};
+}
+
+// The gradients of the bias and its scale, which follow a, b and group_sizes among the arguments of a node. `bias`
+// was saved when its scale's gradient is wanted.
+inline std::pair<at::Tensor, at::Tensor> bias_gradients(const torch::autograd::AutogradContext* ctx, bool has_bias,
+                                                        const at::Tensor& grad, const at::Tensor& group_sizes,
+                                                        const at::Tensor& bias, const at::Tensor& bias_scale) {
+  const bool wants_bias = has_bias && ctx->needs_input_grad(3);
+  const bool wants_scale = has_bias && bias_scale.defined() && ctx->needs_input_grad(4);
+  if (!wants_bias && !wants_scale) return {};
+  const auto [grad_bias, grad_scale] = call_grouped_bias_backward(
+      grad, group_sizes, wants_scale ? as_optional(bias) : std::nullopt, as_optional(bias_scale));
+  return {wants_bias ? grad_bias : at::Tensor(), wants_scale ? grad_scale : at::Tensor()};
+}
+
+}  // namespace transformer_plugin::gemm

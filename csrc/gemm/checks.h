@@ -1,0 +1,28 @@
+// What the doors of the gemm family check alike.
+#pragma once
+
+#include "common/check.h"
+
+namespace transformer_plugin::gemm {
+
+inline constexpr std::initializer_list<at::ScalarType> kGemmTypes = {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble};
+
+// The output's dtype: as given, or that of the operands. Doubles go with doubles only.
+at::ScalarType output_dtype(const Argument& operand, std::optional<at::ScalarType> dtype);
+// A float matrix (dim 2) or stack of matrices (dim 3) of a dtype that has a product on its device.
+void check_operand(const Argument& operand, int64_t dim);
+// The same for products over groups, which have no float64 on CUDA.
+void check_grouped_operand(const Argument& operand, int64_t dim);
+// Group sizes on the device of `rows`, one for each matrix of `matrices` [G, .., ..].
+void check_groups(const Argument& group_sizes, const Argument& rows, const Argument& matrices);
+// The second operand: like the first in dtype and device.
+void check_pair(const Argument& second, const Argument& first, int64_t dim);
+// Any float dtype; [N], or [G, N] when `groups` is given.
+void check_bias(const Argument& bias, const Argument& operand, const std::optional<c10::SymInt>& groups,
+                const c10::SymInt& columns);
+// float32 [T], only beside a bias.
+void check_bias_scale(const Argument& bias_scale, bool has_bias, const Argument& operand);
+// A buffer that a caller gave: float32 or bfloat16 [G, N, K], rows of stride 1 inside that do not overlap.
+void check_accumulator(const Argument& out, const Argument& operand, c10::SymIntArrayRef sizes);
+
+}  // namespace transformer_plugin::gemm

@@ -1,0 +1,48 @@
+// Our own products over ragged groups, for what torch's grouped product does not take: any width, any float
+// dtype, a bias, a factor per group, sums added to a given buffer. FP32 sums in a fixed order, no atomics.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+
+namespace transformer_plugin::gemm {
+
+// Where the operands' summed-over dimension (k) lies.
+enum class GroupedMode : int32_t {
+  kForward,     // a [T, k], b [G, n, k]: rows are ragged
+  kDataGrad,    // a [T, k], b [G, k, n]: rows are ragged
+  kWeightGrad,  // a [T, m], b [T, n]: each group sums over its own rows
+};
+
+struct GroupedKernelArgs {
+  const void* a;
+  const void* b;
+  void* out;                // [T, n], or [G, m, n] of kWeightGrad
+  const int32_t* offsets;   // [G + 1]
+  const float* alpha;       // [G], or null for 1
+  const float* bias;        // [G, n], or null; rows only
+  const float* bias_scale;  // [T], or null for 1; rows only
+  int64_t rows;             // T
+  int64_t groups;           // G
+  int64_t m;                // kWeightGrad only
+  int64_t n;
+  int64_t k;  // unused by kWeightGrad
+  int64_t out_group_stride;
+  int64_t out_row_stride;
+  DType dtype;  // of a and b
+  DType out_dtype;
+  bool accumulate;  // add to what `out` holds; a group without rows leaves it unchanged
+  bool vectors;     // every row of a and b begins at a multiple of 16 bytes
+};
+
+void launch_grouped_kernel(GroupedMode mode, const GroupedKernelArgs& args, void* stream);
+// One for each operand dtype, each in a file of its own so that they compile side by side.
+void launch_grouped_bf16(GroupedMode mode, const GroupedKernelArgs& args, void* stream);
+void launch_grouped_fp16(GroupedMode mode, const GroupedKernelArgs& args, void* stream);
+void launch_grouped_fp32(GroupedMode mode, const GroupedKernelArgs& args, void* stream);
+
+// Zeroes rows *end .. rows of a contiguous matrix whose rows have `row_bytes` (an even number).
+void launch_zero_tail(void* out, const int32_t* end, int64_t rows, int64_t row_bytes, void* stream);
+
+}  // namespace transformer_plugin::gemm

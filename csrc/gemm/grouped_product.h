@@ -1,0 +1,45 @@
+// Products over ragged groups of rows, by device: what grouped_gemm, its gradients and its quantized forms run.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace transformer_plugin::gemm {
+
+// out[i] = a[i] @ B_g * alpha[g] + bias_scale[i] * bias[g] for the rows i of group g, rounded once; zero past the
+// last group, whose rows of `a` are not read. B_g is b[g] transposed (b [G, N, K]) or as stored (b [G, K, N]).
+struct RowProduct {
+  const at::Tensor& a;        // [T, K]
+  const at::Tensor& b;        // [G, N, K] or [G, K, N]
+  const at::Tensor& offsets;  // int32 [G + 1] (common/offsets.h)
+  const std::optional<at::Tensor>& bias;        // [G, N], any float dtype
+  const std::optional<at::Tensor>& bias_scale;  // float32 [T]
+  bool transpose_b;
+  std::optional<at::Tensor> alpha = std::nullopt;  // float32 [G], on CUDA only
+
+  int64_t columns() const { return b.size(transpose_b ? 1 : 2); }
+};
+
+// out[g] = grad_g^T @ input_g * alpha[g], added to what is there when `accumulate`; the sum runs over the group's rows.
+struct ReductionProduct {
+  const at::Tensor& grad;     // [T, N]
+  const at::Tensor& input;    // [T, K]
+  const at::Tensor& offsets;  // int32 [G + 1]
+  std::optional<at::Tensor> alpha = std::nullopt;  // float32 [G], on CUDA only
+
+  int64_t groups() const { return offsets.size(0) - 1; }
+};
+
+at::Tensor row_product(const RowProduct& product, at::ScalarType dtype);
+at::Tensor reduction_product(const ReductionProduct& product, at::ScalarType dtype);
+// `out` [G, N, K] has inner stride 1; written through its pointer, so that its version does not change.
+void reduction_product_out(const ReductionProduct& product, const at::Tensor& out, bool accumulate);
+
+at::Tensor row_product_cpu(const RowProduct& product, at::ScalarType dtype);
+void reduction_product_cpu(const ReductionProduct& product, const at::Tensor& out, bool accumulate);
+at::Tensor row_product_cuda(const RowProduct& product, at::ScalarType dtype);
+at::Tensor reduction_product_cuda(const ReductionProduct& product, at::ScalarType dtype);
+void reduction_product_out_cuda(const ReductionProduct& product, const at::Tensor& out, bool accumulate);
+
+}  // namespace transformer_plugin::gemm

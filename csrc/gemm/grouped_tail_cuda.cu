@@ -1,0 +1,51 @@
+#include <algorithm>
+
+#include "common/launch.cuh"
+#include "gemm/grouped_kernel.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int64_t kMostBlocks = 1024;
+
+// Element is the widest type that divides a row.
+template <typename Element>
+__global__ void zero_tail_kernel(Element* out, const int32_t* end, int64_t rows, int64_t row_elements) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  int64_t i = *end * row_elements + static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  for (; i < rows * row_elements; i += step) out[i] = Element{};
+}
+
+template <typename Element>
+void zero_tail(void* out, const int32_t* end, int64_t rows, int64_t row_bytes, cudaStream_t stream) {
+  const int64_t row_elements = row_bytes / static_cast<int64_t>(sizeof(Element));
+  const unsigned blocks =
+      static_cast<unsigned>(std::min<int64_t>(kMostBlocks, grid_size(rows * row_elements, kThreads)));
+  zero_tail_kernel<<<blocks, kThreads, 0, stream>>>(static_cast<Element*>(out), end, rows, row_elements);
+}
+
+}  // namespace
+
+void launch_zero_tail(void* out, const int32_t* end, int64_t rows, int64_t row_bytes, void* stream) {
+  if (rows == 0 || row_bytes == 0) return;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (row_bytes % 16 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0) {
+    zero_tail<uint4>(out, end, rows, row_bytes, cuda_stream);
+  } else {
+    zero_tail<uint16_t>(out, end, rows, row_bytes, cuda_stream);
+  }
+  check_launch("zero_tail_kernel");
+}
+
+void launch_grouped_kernel(GroupedMode mode, const GroupedKernelArgs& args, void* stream) {
+  const bool empty = mode == GroupedMode::kWeightGrad ? args.m == 0 : args.rows == 0;
+  if (empty || args.n == 0 || args.groups == 0) return;
+  switch (args.dtype) {
+    case DType::kBFloat16: return launch_grouped_bf16(mode, args, stream);
+    case DType::kFloat16: return launch_grouped_fp16(mode, args, stream);
+    default: return launch_grouped_fp32(mode, args, stream);
+  }
+}
+
+}  // namespace transformer_plugin::gemm

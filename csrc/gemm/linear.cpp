@@ -1,0 +1,125 @@
+// linear: input [..., K] times weight [N, K] transposed, plus bias [N], with its gradient, in any format.
+#include <ATen/ops/mm.h>
+#include <ATen/ops/sum.h>
+#include <torch/library.h>
+
+#include "common/autograd.h"
+#include "common/tensor.h"
+#include "gemm/checks.h"
+#include "gemm/dense_product.h"
+#include "gemm/low_precision.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr const char* kOp = "linear";
+
+void check_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const RoleFormats& formats) {
+  const Argument input_argument{kOp, "input", input};
+  const Argument weight_argument{kOp, "weight", weight};
+  check_dtype(input_argument, formats.native() ? kGemmTypes : kFloatTypes);
+  TP_CHECK_VALUE(input.dim() > 0, kOp, "input", "at least 1 dimension", describe(input), "Reshape it first");
+  check_pair(weight_argument, input_argument, 2);
+  check_size(weight_argument, 1, input.sym_size(-1), "the last dimension of 'input'");
+  if (bias) check_bias({kOp, "bias", *bias}, input_argument, std::nullopt, weight.sym_size(0));
+}
+
+// `like`'s leading dimensions, then `columns`.
+c10::SymDimVector with_columns(const Tensor& like, const c10::SymInt& columns) {
+  c10::SymDimVector sizes(like.sym_sizes());
+  sizes.back() = columns;
+  return sizes;
+}
+
+// All leading dimensions as one.
+Tensor as_matrix(const Tensor& tensor) {
+  if (tensor.dim() == 2) return tensor;
+  c10::SymInt rows = 1;
+  for (int64_t d = 0; d + 1 < tensor.dim(); ++d) rows = rows * tensor.sym_size(d);
+  return tensor.reshape_symint({rows, tensor.sym_size(-1)});
+}
+
+Tensor from_matrix(const Tensor& matrix, const Tensor& like) {
+  return like.dim() == 2 ? matrix : matrix.view_symint(with_columns(like, matrix.sym_size(1)));
+}
+
+Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                   std::string_view input_format, std::string_view weight_format, std::string_view grad_format) {
+  check_linear(input, weight, bias, role_formats(kOp, input_format, weight_format, grad_format));
+  return empty(input, with_columns(input, weight.sym_size(0)), input.scalar_type());
+}
+
+Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, std::string_view input_format,
+              std::string_view weight_format, std::string_view grad_format) {
+  const RoleFormats formats = role_formats(kOp, input_format, weight_format, grad_format);
+  check_linear(input, weight, bias, formats);
+  const BelowAutograd guard;
+  const Tensor x = as_matrix(input);
+  if (formats.native()) return from_matrix(dense_product(x, weight.t(), bias, input.scalar_type()), input);
+  return from_matrix(low_precision_forward({x, weight, std::nullopt, bias, std::nullopt}, formats), input);
+}
+
+Tensor call_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                   std::string_view input_format, std::string_view weight_format, std::string_view grad_format) {
+  using Signature = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view, std::string_view,
+                           std::string_view);
+  static const auto op = find_op<Signature>(kOp);
+  return op.call(input, weight, bias, input_format, weight_format, grad_format);
+}
+
+// Operands as they come. Two nodes, with and without a bias, so that nothing but tensors is kept.
+template <bool has_bias>
+class LinearFunction : public torch::autograd::Function<LinearFunction<has_bias>> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+    ctx->save_for_backward({weight.requires_grad() ? input : Tensor(), input.requires_grad() ? weight : Tensor()});
+    const BelowAutograd guard;
+    return call_linear(input, weight, bias, "none", "none", "none");
+  }
+
+  // The bias's gradient is a wide sum, which the engine rounds to the bias's dtype.
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor grad = as_matrix(grads[0]);
+    Tensor grad_input, grad_weight, grad_bias;
+    if (ctx->needs_input_grad(0)) grad_input = from_matrix(at::mm(grad, saved[1]), grads[0]);
+    if (ctx->needs_input_grad(1)) grad_weight = at::mm(grad.t(), as_matrix(saved[0]));
+    if constexpr (has_bias) {
+      if (ctx->needs_input_grad(2)) grad_bias = at::sum(grad, {0}, false, sum_dtype(grad.scalar_type()));
+    }
+    return {grad_input, grad_weight, grad_bias};
+  }
+};
+
+Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                       std::string_view input_format, std::string_view weight_format, std::string_view grad_format) {
+  if (!any_wants_grad(input, weight, bias)) {
+    const BelowAutograd guard;
+    return call_linear(input, weight, bias, input_format, weight_format, grad_format);
+  }
+  const RoleFormats formats = role_formats(kOp, input_format, weight_format, grad_format);
+  if (formats.native()) {
+    return bias ? LinearFunction<true>::apply(input, weight, bias) : LinearFunction<false>::apply(input, weight, bias);
+  }
+  check_linear(input, weight, bias, formats);
+  return from_matrix(low_precision_product({as_matrix(input), weight, std::nullopt, bias, std::nullopt}, formats),
+                     input);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { m.impl(kOp, linear); }
+TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl(kOp, linear_meta); }
+TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl(kOp, linear_autograd); }
+#ifdef TRANSFORMER_PLUGIN_CUDA
+TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { m.impl(kOp, linear); }
+#endif
+
+}  // namespace transformer_plugin::gemm

@@ -1,0 +1,197 @@
+#include "gemm/low_precision.h"
+
+#include <ATen/ops/sum.h>
+
+#include "common/autograd.h"
+#include "common/check.h"
+#include "gemm/calls.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// A matrix in a format, along its rows and along its columns (returned transposed); what is not wanted is undefined.
+struct Rounded {
+  Tensor rows, rows_scale;
+  Tensor columns, columns_scale;
+};
+
+// One rounding serves both directions when the scale does not depend on the direction.
+bool one_scale(const Format& format) { return format.family != FormatFamily::kFp8Block; }
+
+Rounded round_matrix(const Tensor& x, const OptionalTensor& group_sizes, const Format& format, std::string_view key,
+                     bool rows, bool columns) {
+  Rounded result;
+  if (format.family == FormatFamily::kBFloat16) {
+    result.rows = x.to(at::kBFloat16);
+    result.columns = result.rows.t();
+  } else if (one_scale(format)) {
+    std::tie(result.rows, result.rows_scale) = call_quantize(x, group_sizes, key);
+    result.columns = result.rows.t();
+    result.columns_scale = result.rows_scale;
+  } else if (rows && columns) {
+    std::tie(result.rows, result.rows_scale, result.columns, result.columns_scale) =
+        call_quantize_both(x, group_sizes, key);
+  } else if (rows) {
+    std::tie(result.rows, result.rows_scale) = call_quantize(x, group_sizes, key);
+  } else if (columns) {
+    std::tie(result.columns, result.columns_scale) = call_quantize_transposed(x, group_sizes, key);
+  }
+  return result;
+}
+
+// A weight [.., N, K] for the forward product, as b with transpose_b; and for the data gradient.
+struct RoundedWeight {
+  Tensor forward, forward_scale;
+  Tensor backward, backward_scale;  // b with transpose_b unless the weight is symmetric
+};
+
+RoundedWeight round_weight(const Tensor& weight, const RoleFormats& formats, bool backward) {
+  RoundedWeight result;
+  if (formats.weight.family == FormatFamily::kBFloat16) {
+    result.forward = weight.to(at::kBFloat16);
+  } else if (formats.symmetric_weight() || !backward) {
+    std::tie(result.forward, result.forward_scale) = call_quantize(weight, std::nullopt, formats.weight_key);
+  } else {
+    std::tie(result.forward, result.forward_scale, result.backward, result.backward_scale) =
+        call_quantize_both(weight, std::nullopt, formats.weight_key);
+  }
+  if (backward && formats.symmetric_weight()) {
+    result.backward = result.forward;
+    result.backward_scale = result.forward_scale;
+  }
+  return result;
+}
+
+struct Operand {
+  const Tensor& data;
+  const Tensor& scale;
+  std::string_view key;
+};
+
+Tensor multiply(const Operand& a, const Operand& b, const OptionalTensor& group_sizes, const OptionalTensor& bias,
+                const OptionalTensor& bias_scale, bool transpose_b, at::ScalarType dtype) {
+  if (!a.scale.defined()) {
+    return group_sizes ? call_grouped_gemm(a.data, b.data, *group_sizes, bias, bias_scale, transpose_b, dtype)
+                       : call_gemm(a.data, b.data, bias, transpose_b, dtype);
+  }
+  return group_sizes ? call_grouped_gemm_quantized(a.data, a.scale, b.data, b.scale, *group_sizes, a.key, b.key, dtype,
+                                                   bias, bias_scale, transpose_b)
+                     : call_gemm_quantized(a.data, a.scale, b.data, b.scale, a.key, b.key, dtype, bias, transpose_b);
+}
+
+// grad^T @ input, from both along their columns.
+Tensor multiply_columns(const Operand& grad, const Operand& input, const OptionalTensor& group_sizes,
+                        at::ScalarType dtype) {
+  if (!group_sizes) return multiply(grad, input, std::nullopt, std::nullopt, std::nullopt, true, dtype);
+  if (!grad.scale.defined()) return call_grouped_gemm_wgrad(grad.data.t(), input.data.t(), *group_sizes, dtype);
+  return call_grouped_gemm_wgrad_quantized(grad.data, grad.scale, input.data, input.scale, *group_sizes, grad.key,
+                                           input.key, dtype);
+}
+
+Tensor multiply_forward(const LayerArguments& layer, const RoleFormats& formats, const Rounded& input,
+                        const RoundedWeight& weight) {
+  return multiply({input.rows, input.rows_scale, formats.input_key},
+                  {weight.forward, weight.forward_scale, formats.weight_key}, layer.group_sizes, layer.bias,
+                  layer.bias_scale, true, layer.input.scalar_type());
+}
+
+class LowPrecisionFunction : public torch::autograd::Function<LowPrecisionFunction> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
+                        const OptionalTensor& group_sizes, const OptionalTensor& bias, const OptionalTensor& bias_scale,
+                        std::string_view input_key, std::string_view weight_key, std::string_view grad_key) {
+    const RoleFormats formats = role_formats("linear", input_key, weight_key, grad_key);
+    const bool wants_input = input.requires_grad(), wants_weight = weight.requires_grad();
+    const BelowAutograd guard;
+    const Rounded x = round_matrix(input, group_sizes, formats.input, input_key, true, wants_weight);
+    const RoundedWeight w = round_weight(weight, formats, wants_input);
+    // The columns of one rounding are a view of its rows; the rows of two are not needed again.
+    const Tensor none;
+    ctx->save_for_backward({wants_weight ? x.columns : none, wants_weight ? x.columns_scale : none,
+                            wants_input ? w.backward : none, wants_input ? w.backward_scale : none,
+                            or_undefined(group_sizes), wants_grad(bias_scale) ? *bias : none,
+                            or_undefined(bias_scale)});
+    ctx->saved_data["input_format"] = std::string(input_key);
+    ctx->saved_data["weight_format"] = std::string(weight_key);
+    ctx->saved_data["grad_format"] = std::string(grad_key);
+    ctx->saved_data["weight_dtype"] = weight.scalar_type();
+    ctx->saved_data["has_bias"] = bias.has_value();
+    return multiply_forward({input, weight, group_sizes, bias, bias_scale}, formats, x, w);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const std::string input_key = ctx->saved_data["input_format"].toStringRef();
+    const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
+    const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
+    const RoleFormats formats = role_formats("linear", input_key, weight_key, grad_key);
+    const OptionalTensor group_sizes = as_optional(saved[4]);
+    const Tensor& grad = grads[0];
+    const bool wants_input = ctx->needs_input_grad(0), wants_weight = ctx->needs_input_grad(1);
+    Tensor grad_input, grad_weight;
+    if (wants_input || wants_weight) {
+      const Rounded g = round_matrix(grad, group_sizes, formats.grad, grad_key, wants_input, wants_weight);
+      if (wants_input) {
+        grad_input = multiply({g.rows, g.rows_scale, grad_key}, {saved[2], saved[3], weight_key}, group_sizes,
+                              std::nullopt, std::nullopt, !formats.symmetric_weight(), grad.scalar_type());
+      }
+      if (wants_weight) {
+        grad_weight = multiply_columns({g.columns, g.columns_scale, grad_key}, {saved[0], saved[1], input_key},
+                                       group_sizes, ctx->saved_data["weight_dtype"].toScalarType());
+      }
+    }
+    const auto [grad_bias, grad_scale] = bias_gradients_of(ctx, grad, group_sizes, saved[5], saved[6]);
+    return {grad_input, grad_weight, Tensor(), grad_bias, grad_scale, Tensor(), Tensor(), Tensor()};
+  }
+
+  // From the gradient before it is rounded to its format.
+  static std::pair<Tensor, Tensor> bias_gradients_of(AutogradContext* ctx, const Tensor& grad,
+                                                     const OptionalTensor& group_sizes, const Tensor& bias,
+                                                     const Tensor& bias_scale) {
+    const bool has_bias = ctx->saved_data["has_bias"].toBool();
+    if (group_sizes) return bias_gradients(ctx, has_bias, grad, *group_sizes, bias, bias_scale);
+    if (!has_bias || !ctx->needs_input_grad(2)) return {};
+    return {at::sum(grad, {0}, false, at::kFloat), Tensor()};
+  }
+};
+
+void check_family(const char* op, const char* argument, const Format& format, std::string_view key,
+                  const RoleFormats& formats) {
+  TP_CHECK_VALUE(format.family == formats.input.family, op, argument,
+                 "a format of the family of input_format, '" << formats.input_key << "'", "'" << key << "'",
+                 "Take all three formats from one recipe");
+}
+
+}  // namespace
+
+RoleFormats role_formats(const char* op, std::string_view input, std::string_view weight, std::string_view grad) {
+  if (input == "none" && weight == "none" && grad == "none") return {input, weight, grad, {}, {}, {}};
+  const RoleFormats formats{input,
+                            weight,
+                            grad,
+                            parse_format(op, "input_format", input),
+                            parse_format(op, "weight_format", weight),
+                            parse_format(op, "grad_format", grad)};
+  check_family(op, "weight_format", formats.weight, weight, formats);
+  check_family(op, "grad_format", formats.grad, grad, formats);
+  return formats;
+}
+
+Tensor low_precision_forward(const LayerArguments& layer, const RoleFormats& formats) {
+  const Rounded input = round_matrix(layer.input, layer.group_sizes, formats.input, formats.input_key, true, false);
+  return multiply_forward(layer, formats, input, round_weight(layer.weight, formats, false));
+}
+
+Tensor low_precision_product(const LayerArguments& layer, const RoleFormats& formats) {
+  return LowPrecisionFunction::apply(layer.input, layer.weight, layer.group_sizes, layer.bias, layer.bias_scale,
+                                     formats.input_key, formats.weight_key, formats.grad_key);
+}
+
+}  // namespace transformer_plugin::gemm

@@ -1,0 +1,40 @@
+// linear and grouped_linear with rounded operands: the input, the weight and the gradient each in a format, and the
+// three products of a training step from them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string_view>
+
+#include "common/format.h"
+
+namespace transformer_plugin::gemm {
+
+// The formats of one layer, of one family.
+struct RoleFormats {
+  std::string_view input_key, weight_key, grad_key;
+  Format input, weight, grad;
+
+  bool native() const { return input.family == FormatFamily::kNone; }
+  // Whether the weight's values are the same along rows and columns, so that one copy serves both directions.
+  bool symmetric_weight() const { return weight.family != FormatFamily::kFp8Block || weight.square_blocks; }
+};
+
+RoleFormats role_formats(const char* op, std::string_view input, std::string_view weight, std::string_view grad);
+
+// input [M, K] and weight [N, K]; or, with group sizes, input [T, K] and weight [G, N, K].
+struct LayerArguments {
+  const at::Tensor& input;
+  const at::Tensor& weight;
+  const std::optional<at::Tensor>& group_sizes;
+  const std::optional<at::Tensor>& bias;
+  const std::optional<at::Tensor>& bias_scale;
+};
+
+// Without a gradient.
+at::Tensor low_precision_forward(const LayerArguments& layer, const RoleFormats& formats);
+// With one, from an Autograd kernel.
+at::Tensor low_precision_product(const LayerArguments& layer, const RoleFormats& formats);
+
+}  // namespace transformer_plugin::gemm

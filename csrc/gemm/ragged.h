@@ -1,0 +1,56 @@
+// Ragged groups cut into tiles of rows without a scan.
+//
+// Group g owns the tile slots from offsets[g] / tile + g on. Since floor(x) + 1 >= ceil(x), that is enough for its
+// rows wherever it begins, and the starts increase, so a slot finds its group by halving. A slot may hold no rows.
+#pragma once
+
+#include <cstdint>
+
+#include "common/math.h"
+
+namespace transformer_plugin::gemm {
+
+struct RowTile {
+  int64_t group;
+  int64_t begin;  // first row
+  int64_t end;    // past the last; not above `begin` when the slot is empty
+};
+
+// Slots enough for any sizes whose sum is at most `rows`.
+TP_HOST_DEVICE int64_t tile_slots(int64_t rows, int64_t groups, int64_t tile) { return rows / tile + groups; }
+
+TP_HOST_DEVICE int64_t first_slot(const int32_t* offsets, int64_t group, int64_t tile) {
+  return offsets[group] / tile + group;
+}
+
+// `groups` is at least 1.
+TP_HOST_DEVICE RowTile row_tile(const int32_t* offsets, int64_t groups, int64_t slot, int64_t tile) {
+  int64_t low = 0, high = groups;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    if (first_slot(offsets, middle, tile) <= slot) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  const int64_t begin = offsets[low] + (slot - first_slot(offsets, low, tile)) * tile;
+  const int64_t stop = offsets[low + 1];
+  return {low, begin, begin + tile < stop ? begin + tile : stop};
+}
+
+// The group of a row, or `groups` for a row of the tail.
+TP_HOST_DEVICE int64_t group_of_row(const int32_t* offsets, int64_t groups, int64_t row) {
+  int64_t low = 0, high = groups;  // the first group whose end is past the row
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (offsets[middle + 1] > row) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return low;
+}
+
+}  // namespace transformer_plugin::gemm

@@ -1,0 +1,287 @@
+"""Products of matrices, dense and over ragged groups. Sums are FP32 and rounded once.
+
+Letters: M rows; T rows of a buffer of fixed capacity, of which the first ``sum(group_sizes)`` belong to G groups, in
+order; N output columns; K the dimension that is summed over. ``group_sizes`` is int32 or int64 ``[G]`` on the device
+of the data, any G, any sizes from 0. The host never reads it on CUDA, so a captured CUDA graph follows new sizes.
+Rows past the last group, the tail, are never read and come out as zero.
+
+On CUDA, sizes that are negative count as 0 and rows past the buffer are cut; on a CPU both are a ValueError.
+
+Any N, K and strides are taken. Rows of whole 16 bytes are fast; operands that are not contiguous are copied first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.transformer_plugin
+
+
+def gemm(
+    a: Tensor, b: Tensor, bias: Tensor | None = None, transpose_b: bool = True, dtype: torch.dtype | None = None
+) -> Tensor:
+    """``a @ b.T + bias``, or ``a @ b + bias``.
+
+    Args:
+        a: ``[M, K]`` float32, bfloat16, float16 or float64.
+        b: ``[N, K]``, or ``[K, N]`` when not ``transpose_b``; the dtype of ``a``.
+        bias: ``[N]``, any float dtype, added to the sum before it is rounded.
+        dtype: of the output; that of ``a`` by default. float64 only beside float64.
+
+    Returns:
+        ``[M, N]``. Differentiable in ``a``, ``b`` and ``bias``.
+
+    On CUDA torch's matrix product runs, and its settings hold (TF32, reduced-precision reductions).
+
+    Raises:
+        TypeError: another dtype. ValueError: sizes or devices that do not agree.
+    """
+    return _ops.gemm(a, b, bias, transpose_b, dtype)
+
+
+def gemm_quantized(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    a_format: str,
+    b_format: str,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    transpose_b: bool = True,
+) -> Tensor:
+    """The product of the values of two quantized matrices: ``dequantize(a) @ dequantize(b).T + bias``.
+
+    Args:
+        a, a_scale: ``[M, K]`` as :func:`~transformer_plugin.ops.quantize` gives it, in ``a_format``.
+        b, b_scale: ``[N, K]``, or ``[K, N]`` when not ``transpose_b``, in ``b_format``.
+        a_format, b_format: format keys, fp8_tensor or fp8_block.
+        dtype: of the output: float32, bfloat16 or float16.
+        bias: ``[N]``, any float dtype.
+
+    Returns:
+        ``[M, N]``, an FP32 sum of exact products, rounded once. Not differentiable: see :func:`linear`.
+
+    A matrix quantized along its columns (``quantize_transposed``) is the row-wise quantization of its transpose, so
+    a weight gradient is ``gemm_quantized(grad_t, grad_t_scale, input_t, input_t_scale, ...)``.
+
+    Raises:
+        TypeError: another dtype. ValueError: sizes, scales or devices that do not agree; a format without scales.
+    """
+    return _ops.gemm_quantized(a, a_scale, b, b_scale, a_format, b_format, dtype, bias, transpose_b)
+
+
+def grouped_gemm(
+    a: Tensor,
+    b: Tensor,
+    group_sizes: Tensor,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    transpose_b: bool = True,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Each group's rows times the group's matrix: ``a_g @ b[g].T + bias_scale_g * bias[g]``.
+
+    Args:
+        a: ``[T, K]`` float32, bfloat16 or float16; float64 on a CPU.
+        b: ``[G, N, K]``, or ``[G, K, N]`` when not ``transpose_b`` (a weight ``[G, N, K]`` given to the gradient of
+            its output: ``grouped_gemm(grad, weight, group_sizes, transpose_b=False)``); the dtype of ``a``.
+        group_sizes: int32 or int64 ``[G]``.
+        bias: ``[G, N]``, any float dtype, added to the FP32 sum before it is rounded.
+        bias_scale: float32 ``[T]``, a factor of the bias for each row; 1 by default.
+        dtype: of the output; that of ``a`` by default.
+
+    Returns:
+        ``[T, N]``, tail rows zero. Differentiable in ``a``, ``b``, ``bias`` and ``bias_scale``.
+
+    Raises:
+        TypeError: another dtype. ValueError: sizes or devices that do not agree, a scale without a bias, and on a CPU
+        group sizes that are negative or sum to more than T.
+    """
+    return _ops.grouped_gemm(a, b, group_sizes, bias, bias_scale, transpose_b, dtype)
+
+
+def grouped_gemm_quantized(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    group_sizes: Tensor,
+    a_format: str,
+    b_format: str,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    transpose_b: bool = True,
+) -> Tensor:
+    """:func:`grouped_gemm` of the values of quantized operands.
+
+    Args:
+        a, a_scale: ``[T, K]`` as :func:`~transformer_plugin.ops.grouped_quantize` gives it, in ``a_format``.
+        b, b_scale: ``[G, N, K]`` (or ``[G, K, N]``) as :func:`~transformer_plugin.ops.quantize` gives it, in
+            ``b_format``.
+        dtype: of the output: float32, bfloat16 or float16.
+
+    Returns:
+        ``[T, N]``, tail rows zero. Not differentiable: see :func:`grouped_linear`.
+    """
+    return _ops.grouped_gemm_quantized(
+        a, a_scale, b, b_scale, group_sizes, a_format, b_format, dtype, bias, bias_scale, transpose_b
+    )
+
+
+def grouped_gemm_wgrad(
+    grad: Tensor, input: Tensor, group_sizes: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The weight gradient of each group: ``grad_g.T @ input_g``, zero for an empty group.
+
+    Args:
+        grad: ``[T, N]`` float32, bfloat16 or float16; float64 on a CPU.
+        input: ``[T, K]`` in the dtype of ``grad``.
+        group_sizes: int32 or int64 ``[G]``.
+        dtype: of the output; that of ``grad`` by default.
+
+    Returns:
+        ``[G, N, K]``. Not differentiable.
+    """
+    return _ops.grouped_gemm_wgrad(grad, input, group_sizes, dtype)
+
+
+def grouped_gemm_wgrad_out(
+    grad: Tensor, input: Tensor, group_sizes: Tensor, out: Tensor, accumulate: bool = True
+) -> None:
+    """:func:`grouped_gemm_wgrad` added to ``out``, or written over it when not ``accumulate``.
+
+    Args:
+        out: float32 or bfloat16 ``[G, N, K]``, a ``main_grad`` for example. Its rows may be apart (any strides that
+            do not overlap, 1 in the last dimension): it is written through its pointer, never copied, and its
+            autograd version does not change. Added in FP32 and rounded once; an empty group leaves it unchanged.
+
+    Raises:
+        TypeError: another dtype. ValueError: sizes, strides or devices that do not fit; nothing is written then.
+    """
+    _ops.grouped_gemm_wgrad_out(grad, input, group_sizes, out, accumulate)
+
+
+def grouped_gemm_wgrad_quantized(
+    grad_t: Tensor,
+    grad_t_scale: Tensor,
+    input_t: Tensor,
+    input_t_scale: Tensor,
+    group_sizes: Tensor,
+    grad_format: str,
+    input_format: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """:func:`grouped_gemm_wgrad` of the values of operands quantized along their columns.
+
+    Args:
+        grad_t, grad_t_scale: ``[N, T]`` as :func:`~transformer_plugin.ops.grouped_quantize_transposed` gives it.
+        input_t, input_t_scale: ``[K, T]``, likewise.
+        dtype: of the output: float32, bfloat16 or float16.
+
+    Returns:
+        ``[G, N, K]``.
+    """
+    return _ops.grouped_gemm_wgrad_quantized(
+        grad_t, grad_t_scale, input_t, input_t_scale, group_sizes, grad_format, input_format, dtype
+    )
+
+
+def grouped_gemm_wgrad_quantized_out(
+    grad_t: Tensor,
+    grad_t_scale: Tensor,
+    input_t: Tensor,
+    input_t_scale: Tensor,
+    group_sizes: Tensor,
+    grad_format: str,
+    input_format: str,
+    out: Tensor,
+    accumulate: bool = True,
+) -> None:
+    """:func:`grouped_gemm_wgrad_quantized` added to ``out``, with the rules of :func:`grouped_gemm_wgrad_out`."""
+    _ops.grouped_gemm_wgrad_quantized_out(
+        grad_t, grad_t_scale, input_t, input_t_scale, group_sizes, grad_format, input_format, out, accumulate
+    )
+
+
+def grouped_bias_backward(
+    grad: Tensor, group_sizes: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the bias of :func:`grouped_gemm` and of its scale.
+
+    Args:
+        grad: ``[T, N]`` float32, bfloat16 or float16; float64 on a CPU.
+        bias: ``[G, N]``, needed for the gradient of the scale only.
+        bias_scale: float32 ``[T]``, what the forward was given.
+
+    Returns:
+        ``grad_bias [G, N]`` float32, ``sum over a group's rows of bias_scale[i] * grad[i, j]``, and
+        ``grad_bias_scale [T]`` float32 (``[0]`` without ``bias`` and ``bias_scale``),
+        ``sum over columns of grad[i, j] * bias[g, j]``, zero in the tail. Both in an order that is written down, the
+        same bits on CPU and CUDA. float64 for a float64 ``grad_bias``.
+    """
+    return _ops.grouped_bias_backward(grad, group_sizes, bias, bias_scale)
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    input_format: str = "none",
+    weight_format: str = "none",
+    grad_format: str = "none",
+) -> Tensor:
+    """``input @ weight.T + bias`` with operands in the given formats; ``torch.nn.functional.linear`` by default.
+
+    Args:
+        input: ``[..., K]`` float32, bfloat16 or float16 (float64 without formats).
+        weight: ``[N, K]`` in the dtype of ``input``.
+        bias: ``[N]``, any float dtype.
+        input_format, weight_format, grad_format: format keys of one family, as a recipe gives them. The input is
+            rounded along its rows for the output and along its columns for the weight's gradient; the output's
+            gradient likewise; the weight once when its format is the same along both (``bf16``, ``fp8_tensor``,
+            square blocks). What no gradient needs is not computed or kept.
+
+    Returns:
+        ``[..., N]`` in the dtype of ``input``. Differentiable in ``input``, ``weight`` and ``bias``.
+
+    Raises:
+        TypeError: another dtype. ValueError: sizes or devices that do not agree, a format that does not exist,
+        formats of different families.
+    """
+    return _ops.linear(input, weight, bias, input_format, weight_format, grad_format)
+
+
+def grouped_linear(
+    input: Tensor,
+    weight: Tensor,
+    group_sizes: Tensor,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    input_format: str = "none",
+    weight_format: str = "none",
+    grad_format: str = "none",
+) -> Tensor:
+    """:func:`linear` for each group of rows with the group's own weight and bias.
+
+    Args:
+        input: ``[T, K]`` float32, bfloat16 or float16 (float64 on a CPU without formats).
+        weight: ``[G, N, K]`` in the dtype of ``input``.
+        group_sizes: int32 or int64 ``[G]``.
+        bias: ``[G, N]``, any float dtype.
+        bias_scale: float32 ``[T]``, a factor of the bias for each row.
+        input_format, weight_format, grad_format: as for :func:`linear`; each group has its own scales.
+
+    Returns:
+        ``[T, N]`` in the dtype of ``input``, tail rows zero. Differentiable in ``input``, ``weight``, ``bias`` and
+        ``bias_scale``.
+
+    Raises:
+        TypeError: another dtype. ValueError: as :func:`grouped_gemm` and :func:`linear`; square blocks for the input
+        or the gradient.
+    """
+    return _ops.grouped_linear(
+        input, weight, group_sizes, bias, bias_scale, input_format, weight_format, grad_format
+    )

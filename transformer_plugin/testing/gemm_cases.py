@@ -1,0 +1,151 @@
+"""Inputs that the gemm family must get right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.testing.cases import FLOAT_DTYPES, Case
+
+
+@dataclass(frozen=True)
+class GroupedShape:
+    """Rows of each group, rows of the buffer, and the widths."""
+
+    name: str
+    sizes: tuple[int, ...]
+    rows: int
+    n: int
+    k: int
+
+
+GROUPED_SHAPES = (
+    GroupedShape("one-group", (9,), 9, 16, 24),
+    GroupedShape("odd-widths", (5, 3, 130), 140, 33, 17),
+    GroupedShape("empty-first", (0, 7, 5), 12, 24, 16),
+    GroupedShape("empty-middle", (7, 0, 0, 5), 16, 16, 40),
+    GroupedShape("empty-last", (6, 130, 0), 150, 136, 72),
+    GroupedShape("all-empty", (0, 0, 0), 6, 16, 8),
+    GroupedShape("no-rows", (0, 0), 0, 16, 8),
+    GroupedShape("no-groups", (), 5, 16, 8),
+    GroupedShape("one-past-a-block", (129, 1, 257), 400, 128, 128),
+    GroupedShape("257-groups", tuple(i % 4 for i in range(257)), 390, 8, 16),
+    GroupedShape("no-columns", (2, 3), 5, 0, 8),
+    GroupedShape("nothing-summed", (2, 3), 7, 8, 0),
+    GroupedShape("wide", (40, 0, 25), 70, 264, 520),
+)
+
+
+def integers(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator, most: int = 8
+) -> Tensor:
+    """Small whole numbers: their FP32 sums are exact, so a product is right to the last bit or wrong."""
+    return torch.randint(-most, most + 1, shape, generator=generator).to(dtype).to(device)
+
+
+def normals(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Tensor:
+    """Normal values, drawn on the CPU in float64 and rounded once."""
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+
+def poison_tail(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """NaN in every row past the groups: what reads them shows it."""
+    tensor[sum(sizes) :] = float("nan")
+    return tensor
+
+
+def group_sizes(
+    shape: GroupedShape, device: torch.device | str, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """The sizes as a tensor on the device."""
+    return torch.tensor(shape.sizes, dtype=dtype).to(device)
+
+
+def grouped_gemm_cases(draw: Any = integers, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES) -> Iterator[Case]:
+    """(a, b, group_sizes, bias, bias_scale, transpose_b): every shape, with and without bias and scale, both ways.
+
+    Tail rows of ``a`` and ``bias_scale`` are NaN.
+    """
+    for dtype in dtypes:
+        for index, shape in enumerate(GROUPED_SHAPES):
+            for extra in ("plain", "bias", "scaled"):
+                for transpose_b in (True, False):
+
+                    def make(
+                        device: torch.device,
+                        generator: torch.Generator,
+                        shape: GroupedShape = shape,
+                        dtype: torch.dtype = dtype,
+                        extra: str = extra,
+                        transpose_b: bool = transpose_b,
+                        size_dtype: torch.dtype = (torch.int64, torch.int32)[index % 2],
+                    ) -> tuple[Any, ...]:
+                        groups = len(shape.sizes)
+                        a = draw((shape.rows, shape.k), dtype, device, generator)
+                        b_shape = (shape.n, shape.k) if transpose_b else (shape.k, shape.n)
+                        b = draw((groups, *b_shape), dtype, device, generator)
+                        bias = draw((groups, shape.n), dtype, device, generator) if extra != "plain" else None
+                        scale = None
+                        if extra == "scaled":
+                            scale = integers((shape.rows,), torch.float32, device, generator) / 4
+                            poison_tail(scale, shape.sizes)
+                        sizes = group_sizes(shape, device, size_dtype)
+                        return poison_tail(a, shape.sizes), b, sizes, bias, scale, transpose_b
+
+                    name = f"{str(dtype)[6:]}-{shape.name}-{extra}-{'nt' if transpose_b else 'nn'}"
+                    yield Case(name, make)
+
+
+def grouped_wgrad_cases(draw: Any = integers, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES) -> Iterator[Case]:
+    """(grad, input, group_sizes), tail rows of both NaN."""
+    for dtype in dtypes:
+        for index, shape in enumerate(GROUPED_SHAPES):
+
+            def make(
+                device: torch.device,
+                generator: torch.Generator,
+                shape: GroupedShape = shape,
+                dtype: torch.dtype = dtype,
+                size_dtype: torch.dtype = (torch.int32, torch.int64)[index % 2],
+            ) -> tuple[Any, ...]:
+                grad = poison_tail(draw((shape.rows, shape.n), dtype, device, generator), shape.sizes)
+                input = poison_tail(draw((shape.rows, shape.k), dtype, device, generator), shape.sizes)
+                return grad, input, group_sizes(shape, device, size_dtype)
+
+            yield Case(f"{str(dtype)[6:]}-{shape.name}", make)
+
+
+GEMM_SHAPES = ((0, 8, 8), (1, 1, 1), (3, 0, 5), (4, 6, 0), (5, 33, 17), (16, 16, 16), (130, 129, 72), (64, 264, 520))
+
+
+def gemm_cases(draw: Any = integers) -> Iterator[Case]:
+    """(a, b, bias, transpose_b, dtype): shapes with zeros and odd widths, both layouts, wider and narrower outputs."""
+    for dtype in (*FLOAT_DTYPES, torch.float64):
+        outputs = (None, torch.float32, torch.bfloat16) if dtype != torch.float64 else (None,)
+        for m, n, k in GEMM_SHAPES:
+            for output in outputs:
+                for variant in range(4):
+
+                    def make(
+                        device: torch.device,
+                        generator: torch.Generator,
+                        shape: tuple[int, int, int] = (m, n, k),
+                        dtype: torch.dtype = dtype,
+                        output: torch.dtype | None = output,
+                        variant: int = variant,
+                    ) -> tuple[Any, ...]:
+                        m, n, k = shape
+                        transpose_b = variant % 2 == 0
+                        a = draw((m, k), dtype, device, generator)
+                        b = draw((n, k) if transpose_b else (k, n), dtype, device, generator)
+                        bias = draw((n,), dtype, device, generator) if variant >= 2 else None
+                        return a, b, bias, transpose_b, output
+
+                    name = f"{str(dtype)[6:]}-{m}x{n}x{k}-{str(output)[-8:]}-{variant}"
+                    yield Case(name, make)
