@@ -13,8 +13,8 @@ namespace transformer_plugin::gemm {
 
 using OptionalTensorArg = const std::optional<at::Tensor>&;
 
-inline at::Tensor call_gemm(const at::Tensor& a, const at::Tensor& b, OptionalTensorArg bias, bool transpose_b,
-                            std::optional<at::ScalarType> dtype) {
+inline at::Tensor call_gemm(const at::Tensor& a, const at::Tensor& b, OptionalTensorArg bias,
+                            bool transpose_b, std::optional<at::ScalarType> dtype) {
   using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, OptionalTensorArg, bool,
                                std::optional<at::ScalarType>);
   static const auto op = find_op<Signature>("gemm");
@@ -31,7 +31,8 @@ inline at::Tensor call_grouped_gemm(const at::Tensor& a, const at::Tensor& b, co
 }
 
 inline at::Tensor call_grouped_gemm_wgrad(const at::Tensor& grad, const at::Tensor& input,
-                                          const at::Tensor& group_sizes, std::optional<at::ScalarType> dtype) {
+                                          const at::Tensor& group_sizes,
+                                          std::optional<at::ScalarType> dtype) {
   using Signature =
       at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, std::optional<at::ScalarType>);
   static const auto op = find_op<Signature>("grouped_gemm_wgrad");
@@ -42,8 +43,8 @@ inline std::tuple<at::Tensor, at::Tensor> call_grouped_bias_backward(const at::T
                                                                      const at::Tensor& group_sizes,
                                                                      OptionalTensorArg bias,
                                                                      OptionalTensorArg bias_scale) {
-  using Signature = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, OptionalTensorArg,
-                                                       OptionalTensorArg);
+  using Signature = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&,
+                                                       OptionalTensorArg, OptionalTensorArg);
   static const auto op = find_op<Signature>("grouped_bias_backward");
   return op.call(grad, group_sizes, bias, bias_scale);
 }
@@ -59,7 +60,8 @@ template <typename Result>
 using Grouped = Result(const at::Tensor&, const at::Tensor&, std::string_view);
 }  // namespace quantize_call
 
-inline quantize_call::Pair call_quantize(const at::Tensor& x, OptionalTensorArg group_sizes, std::string_view key) {
+inline quantize_call::Pair call_quantize(const at::Tensor& x, OptionalTensorArg group_sizes,
+                                         std::string_view key) {
   static const auto dense = find_op<quantize_call::Dense<quantize_call::Pair>>("quantize");
   static const auto grouped = find_op<quantize_call::Grouped<quantize_call::Pair>>("grouped_quantize");
   return group_sizes ? grouped.call(x, *group_sizes, key) : dense.call(x, key);
@@ -68,7 +70,8 @@ inline quantize_call::Pair call_quantize(const at::Tensor& x, OptionalTensorArg 
 inline quantize_call::Pair call_quantize_transposed(const at::Tensor& x, OptionalTensorArg group_sizes,
                                                     std::string_view key) {
   static const auto dense = find_op<quantize_call::Dense<quantize_call::Pair>>("quantize_transposed");
-  static const auto grouped = find_op<quantize_call::Grouped<quantize_call::Pair>>("grouped_quantize_transposed");
+  static const auto grouped =
+      find_op<quantize_call::Grouped<quantize_call::Pair>>("grouped_quantize_transposed");
   return group_sizes ? grouped.call(x, *group_sizes, key) : dense.call(x, key);
 }
 
@@ -82,19 +85,21 @@ inline quantize_call::Four call_quantize_both(const at::Tensor& x, OptionalTenso
 // ---- products of quantized operands -------------------------------------------------------------------------
 
 inline at::Tensor call_gemm_quantized(const at::Tensor& a, const at::Tensor& a_scale, const at::Tensor& b,
-                                      const at::Tensor& b_scale, std::string_view a_key, std::string_view b_key,
-                                      at::ScalarType dtype, OptionalTensorArg bias, bool transpose_b) {
-  using Signature =
-      at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, std::string_view,
-                 std::string_view, at::ScalarType, OptionalTensorArg, bool);
+                                      const at::Tensor& b_scale, std::string_view a_key,
+                                      std::string_view b_key, at::ScalarType dtype, OptionalTensorArg bias,
+                                      bool transpose_b) {
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                               std::string_view, std::string_view, at::ScalarType, OptionalTensorArg, bool);
   static const auto op = find_op<Signature>("gemm_quantized");
   return op.call(a, a_scale, b, b_scale, a_key, b_key, dtype, bias, transpose_b);
 }
 
-inline at::Tensor call_grouped_gemm_quantized(const at::Tensor& a, const at::Tensor& a_scale, const at::Tensor& b,
-                                              const at::Tensor& b_scale, const at::Tensor& group_sizes,
-                                              std::string_view a_key, std::string_view b_key, at::ScalarType dtype,
-                                              OptionalTensorArg bias, OptionalTensorArg bias_scale, bool transpose_b) {
+inline at::Tensor call_grouped_gemm_quantized(const at::Tensor& a, const at::Tensor& a_scale,
+                                              const at::Tensor& b, const at::Tensor& b_scale,
+                                              const at::Tensor& group_sizes, std::string_view a_key,
+                                              std::string_view b_key, at::ScalarType dtype,
+                                              OptionalTensorArg bias, OptionalTensorArg bias_scale,
+                                              bool transpose_b) {
   using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                const at::Tensor&, std::string_view, std::string_view, at::ScalarType,
                                OptionalTensorArg, OptionalTensorArg, bool);
@@ -103,7 +108,8 @@ inline at::Tensor call_grouped_gemm_quantized(const at::Tensor& a, const at::Ten
 }
 
 inline at::Tensor call_grouped_gemm_wgrad_quantized(const at::Tensor& grad_t, const at::Tensor& grad_t_scale,
-                                                    const at::Tensor& input_t, const at::Tensor& input_t_scale,
+                                                    const at::Tensor& input_t,
+                                                    const at::Tensor& input_t_scale,
                                                     const at::Tensor& group_sizes, std::string_view grad_key,
                                                     std::string_view input_key, at::ScalarType dtype) {
   using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
@@ -123,9 +129,10 @@ inline std::pair<at::Tensor, at::Tensor> same_dtype(const at::Tensor& grad, cons
 
 // The gradients of the bias and its scale, which follow a, b and group_sizes among the arguments of a node. `bias`
 // was saved when its scale's gradient is wanted.
-inline std::pair<at::Tensor, at::Tensor> bias_gradients(const torch::autograd::AutogradContext* ctx, bool has_bias,
-                                                        const at::Tensor& grad, const at::Tensor& group_sizes,
-                                                        const at::Tensor& bias, const at::Tensor& bias_scale) {
+inline std::pair<at::Tensor, at::Tensor> bias_gradients(const torch::autograd::AutogradContext* ctx,
+                                                        bool has_bias, const at::Tensor& grad,
+                                                        const at::Tensor& group_sizes, const at::Tensor& bias,
+                                                        const at::Tensor& bias_scale) {
   const bool wants_bias = has_bias && ctx->needs_input_grad(3);
   const bool wants_scale = has_bias && bias_scale.defined() && ctx->needs_input_grad(4);
   if (!wants_bias && !wants_scale) return {};

@@ -45,8 +45,8 @@ void check_bias(const Argument& bias, const Argument& operand, const std::option
 }
 
 void check_bias_scale(const Argument& bias_scale, bool has_bias, const Argument& operand) {
-  TP_CHECK_VALUE(has_bias, bias_scale.op, bias_scale.name, "no scale without a bias", describe(bias_scale.tensor),
-                 "Pass the bias that it scales, or leave it out");
+  TP_CHECK_VALUE(has_bias, bias_scale.op, bias_scale.name, "no scale without a bias",
+                 describe(bias_scale.tensor), "Pass the bias that it scales, or leave it out");
   check_dtype(bias_scale, {at::kFloat});
   check_dim(bias_scale, 1);
   check_size(bias_scale, 0, operand.tensor.sym_size(0), "the rows of the buffer");
@@ -54,7 +54,8 @@ void check_bias_scale(const Argument& bias_scale, bool has_bias, const Argument&
 }
 
 void check_accumulator(const Argument& out, const Argument& operand, c10::SymIntArrayRef sizes) {
-  constexpr const char* meanings[] = {"the groups", "the columns of the gradient", "the columns of the input"};
+  constexpr const char* meanings[] = {"the groups", "the columns of the gradient",
+                                      "the columns of the input"};
   check_dtype(out, {at::kFloat, at::kBFloat16});
   check_dim(out, 3);
   for (int64_t d = 0; d < 3; ++d) check_size(out, d, sizes[d], meanings[d]);
@@ -66,11 +67,13 @@ void check_accumulator(const Argument& out, const Argument& operand, c10::SymInt
   const bool row_apart = rows <= 1 || row_stride >= columns;
   const bool group_apart = tensor.sym_size(0) <= 1 || rows == 0 || columns == 0 ||
                            group_stride >= (rows - 1) * row_stride + columns ||
-                           (rows > 1 && group_stride >= columns && row_stride >= (tensor.sym_size(0) - 1) * group_stride + columns);
-  TP_CHECK_VALUE(inner && row_apart && group_apart, out.op, out.name,
-                 "a buffer whose last dimension has stride 1 and whose rows do not overlap",
-                 describe(tensor) << " with strides " << tensor.sym_strides(),
-                 "It is written in place and never copied: pass a contiguous buffer, or one with strided rows or groups");
+                           (rows > 1 && group_stride >= columns &&
+                            row_stride >= (tensor.sym_size(0) - 1) * group_stride + columns);
+  TP_CHECK_VALUE(
+      inner && row_apart && group_apart, out.op, out.name,
+      "a buffer whose last dimension has stride 1 and whose rows do not overlap",
+      describe(tensor) << " with strides " << tensor.sym_strides(),
+      "It is written in place and never copied: pass a contiguous buffer, or one with strided rows or groups");
 }
 
 }  // namespace transformer_plugin::gemm

@@ -5,7 +5,8 @@
 
 namespace transformer_plugin::gemm {
 
-inline constexpr std::initializer_list<at::ScalarType> kGemmTypes = {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble};
+inline constexpr std::initializer_list<at::ScalarType> kGemmTypes = {at::kFloat, at::kBFloat16, at::kHalf,
+                                                                     at::kDouble};
 
 // The output's dtype: as given, or that of the operands. Doubles go with doubles only.
 at::ScalarType output_dtype(const Argument& operand, std::optional<at::ScalarType> dtype);

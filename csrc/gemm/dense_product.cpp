@@ -18,8 +18,8 @@ Tensor wide_product(const Tensor& a, const Tensor& b) {
 
 }  // namespace
 
-Tensor dense_product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, at::ScalarType dtype,
-                     const std::optional<Tensor>& alpha) {
+Tensor dense_product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
+                     at::ScalarType dtype, const std::optional<Tensor>& alpha) {
   // torch's kernels add a bias of the output's dtype to the FP32 sum before they round.
   if (dtype == a.scalar_type() && !alpha) {
     if (!bias) return at::mm(a, b);

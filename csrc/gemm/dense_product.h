@@ -8,7 +8,9 @@
 namespace transformer_plugin::gemm {
 
 // float64 for float64 operands, else float32: what sums are kept in.
-inline at::ScalarType sum_dtype(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
+inline at::ScalarType sum_dtype(at::ScalarType dtype) {
+  return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
 
 // a [M, K] times b [K, N] plus bias [N]; any strides. `alpha` (one float32) scales the sum before the bias.
 at::Tensor dense_product(const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& bias,

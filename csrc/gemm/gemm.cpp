@@ -36,7 +36,8 @@ Tensor gemm_meta(const Tensor& a, const Tensor& b, const OptionalTensor& bias, b
   return empty(a, {a.sym_size(0), b.sym_size(transpose_b ? 0 : 1)}, to);
 }
 
-Tensor gemm(const Tensor& a, const Tensor& b, const OptionalTensor& bias, bool transpose_b, OptionalDtype dtype) {
+Tensor gemm(const Tensor& a, const Tensor& b, const OptionalTensor& bias, bool transpose_b,
+            OptionalDtype dtype) {
   const at::ScalarType to = check_gemm(a, b, bias, transpose_b, dtype);
   const BelowAutograd guard;
   return dense_product(a, transpose_b ? b.t() : b, bias, to);
@@ -71,7 +72,8 @@ class GemmFunction : public torch::autograd::Function<GemmFunction> {
                            : call_gemm(a.t(), g, std::nullopt, false, saved[0].scalar_type());
     }
     const bool has_bias = ctx->saved_data["has_bias"].toBool();
-    if (has_bias && ctx->needs_input_grad(2)) grad_bias = at::sum(grad, {0}, false, sum_dtype(grad.scalar_type()));
+    if (has_bias && ctx->needs_input_grad(2))
+      grad_bias = at::sum(grad, {0}, false, sum_dtype(grad.scalar_type()));
     return {grad_a, grad_b, grad_bias, Tensor(), Tensor()};
   }
 };

@@ -21,7 +21,8 @@ constexpr const char* kOp = "grouped_bias_backward";
 
 // Checks and the outputs, the same for every backend.
 std::tuple<Tensor, Tensor> bias_backward_outputs(const Tensor& grad, const Tensor& group_sizes,
-                                                 const OptionalTensor& bias, const OptionalTensor& bias_scale) {
+                                                 const OptionalTensor& bias,
+                                                 const OptionalTensor& bias_scale) {
   const Argument grad_argument{kOp, "grad", grad};
   check_grouped_operand(grad_argument, 2);
   check_group_sizes({kOp, "group_sizes", group_sizes}, grad_argument);
@@ -34,7 +35,8 @@ std::tuple<Tensor, Tensor> bias_backward_outputs(const Tensor& grad, const Tenso
 
 // Doubles, on a CPU, for numerical checks of gradients.
 void bias_backward_double(const Tensor& grad, const Tensor& offsets, const OptionalTensor& bias,
-                          const OptionalTensor& bias_scale, const Tensor& grad_bias, const Tensor& grad_scale) {
+                          const OptionalTensor& bias_scale, const Tensor& grad_bias,
+                          const Tensor& grad_scale) {
   const int32_t* begins = offsets.const_data_ptr<int32_t>();
   if (grad_scale.numel() > 0) grad_scale.zero_();
   for (int64_t g = 0; g < grad_bias.size(0); ++g) {
@@ -49,8 +51,9 @@ void bias_backward_double(const Tensor& grad, const Tensor& offsets, const Optio
 }
 
 template <typename Launch>
-std::tuple<Tensor, Tensor> bias_backward(const Tensor& grad, const Tensor& group_sizes, const OptionalTensor& bias,
-                                         const OptionalTensor& bias_scale, Launch&& launch) {
+std::tuple<Tensor, Tensor> bias_backward(const Tensor& grad, const Tensor& group_sizes,
+                                         const OptionalTensor& bias, const OptionalTensor& bias_scale,
+                                         Launch&& launch) {
   auto outputs = bias_backward_outputs(grad, group_sizes, bias, bias_scale);
   const auto& [grad_bias, grad_scale] = outputs;
   const BelowAutograd guard;
@@ -64,11 +67,12 @@ std::tuple<Tensor, Tensor> bias_backward(const Tensor& grad, const Tensor& group
   const Tensor s = bias_scale ? bias_scale->contiguous() : Tensor();
   const int64_t groups = group_sizes.size(0);
   const Tensor partial = empty(grad, {tile_slots(g.size(0), groups, kChunkRows), g.size(1)}, at::kFloat);
-  launch(GroupedBiasBackwardArgs{
-      g.const_data_ptr(), offsets.const_data_ptr<int32_t>(), b.defined() ? b.const_data_ptr<float>() : nullptr,
-      s.defined() ? s.const_data_ptr<float>() : nullptr, partial.mutable_data_ptr<float>(),
-      grad_bias.mutable_data_ptr<float>(), b.defined() ? grad_scale.mutable_data_ptr<float>() : nullptr, g.size(0),
-      g.size(1), groups, to_dtype(g.scalar_type())});
+  launch(GroupedBiasBackwardArgs{g.const_data_ptr(), offsets.const_data_ptr<int32_t>(),
+                                 b.defined() ? b.const_data_ptr<float>() : nullptr,
+                                 s.defined() ? s.const_data_ptr<float>() : nullptr,
+                                 partial.mutable_data_ptr<float>(), grad_bias.mutable_data_ptr<float>(),
+                                 b.defined() ? grad_scale.mutable_data_ptr<float>() : nullptr, g.size(0),
+                                 g.size(1), groups, to_dtype(g.scalar_type())});
   return outputs;
 }
 
@@ -82,6 +86,9 @@ TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
 }
 
 TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl(kOp, bias_backward_outputs); }
+
+// Not differentiable: results have no gradient.
+TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl(kOp, torch::CppFunction::makeFallthrough()); }
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
 TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {

@@ -41,7 +41,8 @@ void sum_chunks(const GroupedBiasBackwardArgs& args) {
       float* sum = args.partial + slot * n;
       std::fill_n(sum, n, 0.0f);
       for (int64_t i = chunk.begin; i < chunk.end; ++i) {
-        add_row(static_cast<const T*>(args.grad) + i * n, args.bias_scale ? args.bias_scale[i] : 1.0f, sum, n);
+        add_row(static_cast<const T*>(args.grad) + i * n, args.bias_scale ? args.bias_scale[i] : 1.0f, sum,
+                n);
       }
     }
   });

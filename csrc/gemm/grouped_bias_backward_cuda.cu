@@ -47,7 +47,8 @@ __global__ void sum_rows_kernel(GroupedBiasBackwardArgs args) {
   float sum = 0.0f;
   if (g < args.groups) {
     for (int64_t j = lane; j < args.columns; j += kWarpSize) {
-      sum = sum + to_float(static_cast<const T*>(args.grad)[i * args.columns + j]) * args.bias[g * args.columns + j];
+      sum = sum + to_float(static_cast<const T*>(args.grad)[i * args.columns + j]) *
+                      args.bias[g * args.columns + j];
     }
   }
   for (int half = kWarpSize / 2; half > 0; half /= 2) sum = sum + __shfl_down_sync(0xffffffffu, sum, half);
@@ -63,10 +64,11 @@ void launch_grouped_bias_backward(const GroupedBiasBackwardArgs& args, void* str
     if (args.groups > 0 && args.columns > 0) {
       const int64_t column_blocks = (args.columns + kThreads - 1) / kThreads;
       const int64_t slots = tile_slots(args.rows, args.groups, kChunkRows);
-      sum_chunks_kernel<T><<<grid_size(slots * column_blocks, 1), kThreads, 0, cuda_stream>>>(args, column_blocks);
+      sum_chunks_kernel<T>
+          <<<grid_size(slots * column_blocks, 1), kThreads, 0, cuda_stream>>>(args, column_blocks);
       check_launch("sum_chunks_kernel");
-      add_chunks_kernel<<<grid_size(args.groups * column_blocks, 1), kThreads, 0, cuda_stream>>>(args,
-                                                                                                 column_blocks);
+      add_chunks_kernel<<<grid_size(args.groups * column_blocks, 1), kThreads, 0, cuda_stream>>>(
+          args, column_blocks);
       check_launch("add_chunks_kernel");
     }
     if (args.grad_bias_scale && args.rows > 0) {

@@ -19,8 +19,8 @@ using torch::autograd::variable_list;
 
 // Returns the output's dtype.
 at::ScalarType check_grouped_gemm(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
-                                  const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
-                                  OptionalDtype dtype) {
+                                  const OptionalTensor& bias, const OptionalTensor& bias_scale,
+                                  bool transpose_b, OptionalDtype dtype) {
   constexpr const char* op = "grouped_gemm";
   const Argument a_argument{op, "a", a};
   const Argument b_argument{op, "b", b};
@@ -33,8 +33,9 @@ at::ScalarType check_grouped_gemm(const Tensor& a, const Tensor& b, const Tensor
   return output_dtype(a_argument, dtype);
 }
 
-Tensor grouped_gemm_meta(const Tensor& a, const Tensor& b, const Tensor& group_sizes, const OptionalTensor& bias,
-                         const OptionalTensor& bias_scale, bool transpose_b, OptionalDtype dtype) {
+Tensor grouped_gemm_meta(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
+                         const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
+                         OptionalDtype dtype) {
   const at::ScalarType to = check_grouped_gemm(a, b, group_sizes, bias, bias_scale, transpose_b, dtype);
   return empty(a, {a.sym_size(0), b.sym_size(transpose_b ? 1 : 2)}, to);
 }
@@ -70,7 +71,8 @@ class GroupedGemmFunction : public torch::autograd::Function<GroupedGemmFunction
     Tensor grad_a, grad_b;
     if (ctx->needs_input_grad(0)) {
       const auto [g, b] = same_dtype(grad, saved[1]);
-      grad_a = call_grouped_gemm(g, b, sizes, std::nullopt, std::nullopt, !transpose_b, saved[1].scalar_type());
+      grad_a =
+          call_grouped_gemm(g, b, sizes, std::nullopt, std::nullopt, !transpose_b, saved[1].scalar_type());
     }
     if (ctx->needs_input_grad(1)) {
       const auto [g, a] = same_dtype(grad, saved[0]);

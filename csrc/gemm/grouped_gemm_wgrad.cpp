@@ -71,6 +71,12 @@ TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
   m.impl("grouped_gemm_wgrad", wgrad_meta);
   m.impl("grouped_gemm_wgrad_out", wgrad_out_meta);
 }
+// Not differentiable: results have no gradient.
+TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
+  m.impl("grouped_gemm_wgrad", torch::CppFunction::makeFallthrough());
+  m.impl("grouped_gemm_wgrad_out", torch::CppFunction::makeFallthrough());
+}
+
 #ifdef TRANSFORMER_PLUGIN_CUDA
 TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
   m.impl("grouped_gemm_wgrad", wgrad);

@@ -35,7 +35,11 @@ __device__ __forceinline__ TileWork find_work(const GroupedKernelArgs& args) {
     const int64_t tiles_m = (args.m + kBlockM - 1) / kBlockM;
     const int64_t group = index / (tiles_m * tiles_n);
     const int64_t tile = index % (tiles_m * tiles_n);
-    return {group, tile % tiles_m * kBlockM, args.m, tile / tiles_m * kBlockN, args.offsets[group],
+    return {group,
+            tile % tiles_m * kBlockM,
+            args.m,
+            tile / tiles_m * kBlockN,
+            args.offsets[group],
             args.offsets[group + 1]};
   } else {
     const int64_t slots = tile_slots(args.rows, args.groups, kBlockM);
@@ -50,9 +54,8 @@ __device__ __forceinline__ TileWork find_work(const GroupedKernelArgs& args) {
 
 inline int64_t grouped_tiles(GroupedMode mode, const GroupedKernelArgs& args) {
   const int64_t tiles_n = (args.n + kBlockN - 1) / kBlockN;
-  const int64_t tiles_m = mode == GroupedMode::kWeightGrad
-                              ? args.groups * ((args.m + kBlockM - 1) / kBlockM)
-                              : tile_slots(args.rows, args.groups, kBlockM);
+  const int64_t tiles_m = mode == GroupedMode::kWeightGrad ? args.groups * ((args.m + kBlockM - 1) / kBlockM)
+                                                           : tile_slots(args.rows, args.groups, kBlockM);
   return tiles_m * tiles_n;
 }
 
@@ -72,10 +75,13 @@ struct Panel {
   Vector vectors[kVectors];
 
   __device__ static int outer(int v) { return (v * kThreads + static_cast<int>(threadIdx.x)) / kPerRow; }
-  __device__ static int inner(int v) { return (v * kThreads + static_cast<int>(threadIdx.x)) % kPerRow * kVector; }
+  __device__ static int inner(int v) {
+    return (v * kThreads + static_cast<int>(threadIdx.x)) % kPerRow * kVector;
+  }
 
   // Rows at and past `outer_limit` and elements at and past `inner_limit` become zero.
-  __device__ void load(const T* base, int64_t stride, int64_t outer_limit, int64_t inner_limit, bool aligned) {
+  __device__ void load(const T* base, int64_t stride, int64_t outer_limit, int64_t inner_limit,
+                       bool aligned) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       Vector vector;
@@ -98,8 +104,8 @@ struct Panel {
 
 // The last step of one element: factor, bias, what was there, one rounding.
 template <GroupedMode mode>
-__device__ __forceinline__ void finish(const GroupedKernelArgs& args, const TileWork& work, int64_t row, int64_t column,
-                                       float sum) {
+__device__ __forceinline__ void finish(const GroupedKernelArgs& args, const TileWork& work, int64_t row,
+                                       int64_t column, float sum) {
   if (row >= work.m_end || column >= args.n) return;
   if (args.alpha) sum = sum * args.alpha[work.group];
   int64_t index = row * args.out_row_stride + column;

@@ -46,17 +46,20 @@ Tensor grouped_linear_meta(const Tensor& input, const Tensor& weight, const Tens
                            const OptionalTensor& bias, const OptionalTensor& bias_scale,
                            std::string_view input_format, std::string_view weight_format,
                            std::string_view grad_format) {
-  check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format, weight_format, grad_format);
+  check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format, weight_format,
+                       grad_format);
   return empty(input, {input.sym_size(0), weight.sym_size(1)}, input.scalar_type());
 }
 
-Tensor grouped_linear(const Tensor& input, const Tensor& weight, const Tensor& group_sizes, const OptionalTensor& bias,
-                      const OptionalTensor& bias_scale, std::string_view input_format, std::string_view weight_format,
+Tensor grouped_linear(const Tensor& input, const Tensor& weight, const Tensor& group_sizes,
+                      const OptionalTensor& bias, const OptionalTensor& bias_scale,
+                      std::string_view input_format, std::string_view weight_format,
                       std::string_view grad_format) {
-  const RoleFormats formats =
-      check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format, weight_format, grad_format);
+  const RoleFormats formats = check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format,
+                                                   weight_format, grad_format);
   const BelowAutograd guard;
-  if (formats.native()) return call_grouped_gemm(input, weight, group_sizes, bias, bias_scale, true, std::nullopt);
+  if (formats.native())
+    return call_grouped_gemm(input, weight, group_sizes, bias, bias_scale, true, std::nullopt);
   return low_precision_forward({input, weight, group_sizes, bias, bias_scale}, formats);
 }
 
@@ -65,15 +68,16 @@ Tensor grouped_linear_autograd(const Tensor& input, const Tensor& weight, const 
                                std::string_view input_format, std::string_view weight_format,
                                std::string_view grad_format) {
   if (!any_wants_grad(input, weight, bias, bias_scale)) {
-    using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                             std::string_view, std::string_view, std::string_view);
+    using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                             const OptionalTensor&, std::string_view, std::string_view, std::string_view);
     static const auto op = find_op<Signature>(kOp);
     const BelowAutograd guard;
     return op.call(input, weight, group_sizes, bias, bias_scale, input_format, weight_format, grad_format);
   }
-  const RoleFormats formats =
-      check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format, weight_format, grad_format);
-  if (formats.native()) return call_grouped_gemm(input, weight, group_sizes, bias, bias_scale, true, std::nullopt);
+  const RoleFormats formats = check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format,
+                                                   weight_format, grad_format);
+  if (formats.native())
+    return call_grouped_gemm(input, weight, group_sizes, bias, bias_scale, true, std::nullopt);
   return low_precision_product({input, weight, group_sizes, bias, bias_scale}, formats);
 }
 

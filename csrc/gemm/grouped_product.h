@@ -10,9 +10,9 @@ namespace transformer_plugin::gemm {
 // out[i] = a[i] @ B_g * alpha[g] + bias_scale[i] * bias[g] for the rows i of group g, rounded once; zero past the
 // last group, whose rows of `a` are not read. B_g is b[g] transposed (b [G, N, K]) or as stored (b [G, K, N]).
 struct RowProduct {
-  const at::Tensor& a;        // [T, K]
-  const at::Tensor& b;        // [G, N, K] or [G, K, N]
-  const at::Tensor& offsets;  // int32 [G + 1] (common/offsets.h)
+  const at::Tensor& a;                          // [T, K]
+  const at::Tensor& b;                          // [G, N, K] or [G, K, N]
+  const at::Tensor& offsets;                    // int32 [G + 1] (common/offsets.h)
   const std::optional<at::Tensor>& bias;        // [G, N], any float dtype
   const std::optional<at::Tensor>& bias_scale;  // float32 [T]
   bool transpose_b;
@@ -23,9 +23,9 @@ struct RowProduct {
 
 // out[g] = grad_g^T @ input_g * alpha[g], added to what is there when `accumulate`; the sum runs over the group's rows.
 struct ReductionProduct {
-  const at::Tensor& grad;     // [T, N]
-  const at::Tensor& input;    // [T, K]
-  const at::Tensor& offsets;  // int32 [G + 1]
+  const at::Tensor& grad;                          // [T, N]
+  const at::Tensor& input;                         // [T, K]
+  const at::Tensor& offsets;                       // int32 [G + 1]
   std::optional<at::Tensor> alpha = std::nullopt;  // float32 [G], on CUDA only
 
   int64_t groups() const { return offsets.size(0) - 1; }

@@ -64,7 +64,8 @@ Tensor row_product_cuda(const RowProduct& product, at::ScalarType dtype) {
   const int64_t groups = b.size(0);
   Tensor out;
   if (!product.bias && !product.alpha && torch_takes(a, b, groups, dtype)) {
-    out = at::_grouped_mm(a, product.transpose_b ? b.transpose(1, 2) : b, product.offsets.narrow(0, 1, groups));
+    out =
+        at::_grouped_mm(a, product.transpose_b ? b.transpose(1, 2) : b, product.offsets.narrow(0, 1, groups));
   } else {
     out = empty(a, {a.size(0), product.columns()}, dtype);
     run_rows(product, a, b, out, scope.stream());

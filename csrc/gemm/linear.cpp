@@ -19,7 +19,8 @@ using torch::autograd::variable_list;
 
 constexpr const char* kOp = "linear";
 
-void check_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const RoleFormats& formats) {
+void check_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                  const RoleFormats& formats) {
   const Argument input_argument{kOp, "input", input};
   const Argument weight_argument{kOp, "weight", weight};
   check_dtype(input_argument, formats.native() ? kGemmTypes : kFloatTypes);
@@ -49,13 +50,14 @@ Tensor from_matrix(const Tensor& matrix, const Tensor& like) {
 }
 
 Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                   std::string_view input_format, std::string_view weight_format, std::string_view grad_format) {
+                   std::string_view input_format, std::string_view weight_format,
+                   std::string_view grad_format) {
   check_linear(input, weight, bias, role_formats(kOp, input_format, weight_format, grad_format));
   return empty(input, with_columns(input, weight.sym_size(0)), input.scalar_type());
 }
 
-Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, std::string_view input_format,
-              std::string_view weight_format, std::string_view grad_format) {
+Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+              std::string_view input_format, std::string_view weight_format, std::string_view grad_format) {
   const RoleFormats formats = role_formats(kOp, input_format, weight_format, grad_format);
   check_linear(input, weight, bias, formats);
   const BelowAutograd guard;
@@ -65,9 +67,10 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
 }
 
 Tensor call_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                   std::string_view input_format, std::string_view weight_format, std::string_view grad_format) {
-  using Signature = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view, std::string_view,
-                           std::string_view);
+                   std::string_view input_format, std::string_view weight_format,
+                   std::string_view grad_format) {
+  using Signature = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
+                           std::string_view, std::string_view);
   static const auto op = find_op<Signature>(kOp);
   return op.call(input, weight, bias, input_format, weight_format, grad_format);
 }
@@ -78,8 +81,10 @@ class LinearFunction : public torch::autograd::Function<LinearFunction<has_bias>
  public:
   static constexpr bool is_traceable = true;
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-    ctx->save_for_backward({weight.requires_grad() ? input : Tensor(), input.requires_grad() ? weight : Tensor()});
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
+                        const OptionalTensor& bias) {
+    ctx->save_for_backward(
+        {weight.requires_grad() ? input : Tensor(), input.requires_grad() ? weight : Tensor()});
     const BelowAutograd guard;
     return call_linear(input, weight, bias, "none", "none", "none");
   }
@@ -99,18 +104,20 @@ class LinearFunction : public torch::autograd::Function<LinearFunction<has_bias>
 };
 
 Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                       std::string_view input_format, std::string_view weight_format, std::string_view grad_format) {
+                       std::string_view input_format, std::string_view weight_format,
+                       std::string_view grad_format) {
   if (!any_wants_grad(input, weight, bias)) {
     const BelowAutograd guard;
     return call_linear(input, weight, bias, input_format, weight_format, grad_format);
   }
   const RoleFormats formats = role_formats(kOp, input_format, weight_format, grad_format);
   if (formats.native()) {
-    return bias ? LinearFunction<true>::apply(input, weight, bias) : LinearFunction<false>::apply(input, weight, bias);
+    return bias ? LinearFunction<true>::apply(input, weight, bias)
+                : LinearFunction<false>::apply(input, weight, bias);
   }
   check_linear(input, weight, bias, formats);
-  return from_matrix(low_precision_product({as_matrix(input), weight, std::nullopt, bias, std::nullopt}, formats),
-                     input);
+  return from_matrix(
+      low_precision_product({as_matrix(input), weight, std::nullopt, bias, std::nullopt}, formats), input);
 }
 
 }  // namespace

@@ -23,8 +23,8 @@ struct Rounded {
 // One rounding serves both directions when the scale does not depend on the direction.
 bool one_scale(const Format& format) { return format.family != FormatFamily::kFp8Block; }
 
-Rounded round_matrix(const Tensor& x, const OptionalTensor& group_sizes, const Format& format, std::string_view key,
-                     bool rows, bool columns) {
+Rounded round_matrix(const Tensor& x, const OptionalTensor& group_sizes, const Format& format,
+                     std::string_view key, bool rows, bool columns) {
   Rounded result;
   if (format.family == FormatFamily::kBFloat16) {
     result.rows = x.to(at::kBFloat16);
@@ -73,24 +73,27 @@ struct Operand {
   std::string_view key;
 };
 
-Tensor multiply(const Operand& a, const Operand& b, const OptionalTensor& group_sizes, const OptionalTensor& bias,
-                const OptionalTensor& bias_scale, bool transpose_b, at::ScalarType dtype) {
+Tensor multiply(const Operand& a, const Operand& b, const OptionalTensor& group_sizes,
+                const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
+                at::ScalarType dtype) {
   if (!a.scale.defined()) {
     return group_sizes ? call_grouped_gemm(a.data, b.data, *group_sizes, bias, bias_scale, transpose_b, dtype)
                        : call_gemm(a.data, b.data, bias, transpose_b, dtype);
   }
-  return group_sizes ? call_grouped_gemm_quantized(a.data, a.scale, b.data, b.scale, *group_sizes, a.key, b.key, dtype,
-                                                   bias, bias_scale, transpose_b)
-                     : call_gemm_quantized(a.data, a.scale, b.data, b.scale, a.key, b.key, dtype, bias, transpose_b);
+  return group_sizes
+             ? call_grouped_gemm_quantized(a.data, a.scale, b.data, b.scale, *group_sizes, a.key, b.key,
+                                           dtype, bias, bias_scale, transpose_b)
+             : call_gemm_quantized(a.data, a.scale, b.data, b.scale, a.key, b.key, dtype, bias, transpose_b);
 }
 
 // grad^T @ input, from both along their columns.
 Tensor multiply_columns(const Operand& grad, const Operand& input, const OptionalTensor& group_sizes,
                         at::ScalarType dtype) {
   if (!group_sizes) return multiply(grad, input, std::nullopt, std::nullopt, std::nullopt, true, dtype);
-  if (!grad.scale.defined()) return call_grouped_gemm_wgrad(grad.data.t(), input.data.t(), *group_sizes, dtype);
-  return call_grouped_gemm_wgrad_quantized(grad.data, grad.scale, input.data, input.scale, *group_sizes, grad.key,
-                                           input.key, dtype);
+  if (!grad.scale.defined())
+    return call_grouped_gemm_wgrad(grad.data.t(), input.data.t(), *group_sizes, dtype);
+  return call_grouped_gemm_wgrad_quantized(grad.data, grad.scale, input.data, input.scale, *group_sizes,
+                                           grad.key, input.key, dtype);
 }
 
 Tensor multiply_forward(const LayerArguments& layer, const RoleFormats& formats, const Rounded& input,
@@ -105,8 +108,9 @@ class LowPrecisionFunction : public torch::autograd::Function<LowPrecisionFuncti
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
-                        const OptionalTensor& group_sizes, const OptionalTensor& bias, const OptionalTensor& bias_scale,
-                        std::string_view input_key, std::string_view weight_key, std::string_view grad_key) {
+                        const OptionalTensor& group_sizes, const OptionalTensor& bias,
+                        const OptionalTensor& bias_scale, std::string_view input_key,
+                        std::string_view weight_key, std::string_view grad_key) {
     const RoleFormats formats = role_formats("linear", input_key, weight_key, grad_key);
     const bool wants_input = input.requires_grad(), wants_weight = weight.requires_grad();
     const BelowAutograd guard;
@@ -143,8 +147,9 @@ class LowPrecisionFunction : public torch::autograd::Function<LowPrecisionFuncti
                               std::nullopt, std::nullopt, !formats.symmetric_weight(), grad.scalar_type());
       }
       if (wants_weight) {
-        grad_weight = multiply_columns({g.columns, g.columns_scale, grad_key}, {saved[0], saved[1], input_key},
-                                       group_sizes, ctx->saved_data["weight_dtype"].toScalarType());
+        grad_weight =
+            multiply_columns({g.columns, g.columns_scale, grad_key}, {saved[0], saved[1], input_key},
+                             group_sizes, ctx->saved_data["weight_dtype"].toScalarType());
       }
     }
     const auto [grad_bias, grad_scale] = bias_gradients_of(ctx, grad, group_sizes, saved[5], saved[6]);
@@ -171,7 +176,8 @@ void check_family(const char* op, const char* argument, const Format& format, st
 
 }  // namespace
 
-RoleFormats role_formats(const char* op, std::string_view input, std::string_view weight, std::string_view grad) {
+RoleFormats role_formats(const char* op, std::string_view input, std::string_view weight,
+                         std::string_view grad) {
   if (input == "none" && weight == "none" && grad == "none") return {input, weight, grad, {}, {}, {}};
   const RoleFormats formats{input,
                             weight,
@@ -185,13 +191,15 @@ RoleFormats role_formats(const char* op, std::string_view input, std::string_vie
 }
 
 Tensor low_precision_forward(const LayerArguments& layer, const RoleFormats& formats) {
-  const Rounded input = round_matrix(layer.input, layer.group_sizes, formats.input, formats.input_key, true, false);
+  const Rounded input =
+      round_matrix(layer.input, layer.group_sizes, formats.input, formats.input_key, true, false);
   return multiply_forward(layer, formats, input, round_weight(layer.weight, formats, false));
 }
 
 Tensor low_precision_product(const LayerArguments& layer, const RoleFormats& formats) {
-  return LowPrecisionFunction::apply(layer.input, layer.weight, layer.group_sizes, layer.bias, layer.bias_scale,
-                                     formats.input_key, formats.weight_key, formats.grad_key);
+  return LowPrecisionFunction::apply(layer.input, layer.weight, layer.group_sizes, layer.bias,
+                                     layer.bias_scale, formats.input_key, formats.weight_key,
+                                     formats.grad_key);
 }
 
 }  // namespace transformer_plugin::gemm

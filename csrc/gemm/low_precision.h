@@ -21,7 +21,8 @@ struct RoleFormats {
   bool symmetric_weight() const { return weight.family != FormatFamily::kFp8Block || weight.square_blocks; }
 };
 
-RoleFormats role_formats(const char* op, std::string_view input, std::string_view weight, std::string_view grad);
+RoleFormats role_formats(const char* op, std::string_view input, std::string_view weight,
+                         std::string_view grad);
 
 // input [M, K] and weight [N, K]; or, with group sizes, input [T, K] and weight [G, N, K].
 struct LayerArguments {

@@ -8,10 +8,11 @@ namespace transformer_plugin::gemm {
 template <typename T, GroupedMode mode>
 struct MultiplyFma {
   static constexpr int kBlockK = 16;
-  static constexpr int kSide = 16;     // threads along each side
-  static constexpr int kHalf = 64;     // a thread holds 4 rows of each half of the tile, and 4 columns
+  static constexpr int kSide = 16;  // threads along each side
+  static constexpr int kHalf = 64;  // a thread holds 4 rows of each half of the tile, and 4 columns
   static constexpr int kStride = kBlockM + 4;
-  static_assert(kBlockM == 2 * kHalf && kBlockN == 2 * kHalf && kSide * 4 == kHalf && kSide * kSide == kThreads);
+  static_assert(kBlockM == 2 * kHalf && kBlockN == 2 * kHalf && kSide * 4 == kHalf &&
+                kSide * kSide == kThreads);
 
   struct Shared {  // both panels with k outermost
     alignas(16) float a[kBlockK * kStride];
@@ -27,7 +28,8 @@ struct MultiplyFma {
       const int outer = PanelT::outer(v), inner = PanelT::inner(v);
       if constexpr (by_row) {
 #pragma unroll
-        for (int e = 0; e < PanelT::kVector; ++e) target[(inner + e) * kStride + outer] = panel.vectors[v].elements[e];
+        for (int e = 0; e < PanelT::kVector; ++e)
+          target[(inner + e) * kStride + outer] = panel.vectors[v].elements[e];
       } else {
         *reinterpret_cast<uint4*>(target + outer * kStride + inner) = panel.vectors[v].bits;
       }
@@ -52,7 +54,8 @@ struct MultiplyFma {
 #pragma unroll
       for (int i = 0; i < 8; i += 4) {
         *reinterpret_cast<float4*>(a + i) = *reinterpret_cast<const float4*>(shared.a + k * kStride + row(i));
-        *reinterpret_cast<float4*>(b + i) = *reinterpret_cast<const float4*>(shared.b + k * kStride + column(i));
+        *reinterpret_cast<float4*>(b + i) =
+            *reinterpret_cast<const float4*>(shared.b + k * kStride + column(i));
       }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {

@@ -44,13 +44,16 @@ struct MultiplyTensorCore {
   }
 
   __device__ static int warp_row() { return threadIdx.x / kWarpSize / (kBlockN / kWarpColumns) * kWarpRows; }
-  __device__ static int warp_column() { return threadIdx.x / kWarpSize % (kBlockN / kWarpColumns) * kWarpColumns; }
+  __device__ static int warp_column() {
+    return threadIdx.x / kWarpSize % (kBlockN / kWarpColumns) * kWarpColumns;
+  }
 
   template <typename PanelT>
   __device__ static void keep_panel(const PanelT& panel, T* target, int stride) {
 #pragma unroll
     for (int v = 0; v < PanelT::kVectors; ++v) {
-      *reinterpret_cast<uint4*>(target + PanelT::outer(v) * stride + PanelT::inner(v)) = panel.vectors[v].bits;
+      *reinterpret_cast<uint4*>(target + PanelT::outer(v) * stride + PanelT::inner(v)) =
+          panel.vectors[v].bits;
     }
   }
 
@@ -73,7 +76,8 @@ struct MultiplyTensorCore {
 #pragma unroll
       for (int j = 0; j < kFragmentsN; ++j) {
         const int column = warp_column() + j * kFragment;
-        wmma::load_matrix_sync(b[j], shared.b + (kBRow ? column * kBStride + k : k * kBStride + column), kBStride);
+        wmma::load_matrix_sync(b[j], shared.b + (kBRow ? column * kBStride + k : k * kBStride + column),
+                               kBStride);
       }
 #pragma unroll
       for (int i = 0; i < kFragmentsM; ++i) {

@@ -1,6 +1,19 @@
 """Typed wrappers over ``torch.ops.transformer_plugin``, one file per family."""
 
 from transformer_plugin.ops.activation import swiglu, swiglu_backward
+from transformer_plugin.ops.gemm import (
+    gemm,
+    gemm_quantized,
+    grouped_bias_backward,
+    grouped_gemm,
+    grouped_gemm_quantized,
+    grouped_gemm_wgrad,
+    grouped_gemm_wgrad_out,
+    grouped_gemm_wgrad_quantized,
+    grouped_gemm_wgrad_quantized_out,
+    grouped_linear,
+    linear,
+)
 from transformer_plugin.ops.quantize import (
     dequantize,
     grouped_dequantize,
@@ -34,10 +47,21 @@ __all__ = [
     "aux_loss_backward",
     "count_tokens_per_expert",
     "dequantize",
+    "gemm",
+    "gemm_quantized",
+    "grouped_bias_backward",
     "grouped_dequantize",
+    "grouped_gemm",
+    "grouped_gemm_quantized",
+    "grouped_gemm_wgrad",
+    "grouped_gemm_wgrad_out",
+    "grouped_gemm_wgrad_quantized",
+    "grouped_gemm_wgrad_quantized_out",
+    "grouped_linear",
     "grouped_quantize",
     "grouped_quantize_both",
     "grouped_quantize_transposed",
+    "linear",
     "permute",
     "permute_backward",
     "permute_weights",

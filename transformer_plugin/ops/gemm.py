@@ -19,7 +19,11 @@ _ops = torch.ops.transformer_plugin
 
 
 def gemm(
-    a: Tensor, b: Tensor, bias: Tensor | None = None, transpose_b: bool = True, dtype: torch.dtype | None = None
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    transpose_b: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``a @ b.T + bias``, or ``a @ b + bias``.
 

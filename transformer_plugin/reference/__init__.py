@@ -1,6 +1,15 @@
 """The meaning of every op in plain PyTorch: short, slow, and the oracle of the ops' tests."""
 
 from transformer_plugin.reference.activation import swiglu, swiglu_backward
+from transformer_plugin.reference.gemm import (
+    gemm,
+    grouped_bias_backward,
+    grouped_gemm,
+    grouped_gemm_wgrad,
+    grouped_gemm_wgrad_out,
+    grouped_linear,
+    linear,
+)
 from transformer_plugin.reference.quantize import (
     dequantize,
     grouped_dequantize,
@@ -30,10 +39,17 @@ __all__ = [
     "aux_loss",
     "count_tokens_per_expert",
     "dequantize",
+    "gemm",
+    "grouped_bias_backward",
     "grouped_dequantize",
+    "grouped_gemm",
+    "grouped_gemm_wgrad",
+    "grouped_gemm_wgrad_out",
+    "grouped_linear",
     "grouped_quantize",
     "grouped_quantize_both",
     "grouped_quantize_transposed",
+    "linear",
     "permute",
     "permute_backward",
     "permute_weights",

@@ -20,7 +20,11 @@ def _groups(group_sizes: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def gemm(
-    a: Tensor, b: Tensor, bias: Tensor | None = None, transpose_b: bool = True, dtype: torch.dtype | None = None
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    transpose_b: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """a @ b.T + bias."""
     output = _wide(a) @ (_wide(b).T if transpose_b else _wide(b))

@@ -52,3 +52,24 @@ def assert_close_in_ulp(
         f"{name}: {int(bad.sum())} of {got.numel()} elements further than {ulp} ulp, worst "
         f"{float((error / bound)[bad].max()):.3g} times the bound"
     )
+
+
+def assert_rounded_sum(
+    got: Tensor, exact: Tensor, magnitude: Tensor, terms: int, name: str = "output"
+) -> None:
+    """An FP32 sum of ``terms`` products, rounded once: half a unit in the last place of ``got`` beside the sum's own
+    error, at most ``terms * 2**-24`` of ``magnitude``, the sum of the products' absolute values (Higham, "Accuracy
+    and Stability of Numerical Algorithms", 2002, section 3.1). ``exact`` and ``magnitude`` are float64."""
+    assert got.shape == exact.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
+    info = torch.finfo(got.dtype)
+    bound = (
+        exact.abs() * info.eps / 2
+        + 1.01 * (terms + 2) * 2.0**-24 * magnitude
+        + info.smallest_normal * info.eps
+    )
+    error = (got.double() - exact).abs()
+    bad = ~(error <= bound)
+    assert not bad.any(), (
+        f"{name}: {int(bad.sum())} of {got.numel()} elements are not the sum rounded once, worst "
+        f"{float((error / bound)[bad].max()):.3g} times the bound"
+    )

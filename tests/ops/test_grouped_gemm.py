@@ -1,0 +1,273 @@
+"""grouped_gemm and its weight and bias gradients: exact bits, one rounding, poisoned tails, given buffers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_plugin import ops, reference
+from transformer_plugin.testing.cases import Case
+from transformer_plugin.testing.gemm_cases import (
+    grouped_gemm_cases,
+    grouped_wgrad_cases,
+    integers,
+    normals,
+)
+from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits
+
+EXACT, RANDOM = list(grouped_gemm_cases()), list(grouped_gemm_cases(normals))
+WGRAD_EXACT, WGRAD_RANDOM = list(grouped_wgrad_cases()), list(grouped_wgrad_cases(normals))
+_ops = torch.ops.transformer_plugin
+
+
+def each(cases: list[Case]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+
+
+def rows_fp64(
+    a: Tensor, b: Tensor, sizes: Tensor, bias: Tensor | None, scale: Tensor | None, transpose_b: bool
+) -> Tensor:
+    blocks, begin = [], 0
+    for g, size in enumerate(sizes.tolist()):
+        rows = slice(begin, begin + size)
+        block = a[rows].double() @ (b[g].double().T if transpose_b else b[g].double())
+        if bias is not None:
+            block = block + (1 if scale is None else scale[rows, None].double()) * bias[g].double()
+        blocks.append(block)
+        begin += size
+    tail = a.new_zeros(a.shape[0] - begin, b.shape[1 if transpose_b else 2], dtype=torch.float64)
+    return torch.cat([*blocks, tail]) + 0.0  # a sum that begins at 0 is never -0
+
+
+def wgrad_fp64(grad: Tensor, input: Tensor, sizes: Tensor) -> Tensor:
+    out = grad.new_zeros(sizes.numel(), grad.shape[1], input.shape[1], dtype=torch.float64)
+    begin = 0
+    for g, size in enumerate(sizes.tolist()):
+        out[g] = grad[begin : begin + size].double().T @ input[begin : begin + size].double()
+        begin += size
+    return out + 0.0
+
+
+def poison(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Leaves NaN in the memory that the next output of this size is likely to get."""
+    torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+
+@each(EXACT)
+def test_exact_sums(case: Case, device: torch.device) -> None:
+    a, b, sizes, bias, scale, transpose_b = case.arguments()
+    expected = rows_fp64(a, b, sizes, bias, scale, transpose_b).to(a.dtype)
+    assert_same_bits(reference.grouped_gemm(a, b, sizes, bias, scale, transpose_b) + 0, expected, "reference")
+    arguments = case.arguments(device)
+    poison(tuple(expected.shape), a.dtype, device)
+    assert_same_bits(ops.grouped_gemm(*arguments) + 0, expected.to(device))
+
+
+@each(RANDOM)
+def test_rounded_once(case: Case, device: torch.device) -> None:
+    a, b, sizes, bias, scale, transpose_b = case.arguments(device)
+    absolute = [None if t is None else t.abs() for t in (bias, scale)]
+    exact = rows_fp64(a, b, sizes, bias, scale, transpose_b)
+    magnitude = rows_fp64(a.abs(), b.abs(), sizes, *absolute, transpose_b)
+    assert_rounded_sum(ops.grouped_gemm(a, b, sizes, bias, scale, transpose_b), exact, magnitude, a.shape[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+def test_output_dtype(source: torch.dtype, dtype: torch.dtype, device: torch.device) -> None:
+    for case in grouped_gemm_cases(dtypes=(source,)):
+        a, b, sizes, bias, scale, transpose_b = case.arguments()
+        expected = rows_fp64(a, b, sizes, bias, scale, transpose_b).to(dtype)
+        assert_same_bits(ops.grouped_gemm(*case.arguments(device), dtype) + 0, expected.to(device), case.name)
+
+
+@each(WGRAD_EXACT)
+def test_wgrad_exact_sums(case: Case, device: torch.device) -> None:
+    grad, input, sizes = case.arguments()
+    expected = wgrad_fp64(grad, input, sizes)
+    assert_same_bits(
+        reference.grouped_gemm_wgrad(grad, input, sizes) + 0, expected.to(grad.dtype), "reference"
+    )
+    arguments = case.arguments(device)
+    for dtype in (None, torch.float32):
+        poison(tuple(expected.shape), dtype or grad.dtype, device)
+        got = ops.grouped_gemm_wgrad(*arguments, dtype)
+        assert_same_bits(got + 0, expected.to(device, dtype or grad.dtype))
+
+
+@each(WGRAD_RANDOM)
+def test_wgrad_rounded_once(case: Case, device: torch.device) -> None:
+    grad, input, sizes = case.arguments(device)
+    exact, magnitude = wgrad_fp64(grad, input, sizes), wgrad_fp64(grad.abs(), input.abs(), sizes)
+    most = int(sizes.max()) if sizes.numel() else 0
+    assert_rounded_sum(ops.grouped_gemm_wgrad(grad, input, sizes), exact, magnitude, most)
+
+
+def strided_buffers(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Whole, with rows apart, with groups apart, with rows of groups side by side, a slice of a flat buffer."""
+    g, n, k = shape
+    flat = torch.zeros(g * n * k + 3, dtype=dtype, device=device)
+    return [
+        torch.zeros(shape, dtype=dtype, device=device),
+        torch.zeros(g, n, k + 5, dtype=dtype, device=device)[:, :, :k],
+        torch.zeros(g, n + 2, k, dtype=dtype, device=device)[:, 1 : n + 1],
+        torch.zeros(n, g, k, dtype=dtype, device=device).transpose(0, 1),
+        flat[3:].view(shape),
+    ]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of the storage that a tensor looks into."""
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@each(WGRAD_EXACT)
+def test_wgrad_out(case: Case, out_dtype: torch.dtype, accumulate: bool, device: torch.device) -> None:
+    grad, input, sizes = case.arguments()
+    product = wgrad_fp64(grad, input, sizes)
+    before = integers(
+        tuple(product.shape), torch.float64, torch.device("cpu"), torch.Generator().manual_seed(3)
+    )
+    expected = (before + product if accumulate else product).to(out_dtype)
+    arguments = case.arguments(device)
+    for out in strided_buffers(tuple(product.shape), out_dtype, device):
+        out.copy_(before)
+        storage = whole(out).clone()
+        pointer, version = out.data_ptr(), out._version
+        ops.grouped_gemm_wgrad_out(*arguments, out, accumulate)
+        assert (out.data_ptr(), out._version) == (pointer, version)
+        assert_same_bits(out + 0, expected.to(device))
+        out.copy_(before)  # nothing beside the buffer's own elements was touched
+        assert_same_bits(whole(out), storage)
+
+
+def test_empty_group_leaves_the_buffer_as_it_is(device: torch.device) -> None:
+    out = torch.full((2, 3, 8), -0.0, device=device)
+    out[0, 0, 0] = float("nan")
+    before = out.clone()
+    arguments = (torch.zeros(4, 3, device=device), torch.zeros(4, 8, device=device))
+    ops.grouped_gemm_wgrad_out(*arguments, torch.tensor([0, 0], device=device), out)
+    assert_same_bits(out, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_main_grad_of_two_microbatches(dtype: torch.dtype, device: torch.device) -> None:
+    """Two forwards before two backwards, each adding its weight gradient to one buffer."""
+    generator = torch.Generator().manual_seed(5)
+    sizes = torch.tensor([3, 0, 4], device=device)
+    weight = integers((3, 8, 16), dtype, device, generator).requires_grad_()
+    weight_grad = integers((3, 8, 16), torch.float32, device, generator)
+    before = weight_grad.clone()
+    inputs = [integers((9, 16), dtype, device, generator).requires_grad_() for _ in range(2)]
+    grads = [integers((9, 8), dtype, device, generator) for _ in range(2)]
+    outputs = [
+        ops.grouped_gemm(x, weight, sizes) * weight_grad[0, 0, 0] for x in inputs
+    ]  # saves a view of the buffer
+    for output, x, grad in zip(outputs, inputs, grads, strict=True):
+        ops.grouped_gemm_wgrad_out(grad, x.detach(), sizes, weight_grad)
+        output.backward(grad)
+    expected = before + sum(wgrad_fp64(g, x, sizes) for g, x in zip(grads, inputs, strict=True)).float()
+    assert_same_bits(weight_grad, expected)
+    assert weight.grad is not None
+
+
+@each(RANDOM)
+def test_gradient(case: Case, device: torch.device) -> None:
+    a, b, sizes, bias, scale, transpose_b = case.arguments(device)
+    leaves = [t for t in (a, b, bias, scale) if t is not None]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    output = ops.grouped_gemm(a, b, sizes, bias, scale, transpose_b)
+    grad = normals(tuple(output.shape), a.dtype, device, torch.Generator().manual_seed(2))
+    got = torch.autograd.grad(output, leaves, grad)
+
+    def expected_of(absolute: bool) -> tuple[Tensor, ...]:
+        doubles = [leaf.detach().double() for leaf in leaves]
+        doubles = [(d.abs() if absolute else d).requires_grad_() for d in doubles]
+        rest = iter(doubles[2:])
+        extra = [next(rest) if t is not None else None for t in (bias, scale)]
+        exact = rows_fp64(doubles[0], doubles[1], sizes, *extra, transpose_b)
+        seed = grad.double().abs() if absolute else grad.double()
+        return torch.autograd.grad(exact, doubles, seed, materialize_grads=True)
+
+    terms = max([a.shape[1], output.shape[1], *sizes.tolist()], default=1)
+    for g, exact, magnitude in zip(got, expected_of(False), expected_of(True), strict=True):
+        assert_rounded_sum(g, exact, magnitude, terms)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 2)])
+def test_only_wanted_gradients(wanted: tuple[int, ...], device: torch.device) -> None:
+    leaves = [torch.randn(s, device=device) for s in ((6, 5), (2, 4, 5), (2, 4), (6,))]
+    for i in wanted:
+        leaves[i].requires_grad_()
+    sizes = torch.tensor([2, 3], device=device)
+    ops.grouped_gemm(leaves[0], leaves[1], sizes, leaves[2], leaves[3]).sum().backward()
+    doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    rows_fp64(doubles[0], doubles[1], sizes, doubles[2], doubles[3], True).sum().backward()
+    for i, (leaf, double) in enumerate(zip(leaves, doubles, strict=True)):
+        if i in wanted:
+            torch.testing.assert_close(leaf.grad.double(), double.grad, rtol=1e-5, atol=1e-5)
+        else:
+            assert leaf.grad is None
+
+
+def test_gradcheck() -> None:
+    sizes = torch.tensor([2, 0, 1])
+    for transpose_b in (True, False):
+        shapes = [(4, 3), (3, 2, 3) if transpose_b else (3, 3, 2), (3, 2)]
+        leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+        function = lambda a, b, c, t=transpose_b: ops.grouped_gemm(a, b, sizes, c, None, t)  # noqa: E731
+        assert torch.autograd.gradcheck(function, leaves)
+
+
+@each(RANDOM)
+def test_bias_backward(case: Case, device: torch.device) -> None:
+    a, b, sizes, bias, scale, transpose_b = case.arguments()
+    grad = normals(
+        (a.shape[0], b.shape[1 if transpose_b else 2]), a.dtype, a.device, torch.Generator().manual_seed(4)
+    )
+    host = ops.grouped_bias_backward(grad, sizes, bias, scale)
+    expected = reference.grouped_bias_backward(grad, sizes, bias, scale)
+    double = reference.grouped_bias_backward(grad.double(), sizes, bias, scale)
+    for got, wanted, exact in zip(host, expected, double, strict=True):
+        torch.testing.assert_close(wanted.double(), exact.double(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    on_device = [None if t is None else t.to(device) for t in (grad, sizes, bias, scale)]
+    for got, wanted in zip(ops.grouped_bias_backward(*on_device), host, strict=True):
+        assert_same_bits(got, wanted.to(device))
+
+
+def test_inputs_of_any_strides(device: torch.device) -> None:
+    sizes = torch.tensor([3, 2], device=device)
+    a = torch.randn(12, 16, device=device)[::2, ::2]
+    b = torch.randn(2, 8, 6, device=device).transpose(1, 2)
+    torch.testing.assert_close(ops.grouped_gemm(a, b, sizes), reference.grouped_gemm(a, b, sizes))
+    grad = torch.ones(1, 1, device=device).expand(6, 4)
+    torch.testing.assert_close(
+        ops.grouped_gemm_wgrad(grad, a, sizes), reference.grouped_gemm_wgrad(grad, a, sizes)
+    )
+
+
+@each(EXACT)
+def test_opcheck(case: Case, device: torch.device) -> None:
+    arguments = case.arguments(device)
+    torch.library.opcheck(_ops.grouped_gemm.default, arguments)
+    for i in (0, 1, 3, 4):
+        if arguments[i] is not None:
+            arguments[i].requires_grad_()
+    torch.library.opcheck(_ops.grouped_gemm.default, arguments)
+
+
+@each(WGRAD_EXACT)
+def test_wgrad_opcheck(case: Case, device: torch.device) -> None:
+    grad, input, sizes = case.arguments(device)
+    torch.library.opcheck(_ops.grouped_gemm_wgrad.default, (grad, input, sizes))
+    out = torch.zeros(sizes.numel(), grad.shape[1], input.shape[1], device=device)
+    torch.library.opcheck(_ops.grouped_gemm_wgrad_out.default, (grad, input, sizes, out))
+    bias = torch.ones(sizes.numel(), grad.shape[1], dtype=grad.dtype, device=device)
+    scale = torch.ones(grad.shape[0], device=device)
+    for extra in ((None, None), (None, scale), (bias, scale)):
+        torch.library.opcheck(_ops.grouped_bias_backward.default, (grad, sizes, *extra))
