@@ -37,6 +37,8 @@ def rows_fp64(
         blocks.append(block)
         begin += size
     tail = a.new_zeros(a.shape[0] - begin, b.shape[1 if transpose_b else 2], dtype=torch.float64)
+    if not blocks:
+        return tail + b.double().sum()  # nothing, but differentiable
     return torch.cat([*blocks, tail]) + 0.0  # a sum that begins at 0 is never -0
 
 
