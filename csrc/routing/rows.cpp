@@ -1,5 +1,7 @@
 #include "routing/rows.h"
 
+#include <type_traits>
+
 #include "common/tensor.h"
 #include "routing/rows_args.h"
 
@@ -16,7 +18,11 @@ at::ScalarType weight_type(const Tensor& rows) {
 
 // Runs the CPU kernel, or the CUDA kernel on the current stream, by the device of `like`.
 template <typename Args>
-void run(const Tensor& like, const Args& args, void (*cpu)(const Args&), void (*launch)(const Args&, void*)) {
+using Launch = std::type_identity_t<void (*)(const Args&, void*)>;
+
+template <typename Args>
+void run(const Tensor& like, const Args& args, void (*cpu)(const Args&),
+         [[maybe_unused]] Launch<Args> launch) {
   if (like.is_cpu()) return cpu(args);
 #ifdef TRANSFORMER_PLUGIN_CUDA
   const CudaScope scope(like);
