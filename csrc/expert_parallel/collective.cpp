@@ -82,7 +82,7 @@ struct Leave {
 #endif
 
 template <typename Start>
-void RankGroup::exchange(Phase phase, Start&& start) const {
+void RankGroup::exchange(Phase phase, [[maybe_unused]] const Tensor& data, Start&& start) const {
   Connection& to = *connection_;
   if (!to.on_cuda) {
     c10::intrusive_ptr<c10d::Work> work;
@@ -95,10 +95,11 @@ void RankGroup::exchange(Phase phase, Start&& start) const {
     return wait_on_cpu(*state_, *work, phase, to.timeout);
   }
 #ifdef TRANSFORMER_PLUGIN_CUDA
+  const CudaScope scope(data);
   const BoardMemory& memory = group_board(*state_);
   state_->timeout_ms = to.timeout.count();
   watch_group(state_);
-  void* stream = c10::cuda::getCurrentCUDAStream().stream();
+  void* stream = scope.stream();
   launch_begin_turn(memory, phase, stream);
   const int64_t turn = ++state_->host_turn;
   state_->host_phase = static_cast<int32_t>(phase);
@@ -121,7 +122,7 @@ Tensor RankGroup::all_gather(const Tensor& part, Phase phase) const {
   sizes[0] = sizes[0] * size();
   const Tensor output = empty(input, sizes, input.scalar_type());
   if (input.numel() == 0) return output;
-  exchange(phase, [&] {
+  exchange(phase, input, [&] {
     Tensor to = as_bytes(output);
     Tensor from = as_bytes(input);
     c10d::AllgatherOptions options;
@@ -137,7 +138,7 @@ Tensor RankGroup::all_to_all(const Tensor& parts, Phase phase) const {
   const Tensor input = parts.contiguous();
   const Tensor output = empty(input, input.sym_sizes(), input.scalar_type());
   if (input.numel() == 0) return output;
-  exchange(phase, [&] {
+  exchange(phase, input, [&] {
     Tensor to = as_bytes(output);
     Tensor from = as_bytes(input);
     std::vector<int64_t> equal_splits;

@@ -33,7 +33,7 @@ class RankGroup {
  private:
   struct Connection;
   template <typename Start>
-  void exchange(Phase phase, Start&& start) const;
+  void exchange(Phase phase, const at::Tensor& data, Start&& start) const;
 
   std::shared_ptr<GroupState> state_;
   std::shared_ptr<Connection> connection_;

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class RankPool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "transformer_plugin"])
         # The parent's store chooses its own port; with the store in rank 0 the port is only borrowed from it.
-        self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         port = self._store.port
         if store_in_rank_0:
             del self._store
@@ -120,10 +121,14 @@ class RankPool:
         self.processes[rank].join(timeout)
         return self.processes[rank].exitcode
 
-    def close(self) -> None:
-        """Ends the processes that are left: politely, then not."""
+    def dismiss(self) -> None:
+        """Tells the processes to destroy their group and leave; :meth:`wait` for each."""
         for pipe in self._pipes:
             pipe.close()
+
+    def close(self) -> None:
+        """Ends the processes that are left: politely, then not."""
+        self.dismiss()
         for process in self.processes:
             process.join(0.1 if _stopped(process.pid) else 10)
             if process.is_alive():
@@ -160,7 +165,7 @@ def _serve(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     is_host = store_in_rank_0 and rank == 0
-    store = dist.TCPStore("127.0.0.1", port, None, is_host, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", port, None, is_host, wait_for_workers=False)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=group_timeout)
     )

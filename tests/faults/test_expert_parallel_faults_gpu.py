@@ -1,0 +1,111 @@
+"""A rank that dies or stops, over NCCL: every other process ends in time, and its last words name op and rank."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.faults.test_expert_parallel_faults import TIMEOUT, leave
+from transformer_plugin.ops import expert_parallel as ep
+from transformer_plugin.parallel import EpContext
+from transformer_plugin.testing.distributed import Rank, RankPool
+
+#: The timeout plus 5 s, and what Python and the polling of this test take.
+PROMISE = TIMEOUT + 5.0
+VICTIM = 1
+
+
+def speak_into(path: str, rank: Rank) -> None:
+    """What this process says to stderr goes to a file, also what it says at its end."""
+    file = os.open(f"{path}.{rank.rank}", os.O_CREAT | os.O_WRONLY)
+    os.dup2(file, 2)
+
+
+def lose_in_phase(rank: Rank, phase: str, how: str, path: str) -> None:
+    speak_into(path, rank)
+    context = EpContext(
+        rank.group, num_experts=4, max_tokens_per_rank=6, hidden_dim=8, num_topk=2, timeout=TIMEOUT
+    )
+    indices = torch.tensor([[0, 2], [1, 3]], device=rank.device)
+    tokens = torch.randn(2, 8, device=rank.device, requires_grad=True)
+
+    def step() -> None:
+        plan = context.plan(indices)
+        recv, _ = context.dispatch(plan, tokens)
+        context.combine(plan, recv).sum().backward()
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    if phase == "graph":
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            step()
+    plan = context.plan(indices)
+    recv, _ = context.dispatch(plan, tokens)
+    torch.cuda.synchronize()
+    if rank.rank == VICTIM:
+        leave(how)
+    Path(f"{path}.begun").write_text(str(time.time()))
+    if phase == "graph":
+        graph.replay()
+    elif phase == "plan":
+        context.plan(indices)
+    elif phase == "dispatch":
+        context.dispatch(plan, tokens)
+    else:
+        context.combine(plan, recv)
+    torch.cuda.synchronize()  # never returns
+
+
+def lose_before_the_first_call(rank: Rank, phase: str, how: str, path: str) -> None:
+    """NCCL makes its communicator at the first call, on the host."""
+    speak_into(path, rank)
+    if rank.rank == VICTIM:
+        leave(how)
+    Path(f"{path}.begun").write_text(str(time.time()))
+    indices = torch.zeros(2, 2, dtype=torch.int32, device=rank.device)
+    ep.plan(indices, 4, 2, 8, 1, rank.size, rank.group_name, timeout_ms=int(TIMEOUT * 1000))
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("how", ["dies", "stops"])
+@pytest.mark.parametrize("phase", ["plan", "dispatch", "combine", "graph", "first-call"])
+def test_survivors_end_in_time_with_the_name(tmp_path: Path, phase: str, how: str) -> None:
+    path = str(tmp_path / "stderr")
+    function = lose_before_the_first_call if phase == "first-call" else lose_in_phase
+    with RankPool(2, "nccl", group_timeout=600) as pool:
+        pool.start(function, phase, how, path)
+        code = pool.wait(1 - VICTIM, 120)
+        ended = time.time()
+        words = Path(f"{path}.{1 - VICTIM}").read_text()
+        assert code == 1, (code, words)
+        begun = float(Path(f"{path}.begun").read_text())
+        assert ended - begun < PROMISE, words
+        op = "plan" if phase in ("graph", "first-call") else phase
+        assert f"PeerTimeoutError: transformer_plugin::{op}: phase '" in words, words
+        assert f"rank(s) {VICTIM} did not take part. This is rank {1 - VICTIM};" in words, words
+
+
+def late(rank: Rank) -> list[int]:
+    context = EpContext(
+        rank.group, num_experts=2, max_tokens_per_rank=3, hidden_dim=8, num_topk=1, timeout=20
+    )
+    if rank.rank == VICTIM:
+        time.sleep(3)
+    plan = context.plan(torch.zeros(3, 1, dtype=torch.int32, device=rank.device))
+    return plan.tokens_per_expert.tolist()
+
+
+@pytest.mark.gpus(2)
+def test_a_late_rank_is_waited_for() -> None:
+    with RankPool(2, "nccl") as pool:
+        assert pool.run(late) == [[6], [0]]
+        pool.dismiss()
+        assert [pool.wait(rank) for rank in range(2)] == [0, 0]

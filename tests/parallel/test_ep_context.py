@@ -1,0 +1,389 @@
+"""EpContext and the facade: agreement of the ranks, capacities, caller's buffers, and errors by their text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.parallel.test_expert_parallel_gradients import CASE, context_of, drawn_leaves
+from transformer_plugin.ops import expert_parallel as ep
+from transformer_plugin.parallel import (
+    EpBuffer,
+    EpContext,
+    ep_bootstrap,
+    ep_combine,
+    ep_dispatch,
+    ep_finalize,
+    ep_prepare,
+    is_ep_bootstrapped,
+)
+from transformer_plugin.testing.distributed import Rank, RankPool
+from transformer_plugin.testing.expert_parallel_cases import EpCase
+from transformer_plugin.testing.numerics import assert_same_bits
+
+SIZES = {"num_experts": 4, "max_tokens_per_rank": 8, "hidden_dim": 3, "num_topk": 2}
+
+
+def error_of(action, kind: type[Exception] = ValueError) -> str:
+    try:
+        action()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def check_disagreement(rank: Rank) -> None:
+    for name, values in (("max_tokens_per_rank", (8, 9)), ("hidden_dim", (3, 5)), ("capacity", (None, 16))):
+        text = error_of(lambda n=name, v=values: EpContext(rank.group, **{**SIZES, n: v[rank.rank]}))
+        assert text == (
+            f"transformer_plugin::EpContext: argument '{name}': expected the same configuration on all 2 ranks of "
+            f"group '{rank.group_name}', got different ones: {name} is {values[0]!r} on rank 0, {values[1]!r} on "
+            "rank 1. Pass the same arguments on every rank."
+        )
+    both = {**SIZES, "num_topk": 1 + rank.rank, "overflow": ("raise", "drop")[rank.rank]}
+    text = error_of(lambda: EpContext(rank.group, **both))
+    assert "num_topk is 1 on rank 0, 2 on rank 1; overflow is 'raise' on rank 0, 'drop' on rank 1" in text
+    EpContext(rank.group, **SIZES).finalize()  # and the group is as good as before
+
+
+def test_ranks_that_disagree(pair: RankPool) -> None:
+    pair.run(check_disagreement)
+
+
+def check_too_few_experts(rank: Rank) -> None:
+    assert error_of(lambda: EpContext(rank.group, **{**SIZES, "num_experts": 3})) == (
+        "transformer_plugin::EpContext: argument 'num_experts': expected at least one expert for each of the 4 ranks, "
+        "got 3. Use more experts or a smaller group."
+    )
+    assert error_of(lambda: EpContext(rank.group, **{**SIZES, "num_experts": 6})) == (
+        "transformer_plugin::EpContext: argument 'num_experts': expected a multiple of the 4 ranks, got 6. "
+        "Give every rank the same number of experts."
+    )
+    indices = torch.zeros(2, 2, dtype=torch.int32)
+    assert error_of(lambda: ep.plan(indices, 3, 8, 8, 1, 4, rank.group_name)) == (
+        "transformer_plugin::plan: argument 'num_experts': expected at least one expert for each of the 4 ranks, "
+        "got 3. Use more experts or a smaller group."
+    )
+    assert error_of(lambda: ep.plan(indices, 4, 8, 8, 1, 2, rank.group_name)) == (
+        f"transformer_plugin::plan: argument 'num_ranks': expected 4, the size of group '{rank.group_name}', got 2. "
+        "Pass group.size()."
+    )
+
+
+def test_more_ranks_than_experts(make_pool) -> None:
+    make_pool(4).run(check_too_few_experts)
+
+
+def check_overflow(rank: Rank) -> None:
+    # Rank r's tokens go to expert 0 of rank 0: five rows from each.
+    indices = torch.zeros(5, 1, dtype=torch.int64, device=rank.device)
+    sizes = {**SIZES, "num_topk": 1, "device": rank.device}
+    need = 5 * rank.size
+    with EpContext(rank.group, **sizes, capacity=need, alignment=1) as fits:
+        plan = fits.plan(indices)
+        assert plan.required.tolist() == [need] + [0] * (rank.size - 1)
+        assert plan.total.tolist() == [need if rank.rank == 0 else 0] and plan.overflow.tolist() == [0]
+        # Less, for one call. On every rank, also those with room.
+        text = (
+            f"transformer_plugin::plan: argument 'capacity': expected room for {need} rows, which rank 0 needs, got "
+            f'{need - 1}. Raise the capacity on every rank, or use the overflow policy "drop".'
+        )
+        if rank.device.type == "cpu":
+            assert error_of(lambda: fits.plan(indices, need - 1)) == text
+        else:
+            late = fits.plan(indices, need - 1)
+            torch.cuda.synchronize()
+            assert error_of(lambda: fits.plan(indices)) == (
+                f"transformer_plugin::plan: argument 'capacity': expected room for {need} rows, which a rank of the "
+                "group needed, got less, in an earlier call on this GPU. Raise the capacity, or use the overflow "
+                'policy "drop".'
+            )
+            assert late.overflow.tolist() == [1]
+        assert fits.plan(indices).overflow.tolist() == [0]  # said once
+    with EpContext(rank.group, **sizes, capacity=need - 1, overflow="drop") as drops:
+        plan = drops.plan(indices)
+        assert plan.required.tolist()[0] == need and plan.overflow.tolist() == [1]
+        assert int(plan.tokens_per_expert.sum()) == (need - 1 if rank.rank == 0 else 0)
+        tokens = torch.ones(5, 3, device=rank.device, requires_grad=True)
+        recv, _ = drops.dispatch(plan, tokens)
+        output = drops.combine(plan, recv)
+        output.sum().backward()
+        lost = rank.rank == rank.size - 1  # the last rank's last token
+        expected = torch.ones(5, 3)
+        expected[4] = 0.0 if lost else 1.0
+        assert output.tolist() == tokens.grad.tolist() == expected.tolist()
+
+
+def test_overflow(pool: RankPool) -> None:
+    pool.run(check_overflow)
+
+
+def test_worst_case_capacity() -> None:
+    context = EpContext(None, **{**SIZES, "num_experts": 1}, alignment=16)
+    assert context.capacity == 32  # 8 tokens in one expert, and up to 15 of padding, in whole multiples
+    with pytest.raises(ValueError, match="capacity"):
+        EpContext(None, **SIZES, capacity=-1)
+
+
+def check_facade(rank: Rank) -> None:
+    assert not is_ep_bootstrapped()
+    ep_finalize()
+    experts = CASE.experts(rank.size)
+    ep_bootstrap(
+        rank.group, experts, CASE.max_tokens, CASE.hidden, CASE.topk, recv_capacity_per_rank=CASE.capacity
+    )
+    assert is_ep_bootstrapped()
+    text = error_of(lambda: ep_bootstrap(rank.group, experts, 8, 3, 2), RuntimeError)
+    assert text == (
+        "transformer_plugin::ep_bootstrap: expected one call before ep_finalize(), got a second one. "
+        "Call ep_finalize() first, or use EpContext objects for several configurations."
+    )
+    buffer = EpBuffer(CASE.topk, CASE.max_tokens, CASE.hidden, CASE.local_experts, alignment=4)
+    indices, tokens, weights = drawn_leaves(rank)
+    counts = ep_prepare(buffer, indices)
+    assert all(count % 4 == 0 for count in counts.tolist())
+    recv, recv_weights, again = ep_dispatch(buffer, tokens, indices, weights)
+    assert again.tolist() == counts.tolist() and again is not counts
+    assert buffer.total_recv_tokens.tolist() == [int(counts.sum())]
+    output = ep_combine(buffer, recv * recv_weights[:, None])
+    scale = (weights * (indices >= 0)).sum(1, keepdim=True)
+    torch.testing.assert_close(output, tokens * scale)
+    # Fewer and more rows than were dispatched.
+    longer = ep_combine(buffer, recv, num_local_tokens=CASE.max_tokens)
+    assert longer.shape[0] == CASE.max_tokens and not longer[len(tokens) :].any()
+    shorter = ep_combine(buffer, recv, num_local_tokens=1)
+    assert_same_bits(shorter, longer[:1])
+    (grad,) = torch.autograd.grad(shorter.sum(), recv, retain_graph=True)
+    firsts = (buffer.plan.source % CASE.max_tokens == 0) & (buffer.plan.source >= 0)
+    assert grad[:, 0].tolist() == firsts.float().tolist()
+    expected = torch.autograd.grad(output.sum(), (tokens, weights), retain_graph=True)
+
+    # The caller's memory, forward and backward, twice.
+    memory = torch.full_like(recv, 7.0).detach()
+    weight_memory = torch.full_like(recv_weights, 7.0).detach()
+    grad_memory = torch.empty_like(memory)
+    here, weights_here, _ = ep_dispatch(
+        buffer, tokens, indices, weights, recv_tokens=memory, recv_topk_weights=weight_memory
+    )
+    assert here.data_ptr() == memory.data_ptr() and weights_here.data_ptr() == weight_memory.data_ptr()
+    assert_same_bits(here, recv)
+    assert_same_bits(weights_here, recv_weights)
+    output = ep_combine(buffer, here * weights_here[:, None], grad_out=grad_memory)
+    for _ in range(2):
+        grad_memory.fill_(7.0)
+        got = torch.autograd.grad(output.sum(), (tokens, weights), retain_graph=True)
+        assert_same_bits(got[0], expected[0])
+        assert_same_bits(got[1], expected[1])
+        assert grad_memory.tolist() == (buffer.plan.source >= 0).float()[:, None].expand_as(memory).tolist()
+    # A later dispatch into the same memory makes the earlier gradient an error, not a wrong number.
+    ep_dispatch(buffer, tokens, indices, weights, recv_tokens=memory)
+    text = error_of(lambda: torch.autograd.grad(output.sum(), (tokens, weights)), RuntimeError)
+    assert "modified by an inplace operation" in text
+    torch.distributed.barrier()
+    ep_finalize()
+    ep_finalize()
+    text = error_of(lambda: ep_prepare(buffer, indices), RuntimeError)
+    assert text == (
+        "transformer_plugin::EpContext: expected an open context, got one after finalize(). "
+        "Make a new EpContext on every rank."
+    )
+    ep_bootstrap(rank.group, experts, 8, 3, 2)  # another configuration now
+    ep_finalize()
+
+
+def test_facade(pool: RankPool) -> None:
+    pool.run(check_facade)
+
+
+def check_facade_errors(rank: Rank) -> None:
+    text = error_of(lambda: EpBuffer(2, 8, 3, 4), RuntimeError)
+    assert text.startswith("transformer_plugin::EpBuffer: expected ep_bootstrap() before, got none.")
+    for option in ({"zero_copy": True}, {"max_num_sms": 8}):
+        assert "transformer_plugin::ep_bootstrap: argument" in error_of(
+            lambda o=option: ep_bootstrap(rank.group, 4, 8, 3, 2, **o)
+        )
+    ep_bootstrap(rank.group, 4, 8, 3, 2)
+    try:
+        assert error_of(lambda: EpBuffer(3, 8, 3, 4)) == (
+            "transformer_plugin::EpBuffer: argument 'top_k': expected 2, as in ep_bootstrap, got 3. "
+            "Pass what the context was made for."
+        )
+        assert "argument 'alignment': expected 0, 1 or a power of two, got 3" in error_of(
+            lambda: EpBuffer(2, 8, 3, 4, alignment=3)
+        )
+        buffer = EpBuffer(2, 8, 3, 4)
+        text = error_of(lambda: ep_combine(buffer, torch.zeros(16, 3)), RuntimeError)
+        assert text.startswith("transformer_plugin::ep_combine: expected a buffer after ep_prepare()")
+        tokens, indices, weights = torch.zeros(5, 3), torch.zeros(5, 2, dtype=torch.int32), torch.zeros(5, 2)
+        assert error_of(lambda: ep_dispatch(buffer, tokens, indices, weights.half()), TypeError) == (
+            "transformer_plugin::ep_dispatch: argument 'topk_weights': expected float32, got float16. "
+            "Convert it with .float() first."
+        )
+        assert error_of(lambda: ep_dispatch(buffer, tokens[:4], indices, weights)) == (
+            "transformer_plugin::ep_dispatch: argument 'topk_weights': expected tokens [T, H], topk_idx [T, K] and "
+            "topk_weights [T, K], got (4, 3), (5, 2) and (5, 2). Pass the same tokens in all three."
+        )
+        good = torch.zeros(16, 3)
+        for bad in (good[:8], good.t().contiguous().t(), good.clone().requires_grad_()):
+            assert "argument 'recv_tokens'" in error_of(
+                lambda b=bad: ep_dispatch(buffer, tokens, indices, weights, recv_tokens=b)
+            )
+        assert "argument 'recv_tokens': expected float32, got float16" in error_of(
+            lambda: ep_dispatch(buffer, tokens, indices, weights, recv_tokens=good.half()), TypeError
+        )
+        ep_prepare(buffer, indices)
+        assert "argument 'grad_out'" in error_of(lambda: ep_combine(buffer, good, grad_out=torch.zeros(3, 3)))
+    finally:
+        ep_finalize()
+
+
+def test_facade_errors(make_pool) -> None:
+    make_pool(1).run(check_facade_errors)
+
+
+def plan_of(indices: torch.Tensor, *sizes: object) -> ep.Plan:
+    return ep.plan(indices, *(sizes or (4, 8, 16)))
+
+
+I32 = torch.zeros(5, 2, dtype=torch.int32)
+X = torch.zeros(5, 3)
+W = torch.zeros(5, 2)
+SLOT, SOURCE = torch.full((8, 2), -1, dtype=torch.int32), torch.full((16,), -1, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("action", "error", "text"),
+    [
+        (
+            lambda: plan_of(I32.to(torch.int16)),
+            TypeError,
+            "transformer_plugin::plan: argument 'topk_idx': expected one of the dtypes int32, int64, got Short. "
+            "Convert it with .to() first.",
+        ),
+        (
+            lambda: plan_of(I32.float()),
+            TypeError,
+            "transformer_plugin::plan: argument 'topk_idx': expected one of the dtypes int32, int64, got float32. "
+            "Convert it with .to() first.",
+        ),
+        (
+            lambda: plan_of(I32[:, 0].contiguous()),
+            ValueError,
+            "transformer_plugin::plan: argument 'topk_idx': expected 2 dimensions or more, [..., K], got int32[5] on "
+            "cpu. Reshape it first.",
+        ),
+        (
+            lambda: plan_of(I32.t().contiguous().t()),
+            ValueError,
+            "transformer_plugin::plan: argument 'topk_idx': expected a contiguous tensor, got int32[5, 2] on cpu with "
+            "strides [1, 5]. Call .contiguous() on it first.",
+        ),
+        (
+            lambda: plan_of(I32[:, :0].contiguous()),
+            ValueError,
+            "transformer_plugin::plan: argument 'topk_idx': expected from 1 to 1024 columns, got int32[5, 0] on cpu. "
+            "Choose at least one expert for each token.",
+        ),
+        (
+            lambda: plan_of(I32, 4, 4, 16),
+            ValueError,
+            "transformer_plugin::plan: argument 'topk_idx': expected at most 4 tokens (max_tokens), got int32[5, 2] on "
+            "cpu. Pass a larger max_tokens on every rank.",
+        ),
+        (
+            lambda: plan_of(I32, 4, 8, 16, 3),
+            ValueError,
+            "transformer_plugin::plan: argument 'alignment': expected 0, 1 or a power of two, got 3. "
+            "Pass 1 for no padding.",
+        ),
+        (
+            lambda: plan_of(I32, 4, 8, -1),
+            ValueError,
+            "transformer_plugin::plan: argument 'capacity': expected 0 or more rows, got -1. "
+            "Pass the rows that the experts of one rank can take.",
+        ),
+        (
+            lambda: plan_of(I32, 4, 8, 16, 1, 1, "nobody"),
+            ValueError,
+            "transformer_plugin::plan: argument 'group_name': expected the name of a c10d process group of this "
+            "process, or \"\", got 'nobody'. Pass group.group_name, and do not use a group after it is destroyed.",
+        ),
+        (
+            lambda: ep.dispatch(X.int(), None, SLOT, SOURCE),
+            TypeError,
+            "transformer_plugin::dispatch: argument 'tokens': expected one of the dtypes float32, bfloat16, float16, "
+            "float64, got int32. Convert it with .to() first.",
+        ),
+        (
+            lambda: ep.dispatch(X, W.double(), SLOT, SOURCE),
+            TypeError,
+            "transformer_plugin::dispatch: argument 'topk_weights': expected one of the dtypes float32, got float64. "
+            "Convert it with .to() first.",
+        ),
+        (
+            lambda: ep.dispatch(X, W[:4], SLOT, SOURCE),
+            ValueError,
+            "transformer_plugin::dispatch: argument 'topk_weights': expected size 5 in dimension 0 (the rows of "
+            "'tokens'), got float32[4, 2] on cpu. Pass tensors whose sizes agree.",
+        ),
+        (
+            lambda: ep.dispatch(X, None, SLOT[:4], SOURCE),
+            ValueError,
+            "transformer_plugin::dispatch: argument 'tokens': expected at most 4 rows (max_tokens of the plan), got "
+            "float32[5, 3] on cpu. Make the plan with a larger max_tokens on every rank.",
+        ),
+        (
+            lambda: ep.dispatch(X, None, SLOT.long(), SOURCE),
+            TypeError,
+            "transformer_plugin::dispatch: argument 'slot': expected one of the dtypes int32, got int64. "
+            "Convert it with .to() first.",
+        ),
+        (
+            lambda: ep.combine(X, SLOT, SOURCE, 5),
+            ValueError,
+            "transformer_plugin::combine: argument 'rows': expected size 16 in dimension 0 (the capacity of the plan), "
+            "got float32[5, 3] on cpu. Pass tensors whose sizes agree.",
+        ),
+        (
+            lambda: ep.combine(torch.zeros(16, 3), SLOT, SOURCE, 9),
+            ValueError,
+            "transformer_plugin::combine: argument 'num_tokens': expected from 0 to max_tokens of the plan, got 9. "
+            "Pass the number of tokens of this rank.",
+        ),
+    ],
+)
+def test_errors_have_four_parts(action, error: type[Exception], text: str) -> None:
+    assert error_of(action, error) == text
+
+
+def test_a_plan_that_lies_is_not_followed_out_of_bounds() -> None:
+    """Values that no plan has, as from a corrupted tensor: neither read nor written through."""
+    slot = torch.tensor([[5, 2**31 - 1], [-7, 0]], dtype=torch.int32)
+    source = torch.tensor([1, 99, -9, 2**31 - 1], dtype=torch.int32)
+    tokens, weights = torch.ones(2, 3), torch.ones(2, 2)
+    recv, recv_weights = ep.dispatch(tokens, weights, slot, source)
+    assert recv.tolist() == [[1.0] * 3] + [[0.0] * 3] * 3
+    assert recv_weights.tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert ep.combine(torch.ones(4, 3), slot, source, 2).tolist() == [[0.0] * 3, [1.0] * 3]
+
+
+def check_two_groups(rank: Rank) -> None:
+    """Contexts over different groups of the same ranks, one after the other and mixed."""
+    group = torch.distributed.new_group(list(range(rank.size)))
+    contexts = [context_of(rank), EpContext(group, **{**SIZES, "num_experts": 4}, device=rank.device)]
+    case = EpCase("other", hidden=3, tokens=(4, 8))
+    for _ in range(2):
+        for context, (indices, tokens, _) in zip(
+            contexts, (drawn_leaves(rank), drawn_leaves(rank, case)), strict=True
+        ):
+            plan = context.plan(indices)
+            recv, _ = context.dispatch(plan, tokens)
+            count = (indices >= 0).sum(1, keepdim=True)
+            torch.testing.assert_close(context.combine(plan, recv), tokens * count)
+    for context in contexts:
+        context.finalize()
+    torch.distributed.destroy_process_group(group)
+
+
+def test_two_groups(pair: RankPool) -> None:
+    pair.run(check_two_groups)

@@ -1,0 +1,165 @@
+"""opcheck, torch.compile and CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.parallel.test_expert_parallel_gradients import CASE, context_of, drawn_leaves
+from transformer_plugin.ops import expert_parallel as ep
+from transformer_plugin.testing.distributed import Rank, RankPool
+from transformer_plugin.testing.expert_parallel_cases import EpCase, ep_cases
+from transformer_plugin.testing.numerics import assert_same_bits
+
+_ops = torch.ops.transformer_plugin
+
+
+def check_ops(rank: Rank, cases: list[EpCase]) -> None:
+    for case in cases:
+        if case.dtype == torch.float64 and rank.device.type == "cuda":
+            continue
+        indices, tokens, weights = (each.to(rank.device) for each in case.draw(rank.rank, rank.size))
+        sizes = (case.experts(rank.size), case.max_tokens, case.capacity, case.alignment, rank.size)
+        tail = (rank.group_name, 60_000)
+        torch.library.opcheck(_ops.plan.default, (indices, *sizes, rank.group_name, False, 60_000))
+        plan = ep.plan(indices, *sizes, rank.group_name)
+        maps = (plan.slot, plan.source)
+        count = len(tokens)
+        for wanted in (False, True):
+            x, w = tokens.clone().requires_grad_(wanted), weights.clone().requires_grad_(wanted)
+            rows = torch.randn(case.capacity, case.hidden, device=rank.device).to(case.dtype)
+            torch.library.opcheck(_ops.dispatch.default, (x, w, *maps, *tail))
+            torch.library.opcheck(_ops.dispatch.default, (x, None, *maps, *tail))
+            torch.library.opcheck(_ops.combine.default, (rows.requires_grad_(wanted), *maps, count, *tail))
+        grad_weights = torch.randn(case.capacity, device=rank.device).to(weights.dtype)
+        sizes = (count, case.hidden, case.dtype)
+        rows = rows.detach()
+        torch.library.opcheck(
+            _ops.dispatch_backward.default, (rows, grad_weights, plan.slot, *sizes, True, True, *tail)
+        )
+        torch.library.opcheck(
+            _ops.dispatch_backward.default, (None, None, plan.slot, *sizes, True, False, *tail)
+        )
+        torch.library.opcheck(_ops.combine_backward.default, (tokens, *maps, *tail))
+
+
+FEW = [case for case in ep_cases() if case.name in ("bfloat16", "nobody-has-any", "capacity-4")]
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_opcheck_one_rank(make_pool, part: int) -> None:
+    make_pool(1, "gloo").run(check_ops, list(ep_cases())[part::3])
+
+
+@pytest.mark.gpus(1)
+def test_opcheck_one_gpu(make_pool) -> None:
+    make_pool(1, "nccl").run(check_ops, list(ep_cases()))
+
+
+def test_opcheck_two_ranks(pair: RankPool) -> None:
+    pair.run(check_ops, FEW)
+
+
+def check_compiled(rank: Rank) -> None:
+    """fullgraph, forward and backward, equal to eager; other routings and other sizes of the same function."""
+    torch._dynamo.reset()
+    context = context_of(rank)
+
+    def layer(tokens: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        plan = context.plan(indices)
+        recv, recv_weights = context.dispatch(plan, tokens, weights)
+        rows = recv * recv_weights[:, None] * (plan.tokens_per_expert.sum() > 0)
+        return context.combine(plan, rows)
+
+    compiled = torch.compile(layer, fullgraph=True)
+    graphs = torch._dynamo.utils.counters["stats"]
+    for seed in range(4):
+        indices, tokens, weights = drawn_leaves(rank, seed=seed)
+        expected = layer(tokens, weights, indices)
+        output = compiled(tokens, weights, indices)
+        assert_same_bits(output, expected)
+        grads = torch.autograd.grad(output.sum(), (tokens, weights))
+        expected_grads = torch.autograd.grad(expected.sum(), (tokens, weights))
+        assert_same_bits(grads[0], expected_grads[0])
+        torch.testing.assert_close(grads[1], expected_grads[1])  # a row sum in another order
+    assert graphs["unique_graphs"] == 1, "compiled again for another routing"
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    graphs.clear()
+    for count in (5, 4, 3):
+        indices = torch.zeros(count, CASE.topk, dtype=torch.int64, device=rank.device)
+        tokens = torch.randn(count, CASE.hidden, device=rank.device)
+        weights = torch.rand(count, CASE.topk, device=rank.device)
+        assert_same_bits(compiled(tokens, weights, indices), layer(tokens, weights, indices))
+    assert graphs["unique_graphs"] <= 2, "compiled more than once for another number of tokens"
+
+
+def test_compile(pair: RankPool) -> None:
+    pair.run(check_compiled, timeout=280)
+
+
+def check_graph(rank: Rank) -> None:
+    """Forward and backward captured once; replayed with other routings, tokens and counts of masked entries."""
+    context = context_of(rank)
+    indices, tokens, weights = drawn_leaves(rank)
+    static = [each.detach().clone() for each in (indices, tokens, weights)]
+    static[1].requires_grad_(), static[2].requires_grad_()
+
+    def step() -> list[torch.Tensor]:
+        plan = context.plan(static[0])
+        recv, recv_weights = context.dispatch(plan, static[1], static[2])
+        output = context.combine(plan, torch.tanh(recv) * recv_weights[:, None])
+        grads = torch.autograd.grad(output.square().sum(), static[1:])
+        return [output, *grads, plan.tokens_per_expert, plan.required]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = step()
+    for seed in range(5):
+        with torch.no_grad():
+            for to, drawn in zip(static, drawn_leaves(rank, seed=seed), strict=True):
+                to.copy_(drawn)
+        graph.replay()
+        got = [each.detach().clone() for each in captured]
+        for first, second in zip(got, step(), strict=True):  # eager between replays
+            assert_same_bits(first, second)
+    del graph, captured
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("size", [pytest.param(n, marks=pytest.mark.gpus(n)) for n in (1, 2, 4)])
+def test_graph_replays_with_another_routing(make_pool, size: int) -> None:
+    make_pool(size, "nccl").run(check_graph)
+
+
+@torch.jit.script
+def scripted_layer(
+    tokens: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor, experts: int, ranks: int, group: str
+) -> torch.Tensor:
+    slot, source, _counts, _required, _overflow = torch.ops.transformer_plugin.plan(
+        indices, experts, 8, 64, 1, ranks, group, False, -1
+    )
+    recv, recv_weights = torch.ops.transformer_plugin.dispatch(tokens, weights, slot, source, group, -1)
+    rows = recv * recv_weights.unsqueeze(1)
+    return torch.ops.transformer_plugin.combine(rows, slot, source, tokens.size(0), group, -1)
+
+
+def check_scripted(rank: Rank) -> None:
+    indices, tokens, weights = drawn_leaves(rank)
+    args = (indices, CASE.experts(rank.size), rank.size, rank.group_name)
+    output = scripted_layer(tokens, weights, *args)
+    # One expert gives back what it was given, so the output is the token times its weights' sum.
+    scale = (weights * (indices >= 0)).sum(1, keepdim=True)
+    torch.testing.assert_close(output, tokens * scale)
+    grads = torch.autograd.grad(output.sum(), (tokens, weights))
+    torch.testing.assert_close(grads[0], scale.expand_as(tokens))
+    torch.testing.assert_close(grads[1], tokens.sum(1, keepdim=True) * (indices >= 0))
+
+
+def test_torchscript(pool: RankPool) -> None:
+    pool.run(check_scripted)
