@@ -13,6 +13,13 @@ from transformer_plugin.ops.gemm import (
     grouped_gemm_wgrad_quantized_out,
     grouped_linear,
     linear,
+from transformer_plugin.ops.expert_parallel import (
+    agree,
+    combine,
+    combine_backward,
+    dispatch,
+    dispatch_backward,
+    plan,
 )
 from transformer_plugin.ops.quantize import (
     dequantize,
@@ -42,11 +49,16 @@ from transformer_plugin.ops.routing import (
 )
 
 __all__ = [
+    "agree",
     "assign_slots",
     "aux_loss",
     "aux_loss_backward",
+    "combine",
+    "combine_backward",
     "count_tokens_per_expert",
     "dequantize",
+    "dispatch",
+    "dispatch_backward",
     "gemm",
     "gemm_quantized",
     "grouped_bias_backward",
@@ -66,6 +78,7 @@ __all__ = [
     "permute_backward",
     "permute_weights",
     "permute_weights_backward",
+    "plan",
     "quantize",
     "quantize_both",
     "quantize_transposed",

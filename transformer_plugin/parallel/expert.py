@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from transformer_plugin.config import settings
 from transformer_plugin.ops import expert_parallel as ops
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ class EpContext:
         group: the c10d process group, Gloo for CPU tensors or NCCL for CUDA tensors; None for this process alone.
         num_experts, max_tokens_per_rank, hidden_dim, num_topk, capacity, alignment, overflow: see
             :class:`EpConfig`.
-        timeout: seconds that any wait for other ranks may take. On a CPU the wait then raises
+        timeout: seconds that any wait for other ranks may take; None for ``config.settings.peer_timeout``. On a CPU
+            the wait then raises
             :class:`~transformer_plugin.errors.PeerTimeoutError`; on CUDA the process ends with its text, because a
             stream that waits for a lost rank cannot be brought back. Choose it shorter than the group's own.
         device: where the tensors will be; by default this process's GPU where the group has NCCL, else the CPU.
@@ -105,7 +107,7 @@ class EpContext:
         capacity: int | None = None,
         alignment: int = 1,
         overflow: Overflow = "raise",
-        timeout: float = 60.0,
+        timeout: float | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         self.config = EpConfig(
@@ -116,6 +118,7 @@ class EpContext:
         self.rank = 0 if group is None else group.rank()
         self.group_name = "" if group is None else group.group_name
         self.device = torch.device(device) if device is not None else _device_of(group)
+        timeout = settings.peer_timeout if timeout is None else timeout
         self.timeout_ms = int(timeout * 1000)
         _check_config(self.config, self.num_ranks, timeout)
         self.num_local_experts = num_experts // self.num_ranks

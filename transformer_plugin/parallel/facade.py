@@ -33,7 +33,7 @@ def ep_bootstrap(
     drop_on_overflow: bool = False,
     max_token_dtype: torch.dtype = torch.bfloat16,
     *,
-    timeout: float = 60.0,
+    timeout: float | None = None,
 ) -> None:
     """Make the process's default context. Collective over ``ep_group``.
 
@@ -45,7 +45,7 @@ def ep_bootstrap(
         zero_copy: False; there is no symmetric-memory transport yet.
         drop_on_overflow: drop rows past the capacity instead of raising.
         max_token_dtype: accepted; nothing is staged by size, so that every payload dtype works.
-        timeout: seconds that any wait may take.
+        timeout: seconds that any wait may take; None for ``config.settings.peer_timeout``.
 
     Raises:
         RuntimeError: already bootstrapped. ValueError, PeerTimeoutError: as
