@@ -1,4 +1,4 @@
-"""EpContext and the facade: agreement of the ranks, capacities, caller's buffers, and errors by their text."""
+"""EpContext: agreement of the ranks, capacities, several groups, and errors by their text."""
 
 from __future__ import annotations
 
@@ -7,16 +7,7 @@ import torch
 
 from tests.parallel.test_expert_parallel_gradients import CASE, context_of, drawn_leaves
 from transformer_plugin.ops import expert_parallel as ep
-from transformer_plugin.parallel import (
-    EpBuffer,
-    EpContext,
-    ep_bootstrap,
-    ep_combine,
-    ep_dispatch,
-    ep_finalize,
-    ep_prepare,
-    is_ep_bootstrapped,
-)
+from transformer_plugin.parallel import EpContext
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.expert_parallel_cases import EpCase
 from transformer_plugin.testing.numerics import assert_same_bits
@@ -123,122 +114,6 @@ def test_worst_case_capacity() -> None:
     assert context.capacity == 32  # 8 tokens in one expert, and up to 15 of padding, in whole multiples
     with pytest.raises(ValueError, match="capacity"):
         EpContext(None, **SIZES, capacity=-1)
-
-
-def check_facade(rank: Rank) -> None:
-    assert not is_ep_bootstrapped()
-    ep_finalize()
-    experts = CASE.experts(rank.size)
-    ep_bootstrap(
-        rank.group, experts, CASE.max_tokens, CASE.hidden, CASE.topk, recv_capacity_per_rank=CASE.capacity
-    )
-    assert is_ep_bootstrapped()
-    text = error_of(lambda: ep_bootstrap(rank.group, experts, 8, 3, 2), RuntimeError)
-    assert text == (
-        "transformer_plugin::ep_bootstrap: expected one call before ep_finalize(), got a second one. "
-        "Call ep_finalize() first, or use EpContext objects for several configurations."
-    )
-    buffer = EpBuffer(CASE.topk, CASE.max_tokens, CASE.hidden, CASE.local_experts, alignment=4)
-    indices, tokens, weights = drawn_leaves(rank)
-    counts = ep_prepare(buffer, indices)
-    assert all(count % 4 == 0 for count in counts.tolist())
-    recv, recv_weights, again = ep_dispatch(buffer, tokens, indices, weights)
-    assert again.tolist() == counts.tolist() and again is not counts
-    assert buffer.total_recv_tokens.tolist() == [int(counts.sum())]
-    output = ep_combine(buffer, recv * recv_weights[:, None])
-    scale = (weights * (indices >= 0)).sum(1, keepdim=True)
-    torch.testing.assert_close(output, tokens * scale)
-    # Fewer and more rows than were dispatched.
-    longer = ep_combine(buffer, recv, num_local_tokens=CASE.max_tokens)
-    assert longer.shape[0] == CASE.max_tokens and not longer[len(tokens) :].any()
-    shorter = ep_combine(buffer, recv, num_local_tokens=1)
-    assert_same_bits(shorter, longer[:1])
-    (grad,) = torch.autograd.grad(shorter.sum(), recv, retain_graph=True)
-    firsts = (buffer.plan.source % CASE.max_tokens == 0) & (buffer.plan.source >= 0)
-    assert grad[:, 0].tolist() == firsts.float().tolist()
-    expected = torch.autograd.grad(output.sum(), (tokens, weights), retain_graph=True)
-
-    # The caller's memory, forward and backward, twice.
-    memory = torch.full_like(recv, 7.0).detach()
-    weight_memory = torch.full_like(recv_weights, 7.0).detach()
-    grad_memory = torch.empty_like(memory)
-    here, weights_here, _ = ep_dispatch(
-        buffer, tokens, indices, weights, recv_tokens=memory, recv_topk_weights=weight_memory
-    )
-    assert here.data_ptr() == memory.data_ptr() and weights_here.data_ptr() == weight_memory.data_ptr()
-    assert_same_bits(here, recv)
-    assert_same_bits(weights_here, recv_weights)
-    output = ep_combine(buffer, here * weights_here[:, None], grad_out=grad_memory)
-    for _ in range(2):
-        grad_memory.fill_(7.0)
-        got = torch.autograd.grad(output.sum(), (tokens, weights), retain_graph=True)
-        assert_same_bits(got[0], expected[0])
-        assert_same_bits(got[1], expected[1])
-        assert grad_memory.tolist() == (buffer.plan.source >= 0).float()[:, None].expand_as(memory).tolist()
-    # A later dispatch into the same memory makes the earlier gradient an error, not a wrong number.
-    ep_dispatch(buffer, tokens, indices, weights, recv_tokens=memory)
-    text = error_of(lambda: torch.autograd.grad(output.sum(), (tokens, weights)), RuntimeError)
-    assert "modified by an inplace operation" in text
-    torch.distributed.barrier()
-    ep_finalize()
-    ep_finalize()
-    text = error_of(lambda: ep_prepare(buffer, indices), RuntimeError)
-    assert text == (
-        "transformer_plugin::EpContext: expected an open context, got one after finalize(). "
-        "Make a new EpContext on every rank."
-    )
-    ep_bootstrap(rank.group, experts, 8, 3, 2)  # another configuration now
-    ep_finalize()
-
-
-def test_facade(pool: RankPool) -> None:
-    pool.run(check_facade)
-
-
-def check_facade_errors(rank: Rank) -> None:
-    text = error_of(lambda: EpBuffer(2, 8, 3, 4), RuntimeError)
-    assert text.startswith("transformer_plugin::EpBuffer: expected ep_bootstrap() before, got none.")
-    for option in ({"zero_copy": True}, {"max_num_sms": 8}):
-        assert "transformer_plugin::ep_bootstrap: argument" in error_of(
-            lambda o=option: ep_bootstrap(rank.group, 4, 8, 3, 2, **o)
-        )
-    ep_bootstrap(rank.group, 4, 8, 3, 2)
-    try:
-        assert error_of(lambda: EpBuffer(3, 8, 3, 4)) == (
-            "transformer_plugin::EpBuffer: argument 'top_k': expected 2, as in ep_bootstrap, got 3. "
-            "Pass what the context was made for."
-        )
-        assert "argument 'alignment': expected 0, 1 or a power of two, got 3" in error_of(
-            lambda: EpBuffer(2, 8, 3, 4, alignment=3)
-        )
-        buffer = EpBuffer(2, 8, 3, 4)
-        text = error_of(lambda: ep_combine(buffer, torch.zeros(16, 3)), RuntimeError)
-        assert text.startswith("transformer_plugin::ep_combine: expected a buffer after ep_prepare()")
-        tokens, indices, weights = torch.zeros(5, 3), torch.zeros(5, 2, dtype=torch.int32), torch.zeros(5, 2)
-        assert error_of(lambda: ep_dispatch(buffer, tokens, indices, weights.half()), TypeError) == (
-            "transformer_plugin::ep_dispatch: argument 'topk_weights': expected float32, got float16. "
-            "Convert it with .float() first."
-        )
-        assert error_of(lambda: ep_dispatch(buffer, tokens[:4], indices, weights)) == (
-            "transformer_plugin::ep_dispatch: argument 'topk_weights': expected tokens [T, H], topk_idx [T, K] and "
-            "topk_weights [T, K], got (4, 3), (5, 2) and (5, 2). Pass the same tokens in all three."
-        )
-        good = torch.zeros(16, 3)
-        for bad in (good[:8], good.t().contiguous().t(), good.clone().requires_grad_()):
-            assert "argument 'recv_tokens'" in error_of(
-                lambda b=bad: ep_dispatch(buffer, tokens, indices, weights, recv_tokens=b)
-            )
-        assert "argument 'recv_tokens': expected float32, got float16" in error_of(
-            lambda: ep_dispatch(buffer, tokens, indices, weights, recv_tokens=good.half()), TypeError
-        )
-        ep_prepare(buffer, indices)
-        assert "argument 'grad_out'" in error_of(lambda: ep_combine(buffer, good, grad_out=torch.zeros(3, 3)))
-    finally:
-        ep_finalize()
-
-
-def test_facade_errors(make_pool) -> None:
-    make_pool(1).run(check_facade_errors)
 
 
 def plan_of(indices: torch.Tensor, *sizes: object) -> ep.Plan:
