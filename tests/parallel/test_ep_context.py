@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.parallel.test_expert_parallel_gradients import CASE, context_of, drawn_leaves
+from tests.parallel.test_expert_parallel_gradients import context_of, drawn_leaves
 from transformer_plugin.ops import expert_parallel as ep
 from transformer_plugin.parallel import EpContext
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.expert_parallel_cases import EpCase
-from transformer_plugin.testing.numerics import assert_same_bits
 
 SIZES = {"num_experts": 4, "max_tokens_per_rank": 8, "hidden_dim": 3, "num_topk": 2}
 
