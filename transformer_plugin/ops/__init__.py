@@ -1,6 +1,14 @@
 """Typed wrappers over ``torch.ops.transformer_plugin``, one file per family."""
 
 from transformer_plugin.ops.activation import swiglu, swiglu_backward
+from transformer_plugin.ops.expert_parallel import (
+    agree,
+    combine,
+    combine_backward,
+    dispatch,
+    dispatch_backward,
+    plan,
+)
 from transformer_plugin.ops.gemm import (
     gemm,
     gemm_quantized,
@@ -13,13 +21,6 @@ from transformer_plugin.ops.gemm import (
     grouped_gemm_wgrad_quantized_out,
     grouped_linear,
     linear,
-from transformer_plugin.ops.expert_parallel import (
-    agree,
-    combine,
-    combine_backward,
-    dispatch,
-    dispatch_backward,
-    plan,
 )
 from transformer_plugin.ops.quantize import (
     dequantize,
