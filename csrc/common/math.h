@@ -12,10 +12,14 @@
 #define TP_HOST_DEVICE inline __attribute__((always_inline))
 #endif
 
-// CPU kernels compile once for each instruction set; the loader picks. A wheel runs on any x86-64 (or other) CPU.
+// CPU kernels compile once per instruction set; the loader picks by what the CPU can do, not by its model's name.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && \
     !defined(__SANITIZE_ADDRESS__)
-#define TP_CPU_CLONES __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
+#if __GNUC__ >= 12
+#define TP_CPU_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define TP_CPU_CLONES __attribute__((target_clones("avx512f", "fma", "default")))
+#endif
 #else
 #define TP_CPU_CLONES
 #endif

@@ -6,15 +6,19 @@ import torch
 from torch import Tensor
 
 
+def element_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of each element, on the CPU: ``[numel, bytes]``."""
+    flat = tensor.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8).reshape(-1, tensor.element_size())
+
+
 def assert_same_bits(got: Tensor, expected: Tensor, name: str = "output") -> None:
     """Same shape, dtype and bytes; the error names the first element that differs."""
     assert got.shape == expected.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
     assert got.dtype == expected.dtype, f"{name}: dtype {got.dtype}, expected {expected.dtype}"
     if got.numel() == 0:
         return
-    width = got.element_size()
-    got_bytes = got.detach().cpu().reshape(-1).view(torch.uint8).reshape(-1, width)
-    expected_bytes = expected.detach().cpu().reshape(-1).view(torch.uint8).reshape(-1, width)
+    got_bytes, expected_bytes = element_bytes(got), element_bytes(expected)
     different = (got_bytes != expected_bytes).any(1).nonzero()
     if different.numel():
         flat = int(different[0])
