@@ -116,8 +116,8 @@ def _routing(device: torch.device) -> Iterator[Pair]:
 def pairs(device: torch.device) -> Iterator[Pair]:
     """Every small op with what it replaces."""
     yield from _activation_and_quantize(device)
-    # yield from _gemm(device)
-    # yield from _routing(device)
+    yield from _gemm(device)
+    yield from _routing(device)
 
 
 def measure(pair: Pair) -> dict[str, Any]:

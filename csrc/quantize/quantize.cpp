@@ -68,12 +68,9 @@ Outputs meta(const Op& op, const Tensor& input, const Tensor* group_sizes, c10::
 
 float largest_finite(at::ScalarType dtype) {
   switch (dtype) {
-    case at::kBFloat16:
-      return 3.38953139e38f;
-    case at::kHalf:
-      return 65504.0f;
-    default:
-      return std::numeric_limits<float>::max();
+    case at::kBFloat16: return 3.38953139e38f;
+    case at::kHalf: return 65504.0f;
+    default: return std::numeric_limits<float>::max();
   }
 }
 

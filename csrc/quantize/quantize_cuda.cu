@@ -165,7 +165,8 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const __grid_constan
     tile_scale = encode_scale(args.amax[tile.group], args.rule);
   if (layout.mode == ScaleMode::kSquare) {
     tile_scale = encode_scale(tile_amax(values, warp, lane, partial[0]), args.rule);
-    if (threadIdx.x == 0 && args.rowwise) args.scale[scale_index(layout, tile, false, 0, 0)] = 1.0f / tile_scale;
+    if (threadIdx.x == 0 && args.rowwise)
+      args.scale[scale_index(layout, tile, false, 0, 0)] = 1.0f / tile_scale;
     if (threadIdx.x == 0 && args.transposed)
       args.scale_t[scale_index(layout, tile, true, 0, 0)] = 1.0f / tile_scale;
   }
