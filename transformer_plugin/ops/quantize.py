@@ -3,13 +3,13 @@
 An FP8 matrix is two tensors: ``data`` (float8_e4m3fn or float8_e5m2) and ``scale_inv`` (float32), with
 ``value = float(data) * scale_inv``. ``up4(n)`` is n rounded up to a multiple of 4; the padding is zero.
 
-===========================  ==============================  ==================================
-format                       scale of rows, data [M, K]      scale of transposed data [K, M]
-===========================  ==============================  ==================================
-``fp8_tensor``               [1]                             [1]
-``fp8_block``                [ceil(K/128), up4(M)]           [ceil(M/128), up4(K)]
-``fp8_block:square``         [ceil(M/128), up4(ceil(K/128))] [ceil(K/128), up4(ceil(M/128))]
-===========================  ==============================  ==================================
+====================  ===============================  ===============================
+format                scale of rows, data [M, K]       scale of transposed data [K, M]
+====================  ===============================  ===============================
+``fp8_tensor``        [1]                              [1]
+``fp8_block``         [ceil(K/128), up4(M)]            [ceil(M/128), up4(K)]
+``fp8_block:square``  [ceil(M/128), up4(ceil(K/128))]  [ceil(K/128), up4(ceil(M/128))]
+====================  ===============================  ===============================
 
 A 3-D input [G, M, K] is G matrices, each with its own scales: [G] for ``fp8_tensor``, a leading G otherwise.
 A ragged matrix [T, K] with ``group_sizes [G]`` has scale [G] for ``fp8_tensor``; for ``fp8_block`` the
