@@ -69,7 +69,7 @@ def quantize_transposed(input: Tensor, format: str | Format) -> tuple[Tensor, Te
         ``data [K, M]`` (``[G, K, M]``), contiguous, and its ``scale_inv``.
 
     Raises:
-        As :func:`quantize`.
+        TypeError, ValueError: as :func:`quantize`.
     """
     return _ops.quantize_transposed(input, _key(format))
 
@@ -84,7 +84,7 @@ def quantize_both(input: Tensor, format: str | Format) -> tuple[Tensor, Tensor, 
         ``data, scale_inv, data_transposed, scale_inv_transposed``.
 
     Raises:
-        As :func:`quantize`.
+        TypeError, ValueError: as :func:`quantize`.
     """
     return _ops.quantize_both(input, _key(format))
 
@@ -150,7 +150,7 @@ def grouped_quantize_transposed(
         0; and ``scale_inv``: ``[G]``, or ``[ceil(T/128) + G, up4(K)]`` with unused rows 0.
 
     Raises:
-        As :func:`grouped_quantize`.
+        TypeError, ValueError: as :func:`grouped_quantize`.
     """
     return _ops.grouped_quantize_transposed(input, group_sizes, _key(format))
 
@@ -167,7 +167,7 @@ def grouped_quantize_both(
         ``data, scale_inv, data_transposed, scale_inv_transposed``.
 
     Raises:
-        As :func:`grouped_quantize`.
+        TypeError, ValueError: as :func:`grouped_quantize`.
     """
     return _ops.grouped_quantize_both(input, group_sizes, _key(format))
 
@@ -192,6 +192,6 @@ def grouped_dequantize(
         ``[T, K]``; rows past the groups are 0. Not differentiable.
 
     Raises:
-        As :func:`dequantize` and :func:`grouped_quantize`.
+        TypeError, ValueError: as :func:`dequantize` and :func:`grouped_quantize`.
     """
     return _ops.grouped_dequantize(data, scale_inv, group_sizes, _key(format), dtype, transposed)
