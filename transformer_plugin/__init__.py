@@ -4,7 +4,7 @@ from transformer_plugin import _library
 
 _library.load()
 
-from transformer_plugin import errors, nn, ops, parallel  # noqa: E402
+from transformer_plugin import errors, formats, nn, ops, parallel, recipes  # noqa: E402
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "errors", "nn", "ops", "parallel"]
+__all__ = ["__version__", "errors", "formats", "nn", "ops", "parallel", "recipes"]
