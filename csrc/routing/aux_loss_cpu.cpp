@@ -1,6 +1,7 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "routing/aux_loss.h"
 #include "routing/score_cpu.h"
@@ -18,13 +19,15 @@ void aux_loss_cpu(const AuxLossArgs& args) {
       }
     }
   });
-  const float sum = sum_in_lanes(args.experts, [&](int64_t e) {
+  std::vector<float> products(args.experts);
+  for (int64_t e = 0; e < args.experts; ++e) {
     float column = 0.0f;
     for (int64_t chunk = 0; chunk < args.chunks; ++chunk) {
       column = column + args.chunk_sums[chunk * args.experts + e];
     }
-    return column * static_cast<float>(args.counts[e]);
-  });
+    products[e] = column * static_cast<float>(args.counts[e]);
+  }
+  const float sum = sum_in_lanes(products.data(), args.experts);
   *args.loss = sum * aux_loss_factor(args.coeff, args.experts, args.topk, *args.total);
 }
 

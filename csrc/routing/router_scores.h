@@ -29,9 +29,9 @@ struct RouterScoresBackwardArgs {
 };
 
 // The gradient of a logit, where dot is the row's sum of grad * score.
-TP_HOST_DEVICE float score_gradient(ScoreFunction function, float grad, float logit, RowScale row,
-                                    float dot) {
-  if (function == ScoreFunction::kSoftmax) return softmax_value(logit, row.max, row.sum) * (grad - dot);
+TP_HOST_DEVICE float score_gradient(ScoreFunction function, float grad, float logit, float score,
+                                    RowScale row, float dot) {
+  if (function == ScoreFunction::kSoftmax) return score * (grad - dot);
   return (grad - dot) / row.sum * score_slope(function, logit);
 }
 

@@ -10,46 +10,54 @@ namespace {
 
 constexpr int64_t kTokensPerTask = 64;
 
-// Calls fn(token, logits of its row as float) for all tokens, in parallel.
-template <typename Fn>
-void for_each_row(const void* logits, DType dtype, int64_t tokens, int64_t experts, Fn&& fn) {
-  visit_float(dtype, [&](auto element) {
-    using T = decltype(element);
-    at::parallel_for(0, tokens, kTokensPerTask, [&](int64_t begin, int64_t end) {
-      std::vector<float> row(experts);
-      for (int64_t t = begin; t < end; ++t) {
-        const T* source = static_cast<const T*>(logits) + t * experts;
-        for (int64_t e = 0; e < experts; ++e) row[e] = static_cast<float>(source[e]);
-        fn(t, row.data(), element);
-      }
-    });
-  });
+template <typename T>
+TP_CPU_CLONES void load_row(const T* source, int64_t experts, float* row) {
+  for (int64_t e = 0; e < experts; ++e) row[e] = static_cast<float>(source[e]);
+}
+
+TP_CPU_CLONES void forward_row(ScoreFunction function, const float* logits, int64_t experts, float* scores) {
+  row_scores(function, logits, experts, scores);
+}
+
+// `scores` and `products` are room for a row each.
+template <typename T>
+TP_CPU_CLONES void backward_row(ScoreFunction function, const float* grad, const float* logits,
+                                int64_t experts, float* scores, float* products, T* output) {
+  const RowScale row = row_scores(function, logits, experts, scores);
+  for (int64_t e = 0; e < experts; ++e) products[e] = grad[e] * scores[e];
+  const float dot = sum_in_lanes(products, experts);
+  for (int64_t e = 0; e < experts; ++e) {
+    output[e] = static_cast<T>(score_gradient(function, grad[e], logits[e], scores[e], row, dot));
+  }
 }
 
 }  // namespace
 
 void router_scores_cpu(const RouterScoresArgs& args) {
-  for_each_row(args.logits, args.dtype, args.tokens, args.experts, [&](int64_t t, const float* logits, auto) {
-    const RowScale row = row_scale(args.function, logits, args.experts);
-    float* scores = args.scores + t * args.experts;
-    for (int64_t e = 0; e < args.experts; ++e) scores[e] = normalised_score(args.function, logits[e], row);
+  visit_float(args.dtype, [&](auto element) {
+    using T = decltype(element);
+    at::parallel_for(0, args.tokens, kTokensPerTask, [&](int64_t begin, int64_t end) {
+      std::vector<float> row(args.experts);
+      for (int64_t t = begin; t < end; ++t) {
+        load_row<T>(static_cast<const T*>(args.logits) + t * args.experts, args.experts, row.data());
+        forward_row(args.function, row.data(), args.experts, args.scores + t * args.experts);
+      }
+    });
   });
 }
 
 void router_scores_backward_cpu(const RouterScoresBackwardArgs& args) {
-  for_each_row(args.logits, args.dtype, args.tokens, args.experts,
-               [&](int64_t t, const float* logits, auto element) {
-                 using T = decltype(element);
-                 const float* grad = args.grad + t * args.experts;
-                 const RowScale row = row_scale(args.function, logits, args.experts);
-                 const float dot = sum_in_lanes(args.experts, [&](int64_t e) {
-                   return grad[e] * normalised_score(args.function, logits[e], row);
-                 });
-                 T* out = static_cast<T*>(args.grad_logits) + t * args.experts;
-                 for (int64_t e = 0; e < args.experts; ++e) {
-                   out[e] = static_cast<T>(score_gradient(args.function, grad[e], logits[e], row, dot));
-                 }
-               });
+  visit_float(args.dtype, [&](auto element) {
+    using T = decltype(element);
+    at::parallel_for(0, args.tokens, kTokensPerTask, [&](int64_t begin, int64_t end) {
+      std::vector<float> row(args.experts), scores(args.experts), products(args.experts);
+      for (int64_t t = begin; t < end; ++t) {
+        load_row<T>(static_cast<const T*>(args.logits) + t * args.experts, args.experts, row.data());
+        backward_row<T>(args.function, args.grad + t * args.experts, row.data(), args.experts, scores.data(),
+                        products.data(), static_cast<T*>(args.grad_logits) + t * args.experts);
+      }
+    });
+  });
 }
 
 }  // namespace transformer_plugin::routing

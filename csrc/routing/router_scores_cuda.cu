@@ -38,7 +38,9 @@ __global__ void router_scores_backward_kernel(RouterScoresBackwardArgs args) {
     dot = fold_lanes(dot);
     T* out = static_cast<T*>(args.grad_logits) + t * args.experts;
     for (int64_t e = lane; e < args.experts; e += kWarpSize) {
-      out[e] = from_float<T>(score_gradient(args.function, grad[e], to_float(logits[e]), row, dot));
+      const float logit = to_float(logits[e]);
+      const float score = normalised_score(args.function, logit, row);
+      out[e] = from_float<T>(score_gradient(args.function, grad[e], logit, score, row, dot));
     }
   }
 }

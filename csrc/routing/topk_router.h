@@ -75,12 +75,9 @@ TP_HOST_DEVICE uint64_t best_below(const uint64_t* keys, int64_t begin, int64_t 
   return best;
 }
 
-TP_HOST_DEVICE uint64_t expert_key(const TopkRouterArgs& args, float logit, int64_t expert, RowScale row) {
+// `score` is the softmax, the logit or the score, before any bias.
+TP_HOST_DEVICE uint64_t expert_key(const TopkRouterArgs& args, float logit, float score, int64_t expert) {
   if (logit == -INFINITY) return make_key(0, expert);
-  if (args.function == ScoreFunction::kSoftmax) {
-    return make_key(rank_of(args.pre_softmax ? softmax_value(logit, row.max, row.sum) : logit), expert);
-  }
-  const float score = score_of(args.function, logit);
   return make_key(rank_of(args.bias ? score + args.bias[expert] : score), expert);
 }
 

@@ -15,6 +15,12 @@ __device__ __forceinline__ uint64_t warp_best(uint64_t key) {
   return key;
 }
 
+// The softmax, the logit or the score.
+__device__ __forceinline__ float choice_score(const TopkRouterArgs& args, float logit, RowScale row) {
+  if (args.function != ScoreFunction::kSoftmax) return score_of(args.function, logit);
+  return args.pre_softmax ? softmax_value(logit, row.max, row.sum) : logit;
+}
+
 // Clears the keys of the experts whose groups were not chosen. A lane ranks whole groups.
 __device__ void keep_best_groups(const TopkRouterArgs& args, uint64_t* keys, uint64_t* group_keys, int lane) {
   const int64_t size = args.experts / args.groups;
@@ -46,8 +52,10 @@ __global__ void topk_router_kernel(TopkRouterArgs args, int64_t words_per_warp) 
     if (args.function == ScoreFunction::kSoftmax && args.pre_softmax) {
       row = row_scale(args.function, logits, args.experts);
     }
-    for (int64_t e = lane; e < args.experts; e += kWarpSize)
-      keys[e] = expert_key(args, to_float(logits[e]), e, row);
+    for (int64_t e = lane; e < args.experts; e += kWarpSize) {
+      const float logit = to_float(logits[e]);
+      keys[e] = expert_key(args, logit, choice_score(args, logit, row), e);
+    }
     __syncwarp();
     if (args.groups > 1) keep_best_groups(args, keys, group_keys, lane);
     uint64_t bound = kAboveAllKeys;
