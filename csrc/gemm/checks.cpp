@@ -13,6 +13,12 @@ at::ScalarType output_dtype(const Argument& operand, std::optional<at::ScalarTyp
   return to;
 }
 
+void check_rounded_dtype(const char* op, at::ScalarType dtype) {
+  const bool known = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+  TP_CHECK_TYPE(known, op, "dtype", "one of float32, bfloat16, float16", dtype_name(dtype),
+                "Convert the result with .to() instead");
+}
+
 void check_operand(const Argument& operand, int64_t dim) {
   check_dtype(operand, kGemmTypes);
   check_dim(operand, dim);

@@ -10,6 +10,8 @@ inline constexpr std::initializer_list<at::ScalarType> kGemmTypes = {at::kFloat,
 
 // The output's dtype: as given, or that of the operands. Doubles go with doubles only.
 at::ScalarType output_dtype(const Argument& operand, std::optional<at::ScalarType> dtype);
+// An output's dtype given outright: float32, bfloat16 or float16.
+void check_rounded_dtype(const char* op, at::ScalarType dtype);
 // A float matrix (dim 2) or stack of matrices (dim 3) of a dtype that has a product on its device.
 void check_operand(const Argument& operand, int64_t dim);
 // The same for products over groups, which have no float64 on CUDA.

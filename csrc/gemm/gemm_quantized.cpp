@@ -1,0 +1,69 @@
+// gemm_quantized: the product of the values of two quantized matrices.
+#include <torch/library.h>
+
+#include "common/autograd.h"
+#include "common/tensor.h"
+#include "gemm/checks.h"
+#include "gemm/dense_product.h"
+#include "gemm/quantized.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr const char* kOp = "gemm_quantized";
+
+struct Arguments {
+  QuantizedArgument a, b;
+  Format a_format, b_format;
+};
+
+Arguments check_gemm_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
+                               std::string_view a_key, std::string_view b_key, at::ScalarType dtype,
+                               const OptionalTensor& bias, bool transpose_b) {
+  Arguments arguments{{kOp, "a", "a_scale", "a_format", a, a_scale, a_key},
+                      {kOp, "b", "b_scale", "b_format", b, b_scale, b_key},
+                      {},
+                      {}};
+  arguments.a_format = check_quantized(arguments.a, 2, nullptr, false);
+  arguments.b_format = check_quantized(arguments.b, 2, nullptr, false);
+  const Argument b_argument{kOp, "b", b};
+  check_same_device(b_argument, {kOp, "a", a});
+  check_size(b_argument, transpose_b ? 1 : 0, a.sym_size(1), "the columns of 'a', summed over");
+  if (bias) check_bias({kOp, "bias", *bias}, {kOp, "a", a}, std::nullopt, b.sym_size(transpose_b ? 0 : 1));
+  check_rounded_dtype(kOp, dtype);
+  return arguments;
+}
+
+Tensor gemm_quantized_meta(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
+                           std::string_view a_key, std::string_view b_key, at::ScalarType dtype,
+                           const OptionalTensor& bias, bool transpose_b) {
+  check_gemm_quantized(a, a_scale, b, b_scale, a_key, b_key, dtype, bias, transpose_b);
+  return empty(a, {a.sym_size(0), b.sym_size(transpose_b ? 0 : 1)}, dtype);
+}
+
+Tensor gemm_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
+                      std::string_view a_key, std::string_view b_key, at::ScalarType dtype,
+                      const OptionalTensor& bias, bool transpose_b) {
+  const auto arguments = check_gemm_quantized(a, a_scale, b, b_scale, a_key, b_key, dtype, bias, transpose_b);
+  const BelowAutograd guard;
+  const at::ScalarType exact = values_dtype(arguments.a, arguments.a_format, arguments.b, arguments.b_format);
+  const Values left = values_of(arguments.a, arguments.a_format, nullptr, false, exact);
+  const Values right = values_of(arguments.b, arguments.b_format, nullptr, false, exact);
+  return dense_product(left.data, transpose_b ? right.data.t() : right.data, bias, dtype,
+                       joint_factor(left, right));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { m.impl(kOp, gemm_quantized); }
+TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl(kOp, gemm_quantized_meta); }
+// Not differentiable: results have no gradient.
+TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl(kOp, torch::CppFunction::makeFallthrough()); }
+#ifdef TRANSFORMER_PLUGIN_CUDA
+TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { m.impl(kOp, gemm_quantized); }
+#endif
+
+}  // namespace transformer_plugin::gemm

@@ -1,0 +1,122 @@
+// grouped_gemm_wgrad_quantized: grouped_gemm_wgrad of the values of operands quantized along their columns.
+#include <torch/library.h>
+
+#include "common/autograd.h"
+#include "common/group_offsets.h"
+#include "common/tensor.h"
+#include "gemm/checks.h"
+#include "gemm/grouped_product.h"
+#include "gemm/quantized.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kOp = "grouped_gemm_wgrad_quantized";
+constexpr const char* kOutOp = "grouped_gemm_wgrad_quantized_out";
+
+struct Operands {
+  QuantizedArgument grad, input;
+  const Tensor& group_sizes;
+  Format grad_format = {}, input_format = {};
+
+  Argument grad_argument() const { return {grad.op, grad.name, grad.data}; }
+  std::vector<c10::SymInt> sizes() const {
+    return {group_sizes.sym_size(0), grad.data.sym_size(0), input.data.sym_size(0)};
+  }
+};
+
+Operands check_operands(const char* op, const Tensor& grad_t, const Tensor& grad_t_scale,
+                        const Tensor& input_t, const Tensor& input_t_scale, const Tensor& group_sizes,
+                        std::string_view grad_key, std::string_view input_key) {
+  Operands operands{{op, "grad_t", "grad_t_scale", "grad_format", grad_t, grad_t_scale, grad_key},
+                    {op, "input_t", "input_t_scale", "input_format", input_t, input_t_scale, input_key},
+                    group_sizes};
+  const Argument grad_argument{op, "grad_t", grad_t};
+  const Argument input_argument{op, "input_t", input_t};
+  check_dim(grad_argument, 2);
+  check_dim(input_argument, 2);
+  check_group_sizes({op, "group_sizes", group_sizes}, grad_argument);
+  operands.grad_format = check_quantized(operands.grad, 2, &group_sizes, true);
+  operands.input_format = check_quantized(operands.input, 2, &group_sizes, true);
+  check_same_device(input_argument, grad_argument);
+  check_size(input_argument, 1, grad_t.sym_size(1), "the columns of 'grad_t', the rows of the buffer");
+  return operands;
+}
+
+template <typename Multiply>
+auto with_values(const Operands& operands, Multiply&& multiply) {
+  const char* op = operands.grad.op;
+  const Tensor& sizes = operands.group_sizes;
+  const Tensor offsets =
+      group_offsets({op, "group_sizes", sizes}, operands.grad_argument(), operands.grad.data.size(1));
+  const at::ScalarType exact =
+      values_dtype(operands.grad, operands.grad_format, operands.input, operands.input_format);
+  const Values grad = values_of(operands.grad, operands.grad_format, &sizes, true, exact);
+  const Values input = values_of(operands.input, operands.input_format, &sizes, true, exact);
+  return multiply(ReductionProduct{grad.data, input.data, offsets, joint_factor(grad, input)});
+}
+
+Tensor wgrad_meta(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& input_t,
+                  const Tensor& input_t_scale, const Tensor& group_sizes, std::string_view grad_key,
+                  std::string_view input_key, at::ScalarType dtype) {
+  const Operands operands =
+      check_operands(kOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes, grad_key, input_key);
+  check_rounded_dtype(kOp, dtype);
+  return empty(grad_t, operands.sizes(), dtype);
+}
+
+Tensor wgrad(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& input_t,
+             const Tensor& input_t_scale, const Tensor& group_sizes, std::string_view grad_key,
+             std::string_view input_key, at::ScalarType dtype) {
+  const Operands operands =
+      check_operands(kOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes, grad_key, input_key);
+  check_rounded_dtype(kOp, dtype);
+  const BelowAutograd guard;
+  return with_values(operands,
+                     [&](const ReductionProduct& product) { return reduction_product(product, dtype); });
+}
+
+void wgrad_out_meta(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& input_t,
+                    const Tensor& input_t_scale, const Tensor& group_sizes, std::string_view grad_key,
+                    std::string_view input_key, const Tensor& out, bool accumulate) {
+  const Operands operands =
+      check_operands(kOutOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes, grad_key, input_key);
+  check_accumulator({kOutOp, "out", out}, operands.grad_argument(), operands.sizes());
+}
+
+void wgrad_out(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& input_t,
+               const Tensor& input_t_scale, const Tensor& group_sizes, std::string_view grad_key,
+               std::string_view input_key, const Tensor& out, bool accumulate) {
+  const Operands operands =
+      check_operands(kOutOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes, grad_key, input_key);
+  check_accumulator({kOutOp, "out", out}, operands.grad_argument(), operands.sizes());
+  const BelowAutograd guard;
+  with_values(operands,
+              [&](const ReductionProduct& product) { reduction_product_out(product, out, accumulate); });
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
+  m.impl(kOp, wgrad);
+  m.impl(kOutOp, wgrad_out);
+}
+TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
+  m.impl(kOp, wgrad_meta);
+  m.impl(kOutOp, wgrad_out_meta);
+}
+// Not differentiable: results have no gradient.
+TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
+  m.impl(kOp, torch::CppFunction::makeFallthrough());
+  m.impl(kOutOp, torch::CppFunction::makeFallthrough());
+}
+#ifdef TRANSFORMER_PLUGIN_CUDA
+TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
+  m.impl(kOp, wgrad);
+  m.impl(kOutOp, wgrad_out);
+}
+#endif
+
+}  // namespace transformer_plugin::gemm

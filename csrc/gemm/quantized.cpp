@@ -1,0 +1,74 @@
+#include "gemm/quantized.h"
+
+#include <ATen/ops/mul.h>
+
+#include "common/tensor.h"
+#include "quantize/operand.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+using at::Tensor;
+
+// A scale per tensor that is not a power of two: on CUDA it stays outside the sum, whose terms are then exact in
+// bfloat16 and run on the tensor cores.
+bool scale_stays_outside(const QuantizedArgument& argument, const Format& format) {
+  return argument.data.is_cuda() && format.family == FormatFamily::kFp8Tensor && !format.power_of_two_scales;
+}
+
+bool exact_in_bf16(const QuantizedArgument& argument, const Format& format) {
+  return format.power_of_two_scales || scale_stays_outside(argument, format);
+}
+
+Tensor call_dequantize(const QuantizedArgument& argument, const Tensor* group_sizes, bool transposed,
+                       at::ScalarType dtype) {
+  using Dense = Tensor(const Tensor&, const Tensor&, std::string_view, at::ScalarType, bool);
+  using Grouped = Tensor(const Tensor&, const Tensor&, const Tensor&, std::string_view, at::ScalarType, bool);
+  static const auto dense = find_op<Dense>("dequantize");
+  static const auto grouped = find_op<Grouped>("grouped_dequantize");
+  return group_sizes
+             ? grouped.call(argument.data, argument.scale, *group_sizes, argument.key, dtype, transposed)
+             : dense.call(argument.data, argument.scale, argument.key, dtype, transposed);
+}
+
+}  // namespace
+
+Format check_quantized(const QuantizedArgument& argument, int64_t dim, const Tensor* group_sizes,
+                       bool transposed) {
+  const Format format =
+      quantize::quantized_format(argument.op, argument.format_name, argument.key, group_sizes == nullptr);
+  const Argument data{argument.op, argument.name, argument.data};
+  const Argument scale{argument.op, argument.scale_name, argument.scale};
+  check_dtype(data, {format.element == DType::kFloat8E5M2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn});
+  check_dim(data, dim);
+  check_dtype(scale, {at::kFloat});
+  check_same_device(scale, data);
+  const auto operand = quantize::operand_of(argument.data, transposed, group_sizes);
+  const quantize::SymSizes sizes = operand.scale_sizes(format, transposed);
+  check_dim(scale, static_cast<int64_t>(sizes.size()));
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    check_size(scale, static_cast<int64_t>(d), sizes[d], "what the format gives data of this size");
+  }
+  return format;
+}
+
+at::ScalarType values_dtype(const QuantizedArgument& a, const Format& a_format, const QuantizedArgument& b,
+                            const Format& b_format) {
+  return exact_in_bf16(a, a_format) && exact_in_bf16(b, b_format) ? at::kBFloat16 : at::kFloat;
+}
+
+Values values_of(const QuantizedArgument& argument, const Format& format, const Tensor* group_sizes,
+                 bool transposed, at::ScalarType dtype) {
+  if (dtype != at::kBFloat16 || !scale_stays_outside(argument, format)) {
+    return {call_dequantize(argument, group_sizes, transposed, dtype), std::nullopt};
+  }
+  const Tensor codes = argument.data.to(dtype);
+  return {transposed ? codes.transpose(-2, -1) : codes, argument.scale};
+}
+
+std::optional<Tensor> joint_factor(const Values& a, const Values& b) {
+  if (a.factor && b.factor) return at::mul(*a.factor, *b.factor);
+  return a.factor ? a.factor : b.factor;
+}
+
+}  // namespace transformer_plugin::gemm

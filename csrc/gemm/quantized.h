@@ -1,0 +1,44 @@
+// The values of quantized operands, for products that take them apart first.
+#pragma once
+
+#include <utility>
+
+#include "common/check.h"
+#include "common/format.h"
+
+namespace transformer_plugin::gemm {
+
+// A quantized operand of an op, named for its errors: `name`, `name`_scale and `format_name`.
+struct QuantizedArgument {
+  const char* op;
+  const char* name;
+  const char* scale_name;
+  const char* format_name;
+  const at::Tensor& data;
+  const at::Tensor& scale;
+  std::string_view key;
+};
+
+// Checks format, dtypes, sizes and devices. `group_sizes` is given for ragged rows (columns when `transposed`).
+Format check_quantized(const QuantizedArgument& argument, int64_t dim, const at::Tensor* group_sizes,
+                       bool transposed);
+
+// Values whose products are exact in FP32 sums, and the factor that is left over.
+struct Values {
+  at::Tensor data;
+  std::optional<at::Tensor> factor;  // float32, one for each group or matrix
+};
+
+// The dtype in which the values of both operands are exact: bfloat16 when their scales are powers of two (values
+// below 2^-133 aside) or, on CUDA, when scales per tensor stay outside as factors; else float32.
+at::ScalarType values_dtype(const QuantizedArgument& a, const Format& a_format, const QuantizedArgument& b,
+                            const Format& b_format);
+
+// In the layout of the matrix before it was quantized: rows first, also of an operand that is `transposed`.
+Values values_of(const QuantizedArgument& argument, const Format& format, const at::Tensor* group_sizes,
+                 bool transposed, at::ScalarType dtype);
+
+// The product of two leftover factors, if any.
+std::optional<at::Tensor> joint_factor(const Values& a, const Values& b);
+
+}  // namespace transformer_plugin::gemm

@@ -1,0 +1,381 @@
+"""linear and grouped_linear: values, gradients, what is saved, compile, CUDA graphs, host reads, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_plugin import ops, reference
+from transformer_plugin.formats import Format
+from transformer_plugin.recipes import BFloat16, Float8BlockScaling, Float8CurrentScaling, Recipe
+from transformer_plugin.testing.gemm_cases import integers, normals, poison_tail
+from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits, relative_error
+
+NONE = ("none", "none", "none")
+RECIPES = {
+    "bf16": BFloat16(),
+    "current": Float8CurrentScaling(),
+    "current-pow2": Float8CurrentScaling(power_of_two_scales=True),
+    "block": Float8BlockScaling(),
+    "block-fp32": Float8BlockScaling(power_of_two_scales=False),
+}
+by_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+_ops = torch.ops.transformer_plugin
+SIZES = (70, 0, 130, 5)
+ROWS = 230
+
+
+def keys(recipe: Recipe) -> tuple[str, str, str]:
+    return recipe.input_format, recipe.weight_format, recipe.grad_format
+
+
+def along_rows(x: Tensor, key: str) -> Tensor:
+    """The values that a matrix, or a stack of them, has in a format; float64."""
+    if key in ("none", "bf16"):
+        return (x.bfloat16() if key == "bf16" else x).double()
+    return reference.dequantize(*reference.quantize(x, key), key, torch.float32).double()
+
+
+def along_columns(x: Tensor, key: str) -> Tensor:
+    return along_rows(x.transpose(-1, -2), key).transpose(-1, -2)
+
+
+def groups(sizes: tuple[int, ...]) -> list[tuple[int, slice]]:
+    ends = [sum(sizes[: g + 1]) for g in range(len(sizes))]
+    return [(g, slice(end - size, end)) for g, (end, size) in enumerate(zip(ends, sizes, strict=True))]
+
+
+def step_fp64(
+    x: Tensor, w: Tensor, bias: Tensor, grad: Tensor, formats: tuple[str, str, str]
+) -> tuple[Tensor, ...]:
+    """Output and gradients of one linear from the values of its rounded operands; and the same of absolute values."""
+    input_key, weight_key, grad_key = formats
+    results = []
+    for f in (lambda t: t, torch.abs):
+        forward = f(along_rows(x, input_key)) @ f(along_rows(w, weight_key)).T + f(bias.double())
+        backward_w = along_columns(w, weight_key)
+        grad_x = f(along_rows(grad, grad_key)) @ f(backward_w)
+        grad_w = f(along_columns(grad, grad_key)).T @ f(along_columns(x, input_key))
+        results += [(forward, grad_x, grad_w, f(grad.double()).sum(0))]
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("formats", [NONE, *map(keys, RECIPES.values())], ids=["none", *RECIPES])
+@pytest.mark.parametrize("shape", [(9, 16, 24), (140, 33, 200), (257, 130, 136)])
+def test_linear(
+    shape: tuple[int, int, int], formats: tuple[str, str, str], dtype: torch.dtype, device: torch.device
+) -> None:
+    m, n, k = shape
+    generator = torch.Generator().manual_seed(0)
+    x, w, bias, grad = (normals(s, dtype, device, generator) for s in ((m, k), (n, k), (n,), (m, n)))
+    leaves = [t.clone().requires_grad_() for t in (x, w, bias)]
+    output = ops.linear(*leaves, *formats)
+    assert output.dtype == dtype
+    got = (output.detach(), *torch.autograd.grad(output, leaves, grad))
+    exact, magnitude = step_fp64(x, w, bias, grad, formats)
+    for name, g, e, a, terms in zip(
+        ("output", "grad_input", "grad_weight", "grad_bias"), got, exact, magnitude, (k, n, m, m), strict=True
+    ):
+        assert_rounded_sum(g, e, a, terms, name)
+    assert_same_bits(ops.linear(x, w, bias, *formats), got[0], "without a gradient")
+
+
+@by_recipe
+def test_the_format_is_near_the_plain_product(recipe: Recipe, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w = (normals(s, torch.float32, device, generator) for s in ((256, 512), (384, 512)))
+    bound = Format.parse(recipe.input_format).gemm_tolerance
+    error = relative_error(ops.linear(x, w, None, *keys(recipe)), x.double() @ w.double().T)
+    assert bound / 20 < error < bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("formats", [NONE, *map(keys, RECIPES.values())], ids=["none", *RECIPES])
+@pytest.mark.parametrize(("n", "k"), [(24, 40), (130, 264)])
+def test_grouped_linear(
+    n: int, k: int, formats: tuple[str, str, str], dtype: torch.dtype, device: torch.device
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((ROWS, k), (len(SIZES), n, k), (len(SIZES), n), (ROWS,), (ROWS, n))
+    x, w, bias, scale, grad = (normals(s, dtype, device, generator) for s in shapes)
+    scale = scale.float()
+    for tensor in (x, scale, grad):
+        poison_tail(tensor, SIZES)
+    sizes = torch.tensor(SIZES, device=device)
+    leaves = [t.clone().requires_grad_() for t in (x, w, bias, scale)]
+    output = ops.grouped_linear(leaves[0], leaves[1], sizes, leaves[2], leaves[3], *formats)
+    grad_x, grad_w, grad_bias, grad_scale = torch.autograd.grad(output, leaves, grad)
+    total = sum(SIZES)
+    for tensor in (output, grad_x, grad_scale):
+        assert_same_bits(tensor[total:].detach(), torch.zeros_like(tensor[total:]), "tail")
+    for g, rows in groups(SIZES):
+        one = scale[rows, None].double()
+        exact, magnitude = step_fp64(x[rows], w[g], torch.zeros_like(bias[g]), grad[rows], formats)
+        scaled = one * bias[g].double()
+        assert_rounded_sum(output[rows], exact[0] + scaled, magnitude[0] + scaled.abs(), k, "output")
+        assert_rounded_sum(grad_x[rows], exact[1], magnitude[1], n, "grad_input")
+        assert_rounded_sum(grad_w[g], exact[2], magnitude[2], SIZES[g], "grad_weight")
+        weighted = grad[rows].double() * one
+        assert_rounded_sum(grad_bias[g], weighted.sum(0), weighted.abs().sum(0), SIZES[g], "grad_bias")
+        weighted = grad[rows].double() * bias[g].double()
+        assert_rounded_sum(grad_scale[rows], weighted.sum(1), weighted.abs().sum(1), n, "grad_bias_scale")
+
+
+def test_leading_dimensions(device: torch.device) -> None:
+    for shape in ((7,), (2, 7), (2, 3, 7), (2, 0, 7), (2, 1, 3, 7)):
+        x = torch.randn(shape, device=device, requires_grad=True)
+        w = torch.randn(5, 7, device=device, requires_grad=True)
+        b = torch.randn(5, device=device, requires_grad=True)
+        expected = torch.nn.functional.linear(x, w, b)
+        for formats in (NONE, keys(BFloat16())):
+            got = ops.linear(x, w, b, *formats)
+            tolerance = {} if formats == NONE else {"rtol": 0.02, "atol": 0.1}
+            torch.testing.assert_close(got, expected, **tolerance)
+            wanted = torch.autograd.grad(expected.sum(), (x, w, b), retain_graph=True)
+            torch.testing.assert_close(torch.autograd.grad(got.sum(), (x, w, b)), wanted, **tolerance)
+
+
+def test_gradcheck() -> None:
+    leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 3, 4), (5, 4), (5,))]
+    assert torch.autograd.gradcheck(ops.linear, leaves)
+    assert torch.autograd.gradcheck(ops.linear, leaves[:2])
+
+
+def saved_bytes(function: Callable[[], Tensor]) -> int:
+    """Of storages that autograd keeps for the backward, each counted once."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function()
+    return sum(kept.values())
+
+
+def test_only_what_a_gradient_needs_is_saved() -> None:
+    x, w = torch.randn(256, 128), torch.randn(384, 128)
+    elements = {"input": x.numel(), "weight": w.numel()}
+    for formats, width, scales in (
+        (NONE, 4, {"input": 0, "weight": 0}),
+        (keys(Float8CurrentScaling()), 1, {"input": 4, "weight": 4}),
+        (keys(Float8BlockScaling()), 1, {"input": 2 * 128 * 4, "weight": 3 * 4 * 4}),
+    ):
+        for frozen, kept in (("weight", "weight"), ("input", "input")):
+            a, b = x.clone(), w.clone()
+            (a if frozen == "weight" else b).requires_grad_()
+            saved = saved_bytes(lambda a=a, b=b, f=formats: ops.linear(a, b, None, *f))
+            assert saved == elements[kept] * width + scales[kept], (formats, frozen)
+        assert saved_bytes(lambda f=formats: ops.linear(x, w, None, *f)) == 0
+
+
+def test_unwanted_gradients_are_not_computed() -> None:
+    x, w = torch.randn(8, 16, requires_grad=True), torch.randn(4, 16, requires_grad=True)
+    for wanted, products in (((x,), 1), ((w,), 1), ((x, w), 2)):
+        output = ops.linear(x, w)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            torch.autograd.grad(output, wanted, torch.ones_like(output))
+        assert sum(e.count for e in profile.key_averages() if e.key == "aten::mm") == products
+
+
+OPCHECKED = {
+    "none": NONE,
+    **{name: keys(recipe) for name, recipe in RECIPES.items() if name in ("bf16", "current", "block")},
+}
+
+
+@pytest.mark.parametrize("formats", OPCHECKED.values(), ids=OPCHECKED.keys())
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_opcheck(formats: tuple[str, str, str], requires_grad: bool, device: torch.device) -> None:
+    for shape in ((5, 24), (2, 3, 24), (0, 24)):
+        x, w, b = (
+            torch.randn(s, device=device, requires_grad=requires_grad) for s in (shape, (16, 24), (16,))
+        )
+        torch.library.opcheck(_ops.linear.default, (x, w, b, *formats))
+        torch.library.opcheck(_ops.linear.default, (x, w, None, *formats))
+    for sizes, rows in (((3, 0, 130), 140), ((0, 0), 4), ((), 3), ((0, 0), 0)):
+        g = len(sizes)
+        shapes = ((rows, 24), (g, 16, 24), (g, 16), (rows,))
+        x, w, b, scale = (torch.randn(s, device=device, requires_grad=requires_grad) for s in shapes)
+        counts = torch.tensor(sizes, device=device, dtype=torch.int64)
+        torch.library.opcheck(_ops.grouped_linear.default, (x, w, counts, b, scale, *formats))
+        torch.library.opcheck(_ops.grouped_linear.default, (x, w, counts, None, None, *formats))
+
+
+def training_step(formats: tuple[str, str, str]) -> Callable[..., Tensor]:
+    def step(x: Tensor, w: Tensor, sizes: Tensor, bias: Tensor, head: Tensor) -> Tensor:
+        hidden = ops.grouped_linear(x, w, sizes, bias, None, *formats)
+        return ops.linear(hidden, head, None, *formats).square().mean()
+
+    return step
+
+
+@pytest.mark.parametrize("formats", OPCHECKED.values(), ids=OPCHECKED.keys())
+def test_compiled_whole_for_any_group_sizes(formats: tuple[str, str, str], device: torch.device) -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    step = training_step(formats)
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    shapes = ((40, 16), (3, 8, 16), (3, 8), (4, 8))
+    leaves = [torch.randn(s, device=device, requires_grad=True) for s in shapes]
+    for sizes in ((10, 20, 10), (0, 5, 0), (40, 0, 0)):
+        counts = torch.tensor(sizes, device=device)
+        arguments = (leaves[0], leaves[1], counts, leaves[2], leaves[3])
+        got = torch.autograd.grad(compiled(*arguments), leaves)
+        for g, expected in zip(got, torch.autograd.grad(step(*arguments), leaves), strict=True):
+            torch.testing.assert_close(g, expected, rtol=1e-5, atol=1e-6)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("formats", OPCHECKED.values(), ids=OPCHECKED.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_graph_follows_new_sizes_and_data(formats: tuple[str, str, str], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    device = torch.device("cuda")
+    shapes = ((300, 64), (3, 32, 64), (3, 32), (300, 32))
+    x, w, bias, grad = (normals(s, dtype, device, generator) for s in shapes)
+    sizes = torch.tensor([100, 50, 150], device=device)
+    main_grad = torch.zeros(3, 32, 64, device=device)
+
+    def step() -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (x, w, bias)]
+        output = ops.grouped_linear(leaves[0], leaves[1], sizes, leaves[2], None, *formats)
+        ops.grouped_gemm_wgrad_out(grad, x, sizes, main_grad)
+        return (output.detach(), *torch.autograd.grad(output, leaves, grad))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for new in ((0, 300, 0), (1, 0, 129), (0, 0, 0), (100, 100, 100)):
+        sizes.copy_(torch.tensor(new))
+        for tensor in (x, w, bias, grad):
+            tensor.copy_(normals(tuple(tensor.shape), dtype, device, generator))
+        poison_tail(x, new)
+        poison_tail(grad, new)
+        main_grad.fill_(1.0)
+        graph.replay()
+        added = main_grad.clone()
+        main_grad.fill_(1.0)
+        for g, expected in zip(captured, step(), strict=True):
+            assert_same_bits(g, expected)
+        assert_same_bits(added, main_grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("formats", OPCHECKED.values(), ids=OPCHECKED.keys())
+def test_nothing_waits_for_the_gpu(formats: tuple[str, str, str]) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        leaves = [
+            torch.randn(s, device="cuda", dtype=dtype, requires_grad=True)
+            for s in ((40, 16), (3, 8, 16), (3, 8), (4, 8))
+        ]
+        counts = torch.tensor([10, 0, 20], device="cuda")
+        out = torch.zeros(3, 8, 16, device="cuda")
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            loss = training_step(formats)(leaves[0], leaves[1], counts, leaves[2], leaves[3])
+            torch.autograd.grad(loss, leaves)
+            ops.grouped_gemm_wgrad_out(
+                torch.ones(40, 8, device="cuda", dtype=dtype), leaves[0].detach(), counts, out
+            )
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_same_bits_every_time(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = normals((500, 72), torch.bfloat16, device, generator)
+    w = normals((3, 40, 72), torch.bfloat16, device, generator)
+    sizes = torch.tensor([1, 300, 150], device=device)
+    bias = integers((3, 40), torch.float32, device, generator)
+    first = ops.grouped_linear(x, w, sizes, bias)
+    for _ in range(3):
+        assert_same_bits(ops.grouped_linear(x, w, sizes, bias), first)
+
+
+X, W, G = torch.zeros(4, 6), torch.zeros(2, 5, 6), torch.tensor([1, 2])
+BLOCK = Float8BlockScaling()
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments", "error", "text"),
+    [
+        (
+            "linear",
+            (X, torch.zeros(5, 7)),
+            ValueError,
+            "'weight': expected size 6 in dimension 1 (the last dimension of 'input'), got float32[5, 7] on cpu. "
+            "Pass tensors whose sizes agree.",
+        ),
+        (
+            "linear",
+            (torch.tensor(1.0), torch.zeros(5, 7)),
+            ValueError,
+            "'input': expected at least 1 dimension, got float32[] on cpu. Reshape it first.",
+        ),
+        (
+            "linear",
+            (X, torch.zeros(5, 6), None, "fp8_tensor", "bf16", "fp8_tensor"),
+            ValueError,
+            "'weight_format': expected a format of the family of input_format, 'fp8_tensor', got 'bf16'. "
+            "Take all three formats from one recipe.",
+        ),
+        (
+            "linear",
+            (X, torch.zeros(5, 6), None, "fp9", "none", "none"),
+            ValueError,
+            "'input_format': expected a format key: none, bf16, fp8_tensor or fp8_block, then options like "
+            "fp8_block:e4m3,pow2,square,eps=1e-12, got 'fp9'. transformer_plugin.formats lists them.",
+        ),
+        (
+            "linear",
+            (X.double(), torch.zeros(5, 6).double(), None, "bf16", "bf16", "bf16"),
+            TypeError,
+            "'input': expected one of the dtypes float32, bfloat16, float16, got float64. "
+            "Convert it with .to() first.",
+        ),
+        (
+            "grouped_linear",
+            (X, W, torch.tensor([1, 2, 3])),
+            ValueError,
+            "'group_sizes': expected size 2 in dimension 0 (the matrices of 'weight'), got int64[3] on cpu. "
+            "Pass tensors whose sizes agree.",
+        ),
+        (
+            "grouped_linear",
+            (X, W, G, None, None, "fp8_block:square", "fp8_block:square", "fp8_block"),
+            ValueError,
+            "'input_format': expected blocks along rows, which end where a group ends, got 'fp8_block:square'. "
+            "Square blocks are for the weight.",
+        ),
+        (
+            "grouped_linear",
+            (X, W, G, None, torch.ones(4)),
+            ValueError,
+            "'bias_scale': expected no scale without a bias, got float32[4] on cpu. "
+            "Pass the bias that it scales, or leave it out.",
+        ),
+    ],
+)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_errors(
+    op: str, arguments: tuple[Any, ...], error: type[Exception], text: str, requires_grad: bool
+) -> None:
+    arguments = (arguments[0].clone().requires_grad_(requires_grad), *arguments[1:])
+    with pytest.raises(error) as caught:
+        getattr(ops, op)(*arguments)
+    assert str(caught.value) == f"transformer_plugin::{op}: argument {text}"
