@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -20,3 +23,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
+
+
+@pytest.fixture
+def schema_checks_take_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """opcheck looks for changed inputs with torch.allclose, which has no FP8; bytes are what matters there."""
+    original = torch.allclose
+
+    def allclose(a: Tensor, b: Tensor, **options: Any) -> bool:
+        if a.element_size() == 1 and a.is_floating_point():
+            return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        return original(a, b, **options)
+
+    monkeypatch.setattr(torch, "allclose", allclose)

@@ -192,6 +192,7 @@ OPCHECKED = {
 
 @pytest.mark.parametrize("formats", OPCHECKED.values(), ids=OPCHECKED.keys())
 @pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.usefixtures("schema_checks_take_fp8")
 def test_opcheck(formats: tuple[str, str, str], requires_grad: bool, device: torch.device) -> None:
     for shape in ((5, 24), (2, 3, 24), (0, 24)):
         x, w, b = (

@@ -1,0 +1,238 @@
+"""Products of quantized operands, against the float64 product of their values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_plugin import ops, reference
+from transformer_plugin.testing.gemm_cases import (
+    GROUPED_SHAPES,
+    GroupedShape,
+    group_sizes,
+    normals,
+    poison_tail,
+)
+from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits
+
+_ops = torch.ops.transformer_plugin
+PAIRS = (
+    ("fp8_tensor:e4m3", "fp8_tensor:e4m3"),
+    ("fp8_tensor:e5m2,pow2", "fp8_tensor:e4m3,pow2"),
+    ("fp8_tensor:e5m2", "fp8_tensor:pow2"),
+    ("fp8_block", "fp8_block:square"),
+    ("fp8_block:fp32", "fp8_block:fp32,square"),
+    ("fp8_block:e5m2", "fp8_block"),
+    ("fp8_tensor", "fp8_block"),
+)
+by_pair = pytest.mark.parametrize("formats", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
+by_shape = pytest.mark.parametrize("shape", GROUPED_SHAPES, ids=lambda shape: shape.name)
+by_output = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+
+
+def values(quantized: tuple[Tensor, Tensor], key: str) -> Tensor:
+    return reference.dequantize(*quantized, key, torch.float32).double()
+
+
+def ragged(
+    shape: GroupedShape, columns: int, key: str, device: torch.device, seed: int
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], list[Tensor], list[Tensor]]:
+    """A ragged matrix quantized along rows and along columns, and each group's values of both; tail rows are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    x = poison_tail(normals((shape.rows, columns), torch.float32, device, generator), shape.sizes)
+    sizes = group_sizes(shape, device)
+    row_values, column_values = [], []
+    for part in x[: sum(shape.sizes)].split(list(shape.sizes)):
+        row_values.append(values(reference.quantize(part, key), key))
+        column_values.append(values(reference.quantize(part.T, key), key).T)
+    return (
+        ops.grouped_quantize(x, sizes, key),
+        ops.grouped_quantize_transposed(x, sizes, key),
+        row_values,
+        column_values,
+    )
+
+
+@by_pair
+@by_output
+@pytest.mark.parametrize("transpose_b", [True, False])
+@pytest.mark.parametrize("shape", [(0, 8, 16), (3, 5, 0), (9, 16, 24), (140, 33, 200), (130, 264, 520)])
+def test_gemm_quantized(
+    shape: tuple[int, int, int],
+    transpose_b: bool,
+    dtype: torch.dtype,
+    formats: tuple[str, str],
+    device: torch.device,
+) -> None:
+    m, n, k = shape
+    generator = torch.Generator().manual_seed(0)
+    a = ops.quantize(normals((m, k), torch.float32, device, generator), formats[0])
+    b = ops.quantize(normals((n, k) if transpose_b else (k, n), torch.float32, device, generator), formats[1])
+    a64, b64 = values(a, formats[0]), values(b, formats[1])
+    b64 = b64.T if transpose_b else b64
+    for bias in (None, normals((n,), torch.bfloat16, device, generator)):
+        added = 0 if bias is None else bias.double()
+        got = ops.gemm_quantized(*a, *b, *formats, dtype, bias, transpose_b)
+        assert got.dtype == dtype
+        magnitude = a64.abs() @ b64.abs() + abs(added)
+        assert_rounded_sum(got, a64 @ b64 + added, magnitude, k)
+
+
+@by_pair
+@by_output
+@by_shape
+def test_grouped_gemm_quantized(
+    shape: GroupedShape, dtype: torch.dtype, formats: tuple[str, str], device: torch.device
+) -> None:
+    if "square" in formats[0]:
+        return
+    generator = torch.Generator().manual_seed(1)
+    a, _, a_values, _ = ragged(shape, shape.k, formats[0], device, 0)
+    sizes = group_sizes(shape, device)
+    bias = normals((len(shape.sizes), shape.n), dtype, device, generator)
+    scale = poison_tail(normals((shape.rows,), torch.float32, device, generator), shape.sizes)
+    for transpose_b in (True, False):
+        b_shape = (shape.n, shape.k) if transpose_b else (shape.k, shape.n)
+        weight = normals((len(shape.sizes), *b_shape), torch.float32, device, generator)
+        b = ops.quantize(weight, formats[1])
+        for extra in ((None, None), (bias, scale)):
+            got = ops.grouped_gemm_quantized(*a, *b, sizes, *formats, dtype, *extra, transpose_b)
+            begin = 0
+            for g, (rows, size) in enumerate(zip(a_values, shape.sizes, strict=True)):
+                member = values(reference.quantize(weight[g], formats[1]), formats[1])
+                member = member.T if transpose_b else member
+                added = torch.zeros((), dtype=torch.float64, device=device)
+                if extra[0] is not None:
+                    added = scale[begin : begin + size, None].double() * bias[g].double()
+                magnitude = rows.abs() @ member.abs() + added.abs()
+                assert_rounded_sum(got[begin : begin + size], rows @ member + added, magnitude, shape.k)
+                begin += size
+            assert_same_bits(got[begin:], torch.zeros_like(got[begin:]), "tail")
+
+
+@by_pair
+@by_shape
+def test_grouped_wgrad_quantized(shape: GroupedShape, formats: tuple[str, str], device: torch.device) -> None:
+    formats = (formats[0], formats[1].replace(",square", "").replace(":square", ""))
+    _, grad, _, grad_values = ragged(shape, shape.n, formats[0], device, 0)
+    _, input, _, input_values = ragged(shape, shape.k, formats[1], device, 1)
+    sizes = group_sizes(shape, device)
+    size = (len(shape.sizes), shape.n, shape.k)
+    before = normals(size, torch.float32, device, torch.Generator().manual_seed(2))
+    for dtype in (torch.float32, torch.bfloat16):
+        got = ops.grouped_gemm_wgrad_quantized(*grad, *input, sizes, *formats, dtype)
+        assert got.shape == size
+        assert got.dtype == dtype
+        added = before.to(dtype, copy=True)
+        over = torch.full(size, float("nan"), dtype=dtype, device=device)
+        ops.grouped_gemm_wgrad_quantized_out(*grad, *input, sizes, *formats, added)
+        ops.grouped_gemm_wgrad_quantized_out(*grad, *input, sizes, *formats, over, accumulate=False)
+        for g, (x, y) in enumerate(zip(grad_values, input_values, strict=True)):
+            exact, magnitude, rows = x.T @ y, x.T.abs() @ y.abs(), shape.sizes[g]
+            start = before[g].to(dtype).double()
+            assert_rounded_sum(got[g], exact, magnitude, rows)
+            assert_rounded_sum(over[g], exact, magnitude, rows, "overwritten")
+            assert_rounded_sum(added[g], start + exact, start.abs() + magnitude, rows, "accumulated")
+
+
+@by_pair
+@pytest.mark.parametrize("shape", GROUPED_SHAPES[1:9:2], ids=lambda shape: shape.name)
+@pytest.mark.usefixtures("schema_checks_take_fp8")
+def test_opcheck(shape: GroupedShape, formats: tuple[str, str], device: torch.device) -> None:
+    ragged_key = formats[1].replace(",square", "").replace(":square", "")
+    a, a_t, _, _ = ragged(shape, shape.k, formats[0], device, 0)
+    _, grad_t, _, _ = ragged(shape, shape.n, ragged_key, device, 1)
+    sizes = group_sizes(shape, device)
+    groups = len(shape.sizes)
+    weight = torch.randn(groups, shape.n, shape.k, device=device)
+    bias = torch.randn(groups, shape.n, device=device)
+    scale = torch.randn(shape.rows, device=device)
+    b = ops.quantize(weight, formats[1])
+    for extra in ((None, None), (bias, scale)):
+        arguments = (*a, *b, sizes, *formats, torch.bfloat16, *extra)
+        torch.library.opcheck(_ops.grouped_gemm_quantized.default, arguments)
+    arguments = (*grad_t, *a_t, sizes, ragged_key, formats[0])
+    torch.library.opcheck(_ops.grouped_gemm_wgrad_quantized.default, (*arguments, torch.bfloat16))
+    out = torch.zeros(groups, shape.n, shape.k, device=device)
+    torch.library.opcheck(_ops.grouped_gemm_wgrad_quantized_out.default, (*arguments, out))
+    dense = ops.quantize(torch.randn(shape.rows, shape.k, device=device), formats[0])
+    other = ops.quantize(torch.randn(shape.n, shape.k, device=device), formats[1])
+    torch.library.opcheck(_ops.gemm_quantized.default, (*dense, *other, *formats, torch.float16))
+
+
+KEY = "fp8_block"
+X, W = torch.randn(4, 130), torch.randn(2, 5, 130)
+SIZES = torch.tensor([1, 2])
+QX, QG, QW = ops.quantize(X, KEY), ops.grouped_quantize(X, SIZES, KEY), ops.quantize(W, KEY)
+Q0 = ops.quantize(W[0], KEY)
+QT = ops.grouped_quantize_transposed(X, SIZES, KEY)
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments", "error", "text"),
+    [
+        (
+            "gemm_quantized",
+            (*QX, *Q0, "bf16", KEY, torch.float32),
+            ValueError,
+            "'a_format': expected a format with scales, fp8_tensor or fp8_block, got 'bf16'. "
+            "Use the tensor as it is, or convert it with .to().",
+        ),
+        (
+            "gemm_quantized",
+            (*QX, *Q0, KEY, KEY + ":e5m2", torch.float32),
+            TypeError,
+            "'b': expected one of the dtypes float8_e5m2, got float8_e4m3fn. Convert it with .to() first.",
+        ),
+        (
+            "gemm_quantized",
+            (QX[0], QX[1][:1], *Q0, KEY, KEY, torch.float32),
+            ValueError,
+            "'a_scale': expected size 2 in dimension 0 (what the format gives data of this size), "
+            "got float32[1, 4] on cpu. Pass tensors whose sizes agree.",
+        ),
+        (
+            "gemm_quantized",
+            (*QX, *Q0, KEY, KEY, torch.float64),
+            TypeError,
+            "'dtype': expected one of float32, bfloat16, float16, got float64. "
+            "Convert the result with .to() instead.",
+        ),
+        (
+            "grouped_gemm_quantized",
+            (*QG, *QW, torch.tensor([4]), KEY, KEY, torch.float32),
+            ValueError,
+            "'group_sizes': expected size 2 in dimension 0 (the matrices of 'b'), got int64[1] on cpu. "
+            "Pass tensors whose sizes agree.",
+        ),
+        (
+            "grouped_gemm_quantized",
+            (*QG, *QW, SIZES, KEY + ":square", KEY, torch.float32),
+            ValueError,
+            "'a_format': expected 1x128 blocks for a ragged matrix, whose groups do not end on square blocks, "
+            "got 'fp8_block:square'. Leave out 'square'.",
+        ),
+        (
+            "grouped_gemm_wgrad_quantized",
+            (QT[0], QT[1][1:], *QT, SIZES, KEY, KEY, torch.float32),
+            ValueError,
+            "'grad_t_scale': expected size 3 in dimension 0 (what the format gives data of this size), "
+            "got float32[2, 132] on cpu. Pass tensors whose sizes agree.",
+        ),
+        (
+            "grouped_gemm_wgrad_quantized_out",
+            (*QT, *QT, SIZES, KEY, KEY, torch.zeros(2, 130, 130).transpose(1, 2)),
+            ValueError,
+            "'out': expected a buffer whose last dimension has stride 1 and whose rows do not overlap, "
+            "got float32[2, 130, 130] on cpu with strides [16900, 1, 130]. It is written in place and never copied: "
+            "pass a contiguous buffer, or one with strided rows or groups.",
+        ),
+    ],
+)
+def test_errors(op: str, arguments: tuple[Any, ...], error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as caught:
+        getattr(ops, op)(*arguments)
+    assert str(caught.value) == f"transformer_plugin::{op}: argument {text}"
