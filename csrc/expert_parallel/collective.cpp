@@ -71,6 +71,7 @@ struct Leave {
   void* stream;
   ~Leave() {
     state.host_since = 0;
+    if (state.settled == 0) state.settled = steady_ms();
     try {
       launch_end_turn(memory, stream);
     } catch (const std::exception&) {  // the error of the collective is the one to hear of

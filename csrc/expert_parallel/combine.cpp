@@ -73,6 +73,13 @@ class CombineFunction : public torch::autograd::Function<CombineFunction> {
     return op.call(rows, slot, source, num_tokens, group_name, timeout_ms);
   }
 
+  static Tensor call_backward(const Tensor& grad, const Tensor& slot, const Tensor& source,
+                              const std::string& group_name, int64_t timeout_ms) {
+    using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, std::string, int64_t);
+    static const auto op = find_op<Signature>("combine_backward");
+    return op.call(grad, slot, source, group_name, timeout_ms);
+  }
+
   static Tensor forward(AutogradContext* ctx, const Tensor& rows, const Tensor& slot, const Tensor& source,
                         const SymInt& num_tokens, const std::string& group_name, int64_t timeout_ms) {
     ctx->save_for_backward({slot, source});
@@ -87,8 +94,6 @@ class CombineFunction : public torch::autograd::Function<CombineFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, std::string, int64_t);
-    static const auto op = find_op<Signature>("combine_backward");
     const variable_list tensors = ctx->get_saved_variables();
     auto& saved = ctx->saved_data;
     Tensor grad = grads[0];
@@ -97,13 +102,13 @@ class CombineFunction : public torch::autograd::Function<CombineFunction> {
           at::zeros_symint({saved["num_tokens"].toSymInt(), saved["hidden_size"].toSymInt()},
                            tensors[0].options().dtype(static_cast<at::ScalarType>(saved["dtype"].toInt())));
     }
-    return {
-        op.call(grad, tensors[0], tensors[1], saved["group_name"].toStringRef(), saved["timeout_ms"].toInt()),
-        Tensor(),
-        Tensor(),
-        Tensor(),
-        Tensor(),
-        Tensor()};
+    return {call_backward(grad, tensors[0], tensors[1], saved["group_name"].toStringRef(),
+                          saved["timeout_ms"].toInt()),
+            Tensor(),
+            Tensor(),
+            Tensor(),
+            Tensor(),
+            Tensor()};
   }
 };
 
@@ -114,6 +119,13 @@ Tensor combine_autograd(const Tensor& rows, const Tensor& slot, const Tensor& so
   }
   const BelowAutograd guard;
   return CombineFunction::call(rows, slot, source, num_tokens, group_name, timeout_ms);
+}
+
+Tensor combine_backward_autograd(const Tensor& grad, const Tensor& slot, const Tensor& source,
+                                 std::string group_name, int64_t timeout_ms) {
+  check_once_differentiable("combine_backward", grad);
+  const BelowAutograd guard;
+  return CombineFunction::call_backward(grad, slot, source, group_name, timeout_ms);
 }
 
 Tensor combine_meta(const Tensor& rows, const Tensor& slot, const Tensor& source, SymInt num_tokens,
@@ -145,6 +157,9 @@ TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
   m.impl("combine_backward", combine_backward_meta);
 }
 
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl("combine", combine_autograd); }
+TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
+  m.impl("combine", combine_autograd);
+  m.impl("combine_backward", combine_backward_autograd);
+}
 
 }  // namespace transformer_plugin::expert_parallel

@@ -119,6 +119,17 @@ class DispatchFunction : public torch::autograd::Function<DispatchFunction> {
     return op.call(tokens, topk_weights, slot, source, group_name, timeout_ms);
   }
 
+  static Pair call_backward(const OptionalTensor& grad_recv, const OptionalTensor& grad_recv_weights,
+                            const Tensor& slot, const SymInt& num_tokens, const SymInt& hidden_size,
+                            at::ScalarType dtype, bool for_tokens, bool for_weights,
+                            const std::string& group_name, int64_t timeout_ms) {
+    using Signature = Pair(const OptionalTensor&, const OptionalTensor&, const Tensor&, SymInt, SymInt,
+                           at::ScalarType, bool, bool, std::string, int64_t);
+    static const auto op = find_op<Signature>("dispatch_backward");
+    return op.call(grad_recv, grad_recv_weights, slot, num_tokens, hidden_size, dtype, for_tokens,
+                   for_weights, group_name, timeout_ms);
+  }
+
   static variable_list forward(AutogradContext* ctx, const Tensor& tokens, const OptionalTensor& topk_weights,
                                const Tensor& slot, const Tensor& source, const std::string& group_name,
                                int64_t timeout_ms) {
@@ -142,13 +153,10 @@ class DispatchFunction : public torch::autograd::Function<DispatchFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    using Signature = Pair(const OptionalTensor&, const OptionalTensor&, const Tensor&, SymInt, SymInt,
-                           at::ScalarType, bool, bool, std::string, int64_t);
-    static const auto op = find_op<Signature>("dispatch_backward");
     auto& saved = ctx->saved_data;
     const bool for_tokens = saved["for_tokens"].toBool();
     const bool for_weights = saved["for_weights"].toBool();
-    const auto [grad_tokens, grad_weights] = op.call(
+    const auto [grad_tokens, grad_weights] = call_backward(
         for_tokens ? as_optional(grads[0]) : std::nullopt, for_weights ? as_optional(grads[1]) : std::nullopt,
         ctx->get_saved_variables()[0], saved["num_tokens"].toSymInt(), saved["hidden_size"].toSymInt(),
         static_cast<at::ScalarType>(saved["dtype"].toInt()), for_tokens, for_weights,
@@ -170,6 +178,16 @@ Pair dispatch_autograd(const Tensor& tokens, const OptionalTensor& topk_weights,
   }
   const BelowAutograd guard;
   return DispatchFunction::call(tokens, topk_weights, slot, source, group_name, timeout_ms);
+}
+
+Pair dispatch_backward_autograd(const OptionalTensor& grad_recv, const OptionalTensor& grad_recv_weights,
+                                const Tensor& slot, SymInt num_tokens, SymInt hidden_size,
+                                at::ScalarType dtype, bool for_tokens, bool for_weights,
+                                std::string group_name, int64_t timeout_ms) {
+  check_once_differentiable("dispatch_backward", grad_recv, grad_recv_weights);
+  const BelowAutograd guard;
+  return DispatchFunction::call_backward(grad_recv, grad_recv_weights, slot, num_tokens, hidden_size, dtype,
+                                         for_tokens, for_weights, group_name, timeout_ms);
 }
 
 Pair dispatch_meta(const Tensor& tokens, const OptionalTensor& topk_weights, const Tensor& slot,
@@ -203,6 +221,9 @@ TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
   m.impl("dispatch_backward", dispatch_backward_meta);
 }
 
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl("dispatch", dispatch_autograd); }
+TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
+  m.impl("dispatch", dispatch_autograd);
+  m.impl("dispatch_backward", dispatch_backward_autograd);
+}
 
 }  // namespace transformer_plugin::expert_parallel

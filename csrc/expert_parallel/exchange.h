@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "common/autograd.h"
 #include "common/check.h"
 #include "expert_parallel/collective.h"
 
@@ -22,6 +23,14 @@ int64_t tokens_per_rank(const char* op, const RankGroup& group, const at::Tensor
 
 // [T, W] -> [max_tokens, W], zeros below; ValueError when T is larger.
 at::Tensor pad_rows(const Argument& rows, int64_t max_tokens);
+
+// The gradients have none themselves.
+template <typename... Tensors>
+void check_once_differentiable(const char* op, const Tensors&... grads) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!any_wants_grad(grads...),
+                              TP_FOUR_PARTS(op, "grad", "a gradient that requires none", "one that does",
+                                            "Second derivatives are not there"));
+}
 
 // Rows back to their owners: [R * max_tokens, W], what this rank has for every token of every rank, ->
 // [tokens, W], the sum over ranks in ascending order.

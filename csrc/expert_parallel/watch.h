@@ -41,6 +41,7 @@ struct GroupState {
   BoardMemory memory{};
   std::atomic<Board*> board{nullptr};
   std::atomic<int64_t> timeout_ms{0};
+  std::atomic<int64_t> settled{0};     // when the first call returned, in ms of the steady clock; 0: not yet
   std::atomic<int64_t> host_turn{0};   // collectives handed to NCCL
   std::atomic<int64_t> host_since{0};  // when the one under way was, in ms of the steady clock; 0: none is
   std::atomic<int32_t> host_phase{0};
@@ -65,6 +66,9 @@ const BoardMemory& group_board(GroupState& state);
 // From now on the watch thread looks after this group.
 void watch_group(const std::shared_ptr<GroupState>& state);
 #endif
+
+// What the first call on a group may take at least: NCCL makes its communicator in it.
+inline constexpr int64_t kFirstCallMs = 30000;
 
 int64_t steady_ms();
 // The first line of an exception's text, without a stack trace.

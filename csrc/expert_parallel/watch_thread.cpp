@@ -3,6 +3,7 @@
 #ifdef TRANSFORMER_PLUGIN_CUDA
 #include <unistd.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdlib>
 #include <map>
@@ -43,7 +44,10 @@ void look_at(GroupState& state, Progress& progress, const char* kind, int64_t tu
     progress.roll = std::make_shared<Roll>(state.line, state.keys + kind + "/", state.rank, state.size);
   }
   const int64_t now = steady_ms();
-  const Milliseconds timeout(state.timeout_ms.load());
+  const int64_t settled = state.settled.load();
+  since = std::max(since, settled);
+  const Milliseconds timeout(settled ? state.timeout_ms.load()
+                                     : std::max(kFirstCallMs, state.timeout_ms.load()));
   if (now - since >= timeout.count()) {
     const Verdict verdict = progress.roll->inquest(turn);
     end_process(peer_error(phase, state.name, state.rank, state.size, timeout, verdict,

@@ -259,3 +259,24 @@ def check_checkpointed(rank: Rank) -> None:
 
 def test_activation_checkpoint(pool: RankPool) -> None:
     pool.run(check_checkpointed)
+
+
+def check_second_derivatives(rank: Rank) -> None:
+    context = context_of(rank)
+    indices, tokens, weights = drawn_leaves(rank)
+    plan = context.plan(indices)
+    recv, _ = context.dispatch(plan, tokens, weights)
+    for op, loss in (
+        ("dispatch_backward", recv.square().sum()),
+        ("combine_backward", context.combine(plan, recv).square().sum()),
+    ):
+        with pytest.raises(NotImplementedError) as caught:
+            torch.autograd.grad(loss, tokens, create_graph=True)
+        assert str(caught.value) == (
+            f"transformer_plugin::{op}: argument 'grad': expected a gradient that requires none, got one that does. "
+            "Second derivatives are not there."
+        )
+
+
+def test_second_derivatives_are_refused(pool: RankPool) -> None:
+    pool.run(check_second_derivatives)

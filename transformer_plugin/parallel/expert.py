@@ -260,9 +260,7 @@ def _refuse(
 
 
 def _device_of(group: ProcessGroup | None) -> torch.device:
-    if group is None:
-        return torch.device("cpu")
-    if torch.cuda.is_available() and "nccl" in dist.get_backend(group).lower():
+    if group is not None and dist.get_backend(group) != "gloo" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
