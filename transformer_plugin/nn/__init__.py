@@ -1,9 +1,10 @@
 """Modules: plain parameters, ordinary state dicts, and a recipe for the numbers they multiply in."""
 
+from transformer_plugin.nn.exchange import DispatchConfig
 from transformer_plugin.nn.grouped_linear import GroupedLinear
 from transformer_plugin.nn.grouped_mlp import GroupedMLP
 from transformer_plugin.nn.linear import Linear
-from transformer_plugin.nn.moe import DispatchConfig, MoE, MoEOutput
+from transformer_plugin.nn.moe import MoE, MoEOutput
 from transformer_plugin.nn.router import RouterConfig, Routing, TopKRouter
 
 __all__ = [

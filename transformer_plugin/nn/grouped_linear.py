@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_plugin import ops
-from transformer_plugin.nn._recipe import formats_of
-
-if TYPE_CHECKING:
-    from transformer_plugin.recipes import Recipe
+from transformer_plugin.nn._recipe import TakesRecipe
+from transformer_plugin.recipes import Recipe
 
 
-class GroupedLinear(torch.nn.Module):
+class GroupedLinear(TakesRecipe, torch.nn.Module):
     """Rows sorted by group, each group times its own weight: ``output_g = input_g @ weight[g].T + bias[g]``.
 
     The sizes of the groups are a tensor on the device of the data and are never read by the host: one
@@ -40,7 +37,6 @@ class GroupedLinear(torch.nn.Module):
 
     weight: Parameter
     bias: Parameter | None
-    recipe: Recipe | None
 
     def __init__(
         self,
@@ -101,9 +97,7 @@ class GroupedLinear(torch.nn.Module):
                 f"{'a tensor [T]' if self.scale_bias else 'None'} with scale_bias={self.scale_bias}, got "
                 f"{'None' if self.scale_bias else 'a tensor'}. Make the constructor and the call agree."
             )
-        return ops.grouped_linear(
-            input, self.weight, group_sizes, self.bias, bias_scale, *formats_of(self.recipe)
-        )
+        return ops.grouped_linear(input, self.weight, group_sizes, self.bias, bias_scale, *self._formats)
 
     def extra_repr(self) -> str:
         """The sizes and the recipe."""

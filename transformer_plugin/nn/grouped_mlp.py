@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from transformer_plugin import ops
 from transformer_plugin.nn.grouped_linear import GroupedLinear
-
-if TYPE_CHECKING:
-    from transformer_plugin.recipes import Recipe
+from transformer_plugin.recipes import Recipe
 
 
 class GroupedMLP(torch.nn.Module):

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from transformer_plugin import ops
-from transformer_plugin.nn._recipe import RoleFormats, formats_of
-
-if TYPE_CHECKING:
-    from transformer_plugin.recipes import Recipe
+from transformer_plugin.nn._recipe import TakesRecipe
+from transformer_plugin.recipes import Recipe
 
 
-class Linear(torch.nn.Linear):
+class Linear(TakesRecipe, torch.nn.Linear):
     """``input @ weight.T + bias``, with the operands in the formats of a recipe.
 
     A drop-in for :class:`torch.nn.Linear`: the same constructor, initial values, parameters and
@@ -32,8 +28,6 @@ class Linear(torch.nn.Linear):
     Shapes: input ``[..., K]``, output ``[..., N]`` in the dtype of the input.
     """
 
-    recipe: Recipe | None
-
     def __init__(
         self,
         in_features: int,
@@ -49,8 +43,7 @@ class Linear(torch.nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""
-        formats: RoleFormats = formats_of(self.recipe)
-        return ops.linear(input, self.weight, self.bias, *formats)
+        return ops.linear(input, self.weight, self.bias, *self._formats)
 
     def extra_repr(self) -> str:
         """The sizes, and the recipe where there is one."""

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from transformer_plugin.nn._recipe import row_alignment
+from transformer_plugin.nn.exchange import DispatchConfig, GroupExchange, LocalExchange
 from transformer_plugin.nn.grouped_mlp import GroupedMLP
 from transformer_plugin.nn.router import RouterConfig, TopKRouter
+from transformer_plugin.recipes import Recipe
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from transformer_plugin.recipes import Recipe
-
-
-@dataclass(frozen=True)
-class DispatchConfig:
-    """How many rows the experts of one rank receive. All sizes are static; the defaults never drop a row."""
-
-    #: rows that the experts of this rank take; the rest is dropped, last expert first. None: room for every
-    #: row.
-    capacity: int | None = None
-    #: the most tokens that any rank of the group brings. None: every rank brings as many as this one.
-    max_tokens: int | None = None
-    #: the rows of each expert are padded with zero rows to a multiple of this.
-    alignment: int = 1
 
 
 class MoEOutput(NamedTuple):
@@ -77,15 +64,21 @@ class MoE(torch.nn.Module):
         *,
         group: ProcessGroup | None = None,
         router: RouterConfig = RouterConfig(),  # noqa: B008 frozen
-        dispatch: DispatchConfig = DispatchConfig(),
+        dispatch: DispatchConfig = DispatchConfig(),  # noqa: B008 frozen
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         recipe: Recipe | None = None,
     ) -> None:
         super().__init__()
-        ranks = 1 if group is None else group.size()
-        self.dispatch = dispatch
+        self.hidden = hidden
+        self.exchange: LocalExchange | GroupExchange
+        ranks, alignment = 1, row_alignment(recipe)
+        if group is None or group.size() == 1:
+            self.exchange = LocalExchange(num_experts, dispatch, alignment)
+        else:
+            ranks = group.size()
+            self.exchange = GroupExchange(group, num_experts, hidden, topk, dispatch, alignment, device)
         self.router = TopKRouter(hidden, num_experts, topk, router, device=device, dtype=dtype)
         self.experts = GroupedMLP(
             num_experts // ranks, hidden, ffn_hidden, bias, device=device, dtype=dtype, recipe=recipe
@@ -97,5 +90,22 @@ class MoE(torch.nn.Module):
         self.experts.reset_parameters()
 
     def forward(self, input: Tensor) -> MoEOutput:
-        """Runs ``input [..., H]`` through the mixture."""
-        raise NotImplementedError("lands with the routing ops")
+        """Runs ``input [..., H]`` through the mixture. The weight of a row is applied by its expert."""
+        tokens = self._tokens(input)
+        routing = self.router(tokens)
+        received = self.exchange.dispatch(tokens, routing.indices, routing.weights)
+        rows = self.experts(received.rows, received.group_sizes, received.probs)
+        output = self.exchange.combine(rows, received).view(input.shape)
+        return MoEOutput(output, routing.aux_loss, routing.expert_load, received.total)
+
+    def _tokens(self, input: Tensor) -> Tensor:
+        if input.dim() == 0 or input.shape[-1] != self.hidden:
+            raise ValueError(
+                f"transformer_plugin::MoE: argument 'input': expected a last dimension of {self.hidden} "
+                f"(hidden), got {list(input.shape)}. Project the tokens to the hidden size first."
+            )
+        return input.reshape(-1, self.hidden)
+
+    def extra_repr(self) -> str:
+        """Where the tokens go."""
+        return str(self.exchange)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from transformer_plugin import ops
+from transformer_plugin.ops.routing import ScoreFunction
 
 
 @dataclass(frozen=True)
 class RouterConfig:
     """How scores become choices and weights. By default softmax over the chosen logits, no auxiliary loss."""
 
-    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    score_function: ScoreFunction = "softmax"
     #: softmax over all experts before choosing (the weights then sum to less than 1), instead of after.
     pre_softmax: bool = False
-    #: choose ``group_topk`` of ``num_groups`` groups of experts first, then experts within them; None: no
-    #: groups.
-    num_groups: int | None = None
-    group_topk: int | None = None
+    #: choose ``group_topk`` of ``num_groups`` groups of experts first, then experts within them.
+    num_groups: int = 1
+    group_topk: int = 1
     #: multiplies the weights.
     scaling_factor: float = 1.0
     #: a buffer ``expert_bias [E]`` is added to the scores when choosing, not when weighting.
@@ -69,6 +71,11 @@ class TopKRouter(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not 1 <= topk <= num_experts:
+            raise ValueError(
+                "transformer_plugin::TopKRouter: argument 'topk': expected 1 to the number of experts, "
+                f"{num_experts}, got {topk}. Choose fewer experts per token."
+            )
         self.num_experts = num_experts
         self.topk = topk
         self.config = config
@@ -86,7 +93,26 @@ class TopKRouter(torch.nn.Module):
 
     def forward(self, tokens: Tensor) -> Routing:
         """Routes ``tokens [T, H]``."""
-        raise NotImplementedError("lands with the routing ops")
+        config = self.config
+        logits = ops.linear(tokens.float(), self.weight.float())
+        weights, indices = ops.topk_router(
+            logits,
+            self.expert_bias,
+            self.topk,
+            config.score_function,
+            config.pre_softmax,
+            config.num_groups,
+            config.group_topk,
+            config.scaling_factor,
+        )
+        load = ops.count_tokens_per_expert(indices, self.num_experts)
+        return Routing(indices, weights, self._aux_loss(logits, load), load)
+
+    def _aux_loss(self, logits: Tensor, load: Tensor) -> Tensor:
+        if self.config.aux_loss_coeff == 0:
+            return torch.zeros((), dtype=torch.float32, device=logits.device)
+        scores = ops.router_scores(logits, self.config.score_function)
+        return ops.aux_loss(scores, load, logits.shape[0], self.topk, self.config.aux_loss_coeff)
 
     def extra_repr(self) -> str:
         """The sizes and the configuration."""

@@ -1,0 +1,46 @@
+// Loading transformer_plugin in a C++ program, and the ops the examples call, found by name in torch's
+// dispatcher.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <dlfcn.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+namespace tp {
+
+// Loading registers every op; nothing else is needed, and no Python.
+inline void load_library(const std::string& path) {
+  if (dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr) throw std::runtime_error(dlerror());
+}
+
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+inline at::Tensor swiglu(const at::Tensor& input, const std::optional<at::Tensor>& probs) {
+  using Signature = at::Tensor(const at::Tensor&, const std::optional<at::Tensor>&);
+  static const auto op = find<Signature>("transformer_plugin::swiglu");
+  return op.call(input, probs);
+}
+
+// The formats of a linear layer's operands.
+struct Recipe {
+  std::string input, weight, grad;
+};
+
+inline at::Tensor grouped_linear(const at::Tensor& input, const at::Tensor& weight,
+                                 const at::Tensor& group_sizes, const Recipe& recipe) {
+  using Optional = std::optional<at::Tensor>;
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const Optional&,
+                               const Optional&, c10::string_view, c10::string_view, c10::string_view);
+  static const auto op = find<Signature>("transformer_plugin::grouped_linear");
+  return op.call(input, weight, group_sizes, std::nullopt, std::nullopt, recipe.input, recipe.weight,
+                 recipe.grad);
+}
+
+}  // namespace tp

@@ -1,0 +1,71 @@
+"""A model with every module of the package, for the compile, export and graph tests."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.nn import DispatchConfig, GroupedLinear, GroupedMLP, Linear, MoE, RouterConfig
+from transformer_plugin.recipes import Recipe
+
+HIDDEN, FFN, EXPERTS, TOPK, GROUPS = 32, 48, 8, 2, 3
+
+
+class Everything(torch.nn.Module):
+    """Residual blocks of Linear, GroupedLinear, GroupedMLP and MoE."""
+
+    def __init__(
+        self,
+        recipe: Recipe | None = None,
+        group: torch.distributed.ProcessGroup | None = None,
+        dispatch: DispatchConfig = DispatchConfig(alignment=4),  # noqa: B008 frozen
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        options = {"device": device, "recipe": recipe}
+        self.linear = Linear(HIDDEN, HIDDEN, **options)
+        self.grouped = GroupedLinear(GROUPS, HIDDEN, HIDDEN, scale_bias=True, **options)
+        self.mlp = GroupedMLP(GROUPS, HIDDEN, FFN, True, **options)
+        router = RouterConfig(aux_loss_coeff=0.1)
+        self.moe = MoE(
+            HIDDEN, FFN, EXPERTS, TOPK, group=group, router=router, dispatch=dispatch, bias=True, **options
+        )
+
+    def forward(self, x: Tensor, group_sizes: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """``x [T, HIDDEN]``, the rows of GROUPS groups; gives as many rows, and the auxiliary loss."""
+        x = x + self.linear(x)
+        x = x + self.grouped(x, group_sizes, probs)
+        x = x + self.mlp(x, group_sizes, probs)
+        mixed = self.moe(x)
+        return x + mixed.output, mixed.aux_loss
+
+
+class Batch(NamedTuple):
+    x: Tensor
+    group_sizes: Tensor
+    probs: Tensor
+
+
+def batch(tokens: int, seed: int, device: torch.device | str = "cpu") -> Batch:
+    """Rows, routing and group sizes differ from seed to seed; some groups are empty, some rows in none."""
+    generator = torch.Generator().manual_seed(seed)
+    cuts = torch.randint(0, tokens + 1, (GROUPS,), generator=generator).sort().values
+    sizes = torch.diff(cuts, prepend=torch.zeros(1, dtype=cuts.dtype))
+    if seed % 3 == 0:
+        sizes[1] = 0
+    x = torch.randn(tokens, HIDDEN, generator=generator)
+    probs = torch.rand(tokens, generator=generator)
+    return Batch(x.to(device), sizes.to(device), probs.to(device))
+
+
+def step(model: torch.nn.Module, data: Batch) -> dict[str, Tensor]:
+    """Output, auxiliary loss and every gradient of one training step."""
+    x, probs = data.x.clone().requires_grad_(), data.probs.clone().requires_grad_()
+    output, aux_loss = model(x, data.group_sizes, probs)
+    leaves = {"x": x, "probs": probs} | dict(model.named_parameters())
+    loss = output.square().mean() + aux_loss
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    result = {"output": output.detach(), "aux_loss": aux_loss.detach()}
+    return result | {f"grad of {name}": grad for name, grad in zip(leaves, grads, strict=True)}

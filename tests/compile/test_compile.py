@@ -1,0 +1,146 @@
+"""torch.compile(fullgraph=True) of every module: no graph break, eager's numbers, no needless recompile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from tests.compile.model import Everything, batch, step
+from tests.nn.common import RECIPES
+from transformer_plugin.testing.numerics import assert_same_bits, relative_error
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model: torch.nn.Module, backend: str) -> tuple[torch.nn.Module, CompileCounterWithBackend]:
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(model, fullgraph=True, backend=counter), counter
+
+
+def make(name: str, device: torch.device | str = "cpu") -> Everything:
+    torch.manual_seed(0)
+    return Everything(RECIPES[name][0], device=device)
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> None:
+    """Same bits with a limit of 0, otherwise a relative error."""
+    for (name, g), e in zip(got.items(), expected.values(), strict=True):
+        name = name.replace("_orig_mod.", "")
+        if limit == 0:
+            assert_same_bits(g, e, name)
+        else:
+            assert relative_error(g, e) <= limit, name
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [("aot_eager", name) for name in RECIPES] + [("inductor", "none"), ("inductor", "fp8_block")],
+)
+def test_equals_eager(name: str, backend: str, device: torch.device) -> None:
+    """AOT eager runs the kernels of eager: the same bits. Inductor fuses what is between the ops."""
+    model = make(name, device)
+    fast, counter = compiled(model, backend)
+    for seed in range(3):
+        data = batch(24, seed, device)
+        expected = step(model, data)
+        assert all(
+            value.any() for key, value in expected.items() if "grouped" not in key and "mlp" not in key
+        )
+        assert_same(step(fast, data), expected, 0 if backend == "aot_eager" else 1e-5)
+    assert counter.frame_count == 1
+
+
+def test_inference_equals_eager(device: torch.device) -> None:
+    model = make("fp8_block", device).eval()
+    fast, counter = compiled(model, "inductor")
+    with torch.no_grad():
+        for seed in range(3):
+            data = batch(24, seed, device)
+            for got, expected in zip(fast(*data), model(*data), strict=True):
+                assert relative_error(got, expected) <= 1e-6
+    assert counter.frame_count == 1
+
+
+def test_routing_and_group_sizes_do_not_recompile(device: torch.device) -> None:
+    """Other tokens, other experts, other sizes, all rows in one group, no rows in any: one graph."""
+    model = make("fp8_block", device)
+    fast, counter = compiled(model, "aot_eager")
+    step(fast, batch(24, 0, device))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        loads = set()
+        for seed in range(1, 5):
+            data = batch(24, seed, device)
+            assert_same(step(fast, data), step(model, data), 0)
+            loads.add(tuple(model.moe(data.x).expert_load.tolist()))
+        for sizes in ([24, 0, 0], [0, 0, 0], [0, 0, 24]):
+            data = batch(24, 9, device)._replace(group_sizes=torch.tensor(sizes, device=device))
+            assert_same(step(fast, data), step(model, data), 0)
+    assert counter.frame_count == 1
+    assert len(loads) == 4  # the routings did differ
+
+
+@pytest.mark.parametrize("name", ["none", "fp8_block"])
+def test_the_number_of_tokens_recompiles_at_most_once(name: str, device: torch.device) -> None:
+    model = make(name, device)
+    fast, counter = compiled(model, "aot_eager")
+    for tokens in (24, 40, 17, 130, 24, 64):
+        data = batch(tokens, tokens, device)
+        assert_same(step(fast, data), step(model, data), 0)
+    assert counter.frame_count <= 2
+
+
+def test_dynamic_from_the_start_never_recompiles(device: torch.device) -> None:
+    model = make("fp8_block", device)
+    fast = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    step(fast, batch(24, 0, device))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in (24, 40, 17):
+            data = batch(tokens, tokens, device)
+            assert_same(step(fast, data), step(model, data), 0)
+
+
+def test_a_training_loop(device: torch.device) -> None:
+    """Ten compiled steps of SGD follow ten eager steps, and the loss falls."""
+    models = [make("bf16", device), make("bf16", device)]
+    forwards = [models[0], compiled(models[1], "inductor")[0]]
+    losses: list[list[float]] = [[], []]
+    data = batch(64, 1, device)
+    for model, forward, history in zip(models, forwards, losses, strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(10):
+            output, aux_loss = forward(*data)
+            loss = output.square().mean() + aux_loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            history.append(float(loss.detach()))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[0][-1] < 0.9 * losses[0][0]
+
+
+def test_activation_checkpointing(device: torch.device) -> None:
+    """A recomputed forward gives the same gradients, eager and compiled."""
+    model = make("fp8_block", device)
+
+    class Checkpointed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, *args: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.utils.checkpoint.checkpoint(self.inner, *args, use_reentrant=False)
+
+    data = batch(24, 2, device)
+    expected = step(model, data)
+    assert_same(step(Checkpointed(), data), expected, 0)
+    fast, _ = compiled(Checkpointed(), "aot_eager")
+    assert_same(step(fast, data), expected, 0)

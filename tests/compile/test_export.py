@@ -1,0 +1,82 @@
+"""torch.export and TorchScript of models with these ops."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.compile.model import Everything, batch
+from tests.nn.common import RECIPES, by_recipe
+from transformer_plugin.testing.numerics import assert_same_bits
+
+
+@by_recipe
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+def test_export_with_any_number_of_tokens(name: str, strict: bool) -> None:
+    torch.manual_seed(0)
+    model = Everything(RECIPES[name][0]).eval()
+    tokens = torch.export.Dim("tokens", min=2, max=4096)
+    shapes = ({0: tokens}, None, {0: tokens})
+    with torch.no_grad():
+        program = torch.export.export(model, tuple(batch(24, 0)), dynamic_shapes=shapes, strict=strict)
+        file = io.BytesIO()
+        torch.export.save(program, file)
+        file.seek(0)
+        loaded = torch.export.load(file).module()
+        for count in (24, 7, 130):
+            data = batch(count, count)
+            for got, expected in zip(loaded(*data), model(*data), strict=True):
+                assert_same_bits(got, expected)
+    called = {node.target for node in program.graph.nodes if node.op == "call_function"}
+    assert torch.ops.transformer_plugin.grouped_linear.default in called
+
+
+def half_mlp(x: Tensor, weight: Tensor, sizes: Tensor, probs: Tensor, rows: str, square: str) -> Tensor:
+    hidden = torch.ops.transformer_plugin.grouped_linear(x, weight, sizes, None, None, rows, square, rows)
+    return torch.ops.transformer_plugin.swiglu(hidden, probs)
+
+
+@by_recipe
+def test_script_with_gradient(name: str) -> None:
+    recipe, _ = RECIPES[name]
+    formats = (recipe.input_format, recipe.weight_format) if recipe else ("none", "none")
+    script = torch.jit.script(half_mlp)
+    weight = torch.randn(3, 64, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    for seed in range(4):  # TorchScript rewrites a graph after it has profiled it
+        x, sizes, probs = batch(24, seed)
+        x.requires_grad_()
+        results = []
+        for function in (script, half_mlp):
+            output = function(x, weight, sizes, probs, *formats)
+            results.append([output.detach(), *torch.autograd.grad(output.square().sum(), [x, weight])])
+        for got, expected in zip(*results, strict=True):
+            assert_same_bits(got, expected)
+
+
+class Scripted(torch.nn.Module):
+    """A module that TorchScript takes whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(16, 32))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """A linear layer in FP8 with one scale per tensor."""
+        return torch.ops.transformer_plugin.linear(input, self.weight, None, "fp8_tensor", "fp8_tensor")
+
+
+def test_scripted_module_saves_and_loads() -> None:
+    torch.manual_seed(0)
+    module = Scripted()
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(module), file)
+    file.seek(0)
+    loaded = torch.jit.load(file)
+    input = torch.randn(5, 32, requires_grad=True)
+    assert_same_bits(loaded(input).detach(), module(input).detach())
+    (got,) = torch.autograd.grad(loaded(input).sum(), input)
+    (expected,) = torch.autograd.grad(module(input).sum(), input)
+    assert_same_bits(got, expected)

@@ -1,0 +1,142 @@
+"""The C++ examples, built and run: training through the dispatcher, a scripted module's numbers."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_plugin._library import LIBRARY
+
+ROOT = Path(__file__).resolve().parents[2]
+OUT = ROOT / "build" / "cpp"
+_ops = torch.ops.transformer_plugin
+
+pytestmark = pytest.mark.skipif(not (ROOT / "examples" / "cpp").is_dir(), reason="needs the source tree")
+
+
+@pytest.fixture(scope="module")
+def programs() -> Path:
+    """Builds both, once: make looks at what changed."""
+    assert shutil.which("make"), "the C++ examples are built by make: install it"
+    command = ["make", "-C", str(ROOT / "examples" / "cpp"), f"PYTHON={sys.executable}", f"OUT={OUT}"]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return OUT
+
+
+def run(program: Path, *arguments: object, **environment: str) -> str:
+    """The output; the environment holds nothing of Python."""
+    done = subprocess.run(
+        [str(program), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""} | environment,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_expert_mlp_trains(programs: Path) -> None:
+    lines = run(programs / "expert_mlp", LIBRARY).splitlines()
+    assert [line.split()[0] for line in lines] == ["fp32", "bf16", "fp8_block"]
+    losses = [[float(x) for x in re.findall(r"\d+\.\d+", line)] for line in lines]
+    for before, after in losses:
+        assert 0.5 < before < 1.5  # the outputs are small and the targets normal: about 1
+        assert after < 0.9 * before
+    fp32, bf16, fp8 = (after for _, after in losses)
+    assert bf16 == pytest.approx(fp32, rel=0.01) and fp8 == pytest.approx(fp32, rel=0.03)
+
+
+@pytest.mark.parametrize("program", ["expert_mlp", "scripted"])
+def test_no_python_in_the_process(programs: Path, program: str, tmp_path: Path) -> None:
+    linked = subprocess.run(
+        ["ldd", str(programs / program)], capture_output=True, text=True, check=True
+    ).stdout
+    assert "libtorch_cpu" in linked and "not found" not in linked
+    assert not re.search(r"libpython|libtorch_python", linked)
+    arguments = [LIBRARY] if program == "expert_mlp" else [LIBRARY, *save_scripted(tmp_path)]
+    loaded = run(programs / program, *arguments, LD_DEBUG="files")  # every library the process opens, by name
+    assert re.search(rf"{re.escape(LIBRARY.name)}", loaded) and "libtorch_cpu" in loaded
+    assert not re.search(r"file=\S*(libpython|torch_python)", loaded)
+
+
+class Experts(torch.nn.Module):
+    """A scriptable expert MLP: two grouped products in FP8 blocks around SwiGLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = torch.nn.Parameter(torch.randn(3, 2 * 96, 64) * 0.1)
+        self.fc2 = torch.nn.Parameter(torch.randn(3, 64, 96) * 0.1)
+
+    def forward(self, input: Tensor, group_sizes: Tensor, probs: Tensor) -> Tensor:
+        """fc2(swiglu(fc1(input)) * probs)."""
+        rows, square = "fp8_block:e4m3,pow2", "fp8_block:e4m3,pow2,square"
+        hidden = torch.ops.transformer_plugin.grouped_linear(
+            input, self.fc1, group_sizes, None, None, rows, square, rows
+        )
+        hidden = torch.ops.transformer_plugin.swiglu(hidden, probs)
+        return torch.ops.transformer_plugin.grouped_linear(
+            hidden, self.fc2, group_sizes, None, None, rows, square, rows
+        )
+
+
+class Box(torch.nn.Module):
+    """A scripted module without a meaning: how tensors with names travel to C++."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+    def forward(self) -> int:
+        """A scripted module needs one."""
+        return 0
+
+
+def save_scripted(folder: Path, spoil: bool = False) -> tuple[Path, Path]:
+    """A scripted module and the numbers it gives here; with ``spoil`` one bit of the output is changed."""
+    torch.manual_seed(0)
+    module = torch.jit.script(Experts())
+    input = torch.randn(50, 64, requires_grad=True)
+    group_sizes, probs = torch.tensor([20, 0, 25]), torch.rand(50)
+    output = module(input, group_sizes, probs)
+    (grad,) = torch.autograd.grad(output.square().sum(), input)
+    assert output[:45].any(1).all() and grad[:45].any(1).all()
+    saved = output.detach().clone()
+    if spoil:
+        saved.view(torch.int32)[7, 7] ^= 1
+    box = Box(
+        {"input": input.detach(), "group_sizes": group_sizes, "probs": probs, "output": saved, "grad": grad}
+    )
+    module.save(str(folder / "module.pt"))
+    torch.jit.script(box).save(str(folder / "data.pt"))
+    return folder / "module.pt", folder / "data.pt"
+
+
+def test_scripted_module_gives_the_bits_of_python(programs: Path, tmp_path: Path) -> None:
+    lines = run(programs / "scripted", LIBRARY, *save_scripted(tmp_path)).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["output equal", "grad equal"]
+
+
+def test_a_changed_bit_is_seen(programs: Path, tmp_path: Path) -> None:
+    files = map(str, save_scripted(tmp_path, spoil=True))
+    done = subprocess.run(
+        [str(programs / "scripted"), str(LIBRARY), *files], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and "output DIFFERENT" in done.stdout and "grad equal" in done.stdout
+
+
+def test_a_missing_library_is_an_error(programs: Path) -> None:
+    done = subprocess.run(
+        [str(programs / "expert_mlp"), "/nowhere/_C.abi3.so"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0 and "/nowhere/_C.abi3.so" in done.stderr

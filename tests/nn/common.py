@@ -1,0 +1,105 @@
+"""What the module tests share: the recipes, how far each may be from fp64, how state is kept."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_plugin.formats import Format
+from transformer_plugin.recipes import Recipe, recipe_from_name
+from transformer_plugin.testing.numerics import assert_same_bits
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Relative errors (Frobenius norm) of one product of normal values, forward and backward.
+
+    At most what the formats state; at least ``low``, which shows that the format was used.
+    """
+
+    low: float
+    forward: float
+    backward: float
+
+
+def bound_of(recipe: Recipe | None, low: float) -> Bound:
+    """From the formats of the recipe."""
+    if recipe is None:
+        return Bound(low, 1e-6, 1e-6)
+    keys = (recipe.input_format, recipe.weight_format, recipe.grad_format)
+    input, weight, grad = (Format.parse(key).gemm_tolerance for key in keys)
+    return Bound(low, max(input, weight), max(input, weight, grad))
+
+
+_LOW = {"none": 0.0, "bf16": 1e-4, "fp8_tensor": 1e-2, "fp8_block": 1e-2}
+RECIPES: dict[str, tuple[Recipe | None, Bound]] = {
+    name: (recipe_from_name(name), bound_of(recipe_from_name(name), low)) for name, low in _LOW.items()
+}
+by_recipe = pytest.mark.parametrize("name", list(RECIPES))
+
+
+def outputs_and_gradients(
+    function: Callable[[dict[str, Tensor]], Tensor], leaves: dict[str, Tensor], grad: Tensor
+) -> dict[str, Tensor]:
+    """``function(leaves)`` as "output", and the gradient of each leaf by its name, zeros where none."""
+    output = function(leaves)
+    gradients = torch.autograd.grad(output, list(leaves.values()), grad, allow_unused=True)
+    named = zip(leaves.items(), gradients, strict=True)
+    return {"output": output.detach()} | {
+        name: torch.zeros_like(leaf) if gradient is None else gradient for (name, leaf), gradient in named
+    }
+
+
+def in_fp64(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """New leaves of the same values."""
+    return {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
+
+
+def check_module_state(
+    make: Callable[..., torch.nn.Module], call: Callable[[torch.nn.Module], Tensor]
+) -> None:
+    """Deep copies, state dicts and deferred initial values, as for any module of torch.
+
+    ``make(**factory)`` builds the module; ``call`` runs it on fixed data.
+    """
+    module = make()
+    expected = call(module)
+    before = {key: copy.deepcopy(value) for key, value in vars(module).items() if not key.startswith("_")}
+    assert_same_bits(call(copy.deepcopy(module)), expected)
+    call(module)
+    assert {key: value for key, value in vars(module).items() if not key.startswith("_")} == before
+
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert list(state) == list(module.state_dict())
+
+    torch.manual_seed(99)
+    fresh = make()
+    fresh.load_state_dict(state, strict=True)
+    assert_same_bits(call(fresh), expected)
+
+    deferred = make(device="meta")
+    assert all(p.is_meta for p in deferred.parameters())
+    assert [(n, p.shape, p.dtype) for n, p in deferred.named_parameters()] == [
+        (n, p.shape, p.dtype) for n, p in module.named_parameters()
+    ]
+    deferred.load_state_dict(state, strict=True, assign=True)
+    assert_same_bits(call(deferred), expected)
+
+    torch.manual_seed(5)
+    direct = make()
+    late = make(device="meta").to_empty(device="cpu")
+    torch.manual_seed(5)
+    for child in late.modules():
+        if child is late or not hasattr(late, "reset_parameters"):
+            getattr(child, "reset_parameters", lambda: None)()
+    for (key, got), (_, wanted) in zip(late.state_dict().items(), direct.state_dict().items(), strict=True):
+        assert_same_bits(got, wanted, key)

@@ -1,0 +1,181 @@
+"""MoE over a group: what one rank computes from everybody's tokens with all experts, forward and backward."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from transformer_plugin.nn import DispatchConfig, MoE, RouterConfig
+from transformer_plugin.recipes import recipe_from_name
+from transformer_plugin.testing.distributed import Rank, RankPool
+from transformer_plugin.testing.numerics import assert_same_bits, relative_error
+
+HIDDEN, FFN, EXPERTS, TOPK = 32, 48, 8, 2
+ROUTER = RouterConfig(aux_loss_coeff=0.1)
+#: The same arithmetic on the same rows, but the router's product over more tokens may sum in another order: where
+#: that moves a weight by a bit, a quantized value may fall on the other side of a rounding boundary.
+LIMITS = {"none": 2e-6, "bf16": 1e-3, "fp8_tensor": 1e-2, "fp8_block": 1e-2}
+
+
+def tokens_of(rank: int, count: int) -> Tensor:
+    """Every rank has its own tokens, and every rank can draw them."""
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(100 + rank))
+
+
+def whole_and_part(rank: Rank, recipe: str, dispatch: DispatchConfig) -> tuple[MoE, MoE]:
+    """A mixture with all experts here, and the same spread over the ranks."""
+    torch.manual_seed(0)
+    options = {"router": ROUTER, "bias": True, "device": rank.device, "recipe": recipe_from_name(recipe)}
+    whole = MoE(HIDDEN, FFN, EXPERTS, TOPK, dispatch=DispatchConfig(alignment=dispatch.alignment), **options)
+    part = MoE(HIDDEN, FFN, EXPERTS, TOPK, group=rank.group, dispatch=dispatch, **options)
+    here = slice(rank.rank * EXPERTS // rank.size, (rank.rank + 1) * EXPERTS // rank.size)
+    state = whole.state_dict()
+    part.load_state_dict(
+        {k: v[here] if k.startswith("experts.") else v for k, v in state.items()}, strict=True
+    )
+    return whole, part
+
+
+def gradients(
+    output: Tensor, aux_loss: Tensor, grad: Tensor, input: Tensor, module: MoE
+) -> dict[str, Tensor]:
+    leaves = {"input": input} | dict(module.named_parameters())
+    loss = (output * grad).sum() + aux_loss
+    return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+
+def check_against_one_rank(rank: Rank, recipe: str, counts: list[int], alignment: int) -> None:
+    counts = counts[: rank.size]
+    whole, part = whole_and_part(rank, recipe, DispatchConfig(max_tokens=max(counts), alignment=alignment))
+    everything = torch.cat([tokens_of(r, count) for r, count in enumerate(counts)]).to(rank.device)
+    everything.requires_grad_()
+    mine = slice(sum(counts[: rank.rank]), sum(counts[: rank.rank + 1]))
+    generator = torch.Generator().manual_seed(7)
+    grad = torch.randn(everything.shape, generator=generator).to(rank.device)
+
+    expected = whole(everything)
+    # The auxiliary loss is of a rank's own tokens.
+    losses = [whole(each).aux_loss for each in everything.split(counts)]
+    wanted = gradients(expected.output, sum(losses), grad, everything, whole)
+
+    input = everything.detach()[mine].requires_grad_()
+    result = part(input)
+    got = gradients(result.output, result.aux_loss, grad[mine], input, part)
+    dist.all_reduce(got["router.weight"])
+
+    here = slice(rank.rank * EXPERTS // rank.size, (rank.rank + 1) * EXPERTS // rank.size)
+    limit = LIMITS[recipe]
+    assert_same_bits(result.expert_load, whole(everything[mine]).expert_load)
+    assert relative_error(result.output.detach(), expected.output.detach()[mine]) <= limit
+    assert relative_error(result.aux_loss.detach(), losses[rank.rank].detach()) <= 1e-6
+    assert relative_error(got["input"], wanted["input"][mine]) <= limit
+    assert relative_error(got["router.weight"], wanted["router.weight"]) <= limit
+    for name in got:
+        if name.startswith("experts."):
+            assert wanted[name][here].any() or not sum(counts)
+            assert relative_error(got[name], wanted[name][here]) <= limit, name
+    padded = (expected.expert_load + alignment - 1) // alignment * alignment
+    assert int(result.received) == int(padded[here].sum())
+
+
+@pytest.mark.parametrize("recipe", list(LIMITS))
+@pytest.mark.parametrize("counts", [[40, 40, 40, 40], [17, 64, 0, 5]], ids=["even", "uneven"])
+def test_equals_one_rank_with_everything(pool: RankPool, recipe: str, counts: list[int]) -> None:
+    pool.run(check_against_one_rank, recipe, counts, 1 if counts[0] == 40 else 16)
+
+
+def check_no_tokens_anywhere(rank: Rank) -> None:
+    _, part = whole_and_part(rank, "fp8_block", DispatchConfig(max_tokens=4))
+    input = torch.empty(0, HIDDEN, device=rank.device, requires_grad=True)
+    result = part(input)
+    (result.output.sum() + result.aux_loss).backward()
+    assert result.output.shape == (0, HIDDEN) and input.grad.shape == (0, HIDDEN)
+    assert all(p.grad is not None and not p.grad.any() for p in part.parameters())
+
+
+def test_no_tokens_anywhere(pool: RankPool) -> None:
+    pool.run(check_no_tokens_anywhere)
+
+
+def kept_weights(weights: list[Tensor], indices: list[Tensor], capacity: int, local: int) -> list[Tensor]:
+    """The weights of all ranks with those of dropped rows at 0: each rank keeps its first ``capacity`` rows."""
+    kept = [torch.zeros_like(each) for each in weights]
+    rows: dict[int, int] = {}
+    for expert in range(EXPERTS):
+        for rank, chosen in enumerate(indices):
+            for t, k in (chosen == expert).nonzero().tolist():
+                home = expert // local
+                if rows.setdefault(home, 0) < capacity:
+                    kept[rank][t, k] = weights[rank][t, k]
+                rows[home] += 1
+    return kept
+
+
+def check_capacity(rank: Rank) -> None:
+    dispatch = DispatchConfig(max_tokens=30, capacity=20, alignment=1)
+    whole, small = whole_and_part(rank, "none", dispatch)
+    tokens = [tokens_of(r, 30).to(rank.device) for r in range(rank.size)]
+    routings = [whole.router(each) for each in tokens]
+    weights = [each.weights.detach() for each in routings]
+    kept = kept_weights(weights, [each.indices for each in routings], 20, EXPERTS // rank.size)[rank.rank]
+    assert kept.any() and not kept.all()
+    received = whole.exchange.dispatch(tokens[rank.rank], routings[rank.rank].indices, kept)
+    expected = whole.exchange.combine(
+        whole.experts(received.rows, received.group_sizes, received.probs), received
+    )
+    result = small(tokens[rank.rank])
+    assert relative_error(result.output.detach(), expected.detach()) <= 1e-6
+    assert int(result.received) > 20  # dropped, and told
+
+
+def test_capacity_drops_rows(pair: RankPool) -> None:
+    pair.run(check_capacity)
+
+
+def check_state(rank: Rank) -> None:
+    _, part = whole_and_part(rank, "none", DispatchConfig(max_tokens=8))
+    input = tokens_of(rank.rank, 8).to(rank.device)
+    assert_same_bits(copy.deepcopy(part)(input).output, part(input).output)
+    deferred = MoE(
+        HIDDEN,
+        FFN,
+        EXPERTS,
+        TOPK,
+        group=rank.group,
+        dispatch=DispatchConfig(max_tokens=8),
+        bias=True,
+        device="meta",
+        router=ROUTER,
+    )
+    deferred.load_state_dict(part.state_dict(), assign=True)
+    assert_same_bits(deferred(input).output, part(input).output)
+    assert f"GroupExchange(rank {rank.rank} of 2" in repr(part)
+
+
+def test_state(pair: RankPool) -> None:
+    pair.run(check_state)
+
+
+def check_errors(rank: Rank) -> None:
+    with pytest.raises(ValueError) as caught:
+        MoE(8, 16, 4, 2, group=rank.group)
+    assert str(caught.value) == (
+        "transformer_plugin::MoE: argument 'dispatch': expected max_tokens with a group of several ranks, "
+        "got None. Pass dispatch=DispatchConfig(max_tokens=the most tokens of any rank in one call)."
+    )
+    with pytest.raises(
+        ValueError, match=r"argument 'num_experts': expected a multiple of the 2 ranks, got 5"
+    ):
+        MoE(8, 16, 5, 2, group=rank.group, dispatch=DispatchConfig(max_tokens=4))
+    with pytest.raises(ValueError, match="expected at least one expert for each of the 2 ranks, got 1"):
+        MoE(8, 16, 1, 1, group=rank.group, dispatch=DispatchConfig(max_tokens=4))
+    with pytest.raises(ValueError, match="max_tokens_per_rank is 4 on rank 0, 5 on rank 1"):
+        MoE(8, 16, 4, 2, group=rank.group, dispatch=DispatchConfig(max_tokens=4 + rank.rank))
+
+
+def test_errors(pair: RankPool) -> None:
+    pair.run(check_errors)

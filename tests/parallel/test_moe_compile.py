@@ -1,0 +1,45 @@
+"""The model of the compile tests with its experts on two ranks, compiled whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from tests.compile.model import Everything, batch, step
+from transformer_plugin.nn import DispatchConfig
+from transformer_plugin.recipes import recipe_from_name
+from transformer_plugin.testing.distributed import Rank, RankPool
+from transformer_plugin.testing.numerics import assert_same_bits, relative_error
+
+
+def check_compiled(rank: Rank, recipe: str, backend: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(rank.rank)
+    model = Everything(recipe_from_name(recipe), rank.group, DispatchConfig(max_tokens=64), rank.device)
+    counter = CompileCounterWithBackend(backend)
+    fast = torch.compile(model, fullgraph=True, backend=counter)
+    # Every rank its own routing, the same number of tokens first, then numbers that differ between ranks.
+    counts = (
+        [24, 24, 24] if backend == "inductor" else [24, 24, 24, 40, 17 + rank.rank, 64, 1 + 40 * rank.rank]
+    )
+    for seed, tokens in enumerate(counts):
+        data = batch(tokens, 10 * seed + rank.rank, rank.device)
+        expected = step(model, data)
+        for (name, got), value in zip(step(fast, data).items(), expected.values(), strict=True):
+            if backend == "aot_eager":
+                assert_same_bits(got, value, name)
+            else:
+                assert relative_error(got, value) <= 1e-5, name
+        if seed == 2:
+            assert counter.frame_count == 1
+    assert counter.frame_count <= 2 + (rank.rank == 0)  # a size of 1 is a graph of its own in torch
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend"), [("none", "aot_eager"), ("fp8_block", "aot_eager"), ("fp8_block", "inductor")]
+)
+def test_compiled_equals_eager(pair: RankPool, recipe: str, backend: str) -> None:
+    pair.start(check_compiled, recipe, backend)
+    for rank in range(pair.size):
+        pair.result(rank, timeout=280)

@@ -1,0 +1,134 @@
+"""How tokens reach their experts and come back: on one rank here, over a group in parallel/expert.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_plugin import ops
+from transformer_plugin.parallel import EpContext
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class DispatchConfig:
+    """How many rows the experts of one rank receive. All sizes are static; the defaults never drop a row."""
+
+    #: rows that the experts of this rank take; the rest is dropped, last expert first. None: room for all.
+    capacity: int | None = None
+    #: the most tokens that any rank of the group brings in one call; needed with a group, unused without one.
+    max_tokens: int | None = None
+    #: the rows of each expert are padded with zero rows to a multiple of this. None: what the kernels of the
+    #: recipe like best, 1 on a CPU and ``Format.alignment`` on a GPU. It changes no result.
+    alignment: int | None = None
+    #: seconds that a wait for other ranks may take.
+    timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        advice = {
+            "capacity": "Use None for room for every row",
+            "max_tokens": "Use the largest number of tokens of any rank",
+            "alignment": "Use 1 for no padding",
+        }
+        for name, text in advice.items():
+            value, least = getattr(self, name), 1 if name == "alignment" else 0
+            if value is not None and value < least:
+                raise ValueError(
+                    f"transformer_plugin::DispatchConfig: argument '{name}': expected at least {least}, "
+                    f"got {value}. {text}."
+                )
+
+
+class Received(NamedTuple):
+    """What the experts of this rank are given."""
+
+    #: ``[capacity, H]``, sorted by expert, each expert's rows padded with zeros.
+    rows: Tensor
+    #: float32 ``[capacity]``, the weight of each row, 0 in padding.
+    probs: Tensor
+    #: int64 ``[experts of this rank]``, rows with padding.
+    group_sizes: Tensor
+    #: int64 ``[1]``, the rows before any was dropped.
+    total: Tensor
+    #: where the rows came from: what ``combine`` of the same exchange needs.
+    origin: Any
+
+
+@dataclass(frozen=True)
+class LocalExchange:
+    """All experts are here: rows are copied, not sent."""
+
+    num_experts: int
+    config: DispatchConfig
+    #: the alignment that the GPU's kernels like best.
+    gpu_alignment: int
+
+    def dispatch(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Received:
+        """Copies each token to its experts."""
+        alignment = self.config.alignment or (self.gpu_alignment if tokens.is_cuda else 1)
+        capacity = self.config.capacity
+        if capacity is None:
+            capacity = indices.shape[0] * indices.shape[1] + self.num_experts * (alignment - 1)
+        rows, sizes, slot, source, total = ops.permute(tokens, indices, self.num_experts, capacity, alignment)
+        return Received(rows, ops.permute_weights(weights, slot, source), sizes, total, (slot, source))
+
+    def combine(self, rows: Tensor, received: Received) -> Tensor:
+        """Sums the rows of each token."""
+        return ops.unpermute(rows, *received.origin)
+
+
+class GroupExchange:
+    """The experts are spread over a group of ranks: tokens travel to them and back. Making it is collective."""
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        num_experts: int,
+        hidden: int,
+        topk: int,
+        config: DispatchConfig,
+        gpu_alignment: int,
+        device: torch.device | str | None,
+    ) -> None:
+        if config.max_tokens is None:
+            raise ValueError(
+                "transformer_plugin::MoE: argument 'dispatch': expected max_tokens with a group of several ranks, "
+                "got None. Pass dispatch=DispatchConfig(max_tokens=the most tokens of any rank in one call)."
+            )
+        self.config = config
+        self.context = EpContext(
+            group,
+            num_experts=num_experts,
+            max_tokens_per_rank=config.max_tokens,
+            hidden_dim=hidden,
+            num_topk=topk,
+            capacity=config.capacity,
+            alignment=config.alignment or 1,
+            overflow="drop",
+            timeout=config.timeout,
+            device=None if device is None or torch.device(device).type == "meta" else device,
+        )
+        on_gpu = self.context.device.type == "cuda"
+        self.alignment = config.alignment or (gpu_alignment if on_gpu else 1)
+
+    def dispatch(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Received:
+        """Sends each token to the ranks of its experts."""
+        plan = self.context.plan(indices, alignment=self.alignment)
+        rows, probs = self.context.dispatch(plan, tokens, weights)
+        return Received(rows, probs, plan.tokens_per_expert, plan.total, plan)
+
+    def combine(self, rows: Tensor, received: Received) -> Tensor:
+        """Sends the rows back and sums those of each token."""
+        return self.context.combine(received.origin, rows)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupExchange:
+        """The same: what the ranks agreed on holds for a copy of the module as well."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"GroupExchange(rank {self.context.rank} of {self.context.num_ranks}, config={self.config})"
