@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -9,7 +11,15 @@ from transformer_plugin import reference
 from transformer_plugin.ops import expert_parallel as ep
 from transformer_plugin.reference import expert_parallel as all_ranks
 from transformer_plugin.testing.distributed import Rank, RankPool
-from transformer_plugin.testing.expert_parallel_cases import EpCase, ep_cases
+from transformer_plugin.testing.expert_parallel_cases import (
+    EpCase,
+    duplicated,
+    ep_cases,
+    masked,
+    one_expert,
+    out_of_range,
+    uniform,
+)
 from transformer_plugin.testing.numerics import assert_same_bits
 
 CASES = list(ep_cases())
@@ -229,3 +239,26 @@ def test_reference_of_one_rank_agrees_with_permute() -> None:
     assert_same_bits(plan.tokens_per_expert, group_sizes)
     assert_same_bits(plan.required, total)
     assert_same_bits(all_ranks.dispatch([tokens], None, [plan])[0][0], rows)
+
+
+def random_case(number: int) -> EpCase:
+    draw = random.Random(number)
+    return EpCase(
+        f"random-{number}",
+        draw.choice([uniform, duplicated, masked, out_of_range, one_expert]),
+        tokens=tuple(draw.randint(0, 12) for _ in range(4)),
+        topk=draw.choice([1, 2, 3, 4, 6, 8, 9]),
+        hidden=draw.choice([1, 3, 8, 17, 64, 130]),
+        local_experts=draw.choice([1, 2, 3, 8, 33]),
+        capacity=draw.choice([0, 1, 7, 40, 100, 500]),
+        alignment=draw.choice([0, 1, 2, 4, 16, 128]),
+        dtype=draw.choice([torch.float32, torch.bfloat16, torch.float16]),
+        index_dtype=draw.choice([torch.int32, torch.int64]),
+        max_tokens=draw.randint(12, 20),
+    )
+
+
+@pytest.mark.long
+def test_random_routings(pool: RankPool) -> None:
+    for start in range(0, 600, 50):
+        pool.run(check_cases, [random_case(number) for number in range(start, start + 50)], timeout=250)
