@@ -115,7 +115,9 @@ def build_moe(config: Config, group: ProcessGroup | None, **factory: object) -> 
         group=group,
         router=tpnn.RouterConfig(aux_loss_coeff=config.aux_loss_coeff),
         dispatch=tpnn.DispatchConfig(
-            capacity=capacity if config.capacity_factor else None, alignment=config.alignment or None
+            capacity=capacity if config.capacity_factor else None,
+            max_tokens=tokens,
+            alignment=config.alignment or None,
         ),
         recipe=recipe_from_name(config.format),
         **factory,

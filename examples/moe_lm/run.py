@@ -166,9 +166,7 @@ class Run:
     def finish(self) -> None:
         """The plot, the sample, and where everything is."""
         config, options = self.config, self.options
-        text = generate(
-            self.trainer.model, self.world, options.sample_length, config.seq_len, seed=config.seed
-        )
+        text = generate(self.trainer, options.sample_length)
         if not self.world.first:
             return
         from moe_lm.plots import loss_curve

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from dataclasses import replace
 
-from moe_lm.world import World
+import torch
+
+from moe_lm.model import LanguageModel
+from moe_lm.trainer import Trainer
 
 CONTEXT = 128
 PROMPT = "def "
 
 
 @torch.no_grad()
-def generate(
-    model: nn.Module, world: World, length: int, seq_len: int, *, seed: int, temperature: float = 0.7
-) -> str:
+def generate(trainer: Trainer, length: int, temperature: float = 0.7) -> str:
     """Continues ``PROMPT`` by ``length`` bytes. Every rank must call it: each holds some of the experts.
 
-    The window has a fixed size, filled up on the right: attention is causal, so what follows a byte does not
-    change what comes after it.
+    The model is the trained one with room for one short sequence, sharing its parameters. The window has a fixed
+    size, filled up on the right: attention is causal, so what follows a byte does not change what comes after it.
     """
-    window = min(CONTEXT, seq_len)
-    generator = torch.Generator().manual_seed(seed * 4099 + world.rank)
+    world, window = trainer.world, min(CONTEXT, trainer.config.seq_len)
+    config = replace(trainer.config, batch_size=1, seq_len=window, capacity_factor=0.0)
+    model = LanguageModel(config, world.group, world.device, next(trainer.model.parameters()).dtype)
+    model.load_state_dict(trainer.model.state_dict(), assign=True)
+    generator = torch.Generator().manual_seed(config.seed * 4099 + world.rank)
     text = list(PROMPT.encode())
     for _ in range(length):
         recent = text[-window:]

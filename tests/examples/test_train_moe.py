@@ -16,7 +16,7 @@ from tests.examples.conftest import arguments, environment, losses_of, read_metr
 STEPS = 40
 UNTIMED = ("tokens_per_second",)
 
-IMPLEMENTATIONS = [pytest.param("--reference", id="plain")]
+IMPLEMENTATIONS = [pytest.param("--no-reference", id="plugin")]
 
 
 @pytest.fixture(scope="module", params=IMPLEMENTATIONS)
@@ -90,3 +90,37 @@ def test_ranks_hold_different_experts_and_equal_other_weights(whole_run) -> None
     )
     for name, value in first.items():
         assert torch.equal(value, second[name]) != (".experts." in name), name
+
+
+def compare(out: Path, text_file: Path, *options: str) -> dict:
+    """The report of a run of both implementations, and that both really ran."""
+    done = train(out, "--compare", "--text", str(text_file), *options)
+    assert "plain PyTorch, " in done.stdout and "transformer_plugin, " in done.stdout
+    assert (out / "compare.png").read_bytes()[:4] == b"\x89PNG"
+    report = json.loads((out / "compare.json").read_text())
+    assert f"largest loss difference: {report['largest_difference']:.2e}" in done.stdout
+    return report
+
+
+def relative_gaps(report: dict) -> list[float]:
+    plain, plugin = report["losses"].values()
+    assert plain[-1] < plain[0] - 2.0, "nothing was learned, so nothing was compared"
+    return [abs(a - b) / a for a, b in zip(plain, plugin, strict=True)]
+
+
+def test_float32_follows_plain_pytorch_within_rounding(text_file: Path, tmp_path: Path) -> None:
+    gaps = relative_gaps(compare(tmp_path / "run", text_file, "--steps", "25"))
+    assert gaps[0] < 1e-6 and max(gaps) < 1e-4
+
+
+def test_bfloat16_follows_plain_pytorch_within_rounding(text_file: Path, tmp_path: Path) -> None:
+    gaps = relative_gaps(compare(tmp_path / "run", text_file, "--steps", "25", "--dtype", "bfloat16"))
+    assert gaps[0] < 2**-9 and max(gaps) < 4 * 2**-8
+
+
+def test_fp8_block_ends_within_one_percent_of_bfloat16(text_file: Path, tmp_path: Path) -> None:
+    report = compare(
+        tmp_path / "run", text_file, "--steps", "60", "--dtype", "bfloat16", "--format", "fp8_block"
+    )
+    relative_gaps(report)
+    assert 0 < abs(report["final_difference"]) < 0.01
