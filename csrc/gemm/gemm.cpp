@@ -40,7 +40,7 @@ Tensor gemm(const Tensor& a, const Tensor& b, const OptionalTensor& bias, bool t
             OptionalDtype dtype) {
   const at::ScalarType to = check_gemm(a, b, bias, transpose_b, dtype);
   const BelowAutograd guard;
-  return dense_product(a, transpose_b ? b.t() : b, bias, to);
+  return dense_product(a, transpose_b ? transposed_view(b) : b, bias, to);
 }
 
 class GemmFunction : public torch::autograd::Function<GemmFunction> {

@@ -52,7 +52,7 @@ Tensor gemm_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b, c
   const at::ScalarType exact = values_dtype(arguments.a, arguments.a_format, arguments.b, arguments.b_format);
   const Values left = values_of(arguments.a, arguments.a_format, nullptr, false, exact);
   const Values right = values_of(arguments.b, arguments.b_format, nullptr, false, exact);
-  return dense_product(left.data, transpose_b ? right.data.t() : right.data, bias, dtype,
+  return dense_product(left.data, transpose_b ? transposed_view(right.data) : right.data, bias, dtype,
                        joint_factor(left, right));
 }
 

@@ -62,7 +62,8 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
   check_linear(input, weight, bias, formats);
   const BelowAutograd guard;
   const Tensor x = as_matrix(input);
-  if (formats.native()) return from_matrix(dense_product(x, weight.t(), bias, input.scalar_type()), input);
+  if (formats.native())
+    return from_matrix(dense_product(x, transposed_view(weight), bias, input.scalar_type()), input);
   return from_matrix(low_precision_forward({x, weight, std::nullopt, bias, std::nullopt}, formats), input);
 }
 
