@@ -65,7 +65,9 @@ class Scripted(torch.nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """A linear layer in FP8 with one scale per tensor."""
-        return torch.ops.transformer_plugin.linear(input, self.weight, None, "fp8_tensor", "fp8_tensor")
+        return torch.ops.transformer_plugin.linear(
+            input, self.weight, None, "fp8_tensor", "fp8_tensor", "fp8_tensor:e5m2"
+        )
 
 
 def test_scripted_module_saves_and_loads() -> None:

@@ -37,7 +37,12 @@ def check_compiled(rank: Rank, recipe: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "backend"), [("none", "aot_eager"), ("fp8_block", "aot_eager"), ("fp8_block", "inductor")]
+    ("recipe", "backend"),
+    [
+        ("none", "aot_eager"),
+        ("fp8_block", "aot_eager"),
+        pytest.param("fp8_block", "inductor", marks=pytest.mark.long),
+    ],
 )
 def test_compiled_equals_eager(pair: RankPool, recipe: str, backend: str) -> None:
     pair.start(check_compiled, recipe, backend)
