@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -261,3 +263,20 @@ def check_two_groups(rank: Rank) -> None:
 
 def test_two_groups(pair: RankPool) -> None:
     pair.run(check_two_groups)
+
+
+def check_collected_contexts(rank: Rank) -> None:
+    """Contexts that nobody finalized, collected on one rank and kept on the other, do not part the ranks."""
+    kept = [EpContext(rank.group, **SIZES, timeout=5.0) for _ in range(2)]
+    if rank.rank == 0:
+        kept.clear()
+        gc.collect()
+    for _ in range(2):
+        with EpContext(rank.group, **SIZES, timeout=5.0) as context:
+            plan = context.plan(torch.zeros(1, 2, dtype=torch.int32, device=context.device))
+            assert plan.required.tolist() == [4, 0]
+    assert len(kept) == 2 * rank.rank
+
+
+def test_collected_contexts(pair: RankPool) -> None:
+    pair.run(check_collected_contexts)

@@ -124,10 +124,9 @@ class EpContext:
         self.num_local_experts = num_experts // self.num_ranks
         self.capacity = self.capacity_for(alignment)
         self._open = True
-        if not any(other.group is group for other in _contexts):
-            torch.ops.transformer_plugin.release_group(self.group_name)
+        _enter(group)
         self._compare()
-        _contexts.add(self)
+        _count(group, 1)
         if self.num_ranks > 1 and self.device.type == "cuda":
             # NCCL makes its communicator at the first call, which no graph can hold.
             self.plan(torch.empty(0, num_topk, dtype=torch.int32, device=self.device))
@@ -212,9 +211,7 @@ class EpContext:
         if not self._open:
             return
         self._open = False
-        _contexts.discard(self)
-        if not any(other.group is self.group for other in _contexts):
-            torch.ops.transformer_plugin.release_group(self.group_name)
+        _count(self.group, -1)
 
     def __enter__(self) -> EpContext:
         return self
@@ -247,8 +244,38 @@ class EpContext:
             )
 
 
-# Those that are open, to know when the last one leaves its group.
-_contexts: weakref.WeakSet[EpContext] = weakref.WeakSet()
+class _Use:
+    """A group's contexts, counted when they are made and finalized, never when they are collected.
+
+    The collector runs at other times on other ranks, and what the ranks tell each other must not depend on it.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = weakref.ref(group)
+        self.open = 0
+
+
+# By the name of the group. One that was made anew under an old name is another.
+_uses: dict[str, _Use] = {}
+
+
+def _enter(group: ProcessGroup | None) -> None:
+    if group is None:
+        return
+    use = _uses.get(group.group_name)
+    if use is None or use.group() is not group:
+        torch.ops.transformer_plugin.release_group(group.group_name)
+        _uses[group.group_name] = _Use(group)
+
+
+def _count(group: ProcessGroup | None, change: int) -> None:
+    use = None if group is None else _uses.get(group.group_name)
+    if group is None or use is None or use.group() is not group:
+        return
+    use.open += change
+    if use.open == 0:
+        torch.ops.transformer_plugin.release_group(group.group_name)
+        del _uses[group.group_name]
 
 
 def _refuse(
