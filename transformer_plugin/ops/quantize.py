@@ -52,9 +52,8 @@ def quantize(input: Tensor, format: str | Format) -> tuple[Tensor, Tensor]:
     Raises:
         TypeError: another dtype. ValueError: other dimensions, a format without scales, or no format.
 
-    Source: per-tensor current scaling and DeepSeek-V3's block scaling (arXiv:2412.19437, section 3.3), with
-        the scale
-    conventions of NVIDIA TransformerEngine 2.20.
+    Source: per-tensor current scaling and DeepSeek-V3's block scaling (arXiv:2412.19437, section 3.3), with the
+    scale conventions of NVIDIA TransformerEngine 2.20.
     """
     return _ops.quantize(input, _key(format))
 
