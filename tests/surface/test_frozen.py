@@ -1,0 +1,87 @@
+"""The surface changes only on purpose, and every op is there on every floor of the house."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.surface.surface import FROZEN, NAMESPACE, ROOT, op_schemas, surface
+from transformer_plugin import ops, reference
+from transformer_plugin.ops import expert_parallel
+from transformer_plugin.reference import expert_parallel as expert_parallel_reference
+
+OPS = sorted(op_schemas())
+# Ops that move no tensor: they talk to the other ranks' hosts, and have neither kernels nor a meaning in tensors.
+HOST_OPS = {name for name, schema in op_schemas().items() if "Tensor" not in schema}
+TENSOR_OPS = [name for name in OPS if name not in HOST_OPS]
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+by_op = pytest.mark.parametrize("name", TENSOR_OPS)
+HINT = "If that is meant, run `python -m tests.surface.update` and commit the difference."
+
+
+def wrapper_of(name: str) -> Any:
+    """From ``ops``, or from ``ops.expert_parallel``, whose short names are clear only with the family's."""
+    family: ModuleType = expert_parallel if hasattr(expert_parallel, name) else ops
+    if family is ops:
+        assert name in ops.__all__
+    return getattr(family, name)
+
+
+@pytest.mark.parametrize("part", ["ops", "names", "environment"])
+def test_surface_is_the_frozen_one(part: str) -> None:
+    frozen, now = json.loads(FROZEN.read_text())[part], surface()[part]
+    assert now == frozen, HINT
+
+
+def test_registration_lists_every_op_and_no_other() -> None:
+    text = (ROOT / "csrc" / "registration.cpp").read_text()
+    assert sorted(re.findall(r'm\.def\(\s*"(\w+)\(', text)) == OPS
+
+
+def test_host_ops_are_few() -> None:
+    assert {"agree", "release_group"} >= HOST_OPS
+
+
+@by_op
+def test_has_a_kernel_for_every_backend(name: str) -> None:
+    keys = ["CPU", "Meta"]
+    if has_kernel(f"{NAMESPACE}::swiglu", "CUDA"):  # built with CUDA
+        keys.append("CUDA")
+    assert [key for key in keys if not has_kernel(f"{NAMESPACE}::{name}", key)] == []
+
+
+@by_op
+def test_has_a_wrapper_with_the_same_arguments(name: str) -> None:
+    wrapper = wrapper_of(name)
+    assert len(inspect.getdoc(wrapper) or "") > 40, "the wrapper needs a docstring"
+    schema = getattr(getattr(torch.ops, NAMESPACE), name).default._schema
+    assert list(inspect.signature(wrapper).parameters) == [argument.name for argument in schema.arguments]
+
+
+@by_op
+def test_has_a_meaning(name: str) -> None:
+    forward = name.removesuffix("_backward")  # the gradient of a reference comes from torch's autograd
+    names = [name, forward] + [n.replace("_quantized", "") for n in (name,) if "_quantized" in n]
+    assert any(hasattr(module, n) for module in (reference, expert_parallel_reference) for n in names)
+
+
+@by_op
+def test_passes_opcheck_somewhere(name: str) -> None:
+    tests = [
+        path.read_text() for path in (ROOT / "tests").rglob("test_*.py") if path.parent.name != "surface"
+    ]
+    word = re.compile(rf"\b{name}\b")
+    assert any("opcheck(" in text and word.search(text) for text in tests), "no test file runs opcheck on it"
+
+
+@by_op
+def test_is_in_the_manual(name: str) -> None:
+    module = wrapper_of(name).__module__
+    pages = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
+    assert any(f"automodule:: {module}\n" in page for page in pages), f"no page of docs/ documents {module}"
