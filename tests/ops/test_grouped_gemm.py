@@ -253,7 +253,12 @@ def test_inputs_of_any_strides(device: torch.device) -> None:
     )
 
 
-@each(EXACT)
+def one_of_each_kind(cases: list[Case]) -> list[Case]:
+    """opcheck reads no values: every shape in float32, and some in each other dtype, will do."""
+    return [case for i, case in enumerate(cases) if case.name.startswith("float32") or i % 11 == 0]
+
+
+@each(one_of_each_kind(EXACT))
 def test_opcheck(case: Case, device: torch.device) -> None:
     arguments = case.arguments(device)
     torch.library.opcheck(_ops.grouped_gemm.default, arguments)
@@ -263,7 +268,7 @@ def test_opcheck(case: Case, device: torch.device) -> None:
     torch.library.opcheck(_ops.grouped_gemm.default, arguments)
 
 
-@each(WGRAD_EXACT)
+@each(one_of_each_kind(WGRAD_EXACT))
 def test_wgrad_opcheck(case: Case, device: torch.device) -> None:
     grad, input, sizes = case.arguments(device)
     torch.library.opcheck(_ops.grouped_gemm_wgrad.default, (grad, input, sizes))
