@@ -67,8 +67,8 @@ test-long: build sanitize
 # A CPU build with sanitizers in build/asan, under the tests of the ops. Leaks are torch's own, at exit.
 SANITIZED := build/asan/package
 sanitize: $(READY)
-	TRANSFORMER_PLUGIN_CPU_ONLY=1 TRANSFORMER_PLUGIN_SANITIZE=1 $(BIN)/python setup.py --quiet build_ext build_py \
-	  --build-lib $(SANITIZED)
+	TRANSFORMER_PLUGIN_CPU_ONLY=1 TRANSFORMER_PLUGIN_SANITIZE=1 $(BIN)/python setup.py --quiet build_ext \
+	  --build-lib $(SANITIZED) build_py --build-lib $(SANITIZED)
 	cd build/asan && \
 	  LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
