@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers of one machine share its cores; without this each would start a thread for every core."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
