@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -42,7 +43,7 @@ def loss_curve(path: Path, losses: dict[int, float], validation: dict[int, float
         )
     _style(axes, "cross entropy (nats per byte)")
     axes.set_xlabel("step")
-    axes.set_title(title, loc="left", fontsize=9)
+    axes.set_title(textwrap.fill(title, 100), loc="left", fontsize=9)
     axes.legend(frameon=False)
     figure.tight_layout()
     figure.savefig(path)
@@ -60,7 +61,7 @@ def compare_curves(path: Path, curves: dict[str, list[float]], title: str) -> No
         top.plot(values, color=color, alpha=0.2, linewidth=0.8)
         top.plot(smoothed(values), style, color=color, linewidth=width, label=name)
     _style(top, "cross entropy (nats per byte)")
-    top.set_title(title, loc="left", fontsize=9)
+    top.set_title(textwrap.fill(title, 100), loc="left", fontsize=9)
     top.legend(frameon=False)
     gaps = [abs(a - b) for a, b in zip(first_values, second_values, strict=True)]
     bottom.semilogy([max(gap, 1e-9) for gap in gaps], color=GREY, linewidth=0.9)

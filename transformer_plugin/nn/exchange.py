@@ -24,7 +24,8 @@ class DispatchConfig:
     #: the most tokens that any rank of the group brings in one call; needed with a group, unused without one.
     max_tokens: int | None = None
     #: the rows of each expert are padded with zero rows to a multiple of this. None: what the kernels of the
-    #: recipe like best, 1 on a CPU and ``Format.alignment`` on a GPU. It changes no result.
+    #: recipe like best, 1 on a CPU and ``Format.alignment`` on a GPU, where it changes no result; and 1 with a
+    #: ``capacity``, because padding takes room and a GPU would drop other rows than a CPU.
     alignment: int | None = None
     #: seconds that a wait for other ranks may take.
     timeout: float = 60.0
@@ -42,6 +43,10 @@ class DispatchConfig:
                     f"transformer_plugin::DispatchConfig: argument '{name}': expected at least {least}, "
                     f"got {value}. {text}."
                 )
+
+    def row_alignment(self, preferred: int) -> int:
+        """``alignment``, or where it is None the kernels' ``preferred`` one if that cannot drop a row."""
+        return self.alignment or (preferred if self.capacity is None else 1)
 
 
 class Received(NamedTuple):
@@ -70,7 +75,7 @@ class LocalExchange:
 
     def dispatch(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Received:
         """Copies each token to its experts."""
-        alignment = self.config.alignment or (self.gpu_alignment if tokens.is_cuda else 1)
+        alignment = self.config.row_alignment(self.gpu_alignment if tokens.is_cuda else 1)
         capacity = self.config.capacity
         if capacity is None:
             capacity = indices.shape[0] * indices.shape[1] + self.num_experts * (alignment - 1)
@@ -114,7 +119,7 @@ class GroupExchange:
             device=None if device is None or torch.device(device).type == "meta" else device,
         )
         on_gpu = self.context.device.type == "cuda"
-        self.alignment = config.alignment or (gpu_alignment if on_gpu else 1)
+        self.alignment = config.row_alignment(gpu_alignment if on_gpu else 1)
 
     def dispatch(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Received:
         """Sends each token to the ranks of its experts."""
