@@ -43,8 +43,8 @@ class Config:
     batch_size: int = 4
     ranks: int = 2
     # The training.
-    steps: int = 450
-    lr: float = 3e-3
+    steps: int = 550
+    lr: float = 1e-3
     warmup_steps: int = 20
     weight_decay: float = 0.1
     clip_norm: float = 1.0

@@ -63,7 +63,7 @@ def joined_world(timeout: timedelta = timedelta(minutes=5)) -> Iterator[World]:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # a resumed run then gives the bits of a whole one
     torch.utils.deterministic.fill_uninitialized_memory = False
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None

@@ -22,21 +22,21 @@ def arguments(out: Path, *more: str) -> list[str]:
     return [sys.executable, str(SCRIPT), "--preset", "tiny", "--sample-length", "8", "--out", str(out), *more]
 
 
-def environment() -> dict[str, str]:
-    """One thread a rank, no GPU, and the package of this tree."""
+def environment(gpu: bool = False) -> dict[str, str]:
+    """One thread a rank, no GPU unless asked for, and the package of this tree."""
     paths = [str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",
+        **({} if gpu else {"CUDA_VISIBLE_DEVICES": ""}),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
     }
 
 
-def train(out: Path, *more: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+def train(out: Path, *more: str, status: int = 0, gpu: bool = False) -> subprocess.CompletedProcess[str]:
     """Runs to the end and checks the exit status."""
     done = subprocess.run(
-        arguments(out, *more), env=environment(), capture_output=True, text=True, timeout=240, check=False
+        arguments(out, *more), env=environment(gpu), capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == status, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done

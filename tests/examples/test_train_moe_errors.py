@@ -200,7 +200,7 @@ def test_resume_with_another_configuration(saved) -> None:
     folder = out / "checkpoints/step-00000030"
     assert text_of(checkpoint.check, out, replace(config, lr=0.5, layers=3)) == (
         f"train_moe: argument '--resume': expected the configuration of '{folder}', got "
-        "layers was 4 and is 3; lr was 0.003 and is 0.5. Resume with the options of the first run, or "
+        "layers was 4 and is 3; lr was 0.001 and is 0.5. Resume with the options of the first run, or "
         "start anew in another --out."
     )
 
