@@ -85,7 +85,7 @@ def work(config: Config, options: Options) -> None:
     from moe_lm.world import StopRequest, joined_world
 
     stop = StopRequest()
-    with joined_world() as world:
+    with joined_world(repeatable=not options.compare) as world:
         if options.compare:
             from moe_lm.compare import compare
 

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 BLUE, ORANGE, GREY = "#2b6cb0", "#dd6b20", "#718096"
 
 
-def smoothed(values: list[float], width: float = 0.05) -> list[float]:
+def smoothed(values: list[float], width: float = 0.02) -> list[float]:
     """An exponential mean over about ``width`` of the curve, without a bias at its start."""
     keep = 1 - 1 / max(1.0, width * len(values))
     total, weight, result = 0.0, 0.0, []

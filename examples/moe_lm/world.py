@@ -53,8 +53,11 @@ def under_torchrun() -> bool:
 
 
 @contextmanager
-def joined_world(timeout: timedelta = timedelta(minutes=5)) -> Iterator[World]:
-    """Joins the group of all ranks: NCCL where each rank has a GPU of its own, else Gloo on the CPU."""
+def joined_world(repeatable: bool = True, timeout: timedelta = timedelta(minutes=5)) -> Iterator[World]:
+    """Joins the group of all ranks: NCCL where each rank has a GPU of its own, else Gloo on the CPU.
+
+    ``repeatable`` asks torch for algorithms that give the same bits each time, for runs that are resumed.
+    """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
@@ -63,7 +66,7 @@ def joined_world(timeout: timedelta = timedelta(minutes=5)) -> Iterator[World]:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-    torch.use_deterministic_algorithms(True)  # a resumed run then gives the bits of a whole one
+    torch.use_deterministic_algorithms(repeatable)
     torch.utils.deterministic.fill_uninitialized_memory = False
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
