@@ -1,5 +1,6 @@
 #include "gemm/low_precision.h"
 
+#include <ATen/ops/full.h>
 #include <ATen/ops/sum.h>
 
 #include "common/autograd.h"
@@ -44,6 +45,18 @@ Rounded round_matrix(const Tensor& x, const OptionalTensor& group_sizes, const F
   return result;
 }
 
+// The groups by which input and gradient are rounded along their columns: those of the rows, or none; and while a
+// graph with an unknown number of rows is traced, all rows as one group. That gives the same bits, but scales of at
+// least two block rows: torch guards on a dimension that may be 1, and would compile again when the rows no longer
+// fit one block.
+OptionalTensor column_groups(const Tensor& input, const OptionalTensor& group_sizes,
+                             const RoleFormats& formats) {
+  const bool blocks = formats.input.family == FormatFamily::kFp8Block && !formats.input.square_blocks &&
+                      !formats.grad.square_blocks;
+  if (group_sizes || !blocks || !input.sym_size(0).is_symbolic()) return group_sizes;
+  return at::full_symint({1}, c10::Scalar(input.sym_size(0)), input.options().dtype(at::kLong));
+}
+
 // A weight [.., N, K] for the forward product, as b with transpose_b; and for the data gradient.
 struct RoundedWeight {
   Tensor forward, forward_scale;
@@ -86,7 +99,7 @@ Tensor multiply(const Operand& a, const Operand& b, const OptionalTensor& group_
              : call_gemm_quantized(a.data, a.scale, b.data, b.scale, a.key, b.key, dtype, bias, transpose_b);
 }
 
-// grad^T @ input, from both along their columns.
+// grad^T @ input, from both along their columns: [N, K], or one for each group.
 Tensor multiply_columns(const Operand& grad, const Operand& input, const OptionalTensor& group_sizes,
                         at::ScalarType dtype) {
   if (!group_sizes) return multiply(grad, input, std::nullopt, std::nullopt, std::nullopt, true, dtype);
@@ -114,14 +127,16 @@ class LowPrecisionFunction : public torch::autograd::Function<LowPrecisionFuncti
     const RoleFormats formats = role_formats("linear", input_key, weight_key, grad_key);
     const bool wants_input = input.requires_grad(), wants_weight = weight.requires_grad();
     const BelowAutograd guard;
-    const Rounded x = round_matrix(input, group_sizes, formats.input, input_key, true, wants_weight);
+    const OptionalTensor column_sizes =
+        wants_weight ? column_groups(input, group_sizes, formats) : group_sizes;
+    const Rounded x = round_matrix(input, column_sizes, formats.input, input_key, true, wants_weight);
     const RoundedWeight w = round_weight(weight, formats, wants_input);
     // The columns of one rounding are a view of its rows; the rows of two are not needed again.
     const Tensor none;
     ctx->save_for_backward({wants_weight ? x.columns : none, wants_weight ? x.columns_scale : none,
                             wants_input ? w.backward : none, wants_input ? w.backward_scale : none,
                             or_undefined(group_sizes), wants_grad(bias_scale) ? *bias : none,
-                            or_undefined(bias_scale)});
+                            or_undefined(bias_scale), or_undefined(column_sizes)});
     ctx->saved_data["input_format"] = std::string(input_key);
     ctx->saved_data["weight_format"] = std::string(weight_key);
     ctx->saved_data["grad_format"] = std::string(grad_key);
@@ -136,12 +151,12 @@ class LowPrecisionFunction : public torch::autograd::Function<LowPrecisionFuncti
     const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
     const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
     const RoleFormats formats = role_formats("linear", input_key, weight_key, grad_key);
-    const OptionalTensor group_sizes = as_optional(saved[4]);
+    const OptionalTensor group_sizes = as_optional(saved[4]), column_sizes = as_optional(saved[7]);
     const Tensor& grad = grads[0];
     const bool wants_input = ctx->needs_input_grad(0), wants_weight = ctx->needs_input_grad(1);
     Tensor grad_input, grad_weight;
     if (wants_input || wants_weight) {
-      const Rounded g = round_matrix(grad, group_sizes, formats.grad, grad_key, wants_input, wants_weight);
+      const Rounded g = round_matrix(grad, column_sizes, formats.grad, grad_key, wants_input, wants_weight);
       if (wants_input) {
         grad_input = multiply({g.rows, g.rows_scale, grad_key}, {saved[2], saved[3], weight_key}, group_sizes,
                               std::nullopt, std::nullopt, !formats.symmetric_weight(), grad.scalar_type());
@@ -149,7 +164,8 @@ class LowPrecisionFunction : public torch::autograd::Function<LowPrecisionFuncti
       if (wants_weight) {
         grad_weight =
             multiply_columns({g.columns, g.columns_scale, grad_key}, {saved[0], saved[1], input_key},
-                             group_sizes, ctx->saved_data["weight_dtype"].toScalarType());
+                             column_sizes, ctx->saved_data["weight_dtype"].toScalarType());
+        if (column_sizes && !group_sizes) grad_weight = grad_weight.squeeze(0);
       }
     }
     const auto [grad_bias, grad_scale] = bias_gradients_of(ctx, grad, group_sizes, saved[5], saved[6]);

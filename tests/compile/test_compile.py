@@ -88,26 +88,20 @@ def test_routing_and_group_sizes_do_not_recompile(device: torch.device) -> None:
     assert len(loads) == 4  # the routings did differ
 
 
-# torch makes a graph of its own for any tensor dimension of size 1. The scales of a whole matrix in 128x128 blocks
-# have ceil(tokens / 128) rows: up to 128 tokens and more than 128 are two graphs there.
-@pytest.mark.parametrize(
-    ("name", "counts"),
-    [
-        ("none", (24, 40, 17, 130, 24, 300)),
-        ("fp8_tensor", (24, 40, 17, 130, 24, 300)),
-        ("fp8_block", (24, 40, 17, 128, 24, 64)),
-        ("fp8_block", (144, 200, 130, 300, 144, 257)),
-    ],
-    ids=str,
-)
-def test_the_number_of_tokens_recompiles_at_most_once(
-    name: str, counts: tuple[int, ...], device: torch.device
-) -> None:
+def of_any_rows(name: str, device: torch.device) -> float:
+    """How far a graph for any number of rows may be from eager. On a GPU the weight gradient of a dense layer in
+    blocks comes from another kernel there, which adds in another order."""
+    return 1e-5 if name == "fp8_block" and device.type == "cuda" else 0
+
+
+@pytest.mark.parametrize("name", ["none", "fp8_tensor", "fp8_block"])
+def test_the_number_of_tokens_recompiles_at_most_once(name: str, device: torch.device) -> None:
+    """Also where the tokens begin or cease to fit one block of 128."""
     model = make(name, device)
     fast, counter = compiled(model, "aot_eager")
-    for tokens in counts:
+    for tokens in (24, 40, 17, 130, 24, 300, 128):
         data = batch(tokens, tokens, device)
-        assert_same(step(fast, data), step(model, data), 0)
+        assert_same(step(fast, data), step(model, data), of_any_rows(name, device))
     assert counter.frame_count <= 2
 
 
@@ -118,7 +112,7 @@ def test_dynamic_from_the_start_never_recompiles(device: torch.device) -> None:
     with torch._dynamo.config.patch(error_on_recompile=True):
         for tokens in (24, 40, 17):
             data = batch(tokens, tokens, device)
-            assert_same(step(fast, data), step(model, data), 0)
+            assert_same(step(fast, data), step(model, data), of_any_rows("fp8_block", device))
 
 
 def test_a_training_loop(device: torch.device) -> None:
