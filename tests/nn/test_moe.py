@@ -158,7 +158,7 @@ def test_loads_and_received_rows(device: torch.device) -> None:
 def test_capacity_drops_the_last_experts(device: torch.device) -> None:
     """Rows past the capacity give nothing and take no gradient; the others keep their bits."""
     torch.manual_seed(0)
-    full = MoE(HIDDEN, FFN, EXPERTS, 1, device=device)
+    full = MoE(HIDDEN, FFN, EXPERTS, 1, dispatch=DispatchConfig(alignment=1), device=device)
     small = MoE(HIDDEN, FFN, EXPERTS, 1, dispatch=DispatchConfig(capacity=40), device=device)
     small.load_state_dict(full.state_dict())
     input = tokens_of((60,), device)
