@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <utility>
 
 #include "common/check.h"
 #include "common/tensor.h"
@@ -82,9 +83,16 @@ struct Leave {
 }  // namespace
 #endif
 
+Tensor Pending::wait() {
+  if (wait_) std::exchange(wait_, nullptr)();
+  return output_;
+}
+
 template <typename Start>
-void RankGroup::exchange(Phase phase, [[maybe_unused]] const Tensor& data, Start&& start) const {
+Pending RankGroup::exchange(Phase phase, const Tensor& output, Start&& start) const {
   Connection& to = *connection_;
+  Pending pending;
+  pending.output_ = output;
   if (!to.on_cuda) {
     c10::intrusive_ptr<c10d::Work> work;
     try {
@@ -93,10 +101,13 @@ void RankGroup::exchange(Phase phase, [[maybe_unused]] const Tensor& data, Start
       Roll roll(state_->line, state_->keys + "cpu/", state_->rank, state_->size);
       raise_peer_error(*state_, roll, ++state_->cpu_turn, phase, to.timeout, cause_of(error));
     }
-    return wait_on_cpu(*state_, *work, phase, to.timeout);
+    pending.wait_ = [state = state_, work, phase, timeout = to.timeout] {
+      wait_on_cpu(*state, *work, phase, timeout);
+    };
+    return pending;
   }
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  const CudaScope scope(data);
+  const CudaScope scope(output);
   const BoardMemory& memory = group_board(*state_);
   state_->timeout_ms = to.timeout.count();
   watch_group(state_);
@@ -114,33 +125,37 @@ void RankGroup::exchange(Phase phase, [[maybe_unused]] const Tensor& data, Start
     raise_peer_error(*state_, roll, turn, phase, to.timeout, cause_of(error));
   }
 #endif
+  return pending;
 }
 
-Tensor RankGroup::all_gather(const Tensor& part, Phase phase) const {
-  if (size() == 1) return part;
+Pending RankGroup::start_all_gather(const Tensor& part, Phase phase) const {
+  Pending pending;
+  pending.output_ = part;
+  if (size() == 1) return pending;
   const Tensor input = part.contiguous();
   std::vector<c10::SymInt> sizes(input.sym_sizes().begin(), input.sym_sizes().end());
   sizes[0] = sizes[0] * size();
-  const Tensor output = empty(input, sizes, input.scalar_type());
-  if (input.numel() == 0) return output;
-  exchange(phase, input, [&] {
-    Tensor to = as_bytes(output);
+  pending.output_ = empty(input, sizes, input.scalar_type());
+  if (input.numel() == 0) return pending;
+  return exchange(phase, pending.output_, [&] {
+    Tensor to = as_bytes(pending.output_);
     Tensor from = as_bytes(input);
     c10d::AllgatherOptions options;
     options.timeout = connection_->timeout;
     options.asyncOp = !connection_->on_cuda;
     return connection_->group->_allgather_base(to, from, options);
   });
-  return output;
 }
 
-Tensor RankGroup::all_to_all(const Tensor& parts, Phase phase) const {
-  if (size() == 1) return parts;
+Pending RankGroup::start_all_to_all(const Tensor& parts, Phase phase) const {
+  Pending pending;
+  pending.output_ = parts;
+  if (size() == 1) return pending;
   const Tensor input = parts.contiguous();
-  const Tensor output = empty(input, input.sym_sizes(), input.scalar_type());
-  if (input.numel() == 0) return output;
-  exchange(phase, input, [&] {
-    Tensor to = as_bytes(output);
+  pending.output_ = empty(input, input.sym_sizes(), input.scalar_type());
+  if (input.numel() == 0) return pending;
+  return exchange(phase, pending.output_, [&] {
+    Tensor to = as_bytes(pending.output_);
     Tensor from = as_bytes(input);
     std::vector<int64_t> equal_splits;
     c10d::AllToAllOptions options;
@@ -148,7 +163,6 @@ Tensor RankGroup::all_to_all(const Tensor& parts, Phase phase) const {
     options.asyncOp = !connection_->on_cuda;
     return connection_->group->alltoall_base(to, from, equal_splits, equal_splits, options);
   });
-  return output;
 }
 
 std::vector<std::string> RankGroup::agree(const std::string& text) const {

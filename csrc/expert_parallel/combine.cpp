@@ -41,7 +41,7 @@ Tensor combine(const Tensor& rows, const Tensor& slot, const Tensor& source, int
                  "Pass the number of tokens of this rank");
   if (group.size() == 1) return routing::sum_slots(rows, slot.narrow(0, 0, num_tokens), std::nullopt);
   const Tensor parts = routing::sum_slots(rows, slot, std::nullopt);
-  return return_rows(group, parts, num_tokens, Phase::kCombineRows);
+  return sum_ranks(group, group.start_all_to_all(parts, Phase::kCombineRows).wait(), num_tokens);
 }
 
 Tensor combine_backward_output(const Tensor& grad, const Tensor& slot, const Tensor& source) {

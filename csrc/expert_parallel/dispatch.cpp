@@ -44,12 +44,14 @@ Pair dispatch(const Tensor& tokens, const OptionalTensor& topk_weights, const Te
   auto [recv, recv_weights] = dispatch_outputs(tokens, topk_weights, slot, source);
   const RankGroup group(op, group_name, timeout_ms, tokens);
   const int64_t max_tokens = tokens_per_rank(op, group, slot);
-  const Tensor rows = group.all_gather(pad_rows({op, "tokens", tokens}, max_tokens), Phase::kDispatchTokens);
-  recv = routing::gather_rows(rows, source);
+  Pending rows = group.start_all_gather(pad_rows({op, "tokens", tokens}, max_tokens), Phase::kDispatchTokens);
+  Pending weights;
   if (topk_weights) {
     const Tensor local = pad_rows({op, "topk_weights", *topk_weights}, max_tokens);
-    recv_weights = routing::weights_to_slots(group.all_gather(local, Phase::kDispatchWeights), slot, source);
+    weights = group.start_all_gather(local, Phase::kDispatchWeights);
   }
+  recv = routing::gather_rows(rows.wait(), source);
+  if (topk_weights) recv_weights = routing::weights_to_slots(weights.wait(), slot, source);
   return {recv, recv_weights};
 }
 
@@ -94,16 +96,19 @@ Pair dispatch_backward(const OptionalTensor& grad_recv, const OptionalTensor& gr
   const auto zeros = [&](int64_t width, at::ScalarType type) {
     return at::zeros({slot.size(0), width}, slot.options().dtype(type));
   };
+  Pending rows, weights;
   if (for_tokens) {
     const Tensor parts =
         grad_recv ? routing::sum_slots(*grad_recv, slot, std::nullopt) : zeros(hidden_size, dtype);
-    grad_tokens = return_rows(group, parts, num_tokens, Phase::kDispatchBackwardRows);
+    rows = group.start_all_to_all(parts, Phase::kDispatchBackwardRows);
   }
   if (for_weights) {
     const Tensor parts = grad_recv_weights ? routing::weights_from_slots(*grad_recv_weights, slot)
                                            : zeros(slot.size(1), weight_type(dtype));
-    grad_weights = return_rows(group, parts, num_tokens, Phase::kDispatchBackwardWeights);
+    weights = group.start_all_to_all(parts, Phase::kDispatchBackwardWeights);
   }
+  if (for_tokens) grad_tokens = sum_ranks(group, rows.wait(), num_tokens);
+  if (for_weights) grad_weights = sum_ranks(group, weights.wait(), num_tokens);
   return {grad_tokens, grad_weights};
 }
 

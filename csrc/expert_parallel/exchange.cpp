@@ -48,8 +48,7 @@ Tensor pad_rows(const Argument& rows, int64_t max_tokens) {
   return padded;
 }
 
-Tensor return_rows(const RankGroup& group, const Tensor& parts, int64_t tokens, Phase phase) {
-  const Tensor received = group.all_to_all(parts, phase);
+Tensor sum_ranks(const RankGroup& group, const Tensor& received, int64_t tokens) {
   const Tensor output = empty(received, {tokens, received.size(1)}, received.scalar_type());
   const SumRanksArgs args{received.const_data_ptr(),
                           output.mutable_data_ptr(),

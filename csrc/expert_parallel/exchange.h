@@ -32,8 +32,8 @@ void check_once_differentiable(const char* op, const Tensors&... grads) {
                                             "Second derivatives are not there"));
 }
 
-// Rows back to their owners: [R * max_tokens, W], what this rank has for every token of every rank, ->
-// [tokens, W], the sum over ranks in ascending order.
-at::Tensor return_rows(const RankGroup& group, const at::Tensor& parts, int64_t tokens, Phase phase);
+// Rows back at their owners: [R * max_tokens, W], from every rank what it has for this rank's tokens, -> [tokens, W],
+// the sum over ranks in ascending order.
+at::Tensor sum_ranks(const RankGroup& group, const at::Tensor& received, int64_t tokens);
 
 }  // namespace transformer_plugin::expert_parallel

@@ -6,10 +6,29 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 
+#include <algorithm>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace transformer_plugin::gemm {
 namespace {
 
 using at::Tensor;
+
+// Below this size the copies cost more than the product gains.
+constexpr int64_t kSmallestSide = 48;
+
+bool has_fast_bfloat16() {
+#if defined(__x86_64__)
+  constexpr unsigned amx_bf16 = 1u << 22;  // of EDX, leaf 7 (Intel's and AMD's manuals, CPUID)
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & amx_bf16);
+#else
+  return true;
+#endif
+}
 
 // The sum before it is rounded.
 Tensor wide_product(const Tensor& a, const Tensor& b) {
@@ -31,6 +50,12 @@ Tensor cpu_product(const Tensor& a, const Tensor& b, const std::optional<Tensor>
 
 }  // namespace
 
+bool faster_in_float32(const Tensor& a, const Tensor& b) {
+  static const bool slow_bfloat16 = !has_fast_bfloat16();
+  return slow_bfloat16 && a.is_cpu() && a.scalar_type() == at::kBFloat16 &&
+         std::min({a.size(0), a.size(1), b.size(1)}) >= kSmallestSide;
+}
+
 Tensor transposed_view(const Tensor& matrix) {
   return at::native::as_strided_tensorimpl(matrix, {matrix.size(1), matrix.size(0)},
                                            {matrix.stride(1), matrix.stride(0)});
@@ -40,7 +65,7 @@ Tensor dense_product(const Tensor& a, const Tensor& b, const std::optional<Tenso
                      at::ScalarType dtype, const std::optional<Tensor>& alpha) {
   // torch's kernels add a bias of the output's dtype to the FP32 sum before they round.
   const bool same_dtype = dtype == a.scalar_type() && (!bias || bias->scalar_type() == dtype);
-  if (same_dtype && !alpha) {
+  if (same_dtype && !alpha && !faster_in_float32(a, b)) {
     if (a.is_cpu()) return cpu_product(a, b, bias);
     return bias ? at::addmm(*bias, a, b) : at::mm(a, b);
   }

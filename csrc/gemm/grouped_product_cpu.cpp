@@ -43,14 +43,15 @@ Tensor row_product_cpu(const RowProduct& product, at::ScalarType dtype) {
     if (rows == 0) continue;
     Tensor out_g = out.narrow(0, begin, rows);
     const Tensor a_g = a.narrow(0, begin, rows), b_g = b.select(0, g);
-    if (same_dtype && fused_bias) {
+    const bool direct = same_dtype && !faster_in_float32(a_g, b_g);
+    if (direct && fused_bias) {
       at::addmm_out(out_g, product.bias->select(0, g), a_g, b_g);
-    } else if (same_dtype && (!product.bias || dtype == wide)) {
+    } else if (direct && (!product.bias || dtype == wide)) {
       at::mm_out(out_g, a_g, b_g);
     }
-    const bool done = same_dtype && (fused_bias || !product.bias);
+    const bool done = direct && (fused_bias || !product.bias);
     if (done) continue;
-    Tensor sum = same_dtype && dtype == wide ? out_g : at::mm(a_g.to(wide), b_g.to(wide));
+    Tensor sum = direct && dtype == wide ? out_g : at::mm(a_g.to(wide), b_g.to(wide));
     if (product.bias) {
       Tensor bias = product.bias->select(0, g).to(wide).expand({rows, out.size(1)});
       if (product.bias_scale) {
@@ -77,7 +78,7 @@ void reduction_product_cpu(const ReductionProduct& product, const Tensor& out, b
       continue;
     }
     const Tensor grad_g = grad.narrow(0, begin, rows).t(), input_g = input.narrow(0, begin, rows);
-    if (out.scalar_type() == grad.scalar_type()) {
+    if (out.scalar_type() == grad.scalar_type() && !faster_in_float32(grad_g, input_g)) {
       multiply_into(out_g, grad_g, input_g, accumulate);
     } else if (out.scalar_type() == wide) {
       multiply_into(out_g, grad_g.to(wide), input_g.to(wide), accumulate);

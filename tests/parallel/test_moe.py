@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from transformer_plugin.nn import DispatchConfig, MoE, RouterConfig
 from transformer_plugin.recipes import recipe_from_name
@@ -134,6 +135,28 @@ def check_capacity(rank: Rank) -> None:
 
 def test_capacity_drops_rows(pair: RankPool) -> None:
     pair.run(check_capacity)
+
+
+def check_rows_in_use(rank: Rank) -> None:
+    """Eager calls on a CPU carry the rows in use; fake tensors, whose values nobody knows, the whole capacity."""
+    _, part = whole_and_part(rank, "none", DispatchConfig(max_tokens=20, alignment=1))
+    capacity = part.exchange.context.capacity
+
+    def rows_for(tokens: Tensor) -> tuple[int, Tensor]:
+        routing = part.router(tokens)
+        received = part.exchange.dispatch(tokens, routing.indices, routing.weights)
+        return received.rows.shape[0], received.total
+
+    rows, total = rows_for(tokens_of(rank.rank, 12 + rank.rank).to(rank.device))
+    assert int(total) < capacity == 20 * rank.size * TOPK
+    assert rows == (int(total) if rank.device.type == "cpu" else capacity)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        rows, _ = rows_for(torch.empty(12, HIDDEN, device=rank.device))
+    assert rows == capacity
+
+
+def test_rows_in_use(pair: RankPool) -> None:
+    pair.run(check_rows_in_use)
 
 
 def check_state(rank: Rank) -> None:

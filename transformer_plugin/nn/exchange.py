@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from transformer_plugin import ops
-from transformer_plugin.parallel import EpContext
+from transformer_plugin.parallel import EpContext, EpPlan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -52,7 +53,8 @@ class DispatchConfig:
 class Received(NamedTuple):
     """What the experts of this rank are given."""
 
-    #: ``[capacity, H]``, sorted by expert, each expert's rows padded with zeros.
+    #: ``[capacity, H]``, sorted by expert, each expert's rows padded with zeros. Eager calls over a group on a CPU
+    #: have only the rows in use.
     rows: Tensor
     #: float32 ``[capacity]``, the weight of each row, 0 in padding.
     probs: Tensor
@@ -123,7 +125,7 @@ class GroupExchange:
 
     def dispatch(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Received:
         """Sends each token to the ranks of its experts."""
-        plan = self.context.plan(indices, alignment=self.alignment)
+        plan = _rows_in_use(self.context.plan(indices, alignment=self.alignment))
         rows, probs = self.context.dispatch(plan, tokens, weights)
         return Received(rows, probs, plan.tokens_per_expert, plan.total, plan)
 
@@ -137,3 +139,18 @@ class GroupExchange:
 
     def __repr__(self) -> str:
         return f"GroupExchange(rank {self.context.rank} of {self.context.num_ranks}, config={self.config})"
+
+
+def _rows_in_use(plan: EpPlan) -> EpPlan:
+    """The plan without the rows that nobody uses, where their number is at hand: on a CPU, outside of any graph.
+
+    Room for the worst routing is R times what even routing needs, and every op writes its zeros there.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or plan.source.device.type != "cpu"
+        or is_in_torch_dispatch_mode()  # fake tensors have no values, and a traced number would be a constant
+        or torch.jit.is_tracing()
+    ):
+        return plan
+    return plan._replace(source=plan.source[: int(plan.tokens_per_expert.sum())])
