@@ -150,7 +150,7 @@ def _rows_in_use(plan: EpPlan) -> EpPlan:
         torch.compiler.is_compiling()
         or plan.source.device.type != "cpu"
         or is_in_torch_dispatch_mode()  # fake tensors have no values, and a traced number would be a constant
-        or torch.jit.is_tracing()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
     ):
         return plan
     return plan._replace(source=plan.source[: int(plan.tokens_per_expert.sum())])
