@@ -1,8 +1,8 @@
 """Tokens per second of examples/train_moe.py beside the same model in plain PyTorch, in the same run.
 
 Both models train in turn, step by step, on the same ranks and the same data (``--compare``): the medians of their
-steps are compared. The run also checks what it times: the two loss curves must lie over each other. FP8 on a CPU
-is there for its numbers, not for its speed.
+steps are compared. The run also checks what it times: the two loss curves must begin alike and end near each other.
+FP8 on a CPU is there for its numbers, not for its speed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,26 @@ from benchmarks.common import write
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "train_moe.py"
 WARM_UP = 5
-#: how far the means of the last tenth of two loss curves may be apart, by format.
-BOUNDS = {"none": 0.002, "bf16": 0.005, "fp8_tensor": 0.02, "fp8_block": 0.01}
+EARLY = 10  # steps in which differences of rounding have not grown yet
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Relative differences between the two loss curves."""
+
+    #: at any of the first steps.
+    early: float
+    #: between the means over the last tenth of the steps.
+    final: float
+
+
+#: by the coarser of the two dtypes or formats. Late differences are chaos more than rounding: plain PyTorch in bfloat16
+#: ends up to 1.8 % away from itself after 60 steps of the medium model when one weight starts 1 % off.
+BOUNDS = {
+    "float32": Bound(1e-5, 1e-3),
+    "bfloat16": Bound(2**-8, 0.03),  # the unit roundoff
+    "fp8_block": Bound(0.02, 0.03),
+}
 
 Spread = dict[str, float]
 
@@ -56,11 +75,14 @@ def measure(name: str, options: list[str], ranks: int, steps: int) -> dict[str, 
         command = [sys.executable, str(SCRIPT), "--compare", "--ranks", str(ranks), "--steps", str(steps)]
         subprocess.run([*command, "--out", f"{out}/run", *options], check=True)
         report = json.loads(Path(out, "run", "compare.json").read_text())
-    form = options[options.index("--format") + 1] if "--format" in options else "none"
-    difference = abs(report["final_difference"])
-    assert difference <= BOUNDS[form], (
-        f"{name}: losses differ by {difference:.2%}, more than {BOUNDS[form]:.2%}"
+    bound = BOUNDS[name.split(",")[0]]
+    plain_losses, plugin_losses = report["losses"].values()
+    early = max(
+        abs(got / plain - 1) for got, plain in zip(plugin_losses[:EARLY], plain_losses[:EARLY], strict=True)
     )
+    final = abs(report["final_difference"])
+    print(f"{name}: losses part by {early:.1e} in {EARLY} steps, by {final:.2%} at the end")
+    assert early <= bound.early and final <= bound.final, f"{name}: more than {bound}"
     plain, plugin = (
         spread(seconds, report["tokens_per_step"]) for seconds in report["step_seconds"].values()
     )
@@ -72,6 +94,7 @@ def measure(name: str, options: list[str], ranks: int, steps: int) -> dict[str, 
         "plugin_tokens_per_second": plugin,
         "plain_tokens_per_second": plain,
         "ratio": round(plugin["median"] / plain["median"], 3),
+        "early_difference": early,
         "final_difference": report["final_difference"],
         "largest_difference": report["largest_difference"],
     }

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests.compile.model import Everything, batch, step
+from tests.compile.model import Everything, assert_same, batch, of_any_rows, step
 from tests.nn.common import RECIPES
-from transformer_plugin.testing.numerics import assert_same_bits, relative_error
+from transformer_plugin.testing.numerics import relative_error
 
 
 @pytest.fixture(autouse=True)
@@ -29,16 +29,6 @@ def compiled(model: torch.nn.Module, backend: str) -> tuple[torch.nn.Module, Com
 def make(name: str, device: torch.device | str = "cpu") -> Everything:
     torch.manual_seed(0)
     return Everything(RECIPES[name][0], device=device)
-
-
-def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> None:
-    """Same bits with a limit of 0, otherwise a relative error."""
-    for (name, g), e in zip(got.items(), expected.values(), strict=True):
-        name = name.replace("_orig_mod.", "")
-        if limit == 0:
-            assert_same_bits(g, e, name)
-        else:
-            assert relative_error(g, e) <= limit, name
 
 
 @pytest.mark.parametrize(
@@ -86,12 +76,6 @@ def test_routing_and_group_sizes_do_not_recompile(device: torch.device) -> None:
             assert_same(step(fast, data), step(model, data), 0)
     assert counter.frame_count == 1
     assert len(loads) == 4  # the routings did differ
-
-
-def of_any_rows(name: str, device: torch.device) -> float:
-    """How far a graph for any number of rows may be from eager. On a GPU the weight gradient of a dense layer in
-    blocks comes from another kernel there, which adds in another order."""
-    return 1e-5 if name == "fp8_block" and device.type == "cuda" else 0
 
 
 @pytest.mark.parametrize("name", ["none", "fp8_tensor", "fp8_block"])
