@@ -15,13 +15,16 @@ from typing import Literal
 
 import torch
 
-Family = Literal["none", "bf16", "fp8_tensor", "fp8_block"]
+Family = Literal["none", "bf16", "fp8_tensor", "fp8_block", "mxfp8"]
 Element = Literal["e4m3", "e5m2"]
 
-FAMILIES: tuple[Family, ...] = ("none", "bf16", "fp8_tensor", "fp8_block")
+FAMILIES: tuple[Family, ...] = ("none", "bf16", "fp8_tensor", "fp8_block", "mxfp8")
 #: Length of a block of ``fp8_block``, along a row or along both sides.
 BLOCK = 128
+#: Length of a block of ``mxfp8``: k of the OCP Microscaling Formats (MX) v1.0 specification.
+MX_BLOCK = 32
 
+_QUANTIZED = ("fp8_tensor", "fp8_block", "mxfp8")
 _NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -31,15 +34,19 @@ class Format:
 
     Attributes:
         family: ``"none"`` (as they come), ``"bf16"``, ``"fp8_tensor"`` (one FP32 scale per tensor, from its
-            own amax now) or ``"fp8_block"`` (one FP32 scale per 1x128 block along a row).
-        element: ``"e4m3"`` (largest 448) or ``"e5m2"`` (57344), for the FP8 families.
-        power_of_two_scales: scales rounded down to a power of two. None takes the family's default: False for
-            ``fp8_tensor``, True for ``fp8_block``.
-        square_blocks: 128x128 blocks instead of 1x128; only ``fp8_block``.
-        epsilon: an amax below it counts as it; kept as the float32 nearest to what was given.
+            own amax now), ``"fp8_block"`` (one FP32 scale per 1x128 block along a row) or ``"mxfp8"`` (one
+            E8M0 scale, a byte, per 1x32 block along a row).
+        element: ``"e4m3"`` (largest 448) or ``"e5m2"`` (57344), for the families with scales.
+        power_of_two_scales: scales that are powers of two. None takes the family's default: False for
+            ``fp8_tensor``, True for ``fp8_block`` and ``mxfp8``, which has no others.
+        square_blocks: 128x128 blocks instead of 1x128 in ``fp8_block``, 32x32 instead of 1x32 in ``mxfp8``.
+        epsilon: an amax below it counts as it; kept as the float32 nearest to what was given. Not ``mxfp8``.
 
     Raises:
         ValueError: options that the family does not have, or an epsilon that is negative or not finite.
+
+    Source of ``mxfp8``: OCP Microscaling Formats (MX) v1.0 specification, with the conventions of NVIDIA
+    TransformerEngine.
     """
 
     family: Family = "none"
@@ -53,8 +60,10 @@ class Format:
             raise _error("family", f"one of {', '.join(FAMILIES)}", repr(self.family), "Choose one of them")
         if self.element not in ("e4m3", "e5m2"):
             raise _error("element", "'e4m3' or 'e5m2'", repr(self.element), "Choose one of them")
-        if self.square_blocks and self.family != "fp8_block":
-            raise _error("square_blocks", "False unless the family is fp8_block", "True", "Leave it out")
+        if self.square_blocks and self.family not in ("fp8_block", "mxfp8"):
+            raise _error(
+                "square_blocks", "False unless the family is fp8_block or mxfp8", "True", "Leave it out"
+            )
         object.__setattr__(self, "epsilon", _float32(self.epsilon))
         if not (0.0 <= self.epsilon < math.inf):
             raise _error(
@@ -63,26 +72,39 @@ class Format:
         if not self.is_quantized and (self.element != "e4m3" or self.power_of_two_scales or self.epsilon > 0):
             raise _error(
                 "family",
-                "fp8_tensor or fp8_block, which have scales",
+                "fp8_tensor, fp8_block or mxfp8, which have scales",
                 repr(self.family),
                 "Leave the rest out",
             )
+        if self.family == "mxfp8" and self.power_of_two_scales is False:
+            raise _error(
+                "power_of_two_scales",
+                "True or None for mxfp8, whose scales are exponents",
+                "False",
+                "Leave it out",
+            )
+        if self.family == "mxfp8" and self.epsilon > 0:
+            raise _error(
+                "epsilon", "0 for mxfp8, whose scales have no bound", str(self.epsilon), "Leave it out"
+            )
         if self.power_of_two_scales is None:
-            object.__setattr__(self, "power_of_two_scales", self.family == "fp8_block")
+            object.__setattr__(self, "power_of_two_scales", self.family in ("fp8_block", "mxfp8"))
 
     @classmethod
     def parse(cls, key: str) -> Format:
         """The format that ``key`` names, the last of repeated options; ValueError when it names none."""
         family, colon, options = key.partition(":")
         values: dict[str, object] = {}
-        valid = family in FAMILIES and (colon == "" or (options != "" and family.startswith("fp8")))
+        valid = family in FAMILIES and (colon == "" or (options != "" and family in _QUANTIZED))
         for option in options.split(",") if options else ():
             if option in ("e4m3", "e5m2"):
                 values["element"] = option
+            elif option == "square" and family in ("fp8_block", "mxfp8"):
+                values["square_blocks"] = True
+            elif family == "mxfp8":  # its scales leave nothing else to choose
+                valid = False
             elif option in ("pow2", "fp32"):
                 values["power_of_two_scales"] = option == "pow2"
-            elif option == "square" and family == "fp8_block":
-                values["square_blocks"] = True
             elif option.startswith("eps=") and _is_epsilon(option[4:]):
                 values["epsilon"] = float(option[4:])
             else:
@@ -90,8 +112,8 @@ class Format:
         if not valid:
             raise ValueError(
                 "transformer_plugin.Format.parse: argument 'key': expected a format key: none, bf16, "
-                "fp8_tensor or fp8_block, then options like fp8_block:e4m3,pow2,square,eps=1e-12, got "
-                f"'{key}'. transformer_plugin.formats lists them."
+                "fp8_tensor, fp8_block or mxfp8, then options like fp8_block:e4m3,pow2,square,eps=1e-12, "
+                f"got '{key}'. transformer_plugin.formats lists them."
             )
         return cls(family, **values)  # type: ignore[arg-type]
 
@@ -100,7 +122,9 @@ class Format:
         """What ops take. All options spelled out, so equal formats have equal keys."""
         if not self.is_quantized:
             return self.family
-        options = [self.element, "pow2" if self.power_of_two_scales else "fp32"]
+        options: list[str] = [self.element]
+        if self.family != "mxfp8":
+            options += ["pow2" if self.power_of_two_scales else "fp32"]
         options += ["square"] if self.square_blocks else []
         options += [f"eps={_shortest(self.epsilon)}"] if self.epsilon > 0 else []
         return f"{self.family}:{','.join(options)}"
@@ -108,7 +132,7 @@ class Format:
     @property
     def is_quantized(self) -> bool:
         """Whether a tensor in it is data and scales."""
-        return self.family in ("fp8_tensor", "fp8_block")
+        return self.family in _QUANTIZED
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -118,6 +142,14 @@ class Format:
         return torch.bfloat16 if self.family == "bf16" else None
 
     @property
+    def scale_dtype(self) -> torch.dtype | None:
+        """Of the scales: ``torch.float8_e8m0fnu`` for ``mxfp8``, a byte that is the exponent of a power of two;
+        float32 for the other families with scales; None for those without."""
+        if not self.is_quantized:
+            return None
+        return torch.float8_e8m0fnu if self.family == "mxfp8" else torch.float32
+
+    @property
     def largest(self) -> float:
         """Largest finite value of the FP8 element."""
         return 448.0 if self.element == "e4m3" else 57344.0
@@ -125,9 +157,10 @@ class Format:
     @property
     def block(self) -> tuple[int, int] | None:
         """Rows and columns that share a scale; None where there is one for the whole tensor, or none."""
-        if self.family != "fp8_block":
+        if self.family not in ("fp8_block", "mxfp8"):
             return None
-        return (BLOCK, BLOCK) if self.square_blocks else (1, BLOCK)
+        width = MX_BLOCK if self.family == "mxfp8" else BLOCK
+        return (width, width) if self.square_blocks else (1, width)
 
     @property
     def alignment(self) -> int:
@@ -135,7 +168,7 @@ class Format:
 
         Ops take groups of any size. 16 bytes of a row of the transposed operand; for blocks, one block.
         """
-        return {"none": 8, "bf16": 8, "fp8_tensor": 16, "fp8_block": BLOCK}[self.family]
+        return {"none": 8, "bf16": 8, "fp8_tensor": 16, "fp8_block": BLOCK, "mxfp8": MX_BLOCK}[self.family]
 
     @property
     def gemm_tolerance(self) -> float:

@@ -114,13 +114,43 @@ class Float8BlockScaling(Recipe):
         return self._format(square=False)
 
 
+@dataclass(frozen=True)
+class MXFP8BlockScaling(Recipe):
+    """MXFP8: FP8 E4M3 with one power-of-two scale (E8M0) per 1x32 block.
+
+    Widths must be multiples of 32: the input's, the weight's and the output's last dimension.
+
+    Args:
+        square_weights: one scale per 32x32 block of weights, so that a weight has the same values in the
+            forward and in the backward. False: 1x32 blocks along the summed dimension of each product.
+
+    Source: OCP Microscaling Formats (MX) v1.0 specification, with the conventions of NVIDIA
+    TransformerEngine's recipe of this name (``square_weights`` is its ``enable_2d_quantization``).
+    """
+
+    square_weights: bool = False
+
+    @property
+    def input_format(self) -> str:
+        return Format("mxfp8").key
+
+    @property
+    def weight_format(self) -> str:
+        return Format("mxfp8", square_blocks=self.square_weights).key
+
+    @property
+    def grad_format(self) -> str:
+        return Format("mxfp8").key
+
+
 def recipe_from_name(name: str) -> Recipe | None:
-    """The recipe of a name, with its defaults: none (gives None), bf16, fp8_tensor or fp8_block."""
+    """The recipe of a name, with its defaults: none (gives None), bf16, fp8_tensor, fp8_block or mxfp8."""
     recipes: dict[str, Recipe | None] = {
         "none": None,
         "bf16": BFloat16(),
         "fp8_tensor": Float8CurrentScaling(),
         "fp8_block": Float8BlockScaling(),
+        "mxfp8": MXFP8BlockScaling(),
     }
     if name not in recipes:
         raise ValueError(
