@@ -51,9 +51,13 @@ def round_to_codes(values: np.ndarray, element: str) -> np.ndarray:
     return np.where(np.isnan(values), 0x7F, code).astype(np.uint8)
 
 
+ROW, SQUARE = (1, 128), (128, 128)
+MX_ROW, MX_SQUARE = (1, 32), (32, 32)
+
+
 @dataclass(frozen=True)
 class Spec:
-    """A format by its parts; ``block`` is None, (1, 128) or (128, 128)."""
+    """A format by its parts; ``block`` is None, (1, 128) or (128, 128), for MXFP8 (1, 32) or (32, 32)."""
 
     element: str
     pow2: bool
@@ -61,7 +65,13 @@ class Spec:
     epsilon: float = 0.0
 
     @property
+    def is_mx(self) -> bool:
+        return self.block in (MX_ROW, MX_SQUARE)
+
+    @property
     def key(self) -> str:
+        if self.is_mx:
+            return f"mxfp8:{self.element}{',square' if self.block == MX_SQUARE else ''}"
         family = "fp8_tensor" if self.block is None else "fp8_block"
         square = ",square" if self.block == (128, 128) else ""
         return f"{family}:{self.element},{'pow2' if self.pow2 else 'fp32'}{square},eps={self.epsilon!r}"
@@ -82,8 +92,39 @@ def scale_of(block: np.ndarray, spec: Spec, overflow: float) -> np.float32:
     return scale
 
 
+def exponent_of(block: np.ndarray, element: str) -> int:
+    """The E8M0 byte of a block of float32 values: the least e with ``2**(e - 127) >= amax * (1 / largest)``, the
+    product in float32; 254 for an infinite amax. Exact, since float64 holds every power of two in question."""
+    numbers = np.abs(block[~np.isnan(block)])
+    amax = np.float32(numbers.max()) if numbers.size else np.float32(0)
+    wanted = np.float64(amax * (np.float32(1) / np.float32(TABLES[element][-1])))
+    return int(np.searchsorted(MX_SCALES[:255], wanted)) if wanted < np.inf else 254
+
+
+#: 2^-127 of byte 0 up to 2^127 of byte 254; 255 is NaN.
+MX_SCALES = np.append(2.0 ** np.arange(-127, 128), np.nan)
+
+
+def quantize_mx(values: np.ndarray, spec: Spec) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of one float32 matrix along rows and its scale bytes ``[roundup(M, 128), 4 * ceil(K / 128)]``."""
+    rows, columns = values.shape
+    height, width = spec.block or (1, 1)
+    factors = np.ones(values.shape, np.float32)
+    stored = np.zeros((-(-rows // 128) * 128, 4 * -(-columns // 128)), np.uint8)
+    for top in range(0, rows, height):
+        for left in range(0, columns, width):
+            where = slice(top, min(top + height, rows)), slice(left, left + width)
+            exponent = exponent_of(values[where], spec.element)
+            stored[where[0], left // width] = exponent
+            factors[where] = np.float32(2.0 ** (127 - exponent))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return round_to_codes(values * factors, spec.element), stored
+
+
 def quantize(values: np.ndarray, spec: Spec, overflow: float) -> tuple[np.ndarray, np.ndarray]:
     """Codes of one float32 matrix along rows, and its decode scales as they are stored."""
+    if spec.is_mx:
+        return quantize_mx(values, spec)
     rows, columns = values.shape
     height, width = spec.block or (max(rows, 1), max(columns, 1))
     factors = np.ones_like(values)
@@ -123,6 +164,7 @@ def quantize_both(input: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Te
             scales = scales.reshape(-1) if spec.block is None else scales[0]
         outputs += [torch.from_numpy(codes if input.dim() == 3 else codes[0]), torch.from_numpy(scales)]
         outputs[-2] = outputs[-2].contiguous().view(DTYPES[spec.element])
+        outputs[-1] = outputs[-1].view(torch.float8_e8m0fnu if spec.is_mx else torch.float32)
     return outputs[0], outputs[1], outputs[2], outputs[3]
 
 
@@ -135,6 +177,9 @@ def grouped_quantize_both(
     codes, codes_t = np.zeros((total, columns), np.uint8), np.zeros((columns, total), np.uint8)
     scale = np.zeros((-(-columns // 128), -(-total // 4) * 4), np.float32)
     scale_t = np.zeros((-(-total // 128) + len(sizes), -(-columns // 4) * 4), np.float32)
+    if spec.is_mx:
+        scale = np.zeros((-(-total // 128) * 128, 4 * -(-columns // 128)), np.uint8)
+        scale_t = np.zeros((-(-columns // 128) * 128, 4 * (-(-total // 128) + len(sizes))), np.uint8)
     tensor_scales, first, block = [], 0, 0
     for size in sizes:
         rows = slice(first, first + size)
@@ -142,22 +187,24 @@ def grouped_quantize_both(
         codes_t[:, rows], s_t = quantize(np.ascontiguousarray(values[rows].T), spec, overflow)
         if spec.block is None:
             tensor_scales.append(s[0])
+        elif spec.is_mx:
+            scale[rows] = s[:size]
+            scale_t[:, 4 * block : 4 * block + s_t.shape[1]] = s_t
         else:
             scale[:, rows] = s[:, :size]
             scale_t[block : block + s_t.shape[0]] = s_t
         first, block = first + size, block + -(-size // 128)
     if spec.block is None:
         scale = scale_t = np.array(tensor_scales, np.float32)
-    dtype = DTYPES[spec.element]
+    dtype, scale_dtype = DTYPES[spec.element], torch.float8_e8m0fnu if spec.is_mx else torch.float32
     return (
         torch.from_numpy(codes).view(dtype),
-        torch.from_numpy(scale),
+        torch.from_numpy(scale).view(scale_dtype),
         torch.from_numpy(codes_t).view(dtype),
-        torch.from_numpy(scale_t.copy()),
+        torch.from_numpy(scale_t.copy()).view(scale_dtype),
     )
 
 
-ROW, SQUARE = (1, 128), (128, 128)
 SPECS = {
     "fp8_tensor": Spec("e4m3", False, None),
     "fp8_tensor:e5m2,pow2": Spec("e5m2", True, None),
@@ -167,6 +214,9 @@ SPECS = {
     "fp8_block:fp32,eps=1e-3": Spec("e4m3", False, ROW, 1e-3),
     "fp8_block:square": Spec("e4m3", True, SQUARE),
     "fp8_block:e5m2,fp32,square": Spec("e5m2", False, SQUARE),
+    "mxfp8": Spec("e4m3", True, MX_ROW),
+    "mxfp8:e5m2": Spec("e5m2", True, MX_ROW),
+    "mxfp8:square": Spec("e4m3", True, MX_SQUARE),
 }
 NAMES = ("data", "scale", "data_transposed", "scale_transposed")
 
@@ -202,6 +252,10 @@ def dequantized(codes: Tensor, scales: np.ndarray, element: str, dtype: torch.dt
 
 def spread(scale: Tensor, spec: Spec, shape: tuple[int, int]) -> np.ndarray:
     """The stored scales of row-wise data [rows, columns], one for each element."""
+    if spec.is_mx:
+        index = np.indices(shape)
+        exponents = scale.cpu().view(torch.uint8).numpy()[index[0], index[1] // 32]
+        return MX_SCALES[exponents].astype(np.float32)
     stored = scale.cpu().numpy()
     if spec.block is None:
         return np.full(shape, stored[0])

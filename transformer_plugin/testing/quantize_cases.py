@@ -13,8 +13,10 @@ from transformer_plugin.testing.cases import FLOAT_DTYPES, Case, randn
 TENSOR_FORMATS = ("fp8_tensor", "fp8_tensor:e5m2,pow2", "fp8_tensor:e5m2,eps=0.25")
 ROW_FORMATS = ("fp8_block", "fp8_block:e5m2,fp32", "fp8_block:fp32,eps=1e-3")
 SQUARE_FORMATS = ("fp8_block:square", "fp8_block:e5m2,fp32,square")
+MX_FORMATS = ("mxfp8", "mxfp8:e5m2", "mxfp8:square")
 FORMATS = TENSOR_FORMATS + ROW_FORMATS + SQUARE_FORMATS
 GROUPED_FORMATS = TENSOR_FORMATS + ROW_FORMATS
+GROUPED_MX_FORMATS = ("mxfp8", "mxfp8:e5m2")
 
 SHAPES: list[tuple[int, ...]] = [
     (0, 5),
@@ -28,6 +30,17 @@ SHAPES: list[tuple[int, ...]] = [
     (260, 258),
 ]
 STACKS: list[tuple[int, ...]] = [(0, 3, 4), (2, 0, 3), (3, 130, 17), (2, 4, 260)]
+# Widths that mxfp8 takes: multiples of its block.
+MX_SHAPES: list[tuple[int, ...]] = [
+    (0, 32),
+    (5, 0),
+    (1, 32),
+    (17, 96),
+    (127, 128),
+    (129, 160),
+    (260, 288),
+]
+MX_STACKS: list[tuple[int, ...]] = [(0, 3, 32), (2, 0, 64), (3, 130, 32), (2, 4, 288)]
 
 # Sizes, and rows of the buffer past their sum.
 GROUPS = [
@@ -57,9 +70,9 @@ def special_values() -> Tensor:
     return torch.cat([positive, -positive, torch.tensor([float("nan")])])
 
 
-def special_matrix(dtype: torch.dtype) -> Tensor:
-    """Rows of edges: a NaN, an inf, all NaN, all zero, tiny and huge values."""
-    rows = torch.randn(16, 260, generator=torch.Generator().manual_seed(3))
+def special_matrix(dtype: torch.dtype, columns: int = 260) -> Tensor:
+    """Rows of edges: a NaN, an inf, all NaN, all zero, tiny and huge values. At least 131 columns."""
+    rows = torch.randn(16, columns, generator=torch.Generator().manual_seed(3))
     rows[1, 5] = float("nan")
     rows[2, 130] = float("inf")
     rows[3, 7] = -float("inf")
@@ -84,12 +97,13 @@ def _case(name: str, shape: tuple[int, ...], dtype: torch.dtype, format: str, sc
 
 def quantize_cases() -> Iterator[Case]:
     """Arguments of quantize, quantize_transposed and quantize_both: shapes by formats, dtypes in turn."""
-    for i, shape in enumerate(SHAPES + STACKS):
-        for j, format in enumerate(FORMATS):
-            dtype = FLOAT_DTYPES[(i + j) % 3]
-            yield _case(f"{'x'.join(map(str, shape))}-{format}-{str(dtype)[6:]}", shape, dtype, format)
+    for shapes, formats in ((SHAPES + STACKS, FORMATS), (MX_SHAPES + MX_STACKS, MX_FORMATS)):
+        for i, shape in enumerate(shapes):
+            for j, format in enumerate(formats):
+                dtype = FLOAT_DTYPES[(i + j) % 3]
+                yield _case(f"{'x'.join(map(str, shape))}-{format}-{str(dtype)[6:]}", shape, dtype, format)
     for dtype in FLOAT_DTYPES:
-        for format in FORMATS:
+        for format in FORMATS + MX_FORMATS:
 
             def make(
                 device: torch.device,
@@ -97,7 +111,8 @@ def quantize_cases() -> Iterator[Case]:
                 dtype: torch.dtype = dtype,
                 format: str = format,
             ) -> tuple[Any, ...]:
-                return special_matrix(dtype).to(device), format
+                columns = 288 if format in MX_FORMATS else 260
+                return special_matrix(dtype, columns).to(device), format
 
             yield Case(f"special-{format}-{str(dtype)[6:]}", make)
 
@@ -105,10 +120,12 @@ def quantize_cases() -> Iterator[Case]:
 def grouped_quantize_cases() -> Iterator[Case]:
     """Arguments of the grouped ops. The tail is poisoned with NaN and 1e4, which must reach no amax."""
     for i, (sizes, tail) in enumerate(GROUPS):
-        for j, format in enumerate(GROUPED_FORMATS):
+        for j, format in enumerate(GROUPED_FORMATS + GROUPED_MX_FORMATS):
             dtype = FLOAT_DTYPES[(i + j) % 3]
             index = torch.int32 if (i + j) % 2 else torch.int64
             columns = (130, 16, 33, 0 if tail == 3 else 257)[(i + j) % 4]
+            if format in MX_FORMATS:
+                columns = (32, 96, 0 if tail == 3 else 128, 160)[(i + j) % 4]
 
             def make(
                 device: torch.device,
