@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from transformer_plugin import ops
-from transformer_plugin.formats import BLOCK, Format
+from transformer_plugin.formats import BLOCK, MX_BLOCK, Format
 
 QUANTIZED = [
     ("fp8_tensor", Format("fp8_tensor")),
@@ -23,6 +23,10 @@ QUANTIZED = [
     ("fp8_block:e4m3,pow2,square,eps=3.4e38", Format("fp8_block", square_blocks=True, epsilon=3.4e38)),
     ("fp8_block:eps=0", Format("fp8_block")),
     ("fp8_block:eps=-0.0", Format("fp8_block")),
+    ("mxfp8", Format("mxfp8")),
+    ("mxfp8:e5m2", Format("mxfp8", "e5m2")),
+    ("mxfp8:square,e5m2,e4m3", Format("mxfp8", square_blocks=True)),
+    ("mxfp8:e5m2,square", Format("mxfp8", "e5m2", True, True)),
 ]
 REFUSED = [
     "",
@@ -49,6 +53,15 @@ REFUSED = [
     "none:e4m3",
     "bf16:pow2",
     "bf16:",
+    "MXFP8",
+    "mxfp8:",
+    "mxfp8:e4m3,",
+    "mxfp8:e2m1",
+    "mxfp8:pow2",
+    "mxfp8:fp32",
+    "mxfp8:e4m3,square,eps=0",
+    "mxfp8:eps=1e-12",
+    "mxfp4",
 ]
 
 
@@ -56,17 +69,17 @@ REFUSED = [
 def test_keys_read_as_cpp_does(key: str, format: Format) -> None:
     assert Format.parse(key) == format
     assert Format.parse(format.key) == format, "a key reads back as what wrote it"
-    input = torch.randn(130, 140, generator=torch.Generator().manual_seed(0))
+    input = torch.randn(130, 160, generator=torch.Generator().manual_seed(0))
     for got, expected in zip(ops.quantize(input, key), ops.quantize(input, format.key), strict=True):
         assert got.dtype == expected.dtype and got.shape == expected.shape
         assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
-    assert ops.quantize(input, key)[0].dtype == format.dtype
+    assert tuple(output.dtype for output in ops.quantize(input, key)) == (format.dtype, format.scale_dtype)
 
 
 @pytest.mark.parametrize("key", REFUSED)
 def test_keys_refused_as_cpp_does(key: str) -> None:
     text = (
-        "expected a format key: none, bf16, fp8_tensor or fp8_block, then options like "
+        "expected a format key: none, bf16, fp8_tensor, fp8_block or mxfp8, then options like "
         f"fp8_block:e4m3,pow2,square,eps=1e-12, got '{key}'. transformer_plugin.formats lists them."
     )
     with pytest.raises(ValueError) as caught:
@@ -82,6 +95,7 @@ def test_formats_without_scales() -> None:
     assert Format.parse("bf16") == Format("bf16") and Format("bf16").key == "bf16"
     assert not Format().is_quantized and not Format("bf16").is_quantized
     assert (Format().dtype, Format("bf16").dtype) == (None, torch.bfloat16)
+    assert (Format().scale_dtype, Format("bf16").scale_dtype) == (None, None)
 
 
 @pytest.mark.parametrize("epsilon", [1e-12, 0.1, 3.4e38, 1e-40, 1.1754944e-38, 0.30000001192092896])
@@ -110,13 +124,26 @@ def test_what_formats_say() -> None:
     assert (block.power_of_two_scales, tensor.power_of_two_scales) == (True, False)
     assert block.key == "fp8_block:e4m3,pow2"
     assert hash(block) == hash(Format.parse("fp8_block"))
+    assert (block.scale_dtype, tensor.scale_dtype) == (torch.float32, torch.float32)
     with pytest.raises(dataclasses.FrozenInstanceError):
         block.element = "e5m2"  # type: ignore[misc]
 
 
+def test_what_mxfp8_says() -> None:
+    rows, square, e5m2 = Format("mxfp8"), Format("mxfp8", square_blocks=True), Format("mxfp8", "e5m2")
+    assert (rows.key, square.key, e5m2.key) == ("mxfp8:e4m3", "mxfp8:e4m3,square", "mxfp8:e5m2")
+    assert (rows.block, square.block) == ((1, MX_BLOCK), (MX_BLOCK, MX_BLOCK)) and MX_BLOCK == 32
+    assert (rows.dtype, e5m2.dtype) == (torch.float8_e4m3fn, torch.float8_e5m2)
+    assert rows.is_quantized and rows.power_of_two_scales and rows.epsilon == 0.0
+    assert rows.scale_dtype == torch.float8_e8m0fnu
+    assert rows.alignment == 32
+    assert (rows.largest, e5m2.largest) == (448.0, 57344.0)
+    assert rows == Format("mxfp8", power_of_two_scales=True) and hash(rows) == hash(Format.parse("mxfp8"))
+
+
 @pytest.mark.parametrize(
     "format",
-    [Format("bf16"), *(Format(f, e) for f in ("fp8_tensor", "fp8_block") for e in ("e4m3", "e5m2"))],
+    [Format("bf16"), *(Format(f, e) for f in ("fp8_tensor", "fp8_block", "mxfp8") for e in ("e4m3", "e5m2"))],
     ids=lambda format: format.key,
 )
 def test_gemm_tolerance_is_the_error_of_rounding_both_operands(format: Format) -> None:
@@ -139,7 +166,7 @@ def test_gemm_tolerance_is_the_error_of_rounding_both_operands(format: Format) -
     [
         (
             {"family": "fp4"},
-            "'family': expected one of none, bf16, fp8_tensor, fp8_block, got 'fp4'. {choose}",
+            "'family': expected one of none, bf16, fp8_tensor, fp8_block, mxfp8, got 'fp4'. {choose}",
         ),
         (
             {"family": "fp8_block", "element": "e8"},
@@ -147,13 +174,22 @@ def test_gemm_tolerance_is_the_error_of_rounding_both_operands(format: Format) -
         ),
         (
             {"family": "fp8_tensor", "square_blocks": True},
-            "'square_blocks': expected False unless the family is fp8_block, got True. Leave it out.",
+            "'square_blocks': expected False unless the family is fp8_block or mxfp8, got True. Leave it out.",
         ),
         ({"family": "fp8_block", "epsilon": -1.0}, "{epsilon} -1.0. Use 0 for none."),
         ({"family": "fp8_block", "epsilon": math.inf}, "{epsilon} inf. Use 0 for none."),
         ({"family": "fp8_block", "epsilon": 1e300}, "{epsilon} inf. Use 0 for none."),
         ({"family": "fp8_block", "epsilon": math.nan}, "{epsilon} nan. Use 0 for none."),
         ({"family": "bf16", "epsilon": 1.0}, "{scales} got 'bf16'. Leave the rest out."),
+        (
+            {"family": "mxfp8", "power_of_two_scales": False},
+            "'power_of_two_scales': expected True or None for mxfp8, whose scales are exponents, got False. "
+            "Leave it out.",
+        ),
+        (
+            {"family": "mxfp8", "epsilon": 1.0},
+            "'epsilon': expected 0 for mxfp8, whose scales have no bound, got 1.0. Leave it out.",
+        ),
         ({"family": "none", "element": "e5m2"}, "{scales} got 'none'. Leave the rest out."),
     ],
 )
@@ -163,6 +199,6 @@ def test_errors_have_four_parts(arguments: dict, text: str) -> None:
     text = text.format(
         choose="Choose one of them.",
         epsilon="'epsilon': expected a finite number that is not negative, got",
-        scales="'family': expected fp8_tensor or fp8_block, which have scales,",
+        scales="'family': expected fp8_tensor, fp8_block or mxfp8, which have scales,",
     )
     assert str(caught.value) == f"transformer_plugin.Format: argument {text}"

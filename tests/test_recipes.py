@@ -14,6 +14,7 @@ from transformer_plugin.recipes import (
     BFloat16,
     Float8BlockScaling,
     Float8CurrentScaling,
+    MXFP8BlockScaling,
     Recipe,
     recipe_from_name,
 )
@@ -52,6 +53,8 @@ def roles(recipe: Recipe) -> tuple[str, str, str]:
                 "fp8_block:e4m3,fp32,eps=1e-12",
             ),
         ),
+        (MXFP8BlockScaling(), ("mxfp8:e4m3", "mxfp8:e4m3", "mxfp8:e4m3")),
+        (MXFP8BlockScaling(square_weights=True), ("mxfp8:e4m3", "mxfp8:e4m3,square", "mxfp8:e4m3")),
     ],
     ids=str,
 )
@@ -78,6 +81,8 @@ def test_every_argument_changes_bytes() -> None:
         (Float8BlockScaling(), Float8BlockScaling(amax_epsilon=7.0)),
     ]:
         assert not same(plain.grad_format, changed.grad_format), changed
+    square = MXFP8BlockScaling(square_weights=True)
+    assert not same(MXFP8BlockScaling().weight_format, square.weight_format)
 
 
 def test_frozen_values() -> None:
@@ -94,11 +99,12 @@ def test_names() -> None:
     assert recipe_from_name("bf16") == BFloat16()
     assert recipe_from_name("fp8_tensor") == Float8CurrentScaling()
     assert recipe_from_name("fp8_block") == Float8BlockScaling()
+    assert recipe_from_name("mxfp8") == MXFP8BlockScaling()
     with pytest.raises(ValueError) as caught:
         recipe_from_name("int4")
     assert str(caught.value) == (
         "transformer_plugin.recipe_from_name: argument 'name': expected one of none, bf16, fp8_tensor, "
-        "fp8_block, got 'int4'. Choose one of them, or make a recipe yourself."
+        "fp8_block, mxfp8, got 'int4'. Choose one of them, or make a recipe yourself."
     )
 
 

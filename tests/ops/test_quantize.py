@@ -18,7 +18,11 @@ from transformer_plugin import ops, reference
 from transformer_plugin.formats import Format
 from transformer_plugin.testing.cases import FLOAT_DTYPES, Case
 from transformer_plugin.testing.numerics import assert_same_bits
-from transformer_plugin.testing.quantize_cases import grouped_quantize_cases, quantize_cases
+from transformer_plugin.testing.quantize_cases import (
+    grouped_quantize_cases,
+    quantize_cases,
+    width_for,
+)
 
 CASES = list(quantize_cases())
 GROUPED_CASES = list(grouped_quantize_cases())
@@ -99,8 +103,9 @@ def test_grouped_dequantize(case: Case, device: torch.device) -> None:
 
 
 def test_transposed_is_rowwise_of_the_transpose(device: torch.device) -> None:
-    input = torch.randn(300, 140, device=device)
     for format in SPECS:
+        rows, columns = width_for(300, format), width_for(140, format)
+        input = torch.randn(rows, columns, device=device)
         assert_all_same(ops.quantize_transposed(input, format), ops.quantize(input.T.contiguous(), format))
 
 
@@ -125,6 +130,47 @@ def test_layouts(device: torch.device) -> None:
     assert (scale_t[:2, :130] == 2.0**-8).all() and (scale_t[2:] == 0).all() and (scale_t[:, 130:] == 0).all()
 
 
+def test_layouts_of_mxfp8(device: torch.device) -> None:
+    """TransformerEngine's compact row-wise scales, in both directions; every byte of the padding is 0."""
+    one = 127 - 8  # 1 / 448, up to a power of two: 2^-8
+
+    def check(scale: Tensor, shape: tuple[int, ...], used: tuple[slice, ...]) -> None:
+        assert scale.dtype == torch.float8_e8m0fnu and tuple(scale.shape) == shape
+        expected = torch.zeros(shape, dtype=torch.uint8)
+        expected[used] = one
+        assert_same_bits(scale.cpu().view(torch.uint8), expected)
+
+    input = torch.ones(257, 160, device=device)
+    for format in ("mxfp8", "mxfp8:square"):
+        data, scale, data_t, scale_t = ops.quantize_both(input, format)
+        assert (tuple(data.shape), tuple(data_t.shape)) == ((257, 160), (160, 257))
+        check(scale, (384, 8), (slice(257), slice(5)))
+        check(scale_t, (256, 12), (slice(160), slice(9)))
+        stack = ops.quantize_both(input.expand(5, 257, 160), format)
+        check(stack[1], (5, 384, 8), (slice(None), slice(257), slice(5)))
+        check(stack[3], (5, 256, 12), (slice(None), slice(160), slice(9)))
+    sizes = torch.tensor([1, 0, 129, 64], device=device)
+    data, scale, data_t, scale_t = ops.grouped_quantize_both(input, sizes, "mxfp8")
+    assert not data[194:].view(torch.uint8).any() and not data_t[:, 194:].view(torch.uint8).any()
+    check(scale, (384, 8), (slice(194), slice(5)))
+    # Groups of 1, 0, 129 and 64 rows have 1, 0, 5 and 2 blocks, from the columns 0, 4, 4 and 12 on.
+    blocks = torch.tensor([0, 4, 5, 6, 7, 8, 12, 13])
+    assert scale_t.shape == (256, 4 * (3 + 4))
+    expected = torch.zeros(256, 28, dtype=torch.uint8)
+    expected[:160, blocks] = one
+    assert_same_bits(scale_t.cpu().view(torch.uint8), expected)
+
+
+def test_square_blocks_of_mxfp8_have_the_same_values_in_both_directions(device: torch.device) -> None:
+    input = torch.randn(70, 96, device=device)
+    data, scale, data_t, scale_t = ops.quantize_both(input, "mxfp8:square")
+    assert_same_bits(data, data_t.T.contiguous())
+    bytes, bytes_t = (s.cpu().view(torch.uint8) for s in (scale, scale_t))
+    assert_same_bits(bytes[:70:32, :3].contiguous(), bytes_t[:96:32, :3].T.contiguous())
+    got = ops.dequantize(data_t, scale_t, "mxfp8:square", transposed=True)
+    assert_same_bits(got, ops.dequantize(data, scale, "mxfp8:square"))
+
+
 def test_inputs_of_any_strides(device: torch.device) -> None:
     wide = torch.randn(40, 2 * 300, device=device).bfloat16()
     flat = torch.randn(1 + 24 * 128, device=device).bfloat16()
@@ -134,11 +180,14 @@ def test_inputs_of_any_strides(device: torch.device) -> None:
         torch.ones((), device=device).expand(130, 36),  # a gradient of stride 0
         flat[1:].view(24, 128),  # contiguous, but not aligned to a vector
         wide[3:17, 5:200],
+        wide[3:17, 5:229],
     ]
     sizes = torch.tensor([3, 0, 8], device=device)
     for input in inputs:
         copy = input.clone(memory_format=torch.contiguous_format)
         for format in SPECS:
+            if input.shape[1] != width_for(input.shape[1], format):
+                continue
             assert_all_same(ops.quantize_both(input, format), ops.quantize_both(copy, format))
             if "square" not in format:
                 got = ops.grouped_quantize_both(input, sizes, format)
@@ -153,11 +202,11 @@ def test_inputs_of_any_strides(device: torch.device) -> None:
 
 def test_groups_that_are_aligned_equal_separate_matrices(device: torch.device) -> None:
     """A group's bytes do not depend on its neighbours or on the length of the buffer."""
-    input = torch.randn(384, 200, device=device)
     sizes = torch.tensor([128, 256], dtype=torch.int32, device=device)
     for format in SPECS:
         if "square" in format:
             continue
+        input = torch.randn(384, width_for(200, format), device=device)
         got = ops.grouped_quantize_both(torch.cat([input, torch.full_like(input, 1e4)]), sizes, format)
         for rows in (slice(0, 128), slice(128, 384)):
             one = ops.quantize_both(input[rows], format)

@@ -15,7 +15,11 @@ from tests.ops.quantize_oracle import (
 from transformer_plugin import ops
 from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.numerics import assert_same_bits
-from transformer_plugin.testing.quantize_cases import grouped_quantize_cases, quantize_cases
+from transformer_plugin.testing.quantize_cases import (
+    grouped_quantize_cases,
+    quantize_cases,
+    width_for,
+)
 
 CASES = list(quantize_cases())
 GROUPED_CASES = list(grouped_quantize_cases())
@@ -61,21 +65,23 @@ def test_grouped_opcheck(case: Case, device: torch.device) -> None:
     torch.library.opcheck(OPS.grouped_dequantize.default, turned, test_utils=NOT_SCHEMA)
 
 
-def test_dequantize_leaves_its_inputs_alone(device: torch.device) -> None:
-    data, scale, data_t, scale_t = ops.quantize_both(torch.randn(130, 140, device=device), "fp8_block")
+@pytest.mark.parametrize("format", ["fp8_block", "mxfp8"])
+def test_dequantize_leaves_its_inputs_alone(format: str, device: torch.device) -> None:
+    input = torch.randn(130, width_for(140, format), device=device)
+    data, scale, data_t, scale_t = ops.quantize_both(input, format)
     before = [tensor.clone() for tensor in (data, scale, data_t, scale_t)]
-    ops.dequantize(data, scale, "fp8_block")
-    ops.dequantize(data_t, scale_t, "fp8_block", transposed=True)
+    ops.dequantize(data, scale, format)
+    ops.dequantize(data_t, scale_t, format, transposed=True)
     sizes = torch.tensor([7, 100], device=device)
-    grouped = ops.grouped_quantize(torch.randn(130, 140, device=device), sizes, "fp8_block")
+    grouped = ops.grouped_quantize(input, sizes, format)
     kept = [tensor.clone() for tensor in grouped]
-    ops.grouped_dequantize(*grouped, sizes, "fp8_block")
+    ops.grouped_dequantize(*grouped, sizes, format)
     for now, then in zip((data, scale, data_t, scale_t, *grouped), before + kept, strict=True):
         assert_same_bits(now, then)
 
 
-def test_compiles_whole(device: torch.device) -> None:
-    format = "fp8_block"
+@pytest.mark.parametrize("format", ["fp8_block", "mxfp8"])
+def test_compiles_whole(format: str, device: torch.device) -> None:
 
     def round_trip(input: Tensor, sizes: Tensor) -> Tensor:
         data, scale, data_t, scale_t = ops.grouped_quantize_both(input * 2, sizes, format)
@@ -85,7 +91,7 @@ def test_compiles_whole(device: torch.device) -> None:
 
     compiled = torch.compile(round_trip, fullgraph=True, dynamic=True)
     for rows in (130, 40):
-        input, sizes = torch.randn(rows, 36, device=device), torch.tensor([rows - 9, 0, 4], device=device)
+        input, sizes = torch.randn(rows, 64, device=device), torch.tensor([rows - 9, 0, 4], device=device)
         assert_same_bits(compiled(input, sizes), round_trip(input, sizes))
 
 
@@ -94,17 +100,18 @@ def test_compiles_whole(device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_sizes_on_a_gpu_are_cut_at_the_buffer() -> None:
-    input = torch.randn(200, 70, device="cuda")
+    input = torch.randn(200, 96, device="cuda")
     for sizes, cut in [([150, 100, 7], [150, 50, 0]), ([-5, 60, -1], [0, 60, 0]), ([2**40, 3], [200, 0])]:
-        for format in ("fp8_tensor", "fp8_block"):
+        for format in ("fp8_tensor", "fp8_block", "mxfp8"):
             got = ops.grouped_quantize_both(input, torch.tensor(sizes, device="cuda"), format)
             assert_all_same(got, ops.grouped_quantize_both(input.cpu(), torch.tensor(cut), format))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", ["fp8_tensor:e5m2", "fp8_block"])
+@pytest.mark.parametrize("format", ["fp8_tensor:e5m2", "fp8_block", "mxfp8"])
 def test_cuda_graph_replays_with_other_sizes_and_data(format: str) -> None:
-    input = torch.randn(300, 130, device="cuda").bfloat16()
+    columns = width_for(130, format)
+    input = torch.randn(300, columns, device="cuda").bfloat16()
     sizes = torch.tensor([100, 200], device="cuda")
 
     def step() -> tuple[Tensor, ...]:
@@ -129,7 +136,7 @@ def test_cuda_graph_replays_with_other_sizes_and_data(format: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
     for seed, now in enumerate([[0, 0], [300, 0], [129, 44], [0, 257]]):
         torch.manual_seed(seed)
-        input.copy_(torch.randn(300, 130) * (seed + 1))
+        input.copy_(torch.randn(300, columns) * (seed + 1))
         sizes.copy_(torch.tensor(now))
         graph.replay()
         expected = step()
@@ -142,13 +149,18 @@ def test_cuda_graph_replays_with_other_sizes_and_data(format: str) -> None:
 
 FLOATS = "one of the dtypes float32, bfloat16, float16"
 KEYS = (
-    "a format key: none, bf16, fp8_tensor or fp8_block, "
+    "a format key: none, bf16, fp8_tensor, fp8_block or mxfp8, "
     "then options like fp8_block:e4m3,pow2,square,eps=1e-12"
 )
 ONES = torch.ones(4, 256)
 SIZES = torch.tensor([1, 2])
 E4M3 = ONES.to(torch.float8_e4m3fn)
 SCALE = torch.ones(2, 4)
+E8M0 = torch.full((128, 8), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+# mxfp8 takes whole blocks along the columns.
+ODD = torch.ones(4, 40)
+WIDTH = "a last dimension that is a multiple of 32, the block of mxfp8"
+PAD = "Pad it with zeros, for example with torch.nn.functional.pad."
 
 
 @pytest.mark.parametrize(
@@ -165,8 +177,23 @@ SCALE = torch.ones(2, 4)
         (ops.quantize, (ONES, "fp9"), ValueError,
          f"quantize: argument 'format': expected {KEYS}, got 'fp9'. transformer_plugin.formats lists them."),
         (ops.quantize, (ONES, "bf16"), ValueError,
-         "quantize: argument 'format': expected a format with scales, fp8_tensor or fp8_block, got 'bf16'. "
-         "Use the tensor as it is, or convert it with .to()."),
+         "quantize: argument 'format': expected a format with scales, fp8_tensor, fp8_block or mxfp8, got "
+         "'bf16'. Use the tensor as it is, or convert it with .to()."),
+        (ops.quantize, (ONES, "mxfp8:pow2"), ValueError,
+         f"quantize: argument 'format': expected {KEYS}, got 'mxfp8:pow2'. "
+         "transformer_plugin.formats lists them."),
+        (ops.quantize, (ODD, "mxfp8"), ValueError,
+         f"quantize: argument 'input': expected {WIDTH}, got float32[4, 40] on cpu. {PAD}"),
+        (ops.quantize_transposed, (ODD[None], "mxfp8:square"), ValueError,
+         f"quantize_transposed: argument 'input': expected {WIDTH}, got float32[1, 4, 40] on cpu. {PAD}"),
+        (ops.quantize_both, (ODD.bfloat16(), "mxfp8:e5m2"), ValueError,
+         f"quantize_both: argument 'input': expected {WIDTH}, got bfloat16[4, 40] on cpu. {PAD}"),
+        (ops.grouped_quantize, (ODD, SIZES, "mxfp8"), ValueError,
+         f"grouped_quantize: argument 'input': expected {WIDTH}, got float32[4, 40] on cpu. {PAD}"),
+        (ops.grouped_quantize_transposed, (ODD, SIZES, "mxfp8"), ValueError,
+         f"grouped_quantize_transposed: argument 'input': expected {WIDTH}, got float32[4, 40] on cpu. {PAD}"),
+        (ops.grouped_quantize_both, (ODD, SIZES, "mxfp8"), ValueError,
+         f"grouped_quantize_both: argument 'input': expected {WIDTH}, got float32[4, 40] on cpu. {PAD}"),
         (ops.grouped_quantize, (ONES, SIZES, "fp8_block:square"), ValueError,
          "grouped_quantize: argument 'format': expected 1x128 blocks for a ragged matrix, whose groups "
          "do not end "
@@ -199,6 +226,26 @@ SCALE = torch.ones(2, 4)
         (ops.dequantize, (E4M3, SCALE.double(), "fp8_block"), TypeError,
          "dequantize: argument 'scale_inv': expected one of the dtypes float32, got float64. "
          "Convert it with .to() first."),
+        (ops.dequantize, (E4M3, SCALE, "mxfp8"), TypeError,
+         "dequantize: argument 'scale_inv': expected one of the dtypes float8_e8m0fnu, got float32. "
+         "Convert it with .to() first."),
+        (ops.dequantize, (E4M3, E8M0.float(), "mxfp8:square"), TypeError,
+         "dequantize: argument 'scale_inv': expected one of the dtypes float8_e8m0fnu, got float32. "
+         "Convert it with .to() first."),
+        (ops.dequantize, (E4M3, E8M0, "fp8_block"), TypeError,
+         "dequantize: argument 'scale_inv': expected one of the dtypes float32, got float8_e8m0fnu. "
+         "Convert it with .to() first."),
+        (ops.dequantize, (E4M3, E8M0[:4], "mxfp8"), ValueError,
+         "dequantize: argument 'scale_inv': expected size 128 in dimension 0 (what the format gives data "
+         "of this size), got float8_e8m0fnu[4, 8] on cpu. Pass tensors whose sizes agree."),
+        (ops.dequantize, (E4M3, E8M0[:, :4], "mxfp8"), ValueError,
+         "dequantize: argument 'scale_inv': expected size 8 in dimension 1 (what the format gives data "
+         "of this size), got float8_e8m0fnu[128, 4] on cpu. Pass tensors whose sizes agree."),
+        (ops.dequantize, (E4M3[:, :40], E8M0[:, :4], "mxfp8"), ValueError,
+         f"dequantize: argument 'data': expected {WIDTH}, got float8_e4m3fn[4, 40] on cpu. {PAD}"),
+        (ops.grouped_dequantize, (E4M3, E8M0[:, :4], SIZES, "mxfp8"), ValueError,
+         "grouped_dequantize: argument 'scale_inv': expected size 8 in dimension 1 (what the format gives "
+         "data of this size), got float8_e8m0fnu[128, 4] on cpu. Pass tensors whose sizes agree."),
         (ops.dequantize, (E4M3, SCALE, "fp8_tensor"), ValueError,
          "dequantize: argument 'scale_inv': expected 1 dimensions, got float32[2, 4] on cpu. Reshape it "
          "first."),

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.ops import quantize_oracle as oracle
-from tests.ops.quantize_oracle import Spec
+from tests.ops.quantize_oracle import MX_ROW, MX_SQUARE, ROW, SQUARE, Spec
 from transformer_plugin import ops
 from transformer_plugin.testing.cases import FLOAT_DTYPES
 from transformer_plugin.testing.numerics import assert_same_bits
+from transformer_plugin.testing.quantize_cases import width_for
 
 QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 LONG = settings(max_examples=4000, deadline=None, suppress_health_check=list(HealthCheck))
@@ -23,7 +24,7 @@ dtypes = st.sampled_from(FLOAT_DTYPES)
 
 @st.composite
 def specs(draw: st.DrawFn, square: bool) -> Spec:
-    blocks: list[tuple[int, int] | None] = [None, (1, 128)] + ([(128, 128)] if square else [])
+    blocks: list[tuple[int, int] | None] = [None, ROW, MX_ROW] + ([SQUARE, MX_SQUARE] if square else [])
     epsilon = draw(st.sampled_from([0.0, 0.0, 1e-12, 0.5, 1e30]))
     return Spec(
         draw(st.sampled_from(["e4m3", "e5m2"])), draw(st.booleans()), draw(st.sampled_from(blocks)), epsilon
@@ -50,9 +51,12 @@ def matrices(draw: st.DrawFn, rows: int, columns: int) -> Tensor:
 
 def check_dense(data: st.DataObject, device: torch.device) -> None:
     spec = data.draw(specs(square=True))
-    input = data.draw(matrices(data.draw(sizes), data.draw(sizes)))
-    if data.draw(st.booleans()):
-        input = input.T
+    turned = data.draw(st.booleans())
+    rows, columns = data.draw(sizes), data.draw(sizes)
+    if turned:
+        input = data.draw(matrices(width_for(rows, spec.key), columns)).T
+    else:
+        input = data.draw(matrices(rows, width_for(columns, spec.key)))
     got = ops.quantize_both(input.to(device), spec.key)
     for g, e in zip(got, oracle.quantize_both(input, spec), strict=True):
         assert_same_bits(g, e)
@@ -61,7 +65,8 @@ def check_dense(data: st.DataObject, device: torch.device) -> None:
 def check_grouped(data: st.DataObject, device: torch.device) -> None:
     spec = data.draw(specs(square=False))
     groups = data.draw(st.lists(sizes, max_size=6))
-    input = data.draw(matrices(sum(groups) + data.draw(sizes), data.draw(sizes)))
+    columns = width_for(data.draw(sizes), spec.key)
+    input = data.draw(matrices(sum(groups) + data.draw(sizes), columns))
     index = data.draw(st.sampled_from([torch.int32, torch.int64]))
     group_sizes = torch.tensor(groups, dtype=index)
     got = ops.grouped_quantize_both(input.to(device), group_sizes.to(device), spec.key)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import numpy as np
 import pytest
 import torch
@@ -9,12 +11,13 @@ from torch import Tensor
 
 from tests.ops import quantize_oracle as oracle
 from tests.ops.quantize_oracle import (
+    MX_ROW,
     ROW,
     Spec,
     assert_all_same,
     dequantized,
 )
-from transformer_plugin import ops
+from transformer_plugin import ops, reference
 from transformer_plugin.testing.numerics import assert_same_bits
 from transformer_plugin.testing.quantize_cases import special_values
 
@@ -59,6 +62,59 @@ def test_every_value_at_other_scales(
         assert_all_same(ops.quantize(values.to(device), spec.key), oracle.quantize_both(values, spec)[:2])
 
 
+def every_bfloat16_under(amax: float) -> Tensor:
+    """[n, 32]: the bf16 values up to a magnitude and NaN, 31 to a row, and in front the bf16 next to ``amax``."""
+    values = every_value(torch.bfloat16).reshape(-1)
+    first = torch.tensor(amax).bfloat16()
+    values = values[~(values.abs() > first)]
+    values = torch.cat([values, values.new_zeros(-values.numel() % 31)]).reshape(-1, 31)
+    return torch.cat([first.expand(values.shape[0], 1), values], 1)
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("amax", [0.0, 1e-40, 2.0**-126, 1e-38, 3.1e-5, 0.37, 448.0, 61440.0, 3.3e38, np.inf])
+def test_every_bfloat16_in_blocks_of_mxfp8(amax: float, element: str, device: torch.device) -> None:
+    """Blocks of one amax hold every value that such a block may hold: all 65536 at the infinite one."""
+    values, spec = every_bfloat16_under(amax), Spec(element, True, MX_ROW)
+    expected = oracle.quantize_both(values, spec)
+    got = reference.quantize(values, spec.key)
+    assert_all_same(got, expected[:2])
+    exponents = got[1].view(torch.uint8)[: values.shape[0], 0]
+    assert (exponents == exponents[0]).all()
+    assert_all_same(ops.quantize_both(values.to(device), spec.key), expected)
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_value_as_the_amax_of_a_block_of_mxfp8(
+    dtype: torch.dtype, element: str, device: torch.device
+) -> None:
+    """One value and 31 zeros: the scale of every amax, also those of the edges of float32."""
+    values = every_value(dtype).reshape(-1, 1)
+    values = torch.cat([values, values.new_zeros(values.shape[0], 31)], 1)
+    spec = Spec(element, True, MX_ROW)
+    expected = oracle.quantize_both(values, spec)[:2]
+    assert_all_same(reference.quantize(values, spec.key), expected)
+    assert_all_same(ops.quantize(values.to(device), spec.key), expected)
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dequantize_every_code_with_every_scale_of_mxfp8(
+    dtype: torch.dtype, element: str, device: torch.device
+) -> None:
+    """256 rows of every code, one for each byte of a scale: 0 is 2^-127, 255 is NaN."""
+    codes = torch.arange(256, dtype=torch.uint8).expand(256, 256).contiguous().view(oracle.DTYPES[element])
+    scales = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 8).contiguous()
+    scales = scales.view(torch.float8_e8m0fnu)
+    expected = dequantized(codes, oracle.MX_SCALES.astype(np.float32)[:, None], element, dtype)
+    key = f"mxfp8:{element}"
+    assert_same_bits(reference.dequantize(codes, scales, key, dtype), expected, "reference")
+    assert_same_bits(ops.dequantize(codes.to(device), scales.to(device), key, dtype), expected)
+    turned = ops.dequantize(codes.to(device), scales.to(device), key, dtype, transposed=True)
+    assert_same_bits(turned, expected.T.contiguous(), "transposed")
+
+
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("scale", [0.0, 1.0, 0.1, 2.0**-130, 1e-40, 3e38, float("inf"), float("nan"), -2.0])
@@ -98,6 +154,33 @@ def test_scales_by_hand(
     data, scale = ops.quantize(torch.tensor([values], dtype=dtype, device=device), format)
     assert data.cpu().view(torch.uint8)[0, 0].item() == code
     assert scale.reshape(-1)[0].item() == scale_inv
+
+
+@pytest.mark.parametrize("of", [reference, ops], ids=["reference", "ops"])
+@pytest.mark.parametrize(
+    ("values", "format", "code", "exponent"),
+    [
+        ([0.0, -0.0], "mxfp8", 0x00, 0),
+        ([float("nan"), float("nan")], "mxfp8", 0x7F, 0),
+        ([float("nan"), 448.0], "mxfp8", 0x7F, 127),  # a NaN is in no amax
+        ([448.0, 1.0], "mxfp8", 0x7E, 127),
+        ([449.0, 1.0], "mxfp8", 0x76, 128),  # up to 2: 224.5, to 224
+        ([3.0, -1.0], "mxfp8", 0x7C, 127 - 7),  # 3/448 = 0.0067, up to 2^-7; 384
+        ([3.0, -1.0], "mxfp8:e5m2", 0x7A, 127 - 14),  # 3/57344 = 0.000052, up to 2^-14; 49152 = 1.5 2^15
+        ([float("inf"), 1.0], "mxfp8", 0x7E, 254),
+        ([-float("inf"), 1.0], "mxfp8:e5m2", 0xFB, 254),
+        ([2.0**-149, 0.0], "mxfp8", 0x00, 0),  # times 2^127 is 2^-22
+        ([448 * 2.0**-127, 0.0], "mxfp8", 0x7E, 0),
+        ([449 * 2.0**-127, 0.0], "mxfp8", 0x76, 1),
+    ],
+)
+def test_scales_of_mxfp8_by_hand(
+    of: ModuleType, values: list[float], format: str, code: int, exponent: int
+) -> None:
+    block = torch.tensor([values + [0.0] * 30])
+    data, scale = of.quantize(block, format)
+    assert data.view(torch.uint8)[0, 0].item() == code
+    assert scale.view(torch.uint8)[0, 0].item() == exponent
 
 
 def test_a_scale_that_overflows_is_the_largest_of_the_input(device: torch.device) -> None:

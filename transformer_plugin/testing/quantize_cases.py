@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_plugin.formats import MX_BLOCK
 from transformer_plugin.testing.cases import FLOAT_DTYPES, Case, randn
 
 TENSOR_FORMATS = ("fp8_tensor", "fp8_tensor:e5m2,pow2", "fp8_tensor:e5m2,eps=0.25")
@@ -30,7 +31,7 @@ SHAPES: list[tuple[int, ...]] = [
     (260, 258),
 ]
 STACKS: list[tuple[int, ...]] = [(0, 3, 4), (2, 0, 3), (3, 130, 17), (2, 4, 260)]
-# Widths that mxfp8 takes: multiples of its block.
+# Widths that mxfp8 takes: see width_for.
 MX_SHAPES: list[tuple[int, ...]] = [
     (0, 32),
     (5, 0),
@@ -55,6 +56,11 @@ GROUPS = [
     ([129, 257, 1], 0),  # 1 modulo 128
     ([2, 0, 1, 3] * 64, 40),  # 256 groups
 ]
+
+
+def width_for(columns: int, *formats: str) -> int:
+    """``columns``, or the next multiple of 32 where one of the formats is mxfp8, which takes no other width."""
+    return -(-columns // MX_BLOCK) * MX_BLOCK if any(f.startswith("mxfp8") for f in formats) else columns
 
 
 def special_values() -> Tensor:
