@@ -11,7 +11,7 @@ from transformer_plugin.nn import DispatchConfig, GroupedLinear, GroupedMLP, Lin
 from transformer_plugin.recipes import Recipe
 from transformer_plugin.testing.numerics import assert_same_bits, relative_error
 
-HIDDEN, FFN, EXPERTS, TOPK, GROUPS = 32, 48, 8, 2, 3
+HIDDEN, FFN, EXPERTS, TOPK, GROUPS = 32, 64, 8, 2, 3
 
 
 class Everything(torch.nn.Module):

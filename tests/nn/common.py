@@ -14,6 +14,7 @@ from torch import Tensor
 from transformer_plugin.formats import Format
 from transformer_plugin.recipes import Recipe, recipe_from_name
 from transformer_plugin.testing.numerics import assert_same_bits
+from transformer_plugin.testing.quantize_cases import width_for
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,18 @@ def bound_of(recipe: Recipe | None, low: float) -> Bound:
     return Bound(low, max(input, weight), max(input, weight, grad))
 
 
-_LOW = {"none": 0.0, "bf16": 1e-4, "fp8_tensor": 1e-2, "fp8_block": 1e-2}
+_LOW = {"none": 0.0, "bf16": 1e-4, "fp8_tensor": 1e-2, "fp8_block": 1e-2, "mxfp8": 1e-2}
 RECIPES: dict[str, tuple[Recipe | None, Bound]] = {
     name: (recipe_from_name(name), bound_of(recipe_from_name(name), low)) for name, low in _LOW.items()
 }
+
+
+def width_of(name: str, columns: int) -> int:
+    """``columns``, or the next number of them that the formats of the recipe take."""
+    recipe = RECIPES[name][0]
+    return width_for(columns, recipe.input_format) if recipe else columns
+
+
 by_recipe = pytest.mark.parametrize("name", list(RECIPES))
 
 

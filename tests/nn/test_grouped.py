@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.nn.common import RECIPES, by_recipe, check_module_state, in_fp64, outputs_and_gradients
+from tests.nn.common import (
+    RECIPES,
+    by_recipe,
+    check_module_state,
+    in_fp64,
+    outputs_and_gradients,
+    width_of,
+)
 from transformer_plugin.nn import GroupedLinear, GroupedMLP
 from transformer_plugin.testing.numerics import assert_same_bits, relative_error
 
@@ -66,12 +73,13 @@ def test_grouped_linear(name: str, sizes: str, bias: str, device: torch.device) 
     recipe, bound = RECIPES[name]
     counts, rows = SIZES[sizes]
     torch.manual_seed(0)
+    k, n = width_of(name, 48), width_of(name, 80)
     module = GroupedLinear(
-        len(counts), 48, 80, bias != "no bias", device=device, recipe=recipe, scale_bias=bias == "scaled bias"
+        len(counts), k, n, bias != "no bias", device=device, recipe=recipe, scale_bias=bias == "scaled bias"
     )
-    input = data((rows, 48), device).requires_grad_()
+    input = data((rows, k), device).requires_grad_()
     scale = data((rows,), device, 4).abs().requires_grad_() if bias == "scaled bias" else None
-    grad = data((rows, 80), device, 5)
+    grad = data((rows, n), device, 5)
     leaves = {"input": input, "weight": module.weight, "bias": module.bias, "scale": scale}
     leaves = {key: leaf for key, leaf in leaves.items() if leaf is not None}
 
@@ -102,10 +110,11 @@ def test_grouped_mlp(name: str, sizes: str, bias: bool, device: torch.device) ->
     recipe, bound = RECIPES[name]
     counts, rows = SIZES[sizes]
     torch.manual_seed(0)
-    module = GroupedMLP(len(counts), 48, 64, bias, device=device, recipe=recipe)
-    input = data((rows, 48), device).requires_grad_()
+    hidden = width_of(name, 48)
+    module = GroupedMLP(len(counts), hidden, 64, bias, device=device, recipe=recipe)
+    input = data((rows, hidden), device).requires_grad_()
     probs = torch.rand(rows, generator=torch.Generator().manual_seed(4)).to(device).requires_grad_()
-    grad = data((rows, 48), device, 5)
+    grad = data((rows, hidden), device, 5)
     leaves = {"input": input, "probs": probs} | dict(module.named_parameters())
 
     group_sizes = torch.tensor(counts, device=device, dtype=torch.int32)
@@ -145,14 +154,15 @@ def test_initial_values_are_those_of_torch_nn_linear() -> None:
 @by_recipe
 def test_state(name: str) -> None:
     recipe, _ = RECIPES[name]
-    input, sizes = data((12, 16), torch.device("cpu")), torch.tensor([5, 0, 6])
+    k = width_of(name, 16)
+    input, sizes = data((12, k), torch.device("cpu")), torch.tensor([5, 0, 6])
     probs = torch.rand(12, generator=torch.Generator().manual_seed(2))
     check_module_state(
-        lambda **factory: GroupedLinear(3, 16, 32, recipe=recipe, **factory),
+        lambda **factory: GroupedLinear(3, k, 32, recipe=recipe, **factory),
         lambda module: module(input, sizes).detach(),
     )
     check_module_state(
-        lambda **factory: GroupedMLP(3, 16, 32, True, recipe=recipe, **factory),
+        lambda **factory: GroupedMLP(3, k, 32, True, recipe=recipe, **factory),
         lambda module: module(input, sizes, probs).detach(),
     )
 

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.nn.common import RECIPES, by_recipe, check_module_state, in_fp64, outputs_and_gradients
+from tests.nn.common import (
+    RECIPES,
+    by_recipe,
+    check_module_state,
+    in_fp64,
+    outputs_and_gradients,
+    width_of,
+)
 from transformer_plugin.nn import Linear
 from transformer_plugin.recipes import Float8BlockScaling
 from transformer_plugin.testing.numerics import assert_same_bits, relative_error
@@ -68,8 +75,9 @@ def test_takes_the_place_of_torch_nn_linear() -> None:
 def test_numbers(name: str, shape: tuple[int, ...], device: torch.device) -> None:
     recipe, bound = RECIPES[name]
     torch.manual_seed(0)
-    module = Linear(48, 80, device=device, recipe=recipe)
-    input, grad = data(shape, 80, device)
+    k, n = width_of(name, 48), width_of(name, 80)
+    module = Linear(k, n, device=device, recipe=recipe)
+    input, grad = data((*shape[:-1], k), n, device)
     got, expected = ours(module, input, grad), fp64(module, input, grad)
     limits = dict.fromkeys(got, bound.backward) | {"output": bound.forward, "bias": 1e-6}
     for what, limit in limits.items():
@@ -96,9 +104,10 @@ def test_bfloat16_parameters(name: str, device: torch.device) -> None:
 
 @by_recipe
 def test_state(name: str) -> None:
-    input, _ = data((6, 16), 32, torch.device("cpu"))
+    k = width_of(name, 16)
+    input, _ = data((6, k), 32, torch.device("cpu"))
     check_module_state(
-        lambda **factory: Linear(16, 32, recipe=RECIPES[name][0], **factory),
+        lambda **factory: Linear(k, 32, recipe=RECIPES[name][0], **factory),
         lambda module: module(input).detach(),
     )
 

@@ -10,7 +10,7 @@ from tests.nn.common import RECIPES, by_recipe, check_module_state
 from transformer_plugin.nn import DispatchConfig, MoE, RouterConfig, TopKRouter
 from transformer_plugin.testing.numerics import assert_same_bits, relative_error
 
-HIDDEN, FFN, EXPERTS = 48, 64, 8
+HIDDEN, FFN, EXPERTS = 64, 64, 8
 
 
 def tokens_of(shape: tuple[int, ...], device: torch.device | str = "cpu", seed: int = 3) -> Tensor:

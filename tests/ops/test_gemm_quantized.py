@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from transformer_plugin.testing.gemm_cases import (
     poison_tail,
 )
 from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits
+from transformer_plugin.testing.quantize_cases import width_for
 
 _ops = torch.ops.transformer_plugin
 PAIRS = (
@@ -27,10 +29,18 @@ PAIRS = (
     ("fp8_block:fp32", "fp8_block:fp32,square"),
     ("fp8_block:e5m2", "fp8_block"),
     ("fp8_tensor", "fp8_block"),
+    ("mxfp8", "mxfp8:square"),
+    ("mxfp8:e5m2", "mxfp8"),
+    ("mxfp8", "fp8_block"),
 )
 by_pair = pytest.mark.parametrize("formats", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
 by_shape = pytest.mark.parametrize("shape", GROUPED_SHAPES, ids=lambda shape: shape.name)
 by_output = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+
+
+def fitted(shape: GroupedShape, formats: tuple[str, str]) -> GroupedShape:
+    """The shape with widths that the formats take."""
+    return replace(shape, n=width_for(shape.n, *formats), k=width_for(shape.k, *formats))
 
 
 def values(quantized: tuple[Tensor, Tensor], key: str) -> Tensor:
@@ -67,7 +77,7 @@ def test_gemm_quantized(
     formats: tuple[str, str],
     device: torch.device,
 ) -> None:
-    m, n, k = shape
+    m, (n, k) = shape[0], (width_for(width, *formats) for width in shape[1:])
     generator = torch.Generator().manual_seed(0)
     a = ops.quantize(normals((m, k), torch.float32, device, generator), formats[0])
     b = ops.quantize(normals((n, k) if transpose_b else (k, n), torch.float32, device, generator), formats[1])
@@ -89,6 +99,7 @@ def test_grouped_gemm_quantized(
 ) -> None:
     if "square" in formats[0]:
         return
+    shape = fitted(shape, formats)
     generator = torch.Generator().manual_seed(1)
     a, _, a_values, _ = ragged(shape, shape.k, formats[0], device, 0)
     sizes = group_sizes(shape, device)
@@ -117,6 +128,7 @@ def test_grouped_gemm_quantized(
 @by_shape
 def test_grouped_wgrad_quantized(shape: GroupedShape, formats: tuple[str, str], device: torch.device) -> None:
     formats = (formats[0], formats[1].replace(",square", "").replace(":square", ""))
+    shape = fitted(shape, formats)
     _, grad, _, grad_values = ragged(shape, shape.n, formats[0], device, 0)
     _, input, _, input_values = ragged(shape, shape.k, formats[1], device, 1)
     sizes = group_sizes(shape, device)
@@ -142,6 +154,7 @@ def test_grouped_wgrad_quantized(shape: GroupedShape, formats: tuple[str, str], 
 @pytest.mark.parametrize("shape", GROUPED_SHAPES[1:9:2], ids=lambda shape: shape.name)
 @pytest.mark.usefixtures("schema_checks_take_fp8")
 def test_opcheck(shape: GroupedShape, formats: tuple[str, str], device: torch.device) -> None:
+    shape = fitted(shape, formats)
     ragged_key = formats[1].replace(",square", "").replace(":square", "")
     a, a_t, _, _ = ragged(shape, shape.k, formats[0], device, 0)
     _, grad_t, _, _ = ragged(shape, shape.n, ragged_key, device, 1)
@@ -178,7 +191,7 @@ QT = ops.grouped_quantize_transposed(X, SIZES, KEY)
             "gemm_quantized",
             (*QX, *Q0, "bf16", KEY, torch.float32),
             ValueError,
-            "'a_format': expected a format with scales, fp8_tensor or fp8_block, got 'bf16'. "
+            "'a_format': expected a format with scales, fp8_tensor, fp8_block or mxfp8, got 'bf16'. "
             "Use the tensor as it is, or convert it with .to().",
         ),
         (

@@ -11,9 +11,16 @@ from torch import Tensor
 
 from transformer_plugin import ops, reference
 from transformer_plugin.formats import Format
-from transformer_plugin.recipes import BFloat16, Float8BlockScaling, Float8CurrentScaling, Recipe
+from transformer_plugin.recipes import (
+    BFloat16,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
 from transformer_plugin.testing.gemm_cases import integers, normals, poison_tail
 from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits, relative_error
+from transformer_plugin.testing.quantize_cases import width_for
 
 NONE = ("none", "none", "none")
 RECIPES = {
@@ -22,6 +29,8 @@ RECIPES = {
     "current-pow2": Float8CurrentScaling(power_of_two_scales=True),
     "block": Float8BlockScaling(),
     "block-fp32": Float8BlockScaling(power_of_two_scales=False),
+    "mx": MXFP8BlockScaling(),
+    "mx-square": MXFP8BlockScaling(square_weights=True),
 }
 by_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 _ops = torch.ops.transformer_plugin
@@ -70,7 +79,7 @@ def step_fp64(
 def test_linear(
     shape: tuple[int, int, int], formats: tuple[str, str, str], dtype: torch.dtype, device: torch.device
 ) -> None:
-    m, n, k = shape
+    m, (n, k) = shape[0], (width_for(width, *formats) for width in shape[1:])
     generator = torch.Generator().manual_seed(0)
     x, w, bias, grad = (normals(s, dtype, device, generator) for s in ((m, k), (n, k), (n,), (m, n)))
     leaves = [t.clone().requires_grad_() for t in (x, w, bias)]
@@ -100,6 +109,7 @@ def test_the_format_is_near_the_plain_product(recipe: Recipe, device: torch.devi
 def test_grouped_linear(
     n: int, k: int, formats: tuple[str, str, str], dtype: torch.dtype, device: torch.device
 ) -> None:
+    n, k = width_for(n, *formats), width_for(k, *formats)
     generator = torch.Generator().manual_seed(0)
     shapes = ((ROWS, k), (len(SIZES), n, k), (len(SIZES), n), (ROWS,), (ROWS, n))
     x, w, bias, scale, grad = (normals(s, dtype, device, generator) for s in shapes)
@@ -166,6 +176,7 @@ def test_only_what_a_gradient_needs_is_saved() -> None:
         (NONE, 4, {"input": 0, "weight": 0}),
         (keys(Float8CurrentScaling()), 1, {"input": 4, "weight": 4}),
         (keys(Float8BlockScaling()), 1, {"input": 2 * 128 * 4, "weight": 3 * 4 * 4}),
+        (keys(MXFP8BlockScaling()), 1, {"input": 128 * 4 * 2, "weight": 128 * 4 * 3}),
     ):
         for frozen, kept in (("weight", "weight"), ("input", "input")):
             a, b = x.clone(), w.clone()
@@ -186,7 +197,7 @@ def test_unwanted_gradients_are_not_computed() -> None:
 
 OPCHECKED = {
     "none": NONE,
-    **{name: keys(recipe) for name, recipe in RECIPES.items() if name in ("bf16", "current", "block")},
+    **{name: keys(recipe) for name, recipe in RECIPES.items() if name in ("bf16", "current", "block", "mx")},
 }
 
 
@@ -194,15 +205,14 @@ OPCHECKED = {
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.usefixtures("schema_checks_take_fp8")
 def test_opcheck(formats: tuple[str, str, str], requires_grad: bool, device: torch.device) -> None:
-    for shape in ((5, 24), (2, 3, 24), (0, 24)):
-        x, w, b = (
-            torch.randn(s, device=device, requires_grad=requires_grad) for s in (shape, (16, 24), (16,))
-        )
+    n, k = width_for(16, *formats), width_for(24, *formats)
+    for shape in ((5, k), (2, 3, k), (0, k)):
+        x, w, b = (torch.randn(s, device=device, requires_grad=requires_grad) for s in (shape, (n, k), (n,)))
         torch.library.opcheck(_ops.linear.default, (x, w, b, *formats))
         torch.library.opcheck(_ops.linear.default, (x, w, None, *formats))
     for sizes, rows in (((3, 0, 130), 140), ((0, 0), 4), ((), 3), ((0, 0), 0)):
         g = len(sizes)
-        shapes = ((rows, 24), (g, 16, 24), (g, 16), (rows,))
+        shapes = ((rows, k), (g, n, k), (g, n), (rows,))
         x, w, b, scale = (torch.randn(s, device=device, requires_grad=requires_grad) for s in shapes)
         counts = torch.tensor(sizes, device=device, dtype=torch.int64)
         torch.library.opcheck(_ops.grouped_linear.default, (x, w, counts, b, scale, *formats))
@@ -217,14 +227,20 @@ def training_step(formats: tuple[str, str, str]) -> Callable[..., Tensor]:
     return step
 
 
+def step_leaves(formats: tuple[str, str, str], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Input, weight, bias and head of a training step."""
+    k, n, out = (width_for(width, *formats) for width in (16, 8, 4))
+    shapes = ((40, k), (3, n, k), (3, n), (out, n))
+    return [torch.randn(s, device=device, dtype=dtype, requires_grad=True) for s in shapes]
+
+
 @pytest.mark.parametrize("formats", OPCHECKED.values(), ids=OPCHECKED.keys())
 def test_compiled_whole_for_any_group_sizes(formats: tuple[str, str, str], device: torch.device) -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     step = training_step(formats)
     compiled = torch.compile(step, fullgraph=True, backend=counter)
-    shapes = ((40, 16), (3, 8, 16), (3, 8), (4, 8))
-    leaves = [torch.randn(s, device=device, requires_grad=True) for s in shapes]
+    leaves = step_leaves(formats, torch.float32, device)
     for sizes in ((10, 20, 10), (0, 5, 0), (40, 0, 0)):
         counts = torch.tensor(sizes, device=device)
         arguments = (leaves[0], leaves[1], counts, leaves[2], leaves[3])
@@ -279,20 +295,16 @@ def test_graph_follows_new_sizes_and_data(formats: tuple[str, str, str], dtype: 
 @pytest.mark.parametrize("formats", OPCHECKED.values(), ids=OPCHECKED.keys())
 def test_nothing_waits_for_the_gpu(formats: tuple[str, str, str]) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        leaves = [
-            torch.randn(s, device="cuda", dtype=dtype, requires_grad=True)
-            for s in ((40, 16), (3, 8, 16), (3, 8), (4, 8))
-        ]
+        leaves = step_leaves(formats, dtype, torch.device("cuda"))
         counts = torch.tensor([10, 0, 20], device="cuda")
-        out = torch.zeros(3, 8, 16, device="cuda")
+        out = torch.zeros(leaves[1].shape, device="cuda")
+        grad = torch.ones(40, out.shape[1], device="cuda", dtype=dtype)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
             loss = training_step(formats)(leaves[0], leaves[1], counts, leaves[2], leaves[3])
             torch.autograd.grad(loss, leaves)
-            ops.grouped_gemm_wgrad_out(
-                torch.ones(40, 8, device="cuda", dtype=dtype), leaves[0].detach(), counts, out
-            )
+            ops.grouped_gemm_wgrad_out(grad, leaves[0].detach(), counts, out)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -339,8 +351,8 @@ BLOCK = Float8BlockScaling()
             "linear",
             (X, torch.zeros(5, 6), None, "fp9", "none", "none"),
             ValueError,
-            "'input_format': expected a format key: none, bf16, fp8_tensor or fp8_block, then options like "
-            "fp8_block:e4m3,pow2,square,eps=1e-12, got 'fp9'. transformer_plugin.formats lists them.",
+            "'input_format': expected a format key: none, bf16, fp8_tensor, fp8_block or mxfp8, then options "
+            "like fp8_block:e4m3,pow2,square,eps=1e-12, got 'fp9'. transformer_plugin.formats lists them.",
         ),
         (
             "linear",
