@@ -18,8 +18,8 @@ class Linear(TakesRecipe, torch.nn.Linear):
 
     Args:
         in_features: K, the last dimension of the input. With ``Float8BlockScaling`` any K is right; multiples
-            of 128 waste nothing.
-        out_features: N, the last dimension of the output.
+            of 128 waste nothing. With ``MXFP8BlockScaling`` a multiple of 32.
+        out_features: N, the last dimension of the output; with ``MXFP8BlockScaling`` a multiple of 32.
         bias: whether to add a learned ``[N]``.
         device, dtype: of the parameters; ``device="meta"`` defers the initial values to
             ``reset_parameters()``.

@@ -60,7 +60,7 @@ def gemm_quantized(
     Args:
         a, a_scale: ``[M, K]`` as :func:`~transformer_plugin.ops.quantize` gives it, in ``a_format``.
         b, b_scale: ``[N, K]``, or ``[K, N]`` when not ``transpose_b``, in ``b_format``.
-        a_format, b_format: format keys, fp8_tensor or fp8_block.
+        a_format, b_format: format keys, fp8_tensor, fp8_block or mxfp8.
         dtype: of the output: float32, bfloat16 or float16.
         bias: ``[N]``, any float dtype.
 

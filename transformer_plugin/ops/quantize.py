@@ -1,7 +1,8 @@
 """Quantize and dequantize. Shapes: M rows, K columns, G matrices or groups, T rows of a ragged buffer.
 
-An FP8 matrix is two tensors: ``data`` (float8_e4m3fn or float8_e5m2) and ``scale_inv`` (float32), with
-``value = float(data) * scale_inv``. ``up4(n)`` is n rounded up to a multiple of 4; the padding is zero.
+An FP8 matrix is two tensors: ``data`` (float8_e4m3fn or float8_e5m2) and ``scale_inv`` (float32; for ``mxfp8``
+float8_e8m0fnu, bytes e that mean ``2**(e - 127)``, 255 NaN), with ``value = float(data) * scale_inv``.
+``up4(n)`` and ``up128(n)`` are n rounded up to a multiple; the padding is zero bytes.
 
 ====================  ===============================  ===============================
 format                scale of rows, data [M, K]       scale of transposed data [K, M]
@@ -9,19 +10,27 @@ format                scale of rows, data [M, K]       scale of transposed data 
 ``fp8_tensor``        [1]                              [1]
 ``fp8_block``         [ceil(K/128), up4(M)]            [ceil(M/128), up4(K)]
 ``fp8_block:square``  [ceil(M/128), up4(ceil(K/128))]  [ceil(K/128), up4(ceil(M/128))]
+``mxfp8``             [up128(M), 4 * ceil(K/128)]      [up128(K), 4 * ceil(M/128)]
+``mxfp8:square``      as ``mxfp8``                     as ``mxfp8``
 ====================  ===============================  ===============================
 
 A 3-D input [G, M, K] is G matrices, each with its own scales: [G] for ``fp8_tensor``, a leading G otherwise.
 A ragged matrix [T, K] with ``group_sizes [G]`` has scale [G] for ``fp8_tensor``; for ``fp8_block`` the
 transposed blocks begin anew at each group and lie back to back, [ceil(T/128) + G, up4(K)]: group g's first
-scale row is the sum of ceil(size/128) over the groups before it. Rows past the groups are never read; their
-data and scales are 0.
+scale row is the sum of ceil(size/128) over the groups before it. For ``mxfp8`` the transposed scales are
+[up128(K), 4 * (ceil(T/128) + G)], and that sum times 4 is group g's first column. Rows past the groups are
+never read; their data and scales are 0.
+
+``mxfp8`` has blocks of 32: ``scale_inv[row, k // 32]`` is the scale of ``data[row, k]``. K, the columns of the
+input in either direction, must be a multiple of 32; M may be anything. With ``square`` the scale of a 32x32
+block is there for each of its rows.
 
 Arithmetic, the same bytes on CPU and CUDA: with ``a`` the amax of the block (NaN left out, at least ``eps``),
 ``scale = largest / a`` in float32, 1 when a is 0 or infinite, and when it overflows the largest float32
 (``fp8_tensor``) or the largest finite value of the input's dtype (``fp8_block``); ``pow2`` clears its
 mantissa; ``scale_inv = 1 / scale``; ``data = round(float(x) * scale)`` to nearest even, saturating, NaN of
-either sign to 0x7F.
+either sign to 0x7F. For ``mxfp8`` ``scale_inv`` is ``a * (1 / largest)``, in float32, rounded up to a power of
+two, at least 2^-127; 2^127 when a is infinite; ``scale = 1 / scale_inv``.
 """
 
 from __future__ import annotations
@@ -43,17 +52,18 @@ def quantize(input: Tensor, format: str | Format) -> tuple[Tensor, Tensor]:
 
     Args:
         input: ``[M, K]``, or ``[G, M, K]`` for G matrices with scales of their own; float32, bfloat16 or
-            float16; any strides, any sizes including 0.
-        format: a key of ``fp8_tensor`` or ``fp8_block``, or a :class:`~transformer_plugin.formats.Format`.
+            float16; any strides, any sizes including 0. For ``mxfp8`` K is a multiple of 32.
+        format: a key of ``fp8_tensor``, ``fp8_block`` or ``mxfp8``, or a :class:`~transformer_plugin.formats.Format`.
 
     Returns:
         ``data`` in the shape of ``input`` and ``scale_inv`` (table above). Not differentiable.
 
     Raises:
-        TypeError: another dtype. ValueError: other dimensions, a format without scales, or no format.
+        TypeError: another dtype. ValueError: other dimensions, a format without scales, no format, or for
+            ``mxfp8`` another width.
 
-    Source: per-tensor current scaling and DeepSeek-V3's block scaling (arXiv:2412.19437, section 3.3), with the
-    scale conventions of NVIDIA TransformerEngine 2.20.
+    Source: per-tensor current scaling, DeepSeek-V3's block scaling (arXiv:2412.19437, section 3.3) and the OCP
+    Microscaling Formats (MX) v1.0 specification, with the scale conventions of NVIDIA TransformerEngine 2.20.
     """
     return _ops.quantize(input, _key(format))
 
@@ -100,7 +110,7 @@ def dequantize(
     Args:
         data: ``[M, K]`` or ``[G, M, K]`` as :func:`quantize` returns it, or with ``transposed`` ``[K, M]`` or
             ``[G, K, M]`` as :func:`quantize_transposed` does; in the element's dtype.
-        scale_inv: the float32 scales that came with it.
+        scale_inv: the scales that came with it: float32, for ``mxfp8`` float8_e8m0fnu.
         format: the key it was quantized with.
         dtype: float32, bfloat16 or float16.
         transposed: whether ``data`` is transposed; the result is not.
@@ -110,7 +120,7 @@ def dequantize(
 
     Raises:
         TypeError: a dtype that is not the format's, or another output dtype. ValueError: scales of another
-            shape.
+            shape; for ``mxfp8`` K that is not a multiple of 32.
     """
     return _ops.dequantize(data, scale_inv, _key(format), dtype, transposed)
 
@@ -120,18 +130,19 @@ def grouped_quantize(input: Tensor, group_sizes: Tensor, format: str | Format) -
 
     Args:
         input: ``[T, K]``, float32, bfloat16 or float16, any strides; rows past the groups may hold anything.
+            For ``mxfp8`` K is a multiple of 32.
         group_sizes: ``[G]`` int32 or int64 on the device of ``input``, contiguous: rows of each group, 0
             allowed, any number of groups. Never read on the host when on a GPU, where sizes are cut at T
             rows.
-        format: a key of ``fp8_tensor`` or ``fp8_block``; not ``square``.
+        format: a key of ``fp8_tensor``, ``fp8_block`` or ``mxfp8``; not ``square``.
 
     Returns:
-        ``data [T, K]`` and ``scale_inv``: ``[G]``, or ``[ceil(K/128), up4(T)]``. Not differentiable.
+        ``data [T, K]`` and ``scale_inv``: ``[G]``, ``[ceil(K/128), up4(T)]``, or for ``mxfp8``
+        ``[up128(T), 4 * ceil(K/128)]``. Not differentiable.
 
     Raises:
         TypeError: another dtype. ValueError: other dimensions, a format without scales or with square
-            blocks; on a CPU
-        also sizes that are negative or sum to more than T.
+            blocks, for ``mxfp8`` another width; on a CPU also sizes that are negative or sum to more than T.
     """
     return _ops.grouped_quantize(input, group_sizes, _key(format))
 
@@ -146,7 +157,8 @@ def grouped_quantize_transposed(
 
     Returns:
         ``data [K, T]``, where group g is the columns from its first row to its last, columns past the groups
-        0; and ``scale_inv``: ``[G]``, or ``[ceil(T/128) + G, up4(K)]`` with unused rows 0.
+        0; and ``scale_inv``: ``[G]``, ``[ceil(T/128) + G, up4(K)]``, or for ``mxfp8``
+        ``[up128(K), 4 * (ceil(T/128) + G)]``; what no group uses is 0.
 
     Raises:
         TypeError, ValueError: as :func:`grouped_quantize`.
