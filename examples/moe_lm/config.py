@@ -80,6 +80,15 @@ class Config:
                 str(self.dim),
                 "Change --dim or --heads.",
             )
+        for name in ("dim", "hidden"):
+            width = getattr(self, name)
+            if self.format == "mxfp8" and width % 32:
+                raise UserError(
+                    f"argument '--{name}'",
+                    "a multiple of 32, the block of mxfp8",
+                    str(width),
+                    f"Use for example --{name} {-(-width // 32) * 32}.",
+                )
         for name in POSITIVE:
             if getattr(self, name) < 1:
                 raise UserError(

@@ -115,6 +115,11 @@ def test_batches_differ_by_rank_step_and_seed_and_are_repeatable(text_file: Path
             "train_moe: argument '--dim': expected a multiple of twice the number of heads (4), got 250. "
             "Change --dim or --heads.",
         ),
+        (
+            {"hidden": 100, "format": "mxfp8"},
+            "train_moe: argument '--hidden': expected a multiple of 32, the block of mxfp8, got 100. "
+            "Use for example --hidden 128.",
+        ),
         ({"batch_size": 0}, "train_moe: argument '--batch-size': expected at least 1, got 0. Raise it."),
     ],
 )
