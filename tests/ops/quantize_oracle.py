@@ -92,31 +92,29 @@ def scale_of(block: np.ndarray, spec: Spec, overflow: float) -> np.float32:
     return scale
 
 
-def exponent_of(block: np.ndarray, element: str) -> int:
-    """The E8M0 byte of a block of float32 values: the least e with ``2**(e - 127) >= amax * (1 / largest)``, the
-    product in float32; 254 for an infinite amax. Exact, since float64 holds every power of two in question."""
-    numbers = np.abs(block[~np.isnan(block)])
-    amax = np.float32(numbers.max()) if numbers.size else np.float32(0)
-    wanted = np.float64(amax * (np.float32(1) / np.float32(TABLES[element][-1])))
-    return int(np.searchsorted(MX_SCALES[:255], wanted)) if wanted < np.inf else 254
-
-
 #: 2^-127 of byte 0 up to 2^127 of byte 254; 255 is NaN.
 MX_SCALES = np.append(2.0 ** np.arange(-127, 128), np.nan)
+
+
+def exponents_of(amax: np.ndarray, element: str) -> np.ndarray:
+    """The E8M0 bytes of float32 amaxes: the least e with ``2**(e - 127) >= amax * (1 / largest)``, the product in
+    float32; 254 for an infinite amax. Compared in float64, which holds every power of two in question."""
+    wanted = (amax * (np.float32(1) / np.float32(TABLES[element][-1]))).astype(np.float64)
+    return np.minimum(np.searchsorted(MX_SCALES[:255], wanted), 254)
 
 
 def quantize_mx(values: np.ndarray, spec: Spec) -> tuple[np.ndarray, np.ndarray]:
     """Codes of one float32 matrix along rows and its scale bytes ``[roundup(M, 128), 4 * ceil(K / 128)]``."""
     rows, columns = values.shape
     height, width = spec.block or (1, 1)
-    factors = np.ones(values.shape, np.float32)
+    down, across = -(-rows // height), -(-columns // width)
+    magnitudes = np.zeros((down * height, across * width), np.float32)
+    magnitudes[:rows, :columns] = np.where(np.isnan(values), np.float32(0), np.abs(values))
+    amax = magnitudes.reshape(down, height, across, width).max((1, 3), initial=0)
+    exponents = np.repeat(exponents_of(amax, spec.element), height, 0)[:rows]
     stored = np.zeros((-(-rows // 128) * 128, 4 * -(-columns // 128)), np.uint8)
-    for top in range(0, rows, height):
-        for left in range(0, columns, width):
-            where = slice(top, min(top + height, rows)), slice(left, left + width)
-            exponent = exponent_of(values[where], spec.element)
-            stored[where[0], left // width] = exponent
-            factors[where] = np.float32(2.0 ** (127 - exponent))
+    stored[:rows, :across] = exponents
+    factors = (2.0 ** (127 - np.repeat(exponents, width, 1)[:, :columns])).astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         return round_to_codes(values * factors, spec.element), stored
 
