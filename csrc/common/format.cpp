@@ -10,7 +10,7 @@ namespace transformer_plugin {
 namespace {
 
 constexpr const char* kGrammar =
-    "a format key: none, bf16, fp8_tensor or fp8_block, then options like "
+    "a format key: none, bf16, fp8_tensor, fp8_block or mxfp8, then options like "
     "fp8_block:e4m3,pow2,square,eps=1e-12";
 
 bool apply_option(Format& format, std::string_view option) {
@@ -19,10 +19,12 @@ bool apply_option(Format& format, std::string_view option) {
     format.element = DType::kFloat8E4M3;
   } else if (option == "e5m2") {
     format.element = DType::kFloat8E5M2;
+  } else if (option == "square" && format.has_blocks()) {
+    format.square_blocks = true;
+  } else if (format.family == FormatFamily::kMxFp8) {
+    return false;  // E8M0 leaves nothing else to choose
   } else if (option == "pow2" || option == "fp32") {
     format.power_of_two_scales = option == "pow2";
-  } else if (option == "square" && format.family == FormatFamily::kFp8Block) {
-    format.square_blocks = true;
   } else if (option.starts_with("eps=")) {
     const std::string_view number = option.substr(4);
     const auto result = std::from_chars(number.data(), number.data() + number.size(), format.epsilon);
@@ -49,6 +51,9 @@ Format parse_format(const char* op, const char* argument, std::string_view key) 
     format.family = FormatFamily::kFp8Tensor;
   } else if (family == "fp8_block") {
     format.family = FormatFamily::kFp8Block;
+    format.power_of_two_scales = true;
+  } else if (family == "mxfp8") {
+    format.family = FormatFamily::kMxFp8;
     format.power_of_two_scales = true;
   } else {
     valid = false;

@@ -22,7 +22,7 @@ struct Rounded {
 };
 
 // One rounding serves both directions when the scale does not depend on the direction.
-bool one_scale(const Format& format) { return format.family != FormatFamily::kFp8Block; }
+bool one_scale(const Format& format) { return !format.has_blocks(); }
 
 Rounded round_matrix(const Tensor& x, const OptionalTensor& group_sizes, const Format& format,
                      std::string_view key, bool rows, bool columns) {

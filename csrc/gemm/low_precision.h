@@ -18,7 +18,7 @@ struct RoleFormats {
 
   bool native() const { return input.family == FormatFamily::kNone; }
   // Whether the weight's values are the same along rows and columns, so that one copy serves both directions.
-  bool symmetric_weight() const { return weight.family != FormatFamily::kFp8Block || weight.square_blocks; }
+  bool symmetric_weight() const { return !weight.has_blocks() || weight.square_blocks; }
 };
 
 RoleFormats role_formats(const char* op, std::string_view input, std::string_view weight,

@@ -39,16 +39,10 @@ Format check_quantized(const QuantizedArgument& argument, int64_t dim, const Ten
       quantize::quantized_format(argument.op, argument.format_name, argument.key, group_sizes == nullptr);
   const Argument data{argument.op, argument.name, argument.data};
   const Argument scale{argument.op, argument.scale_name, argument.scale};
-  check_dtype(data, {format.element == DType::kFloat8E5M2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn});
+  check_dtype(data, {quantize::element_dtype(format)});
   check_dim(data, dim);
-  check_dtype(scale, {at::kFloat});
-  check_same_device(scale, data);
   const auto operand = quantize::operand_of(argument.data, transposed, group_sizes);
-  const quantize::SymSizes sizes = operand.scale_sizes(format, transposed);
-  check_dim(scale, static_cast<int64_t>(sizes.size()));
-  for (size_t d = 0; d < sizes.size(); ++d) {
-    check_size(scale, static_cast<int64_t>(d), sizes[d], "what the format gives data of this size");
-  }
+  quantize::check_scale(scale, data, format, operand.scale_sizes(format, transposed));
   return format;
 }
 

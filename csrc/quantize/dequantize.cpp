@@ -22,21 +22,10 @@ struct Arguments {
   Operand operand() const { return operand_of(data, transposed, group_sizes); }
 };
 
-void check_scale(const Arguments& a, const Format& format) {
-  const Argument scale{a.op, "scale_inv", a.scale_inv};
-  check_dtype(scale, {at::kFloat});
-  check_same_device(scale, {a.op, "data", a.data});
-  const SymSizes sizes = a.operand().scale_sizes(format, a.transposed);
-  check_dim(scale, static_cast<int64_t>(sizes.size()));
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    check_size(scale, static_cast<int64_t>(i), sizes[i], "what the format gives data of this size");
-  }
-}
-
 Format check_arguments(const Arguments& a) {
   const Format format = quantized_format(a.op, "format", a.key, a.group_sizes == nullptr);
   const Argument data{a.op, "data", a.data};
-  check_dtype(data, {format.element == DType::kFloat8E5M2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn});
+  check_dtype(data, {element_dtype(format)});
   if (a.group_sizes) {
     check_dim(data, 2);
     check_group_sizes({a.op, "group_sizes", *a.group_sizes}, data);
@@ -44,7 +33,7 @@ Format check_arguments(const Arguments& a) {
     TP_CHECK_VALUE(a.data.dim() == 2 || a.data.dim() == 3, a.op, "data", "2 or 3 dimensions",
                    describe(a.data), "Reshape it first");
   }
-  check_scale(a, format);
+  check_scale({a.op, "scale_inv", a.scale_inv}, data, format, a.operand().scale_sizes(format, a.transposed));
   const bool known = a.dtype == at::kFloat || a.dtype == at::kBFloat16 || a.dtype == at::kHalf;
   TP_CHECK_TYPE(known, a.op, "dtype", "one of the dtypes float32, bfloat16, float16", dtype_name(a.dtype),
                 "Convert the result with .to()");
@@ -64,7 +53,7 @@ Tensor run(const Arguments& a) {
   const Tensor data = a.data.contiguous();
   const Tensor scale = a.scale_inv.contiguous();
   const DequantizeArgs args{static_cast<const uint8_t*>(data.const_data_ptr()),
-                            scale.const_data_ptr<float>(),
+                            scale.const_data_ptr(),
                             output.mutable_data_ptr(),
                             make_layout(operand, format, tables),
                             a.transposed,

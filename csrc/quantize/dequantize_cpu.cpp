@@ -37,8 +37,7 @@ void dequantize_tile(const DequantizeArgs& args, const Tile& tile) {
       for (int c = 0; c < tile.cols; ++c) gathered[c] = codes[c * layout.rows];
       codes = gathered;
     }
-    for (int c = 0; c < tile.cols; ++c)
-      scales[c] = args.scale[scale_index(layout, tile, args.transposed, r, c)];
+    for (int c = 0; c < tile.cols; ++c) scales[c] = scale_at(args, tile, r, c);
     decode_row<T, element>(codes, scales, tile.cols, output);
   }
 }

@@ -61,8 +61,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_const
 #pragma unroll
     for (int c = 0; c < kColsPerThread; ++c) {
       if (c0 + c >= tile.cols) break;
-      const float scale =
-          tile.tail ? 0.0f : args.scale[scale_index(layout, tile, args.transposed, row, c0 + c)];
+      const float scale = tile.tail ? 0.0f : scale_at(args, tile, row, c0 + c);
       output[c] = round_to<T>(fp8_to_float<element>(codes.get(c)) * scale);
     }
   }

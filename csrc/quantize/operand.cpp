@@ -11,6 +11,7 @@ c10::SymInt up_to_4(const c10::SymInt& size) { return (size + 3) / 4 * 4; }
 
 ScaleMode scale_mode(const Format& format) {
   if (format.family == FormatFamily::kFp8Tensor) return ScaleMode::kTensor;
+  if (format.family == FormatFamily::kMxFp8) return ScaleMode::kMx;
   return format.square_blocks ? ScaleMode::kSquare : ScaleMode::kRows;
 }
 
@@ -31,6 +32,9 @@ SymSizes Operand::scale_sizes(const Format& format, bool transposed) const {
   if (mode == ScaleMode::kRows) {
     sizes = {blocks(line), up_to_4(other)};
     if (groups && transposed) sizes[0] = sizes[0] + *groups;
+  } else if (mode == ScaleMode::kMx) {
+    const c10::SymInt tiles = groups && transposed ? blocks(line) + *groups : blocks(line);
+    sizes = {blocks(other) * kTile, tiles * kMxBlocks};
   } else {
     sizes = {blocks(other), up_to_4(blocks(line))};
   }
@@ -49,10 +53,10 @@ Operand operand_of(const at::Tensor& tensor, bool transposed, const at::Tensor* 
 
 Format quantized_format(const char* op, const char* argument, std::string_view key, bool allow_square) {
   const Format format = parse_format(op, argument, key);
-  TP_CHECK_VALUE(format.is_quantized(), op, argument, "a format with scales, fp8_tensor or fp8_block",
+  TP_CHECK_VALUE(format.is_quantized(), op, argument, "a format with scales, fp8_tensor, fp8_block or mxfp8",
                  "'" << key << "'", "Use the tensor as it is, or convert it with .to()");
   TP_CHECK_VALUE(allow_square || !format.square_blocks, op, argument,
-                 "1x128 blocks for a ragged matrix, whose groups do not end on square blocks",
+                 "blocks along a row for a ragged matrix, whose groups do not end on square blocks",
                  "'" << key << "'", "Leave out 'square'");
   return format;
 }
@@ -83,7 +87,25 @@ Layout make_layout(const Operand& operand, const Format& format, const GroupTabl
           grouped ? operand.groups->expect_int() : 0,
           grouped ? tables.offsets.const_data_ptr<int32_t>() : nullptr,
           grouped ? tables.tile_offsets.const_data_ptr<int32_t>() : nullptr,
-          scale_mode(format)};
+          scale_mode(format),
+          format.square_blocks};
+}
+
+at::ScalarType element_dtype(const Format& format) {
+  return format.element == DType::kFloat8E5M2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn;
+}
+
+at::ScalarType scale_dtype(const Format& format) {
+  return format.family == FormatFamily::kMxFp8 ? at::kFloat8_e8m0fnu : at::kFloat;
+}
+
+void check_scale(const Argument& scale, const Argument& data, const Format& format, const SymSizes& sizes) {
+  check_dtype(scale, {scale_dtype(format)});
+  check_same_device(scale, data);
+  check_dim(scale, static_cast<int64_t>(sizes.size()));
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    check_size(scale, static_cast<int64_t>(d), sizes[d], "what the format gives data of this size");
+  }
 }
 
 }  // namespace transformer_plugin::quantize

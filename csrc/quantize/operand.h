@@ -30,7 +30,7 @@ struct Operand {
 // The operand of sizes [rows, cols] or [members, rows, cols]; [cols, rows] with `transposed`.
 Operand operand_of(const at::Tensor& tensor, bool transposed, const at::Tensor* group_sizes);
 
-// fp8_tensor or fp8_block; square blocks only when `square` is allowed.
+// A format with scales; square blocks only when `square` is allowed.
 Format quantized_format(const char* op, const char* argument, std::string_view key, bool allow_square);
 
 // Row and tile offsets of groups on the device of the data. Undefined tensors when there are no groups.
@@ -40,6 +40,13 @@ struct GroupTables {
 };
 
 GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, int64_t rows);
+// What data and scales are kept in.
+at::ScalarType element_dtype(const Format& format);
+at::ScalarType scale_dtype(const Format& format);
+
+// Dtype, device and sizes of the scales of `data`.
+void check_scale(const Argument& scale, const Argument& data, const Format& format, const SymSizes& sizes);
+
 Layout make_layout(const Operand& operand, const Format& format, const GroupTables& tables);
 
 }  // namespace transformer_plugin::quantize

@@ -32,6 +32,8 @@ struct Outputs {
   Tensor data, scale, data_t, scale_t;  // undefined in a direction that is not asked for
 };
 
+bool is_mx(const Format& format) { return format.family == FormatFamily::kMxFp8; }
+
 Format check_arguments(const Op& op, const Tensor& input, const Tensor* group_sizes, c10::string_view key) {
   const Format format = quantized_format(op.name, "format", key, group_sizes == nullptr);
   const Argument argument{op.name, "input", input};
@@ -43,20 +45,23 @@ Format check_arguments(const Op& op, const Tensor& input, const Tensor* group_si
     TP_CHECK_VALUE(input.dim() == 2 || input.dim() == 3, op.name, "input", "2 or 3 dimensions",
                    describe(input), "Reshape it first");
   }
+  TP_CHECK_VALUE(!is_mx(format) || input.sym_size(-1) % kMxBlockSize == 0, op.name, "input",
+                 "a last dimension that is a multiple of 32, the block of mxfp8", describe(input),
+                 "Pad it with zeros, for example with torch.nn.functional.pad");
   return format;
 }
 
 // The outputs, the same for every backend.
 Outputs make_outputs(const Op& op, const Tensor& input, const Operand& operand, const Format& format) {
-  const auto element = format.element == DType::kFloat8E5M2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn;
+  const at::ScalarType element = element_dtype(format), scale = scale_dtype(format);
   Outputs outputs;
   if (op.rowwise) {
     outputs.data = empty(input, operand.data_sizes(false), element);
-    outputs.scale = empty(input, operand.scale_sizes(format, false), at::kFloat);
+    outputs.scale = empty(input, operand.scale_sizes(format, false), scale);
   }
   if (op.transposed) {
     outputs.data_t = empty(input, operand.data_sizes(true), element);
-    outputs.scale_t = empty(input, operand.scale_sizes(format, true), at::kFloat);
+    outputs.scale_t = empty(input, operand.scale_sizes(format, true), scale);
   }
   return outputs;
 }
@@ -95,11 +100,14 @@ Outputs run(const Op& op, const Tensor& input, const Tensor* group_sizes, c10::s
   const Layout layout = make_layout(operand, format, tables);
   Tensor amax;
   if (layout.mode == ScaleMode::kTensor) amax = empty(input, {layout.tensor_scales()}, at::kFloat);
+  const bool mx = is_mx(format);
   const QuantizeArgs args{x.const_data_ptr(),
                           bytes(outputs.data),
-                          floats(outputs.scale),
+                          mx ? nullptr : floats(outputs.scale),
                           bytes(outputs.data_t),
-                          floats(outputs.scale_t),
+                          mx ? nullptr : floats(outputs.scale_t),
+                          mx ? bytes(outputs.scale) : nullptr,
+                          mx ? bytes(outputs.scale_t) : nullptr,
                           floats(amax),
                           layout,
                           scale_rule(format, input.scalar_type()),
@@ -113,7 +121,7 @@ Outputs run(const Op& op, const Tensor& input, const Tensor* group_sizes, c10::s
   }
 #ifdef TRANSFORMER_PLUGIN_CUDA
   const CudaScope scope(input);
-  launch_quantize(args, scope.stream());
+  mx ? launch_quantize_mx(args, scope.stream()) : launch_quantize(args, scope.stream());
 #endif
   return outputs;
 }

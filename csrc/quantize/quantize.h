@@ -4,11 +4,13 @@
 //   scale = 1 if a is 0 or infinite, else largest / a in FP32; an infinite scale becomes `overflow`
 //   power-of-two scales: the mantissa of scale cleared
 //   scale_inv = 1 / scale,  q = float_to_fp8(float(x) * scale)
+// Microscaled (ScaleMode::kMx): the E8M0 rule of common/e8m0.h in place of the first three lines.
 // Source: the published conventions of per-tensor current scaling and of 1x128 and 128x128 block scaling in
 // FP8 (DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3; NVIDIA TransformerEngine
-// recipe_common.cuh).
+// recipe_common.cuh); OCP Microscaling Formats (MX) v1.0.
 #pragma once
 
+#include "common/e8m0.h"
 #include "common/fp8.h"
 #include "quantize/tiles.h"
 
@@ -27,7 +29,9 @@ struct QuantizeArgs {
   float* scale;
   uint8_t* data_t;  // [members, cols, rows]
   float* scale_t;
-  float* amax;  // scratch [members or groups] of ScaleMode::kTensor
+  uint8_t* exponents;    // E8M0, in place of `scale` for ScaleMode::kMx
+  uint8_t* exponents_t;  // in place of `scale_t`
+  float* amax;           // scratch [members or groups] of ScaleMode::kTensor
   Layout layout;
   ScaleRule rule;
   DType dtype;
@@ -48,5 +52,6 @@ TP_HOST_DEVICE float encode_scale(float amax, const ScaleRule& rule) {
 
 void quantize_cpu(const QuantizeArgs& args);
 void launch_quantize(const QuantizeArgs& args, void* stream);
+void launch_quantize_mx(const QuantizeArgs& args, void* stream);
 
 }  // namespace transformer_plugin::quantize

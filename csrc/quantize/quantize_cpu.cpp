@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 
 #include "quantize/quantize.h"
 
@@ -119,8 +120,80 @@ void write_columns(const QuantizeArgs& args, const Tile& tile, const Values& val
   zero_scale_padding(layout, tile, true, args.scale_t);
 }
 
+// E8M0 scales of the tile: four for each row, or for each column.
+struct Exponents {
+  uint8_t at[kTile][kMxBlocks];
+};
+
+uint8_t exponent_of(int32_t magnitude, const ScaleRule& rule) {
+  return e8m0_of_amax(bits_to_float(static_cast<uint32_t>(magnitude)), rule.largest);
+}
+
+int block_end(int block, int size) { return std::min((block + 1) * kMxBlock, size); }
+
+void exponents_of_tile(const QuantizeArgs& args, const Tile& tile, const Values& values, Exponents& rows,
+                       Exponents& columns) {
+  rows = columns = {};
+  if (tile.tail) return;
+  for (int rb = 0; rb * kMxBlock < tile.rows; ++rb) {
+    int32_t of_columns[kTile] = {};
+    int32_t of_square[kMxBlocks] = {};
+    for (int r = rb * kMxBlock; r < block_end(rb, tile.rows); ++r) {
+      add_to_magnitudes(values.at[r], tile.cols, of_columns);
+      for (int cb = 0; cb * kMxBlock < tile.cols; ++cb) {
+        const int first = cb * kMxBlock;
+        const int32_t largest = magnitude_of_row(values.at[r] + first, block_end(cb, tile.cols) - first);
+        rows.at[r][cb] = exponent_of(largest, args.rule);
+        of_square[cb] = std::max(of_square[cb], largest);
+      }
+    }
+    for (int c = 0; c < tile.cols; ++c) columns.at[c][rb] = exponent_of(of_columns[c], args.rule);
+    if (!args.layout.square) continue;
+    for (int c = 0; c < tile.cols; ++c) columns.at[c][rb] = exponent_of(of_square[c / kMxBlock], args.rule);
+    for (int r = rb * kMxBlock; r < block_end(rb, tile.rows); ++r) {
+      for (int cb = 0; cb * kMxBlock < tile.cols; ++cb)
+        rows.at[r][cb] = exponent_of(of_square[cb], args.rule);
+    }
+  }
+}
+
+template <typename T, DType element>
+void quantize_mx_tile(const QuantizeArgs& args, const Tile& tile) {
+  const Layout& layout = args.layout;
+  Values values;
+  if (!tile.tail) load<T>(args, tile, values);
+  Exponents rows, columns;
+  exponents_of_tile(args, tile, values, rows, columns);
+  alignas(64) uint8_t codes[kTile][kTile];
+  if (tile.tail) std::memset(codes, 0, sizeof(codes));
+  float scales[kTile];
+  if (args.rowwise) {
+    for (int r = 0; r < tile.rows; ++r) {
+      for (int c = 0; c < tile.cols; ++c) scales[c] = e8m0_multiplier(rows.at[r][c / kMxBlock]);
+      if (!tile.tail) convert_row<element>(values.at[r], scales, tile.cols, codes[r]);
+      uint8_t* data = args.data + (tile.member * layout.rows + tile.row + r) * layout.cols + tile.col;
+      std::copy_n(codes[r], tile.cols, data);
+      std::copy_n(rows.at[r], kMxBlocks, args.exponents + mx_word_index(layout, tile, false, r));
+    }
+    zero_mx_padding(layout, tile, false, args.exponents);
+  }
+  if (args.transposed) {
+    for (int r = 0; r < tile.rows && !tile.tail; ++r) {
+      for (int c = 0; c < tile.cols; ++c) scales[c] = e8m0_multiplier(columns.at[c][r / kMxBlock]);
+      convert_row<element>(values.at[r], scales, tile.cols, codes[r]);
+    }
+    uint8_t* output = args.data_t + (tile.member * layout.cols + tile.col) * layout.rows + tile.row;
+    transpose(codes, tile.rows, tile.cols, output, layout.rows);
+    for (int c = 0; c < tile.cols; ++c) {
+      std::copy_n(columns.at[c], kMxBlocks, args.exponents_t + mx_word_index(layout, tile, true, c));
+    }
+    zero_mx_padding(layout, tile, true, args.exponents_t);
+  }
+}
+
 template <typename T, DType element>
 void quantize_tile(const QuantizeArgs& args, const Tile& tile) {
+  if (args.layout.mode == ScaleMode::kMx) return quantize_mx_tile<T, element>(args, tile);
   Values values;
   if (!tile.tail) load<T>(args, tile, values);
   float tile_scale = 1.0f;

@@ -12,6 +12,11 @@
 //                G, up4(C)])
 //   square       row-wise   [ceil(R/128), up4(ceil(C/128))]   scale[rb][cb]
 //                transposed [ceil(C/128), up4(ceil(R/128))]   scale[cb][rb]
+// E8M0 (one byte, up128 = rounded up to a multiple of 128; 32x32 blocks repeat theirs for each of their 32 lines):
+//   microscaled  row-wise   [up128(R), 4 ceil(C/128)]         scale[row][column / 32]
+//                transposed [up128(C), 4 ceil(R/128)]         scale[column][row / 32] (grouped: 4 (ceil(R/128) + G),
+//                                                             each group from its first row tile on)
+// so that a line of a tile has one word of four scales.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +31,12 @@ enum class ScaleMode : int32_t {
   kTensor,  // one for each member
   kRows,    // one for each 1x128 block along the direction that is quantized
   kSquare,  // one for each 128x128 block
+  kMx,      // E8M0, one for each 1x32 block
 };
+
+inline constexpr int kMxBlock = 32;
+inline constexpr int kMxBlocks = kTile / kMxBlock;  // of one line of a tile
+static_assert(kMxBlocks == 4, "a line of a tile has one word of scales");
 
 TP_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 TP_HOST_DEVICE int64_t round_up_4(int64_t a) { return (a + 3) / 4 * 4; }
@@ -39,6 +49,7 @@ struct Layout {
   const int32_t* offsets;       // [groups + 1] rows where groups begin, or null
   const int32_t* tile_offsets;  // [groups + 1] row tiles where groups begin, or null
   ScaleMode mode;
+  bool square;  // blocks with as many rows as columns
 
   TP_HOST_DEVICE bool grouped() const { return offsets != nullptr; }
   // Enough for any split of the rows: each group, and the tail, begins a tile of its own.
@@ -49,10 +60,12 @@ struct Layout {
 
   // Row length and rows of the scale matrix of one member.
   TP_HOST_DEVICE int64_t scale_width(bool transposed) const {
+    if (mode == ScaleMode::kMx) return kMxBlocks * (transposed ? row_tiles() : col_tiles());
     if (mode == ScaleMode::kRows) return round_up_4(transposed ? cols : rows);
     return round_up_4(transposed ? ceil_div(rows, kTile) : col_tiles());
   }
   TP_HOST_DEVICE int64_t scale_height(bool transposed) const {
+    if (mode == ScaleMode::kMx) return kTile * (transposed ? col_tiles() : ceil_div(rows, kTile));
     if (mode == ScaleMode::kRows) return transposed ? row_tiles() : col_tiles();
     return transposed ? col_tiles() : ceil_div(rows, kTile);
   }
@@ -136,6 +149,27 @@ TP_HOST_DEVICE void zero_scale_padding(const Layout& layout, const Tile& tile, b
   const int64_t line =
       tile.member * layout.scale_height(transposed) + (along_rows ? tile.col_tile : tile.row_tile);
   for (int64_t i = used; i < width; ++i) scale[line * width + i] = 0.0f;
+}
+
+// Where the four E8M0 scales of a line of the tile lie: of row `line`, or of column `line` for transposed data.
+TP_HOST_DEVICE int64_t mx_word_index(const Layout& layout, const Tile& tile, bool transposed, int line) {
+  const int64_t width = layout.scale_width(transposed);
+  const int64_t first = tile.member * layout.scale_height(transposed) * width;
+  return transposed ? first + (tile.col + line) * width + kMxBlocks * tile.row_tile
+                    : first + (tile.row + line) * width + kMxBlocks * tile.col_tile;
+}
+
+// Lines past the matrix, up to a multiple of 128: the first tile across them writes its word of each.
+TP_HOST_DEVICE void zero_mx_padding(const Layout& layout, const Tile& tile, bool transposed,
+                                    uint8_t* exponents) {
+  if ((transposed ? tile.col_tile : tile.row_tile) != 0) return;
+  const int64_t width = layout.scale_width(transposed);
+  const int64_t height = layout.scale_height(transposed);
+  uint8_t* word =
+      exponents + tile.member * height * width + kMxBlocks * (transposed ? tile.row_tile : tile.col_tile);
+  for (int64_t line = transposed ? layout.cols : layout.rows; line < height; ++line) {
+    for (int b = 0; b < kMxBlocks; ++b) word[line * width + b] = 0;
+  }
 }
 
 void tile_offsets_cpu(const int32_t* offsets, int64_t groups, int32_t* tile_offsets);

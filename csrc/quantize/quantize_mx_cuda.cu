@@ -1,0 +1,156 @@
+// Microscaling: E8M0 scales of 1x32 or 32x32 blocks. The tail of a ragged matrix needs no case of its own: its values
+// are loaded as zero, whose scale is 0.
+#include "quantize/quantize_device.cuh"
+
+namespace transformer_plugin::quantize {
+namespace {
+
+constexpr int kLanesPerBlock = kMxBlock / kColsPerThread;
+constexpr int kWarpsPerBlock = kMxBlock / kRowsPerThread;
+static_assert(kWarpsPerBlock == 2 && kLanesPerBlock == 8, "a 32x32 block is 2 warps of 8 lanes");
+
+// The maximum over the lanes whose columns lie in one block, in each of them.
+__device__ __forceinline__ float block_max(float value) {
+#pragma unroll
+  for (int distance = kLanesPerBlock / 2; distance > 0; distance /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, distance));
+  }
+  return value;
+}
+
+__device__ __forceinline__ uint8_t exponent_of(float amax, const ScaleRule& rule) {
+  return e8m0_of_amax(amax, rule.largest);
+}
+
+// The codes of the row's four blocks as one word, in every lane.
+__device__ __forceinline__ uint32_t word_of_blocks(uint32_t exponent) {
+  uint32_t word = 0;
+#pragma unroll
+  for (int b = 0; b < kMxBlocks; ++b) {
+    word |= __shfl_sync(0xffffffffu, exponent, b * kLanesPerBlock) << (8 * b);
+  }
+  return word;
+}
+
+// Largest magnitudes: of each column over the rows of a warp, and of each warp's part of a 32x32 block.
+struct Partial {
+  float of_columns[kWarps][kTile];
+  float of_squares[kWarps][kMxBlocks];
+
+  __device__ __forceinline__ float column(int row_block, int column) const {
+    return fmaxf(of_columns[2 * row_block][column], of_columns[2 * row_block + 1][column]);
+  }
+  __device__ __forceinline__ float square(int row_block, int column_block) const {
+    return fmaxf(of_squares[2 * row_block][column_block], of_squares[2 * row_block + 1][column_block]);
+  }
+};
+
+__device__ __forceinline__ void find_partial(const Values& values, int warp, int lane, Partial& partial) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int c = 0; c < kColsPerThread; ++c) {
+    float of_column = 0.0f;
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) of_column = max_abs(of_column, values.at[r][c]);
+    partial.of_columns[warp][lane * kColsPerThread + c] = of_column;
+    largest = fmaxf(largest, of_column);
+  }
+  largest = block_max(largest);
+  if (lane % kLanesPerBlock == 0) partial.of_squares[warp][lane / kLanesPerBlock] = largest;
+}
+
+template <DType element>
+__device__ __forceinline__ void write_rows(const QuantizeArgs& args, const Tile& tile, const Values& values,
+                                           int warp, int lane, const Partial& partial) {
+  const Layout& layout = args.layout;
+  const int c0 = lane * kColsPerThread;
+  const float square = layout.square ? partial.square(warp / kWarpsPerBlock, lane / kLanesPerBlock) : 0.0f;
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    float largest = square;
+    if (!layout.square) {
+#pragma unroll
+      for (int c = 0; c < kColsPerThread; ++c) largest = max_abs(largest, values.at[r][c]);
+      largest = block_max(largest);
+    }
+    const uint8_t exponent = exponent_of(largest, args.rule);
+    const uint32_t word = word_of_blocks(exponent);
+    const int row = warp * kRowsPerThread + r;
+    if (row >= tile.rows) continue;
+    if (lane == 0) {
+      *reinterpret_cast<uint32_t*>(args.exponents + mx_word_index(layout, tile, false, row)) = word;
+    }
+    const float multiplier = e8m0_multiplier(exponent);
+    Codes4 codes;
+#pragma unroll
+    for (int c = 0; c < kColsPerThread; ++c) {
+      codes.set(c, float_to_fp8<element>(values.at[r][c] * multiplier));
+    }
+    uint8_t* target = args.data + (tile.member * layout.rows + tile.row + row) * layout.cols + tile.col + c0;
+    store_codes(target, codes, tile.cols - c0, layout.cols % 4 == 0);
+  }
+}
+
+// The scales of the transposed lines: a thread writes the word of one column.
+__device__ __forceinline__ void write_column_exponents(const QuantizeArgs& args, const Tile& tile,
+                                                       const Partial& partial) {
+  const int column = threadIdx.x;
+  if (column >= tile.cols) return;
+  uint32_t word = 0;
+#pragma unroll
+  for (int b = 0; b < kMxBlocks; ++b) {
+    const float amax = args.layout.square ? partial.square(b, column / kMxBlock) : partial.column(b, column);
+    word |= static_cast<uint32_t>(exponent_of(amax, args.rule)) << (8 * b);
+  }
+  *reinterpret_cast<uint32_t*>(args.exponents_t + mx_word_index(args.layout, tile, true, column)) = word;
+}
+
+template <typename T, DType element>
+__global__ void __launch_bounds__(kThreads) quantize_mx_kernel(const __grid_constant__ QuantizeArgs args) {
+  __shared__ Partial partial;
+  __shared__ TransposedTile turned;
+  const Layout& layout = args.layout;
+  const int warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
+  const Tile tile = tile_at(layout, blockIdx.x);
+  Values values;
+  load<T>(args, tile, warp, lane, values);
+  if (args.transposed || layout.square) {
+    find_partial(values, warp, lane, partial);
+    __syncthreads();
+  }
+  if (args.rowwise) {
+    write_rows<element>(args, tile, values, warp, lane, partial);
+    if (threadIdx.x == 0) zero_mx_padding(layout, tile, false, args.exponents);
+  }
+  if (args.transposed) {
+    float scales[kColsPerThread];
+#pragma unroll
+    for (int c = 0; c < kColsPerThread; ++c) {
+      const int column = lane * kColsPerThread + c;
+      const int row_block = warp / kWarpsPerBlock;
+      const float amax =
+          layout.square ? partial.square(row_block, column / kMxBlock) : partial.column(row_block, column);
+      scales[c] = e8m0_multiplier(exponent_of(amax, args.rule));
+    }
+    write_column_exponents(args, tile, partial);
+    write_columns<element>(args, tile, values, warp, lane, scales, turned);
+    if (threadIdx.x == 0) zero_mx_padding(layout, tile, true, args.exponents_t);
+  }
+}
+
+}  // namespace
+
+void launch_quantize_mx(const QuantizeArgs& args, void* stream) {
+  const unsigned grid = tile_grid(args.layout);
+  if (grid == 0) return;
+  visit_device_float(args.dtype, [&](auto type) {
+    visit_fp8(args.element, [&](auto element) {
+      quantize_mx_kernel<decltype(type), decltype(element)::value>
+          <<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
+    });
+  });
+  check_launch("quantize_mx_kernel");
+}
+
+}  // namespace transformer_plugin::quantize
