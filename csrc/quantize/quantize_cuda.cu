@@ -24,59 +24,64 @@ __device__ __forceinline__ float tile_amax(const Values& values, int warp, int l
 template <DType element>
 __device__ __forceinline__ void write_rows(const QuantizeArgs& args, const Tile& tile, const Values& values,
                                            int warp, int lane, float tile_scale) {
-  const Layout& layout = args.layout;
   const int c0 = lane * kColsPerThread;
-  const bool own = layout.mode == ScaleMode::kRows;
+  const int first_row = warp * kRowsPerThread;
+  const bool own = args.layout.mode == ScaleMode::kRows;
+  float scale = tile_scale;  // of the row that this lane answers for
+  using Maxima = RowMaxima<kRowsPerThread>;
+  if (own) {
+    Maxima maxima;
+    maxima.find(values, lane);
+    const float other_half = __shfl_xor_sync(0xffffffffu, maxima.at[0], kRowsPerThread);
+    scale = encode_scale(fmaxf(maxima.at[0], other_half), args.rule);
+    const int row = first_row + Maxima::row_of(lane);
+    if (lane < kRowsPerThread && row < tile.rows) {
+      args.scale[scale_index(args.layout, tile, false, row, 0)] = tile.tail ? 0.0f : 1.0f / scale;
+    }
+  }
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
-    const int row = warp * kRowsPerThread + r;
-    float scale = tile_scale;
-    if (own) {
-      float largest = 0.0f;
-#pragma unroll
-      for (int c = 0; c < kColsPerThread; ++c) largest = max_abs(largest, values.at[r][c]);
-      scale = encode_scale(warp_max(largest), args.rule);
-    }
-    if (row >= tile.rows) continue;
-    if (own && lane == 0) {
-      args.scale[scale_index(layout, tile, false, row, 0)] = tile.tail ? 0.0f : 1.0f / scale;
-    }
-    Codes4 codes;
-#pragma unroll
-    for (int c = 0; c < kColsPerThread; ++c) codes.set(c, float_to_fp8<element>(values.at[r][c] * scale));
-    uint8_t* target = args.data + (tile.member * layout.rows + tile.row + row) * layout.cols + tile.col + c0;
-    store_codes(target, codes, tile.cols - c0, layout.cols % 4 == 0);
+    const float of_row = own ? __shfl_sync(0xffffffffu, scale, Maxima::lane_of(r)) : tile_scale;
+    if (first_row + r < tile.rows) write_row<element>(args, tile, values, r, first_row + r, c0, of_row);
   }
 }
 
-// The scale of each of the thread's columns, for 1x128 blocks along the transposed rows.
-__device__ __forceinline__ void column_scales(const QuantizeArgs& args, const Tile& tile,
-                                              const Values& values, int warp, int lane,
-                                              float (*partial)[kTile], float* scales) {
+// For 1x128 blocks along the transposed rows: the largest magnitude of each column over the rows of a warp, then the
+// scale of each column. Ends with the scales in `scales` for every thread.
+struct ColumnScales {
+  float partial[kWarps][kTile];
+  alignas(16) float scales[kTile];
+};
+
+__device__ __forceinline__ void find_column_scales(const QuantizeArgs& args, const Tile& tile,
+                                                   const Values& values, int warp, int lane,
+                                                   ColumnScales& columns) {
   const int c0 = lane * kColsPerThread;
 #pragma unroll
   for (int c = 0; c < kColsPerThread; ++c) {
     float largest = 0.0f;
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) largest = max_abs(largest, values.at[r][c]);
-    partial[warp][c0 + c] = largest;
+    columns.partial[warp][c0 + c] = largest;
   }
   __syncthreads();
+  const int column = threadIdx.x;
+  if (column < kTile) {
+    float largest = columns.partial[0][column];
 #pragma unroll
-  for (int c = 0; c < kColsPerThread; ++c) {
-    float largest = partial[0][c0 + c];
-#pragma unroll
-    for (int w = 1; w < kWarps; ++w) largest = fmaxf(largest, partial[w][c0 + c]);
-    scales[c] = encode_scale(largest, args.rule);
-    if (warp == 0 && c0 + c < tile.cols) {
-      args.scale_t[scale_index(args.layout, tile, true, 0, c0 + c)] = tile.tail ? 0.0f : 1.0f / scales[c];
+    for (int w = 1; w < kWarps; ++w) largest = fmaxf(largest, columns.partial[w][column]);
+    const float scale = encode_scale(largest, args.rule);
+    columns.scales[column] = scale;
+    if (column < tile.cols) {
+      args.scale_t[scale_index(args.layout, tile, true, 0, column)] = tile.tail ? 0.0f : 1.0f / scale;
     }
   }
+  __syncthreads();
 }
 
 template <typename T, DType element>
 __global__ void __launch_bounds__(kThreads) quantize_kernel(const __grid_constant__ QuantizeArgs args) {
-  __shared__ float partial[kWarps][kTile];
+  __shared__ ColumnScales columns;
   __shared__ TransposedTile turned;
   const Layout& layout = args.layout;
   const int warp = threadIdx.x / kWarpSize;
@@ -89,7 +94,7 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const __grid_constan
   if (layout.mode == ScaleMode::kTensor && !tile.tail)
     tile_scale = encode_scale(args.amax[tile.group], args.rule);
   if (layout.mode == ScaleMode::kSquare) {
-    tile_scale = encode_scale(tile_amax(values, warp, lane, partial[0]), args.rule);
+    tile_scale = encode_scale(tile_amax(values, warp, lane, columns.partial[0]), args.rule);
     if (threadIdx.x == 0 && args.rowwise)
       args.scale[scale_index(layout, tile, false, 0, 0)] = 1.0f / tile_scale;
     if (threadIdx.x == 0 && args.transposed)
@@ -101,7 +106,11 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const __grid_constan
   if (args.rowwise) write_rows<element>(args, tile, values, warp, lane, tile_scale);
   if (args.transposed) {
     float scales[kColsPerThread] = {tile_scale, tile_scale, tile_scale, tile_scale};
-    if (layout.mode == ScaleMode::kRows) column_scales(args, tile, values, warp, lane, partial, scales);
+    if (layout.mode == ScaleMode::kRows) {
+      find_column_scales(args, tile, values, warp, lane, columns);
+#pragma unroll
+      for (int c = 0; c < kColsPerThread; ++c) scales[c] = columns.scales[lane * kColsPerThread + c];
+    }
     write_columns<element>(args, tile, values, warp, lane, scales, turned);
   }
 }

@@ -22,16 +22,6 @@ __device__ __forceinline__ uint8_t exponent_of(float amax, const ScaleRule& rule
   return e8m0_of_amax(amax, rule.largest);
 }
 
-// The codes of the row's four blocks as one word, in every lane.
-__device__ __forceinline__ uint32_t word_of_blocks(uint32_t exponent) {
-  uint32_t word = 0;
-#pragma unroll
-  for (int b = 0; b < kMxBlocks; ++b) {
-    word |= __shfl_sync(0xffffffffu, exponent, b * kLanesPerBlock) << (8 * b);
-  }
-  return word;
-}
-
 // Largest magnitudes: of each column over the rows of a warp, and of each warp's part of a 32x32 block.
 struct Partial {
   float of_columns[kWarps][kTile];
@@ -59,35 +49,37 @@ __device__ __forceinline__ void find_partial(const Values& values, int warp, int
   if (lane % kLanesPerBlock == 0) partial.of_squares[warp][lane / kLanesPerBlock] = largest;
 }
 
+// A lane answers for two rows of its block.
 template <DType element>
 __device__ __forceinline__ void write_rows(const QuantizeArgs& args, const Tile& tile, const Values& values,
                                            int warp, int lane, const Partial& partial) {
   const Layout& layout = args.layout;
-  const int c0 = lane * kColsPerThread;
-  const float square = layout.square ? partial.square(warp / kWarpsPerBlock, lane / kLanesPerBlock) : 0.0f;
+  const int block = lane / kLanesPerBlock;
+  const int first_row = warp * kRowsPerThread;
+  using Maxima = RowMaxima<kLanesPerBlock>;
+  float multipliers[Maxima::kRows];
+  Maxima maxima;
+  if (!layout.square) maxima.find(values, lane);
 #pragma unroll
-  for (int r = 0; r < kRowsPerThread; ++r) {
-    float largest = square;
-    if (!layout.square) {
-#pragma unroll
-      for (int c = 0; c < kColsPerThread; ++c) largest = max_abs(largest, values.at[r][c]);
-      largest = block_max(largest);
-    }
-    const uint8_t exponent = exponent_of(largest, args.rule);
-    const uint32_t word = word_of_blocks(exponent);
-    const int row = warp * kRowsPerThread + r;
-    if (row >= tile.rows) continue;
-    if (lane == 0) {
+  for (int i = 0; i < Maxima::kRows; ++i) {
+    const float amax = layout.square ? partial.square(warp / kWarpsPerBlock, block) : maxima.at[i];
+    const uint8_t exponent = exponent_of(amax, args.rule);
+    multipliers[i] = e8m0_multiplier(exponent);
+    uint32_t word = static_cast<uint32_t>(exponent) << (8 * block);
+    word |= __shfl_xor_sync(0xffffffffu, word, kLanesPerBlock);
+    word |= __shfl_xor_sync(0xffffffffu, word, 2 * kLanesPerBlock);
+    const int row = first_row + Maxima::row_of(lane) + i;
+    if (lane < kLanesPerBlock && row < tile.rows) {
       *reinterpret_cast<uint32_t*>(args.exponents + mx_word_index(layout, tile, false, row)) = word;
     }
-    const float multiplier = e8m0_multiplier(exponent);
-    Codes4 codes;
+  }
 #pragma unroll
-    for (int c = 0; c < kColsPerThread; ++c) {
-      codes.set(c, float_to_fp8<element>(values.at[r][c] * multiplier));
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    const int holder = block * kLanesPerBlock + Maxima::lane_of(r);
+    const float multiplier = __shfl_sync(0xffffffffu, multipliers[r % Maxima::kRows], holder);
+    if (first_row + r < tile.rows) {
+      write_row<element>(args, tile, values, r, first_row + r, lane * kColsPerThread, multiplier);
     }
-    uint8_t* target = args.data + (tile.member * layout.rows + tile.row + row) * layout.cols + tile.col + c0;
-    store_codes(target, codes, tile.cols - c0, layout.cols % 4 == 0);
   }
 }
 
