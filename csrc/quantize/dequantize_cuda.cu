@@ -42,6 +42,13 @@ __device__ __forceinline__ Codes4 row_codes(const DequantizeArgs& args, const Ti
   return codes;
 }
 
+// Both element types are exact in half precision, to which the hardware converts two codes at once.
+template <DType element>
+__device__ __forceinline__ float2 decode2(uint32_t codes) {
+  constexpr __nv_fp8_interpretation_t type = element == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2;
+  return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), type)));
+}
+
 template <typename T, DType element>
 __global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_constant__ DequantizeArgs args) {
   __shared__ TransposedTile turned;
@@ -49,20 +56,52 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_const
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
   const int c0 = lane * kColsPerThread;
-  const Tile tile = tile_at(layout, blockIdx.x);
+  const int first_row = warp * kRowsPerThread;
+  const Tile tile = block_tile(layout);
   if (args.transposed && !tile.tail) load_columns(args, tile, warp, lane, turned);
+  const int count = tile.cols - c0;
+  if (first_row >= tile.rows || count <= 0) return;
+
+  Codes4 codes[kRowsPerThread];
+#pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
-    const int row = warp * kRowsPerThread + r;
-    if (row >= tile.rows) break;
-    T* output = static_cast<T*>(args.output) + (tile.member * layout.rows + tile.row + row) * layout.cols +
-                tile.col + c0;
-    Codes4 codes;
-    if (!tile.tail) codes = row_codes(args, tile, row, c0, turned);
+    if (first_row + r < tile.rows && !tile.tail) codes[r] = row_codes(args, tile, first_row + r, c0, turned);
+  }
+  // Scales of transposed data belong to columns and do not change over a thread's rows; others belong to rows.
+  float scales[kColsPerThread] = {};
+  if (args.transposed && !tile.tail) {
 #pragma unroll
     for (int c = 0; c < kColsPerThread; ++c) {
-      if (c0 + c >= tile.cols) break;
-      const float scale = tile.tail ? 0.0f : scale_at(args, tile, row, c0 + c);
-      output[c] = round_to<T>(fp8_to_float<element>(codes.get(c)) * scale);
+      if (c < count) scales[c] = scale_at(args, tile, first_row, c0 + c);
+    }
+  }
+  const bool whole = count >= kColsPerThread && layout.cols % kColsPerThread == 0 &&
+                     reinterpret_cast<uintptr_t>(args.output) % (kColsPerThread * sizeof(T)) == 0;
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    const int row = first_row + r;
+    if (row >= tile.rows) break;
+    if (!args.transposed && !tile.tail) {
+      const float scale = scale_at(args, tile, row, c0);
+#pragma unroll
+      for (int c = 0; c < kColsPerThread; ++c) scales[c] = scale;
+    }
+    const float2 low = decode2<element>(codes[r].word & 0xffffu),
+                 high = decode2<element>(codes[r].word >> 16);
+    const T values[kColsPerThread] = {round_to<T>(low.x * scales[0]), round_to<T>(low.y * scales[1]),
+                                      round_to<T>(high.x * scales[2]), round_to<T>(high.y * scales[3])};
+    T* output = static_cast<T*>(args.output) + (tile.member * layout.rows + tile.row + row) * layout.cols +
+                tile.col + c0;
+    if (whole) {
+      using Vector = std::conditional_t<sizeof(T) == 2, uint2, uint4>;
+      Vector vector;
+      memcpy(&vector, values, sizeof(vector));
+      *reinterpret_cast<Vector*>(output) = vector;
+    } else {
+#pragma unroll
+      for (int c = 0; c < kColsPerThread; ++c) {
+        if (c < count) output[c] = values[c];
+      }
     }
   }
 }

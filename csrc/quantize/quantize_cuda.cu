@@ -4,13 +4,11 @@ namespace transformer_plugin::quantize {
 namespace {
 
 // The amax of the whole tile, in every thread. `partial` is [kWarps] in shared memory.
-__device__ __forceinline__ float tile_amax(const Values& values, int warp, int lane, float* partial) {
+template <typename T>
+__device__ __forceinline__ float tile_amax(const Values<T>& values, int warp, int lane, float* partial) {
   float largest = 0.0f;
 #pragma unroll
-  for (int r = 0; r < kRowsPerThread; ++r) {
-#pragma unroll
-    for (int c = 0; c < kColsPerThread; ++c) largest = max_abs(largest, values.at[r][c]);
-  }
+  for (int r = 0; r < kRowsPerThread; ++r) largest = fmaxf(largest, values.row_max(r));
   largest = warp_max(largest);
   if (lane == 0) partial[warp] = largest;
   __syncthreads();
@@ -21,9 +19,9 @@ __device__ __forceinline__ float tile_amax(const Values& values, int warp, int l
 }
 
 // Row-wise codes, and the scales of the tile's rows.
-template <DType element>
-__device__ __forceinline__ void write_rows(const QuantizeArgs& args, const Tile& tile, const Values& values,
-                                           int warp, int lane, float tile_scale) {
+template <DType element, typename T>
+__device__ __forceinline__ void write_rows(const QuantizeArgs& args, const Tile& tile,
+                                           const Values<T>& values, int warp, int lane, float tile_scale) {
   const int c0 = lane * kColsPerThread;
   const int first_row = warp * kRowsPerThread;
   const bool own = args.layout.mode == ScaleMode::kRows;
@@ -49,20 +47,17 @@ __device__ __forceinline__ void write_rows(const QuantizeArgs& args, const Tile&
 // For 1x128 blocks along the transposed rows: the largest magnitude of each column over the rows of a warp, then the
 // scale of each column. Ends with the scales in `scales` for every thread.
 struct ColumnScales {
-  float partial[kWarps][kTile];
+  alignas(16) float partial[kWarps][kTile];
   alignas(16) float scales[kTile];
 };
 
+template <typename T>
 __device__ __forceinline__ void find_column_scales(const QuantizeArgs& args, const Tile& tile,
-                                                   const Values& values, int warp, int lane,
+                                                   const Values<T>& values, int warp, int lane,
                                                    ColumnScales& columns) {
-  const int c0 = lane * kColsPerThread;
 #pragma unroll
-  for (int c = 0; c < kColsPerThread; ++c) {
-    float largest = 0.0f;
-#pragma unroll
-    for (int r = 0; r < kRowsPerThread; ++r) largest = max_abs(largest, values.at[r][c]);
-    columns.partial[warp][c0 + c] = largest;
+  for (int i = 0; i < kColsPerThread / 2; ++i) {
+    *reinterpret_cast<float2*>(&columns.partial[warp][lane * kColsPerThread + 2 * i]) = values.column_max(i);
   }
   __syncthreads();
   const int column = threadIdx.x;
@@ -86,8 +81,16 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const __grid_constan
   const Layout& layout = args.layout;
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
-  const Tile tile = tile_at(layout, blockIdx.x);
-  Values values;
+  const Tile tile = block_tile(layout);
+  if (threadIdx.x == 0 && args.rowwise) zero_scale_padding(layout, tile, false, args.scale);
+  if (threadIdx.x == 0 && args.transposed) zero_scale_padding(layout, tile, true, args.scale_t);
+  if (tile.rows == 0) {  // past the last group
+    if (args.transposed && layout.mode == ScaleMode::kRows && threadIdx.x < tile.cols) {
+      args.scale_t[scale_index(layout, tile, true, 0, threadIdx.x)] = 0.0f;
+    }
+    return;
+  }
+  Values<T> values;
   load<T>(args, tile, warp, lane, values);
 
   float tile_scale = 1.0f;
@@ -100,9 +103,6 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const __grid_constan
     if (threadIdx.x == 0 && args.transposed)
       args.scale_t[scale_index(layout, tile, true, 0, 0)] = 1.0f / tile_scale;
   }
-  if (threadIdx.x == 0 && args.rowwise) zero_scale_padding(layout, tile, false, args.scale);
-  if (threadIdx.x == 0 && args.transposed) zero_scale_padding(layout, tile, true, args.scale_t);
-
   if (args.rowwise) write_rows<element>(args, tile, values, warp, lane, tile_scale);
   if (args.transposed) {
     float scales[kColsPerThread] = {tile_scale, tile_scale, tile_scale, tile_scale};
@@ -120,11 +120,11 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const __grid_constan
 template <typename T>
 __global__ void __launch_bounds__(kThreads) tensor_amax_kernel(const __grid_constant__ QuantizeArgs args) {
   __shared__ float partial[kWarps];
-  const Tile tile = tile_at(args.layout, blockIdx.x);
-  if (tile.tail) return;
+  const Tile tile = block_tile(args.layout);
+  if (tile.tail || tile.rows == 0) return;
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
-  Values values;
+  Values<T> values;
   load<T>(args, tile, warp, lane, values);
   const float amax = tile_amax(values, warp, lane, partial);
   if (threadIdx.x == 0) {

@@ -1,56 +1,100 @@
 // What the quantize kernels share: loading a tile into registers, maxima, and storing transposed codes.
 #pragma once
 
+#include <type_traits>
+
 #include "quantize/quantize.h"
 #include "quantize/tile_device.cuh"
 
 namespace transformer_plugin::quantize {
 
-// A thread's part of a tile: zero outside the matrix and in the tail.
-struct Values {
-  float at[kRowsPerThread][kColsPerThread];
+// Two neighbouring values as they come, and their maximum of magnitudes. max leaves NaN out.
+template <typename T>
+struct Two {
+  T x, y;
 };
+template <>
+struct Two<__nv_bfloat16> : __nv_bfloat162 {};
+template <>
+struct Two<__half> : __half2 {};
 
 template <typename T>
-struct alignas(4 * sizeof(T)) Vector4 {
-  T at[4];
+__device__ __forceinline__ Two<T> zeros() {
+  return {T(0.0f), T(0.0f)};
+}
+template <>
+__device__ __forceinline__ Two<__nv_bfloat16> zeros() {
+  return {__float2bfloat162_rn(0.0f)};
+}
+template <>
+__device__ __forceinline__ Two<__half> zeros() {
+  return {__float2half2_rn(0.0f)};
+}
+
+__device__ __forceinline__ Two<float> max_abs(Two<float> largest, Two<float> values) {
+  return {fmaxf(largest.x, fabsf(values.x)), fmaxf(largest.y, fabsf(values.y))};
+}
+template <typename T>
+__device__ __forceinline__ Two<T> max_abs(Two<T> largest, Two<T> values) {
+  return {__hmax2(largest, __habs2(values))};
+}
+
+// A thread's part of a tile, in the input's dtype: zero outside the matrix and in the tail.
+template <typename T>
+struct Values {
+  Two<T> at[kRowsPerThread][kColsPerThread / 2];
+
+  __device__ __forceinline__ float get(int r, int c) const {
+    const Two<T>& two = at[r][c / 2];
+    return to_float(c % 2 == 0 ? two.x : two.y);
+  }
+  __device__ __forceinline__ float row_max(int r) const {
+    const Two<T> two = max_abs(max_abs(zeros<T>(), at[r][0]), at[r][1]);
+    return fmaxf(to_float(two.x), to_float(two.y));
+  }
+  // Of columns 2i and 2i + 1 over the thread's rows.
+  __device__ __forceinline__ float2 column_max(int i) const {
+    Two<T> largest = zeros<T>();
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) largest = max_abs(largest, at[r][i]);
+    return {to_float(largest.x), to_float(largest.y)};
+  }
 };
+
+// Four values in one load.
+template <typename T>
+using Vector4 = std::conditional_t<sizeof(T) == 2, uint2, uint4>;
 
 template <typename T>
 __device__ __forceinline__ void load(const QuantizeArgs& args, const Tile& tile, int warp, int lane,
-                                     Values& values) {
+                                     Values<T>& values) {
   const int64_t cols = args.layout.cols;
   const int c0 = lane * kColsPerThread;
   const int first_row = warp * kRowsPerThread;
   const T* input = static_cast<const T*>(args.input) +
                    (tile.member * args.layout.rows + tile.row + first_row) * cols + tile.col + c0;
   const bool aligned = cols % 4 == 0 && reinterpret_cast<uintptr_t>(args.input) % sizeof(Vector4<T>) == 0;
-  if (aligned && tile.rows == kTile && tile.cols == kTile && !tile.tail) {
-    Vector4<T> vectors[kRowsPerThread];  // all under way before the first is used
+  const int rows = tile.tail ? 0 : tile.rows - first_row;
+  if (aligned && tile.cols == kTile) {  // all loads under way before a value is used
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
-      vectors[r] = *reinterpret_cast<const Vector4<T>*>(input + r * cols);
-    }
-#pragma unroll
-    for (int r = 0; r < kRowsPerThread; ++r) {
-#pragma unroll
-      for (int c = 0; c < kColsPerThread; ++c) values.at[r][c] = to_float(vectors[r].at[c]);
+      Vector4<T> vector = {};
+      if (r < rows) vector = *reinterpret_cast<const Vector4<T>*>(input + r * cols);
+      memcpy(values.at[r], &vector, sizeof(vector));
     }
     return;
   }
-  const int count = tile.tail ? 0 : tile.cols - c0;
+  const int count = tile.cols - c0;
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
-    const bool inside = first_row + r < tile.rows;
 #pragma unroll
-    for (int c = 0; c < kColsPerThread; ++c) {
-      values.at[r][c] = inside && c < count ? to_float(input[r * cols + c]) : 0.0f;
+    for (int i = 0; i < kColsPerThread / 2; ++i) {
+      values.at[r][i] = zeros<T>();
+      if (r < rows && 2 * i < count) values.at[r][i].x = input[r * cols + 2 * i];
+      if (r < rows && 2 * i + 1 < count) values.at[r][i].y = input[r * cols + 2 * i + 1];
     }
   }
 }
-
-// fmaxf leaves NaN out.
-__device__ __forceinline__ float max_abs(float largest, float value) { return fmaxf(largest, fabsf(value)); }
 
 __device__ __forceinline__ float warp_max(float value) {
 #pragma unroll
@@ -68,13 +112,10 @@ struct RowMaxima {
   static constexpr int kRows = kRowsPerThread / kLanes;
   float at[kRowsPerThread];  // the first kRows count
 
-  __device__ __forceinline__ void find(const Values& values, int lane) {
+  template <typename T>
+  __device__ __forceinline__ void find(const Values<T>& values, int lane) {
 #pragma unroll
-    for (int r = 0; r < kRowsPerThread; ++r) {
-      at[r] = 0.0f;
-#pragma unroll
-      for (int c = 0; c < kColsPerThread; ++c) at[r] = max_abs(at[r], values.at[r][c]);
-    }
+    for (int r = 0; r < kRowsPerThread; ++r) at[r] = values.row_max(r);
 #pragma unroll
     for (int distance = 1; distance < kLanes; distance *= 2) {
       const bool upper = lane & distance;
@@ -117,30 +158,31 @@ __device__ __forceinline__ Codes4 encode4(float a, float b, float c, float d) {
 }
 
 // A row's codes of this thread.
-template <DType element>
-__device__ __forceinline__ void write_row(const QuantizeArgs& args, const Tile& tile, const Values& values,
+template <DType element, typename T>
+__device__ __forceinline__ void write_row(const QuantizeArgs& args, const Tile& tile, const Values<T>& values,
                                           int r, int row, int c0, float scale) {
-  const float* x = values.at[r];
   uint8_t* target =
       args.data + (tile.member * args.layout.rows + tile.row + row) * args.layout.cols + tile.col + c0;
-  store_codes(target, encode4<element>(x[0] * scale, x[1] * scale, x[2] * scale, x[3] * scale),
-              tile.cols - c0, args.layout.cols % 4 == 0);
+  const Codes4 codes = encode4<element>(values.get(r, 0) * scale, values.get(r, 1) * scale,
+                                        values.get(r, 2) * scale, values.get(r, 3) * scale);
+  store_codes(target, codes, tile.cols - c0, args.layout.cols % 4 == 0);
 }
 
 // Transposed codes: packed by the rows a thread holds, turned in shared memory, written a line at a time.
-template <DType element>
+template <DType element, typename T>
 __device__ __forceinline__ void write_columns(const QuantizeArgs& args, const Tile& tile,
-                                              const Values& values, int warp, int lane, const float* scales,
-                                              TransposedTile& turned) {
+                                              const Values<T>& values, int warp, int lane,
+                                              const float* scales, TransposedTile& turned) {
   const Layout& layout = args.layout;
 #pragma unroll
   for (int c = 0; c < kColsPerThread; ++c) {
 #pragma unroll
     for (int word = 0; word < kRowsPerThread / 4; ++word) {
-      const float(*x)[kColsPerThread] = values.at + word * 4;
-      turned.at(lane * kColsPerThread + c, warp * (kRowsPerThread / 4) + word) =
-          encode4<element>(x[0][c] * scales[c], x[1][c] * scales[c], x[2][c] * scales[c], x[3][c] * scales[c])
-              .word;
+      const int r = 4 * word;
+      const Codes4 codes =
+          encode4<element>(values.get(r, c) * scales[c], values.get(r + 1, c) * scales[c],
+                           values.get(r + 2, c) * scales[c], values.get(r + 3, c) * scales[c]);
+      turned.at(lane * kColsPerThread + c, warp * (kRowsPerThread / 4) + word) = codes.word;
     }
   }
   __syncthreads();

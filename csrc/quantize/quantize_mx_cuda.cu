@@ -24,7 +24,7 @@ __device__ __forceinline__ uint8_t exponent_of(float amax, const ScaleRule& rule
 
 // Largest magnitudes: of each column over the rows of a warp, and of each warp's part of a 32x32 block.
 struct Partial {
-  float of_columns[kWarps][kTile];
+  alignas(16) float of_columns[kWarps][kTile];
   float of_squares[kWarps][kMxBlocks];
 
   __device__ __forceinline__ float column(int row_block, int column) const {
@@ -35,24 +35,24 @@ struct Partial {
   }
 };
 
-__device__ __forceinline__ void find_partial(const Values& values, int warp, int lane, Partial& partial) {
+template <typename T>
+__device__ __forceinline__ void find_partial(const Values<T>& values, int warp, int lane, Partial& partial) {
   float largest = 0.0f;
 #pragma unroll
-  for (int c = 0; c < kColsPerThread; ++c) {
-    float of_column = 0.0f;
-#pragma unroll
-    for (int r = 0; r < kRowsPerThread; ++r) of_column = max_abs(of_column, values.at[r][c]);
-    partial.of_columns[warp][lane * kColsPerThread + c] = of_column;
-    largest = fmaxf(largest, of_column);
+  for (int i = 0; i < kColsPerThread / 2; ++i) {
+    const float2 of_columns = values.column_max(i);
+    *reinterpret_cast<float2*>(&partial.of_columns[warp][lane * kColsPerThread + 2 * i]) = of_columns;
+    largest = fmaxf(largest, fmaxf(of_columns.x, of_columns.y));
   }
   largest = block_max(largest);
   if (lane % kLanesPerBlock == 0) partial.of_squares[warp][lane / kLanesPerBlock] = largest;
 }
 
 // A lane answers for two rows of its block.
-template <DType element>
-__device__ __forceinline__ void write_rows(const QuantizeArgs& args, const Tile& tile, const Values& values,
-                                           int warp, int lane, const Partial& partial) {
+template <DType element, typename T>
+__device__ __forceinline__ void write_rows(const QuantizeArgs& args, const Tile& tile,
+                                           const Values<T>& values, int warp, int lane,
+                                           const Partial& partial) {
   const Layout& layout = args.layout;
   const int block = lane / kLanesPerBlock;
   const int first_row = warp * kRowsPerThread;
@@ -104,17 +104,22 @@ __global__ void __launch_bounds__(kThreads) quantize_mx_kernel(const __grid_cons
   const Layout& layout = args.layout;
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
-  const Tile tile = tile_at(layout, blockIdx.x);
-  Values values;
+  const Tile tile = block_tile(layout);
+  if (threadIdx.x == 0 && args.rowwise) zero_mx_padding(layout, tile, false, args.exponents);
+  if (threadIdx.x == 0 && args.transposed) zero_mx_padding(layout, tile, true, args.exponents_t);
+  if (tile.rows == 0) {  // past the last group
+    if (args.transposed && threadIdx.x < tile.cols) {
+      *reinterpret_cast<uint32_t*>(args.exponents_t + mx_word_index(layout, tile, true, threadIdx.x)) = 0;
+    }
+    return;
+  }
+  Values<T> values;
   load<T>(args, tile, warp, lane, values);
   if (args.transposed || layout.square) {
     find_partial(values, warp, lane, partial);
     __syncthreads();
   }
-  if (args.rowwise) {
-    write_rows<element>(args, tile, values, warp, lane, partial);
-    if (threadIdx.x == 0) zero_mx_padding(layout, tile, false, args.exponents);
-  }
+  if (args.rowwise) write_rows<element>(args, tile, values, warp, lane, partial);
   if (args.transposed) {
     float scales[kColsPerThread];
 #pragma unroll
@@ -127,7 +132,6 @@ __global__ void __launch_bounds__(kThreads) quantize_mx_kernel(const __grid_cons
     }
     write_column_exponents(args, tile, partial);
     write_columns<element>(args, tile, values, warp, lane, scales, turned);
-    if (threadIdx.x == 0) zero_mx_padding(layout, tile, true, args.exponents_t);
   }
 }
 

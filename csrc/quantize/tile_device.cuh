@@ -19,6 +19,27 @@ inline constexpr int kWordsPerLine = kTile / 4;
 static_assert(kRowsPerThread % 4 == 0, "a thread packs its rows into whole words");
 static_assert(kColsPerThread == 4, "a thread's columns are one word of codes");
 
+// group_of_tile by a whole warp: each step leaves a 32nd of the groups.
+__device__ __forceinline__ int64_t group_of_tile_by_warp(const Layout& layout, int64_t row_tile) {
+  const int lane = threadIdx.x % kWarpSize;
+  int low = 0;
+  int size = static_cast<int>(layout.groups);  // the answer is one of low .. low + size
+  while (size > 0) {
+    const int step = (size + kWarpSize - 1) / kWarpSize;
+    const int last = (lane + 1) * step - 1;  // of this lane's share
+    const bool passed = last < size && layout.tile_offsets[low + last + 1] <= row_tile;
+    const int done = __popc(__ballot_sync(0xffffffffu, passed)) * step;
+    low += done;
+    size = min(step - 1, size - done);
+  }
+  return low;
+}
+
+// The tile of this block.
+__device__ __forceinline__ Tile block_tile(const Layout& layout) {
+  return tile_at(layout, blockIdx.x, group_of_tile_by_warp);
+}
+
 // 4 codes, the first in the lowest byte.
 struct Codes4 {
   uint32_t word = 0;

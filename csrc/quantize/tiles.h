@@ -98,7 +98,9 @@ TP_HOST_DEVICE int64_t group_of_tile(const Layout& layout, int64_t row_tile) {
   return low;  // `groups` for the tail
 }
 
-TP_HOST_DEVICE Tile tile_at(const Layout& layout, int64_t index) {
+// `find_group(layout, row_tile)` is group_of_tile, or does as it does.
+template <typename FindGroup>
+TP_HOST_DEVICE Tile tile_at(const Layout& layout, int64_t index, FindGroup&& find_group) {
   // Tiles fit a grid, so their numbers fit 32 bits, whose division costs a GPU a fifth of a 64-bit one.
   const uint32_t row_tiles = static_cast<uint32_t>(layout.row_tiles());
   const uint32_t col_tiles = static_cast<uint32_t>(layout.col_tiles());
@@ -112,7 +114,7 @@ TP_HOST_DEVICE Tile tile_at(const Layout& layout, int64_t index) {
   tile.row = tile.row_tile * kTile;
   int64_t end = layout.rows;
   if (layout.grouped()) {
-    tile.group = group_of_tile(layout, tile.row_tile);
+    tile.group = find_group(layout, tile.row_tile);
     tile.tail = tile.group == layout.groups;
     tile.row = layout.offsets[tile.group] + (tile.row_tile - layout.tile_offsets[tile.group]) * kTile;
     end = tile.tail ? layout.rows : layout.offsets[tile.group + 1];
@@ -123,6 +125,10 @@ TP_HOST_DEVICE Tile tile_at(const Layout& layout, int64_t index) {
   tile.rows = static_cast<int>(rows < 0 ? 0 : (rows < kTile ? rows : kTile));
   tile.cols = static_cast<int>(cols < kTile ? cols : kTile);
   return tile;
+}
+
+TP_HOST_DEVICE Tile tile_at(const Layout& layout, int64_t index) {
+  return tile_at(layout, index, group_of_tile);
 }
 
 // Where the scale of row `r`, column `c` of the tile lies, for data in the given direction.
