@@ -78,6 +78,40 @@ def train_moe(result: dict[str, Any]) -> Figure:
     return figure
 
 
+def quantize(result: dict[str, Any]) -> Figure:
+    """Bars of each op's speed and the compiled reference's, as fractions of a copy's that moves as many bytes."""
+    rows = result["rows"]
+    figure, axes = pyplot.subplots(figsize=(8.5, 0.45 * len(rows) + 1.8), layout="constrained")
+    for place, row in enumerate(reversed(rows)):
+        copy = row["copy_us"]["median"]
+        for offset, name, color in ((0.2, "op", OURS), (-0.2, "compiled", TORCH)):
+            if f"{name}_us" not in row:
+                continue
+            time = row[f"{name}_us"]
+            speed, low, high = (copy / time[key] for key in ("median", "high", "low"))
+            axes.barh(
+                place + offset, speed, height=0.38, color=color, xerr=[[speed - low], [high - speed]],
+                error_kw={"lw": 0.8},
+            )  # fmt: skip
+            text = f"{speed:.2f}"
+            if name == "op" and "fraction_of_single" in row:
+                text += f", {row['fraction_of_single']:.2f} x the single op"
+            axes.annotate(
+                text, (high, place + offset), (4, 0), fontsize=7, textcoords="offset points", va="center"
+            )
+        if row["fraction_in_reach"] < 1:
+            axes.vlines(row["fraction_in_reach"], place - 0.42, place + 0.42, color="black", lw=1, ls=":")
+    axes.axvline(1.0, color=MUL, lw=1, zorder=0)
+    axes.set_yticks(range(len(rows)), [row["name"] for row in reversed(rows)])
+    axes.set_xlabel("fraction of a copy's speed (dotted: what two reads of the input allow)")
+    for color, name in ((OURS, "transformer_plugin"), (TORCH, "torch.compile of the reference")):
+        axes.barh(0, 0, color=color, label=name)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(_title(f"Quantize, {' x '.join(map(str, rows[0]['shape']))}", result), fontsize=10)
+    return figure
+
+
 def _title(text: str, result: dict[str, Any]) -> str:
     environment = result["environment"]
     where = environment["gpu"]["name"] if environment["gpu"] else environment["processor"]
@@ -85,7 +119,11 @@ def _title(text: str, result: dict[str, Any]) -> str:
 
 
 # By the `benchmark` of a result file.
-DRAWINGS: dict[str, Callable[[dict[str, Any]], Figure]] = {"host_time": host_time, "train_moe": train_moe}
+DRAWINGS: dict[str, Callable[[dict[str, Any]], Figure]] = {
+    "host_time": host_time,
+    "quantize": quantize,
+    "train_moe": train_moe,
+}
 
 
 def main() -> None:
