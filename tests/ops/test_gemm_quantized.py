@@ -225,7 +225,7 @@ QT = ops.grouped_quantize_transposed(X, SIZES, KEY)
             "grouped_gemm_quantized",
             (*QG, *QW, SIZES, KEY + ":square", KEY, torch.float32),
             ValueError,
-            "'a_format': expected 1x128 blocks for a ragged matrix, whose groups do not end on square blocks, "
+            "'a_format': expected blocks along a row for a ragged matrix, whose groups do not end on square blocks, "
             "got 'fp8_block:square'. Leave out 'square'.",
         ),
         (
