@@ -1,17 +1,25 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
-#include <limits>
+#include <type_traits>
 
 #include "quantize/dequantize.h"
 
 namespace transformer_plugin::quantize {
 namespace {
 
-// Rounded to nearest even; a NaN is the one quiet NaN whatever its bits were, so that CPU and CUDA agree.
+// Rounded to nearest even; a NaN is the one quiet NaN whatever its bits were, so that CPU and CUDA agree. In integers,
+// which compilers vectorise where a comparison of floats might trap.
 template <typename T>
 TP_HOST_DEVICE T round_to(float value) {
-  return static_cast<T>(value != value ? bits_to_float(0x7fc00000u) : value);
+  const uint32_t given = float_to_bits(value);
+  const uint32_t bits = (given & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : given;
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);  // 0x7FC00000 stays what it is
+    return T(static_cast<uint16_t>(rounded >> 16), T::from_bits());
+  } else {
+    return static_cast<T>(bits_to_float(bits));
+  }
 }
 
 template <typename T, DType element>
@@ -19,11 +27,37 @@ TP_CPU_CLONES void decode_row(const uint8_t* codes, const float* scales, int col
   for (int c = 0; c < cols; ++c) output[c] = round_to<T>(fp8_to_float<element>(codes[c]) * scales[c]);
 }
 
+// Transposed codes of a tile, turned back in blocks that stay in the cache.
+void load_turned(const DequantizeArgs& args, const Tile& tile, uint8_t (*codes)[kTile]) {
+  constexpr int kBlock = 16;
+  const int64_t rows = args.layout.rows;
+  const uint8_t* source = args.data + (tile.member * args.layout.cols + tile.col) * rows + tile.row;
+  for (int c0 = 0; c0 < tile.cols; c0 += kBlock) {
+    for (int r0 = 0; r0 < tile.rows; r0 += kBlock) {
+      const int c1 = std::min(tile.cols, c0 + kBlock), r1 = std::min(tile.rows, r0 + kBlock);
+      for (int c = c0; c < c1; ++c) {
+        for (int r = r0; r < r1; ++r) codes[r][c] = source[c * rows + r];
+      }
+    }
+  }
+}
+
+// The scales of row `r` of the tile. Those of transposed data belong to columns and change every 32 rows at most.
+void load_scales(const DequantizeArgs& args, const Tile& tile, int r, float* scales) {
+  if (args.transposed) {
+    if (r % kMxBlock != 0) return;
+    for (int c = 0; c < tile.cols; ++c) scales[c] = scale_at(args, tile, r, c);
+    return;
+  }
+  for (int c = 0; c < tile.cols; c += kMxBlock) std::fill_n(scales + c, kMxBlock, scale_at(args, tile, r, c));
+}
+
 template <typename T, DType element>
 void dequantize_tile(const DequantizeArgs& args, const Tile& tile) {
   const Layout& layout = args.layout;
-  uint8_t gathered[kTile];
+  alignas(64) uint8_t turned[kTile][kTile];
   float scales[kTile];
+  if (args.transposed && !tile.tail) load_turned(args, tile, turned);
   for (int r = 0; r < tile.rows; ++r) {
     const int64_t row = tile.member * layout.rows + tile.row + r;
     T* output = static_cast<T*>(args.output) + row * layout.cols + tile.col;
@@ -31,13 +65,8 @@ void dequantize_tile(const DequantizeArgs& args, const Tile& tile) {
       std::fill_n(output, tile.cols, static_cast<T>(0.0f));
       continue;
     }
-    const uint8_t* codes = args.data + row * layout.cols + tile.col;
-    if (args.transposed) {
-      codes = args.data + (tile.member * layout.cols + tile.col) * layout.rows + tile.row + r;
-      for (int c = 0; c < tile.cols; ++c) gathered[c] = codes[c * layout.rows];
-      codes = gathered;
-    }
-    for (int c = 0; c < tile.cols; ++c) scales[c] = scale_at(args, tile, r, c);
+    load_scales(args, tile, r, scales);
+    const uint8_t* codes = args.transposed ? turned[r] : args.data + row * layout.cols + tile.col;
     decode_row<T, element>(codes, scales, tile.cols, output);
   }
 }

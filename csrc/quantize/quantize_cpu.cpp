@@ -131,29 +131,31 @@ uint8_t exponent_of(int32_t magnitude, const ScaleRule& rule) {
 
 int block_end(int block, int size) { return std::min((block + 1) * kMxBlock, size); }
 
+// The scales of the directions that are asked for.
 void exponents_of_tile(const QuantizeArgs& args, const Tile& tile, const Values& values, Exponents& rows,
                        Exponents& columns) {
-  rows = columns = {};
-  if (tile.tail) return;
   for (int rb = 0; rb * kMxBlock < tile.rows; ++rb) {
-    int32_t of_columns[kTile] = {};
-    int32_t of_square[kMxBlocks] = {};
-    for (int r = rb * kMxBlock; r < block_end(rb, tile.rows); ++r) {
-      add_to_magnitudes(values.at[r], tile.cols, of_columns);
-      for (int cb = 0; cb * kMxBlock < tile.cols; ++cb) {
-        const int first = cb * kMxBlock;
-        const int32_t largest = magnitude_of_row(values.at[r] + first, block_end(cb, tile.cols) - first);
-        rows.at[r][cb] = exponent_of(largest, args.rule);
-        of_square[cb] = std::max(of_square[cb], largest);
+    const int first = rb * kMxBlock, last = block_end(rb, tile.rows);
+    if (!args.layout.square && args.rowwise) {
+      for (int r = first; r < last; ++r) {
+        for (int c = 0; c < tile.cols; c += kMxBlock) {
+          const int count = std::min(kMxBlock, tile.cols - c);
+          rows.at[r][c / kMxBlock] = exponent_of(magnitude_of_row(values.at[r] + c, count), args.rule);
+        }
       }
     }
-    for (int c = 0; c < tile.cols; ++c) columns.at[c][rb] = exponent_of(of_columns[c], args.rule);
-    if (!args.layout.square) continue;
-    for (int c = 0; c < tile.cols; ++c) columns.at[c][rb] = exponent_of(of_square[c / kMxBlock], args.rule);
-    for (int r = rb * kMxBlock; r < block_end(rb, tile.rows); ++r) {
-      for (int cb = 0; cb * kMxBlock < tile.cols; ++cb)
-        rows.at[r][cb] = exponent_of(of_square[cb], args.rule);
+    if (!args.layout.square && !args.transposed) continue;
+    int32_t largest[kTile] = {};
+    for (int r = first; r < last; ++r) add_to_magnitudes(values.at[r], tile.cols, largest);
+    if (args.layout.square) {
+      for (int c = 0; c < tile.cols; c += kMxBlock) {
+        const int end = std::min(c + kMxBlock, tile.cols);
+        std::fill(largest + c, largest + end, *std::max_element(largest + c, largest + end));
+        const uint8_t exponent = exponent_of(largest[c], args.rule);
+        for (int r = first; r < last; ++r) rows.at[r][c / kMxBlock] = exponent;
+      }
     }
+    for (int c = 0; c < tile.cols; ++c) columns.at[c][rb] = exponent_of(largest[c], args.rule);
   }
 }
 
@@ -161,25 +163,34 @@ template <typename T, DType element>
 void quantize_mx_tile(const QuantizeArgs& args, const Tile& tile) {
   const Layout& layout = args.layout;
   Values values;
-  if (!tile.tail) load<T>(args, tile, values);
-  Exponents rows, columns;
-  exponents_of_tile(args, tile, values, rows, columns);
-  alignas(64) uint8_t codes[kTile][kTile];
-  if (tile.tail) std::memset(codes, 0, sizeof(codes));
+  Exponents rows = {}, columns = {};
+  if (!tile.tail) {
+    load<T>(args, tile, values);
+    exponents_of_tile(args, tile, values, rows, columns);
+  }
   float scales[kTile];
   if (args.rowwise) {
     for (int r = 0; r < tile.rows; ++r) {
-      for (int c = 0; c < tile.cols; ++c) scales[c] = e8m0_multiplier(rows.at[r][c / kMxBlock]);
-      if (!tile.tail) convert_row<element>(values.at[r], scales, tile.cols, codes[r]);
       uint8_t* data = args.data + (tile.member * layout.rows + tile.row + r) * layout.cols + tile.col;
-      std::copy_n(codes[r], tile.cols, data);
+      if (tile.tail) {
+        std::fill_n(data, tile.cols, uint8_t{0});
+      } else {
+        for (int b = 0; b < kMxBlocks; ++b) {
+          std::fill_n(scales + b * kMxBlock, kMxBlock, e8m0_multiplier(rows.at[r][b]));
+        }
+        convert_row<element>(values.at[r], scales, tile.cols, data);
+      }
       std::copy_n(rows.at[r], kMxBlocks, args.exponents + mx_word_index(layout, tile, false, r));
     }
     zero_mx_padding(layout, tile, false, args.exponents);
   }
   if (args.transposed) {
+    alignas(64) uint8_t codes[kTile][kTile];
+    if (tile.tail) std::memset(codes, 0, sizeof(codes));
     for (int r = 0; r < tile.rows && !tile.tail; ++r) {
-      for (int c = 0; c < tile.cols; ++c) scales[c] = e8m0_multiplier(columns.at[c][r / kMxBlock]);
+      if (r % kMxBlock == 0) {
+        for (int c = 0; c < tile.cols; ++c) scales[c] = e8m0_multiplier(columns.at[c][r / kMxBlock]);
+      }
       convert_row<element>(values.at[r], scales, tile.cols, codes[r]);
     }
     uint8_t* output = args.data_t + (tile.member * layout.cols + tile.col) * layout.rows + tile.row;
