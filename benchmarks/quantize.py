@@ -28,6 +28,7 @@ SHAPES = {"cuda": (32768, 7168), "cpu": (2048, 2048)}
 QUICK_ROWS = {"cuda": 4096, "cpu": 256}
 CHECKED_ROWS = 4096  # of these bytes are compared; enough for several tiles and groups
 ROTATION = 2**28  # bytes of inputs that calls in a row go through: five times the L2 cache of an H200
+PAGE = 4096
 DIRECTIONS = {"rows": "", "transposed": "_transposed", "both": "_both"}
 
 Tensors = tuple[Tensor, ...]
@@ -150,9 +151,10 @@ def rotating(call: Call, arguments: Sequence[Tensors]) -> Call:
 
 
 def copy_of(size: int, device: torch.device) -> Call:
-    """Reads half of ``size`` bytes and writes the other half."""
+    """Reads half of ``size`` bytes and writes the other half, in whole pages: a copy of odd bytes is a slow one."""
+    half = -(-size // 2 // PAGE) * PAGE
     pairs = [
-        tuple(torch.zeros(size // 2, dtype=torch.uint8, device=device) for _ in range(2))
+        tuple(torch.randint(256, (half,), dtype=torch.uint8, device=device) for _ in range(2))
         for _ in range(max(2, -(-ROTATION // size)))
     ]
     return rotating(lambda source, target: target.copy_(source), pairs)
