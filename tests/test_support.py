@@ -1,0 +1,54 @@
+"""explain_support: true of each recipe and device, and honest where nothing runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import transformer_plugin as tp
+from transformer_plugin.recipes import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    recipe_from_name,
+)
+
+
+@pytest.mark.parametrize("name", ["none", "bf16", "fp8_tensor", "fp8_block", "mxfp8"])
+def test_every_recipe_on_every_device(name: str, device: torch.device) -> None:
+    recipe = recipe_from_name(name)
+    text = tp.explain_support(recipe, device)
+    first, *rest = text.splitlines()
+    assert first.startswith(
+        f"{'no recipe' if recipe is None else type(recipe).__name__} on {device}: complete"
+    )
+    assert rest[0] == "formats: input {}, weight {}, gradient {}".format(
+        *([name] * 3 if recipe is None else [recipe.input_format, recipe.weight_format, recipe.grad_format])
+    )
+    assert ("quantization: " in text) == name.startswith(("fp8", "mx"))
+    assert rest[-1].startswith("products: ") and rest[-1].endswith(("rounded once", "slower than no recipe"))
+
+
+def test_what_the_operands_become() -> None:
+    """The words follow the scales: only powers of two are exact in bfloat16."""
+    exact = "operands are decoded exactly into bfloat16"
+    assert exact in tp.explain_support(Float8BlockScaling(), "cpu")
+    assert exact in tp.explain_support(MXFP8BlockScaling(), "cpu")
+    for recipe in (Float8BlockScaling(power_of_two_scales=False), Float8CurrentScaling()):
+        assert "operands are decoded into float32" in tp.explain_support(recipe, "cpu")
+    assert "widths must be multiples of 32" in tp.explain_support(MXFP8BlockScaling(), "cpu")
+
+
+def test_where_nothing_runs() -> None:
+    assert tp.explain_support(None, "mps") == (
+        "no recipe on mps: nothing of this package runs there; use a CPU or a CUDA device"
+    )
+
+
+def test_error() -> None:
+    with pytest.raises(TypeError) as error:
+        tp.explain_support("fp8_block", "cpu")  # type: ignore[arg-type]
+    assert str(error.value) == (
+        "transformer_plugin.explain_support: argument 'recipe': expected a Recipe or None, got str. "
+        "Use transformer_plugin.recipes.recipe_from_name for a name."
+    )

@@ -1,0 +1,88 @@
+"""What a recipe does on a device, in words: which kernels run, and what the numbers are."""
+
+from __future__ import annotations
+
+import torch
+
+from transformer_plugin.formats import Format
+from transformer_plugin.recipes import Recipe
+
+#: the compute capability that the kernels are built for and tested on.
+TESTED = (9, 0)
+
+
+def explain_support(recipe: Recipe | None, device: torch.device | str) -> str:
+    """Says what runs where when ``recipe`` is used on ``device``, and why; makes nothing and starts no kernel.
+
+    Args:
+        recipe: of a module; None for operands as they come.
+        device: ``"cpu"``, or a CUDA device (asking for its name starts its context). Other kinds are explained too:
+            nothing runs there.
+
+    Returns:
+        Lines: the device, the formats of the three operands, quantization, products.
+
+    Raises:
+        TypeError: ``recipe`` is neither None nor a Recipe.
+    """
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(
+            "transformer_plugin.explain_support: argument 'recipe': expected a Recipe or None, got "
+            f"{type(recipe).__name__}. Use transformer_plugin.recipes.recipe_from_name for a name."
+        )
+    device = torch.device(device)
+    used = recipe if recipe is not None else Recipe()
+    keys = (used.input_format, used.weight_format, used.grad_format)
+    formats = [Format.parse(key) for key in keys]
+    name = "no recipe" if recipe is None else type(recipe).__name__
+    lines = [f"{name} on {device}: {_where(device)}"]
+    if device.type not in ("cpu", "cuda") or not _has_kernels(device):
+        return lines[0]
+    lines.append("formats: input {}, weight {}, gradient {}".format(*keys))
+    if formats[0].is_quantized:
+        lines.append(
+            "quantization: this package's kernels, the same bytes on CPU and CUDA"
+            + ("" if formats[0].family != "mxfp8" else "; widths must be multiples of 32")
+        )
+    lines.append("products: " + _products(formats, device))
+    return "\n".join(lines)
+
+
+def _has_kernels(device: torch.device) -> bool:
+    key = "CUDA" if device.type == "cuda" else "CPU"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("transformer_plugin::quantize", key))
+
+
+def _where(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "complete, forward and backward"
+    if device.type != "cuda":
+        return "nothing of this package runs there; use a CPU or a CUDA device"
+    if not _has_kernels(device):
+        return "this build has no CUDA kernels; build it where nvcc and a CUDA torch are"
+    if not torch.cuda.is_available():
+        return "complete, forward and backward, but torch finds no CUDA device here"
+    major, minor = torch.cuda.get_device_capability(device)
+    gpu = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
+    if (major, minor) == TESTED:
+        return f"complete, forward and backward, on {gpu}"
+    return f"{gpu} is untested; kernels are for sm_90a unless TORCH_CUDA_ARCH_LIST said otherwise when they were built"
+
+
+def _products(formats: list[Format], device: torch.device) -> str:
+    value = "FP32 sums, rounded once"
+    if not formats[0].is_quantized:
+        return f"torch's kernels in the operands' dtype, this package's tile kernel where they do not fit; {value}"
+    exact = all(f.power_of_two_scales for f in formats)
+    if device.type == "cpu":
+        how = "decoded exactly into bfloat16" if exact else "decoded into float32"
+        return f"operands are {how} and multiplied by torch's kernels; {value}: right, slower than no recipe"
+    how = "into bfloat16, exactly" if exact else "into bfloat16 exactly, their scales kept outside of the sum"
+    if not exact and formats[0].block is not None:
+        how = "into float32"
+    reason = {
+        "mxfp8": "Hopper's matrix units take no E8M0 scales",
+        "fp8_block": "this version has no FP8 matrix kernel",
+        "fp8_tensor": "this version has no FP8 matrix kernel",
+    }[formats[0].family]
+    return f"operands are widened {how}, because {reason}; {value}"
