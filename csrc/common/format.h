@@ -33,7 +33,6 @@ struct Format {
   float max() const { return element == DType::kFloat8E5M2 ? 57344.0f : 448.0f; }
 };
 
-inline constexpr int64_t kFp8BlockSize = 128;
 inline constexpr int64_t kMxBlockSize = 32;
 
 // The format that `key` names; a four-part ValueError naming `op` and `argument` when it names none.

@@ -1,20 +1,16 @@
-// The two 8-bit floats, bit by bit, the same on CPU and CUDA.
+// The two 8-bit floats, bit by bit, on a CPU.
 //
 // E4M3 (torch.float8_e4m3fn): 4 exponent bits of bias 7, 3 mantissa bits, largest 448, no infinity, NaN 0x7F.
 // E5M2 (torch.float8_e5m2): 5 exponent bits of bias 15, 2 mantissa bits, largest finite 57344, infinity 0x7C.
 // Rounding to them is to nearest, ties to even, saturating: infinities become the largest finite value with
-// their sign, NaN of either sign becomes 0x7F. cvt.rn.satfinite of sm_89 and later does the same, and is used
-// there.
+// their sign, NaN of either sign becomes 0x7F. cvt.rn.satfinite of sm_89 and later does the same: CUDA kernels use it
+// (quantize/quantize_device.cuh).
 #pragma once
 
 #include <type_traits>
 
 #include "common/dtype.h"
 #include "common/math.h"
-
-#if defined(__CUDACC__)
-#include <cuda_fp8.h>
-#endif
 
 namespace transformer_plugin {
 
@@ -37,7 +33,7 @@ struct Fp8Traits<DType::kFloat8E5M2> {
 
 // The portable conversion: no branch, so that a compiler can vectorise it.
 template <DType element>
-TP_HOST_DEVICE uint8_t float_to_fp8_bits(float value) {
+TP_HOST_DEVICE uint8_t float_to_fp8(float value) {
   using Traits = Fp8Traits<element>;
   constexpr int shift = 23 - Traits::kMantissaBits;
   constexpr uint32_t smallest_normal = static_cast<uint32_t>(128 - Traits::kBias) << 23;
@@ -54,15 +50,6 @@ TP_HOST_DEVICE uint8_t float_to_fp8_bits(float value) {
   code = code > Traits::kLargest ? Traits::kLargest : code;
   code |= (bits >> 24) & 0x80u;
   return static_cast<uint8_t>(magnitude > 0x7f800000u ? 0x7Fu : code);
-}
-
-template <DType element>
-TP_HOST_DEVICE uint8_t float_to_fp8(float value) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  return __nv_cvt_float_to_fp8(value, __NV_SATFINITE, element == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2);
-#else
-  return float_to_fp8_bits<element>(value);
-#endif
 }
 
 // Exact. NaN comes out as 0x7FC00000 whatever its sign was.

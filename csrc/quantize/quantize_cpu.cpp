@@ -129,13 +129,11 @@ uint8_t exponent_of(int32_t magnitude, const ScaleRule& rule) {
   return e8m0_of_amax(bits_to_float(static_cast<uint32_t>(magnitude)), rule.largest);
 }
 
-int block_end(int block, int size) { return std::min((block + 1) * kMxBlock, size); }
-
 // The scales of the directions that are asked for.
 void exponents_of_tile(const QuantizeArgs& args, const Tile& tile, const Values& values, Exponents& rows,
                        Exponents& columns) {
   for (int rb = 0; rb * kMxBlock < tile.rows; ++rb) {
-    const int first = rb * kMxBlock, last = block_end(rb, tile.rows);
+    const int first = rb * kMxBlock, last = std::min(first + kMxBlock, tile.rows);
     if (!args.layout.square && args.rowwise) {
       for (int r = first; r < last; ++r) {
         for (int c = 0; c < tile.cols; c += kMxBlock) {

@@ -5,6 +5,8 @@
 // 4l + 3. So a row lies in one warp, and a lane holds 16 bytes of each of its 4 transposed rows.
 #pragma once
 
+#include <cuda_fp8.h>
+
 #include "common/device_types.cuh"
 #include "common/launch.cuh"
 #include "quantize/tiles.h"
