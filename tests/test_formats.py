@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from transformer_plugin import ops
-from transformer_plugin.formats import BLOCK, MX_BLOCK, Format
+from transformer_plugin.formats import BLOCK, MX_BLOCK, NV_BLOCK, Format
 
 QUANTIZED = [
     ("fp8_tensor", Format("fp8_tensor")),
@@ -27,6 +27,67 @@ QUANTIZED = [
     ("mxfp8:e5m2", Format("mxfp8", "e5m2")),
     ("mxfp8:square,e5m2,e4m3", Format("mxfp8", square_blocks=True)),
     ("mxfp8:e5m2,square", Format("mxfp8", "e5m2", True, True)),
+]
+# Read by Python alone so far.
+TINY = [
+    ("mxfp8:tiled", Format("mxfp8", tiled_scales=True), "mxfp8:e4m3,tiled"),
+    (
+        "mxfp8:tiled,square,e5m2",
+        Format("mxfp8", "e5m2", None, True, tiled_scales=True),
+        "mxfp8:e5m2,square,tiled",
+    ),
+    ("nvfp4", Format("nvfp4"), "nvfp4:e2m1"),
+    ("nvfp4:e2m1,e2m1", Format("nvfp4", "e2m1", False), "nvfp4:e2m1"),
+    ("nvfp4:square", Format("nvfp4", square_blocks=True), "nvfp4:e2m1,square"),
+    ("nvfp4:rht", Format("nvfp4", random_hadamard=True), "nvfp4:e2m1,rht"),
+    (
+        "nvfp4:tiled,sr,rht",
+        Format("nvfp4", random_hadamard=True, stochastic_rounding=True, tiled_scales=True),
+        "nvfp4:e2m1,rht,sr,tiled",
+    ),
+    (
+        "nvfp4:sr,square",
+        Format("nvfp4", square_blocks=True, stochastic_rounding=True),
+        "nvfp4:e2m1,square,sr",
+    ),
+    ("nvfp4:row_scaled", Format("nvfp4", row_scaled=True), "nvfp4:e2m1,row_scaled"),
+    ("nvfp4:4over6", Format("nvfp4", four_over_six="mae"), "nvfp4:e2m1,4over6"),
+    ("nvfp4:4over6,4over6_mse", Format("nvfp4", four_over_six="mse"), "nvfp4:e2m1,4over6_mse"),
+    ("nvfp4:4over6_mse,4over6", Format("nvfp4", four_over_six="mae"), "nvfp4:e2m1,4over6"),
+    (
+        "nvfp4:4over6_mse,tiled,row_scaled",
+        Format("nvfp4", row_scaled=True, four_over_six="mse", tiled_scales=True),
+        "nvfp4:e2m1,row_scaled,4over6_mse,tiled",
+    ),
+]
+TINY_REFUSED = [
+    "NVFP4",
+    "nvfp4:",
+    "nvfp4:e2m1,",
+    "nvfp4:e4m3",
+    "nvfp4:e5m2",
+    "nvfp4:pow2",
+    "nvfp4:fp32",
+    "nvfp4:eps=1",
+    "nvfp4:4over6_mae",
+    "nvfp4:4OVER6",
+    "nvfp4:row_scaled,square",
+    "nvfp4:square,row_scaled",
+    "nvfp4:row_scaled,rht",
+    "nvfp4:sr,row_scaled",
+    "nvfp4:4over6,square",
+    "nvfp4:rht,4over6",
+    "nvfp4:4over6_mse,sr",
+    "nvfp4:square,rht",
+    "nvfp4:rht,sr,square",
+    "fp8_tensor:e2m1",
+    "fp8_tensor:tiled",
+    "fp8_block:tiled",
+    "fp8_block:rht",
+    "mxfp8:rht",
+    "mxfp8:sr",
+    "mxfp8:row_scaled",
+    "mxfp8:4over6",
 ]
 REFUSED = [
     "",
@@ -90,6 +151,23 @@ def test_keys_refused_as_cpp_does(key: str) -> None:
     assert str(caught.value) == f"transformer_plugin.Format.parse: argument 'key': {text}"
 
 
+@pytest.mark.parametrize(("key", "format", "canonical"), TINY, ids=[key for key, _, _ in TINY])
+def test_keys_of_small_blocks(key: str, format: Format, canonical: str) -> None:
+    assert Format.parse(key) == format
+    assert format.key == canonical and Format.parse(canonical) == format
+
+
+@pytest.mark.parametrize("key", TINY_REFUSED)
+def test_keys_of_small_blocks_refused(key: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Format.parse(key)
+    assert str(caught.value) == (
+        "transformer_plugin.Format.parse: argument 'key': expected a format key: none, bf16, fp8_tensor, fp8_block "
+        "or mxfp8, then options like fp8_block:e4m3,pow2,square,eps=1e-12, "
+        f"got '{key}'. transformer_plugin.formats lists them."
+    )
+
+
 def test_formats_without_scales() -> None:
     assert Format.parse("none") == Format() and Format().key == "none"
     assert Format.parse("bf16") == Format("bf16") and Format("bf16").key == "bf16"
@@ -141,6 +219,19 @@ def test_what_mxfp8_says() -> None:
     assert rows == Format("mxfp8", power_of_two_scales=True) and hash(rows) == hash(Format.parse("mxfp8"))
 
 
+def test_what_nvfp4_says() -> None:
+    rows, square = Format("nvfp4"), Format("nvfp4", square_blocks=True)
+    assert (rows.element, rows.power_of_two_scales, rows.epsilon) == ("e2m1", False, 0.0)
+    assert (rows.block, square.block) == ((1, NV_BLOCK), (NV_BLOCK, NV_BLOCK)) and NV_BLOCK == 16
+    assert (rows.dtype, rows.scale_dtype) == (torch.float4_e2m1fn_x2, torch.float8_e4m3fn)
+    assert (rows.alignment, rows.group_multiple, rows.largest) == (16, 16, 6.0)
+    assert rows.is_quantized and rows.needs_amax
+    others = [Format("none"), *map(Format, ("bf16", "fp8_tensor", "fp8_block", "mxfp8"))]
+    assert not any(other.needs_amax for other in others)
+    assert {other.group_multiple for other in others} == {1}
+    assert hash(rows) == hash(Format.parse("nvfp4:e2m1"))
+
+
 @pytest.mark.parametrize(
     "format",
     [Format("bf16"), *(Format(f, e) for f in ("fp8_tensor", "fp8_block", "mxfp8") for e in ("e4m3", "e5m2"))],
@@ -166,7 +257,7 @@ def test_gemm_tolerance_is_the_error_of_rounding_both_operands(format: Format) -
     [
         (
             {"family": "fp4"},
-            "'family': expected one of none, bf16, fp8_tensor, fp8_block, mxfp8, got 'fp4'. {choose}",
+            "'family': expected one of none, bf16, fp8_tensor, fp8_block, mxfp8, nvfp4, got 'fp4'. {choose}",
         ),
         (
             {"family": "fp8_block", "element": "e8"},
@@ -174,7 +265,8 @@ def test_gemm_tolerance_is_the_error_of_rounding_both_operands(format: Format) -
         ),
         (
             {"family": "fp8_tensor", "square_blocks": True},
-            "'square_blocks': expected False unless the family is fp8_block or mxfp8, got True. Leave it out.",
+            "'square_blocks': expected False unless the family is fp8_block, mxfp8 or nvfp4, got True. "
+            "Leave it out.",
         ),
         ({"family": "fp8_block", "epsilon": -1.0}, "{epsilon} -1.0. Use 0 for none."),
         ({"family": "fp8_block", "epsilon": math.inf}, "{epsilon} inf. Use 0 for none."),
@@ -191,6 +283,59 @@ def test_gemm_tolerance_is_the_error_of_rounding_both_operands(format: Format) -
             "'epsilon': expected 0 for mxfp8, whose scales have no bound, got 1.0. Leave it out.",
         ),
         ({"family": "none", "element": "e5m2"}, "{scales} got 'none'. Leave the rest out."),
+        (
+            {"family": "mxfp8", "element": "e2m1"},
+            "'element': expected 'e4m3' or 'e5m2', got 'e2m1'. {choose}",
+        ),
+        (
+            {"family": "nvfp4", "element": "e4m3"},
+            "'element': expected 'e2m1' for nvfp4, got 'e4m3'. {choose}",
+        ),
+        (
+            {"family": "nvfp4", "power_of_two_scales": True},
+            "'power_of_two_scales': expected False or None for nvfp4, whose scales are E4M3, got True. "
+            "Leave it out.",
+        ),
+        (
+            {"family": "nvfp4", "epsilon": 0.5},
+            "'epsilon': expected 0 for nvfp4, whose scales have no bound, got 0.5. Leave it out.",
+        ),
+        (
+            {"family": "nvfp4", "four_over_six": "max"},
+            "'four_over_six': expected '', 'mae' or 'mse', got 'max'. {choose}",
+        ),
+        (
+            {"family": "fp8_block", "tiled_scales": True},
+            "'tiled_scales': expected False unless the family is mxfp8 or nvfp4, got True. Leave it out.",
+        ),
+        (
+            {"family": "mxfp8", "random_hadamard": True},
+            "'random_hadamard': expected False unless the family is nvfp4, got True. Leave it out.",
+        ),
+        (
+            {"family": "bf16", "stochastic_rounding": True},
+            "'stochastic_rounding': expected False unless the family is nvfp4, got True. Leave it out.",
+        ),
+        (
+            {"row_scaled": True},
+            "'row_scaled': expected False unless the family is nvfp4, got True. Leave it out.",
+        ),
+        (
+            {"family": "fp8_tensor", "four_over_six": "mae"},
+            "'four_over_six': expected '' unless the family is nvfp4, got 'mae'. Leave it out.",
+        ),
+        *(
+            (
+                {"family": "nvfp4", name: "mse" if name == "four_over_six" else True, other: True},
+                f"'{other}': expected False with {name}, got True. Leave one of the two out.",
+            )
+            for name in ("row_scaled", "four_over_six")
+            for other in ("square_blocks", "random_hadamard", "stochastic_rounding")
+        ),
+        (
+            {"family": "nvfp4", "square_blocks": True, "random_hadamard": True},
+            "'random_hadamard': expected False with square_blocks, got True. Leave one of the two out.",
+        ),
     ],
 )
 def test_errors_have_four_parts(arguments: dict, text: str) -> None:
@@ -199,6 +344,6 @@ def test_errors_have_four_parts(arguments: dict, text: str) -> None:
     text = text.format(
         choose="Choose one of them.",
         epsilon="'epsilon': expected a finite number that is not negative, got",
-        scales="'family': expected fp8_tensor, fp8_block or mxfp8, which have scales,",
+        scales="'family': expected fp8_tensor, fp8_block, mxfp8 or nvfp4, which have scales,",
     )
     assert str(caught.value) == f"transformer_plugin.Format: argument {text}"

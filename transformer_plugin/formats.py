@@ -15,16 +15,34 @@ from typing import Literal
 
 import torch
 
-Family = Literal["none", "bf16", "fp8_tensor", "fp8_block", "mxfp8"]
-Element = Literal["e4m3", "e5m2"]
+Family = Literal["none", "bf16", "fp8_tensor", "fp8_block", "mxfp8", "nvfp4"]
+Element = Literal["e4m3", "e5m2", "e2m1"]
+FourOverSix = Literal["", "mae", "mse"]
 
-FAMILIES: tuple[Family, ...] = ("none", "bf16", "fp8_tensor", "fp8_block", "mxfp8")
+FAMILIES: tuple[Family, ...] = ("none", "bf16", "fp8_tensor", "fp8_block", "mxfp8", "nvfp4")
 #: Length of a block of ``fp8_block``, along a row or along both sides.
 BLOCK = 128
 #: Length of a block of ``mxfp8``: k of the OCP Microscaling Formats (MX) v1.0 specification.
 MX_BLOCK = 32
+#: Length of a block of ``nvfp4``.
+NV_BLOCK = 16
 
-_QUANTIZED = ("fp8_tensor", "fp8_block", "mxfp8")
+_QUANTIZED = ("fp8_tensor", "fp8_block", "mxfp8", "nvfp4")
+_WIDTHS = {"fp8_block": BLOCK, "mxfp8": MX_BLOCK, "nvfp4": NV_BLOCK}
+#: Options of ``nvfp4`` and the fields that they set, in the order of a key.
+_NV_OPTIONS: dict[str, tuple[str, object]] = {
+    "rht": ("random_hadamard", True),
+    "sr": ("stochastic_rounding", True),
+    "row_scaled": ("row_scaled", True),
+    "4over6": ("four_over_six", "mae"),
+    "4over6_mse": ("four_over_six", "mse"),
+}
+#: Which options of ``nvfp4`` may not stand together, and why.
+_EXCLUSIONS = (
+    ("row_scaled", ("square_blocks", "random_hadamard", "stochastic_rounding")),
+    ("four_over_six", ("square_blocks", "random_hadamard", "stochastic_rounding")),
+    ("square_blocks", ("random_hadamard",)),
+)
 _NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -34,35 +52,59 @@ class Format:
 
     Attributes:
         family: ``"none"`` (as they come), ``"bf16"``, ``"fp8_tensor"`` (one FP32 scale per tensor, from its
-            own amax now), ``"fp8_block"`` (one FP32 scale per 1x128 block along a row) or ``"mxfp8"`` (one
-            E8M0 scale, a byte, per 1x32 block along a row).
-        element: ``"e4m3"`` (largest 448) or ``"e5m2"`` (57344), for the families with scales.
+            own amax now), ``"fp8_block"`` (one FP32 scale per 1x128 block along a row), ``"mxfp8"`` (one
+            E8M0 scale, a byte, per 1x32 block along a row) or ``"nvfp4"`` (one E4M3 scale, a byte, per 1x16
+            block along a row, under one FP32 amax that is an argument of the ops).
+        element: ``"e4m3"`` (largest 448) or ``"e5m2"`` (57344) for the FP8 families, ``"e2m1"`` (6), two to a
+            byte, for ``nvfp4``. None takes the family's default, E4M3 or E2M1.
         power_of_two_scales: scales that are powers of two. None takes the family's default: False for
-            ``fp8_tensor``, True for ``fp8_block`` and ``mxfp8``, which has no others.
-        square_blocks: 128x128 blocks instead of 1x128 in ``fp8_block``, 32x32 instead of 1x32 in ``mxfp8``.
-        epsilon: an amax below it counts as it; kept as the float32 nearest to what was given. Not ``mxfp8``.
+            ``fp8_tensor`` and ``nvfp4``, which has no others; True for ``fp8_block`` and ``mxfp8``, which has no
+            others.
+        square_blocks: 128x128 blocks instead of 1x128 in ``fp8_block``, 32x32 instead of 1x32 in ``mxfp8``,
+            16x16 instead of 1x16 in ``nvfp4``.
+        epsilon: an amax below it counts as it; kept as the float32 nearest to what was given. Not ``mxfp8``
+            and ``nvfp4``.
+        random_hadamard: ``nvfp4``: the transposed copy is of the matrix whose rows, 16 at a time, were rotated by a
+            Hadamard matrix with random signs. Not with square blocks.
+        stochastic_rounding: ``nvfp4``: elements are rounded up or down at random, right on average; the ops
+            take a ``seed``.
+        row_scaled: ``nvfp4``: an FP32 amax for each row instead of each matrix.
+        four_over_six: ``nvfp4``: each block takes the scale that maps its amax to 6 or the one that maps it to
+            4, by the lesser mean absolute (``"mae"``) or squared (``"mse"``) error; ``""``: always 6.
+        tiled_scales: ``mxfp8`` and ``nvfp4``: scales in 128x4 tiles, the order that the matrix units of
+            Blackwell read, instead of row by row.
 
     Raises:
-        ValueError: options that the family does not have, or an epsilon that is negative or not finite.
+        ValueError: options that the family does not have or that exclude each other (``row_scaled`` and
+            ``four_over_six`` go with neither square blocks nor rotation nor stochastic rounding), or an
+            epsilon that is negative or not finite.
 
-    Source of ``mxfp8``: OCP Microscaling Formats (MX) v1.0 specification, with the conventions of NVIDIA
-    TransformerEngine.
+    Source: of ``mxfp8`` the OCP Microscaling Formats (MX) v1.0 specification, of ``nvfp4`` NVIDIA's
+    "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149) and Four Over Six (arXiv:2512.02010); of
+    both, the conventions of NVIDIA TransformerEngine.
     """
 
     family: Family = "none"
-    element: Element = "e4m3"
+    element: Element | None = None
     power_of_two_scales: bool | None = None
     square_blocks: bool = False
     epsilon: float = 0.0
+    random_hadamard: bool = False
+    stochastic_rounding: bool = False
+    row_scaled: bool = False
+    four_over_six: FourOverSix = ""
+    tiled_scales: bool = False
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise _error("family", f"one of {', '.join(FAMILIES)}", repr(self.family), "Choose one of them")
-        if self.element not in ("e4m3", "e5m2"):
-            raise _error("element", "'e4m3' or 'e5m2'", repr(self.element), "Choose one of them")
-        if self.square_blocks and self.family not in ("fp8_block", "mxfp8"):
+        self._set_element()
+        if self.square_blocks and self.family not in _WIDTHS:
             raise _error(
-                "square_blocks", "False unless the family is fp8_block or mxfp8", "True", "Leave it out"
+                "square_blocks",
+                "False unless the family is fp8_block, mxfp8 or nvfp4",
+                "True",
+                "Leave it out",
             )
         object.__setattr__(self, "epsilon", _float32(self.epsilon))
         if not (0.0 <= self.epsilon < math.inf):
@@ -72,23 +114,61 @@ class Format:
         if not self.is_quantized and (self.element != "e4m3" or self.power_of_two_scales or self.epsilon > 0):
             raise _error(
                 "family",
-                "fp8_tensor, fp8_block or mxfp8, which have scales",
+                "fp8_tensor, fp8_block, mxfp8 or nvfp4, which have scales",
                 repr(self.family),
                 "Leave the rest out",
             )
-        if self.family == "mxfp8" and self.power_of_two_scales is False:
-            raise _error(
-                "power_of_two_scales",
-                "True or None for mxfp8, whose scales are exponents",
-                "False",
-                "Leave it out",
-            )
-        if self.family == "mxfp8" and self.epsilon > 0:
-            raise _error(
-                "epsilon", "0 for mxfp8, whose scales have no bound", str(self.epsilon), "Leave it out"
-            )
+        self._set_scales()
+        self._check_options()
+
+    def _set_element(self) -> None:
+        """The family's own where there is none; others are refused."""
+        elements = ("e2m1",) if self.family == "nvfp4" else ("e4m3", "e5m2")
+        if self.element is None:
+            object.__setattr__(self, "element", elements[0])
+        if self.element not in elements:
+            expected = "'e2m1' for nvfp4" if self.family == "nvfp4" else "'e4m3' or 'e5m2'"
+            raise _error("element", expected, repr(self.element), "Choose one of them")
+
+    def _set_scales(self) -> None:
+        """The family's default where there is none; what scales that are bytes do not have is refused."""
+        default = self.family in ("fp8_block", "mxfp8")
+        if self.family in ("mxfp8", "nvfp4"):
+            kind = "exponents" if self.family == "mxfp8" else "E4M3"
+            if self.power_of_two_scales not in (None, default):
+                raise _error(
+                    "power_of_two_scales",
+                    f"{default} or None for {self.family}, whose scales are {kind}",
+                    str(self.power_of_two_scales),
+                    "Leave it out",
+                )
+            if self.epsilon > 0:
+                raise _error(
+                    "epsilon",
+                    f"0 for {self.family}, whose scales have no bound",
+                    str(self.epsilon),
+                    "Leave it out",
+                )
         if self.power_of_two_scales is None:
-            object.__setattr__(self, "power_of_two_scales", self.family in ("fp8_block", "mxfp8"))
+            object.__setattr__(self, "power_of_two_scales", default)
+
+    def _check_options(self) -> None:
+        """Options of the families that have blocks smaller than 128, and which go together."""
+        if self.four_over_six not in ("", "mae", "mse"):
+            raise _error(
+                "four_over_six", "'', 'mae' or 'mse'", repr(self.four_over_six), "Choose one of them"
+            )
+        if self.tiled_scales and self.family not in ("mxfp8", "nvfp4"):
+            raise _error("tiled_scales", "False unless the family is mxfp8 or nvfp4", "True", "Leave it out")
+        for name in ("random_hadamard", "stochastic_rounding", "row_scaled", "four_over_six"):
+            value = getattr(self, name)
+            if value and self.family != "nvfp4":
+                none = "''" if name == "four_over_six" else "False"
+                raise _error(name, f"{none} unless the family is nvfp4", repr(value), "Leave it out")
+        for name, excluded in _EXCLUSIONS:
+            for other in excluded:
+                if getattr(self, name) and getattr(self, other):
+                    raise _error(other, f"False with {name}", "True", "Leave one of the two out")
 
     @classmethod
     def parse(cls, key: str) -> Format:
@@ -97,18 +177,11 @@ class Format:
         values: dict[str, object] = {}
         valid = family in FAMILIES and (colon == "" or (options != "" and family in _QUANTIZED))
         for option in options.split(",") if options else ():
-            if option in ("e4m3", "e5m2"):
-                values["element"] = option
-            elif option == "square" and family in ("fp8_block", "mxfp8"):
-                values["square_blocks"] = True
-            elif family == "mxfp8":  # its scales leave nothing else to choose
-                valid = False
-            elif option in ("pow2", "fp32"):
-                values["power_of_two_scales"] = option == "pow2"
-            elif option.startswith("eps=") and _is_epsilon(option[4:]):
-                values["epsilon"] = float(option[4:])
-            else:
-                valid = False
+            read = _read_option(family, option)
+            valid = valid and read is not None
+            values.update([read] if read is not None else [])
+        for name, excluded in _EXCLUSIONS:
+            valid = valid and not (values.get(name) and any(values.get(other) for other in excluded))
         if not valid:
             raise ValueError(
                 "transformer_plugin.Format.parse: argument 'key': expected a format key: none, bf16, "
@@ -122,11 +195,13 @@ class Format:
         """What ops take. All options spelled out, so equal formats have equal keys."""
         if not self.is_quantized:
             return self.family
-        options: list[str] = [self.element]
-        if self.family != "mxfp8":
+        options: list[str] = [str(self.element)]
+        if self.family in ("fp8_tensor", "fp8_block"):
             options += ["pow2" if self.power_of_two_scales else "fp32"]
         options += ["square"] if self.square_blocks else []
         options += [f"eps={_shortest(self.epsilon)}"] if self.epsilon > 0 else []
+        options += [option for option, (name, value) in _NV_OPTIONS.items() if getattr(self, name) == value]
+        options += ["tiled"] if self.tiled_scales else []
         return f"{self.family}:{','.join(options)}"
 
     @property
@@ -135,8 +210,15 @@ class Format:
         return self.family in _QUANTIZED
 
     @property
+    def needs_amax(self) -> bool:
+        """Whether ops take the largest magnitude as an argument: ``transformer_plugin.ops.amax`` gives it."""
+        return self.family == "nvfp4"
+
+    @property
     def dtype(self) -> torch.dtype | None:
         """Of the data; None for ``none``, which keeps what comes."""
+        if self.family == "nvfp4":
+            return torch.float4_e2m1fn_x2
         if self.is_quantized:
             return torch.float8_e4m3fn if self.element == "e4m3" else torch.float8_e5m2
         return torch.bfloat16 if self.family == "bf16" else None
@@ -144,42 +226,72 @@ class Format:
     @property
     def scale_dtype(self) -> torch.dtype | None:
         """Of the scales: ``torch.float8_e8m0fnu`` for ``mxfp8``, a byte that is the exponent of a power of two;
-        float32 for the other families with scales; None for those without."""
+        ``torch.float8_e4m3fn`` for ``nvfp4``; float32 for the other families with scales; None for those
+        without."""
         if not self.is_quantized:
             return None
-        return torch.float8_e8m0fnu if self.family == "mxfp8" else torch.float32
+        return {"mxfp8": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}.get(self.family, torch.float32)
 
     @property
     def largest(self) -> float:
-        """Largest finite value of the FP8 element."""
-        return 448.0 if self.element == "e4m3" else 57344.0
+        """Largest finite value of the element."""
+        return {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}[str(self.element)]
 
     @property
     def block(self) -> tuple[int, int] | None:
         """Rows and columns that share a scale; None where there is one for the whole tensor, or none."""
-        if self.family not in ("fp8_block", "mxfp8"):
+        if self.family not in _WIDTHS:
             return None
-        width = MX_BLOCK if self.family == "mxfp8" else BLOCK
+        width = _WIDTHS[self.family]
         return (width, width) if self.square_blocks else (1, width)
 
     @property
     def alignment(self) -> int:
         """Modules that lay out groups of rows pad each to a multiple of this, for the GPU's matrix kernels.
 
-        Ops take groups of any size. 16 bytes of a row of the transposed operand; for blocks, one block.
+        Results do not depend on it, and ops take groups of any size, where :attr:`group_multiple` is 1. 16 bytes
+        of a row of the transposed operand; for blocks, one block.
         """
-        return {"none": 8, "bf16": 8, "fp8_tensor": 16, "fp8_block": BLOCK, "mxfp8": MX_BLOCK}[self.family]
+        return {"none": 8, "bf16": 8, "fp8_tensor": 16, **_WIDTHS}[self.family]
+
+    @property
+    def group_multiple(self) -> int:
+        """What the rows of each group of a ragged matrix must be a multiple of, to be quantized along columns."""
+        return NV_BLOCK if self.family == "nvfp4" else 1
 
     @property
     def gemm_tolerance(self) -> float:
         """Bound on ``||got - exact|| / ||exact||`` of a product of two normal random operands in this format.
 
-        ``exact`` is the FP64 product of the operands before they were quantized. Each operand's element adds
-        an independent error of about 2.6 % (3 mantissa bits) or 5.3 % (2 bits), root mean square.
+        ``exact`` is the FP64 product of the operands before they were quantized. Each operand adds an
+        independent error, root mean square: about 2.6 % in E4M3 (3 mantissa bits) and 5.3 % in E5M2 (2 bits).
+        In E2M1 the error follows from steps of 1/2, 1 and 2 out of the 6 that the block's amax becomes: 9.4 %
+        where 16 values share it, 11.1 % where 256 do, and the square root of 2 times that when rounded at
+        random. The bound is 4/3 of the two together.
         """
+        if self.family == "nvfp4":
+            nearest, random = (0.21, 0.3) if self.square_blocks else (0.18, 0.25)
+            return random if self.stochastic_rounding else nearest
         if self.is_quantized:
             return 0.05 if self.element == "e4m3" else 0.1
         return 0.01 if self.family == "bf16" else 1e-5
+
+
+def _read_option(family: str, option: str) -> tuple[str, object] | None:
+    """The field that an option of a family sets, and its value; None when the family has no such option."""
+    if option in (("e2m1",) if family == "nvfp4" else ("e4m3", "e5m2")):
+        return "element", option
+    if option == "square" and family in _WIDTHS:
+        return "square_blocks", True
+    if family in ("mxfp8", "nvfp4"):
+        if option == "tiled":
+            return "tiled_scales", True
+        return _NV_OPTIONS.get(option) if family == "nvfp4" else None
+    if option in ("pow2", "fp32"):
+        return "power_of_two_scales", option == "pow2"
+    if option.startswith("eps=") and _is_epsilon(option[4:]):
+        return "epsilon", float(option[4:])
+    return None
 
 
 def _error(argument: str, expected: str, got: str, advice: str) -> ValueError:
