@@ -11,6 +11,9 @@ from transformer_plugin.reference.gemm import (
     linear,
 )
 from transformer_plugin.reference.quantize import (
+    amax,
+    amax_both,
+    amax_transposed,
     dequantize,
     grouped_dequantize,
     grouped_quantize,
@@ -35,6 +38,9 @@ from transformer_plugin.reference.routing import (
 )
 
 __all__ = [
+    "amax",
+    "amax_both",
+    "amax_transposed",
     "assign_slots",
     "aux_loss",
     "count_tokens_per_expert",

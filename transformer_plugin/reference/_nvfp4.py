@@ -1,0 +1,178 @@
+"""The arithmetic of nvfp4, FP32 throughout: scales, elements, the rotation, and rounding at random.
+
+Source: "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149), Four Over Six (arXiv:2512.02010), with
+the conventions of NVIDIA TransformerEngine; Philox4x32-10: Salmon et al., "Parallel Random Numbers: As Easy as
+1, 2, 3" (SC 2011).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.formats import NV_BLOCK, Format
+from transformer_plugin.reference._fp8 import round_to_fp8
+
+#: E2M1: the magnitudes of the codes 0 to 7; bit 3 is the sign.
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+#: Signs of the rotation's rows.
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+_E4M3 = Format("fp8_tensor")
+_FLT_MAX = torch.finfo(torch.float32).max
+
+
+def _largest(format: Format) -> float:
+    """The value of a block's scale times element that the whole matrix's amax becomes: 6 * 448, or 6 * 256 where a
+    scale may grow by half."""
+    return 6.0 * (256.0 if format.four_over_six else 448.0)
+
+
+def _constant(value: float, like: Tensor) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device=like.device)
+
+
+def encode_scale(amax: Tensor, format: Format) -> Tensor:
+    """Of a whole matrix (or row): the factor that its values and scales have in common."""
+    scale = (_constant(_largest(format), amax) / amax).clamp(max=_FLT_MAX)
+    return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
+
+
+def decode_factor(scale: Tensor, amax: Tensor, format: Format) -> Tensor:
+    """What an element is multiplied by, from its block's scale in float32 and its matrix's (or row's) amax."""
+    return (scale * amax) * _constant(1 / _largest(format), amax)
+
+
+def round_to_e2m1(values: Tensor) -> Tensor:
+    """Codes, one to a byte: nearest even, saturating, the sign of zeros kept, NaN to +6."""
+    a = values.abs()
+    code = torch.zeros_like(a, dtype=torch.uint8)
+    # The middle between two neighbours goes to the even code: up at 0.75, 1.75 and 3.5, which lie under one.
+    for middle, goes_up in zip((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), (False, True) * 4, strict=False):
+        code += (a >= middle if goes_up else a > middle).to(torch.uint8)
+    code |= values.signbit().to(torch.uint8) << 3
+    return torch.where(values.isnan(), torch.full_like(code, 0x7), code)
+
+
+def round_at_random(values: Tensor, bytes: Tensor) -> Tensor:
+    """Codes: the neighbour below or above, above with a probability that makes the mean right, in steps of 1/256.
+    ``bytes`` are uint8, one for each value."""
+    a = values.abs()
+    t = a + bytes.float() / 256 * _step(a)
+    t = ((t / _step(t)).floor() * _step(t)).clamp(max=6.0)
+    code = torch.zeros_like(a, dtype=torch.uint8)
+    for magnitude in MAGNITUDES[1:]:
+        code += (t >= magnitude).to(torch.uint8)
+    code |= values.signbit().to(torch.uint8) << 3
+    return torch.where(values.isnan(), torch.full_like(code, 0x7), code)
+
+
+def _step(a: Tensor) -> Tensor:
+    """Between the neighbours in whose range ``a`` lies."""
+    return torch.where(a < 2, 0.5, torch.where(a < 4, 1.0, 2.0))
+
+
+def decode(codes: Tensor) -> Tensor:
+    """float32 values of codes, one to a byte."""
+    magnitude = torch.tensor(MAGNITUDES, device=codes.device)[(codes & 7).long()]
+    return torch.where(codes >= 8, -magnitude, magnitude)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Two codes to a byte along the last dimension, the even one in the low half."""
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def unpack(bytes: Tensor) -> Tensor:
+    """The codes of :func:`pack`."""
+    return torch.stack([bytes & 0xF, bytes >> 4], -1).flatten(-2)
+
+
+def rotate(matrix: Tensor) -> Tensor:
+    """Each 16 neighbours along the rows times ``diag(signs) @ H / 4``, H the Hadamard matrix in Sylvester's order;
+    sums in float32 in the order of the butterflies, rounded to the matrix's dtype."""
+    v = matrix.float().unflatten(-1, (-1, NV_BLOCK)) * torch.tensor(SIGNS, device=matrix.device).float()
+    for stride in (1, 2, 4, 8):
+        pairs = v.unflatten(-1, (-1, 2, stride))
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        v = torch.stack([a + b, a - b], -2).flatten(-3)
+    return (v * 0.25).flatten(-2).to(matrix.dtype)
+
+
+def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Philox4x32-10: four 32-bit words from four of a counter and two of a key, all int64."""
+    mask = 0xFFFFFFFF
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # modulo 2^64, so the bits are those of the product
+        c0, c1, c2, c3 = (b >> 32 & mask) ^ c1 ^ k0, b & mask, (a >> 32 & mask) ^ c3 ^ k1, a & mask
+        k0, k1 = k0 + 0x9E3779B9 & mask, k1 + 0xBB67AE85 & mask
+    return c0, c1, c2, c3
+
+
+def random_bytes(seed: Tensor, elements: int, direction: int) -> Tensor:
+    """uint8, one for each element of a matrix or a stack in the order of its memory: direction 0 along rows, 1 of the
+    transposed copy. Block b of 16 has the counter (b, b >> 32, direction, 0), and 4 bytes of each word."""
+    mask = 0xFFFFFFFF
+    key = (seed.reshape(()).long() & mask, seed.reshape(()).long() >> 32 & mask)
+    block = torch.arange(elements // NV_BLOCK, device=seed.device)
+    zero = torch.zeros_like(block)
+    words = torch.stack(philox((block & mask, block >> 32, zero + direction, zero), key), -1)
+    shifts = torch.arange(0, 32, 8, device=seed.device)
+    return (words[:, :, None] >> shifts & 0xFF).to(torch.uint8).flatten()
+
+
+def quantize_matrix(
+    matrix: Tensor, format: Format, amax: Tensor, bytes: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Packed codes of one matrix along rows, and the E4M3 bytes ``[blocks down, blocks across]`` of its blocks.
+
+    ``amax`` is ``[1]`` or one for each row; ``bytes`` are those of rounding at random, in the shape of the matrix.
+    """
+    assert format.block is not None
+    height, width = format.block
+    values = matrix.float().contiguous()
+    magnitudes = values.abs().nan_to_num(nan=0.0, posinf=float("inf"))
+    rows, columns = values.shape
+    down, across = -(-rows // height), columns // width
+    padded = torch.nn.functional.pad(magnitudes, (0, 0, 0, down * height - rows))
+    block_amax = padded.view(down, height, across, width).amax((1, 3))
+    common = encode_scale(amax, format).unsqueeze(-1)
+    t = block_amax * (common * _constant(1 / 6, common))
+    if format.four_over_six:
+        return _four_over_six(values, t, common, format)
+    scale = round_to_fp8(t.clamp(max=_FLT_MAX), _E4M3)
+    factor = spread_blocks(encode_factor(scale, common), format, rows)
+    codes = round_to_e2m1(values * factor) if bytes is None else round_at_random(values * factor, bytes)
+    return pack(codes), scale.view(torch.uint8)
+
+
+def encode_factor(scale: Tensor, common: Tensor) -> Tensor:
+    """What the values of a block are multiplied by before they are rounded."""
+    return (1 / (scale.float() * (1 / common))).clamp(max=_FLT_MAX)
+
+
+def spread_blocks(blocks: Tensor, format: Format, rows: int) -> Tensor:
+    """One for each element of a matrix with so many rows."""
+    assert format.block is not None
+    return blocks.repeat_interleave(format.block[0], 0)[:rows].repeat_interleave(format.block[1], 1)
+
+
+def _four_over_six(values: Tensor, t: Tensor, common: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """The block's amax becomes 6, or 4 where that leaves the lesser error; errors are summed in index order."""
+    candidates = []
+    for wanted in (t, t * 1.5):
+        scale = round_to_fp8(wanted.clamp(max=448.0), _E4M3)
+        codes = round_to_e2m1(values * encode_factor(scale, common).repeat_interleave(NV_BLOCK, 1))
+        decoded = decode(codes) * (scale.float() * (1 / common)).repeat_interleave(NV_BLOCK, 1)
+        difference = (decoded - values).abs()
+        terms = difference * difference if format.four_over_six == "mse" else difference
+        terms = torch.where(values.isnan(), torch.zeros_like(terms), terms).unflatten(1, (-1, NV_BLOCK))
+        error = torch.zeros_like(t)
+        for i in range(NV_BLOCK):
+            error = error + terms[..., i]
+        candidates.append((codes, scale.view(torch.uint8), error))
+    (codes6, scale6, error6), (codes4, scale4, error4) = candidates
+    four = error4 < error6
+    codes = torch.where(four.repeat_interleave(NV_BLOCK, 1), codes4, codes6)
+    return pack(codes), torch.where(four, scale4, scale6)
