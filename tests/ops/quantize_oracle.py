@@ -24,7 +24,7 @@ LARGEST_INPUT = {
 
 def table(element: str) -> np.ndarray:
     """Values of the codes 0, 1, ... up to the largest finite one, from the definition of the type."""
-    mantissa_bits, bias, last = (3, 7, 0x7E) if element == "e4m3" else (2, 15, 0x7B)
+    mantissa_bits, bias, last = {"e4m3": (3, 7, 0x7E), "e5m2": (2, 15, 0x7B), "e2m1": (1, 1, 7)}[element]
     values = []
     for code in range(last + 1):
         exponent, mantissa = divmod(code, 2**mantissa_bits)
@@ -63,6 +63,7 @@ class Spec:
     pow2: bool
     block: tuple[int, int] | None
     epsilon: float = 0.0
+    tiled: bool = False
 
     @property
     def is_mx(self) -> bool:
@@ -71,7 +72,8 @@ class Spec:
     @property
     def key(self) -> str:
         if self.is_mx:
-            return f"mxfp8:{self.element}{',square' if self.block == MX_SQUARE else ''}"
+            square = ",square" if self.block == MX_SQUARE else ""
+            return f"mxfp8:{self.element}{square}{',tiled' if self.tiled else ''}"
         family = "fp8_tensor" if self.block is None else "fp8_block"
         square = ",square" if self.block == (128, 128) else ""
         return f"{family}:{self.element},{'pow2' if self.pow2 else 'fp32'}{square},eps={self.epsilon!r}"
@@ -141,6 +143,20 @@ def quantize(values: np.ndarray, spec: Spec, overflow: float) -> tuple[np.ndarra
     return codes, np.pad(stored, ((0, 0), (0, -stored.shape[1] % 4)))
 
 
+def tiled(scales: np.ndarray) -> np.ndarray:
+    """Byte (r, c) of the last two dimensions goes to tile (r / 128, c / 4), tiles in the order of rows."""
+    rows, columns = scales.shape[-2:]
+    flat = np.zeros((*scales.shape[:-2], rows * columns), scales.dtype)
+    flat[..., tiled_places(rows, columns).reshape(-1)] = scales.reshape(*scales.shape[:-2], rows * columns)
+    return flat.reshape(scales.shape)
+
+
+def tiled_places(rows: int, columns: int) -> np.ndarray:
+    """Where byte (r, c) lies."""
+    r, c = np.indices((rows, columns))
+    return (r // 128 * (columns // 4) + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
+
+
 def as_numpy(tensor: Tensor) -> np.ndarray:
     """float32 values; exact for every input dtype."""
     return tensor.detach().cpu().float().numpy()
@@ -160,6 +176,7 @@ def quantize_both(input: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Te
         codes, scales = np.stack([c for c, _ in parts]), np.stack([s for _, s in parts])
         if input.dim() == 2 or spec.block is None:
             scales = scales.reshape(-1) if spec.block is None else scales[0]
+        scales = tiled(scales) if spec.tiled else scales
         outputs += [torch.from_numpy(codes if input.dim() == 3 else codes[0]), torch.from_numpy(scales)]
         outputs[-2] = outputs[-2].contiguous().view(DTYPES[spec.element])
         outputs[-1] = outputs[-1].view(torch.float8_e8m0fnu if spec.is_mx else torch.float32)
@@ -194,6 +211,8 @@ def grouped_quantize_both(
         first, block = first + size, block + -(-size // 128)
     if spec.block is None:
         scale = scale_t = np.array(tensor_scales, np.float32)
+    if spec.tiled:
+        scale, scale_t = tiled(scale), tiled(scale_t)
     dtype, scale_dtype = DTYPES[spec.element], torch.float8_e8m0fnu if spec.is_mx else torch.float32
     return (
         torch.from_numpy(codes).view(dtype),
@@ -215,6 +234,8 @@ SPECS = {
     "mxfp8": Spec("e4m3", True, MX_ROW),
     "mxfp8:e5m2": Spec("e5m2", True, MX_ROW),
     "mxfp8:square": Spec("e4m3", True, MX_SQUARE),
+    "mxfp8:tiled": Spec("e4m3", True, MX_ROW, tiled=True),
+    "mxfp8:e5m2,square,tiled": Spec("e5m2", True, MX_SQUARE, tiled=True),
 }
 NAMES = ("data", "scale", "data_transposed", "scale_transposed")
 
@@ -251,8 +272,10 @@ def dequantized(codes: Tensor, scales: np.ndarray, element: str, dtype: torch.dt
 def spread(scale: Tensor, spec: Spec, shape: tuple[int, int]) -> np.ndarray:
     """The stored scales of row-wise data [rows, columns], one for each element."""
     if spec.is_mx:
-        index = np.indices(shape)
-        exponents = scale.cpu().view(torch.uint8).numpy()[index[0], index[1] // 32]
+        index, bytes = np.indices(shape), scale.cpu().view(torch.uint8).numpy()
+        if spec.tiled:
+            bytes = bytes.reshape(-1)[tiled_places(*bytes.shape)]
+        exponents = bytes[index[0], index[1] // 32]
         return MX_SCALES[exponents].astype(np.float32)
     stored = scale.cpu().numpy()
     if spec.block is None:

@@ -8,16 +8,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_plugin.formats import MX_BLOCK
+from transformer_plugin import reference
+from transformer_plugin.formats import MX_BLOCK, NV_BLOCK, Format
 from transformer_plugin.testing.cases import FLOAT_DTYPES, Case, randn
 
 TENSOR_FORMATS = ("fp8_tensor", "fp8_tensor:e5m2,pow2", "fp8_tensor:e5m2,eps=0.25")
 ROW_FORMATS = ("fp8_block", "fp8_block:e5m2,fp32", "fp8_block:fp32,eps=1e-3")
 SQUARE_FORMATS = ("fp8_block:square", "fp8_block:e5m2,fp32,square")
-MX_FORMATS = ("mxfp8", "mxfp8:e5m2", "mxfp8:square")
+MX_FORMATS = ("mxfp8", "mxfp8:e5m2", "mxfp8:square", "mxfp8:tiled", "mxfp8:e5m2,square,tiled")
+NV_FORMATS = (
+    "nvfp4",
+    "nvfp4:square",
+    "nvfp4:rht",
+    "nvfp4:sr",
+    "nvfp4:rht,sr",
+    "nvfp4:square,sr,tiled",
+    "nvfp4:row_scaled",
+    "nvfp4:4over6",
+    "nvfp4:4over6_mse,tiled",
+    "nvfp4:row_scaled,4over6,tiled",
+)
 FORMATS = TENSOR_FORMATS + ROW_FORMATS + SQUARE_FORMATS
 GROUPED_FORMATS = TENSOR_FORMATS + ROW_FORMATS
-GROUPED_MX_FORMATS = ("mxfp8", "mxfp8:e5m2")
+GROUPED_MX_FORMATS = ("mxfp8", "mxfp8:e5m2", "mxfp8:tiled")
+GROUPED_NV_FORMATS = tuple(f for f in NV_FORMATS if "square" not in f)
 
 SHAPES: list[tuple[int, ...]] = [
     (0, 5),
@@ -42,6 +56,17 @@ MX_SHAPES: list[tuple[int, ...]] = [
     (260, 288),
 ]
 MX_STACKS: list[tuple[int, ...]] = [(0, 3, 32), (2, 0, 64), (3, 130, 32), (2, 4, 288)]
+# Rows and columns in whole blocks of 16, which nvfp4 wants of a matrix in both directions.
+NV_SHAPES: list[tuple[int, ...]] = [
+    (0, 16),
+    (32, 0),
+    (16, 16),
+    (16, 112),
+    (128, 128),
+    (144, 48),
+    (272, 304),
+]
+NV_STACKS: list[tuple[int, ...]] = [(0, 16, 32), (2, 0, 64), (3, 144, 16), (2, 16, 272)]
 
 # Sizes, and rows of the buffer past their sum.
 GROUPS = [
@@ -56,11 +81,54 @@ GROUPS = [
     ([129, 257, 1], 0),  # 1 modulo 128
     ([2, 0, 1, 3] * 64, 40),  # 256 groups
 ]
+# Of nvfp4, whose transposed copies want groups of whole blocks.
+NV_GROUPS = [
+    ([], 0),
+    ([], 16),
+    ([0], 0),
+    ([0], 144),
+    ([144], 0),
+    ([0, 16, 128], 16),  # empty first
+    ([128, 0, 16], 0),  # empty in the middle
+    ([16, 256, 0], 144),  # empty last
+    ([144, 272, 16], 0),
+    ([32, 0, 16, 16] * 64, 48),  # 256 groups
+]
 
 
 def width_for(columns: int, *formats: str) -> int:
-    """``columns``, or the next multiple of 32 where one of the formats is mxfp8, which takes no other width."""
-    return -(-columns // MX_BLOCK) * MX_BLOCK if any(f.startswith("mxfp8") for f in formats) else columns
+    """``columns``, or the next multiple that all of the formats take: mxfp8 and nvfp4 want whole blocks."""
+    blocks = [NV_BLOCK for f in formats if f.startswith("nvfp4")]
+    blocks += [MX_BLOCK for f in formats if f.startswith("mxfp8")]
+    return -(-columns // max(blocks)) * max(blocks) if blocks else columns
+
+
+def rows_for(rows: int, *formats: str) -> int:
+    """``rows``, or the next multiple of them of which all of the formats have a transposed copy."""
+    return -(-rows // NV_BLOCK) * NV_BLOCK if any(f.startswith("nvfp4") for f in formats) else rows
+
+
+def extras(input: Tensor, format: str, group_sizes: Tensor | None = None) -> dict[str, Tensor]:
+    """What ``quantize_both`` takes beside the input, by name: the amaxes of both directions and a seed, on the device
+    of the input; nothing for formats without."""
+    fmt, more = Format.parse(format), {}
+    if fmt.needs_amax:
+        sizes = None if group_sizes is None else group_sizes.cpu()
+        both = reference.amax_both(input.detach().cpu(), format, sizes)
+        more = dict(zip(("amax", "amax_t"), (a.to(input.device) for a in both), strict=True))
+    if fmt.stochastic_rounding:
+        more["seed"] = torch.tensor([0x0123456789ABCDEF], device=input.device)
+    return more
+
+
+def rows_of(extras: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The part of :func:`extras` that ``quantize`` takes."""
+    return {name: value for name, value in extras.items() if name != "amax_t"}
+
+
+def columns_of(extras: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The part of :func:`extras` that ``quantize_transposed`` takes."""
+    return {name.removesuffix("_t"): value for name, value in extras.items() if name != "amax"}
 
 
 def special_values() -> Tensor:
@@ -102,14 +170,19 @@ def _case(name: str, shape: tuple[int, ...], dtype: torch.dtype, format: str, sc
 
 
 def quantize_cases() -> Iterator[Case]:
-    """Arguments of quantize, quantize_transposed and quantize_both: shapes by formats, dtypes in turn."""
-    for shapes, formats in ((SHAPES + STACKS, FORMATS), (MX_SHAPES + MX_STACKS, MX_FORMATS)):
+    """Arguments of quantize, quantize_transposed and quantize_both: shapes by formats, dtypes in turn. What nvfp4 takes
+    beside them, :func:`extras` gives."""
+    for shapes, formats in (
+        (SHAPES + STACKS, FORMATS),
+        (MX_SHAPES + MX_STACKS, MX_FORMATS),
+        (NV_SHAPES + NV_STACKS, NV_FORMATS),
+    ):
         for i, shape in enumerate(shapes):
             for j, format in enumerate(formats):
                 dtype = FLOAT_DTYPES[(i + j) % 3]
                 yield _case(f"{'x'.join(map(str, shape))}-{format}-{str(dtype)[6:]}", shape, dtype, format)
     for dtype in FLOAT_DTYPES:
-        for format in FORMATS + MX_FORMATS:
+        for format in FORMATS + MX_FORMATS + NV_FORMATS:
 
             def make(
                 device: torch.device,
@@ -117,37 +190,36 @@ def quantize_cases() -> Iterator[Case]:
                 dtype: torch.dtype = dtype,
                 format: str = format,
             ) -> tuple[Any, ...]:
-                columns = 288 if format in MX_FORMATS else 260
-                return special_matrix(dtype, columns).to(device), format
+                return special_matrix(dtype, 260 if format in FORMATS else 288).to(device), format
 
             yield Case(f"special-{format}-{str(dtype)[6:]}", make)
 
 
+def _grouped_case(
+    sizes: list[int], tail: int, columns: int, format: str, dtype: torch.dtype, index: torch.dtype
+) -> Case:
+    def make(device: torch.device, generator: torch.Generator) -> tuple[Any, ...]:
+        rows = sum(sizes)
+        values = torch.randn(rows + tail, columns, generator=generator)
+        values *= torch.rand(rows + tail, 1, generator=generator) * 8
+        values[rows:] = 1e4
+        values[rows::2] = float("nan")
+        return values.to(dtype).to(device), torch.tensor(sizes, dtype=index, device=device), format
+
+    return Case(f"{len(sizes)}groups-{sum(sizes)}+{tail}x{columns}-{format}-{str(dtype)[6:]}", make)
+
+
 def grouped_quantize_cases() -> Iterator[Case]:
     """Arguments of the grouped ops. The tail is poisoned with NaN and 1e4, which must reach no amax."""
-    for i, (sizes, tail) in enumerate(GROUPS):
-        for j, format in enumerate(GROUPED_FORMATS + GROUPED_MX_FORMATS):
-            dtype = FLOAT_DTYPES[(i + j) % 3]
-            index = torch.int32 if (i + j) % 2 else torch.int64
-            columns = (130, 16, 33, 0 if tail == 3 else 257)[(i + j) % 4]
-            if format in MX_FORMATS:
-                columns = (32, 96, 0 if tail == 3 else 128, 160)[(i + j) % 4]
-
-            def make(
-                device: torch.device,
-                generator: torch.Generator,
-                sizes: list[int] = sizes,
-                tail: int = tail,
-                format: str = format,
-                dtype: torch.dtype = dtype,
-                index: torch.dtype = index,
-                columns: int = columns,
-            ) -> tuple[Any, ...]:
-                rows = sum(sizes)
-                values = torch.randn(rows + tail, columns, generator=generator)
-                values *= torch.rand(rows + tail, 1, generator=generator) * 8
-                values[rows:] = 1e4
-                values[rows::2] = float("nan")
-                return values.to(dtype).to(device), torch.tensor(sizes, dtype=index, device=device), format
-
-            yield Case(f"{len(sizes)}groups-{sum(sizes)}+{tail}x{columns}-{format}-{str(dtype)[6:]}", make)
+    for groups, formats in (
+        (GROUPS, GROUPED_FORMATS + GROUPED_MX_FORMATS),
+        (NV_GROUPS, GROUPED_NV_FORMATS),
+    ):
+        for i, (sizes, tail) in enumerate(groups):
+            for j, format in enumerate(formats):
+                dtype = FLOAT_DTYPES[(i + j) % 3]
+                index = torch.int32 if (i + j) % 2 else torch.int64
+                columns = (130, 16, 33, 0 if tail == 3 else 257)[(i + j) % 4]
+                if format not in GROUPED_FORMATS:
+                    columns = (32, 96, 0 if tail in (3, 16) else 128, 160)[(i + j) % 4]
+                yield _grouped_case(sizes, tail, columns, format, dtype, index)

@@ -1,0 +1,277 @@
+"""What nvfp4 is, in numpy, written from the formulas alone; the tables and the rounding are quantize_oracle's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.ops.quantize_oracle import (
+    FLT_MAX,
+    TABLES,
+    as_numpy,
+    round_to_codes,
+    table,
+    tiled,
+    tiled_places,
+)
+
+E2M1 = table("e2m1")
+#: What Philox adds to the words of its key after each turn.
+WEYL = (0x9E3779B9, 0xBB67AE85)
+SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], np.float32)
+
+
+@dataclass(frozen=True)
+class NvSpec:
+    """The options of a format, by name."""
+
+    key: str
+    square: bool = False
+    rht: bool = False
+    sr: bool = False
+    row_scaled: bool = False
+    four_over_six: str = ""
+    tiled: bool = False
+
+    @property
+    def bound(self) -> int:
+        """The largest scale of a block."""
+        return 256 if self.four_over_six else 448
+
+
+SPECS = {
+    spec.key: spec
+    for spec in (
+        NvSpec("nvfp4"),
+        NvSpec("nvfp4:square", square=True),
+        NvSpec("nvfp4:rht", rht=True),
+        NvSpec("nvfp4:sr", sr=True),
+        NvSpec("nvfp4:rht,sr", rht=True, sr=True),
+        NvSpec("nvfp4:square,sr,tiled", square=True, sr=True, tiled=True),
+        NvSpec("nvfp4:row_scaled", row_scaled=True),
+        NvSpec("nvfp4:4over6", four_over_six="mae"),
+        NvSpec("nvfp4:4over6_mse,tiled", four_over_six="mse", tiled=True),
+        NvSpec("nvfp4:row_scaled,4over6,tiled", row_scaled=True, four_over_six="mae", tiled=True),
+    )
+}
+
+
+def e4m3(values: np.ndarray) -> np.ndarray:
+    """Codes of magnitudes."""
+    return round_to_codes(values.astype(np.float32), "e4m3")
+
+
+def value_of(codes: np.ndarray) -> np.ndarray:
+    """float32 of E4M3 codes that are no NaN."""
+    return TABLES["e4m3"][codes].astype(np.float32)
+
+
+def e2m1(values: np.ndarray) -> np.ndarray:
+    """One code to a byte: nearest, ties to the even code, saturating; the sign in bit 3; NaN is +6."""
+    magnitude = np.abs(values.astype(np.float64))
+    below = np.clip(np.searchsorted(E2M1, magnitude, side="right") - 1, 0, 7)
+    above = np.minimum(below + 1, 7)
+    to_below, to_above = magnitude - E2M1[below], E2M1[above] - magnitude
+    up = (to_above < to_below) | ((to_above == to_below) & (above % 2 == 0))
+    code = np.where(up, above, below) | np.where(np.signbit(values), 8, 0)
+    return np.where(np.isnan(values), 7, code).astype(np.uint8)
+
+
+def e2m1_at_random(values: np.ndarray, bytes: np.ndarray) -> np.ndarray:
+    """The largest magnitude that is not above ``|x| + byte/256 * step``."""
+    magnitude = np.abs(values)
+    step = np.select([magnitude < 2, magnitude < 4], [0.5, 1.0], 2.0).astype(np.float32)
+    moved = magnitude + bytes.astype(np.float32) / np.float32(256) * step
+    code = np.searchsorted(E2M1, moved.astype(np.float64), side="right") - 1
+    code = np.clip(code, 0, 7) | np.where(np.signbit(values), 8, 0)
+    return np.where(np.isnan(values), 7, code).astype(np.uint8)
+
+
+def philox(counter: list[np.ndarray], key: list[int]) -> list[np.ndarray]:
+    """Philox4x32-10 of 32-bit words in uint64, where their products fit."""
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    c = [np.asarray(word, np.uint64) for word in counter]
+    for turn in range(10):
+        k = [np.uint64((word + turn * weyl) % 2**32) for word, weyl in zip(key, WEYL, strict=True)]
+        p, q = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        c = [q >> half ^ c[1] ^ k[0], q & low, p >> half ^ c[3] ^ k[1], p & low]
+    return c
+
+
+def random_bytes(seed: int, blocks: np.ndarray, direction: int) -> np.ndarray:
+    """For each block its 16 bytes, of each word the lowest first."""
+    key = [seed % 2**32, (seed >> 32) % 2**32]
+    words = philox([blocks % 2**32, blocks >> 32, np.full_like(blocks, direction), 0 * blocks], key)
+    return np.stack(words, -1).astype("<u4").view(np.uint8)
+
+
+def block_indices(rows: int, columns: int, member: int = 0) -> np.ndarray:
+    """Of the blocks of one of the matrices [rows, columns], as they lie in memory."""
+    row, block = np.indices((rows, columns // 16))
+    return ((member * rows + row) * columns + 16 * block) // 16
+
+
+def hadamard(v: np.ndarray) -> np.ndarray:
+    """Times the Hadamard matrix along the last dimension, from the two halves' transforms."""
+    if v.shape[-1] == 1:
+        return v
+    half = v.shape[-1] // 2
+    a, b = hadamard(v[..., :half]), hadamard(v[..., half:])
+    return np.concatenate([a + b, a - b], -1)
+
+
+def rotate(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Chunks of 16 along rows, rounded to the dtype."""
+    chunks = values.reshape(*values.shape[:-1], values.shape[-1] // 16, 16)
+    with np.errstate(over="ignore", invalid="ignore"):
+        turned = (hadamard(chunks * SIGNS) * np.float32(0.25)).reshape(values.shape)
+    return torch.from_numpy(turned).to(dtype).float().numpy()
+
+
+def magnitudes_of(values: np.ndarray) -> np.ndarray:
+    return np.where(np.isnan(values), np.float32(0), np.abs(values))
+
+
+def encode_scale(amax: np.ndarray, spec: NvSpec) -> np.ndarray:
+    with np.errstate(over="ignore", divide="ignore"):
+        scale = np.minimum(np.float32(6 * spec.bound) / amax.astype(np.float32), FLT_MAX)
+    return np.where((amax == 0) | (scale == 0), np.float32(1), scale).astype(np.float32)
+
+
+def quantize(
+    values: np.ndarray, spec: NvSpec, amax: np.ndarray, bytes: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of one float32 matrix along rows, one to a byte, and its scale bytes ``[rows, columns / 16]``."""
+    rows, columns = values.shape
+    height = 16 if spec.square else 1
+    whole = np.zeros((-(-rows // height) * height, columns), np.float32)
+    whole[:rows] = magnitudes_of(values)
+    block_amax = whole.reshape(len(whole) // height, height, columns // 16, 16).max((1, 3), initial=0)
+    block_amax = np.repeat(block_amax, height, 0)[:rows]
+    common = encode_scale(amax, spec).reshape(-1, 1)
+    one = np.float32(1)
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        wanted = block_amax * (common * np.float32(1 / 6))
+
+        def factor(scale: np.ndarray) -> np.ndarray:
+            return np.repeat(np.minimum(one / (value_of(scale) * (one / common)), FLT_MAX), 16, 1)
+
+        if not spec.four_over_six:
+            scale = e4m3(np.minimum(wanted, FLT_MAX))
+            scaled = values * factor(scale)
+            return e2m1(scaled) if bytes is None else e2m1_at_random(scaled, bytes), scale
+        tried = []
+        for times in (1.0, 1.5):
+            scale = e4m3(np.minimum(wanted * np.float32(times), np.float32(448)))
+            codes = e2m1(values * factor(scale))
+            back = np.where(codes & 8, -E2M1[codes & 7], E2M1[codes & 7]).astype(np.float32)
+            missed = np.abs(back * np.repeat(value_of(scale) * (one / common), 16, 1) - values)
+            missed = missed * missed if spec.four_over_six == "mse" else missed
+            missed = np.where(np.isnan(values), np.float32(0), missed).reshape(rows, columns // 16, 16)
+            error = np.zeros(missed.shape[:2], np.float32)
+            for i in range(16):
+                error += missed[:, :, i]
+            tried.append((codes, scale, error))
+    four = tried[1][2] < tried[0][2]
+    codes = np.where(np.repeat(four, 16, 1), tried[1][0], tried[0][0])
+    return codes, np.where(four, tried[1][1], tried[0][1])
+
+
+def stored(scales: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """In the corner of zeros."""
+    whole = np.zeros(shape, np.uint8)
+    whole[: scales.shape[0], : scales.shape[1]] = scales
+    return whole
+
+
+def finished(codes: np.ndarray, scales: np.ndarray, spec: NvSpec) -> tuple[Tensor, Tensor]:
+    """Packed, in the order and the dtypes of the ops."""
+    packed = (codes[..., 0::2] | codes[..., 1::2] << 4).astype(np.uint8)
+    scales = tiled(scales) if spec.tiled else scales
+    return (
+        torch.from_numpy(np.ascontiguousarray(packed)).view(torch.float4_e2m1fn_x2),
+        torch.from_numpy(np.ascontiguousarray(scales)).view(torch.float8_e4m3fn),
+    )
+
+
+def up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def turned(values: np.ndarray, spec: NvSpec, dtype: torch.dtype) -> np.ndarray:
+    """The matrix that the transposed copy is of."""
+    values = np.ascontiguousarray(values.swapaxes(-1, -2))
+    return rotate(values, dtype) if spec.rht else values
+
+
+def quantize_direction(
+    input: Tensor, spec: NvSpec, amax: Tensor, seed: int | None, direction: int
+) -> tuple[Tensor, Tensor]:
+    """Of a 2-D or 3-D tensor: 0 the rows, 1 the transposed."""
+    stack = as_numpy(input if input.dim() == 3 else input[None])
+    stack = turned(stack, spec, input.dtype) if direction else stack
+    members, rows, columns = stack.shape
+    codes = np.zeros(stack.shape, np.uint8)
+    scales = np.zeros((members, up(rows, 128), up(columns // 16, 4)), np.uint8)
+    for g, values in enumerate(stack):
+        of = amax.cpu().numpy() if input.dim() == 2 else amax.cpu().numpy()[g : g + 1].reshape(-1)
+        bytes = None
+        if seed is not None:
+            bytes = random_bytes(seed, block_indices(rows, columns, g), direction).reshape(values.shape)
+        codes[g], scale = quantize(values, spec, of, bytes)
+        scales[g] = stored(scale, scales.shape[1:])
+    return finished(*((codes, scales) if input.dim() == 3 else (codes[0], scales[0])), spec)
+
+
+def grouped_quantize_direction(
+    input: Tensor, sizes: list[int], spec: NvSpec, amax: Tensor, seed: int | None, direction: int
+) -> tuple[Tensor, Tensor]:
+    """Each group by itself, zeros elsewhere; for the transposed sizes are multiples of 16."""
+    total, columns = input.shape
+    values, of = as_numpy(input), amax.cpu().numpy()
+    shape = (columns, total) if direction else (total, columns)
+    codes = np.zeros(shape, np.uint8)
+    scales = np.zeros((up(total, 128), up(columns // 16, 4)), np.uint8)
+    if direction:
+        scales = np.zeros((up(columns, 128), 8 * (up(total, 128) // 128 + len(sizes))), np.uint8)
+    bytes = None
+    if seed is not None:
+        bytes = random_bytes(seed, block_indices(*shape), direction).reshape(shape)
+    first, before = 0, 0
+    for g, size in enumerate(sizes):
+        rows = slice(first, first + size)
+        group_bytes = None if bytes is None else bytes[:, rows] if direction else bytes[rows]
+        if direction:
+            group = turned(values[rows], spec, input.dtype)
+            one = of[g] if spec.row_scaled else of[g : g + 1]
+            codes[:, rows], scale = quantize(group, spec, one, group_bytes)
+            scales[:columns, 8 * before : 8 * before + size // 16] = scale
+        else:
+            one = of[rows] if spec.row_scaled else of[g : g + 1]
+            codes[rows], scale = quantize(values[rows], spec, one, group_bytes)
+            scales[rows, : columns // 16] = scale
+        first, before = first + size, before + up(size, 128) // 128
+    return finished(codes, scales, spec)
+
+
+def dequantized(
+    data: Tensor, scale: Tensor, spec: NvSpec, amax: Tensor, dtype: torch.dtype, transposed: bool = False
+) -> Tensor:
+    """Of one matrix: element * ((scale * amax) * (1 / (6 * bound))), rounded; every NaN the quiet one."""
+    bytes = data.cpu().view(torch.uint8).numpy()
+    codes = np.stack([bytes & 15, bytes >> 4], -1).reshape(bytes.shape[0], -1)
+    values = np.where(codes & 8, -E2M1[codes & 7], E2M1[codes & 7]).astype(np.float32)
+    scales = scale.cpu().view(torch.uint8).numpy()
+    scales = scales.reshape(-1)[tiled_places(*scales.shape)] if spec.tiled else scales
+    row, column = np.indices(codes.shape)
+    scales = scales[row, column // 16]
+    wide = np.append(TABLES["e4m3"], np.nan)[scales & 0x7F]
+    wide = np.where(scales & 0x80, -wide, wide).astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        of = amax.cpu().numpy().reshape(-1, 1)
+        product = torch.from_numpy(values * ((wide * of) * np.float32(1 / (6 * spec.bound))))
+    product = torch.where(product.isnan(), torch.tensor(float("nan")).to(dtype), product.to(dtype))
+    return (product.T if transposed else product).contiguous()

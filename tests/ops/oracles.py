@@ -1,0 +1,38 @@
+"""The oracle of a format's family, by its key."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests.ops import nvfp4_oracle, quantize_oracle
+
+
+def both(input: Tensor, format: str, extras: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """The four outputs of ``quantize_both``. A stack of no matrices gives nothing, in the shapes of one."""
+    if input.dim() == 3 and input.shape[0] == 0:
+        one = {
+            name: value if name == "seed" else value.new_zeros(1, *value.shape[1:])
+            for name, value in extras.items()
+        }
+        return tuple(output[:0] for output in both(torch.zeros(1, *input.shape[1:]), format, one))
+    if format not in nvfp4_oracle.SPECS:
+        return quantize_oracle.quantize_both(input, quantize_oracle.SPECS[format])
+    spec, seed = nvfp4_oracle.SPECS[format], _seed(extras)
+    rows = nvfp4_oracle.quantize_direction(input, spec, extras["amax"], seed, 0)
+    return *rows, *nvfp4_oracle.quantize_direction(input, spec, extras["amax_t"], seed, 1)
+
+
+def grouped_both(
+    input: Tensor, sizes: list[int], format: str, extras: dict[str, Tensor]
+) -> tuple[Tensor, ...]:
+    """The four outputs of ``grouped_quantize_both``."""
+    if format not in nvfp4_oracle.SPECS:
+        return quantize_oracle.grouped_quantize_both(input, sizes, quantize_oracle.SPECS[format])
+    spec, seed = nvfp4_oracle.SPECS[format], _seed(extras)
+    rows = nvfp4_oracle.grouped_quantize_direction(input, sizes, spec, extras["amax"], seed, 0)
+    return *rows, *nvfp4_oracle.grouped_quantize_direction(input, sizes, spec, extras["amax_t"], seed, 1)
+
+
+def _seed(extras: dict[str, Tensor]) -> int | None:
+    return int(extras["seed"].item()) if "seed" in extras else None
