@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformer_plugin.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
     Recipe,
     recipe_from_name,
 )
@@ -55,6 +57,23 @@ def roles(recipe: Recipe) -> tuple[str, str, str]:
         ),
         (MXFP8BlockScaling(), ("mxfp8:e4m3", "mxfp8:e4m3", "mxfp8:e4m3")),
         (MXFP8BlockScaling(square_weights=True), ("mxfp8:e4m3", "mxfp8:e4m3,square", "mxfp8:e4m3")),
+        (NVFP4BlockScaling(), ("nvfp4:e2m1,rht", "nvfp4:e2m1,square", "nvfp4:e2m1,rht,sr")),
+        (
+            NVFP4BlockScaling(random_hadamard=False, stochastic_rounding=False, square_weights=False),
+            ("nvfp4:e2m1", "nvfp4:e2m1", "nvfp4:e2m1"),
+        ),
+        (
+            NVFP4BlockScaling(random_hadamard=False, row_scaled_activations=True),
+            ("nvfp4:e2m1,row_scaled", "nvfp4:e2m1,square", "nvfp4:e2m1,sr"),
+        ),
+        (
+            NVFP4BlockScaling(random_hadamard=False, square_weights=False, four_over_six="mae"),
+            ("nvfp4:e2m1,4over6", "nvfp4:e2m1,4over6", "nvfp4:e2m1,sr"),
+        ),
+        (
+            NVFP4BlockScaling(False, False, False, True, "mse"),
+            ("nvfp4:e2m1,row_scaled,4over6_mse", "nvfp4:e2m1,4over6_mse", "nvfp4:e2m1"),
+        ),
     ],
     ids=str,
 )
@@ -100,11 +119,12 @@ def test_names() -> None:
     assert recipe_from_name("fp8_tensor") == Float8CurrentScaling()
     assert recipe_from_name("fp8_block") == Float8BlockScaling()
     assert recipe_from_name("mxfp8") == MXFP8BlockScaling()
+    assert recipe_from_name("nvfp4") == NVFP4BlockScaling()
     with pytest.raises(ValueError) as caught:
         recipe_from_name("int4")
     assert str(caught.value) == (
         "transformer_plugin.recipe_from_name: argument 'name': expected one of none, bf16, fp8_tensor, "
-        "fp8_block, mxfp8, got 'int4'. Choose one of them, or make a recipe yourself."
+        "fp8_block, mxfp8, nvfp4, got 'int4'. Choose one of them, or make a recipe yourself."
     )
 
 
@@ -116,3 +136,31 @@ def test_a_bad_epsilon_is_refused_when_the_recipe_is_made() -> None:
             "transformer_plugin.Format: argument 'epsilon': expected a finite number that is not negative, "
             "got -1.0. Use 0 for none."
         )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            {"row_scaled_activations": True},
+            "'random_hadamard': expected False with row_scaled_activations=True, got True. "
+            "Pass random_hadamard=False.",
+        ),
+        (
+            {"four_over_six": "mae"},
+            "'random_hadamard': expected False with four_over_six='mae', got True. Pass random_hadamard=False.",
+        ),
+        (
+            {"four_over_six": "mse", "random_hadamard": False},
+            "'square_weights': expected False with four_over_six='mse', got True. Pass square_weights=False.",
+        ),
+        (
+            {"four_over_six": ""},
+            "'four_over_six': expected 'none', 'mae' or 'mse', got ''. Choose one.",
+        ),
+    ],
+)
+def test_arguments_of_nvfp4_that_exclude_each_other(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        NVFP4BlockScaling(**arguments)
+    assert str(caught.value) == f"transformer_plugin.NVFP4BlockScaling: argument {text}"

@@ -7,8 +7,9 @@ gradient of the output. A recipe names a format for each, as a key (:mod:`transf
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from transformer_plugin.formats import Element, Format
+from transformer_plugin.formats import Element, Format, FourOverSix
 
 
 @dataclass(frozen=True)
@@ -143,14 +144,94 @@ class MXFP8BlockScaling(Recipe):
         return Format("mxfp8").key
 
 
+@dataclass(frozen=True)
+class NVFP4BlockScaling(Recipe):
+    """NVFP4: 4-bit E2M1 with one E4M3 scale per 1x16 block, under one FP32 amax per tensor (per group, where ragged).
+
+    Widths must be multiples of 16: the input's, the weight's and the output's last dimension, and for the backward
+    the number of rows, in ragged products of each group. :class:`~transformer_plugin.nn.MoE` pads its groups.
+
+    Args:
+        random_hadamard: the two operands of the weight's gradient are rotated by one random orthogonal matrix along
+            the dimension that is summed, which spreads outliers; the product is the same.
+        stochastic_rounding: gradients are rounded up or down at random, right on average. The seed of each call is
+            drawn from torch's generator of the device.
+        square_weights: one scale per 16x16 block of weights, so that a weight has the same values in the forward
+            and in the backward. False: 1x16 blocks along the summed dimension of each product.
+        row_scaled_activations: an FP32 amax for each row of the input; not with ``random_hadamard``.
+        four_over_six: ``"mae"`` or ``"mse"``: blocks of inputs and weights take the scale that maps their amax to 6
+            or the one that maps it to 4, by the lesser mean absolute or squared error; not with ``random_hadamard``
+            and ``square_weights``.
+
+    Raises:
+        ValueError: arguments that exclude each other.
+
+    Source: "Pretraining Large Language Models with NVFP4", arXiv:2509.25149; Four Over Six, arXiv:2512.02010; with
+    the conventions of NVIDIA TransformerEngine's recipe of this name.
+    """
+
+    random_hadamard: bool = True
+    stochastic_rounding: bool = True
+    square_weights: bool = True
+    row_scaled_activations: bool = False
+    four_over_six: Literal["none", "mae", "mse"] = "none"
+
+    def __post_init__(self) -> None:
+        if self.four_over_six not in ("none", "mae", "mse"):
+            raise self._error(
+                "four_over_six", "'none', 'mae' or 'mse'", repr(self.four_over_six), "Choose one"
+            )
+        for chosen, name, excluded in (
+            (self.row_scaled_activations, "row_scaled_activations=True", ("random_hadamard",)),
+            (
+                self.four_over_six != "none",
+                f"four_over_six='{self.four_over_six}'",
+                ("random_hadamard", "square_weights"),
+            ),
+        ):
+            for other in excluded:
+                if chosen and getattr(self, other):
+                    raise self._error(other, f"False with {name}", "True", f"Pass {other}=False")
+
+    @staticmethod
+    def _error(argument: str, expected: str, got: str, advice: str) -> ValueError:
+        return ValueError(
+            f"transformer_plugin.NVFP4BlockScaling: argument '{argument}': expected {expected}, got {got}. {advice}."
+        )
+
+    @property
+    def _four_over_six(self) -> FourOverSix:
+        return "" if self.four_over_six == "none" else self.four_over_six
+
+    @property
+    def input_format(self) -> str:
+        return Format(
+            "nvfp4",
+            random_hadamard=self.random_hadamard,
+            row_scaled=self.row_scaled_activations,
+            four_over_six=self._four_over_six,
+        ).key
+
+    @property
+    def weight_format(self) -> str:
+        return Format("nvfp4", square_blocks=self.square_weights, four_over_six=self._four_over_six).key
+
+    @property
+    def grad_format(self) -> str:
+        return Format(
+            "nvfp4", random_hadamard=self.random_hadamard, stochastic_rounding=self.stochastic_rounding
+        ).key
+
+
 def recipe_from_name(name: str) -> Recipe | None:
-    """The recipe of a name, with its defaults: none (gives None), bf16, fp8_tensor, fp8_block or mxfp8."""
+    """The recipe of a name, with its defaults: none (gives None), bf16, fp8_tensor, fp8_block, mxfp8 or nvfp4."""
     recipes: dict[str, Recipe | None] = {
         "none": None,
         "bf16": BFloat16(),
         "fp8_tensor": Float8CurrentScaling(),
         "fp8_block": Float8BlockScaling(),
         "mxfp8": MXFP8BlockScaling(),
+        "nvfp4": NVFP4BlockScaling(),
     }
     if name not in recipes:
         raise ValueError(
