@@ -1,4 +1,4 @@
-// What the quantize kernels share: loading a tile into registers, maxima, and storing transposed codes.
+// What the quantize kernels share: a tile in registers and the sources that fill it, maxima, and storing codes.
 #pragma once
 
 #include <type_traits>
@@ -65,36 +65,44 @@ struct Values {
 template <typename T>
 using Vector4 = std::conditional_t<sizeof(T) == 2, uint2, uint4>;
 
+// A source gives a thread its values of a tile: 16 rows of 4 columns, zero outside the matrix and in the tail. Kernels
+// take one as an argument beside QuantizeArgs; `Value` is what values are rounded to before they are quantized.
+//
+// The plain source: the input as it lies in memory.
 template <typename T>
-__device__ __forceinline__ void load(const QuantizeArgs& args, const Tile& tile, int warp, int lane,
-                                     Values<T>& values) {
-  const int64_t cols = args.layout.cols;
-  const int c0 = lane * kColsPerThread;
-  const int first_row = warp * kRowsPerThread;
-  const T* input = static_cast<const T*>(args.input) +
-                   (tile.member * args.layout.rows + tile.row + first_row) * cols + tile.col + c0;
-  const bool aligned = cols % 4 == 0 && reinterpret_cast<uintptr_t>(args.input) % sizeof(Vector4<T>) == 0;
-  const int rows = tile.tail ? 0 : tile.rows - first_row;
-  if (aligned && tile.cols == kTile) {  // all loads under way before a value is used
+struct PlainSource {
+  using Value = T;
+
+  __device__ __forceinline__ void load(const QuantizeArgs& args, const Tile& tile, int warp, int lane,
+                                       Values<T>& values) const {
+    const int64_t cols = args.layout.cols;
+    const int c0 = lane * kColsPerThread;
+    const int first_row = warp * kRowsPerThread;
+    const T* input = static_cast<const T*>(args.input) +
+                     (tile.member * args.layout.rows + tile.row + first_row) * cols + tile.col + c0;
+    const bool aligned = cols % 4 == 0 && reinterpret_cast<uintptr_t>(args.input) % sizeof(Vector4<T>) == 0;
+    const int rows = tile.tail ? 0 : tile.rows - first_row;
+    if (aligned && tile.cols == kTile) {  // all loads under way before a value is used
+#pragma unroll
+      for (int r = 0; r < kRowsPerThread; ++r) {
+        Vector4<T> vector = {};
+        if (r < rows) vector = *reinterpret_cast<const Vector4<T>*>(input + r * cols);
+        memcpy(values.at[r], &vector, sizeof(vector));
+      }
+      return;
+    }
+    const int count = tile.cols - c0;
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
-      Vector4<T> vector = {};
-      if (r < rows) vector = *reinterpret_cast<const Vector4<T>*>(input + r * cols);
-      memcpy(values.at[r], &vector, sizeof(vector));
-    }
-    return;
-  }
-  const int count = tile.cols - c0;
 #pragma unroll
-  for (int r = 0; r < kRowsPerThread; ++r) {
-#pragma unroll
-    for (int i = 0; i < kColsPerThread / 2; ++i) {
-      values.at[r][i] = zeros<T>();
-      if (r < rows && 2 * i < count) values.at[r][i].x = input[r * cols + 2 * i];
-      if (r < rows && 2 * i + 1 < count) values.at[r][i].y = input[r * cols + 2 * i + 1];
+      for (int i = 0; i < kColsPerThread / 2; ++i) {
+        values.at[r][i] = zeros<T>();
+        if (r < rows && 2 * i < count) values.at[r][i].x = input[r * cols + 2 * i];
+        if (r < rows && 2 * i + 1 < count) values.at[r][i].y = input[r * cols + 2 * i + 1];
+      }
     }
   }
-}
+};
 
 __device__ __forceinline__ float warp_max(float value) {
 #pragma unroll

@@ -1,149 +1,15 @@
-// Microscaling: E8M0 scales of 1x32 or 32x32 blocks. The tail of a ragged matrix needs no case of its own: its values
-// are loaded as zero, whose scale is 0.
-#include "quantize/quantize_device.cuh"
+#include "quantize/mx_tile.cuh"
 
 namespace transformer_plugin::quantize {
-namespace {
-
-constexpr int kLanesPerBlock = kMxBlock / kColsPerThread;
-constexpr int kWarpsPerBlock = kMxBlock / kRowsPerThread;
-static_assert(kWarpsPerBlock == 2 && kLanesPerBlock == 8, "a 32x32 block is 2 warps of 8 lanes");
-
-// The maximum over the lanes whose columns lie in one block, in each of them.
-__device__ __forceinline__ float block_max(float value) {
-#pragma unroll
-  for (int distance = kLanesPerBlock / 2; distance > 0; distance /= 2) {
-    value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, distance));
-  }
-  return value;
-}
-
-__device__ __forceinline__ uint8_t exponent_of(float amax, const ScaleRule& rule) {
-  return e8m0_of_amax(amax, rule.largest);
-}
-
-// Largest magnitudes: of each column over the rows of a warp, and of each warp's part of a 32x32 block.
-struct Partial {
-  alignas(16) float of_columns[kWarps][kTile];
-  float of_squares[kWarps][kMxBlocks];
-
-  __device__ __forceinline__ float column(int row_block, int column) const {
-    return fmaxf(of_columns[2 * row_block][column], of_columns[2 * row_block + 1][column]);
-  }
-  __device__ __forceinline__ float square(int row_block, int column_block) const {
-    return fmaxf(of_squares[2 * row_block][column_block], of_squares[2 * row_block + 1][column_block]);
-  }
-};
-
-template <typename T>
-__device__ __forceinline__ void find_partial(const Values<T>& values, int warp, int lane, Partial& partial) {
-  float largest = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kColsPerThread / 2; ++i) {
-    const float2 of_columns = values.column_max(i);
-    *reinterpret_cast<float2*>(&partial.of_columns[warp][lane * kColsPerThread + 2 * i]) = of_columns;
-    largest = fmaxf(largest, fmaxf(of_columns.x, of_columns.y));
-  }
-  largest = block_max(largest);
-  if (lane % kLanesPerBlock == 0) partial.of_squares[warp][lane / kLanesPerBlock] = largest;
-}
-
-// A lane answers for two rows of its block.
-template <DType element, typename T>
-__device__ __forceinline__ void write_rows(const QuantizeArgs& args, const Tile& tile,
-                                           const Values<T>& values, int warp, int lane,
-                                           const Partial& partial) {
-  const Layout& layout = args.layout;
-  const int block = lane / kLanesPerBlock;
-  const int first_row = warp * kRowsPerThread;
-  using Maxima = RowMaxima<kLanesPerBlock>;
-  float multipliers[Maxima::kRows];
-  Maxima maxima;
-  if (!layout.square) maxima.find(values, lane);
-#pragma unroll
-  for (int i = 0; i < Maxima::kRows; ++i) {
-    const float amax = layout.square ? partial.square(warp / kWarpsPerBlock, block) : maxima.at[i];
-    const uint8_t exponent = exponent_of(amax, args.rule);
-    multipliers[i] = e8m0_multiplier(exponent);
-    uint32_t word = static_cast<uint32_t>(exponent) << (8 * block);
-    word |= __shfl_xor_sync(0xffffffffu, word, kLanesPerBlock);
-    word |= __shfl_xor_sync(0xffffffffu, word, 2 * kLanesPerBlock);
-    const int row = first_row + Maxima::row_of(lane) + i;
-    if (lane < kLanesPerBlock && row < tile.rows) {
-      *reinterpret_cast<uint32_t*>(args.exponents + mx_word_index(layout, tile, false, row)) = word;
-    }
-  }
-#pragma unroll
-  for (int r = 0; r < kRowsPerThread; ++r) {
-    const int holder = block * kLanesPerBlock + Maxima::lane_of(r);
-    const float multiplier = __shfl_sync(0xffffffffu, multipliers[r % Maxima::kRows], holder);
-    if (first_row + r < tile.rows) {
-      write_row<element>(args, tile, values, r, first_row + r, lane * kColsPerThread, multiplier);
-    }
-  }
-}
-
-// The scales of the transposed lines: a thread writes the word of one column.
-__device__ __forceinline__ void write_column_exponents(const QuantizeArgs& args, const Tile& tile,
-                                                       const Partial& partial) {
-  const int column = threadIdx.x;
-  if (column >= tile.cols) return;
-  uint32_t word = 0;
-#pragma unroll
-  for (int b = 0; b < kMxBlocks; ++b) {
-    const float amax = args.layout.square ? partial.square(b, column / kMxBlock) : partial.column(b, column);
-    word |= static_cast<uint32_t>(exponent_of(amax, args.rule)) << (8 * b);
-  }
-  *reinterpret_cast<uint32_t*>(args.exponents_t + mx_word_index(args.layout, tile, true, column)) = word;
-}
-
-template <typename T, DType element>
-__global__ void __launch_bounds__(kThreads) quantize_mx_kernel(const __grid_constant__ QuantizeArgs args) {
-  __shared__ Partial partial;
-  __shared__ TransposedTile turned;
-  const Layout& layout = args.layout;
-  const int warp = threadIdx.x / kWarpSize;
-  const int lane = threadIdx.x % kWarpSize;
-  const Tile tile = block_tile(layout);
-  if (threadIdx.x == 0 && args.rowwise) zero_mx_padding(layout, tile, false, args.exponents);
-  if (threadIdx.x == 0 && args.transposed) zero_mx_padding(layout, tile, true, args.exponents_t);
-  if (tile.rows == 0) {  // past the last group
-    if (args.transposed && threadIdx.x < tile.cols) {
-      *reinterpret_cast<uint32_t*>(args.exponents_t + mx_word_index(layout, tile, true, threadIdx.x)) = 0;
-    }
-    return;
-  }
-  Values<T> values;
-  load<T>(args, tile, warp, lane, values);
-  if (args.transposed || layout.square) {
-    find_partial(values, warp, lane, partial);
-    __syncthreads();
-  }
-  if (args.rowwise) write_rows<element>(args, tile, values, warp, lane, partial);
-  if (args.transposed) {
-    float scales[kColsPerThread];
-#pragma unroll
-    for (int c = 0; c < kColsPerThread; ++c) {
-      const int column = lane * kColsPerThread + c;
-      const int row_block = warp / kWarpsPerBlock;
-      const float amax =
-          layout.square ? partial.square(row_block, column / kMxBlock) : partial.column(row_block, column);
-      scales[c] = e8m0_multiplier(exponent_of(amax, args.rule));
-    }
-    write_column_exponents(args, tile, partial);
-    write_columns<element>(args, tile, values, warp, lane, scales, turned);
-  }
-}
-
-}  // namespace
 
 void launch_quantize_mx(const QuantizeArgs& args, void* stream) {
   const unsigned grid = tile_grid(args.layout);
   if (grid == 0) return;
   visit_device_float(args.dtype, [&](auto type) {
     visit_fp8(args.element, [&](auto element) {
-      quantize_mx_kernel<decltype(type), decltype(element)::value>
-          <<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
+      using Source = PlainSource<decltype(type)>;
+      quantize_mx_kernel<Source, decltype(element)::value>
+          <<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args, Source{});
     });
   });
   check_launch("quantize_mx_kernel");

@@ -1,0 +1,45 @@
+// What the CPU kernels of the quantize family share: a tile as floats, the walk over tiles, and storing one. A source is
+// a function `load(tile, values)` that fills the tile's rows and columns with what is to be quantized, already rounded to
+// the dtype of the input; it is not called for the tail.
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include "quantize/quantize.h"
+
+namespace transformer_plugin::quantize {
+
+// One tile as floats, row by row.
+struct Values {
+  alignas(64) float at[kTile][kTile];
+};
+
+// The largest |x| as bits, which order like the floats they are. NaN elements are left out.
+TP_HOST_DEVICE int32_t magnitude(float value) {
+  const int32_t bits = static_cast<int32_t>(float_to_bits(value) & 0x7fffffffu);
+  return bits > 0x7f800000 ? 0 : bits;
+}
+
+int32_t magnitude_of_tile(const Tile& tile, const Values& values);
+void write_tile_cpu(const QuantizeArgs& args, const Tile& tile, const Values& values);
+
+// Every tile that holds values, on several threads.
+template <typename Load, typename Use>
+void for_each_tile_cpu(const Layout& layout, Load&& load, Use&& use) {
+  at::parallel_for(0, layout.tiles(), 1, [&](int64_t begin, int64_t end) {
+    Values values;
+    for (int64_t i = begin; i < end; ++i) {
+      const Tile tile = tile_at(layout, i);
+      if (!tile.tail) load(tile, values);
+      use(tile, values);
+    }
+  });
+}
+
+template <typename Load>
+void quantize_tiles_cpu(const QuantizeArgs& args, Load&& load) {
+  for_each_tile_cpu(args.layout, load,
+                    [&](const Tile& tile, const Values& values) { write_tile_cpu(args, tile, values); });
+}
+
+}  // namespace transformer_plugin::quantize
