@@ -7,34 +7,47 @@
 #include <torch/library.h>
 
 TORCH_LIBRARY(transformer_plugin, m) {
-  // quantize: values to (data, scale_inv), along rows, along columns (returned transposed), or both.
-  m.def("quantize(Tensor input, str format) -> (Tensor, Tensor)");
-  m.def("quantize_transposed(Tensor input, str format) -> (Tensor, Tensor)");
-  m.def("quantize_both(Tensor input, str format) -> (Tensor, Tensor, Tensor, Tensor)");
+  // quantize: values to (data, scale_inv), along rows, along columns (returned transposed), or both. "amax" are
+  // largest magnitudes found beforehand, by the ops of that name, and "seed" is what stochastic rounding draws from.
+  m.def("quantize(Tensor input, str format, Tensor? amax=None, Tensor? seed=None) -> (Tensor, Tensor)");
   m.def(
-      "dequantize(Tensor data, Tensor scale_inv, str format, ScalarType dtype, bool transposed=False) -> Tensor");
-  m.def("grouped_quantize(Tensor input, Tensor group_sizes, str format) -> (Tensor, Tensor)");
-  m.def("grouped_quantize_transposed(Tensor input, Tensor group_sizes, str format) -> (Tensor, Tensor)");
+      "quantize_transposed(Tensor input, str format, Tensor? amax=None, Tensor? seed=None) -> (Tensor, Tensor)");
   m.def(
-      "grouped_quantize_both(Tensor input, Tensor group_sizes, str format) -> (Tensor, Tensor, Tensor, "
-      "Tensor)");
+      "quantize_both(Tensor input, str format, Tensor? amax=None, Tensor? amax_t=None, Tensor? seed=None) -> "
+      "(Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "dequantize(Tensor data, Tensor scale_inv, str format, ScalarType dtype, bool transposed=False, "
+      "Tensor? amax=None) -> Tensor");
+  m.def(
+      "grouped_quantize(Tensor input, Tensor group_sizes, str format, Tensor? amax=None, Tensor? seed=None) -> "
+      "(Tensor, Tensor)");
+  m.def(
+      "grouped_quantize_transposed(Tensor input, Tensor group_sizes, str format, Tensor? amax=None, "
+      "Tensor? seed=None) -> (Tensor, Tensor)");
+  m.def(
+      "grouped_quantize_both(Tensor input, Tensor group_sizes, str format, Tensor? amax=None, "
+      "Tensor? amax_t=None, Tensor? seed=None) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "grouped_dequantize(Tensor data, Tensor scale_inv, Tensor group_sizes, str format, ScalarType dtype, "
-      "bool transposed=False) -> Tensor");
+      "bool transposed=False, Tensor? amax=None) -> Tensor");
+  m.def("amax(Tensor input, str format, Tensor? group_sizes=None) -> Tensor");
+  m.def("amax_transposed(Tensor input, str format, Tensor? group_sizes=None) -> Tensor");
+  m.def("amax_both(Tensor input, str format, Tensor? group_sizes=None) -> (Tensor, Tensor)");
 
   // gemm: products with FP32 sums. linear and grouped_linear are the differentiable ones in low precision.
   m.def(
       "gemm(Tensor a, Tensor b, Tensor? bias=None, bool transpose_b=True, ScalarType? dtype=None) -> Tensor");
   m.def(
       "gemm_quantized(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, str a_format, str b_format, "
-      "ScalarType dtype, Tensor? bias=None, bool transpose_b=True) -> Tensor");
+      "ScalarType dtype, Tensor? bias=None, bool transpose_b=True, Tensor? a_amax=None, "
+      "Tensor? b_amax=None) -> Tensor");
   m.def(
       "grouped_gemm(Tensor a, Tensor b, Tensor group_sizes, Tensor? bias=None, Tensor? bias_scale=None, "
       "bool transpose_b=True, ScalarType? dtype=None) -> Tensor");
   m.def(
       "grouped_gemm_quantized(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor group_sizes, "
       "str a_format, str b_format, ScalarType dtype, Tensor? bias=None, Tensor? bias_scale=None, "
-      "bool transpose_b=True) -> Tensor");
+      "bool transpose_b=True, Tensor? a_amax=None, Tensor? b_amax=None) -> Tensor");
   m.def(
       "grouped_gemm_wgrad(Tensor grad, Tensor input, Tensor group_sizes, ScalarType? dtype=None) -> Tensor");
   m.def(
@@ -43,11 +56,12 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "grouped_gemm_wgrad_quantized(Tensor grad_t, Tensor grad_t_scale, Tensor input_t, Tensor "
       "input_t_scale, "
-      "Tensor group_sizes, str grad_format, str input_format, ScalarType dtype) -> Tensor");
+      "Tensor group_sizes, str grad_format, str input_format, ScalarType dtype, Tensor? grad_t_amax=None, "
+      "Tensor? input_t_amax=None) -> Tensor");
   m.def(
       "grouped_gemm_wgrad_quantized_out(Tensor grad_t, Tensor grad_t_scale, Tensor input_t, "
       "Tensor input_t_scale, Tensor group_sizes, str grad_format, str input_format, Tensor(a!) out, "
-      "bool accumulate=True) -> ()");
+      "bool accumulate=True, Tensor? grad_t_amax=None, Tensor? input_t_amax=None) -> ()");
   m.def(
       "grouped_bias_backward(Tensor grad, Tensor group_sizes, Tensor? bias=None, Tensor? bias_scale=None) -> "
       "(Tensor, Tensor)");

@@ -55,16 +55,22 @@ namespace quantize_call {
 using Pair = std::tuple<at::Tensor, at::Tensor>;
 using Four = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 template <typename Result>
-using Dense = Result(const at::Tensor&, std::string_view);
+using Dense = Result(const at::Tensor&, std::string_view, OptionalTensorArg, OptionalTensorArg);
 template <typename Result>
-using Grouped = Result(const at::Tensor&, const at::Tensor&, std::string_view);
+using Grouped = Result(const at::Tensor&, const at::Tensor&, std::string_view, OptionalTensorArg,
+                       OptionalTensorArg);
+using DenseBoth = Four(const at::Tensor&, std::string_view, OptionalTensorArg, OptionalTensorArg,
+                       OptionalTensorArg);
+using GroupedBoth = Four(const at::Tensor&, const at::Tensor&, std::string_view, OptionalTensorArg,
+                         OptionalTensorArg, OptionalTensorArg);
 }  // namespace quantize_call
 
 inline quantize_call::Pair call_quantize(const at::Tensor& x, OptionalTensorArg group_sizes,
                                          std::string_view key) {
   static const auto dense = find_op<quantize_call::Dense<quantize_call::Pair>>("quantize");
   static const auto grouped = find_op<quantize_call::Grouped<quantize_call::Pair>>("grouped_quantize");
-  return group_sizes ? grouped.call(x, *group_sizes, key) : dense.call(x, key);
+  return group_sizes ? grouped.call(x, *group_sizes, key, std::nullopt, std::nullopt)
+                     : dense.call(x, key, std::nullopt, std::nullopt);
 }
 
 inline quantize_call::Pair call_quantize_transposed(const at::Tensor& x, OptionalTensorArg group_sizes,
@@ -72,14 +78,16 @@ inline quantize_call::Pair call_quantize_transposed(const at::Tensor& x, Optiona
   static const auto dense = find_op<quantize_call::Dense<quantize_call::Pair>>("quantize_transposed");
   static const auto grouped =
       find_op<quantize_call::Grouped<quantize_call::Pair>>("grouped_quantize_transposed");
-  return group_sizes ? grouped.call(x, *group_sizes, key) : dense.call(x, key);
+  return group_sizes ? grouped.call(x, *group_sizes, key, std::nullopt, std::nullopt)
+                     : dense.call(x, key, std::nullopt, std::nullopt);
 }
 
 inline quantize_call::Four call_quantize_both(const at::Tensor& x, OptionalTensorArg group_sizes,
                                               std::string_view key) {
-  static const auto dense = find_op<quantize_call::Dense<quantize_call::Four>>("quantize_both");
-  static const auto grouped = find_op<quantize_call::Grouped<quantize_call::Four>>("grouped_quantize_both");
-  return group_sizes ? grouped.call(x, *group_sizes, key) : dense.call(x, key);
+  static const auto dense = find_op<quantize_call::DenseBoth>("quantize_both");
+  static const auto grouped = find_op<quantize_call::GroupedBoth>("grouped_quantize_both");
+  return group_sizes ? grouped.call(x, *group_sizes, key, std::nullopt, std::nullopt, std::nullopt)
+                     : dense.call(x, key, std::nullopt, std::nullopt, std::nullopt);
 }
 
 // ---- products of quantized operands -------------------------------------------------------------------------
@@ -89,9 +97,10 @@ inline at::Tensor call_gemm_quantized(const at::Tensor& a, const at::Tensor& a_s
                                       std::string_view b_key, at::ScalarType dtype, OptionalTensorArg bias,
                                       bool transpose_b) {
   using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                               std::string_view, std::string_view, at::ScalarType, OptionalTensorArg, bool);
+                               std::string_view, std::string_view, at::ScalarType, OptionalTensorArg, bool,
+                               OptionalTensorArg, OptionalTensorArg);
   static const auto op = find_op<Signature>("gemm_quantized");
-  return op.call(a, a_scale, b, b_scale, a_key, b_key, dtype, bias, transpose_b);
+  return op.call(a, a_scale, b, b_scale, a_key, b_key, dtype, bias, transpose_b, std::nullopt, std::nullopt);
 }
 
 inline at::Tensor call_grouped_gemm_quantized(const at::Tensor& a, const at::Tensor& a_scale,
@@ -100,11 +109,13 @@ inline at::Tensor call_grouped_gemm_quantized(const at::Tensor& a, const at::Ten
                                               std::string_view b_key, at::ScalarType dtype,
                                               OptionalTensorArg bias, OptionalTensorArg bias_scale,
                                               bool transpose_b) {
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                               const at::Tensor&, std::string_view, std::string_view, at::ScalarType,
-                               OptionalTensorArg, OptionalTensorArg, bool);
+  using Signature =
+      at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                 const at::Tensor&, std::string_view, std::string_view, at::ScalarType, OptionalTensorArg,
+                 OptionalTensorArg, bool, OptionalTensorArg, OptionalTensorArg);
   static const auto op = find_op<Signature>("grouped_gemm_quantized");
-  return op.call(a, a_scale, b, b_scale, group_sizes, a_key, b_key, dtype, bias, bias_scale, transpose_b);
+  return op.call(a, a_scale, b, b_scale, group_sizes, a_key, b_key, dtype, bias, bias_scale, transpose_b,
+                 std::nullopt, std::nullopt);
 }
 
 inline at::Tensor call_grouped_gemm_wgrad_quantized(const at::Tensor& grad_t, const at::Tensor& grad_t_scale,
@@ -113,9 +124,11 @@ inline at::Tensor call_grouped_gemm_wgrad_quantized(const at::Tensor& grad_t, co
                                                     const at::Tensor& group_sizes, std::string_view grad_key,
                                                     std::string_view input_key, at::ScalarType dtype) {
   using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                               const at::Tensor&, std::string_view, std::string_view, at::ScalarType);
+                               const at::Tensor&, std::string_view, std::string_view, at::ScalarType,
+                               OptionalTensorArg, OptionalTensorArg);
   static const auto op = find_op<Signature>("grouped_gemm_wgrad_quantized");
-  return op.call(grad_t, grad_t_scale, input_t, input_t_scale, group_sizes, grad_key, input_key, dtype);
+  return op.call(grad_t, grad_t_scale, input_t, input_t_scale, group_sizes, grad_key, input_key, dtype,
+                 std::nullopt, std::nullopt);
 }
 
 // ---- what the gradients share -------------------------------------------------------------------------------

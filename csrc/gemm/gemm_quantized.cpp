@@ -22,9 +22,10 @@ struct Arguments {
 
 Arguments check_gemm_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
                                std::string_view a_key, std::string_view b_key, at::ScalarType dtype,
-                               const OptionalTensor& bias, bool transpose_b) {
-  Arguments arguments{{kOp, "a", "a_scale", "a_format", a, a_scale, a_key},
-                      {kOp, "b", "b_scale", "b_format", b, b_scale, b_key},
+                               const OptionalTensor& bias, bool transpose_b, const OptionalTensor& a_amax,
+                               const OptionalTensor& b_amax) {
+  Arguments arguments{{kOp, "a", "a_scale", "a_amax", "a_format", a, a_scale, a_amax, a_key},
+                      {kOp, "b", "b_scale", "b_amax", "b_format", b, b_scale, b_amax, b_key},
                       {},
                       {}};
   arguments.a_format = check_quantized(arguments.a, 2, nullptr, false);
@@ -39,15 +40,18 @@ Arguments check_gemm_quantized(const Tensor& a, const Tensor& a_scale, const Ten
 
 Tensor gemm_quantized_meta(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
                            std::string_view a_key, std::string_view b_key, at::ScalarType dtype,
-                           const OptionalTensor& bias, bool transpose_b) {
-  check_gemm_quantized(a, a_scale, b, b_scale, a_key, b_key, dtype, bias, transpose_b);
+                           const OptionalTensor& bias, bool transpose_b, const OptionalTensor& a_amax,
+                           const OptionalTensor& b_amax) {
+  check_gemm_quantized(a, a_scale, b, b_scale, a_key, b_key, dtype, bias, transpose_b, a_amax, b_amax);
   return empty(a, {a.sym_size(0), b.sym_size(transpose_b ? 0 : 1)}, dtype);
 }
 
 Tensor gemm_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
                       std::string_view a_key, std::string_view b_key, at::ScalarType dtype,
-                      const OptionalTensor& bias, bool transpose_b) {
-  const auto arguments = check_gemm_quantized(a, a_scale, b, b_scale, a_key, b_key, dtype, bias, transpose_b);
+                      const OptionalTensor& bias, bool transpose_b, const OptionalTensor& a_amax,
+                      const OptionalTensor& b_amax) {
+  const auto arguments =
+      check_gemm_quantized(a, a_scale, b, b_scale, a_key, b_key, dtype, bias, transpose_b, a_amax, b_amax);
   const BelowAutograd guard;
   const at::ScalarType exact = values_dtype(arguments.a, arguments.a_format, arguments.b, arguments.b_format);
   const Values left = values_of(arguments.a, arguments.a_format, nullptr, false, exact);

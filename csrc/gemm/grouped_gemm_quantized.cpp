@@ -24,9 +24,10 @@ struct Arguments {
 Arguments check_grouped_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b,
                                   const Tensor& b_scale, const Tensor& group_sizes, std::string_view a_key,
                                   std::string_view b_key, at::ScalarType dtype, const OptionalTensor& bias,
-                                  const OptionalTensor& bias_scale, bool transpose_b) {
-  Arguments arguments{{kOp, "a", "a_scale", "a_format", a, a_scale, a_key},
-                      {kOp, "b", "b_scale", "b_format", b, b_scale, b_key},
+                                  const OptionalTensor& bias_scale, bool transpose_b,
+                                  const OptionalTensor& a_amax, const OptionalTensor& b_amax) {
+  Arguments arguments{{kOp, "a", "a_scale", "a_amax", "a_format", a, a_scale, a_amax, a_key},
+                      {kOp, "b", "b_scale", "b_amax", "b_format", b, b_scale, b_amax, b_key},
                       {},
                       {}};
   const Argument a_argument{kOp, "a", a};
@@ -47,18 +48,19 @@ Arguments check_grouped_quantized(const Tensor& a, const Tensor& a_scale, const 
 Tensor grouped_quantized_meta(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
                               const Tensor& group_sizes, std::string_view a_key, std::string_view b_key,
                               at::ScalarType dtype, const OptionalTensor& bias,
-                              const OptionalTensor& bias_scale, bool transpose_b) {
+                              const OptionalTensor& bias_scale, bool transpose_b,
+                              const OptionalTensor& a_amax, const OptionalTensor& b_amax) {
   check_grouped_quantized(a, a_scale, b, b_scale, group_sizes, a_key, b_key, dtype, bias, bias_scale,
-                          transpose_b);
+                          transpose_b, a_amax, b_amax);
   return empty(a, {a.sym_size(0), b.sym_size(transpose_b ? 1 : 2)}, dtype);
 }
 
 Tensor grouped_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
                          const Tensor& group_sizes, std::string_view a_key, std::string_view b_key,
                          at::ScalarType dtype, const OptionalTensor& bias, const OptionalTensor& bias_scale,
-                         bool transpose_b) {
+                         bool transpose_b, const OptionalTensor& a_amax, const OptionalTensor& b_amax) {
   const auto arguments = check_grouped_quantized(a, a_scale, b, b_scale, group_sizes, a_key, b_key, dtype,
-                                                 bias, bias_scale, transpose_b);
+                                                 bias, bias_scale, transpose_b, a_amax, b_amax);
   const BelowAutograd guard;
   const Tensor offsets = group_offsets({kOp, "group_sizes", group_sizes}, {kOp, "a", a}, a.size(0));
   const at::ScalarType exact = values_dtype(arguments.a, arguments.a_format, arguments.b, arguments.b_format);

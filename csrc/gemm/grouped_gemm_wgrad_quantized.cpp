@@ -12,6 +12,7 @@ namespace transformer_plugin::gemm {
 namespace {
 
 using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "grouped_gemm_wgrad_quantized";
 constexpr const char* kOutOp = "grouped_gemm_wgrad_quantized_out";
@@ -29,9 +30,12 @@ struct Operands {
 
 Operands check_operands(const char* op, const Tensor& grad_t, const Tensor& grad_t_scale,
                         const Tensor& input_t, const Tensor& input_t_scale, const Tensor& group_sizes,
-                        std::string_view grad_key, std::string_view input_key) {
-  Operands operands{{op, "grad_t", "grad_t_scale", "grad_format", grad_t, grad_t_scale, grad_key},
-                    {op, "input_t", "input_t_scale", "input_format", input_t, input_t_scale, input_key},
+                        std::string_view grad_key, std::string_view input_key,
+                        const OptionalTensor& grad_t_amax, const OptionalTensor& input_t_amax) {
+  Operands operands{{op, "grad_t", "grad_t_scale", "grad_t_amax", "grad_format", grad_t, grad_t_scale,
+                     grad_t_amax, grad_key},
+                    {op, "input_t", "input_t_scale", "input_t_amax", "input_format", input_t, input_t_scale,
+                     input_t_amax, input_key},
                     group_sizes};
   const Argument grad_argument{op, "grad_t", grad_t};
   const Argument input_argument{op, "input_t", input_t};
@@ -60,18 +64,20 @@ auto with_values(const Operands& operands, Multiply&& multiply) {
 
 Tensor wgrad_meta(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& input_t,
                   const Tensor& input_t_scale, const Tensor& group_sizes, std::string_view grad_key,
-                  std::string_view input_key, at::ScalarType dtype) {
-  const Operands operands =
-      check_operands(kOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes, grad_key, input_key);
+                  std::string_view input_key, at::ScalarType dtype, const OptionalTensor& grad_t_amax,
+                  const OptionalTensor& input_t_amax) {
+  const Operands operands = check_operands(kOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes,
+                                           grad_key, input_key, grad_t_amax, input_t_amax);
   check_rounded_dtype(kOp, dtype);
   return empty(grad_t, operands.sizes(), dtype);
 }
 
 Tensor wgrad(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& input_t,
              const Tensor& input_t_scale, const Tensor& group_sizes, std::string_view grad_key,
-             std::string_view input_key, at::ScalarType dtype) {
-  const Operands operands =
-      check_operands(kOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes, grad_key, input_key);
+             std::string_view input_key, at::ScalarType dtype, const OptionalTensor& grad_t_amax,
+             const OptionalTensor& input_t_amax) {
+  const Operands operands = check_operands(kOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes,
+                                           grad_key, input_key, grad_t_amax, input_t_amax);
   check_rounded_dtype(kOp, dtype);
   const BelowAutograd guard;
   return with_values(operands,
@@ -80,17 +86,19 @@ Tensor wgrad(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& inp
 
 void wgrad_out_meta(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& input_t,
                     const Tensor& input_t_scale, const Tensor& group_sizes, std::string_view grad_key,
-                    std::string_view input_key, const Tensor& out, bool accumulate) {
-  const Operands operands =
-      check_operands(kOutOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes, grad_key, input_key);
+                    std::string_view input_key, const Tensor& out, bool accumulate,
+                    const OptionalTensor& grad_t_amax, const OptionalTensor& input_t_amax) {
+  const Operands operands = check_operands(kOutOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes,
+                                           grad_key, input_key, grad_t_amax, input_t_amax);
   check_accumulator({kOutOp, "out", out}, operands.grad_argument(), operands.sizes());
 }
 
 void wgrad_out(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& input_t,
                const Tensor& input_t_scale, const Tensor& group_sizes, std::string_view grad_key,
-               std::string_view input_key, const Tensor& out, bool accumulate) {
-  const Operands operands =
-      check_operands(kOutOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes, grad_key, input_key);
+               std::string_view input_key, const Tensor& out, bool accumulate,
+               const OptionalTensor& grad_t_amax, const OptionalTensor& input_t_amax) {
+  const Operands operands = check_operands(kOutOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes,
+                                           grad_key, input_key, grad_t_amax, input_t_amax);
   check_accumulator({kOutOp, "out", out}, operands.grad_argument(), operands.sizes());
   const BelowAutograd guard;
   with_values(operands,

@@ -22,13 +22,17 @@ bool exact_in_bf16(const QuantizedArgument& argument, const Format& format) {
 
 Tensor call_dequantize(const QuantizedArgument& argument, const Tensor* group_sizes, bool transposed,
                        at::ScalarType dtype) {
-  using Dense = Tensor(const Tensor&, const Tensor&, std::string_view, at::ScalarType, bool);
-  using Grouped = Tensor(const Tensor&, const Tensor&, const Tensor&, std::string_view, at::ScalarType, bool);
+  using OptionalTensor = std::optional<Tensor>;
+  using Dense =
+      Tensor(const Tensor&, const Tensor&, std::string_view, at::ScalarType, bool, const OptionalTensor&);
+  using Grouped = Tensor(const Tensor&, const Tensor&, const Tensor&, std::string_view, at::ScalarType, bool,
+                         const OptionalTensor&);
   static const auto dense = find_op<Dense>("dequantize");
   static const auto grouped = find_op<Grouped>("grouped_dequantize");
   return group_sizes
-             ? grouped.call(argument.data, argument.scale, *group_sizes, argument.key, dtype, transposed)
-             : dense.call(argument.data, argument.scale, argument.key, dtype, transposed);
+             ? grouped.call(argument.data, argument.scale, *group_sizes, argument.key, dtype, transposed,
+                            argument.amax)
+             : dense.call(argument.data, argument.scale, argument.key, dtype, transposed, argument.amax);
 }
 
 }  // namespace
@@ -43,6 +47,7 @@ Format check_quantized(const QuantizedArgument& argument, int64_t dim, const Ten
   check_dim(data, dim);
   const auto operand = quantize::operand_of(argument.data, transposed, group_sizes);
   quantize::check_scale(scale, data, format, operand.scale_sizes(format, transposed));
+  quantize::check_not_given(argument.op, argument.amax_name, argument.amax, argument.key);
   return format;
 }
 

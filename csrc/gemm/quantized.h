@@ -8,14 +8,16 @@
 
 namespace transformer_plugin::gemm {
 
-// A quantized operand of an op, named for its errors: `name`, `name`_scale and `format_name`.
+// A quantized operand of an op, named for its errors: `name`, `name`_scale, `name`_amax and `format_name`.
 struct QuantizedArgument {
   const char* op;
   const char* name;
   const char* scale_name;
+  const char* amax_name;
   const char* format_name;
   const at::Tensor& data;
   const at::Tensor& scale;
+  const std::optional<at::Tensor>& amax;  // what the matrix was scaled by, of formats that take one
   std::string_view key;
 };
 

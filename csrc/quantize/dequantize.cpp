@@ -18,6 +18,7 @@ struct Arguments {
   c10::string_view key;
   at::ScalarType dtype;
   bool transposed;
+  const OptionalTensor& amax;
 
   Operand operand() const { return operand_of(data, transposed, group_sizes); }
 };
@@ -37,6 +38,7 @@ Format check_arguments(const Arguments& a) {
   const bool known = a.dtype == at::kFloat || a.dtype == at::kBFloat16 || a.dtype == at::kHalf;
   TP_CHECK_TYPE(known, a.op, "dtype", "one of the dtypes float32, bfloat16, float16", dtype_name(a.dtype),
                 "Convert the result with .to()");
+  check_not_given(a.op, "amax", a.amax, a.key);
   return format;
 }
 
@@ -73,12 +75,13 @@ Tensor run(const Arguments& a) {
 template <Tensor (*run_op)(const Arguments&)>
 void register_ops(torch::Library& m) {
   m.impl("dequantize", [](const Tensor& data, const Tensor& scale_inv, c10::string_view format,
-                          at::ScalarType dtype, bool transposed) {
-    return run_op({"dequantize", data, scale_inv, nullptr, format, dtype, transposed});
+                          at::ScalarType dtype, bool transposed, const OptionalTensor& amax) {
+    return run_op({"dequantize", data, scale_inv, nullptr, format, dtype, transposed, amax});
   });
   m.impl("grouped_dequantize", [](const Tensor& data, const Tensor& scale_inv, const Tensor& group_sizes,
-                                  c10::string_view format, at::ScalarType dtype, bool transposed) {
-    return run_op({"grouped_dequantize", data, scale_inv, &group_sizes, format, dtype, transposed});
+                                  c10::string_view format, at::ScalarType dtype, bool transposed,
+                                  const OptionalTensor& amax) {
+    return run_op({"grouped_dequantize", data, scale_inv, &group_sizes, format, dtype, transposed, amax});
   });
 }
 

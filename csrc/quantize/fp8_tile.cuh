@@ -5,21 +5,6 @@
 
 namespace transformer_plugin::quantize {
 
-// The amax of the whole tile, in every thread. `partial` is [kWarps] in shared memory.
-template <typename T>
-__device__ __forceinline__ float tile_amax(const Values<T>& values, int warp, int lane, float* partial) {
-  float largest = 0.0f;
-#pragma unroll
-  for (int r = 0; r < kRowsPerThread; ++r) largest = fmaxf(largest, values.row_max(r));
-  largest = warp_max(largest);
-  if (lane == 0) partial[warp] = largest;
-  __syncthreads();
-  largest = partial[0];
-#pragma unroll
-  for (int w = 1; w < kWarps; ++w) largest = fmaxf(largest, partial[w]);
-  return largest;
-}
-
 // Row-wise codes, and the scales of the tile's rows.
 template <DType element, typename T>
 __device__ __forceinline__ void write_rows(const QuantizeArgs& args, const Tile& tile,

@@ -25,7 +25,7 @@ SymSizes Operand::data_sizes(bool transposed) const {
 
 SymSizes Operand::scale_sizes(const Format& format, bool transposed) const {
   const ScaleMode mode = scale_mode(format);
-  if (mode == ScaleMode::kTensor) return {groups ? *groups : (members ? *members : c10::SymInt(1))};
+  if (mode == ScaleMode::kTensor) return amax_sizes(format, transposed);
   const c10::SymInt& line = transposed ? rows : cols;  // what blocks are cut along
   const c10::SymInt& other = transposed ? cols : rows;
   SymSizes sizes;
@@ -40,6 +40,10 @@ SymSizes Operand::scale_sizes(const Format& format, bool transposed) const {
   }
   if (members) sizes.insert(sizes.begin(), *members);
   return sizes;
+}
+
+SymSizes Operand::amax_sizes(const Format&, bool) const {
+  return {groups ? *groups : (members ? *members : c10::SymInt(1))};
 }
 
 Operand operand_of(const at::Tensor& tensor, bool transposed, const at::Tensor* group_sizes) {
@@ -59,6 +63,20 @@ Format quantized_format(const char* op, const char* argument, std::string_view k
                  "blocks along a row for a ragged matrix, whose groups do not end on square blocks",
                  "'" << key << "'", "Leave out 'square'");
   return format;
+}
+
+void check_matrix(const Argument& input, const at::Tensor* group_sizes, const Format& format) {
+  check_dtype(input, kFloatTypes);
+  if (group_sizes) {
+    check_dim(input, 2);
+    check_group_sizes({input.op, "group_sizes", *group_sizes}, input);
+  } else {
+    TP_CHECK_VALUE(input.tensor.dim() == 2 || input.tensor.dim() == 3, input.op, input.name,
+                   "2 or 3 dimensions", describe(input.tensor), "Reshape it first");
+  }
+  TP_CHECK_VALUE(format.family != FormatFamily::kMxFp8 || input.tensor.sym_size(-1) % kMxBlockSize == 0,
+                 input.op, input.name, "a last dimension that is a multiple of 32, the block of mxfp8",
+                 describe(input.tensor), "Pad it with zeros, for example with torch.nn.functional.pad");
 }
 
 GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, int64_t rows) {
@@ -106,6 +124,28 @@ void check_scale(const Argument& scale, const Argument& data, const Format& form
   for (size_t d = 0; d < sizes.size(); ++d) {
     check_size(scale, static_cast<int64_t>(d), sizes[d], "what the format gives data of this size");
   }
+}
+
+bool takes_amax(const Format& format) { return format.family == FormatFamily::kFp8Tensor; }
+
+void check_amax(const Argument& data, const char* name, const OptionalTensor& amax, std::string_view key,
+                const SymSizes& sizes) {
+  if (!amax) return;
+  const Argument argument{data.op, name, *amax};
+  check_dtype(argument, {at::kFloat});
+  check_same_device(argument, data);
+  bool fits = amax->dim() == static_cast<int64_t>(sizes.size());
+  for (size_t d = 0; fits && d < sizes.size(); ++d)
+    fits = amax->sym_size(static_cast<int64_t>(d)) == sizes[d];
+  TP_CHECK_VALUE(
+      fits, data.op, name,
+      "sizes " << c10::SymIntArrayRef(sizes) << ", the largest magnitudes that '" << key << "' scales by",
+      describe(*amax), "Compute it with transformer_plugin.ops.amax");
+}
+
+void check_not_given(const char* op, const char* name, const OptionalTensor& tensor, std::string_view key) {
+  TP_CHECK_VALUE(!tensor, op, name, "None for '" << key << "', which has no use for it", describe(*tensor),
+                 "Leave it out");
 }
 
 }  // namespace transformer_plugin::quantize

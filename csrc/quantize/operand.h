@@ -15,6 +15,8 @@
 namespace transformer_plugin::quantize {
 
 using SymSizes = std::vector<c10::SymInt>;
+using OptionalTensor = std::optional<at::Tensor>;
+inline const OptionalTensor kNotGiven = std::nullopt;
 
 // A matrix, a stack of matrices, or a ragged matrix, before quantization.
 struct Operand {
@@ -25,6 +27,8 @@ struct Operand {
 
   SymSizes data_sizes(bool transposed) const;
   SymSizes scale_sizes(const Format& format, bool transposed) const;
+  // Of the largest magnitudes that the format scales by, where it takes them from outside.
+  SymSizes amax_sizes(const Format& format, bool transposed) const;
 };
 
 // The operand of sizes [rows, cols] or [members, rows, cols]; [cols, rows] with `transposed`.
@@ -32,6 +36,9 @@ Operand operand_of(const at::Tensor& tensor, bool transposed, const at::Tensor* 
 
 // A format with scales; square blocks only when `square` is allowed.
 Format quantized_format(const char* op, const char* argument, std::string_view key, bool allow_square);
+
+// The input of an op: 2 or 3 dimensions, or 2 with group sizes; a float dtype; a width that the format takes.
+void check_matrix(const Argument& input, const at::Tensor* group_sizes, const Format& format);
 
 // Row and tile offsets of groups on the device of the data. Undefined tensors when there are no groups.
 struct GroupTables {
@@ -46,6 +53,14 @@ at::ScalarType scale_dtype(const Format& format);
 
 // Dtype, device and sizes of the scales of `data`.
 void check_scale(const Argument& scale, const Argument& data, const Format& format, const SymSizes& sizes);
+
+// Whether the format scales by largest magnitudes of more than a block, which may come from outside.
+bool takes_amax(const Format& format);
+// The amax argument of such a format: float32, of these sizes, on the device of the data. May be missing.
+void check_amax(const Argument& data, const char* name, const OptionalTensor& amax, std::string_view key,
+                const SymSizes& sizes);
+// An argument that the format has no use for.
+void check_not_given(const char* op, const char* name, const OptionalTensor& tensor, std::string_view key);
 
 Layout make_layout(const Operand& operand, const Format& format, const GroupTables& tables);
 

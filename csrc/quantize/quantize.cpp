@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "common/tensor.h"
+#include "quantize/amax.h"
 #include "quantize/operand.h"
 
 namespace transformer_plugin::quantize {
@@ -34,25 +35,42 @@ struct Outputs {
 
 bool is_mx(const Format& format) { return format.family == FormatFamily::kMxFp8; }
 
-Format check_arguments(const Op& op, const Tensor& input, const Tensor* group_sizes, c10::string_view key) {
-  const Format format = quantized_format(op.name, "format", key, group_sizes == nullptr);
-  const Argument argument{op.name, "input", input};
-  check_dtype(argument, kFloatTypes);
-  if (group_sizes) {
-    check_dim(argument, 2);
-    check_group_sizes({op.name, "group_sizes", *group_sizes}, argument);
-  } else {
-    TP_CHECK_VALUE(input.dim() == 2 || input.dim() == 3, op.name, "input", "2 or 3 dimensions",
-                   describe(input), "Reshape it first");
+// What a call is given. `amax` is that of the rows, or of the only direction.
+struct Call {
+  const Op& op;
+  const Tensor& input;
+  const Tensor* group_sizes;  // null unless grouped
+  c10::string_view key;
+  const OptionalTensor& amax;
+  const OptionalTensor& amax_t;
+  const OptionalTensor& seed;
+
+  Argument argument() const { return {op.name, "input", input}; }
+  Operand operand() const { return operand_of(input, false, group_sizes); }
+};
+
+void check_given(const Call& call, const Format& format) {
+  if (call.amax) {
+    takes_amax(format) ? check_amax(call.argument(), "amax", call.amax, call.key,
+                                    call.operand().amax_sizes(format, !call.op.rowwise))
+                       : check_not_given(call.op.name, "amax", call.amax, call.key);
   }
-  TP_CHECK_VALUE(!is_mx(format) || input.sym_size(-1) % kMxBlockSize == 0, op.name, "input",
-                 "a last dimension that is a multiple of 32, the block of mxfp8", describe(input),
-                 "Pad it with zeros, for example with torch.nn.functional.pad");
+  check_not_given(call.op.name, "amax_t", call.amax_t, call.key);
+  check_not_given(call.op.name, "seed", call.seed, call.key);
+}
+
+Format check_arguments(const Call& call) {
+  const char* op = call.op.name;
+  const Format format = quantized_format(op, "format", call.key, call.group_sizes == nullptr);
+  check_matrix(call.argument(), call.group_sizes, format);
+  check_given(call, format);
   return format;
 }
 
 // The outputs, the same for every backend.
-Outputs make_outputs(const Op& op, const Tensor& input, const Operand& operand, const Format& format) {
+Outputs make_outputs(const Call& call, const Operand& operand, const Format& format) {
+  const Op& op = call.op;
+  const Tensor& input = call.input;
   const at::ScalarType element = element_dtype(format), scale = scale_dtype(format);
   Outputs outputs;
   if (op.rowwise) {
@@ -66,9 +84,9 @@ Outputs make_outputs(const Op& op, const Tensor& input, const Operand& operand, 
   return outputs;
 }
 
-Outputs meta(const Op& op, const Tensor& input, const Tensor* group_sizes, c10::string_view key) {
-  const Format format = check_arguments(op, input, group_sizes, key);
-  return make_outputs(op, input, operand_of(input, false, group_sizes), format);
+Outputs meta(const Call& call) {
+  const Format format = check_arguments(call);
+  return make_outputs(call, call.operand(), format);
 }
 
 float largest_finite(at::ScalarType dtype) {
@@ -91,15 +109,16 @@ uint8_t* bytes(const Tensor& tensor) {
 
 float* floats(const Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_ptr<float>() : nullptr; }
 
-Outputs run(const Op& op, const Tensor& input, const Tensor* group_sizes, c10::string_view key) {
-  const Format format = check_arguments(op, input, group_sizes, key);
-  const Operand operand = operand_of(input, false, group_sizes);
-  const GroupTables tables = group_tables({op.name, "input", input}, group_sizes, input.size(0));
-  const Outputs outputs = make_outputs(op, input, operand, format);
+Outputs run(const Call& call) {
+  const Format format = check_arguments(call);
+  const Tensor& input = call.input;
+  const Operand operand = call.operand();
+  const GroupTables tables = group_tables(call.argument(), call.group_sizes, input.size(0));
+  const Outputs outputs = make_outputs(call, operand, format);
   const Tensor x = input.contiguous();
   const Layout layout = make_layout(operand, format, tables);
   Tensor amax;
-  if (layout.mode == ScaleMode::kTensor) amax = empty(input, {layout.tensor_scales()}, at::kFloat);
+  if (takes_amax(format)) amax = call.amax ? call.amax->contiguous() : amax_of(x, layout);
   const bool mx = is_mx(format);
   const QuantizeArgs args{x.const_data_ptr(),
                           bytes(outputs.data),
@@ -108,13 +127,13 @@ Outputs run(const Op& op, const Tensor& input, const Tensor* group_sizes, c10::s
                           mx ? nullptr : floats(outputs.scale_t),
                           mx ? bytes(outputs.scale) : nullptr,
                           mx ? bytes(outputs.scale_t) : nullptr,
-                          floats(amax),
+                          amax.defined() ? amax.const_data_ptr<float>() : nullptr,
                           layout,
                           scale_rule(format, input.scalar_type()),
                           to_dtype(input.scalar_type()),
                           format.element,
-                          op.rowwise,
-                          op.transposed};
+                          call.op.rowwise,
+                          call.op.transposed};
   if (input.is_cpu()) {
     quantize_cpu(args);
     return outputs;
@@ -126,36 +145,52 @@ Outputs run(const Op& op, const Tensor& input, const Tensor* group_sizes, c10::s
   return outputs;
 }
 
-using Run = Outputs (*)(const Op&, const Tensor&, const Tensor*, c10::string_view);
+using Run = Outputs (*)(const Call&);
+using Key = c10::string_view;
+using Given = const OptionalTensor&;
 
 template <Run run_op>
-void register_ops(torch::Library& m) {
-  m.impl("quantize", [](const Tensor& input, c10::string_view format) -> Pair {
-    const Outputs o = run_op(kQuantize, input, nullptr, format);
+void register_dense(torch::Library& m) {
+  m.impl("quantize", [](const Tensor& input, Key format, Given amax, Given seed) -> Pair {
+    const Outputs o = run_op({kQuantize, input, nullptr, format, amax, kNotGiven, seed});
     return {o.data, o.scale};
   });
-  m.impl("quantize_transposed", [](const Tensor& input, c10::string_view format) -> Pair {
-    const Outputs o = run_op(kQuantizeTransposed, input, nullptr, format);
+  m.impl("quantize_transposed", [](const Tensor& input, Key format, Given amax, Given seed) -> Pair {
+    const Outputs o = run_op({kQuantizeTransposed, input, nullptr, format, amax, kNotGiven, seed});
     return {o.data_t, o.scale_t};
   });
-  m.impl("quantize_both", [](const Tensor& input, c10::string_view format) -> TwoPairs {
-    const Outputs o = run_op(kQuantizeBoth, input, nullptr, format);
-    return {o.data, o.scale, o.data_t, o.scale_t};
-  });
-  m.impl("grouped_quantize", [](const Tensor& input, const Tensor& sizes, c10::string_view format) -> Pair {
-    const Outputs o = run_op(kGroupedQuantize, input, &sizes, format);
-    return {o.data, o.scale};
-  });
+  m.impl("quantize_both",
+         [](const Tensor& input, Key format, Given amax, Given amax_t, Given seed) -> TwoPairs {
+           const Outputs o = run_op({kQuantizeBoth, input, nullptr, format, amax, amax_t, seed});
+           return {o.data, o.scale, o.data_t, o.scale_t};
+         });
+}
+
+template <Run run_op>
+void register_grouped(torch::Library& m) {
+  m.impl("grouped_quantize",
+         [](const Tensor& input, const Tensor& sizes, Key format, Given amax, Given seed) -> Pair {
+           const Outputs o = run_op({kGroupedQuantize, input, &sizes, format, amax, kNotGiven, seed});
+           return {o.data, o.scale};
+         });
   m.impl("grouped_quantize_transposed",
-         [](const Tensor& input, const Tensor& sizes, c10::string_view format) -> Pair {
-           const Outputs o = run_op(kGroupedQuantizeTransposed, input, &sizes, format);
+         [](const Tensor& input, const Tensor& sizes, Key format, Given amax, Given seed) -> Pair {
+           const Outputs o =
+               run_op({kGroupedQuantizeTransposed, input, &sizes, format, amax, kNotGiven, seed});
            return {o.data_t, o.scale_t};
          });
   m.impl("grouped_quantize_both",
-         [](const Tensor& input, const Tensor& sizes, c10::string_view format) -> TwoPairs {
-           const Outputs o = run_op(kGroupedQuantizeBoth, input, &sizes, format);
+         [](const Tensor& input, const Tensor& sizes, Key format, Given amax, Given amax_t,
+            Given seed) -> TwoPairs {
+           const Outputs o = run_op({kGroupedQuantizeBoth, input, &sizes, format, amax, amax_t, seed});
            return {o.data, o.scale, o.data_t, o.scale_t};
          });
+}
+
+template <Run run_op>
+void register_ops(torch::Library& m) {
+  register_dense<run_op>(m);
+  register_grouped<run_op>(m);
 }
 
 }  // namespace

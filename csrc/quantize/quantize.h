@@ -31,7 +31,7 @@ struct QuantizeArgs {
   float* scale_t;
   uint8_t* exponents;    // E8M0, in place of `scale` for ScaleMode::kMx
   uint8_t* exponents_t;  // in place of `scale_t`
-  float* amax;           // scratch [members or groups] of ScaleMode::kTensor
+  const float* amax;     // [members or groups] of ScaleMode::kTensor
   Layout layout;
   ScaleRule rule;
   DType dtype;

@@ -1,6 +1,3 @@
-#include <algorithm>
-#include <atomic>
-
 #include "quantize/tile_cpu.h"
 
 namespace transformer_plugin::quantize {
@@ -19,20 +16,9 @@ void load(const QuantizeArgs& args, const Tile& tile, Values& values) {
   for (int r = 0; r < tile.rows; ++r) load_row<T>(input + r * layout.cols, tile.cols, values.at[r]);
 }
 
-// One scale per tensor needs the whole tensor's amax first. A maximum does not depend on its order.
-template <typename Load>
-void tensor_amax(const QuantizeArgs& args, Load&& load) {
-  const Layout& layout = args.layout;
-  std::fill_n(args.amax, layout.tensor_scales(), 0.0f);
-  for_each_tile_cpu(layout, load, [&](const Tile& tile, const Values& values) {
-    if (tile.tail) return;
-    const float amax = bits_to_float(static_cast<uint32_t>(magnitude_of_tile(tile, values)));
-    std::atomic_ref<float> shared(args.amax[tile.group]);
-    float seen = shared.load();
-    while (seen < amax && !shared.compare_exchange_weak(seen, amax)) {
-    }
-  });
-  for (int64_t i = 0; i < layout.tensor_scales(); ++i) {
+// The stored scale of each tensor, from its amax.
+void write_tensor_scales(const QuantizeArgs& args) {
+  for (int64_t i = 0; i < args.layout.tensor_scales(); ++i) {
     const float scale_inv = 1.0f / encode_scale(args.amax[i], args.rule);
     if (args.rowwise) args.scale[i] = scale_inv;
     if (args.transposed) args.scale_t[i] = scale_inv;
@@ -53,7 +39,7 @@ void quantize_cpu(const QuantizeArgs& args) {
   visit_float(args.dtype, [&](auto type) {
     using T = decltype(type);
     const auto load_tile = [&](const Tile& tile, Values& values) { load<T>(args, tile, values); };
-    if (args.layout.mode == ScaleMode::kTensor) tensor_amax(args, load_tile);
+    if (args.layout.mode == ScaleMode::kTensor) write_tensor_scales(args);
     quantize_tiles_cpu(args, load_tile);
   });
 }

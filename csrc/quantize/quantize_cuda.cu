@@ -3,30 +3,6 @@
 namespace transformer_plugin::quantize {
 namespace {
 
-// The amax of each member or group. Floats that are not negative order like their bits, and a maximum does
-// not depend on its order, so the atomics repeat bit for bit.
-template <typename T>
-__global__ void __launch_bounds__(kThreads) tensor_amax_kernel(const __grid_constant__ QuantizeArgs args) {
-  __shared__ float partial[kWarps];
-  const Tile tile = block_tile(args.layout);
-  if (tile.tail || tile.rows == 0) return;
-  const int warp = threadIdx.x / kWarpSize;
-  const int lane = threadIdx.x % kWarpSize;
-  Values<T> values;
-  PlainSource<T>{}.load(args, tile, warp, lane, values);
-  const float amax = tile_amax(values, warp, lane, partial);
-  if (threadIdx.x == 0) {
-    atomicMax(reinterpret_cast<unsigned*>(args.amax + tile.group), __float_as_uint(amax));
-  }
-}
-
-__global__ void zero_amax_kernel(float* amax, int64_t count) {
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < count;
-       i += static_cast<int64_t>(gridDim.x) * kThreads) {
-    amax[i] = 0.0f;
-  }
-}
-
 __global__ void tensor_scales_kernel(const __grid_constant__ QuantizeArgs args) {
   for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < args.layout.tensor_scales();
        i += static_cast<int64_t>(gridDim.x) * kThreads) {
@@ -70,11 +46,8 @@ void launch_quantize(const QuantizeArgs& args, void* stream) {
   visit_device_float(args.dtype, [&](auto type) {
     using T = decltype(type);
     if (args.layout.mode == ScaleMode::kTensor && scales > 0) {
-      const unsigned scale_grid = grid_size(scales, kThreads);
-      zero_amax_kernel<<<scale_grid, kThreads, 0, cuda_stream>>>(args.amax, scales);
-      if (grid > 0) tensor_amax_kernel<T><<<grid, kThreads, 0, cuda_stream>>>(args);
-      tensor_scales_kernel<<<scale_grid, kThreads, 0, cuda_stream>>>(args);
-      check_launch("tensor_amax_kernel");
+      tensor_scales_kernel<<<grid_size(scales, kThreads), kThreads, 0, cuda_stream>>>(args);
+      check_launch("tensor_scales_kernel");
     }
     if (grid == 0) return;
     visit_fp8(args.element, [&](auto element) {

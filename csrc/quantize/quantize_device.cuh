@@ -66,14 +66,16 @@ template <typename T>
 using Vector4 = std::conditional_t<sizeof(T) == 2, uint2, uint4>;
 
 // A source gives a thread its values of a tile: 16 rows of 4 columns, zero outside the matrix and in the tail. Kernels
-// take one as an argument beside QuantizeArgs; `Value` is what values are rounded to before they are quantized.
+// take one as an argument beside their own, which have an `input` and a `layout`; `Value` is what values are rounded to
+// before they are quantized.
 //
 // The plain source: the input as it lies in memory.
 template <typename T>
 struct PlainSource {
   using Value = T;
 
-  __device__ __forceinline__ void load(const QuantizeArgs& args, const Tile& tile, int warp, int lane,
+  template <typename Args>
+  __device__ __forceinline__ void load(const Args& args, const Tile& tile, int warp, int lane,
                                        Values<T>& values) const {
     const int64_t cols = args.layout.cols;
     const int c0 = lane * kColsPerThread;
@@ -110,6 +112,21 @@ __device__ __forceinline__ float warp_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, distance));
   }
   return value;
+}
+
+// The amax of the whole tile, in every thread. `partial` is [kWarps] in shared memory.
+template <typename T>
+__device__ __forceinline__ float tile_amax(const Values<T>& values, int warp, int lane, float* partial) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) largest = fmaxf(largest, values.row_max(r));
+  largest = warp_max(largest);
+  if (lane == 0) partial[warp] = largest;
+  __syncthreads();
+  largest = partial[0];
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) largest = fmaxf(largest, partial[w]);
+  return largest;
 }
 
 // Maxima of a warp's 16 rows, shared out: each exchange with another lane halves the rows that a lane is left with. Of

@@ -23,6 +23,9 @@ from transformer_plugin.ops.gemm import (
     linear,
 )
 from transformer_plugin.ops.quantize import (
+    amax,
+    amax_both,
+    amax_transposed,
     dequantize,
     grouped_dequantize,
     grouped_quantize,
@@ -51,6 +54,9 @@ from transformer_plugin.ops.routing import (
 
 __all__ = [
     "agree",
+    "amax",
+    "amax_both",
+    "amax_transposed",
     "assign_slots",
     "aux_loss",
     "aux_loss_backward",

@@ -54,6 +54,8 @@ def gemm_quantized(
     dtype: torch.dtype,
     bias: Tensor | None = None,
     transpose_b: bool = True,
+    a_amax: Tensor | None = None,
+    b_amax: Tensor | None = None,
 ) -> Tensor:
     """The product of the values of two quantized matrices: ``dequantize(a) @ dequantize(b).T + bias``.
 
@@ -63,6 +65,7 @@ def gemm_quantized(
         a_format, b_format: format keys, fp8_tensor, fp8_block or mxfp8.
         dtype: of the output: float32, bfloat16 or float16.
         bias: ``[N]``, any float dtype.
+        a_amax, b_amax: none for the formats there are, whose scales say all.
 
     Returns:
         ``[M, N]``, an FP32 sum of exact products, rounded once. Not differentiable: see :func:`linear`.
@@ -73,7 +76,9 @@ def gemm_quantized(
     Raises:
         TypeError: another dtype. ValueError: sizes, scales or devices that do not agree; a format without scales.
     """
-    return _ops.gemm_quantized(a, a_scale, b, b_scale, a_format, b_format, dtype, bias, transpose_b)
+    return _ops.gemm_quantized(
+        a, a_scale, b, b_scale, a_format, b_format, dtype, bias, transpose_b, a_amax, b_amax
+    )
 
 
 def grouped_gemm(
@@ -118,6 +123,8 @@ def grouped_gemm_quantized(
     bias: Tensor | None = None,
     bias_scale: Tensor | None = None,
     transpose_b: bool = True,
+    a_amax: Tensor | None = None,
+    b_amax: Tensor | None = None,
 ) -> Tensor:
     """:func:`grouped_gemm` of the values of quantized operands.
 
@@ -126,12 +133,25 @@ def grouped_gemm_quantized(
         b, b_scale: ``[G, N, K]`` (or ``[G, K, N]``) as :func:`~transformer_plugin.ops.quantize` gives it, in
             ``b_format``.
         dtype: of the output: float32, bfloat16 or float16.
+        a_amax, b_amax: as in :func:`gemm_quantized`.
 
     Returns:
         ``[T, N]``, tail rows zero. Not differentiable: see :func:`grouped_linear`.
     """
     return _ops.grouped_gemm_quantized(
-        a, a_scale, b, b_scale, group_sizes, a_format, b_format, dtype, bias, bias_scale, transpose_b
+        a,
+        a_scale,
+        b,
+        b_scale,
+        group_sizes,
+        a_format,
+        b_format,
+        dtype,
+        bias,
+        bias_scale,
+        transpose_b,
+        a_amax,
+        b_amax,
     )
 
 
@@ -177,6 +197,8 @@ def grouped_gemm_wgrad_quantized(
     grad_format: str,
     input_format: str,
     dtype: torch.dtype,
+    grad_t_amax: Tensor | None = None,
+    input_t_amax: Tensor | None = None,
 ) -> Tensor:
     """:func:`grouped_gemm_wgrad` of the values of operands quantized along their columns.
 
@@ -184,12 +206,22 @@ def grouped_gemm_wgrad_quantized(
         grad_t, grad_t_scale: ``[N, T]`` as :func:`~transformer_plugin.ops.grouped_quantize_transposed` gives it.
         input_t, input_t_scale: ``[K, T]``, likewise.
         dtype: of the output: float32, bfloat16 or float16.
+        grad_t_amax, input_t_amax: as ``a_amax`` in :func:`gemm_quantized`.
 
     Returns:
         ``[G, N, K]``.
     """
     return _ops.grouped_gemm_wgrad_quantized(
-        grad_t, grad_t_scale, input_t, input_t_scale, group_sizes, grad_format, input_format, dtype
+        grad_t,
+        grad_t_scale,
+        input_t,
+        input_t_scale,
+        group_sizes,
+        grad_format,
+        input_format,
+        dtype,
+        grad_t_amax,
+        input_t_amax,
     )
 
 
@@ -203,10 +235,22 @@ def grouped_gemm_wgrad_quantized_out(
     input_format: str,
     out: Tensor,
     accumulate: bool = True,
+    grad_t_amax: Tensor | None = None,
+    input_t_amax: Tensor | None = None,
 ) -> None:
     """:func:`grouped_gemm_wgrad_quantized` added to ``out``, with the rules of :func:`grouped_gemm_wgrad_out`."""
     _ops.grouped_gemm_wgrad_quantized_out(
-        grad_t, grad_t_scale, input_t, input_t_scale, group_sizes, grad_format, input_format, out, accumulate
+        grad_t,
+        grad_t_scale,
+        input_t,
+        input_t_scale,
+        group_sizes,
+        grad_format,
+        input_format,
+        out,
+        accumulate,
+        grad_t_amax,
+        input_t_amax,
     )
 
 

@@ -47,32 +47,41 @@ def _key(format: str | Format) -> str:
     return format if isinstance(format, str) else format.key
 
 
-def quantize(input: Tensor, format: str | Format) -> tuple[Tensor, Tensor]:
+def quantize(
+    input: Tensor, format: str | Format, amax: Tensor | None = None, seed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Quantizes along rows.
 
     Args:
         input: ``[M, K]``, or ``[G, M, K]`` for G matrices with scales of their own; float32, bfloat16 or
             float16; any strides, any sizes including 0. For ``mxfp8`` K is a multiple of 32.
         format: a key of ``fp8_tensor``, ``fp8_block`` or ``mxfp8``, or a :class:`~transformer_plugin.formats.Format`.
+        amax: float32 on the device of ``input``, what :func:`amax` gives, or its maximum over several ranks. For
+            ``fp8_tensor`` it takes the place of a pass over the input; where it is less than the input's own,
+            values saturate. Other formats take none.
+        seed: of stochastic rounding, which no format has yet.
 
     Returns:
         ``data`` in the shape of ``input`` and ``scale_inv`` (table above). Not differentiable.
 
     Raises:
-        TypeError: another dtype. ValueError: other dimensions, a format without scales, no format, or for
-            ``mxfp8`` another width.
+        TypeError: another dtype. ValueError: other dimensions, a format without scales, no format, for
+            ``mxfp8`` another width, or an amax or a seed that is not the format's.
 
     Source: per-tensor current scaling, DeepSeek-V3's block scaling (arXiv:2412.19437, section 3.3) and the OCP
     Microscaling Formats (MX) v1.0 specification, with the scale conventions of NVIDIA TransformerEngine 2.20.
     """
-    return _ops.quantize(input, _key(format))
+    return _ops.quantize(input, _key(format), amax, seed)
 
 
-def quantize_transposed(input: Tensor, format: str | Format) -> tuple[Tensor, Tensor]:
+def quantize_transposed(
+    input: Tensor, format: str | Format, amax: Tensor | None = None, seed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Quantizes along columns: :func:`quantize` of the transposed matrix, contiguous.
 
     Args:
-        input, format: as in :func:`quantize`.
+        input, format, seed: as in :func:`quantize`.
+        amax: as there, of the transposed matrix: what :func:`amax_transposed` gives.
 
     Returns:
         ``data [K, M]`` (``[G, K, M]``), contiguous, and its ``scale_inv``.
@@ -80,14 +89,21 @@ def quantize_transposed(input: Tensor, format: str | Format) -> tuple[Tensor, Te
     Raises:
         TypeError, ValueError: as :func:`quantize`.
     """
-    return _ops.quantize_transposed(input, _key(format))
+    return _ops.quantize_transposed(input, _key(format), amax, seed)
 
 
-def quantize_both(input: Tensor, format: str | Format) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize_both(
+    input: Tensor,
+    format: str | Format,
+    amax: Tensor | None = None,
+    amax_t: Tensor | None = None,
+    seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`quantize` and :func:`quantize_transposed` in one pass over the input.
 
     Args:
-        input, format: as in :func:`quantize`.
+        input, format, amax, seed: as in :func:`quantize`.
+        amax_t: as ``amax``, of the transposed matrix; none for ``fp8_tensor``, whose one amax serves both.
 
     Returns:
         ``data, scale_inv, data_transposed, scale_inv_transposed``.
@@ -95,7 +111,7 @@ def quantize_both(input: Tensor, format: str | Format) -> tuple[Tensor, Tensor, 
     Raises:
         TypeError, ValueError: as :func:`quantize`.
     """
-    return _ops.quantize_both(input, _key(format))
+    return _ops.quantize_both(input, _key(format), amax, amax_t, seed)
 
 
 def dequantize(
@@ -104,6 +120,7 @@ def dequantize(
     format: str | Format,
     dtype: torch.dtype = torch.float32,
     transposed: bool = False,
+    amax: Tensor | None = None,
 ) -> Tensor:
     """``float(data) * scale_inv`` in float32, then rounded to ``dtype``.
 
@@ -114,6 +131,7 @@ def dequantize(
         format: the key it was quantized with.
         dtype: float32, bfloat16 or float16.
         transposed: whether ``data`` is transposed; the result is not.
+        amax: none for the formats there are, whose scales say all.
 
     Returns:
         ``[M, K]`` or ``[G, M, K]``. Not differentiable.
@@ -122,10 +140,16 @@ def dequantize(
         TypeError: a dtype that is not the format's, or another output dtype. ValueError: scales of another
             shape; for ``mxfp8`` K that is not a multiple of 32.
     """
-    return _ops.dequantize(data, scale_inv, _key(format), dtype, transposed)
+    return _ops.dequantize(data, scale_inv, _key(format), dtype, transposed, amax)
 
 
-def grouped_quantize(input: Tensor, group_sizes: Tensor, format: str | Format) -> tuple[Tensor, Tensor]:
+def grouped_quantize(
+    input: Tensor,
+    group_sizes: Tensor,
+    format: str | Format,
+    amax: Tensor | None = None,
+    seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Quantizes the rows of several matrices that lie back to back.
 
     Args:
@@ -135,6 +159,8 @@ def grouped_quantize(input: Tensor, group_sizes: Tensor, format: str | Format) -
             allowed, any number of groups. Never read on the host when on a GPU, where sizes are cut at T
             rows.
         format: a key of ``fp8_tensor``, ``fp8_block`` or ``mxfp8``; not ``square``.
+        amax: as in :func:`quantize`, ``[G]`` for ``fp8_tensor``.
+        seed: as there.
 
     Returns:
         ``data [T, K]`` and ``scale_inv``: ``[G]``, ``[ceil(K/128), up4(T)]``, or for ``mxfp8``
@@ -142,18 +168,24 @@ def grouped_quantize(input: Tensor, group_sizes: Tensor, format: str | Format) -
 
     Raises:
         TypeError: another dtype. ValueError: other dimensions, a format without scales or with square
-            blocks, for ``mxfp8`` another width; on a CPU also sizes that are negative or sum to more than T.
+            blocks, for ``mxfp8`` another width, an amax or a seed that is not the format's; on a CPU also
+            sizes that are negative or sum to more than T.
     """
-    return _ops.grouped_quantize(input, group_sizes, _key(format))
+    return _ops.grouped_quantize(input, group_sizes, _key(format), amax, seed)
 
 
 def grouped_quantize_transposed(
-    input: Tensor, group_sizes: Tensor, format: str | Format
+    input: Tensor,
+    group_sizes: Tensor,
+    format: str | Format,
+    amax: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Quantizes each group along its columns, transposed.
 
     Args:
-        input, group_sizes, format: as in :func:`grouped_quantize`.
+        input, group_sizes, format, seed: as in :func:`grouped_quantize`.
+        amax: as there, of the transposed groups.
 
     Returns:
         ``data [K, T]``, where group g is the columns from its first row to its last, columns past the groups
@@ -163,16 +195,22 @@ def grouped_quantize_transposed(
     Raises:
         TypeError, ValueError: as :func:`grouped_quantize`.
     """
-    return _ops.grouped_quantize_transposed(input, group_sizes, _key(format))
+    return _ops.grouped_quantize_transposed(input, group_sizes, _key(format), amax, seed)
 
 
 def grouped_quantize_both(
-    input: Tensor, group_sizes: Tensor, format: str | Format
+    input: Tensor,
+    group_sizes: Tensor,
+    format: str | Format,
+    amax: Tensor | None = None,
+    amax_t: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`grouped_quantize` and :func:`grouped_quantize_transposed` in one pass over the input.
 
     Args:
-        input, group_sizes, format: as in :func:`grouped_quantize`.
+        input, group_sizes, format, amax, seed: as in :func:`grouped_quantize`.
+        amax_t: as ``amax``, of the transposed matrix; none for ``fp8_tensor``, whose one amax serves both.
 
     Returns:
         ``data, scale_inv, data_transposed, scale_inv_transposed``.
@@ -180,7 +218,7 @@ def grouped_quantize_both(
     Raises:
         TypeError, ValueError: as :func:`grouped_quantize`.
     """
-    return _ops.grouped_quantize_both(input, group_sizes, _key(format))
+    return _ops.grouped_quantize_both(input, group_sizes, _key(format), amax, amax_t, seed)
 
 
 def grouped_dequantize(
@@ -190,6 +228,7 @@ def grouped_dequantize(
     format: str | Format,
     dtype: torch.dtype = torch.float32,
     transposed: bool = False,
+    amax: Tensor | None = None,
 ) -> Tensor:
     """``float(data) * scale_inv`` of each group in float32, then rounded to ``dtype``.
 
@@ -198,6 +237,7 @@ def grouped_dequantize(
         scale_inv, group_sizes, format: what it was quantized with.
         dtype: float32, bfloat16 or float16.
         transposed: whether ``data`` is transposed; the result is not.
+        amax: none for the formats there are, whose scales say all.
 
     Returns:
         ``[T, K]``; rows past the groups are 0. Not differentiable.
@@ -205,4 +245,57 @@ def grouped_dequantize(
     Raises:
         TypeError, ValueError: as :func:`dequantize` and :func:`grouped_quantize`.
     """
-    return _ops.grouped_dequantize(data, scale_inv, group_sizes, _key(format), dtype, transposed)
+    return _ops.grouped_dequantize(data, scale_inv, group_sizes, _key(format), dtype, transposed, amax)
+
+
+def amax(input: Tensor, format: str | Format, group_sizes: Tensor | None = None) -> Tensor:
+    """The largest magnitudes that a format scales the rows of ``input`` by.
+
+    Between this and :func:`quantize` with ``amax=``, ranks can take the maximum of theirs, so that all scale alike.
+
+    Args:
+        input: as in :func:`quantize`, or with ``group_sizes`` as in :func:`grouped_quantize`.
+        format: a key of ``fp8_tensor``.
+        group_sizes: ``[G]`` int32 or int64 on the device of ``input``, contiguous: ``input`` is ragged.
+
+    Returns:
+        float32 ``[1]``, ``[G]`` for G matrices or G groups. NaN is left out, an infinity is not; 0 where there is
+        nothing. Not differentiable.
+
+    Raises:
+        TypeError: another dtype. ValueError: other dimensions, another format; on a CPU also sizes that are
+            negative or sum to more than T.
+    """
+    return _ops.amax(input, _key(format), group_sizes)
+
+
+def amax_transposed(input: Tensor, format: str | Format, group_sizes: Tensor | None = None) -> Tensor:
+    """The largest magnitudes that a format scales the columns of ``input`` by.
+
+    Args:
+        input, format, group_sizes: as in :func:`amax`.
+
+    Returns:
+        As :func:`amax`, of the transposed matrix: for ``fp8_tensor`` the same numbers.
+
+    Raises:
+        TypeError, ValueError: as :func:`amax`.
+    """
+    return _ops.amax_transposed(input, _key(format), group_sizes)
+
+
+def amax_both(
+    input: Tensor, format: str | Format, group_sizes: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """:func:`amax` and :func:`amax_transposed` in one pass over the input.
+
+    Args:
+        input, format, group_sizes: as in :func:`amax`.
+
+    Returns:
+        ``amax, amax_transposed``.
+
+    Raises:
+        TypeError, ValueError: as :func:`amax`.
+    """
+    return _ops.amax_both(input, _key(format), group_sizes)

@@ -1,0 +1,264 @@
+"""The split phase of quantization: largest magnitudes alone, then quantize with given ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops import quantize_oracle as oracle
+from tests.ops.quantize_oracle import assert_all_same
+from transformer_plugin import ops, reference
+from transformer_plugin.testing.cases import Case
+from transformer_plugin.testing.numerics import assert_same_bits
+from transformer_plugin.testing.quantize_cases import (
+    TENSOR_FORMATS,
+    grouped_quantize_cases,
+    quantize_cases,
+)
+
+OPS = torch.ops.transformer_plugin
+CASES = [case for case in quantize_cases() if case.arguments()[1] in TENSOR_FORMATS]
+GROUPED_CASES = [case for case in grouped_quantize_cases() if case.arguments()[2] in TENSOR_FORMATS]
+by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+by_grouped_case = pytest.mark.parametrize("case", GROUPED_CASES, ids=lambda case: case.name)
+# opcheck finds a NaN of an input different from itself after the call.
+NOT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def largest(parts: list[np.ndarray]) -> Tensor:
+    """Of each matrix, in numpy: NaN left out, 0 of nothing."""
+    values = [np.abs(part[~np.isnan(part)]).max(initial=0) for part in parts]
+    return torch.from_numpy(np.array(values, np.float32).reshape(-1))
+
+
+@by_case
+def test_amax(case: Case, device: torch.device) -> None:
+    input, format = case.arguments(device)
+    expected = largest([oracle.as_numpy(m) for m in (input if input.dim() == 3 else [input])])
+    assert_same_bits(reference.amax(input.cpu(), format), expected)
+    assert_same_bits(ops.amax(input, format), expected)
+    assert_same_bits(ops.amax_transposed(input, format), expected)
+    both = ops.amax_both(input, format)
+    assert_all_same(both, (expected, expected))
+    assert both[0].data_ptr() != both[1].data_ptr() or both[0].numel() == 0
+
+
+@by_grouped_case
+def test_grouped_amax(case: Case, device: torch.device) -> None:
+    input, sizes, format = case.arguments(device)
+    parts = input[: int(sizes.sum())].split(sizes.tolist())
+    expected = largest([oracle.as_numpy(part) for part in parts])
+    assert_same_bits(reference.amax(input.cpu(), format, sizes.cpu()), expected)
+    assert_same_bits(ops.amax(input, format, sizes), expected)
+    assert_same_bits(ops.amax_transposed(input, format, sizes), expected)
+    assert_all_same(ops.amax_both(input, format, sizes), (expected, expected))
+
+
+@by_case
+def test_quantize_with_the_amax_that_it_would_find(case: Case, device: torch.device) -> None:
+    input, format = case.arguments(device)
+    amax, expected = ops.amax(input, format), ops.quantize_both(input, format)
+    assert_all_same(ops.quantize(input, format, amax), expected[:2])
+    assert_all_same(ops.quantize_transposed(input, format, amax), expected[2:])
+    assert_all_same(ops.quantize_both(input, format, amax), expected)
+
+
+@by_grouped_case
+def test_grouped_quantize_with_the_amax_that_it_would_find(case: Case, device: torch.device) -> None:
+    input, sizes, format = case.arguments(device)
+    amax, expected = ops.amax(input, format, sizes), ops.grouped_quantize_both(input, sizes, format)
+    assert_all_same(ops.grouped_quantize(input, sizes, format, amax), expected[:2])
+    assert_all_same(ops.grouped_quantize_transposed(input, sizes, format, amax), expected[2:])
+    assert_all_same(ops.grouped_quantize_both(input, sizes, format, amax), expected)
+
+
+@pytest.mark.parametrize("given", [0.0, 1e-45, 0.37, 3.0, 1e30, float("inf"), float("nan")])
+def test_quantize_with_another_amax(given: float, device: torch.device) -> None:
+    """The scale is that of the given amax, and what is larger saturates; 1 where it is 0, infinite or NaN."""
+    input = torch.randn(130, 140, generator=torch.Generator().manual_seed(0))
+    with np.errstate(over="ignore", divide="ignore"):
+        scale = np.float32(448) / np.float32(given)
+    if given == 0.0 or not np.isfinite(given):
+        scale = np.float32(1)
+    scale = min(scale, oracle.FLT_MAX)
+    with np.errstate(over="ignore"):
+        codes = oracle.round_to_codes(input.numpy() * scale, "e4m3")
+    data = torch.from_numpy(codes).view(torch.float8_e4m3fn)
+    scale_inv = torch.tensor([np.float32(1) / scale])
+    expected = (data, scale_inv, data.T.contiguous(), scale_inv)
+    amax = torch.tensor([given])
+    assert_all_same(reference.quantize_both(input, "fp8_tensor", amax), expected)
+    assert_all_same(ops.quantize_both(input.to(device), "fp8_tensor", amax.to(device)), expected)
+
+
+def test_each_matrix_and_each_group_takes_its_own(device: torch.device) -> None:
+    stack = torch.randn(3, 40, 24, device=device)
+    amax = torch.tensor([0.5, 4.0, 100.0], device=device)
+    got = ops.quantize_both(stack, "fp8_tensor", amax)
+    assert_all_same(got, reference.quantize_both(stack.cpu(), "fp8_tensor", amax.cpu()))
+    for g in range(3):
+        one = ops.quantize(stack[g], "fp8_tensor", amax[g : g + 1])
+        assert_all_same((got[0][g], got[1][g : g + 1]), one)
+    input, sizes = stack.reshape(120, 24), torch.tensor([17, 0, 90], device=device)
+    grouped = ops.grouped_quantize_both(input, sizes, "fp8_tensor", amax)
+    expected = reference.grouped_quantize_both(input.cpu(), sizes.cpu(), "fp8_tensor", amax.cpu())
+    assert_all_same(grouped, expected)
+    one = ops.quantize(input[17:107], "fp8_tensor", amax[2:])
+    assert_all_same((grouped[0][17:107], grouped[1][2:]), one)
+
+
+def test_ranks_that_share_an_amax_scale_alike(device: torch.device) -> None:
+    """Halves of a matrix, quantized with the largest of both amaxes, are the halves of the whole one quantized."""
+    input = torch.randn(256, 96, device=device).bfloat16()
+    halves = input.split(128)
+    shared = torch.maximum(*(ops.amax(half, "fp8_tensor") for half in halves))
+    parts = [ops.quantize(half, "fp8_tensor", shared) for half in halves]
+    whole = ops.quantize(input, "fp8_tensor")
+    for half, part in zip(whole[0].split(128), parts, strict=True):
+        assert_all_same(part, (half, whole[1]))
+
+
+def test_a_strided_amax_is_taken(device: torch.device) -> None:
+    stack = torch.randn(3, 16, 32, device=device)
+    amax = torch.rand(3, 2, device=device)
+    got = ops.quantize(stack, "fp8_tensor", amax[:, 1])
+    assert_all_same(got, ops.quantize(stack, "fp8_tensor", amax[:, 1].contiguous()))
+
+
+@by_case
+def test_opcheck(case: Case, device: torch.device) -> None:
+    input, format = case.arguments(device)
+    special = case.name.startswith("special")
+    checks = {"test_utils": NOT_SCHEMA} if special else {}
+    torch.library.opcheck(OPS.amax.default, (input, format), **checks)
+    torch.library.opcheck(OPS.amax_transposed.default, (input, format), **checks)
+    torch.library.opcheck(OPS.amax_both.default, (input.clone().requires_grad_(), format), **checks)
+    if special:
+        return
+    amax = ops.amax(input, format)
+    torch.library.opcheck(OPS.quantize.default, (input, format, amax))
+    torch.library.opcheck(OPS.quantize_transposed.default, (input, format, amax), test_utils=NOT_SCHEMA)
+    torch.library.opcheck(OPS.quantize_both.default, (input, format, amax.requires_grad_()))
+
+
+@by_grouped_case
+def test_grouped_opcheck(case: Case, device: torch.device) -> None:
+    input, sizes, format = case.arguments(device)
+    input = input.nan_to_num()
+    amax = ops.amax(input, format, sizes)
+    for op in (OPS.amax, OPS.amax_transposed, OPS.amax_both):
+        torch.library.opcheck(op.default, (input, format, sizes))
+    for op in (OPS.grouped_quantize, OPS.grouped_quantize_transposed, OPS.grouped_quantize_both):
+        torch.library.opcheck(op.default, (input, sizes, format, amax), test_utils=NOT_SCHEMA)
+
+
+def test_compiles_whole(device: torch.device) -> None:
+    def split(input: Tensor) -> tuple[Tensor, ...]:
+        amax = ops.amax(input, "fp8_tensor") * 2
+        return ops.quantize_both(input, "fp8_tensor", amax)
+
+    compiled = torch.compile(split, fullgraph=True, dynamic=True)
+    for rows in (130, 40):
+        input = torch.randn(rows, 64, device=device)
+        assert_all_same(compiled(input), split(input))
+
+
+ONES = torch.ones(4, 256)
+SIZES = torch.tensor([1, 2])
+AMAX = torch.ones(1)
+E4M3 = ONES.to(torch.float8_e4m3fn)
+PER_TENSOR = (E4M3, AMAX, "fp8_tensor")
+BLOCKS = (E4M3, torch.ones(2, 4))
+SEED = torch.zeros(1, dtype=torch.int64)
+SCALES_BY = "the largest magnitudes that 'fp8_tensor' scales by"
+COMPUTE = "Compute it with transformer_plugin.ops.amax."
+
+
+def no_use(key: str, got: str) -> str:
+    return f"expected None for '{key}', which has no use for it, got {got} on cpu. Leave it out."
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments", "error", "text"),
+    [
+        (ops.amax, (ONES, "fp8_block"), ValueError,
+         "amax: argument 'format': expected a format that scales by the largest magnitude of more than a "
+         "block, fp8_tensor, got 'fp8_block'. Other formats find their scales on the way."),
+        (ops.amax_transposed, (ONES, "mxfp8"), ValueError,
+         "amax_transposed: argument 'format': expected a format that scales by the largest magnitude of more "
+         "than a block, fp8_tensor, got 'mxfp8'. Other formats find their scales on the way."),
+        (ops.amax_both, (ONES, "bf16"), ValueError,
+         "amax_both: argument 'format': expected a format with scales, fp8_tensor, fp8_block or mxfp8, got "
+         "'bf16'. Use the tensor as it is, or convert it with .to()."),
+        (ops.amax, (ONES.double(), "fp8_tensor"), TypeError,
+         "amax: argument 'input': expected one of the dtypes float32, bfloat16, float16, got float64. "
+         "Convert it with .to() first."),
+        (ops.amax, (ONES[0], "fp8_tensor"), ValueError,
+         "amax: argument 'input': expected 2 or 3 dimensions, got float32[256] on cpu. Reshape it first."),
+        (ops.amax, (ONES[None], "fp8_tensor", SIZES), ValueError,
+         "amax: argument 'input': expected 2 dimensions, got float32[1, 4, 256] on cpu. Reshape it first."),
+        (ops.amax, (ONES, "fp8_tensor", SIZES.float()), TypeError,
+         "amax: argument 'group_sizes': expected one of the dtypes int32, int64, got float32. "
+         "Convert it with .to() first."),
+        (ops.amax_both, (ONES, "fp8_tensor", torch.tensor([2, 3])), ValueError,
+         "amax_both: argument 'group_sizes': expected sizes that sum to at most 4, the rows of the buffer, "
+         "got a sum of 5 at group 1. Enlarge the buffer or fix the sizes."),
+        (ops.quantize, (ONES, "fp8_tensor", AMAX.double()), TypeError,
+         "quantize: argument 'amax': expected one of the dtypes float32, got float64. "
+         "Convert it with .to() first."),
+        (ops.quantize_transposed, (ONES, "fp8_tensor", torch.ones(2)), ValueError,
+         f"quantize_transposed: argument 'amax': expected sizes [1], {SCALES_BY}, got float32[2] on cpu. "
+         f"{COMPUTE}"),
+        (ops.quantize_both, (ONES[None, :2], "fp8_tensor", torch.ones(())), ValueError,
+         f"quantize_both: argument 'amax': expected sizes [1], {SCALES_BY}, got float32[] on cpu. {COMPUTE}"),
+        (ops.grouped_quantize, (ONES, SIZES, "fp8_tensor", AMAX), ValueError,
+         f"grouped_quantize: argument 'amax': expected sizes [2], {SCALES_BY}, got float32[1] on cpu. "
+         f"{COMPUTE}"),
+        (ops.grouped_quantize_both, (ONES, SIZES, "fp8_tensor", AMAX.to("meta").expand(2)), ValueError,
+         "grouped_quantize_both: argument 'amax': expected a tensor on cpu, like input, got float32[2] on "
+         'meta. Move it with .to("cpu") first.'),
+        (ops.quantize_both, (ONES, "fp8_tensor", AMAX, AMAX), ValueError,
+         f"quantize_both: argument 'amax_t': {no_use('fp8_tensor', 'float32[1]')}"),
+        (ops.quantize, (ONES, "fp8_block", AMAX), ValueError,
+         f"quantize: argument 'amax': {no_use('fp8_block', 'float32[1]')}"),
+        (ops.quantize_both, (ONES, "mxfp8", None, AMAX), ValueError,
+         f"quantize_both: argument 'amax_t': {no_use('mxfp8', 'float32[1]')}"),
+        (ops.quantize, (ONES, "fp8_tensor", None, SEED), ValueError,
+         f"quantize: argument 'seed': {no_use('fp8_tensor', 'int64[1]')}"),
+        (ops.grouped_quantize_transposed, (ONES, SIZES, "fp8_block", None, SEED), ValueError,
+         f"grouped_quantize_transposed: argument 'seed': {no_use('fp8_block', 'int64[1]')}"),
+        (ops.dequantize, (*PER_TENSOR, torch.float32, False, AMAX), ValueError,
+         f"dequantize: argument 'amax': {no_use('fp8_tensor', 'float32[1]')}"),
+        (ops.grouped_dequantize, (E4M3, torch.ones(2), SIZES, "fp8_tensor", torch.float32, False, AMAX),
+         ValueError, f"grouped_dequantize: argument 'amax': {no_use('fp8_tensor', 'float32[1]')}"),
+        (ops.gemm_quantized,
+         (*BLOCKS, *BLOCKS, "fp8_block", "fp8_block", torch.float32, None, True, AMAX), ValueError,
+         f"gemm_quantized: argument 'a_amax': {no_use('fp8_block', 'float32[1]')}"),
+        (ops.gemm_quantized,
+         (*BLOCKS, *BLOCKS, "fp8_block", "fp8_block", torch.float32, None, True, None, AMAX), ValueError,
+         f"gemm_quantized: argument 'b_amax': {no_use('fp8_block', 'float32[1]')}"),
+        (ops.grouped_gemm_quantized,
+         (E4M3, torch.ones(2), E4M3.expand(2, 4, 256), torch.ones(2), SIZES, "fp8_tensor", "fp8_tensor",
+          torch.float32, None, None, True, None, AMAX), ValueError,
+         f"grouped_gemm_quantized: argument 'b_amax': {no_use('fp8_tensor', 'float32[1]')}"),
+        (ops.grouped_gemm_wgrad_quantized,
+         (E4M3, torch.ones(2), E4M3, torch.ones(2), SIZES, "fp8_tensor", "fp8_tensor", torch.float32, AMAX),
+         ValueError,
+         f"grouped_gemm_wgrad_quantized: argument 'grad_t_amax': {no_use('fp8_tensor', 'float32[1]')}"),
+        (ops.grouped_gemm_wgrad_quantized_out,
+         (E4M3, torch.ones(2), E4M3, torch.ones(2), SIZES, "fp8_tensor", "fp8_tensor", torch.ones(2, 4, 4),
+          True, None, AMAX), ValueError,
+         f"grouped_gemm_wgrad_quantized_out: argument 'input_t_amax': {no_use('fp8_tensor', 'float32[1]')}"),
+    ],
+)  # fmt: skip
+def test_errors_have_four_parts(
+    op: Callable[..., Any], arguments: tuple[Any, ...], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error) as caught:
+        op(*arguments)
+    assert str(caught.value) == f"transformer_plugin::{text}"
