@@ -69,6 +69,12 @@ TP_HOST_DEVICE float fp8_to_float(uint8_t code) {
   return bits_to_float(is_nan ? 0x7fc00000u : bits);
 }
 
+// Largest finite value.
+template <DType element>
+TP_HOST_DEVICE constexpr float largest_fp8() {
+  return element == DType::kFloat8E5M2 ? 57344.0f : 448.0f;
+}
+
 // Calls fn with a std::integral_constant of the element, for either of the two.
 template <typename Fn>
 void visit_fp8(DType element, Fn&& fn) {

@@ -1,5 +1,6 @@
 #include "common/launch.cuh"
 #include "common/offsets.h"
+#include "common/scan.cuh"
 
 namespace transformer_plugin {
 namespace {
@@ -10,25 +11,17 @@ constexpr int kThreads = 256;
 // `rows` only when written, which cuts the same groups as cutting at each step.
 template <typename Size>
 __global__ void group_offsets_kernel(const Size* sizes, int64_t groups, int64_t rows, int32_t* offsets) {
-  __shared__ int64_t scan[kThreads];
+  __shared__ BlockScan<int64_t, kThreads> scan;
   int64_t carried = 0;
   if (threadIdx.x == 0) offsets[0] = 0;
   for (int64_t start = 0; start < groups; start += kThreads) {
     const int64_t g = start + threadIdx.x;
     const int64_t size = g < groups ? static_cast<int64_t>(sizes[g]) : 0;
     // One size past the buffer already cuts everything after it, so larger ones need not be told apart.
-    scan[threadIdx.x] = size < 0 ? 0 : (size > rows ? rows : size);
-    __syncthreads();
-    for (int distance = 1; distance < kThreads; distance *= 2) {
-      const int64_t left = threadIdx.x >= distance ? scan[threadIdx.x - distance] : 0;
-      __syncthreads();
-      scan[threadIdx.x] += left;
-      __syncthreads();
-    }
-    const int64_t end = carried + scan[threadIdx.x];
+    int64_t total;
+    const int64_t end = carried + scan.inclusive(size < 0 ? 0 : (size > rows ? rows : size), total);
     if (g < groups) offsets[g + 1] = static_cast<int32_t>(end > rows ? rows : end);
-    carried += scan[kThreads - 1];
-    __syncthreads();
+    carried += total;
   }
 }
 

@@ -13,33 +13,66 @@ __device__ __forceinline__ T round_to(float value) {
   if constexpr (std::is_same_v<T, float>) return __uint_as_float(0x7fc00000u);
 }
 
-// Transposed data of the tile into shared memory, a line at a time.
-__device__ __forceinline__ void load_columns(const DequantizeArgs& args, const Tile& tile, int warp, int lane,
-                                             TransposedTile& turned) {
-  const Layout& layout = args.layout;
-  for (int column = warp; column < tile.cols; column += kWarps) {
-    const uint8_t* source =
-        args.data + (tile.member * layout.cols + tile.col + column) * layout.rows + tile.row + lane * 4;
-    turned.at(column, lane) = load_codes(source, tile.rows - lane * 4, is_word_aligned(source)).word;
+// Transposed data of the tile into shared memory, 4 lines a step of a warp, or one where 16 bytes are not aligned.
+__device__ __forceinline__ void load_lines(const DequantizeArgs& args, const Tile& tile, int warp, int lane,
+                                           TransposedTile& turned) {
+  const TransposedLines lines(args.layout, tile, args.data);
+  const uint8_t* source = args.data + lines.first;
+  if (lines.vectors) {
+    constexpr int kLines = kWarpSize / TransposedTile::kChunks;
+#pragma unroll
+    for (int i = 0; i < kTile / kWarps / kLines; ++i) {
+      const int column = (warp * (kTile / kWarps / kLines) + i) * kLines + lane / TransposedTile::kChunks;
+      const int chunk = lane % TransposedTile::kChunks;
+      if (column < tile.cols) {
+        turned.chunk(column, chunk) =
+            *reinterpret_cast<const uint4*>(source + column * lines.stride + chunk * 16);
+      }
+    }
+  } else {
+    for (int column = warp; column < tile.cols; column += kWarps) {
+      const uint8_t* line = source + column * lines.stride + lane * 4;
+      turned.word(column, lane) = load_codes(line, tile.rows - lane * 4, is_word_aligned(line)).word;
+    }
   }
   __syncthreads();
 }
 
-// The codes of one row of the thread's columns.
-__device__ __forceinline__ Codes4 row_codes(const DequantizeArgs& args, const Tile& tile, int row, int c0,
-                                            TransposedTile& turned) {
-  const Layout& layout = args.layout;
-  if (!args.transposed) {
-    const uint8_t* source =
-        args.data + (tile.member * layout.rows + tile.row + row) * layout.cols + tile.col + c0;
-    return load_codes(source, tile.cols - c0, is_word_aligned(source));
-  }
-  Codes4 codes;
+// The thread's codes, a word of 4 columns for each of its rows. Those past the matrix are whatever was there.
+__device__ __forceinline__ void load_rows(const DequantizeArgs& args, const Tile& tile, int warp, int lane,
+                                          TransposedTile& turned, Codes4 (&codes)[kRowsPerThread]) {
+  const int first_row = warp * kRowsPerThread, c0 = lane * kColsPerThread;
+  if (args.transposed) {
+    uint4 columns[kColsPerThread];
 #pragma unroll
-  for (int c = 0; c < kColsPerThread; ++c) {
-    if (c0 + c < tile.cols) codes.set(c, static_cast<uint8_t>(turned.at(c0 + c, row / 4) >> (8 * (row % 4))));
+    for (int c = 0; c < kColsPerThread; ++c) columns[c] = turned.chunk(c0 + c, warp);
+#pragma unroll
+    for (int word = 0; word < kRowsPerThread / 4; ++word) {
+      uint32_t of_columns[4], of_rows[4];
+#pragma unroll
+      for (int c = 0; c < kColsPerThread; ++c) of_columns[c] = (&columns[c].x)[word];
+      turn4(of_columns, of_rows);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) codes[4 * word + r].word = of_rows[r];
+    }
+    return;
   }
-  return codes;
+  const Layout& layout = args.layout;
+  const uint8_t* source =
+      args.data + (tile.member * layout.rows + tile.row + first_row) * layout.cols + tile.col + c0;
+  const bool aligned = layout.cols % 4 == 0 && is_word_aligned(args.data);
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    if (first_row + r < tile.rows) codes[r] = load_codes(source + r * layout.cols, tile.cols - c0, aligned);
+  }
+}
+
+// What the columns of a row of the tile are scaled by: the bits of one float, or four E8M0 bytes.
+__device__ __forceinline__ uint32_t row_scales(const DequantizeArgs& args, const Tile& tile, int row) {
+  if (args.layout.mode != ScaleMode::kMx) return __float_as_uint(scale_at(args, tile, row, 0));
+  const uint8_t* word =
+      static_cast<const uint8_t*>(args.scale) + mx_word_index(args.layout, tile, false, row);
+  return load_codes(word, kMxBlocks, is_word_aligned(word)).word;
 }
 
 // Both element types are exact in half precision, to which the hardware converts two codes at once.
@@ -58,16 +91,18 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_const
   const int c0 = lane * kColsPerThread;
   const int first_row = warp * kRowsPerThread;
   const Tile tile = block_tile(layout);
-  if (args.transposed && !tile.tail) load_columns(args, tile, warp, lane, turned);
-  const int count = tile.cols - c0;
-  if (first_row >= tile.rows || count <= 0) return;
+  if (args.transposed && !tile.tail) load_lines(args, tile, warp, lane, turned);
+  const int count = tile.cols - c0;  // of this lane's columns that exist; none or less past the matrix
+  if (first_row >= tile.rows) return;
 
   Codes4 codes[kRowsPerThread];
-#pragma unroll
-  for (int r = 0; r < kRowsPerThread; ++r) {
-    if (first_row + r < tile.rows && !tile.tail) codes[r] = row_codes(args, tile, first_row + r, c0, turned);
+  if (!tile.tail) load_rows(args, tile, warp, lane, turned, codes);
+  // Scales of transposed data belong to columns and do not change over a thread's rows; others belong to rows, and lane r
+  // loads what the 32 lanes need of row r.
+  uint32_t of_row = 0;
+  if (!args.transposed && !tile.tail && lane < kRowsPerThread && first_row + lane < tile.rows) {
+    of_row = row_scales(args, tile, first_row + lane);
   }
-  // Scales of transposed data belong to columns and do not change over a thread's rows; others belong to rows.
   float scales[kColsPerThread] = {};
   if (args.transposed && !tile.tail) {
 #pragma unroll
@@ -82,7 +117,10 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_const
     const int row = first_row + r;
     if (row >= tile.rows) break;
     if (!args.transposed && !tile.tail) {
-      const float scale = scale_at(args, tile, row, c0);
+      const uint32_t held = __shfl_sync(0xffffffffu, of_row, r);
+      const float scale = layout.mode == ScaleMode::kMx
+                              ? e8m0_to_float(static_cast<uint8_t>(held >> (8 * (c0 / kMxBlock))))
+                              : __uint_as_float(held);
 #pragma unroll
       for (int c = 0; c < kColsPerThread; ++c) scales[c] = scale;
     }

@@ -19,8 +19,10 @@ __device__ __forceinline__ float block_max(float value) {
   return value;
 }
 
-__device__ __forceinline__ uint8_t exponent_of(float amax, const ScaleRule& rule) {
-  return e8m0_of_amax(amax, rule.largest);
+// The largest value as a constant, whose reciprocal the compiler then takes.
+template <DType element>
+__device__ __forceinline__ uint8_t exponent_of(float amax) {
+  return e8m0_of_amax(amax, largest_fp8<element>());
 }
 
 // Largest magnitudes: of each column over the rows of a warp, and of each warp's part of a 32x32 block.
@@ -65,7 +67,7 @@ __device__ __forceinline__ void write_mx_rows(const QuantizeArgs& args, const Ti
 #pragma unroll
   for (int i = 0; i < Maxima::kRows; ++i) {
     const float amax = layout.square ? partial.square(warp / kWarpsPerBlock, block) : maxima.at[i];
-    const uint8_t exponent = exponent_of(amax, args.rule);
+    const uint8_t exponent = exponent_of<element>(amax);
     multipliers[i] = e8m0_multiplier(exponent);
     uint32_t word = static_cast<uint32_t>(exponent) << (8 * block);
     word |= __shfl_xor_sync(0xffffffffu, word, kLanesPerBlock);
@@ -85,23 +87,38 @@ __device__ __forceinline__ void write_mx_rows(const QuantizeArgs& args, const Ti
   }
 }
 
-// The scales of the transposed lines: a thread writes the word of one column.
+// The exponents of the blocks along each column, [row block][column].
+struct ColumnExponents {
+  alignas(4) uint8_t at[kMxBlocks][kTile];
+};
+
+// Each of them by one thread, and kept for all; the word of a column is written by the thread of its number.
+template <DType element>
+__device__ __forceinline__ void find_column_exponents(bool square, const MxPartial& partial,
+                                                      ColumnExponents& exponents) {
+#pragma unroll
+  for (int i = 0; i < kMxBlocks * kTile / kThreads; ++i) {
+    const int row_block = (i * kThreads + threadIdx.x) / kTile, column = threadIdx.x % kTile;
+    const float amax =
+        square ? partial.square(row_block, column / kMxBlock) : partial.column(row_block, column);
+    exponents.at[row_block][column] = exponent_of<element>(amax);
+  }
+}
+
 __device__ __forceinline__ void write_column_exponents(const QuantizeArgs& args, const Tile& tile,
-                                                       const MxPartial& partial) {
+                                                       const ColumnExponents& exponents) {
   const int column = threadIdx.x;
   if (column >= tile.cols) return;
-  uint32_t word = 0;
+  Codes4 word;
 #pragma unroll
-  for (int b = 0; b < kMxBlocks; ++b) {
-    const float amax = args.layout.square ? partial.square(b, column / kMxBlock) : partial.column(b, column);
-    word |= static_cast<uint32_t>(exponent_of(amax, args.rule)) << (8 * b);
-  }
-  *reinterpret_cast<uint32_t*>(args.exponents_t + mx_word_index(args.layout, tile, true, column)) = word;
+  for (int b = 0; b < kMxBlocks; ++b) word.set(b, exponents.at[b][column]);
+  *reinterpret_cast<uint32_t*>(args.exponents_t + mx_word_index(args.layout, tile, true, column)) = word.word;
 }
 
 // What a block needs in shared memory for one tile.
 struct MxShared {
   MxPartial partial;
+  ColumnExponents exponents;
   TransposedTile turned;
 };
 
@@ -115,18 +132,18 @@ __device__ __forceinline__ void write_mx_tile(const QuantizeArgs& args, const Ti
     find_partial(values, warp, lane, shared.partial);
     __syncthreads();
   }
+  if (args.transposed) find_column_exponents<element>(layout.square, partial, shared.exponents);
   if (args.rowwise) write_mx_rows<element>(args, tile, values, warp, lane, partial);
   if (args.transposed) {
+    __syncthreads();
+    const uint32_t of_columns = *reinterpret_cast<const uint32_t*>(
+        &shared.exponents.at[warp / kWarpsPerBlock][lane * kColsPerThread]);
     float scales[kColsPerThread];
 #pragma unroll
     for (int c = 0; c < kColsPerThread; ++c) {
-      const int column = lane * kColsPerThread + c;
-      const int row_block = warp / kWarpsPerBlock;
-      const float amax =
-          layout.square ? partial.square(row_block, column / kMxBlock) : partial.column(row_block, column);
-      scales[c] = e8m0_multiplier(exponent_of(amax, args.rule));
+      scales[c] = e8m0_multiplier(static_cast<uint8_t>(of_columns >> (8 * c)));
     }
-    write_column_exponents(args, tile, partial);
+    write_column_exponents(args, tile, shared.exponents);
     write_columns<element>(args, tile, values, warp, lane, scales, shared.turned);
   }
 }

@@ -81,30 +81,33 @@ void check_matrix(const Argument& input, const at::Tensor* group_sizes, const Fo
 
 GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, int64_t rows) {
   if (!group_sizes) return {};
-  GroupTables tables;
-  tables.offsets = group_offsets({data.op, "group_sizes", *group_sizes}, data, rows);
-  tables.tile_offsets = empty(data.tensor, {tables.offsets.numel()}, at::kInt);
-  const int32_t* offsets = tables.offsets.const_data_ptr<int32_t>();
-  int32_t* tile_offsets = tables.tile_offsets.mutable_data_ptr<int32_t>();
+  const at::Tensor offsets = group_offsets({data.op, "group_sizes", *group_sizes}, data, rows);
+  const int64_t groups = group_sizes->numel();
+  const int64_t row_tiles = Layout::row_tiles(rows, groups);
+  constexpr int64_t kWords = sizeof(RowTile) / sizeof(int32_t);
+  const GroupTables tables{empty(data.tensor, {row_tiles * kWords + groups + 1}, at::kInt)};
+  int32_t* words = tables.storage.mutable_data_ptr<int32_t>();
+  RowTile* table = reinterpret_cast<RowTile*>(words);
+  int32_t* tile_offsets = words + row_tiles * kWords;
   if (data.tensor.is_cpu()) {
-    tile_offsets_cpu(offsets, group_sizes->numel(), tile_offsets);
+    row_tiles_cpu(offsets.const_data_ptr<int32_t>(), groups, rows, row_tiles, tile_offsets, table);
     return tables;
   }
 #ifdef TRANSFORMER_PLUGIN_CUDA
   const CudaScope scope(data.tensor);
-  launch_tile_offsets(offsets, group_sizes->numel(), tile_offsets, scope.stream());
+  launch_row_tiles(offsets.const_data_ptr<int32_t>(), groups, rows, row_tiles, tile_offsets, table,
+                   scope.stream());
 #endif
   return tables;
 }
 
 Layout make_layout(const Operand& operand, const Format& format, const GroupTables& tables) {
-  const bool grouped = tables.offsets.defined();
+  const bool grouped = tables.storage.defined();
   return {operand.members ? operand.members->expect_int() : 1,
           operand.rows.expect_int(),
           operand.cols.expect_int(),
           grouped ? operand.groups->expect_int() : 0,
-          grouped ? tables.offsets.const_data_ptr<int32_t>() : nullptr,
-          grouped ? tables.tile_offsets.const_data_ptr<int32_t>() : nullptr,
+          grouped ? reinterpret_cast<const RowTile*>(tables.storage.const_data_ptr<int32_t>()) : nullptr,
           scale_mode(format),
           format.square_blocks};
 }

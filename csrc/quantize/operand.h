@@ -40,10 +40,9 @@ Format quantized_format(const char* op, const char* argument, std::string_view k
 // The input of an op: 2 or 3 dimensions, or 2 with group sizes; a float dtype; a width that the format takes.
 void check_matrix(const Argument& input, const at::Tensor* group_sizes, const Format& format);
 
-// Row and tile offsets of groups on the device of the data. Undefined tensors when there are no groups.
+// The row tiles of a ragged matrix, on the device of the data. Undefined without groups.
 struct GroupTables {
-  at::Tensor offsets;       // int32 [G + 1]
-  at::Tensor tile_offsets;  // int32 [G + 1]
+  at::Tensor storage;  // int32: the table of RowTile, then what it was made from
 };
 
 GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, int64_t rows);

@@ -27,12 +27,14 @@ void write_tensor_scales(const QuantizeArgs& args) {
 
 }  // namespace
 
-void tile_offsets_cpu(const int32_t* offsets, int64_t groups, int32_t* tile_offsets) {
+void row_tiles_cpu(const int32_t* offsets, int64_t groups, int64_t rows, int64_t row_tiles,
+                   int32_t* tile_offsets, RowTile* table) {
   tile_offsets[0] = 0;
   for (int64_t g = 0; g < groups; ++g) {
     tile_offsets[g + 1] =
         tile_offsets[g] + static_cast<int32_t>(ceil_div(offsets[g + 1] - offsets[g], kTile));
   }
+  for (int64_t i = 0; i < row_tiles; ++i) table[i] = row_tile_at(offsets, tile_offsets, groups, rows, i);
 }
 
 void quantize_cpu(const QuantizeArgs& args) {

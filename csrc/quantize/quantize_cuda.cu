@@ -1,3 +1,4 @@
+#include "common/scan.cuh"
 #include "quantize/fp8_tile.cuh"
 
 namespace transformer_plugin::quantize {
@@ -12,31 +13,34 @@ __global__ void tensor_scales_kernel(const __grid_constant__ QuantizeArgs args) 
   }
 }
 
-__global__ void tile_offsets_kernel(const int32_t* offsets, int64_t groups, int32_t* tile_offsets) {
-  __shared__ int32_t scan[kThreads];
+// One block: each pass of the first loop scans the tiles of kThreads groups, then threads look tiles up.
+__global__ void __launch_bounds__(kThreads)
+    row_tiles_kernel(const int32_t* offsets, int64_t groups, int64_t rows, int64_t row_tiles,
+                     int32_t* tile_offsets, RowTile* table) {
+  __shared__ BlockScan<int32_t, kThreads> scan;
   int32_t carried = 0;
   if (threadIdx.x == 0) tile_offsets[0] = 0;
   for (int64_t start = 0; start < groups; start += kThreads) {
     const int64_t g = start + threadIdx.x;
-    scan[threadIdx.x] = g < groups ? static_cast<int32_t>(ceil_div(offsets[g + 1] - offsets[g], kTile)) : 0;
-    __syncthreads();
-    for (int distance = 1; distance < kThreads; distance *= 2) {
-      const int32_t left = threadIdx.x >= distance ? scan[threadIdx.x - distance] : 0;
-      __syncthreads();
-      scan[threadIdx.x] += left;
-      __syncthreads();
-    }
-    if (g < groups) tile_offsets[g + 1] = carried + scan[threadIdx.x];
-    carried += scan[kThreads - 1];
-    __syncthreads();
+    const int32_t tiles = g < groups ? static_cast<int32_t>(ceil_div(offsets[g + 1] - offsets[g], kTile)) : 0;
+    int32_t total;
+    const int32_t end = carried + scan.inclusive(tiles, total);
+    if (g < groups) tile_offsets[g + 1] = end;
+    carried += total;
+  }
+  __syncthreads();
+  for (int64_t i = threadIdx.x; i < row_tiles; i += kThreads) {
+    table[i] = row_tile_at(offsets, tile_offsets, groups, rows, i);
   }
 }
 
 }  // namespace
 
-void launch_tile_offsets(const int32_t* offsets, int64_t groups, int32_t* tile_offsets, void* stream) {
-  tile_offsets_kernel<<<1, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(offsets, groups, tile_offsets);
-  check_launch("tile_offsets_kernel");
+void launch_row_tiles(const int32_t* offsets, int64_t groups, int64_t rows, int64_t row_tiles,
+                      int32_t* tile_offsets, RowTile* table, void* stream) {
+  row_tiles_kernel<<<1, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(offsets, groups, rows, row_tiles,
+                                                                          tile_offsets, table);
+  check_launch("row_tiles_kernel");
 }
 
 void launch_quantize(const QuantizeArgs& args, void* stream) {

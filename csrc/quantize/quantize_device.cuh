@@ -193,31 +193,50 @@ __device__ __forceinline__ void write_row(const QuantizeArgs& args, const Tile& 
   store_codes(target, codes, tile.cols - c0, args.layout.cols % 4 == 0);
 }
 
+// A turned tile to memory: 4 lines of 128 bytes a step of a warp, or one where 16 bytes are not aligned.
+__device__ __forceinline__ void store_lines(const QuantizeArgs& args, const Tile& tile, int warp, int lane,
+                                            TransposedTile& turned) {
+  const TransposedLines lines(args.layout, tile, args.data_t);
+  uint8_t* target = args.data_t + lines.first;
+  if (lines.vectors) {
+    constexpr int kLines = kWarpSize / TransposedTile::kChunks;
+#pragma unroll
+    for (int i = 0; i < kTile / kWarps / kLines; ++i) {
+      const int column = (warp * (kTile / kWarps / kLines) + i) * kLines + lane / TransposedTile::kChunks;
+      const int chunk = lane % TransposedTile::kChunks;
+      if (column < tile.cols) {
+        *reinterpret_cast<uint4*>(target + column * lines.stride + chunk * 16) = turned.chunk(column, chunk);
+      }
+    }
+    return;
+  }
+  for (int column = warp; column < tile.cols; column += kWarps) {
+    uint8_t* line = target + column * lines.stride + lane * 4;
+    Codes4 codes;
+    codes.word = turned.word(column, lane);
+    store_codes(line, codes, tile.rows - lane * 4, is_word_aligned(line));
+  }
+}
+
 // Transposed codes: packed by the rows a thread holds, turned in shared memory, written a line at a time.
 template <DType element, typename T>
 __device__ __forceinline__ void write_columns(const QuantizeArgs& args, const Tile& tile,
                                               const Values<T>& values, int warp, int lane,
                                               const float* scales, TransposedTile& turned) {
-  const Layout& layout = args.layout;
 #pragma unroll
   for (int c = 0; c < kColsPerThread; ++c) {
+    uint32_t words[kRowsPerThread / 4];
 #pragma unroll
     for (int word = 0; word < kRowsPerThread / 4; ++word) {
       const int r = 4 * word;
-      const Codes4 codes =
-          encode4<element>(values.get(r, c) * scales[c], values.get(r + 1, c) * scales[c],
-                           values.get(r + 2, c) * scales[c], values.get(r + 3, c) * scales[c]);
-      turned.at(lane * kColsPerThread + c, warp * (kRowsPerThread / 4) + word) = codes.word;
+      words[word] = encode4<element>(values.get(r, c) * scales[c], values.get(r + 1, c) * scales[c],
+                                     values.get(r + 2, c) * scales[c], values.get(r + 3, c) * scales[c])
+                        .word;
     }
+    turned.chunk(lane * kColsPerThread + c, warp) = make_uint4(words[0], words[1], words[2], words[3]);
   }
   __syncthreads();
-  for (int column = warp; column < tile.cols; column += kWarps) {
-    uint8_t* target =
-        args.data_t + (tile.member * layout.cols + tile.col + column) * layout.rows + tile.row + lane * 4;
-    Codes4 codes;
-    codes.word = turned.at(column, lane);
-    store_codes(target, codes, tile.rows - lane * 4, is_word_aligned(target));
-  }
+  store_lines(args, tile, warp, lane, turned);
 }
 
 }  // namespace transformer_plugin::quantize

@@ -21,26 +21,8 @@ inline constexpr int kWordsPerLine = kTile / 4;
 static_assert(kRowsPerThread % 4 == 0, "a thread packs its rows into whole words");
 static_assert(kColsPerThread == 4, "a thread's columns are one word of codes");
 
-// group_of_tile by a whole warp: each step leaves a 32nd of the groups.
-__device__ __forceinline__ int64_t group_of_tile_by_warp(const Layout& layout, int64_t row_tile) {
-  const int lane = threadIdx.x % kWarpSize;
-  int low = 0;
-  int size = static_cast<int>(layout.groups);  // the answer is one of low .. low + size
-  while (size > 0) {
-    const int step = (size + kWarpSize - 1) / kWarpSize;
-    const int last = (lane + 1) * step - 1;  // of this lane's share
-    const bool passed = last < size && layout.tile_offsets[low + last + 1] <= row_tile;
-    const int done = __popc(__ballot_sync(0xffffffffu, passed)) * step;
-    low += done;
-    size = min(step - 1, size - done);
-  }
-  return low;
-}
-
 // The tile of this block.
-__device__ __forceinline__ Tile block_tile(const Layout& layout) {
-  return tile_at(layout, blockIdx.x, group_of_tile_by_warp);
-}
+__device__ __forceinline__ Tile block_tile(const Layout& layout) { return tile_at(layout, blockIdx.x); }
 
 // 4 codes, the first in the lowest byte.
 struct Codes4 {
@@ -49,15 +31,45 @@ struct Codes4 {
   __device__ __forceinline__ uint8_t get(int i) const { return static_cast<uint8_t>(word >> (8 * i)); }
 };
 
-// A transposed tile of codes: line c holds the 128 rows of column c as 32 words. Words are permuted within a
-// line by the lane that owns the column, so neither the writes (one word of 32 columns) nor the reads (one
-// line) conflict.
+// A transposed tile of codes: line c holds the 128 rows of column c as 8 chunks of 16 bytes, of which warp w writes
+// the w-th. Chunks are permuted within a line by the lane that owns the column, so that neither the accesses of a warp
+// to one chunk of 32 columns nor those to whole lines conflict.
 struct TransposedTile {
-  uint32_t words[kTile * kWordsPerLine];
-  __device__ __forceinline__ uint32_t& at(int column, int word) {
-    return words[column * kWordsPerLine + (word ^ ((column / kColsPerThread) & (kWordsPerLine - 1)))];
+  static constexpr int kChunks = kTile / 16;
+  static_assert(kChunks == kWarps && kRowsPerThread == 16, "a warp's rows are one chunk");
+  uint4 chunks[kTile * kChunks];
+
+  __device__ __forceinline__ uint4& chunk(int column, int index) {
+    return chunks[column * kChunks + (index ^ ((column / kColsPerThread) % kChunks))];
+  }
+  __device__ __forceinline__ uint32_t& word(int column, int index) {
+    return reinterpret_cast<uint32_t*>(&chunk(column, index / 4))[index % 4];
   }
 };
+
+// The lines of a tile in global memory: line c begins at `first + c * stride`. Whether 16 bytes move at once.
+struct TransposedLines {
+  int64_t first;
+  int64_t stride;
+  bool vectors;
+
+  __device__ __forceinline__ TransposedLines(const Layout& layout, const Tile& tile, const void* data)
+      : first((tile.member * layout.cols + tile.col) * layout.rows + tile.row),
+        stride(layout.rows),
+        vectors(tile.rows == kTile && stride % 16 == 0 &&
+                (reinterpret_cast<uintptr_t>(data) + first) % 16 == 0) {}
+};
+
+// 4 rows of 4 codes to 4 columns of 4 codes.
+__device__ __forceinline__ void turn4(const uint32_t (&rows)[4], uint32_t (&columns)[4]) {
+  const uint32_t low01 = __byte_perm(rows[0], rows[1], 0x5140), low23 = __byte_perm(rows[2], rows[3], 0x5140);
+  const uint32_t high01 = __byte_perm(rows[0], rows[1], 0x7362),
+                 high23 = __byte_perm(rows[2], rows[3], 0x7362);
+  columns[0] = __byte_perm(low01, low23, 0x5410);
+  columns[1] = __byte_perm(low01, low23, 0x7632);
+  columns[2] = __byte_perm(high01, high23, 0x5410);
+  columns[3] = __byte_perm(high01, high23, 0x7632);
+}
 
 // `count` of the 4 bytes of a word, to or from memory; in one access where `aligned`.
 __device__ __forceinline__ void store_codes(uint8_t* target, Codes4 codes, int count, bool aligned) {

@@ -41,19 +41,29 @@ static_assert(kMxBlocks == 4, "a line of a tile has one word of scales");
 TP_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 TP_HOST_DEVICE int64_t round_up_4(int64_t a) { return (a + 3) / 4 * 4; }
 
+// A row tile of a ragged matrix: where it lies, found once for all the tiles beside it.
+struct alignas(16) RowTile {
+  int32_t group;  // the number of groups for the tail
+  int32_t row;    // first, counted from the first of the buffer
+  int32_t rows;   // at most kTile, 0 past the tail
+  int32_t unused;
+};
+
 struct Layout {
   int64_t members;  // matrices of a 3-D input, else 1
   int64_t rows;     // of each member; of the whole buffer when grouped
   int64_t cols;
-  int64_t groups;               // 0 unless grouped
-  const int32_t* offsets;       // [groups + 1] rows where groups begin, or null
-  const int32_t* tile_offsets;  // [groups + 1] row tiles where groups begin, or null
+  int64_t groups;                 // 0 unless grouped
+  const RowTile* row_tile_table;  // [row_tiles()] when grouped, else null
   ScaleMode mode;
   bool square;  // blocks with as many rows as columns
 
-  TP_HOST_DEVICE bool grouped() const { return offsets != nullptr; }
+  TP_HOST_DEVICE bool grouped() const { return row_tile_table != nullptr; }
   // Enough for any split of the rows: each group, and the tail, begins a tile of its own.
-  TP_HOST_DEVICE int64_t row_tiles() const { return ceil_div(rows, kTile) + groups; }
+  TP_HOST_DEVICE static int64_t row_tiles(int64_t rows, int64_t groups) {
+    return ceil_div(rows, kTile) + groups;
+  }
+  TP_HOST_DEVICE int64_t row_tiles() const { return row_tiles(rows, groups); }
   TP_HOST_DEVICE int64_t col_tiles() const { return ceil_div(cols, kTile); }
   TP_HOST_DEVICE int64_t tiles() const { return members * row_tiles() * col_tiles(); }
   TP_HOST_DEVICE int64_t tensor_scales() const { return grouped() ? groups : members; }
@@ -83,24 +93,29 @@ struct Tile {
   bool tail;  // past the last group
 };
 
-// The last group that begins at or before `row_tile`: of several, the one that is not empty.
-TP_HOST_DEVICE int64_t group_of_tile(const Layout& layout, int64_t row_tile) {
+// Row tile `index` of a ragged matrix, from [groups + 1] rows and row tiles where groups begin.
+TP_HOST_DEVICE RowTile row_tile_at(const int32_t* offsets, const int32_t* tile_offsets, int64_t groups,
+                                   int64_t rows, int64_t index) {
+  // The last group that begins at or before the tile: of several, the one that is not empty; or the tail.
   int64_t low = 0;
-  int64_t high = layout.groups;
+  int64_t high = groups;
   while (low < high) {
     const int64_t middle = (low + high) / 2;
-    if (layout.tile_offsets[middle + 1] <= row_tile) {
+    if (tile_offsets[middle + 1] <= index) {
       low = middle + 1;
     } else {
       high = middle;
     }
   }
-  return low;  // `groups` for the tail
+  const int64_t row = offsets[low] + (index - tile_offsets[low]) * kTile;
+  const int64_t left = (low == groups ? rows : offsets[low + 1]) - row;
+  const int64_t used = left < 0 ? 0 : (left < kTile ? left : kTile);
+  // A tile past the tail begins past the buffer, which 32 bits need not hold.
+  return {static_cast<int32_t>(low), static_cast<int32_t>(used == 0 ? rows : row), static_cast<int32_t>(used),
+          0};
 }
 
-// `find_group(layout, row_tile)` is group_of_tile, or does as it does.
-template <typename FindGroup>
-TP_HOST_DEVICE Tile tile_at(const Layout& layout, int64_t index, FindGroup&& find_group) {
+TP_HOST_DEVICE Tile tile_at(const Layout& layout, int64_t index) {
   // Tiles fit a grid, so their numbers fit 32 bits, whose division costs a GPU a fifth of a 64-bit one.
   const uint32_t row_tiles = static_cast<uint32_t>(layout.row_tiles());
   const uint32_t col_tiles = static_cast<uint32_t>(layout.col_tiles());
@@ -109,26 +124,23 @@ TP_HOST_DEVICE Tile tile_at(const Layout& layout, int64_t index, FindGroup&& fin
   tile.col_tile = static_cast<uint32_t>(index) - band * col_tiles;
   tile.member = band / row_tiles;
   tile.row_tile = band - static_cast<uint32_t>(tile.member) * row_tiles;
-  tile.group = tile.member;
-  tile.tail = false;
-  tile.row = tile.row_tile * kTile;
-  int64_t end = layout.rows;
   if (layout.grouped()) {
-    tile.group = find_group(layout, tile.row_tile);
-    tile.tail = tile.group == layout.groups;
-    tile.row = layout.offsets[tile.group] + (tile.row_tile - layout.tile_offsets[tile.group]) * kTile;
-    end = tile.tail ? layout.rows : layout.offsets[tile.group + 1];
+    const RowTile row_tile = layout.row_tile_table[tile.row_tile];
+    tile.group = row_tile.group;
+    tile.tail = row_tile.group == layout.groups;
+    tile.row = row_tile.row;
+    tile.rows = row_tile.rows;
+  } else {
+    tile.group = tile.member;
+    tile.tail = false;
+    tile.row = tile.row_tile * kTile;
+    const int64_t rows = layout.rows - tile.row;
+    tile.rows = static_cast<int>(rows < kTile ? rows : kTile);
   }
   tile.col = tile.col_tile * kTile;
-  const int64_t rows = end - tile.row;
   const int64_t cols = layout.cols - tile.col;
-  tile.rows = static_cast<int>(rows < 0 ? 0 : (rows < kTile ? rows : kTile));
   tile.cols = static_cast<int>(cols < kTile ? cols : kTile);
   return tile;
-}
-
-TP_HOST_DEVICE Tile tile_at(const Layout& layout, int64_t index) {
-  return tile_at(layout, index, group_of_tile);
 }
 
 // Where the scale of row `r`, column `c` of the tile lies, for data in the given direction.
@@ -180,7 +192,10 @@ TP_HOST_DEVICE void zero_mx_padding(const Layout& layout, const Tile& tile, bool
   }
 }
 
-void tile_offsets_cpu(const int32_t* offsets, int64_t groups, int32_t* tile_offsets);
-void launch_tile_offsets(const int32_t* offsets, int64_t groups, int32_t* tile_offsets, void* stream);
+// Fill tile_offsets [groups + 1] and the table of a matrix with so many rows and row tiles.
+void row_tiles_cpu(const int32_t* offsets, int64_t groups, int64_t rows, int64_t row_tiles,
+                   int32_t* tile_offsets, RowTile* table);
+void launch_row_tiles(const int32_t* offsets, int64_t groups, int64_t rows, int64_t row_tiles,
+                      int32_t* tile_offsets, RowTile* table, void* stream);
 
 }  // namespace transformer_plugin::quantize
