@@ -161,7 +161,7 @@ __device__ __forceinline__ bool begin_mx_tile(const QuantizeArgs& args, const Ti
 }
 
 template <typename Source, DType element>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<typename Source::Value>)
     quantize_mx_kernel(const __grid_constant__ QuantizeArgs args, const __grid_constant__ Source source) {
   __shared__ MxShared shared;
   const int warp = threadIdx.x / kWarpSize;

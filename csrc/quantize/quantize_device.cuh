@@ -61,6 +61,10 @@ struct Values {
   }
 };
 
+// Blocks that a multiprocessor should hold at once: as many as the registers of Values leave room for.
+template <typename T>
+inline constexpr int kBlocksPerSm = sizeof(T) == 2 ? 4 : 2;
+
 // Four values in one load.
 template <typename T>
 using Vector4 = std::conditional_t<sizeof(T) == 2, uint2, uint4>;

@@ -82,10 +82,10 @@ struct Layout {
 };
 
 struct Tile {
-  int64_t member;    // of a 3-D input, else 0
-  int64_t group;     // whose scale counts per tensor: the member, or the group
-  int64_t row_tile;  // among the member's row tiles
-  int64_t col_tile;
+  int32_t member;    // of a 3-D input, else 0
+  int32_t group;     // whose scale counts per tensor: the member, or the group
+  int32_t row_tile;  // among the member's row tiles
+  int32_t col_tile;
   int64_t row;  // first row, counted from the member's first (of the buffer when grouped)
   int64_t col;
   int rows;  // at most kTile, 0 when the tile is not used
@@ -121,9 +121,10 @@ TP_HOST_DEVICE Tile tile_at(const Layout& layout, int64_t index) {
   const uint32_t col_tiles = static_cast<uint32_t>(layout.col_tiles());
   const uint32_t band = static_cast<uint32_t>(index) / col_tiles;
   Tile tile;
-  tile.col_tile = static_cast<uint32_t>(index) - band * col_tiles;
-  tile.member = band / row_tiles;
-  tile.row_tile = band - static_cast<uint32_t>(tile.member) * row_tiles;
+  const uint32_t member = band / row_tiles;
+  tile.member = static_cast<int32_t>(member);
+  tile.row_tile = static_cast<int32_t>(band - member * row_tiles);
+  tile.col_tile = static_cast<int32_t>(static_cast<uint32_t>(index) - band * col_tiles);
   if (layout.grouped()) {
     const RowTile row_tile = layout.row_tile_table[tile.row_tile];
     tile.group = row_tile.group;
@@ -133,11 +134,11 @@ TP_HOST_DEVICE Tile tile_at(const Layout& layout, int64_t index) {
   } else {
     tile.group = tile.member;
     tile.tail = false;
-    tile.row = tile.row_tile * kTile;
+    tile.row = static_cast<int64_t>(tile.row_tile) * kTile;
     const int64_t rows = layout.rows - tile.row;
     tile.rows = static_cast<int>(rows < kTile ? rows : kTile);
   }
-  tile.col = tile.col_tile * kTile;
+  tile.col = static_cast<int64_t>(tile.col_tile) * kTile;
   const int64_t cols = layout.cols - tile.col;
   tile.cols = static_cast<int>(cols < kTile ? cols : kTile);
   return tile;
