@@ -2,8 +2,8 @@
 //
 // Conventions. A "format" is the key of a number format with its options, for example "fp8_block:e4m3,pow2"
 // (common/format.h). "group_sizes" are int32 or int64 [G] on the device of the data; rows past their sum are
-// the tail, written as zero. "group_name" names a c10d process group. An op whose name ends in "_out" writes
-// into a buffer that it is given; every other op returns fresh tensors.
+// the tail, written as zero. "group_name" names a c10d process group. An op whose name ends in "_out" or "_" writes
+// into a buffer that it is given, and so do those with an "amax" to collect into; every other tensor is fresh.
 #include <torch/library.h>
 
 TORCH_LIBRARY(transformer_plugin, m) {
@@ -33,6 +33,20 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def("amax(Tensor input, str format, Tensor? group_sizes=None) -> Tensor");
   m.def("amax_transposed(Tensor input, str format, Tensor? group_sizes=None) -> Tensor");
   m.def("amax_both(Tensor input, str format, Tensor? group_sizes=None) -> (Tensor, Tensor)");
+  // Delayed scaling: encode scales from earlier steps, at `first` of a state tensor that holds many; the amax of
+  // what goes in is maxed into `amax`. The update makes scales of the amaxes; delayed_scale only says which.
+  m.def(
+      "quantize_scaled(Tensor input, Tensor scale, str format, Tensor(a!)? amax=None, Tensor? group_sizes=None, "
+      "int first=0) -> (Tensor, Tensor)");
+  m.def(
+      "quantize_scaled_both(Tensor input, Tensor scale, str format, Tensor(a!)? amax=None, "
+      "Tensor? group_sizes=None, int first=0) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "update_delayed_scale_(Tensor(a!) history, Tensor(b!) scale, Tensor(c!) amax, str[] formats, int margin=0, "
+      "str algorithm=\"max\") -> Tensor");
+  m.def(
+      "delayed_scale(Tensor history, Tensor scale, Tensor amax, str[] formats, int margin=0, "
+      "str algorithm=\"max\") -> Tensor");
 
   // gemm: products with FP32 sums. linear and grouped_linear are the differentiable ones in low precision.
   m.def(
@@ -72,6 +86,24 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "grouped_linear(Tensor input, Tensor weight, Tensor group_sizes, Tensor? bias=None, "
       "Tensor? bias_scale=None, str input_format=\"none\", str weight_format=\"none\", "
       "str grad_format=\"none\") -> Tensor");
+  // The same with delayed scaling: `scale` [3], or [3 G], of input, weight and gradient. Their amaxes are maxed into
+  // `amax`, that of the gradient in the backward.
+  m.def(
+      "linear_scaled(Tensor input, Tensor weight, Tensor scale, Tensor? bias=None, "
+      "str input_format=\"fp8_tensor:e4m3\", str weight_format=\"fp8_tensor:e4m3\", "
+      "str grad_format=\"fp8_tensor:e5m2\") -> Tensor");
+  m.def(
+      "linear_scaled_(Tensor input, Tensor weight, Tensor scale, Tensor(a!) amax, Tensor? bias=None, "
+      "str input_format=\"fp8_tensor:e4m3\", str weight_format=\"fp8_tensor:e4m3\", "
+      "str grad_format=\"fp8_tensor:e5m2\") -> Tensor");
+  m.def(
+      "grouped_linear_scaled(Tensor input, Tensor weight, Tensor group_sizes, Tensor scale, Tensor? bias=None, "
+      "Tensor? bias_scale=None, str input_format=\"fp8_tensor:e4m3\", str weight_format=\"fp8_tensor:e4m3\", "
+      "str grad_format=\"fp8_tensor:e5m2\") -> Tensor");
+  m.def(
+      "grouped_linear_scaled_(Tensor input, Tensor weight, Tensor group_sizes, Tensor scale, Tensor(a!) amax, "
+      "Tensor? bias=None, Tensor? bias_scale=None, str input_format=\"fp8_tensor:e4m3\", "
+      "str weight_format=\"fp8_tensor:e4m3\", str grad_format=\"fp8_tensor:e5m2\") -> Tensor");
 
   // activation
   m.def("swiglu(Tensor input, Tensor? probs=None) -> Tensor");

@@ -13,6 +13,7 @@ from transformer_plugin import ops
 from transformer_plugin.formats import Format
 from transformer_plugin.recipes import (
     BFloat16,
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
@@ -43,6 +44,8 @@ def roles(recipe: Recipe) -> tuple[str, str, str]:
             Float8CurrentScaling(amax_epsilon=0.5),
             ("fp8_tensor:e4m3,fp32,eps=0.5", "fp8_tensor:e4m3,fp32,eps=0.5", "fp8_tensor:e5m2,fp32,eps=0.5"),
         ),
+        (DelayedScaling(), ("fp8_tensor:e4m3,fp32", "fp8_tensor:e4m3,fp32", "fp8_tensor:e5m2,fp32")),
+        (DelayedScaling(hybrid=False), ("fp8_tensor:e4m3,fp32",) * 3),
         (
             Float8BlockScaling(),
             ("fp8_block:e4m3,pow2", "fp8_block:e4m3,pow2,square", "fp8_block:e4m3,pow2"),
@@ -117,6 +120,7 @@ def test_names() -> None:
     assert recipe_from_name("none") is None
     assert recipe_from_name("bf16") == BFloat16()
     assert recipe_from_name("fp8_tensor") == Float8CurrentScaling()
+    assert recipe_from_name("fp8_delayed") == DelayedScaling()
     assert recipe_from_name("fp8_block") == Float8BlockScaling()
     assert recipe_from_name("mxfp8") == MXFP8BlockScaling()
     assert recipe_from_name("nvfp4") == NVFP4BlockScaling()
@@ -124,7 +128,7 @@ def test_names() -> None:
         recipe_from_name("int4")
     assert str(caught.value) == (
         "transformer_plugin.recipe_from_name: argument 'name': expected one of none, bf16, fp8_tensor, "
-        "fp8_block, mxfp8, nvfp4, got 'int4'. Choose one of them, or make a recipe yourself."
+        "fp8_delayed, fp8_block, mxfp8, nvfp4, got 'int4'. Choose one of them, or make a recipe yourself."
     )
 
 
@@ -164,3 +168,21 @@ def test_arguments_of_nvfp4_that_exclude_each_other(arguments: dict[str, Any], t
     with pytest.raises(ValueError) as caught:
         NVFP4BlockScaling(**arguments)
     assert str(caught.value) == f"transformer_plugin.NVFP4BlockScaling: argument {text}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"margin": -101}, "'margin': expected a number from -100 to 100, got -101. 0 is usual."),
+        ({"amax_history_len": 0}, "'amax_history_len': expected at least 1, got 0. 1024 is usual."),
+        (
+            {"amax_compute_algo": "mean"},
+            "'amax_compute_algo': expected 'max' or 'most_recent', got 'mean'. Choose one of them.",
+        ),
+    ],
+    ids=str,
+)
+def test_bad_arguments_of_delayed_scaling(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        DelayedScaling(**fields)
+    assert str(caught.value) == f"transformer_plugin.DelayedScaling: argument {text}"

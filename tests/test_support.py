@@ -7,6 +7,7 @@ import torch
 
 import transformer_plugin as tp
 from transformer_plugin.recipes import (
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
@@ -14,7 +15,7 @@ from transformer_plugin.recipes import (
 )
 
 
-@pytest.mark.parametrize("name", ["none", "bf16", "fp8_tensor", "fp8_block", "mxfp8"])
+@pytest.mark.parametrize("name", ["none", "bf16", "fp8_tensor", "fp8_delayed", "fp8_block", "mxfp8"])
 def test_every_recipe_on_every_device(name: str, device: torch.device) -> None:
     recipe = recipe_from_name(name)
     text = tp.explain_support(recipe, device)
@@ -37,6 +38,18 @@ def test_what_the_operands_become() -> None:
     for recipe in (Float8BlockScaling(power_of_two_scales=False), Float8CurrentScaling()):
         assert "operands are decoded into float32" in tp.explain_support(recipe, "cpu")
     assert "widths must be multiples of 32" in tp.explain_support(MXFP8BlockScaling(), "cpu")
+
+
+def test_where_the_scales_come_from() -> None:
+    for recipe, words in (
+        (DelayedScaling(), "scales: from the largest amax of 1024 steps; each tensor is read once"),
+        (
+            DelayedScaling(margin=2, amax_compute_algo="most_recent"),
+            "scales: from the amax of the step before, over 2^2; each tensor is read once",
+        ),
+    ):
+        assert f"\n{words}, and the module's buffers keep the state\n" in tp.explain_support(recipe, "cpu")
+    assert "scales: " not in tp.explain_support(Float8CurrentScaling(), "cpu")
 
 
 def test_where_nothing_runs() -> None:

@@ -83,6 +83,63 @@ class Float8CurrentScaling(Recipe):
 
 
 @dataclass(frozen=True)
+class DelayedScaling(Recipe):
+    """FP8 with one scale per tensor (per group, where ragged), from the amaxes of earlier steps.
+
+    The modules keep scales and amaxes as buffers, in their ``state_dict``, and update them at the start of each
+    forward in training; :func:`transformer_plugin.ops.update_delayed_scale_` says how. The first step has a scale of 1.
+
+    Args:
+        margin: scales are divided by ``2**margin``, from -100 to 100: room for values that grow.
+        hybrid: gradients in E5M2, the rest in E4M3; False: all in E4M3.
+        amax_history_len: of how many steps amaxes are kept, at least 1.
+        amax_compute_algo: ``"max"``: the scale fits the largest amax that is kept; ``"most_recent"``: the last one.
+
+    The keys say how the operands are stored, ``fp8_tensor``. :func:`transformer_plugin.ops.linear` would make scales of
+    the data from them: :func:`transformer_plugin.ops.linear_scaled` takes scales that are given.
+
+    Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433; NVIDIA TransformerEngine's recipe of
+    this name.
+    """
+
+    margin: int = 0
+    hybrid: bool = True
+    amax_history_len: int = 1024
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+
+    def __post_init__(self) -> None:
+        if not -100 <= self.margin <= 100:
+            raise self._error("margin", "a number from -100 to 100", self.margin, "0 is usual")
+        if self.amax_history_len < 1:
+            raise self._error("amax_history_len", "at least 1", self.amax_history_len, "1024 is usual")
+        if self.amax_compute_algo not in ("max", "most_recent"):
+            raise self._error(
+                "amax_compute_algo",
+                "'max' or 'most_recent'",
+                repr(self.amax_compute_algo),
+                "Choose one of them",
+            )
+
+    @staticmethod
+    def _error(argument: str, expected: str, got: object, advice: str) -> ValueError:
+        return ValueError(
+            f"transformer_plugin.DelayedScaling: argument '{argument}': expected {expected}, got {got}. {advice}."
+        )
+
+    @property
+    def input_format(self) -> str:
+        return Format("fp8_tensor", "e4m3").key
+
+    @property
+    def weight_format(self) -> str:
+        return Format("fp8_tensor", "e4m3").key
+
+    @property
+    def grad_format(self) -> str:
+        return Format("fp8_tensor", "e5m2" if self.hybrid else "e4m3").key
+
+
+@dataclass(frozen=True)
 class Float8BlockScaling(Recipe):
     """FP8 E4M3 with one scale per 1x128 block of inputs and gradients and per 128x128 block of weights.
 
@@ -224,11 +281,13 @@ class NVFP4BlockScaling(Recipe):
 
 
 def recipe_from_name(name: str) -> Recipe | None:
-    """The recipe of a name, with its defaults: none (gives None), bf16, fp8_tensor, fp8_block, mxfp8 or nvfp4."""
+    """The recipe of a name, with its defaults: none (gives None), bf16, fp8_tensor, fp8_delayed,
+    fp8_block, mxfp8 or nvfp4."""
     recipes: dict[str, Recipe | None] = {
         "none": None,
         "bf16": BFloat16(),
         "fp8_tensor": Float8CurrentScaling(),
+        "fp8_delayed": DelayedScaling(),
         "fp8_block": Float8BlockScaling(),
         "mxfp8": MXFP8BlockScaling(),
         "nvfp4": NVFP4BlockScaling(),

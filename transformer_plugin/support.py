@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from transformer_plugin.formats import Format
-from transformer_plugin.recipes import Recipe
+from transformer_plugin.recipes import DelayedScaling, Recipe
 
 #: the compute capability that the kernels are built for and tested on.
 TESTED = (9, 0)
@@ -44,6 +44,14 @@ def explain_support(recipe: Recipe | None, device: torch.device | str) -> str:
             "quantization: this package's kernels, the same bytes on CPU and CUDA"
             + ("" if formats[0].family != "mxfp8" else "; widths must be multiples of 32")
         )
+    if isinstance(recipe, DelayedScaling):
+        lines.append(
+            f"scales: from the largest amax of {recipe.amax_history_len} steps"
+            if recipe.amax_compute_algo == "max"
+            else "scales: from the amax of the step before"
+        )
+        lines[-1] += f", over 2^{recipe.margin}" if recipe.margin else ""
+        lines[-1] += "; each tensor is read once, and the module's buffers keep the state"
     lines.append("products: " + _products(formats, device))
     return "\n".join(lines)
 

@@ -90,6 +90,16 @@ inline quantize_call::Four call_quantize_both(const at::Tensor& x, OptionalTenso
                      : dense.call(x, key, std::nullopt, std::nullopt, std::nullopt);
 }
 
+// With encode scales that are given, those of `scale` from `first` on; the amax of `x` is maxed into `amax`.
+inline quantize_call::Pair call_quantize_scaled(const at::Tensor& x, OptionalTensorArg group_sizes,
+                                                const at::Tensor& scale, std::string_view key,
+                                                OptionalTensorArg amax, int64_t first) {
+  using Signature = quantize_call::Pair(const at::Tensor&, const at::Tensor&, std::string_view,
+                                        OptionalTensorArg, OptionalTensorArg, int64_t);
+  static const auto op = find_op<Signature>("quantize_scaled");
+  return op.call(x, scale, key, amax, group_sizes, first);
+}
+
 // ---- products of quantized operands -------------------------------------------------------------------------
 
 inline at::Tensor call_gemm_quantized(const at::Tensor& a, const at::Tensor& a_scale, const at::Tensor& b,

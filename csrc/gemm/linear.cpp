@@ -7,6 +7,7 @@
 #include "common/tensor.h"
 #include "gemm/checks.h"
 #include "gemm/dense_product.h"
+#include "gemm/leading_dims.h"
 #include "gemm/low_precision.h"
 
 namespace transformer_plugin::gemm {
@@ -28,25 +29,6 @@ void check_linear(const Tensor& input, const Tensor& weight, const OptionalTenso
   check_pair(weight_argument, input_argument, 2);
   check_size(weight_argument, 1, input.sym_size(-1), "the last dimension of 'input'");
   if (bias) check_bias({kOp, "bias", *bias}, input_argument, std::nullopt, weight.sym_size(0));
-}
-
-// `like`'s leading dimensions, then `columns`.
-c10::SymDimVector with_columns(const Tensor& like, const c10::SymInt& columns) {
-  c10::SymDimVector sizes(like.sym_sizes());
-  sizes.back() = columns;
-  return sizes;
-}
-
-// All leading dimensions as one.
-Tensor as_matrix(const Tensor& tensor) {
-  if (tensor.dim() == 2) return tensor;
-  c10::SymInt rows = 1;
-  for (int64_t d = 0; d + 1 < tensor.dim(); ++d) rows = rows * tensor.sym_size(d);
-  return tensor.reshape_symint({rows, tensor.sym_size(-1)});
-}
-
-Tensor from_matrix(const Tensor& matrix, const Tensor& like) {
-  return like.dim() == 2 ? matrix : matrix.view_symint(with_columns(like, matrix.sym_size(1)));
 }
 
 Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,

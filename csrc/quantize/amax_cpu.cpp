@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <atomic>
 
 #include "quantize/amax.h"
 #include "quantize/tile_cpu.h"
@@ -14,13 +13,6 @@ TP_CPU_CLONES int32_t magnitude_of_values(const T* values, int count) {
   return largest;
 }
 
-void raise_to(float& shared, float amax) {
-  std::atomic_ref<float> atomic(shared);
-  float seen = atomic.load();
-  while (seen < amax && !atomic.compare_exchange_weak(seen, amax)) {
-  }
-}
-
 template <typename T>
 void amax_of_tile(const AmaxArgs& args, const Tile& tile) {
   const Layout& layout = args.layout;
@@ -30,7 +22,7 @@ void amax_of_tile(const AmaxArgs& args, const Tile& tile) {
   for (int r = 0; r < tile.rows; ++r) {
     largest = std::max(largest, magnitude_of_values<T>(input + r * layout.cols, tile.cols));
   }
-  raise_to(args.amax[tile.group], bits_to_float(static_cast<uint32_t>(largest)));
+  raise_to(args.amax[tile.group], largest);
 }
 
 }  // namespace

@@ -4,8 +4,6 @@
 namespace transformer_plugin::quantize {
 namespace {
 
-// Floats that are not negative order like their bits, and a maximum does not depend on its order, so the atomics repeat
-// bit for bit.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) amax_kernel(const __grid_constant__ AmaxArgs args) {
   __shared__ float partial[kWarps];
@@ -16,9 +14,7 @@ __global__ void __launch_bounds__(kThreads) amax_kernel(const __grid_constant__ 
   Values<T> values;
   PlainSource<T>{}.load(args, tile, warp, lane, values);
   const float amax = tile_amax(values, warp, lane, partial);
-  if (threadIdx.x == 0) {
-    atomicMax(reinterpret_cast<unsigned*>(args.amax + tile.group), __float_as_uint(amax));
-  }
+  if (threadIdx.x == 0) raise_to(args.amax + tile.group, amax);
 }
 
 __global__ void zero_amax_kernel(float* amax, int64_t count) {

@@ -73,10 +73,14 @@ __device__ __forceinline__ void write_tile(const QuantizeArgs& args, const Tile&
                                            const Values<T>& values, int warp, int lane, Fp8Shared& shared) {
   const Layout& layout = args.layout;
   float tile_scale = 1.0f;
-  if (layout.mode == ScaleMode::kTensor && !tile.tail)
-    tile_scale = encode_scale(args.amax[tile.group], args.rule);
+  if (layout.mode == ScaleMode::kTensor && !tile.tail) tile_scale = tensor_scale(args, tile.group);
+  float amax = 0.0f;
+  if (layout.mode == ScaleMode::kSquare || args.collected) {
+    amax = tile_amax(values, warp, lane, shared.columns.partial[0]);
+  }
+  if (args.collected && threadIdx.x == 0 && !tile.tail) raise_to(args.collected + tile.group, amax);
   if (layout.mode == ScaleMode::kSquare) {
-    tile_scale = encode_scale(tile_amax(values, warp, lane, shared.columns.partial[0]), args.rule);
+    tile_scale = encode_scale(amax, args.rule);
     if (threadIdx.x == 0 && args.rowwise)
       args.scale[scale_index(layout, tile, false, 0, 0)] = 1.0f / tile_scale;
     if (threadIdx.x == 0 && args.transposed)

@@ -38,6 +38,9 @@ struct QuantizeArgs {
   DType element;
   bool rowwise;     // whether data and scale are asked for: their pointers may be null for being empty
   bool transposed;  // data_t and scale_t
+  // Delayed scaling, ScaleMode::kTensor only.
+  const float* given = nullptr;  // encode scales [members or groups], in place of those of `amax`
+  float* collected = nullptr;    // [members or groups], raised to the amax of what is read
 };
 
 TP_HOST_DEVICE float encode_scale(float amax, const ScaleRule& rule) {
@@ -48,6 +51,11 @@ TP_HOST_DEVICE float encode_scale(float amax, const ScaleRule& rule) {
     if (scale > 3.40282347e38f) scale = rule.overflow;
   }
   return rule.power_of_two ? bits_to_float(float_to_bits(scale) & 0xff800000u) : scale;
+}
+
+// The scale of a tensor, or of a group.
+TP_HOST_DEVICE float tensor_scale(const QuantizeArgs& args, int64_t group) {
+  return args.given ? args.given[group] : encode_scale(args.amax[group], args.rule);
 }
 
 void quantize_cpu(const QuantizeArgs& args);

@@ -19,7 +19,7 @@ void load(const QuantizeArgs& args, const Tile& tile, Values& values) {
 // The stored scale of each tensor, from its amax.
 void write_tensor_scales(const QuantizeArgs& args) {
   for (int64_t i = 0; i < args.layout.tensor_scales(); ++i) {
-    const float scale_inv = 1.0f / encode_scale(args.amax[i], args.rule);
+    const float scale_inv = 1.0f / tensor_scale(args, i);
     if (args.rowwise) args.scale[i] = scale_inv;
     if (args.transposed) args.scale_t[i] = scale_inv;
   }

@@ -7,7 +7,7 @@ namespace {
 __global__ void tensor_scales_kernel(const __grid_constant__ QuantizeArgs args) {
   for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < args.layout.tensor_scales();
        i += static_cast<int64_t>(gridDim.x) * kThreads) {
-    const float scale_inv = 1.0f / encode_scale(args.amax[i], args.rule);
+    const float scale_inv = 1.0f / tensor_scale(args, i);
     if (args.rowwise) args.scale[i] = scale_inv;
     if (args.transposed) args.scale_t[i] = scale_inv;
   }

@@ -133,6 +133,12 @@ __device__ __forceinline__ float tile_amax(const Values<T>& values, int warp, in
   return largest;
 }
 
+// Floats that are not negative order like their bits, and a maximum does not depend on its order, so the atomics
+// repeat bit for bit.
+__device__ __forceinline__ void raise_to(float* target, float amax) {
+  atomicMax(reinterpret_cast<int*>(target), __float_as_int(amax));
+}
+
 // Maxima of a warp's 16 rows, shared out: each exchange with another lane halves the rows that a lane is left with. Of
 // `kLanes` neighbouring lanes, lane l ends up with the rows row_of(l) .. row_of(l) + kRowsPerThread / kLanes - 1 of the
 // columns that these lanes hold. A scale is then computed once, not in every lane.

@@ -1,6 +1,7 @@
 #include "quantize/tile_cpu.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 namespace transformer_plugin::quantize {
@@ -169,8 +170,9 @@ void write_fp8_tile(const QuantizeArgs& args, const Tile& tile, const Values& va
   if (args.layout.mode == ScaleMode::kSquare)
     tile_scale = scale_of(magnitude_of_tile(tile, values), args.rule);
   if (args.layout.mode == ScaleMode::kTensor && !tile.tail) {
-    tile_scale = encode_scale(args.amax[tile.group], args.rule);
+    tile_scale = tensor_scale(args, tile.group);
   }
+  if (args.collected && !tile.tail) raise_to(args.collected[tile.group], magnitude_of_tile(tile, values));
   if (args.rowwise) write_rows<element>(args, tile, values, tile_scale);
   if (args.transposed) write_columns<element>(args, tile, values, tile_scale);
 }
@@ -181,6 +183,13 @@ int32_t magnitude_of_tile(const Tile& tile, const Values& values) {
   int32_t largest = 0;
   for (int r = 0; r < tile.rows; ++r) largest = std::max(largest, magnitude_of_row(values.at[r], tile.cols));
   return largest;
+}
+
+void raise_to(float& target, int32_t magnitude) {
+  std::atomic_ref<int32_t> shared(reinterpret_cast<int32_t&>(target));
+  int32_t seen = shared.load();
+  while (seen < magnitude && !shared.compare_exchange_weak(seen, magnitude)) {
+  }
 }
 
 void write_tile_cpu(const QuantizeArgs& args, const Tile& tile, const Values& values) {

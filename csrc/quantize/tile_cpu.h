@@ -21,6 +21,8 @@ TP_HOST_DEVICE int32_t magnitude(float value) {
 }
 
 int32_t magnitude_of_tile(const Tile& tile, const Values& values);
+// Of several threads, the largest wins.
+void raise_to(float& target, int32_t magnitude);
 void write_tile_cpu(const QuantizeArgs& args, const Tile& tile, const Values& values);
 
 // Every tile that holds values, on several threads.

@@ -28,7 +28,8 @@ class Config:
     capacity_factor: float = 0.0
     #: an expert's rows are padded to a multiple of this; 0: what the kernels like best (no plain PyTorch).
     alignment: int = 0
-    #: the numbers that the experts multiply in: none (those of dtype), bf16, fp8_tensor, fp8_block, mxfp8.
+    #: the numbers that the experts multiply in: none (those of dtype), bf16, fp8_tensor, fp8_delayed,
+    #: fp8_block, mxfp8.
     format: str = "none"
     #: dtype of parameters and activations, float32 or bfloat16; the optimizer always keeps float32 copies.
     dtype: str = "float32"

@@ -24,6 +24,7 @@ def generate(trainer: Trainer, length: int, temperature: float = 0.7) -> str:
     config = replace(trainer.config, batch_size=1, seq_len=window, capacity_factor=0.0)
     model = LanguageModel(config, world.group, world.device, next(trainer.model.parameters()).dtype)
     model.load_state_dict(trainer.model.state_dict(), assign=True)
+    model.eval()
     generator = torch.Generator().manual_seed(config.seed * 4099 + world.rank)
     text = list(PROMPT.encode())
     for _ in range(length):

@@ -75,10 +75,12 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean cross entropy over fixed windows of the validation text, nats per byte."""
         losses = []
+        self.model.eval()  # no state of a recipe is written
         for i in range(self.config.eval_batches):
             inputs, targets = self._batch(self.corpus.validation, 123, i)
             logits, _ = self.forward(inputs)
             losses.append(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+        self.model.train()
         total = torch.stack(losses).mean()
         dist.all_reduce(total, group=self.world.group)
         return float(total) / self.world.size

@@ -92,7 +92,7 @@ def assert_same_results(out: Path, expected_out: Path) -> None:
 
 
 @pytest.mark.gpus(2)
-@pytest.mark.parametrize("number", ["none", "fp8_block"])
+@pytest.mark.parametrize("number", ["none", "fp8_block", "fp8_delayed"])
 def test_resumed_on_gpus_is_bit_for_bit_the_whole_run(number: str, text_file: Path, tmp_path: Path) -> None:
     options = ["--text", str(text_file), "--steps", str(STEPS), "--eval-every", "20", "--format", number]
     done = train(tmp_path / "whole", *options, gpu=True)

@@ -1,5 +1,6 @@
 """Modules: plain parameters, ordinary state dicts, and a recipe for the numbers they multiply in."""
 
+from transformer_plugin.nn.delayed import reduce_amax
 from transformer_plugin.nn.exchange import DispatchConfig
 from transformer_plugin.nn.grouped_linear import GroupedLinear
 from transformer_plugin.nn.grouped_mlp import GroupedMLP
@@ -17,4 +18,5 @@ __all__ = [
     "RouterConfig",
     "Routing",
     "TopKRouter",
+    "reduce_amax",
 ]

@@ -1,11 +1,19 @@
-"""From a recipe to the format keys that the ops take."""
+"""From a recipe to the format keys that the ops take, and the state that delayed scaling keeps."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from transformer_plugin import ops
 from transformer_plugin.formats import Format
-from transformer_plugin.recipes import Recipe
+from transformer_plugin.recipes import DelayedScaling, Recipe
+
+#: Buffers of the state, in the order in which the ops take them.
+STATE = ("delayed_history", "delayed_scale", "delayed_amax")
 
 
 class RoleFormats(NamedTuple):
@@ -16,21 +24,69 @@ class RoleFormats(NamedTuple):
     grad: str = "none"
 
 
-class TakesRecipe:
-    """A module with a recipe. The keys are made when the recipe is set, not in every forward."""
+class TakesRecipe(torch.nn.Module):
+    """A module with a weight and a recipe. The keys are made when the recipe is set, not in every forward.
 
+    With :class:`~transformer_plugin.recipes.DelayedScaling` the scales of the input, the weight and the gradient, in
+    this order and each once for every matrix of the weight, are state in buffers: ``delayed_scale [n]``,
+    ``delayed_amax [n]`` and ``delayed_history [H, n]``, float32 whatever the module is cast to.
+    """
+
+    weight: Tensor
+    delayed_history: Tensor
+    delayed_scale: Tensor
+    delayed_amax: Tensor
     _recipe: Recipe | None
     _formats: RoleFormats
 
     @property
     def recipe(self) -> Recipe | None:
-        """The formats of input, weight and gradient; None for operands as they are. May be replaced."""
+        """The formats of input, weight and gradient; None for operands as they are. May be replaced: the state of
+        delayed scaling comes and goes with its recipe, and is kept while the history is as long."""
         return self._recipe
 
     @recipe.setter
     def recipe(self, recipe: Recipe | None) -> None:
         self._recipe = recipe
         self._formats = formats_of(recipe)
+        self._make_state()
+
+    def _make_state(self) -> None:
+        recipe, held = self._recipe, self._buffers.get(STATE[0])
+        if isinstance(recipe, DelayedScaling):
+            if held is not None and held.shape[0] == recipe.amax_history_len:
+                return
+            tensors = 3 * (self.weight.shape[0] if self.weight.dim() == 3 else 1)
+            sizes = ((recipe.amax_history_len, tensors), (tensors,), (tensors,))
+            for name, size in zip(STATE, sizes, strict=True):
+                self.register_buffer(name, torch.empty(size, dtype=torch.float32, device=self.weight.device))
+            self._reset_state()
+        elif held is not None:
+            for name in STATE:
+                delattr(self, name)
+
+    def _reset_state(self) -> None:
+        if STATE[0] in self._buffers:
+            torch.nn.init.zeros_(self.delayed_history)
+            torch.nn.init.ones_(self.delayed_scale)
+            torch.nn.init.zeros_(self.delayed_amax)
+
+    def _delayed_scales(self, recipe: DelayedScaling) -> Tensor:
+        """Of this call: what an update at the end of the last one makes of its amaxes. Only training writes them."""
+        state = (self.delayed_history, self.delayed_scale, self.delayed_amax)
+        rule = (list(self._formats), recipe.margin, recipe.amax_compute_algo)
+        if not self.training:
+            return ops.delayed_scale(*state, *rule)
+        return ops.update_delayed_scale_(*state, *rule)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        before = {name: self._buffers[name] for name in STATE if name in self._buffers}
+        super()._apply(fn, recurse)
+        for name, held in before.items():
+            now = self._buffers[name]
+            if held is not None and now is not None and now.dtype != held.dtype:
+                self._buffers[name] = held.to(now.device)
+        return self
 
 
 def formats_of(recipe: Recipe | None) -> RoleFormats:

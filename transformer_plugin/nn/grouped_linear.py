@@ -10,10 +10,10 @@ from torch.nn import Parameter
 
 from transformer_plugin import ops
 from transformer_plugin.nn._recipe import TakesRecipe
-from transformer_plugin.recipes import Recipe
+from transformer_plugin.recipes import DelayedScaling, Recipe
 
 
-class GroupedLinear(TakesRecipe, torch.nn.Module):
+class GroupedLinear(TakesRecipe):
     """Rows sorted by group, each group times its own weight: ``output_g = input_g @ weight[g].T + bias[g]``.
 
     The sizes of the groups are a tensor on the device of the data and are never read by the host: one
@@ -33,6 +33,9 @@ class GroupedLinear(TakesRecipe, torch.nn.Module):
 
     Parameters: ``weight [G, N, K]`` and ``bias [G, N]``, plain and packed: every optimizer, ``state_dict``
     and sharding takes them as they are. Their initial values are those of G layers ``torch.nn.Linear(K, N)``.
+
+    Buffers: with ``DelayedScaling`` ``delayed_history [H, 3 * G]``, ``delayed_scale [3 * G]`` and
+    ``delayed_amax [3 * G]``, float32, of the input's groups, the weights and the gradient's groups.
     """
 
     weight: Parameter
@@ -60,7 +63,6 @@ class GroupedLinear(TakesRecipe, torch.nn.Module):
         self.in_features = in_features
         self.out_features = out_features
         self.scale_bias = scale_bias
-        self.recipe = recipe
         self.weight = Parameter(
             torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype)
         )
@@ -68,14 +70,16 @@ class GroupedLinear(TakesRecipe, torch.nn.Module):
             self.bias = Parameter(torch.empty(num_groups, out_features, device=device, dtype=dtype))
         else:
             self.register_parameter("bias", None)
+        self.recipe = recipe
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform within ``1 / sqrt(K)``, as ``torch.nn.Linear``."""
+        """Uniform within ``1 / sqrt(K)``, as ``torch.nn.Linear``; with delayed scaling also a fresh state."""
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
         torch.nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
             torch.nn.init.uniform_(self.bias, -bound, bound)
+        self._reset_state()
 
     def forward(self, input: Tensor, group_sizes: Tensor, bias_scale: Tensor | None = None) -> Tensor:
         """Multiplies each group of rows by its weight.
@@ -96,6 +100,22 @@ class GroupedLinear(TakesRecipe, torch.nn.Module):
                 "transformer_plugin::GroupedLinear: argument 'bias_scale': expected "
                 f"{'a tensor [T]' if self.scale_bias else 'None'} with scale_bias={self.scale_bias}, got "
                 f"{'None' if self.scale_bias else 'a tensor'}. Make the constructor and the call agree."
+            )
+        if isinstance(self.recipe, DelayedScaling):
+            scale, bias = self._delayed_scales(self.recipe), self.bias
+            if self.training:
+                return ops.grouped_linear_scaled_(
+                    input,
+                    self.weight,
+                    group_sizes,
+                    scale,
+                    self.delayed_amax,
+                    bias,
+                    bias_scale,
+                    *self._formats,
+                )
+            return ops.grouped_linear_scaled(
+                input, self.weight, group_sizes, scale, bias, bias_scale, *self._formats
             )
         return ops.grouped_linear(input, self.weight, group_sizes, self.bias, bias_scale, *self._formats)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from transformer_plugin import ops
 from transformer_plugin.nn._recipe import TakesRecipe
-from transformer_plugin.recipes import Recipe
+from transformer_plugin.recipes import DelayedScaling, Recipe
 
 
 class Linear(TakesRecipe, torch.nn.Linear):
@@ -25,6 +25,9 @@ class Linear(TakesRecipe, torch.nn.Linear):
             ``reset_parameters()``.
         recipe: the formats of input, weight and gradient; None multiplies in the dtype of the parameters.
 
+    Buffers: with ``DelayedScaling`` ``delayed_history [H, 3]``, ``delayed_scale [3]`` and ``delayed_amax [3]``,
+    float32, of the input, the weight and the gradient. Nothing otherwise.
+
     Shapes: input ``[..., K]``, output ``[..., N]`` in the dtype of the input.
     """
 
@@ -41,8 +44,20 @@ class Linear(TakesRecipe, torch.nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.recipe = recipe
 
+    def reset_parameters(self) -> None:
+        """Fresh initial values, as in :class:`torch.nn.Linear`, and with delayed scaling a fresh state."""
+        super().reset_parameters()
+        self._reset_state()
+
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""
+        if isinstance(self.recipe, DelayedScaling):
+            scale = self._delayed_scales(self.recipe)
+            if self.training:
+                return ops.linear_scaled_(
+                    input, self.weight, scale, self.delayed_amax, self.bias, *self._formats
+                )
+            return ops.linear_scaled(input, self.weight, scale, self.bias, *self._formats)
         return ops.linear(input, self.weight, self.bias, *self._formats)
 
     def extra_repr(self) -> str:

@@ -1,6 +1,16 @@
 """Typed wrappers over ``torch.ops.transformer_plugin``, one file per family."""
 
 from transformer_plugin.ops.activation import swiglu, swiglu_backward
+from transformer_plugin.ops.delayed_scaling import (
+    delayed_scale,
+    grouped_linear_scaled,
+    grouped_linear_scaled_,
+    linear_scaled,
+    linear_scaled_,
+    quantize_scaled,
+    quantize_scaled_both,
+    update_delayed_scale_,
+)
 from transformer_plugin.ops.expert_parallel import (
     agree,
     combine,
@@ -63,6 +73,7 @@ __all__ = [
     "combine",
     "combine_backward",
     "count_tokens_per_expert",
+    "delayed_scale",
     "dequantize",
     "dispatch",
     "dispatch_backward",
@@ -77,10 +88,14 @@ __all__ = [
     "grouped_gemm_wgrad_quantized",
     "grouped_gemm_wgrad_quantized_out",
     "grouped_linear",
+    "grouped_linear_scaled",
+    "grouped_linear_scaled_",
     "grouped_quantize",
     "grouped_quantize_both",
     "grouped_quantize_transposed",
     "linear",
+    "linear_scaled",
+    "linear_scaled_",
     "permute",
     "permute_backward",
     "permute_weights",
@@ -88,6 +103,8 @@ __all__ = [
     "plan",
     "quantize",
     "quantize_both",
+    "quantize_scaled",
+    "quantize_scaled_both",
     "quantize_transposed",
     "router_scores",
     "router_scores_backward",
@@ -97,4 +114,5 @@ __all__ = [
     "topk_router_backward",
     "unpermute",
     "unpermute_backward",
+    "update_delayed_scale_",
 ]

@@ -1,6 +1,16 @@
 """The meaning of every op in plain PyTorch: short, slow, and the oracle of the ops' tests."""
 
 from transformer_plugin.reference.activation import swiglu, swiglu_backward
+from transformer_plugin.reference.delayed_scaling import (
+    delayed_scale,
+    grouped_linear_scaled,
+    grouped_linear_scaled_,
+    linear_scaled,
+    linear_scaled_,
+    quantize_scaled,
+    quantize_scaled_both,
+    update_delayed_scale_,
+)
 from transformer_plugin.reference.gemm import (
     gemm,
     grouped_bias_backward,
@@ -44,6 +54,7 @@ __all__ = [
     "assign_slots",
     "aux_loss",
     "count_tokens_per_expert",
+    "delayed_scale",
     "dequantize",
     "gemm",
     "grouped_bias_backward",
@@ -52,16 +63,22 @@ __all__ = [
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_out",
     "grouped_linear",
+    "grouped_linear_scaled",
+    "grouped_linear_scaled_",
     "grouped_quantize",
     "grouped_quantize_both",
     "grouped_quantize_transposed",
     "linear",
+    "linear_scaled",
+    "linear_scaled_",
     "permute",
     "permute_backward",
     "permute_weights",
     "permute_weights_backward",
     "quantize",
     "quantize_both",
+    "quantize_scaled",
+    "quantize_scaled_both",
     "quantize_transposed",
     "router_scores",
     "swiglu",
@@ -69,4 +86,5 @@ __all__ = [
     "topk_router",
     "unpermute",
     "unpermute_backward",
+    "update_delayed_scale_",
 ]

@@ -1,0 +1,265 @@
+"""Delayed scaling: FP8 with one scale per tensor that comes from the amaxes of earlier steps.
+
+Quantizing with a scale that is known beforehand reads a tensor once, where ``fp8_tensor``'s own scale needs two
+passes. The amax of what went in is collected in the same pass and decides the scales of later steps. The state of n
+tensors is three float32 tensors that the caller keeps: ``scale [n]``, at first 1; ``amax [n]``, at first 0, which
+collects; and ``history [H, n]``, at first 0, the amaxes of H steps. ``history[0]`` is 0 after an update.
+
+The update, for each tensor by itself, the same bits on CPU and CUDA:
+
+1. ``last = amax``, or ``history[0]`` where ``amax`` is 0.
+2. If ``last`` is not 0, the history moves up by one: ``history[i] = history[i + 1]``, ``history[H - 1] = last``,
+   ``history[0] = 0``. A tensor that saw nothing keeps its history and its scale.
+3. ``a`` is the largest of the moved history, NaN left out, before its first entry became 0 (``"max"``), or ``last``
+   (``"most_recent"``).
+4. ``scale = largest * 2**-margin / a`` when ``a`` is positive and finite, otherwise as it was; an infinite scale
+   becomes the largest float32. So an infinity keeps the scale of its tensor as it is until it has left the window.
+5. ``amax = 0``.
+
+Source: NVIDIA TransformerEngine 2.20, delayed scaling; Micikevicius et al., "FP8 Formats for Deep Learning",
+arXiv:2209.05433.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.formats import Format
+
+Algorithm = Literal["max", "most_recent"]
+
+_ops = torch.ops.transformer_plugin
+
+
+def _key(format: str | Format) -> str:
+    return format if isinstance(format, str) else format.key
+
+
+def quantize_scaled(
+    input: Tensor,
+    scale: Tensor,
+    format: str | Format,
+    amax: Tensor | None = None,
+    group_sizes: Tensor | None = None,
+    first: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Quantizes along rows with scales that are given, and collects the amax in the same pass.
+
+    Args:
+        input: ``[M, K]``, ``[G, M, K]``, or ``[T, K]`` with ``group_sizes``; float32, bfloat16 or float16; any
+            strides, any sizes including 0. Rows past the groups may hold anything.
+        scale: float32 ``[n]``, contiguous: what a value is multiplied by before it is rounded. Those from ``first`` on
+            count: one, or one for each matrix or group. They are taken as they are.
+        format: ``fp8_tensor:e4m3`` or ``fp8_tensor:e5m2``; ``pow2`` and ``eps`` are for scales from the data.
+        amax: float32 ``[n]``, contiguous, with entries that are not negative: those from ``first`` on are raised to the
+            largest magnitude of their matrix or group, NaN left out. Written through its pointer, its autograd version
+            does not change. None collects nothing.
+        group_sizes: int32 or int64 ``[G]`` on the device of ``input``; never read on the host when on a GPU.
+        first: where the scales of this input begin.
+
+    Returns:
+        ``data`` in the shape of ``input``, ``round(float(x) * scale)`` as :func:`~transformer_plugin.ops.quantize`
+        rounds, 0 past the groups; and ``scale_inv = 1 / scale``, ``[1]`` or ``[G]``. Not differentiable.
+
+    Raises:
+        TypeError: another dtype. ValueError: other dimensions or devices, a state that is too short or not contiguous,
+        another format; on a CPU also group sizes that are negative or sum to more than T. Nothing is written then.
+    """
+    return _ops.quantize_scaled(input, scale, _key(format), amax, group_sizes, first)
+
+
+def quantize_scaled_both(
+    input: Tensor,
+    scale: Tensor,
+    format: str | Format,
+    amax: Tensor | None = None,
+    group_sizes: Tensor | None = None,
+    first: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`quantize_scaled` along rows, and transposed, in one pass over the input.
+
+    Args:
+        input, scale, format, amax, group_sizes, first: as in :func:`quantize_scaled`.
+
+    Returns:
+        ``data, scale_inv, data_transposed, scale_inv_transposed``: the transposed data is ``[K, M]``, ``[G, K, M]`` or
+        ``[K, T]``, contiguous; the scales are equal.
+
+    Raises:
+        TypeError, ValueError: as :func:`quantize_scaled`.
+    """
+    return _ops.quantize_scaled_both(input, scale, _key(format), amax, group_sizes, first)
+
+
+def update_delayed_scale_(
+    history: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    formats: list[str],
+    margin: int = 0,
+    algorithm: Algorithm = "max",
+) -> Tensor:
+    """The update between two steps, of any number of tensors in one launch.
+
+    Args:
+        history: float32 ``[H, n]``, contiguous, H at least 1.
+        scale, amax: float32 ``[n]``, contiguous, on the device of ``history``.
+        formats: 1 to 16 keys of ``fp8_tensor``; each is that of ``n / len(formats)`` tensors in a row.
+        margin: from -100 to 100; the scale is divided by ``2**margin``.
+        algorithm: ``"max"`` over the history, or the ``"most_recent"`` amax.
+
+    All three are written through their pointers; their autograd version does not change. Inside a backward, where
+    activation checkpointing runs a forward again, nothing is written and ``scale`` is copied as it is.
+
+    Returns:
+        A copy of the new ``scale``, for the calls of this step: a later update does not reach it.
+
+    Raises:
+        TypeError: another dtype. ValueError: sizes or devices that do not agree, a state that is not contiguous, a
+        format, margin or algorithm that does not exist. Nothing is written then.
+    """
+    return _ops.update_delayed_scale_(history, scale, amax, formats, margin, algorithm)
+
+
+def delayed_scale(
+    history: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    formats: list[str],
+    margin: int = 0,
+    algorithm: Algorithm = "max",
+) -> Tensor:
+    """The scale that :func:`update_delayed_scale_` would make, and nothing is written: for an evaluation.
+
+    Args:
+        history, scale, amax, formats, margin, algorithm: as in :func:`update_delayed_scale_`.
+
+    Returns:
+        float32 ``[n]``.
+
+    Raises:
+        TypeError, ValueError: as :func:`update_delayed_scale_`.
+    """
+    return _ops.delayed_scale(history, scale, amax, formats, margin, algorithm)
+
+
+def linear_scaled(
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    input_format: str = "fp8_tensor:e4m3",
+    weight_format: str = "fp8_tensor:e4m3",
+    grad_format: str = "fp8_tensor:e5m2",
+) -> Tensor:
+    """:func:`~transformer_plugin.ops.linear` in ``fp8_tensor`` with scales that are given.
+
+    Args:
+        input: ``[..., K]`` float32, bfloat16 or float16.
+        weight: ``[N, K]`` in the dtype of ``input``.
+        scale: float32 ``[3]``, contiguous: of the input, the weight and the gradient of the output.
+        bias: ``[N]``, any float dtype.
+        input_format, weight_format, grad_format: ``fp8_tensor:e4m3`` or ``fp8_tensor:e5m2``.
+
+    Returns:
+        ``[..., N]`` in the dtype of ``input``. Differentiable in ``input``, ``weight`` and ``bias``. The backward reads
+        ``scale`` as it is then, so pass the copy that :func:`update_delayed_scale_` returns.
+
+    Raises:
+        TypeError: another dtype. ValueError: sizes or devices that do not agree, a state that is not contiguous,
+        another format.
+    """
+    return _ops.linear_scaled(input, weight, scale, bias, input_format, weight_format, grad_format)
+
+
+def linear_scaled_(
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    bias: Tensor | None = None,
+    input_format: str = "fp8_tensor:e4m3",
+    weight_format: str = "fp8_tensor:e4m3",
+    grad_format: str = "fp8_tensor:e5m2",
+) -> Tensor:
+    """:func:`linear_scaled` that collects amaxes, for training.
+
+    Args:
+        amax: float32 ``[3]``, contiguous: raised to the amaxes of input and weight in the forward and of the gradient
+            in the backward. Written through its pointer, its autograd version does not change.
+        input, weight, scale, bias, input_format, weight_format, grad_format: as in :func:`linear_scaled`.
+
+    Returns:
+        As :func:`linear_scaled`.
+
+    Raises:
+        TypeError, ValueError: as :func:`linear_scaled`. Nothing is written then.
+    """
+    return _ops.linear_scaled_(input, weight, scale, amax, bias, input_format, weight_format, grad_format)
+
+
+def grouped_linear_scaled(
+    input: Tensor,
+    weight: Tensor,
+    group_sizes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    input_format: str = "fp8_tensor:e4m3",
+    weight_format: str = "fp8_tensor:e4m3",
+    grad_format: str = "fp8_tensor:e5m2",
+) -> Tensor:
+    """:func:`~transformer_plugin.ops.grouped_linear` in ``fp8_tensor`` with scales that are given.
+
+    Args:
+        input: ``[T, K]`` float32, bfloat16 or float16.
+        weight: ``[G, N, K]`` in the dtype of ``input``.
+        group_sizes: int32 or int64 ``[G]``.
+        scale: float32 ``[3 * G]``, contiguous: of the input's groups, the weights, and the gradient's groups.
+        bias: ``[G, N]``, any float dtype.
+        bias_scale: float32 ``[T]``, a factor of the bias for each row.
+        input_format, weight_format, grad_format: as for :func:`linear_scaled`.
+
+    Returns:
+        ``[T, N]`` in the dtype of ``input``, tail rows zero. Differentiable in ``input``, ``weight``, ``bias`` and
+        ``bias_scale``.
+
+    Raises:
+        TypeError, ValueError: as :func:`linear_scaled` and :func:`~transformer_plugin.ops.grouped_linear`.
+    """
+    return _ops.grouped_linear_scaled(
+        input, weight, group_sizes, scale, bias, bias_scale, input_format, weight_format, grad_format
+    )
+
+
+def grouped_linear_scaled_(
+    input: Tensor,
+    weight: Tensor,
+    group_sizes: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    input_format: str = "fp8_tensor:e4m3",
+    weight_format: str = "fp8_tensor:e4m3",
+    grad_format: str = "fp8_tensor:e5m2",
+) -> Tensor:
+    """:func:`grouped_linear_scaled` that collects amaxes, for training.
+
+    Args:
+        amax: float32 ``[3 * G]``, contiguous, as for :func:`linear_scaled_`: of each group and weight.
+        input, weight, group_sizes, scale, bias, bias_scale, input_format, weight_format, grad_format: as in
+            :func:`grouped_linear_scaled`.
+
+    Returns:
+        As :func:`grouped_linear_scaled`.
+
+    Raises:
+        TypeError, ValueError: as :func:`grouped_linear_scaled`. Nothing is written then.
+    """
+    return _ops.grouped_linear_scaled_(
+        input, weight, group_sizes, scale, amax, bias, bias_scale, input_format, weight_format, grad_format
+    )

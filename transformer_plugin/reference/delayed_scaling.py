@@ -1,0 +1,167 @@
+"""What the ops of delayed scaling mean. Sizes of groups are read on the host: this is the meaning, not the way."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.formats import Format
+from transformer_plugin.reference._fp8 import round_to_fp8
+from transformer_plugin.reference.gemm import gemm, grouped_gemm
+from transformer_plugin.reference.quantize import dequantize, grouped_dequantize
+
+
+def _amax(values: Tensor) -> Tensor:
+    """The largest magnitude, NaN left out, 0 of nothing; float32."""
+    magnitudes = values.float().abs().nan_to_num(nan=0.0, posinf=float("inf"))
+    return magnitudes.amax() if magnitudes.numel() else magnitudes.new_zeros(())
+
+
+def _parts(input: Tensor, group_sizes: Tensor | None) -> list[Tensor]:
+    """What has a scale of its own: each group of rows, each matrix of a stack, or the one matrix."""
+    if group_sizes is not None:
+        sizes = group_sizes.tolist()
+        return list(input[: sum(sizes)].split(sizes))
+    return list(input) if input.dim() == 3 else [input]
+
+
+def quantize_scaled(
+    input: Tensor,
+    scale: Tensor,
+    format: str | Format,
+    amax: Tensor | None = None,
+    group_sizes: Tensor | None = None,
+    first: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Each matrix, or group of rows, times its scale and rounded; its amax maxed into ``amax``."""
+    fmt = Format.parse(format) if isinstance(format, str) else format
+    assert fmt.dtype is not None
+    data = torch.zeros(input.shape, dtype=torch.uint8, device=input.device)
+    for i, part in enumerate(_parts(input, group_sizes)):
+        _parts(data, group_sizes)[i].copy_(
+            round_to_fp8(part.float() * scale[first + i], fmt).view(torch.uint8)
+        )
+        if amax is not None:
+            amax[first + i] = torch.maximum(amax[first + i], _amax(part))
+    count = len(_parts(input, group_sizes))
+    return data.view(fmt.dtype), 1 / scale[first : first + count]
+
+
+def quantize_scaled_both(
+    input: Tensor,
+    scale: Tensor,
+    format: str | Format,
+    amax: Tensor | None = None,
+    group_sizes: Tensor | None = None,
+    first: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same, and its transpose: a scale per tensor is the same in both directions."""
+    data, scale_inv = quantize_scaled(input, scale, format, amax, group_sizes, first)
+    turned = data.view(torch.uint8).mT.contiguous().view(data.dtype)
+    return data, scale_inv, turned, scale_inv.clone()
+
+
+def delayed_scale(
+    history: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    formats: list[str],
+    margin: int = 0,
+    algorithm: str = "max",
+) -> Tensor:
+    """The next scale of each tensor, and nothing is written."""
+    return update_delayed_scale_(history.clone(), scale.clone(), amax.clone(), formats, margin, algorithm)
+
+
+def update_delayed_scale_(
+    history: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    formats: list[str],
+    margin: int = 0,
+    algorithm: str = "max",
+) -> Tensor:
+    """Rolls the history of each tensor that saw something, and takes its next scale from it.
+
+    Source: NVIDIA TransformerEngine 2.20, delayed scaling.
+    """
+    largest = torch.tensor([Format.parse(key).largest for key in formats], dtype=torch.float32)
+    largest = (largest * 2.0**-margin).repeat_interleave(len(scale) // len(formats)).to(scale.device)
+    last = torch.where(amax != 0, amax, history[0])
+    window = torch.cat([history[1:], last[None]])
+    advances = last != 0
+    rolled = window.clone()
+    rolled[0] = 0
+    history.copy_(torch.where(advances, rolled, history))
+    chosen = window.nan_to_num(nan=0.0, posinf=float("inf")).amax(0) if algorithm == "max" else last
+    usable = advances & (chosen > 0) & chosen.isfinite()
+    scale.copy_(torch.where(usable, largest / chosen, scale).clamp(max=torch.finfo(torch.float32).max))
+    amax.zero_()
+    return scale.clone()
+
+
+def linear_scaled(
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    input_format: str = "fp8_tensor:e4m3",
+    weight_format: str = "fp8_tensor:e4m3",
+    grad_format: str = "fp8_tensor:e5m2",
+) -> Tensor:
+    """The product of the operands' values in FP8; ``grad_format`` is for the backward, which this does not have."""
+    amax = torch.zeros_like(scale)
+    return linear_scaled_(input, weight, scale, amax, bias, input_format, weight_format, grad_format)
+
+
+def linear_scaled_(
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    bias: Tensor | None = None,
+    input_format: str = "fp8_tensor:e4m3",
+    weight_format: str = "fp8_tensor:e4m3",
+    grad_format: str = "fp8_tensor:e5m2",
+) -> Tensor:
+    """The same, and the amaxes of input and weight."""
+    x = quantize_scaled(input.flatten(0, -2), scale, input_format, amax)
+    w = quantize_scaled(weight, scale, weight_format, amax, first=1)
+    output = gemm(dequantize(*x, input_format), dequantize(*w, weight_format), bias, dtype=input.dtype)
+    return output.unflatten(0, input.shape[:-1])
+
+
+def grouped_linear_scaled(
+    input: Tensor,
+    weight: Tensor,
+    group_sizes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    input_format: str = "fp8_tensor:e4m3",
+    weight_format: str = "fp8_tensor:e4m3",
+    grad_format: str = "fp8_tensor:e5m2",
+) -> Tensor:
+    """The same for each group, each with scales of its own."""
+    formats = (input_format, weight_format, grad_format)
+    amax = torch.zeros_like(scale)
+    return grouped_linear_scaled_(input, weight, group_sizes, scale, amax, bias, bias_scale, *formats)
+
+
+def grouped_linear_scaled_(
+    input: Tensor,
+    weight: Tensor,
+    group_sizes: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    input_format: str = "fp8_tensor:e4m3",
+    weight_format: str = "fp8_tensor:e4m3",
+    grad_format: str = "fp8_tensor:e5m2",
+) -> Tensor:
+    """The same, and the amaxes of input and weights."""
+    data, scale_inv = quantize_scaled(input, scale, input_format, amax, group_sizes)
+    x = grouped_dequantize(data, scale_inv, group_sizes, input_format)
+    w = quantize_scaled(weight, scale, weight_format, amax, first=len(weight))
+    return grouped_gemm(x, dequantize(*w, weight_format), group_sizes, bias, bias_scale, dtype=input.dtype)
