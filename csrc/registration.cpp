@@ -105,6 +105,9 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "Tensor? bias=None, Tensor? bias_scale=None, str input_format=\"fp8_tensor:e4m3\", "
       "str weight_format=\"fp8_tensor:e4m3\", str grad_format=\"fp8_tensor:e5m2\") -> Tensor");
 
+  // Raises what a GPU noticed about the group sizes of earlier calls; calls with group sizes do so too.
+  m.def("check_group_sizes() -> ()");
+
   // activation
   m.def("swiglu(Tensor input, Tensor? probs=None) -> Tensor");
   m.def("swiglu_backward(Tensor grad, Tensor input, Tensor? probs=None) -> (Tensor, Tensor)");

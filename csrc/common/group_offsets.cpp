@@ -1,5 +1,8 @@
 #include "common/group_offsets.h"
 
+#include <torch/library.h>
+
+#include <atomic>
 #include <limits>
 
 #include "common/tensor.h"
@@ -21,7 +24,27 @@ void check_values(const Argument& argument, int64_t rows) {
   }
 }
 
+#ifdef TRANSFORMER_PLUGIN_CUDA
+// Set by the first call with group sizes on a GPU, so that asking starts no CUDA context.
+std::atomic<bool> has_word = false;
+#endif
+
 }  // namespace
+
+void check_earlier_sizes(const char* op) {
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (!has_word) return;
+  WrongSizesWord* word = wrong_sizes_word();
+  if (word->is_set == 0) return;
+  const int64_t group = word->found.group, size = word->found.size;
+  const int64_t left = word->found.left, rows = word->found.rows;
+  word->is_set = 0;
+  TP_CHECK_VALUE(false, op, "group_sizes", "sizes that fit their buffer in the calls before this one",
+                 "a call with " << size << " rows for group " << group << " where " << left << " of " << rows
+                                << " are left",
+                 "That call left the rows out that do not fit: fix its sizes or enlarge its buffer");
+#endif
+}
 
 at::Tensor group_offsets(const Argument& group_sizes, const Argument& data, int64_t rows) {
   check_group_sizes(group_sizes, data);
@@ -42,10 +65,17 @@ at::Tensor group_offsets(const Argument& group_sizes, const Argument& data, int6
     return offsets;
   }
 #ifdef TRANSFORMER_PLUGIN_CUDA
+  check_earlier_sizes(group_sizes.op);
+  has_word = true;
   const CudaScope scope(data.tensor);
-  launch_group_offsets(group_sizes.tensor.const_data_ptr(), is_int64, groups, rows, out, scope.stream());
+  launch_group_offsets(group_sizes.tensor.const_data_ptr(), is_int64, groups, rows, out, wrong_sizes_word(),
+                       scope.stream());
 #endif
   return offsets;
+}
+
+TORCH_LIBRARY_IMPL(transformer_plugin, CompositeExplicitAutograd, m) {
+  m.impl("check_group_sizes", [] { check_earlier_sizes("check_group_sizes"); });
 }
 
 }  // namespace transformer_plugin

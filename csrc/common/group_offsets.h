@@ -8,6 +8,10 @@ namespace transformer_plugin {
 
 // int32 [G + 1] on the device of `data`, whose first dimension holds the rows of all groups (or `rows` when given).
 // Checks the arguments; on a CPU also the values: negative or oversized sizes are a ValueError.
+// On a GPU, wrong sizes of an earlier call are one (check_earlier_sizes).
 at::Tensor group_offsets(const Argument& group_sizes, const Argument& data, int64_t rows);
+
+// A ValueError in the name of `op` if a GPU noticed wrong sizes since the last one. Waits for nothing.
+void check_earlier_sizes(const char* op);
 
 }  // namespace transformer_plugin

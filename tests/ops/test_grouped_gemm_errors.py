@@ -148,17 +148,62 @@ def test_a_refused_buffer_is_as_it_was(
     assert (out == 7.0).all()
 
 
+LATE = (
+    "argument 'group_sizes': expected sizes that fit their buffer in the calls before this one, got a call with {} rows "
+    "for group {} where {} of 8 are left. That call left the rows out that do not fit: fix its sizes or enlarge its "
+    "buffer."
+)
+
+
 @pytest.mark.gpu
-def test_wrong_sizes_stay_in_bounds() -> None:
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_wrong_sizes_stay_in_bounds_and_are_told_later(index: torch.dtype) -> None:
     """On CUDA sizes are not read by the host: negative ones count as 0, and what is past the buffer is cut."""
     a = torch.ones(8, 16, device="cuda")
     b = torch.ones(4, 16, 16, device="cuda")
-    sizes = torch.tensor([2, -5, 100, 3], device="cuda")
+    sizes = torch.tensor([2, 0, 100, 3], device="cuda", dtype=index)
     for dtype in (torch.float32, torch.bfloat16):
         got = ops.grouped_gemm(a.to(dtype), b.to(dtype), sizes)
         torch.testing.assert_close(got, torch.full_like(got, 16.0))
+        with pytest.raises(ValueError) as caught:
+            ops.check_group_sizes()
+        assert str(caught.value) == "transformer_plugin::check_group_sizes: " + LATE.format(100, 2, 6)
         rows = ops.grouped_gemm_wgrad(a.to(dtype), a.to(dtype), sizes)[:, 0, 0]
         torch.testing.assert_close(rows.float().cpu(), torch.tensor([2.0, 0.0, 6.0, 0.0]))
+        with pytest.raises(ValueError) as caught:
+            ops.grouped_gemm_wgrad(a.to(dtype), a.to(dtype), sizes)
+        assert str(caught.value) == "transformer_plugin::grouped_gemm_wgrad: " + LATE.format(100, 2, 6)
+    ops.check_group_sizes()  # what has been told is forgotten
+
+
+@pytest.mark.gpu
+def test_wrong_sizes_of_a_graph_are_told() -> None:
+    """Also the negative ones, and the first of several beyond what one pass of the kernel scans."""
+    x = torch.ones(8, 128, device="cuda")
+    sizes = torch.zeros(600, dtype=torch.int64, device="cuda")
+    sizes[300] = 8
+    ops.grouped_quantize(x, sizes, "fp8_block")  # before the capture: libraries load
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        data, _ = ops.grouped_quantize(x, sizes, "fp8_block")
+    graph.replay()
+    torch.cuda.synchronize()
+    ops.check_group_sizes()
+    for group, size, left in ((400, -5, 0), (299, 3, 8)):
+        sizes[group] = size
+        graph.replay()
+        torch.cuda.synchronize()
+        first = (group, size, left) if size < 0 else (300, 8, 5)
+        with pytest.raises(ValueError) as caught:
+            ops.check_group_sizes()
+        assert str(caught.value) == "transformer_plugin::check_group_sizes: " + LATE.format(
+            first[1], first[0], first[2]
+        )
+    assert (data.float() != 0).all()
+
+
+def test_no_wrong_sizes_no_error() -> None:
+    ops.check_group_sizes()
 
 
 @pytest.mark.gpu

@@ -105,6 +105,8 @@ def test_sizes_on_a_gpu_are_cut_at_the_buffer() -> None:
         for format in ("fp8_tensor", "fp8_block", "mxfp8"):
             got = ops.grouped_quantize_both(input, torch.tensor(sizes, device="cuda"), format)
             assert_all_same(got, ops.grouped_quantize_both(input.cpu(), torch.tensor(cut), format))
+            with pytest.raises(ValueError, match="sizes that fit their buffer in the calls before this one"):
+                ops.check_group_sizes()
 
 
 @pytest.mark.gpu

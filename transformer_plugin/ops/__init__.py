@@ -20,6 +20,7 @@ from transformer_plugin.ops.expert_parallel import (
     plan,
 )
 from transformer_plugin.ops.gemm import (
+    check_group_sizes,
     gemm,
     gemm_quantized,
     grouped_bias_backward,
@@ -70,6 +71,7 @@ __all__ = [
     "assign_slots",
     "aux_loss",
     "aux_loss_backward",
+    "check_group_sizes",
     "combine",
     "combine_backward",
     "count_tokens_per_expert",

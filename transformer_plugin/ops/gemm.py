@@ -273,6 +273,20 @@ def grouped_bias_backward(
     return _ops.grouped_bias_backward(grad, group_sizes, bias, bias_scale)
 
 
+def check_group_sizes() -> None:
+    """Raises what a GPU noticed about the group sizes of earlier calls, without waiting for it.
+
+    On a CPU a call with wrong sizes (negative, or past the rows of their buffer) is an error itself. On a GPU the host
+    does not read sizes: a negative size counts as 0, rows past the buffer are left out, and the next op with
+    group sizes raises, or this one does. After ``torch.cuda.synchronize()`` it knows of every call before. A graph
+    captured with wrong sizes, or replayed with them, is noticed in the same way.
+
+    Raises:
+        ValueError: a call before this one had wrong sizes. It is told once.
+    """
+    _ops.check_group_sizes()
+
+
 def linear(
     input: Tensor,
     weight: Tensor,
