@@ -33,6 +33,32 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def("amax(Tensor input, str format, Tensor? group_sizes=None) -> Tensor");
   m.def("amax_transposed(Tensor input, str format, Tensor? group_sizes=None) -> Tensor");
   m.def("amax_both(Tensor input, str format, Tensor? group_sizes=None) -> (Tensor, Tensor)");
+  // Into given buffers; with noop = 1 on the device every byte of them stays.
+  m.def(
+      "quantize_out(Tensor input, str format, Tensor(a!) data, Tensor(b!) scale_inv, Tensor? amax=None, "
+      "Tensor? seed=None, Tensor? noop=None) -> ()");
+  m.def(
+      "quantize_transposed_out(Tensor input, str format, Tensor(a!) data, Tensor(b!) scale_inv, Tensor? amax=None, "
+      "Tensor? seed=None, Tensor? noop=None) -> ()");
+  m.def(
+      "quantize_both_out(Tensor input, str format, Tensor(a!) data, Tensor(b!) scale_inv, Tensor(c!) data_t, "
+      "Tensor(d!) scale_t, Tensor? amax=None, Tensor? amax_t=None, Tensor? seed=None, Tensor? noop=None) -> ()");
+  m.def(
+      "grouped_quantize_out(Tensor input, Tensor group_sizes, str format, Tensor(a!) data, Tensor(b!) scale_inv, "
+      "Tensor? amax=None, Tensor? seed=None, Tensor? noop=None) -> ()");
+  m.def(
+      "grouped_quantize_transposed_out(Tensor input, Tensor group_sizes, str format, Tensor(a!) data, "
+      "Tensor(b!) scale_inv, Tensor? amax=None, Tensor? seed=None, Tensor? noop=None) -> ()");
+  m.def(
+      "grouped_quantize_both_out(Tensor input, Tensor group_sizes, str format, Tensor(a!) data, "
+      "Tensor(b!) scale_inv, Tensor(c!) data_t, Tensor(d!) scale_t, Tensor? amax=None, Tensor? amax_t=None, "
+      "Tensor? seed=None, Tensor? noop=None) -> ()");
+  m.def(
+      "amax_list_out(Tensor[] inputs, str format, Tensor(a!) amax, Tensor(b!)? amax_t=None, Tensor? noop=None) -> "
+      "()");
+  m.def(
+      "requantize_transposed(Tensor data, Tensor scale_inv, str format, ScalarType dtype, "
+      "Tensor? group_sizes=None) -> (Tensor, Tensor)");
   // Delayed scaling: encode scales from earlier steps, at `first` of a state tensor that holds many; the amax of
   // what goes in is maxed into `amax`. The update makes scales of the amaxes; delayed_scale only says which.
   m.def(

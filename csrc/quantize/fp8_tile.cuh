@@ -98,9 +98,10 @@ __device__ __forceinline__ void write_tile(const QuantizeArgs& args, const Tile&
   }
 }
 
-// Padding of the scales, and the scales of a tile past the last group. Says whether the tile holds rows.
+// Padding of the scales, and the scales of a tile past the last group. Says whether the tile is to be written.
 __device__ __forceinline__ bool begin_tile(const QuantizeArgs& args, const Tile& tile) {
   const Layout& layout = args.layout;
+  if (args.is_noop()) return false;
   if (threadIdx.x == 0 && args.rowwise) zero_scale_padding(layout, tile, false, args.scale);
   if (threadIdx.x == 0 && args.transposed) zero_scale_padding(layout, tile, true, args.scale_t);
   if (tile.rows > 0) return true;

@@ -148,9 +148,10 @@ __device__ __forceinline__ void write_mx_tile(const QuantizeArgs& args, const Ti
   }
 }
 
-// Padding of the scales, and the scales of a tile past the last group. Says whether the tile holds rows.
+// Padding of the scales, and the scales of a tile past the last group. Says whether the tile is to be written.
 __device__ __forceinline__ bool begin_mx_tile(const QuantizeArgs& args, const Tile& tile) {
   const Layout& layout = args.layout;
+  if (args.is_noop()) return false;
   if (threadIdx.x == 0 && args.rowwise) zero_mx_padding(layout, tile, false, args.exponents);
   if (threadIdx.x == 0 && args.transposed) zero_mx_padding(layout, tile, true, args.exponents_t);
   if (tile.rows > 0) return true;

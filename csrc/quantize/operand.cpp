@@ -151,4 +151,11 @@ void check_not_given(const char* op, const char* name, const OptionalTensor& ten
                  "Leave it out");
 }
 
+void check_noop(const Argument& noop, const Argument& data) {
+  check_dtype(noop, {at::kFloat});
+  check_same_device(noop, data);
+  check_dim(noop, 1);
+  check_size(noop, 0, 1, "one flag: 1 leaves every byte as it is");
+}
+
 }  // namespace transformer_plugin::quantize

@@ -61,6 +61,9 @@ void check_amax(const Argument& data, const char* name, const OptionalTensor& am
 // An argument that the format has no use for.
 void check_not_given(const char* op, const char* name, const OptionalTensor& tensor, std::string_view key);
 
+// A flag: float32 [1] on the device of the data.
+void check_noop(const Argument& noop, const Argument& data);
+
 Layout make_layout(const Operand& operand, const Format& format, const GroupTables& tables);
 
 }  // namespace transformer_plugin::quantize

@@ -6,7 +6,7 @@
 
 #include "common/tensor.h"
 #include "quantize/amax.h"
-#include "quantize/operand.h"
+#include "quantize/quantize_call.h"
 
 namespace transformer_plugin::quantize {
 namespace {
@@ -15,13 +15,6 @@ using at::Tensor;
 using Pair = std::tuple<Tensor, Tensor>;
 using TwoPairs = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// One of the six ops: its name, and the directions that it returns.
-struct Op {
-  const char* name;
-  bool rowwise;
-  bool transposed;
-};
-
 constexpr Op kQuantize{"quantize", true, false};
 constexpr Op kQuantizeTransposed{"quantize_transposed", false, true};
 constexpr Op kQuantizeBoth{"quantize_both", true, true};
@@ -29,25 +22,7 @@ constexpr Op kGroupedQuantize{"grouped_quantize", true, false};
 constexpr Op kGroupedQuantizeTransposed{"grouped_quantize_transposed", false, true};
 constexpr Op kGroupedQuantizeBoth{"grouped_quantize_both", true, true};
 
-struct Outputs {
-  Tensor data, scale, data_t, scale_t;  // undefined in a direction that is not asked for
-};
-
 bool is_mx(const Format& format) { return format.family == FormatFamily::kMxFp8; }
-
-// What a call is given. `amax` is that of the rows, or of the only direction.
-struct Call {
-  const Op& op;
-  const Tensor& input;
-  const Tensor* group_sizes;  // null unless grouped
-  c10::string_view key;
-  const OptionalTensor& amax;
-  const OptionalTensor& amax_t;
-  const OptionalTensor& seed;
-
-  Argument argument() const { return {op.name, "input", input}; }
-  Operand operand() const { return operand_of(input, false, group_sizes); }
-};
 
 void check_given(const Call& call, const Format& format) {
   if (call.amax) {
@@ -57,36 +32,6 @@ void check_given(const Call& call, const Format& format) {
   }
   check_not_given(call.op.name, "amax_t", call.amax_t, call.key);
   check_not_given(call.op.name, "seed", call.seed, call.key);
-}
-
-Format check_arguments(const Call& call) {
-  const char* op = call.op.name;
-  const Format format = quantized_format(op, "format", call.key, call.group_sizes == nullptr);
-  check_matrix(call.argument(), call.group_sizes, format);
-  check_given(call, format);
-  return format;
-}
-
-// The outputs, the same for every backend.
-Outputs make_outputs(const Call& call, const Operand& operand, const Format& format) {
-  const Op& op = call.op;
-  const Tensor& input = call.input;
-  const at::ScalarType element = element_dtype(format), scale = scale_dtype(format);
-  Outputs outputs;
-  if (op.rowwise) {
-    outputs.data = empty(input, operand.data_sizes(false), element);
-    outputs.scale = empty(input, operand.scale_sizes(format, false), scale);
-  }
-  if (op.transposed) {
-    outputs.data_t = empty(input, operand.data_sizes(true), element);
-    outputs.scale_t = empty(input, operand.scale_sizes(format, true), scale);
-  }
-  return outputs;
-}
-
-Outputs meta(const Call& call) {
-  const Format format = check_arguments(call);
-  return make_outputs(call, call.operand(), format);
 }
 
 float largest_finite(at::ScalarType dtype) {
@@ -109,39 +54,77 @@ uint8_t* bytes(const Tensor& tensor) {
 
 float* floats(const Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_ptr<float>() : nullptr; }
 
-Outputs run(const Call& call) {
-  const Format format = check_arguments(call);
+}  // namespace
+
+Format check_arguments(const Call& call) {
+  const char* op = call.op.name;
+  const Format format = quantized_format(op, "format", call.key, call.group_sizes == nullptr);
+  check_matrix(call.argument(), call.group_sizes, format);
+  check_given(call, format);
+  return format;
+}
+
+Outputs make_outputs(const Call& call, const Operand& operand, const Format& format) {
+  const Op& op = call.op;
+  const Tensor& input = call.input;
+  const at::ScalarType element = element_dtype(format), scale = scale_dtype(format);
+  Outputs outputs;
+  if (op.rowwise) {
+    outputs.data = empty(input, operand.data_sizes(false), element);
+    outputs.scale = empty(input, operand.scale_sizes(format, false), scale);
+  }
+  if (op.transposed) {
+    outputs.data_t = empty(input, operand.data_sizes(true), element);
+    outputs.scale_t = empty(input, operand.scale_sizes(format, true), scale);
+  }
+  return outputs;
+}
+
+void quantize_into(const Call& call, const Format& format, const Outputs& outputs, const float* noop) {
   const Tensor& input = call.input;
   const Operand operand = call.operand();
   const GroupTables tables = group_tables(call.argument(), call.group_sizes, input.size(0));
-  const Outputs outputs = make_outputs(call, operand, format);
   const Tensor x = input.contiguous();
   const Layout layout = make_layout(operand, format, tables);
   Tensor amax;
   if (takes_amax(format)) amax = call.amax ? call.amax->contiguous() : amax_of(x, layout);
   const bool mx = is_mx(format);
-  const QuantizeArgs args{x.const_data_ptr(),
-                          bytes(outputs.data),
-                          mx ? nullptr : floats(outputs.scale),
-                          bytes(outputs.data_t),
-                          mx ? nullptr : floats(outputs.scale_t),
-                          mx ? bytes(outputs.scale) : nullptr,
-                          mx ? bytes(outputs.scale_t) : nullptr,
-                          amax.defined() ? amax.const_data_ptr<float>() : nullptr,
-                          layout,
-                          scale_rule(format, input.scalar_type()),
-                          to_dtype(input.scalar_type()),
-                          format.element,
-                          call.op.rowwise,
-                          call.op.transposed};
+  QuantizeArgs args{x.const_data_ptr(),
+                    bytes(outputs.data),
+                    mx ? nullptr : floats(outputs.scale),
+                    bytes(outputs.data_t),
+                    mx ? nullptr : floats(outputs.scale_t),
+                    mx ? bytes(outputs.scale) : nullptr,
+                    mx ? bytes(outputs.scale_t) : nullptr,
+                    amax.defined() ? amax.const_data_ptr<float>() : nullptr,
+                    layout,
+                    scale_rule(format, input.scalar_type()),
+                    to_dtype(input.scalar_type()),
+                    format.element,
+                    call.op.rowwise,
+                    call.op.transposed};
+  args.noop = noop;
   if (input.is_cpu()) {
     quantize_cpu(args);
-    return outputs;
+    return;
   }
 #ifdef TRANSFORMER_PLUGIN_CUDA
   const CudaScope scope(input);
   mx ? launch_quantize_mx(args, scope.stream()) : launch_quantize(args, scope.stream());
 #endif
+}
+
+namespace {
+
+Outputs meta(const Call& call) {
+  const Format format = check_arguments(call);
+  return make_outputs(call, call.operand(), format);
+}
+
+Outputs run(const Call& call) {
+  const Format format = check_arguments(call);
+  const Outputs outputs = make_outputs(call, call.operand(), format);
+  quantize_into(call, format, outputs, nullptr);
   return outputs;
 }
 

@@ -41,6 +41,9 @@ struct QuantizeArgs {
   // Delayed scaling, ScaleMode::kTensor only.
   const float* given = nullptr;  // encode scales [members or groups], in place of those of `amax`
   float* collected = nullptr;    // [members or groups], raised to the amax of what is read
+  const float* noop = nullptr;   // 1: nothing is written
+
+  TP_HOST_DEVICE bool is_noop() const { return noop != nullptr && *noop == 1.0f; }
 };
 
 TP_HOST_DEVICE float encode_scale(float amax, const ScaleRule& rule) {

@@ -38,6 +38,7 @@ void row_tiles_cpu(const int32_t* offsets, int64_t groups, int64_t rows, int64_t
 }
 
 void quantize_cpu(const QuantizeArgs& args) {
+  if (args.is_noop()) return;
   visit_float(args.dtype, [&](auto type) {
     using T = decltype(type);
     const auto load_tile = [&](const Tile& tile, Values& values) { load<T>(args, tile, values); };

@@ -5,6 +5,7 @@ namespace transformer_plugin::quantize {
 namespace {
 
 __global__ void tensor_scales_kernel(const __grid_constant__ QuantizeArgs args) {
+  if (args.is_noop()) return;
   for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < args.layout.tensor_scales();
        i += static_cast<int64_t>(gridDim.x) * kThreads) {
     const float scale_inv = 1.0f / tensor_scale(args, i);

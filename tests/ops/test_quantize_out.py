@@ -1,0 +1,330 @@
+"""Quantize into given buffers: the bytes of the plain ops, in place, or nothing at all with the flag."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.quantize_oracle import SPECS, assert_all_same, oracle_both
+from transformer_plugin import ops, reference
+from transformer_plugin.testing.cases import Case, randn
+from transformer_plugin.testing.numerics import assert_same_bits
+from transformer_plugin.testing.quantize_cases import grouped_quantize_cases, quantize_cases
+
+OPS = torch.ops.transformer_plugin
+CASES = [case for case in quantize_cases() if not ("nvfp4" in case.name or "tiled" in case.name)]
+GROUPED = [case for case in grouped_quantize_cases() if not ("nvfp4" in case.name or "tiled" in case.name)]
+by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+by_grouped_case = pytest.mark.parametrize("case", GROUPED, ids=lambda case: case.name)
+
+
+def buffers_like(outputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Of the same kind, every byte 0xA5."""
+    buffers = [torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in outputs]
+    for buffer in buffers:
+        buffer.view(torch.uint8).fill_(0xA5)
+    return buffers
+
+
+def raw(tensors: tuple[Tensor, ...] | list[Tensor]) -> list[Tensor]:
+    return [t.view(torch.uint8).clone() for t in tensors]
+
+
+def check(
+    function: Callable[..., None], before: tuple[Any, ...], expected: tuple[Tensor, ...], device: torch.device
+) -> None:
+    """Writes every byte, in place; with the flag writes none."""
+    for flag in (None, torch.full((1,), 0.5, device=device)):
+        buffers = buffers_like(expected)
+        addresses = [b.data_ptr() for b in buffers]
+        function(*before, *buffers, noop=flag)
+        assert_all_same(tuple(buffers), expected)
+        assert [b.data_ptr() for b in buffers] == addresses
+    buffers = buffers_like(expected)
+    kept = raw(buffers)
+    function(*before, *buffers, noop=torch.ones(1, device=device))
+    for now, then in zip(raw(buffers), kept, strict=True):
+        assert torch.equal(now, then)
+
+
+@by_case
+def test_into_buffers(case: Case, device: torch.device) -> None:
+    input, format = case.arguments(device)
+    expected = oracle_both(input, SPECS[format])
+    expected = tuple(e.to(device) for e in expected)
+    for family in (ops, reference):
+        if family is reference and device.type != "cpu":
+            continue
+        check(family.quantize_both_out, (input, format), expected, device)
+        check(family.quantize_out, (input, format), expected[:2], device)
+        check(family.quantize_transposed_out, (input, format), expected[2:], device)
+
+
+@by_grouped_case
+def test_grouped_into_buffers(case: Case, device: torch.device) -> None:
+    arguments = case.arguments(device)
+    expected = ops.grouped_quantize_both(*arguments)  # whose bytes other tests compare with an oracle
+    for family in (ops, reference):
+        if family is reference and device.type != "cpu":
+            continue
+        check(family.grouped_quantize_both_out, arguments, expected, device)
+        check(family.grouped_quantize_out, arguments, expected[:2], device)
+        check(family.grouped_quantize_transposed_out, arguments, expected[2:], device)
+
+
+def test_a_given_amax(device: torch.device) -> None:
+    input, amax = torch.randn(40, 32, device=device), torch.tensor([2.5], device=device)
+    expected = ops.quantize_both(input, "fp8_tensor", amax)
+    buffers = buffers_like(expected)
+    ops.quantize_both_out(input, "fp8_tensor", *buffers, amax)
+    assert_all_same(tuple(buffers), expected)
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if not c.name.startswith("special")][::5], ids=lambda c: c.name
+)
+@pytest.mark.usefixtures("schema_checks_take_fp8")
+def test_opcheck(case: Case, device: torch.device) -> None:
+    input, format = case.arguments(device)
+    flag = torch.zeros(1, device=device)
+    both = ops.quantize_both(input, format)
+    torch.library.opcheck(OPS.quantize_both_out.default, (input, format, *both), {"noop": flag})
+    torch.library.opcheck(OPS.quantize_out.default, (input, format, *both[:2]))
+    torch.library.opcheck(OPS.quantize_transposed_out.default, (input, format, *both[2:]))
+
+
+@pytest.mark.parametrize("case", GROUPED[::7], ids=lambda case: case.name)
+@pytest.mark.usefixtures("schema_checks_take_fp8")
+def test_grouped_opcheck(case: Case, device: torch.device) -> None:
+    arguments = case.arguments(device)
+    both = ops.grouped_quantize_both(*arguments)
+    torch.library.opcheck(OPS.grouped_quantize_both_out.default, (*arguments, *both))
+    torch.library.opcheck(OPS.grouped_quantize_out.default, (*arguments, *both[:2]))
+    torch.library.opcheck(OPS.grouped_quantize_transposed_out.default, (*arguments, *both[2:]))
+
+
+@pytest.mark.parametrize("format", ["fp8_tensor", "fp8_block", "mxfp8"])
+def test_compiles_whole(format: str, device: torch.device) -> None:
+    """The buffers of the caller are written, in compiled code too, and the flag holds."""
+    input = torch.randn(70, 96, device=device)
+    flag = torch.zeros(1, device=device)
+
+    def fill(x: Tensor, data: Tensor, scale: Tensor, noop: Tensor) -> Tensor:
+        ops.quantize_out(x * 2, format, data, scale, noop=noop)
+        return ops.dequantize(data, scale, format)
+
+    # torch 2.11's Inductor does not take E8M0 tensors that an op writes ("auto_functionalized_v2 was not removed").
+    backend = "aot_eager" if format == "mxfp8" else "inductor"
+    compiled = torch.compile(fill, fullgraph=True, backend=backend)
+    expected = ops.quantize(input * 2, format)
+    buffers = buffers_like(expected)
+    got = compiled(input, *buffers, flag)
+    assert_all_same(tuple(buffers), expected)
+    assert_same_bits(got, ops.dequantize(*expected, format))
+    compiled(input + 1, *buffers, flag + 1)
+    assert_all_same(tuple(buffers), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["fp8_tensor", "fp8_block:square", "mxfp8"])
+def test_cuda_graph_with_stable_addresses(format: str) -> None:
+    """A graph fills the same buffers from other data, or leaves them, as the flag says at each replay."""
+    weight = torch.randn(300, 160, device="cuda")
+    flag = torch.zeros(1, device="cuda")
+    buffers = buffers_like(ops.quantize_both(weight, format))
+    addresses = [b.data_ptr() for b in buffers]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        ops.quantize_both_out(weight, format, *buffers, noop=flag)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.quantize_both_out(weight, format, *buffers, noop=flag)
+    expected = None
+    for seed, now in enumerate([0.0, 1.0, 0.0, 1.0]):
+        weight.copy_(torch.randn(300, 160, generator=torch.Generator().manual_seed(seed)))
+        flag.fill_(now)
+        graph.replay()
+        if now == 0.0:
+            expected = ops.quantize_both(weight.cpu(), format)
+        assert_all_same(tuple(buffers), expected)
+    assert [b.data_ptr() for b in buffers] == addresses
+
+
+# Many tensors at once.
+
+
+def list_of(count: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    shapes = [(3, 5), (0, 7), (130, 129), (1, 1), (64, 512), (1, 16385), (300, 301)]
+    tensors = [
+        randn(shapes[i % len(shapes)], dtype, device, generator, float(1 + i % 5)) for i in range(count)
+    ]
+    if count > 4:
+        tensors[2][0, 1], tensors[4][1, 1] = float("nan"), float("-inf")
+        tensors[3].fill_(float("nan"))
+    return tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [0, 1, 7, 64, 300])
+def test_amax_list(count: int, dtype: torch.dtype, device: torch.device) -> None:
+    tensors = list_of(count, dtype, device)
+    expected = torch.zeros(count)
+    for i, tensor in enumerate(tensors):
+        numbers = [abs(v) for v in tensor.flatten().tolist() if v == v]
+        expected[i] = max(numbers, default=0.0)
+    for family in (ops, reference):
+        amax, amax_t = torch.full((count,), 77.0, device=device), torch.full((count,), -1.0, device=device)
+        family.amax_list_out(tensors, "fp8_tensor", amax, amax_t, torch.zeros(1, device=device))
+        assert_same_bits(amax.cpu(), expected)
+        assert_same_bits(amax_t.cpu(), expected)
+        kept = torch.full((count,), 77.0, device=device)
+        family.amax_list_out(tensors, "fp8_tensor", kept, noop=torch.ones(1, device=device))
+        assert (kept == 77).all()
+
+
+def test_amax_list_of_any_strides(device: torch.device) -> None:
+    wide = torch.randn(40, 66, device=device)
+    flat = torch.randn(1 + 64 * 1024, device=device)
+    tensors = [wide[:, ::2], wide.T, wide[3:9, 5:8], flat[1:].view(64, 1024)]
+    amax = torch.zeros(4, device=device)
+    ops.amax_list_out(tensors, "fp8_tensor:e5m2", amax)
+    assert_same_bits(amax, torch.stack([t.abs().amax() for t in tensors]))
+
+
+@pytest.mark.parametrize("count", [0, 1, 9])
+def test_amax_list_opcheck(count: int, device: torch.device) -> None:
+    tensors = [torch.randn(5, 7, device=device) for _ in range(count)]
+    buffers = torch.zeros(count, device=device), torch.zeros(count, device=device)
+    torch.library.opcheck(OPS.amax_list_out.default, (tensors, "fp8_tensor", *buffers))
+    torch.library.opcheck(OPS.amax_list_out.default, (tensors, "fp8_tensor", buffers[0]))
+
+
+@pytest.mark.gpu
+def test_amax_list_in_a_cuda_graph() -> None:
+    """The addresses are kept in the graph, beyond the list that was captured."""
+    tensors = [torch.randn(100 + i, 33, device="cuda") for i in range(140)]
+    amax, flag = torch.zeros(140, device="cuda"), torch.zeros(1, device="cuda")
+    ops.amax_list_out(tensors, "fp8_tensor", amax, noop=flag)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.amax_list_out(list(tensors), "fp8_tensor", amax, noop=flag)
+    for seed in range(3):
+        for i, tensor in enumerate(tensors):
+            tensor.copy_(torch.randn(100 + i, 33, generator=torch.Generator().manual_seed(seed * 200 + i)))
+        graph.replay()
+        assert_same_bits(amax, torch.stack([t.abs().amax() for t in tensors]))
+    flag.fill_(1)
+    kept = amax.clone()
+    tensors[0].fill_(100.0)
+    graph.replay()
+    assert_same_bits(amax, kept)
+
+
+# To the other direction.
+
+
+@by_case
+def test_requantize(case: Case, device: torch.device) -> None:
+    input, format = case.arguments(device)
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[CASES.index(case) % 3]
+    data, scale = ops.quantize(input, format)
+    if input.dim() == 3 and input.shape[0] == 0:
+        expected = reference.requantize_transposed(data.cpu(), scale.cpu(), format, dtype)
+    else:
+        expected = oracle_both(reference.dequantize(data.cpu(), scale.cpu(), format, dtype), SPECS[format])[
+            2:
+        ]
+    assert_all_same(ops.requantize_transposed(data, scale, format, dtype), expected)
+    assert_all_same(reference.requantize_transposed(data, scale, format, dtype), expected)
+
+
+@by_grouped_case
+def test_grouped_requantize(case: Case, device: torch.device) -> None:
+    input, sizes, format = case.arguments(device)
+    data, scale = ops.grouped_quantize(input, sizes, format)
+    got = ops.requantize_transposed(data, scale, format, torch.bfloat16, sizes)
+    meant = reference.requantize_transposed(data.cpu(), scale.cpu(), format, torch.bfloat16, sizes.cpu())
+    assert_all_same(got, meant)
+
+
+@pytest.mark.parametrize("format", ["fp8_tensor", "fp8_block", "mxfp8:square"])
+@pytest.mark.usefixtures("schema_checks_take_fp8")
+def test_requantize_opcheck(format: str, device: torch.device) -> None:
+    data, scale = ops.quantize(torch.randn(70, 96, device=device), format)
+    torch.library.opcheck(OPS.requantize_transposed.default, (data, scale, format, torch.bfloat16))
+
+
+# What bad input gets.
+
+ONES = torch.ones(4, 64)
+DATA, SCALE = (t.clone() for t in ops.quantize(ONES, "fp8_block"))
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments", "error", "text"),
+    [
+        (ops.quantize_out, (ONES, "fp8_block", DATA.float(), SCALE), TypeError,
+         "argument 'data': expected one of the dtypes float8_e4m3fn, got float32. Convert it with .to() first."),
+        (ops.quantize_out, (ONES, "fp8_block", DATA[:3], SCALE), ValueError,
+         "argument 'data': expected a contiguous tensor of sizes [4, 64], got float8_e4m3fn[3, 64] on cpu with strides "
+         "[64, 1]. Make it as the op without _out returns it."),
+        (ops.quantize_out, (ONES, "fp8_block", DATA.T.contiguous().T, SCALE), ValueError,
+         "argument 'data': expected a contiguous tensor of sizes [4, 64], got float8_e4m3fn[4, 64] on cpu with strides "
+         "[1, 4]. Make it as the op without _out returns it."),
+        (ops.quantize_out, (ONES, "fp8_block", DATA, SCALE.double()), TypeError,
+         "argument 'scale_inv': expected one of the dtypes float32, got float64. Convert it with .to() first."),
+        (ops.quantize_out, (ONES, "mxfp8", DATA, SCALE), TypeError,
+         "argument 'scale_inv': expected one of the dtypes float8_e8m0fnu, got float32. Convert it with .to() first."),
+        (ops.quantize_transposed_out, (ONES, "fp8_block", DATA, SCALE), ValueError,
+         "argument 'data': expected a contiguous tensor of sizes [64, 4], got float8_e4m3fn[4, 64] on cpu with strides "
+         "[64, 1]. Make it as the op without _out returns it."),
+        (ops.quantize_both_out, (ONES, "fp8_block", DATA, SCALE, DATA.T.contiguous(), SCALE), ValueError,
+         "argument 'scale_t': expected a contiguous tensor of sizes [1, 64], got float32[1, 4] on cpu with strides "
+         "[4, 1]. Make it as the op without _out returns it."),
+        (ops.quantize_out, (ONES, "fp8_block", DATA, SCALE, None, None, torch.zeros(2)), ValueError,
+         "argument 'noop': expected size 1 in dimension 0 (one flag: 1 leaves every byte as it is), got float32[2] on "
+         "cpu. Pass tensors whose sizes agree."),
+        (ops.quantize_out, (ONES, "fp8_block", DATA, SCALE, None, None, torch.zeros(1).int()), TypeError,
+         "argument 'noop': expected one of the dtypes float32, got int32. Convert it with .to() first."),
+        (ops.grouped_quantize_out, (ONES, torch.tensor([2, 9]), "fp8_block", DATA, SCALE), ValueError,
+         "argument 'group_sizes': expected sizes that sum to at most 4, the rows of the buffer, got a sum of 11 at "
+         "group 1. Enlarge the buffer or fix the sizes."),
+        (ops.amax_list_out, ([ONES, ONES.half()], "fp8_tensor", torch.zeros(2)), TypeError,
+         "argument 'inputs': expected float32, like the first, got float16. Convert one of them with .to() first."),
+        (ops.amax_list_out, ([ONES, ONES[0]], "fp8_tensor", torch.zeros(2)), ValueError,
+         "argument 'inputs': expected 2 dimensions, got float32[64] on cpu. Reshape it first."),
+        (ops.amax_list_out, ([ONES], "fp8_tensor", torch.zeros(2)), ValueError,
+         "argument 'amax': expected size 1 in dimension 0 (one for each of 'inputs'), got float32[2] on cpu. Pass "
+         "tensors whose sizes agree."),
+        (ops.amax_list_out, ([ONES], "mxfp8", torch.zeros(1)), ValueError,
+         "argument 'format': expected fp8_tensor, which scales by the largest magnitude of a tensor, got 'mxfp8'. "
+         "Other formats find their scales on the way, or take those of transformer_plugin.ops.amax."),
+    ],
+)  # fmt: skip
+def test_errors_have_four_parts(
+    op: Callable[..., None], arguments: tuple[Any, ...], error: type[Exception], text: str
+) -> None:
+    buffers = [a for a in arguments[2:] if isinstance(a, Tensor)]
+    kept = [b.clone() for b in buffers]
+    with pytest.raises(error) as caught:
+        op(*arguments)
+    assert str(caught.value) == f"transformer_plugin::{op.__name__}: {text}"
+    for now, then in zip(buffers, kept, strict=True):
+        assert_same_bits(now, then)
+
+
+def test_requantize_names_the_ops_it_is_made_of() -> None:
+    with pytest.raises(ValueError) as caught:
+        ops.requantize_transposed(DATA, SCALE[:, :3], "fp8_block")
+    assert str(caught.value) == (
+        "transformer_plugin::dequantize: argument 'scale_inv': expected size 4 in dimension 1 (what the format gives "
+        "data of this size), got float32[1, 3] on cpu. Pass tensors whose sizes agree."
+    )

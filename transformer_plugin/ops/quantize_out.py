@@ -1,0 +1,214 @@
+"""Quantize into given buffers, many tensors at once, and from one direction to the other.
+
+The ops of :mod:`transformer_plugin.ops.quantize` return fresh tensors. Those here write where they are told, so that a
+weight keeps its place in memory from step to step and a CUDA graph that was captured once stays right.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.formats import Format
+
+_ops = torch.ops.transformer_plugin
+
+
+def _key(format: str | Format) -> str:
+    return format if isinstance(format, str) else format.key
+
+
+def quantize_out(
+    input: Tensor,
+    format: str | Format,
+    data: Tensor,
+    scale_inv: Tensor,
+    amax: Tensor | None = None,
+    seed: Tensor | None = None,
+    noop: Tensor | None = None,
+) -> None:
+    """:func:`~transformer_plugin.ops.quantize` into buffers that are given.
+
+    Args:
+        input, format, amax, seed: as in :func:`~transformer_plugin.ops.quantize`.
+        data, scale_inv: what that returns, of an earlier call for example: contiguous tensors of exactly these sizes
+            and dtypes on the device of ``input``. Written in place, never moved or copied, so that their addresses hold
+            in a CUDA graph. They must not share memory with each other or with ``input``.
+        noop: float32 ``[1]`` on the device of ``input``, read when the kernels run: with 1 every byte of the buffers
+            stays as it is. For weights that did not change since the last micro batch.
+
+    Raises:
+        TypeError, ValueError: as :func:`~transformer_plugin.ops.quantize`; buffers that do not fit. Nothing is written
+        then.
+    """
+    _ops.quantize_out(input, _key(format), data, scale_inv, amax, seed, noop)
+
+
+def quantize_transposed_out(
+    input: Tensor,
+    format: str | Format,
+    data: Tensor,
+    scale_inv: Tensor,
+    amax: Tensor | None = None,
+    seed: Tensor | None = None,
+    noop: Tensor | None = None,
+) -> None:
+    """:func:`~transformer_plugin.ops.quantize_transposed` into buffers that are given.
+
+    Args:
+        input, format, amax, seed: as in :func:`~transformer_plugin.ops.quantize_transposed`.
+        data, scale_inv, noop: as in :func:`quantize_out`.
+
+    Raises:
+        TypeError, ValueError: as :func:`quantize_out`.
+    """
+    _ops.quantize_transposed_out(input, _key(format), data, scale_inv, amax, seed, noop)
+
+
+def quantize_both_out(
+    input: Tensor,
+    format: str | Format,
+    data: Tensor,
+    scale_inv: Tensor,
+    data_t: Tensor,
+    scale_t: Tensor,
+    amax: Tensor | None = None,
+    amax_t: Tensor | None = None,
+    seed: Tensor | None = None,
+    noop: Tensor | None = None,
+) -> None:
+    """:func:`~transformer_plugin.ops.quantize_both` into buffers that are given.
+
+    Args:
+        input, format, amax, amax_t, seed: as in :func:`~transformer_plugin.ops.quantize_both`.
+        data, scale_inv, data_t, scale_t, noop: as in :func:`quantize_out`.
+
+    Raises:
+        TypeError, ValueError: as :func:`quantize_out`.
+    """
+    _ops.quantize_both_out(input, _key(format), data, scale_inv, data_t, scale_t, amax, amax_t, seed, noop)
+
+
+def grouped_quantize_out(
+    input: Tensor,
+    group_sizes: Tensor,
+    format: str | Format,
+    data: Tensor,
+    scale_inv: Tensor,
+    amax: Tensor | None = None,
+    seed: Tensor | None = None,
+    noop: Tensor | None = None,
+) -> None:
+    """:func:`~transformer_plugin.ops.grouped_quantize` into buffers that are given.
+
+    Args:
+        input, group_sizes, format, amax, seed: as in :func:`~transformer_plugin.ops.grouped_quantize`.
+        data, scale_inv, noop: as in :func:`quantize_out`.
+
+    Raises:
+        TypeError, ValueError: as :func:`quantize_out`.
+    """
+    _ops.grouped_quantize_out(input, group_sizes, _key(format), data, scale_inv, amax, seed, noop)
+
+
+def grouped_quantize_transposed_out(
+    input: Tensor,
+    group_sizes: Tensor,
+    format: str | Format,
+    data: Tensor,
+    scale_inv: Tensor,
+    amax: Tensor | None = None,
+    seed: Tensor | None = None,
+    noop: Tensor | None = None,
+) -> None:
+    """:func:`~transformer_plugin.ops.grouped_quantize_transposed` into buffers that are given.
+
+    Args:
+        input, group_sizes, format, amax, seed: as in :func:`~transformer_plugin.ops.grouped_quantize_transposed`.
+        data, scale_inv, noop: as in :func:`quantize_out`.
+
+    Raises:
+        TypeError, ValueError: as :func:`quantize_out`.
+    """
+    _ops.grouped_quantize_transposed_out(input, group_sizes, _key(format), data, scale_inv, amax, seed, noop)
+
+
+def grouped_quantize_both_out(
+    input: Tensor,
+    group_sizes: Tensor,
+    format: str | Format,
+    data: Tensor,
+    scale_inv: Tensor,
+    data_t: Tensor,
+    scale_t: Tensor,
+    amax: Tensor | None = None,
+    amax_t: Tensor | None = None,
+    seed: Tensor | None = None,
+    noop: Tensor | None = None,
+) -> None:
+    """:func:`~transformer_plugin.ops.grouped_quantize_both` into buffers that are given.
+
+    Args:
+        input, group_sizes, format, amax, amax_t, seed: as in :func:`~transformer_plugin.ops.grouped_quantize_both`.
+        data, scale_inv, data_t, scale_t, noop: as in :func:`quantize_out`.
+
+    Raises:
+        TypeError, ValueError: as :func:`quantize_out`.
+    """
+    _ops.grouped_quantize_both_out(
+        input, group_sizes, _key(format), data, scale_inv, data_t, scale_t, amax, amax_t, seed, noop
+    )
+
+
+def amax_list_out(
+    inputs: list[Tensor],
+    format: str | Format,
+    amax: Tensor,
+    amax_t: Tensor | None = None,
+    noop: Tensor | None = None,
+) -> None:
+    """:func:`~transformer_plugin.ops.amax` of many matrices at once: the first phase for all weights of a model.
+
+    A kernel takes 128 matrices: their addresses travel in its arguments, no table is copied to the device. Ranks can
+    then take the largest of theirs with one collective.
+
+    Args:
+        inputs: n matrices ``[M, K]`` of one dtype, float32, bfloat16 or float16, any strides (those that are not
+            contiguous are copied first), any sizes including 0.
+        format: a key of ``fp8_tensor``.
+        amax: float32 ``[n]``, contiguous: written.
+        amax_t: the same for the columns, ``[n]``: the same numbers. None leaves it out.
+        noop: float32 ``[1]``, as in :func:`quantize_out`: with 1 ``amax`` and ``amax_t`` stay as they are.
+
+    Raises:
+        TypeError: another dtype. ValueError: other dimensions or devices, a format with other scales, buffers that do
+        not fit. Nothing is written then.
+    """
+    _ops.amax_list_out(inputs, _key(format), amax, amax_t, noop)
+
+
+def requantize_transposed(
+    data: Tensor,
+    scale_inv: Tensor,
+    format: str | Format,
+    dtype: torch.dtype = torch.float32,
+    group_sizes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The transposed copy of data that came quantized along its rows, from another rank for example.
+
+    Args:
+        data: ``[M, K]`` or ``[G, M, K]``, or ``[T, K]`` with ``group_sizes``, as
+            :func:`~transformer_plugin.ops.quantize` gives it.
+        scale_inv, format: what came with it.
+        dtype: of the values between, float32, bfloat16 or float16.
+        group_sizes: int32 or int64 ``[G]``.
+
+    Returns:
+        Exactly ``quantize_transposed(dequantize(data, scale_inv, format, dtype), format)``, or of the grouped ops. A
+        tensor of the values is made on the way.
+
+    Raises:
+        TypeError, ValueError: as :func:`~transformer_plugin.ops.dequantize` and
+        :func:`~transformer_plugin.ops.quantize_transposed`, whose names the errors have.
+    """
+    return _ops.requantize_transposed(data, scale_inv, _key(format), dtype, group_sizes)

@@ -1,0 +1,146 @@
+"""What it means to quantize into given buffers, and to requantize."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.formats import Format
+from transformer_plugin.reference.quantize import amax as _amax
+from transformer_plugin.reference.quantize import (
+    dequantize,
+    grouped_dequantize,
+    grouped_quantize,
+    grouped_quantize_both,
+    grouped_quantize_transposed,
+    quantize,
+    quantize_both,
+    quantize_transposed,
+)
+
+
+def _write(buffers: tuple[Tensor, ...], values: tuple[Tensor, ...], noop: Tensor | None) -> None:
+    """Every byte, or none."""
+    if noop is not None and noop.item() == 1:
+        return
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.view(torch.uint8).copy_(value.view(torch.uint8))
+
+
+def quantize_out(
+    input: Tensor,
+    format: str | Format,
+    data: Tensor,
+    scale_inv: Tensor,
+    amax: Tensor | None = None,
+    seed: Tensor | None = None,
+    noop: Tensor | None = None,
+) -> None:
+    """:func:`quantize` into buffers."""
+    _write((data, scale_inv), quantize(input, format, amax, seed), noop)
+
+
+def quantize_transposed_out(
+    input: Tensor,
+    format: str | Format,
+    data: Tensor,
+    scale_inv: Tensor,
+    amax: Tensor | None = None,
+    seed: Tensor | None = None,
+    noop: Tensor | None = None,
+) -> None:
+    """:func:`quantize_transposed` into buffers."""
+    _write((data, scale_inv), quantize_transposed(input, format, amax, seed), noop)
+
+
+def quantize_both_out(
+    input: Tensor,
+    format: str | Format,
+    data: Tensor,
+    scale_inv: Tensor,
+    data_t: Tensor,
+    scale_t: Tensor,
+    amax: Tensor | None = None,
+    amax_t: Tensor | None = None,
+    seed: Tensor | None = None,
+    noop: Tensor | None = None,
+) -> None:
+    """:func:`quantize_both` into buffers."""
+    _write((data, scale_inv, data_t, scale_t), quantize_both(input, format, amax, amax_t, seed), noop)
+
+
+def grouped_quantize_out(
+    input: Tensor,
+    group_sizes: Tensor,
+    format: str | Format,
+    data: Tensor,
+    scale_inv: Tensor,
+    amax: Tensor | None = None,
+    seed: Tensor | None = None,
+    noop: Tensor | None = None,
+) -> None:
+    """:func:`grouped_quantize` into buffers."""
+    _write((data, scale_inv), grouped_quantize(input, group_sizes, format, amax, seed), noop)
+
+
+def grouped_quantize_transposed_out(
+    input: Tensor,
+    group_sizes: Tensor,
+    format: str | Format,
+    data: Tensor,
+    scale_inv: Tensor,
+    amax: Tensor | None = None,
+    seed: Tensor | None = None,
+    noop: Tensor | None = None,
+) -> None:
+    """:func:`grouped_quantize_transposed` into buffers."""
+    _write((data, scale_inv), grouped_quantize_transposed(input, group_sizes, format, amax, seed), noop)
+
+
+def grouped_quantize_both_out(
+    input: Tensor,
+    group_sizes: Tensor,
+    format: str | Format,
+    data: Tensor,
+    scale_inv: Tensor,
+    data_t: Tensor,
+    scale_t: Tensor,
+    amax: Tensor | None = None,
+    amax_t: Tensor | None = None,
+    seed: Tensor | None = None,
+    noop: Tensor | None = None,
+) -> None:
+    """:func:`grouped_quantize_both` into buffers."""
+    _write(
+        (data, scale_inv, data_t, scale_t),
+        grouped_quantize_both(input, group_sizes, format, amax, amax_t, seed),
+        noop,
+    )
+
+
+def amax_list_out(
+    inputs: list[Tensor],
+    format: str | Format,
+    amax: Tensor,
+    amax_t: Tensor | None = None,
+    noop: Tensor | None = None,
+) -> None:
+    """The amax of each tensor."""
+    values = torch.cat([amax.new_zeros(0), *(_amax(input, format) for input in inputs)])
+    _write((amax,), (values,), noop)
+    if amax_t is not None:
+        _write((amax_t,), (values,), noop)
+
+
+def requantize_transposed(
+    data: Tensor,
+    scale_inv: Tensor,
+    format: str | Format,
+    dtype: torch.dtype = torch.float32,
+    group_sizes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Back to values, then along columns."""
+    if group_sizes is not None:
+        values = grouped_dequantize(data, scale_inv, group_sizes, format, dtype)
+        return grouped_quantize_transposed(values, group_sizes, format)
+    return quantize_transposed(dequantize(data, scale_inv, format, dtype), format)
