@@ -112,6 +112,45 @@ def quantize(result: dict[str, Any]) -> Figure:
     return figure
 
 
+def recipes(result: dict[str, Any]) -> Figure:
+    """The loss curves of the recipes, smoothed, and below them how far each is from the first."""
+    rows = result["rows"]
+    figure, (top, bottom) = pyplot.subplots(
+        2, 1, figsize=(8.5, 6.5), layout="constrained", sharex=True, height_ratios=(3, 2)
+    )
+    base = _smooth(rows[0]["losses"][0])
+    for row in rows:
+        curve = _smooth(row["losses"][0])
+        steps = range(1, len(curve) + 1)
+        label = row["name"]
+        if row is not rows[0]:
+            label += f" ({row['final_difference']:+.2%} at the end)"
+        (line,) = top.plot(steps, curve, lw=1.2, label=label)
+        bottom.plot(
+            steps,
+            [100 * (a / b - 1) for a, b in zip(curve, base, strict=True)],
+            lw=1.2,
+            color=line.get_color(),
+        )
+    top.set_ylabel("loss, nats per byte")
+    bottom.set_ylabel(f"% from {rows[0]['name']}")
+    bottom.set_xlabel("step")
+    top.legend(frameon=False, fontsize=8)
+    for axes in (top, bottom):
+        axes.spines[["top", "right"]].set_visible(False)
+    top.set_title(_title("The MoE language model with each recipe", result), fontsize=10)
+    return figure
+
+
+def _smooth(losses: list[float], weight: float = 0.9) -> list[float]:
+    """A running mean that forgets a tenth each step."""
+    smooth, mean = [], losses[0]
+    for loss in losses:
+        mean = weight * mean + (1 - weight) * loss
+        smooth.append(mean)
+    return smooth
+
+
 def _title(text: str, result: dict[str, Any]) -> str:
     environment = result["environment"]
     where = environment["gpu"]["name"] if environment["gpu"] else environment["processor"]
@@ -122,6 +161,7 @@ def _title(text: str, result: dict[str, Any]) -> str:
 DRAWINGS: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "host_time": host_time,
     "quantize": quantize,
+    "recipes": recipes,
     "train_moe": train_moe,
 }
 
