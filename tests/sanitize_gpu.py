@@ -1,0 +1,109 @@
+"""Every case of the quantize family on a GPU under compute-sanitizer: accesses out of bounds, races in shared memory.
+
+    python -m tests.sanitize_gpu            # memcheck, then racecheck; fails where either has a report
+
+Memory is not cached by torch's allocator here, so that an access past a tensor is one past an allocation. Results are
+not looked at: the tests do that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from transformer_plugin import ops
+from transformer_plugin.formats import Format
+from transformer_plugin.testing.cases import swiglu_cases
+from transformer_plugin.testing.delayed_scaling_cases import (
+    grouped_quantize_scaled_cases,
+    quantize_scaled_cases,
+)
+from transformer_plugin.testing.quantize_cases import (
+    columns_of,
+    extras,
+    grouped_quantize_cases,
+    quantize_cases,
+    rows_of,
+)
+
+TOOLS = ("memcheck", "racecheck")
+Call = Callable[[], Any]
+
+
+def _quantize(input: torch.Tensor, format: str) -> None:
+    more = extras(input, format)
+    rows, columns = rows_of(more), columns_of(more)
+    ops.quantize(input, format, **rows)
+    ops.quantize_transposed(input, format, **columns)
+    data, scale, data_t, scale_t = ops.quantize_both(input, format, **more)
+    amax, amax_t = rows.get("amax"), columns.get("amax")
+    ops.dequantize(data, scale, format, torch.bfloat16, amax=amax)
+    ops.dequantize(data_t, scale_t, format, torch.bfloat16, transposed=True, amax=amax_t)
+    if Format.parse(format).family in ("fp8_tensor", "nvfp4"):
+        ops.amax_both(input, format)
+
+
+def _grouped(input: torch.Tensor, sizes: torch.Tensor, format: str) -> None:
+    more = extras(input, format, sizes)
+    amax, amax_t = more.get("amax"), more.get("amax_t")
+    data, scale, data_t, scale_t = ops.grouped_quantize_both(input, sizes, format, **more)
+    ops.grouped_dequantize(data, scale, sizes, format, torch.bfloat16, amax=amax)
+    ops.grouped_dequantize(data_t, scale_t, sizes, format, torch.bfloat16, transposed=True, amax=amax_t)
+    if Format.parse(format).family in ("fp8_tensor", "nvfp4"):
+        ops.amax_both(input, format, sizes)
+
+
+def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
+    """Every call, by its name."""
+    for name, cases, call in (
+        ("quantize", quantize_cases(), _quantize),
+        ("grouped_quantize", grouped_quantize_cases(), _grouped),
+        ("quantize_scaled", quantize_scaled_cases(), ops.quantize_scaled_both),
+        ("grouped_quantize_scaled", grouped_quantize_scaled_cases(), ops.quantize_scaled_both),
+        ("swiglu", swiglu_cases(), ops.swiglu),
+    ):
+        for case in cases:
+            arguments = case.arguments(device)
+            yield f"{name} {case.name}", lambda call=call, arguments=arguments: call(*arguments)
+
+
+def main() -> None:
+    """Walks the cases, or starts itself under each tool."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--walk", action="store_true", help="only walk the cases, in this process")
+    parser.add_argument("--only", default="", metavar="SUBSTRING", help="cases with this in their name")
+    parser.add_argument("--tools", nargs="*", default=list(TOOLS), choices=TOOLS)
+    arguments = parser.parse_args()
+    if arguments.walk:
+        count = 0
+        for name, call in calls(torch.device("cuda")):
+            if arguments.only in name:
+                call()
+                count += 1
+        torch.cuda.synchronize()
+        print(f"walked {count} cases")
+        return
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    for tool in arguments.tools:
+        command = [
+            "compute-sanitizer",
+            "--tool",
+            tool,
+            "--error-exitcode",
+            "1",
+            sys.executable,
+            "-m",
+            __spec__.name,
+        ]
+        print(f"== {tool}", flush=True)
+        subprocess.run([*command, "--walk", "--only", arguments.only], check=True, env=environment)
+
+
+if __name__ == "__main__":
+    main()
