@@ -24,6 +24,12 @@ void check_values(const Argument& argument, int64_t rows) {
   }
 }
 
+void check_arguments(const Argument& group_sizes, const Argument& data, int64_t rows) {
+  check_group_sizes(group_sizes, data);
+  TP_CHECK_VALUE(rows <= std::numeric_limits<int32_t>::max(), data.op, data.name, "at most 2^31 - 1 rows",
+                 describe(data.tensor), "Split the call");
+}
+
 #ifdef TRANSFORMER_PLUGIN_CUDA
 // Set by the first call with group sizes on a GPU, so that asking starts no CUDA context.
 std::atomic<bool> has_word = false;
@@ -46,16 +52,23 @@ void check_earlier_sizes(const char* op) {
 #endif
 }
 
+#ifdef TRANSFORMER_PLUGIN_CUDA
+DeviceSizes device_sizes(const Argument& group_sizes, const Argument& data, int64_t rows) {
+  check_arguments(group_sizes, data, rows);
+  check_earlier_sizes(group_sizes.op);
+  has_word = true;
+  return {group_sizes.tensor.const_data_ptr(), group_sizes.tensor.scalar_type() == at::kLong,
+          wrong_sizes_word()};
+}
+#endif
+
 at::Tensor group_offsets(const Argument& group_sizes, const Argument& data, int64_t rows) {
-  check_group_sizes(group_sizes, data);
-  TP_CHECK_VALUE(rows <= std::numeric_limits<int32_t>::max(), data.op, data.name, "at most 2^31 - 1 rows",
-                 describe(data.tensor), "Split the call");
+  check_arguments(group_sizes, data, rows);
   const int64_t groups = group_sizes.tensor.numel();
-  const bool is_int64 = group_sizes.tensor.scalar_type() == at::kLong;
   const at::Tensor offsets = empty(data.tensor, {groups + 1}, at::kInt);
   int32_t* out = offsets.mutable_data_ptr<int32_t>();
   if (data.tensor.is_cpu()) {
-    if (is_int64) {
+    if (group_sizes.tensor.scalar_type() == at::kLong) {
       check_values<int64_t>(group_sizes, rows);
       group_offsets_cpu(group_sizes.tensor.const_data_ptr<int64_t>(), groups, rows, out);
     } else {
@@ -65,11 +78,9 @@ at::Tensor group_offsets(const Argument& group_sizes, const Argument& data, int6
     return offsets;
   }
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  check_earlier_sizes(group_sizes.op);
-  has_word = true;
+  const DeviceSizes given = device_sizes(group_sizes, data, rows);
   const CudaScope scope(data.tensor);
-  launch_group_offsets(group_sizes.tensor.const_data_ptr(), is_int64, groups, rows, out, wrong_sizes_word(),
-                       scope.stream());
+  launch_group_offsets(given.sizes, given.is_int64, groups, rows, out, given.word, scope.stream());
 #endif
   return offsets;
 }

@@ -11,6 +11,14 @@ namespace transformer_plugin {
 // On a GPU, wrong sizes of an earlier call are one (check_earlier_sizes).
 at::Tensor group_offsets(const Argument& group_sizes, const Argument& data, int64_t rows);
 
+// The same checks, for a kernel that finds the offsets itself: `group_sizes` on a GPU, and what it has to be given.
+struct DeviceSizes {
+  const void* sizes;
+  bool is_int64;
+  WrongSizesWord* word;
+};
+DeviceSizes device_sizes(const Argument& group_sizes, const Argument& data, int64_t rows);
+
 // A ValueError in the name of `op` if a GPU noticed wrong sizes since the last one. Waits for nothing.
 void check_earlier_sizes(const char* op);
 

@@ -2,45 +2,22 @@
 
 #include "common/launch.cuh"
 #include "common/offsets.h"
-#include "common/scan.cuh"
+#include "common/sizes_scan.cuh"
 
 namespace transformer_plugin {
 namespace {
 
 constexpr int kThreads = 256;
 
-// One block. Each pass scans kThreads sizes; the running end carries over. The sum is kept in 64 bits and cut at
-// `rows` only when written, which cuts the same groups as cutting at each step.
 template <typename Size>
-__global__ void group_offsets_kernel(const Size* sizes, int64_t groups, int64_t rows, int32_t* offsets,
-                                     WrongSizesWord* word) {
-  __shared__ int64_t first_wrong;
-  if (threadIdx.x == 0) first_wrong = groups;
-  __shared__ BlockScan<int64_t, kThreads> scan;
-  int64_t carried = 0;
+__global__ void __launch_bounds__(kThreads)
+    group_offsets_kernel(const Size* sizes, int64_t groups, int64_t rows, int32_t* offsets,
+                         WrongSizesWord* word) {
+  __shared__ SizesScan<kThreads> scan;
   if (threadIdx.x == 0) offsets[0] = 0;
-  for (int64_t start = 0; start < groups; start += kThreads) {
-    const int64_t g = start + threadIdx.x;
-    const int64_t size = g < groups ? static_cast<int64_t>(sizes[g]) : 0;
-    // One size past the buffer already cuts everything after it, so larger ones need not be told apart.
-    const int64_t counted = size < 0 ? 0 : (size > rows ? rows : size);
-    int64_t total;
-    const int64_t end = carried + scan.inclusive(counted, total);
-    if (g < groups) offsets[g + 1] = static_cast<int32_t>(end > rows ? rows : end);
-    if (size < 0 || end > rows) {
-      atomicMin(reinterpret_cast<long long*>(&first_wrong), static_cast<long long>(g));
-    }
-    __syncthreads();
-    if (g == first_wrong && g < groups) {
-      word->found.group = g;
-      word->found.size = size;
-      word->found.left = rows - (end - counted);
-      word->found.rows = rows;
-      __threadfence_system();
-      word->is_set = 1;
-    }
-    carried += total;
-  }
+  scan.visit(sizes, groups, rows, word, [&](int64_t g, int64_t, int64_t end) {
+    if (g < groups) offsets[g + 1] = static_cast<int32_t>(end);
+  });
 }
 
 }  // namespace

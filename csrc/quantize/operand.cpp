@@ -81,21 +81,23 @@ void check_matrix(const Argument& input, const at::Tensor* group_sizes, const Fo
 
 GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, int64_t rows) {
   if (!group_sizes) return {};
-  const at::Tensor offsets = group_offsets({data.op, "group_sizes", *group_sizes}, data, rows);
+  const Argument sizes{data.op, "group_sizes", *group_sizes};
   const int64_t groups = group_sizes->numel();
   const int64_t row_tiles = Layout::row_tiles(rows, groups);
   constexpr int64_t kWords = sizeof(RowTile) / sizeof(int32_t);
-  const GroupTables tables{empty(data.tensor, {row_tiles * kWords + groups + 1}, at::kInt)};
+  const GroupTables tables{empty(data.tensor, {row_tiles * kWords + 2 * (groups + 1)}, at::kInt)};
   int32_t* words = tables.storage.mutable_data_ptr<int32_t>();
   RowTile* table = reinterpret_cast<RowTile*>(words);
-  int32_t* tile_offsets = words + row_tiles * kWords;
+  int32_t* scratch = words + row_tiles * kWords;
   if (data.tensor.is_cpu()) {
-    row_tiles_cpu(offsets.const_data_ptr<int32_t>(), groups, rows, row_tiles, tile_offsets, table);
+    const at::Tensor offsets = group_offsets(sizes, data, rows);
+    row_tiles_cpu(offsets.const_data_ptr<int32_t>(), groups, rows, row_tiles, scratch, table);
     return tables;
   }
 #ifdef TRANSFORMER_PLUGIN_CUDA
+  const DeviceSizes given = device_sizes(sizes, data, rows);
   const CudaScope scope(data.tensor);
-  launch_row_tiles(offsets.const_data_ptr<int32_t>(), groups, rows, row_tiles, tile_offsets, table,
+  launch_row_tiles(given.sizes, given.is_int64, groups, rows, row_tiles, scratch, table, given.word,
                    scope.stream());
 #endif
   return tables;

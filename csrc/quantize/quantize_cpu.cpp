@@ -27,8 +27,9 @@ void write_tensor_scales(const QuantizeArgs& args) {
 
 }  // namespace
 
-void row_tiles_cpu(const int32_t* offsets, int64_t groups, int64_t rows, int64_t row_tiles,
-                   int32_t* tile_offsets, RowTile* table) {
+void row_tiles_cpu(const int32_t* offsets, int64_t groups, int64_t rows, int64_t row_tiles, int32_t* scratch,
+                   RowTile* table) {
+  int32_t* tile_offsets = scratch;
   tile_offsets[0] = 0;
   for (int64_t g = 0; g < groups; ++g) {
     tile_offsets[g + 1] =

@@ -1,4 +1,4 @@
-#include "common/scan.cuh"
+#include "common/sizes_scan.cuh"
 #include "quantize/fp8_tile.cuh"
 
 namespace transformer_plugin::quantize {
@@ -14,21 +14,30 @@ __global__ void tensor_scales_kernel(const __grid_constant__ QuantizeArgs args) 
   }
 }
 
-// One block: each pass of the first loop scans the tiles of kThreads groups, then threads look tiles up.
+// One block. Offsets of this many groups stay in shared memory, where tiles look their group up.
+constexpr int kSharedGroups = 1024;
+
+template <typename Size>
 __global__ void __launch_bounds__(kThreads)
-    row_tiles_kernel(const int32_t* offsets, int64_t groups, int64_t rows, int64_t row_tiles,
-                     int32_t* tile_offsets, RowTile* table) {
-  __shared__ BlockScan<int32_t, kThreads> scan;
+    row_tiles_kernel(const Size* sizes, int64_t groups, int64_t rows, int64_t row_tiles, int32_t* scratch,
+                     RowTile* table, WrongSizesWord* word) {
+  __shared__ SizesScan<kThreads> scan;
+  __shared__ BlockScan<int32_t, kThreads> tile_scan;
+  __shared__ int32_t shared[2 * (kSharedGroups + 1)];
+  int32_t* offsets = groups <= kSharedGroups ? shared : scratch;
+  int32_t* tile_offsets = offsets + groups + 1;
+  if (threadIdx.x == 0) offsets[0] = tile_offsets[0] = 0;
   int32_t carried = 0;
-  if (threadIdx.x == 0) tile_offsets[0] = 0;
-  for (int64_t start = 0; start < groups; start += kThreads) {
-    const int64_t g = start + threadIdx.x;
-    const int32_t tiles = g < groups ? static_cast<int32_t>(ceil_div(offsets[g + 1] - offsets[g], kTile)) : 0;
+  scan.visit(sizes, groups, rows, word, [&](int64_t g, int64_t begin, int64_t end) {
     int32_t total;
-    const int32_t end = carried + scan.inclusive(tiles, total);
-    if (g < groups) tile_offsets[g + 1] = end;
+    const int32_t tile_end =
+        carried + tile_scan.inclusive(static_cast<int32_t>(ceil_div(end - begin, kTile)), total);
+    if (g < groups) {
+      offsets[g + 1] = static_cast<int32_t>(end);
+      tile_offsets[g + 1] = tile_end;
+    }
     carried += total;
-  }
+  });
   __syncthreads();
   for (int64_t i = threadIdx.x; i < row_tiles; i += kThreads) {
     table[i] = row_tile_at(offsets, tile_offsets, groups, rows, i);
@@ -37,10 +46,16 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void launch_row_tiles(const int32_t* offsets, int64_t groups, int64_t rows, int64_t row_tiles,
-                      int32_t* tile_offsets, RowTile* table, void* stream) {
-  row_tiles_kernel<<<1, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(offsets, groups, rows, row_tiles,
-                                                                          tile_offsets, table);
+void launch_row_tiles(const void* sizes, bool is_int64, int64_t groups, int64_t rows, int64_t row_tiles,
+                      int32_t* scratch, RowTile* table, WrongSizesWord* word, void* stream) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (is_int64) {
+    row_tiles_kernel<<<1, kThreads, 0, cuda_stream>>>(static_cast<const int64_t*>(sizes), groups, rows,
+                                                      row_tiles, scratch, table, word);
+  } else {
+    row_tiles_kernel<<<1, kThreads, 0, cuda_stream>>>(static_cast<const int32_t*>(sizes), groups, rows,
+                                                      row_tiles, scratch, table, word);
+  }
   check_launch("row_tiles_kernel");
 }
 

@@ -22,6 +22,7 @@
 #include <cstdint>
 
 #include "common/math.h"
+#include "common/offsets.h"
 
 namespace transformer_plugin::quantize {
 
@@ -199,10 +200,10 @@ TP_HOST_DEVICE void zero_mx_padding(const Layout& layout, const Tile& tile, bool
   }
 }
 
-// Fill tile_offsets [groups + 1] and the table of a matrix with so many rows and row tiles.
-void row_tiles_cpu(const int32_t* offsets, int64_t groups, int64_t rows, int64_t row_tiles,
-                   int32_t* tile_offsets, RowTile* table);
-void launch_row_tiles(const int32_t* offsets, int64_t groups, int64_t rows, int64_t row_tiles,
-                      int32_t* tile_offsets, RowTile* table, void* stream);
+// Fill the table of a matrix with so many rows and row tiles. `scratch` holds 2 * (groups + 1) numbers.
+void row_tiles_cpu(const int32_t* offsets, int64_t groups, int64_t rows, int64_t row_tiles, int32_t* scratch,
+                   RowTile* table);
+void launch_row_tiles(const void* sizes, bool is_int64, int64_t groups, int64_t rows, int64_t row_tiles,
+                      int32_t* scratch, RowTile* table, WrongSizesWord* word, void* stream);
 
 }  // namespace transformer_plugin::quantize
