@@ -67,6 +67,20 @@ def _single(label: str, key: str, direction: str) -> Case:
     )
 
 
+def _scaled(direction: str) -> Case:
+    """Delayed scaling: the scale is given, the amax collected in the same pass. What it collects is not an output."""
+    fmt = Format.parse("fp8_tensor:e4m3")
+    suffix = {"rows": "", "both": "_both"}[direction]
+    op, meaning = (getattr(module, "quantize_scaled" + suffix) for module in (ops, reference))
+    return Case(
+        f"fp8_tensor, given scale {direction}",
+        fmt,
+        prepare=lambda x: (x, torch.full((1,), 100.0, device=x.device), torch.zeros(1, device=x.device)),
+        op=lambda x, scale, amax: op(x, scale, fmt.key, amax),
+        reference=lambda x, scale, amax: meaning(x, scale, fmt, amax),
+    )
+
+
 def _dequantize(label: str, key: str) -> Case:
     fmt = Format.parse(key)
     return Case(
@@ -102,6 +116,8 @@ def cases() -> Iterator[Case]:
         yield _single("fp8_block square", "fp8_block:e4m3,square", direction)
     for direction in ("rows", "both"):
         yield _single("fp8_tensor", "fp8_tensor:e4m3", direction)
+    for direction in ("rows", "both"):
+        yield _scaled(direction)
     if "mxfp8" in FAMILIES:
         for direction in DIRECTIONS:
             yield _single("mxfp8", "mxfp8:e4m3", direction)

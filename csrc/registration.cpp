@@ -56,6 +56,10 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "amax_list_out(Tensor[] inputs, str format, Tensor(a!) amax, Tensor(b!)? amax_t=None, Tensor? noop=None) -> "
       "()");
+  m.def("quantize_list(Tensor[] inputs, str format, Tensor? amax=None) -> (Tensor[], Tensor[])");
+  m.def(
+      "quantize_list_both(Tensor[] inputs, str format, Tensor? amax=None) -> "
+      "(Tensor[], Tensor[], Tensor[], Tensor[])");
   m.def(
       "requantize_transposed(Tensor data, Tensor scale_inv, str format, ScalarType dtype, "
       "Tensor? group_sizes=None) -> (Tensor, Tensor)");

@@ -42,12 +42,6 @@ float largest_finite(at::ScalarType dtype) {
   }
 }
 
-ScaleRule scale_rule(const Format& format, at::ScalarType dtype) {
-  const bool per_tensor = format.family == FormatFamily::kFp8Tensor;
-  return {format.max(), format.epsilon,
-          per_tensor ? std::numeric_limits<float>::max() : largest_finite(dtype), format.power_of_two_scales};
-}
-
 uint8_t* bytes(const Tensor& tensor) {
   return tensor.defined() ? static_cast<uint8_t*>(tensor.mutable_data_ptr()) : nullptr;
 }
@@ -55,6 +49,12 @@ uint8_t* bytes(const Tensor& tensor) {
 float* floats(const Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_ptr<float>() : nullptr; }
 
 }  // namespace
+
+ScaleRule scale_rule(const Format& format, at::ScalarType dtype) {
+  const bool per_tensor = format.family == FormatFamily::kFp8Tensor;
+  return {format.max(), format.epsilon,
+          per_tensor ? std::numeric_limits<float>::max() : largest_finite(dtype), format.power_of_two_scales};
+}
 
 Format check_arguments(const Call& call) {
   const char* op = call.op.name;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "quantize/operand.h"
+#include "quantize/quantize.h"
 
 namespace transformer_plugin::quantize {
 
@@ -35,6 +36,8 @@ struct Call {
 Format check_arguments(const Call& call);
 // The outputs, the same for every backend.
 Outputs make_outputs(const Call& call, const Operand& operand, const Format& format);
+// How an input of this dtype is scaled.
+ScaleRule scale_rule(const Format& format, at::ScalarType dtype);
 // After the checks. `noop` is a flag on the device of the input, or null: with 1 nothing is written.
 void quantize_into(const Call& call, const Format& format, const Outputs& outputs, const float* noop);
 

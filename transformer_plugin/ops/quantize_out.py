@@ -187,6 +187,49 @@ def amax_list_out(
     _ops.amax_list_out(inputs, _key(format), amax, amax_t, noop)
 
 
+def quantize_list(
+    inputs: list[Tensor], format: str | Format, amax: Tensor | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """:func:`~transformer_plugin.ops.quantize` of each of many matrices, all weights of a model for example.
+
+    A kernel takes 64 matrices, whose addresses travel in its arguments. ``fp8_tensor`` finds all amaxes first, as
+    :func:`amax_list_out`.
+
+    Args:
+        inputs: n matrices ``[M, K]``, at least one, of one dtype, float32, bfloat16 or float16, any strides (those that
+            are not contiguous are copied first), any sizes including 0; for ``mxfp8`` every K is a multiple of 32.
+        format: a key of ``fp8_tensor``, ``fp8_block`` or ``mxfp8``.
+        amax: float32 ``[n]``, contiguous, only for ``fp8_tensor``: takes the place of the matrices' own.
+
+    Returns:
+        The n ``data`` and the n ``scale_inv``. Not differentiable.
+
+    Raises:
+        TypeError: another dtype. ValueError: other dimensions or devices, a width or an amax that does not fit the
+        format.
+    """
+    data, scale_inv = _ops.quantize_list(inputs, _key(format), amax)
+    return data, scale_inv
+
+
+def quantize_list_both(
+    inputs: list[Tensor], format: str | Format, amax: Tensor | None = None
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    """:func:`~transformer_plugin.ops.quantize_both` of each of many matrices.
+
+    Args:
+        inputs, format, amax: as in :func:`quantize_list`.
+
+    Returns:
+        Four lists of n: ``data, scale_inv, data_transposed, scale_inv_transposed``.
+
+    Raises:
+        TypeError, ValueError: as :func:`quantize_list`.
+    """
+    data, scale_inv, data_t, scale_t = _ops.quantize_list_both(inputs, _key(format), amax)
+    return data, scale_inv, data_t, scale_t
+
+
 def requantize_transposed(
     data: Tensor,
     scale_inv: Tensor,

@@ -132,6 +132,24 @@ def amax_list_out(
         _write((amax_t,), (values,), noop)
 
 
+def quantize_list(
+    inputs: list[Tensor], format: str | Format, amax: Tensor | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Each by itself."""
+    data, scale_inv, _, _ = quantize_list_both(inputs, format, amax)
+    return data, scale_inv
+
+
+def quantize_list_both(
+    inputs: list[Tensor], format: str | Format, amax: Tensor | None = None
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    """Each by itself, both directions."""
+    given = [None] * len(inputs) if amax is None else list(amax.split(1))
+    outputs = [quantize_both(input, format, one) for input, one in zip(inputs, given, strict=True)]
+    data, scale_inv, data_t, scale_t = ([output[i] for output in outputs] for i in range(4))
+    return data, scale_inv, data_t, scale_t
+
+
 def requantize_transposed(
     data: Tensor,
     scale_inv: Tensor,

@@ -1,0 +1,64 @@
+// Quantizing many matrices in one launch.
+#pragma once
+
+#include "quantize/quantize.h"
+
+namespace transformer_plugin::quantize {
+
+// Matrices of one launch, whose addresses travel in the kernel's arguments: 4 KiB of them.
+inline constexpr int kQuantizeListTensors = 64;
+
+struct QuantizeListEntry {
+  const void* input;  // [rows, cols] contiguous
+  uint8_t* data;
+  void* scale;
+  uint8_t* data_t;
+  void* scale_t;
+  int32_t rows;
+  int32_t cols;
+};
+
+struct QuantizeListArgs {
+  QuantizeListEntry entries[kQuantizeListTensors];
+  int32_t first_block[kQuantizeListTensors + 1];  // one for each tile, and at least one for each matrix
+  int tensors;
+  const float* amax;  // [tensors] of ScaleMode::kTensor
+  ScaleRule rule;
+  ScaleMode mode;
+  DType dtype;
+  DType element;
+  bool square;
+  bool rowwise;
+  bool transposed;
+
+  // The arguments of one matrix alone.
+  TP_HOST_DEVICE QuantizeArgs of(int tensor) const {
+    const QuantizeListEntry& entry = entries[tensor];
+    const bool mx = mode == ScaleMode::kMx;
+    QuantizeArgs args{};
+    args.input = entry.input;
+    args.data = entry.data;
+    args.data_t = entry.data_t;
+    args.scale = mx ? nullptr : static_cast<float*>(entry.scale);
+    args.scale_t = mx ? nullptr : static_cast<float*>(entry.scale_t);
+    args.exponents = mx ? static_cast<uint8_t*>(entry.scale) : nullptr;
+    args.exponents_t = mx ? static_cast<uint8_t*>(entry.scale_t) : nullptr;
+    args.amax = amax ? amax + tensor : nullptr;
+    args.layout = {1, entry.rows, entry.cols, 0, nullptr, mode, square};
+    args.rule = rule;
+    args.dtype = dtype;
+    args.element = element;
+    args.rowwise = rowwise;
+    args.transposed = transposed;
+    return args;
+  }
+};
+static_assert(sizeof(QuantizeListArgs) <= 4096, "a kernel's arguments");
+
+// Fills first_block.
+void launch_quantize_list(QuantizeListArgs& args, void* stream);
+void launch_quantize_list_mx(QuantizeListArgs& args, void* stream);
+// What both begin with: the blocks of each matrix; returns their sum.
+int32_t count_list_blocks(QuantizeListArgs& args);
+
+}  // namespace transformer_plugin::quantize

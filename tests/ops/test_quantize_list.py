@@ -1,0 +1,149 @@
+"""quantize_list: each matrix as quantize does it, all in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.quantize_oracle import SPECS, assert_all_same, oracle_both
+from transformer_plugin import ops, reference
+from transformer_plugin.testing.cases import FLOAT_DTYPES, randn
+from transformer_plugin.testing.numerics import assert_same_bits
+from transformer_plugin.testing.quantize_cases import special_matrix, width_for
+
+OPS = torch.ops.transformer_plugin
+FORMATS = (
+    "fp8_tensor",
+    "fp8_tensor:e5m2,pow2",
+    "fp8_block",
+    "fp8_block:e5m2,fp32",
+    "fp8_block:square",
+    "mxfp8",
+    "mxfp8:e5m2",
+    "mxfp8:square",
+)
+SHAPES = [(3, 5), (0, 7), (130, 129), (1, 1), (260, 512), (5, 0), (127, 258)]
+
+
+def list_of(count: int, format: str, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Sizes in turn, magnitudes that differ, and one with a NaN and an infinity."""
+    generator = torch.Generator().manual_seed(count)
+    tensors = []
+    for i in range(count):
+        rows, columns = SHAPES[i % len(SHAPES)]
+        shape = (rows, width_for(columns, format))
+        tensors.append(randn(shape, dtype, device, generator, float(1 + i % 5)))
+    if count > 2:
+        tensors[1] = special_matrix(dtype, 288).to(device)
+    return tensors
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("count", [1, 8, 150])
+def test_list(count: int, format: str, device: torch.device) -> None:
+    dtype = FLOAT_DTYPES[(count + FORMATS.index(format)) % 3]
+    tensors = list_of(count, format, dtype, device)
+    both, rows = ops.quantize_list_both(tensors, format), ops.quantize_list(tensors, format)
+    assert all(len(output) == count for output in (*both, *rows))
+    meant = reference.quantize_list_both(tensors, format), reference.quantize_list(tensors, format)
+    for i, tensor in enumerate(tensors):
+        expected = oracle_both(tensor, SPECS[format]) if i < 20 else ops.quantize_both(tensor, format)
+        assert_all_same(tuple(output[i] for output in both), expected)
+        assert_all_same(tuple(output[i] for output in rows), expected[:2])
+        if i < 20:
+            assert_all_same(tuple(output[i] for output in meant[0]), expected)
+            assert_all_same(tuple(output[i] for output in meant[1]), expected[:2])
+
+
+def test_any_strides(device: torch.device) -> None:
+    wide = torch.randn(40, 64 * 3, device=device).bfloat16()
+    tensors = [wide[:, ::2], wide.T[:, :32], wide[3:9, 5:37], wide.flatten()[1:4097].view(64, 64)]
+    for format in ("fp8_tensor", "fp8_block", "mxfp8"):
+        got = ops.quantize_list_both(tensors, format)
+        for i, tensor in enumerate(tensors):
+            assert_all_same(
+                tuple(output[i] for output in got), ops.quantize_both(tensor.contiguous(), format)
+            )
+
+
+def test_given_amaxes(device: torch.device) -> None:
+    tensors = [torch.randn(9, 33, device=device) for _ in range(70)]
+    amax = torch.rand(70, device=device) + 1
+    for family in (ops, reference):
+        data, scale = family.quantize_list(tensors, "fp8_tensor", amax)
+        for i, tensor in enumerate(tensors):
+            assert_all_same((data[i], scale[i]), ops.quantize(tensor, "fp8_tensor", amax[i : i + 1]))
+
+
+@pytest.mark.parametrize("format", ["fp8_tensor", "fp8_block", "mxfp8"])
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.usefixtures("schema_checks_take_fp8")
+def test_opcheck(count: int, format: str, device: torch.device) -> None:
+    tensors = [torch.randn(5 * i, 64, device=device) for i in range(count)]
+    torch.library.opcheck(OPS.quantize_list.default, (tensors, format))
+    torch.library.opcheck(OPS.quantize_list_both.default, (tensors, format))
+
+
+def test_compiles_whole(device: torch.device) -> None:
+    def both(tensors: list[Tensor]) -> list[Tensor]:
+        data, scale = ops.quantize_list([t * 2 for t in tensors], "fp8_block")
+        return [ops.dequantize(d, s, "fp8_block") for d, s in zip(data, scale, strict=True)]
+
+    tensors = [torch.randn(5 + i, 64, device=device) for i in range(3)]
+    for got, expected in zip(torch.compile(both, fullgraph=True)(tensors), both(tensors), strict=True):
+        assert_same_bits(got, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["fp8_tensor", "fp8_block", "mxfp8"])
+def test_cuda_graph(format: str) -> None:
+    tensors = [torch.randn(100 + i, 64, device="cuda") for i in range(70)]
+    ops.quantize_list_both(tensors, format)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ops.quantize_list_both(list(tensors), format)
+    for seed in range(2):
+        for i, tensor in enumerate(tensors):
+            tensor.copy_(torch.randn(100 + i, 64, generator=torch.Generator().manual_seed(seed * 200 + i)))
+        graph.replay()
+        for i, tensor in enumerate(tensors):
+            assert_all_same(tuple(output[i] for output in captured), ops.quantize_both(tensor, format))
+
+
+ONES = torch.ones(4, 40)
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments", "error", "text"),
+    [
+        (ops.quantize_list, ([ONES, ONES.half()], "fp8_block"), TypeError,
+         "argument 'inputs': expected float32, like the first, got float16. Convert one of them with .to() first."),
+        (ops.quantize_list, ([ONES.double()], "fp8_block"), TypeError,
+         "argument 'inputs': expected one of the dtypes float32, bfloat16, float16, got float64. Convert it with .to() "
+         "first."),
+        (ops.quantize_list_both, ([ONES[None]], "fp8_block"), ValueError,
+         "argument 'inputs': expected 2 dimensions, got float32[1, 4, 40] on cpu. Reshape it first."),
+        (ops.quantize_list, ([ONES], "mxfp8"), ValueError,
+         "argument 'inputs': expected a last dimension that is a multiple of 32, the block of mxfp8, got float32[4, 40]"
+         " on cpu. Pad it with zeros, for example with torch.nn.functional.pad."),
+        (ops.quantize_list, ([ONES], "fp8_tensor", torch.ones(2)), ValueError,
+         "argument 'amax': expected size 1 in dimension 0 (one for each of 'inputs'), got float32[2] on cpu. Pass "
+         "tensors whose sizes agree."),
+        (ops.quantize_list, ([], "fp8_tensor", torch.ones(0)), ValueError,
+         "argument 'inputs': expected at least one matrix, which says on what device, got none. Leave out the call."),
+        (ops.quantize_list, ([ONES], "fp8_block", torch.ones(1)), ValueError,
+         "argument 'amax': expected None for 'fp8_block', which has no use for it, got float32[1] on cpu. Leave it "
+         "out."),
+    ],
+)  # fmt: skip
+def test_errors_have_four_parts(
+    op: Callable[..., Any], arguments: tuple[Any, ...], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error) as caught:
+        op(*arguments)
+    assert str(caught.value) == f"transformer_plugin::{op.__name__}: {text}"
