@@ -2,6 +2,7 @@
 
 #include <torch/library.h>
 
+#include "activation/swiglu_checks.h"
 #include "common/autograd.h"
 #include "common/check.h"
 #include "common/tensor.h"
@@ -14,37 +15,17 @@ using OptionalTensor = std::optional<Tensor>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-void check_input(const char* op, const Tensor& input, const OptionalTensor& probs) {
-  const Argument input_argument{op, "input", input};
-  check_dtype(input_argument, kFloatTypes);
-  check_dim(input_argument, 2);
-  TP_CHECK_VALUE(input.sym_size(1) % 2 == 0, op, "input",
-                 "an even number of columns (gate and linear halves)", describe(input),
-                 "Concatenate the two halves along the last dimension");
-  if (!probs) return;
-  const Argument probs_argument{op, "probs", *probs};
-  check_dtype(probs_argument, {at::kFloat});
-  check_dim(probs_argument, 1);
-  check_size(probs_argument, 0, input.sym_size(0), "the rows of 'input'");
-  check_same_device(probs_argument, input_argument);
-}
-
 // Checks and the output, the same for every backend.
 Tensor swiglu_output(const Tensor& input, const OptionalTensor& probs) {
-  check_input("swiglu", input, probs);
+  check_swiglu("swiglu", input, probs);
   return empty(input, {input.sym_size(0), input.sym_size(1) / 2}, input.scalar_type());
 }
 
 std::tuple<Tensor, Tensor> swiglu_backward_outputs(const Tensor& grad, const Tensor& input,
                                                    const OptionalTensor& probs) {
   constexpr const char* op = "swiglu_backward";
-  check_input(op, input, probs);
-  const Argument grad_argument{op, "grad", grad};
-  check_dim(grad_argument, 2);
-  check_same_dtype(grad_argument, {op, "input", input});
-  check_same_device(grad_argument, {op, "input", input});
-  check_size(grad_argument, 0, input.sym_size(0), "the rows of 'input'");
-  check_size(grad_argument, 1, input.sym_size(1) / 2, "half the columns of 'input'");
+  check_swiglu(op, input, probs);
+  check_swiglu_grad(op, grad, input);
   const c10::SymInt rows = probs ? input.sym_size(0) : c10::SymInt(0);
   return {empty(input, input.sym_sizes(), input.scalar_type()), empty(input, {rows}, at::kFloat)};
 }
@@ -67,10 +48,13 @@ std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad, const Tensor& inp
   const Tensor g = grad.contiguous();
   const Tensor x = input.contiguous();
   const Tensor p = probs ? probs->contiguous() : Tensor();
+  const int64_t tiles = (x.size(1) / 2 + kSumTile - 1) / kSumTile;
+  const Tensor partial = probs && !x.is_cpu() ? empty(x, {tiles, x.size(0)}, at::kFloat) : Tensor();
   launch(SwigluBackwardArgs{g.const_data_ptr(), x.const_data_ptr(),
                             probs ? p.const_data_ptr<float>() : nullptr, grad_input.mutable_data_ptr(),
-                            probs ? grad_probs.mutable_data_ptr<float>() : nullptr, x.size(0), x.size(1) / 2,
-                            to_dtype(x.scalar_type())});
+                            probs ? grad_probs.mutable_data_ptr<float>() : nullptr,
+                            partial.defined() ? partial.mutable_data_ptr<float>() : nullptr, x.size(0),
+                            x.size(1) / 2, to_dtype(x.scalar_type())});
   return outputs;
 }
 
@@ -111,6 +95,30 @@ Tensor swiglu_autograd(const Tensor& input, const OptionalTensor& probs) {
 }
 
 }  // namespace
+
+void check_swiglu(const char* op, const Tensor& input, const OptionalTensor& probs) {
+  const Argument input_argument{op, "input", input};
+  check_dtype(input_argument, kFloatTypes);
+  check_dim(input_argument, 2);
+  TP_CHECK_VALUE(input.sym_size(1) % 2 == 0, op, "input",
+                 "an even number of columns (gate and linear halves)", describe(input),
+                 "Concatenate the two halves along the last dimension");
+  if (!probs) return;
+  const Argument probs_argument{op, "probs", *probs};
+  check_dtype(probs_argument, {at::kFloat});
+  check_dim(probs_argument, 1);
+  check_size(probs_argument, 0, input.sym_size(0), "the rows of 'input'");
+  check_same_device(probs_argument, input_argument);
+}
+
+void check_swiglu_grad(const char* op, const Tensor& grad, const Tensor& input) {
+  const Argument argument{op, "grad", grad};
+  check_dim(argument, 2);
+  check_same_dtype(argument, {op, "input", input});
+  check_same_device(argument, {op, "input", input});
+  check_size(argument, 0, input.sym_size(0), "the rows of 'input'");
+  check_size(argument, 1, input.sym_size(1) / 2, "half the columns of 'input'");
+}
 
 TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
   m.impl("swiglu",

@@ -3,7 +3,8 @@
 // input [rows, 2F] holds the gate in its first F columns and the linear part in its last F:
 //   output[i, j] = silu(input[i, j]) * input[i, F + j] * probs[i],   silu(a) = a / (1 + exp(-a)).
 // All in FP32, rounded once. The backward's row sum has a written order, so it repeats bit for bit and is the same
-// on CPU and CUDA: lane l of kLanes adds columns l, l + kLanes, ... in turn; then lanes are folded in halves.
+// on CPU and CUDA: within each 128 columns neighbours are added, then the sums of neighbours, and so on, seven times (a
+// column that is not there counts as 0); then the sums of the 128s are added in turn, from zero.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,7 @@
 
 namespace transformer_plugin::activation {
 
-inline constexpr int kLanes = 32;
+inline constexpr int kSumTile = 128;  // columns that are summed as a tree
 
 struct SwigluArgs {
   const void* input;   // [rows, 2F]
@@ -30,13 +31,14 @@ struct SwigluBackwardArgs {
   const float* probs;  // [rows], or null for 1
   void* grad_input;    // [rows, 2F]
   float* grad_probs;   // [rows], or null when probs is
+  float* partial;      // scratch of the row sums, [ceil(F / 128), rows], or null when probs is
   int64_t rows;
   int64_t features;
   DType dtype;
 };
 
 TP_HOST_DEVICE float swiglu_value(float gate, float linear, float prob) {
-  return gate * sigmoid_f32(gate) * linear * prob;
+  return gate * sigmoid_of_number_f32(gate) * linear * prob;
 }
 
 struct SwigluGradient {
@@ -46,15 +48,25 @@ struct SwigluGradient {
 };
 
 TP_HOST_DEVICE SwigluGradient swiglu_gradient(float grad, float gate, float linear, float prob) {
-  const float sigmoid = sigmoid_f32(gate);
+  const float sigmoid = sigmoid_of_number_f32(gate);
   const float silu = gate * sigmoid;
   const float slope = sigmoid + silu * (1.0f - sigmoid);
   return {grad * linear * prob * slope, grad * silu * prob, silu * linear};
 }
 
+// The sum of kSumTile terms in the written order. Overwrites them.
+TP_HOST_DEVICE float sum_of_tile(float* terms) {
+  for (int count = kSumTile / 2; count > 0; count /= 2) {
+    for (int i = 0; i < count; ++i) terms[i] = terms[2 * i] + terms[2 * i + 1];
+  }
+  return terms[0];
+}
+
 void swiglu_cpu(const SwigluArgs& args);
 void swiglu_backward_cpu(const SwigluBackwardArgs& args);
 void launch_swiglu(const SwigluArgs& args, void* stream);
+// The sums of each row from those of its tiles.
+void launch_add_row_sums(const SwigluBackwardArgs& args, void* stream);
 void launch_swiglu_backward(const SwigluBackwardArgs& args, void* stream);
 
 }  // namespace transformer_plugin::activation

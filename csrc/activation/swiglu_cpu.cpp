@@ -1,5 +1,7 @@
 #include <ATen/Parallel.h>
 
+#include <algorithm>
+
 #include "activation/swiglu.h"
 
 namespace transformer_plugin::activation {
@@ -15,27 +17,32 @@ TP_CPU_CLONES void forward_row(const T* gate, const T* linear, float prob, T* ou
   }
 }
 
+// Gradients of up to kSumTile columns, and what their probability's gradient adds of each.
+template <typename T>
+TP_CPU_CLONES void backward_tile(const T* grad, const T* gate, const T* linear, float prob, T* grad_gate,
+                                 T* grad_linear, float* terms, int cols) {
+  for (int c = 0; c < cols; ++c) {
+    const float g = static_cast<float>(grad[c]);
+    const SwigluGradient d =
+        swiglu_gradient(g, static_cast<float>(gate[c]), static_cast<float>(linear[c]), prob);
+    grad_gate[c] = static_cast<T>(d.gate);
+    grad_linear[c] = static_cast<T>(d.linear);
+    terms[c] = g * d.activation;
+  }
+}
+
 // Returns the row's sum of grad * activation.
 template <typename T>
-TP_CPU_CLONES float backward_row(const T* grad, const T* gate, const T* linear, float prob, T* grad_gate,
-                                 T* grad_linear, int64_t features) {
-  float lanes[kLanes] = {};
-  for (int64_t start = 0; start < features; start += kLanes) {
-    const int64_t count = features - start < kLanes ? features - start : kLanes;
-    for (int64_t l = 0; l < count; ++l) {
-      const int64_t j = start + l;
-      const float g = static_cast<float>(grad[j]);
-      const SwigluGradient d =
-          swiglu_gradient(g, static_cast<float>(gate[j]), static_cast<float>(linear[j]), prob);
-      grad_gate[j] = static_cast<T>(d.gate);
-      grad_linear[j] = static_cast<T>(d.linear);
-      lanes[l] = lanes[l] + g * d.activation;
-    }
+float backward_row(const T* grad, const T* gate, const T* linear, float prob, T* grad_gate, T* grad_linear,
+                   int64_t features) {
+  float sum = 0.0f;
+  for (int64_t j = 0; j < features; j += kSumTile) {
+    float terms[kSumTile] = {};
+    const int cols = static_cast<int>(std::min<int64_t>(kSumTile, features - j));
+    backward_tile<T>(grad + j, gate + j, linear + j, prob, grad_gate + j, grad_linear + j, terms, cols);
+    sum = sum + sum_of_tile(terms);
   }
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int l = 0; l < half; ++l) lanes[l] = lanes[l] + lanes[l + half];
-  }
-  return lanes[0];
+  return sum;
 }
 
 int64_t rows_per_task(int64_t features) {

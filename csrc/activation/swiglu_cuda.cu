@@ -1,16 +1,48 @@
 #include "activation/swiglu.h"
-#include "common/device_types.cuh"
 #include "common/launch.cuh"
+#include "common/vectors.cuh"
 
 namespace transformer_plugin::activation {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kRowsPerBlock = kThreads / kWarpSize;
-static_assert(kLanes == kWarpSize, "a lane of the written row sum is a lane of the warp");
+constexpr int kRowsPerThread = 4;
 
+// A thread has 16 bytes of the output's columns in each of kRowsPerThread rows. `vectors` of them make a row.
 template <typename T>
-__global__ void swiglu_kernel(SwigluArgs args) {
+__global__ void __launch_bounds__(kThreads)
+    swiglu_vector_kernel(const __grid_constant__ SwigluArgs args, uint32_t vectors) {
+  const uint32_t index = blockIdx.x * kThreads + threadIdx.x;
+  const uint32_t band = index / vectors;
+  const int64_t first_row = static_cast<int64_t>(band) * kRowsPerThread;
+  const int64_t column = static_cast<int64_t>(index - band * vectors) * kVectorSize<T>;
+  const int64_t f = args.features;
+  const T* gate = static_cast<const T*>(args.input) + first_row * 2 * f + column;
+  const int rows = static_cast<int>(min(static_cast<int64_t>(kRowsPerThread), args.rows - first_row));
+  uint4 gates[kRowsPerThread] = {}, linears[kRowsPerThread] = {};
+  float probs[kRowsPerThread];
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) {  // all loads under way before a value is used
+    probs[r] = 1.0f;
+    if (r >= rows) continue;  // also in threads past the last row
+    gates[r] = *reinterpret_cast<const uint4*>(gate + r * 2 * f);
+    linears[r] = *reinterpret_cast<const uint4*>(gate + r * 2 * f + f);
+    if (args.probs) probs[r] = args.probs[first_row + r];
+  }
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    if (r >= rows) return;
+    Floats<T> out;
+    const Floats<T> a(gates[r]), b(linears[r]);
+#pragma unroll
+    for (int i = 0; i < kVectorSize<T>; ++i) out.at[i] = swiglu_value(a.at[i], b.at[i], probs[r]);
+    *reinterpret_cast<uint4*>(static_cast<T*>(args.output) + (first_row + r) * f + column) = out.rounded();
+  }
+}
+
+// Any width and any alignment.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) swiglu_kernel(const __grid_constant__ SwigluArgs args) {
   const int64_t elements = args.rows * args.features;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t k = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; k < elements; k += step) {
@@ -23,51 +55,24 @@ __global__ void swiglu_kernel(SwigluArgs args) {
   }
 }
 
-// One warp a row.
-template <typename T>
-__global__ void swiglu_backward_kernel(SwigluBackwardArgs args) {
-  const int lane = threadIdx.x % kWarpSize;
-  const int64_t f = args.features;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kRowsPerBlock;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kWarpSize; i < args.rows;
-       i += step) {
-    const T* gate = static_cast<const T*>(args.input) + i * 2 * f;
-    T* grad_gate = static_cast<T*>(args.grad_input) + i * 2 * f;
-    const float prob = args.probs ? args.probs[i] : 1.0f;
-    float sum = 0.0f;
-    for (int64_t j = lane; j < f; j += kWarpSize) {
-      const float g = to_float(static_cast<const T*>(args.grad)[i * f + j]);
-      const SwigluGradient d = swiglu_gradient(g, to_float(gate[j]), to_float(gate[f + j]), prob);
-      grad_gate[j] = from_float<T>(d.gate);
-      grad_gate[f + j] = from_float<T>(d.linear);
-      sum = sum + g * d.activation;
-    }
-    for (int half = kWarpSize / 2; half > 0; half /= 2) sum = sum + __shfl_down_sync(0xffffffffu, sum, half);
-    if (lane == 0 && args.grad_probs) args.grad_probs[i] = sum;
-  }
-}
-
 }  // namespace
 
 void launch_swiglu(const SwigluArgs& args, void* stream) {
   if (args.rows == 0 || args.features == 0) return;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
   visit_device_float(args.dtype, [&](auto element) {
     using T = decltype(element);
-    swiglu_kernel<T>
-        <<<grid_size(args.rows * args.features, kThreads), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-            args);
+    const int64_t vectors = args.features / kVectorSize<T>;
+    const int64_t threads = (args.rows + kRowsPerThread - 1) / kRowsPerThread * vectors;
+    if (args.features % kVectorSize<T> == 0 && is_vector_aligned(args.input) && threads <= 0x7fffffff) {
+      swiglu_vector_kernel<T>
+          <<<grid_size(threads, kThreads), kThreads, 0, cuda_stream>>>(args, static_cast<uint32_t>(vectors));
+      check_launch("swiglu_vector_kernel");
+      return;
+    }
+    swiglu_kernel<T><<<grid_size(args.rows * args.features, kThreads), kThreads, 0, cuda_stream>>>(args);
+    check_launch("swiglu_kernel");
   });
-  check_launch("swiglu_kernel");
-}
-
-void launch_swiglu_backward(const SwigluBackwardArgs& args, void* stream) {
-  if (args.rows == 0) return;
-  visit_device_float(args.dtype, [&](auto element) {
-    using T = decltype(element);
-    swiglu_backward_kernel<T>
-        <<<grid_size(args.rows, kRowsPerBlock), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
-  });
-  check_launch("swiglu_backward_kernel");
 }
 
 }  // namespace transformer_plugin::activation

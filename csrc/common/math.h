@@ -38,12 +38,10 @@ TP_HOST_DEVICE uint32_t float_to_bits(float value) {
   return bits;
 }
 
-// exp(x), error below 1.5 ulp in the normal range. x = n ln2 + r with |r| <= ln2/2, then 1 + r + r^2 P(r), where
-// the degree-5 P interpolates (exp(r) - 1 - r) / r^2 at the Chebyshev nodes. Results below the normal range are 0.
-TP_HOST_DEVICE float exp_f32(float x) {
-  if (!(x > -87.33654f)) return x != x ? x : 0.0f;
-  if (x > 88.72283f) return bits_to_float(0x7f800000u);
-  // Adding and taking away 1.5 * 2^23 rounds to the nearest integer.
+// exp(x) where it is a normal number, -87.33654 < x <= 88.72283; error below 1.5 ulp. x = n ln2 + r with |r| <= ln2/2,
+// then 1 + r + r^2 P(r), where the degree-5 P interpolates (exp(r) - 1 - r) / r^2 at the Chebyshev nodes.
+TP_HOST_DEVICE float exp_in_range_f32(float x) {
+  // Adding and taking away 1.5 * 2^23 rounds to the nearest integer, which the low bits of the sum hold.
   const float shifted = fmaf(x, 1.44269504f, 12582912.0f);
   const float n = shifted - 12582912.0f;
   float r = fmaf(n, -0.693359375f, x);
@@ -56,19 +54,38 @@ TP_HOST_DEVICE float exp_f32(float x) {
   p = fmaf(p, r, 0.5f);
   p = fmaf(p, r, 1.0f);
   p = fmaf(p, r, 1.0f);
-  // 2^n in two factors: n may be 128 or -126, which one float exponent field cannot hold.
-  const int32_t whole = static_cast<int32_t>(n);
-  const int32_t half = whole / 2;
-  const float low = bits_to_float(static_cast<uint32_t>(half + 127) << 23);
-  const float high = bits_to_float(static_cast<uint32_t>(whole - half + 127) << 23);
-  return p * low * high;
+  return bits_to_float(float_to_bits(p) + (float_to_bits(shifted) << 23));  // p * 2^n, exactly
 }
 
-// 1 / (1 + exp(-x)), one exp for either sign so that nothing overflows.
-TP_HOST_DEVICE float sigmoid_f32(float x) {
-  const float e = exp_f32(x < 0.0f ? x : -x);
-  const float large = 1.0f / (1.0f + e);
+// exp(x). Results below the normal range are 0.
+TP_HOST_DEVICE float exp_f32(float x) {
+  const float in_range = exp_in_range_f32(x);
+  const float not_small = x > -87.33654f ? in_range : 0.0f;
+  const float value = x > 88.72283f ? bits_to_float(0x7f800000u) : not_small;
+  return x != x ? x : value;
+}
+
+// 1 / x for x in [1, 2], rounded to nearest: the steps of a GPU's division without its test for other ranges.
+TP_HOST_DEVICE float reciprocal_of_1_to_2(float x) {
+#if defined(__CUDA_ARCH__)
+  float estimate;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(x));
+  return fmaf(estimate, fmaf(-x, estimate, 1.0f), estimate);
+#else
+  return 1.0f / x;
+#endif
+}
+
+// 1 / (1 + exp(-x)), one exp for either sign so that nothing overflows. 1 for NaN: for those whose next step is a product
+// with x.
+TP_HOST_DEVICE float sigmoid_of_number_f32(float x) {
+  const float negative = x < 0.0f ? x : -x;
+  const float in_range = exp_in_range_f32(negative);
+  const float e = negative > -87.33654f ? in_range : 0.0f;
+  const float large = reciprocal_of_1_to_2(1.0f + e);
   return x < 0.0f ? e * large : large;
 }
+
+TP_HOST_DEVICE float sigmoid_f32(float x) { return x != x ? x : sigmoid_of_number_f32(x); }
 
 }  // namespace transformer_plugin

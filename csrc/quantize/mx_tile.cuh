@@ -161,8 +161,21 @@ __device__ __forceinline__ bool begin_mx_tile(const QuantizeArgs& args, const Ti
   return false;
 }
 
+// The above as one type, for kernels that store tiles of either kind.
+struct MxFamily {
+  using Shared = MxShared;
+  static __device__ __forceinline__ bool begin(const QuantizeArgs& args, const Tile& tile) {
+    return begin_mx_tile(args, tile);
+  }
+  template <DType element, typename T>
+  static __device__ __forceinline__ void write(const QuantizeArgs& args, const Tile& tile,
+                                               const Values<T>& values, int warp, int lane, Shared& shared) {
+    write_mx_tile<element>(args, tile, values, warp, lane, shared);
+  }
+};
+
 template <typename Source, DType element>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm<typename Source::Value>)
+__global__ void __launch_bounds__(kThreads, Source::kBlocks)
     quantize_mx_kernel(const __grid_constant__ QuantizeArgs args, const __grid_constant__ Source source) {
   __shared__ MxShared shared;
   const int warp = threadIdx.x / kWarpSize;

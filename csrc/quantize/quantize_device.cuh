@@ -39,6 +39,14 @@ __device__ __forceinline__ Two<T> max_abs(Two<T> largest, Two<T> values) {
   return {__hmax2(largest, __habs2(values))};
 }
 
+// Two floats rounded to nearest.
+template <typename T>
+__device__ __forceinline__ Two<T> two_from_floats(float x, float y) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) return {__floats2bfloat162_rn(x, y)};
+  if constexpr (std::is_same_v<T, __half>) return {__floats2half2_rn(x, y)};
+  if constexpr (std::is_same_v<T, float>) return {x, y};
+}
+
 // A thread's part of a tile, in the input's dtype: zero outside the matrix and in the tail.
 template <typename T>
 struct Values {
@@ -77,6 +85,7 @@ using Vector4 = std::conditional_t<sizeof(T) == 2, uint2, uint4>;
 template <typename T>
 struct PlainSource {
   using Value = T;
+  static constexpr int kBlocks = kBlocksPerSm<T>;
 
   template <typename Args>
   __device__ __forceinline__ void load(const Args& args, const Tile& tile, int warp, int lane,
