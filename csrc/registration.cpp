@@ -77,6 +77,17 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "delayed_scale(Tensor history, Tensor scale, Tensor amax, str[] formats, int margin=0, "
       "str algorithm=\"max\") -> Tensor");
+  // Fused with what comes before: the bytes of the steps one after the other, in one pass.
+  m.def("swiglu_quantize(Tensor input, Tensor? probs, Tensor? group_sizes, str format) -> (Tensor, Tensor)");
+  m.def(
+      "swiglu_quantize_transposed(Tensor input, Tensor? probs, Tensor? group_sizes, str format) -> (Tensor, "
+      "Tensor)");
+  m.def(
+      "swiglu_quantize_both(Tensor input, Tensor? probs, Tensor? group_sizes, str format) -> (Tensor, Tensor, "
+      "Tensor, Tensor)");
+  m.def(
+      "swiglu_backward_quantize_both(Tensor grad, Tensor input, Tensor? probs, Tensor? group_sizes, str format) -> "
+      "(Tensor, Tensor, Tensor, Tensor, Tensor grad_probs)");
 
   // gemm: products with FP32 sums. linear and grouped_linear are the differentiable ones in low precision.
   m.def(

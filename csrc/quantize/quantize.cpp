@@ -2,8 +2,6 @@
 
 #include <torch/library.h>
 
-#include <limits>
-
 #include "common/tensor.h"
 #include "quantize/amax.h"
 #include "quantize/quantize_call.h"
@@ -34,27 +32,7 @@ void check_given(const Call& call, const Format& format) {
   check_not_given(call.op.name, "seed", call.seed, call.key);
 }
 
-float largest_finite(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kBFloat16: return 3.38953139e38f;
-    case at::kHalf: return 65504.0f;
-    default: return std::numeric_limits<float>::max();
-  }
-}
-
-uint8_t* bytes(const Tensor& tensor) {
-  return tensor.defined() ? static_cast<uint8_t*>(tensor.mutable_data_ptr()) : nullptr;
-}
-
-float* floats(const Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_ptr<float>() : nullptr; }
-
 }  // namespace
-
-ScaleRule scale_rule(const Format& format, at::ScalarType dtype) {
-  const bool per_tensor = format.family == FormatFamily::kFp8Tensor;
-  return {format.max(), format.epsilon,
-          per_tensor ? std::numeric_limits<float>::max() : largest_finite(dtype), format.power_of_two_scales};
-}
 
 Format check_arguments(const Call& call) {
   const char* op = call.op.name;
@@ -65,19 +43,7 @@ Format check_arguments(const Call& call) {
 }
 
 Outputs make_outputs(const Call& call, const Operand& operand, const Format& format) {
-  const Op& op = call.op;
-  const Tensor& input = call.input;
-  const at::ScalarType element = element_dtype(format), scale = scale_dtype(format);
-  Outputs outputs;
-  if (op.rowwise) {
-    outputs.data = empty(input, operand.data_sizes(false), element);
-    outputs.scale = empty(input, operand.scale_sizes(format, false), scale);
-  }
-  if (op.transposed) {
-    outputs.data_t = empty(input, operand.data_sizes(true), element);
-    outputs.scale_t = empty(input, operand.scale_sizes(format, true), scale);
-  }
-  return outputs;
+  return make_outputs(call.input, operand, format, {call.op.rowwise, call.op.transposed});
 }
 
 void quantize_into(const Call& call, const Format& format, const Outputs& outputs, const float* noop) {
@@ -88,21 +54,7 @@ void quantize_into(const Call& call, const Format& format, const Outputs& output
   const Layout layout = make_layout(operand, format, tables);
   Tensor amax;
   if (takes_amax(format)) amax = call.amax ? call.amax->contiguous() : amax_of(x, layout);
-  const bool mx = is_mx(format);
-  QuantizeArgs args{x.const_data_ptr(),
-                    bytes(outputs.data),
-                    mx ? nullptr : floats(outputs.scale),
-                    bytes(outputs.data_t),
-                    mx ? nullptr : floats(outputs.scale_t),
-                    mx ? bytes(outputs.scale) : nullptr,
-                    mx ? bytes(outputs.scale_t) : nullptr,
-                    amax.defined() ? amax.const_data_ptr<float>() : nullptr,
-                    layout,
-                    scale_rule(format, input.scalar_type()),
-                    to_dtype(input.scalar_type()),
-                    format.element,
-                    call.op.rowwise,
-                    call.op.transposed};
+  QuantizeArgs args = quantize_args(x, outputs, layout, format, amax);
   args.noop = noop;
   if (input.is_cpu()) {
     quantize_cpu(args);
@@ -110,7 +62,7 @@ void quantize_into(const Call& call, const Format& format, const Outputs& output
   }
 #ifdef TRANSFORMER_PLUGIN_CUDA
   const CudaScope scope(input);
-  mx ? launch_quantize_mx(args, scope.stream()) : launch_quantize(args, scope.stream());
+  is_mx(format) ? launch_quantize_mx(args, scope.stream()) : launch_quantize(args, scope.stream());
 #endif
 }
 

@@ -2,8 +2,7 @@
 // those that are given them.
 #pragma once
 
-#include "quantize/operand.h"
-#include "quantize/quantize.h"
+#include "quantize/outputs.h"
 
 namespace transformer_plugin::quantize {
 
@@ -12,10 +11,6 @@ struct Op {
   const char* name;
   bool rowwise;
   bool transposed;
-};
-
-struct Outputs {
-  at::Tensor data, scale, data_t, scale_t;  // undefined in a direction that is not asked for
 };
 
 // What a call is given. `amax` is that of the rows, or of the only direction.
@@ -36,8 +31,6 @@ struct Call {
 Format check_arguments(const Call& call);
 // The outputs, the same for every backend.
 Outputs make_outputs(const Call& call, const Operand& operand, const Format& format);
-// How an input of this dtype is scaled.
-ScaleRule scale_rule(const Format& format, at::ScalarType dtype);
 // After the checks. `noop` is a flag on the device of the input, or null: with 1 nothing is written.
 void quantize_into(const Call& call, const Format& format, const Outputs& outputs, const float* noop);
 

@@ -19,6 +19,12 @@ from transformer_plugin.ops.expert_parallel import (
     dispatch_backward,
     plan,
 )
+from transformer_plugin.ops.fused import (
+    swiglu_backward_quantize_both,
+    swiglu_quantize,
+    swiglu_quantize_both,
+    swiglu_quantize_transposed,
+)
 from transformer_plugin.ops.gemm import (
     check_group_sizes,
     gemm,
@@ -134,6 +140,10 @@ __all__ = [
     "router_scores_backward",
     "swiglu",
     "swiglu_backward",
+    "swiglu_backward_quantize_both",
+    "swiglu_quantize",
+    "swiglu_quantize_both",
+    "swiglu_quantize_transposed",
     "topk_router",
     "topk_router_backward",
     "unpermute",

@@ -11,6 +11,12 @@ from transformer_plugin.reference.delayed_scaling import (
     quantize_scaled_both,
     update_delayed_scale_,
 )
+from transformer_plugin.reference.fused import (
+    swiglu_backward_quantize_both,
+    swiglu_quantize,
+    swiglu_quantize_both,
+    swiglu_quantize_transposed,
+)
 from transformer_plugin.reference.gemm import (
     gemm,
     grouped_bias_backward,
@@ -105,6 +111,10 @@ __all__ = [
     "router_scores",
     "swiglu",
     "swiglu_backward",
+    "swiglu_backward_quantize_both",
+    "swiglu_quantize",
+    "swiglu_quantize_both",
+    "swiglu_quantize_transposed",
     "topk_router",
     "unpermute",
     "unpermute_backward",

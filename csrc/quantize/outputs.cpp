@@ -1,0 +1,68 @@
+#include "quantize/outputs.h"
+
+#include <limits>
+
+#include "common/tensor.h"
+
+namespace transformer_plugin::quantize {
+namespace {
+
+using at::Tensor;
+
+float largest_finite(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kBFloat16: return 3.38953139e38f;
+    case at::kHalf: return 65504.0f;
+    default: return std::numeric_limits<float>::max();
+  }
+}
+
+uint8_t* bytes(const Tensor& tensor) {
+  return tensor.defined() ? static_cast<uint8_t*>(tensor.mutable_data_ptr()) : nullptr;
+}
+
+float* floats(const Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_ptr<float>() : nullptr; }
+
+}  // namespace
+
+ScaleRule scale_rule(const Format& format, at::ScalarType dtype) {
+  const bool per_tensor = format.family == FormatFamily::kFp8Tensor;
+  return {format.max(), format.epsilon,
+          per_tensor ? std::numeric_limits<float>::max() : largest_finite(dtype), format.power_of_two_scales};
+}
+
+Outputs make_outputs(const Tensor& like, const Operand& operand, const Format& format,
+                     const Directions& directions) {
+  const at::ScalarType element = element_dtype(format), scale = scale_dtype(format);
+  Outputs outputs;
+  if (directions.rowwise) {
+    outputs.data = empty(like, operand.data_sizes(false), element);
+    outputs.scale = empty(like, operand.scale_sizes(format, false), scale);
+  }
+  if (directions.transposed) {
+    outputs.data_t = empty(like, operand.data_sizes(true), element);
+    outputs.scale_t = empty(like, operand.scale_sizes(format, true), scale);
+  }
+  return outputs;
+}
+
+QuantizeArgs quantize_args(const Tensor& input, const Outputs& outputs, const Layout& layout,
+                           const Format& format, const Tensor& amax) {
+  const bool mx = format.family == FormatFamily::kMxFp8;
+  return {input.const_data_ptr(),
+          bytes(outputs.data),
+          mx ? nullptr : floats(outputs.scale),
+          bytes(outputs.data_t),
+          mx ? nullptr : floats(outputs.scale_t),
+          mx ? bytes(outputs.scale) : nullptr,
+          mx ? bytes(outputs.scale_t) : nullptr,
+          amax.defined() ? amax.const_data_ptr<float>() : nullptr,
+          layout,
+          scale_rule(format, input.scalar_type()),
+          to_dtype(input.scalar_type()),
+          format.element,
+          outputs.data.defined(),
+          outputs.data_t.defined()};
+}
+
+}  // namespace transformer_plugin::quantize

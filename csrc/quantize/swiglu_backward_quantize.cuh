@@ -1,0 +1,65 @@
+// The backward of SwiGLU, quantized: a block computes the gradients of 128x128 features and stores two tiles, of the
+// gate's gradient and of the linear part's. The second waits in shared memory, each thread for its own part.
+#pragma once
+
+#include "activation/swiglu_backward_tile.cuh"
+#include "quantize/swiglu_quantize.h"
+
+namespace transformer_plugin::quantize {
+
+template <typename T, typename Family>
+struct BackwardShared {
+  typename Family::Shared tile;
+  Vector4<T> linear[kRowsPerThread][kThreads];
+};
+
+template <typename T, typename Family, DType element>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 2 : 1)
+    swiglu_backward_quantize_kernel(const __grid_constant__ QuantizeArgs args,
+                                    const __grid_constant__ SwigluBackwardArgs swiglu) {
+  extern __shared__ __align__(16) uint8_t memory[];
+  auto& shared = *reinterpret_cast<BackwardShared<T, Family>*>(memory);
+  const int warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
+  Tile tile = block_tile(half_of(args.layout));
+  const Tile second = linear_tile(tile, swiglu.features);
+  Family::begin(args, second);
+  if (!Family::begin(args, tile)) return;
+  Values<T> values;
+  activation::for_each_gradient<T, kRowsUnderWay<T> / 2>(swiglu, tile, warp, lane,
+                                                         [&](int r, Vector4<T> gate, Vector4<T> linear) {
+                                                           memcpy(values.at[r], &gate, sizeof(gate));
+                                                           shared.linear[r][threadIdx.x] = linear;
+                                                         });
+#pragma unroll 1
+  for (int half = 0;; ++half) {
+    Family::template write<element>(args, tile, values, warp, lane, shared.tile);
+    if (half == 1) return;
+    tile = second;
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      memcpy(values.at[r], &shared.linear[r][threadIdx.x], sizeof(Vector4<T>));
+    }
+    __syncthreads();  // the first tile has left shared memory
+  }
+}
+
+template <typename Family>
+void launch_backward(const QuantizeArgs& args, const SwigluBackwardArgs& swiglu, void* stream) {
+  const unsigned grid = tile_grid(half_of(args.layout));
+  if (grid > 0) {
+    visit_device_float(args.dtype, [&](auto type) {
+      visit_fp8(args.element, [&](auto element) {
+        using T = decltype(type);
+        const auto kernel = swiglu_backward_quantize_kernel<T, Family, decltype(element)::value>;
+        constexpr int bytes = sizeof(BackwardShared<T, Family>);
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        kernel<<<grid, kThreads, bytes, static_cast<cudaStream_t>(stream)>>>(args, swiglu);
+      });
+    });
+    check_launch("swiglu_backward_quantize_kernel");
+  }
+  if (swiglu.grad_probs) activation::launch_add_row_sums(swiglu, stream);
+}
+
+}  // namespace transformer_plugin::quantize

@@ -1,0 +1,106 @@
+"""Quantizing what an activation gives, in one pass: the activation itself is never in memory.
+
+Shapes: T rows (tokens), F features of the hidden layer, G groups. Each op gives, bit for bit, what its steps give one
+after the other: the activation rounded to the dtype of its input, then quantized. Data and scales are laid out as in
+:mod:`transformer_plugin.ops.quantize`; with ``group_sizes`` as those of a ragged matrix, otherwise of a plain one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.formats import Format
+
+_ops = torch.ops.transformer_plugin
+
+
+def _key(format: str | Format) -> str:
+    return format if isinstance(format, str) else format.key
+
+
+def swiglu_quantize(
+    input: Tensor, probs: Tensor | None, group_sizes: Tensor | None, format: str | Format
+) -> tuple[Tensor, Tensor]:
+    """:func:`~transformer_plugin.ops.swiglu`, quantized along rows.
+
+    Args:
+        input: ``[T, 2F]`` float32, bfloat16 or float16, any strides; the gate is the first F columns. For ``mxfp8``
+            F is a multiple of 32.
+        probs: float32 ``[T]``, what each row is multiplied by, or None for 1.
+        group_sizes: int32 or int64 ``[G]`` on the device of ``input``, or None for one matrix. Rows past the groups are
+            not read.
+        format: a key of ``fp8_block`` or ``mxfp8``, or a :class:`~transformer_plugin.formats.Format`. Square blocks
+            only without groups.
+
+    Returns:
+        ``data [T, F]`` and ``scale_inv``, as :func:`~transformer_plugin.ops.quantize` or
+        :func:`~transformer_plugin.ops.grouped_quantize` of ``swiglu(input, probs)``. The same bytes on CPU and CUDA.
+        Not differentiable.
+
+    Raises:
+        TypeError: another dtype. ValueError: other dimensions, another device, a width that the format does not take, a
+            format whose scale depends on the whole activation (``fp8_tensor``) or that has none.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202), equation 6 without biases.
+    """
+    return _ops.swiglu_quantize(input, probs, group_sizes, _key(format))
+
+
+def swiglu_quantize_transposed(
+    input: Tensor, probs: Tensor | None, group_sizes: Tensor | None, format: str | Format
+) -> tuple[Tensor, Tensor]:
+    """:func:`~transformer_plugin.ops.swiglu`, quantized along columns.
+
+    Args:
+        input, probs, group_sizes, format: as in :func:`swiglu_quantize`.
+
+    Returns:
+        ``data [F, T]``, contiguous, and its ``scale_inv``.
+
+    Raises:
+        TypeError, ValueError: as :func:`swiglu_quantize`.
+    """
+    return _ops.swiglu_quantize_transposed(input, probs, group_sizes, _key(format))
+
+
+def swiglu_quantize_both(
+    input: Tensor, probs: Tensor | None, group_sizes: Tensor | None, format: str | Format
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`swiglu_quantize` and :func:`swiglu_quantize_transposed` in one pass over the input.
+
+    Args:
+        input, probs, group_sizes, format: as in :func:`swiglu_quantize`.
+
+    Returns:
+        ``data, scale_inv, data_transposed, scale_inv_transposed``.
+
+    Raises:
+        TypeError, ValueError: as :func:`swiglu_quantize`.
+    """
+    return _ops.swiglu_quantize_both(input, probs, group_sizes, _key(format))
+
+
+def swiglu_backward_quantize_both(
+    grad: Tensor,
+    input: Tensor,
+    probs: Tensor | None,
+    group_sizes: Tensor | None,
+    format: str | Format,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """:func:`~transformer_plugin.ops.swiglu_backward`, its gradient of the input quantized in both directions.
+
+    Args:
+        grad: ``[T, F]``, the gradient of the activation, in the dtype of ``input``; any strides.
+        input: ``[T, 2F]``; F is a multiple of 128.
+        probs, group_sizes, format: as in :func:`swiglu_quantize`.
+
+    Returns:
+        ``data [T, 2F], scale_inv, data_transposed [2F, T], scale_inv_transposed`` of the gradient of ``input``, and
+        ``grad_probs`` float32 ``[T]`` (``[0]`` when ``probs`` is None): the bits of ``swiglu_backward``'s, and 0 in
+        rows past the groups.
+
+    Raises:
+        TypeError, ValueError: as :func:`swiglu_quantize`; ValueError: F that is not a multiple of 128.
+    """
+    return _ops.swiglu_backward_quantize_both(grad, input, probs, group_sizes, _key(format))

@@ -1,0 +1,60 @@
+"""Inputs of the ops that quantize what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from transformer_plugin.testing.cases import FLOAT_DTYPES, Case, randn
+
+ROW_FORMATS = ("fp8_block", "fp8_block:e5m2,fp32", "mxfp8", "mxfp8:e5m2")
+SQUARE_FORMATS = ("fp8_block:square", "mxfp8:square")
+# Rows and features of the activation; the first kind of widths for fp8_block, the second for mxfp8.
+SHAPES = [(0, 5, 32), (1, 1, 32), (17, 127, 96), (129, 130, 160), (130, 256, 256)]
+# Sizes of groups, and rows past their sum.
+GROUPS = [([], 7), ([0, 17, 128], 3), ([129, 0, 257], 130), ([2, 0, 1, 3] * 16, 0)]
+
+
+def _case(
+    name: str,
+    rows: int,
+    features: int,
+    dtype: torch.dtype,
+    format: str,
+    with_probs: bool,
+    sizes: list[int] | None,
+) -> Case:
+    used = rows if sizes is None else sum(sizes)
+
+    def make(device: torch.device, generator: torch.Generator) -> tuple[Any, ...]:
+        input = randn((rows, 2 * features), torch.float32, torch.device("cpu"), generator, scale=3.0)
+        input[:used] *= torch.rand(used, 1, generator=generator) * 4
+        if rows > 2 and features > 1:
+            input[0, 1], input[1, features] = float("nan"), float("inf")
+        input[used:] = float("nan")  # the tail must reach nothing
+        probs = torch.rand(rows, generator=generator) if with_probs else None
+        if probs is not None:
+            probs[used:] = float("nan")
+            probs = probs.to(device)
+        groups = None if sizes is None else torch.tensor(sizes, device=device, dtype=torch.int64)
+        return input.to(dtype).to(device), probs, groups, format
+
+    kind = f"{str(dtype)[6:]}-{'probs' if with_probs else 'plain'}"
+    return Case(f"{name}x{features}-{format}-{kind}", make)
+
+
+def swiglu_quantize_cases(widths: tuple[int, ...] = ()) -> Iterator[Case]:
+    """Arguments of swiglu_quantize and its kin: shapes by formats, dtypes and probabilities in turn. ``widths`` takes
+    the place of the features."""
+    for i, (rows, *features) in enumerate(SHAPES):
+        for j, format in enumerate(ROW_FORMATS + SQUARE_FORMATS):
+            width = widths[i % len(widths)] if widths else features[format.startswith("mxfp8")]
+            yield _case(str(rows), rows, width, FLOAT_DTYPES[(i + j) % 3], format, (i + j) % 2 == 0, None)
+    for i, (sizes, tail) in enumerate(GROUPS):
+        for j, format in enumerate(ROW_FORMATS):
+            rows = sum(sizes) + tail
+            width = widths[i % len(widths)] if widths else (130, 96)[format.startswith("mxfp8")]
+            name = f"{len(sizes)}groups-{rows}"
+            yield _case(name, rows, width, FLOAT_DTYPES[(i + j) % 3], format, (i + j) % 2 == 1, sizes)
