@@ -9,13 +9,13 @@ namespace {
 c10::SymInt blocks(const c10::SymInt& size) { return (size + (kTile - 1)) / kTile; }
 c10::SymInt up_to_4(const c10::SymInt& size) { return (size + 3) / 4 * 4; }
 
-}  // namespace
-
 ScaleMode scale_mode(const Format& format) {
   if (format.family == FormatFamily::kFp8Tensor) return ScaleMode::kTensor;
   if (format.family == FormatFamily::kMxFp8) return ScaleMode::kMx;
   return format.square_blocks ? ScaleMode::kSquare : ScaleMode::kRows;
 }
+
+}  // namespace
 
 SymSizes Operand::data_sizes(bool transposed) const {
   SymSizes sizes = transposed ? SymSizes{cols, rows} : SymSizes{rows, cols};

@@ -46,7 +46,6 @@ struct GroupTables {
 };
 
 GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, int64_t rows);
-ScaleMode scale_mode(const Format& format);
 // What data and scales are kept in.
 at::ScalarType element_dtype(const Format& format);
 at::ScalarType scale_dtype(const Format& format);

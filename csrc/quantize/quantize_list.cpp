@@ -41,6 +41,10 @@ void check_list_amax(const ListCall& call, const Format& format) {
 
 Format check_list(const ListCall& call) {
   const Format format = quantized_format(call.op, "format", call.key, true);
+  const bool has_list = format.family == FormatFamily::kFp8Tensor ||
+                        format.family == FormatFamily::kFp8Block || format.family == FormatFamily::kMxFp8;
+  TP_CHECK_VALUE(has_list, call.op, "format", "fp8_tensor, fp8_block or mxfp8", "'" << call.key << "'",
+                 "Quantize the matrices one by one");
   TP_CHECK_VALUE(!call.inputs.empty(), call.op, "inputs", "at least one matrix, which says on what device",
                  "none", "Leave out the call");
   for (const Tensor& input : call.inputs) {
@@ -110,8 +114,8 @@ void run_chunk(QuantizeListArgs& args, const Tensor& like) {
   }
 #ifdef TRANSFORMER_PLUGIN_CUDA
   const CudaScope scope(like);
-  args.mode == ScaleMode::kMx ? launch_quantize_list_mx(args, scope.stream())
-                              : launch_quantize_list(args, scope.stream());
+  args.layout.mode == ScaleMode::kMx ? launch_quantize_list_mx(args, scope.stream())
+                                     : launch_quantize_list(args, scope.stream());
 #endif
 }
 
@@ -124,10 +128,9 @@ ListOutputs run(const ListCall& call) {
   if (takes_amax(format)) amax = amax_of_list(call, held);
   QuantizeListArgs args{};
   args.rule = scale_rule(format, held[0].scalar_type());
-  args.mode = scale_mode(format);
+  args.layout = make_layout(operand_of(held[0], false, nullptr), format, {});
   args.dtype = to_dtype(held[0].scalar_type());
   args.element = format.element;
-  args.square = format.square_blocks;
   args.rowwise = true;
   args.transposed = call.transposed;
   for (size_t first = 0; first < held.size(); first += kQuantizeListTensors) {

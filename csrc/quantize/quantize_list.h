@@ -23,18 +23,17 @@ struct QuantizeListArgs {
   int32_t first_block[kQuantizeListTensors + 1];  // one for each tile, and at least one for each matrix
   int tensors;
   const float* amax;  // [tensors] of ScaleMode::kTensor
+  Layout layout;      // of each, but for its rows and columns
   ScaleRule rule;
-  ScaleMode mode;
   DType dtype;
   DType element;
-  bool square;
   bool rowwise;
   bool transposed;
 
   // The arguments of one matrix alone.
   TP_HOST_DEVICE QuantizeArgs of(int tensor) const {
     const QuantizeListEntry& entry = entries[tensor];
-    const bool mx = mode == ScaleMode::kMx;
+    const bool mx = layout.mode == ScaleMode::kMx;
     QuantizeArgs args{};
     args.input = entry.input;
     args.data = entry.data;
@@ -44,7 +43,9 @@ struct QuantizeListArgs {
     args.exponents = mx ? static_cast<uint8_t*>(entry.scale) : nullptr;
     args.exponents_t = mx ? static_cast<uint8_t*>(entry.scale_t) : nullptr;
     args.amax = amax ? amax + tensor : nullptr;
-    args.layout = {1, entry.rows, entry.cols, 0, nullptr, mode, square};
+    args.layout = layout;
+    args.layout.rows = entry.rows;
+    args.layout.cols = entry.cols;
     args.rule = rule;
     args.dtype = dtype;
     args.element = element;
