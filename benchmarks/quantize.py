@@ -78,6 +78,25 @@ def _scaled(direction: str) -> Case:
         prepare=lambda x: (x, torch.full((1,), 100.0, device=x.device), torch.zeros(1, device=x.device)),
         op=lambda x, scale, amax: op(x, scale, fmt.key, amax),
         reference=lambda x, scale, amax: meaning(x, scale, fmt, amax),
+
+
+def _with_amax(label: str, key: str, direction: str) -> Case:
+    """A format that scales by a given amax; with a seed where it rounds at random."""
+    fmt = Format.parse(key)
+    op, meaning = (getattr(module, "quantize" + DIRECTIONS[direction]) for module in (ops, reference))
+    names = ["amax", "amax_t"] if direction == "both" else ["amax"]
+
+    def prepare(x: Tensor) -> Tensors:
+        amaxes = ops.amax_both(x, fmt.key)[: len(names)]
+        return x, *amaxes, *([torch.tensor([7], device=x.device)] if fmt.stochastic_rounding else [])
+
+    names += ["seed"] if fmt.stochastic_rounding else []
+    return Case(
+        f"{label} {direction}",
+        fmt,
+        prepare=prepare,
+        op=lambda x, *more: op(x, fmt.key, **dict(zip(names, more, strict=True))),
+        reference=lambda x, *more: meaning(x, fmt, **dict(zip(names, more, strict=True))),
     )
 
 
@@ -121,6 +140,9 @@ def cases() -> Iterator[Case]:
     if "mxfp8" in FAMILIES:
         for direction in DIRECTIONS:
             yield _single("mxfp8", "mxfp8:e4m3", direction)
+    for direction in ("rows", "both"):
+        yield _with_amax("nvfp4, amax given,", "nvfp4:e2m1", direction)
+    yield _with_amax("nvfp4, rotated, random,", "nvfp4:e2m1,rht,sr", "both")
     yield _dequantize("fp8_block", "fp8_block:e4m3")
     for groups, multiple in ((8, BLOCK), (256, BLOCK), (256, 1)):  # modules pad groups to blocks
         for direction in ("rows", "both"):
