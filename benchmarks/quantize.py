@@ -28,6 +28,7 @@ SHAPES = {"cuda": (32768, 7168), "cpu": (2048, 2048)}
 QUICK_ROWS = {"cuda": 4096, "cpu": 256}
 CHECKED_ROWS = 4096  # of these bytes are compared; enough for several tiles and groups
 ROTATION = 2**28  # bytes of inputs that calls in a row go through: five times the L2 cache of an H200
+FEATURES = 2048  # of SwiGLU's output, or a third of the matrix where that is less
 PAGE = 2**20  # of a copy: one of odd sizes can be a third slower
 DIRECTIONS = {"rows": "", "transposed": "_transposed", "both": "_both"}
 
@@ -78,6 +79,7 @@ def _scaled(direction: str) -> Case:
         prepare=lambda x: (x, torch.full((1,), 100.0, device=x.device), torch.zeros(1, device=x.device)),
         op=lambda x, scale, amax: op(x, scale, fmt.key, amax),
         reference=lambda x, scale, amax: meaning(x, scale, fmt, amax),
+    )
 
 
 def _with_amax(label: str, key: str, direction: str) -> Case:
@@ -97,6 +99,45 @@ def _with_amax(label: str, key: str, direction: str) -> Case:
         prepare=prepare,
         op=lambda x, *more: op(x, fmt.key, **dict(zip(names, more, strict=True))),
         reference=lambda x, *more: meaning(x, fmt, **dict(zip(names, more, strict=True))),
+    )
+
+
+def _swiglu_arguments(x: Tensor) -> Tensors:
+    """A gradient [T, F], an input [T, 2F] and probabilities [T], from the columns of a matrix."""
+    features = min(FEATURES, x.shape[1] // 3 // BLOCK * BLOCK)
+    grad, wide, _ = x.split((features, 2 * features, x.shape[1] - 3 * features), dim=1)
+    return grad.contiguous(), wide.contiguous(), torch.rand(x.shape[0], device=x.device)
+
+
+def _swiglu(label: str, key: str, direction: str) -> Case:
+    """SwiGLU times a probability, quantized in the same pass; its bytes are those of the two ops in turn."""
+    fmt = Format.parse(key)
+    op, step = (
+        getattr(ops, "swiglu_quantize" + DIRECTIONS[direction]),
+        getattr(ops, "quantize" + DIRECTIONS[direction]),
+    )
+    return Case(
+        f"swiglu into {label} {direction}",
+        fmt,
+        prepare=lambda x: _swiglu_arguments(x)[1:],
+        op=lambda x, probs: op(x, probs, None, fmt.key),
+        reference=lambda x, probs: step(ops.swiglu(x, probs), fmt.key),
+    )
+
+
+def _swiglu_backward(label: str, key: str) -> Case:
+    fmt = Format.parse(key)
+
+    def steps(grad: Tensor, x: Tensor, probs: Tensor) -> Tensors:
+        grad_input, grad_probs = ops.swiglu_backward(grad, x, probs)
+        return *ops.quantize_both(grad_input, fmt.key), grad_probs
+
+    return Case(
+        f"swiglu backward into {label} both",
+        fmt,
+        prepare=_swiglu_arguments,
+        op=lambda grad, x, probs: ops.swiglu_backward_quantize_both(grad, x, probs, None, fmt.key),
+        reference=steps,
     )
 
 
@@ -143,6 +184,10 @@ def cases() -> Iterator[Case]:
     for direction in ("rows", "both"):
         yield _with_amax("nvfp4, amax given,", "nvfp4:e2m1", direction)
     yield _with_amax("nvfp4, rotated, random,", "nvfp4:e2m1,rht,sr", "both")
+    for label, key in (("fp8_block", "fp8_block:e4m3"), ("mxfp8", "mxfp8:e4m3")):
+        for direction in ("rows", "both"):
+            yield _swiglu(label, key, direction)
+        yield _swiglu_backward(label, key)
     yield _dequantize("fp8_block", "fp8_block:e4m3")
     for groups, multiple in ((8, BLOCK), (256, BLOCK), (256, 1)):  # modules pad groups to blocks
         for direction in ("rows", "both"):
