@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 
-from transformer_plugin import ops
+from transformer_plugin import ops, reference
 from transformer_plugin.formats import BLOCK, MX_BLOCK, NV_BLOCK, Format
+from transformer_plugin.testing.quantize_cases import extras, rows_of
 
 QUANTIZED = [
     ("fp8_tensor", Format("fp8_tensor")),
@@ -28,7 +29,7 @@ QUANTIZED = [
     ("mxfp8:square,e5m2,e4m3", Format("mxfp8", square_blocks=True)),
     ("mxfp8:e5m2,square", Format("mxfp8", "e5m2", True, True)),
 ]
-# Read by Python alone so far.
+# With the key that says all.
 TINY = [
     ("mxfp8:tiled", Format("mxfp8", tiled_scales=True), "mxfp8:e4m3,tiled"),
     (
@@ -140,7 +141,7 @@ def test_keys_read_as_cpp_does(key: str, format: Format) -> None:
 @pytest.mark.parametrize("key", REFUSED)
 def test_keys_refused_as_cpp_does(key: str) -> None:
     text = (
-        "expected a format key: none, bf16, fp8_tensor, fp8_block or mxfp8, then options like "
+        "expected a format key: none, bf16, fp8_tensor, fp8_block, mxfp8 or nvfp4, then options like "
         f"fp8_block:e4m3,pow2,square,eps=1e-12, got '{key}'. transformer_plugin.formats lists them."
     )
     with pytest.raises(ValueError) as caught:
@@ -155,17 +156,18 @@ def test_keys_refused_as_cpp_does(key: str) -> None:
 def test_keys_of_small_blocks(key: str, format: Format, canonical: str) -> None:
     assert Format.parse(key) == format
     assert format.key == canonical and Format.parse(canonical) == format
+    input = torch.randn(144, 160, generator=torch.Generator().manual_seed(0))
+    given = rows_of(extras(input, key))
+    for got, expected in zip(
+        ops.quantize(input, key, **given), reference.quantize(input, canonical, **given), strict=True
+    ):
+        assert got.dtype == expected.dtype and got.shape == expected.shape
+        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("key", TINY_REFUSED)
 def test_keys_of_small_blocks_refused(key: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        Format.parse(key)
-    assert str(caught.value) == (
-        "transformer_plugin.Format.parse: argument 'key': expected a format key: none, bf16, fp8_tensor, fp8_block "
-        "or mxfp8, then options like fp8_block:e4m3,pow2,square,eps=1e-12, "
-        f"got '{key}'. transformer_plugin.formats lists them."
-    )
+    test_keys_refused_as_cpp_does(key)
 
 
 def test_formats_without_scales() -> None:

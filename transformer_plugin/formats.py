@@ -185,7 +185,7 @@ class Format:
         if not valid:
             raise ValueError(
                 "transformer_plugin.Format.parse: argument 'key': expected a format key: none, bf16, "
-                "fp8_tensor, fp8_block or mxfp8, then options like fp8_block:e4m3,pow2,square,eps=1e-12, "
+                "fp8_tensor, fp8_block, mxfp8 or nvfp4, then options like fp8_block:e4m3,pow2,square,eps=1e-12, "
                 f"got '{key}'. transformer_plugin.formats lists them."
             )
         return cls(family, **values)  # type: ignore[arg-type]

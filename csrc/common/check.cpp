@@ -13,6 +13,7 @@ std::string dtype_name(at::ScalarType dtype) {
     case at::kFloat8_e4m3fn: return "float8_e4m3fn";
     case at::kFloat8_e5m2: return "float8_e5m2";
     case at::kFloat8_e8m0fnu: return "float8_e8m0fnu";
+    case at::kFloat4_e2m1fn_x2: return "float4_e2m1fn_x2";
     case at::kByte: return "uint8";
     case at::kChar: return "int8";
     case at::kInt: return "int32";

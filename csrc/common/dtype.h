@@ -8,7 +8,16 @@
 
 namespace transformer_plugin {
 
-enum class DType : int32_t { kFloat32, kBFloat16, kFloat16, kFloat64, kFloat8E4M3, kFloat8E5M2, kUInt8 };
+enum class DType : int32_t {
+  kFloat32,
+  kBFloat16,
+  kFloat16,
+  kFloat64,
+  kFloat8E4M3,
+  kFloat8E5M2,
+  kFloat4E2M1,
+  kUInt8
+};
 
 // Calls fn with a value of the C++ type of `dtype`, for the three float types that activations come in.
 template <typename Fn>

@@ -10,17 +10,36 @@ namespace transformer_plugin {
 namespace {
 
 constexpr const char* kGrammar =
-    "a format key: none, bf16, fp8_tensor, fp8_block or mxfp8, then options like "
+    "a format key: none, bf16, fp8_tensor, fp8_block, mxfp8 or nvfp4, then options like "
     "fp8_block:e4m3,pow2,square,eps=1e-12";
+
+bool apply_nv_option(Format& format, std::string_view option) {
+  if (option == "rht") {
+    format.random_hadamard = true;
+  } else if (option == "sr") {
+    format.stochastic_rounding = true;
+  } else if (option == "row_scaled") {
+    format.row_scaled = true;
+  } else if (option == "4over6" || option == "4over6_mse") {
+    format.four_over_six = option == "4over6" ? FourOverSix::kMae : FourOverSix::kMse;
+  } else {
+    return option == "e2m1";
+  }
+  return true;
+}
 
 bool apply_option(Format& format, std::string_view option) {
   if (!format.is_quantized()) return false;
-  if (option == "e4m3") {
+  if (option == "square" && format.has_blocks()) {
+    format.square_blocks = true;
+  } else if (option == "tiled" && format.has_byte_scales()) {
+    format.tiled_scales = true;
+  } else if (format.is_nv()) {
+    return apply_nv_option(format, option);
+  } else if (option == "e4m3") {
     format.element = DType::kFloat8E4M3;
   } else if (option == "e5m2") {
     format.element = DType::kFloat8E5M2;
-  } else if (option == "square" && format.has_blocks()) {
-    format.square_blocks = true;
   } else if (format.family == FormatFamily::kMxFp8) {
     return false;  // E8M0 leaves nothing else to choose
   } else if (option == "pow2" || option == "fp32") {
@@ -34,6 +53,13 @@ bool apply_option(Format& format, std::string_view option) {
     return false;
   }
   return true;
+}
+
+// Whether the options may stand together.
+bool agrees(const Format& format) {
+  const bool alone = format.row_scaled || format.four_over_six != FourOverSix::kNever;
+  const bool others = format.square_blocks || format.random_hadamard || format.stochastic_rounding;
+  return !(alone && others) && !(format.square_blocks && format.random_hadamard);
 }
 
 }  // namespace
@@ -55,6 +81,9 @@ Format parse_format(const char* op, const char* argument, std::string_view key) 
   } else if (family == "mxfp8") {
     format.family = FormatFamily::kMxFp8;
     format.power_of_two_scales = true;
+  } else if (family == "nvfp4") {
+    format.family = FormatFamily::kNvFp4;
+    format.element = DType::kFloat4E2M1;
   } else {
     valid = false;
   }
@@ -66,6 +95,7 @@ Format parse_format(const char* op, const char* argument, std::string_view key) 
     valid = valid && comma != rest.size() - 1;  // nothing after the last comma
     rest = comma == std::string_view::npos ? std::string_view() : rest.substr(comma + 1);
   }
+  valid = valid && agrees(format);
   TP_CHECK_VALUE(valid, op, argument, kGrammar, "'" << key << "'", "transformer_plugin.formats lists them");
   return format;
 }

@@ -63,31 +63,53 @@ using DenseBoth = Four(const at::Tensor&, std::string_view, OptionalTensorArg, O
                        OptionalTensorArg);
 using GroupedBoth = Four(const at::Tensor&, const at::Tensor&, std::string_view, OptionalTensorArg,
                          OptionalTensorArg, OptionalTensorArg);
+template <typename Result>
+using Amax = Result(const at::Tensor&, std::string_view, OptionalTensorArg);
 }  // namespace quantize_call
 
 inline quantize_call::Pair call_quantize(const at::Tensor& x, OptionalTensorArg group_sizes,
-                                         std::string_view key) {
+                                         std::string_view key, OptionalTensorArg amax = std::nullopt,
+                                         OptionalTensorArg seed = std::nullopt) {
   static const auto dense = find_op<quantize_call::Dense<quantize_call::Pair>>("quantize");
   static const auto grouped = find_op<quantize_call::Grouped<quantize_call::Pair>>("grouped_quantize");
-  return group_sizes ? grouped.call(x, *group_sizes, key, std::nullopt, std::nullopt)
-                     : dense.call(x, key, std::nullopt, std::nullopt);
+  return group_sizes ? grouped.call(x, *group_sizes, key, amax, seed) : dense.call(x, key, amax, seed);
 }
 
 inline quantize_call::Pair call_quantize_transposed(const at::Tensor& x, OptionalTensorArg group_sizes,
-                                                    std::string_view key) {
+                                                    std::string_view key,
+                                                    OptionalTensorArg amax = std::nullopt,
+                                                    OptionalTensorArg seed = std::nullopt) {
   static const auto dense = find_op<quantize_call::Dense<quantize_call::Pair>>("quantize_transposed");
   static const auto grouped =
       find_op<quantize_call::Grouped<quantize_call::Pair>>("grouped_quantize_transposed");
-  return group_sizes ? grouped.call(x, *group_sizes, key, std::nullopt, std::nullopt)
-                     : dense.call(x, key, std::nullopt, std::nullopt);
+  return group_sizes ? grouped.call(x, *group_sizes, key, amax, seed) : dense.call(x, key, amax, seed);
 }
 
 inline quantize_call::Four call_quantize_both(const at::Tensor& x, OptionalTensorArg group_sizes,
-                                              std::string_view key) {
+                                              std::string_view key, OptionalTensorArg amax = std::nullopt,
+                                              OptionalTensorArg amax_t = std::nullopt,
+                                              OptionalTensorArg seed = std::nullopt) {
   static const auto dense = find_op<quantize_call::DenseBoth>("quantize_both");
   static const auto grouped = find_op<quantize_call::GroupedBoth>("grouped_quantize_both");
-  return group_sizes ? grouped.call(x, *group_sizes, key, std::nullopt, std::nullopt, std::nullopt)
-                     : dense.call(x, key, std::nullopt, std::nullopt, std::nullopt);
+  return group_sizes ? grouped.call(x, *group_sizes, key, amax, amax_t, seed)
+                     : dense.call(x, key, amax, amax_t, seed);
+}
+
+inline at::Tensor call_amax(const at::Tensor& x, OptionalTensorArg group_sizes, std::string_view key) {
+  static const auto op = find_op<quantize_call::Amax<at::Tensor>>("amax");
+  return op.call(x, key, group_sizes);
+}
+
+inline at::Tensor call_amax_transposed(const at::Tensor& x, OptionalTensorArg group_sizes,
+                                       std::string_view key) {
+  static const auto op = find_op<quantize_call::Amax<at::Tensor>>("amax_transposed");
+  return op.call(x, key, group_sizes);
+}
+
+inline quantize_call::Pair call_amax_both(const at::Tensor& x, OptionalTensorArg group_sizes,
+                                          std::string_view key) {
+  static const auto op = find_op<quantize_call::Amax<quantize_call::Pair>>("amax_both");
+  return op.call(x, key, group_sizes);
 }
 
 // With encode scales that are given, those of `scale` from `first` on; the amax of `x` is maxed into `amax`.
@@ -105,12 +127,13 @@ inline quantize_call::Pair call_quantize_scaled(const at::Tensor& x, OptionalTen
 inline at::Tensor call_gemm_quantized(const at::Tensor& a, const at::Tensor& a_scale, const at::Tensor& b,
                                       const at::Tensor& b_scale, std::string_view a_key,
                                       std::string_view b_key, at::ScalarType dtype, OptionalTensorArg bias,
-                                      bool transpose_b) {
+                                      bool transpose_b, OptionalTensorArg a_amax = std::nullopt,
+                                      OptionalTensorArg b_amax = std::nullopt) {
   using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                std::string_view, std::string_view, at::ScalarType, OptionalTensorArg, bool,
                                OptionalTensorArg, OptionalTensorArg);
   static const auto op = find_op<Signature>("gemm_quantized");
-  return op.call(a, a_scale, b, b_scale, a_key, b_key, dtype, bias, transpose_b, std::nullopt, std::nullopt);
+  return op.call(a, a_scale, b, b_scale, a_key, b_key, dtype, bias, transpose_b, a_amax, b_amax);
 }
 
 inline at::Tensor call_grouped_gemm_quantized(const at::Tensor& a, const at::Tensor& a_scale,
@@ -118,27 +141,30 @@ inline at::Tensor call_grouped_gemm_quantized(const at::Tensor& a, const at::Ten
                                               const at::Tensor& group_sizes, std::string_view a_key,
                                               std::string_view b_key, at::ScalarType dtype,
                                               OptionalTensorArg bias, OptionalTensorArg bias_scale,
-                                              bool transpose_b) {
+                                              bool transpose_b, OptionalTensorArg a_amax = std::nullopt,
+                                              OptionalTensorArg b_amax = std::nullopt) {
   using Signature =
       at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                  const at::Tensor&, std::string_view, std::string_view, at::ScalarType, OptionalTensorArg,
                  OptionalTensorArg, bool, OptionalTensorArg, OptionalTensorArg);
   static const auto op = find_op<Signature>("grouped_gemm_quantized");
   return op.call(a, a_scale, b, b_scale, group_sizes, a_key, b_key, dtype, bias, bias_scale, transpose_b,
-                 std::nullopt, std::nullopt);
+                 a_amax, b_amax);
 }
 
 inline at::Tensor call_grouped_gemm_wgrad_quantized(const at::Tensor& grad_t, const at::Tensor& grad_t_scale,
                                                     const at::Tensor& input_t,
                                                     const at::Tensor& input_t_scale,
                                                     const at::Tensor& group_sizes, std::string_view grad_key,
-                                                    std::string_view input_key, at::ScalarType dtype) {
+                                                    std::string_view input_key, at::ScalarType dtype,
+                                                    OptionalTensorArg grad_t_amax = std::nullopt,
+                                                    OptionalTensorArg input_t_amax = std::nullopt) {
   using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                const at::Tensor&, std::string_view, std::string_view, at::ScalarType,
                                OptionalTensorArg, OptionalTensorArg);
   static const auto op = find_op<Signature>("grouped_gemm_wgrad_quantized");
   return op.call(grad_t, grad_t_scale, input_t, input_t_scale, group_sizes, grad_key, input_key, dtype,
-                 std::nullopt, std::nullopt);
+                 grad_t_amax, input_t_amax);
 }
 
 // ---- what the gradients share -------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ constexpr const char* kOp = "gemm_quantized";
 
 struct Arguments {
   QuantizedArgument a, b;
-  Format a_format, b_format;
+  Format a_format = {}, b_format = {};
+  c10::SymInt columns = 0;  // of the output
 };
 
 Arguments check_gemm_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
@@ -25,15 +26,15 @@ Arguments check_gemm_quantized(const Tensor& a, const Tensor& a_scale, const Ten
                                const OptionalTensor& bias, bool transpose_b, const OptionalTensor& a_amax,
                                const OptionalTensor& b_amax) {
   Arguments arguments{{kOp, "a", "a_scale", "a_amax", "a_format", a, a_scale, a_amax, a_key},
-                      {kOp, "b", "b_scale", "b_amax", "b_format", b, b_scale, b_amax, b_key},
-                      {},
-                      {}};
+                      {kOp, "b", "b_scale", "b_amax", "b_format", b, b_scale, b_amax, b_key}};
   arguments.a_format = check_quantized(arguments.a, 2, nullptr, false);
   arguments.b_format = check_quantized(arguments.b, 2, nullptr, false);
   const Argument b_argument{kOp, "b", b};
   check_same_device(b_argument, {kOp, "a", a});
-  check_size(b_argument, transpose_b ? 1 : 0, a.sym_size(1), "the columns of 'a', summed over");
-  if (bias) check_bias({kOp, "bias", *bias}, {kOp, "a", a}, std::nullopt, b.sym_size(transpose_b ? 0 : 1));
+  check_value_size(arguments.b, arguments.b_format, transpose_b ? 1 : 0,
+                   value_size(arguments.a, arguments.a_format, 1), "the columns of 'a', summed over");
+  arguments.columns = value_size(arguments.b, arguments.b_format, transpose_b ? 0 : 1);
+  if (bias) check_bias({kOp, "bias", *bias}, {kOp, "a", a}, std::nullopt, arguments.columns);
   check_rounded_dtype(kOp, dtype);
   return arguments;
 }
@@ -42,8 +43,9 @@ Tensor gemm_quantized_meta(const Tensor& a, const Tensor& a_scale, const Tensor&
                            std::string_view a_key, std::string_view b_key, at::ScalarType dtype,
                            const OptionalTensor& bias, bool transpose_b, const OptionalTensor& a_amax,
                            const OptionalTensor& b_amax) {
-  check_gemm_quantized(a, a_scale, b, b_scale, a_key, b_key, dtype, bias, transpose_b, a_amax, b_amax);
-  return empty(a, {a.sym_size(0), b.sym_size(transpose_b ? 0 : 1)}, dtype);
+  const auto arguments =
+      check_gemm_quantized(a, a_scale, b, b_scale, a_key, b_key, dtype, bias, transpose_b, a_amax, b_amax);
+  return empty(a, {a.sym_size(0), arguments.columns}, dtype);
 }
 
 Tensor gemm_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,

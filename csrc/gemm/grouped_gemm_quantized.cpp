@@ -18,7 +18,8 @@ constexpr const char* kOp = "grouped_gemm_quantized";
 
 struct Arguments {
   QuantizedArgument a, b;
-  Format a_format, b_format;
+  Format a_format = {}, b_format = {};
+  c10::SymInt columns = 0;  // of the output
 };
 
 Arguments check_grouped_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b,
@@ -27,9 +28,7 @@ Arguments check_grouped_quantized(const Tensor& a, const Tensor& a_scale, const 
                                   const OptionalTensor& bias_scale, bool transpose_b,
                                   const OptionalTensor& a_amax, const OptionalTensor& b_amax) {
   Arguments arguments{{kOp, "a", "a_scale", "a_amax", "a_format", a, a_scale, a_amax, a_key},
-                      {kOp, "b", "b_scale", "b_amax", "b_format", b, b_scale, b_amax, b_key},
-                      {},
-                      {}};
+                      {kOp, "b", "b_scale", "b_amax", "b_format", b, b_scale, b_amax, b_key}};
   const Argument a_argument{kOp, "a", a};
   const Argument b_argument{kOp, "b", b};
   check_dim(a_argument, 2);
@@ -38,8 +37,10 @@ Arguments check_grouped_quantized(const Tensor& a, const Tensor& a_scale, const 
   arguments.a_format = check_quantized(arguments.a, 2, &group_sizes, false);
   arguments.b_format = check_quantized(arguments.b, 3, nullptr, false);
   check_same_device(b_argument, a_argument);
-  check_size(b_argument, transpose_b ? 2 : 1, a.sym_size(1), "the columns of 'a', summed over");
-  if (bias) check_bias({kOp, "bias", *bias}, a_argument, b.sym_size(0), b.sym_size(transpose_b ? 1 : 2));
+  check_value_size(arguments.b, arguments.b_format, transpose_b ? 2 : 1,
+                   value_size(arguments.a, arguments.a_format, 1), "the columns of 'a', summed over");
+  arguments.columns = value_size(arguments.b, arguments.b_format, transpose_b ? 1 : 2);
+  if (bias) check_bias({kOp, "bias", *bias}, a_argument, b.sym_size(0), arguments.columns);
   if (bias_scale) check_bias_scale({kOp, "bias_scale", *bias_scale}, bias.has_value(), a_argument);
   check_rounded_dtype(kOp, dtype);
   return arguments;
@@ -50,9 +51,9 @@ Tensor grouped_quantized_meta(const Tensor& a, const Tensor& a_scale, const Tens
                               at::ScalarType dtype, const OptionalTensor& bias,
                               const OptionalTensor& bias_scale, bool transpose_b,
                               const OptionalTensor& a_amax, const OptionalTensor& b_amax) {
-  check_grouped_quantized(a, a_scale, b, b_scale, group_sizes, a_key, b_key, dtype, bias, bias_scale,
-                          transpose_b, a_amax, b_amax);
-  return empty(a, {a.sym_size(0), b.sym_size(transpose_b ? 1 : 2)}, dtype);
+  const auto arguments = check_grouped_quantized(a, a_scale, b, b_scale, group_sizes, a_key, b_key, dtype,
+                                                 bias, bias_scale, transpose_b, a_amax, b_amax);
+  return empty(a, {a.sym_size(0), arguments.columns}, dtype);
 }
 
 Tensor grouped_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,

@@ -45,7 +45,9 @@ Operands check_operands(const char* op, const Tensor& grad_t, const Tensor& grad
   operands.grad_format = check_quantized(operands.grad, 2, &group_sizes, true);
   operands.input_format = check_quantized(operands.input, 2, &group_sizes, true);
   check_same_device(input_argument, grad_argument);
-  check_size(input_argument, 1, grad_t.sym_size(1), "the columns of 'grad_t', the rows of the buffer");
+  check_value_size(operands.input, operands.input_format, 1,
+                   value_size(operands.grad, operands.grad_format, 1),
+                   "the columns of 'grad_t', the rows of the buffer");
   return operands;
 }
 
@@ -53,8 +55,8 @@ template <typename Multiply>
 auto with_values(const Operands& operands, Multiply&& multiply) {
   const char* op = operands.grad.op;
   const Tensor& sizes = operands.group_sizes;
-  const Tensor offsets =
-      group_offsets({op, "group_sizes", sizes}, operands.grad_argument(), operands.grad.data.size(1));
+  const Tensor offsets = group_offsets({op, "group_sizes", sizes}, operands.grad_argument(),
+                                       value_size(operands.grad, operands.grad_format, 1).expect_int());
   const at::ScalarType exact =
       values_dtype(operands.grad, operands.grad_format, operands.input, operands.input_format);
   const Values grad = values_of(operands.grad, operands.grad_format, &sizes, true, exact);

@@ -1,7 +1,10 @@
 #include "gemm/low_precision.h"
 
 #include <ATen/ops/full.h>
+#include <ATen/ops/randint.h>
 #include <ATen/ops/sum.h>
+
+#include <limits>
 
 #include "common/autograd.h"
 #include "common/check.h"
@@ -15,32 +18,72 @@ using OptionalTensor = std::optional<Tensor>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// A matrix in a format, along its rows and along its columns (returned transposed); what is not wanted is undefined.
+// Data with what its values are scaled by; undefined where it is not wanted or there is none.
+struct Scaled {
+  Tensor data, scale, amax;
+};
+
+// A matrix in a format, along its rows and along its columns (returned transposed).
 struct Rounded {
-  Tensor rows, rows_scale;
-  Tensor columns, columns_scale;
+  Scaled rows, columns;
 };
 
 // One rounding serves both directions when the scale does not depend on the direction.
 bool one_scale(const Format& format) { return !format.has_blocks(); }
 
+// What NVFP4 is given beside a matrix: its amaxes now, and a seed from torch's generator.
+struct Given {
+  Tensor amax, amax_t, seed;
+};
+
+Given given_for(const Tensor& x, const OptionalTensor& group_sizes, const Format& format,
+                std::string_view key, bool rows, bool columns) {
+  Given given;
+  if (!format.is_nv()) return given;
+  if (rows && columns) {
+    std::tie(given.amax, given.amax_t) = call_amax_both(x, group_sizes, key);
+  } else if (rows) {
+    given.amax = call_amax(x, group_sizes, key);
+  } else {
+    given.amax_t = call_amax_transposed(x, group_sizes, key);
+  }
+  if (format.stochastic_rounding) {
+    given.seed = at::randint(std::numeric_limits<int64_t>::max(), {1}, x.options().dtype(at::kLong));
+  }
+  return given;
+}
+
+Rounded round_in_blocks(const Tensor& x, const OptionalTensor& group_sizes, const Format& format,
+                        std::string_view key, bool rows, bool columns) {
+  Rounded result;
+  const Given given = given_for(x, group_sizes, format, key, rows, columns);
+  const OptionalTensor amax = as_optional(given.amax), amax_t = as_optional(given.amax_t),
+                       seed = as_optional(given.seed);
+  auto& [row, column] = result;
+  if (rows && columns) {
+    std::tie(row.data, row.scale, column.data, column.scale) =
+        call_quantize_both(x, group_sizes, key, amax, amax_t, seed);
+  } else if (rows) {
+    std::tie(row.data, row.scale) = call_quantize(x, group_sizes, key, amax, seed);
+  } else {
+    std::tie(column.data, column.scale) = call_quantize_transposed(x, group_sizes, key, amax_t, seed);
+  }
+  row.amax = given.amax;
+  column.amax = given.amax_t;
+  return result;
+}
+
 Rounded round_matrix(const Tensor& x, const OptionalTensor& group_sizes, const Format& format,
                      std::string_view key, bool rows, bool columns) {
   Rounded result;
   if (format.family == FormatFamily::kBFloat16) {
-    result.rows = x.to(at::kBFloat16);
-    result.columns = result.rows.t();
+    result.rows.data = x.to(at::kBFloat16);
+    result.columns.data = result.rows.data.t();
   } else if (one_scale(format)) {
-    std::tie(result.rows, result.rows_scale) = call_quantize(x, group_sizes, key);
-    result.columns = result.rows.t();
-    result.columns_scale = result.rows_scale;
-  } else if (rows && columns) {
-    std::tie(result.rows, result.rows_scale, result.columns, result.columns_scale) =
-        call_quantize_both(x, group_sizes, key);
-  } else if (rows) {
-    std::tie(result.rows, result.rows_scale) = call_quantize(x, group_sizes, key);
-  } else if (columns) {
-    std::tie(result.columns, result.columns_scale) = call_quantize_transposed(x, group_sizes, key);
+    std::tie(result.rows.data, result.rows.scale) = call_quantize(x, group_sizes, key);
+    result.columns = {result.rows.data.t(), result.rows.scale, Tensor()};
+  } else if (rows || columns) {
+    result = round_in_blocks(x, group_sizes, format, key, rows, columns);
   }
   return result;
 }
@@ -59,61 +102,64 @@ OptionalTensor column_groups(const Tensor& input, const OptionalTensor& group_si
 
 // A weight [.., N, K] for the forward product, as b with transpose_b; and for the data gradient.
 struct RoundedWeight {
-  Tensor forward, forward_scale;
-  Tensor backward, backward_scale;  // b with transpose_b unless the weight is symmetric
+  Scaled forward;
+  Scaled backward;  // b with transpose_b unless the weight is symmetric
 };
 
 RoundedWeight round_weight(const Tensor& weight, const RoleFormats& formats, bool backward) {
-  RoundedWeight result;
+  const bool both = backward && !formats.symmetric_weight();
   if (formats.weight.family == FormatFamily::kBFloat16) {
-    result.forward = weight.to(at::kBFloat16);
-  } else if (formats.symmetric_weight() || !backward) {
-    std::tie(result.forward, result.forward_scale) = call_quantize(weight, std::nullopt, formats.weight_key);
+    const Scaled rounded{weight.to(at::kBFloat16), Tensor(), Tensor()};
+    return {rounded, backward ? rounded : Scaled{}};
+  }
+  RoundedWeight result;
+  if (one_scale(formats.weight)) {
+    std::tie(result.forward.data, result.forward.scale) =
+        call_quantize(weight, std::nullopt, formats.weight_key);
   } else {
-    std::tie(result.forward, result.forward_scale, result.backward, result.backward_scale) =
-        call_quantize_both(weight, std::nullopt, formats.weight_key);
+    Rounded rounded = round_in_blocks(weight, std::nullopt, formats.weight, formats.weight_key, true, both);
+    result = {std::move(rounded.rows), std::move(rounded.columns)};
   }
-  if (backward && formats.symmetric_weight()) {
-    result.backward = result.forward;
-    result.backward_scale = result.forward_scale;
-  }
+  if (backward && !both) result.backward = result.forward;
   return result;
 }
 
 struct Operand {
-  const Tensor& data;
-  const Tensor& scale;
+  const Scaled& values;
   std::string_view key;
 };
 
 Tensor multiply(const Operand& a, const Operand& b, const OptionalTensor& group_sizes,
                 const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
                 at::ScalarType dtype) {
-  if (!a.scale.defined()) {
-    return group_sizes ? call_grouped_gemm(a.data, b.data, *group_sizes, bias, bias_scale, transpose_b, dtype)
-                       : call_gemm(a.data, b.data, bias, transpose_b, dtype);
+  const Scaled &left = a.values, &right = b.values;
+  if (!left.scale.defined()) {
+    return group_sizes
+               ? call_grouped_gemm(left.data, right.data, *group_sizes, bias, bias_scale, transpose_b, dtype)
+               : call_gemm(left.data, right.data, bias, transpose_b, dtype);
   }
   return group_sizes
-             ? call_grouped_gemm_quantized(a.data, a.scale, b.data, b.scale, *group_sizes, a.key, b.key,
-                                           dtype, bias, bias_scale, transpose_b)
-             : call_gemm_quantized(a.data, a.scale, b.data, b.scale, a.key, b.key, dtype, bias, transpose_b);
+             ? call_grouped_gemm_quantized(left.data, left.scale, right.data, right.scale, *group_sizes,
+                                           a.key, b.key, dtype, bias, bias_scale, transpose_b,
+                                           as_optional(left.amax), as_optional(right.amax))
+             : call_gemm_quantized(left.data, left.scale, right.data, right.scale, a.key, b.key, dtype, bias,
+                                   transpose_b, as_optional(left.amax), as_optional(right.amax));
 }
 
 // grad^T @ input, from both along their columns: [N, K], or one for each group.
 Tensor multiply_columns(const Operand& grad, const Operand& input, const OptionalTensor& group_sizes,
                         at::ScalarType dtype) {
   if (!group_sizes) return multiply(grad, input, std::nullopt, std::nullopt, std::nullopt, true, dtype);
-  if (!grad.scale.defined())
-    return call_grouped_gemm_wgrad(grad.data.t(), input.data.t(), *group_sizes, dtype);
-  return call_grouped_gemm_wgrad_quantized(grad.data, grad.scale, input.data, input.scale, *group_sizes,
-                                           grad.key, input.key, dtype);
+  const Scaled &g = grad.values, &x = input.values;
+  if (!g.scale.defined()) return call_grouped_gemm_wgrad(g.data.t(), x.data.t(), *group_sizes, dtype);
+  return call_grouped_gemm_wgrad_quantized(g.data, g.scale, x.data, x.scale, *group_sizes, grad.key,
+                                           input.key, dtype, as_optional(g.amax), as_optional(x.amax));
 }
 
 Tensor multiply_forward(const LayerArguments& layer, const RoleFormats& formats, const Rounded& input,
                         const RoundedWeight& weight) {
-  return multiply({input.rows, input.rows_scale, formats.input_key},
-                  {weight.forward, weight.forward_scale, formats.weight_key}, layer.group_sizes, layer.bias,
-                  layer.bias_scale, true, layer.input.scalar_type());
+  return multiply({input.rows, formats.input_key}, {weight.forward, formats.weight_key}, layer.group_sizes,
+                  layer.bias, layer.bias_scale, true, layer.input.scalar_type());
 }
 
 class LowPrecisionFunction : public torch::autograd::Function<LowPrecisionFunction> {
@@ -132,11 +178,11 @@ class LowPrecisionFunction : public torch::autograd::Function<LowPrecisionFuncti
     const Rounded x = round_matrix(input, column_sizes, formats.input, input_key, true, wants_weight);
     const RoundedWeight w = round_weight(weight, formats, wants_input);
     // The columns of one rounding are a view of its rows; the rows of two are not needed again.
-    const Tensor none;
-    ctx->save_for_backward({wants_weight ? x.columns : none, wants_weight ? x.columns_scale : none,
-                            wants_input ? w.backward : none, wants_input ? w.backward_scale : none,
-                            or_undefined(group_sizes), wants_grad(bias_scale) ? *bias : none,
-                            or_undefined(bias_scale), or_undefined(column_sizes)});
+    const Scaled columns = wants_weight ? x.columns : Scaled{};
+    ctx->save_for_backward({columns.data, columns.scale, columns.amax, w.backward.data, w.backward.scale,
+                            w.backward.amax, or_undefined(group_sizes),
+                            wants_grad(bias_scale) ? *bias : Tensor(), or_undefined(bias_scale),
+                            or_undefined(column_sizes)});
     ctx->saved_data["input_format"] = std::string(input_key);
     ctx->saved_data["weight_format"] = std::string(weight_key);
     ctx->saved_data["grad_format"] = std::string(grad_key);
@@ -151,24 +197,24 @@ class LowPrecisionFunction : public torch::autograd::Function<LowPrecisionFuncti
     const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
     const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
     const RoleFormats formats = role_formats("linear", input_key, weight_key, grad_key);
-    const OptionalTensor group_sizes = as_optional(saved[4]), column_sizes = as_optional(saved[7]);
+    const Scaled input{saved[0], saved[1], saved[2]}, weight{saved[3], saved[4], saved[5]};
+    const OptionalTensor group_sizes = as_optional(saved[6]), column_sizes = as_optional(saved[9]);
     const Tensor& grad = grads[0];
     const bool wants_input = ctx->needs_input_grad(0), wants_weight = ctx->needs_input_grad(1);
     Tensor grad_input, grad_weight;
     if (wants_input || wants_weight) {
       const Rounded g = round_matrix(grad, column_sizes, formats.grad, grad_key, wants_input, wants_weight);
       if (wants_input) {
-        grad_input = multiply({g.rows, g.rows_scale, grad_key}, {saved[2], saved[3], weight_key}, group_sizes,
-                              std::nullopt, std::nullopt, !formats.symmetric_weight(), grad.scalar_type());
+        grad_input = multiply({g.rows, grad_key}, {weight, weight_key}, group_sizes, std::nullopt,
+                              std::nullopt, !formats.symmetric_weight(), grad.scalar_type());
       }
       if (wants_weight) {
-        grad_weight =
-            multiply_columns({g.columns, g.columns_scale, grad_key}, {saved[0], saved[1], input_key},
-                             column_sizes, ctx->saved_data["weight_dtype"].toScalarType());
+        grad_weight = multiply_columns({g.columns, grad_key}, {input, input_key}, column_sizes,
+                                       ctx->saved_data["weight_dtype"].toScalarType());
         if (column_sizes && !group_sizes) grad_weight = grad_weight.squeeze(0);
       }
     }
-    const auto [grad_bias, grad_scale] = bias_gradients_of(ctx, grad, group_sizes, saved[5], saved[6]);
+    const auto [grad_bias, grad_scale] = bias_gradients_of(ctx, grad, group_sizes, saved[7], saved[8]);
     return {grad_input, grad_weight, Tensor(), grad_bias, grad_scale, Tensor(), Tensor(), Tensor()};
   }
 
@@ -190,6 +236,16 @@ void check_family(const char* op, const char* argument, const Format& format, st
                  "Take all three formats from one recipe");
 }
 
+// A random Hadamard transform is of both factors of the weight's gradient, where it cancels, and of nothing else.
+void check_rotations(const char* op, const RoleFormats& formats) {
+  TP_CHECK_VALUE(!formats.weight.random_hadamard, op, "weight_format",
+                 "no 'rht', which only the other two formats may have together",
+                 "'" << formats.weight_key << "'", "Take all three formats from one recipe");
+  TP_CHECK_VALUE(formats.grad.random_hadamard == formats.input.random_hadamard, op, "grad_format",
+                 "'rht' if and only if input_format, '" << formats.input_key << "', has it",
+                 "'" << formats.grad_key << "'", "Take all three formats from one recipe");
+}
+
 }  // namespace
 
 RoleFormats role_formats(const char* op, std::string_view input, std::string_view weight,
@@ -203,6 +259,7 @@ RoleFormats role_formats(const char* op, std::string_view input, std::string_vie
                             parse_format(op, "grad_format", grad)};
   check_family(op, "weight_format", formats.weight, weight, formats);
   check_family(op, "grad_format", formats.grad, grad, formats);
+  check_rotations(op, formats);
   return formats;
 }
 

@@ -10,10 +10,11 @@ namespace {
 
 using at::Tensor;
 
-// A scale per tensor that is not a power of two: on CUDA it stays outside the sum, whose terms are then exact in
+// A scale per tensor that is not a power of two, or the amax of NVFP4 beside its blocks' scales: on CUDA it stays outside the sum, whose terms are then exact in
 // bfloat16 and run on the tensor cores.
 bool scale_stays_outside(const QuantizedArgument& argument, const Format& format) {
-  return argument.data.is_cuda() && format.family == FormatFamily::kFp8Tensor && !format.power_of_two_scales;
+  const bool per_tensor = format.family == FormatFamily::kFp8Tensor && !format.power_of_two_scales;
+  return argument.data.is_cuda() && (per_tensor || (format.is_nv() && !format.row_scaled));
 }
 
 bool exact_in_bf16(const QuantizedArgument& argument, const Format& format) {
@@ -45,10 +46,30 @@ Format check_quantized(const QuantizedArgument& argument, int64_t dim, const Ten
   const Argument scale{argument.op, argument.scale_name, argument.scale};
   check_dtype(data, {quantize::element_dtype(format)});
   check_dim(data, dim);
-  const auto operand = quantize::operand_of(argument.data, transposed, group_sizes);
+  quantize::check_packing(data, format);
+  const auto operand = quantize::operand_of_data(argument.data, format, transposed, group_sizes);
   quantize::check_scale(scale, data, format, operand.scale_sizes(format, transposed));
-  quantize::check_not_given(argument.op, argument.amax_name, argument.amax, argument.key);
+  if (format.is_nv()) {
+    quantize::check_amax(data, {argument.amax_name, argument.amax, transposed, true}, argument.key,
+                         operand.amax_sizes(format, transposed));
+  } else {
+    quantize::check_not_given(argument.op, argument.amax_name, argument.amax, argument.key);
+  }
   return format;
+}
+
+c10::SymInt value_size(const QuantizedArgument& argument, const Format& format, int64_t dim) {
+  const c10::SymInt size = argument.data.sym_size(dim);
+  return dim + 1 == argument.data.dim() && format.packing() > 1 ? size * format.packing() : size;
+}
+
+void check_value_size(const QuantizedArgument& argument, const Format& format, int64_t dim,
+                      const c10::SymInt& expected, const char* meaning) {
+  const bool packed = dim + 1 == argument.data.dim() && format.packing() > 1;
+  TP_CHECK_VALUE(value_size(argument, format, dim) == expected, argument.op, argument.name,
+                 "size " << (packed ? expected / format.packing() : expected) << " in dimension " << dim
+                         << " (" << meaning << ")",
+                 describe(argument.data), "Pass tensors whose sizes agree");
 }
 
 at::ScalarType values_dtype(const QuantizedArgument& a, const Format& a_format, const QuantizedArgument& b,
@@ -60,6 +81,12 @@ Values values_of(const QuantizedArgument& argument, const Format& format, const 
                  bool transposed, at::ScalarType dtype) {
   if (dtype != at::kBFloat16 || !scale_stays_outside(argument, format)) {
     return {call_dequantize(argument, group_sizes, transposed, dtype), std::nullopt};
+  }
+  if (format.is_nv()) {
+    const float bound = format.four_over_six == FourOverSix::kNever ? 448.0f : 256.0f;
+    return {quantize::dequantize_without_amax(argument.data, argument.scale, group_sizes, format, dtype,
+                                              transposed),
+            at::mul(*argument.amax, 1.0f / (bound * 6.0f))};
   }
   const Tensor codes = argument.data.to(dtype);
   return {transposed ? codes.transpose(-2, -1) : codes, argument.scale};

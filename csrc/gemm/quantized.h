@@ -25,6 +25,12 @@ struct QuantizedArgument {
 Format check_quantized(const QuantizedArgument& argument, int64_t dim, const at::Tensor* group_sizes,
                        bool transposed);
 
+// The size of the values in a dimension, which for packed elements is more than that of the data.
+c10::SymInt value_size(const QuantizedArgument& argument, const Format& format, int64_t dim);
+// It must equal `expected`, which is `meaning` in the error.
+void check_value_size(const QuantizedArgument& argument, const Format& format, int64_t dim,
+                      const c10::SymInt& expected, const char* meaning);
+
 // Values whose products are exact in FP32 sums, and the factor that is left over.
 struct Values {
   at::Tensor data;
@@ -32,7 +38,8 @@ struct Values {
 };
 
 // The dtype in which the values of both operands are exact: bfloat16 when their scales are powers of two (values
-// below 2^-133 aside) or, on CUDA, when scales per tensor stay outside as factors; else float32.
+// below 2^-133 aside) or, on CUDA, when scales per tensor stay outside as factors, as the amax of NVFP4 does; else
+// float32.
 at::ScalarType values_dtype(const QuantizedArgument& a, const Format& a_format, const QuantizedArgument& b,
                             const Format& b_format);
 

@@ -2,7 +2,6 @@
 // theirs before they quantize.
 #include "quantize/amax.h"
 
-#include <ATen/ops/clone.h>
 #include <torch/library.h>
 
 #include "common/tensor.h"
@@ -18,48 +17,82 @@ struct Call {
   const Tensor& input;
   c10::string_view key;
   const OptionalTensor& group_sizes;
+  bool rowwise;
+  bool transposed;
 
   Argument argument() const { return {op, "input", input}; }
   const Tensor* sizes() const { return group_sizes ? &*group_sizes : nullptr; }
   Operand operand() const { return operand_of(input, false, sizes()); }
 };
 
+struct Outputs {
+  Tensor amax, amax_t;  // undefined in a direction that is not asked for
+};
+
 Format check_arguments(const Call& call) {
   const Format format = quantized_format(call.op, "format", call.key, !call.group_sizes);
   TP_CHECK_VALUE(takes_amax(format), call.op, "format",
-                 "a format that scales by the largest magnitude of more than a block, fp8_tensor",
+                 "a format that scales by the largest magnitude of more than a block, fp8_tensor or nvfp4",
                  "'" << call.key << "'", "Other formats find their scales on the way");
-  check_matrix(call.argument(), call.sizes(), format);
+  check_matrix(call.argument(), call.sizes(), format, call.transposed);
   return format;
 }
 
-Tensor meta(const Call& call) {
-  const Format format = check_arguments(call);
-  return empty(call.input, call.operand().amax_sizes(format, false), at::kFloat);
+Outputs make_outputs(const Call& call, const Operand& operand, const Format& format) {
+  Outputs outputs;
+  if (call.rowwise) outputs.amax = empty(call.input, operand.amax_sizes(format, false), at::kFloat);
+  if (call.transposed) outputs.amax_t = empty(call.input, operand.amax_sizes(format, true), at::kFloat);
+  return outputs;
 }
 
-Tensor run(const Call& call) {
+Outputs meta(const Call& call) {
   const Format format = check_arguments(call);
-  const GroupTables tables = group_tables(call.argument(), call.sizes(), call.input.size(0));
-  return amax_of(call.input.contiguous(), make_layout(call.operand(), format, tables));
+  return make_outputs(call, call.operand(), format);
 }
 
-using Run = Tensor (*)(const Call&);
+float* floats(const Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_ptr<float>() : nullptr; }
+
+void launch(const AmaxArgs& args, const Tensor& input) {
+  if (input.is_cpu()) return amax_cpu(args);
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  const CudaScope scope(input);
+  launch_amax(args, scope.stream());
+#endif
+}
+
+Outputs run(const Call& call) {
+  const Format format = check_arguments(call);
+  const Operand operand = call.operand();
+  const GroupTables tables = group_tables(call.argument(), call.sizes(), call.input.size(0),
+                                          group_multiple(format, call.transposed));
+  const Outputs outputs = make_outputs(call, operand, format);
+  const Tensor x = call.input.contiguous();
+  // One number for a matrix is the same in both directions, but for the transform of one of them.
+  const bool shared = !format.row_scaled && !format.random_hadamard;
+  launch({x.const_data_ptr(), floats(call.rowwise || !shared ? outputs.amax : outputs.amax_t),
+          shared ? nullptr : floats(outputs.amax_t), make_layout(operand, format, tables),
+          to_dtype(x.scalar_type()), format.row_scaled, format.random_hadamard},
+         x);
+  if (shared && call.rowwise && call.transposed) outputs.amax_t.copy_(outputs.amax);
+  return outputs;
+}
+
+using Run = Outputs (*)(const Call&);
 
 template <Run run_op>
 void register_ops(torch::Library& m) {
   m.impl("amax", [](const Tensor& input, c10::string_view format, const OptionalTensor& group_sizes) {
-    return run_op({"amax", input, format, group_sizes});
+    return run_op({"amax", input, format, group_sizes, true, false}).amax;
   });
   m.impl("amax_transposed",
          [](const Tensor& input, c10::string_view format, const OptionalTensor& group_sizes) {
-           return run_op({"amax_transposed", input, format, group_sizes});
+           return run_op({"amax_transposed", input, format, group_sizes, false, true}).amax_t;
          });
   m.impl("amax_both",
          [](const Tensor& input, c10::string_view format,
             const OptionalTensor& group_sizes) -> std::tuple<Tensor, Tensor> {
-           const Tensor amax = run_op({"amax_both", input, format, group_sizes});
-           return {amax, at::clone(amax)};
+           const Outputs o = run_op({"amax_both", input, format, group_sizes, true, true});
+           return {o.amax, o.amax_t};
          });
 }
 
@@ -67,16 +100,9 @@ void register_ops(torch::Library& m) {
 
 Tensor amax_of(const Tensor& input, const Layout& layout) {
   const Tensor amax = empty(input, {layout.tensor_scales()}, at::kFloat);
-  const AmaxArgs args{input.const_data_ptr(), amax.mutable_data_ptr<float>(), layout,
-                      to_dtype(input.scalar_type())};
-  if (input.is_cpu()) {
-    amax_cpu(args);
-    return amax;
-  }
-#ifdef TRANSFORMER_PLUGIN_CUDA
-  const CudaScope scope(input);
-  launch_amax(args, scope.stream());
-#endif
+  launch({input.const_data_ptr(), amax.mutable_data_ptr<float>(), nullptr, layout,
+          to_dtype(input.scalar_type()), false, false},
+         input);
   return amax;
 }
 

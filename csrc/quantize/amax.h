@@ -1,5 +1,5 @@
-// Largest magnitudes of whole matrices: of each member or group. NaN is left out, an infinity is not; 0 where there is
-// nothing.
+// Largest magnitudes of more than a block: of each member or group, or of each of their rows and columns. NaN is left
+// out, an infinity is not; 0 where there is nothing.
 #pragma once
 
 #include "common/dtype.h"
@@ -13,15 +13,23 @@ namespace transformer_plugin::quantize {
 
 struct AmaxArgs {
   const void* input;  // [members, rows, cols] contiguous
-  float* amax;        // [members or groups]
+  float* amax;        // [members or groups]; with `row_scaled` [members, rows]. Null if not asked for
+  float* amax_t;      // [members or groups]; with `row_scaled` [members or groups, cols]. Null likewise
   Layout layout;
   DType dtype;
+  bool row_scaled;
+  bool hadamard;  // of the columns in 16 rows each, before amax_t
+
+  TP_HOST_DEVICE int64_t count() const {
+    return row_scaled ? layout.members * layout.rows : layout.tensor_scales();
+  }
+  TP_HOST_DEVICE int64_t count_t() const { return layout.tensor_scales() * (row_scaled ? layout.cols : 1); }
 };
 
 void amax_cpu(const AmaxArgs& args);
 void launch_amax(const AmaxArgs& args, void* stream);
 
-// Of a contiguous input in this layout, on its device.
+// Of each member or group of a contiguous input in this layout, on its device.
 at::Tensor amax_of(const at::Tensor& input, const Layout& layout);
 
 }  // namespace transformer_plugin::quantize

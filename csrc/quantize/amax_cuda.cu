@@ -1,8 +1,62 @@
 #include "quantize/amax.h"
-#include "quantize/quantize_device.cuh"
+#include "quantize/nv_tile.cuh"
 
 namespace transformer_plugin::quantize {
 namespace {
+
+// The largest of the values that threads bring, in every thread. `partial` is [kWarps] in shared memory.
+__device__ __forceinline__ float block_max(float value, int warp, int lane, float* partial) {
+  value = warp_max(value);
+  __syncthreads();
+  if (lane == 0) partial[warp] = value;
+  __syncthreads();
+  float largest = partial[0];
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) largest = fmaxf(largest, partial[w]);
+  return largest;
+}
+
+// One number for each row of the tile.
+template <typename T>
+__device__ __forceinline__ void raise_rows(const AmaxArgs& args, const Tile& tile, const Values<T>& values,
+                                           int warp, int lane) {
+  using Maxima = RowMaxima<kRowsPerThread>;
+  Maxima maxima;
+  maxima.find(values, lane);
+  const float other_half = __shfl_xor_sync(0xffffffffu, maxima.at[0], kRowsPerThread);
+  const int row = warp * kRowsPerThread + Maxima::row_of(lane);
+  if (lane < kRowsPerThread && row < tile.rows) {
+    raise_to(args.amax + tile.member * args.layout.rows + tile.row + row, fmaxf(maxima.at[0], other_half));
+  }
+}
+
+// One number for each column, from this warp's rows.
+template <typename T>
+__device__ __forceinline__ void raise_columns(const AmaxArgs& args, const Tile& tile, const Values<T>& values,
+                                              int lane) {
+  float* target = args.amax_t + tile.group * args.layout.cols + tile.col;
+#pragma unroll
+  for (int i = 0; i < kColsPerThread / 2; ++i) {
+    const float2 largest = values.column_max(i);
+    const int column = lane * kColsPerThread + 2 * i;
+    if (column < tile.cols) raise_to(target + column, largest.x);
+    if (column + 1 < tile.cols) raise_to(target + column + 1, largest.y);
+  }
+}
+
+// The largest of a thread's values after the random Hadamard transform of its columns.
+template <typename T>
+__device__ __forceinline__ float transformed_max(const Values<T>& values) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int c = 0; c < kColsPerThread; ++c) {
+    float x[kNvBlock];
+#pragma unroll
+    for (int r = 0; r < kNvBlock; ++r) x[r] = values.get(r, c);
+    largest = fmaxf(largest, transform<T>(x));
+  }
+  return largest;
+}
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) amax_kernel(const __grid_constant__ AmaxArgs args) {
@@ -13,8 +67,20 @@ __global__ void __launch_bounds__(kThreads) amax_kernel(const __grid_constant__ 
   const int lane = threadIdx.x % kWarpSize;
   Values<T> values;
   PlainSource<T>{}.load(args, tile, warp, lane, values);
-  const float amax = tile_amax(values, warp, lane, partial);
-  if (threadIdx.x == 0) raise_to(args.amax + tile.group, amax);
+  if (args.row_scaled) {
+    if (args.amax) raise_rows(args, tile, values, warp, lane);
+    if (args.amax_t) raise_columns(args, tile, values, lane);
+    return;
+  }
+  if (args.amax) {
+    const float amax = tile_amax(values, warp, lane, partial);
+    if (threadIdx.x == 0) raise_to(args.amax + tile.group, amax);
+  }
+  if (args.amax_t) {  // only asked for beside the other where they differ
+    const float largest = is_block(tile, warp) ? transformed_max(values) : 0.0f;
+    const float amax = block_max(largest, warp, lane, partial);
+    if (threadIdx.x == 0) raise_to(args.amax_t + tile.group, amax);
+  }
 }
 
 __global__ void zero_amax_kernel(float* amax, int64_t count) {
@@ -24,19 +90,22 @@ __global__ void zero_amax_kernel(float* amax, int64_t count) {
   }
 }
 
+void zero(float* amax, int64_t count, cudaStream_t stream) {
+  if (!amax || count == 0) return;
+  zero_amax_kernel<<<grid_size(count, kThreads), kThreads, 0, stream>>>(amax, count);
+  check_launch("zero_amax_kernel");
+}
+
 }  // namespace
 
 void launch_amax(const AmaxArgs& args, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  const int64_t count = args.layout.tensor_scales();
-  if (count == 0) return;
-  zero_amax_kernel<<<grid_size(count, kThreads), kThreads, 0, cuda_stream>>>(args.amax, count);
+  zero(args.amax, args.count(), cuda_stream);
+  zero(args.amax_t, args.count_t(), cuda_stream);
   const unsigned grid = tile_grid(args.layout);
-  if (grid > 0) {
-    visit_device_float(args.dtype, [&](auto type) {
-      amax_kernel<decltype(type)><<<grid, kThreads, 0, cuda_stream>>>(args);
-    });
-  }
+  if (grid == 0) return;
+  visit_device_float(
+      args.dtype, [&](auto type) { amax_kernel<decltype(type)><<<grid, kThreads, 0, cuda_stream>>>(args); });
   check_launch("amax_kernel");
 }
 

@@ -20,56 +20,66 @@ struct Arguments {
   bool transposed;
   const OptionalTensor& amax;
 
-  Operand operand() const { return operand_of(data, transposed, group_sizes); }
+  Argument argument() const { return {op, "data", data}; }
+  Operand operand(const Format& format) const {
+    return operand_of_data(data, format, transposed, group_sizes);
+  }
 };
 
 Format check_arguments(const Arguments& a) {
   const Format format = quantized_format(a.op, "format", a.key, a.group_sizes == nullptr);
-  const Argument data{a.op, "data", a.data};
-  check_dtype(data, {element_dtype(format)});
-  if (a.group_sizes) {
-    check_dim(data, 2);
-    check_group_sizes({a.op, "group_sizes", *a.group_sizes}, data);
-  } else {
-    TP_CHECK_VALUE(a.data.dim() == 2 || a.data.dim() == 3, a.op, "data", "2 or 3 dimensions",
-                   describe(a.data), "Reshape it first");
-  }
-  check_scale({a.op, "scale_inv", a.scale_inv}, data, format, a.operand().scale_sizes(format, a.transposed));
+  const Argument data = a.argument();
+  check_data(data, a.group_sizes, format);
+  const Operand operand = a.operand(format);
+  check_scale({a.op, "scale_inv", a.scale_inv}, data, format, operand.scale_sizes(format, a.transposed));
   const bool known = a.dtype == at::kFloat || a.dtype == at::kBFloat16 || a.dtype == at::kHalf;
   TP_CHECK_TYPE(known, a.op, "dtype", "one of the dtypes float32, bfloat16, float16", dtype_name(a.dtype),
                 "Convert the result with .to()");
-  check_not_given(a.op, "amax", a.amax, a.key);
+  format.is_nv() ? check_amax(data, {"amax", a.amax, a.transposed, true}, a.key,
+                              operand.amax_sizes(format, a.transposed))
+                 : check_not_given(a.op, "amax", a.amax, a.key);
   return format;
 }
 
 Tensor meta(const Arguments& a) {
-  check_arguments(a);
-  return empty(a.data, a.operand().data_sizes(false), a.dtype);
+  const Format format = check_arguments(a);
+  return empty(a.data, a.operand(format).data_sizes(false), a.dtype);
 }
 
-Tensor run(const Arguments& a) {
-  const Format format = check_arguments(a);
-  const Operand operand = a.operand();
-  const GroupTables tables = group_tables({a.op, "data", a.data}, a.group_sizes, operand.rows.expect_int());
+Tensor run_format(const Arguments& a, const Format& format, const Tensor* amax) {
+  const Operand operand = a.operand(format);
+  const GroupTables tables = group_tables(a.argument(), a.group_sizes, operand.rows.expect_int(),
+                                          group_multiple(format, a.transposed));
   const Tensor output = empty(a.data, operand.data_sizes(false), a.dtype);
-  const Tensor data = a.data.contiguous();
+  // torch copies no E2M1.
+  const Tensor data = (format.is_nv() ? a.data.view(at::kByte) : a.data).contiguous();
   const Tensor scale = a.scale_inv.contiguous();
+  const Tensor given = amax ? amax->contiguous() : Tensor();
+  const float bound = format.four_over_six == FourOverSix::kNever ? 448.0f : 256.0f;
   const DequantizeArgs args{static_cast<const uint8_t*>(data.const_data_ptr()),
                             scale.const_data_ptr(),
                             output.mutable_data_ptr(),
                             make_layout(operand, format, tables),
                             a.transposed,
                             to_dtype(a.dtype),
-                            format.element};
+                            format.element,
+                            amax ? given.const_data_ptr<float>() : nullptr,
+                            1.0f / (bound * 6.0f),
+                            format.row_scaled};
   if (data.is_cpu()) {
     dequantize_cpu(args);
     return output;
   }
 #ifdef TRANSFORMER_PLUGIN_CUDA
   const CudaScope scope(data);
-  launch_dequantize(args, scope.stream());
+  format.is_nv() ? launch_dequantize_nv(args, scope.stream()) : launch_dequantize(args, scope.stream());
 #endif
   return output;
+}
+
+Tensor run(const Arguments& a) {
+  const Format format = check_arguments(a);
+  return run_format(a, format, a.amax ? &*a.amax : nullptr);
 }
 
 template <Tensor (*run_op)(const Arguments&)>
@@ -86,6 +96,12 @@ void register_ops(torch::Library& m) {
 }
 
 }  // namespace
+
+Tensor dequantize_without_amax(const Tensor& data, const Tensor& scale_inv, const Tensor* group_sizes,
+                               const Format& format, at::ScalarType dtype, bool transposed) {
+  const Arguments arguments{"dequantize", data, scale_inv, group_sizes, "", dtype, transposed, kNotGiven};
+  return run_format(arguments, format, nullptr);
+}
 
 TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { register_ops<run>(m); }
 TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { register_ops<meta>(m); }

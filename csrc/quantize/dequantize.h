@@ -1,22 +1,40 @@
-// Back to floats: float(q) * scale_inv in FP32, then rounded to the output's dtype. The tail of a ragged matrix is
-// zero.
+// Back to floats: float(q) * scale_inv in FP32, then rounded to the output's dtype; of NVFP4 as quantize_nv.h says. The
+// tail of a ragged matrix is zero.
 #pragma once
 
 #include "common/e8m0.h"
 #include "common/fp8.h"
-#include "quantize/tiles.h"
+#include "quantize/quantize_nv.h"
 
 namespace transformer_plugin::quantize {
 
 struct DequantizeArgs {
-  const uint8_t* data;  // [members, rows, cols], or [members, cols, rows] when transposed; contiguous
-  const void* scale;    // float32, or E8M0 of ScaleMode::kMx
-  void* output;         // [members, rows, cols] either way
-  Layout layout;        // of the output
+  const uint8_t*
+      data;  // [members, rows, cols], or [members, cols, rows] when transposed; contiguous. kNv: two in a byte
+  const void* scale;  // float32, or E8M0 of ScaleMode::kMx, E4M3 of kNv
+  void* output;       // [members, rows, cols] either way
+  Layout layout;      // of the output
   bool transposed;
   DType dtype;
   DType element;
+  // Of ScaleMode::kNv.
+  const float*
+      amax;          // what the data was scaled by; null to leave it out, for products that bring it in later
+  float nv_inverse;  // 1 / (bound * 6)
+  bool row_scaled;
 };
+
+// What a code of line `line` of the tile under this scale is multiplied by.
+TP_HOST_DEVICE float nv_factor(const DequantizeArgs& args, const Tile& tile, int line, uint8_t scale) {
+  const float value = nv_e4m3_to_float(scale);
+  if (!args.amax) return value;
+  int64_t index = tile.group;
+  if (args.row_scaled) {
+    index = args.transposed ? tile.group * args.layout.cols + tile.col + line
+                            : tile.member * args.layout.rows + tile.row + line;
+  }
+  return (value * args.amax[index]) * args.nv_inverse;
+}
 
 // The scale of row `r`, column `c` of the tile.
 TP_HOST_DEVICE float scale_at(const DequantizeArgs& args, const Tile& tile, int r, int c) {
@@ -25,11 +43,12 @@ TP_HOST_DEVICE float scale_at(const DequantizeArgs& args, const Tile& tile, int 
   }
   const int line = args.transposed ? c : r;
   const int block = (args.transposed ? r : c) / kMxBlock;
-  return e8m0_to_float(static_cast<const uint8_t*>(
-      args.scale)[mx_word_index(args.layout, tile, args.transposed, line) + block]);
+  return e8m0_to_float(
+      static_cast<const uint8_t*>(args.scale)[word_index(args.layout, tile, args.transposed, line) + block]);
 }
 
 void dequantize_cpu(const DequantizeArgs& args);
 void launch_dequantize(const DequantizeArgs& args, void* stream);
+void launch_dequantize_nv(const DequantizeArgs& args, void* stream);
 
 }  // namespace transformer_plugin::quantize

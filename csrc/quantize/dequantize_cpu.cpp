@@ -71,16 +71,71 @@ void dequantize_tile(const DequantizeArgs& args, const Tile& tile) {
   }
 }
 
+// NVFP4: a line of codes, two to a byte, each block under its factor.
+TP_CPU_CLONES void decode_nv_line(const uint8_t* bytes, const float* factors, int count, float* values) {
+  for (int i = 0; i < count / 2; ++i) {
+    const float factor = factors[i / (kNvBlock / 2)];
+    values[2 * i] = e2m1_to_float(bytes[i] & 15u) * factor;
+    values[2 * i + 1] = e2m1_to_float(bytes[i] >> 4) * factor;
+  }
+}
+
+template <typename T>
+TP_CPU_CLONES void round_row(const float* values, int cols, T* output) {
+  for (int c = 0; c < cols; ++c) output[c] = round_to<T>(values[c]);
+}
+
+void decode_nv_tile(const DequantizeArgs& args, const Tile& tile, float (*values)[kTile]) {
+  const Layout& layout = args.layout;
+  const int lines = args.transposed ? tile.cols : tile.rows, count = args.transposed ? tile.rows : tile.cols;
+  const int words = words_within(layout, tile, args.transposed);
+  for (int line = 0; line < lines; ++line) {
+    const int64_t element = args.transposed
+                                ? (tile.member * layout.cols + tile.col + line) * layout.rows + tile.row
+                                : (tile.member * layout.rows + tile.row + line) * layout.cols + tile.col;
+    float factors[kNvBlocks];
+    for (int b = 0; b < 4 * words; ++b) {
+      const int64_t index = word_index(layout, tile, args.transposed, line, b / 4) + b % 4;
+      factors[b] = nv_factor(args, tile, line, static_cast<const uint8_t*>(args.scale)[index]);
+    }
+    decode_nv_line(args.data + element / 2, factors, count, values[line]);
+  }
+}
+
+template <typename T>
+void dequantize_nv_tile(const DequantizeArgs& args, const Tile& tile) {
+  alignas(64) float values[kTile][kTile], row[kTile];
+  if (!tile.tail) decode_nv_tile(args, tile, values);
+  for (int r = 0; r < tile.rows; ++r) {
+    T* output = static_cast<T*>(args.output) +
+                (tile.member * args.layout.rows + tile.row + r) * args.layout.cols + tile.col;
+    if (tile.tail) {
+      std::fill_n(output, tile.cols, static_cast<T>(0.0f));
+      continue;
+    }
+    for (int c = 0; args.transposed && c < tile.cols; ++c) row[c] = values[c][r];
+    round_row<T>(args.transposed ? row : values[r], tile.cols, output);
+  }
+}
+
+template <typename Dequantize>
+void for_each_tile(const Layout& layout, Dequantize&& dequantize) {
+  at::parallel_for(0, layout.tiles(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) dequantize(tile_at(layout, i));
+  });
+}
+
 }  // namespace
 
 void dequantize_cpu(const DequantizeArgs& args) {
   visit_float(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    if (args.layout.mode == ScaleMode::kNv) {
+      return for_each_tile(args.layout, [&](const Tile& tile) { dequantize_nv_tile<T>(args, tile); });
+    }
     visit_fp8(args.element, [&](auto element) {
-      at::parallel_for(0, args.layout.tiles(), 1, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) {
-          dequantize_tile<decltype(type), decltype(element)::value>(args, tile_at(args.layout, i));
-        }
-      });
+      for_each_tile(args.layout,
+                    [&](const Tile& tile) { dequantize_tile<T, decltype(element)::value>(args, tile); });
     });
   });
 }

@@ -1,17 +1,7 @@
-#include "quantize/dequantize.h"
-#include "quantize/tile_device.cuh"
+#include "quantize/dequantize_device.cuh"
 
 namespace transformer_plugin::quantize {
 namespace {
-
-// Rounded to nearest even; a NaN is the one quiet NaN that the CPU writes too.
-template <typename T>
-__device__ __forceinline__ T round_to(float value) {
-  if (value == value) return from_float<T>(value);
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) return __ushort_as_bfloat16(0x7fc0);
-  if constexpr (std::is_same_v<T, __half>) return __ushort_as_half(0x7e00);
-  if constexpr (std::is_same_v<T, float>) return __uint_as_float(0x7fc00000u);
-}
 
 // Transposed data of the tile into shared memory, 4 lines a step of a warp, or one where 16 bytes are not aligned.
 __device__ __forceinline__ void load_lines(const DequantizeArgs& args, const Tile& tile, int warp, int lane,
@@ -70,8 +60,7 @@ __device__ __forceinline__ void load_rows(const DequantizeArgs& args, const Tile
 // What the columns of a row of the tile are scaled by: the bits of one float, or four E8M0 bytes.
 __device__ __forceinline__ uint32_t row_scales(const DequantizeArgs& args, const Tile& tile, int row) {
   if (args.layout.mode != ScaleMode::kMx) return __float_as_uint(scale_at(args, tile, row, 0));
-  const uint8_t* word =
-      static_cast<const uint8_t*>(args.scale) + mx_word_index(args.layout, tile, false, row);
+  const uint8_t* word = static_cast<const uint8_t*>(args.scale) + word_index(args.layout, tile, false, row);
   return load_codes(word, kMxBlocks, is_word_aligned(word)).word;
 }
 
@@ -110,8 +99,6 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_const
       if (c < count) scales[c] = scale_at(args, tile, first_row, c0 + c);
     }
   }
-  const bool whole = count >= kColsPerThread && layout.cols % kColsPerThread == 0 &&
-                     reinterpret_cast<uintptr_t>(args.output) % (kColsPerThread * sizeof(T)) == 0;
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
     const int row = first_row + r;
@@ -126,21 +113,8 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_const
     }
     const float2 low = decode2<element>(codes[r].word & 0xffffu),
                  high = decode2<element>(codes[r].word >> 16);
-    const T values[kColsPerThread] = {round_to<T>(low.x * scales[0]), round_to<T>(low.y * scales[1]),
-                                      round_to<T>(high.x * scales[2]), round_to<T>(high.y * scales[3])};
-    T* output = static_cast<T*>(args.output) + (tile.member * layout.rows + tile.row + row) * layout.cols +
-                tile.col + c0;
-    if (whole) {
-      using Vector = std::conditional_t<sizeof(T) == 2, uint2, uint4>;
-      Vector vector;
-      memcpy(&vector, values, sizeof(vector));
-      *reinterpret_cast<Vector*>(output) = vector;
-    } else {
-#pragma unroll
-      for (int c = 0; c < kColsPerThread; ++c) {
-        if (c < count) output[c] = values[c];
-      }
-    }
+    store_row<T>(args, tile, row, c0, low.x * scales[0], low.y * scales[1], high.x * scales[2],
+                 high.y * scales[3]);
   }
 }
 

@@ -74,7 +74,7 @@ __device__ __forceinline__ void write_mx_rows(const QuantizeArgs& args, const Ti
     word |= __shfl_xor_sync(0xffffffffu, word, 2 * kLanesPerBlock);
     const int row = first_row + Maxima::row_of(lane) + i;
     if (lane < kLanesPerBlock && row < tile.rows) {
-      *reinterpret_cast<uint32_t*>(args.exponents + mx_word_index(layout, tile, false, row)) = word;
+      *reinterpret_cast<uint32_t*>(args.exponents + word_index(layout, tile, false, row)) = word;
     }
   }
 #pragma unroll
@@ -112,7 +112,7 @@ __device__ __forceinline__ void write_column_exponents(const QuantizeArgs& args,
   Codes4 word;
 #pragma unroll
   for (int b = 0; b < kMxBlocks; ++b) word.set(b, exponents.at[b][column]);
-  *reinterpret_cast<uint32_t*>(args.exponents_t + mx_word_index(args.layout, tile, true, column)) = word.word;
+  *reinterpret_cast<uint32_t*>(args.exponents_t + word_index(args.layout, tile, true, column)) = word.word;
 }
 
 // What a block needs in shared memory for one tile.
@@ -152,11 +152,11 @@ __device__ __forceinline__ void write_mx_tile(const QuantizeArgs& args, const Ti
 __device__ __forceinline__ bool begin_mx_tile(const QuantizeArgs& args, const Tile& tile) {
   const Layout& layout = args.layout;
   if (args.is_noop()) return false;
-  if (threadIdx.x == 0 && args.rowwise) zero_mx_padding(layout, tile, false, args.exponents);
-  if (threadIdx.x == 0 && args.transposed) zero_mx_padding(layout, tile, true, args.exponents_t);
+  if (threadIdx.x == 0 && args.rowwise) zero_word_padding(layout, tile, false, args.exponents);
+  if (threadIdx.x == 0 && args.transposed) zero_word_padding(layout, tile, true, args.exponents_t);
   if (tile.rows > 0) return true;
   if (args.transposed && threadIdx.x < tile.cols) {
-    *reinterpret_cast<uint32_t*>(args.exponents_t + mx_word_index(layout, tile, true, threadIdx.x)) = 0;
+    *reinterpret_cast<uint32_t*>(args.exponents_t + word_index(layout, tile, true, threadIdx.x)) = 0;
   }
   return false;
 }

@@ -12,13 +12,15 @@ c10::SymInt up_to_4(const c10::SymInt& size) { return (size + 3) / 4 * 4; }
 ScaleMode scale_mode(const Format& format) {
   if (format.family == FormatFamily::kFp8Tensor) return ScaleMode::kTensor;
   if (format.family == FormatFamily::kMxFp8) return ScaleMode::kMx;
+  if (format.is_nv()) return ScaleMode::kNv;
   return format.square_blocks ? ScaleMode::kSquare : ScaleMode::kRows;
 }
 
 }  // namespace
 
-SymSizes Operand::data_sizes(bool transposed) const {
+SymSizes Operand::data_sizes(bool transposed, int64_t packing) const {
   SymSizes sizes = transposed ? SymSizes{cols, rows} : SymSizes{rows, cols};
+  if (packing > 1) sizes[1] = sizes[1] / packing;
   if (members) sizes.insert(sizes.begin(), *members);
   return sizes;
 }
@@ -35,6 +37,10 @@ SymSizes Operand::scale_sizes(const Format& format, bool transposed) const {
   } else if (mode == ScaleMode::kMx) {
     const c10::SymInt tiles = groups && transposed ? blocks(line) + *groups : blocks(line);
     sizes = {blocks(other) * kTile, tiles * kMxBlocks};
+  } else if (mode == ScaleMode::kNv) {
+    const c10::SymInt width = groups && transposed ? (blocks(line) + *groups) * kNvBlocks
+                                                   : up_to_4((line + (kNvBlock - 1)) / kNvBlock);
+    sizes = {blocks(other) * kTile, width};
   } else {
     sizes = {blocks(other), up_to_4(blocks(line))};
   }
@@ -42,8 +48,11 @@ SymSizes Operand::scale_sizes(const Format& format, bool transposed) const {
   return sizes;
 }
 
-SymSizes Operand::amax_sizes(const Format&, bool) const {
-  return {groups ? *groups : (members ? *members : c10::SymInt(1))};
+SymSizes Operand::amax_sizes(const Format& format, bool transposed) const {
+  if (!format.row_scaled) return {groups ? *groups : (members ? *members : c10::SymInt(1))};
+  const c10::SymInt& lines = transposed ? cols : rows;
+  if (members) return {*members, lines};
+  return groups && transposed ? SymSizes{*groups, lines} : SymSizes{lines};
 }
 
 Operand operand_of(const at::Tensor& tensor, bool transposed, const at::Tensor* group_sizes) {
@@ -55,31 +64,83 @@ Operand operand_of(const at::Tensor& tensor, bool transposed, const at::Tensor* 
   return operand;
 }
 
+Operand operand_of_data(const at::Tensor& data, const Format& format, bool transposed,
+                        const at::Tensor* group_sizes) {
+  Operand operand = operand_of(data, transposed, group_sizes);
+  c10::SymInt& packed = transposed ? operand.rows : operand.cols;
+  if (format.packing() > 1) packed = packed * format.packing();
+  return operand;
+}
+
 Format quantized_format(const char* op, const char* argument, std::string_view key, bool allow_square) {
   const Format format = parse_format(op, argument, key);
-  TP_CHECK_VALUE(format.is_quantized(), op, argument, "a format with scales, fp8_tensor, fp8_block or mxfp8",
-                 "'" << key << "'", "Use the tensor as it is, or convert it with .to()");
+  TP_CHECK_VALUE(format.is_quantized(), op, argument,
+                 "a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4", "'" << key << "'",
+                 "Use the tensor as it is, or convert it with .to()");
   TP_CHECK_VALUE(allow_square || !format.square_blocks, op, argument,
                  "blocks along a row for a ragged matrix, whose groups do not end on square blocks",
                  "'" << key << "'", "Leave out 'square'");
   return format;
 }
 
-void check_matrix(const Argument& input, const at::Tensor* group_sizes, const Format& format) {
-  check_dtype(input, kFloatTypes);
+namespace {
+
+void check_matrix_dim(const Argument& matrix, const at::Tensor* group_sizes) {
   if (group_sizes) {
-    check_dim(input, 2);
-    check_group_sizes({input.op, "group_sizes", *group_sizes}, input);
+    check_dim(matrix, 2);
+    check_group_sizes({matrix.op, "group_sizes", *group_sizes}, matrix);
   } else {
-    TP_CHECK_VALUE(input.tensor.dim() == 2 || input.tensor.dim() == 3, input.op, input.name,
-                   "2 or 3 dimensions", describe(input.tensor), "Reshape it first");
+    TP_CHECK_VALUE(matrix.tensor.dim() == 2 || matrix.tensor.dim() == 3, matrix.op, matrix.name,
+                   "2 or 3 dimensions", describe(matrix.tensor), "Reshape it first");
   }
-  TP_CHECK_VALUE(format.family != FormatFamily::kMxFp8 || input.tensor.sym_size(-1) % kMxBlockSize == 0,
-                 input.op, input.name, "a last dimension that is a multiple of 32, the block of mxfp8",
-                 describe(input.tensor), "Pad it with zeros, for example with torch.nn.functional.pad");
 }
 
-GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, int64_t rows) {
+void check_multiples(const int32_t* offsets, int64_t groups, int64_t multiple, const char* op) {
+  for (int64_t g = 0; g < groups; ++g) {
+    const int32_t size = offsets[g + 1] - offsets[g];
+    TP_CHECK_VALUE(size % multiple == 0, op, "group_sizes",
+                   "sizes that are multiples of " << multiple << ", the block of nvfp4 in transposed data",
+                   size << " for group " << g, "Pad the rows of each group with zeros");
+  }
+}
+
+}  // namespace
+
+void check_matrix(const Argument& input, const at::Tensor* group_sizes, const Format& format,
+                  bool transposed) {
+  check_dtype(input, kFloatTypes);
+  check_matrix_dim(input, group_sizes);
+  const int64_t block = format.block_size();
+  if (block == 1) return;
+  constexpr const char* pad = "Pad it with zeros, for example with torch.nn.functional.pad";
+  TP_CHECK_VALUE(input.tensor.sym_size(-1) % block == 0, input.op, input.name,
+                 "a last dimension that is a multiple of " << block << ", the block of "
+                                                           << (format.is_nv() ? "nvfp4" : "mxfp8"),
+                 describe(input.tensor), pad);
+  TP_CHECK_VALUE(
+      !transposed || input.tensor.sym_size(-2) % group_multiple(format, true) == 0, input.op, input.name,
+      "a number of rows that is a multiple of " << block << ", the block of nvfp4 in transposed data",
+      describe(input.tensor), pad);
+}
+
+void check_data(const Argument& data, const at::Tensor* group_sizes, const Format& format) {
+  check_dtype(data, {element_dtype(format)});
+  check_matrix_dim(data, group_sizes);
+  check_packing(data, format);
+}
+
+void check_packing(const Argument& data, const Format& format) {
+  TP_CHECK_VALUE(!format.is_nv() || data.tensor.sym_size(-1) % (kNvBlock / 2) == 0, data.op, data.name,
+                 "a last dimension that is a multiple of 8 bytes, the block of nvfp4", describe(data.tensor),
+                 "Pass data as the quantize ops return it");
+}
+
+int64_t group_multiple(const Format& format, bool transposed) {
+  return format.is_nv() && transposed ? kNvBlock : 1;
+}
+
+GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, int64_t rows,
+                         int64_t multiple) {
   if (!group_sizes) return {};
   const Argument sizes{data.op, "group_sizes", *group_sizes};
   const int64_t groups = group_sizes->numel();
@@ -91,6 +152,7 @@ GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, in
   int32_t* scratch = words + row_tiles * kWords;
   if (data.tensor.is_cpu()) {
     const at::Tensor offsets = group_offsets(sizes, data, rows);
+    check_multiples(offsets.const_data_ptr<int32_t>(), groups, multiple, data.op);
     row_tiles_cpu(offsets.const_data_ptr<int32_t>(), groups, rows, row_tiles, scratch, table);
     return tables;
   }
@@ -111,14 +173,17 @@ Layout make_layout(const Operand& operand, const Format& format, const GroupTabl
           grouped ? operand.groups->expect_int() : 0,
           grouped ? reinterpret_cast<const RowTile*>(tables.storage.const_data_ptr<int32_t>()) : nullptr,
           scale_mode(format),
-          format.square_blocks};
+          format.square_blocks,
+          format.tiled_scales};
 }
 
 at::ScalarType element_dtype(const Format& format) {
+  if (format.is_nv()) return at::kFloat4_e2m1fn_x2;
   return format.element == DType::kFloat8E5M2 ? at::kFloat8_e5m2 : at::kFloat8_e4m3fn;
 }
 
 at::ScalarType scale_dtype(const Format& format) {
+  if (format.is_nv()) return at::kFloat8_e4m3fn;
   return format.family == FormatFamily::kMxFp8 ? at::kFloat8_e8m0fnu : at::kFloat;
 }
 
@@ -131,21 +196,29 @@ void check_scale(const Argument& scale, const Argument& data, const Format& form
   }
 }
 
-bool takes_amax(const Format& format) { return format.family == FormatFamily::kFp8Tensor; }
+bool takes_amax(const Format& format) { return format.family == FormatFamily::kFp8Tensor || format.is_nv(); }
 
-void check_amax(const Argument& data, const char* name, const OptionalTensor& amax, std::string_view key,
-                const SymSizes& sizes) {
-  if (!amax) return;
-  const Argument argument{data.op, name, *amax};
+void check_amax(const Argument& data, const AmaxArgument& amax, std::string_view key, const SymSizes& sizes) {
+  if (!amax.tensor && !amax.required) return;
+  const auto wanted = [&] {
+    std::ostringstream text;
+    text << "sizes " << c10::SymIntArrayRef(sizes) << ", the largest magnitudes that '" << key
+         << "' scales by";
+    return text.str();
+  };
+  const auto advice = [&] {
+    return std::string("Compute it with transformer_plugin.ops.amax") +
+           (amax.transposed ? "_transposed" : "");
+  };
+  TP_CHECK_VALUE(amax.tensor, data.op, amax.name, "a float32 tensor of " << wanted(), "None", advice());
+  const Argument argument{data.op, amax.name, *amax.tensor};
   check_dtype(argument, {at::kFloat});
   check_same_device(argument, data);
-  bool fits = amax->dim() == static_cast<int64_t>(sizes.size());
-  for (size_t d = 0; fits && d < sizes.size(); ++d)
-    fits = amax->sym_size(static_cast<int64_t>(d)) == sizes[d];
-  TP_CHECK_VALUE(
-      fits, data.op, name,
-      "sizes " << c10::SymIntArrayRef(sizes) << ", the largest magnitudes that '" << key << "' scales by",
-      describe(*amax), "Compute it with transformer_plugin.ops.amax");
+  bool fits = amax.tensor->dim() == static_cast<int64_t>(sizes.size());
+  for (size_t d = 0; fits && d < sizes.size(); ++d) {
+    fits = amax.tensor->sym_size(static_cast<int64_t>(d)) == sizes[d];
+  }
+  TP_CHECK_VALUE(fits, data.op, amax.name, wanted(), describe(*amax.tensor), advice());
 }
 
 void check_not_given(const char* op, const char* name, const OptionalTensor& tensor, std::string_view key) {

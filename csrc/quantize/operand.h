@@ -25,7 +25,8 @@ struct Operand {
   c10::SymInt cols;
   std::optional<c10::SymInt> groups;  // of a ragged matrix
 
-  SymSizes data_sizes(bool transposed) const;
+  // With so many elements in a byte.
+  SymSizes data_sizes(bool transposed, int64_t packing = 1) const;
   SymSizes scale_sizes(const Format& format, bool transposed) const;
   // Of the largest magnitudes that the format scales by, where it takes them from outside.
   SymSizes amax_sizes(const Format& format, bool transposed) const;
@@ -33,19 +34,32 @@ struct Operand {
 
 // The operand of sizes [rows, cols] or [members, rows, cols]; [cols, rows] with `transposed`.
 Operand operand_of(const at::Tensor& tensor, bool transposed, const at::Tensor* group_sizes);
+// The one that became this data.
+Operand operand_of_data(const at::Tensor& data, const Format& format, bool transposed,
+                        const at::Tensor* group_sizes);
 
 // A format with scales; square blocks only when `square` is allowed.
 Format quantized_format(const char* op, const char* argument, std::string_view key, bool allow_square);
 
-// The input of an op: 2 or 3 dimensions, or 2 with group sizes; a float dtype; a width that the format takes.
-void check_matrix(const Argument& input, const at::Tensor* group_sizes, const Format& format);
+// The input of an op: 2 or 3 dimensions, or 2 with group sizes; a float dtype; a width that the format takes, and as
+// many rows where there is to be transposed data.
+void check_matrix(const Argument& input, const at::Tensor* group_sizes, const Format& format,
+                  bool transposed = false);
+// A whole number of blocks in the last dimension, where elements are packed.
+void check_packing(const Argument& data, const Format& format);
+// Quantized data of 2 or 3 dimensions, or 2 with group sizes, in the format's dtype.
+void check_data(const Argument& data, const at::Tensor* group_sizes, const Format& format);
 
 // The row tiles of a ragged matrix, on the device of the data. Undefined without groups.
 struct GroupTables {
   at::Tensor storage;  // int32: the table of RowTile, then what it was made from
 };
 
-GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, int64_t rows);
+// `multiple` is what sizes must be a multiple of, which only a CPU can see.
+GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, int64_t rows,
+                         int64_t multiple = 1);
+// What it is for transposed data, or else.
+int64_t group_multiple(const Format& format, bool transposed);
 // What data and scales are kept in.
 at::ScalarType element_dtype(const Format& format);
 at::ScalarType scale_dtype(const Format& format);
@@ -55,14 +69,25 @@ void check_scale(const Argument& scale, const Argument& data, const Format& form
 
 // Whether the format scales by largest magnitudes of more than a block, which may come from outside.
 bool takes_amax(const Format& format);
-// The amax argument of such a format: float32, of these sizes, on the device of the data. May be missing.
-void check_amax(const Argument& data, const char* name, const OptionalTensor& amax, std::string_view key,
-                const SymSizes& sizes);
+// The amax argument of such a format: float32, of these sizes, on the device of the data.
+struct AmaxArgument {
+  const char* name;
+  const OptionalTensor& tensor;
+  bool transposed;  // of the columns
+  bool required;
+};
+void check_amax(const Argument& data, const AmaxArgument& amax, std::string_view key, const SymSizes& sizes);
 // An argument that the format has no use for.
 void check_not_given(const char* op, const char* name, const OptionalTensor& tensor, std::string_view key);
 
 // A flag: float32 [1] on the device of the data.
 void check_noop(const Argument& noop, const Argument& data);
+
+// Of NVFP4: elements times their blocks' scales, which is exact in bfloat16, without what the amax stands for. Checked
+// operands on a CPU or a GPU (dequantize.cpp).
+at::Tensor dequantize_without_amax(const at::Tensor& data, const at::Tensor& scale_inv,
+                                   const at::Tensor* group_sizes, const Format& format, at::ScalarType dtype,
+                                   bool transposed);
 
 Layout make_layout(const Operand& operand, const Format& format, const GroupTables& tables);
 

@@ -36,11 +36,11 @@ Outputs make_outputs(const Tensor& like, const Operand& operand, const Format& f
   const at::ScalarType element = element_dtype(format), scale = scale_dtype(format);
   Outputs outputs;
   if (directions.rowwise) {
-    outputs.data = empty(like, operand.data_sizes(false), element);
+    outputs.data = empty(like, operand.data_sizes(false, format.packing()), element);
     outputs.scale = empty(like, operand.scale_sizes(format, false), scale);
   }
   if (directions.transposed) {
-    outputs.data_t = empty(like, operand.data_sizes(true), element);
+    outputs.data_t = empty(like, operand.data_sizes(true, format.packing()), element);
     outputs.scale_t = empty(like, operand.scale_sizes(format, true), scale);
   }
   return outputs;

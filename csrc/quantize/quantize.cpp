@@ -5,6 +5,7 @@
 #include "common/tensor.h"
 #include "quantize/amax.h"
 #include "quantize/quantize_call.h"
+#include "quantize/quantize_nv.h"
 
 namespace transformer_plugin::quantize {
 namespace {
@@ -22,14 +23,38 @@ constexpr Op kGroupedQuantizeBoth{"grouped_quantize_both", true, true};
 
 bool is_mx(const Format& format) { return format.family == FormatFamily::kMxFp8; }
 
+void check_seed(const Call& call, const Format& format) {
+  const char* op = call.op.name;
+  if (!format.stochastic_rounding) return check_not_given(op, "seed", call.seed, call.key);
+  TP_CHECK_VALUE(call.seed, op, "seed",
+                 "an int64 tensor of size [1], which '" << call.key << "' draws its roundings from", "None",
+                 "Pass another number in each step, for example of torch.randint");
+  const Argument seed{op, "seed", *call.seed};
+  check_dtype(seed, {at::kLong});
+  check_same_device(seed, call.argument());
+  check_dim(seed, 1);
+  check_size(seed, 0, 1, "one seed for the call");
+}
+
 void check_given(const Call& call, const Format& format) {
-  if (call.amax) {
-    takes_amax(format) ? check_amax(call.argument(), "amax", call.amax, call.key,
-                                    call.operand().amax_sizes(format, !call.op.rowwise))
-                       : check_not_given(call.op.name, "amax", call.amax, call.key);
+  check_seed(call, format);
+  if (!takes_amax(format)) {
+    check_not_given(call.op.name, "amax", call.amax, call.key);
+    return check_not_given(call.op.name, "amax_t", call.amax_t, call.key);
   }
-  check_not_given(call.op.name, "amax_t", call.amax_t, call.key);
-  check_not_given(call.op.name, "seed", call.seed, call.key);
+  const Operand operand = call.operand();
+  const bool columns = !call.op.rowwise, required = format.is_nv();
+  check_amax(call.argument(), {"amax", call.amax, columns, required}, call.key,
+             operand.amax_sizes(format, columns));
+  if (!format.is_nv() || !call.op.rowwise || !call.op.transposed) {
+    return check_not_given(call.op.name, "amax_t", call.amax_t, call.key);
+  }
+  check_amax(call.argument(), {"amax_t", call.amax_t, true, true}, call.key,
+             operand.amax_sizes(format, true));
+}
+
+uint8_t* bytes(const Tensor& tensor) {
+  return tensor.defined() ? static_cast<uint8_t*>(tensor.mutable_data_ptr()) : nullptr;
 }
 
 }  // namespace
@@ -37,7 +62,7 @@ void check_given(const Call& call, const Format& format) {
 Format check_arguments(const Call& call) {
   const char* op = call.op.name;
   const Format format = quantized_format(op, "format", call.key, call.group_sizes == nullptr);
-  check_matrix(call.argument(), call.group_sizes, format);
+  check_matrix(call.argument(), call.group_sizes, format, call.op.transposed);
   check_given(call, format);
   return format;
 }
@@ -46,24 +71,76 @@ Outputs make_outputs(const Call& call, const Operand& operand, const Format& for
   return make_outputs(call.input, operand, format, {call.op.rowwise, call.op.transposed});
 }
 
-void quantize_into(const Call& call, const Format& format, const Outputs& outputs, const float* noop) {
-  const Tensor& input = call.input;
-  const Operand operand = call.operand();
-  const GroupTables tables = group_tables(call.argument(), call.group_sizes, input.size(0));
-  const Tensor x = input.contiguous();
-  const Layout layout = make_layout(operand, format, tables);
+namespace {
+
+void run_fp8(const Call& call, const Format& format, const Tensor& x, const Layout& layout,
+             const Outputs& outputs, const float* noop) {
   Tensor amax;
   if (takes_amax(format)) amax = call.amax ? call.amax->contiguous() : amax_of(x, layout);
   QuantizeArgs args = quantize_args(x, outputs, layout, format, amax);
   args.noop = noop;
-  if (input.is_cpu()) {
-    quantize_cpu(args);
-    return;
-  }
+  if (x.is_cpu()) return quantize_cpu(args);
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  const CudaScope scope(input);
+  const CudaScope scope(x);
   is_mx(format) ? launch_quantize_mx(args, scope.stream()) : launch_quantize(args, scope.stream());
 #endif
+}
+
+NvMethod nv_method(const Format& format) {
+  if (format.stochastic_rounding) return NvMethod::kStochastic;
+  switch (format.four_over_six) {
+    case FourOverSix::kMae: return NvMethod::kFourOverSixMae;
+    case FourOverSix::kMse: return NvMethod::kFourOverSixMse;
+    default: return NvMethod::kNearest;
+  }
+}
+
+// Whole blocks are stored at once. Only buffers that are given can begin elsewhere.
+void check_alignment(const Call& call, const Outputs& outputs) {
+  for (const Tensor& buffer : {outputs.data, outputs.scale, outputs.data_t, outputs.scale_t}) {
+    TP_CHECK_VALUE(reinterpret_cast<uintptr_t>(bytes(buffer)) % 8 == 0, call.op.name, "data",
+                   "buffers that begin at a multiple of 8 bytes", describe(buffer),
+                   "Make them as the op without _out returns them");
+  }
+}
+
+void run_nv(const Call& call, const Format& format, const Tensor& x, const Layout& layout,
+            const Outputs& outputs, const float* noop) {
+  const Tensor amax = call.amax->contiguous();  // of the only direction, or of the rows
+  const Tensor amax_t = call.amax_t ? call.amax_t->contiguous() : amax;
+  const NvArgs args{x.const_data_ptr(),
+                    bytes(outputs.data),
+                    bytes(outputs.scale),
+                    bytes(outputs.data_t),
+                    bytes(outputs.scale_t),
+                    amax.const_data_ptr<float>(),
+                    amax_t.const_data_ptr<float>(),
+                    call.seed ? call.seed->const_data_ptr<int64_t>() : nullptr,
+                    layout,
+                    to_dtype(x.scalar_type()),
+                    nv_method(format),
+                    format.random_hadamard,
+                    format.row_scaled,
+                    call.op.rowwise,
+                    call.op.transposed,
+                    noop};
+  if (x.is_cpu()) return quantize_nv_cpu(args);
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  check_alignment(call, outputs);
+  const CudaScope scope(x);
+  launch_quantize_nv(args, scope.stream());
+#endif
+}
+
+}  // namespace
+
+void quantize_into(const Call& call, const Format& format, const Outputs& outputs, const float* noop) {
+  const GroupTables tables = group_tables(call.argument(), call.group_sizes, call.input.size(0),
+                                          group_multiple(format, call.op.transposed));
+  const Tensor x = call.input.contiguous();
+  const Layout layout = make_layout(call.operand(), format, tables);
+  format.is_nv() ? run_nv(call, format, x, layout, outputs, noop)
+                 : run_fp8(call, format, x, layout, outputs, noop);
 }
 
 namespace {

@@ -36,12 +36,13 @@ Format check_all(const Call& call, const Outputs& buffers, const OptionalTensor&
   const char* op = call.op.name;
   const at::ScalarType element = element_dtype(format), scale = scale_dtype(format);
   if (call.op.rowwise) {
-    check_buffer({op, "data", buffers.data}, input, element, operand.data_sizes(false));
+    check_buffer({op, "data", buffers.data}, input, element, operand.data_sizes(false, format.packing()));
     check_buffer({op, "scale_inv", buffers.scale}, input, scale, operand.scale_sizes(format, false));
   }
   if (call.op.transposed) {
     const bool only = !call.op.rowwise;
-    check_buffer({op, only ? "data" : "data_t", buffers.data_t}, input, element, operand.data_sizes(true));
+    check_buffer({op, only ? "data" : "data_t", buffers.data_t}, input, element,
+                 operand.data_sizes(true, format.packing()));
     check_buffer({op, only ? "scale_inv" : "scale_t", buffers.scale_t}, input, scale,
                  operand.scale_sizes(format, true));
   }

@@ -29,6 +29,10 @@ Pair requantize_transposed(const Tensor& data, const Tensor& scale_inv, Key form
   using Grouped = Pair(const Tensor&, const Tensor&, Key, const OptionalTensor&, const OptionalTensor&);
   static const auto dense = find_op<Dense>("quantize_transposed");
   static const auto grouped = find_op<Grouped>("grouped_quantize_transposed");
+  const Format parsed = quantized_format("requantize_transposed", "format", format, !group_sizes);
+  TP_CHECK_VALUE(!parsed.is_nv(), "requantize_transposed", "format", "fp8_tensor, fp8_block or mxfp8",
+                 "'" << format << "'",
+                 "Take both copies of nvfp4 from quantize_both: each is scaled by an amax of its own");
   const Tensor values = values_of(data, scale_inv, format, dtype, group_sizes);
   return group_sizes ? grouped.call(values, *group_sizes, format, kNotGiven, kNotGiven)
                      : dense.call(values, format, kNotGiven, kNotGiven);

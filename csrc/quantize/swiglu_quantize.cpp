@@ -30,9 +30,8 @@ Format check_arguments(const Op& op, const Tensor& input, const OptionalTensor& 
   const Format format = block_format(op.name, key, group_sizes, "Use swiglu, and quantize its result");
   activation::check_swiglu(op.name, input, probs);
   if (group_sizes) check_group_sizes({op.name, "group_sizes", *group_sizes}, {op.name, "input", input});
-  TP_CHECK_VALUE(format.family != FormatFamily::kMxFp8 || input.sym_size(1) % (2 * kMxBlockSize) == 0,
-                 op.name, "input",
-                 "a last dimension that is a multiple of 64: two halves in blocks of mxfp8, 32",
+  TP_CHECK_VALUE(format.family != FormatFamily::kMxFp8 || input.sym_size(1) % (2 * kMxBlock) == 0, op.name,
+                 "input", "a last dimension that is a multiple of 64: two halves in blocks of mxfp8, 32",
                  describe(input), "Pad each half with zeros");
   return format;
 }

@@ -142,9 +142,9 @@ void write_mx_tile(const QuantizeArgs& args, const Tile& tile, const Values& val
         }
         convert_row<element>(values.at[r], scales, tile.cols, data);
       }
-      std::copy_n(rows.at[r], kMxBlocks, args.exponents + mx_word_index(layout, tile, false, r));
+      std::copy_n(rows.at[r], kMxBlocks, args.exponents + word_index(layout, tile, false, r));
     }
-    zero_mx_padding(layout, tile, false, args.exponents);
+    zero_word_padding(layout, tile, false, args.exponents);
   }
   if (args.transposed) {
     alignas(64) uint8_t codes[kTile][kTile];
@@ -158,9 +158,9 @@ void write_mx_tile(const QuantizeArgs& args, const Tile& tile, const Values& val
     uint8_t* output = args.data_t + (tile.member * layout.cols + tile.col) * layout.rows + tile.row;
     transpose(codes, tile.rows, tile.cols, output, layout.rows);
     for (int c = 0; c < tile.cols; ++c) {
-      std::copy_n(columns.at[c], kMxBlocks, args.exponents_t + mx_word_index(layout, tile, true, c));
+      std::copy_n(columns.at[c], kMxBlocks, args.exponents_t + word_index(layout, tile, true, c));
     }
-    zero_mx_padding(layout, tile, true, args.exponents_t);
+    zero_word_padding(layout, tile, true, args.exponents_t);
   }
 }
 

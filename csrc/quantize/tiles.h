@@ -17,6 +17,12 @@
 //                transposed [up128(C), 4 ceil(R/128)]         scale[column][row / 32] (grouped: 4 (ceil(R/128) + G),
 //                                                             each group from its first row tile on)
 // so that a line of a tile has one word of four scales.
+// E4M3 (one byte; 16x16 blocks repeat theirs for each of their 16 lines):
+//   NVFP4        row-wise   [up128(R), up4(ceil(C/16))]       scale[row][column / 16]
+//                transposed [up128(C), up4(ceil(R/16))]       scale[column][row / 16] (grouped: 8 (ceil(R/128) + G),
+//                                                             each group from its first row tile on)
+// so that a line of a tile has two words, of which the second may be past the end. Words of both may be stored tiled,
+// 512 bytes for 128 lines by one word, tiles row by row: the word of line r is at 16 (r % 32) + 4 (r / 32) in its tile.
 #pragma once
 
 #include <cstdint>
@@ -33,11 +39,15 @@ enum class ScaleMode : int32_t {
   kRows,    // one for each 1x128 block along the direction that is quantized
   kSquare,  // one for each 128x128 block
   kMx,      // E8M0, one for each 1x32 block
+  kNv,      // E4M3, one for each 1x16 block
 };
 
 inline constexpr int kMxBlock = 32;
 inline constexpr int kMxBlocks = kTile / kMxBlock;  // of one line of a tile
 static_assert(kMxBlocks == 4, "a line of a tile has one word of scales");
+inline constexpr int kNvBlock = 16;
+inline constexpr int kNvBlocks = kTile / kNvBlock;
+static_assert(kNvBlocks == 8, "a line of a tile has two words of scales");
 
 TP_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 TP_HOST_DEVICE int64_t round_up_4(int64_t a) { return (a + 3) / 4 * 4; }
@@ -58,6 +68,7 @@ struct Layout {
   const RowTile* row_tile_table;  // [row_tiles()] when grouped, else null
   ScaleMode mode;
   bool square;  // blocks with as many rows as columns
+  bool tiled;   // words of byte scales in tiles
 
   TP_HOST_DEVICE bool grouped() const { return row_tile_table != nullptr; }
   // Enough for any split of the rows: each group, and the tail, begins a tile of its own.
@@ -68,15 +79,21 @@ struct Layout {
   TP_HOST_DEVICE int64_t col_tiles() const { return ceil_div(cols, kTile); }
   TP_HOST_DEVICE int64_t tiles() const { return members * row_tiles() * col_tiles(); }
   TP_HOST_DEVICE int64_t tensor_scales() const { return grouped() ? groups : members; }
+  TP_HOST_DEVICE bool has_byte_scales() const { return mode == ScaleMode::kMx || mode == ScaleMode::kNv; }
+  // Words of byte scales of a line of a tile.
+  TP_HOST_DEVICE int words() const { return mode == ScaleMode::kNv ? 2 : 1; }
 
   // Row length and rows of the scale matrix of one member.
   TP_HOST_DEVICE int64_t scale_width(bool transposed) const {
-    if (mode == ScaleMode::kMx) return kMxBlocks * (transposed ? row_tiles() : col_tiles());
+    if (has_byte_scales()) {
+      if (transposed && grouped()) return 4 * words() * row_tiles();
+      return round_up_4(ceil_div(transposed ? rows : cols, kTile / (4 * words())));
+    }
     if (mode == ScaleMode::kRows) return round_up_4(transposed ? cols : rows);
     return round_up_4(transposed ? ceil_div(rows, kTile) : col_tiles());
   }
   TP_HOST_DEVICE int64_t scale_height(bool transposed) const {
-    if (mode == ScaleMode::kMx) return kTile * (transposed ? col_tiles() : ceil_div(rows, kTile));
+    if (has_byte_scales()) return kTile * (transposed ? col_tiles() : ceil_div(rows, kTile));
     if (mode == ScaleMode::kRows) return transposed ? row_tiles() : col_tiles();
     return transposed ? col_tiles() : ceil_div(rows, kTile);
   }
@@ -179,24 +196,42 @@ TP_HOST_DEVICE void zero_scale_padding(const Layout& layout, const Tile& tile, b
   for (int64_t i = used; i < width; ++i) scale[line * width + i] = 0.0f;
 }
 
-// Where the four E8M0 scales of a line of the tile lie: of row `line`, or of column `line` for transposed data.
-TP_HOST_DEVICE int64_t mx_word_index(const Layout& layout, const Tile& tile, bool transposed, int line) {
+// Where word `word` of byte scales of line `line` of the matrix lies.
+TP_HOST_DEVICE int64_t matrix_word_index(const Layout& layout, int64_t member, bool transposed, int64_t line,
+                                         int64_t word) {
   const int64_t width = layout.scale_width(transposed);
-  const int64_t first = tile.member * layout.scale_height(transposed) * width;
-  return transposed ? first + (tile.col + line) * width + kMxBlocks * tile.row_tile
-                    : first + (tile.row + line) * width + kMxBlocks * tile.col_tile;
+  const int64_t first = member * layout.scale_height(transposed) * width;
+  if (!layout.tiled) return first + line * width + 4 * word;
+  return first + (line / kTile * (width / 4) + word) * 512 + line % 32 * 16 + line % kTile / 32 * 4;
 }
 
-// Lines past the matrix, up to a multiple of 128: the first tile across them writes its word of each.
-TP_HOST_DEVICE void zero_mx_padding(const Layout& layout, const Tile& tile, bool transposed,
-                                    uint8_t* exponents) {
+// Of a line of the tile: of row `line`, or of column `line` for transposed data.
+TP_HOST_DEVICE int64_t word_index(const Layout& layout, const Tile& tile, bool transposed, int line,
+                                  int word = 0) {
+  return matrix_word_index(layout, tile.member, transposed, (transposed ? tile.col : tile.row) + line,
+                           (transposed ? tile.row_tile : tile.col_tile) * layout.words() + word);
+}
+
+// Words of a line of the tile that are not past the end.
+TP_HOST_DEVICE int words_within(const Layout& layout, const Tile& tile, bool transposed) {
+  const int64_t left =
+      layout.scale_width(transposed) / 4 - (transposed ? tile.row_tile : tile.col_tile) * layout.words();
+  return static_cast<int>(left < layout.words() ? left : layout.words());
+}
+
+// Lines past the matrix, up to a multiple of 128: the first tile across them writes its words of each. By one of
+// several threads.
+TP_HOST_DEVICE void zero_word_padding(const Layout& layout, const Tile& tile, bool transposed,
+                                      uint8_t* scales, int thread = 0, int threads = 1) {
   if ((transposed ? tile.col_tile : tile.row_tile) != 0) return;
-  const int64_t width = layout.scale_width(transposed);
   const int64_t height = layout.scale_height(transposed);
-  uint8_t* word =
-      exponents + tile.member * height * width + kMxBlocks * (transposed ? tile.row_tile : tile.col_tile);
-  for (int64_t line = transposed ? layout.cols : layout.rows; line < height; ++line) {
-    for (int b = 0; b < kMxBlocks; ++b) word[line * width + b] = 0;
+  const int words = words_within(layout, tile, transposed);
+  for (int64_t line = (transposed ? layout.cols : layout.rows) + thread; line < height; line += threads) {
+    for (int word = 0; word < words; ++word) {
+      const int64_t j = (transposed ? tile.row_tile : tile.col_tile) * layout.words() + word;
+      uint8_t* target = scales + matrix_word_index(layout, tile.member, transposed, line, j);
+      for (int i = 0; i < 4; ++i) target[i] = 0;
+    }
   }
 }
 

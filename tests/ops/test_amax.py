@@ -188,12 +188,12 @@ def no_use(key: str, got: str) -> str:
     [
         (ops.amax, (ONES, "fp8_block"), ValueError,
          "amax: argument 'format': expected a format that scales by the largest magnitude of more than a "
-         "block, fp8_tensor, got 'fp8_block'. Other formats find their scales on the way."),
+         "block, fp8_tensor or nvfp4, got 'fp8_block'. Other formats find their scales on the way."),
         (ops.amax_transposed, (ONES, "mxfp8"), ValueError,
          "amax_transposed: argument 'format': expected a format that scales by the largest magnitude of more "
-         "than a block, fp8_tensor, got 'mxfp8'. Other formats find their scales on the way."),
+         "than a block, fp8_tensor or nvfp4, got 'mxfp8'. Other formats find their scales on the way."),
         (ops.amax_both, (ONES, "bf16"), ValueError,
-         "amax_both: argument 'format': expected a format with scales, fp8_tensor, fp8_block or mxfp8, got "
+         "amax_both: argument 'format': expected a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4, got "
          "'bf16'. Use the tensor as it is, or convert it with .to()."),
         (ops.amax, (ONES.double(), "fp8_tensor"), TypeError,
          "amax: argument 'input': expected one of the dtypes float32, bfloat16, float16, got float64. "
@@ -213,7 +213,7 @@ def no_use(key: str, got: str) -> str:
          "Convert it with .to() first."),
         (ops.quantize_transposed, (ONES, "fp8_tensor", torch.ones(2)), ValueError,
          f"quantize_transposed: argument 'amax': expected sizes [1], {SCALES_BY}, got float32[2] on cpu. "
-         f"{COMPUTE}"),
+         "Compute it with transformer_plugin.ops.amax_transposed."),
         (ops.quantize_both, (ONES[None, :2], "fp8_tensor", torch.ones(())), ValueError,
          f"quantize_both: argument 'amax': expected sizes [1], {SCALES_BY}, got float32[] on cpu. {COMPUTE}"),
         (ops.grouped_quantize, (ONES, SIZES, "fp8_tensor", AMAX), ValueError,

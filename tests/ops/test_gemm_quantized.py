@@ -191,7 +191,7 @@ QT = ops.grouped_quantize_transposed(X, SIZES, KEY)
             "gemm_quantized",
             (*QX, *Q0, "bf16", KEY, torch.float32),
             ValueError,
-            "'a_format': expected a format with scales, fp8_tensor, fp8_block or mxfp8, got 'bf16'. "
+            "'a_format': expected a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4, got 'bf16'. "
             "Use the tensor as it is, or convert it with .to().",
         ),
         (

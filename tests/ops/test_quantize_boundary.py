@@ -151,7 +151,7 @@ def test_cuda_graph_replays_with_other_sizes_and_data(format: str) -> None:
 
 FLOATS = "one of the dtypes float32, bfloat16, float16"
 KEYS = (
-    "a format key: none, bf16, fp8_tensor, fp8_block or mxfp8, "
+    "a format key: none, bf16, fp8_tensor, fp8_block, mxfp8 or nvfp4, "
     "then options like fp8_block:e4m3,pow2,square,eps=1e-12"
 )
 ONES = torch.ones(4, 256)
@@ -179,7 +179,7 @@ PAD = "Pad it with zeros, for example with torch.nn.functional.pad."
         (ops.quantize, (ONES, "fp9"), ValueError,
          f"quantize: argument 'format': expected {KEYS}, got 'fp9'. transformer_plugin.formats lists them."),
         (ops.quantize, (ONES, "bf16"), ValueError,
-         "quantize: argument 'format': expected a format with scales, fp8_tensor, fp8_block or mxfp8, got "
+         "quantize: argument 'format': expected a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4, got "
          "'bf16'. Use the tensor as it is, or convert it with .to()."),
         (ops.quantize, (ONES, "mxfp8:pow2"), ValueError,
          f"quantize: argument 'format': expected {KEYS}, got 'mxfp8:pow2'. "

@@ -62,10 +62,10 @@ def gemm_quantized(
     Args:
         a, a_scale: ``[M, K]`` as :func:`~transformer_plugin.ops.quantize` gives it, in ``a_format``.
         b, b_scale: ``[N, K]``, or ``[K, N]`` when not ``transpose_b``, in ``b_format``.
-        a_format, b_format: format keys, fp8_tensor, fp8_block or mxfp8.
+        a_format, b_format: format keys: fp8_tensor, fp8_block, mxfp8 or nvfp4.
         dtype: of the output: float32, bfloat16 or float16.
         bias: ``[N]``, any float dtype.
-        a_amax, b_amax: none for the formats there are, whose scales say all.
+        a_amax, b_amax: of ``nvfp4``, what the operand was quantized with; none for the other formats.
 
     Returns:
         ``[M, N]``, an FP32 sum of exact products, rounded once. Not differentiable: see :func:`linear`.

@@ -12,6 +12,7 @@ format                scale of rows, data [M, K]       scale of transposed data 
 ``fp8_block:square``  [ceil(M/128), up4(ceil(K/128))]  [ceil(K/128), up4(ceil(M/128))]
 ``mxfp8``             [up128(M), 4 * ceil(K/128)]      [up128(K), 4 * ceil(M/128)]
 ``mxfp8:square``      as ``mxfp8``                     as ``mxfp8``
+``nvfp4``             [up128(M), up4(K/16)]            [up128(K), up4(M/16)]
 ====================  ===============================  ===============================
 
 A 3-D input [G, M, K] is G matrices, each with its own scales: [G] for ``fp8_tensor``, a leading G otherwise.
@@ -24,6 +25,18 @@ never read; their data and scales are 0.
 ``mxfp8`` has blocks of 32: ``scale_inv[row, k // 32]`` is the scale of ``data[row, k]``. K, the columns of the
 input in either direction, must be a multiple of 32; M may be anything. With ``square`` the scale of a 32x32
 block is there for each of its rows.
+
+``nvfp4`` is two elements to a byte, the even one in the low half: data float4_e2m1fn_x2 ``[M, K/2]``, transposed
+``[K, M/2]``, and scales float8_e4m3fn, ``scale_inv[row, k // 16]``, repeated for the 16 rows of a ``square`` block;
+ragged and transposed ``[up128(K), 8 * (ceil(T/128) + G)]``, group g's first column 8 times that sum. Values have one
+more factor: ``value = data * ((scale_inv * amax) * (1 / 2688))``, where ``amax`` is an argument of the ops
+(:func:`amax`), float32 ``[1]``, or ``[G]`` for G matrices or groups; with ``row_scaled`` one for each row, ``[M]``,
+``[G, M]`` or ``[T]``, and each column of the transposed copy, ``[K]`` or ``[G, K]``. K must be a multiple of 16, and
+for transposed data M and every group size too. On a GPU, where sizes are not seen, 16 rows that are not a block of
+one group have codes 0 and the scale NaN. With ``rht`` transposed data are those of the rotated matrix.
+
+``tiled`` formats, of ``mxfp8`` and ``nvfp4``, have the bytes of their scales in tiles of 128x4 in the same shape: byte
+``(r, c)`` at ``512 * (r // 128 * width / 4 + c // 4) + r % 32 * 16 + r % 128 // 32 * 4 + c % 4``.
 
 Arithmetic, the same bytes on CPU and CUDA: with ``a`` the amax of the block (NaN left out, at least ``eps``),
 ``scale = largest / a`` in float32, 1 when a is 0 or infinite, and when it overflows the largest float32
@@ -54,19 +67,21 @@ def quantize(
 
     Args:
         input: ``[M, K]``, or ``[G, M, K]`` for G matrices with scales of their own; float32, bfloat16 or
-            float16; any strides, any sizes including 0. For ``mxfp8`` K is a multiple of 32.
-        format: a key of ``fp8_tensor``, ``fp8_block`` or ``mxfp8``, or a :class:`~transformer_plugin.formats.Format`.
+            float16; any strides, any sizes including 0. K is a multiple of 32 for ``mxfp8``, of 16 for ``nvfp4``.
+        format: a key of ``fp8_tensor``, ``fp8_block``, ``mxfp8`` or ``nvfp4``, or a
+            :class:`~transformer_plugin.formats.Format`.
         amax: float32 on the device of ``input``, what :func:`amax` gives, or its maximum over several ranks. For
-            ``fp8_tensor`` it takes the place of a pass over the input; where it is less than the input's own,
-            values saturate. Other formats take none.
-        seed: of stochastic rounding, which no format has yet.
+            ``fp8_tensor`` it takes the place of a pass over the input, and ``nvfp4`` needs it; where it is less
+            than the input's own, values saturate. Other formats take none.
+        seed: int64 ``[1]`` on the device of ``input``, of the stochastic rounding of ``nvfp4:sr``; other formats
+            take none. Another in each step; a block's random numbers follow from it and the block's place.
 
     Returns:
         ``data`` in the shape of ``input`` and ``scale_inv`` (table above). Not differentiable.
 
     Raises:
         TypeError: another dtype. ValueError: other dimensions, a format without scales, no format, for
-            ``mxfp8`` another width, or an amax or a seed that is not the format's.
+            ``mxfp8`` or ``nvfp4`` another width, or an amax or a seed that is not the format's.
 
     Source: per-tensor current scaling, DeepSeek-V3's block scaling (arXiv:2412.19437, section 3.3) and the OCP
     Microscaling Formats (MX) v1.0 specification, with the scale conventions of NVIDIA TransformerEngine 2.20.
@@ -80,7 +95,7 @@ def quantize_transposed(
     """Quantizes along columns: :func:`quantize` of the transposed matrix, contiguous.
 
     Args:
-        input, format, seed: as in :func:`quantize`.
+        input, format, seed: as in :func:`quantize`; for ``nvfp4`` M is a multiple of 16 too.
         amax: as there, of the transposed matrix: what :func:`amax_transposed` gives.
 
     Returns:
@@ -127,18 +142,18 @@ def dequantize(
     Args:
         data: ``[M, K]`` or ``[G, M, K]`` as :func:`quantize` returns it, or with ``transposed`` ``[K, M]`` or
             ``[G, K, M]`` as :func:`quantize_transposed` does; in the element's dtype.
-        scale_inv: the scales that came with it: float32, for ``mxfp8`` float8_e8m0fnu.
+        scale_inv: the scales that came with it: float32, float8_e8m0fnu of ``mxfp8``, float8_e4m3fn of ``nvfp4``.
         format: the key it was quantized with.
         dtype: float32, bfloat16 or float16.
         transposed: whether ``data`` is transposed; the result is not.
-        amax: none for the formats there are, whose scales say all.
+        amax: of ``nvfp4``, what it was quantized with; none for the other formats, whose scales say all.
 
     Returns:
         ``[M, K]`` or ``[G, M, K]``. Not differentiable.
 
     Raises:
         TypeError: a dtype that is not the format's, or another output dtype. ValueError: scales of another
-            shape; for ``mxfp8`` K that is not a multiple of 32.
+            shape, an amax that is missing or not the format's.
     """
     return _ops.dequantize(data, scale_inv, _key(format), dtype, transposed, amax)
 
@@ -154,12 +169,12 @@ def grouped_quantize(
 
     Args:
         input: ``[T, K]``, float32, bfloat16 or float16, any strides; rows past the groups may hold anything.
-            For ``mxfp8`` K is a multiple of 32.
+            K is a multiple of 32 for ``mxfp8``, of 16 for ``nvfp4``.
         group_sizes: ``[G]`` int32 or int64 on the device of ``input``, contiguous: rows of each group, 0
             allowed, any number of groups. Never read on the host when on a GPU, where sizes are cut at T
             rows.
-        format: a key of ``fp8_tensor``, ``fp8_block`` or ``mxfp8``; not ``square``.
-        amax: as in :func:`quantize`, ``[G]`` for ``fp8_tensor``.
+        format: a key of ``fp8_tensor``, ``fp8_block``, ``mxfp8`` or ``nvfp4``; not ``square``.
+        amax: as in :func:`quantize`, ``[G]`` for ``fp8_tensor`` and ``nvfp4``, ``[T]`` with ``row_scaled``.
         seed: as there.
 
     Returns:
@@ -168,7 +183,7 @@ def grouped_quantize(
 
     Raises:
         TypeError: another dtype. ValueError: other dimensions, a format without scales or with square
-            blocks, for ``mxfp8`` another width, an amax or a seed that is not the format's; on a CPU also
+            blocks, for ``mxfp8`` or ``nvfp4`` another width, an amax or a seed that is not the format's; on a CPU also
             sizes that are negative or sum to more than T.
     """
     return _ops.grouped_quantize(input, group_sizes, _key(format), amax, seed)
@@ -237,7 +252,7 @@ def grouped_dequantize(
         scale_inv, group_sizes, format: what it was quantized with.
         dtype: float32, bfloat16 or float16.
         transposed: whether ``data`` is transposed; the result is not.
-        amax: none for the formats there are, whose scales say all.
+        amax: of ``nvfp4``, what it was quantized with; none for the other formats, whose scales say all.
 
     Returns:
         ``[T, K]``; rows past the groups are 0. Not differentiable.
@@ -255,12 +270,12 @@ def amax(input: Tensor, format: str | Format, group_sizes: Tensor | None = None)
 
     Args:
         input: as in :func:`quantize`, or with ``group_sizes`` as in :func:`grouped_quantize`.
-        format: a key of ``fp8_tensor``.
+        format: a key of ``fp8_tensor`` or ``nvfp4``.
         group_sizes: ``[G]`` int32 or int64 on the device of ``input``, contiguous: ``input`` is ragged.
 
     Returns:
-        float32 ``[1]``, ``[G]`` for G matrices or G groups. NaN is left out, an infinity is not; 0 where there is
-        nothing. Not differentiable.
+        float32 ``[1]``, ``[G]`` for G matrices or G groups; with ``row_scaled`` ``[M]``, ``[G, M]`` or ``[T]``.
+        NaN is left out, an infinity is not; 0 where there is nothing. Not differentiable.
 
     Raises:
         TypeError: another dtype. ValueError: other dimensions, another format; on a CPU also sizes that are
@@ -276,7 +291,8 @@ def amax_transposed(input: Tensor, format: str | Format, group_sizes: Tensor | N
         input, format, group_sizes: as in :func:`amax`.
 
     Returns:
-        As :func:`amax`, of the transposed matrix: for ``fp8_tensor`` the same numbers.
+        As :func:`amax`, of the transposed matrix, rotated before if the format has ``rht``. Without that and
+        ``row_scaled`` the same numbers; with ``row_scaled`` ``[K]`` or ``[G, K]``.
 
     Raises:
         TypeError, ValueError: as :func:`amax`.

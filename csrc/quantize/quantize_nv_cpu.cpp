@@ -1,0 +1,276 @@
+// NVFP4 on a CPU: 16 values of each of up to 128 lines at a time, in vectors of lines. Lines are rows of the tile, whose
+// values are turned for it, or its columns.
+#include <algorithm>
+#include <cstring>
+
+#include "quantize/hadamard_cpu.h"
+#include "quantize/quantize_nv.h"
+#include "quantize/tile_cpu.h"
+
+namespace transformer_plugin::quantize {
+namespace {
+
+using Lines = float[kTile];
+using Codes = uint32_t[2][kTile];  // eight codes of each line in a word
+
+// What lines are scaled by before their blocks are.
+struct Globals {
+  alignas(64) Lines sixth;
+  alignas(64) Lines inverse;
+};
+
+struct Scales {
+  alignas(64) uint8_t code[kTile];
+  alignas(64) Lines decode;
+  alignas(64) Lines encode;
+};
+
+struct Coded {
+  alignas(64) Codes codes;
+  Scales scales;
+};
+
+// One of the two directions of a tile.
+struct Direction {
+  bool transposed;
+  int lines;             // of the tile
+  int values;            // of a line of the tile
+  const float* amax;     // of the lines, or of the tile
+  uint8_t* data;         // of line 0
+  int64_t stride;        // bytes between lines
+  int64_t first_block;   // its number, for random bits
+  int64_t block_stride;  // between lines
+  uint8_t* scales;       // of the matrix
+};
+
+TP_CPU_CLONES void find_magnitudes(const Lines* values, int32_t* magnitudes) {
+  std::fill_n(magnitudes, kTile, 0);
+  for (int i = 0; i < kNvBlock; ++i) {
+    for (int line = 0; line < kTile; ++line) {
+      magnitudes[line] = std::max(magnitudes[line], magnitude(values[i][line]));
+    }
+  }
+}
+
+// Targets are the largest magnitudes of the blocks in units of the whole matrix's scale.
+TP_CPU_CLONES void find_targets(const int32_t* magnitudes, const Globals& globals, float* targets) {
+  for (int line = 0; line < kTile; ++line) {
+    targets[line] = bits_to_float(static_cast<uint32_t>(magnitudes[line])) * globals.sixth[line];
+  }
+}
+
+TP_CPU_CLONES void find_scales(const float* targets, float factor, float most, const Globals& globals,
+                               Scales& scales) {
+  for (int line = 0; line < kTile; ++line) {
+    const float target = targets[line] * factor;
+    const NvScale scale = nv_scale(target < most ? target : most, {0.0f, globals.inverse[line]});
+    scales.code[line] = scale.code;
+    scales.decode[line] = scale.decode;
+    scales.encode[line] = scale.encode;
+  }
+}
+
+TP_CPU_CLONES void round_nearest(const Lines* values, const Scales& scales, Codes& codes) {
+  std::memset(codes, 0, sizeof(codes));
+  for (int i = 0; i < kNvBlock; ++i) {
+    for (int line = 0; line < kTile; ++line) {
+      codes[i / 8][line] |= e2m1_nearest(values[i][line] * scales.encode[line]) << (4 * (i % 8));
+    }
+  }
+}
+
+TP_CPU_CLONES void draw(uint64_t seed, const Direction& direction, int64_t block, uint32_t (*words)[kTile]) {
+  for (int line = 0; line < kTile; ++line) {
+    const Philox4 random =
+        nv_random(seed, block + line * direction.block_stride, direction.transposed ? 1u : 0u);
+    for (int word = 0; word < 4; ++word) words[word][line] = random.word[word];
+  }
+}
+
+TP_CPU_CLONES void round_stochastic(const Lines* values, const Scales& scales, const uint32_t (*words)[kTile],
+                                    Codes& codes) {
+  std::memset(codes, 0, sizeof(codes));
+  for (int i = 0; i < kNvBlock; ++i) {
+    for (int line = 0; line < kTile; ++line) {
+      codes[i / 8][line] |= e2m1_stochastic(values[i][line] * scales.encode[line], words[i / 4][line], i % 4)
+                            << (4 * (i % 8));
+    }
+  }
+}
+
+TP_CPU_CLONES void find_errors(const Lines* values, const Coded& coded, bool squared, float* errors) {
+  std::fill_n(errors, kTile, 0.0f);
+  for (int i = 0; i < kNvBlock; ++i) {
+    for (int line = 0; line < kTile; ++line) {
+      const uint32_t code = coded.codes[i / 8][line] >> (4 * (i % 8));
+      errors[line] += nv_error(values[i][line], code, coded.scales.decode[line], squared);
+    }
+  }
+}
+
+TP_CPU_CLONES void keep_better(const Coded& four, const float* errors4, const float* errors6, Coded& coded) {
+  for (int line = 0; line < kTile; ++line) {
+    const bool better = errors4[line] < errors6[line];
+    coded.scales.code[line] = better ? four.scales.code[line] : coded.scales.code[line];
+    coded.codes[0][line] = better ? four.codes[0][line] : coded.codes[0][line];
+    coded.codes[1][line] = better ? four.codes[1][line] : coded.codes[1][line];
+  }
+}
+
+void round_four_over_six(const Lines* values, const float* targets, const Globals& globals, bool squared,
+                         Coded& coded) {
+  Coded four;
+  find_scales(targets, 1.0f, 448.0f, globals, coded.scales);
+  find_scales(targets, 1.5f, 448.0f, globals, four.scales);
+  round_nearest(values, coded.scales, coded.codes);
+  round_nearest(values, four.scales, four.codes);
+  alignas(64) Lines errors6, errors4;
+  find_errors(values, coded, squared, errors6);
+  find_errors(values, four, squared, errors4);
+  keep_better(four, errors4, errors6, coded);
+}
+
+// `block` is the number of line 0's.
+void encode(const NvArgs& args, const Direction& direction, int64_t block, const Lines* values,
+            const Globals& globals, Coded& coded) {
+  alignas(64) int32_t magnitudes[kTile];
+  find_magnitudes(values, magnitudes);
+  for (int line = 0; args.layout.square && line < kTile; line += kNvBlock) {
+    std::fill_n(magnitudes + line, kNvBlock,
+                *std::max_element(magnitudes + line, magnitudes + line + kNvBlock));
+  }
+  alignas(64) Lines targets;
+  find_targets(magnitudes, globals, targets);
+  if (is_four_over_six(args.method)) {
+    const bool squared = args.method == NvMethod::kFourOverSixMse;
+    return round_four_over_six(values, targets, globals, squared, coded);
+  }
+  find_scales(targets, 1.0f, kLargestFloat, globals, coded.scales);
+  if (args.method == NvMethod::kNearest) return round_nearest(values, coded.scales, coded.codes);
+  alignas(64) uint32_t words[4][kTile];
+  draw(static_cast<uint64_t>(*args.seed), direction, block, words);
+  round_stochastic(values, coded.scales, words, coded.codes);
+}
+
+void find_globals(const NvArgs& args, const Tile& tile, const Direction& direction, Globals& globals) {
+  for (int line = 0; line < kTile; ++line) {
+    const bool own = args.row_scaled && line < direction.lines;
+    if (line > 0 && !own) {
+      globals.sixth[line] = globals.sixth[0];
+      globals.inverse[line] = globals.inverse[0];
+      continue;
+    }
+    const NvGlobal global =
+        nv_global(tile.tail ? 0.0f : direction.amax[args.row_scaled ? line : 0], nv_bound(args.method));
+    globals.sixth[line] = global.sixth;
+    globals.inverse[line] = global.inverse;
+  }
+}
+
+// The 16 values from `first` on of each line.
+const Lines* lines_of(const NvArgs& args, const Direction& direction, const Values& values, int first,
+                      Chunk& chunk) {
+  if (direction.transposed) {
+    if (!args.hadamard) return values.at + first;
+    hadamard_cpu(values.at + first, args.dtype, chunk);
+    return chunk.at;
+  }
+  for (int line = 0; line < direction.lines; ++line) {
+    for (int i = 0; i < kNvBlock; ++i) chunk.at[i][line] = values.at[line][first + i];
+  }
+  return chunk.at;
+}
+
+void write_direction(const NvArgs& args, const Tile& tile, const Direction& direction, const Values& values) {
+  Globals globals;
+  find_globals(args, tile, direction, globals);
+  alignas(64) uint8_t scales[kTile][kNvBlocks] = {};
+  Chunk chunk = {};
+  Coded coded;
+  for (int first = 0; first < direction.values; first += kNvBlock) {
+    const int block = first / kNvBlock;
+    encode(args, direction, direction.first_block + block, lines_of(args, direction, values, first, chunk),
+           globals, coded);
+    for (int line = 0; line < direction.lines; ++line) {
+      uint8_t* target = direction.data + line * direction.stride + first / 2;
+      std::memcpy(target, &coded.codes[0][line], 4);
+      std::memcpy(target + 4, &coded.codes[1][line], 4);
+      scales[line][block] = coded.scales.code[line];
+    }
+  }
+  const int words = words_within(args.layout, tile, direction.transposed);
+  const int lines = direction.lines;
+  for (int line = 0; line < lines; ++line) {
+    for (int word = 0; word < words; ++word) {
+      const int64_t index = word_index(args.layout, tile, direction.transposed, line, word);
+      std::memcpy(direction.scales + index, scales[line] + 4 * word, 4);
+    }
+  }
+  zero_word_padding(args.layout, tile, direction.transposed, direction.scales);
+}
+
+Direction rows_of(const NvArgs& args, const Tile& tile) {
+  const Layout& layout = args.layout;
+  const int64_t row = tile.member * layout.rows + tile.row;
+  return {false,
+          tile.rows,
+          tile.cols,
+          args.amax + (args.row_scaled ? row : tile.group),
+          args.data + (row * layout.cols + tile.col) / 2,
+          layout.cols / 2,
+          (row * layout.cols + tile.col) / kNvBlock,
+          layout.cols / kNvBlock,
+          args.scale};
+}
+
+Direction columns_of(const NvArgs& args, const Tile& tile) {
+  const Layout& layout = args.layout;
+  const int64_t column = tile.member * layout.cols + tile.col;
+  return {true,
+          tile.cols,
+          tile.rows,
+          args.amax_t + (args.row_scaled ? tile.group * layout.cols + tile.col : tile.group),
+          args.data_t + (column * layout.rows + tile.row) / 2,
+          layout.rows / 2,
+          (column * layout.rows + tile.row) / kNvBlock,
+          layout.rows / kNvBlock,
+          args.scale_t};
+}
+
+template <typename T>
+TP_CPU_CLONES void load_row(const T* input, int cols, float* values) {
+  for (int c = 0; c < cols; ++c) values[c] = static_cast<float>(input[c]);
+}
+
+// Zero outside the matrix.
+template <typename T>
+void load(const NvArgs& args, const Tile& tile, Values& values) {
+  const Layout& layout = args.layout;
+  const T* input =
+      static_cast<const T*>(args.input) + (tile.member * layout.rows + tile.row) * layout.cols + tile.col;
+  if (tile.rows < kTile || tile.cols < kTile) std::memset(&values, 0, sizeof(values));
+  for (int r = 0; r < tile.rows; ++r) load_row<T>(input + r * layout.cols, tile.cols, values.at[r]);
+}
+
+}  // namespace
+
+void quantize_nv_cpu(const NvArgs& args) {
+  if (args.is_noop()) return;
+  visit_float(args.dtype, [&](auto type) {
+    at::parallel_for(0, args.layout.tiles(), 1, [&](int64_t begin, int64_t end) {
+      Values values;
+      for (int64_t i = begin; i < end; ++i) {
+        const Tile tile = tile_at(args.layout, i);
+        if (tile.tail) {
+          std::memset(&values, 0, sizeof(values));
+        } else {
+          load<decltype(type)>(args, tile, values);
+        }
+        if (args.rowwise) write_direction(args, tile, rows_of(args, tile), values);
+        if (args.transposed) write_direction(args, tile, columns_of(args, tile), values);
+      }
+    });
+  });
+}
+
+}  // namespace transformer_plugin::quantize

@@ -1,0 +1,9 @@
+#include "quantize/nv_tile.cuh"
+
+namespace transformer_plugin::quantize {
+
+void launch_quantize_nv_fp16(const NvArgs& args, void* stream) {
+  launch_quantize_nv_of<__half>(args, stream);
+}
+
+}  // namespace transformer_plugin::quantize
