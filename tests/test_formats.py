@@ -8,9 +8,10 @@ import math
 import pytest
 import torch
 
+from tests.ops.quantize_oracle import assert_all_same
 from transformer_plugin import ops, reference
 from transformer_plugin.formats import BLOCK, MX_BLOCK, NV_BLOCK, Format
-from transformer_plugin.testing.quantize_cases import extras, rows_of
+from transformer_plugin.testing.quantize_cases import amax_of, extras, rows_of
 
 QUANTIZED = [
     ("fp8_tensor", Format("fp8_tensor")),
@@ -29,8 +30,8 @@ QUANTIZED = [
     ("mxfp8:square,e5m2,e4m3", Format("mxfp8", square_blocks=True)),
     ("mxfp8:e5m2,square", Format("mxfp8", "e5m2", True, True)),
 ]
-# With the key that says all.
-TINY = [
+#: With the key that all options spelled out give.
+CANONICAL = [
     ("mxfp8:tiled", Format("mxfp8", tiled_scales=True), "mxfp8:e4m3,tiled"),
     (
         "mxfp8:tiled,square,e5m2",
@@ -60,35 +61,6 @@ TINY = [
         Format("nvfp4", row_scaled=True, four_over_six="mse", tiled_scales=True),
         "nvfp4:e2m1,row_scaled,4over6_mse,tiled",
     ),
-]
-TINY_REFUSED = [
-    "NVFP4",
-    "nvfp4:",
-    "nvfp4:e2m1,",
-    "nvfp4:e4m3",
-    "nvfp4:e5m2",
-    "nvfp4:pow2",
-    "nvfp4:fp32",
-    "nvfp4:eps=1",
-    "nvfp4:4over6_mae",
-    "nvfp4:4OVER6",
-    "nvfp4:row_scaled,square",
-    "nvfp4:square,row_scaled",
-    "nvfp4:row_scaled,rht",
-    "nvfp4:sr,row_scaled",
-    "nvfp4:4over6,square",
-    "nvfp4:rht,4over6",
-    "nvfp4:4over6_mse,sr",
-    "nvfp4:square,rht",
-    "nvfp4:rht,sr,square",
-    "fp8_tensor:e2m1",
-    "fp8_tensor:tiled",
-    "fp8_block:tiled",
-    "fp8_block:rht",
-    "mxfp8:rht",
-    "mxfp8:sr",
-    "mxfp8:row_scaled",
-    "mxfp8:4over6",
 ]
 REFUSED = [
     "",
@@ -124,18 +96,49 @@ REFUSED = [
     "mxfp8:e4m3,square,eps=0",
     "mxfp8:eps=1e-12",
     "mxfp4",
+    "NVFP4",
+    "nvfp4:",
+    "nvfp4:e2m1,",
+    "nvfp4:e4m3",
+    "nvfp4:e5m2",
+    "nvfp4:pow2",
+    "nvfp4:fp32",
+    "nvfp4:eps=1",
+    "nvfp4:4over6_mae",
+    "nvfp4:4OVER6",
+    "nvfp4:row_scaled,square",
+    "nvfp4:square,row_scaled",
+    "nvfp4:row_scaled,rht",
+    "nvfp4:sr,row_scaled",
+    "nvfp4:4over6,square",
+    "nvfp4:rht,4over6",
+    "nvfp4:4over6_mse,sr",
+    "nvfp4:square,rht",
+    "nvfp4:rht,sr,square",
+    "fp8_tensor:e2m1",
+    "fp8_tensor:tiled",
+    "fp8_block:tiled",
+    "fp8_block:rht",
+    "mxfp8:rht",
+    "mxfp8:sr",
+    "mxfp8:row_scaled",
+    "mxfp8:4over6",
 ]
 
 
-@pytest.mark.parametrize(("key", "format"), QUANTIZED, ids=[key for key, _ in QUANTIZED])
+READ = [*QUANTIZED, *((key, format) for key, format, _ in CANONICAL)]
+
+
+@pytest.mark.parametrize(("key", "format"), READ, ids=[key for key, _ in READ])
 def test_keys_read_as_cpp_does(key: str, format: Format) -> None:
     assert Format.parse(key) == format
     assert Format.parse(format.key) == format, "a key reads back as what wrote it"
-    input = torch.randn(130, 160, generator=torch.Generator().manual_seed(0))
-    for got, expected in zip(ops.quantize(input, key), ops.quantize(input, format.key), strict=True):
-        assert got.dtype == expected.dtype and got.shape == expected.shape
-        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
-    assert tuple(output.dtype for output in ops.quantize(input, key)) == (format.dtype, format.scale_dtype)
+    input = torch.randn(144, 160, generator=torch.Generator().manual_seed(0))
+    more = extras(input, key)
+    got = ops.quantize_both(input, key, **more)
+    assert_all_same(got, ops.quantize_both(input, format.key, **more))
+    assert tuple(output.dtype for output in got) == (format.dtype, format.scale_dtype) * 2
+    assert_all_same(got, reference.quantize_both(input, format, **more))
 
 
 @pytest.mark.parametrize("key", REFUSED)
@@ -152,22 +155,9 @@ def test_keys_refused_as_cpp_does(key: str) -> None:
     assert str(caught.value) == f"transformer_plugin.Format.parse: argument 'key': {text}"
 
 
-@pytest.mark.parametrize(("key", "format", "canonical"), TINY, ids=[key for key, _, _ in TINY])
-def test_keys_of_small_blocks(key: str, format: Format, canonical: str) -> None:
-    assert Format.parse(key) == format
+@pytest.mark.parametrize(("key", "format", "canonical"), CANONICAL, ids=[key for key, _, _ in CANONICAL])
+def test_canonical_keys(key: str, format: Format, canonical: str) -> None:
     assert format.key == canonical and Format.parse(canonical) == format
-    input = torch.randn(144, 160, generator=torch.Generator().manual_seed(0))
-    given = rows_of(extras(input, key))
-    for got, expected in zip(
-        ops.quantize(input, key, **given), reference.quantize(input, canonical, **given), strict=True
-    ):
-        assert got.dtype == expected.dtype and got.shape == expected.shape
-        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
-
-
-@pytest.mark.parametrize("key", TINY_REFUSED)
-def test_keys_of_small_blocks_refused(key: str) -> None:
-    test_keys_refused_as_cpp_does(key)
 
 
 def test_formats_without_scales() -> None:
@@ -236,7 +226,18 @@ def test_what_nvfp4_says() -> None:
 
 @pytest.mark.parametrize(
     "format",
-    [Format("bf16"), *(Format(f, e) for f in ("fp8_tensor", "fp8_block", "mxfp8") for e in ("e4m3", "e5m2"))],
+    [
+        Format("bf16"),
+        *(Format(f, e) for f in ("fp8_tensor", "fp8_block", "mxfp8") for e in ("e4m3", "e5m2")),
+        Format("mxfp8", square_blocks=True),
+        Format("nvfp4"),
+        Format("nvfp4", square_blocks=True),
+        Format("nvfp4", row_scaled=True),
+        Format("nvfp4", four_over_six="mae"),
+        Format("nvfp4", four_over_six="mse"),
+        Format("nvfp4", stochastic_rounding=True),
+        Format("nvfp4", square_blocks=True, stochastic_rounding=True),
+    ],
     ids=lambda format: format.key,
 )
 def test_gemm_tolerance_is_the_error_of_rounding_both_operands(format: Format) -> None:
@@ -247,7 +248,8 @@ def test_gemm_tolerance_is_the_error_of_rounding_both_operands(format: Format) -
     def rounded(x: torch.Tensor) -> torch.Tensor:
         if not format.is_quantized:
             return x.bfloat16().double()
-        return ops.dequantize(*ops.quantize(x, format), format).double()
+        more = extras(x, format.key)
+        return ops.dequantize(*ops.quantize(x, format, **rows_of(more)), format, **amax_of(more)).double()
 
     exact = a.double() @ b.double().T
     error = float((rounded(a) @ rounded(b).T - exact).norm() / exact.norm())

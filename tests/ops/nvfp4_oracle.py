@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -40,6 +41,14 @@ class NvSpec:
     def bound(self) -> int:
         """The largest scale of a block."""
         return 256 if self.four_over_six else 448
+
+
+def make_nv_spec(**options: bool | str) -> NvSpec:
+    """With its key."""
+    spec = NvSpec("", **options)  # type: ignore[arg-type]
+    over = {"": "", "mae": "4over6", "mse": "4over6_mse"}[spec.four_over_six]
+    names = [name for name in ("square", "rht", "sr", "row_scaled") if getattr(spec, name)]
+    return replace(spec, key=",".join(["nvfp4:e2m1", *names, *filter(None, [over]), *["tiled"] * spec.tiled]))
 
 
 SPECS = {
@@ -137,7 +146,7 @@ def magnitudes_of(values: np.ndarray) -> np.ndarray:
 
 def encode_scale(amax: np.ndarray, spec: NvSpec) -> np.ndarray:
     with np.errstate(over="ignore", divide="ignore"):
-        scale = np.minimum(np.float32(6 * spec.bound) / amax.astype(np.float32), FLT_MAX)
+        scale = np.fmin(np.float32(6 * spec.bound) / amax.astype(np.float32), FLT_MAX)
     return np.where((amax == 0) | (scale == 0), np.float32(1), scale).astype(np.float32)
 
 
@@ -257,12 +266,33 @@ def grouped_quantize_direction(
     return finished(codes, scales, spec)
 
 
-def dequantized(
-    data: Tensor, scale: Tensor, spec: NvSpec, amax: Tensor, dtype: torch.dtype, transposed: bool = False
-) -> Tensor:
+def amax(input: Tensor, spec: NvSpec, sizes: list[int] | None, direction: int) -> Tensor:
+    """Of each matrix, group or row; 0 of nothing."""
+    values = as_numpy(input)
+
+    def largest(of: np.ndarray) -> np.ndarray:
+        of = magnitudes_of(turned(of, spec, input.dtype) if direction else of)
+        if spec.row_scaled:
+            return of.max(-1, initial=0)
+        return of.max((-1, -2), initial=0, keepdims=True)[..., 0, 0]
+
+    if sizes is None:
+        found = largest(values)
+        return torch.from_numpy(np.asarray(found, np.float32).reshape(-1) if input.dim() == 2 else found)
+    ends = np.cumsum([0, *sizes])
+    parts = [largest(values[begin:end]) for begin, end in itertools.pairwise(ends)]
+    if not spec.row_scaled:
+        return torch.from_numpy(np.array(parts, np.float32))
+    if direction:
+        return torch.from_numpy(np.array(parts, np.float32).reshape(len(sizes), input.shape[1]))
+    tail = np.zeros(input.shape[0] - int(ends[-1]), np.float32)
+    return torch.from_numpy(np.concatenate([*parts, tail]).astype(np.float32))
+
+
+def dequantized(data: Tensor, scale: Tensor, spec: NvSpec, amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Of one matrix: element * ((scale * amax) * (1 / (6 * bound))), rounded; every NaN the quiet one."""
     bytes = data.cpu().view(torch.uint8).numpy()
-    codes = np.stack([bytes & 15, bytes >> 4], -1).reshape(bytes.shape[0], -1)
+    codes = np.stack([bytes & 15, bytes >> 4], -1).reshape(bytes.shape[0], 2 * bytes.shape[1])
     values = np.where(codes & 8, -E2M1[codes & 7], E2M1[codes & 7]).astype(np.float32)
     scales = scale.cpu().view(torch.uint8).numpy()
     scales = scales.reshape(-1)[tiled_places(*scales.shape)] if spec.tiled else scales
@@ -273,5 +303,4 @@ def dequantized(
     with np.errstate(over="ignore", invalid="ignore"):
         of = amax.cpu().numpy().reshape(-1, 1)
         product = torch.from_numpy(values * ((wide * of) * np.float32(1 / (6 * spec.bound))))
-    product = torch.where(product.isnan(), torch.tensor(float("nan")).to(dtype), product.to(dtype))
-    return (product.T if transposed else product).contiguous()
+    return torch.where(product.isnan(), torch.tensor(float("nan")).to(dtype), product.to(dtype))

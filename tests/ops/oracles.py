@@ -7,6 +7,9 @@ from torch import Tensor
 
 from tests.ops import nvfp4_oracle, quantize_oracle
 
+#: Every format that there is an oracle of.
+FORMATS = (*quantize_oracle.SPECS, *nvfp4_oracle.SPECS)
+
 
 def both(input: Tensor, format: str, extras: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """The four outputs of ``quantize_both``. A stack of no matrices gives nothing, in the shapes of one."""
@@ -32,6 +35,16 @@ def grouped_both(
     spec, seed = nvfp4_oracle.SPECS[format], _seed(extras)
     rows = nvfp4_oracle.grouped_quantize_direction(input, sizes, spec, extras["amax"], seed, 0)
     return *rows, *nvfp4_oracle.grouped_quantize_direction(input, sizes, spec, extras["amax_t"], seed, 1)
+
+
+def dequantized(data: Tensor, scale: Tensor, format: str, amax: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The values of one row-wise matrix."""
+    if format in nvfp4_oracle.SPECS:
+        assert amax is not None
+        return nvfp4_oracle.dequantized(data, scale, nvfp4_oracle.SPECS[format], amax, dtype)
+    spec = quantize_oracle.SPECS[format]
+    scales = quantize_oracle.spread(scale, spec, (data.shape[0], data.shape[1]))
+    return quantize_oracle.dequantized(data, scales, spec.element, dtype)
 
 
 def _seed(extras: dict[str, Tensor]) -> int | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from transformer_plugin import ops, reference
+from transformer_plugin.formats import Format
 from transformer_plugin.testing.gemm_cases import (
     GROUPED_SHAPES,
     GroupedShape,
@@ -18,7 +19,13 @@ from transformer_plugin.testing.gemm_cases import (
     poison_tail,
 )
 from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits
-from transformer_plugin.testing.quantize_cases import width_for
+from transformer_plugin.testing.quantize_cases import (
+    columns_of,
+    extras,
+    rows_for,
+    rows_of,
+    width_for,
+)
 
 _ops = torch.ops.transformer_plugin
 PAIRS = (
@@ -32,38 +39,83 @@ PAIRS = (
     ("mxfp8", "mxfp8:square"),
     ("mxfp8:e5m2", "mxfp8"),
     ("mxfp8", "fp8_block"),
+    ("mxfp8:tiled", "mxfp8:square,tiled"),
+    ("nvfp4", "nvfp4:square"),
+    ("nvfp4:row_scaled", "nvfp4:4over6,tiled"),
+    ("nvfp4:sr", "nvfp4:row_scaled,4over6_mse"),
+    ("nvfp4:rht", "nvfp4:rht"),
+    ("nvfp4", "mxfp8"),
 )
 by_pair = pytest.mark.parametrize("formats", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
 by_shape = pytest.mark.parametrize("shape", GROUPED_SHAPES, ids=lambda shape: shape.name)
 by_output = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
+def without_square(key: str) -> str:
+    """The format with blocks along rows, as ragged matrices want it."""
+    return replace(Format.parse(key), square_blocks=False).key
+
+
+class Operand(NamedTuple):
+    """What the quantize ops give, and the amax that nvfp4 takes along."""
+
+    data: Tensor
+    scale: Tensor
+    amax: Tensor | None
+
+    @property
+    def pair(self) -> tuple[Tensor, Tensor]:
+        return self.data, self.scale
+
+
+def operand(x: Tensor, key: str, sizes: Tensor | None = None, transposed: bool = False) -> Operand:
+    """Rows of a matrix, a stack or a ragged matrix, or its columns."""
+    more = extras(x, key, sizes)
+    given = columns_of(more) if transposed else rows_of(more)
+    if sizes is None:
+        op = ops.quantize_transposed if transposed else ops.quantize
+        return Operand(*op(x, key, **given), given.get("amax"))
+    grouped = ops.grouped_quantize_transposed if transposed else ops.grouped_quantize
+    return Operand(*grouped(x, sizes, key, **given), given.get("amax"))
+
+
+def amaxes(a: Operand, b: Operand, names: tuple[str, str] = ("a_amax", "b_amax")) -> dict[str, Tensor | None]:
+    return dict(zip(names, (a.amax, b.amax), strict=True))
+
+
+def values(a: Operand, key: str) -> Tensor:
+    """float64, of a matrix along its rows."""
+    return reference.dequantize(*a.pair, key, torch.float32, amax=a.amax).double()
+
+
 def fitted(shape: GroupedShape, formats: tuple[str, str]) -> GroupedShape:
-    """The shape with widths that the formats take."""
-    return replace(shape, n=width_for(shape.n, *formats), k=width_for(shape.k, *formats))
+    """The shape with widths, and where columns are quantized rows of each group, that the formats take."""
+    sizes = tuple(rows_for(size, *formats) for size in shape.sizes)
+    rows = rows_for(shape.rows + sum(sizes) - sum(shape.sizes), *formats)
+    n, k = width_for(shape.n, *formats), width_for(shape.k, *formats)
+    return replace(shape, sizes=sizes, rows=rows, n=n, k=k)
 
 
-def values(quantized: tuple[Tensor, Tensor], key: str) -> Tensor:
-    return reference.dequantize(*quantized, key, torch.float32).double()
+def group_values(
+    x: Tensor, shape: GroupedShape, quantized: Operand, key: str, transposed: bool
+) -> list[Tensor]:
+    """Of each group [rows, columns], as the reference takes them back."""
+    sizes = group_sizes(shape, x.device)
+    back = reference.grouped_dequantize(
+        *quantized.pair, sizes, key, torch.float32, transposed, quantized.amax
+    ).double()
+    return list(back[: sum(shape.sizes)].split(list(shape.sizes)))
 
 
 def ragged(
     shape: GroupedShape, columns: int, key: str, device: torch.device, seed: int
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], list[Tensor], list[Tensor]]:
+) -> tuple[Operand, Operand, list[Tensor], list[Tensor]]:
     """A ragged matrix quantized along rows and along columns, and each group's values of both; tail rows are NaN."""
     generator = torch.Generator().manual_seed(seed)
     x = poison_tail(normals((shape.rows, columns), torch.float32, device, generator), shape.sizes)
     sizes = group_sizes(shape, device)
-    row_values, column_values = [], []
-    for part in x[: sum(shape.sizes)].split(list(shape.sizes)):
-        row_values.append(values(reference.quantize(part, key), key))
-        column_values.append(values(reference.quantize(part.T, key), key).T)
-    return (
-        ops.grouped_quantize(x, sizes, key),
-        ops.grouped_quantize_transposed(x, sizes, key),
-        row_values,
-        column_values,
-    )
+    rows, turned = operand(x, key, sizes), operand(x, key, sizes, transposed=True)
+    return rows, turned, group_values(x, shape, rows, key, False), group_values(x, shape, turned, key, True)
 
 
 @by_pair
@@ -79,13 +131,13 @@ def test_gemm_quantized(
 ) -> None:
     m, (n, k) = shape[0], (width_for(width, *formats) for width in shape[1:])
     generator = torch.Generator().manual_seed(0)
-    a = ops.quantize(normals((m, k), torch.float32, device, generator), formats[0])
-    b = ops.quantize(normals((n, k) if transpose_b else (k, n), torch.float32, device, generator), formats[1])
+    a = operand(normals((m, k), torch.float32, device, generator), formats[0])
+    b = operand(normals((n, k) if transpose_b else (k, n), torch.float32, device, generator), formats[1])
     a64, b64 = values(a, formats[0]), values(b, formats[1])
     b64 = b64.T if transpose_b else b64
     for bias in (None, normals((n,), torch.bfloat16, device, generator)):
         added = 0 if bias is None else bias.double()
-        got = ops.gemm_quantized(*a, *b, *formats, dtype, bias, transpose_b)
+        got = ops.gemm_quantized(*a.pair, *b.pair, *formats, dtype, bias, transpose_b, **amaxes(a, b))
         assert got.dtype == dtype
         magnitude = a64.abs() @ b64.abs() + abs(added)
         assert_rounded_sum(got, a64 @ b64 + added, magnitude, k)
@@ -108,12 +160,13 @@ def test_grouped_gemm_quantized(
     for transpose_b in (True, False):
         b_shape = (shape.n, shape.k) if transpose_b else (shape.k, shape.n)
         weight = normals((len(shape.sizes), *b_shape), torch.float32, device, generator)
-        b = ops.quantize(weight, formats[1])
+        b = operand(weight, formats[1])
         for extra in ((None, None), (bias, scale)):
-            got = ops.grouped_gemm_quantized(*a, *b, sizes, *formats, dtype, *extra, transpose_b)
-            begin = 0
+            arguments = (*a.pair, *b.pair, sizes, *formats, dtype, *extra, transpose_b)
+            got = ops.grouped_gemm_quantized(*arguments, **amaxes(a, b))
+            begin, back = 0, reference.dequantize(*b.pair, formats[1], torch.float32, amax=b.amax)
             for g, (rows, size) in enumerate(zip(a_values, shape.sizes, strict=True)):
-                member = values(reference.quantize(weight[g], formats[1]), formats[1])
+                member = back[g].double()
                 member = member.T if transpose_b else member
                 added = torch.zeros((), dtype=torch.float64, device=device)
                 if extra[0] is not None:
@@ -127,7 +180,7 @@ def test_grouped_gemm_quantized(
 @by_pair
 @by_shape
 def test_grouped_wgrad_quantized(shape: GroupedShape, formats: tuple[str, str], device: torch.device) -> None:
-    formats = (formats[0], formats[1].replace(",square", "").replace(":square", ""))
+    formats = (formats[0], without_square(formats[1]))
     shape = fitted(shape, formats)
     _, grad, _, grad_values = ragged(shape, shape.n, formats[0], device, 0)
     _, input, _, input_values = ragged(shape, shape.k, formats[1], device, 1)
@@ -135,13 +188,15 @@ def test_grouped_wgrad_quantized(shape: GroupedShape, formats: tuple[str, str], 
     size = (len(shape.sizes), shape.n, shape.k)
     before = normals(size, torch.float32, device, torch.Generator().manual_seed(2))
     for dtype in (torch.float32, torch.bfloat16):
-        got = ops.grouped_gemm_wgrad_quantized(*grad, *input, sizes, *formats, dtype)
+        more = amaxes(grad, input, ("grad_t_amax", "input_t_amax"))
+        arguments = (*grad.pair, *input.pair, sizes, *formats)
+        got = ops.grouped_gemm_wgrad_quantized(*arguments, dtype, **more)
         assert got.shape == size
         assert got.dtype == dtype
         added = before.to(dtype, copy=True)
         over = torch.full(size, float("nan"), dtype=dtype, device=device)
-        ops.grouped_gemm_wgrad_quantized_out(*grad, *input, sizes, *formats, added)
-        ops.grouped_gemm_wgrad_quantized_out(*grad, *input, sizes, *formats, over, accumulate=False)
+        ops.grouped_gemm_wgrad_quantized_out(*arguments, added, **more)
+        ops.grouped_gemm_wgrad_quantized_out(*arguments, over, accumulate=False, **more)
         for g, (x, y) in enumerate(zip(grad_values, input_values, strict=True)):
             exact, magnitude, rows = x.T @ y, x.T.abs() @ y.abs(), shape.sizes[g]
             start = before[g].to(dtype).double()
@@ -155,7 +210,7 @@ def test_grouped_wgrad_quantized(shape: GroupedShape, formats: tuple[str, str], 
 @pytest.mark.usefixtures("schema_checks_take_fp8")
 def test_opcheck(shape: GroupedShape, formats: tuple[str, str], device: torch.device) -> None:
     shape = fitted(shape, formats)
-    ragged_key = formats[1].replace(",square", "").replace(":square", "")
+    ragged_key = without_square(formats[1])
     a, a_t, _, _ = ragged(shape, shape.k, formats[0], device, 0)
     _, grad_t, _, _ = ragged(shape, shape.n, ragged_key, device, 1)
     sizes = group_sizes(shape, device)
@@ -163,17 +218,23 @@ def test_opcheck(shape: GroupedShape, formats: tuple[str, str], device: torch.de
     weight = torch.randn(groups, shape.n, shape.k, device=device)
     bias = torch.randn(groups, shape.n, device=device)
     scale = torch.randn(shape.rows, device=device)
-    b = ops.quantize(weight, formats[1])
+    b = operand(weight, formats[1])
+    check, more = torch.library.opcheck, amaxes(a, b)
     for extra in ((None, None), (bias, scale)):
-        arguments = (*a, *b, sizes, *formats, torch.bfloat16, *extra)
-        torch.library.opcheck(_ops.grouped_gemm_quantized.default, arguments)
-    arguments = (*grad_t, *a_t, sizes, ragged_key, formats[0])
-    torch.library.opcheck(_ops.grouped_gemm_wgrad_quantized.default, (*arguments, torch.bfloat16))
+        check(
+            _ops.grouped_gemm_quantized.default,
+            (*a.pair, *b.pair, sizes, *formats, torch.bfloat16, *extra),
+            more,
+        )
+    arguments = (*grad_t.pair, *a_t.pair, sizes, ragged_key, formats[0])
+    more = amaxes(grad_t, a_t, ("grad_t_amax", "input_t_amax"))
+    check(_ops.grouped_gemm_wgrad_quantized.default, (*arguments, torch.bfloat16), more)
     out = torch.zeros(groups, shape.n, shape.k, device=device)
-    torch.library.opcheck(_ops.grouped_gemm_wgrad_quantized_out.default, (*arguments, out))
-    dense = ops.quantize(torch.randn(shape.rows, shape.k, device=device), formats[0])
-    other = ops.quantize(torch.randn(shape.n, shape.k, device=device), formats[1])
-    torch.library.opcheck(_ops.gemm_quantized.default, (*dense, *other, *formats, torch.float16))
+    check(_ops.grouped_gemm_wgrad_quantized_out.default, (*arguments, out), more)
+    dense = operand(torch.randn(shape.rows, shape.k, device=device), formats[0])
+    other = operand(torch.randn(shape.n, shape.k, device=device), formats[1])
+    arguments = (*dense.pair, *other.pair, *formats, torch.float16)
+    check(_ops.gemm_quantized.default, arguments, amaxes(dense, other))
 
 
 KEY = "fp8_block"

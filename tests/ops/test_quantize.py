@@ -6,41 +6,38 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops import oracles
-from tests.ops import quantize_oracle as oracle
-from tests.ops.quantize_oracle import (
-    SPECS,
-    assert_all_same,
-    dequantized,
-    oracle_both,
-    spread,
-)
+from tests.ops import nvfp4_oracle, oracles
+from tests.ops.oracles import FORMATS
+from tests.ops.quantize_oracle import assert_all_same
 from transformer_plugin import ops, reference
 from transformer_plugin.formats import Format
 from transformer_plugin.testing.cases import FLOAT_DTYPES, Case
 from transformer_plugin.testing.numerics import assert_same_bits
 from transformer_plugin.testing.quantize_cases import (
+    amax_of,
+    columns_of,
     extras,
     grouped_quantize_cases,
     quantize_cases,
+    rows_for,
+    rows_of,
     width_for,
 )
 
-CASES = [c for c in quantize_cases() if not ("nvfp4" in c.name or "tiled" in c.name)]
-GROUPED_CASES = [c for c in grouped_quantize_cases() if not ("nvfp4" in c.name or "tiled" in c.name)]
-FORMATS = [key for key in SPECS if "tiled" not in key]
+CASES = list(quantize_cases())
+GROUPED_CASES = list(grouped_quantize_cases())
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 by_grouped_case = pytest.mark.parametrize("case", GROUPED_CASES, ids=lambda case: case.name)
 
 
-@pytest.mark.parametrize("case", [*quantize_cases()], ids=lambda case: case.name)
+@by_case
 def test_reference_agrees_with_the_oracle(case: Case) -> None:
     input, format = case.arguments()
     more = extras(input, format)
     assert_all_same(reference.quantize_both(input, format, **more), oracles.both(input, format, more))
 
 
-@pytest.mark.parametrize("case", [*grouped_quantize_cases()], ids=lambda case: case.name)
+@by_grouped_case
 def test_grouped_reference_agrees_with_the_oracle(case: Case) -> None:
     input, sizes, format = case.arguments()
     more = extras(input, format, sizes)
@@ -51,57 +48,72 @@ def test_grouped_reference_agrees_with_the_oracle(case: Case) -> None:
 @by_case
 def test_quantize(case: Case, device: torch.device) -> None:
     input, format = case.arguments(device)
-    expected = oracle_both(input, SPECS[format])
-    assert_all_same(ops.quantize_both(input, format), expected)
-    assert_all_same(ops.quantize(input, format), expected[:2])
-    assert_all_same(ops.quantize_transposed(input, format), expected[2:])
+    more = extras(input, format)
+    expected = oracles.both(input, format, more)
+    assert_all_same(ops.quantize_both(input, format, **more), expected)
+    assert_all_same(ops.quantize(input, format, **rows_of(more)), expected[:2])
+    assert_all_same(ops.quantize_transposed(input, format, **columns_of(more)), expected[2:])
 
 
 @by_grouped_case
 def test_grouped_quantize(case: Case, device: torch.device) -> None:
     input, sizes, format = case.arguments(device)
-    expected = oracle.grouped_quantize_both(input, sizes.tolist(), SPECS[format])
-    assert_all_same(ops.grouped_quantize_both(input, sizes, format), expected)
-    assert_all_same(ops.grouped_quantize(input, sizes, format), expected[:2])
-    assert_all_same(ops.grouped_quantize_transposed(input, sizes, format), expected[2:])
+    more = extras(input, format, sizes)
+    expected = oracles.grouped_both(input, sizes.tolist(), format, more)
+    assert_all_same(ops.grouped_quantize_both(input, sizes, format, **more), expected)
+    assert_all_same(ops.grouped_quantize(input, sizes, format, **rows_of(more)), expected[:2])
+    got = ops.grouped_quantize_transposed(input, sizes, format, **columns_of(more))
+    assert_all_same(got, expected[2:])
+
+
+def member(tensor: Tensor | None, g: int) -> Tensor | None:
+    """Of a stack's data, scales or amaxes those of one matrix."""
+    return tensor if tensor is None else tensor[g : g + 1] if tensor.dim() == 1 else tensor[g]
 
 
 @by_case
 def test_dequantize(case: Case, device: torch.device) -> None:
     input, format = case.arguments(device)
     dtype = FLOAT_DTYPES[CASES.index(case) % 3]
-    spec = SPECS[format]
-    data, scale, data_t, scale_t = ops.quantize_both(input, format)
-    got = ops.dequantize(data, scale, format, dtype)
-    got_t = ops.dequantize(data_t, scale_t, format, dtype, transposed=True)
-    assert_same_bits(got, reference.dequantize(data.cpu(), scale.cpu(), format, dtype))
-    assert_same_bits(got_t, reference.dequantize(data_t.cpu(), scale_t.cpu(), format, dtype, transposed=True))
-    if input.dim() == 3:
-        members = range(input.shape[0])
-        slices = [(data[g], scale[g : g + 1] if spec.block is None else scale[g], got[g]) for g in members]
-    else:
-        slices = [(data, scale, got)]
-        turned = dequantized(data_t, spread(scale_t, spec, tuple(data_t.shape)), spec.element, dtype)
-        assert_same_bits(got_t, turned.T.contiguous(), "transposed")
-    for codes, scales, values in slices:
-        factors = spread(scales, spec, tuple(codes.shape))
-        assert_same_bits(values, dequantized(codes, factors, spec.element, dtype))
+    more = extras(input, format)
+    quantized = ops.quantize_both(input, format, **more)
+    for transposed, data, scale in ((False, *quantized[:2]), (True, *quantized[2:])):
+        amax = amax_of(more, transposed)
+        got = ops.dequantize(data, scale, format, dtype, transposed, **amax)
+        here = {name: value.cpu() for name, value in amax.items()}
+        expected = reference.dequantize(data.cpu(), scale.cpu(), format, dtype, transposed, **here)
+        assert_same_bits(got, expected, f"transposed={transposed}")
+        stack = input.dim() == 3
+        for g in range(input.shape[0] if stack else 1):
+            parts = (data, scale, here.get("amax"))
+            one, of, over = (member(part, g) for part in parts) if stack else parts
+            values = oracles.dequantized(one, of, format, over, dtype)
+            one_got = got[g] if stack else got
+            assert_same_bits(one_got, values.T.contiguous() if transposed else values, "oracle")
 
 
-@by_grouped_case
+@pytest.mark.parametrize(
+    "case", [case for case in GROUPED_CASES if "sr" not in case.name], ids=lambda case: case.name
+)
 def test_grouped_dequantize(case: Case, device: torch.device) -> None:
+    """As each group as a matrix of its own; not where the place in the buffer decides how elements are rounded."""
     input, sizes, format = case.arguments(device)
-    data, scale, data_t, scale_t = ops.grouped_quantize_both(input, sizes, format)
-    got = ops.grouped_dequantize(data, scale, sizes, format, torch.bfloat16)
-    got_t = ops.grouped_dequantize(data_t, scale_t, sizes, format, torch.bfloat16, transposed=True)
+    more = extras(input, format, sizes)
+    data, scale, data_t, scale_t = ops.grouped_quantize_both(input, sizes, format, **more)
+    got = ops.grouped_dequantize(data, scale, sizes, format, torch.bfloat16, **amax_of(more))
+    turned = (data_t, scale_t, sizes, format, torch.bfloat16, True)
+    got_t = ops.grouped_dequantize(*turned, **amax_of(more, transposed=True))
     expected = torch.zeros(input.shape, dtype=torch.bfloat16)
     expected_t = expected.clone()
     first = 0
-    for size in sizes.tolist():  # each group as a matrix of its own
+    for size in sizes.tolist():
         rows = slice(first, first + size)
-        one = ops.quantize_both(input[rows].cpu(), format)
-        expected[rows] = ops.dequantize(one[0], one[1], format, torch.bfloat16)
-        expected_t[rows] = ops.dequantize(one[2], one[3], format, torch.bfloat16, transposed=True)
+        group = input[rows].cpu()
+        own = extras(group, format)
+        one = reference.quantize_both(group, format, **own)
+        expected[rows] = reference.dequantize(*one[:2], format, torch.bfloat16, **amax_of(own))
+        back = reference.dequantize(*one[2:], format, torch.bfloat16, True, **amax_of(own, transposed=True))
+        expected_t[rows] = back
         first += size
     assert_same_bits(got, expected)
     assert_same_bits(got_t, expected_t)
@@ -109,9 +121,13 @@ def test_grouped_dequantize(case: Case, device: torch.device) -> None:
 
 def test_transposed_is_rowwise_of_the_transpose(device: torch.device) -> None:
     for format in FORMATS:
-        rows, columns = width_for(300, format), width_for(140, format)
+        if "rht" in format or "sr" in format:
+            continue  # the transposed copy is rotated, or draws for itself
+        rows, columns = rows_for(width_for(300, format), format), width_for(140, format)
         input = torch.randn(rows, columns, device=device)
-        assert_all_same(ops.quantize_transposed(input, format), ops.quantize(input.T.contiguous(), format))
+        more = extras(input, format)
+        turned = ops.quantize(input.T.contiguous(), format, **columns_of(more))
+        assert_all_same(ops.quantize_transposed(input, format, **columns_of(more)), turned)
 
 
 def test_layouts(device: torch.device) -> None:
@@ -166,14 +182,68 @@ def test_layouts_of_mxfp8(device: torch.device) -> None:
     assert_same_bits(scale_t.cpu().view(torch.uint8), expected)
 
 
-def test_square_blocks_of_mxfp8_have_the_same_values_in_both_directions(device: torch.device) -> None:
-    input = torch.randn(70, 96, device=device)
-    data, scale, data_t, scale_t = ops.quantize_both(input, "mxfp8:square")
-    assert_same_bits(data, data_t.T.contiguous())
+@pytest.mark.parametrize("format", ["mxfp8:square", "nvfp4:square"])
+def test_square_blocks_have_the_same_values_in_both_directions(format: str, device: torch.device) -> None:
+    input = torch.randn(80 if format.startswith("nvfp4") else 70, 96, device=device)
+    more, block = extras(input, format), 16 if format.startswith("nvfp4") else 32
+    data, scale, data_t, scale_t = ops.quantize_both(input, format, **more)
     bytes, bytes_t = (s.cpu().view(torch.uint8) for s in (scale, scale_t))
-    assert_same_bits(bytes[:70:32, :3].contiguous(), bytes_t[:96:32, :3].T.contiguous())
-    got = ops.dequantize(data_t, scale_t, "mxfp8:square", transposed=True)
-    assert_same_bits(got, ops.dequantize(data, scale, "mxfp8:square"))
+    across, down = -(-96 // block), -(-input.shape[0] // block)
+    corner = bytes[: input.shape[0] : block, :across].contiguous()
+    assert_same_bits(corner, bytes_t[:96:block, :down].T.contiguous())
+    got = ops.dequantize(data_t, scale_t, format, transposed=True, **amax_of(more, transposed=True))
+    assert_same_bits(got, ops.dequantize(data, scale, format, **amax_of(more)))
+
+
+def test_layouts_of_nvfp4(device: torch.device) -> None:
+    """TransformerEngine's compact row-wise scales of 1x16 blocks, in both directions; the padding is 0."""
+    one = 0x7E  # the amax of every block is that of the matrix: 448
+
+    def check(scale: Tensor, shape: tuple[int, ...], used: tuple[slice, ...]) -> None:
+        assert scale.dtype == torch.float8_e4m3fn and tuple(scale.shape) == shape
+        expected = torch.zeros(shape, dtype=torch.uint8)
+        expected[used] = one
+        assert_same_bits(scale.cpu().view(torch.uint8), expected)
+
+    input, amax = torch.ones(272, 160, device=device), torch.ones(5, device=device)
+    for format in ("nvfp4", "nvfp4:square"):
+        data, scale, data_t, scale_t = ops.quantize_both(input, format, amax[:1], amax[:1])
+        assert (tuple(data.shape), tuple(data_t.shape)) == ((272, 80), (160, 136))
+        assert data.dtype == data_t.dtype == torch.float4_e2m1fn_x2
+        check(scale, (384, 12), (slice(272), slice(10)))
+        check(scale_t, (256, 20), (slice(160), slice(17)))
+        stack = ops.quantize_both(input.expand(5, 272, 160), format, amax, amax)
+        check(stack[1], (5, 384, 12), (slice(None), slice(272), slice(10)))
+        check(stack[3], (5, 256, 20), (slice(None), slice(160), slice(17)))
+    sizes = torch.tensor([16, 0, 144, 64], device=device)
+    data, scale, data_t, scale_t = ops.grouped_quantize_both(input, sizes, "nvfp4", amax[:4], amax[:4])
+    assert not data[224:].cpu().view(torch.uint8).any()
+    assert not data_t[:, 112:].cpu().view(torch.uint8).any()
+    check(scale, (384, 12), (slice(224), slice(10)))
+    # Groups of 16, 0, 144 and 64 rows have 1, 0, 9 and 4 blocks, from the columns 0, 8, 8 and 24 on.
+    blocks = torch.tensor([0, *range(8, 17), *range(24, 28)])
+    assert scale_t.shape == (256, 8 * (3 + 4))
+    expected = torch.zeros(256, 56, dtype=torch.uint8)
+    expected[:160, blocks] = one
+    assert_same_bits(scale_t.cpu().view(torch.uint8), expected)
+
+
+def test_rows_of_nvfp4_may_be_any_number(device: torch.device) -> None:
+    """Only a transposed copy wants whole blocks of them."""
+    for rows in (1, 15, 17, 129):
+        input = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows)).to(device)
+        for format, spec in nvfp4_oracle.SPECS.items():
+            amax = reference.amax(input.cpu(), format)
+            seed = torch.tensor([3], device=device) if spec.sr else None
+            expected = nvfp4_oracle.quantize_direction(input, spec, amax, 3 if spec.sr else None, 0)
+            assert_all_same(ops.quantize(input, format, amax.to(device), seed), expected)
+    sizes = torch.tensor([3, 0, 14], device=device)
+    for format in ("nvfp4", "nvfp4:row_scaled"):
+        amax = reference.amax(input.cpu(), format, sizes.cpu())
+        expected = nvfp4_oracle.grouped_quantize_direction(
+            input, [3, 0, 14], nvfp4_oracle.SPECS[format], amax, None, 0
+        )
+        assert_all_same(ops.grouped_quantize(input, sizes, format, amax.to(device)), expected)
 
 
 def test_inputs_of_any_strides(device: torch.device) -> None:
@@ -186,17 +256,25 @@ def test_inputs_of_any_strides(device: torch.device) -> None:
         flat[1:].view(24, 128),  # contiguous, but not aligned to a vector
         wide[3:17, 5:200],
         wide[3:17, 5:229],
+        wide[3:19, 5:229],
+        wide.T[:, ::5][:256],
     ]
-    sizes = torch.tensor([3, 0, 8], device=device)
+    tried: set[str] = set()
     for input in inputs:
         copy = input.clone(memory_format=torch.contiguous_format)
         for format in FORMATS:
-            if input.shape[1] != width_for(input.shape[1], format):
+            rows, columns = input.shape
+            if columns != width_for(columns, format) or rows != rows_for(rows, format):
                 continue
-            assert_all_same(ops.quantize_both(input, format), ops.quantize_both(copy, format))
+            tried.add(format)
+            more = extras(copy, format)
+            assert_all_same(ops.quantize_both(input, format, **more), ops.quantize_both(copy, format, **more))
             if "square" not in format:
-                got = ops.grouped_quantize_both(input, sizes, format)
-                assert_all_same(got, ops.grouped_quantize_both(copy, sizes, format))
+                sizes = torch.tensor([16, 0, 0] if format.startswith("nvfp4") else [3, 0, 8], device=device)
+                more = extras(copy, format, sizes)
+                got = ops.grouped_quantize_both(input, sizes, format, **more)
+                assert_all_same(got, ops.grouped_quantize_both(copy, sizes, format, **more))
+    assert tried == set(FORMATS)
     data, scale = ops.quantize(wide.T, "fp8_block")
     strided_data, strided_scale = data.T.contiguous().T, scale.T.contiguous().T
     assert not strided_data.is_contiguous()
@@ -209,14 +287,16 @@ def test_groups_that_are_aligned_equal_separate_matrices(device: torch.device) -
     """A group's bytes do not depend on its neighbours or on the length of the buffer."""
     sizes = torch.tensor([128, 256], dtype=torch.int32, device=device)
     for format in FORMATS:
-        if "square" in format:
+        if "square" in format or "sr" in format:
             continue
         input = torch.randn(384, width_for(200, format), device=device)
-        got = ops.grouped_quantize_both(torch.cat([input, torch.full_like(input, 1e4)]), sizes, format)
+        longer = torch.cat([input, torch.full_like(input, 1e4)])
+        got = ops.grouped_quantize_both(longer, sizes, format, **extras(longer, format, sizes))
         for rows in (slice(0, 128), slice(128, 384)):
-            one = ops.quantize_both(input[rows], format)
+            one = ops.quantize_both(input[rows], format, **extras(input[rows], format))
+            columns = slice(rows.start // 2, rows.stop // 2) if format.startswith("nvfp4") else rows
             assert_same_bits(got[0][rows].contiguous(), one[0])
-            assert_same_bits(got[2][:, rows].contiguous(), one[2])
+            assert_same_bits(got[2][:, columns].contiguous(), one[2])
 
 
 def test_not_differentiable(device: torch.device) -> None:

@@ -16,13 +16,17 @@ from transformer_plugin import ops
 from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.numerics import assert_same_bits
 from transformer_plugin.testing.quantize_cases import (
+    amax_of,
+    columns_of,
+    extras,
     grouped_quantize_cases,
     quantize_cases,
+    rows_of,
     width_for,
 )
 
-CASES = [c for c in quantize_cases() if not ("nvfp4" in c.name or "tiled" in c.name)]
-GROUPED_CASES = [c for c in grouped_quantize_cases() if not ("nvfp4" in c.name or "tiled" in c.name)]
+CASES = list(quantize_cases())
+GROUPED_CASES = list(grouped_quantize_cases())
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 by_grouped_case = pytest.mark.parametrize("case", GROUPED_CASES, ids=lambda case: case.name)
 
@@ -39,59 +43,73 @@ NOT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatc
 @pytest.mark.parametrize("case", OPCHECK_CASES, ids=lambda case: case.name)
 def test_opcheck(case: Case, device: torch.device) -> None:
     input, format = case.arguments(device)
-    data, scale, data_t, scale_t = ops.quantize_both(input, format)
-    turned = (data_t, scale_t, format, torch.float32, True)
-    torch.library.opcheck(OPS.quantize_both.default, (input, format))
-    torch.library.opcheck(OPS.quantize.default, (input, format))
-    torch.library.opcheck(OPS.quantize_transposed.default, (input.requires_grad_(), format))
-    torch.library.opcheck(
-        OPS.dequantize.default, (data, scale, format, torch.bfloat16), test_utils=NOT_SCHEMA
-    )
-    torch.library.opcheck(OPS.dequantize.default, turned, test_utils=NOT_SCHEMA)
+    more = extras(input, format)
+    data, scale, data_t, scale_t = ops.quantize_both(input, format, **more)
+    check = torch.library.opcheck
+    check(OPS.quantize_both.default, (input, format), more)
+    check(OPS.quantize.default, (input, format), rows_of(more))
+    check(OPS.quantize_transposed.default, (input.requires_grad_(), format), columns_of(more))
+    rows, turned = (data, scale, format, torch.bfloat16), (data_t, scale_t, format, torch.float32, True)
+    check(OPS.dequantize.default, rows, amax_of(more), test_utils=NOT_SCHEMA)
+    check(OPS.dequantize.default, turned, amax_of(more, transposed=True), test_utils=NOT_SCHEMA)
 
 
 @by_grouped_case
 def test_grouped_opcheck(case: Case, device: torch.device) -> None:
     input, sizes, format = case.arguments(device)
-    data, scale, data_t, scale_t = ops.grouped_quantize_both(input, sizes, format)
-    rowwise = (data, scale, sizes, format, torch.bfloat16)
+    more = extras(input, format, sizes)
+    data, scale, data_t, scale_t = ops.grouped_quantize_both(input, sizes, format, **more)
+    check, given = torch.library.opcheck, (input, sizes, format)
+    check(OPS.grouped_quantize.default, given, rows_of(more), test_utils=NOT_DISPATCH)
+    check(OPS.grouped_quantize_transposed.default, given, columns_of(more), test_utils=NOT_DISPATCH)
+    check(OPS.grouped_quantize_both.default, (input.requires_grad_(), sizes, format), more)
+    rows = (data, scale, sizes, format, torch.bfloat16)
     turned = (data_t, scale_t, sizes, format, torch.float32, True)
-    torch.library.opcheck(OPS.grouped_quantize.default, (input, sizes, format), test_utils=NOT_DISPATCH)
-    torch.library.opcheck(
-        OPS.grouped_quantize_transposed.default, (input, sizes, format), test_utils=NOT_DISPATCH
-    )
-    torch.library.opcheck(OPS.grouped_quantize_both.default, (input.requires_grad_(), sizes, format))
-    torch.library.opcheck(OPS.grouped_dequantize.default, rowwise, test_utils=NOT_SCHEMA[:2])
-    torch.library.opcheck(OPS.grouped_dequantize.default, turned, test_utils=NOT_SCHEMA)
+    check(OPS.grouped_dequantize.default, rows, amax_of(more), test_utils=NOT_SCHEMA[:2])
+    check(OPS.grouped_dequantize.default, turned, amax_of(more, transposed=True), test_utils=NOT_SCHEMA)
 
 
-@pytest.mark.parametrize("format", ["fp8_block", "mxfp8"])
+@pytest.mark.parametrize("format", ["fp8_block", "mxfp8", "nvfp4:rht,sr"])
 def test_dequantize_leaves_its_inputs_alone(format: str, device: torch.device) -> None:
-    input = torch.randn(130, width_for(140, format), device=device)
-    data, scale, data_t, scale_t = ops.quantize_both(input, format)
+    input = torch.randn(144, width_for(140, format), device=device)
+    more = extras(input, format)
+    data, scale, data_t, scale_t = ops.quantize_both(input, format, **more)
     before = [tensor.clone() for tensor in (data, scale, data_t, scale_t)]
-    ops.dequantize(data, scale, format)
-    ops.dequantize(data_t, scale_t, format, transposed=True)
-    sizes = torch.tensor([7, 100], device=device)
-    grouped = ops.grouped_quantize(input, sizes, format)
+    ops.dequantize(data, scale, format, **amax_of(more))
+    ops.dequantize(data_t, scale_t, format, transposed=True, **amax_of(more, transposed=True))
+    sizes = torch.tensor([16, 112], device=device)
+    more = extras(input, format, sizes)
+    grouped = ops.grouped_quantize(input, sizes, format, **rows_of(more))
     kept = [tensor.clone() for tensor in grouped]
-    ops.grouped_dequantize(*grouped, sizes, format)
+    ops.grouped_dequantize(*grouped, sizes, format, **amax_of(more))
     for now, then in zip((data, scale, data_t, scale_t, *grouped), before + kept, strict=True):
         assert_same_bits(now, then)
 
 
-@pytest.mark.parametrize("format", ["fp8_block", "mxfp8"])
+def given_on_the_device(
+    input: Tensor, format: str, sizes: Tensor, seed: Tensor | None = None
+) -> dict[str, Tensor]:
+    """As :func:`extras`, by the ops: what a graph can hold."""
+    if not format.startswith("nvfp4"):
+        return {}
+    both = dict(zip(("amax", "amax_t"), ops.amax_both(input, format, sizes), strict=True))
+    return both if seed is None else {**both, "seed": seed}
+
+
+@pytest.mark.parametrize("format", ["fp8_block", "mxfp8", "nvfp4:rht"])
 def test_compiles_whole(format: str, device: torch.device) -> None:
 
     def round_trip(input: Tensor, sizes: Tensor) -> Tensor:
-        data, scale, data_t, scale_t = ops.grouped_quantize_both(input * 2, sizes, format)
-        rows = ops.grouped_dequantize(data, scale, sizes, format, torch.bfloat16)
-        columns = ops.grouped_dequantize(data_t, scale_t, sizes, format, torch.bfloat16, transposed=True)
-        return rows + columns
+        double = input * 2
+        more = given_on_the_device(double, format, sizes)
+        data, scale, data_t, scale_t = ops.grouped_quantize_both(double, sizes, format, **more)
+        rows = ops.grouped_dequantize(data, scale, sizes, format, torch.bfloat16, **amax_of(more))
+        turned = (data_t, scale_t, sizes, format, torch.bfloat16, True)
+        return rows + ops.grouped_dequantize(*turned, **amax_of(more, transposed=True))
 
     compiled = torch.compile(round_trip, fullgraph=True, dynamic=True)
-    for rows in (130, 40):
-        input, sizes = torch.randn(rows, 64, device=device), torch.tensor([rows - 9, 0, 4], device=device)
+    for rows in (144, 48):
+        input, sizes = torch.randn(rows, 64, device=device), torch.tensor([rows - 32, 0, 16], device=device)
         assert_same_bits(compiled(input, sizes), round_trip(input, sizes))
 
 
@@ -110,18 +128,20 @@ def test_sizes_on_a_gpu_are_cut_at_the_buffer() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", ["fp8_tensor:e5m2", "fp8_block", "mxfp8"])
+@pytest.mark.parametrize("format", ["fp8_tensor:e5m2", "fp8_block", "mxfp8", "nvfp4:rht,sr"])
 def test_cuda_graph_replays_with_other_sizes_and_data(format: str) -> None:
-    columns = width_for(130, format)
-    input = torch.randn(300, columns, device="cuda").bfloat16()
-    sizes = torch.tensor([100, 200], device="cuda")
+    columns, nvfp4 = width_for(130, format), format.startswith("nvfp4")
+    input = torch.randn(304, columns, device="cuda").bfloat16()
+    sizes = torch.tensor([96, 208], device="cuda")
+    seed = torch.tensor([1], device="cuda") if nvfp4 else None
 
     def step() -> tuple[Tensor, ...]:
-        outputs = ops.grouped_quantize_both(input, sizes, format)
+        more = given_on_the_device(input, format, sizes, seed)
+        outputs = ops.grouped_quantize_both(input, sizes, format, **more)
         return (
             *outputs,
-            ops.grouped_dequantize(*outputs[:2], sizes, format),
-            *ops.quantize_both(input, format),
+            ops.grouped_dequantize(*outputs[:2], sizes, format, **amax_of(more)),
+            *(more.values() if nvfp4 else ops.quantize_both(input, format)),
         )
 
     stream = torch.cuda.Stream()
@@ -136,15 +156,19 @@ def test_cuda_graph_replays_with_other_sizes_and_data(format: str) -> None:
             captured = step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for seed, now in enumerate([[0, 0], [300, 0], [129, 44], [0, 257]]):
-        torch.manual_seed(seed)
-        input.copy_(torch.randn(300, columns) * (seed + 1))
+    for turn, now in enumerate([[0, 0], [304, 0], [144, 48] if nvfp4 else [129, 44], [0, 256]]):
+        torch.manual_seed(turn)
+        input.copy_(torch.randn(304, columns) * (turn + 1))
         sizes.copy_(torch.tensor(now))
+        if seed is not None:
+            seed.fill_(turn - 2)
         graph.replay()
         expected = step()
         for got, wanted in zip(captured, expected, strict=True):
             assert_same_bits(got, wanted)
-        assert_all_same(captured[:4], ops.grouped_quantize_both(input.cpu(), torch.tensor(now), format))
+        here = [None if seed is None else seed.cpu(), torch.tensor(now)]
+        more = given_on_the_device(input.cpu(), format, here[1], here[0])
+        assert_all_same(captured[:4], ops.grouped_quantize_both(input.cpu(), here[1], format, **more))
 
 
 # What bad input gets: the whole text of each error.

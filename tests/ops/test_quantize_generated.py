@@ -8,9 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.ops import nvfp4_oracle
 from tests.ops import quantize_oracle as oracle
+from tests.ops.nvfp4_oracle import NvSpec, make_nv_spec
 from tests.ops.quantize_oracle import MX_ROW, MX_SQUARE, ROW, SQUARE, Spec
-from transformer_plugin import ops
+from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import FLOAT_DTYPES
 from transformer_plugin.testing.numerics import assert_same_bits
 from transformer_plugin.testing.quantize_cases import width_for
@@ -26,8 +28,22 @@ dtypes = st.sampled_from(FLOAT_DTYPES)
 def specs(draw: st.DrawFn, square: bool) -> Spec:
     blocks: list[tuple[int, int] | None] = [None, ROW, MX_ROW] + ([SQUARE, MX_SQUARE] if square else [])
     epsilon = draw(st.sampled_from([0.0, 0.0, 1e-12, 0.5, 1e30]))
-    return Spec(
-        draw(st.sampled_from(["e4m3", "e5m2"])), draw(st.booleans()), draw(st.sampled_from(blocks)), epsilon
+    block = draw(st.sampled_from(blocks))
+    tiled = block in (MX_ROW, MX_SQUARE) and draw(st.booleans())
+    return Spec(draw(st.sampled_from(["e4m3", "e5m2"])), draw(st.booleans()), block, epsilon, tiled)
+
+
+@st.composite
+def nv_specs(draw: st.DrawFn, square: bool) -> NvSpec:
+    """The options of nvfp4 that may stand together."""
+    kind = draw(st.sampled_from(["plain", "alone", *(["square"] if square else [])]))
+    return make_nv_spec(
+        square=kind == "square",
+        rht=kind == "plain" and draw(st.booleans()),
+        sr=kind != "alone" and draw(st.booleans()),
+        row_scaled=kind == "alone" and draw(st.booleans()),
+        four_over_six=draw(st.sampled_from(["", "mae", "mse"])) if kind == "alone" else "",
+        tiled=draw(st.booleans()),
     )
 
 
@@ -74,6 +90,50 @@ def check_grouped(data: st.DataObject, device: torch.device) -> None:
         assert_same_bits(g, e)
 
 
+def check_dense_nvfp4(data: st.DataObject, device: torch.device) -> None:
+    spec = data.draw(nv_specs(square=True))
+    rows, columns = (16 * data.draw(st.integers(0, 18)) for _ in range(2))
+    turned = data.draw(st.booleans())
+    input = data.draw(matrices(columns, rows)).T if turned else data.draw(matrices(rows, columns))
+    amax, amax_t = (draw_amax(data, a) for a in reference.amax_both(input, spec.key))
+    seed = data.draw(st.integers(-(2**63), 2**63 - 1)) if spec.sr else None
+    given = (
+        amax.to(device),
+        amax_t.to(device),
+        None if seed is None else torch.tensor([seed], device=device),
+    )
+    got = ops.quantize_both(input.to(device), spec.key, *given)
+    for direction, of in ((0, amax), (1, amax_t)):
+        expected = nvfp4_oracle.quantize_direction(input, spec, of, seed, direction)
+        for g, e in zip(got[2 * direction :], expected, strict=False):
+            assert_same_bits(g, e)
+
+
+def check_grouped_nvfp4(data: st.DataObject, device: torch.device) -> None:
+    spec = data.draw(nv_specs(square=False))
+    groups = [16 * n for n in data.draw(st.lists(st.integers(0, 18), max_size=6))]
+    columns = 16 * data.draw(st.integers(0, 18))
+    input = data.draw(matrices(sum(groups) + 16 * data.draw(st.integers(0, 9)), columns))
+    sizes = torch.tensor(groups, dtype=data.draw(st.sampled_from([torch.int32, torch.int64])))
+    amax, amax_t = (draw_amax(data, a) for a in reference.amax_both(input, spec.key, sizes))
+    seed = data.draw(st.integers(-(2**63), 2**63 - 1)) if spec.sr else None
+    given = (
+        amax.to(device),
+        amax_t.to(device),
+        None if seed is None else torch.tensor([seed], device=device),
+    )
+    got = ops.grouped_quantize_both(input.to(device), sizes.to(device), spec.key, *given)
+    for direction, of in ((0, amax), (1, amax_t)):
+        expected = nvfp4_oracle.grouped_quantize_direction(input, groups, spec, of, seed, direction)
+        for g, e in zip(got[2 * direction :], expected, strict=False):
+            assert_same_bits(g, e)
+
+
+def draw_amax(data: st.DataObject, own: Tensor) -> Tensor:
+    """The matrix's own, or one below or above it."""
+    return own * data.draw(st.sampled_from([1.0, 1.0, 0.3, 100.0]))
+
+
 @QUICK
 @given(st.data())
 def test_dense(device: torch.device, data: st.DataObject) -> None:
@@ -100,3 +160,31 @@ def test_dense_by_the_thousand(device: torch.device, data: st.DataObject) -> Non
 @given(st.data())
 def test_grouped_by_the_thousand(device: torch.device, data: st.DataObject) -> None:
     check_grouped(data, device)
+
+
+@QUICK
+@given(st.data())
+def test_dense_nvfp4(device: torch.device, data: st.DataObject) -> None:
+    check_dense_nvfp4(data, device)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@LONG
+@given(st.data())
+def test_dense_nvfp4_by_the_thousand(device: torch.device, data: st.DataObject) -> None:
+    check_dense_nvfp4(data, device)
+
+
+@QUICK
+@given(st.data())
+def test_grouped_nvfp4(device: torch.device, data: st.DataObject) -> None:
+    check_grouped_nvfp4(data, device)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@LONG
+@given(st.data())
+def test_grouped_nvfp4_by_the_thousand(device: torch.device, data: st.DataObject) -> None:
+    check_grouped_nvfp4(data, device)

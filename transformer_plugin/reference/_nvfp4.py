@@ -32,8 +32,10 @@ def _constant(value: float, like: Tensor) -> Tensor:
 
 
 def encode_scale(amax: Tensor, format: Format) -> Tensor:
-    """Of a whole matrix (or row): the factor that its values and scales have in common."""
-    scale = (_constant(_largest(format), amax) / amax).clamp(max=_FLT_MAX)
+    """Of a whole matrix (or row): the factor that its values and scales have in common. A NaN, which only a given
+    amax can be, counts as the least one."""
+    scale = _constant(_largest(format), amax) / amax
+    scale = torch.where(scale < _FLT_MAX, scale, _FLT_MAX)
     return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
 
 

@@ -109,13 +109,15 @@ def rows_for(rows: int, *formats: str) -> int:
 
 
 def extras(input: Tensor, format: str, group_sizes: Tensor | None = None) -> dict[str, Tensor]:
-    """What ``quantize_both`` takes beside the input, by name: the amaxes of both directions and a seed, on the device
-    of the input; nothing for formats without."""
-    fmt, more = Format.parse(format), {}
+    """What ``quantize_both`` takes beside the input, by name: the amaxes of both directions (of the transposed where
+    the rows are whole blocks) and a seed, on the device of the input; nothing for formats without."""
+    fmt, more = Format.parse(format), dict[str, Tensor]()
     if fmt.needs_amax:
         sizes = None if group_sizes is None else group_sizes.cpu()
-        both = reference.amax_both(input.detach().cpu(), format, sizes)
-        more = dict(zip(("amax", "amax_t"), (a.to(input.device) for a in both), strict=True))
+        here = input.detach().cpu()
+        more["amax"] = reference.amax(here, format, sizes).to(input.device)
+        if here.shape[-2] % fmt.group_multiple == 0:
+            more["amax_t"] = reference.amax_transposed(here, format, sizes).to(input.device)
     if fmt.stochastic_rounding:
         more["seed"] = torch.tensor([0x0123456789ABCDEF], device=input.device)
     return more
@@ -129,6 +131,12 @@ def rows_of(extras: dict[str, Tensor]) -> dict[str, Tensor]:
 def columns_of(extras: dict[str, Tensor]) -> dict[str, Tensor]:
     """The part of :func:`extras` that ``quantize_transposed`` takes."""
     return {name.removesuffix("_t"): value for name, value in extras.items() if name != "amax"}
+
+
+def amax_of(extras: dict[str, Tensor], transposed: bool = False) -> dict[str, Tensor]:
+    """The part of :func:`extras` that ``dequantize`` takes."""
+    name = "amax_t" if transposed else "amax"
+    return {"amax": extras[name]} if name in extras else {}
 
 
 def special_values() -> Tensor:
