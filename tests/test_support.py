@@ -11,11 +11,12 @@ from transformer_plugin.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
     recipe_from_name,
 )
 
 
-@pytest.mark.parametrize("name", ["none", "bf16", "fp8_tensor", "fp8_delayed", "fp8_block", "mxfp8"])
+@pytest.mark.parametrize("name", ["none", "bf16", "fp8_tensor", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"])
 def test_every_recipe_on_every_device(name: str, device: torch.device) -> None:
     recipe = recipe_from_name(name)
     text = tp.explain_support(recipe, device)
@@ -26,7 +27,7 @@ def test_every_recipe_on_every_device(name: str, device: torch.device) -> None:
     assert rest[0] == "formats: input {}, weight {}, gradient {}".format(
         *([name] * 3 if recipe is None else [recipe.input_format, recipe.weight_format, recipe.grad_format])
     )
-    assert ("quantization: " in text) == name.startswith(("fp8", "mx"))
+    assert ("quantization: " in text) == name.startswith(("fp8", "mx", "nv"))
     assert rest[-1].startswith("products: ") and rest[-1].endswith(("rounded once", "slower than no recipe"))
 
 
@@ -37,6 +38,12 @@ def test_what_the_operands_become() -> None:
     assert exact in tp.explain_support(MXFP8BlockScaling(), "cpu")
     for recipe in (Float8BlockScaling(power_of_two_scales=False), Float8CurrentScaling()):
         assert "operands are decoded into float32" in tp.explain_support(recipe, "cpu")
+    plain = NVFP4BlockScaling(stochastic_rounding=False)
+    for recipe in (NVFP4BlockScaling(), plain):
+        text = tp.explain_support(recipe, "cpu")
+        assert "operands are decoded into float32" in text
+        assert "widths, and for the backward the rows (of each group), must be multiples of 16" in text
+        assert ("rounded at random, seeded by torch's generator" in text) == (recipe is not plain)
     assert "widths must be multiples of 32" in tp.explain_support(MXFP8BlockScaling(), "cpu")
 
 

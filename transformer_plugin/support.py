@@ -41,8 +41,7 @@ def explain_support(recipe: Recipe | None, device: torch.device | str) -> str:
     lines.append("formats: input {}, weight {}, gradient {}".format(*keys))
     if formats[0].is_quantized:
         lines.append(
-            "quantization: this package's kernels, the same bytes on CPU and CUDA"
-            + ("" if formats[0].family != "mxfp8" else "; widths must be multiples of 32")
+            "quantization: this package's kernels, the same bytes on CPU and CUDA" + _conditions(formats)
         )
     if isinstance(recipe, DelayedScaling):
         lines.append(
@@ -54,6 +53,17 @@ def explain_support(recipe: Recipe | None, device: torch.device | str) -> str:
         lines[-1] += "; each tensor is read once, and the module's buffers keep the state"
     lines.append("products: " + _products(formats, device))
     return "\n".join(lines)
+
+
+def _conditions(formats: list[Format]) -> str:
+    """What the operands' sizes must be, and what draws random numbers."""
+    if formats[0].family == "mxfp8":
+        return "; widths must be multiples of 32"
+    if formats[0].family == "nvfp4":
+        text = "; widths, and for the backward the rows (of each group), must be multiples of 16"
+        random = formats[2].stochastic_rounding
+        return text + ("; gradients are rounded at random, seeded by torch's generator" if random else "")
+    return ""
 
 
 def _has_kernels(device: torch.device) -> bool:
@@ -86,9 +96,12 @@ def _products(formats: list[Format], device: torch.device) -> str:
         how = "decoded exactly into bfloat16" if exact else "decoded into float32"
         return f"operands are {how} and multiplied by torch's kernels; {value}: right, slower than no recipe"
     how = "into bfloat16, exactly" if exact else "into bfloat16 exactly, their scales kept outside of the sum"
-    if not exact and formats[0].block is not None:
+    if formats[0].needs_amax and not formats[0].row_scaled:
+        how = "into bfloat16 exactly, their amaxes kept outside of the sum"
+    elif not exact and formats[0].block is not None:
         how = "into float32"
     reason = {
+        "nvfp4": "Hopper's matrix units have no 4-bit numbers",
         "mxfp8": "Hopper's matrix units take no E8M0 scales",
         "fp8_block": "this version has no FP8 matrix kernel",
         "fp8_tensor": "this version has no FP8 matrix kernel",

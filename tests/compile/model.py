@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from transformer_plugin.formats import Format
 from transformer_plugin.nn import DispatchConfig, GroupedLinear, GroupedMLP, Linear, MoE, RouterConfig
 from transformer_plugin.recipes import Recipe
 from transformer_plugin.testing.numerics import assert_same_bits, relative_error
@@ -21,11 +22,13 @@ class Everything(torch.nn.Module):
         self,
         recipe: Recipe | None = None,
         group: torch.distributed.ProcessGroup | None = None,
-        dispatch: DispatchConfig = DispatchConfig(alignment=4),  # noqa: B008 frozen
+        dispatch: DispatchConfig | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         options = {"device": device, "recipe": recipe}
+        unit = Format.parse(recipe.input_format).group_multiple if recipe else 1
+        dispatch = dispatch or DispatchConfig(alignment=max(4, unit))
         self.linear = Linear(HIDDEN, HIDDEN, **options)
         self.grouped = GroupedLinear(GROUPS, HIDDEN, HIDDEN, scale_bias=True, **options)
         self.mlp = GroupedMLP(GROUPS, HIDDEN, FFN, True, **options)
@@ -49,10 +52,12 @@ class Batch(NamedTuple):
     probs: Tensor
 
 
-def batch(tokens: int, seed: int, device: torch.device | str = "cpu") -> Batch:
-    """Rows, routing and group sizes differ from seed to seed; some groups are empty, some rows in none."""
+def batch(tokens: int, seed: int, device: torch.device | str = "cpu", unit: int = 1) -> Batch:
+    """Rows, routing and group sizes differ from seed to seed; some groups are empty, some rows in none. The rows and
+    the sizes are multiples of ``unit``."""
+    tokens = -(-tokens // unit) * unit
     generator = torch.Generator().manual_seed(seed)
-    cuts = torch.randint(0, tokens + 1, (GROUPS,), generator=generator).sort().values
+    cuts = torch.randint(0, tokens // unit + 1, (GROUPS,), generator=generator).sort().values * unit
     sizes = torch.diff(cuts, prepend=torch.zeros(1, dtype=cuts.dtype))
     if seed % 3 == 0:
         sizes[1] = 0
@@ -62,7 +67,7 @@ def batch(tokens: int, seed: int, device: torch.device | str = "cpu") -> Batch:
 
 
 def step(model: torch.nn.Module, data: Batch) -> dict[str, Tensor]:
-    """Output, auxiliary loss and every gradient of one training step."""
+    """Output, auxiliary loss and every gradient of one training step. What is drawn, torch's seed decides."""
     x, probs = data.x.clone().requires_grad_(), data.probs.clone().requires_grad_()
     output, aux_loss = model(x, data.group_sizes, probs)
     leaves = {"x": x, "probs": probs} | dict(model.named_parameters())

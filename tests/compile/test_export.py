@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.compile.model import Everything, batch
-from tests.nn.common import RECIPES, by_recipe
+from tests.nn.common import RECIPES, by_recipe, row_unit
 from transformer_plugin.testing.numerics import assert_same_bits
 
 
@@ -46,7 +46,7 @@ def test_script_with_gradient(name: str) -> None:
     script = torch.jit.script(half_mlp)
     weight = torch.randn(3, 64, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
     for seed in range(4):  # TorchScript rewrites a graph after it has profiled it
-        x, sizes, probs = batch(24, seed)
+        x, sizes, probs = batch(24, seed, unit=row_unit(name))
         x.requires_grad_()
         results = []
         for function in (script, half_mlp):

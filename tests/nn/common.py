@@ -38,7 +38,7 @@ def bound_of(recipe: Recipe | None, low: float) -> Bound:
     return Bound(low, max(input, weight), max(input, weight, grad))
 
 
-_LOW = {"none": 0.0, "bf16": 1e-4, "fp8_tensor": 1e-2, "fp8_block": 1e-2, "mxfp8": 1e-2}
+_LOW = {"none": 0.0, "bf16": 1e-4, "fp8_tensor": 1e-2, "fp8_block": 1e-2, "mxfp8": 1e-2, "nvfp4": 5e-2}
 RECIPES: dict[str, tuple[Recipe | None, Bound]] = {
     name: (recipe_from_name(name), bound_of(recipe_from_name(name), low)) for name, low in _LOW.items()
 }
@@ -48,6 +48,17 @@ def width_of(name: str, columns: int) -> int:
     """``columns``, or the next number of them that the formats of the recipe take."""
     recipe = RECIPES[name][0]
     return width_for(columns, recipe.input_format) if recipe else columns
+
+
+def row_unit(name: str) -> int:
+    """What rows, of each group where there are groups, must be a multiple of for a backward."""
+    recipe = RECIPES[name][0]
+    return Format.parse(recipe.input_format).group_multiple if recipe else 1
+
+
+def rows_of(name: str, rows: int) -> int:
+    """``rows``, or the next number of them of which the recipe has a backward."""
+    return -(-rows // row_unit(name)) * row_unit(name)
 
 
 by_recipe = pytest.mark.parametrize("name", list(RECIPES))

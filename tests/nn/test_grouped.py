@@ -12,6 +12,8 @@ from tests.nn.common import (
     check_module_state,
     in_fp64,
     outputs_and_gradients,
+    row_unit,
+    rows_of,
     width_of,
 )
 from transformer_plugin.nn import GroupedLinear, GroupedMLP
@@ -30,7 +32,14 @@ SIZES = {
 by_sizes = pytest.mark.parametrize("sizes", list(SIZES))
 
 
-def rows_of(sizes: list[int]) -> list[slice]:
+def sizes_for(name: str, sizes: str) -> tuple[list[int], int]:
+    """As above, or as many more rows as a backward with the recipe wants."""
+    counts, rows = SIZES[sizes]
+    more = [rows_of(name, count) for count in counts]
+    return more, rows_of(name, rows + sum(more) - sum(counts))
+
+
+def slices_of(sizes: list[int]) -> list[slice]:
     ends = torch.tensor(sizes).cumsum(0).tolist()
     return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
@@ -43,7 +52,7 @@ def grouped_linear_fp64(
     scale: Tensor | None,
 ) -> Tensor:
     parts = []
-    for g, rows in enumerate(rows_of(sizes)):
+    for g, rows in enumerate(slices_of(sizes)):
         part = input[rows] @ weight[g].T
         if bias is not None:
             part = part + (bias[g] if scale is None else bias[g] * scale[rows, None])
@@ -71,7 +80,7 @@ def compare(
 @pytest.mark.parametrize("bias", ["no bias", "bias", "scaled bias"])
 def test_grouped_linear(name: str, sizes: str, bias: str, device: torch.device) -> None:
     recipe, bound = RECIPES[name]
-    counts, rows = SIZES[sizes]
+    counts, rows = sizes_for(name, sizes)
     torch.manual_seed(0)
     k, n = width_of(name, 48), width_of(name, 80)
     module = GroupedLinear(
@@ -108,7 +117,7 @@ def swiglu_mlp_fp64(input: Tensor, sizes: list[int], probs: Tensor, parameters: 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 def test_grouped_mlp(name: str, sizes: str, bias: bool, device: torch.device) -> None:
     recipe, bound = RECIPES[name]
-    counts, rows = SIZES[sizes]
+    counts, rows = sizes_for(name, sizes)
     torch.manual_seed(0)
     hidden = width_of(name, 48)
     module = GroupedMLP(len(counts), hidden, 64, bias, device=device, recipe=recipe)
@@ -155,8 +164,10 @@ def test_initial_values_are_those_of_torch_nn_linear() -> None:
 def test_state(name: str) -> None:
     recipe, _ = RECIPES[name]
     k = width_of(name, 16)
-    input, sizes = data((12, k), torch.device("cpu")), torch.tensor([5, 0, 6])
-    probs = torch.rand(12, generator=torch.Generator().manual_seed(2))
+    counts = [rows_of(name, 5), 0, rows_of(name, 6)]
+    rows = sum(counts) + row_unit(name)
+    input, sizes = data((rows, k), torch.device("cpu")), torch.tensor(counts)
+    probs = torch.rand(rows, generator=torch.Generator().manual_seed(2))
     check_module_state(
         lambda **factory: GroupedLinear(3, k, 32, recipe=recipe, **factory),
         lambda module: module(input, sizes).detach(),

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.nn.common import RECIPES, by_recipe, check_module_state
+from tests.nn.common import RECIPES, by_recipe, check_module_state, row_unit
 from transformer_plugin.nn import DispatchConfig, MoE, RouterConfig, TopKRouter
+from transformer_plugin.recipes import NVFP4BlockScaling
 from transformer_plugin.testing.numerics import assert_same_bits, relative_error
 
 HIDDEN, FFN, EXPERTS = 64, 64, 8
@@ -109,7 +110,7 @@ def test_moe_with_a_recipe(name: str, alignment: int, device: torch.device) -> N
     recipe, bound = RECIPES[name]
     torch.manual_seed(0)
     config = CONFIGS["aux loss"]
-    dispatch = DispatchConfig(alignment=alignment)
+    dispatch = DispatchConfig(alignment=max(alignment, row_unit(name)))
     module = MoE(
         HIDDEN, FFN, EXPERTS, 2, router=config, dispatch=dispatch, bias=True, device=device, recipe=recipe
     )
@@ -249,3 +250,27 @@ def test_errors_have_four_parts() -> None:
         "transformer_plugin::DispatchConfig: argument 'alignment': expected at least 1, got 0. "
         "Use 1 for no padding."
     )
+    for name, given, use in (("alignment", 8, 16), ("capacity", 40, 48)):
+        with pytest.raises(ValueError) as caught:
+            MoE(32, 32, 4, 2, dispatch=DispatchConfig(**{name: given}), recipe=NVFP4BlockScaling())
+        assert str(caught.value) == (
+            f"transformer_plugin::MoE: argument 'dispatch': expected a DispatchConfig whose {name} is None or a "
+            f"multiple of 16, which the recipe wants each expert's rows to be, got {given}. "
+            f"Use for example {use}."
+        )
+
+
+@pytest.mark.parametrize("capacity", [None, 64])
+def test_groups_are_what_nvfp4_wants(capacity: int | None, device: torch.device) -> None:
+    """Padded to its blocks when nobody says how, also where rows are dropped; and the buffer too."""
+    torch.manual_seed(0)
+    dispatch = DispatchConfig(capacity=capacity)
+    module = MoE(HIDDEN, FFN, EXPERTS, 2, dispatch=dispatch, device=device, recipe=NVFP4BlockScaling())
+    for tokens in (0, 1, 7, 60):
+        input = tokens_of((tokens,), device).requires_grad_()
+        routing = module.router(input)
+        received = module.exchange.dispatch(input, routing.indices, routing.weights)
+        assert not (received.group_sizes % 16).any() and received.rows.shape[0] % 16 == 0
+        assert capacity is None or received.rows.shape[0] == capacity
+        (grad,) = torch.autograd.grad(module(input).output.square().sum(), input)
+        assert grad.isfinite().all()

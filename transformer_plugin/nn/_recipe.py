@@ -99,3 +99,8 @@ def formats_of(recipe: Recipe | None) -> RoleFormats:
 def row_alignment(recipe: Recipe | None) -> int:
     """To what multiple the GPU's kernels like each group of rows padded."""
     return max(Format.parse(key).alignment for key in formats_of(recipe))
+
+
+def row_multiple(recipe: Recipe | None) -> int:
+    """What the rows of each group must be a multiple of, because a backward wants them along columns."""
+    return max(Format.parse(key).group_multiple for key in formats_of(recipe))

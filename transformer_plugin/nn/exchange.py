@@ -26,7 +26,8 @@ class DispatchConfig:
     max_tokens: int | None = None
     #: the rows of each expert are padded with zero rows to a multiple of this. None: what the kernels of the
     #: recipe like best, 1 on a CPU and ``Format.alignment`` on a GPU, where it changes no result; and 1 with a
-    #: ``capacity``, because padding takes room and a GPU would drop other rows than a CPU.
+    #: ``capacity``, because padding takes room and a GPU would drop other rows than a CPU. With
+    #: ``NVFP4BlockScaling`` a multiple of 16, as the capacity; None is 16.
     alignment: int | None = None
     #: seconds that a wait for other ranks may take.
     timeout: float = 60.0
@@ -45,9 +46,20 @@ class DispatchConfig:
                     f"got {value}. {text}."
                 )
 
-    def row_alignment(self, preferred: int) -> int:
-        """``alignment``, or where it is None the kernels' ``preferred`` one if that cannot drop a row."""
-        return self.alignment or (preferred if self.capacity is None else 1)
+    def row_alignment(self, preferred: int, multiple: int) -> int:
+        """``alignment``, or where it is None the kernels' ``preferred`` one if that cannot drop a row, and at least
+        the ``multiple`` that the recipe wants. Both are powers of two."""
+        return self.alignment or max(preferred if self.capacity is None else 1, multiple)
+
+    def check_multiple(self, multiple: int) -> None:
+        """Refuses an alignment or a capacity after which an expert's rows are no multiple of what the recipe wants."""
+        for name, value in (("alignment", self.alignment), ("capacity", self.capacity)):
+            if value is not None and value % multiple:
+                raise ValueError(
+                    f"transformer_plugin::MoE: argument 'dispatch': expected a DispatchConfig whose {name} is None "
+                    f"or a multiple of {multiple}, which the recipe wants each expert's rows to be, got {value}. "
+                    f"Use for example {-(-value // multiple) * multiple}."
+                )
 
 
 class Received(NamedTuple):
@@ -74,13 +86,20 @@ class LocalExchange:
     config: DispatchConfig
     #: the alignment that the GPU's kernels like best.
     gpu_alignment: int
+    #: what each expert's rows must be a multiple of.
+    row_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        self.config.check_multiple(self.row_multiple)
 
     def dispatch(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Received:
         """Copies each token to its experts."""
-        alignment = self.config.row_alignment(self.gpu_alignment if tokens.is_cuda else 1)
+        multiple = self.row_multiple
+        alignment = self.config.row_alignment(self.gpu_alignment if tokens.is_cuda else 1, multiple)
         capacity = self.config.capacity
         if capacity is None:
             capacity = indices.shape[0] * indices.shape[1] + self.num_experts * (alignment - 1)
+            capacity = -(-capacity // multiple) * multiple
         rows, sizes, slot, source, total = ops.permute(tokens, indices, self.num_experts, capacity, alignment)
         return Received(rows, ops.permute_weights(weights, slot, source), sizes, total, (slot, source))
 
@@ -100,8 +119,10 @@ class GroupExchange:
         topk: int,
         config: DispatchConfig,
         gpu_alignment: int,
+        row_multiple: int,
         device: torch.device | str | None,
     ) -> None:
+        config.check_multiple(row_multiple)
         if config.max_tokens is None:
             raise ValueError(
                 "transformer_plugin::MoE: argument 'dispatch': expected max_tokens with a group of several ranks, "
@@ -115,13 +136,13 @@ class GroupExchange:
             hidden_dim=hidden,
             num_topk=topk,
             capacity=config.capacity,
-            alignment=config.alignment or 1,
+            alignment=config.alignment or row_multiple,
             overflow="drop",
             timeout=config.timeout,
             device=None if device is None or torch.device(device).type == "meta" else device,
         )
         on_gpu = self.context.device.type == "cuda"
-        self.alignment = config.row_alignment(gpu_alignment if on_gpu else 1)
+        self.alignment = config.row_alignment(gpu_alignment if on_gpu else 1, row_multiple)
 
     def dispatch(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Received:
         """Sends each token to the ranks of its experts."""

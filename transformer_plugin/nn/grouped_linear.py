@@ -88,7 +88,7 @@ class GroupedLinear(TakesRecipe):
             input: ``[T, K]``, the rows of group 0, then of group 1, and so on; rows past the last group are
                 ignored.
             group_sizes: int32 or int64 ``[G]`` on the device of ``input``, each at least 0, with a sum of at
-                most T.
+                most T. For a backward with ``NVFP4BlockScaling`` multiples of 16, as T.
             bias_scale: float32 ``[T]``, only with ``scale_bias``: the factor of the bias in each row.
 
         Returns:

@@ -18,8 +18,8 @@ class Linear(TakesRecipe, torch.nn.Linear):
 
     Args:
         in_features: K, the last dimension of the input. With ``Float8BlockScaling`` any K is right; multiples
-            of 128 waste nothing. With ``MXFP8BlockScaling`` a multiple of 32.
-        out_features: N, the last dimension of the output; with ``MXFP8BlockScaling`` a multiple of 32.
+            of 128 waste nothing. With ``MXFP8BlockScaling`` a multiple of 32, with ``NVFP4BlockScaling`` of 16.
+        out_features: N, the last dimension of the output; a multiple of the same.
         bias: whether to add a learned ``[N]``.
         device, dtype: of the parameters; ``device="meta"`` defers the initial values to
             ``reset_parameters()``.
@@ -28,7 +28,8 @@ class Linear(TakesRecipe, torch.nn.Linear):
     Buffers: with ``DelayedScaling`` ``delayed_history [H, 3]``, ``delayed_scale [3]`` and ``delayed_amax [3]``,
     float32, of the input, the weight and the gradient. Nothing otherwise.
 
-    Shapes: input ``[..., K]``, output ``[..., N]`` in the dtype of the input.
+    Shapes: input ``[..., K]``, output ``[..., N]`` in the dtype of the input. For a backward with
+    ``NVFP4BlockScaling`` the rows of the input, all leading dimensions together, are a multiple of 16.
     """
 
     def __init__(

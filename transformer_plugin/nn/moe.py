@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_plugin.nn._recipe import row_alignment
+from transformer_plugin.nn._recipe import row_alignment, row_multiple
 from transformer_plugin.nn.exchange import DispatchConfig, GroupExchange, LocalExchange
 from transformer_plugin.nn.grouped_mlp import GroupedMLP
 from transformer_plugin.nn.router import RouterConfig, TopKRouter
@@ -73,12 +73,14 @@ class MoE(torch.nn.Module):
         super().__init__()
         self.hidden = hidden
         self.exchange: LocalExchange | GroupExchange
-        ranks, alignment = 1, row_alignment(recipe)
+        ranks, alignment, multiple = 1, row_alignment(recipe), row_multiple(recipe)
         if group is None or group.size() == 1:
-            self.exchange = LocalExchange(num_experts, dispatch, alignment)
+            self.exchange = LocalExchange(num_experts, dispatch, alignment, multiple)
         else:
             ranks = group.size()
-            self.exchange = GroupExchange(group, num_experts, hidden, topk, dispatch, alignment, device)
+            self.exchange = GroupExchange(
+                group, num_experts, hidden, topk, dispatch, alignment, multiple, device
+            )
         self.router = TopKRouter(hidden, num_experts, topk, router, device=device, dtype=dtype)
         self.experts = GroupedMLP(
             num_experts // ranks, hidden, ffn_hidden, bias, device=device, dtype=dtype, recipe=recipe
