@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from moe_lm.config import PRESETS, Config, Options, UserError
 
-FORMATS = ("none", "bf16", "fp8_tensor", "fp8_delayed", "fp8_block", "mxfp8")
+FORMATS = ("none", "bf16", "fp8_tensor", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
 INTERRUPTED = 130
 
 

@@ -29,7 +29,7 @@ class Config:
     #: an expert's rows are padded to a multiple of this; 0: what the kernels like best (no plain PyTorch).
     alignment: int = 0
     #: the numbers that the experts multiply in: none (those of dtype), bf16, fp8_tensor, fp8_delayed,
-    #: fp8_block, mxfp8.
+    #: fp8_block, mxfp8, nvfp4.
     format: str = "none"
     #: dtype of parameters and activations, float32 or bfloat16; the optimizer always keeps float32 copies.
     dtype: str = "float32"
@@ -81,15 +81,7 @@ class Config:
                 str(self.dim),
                 "Change --dim or --heads.",
             )
-        for name in ("dim", "hidden"):
-            width = getattr(self, name)
-            if self.format == "mxfp8" and width % 32:
-                raise UserError(
-                    f"argument '--{name}'",
-                    "a multiple of 32, the block of mxfp8",
-                    str(width),
-                    f"Use for example --{name} {-(-width // 32) * 32}.",
-                )
+        self._check_blocks()
         for name in POSITIVE:
             if getattr(self, name) < 1:
                 raise UserError(
@@ -97,6 +89,20 @@ class Config:
                     "at least 1",
                     str(getattr(self, name)),
                     "Raise it.",
+                )
+
+    def _check_blocks(self) -> None:
+        """The widths, and of nvfp4 an expert's rows, are whole blocks."""
+        block = {"mxfp8": 32, "nvfp4": 16}.get(self.format, 1)
+        sizes = ("dim", "hidden", "alignment") if self.format == "nvfp4" else ("dim", "hidden")
+        for name in sizes:
+            size = getattr(self, name)
+            if size % block:
+                raise UserError(
+                    f"argument '--{name}'",
+                    f"a multiple of {block}, the block of {self.format}",
+                    str(size),
+                    f"Use for example --{name} {-(-size // block) * block}.",
                 )
 
 

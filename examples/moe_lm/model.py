@@ -102,11 +102,16 @@ def build_moe(config: Config, group: ProcessGroup | None, **factory: object) -> 
             config.dim, config.hidden, config.experts, config.topk, group, config.aux_loss_coeff, **factory
         )
     import transformer_plugin.nn as tpnn
+    from transformer_plugin.formats import Format
     from transformer_plugin.recipes import recipe_from_name
 
     tokens = config.batch_size * config.seq_len
     even_share = tokens * config.topk  # rows of one rank when every expert gets as many
-    capacity = int(config.capacity_factor * even_share)
+    recipe = recipe_from_name(config.format)
+    rows = (
+        Format.parse(recipe.input_format).group_multiple if recipe else 1
+    )  # what an expert's are a multiple of
+    capacity = -(-int(config.capacity_factor * even_share) // rows) * rows
     return tpnn.MoE(
         config.dim,
         config.hidden,

@@ -120,10 +120,20 @@ def test_batches_differ_by_rank_step_and_seed_and_are_repeatable(text_file: Path
             "train_moe: argument '--hidden': expected a multiple of 32, the block of mxfp8, got 100. "
             "Use for example --hidden 128.",
         ),
+        (
+            {"dim": 264, "heads": 4, "format": "nvfp4"},
+            "train_moe: argument '--dim': expected a multiple of 16, the block of nvfp4, got 264. "
+            "Use for example --dim 272.",
+        ),
+        (
+            {"alignment": 8, "format": "nvfp4"},
+            "train_moe: argument '--alignment': expected a multiple of 16, the block of nvfp4, got 8. "
+            "Use for example --alignment 16.",
+        ),
         ({"batch_size": 0}, "train_moe: argument '--batch-size': expected at least 1, got 0. Raise it."),
     ],
 )
-def test_configurations_that_cannot_run(changes: dict[str, int], text: str) -> None:
+def test_configurations_that_cannot_run(changes: dict[str, object], text: str) -> None:
     assert text_of(replace(Config(), **changes).check) == text
 
 
