@@ -12,7 +12,7 @@ import pytest
 from transformer_plugin.formats import FAMILIES, Format
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-FORMATS = [family for family in FAMILIES if Format(family).is_quantized and family != "nvfp4"]
+FORMATS = [family for family in FAMILIES if Format(family).is_quantized]
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -225,5 +225,5 @@ def nvfp4() -> str:
 
 if __name__ == "__main__":
     folder = Path(__file__).resolve().parent
-    for draw in (fp8_tensor, fp8_block, mxfp8):
+    for draw in (fp8_tensor, fp8_block, mxfp8, nvfp4):
         (folder / f"format_{draw.__name__}.svg").write_text(draw())
