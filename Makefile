@@ -29,7 +29,7 @@ BUILD_INPUTS := setup.py $(wildcard build_tools/*.py) $(shell find csrc -type f)
 CXX_FILES := $(shell find csrc examples -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 BENCHMARKS := $(filter-out __init__ common plot,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
-.PHONY: help setup build demo test test-long sanitize bench docs lint format clean distclean
+.PHONY: help setup build demo test test-long sanitize sanitize-gpu bench docs lint format clean distclean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -74,6 +74,10 @@ sanitize: $(READY)
 	  ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
 	  PYTHONPATH=$(CURDIR)/$(SANITIZED) $(CURDIR)/$(BIN)/pytest --import-mode=append -p no:cacheprovider -q \
 	  -c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) -m "not long" $(CURDIR)/tests/ops
+
+# The same on a GPU: memcheck and racecheck of CUDA's compute-sanitizer.
+sanitize-gpu: build
+	$(BIN)/python -m tests.sanitize_gpu
 
 bench: build
 	@for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from transformer_plugin.testing.delayed_scaling_cases import (
     grouped_quantize_scaled_cases,
     quantize_scaled_cases,
 )
+from transformer_plugin.testing.fused_cases import swiglu_quantize_cases
 from transformer_plugin.testing.quantize_cases import (
     columns_of,
     extras,
@@ -59,6 +61,23 @@ def _grouped(input: torch.Tensor, sizes: torch.Tensor, format: str) -> None:
         ops.amax_both(input, format, sizes)
 
 
+def _fused(input: torch.Tensor, probs: Any, sizes: Any, format: str) -> None:
+    ops.swiglu_quantize(input, probs, sizes, format)
+    ops.swiglu_quantize_both(input, probs, sizes, format)
+
+
+def _fused_backward(input: torch.Tensor, probs: Any, sizes: Any, format: str) -> None:
+    grad = torch.ones(input.shape[0], input.shape[1] // 2, dtype=input.dtype, device=input.device)
+    ops.swiglu_backward(grad, input, probs)
+    ops.swiglu_backward_quantize_both(grad, input, probs, sizes, format)
+
+
+def _list(input: torch.Tensor, format: str) -> None:
+    matrices = list(input) if input.dim() == 3 else [input, input[: input.shape[0] // 2]]
+    if Format.parse(format).family in ("fp8_block", "mxfp8") and matrices:
+        ops.quantize_list_both(matrices, format)
+
+
 def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
     """Every call, by its name."""
     for name, cases, call in (
@@ -66,11 +85,13 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
         ("grouped_quantize", grouped_quantize_cases(), _grouped),
         ("quantize_scaled", quantize_scaled_cases(), ops.quantize_scaled_both),
         ("grouped_quantize_scaled", grouped_quantize_scaled_cases(), ops.quantize_scaled_both),
+        ("quantize_list", quantize_cases(), _list),
         ("swiglu", swiglu_cases(), ops.swiglu),
+        ("swiglu_quantize", swiglu_quantize_cases(), _fused),
+        ("swiglu_backward_quantize", swiglu_quantize_cases(widths=(128, 384)), _fused_backward),
     ):
         for case in cases:
-            arguments = case.arguments(device)
-            yield f"{name} {case.name}", lambda call=call, arguments=arguments: call(*arguments)
+            yield f"{name} {case.name}", partial(call, *case.arguments(device))
 
 
 def main() -> None:

@@ -87,7 +87,8 @@ struct Layout {
   TP_HOST_DEVICE int64_t scale_width(bool transposed) const {
     if (has_byte_scales()) {
       if (transposed && grouped()) return 4 * words() * row_tiles();
-      return round_up_4(ceil_div(transposed ? rows : cols, kTile / (4 * words())));
+      const int64_t line = transposed ? rows : cols;  // divided by constants, which are shifts
+      return round_up_4(mode == ScaleMode::kNv ? ceil_div(line, kNvBlock) : ceil_div(line, kMxBlock));
     }
     if (mode == ScaleMode::kRows) return round_up_4(transposed ? cols : rows);
     return round_up_4(transposed ? ceil_div(rows, kTile) : col_tiles());
@@ -202,10 +203,10 @@ TP_HOST_DEVICE int64_t matrix_word_index(const Layout& layout, int64_t member, b
   const int64_t width = layout.scale_width(transposed);
   const int64_t first = member * layout.scale_height(transposed) * width;
   if (!layout.tiled) return first + line * width + 4 * word;
-  return first + (line / kTile * (width / 4) + word) * 512 + line % 32 * 16 + line % kTile / 32 * 4;
+  const uint64_t l = static_cast<uint64_t>(line);  // whose quotients are shifts
+  const uint64_t tile = l / kTile * (static_cast<uint64_t>(width) / 4) + static_cast<uint64_t>(word);
+  return first + static_cast<int64_t>(tile * 512 + l % 32 * 16 + l % kTile / 32 * 4);
 }
-
-// Of a line of the tile: of row `line`, or of column `line` for transposed data.
 TP_HOST_DEVICE int64_t word_index(const Layout& layout, const Tile& tile, bool transposed, int line,
                                   int word = 0) {
   return matrix_word_index(layout, tile.member, transposed, (transposed ? tile.col : tile.row) + line,
