@@ -145,11 +145,14 @@ def test_float32_follows_plain_pytorch_within_rounding(comparisons: dict[str, di
 
 
 def test_bfloat16_follows_plain_pytorch_within_rounding(comparisons: dict[str, dict]) -> None:
-    """Within one unit of bfloat16, and no further from the float32 curve than plain PyTorch in bfloat16 is."""
+    """Within one unit of bfloat16, and no further from the float32 curve than plain PyTorch in bfloat16 is. The latter
+    for the steps in which the curves differ by rounding: chaos has added to it after about 25."""
     plain, plugin = comparisons["bfloat16"]["losses"].values()
     assert max(gaps(plain, plugin)) < 2**-7
     exact, _ = comparisons["float32"]["losses"].values()
-    assert sum(gaps(exact, plugin)) < 1.2 * sum(gaps(exact, plain))
+    early = slice(20)
+    assert max(gaps(plain, plugin)[early]) < 2**-12
+    assert sum(gaps(exact, plugin)[early]) < 1.05 * sum(gaps(exact, plain)[early])
 
 
 def test_fp8_block_ends_within_one_percent_of_bfloat16(comparisons: dict[str, dict]) -> None:
