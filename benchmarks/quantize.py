@@ -12,194 +12,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.common import Time, device_times, devices, host_times, synchronize, write
-from transformer_plugin import ops, reference
-from transformer_plugin.formats import BLOCK, FAMILIES, Format
+from benchmarks.quantize_cases import Call, Case, Tensors, cases
 
 SHAPES = {"cuda": (32768, 7168), "cpu": (2048, 2048)}
 QUICK_ROWS = {"cuda": 4096, "cpu": 256}
 CHECKED_ROWS = 4096  # of these bytes are compared; enough for several tiles and groups
 ROTATION = 2**28  # bytes of inputs that calls in a row go through: five times the L2 cache of an H200
-FEATURES = 2048  # of SwiGLU's output, or a third of the matrix where that is less
 PAGE = 2**20  # of a copy: one of odd sizes can be a third slower
-DIRECTIONS = {"rows": "", "transposed": "_transposed", "both": "_both"}
-
-Tensors = tuple[Tensor, ...]
-Call = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Case:
-    """An op in one format. ``op``, ``reference`` and ``single`` take what ``prepare`` makes of a bfloat16 matrix."""
-
-    name: str
-    format: Format
-    prepare: Callable[[Tensor], Tensors]
-    op: Call
-    reference: Call
-    #: the reference in steps, for a compiler that fails to make one graph of it.
-    steps: tuple[Call, ...] = ()
-    #: the op without groups on the same rows.
-    single: Call | None = None
-    #: how often the input has to be read: an amax of a whole tensor takes a pass of its own.
-    reads: int = 1
-
-
-def _single(label: str, key: str, direction: str) -> Case:
-    fmt = Format.parse(key)
-    op, meaning = (getattr(module, "quantize" + DIRECTIONS[direction]) for module in (ops, reference))
-    steps = [partial(step, format=fmt) for step in (reference.quantize, reference.quantize_transposed)]
-    return Case(
-        f"{label} {direction}",
-        fmt,
-        prepare=lambda x: (x,),
-        op=lambda x: op(x, fmt.key),
-        reference=lambda x: meaning(x, fmt),
-        steps=tuple(steps) if direction == "both" else (),
-        reads=2 if fmt.family == "fp8_tensor" else 1,
-    )
-
-
-def _scaled(direction: str) -> Case:
-    """Delayed scaling: the scale is given, the amax collected in the same pass. What it collects is not an output."""
-    fmt = Format.parse("fp8_tensor:e4m3")
-    suffix = {"rows": "", "both": "_both"}[direction]
-    op, meaning = (getattr(module, "quantize_scaled" + suffix) for module in (ops, reference))
-    return Case(
-        f"fp8_tensor, given scale {direction}",
-        fmt,
-        prepare=lambda x: (x, torch.full((1,), 100.0, device=x.device), torch.zeros(1, device=x.device)),
-        op=lambda x, scale, amax: op(x, scale, fmt.key, amax),
-        reference=lambda x, scale, amax: meaning(x, scale, fmt, amax),
-    )
-
-
-def _with_amax(label: str, key: str, direction: str) -> Case:
-    """A format that scales by a given amax; with a seed where it rounds at random."""
-    fmt = Format.parse(key)
-    op, meaning = (getattr(module, "quantize" + DIRECTIONS[direction]) for module in (ops, reference))
-    names = ["amax", "amax_t"] if direction == "both" else ["amax"]
-
-    def prepare(x: Tensor) -> Tensors:
-        amaxes = ops.amax_both(x, fmt.key)[: len(names)]
-        return x, *amaxes, *([torch.tensor([7], device=x.device)] if fmt.stochastic_rounding else [])
-
-    names += ["seed"] if fmt.stochastic_rounding else []
-    return Case(
-        f"{label} {direction}",
-        fmt,
-        prepare=prepare,
-        op=lambda x, *more: op(x, fmt.key, **dict(zip(names, more, strict=True))),
-        reference=lambda x, *more: meaning(x, fmt, **dict(zip(names, more, strict=True))),
-    )
-
-
-def _swiglu_arguments(x: Tensor) -> Tensors:
-    """A gradient [T, F], an input [T, 2F] and probabilities [T], from the columns of a matrix."""
-    features = min(FEATURES, x.shape[1] // 3 // BLOCK * BLOCK)
-    grad, wide, _ = x.split((features, 2 * features, x.shape[1] - 3 * features), dim=1)
-    return grad.contiguous(), wide.contiguous(), torch.rand(x.shape[0], device=x.device)
-
-
-def _swiglu(label: str, key: str, direction: str) -> Case:
-    """SwiGLU times a probability, quantized in the same pass; its bytes are those of the two ops in turn."""
-    fmt = Format.parse(key)
-    op, step = (
-        getattr(ops, "swiglu_quantize" + DIRECTIONS[direction]),
-        getattr(ops, "quantize" + DIRECTIONS[direction]),
-    )
-    return Case(
-        f"swiglu into {label} {direction}",
-        fmt,
-        prepare=lambda x: _swiglu_arguments(x)[1:],
-        op=lambda x, probs: op(x, probs, None, fmt.key),
-        reference=lambda x, probs: step(ops.swiglu(x, probs), fmt.key),
-    )
-
-
-def _swiglu_backward(label: str, key: str) -> Case:
-    fmt = Format.parse(key)
-
-    def steps(grad: Tensor, x: Tensor, probs: Tensor) -> Tensors:
-        grad_input, grad_probs = ops.swiglu_backward(grad, x, probs)
-        return *ops.quantize_both(grad_input, fmt.key), grad_probs
-
-    return Case(
-        f"swiglu backward into {label} both",
-        fmt,
-        prepare=_swiglu_arguments,
-        op=lambda grad, x, probs: ops.swiglu_backward_quantize_both(grad, x, probs, None, fmt.key),
-        reference=steps,
-    )
-
-
-def _dequantize(label: str, key: str) -> Case:
-    fmt = Format.parse(key)
-    return Case(
-        f"dequantize {label} rows",
-        fmt,
-        prepare=lambda x: ops.quantize(x, fmt.key),
-        op=lambda data, scale: ops.dequantize(data, scale, fmt.key, torch.bfloat16),
-        reference=lambda data, scale: reference.dequantize(data, scale, fmt, torch.bfloat16),
-    )
-
-
-def _grouped(label: str, key: str, direction: str, groups: int, multiple: int) -> Case:
-    fmt = Format.parse(key)
-    suffix = DIRECTIONS[direction]
-    op, meaning = (getattr(module, "grouped_quantize" + suffix) for module in (ops, reference))
-    single = getattr(ops, "quantize" + suffix)
-    sizes = "any sizes" if multiple == 1 else "padded"
-    return Case(
-        f"grouped {label} {direction}, {groups}, {sizes}",
-        fmt,
-        prepare=lambda x: (x, skewed_sizes(x.shape[0], groups, multiple, x.device)),
-        op=lambda x, group_sizes: op(x, group_sizes, fmt.key),
-        reference=lambda x, group_sizes: meaning(x, group_sizes, fmt),
-        single=lambda x, group_sizes: single(x, fmt.key),
-    )
-
-
-def cases() -> Iterator[Case]:
-    """Every row of the result."""
-    for direction in DIRECTIONS:
-        yield _single("fp8_block", "fp8_block:e4m3", direction)
-    for direction in ("rows", "both"):
-        yield _single("fp8_block square", "fp8_block:e4m3,square", direction)
-    for direction in ("rows", "both"):
-        yield _single("fp8_tensor", "fp8_tensor:e4m3", direction)
-    for direction in ("rows", "both"):
-        yield _scaled(direction)
-    if "mxfp8" in FAMILIES:
-        for direction in DIRECTIONS:
-            yield _single("mxfp8", "mxfp8:e4m3", direction)
-    for direction in ("rows", "both"):
-        yield _with_amax("nvfp4, amax given,", "nvfp4:e2m1", direction)
-    yield _with_amax("nvfp4, rotated, random,", "nvfp4:e2m1,rht,sr", "both")
-    for label, key in (("fp8_block", "fp8_block:e4m3"), ("mxfp8", "mxfp8:e4m3")):
-        for direction in ("rows", "both"):
-            yield _swiglu(label, key, direction)
-        yield _swiglu_backward(label, key)
-    yield _dequantize("fp8_block", "fp8_block:e4m3")
-    for groups, multiple in ((8, BLOCK), (256, BLOCK), (256, 1)):  # modules pad groups to blocks
-        for direction in ("rows", "both"):
-            yield _grouped("fp8_block", "fp8_block:e4m3", direction, groups, multiple)
-
-
-def skewed_sizes(rows: int, groups: int, multiple: int, device: torch.device) -> Tensor:
-    """Sizes in the proportions of a Dirichlet(1) sample, some of them 0, that take all whole multiples in ``rows``."""
-    generator = torch.Generator().manual_seed(groups)
-    weights = torch.empty(groups, dtype=torch.float64).exponential_(generator=generator)
-    ends = (weights.cumsum(0) / weights.sum() * (rows // multiple)).round().long() * multiple
-    return ends.diff(prepend=ends.new_zeros(1)).to(device, torch.int32)
 
 
 def as_tuple(result: Tensor | Tensors) -> Tensors:
@@ -245,7 +71,7 @@ def copy_of(size: int, device: torch.device) -> Call:
 
 def compile_reference(case: Case, inputs: Tensors) -> tuple[Call | None, str]:
     """The compiled reference, or None, and what is to be said of it."""
-    if case.single is not None:
+    if case.single is not None and len(inputs) > 1:
         return None, "not compiled: it reads the sizes on the host"
     mode = "max-autotune-no-cudagraphs" if inputs[0].is_cuda else "default"
     try:

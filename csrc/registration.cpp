@@ -88,6 +88,16 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "swiglu_backward_quantize_both(Tensor grad, Tensor input, Tensor? probs, Tensor? group_sizes, str format) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor grad_probs)");
+  // The gradient of a bias, the sums over the rows, beside the gradient's bytes; "amax" as for quantize.
+  m.def(
+      "bias_backward_quantize(Tensor grad, Tensor? group_sizes, str format, Tensor? amax=None) -> "
+      "(Tensor, Tensor, Tensor grad_bias)");
+  m.def(
+      "bias_backward_quantize_transposed(Tensor grad, Tensor? group_sizes, str format, Tensor? amax=None) -> "
+      "(Tensor, Tensor, Tensor grad_bias)");
+  m.def(
+      "bias_backward_quantize_both(Tensor grad, Tensor? group_sizes, str format, Tensor? amax=None) -> "
+      "(Tensor, Tensor, Tensor, Tensor, Tensor grad_bias)");
 
   // gemm: products with FP32 sums. linear and grouped_linear are the differentiable ones in low precision.
   m.def(
@@ -117,6 +127,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "grouped_gemm_wgrad_quantized_out(Tensor grad_t, Tensor grad_t_scale, Tensor input_t, "
       "Tensor input_t_scale, Tensor group_sizes, str grad_format, str input_format, Tensor(a!) out, "
       "bool accumulate=True, Tensor? grad_t_amax=None, Tensor? input_t_amax=None) -> ()");
+  m.def("bias_backward(Tensor grad) -> Tensor");
   m.def(
       "grouped_bias_backward(Tensor grad, Tensor group_sizes, Tensor? bias=None, Tensor? bias_scale=None) -> "
       "(Tensor, Tensor)");

@@ -25,7 +25,7 @@ from transformer_plugin.testing.delayed_scaling_cases import (
     grouped_quantize_scaled_cases,
     quantize_scaled_cases,
 )
-from transformer_plugin.testing.fused_cases import swiglu_quantize_cases
+from transformer_plugin.testing.fused_cases import bias_backward_quantize_cases, swiglu_quantize_cases
 from transformer_plugin.testing.quantize_cases import (
     columns_of,
     extras,
@@ -72,6 +72,12 @@ def _fused_backward(input: torch.Tensor, probs: Any, sizes: Any, format: str) ->
     ops.swiglu_backward_quantize_both(grad, input, probs, sizes, format)
 
 
+def _bias_backward(grad: torch.Tensor, sizes: Any, format: str) -> None:
+    ops.bias_backward_quantize(grad, sizes, format)
+    ops.bias_backward_quantize_both(grad, sizes, format)
+    ops.bias_backward(grad) if sizes is None else ops.grouped_bias_backward(grad, sizes)
+
+
 def _list(input: torch.Tensor, format: str) -> None:
     matrices = list(input) if input.dim() == 3 else [input, input[: input.shape[0] // 2]]
     if Format.parse(format).family in ("fp8_block", "mxfp8") and matrices:
@@ -89,6 +95,7 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
         ("swiglu", swiglu_cases(), ops.swiglu),
         ("swiglu_quantize", swiglu_quantize_cases(), _fused),
         ("swiglu_backward_quantize", swiglu_quantize_cases(widths=(128, 384)), _fused_backward),
+        ("bias_backward_quantize", bias_backward_quantize_cases(), _bias_backward),
     ):
         for case in cases:
             yield f"{name} {case.name}", partial(call, *case.arguments(device))

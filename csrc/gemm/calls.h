@@ -49,6 +49,11 @@ inline std::tuple<at::Tensor, at::Tensor> call_grouped_bias_backward(const at::T
   return op.call(grad, group_sizes, bias, bias_scale);
 }
 
+inline at::Tensor call_bias_backward(const at::Tensor& grad) {
+  static const auto op = find_op<at::Tensor(const at::Tensor&)>("bias_backward");
+  return op.call(grad);
+}
+
 // ---- quantize: of a matrix, or of ragged rows when group sizes are given ------------------------------------
 
 namespace quantize_call {
@@ -110,6 +115,34 @@ inline quantize_call::Pair call_amax_both(const at::Tensor& x, OptionalTensorArg
                                           std::string_view key) {
   static const auto op = find_op<quantize_call::Amax<quantize_call::Pair>>("amax_both");
   return op.call(x, key, group_sizes);
+}
+
+// The gradient of a bias beside a quantized gradient: of its rows, its columns or both.
+struct BiasBackwardQuantized {
+  at::Tensor data, scale, data_t, scale_t, bias;
+};
+
+inline BiasBackwardQuantized call_bias_backward_quantize(const at::Tensor& grad,
+                                                         OptionalTensorArg group_sizes, std::string_view key,
+                                                         bool rows, bool columns) {
+  using Tensor = at::Tensor;
+  using One = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, OptionalTensorArg, std::string_view,
+                                                 OptionalTensorArg);
+  using Both = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(const Tensor&, OptionalTensorArg,
+                                                                  std::string_view, OptionalTensorArg);
+  static const auto of_rows = find_op<One>("bias_backward_quantize");
+  static const auto of_columns = find_op<One>("bias_backward_quantize_transposed");
+  static const auto of_both = find_op<Both>("bias_backward_quantize_both");
+  BiasBackwardQuantized r;
+  if (rows && columns) {
+    std::tie(r.data, r.scale, r.data_t, r.scale_t, r.bias) =
+        of_both.call(grad, group_sizes, key, std::nullopt);
+  } else if (rows) {
+    std::tie(r.data, r.scale, r.bias) = of_rows.call(grad, group_sizes, key, std::nullopt);
+  } else {
+    std::tie(r.data_t, r.scale_t, r.bias) = of_columns.call(grad, group_sizes, key, std::nullopt);
+  }
+  return r;
 }
 
 // With encode scales that are given, those of `scale` from `first` on; the amax of `x` is maxed into `amax`.

@@ -1,5 +1,4 @@
 // gemm: a [M, K] times b, with its gradient.
-#include <ATen/ops/sum.h>
 #include <torch/library.h>
 
 #include "common/autograd.h"
@@ -72,8 +71,7 @@ class GemmFunction : public torch::autograd::Function<GemmFunction> {
                            : call_gemm(a.t(), g, std::nullopt, false, saved[0].scalar_type());
     }
     const bool has_bias = ctx->saved_data["has_bias"].toBool();
-    if (has_bias && ctx->needs_input_grad(2))
-      grad_bias = at::sum(grad, {0}, false, sum_dtype(grad.scalar_type()));
+    if (has_bias && ctx->needs_input_grad(2)) grad_bias = call_bias_backward(grad);
     return {grad_a, grad_b, grad_bias, Tensor(), Tensor()};
   }
 };

@@ -9,7 +9,6 @@
 #include "common/tensor.h"
 #include "gemm/checks.h"
 #include "gemm/dense_product.h"
-#include "gemm/ragged.h"
 
 namespace transformer_plugin::gemm {
 namespace {
@@ -65,14 +64,15 @@ std::tuple<Tensor, Tensor> bias_backward(const Tensor& grad, const Tensor& group
   const Tensor g = grad.contiguous();
   const Tensor b = bias && bias_scale ? bias->to(at::kFloat).contiguous() : Tensor();
   const Tensor s = bias_scale ? bias_scale->contiguous() : Tensor();
-  const int64_t groups = group_sizes.size(0);
-  const Tensor partial = empty(grad, {tile_slots(g.size(0), groups, kChunkRows), g.size(1)}, at::kFloat);
-  launch(GroupedBiasBackwardArgs{g.const_data_ptr(), offsets.const_data_ptr<int32_t>(),
+  const int64_t rows = g.size(0), groups = group_sizes.size(0), columns = g.size(1);
+  const Tensor partial = empty(grad, {ColumnSums::slots(rows, groups), columns}, at::kFloat);
+  launch(GroupedBiasBackwardArgs{g.const_data_ptr(),
                                  b.defined() ? b.const_data_ptr<float>() : nullptr,
                                  s.defined() ? s.const_data_ptr<float>() : nullptr,
-                                 partial.mutable_data_ptr<float>(), grad_bias.mutable_data_ptr<float>(),
-                                 b.defined() ? grad_scale.mutable_data_ptr<float>() : nullptr, g.size(0),
-                                 g.size(1), groups, to_dtype(g.scalar_type())});
+                                 {partial.mutable_data_ptr<float>(), grad_bias.mutable_data_ptr<float>(),
+                                  offsets.const_data_ptr<int32_t>(), groups, rows, columns},
+                                 b.defined() ? grad_scale.mutable_data_ptr<float>() : nullptr,
+                                 to_dtype(g.scalar_type())});
   return outputs;
 }
 

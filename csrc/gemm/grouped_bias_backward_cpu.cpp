@@ -3,18 +3,20 @@
 #include <algorithm>
 
 #include "gemm/grouped_bias_backward.h"
-#include "gemm/ragged.h"
 
 namespace transformer_plugin::gemm {
 namespace {
 
+constexpr int kColumnsAtOnce = 128;
+
 template <typename T>
-TP_CPU_CLONES void add_row(const T* grad, float scale, float* sum, int64_t columns) {
-  for (int64_t j = 0; j < columns; ++j) sum[j] = sum[j] + static_cast<float>(grad[j]) * scale;
+TP_CPU_CLONES void widen(const T* grad, float* values, int64_t columns) {
+  for (int64_t j = 0; j < columns; ++j) values[j] = static_cast<float>(grad[j]);
 }
 
-TP_CPU_CLONES void add_partial(const float* partial, float* sum, int64_t columns) {
-  for (int64_t j = 0; j < columns; ++j) sum[j] = sum[j] + partial[j];
+template <typename T>
+TP_CPU_CLONES void widen_scaled(const T* grad, float scale, float* values, int64_t columns) {
+  for (int64_t j = 0; j < columns; ++j) values[j] = static_cast<float>(grad[j]) * scale;
 }
 
 template <typename T>
@@ -32,39 +34,37 @@ TP_CPU_CLONES float row_sum(const T* grad, const float* bias, int64_t columns) {
   return lanes[0];
 }
 
+// The sums of every tile.
 template <typename T>
-void sum_chunks(const GroupedBiasBackwardArgs& args) {
-  const int64_t n = args.columns;
-  at::parallel_for(0, tile_slots(args.rows, args.groups, kChunkRows), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t slot = begin; slot < end; ++slot) {
-      const RowTile chunk = row_tile(args.offsets, args.groups, slot, kChunkRows);
-      float* sum = args.partial + slot * n;
-      std::fill_n(sum, n, 0.0f);
-      for (int64_t i = chunk.begin; i < chunk.end; ++i) {
-        add_row(static_cast<const T*>(args.grad) + i * n, args.bias_scale ? args.bias_scale[i] : 1.0f, sum,
-                n);
+void sum_tiles(const GroupedBiasBackwardArgs& args) {
+  const int64_t n = args.sums.columns, parts = (n + kColumnsAtOnce - 1) / kColumnsAtOnce;
+  const int64_t slots = ColumnSums::slots(args.sums.rows, args.sums.groups);
+  at::parallel_for(0, slots * parts, 1, [&](int64_t begin, int64_t end) {
+    alignas(64) float values[kSumRows][kColumnsAtOnce];
+    for (int64_t task = begin; task < end; ++task) {
+      const RaggedTile tile = args.sums.tile(task / parts);
+      if (tile.begin >= tile.end) continue;
+      const int64_t column = task % parts * kColumnsAtOnce;
+      const int64_t count = std::min<int64_t>(kColumnsAtOnce, n - column);
+      for (int64_t i = tile.begin; i < tile.end; ++i) {
+        const T* grad = static_cast<const T*>(args.grad) + i * n + column;
+        float* target = values[i - tile.begin];
+        args.bias_scale ? widen_scaled(grad, args.bias_scale[i], target, count) : widen(grad, target, count);
       }
-    }
-  });
-  at::parallel_for(0, args.groups, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t g = begin; g < end; ++g) {
-      const int64_t rows = args.offsets[g + 1] - args.offsets[g];
-      const float* partial = args.partial + first_slot(args.offsets, g, kChunkRows) * n;
-      float* sum = args.grad_bias + g * n;
-      std::fill_n(sum, n, 0.0f);
-      for (int64_t c = 0; c * kChunkRows < rows; ++c) add_partial(partial + c * n, sum, n);
+      sum_rows_cpu(values[0], kColumnsAtOnce, tile.end - tile.begin, count);
+      std::copy_n(values[0], count, args.sums.of_tile(tile.group, tile.begin) + column);
     }
   });
 }
 
 template <typename T>
 void sum_rows(const GroupedBiasBackwardArgs& args) {
-  const int64_t n = args.columns;
-  at::parallel_for(0, args.rows, 64, [&](int64_t begin, int64_t end) {
+  const int64_t n = args.sums.columns, groups = args.sums.groups;
+  at::parallel_for(0, args.sums.rows, 64, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t g = group_of_row(args.offsets, args.groups, i);
+      const int64_t g = group_of_row(args.sums.offsets, groups, i);
       args.grad_bias_scale[i] =
-          g < args.groups ? row_sum(static_cast<const T*>(args.grad) + i * n, args.bias + g * n, n) : 0.0f;
+          g < groups ? row_sum(static_cast<const T*>(args.grad) + i * n, args.bias + g * n, n) : 0.0f;
     }
   });
 }
@@ -74,7 +74,8 @@ void sum_rows(const GroupedBiasBackwardArgs& args) {
 void grouped_bias_backward_cpu(const GroupedBiasBackwardArgs& args) {
   visit_float(args.dtype, [&](auto element) {
     using T = decltype(element);
-    if (args.groups > 0) sum_chunks<T>(args);
+    if (args.sums.groups > 0) sum_tiles<T>(args);
+    add_tile_sums_cpu(args.sums);
     if (args.grad_bias_scale) sum_rows<T>(args);
   });
 }

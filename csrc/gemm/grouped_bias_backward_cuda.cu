@@ -1,40 +1,58 @@
-#include "common/device_types.cuh"
-#include "common/launch.cuh"
+#include "common/column_sums.cuh"
 #include "gemm/grouped_bias_backward.h"
-#include "gemm/ragged.h"
+#include "quantize/tile_part.cuh"
 
 namespace transformer_plugin::gemm {
 namespace {
 
-constexpr int kThreads = 256;
+using quantize::kColsPerThread;
+using quantize::kRowsPerThread;
+using quantize::kThreads;
+using quantize::kTile;
+using quantize::Tile;
+
 constexpr int kRowsPerBlock = kThreads / kWarpSize;
 static_assert(kLanes == kWarpSize, "a lane of the written row sum is a lane of the warp");
+static_assert(kTile == kSumRows, "a tile is a whole branch of the sums' tree");
 
-// One thread for each column of each chunk. Block x covers columns of one chunk slot.
+// A block sums a tile of 128 rows and columns.
 template <typename T>
-__global__ void sum_chunks_kernel(GroupedBiasBackwardArgs args, int64_t column_blocks) {
-  const int64_t slot = blockIdx.x / column_blocks;
-  const int64_t j = (blockIdx.x % column_blocks) * kThreads + threadIdx.x;
-  if (j >= args.columns) return;
-  const RowTile chunk = row_tile(args.offsets, args.groups, slot, kChunkRows);
-  float sum = 0.0f;
-  for (int64_t i = chunk.begin; i < chunk.end; ++i) {
-    const float scale = args.bias_scale ? args.bias_scale[i] : 1.0f;
-    sum = sum + to_float(static_cast<const T*>(args.grad)[i * args.columns + j]) * scale;
+__global__ void __launch_bounds__(kThreads, 4)
+    sum_tiles_kernel(const __grid_constant__ GroupedBiasBackwardArgs args, int64_t column_tiles) {
+  __shared__ TileSums shared;
+  const ColumnSums& sums = args.sums;
+  const RaggedTile rows = sums.tile(blockIdx.x / column_tiles);
+  if (rows.begin >= rows.end) return;
+  Tile tile = {};
+  tile.row = rows.begin;
+  tile.rows = static_cast<int>(rows.end - rows.begin);
+  tile.col = blockIdx.x % column_tiles * kTile;
+  tile.cols = static_cast<int>(min(sums.columns - tile.col, static_cast<int64_t>(kTile)));
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const quantize::Part<T> grad(args.grad, sums.columns, tile, warp, lane);
+  const float own_scale = quantize::read_probs(args.bias_scale, tile, warp, lane);
+  constexpr int kBatch = quantize::kRowsUnderWay<T>;
+  constexpr int kBatches = kRowsPerThread / kBatch;
+  float of_batches[kBatches][kColsPerThread];
+#pragma unroll
+  for (int b = 0; b < kBatches; ++b) {
+    quantize::Vector4<T> vectors[kBatch];
+    grad.read(b * kBatch, 0, vectors);
+    float terms[kBatch][kColsPerThread];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const float scale = __shfl_sync(0xffffffffu, own_scale, b * kBatch + i);
+      const quantize::Floats4<T> values(vectors[i]);
+#pragma unroll
+      for (int c = 0; c < kColsPerThread; ++c) terms[i][c] = values.at[c] * scale;
+    }
+#pragma unroll
+    for (int c = 0; c < kColsPerThread; ++c) {
+      of_batches[b][c] = sum_as_tree<kBatch>([&](int i) { return terms[i][c]; });
+    }
   }
-  args.partial[slot * args.columns + j] = sum;
-}
-
-// One thread for each column of each group.
-__global__ void add_chunks_kernel(GroupedBiasBackwardArgs args, int64_t column_blocks) {
-  const int64_t g = blockIdx.x / column_blocks;
-  const int64_t j = (blockIdx.x % column_blocks) * kThreads + threadIdx.x;
-  if (j >= args.columns) return;
-  const int64_t rows = args.offsets[g + 1] - args.offsets[g];
-  const float* partial = args.partial + first_slot(args.offsets, g, kChunkRows) * args.columns + j;
-  float sum = 0.0f;
-  for (int64_t c = 0; c * kChunkRows < rows; ++c) sum = sum + partial[c * args.columns];
-  args.grad_bias[g * args.columns + j] = sum;
+  sum_tile<kBatches>([&](int b, int c) { return of_batches[b][c]; }, tile.cols, shared,
+                     sums.of_tile(rows.group, rows.begin) + tile.col);
 }
 
 // One warp a row.
@@ -42,13 +60,13 @@ template <typename T>
 __global__ void sum_rows_kernel(GroupedBiasBackwardArgs args) {
   const int lane = threadIdx.x % kWarpSize;
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kWarpSize;
-  if (i >= args.rows) return;
-  const int64_t g = group_of_row(args.offsets, args.groups, i);
+  const int64_t columns = args.sums.columns;
+  if (i >= args.sums.rows) return;
+  const int64_t g = group_of_row(args.sums.offsets, args.sums.groups, i);
   float sum = 0.0f;
-  if (g < args.groups) {
-    for (int64_t j = lane; j < args.columns; j += kWarpSize) {
-      sum = sum + to_float(static_cast<const T*>(args.grad)[i * args.columns + j]) *
-                      args.bias[g * args.columns + j];
+  if (g < args.sums.groups) {
+    for (int64_t j = lane; j < columns; j += kWarpSize) {
+      sum = sum + to_float(static_cast<const T*>(args.grad)[i * columns + j]) * args.bias[g * columns + j];
     }
   }
   for (int half = kWarpSize / 2; half > 0; half /= 2) sum = sum + __shfl_down_sync(0xffffffffu, sum, half);
@@ -61,21 +79,20 @@ void launch_grouped_bias_backward(const GroupedBiasBackwardArgs& args, void* str
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   visit_device_float(args.dtype, [&](auto element) {
     using T = decltype(element);
-    if (args.groups > 0 && args.columns > 0) {
-      const int64_t column_blocks = (args.columns + kThreads - 1) / kThreads;
-      const int64_t slots = tile_slots(args.rows, args.groups, kChunkRows);
-      sum_chunks_kernel<T>
-          <<<grid_size(slots * column_blocks, 1), kThreads, 0, cuda_stream>>>(args, column_blocks);
-      check_launch("sum_chunks_kernel");
-      add_chunks_kernel<<<grid_size(args.groups * column_blocks, 1), kThreads, 0, cuda_stream>>>(
-          args, column_blocks);
-      check_launch("add_chunks_kernel");
+    const ColumnSums& sums = args.sums;
+    if (sums.groups > 0 && sums.columns > 0) {
+      const int64_t column_tiles = (sums.columns + kTile - 1) / kTile;
+      const int64_t slots = ColumnSums::slots(sums.rows, sums.groups);
+      sum_tiles_kernel<T>
+          <<<grid_size(slots * column_tiles, 1), kThreads, 0, cuda_stream>>>(args, column_tiles);
+      check_launch("sum_tiles_kernel");
     }
-    if (args.grad_bias_scale && args.rows > 0) {
-      sum_rows_kernel<T><<<grid_size(args.rows, kRowsPerBlock), kThreads, 0, cuda_stream>>>(args);
+    if (args.grad_bias_scale && sums.rows > 0) {
+      sum_rows_kernel<T><<<grid_size(sums.rows, kRowsPerBlock), kThreads, 0, cuda_stream>>>(args);
       check_launch("sum_rows_kernel");
     }
   });
+  launch_add_tile_sums(args.sums, stream);
 }
 
 }  // namespace transformer_plugin::gemm

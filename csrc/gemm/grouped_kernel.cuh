@@ -9,8 +9,8 @@
 
 #include "common/device_types.cuh"
 #include "common/launch.cuh"
+#include "common/ragged.h"
 #include "gemm/grouped_kernel.h"
-#include "gemm/ragged.h"
 
 namespace transformer_plugin::gemm {
 
@@ -47,7 +47,7 @@ __device__ __forceinline__ TileWork find_work(const GroupedKernelArgs& args) {
     const int64_t left = tiles_n - panel * kPanelColumns;
     const int64_t width = left < kPanelColumns ? left : kPanelColumns;
     const int64_t within = index - panel * slots * kPanelColumns;
-    const RowTile rows = row_tile(args.offsets, args.groups, within / width, kBlockM);
+    const RaggedTile rows = ragged_tile(args.offsets, args.groups, within / width, kBlockM);
     return {rows.group, rows.begin, rows.end, (panel * kPanelColumns + within % width) * kBlockN, 0, args.k};
   }
 }

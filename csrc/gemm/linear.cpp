@@ -1,10 +1,10 @@
 // linear: input [..., K] times weight [N, K] transposed, plus bias [N], with its gradient, in any format.
 #include <ATen/ops/mm.h>
-#include <ATen/ops/sum.h>
 #include <torch/library.h>
 
 #include "common/autograd.h"
 #include "common/tensor.h"
+#include "gemm/calls.h"
 #include "gemm/checks.h"
 #include "gemm/dense_product.h"
 #include "gemm/leading_dims.h"
@@ -72,7 +72,7 @@ class LinearFunction : public torch::autograd::Function<LinearFunction<has_bias>
     return call_linear(input, weight, bias, "none", "none", "none");
   }
 
-  // The bias's gradient is a wide sum, which the engine rounds to the bias's dtype.
+  // The bias's gradient is wide; the engine rounds it to the bias's dtype.
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor grad = as_matrix(grads[0]);
@@ -80,7 +80,7 @@ class LinearFunction : public torch::autograd::Function<LinearFunction<has_bias>
     if (ctx->needs_input_grad(0)) grad_input = from_matrix(at::mm(grad, saved[1]), grads[0]);
     if (ctx->needs_input_grad(1)) grad_weight = at::mm(grad.t(), as_matrix(saved[0]));
     if constexpr (has_bias) {
-      if (ctx->needs_input_grad(2)) grad_bias = at::sum(grad, {0}, false, sum_dtype(grad.scalar_type()));
+      if (ctx->needs_input_grad(2)) grad_bias = call_bias_backward(grad);
     }
     return {grad_input, grad_weight, grad_bias};
   }

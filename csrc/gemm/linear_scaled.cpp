@@ -1,7 +1,6 @@
 // linear_scaled and grouped_linear_scaled: linear and grouped_linear in fp8_tensor with delayed scaling. One state
 // tensor holds the scales of the input (of each group), then of the weight, then of the gradient. The ops that end in
 // an underscore collect their amaxes in another, that of the gradient from inside the backward.
-#include <ATen/ops/sum.h>
 #include <torch/library.h>
 
 #include "common/autograd.h"
@@ -182,7 +181,7 @@ class LinearScaledFunction : public torch::autograd::Function<LinearScaledFuncti
     const bool has_bias = ctx->saved_data["has_bias"].toBool();
     if (group_sizes) return bias_gradients(ctx, has_bias, grad, *group_sizes, bias, bias_scale);
     if (!has_bias || !ctx->needs_input_grad(2)) return {};
-    return {at::sum(grad, {0}, false, at::kFloat), Tensor()};
+    return {call_bias_backward(grad), Tensor()};
   }
 };
 

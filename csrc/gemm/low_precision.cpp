@@ -2,7 +2,6 @@
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/randint.h>
-#include <ATen/ops/sum.h>
 
 #include <limits>
 
@@ -86,6 +85,26 @@ Rounded round_matrix(const Tensor& x, const OptionalTensor& group_sizes, const F
     result = round_in_blocks(x, group_sizes, format, key, rows, columns);
   }
   return result;
+}
+
+// A gradient in its format; and its sums over the rows, the gradient of a bias, where one op reads it once for both.
+struct RoundedGradient {
+  Rounded values;
+  Tensor bias;  // undefined, or [N], or [G, N] with group sizes
+};
+
+RoundedGradient round_gradient(const Tensor& grad, const OptionalTensor& group_sizes, const Format& format,
+                               std::string_view key, bool rows, bool columns, bool with_bias) {
+  if (!with_bias || !format.is_quantized() || format.is_nv()) {
+    return {round_matrix(grad, group_sizes, format, key, rows, columns), Tensor()};
+  }
+  const bool one = one_scale(format);
+  const BiasBackwardQuantized quantized =
+      call_bias_backward_quantize(grad, group_sizes, key, rows || one, columns && !one);
+  Rounded values{{quantized.data, quantized.scale, Tensor()},
+                 {quantized.data_t, quantized.scale_t, Tensor()}};
+  if (one) values.columns = {quantized.data.t(), quantized.scale, Tensor()};
+  return {values, quantized.bias};
 }
 
 // The groups by which input and gradient are rounded along their columns: those of the rows, or none; and while a
@@ -201,9 +220,13 @@ class LowPrecisionFunction : public torch::autograd::Function<LowPrecisionFuncti
     const OptionalTensor group_sizes = as_optional(saved[6]), column_sizes = as_optional(saved[9]);
     const Tensor& grad = grads[0];
     const bool wants_input = ctx->needs_input_grad(0), wants_weight = ctx->needs_input_grad(1);
-    Tensor grad_input, grad_weight;
+    const bool wants_bias =
+        ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(group_sizes ? 3 : 2);
+    Tensor grad_input, grad_weight, grad_bias, grad_scale;
     if (wants_input || wants_weight) {
-      const Rounded g = round_matrix(grad, column_sizes, formats.grad, grad_key, wants_input, wants_weight);
+      const auto [g, bias] = round_gradient(grad, column_sizes, formats.grad, grad_key, wants_input,
+                                            wants_weight, wants_bias && !saved[8].defined());
+      grad_bias = bias;
       if (wants_input) {
         grad_input = multiply({g.rows, grad_key}, {weight, weight_key}, group_sizes, std::nullopt,
                               std::nullopt, !formats.symmetric_weight(), grad.scalar_type());
@@ -213,8 +236,11 @@ class LowPrecisionFunction : public torch::autograd::Function<LowPrecisionFuncti
                                        ctx->saved_data["weight_dtype"].toScalarType());
         if (column_sizes && !group_sizes) grad_weight = grad_weight.squeeze(0);
       }
+      if (grad_bias.defined() && column_sizes && !group_sizes) grad_bias = grad_bias.squeeze(0);
     }
-    const auto [grad_bias, grad_scale] = bias_gradients_of(ctx, grad, group_sizes, saved[7], saved[8]);
+    if (!grad_bias.defined()) {
+      std::tie(grad_bias, grad_scale) = bias_gradients_of(ctx, grad, group_sizes, saved[7], saved[8]);
+    }
     return {grad_input, grad_weight, Tensor(), grad_bias, grad_scale, Tensor(), Tensor(), Tensor()};
   }
 
@@ -225,7 +251,7 @@ class LowPrecisionFunction : public torch::autograd::Function<LowPrecisionFuncti
     const bool has_bias = ctx->saved_data["has_bias"].toBool();
     if (group_sizes) return bias_gradients(ctx, has_bias, grad, *group_sizes, bias, bias_scale);
     if (!has_bias || !ctx->needs_input_grad(2)) return {};
-    return {at::sum(grad, {0}, false, at::kFloat), Tensor()};
+    return {call_bias_backward(grad), Tensor()};
   }
 };
 

@@ -146,10 +146,11 @@ GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, in
   const int64_t groups = group_sizes->numel();
   const int64_t row_tiles = Layout::row_tiles(rows, groups);
   constexpr int64_t kWords = sizeof(RowTile) / sizeof(int32_t);
-  const GroupTables tables{empty(data.tensor, {row_tiles * kWords + 2 * (groups + 1)}, at::kInt)};
+  GroupTables tables{empty(data.tensor, {row_tiles * kWords + 2 * (groups + 1)}, at::kInt)};
   int32_t* words = tables.storage.mutable_data_ptr<int32_t>();
   RowTile* table = reinterpret_cast<RowTile*>(words);
   int32_t* scratch = words + row_tiles * kWords;
+  tables.offsets = scratch;
   if (data.tensor.is_cpu()) {
     const at::Tensor offsets = group_offsets(sizes, data, rows);
     check_multiples(offsets.const_data_ptr<int32_t>(), groups, multiple, data.op);

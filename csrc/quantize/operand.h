@@ -52,7 +52,8 @@ void check_data(const Argument& data, const at::Tensor* group_sizes, const Forma
 
 // The row tiles of a ragged matrix, on the device of the data. Undefined without groups.
 struct GroupTables {
-  at::Tensor storage;  // int32: the table of RowTile, then what it was made from
+  at::Tensor storage;                // int32: the table of RowTile, then what it was made from
+  const int32_t* offsets = nullptr;  // in it, [groups + 1]: rows where groups begin
 };
 
 // `multiple` is what sizes must be a multiple of, which only a CPU can see.

@@ -61,6 +61,10 @@ TP_HOST_DEVICE float tensor_scale(const QuantizeArgs& args, int64_t group) {
   return args.given ? args.given[group] : encode_scale(args.amax[group], args.rule);
 }
 
+// The stored scale of each tensor or group, where there is one for all of it.
+void tensor_scales_cpu(const QuantizeArgs& args);
+void launch_tensor_scales(const QuantizeArgs& args, void* stream);
+
 void quantize_cpu(const QuantizeArgs& args);
 void launch_quantize(const QuantizeArgs& args, void* stream);
 void launch_quantize_mx(const QuantizeArgs& args, void* stream);

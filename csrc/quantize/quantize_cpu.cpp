@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "quantize/tile_cpu.h"
 
 namespace transformer_plugin::quantize {
@@ -16,8 +18,10 @@ void load(const QuantizeArgs& args, const Tile& tile, Values& values) {
   for (int r = 0; r < tile.rows; ++r) load_row<T>(input + r * layout.cols, tile.cols, values.at[r]);
 }
 
-// The stored scale of each tensor, from its amax.
-void write_tensor_scales(const QuantizeArgs& args) {
+}  // namespace
+
+void tensor_scales_cpu(const QuantizeArgs& args) {
+  if (args.layout.mode != ScaleMode::kTensor) return;
   for (int64_t i = 0; i < args.layout.tensor_scales(); ++i) {
     const float scale_inv = 1.0f / tensor_scale(args, i);
     if (args.rowwise) args.scale[i] = scale_inv;
@@ -25,11 +29,10 @@ void write_tensor_scales(const QuantizeArgs& args) {
   }
 }
 
-}  // namespace
-
 void row_tiles_cpu(const int32_t* offsets, int64_t groups, int64_t rows, int64_t row_tiles, int32_t* scratch,
                    RowTile* table) {
-  int32_t* tile_offsets = scratch;
+  std::copy_n(offsets, groups + 1, scratch);
+  int32_t* tile_offsets = scratch + groups + 1;
   tile_offsets[0] = 0;
   for (int64_t g = 0; g < groups; ++g) {
     tile_offsets[g + 1] =
@@ -38,14 +41,14 @@ void row_tiles_cpu(const int32_t* offsets, int64_t groups, int64_t rows, int64_t
   for (int64_t i = 0; i < row_tiles; ++i) table[i] = row_tile_at(offsets, tile_offsets, groups, rows, i);
 }
 
+void load_tile_cpu(const QuantizeArgs& args, const Tile& tile, Values& values) {
+  visit_float(args.dtype, [&](auto type) { load<decltype(type)>(args, tile, values); });
+}
+
 void quantize_cpu(const QuantizeArgs& args) {
   if (args.is_noop()) return;
-  visit_float(args.dtype, [&](auto type) {
-    using T = decltype(type);
-    const auto load_tile = [&](const Tile& tile, Values& values) { load<T>(args, tile, values); };
-    if (args.layout.mode == ScaleMode::kTensor) write_tensor_scales(args);
-    quantize_tiles_cpu(args, load_tile);
-  });
+  tensor_scales_cpu(args);
+  quantize_tiles_cpu(args, [&](const Tile& tile, Values& values) { load_tile_cpu(args, tile, values); });
 }
 
 }  // namespace transformer_plugin::quantize

@@ -39,6 +39,9 @@ __global__ void __launch_bounds__(kThreads)
     carried += total;
   });
   __syncthreads();
+  if (offsets != scratch) {
+    for (int64_t g = threadIdx.x; g <= groups; g += kThreads) scratch[g] = offsets[g];
+  }
   for (int64_t i = threadIdx.x; i < row_tiles; i += kThreads) {
     table[i] = row_tile_at(offsets, tile_offsets, groups, rows, i);
   }
@@ -59,17 +62,20 @@ void launch_row_tiles(const void* sizes, bool is_int64, int64_t groups, int64_t 
   check_launch("row_tiles_kernel");
 }
 
+void launch_tensor_scales(const QuantizeArgs& args, void* stream) {
+  const int64_t scales = args.layout.tensor_scales();
+  if (args.layout.mode != ScaleMode::kTensor || scales == 0) return;
+  tensor_scales_kernel<<<grid_size(scales, kThreads), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
+  check_launch("tensor_scales_kernel");
+}
+
 void launch_quantize(const QuantizeArgs& args, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  launch_tensor_scales(args, stream);
   const unsigned grid = tile_grid(args.layout);
-  const int64_t scales = args.layout.tensor_scales();
+  if (grid == 0) return;
   visit_device_float(args.dtype, [&](auto type) {
     using T = decltype(type);
-    if (args.layout.mode == ScaleMode::kTensor && scales > 0) {
-      tensor_scales_kernel<<<grid_size(scales, kThreads), kThreads, 0, cuda_stream>>>(args);
-      check_launch("tensor_scales_kernel");
-    }
-    if (grid == 0) return;
     visit_fp8(args.element, [&](auto element) {
       using Source = PlainSource<T>;
       quantize_kernel<Source, decltype(element)::value><<<grid, kThreads, 0, cuda_stream>>>(args, Source{});

@@ -20,6 +20,8 @@ TP_HOST_DEVICE int32_t magnitude(float value) {
   return bits > 0x7f800000 ? 0 : bits;
 }
 
+// The input's part of a tile.
+void load_tile_cpu(const QuantizeArgs& args, const Tile& tile, Values& values);
 int32_t magnitude_of_tile(const Tile& tile, const Values& values);
 // Of several threads, the largest wins.
 void raise_to(float& target, int32_t magnitude);

@@ -236,7 +236,8 @@ TP_HOST_DEVICE void zero_word_padding(const Layout& layout, const Tile& tile, bo
   }
 }
 
-// Fill the table of a matrix with so many rows and row tiles. `scratch` holds 2 * (groups + 1) numbers.
+// Fill the table of a matrix with so many rows and row tiles. `scratch` holds 2 * (groups + 1) numbers, of which the first
+// groups + 1 become the rows where groups begin.
 void row_tiles_cpu(const int32_t* offsets, int64_t groups, int64_t rows, int64_t row_tiles, int32_t* scratch,
                    RowTile* table);
 void launch_row_tiles(const void* sizes, bool is_int64, int64_t groups, int64_t rows, int64_t row_tiles,

@@ -20,12 +20,16 @@ from transformer_plugin.ops.expert_parallel import (
     plan,
 )
 from transformer_plugin.ops.fused import (
+    bias_backward_quantize,
+    bias_backward_quantize_both,
+    bias_backward_quantize_transposed,
     swiglu_backward_quantize_both,
     swiglu_quantize,
     swiglu_quantize_both,
     swiglu_quantize_transposed,
 )
 from transformer_plugin.ops.gemm import (
+    bias_backward,
     check_group_sizes,
     gemm,
     gemm_quantized,
@@ -90,6 +94,10 @@ __all__ = [
     "assign_slots",
     "aux_loss",
     "aux_loss_backward",
+    "bias_backward",
+    "bias_backward_quantize",
+    "bias_backward_quantize_both",
+    "bias_backward_quantize_transposed",
     "check_group_sizes",
     "combine",
     "combine_backward",

@@ -1,8 +1,10 @@
-"""Quantizing what an activation gives, in one pass: the activation itself is never in memory.
+"""Two steps in one pass over memory: quantizing what an activation gives, which itself is never in memory; and summing
+a gradient over its rows, the gradient of a bias, while it is quantized.
 
-Shapes: T rows (tokens), F features of the hidden layer, G groups. Each op gives, bit for bit, what its steps give one
-after the other: the activation rounded to the dtype of its input, then quantized. Data and scales are laid out as in
-:mod:`transformer_plugin.ops.quantize`; with ``group_sizes`` as those of a ragged matrix, otherwise of a plain one.
+Shapes: T rows (tokens), F features of the hidden layer, N columns of a gradient, G groups. Each op gives, bit for bit,
+what its steps give one after the other: the activation rounded to the dtype of its input, then quantized. Data and
+scales are laid out as in :mod:`transformer_plugin.ops.quantize`; with ``group_sizes`` as those of a ragged matrix,
+otherwise of a plain one.
 """
 
 from __future__ import annotations
@@ -104,3 +106,65 @@ def swiglu_backward_quantize_both(
         TypeError, ValueError: as :func:`swiglu_quantize`; ValueError: F that is not a multiple of 128.
     """
     return _ops.swiglu_backward_quantize_both(grad, input, probs, group_sizes, _key(format))
+
+
+def bias_backward_quantize(
+    grad: Tensor, group_sizes: Tensor | None, format: str | Format, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`~transformer_plugin.ops.bias_backward`, and the gradient quantized along rows, from one reading.
+
+    Args:
+        grad: ``[T, N]`` float32, bfloat16 or float16, any strides. For ``mxfp8`` N is a multiple of 32.
+        group_sizes: int32 or int64 ``[G]`` on the device of ``grad``, or None for one matrix. Rows past the groups are
+            not read.
+        format: a key of ``fp8_tensor``, ``fp8_block`` or ``mxfp8``, or a :class:`~transformer_plugin.formats.Format`.
+            Square blocks only without groups.
+        amax: as in :func:`~transformer_plugin.ops.quantize`: of ``fp8_tensor`` only, float32 ``[1]`` or ``[G]``, or
+            None for that of ``grad``, which then is read twice.
+
+    Returns:
+        ``data [T, N]`` and ``scale_inv``, as :func:`~transformer_plugin.ops.quantize` or
+        :func:`~transformer_plugin.ops.grouped_quantize` of ``grad``; and ``grad_bias`` float32, ``[N]`` as
+        :func:`~transformer_plugin.ops.bias_backward`, or ``[G, N]`` as
+        :func:`~transformer_plugin.ops.grouped_bias_backward`. The same bits on CPU and CUDA. Not differentiable.
+
+    Raises:
+        TypeError: another dtype. ValueError: other dimensions, a width that the format does not take, ``nvfp4`` or a
+            format without scales, an amax that is not the format's; on a CPU also sizes that are negative or sum to
+            more than T.
+    """
+    return _ops.bias_backward_quantize(grad, group_sizes, _key(format), amax)
+
+
+def bias_backward_quantize_transposed(
+    grad: Tensor, group_sizes: Tensor | None, format: str | Format, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`~transformer_plugin.ops.bias_backward`, and the gradient quantized along columns, from one reading.
+
+    Args:
+        grad, group_sizes, format, amax: as in :func:`bias_backward_quantize`.
+
+    Returns:
+        ``data [N, T]``, contiguous, its ``scale_inv``, and ``grad_bias``.
+
+    Raises:
+        TypeError, ValueError: as :func:`bias_backward_quantize`.
+    """
+    return _ops.bias_backward_quantize_transposed(grad, group_sizes, _key(format), amax)
+
+
+def bias_backward_quantize_both(
+    grad: Tensor, group_sizes: Tensor | None, format: str | Format, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """:func:`bias_backward_quantize` and :func:`bias_backward_quantize_transposed` from one reading.
+
+    Args:
+        grad, group_sizes, format, amax: as in :func:`bias_backward_quantize`.
+
+    Returns:
+        ``data, scale_inv, data_transposed, scale_inv_transposed, grad_bias``.
+
+    Raises:
+        TypeError, ValueError: as :func:`bias_backward_quantize`.
+    """
+    return _ops.bias_backward_quantize_both(grad, group_sizes, _key(format), amax)

@@ -254,6 +254,23 @@ def grouped_gemm_wgrad_quantized_out(
     )
 
 
+def bias_backward(grad: Tensor) -> Tensor:
+    """The gradient of the bias of :func:`gemm` or :func:`linear`: the sums over the rows.
+
+    Args:
+        grad: ``[M, N]`` float32, bfloat16, float16 or float64; any strides.
+
+    Returns:
+        ``[N]`` float32, ``sum over rows of grad[i, j]``; float64 for float64. In a written order, the same bits on CPU
+        and CUDA: neighbouring rows are added, then neighbouring sums, and so on until one is left; of an odd number the
+        last goes up as it is. A sum of 0 has no sign. Not differentiable.
+
+    Raises:
+        TypeError: another dtype. ValueError: other dimensions.
+    """
+    return _ops.bias_backward(grad)
+
+
 def grouped_bias_backward(
     grad: Tensor, group_sizes: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -268,7 +285,8 @@ def grouped_bias_backward(
         ``grad_bias [G, N]`` float32, ``sum over a group's rows of bias_scale[i] * grad[i, j]``, and
         ``grad_bias_scale [T]`` float32 (``[0]`` without ``bias`` and ``bias_scale``),
         ``sum over columns of grad[i, j] * bias[g, j]``, zero in the tail. Both in an order that is written down, the
-        same bits on CPU and CUDA. float64 for a float64 ``grad_bias``.
+        same bits on CPU and CUDA; that of ``grad_bias`` is, over the rows of a group, the one of
+        :func:`bias_backward`. float64 for a float64 ``grad_bias``.
     """
     return _ops.grouped_bias_backward(grad, group_sizes, bias, bias_scale)
 

@@ -12,12 +12,16 @@ from transformer_plugin.reference.delayed_scaling import (
     update_delayed_scale_,
 )
 from transformer_plugin.reference.fused import (
+    bias_backward_quantize,
+    bias_backward_quantize_both,
+    bias_backward_quantize_transposed,
     swiglu_backward_quantize_both,
     swiglu_quantize,
     swiglu_quantize_both,
     swiglu_quantize_transposed,
 )
 from transformer_plugin.reference.gemm import (
+    bias_backward,
     gemm,
     grouped_bias_backward,
     grouped_gemm,
@@ -72,6 +76,10 @@ __all__ = [
     "amax_transposed",
     "assign_slots",
     "aux_loss",
+    "bias_backward",
+    "bias_backward_quantize",
+    "bias_backward_quantize_both",
+    "bias_backward_quantize_transposed",
     "count_tokens_per_expert",
     "delayed_scale",
     "dequantize",

@@ -70,6 +70,20 @@ def grouped_gemm_wgrad_out(
     out.copy_(product + out.float() if accumulate else product)
 
 
+def sum_rows(rows: Tensor) -> Tensor:
+    """The sum over the rows in the order of every gradient of a bias: neighbours, then neighbouring sums, until one is
+    left; of an odd number the last goes up as it is. A sum of 0 has no sign."""
+    while rows.shape[0] > 1:
+        pairs = rows.shape[0] // 2
+        rows = torch.cat([rows[0 : 2 * pairs : 2] + rows[1 : 2 * pairs : 2], rows[2 * pairs :]])
+    return rows[0] + 0.0 if rows.shape[0] else rows.new_zeros(rows.shape[1])
+
+
+def bias_backward(grad: Tensor) -> Tensor:
+    """Column sums."""
+    return sum_rows(_wide(grad))
+
+
 def grouped_bias_backward(
     grad: Tensor, group_sizes: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -79,7 +93,7 @@ def grouped_bias_backward(
     with_scale = bias is not None and bias_scale is not None
     grad_scale = torch.zeros(grad.shape[0] if with_scale else 0, dtype=torch.float32, device=grad.device)
     for group, rows in _groups(group_sizes):
-        grad_bias[group] = scaled[rows].sum(0)
+        grad_bias[group] = sum_rows(scaled[rows])
         if bias is not None and bias_scale is not None:
             grad_scale[rows] = (_wide(grad)[rows] * _wide(bias)[group]).sum(1).float()
     return grad_bias, grad_scale

@@ -58,3 +58,48 @@ def swiglu_quantize_cases(widths: tuple[int, ...] = ()) -> Iterator[Case]:
             width = widths[i % len(widths)] if widths else (130, 96)[format.startswith("mxfp8")]
             name = f"{len(sizes)}groups-{rows}"
             yield _case(name, rows, width, FLOAT_DTYPES[(i + j) % 3], format, (i + j) % 2 == 1, sizes)
+
+
+BIAS_FORMATS = ("fp8_tensor", "fp8_tensor:e5m2,pow2", *ROW_FORMATS, "mxfp8:tiled")
+# Rows and columns of a gradient. The sums of 16 tiles of 128 rows, and of 256, are added in steps of their own.
+BIAS_SHAPES = [(0, 32), (5, 0), (1, 32), (17, 96), (127, 160), (260, 288), (2200, 64)]
+BIAS_GROUPS: list[tuple[list[int], int, int]] = [
+    ([], 7, 32),
+    ([0], 130, 96),
+    ([0, 17, 128], 3, 160),
+    ([129, 0, 257], 130, 96),
+    ([2, 0, 1, 3] * 64, 40, 32),
+    ([2100, 1, 0, 2049], 0, 32),
+    ([1] * 1025, 5, 32),
+]
+
+
+def _bias_case(rows: int, columns: int, dtype: torch.dtype, format: str, sizes: list[int] | None) -> Case:
+    used = rows if sizes is None else sum(sizes)
+
+    def make(device: torch.device, generator: torch.Generator) -> tuple[Any, ...]:
+        grad = randn((rows, columns), torch.float32, torch.device("cpu"), generator)
+        grad *= torch.rand(rows, 1, generator=generator) * 4
+        if rows > 2 and columns > 2:
+            grad[0, 0], grad[1, 1], grad[2, 2] = float("nan"), float("inf"), -float("inf")
+        grad[:, -1:] = -0.0
+        grad[used:] = float("nan")  # the tail must reach nothing
+        groups = None if sizes is None else torch.tensor(sizes, device=device, dtype=torch.int32)
+        return grad.to(dtype).to(device), groups, format
+
+    name = f"{rows}x{columns}" if sizes is None else f"{len(sizes)}groups-{rows}x{columns}"
+    return Case(f"{name}-{format}-{str(dtype)[6:]}", make)
+
+
+def bias_backward_quantize_cases() -> Iterator[Case]:
+    """Arguments of bias_backward_quantize and its kin: shapes and groups by formats, dtypes in turn."""
+    for i, (rows, columns) in enumerate(BIAS_SHAPES):
+        for j, format in enumerate((*BIAS_FORMATS, *SQUARE_FORMATS)):
+            yield _bias_case(rows, columns, FLOAT_DTYPES[(i + j) % 3], format, None)
+    yield _bias_case(33000, 32, torch.bfloat16, "mxfp8", None)
+    for i, (groups, tail, columns) in enumerate(BIAS_GROUPS):
+        for j, format in enumerate(BIAS_FORMATS):
+            yield _bias_case(sum(groups) + tail, columns, FLOAT_DTYPES[(i + j) % 3], format, groups)
+    for format in ("fp8_tensor", "fp8_block"):  # widths that are not whole blocks
+        for sizes in (None, [7, 128]):
+            yield _bias_case(140, 133, torch.bfloat16, format, sizes)

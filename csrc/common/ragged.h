@@ -8,9 +8,9 @@
 
 #include "common/math.h"
 
-namespace transformer_plugin::gemm {
+namespace transformer_plugin {
 
-struct RowTile {
+struct RaggedTile {
   int64_t group;
   int64_t begin;  // first row
   int64_t end;    // past the last; not above `begin` when the slot is empty
@@ -24,7 +24,7 @@ TP_HOST_DEVICE int64_t first_slot(const int32_t* offsets, int64_t group, int64_t
 }
 
 // `groups` is at least 1.
-TP_HOST_DEVICE RowTile row_tile(const int32_t* offsets, int64_t groups, int64_t slot, int64_t tile) {
+TP_HOST_DEVICE RaggedTile ragged_tile(const int32_t* offsets, int64_t groups, int64_t slot, int64_t tile) {
   int64_t low = 0, high = groups;
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
@@ -53,4 +53,4 @@ TP_HOST_DEVICE int64_t group_of_row(const int32_t* offsets, int64_t groups, int6
   return low;
 }
 
-}  // namespace transformer_plugin::gemm
+}  // namespace transformer_plugin

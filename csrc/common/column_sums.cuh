@@ -1,0 +1,47 @@
+// The sums of a tile of 128x128 that 256 threads hold: warp w the rows 16w .. 16w + 15, lane l the columns 4l .. 4l + 3.
+#pragma once
+
+#include "common/column_sums.h"
+#include "common/launch.cuh"
+
+namespace transformer_plugin {
+
+inline constexpr int kSumWarps = 8;
+inline constexpr int kSumLaneColumns = kSumRows / kWarpSize;
+
+// Terms first .. first + kCount - 1, a power of two of them, as a tree of neighbours.
+template <int kCount, typename Term>
+__device__ __forceinline__ float sum_as_tree(Term&& term, int first = 0) {
+  if constexpr (kCount == 1) {
+    return term(first);
+  } else {
+    const float low = sum_as_tree<kCount / 2>(term, first);
+    const float high = sum_as_tree<kCount / 2>(term, first + kCount / 2);
+    return low + high;
+  }
+}
+
+struct TileSums {
+  alignas(16) float of_warps[kSumWarps][kSumRows];
+};
+
+// `term(i, c)`: what this thread has for its column c, 0 <= c < 4, as kTerms sums of neighbouring rows in turn. All
+// threads of the block call it; `target` takes the sums of the first `columns` columns.
+template <int kTerms, typename Term>
+__device__ __forceinline__ void sum_tile(Term&& term, int columns, TileSums& shared, float* target) {
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  float of_rows[kSumLaneColumns];
+#pragma unroll
+  for (int c = 0; c < kSumLaneColumns; ++c) {
+    of_rows[c] = sum_as_tree<kTerms>([&](int i) { return term(i, c); });
+  }
+  *reinterpret_cast<float4*>(&shared.of_warps[warp][lane * kSumLaneColumns]) =
+      make_float4(of_rows[0], of_rows[1], of_rows[2], of_rows[3]);
+  __syncthreads();
+  const int column = threadIdx.x;
+  if (column < columns) {
+    target[column] = sum_as_tree<kSumWarps>([&](int w) { return shared.of_warps[w][column]; });
+  }
+}
+
+}  // namespace transformer_plugin

@@ -1,0 +1,131 @@
+#include "quantize/bias_backward_quantize.h"
+
+#include <torch/library.h>
+
+#include "common/tensor.h"
+#include "quantize/amax.h"
+#include "quantize/fused.h"
+
+namespace transformer_plugin::quantize {
+namespace {
+
+using at::Tensor;
+
+struct Op {
+  const char* name;
+  Directions directions;
+};
+
+constexpr Op kRows{"bias_backward_quantize", {true, false}};
+constexpr Op kColumns{"bias_backward_quantize_transposed", {false, true}};
+constexpr Op kBoth{"bias_backward_quantize_both", {true, true}};
+
+struct Call {
+  const Op& op;
+  const Tensor& grad;
+  const OptionalTensor& group_sizes;
+  std::string_view key;
+  const OptionalTensor& amax;
+
+  Argument argument() const { return {op.name, "grad", grad}; }
+  const Tensor* groups() const { return group_sizes ? &*group_sizes : nullptr; }
+  Operand operand() const { return matrix_operand(grad.sym_size(0), grad.sym_size(1), group_sizes); }
+};
+
+Format check_arguments(const Call& call) {
+  const char* op = call.op.name;
+  const Format format = quantized_format(op, "format", call.key, !call.group_sizes);
+  TP_CHECK_VALUE(!format.is_nv(), op, "format", "fp8_tensor, fp8_block or mxfp8", "'" << call.key << "'",
+                 "Use bias_backward or grouped_bias_backward, and quantize the gradient by itself");
+  check_dim(call.argument(), 2);
+  check_matrix(call.argument(), call.groups(), format);
+  if (!takes_amax(format)) {
+    check_not_given(op, "amax", call.amax, call.key);
+  } else {
+    check_amax(call.argument(), {"amax", call.amax, false, false}, call.key,
+               call.operand().amax_sizes(format, false));
+  }
+  return format;
+}
+
+struct Made {
+  Outputs outputs;
+  Tensor grad_bias;
+};
+
+Made make(const Call& call, const Format& format) {
+  SymSizes sizes{call.grad.sym_size(1)};
+  if (call.group_sizes) sizes.insert(sizes.begin(), call.group_sizes->sym_size(0));
+  return {make_outputs(call.grad, call.operand(), format, call.op.directions),
+          empty(call.grad, sizes, at::kFloat)};
+}
+
+Made meta(const Call& call) { return make(call, check_arguments(call)); }
+
+Made run(const Call& call) {
+  const Format format = check_arguments(call);
+  const int64_t rows = call.grad.size(0), columns = call.grad.size(1);
+  const GroupTables tables = group_tables(call.argument(), call.groups(), rows);
+  const Made made = make(call, format);
+  const Tensor grad = call.grad.contiguous();
+  const Layout layout = make_layout(call.operand(), format, tables);
+  Tensor amax;
+  if (takes_amax(format)) amax = call.amax ? call.amax->contiguous() : amax_of(grad, layout);
+  const QuantizeArgs args = quantize_args(grad, made.outputs, layout, format, amax);
+  const int64_t groups = call.group_sizes ? layout.groups : 1;
+  const Tensor partial = empty(grad, {ColumnSums::slots(rows, groups), columns}, at::kFloat);
+  const ColumnSums sums{partial.mutable_data_ptr<float>(),
+                        made.grad_bias.mutable_data_ptr<float>(),
+                        tables.offsets,
+                        groups,
+                        rows,
+                        columns};
+  if (grad.is_cpu()) {
+    bias_backward_quantize_cpu(args, sums);
+    return made;
+  }
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  const CudaScope scope(grad);
+  const bool mx = format.family == FormatFamily::kMxFp8;
+  (mx ? launch_bias_backward_quantize_mx : launch_bias_backward_quantize)(args, sums, scope.stream());
+#endif
+  return made;
+}
+
+using Run = Made (*)(const Call&);
+using Given = const OptionalTensor&;
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+template <Run run_op>
+void register_ops(torch::Library& m) {
+  m.impl(kRows.name, [](const Tensor& grad, Given sizes, std::string_view key, Given amax) -> Three {
+    const Made made = run_op({kRows, grad, sizes, key, amax});
+    return {made.outputs.data, made.outputs.scale, made.grad_bias};
+  });
+  m.impl(kColumns.name, [](const Tensor& grad, Given sizes, std::string_view key, Given amax) -> Three {
+    const Made made = run_op({kColumns, grad, sizes, key, amax});
+    return {made.outputs.data_t, made.outputs.scale_t, made.grad_bias};
+  });
+  m.impl(kBoth.name, [](const Tensor& grad, Given sizes, std::string_view key, Given amax) -> Five {
+    const Made made = run_op({kBoth, grad, sizes, key, amax});
+    const Outputs& o = made.outputs;
+    return {o.data, o.scale, o.data_t, o.scale_t, made.grad_bias};
+  });
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { register_ops<run>(m); }
+TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { register_ops<meta>(m); }
+
+#ifdef TRANSFORMER_PLUGIN_CUDA
+TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { register_ops<run>(m); }
+#endif
+
+// Not differentiable: results have no gradient.
+TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
+  for (const Op& op : {kRows, kColumns, kBoth}) m.impl(op.name, torch::CppFunction::makeFallthrough());
+}
+
+}  // namespace transformer_plugin::quantize

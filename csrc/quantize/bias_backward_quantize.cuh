@@ -1,0 +1,44 @@
+// The quantize kernels with the sums of a tile's columns beside its codes.
+#pragma once
+
+#include "common/column_sums.cuh"
+#include "quantize/bias_backward_quantize.h"
+#include "quantize/quantize_device.cuh"
+
+namespace transformer_plugin::quantize {
+
+template <typename T, typename Family, DType element>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<T>)
+    bias_backward_quantize_kernel(const __grid_constant__ QuantizeArgs args,
+                                  const __grid_constant__ ColumnSums sums) {
+  __shared__ typename Family::Shared shared;
+  __shared__ TileSums tile_sums;
+  const int warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
+  const Tile tile = block_tile(args.layout);
+  if (!Family::begin(args, tile)) return;
+  Values<T> values;
+  PlainSource<T>{}.load(args, tile, warp, lane, values);
+  if (!tile.tail) {
+    sum_tile<kRowsPerThread>([&](int r, int c) { return values.get(r, c); }, tile.cols, tile_sums,
+                             sums.of_tile(tile.group, tile.row) + tile.col);
+  }
+  Family::template write<element>(args, tile, values, warp, lane, shared);
+}
+
+template <typename Family>
+void launch_with_sums(const QuantizeArgs& args, const ColumnSums& sums, void* stream) {
+  const unsigned grid = tile_grid(args.layout);
+  if (grid > 0) {
+    visit_device_float(args.dtype, [&](auto type) {
+      visit_fp8(args.element, [&](auto element) {
+        bias_backward_quantize_kernel<decltype(type), Family, decltype(element)::value>
+            <<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args, sums);
+      });
+    });
+    check_launch("bias_backward_quantize_kernel");
+  }
+  launch_add_tile_sums(sums, stream);
+}
+
+}  // namespace transformer_plugin::quantize

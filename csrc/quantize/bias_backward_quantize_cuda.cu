@@ -1,0 +1,11 @@
+#include "quantize/bias_backward_quantize.cuh"
+#include "quantize/fp8_tile.cuh"
+
+namespace transformer_plugin::quantize {
+
+void launch_bias_backward_quantize(const QuantizeArgs& args, const ColumnSums& sums, void* stream) {
+  launch_tensor_scales(args, stream);
+  launch_with_sums<Fp8Family>(args, sums, stream);
+}
+
+}  // namespace transformer_plugin::quantize

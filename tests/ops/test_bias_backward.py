@@ -1,0 +1,396 @@
+"""The gradient of a bias: its written order of summation, alone and from the pass that quantizes the gradient."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.ops import quantize_oracle as oracle
+from tests.ops.quantize_oracle import SPECS, assert_all_same
+from transformer_plugin import ops, reference
+from transformer_plugin.recipes import (
+    BFloat16,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
+from transformer_plugin.testing.cases import Case
+from transformer_plugin.testing.fused_cases import bias_backward_quantize_cases
+from transformer_plugin.testing.numerics import assert_same_bits
+
+OPS = torch.ops.transformer_plugin
+CASES = list(bias_backward_quantize_cases())
+by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def sum_of(rows: np.ndarray) -> np.ndarray:
+    """The order from above: the first rows, as many as the largest power of two that leaves some, and the others."""
+    count = len(rows)
+    if count < 2:
+        return rows[0] if count else np.zeros(rows.shape[1], np.float32)
+    half = 1 << (count - 1).bit_length() - 1
+    return sum_of(rows[:half]) + sum_of(rows[half:])
+
+
+def sums_of(grad: Tensor, sizes: list[int] | None = None) -> Tensor:
+    rows = grad.detach().cpu().float().numpy()
+    with np.errstate(invalid="ignore"):
+        if sizes is None:
+            return torch.from_numpy(np.asarray(sum_of(rows) + np.float32(0)))
+        ends = np.cumsum([0, *sizes])
+        sums = [sum_of(rows[begin:end]) for begin, end in pairwise(ends)]
+    return torch.from_numpy(np.array(sums, np.float32).reshape(len(sizes), rows.shape[1]) + np.float32(0))
+
+
+def assert_same_sums(got: Tensor, expected: Tensor) -> None:
+    """The same bits, but a NaN is any NaN: processors give it different signs."""
+    assert_same_bits(got.isnan(), expected.isnan(), "NaN of grad_bias")
+    assert_same_bits(got.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0), "grad_bias")
+
+
+def bias_gradient(grad: Tensor, sizes: Tensor | None) -> Tensor:
+    return ops.bias_backward(grad) if sizes is None else ops.grouped_bias_backward(grad, sizes)[0]
+
+
+@by_case
+def test_bytes_and_sums(case: Case, device: torch.device) -> None:
+    grad, sizes, format = case.arguments(device)
+    counts = None if sizes is None else sizes.tolist()
+    expected = (
+        oracle.quantize_both(grad, SPECS[format])
+        if counts is None
+        else oracle.grouped_quantize_both(grad, counts, SPECS[format])
+    )
+    sums = sums_of(grad, counts)
+    *both, grad_bias = ops.bias_backward_quantize_both(grad, sizes, format)
+    assert_all_same(tuple(both), expected)
+    assert_same_sums(grad_bias.cpu(), sums)
+    assert_same_sums(bias_gradient(grad, sizes).cpu(), sums)  # the step alone
+    for op, quantized in (
+        (ops.bias_backward_quantize, expected[:2]),
+        (ops.bias_backward_quantize_transposed, expected[2:]),
+    ):
+        *got, grad_bias = op(grad, sizes, format)
+        assert_all_same(tuple(got), quantized)
+        assert_same_sums(grad_bias.cpu(), sums)
+
+
+@pytest.mark.parametrize("case", CASES[::5], ids=lambda case: case.name)
+def test_reference(case: Case) -> None:
+    grad, sizes, format = case.arguments()
+    *expected, sums = ops.bias_backward_quantize_both(grad, sizes, format)
+    *got, got_sums = reference.bias_backward_quantize_both(grad, sizes, format)
+    assert_all_same(tuple(got), tuple(expected))
+    assert_same_sums(got_sums, sums)
+    for op, quantized in (
+        (reference.bias_backward_quantize, expected[:2]),
+        (reference.bias_backward_quantize_transposed, expected[2:]),
+    ):
+        *got, got_sums = op(grad, sizes, format)
+        assert_all_same(tuple(got), tuple(quantized))
+        assert_same_sums(got_sums, sums)
+
+
+def test_the_order_by_hand(device: torch.device) -> None:
+    """1 and 2^-24 vanish beside each other or not, by what they are added to first."""
+    tiny = 2.0**-24
+    grad = torch.tensor([[1.0], [tiny], [tiny], [tiny], [1.0]], device=device)
+    # (1 + tiny) + (tiny + tiny) = 1 + 2 tiny, which FP32 holds; then + 1 loses it to even
+    assert ops.bias_backward(grad).item() == 2.0
+    assert ops.bias_backward(grad[:4]).item() == 1.0 + 2 * tiny
+    assert ops.bias_backward(grad[:2]).item() == 1.0
+    assert ops.bias_backward(grad[1:5]).item() == 1.0 + 2 * tiny  # (tiny + tiny) + (tiny + 1)
+    sizes = torch.tensor([1, 0, 4], device=device)
+    assert ops.grouped_bias_backward(grad, sizes)[0].tolist() == [[1.0], [0.0], [1.0 + 2 * tiny]]
+
+
+def test_sums_are_close_to_float64(device: torch.device) -> None:
+    grad = torch.randn(5000, 40, generator=torch.Generator().manual_seed(1)).to(device)
+    exact, magnitude = grad.double().sum(0), grad.double().abs().sum(0)
+    assert ((ops.bias_backward(grad).double() - exact).abs() <= magnitude * 13 * 2.0**-24).all()  # 13 levels
+    assert_same_bits(ops.bias_backward(torch.ones(3, 2).double()), torch.full((2,), 3.0).double())
+
+
+def test_scaled_sums(device: torch.device) -> None:
+    """With a scale for each row, the products are rounded before they are added."""
+    generator = torch.Generator().manual_seed(3)
+    grad = torch.randn(300, 70, generator=generator).bfloat16()
+    scale, sizes = torch.rand(300, generator=generator), torch.tensor([131, 0, 160])
+    bias = torch.zeros(3, 70)
+    expected = sums_of(grad.float() * scale[:, None], sizes.tolist())
+    on_device = [t.to(device) for t in (grad, sizes, bias, scale)]
+    assert_same_sums(ops.grouped_bias_backward(*on_device)[0].cpu(), expected)
+    assert_same_sums(reference.grouped_bias_backward(grad, sizes, bias, scale)[0], expected)
+
+
+@pytest.mark.parametrize("format", ["fp8_tensor", "fp8_tensor:e5m2,pow2"])
+@pytest.mark.parametrize("sizes", [None, [100, 0, 33]])
+def test_given_amax(format: str, sizes: list[int] | None, device: torch.device) -> None:
+    grad = torch.randn(140, 96, generator=torch.Generator().manual_seed(2)).to(device)
+    groups = None if sizes is None else torch.tensor(sizes, device=device)
+    amax = torch.tensor([3.0] if sizes is None else [2.0, 1.0, 9.0], device=device)
+    *got, grad_bias = ops.bias_backward_quantize_both(grad, groups, format, amax)
+    steps = (
+        ops.quantize_both(grad, format, amax)
+        if groups is None
+        else ops.grouped_quantize_both(grad, groups, format, amax)
+    )
+    assert_all_same(tuple(got), steps)
+    assert_same_bits(grad_bias, bias_gradient(grad, groups))
+    *got, _ = ops.bias_backward_quantize(grad, groups, format, amax)
+    assert_all_same(tuple(got), steps[:2])
+    *meant, _ = reference.bias_backward_quantize_both(grad, groups, format, amax)
+    assert_all_same(tuple(meant), steps)
+
+
+def test_inputs_of_any_strides(device: torch.device) -> None:
+    wide = torch.randn(40, 4 * 256, device=device).bfloat16()
+    flat = torch.randn(1 + 24 * 512, device=device).bfloat16()
+    one = torch.ones((), device=device).expand(200, 64)  # stride 0
+    for grad in (wide[:, ::2], flat[1:].view(24, 512), wide[3:17, 5:517], one):
+        copy = grad.clone(memory_format=torch.contiguous_format)
+        *got, sums = ops.bias_backward_quantize_both(grad, None, "mxfp8")
+        *expected, wanted = ops.bias_backward_quantize_both(copy, None, "mxfp8")
+        assert_all_same(tuple(got), tuple(expected))
+        assert_same_bits(sums, wanted)
+        assert_same_bits(ops.bias_backward(grad), wanted)
+    assert_same_bits(ops.bias_backward(one), torch.full((64,), 200.0, device=device))
+
+
+@pytest.mark.usefixtures("schema_checks_take_fp8")
+@pytest.mark.parametrize("case", CASES[::4], ids=lambda case: case.name)
+def test_opcheck(case: Case, device: torch.device) -> None:
+    grad, sizes, format = case.arguments(device)
+    arguments = (grad.nan_to_num().requires_grad_(), sizes, format)
+    for name in ("", "_transposed", "_both"):
+        torch.library.opcheck(getattr(OPS, f"bias_backward_quantize{name}").default, arguments)
+    torch.library.opcheck(OPS.bias_backward.default, arguments[:1])
+
+
+class Recorder(TorchDispatchMode):
+    """The ops of the package that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "transformer_plugin":
+            self.names.append(func._schema.name.removeprefix("transformer_plugin::"))
+        return func(*args, **(kwargs or {}))
+
+
+FUSED = [Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling()]
+OTHERS = [BFloat16(), NVFP4BlockScaling(stochastic_rounding=False)]
+
+
+def step(
+    recipe: Recipe, grouped: bool, wanted: str, device: torch.device, scaled: bool = False
+) -> tuple[Tensor, list[str], dict[str, Tensor]]:
+    """The gradient of one linear or grouped_linear, the ops of its backward, and the gradients of its leaves."""
+    generator = torch.Generator().manual_seed(4)
+    shapes = ((176, 64), (3, 96, 64) if grouped else (96, 64), (3, 96) if grouped else (96,), (176, 96))
+    x, w, bias, grad = (torch.randn(s, generator=generator).bfloat16().to(device) for s in shapes)
+    leaves = {"input": x, "weight": w, "bias": bias}
+    for name in wanted.split():
+        leaves[name].requires_grad_()
+    keys = recipe.input_format, recipe.weight_format, recipe.grad_format
+    if grouped:
+        scale = torch.rand(176, generator=generator).to(device) if scaled else None
+        output = ops.grouped_linear(x, w, groups_of(device), bias, scale, *keys)
+    else:
+        output = ops.linear(x, w, bias, *keys)
+    with Recorder() as recorder:
+        output.backward(grad)
+    return grad, recorder.names, {name: leaf.grad for name, leaf in leaves.items() if leaf.requires_grad}
+
+
+def groups_of(device: torch.device) -> Tensor:
+    return torch.tensor([48, 0, 112], device=device)
+
+
+@pytest.mark.parametrize("wanted", ["input weight bias", "weight bias", "input bias"])
+@pytest.mark.parametrize("grouped", [False, True], ids=["linear", "grouped_linear"])
+@pytest.mark.parametrize("recipe", FUSED, ids=lambda recipe: recipe.grad_format)
+def test_layers_read_the_gradient_once(
+    recipe: Recipe, grouped: bool, wanted: str, device: torch.device
+) -> None:
+    grad, names, got = step(recipe, grouped, wanted, device)
+    fused = [name for name in names if name.startswith("bias_backward_quantize")]
+    direction = {"input weight bias": "_both", "weight bias": "_transposed", "input bias": ""}[wanted]
+    if recipe.grad_format.startswith("fp8_tensor"):
+        direction = ""  # one rounding serves both directions
+    assert fused == [f"bias_backward_quantize{direction}"]
+    assert not {"bias_backward", "grouped_bias_backward"} & set(names)
+    assert not [name for name in names if name.startswith(("quantize", "grouped_quantize"))]
+    sums = bias_gradient(grad, groups_of(device) if grouped else None)
+    assert_same_bits(got["bias"], sums.bfloat16())
+    # the other gradients do not depend on whether the bias's is wanted
+    _, unfused, alone = step(recipe, grouped, wanted.removesuffix(" bias"), device)
+    assert not [name for name in unfused if name.startswith("bias_backward")]
+    for name, value in alone.items():
+        assert_same_bits(got[name], value, name)
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["linear", "grouped_linear"])
+@pytest.mark.parametrize("recipe", [*OTHERS, *FUSED], ids=lambda recipe: recipe.grad_format)
+def test_layers_that_sum_by_themselves(recipe: Recipe, grouped: bool, device: torch.device) -> None:
+    wanted = "bias" if recipe in FUSED else "input weight bias"
+    grad, names, got = step(recipe, grouped, wanted, device)
+    alone = "grouped_bias_backward" if grouped else "bias_backward"
+    assert [name for name in names if "bias_backward" in name] == [alone]
+    assert_same_bits(got["bias"], bias_gradient(grad, groups_of(device) if grouped else None).bfloat16())
+
+
+def test_scaled_bias_is_summed_by_itself(device: torch.device) -> None:
+    _, names, _ = step(MXFP8BlockScaling(), True, "input weight bias", device, scaled=True)
+    assert [name for name in names if "bias_backward" in name] == ["grouped_bias_backward"]
+
+
+def test_products_without_a_format_have_the_same_order(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(6)
+    x, w, grad = (torch.randn(s, generator=generator).to(device) for s in ((200, 8), (24, 8), (200, 24)))
+    scale = torch.full((3,), 100.0, device=device)
+    expected = sums_of(grad).to(device)
+    for product in (
+        lambda bias: ops.linear(x, w, bias),
+        lambda bias: ops.gemm(x, w, bias),
+        lambda bias: ops.linear_scaled(x, w, scale, bias),
+    ):
+        bias = torch.zeros(24, device=device, requires_grad=True)
+        product(bias).backward(grad)
+        assert bias.grad is not None
+        assert_same_bits(bias.grad, expected)
+
+
+@pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling()], ids=["fp8_block", "mxfp8"])
+def test_compiles_whole(recipe: Recipe, device: torch.device) -> None:
+    keys = recipe.input_format, recipe.weight_format, recipe.grad_format
+
+    def train(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        return ops.linear(x, w, bias, *keys).square().sum()
+
+    def quantize(grad: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
+        return *ops.bias_backward_quantize_both(grad, sizes, keys[2]), ops.bias_backward(grad)
+
+    compiled = torch.compile(train, fullgraph=True, backend="aot_eager", dynamic=True)
+    both = torch.compile(quantize, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (3, 130, 300):
+        generator = torch.Generator().manual_seed(rows)
+        leaves = [torch.randn(s, generator=generator).to(device) for s in ((rows, 32), (64, 32), (64,))]
+        gradients = []
+        for function in (compiled, train):
+            copies = [leaf.clone().requires_grad_() for leaf in leaves]
+            gradients.append(torch.autograd.grad(function(*copies), copies))
+        for got, expected in zip(*gradients, strict=True):
+            assert_same_bits(got, expected)
+        arguments = leaves[0], torch.tensor([rows // 2, 1], device=device)
+        for got, expected in zip(both(*arguments), quantize(*arguments), strict=True):
+            assert_same_bits(got, expected)
+
+
+@pytest.mark.gpu
+def test_graph_replays_with_other_sizes() -> None:
+    grad = torch.randn(500, 160, device="cuda", dtype=torch.bfloat16)
+    sizes = torch.tensor([100, 200, 50], device="cuda")
+    ops.bias_backward_quantize_both(grad, sizes, "fp8_block")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ops.bias_backward_quantize_both(grad, sizes, "fp8_block")
+    for counts in ([0, 500, 0], [129, 0, 7], [0, 0, 0]):
+        sizes.copy_(torch.tensor(counts))
+        grad.copy_(torch.randn(500, 160))
+        graph.replay()
+        *expected, sums = ops.bias_backward_quantize_both(grad.cpu(), sizes.cpu(), "fp8_block")
+        assert_all_same(tuple(t.cpu() for t in captured[:4]), tuple(expected))
+        assert_same_bits(captured[4], sums)
+
+
+X = torch.zeros(4, 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (
+            (X.int(), None, "fp8_block"),
+            TypeError,
+            "argument 'grad': expected one of the dtypes float32, bfloat16, float16, got int32. "
+            "Convert it with .to() first.",
+        ),
+        (
+            (X.view(2, 2, 64), None, "fp8_block"),
+            ValueError,
+            "argument 'grad': expected 2 dimensions, got float32[2, 2, 64] on cpu. Reshape it first.",
+        ),
+        (
+            (X, None, "nvfp4"),
+            ValueError,
+            "argument 'format': expected fp8_tensor, fp8_block or mxfp8, got 'nvfp4'. Use bias_backward or "
+            "grouped_bias_backward, and quantize the gradient by itself.",
+        ),
+        (
+            (X, None, "bf16"),
+            ValueError,
+            "argument 'format': expected a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4, got 'bf16'. Use "
+            "the tensor as it is, or convert it with .to().",
+        ),
+        (
+            (X, torch.tensor([4]), "fp8_block:square"),
+            ValueError,
+            "argument 'format': expected blocks along a row for a ragged matrix, whose groups do not end on square "
+            "blocks, got 'fp8_block:square'. Leave out 'square'.",
+        ),
+        (
+            (X[:, :33], None, "mxfp8"),
+            ValueError,
+            "argument 'grad': expected a last dimension that is a multiple of 32, the block of mxfp8, got "
+            "float32[4, 33] on cpu. Pad it with zeros, for example with torch.nn.functional.pad.",
+        ),
+        (
+            (X, None, "mxfp8", torch.ones(1)),
+            ValueError,
+            "argument 'amax': expected None for 'mxfp8', which has no use for it, got float32[1] on cpu. Leave it out.",
+        ),
+        (
+            (X, torch.tensor([2, 2]), "fp8_tensor", torch.ones(1)),
+            ValueError,
+            "argument 'amax': expected sizes [2], the largest magnitudes that 'fp8_tensor' scales by, got float32[1] "
+            "on cpu. Compute it with transformer_plugin.ops.amax.",
+        ),
+        (
+            (X, torch.tensor([5]), "mxfp8"),
+            ValueError,
+            "argument 'group_sizes': expected sizes that sum to at most 4, the rows of the buffer, got a sum of 5 at "
+            "group 0. Enlarge the buffer or fix the sizes.",
+        ),
+    ],
+)
+def test_errors_have_four_parts(arguments: tuple, error: type[Exception], text: str) -> None:
+    for name in ("", "_transposed", "_both"):
+        with pytest.raises(error) as caught:
+            getattr(ops, f"bias_backward_quantize{name}")(*arguments)
+        assert str(caught.value) == f"transformer_plugin::bias_backward_quantize{name}: {text}"
+
+
+def test_errors_of_the_step() -> None:
+    with pytest.raises(TypeError) as caught:
+        ops.bias_backward(X.int())
+    assert str(caught.value) == (
+        "transformer_plugin::bias_backward: argument 'grad': expected one of the dtypes float32, bfloat16, float16, "
+        "float64, got int32. Convert it with .to() first."
+    )
+    with pytest.raises(ValueError) as caught:
+        ops.bias_backward(X[0])
+    assert str(caught.value) == (
+        "transformer_plugin::bias_backward: argument 'grad': expected 2 dimensions, got float32[64] on cpu. "
+        "Reshape it first."
+    )
