@@ -46,6 +46,15 @@ def _activation_and_quantize(device: torch.device) -> Iterator[Pair]:
         "swiglu", "chunk, silu, mul, mul", lambda x: ops.swiglu(x, probs), torch_swiglu, gate_and_linear
     )
 
+    weight = torch.ones(32, device=device)
+    yield Pair(
+        "rms_norm",
+        "rms_norm",
+        lambda x: ops.rms_norm(x, weight, 1e-5),
+        lambda x: functional.rms_norm(x, (32,), weight, 1e-5),
+        gate_and_linear,
+    )
+
     one = torch.ones((), device=device)
 
     def torch_quantize(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -75,7 +75,7 @@ def compile_reference(case: Case, inputs: Tensors) -> tuple[Call | None, str]:
         return None, "not compiled: it reads the sizes on the host"
     mode = "max-autotune-no-cudagraphs" if inputs[0].is_cuda else "default"
     try:
-        call, got = _compile((case.reference,), mode, inputs)
+        call, got = _compile((case.peer or case.reference,), mode, inputs)
     except Exception as error:  # a compiler's failure is a result, whatever it raises
         said = str(error).strip().splitlines() or [""]
         failure = f"{type(error).__name__}: {said[0]}"
@@ -115,7 +115,7 @@ def measure(case: Case, matrices: list[Tensor], compiled: bool, quick: bool) -> 
     if case.single is not None:
         calls["single"] = rotating(case.single, inputs)
     if device.type == "cpu":
-        calls["eager"] = rotating(case.reference, inputs)
+        calls["eager"] = rotating(case.peer or case.reference, inputs)
     note = "not asked for"
     if compiled:
         call, note = compile_reference(case, inputs[0])

@@ -31,6 +31,8 @@ class Case:
     reference: Call
     #: the reference in steps, for a compiler that fails to make one graph of it.
     steps: tuple[Call, ...] = ()
+    #: what a compiler is given instead, where the reference's order of additions is not its own to choose.
+    peer: Call | None = None
     #: the op without groups on the same rows.
     single: Call | None = None
     #: how often the input has to be read: an amax of a whole tensor takes a pass of its own.
@@ -153,6 +155,25 @@ def _bias_backward_alone() -> Case:
     )
 
 
+def _norm(name: str, label: str, key: str) -> Case:
+    """A norm into quantized rows; a compiler gets torch's norm, which adds in another order."""
+    fmt = Format.parse(key)
+    op, meaning, plain = (
+        getattr(ops, name + "_quantize"),
+        getattr(reference, name + "_quantize"),
+        getattr(torch.nn.functional, name),
+    )
+    vectors = 2 if name == "layer_norm" else 1  # a weight, and a bias
+    return Case(
+        f"{name} into {label} rows",
+        fmt,
+        prepare=lambda x: (x, *(torch.rand_like(x[0]) for _ in range(vectors))),
+        op=lambda x, *parameters: op(x, *parameters, 1e-5, fmt.key),
+        reference=lambda x, *parameters: meaning(x, *parameters, 1e-5, fmt),
+        peer=lambda x, *parameters: reference.quantize(plain(x, x.shape[1:], *parameters, eps=1e-5), fmt),
+    )
+
+
 def _dequantize(label: str, key: str) -> Case:
     fmt = Format.parse(key)
     return Case(
@@ -204,6 +225,9 @@ def cases() -> Iterator[Case]:
         for direction in ("transposed", "both"):
             yield _bias_backward(label, key, direction)
     yield _bias_backward_alone()
+    for label, key in (("fp8_block", "fp8_block:e4m3"), ("mxfp8", "mxfp8:e4m3")):
+        for name in ("rms_norm", "layer_norm"):
+            yield _norm(name, label, key)
     yield _dequantize("fp8_block", "fp8_block:e4m3")
     for groups, multiple in ((8, BLOCK), (256, BLOCK), (256, 1)):  # modules pad groups to blocks
         for direction in ("rows", "both"):

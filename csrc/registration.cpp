@@ -164,6 +164,30 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def("swiglu(Tensor input, Tensor? probs=None) -> Tensor");
   m.def("swiglu_backward(Tensor grad, Tensor input, Tensor? probs=None) -> (Tensor, Tensor)");
 
+  // norm: over the last dimension. The forward ops also return what the backward wants of them; those that quantize give
+  // the bytes of the steps, in one pass.
+  m.def("rms_norm(Tensor input, Tensor? weight, float eps, bool zero_centered=False) -> Tensor");
+  m.def(
+      "rms_norm_forward(Tensor input, Tensor? weight, float eps, bool zero_centered=False) -> "
+      "(Tensor output, Tensor rstd)");
+  m.def(
+      "rms_norm_backward(Tensor grad, Tensor input, Tensor? weight, Tensor rstd, bool zero_centered=False) -> "
+      "(Tensor grad_input, Tensor grad_weight)");
+  m.def(
+      "rms_norm_quantize(Tensor input, Tensor? weight, float eps, str format, bool zero_centered=False) -> "
+      "(Tensor data, Tensor scale_inv, Tensor rstd)");
+  m.def(
+      "layer_norm(Tensor input, Tensor? weight, Tensor? bias, float eps, bool zero_centered=False) -> Tensor");
+  m.def(
+      "layer_norm_forward(Tensor input, Tensor? weight, Tensor? bias, float eps, bool zero_centered=False) -> "
+      "(Tensor output, Tensor mean, Tensor rstd)");
+  m.def(
+      "layer_norm_backward(Tensor grad, Tensor input, Tensor? weight, Tensor mean, Tensor rstd, "
+      "bool zero_centered=False, bool has_bias=True) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  m.def(
+      "layer_norm_quantize(Tensor input, Tensor? weight, Tensor? bias, float eps, str format, "
+      "bool zero_centered=False) -> (Tensor data, Tensor scale_inv, Tensor mean, Tensor rstd)");
+
   // routing: which experts, and rows to them and back. "Slots" are the rows of an expert-major layout of
   // fixed capacity (routing/slots_args.h); indices outside the experts are masked.
   m.def(

@@ -26,6 +26,7 @@ from transformer_plugin.testing.delayed_scaling_cases import (
     quantize_scaled_cases,
 )
 from transformer_plugin.testing.fused_cases import bias_backward_quantize_cases, swiglu_quantize_cases
+from transformer_plugin.testing.norm_cases import norm_cases, norm_quantize_cases, without_bias
 from transformer_plugin.testing.quantize_cases import (
     columns_of,
     extras,
@@ -84,6 +85,19 @@ def _list(input: torch.Tensor, format: str) -> None:
         ops.quantize_list_both(matrices, format)
 
 
+def _norm(*arguments: Any) -> None:
+    input, weight, bias, _, zero_centered = arguments
+    _, rstd = ops.rms_norm_forward(*without_bias(arguments))
+    ops.rms_norm_backward(input, input, weight, rstd, zero_centered)
+    _, mean, rstd = ops.layer_norm_forward(*arguments)
+    ops.layer_norm_backward(input, input, weight, mean, rstd, zero_centered, bias is not None)
+
+
+def _norm_quantize(*arguments: Any) -> None:
+    ops.rms_norm_quantize(*without_bias(arguments))
+    ops.layer_norm_quantize(*arguments)
+
+
 def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
     """Every call, by its name."""
     for name, cases, call in (
@@ -96,6 +110,8 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
         ("swiglu_quantize", swiglu_quantize_cases(), _fused),
         ("swiglu_backward_quantize", swiglu_quantize_cases(widths=(128, 384)), _fused_backward),
         ("bias_backward_quantize", bias_backward_quantize_cases(), _bias_backward),
+        ("norm", norm_cases(), _norm),
+        ("norm_quantize", norm_quantize_cases(), _norm_quantize),
     ):
         for case in cases:
             yield f"{name} {case.name}", partial(call, *case.arguments(device))

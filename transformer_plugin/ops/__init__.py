@@ -43,6 +43,16 @@ from transformer_plugin.ops.gemm import (
     grouped_linear,
     linear,
 )
+from transformer_plugin.ops.norm import (
+    layer_norm,
+    layer_norm_backward,
+    layer_norm_forward,
+    layer_norm_quantize,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_forward,
+    rms_norm_quantize,
+)
 from transformer_plugin.ops.quantize import (
     amax,
     amax_both,
@@ -125,6 +135,10 @@ __all__ = [
     "grouped_quantize_out",
     "grouped_quantize_transposed",
     "grouped_quantize_transposed_out",
+    "layer_norm",
+    "layer_norm_backward",
+    "layer_norm_forward",
+    "layer_norm_quantize",
     "linear",
     "linear_scaled",
     "linear_scaled_",
@@ -144,6 +158,10 @@ __all__ = [
     "quantize_transposed",
     "quantize_transposed_out",
     "requantize_transposed",
+    "rms_norm",
+    "rms_norm_backward",
+    "rms_norm_forward",
+    "rms_norm_quantize",
     "router_scores",
     "router_scores_backward",
     "swiglu",

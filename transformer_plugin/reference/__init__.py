@@ -30,6 +30,16 @@ from transformer_plugin.reference.gemm import (
     grouped_linear,
     linear,
 )
+from transformer_plugin.reference.norm import (
+    layer_norm,
+    layer_norm_backward,
+    layer_norm_forward,
+    layer_norm_quantize,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_forward,
+    rms_norm_quantize,
+)
 from transformer_plugin.reference.quantize import (
     amax,
     amax_both,
@@ -98,6 +108,10 @@ __all__ = [
     "grouped_quantize_out",
     "grouped_quantize_transposed",
     "grouped_quantize_transposed_out",
+    "layer_norm",
+    "layer_norm_backward",
+    "layer_norm_forward",
+    "layer_norm_quantize",
     "linear",
     "linear_scaled",
     "linear_scaled_",
@@ -116,6 +130,10 @@ __all__ = [
     "quantize_transposed",
     "quantize_transposed_out",
     "requantize_transposed",
+    "rms_norm",
+    "rms_norm_backward",
+    "rms_norm_forward",
+    "rms_norm_quantize",
     "router_scores",
     "swiglu",
     "swiglu_backward",

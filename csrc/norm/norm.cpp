@@ -1,0 +1,303 @@
+#include "norm/norm.h"
+
+#include <torch/library.h>
+
+#include "common/autograd.h"
+#include "common/check.h"
+#include "common/tensor.h"
+#include "norm/norm_call.h"
+
+namespace transformer_plugin::norm {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using Two = std::tuple<Tensor, Tensor>;
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+
+struct Forward {
+  Tensor output;
+  Stats stats;
+};
+
+// Checks and the outputs, the same for every backend.
+Forward forward_outputs(const Call& call) {
+  check_norm(call);
+  return {empty(call.input, call.input.sym_sizes(), call.input.scalar_type()), make_stats(call)};
+}
+
+Tensor plain_output(const Call& call) {
+  check_norm(call);
+  return empty(call.input, call.input.sym_sizes(), call.input.scalar_type());
+}
+
+void launch(const Call& call, const Tensor& output, const Stats* stats) {
+  const Arguments arguments(call, stats);
+  if (output.is_cpu()) return norm_cpu(arguments.get(), output.mutable_data_ptr());
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  const CudaScope scope(output);
+  launch_norm(arguments.get(), output.mutable_data_ptr(), scope.stream());
+#endif
+}
+
+Forward run_forward(const Call& call) {
+  const Forward result = forward_outputs(call);
+  launch(call, result.output, &result.stats);
+  return result;
+}
+
+Tensor run_plain(const Call& call) {
+  const Tensor output = plain_output(call);
+  launch(call, output, nullptr);
+  return output;
+}
+
+struct BackwardCall {
+  const char* op;
+  const Tensor& grad;
+  const Tensor& input;
+  const OptionalTensor& weight;
+  const OptionalTensor& mean;  // given when centered
+  const Tensor& rstd;
+  bool zero_centered;
+  bool has_bias;
+};
+
+struct Gradients {
+  Tensor input, weight, bias;  // the last two of no elements where there is no parameter
+};
+
+void check_stats(const BackwardCall& call, const char* name, const Tensor& stats) {
+  const Argument argument{call.op, name, stats};
+  check_dtype(argument, {at::kFloat});
+  check_same_device(argument, {call.op, "input", call.input});
+  const auto sizes = call.input.sym_sizes();
+  TP_CHECK_VALUE(stats.sym_sizes() == sizes.slice(0, sizes.size() - 1), call.op, name,
+                 "a number for each row of 'input', " << describe(call.input), describe(stats),
+                 "Pass what the forward op returned");
+}
+
+Gradients backward_outputs(const BackwardCall& call) {
+  check_norm({call.op, call.mean.has_value(), call.input, call.weight, kNoTensor, 0.0, call.zero_centered});
+  const Argument grad{call.op, "grad", call.grad}, input{call.op, "input", call.input};
+  check_same_dtype(grad, input);
+  check_same_device(grad, input);
+  TP_CHECK_VALUE(call.grad.sym_sizes() == call.input.sym_sizes(), call.op, "grad",
+                 "the sizes of 'input', " << describe(call.input), describe(call.grad),
+                 "Pass the gradient of the output");
+  if (call.mean) check_stats(call, "mean", *call.mean);
+  check_stats(call, "rstd", call.rstd);
+  const c10::SymInt cols = call.input.sym_size(-1), none = 0;
+  const at::ScalarType dtype = call.input.scalar_type();
+  return {empty(call.input, call.input.sym_sizes(), dtype),
+          empty(call.input, {call.weight ? cols : none}, dtype),
+          empty(call.input, {call.has_bias ? cols : none}, dtype)};
+}
+
+Gradients run_backward(const BackwardCall& call) {
+  const Gradients gradients = backward_outputs(call);
+  const Tensor g = call.grad.contiguous(), x = call.input.contiguous(), rstd = call.rstd.contiguous();
+  const Tensor w = call.weight ? call.weight->contiguous() : Tensor();
+  const Tensor mean = call.mean ? call.mean->contiguous() : Tensor();
+  const int64_t cols = x.size(-1);
+  NormBackwardArgs args{g.const_data_ptr(),
+                        x.const_data_ptr(),
+                        w.defined() ? w.const_data_ptr() : nullptr,
+                        mean.defined() ? mean.const_data_ptr<float>() : nullptr,
+                        rstd.const_data_ptr<float>(),
+                        gradients.input.mutable_data_ptr(),
+                        call.weight ? gradients.weight.mutable_data_ptr() : nullptr,
+                        call.has_bias ? gradients.bias.mutable_data_ptr() : nullptr,
+                        nullptr,
+                        x.numel() / cols,
+                        cols,
+                        call.zero_centered,
+                        to_dtype(x.scalar_type())};
+  const int64_t sums = (call.weight ? 1 : 0) + (call.has_bias ? 1 : 0);
+  const Tensor partial = empty(x, {sums, args.chunks(), cols}, at::kFloat);
+  args.partial = partial.mutable_data_ptr<float>();
+  if (x.is_cpu()) {
+    norm_backward_cpu(args);
+    return gradients;
+  }
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  const CudaScope scope(x);
+  launch_norm_backward(args, scope.stream());
+#endif
+  return gradients;
+}
+
+// The ops of one backend: `plain`, `forward` and `backward` of calls.
+template <auto plain, auto forward, auto backward>
+void register_ops(torch::Library& m) {
+  m.impl("rms_norm", [](const Tensor& input, const OptionalTensor& weight, double eps, bool zero_centered) {
+    return plain(Call{"rms_norm", false, input, weight, kNoTensor, eps, zero_centered});
+  });
+  m.impl("rms_norm_forward",
+         [](const Tensor& input, const OptionalTensor& weight, double eps, bool zero_centered) -> Two {
+           const Forward f =
+               forward(Call{"rms_norm_forward", false, input, weight, kNoTensor, eps, zero_centered});
+           return {f.output, f.stats.rstd};
+         });
+  m.impl("rms_norm_backward",
+         [](const Tensor& grad, const Tensor& input, const OptionalTensor& weight, const Tensor& rstd,
+            bool zero_centered) -> Two {
+           const Gradients g = backward(
+               BackwardCall{"rms_norm_backward", grad, input, weight, kNoTensor, rstd, zero_centered, false});
+           return {g.input, g.weight};
+         });
+  m.impl("layer_norm", [](const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                          double eps, bool zero_centered) {
+    return plain(Call{"layer_norm", true, input, weight, bias, eps, zero_centered});
+  });
+  m.impl("layer_norm_forward",
+         [](const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+            bool zero_centered) -> Three {
+           const Forward f =
+               forward(Call{"layer_norm_forward", true, input, weight, bias, eps, zero_centered});
+           return {f.output, f.stats.mean, f.stats.rstd};
+         });
+  m.impl("layer_norm_backward",
+         [](const Tensor& grad, const Tensor& input, const OptionalTensor& weight, const Tensor& mean,
+            const Tensor& rstd, bool zero_centered, bool has_bias) -> Three {
+           const OptionalTensor means = mean;
+           const Gradients g = backward(BackwardCall{"layer_norm_backward", grad, input, weight, means, rstd,
+                                                     zero_centered, has_bias});
+           return {g.input, g.weight, g.bias};
+         });
+}
+
+Two call_rms_norm_forward(const Tensor& input, const OptionalTensor& weight, double eps, bool zero_centered) {
+  using Signature = Two(const Tensor&, const OptionalTensor&, double, bool);
+  static const auto op = find_op<Signature>("rms_norm_forward");
+  return op.call(input, weight, eps, zero_centered);
+}
+
+Three call_layer_norm_forward(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                              double eps, bool zero_centered) {
+  using Signature = Three(const Tensor&, const OptionalTensor&, const OptionalTensor&, double, bool);
+  static const auto op = find_op<Signature>("layer_norm_forward");
+  return op.call(input, weight, bias, eps, zero_centered);
+}
+
+class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static variable_list forward(AutogradContext* ctx, const Tensor& input, const OptionalTensor& weight,
+                               double eps, bool zero_centered) {
+    const BelowAutograd guard;
+    const auto [output, rstd] = call_rms_norm_forward(input, weight, eps, zero_centered);
+    ctx->save_for_backward({input, or_undefined(weight), rstd});
+    ctx->saved_data["zero_centered"] = zero_centered;
+    ctx->mark_non_differentiable({rstd});
+    ctx->set_materialize_grads(false);
+    return {output, rstd};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    variable_list result(4);
+    if (!grads[0].defined()) return result;
+    using Signature = Two(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, bool);
+    static const auto op = find_op<Signature>("rms_norm_backward");
+    const variable_list saved = ctx->get_saved_variables();
+    const auto [input, weight] = op.call(grads[0], saved[0], as_optional(saved[1]), saved[2],
+                                         ctx->saved_data["zero_centered"].toBool());
+    result[0] = input;
+    if (saved[1].defined()) result[1] = weight;
+    return result;
+  }
+};
+
+class LayerNormFunction : public torch::autograd::Function<LayerNormFunction> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static variable_list forward(AutogradContext* ctx, const Tensor& input, const OptionalTensor& weight,
+                               const OptionalTensor& bias, double eps, bool zero_centered) {
+    const BelowAutograd guard;
+    const auto [output, mean, rstd] = call_layer_norm_forward(input, weight, bias, eps, zero_centered);
+    ctx->save_for_backward({input, or_undefined(weight), mean, rstd});
+    ctx->saved_data["zero_centered"] = zero_centered;
+    ctx->saved_data["has_bias"] = bias.has_value();
+    ctx->mark_non_differentiable({mean, rstd});
+    ctx->set_materialize_grads(false);
+    return {output, mean, rstd};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    variable_list result(5);
+    if (!grads[0].defined()) return result;
+    using Signature =
+        Three(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, bool, bool);
+    static const auto op = find_op<Signature>("layer_norm_backward");
+    const variable_list saved = ctx->get_saved_variables();
+    const bool has_bias = ctx->saved_data["has_bias"].toBool();
+    const auto [input, weight, bias] = op.call(grads[0], saved[0], as_optional(saved[1]), saved[2], saved[3],
+                                               ctx->saved_data["zero_centered"].toBool(), has_bias);
+    result[0] = input;
+    if (saved[1].defined()) result[1] = weight;
+    if (has_bias) result[2] = bias;
+    return result;
+  }
+};
+
+Two rms_norm_forward_autograd(const Tensor& input, const OptionalTensor& weight, double eps,
+                              bool zero_centered) {
+  if (any_wants_grad(input, weight)) {
+    const variable_list out = RmsNormFunction::apply(input, weight, eps, zero_centered);
+    return {out[0], out[1]};
+  }
+  const BelowAutograd guard;
+  return call_rms_norm_forward(input, weight, eps, zero_centered);
+}
+
+Tensor rms_norm_autograd(const Tensor& input, const OptionalTensor& weight, double eps, bool zero_centered) {
+  if (any_wants_grad(input, weight)) return RmsNormFunction::apply(input, weight, eps, zero_centered)[0];
+  using Signature = Tensor(const Tensor&, const OptionalTensor&, double, bool);
+  static const auto op = find_op<Signature>("rms_norm");
+  const BelowAutograd guard;
+  return op.call(input, weight, eps, zero_centered);
+}
+
+Three layer_norm_forward_autograd(const Tensor& input, const OptionalTensor& weight,
+                                  const OptionalTensor& bias, double eps, bool zero_centered) {
+  if (any_wants_grad(input, weight, bias)) {
+    const variable_list out = LayerNormFunction::apply(input, weight, bias, eps, zero_centered);
+    return {out[0], out[1], out[2]};
+  }
+  const BelowAutograd guard;
+  return call_layer_norm_forward(input, weight, bias, eps, zero_centered);
+}
+
+Tensor layer_norm_autograd(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                           double eps, bool zero_centered) {
+  if (any_wants_grad(input, weight, bias)) {
+    return LayerNormFunction::apply(input, weight, bias, eps, zero_centered)[0];
+  }
+  using Signature = Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, double, bool);
+  static const auto op = find_op<Signature>("layer_norm");
+  const BelowAutograd guard;
+  return op.call(input, weight, bias, eps, zero_centered);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { register_ops<run_plain, run_forward, run_backward>(m); }
+TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
+  register_ops<plain_output, forward_outputs, backward_outputs>(m);
+}
+
+TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
+  m.impl("rms_norm", rms_norm_autograd);
+  m.impl("rms_norm_forward", rms_norm_forward_autograd);
+  m.impl("layer_norm", layer_norm_autograd);
+  m.impl("layer_norm_forward", layer_norm_forward_autograd);
+}
+
+#ifdef TRANSFORMER_PLUGIN_CUDA
+TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { register_ops<run_plain, run_forward, run_backward>(m); }
+#endif
+
+}  // namespace transformer_plugin::norm

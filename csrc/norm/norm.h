@@ -1,0 +1,78 @@
+// RMSNorm and LayerNorm over the last dimension, n columns:
+//   RMSNorm    y = (x * rstd) * gamma,                   rstd = 1 / sqrt(sum(x^2) / n + eps)
+//   LayerNorm  y = ((x - mean) * rstd) * gamma + beta,   rstd = 1 / sqrt(sum((x - mean)^2) / n + eps)
+// gamma is the weight, or 1 + weight when `zero_centered`. All in FP32, each operation rounded, y rounded once.
+//
+// Sums over a row have a written order, so that they repeat bit for bit and are the same on CPU and CUDA: column c is
+// added to partial sum c % 1024, in the order of columns, from zero; then neighbours of the partial sums are added, then
+// the sums of neighbours, and so on, ten times. Gradients of weight and bias are sums over rows: of each 256 rows in
+// turn from zero, then of these in turn from zero.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/math.h"
+
+namespace transformer_plugin::norm {
+
+inline constexpr int kPartialSums = 1024;
+inline constexpr int kRowChunk = 256;  // rows of a partial sum of a column
+
+// LayerNorm is `centered`, RMSNorm is not and its mean counts as 0.
+struct NormArgs {
+  const void* input;   // [rows, cols]
+  const void* weight;  // [cols], or null for a gamma of 1
+  const void* bias;    // [cols], or null for none
+  float* mean;         // [rows], or null when not asked for
+  float* rstd;         // [rows], or null when not asked for
+  int64_t rows;
+  int64_t cols;
+  float eps;
+  bool centered;
+  bool zero_centered;
+  DType dtype;
+};
+
+struct NormBackwardArgs {
+  const void* grad;    // [rows, cols]
+  const void* input;   // [rows, cols]
+  const void* weight;  // [cols], or null
+  const float* mean;   // [rows], or null for 0
+  const float* rstd;   // [rows]
+  void* grad_input;    // [rows, cols]
+  void* grad_weight;   // [cols], or null
+  void* grad_bias;     // [cols], or null
+  float* partial;      // scratch, [1 or 2, ceil(rows / kRowChunk), cols]: of the weight, then of the bias
+  int64_t rows;
+  int64_t cols;
+  bool zero_centered;
+  DType dtype;
+
+  TP_HOST_DEVICE int64_t chunks() const { return (rows + kRowChunk - 1) / kRowChunk; }
+  TP_HOST_DEVICE float* partial_of_weight() const { return grad_weight ? partial : nullptr; }
+  TP_HOST_DEVICE float* partial_of_bias() const {
+    return grad_bias ? partial + (grad_weight ? chunks() * cols : 0) : nullptr;
+  }
+};
+
+TP_HOST_DEVICE float gamma_of(float weight, bool zero_centered) {
+  return zero_centered ? 1.0f + weight : weight;
+}
+
+TP_HOST_DEVICE float reciprocal_root(float mean_square, float eps) { return 1.0f / sqrtf(mean_square + eps); }
+
+// The gradient of an element of the input, of what reaches its normalised value: `grad` * gamma. The means are over the
+// row, of grad * gamma (0 without centering) and of that times the normalised value.
+TP_HOST_DEVICE float input_gradient(float grad, float normalised, float rstd, float mean_grad,
+                                    float mean_product) {
+  return rstd * ((grad - mean_grad) - normalised * mean_product);
+}
+
+void norm_cpu(const NormArgs& args, void* output);
+void norm_backward_cpu(const NormBackwardArgs& args);
+void launch_norm(const NormArgs& args, void* output, void* stream);
+void launch_norm_backward(const NormBackwardArgs& args, void* stream);
+
+}  // namespace transformer_plugin::norm

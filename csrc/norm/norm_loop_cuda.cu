@@ -1,0 +1,147 @@
+// Rows of any width, dtype and alignment: read once for each sum and once more, from the caches where these hold a row.
+#include "norm/norm_quantize.h"
+#include "norm/norm_row.cuh"
+#include "norm/scale_padding.cuh"
+#include "quantize/quantize_device.cuh"
+
+namespace transformer_plugin::norm {
+namespace {
+
+// The mean and the reciprocal root of a row, in every thread.
+template <typename T>
+__device__ __forceinline__ float2 stats_of_row(const NormArgs& args, const Columns<T>& input,
+                                               SumBuffers& buffers) {
+  int turn = 0;
+  float mean = 0.0f;
+  const float n = static_cast<float>(args.cols);
+  if (args.centered) {
+    float partials[kUnit] = {};
+    for_each_unit(args.cols, [&](int64_t first, int count) {
+      float x[kUnit];
+      input.read(first, count, x);
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) partials[i] = partials[i] + x[i];
+    });
+    mean = sum_of_partials(partials, buffers, turn) / n;
+  }
+  float partials[kUnit] = {};
+  for_each_unit(args.cols, [&](int64_t first, int count) {
+    float x[kUnit];
+    input.read(first, count, x);
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) {
+      const float difference = i < count ? x[i] - mean : 0.0f;
+      partials[i] = partials[i] + difference * difference;
+    }
+  });
+  return make_float2(mean, reciprocal_root(sum_of_partials(partials, buffers, turn) / n, args.eps));
+}
+
+// Codes and scales of a unit, by all threads of its row.
+struct UnitQuantizer {
+  const QuantizeArgs& output;
+  int64_t row;
+  int lane;
+
+  __device__ __forceinline__ float max_over(float value, int lanes) const {
+    for (int distance = 1; distance < lanes; distance *= 2) {
+      value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, distance));
+    }
+    return value;
+  }
+
+  // 1x128 blocks.
+  __device__ __forceinline__ float block_scale(int64_t first, int count, float largest) const {
+    const float scale = quantize::encode_scale(max_over(largest, 16), output.rule);
+    if (lane % 16 == 0 && count > 0) {
+      output.scale[first / quantize::kTile * output.layout.scale_width(false) + row] = 1.0f / scale;
+    }
+    return scale;
+  }
+
+  // 1x32 blocks, four to a word.
+  __device__ __forceinline__ float mx_scale(int64_t first, int count, float largest) const {
+    const uint8_t exponent = e8m0_of_amax(max_over(largest, 4), output.rule.largest);
+    uint32_t word = static_cast<uint32_t>(exponent) << (8 * (lane % 16 / 4));
+    word |= __shfl_xor_sync(0xffffffffu, word, 4);
+    word |= __shfl_xor_sync(0xffffffffu, word, 8);
+    if (lane % 16 == 0 && count > 0) {
+      const int64_t index = matrix_word_index(output.layout, 0, false, row, first / quantize::kTile);
+      *reinterpret_cast<uint32_t*>(output.exponents + index) = word;
+    }
+    return e8m0_multiplier(exponent);
+  }
+
+  template <DType element>
+  __device__ __forceinline__ void store(int64_t first, int count, const float (&y)[kUnit],
+                                        float scale) const {
+    uint8_t* target = output.data + row * output.layout.cols + first;
+#pragma unroll
+    for (int i = 0; i < kUnit; i += 4) {
+      const quantize::Codes4 codes =
+          quantize::encode4<element>(y[i] * scale, y[i + 1] * scale, y[i + 2] * scale, y[i + 3] * scale);
+      quantize::store_codes(target + i, codes, count - i, output.layout.cols % 4 == 0);
+    }
+  }
+
+  __device__ __forceinline__ void write(int64_t first, int count, const float (&y)[kUnit]) const {
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) largest = fmaxf(largest, i < count ? fabsf(y[i]) : 0.0f);
+    const float scale = output.layout.mode == quantize::ScaleMode::kMx ? mx_scale(first, count, largest)
+                                                                       : block_scale(first, count, largest);
+    if (output.element == DType::kFloat8E5M2) return store<DType::kFloat8E5M2>(first, count, y, scale);
+    store<DType::kFloat8E4M3>(first, count, y, scale);
+  }
+};
+
+// A row a block.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) norm_loop_kernel(const __grid_constant__ NormArgs args, T* values,
+                                                             const __grid_constant__ QuantizeArgs output) {
+  __shared__ SumBuffers buffers;
+  const int64_t row = blockIdx.x;
+  const Columns<T> input(args.input, row, args.cols), weight(args.weight, 0, args.cols),
+      bias(args.bias, 0, args.cols);
+  const float2 stats = stats_of_row(args, input, buffers);
+  const float mean = stats.x, rstd = stats.y;
+  if (threadIdx.x == 0) {
+    if (args.mean) args.mean[row] = mean;
+    if (args.rstd) args.rstd[row] = rstd;
+  }
+  const UnitQuantizer quantizer{output, row, static_cast<int>(threadIdx.x % kWarpSize)};
+  for_each_unit(args.cols, [&](int64_t first, int count) {
+    float y[kUnit], factors[kUnit];
+    input.read(first, count, y);
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) y[i] = (y[i] - mean) * rstd;
+    if (weight.begin) {
+      weight.read(first, count, factors);
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) y[i] = y[i] * gamma_of(factors[i], args.zero_centered);
+    }
+    if (bias.begin) {
+      bias.read(first, count, factors);
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) y[i] = y[i] + factors[i];
+    }
+    if (values) return store_unit(values + row * args.cols + first, count, args.cols % kUnit == 0, y);
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) y[i] = to_float(from_float<T>(y[i]));
+    quantizer.write(first, count, y);
+  });
+  if (!values && row == args.rows - 1) zero_scales_past(output);
+}
+
+}  // namespace
+
+void launch_norm_loop(const NormArgs& args, void* values, const QuantizeArgs& output, void* stream) {
+  visit_device_float(args.dtype, [&](auto element) {
+    using T = decltype(element);
+    norm_loop_kernel<T><<<static_cast<unsigned>(args.rows), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+        args, static_cast<T*>(values), output);
+  });
+  check_launch("norm_loop_kernel");
+}
+
+}  // namespace transformer_plugin::norm

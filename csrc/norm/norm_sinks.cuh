@@ -1,0 +1,84 @@
+// What the sinks that quantize share: the largest magnitudes of the units of a row.
+#pragma once
+
+#include "norm/norm_kernel.cuh"
+#include "norm/norm_quantize.h"
+#include "quantize/quantize_device.cuh"
+
+namespace transformer_plugin::norm {
+
+template <typename T>
+__device__ __forceinline__ float max_of_unit(uint4 unit) {
+  quantize::Two<T> twos[kUnit / 2];
+  memcpy(twos, &unit, sizeof(unit));
+  quantize::Two<T> largest = quantize::zeros<T>();
+#pragma unroll
+  for (int i = 0; i < kUnit / 2; ++i) largest = quantize::max_abs(largest, twos[i]);
+  return fmaxf(to_float(largest.x), to_float(largest.y));
+}
+
+// Maxima of the 8 units of each of kLanes neighbouring lanes, shared out: each exchange halves the units that a lane is left
+// with. Lane l ends up with the units first_of(l) .. first_of(l) + kCount - 1 in the first places, over all kLanes lanes.
+template <typename T, int kLanes>
+struct UnitMaxima {
+  static constexpr int kCount = kUnits / kLanes;
+  static_assert(kCount * kLanes == kUnits, "lanes share the units out evenly");
+  float at[kUnits];
+
+  __device__ __forceinline__ UnitMaxima(const uint4 (&x)[kUnits], const Part& part, int lane) {
+#pragma unroll
+    for (int k = 0; k < kUnits; ++k) at[k] = k < part.used ? max_of_unit<T>(x[k]) : 0.0f;
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+      const int half = kUnits / 2 / distance;
+      const bool upper = lane & distance;
+#pragma unroll
+      for (int k = 0; k < half; ++k) {
+        const float kept = upper ? at[half + k] : at[k];
+        const float given = upper ? at[k] : at[half + k];
+        at[k] = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, distance));
+      }
+    }
+  }
+
+  static __device__ __forceinline__ int first_of(int lane) {
+    int unit = 0;
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+      if (lane & distance) unit += kUnits / 2 / distance;
+    }
+    return unit;
+  }
+  // The lane, of kLanes, that has the unit.
+  static __host__ __device__ constexpr int lane_of(int unit) {
+    int lane = 0;
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+      if (unit & (kUnits / 2 / distance)) lane += distance;
+    }
+    return lane;
+  }
+};
+
+template <typename T, DType element>
+__device__ __forceinline__ uint2 encode_unit(uint4 unit, float scale) {
+  const Floats<T> v(unit);
+  using quantize::encode4;
+  return {encode4<element>(v.at[0] * scale, v.at[1] * scale, v.at[2] * scale, v.at[3] * scale).word,
+          encode4<element>(v.at[4] * scale, v.at[5] * scale, v.at[6] * scale, v.at[7] * scale).word};
+}
+
+// Codes of a row, `scale_of(k)` for unit k in all lanes of a warp.
+template <typename T, DType element, typename ScaleOf, typename Reload>
+__device__ __forceinline__ void write_codes(uint8_t* data, const uint4 (&x)[kUnits], const Part& part,
+                                            int64_t row, ScaleOf&& scale_of, Reload&& reload) {
+  uint2* target = reinterpret_cast<uint2*>(data) + row * part.units + threadIdx.x;
+#pragma unroll
+  for (int k = 0; k < kUnits; ++k) {
+    if (k >= part.used) break;
+    const uint2 codes = encode_unit<T, element>(x[k], scale_of(k));
+    reload(k);
+    if (part.has(k)) target[k * kThreads] = codes;
+  }
+}
+
+}  // namespace transformer_plugin::norm

@@ -1,0 +1,169 @@
+"""RMSNorm and LayerNorm into quantized rows: the bytes of the norm, then of quantize, done one after the other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops import quantize_oracle as oracle
+from tests.ops.quantize_oracle import SPECS, assert_all_same
+from tests.ops.test_norm import arguments_of, assert_same_numbers, norms, of_numbers, op
+from transformer_plugin import ops, reference
+from transformer_plugin.testing.cases import Case
+from transformer_plugin.testing.norm_cases import norm_quantize_cases
+from transformer_plugin.testing.numerics import assert_same_bits
+
+OPS = torch.ops.transformer_plugin
+CASES = list(norm_quantize_cases())
+by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def split(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], str]:
+    """The arguments of the norm alone, and the format."""
+    *before, format, zero_centered = arguments
+    return (*before, zero_centered), format
+
+
+@norms
+@by_case
+def test_is_the_steps(case: Case, centered: bool, device: torch.device) -> None:
+    arguments = arguments_of(case, centered, device)
+    alone, format = split(arguments)
+    output, *stats = op(centered, "_forward")(*alone)
+    data, scale, *got_stats = op(centered, "_quantize")(*arguments)
+    assert_all_same((data, scale), ops.quantize(output, format))
+    assert_all_same((data, scale), oracle.quantize_both(output, SPECS[format])[:2])
+    for got, expected in zip(got_stats, stats, strict=True):
+        assert_same_numbers(got, expected, "statistics")
+
+
+@norms
+@by_case
+def test_is_the_reference(case: Case, centered: bool, device: torch.device) -> None:
+    """That of the CPU, so that CPU and CUDA agree to the last byte."""
+    data, scale, *stats = op(centered, "_quantize", reference)(*arguments_of(case, centered))
+    got_data, got_scale, *got_stats = op(centered, "_quantize")(*arguments_of(case, centered, device))
+    assert_all_same((got_data, got_scale), (data, scale))
+    for got, expected in zip(got_stats, stats, strict=True):
+        assert_same_numbers(got, expected, "statistics")
+
+
+@norms
+def test_inputs_of_any_strides(centered: bool, device: torch.device) -> None:
+    wide = torch.randn(40, 512, device=device).bfloat16()
+    flat = torch.randn(1 + 24 * 256, device=device).bfloat16()
+    parameters = [torch.randn(512, device=device).bfloat16()[::2] for _ in range(1 + centered)]
+    for input in (wide[:, ::2], flat[1:].view(24, 256), wide[3:17, 5:261], wide[:1, :256].expand(7, 256)):
+        plain = [t.clone(memory_format=torch.contiguous_format) for t in (input, *parameters)]
+        for format in ("fp8_block", "mxfp8"):
+            got = op(centered, "_quantize")(input, *parameters, 1e-5, format)
+            expected = op(centered, "_quantize")(*plain, 1e-5, format)
+            assert_all_same(got[:2], expected[:2])
+            assert_same_bits(got[-1], expected[-1], "rstd")
+
+
+@pytest.mark.usefixtures("schema_checks_take_fp8")
+@norms
+@pytest.mark.parametrize("case", CASES[::5], ids=lambda case: case.name)
+def test_opcheck(case: Case, centered: bool, device: torch.device) -> None:
+    arguments = of_numbers(arguments_of(case, centered, device))
+    overload = (OPS.layer_norm_quantize if centered else OPS.rms_norm_quantize).default
+    torch.library.opcheck(overload, (arguments[0].requires_grad_(), *arguments[1:]))
+
+
+@norms
+def test_compiles_whole(centered: bool, device: torch.device) -> None:
+    def rows(input: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        blocks = op(centered, "_quantize")(input, *parameters, 1e-5, "fp8_block")
+        return *blocks, *op(centered, "_quantize")(input, *parameters, 1e-5, "mxfp8:tiled", True)
+
+    compiled = torch.compile(rows, fullgraph=True, dynamic=True, backend="aot_eager")
+    parameters = [torch.randn(256, device=device) for _ in range(1 + centered)]
+    for count in (3, 150):
+        input = torch.randn(count, 256, device=device)
+        for got, expected in zip(compiled(input, *parameters), rows(input, *parameters), strict=True):
+            assert_same_bits(got, expected)
+
+
+@pytest.mark.gpu
+@norms
+def test_graph_replay_with_other_data(centered: bool) -> None:
+    input = torch.randn(130, 7168, device="cuda").bfloat16()
+    parameters = [torch.randn(7168, device="cuda").bfloat16() for _ in range(1 + centered)]
+
+    def step() -> tuple[Tensor, ...]:
+        blocks = op(centered, "_quantize")(input, *parameters, 1e-5, "fp8_block")
+        return *blocks, *op(centered, "_quantize")(input, *parameters, 1e-5, "mxfp8")
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        for tensor in (input, *parameters):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        graph.replay()
+        for got, expected in zip(captured, step(), strict=True):
+            assert_same_bits(got, expected)
+
+
+def test_the_page_of_the_manual_runs() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "ops" / "norm.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    x, weight = names["x"].requires_grad_(), names["weight"].requires_grad_()
+    ops.rms_norm(x, weight, 1e-5).sum().backward()
+    assert_same_bits(names["grad_x"], x.grad)
+    assert_same_bits(names["grad_weight"], weight.grad)
+
+
+X = torch.zeros(4, 96)
+
+
+@norms
+@pytest.mark.parametrize(
+    ("input", "format", "text"),
+    [
+        (
+            X,
+            "fp8_tensor",
+            "argument 'format': expected a format whose scales are found block by block, fp8_block or mxfp8, got "
+            "'fp8_tensor'. Use {norm}, and quantize its result.",
+        ),
+        (
+            X,
+            "nvfp4",
+            "argument 'format': expected a format whose scales are found block by block, fp8_block or mxfp8, got "
+            "'nvfp4'. Use {norm}, and quantize its result.",
+        ),
+        (
+            X,
+            "mxfp8:square",
+            "argument 'format': expected blocks along a row, got 'mxfp8:square'. Use {norm}, and quantize its result.",
+        ),
+        (
+            X[:, :40],
+            "mxfp8",
+            "argument 'input': expected a last dimension that is a multiple of 32, the block of mxfp8, got "
+            "float32[4, 40] on cpu. Pad it with zeros, for example with torch.nn.functional.pad.",
+        ),
+        (
+            X.expand(2, 4, 96),
+            "fp8_block",
+            "argument 'input': expected 2 dimensions, got float32[2, 4, 96] on cpu. Reshape it first.",
+        ),
+    ],
+)
+def test_errors_have_four_parts(centered: bool, input: Tensor, format: str, text: str) -> None:
+    kind = "layer_norm" if centered else "rms_norm"
+    with pytest.raises(ValueError) as caught:
+        getattr(ops, kind + "_quantize")(input, *(None,) * (1 + centered), 1e-5, format)
+    assert str(caught.value) == f"transformer_plugin::{kind}_quantize: {text.format(norm=kind)}"

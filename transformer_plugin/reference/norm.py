@@ -1,0 +1,152 @@
+"""What the norms mean, to the last bit: float32 operations in a written order, each rounded."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from transformer_plugin.formats import Format
+from transformer_plugin.reference import quantize as _quantize
+
+#: columns that lie so far apart are added in turn before anything else.
+PARTIAL_SUMS = 1024
+#: rows of a partial sum of a parameter's gradient.
+ROW_CHUNK = 256
+
+
+def _row_sums(terms: Tensor) -> Tensor:
+    """Sums over the last dimension: of columns 1024 apart in turn, from zero; of these neighbours, ten times."""
+    padded = F.pad(terms, (0, -terms.shape[-1] % PARTIAL_SUMS)).unflatten(-1, (-1, PARTIAL_SUMS))
+    sums = torch.zeros_like(padded[..., 0, :])
+    for partial in padded.unbind(-2):
+        sums = sums + partial
+    while sums.shape[-1] > 1:
+        sums = sums[..., 0::2] + sums[..., 1::2]
+    return sums.squeeze(-1)
+
+
+def _row_means(terms: Tensor) -> Tensor:
+    # By a tensor: torch may multiply by the reciprocal of a number instead.
+    return _row_sums(terms) / torch.full((), terms.shape[-1], dtype=torch.float32, device=terms.device)
+
+
+def _column_sums(terms: Tensor) -> Tensor:
+    """Sums over the rows ``[rows, n]``: of each 256 in turn, from zero; of these in turn, from zero."""
+    chunks = F.pad(terms, (0, 0, 0, -terms.shape[0] % ROW_CHUNK)).unflatten(0, (-1, ROW_CHUNK))
+    partials = torch.zeros_like(chunks[:, 0])
+    for row in chunks.unbind(1):
+        partials = partials + row
+    total = torch.zeros_like(terms.sum(0))
+    for partial in partials.unbind(0):
+        total = total + partial
+    return total
+
+
+def _gamma(weight: Tensor | None, zero_centered: bool) -> Tensor | None:
+    if weight is None:
+        return None
+    return 1.0 + weight.float() if zero_centered else weight.float()
+
+
+def _forward(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output in the input's dtype, and float32 means and reciprocal roots of the rows."""
+    x = input.float()
+    mean = _row_means(x) if centered else x.new_zeros(x.shape[:-1])
+    x = x - mean[..., None]
+    root = torch.sqrt(
+        (_row_means(x * x) + eps).double()
+    ).float()  # torch's float32 root may be a last bit off
+    rstd = torch.ones_like(root) / root
+    output, gamma = x * rstd[..., None], _gamma(weight, zero_centered)
+    output = output if gamma is None else output * gamma
+    output = output if bias is None else output + bias.float()
+    return output.to(input.dtype), mean, rstd
+
+
+def _backward(
+    grad: Tensor, input: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the input, the weight and the bias, in the input's dtype; ``mean`` is None for RMSNorm."""
+    g, gamma, r = grad.float(), _gamma(weight, zero_centered), rstd[..., None]
+    normalised = (input.float() - (0.0 if mean is None else mean[..., None])) * r
+    scaled = g if gamma is None else g * gamma
+    mean_grad = torch.zeros_like(rstd) if mean is None else _row_means(scaled)
+    mean_product = _row_means(scaled * normalised)
+    of_input = r * ((scaled - mean_grad[..., None]) - normalised * mean_product[..., None])
+    columns = (-1, input.shape[-1])
+    of_weight = _column_sums((g * normalised).reshape(columns))
+    of_bias = _column_sums(g.reshape(columns))
+    return of_input.to(input.dtype), of_weight.to(input.dtype), of_bias.to(input.dtype)
+
+
+def rms_norm(input: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * gamma, rounded once."""
+    return _forward(input, weight, None, eps, False, zero_centered)[0]
+
+
+def rms_norm_forward(
+    input: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The output, and the reciprocal root of each row."""
+    output, _, rstd = _forward(input, weight, None, eps, False, zero_centered)
+    return output, rstd
+
+
+def rms_norm_backward(
+    grad: Tensor, input: Tensor, weight: Tensor | None, rstd: Tensor, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The chain rule by hand; the weight's gradient is empty without a weight."""
+    of_input, of_weight, _ = _backward(grad, input, weight, None, rstd, zero_centered)
+    return of_input, of_weight if weight is not None else of_weight[:0]
+
+
+def rms_norm_quantize(
+    input: Tensor, weight: Tensor | None, eps: float, format: str | Format, zero_centered: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output in the dtype of the input, quantized along rows."""
+    output, rstd = rms_norm_forward(input, weight, eps, zero_centered)
+    return *_quantize.quantize(output, format), rstd
+
+
+def layer_norm(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, zero_centered: bool = False
+) -> Tensor:
+    """(x - mean) / sqrt(mean((x - mean)^2) + eps) * gamma + beta, rounded once."""
+    return _forward(input, weight, bias, eps, True, zero_centered)[0]
+
+
+def layer_norm_forward(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, zero_centered: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, and the mean and the reciprocal root of each row."""
+    return _forward(input, weight, bias, eps, True, zero_centered)
+
+
+def layer_norm_backward(
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    zero_centered: bool = False,
+    has_bias: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The chain rule by hand; the gradients of parameters that are not there are empty."""
+    of_input, of_weight, of_bias = _backward(grad, input, weight, mean, rstd, zero_centered)
+    return of_input, of_weight if weight is not None else of_weight[:0], of_bias if has_bias else of_bias[:0]
+
+
+def layer_norm_quantize(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    format: str | Format,
+    zero_centered: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output in the dtype of the input, quantized along rows."""
+    output, mean, rstd = layer_norm_forward(input, weight, bias, eps, zero_centered)
+    return *_quantize.quantize(output, format), mean, rstd

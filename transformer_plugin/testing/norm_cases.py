@@ -1,0 +1,91 @@
+"""Inputs of the norms, alone and into quantized rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.testing.cases import FLOAT_DTYPES, Case
+
+#: Rows and columns. Up to 8192 columns a GPU holds a row in registers where columns come in eights; more and others it
+#: reads again.
+SHAPES = [(0, 8), (1, 1), (3, 7), (5, 64), (9, 136), (2, 1023), (4, 1024), (7, 2056), (6, 3000), (3, 8192)]
+SHAPES += [(300, 24), (2, 8200), (2, 16384), (2, 9001)]
+LEADING = [(2, 3, 40), (16,), (2, 0, 8)]
+#: Rows and columns into fp8_block, and into mxfp8.
+QUANTIZED_SHAPES = [
+    ((0, 5), (0, 32)),
+    ((1, 1), (1, 32)),
+    ((5, 7), (6, 96)),
+    ((17, 127), (17, 160)),
+    ((129, 136), (129, 1056)),
+    ((6, 1024), (6, 1024)),
+    ((7, 7168), (7, 7168)),
+    ((2, 8192), (2, 8192)),
+    ((3, 8200), (3, 8224)),
+    ((2, 16384), (2, 16384)),
+]
+FORMATS = (
+    "fp8_block",
+    "fp8_block:e5m2,fp32",
+    "fp8_block:fp32,eps=1e-3",
+    "mxfp8",
+    "mxfp8:e5m2",
+    "mxfp8:tiled",
+)
+
+
+def _parameters(width: int, dtype: torch.dtype, generator: torch.Generator, kind: int) -> list[Tensor | None]:
+    """Weight and bias: both, neither, only one of them, by ``kind`` modulo 4."""
+    weight, bias = (torch.randn(width, generator=generator).to(dtype) for _ in range(2))
+    return [weight if kind % 4 in (0, 2) else None, bias if kind % 4 in (0, 3) else None]
+
+
+def _matrix(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, special: bool) -> Tensor:
+    """Rows of different sizes and means; among many, one each of zeros, of NaN, of an inf, tiny, huge, all alike."""
+    values = torch.randn(shape, generator=generator) * 3
+    values = values + torch.randn((*shape[:-1], 1), generator=generator)
+    if special and len(shape) == 2 and shape[0] >= 6:
+        values[0] = 0.0
+        values[1, shape[1] // 2] = float("nan")
+        values[2, -1] = float("inf")
+        values[3] *= 1e-7
+        values[4] *= 1e4
+        values[5] = -1.5
+    return values.to(dtype)
+
+
+def _case(name: str, shape: tuple[int, ...], dtype: torch.dtype, kind: int, *more: Any) -> Case:
+    def make(device: torch.device, generator: torch.Generator) -> tuple[Any, ...]:
+        input = _matrix(shape, dtype, generator, special=bool(more)).to(device)
+        parameters = _parameters(shape[-1], dtype, generator, kind)
+        weight, bias = (None if p is None else p.to(device) for p in parameters)
+        return input, weight, bias, (1e-5, 0.0, 1e-6)[kind % 3], *more, kind % 8 >= 4
+
+    sizes = "x".join(map(str, shape))
+    return Case(f"{name}{sizes}-{str(dtype)[6:]}-{kind % 4}{'z' if kind % 8 >= 4 else ''}", make)
+
+
+def norm_cases() -> Iterator[Case]:
+    """Arguments of layer_norm, and without the bias of rms_norm: shapes by dtypes, parameters in turn."""
+    for i, shape in enumerate([*SHAPES, *LEADING]):
+        for j, dtype in enumerate(FLOAT_DTYPES):
+            yield _case("", shape, dtype, 3 * i + j)
+
+
+def norm_quantize_cases() -> Iterator[Case]:
+    """Arguments of layer_norm_quantize, and without the bias of rms_norm_quantize."""
+    for i, shapes in enumerate(QUANTIZED_SHAPES):
+        for j, format in enumerate(FORMATS):
+            shape = shapes[format.startswith("mxfp8")]
+            yield _case(f"{format}-", shape, FLOAT_DTYPES[(i + j) % 3], i + 3 * j, format)
+    for j, format in enumerate(FORMATS):  # what matters most, in the dtype that matters most
+        yield _case(f"{format}-", (131, 7168), torch.bfloat16, 4 * (j % 2), format)
+
+
+def without_bias(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of the op of RMSNorm."""
+    return arguments[:2] + arguments[3:]
