@@ -185,6 +185,22 @@ def _dequantize(label: str, key: str) -> Case:
     )
 
 
+def _requantize(label: str, key: str) -> Case:
+    """Codes along rows to codes along columns; the reference is the two ops in turn."""
+    fmt = Format.parse(key)
+
+    def steps(data: Tensor, scale: Tensor) -> Tensors:
+        return ops.quantize_transposed(ops.dequantize(data, scale, fmt.key, torch.bfloat16), fmt.key)
+
+    return Case(
+        f"requantize {label} transposed",
+        fmt,
+        prepare=lambda x: ops.quantize(x, fmt.key),
+        op=lambda data, scale: ops.requantize_transposed(data, scale, fmt.key, torch.bfloat16),
+        reference=steps,
+    )
+
+
 def _grouped(label: str, key: str, direction: str, groups: int, multiple: int) -> Case:
     fmt = Format.parse(key)
     suffix = DIRECTIONS[direction]
@@ -229,6 +245,8 @@ def cases() -> Iterator[Case]:
         for name in ("rms_norm", "layer_norm"):
             yield _norm(name, label, key)
     yield _dequantize("fp8_block", "fp8_block:e4m3")
+    yield _requantize("fp8_block", "fp8_block:e4m3")
+    yield _requantize("mxfp8", "mxfp8:e4m3")
     for groups, multiple in ((8, BLOCK), (256, BLOCK), (256, 1)):  # modules pad groups to blocks
         for direction in ("rows", "both"):
             yield _grouped("fp8_block", "fp8_block:e4m3", direction, groups, multiple)

@@ -48,6 +48,8 @@ TP_HOST_DEVICE float scale_at(const DequantizeArgs& args, const Tile& tile, int 
 }
 
 void dequantize_cpu(const DequantizeArgs& args);
+// FP8 data along rows, not of the tail: the values of a tile [kTile][kTile], rounded to the output's dtype.
+void dequantize_tile_cpu(const DequantizeArgs& args, const Tile& tile, float* values);
 void launch_dequantize(const DequantizeArgs& args, void* stream);
 void launch_dequantize_nv(const DequantizeArgs& args, void* stream);
 

@@ -71,6 +71,13 @@ void dequantize_tile(const DequantizeArgs& args, const Tile& tile) {
   }
 }
 
+template <typename T, DType element>
+TP_CPU_CLONES void decode_values(const uint8_t* codes, const float* scales, int cols, float* values) {
+  for (int c = 0; c < cols; ++c) {
+    values[c] = static_cast<float>(round_to<T>(fp8_to_float<element>(codes[c]) * scales[c]));
+  }
+}
+
 // NVFP4: a line of codes, two to a byte, each block under its factor.
 TP_CPU_CLONES void decode_nv_line(const uint8_t* bytes, const float* factors, int count, float* values) {
   for (int i = 0; i < count / 2; ++i) {
@@ -126,6 +133,21 @@ void for_each_tile(const Layout& layout, Dequantize&& dequantize) {
 }
 
 }  // namespace
+
+void dequantize_tile_cpu(const DequantizeArgs& args, const Tile& tile, float* values) {
+  const Layout& layout = args.layout;
+  visit_float(args.dtype, [&](auto type) {
+    visit_fp8(args.element, [&](auto element) {
+      float scales[kTile];
+      for (int r = 0; r < tile.rows; ++r) {
+        const int64_t row = tile.member * layout.rows + tile.row + r;
+        load_scales(args, tile, r, scales);
+        decode_values<decltype(type), decltype(element)::value>(args.data + row * layout.cols + tile.col,
+                                                                scales, tile.cols, values + r * kTile);
+      }
+    });
+  });
+}
 
 void dequantize_cpu(const DequantizeArgs& args) {
   visit_float(args.dtype, [&](auto type) {

@@ -64,13 +64,6 @@ __device__ __forceinline__ uint32_t row_scales(const DequantizeArgs& args, const
   return load_codes(word, kMxBlocks, is_word_aligned(word)).word;
 }
 
-// Both element types are exact in half precision, to which the hardware converts two codes at once.
-template <DType element>
-__device__ __forceinline__ float2 decode2(uint32_t codes) {
-  constexpr __nv_fp8_interpretation_t type = element == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2;
-  return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), type)));
-}
-
 template <typename T, DType element>
 __global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_constant__ DequantizeArgs args) {
   __shared__ TransposedTile turned;

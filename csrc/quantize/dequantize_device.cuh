@@ -1,4 +1,4 @@
-// What the dequantize kernels share: rounding and storing values.
+// What the dequantize kernels share: decoding, rounding and storing values.
 #pragma once
 
 #include "quantize/dequantize.h"
@@ -13,6 +13,13 @@ __device__ __forceinline__ T round_to(float value) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) return __ushort_as_bfloat16(0x7fc0);
   if constexpr (std::is_same_v<T, __half>) return __ushort_as_half(0x7e00);
   if constexpr (std::is_same_v<T, float>) return __uint_as_float(0x7fc00000u);
+}
+
+// Both element types are exact in half precision, to which the hardware converts two codes at once.
+template <DType element>
+__device__ __forceinline__ float2 decode2(uint32_t codes) {
+  constexpr __nv_fp8_interpretation_t type = element == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2;
+  return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), type)));
 }
 
 // Four values of a row, in one store where they may.

@@ -54,7 +54,14 @@ struct Values {
 
   __device__ __forceinline__ float get(int r, int c) const {
     const Two<T>& two = at[r][c / 2];
-    return to_float(c % 2 == 0 ? two.x : two.y);
+    if constexpr (std::is_same_v<
+                      T, __nv_bfloat16>) {  // from one register, which halves read apart would become two
+      uint32_t word;
+      memcpy(&word, &two, sizeof(word));
+      return __uint_as_float(c % 2 == 0 ? word << 16 : word & 0xffff0000u);
+    } else {
+      return to_float(c % 2 == 0 ? two.x : two.y);
+    }
   }
   __device__ __forceinline__ float row_max(int r) const {
     const Two<T> two = max_abs(max_abs(zeros<T>(), at[r][0]), at[r][1]);

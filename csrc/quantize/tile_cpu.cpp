@@ -22,19 +22,6 @@ TP_CPU_CLONES void convert_row(const float* values, const float* scale, int cols
   for (int c = 0; c < cols; ++c) codes[c] = float_to_fp8<element>(values[c] * scale[c]);
 }
 
-void transpose(const uint8_t (*codes)[kTile], int rows, int cols, uint8_t* output, int64_t stride) {
-  constexpr int kBlock = 16;
-  for (int c0 = 0; c0 < cols; c0 += kBlock) {
-    for (int r0 = 0; r0 < rows; r0 += kBlock) {
-      const int c1 = std::min(cols, c0 + kBlock);
-      const int r1 = std::min(rows, r0 + kBlock);
-      for (int c = c0; c < c1; ++c) {
-        for (int r = r0; r < r1; ++r) output[c * stride + r] = codes[r][c];
-      }
-    }
-  }
-}
-
 float scale_of(int32_t magnitude, const ScaleRule& rule) {
   return encode_scale(bits_to_float(static_cast<uint32_t>(magnitude)), rule);
 }
@@ -178,6 +165,19 @@ void write_fp8_tile(const QuantizeArgs& args, const Tile& tile, const Values& va
 }
 
 }  // namespace
+
+void transpose(const uint8_t (*codes)[kTile], int rows, int cols, uint8_t* output, int64_t stride) {
+  constexpr int kBlock = 16;
+  for (int c0 = 0; c0 < cols; c0 += kBlock) {
+    for (int r0 = 0; r0 < rows; r0 += kBlock) {
+      const int c1 = std::min(cols, c0 + kBlock);
+      const int r1 = std::min(rows, r0 + kBlock);
+      for (int c = c0; c < c1; ++c) {
+        for (int r = r0; r < r1; ++r) output[c * stride + r] = codes[r][c];
+      }
+    }
+  }
+}
 
 int32_t magnitude_of_tile(const Tile& tile, const Values& values) {
   int32_t largest = 0;

@@ -22,6 +22,8 @@ TP_HOST_DEVICE int32_t magnitude(float value) {
 
 // The input's part of a tile.
 void load_tile_cpu(const QuantizeArgs& args, const Tile& tile, Values& values);
+// Codes of a tile to lines `stride` apart.
+void transpose(const uint8_t (*codes)[kTile], int rows, int cols, uint8_t* output, int64_t stride);
 int32_t magnitude_of_tile(const Tile& tile, const Values& values);
 // Of several threads, the largest wins.
 void raise_to(float& target, int32_t magnitude);

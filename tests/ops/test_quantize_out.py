@@ -231,37 +231,6 @@ def test_amax_list_in_a_cuda_graph() -> None:
 # To the other direction.
 
 
-@by_case
-def test_requantize(case: Case, device: torch.device) -> None:
-    input, format = case.arguments(device)
-    dtype = (torch.float32, torch.bfloat16, torch.float16)[CASES.index(case) % 3]
-    data, scale = ops.quantize(input, format)
-    if input.dim() == 3 and input.shape[0] == 0:
-        expected = reference.requantize_transposed(data.cpu(), scale.cpu(), format, dtype)
-    else:
-        expected = oracle_both(reference.dequantize(data.cpu(), scale.cpu(), format, dtype), SPECS[format])[
-            2:
-        ]
-    assert_all_same(ops.requantize_transposed(data, scale, format, dtype), expected)
-    assert_all_same(reference.requantize_transposed(data, scale, format, dtype), expected)
-
-
-@by_grouped_case
-def test_grouped_requantize(case: Case, device: torch.device) -> None:
-    input, sizes, format = case.arguments(device)
-    data, scale = ops.grouped_quantize(input, sizes, format)
-    got = ops.requantize_transposed(data, scale, format, torch.bfloat16, sizes)
-    meant = reference.requantize_transposed(data.cpu(), scale.cpu(), format, torch.bfloat16, sizes.cpu())
-    assert_all_same(got, meant)
-
-
-@pytest.mark.parametrize("format", ["fp8_tensor", "fp8_block", "mxfp8:square"])
-@pytest.mark.usefixtures("schema_checks_take_fp8")
-def test_requantize_opcheck(format: str, device: torch.device) -> None:
-    data, scale = ops.quantize(torch.randn(70, 96, device=device), format)
-    torch.library.opcheck(OPS.requantize_transposed.default, (data, scale, format, torch.bfloat16))
-
-
 # What bad input gets.
 
 ONES = torch.ones(4, 64)
@@ -319,12 +288,3 @@ def test_errors_have_four_parts(
     assert str(caught.value) == f"transformer_plugin::{op.__name__}: {text}"
     for now, then in zip(buffers, kept, strict=True):
         assert_same_bits(now, then)
-
-
-def test_requantize_names_the_ops_it_is_made_of() -> None:
-    with pytest.raises(ValueError) as caught:
-        ops.requantize_transposed(DATA, SCALE[:, :3], "fp8_block")
-    assert str(caught.value) == (
-        "transformer_plugin::dequantize: argument 'scale_inv': expected size 4 in dimension 1 (what the format gives "
-        "data of this size), got float32[1, 3] on cpu. Pass tensors whose sizes agree."
-    )

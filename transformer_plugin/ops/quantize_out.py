@@ -241,17 +241,20 @@ def requantize_transposed(
 
     Args:
         data: ``[M, K]`` or ``[G, M, K]``, or ``[T, K]`` with ``group_sizes``, as
-            :func:`~transformer_plugin.ops.quantize` gives it.
-        scale_inv, format: what came with it.
+            :func:`~transformer_plugin.ops.quantize` gives it. Rows past the groups are not read.
+        scale_inv, format: what came with it; ``fp8_tensor``, ``fp8_block`` or ``mxfp8``.
         dtype: of the values between, float32, bfloat16 or float16.
-        group_sizes: int32 or int64 ``[G]``.
+        group_sizes: int32 or int64 ``[G]`` on the device of ``data``.
 
     Returns:
-        Exactly ``quantize_transposed(dequantize(data, scale_inv, format, dtype), format)``, or of the grouped ops. A
-        tensor of the values is made on the way.
+        Of ``fp8_block`` and ``mxfp8`` exactly
+        ``quantize_transposed(dequantize(data, scale_inv, format, dtype), format)``, or of the grouped ops; the values
+        between are never in memory. Of ``fp8_tensor``, whose scale serves both directions, the same codes turned and a
+        copy of the scale. The same bytes on CPU and CUDA. Not differentiable.
 
     Raises:
-        TypeError, ValueError: as :func:`~transformer_plugin.ops.dequantize` and
-        :func:`~transformer_plugin.ops.quantize_transposed`, whose names the errors have.
+        TypeError: data, scales or a dtype that are not the format's. ValueError: scales of another shape, a width that
+            the format does not take, ``nvfp4``, whose two copies have an amax each; on a CPU also sizes that are
+            negative or sum to more than T.
     """
     return _ops.requantize_transposed(data, scale_inv, _key(format), dtype, group_sizes)

@@ -157,7 +157,12 @@ def requantize_transposed(
     dtype: torch.dtype = torch.float32,
     group_sizes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Back to values, then along columns."""
+    """Back to values, then along columns; the codes as they are where one scale serves both directions."""
+    if (format if isinstance(format, Format) else Format.parse(format)).family == "fp8_tensor":
+        codes = data.view(torch.uint8)
+        if group_sizes is not None:
+            codes = codes * (torch.arange(len(codes), device=codes.device) < group_sizes.sum())[:, None]
+        return codes.mT.contiguous().view(data.dtype), scale_inv.clone()
     if group_sizes is not None:
         values = grouped_dequantize(data, scale_inv, group_sizes, format, dtype)
         return grouped_quantize_transposed(values, group_sizes, format)

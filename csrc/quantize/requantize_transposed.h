@@ -1,0 +1,22 @@
+// Data that is quantized along its rows to data along its columns, tile by tile: the values between exist only in
+// registers. Where one scale serves both directions, codes are turned as they are.
+#pragma once
+
+#include "quantize/dequantize.h"
+#include "quantize/quantize.h"
+
+namespace transformer_plugin::quantize {
+
+// `from` says what values are, `to` what they become, both in one layout: that of the same format. `to.input` is null.
+struct RequantizeArgs {
+  DequantizeArgs from;
+  QuantizeArgs to;
+};
+
+void requantize_transposed_cpu(const RequantizeArgs& args);
+void launch_requantize_transposed(const RequantizeArgs& args, void* stream);
+void launch_requantize_transposed_mx(const RequantizeArgs& args, void* stream);
+// One scale for each tensor: codes alone.
+void launch_turn_codes(const RequantizeArgs& args, void* stream);
+
+}  // namespace transformer_plugin::quantize

@@ -1,0 +1,35 @@
+#include <algorithm>
+
+#include "quantize/requantize_transposed.h"
+#include "quantize/tile_cpu.h"
+
+namespace transformer_plugin::quantize {
+namespace {
+
+void turn_tile(const RequantizeArgs& args, const Tile& tile) {
+  const Layout& layout = args.to.layout;
+  alignas(64) uint8_t codes[kTile][kTile];
+  for (int r = 0; r < tile.rows; ++r) {
+    const uint8_t* source =
+        args.from.data + (tile.member * layout.rows + tile.row + r) * layout.cols + tile.col;
+    tile.tail ? std::fill_n(codes[r], tile.cols, uint8_t{0}) : std::copy_n(source, tile.cols, codes[r]);
+  }
+  uint8_t* target = args.to.data_t + (tile.member * layout.cols + tile.col) * layout.rows + tile.row;
+  transpose(codes, tile.rows, tile.cols, target, layout.rows);
+}
+
+}  // namespace
+
+void requantize_transposed_cpu(const RequantizeArgs& args) {
+  const Layout& layout = args.to.layout;
+  if (layout.mode == ScaleMode::kTensor) {
+    at::parallel_for(0, layout.tiles(), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) turn_tile(args, tile_at(layout, i));
+    });
+    return;
+  }
+  quantize_tiles_cpu(
+      args.to, [&](const Tile& tile, Values& values) { dequantize_tile_cpu(args.from, tile, values.at[0]); });
+}
+
+}  // namespace transformer_plugin::quantize
