@@ -18,10 +18,19 @@ struct Floats {
 
   __device__ __forceinline__ Floats() = default;
   __device__ __forceinline__ explicit Floats(uint4 vector) {
-    T values[kVectorSize<T>];
-    memcpy(values, &vector, sizeof(vector));
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {  // the upper half of a float: one instruction each
+      const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
-    for (int i = 0; i < kVectorSize<T>; ++i) at[i] = to_float(values[i]);
+      for (int i = 0; i < 4; ++i) {
+        at[2 * i] = __uint_as_float(words[i] << 16);
+        at[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+      }
+    } else {
+      T values[kVectorSize<T>];
+      memcpy(values, &vector, sizeof(vector));
+#pragma unroll
+      for (int i = 0; i < kVectorSize<T>; ++i) at[i] = to_float(values[i]);
+    }
   }
 
   // Each rounded to nearest, two in one instruction where there is one.

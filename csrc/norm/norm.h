@@ -1,7 +1,8 @@
 // RMSNorm and LayerNorm over the last dimension, n columns:
 //   RMSNorm    y = (x * rstd) * gamma,                   rstd = 1 / sqrt(sum(x^2) / n + eps)
 //   LayerNorm  y = ((x - mean) * rstd) * gamma + beta,   rstd = 1 / sqrt(sum((x - mean)^2) / n + eps)
-// gamma is the weight, or 1 + weight when `zero_centered`. All in FP32, each operation rounded, y rounded once.
+// gamma is the weight, or 1 + weight when `zero_centered`. All in FP32, each operation rounded, y rounded once. Squares are
+// added by fma.
 //
 // Sums over a row have a written order, so that they repeat bit for bit and are the same on CPU and CUDA: column c is
 // added to partial sum c % 1024, in the order of columns, from zero; then neighbours of the partial sums are added, then

@@ -19,7 +19,7 @@ template <typename T>
 TP_CPU_CLONES void add_squares(const T* input, float mean, float* partials, int64_t count) {
   for (int64_t c = 0; c < count; ++c) {
     const float difference = static_cast<float>(input[c]) - mean;
-    partials[c] = partials[c] + difference * difference;
+    partials[c] = fmaf(difference, difference, partials[c]);
   }
 }
 

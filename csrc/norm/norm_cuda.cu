@@ -5,6 +5,7 @@ namespace transformer_plugin::norm {
 namespace {
 
 // The values as they are.
+template <int kUnits>
 struct PlainSink {
   struct Shared {};
 
@@ -13,13 +14,12 @@ struct PlainSink {
   __device__ __forceinline__ void begin(Shared&) const {}
 
   template <typename Reload>
-  __device__ __forceinline__ void write(Shared&, const uint4 (&x)[kUnits], const Part& part, int64_t row, int,
-                                        Reload&& reload) const {
+  __device__ __forceinline__ void write(Shared&, const Units<kUnits>& x, const Part<kUnits>& part,
+                                        int64_t row, int, Reload&& reload) const {
     uint4* target = static_cast<uint4*>(output) + row * part.units + threadIdx.x;
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
-      if (k >= part.used) break;
-      if (part.has(k)) target[k * kThreads] = x[k];
+      if (part.has(k)) target[k * kThreads] = x.at[k];
       reload(k);
     }
   }
@@ -32,9 +32,10 @@ struct PlainSink {
 void launch_norm(const NormArgs& args, void* output, void* stream) {
   if (args.rows == 0) return;
   if (!fits_registers(args)) return launch_norm_loop(args, output, {}, stream);
-  const PlainSink sink{output};
-  args.dtype == DType::kBFloat16 ? launch_rows<__nv_bfloat16>(args, sink, stream)
-                                 : launch_rows<__half>(args, sink, stream);
+  visit_units(args.cols, [&](auto units) {
+    constexpr int kUnits = decltype(units)::value;
+    launch_rows<kUnits>(args, PlainSink<kUnits>{output}, stream);
+  });
 }
 
 }  // namespace transformer_plugin::norm

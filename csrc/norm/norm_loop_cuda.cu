@@ -1,7 +1,7 @@
 // Rows of any width, dtype and alignment: read once for each sum and once more, from the caches where these hold a row.
 #include "norm/norm_quantize.h"
 #include "norm/norm_row.cuh"
-#include "norm/scale_padding.cuh"
+#include "norm/scales.cuh"
 #include "quantize/quantize_device.cuh"
 
 namespace transformer_plugin::norm {
@@ -31,7 +31,7 @@ __device__ __forceinline__ float2 stats_of_row(const NormArgs& args, const Colum
 #pragma unroll
     for (int i = 0; i < kUnit; ++i) {
       const float difference = i < count ? x[i] - mean : 0.0f;
-      partials[i] = partials[i] + difference * difference;
+      partials[i] = fmaf(difference, difference, partials[i]);
     }
   });
   return make_float2(mean, reciprocal_root(sum_of_partials(partials, buffers, turn) / n, args.eps));
@@ -66,8 +66,8 @@ struct UnitQuantizer {
     word |= __shfl_xor_sync(0xffffffffu, word, 4);
     word |= __shfl_xor_sync(0xffffffffu, word, 8);
     if (lane % 16 == 0 && count > 0) {
-      const int64_t index = matrix_word_index(output.layout, 0, false, row, first / quantize::kTile);
-      *reinterpret_cast<uint32_t*>(output.exponents + index) = word;
+      const ExponentWords words(output.layout);
+      *words.at(output.exponents, row, static_cast<uint32_t>(first) / quantize::kTile) = word;
     }
     return e8m0_multiplier(exponent);
   }

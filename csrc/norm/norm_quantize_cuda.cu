@@ -8,11 +8,11 @@ constexpr int kBlocksPerUnit = kThreads / kLanesPerBlock;
 
 // 1x128 blocks, whose scales lie one row of blocks below the other: those of the rows of this block of threads are kept, and
 // written 16 bytes at once, with the zeros that pad them.
-template <typename T, DType element>
+template <int kUnits>
 struct Fp8Sink {
   static_assert(kRowsPerBlock == 4, "scale rows are padded to a multiple of 4");
   struct Shared {
-    float4 scales[kUnits * kBlocksPerUnit];
+    float4 scales[kMostUnits * kBlocksPerUnit];
   };
 
   uint8_t* data;  // [rows, cols]
@@ -21,25 +21,25 @@ struct Fp8Sink {
   int64_t blocks;  // of a row
   quantize::ScaleRule rule;
 
-  // Read by the first row's last barrier at the latest.
+  // Before the barrier of the first row's sum, and so before any is written.
   __device__ __forceinline__ void begin(Shared& shared) const {
-    for (int i = threadIdx.x; i < kUnits * kBlocksPerUnit; i += kThreads) shared.scales[i] = {};
+    for (int i = threadIdx.x; i < kMostUnits * kBlocksPerUnit; i += kThreads) shared.scales[i] = {};
   }
 
   template <typename Reload>
-  __device__ __forceinline__ void write(Shared& shared, const uint4 (&x)[kUnits], const Part& part,
+  __device__ __forceinline__ void write(Shared& shared, const Units<kUnits>& x, const Part<kUnits>& part,
                                         int64_t row, int index, Reload&& reload) const {
     const int lane = threadIdx.x % kWarpSize;
-    using Maxima = UnitMaxima<T, kUnits>;
-    const Maxima maxima(x, part, lane);
+    using Maxima = UnitMaxima<kMostUnits>;
+    const Maxima maxima(x, lane);
     const float amax = fmaxf(maxima.at[0], __shfl_xor_sync(0xffffffffu, maxima.at[0], kLanesPerBlock / 2));
     const float own = quantize::encode_scale(amax, rule);
-    if (lane % kLanesPerBlock < kUnits) {
+    if (lane % kLanesPerBlock < kMostUnits) {
       const int block = Maxima::first_of(lane) * kBlocksPerUnit + threadIdx.x / kLanesPerBlock;
       reinterpret_cast<float*>(&shared.scales[block])[index] = 1.0f / own;
     }
     const int group = lane & kLanesPerBlock;
-    write_codes<T, element>(
+    write_codes(
         data, x, part, row, [&](int k) { return __shfl_sync(0xffffffffu, own, group + Maxima::lane_of(k)); },
         reload);
   }
@@ -52,23 +52,18 @@ struct Fp8Sink {
   }
 };
 
-template <typename T>
-void launch_fp8(const NormArgs& args, const QuantizeArgs& output, void* stream) {
-  visit_fp8(output.element, [&](auto element) {
-    const Fp8Sink<T, decltype(element)::value> sink{output.data, output.scale,
-                                                    output.layout.scale_width(false),
-                                                    output.layout.scale_height(false), output.rule};
-    launch_rows<T>(args, sink, stream);
-  });
-}
-
 }  // namespace
 
 void launch_norm_quantize(const NormArgs& args, const QuantizeArgs& output, void* stream) {
   if (args.rows == 0) return;
-  if (!fits_registers(args)) return launch_norm_loop(args, nullptr, output, stream);
-  args.dtype == DType::kBFloat16 ? launch_fp8<__nv_bfloat16>(args, output, stream)
-                                 : launch_fp8<__half>(args, output, stream);
+  if (!fits_registers(args, output)) return launch_norm_loop(args, nullptr, output, stream);
+  const quantize::Layout& layout = output.layout;
+  visit_units(args.cols, [&](auto units) {
+    constexpr int kUnits = decltype(units)::value;
+    const Fp8Sink<kUnits> sink{output.data, output.scale, layout.scale_width(false),
+                               layout.scale_height(false), output.rule};
+    launch_rows<kUnits>(args, sink, stream);
+  });
 }
 
 }  // namespace transformer_plugin::norm

@@ -1,5 +1,5 @@
 #include "norm/norm_sinks.cuh"
-#include "norm/scale_padding.cuh"
+#include "norm/scales.cuh"
 #include "quantize/mx_tile.cuh"
 
 namespace transformer_plugin::norm {
@@ -10,38 +10,39 @@ constexpr int kLanesPerWord = quantize::kTile / kUnit;      // four blocks
 static_assert(kLanesPerBlock == 4 && kLanesPerWord == 16, "exponents meet over lanes 4 and 8 away");
 
 // 1x32 blocks with E8M0 scales, four to a word.
-template <typename T, DType element>
+template <int kUnits>
 struct MxSink {
   struct Shared {};
 
   uint8_t* data;       // [rows, cols]
   uint8_t* exponents;  // [up128(rows), 4 * ceil(cols / 128)]
   quantize::Layout layout;
+  ExponentWords words;
 
   __device__ __forceinline__ void begin(Shared&) const {}
 
   template <typename Reload>
-  __device__ __forceinline__ void write(Shared&, const uint4 (&x)[kUnits], const Part& part, int64_t row, int,
-                                        Reload&& reload) const {
+  __device__ __forceinline__ void write(Shared&, const Units<kUnits>& x, const Part<kUnits>& part,
+                                        int64_t row, int, Reload&& reload) const {
     const int lane = threadIdx.x % kWarpSize;
-    using Maxima = UnitMaxima<T, kLanesPerBlock>;
-    const Maxima maxima(x, part, lane);
+    using Maxima = UnitMaxima<kLanesPerBlock>;
+    const Maxima maxima(x, lane);
     float multipliers[Maxima::kCount];
 #pragma unroll
     for (int i = 0; i < Maxima::kCount; ++i) {
-      const uint8_t exponent = quantize::exponent_of<element>(maxima.at[i]);
+      const uint8_t exponent = quantize::exponent_of<kElement>(maxima.at[i]);
       multipliers[i] = e8m0_multiplier(exponent);
       uint32_t word = static_cast<uint32_t>(exponent) << (8 * (lane % kLanesPerWord / kLanesPerBlock));
       word |= __shfl_xor_sync(0xffffffffu, word, kLanesPerBlock);
       word |= __shfl_xor_sync(0xffffffffu, word, 2 * kLanesPerBlock);
-      const int64_t index =
+      const uint32_t index =
           (Maxima::first_of(lane) + i) * (kThreads / kLanesPerWord) + threadIdx.x / kLanesPerWord;
-      if (lane % kLanesPerWord < kLanesPerBlock && index * quantize::kTile < layout.cols) {
-        *reinterpret_cast<uint32_t*>(exponents + matrix_word_index(layout, 0, false, row, index)) = word;
+      if (lane % kLanesPerWord < kLanesPerBlock && index < words.count) {
+        *words.at(exponents, row, index) = word;
       }
     }
     const int quad = lane & ~(kLanesPerBlock - 1);
-    write_codes<T, element>(
+    write_codes(
         data, x, part, row,
         [&](int k) {
           return __shfl_sync(0xffffffffu, multipliers[k % Maxima::kCount], quad + Maxima::lane_of(k));
@@ -51,26 +52,20 @@ struct MxSink {
 
   // Lines past the matrix, by the block of the last rows.
   __device__ __forceinline__ void finish(Shared&, int64_t first, int rows) const {
-    if (first + rows < layout.rows) return;
-    zero_lines_past(layout, exponents);
+    if (first + rows == layout.rows) zero_lines_past(layout, exponents);
   }
 };
-
-template <typename T>
-void launch_mx(const NormArgs& args, const QuantizeArgs& output, void* stream) {
-  visit_fp8(output.element, [&](auto element) {
-    const MxSink<T, decltype(element)::value> sink{output.data, output.exponents, output.layout};
-    launch_rows<T>(args, sink, stream);
-  });
-}
 
 }  // namespace
 
 void launch_norm_quantize_mx(const NormArgs& args, const QuantizeArgs& output, void* stream) {
   if (args.rows == 0) return;
-  if (!fits_registers(args)) return launch_norm_loop(args, nullptr, output, stream);
-  args.dtype == DType::kBFloat16 ? launch_mx<__nv_bfloat16>(args, output, stream)
-                                 : launch_mx<__half>(args, output, stream);
+  if (!fits_registers(args, output)) return launch_norm_loop(args, nullptr, output, stream);
+  visit_units(args.cols, [&](auto units) {
+    constexpr int kUnits = decltype(units)::value;
+    const MxSink<kUnits> sink{output.data, output.exponents, output.layout, ExponentWords(output.layout)};
+    launch_rows<kUnits>(args, sink, stream);
+  });
 }
 
 }  // namespace transformer_plugin::norm

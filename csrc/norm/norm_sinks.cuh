@@ -1,4 +1,4 @@
-// What the sinks that quantize share: the largest magnitudes of the units of a row.
+// What the sinks that quantize share: the largest magnitudes of the units of a row, and its codes.
 #pragma once
 
 #include "norm/norm_kernel.cuh"
@@ -7,30 +7,39 @@
 
 namespace transformer_plugin::norm {
 
-template <typename T>
-__device__ __forceinline__ float max_of_unit(uint4 unit) {
-  quantize::Two<T> twos[kUnit / 2];
-  memcpy(twos, &unit, sizeof(unit));
-  quantize::Two<T> largest = quantize::zeros<T>();
-#pragma unroll
-  for (int i = 0; i < kUnit / 2; ++i) largest = quantize::max_abs(largest, twos[i]);
-  return fmaxf(to_float(largest.x), to_float(largest.y));
+// As in every recipe; other elements take the loop.
+inline constexpr DType kElement = DType::kFloat8E4M3;
+
+inline bool fits_registers(const NormArgs& args, const QuantizeArgs& output) {
+  return output.element == kElement && fits_registers(args);
 }
 
-// Maxima of the 8 units of each of kLanes neighbouring lanes, shared out: each exchange halves the units that a lane is left
-// with. Lane l ends up with the units first_of(l) .. first_of(l) + kCount - 1 in the first places, over all kLanes lanes.
-template <typename T, int kLanes>
-struct UnitMaxima {
-  static constexpr int kCount = kUnits / kLanes;
-  static_assert(kCount * kLanes == kUnits, "lanes share the units out evenly");
-  float at[kUnits];
-
-  __device__ __forceinline__ UnitMaxima(const uint4 (&x)[kUnits], const Part& part, int lane) {
+// NaN left out.
+__device__ __forceinline__ float max_of_unit(uint4 unit) {
+  quantize::Two<BFloat16> twos[kUnit / 2], largest = quantize::zeros<BFloat16>();
+  memcpy(twos, &unit, sizeof(unit));
 #pragma unroll
-    for (int k = 0; k < kUnits; ++k) at[k] = k < part.used ? max_of_unit<T>(x[k]) : 0.0f;
+  for (int i = 0; i < kUnit / 2; ++i) largest = quantize::max_abs(largest, twos[i]);
+  uint32_t word;
+  memcpy(&word, &largest, sizeof(word));
+  return fmaxf(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+}
+
+// Maxima of up to 8 units of each of kLanes neighbouring lanes, shared out: each exchange halves the units that a lane is
+// left with. Lane l ends up with the units first_of(l) .. first_of(l) + kCount - 1 in the first places, over all kLanes lanes.
+template <int kLanes>
+struct UnitMaxima {
+  static constexpr int kCount = kMostUnits / kLanes;
+  static_assert(kCount * kLanes == kMostUnits, "lanes share the units out evenly");
+  float at[kMostUnits];
+
+  template <int kUnits>
+  __device__ __forceinline__ UnitMaxima(const Units<kUnits>& x, int lane) {
+#pragma unroll
+    for (int k = 0; k < kMostUnits; ++k) at[k] = k < kUnits ? max_of_unit(x.at[k % kUnits]) : 0.0f;
 #pragma unroll
     for (int distance = 1; distance < kLanes; distance *= 2) {
-      const int half = kUnits / 2 / distance;
+      const int half = kMostUnits / 2 / distance;
       const bool upper = lane & distance;
 #pragma unroll
       for (int k = 0; k < half; ++k) {
@@ -45,7 +54,7 @@ struct UnitMaxima {
     int unit = 0;
 #pragma unroll
     for (int distance = 1; distance < kLanes; distance *= 2) {
-      if (lane & distance) unit += kUnits / 2 / distance;
+      if (lane & distance) unit += kMostUnits / 2 / distance;
     }
     return unit;
   }
@@ -53,29 +62,27 @@ struct UnitMaxima {
   static __host__ __device__ constexpr int lane_of(int unit) {
     int lane = 0;
     for (int distance = 1; distance < kLanes; distance *= 2) {
-      if (unit & (kUnits / 2 / distance)) lane += distance;
+      if (unit & (kMostUnits / 2 / distance)) lane += distance;
     }
     return lane;
   }
 };
 
-template <typename T, DType element>
 __device__ __forceinline__ uint2 encode_unit(uint4 unit, float scale) {
-  const Floats<T> v(unit);
+  const Floats<BFloat16> v(unit);
   using quantize::encode4;
-  return {encode4<element>(v.at[0] * scale, v.at[1] * scale, v.at[2] * scale, v.at[3] * scale).word,
-          encode4<element>(v.at[4] * scale, v.at[5] * scale, v.at[6] * scale, v.at[7] * scale).word};
+  return {encode4<kElement>(v.at[0] * scale, v.at[1] * scale, v.at[2] * scale, v.at[3] * scale).word,
+          encode4<kElement>(v.at[4] * scale, v.at[5] * scale, v.at[6] * scale, v.at[7] * scale).word};
 }
 
 // Codes of a row, `scale_of(k)` for unit k in all lanes of a warp.
-template <typename T, DType element, typename ScaleOf, typename Reload>
-__device__ __forceinline__ void write_codes(uint8_t* data, const uint4 (&x)[kUnits], const Part& part,
+template <int kUnits, typename ScaleOf, typename Reload>
+__device__ __forceinline__ void write_codes(uint8_t* data, const Units<kUnits>& x, const Part<kUnits>& part,
                                             int64_t row, ScaleOf&& scale_of, Reload&& reload) {
   uint2* target = reinterpret_cast<uint2*>(data) + row * part.units + threadIdx.x;
 #pragma unroll
   for (int k = 0; k < kUnits; ++k) {
-    if (k >= part.used) break;
-    const uint2 codes = encode_unit<T, element>(x[k], scale_of(k));
+    const uint2 codes = encode_unit(x.at[k], scale_of(k));
     reload(k);
     if (part.has(k)) target[k * kThreads] = codes;
   }

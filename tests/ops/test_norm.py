@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -154,27 +155,35 @@ def test_gradient_agrees_with_float64(case: Case, centered: bool, device: torch.
     exact.assert_gradients(list(got), grad.cpu())
 
 
-def sum_in_order(terms: np.ndarray) -> np.float32:
-    """The written order, one addition after the other."""
+def rounded(exact: Fraction) -> np.float32:
+    """To the nearest float32, of two the one whose last bit is 0."""
+    guess = np.float32(float(exact))
+    near = [guess, np.nextafter(guess, np.float32(np.inf)), np.nextafter(guess, -np.float32(np.inf))]
+    return min(near, key=lambda f: (abs(Fraction(float(f)) - exact), int(f.view(np.int32)) % 2))
+
+
+def sum_in_order(row: np.ndarray, squares: bool) -> np.float32:
+    """The written order, one addition after the other; squares are added by fma."""
     partials = [np.float32(0)] * 1024
-    for column, term in enumerate(terms):
-        partials[column % 1024] = partials[column % 1024] + term
+    for column, value in enumerate(row):
+        sum = partials[column % 1024]
+        exact = Fraction(float(value)) ** 2 + Fraction(float(sum))
+        partials[column % 1024] = rounded(exact) if squares else sum + value
     while len(partials) > 1:
         partials = [partials[i] + partials[i + 1] for i in range(0, len(partials), 2)]
     return partials[0]
 
 
-@pytest.mark.parametrize("columns", [1, 3, 130, 1024, 1025, 5000])
+@pytest.mark.parametrize("columns", [1, 3, 130, 1024, 1025, 3000])
 def test_order_of_the_sums(columns: int, device: torch.device) -> None:
     x = (np.random.default_rng(columns).standard_normal((3, columns)) * 5 + 1).astype(np.float32)
     n, eps = np.float32(columns), np.float32(1e-3)
-    rstd = [np.float32(1) / np.sqrt(sum_in_order(row * row) / n + eps) for row in x]
+    rstd = [np.float32(1) / np.sqrt(sum_in_order(row, True) / n + eps) for row in x]
     input = torch.from_numpy(x).to(device)
     assert_same_bits(ops.rms_norm_forward(input, None, 1e-3)[1], torch.tensor(np.array(rstd)))
-    mean = [sum_in_order(row) / n for row in x]
+    mean = [sum_in_order(row, False) / n for row in x]
     rstd = [
-        np.float32(1) / np.sqrt(sum_in_order((row - m) * (row - m)) / n + eps)
-        for row, m in zip(x, mean, strict=True)
+        np.float32(1) / np.sqrt(sum_in_order(row - m, True) / n + eps) for row, m in zip(x, mean, strict=True)
     ]
     _, got_mean, got_rstd = ops.layer_norm_forward(input, None, None, 1e-3)
     assert_same_bits(got_mean, torch.tensor(np.array(mean)))

@@ -86,7 +86,7 @@ def rms_norm_quantize(
 
     Args:
         input: ``[T, H]`` float32, bfloat16 or float16, any strides. For ``mxfp8`` H is a multiple of 32. A GPU reads
-            it once where it has 16 bits and H is a multiple of 8 up to 8192, else two times or more.
+            it once where it is bfloat16, H a multiple of 8 up to 8192 and the element E4M3, else two times or more.
         weight, eps, zero_centered: as in :func:`rms_norm`.
         format: a key of ``fp8_block`` or ``mxfp8`` without ``square``, or a
             :class:`~transformer_plugin.formats.Format`.

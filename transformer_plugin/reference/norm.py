@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,20 +17,39 @@ PARTIAL_SUMS = 1024
 ROW_CHUNK = 256
 
 
-def _row_sums(terms: Tensor) -> Tensor:
+def _add(sums: Tensor, terms: Tensor) -> Tensor:
+    return sums + terms
+
+
+def _add_squares(sums: Tensor, terms: Tensor) -> Tensor:
+    """``fma(terms, terms, sums)``: the square is exact in float64; the sum there is rounded to odd where it is not
+    exact, so that rounding to float32 cannot mistake it for a tie (Boldo and Melquiond, 2008)."""
+    a, b = sums.double(), terms.double() * terms.double()
+    total = a + b
+    part = total - a
+    error = (a - (total - part)) + (b - part)  # exact (Knuth)
+    even = (total.view(torch.int64) & 1) == 0
+    up = torch.nextafter(total, total.new_tensor(float("inf")))
+    down = torch.nextafter(total, total.new_tensor(-float("inf")))
+    odd = torch.where(error > 0, up, torch.where(error < 0, down, total))
+    return torch.where(even, odd, total).float()
+
+
+def _row_sums(terms: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Sums over the last dimension: of columns 1024 apart in turn, from zero; of these neighbours, ten times."""
     padded = F.pad(terms, (0, -terms.shape[-1] % PARTIAL_SUMS)).unflatten(-1, (-1, PARTIAL_SUMS))
     sums = torch.zeros_like(padded[..., 0, :])
     for partial in padded.unbind(-2):
-        sums = sums + partial
+        sums = add(sums, partial)
     while sums.shape[-1] > 1:
         sums = sums[..., 0::2] + sums[..., 1::2]
     return sums.squeeze(-1)
 
 
-def _row_means(terms: Tensor) -> Tensor:
+def _row_means(terms: Tensor, add: Callable[[Tensor, Tensor], Tensor] = _add) -> Tensor:
     # By a tensor: torch may multiply by the reciprocal of a number instead.
-    return _row_sums(terms) / torch.full((), terms.shape[-1], dtype=torch.float32, device=terms.device)
+    count = torch.full((), terms.shape[-1], dtype=torch.float32, device=terms.device)
+    return _row_sums(terms, add) / count
 
 
 def _column_sums(terms: Tensor) -> Tensor:
@@ -57,7 +78,7 @@ def _forward(
     mean = _row_means(x) if centered else x.new_zeros(x.shape[:-1])
     x = x - mean[..., None]
     root = torch.sqrt(
-        (_row_means(x * x) + eps).double()
+        (_row_means(x, _add_squares) + eps).double()
     ).float()  # torch's float32 root may be a last bit off
     rstd = torch.ones_like(root) / root
     output, gamma = x * rstd[..., None], _gamma(weight, zero_centered)

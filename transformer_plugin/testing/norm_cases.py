@@ -10,8 +10,8 @@ from torch import Tensor
 
 from transformer_plugin.testing.cases import FLOAT_DTYPES, Case
 
-#: Rows and columns. Up to 8192 columns a GPU holds a row in registers where columns come in eights; more and others it
-#: reads again.
+#: Rows and columns. Up to 8192 columns of bfloat16 a GPU holds a row in registers where columns come in eights; others
+#: it reads again.
 SHAPES = [(0, 8), (1, 1), (3, 7), (5, 64), (9, 136), (2, 1023), (4, 1024), (7, 2056), (6, 3000), (3, 8192)]
 SHAPES += [(300, 24), (2, 8200), (2, 16384), (2, 9001)]
 LEADING = [(2, 3, 40), (16,), (2, 0, 8)]
@@ -74,6 +74,8 @@ def norm_cases() -> Iterator[Case]:
     for i, shape in enumerate([*SHAPES, *LEADING]):
         for j, dtype in enumerate(FLOAT_DTYPES):
             yield _case("", shape, dtype, 3 * i + j)
+    for thousands in range(1, 9):  # a thread of a GPU holds one unit of 8 columns for each 1024
+        yield _case("", (6, 1024 * thousands - 40), torch.bfloat16, 3 * thousands)
 
 
 def norm_quantize_cases() -> Iterator[Case]:
@@ -82,6 +84,10 @@ def norm_quantize_cases() -> Iterator[Case]:
         for j, format in enumerate(FORMATS):
             shape = shapes[format.startswith("mxfp8")]
             yield _case(f"{format}-", shape, FLOAT_DTYPES[(i + j) % 3], i + 3 * j, format)
+    for thousands in range(1, 9):  # a thread of a GPU holds one unit of 8 columns for each 1024
+        for j, format in enumerate(("fp8_block", "mxfp8", "mxfp8:tiled")):
+            columns = 1024 * thousands - 544 * (j % 2)
+            yield _case(f"{format}-", (6, columns), torch.bfloat16, 3 * thousands + j, format)
     for j, format in enumerate(FORMATS):  # what matters most, in the dtype that matters most
         yield _case(f"{format}-", (131, 7168), torch.bfloat16, 4 * (j % 2), format)
 
