@@ -85,7 +85,12 @@ def _bias_backward(grad: torch.Tensor, sizes: Any, format: str) -> None:
 
 def _list(input: torch.Tensor, format: str) -> None:
     matrices = list(input) if input.dim() == 3 else [input, input[: input.shape[0] // 2]]
-    if Format.parse(format).family in ("fp8_block", "mxfp8") and matrices:
+    refused = any(option in format for option in ("rht", "sr", "row_scaled"))
+    if (
+        matrices
+        and not refused
+        and all(m.shape[0] % Format.parse(format).group_multiple == 0 for m in matrices)
+    ):
         ops.quantize_list_both(matrices, format)
 
 

@@ -32,9 +32,14 @@ void check_buffer(const char* name, const Tensor& buffer, const Call& call) {
 
 void check_arguments(const Call& call) {
   const Format format = quantized_format(kOp, "format", call.key, true);
-  TP_CHECK_VALUE(format.family == FormatFamily::kFp8Tensor, kOp, "format",
-                 "fp8_tensor, which scales by the largest magnitude of a tensor", "'" << call.key << "'",
-                 "Other formats find their scales on the way, or take those of transformer_plugin.ops.amax");
+  TP_CHECK_VALUE(
+      takes_amax(format) && !format.row_scaled, kOp, "format",
+      "one that scales by the largest magnitude of a matrix, fp8_tensor, or nvfp4 without row_scaled",
+      "'" << call.key << "'",
+      "Other formats find their scales on the way, or take those of transformer_plugin.ops.amax");
+  TP_CHECK_VALUE(!call.amax_t || !format.random_hadamard, kOp, "amax_t",
+                 "None for '" << call.key << "', whose columns are rotated first", describe(*call.amax_t),
+                 "Take those of transformer_plugin.ops.amax_transposed");
   check_buffer("amax", call.amax, call);
   const Argument amax{kOp, "amax", call.amax};
   if (call.amax_t) {
@@ -48,6 +53,7 @@ void check_arguments(const Call& call) {
     check_same_dtype(argument, {kOp, "the first", call.inputs[0]});
     check_same_device(argument, amax);
     check_dim(argument, 2);
+    check_matrix(argument, nullptr, format, call.amax_t.has_value());
   }
 }
 

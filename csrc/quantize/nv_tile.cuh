@@ -258,15 +258,12 @@ __device__ __forceinline__ void zero_scales(const NvArgs& args, const Tile& tile
   }
 }
 
-template <typename T, NvCoding coding, bool hadamard>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
-    quantize_nv_kernel(const __grid_constant__ NvArgs args) {
-  __shared__ NvShared<T> shared;
-  if (args.is_noop()) return;
+// A tile, by all threads of a block.
+template <NvCoding coding, bool hadamard, typename T>
+__device__ __forceinline__ void quantize_nv_tile(const NvArgs& args, const Tile& tile, NvShared<T>& shared) {
   const Layout& layout = args.layout;
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
-  const Tile tile = block_tile(layout);
   if (args.rowwise) zero_word_padding(layout, tile, false, args.scale, threadIdx.x, kThreads);
   if (args.transposed) zero_word_padding(layout, tile, true, args.scale_t, threadIdx.x, kThreads);
   if (tile.rows == 0) {
@@ -284,6 +281,13 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
     store_scales(layout, tile, true, shared.scales_t, args.scale_t);
     store_columns(args, tile, shared);
   }
+}
+
+template <typename T, NvCoding coding, bool hadamard>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
+    quantize_nv_kernel(const __grid_constant__ NvArgs args) {
+  __shared__ NvShared<T> shared;
+  if (!args.is_noop()) quantize_nv_tile<coding, hadamard>(args, block_tile(args.layout), shared);
 }
 
 template <typename T>

@@ -59,6 +59,15 @@ uint8_t* bytes(const Tensor& tensor) {
 
 }  // namespace
 
+NvMethod nv_method(const Format& format) {
+  if (format.stochastic_rounding) return NvMethod::kStochastic;
+  switch (format.four_over_six) {
+    case FourOverSix::kMae: return NvMethod::kFourOverSixMae;
+    case FourOverSix::kMse: return NvMethod::kFourOverSixMse;
+    default: return NvMethod::kNearest;
+  }
+}
+
 Format check_arguments(const Call& call) {
   const char* op = call.op.name;
   const Format format = quantized_format(op, "format", call.key, call.group_sizes == nullptr);
@@ -84,15 +93,6 @@ void run_fp8(const Call& call, const Format& format, const Tensor& x, const Layo
   const CudaScope scope(x);
   is_mx(format) ? launch_quantize_mx(args, scope.stream()) : launch_quantize(args, scope.stream());
 #endif
-}
-
-NvMethod nv_method(const Format& format) {
-  if (format.stochastic_rounding) return NvMethod::kStochastic;
-  switch (format.four_over_six) {
-    case FourOverSix::kMae: return NvMethod::kFourOverSixMae;
-    case FourOverSix::kMse: return NvMethod::kFourOverSixMse;
-    default: return NvMethod::kNearest;
-  }
 }
 
 // Whole blocks are stored at once. Only buffers that are given can begin elsewhere.

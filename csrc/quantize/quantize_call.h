@@ -3,6 +3,7 @@
 #pragma once
 
 #include "quantize/outputs.h"
+#include "quantize/quantize_nv.h"
 
 namespace transformer_plugin::quantize {
 
@@ -26,6 +27,9 @@ struct Call {
   Argument argument() const { return {op.name, "input", input}; }
   Operand operand() const { return operand_of(input, false, group_sizes); }
 };
+
+// How NVFP4 codes a block.
+NvMethod nv_method(const Format& format);
 
 // The checks of every backend.
 Format check_arguments(const Call& call);

@@ -41,16 +41,16 @@ void check_list_amax(const ListCall& call, const Format& format) {
 
 Format check_list(const ListCall& call) {
   const Format format = quantized_format(call.op, "format", call.key, true);
-  const bool has_list = format.family == FormatFamily::kFp8Tensor ||
-                        format.family == FormatFamily::kFp8Block || format.family == FormatFamily::kMxFp8;
-  TP_CHECK_VALUE(has_list, call.op, "format", "fp8_tensor, fp8_block or mxfp8", "'" << call.key << "'",
-                 "Quantize the matrices one by one");
+  const bool has_list = !format.random_hadamard && !format.stochastic_rounding && !format.row_scaled;
+  TP_CHECK_VALUE(has_list, call.op, "format",
+                 "fp8_tensor, fp8_block, mxfp8, or nvfp4 without rht, sr and row_scaled",
+                 "'" << call.key << "'", "Quantize the matrices one by one");
   TP_CHECK_VALUE(!call.inputs.empty(), call.op, "inputs", "at least one matrix, which says on what device",
                  "none", "Leave out the call");
   for (const Tensor& input : call.inputs) {
     const Argument argument{call.op, "inputs", input}, first{call.op, "the first", call.inputs[0]};
     check_dim(argument, 2);
-    check_matrix(argument, nullptr, format);
+    check_matrix(argument, nullptr, format, call.transposed);
     check_same_dtype(argument, first);
     check_same_device(argument, first);
   }
@@ -63,10 +63,10 @@ ListOutputs make_list_outputs(const ListCall& call, const Format& format) {
   const at::ScalarType element = element_dtype(format), scale = scale_dtype(format);
   for (const Tensor& input : call.inputs) {
     const Operand operand = operand_of(input, false, nullptr);
-    outputs.data.push_back(empty(input, operand.data_sizes(false), element));
+    outputs.data.push_back(empty(input, operand.data_sizes(false, format.packing()), element));
     outputs.scale.push_back(empty(input, operand.scale_sizes(format, false), scale));
     if (!call.transposed) continue;
-    outputs.data_t.push_back(empty(input, operand.data_sizes(true), element));
+    outputs.data_t.push_back(empty(input, operand.data_sizes(true, format.packing()), element));
     outputs.scale_t.push_back(empty(input, operand.scale_sizes(format, true), scale));
   }
   return outputs;
@@ -74,7 +74,7 @@ ListOutputs make_list_outputs(const ListCall& call, const Format& format) {
 
 ListOutputs meta(const ListCall& call) { return make_list_outputs(call, check_list(call)); }
 
-// The first of the two phases of one scale per tensor.
+// The first of the two phases of scales that depend on a whole matrix.
 Tensor amax_of_list(const ListCall& call, const Tensors& held) {
   if (call.amax) return *call.amax;
   using Signature =
@@ -108,14 +108,19 @@ void fill_entries(QuantizeListArgs& args, const ListCall& call, const Tensors& h
 }
 
 void run_chunk(QuantizeListArgs& args, const Tensor& like) {
+  const ScaleMode mode = args.layout.mode;
   if (like.is_cpu()) {
-    for (int t = 0; t < args.tensors; ++t) quantize_cpu(args.of(t));
+    for (int t = 0; t < args.tensors; ++t) {
+      mode == ScaleMode::kNv ? quantize_nv_cpu(args.nv_of(t)) : quantize_cpu(args.of(t));
+    }
     return;
   }
 #ifdef TRANSFORMER_PLUGIN_CUDA
   const CudaScope scope(like);
-  args.layout.mode == ScaleMode::kMx ? launch_quantize_list_mx(args, scope.stream())
-                                     : launch_quantize_list(args, scope.stream());
+  const auto launch = mode == ScaleMode::kNv
+                          ? launch_quantize_list_nv
+                          : (mode == ScaleMode::kMx ? launch_quantize_list_mx : launch_quantize_list);
+  launch(args, scope.stream());
 #endif
 }
 
@@ -133,6 +138,7 @@ ListOutputs run(const ListCall& call) {
   args.element = format.element;
   args.rowwise = true;
   args.transposed = call.transposed;
+  args.method = nv_method(format);
   for (size_t first = 0; first < held.size(); first += kQuantizeListTensors) {
     fill_entries(args, call, held, outputs, first);
     args.amax = amax.defined() ? amax.const_data_ptr<float>() + first : nullptr;

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.nvfp4_oracle import make_nv_spec, quantize_direction
 from tests.ops.quantize_oracle import SPECS, assert_all_same, oracle_both
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import FLOAT_DTYPES, randn
@@ -59,6 +60,58 @@ def test_list(count: int, format: str, device: torch.device) -> None:
             assert_all_same(tuple(output[i] for output in meant[1]), expected[:2])
 
 
+NV_SPECS = {
+    "nvfp4": make_nv_spec(),
+    "nvfp4:square": make_nv_spec(square=True),
+    "nvfp4:tiled": make_nv_spec(tiled=True),
+    "nvfp4:square,tiled": make_nv_spec(square=True, tiled=True),
+    "nvfp4:4over6": make_nv_spec(four_over_six="mae"),
+    "nvfp4:4over6_mse,tiled": make_nv_spec(four_over_six="mse", tiled=True),
+}
+NV_SHAPES = [(16, 48), (0, 16), (144, 272), (128, 128), (32, 0), (272, 304)]
+
+
+@pytest.mark.parametrize("format", NV_SPECS)
+@pytest.mark.parametrize("count", [1, 7, 70])
+def test_list_of_nvfp4(count: int, format: str, device: torch.device) -> None:
+    generator, dtype = (
+        torch.Generator().manual_seed(count),
+        FLOAT_DTYPES[(count + list(NV_SPECS).index(format)) % 3],
+    )
+    tensors = [
+        randn(NV_SHAPES[i % len(NV_SHAPES)], dtype, device, generator, float(1 + i % 5)) for i in range(count)
+    ]
+    if count > 2:
+        tensors[2] = special_matrix(dtype, 288).to(device)
+    own = torch.cat([ops.amax(tensor, format) for tensor in tensors])
+    for given in (None, own * 1.5 + 1):
+        amax = own if given is None else given
+        both, rows = ops.quantize_list_both(tensors, format, given), ops.quantize_list(tensors, format, given)
+        of_six = (tensors[:6], format, None if given is None else given[:6])
+        meant = reference.quantize_list_both(*of_six) if device.type == "cpu" else both
+        assert all(len(output) == count for output in (*both, *rows))
+        for i, tensor in enumerate(tensors):
+            one = amax[i : i + 1]
+            expected = ops.quantize_both(tensor, format, one, one)
+            assert_all_same(tuple(output[i] for output in both), expected)
+            assert_all_same(tuple(output[i] for output in rows), expected[:2])
+            if i < 6:
+                assert_all_same(tuple(output[i] for output in meant), expected)
+                oracle = (
+                    quantize_direction(tensor, NV_SPECS[format], one, None, direction) for direction in (0, 1)
+                )
+                assert_all_same(expected, tuple(part for direction in oracle for part in direction))
+
+
+def test_rows_of_nvfp4_alone(device: torch.device) -> None:
+    """Only transposed copies want rows in whole blocks."""
+    tensors = [torch.randn(rows, 32, device=device) for rows in (1, 9, 130)]
+    for family in (ops, reference):
+        data, scale = family.quantize_list(tensors, "nvfp4")
+        for i, tensor in enumerate(tensors):
+            assert_all_same((data[i], scale[i]), ops.quantize(tensor, "nvfp4", ops.amax(tensor, "nvfp4")))
+
+
 def test_any_strides(device: torch.device) -> None:
     wide = torch.randn(40, 64 * 3, device=device).bfloat16()
     tensors = [wide[:, ::2], wide.T[:, :32], wide[3:9, 5:37], wide.flatten()[1:4097].view(64, 64)]
@@ -79,11 +132,11 @@ def test_given_amaxes(device: torch.device) -> None:
             assert_all_same((data[i], scale[i]), ops.quantize(tensor, "fp8_tensor", amax[i : i + 1]))
 
 
-@pytest.mark.parametrize("format", ["fp8_tensor", "fp8_block", "mxfp8"])
+@pytest.mark.parametrize("format", ["fp8_tensor", "fp8_block", "mxfp8", "nvfp4:square"])
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.usefixtures("schema_checks_take_fp8")
 def test_opcheck(count: int, format: str, device: torch.device) -> None:
-    tensors = [torch.randn(5 * i, 64, device=device) for i in range(count)]
+    tensors = [torch.randn(16 * i, 64, device=device) for i in range(count)]
     torch.library.opcheck(OPS.quantize_list.default, (tensors, format))
     torch.library.opcheck(OPS.quantize_list_both.default, (tensors, format))
 
@@ -131,6 +184,12 @@ ONES = torch.ones(4, 40)
         (ops.quantize_list, ([ONES], "mxfp8"), ValueError,
          "argument 'inputs': expected a last dimension that is a multiple of 32, the block of mxfp8, got float32[4, 40]"
          " on cpu. Pad it with zeros, for example with torch.nn.functional.pad."),
+        (ops.quantize_list, ([ONES], "nvfp4:sr"), ValueError,
+         "argument 'format': expected fp8_tensor, fp8_block, mxfp8, or nvfp4 without rht, sr and row_scaled, got "
+         "'nvfp4:sr'. Quantize the matrices one by one."),
+        (ops.quantize_list_both, ([ONES[:, :32]], "nvfp4"), ValueError,
+         "argument 'inputs': expected a number of rows that is a multiple of 16, the block of nvfp4 in transposed "
+         "data, got float32[4, 32] on cpu. Pad it with zeros, for example with torch.nn.functional.pad."),
         (ops.quantize_list, ([ONES], "fp8_tensor", torch.ones(2)), ValueError,
          "argument 'amax': expected size 1 in dimension 0 (one for each of 'inputs'), got float32[2] on cpu. Pass "
          "tensors whose sizes agree."),

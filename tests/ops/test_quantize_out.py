@@ -198,6 +198,21 @@ def test_amax_list_of_any_strides(device: torch.device) -> None:
     assert_same_bits(amax, torch.stack([t.abs().amax() for t in tensors]))
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4:square,sr", "nvfp4:4over6"])
+def test_amax_list_of_nvfp4(format: str, device: torch.device) -> None:
+    tensors = [torch.randn(16 * (i % 3), 48, device=device).bfloat16() * (i + 1) for i in range(140)]
+    amax, amax_t = torch.zeros(140, device=device), torch.zeros(140, device=device)
+    for family in (ops, reference):
+        family.amax_list_out(tensors, format, amax, amax_t)
+        for i, tensor in enumerate(tensors):
+            one, one_t = ops.amax_both(tensor, format)
+            assert_same_bits(amax[i : i + 1], one)
+            assert_same_bits(amax_t[i : i + 1], one_t)
+    rotated = torch.zeros(140, device=device)
+    ops.amax_list_out(tensors, "nvfp4:rht", rotated)
+    assert_same_bits(rotated, amax)
+
+
 @pytest.mark.parametrize("count", [0, 1, 9])
 def test_amax_list_opcheck(count: int, device: torch.device) -> None:
     tensors = [torch.randn(5, 7, device=device) for _ in range(count)]
@@ -226,9 +241,6 @@ def test_amax_list_in_a_cuda_graph() -> None:
     tensors[0].fill_(100.0)
     graph.replay()
     assert_same_bits(amax, kept)
-
-
-# To the other direction.
 
 
 # What bad input gets.
@@ -274,8 +286,15 @@ DATA, SCALE = (t.clone() for t in ops.quantize(ONES, "fp8_block"))
          "argument 'amax': expected size 1 in dimension 0 (one for each of 'inputs'), got float32[2] on cpu. Pass "
          "tensors whose sizes agree."),
         (ops.amax_list_out, ([ONES], "mxfp8", torch.zeros(1)), ValueError,
-         "argument 'format': expected fp8_tensor, which scales by the largest magnitude of a tensor, got 'mxfp8'. "
-         "Other formats find their scales on the way, or take those of transformer_plugin.ops.amax."),
+         "argument 'format': expected one that scales by the largest magnitude of a matrix, fp8_tensor, or nvfp4 "
+         "without row_scaled, got 'mxfp8'. Other formats find their scales on the way, or take those of "
+         "transformer_plugin.ops.amax."),
+        (ops.amax_list_out, ([ONES], "nvfp4:rht", torch.zeros(1), torch.zeros(1)), ValueError,
+         "argument 'amax_t': expected None for 'nvfp4:rht', whose columns are rotated first, got float32[1] on cpu. "
+         "Take those of transformer_plugin.ops.amax_transposed."),
+        (ops.amax_list_out, ([ONES[:, :24]], "nvfp4", torch.zeros(1)), ValueError,
+         "argument 'inputs': expected a last dimension that is a multiple of 16, the block of nvfp4, got "
+         "float32[4, 24] on cpu. Pad it with zeros, for example with torch.nn.functional.pad."),
     ],
 )  # fmt: skip
 def test_errors_have_four_parts(

@@ -174,10 +174,11 @@ def amax_list_out(
 
     Args:
         inputs: n matrices ``[M, K]`` of one dtype, float32, bfloat16 or float16, any strides (those that are not
-            contiguous are copied first), any sizes including 0.
-        format: a key of ``fp8_tensor``.
+            contiguous are copied first), any sizes including 0; for ``nvfp4`` K is a multiple of 16.
+        format: a key of ``fp8_tensor``, or of ``nvfp4`` without ``row_scaled``.
         amax: float32 ``[n]``, contiguous: written.
-        amax_t: the same for the columns, ``[n]``: the same numbers. None leaves it out.
+        amax_t: the same for the columns, ``[n]``: the same numbers. None leaves it out; for ``nvfp4`` with ``rht``,
+            whose columns are rotated first, it must be.
         noop: float32 ``[1]``, as in :func:`quantize_out`: with 1 ``amax`` and ``amax_t`` stay as they are.
 
     Raises:
@@ -192,14 +193,16 @@ def quantize_list(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """:func:`~transformer_plugin.ops.quantize` of each of many matrices, all weights of a model for example.
 
-    A kernel takes 64 matrices, whose addresses travel in its arguments. ``fp8_tensor`` finds all amaxes first, as
-    :func:`amax_list_out`.
+    A kernel takes 64 matrices, whose addresses travel in its arguments. ``fp8_tensor`` and ``nvfp4`` find all amaxes
+    first, as :func:`amax_list_out`.
 
     Args:
         inputs: n matrices ``[M, K]``, at least one, of one dtype, float32, bfloat16 or float16, any strides (those that
-            are not contiguous are copied first), any sizes including 0; for ``mxfp8`` every K is a multiple of 32.
-        format: a key of ``fp8_tensor``, ``fp8_block`` or ``mxfp8``.
-        amax: float32 ``[n]``, contiguous, only for ``fp8_tensor``: takes the place of the matrices' own.
+            are not contiguous are copied first), any sizes including 0; for ``mxfp8`` every K is a multiple of 32, for
+            ``nvfp4`` of 16.
+        format: a key of ``fp8_tensor``, ``fp8_block`` or ``mxfp8``, or of ``nvfp4`` without ``rht``, ``sr`` and
+            ``row_scaled``.
+        amax: float32 ``[n]``, contiguous, only for ``fp8_tensor`` and ``nvfp4``: takes the place of the matrices' own.
 
     Returns:
         The n ``data`` and the n ``scale_inv``. Not differentiable.
@@ -218,7 +221,8 @@ def quantize_list_both(
     """:func:`~transformer_plugin.ops.quantize_both` of each of many matrices.
 
     Args:
-        inputs, format, amax: as in :func:`quantize_list`.
+        inputs, format, amax: as in :func:`quantize_list`; for ``nvfp4`` every M is a multiple of 16 too. One amax
+            serves both directions.
 
     Returns:
         Four lists of n: ``data, scale_inv, data_transposed, scale_inv_transposed``.

@@ -132,20 +132,30 @@ def amax_list_out(
         _write((amax_t,), (values,), noop)
 
 
+def _amaxes(inputs: list[Tensor], format: str | Format, amax: Tensor | None) -> list[Tensor | None]:
+    """The given ones, or their own."""
+    if amax is not None:
+        return list(amax.split(1))
+    if (format if isinstance(format, Format) else Format.parse(format)).family in ("fp8_tensor", "nvfp4"):
+        return [_amax(input, format) for input in inputs]
+    return [None] * len(inputs)
+
+
 def quantize_list(
     inputs: list[Tensor], format: str | Format, amax: Tensor | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Each by itself."""
-    data, scale_inv, _, _ = quantize_list_both(inputs, format, amax)
-    return data, scale_inv
+    given = _amaxes(inputs, format, amax)
+    outputs = [quantize(input, format, one) for input, one in zip(inputs, given, strict=True)]
+    return [data for data, _ in outputs], [scale for _, scale in outputs]
 
 
 def quantize_list_both(
     inputs: list[Tensor], format: str | Format, amax: Tensor | None = None
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """Each by itself, both directions."""
-    given = [None] * len(inputs) if amax is None else list(amax.split(1))
-    outputs = [quantize_both(input, format, one) for input, one in zip(inputs, given, strict=True)]
+    """Each by itself, both directions, for which one amax serves."""
+    given = _amaxes(inputs, format, amax)
+    outputs = [quantize_both(input, format, one, one) for input, one in zip(inputs, given, strict=True)]
     data, scale_inv, data_t, scale_t = ([output[i] for output in outputs] for i in range(4))
     return data, scale_inv, data_t, scale_t
 
