@@ -95,36 +95,56 @@ Gradients backward_outputs(const BackwardCall& call) {
           empty(call.input, {call.has_bias ? cols : none}, dtype)};
 }
 
+// Sums over the rows, and what they need while they are made; of nothing when they are not asked for.
+struct Sums {
+  Tensor partial, sums;
+
+  Sums(const Tensor& input, bool wanted) {
+    if (!wanted) return;
+    const int64_t cols = input.size(-1), rows = input.numel() / cols;
+    partial = empty(input, {ColumnSums::slots(rows, 1), cols}, at::kFloat);
+    sums = empty(input, {cols}, at::kFloat);
+  }
+  ColumnSums args(const Tensor& input) const {
+    const int64_t cols = input.size(-1), rows = input.numel() / cols;
+    if (!sums.defined()) return {nullptr, nullptr, nullptr, 1, rows, cols};
+    return {partial.mutable_data_ptr<float>(), sums.mutable_data_ptr<float>(), nullptr, 1, rows, cols};
+  }
+  // Rounded once.
+  void round_into(Tensor& gradient) const {
+    if (sums.defined()) gradient = sums.to(gradient.scalar_type());
+  }
+};
+
 Gradients run_backward(const BackwardCall& call) {
-  const Gradients gradients = backward_outputs(call);
+  Gradients gradients = backward_outputs(call);
+  const BelowAutograd guard;
   const Tensor g = call.grad.contiguous(), x = call.input.contiguous(), rstd = call.rstd.contiguous();
   const Tensor w = call.weight ? call.weight->contiguous() : Tensor();
   const Tensor mean = call.mean ? call.mean->contiguous() : Tensor();
-  const int64_t cols = x.size(-1);
-  NormBackwardArgs args{g.const_data_ptr(),
-                        x.const_data_ptr(),
-                        w.defined() ? w.const_data_ptr() : nullptr,
-                        mean.defined() ? mean.const_data_ptr<float>() : nullptr,
-                        rstd.const_data_ptr<float>(),
-                        gradients.input.mutable_data_ptr(),
-                        call.weight ? gradients.weight.mutable_data_ptr() : nullptr,
-                        call.has_bias ? gradients.bias.mutable_data_ptr() : nullptr,
-                        nullptr,
-                        x.numel() / cols,
-                        cols,
-                        call.zero_centered,
-                        to_dtype(x.scalar_type())};
-  const int64_t sums = (call.weight ? 1 : 0) + (call.has_bias ? 1 : 0);
-  const Tensor partial = empty(x, {sums, args.chunks(), cols}, at::kFloat);
-  args.partial = partial.mutable_data_ptr<float>();
+  const Sums of_weight(x, call.weight.has_value()), of_bias(x, call.has_bias);
+  const NormBackwardArgs args{g.const_data_ptr(),
+                              x.const_data_ptr(),
+                              w.defined() ? w.const_data_ptr() : nullptr,
+                              mean.defined() ? mean.const_data_ptr<float>() : nullptr,
+                              rstd.const_data_ptr<float>(),
+                              gradients.input.mutable_data_ptr(),
+                              of_weight.args(x),
+                              of_bias.args(x),
+                              x.numel() / x.size(-1),
+                              x.size(-1),
+                              call.zero_centered,
+                              to_dtype(x.scalar_type())};
   if (x.is_cpu()) {
     norm_backward_cpu(args);
-    return gradients;
-  }
+  } else {
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  const CudaScope scope(x);
-  launch_norm_backward(args, scope.stream());
+    const CudaScope scope(x);
+    launch_norm_backward(args, scope.stream());
 #endif
+  }
+  of_weight.round_into(gradients.weight);
+  of_bias.round_into(gradients.bias);
   return gradients;
 }
 

@@ -6,20 +6,20 @@
 //
 // Sums over a row have a written order, so that they repeat bit for bit and are the same on CPU and CUDA: column c is
 // added to partial sum c % 1024, in the order of columns, from zero; then neighbours of the partial sums are added, then
-// the sums of neighbours, and so on, ten times. Gradients of weight and bias are sums over rows: of each 256 rows in
-// turn from zero, then of these in turn from zero.
+// the sums of neighbours, and so on, ten times. Gradients of weight and bias are sums over rows in the order of
+// common/column_sums.h.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 
+#include "common/column_sums.h"
 #include "common/dtype.h"
 #include "common/math.h"
 
 namespace transformer_plugin::norm {
 
 inline constexpr int kPartialSums = 1024;
-inline constexpr int kRowChunk = 256;  // rows of a partial sum of a column
 
 // LayerNorm is `centered`, RMSNorm is not and its mean counts as 0.
 struct NormArgs {
@@ -37,25 +37,18 @@ struct NormArgs {
 };
 
 struct NormBackwardArgs {
-  const void* grad;    // [rows, cols]
-  const void* input;   // [rows, cols]
-  const void* weight;  // [cols], or null
-  const float* mean;   // [rows], or null for 0
-  const float* rstd;   // [rows]
-  void* grad_input;    // [rows, cols]
-  void* grad_weight;   // [cols], or null
-  void* grad_bias;     // [cols], or null
-  float* partial;      // scratch, [1 or 2, ceil(rows / kRowChunk), cols]: of the weight, then of the bias
+  const void* grad;      // [rows, cols]
+  const void* input;     // [rows, cols]
+  const void* weight;    // [cols], or null
+  const float* mean;     // [rows], or null for 0
+  const float* rstd;     // [rows]
+  void* grad_input;      // [rows, cols]
+  ColumnSums of_weight;  // of grad times the normalised values; `sums` is null when it is not asked for
+  ColumnSums of_bias;    // of grad; the same
   int64_t rows;
   int64_t cols;
   bool zero_centered;
   DType dtype;
-
-  TP_HOST_DEVICE int64_t chunks() const { return (rows + kRowChunk - 1) / kRowChunk; }
-  TP_HOST_DEVICE float* partial_of_weight() const { return grad_weight ? partial : nullptr; }
-  TP_HOST_DEVICE float* partial_of_bias() const {
-    return grad_bias ? partial + (grad_weight ? chunks() * cols : 0) : nullptr;
-  }
 };
 
 TP_HOST_DEVICE float gamma_of(float weight, bool zero_centered) {

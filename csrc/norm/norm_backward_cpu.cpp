@@ -1,7 +1,6 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
-#include <vector>
 
 #include "norm/norm_cpu.h"
 
@@ -82,41 +81,32 @@ void input_gradient_of_row(const NormBackwardArgs& args, int64_t index) {
 }
 
 template <typename T>
-TP_CPU_CLONES void add_products(const T* grad, const T* input, Row row, float* sums, int64_t count) {
+TP_CPU_CLONES void products(const T* grad, const T* input, Row row, float* terms, int64_t count) {
   for (int64_t c = 0; c < count; ++c) {
     const float normalised = (static_cast<float>(input[c]) - row.mean) * row.rstd;
-    sums[c] = sums[c] + static_cast<float>(grad[c]) * normalised;
+    terms[c] = static_cast<float>(grad[c]) * normalised;
   }
 }
 
-template <typename T>
-TP_CPU_CLONES void add_row(const T* values, float* sums, int64_t count) {
-  for (int64_t c = 0; c < count; ++c) sums[c] = sums[c] + static_cast<float>(values[c]);
-}
+constexpr int64_t kColumnsAtOnce = 128;
 
-template <typename T>
-void sum_chunk(const NormBackwardArgs& args, int64_t chunk) {
-  const int64_t cols = args.cols;
-  float* of_weight = args.grad_weight ? args.partial_of_weight() + chunk * cols : nullptr;
-  float* of_bias = args.grad_bias ? args.partial_of_bias() + chunk * cols : nullptr;
-  if (of_weight) std::fill_n(of_weight, cols, 0.0f);
-  if (of_bias) std::fill_n(of_bias, cols, 0.0f);
-  const int64_t end = std::min(args.rows, (chunk + 1) * kRowChunk);
-  for (int64_t row = chunk * kRowChunk; row < end; ++row) {
-    const T* grad = static_cast<const T*>(args.grad) + row * cols;
-    const T* input = static_cast<const T*>(args.input) + row * cols;
-    if (of_weight) add_products<T>(grad, input, row_of(args, row), of_weight, cols);
-    if (of_bias) add_row<T>(grad, of_bias, cols);
-  }
-}
-
-template <typename T>
-void add_chunks(const NormBackwardArgs& args, const float* partial, void* target) {
-  std::vector<float> sums(args.cols, 0.0f);
-  for (int64_t chunk = 0; chunk < args.chunks(); ++chunk) {
-    add_row<float>(partial + chunk * args.cols, sums.data(), args.cols);
-  }
-  for (int64_t c = 0; c < args.cols; ++c) static_cast<T*>(target)[c] = static_cast<T>(sums[c]);
+// `terms(row, column, columns, target)` of all rows, summed.
+template <typename Terms>
+void sum_columns(const ColumnSums& sums, Terms&& terms) {
+  if (!sums.sums) return;
+  const int64_t parts = (sums.columns + kColumnsAtOnce - 1) / kColumnsAtOnce;
+  at::parallel_for(0, sums.tiles(0) * parts, 1, [&](int64_t begin, int64_t end) {
+    alignas(64) float values[kSumRows][kColumnsAtOnce];
+    for (int64_t task = begin; task < end; ++task) {
+      const RaggedTile tile = sums.tile(task / parts);
+      const int64_t column = task % parts * kColumnsAtOnce;
+      const int64_t count = std::min(kColumnsAtOnce, sums.columns - column);
+      for (int64_t i = tile.begin; i < tile.end; ++i) terms(i, column, count, values[i - tile.begin]);
+      sum_rows_cpu(values[0], kColumnsAtOnce, tile.end - tile.begin, count);
+      std::copy_n(values[0], count, sums.of_tile(0, tile.begin) + column);
+    }
+  });
+  add_tile_sums_cpu(sums);
 }
 
 }  // namespace
@@ -128,12 +118,15 @@ void norm_backward_cpu(const NormBackwardArgs& args) {
     at::parallel_for(0, args.rows, rows_per_task, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) input_gradient_of_row<T>(args, row);
     });
-    if (!args.grad_weight && !args.grad_bias) return;
-    at::parallel_for(0, args.chunks(), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t chunk = begin; chunk < end; ++chunk) sum_chunk<T>(args, chunk);
+    const T* grad = static_cast<const T*>(args.grad);
+    const T* input = static_cast<const T*>(args.input);
+    sum_columns(args.of_weight, [&](int64_t row, int64_t column, int64_t count, float* terms) {
+      const int64_t first = row * args.cols + column;
+      products<T>(grad + first, input + first, row_of(args, row), terms, count);
     });
-    if (args.grad_weight) add_chunks<T>(args, args.partial_of_weight(), args.grad_weight);
-    if (args.grad_bias) add_chunks<T>(args, args.partial_of_bias(), args.grad_bias);
+    sum_columns(args.of_bias, [&](int64_t row, int64_t column, int64_t count, float* terms) {
+      as_floats<T>(grad + row * args.cols + column, terms, count);
+    });
   });
 }
 

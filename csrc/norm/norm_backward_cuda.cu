@@ -1,4 +1,6 @@
+#include "common/column_sums.cuh"
 #include "norm/norm_row.cuh"
+#include "quantize/tile_part.cuh"
 
 namespace transformer_plugin::norm {
 namespace {
@@ -58,63 +60,76 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// Sums over the rows of a chunk: a thread has 8 columns.
+static_assert(quantize::kTile == kSumRows, "a tile is a whole branch of the sums' tree");
+
+// A block sums a tile of 128 rows and columns: the products of gradients with normalised values, and the gradients.
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    sum_chunks_kernel(const __grid_constant__ NormBackwardArgs args, int64_t bands) {
-  const int64_t chunk = blockIdx.x / bands;
-  const int64_t first = (blockIdx.x - chunk * bands) * kPartialSums + threadIdx.x * kUnit;
-  const int64_t left = args.cols - first;
-  if (left <= 0) return;
-  const int count = static_cast<int>(left < kUnit ? left : kUnit);
-  const int64_t end = min(args.rows, (chunk + 1) * kRowChunk);
-  float of_weight[kUnit] = {}, of_bias[kUnit] = {};
-#pragma unroll 4
-  for (int64_t r = chunk * kRowChunk; r < end; ++r) {
-    const Row row(args, r);
-    float g[kUnit], x[kUnit];
-    Columns<T>(args.grad, r, args.cols).read(first, count, g);
-    if (args.grad_weight) Columns<T>(args.input, r, args.cols).read(first, count, x);
+__global__ void __launch_bounds__(quantize::kThreads, 2)
+    sum_columns_kernel(const __grid_constant__ NormBackwardArgs args, int64_t column_tiles) {
+  using quantize::kColsPerThread;
+  __shared__ TileSums products, grads;
+  quantize::Tile tile = {};
+  tile.row_tile = static_cast<int32_t>(blockIdx.x / column_tiles);
+  tile.row = static_cast<int64_t>(tile.row_tile) * kSumRows;
+  tile.rows = static_cast<int>(min(args.rows - tile.row, static_cast<int64_t>(kSumRows)));
+  tile.col = (blockIdx.x - tile.row_tile * column_tiles) * quantize::kTile;
+  tile.cols = static_cast<int>(min(args.cols - tile.col, static_cast<int64_t>(quantize::kTile)));
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const quantize::Part<T> grad(args.grad, args.cols, tile, warp, lane);
+  const quantize::Part<T> input(args.input, args.cols, tile, warp, lane);
+  // Lane r has row r of the warp's; a row that is not there has a gradient of 0.
+  const float own_mean = args.mean ? quantize::read_probs(args.mean, tile, warp, lane) : 0.0f;
+  const float own_rstd = quantize::read_probs(args.rstd, tile, warp, lane);
+  constexpr int kBatch = quantize::kRowsUnderWay<T>;
+  constexpr int kBatches = quantize::kRowsPerThread / kBatch;
+  float of_weight[kBatches][kColsPerThread], of_bias[kBatches][kColsPerThread];
 #pragma unroll
-    for (int i = 0; i < kUnit; ++i) {
-      if (args.grad_weight) of_weight[i] = of_weight[i] + g[i] * row.normalised(x[i]);
-      if (args.grad_bias) of_bias[i] = of_bias[i] + g[i];
+  for (int b = 0; b < kBatches; ++b) {
+    quantize::Vector4<T> g[kBatch], x[kBatch];
+    grad.read(b * kBatch, 0, g);
+    input.read(b * kBatch, 0, x);
+    float product[kBatch][kColsPerThread], plain[kBatch][kColsPerThread];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const float mean = __shfl_sync(0xffffffffu, own_mean, b * kBatch + i);
+      const float rstd = __shfl_sync(0xffffffffu, own_rstd, b * kBatch + i);
+      const quantize::Floats4<T> grads4(g[i]), inputs4(x[i]);
+#pragma unroll
+      for (int c = 0; c < kColsPerThread; ++c) {
+        plain[i][c] = grads4.at[c];
+        product[i][c] = grads4.at[c] * ((inputs4.at[c] - mean) * rstd);
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < kColsPerThread; ++c) {
+      of_weight[b][c] = sum_as_tree<kBatch>([&](int i) { return product[i][c]; });
+      of_bias[b][c] = sum_as_tree<kBatch>([&](int i) { return plain[i][c]; });
     }
   }
-  const int64_t target = chunk * args.cols + first;
-  const bool vectors = args.cols % kUnit == 0;
-  if (args.grad_weight) store_unit(args.partial_of_weight() + target, count, vectors, of_weight);
-  if (args.grad_bias) store_unit(args.partial_of_bias() + target, count, vectors, of_bias);
+  if (args.of_weight.sums) {
+    sum_tile<kBatches>([&](int b, int c) { return of_weight[b][c]; }, tile.cols, products,
+                       args.of_weight.of_tile(0, tile.row) + tile.col);
+  }
+  if (args.of_bias.sums) {
+    sum_tile<kBatches>([&](int b, int c) { return of_bias[b][c]; }, tile.cols, grads,
+                       args.of_bias.of_tile(0, tile.row) + tile.col);
+  }
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    add_chunks_kernel(const float* partial, int64_t chunks, int64_t cols, T* target) {
-  const int64_t column = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x;
-  if (column >= cols) return;
-  float sum = 0.0f;
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) sum = sum + partial[chunk * cols + column];
-  target[column] = from_float<T>(sum);
-}
-
-template <typename T>
-void launch_sums(const NormBackwardArgs& args, cudaStream_t stream) {
-  if (!args.grad_weight && !args.grad_bias) return;
+void launch_sums(const NormBackwardArgs& args, void* stream) {
+  const ColumnSums *of_weight = &args.of_weight, *of_bias = &args.of_bias;
+  if (!of_weight->sums && !of_bias->sums) return;
   if (args.rows > 0) {
-    const int64_t bands = (args.cols + kPartialSums - 1) / kPartialSums;
-    sum_chunks_kernel<T><<<static_cast<unsigned>(bands * args.chunks()), kThreads, 0, stream>>>(args, bands);
-    check_launch("sum_chunks_kernel");
+    const int64_t column_tiles = (args.cols + quantize::kTile - 1) / quantize::kTile;
+    const int64_t row_tiles = (args.rows + kSumRows - 1) / kSumRows;
+    sum_columns_kernel<T><<<grid_size(row_tiles * column_tiles, 1), quantize::kThreads, 0,
+                            static_cast<cudaStream_t>(stream)>>>(args, column_tiles);
+    check_launch("sum_columns_kernel");
   }
-  const unsigned grid = grid_size(args.cols, kThreads);
-  if (args.grad_weight) {
-    add_chunks_kernel<T><<<grid, kThreads, 0, stream>>>(args.partial_of_weight(), args.chunks(), args.cols,
-                                                        static_cast<T*>(args.grad_weight));
+  for (const ColumnSums* sums : {of_weight, of_bias}) {
+    if (sums->sums) launch_add_tile_sums(*sums, stream);
   }
-  if (args.grad_bias) {
-    add_chunks_kernel<T><<<grid, kThreads, 0, stream>>>(args.partial_of_bias(), args.chunks(), args.cols,
-                                                        static_cast<T*>(args.grad_bias));
-  }
-  check_launch("add_chunks_kernel");
 }
 
 }  // namespace
@@ -127,7 +142,7 @@ void launch_norm_backward(const NormBackwardArgs& args, void* stream) {
       norm_backward_kernel<T><<<static_cast<unsigned>(args.rows), kThreads, 0, cuda_stream>>>(args);
       check_launch("norm_backward_kernel");
     }
-    launch_sums<T>(args, cuda_stream);
+    launch_sums<T>(args, stream);
   });
 }
 

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from transformer_plugin.formats import Format
 from transformer_plugin.reference import quantize as _quantize
+from transformer_plugin.reference.gemm import sum_rows
 
 #: columns that lie so far apart are added in turn before anything else.
 PARTIAL_SUMS = 1024
-#: rows of a partial sum of a parameter's gradient.
-ROW_CHUNK = 256
 
 
 def _add(sums: Tensor, terms: Tensor) -> Tensor:
@@ -52,18 +51,6 @@ def _row_means(terms: Tensor, add: Callable[[Tensor, Tensor], Tensor] = _add) ->
     return _row_sums(terms, add) / count
 
 
-def _column_sums(terms: Tensor) -> Tensor:
-    """Sums over the rows ``[rows, n]``: of each 256 in turn, from zero; of these in turn, from zero."""
-    chunks = F.pad(terms, (0, 0, 0, -terms.shape[0] % ROW_CHUNK)).unflatten(0, (-1, ROW_CHUNK))
-    partials = torch.zeros_like(chunks[:, 0])
-    for row in chunks.unbind(1):
-        partials = partials + row
-    total = torch.zeros_like(terms.sum(0))
-    for partial in partials.unbind(0):
-        total = total + partial
-    return total
-
-
 def _gamma(weight: Tensor | None, zero_centered: bool) -> Tensor | None:
     if weight is None:
         return None
@@ -98,8 +85,8 @@ def _backward(
     mean_product = _row_means(scaled * normalised)
     of_input = r * ((scaled - mean_grad[..., None]) - normalised * mean_product[..., None])
     columns = (-1, input.shape[-1])
-    of_weight = _column_sums((g * normalised).reshape(columns))
-    of_bias = _column_sums(g.reshape(columns))
+    of_weight = sum_rows((g * normalised).reshape(columns))
+    of_bias = sum_rows(g.reshape(columns))
     return of_input.to(input.dtype), of_weight.to(input.dtype), of_bias.to(input.dtype)
 
 
