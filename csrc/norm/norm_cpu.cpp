@@ -27,10 +27,18 @@ TP_CPU_CLONES void add_neighbours(const float* __restrict terms, float* __restri
   for (int64_t i = 0; i < count; ++i) sums[i] = terms[2 * i] + terms[2 * i + 1];
 }
 
+// A power of two that takes them all: what lies beyond is zero, and adds nothing.
+int64_t used_partials(int64_t cols) {
+  int64_t count = kPartialSums;
+  while (count / 2 >= cols && count > 1) count /= 2;
+  return count;
+}
+
 // `add(first column, columns, partials)` for each kPartialSums columns, then the sum.
 template <typename Add>
 float sum_over_row(int64_t cols, Add&& add) {
-  alignas(64) float partials[kPartialSums] = {};
+  alignas(64) float partials[kPartialSums];
+  std::fill_n(partials, used_partials(cols), 0.0f);
   for (int64_t c = 0; c < cols; c += kPartialSums) {
     add(c, std::min<int64_t>(kPartialSums, cols - c), partials);
   }
@@ -54,48 +62,35 @@ RowStats stats_of_row(const NormArgs& args, int64_t row) {
   return stats;
 }
 
-template <typename T>
-TP_CPU_CLONES void as_floats(const T* source, float* target, int64_t count) {
-  for (int64_t c = 0; c < count; ++c) target[c] = static_cast<float>(source[c]);
-}
-
-template <typename T>
-TP_CPU_CLONES void normalise_plain(const T* input, RowStats stats, float* values, int64_t count) {
-  for (int64_t c = 0; c < count; ++c) values[c] = (static_cast<float>(input[c]) - stats.mean) * stats.rstd;
-}
-
-template <typename T>
-TP_CPU_CLONES void multiply(const T* weight, bool zero_centered, float* values, int64_t count) {
+// Rounded to T, and given as Target.
+template <typename T, bool kWeight, bool kBias, typename Target>
+TP_CPU_CLONES void normalise_columns(const T* input, const T* weight, const T* bias, bool zero_centered,
+                                     RowStats stats, Target* __restrict target, int64_t count) {
   for (int64_t c = 0; c < count; ++c) {
-    values[c] = values[c] * gamma_of(static_cast<float>(weight[c]), zero_centered);
+    float value = (static_cast<float>(input[c]) - stats.mean) * stats.rstd;
+    if constexpr (kWeight) value = value * gamma_of(static_cast<float>(weight[c]), zero_centered);
+    if constexpr (kBias) value = value + static_cast<float>(bias[c]);
+    target[c] = static_cast<Target>(static_cast<T>(value));
   }
 }
 
-template <typename T>
-TP_CPU_CLONES void add(const T* terms, float* values, int64_t count) {
-  for (int64_t c = 0; c < count; ++c) values[c] = values[c] + static_cast<float>(terms[c]);
-}
-
-template <typename T>
-TP_CPU_CLONES void round_to(const float* values, T* rounded, int64_t count) {
-  for (int64_t c = 0; c < count; ++c) rounded[c] = static_cast<T>(values[c]);
-}
-
-constexpr int64_t kPiece = 512;  // columns that are normalised step by step while the cache holds them
-
-template <typename T>
-void normalise_piece(const NormArgs& args, const RowStats& stats, int64_t row, int64_t first, int64_t count,
-                     float* values) {
-  normalise_plain<T>(static_cast<const T*>(args.input) + row * args.cols + first, stats, values, count);
-  if (args.weight) multiply<T>(static_cast<const T*>(args.weight) + first, args.zero_centered, values, count);
-  if (args.bias) add<T>(static_cast<const T*>(args.bias) + first, values, count);
+template <typename T, typename Target>
+void normalise(const NormArgs& args, const RowStats& stats, int64_t row, int64_t first, int64_t count,
+               Target* target) {
+  const T* input = static_cast<const T*>(args.input) + row * args.cols + first;
+  const T* weight = args.weight ? static_cast<const T*>(args.weight) + first : nullptr;
+  const T* bias = args.bias ? static_cast<const T*>(args.bias) + first : nullptr;
+  const auto columns =
+      weight
+          ? (bias ? normalise_columns<T, true, true, Target> : normalise_columns<T, true, false, Target>)
+          : (bias ? normalise_columns<T, false, true, Target> : normalise_columns<T, false, false, Target>);
+  columns(input, weight, bias, args.zero_centered, stats, target, count);
 }
 
 }  // namespace
 
 float sum_of_partials_cpu(float* partials, int64_t cols) {
-  int64_t count = kPartialSums;
-  while (count / 2 >= cols && count > 1) count /= 2;  // what lies beyond is zero, and adds nothing
+  int64_t count = used_partials(cols);
   float other[kPartialSums / 2];
   float *from = partials, *to = other;
   for (; count > 1; count /= 2) {
@@ -116,14 +111,7 @@ RowStats stats_of_row_cpu(const NormArgs& args, int64_t row) {
 void normalise_cpu(const NormArgs& args, const RowStats& stats, int64_t row, int64_t first, int64_t count,
                    float* values) {
   visit_float(args.dtype, [&](auto element) {
-    using T = decltype(element);
-    for (int64_t c = 0; c < count; c += kPiece) {
-      T rounded[kPiece];
-      const int64_t n = std::min(kPiece, count - c);
-      normalise_piece<T>(args, stats, row, first + c, n, values + c);
-      round_to<T>(values + c, rounded, n);
-      as_floats<T>(rounded, values + c, n);
-    }
+    normalise<decltype(element), float>(args, stats, row, first, count, values);
   });
 }
 
@@ -134,12 +122,7 @@ void norm_cpu(const NormArgs& args, void* output) {
       const RowStats stats = stats_of_row_cpu(args, row);
       visit_float(args.dtype, [&](auto element) {
         using T = decltype(element);
-        for (int64_t c = 0; c < args.cols; c += kPiece) {
-          float values[kPiece];
-          const int64_t count = std::min(kPiece, args.cols - c);
-          normalise_piece<T>(args, stats, row, c, count, values);
-          round_to<T>(values, static_cast<T*>(output) + row * args.cols + c, count);
-        }
+        normalise<T, T>(args, stats, row, 0, args.cols, static_cast<T*>(output) + row * args.cols);
       });
     }
   });
