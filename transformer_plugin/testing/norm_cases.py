@@ -88,8 +88,8 @@ def norm_quantize_cases() -> Iterator[Case]:
         for j, format in enumerate(("fp8_block", "mxfp8", "mxfp8:tiled")):
             columns = 1024 * thousands - 544 * (j % 2)
             yield _case(f"{format}-", (6, columns), torch.bfloat16, 3 * thousands + j, format)
-    for j, format in enumerate(FORMATS):  # what matters most, in the dtype that matters most
-        yield _case(f"{format}-", (131, 7168), torch.bfloat16, 4 * (j % 2), format)
+    for format in ("fp8_block", "mxfp8"):  # what matters most, over whole and broken bands of rows
+        yield _case(f"{format}-", (131, 7168), torch.bfloat16, 0, format)
 
 
 def without_bias(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
