@@ -47,38 +47,23 @@ TP_HOST_DEVICE uint32_t e2m1_place(float p) {
 #endif
 }
 
-// The code at or below a magnitude under 8.
-TP_HOST_DEVICE uint32_t e2m1_place_below(float p) {
-#if defined(__CUDA_ARCH__)
-  const float a = __fmaf_rd(p, 2.0f, kE2m1Shift), b = __fadd_rd(p, kE2m1Shift + 2.0f),
-              c = __fmaf_rd(p, 0.5f, kE2m1Shift + 4.0f);
-  return float_to_bits(fminf(fminf(a, b), c)) - kE2m1ShiftBits;
-#else
-  // From 1 on a code is the first mantissa bit under the exponent; below there are only 0.5 and 0.
-  const int32_t normal = static_cast<int32_t>(float_to_bits(p) >> 22) - 252;
-  const int32_t half = p >= 0.5f ? 1 : 0;
-  return static_cast<uint32_t>(normal > half ? normal : half);
-#endif
-}
-
 TP_HOST_DEVICE uint32_t e2m1_nearest(float value) {
   return e2m1_place(e2m1_magnitude(value)) | e2m1_sign(value);
 }
 
+// The place of a magnitude up to 6 in 1/256 of the step between its neighbours, rounded down.
+TP_HOST_DEVICE uint32_t e2m1_fine_place(float p) {
+  const uint32_t a = static_cast<uint32_t>(p * 512.0f), b = static_cast<uint32_t>(p * 256.0f) + 512u,
+                 c = static_cast<uint32_t>(p * 128.0f) + 1024u;
+  const uint32_t ab = a < b ? a : b;
+  return ab < c ? ab : c;
+}
+
 // Stochastic rounding by byte `i` of `random`: the magnitude plus byte / 256 of the step between its neighbours, rounded
-// down. All but the sum is exact.
+// down. Exact, for whole steps of 1/256 are all that counts.
 TP_HOST_DEVICE uint32_t e2m1_stochastic(float value, uint32_t random, int i) {
-  const float p = e2m1_magnitude(value);
-  const uint32_t exponent = float_to_bits(p) & 0x7f800000u;
-  const float double_step = bits_to_float(exponent > 0x3f800000u ? exponent : 0x3f800000u);
-#if defined(__CUDA_ARCH__)
-  const float byte = bits_to_float(__byte_perm(random, kE2m1ShiftBits, 0x7440u + i)) - kE2m1Shift;
-  const float moved = fmaf(byte, double_step * (1.0f / 512.0f), p);
-#else
-  const float byte = bits_to_float(kE2m1ShiftBits | ((random >> (8 * i)) & 0xffu)) - kE2m1Shift;
-  const float moved = p + byte * (double_step * (1.0f / 512.0f));
-#endif
-  return e2m1_place_below(moved) | e2m1_sign(value);
+  const uint32_t byte = (random >> (8 * i)) & 0xffu;
+  return ((e2m1_fine_place(e2m1_magnitude(value)) + byte) >> 8) | e2m1_sign(value);
 }
 
 TP_HOST_DEVICE float e2m1_to_float(uint32_t code) {

@@ -65,8 +65,9 @@ TP_HOST_DEVICE float exp_f32(float x) {
   return x != x ? x : value;
 }
 
-// 1 / x for x in [1, 2], rounded to nearest: the steps of a GPU's division without its test for other ranges.
-TP_HOST_DEVICE float reciprocal_of_1_to_2(float x) {
+// 1 / x for x far from the ends of the range of floats, rounded to nearest: the steps of a GPU's division without its test
+// for those.
+TP_HOST_DEVICE float reciprocal_by_steps(float x) {
 #if defined(__CUDA_ARCH__)
   float estimate;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(x));
@@ -82,7 +83,7 @@ TP_HOST_DEVICE float sigmoid_of_number_f32(float x) {
   const float negative = x < 0.0f ? x : -x;
   const float in_range = exp_in_range_f32(negative);
   const float e = negative > -87.33654f ? in_range : 0.0f;
-  const float large = reciprocal_of_1_to_2(1.0f + e);
+  const float large = reciprocal_by_steps(1.0f + e);
   return x < 0.0f ? e * large : large;
 }
 

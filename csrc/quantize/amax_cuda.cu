@@ -1,5 +1,5 @@
 #include "quantize/amax.h"
-#include "quantize/nv_tile.cuh"
+#include "quantize/nv_hadamard.cuh"
 
 namespace transformer_plugin::quantize {
 namespace {
@@ -53,7 +53,13 @@ __device__ __forceinline__ float transformed_max(const Values<T>& values) {
     float x[kNvBlock];
 #pragma unroll
     for (int r = 0; r < kNvBlock; ++r) x[r] = values.get(r, c);
-    largest = fmaxf(largest, transform<T>(x));
+    NvPairs<T> pairs;
+    transform<T>(x, pairs);
+    Two<T> most = zeros<T>();
+#pragma unroll
+    for (int i = 0; i < kNvBlock / 2; ++i) most = max_abs(most, pairs[i]);
+    const float2 two = to_floats(most);
+    largest = fmaxf(largest, fmaxf(two.x, two.y));
   }
   return largest;
 }

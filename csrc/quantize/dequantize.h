@@ -43,8 +43,8 @@ TP_HOST_DEVICE float scale_at(const DequantizeArgs& args, const Tile& tile, int 
   }
   const int line = args.transposed ? c : r;
   const int block = (args.transposed ? r : c) / kMxBlock;
-  return e8m0_to_float(
-      static_cast<const uint8_t*>(args.scale)[word_index(args.layout, tile, args.transposed, line) + block]);
+  return e8m0_to_float(static_cast<const uint8_t*>(
+      args.scale)[WordLines(args.layout, tile, args.transposed).at(line) + block]);
 }
 
 void dequantize_cpu(const DequantizeArgs& args);

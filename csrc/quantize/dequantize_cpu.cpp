@@ -95,14 +95,14 @@ TP_CPU_CLONES void round_row(const float* values, int cols, T* output) {
 void decode_nv_tile(const DequantizeArgs& args, const Tile& tile, float (*values)[kTile]) {
   const Layout& layout = args.layout;
   const int lines = args.transposed ? tile.cols : tile.rows, count = args.transposed ? tile.rows : tile.cols;
-  const int words = words_within(layout, tile, args.transposed);
+  const WordLines words(layout, tile, args.transposed);
   for (int line = 0; line < lines; ++line) {
     const int64_t element = args.transposed
                                 ? (tile.member * layout.cols + tile.col + line) * layout.rows + tile.row
                                 : (tile.member * layout.rows + tile.row + line) * layout.cols + tile.col;
     float factors[kNvBlocks];
-    for (int b = 0; b < 4 * words; ++b) {
-      const int64_t index = word_index(layout, tile, args.transposed, line, b / 4) + b % 4;
+    for (int b = 0; b < 4 * words.count; ++b) {
+      const int64_t index = words.at(line, b / 4) + b % 4;
       factors[b] = nv_factor(args, tile, line, static_cast<const uint8_t*>(args.scale)[index]);
     }
     decode_nv_line(args.data + element / 2, factors, count, values[line]);

@@ -60,7 +60,7 @@ __device__ __forceinline__ void load_rows(const DequantizeArgs& args, const Tile
 // What the columns of a row of the tile are scaled by: the bits of one float, or four E8M0 bytes.
 __device__ __forceinline__ uint32_t row_scales(const DequantizeArgs& args, const Tile& tile, int row) {
   if (args.layout.mode != ScaleMode::kMx) return __float_as_uint(scale_at(args, tile, row, 0));
-  const uint8_t* word = static_cast<const uint8_t*>(args.scale) + word_index(args.layout, tile, false, row);
+  const uint8_t* word = static_cast<const uint8_t*>(args.scale) + WordLines(args.layout, tile, false).at(row);
   return load_codes(word, kMxBlocks, is_word_aligned(word)).word;
 }
 

@@ -10,6 +10,7 @@ __device__ __forceinline__ void load_nv_rows(const DequantizeArgs& args, const T
   const Layout& layout = args.layout;
   const uint8_t* scales = static_cast<const uint8_t*>(args.scale);
   const int block = c0 / kNvBlock;
+  const WordLines words(layout, tile, false);
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
     const int row = first_row + r;
@@ -18,8 +19,7 @@ __device__ __forceinline__ void load_nv_rows(const DequantizeArgs& args, const T
     if (row >= tile.rows) continue;
     const int64_t first = (tile.member * layout.rows + tile.row + row) * layout.cols + tile.col + c0;
     codes[r] = *reinterpret_cast<const uint16_t*>(args.data + first / 2);
-    factors[r] =
-        nv_factor(args, tile, row, scales[word_index(layout, tile, false, row, block / 4) + block % 4]);
+    factors[r] = nv_factor(args, tile, row, scales[words.at(row, block / 4) + block % 4]);
   }
 }
 
@@ -32,12 +32,12 @@ __device__ __forceinline__ void load_nv_columns(const DequantizeArgs& args, cons
   const int block = first_row / kNvBlock;
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) codes[r] = 0;
+  const WordLines words(layout, tile, true);
 #pragma unroll
   for (int c = 0; c < kColsPerThread; ++c) {
     factors[c] = 0.0f;
     if (c0 + c >= tile.cols) continue;
-    factors[c] =
-        nv_factor(args, tile, c0 + c, scales[word_index(layout, tile, true, c0 + c, block / 4) + block % 4]);
+    factors[c] = nv_factor(args, tile, c0 + c, scales[words.at(c0 + c, block / 4) + block % 4]);
     const int64_t first =
         (tile.member * layout.cols + tile.col + c0 + c) * layout.rows + tile.row + first_row;
 #pragma unroll

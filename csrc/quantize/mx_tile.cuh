@@ -64,6 +64,7 @@ __device__ __forceinline__ void write_mx_rows(const QuantizeArgs& args, const Ti
   float multipliers[Maxima::kRows];
   Maxima maxima;
   if (!layout.square) maxima.find(values, lane);
+  const WordLines lines(layout, tile, false);
 #pragma unroll
   for (int i = 0; i < Maxima::kRows; ++i) {
     const float amax = layout.square ? partial.square(warp / kWarpsPerBlock, block) : maxima.at[i];
@@ -74,7 +75,7 @@ __device__ __forceinline__ void write_mx_rows(const QuantizeArgs& args, const Ti
     word |= __shfl_xor_sync(0xffffffffu, word, 2 * kLanesPerBlock);
     const int row = first_row + Maxima::row_of(lane) + i;
     if (lane < kLanesPerBlock && row < tile.rows) {
-      *reinterpret_cast<uint32_t*>(args.exponents + word_index(layout, tile, false, row)) = word;
+      *reinterpret_cast<uint32_t*>(args.exponents + lines.at(row)) = word;
     }
   }
 #pragma unroll
@@ -112,7 +113,7 @@ __device__ __forceinline__ void write_column_exponents(const QuantizeArgs& args,
   Codes4 word;
 #pragma unroll
   for (int b = 0; b < kMxBlocks; ++b) word.set(b, exponents.at[b][column]);
-  *reinterpret_cast<uint32_t*>(args.exponents_t + word_index(args.layout, tile, true, column)) = word.word;
+  *reinterpret_cast<uint32_t*>(args.exponents_t + WordLines(args.layout, tile, true).at(column)) = word.word;
 }
 
 // What a block needs in shared memory for one tile.
@@ -156,7 +157,7 @@ __device__ __forceinline__ bool begin_mx_tile(const QuantizeArgs& args, const Ti
   if (threadIdx.x == 0 && args.transposed) zero_word_padding(layout, tile, true, args.exponents_t);
   if (tile.rows > 0) return true;
   if (args.transposed && threadIdx.x < tile.cols) {
-    *reinterpret_cast<uint32_t*>(args.exponents_t + word_index(layout, tile, true, threadIdx.x)) = 0;
+    *reinterpret_cast<uint32_t*>(args.exponents_t + WordLines(layout, tile, true).at(threadIdx.x)) = 0;
   }
   return false;
 }

@@ -1,109 +1,100 @@
-// A tile in NVFP4. A thread works on 16 values that share a scale: of a column the 16 rows that it holds, of a row 16
-// values that its warp hands around through shared memory. The tail of a ragged matrix needs no case of its own: its
-// values are loaded as zero, whose codes and scales are 0.
+// A tile in NVFP4. A thread works on 16 values that share a scale: of a row 16 neighbours, of a column the 16 rows that it
+// holds. Rows alone are read as they are worked on; with columns a tile is read once, and the rows of a warp are handed
+// around through shared memory. The tail of a ragged matrix needs no case of its own: its values are loaded as zero,
+// whose codes and scales are 0.
 #pragma once
 
-#include "quantize/quantize_device.cuh"
-#include "quantize/quantize_nv.h"
+#include "quantize/nv_code.cuh"
 
 namespace transformer_plugin::quantize {
 
 static_assert(kRowsPerThread == kNvBlock, "a thread holds whole blocks of transposed data");
 
-enum class NvCoding { kNearest, kStochastic, kFourOverSix };
-
-// Eight codes in each word.
-struct NvBlock {
-  uint2 codes;
-  uint8_t scale;
-};
-
 template <typename T>
 struct NvShared {
   static constexpr int kPassRows = sizeof(T) == 2 ? 16 : 8;  // of a warp, handed around at once
-  static constexpr int kPitch = kTile + 16 / sizeof(T);      // so that four rows lie in different banks
+  static constexpr int kPitch = kTile + 16 / sizeof(T);      // so that two rows lie in different banks
   alignas(16) T rows[kWarps][kPassRows][kPitch];
-  uint2 turned[kTile * kNvBlocks];  // codes of transposed data: line c is column c
-  alignas(8) uint8_t scales[kTile][kNvBlocks];
-  alignas(8) uint8_t scales_t[kTile][kNvBlocks];
+  uint2 turned[kTile * kNvBlocks];  // codes of transposed data, by columns
+  alignas(4) uint8_t scales_t[kNvBlocks][kTile];
 
-  // A warp writes one block of 32 columns at a time, and reads whole lines.
+  // A warp writes one block of 32 columns at a time, 4 apart, and reads whole columns. So that neither conflict, blocks
+  // are permuted within a column, and every other 8 lanes swap columns with their neighbours.
   __device__ __forceinline__ uint2& turned_at(int column, int block) {
-    return turned[column * kNvBlocks + (block ^ ((column / kColsPerThread) & (kNvBlocks - 1)))];
+    const int lane = column / kColsPerThread;
+    return turned[(column ^ ((lane / kNvBlocks) & 1)) * kNvBlocks + (block ^ (lane % kNvBlocks))];
   }
 };
 
-template <typename Round>
-__device__ __forceinline__ uint2 pack(const float (&x)[kNvBlock], float factor, Round&& round) {
-  uint32_t words[2] = {0, 0};
-#pragma unroll
-  for (int i = 0; i < kNvBlock; ++i) words[i / 8] |= round(x[i] * factor, i) << (4 * (i % 8));
-  return {words[0], words[1]};
-}
-
-__device__ __forceinline__ uint2 pack_nearest(const float (&x)[kNvBlock], float factor) {
-  return pack(x, factor, [](float value, int) { return e2m1_nearest(value); });
-}
-
-__device__ __forceinline__ uint2 pack_stochastic(const float (&x)[kNvBlock], float factor,
-                                                 const Philox4& random) {
-  return pack(x, factor,
-              [&](float value, int i) { return e2m1_stochastic(value, random.word[i / 4], i % 4); });
-}
-
-__device__ __forceinline__ float error_of(const float (&x)[kNvBlock], uint2 codes, float decode,
-                                          bool squared) {
-  float error = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kNvBlock; ++i) {
-    const uint32_t code = (i < 8 ? codes.x : codes.y) >> (4 * (i % 8));
-    error += nv_error(x[i], code, decode, squared);
-  }
-  return error;
-}
-
-__device__ __forceinline__ NvBlock encode_four_over_six(const float (&x)[kNvBlock], float target,
-                                                        const NvGlobal& global, bool squared) {
-  const NvScale six = nv_scale(fminf(target, 448.0f), global);
-  const NvScale four = nv_scale(fminf(target * 1.5f, 448.0f), global);
-  const uint2 codes6 = pack_nearest(x, six.encode), codes4 = pack_nearest(x, four.encode);
-  const bool better = error_of(x, codes4, four.decode, squared) < error_of(x, codes6, six.decode, squared);
-  return better ? NvBlock{codes4, four.code} : NvBlock{codes6, six.code};
-}
-
-// `number` is the block's, for its random bits.
-template <NvCoding coding>
-__device__ __forceinline__ NvBlock encode_block(const NvArgs& args, const float (&x)[kNvBlock], float amax,
-                                                const NvGlobal& global, int64_t number, uint32_t direction) {
-  const float target = amax * global.sixth;
-  if constexpr (coding == NvCoding::kFourOverSix) {
-    return encode_four_over_six(x, target, global, args.method == NvMethod::kFourOverSixMse);
-  }
-  const NvScale scale = nv_scale(target, global);
-  if constexpr (coding == NvCoding::kStochastic) {
-    const Philox4 random = nv_random(static_cast<uint64_t>(*args.seed), number, direction);
-    return {pack_stochastic(x, scale.encode, random), scale.code};
-  }
-  return {pack_nearest(x, scale.encode), scale.code};
-}
-
-// 16 neighbours of a row from shared memory, and their largest magnitude.
+// 16 neighbours, zero unless they are there.
 template <typename T>
-__device__ __forceinline__ float read_block(const T* source, float (&x)[kNvBlock]) {
-  Two<T> pairs[kNvBlock / 2];
+__device__ __forceinline__ void load_block(const T* source, bool exists, NvPairs<T>& pairs) {
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(kNvBlock * sizeof(T) / 16); ++i) {
-    const uint4 vector = reinterpret_cast<const uint4*>(source)[i];
+  for (int i = 0; i < static_cast<int>(sizeof(NvPairs<T>) / 16); ++i) {
+    uint4 vector = {};
+    if (exists) vector = reinterpret_cast<const uint4*>(source)[i];
     memcpy(reinterpret_cast<char*>(pairs) + 16 * i, &vector, 16);
   }
-  Two<T> largest = zeros<T>();
-#pragma unroll
-  for (int i = 0; i < kNvBlock / 2; ++i) {
-    largest = max_abs(largest, pairs[i]);
-    x[2 * i] = to_float(pairs[i].x);
-    x[2 * i + 1] = to_float(pairs[i].y);
+}
+
+// `amax` is null in a direction that is not asked for.
+__device__ __forceinline__ NvGlobal tile_global(const NvArgs& args, const Tile& tile, const float* amax) {
+  const bool exists = amax && !args.row_scaled && !tile.tail;
+  return nv_global(exists ? amax[tile.group] : 0.0f, nv_bound(args.method));
+}
+
+// What the blocks of a thread's rows, all in one column of blocks, have in common.
+struct NvRows {
+  WordLines lines;
+  NvGlobal global;
+  int64_t first_line;     // of all members
+  int64_t first_element;  // of the block in it
+  uint8_t* data;          // of the first element
+  uint8_t* scale;         // of the block in its word
+  uint32_t blocks;        // of a row of the matrix
+  int word;
+  bool has_codes;
+  bool has_scale;
+
+  __device__ __forceinline__ NvRows(const NvArgs& args, const Tile& tile, int block)
+      : lines(args.layout, tile, false),
+        global(tile_global(args, tile, args.rowwise ? args.amax : nullptr)),
+        first_line(tile.member * args.layout.rows + tile.row),
+        first_element(first_line * args.layout.cols + tile.col + block * kNvBlock),
+        data(args.data + first_element / 2),
+        scale(args.scale + block % 4),
+        blocks(static_cast<uint32_t>(args.layout.cols / kNvBlock)),
+        word(block / 4),
+        has_codes(block * kNvBlock < tile.cols),
+        has_scale(word < lines.count) {}
+
+  // Blocks from the first row to another.
+  __device__ __forceinline__ int64_t blocks_to(int row) const {
+    return static_cast<int64_t>(static_cast<uint64_t>(static_cast<uint32_t>(row)) * blocks);
   }
-  return fmaxf(to_float(largest.x), to_float(largest.y));
+};
+
+// Codes and the scale of a block of a row, to memory. `square` is the largest magnitude of its 16x16 block, if that
+// `is_square` and has a scale.
+template <NvCoding coding, typename T>
+__device__ __forceinline__ void write_row_block(const NvArgs& args, const Tile& tile, const NvRows& rows,
+                                                const NvPairs<T>& pairs, int row, bool is_square,
+                                                float square) {
+  NvGlobal global = rows.global;
+  if (args.row_scaled) {
+    const bool exists = !tile.tail && row < tile.rows;
+    global = nv_global(exists ? args.amax[rows.first_line + row] : 0.0f, nv_bound(args.method));
+  }
+  NvValues values;
+  const float check = unpack<T>(pairs, values);
+  const float amax = is_square ? square : number_of(check, values);
+  const int64_t number = (rows.first_element >> kNvBlockShift) + rows.blocks_to(row);
+  // A NaN among the values is what the check is for; the block's largest may be another's.
+  const float bound = is_square && check == check ? square : check;
+  const NvBlock coded = encode_block<coding>(args, values, amax, bound, global, number, 0);
+  if (row >= tile.rows) return;
+  if (rows.has_codes) reinterpret_cast<uint2*>(rows.data)[rows.blocks_to(row)] = coded.codes;
+  if (rows.has_scale) rows.scale[rows.lines.at(row, rows.word)] = coded.scale;
 }
 
 // The largest magnitude of the 16x16 block that the thread's columns lie in.
@@ -115,16 +106,17 @@ __device__ __forceinline__ float square_amax(const Values<T>& values) {
   return fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
 }
 
-// Codes of the rows, to memory, and their scales. A lane has block lane % 8 of every fourth row.
+// The rows of a warp. Of 8 lanes that read together 4 have the first blocks of one row, and 4 of the next.
+__device__ __forceinline__ int block_of_lane(int lane) { return lane % 4 + lane / 8 % 2 * 4; }
+
 template <NvCoding coding, typename T>
-__device__ __forceinline__ void encode_rows(const NvArgs& args, const Tile& tile, const Values<T>& values,
-                                            int warp, int lane, float square, NvShared<T>& shared) {
+__device__ __forceinline__ void encode_rows(const NvArgs& args, const Tile& tile, const NvRows& rows,
+                                            const Values<T>& values, int warp, int lane, float square,
+                                            NvShared<T>& shared) {
   using Shared = NvShared<T>;
-  const Layout& layout = args.layout;
-  const int block = lane % kNvBlocks;
+  const int block = block_of_lane(lane);
+  const int own_row = lane / 4 % 2 + lane / 16 * 2;
   const float of_square = __shfl_sync(0xffffffffu, square, block * (kNvBlock / kColsPerThread));
-  const float bound = nv_bound(args.method);
-  NvGlobal global = nv_global(args.row_scaled || tile.tail ? 0.0f : args.amax[tile.group], bound);
 #pragma unroll
   for (int pass = 0; pass < kRowsPerThread; pass += Shared::kPassRows) {
     __syncwarp();
@@ -136,151 +128,181 @@ __device__ __forceinline__ void encode_rows(const NvArgs& args, const Tile& tile
     }
     __syncwarp();
 #pragma unroll 1
-    for (int r = lane / kNvBlocks; r < Shared::kPassRows; r += kWarpSize / kNvBlocks) {
-      const int row = warp * kRowsPerThread + pass + r;
-      const int64_t line = tile.member * layout.rows + tile.row + row;
-      const int64_t first = line * layout.cols + tile.col + block * kNvBlock;
-      if (args.row_scaled) global = nv_global(!tile.tail && row < tile.rows ? args.amax[line] : 0.0f, bound);
-      float x[kNvBlock];
-      const float own = read_block<T>(&shared.rows[warp][r][block * kNvBlock], x);
-      const NvBlock coded =
-          encode_block<coding>(args, x, layout.square ? of_square : own, global, first / kNvBlock, 0);
-      shared.scales[row][block] = coded.scale;
-      if (row < tile.rows && block * kNvBlock < tile.cols) {
-        *reinterpret_cast<uint2*>(args.data + first / 2) = coded.codes;
-      }
+    for (int r = own_row; r < Shared::kPassRows; r += kWarpSize / kNvBlocks) {
+      NvPairs<T> pairs;
+      load_block<T>(&shared.rows[warp][r][block * kNvBlock], true, pairs);
+      write_row_block<coding, T>(args, tile, rows, pairs, warp * kRowsPerThread + pass + r,
+                                 args.layout.square, of_square);
     }
   }
 }
 
-// The random Hadamard transform, rounded to T; and the largest magnitude of what comes out.
+// What a thread put in for its warp. So its registers are free in between.
 template <typename T>
-__device__ __forceinline__ float transform(float (&x)[kNvBlock]) {
+__device__ __forceinline__ void take_back(Values<T>& values, int warp, int lane, const NvShared<T>& shared) {
 #pragma unroll
-  for (int i = 0; i < kNvBlock; ++i) x[i] = nv_is_negated(i) ? -x[i] : x[i];
-#pragma unroll
-  for (int stride = 1; stride < kNvBlock; stride *= 2) {
-#pragma unroll
-    for (int i = 0; i < kNvBlock; ++i) {
-      if (i & stride) continue;
-      const float a = x[i], b = x[i + stride];
-      x[i] = a + b;
-      x[i + stride] = a - b;
-    }
+  for (int r = 0; r < NvShared<T>::kPassRows; ++r) {
+    const auto vector = *reinterpret_cast<const Vector4<T>*>(&shared.rows[warp][r][lane * kColsPerThread]);
+    memcpy(values.at[r], &vector, sizeof(vector));
   }
-  Two<T> largest = zeros<T>();
-#pragma unroll
-  for (int i = 0; i < kNvBlock; i += 2) {
-    const Two<T> rounded = two_from_floats<T>(x[i] * 0.25f, x[i + 1] * 0.25f);
-    largest = max_abs(largest, rounded);
-    x[i] = to_float(rounded.x);
-    x[i + 1] = to_float(rounded.y);
-  }
-  return fmaxf(to_float(largest.x), to_float(largest.y));
 }
 
-// Whether a warp's rows are one block of transposed data: they may be less at the end of the matrix or of a group, and
-// are none where a group does not begin with a block (quantize_nv.h).
-__device__ __forceinline__ bool is_block(const Tile& tile, int warp) {
-  return tile.row % kNvBlock == 0 && (warp + 1) * kNvBlock <= tile.rows;
+// Of each of the thread's columns, over its rows: the largest magnitude, NaN if one is.
+template <typename T>
+__device__ __forceinline__ void check_columns(const Values<T>& values, float (&checks)[kColsPerThread]) {
+#pragma unroll
+  for (int i = 0; i < kColsPerThread / 2; ++i) {
+    Two<T> largest = zeros<T>();
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) largest = max_abs_nan(largest, values.at[r][i]);
+    const float2 two = to_floats(largest);
+    checks[2 * i] = two.x;
+    checks[2 * i + 1] = two.y;
+  }
 }
+
+// The thread's rows of column `c`. `check` is their largest magnitude, and becomes that of what the transform leaves.
+template <bool hadamard, typename T>
+__device__ __forceinline__ void take_column(const Values<T>& values, int c, NvValues& column, float& check) {
+#pragma unroll
+  for (int r = 0; r < kNvBlock; ++r) column.at[r] = values.get(r, c);
+  if constexpr (hadamard) {
+    NvPairs<T> pairs;
+    transform<T>(column.at, pairs);
+    check = unpack<T>(pairs, column);
+  } else {
+    column.signs = {signs_of(column.at), signs_of(column.at + 8)};
+  }
+}
+
+// What a thread needs for the columns of its tiles.
+struct NvColumns {
+  WordLines lines;
+  NvGlobal global;
+  int64_t first_line;  // of all members
+  uint8_t* data;       // of the first row of the tile in the first line that the thread stores
+
+  __device__ __forceinline__ NvColumns(const NvArgs& args, const Tile& tile)
+      : lines(args.layout, tile, true),
+        global(tile_global(args, tile, args.transposed ? args.amax_t : nullptr)),
+        first_line(tile.member * args.layout.cols + tile.col),
+        data(args.data_t +
+             ((first_line + threadIdx.x / kNvBlocks) * args.layout.rows + first_stored(tile)) / 2 +
+             threadIdx.x % kNvBlocks * (kNvBlock / 2)) {}
+
+  // Of the tile: the first row that begins 16 rows of the buffer.
+  static __device__ __forceinline__ int64_t first_stored(const Tile& tile) {
+    return (tile.row + kNvBlock - 1) / kNvBlock * kNvBlock;
+  }
+};
 
 // Codes of the columns, turned, and their scales, in shared memory.
 template <NvCoding coding, bool hadamard, typename T>
-__device__ __forceinline__ void encode_columns(const NvArgs& args, const Tile& tile, const Values<T>& values,
-                                               int warp, int lane, float square, NvShared<T>& shared) {
+__device__ __forceinline__ void encode_columns(const NvArgs& args, const Tile& tile, const NvColumns& columns,
+                                               const Values<T>& values, int warp, int lane, float square,
+                                               NvShared<T>& shared) {
   const Layout& layout = args.layout;
-  const float bound = nv_bound(args.method);
-  NvGlobal global = nv_global(args.row_scaled || tile.tail ? 0.0f : args.amax_t[tile.group], bound);
+  NvGlobal global = columns.global;
   const bool whole = is_block(tile, warp);
   const uint8_t broken = !tile.tail && warp * kNvBlock < tile.rows ? 0x7f : 0;
-  float own[kColsPerThread];
-#pragma unroll
-  for (int i = 0; i < kColsPerThread / 2; ++i) {
-    const float2 largest = values.column_max(i);
-    own[2 * i] = layout.square ? square : largest.x;
-    own[2 * i + 1] = layout.square ? square : largest.y;
-  }
+  Codes4 scales;
+  float checks[kColsPerThread];
+  if constexpr (!hadamard) check_columns(values, checks);
 #pragma unroll
   for (int c = 0; c < kColsPerThread; ++c) {
     const int column = lane * kColsPerThread + c;
-    const int64_t line = tile.member * layout.cols + tile.col + column;
     NvBlock coded = {{0, 0}, broken};
     if (whole) {
       if (args.row_scaled) {
         const bool exists = !tile.tail && column < tile.cols;
-        global = nv_global(exists ? args.amax_t[tile.group * layout.cols + tile.col + column] : 0.0f, bound);
+        global = nv_global(exists ? args.amax_t[tile.group * layout.cols + tile.col + column] : 0.0f,
+                           nv_bound(args.method));
       }
-      float x[kNvBlock];
-#pragma unroll
-      for (int r = 0; r < kNvBlock; ++r) x[r] = values.get(r, c);
-      if constexpr (hadamard) own[c] = transform<T>(x);
-      const int64_t first = line * layout.rows + tile.row + warp * kNvBlock;
-      coded = encode_block<coding>(args, x, own[c], global, first / kNvBlock, 1);
+      NvValues x;
+      float& check = checks[c];
+      take_column<hadamard>(values, c, x, check);
+      const float amax = layout.square ? square : number_of(check, x);
+      const float bound = layout.square && check == check ? square : check;
+      const int64_t first = (columns.first_line + column) * layout.rows + tile.row + warp * kNvBlock;
+      coded = encode_block<coding>(args, x, amax, bound, global, first >> kNvBlockShift, 1);
     }
     shared.turned_at(column, warp) = coded.codes;
-    shared.scales_t[column][warp] = coded.scale;
+    scales.set(c, coded.scale);
   }
+  *reinterpret_cast<uint32_t*>(&shared.scales_t[warp][lane * kColsPerThread]) = scales.word;
 }
 
 // Transposed codes, 64 bytes of a line by 8 lanes. A tile that does not begin with a block writes those 16 rows of the
 // buffer that begin in it.
 template <typename T>
-__device__ __forceinline__ void store_columns(const NvArgs& args, const Tile& tile, NvShared<T>& shared) {
-  const Layout& layout = args.layout;
-  const int past = static_cast<int>(tile.row % kNvBlock);
-  const int skipped = past == 0 ? 0 : kNvBlock - past;
-  const int64_t first = tile.row + skipped;
-  for (int i = threadIdx.x; i < tile.cols * kNvBlocks; i += kThreads) {
-    const int column = i / kNvBlocks, block = i % kNvBlocks;
-    if (skipped + block * kNvBlock >= tile.rows) continue;
-    const int64_t line = tile.member * layout.cols + tile.col + column;
-    const uint2 codes = past == 0 ? shared.turned_at(column, block) : uint2{0, 0};
-    *reinterpret_cast<uint2*>(args.data_t + (line * layout.rows + first + block * kNvBlock) / 2) = codes;
+__device__ __forceinline__ void store_columns(const NvArgs& args, const Tile& tile, const NvColumns& columns,
+                                              NvShared<T>& shared) {
+  const int block = threadIdx.x % kNvBlocks;
+  const bool broken = tile.row % kNvBlock != 0;
+  if (NvColumns::first_stored(tile) - tile.row + block * kNvBlock >= tile.rows) return;
+  constexpr int kStep = kThreads / kNvBlocks;
+  int column = threadIdx.x / kNvBlocks;
+  uint8_t* target = columns.data;
+  const int64_t stride = kStep / 2 * args.layout.rows;
+#pragma unroll
+  for (int i = 0; i < kTile / kStep; ++i, column += kStep, target += stride) {
+    if (column >= tile.cols) return;
+    uint2 codes = shared.turned_at(column, block);
+    if (broken) codes = {0, 0};
+    *reinterpret_cast<uint2*>(target) = codes;
   }
 }
 
-__device__ __forceinline__ void store_scales(const Layout& layout, const Tile& tile, bool transposed,
-                                             const uint8_t (*scales)[kNvBlocks], uint8_t* target) {
-  const int lines = transposed ? tile.cols : tile.rows, words = words_within(layout, tile, transposed);
-  for (int i = threadIdx.x; i < lines * 2; i += kThreads) {
-    const int line = i / 2, word = i % 2;
-    if (word >= words) continue;
-    *reinterpret_cast<uint32_t*>(target + word_index(layout, tile, transposed, line, word)) =
-        *reinterpret_cast<const uint32_t*>(&scales[line][4 * word]);
-  }
+// Scales of the columns, a word of four blocks by a thread.
+template <typename T>
+__device__ __forceinline__ void store_column_scales(const NvArgs& args, const Tile& tile,
+                                                    const WordLines& lines, NvShared<T>& shared) {
+  static_assert(kThreads == 2 * kTile, "a thread has one of a line's two words");
+  const int column = threadIdx.x / 2, word = threadIdx.x % 2;
+  if (column >= tile.cols || word >= lines.count) return;
+  Codes4 scales;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) scales.set(i, shared.scales_t[4 * word + i][column]);
+  *reinterpret_cast<uint32_t*>(args.scale_t + lines.at(column, word)) = scales.word;
 }
 
 // Of a tile past the last group: transposed scales have a place for it.
 __device__ __forceinline__ void zero_scales(const NvArgs& args, const Tile& tile) {
+  const WordLines lines(args.layout, tile, true);
   for (int i = threadIdx.x; i < tile.cols * 2; i += kThreads) {
-    *reinterpret_cast<uint32_t*>(args.scale_t + word_index(args.layout, tile, true, i / 2, i % 2)) = 0;
+    *reinterpret_cast<uint32_t*>(args.scale_t + lines.at(i / 2, i % 2)) = 0;
   }
+}
+
+// Padding of the scales, and the scales of a tile past the last group. Says whether the tile is to be written.
+__device__ __forceinline__ bool begin_nv_tile(const NvArgs& args, const Tile& tile) {
+  if (args.rowwise) zero_word_padding(args.layout, tile, false, args.scale, threadIdx.x, kThreads);
+  if (args.transposed) zero_word_padding(args.layout, tile, true, args.scale_t, threadIdx.x, kThreads);
+  if (tile.rows > 0) return true;
+  if (args.transposed) zero_scales(args, tile);
+  return false;
 }
 
 // A tile, by all threads of a block.
 template <NvCoding coding, bool hadamard, typename T>
 __device__ __forceinline__ void quantize_nv_tile(const NvArgs& args, const Tile& tile, NvShared<T>& shared) {
-  const Layout& layout = args.layout;
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
-  if (args.rowwise) zero_word_padding(layout, tile, false, args.scale, threadIdx.x, kThreads);
-  if (args.transposed) zero_word_padding(layout, tile, true, args.scale_t, threadIdx.x, kThreads);
-  if (tile.rows == 0) {
-    if (args.transposed) zero_scales(args, tile);
-    return;
-  }
+  if (!begin_nv_tile(args, tile)) return;
   Values<T> values;
   PlainSource<T>{}.load(args, tile, warp, lane, values);
-  const float square = layout.square ? square_amax(values) : 0.0f;
-  if (args.rowwise) encode_rows<coding>(args, tile, values, warp, lane, square, shared);
-  if (args.transposed) encode_columns<coding, hadamard>(args, tile, values, warp, lane, square, shared);
-  __syncthreads();
-  if (args.rowwise) store_scales(layout, tile, false, shared.scales, args.scale);
-  if (args.transposed) {
-    store_scales(layout, tile, true, shared.scales_t, args.scale_t);
-    store_columns(args, tile, shared);
+  const float square = args.layout.square ? square_amax(values) : 0.0f;
+  if (args.rowwise) {
+    const NvRows rows(args, tile, block_of_lane(lane));
+    encode_rows<coding>(args, tile, rows, values, warp, lane, square, shared);
+    if (args.transposed && sizeof(T) == 2) take_back(values, warp, lane, shared);
   }
+  if (!args.transposed) return;
+  const NvColumns columns(args, tile);
+  encode_columns<coding, hadamard>(args, tile, columns, values, warp, lane, square, shared);
+  __syncthreads();
+  store_column_scales(args, tile, columns.lines, shared);
+  store_columns(args, tile, columns, shared);
 }
 
 template <typename T, NvCoding coding, bool hadamard>
@@ -290,24 +312,57 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
   if (!args.is_noop()) quantize_nv_tile<coding, hadamard>(args, block_tile(args.layout), shared);
 }
 
-template <typename T>
-void launch_quantize_nv_of(const NvArgs& args, void* stream) {
-  const unsigned grid = tile_grid(args.layout);
-  if (grid == 0) return;
-  const auto launch = [&](auto kernel) {
-    kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
-  };
-  const bool hadamard = args.hadamard && args.transposed;
-  if (is_four_over_six(args.method)) {
-    launch(quantize_nv_kernel<T, NvCoding::kFourOverSix, false>);
-  } else if (args.method == NvMethod::kStochastic) {
-    hadamard ? launch(quantize_nv_kernel<T, NvCoding::kStochastic, true>)
-             : launch(quantize_nv_kernel<T, NvCoding::kStochastic, false>);
+// Rows alone, with scales of 1x16, of an input that is aligned to 16 bytes. A thread has every 32nd row of a block of the
+// tile; the loads of two of them are under way together.
+template <typename T, NvCoding coding>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 4 : 2)
+    quantize_nv_rows_kernel(const __grid_constant__ NvArgs args) {
+  constexpr int kStep = kThreads / kNvBlocks;
+  if (args.is_noop()) return;
+  const Layout& layout = args.layout;
+  const Tile tile = block_tile(layout);
+  if (!begin_nv_tile(args, tile)) return;
+  const int block = threadIdx.x % kNvBlocks;
+  const NvRows rows(args, tile, block);
+  const bool exists = !tile.tail && rows.has_codes;
+#pragma unroll 1
+  for (int row = threadIdx.x / kNvBlocks; row < tile.rows; row += 2 * kStep) {
+    const T* source = static_cast<const T*>(args.input) + rows.first_element + rows.blocks_to(row) * kNvBlock;
+    NvPairs<T> pairs[2];
+    load_block<T>(source, exists, pairs[0]);
+    load_block<T>(source + kStep * layout.cols, exists && row + kStep < tile.rows, pairs[1]);
+    write_row_block<coding, T>(args, tile, rows, pairs[0], row, false, 0.0f);
+    write_row_block<coding, T>(args, tile, rows, pairs[1], row + kStep, false, 0.0f);
+  }
+}
+
+template <typename T, NvCoding coding, bool hadamard>
+void launch_quantize_nv_as(const NvArgs& args, void* stream) {
+  const Layout& layout = args.layout;
+  const unsigned grid = tile_grid(layout);
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  const bool aligned = reinterpret_cast<uintptr_t>(args.input) % 16 == 0;
+  if (!hadamard && !args.transposed && !layout.square && aligned) {
+    quantize_nv_rows_kernel<T, coding><<<grid, kThreads, 0, cuda_stream>>>(args);
   } else {
-    hadamard ? launch(quantize_nv_kernel<T, NvCoding::kNearest, true>)
-             : launch(quantize_nv_kernel<T, NvCoding::kNearest, false>);
+    quantize_nv_kernel<T, coding, hadamard><<<grid, kThreads, 0, cuda_stream>>>(args);
   }
   check_launch("quantize_nv_kernel");
+}
+
+template <typename T>
+void launch_quantize_nv_of(const NvArgs& args, void* stream) {
+  if (tile_grid(args.layout) == 0) return;
+  const bool hadamard = args.hadamard && args.transposed;
+  if (is_four_over_six(args.method)) {
+    launch_quantize_nv_as<T, NvCoding::kFourOverSix, false>(args, stream);
+  } else if (args.method == NvMethod::kStochastic) {
+    hadamard ? launch_quantize_nv_as<T, NvCoding::kStochastic, true>(args, stream)
+             : launch_quantize_nv_as<T, NvCoding::kStochastic, false>(args, stream);
+  } else {
+    hadamard ? launch_quantize_nv_as<T, NvCoding::kNearest, true>(args, stream)
+             : launch_quantize_nv_as<T, NvCoding::kNearest, false>(args, stream);
+  }
 }
 
 }  // namespace transformer_plugin::quantize

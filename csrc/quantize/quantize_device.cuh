@@ -39,6 +39,17 @@ __device__ __forceinline__ Two<T> max_abs(Two<T> largest, Two<T> values) {
   return {__hmax2(largest, __habs2(values))};
 }
 
+// A bfloat16 is the upper half of its float; taken as a number of its own the second would cost twice as much.
+template <typename T>
+__device__ __forceinline__ float2 to_floats(Two<T> two) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    uint32_t word;
+    memcpy(&word, &two, sizeof(word));
+    return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
+  }
+  return {to_float(two.x), to_float(two.y)};
+}
+
 // Two floats rounded to nearest.
 template <typename T>
 __device__ __forceinline__ Two<T> two_from_floats(float x, float y) {
@@ -53,26 +64,19 @@ struct Values {
   Two<T> at[kRowsPerThread][kColsPerThread / 2];
 
   __device__ __forceinline__ float get(int r, int c) const {
-    const Two<T>& two = at[r][c / 2];
-    if constexpr (std::is_same_v<
-                      T, __nv_bfloat16>) {  // from one register, which halves read apart would become two
-      uint32_t word;
-      memcpy(&word, &two, sizeof(word));
-      return __uint_as_float(c % 2 == 0 ? word << 16 : word & 0xffff0000u);
-    } else {
-      return to_float(c % 2 == 0 ? two.x : two.y);
-    }
+    const float2 two = to_floats(at[r][c / 2]);
+    return c % 2 == 0 ? two.x : two.y;
   }
   __device__ __forceinline__ float row_max(int r) const {
-    const Two<T> two = max_abs(max_abs(zeros<T>(), at[r][0]), at[r][1]);
-    return fmaxf(to_float(two.x), to_float(two.y));
+    const float2 two = to_floats(max_abs(max_abs(zeros<T>(), at[r][0]), at[r][1]));
+    return fmaxf(two.x, two.y);
   }
   // Of columns 2i and 2i + 1 over the thread's rows.
   __device__ __forceinline__ float2 column_max(int i) const {
     Two<T> largest = zeros<T>();
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) largest = max_abs(largest, at[r][i]);
-    return {to_float(largest.x), to_float(largest.y)};
+    return to_floats(largest);
   }
 };
 
@@ -105,10 +109,12 @@ struct PlainSource {
     const bool aligned = cols % 4 == 0 && reinterpret_cast<uintptr_t>(args.input) % sizeof(Vector4<T>) == 0;
     const int rows = tile.tail ? 0 : tile.rows - first_row;
     if (aligned && tile.cols == kTile) {  // all loads under way before a value is used
+      const char* row = reinterpret_cast<const char*>(input);
+      const int64_t stride = cols * static_cast<int64_t>(sizeof(T));
 #pragma unroll
-      for (int r = 0; r < kRowsPerThread; ++r) {
+      for (int r = 0; r < kRowsPerThread; ++r, row += stride) {
         Vector4<T> vector = {};
-        if (r < rows) vector = *reinterpret_cast<const Vector4<T>*>(input + r * cols);
+        if (r < rows) vector = *reinterpret_cast<const Vector4<T>*>(row);
         memcpy(values.at[r], &vector, sizeof(vector));
       }
       return;

@@ -198,12 +198,10 @@ void write_direction(const NvArgs& args, const Tile& tile, const Direction& dire
       scales[line][block] = coded.scales.code[line];
     }
   }
-  const int words = words_within(args.layout, tile, direction.transposed);
-  const int lines = direction.lines;
-  for (int line = 0; line < lines; ++line) {
-    for (int word = 0; word < words; ++word) {
-      const int64_t index = word_index(args.layout, tile, direction.transposed, line, word);
-      std::memcpy(direction.scales + index, scales[line] + 4 * word, 4);
+  const WordLines words(args.layout, tile, direction.transposed);
+  for (int line = 0; line < direction.lines; ++line) {
+    for (int word = 0; word < words.count; ++word) {
+      std::memcpy(direction.scales + words.at(line, word), scales[line] + 4 * word, 4);
     }
   }
   zero_word_padding(args.layout, tile, direction.transposed, direction.scales);

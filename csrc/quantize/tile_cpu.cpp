@@ -119,6 +119,7 @@ void write_mx_tile(const QuantizeArgs& args, const Tile& tile, const Values& val
   if (!tile.tail) exponents_of_tile(args, tile, values, rows, columns);
   float scales[kTile];
   if (args.rowwise) {
+    const WordLines lines(layout, tile, false);
     for (int r = 0; r < tile.rows; ++r) {
       uint8_t* data = args.data + (tile.member * layout.rows + tile.row + r) * layout.cols + tile.col;
       if (tile.tail) {
@@ -129,7 +130,7 @@ void write_mx_tile(const QuantizeArgs& args, const Tile& tile, const Values& val
         }
         convert_row<element>(values.at[r], scales, tile.cols, data);
       }
-      std::copy_n(rows.at[r], kMxBlocks, args.exponents + word_index(layout, tile, false, r));
+      std::copy_n(rows.at[r], kMxBlocks, args.exponents + lines.at(r));
     }
     zero_word_padding(layout, tile, false, args.exponents);
   }
@@ -144,8 +145,9 @@ void write_mx_tile(const QuantizeArgs& args, const Tile& tile, const Values& val
     }
     uint8_t* output = args.data_t + (tile.member * layout.cols + tile.col) * layout.rows + tile.row;
     transpose(codes, tile.rows, tile.cols, output, layout.rows);
+    const WordLines lines(layout, tile, true);
     for (int c = 0; c < tile.cols; ++c) {
-      std::copy_n(columns.at[c], kMxBlocks, args.exponents_t + word_index(layout, tile, true, c));
+      std::copy_n(columns.at[c], kMxBlocks, args.exponents_t + lines.at(c));
     }
     zero_word_padding(layout, tile, true, args.exponents_t);
   }

@@ -48,6 +48,9 @@ static_assert(kMxBlocks == 4, "a line of a tile has one word of scales");
 inline constexpr int kNvBlock = 16;
 inline constexpr int kNvBlocks = kTile / kNvBlock;
 static_assert(kNvBlocks == 8, "a line of a tile has two words of scales");
+// A choice of two divisors becomes a division, of 64 bits; a choice of two shifts is a shift.
+inline constexpr int kMxBlockShift = 5, kNvBlockShift = 4;
+static_assert(1 << kMxBlockShift == kMxBlock && 1 << kNvBlockShift == kNvBlock, "they are logarithms");
 
 TP_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 TP_HOST_DEVICE int64_t round_up_4(int64_t a) { return (a + 3) / 4 * 4; }
@@ -87,8 +90,9 @@ struct Layout {
   TP_HOST_DEVICE int64_t scale_width(bool transposed) const {
     if (has_byte_scales()) {
       if (transposed && grouped()) return 4 * words() * row_tiles();
-      const int64_t line = transposed ? rows : cols;  // divided by constants, which are shifts
-      return round_up_4(mode == ScaleMode::kNv ? ceil_div(line, kNvBlock) : ceil_div(line, kMxBlock));
+      const int64_t line = transposed ? rows : cols;
+      const int shift = mode == ScaleMode::kNv ? kNvBlockShift : kMxBlockShift;
+      return round_up_4((line + (int64_t{1} << shift) - 1) >> shift);
     }
     if (mode == ScaleMode::kRows) return round_up_4(transposed ? cols : rows);
     return round_up_4(transposed ? ceil_div(rows, kTile) : col_tiles());
@@ -197,40 +201,48 @@ TP_HOST_DEVICE void zero_scale_padding(const Layout& layout, const Tile& tile, b
   for (int64_t i = used; i < width; ++i) scale[line * width + i] = 0.0f;
 }
 
-// Where word `word` of byte scales of line `line` of the matrix lies.
-TP_HOST_DEVICE int64_t matrix_word_index(const Layout& layout, int64_t member, bool transposed, int64_t line,
-                                         int64_t word) {
-  const int64_t width = layout.scale_width(transposed);
-  const int64_t first = member * layout.scale_height(transposed) * width;
-  if (!layout.tiled) return first + line * width + 4 * word;
-  const uint64_t l = static_cast<uint64_t>(line);  // whose quotients are shifts
-  const uint64_t tile = l / kTile * (static_cast<uint64_t>(width) / 4) + static_cast<uint64_t>(word);
-  return first + static_cast<int64_t>(tile * 512 + l % 32 * 16 + l % kTile / 32 * 4);
-}
-TP_HOST_DEVICE int64_t word_index(const Layout& layout, const Tile& tile, bool transposed, int line,
-                                  int word = 0) {
-  return matrix_word_index(layout, tile.member, transposed, (transposed ? tile.col : tile.row) + line,
-                           (transposed ? tile.row_tile : tile.col_tile) * layout.words() + word);
-}
+// Where the words of byte scales of a tile's lines lie, found once for all of them.
+struct WordLines {
+  int64_t first;   // of the tile's line 0; of the member when tiled
+  uint32_t width;  // bytes of a line of the matrix
+  uint32_t line;   // the tile's first, of the matrix
+  uint32_t word;   // the tile's first, of a line of the matrix
+  int count;       // words of a line of the tile that are not past the end
+  bool tiled;
 
-// Words of a line of the tile that are not past the end.
-TP_HOST_DEVICE int words_within(const Layout& layout, const Tile& tile, bool transposed) {
-  const int64_t left =
-      layout.scale_width(transposed) / 4 - (transposed ? tile.row_tile : tile.col_tile) * layout.words();
-  return static_cast<int>(left < layout.words() ? left : layout.words());
-}
+  TP_HOST_DEVICE WordLines(const Layout& layout, const Tile& tile, bool transposed)
+      : width(static_cast<uint32_t>(layout.scale_width(transposed))),
+        line(static_cast<uint32_t>(transposed ? tile.col : tile.row)),
+        word(static_cast<uint32_t>((transposed ? tile.row_tile : tile.col_tile) * layout.words())),
+        tiled(layout.tiled) {
+    first = tile.member * layout.scale_height(transposed) * width;
+    if (!tiled) first += static_cast<int64_t>(static_cast<uint64_t>(line) * width) + 4 * word;
+    const uint32_t left = width / 4 - word;
+    count = left < static_cast<uint32_t>(layout.words()) ? static_cast<int>(left) : layout.words();
+  }
+  // Word `j` of line `i` of the tile, or of one after it.
+  TP_HOST_DEVICE int64_t at(int i, int j = 0) const {
+    if (!tiled)
+      return first + static_cast<int64_t>(static_cast<uint64_t>(static_cast<uint32_t>(i)) * width) + 4 * j;
+    const uint32_t l = line + static_cast<uint32_t>(i);
+    const uint64_t tile = static_cast<uint64_t>(l / kTile) * (width / 4) + word + static_cast<uint32_t>(j);
+    return first + static_cast<int64_t>(tile * 512 + l % 32 * 16 + l % kTile / 32 * 4);
+  }
+};
 
 // Lines past the matrix, up to a multiple of 128: the first tile across them writes its words of each. By one of
 // several threads.
 TP_HOST_DEVICE void zero_word_padding(const Layout& layout, const Tile& tile, bool transposed,
                                       uint8_t* scales, int thread = 0, int threads = 1) {
   if ((transposed ? tile.col_tile : tile.row_tile) != 0) return;
-  const int64_t height = layout.scale_height(transposed);
-  const int words = words_within(layout, tile, transposed);
-  for (int64_t line = (transposed ? layout.cols : layout.rows) + thread; line < height; line += threads) {
-    for (int word = 0; word < words; ++word) {
-      const int64_t j = (transposed ? tile.row_tile : tile.col_tile) * layout.words() + word;
-      uint8_t* target = scales + matrix_word_index(layout, tile.member, transposed, line, j);
+  const int64_t used = transposed ? layout.cols : layout.rows;
+  const int64_t padding = layout.scale_height(transposed) - used;
+  if (padding == 0) return;
+  const int64_t begin = used - (transposed ? tile.col : tile.row);
+  const WordLines lines(layout, tile, transposed);
+  for (int64_t line = begin + thread; line < begin + padding; line += threads) {
+    for (int word = 0; word < lines.count; ++word) {
+      uint8_t* target = scales + lines.at(static_cast<int>(line), word);
       for (int i = 0; i < 4; ++i) target[i] = 0;
     }
   }

@@ -90,11 +90,10 @@ def e2m1(values: np.ndarray) -> np.ndarray:
 
 
 def e2m1_at_random(values: np.ndarray, bytes: np.ndarray) -> np.ndarray:
-    """The largest magnitude that is not above ``|x| + byte/256 * step``."""
-    magnitude = np.abs(values)
-    step = np.select([magnitude < 2, magnitude < 4], [0.5, 1.0], 2.0).astype(np.float32)
-    moved = magnitude + bytes.astype(np.float32) / np.float32(256) * step
-    code = np.searchsorted(E2M1, moved.astype(np.float64), side="right") - 1
+    """The largest magnitude that is not above ``|x| + byte/256 * step``, in exact numbers."""
+    magnitude = np.abs(values.astype(np.float64))
+    step = np.select([magnitude < 2, magnitude < 4], [0.5, 1.0], 2.0)
+    code = np.searchsorted(E2M1, magnitude + bytes / 256 * step, side="right") - 1
     code = np.clip(code, 0, 7) | np.where(np.signbit(values), 8, 0)
     return np.where(np.isnan(values), 7, code).astype(np.uint8)
 

@@ -58,8 +58,8 @@ def round_to_e2m1(values: Tensor) -> Tensor:
 def round_at_random(values: Tensor, bytes: Tensor) -> Tensor:
     """Codes: the neighbour below or above, above with a probability that makes the mean right, in steps of 1/256.
     ``bytes`` are uint8, one for each value."""
-    a = values.abs()
-    t = a + bytes.float() / 256 * _step(a)
+    a = values.abs().double()  # in which the sum is exact as far as it counts
+    t = a + bytes.double() / 256 * _step(a)
     t = ((t / _step(t)).floor() * _step(t)).clamp(max=6.0)
     code = torch.zeros_like(a, dtype=torch.uint8)
     for magnitude in MAGNITUDES[1:]:
