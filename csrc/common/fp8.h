@@ -21,58 +21,57 @@ template <>
 struct Fp8Traits<DType::kFloat8E4M3> {
   static constexpr int kMantissaBits = 3;
   static constexpr int kBias = 7;
-  static constexpr uint32_t kLargest = 0x7E;
+  static constexpr float kLargest = 448.0f;
 };
 
 template <>
 struct Fp8Traits<DType::kFloat8E5M2> {
   static constexpr int kMantissaBits = 2;
   static constexpr int kBias = 15;
-  static constexpr uint32_t kLargest = 0x7B;
+  static constexpr float kLargest = 57344.0f;
 };
 
-// The portable conversion: no branch, so that a compiler can vectorise it.
+// Largest finite value.
+template <DType element>
+TP_HOST_DEVICE constexpr float largest_fp8() {
+  return Fp8Traits<element>::kLargest;
+}
+
+// The portable conversion: no branch, so that a compiler can vectorise it. Adding the power of two whose last mantissa bit
+// weighs as much as that of the code rounds to it; above that power the sum counts in units of the code.
 template <DType element>
 TP_HOST_DEVICE uint8_t float_to_fp8(float value) {
   using Traits = Fp8Traits<element>;
   constexpr int shift = 23 - Traits::kMantissaBits;
   constexpr uint32_t smallest_normal = static_cast<uint32_t>(128 - Traits::kBias) << 23;
-  // Adding a power of two whose last mantissa bit weighs as much as the smallest subnormal rounds to that
-  // grid.
-  constexpr uint32_t grid = static_cast<uint32_t>(127 + 24 - Traits::kBias - Traits::kMantissaBits) << 23;
+  constexpr uint32_t to_grid = static_cast<uint32_t>(shift) << 23;
+  constexpr uint32_t grid_of_smallest = (smallest_normal + to_grid) >> shift;
   const uint32_t bits = float_to_bits(value);
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  const uint32_t subnormal = float_to_bits(bits_to_float(magnitude) + bits_to_float(grid)) - grid;
-  const uint32_t nearest = magnitude + ((1u << (shift - 1)) - 1u) + ((magnitude >> shift) & 1u);
-  const uint32_t normal =
-      (nearest >> shift) - (static_cast<uint32_t>(127 - Traits::kBias) << Traits::kMantissaBits);
-  uint32_t code = magnitude < smallest_normal ? subnormal : normal;
-  code = code > Traits::kLargest ? Traits::kLargest : code;
-  code |= (bits >> 24) & 0x80u;
-  return static_cast<uint8_t>(magnitude > 0x7f800000u ? 0x7Fu : code);
+  const float magnitude = bits_to_float(bits & 0x7fffffffu);
+  const float finite = magnitude < largest_fp8<element>() ? magnitude : largest_fp8<element>();
+  const uint32_t exponent = float_to_bits(finite) & 0x7f800000u;
+  const uint32_t grid = (exponent > smallest_normal ? exponent : smallest_normal) + to_grid;
+  const uint32_t units = float_to_bits(finite + bits_to_float(grid)) - grid;
+  const uint32_t code = units + (grid >> shift) - grid_of_smallest;
+  return static_cast<uint8_t>(value != value ? 0x7Fu : code | ((bits >> 24) & 0x80u));
 }
 
 // Exact. NaN comes out as 0x7FC00000 whatever its sign was.
 template <DType element>
 TP_HOST_DEVICE float fp8_to_float(uint8_t code) {
   using Traits = Fp8Traits<element>;
-  constexpr float smallest = 1.0f / static_cast<float>(1u << (Traits::kBias + Traits::kMantissaBits - 1));
+  constexpr int shift = 23 - Traits::kMantissaBits;
+  constexpr float smallest_normal = 2.0f / static_cast<float>(1u << Traits::kBias);
   const uint32_t magnitude = code & 0x7Fu;
-  const uint32_t normal =
-      (magnitude << (23 - Traits::kMantissaBits)) + (static_cast<uint32_t>(127 - Traits::kBias) << 23);
+  // A subnormal, read as if it had a leading one, is too large by that one.
   const bool is_subnormal = (magnitude >> Traits::kMantissaBits) == 0;
-  uint32_t bits =
-      is_subnormal ? float_to_bits(static_cast<float>(static_cast<int32_t>(magnitude)) * smallest) : normal;
+  const uint32_t normal = (magnitude << shift) + (static_cast<uint32_t>(127 - Traits::kBias) << 23);
+  const float with_one = bits_to_float(normal + (is_subnormal ? 1u << 23 : 0u));
+  uint32_t bits = float_to_bits(with_one - (is_subnormal ? smallest_normal : 0.0f));
   if constexpr (element == DType::kFloat8E5M2) bits = magnitude == 0x7Cu ? 0x7f800000u : bits;
   bits |= static_cast<uint32_t>(code & 0x80u) << 24;
   const bool is_nan = element == DType::kFloat8E5M2 ? magnitude > 0x7Cu : magnitude == 0x7Fu;
   return bits_to_float(is_nan ? 0x7fc00000u : bits);
-}
-
-// Largest finite value.
-template <DType element>
-TP_HOST_DEVICE constexpr float largest_fp8() {
-  return element == DType::kFloat8E5M2 ? 57344.0f : 448.0f;
 }
 
 // Calls fn with a std::integral_constant of the element, for either of the two.
