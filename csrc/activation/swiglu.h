@@ -47,11 +47,15 @@ struct SwigluGradient {
   float activation;  // silu(gate) * linear: what the probability's gradient sums against grad
 };
 
-TP_HOST_DEVICE SwigluGradient swiglu_gradient(float grad, float gate, float linear, float prob) {
-  const float sigmoid = sigmoid_of_number_f32(gate);
+TP_HOST_DEVICE SwigluGradient swiglu_gradient_at(float sigmoid, float grad, float gate, float linear,
+                                                 float prob) {
   const float silu = gate * sigmoid;
   const float slope = sigmoid + silu * (1.0f - sigmoid);
   return {grad * linear * prob * slope, grad * silu * prob, silu * linear};
+}
+
+TP_HOST_DEVICE SwigluGradient swiglu_gradient(float grad, float gate, float linear, float prob) {
+  return swiglu_gradient_at(sigmoid_of_number_f32(gate), grad, gate, linear, prob);
 }
 
 // The sum of kSumTile terms in the written order. Overwrites them.

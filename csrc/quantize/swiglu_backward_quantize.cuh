@@ -3,7 +3,7 @@
 #pragma once
 
 #include "activation/swiglu_backward_tile.cuh"
-#include "quantize/swiglu_quantize.h"
+#include "quantize/swiglu_backward_stream.cuh"
 
 namespace transformer_plugin::quantize {
 
@@ -44,10 +44,13 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 2 : 1)
   }
 }
 
-template <typename Family>
+// `Stream` is the form of the family for rows that stream.
+template <typename Family, typename Stream>
 void launch_backward(const QuantizeArgs& args, const SwigluBackwardArgs& swiglu, void* stream) {
   const unsigned grid = tile_grid(half_of(args.layout));
-  if (grid > 0) {
+  if (grid > 0 && can_stream(args, swiglu.grad, swiglu.input)) {
+    launch_backward_stream<Stream>(args, swiglu, grid, static_cast<cudaStream_t>(stream));
+  } else if (grid > 0) {
     visit_device_float(args.dtype, [&](auto type) {
       visit_fp8(args.element, [&](auto element) {
         using T = decltype(type);

@@ -1,11 +1,11 @@
-#include "quantize/fp8_tile.cuh"
+#include "quantize/fp8_stream.cuh"
 #include "quantize/swiglu_backward_quantize.cuh"
 
 namespace transformer_plugin::quantize {
 
 void launch_swiglu_backward_quantize(const QuantizeArgs& args, const SwigluBackwardArgs& swiglu,
                                      void* stream) {
-  launch_backward<Fp8Family>(args, swiglu, stream);
+  launch_backward<Fp8Family, Fp8Stream>(args, swiglu, stream);
 }
 
 }  // namespace transformer_plugin::quantize

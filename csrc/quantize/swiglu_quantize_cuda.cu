@@ -1,17 +1,20 @@
-#include "quantize/fp8_tile.cuh"
+#include "quantize/fp8_stream.cuh"
 #include "quantize/swiglu_quantize.h"
 #include "quantize/swiglu_source.cuh"
+#include "quantize/swiglu_stream.cuh"
 
 namespace transformer_plugin::quantize {
 
 void launch_swiglu_quantize(const QuantizeArgs& args, const float* probs, void* stream) {
   const unsigned grid = tile_grid(args.layout);
   if (grid == 0) return;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (can_stream(args, args.input)) return launch_swiglu_stream<Fp8Stream>(args, probs, grid, cuda_stream);
   visit_device_float(args.dtype, [&](auto type) {
     visit_fp8(args.element, [&](auto element) {
       using Source = SwigluSource<decltype(type)>;
       quantize_kernel<Source, decltype(element)::value>
-          <<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args, Source{probs});
+          <<<grid, kThreads, 0, cuda_stream>>>(args, Source{probs});
     });
   });
   check_launch("quantize_kernel");

@@ -144,7 +144,7 @@ TP_HOST_DEVICE Tile tile_at(const Layout& layout, int64_t index) {
   const uint32_t col_tiles = static_cast<uint32_t>(layout.col_tiles());
   const uint32_t band = static_cast<uint32_t>(index) / col_tiles;
   Tile tile;
-  const uint32_t member = band / row_tiles;
+  const uint32_t member = layout.members == 1 ? 0 : band / row_tiles;
   tile.member = static_cast<int32_t>(member);
   tile.row_tile = static_cast<int32_t>(band - member * row_tiles);
   // Of a ragged matrix the last row tiles may hold nothing, up to half of them. Blocks that find that out cost little

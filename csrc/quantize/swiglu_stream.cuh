@@ -1,0 +1,151 @@
+// SwiGLU, and its backward, on rows that stream (row_stream.cuh).
+#pragma once
+
+#include "activation/swiglu.h"
+#include "quantize/row_stream.cuh"
+
+namespace transformer_plugin::quantize {
+
+inline constexpr float kSigmoidEnd = 87.33654f;  // beyond, exp is taken for 0
+
+// sigmoid_of_number_f32 where |x| < kSigmoidEnd.
+__device__ __forceinline__ float sigmoid_in_range(float x) {
+  const float e = exp_in_range_f32(-fabsf(x));
+  const float large = reciprocal_of_1_to_2(1.0f + e);
+  return x < 0.0f ? e * large : large;
+}
+
+// Whether sigmoid_in_range holds for all: one test in place of one for each. NaN passes it, whose next step is a product
+// with itself.
+template <typename T>
+__device__ __forceinline__ bool are_in_range(const Eight<T>& gates) {
+  const float2 largest = to_floats(gates.largest());
+  return !(fmaxf(fabsf(largest.x), fabsf(largest.y)) >= kSigmoidEnd);
+}
+
+// Pairs one after another through the first place, so that the code of rare cases is short.
+template <typename T>
+__device__ __forceinline__ Two<T> rotate(Eight<T>& eight, Two<T> last) {
+  const Two<T> first = eight.at[0];
+#pragma unroll
+  for (int i = 1; i < kStreamCols / 2; ++i) eight.at[i - 1] = eight.at[i];
+  eight.at[kStreamCols / 2 - 1] = last;
+  return first;
+}
+
+template <typename T>
+__device__ __forceinline__ Eight<T> swiglu_of(Eight<T> gates, Eight<T> linears, float prob) {
+  Eight<T> out;
+  if (are_in_range(gates)) {
+#pragma unroll
+    for (int i = 0; i < kStreamCols / 2; ++i) {
+      const float2 gate = to_floats(gates.at[i]), linear = to_floats(linears.at[i]);
+      out.at[i] = two_from_floats<T>(gate.x * sigmoid_in_range(gate.x) * linear.x * prob,
+                                     gate.y * sigmoid_in_range(gate.y) * linear.y * prob);
+    }
+    return out;
+  }
+#pragma unroll 1
+  for (int i = 0; i < kStreamCols / 2; ++i) {
+    const float2 gate = to_floats(rotate(gates, zeros<T>())), linear = to_floats(rotate(linears, zeros<T>()));
+    rotate(out, two_from_floats<T>(activation::swiglu_value(gate.x, linear.x, prob),
+                                   activation::swiglu_value(gate.y, linear.y, prob)));
+  }
+  return out;
+}
+
+// The probability of each of a warp's rows, in the lane of its number.
+__device__ __forceinline__ float read_own_prob(const float* probs, const Tile& tile,
+                                               const StreamPlace& place) {
+  if (!probs) return 1.0f;
+  const int row = place.warp_row + place.lane;
+  return row < tile.rows && !tile.tail ? probs[tile.row + row] : 0.0f;
+}
+
+// Gates, linear parts and probabilities, two rows of the warp after two.
+template <typename T>
+struct SwigluStream {
+  const T* gate;
+  int64_t linear;  // from the gate
+  float own_prob;
+
+  __device__ __forceinline__ SwigluStream(const void* input, int64_t features, const float* probs,
+                                          const Tile& tile, const StreamPlace& place)
+      : gate(static_cast<const T*>(input) + place.row * 2 * features + place.col),
+        linear(features),
+        own_prob(read_own_prob(probs, tile, place)) {}
+
+  // Returns the probability.
+  __device__ __forceinline__ float load(int r, const StreamPlace& place, Eight<T>& gates, Eight<T>& linears) {
+    gates = load_eight(gate, r < place.loads);
+    linears = load_eight(gate + linear, r < place.loads);
+    gate += kStreamRows * 2 * linear;
+    return __shfl_sync(0xffffffffu, own_prob, r + place.lane / kStreamLanes);
+  }
+  // What swiglu_value gives.
+  __device__ __forceinline__ Eight<T> next(int r, const StreamPlace& place) {
+    Eight<T> gates, linears;
+    const float prob = load(r, place, gates, linears);
+    return swiglu_of(gates, linears, prob);
+  }
+};
+
+// Blocks of 256 threads that a multiprocessor holds at once: as many as leave the loop its registers.
+inline constexpr int kRowBlocks = 5;
+inline constexpr int kColumnBlocks = 4;
+
+template <typename T, typename Family, DType element>
+__global__ void __launch_bounds__(kStreamThreads<false>, 2 * kRowBlocks)
+    swiglu_quantize_rows_kernel(const __grid_constant__ QuantizeArgs given, const float* probs) {
+  constexpr int kRows = kWarpRows<false>;
+  const QuantizeArgs args = streamed(given, Family::kMode);
+  const Tile tile = block_tile(args.layout);
+  if (!Family::begin(args, tile)) return;
+  const StreamPlace place(tile, kRows);
+  SwigluStream<T> source(args.input, args.layout.cols, probs, tile, place);
+  RowWriter<typename Family::template Rows<element, kRows>> rows(args, tile, place, 0);
+#pragma unroll 1
+  for (int r = 0; r < kRows; r += kStreamRows) rows.add(args, source.next(r, place), r, place);
+  rows.scales.finish(args, tile, place);
+}
+
+template <typename T, typename Family, DType element>
+__global__ void __launch_bounds__(kStreamThreads<true>, kColumnBlocks)
+    swiglu_quantize_columns_kernel(const __grid_constant__ QuantizeArgs given, const float* probs) {
+  constexpr int kRows = kWarpRows<true>;
+  __shared__ typename Family::Columns columns;
+  __shared__ StreamTile<T> waiting;
+  const QuantizeArgs args = streamed(given, Family::kMode);
+  const Tile tile = block_tile(args.layout);
+  if (!Family::begin(args, tile)) return;
+  const StreamPlace place(tile, kRows);
+  SwigluStream<T> source(args.input, args.layout.cols, probs, tile, place);
+  RowWriter<typename Family::template Rows<element, kRows>> rows(args, tile, place, 0);
+#pragma unroll 1
+  for (int r = 0; r < kRows; r += kStreamRows) {
+    const Eight<T> values = source.next(r, place);
+    waiting.put(values, r, place);
+    if (args.rowwise) rows.add(args, values, r, place);
+  }
+  if (args.rowwise) rows.scales.finish(args, tile, place);
+  Family::template write_transposed<element>(args, tile, place, columns, waiting);
+}
+
+template <typename Family>
+void launch_swiglu_stream(const QuantizeArgs& args, const float* probs, unsigned grid, cudaStream_t stream) {
+  visit_fp8(args.element, [&](auto element) {
+    const auto launch = [&](auto type) {
+      using T = decltype(type);
+      constexpr DType e = decltype(element)::value;
+      if (args.transposed) {
+        swiglu_quantize_columns_kernel<T, Family, e><<<grid, kStreamThreads<true>, 0, stream>>>(args, probs);
+      } else {
+        swiglu_quantize_rows_kernel<T, Family, e><<<grid, kStreamThreads<false>, 0, stream>>>(args, probs);
+      }
+    };
+    args.dtype == DType::kFloat16 ? launch(__half{}) : launch(__nv_bfloat16{});
+  });
+  check_launch("swiglu_quantize_kernel");
+}
+
+}  // namespace transformer_plugin::quantize
