@@ -120,7 +120,7 @@ struct StreamPlace {
     row = tile.row + first;
     col = tile.col + column;
     rows = column < tile.cols ? tile.rows - first : 0;
-    loads = tile.tail ? 0 : rows;
+    loads = tile.tail ? 0 : min(rows, warp_rows - lane / kStreamLanes);
     keep(rows);
     keep(loads);
   }

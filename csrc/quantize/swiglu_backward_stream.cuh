@@ -59,18 +59,26 @@ template <typename T>
 struct SwigluBackwardStream {
   const T* grad;
   SwigluStream<T> input;
+  Eight<T> grads;  // of the next step
 
   __device__ __forceinline__ SwigluBackwardStream(const SwigluBackwardArgs& args, const Tile& tile,
                                                   const StreamPlace& place)
       : grad(static_cast<const T*>(args.grad) + place.row * args.features + place.col),
-        input(args.input, args.features, args.probs, tile, place) {}
+        input(args.input, args.features, args.probs, tile, place) {
+    fetch(place.loads > 0);
+  }
+
+  __device__ __forceinline__ void fetch(bool inside) {
+    grads = load_eight(grad, inside);
+    grad += kStreamRows * input.linear;
+  }
 
   __device__ __forceinline__ EightGradients<T> next(int r, const StreamPlace& place) {
-    const Eight<T> grads = load_eight(grad, r < place.loads);
-    grad += kStreamRows * input.linear;
+    const Eight<T> own_grads = grads;
+    fetch(r + kStreamRows < place.loads);
     Eight<T> gates, linears;
-    const float prob = input.load(r, place, gates, linears);
-    return gradients_of(grads, gates, linears, prob);
+    const float prob = input.take(r, place, gates, linears);
+    return gradients_of(own_grads, gates, linears, prob);
   }
 };
 

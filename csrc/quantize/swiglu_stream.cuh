@@ -62,31 +62,41 @@ __device__ __forceinline__ float read_own_prob(const float* probs, const Tile& t
   return row < tile.rows && !tile.tail ? probs[tile.row + row] : 0.0f;
 }
 
-// Gates, linear parts and probabilities, two rows of the warp after two.
+// Gates, linear parts and probabilities, two rows of the warp after two. The loads of a step are under way while the one
+// before it is computed.
 template <typename T>
 struct SwigluStream {
   const T* gate;
   int64_t linear;  // from the gate
   float own_prob;
+  Eight<T> gates, linears;  // of the next step
 
   __device__ __forceinline__ SwigluStream(const void* input, int64_t features, const float* probs,
                                           const Tile& tile, const StreamPlace& place)
       : gate(static_cast<const T*>(input) + place.row * 2 * features + place.col),
         linear(features),
-        own_prob(read_own_prob(probs, tile, place)) {}
+        own_prob(read_own_prob(probs, tile, place)) {
+    fetch(place.loads > 0);
+  }
 
-  // Returns the probability.
-  __device__ __forceinline__ float load(int r, const StreamPlace& place, Eight<T>& gates, Eight<T>& linears) {
-    gates = load_eight(gate, r < place.loads);
-    linears = load_eight(gate + linear, r < place.loads);
+  __device__ __forceinline__ void fetch(bool inside) {
+    gates = load_eight(gate, inside);
+    linears = load_eight(gate + linear, inside);
     gate += kStreamRows * 2 * linear;
+  }
+  // Returns the probability.
+  __device__ __forceinline__ float take(int r, const StreamPlace& place, Eight<T>& own_gates,
+                                        Eight<T>& own_linears) {
+    own_gates = gates;
+    own_linears = linears;
+    fetch(r + kStreamRows < place.loads);
     return __shfl_sync(0xffffffffu, own_prob, r + place.lane / kStreamLanes);
   }
   // What swiglu_value gives.
   __device__ __forceinline__ Eight<T> next(int r, const StreamPlace& place) {
-    Eight<T> gates, linears;
-    const float prob = load(r, place, gates, linears);
-    return swiglu_of(gates, linears, prob);
+    Eight<T> own_gates, own_linears;
+    const float prob = take(r, place, own_gates, own_linears);
+    return swiglu_of(own_gates, own_linears, prob);
   }
 };
 
