@@ -39,6 +39,28 @@ __device__ __forceinline__ Two<T> max_abs(Two<T> largest, Two<T> values) {
   return {__hmax2(largest, __habs2(values))};
 }
 
+// Of each the one whose magnitude is larger, NaN left out, with a sign that means nothing.
+__device__ __forceinline__ Two<float> larger_magnitudes(Two<float> a, Two<float> b) {
+  return {fmaxf(fabsf(a.x), fabsf(b.x)), fmaxf(fabsf(a.y), fabsf(b.y))};
+}
+template <typename T>
+__device__ __forceinline__ Two<T> larger_magnitudes(Two<T> a, Two<T> b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+  uint32_t x, y;
+  memcpy(&x, &a, sizeof(x));
+  memcpy(&y, &b, sizeof(y));
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm("max.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
+  } else {
+    asm("max.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
+  }
+  memcpy(&a, &x, sizeof(x));
+  return a;
+#else
+  return {__hmax2(__habs2(a), __habs2(b))};
+#endif
+}
+
 // A bfloat16 is the upper half of its float; taken as a number of its own the second would cost twice as much.
 template <typename T>
 __device__ __forceinline__ float2 to_floats(Two<T> two) {
@@ -68,15 +90,16 @@ struct Values {
     return c % 2 == 0 ? two.x : two.y;
   }
   __device__ __forceinline__ float row_max(int r) const {
-    const float2 two = to_floats(max_abs(max_abs(zeros<T>(), at[r][0]), at[r][1]));
-    return fmaxf(two.x, two.y);
+    const float2 two = to_floats(larger_magnitudes(larger_magnitudes(zeros<T>(), at[r][0]), at[r][1]));
+    return fmaxf(fabsf(two.x), fabsf(two.y));
   }
   // Of columns 2i and 2i + 1 over the thread's rows.
   __device__ __forceinline__ float2 column_max(int i) const {
     Two<T> largest = zeros<T>();
 #pragma unroll
-    for (int r = 0; r < kRowsPerThread; ++r) largest = max_abs(largest, at[r][i]);
-    return to_floats(largest);
+    for (int r = 0; r < kRowsPerThread; ++r) largest = larger_magnitudes(largest, at[r][i]);
+    const float2 two = to_floats(largest);
+    return {fabsf(two.x), fabsf(two.y)};
   }
 };
 

@@ -35,25 +35,6 @@ __device__ __forceinline__ void keep(Number& value) {
   }
 }
 
-// Each the one whose magnitude is larger, NaN left out, with a sign that means nothing.
-template <typename T>
-__device__ __forceinline__ Two<T> larger_magnitudes(Two<T> a, Two<T> b) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
-  uint32_t x, y;
-  memcpy(&x, &a, sizeof(x));
-  memcpy(&y, &b, sizeof(y));
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    asm("max.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
-  } else {
-    asm("max.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
-  }
-  memcpy(&a, &x, sizeof(x));
-  return a;
-#else
-  return {__hmax2(__habs2(a), __habs2(b))};
-#endif
-}
-
 // Neighbouring values of one row.
 template <typename T>
 struct Eight {

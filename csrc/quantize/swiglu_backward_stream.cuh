@@ -14,44 +14,41 @@ struct EightGradients {
   float sum;
 };
 
-// Two features of EightGradients.
-template <bool in_range, typename T>
-__device__ __forceinline__ float gradients_of_two(Two<T> grads, Two<T> gates, Two<T> linears, float prob,
-                                                  Two<T>& of_gates, Two<T>& of_linears) {
+// Two features of EightGradients, given their sigmoids: gradients in the place of the values, and returned the terms' sum.
+template <typename T>
+__device__ __forceinline__ float gradients_of_two(float2 sigmoid, Two<T> grads, Two<T>& gates,
+                                                  Two<T>& linears, float prob) {
   const float2 grad = to_floats(grads), gate = to_floats(gates), linear = to_floats(linears);
-  const float x = in_range ? sigmoid_in_range(gate.x) : sigmoid_of_number_f32(gate.x);
-  const float y = in_range ? sigmoid_in_range(gate.y) : sigmoid_of_number_f32(gate.y);
-  const auto first = activation::swiglu_gradient_at(x, grad.x, gate.x, linear.x, prob);
-  const auto second = activation::swiglu_gradient_at(y, grad.y, gate.y, linear.y, prob);
-  of_gates = two_from_floats<T>(first.gate, second.gate);
-  of_linears = two_from_floats<T>(first.linear, second.linear);
-  return grad.x * first.activation + grad.y * second.activation;
+  const auto x = activation::swiglu_gradient_at(sigmoid.x, grad.x, gate.x, linear.x, prob);
+  const auto y = activation::swiglu_gradient_at(sigmoid.y, grad.y, gate.y, linear.y, prob);
+  gates = two_from_floats<T>(x.gate, y.gate);
+  linears = two_from_floats<T>(x.linear, y.linear);
+  return grad.x * x.activation + grad.y * y.activation;
 }
 
 template <typename T>
 __device__ __forceinline__ EightGradients<T> gradients_of(Eight<T> grads, Eight<T> gates, Eight<T> linears,
                                                           float prob) {
-  EightGradients<T> out;
-  float sums[kStreamCols / 2];
+  float sums[kStreamCols / 2] = {};
   if (are_in_range(gates)) {
 #pragma unroll
     for (int i = 0; i < kStreamCols / 2; ++i) {
-      sums[i] = gradients_of_two<true>(grads.at[i], gates.at[i], linears.at[i], prob, out.gates.at[i],
-                                       out.linears.at[i]);
+      sums[i] =
+          gradients_of_two<T>(sigmoids_in_range(gates.at[i]), grads.at[i], gates.at[i], linears.at[i], prob);
     }
   } else {
 #pragma unroll 1
     for (int i = 0; i < kStreamCols / 2; ++i) {
-      Two<T> of_gates, of_linears;
-      const float sum = gradients_of_two<false>(rotate(grads, zeros<T>()), rotate(gates, zeros<T>()),
-                                                rotate(linears, zeros<T>()), prob, of_gates, of_linears);
-      rotate(out.gates, of_gates);
-      rotate(out.linears, of_linears);
+      const float2 gate = to_floats(gates.at[0]);
+      const float2 sigmoid = {sigmoid_of_number_f32(gate.x), sigmoid_of_number_f32(gate.y)};
+      Two<T> of_gates = gates.at[0], of_linears = linears.at[0];
+      const float sum = gradients_of_two<T>(sigmoid, rotate(grads, zeros<T>()), of_gates, of_linears, prob);
+      rotate(gates, of_gates);
+      rotate(linears, of_linears);
       sums[0] = sums[1], sums[1] = sums[2], sums[2] = sums[3], sums[3] = sum;
     }
   }
-  out.sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-  return out;
+  return {gates, linears, (sums[0] + sums[1]) + (sums[2] + sums[3])};
 }
 
 // Two rows of the warp after two.

@@ -8,14 +8,29 @@ namespace transformer_plugin::quantize {
 
 inline constexpr float kSigmoidEnd = 87.33654f;  // beyond, exp is taken for 0
 
-// sigmoid_of_number_f32 where |x| < kSigmoidEnd.
-__device__ __forceinline__ float sigmoid_in_range(float x) {
-  const float e = exp_in_range_f32(-fabsf(x));
-  const float large = reciprocal_of_1_to_2(1.0f + e);
-  return x < 0.0f ? e * large : large;
+// sigmoid_of_number_f32 of two where |x| < kSigmoidEnd. Their signs are told in one comparison.
+template <typename T>
+__device__ __forceinline__ float2 sigmoids_in_range(Two<T> two) {
+  const float2 x = to_floats(two);
+  const float2 e = {exp_in_range_f32(-fabsf(x.x)), exp_in_range_f32(-fabsf(x.y))};
+  float2 sigmoids = {reciprocal_of_1_to_2(1.0f + e.x), reciprocal_of_1_to_2(1.0f + e.y)};
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    uint32_t word;
+    memcpy(&word, &two, sizeof(word));
+    asm("{ .reg .pred p, q;\n setp.lt.bf16x2 p|q, %2, %3;\n"
+        "@p mul.rn.f32 %0, %0, %4;\n @q mul.rn.f32 %1, %1, %5; }"
+        : "+f"(sigmoids.x), "+f"(sigmoids.y)
+        : "r"(word), "r"(0), "f"(e.x), "f"(e.y));
+    return sigmoids;
+  }
+#endif
+  if (x.x < 0.0f) sigmoids.x = e.x * sigmoids.x;
+  if (x.y < 0.0f) sigmoids.y = e.y * sigmoids.y;
+  return sigmoids;
 }
 
-// Whether sigmoid_in_range holds for all: one test in place of one for each. NaN passes it, whose next step is a product
+// Whether sigmoids_in_range holds for all: one test in place of one for each. NaN passes it, whose next step is a product
 // with itself.
 template <typename T>
 __device__ __forceinline__ bool are_in_range(const Eight<T>& gates) {
@@ -35,23 +50,23 @@ __device__ __forceinline__ Two<T> rotate(Eight<T>& eight, Two<T> last) {
 
 template <typename T>
 __device__ __forceinline__ Eight<T> swiglu_of(Eight<T> gates, Eight<T> linears, float prob) {
-  Eight<T> out;
   if (are_in_range(gates)) {
 #pragma unroll
     for (int i = 0; i < kStreamCols / 2; ++i) {
       const float2 gate = to_floats(gates.at[i]), linear = to_floats(linears.at[i]);
-      out.at[i] = two_from_floats<T>(gate.x * sigmoid_in_range(gate.x) * linear.x * prob,
-                                     gate.y * sigmoid_in_range(gate.y) * linear.y * prob);
+      const float2 sigmoid = sigmoids_in_range(gates.at[i]);
+      gates.at[i] =
+          two_from_floats<T>(gate.x * sigmoid.x * linear.x * prob, gate.y * sigmoid.y * linear.y * prob);
     }
-    return out;
+    return gates;
   }
 #pragma unroll 1
   for (int i = 0; i < kStreamCols / 2; ++i) {
-    const float2 gate = to_floats(rotate(gates, zeros<T>())), linear = to_floats(rotate(linears, zeros<T>()));
-    rotate(out, two_from_floats<T>(activation::swiglu_value(gate.x, linear.x, prob),
-                                   activation::swiglu_value(gate.y, linear.y, prob)));
+    const float2 gate = to_floats(gates.at[0]), linear = to_floats(rotate(linears, zeros<T>()));
+    rotate(gates, two_from_floats<T>(activation::swiglu_value(gate.x, linear.x, prob),
+                                     activation::swiglu_value(gate.y, linear.y, prob)));
   }
-  return out;
+  return gates;
 }
 
 // The probability of each of a warp's rows, in the lane of its number.
