@@ -28,9 +28,8 @@ struct QuickScale {
   }
 };
 
-template <DType element, int kRows>
+template <DType element>
 struct Fp8StreamRows {
-  static_assert(kRows / kStreamRows <= kStreamLanes, "a lane keeps the scale of one row");
   QuickScale quick;
   int own;  // the step in which the lane keeps its row's scale
   float kept = 1.0f;
@@ -52,7 +51,7 @@ struct Fp8StreamRows {
   __device__ __forceinline__ void finish(const QuantizeArgs& args, const Tile& tile,
                                          const StreamPlace& place) const {
     const int row = place.warp_row + row_of(place.lane);
-    if (row_of(place.lane) < kRows && row < tile.rows) {
+    if (row_of(place.lane) < kRowsPerThread && row < tile.rows) {
       args.scale[scale_index(args.layout, tile, false, row, 0)] = tile.tail ? 0.0f : 1.0f / kept;
     }
   }
@@ -60,8 +59,8 @@ struct Fp8StreamRows {
 
 struct Fp8Stream {
   static constexpr ScaleMode kMode = ScaleMode::kRows;
-  template <DType element, int kRows>
-  using Rows = Fp8StreamRows<element, kRows>;
+  template <DType element>
+  using Rows = Fp8StreamRows<element>;
   using Columns = ColumnScales;
 
   static __device__ __forceinline__ bool begin(const QuantizeArgs& args, const Tile& tile) {

@@ -18,12 +18,11 @@ __device__ __forceinline__ float quick_e8m0_multiplier(uint32_t bits) {
   return bits_to_float(max(0x7f000000u - bits, 0x00400000u));
 }
 
-template <DType element, int kRows>
+template <DType element>
 struct MxStreamRows {
-  static constexpr int kLanes = kMxBlock / kStreamCols;        // of a block
-  static constexpr int kWords = kRows / kStreamRows / kLanes;  // steps of which a lane keeps the exponents
-  static_assert(kLanes == 4 && (kWords == 2 || kWords == kMxBlocks),
-                "a lane stores a word of four blocks at most");
+  static constexpr int kLanes = kMxBlock / kStreamCols;  // of a block
+  static constexpr int kWords = kStreamSteps / kLanes;   // steps of which a lane keeps the exponents
+  static_assert(kLanes == kMxBlocks && kWords == 2, "a lane stores a word of four blocks at most");
   int own;            // the lane in its block
   uint32_t kept = 0;  // of the lane's block, the last of these steps in the lowest byte
 
@@ -57,8 +56,8 @@ struct MxStreamRows {
 
 struct MxStream {
   static constexpr ScaleMode kMode = ScaleMode::kMx;
-  template <DType element, int kRows>
-  using Rows = MxStreamRows<element, kRows>;
+  template <DType element>
+  using Rows = MxStreamRows<element>;
   struct Columns {
     MxPartial partial;
     ColumnExponents exponents;

@@ -1,9 +1,9 @@
 // Rows that stream through a warp: the form of the quantize kernels for sources that compute their values. What keeps them
 // at the memory's rate is many warps and a short loop: few registers, and code that stays in the instruction cache.
 //
-// A warp has some rows of a tile and takes two a step: 16 lanes to a row, 8 neighbouring columns to a lane. Rows are quantized
-// in the step. Where columns are quantized too, the warp's rows are those of tile_device.cuh, and values also go to shared
-// memory, from where the same warp takes them in the form of `Values`.
+// A warp has the 16 rows of a tile that it has in tile_device.cuh too, and takes two a step: 16 lanes to a row, 8
+// neighbouring columns to a lane. Rows are quantized in the step. Where columns are quantized too, values also go to
+// shared memory, from where the same warp takes them in the form of `Values`.
 //
 // For values of 16 bits, rows of whole vectors and blocks along a row; the rest takes the kernels of fp8_tile.cuh and
 // mx_tile.cuh.
@@ -16,13 +16,8 @@ namespace transformer_plugin::quantize {
 inline constexpr int kStreamCols = 8;  // of a lane
 inline constexpr int kStreamLanes = kTile / kStreamCols;
 inline constexpr int kStreamRows = kWarpSize / kStreamLanes;  // of a step
-static_assert(kStreamRows == 2, "rows of a step are told apart by one bit of the lane");
-
-// The rows of a warp: all that a lane can keep a scale of, unless columns are quantized too.
-template <bool transposed>
-inline constexpr int kWarpRows = transposed ? kRowsPerThread : kWarpSize;
-template <bool transposed>
-inline constexpr int kStreamThreads = kTile / kWarpRows<transposed>* kWarpSize;
+inline constexpr int kStreamSteps = kRowsPerThread / kStreamRows;
+static_assert(kStreamSteps <= kStreamLanes, "a lane keeps the scale of one row");
 
 // Computed here, once: the compiler would rather save the register and compute it in every step.
 template <typename Number>
@@ -92,16 +87,16 @@ struct StreamPlace {
   int64_t row;  // of the matrix
   int64_t col;
   int rows;  // of the matrix from `row` on in the tile, where the columns are the matrix's; not positive when there are none
-  int loads;  // the same where there are values
+  int loads;  // of the warp's rows, the same where there are values
 
-  __device__ __forceinline__ StreamPlace(const Tile& tile, int warp_rows)
-      : warp_row(threadIdx.x / kWarpSize * warp_rows), lane(threadIdx.x % kWarpSize) {
+  __device__ __forceinline__ explicit StreamPlace(const Tile& tile)
+      : warp_row(threadIdx.x / kWarpSize * kRowsPerThread), lane(threadIdx.x % kWarpSize) {
     const int first = warp_row + lane / kStreamLanes;
     const int column = lane % kStreamLanes * kStreamCols;
     row = tile.row + first;
     col = tile.col + column;
     rows = column < tile.cols ? tile.rows - first : 0;
-    loads = tile.tail ? 0 : min(rows, warp_rows - lane / kStreamLanes);
+    loads = tile.tail ? 0 : min(rows, kRowsPerThread - lane / kStreamLanes);
     keep(rows);
     keep(loads);
   }

@@ -98,7 +98,7 @@ struct StreamSums {
   __device__ __forceinline__ void finish(const SwigluBackwardArgs& args, const Tile& tile,
                                          const StreamPlace& place) const {
     const int row = own + place.lane / kStreamLanes;
-    if (row < kWarpRows<true> && place.warp_row + row < tile.rows) {
+    if (row < kRowsPerThread && place.warp_row + row < tile.rows) {
       args.partial[tile.col_tile * args.rows + tile.row + place.warp_row + row] = kept;
     }
   }
@@ -113,11 +113,10 @@ struct BackwardStreamShared {
 };
 
 template <typename T, typename Family, DType element>
-__global__ void __launch_bounds__(kStreamThreads<true>, kBackwardBlocks)
+__global__ void __launch_bounds__(kThreads, kBackwardBlocks)
     swiglu_backward_stream_kernel(const __grid_constant__ QuantizeArgs given,
                                   const __grid_constant__ SwigluBackwardArgs swiglu) {
-  constexpr int kRows = kWarpRows<true>;
-  using Writer = RowWriter<typename Family::template Rows<element, kRows>>;
+  using Writer = RowWriter<typename Family::template Rows<element>>;
   extern __shared__ __align__(16) uint8_t memory[];
   auto& shared = *reinterpret_cast<BackwardStreamShared<T, Family>*>(memory);
   const QuantizeArgs args = streamed(given, Family::kMode);
@@ -125,12 +124,12 @@ __global__ void __launch_bounds__(kStreamThreads<true>, kBackwardBlocks)
   const Tile second = linear_tile(tile, swiglu.features);
   Family::begin(args, second);
   if (!Family::begin(args, tile)) return;
-  const StreamPlace place(tile, kRows);
+  const StreamPlace place(tile);
   SwigluBackwardStream<T> source(swiglu, tile, place);
   Writer of_gates(args, tile, place, 0), of_linears(args, tile, place, swiglu.features);
   StreamSums sums(place);
 #pragma unroll 1
-  for (int r = 0; r < kRows; r += kStreamRows) {
+  for (int r = 0; r < kRowsPerThread; r += kStreamRows) {
     const EightGradients<T> gradients = source.next(r, place);
     shared.gates.put(gradients.gates, r, place);
     shared.linears.put(gradients.linears, r, place);
@@ -159,7 +158,7 @@ void launch_backward_stream(const QuantizeArgs& args, const SwigluBackwardArgs& 
       const auto kernel = swiglu_backward_stream_kernel<T, Family, decltype(element)::value>;
       constexpr int bytes = sizeof(BackwardStreamShared<T, Family>);
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-      kernel<<<grid, kStreamThreads<true>, bytes, stream>>>(args, swiglu);
+      kernel<<<grid, kThreads, bytes, stream>>>(args, swiglu);
     };
     args.dtype == DType::kFloat16 ? launch(__half{}) : launch(__nv_bfloat16{});
   });

@@ -115,39 +115,37 @@ struct SwigluStream {
   }
 };
 
-// Blocks of 256 threads that a multiprocessor holds at once: as many as leave the loop its registers.
-inline constexpr int kRowBlocks = 5;
+// Blocks that a multiprocessor holds at once: as many as leave the loop its registers.
+inline constexpr int kRowBlocks = 6;
 inline constexpr int kColumnBlocks = 4;
 
 template <typename T, typename Family, DType element>
-__global__ void __launch_bounds__(kStreamThreads<false>, 2 * kRowBlocks)
+__global__ void __launch_bounds__(kThreads, kRowBlocks)
     swiglu_quantize_rows_kernel(const __grid_constant__ QuantizeArgs given, const float* probs) {
-  constexpr int kRows = kWarpRows<false>;
   const QuantizeArgs args = streamed(given, Family::kMode);
   const Tile tile = block_tile(args.layout);
   if (!Family::begin(args, tile)) return;
-  const StreamPlace place(tile, kRows);
+  const StreamPlace place(tile);
   SwigluStream<T> source(args.input, args.layout.cols, probs, tile, place);
-  RowWriter<typename Family::template Rows<element, kRows>> rows(args, tile, place, 0);
+  RowWriter<typename Family::template Rows<element>> rows(args, tile, place, 0);
 #pragma unroll 1
-  for (int r = 0; r < kRows; r += kStreamRows) rows.add(args, source.next(r, place), r, place);
+  for (int r = 0; r < kRowsPerThread; r += kStreamRows) rows.add(args, source.next(r, place), r, place);
   rows.scales.finish(args, tile, place);
 }
 
 template <typename T, typename Family, DType element>
-__global__ void __launch_bounds__(kStreamThreads<true>, kColumnBlocks)
+__global__ void __launch_bounds__(kThreads, kColumnBlocks)
     swiglu_quantize_columns_kernel(const __grid_constant__ QuantizeArgs given, const float* probs) {
-  constexpr int kRows = kWarpRows<true>;
   __shared__ typename Family::Columns columns;
   __shared__ StreamTile<T> waiting;
   const QuantizeArgs args = streamed(given, Family::kMode);
   const Tile tile = block_tile(args.layout);
   if (!Family::begin(args, tile)) return;
-  const StreamPlace place(tile, kRows);
+  const StreamPlace place(tile);
   SwigluStream<T> source(args.input, args.layout.cols, probs, tile, place);
-  RowWriter<typename Family::template Rows<element, kRows>> rows(args, tile, place, 0);
+  RowWriter<typename Family::template Rows<element>> rows(args, tile, place, 0);
 #pragma unroll 1
-  for (int r = 0; r < kRows; r += kStreamRows) {
+  for (int r = 0; r < kRowsPerThread; r += kStreamRows) {
     const Eight<T> values = source.next(r, place);
     waiting.put(values, r, place);
     if (args.rowwise) rows.add(args, values, r, place);
@@ -163,9 +161,9 @@ void launch_swiglu_stream(const QuantizeArgs& args, const float* probs, unsigned
       using T = decltype(type);
       constexpr DType e = decltype(element)::value;
       if (args.transposed) {
-        swiglu_quantize_columns_kernel<T, Family, e><<<grid, kStreamThreads<true>, 0, stream>>>(args, probs);
+        swiglu_quantize_columns_kernel<T, Family, e><<<grid, kThreads, 0, stream>>>(args, probs);
       } else {
-        swiglu_quantize_rows_kernel<T, Family, e><<<grid, kStreamThreads<false>, 0, stream>>>(args, probs);
+        swiglu_quantize_rows_kernel<T, Family, e><<<grid, kThreads, 0, stream>>>(args, probs);
       }
     };
     args.dtype == DType::kFloat16 ? launch(__half{}) : launch(__nv_bfloat16{});
