@@ -6,9 +6,9 @@
 
 namespace transformer_plugin::quantize {
 
-// encode_scale of an amax that is not below its epsilon. Of a power of two only the quotient's exponent counts, which is a
-// difference of bits whose borrow compares the mantissas: no quotient below 1 rounds up to it. For what is not tiny, so
-// that the exponent is in range.
+// encode_scale of an amax that is not below its epsilon. Of a power of two only the quotient's exponent counts, which is
+// a difference of bits whose borrow compares the mantissas: no quotient below 1 rounds up to it. For what is not tiny,
+// so that the exponent is in range.
 struct QuickScale {
   float least;    // amax for which this holds
   uint32_t bits;  // of the largest value times 2^127

@@ -38,18 +38,18 @@ struct MxStreamRows {
   __device__ __forceinline__ void finish(const QuantizeArgs& args, const Tile& tile,
                                          const StreamPlace& place) const {
     const int block = place.lane / kLanes % kMxBlocks;
-    uint32_t own = 0;
+    uint32_t stored = 0;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       uint32_t word = (kept >> (8 * (kWords - 1 - i)) & 0xffu) << (8 * block);
       word |= __shfl_xor_sync(0xffffffffu, word, kLanes);
       word |= __shfl_xor_sync(0xffffffffu, word, 2 * kLanes);
-      if (block == i) own = word;
+      if (block == i) stored = word;
     }
-    const int step = block * kLanes + place.lane % kLanes;
+    const int step = block * kLanes + own;
     const int row = place.warp_row + kStreamRows * step + place.lane / kStreamLanes;
     if (block < kWords && row < tile.rows) {
-      *reinterpret_cast<uint32_t*>(args.exponents + word_index(args.layout, tile, false, row)) = own;
+      *reinterpret_cast<uint32_t*>(args.exponents + word_index(args.layout, tile, false, row)) = stored;
     }
   }
 };

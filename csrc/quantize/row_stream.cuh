@@ -1,5 +1,5 @@
-// Rows that stream through a warp: the form of the quantize kernels for sources that compute their values. What keeps them
-// at the memory's rate is many warps and a short loop: few registers, and code that stays in the instruction cache.
+// Rows that stream through a warp: the form of the quantize kernels for sources that compute their values. What keeps
+// them at the memory's rate is many warps and a short loop: few registers, code that stays in the instruction cache.
 //
 // A warp has the 16 rows of a tile that it has in tile_device.cuh too, and takes two a step: 16 lanes to a row, 8
 // neighbouring columns to a lane. Rows are quantized in the step. Where columns are quantized too, values also go to
@@ -86,8 +86,8 @@ struct StreamPlace {
   int lane;
   int64_t row;  // of the matrix
   int64_t col;
-  int rows;  // of the matrix from `row` on in the tile, where the columns are the matrix's; not positive when there are none
-  int loads;  // of the warp's rows, the same where there are values
+  int rows;   // of the matrix in the tile from `row` on, none where the columns are not the matrix's
+  int loads;  // of the warp, the same where there are values
 
   __device__ __forceinline__ explicit StreamPlace(const Tile& tile)
       : warp_row(threadIdx.x / kWarpSize * kRowsPerThread), lane(threadIdx.x % kWarpSize) {
@@ -126,8 +126,8 @@ struct RowWriter {
   }
 };
 
-// A tile of values on its way from rows to columns, then its codes, turned. A warp reads what it wrote itself, and accesses
-// of both forms are to whole lines.
+// A tile of values on its way from rows to columns, then its codes, turned. A warp reads what it wrote itself, and
+// accesses of both forms are to whole lines.
 template <typename T>
 union StreamTile {
   uint4 rows[kTile][kStreamLanes];

@@ -14,7 +14,7 @@ struct EightGradients {
   float sum;
 };
 
-// Two features of EightGradients, given their sigmoids: gradients in the place of the values, and returned the terms' sum.
+// Two features of EightGradients, given their sigmoids: gradients in the place of the values, and the sum of the terms.
 template <typename T>
 __device__ __forceinline__ float gradients_of_two(float2 sigmoid, Two<T> grads, Two<T>& gates,
                                                   Two<T>& linears, float prob) {

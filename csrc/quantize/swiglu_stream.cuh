@@ -30,8 +30,8 @@ __device__ __forceinline__ float2 sigmoids_in_range(Two<T> two) {
   return sigmoids;
 }
 
-// Whether sigmoids_in_range holds for all: one test in place of one for each. NaN passes it, whose next step is a product
-// with itself.
+// Whether sigmoids_in_range holds for all: one test in place of one for each. NaN passes it, whose next step is a
+// product with itself.
 template <typename T>
 __device__ __forceinline__ bool are_in_range(const Eight<T>& gates) {
   const float2 largest = to_floats(gates.largest());
