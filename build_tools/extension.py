@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from build_tools.toolchain import check_compiler, job_count, use_cuda
+from build_tools.toolchain import check_compiler, job_count, toolkit_of_torch, use_cuda
 
 # -ffp-contract=off and --fmad=false: a multiply and an add stay two roundings unless the source says fma,
 # so that CPU and CUDA give the same bits. -fno-trapping-math changes no result; without it GCC vectorises no
@@ -24,6 +24,8 @@ NVCC_FLAGS = [
     "-lineinfo",
 ]
 NVCC_FLAGS += ["--expt-relaxed-constexpr", "--expt-extended-lambda"]
+# Device code that nobody has packed is five times as large. It is unpacked when a kernel is first called.
+PACK_FLAGS = ["--compress-mode=size"]
 LINK_FLAGS = ["-fopenmp", "-Wl,--no-undefined", "-Wl,--as-needed"]
 # `make sanitize`.
 SANITIZE_FLAGS = [
@@ -57,7 +59,7 @@ def library(root: Path) -> Any:
     if cuda:
         sources += sorted(str(p.relative_to(root)) for p in (root / "csrc").rglob("*.cu"))
         macros.append(("TRANSFORMER_PLUGIN_CUDA", "1"))
-        flags["nvcc"] = list(NVCC_FLAGS)
+        flags["nvcc"] = NVCC_FLAGS + (PACK_FLAGS if toolkit_of_torch() >= 13 else [])
     return (CUDAExtension if cuda else CppExtension)(
         "transformer_plugin._C",
         sources,

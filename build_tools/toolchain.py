@@ -104,6 +104,13 @@ def _check_toolkit(nvcc: Path, torch_version: str, torch_cuda: str) -> str:
     return f"{match.group(1)}.{match.group(2)}"
 
 
+def toolkit_of_torch() -> int:
+    """The major version of CUDA that torch was built with, as the toolkit must be; 0 for none."""
+    import torch
+
+    return _numbers(torch.version.cuda)[0] if torch.version.cuda else 0
+
+
 def use_cuda() -> bool:
     """CUDA code is built when nvcc is here and torch was built with CUDA, whether or not a GPU is."""
     import torch

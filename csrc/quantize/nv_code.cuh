@@ -47,7 +47,7 @@ __device__ __forceinline__ uint32_t signs_of(const uint32_t* pairs) {
   return place_signs(__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
 }
 
-// Largest magnitudes of which a NaN is one.
+// Largest magnitudes of which a NaN is one; of two neighbours with a sign that means nothing.
 __device__ __forceinline__ float max_abs_nan(float largest, float value) {
   float result;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(largest), "f"(fabsf(value)));
@@ -58,7 +58,20 @@ __device__ __forceinline__ Two<float> max_abs_nan(Two<float> largest, Two<float>
 }
 template <typename T>
 __device__ __forceinline__ Two<T> max_abs_nan(Two<T> largest, Two<T> values) {
-  return {__hmax2_nan(largest, __habs2(values))};
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+  uint32_t x, y;
+  memcpy(&x, &largest, sizeof(x));
+  memcpy(&y, &values, sizeof(y));
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
+  } else {
+    asm("max.NaN.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
+  }
+  memcpy(&largest, &x, sizeof(x));
+  return largest;
+#else
+  return {__hmax2_nan(__habs2(largest), __habs2(values))};
+#endif
 }
 
 // 16 neighbours that lie in pairs. Returns their largest magnitude, NaN if one is.
@@ -80,7 +93,7 @@ __device__ __forceinline__ float unpack(const NvPairs<T>& pairs, NvValues& value
     values.signs = {signs_of(values.at), signs_of(values.at + 8)};
   }
   const float2 two = to_floats(largest);
-  return max_abs_nan(two.x, two.y);
+  return max_abs_nan(fabsf(two.x), two.y);
 }
 
 // The largest magnitude that is a number.

@@ -156,8 +156,8 @@ __device__ __forceinline__ void check_columns(const Values<T>& values, float (&c
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) largest = max_abs_nan(largest, values.at[r][i]);
     const float2 two = to_floats(largest);
-    checks[2 * i] = two.x;
-    checks[2 * i + 1] = two.y;
+    checks[2 * i] = fabsf(two.x);
+    checks[2 * i + 1] = fabsf(two.y);
   }
 }
 

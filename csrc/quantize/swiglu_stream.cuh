@@ -13,7 +13,7 @@ template <typename T>
 __device__ __forceinline__ float2 sigmoids_in_range(Two<T> two) {
   const float2 x = to_floats(two);
   const float2 e = {exp_in_range_f32(-fabsf(x.x)), exp_in_range_f32(-fabsf(x.y))};
-  float2 sigmoids = {reciprocal_of_1_to_2(1.0f + e.x), reciprocal_of_1_to_2(1.0f + e.y)};
+  float2 sigmoids = {reciprocal_by_steps(1.0f + e.x), reciprocal_by_steps(1.0f + e.y)};
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     uint32_t word;
@@ -116,7 +116,7 @@ struct SwigluStream {
 };
 
 // Blocks that a multiprocessor holds at once: as many as leave the loop its registers.
-inline constexpr int kRowBlocks = 6;
+inline constexpr int kRowBlocks = 5;
 inline constexpr int kColumnBlocks = 4;
 
 template <typename T, typename Family, DType element>
