@@ -283,14 +283,10 @@ __device__ __forceinline__ bool begin_nv_tile(const NvArgs& args, const Tile& ti
   return false;
 }
 
-// A tile, by all threads of a block.
+// Codes and scales of a tile in the directions that are asked for. All threads of the block call it.
 template <NvCoding coding, bool hadamard, typename T>
-__device__ __forceinline__ void quantize_nv_tile(const NvArgs& args, const Tile& tile, NvShared<T>& shared) {
-  const int warp = threadIdx.x / kWarpSize;
-  const int lane = threadIdx.x % kWarpSize;
-  if (!begin_nv_tile(args, tile)) return;
-  Values<T> values;
-  PlainSource<T>{}.load(args, tile, warp, lane, values);
+__device__ __forceinline__ void write_nv_tile(const NvArgs& args, const Tile& tile, Values<T>& values,
+                                              int warp, int lane, NvShared<T>& shared) {
   const float square = args.layout.square ? square_amax(values) : 0.0f;
   if (args.rowwise) {
     const NvRows rows(args, tile, block_of_lane(lane));
@@ -303,6 +299,17 @@ __device__ __forceinline__ void quantize_nv_tile(const NvArgs& args, const Tile&
   __syncthreads();
   store_column_scales(args, tile, columns.lines, shared);
   store_columns(args, tile, columns, shared);
+}
+
+// A tile of the input, by all threads of a block.
+template <NvCoding coding, bool hadamard, typename T>
+__device__ __forceinline__ void quantize_nv_tile(const NvArgs& args, const Tile& tile, NvShared<T>& shared) {
+  const int warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
+  if (!begin_nv_tile(args, tile)) return;
+  Values<T> values;
+  PlainSource<T>{}.load(args, tile, warp, lane, values);
+  write_nv_tile<coding, hadamard>(args, tile, values, warp, lane, shared);
 }
 
 template <typename T, NvCoding coding, bool hadamard>
