@@ -113,32 +113,41 @@ def quantize(result: dict[str, Any]) -> Figure:
 
 
 def recipes(result: dict[str, Any]) -> Figure:
-    """The loss curves of the recipes, smoothed, and below them how far each is from the first."""
-    rows = result["rows"]
-    figure, (top, bottom) = pyplot.subplots(
-        2, 1, figsize=(8.5, 6.5), layout="constrained", sharex=True, height_ratios=(3, 2)
-    )
-    base = _smooth(rows[0]["losses"][0])
+    """Loss curves averaged over the seeds, how far each is from the first, and where every seed ends."""
+    first, *others = rows = result["rows"]
+    figure, panels = pyplot.subplot_mosaic(
+        [["loss", "loss"], ["way", "end"]], figsize=(9, 7), layout="constrained", height_ratios=(3, 2)
+    )  # fmt: skip
+    base = _smooth(first["mean_losses"])
+    colors = dict(zip((row["name"] for row in rows), (MUL, "C0", "C1", "C2", "C3", "C4"), strict=False))
     for row in rows:
-        curve = _smooth(row["losses"][0])
+        curve = _smooth(row["mean_losses"])
         steps = range(1, len(curve) + 1)
-        label = row["name"]
-        if row is not rows[0]:
-            label += f" ({row['final_difference']:+.2%} at the end)"
-        (line,) = top.plot(steps, curve, lw=1.2, label=label)
-        bottom.plot(
-            steps,
-            [100 * (a / b - 1) for a, b in zip(curve, base, strict=True)],
-            lw=1.2,
-            color=line.get_color(),
-        )
-    top.set_ylabel("loss, nats per byte")
-    bottom.set_ylabel(f"% from {rows[0]['name']}")
-    bottom.set_xlabel("step")
-    top.legend(frameon=False, fontsize=8)
-    for axes in (top, bottom):
+        panels["loss"].plot(steps, curve, lw=1.2, label=row["name"], color=colors[row["name"]])
+        apart = [100 * (a / b - 1) for a, b in zip(curve, base, strict=True)]
+        panels["way"].plot(steps, apart, lw=1.2, color=colors[row["name"]])
+    for place, row in enumerate(reversed(others)):
+        seeds = [100 * difference for difference in row["final_differences"]]
+        mean, bound = 100 * row["final_difference"], 100 * row["bound"]
+        panels["end"].plot(seeds, [place] * len(seeds), "o", ms=4, alpha=0.5, color=colors[row["name"]])
+        panels["end"].plot(mean, place, "|", ms=16, mew=2, color=colors[row["name"]])
+        panels["end"].vlines([-bound, bound], place - 0.4, place + 0.4, color="black", lw=1, ls=":")
+    panels["end"].axvline(0, color=MUL, lw=1, zorder=0)
+    panels["end"].set_yticks(range(len(others)), [row["name"] for row in reversed(others)])
+    panels["end"].set_xlabel(
+        f"% from {first['name']}, last tenth of the steps:\neach seed, their mean, and its bound (dotted)"
+    )
+    panels["loss"].set_ylabel("loss, nats per byte")
+    panels["way"].set_ylabel(f"% from {first['name']}")
+    for name in ("loss", "way"):
+        panels[name].set_xlabel("step")
+    panels["loss"].legend(frameon=False, fontsize=8)
+    for axes in panels.values():
         axes.spines[["top", "right"]].set_visible(False)
-    top.set_title(_title("The MoE language model with each recipe", result), fontsize=10)
+    seeds_text = f"mean of {result['seeds']} seeds" if result["seeds"] > 1 else "one seed"
+    panels["loss"].set_title(
+        _title(f"The MoE language model with each recipe, {seeds_text}", result), fontsize=10
+    )
     return figure
 
 
