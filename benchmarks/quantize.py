@@ -5,20 +5,24 @@ read and half written) is what it is held against. Inputs and the copy's buffers
 Before an op is timed its bytes are compared with the reference's, on the first rows of the same data. A grouped op,
 its skewed sizes on the device ("padded": in multiples of 128, as modules lay groups out), also stands beside the
 single op on the same rows. On a CPU the reference runs eagerly as well, and a call that returns fresh tensors pays for
-their pages, which the copy does not.
+their pages, which the copy does not. ``--compile`` names the rows that get the compiled peer, ``--limit`` ends a
+compilation.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.common import Time, device_times, devices, host_times, synchronize, write
+from benchmarks.common import RESULTS, Time, device_times, devices, host_times, write
+from benchmarks.compile_peer import as_tuple, compile_beforehand, compile_peer, equal_bytes
 from benchmarks.quantize_cases import Call, Case, Tensors, cases
 
 SHAPES = {"cuda": (32768, 7168), "cpu": (2048, 2048)}
@@ -28,29 +32,17 @@ ROTATION = 2**28  # bytes of inputs that calls in a row go through: five times t
 PAGE = 2**20  # of a copy: one of odd sizes can be a third slower
 
 
-def as_tuple(result: Tensor | Tensors) -> Tensors:
-    """What an op returned, one tensor or several."""
-    return (result,) if isinstance(result, Tensor) else tuple(result)
-
-
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Bytes that the tensors hold."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def equal_bytes(got: Tensors, expected: Tensors) -> bool:
-    """Whether dtypes, shapes and every byte agree."""
-    return len(got) == len(expected) and all(
-        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-        for a, b in zip(got, expected, strict=True)
-    )
 
 
 def verify(case: Case, matrix: Tensor) -> None:
     """The op's bytes are the reference's."""
     slab = case.prepare(matrix[:CHECKED_ROWS])
     got, expected = as_tuple(case.op(*slab)), as_tuple(case.reference(*slab))
-    assert equal_bytes(got, expected), f"{case.name}: the op's bytes are not the reference's"
+    same = equal_bytes(got, expected) and [t.dtype for t in got] == [t.dtype for t in expected]
+    assert same, f"{case.name}: the op's bytes are not the reference's"
 
 
 def rotating(call: Call, arguments: Sequence[Tensors]) -> Call:
@@ -69,42 +61,8 @@ def copy_of(size: int, device: torch.device) -> Call:
     return rotating(lambda source, target: target.copy_(source), pairs)
 
 
-def compile_reference(case: Case, inputs: Tensors) -> tuple[Call | None, str]:
-    """The compiled reference, or None, and what is to be said of it."""
-    if case.single is not None and len(inputs) > 1:
-        return None, "not compiled: it reads the sizes on the host"
-    mode = "max-autotune-no-cudagraphs" if inputs[0].is_cuda else "default"
-    try:
-        call, got = _compile((case.peer or case.reference,), mode, inputs)
-    except Exception as error:  # a compiler's failure is a result, whatever it raises
-        said = str(error).strip().splitlines() or [""]
-        failure = f"{type(error).__name__}: {said[0]}"
-        if not case.steps:
-            return None, f"not compiled: {failure}"
-        try:
-            call, got = _compile(case.steps, mode, inputs)
-        except Exception:
-            return None, f"not compiled, nor in steps: {failure}"
-        mode += f" in {len(case.steps)} steps"
-    same = equal_bytes(got, as_tuple(case.op(*inputs)))
-    return call, f"{mode}, {'the same bytes' if same else 'other bytes'}"
-
-
-def _compile(steps: tuple[Call, ...], mode: str, inputs: Tensors) -> tuple[Call, Tensors]:
-    """Compiled for this shape alone and called once. What was compiled before would count against dynamo's limit."""
-    torch._dynamo.reset()
-    graphs = [torch.compile(step, dynamic=False, fullgraph=True, mode=mode) for step in steps]
-
-    def call(*tensors: Tensor) -> Tensors:
-        return tuple(itertools.chain.from_iterable(as_tuple(graph(*tensors)) for graph in graphs))
-
-    got = call(*inputs)
-    synchronize(inputs[0].device)
-    return call, got
-
-
-def measure(case: Case, matrices: list[Tensor], compiled: bool, quick: bool) -> dict[str, Any]:
-    """The op, the copy and the peers, alternating in one run."""
+def measure(case: Case, matrices: list[Tensor], note: str, limit: float, quick: bool) -> dict[str, Any]:
+    """The op, the copy and the peers, alternating in one run; a ``note`` says why none is compiled."""
     device = matrices[0].device
     verify(case, matrices[0])
     inputs = [case.prepare(matrix) for matrix in matrices]
@@ -116,9 +74,8 @@ def measure(case: Case, matrices: list[Tensor], compiled: bool, quick: bool) -> 
         calls["single"] = rotating(case.single, inputs)
     if device.type == "cpu":
         calls["eager"] = rotating(case.peer or case.reference, inputs)
-    note = "not asked for"
-    if compiled:
-        call, note = compile_reference(case, inputs[0])
+    if not note:
+        call, note = compile_peer(case, inputs[0], limit)
         if call is not None:
             calls["compiled"] = rotating(call, inputs)
     rounds = 3 if quick else 9
@@ -155,10 +112,24 @@ def _line(row: dict[str, Any]) -> str:
     return f"{row['op_us'].median:10.1f} {row['gigabytes_per_second']:8.1f} {columns}  {row['compile_peer']:.60s}"
 
 
+def write_rows(device: torch.device, results: list[dict[str, Any]], update: bool, **more: Any) -> None:
+    """Writes the file of a device; with ``update`` the rows in it that were not measured now stay."""
+    path = RESULTS / f"quantize_{device.type}.json"
+    if update and path.exists():
+        rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+        rows.update((row["name"], row) for row in results)
+        results = [rows[case.name] for case in cases() if case.name in rows]
+    write("quantize", device, results, **more)
+
+
 def run(device: torch.device, chosen: list[Case], arguments: argparse.Namespace) -> None:
     """Measures the chosen cases on one device and writes its file."""
     rows, columns = SHAPES[device.type]
     rows = arguments.rows or (QUICK_ROWS[device.type] if arguments.quick else rows)
+    notes = {case.name: "not asked for" for case in chosen if not among(arguments.compile, case)}
+    if device.type == "cuda":
+        compiled = [case for case in chosen if case.name not in notes and not case.grouped]
+        notes |= compile_beforehand(compiled, (rows, columns), device, arguments.limit, arguments.jobs)
     torch.manual_seed(0)
     count = max(2, -(-ROTATION // (rows * columns * 2)))
     matrices = [torch.randn(rows, columns, device=device, dtype=torch.bfloat16) for _ in range(count)]
@@ -168,26 +139,41 @@ def run(device: torch.device, chosen: list[Case], arguments: argparse.Namespace)
     results = []
     for case in chosen:
         print(f"{case.name:44s}", end=" ", flush=True)
-        results.append(measure(case, matrices, arguments.compile, arguments.quick))
+        note = notes.get(case.name, "")
+        results.append(measure(case, matrices, note, arguments.limit, arguments.quick))
         print(_line(results[-1]), flush=True)
-    options = {"only": arguments.only, "quick": arguments.quick, "compile": arguments.compile}
-    write("quantize", device, results, options=options)
+    write_rows(device, results, arguments.update, options=_options(arguments))
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {key: getattr(arguments, key) for key in ("only", "quick", "compile", "limit", "update")}
+
+
+def among(patterns: list[str], case: Case) -> bool:
+    """Whether one of the shell patterns is the case's name."""
+    return any(fnmatchcase(case.name, pattern) for pattern in patterns)
 
 
 def main() -> None:
     """Measures on every device here, or on the one asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", default="", metavar="SUBSTRING", help="only rows with this in their name")
+    names = {"nargs": "*", "default": ["*"], "metavar": "NAME"}
+    parser.add_argument("--only", **names, help="only rows of these names, which may hold *")
+    parser.add_argument(
+        "--compile", **names, help="rows whose reference is compiled beside them, all unless given"
+    )
+    parser.add_argument("--limit", type=float, default=60, help="seconds to compile one row, 60")
+    parser.add_argument("--jobs", type=int, default=12, help="processes that compile for a GPU at once, 12")
+    parser.add_argument("--update", action="store_true", help="keep the other rows of the result file")
     parser.add_argument("--rows", type=int, default=0, help="rows of the input")
     parser.add_argument(
         "--quick", action="store_true", help="fewer rows and rounds: to try it, not to quote it"
     )
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="without that peer")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="every device here unless given")
     arguments = parser.parse_args()
-    chosen = [case for case in cases() if arguments.only in case.name]
+    chosen = [case for case in cases() if among(arguments.only, case)]
     if not chosen:
-        parser.error(f"--only {arguments.only!r} is in none of: {'; '.join(case.name for case in cases())}")
+        parser.error(f"--only {arguments.only!r}: in none of {'; '.join(case.name for case in cases())}")
     for device in devices():
         if arguments.device in (None, device.type):
             run(device, chosen, arguments)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -29,27 +28,49 @@ class Case:
     prepare: Callable[[Tensor], Tensors]
     op: Call
     reference: Call
-    #: the reference in steps, for a compiler that fails to make one graph of it.
-    steps: tuple[Call, ...] = ()
-    #: what a compiler is given instead, where the reference's order of additions is not its own to choose.
+    #: what stands beside the op instead, where the reference's order of additions is not a compiler's to choose.
     peer: Call | None = None
+    #: what a compiler is given instead of either: all in plain PyTorch, in dtypes that it knows.
+    compiled: Call | None = None
     #: the op without groups on the same rows.
     single: Call | None = None
     #: how often the input has to be read: an amax of a whole tensor takes a pass of its own.
     reads: int = 1
+    #: its inputs end with the sizes of groups.
+    grouped: bool = False
+
+
+class InBytes(Format):
+    """A format for a compiler without E8M0 and packed E2M1: the same bytes as uint8."""
+
+    @staticmethod
+    def of(fmt: Format) -> Format:
+        """The format itself where a compiler knows its dtypes."""
+        known = fmt.family not in ("mxfp8", "nvfp4")
+        return fmt if known else InBytes(**{field.name: getattr(fmt, field.name) for field in fields(fmt)})
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the data."""
+        return torch.uint8 if self.family == "nvfp4" else Format.dtype.fget(self)
+
+    @property
+    def scale_dtype(self) -> torch.dtype | None:
+        """Of the scales."""
+        return torch.uint8 if self.family == "mxfp8" else Format.scale_dtype.fget(self)
 
 
 def _single(label: str, key: str, direction: str) -> Case:
     fmt = Format.parse(key)
     op, meaning = (getattr(module, "quantize" + DIRECTIONS[direction]) for module in (ops, reference))
-    steps = [partial(step, format=fmt) for step in (reference.quantize, reference.quantize_transposed)]
+    known = InBytes.of(fmt)
     return Case(
         f"{label} {direction}",
         fmt,
         prepare=lambda x: (x,),
         op=lambda x: op(x, fmt.key),
         reference=lambda x: meaning(x, fmt),
-        steps=tuple(steps) if direction == "both" else (),
+        compiled=lambda x: meaning(x, known),
         reads=2 if fmt.family == "fp8_tensor" else 1,
     )
 
@@ -79,12 +100,15 @@ def _with_amax(label: str, key: str, direction: str) -> Case:
         return x, *amaxes, *([torch.tensor([7], device=x.device)] if fmt.stochastic_rounding else [])
 
     names += ["seed"] if fmt.stochastic_rounding else []
+    known = InBytes.of(fmt)
+
     return Case(
         f"{label} {direction}",
         fmt,
         prepare=prepare,
         op=lambda x, *more: op(x, fmt.key, **dict(zip(names, more, strict=True))),
         reference=lambda x, *more: meaning(x, fmt, **dict(zip(names, more, strict=True))),
+        compiled=lambda x, *more: meaning(x, known, **dict(zip(names, more, strict=True))),
     )
 
 
@@ -102,12 +126,14 @@ def _swiglu(label: str, key: str, direction: str) -> Case:
         getattr(ops, "swiglu_quantize" + DIRECTIONS[direction]),
         getattr(ops, "quantize" + DIRECTIONS[direction]),
     )
+    meaning, known = getattr(reference, "swiglu_quantize" + DIRECTIONS[direction]), InBytes.of(fmt)
     return Case(
         f"swiglu into {label} {direction}",
         fmt,
         prepare=lambda x: _swiglu_arguments(x)[1:],
         op=lambda x, probs: op(x, probs, None, fmt.key),
         reference=lambda x, probs: step(ops.swiglu(x, probs), fmt.key),
+        compiled=lambda x, probs: meaning(x, probs, None, known),
     )
 
 
@@ -118,12 +144,18 @@ def _swiglu_backward(label: str, key: str) -> Case:
         grad_input, grad_probs = ops.swiglu_backward(grad, x, probs)
         return *ops.quantize_both(grad_input, fmt.key), grad_probs
 
+    def plain(grad: Tensor, x: Tensor, probs: Tensor) -> Tensors:
+        grad_input, _ = reference.swiglu_backward(grad, x, probs)
+        grad_probs = (grad.float() * reference.swiglu(x.float())).sum(1)  # a compiler adds as it likes
+        return *reference.quantize_both(grad_input, InBytes.of(fmt)), grad_probs
+
     return Case(
         f"swiglu backward into {label} both",
         fmt,
         prepare=_swiglu_arguments,
         op=lambda grad, x, probs: ops.swiglu_backward_quantize_both(grad, x, probs, None, fmt.key),
         reference=steps,
+        compiled=plain,
     )
 
 
@@ -134,12 +166,14 @@ def _bias_backward(label: str, key: str, direction: str) -> Case:
         getattr(ops, "bias_backward_quantize" + DIRECTIONS[direction]),
         getattr(ops, "quantize" + DIRECTIONS[direction]),
     )
+    meaning, known = getattr(reference, "quantize" + DIRECTIONS[direction]), InBytes.of(fmt)
     return Case(
         f"bias gradient with {label} {direction}",
         fmt,
         prepare=lambda grad: (grad,),
         op=lambda grad: op(grad, None, fmt.key),
         reference=lambda grad: (*step(grad, fmt.key), ops.bias_backward(grad)),
+        compiled=lambda grad: (*meaning(grad, known), grad.float().sum(0)),
         single=lambda grad: step(grad, fmt.key),
     )
 
@@ -152,6 +186,7 @@ def _bias_backward_alone() -> Case:
         prepare=lambda grad: (grad,),
         op=ops.bias_backward,
         reference=reference.bias_backward,
+        compiled=lambda grad: grad.float().sum(0),
     )
 
 
@@ -171,6 +206,9 @@ def _norm(name: str, label: str, key: str) -> Case:
         op=lambda x, *parameters: op(x, *parameters, 1e-5, fmt.key),
         reference=lambda x, *parameters: meaning(x, *parameters, 1e-5, fmt),
         peer=lambda x, *parameters: reference.quantize(plain(x, x.shape[1:], *parameters, eps=1e-5), fmt),
+        compiled=lambda x, *parameters: reference.quantize(
+            plain(x, x.shape[1:], *parameters, eps=1e-5), InBytes.of(fmt)
+        ),
     )
 
 
@@ -198,6 +236,9 @@ def _requantize(label: str, key: str) -> Case:
         prepare=lambda x: ops.quantize(x, fmt.key),
         op=lambda data, scale: ops.requantize_transposed(data, scale, fmt.key, torch.bfloat16),
         reference=steps,
+        compiled=lambda data, scale: reference.quantize_transposed(
+            reference.dequantize(data, scale, fmt, torch.bfloat16), InBytes.of(fmt)
+        ),
     )
 
 
@@ -214,6 +255,7 @@ def _grouped(label: str, key: str, direction: str, groups: int, multiple: int) -
         op=lambda x, group_sizes: op(x, group_sizes, fmt.key),
         reference=lambda x, group_sizes: meaning(x, group_sizes, fmt),
         single=lambda x, group_sizes: single(x, fmt.key),
+        grouped=True,
     )
 
 

@@ -1,0 +1,162 @@
+"""torch.compile of a case's reference, as a peer: for its shape alone, within a time limit, its bytes compared.
+
+"max-autotune" tries configurations one after the other, a minute for some kernels. On a GPU the chosen cases are
+therefore compiled beforehand, several at once, in processes of their own that fill Inductor's cache
+(``python -m benchmarks.compile_peer`` is one of them). What they found fastest on a shared GPU is forgotten: the
+benchmark measures all configurations again on a quiet one, with the binaries at hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.common import synchronize
+from benchmarks.quantize_cases import Call, Case, Tensors, cases
+
+ROOT = Path(__file__).resolve().parents[1]
+START = 60.0  # seconds that a process may take beside compiling
+NOTE = "peer: "
+
+
+def as_tuple(result: Tensor | Tensors) -> Tensors:
+    """What an op returned, one tensor or several."""
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+def equal_bytes(got: Tensors, expected: Tensors) -> bool:
+    """Whether shapes and every byte agree; a compiler may give bytes where an op names their dtype."""
+    return len(got) == len(expected) and all(
+        a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(got, expected, strict=True)
+    )
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """TimeoutError after so many seconds, and once more each 5 s where something inside swallows it."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    logging.disable(logging.CRITICAL)  # compilers print whole graphs when they are interrupted
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 5.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+        logging.disable(logging.NOTSET)
+
+
+def compile_peer(case: Case, inputs: Tensors, limit: float) -> tuple[Call | None, str]:
+    """The compiled reference, or None, and what is to be said of it."""
+    if case.grouped:
+        return None, "not compiled: it reads the sizes on the host"
+    mode = "max-autotune-no-cudagraphs" if inputs[0].is_cuda else "default"
+    whole = case.compiled or case.peer or case.reference
+    begin = time.monotonic()
+    try:
+        with time_limit(limit):
+            try:
+                call, got = _compile([whole], mode, inputs)
+            except Exception:
+                if time.monotonic() - begin >= limit or len(as_tuple(case.op(*inputs))) <= 2:
+                    raise
+                # One graph for each direction: what a half does not return, its compiler leaves out.
+                halves = [lambda *x: whole(*x)[:2], lambda *x: whole(*x)[2:]]
+                call, got = _compile(halves, mode, inputs)
+                mode += " in 2 graphs"
+    except Exception as error:  # a compiler's failure is a result, whatever it raises
+        late = time.monotonic() - begin >= limit
+        said = str(error).strip().splitlines() or [""]
+        reason = f"not done after {limit:g} s" if late else f"{type(error).__name__}: {said[0]}"
+        return None, f"not compiled: {reason}"
+    same = equal_bytes(got, as_tuple(case.op(*inputs)))
+    return call, f"{mode}, {'the same bytes' if same else 'other bytes'}"
+
+
+def _compile(parts: list[Call], mode: str, inputs: Tensors) -> tuple[Call, Tensors]:
+    """Compiled for this shape alone and called once. What was compiled before would count against dynamo's limit."""
+    torch._dynamo.reset()
+    graphs = [torch.compile(part, dynamic=False, fullgraph=True, mode=mode) for part in parts]
+
+    def call(*tensors: Tensor) -> Tensors:
+        return tuple(itertools.chain.from_iterable(as_tuple(graph(*tensors)) for graph in graphs))
+
+    got = call(*inputs)
+    synchronize(inputs[0].device)
+    return call, got
+
+
+def compile_beforehand(
+    chosen: list[Case], shape: tuple[int, int], device: torch.device, limit: float, jobs: int
+) -> dict[str, str]:
+    """Fills Inductor's cache, which this process uses from now on; the reasons of those that cannot be compiled."""
+    cache = tempfile.mkdtemp(prefix="inductor_")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+    def note(case: Case) -> str:
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.compile_peer",
+            "--name",
+            case.name,
+            "--limit",
+            str(limit),
+        ]
+        command += ["--device", device.type, "--shape", *map(str, shape)]
+        try:
+            run = subprocess.run(
+                command, capture_output=True, text=True, timeout=limit + START, cwd=ROOT, env=environment
+            )
+        except subprocess.TimeoutExpired:
+            return f"not compiled: not done after {limit + START:g} s"
+        lines = [line for line in run.stdout.splitlines() if line.startswith(NOTE)]
+        if not lines:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{run.stderr[-4000:]}")
+        return lines[-1].removeprefix(NOTE)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        notes = list(tqdm(pool.map(note, chosen), total=len(chosen), unit="graph", file=sys.stderr))
+    for best in Path(cache).rglob("*.best_config"):
+        best.unlink()
+    return {
+        case.name: note for case, note in zip(chosen, notes, strict=True) if note.startswith("not compiled")
+    }
+
+
+def main() -> None:
+    """Compiles one case and says how it went."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--shape", type=int, nargs=2, required=True)
+    parser.add_argument("--limit", type=float, required=True)
+    arguments = parser.parse_args()
+    (case,) = (case for case in cases() if case.name == arguments.name)
+    torch.manual_seed(0)
+    matrix = torch.randn(*arguments.shape, device=arguments.device, dtype=torch.bfloat16)
+    print(NOTE + compile_peer(case, case.prepare(matrix), arguments.limit)[1])
+
+
+if __name__ == "__main__":
+    main()
