@@ -78,26 +78,30 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "delayed_scale(Tensor history, Tensor scale, Tensor amax, str[] formats, int margin=0, "
       "str algorithm=\"max\") -> Tensor");
   // Fused with what comes before: the bytes of the steps one after the other, in one pass.
-  m.def("swiglu_quantize(Tensor input, Tensor? probs, Tensor? group_sizes, str format) -> (Tensor, Tensor)");
+  // "amax", "amax_t" and "seed" as for quantize, but that of fp8_tensor is not found here.
   m.def(
-      "swiglu_quantize_transposed(Tensor input, Tensor? probs, Tensor? group_sizes, str format) -> (Tensor, "
-      "Tensor)");
+      "swiglu_quantize(Tensor input, Tensor? probs, Tensor? group_sizes, str format, Tensor? amax=None, "
+      "Tensor? seed=None) -> (Tensor, Tensor)");
   m.def(
-      "swiglu_quantize_both(Tensor input, Tensor? probs, Tensor? group_sizes, str format) -> (Tensor, Tensor, "
-      "Tensor, Tensor)");
+      "swiglu_quantize_transposed(Tensor input, Tensor? probs, Tensor? group_sizes, str format, "
+      "Tensor? amax=None, Tensor? seed=None) -> (Tensor, Tensor)");
   m.def(
-      "swiglu_backward_quantize_both(Tensor grad, Tensor input, Tensor? probs, Tensor? group_sizes, str format) -> "
+      "swiglu_quantize_both(Tensor input, Tensor? probs, Tensor? group_sizes, str format, Tensor? amax=None, "
+      "Tensor? amax_t=None, Tensor? seed=None) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "swiglu_backward_quantize_both(Tensor grad, Tensor input, Tensor? probs, Tensor? group_sizes, str format, "
+      "Tensor? amax=None, Tensor? amax_t=None, Tensor? seed=None) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor grad_probs)");
-  // The gradient of a bias, the sums over the rows, beside the gradient's bytes; "amax" as for quantize.
+  // The gradient of a bias, the sums over the rows, beside the gradient's bytes.
   m.def(
-      "bias_backward_quantize(Tensor grad, Tensor? group_sizes, str format, Tensor? amax=None) -> "
-      "(Tensor, Tensor, Tensor grad_bias)");
+      "bias_backward_quantize(Tensor grad, Tensor? group_sizes, str format, Tensor? amax=None, "
+      "Tensor? seed=None) -> (Tensor, Tensor, Tensor grad_bias)");
   m.def(
-      "bias_backward_quantize_transposed(Tensor grad, Tensor? group_sizes, str format, Tensor? amax=None) -> "
-      "(Tensor, Tensor, Tensor grad_bias)");
+      "bias_backward_quantize_transposed(Tensor grad, Tensor? group_sizes, str format, Tensor? amax=None, "
+      "Tensor? seed=None) -> (Tensor, Tensor, Tensor grad_bias)");
   m.def(
-      "bias_backward_quantize_both(Tensor grad, Tensor? group_sizes, str format, Tensor? amax=None) -> "
-      "(Tensor, Tensor, Tensor, Tensor, Tensor grad_bias)");
+      "bias_backward_quantize_both(Tensor grad, Tensor? group_sizes, str format, Tensor? amax=None, "
+      "Tensor? amax_t=None, Tensor? seed=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor grad_bias)");
 
   // gemm: products with FP32 sums. linear and grouped_linear are the differentiable ones in low precision.
   m.def(
@@ -174,8 +178,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "rms_norm_backward(Tensor grad, Tensor input, Tensor? weight, Tensor rstd, bool zero_centered=False) -> "
       "(Tensor grad_input, Tensor grad_weight)");
   m.def(
-      "rms_norm_quantize(Tensor input, Tensor? weight, float eps, str format, bool zero_centered=False) -> "
-      "(Tensor data, Tensor scale_inv, Tensor rstd)");
+      "rms_norm_quantize(Tensor input, Tensor? weight, float eps, str format, bool zero_centered=False, "
+      "Tensor? amax=None, Tensor? seed=None) -> (Tensor data, Tensor scale_inv, Tensor rstd)");
   m.def(
       "layer_norm(Tensor input, Tensor? weight, Tensor? bias, float eps, bool zero_centered=False) -> Tensor");
   m.def(
@@ -186,7 +190,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "bool zero_centered=False, bool has_bias=True) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
   m.def(
       "layer_norm_quantize(Tensor input, Tensor? weight, Tensor? bias, float eps, str format, "
-      "bool zero_centered=False) -> (Tensor data, Tensor scale_inv, Tensor mean, Tensor rstd)");
+      "bool zero_centered=False, Tensor? amax=None, Tensor? seed=None) -> (Tensor data, Tensor scale_inv, "
+      "Tensor mean, Tensor rstd)");
 
   // routing: which experts, and rows to them and back. "Slots" are the rows of an expert-major layout of
   // fixed capacity (routing/slots_args.h); indices outside the experts are masked.

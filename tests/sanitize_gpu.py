@@ -25,7 +25,11 @@ from transformer_plugin.testing.delayed_scaling_cases import (
     grouped_quantize_scaled_cases,
     quantize_scaled_cases,
 )
-from transformer_plugin.testing.fused_cases import bias_backward_quantize_cases, swiglu_quantize_cases
+from transformer_plugin.testing.fused_cases import (
+    bias_backward_quantize_cases,
+    given,
+    swiglu_quantize_cases,
+)
 from transformer_plugin.testing.norm_cases import norm_cases, norm_quantize_cases, without_bias
 from transformer_plugin.testing.quantize_cases import (
     columns_of,
@@ -67,19 +71,21 @@ def _grouped(input: torch.Tensor, sizes: torch.Tensor, format: str) -> None:
 
 
 def _fused(input: torch.Tensor, probs: Any, sizes: Any, format: str) -> None:
-    ops.swiglu_quantize(input, probs, sizes, format)
-    ops.swiglu_quantize_both(input, probs, sizes, format)
+    more = given(ops.swiglu(input, probs), format, sizes)
+    ops.swiglu_quantize(input, probs, sizes, format, **rows_of(more))
+    ops.swiglu_quantize_both(input, probs, sizes, format, **more)
 
 
 def _fused_backward(input: torch.Tensor, probs: Any, sizes: Any, format: str) -> None:
     grad = torch.ones(input.shape[0], input.shape[1] // 2, dtype=input.dtype, device=input.device)
-    ops.swiglu_backward(grad, input, probs)
-    ops.swiglu_backward_quantize_both(grad, input, probs, sizes, format)
+    grad_input, _ = ops.swiglu_backward(grad, input, probs)
+    ops.swiglu_backward_quantize_both(grad, input, probs, sizes, format, **given(grad_input, format, sizes))
 
 
 def _bias_backward(grad: torch.Tensor, sizes: Any, format: str) -> None:
-    ops.bias_backward_quantize(grad, sizes, format)
-    ops.bias_backward_quantize_both(grad, sizes, format)
+    more = given(grad, format, sizes)
+    ops.bias_backward_quantize(grad, sizes, format, **rows_of(more))
+    ops.bias_backward_quantize_both(grad, sizes, format, **more)
     ops.bias_backward(grad) if sizes is None else ops.grouped_bias_backward(grad, sizes)
 
 
@@ -103,8 +109,10 @@ def _norm(*arguments: Any) -> None:
 
 
 def _norm_quantize(*arguments: Any) -> None:
-    ops.rms_norm_quantize(*without_bias(arguments))
-    ops.layer_norm_quantize(*arguments)
+    *before, format, zero_centered = arguments
+    more = rows_of(given(ops.layer_norm(*before, zero_centered), format))
+    ops.rms_norm_quantize(*without_bias(arguments), **more)
+    ops.layer_norm_quantize(*arguments, **more)
 
 
 def calls(device: torch.device) -> Iterator[tuple[str, Call]]:

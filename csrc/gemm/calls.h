@@ -127,20 +127,22 @@ inline BiasBackwardQuantized call_bias_backward_quantize(const at::Tensor& grad,
                                                          bool rows, bool columns) {
   using Tensor = at::Tensor;
   using One = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, OptionalTensorArg, std::string_view,
-                                                 OptionalTensorArg);
+                                                 OptionalTensorArg, OptionalTensorArg);
   using Both = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(const Tensor&, OptionalTensorArg,
-                                                                  std::string_view, OptionalTensorArg);
+                                                                  std::string_view, OptionalTensorArg,
+                                                                  OptionalTensorArg, OptionalTensorArg);
   static const auto of_rows = find_op<One>("bias_backward_quantize");
   static const auto of_columns = find_op<One>("bias_backward_quantize_transposed");
   static const auto of_both = find_op<Both>("bias_backward_quantize_both");
   BiasBackwardQuantized r;
   if (rows && columns) {
     std::tie(r.data, r.scale, r.data_t, r.scale_t, r.bias) =
-        of_both.call(grad, group_sizes, key, std::nullopt);
+        of_both.call(grad, group_sizes, key, std::nullopt, std::nullopt, std::nullopt);
   } else if (rows) {
-    std::tie(r.data, r.scale, r.bias) = of_rows.call(grad, group_sizes, key, std::nullopt);
+    std::tie(r.data, r.scale, r.bias) = of_rows.call(grad, group_sizes, key, std::nullopt, std::nullopt);
   } else {
-    std::tie(r.data_t, r.scale_t, r.bias) = of_columns.call(grad, group_sizes, key, std::nullopt);
+    std::tie(r.data_t, r.scale_t, r.bias) =
+        of_columns.call(grad, group_sizes, key, std::nullopt, std::nullopt);
   }
   return r;
 }

@@ -66,10 +66,19 @@ struct UnitQuantizer {
     word |= __shfl_xor_sync(0xffffffffu, word, 4);
     word |= __shfl_xor_sync(0xffffffffu, word, 8);
     if (lane % 16 == 0 && count > 0) {
-      const ExponentWords words(output.layout);
-      *words.at(output.exponents, row, static_cast<uint32_t>(first) / quantize::kTile) = word;
+      const int64_t place =
+          lines_of_matrix(output.layout).at(static_cast<int>(row), static_cast<int>(first / quantize::kTile));
+      *reinterpret_cast<uint32_t*>(output.exponents + place) = word;
     }
     return e8m0_multiplier(exponent);
+  }
+
+  __device__ __forceinline__ float scale_of(int64_t first, int count, float largest) const {
+    switch (output.layout.mode) {
+      case quantize::ScaleMode::kTensor: return quantize::tensor_scale(output, 0);
+      case quantize::ScaleMode::kMx: return mx_scale(first, count, largest);
+      default: return block_scale(first, count, largest);
+    }
   }
 
   template <DType element>
@@ -88,8 +97,7 @@ struct UnitQuantizer {
     float largest = 0.0f;
 #pragma unroll
     for (int i = 0; i < kUnit; ++i) largest = fmaxf(largest, i < count ? fabsf(y[i]) : 0.0f);
-    const float scale = output.layout.mode == quantize::ScaleMode::kMx ? mx_scale(first, count, largest)
-                                                                       : block_scale(first, count, largest);
+    const float scale = scale_of(first, count, largest);
     if (output.element == DType::kFloat8E5M2) return store<DType::kFloat8E5M2>(first, count, y, scale);
     store<DType::kFloat8E4M3>(first, count, y, scale);
   }
@@ -109,6 +117,7 @@ __global__ void __launch_bounds__(kThreads) norm_loop_kernel(const __grid_consta
     if (args.mean) args.mean[row] = mean;
     if (args.rstd) args.rstd[row] = rstd;
   }
+  if (!values && !output.data) return;  // the statistics alone
   const UnitQuantizer quantizer{output, row, static_cast<int>(threadIdx.x % kWarpSize)};
   for_each_unit(args.cols, [&](int64_t first, int count) {
     float y[kUnit], factors[kUnit];

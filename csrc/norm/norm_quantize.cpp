@@ -13,67 +13,91 @@ using at::Tensor;
 using quantize::Operand;
 using quantize::Outputs;
 
+constexpr quantize::Directions kRows{true, false};
+
+struct QuantizeCall {
+  Call norm;
+  std::string_view key;
+  quantize::GivenTensors given;
+
+  Argument argument() const { return {norm.op, "input", norm.input}; }
+  Operand operand() const {
+    return quantize::matrix_operand(norm.input.sym_size(0), norm.input.sym_size(1), std::nullopt);
+  }
+};
+
 struct Quantized {
   Outputs outputs;
   Stats stats;
 };
 
-Operand operand_of(const Call& call) {
-  return quantize::matrix_operand(call.input.sym_size(0), call.input.sym_size(1), std::nullopt);
-}
-
-// Blocks along a row: square ones need 128 rows at once.
-Format check_arguments(const Call& call, std::string_view key) {
-  const char* advice =
-      call.centered ? "Use layer_norm, and quantize its result" : "Use rms_norm, and quantize its result";
-  const Format format = quantize::block_format(call.op, key, std::nullopt, advice);
-  TP_CHECK_VALUE(!format.square_blocks, call.op, "format", "blocks along a row", "'" << key << "'", advice);
-  check_norm(call);
-  check_dim({call.op, "input", call.input}, 2);
-  quantize::check_matrix({call.op, "input", call.input}, nullptr, format);
+// Blocks along a row: square ones of FP8 need 32 or 128 rows at once.
+Format check_arguments(const QuantizeCall& call) {
+  const Call& norm = call.norm;
+  const Format format = quantize::quantized_format(norm.op, "format", call.key, true);
+  TP_CHECK_VALUE(!format.square_blocks || format.is_nv(), norm.op, "format", "blocks along a row",
+                 "'" << call.key << "'",
+                 "Use " << (norm.centered ? "layer_norm" : "rms_norm") << ", and quantize its result");
+  check_norm(norm);
+  check_dim(call.argument(), 2);
+  quantize::check_matrix(call.argument(), nullptr, format);
+  const char* made = norm.centered
+                         ? "what layer_norm gave in earlier steps, or use layer_norm, and quantize its result"
+                         : "what rms_norm gave in earlier steps, or use rms_norm, and quantize its result";
+  quantize::check_given({call.argument(), call.operand(), made}, format, call.key, kRows, call.given);
   return format;
 }
 
-Quantized make_outputs(const Call& call, const Format& format) {
-  return {quantize::make_outputs(call.input, operand_of(call), format, {true, false}), make_stats(call)};
+Quantized make(const QuantizeCall& call, const Format& format) {
+  return {quantize::make_outputs(call.norm.input, call.operand(), format, kRows), make_stats(call.norm)};
 }
 
-Quantized meta(const Call& call, std::string_view key) {
-  return make_outputs(call, check_arguments(call, key));
+Quantized meta(const QuantizeCall& call) { return make(call, check_arguments(call)); }
+
+void launch(const NormArgs& args, const QuantizeArgs& output, void* stream) {
+  const bool mx = output.layout.mode == quantize::ScaleMode::kMx;
+  (mx ? launch_norm_quantize_mx : launch_norm_quantize)(args, output, stream);
+}
+void launch(const NormArgs& args, const NvArgs& output, void* stream) {
+  launch_norm_quantize_nv(args, output, stream);
 }
 
-Quantized run(const Call& call, std::string_view key) {
-  const Format format = check_arguments(call, key);
-  const Quantized result = make_outputs(call, format);
-  const Arguments arguments(call, &result.stats);
-  const QuantizeArgs output = quantize::quantize_args(
-      call.input, result.outputs, quantize::make_layout(operand_of(call), format, {}), format, Tensor());
-  if (call.input.is_cpu()) {
-    norm_quantize_cpu(arguments.get(), output);
-    return result;
-  }
+Quantized run(const QuantizeCall& call) {
+  const Format format = check_arguments(call);
+  const Quantized result = make(call, format);
+  const Tensor& input = call.norm.input;
+  const Arguments arguments(call.norm, &result.stats);
+  quantize::with_arguments(input, result.outputs, quantize::make_layout(call.operand(), format, {}), format,
+                           call.given, [&](const auto& output) {
+                             if (input.is_cpu()) return norm_quantize_cpu(arguments.get(), output);
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  const CudaScope scope(call.input);
-  const bool mx = format.family == FormatFamily::kMxFp8;
-  (mx ? launch_norm_quantize_mx : launch_norm_quantize)(arguments.get(), output, scope.stream());
+                             const CudaScope scope(input);
+                             launch(arguments.get(), output, scope.stream());
 #endif
+                           });
   return result;
 }
+
+using Maybe = const OptionalTensor&;
+using Key = std::string_view;
 
 template <auto run_op>
 void register_ops(torch::Library& m) {
   m.impl("rms_norm_quantize",
-         [](const Tensor& input, const OptionalTensor& weight, double eps, std::string_view key,
-            bool zero_centered) -> std::tuple<Tensor, Tensor, Tensor> {
+         [](const Tensor& input, Maybe weight, double eps, Key key, bool zero_centered, Maybe amax,
+            Maybe seed) -> std::tuple<Tensor, Tensor, Tensor> {
            const Quantized q =
-               run_op({"rms_norm_quantize", false, input, weight, kNoTensor, eps, zero_centered}, key);
+               run_op({{"rms_norm_quantize", false, input, weight, kNoTensor, eps, zero_centered},
+                       key,
+                       {amax, kNoTensor, seed}});
            return {q.outputs.data, q.outputs.scale, q.stats.rstd};
          });
   m.impl("layer_norm_quantize",
-         [](const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-            std::string_view key, bool zero_centered) -> std::tuple<Tensor, Tensor, Tensor, Tensor> {
-           const Quantized q =
-               run_op({"layer_norm_quantize", true, input, weight, bias, eps, zero_centered}, key);
+         [](const Tensor& input, Maybe weight, Maybe bias, double eps, Key key, bool zero_centered,
+            Maybe amax, Maybe seed) -> std::tuple<Tensor, Tensor, Tensor, Tensor> {
+           const Quantized q = run_op({{"layer_norm_quantize", true, input, weight, bias, eps, zero_centered},
+                                       key,
+                                       {amax, kNoTensor, seed}});
            return {q.outputs.data, q.outputs.scale, q.stats.mean, q.stats.rstd};
          });
 }

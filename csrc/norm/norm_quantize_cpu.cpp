@@ -6,11 +6,14 @@
 
 namespace transformer_plugin::norm {
 
+namespace {
+
 // A band of 128 rows at a time: their sums, then the tiles of the band, from what the cache still holds.
-void norm_quantize_cpu(const NormArgs& args, const QuantizeArgs& output) {
+template <typename Output>
+void quantize_bands(const NormArgs& args, const Output& output) {
   const quantize::Layout& layout = output.layout;
   at::parallel_for(0, layout.row_tiles(), 1, [&](int64_t begin, int64_t end) {
-    quantize::Values values;
+    quantize::Values values = {};
     RowStats stats[quantize::kTile];
     for (int64_t band = begin; band < end; ++band) {
       const int64_t first = band * quantize::kTile;
@@ -26,5 +29,13 @@ void norm_quantize_cpu(const NormArgs& args, const QuantizeArgs& output) {
     }
   });
 }
+
+}  // namespace
+
+void norm_quantize_cpu(const NormArgs& args, const QuantizeArgs& output) {
+  tensor_scales_cpu(output);
+  quantize_bands(args, output);
+}
+void norm_quantize_cpu(const NormArgs& args, const NvArgs& output) { quantize_bands(args, output); }
 
 }  // namespace transformer_plugin::norm

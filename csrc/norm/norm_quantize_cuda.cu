@@ -18,8 +18,9 @@ struct Fp8Sink {
   uint8_t* data;  // [rows, cols]
   float* scale;   // [ceil(cols / 128), up4(rows)]
   int64_t scale_width;
-  int64_t blocks;  // of a row
+  int64_t blocks;  // of a row that have a scale: none where there is one for the tensor
   quantize::ScaleRule rule;
+  const float* tensor_amax;  // or null
 
   // Before the barrier of the first row's sum, and so before any is written.
   __device__ __forceinline__ void begin(Shared& shared) const {
@@ -33,7 +34,7 @@ struct Fp8Sink {
     using Maxima = UnitMaxima<kMostUnits>;
     const Maxima maxima(x, lane);
     const float amax = fmaxf(maxima.at[0], __shfl_xor_sync(0xffffffffu, maxima.at[0], kLanesPerBlock / 2));
-    const float own = quantize::encode_scale(amax, rule);
+    const float own = quantize::encode_scale(tensor_amax ? *tensor_amax : amax, rule);
     if (lane % kLanesPerBlock < kMostUnits) {
       const int block = Maxima::first_of(lane) * kBlocksPerUnit + threadIdx.x / kLanesPerBlock;
       reinterpret_cast<float*>(&shared.scales[block])[index] = 1.0f / own;
@@ -55,13 +56,19 @@ struct Fp8Sink {
 }  // namespace
 
 void launch_norm_quantize(const NormArgs& args, const QuantizeArgs& output, void* stream) {
+  launch_tensor_scales(output, stream);
   if (args.rows == 0) return;
   if (!fits_registers(args, output)) return launch_norm_loop(args, nullptr, output, stream);
   const quantize::Layout& layout = output.layout;
   visit_units(args.cols, [&](auto units) {
     constexpr int kUnits = decltype(units)::value;
-    const Fp8Sink<kUnits> sink{output.data, output.scale, layout.scale_width(false),
-                               layout.scale_height(false), output.rule};
+    const bool per_tensor = layout.mode == quantize::ScaleMode::kTensor;
+    const Fp8Sink<kUnits> sink{output.data,
+                               output.scale,
+                               layout.scale_width(false),
+                               per_tensor ? 0 : layout.scale_height(false),
+                               output.rule,
+                               per_tensor ? output.amax : nullptr};
     launch_rows<kUnits>(args, sink, stream);
   });
 }

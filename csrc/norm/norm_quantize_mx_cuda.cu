@@ -17,7 +17,8 @@ struct MxSink {
   uint8_t* data;       // [rows, cols]
   uint8_t* exponents;  // [up128(rows), 4 * ceil(cols / 128)]
   quantize::Layout layout;
-  ExponentWords words;
+  quantize::WordLines lines;
+  int words;  // of a row
 
   __device__ __forceinline__ void begin(Shared&) const {}
 
@@ -35,10 +36,10 @@ struct MxSink {
       uint32_t word = static_cast<uint32_t>(exponent) << (8 * (lane % kLanesPerWord / kLanesPerBlock));
       word |= __shfl_xor_sync(0xffffffffu, word, kLanesPerBlock);
       word |= __shfl_xor_sync(0xffffffffu, word, 2 * kLanesPerBlock);
-      const uint32_t index =
-          (Maxima::first_of(lane) + i) * (kThreads / kLanesPerWord) + threadIdx.x / kLanesPerWord;
-      if (lane % kLanesPerWord < kLanesPerBlock && index < words.count) {
-        *words.at(exponents, row, index) = word;
+      const int index = (Maxima::first_of(lane) + i) * (kThreads / kLanesPerWord) +
+                        static_cast<int>(threadIdx.x) / kLanesPerWord;
+      if (lane % kLanesPerWord < kLanesPerBlock && index < words) {
+        *reinterpret_cast<uint32_t*>(exponents + lines.at(static_cast<int>(row), index)) = word;
       }
     }
     const int quad = lane & ~(kLanesPerBlock - 1);
@@ -63,7 +64,9 @@ void launch_norm_quantize_mx(const NormArgs& args, const QuantizeArgs& output, v
   if (!fits_registers(args, output)) return launch_norm_loop(args, nullptr, output, stream);
   visit_units(args.cols, [&](auto units) {
     constexpr int kUnits = decltype(units)::value;
-    const MxSink<kUnits> sink{output.data, output.exponents, output.layout, ExponentWords(output.layout)};
+    const quantize::Layout& layout = output.layout;
+    const MxSink<kUnits> sink{output.data, output.exponents, layout, lines_of_matrix(layout),
+                              static_cast<int>(layout.col_tiles())};
     launch_rows<kUnits>(args, sink, stream);
   });
 }

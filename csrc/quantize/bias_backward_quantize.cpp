@@ -25,7 +25,7 @@ struct Call {
   const Tensor& grad;
   const OptionalTensor& group_sizes;
   std::string_view key;
-  const OptionalTensor& amax;
+  GivenTensors given;
 
   Argument argument() const { return {op.name, "grad", grad}; }
   const Tensor* groups() const { return group_sizes ? &*group_sizes : nullptr; }
@@ -35,16 +35,9 @@ struct Call {
 Format check_arguments(const Call& call) {
   const char* op = call.op.name;
   const Format format = quantized_format(op, "format", call.key, !call.group_sizes);
-  TP_CHECK_VALUE(!format.is_nv(), op, "format", "fp8_tensor, fp8_block or mxfp8", "'" << call.key << "'",
-                 "Use bias_backward or grouped_bias_backward, and quantize the gradient by itself");
   check_dim(call.argument(), 2);
-  check_matrix(call.argument(), call.groups(), format);
-  if (!takes_amax(format)) {
-    check_not_given(op, "amax", call.amax, call.key);
-  } else {
-    check_amax(call.argument(), {"amax", call.amax, false, false}, call.key,
-               call.operand().amax_sizes(format, false));
-  }
+  check_matrix(call.argument(), call.groups(), format, call.op.directions.transposed);
+  check_given({call.argument(), call.operand()}, format, call.key, call.op.directions, call.given);
   return format;
 }
 
@@ -62,16 +55,22 @@ Made make(const Call& call, const Format& format) {
 
 Made meta(const Call& call) { return make(call, check_arguments(call)); }
 
+void launch(const QuantizeArgs& args, const ColumnSums& sums, void* stream) {
+  const bool mx = args.layout.mode == ScaleMode::kMx;
+  (mx ? launch_bias_backward_quantize_mx : launch_bias_backward_quantize)(args, sums, stream);
+}
+void launch(const NvArgs& args, const ColumnSums& sums, void* stream) {
+  launch_bias_backward_quantize_nv(args, sums, stream);
+}
+
 Made run(const Call& call) {
   const Format format = check_arguments(call);
   const int64_t rows = call.grad.size(0), columns = call.grad.size(1);
-  const GroupTables tables = group_tables(call.argument(), call.groups(), rows);
+  const GroupTables tables = group_tables(call.argument(), call.groups(), rows,
+                                          group_multiple(format, call.op.directions.transposed));
   const Made made = make(call, format);
   const Tensor grad = call.grad.contiguous();
   const Layout layout = make_layout(call.operand(), format, tables);
-  Tensor amax;
-  if (takes_amax(format)) amax = call.amax ? call.amax->contiguous() : amax_of(grad, layout);
-  const QuantizeArgs args = quantize_args(grad, made.outputs, layout, format, amax);
   const int64_t groups = call.group_sizes ? layout.groups : 1;
   const Tensor partial = empty(grad, {ColumnSums::slots(rows, groups), columns}, at::kFloat);
   const ColumnSums sums{partial.mutable_data_ptr<float>(),
@@ -80,38 +79,40 @@ Made run(const Call& call) {
                         groups,
                         rows,
                         columns};
-  if (grad.is_cpu()) {
-    bias_backward_quantize_cpu(args, sums);
-    return made;
-  }
+  const auto run_with = [&](const auto& args) {
+    if (grad.is_cpu()) return bias_backward_quantize_cpu(args, sums);
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  const CudaScope scope(grad);
-  const bool mx = format.family == FormatFamily::kMxFp8;
-  (mx ? launch_bias_backward_quantize_mx : launch_bias_backward_quantize)(args, sums, scope.stream());
+    const CudaScope scope(grad);
+    launch(args, sums, scope.stream());
 #endif
+  };
+  with_arguments(grad, made.outputs, layout, format, call.given, run_with,
+                 [&] { return amax_of(grad, layout); });
   return made;
 }
 
 using Run = Made (*)(const Call&);
-using Given = const OptionalTensor&;
+using Maybe = const OptionalTensor&;
+using Key = std::string_view;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 template <Run run_op>
 void register_ops(torch::Library& m) {
-  m.impl(kRows.name, [](const Tensor& grad, Given sizes, std::string_view key, Given amax) -> Three {
-    const Made made = run_op({kRows, grad, sizes, key, amax});
+  m.impl(kRows.name, [](const Tensor& grad, Maybe sizes, Key key, Maybe amax, Maybe seed) -> Three {
+    const Made made = run_op({kRows, grad, sizes, key, {amax, kNotGiven, seed}});
     return {made.outputs.data, made.outputs.scale, made.grad_bias};
   });
-  m.impl(kColumns.name, [](const Tensor& grad, Given sizes, std::string_view key, Given amax) -> Three {
-    const Made made = run_op({kColumns, grad, sizes, key, amax});
+  m.impl(kColumns.name, [](const Tensor& grad, Maybe sizes, Key key, Maybe amax, Maybe seed) -> Three {
+    const Made made = run_op({kColumns, grad, sizes, key, {amax, kNotGiven, seed}});
     return {made.outputs.data_t, made.outputs.scale_t, made.grad_bias};
   });
-  m.impl(kBoth.name, [](const Tensor& grad, Given sizes, std::string_view key, Given amax) -> Five {
-    const Made made = run_op({kBoth, grad, sizes, key, amax});
-    const Outputs& o = made.outputs;
-    return {o.data, o.scale, o.data_t, o.scale_t, made.grad_bias};
-  });
+  m.impl(kBoth.name,
+         [](const Tensor& grad, Maybe sizes, Key key, Maybe amax, Maybe amax_t, Maybe seed) -> Five {
+           const Made made = run_op({kBoth, grad, sizes, key, {amax, amax_t, seed}});
+           const Outputs& o = made.outputs;
+           return {o.data, o.scale, o.data_t, o.scale_t, made.grad_bias};
+         });
 }
 
 }  // namespace

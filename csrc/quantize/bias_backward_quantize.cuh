@@ -7,9 +7,9 @@
 
 namespace transformer_plugin::quantize {
 
-template <typename T, typename Family, DType element>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm<T>)
-    bias_backward_quantize_kernel(const __grid_constant__ QuantizeArgs args,
+template <typename T, typename Family, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    bias_backward_quantize_kernel(const __grid_constant__ typename Family::Args args,
                                   const __grid_constant__ ColumnSums sums) {
   __shared__ typename Family::Shared shared;
   __shared__ TileSums tile_sums;
@@ -23,16 +23,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<T>)
     sum_tile<kRowsPerThread>([&](int r, int c) { return values.get(r, c); }, tile.cols, tile_sums,
                              sums.of_tile(tile.group, tile.row) + tile.col);
   }
-  Family::template write<element>(args, tile, values, warp, lane, shared);
+  Family::write(args, tile, values, warp, lane, shared);
 }
 
-template <typename Family>
+// In FP8: `Family` is Fp8Family or MxFamily.
+template <template <DType> typename Family>
 void launch_with_sums(const QuantizeArgs& args, const ColumnSums& sums, void* stream) {
   const unsigned grid = tile_grid(args.layout);
   if (grid > 0) {
     visit_device_float(args.dtype, [&](auto type) {
       visit_fp8(args.element, [&](auto element) {
-        bias_backward_quantize_kernel<decltype(type), Family, decltype(element)::value>
+        using T = decltype(type);
+        bias_backward_quantize_kernel<T, Family<decltype(element)::value>, kBlocksPerSm<T>>
             <<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args, sums);
       });
     });

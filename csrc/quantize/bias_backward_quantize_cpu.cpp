@@ -5,10 +5,12 @@
 
 namespace transformer_plugin::quantize {
 
-void bias_backward_quantize_cpu(const QuantizeArgs& args, const ColumnSums& sums) {
-  tensor_scales_cpu(args);
+namespace {
+
+template <typename Args>
+void quantize_and_sum(const Args& args, const ColumnSums& sums) {
   at::parallel_for(0, args.layout.tiles(), 1, [&](int64_t begin, int64_t end) {
-    Values values;
+    Values values = {};
     for (int64_t i = begin; i < end; ++i) {
       const Tile tile = tile_at(args.layout, i);
       if (!tile.tail) load_tile_cpu(args, tile, values);
@@ -20,5 +22,13 @@ void bias_backward_quantize_cpu(const QuantizeArgs& args, const ColumnSums& sums
   });
   add_tile_sums_cpu(sums);
 }
+
+}  // namespace
+
+void bias_backward_quantize_cpu(const QuantizeArgs& args, const ColumnSums& sums) {
+  tensor_scales_cpu(args);
+  quantize_and_sum(args, sums);
+}
+void bias_backward_quantize_cpu(const NvArgs& args, const ColumnSums& sums) { quantize_and_sum(args, sums); }
 
 }  // namespace transformer_plugin::quantize

@@ -112,12 +112,14 @@ __device__ __forceinline__ bool begin_tile(const QuantizeArgs& args, const Tile&
 }
 
 // The above as one type, for kernels that store tiles of either kind.
+template <DType element>
 struct Fp8Family {
+  using Args = QuantizeArgs;
   using Shared = Fp8Shared;
   static __device__ __forceinline__ bool begin(const QuantizeArgs& args, const Tile& tile) {
     return begin_tile(args, tile);
   }
-  template <DType element, typename T>
+  template <typename T>
   static __device__ __forceinline__ void write(const QuantizeArgs& args, const Tile& tile,
                                                const Values<T>& values, int warp, int lane, Shared& shared) {
     write_tile<element>(args, tile, values, warp, lane, shared);

@@ -1,7 +1,7 @@
 // The torch side of the ops that quantize what they compute.
 #pragma once
 
-#include "quantize/outputs.h"
+#include "quantize/given.h"
 
 namespace transformer_plugin::quantize {
 
@@ -13,14 +13,25 @@ inline Operand matrix_operand(const c10::SymInt& rows, const c10::SymInt& cols,
   return operand;
 }
 
-// A format whose scales depend on a block alone, so that one pass finds them. `advice` for the others.
-inline Format block_format(const char* op, std::string_view key, const OptionalTensor& group_sizes,
-                           const char* advice) {
-  const Format format = quantized_format(op, "format", key, !group_sizes);
-  TP_CHECK_VALUE(format.family == FormatFamily::kFp8Block || format.family == FormatFamily::kMxFp8, op,
-                 "format", "a format whose scales are found block by block, fp8_block or mxfp8",
-                 "'" << key << "'", advice);
-  return format;
+// Calls `run` with the arguments of the format's kernels, QuantizeArgs or NvArgs. For an amax per tensor that nobody gave
+// `find_amax` is called.
+template <typename Run, typename FindAmax>
+void with_arguments(const at::Tensor& input, const Outputs& outputs, const Layout& layout,
+                    const Format& format, const GivenTensors& given, Run&& run, FindAmax&& find_amax) {
+  if (format.is_nv()) {
+    const NvArguments arguments(input, outputs, layout, format, given);
+    return run(arguments.get());
+  }
+  at::Tensor amax;
+  if (takes_amax(format)) amax = given.amax ? given.amax->contiguous() : find_amax();
+  run(quantize_args(input, outputs, layout, format, amax));
+}
+
+// The same, where an amax is always given.
+template <typename Run>
+void with_arguments(const at::Tensor& input, const Outputs& outputs, const Layout& layout,
+                    const Format& format, const GivenTensors& given, Run&& run) {
+  with_arguments(input, outputs, layout, format, given, run, [] { return at::Tensor(); });
 }
 
 }  // namespace transformer_plugin::quantize

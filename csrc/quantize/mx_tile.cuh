@@ -163,12 +163,14 @@ __device__ __forceinline__ bool begin_mx_tile(const QuantizeArgs& args, const Ti
 }
 
 // The above as one type, for kernels that store tiles of either kind.
+template <DType element>
 struct MxFamily {
+  using Args = QuantizeArgs;
   using Shared = MxShared;
   static __device__ __forceinline__ bool begin(const QuantizeArgs& args, const Tile& tile) {
     return begin_mx_tile(args, tile);
   }
-  template <DType element, typename T>
+  template <typename T>
   static __device__ __forceinline__ void write(const QuantizeArgs& args, const Tile& tile,
                                                const Values<T>& values, int warp, int lane, Shared& shared) {
     write_mx_tile<element>(args, tile, values, warp, lane, shared);

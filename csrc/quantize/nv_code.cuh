@@ -9,7 +9,8 @@
 
 namespace transformer_plugin::quantize {
 
-enum class NvCoding { kNearest, kStochastic, kFourOverSix };
+// kAny: as the method says when the kernel runs. For kernels that are not worth an instance of each.
+enum class NvCoding { kNearest, kStochastic, kFourOverSix, kAny };
 
 // Eight codes in each word.
 struct NvBlock {
@@ -210,9 +211,9 @@ __device__ __forceinline__ NvScale nv_scale_fast(float target, const NvGlobal& g
 // `amax` is what the scale is found from, `check` at least the largest magnitude of the values, NaN if one is. `number` is
 // the block's, for its random bits.
 template <NvCoding coding>
-__device__ __forceinline__ NvBlock encode_block(const NvArgs& args, const NvValues& values, float amax,
-                                                float check, const NvGlobal& global, int64_t number,
-                                                uint32_t direction) {
+__device__ __forceinline__ NvBlock encode_with(const NvArgs& args, const NvValues& values, float amax,
+                                               float check, const NvGlobal& global, int64_t number,
+                                               uint32_t direction) {
   const float(&x)[kNvBlock] = values.at;
   const float target = amax * global.sixth;
   if constexpr (coding == NvCoding::kFourOverSix) {
@@ -242,6 +243,32 @@ __device__ __forceinline__ NvBlock encode_block(const NvArgs& args, const NvValu
   codes.x |= values.signs.x;
   codes.y |= values.signs.y;
   return {codes, scale.code};
+}
+
+// What is not kNearest, by the method: out of line, for its size.
+__device__ __noinline__ inline NvBlock encode_by_method(const NvArgs& args, const NvValues& values,
+                                                        float amax, float check, const NvGlobal& global,
+                                                        int64_t number, uint32_t direction) {
+  if (args.method == NvMethod::kStochastic) {
+    return encode_with<NvCoding::kStochastic>(args, values, amax, check, global, number, direction);
+  }
+  return encode_with<NvCoding::kFourOverSix>(args, values, amax, check, global, number, direction);
+}
+
+// Likewise, with any coding.
+template <NvCoding coding>
+__device__ __forceinline__ NvBlock encode_block(const NvArgs& args, const NvValues& values, float amax,
+                                                float check, const NvGlobal& global, int64_t number,
+                                                uint32_t direction) {
+  if constexpr (coding == NvCoding::kAny) {
+    if (args.method == NvMethod::kNearest) {
+      return encode_with<NvCoding::kNearest>(args, values, amax, check, global, number, direction);
+    }
+    const NvValues copy = values;
+    return encode_by_method(args, copy, amax, check, global, number, direction);
+  } else {
+    return encode_with<coding>(args, values, amax, check, global, number, direction);
+  }
 }
 
 // The largest magnitude that is a number, given the largest that may be NaN.

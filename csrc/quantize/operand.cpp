@@ -85,6 +85,8 @@ Format quantized_format(const char* op, const char* argument, std::string_view k
 
 namespace {
 
+constexpr const char* kPad = "Pad it with zeros, for example with torch.nn.functional.pad";
+
 void check_matrix_dim(const Argument& matrix, const at::Tensor* group_sizes) {
   if (group_sizes) {
     check_dim(matrix, 2);
@@ -112,15 +114,20 @@ void check_matrix(const Argument& input, const at::Tensor* group_sizes, const Fo
   check_matrix_dim(input, group_sizes);
   const int64_t block = format.block_size();
   if (block == 1) return;
-  constexpr const char* pad = "Pad it with zeros, for example with torch.nn.functional.pad";
   TP_CHECK_VALUE(input.tensor.sym_size(-1) % block == 0, input.op, input.name,
                  "a last dimension that is a multiple of " << block << ", the block of "
                                                            << (format.is_nv() ? "nvfp4" : "mxfp8"),
-                 describe(input.tensor), pad);
+                 describe(input.tensor), kPad);
+  if (transposed) check_block_rows(input, format);
+}
+
+void check_block_rows(const Argument& input, const Format& format) {
+  const int64_t multiple = group_multiple(format, true);
+  if (multiple == 1) return;
   TP_CHECK_VALUE(
-      !transposed || input.tensor.sym_size(-2) % group_multiple(format, true) == 0, input.op, input.name,
-      "a number of rows that is a multiple of " << block << ", the block of nvfp4 in transposed data",
-      describe(input.tensor), pad);
+      input.tensor.sym_size(-2) % multiple == 0, input.op, input.name,
+      "a number of rows that is a multiple of " << multiple << ", the block of nvfp4 in transposed data",
+      describe(input.tensor), kPad);
 }
 
 void check_data(const Argument& data, const at::Tensor* group_sizes, const Format& format) {
@@ -209,7 +216,7 @@ void check_amax(const Argument& data, const AmaxArgument& amax, std::string_view
   };
   const auto advice = [&] {
     return std::string("Compute it with transformer_plugin.ops.amax") +
-           (amax.transposed ? "_transposed" : "");
+           (amax.transposed ? "_transposed" : "") + (amax.made ? std::string(" of ") + amax.made : "");
   };
   TP_CHECK_VALUE(amax.tensor, data.op, amax.name, "a float32 tensor of " << wanted(), "None", advice());
   const Argument argument{data.op, amax.name, *amax.tensor};

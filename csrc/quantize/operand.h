@@ -45,6 +45,8 @@ Format quantized_format(const char* op, const char* argument, std::string_view k
 // many rows where there is to be transposed data.
 void check_matrix(const Argument& input, const at::Tensor* group_sizes, const Format& format,
                   bool transposed = false);
+// As many rows as transposed data takes.
+void check_block_rows(const Argument& input, const Format& format);
 // A whole number of blocks in the last dimension, where elements are packed.
 void check_packing(const Argument& data, const Format& format);
 // Quantized data of 2 or 3 dimensions, or 2 with group sizes, in the format's dtype.
@@ -76,6 +78,8 @@ struct AmaxArgument {
   const OptionalTensor& tensor;
   bool transposed;  // of the columns
   bool required;
+  // For an op that quantizes what it makes: what that is, and what to do without an amax of it. Or null.
+  const char* made = nullptr;
 };
 void check_amax(const Argument& data, const AmaxArgument& amax, std::string_view key, const SymSizes& sizes);
 // An argument that the format has no use for.

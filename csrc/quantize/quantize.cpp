@@ -5,7 +5,6 @@
 #include "common/tensor.h"
 #include "quantize/amax.h"
 #include "quantize/quantize_call.h"
-#include "quantize/quantize_nv.h"
 
 namespace transformer_plugin::quantize {
 namespace {
@@ -23,56 +22,18 @@ constexpr Op kGroupedQuantizeBoth{"grouped_quantize_both", true, true};
 
 bool is_mx(const Format& format) { return format.family == FormatFamily::kMxFp8; }
 
-void check_seed(const Call& call, const Format& format) {
-  const char* op = call.op.name;
-  if (!format.stochastic_rounding) return check_not_given(op, "seed", call.seed, call.key);
-  TP_CHECK_VALUE(call.seed, op, "seed",
-                 "an int64 tensor of size [1], which '" << call.key << "' draws its roundings from", "None",
-                 "Pass another number in each step, for example of torch.randint");
-  const Argument seed{op, "seed", *call.seed};
-  check_dtype(seed, {at::kLong});
-  check_same_device(seed, call.argument());
-  check_dim(seed, 1);
-  check_size(seed, 0, 1, "one seed for the call");
-}
-
-void check_given(const Call& call, const Format& format) {
-  check_seed(call, format);
-  if (!takes_amax(format)) {
-    check_not_given(call.op.name, "amax", call.amax, call.key);
-    return check_not_given(call.op.name, "amax_t", call.amax_t, call.key);
-  }
-  const Operand operand = call.operand();
-  const bool columns = !call.op.rowwise, required = format.is_nv();
-  check_amax(call.argument(), {"amax", call.amax, columns, required}, call.key,
-             operand.amax_sizes(format, columns));
-  if (!format.is_nv() || !call.op.rowwise || !call.op.transposed) {
-    return check_not_given(call.op.name, "amax_t", call.amax_t, call.key);
-  }
-  check_amax(call.argument(), {"amax_t", call.amax_t, true, true}, call.key,
-             operand.amax_sizes(format, true));
-}
-
 uint8_t* bytes(const Tensor& tensor) {
   return tensor.defined() ? static_cast<uint8_t*>(tensor.mutable_data_ptr()) : nullptr;
 }
 
 }  // namespace
 
-NvMethod nv_method(const Format& format) {
-  if (format.stochastic_rounding) return NvMethod::kStochastic;
-  switch (format.four_over_six) {
-    case FourOverSix::kMae: return NvMethod::kFourOverSixMae;
-    case FourOverSix::kMse: return NvMethod::kFourOverSixMse;
-    default: return NvMethod::kNearest;
-  }
-}
-
 Format check_arguments(const Call& call) {
   const char* op = call.op.name;
   const Format format = quantized_format(op, "format", call.key, call.group_sizes == nullptr);
   check_matrix(call.argument(), call.group_sizes, format, call.op.transposed);
-  check_given(call, format);
+  check_given({call.argument(), call.operand()}, format, call.key, {call.op.rowwise, call.op.transposed},
+              call.given());
   return format;
 }
 
@@ -106,24 +67,9 @@ void check_alignment(const Call& call, const Outputs& outputs) {
 
 void run_nv(const Call& call, const Format& format, const Tensor& x, const Layout& layout,
             const Outputs& outputs, const float* noop) {
-  const Tensor amax = call.amax->contiguous();  // of the only direction, or of the rows
-  const Tensor amax_t = call.amax_t ? call.amax_t->contiguous() : amax;
-  const NvArgs args{x.const_data_ptr(),
-                    bytes(outputs.data),
-                    bytes(outputs.scale),
-                    bytes(outputs.data_t),
-                    bytes(outputs.scale_t),
-                    amax.const_data_ptr<float>(),
-                    amax_t.const_data_ptr<float>(),
-                    call.seed ? call.seed->const_data_ptr<int64_t>() : nullptr,
-                    layout,
-                    to_dtype(x.scalar_type()),
-                    nv_method(format),
-                    format.random_hadamard,
-                    format.row_scaled,
-                    call.op.rowwise,
-                    call.op.transposed,
-                    noop};
+  const NvArguments arguments(x, outputs, layout, format, call.given());
+  NvArgs args = arguments.get();
+  args.noop = noop;
   if (x.is_cpu()) return quantize_nv_cpu(args);
 #ifdef TRANSFORMER_PLUGIN_CUDA
   check_alignment(call, outputs);

@@ -2,8 +2,7 @@
 // those that are given them.
 #pragma once
 
-#include "quantize/outputs.h"
-#include "quantize/quantize_nv.h"
+#include "quantize/given.h"
 
 namespace transformer_plugin::quantize {
 
@@ -26,10 +25,8 @@ struct Call {
 
   Argument argument() const { return {op.name, "input", input}; }
   Operand operand() const { return operand_of(input, false, group_sizes); }
+  GivenTensors given() const { return {amax, amax_t, seed}; }
 };
-
-// How NVFP4 codes a block.
-NvMethod nv_method(const Format& format);
 
 // The checks of every backend.
 Format check_arguments(const Call& call);

@@ -11,10 +11,9 @@ TP_CPU_CLONES void load_row(const T* input, int cols, float* values) {
 }
 
 template <typename T>
-void load(const QuantizeArgs& args, const Tile& tile, Values& values) {
-  const Layout& layout = args.layout;
+void load(const void* matrix, const Layout& layout, const Tile& tile, Values& values) {
   const T* input =
-      static_cast<const T*>(args.input) + (tile.member * layout.rows + tile.row) * layout.cols + tile.col;
+      static_cast<const T*>(matrix) + (tile.member * layout.rows + tile.row) * layout.cols + tile.col;
   for (int r = 0; r < tile.rows; ++r) load_row<T>(input + r * layout.cols, tile.cols, values.at[r]);
 }
 
@@ -41,8 +40,8 @@ void row_tiles_cpu(const int32_t* offsets, int64_t groups, int64_t rows, int64_t
   for (int64_t i = 0; i < row_tiles; ++i) table[i] = row_tile_at(offsets, tile_offsets, groups, rows, i);
 }
 
-void load_tile_cpu(const QuantizeArgs& args, const Tile& tile, Values& values) {
-  visit_float(args.dtype, [&](auto type) { load<decltype(type)>(args, tile, values); });
+void load_tile_cpu(const void* input, DType dtype, const Layout& layout, const Tile& tile, Values& values) {
+  visit_float(dtype, [&](auto type) { load<decltype(type)>(input, layout, tile, values); });
 }
 
 void quantize_cpu(const QuantizeArgs& args) {

@@ -186,11 +186,13 @@ void write_direction(const NvArgs& args, const Tile& tile, const Direction& dire
   find_globals(args, tile, direction, globals);
   alignas(64) uint8_t scales[kTile][kNvBlocks] = {};
   Chunk chunk = {};
-  Coded coded;
+  Coded coded = {};  // of the tail
   for (int first = 0; first < direction.values; first += kNvBlock) {
     const int block = first / kNvBlock;
-    encode(args, direction, direction.first_block + block, lines_of(args, direction, values, first, chunk),
-           globals, coded);
+    if (!tile.tail) {
+      encode(args, direction, direction.first_block + block, lines_of(args, direction, values, first, chunk),
+             globals, coded);
+    }
     for (int line = 0; line < direction.lines; ++line) {
       uint8_t* target = direction.data + line * direction.stride + first / 2;
       std::memcpy(target, &coded.codes[0][line], 4);
@@ -235,40 +237,16 @@ Direction columns_of(const NvArgs& args, const Tile& tile) {
           args.scale_t};
 }
 
-template <typename T>
-TP_CPU_CLONES void load_row(const T* input, int cols, float* values) {
-  for (int c = 0; c < cols; ++c) values[c] = static_cast<float>(input[c]);
-}
-
-// Zero outside the matrix.
-template <typename T>
-void load(const NvArgs& args, const Tile& tile, Values& values) {
-  const Layout& layout = args.layout;
-  const T* input =
-      static_cast<const T*>(args.input) + (tile.member * layout.rows + tile.row) * layout.cols + tile.col;
-  if (tile.rows < kTile || tile.cols < kTile) std::memset(&values, 0, sizeof(values));
-  for (int r = 0; r < tile.rows; ++r) load_row<T>(input + r * layout.cols, tile.cols, values.at[r]);
-}
-
 }  // namespace
+
+void write_tile_cpu(const NvArgs& args, const Tile& tile, const Values& values) {
+  if (args.rowwise) write_direction(args, tile, rows_of(args, tile), values);
+  if (args.transposed) write_direction(args, tile, columns_of(args, tile), values);
+}
 
 void quantize_nv_cpu(const NvArgs& args) {
   if (args.is_noop()) return;
-  visit_float(args.dtype, [&](auto type) {
-    at::parallel_for(0, args.layout.tiles(), 1, [&](int64_t begin, int64_t end) {
-      Values values;
-      for (int64_t i = begin; i < end; ++i) {
-        const Tile tile = tile_at(args.layout, i);
-        if (tile.tail) {
-          std::memset(&values, 0, sizeof(values));
-        } else {
-          load<decltype(type)>(args, tile, values);
-        }
-        if (args.rowwise) write_direction(args, tile, rows_of(args, tile), values);
-        if (args.transposed) write_direction(args, tile, columns_of(args, tile), values);
-      }
-    });
-  });
+  quantize_tiles_cpu(args, [&](const Tile& tile, Values& values) { load_tile_cpu(args, tile, values); });
 }
 
 }  // namespace transformer_plugin::quantize

@@ -13,16 +13,34 @@ using Result = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 constexpr const char* kOp = "swiglu_backward_quantize_both";
 
-Format check_arguments(const Tensor& grad, const Tensor& input, const OptionalTensor& probs,
-                       const OptionalTensor& group_sizes, std::string_view key) {
-  const Format format =
-      block_format(kOp, key, group_sizes, "Use swiglu_backward, and quantize its first result");
-  activation::check_swiglu(kOp, input, probs);
-  activation::check_swiglu_grad(kOp, grad, input);
-  if (group_sizes) check_group_sizes({kOp, "group_sizes", *group_sizes}, {kOp, "input", input});
+constexpr const char* kMade =
+    "what swiglu_backward gave in earlier steps, or use swiglu_backward, and quantize its first result";
+constexpr Directions kDirections{true, true};
+
+struct Call {
+  const Tensor& grad;
+  const Tensor& input;
+  const OptionalTensor& probs;
+  const OptionalTensor& group_sizes;
+  std::string_view key;
+  GivenTensors given;
+
+  Argument argument() const { return {kOp, "input", input}; }
+  const Tensor* groups() const { return group_sizes ? &*group_sizes : nullptr; }
+  Operand operand() const { return matrix_operand(input.sym_size(0), input.sym_size(1), group_sizes); }
+};
+
+Format check_arguments(const Call& call) {
+  const Tensor& input = call.input;
+  const Format format = quantized_format(kOp, "format", call.key, !call.group_sizes);
+  activation::check_swiglu(kOp, input, call.probs);
+  activation::check_swiglu_grad(kOp, call.grad, input);
+  if (call.group_sizes) check_group_sizes({kOp, "group_sizes", *call.group_sizes}, call.argument());
   TP_CHECK_VALUE(input.sym_size(1) % (2 * kTile) == 0, kOp, "input",
                  "a last dimension that is a multiple of 256: two halves of whole tiles of 128",
                  describe(input), "Use swiglu_backward and quantize_both, which take any width");
+  check_block_rows(call.argument(), format);
+  check_given({call.argument(), call.operand(), kMade}, format, call.key, kDirections, call.given);
   return format;
 }
 
@@ -32,61 +50,68 @@ struct Made {
   Result result() const { return {outputs.data, outputs.scale, outputs.data_t, outputs.scale_t, grad_probs}; }
 };
 
-Made make(const Tensor& input, const OptionalTensor& probs, const Operand& operand, const Format& format) {
-  const c10::SymInt rows = probs ? input.sym_size(0) : c10::SymInt(0);
-  return {make_outputs(input, operand, format, {true, true}), empty(input, {rows}, at::kFloat)};
+Made make(const Call& call, const Format& format) {
+  const c10::SymInt rows = call.probs ? call.input.sym_size(0) : c10::SymInt(0);
+  return {make_outputs(call.input, call.operand(), format, kDirections),
+          empty(call.input, {rows}, at::kFloat)};
 }
 
-Result meta(const Tensor& grad, const Tensor& input, const OptionalTensor& probs,
-            const OptionalTensor& group_sizes, std::string_view key) {
-  const Format format = check_arguments(grad, input, probs, group_sizes, key);
-  return make(input, probs, matrix_operand(input.sym_size(0), input.sym_size(1), group_sizes), format)
-      .result();
+Made meta(const Call& call) { return make(call, check_arguments(call)); }
+
+void launch(const QuantizeArgs& args, const SwigluBackwardArgs& swiglu, void* stream) {
+  const bool mx = args.layout.mode == ScaleMode::kMx;
+  (mx ? launch_swiglu_backward_quantize_mx : launch_swiglu_backward_quantize)(args, swiglu, stream);
+}
+void launch(const NvArgs& args, const SwigluBackwardArgs& swiglu, void* stream) {
+  launch_swiglu_backward_quantize_nv(args, swiglu, stream);
 }
 
-Result run(const Tensor& grad, const Tensor& input, const OptionalTensor& probs,
-           const OptionalTensor& group_sizes, std::string_view key) {
-  const Format format = check_arguments(grad, input, probs, group_sizes, key);
-  const Operand operand = matrix_operand(input.sym_size(0), input.sym_size(1), group_sizes);
+Made run(const Call& call) {
+  const Format format = check_arguments(call);
   const GroupTables tables =
-      group_tables({kOp, "input", input}, group_sizes ? &*group_sizes : nullptr, input.size(0));
-  const Made made = make(input, probs, operand, format);
-  const Tensor g = grad.contiguous();
-  const Tensor x = input.contiguous();
-  const Tensor p = probs ? probs->contiguous() : Tensor();
+      group_tables(call.argument(), call.groups(), call.input.size(0), group_multiple(format, true));
+  const Made made = make(call, format);
+  const Tensor g = call.grad.contiguous();
+  const Tensor x = call.input.contiguous();
+  const bool has_probs = call.probs.has_value();
+  const Tensor p = has_probs ? call.probs->contiguous() : Tensor();
   const int64_t rows = x.size(0), features = x.size(1) / 2;
-  const Tensor partial = probs ? empty(x, {features / kTile, rows}, at::kFloat) : Tensor();
-  const QuantizeArgs args =
-      quantize_args(x, made.outputs, make_layout(operand, format, tables), format, Tensor());
+  const Tensor partial = has_probs ? empty(x, {features / kTile, rows}, at::kFloat) : Tensor();
   const SwigluBackwardArgs swiglu{g.const_data_ptr(),
                                   x.const_data_ptr(),
-                                  probs ? p.const_data_ptr<float>() : nullptr,
+                                  has_probs ? p.const_data_ptr<float>() : nullptr,
                                   nullptr,
-                                  probs ? made.grad_probs.mutable_data_ptr<float>() : nullptr,
-                                  probs ? partial.mutable_data_ptr<float>() : nullptr,
+                                  has_probs ? made.grad_probs.mutable_data_ptr<float>() : nullptr,
+                                  has_probs ? partial.mutable_data_ptr<float>() : nullptr,
                                   rows,
                                   features,
-                                  args.dtype};
-  if (input.is_cpu()) {
-    swiglu_backward_quantize_cpu(args, swiglu);
-    return made.result();
-  }
+                                  to_dtype(x.scalar_type())};
+  with_arguments(x, made.outputs, make_layout(call.operand(), format, tables), format, call.given,
+                 [&](const auto& args) {
+                   if (x.is_cpu()) return swiglu_backward_quantize_cpu(args, swiglu);
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  const CudaScope scope(input);
-  const bool mx = format.family == FormatFamily::kMxFp8;
-  (mx ? launch_swiglu_backward_quantize_mx : launch_swiglu_backward_quantize)(args, swiglu, scope.stream());
+                   const CudaScope scope(x);
+                   launch(args, swiglu, scope.stream());
 #endif
-  return made.result();
+                 });
+  return made;
+}
+
+template <Made (*run_op)(const Call&)>
+Result op(const Tensor& grad, const Tensor& input, const OptionalTensor& probs,
+          const OptionalTensor& group_sizes, std::string_view key, const OptionalTensor& amax,
+          const OptionalTensor& amax_t, const OptionalTensor& seed) {
+  return run_op({grad, input, probs, group_sizes, key, {amax, amax_t, seed}}).result();
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { m.impl(kOp, run); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl(kOp, meta); }
+TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { m.impl(kOp, op<run>); }
+TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl(kOp, op<meta>); }
 // Not differentiable: results have no gradient.
 TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl(kOp, torch::CppFunction::makeFallthrough()); }
 #ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { m.impl(kOp, run); }
+TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { m.impl(kOp, op<run>); }
 #endif
 
 }  // namespace transformer_plugin::quantize

@@ -13,9 +13,9 @@ struct BackwardShared {
   Vector4<T> linear[kRowsPerThread][kThreads];
 };
 
-template <typename T, typename Family, DType element>
+template <typename T, typename Family>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 2 : 1)
-    swiglu_backward_quantize_kernel(const __grid_constant__ QuantizeArgs args,
+    swiglu_backward_quantize_kernel(const __grid_constant__ typename Family::Args args,
                                     const __grid_constant__ SwigluBackwardArgs swiglu) {
   extern __shared__ __align__(16) uint8_t memory[];
   auto& shared = *reinterpret_cast<BackwardShared<T, Family>*>(memory);
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 2 : 1)
                                                          });
 #pragma unroll 1
   for (int half = 0;; ++half) {
-    Family::template write<element>(args, tile, values, warp, lane, shared.tile);
+    Family::write(args, tile, values, warp, lane, shared.tile);
     if (half == 1) return;
     tile = second;
 #pragma unroll
@@ -44,23 +44,29 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 2 : 1)
   }
 }
 
-// `Stream` is the form of the family for rows that stream.
-template <typename Family, typename Stream>
+template <typename T, typename Family>
+void launch_backward_as(const typename Family::Args& args, const SwigluBackwardArgs& swiglu, unsigned grid,
+                        cudaStream_t stream) {
+  const auto kernel = swiglu_backward_quantize_kernel<T, Family>;
+  constexpr int bytes = sizeof(BackwardShared<T, Family>);
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  kernel<<<grid, kThreads, bytes, stream>>>(args, swiglu);
+  check_launch("swiglu_backward_quantize_kernel");
+}
+
+// In FP8. `Stream` is the form of the family for rows that stream.
+template <template <DType> typename Family, typename Stream>
 void launch_backward(const QuantizeArgs& args, const SwigluBackwardArgs& swiglu, void* stream) {
   const unsigned grid = tile_grid(half_of(args.layout));
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (grid > 0 && can_stream(args, swiglu.grad, swiglu.input)) {
-    launch_backward_stream<Stream>(args, swiglu, grid, static_cast<cudaStream_t>(stream));
+    launch_backward_stream<Stream>(args, swiglu, grid, cuda_stream);
   } else if (grid > 0) {
     visit_device_float(args.dtype, [&](auto type) {
       visit_fp8(args.element, [&](auto element) {
-        using T = decltype(type);
-        const auto kernel = swiglu_backward_quantize_kernel<T, Family, decltype(element)::value>;
-        constexpr int bytes = sizeof(BackwardShared<T, Family>);
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-        kernel<<<grid, kThreads, bytes, static_cast<cudaStream_t>(stream)>>>(args, swiglu);
+        launch_backward_as<decltype(type), Family<decltype(element)::value>>(args, swiglu, grid, cuda_stream);
       });
     });
-    check_launch("swiglu_backward_quantize_kernel");
   }
   if (swiglu.grad_probs) activation::launch_add_row_sums(swiglu, stream);
 }

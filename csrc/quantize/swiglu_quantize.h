@@ -5,21 +5,26 @@
 
 #include "activation/swiglu.h"
 #include "quantize/quantize.h"
+#include "quantize/quantize_nv.h"
 
 namespace transformer_plugin::quantize {
 
 // `args.input` is the activation's input, [rows, 2 * cols]; `probs` is [rows], or null for 1.
 void swiglu_quantize_cpu(const QuantizeArgs& args, const float* probs);
+void swiglu_quantize_cpu(const NvArgs& args, const float* probs);
 void launch_swiglu_quantize(const QuantizeArgs& args, const float* probs, void* stream);
 void launch_swiglu_quantize_mx(const QuantizeArgs& args, const float* probs, void* stream);
+void launch_swiglu_quantize_nv(const NvArgs& args, const float* probs, void* stream);
 
 // Columns of `args` are 2F, F a multiple of kTile, so that both halves begin on a tile. `swiglu.grad_input` is null.
 using SwigluBackwardArgs = activation::SwigluBackwardArgs;
 void swiglu_backward_quantize_cpu(const QuantizeArgs& args, const SwigluBackwardArgs& swiglu);
+void swiglu_backward_quantize_cpu(const NvArgs& args, const SwigluBackwardArgs& swiglu);
 void launch_swiglu_backward_quantize(const QuantizeArgs& args, const SwigluBackwardArgs& swiglu,
                                      void* stream);
 void launch_swiglu_backward_quantize_mx(const QuantizeArgs& args, const SwigluBackwardArgs& swiglu,
                                         void* stream);
+void launch_swiglu_backward_quantize_nv(const NvArgs& args, const SwigluBackwardArgs& swiglu, void* stream);
 
 // The two tiles of one tile of F columns: of the gate's gradient, and of the linear part's.
 TP_HOST_DEVICE Layout half_of(Layout layout) {

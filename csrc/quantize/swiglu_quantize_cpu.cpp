@@ -54,14 +54,13 @@ void add_row_sums(const SwigluBackwardArgs& swiglu) {
   }
 }
 
-}  // namespace
-
-void swiglu_backward_quantize_cpu(const QuantizeArgs& args, const SwigluBackwardArgs& swiglu) {
+template <typename Args>
+void quantize_gradients(const Args& args, const SwigluBackwardArgs& swiglu) {
   const Layout half = half_of(args.layout);
   visit_float(args.dtype, [&](auto type) {
     using T = decltype(type);
     at::parallel_for(0, half.tiles(), 1, [&](int64_t begin, int64_t end) {
-      Values of_gate, of_linear;
+      Values of_gate = {}, of_linear = {};
       for (int64_t i = begin; i < end; ++i) {
         const Tile tile = tile_at(half, i);
         if (!tile.tail) {
@@ -77,7 +76,8 @@ void swiglu_backward_quantize_cpu(const QuantizeArgs& args, const SwigluBackward
   if (swiglu.grad_probs) add_row_sums(swiglu);
 }
 
-void swiglu_quantize_cpu(const QuantizeArgs& args, const float* probs) {
+template <typename Args>
+void quantize_activation(const Args& args, const float* probs) {
   visit_float(args.dtype, [&](auto type) {
     using T = decltype(type);
     quantize_tiles_cpu(args, [&](const Tile& tile, Values& values) {
@@ -90,5 +90,21 @@ void swiglu_quantize_cpu(const QuantizeArgs& args, const float* probs) {
     });
   });
 }
+
+}  // namespace
+
+void swiglu_backward_quantize_cpu(const QuantizeArgs& args, const SwigluBackwardArgs& swiglu) {
+  tensor_scales_cpu(args);
+  quantize_gradients(args, swiglu);
+}
+void swiglu_backward_quantize_cpu(const NvArgs& args, const SwigluBackwardArgs& swiglu) {
+  quantize_gradients(args, swiglu);
+}
+
+void swiglu_quantize_cpu(const QuantizeArgs& args, const float* probs) {
+  tensor_scales_cpu(args);
+  quantize_activation(args, probs);
+}
+void swiglu_quantize_cpu(const NvArgs& args, const float* probs) { quantize_activation(args, probs); }
 
 }  // namespace transformer_plugin::quantize

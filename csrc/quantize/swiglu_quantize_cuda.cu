@@ -6,6 +6,7 @@
 namespace transformer_plugin::quantize {
 
 void launch_swiglu_quantize(const QuantizeArgs& args, const float* probs, void* stream) {
+  launch_tensor_scales(args, stream);
   const unsigned grid = tile_grid(args.layout);
   if (grid == 0) return;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);

@@ -13,7 +13,8 @@ struct SwigluSource {
 
   const float* probs;  // [rows], or null for 1
 
-  __device__ __forceinline__ void load(const QuantizeArgs& args, const Tile& tile, int warp, int lane,
+  template <typename Args>
+  __device__ __forceinline__ void load(const Args& args, const Tile& tile, int warp, int lane,
                                        Values<T>& values) const {
     const int64_t features = args.layout.cols;
     const Part<T> input(args.input, 2 * features, tile, warp, lane);

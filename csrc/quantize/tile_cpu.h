@@ -6,6 +6,7 @@
 #include <ATen/Parallel.h>
 
 #include "quantize/quantize.h"
+#include "quantize/quantize_nv.h"
 
 namespace transformer_plugin::quantize {
 
@@ -20,20 +21,27 @@ TP_HOST_DEVICE int32_t magnitude(float value) {
   return bits > 0x7f800000 ? 0 : bits;
 }
 
-// The input's part of a tile.
-void load_tile_cpu(const QuantizeArgs& args, const Tile& tile, Values& values);
+// A tile's part of a matrix with as many columns as the layout says.
+void load_tile_cpu(const void* input, DType dtype, const Layout& layout, const Tile& tile, Values& values);
+// Of the kernels' input.
+template <typename Args>
+void load_tile_cpu(const Args& args, const Tile& tile, Values& values) {
+  load_tile_cpu(args.input, args.dtype, args.layout, tile, values);
+}
 // Codes of a tile to lines `stride` apart.
 void transpose(const uint8_t (*codes)[kTile], int rows, int cols, uint8_t* output, int64_t stride);
 int32_t magnitude_of_tile(const Tile& tile, const Values& values);
 // Of several threads, the largest wins.
 void raise_to(float& target, int32_t magnitude);
+// The tile in the format of the arguments. Values of the tail count for nothing.
 void write_tile_cpu(const QuantizeArgs& args, const Tile& tile, const Values& values);
+void write_tile_cpu(const NvArgs& args, const Tile& tile, const Values& values);
 
 // Every tile that holds values, on several threads.
 template <typename Load, typename Use>
 void for_each_tile_cpu(const Layout& layout, Load&& load, Use&& use) {
   at::parallel_for(0, layout.tiles(), 1, [&](int64_t begin, int64_t end) {
-    Values values;
+    Values values = {};  // whole blocks are read, also of a tile that ends within one
     for (int64_t i = begin; i < end; ++i) {
       const Tile tile = tile_at(layout, i);
       if (!tile.tail) load(tile, values);
@@ -42,8 +50,8 @@ void for_each_tile_cpu(const Layout& layout, Load&& load, Use&& use) {
   });
 }
 
-template <typename Load>
-void quantize_tiles_cpu(const QuantizeArgs& args, Load&& load) {
+template <typename Args, typename Load>
+void quantize_tiles_cpu(const Args& args, Load&& load) {
   for_each_tile_cpu(args.layout, load,
                     [&](const Tile& tile, const Values& values) { write_tile_cpu(args, tile, values); });
 }

@@ -25,7 +25,9 @@ from transformer_plugin.recipes import (
 )
 from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.fused_cases import bias_backward_quantize_cases
+from transformer_plugin.testing.fused_cases import given as given_for
 from transformer_plugin.testing.numerics import assert_same_bits
+from transformer_plugin.testing.quantize_cases import columns_of, rows_of
 
 OPS = torch.ops.transformer_plugin
 CASES = list(bias_backward_quantize_cases())
@@ -61,25 +63,40 @@ def bias_gradient(grad: Tensor, sizes: Tensor | None) -> Tensor:
     return ops.bias_backward(grad) if sizes is None else ops.grouped_bias_backward(grad, sizes)[0]
 
 
+def given(grad: Tensor, sizes: Tensor | None, format: str) -> dict[str, Tensor]:
+    """For nvfp4: fp8_tensor finds its own amax where none is given."""
+    return given_for(grad, format, sizes) if format.startswith("nvfp4") else {}
+
+
+def quantize_both(
+    grad: Tensor, sizes: Tensor | None, format: str, more: dict[str, Tensor]
+) -> tuple[Tensor, ...]:
+    if sizes is None:
+        return ops.quantize_both(grad, format, **more)
+    return ops.grouped_quantize_both(grad, sizes, format, **more)
+
+
 @by_case
 def test_bytes_and_sums(case: Case, device: torch.device) -> None:
     grad, sizes, format = case.arguments(device)
     counts = None if sizes is None else sizes.tolist()
-    expected = (
-        oracle.quantize_both(grad, SPECS[format])
-        if counts is None
-        else oracle.grouped_quantize_both(grad, counts, SPECS[format])
-    )
+    more = given(grad, sizes, format)
+    if more:
+        expected = quantize_both(grad, sizes, format, more)
+    elif counts is None:
+        expected = oracle.quantize_both(grad, SPECS[format])
+    else:
+        expected = oracle.grouped_quantize_both(grad, counts, SPECS[format])
     sums = sums_of(grad, counts)
-    *both, grad_bias = ops.bias_backward_quantize_both(grad, sizes, format)
+    *both, grad_bias = ops.bias_backward_quantize_both(grad, sizes, format, **more)
     assert_all_same(tuple(both), expected)
     assert_same_sums(grad_bias.cpu(), sums)
     assert_same_sums(bias_gradient(grad, sizes).cpu(), sums)  # the step alone
-    for op, quantized in (
-        (ops.bias_backward_quantize, expected[:2]),
-        (ops.bias_backward_quantize_transposed, expected[2:]),
+    for op, quantized, own in (
+        (ops.bias_backward_quantize, expected[:2], rows_of(more)),
+        (ops.bias_backward_quantize_transposed, expected[2:], columns_of(more)),
     ):
-        *got, grad_bias = op(grad, sizes, format)
+        *got, grad_bias = op(grad, sizes, format, **own)
         assert_all_same(tuple(got), quantized)
         assert_same_sums(grad_bias.cpu(), sums)
 
@@ -87,15 +104,16 @@ def test_bytes_and_sums(case: Case, device: torch.device) -> None:
 @pytest.mark.parametrize("case", CASES[::5], ids=lambda case: case.name)
 def test_reference(case: Case) -> None:
     grad, sizes, format = case.arguments()
-    *expected, sums = ops.bias_backward_quantize_both(grad, sizes, format)
-    *got, got_sums = reference.bias_backward_quantize_both(grad, sizes, format)
+    more = given(grad, sizes, format)
+    *expected, sums = ops.bias_backward_quantize_both(grad, sizes, format, **more)
+    *got, got_sums = reference.bias_backward_quantize_both(grad, sizes, format, **more)
     assert_all_same(tuple(got), tuple(expected))
     assert_same_sums(got_sums, sums)
-    for op, quantized in (
-        (reference.bias_backward_quantize, expected[:2]),
-        (reference.bias_backward_quantize_transposed, expected[2:]),
+    for op, quantized, own in (
+        (reference.bias_backward_quantize, expected[:2], rows_of(more)),
+        (reference.bias_backward_quantize_transposed, expected[2:], columns_of(more)),
     ):
-        *got, got_sums = op(grad, sizes, format)
+        *got, got_sums = op(grad, sizes, format, **own)
         assert_all_same(tuple(got), tuple(quantized))
         assert_same_sums(got_sums, sums)
 
@@ -170,9 +188,10 @@ def test_inputs_of_any_strides(device: torch.device) -> None:
 @pytest.mark.parametrize("case", CASES[::4], ids=lambda case: case.name)
 def test_opcheck(case: Case, device: torch.device) -> None:
     grad, sizes, format = case.arguments(device)
+    more = given(grad, sizes, format)
     arguments = (grad.nan_to_num().requires_grad_(), sizes, format)
-    for name in ("", "_transposed", "_both"):
-        torch.library.opcheck(getattr(OPS, f"bias_backward_quantize{name}").default, arguments)
+    for name, own in (("", rows_of(more)), ("_transposed", columns_of(more)), ("_both", more)):
+        torch.library.opcheck(getattr(OPS, f"bias_backward_quantize{name}").default, arguments, own)
     torch.library.opcheck(OPS.bias_backward.default, arguments[:1])
 
 
@@ -302,18 +321,23 @@ def test_compiles_whole(recipe: Recipe, device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_graph_replays_with_other_sizes() -> None:
-    grad = torch.randn(500, 160, device="cuda", dtype=torch.bfloat16)
-    sizes = torch.tensor([100, 200, 50], device="cuda")
-    ops.bias_backward_quantize_both(grad, sizes, "fp8_block")
+@pytest.mark.parametrize("format", ["fp8_block", "nvfp4:rht"])
+def test_graph_replays_with_other_sizes(format: str) -> None:
+    grad = torch.randn(512, 160, device="cuda", dtype=torch.bfloat16)
+    sizes = torch.tensor([96, 208, 48], device="cuda")
+    more = {"amax": torch.ones(3), "amax_t": torch.ones(3)} if format.startswith("nvfp4") else {}
+    there = {name: value.cuda() for name, value in more.items()}
+    ops.bias_backward_quantize_both(grad, sizes, format, **there)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = ops.bias_backward_quantize_both(grad, sizes, "fp8_block")
-    for counts in ([0, 500, 0], [129, 0, 7], [0, 0, 0]):
+        captured = ops.bias_backward_quantize_both(grad, sizes, format, **there)
+    for turn, counts in enumerate(([0, 512, 0], [144, 0, 16], [0, 0, 0])):
         sizes.copy_(torch.tensor(counts))
-        grad.copy_(torch.randn(500, 160))
+        grad.copy_(torch.randn(512, 160))
+        for name, value in more.items():
+            there[name].copy_(value.fill_(1.0 + turn))
         graph.replay()
-        *expected, sums = ops.bias_backward_quantize_both(grad.cpu(), sizes.cpu(), "fp8_block")
+        *expected, sums = ops.bias_backward_quantize_both(grad.cpu(), sizes.cpu(), format, **more)
         assert_all_same(tuple(t.cpu() for t in captured[:4]), tuple(expected))
         assert_same_bits(captured[4], sums)
 
@@ -336,10 +360,10 @@ X = torch.zeros(4, 64)
             "argument 'grad': expected 2 dimensions, got float32[2, 2, 64] on cpu. Reshape it first.",
         ),
         (
-            (X, None, "nvfp4"),
+            (X.repeat(4, 1), None, "nvfp4"),
             ValueError,
-            "argument 'format': expected fp8_tensor, fp8_block or mxfp8, got 'nvfp4'. Use bias_backward or "
-            "grouped_bias_backward, and quantize the gradient by itself.",
+            "argument 'amax': expected a float32 tensor of sizes [1], the largest magnitudes that 'nvfp4' scales by, "
+            "got None. Compute it with transformer_plugin.ops.amax{columns}.",
         ),
         (
             (X, None, "bf16"),
@@ -368,7 +392,7 @@ X = torch.zeros(4, 64)
             (X, torch.tensor([2, 2]), "fp8_tensor", torch.ones(1)),
             ValueError,
             "argument 'amax': expected sizes [2], the largest magnitudes that 'fp8_tensor' scales by, got float32[1] "
-            "on cpu. Compute it with transformer_plugin.ops.amax.",
+            "on cpu. Compute it with transformer_plugin.ops.amax{columns}.",
         ),
         (
             (X, torch.tensor([5]), "mxfp8"),
@@ -382,7 +406,9 @@ def test_errors_have_four_parts(arguments: tuple, error: type[Exception], text: 
     for name in ("", "_transposed", "_both"):
         with pytest.raises(error) as caught:
             getattr(ops, f"bias_backward_quantize{name}")(*arguments)
-        assert str(caught.value) == f"transformer_plugin::bias_backward_quantize{name}: {text}"
+        columns = name if name == "_transposed" else ""
+        expected = text.replace("{columns}", columns)
+        assert str(caught.value) == f"transformer_plugin::bias_backward_quantize{name}: {expected}"
 
 
 def test_errors_of_the_step() -> None:

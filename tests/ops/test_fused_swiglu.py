@@ -10,8 +10,9 @@ from tests.ops import quantize_oracle as oracle
 from tests.ops.quantize_oracle import SPECS, assert_all_same
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
-from transformer_plugin.testing.fused_cases import swiglu_quantize_cases
+from transformer_plugin.testing.fused_cases import given, swiglu_quantize_cases
 from transformer_plugin.testing.numerics import assert_same_bits
+from transformer_plugin.testing.quantize_cases import columns_of, rows_of
 
 OPS = torch.ops.transformer_plugin
 CASES = list(swiglu_quantize_cases())
@@ -20,7 +21,14 @@ by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 by_backward_case = pytest.mark.parametrize("case", BACKWARD_CASES, ids=lambda case: case.name)
 
 
-def oracle_both(matrix: Tensor, group_sizes: Tensor | None, format: str) -> tuple[Tensor, ...]:
+def steps(
+    matrix: Tensor, group_sizes: Tensor | None, format: str, more: dict[str, Tensor]
+) -> tuple[Tensor, ...]:
+    """Both directions, from the oracle; with a given amax from the ops, which have their own tests against it."""
+    if more:
+        if group_sizes is None:
+            return ops.quantize_both(matrix, format, **more)
+        return ops.grouped_quantize_both(matrix, group_sizes, format, **more)
     if group_sizes is None:
         return oracle.quantize_both(matrix, SPECS[format])
     return oracle.grouped_quantize_both(matrix, group_sizes.tolist(), SPECS[format])
@@ -34,10 +42,12 @@ def grad_like(input: Tensor) -> Tensor:
 @by_case
 def test_swiglu_quantize(case: Case, device: torch.device) -> None:
     input, probs, sizes, format = case.arguments(device)
-    expected = oracle_both(ops.swiglu(input, probs), sizes, format)
-    assert_all_same(ops.swiglu_quantize_both(input, probs, sizes, format), expected)
-    assert_all_same(ops.swiglu_quantize(input, probs, sizes, format), expected[:2])
-    assert_all_same(ops.swiglu_quantize_transposed(input, probs, sizes, format), expected[2:])
+    arguments, activation = (input, probs, sizes, format), ops.swiglu(input, probs)
+    more = given(activation, format, sizes)
+    expected = steps(activation, sizes, format, more)
+    assert_all_same(ops.swiglu_quantize_both(*arguments, **more), expected)
+    assert_all_same(ops.swiglu_quantize(*arguments, **rows_of(more)), expected[:2])
+    assert_all_same(ops.swiglu_quantize_transposed(*arguments, **columns_of(more)), expected[2:])
 
 
 @by_backward_case
@@ -45,13 +55,32 @@ def test_swiglu_backward_quantize(case: Case, device: torch.device) -> None:
     input, probs, sizes, format = case.arguments(device)
     grad = grad_like(input)
     grad_input, grad_probs = ops.swiglu_backward(grad, input, probs)
-    *got, got_probs = ops.swiglu_backward_quantize_both(grad, input, probs, sizes, format)
-    assert_all_same(tuple(got), oracle_both(grad_input, sizes, format))
+    more = given(grad_input, format, sizes)
+    *got, got_probs = ops.swiglu_backward_quantize_both(grad, input, probs, sizes, format, **more)
+    assert_all_same(tuple(got), steps(grad_input, sizes, format, more))
     if sizes is not None and probs is not None:
         grad_probs[int(sizes.sum()) :] = 0.0
     finite = ~grad_probs.isnan()
     assert_same_bits(got_probs[finite], grad_probs[finite], "grad_probs")
     assert got_probs[~finite].isnan().all()
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4:square,sr,tiled", "nvfp4:row_scaled,4over6,tiled"])
+@pytest.mark.parametrize("sizes", [None, [3, 0, 130]])
+def test_rows_of_nvfp4_in_any_number(format: str, sizes: list[int] | None, device: torch.device) -> None:
+    """Only transposed copies want whole blocks of rows."""
+    if sizes is not None and "square" in format:
+        return
+    input = torch.randn(141, 2 * 48, generator=torch.Generator().manual_seed(7)).bfloat16().to(device)
+    groups = None if sizes is None else torch.tensor(sizes, device=device)
+    activation = ops.swiglu(input)
+    more = rows_of(given(activation, format, groups))
+    expected = (
+        ops.quantize(activation, format, **more)
+        if groups is None
+        else ops.grouped_quantize(activation, groups, format, **more)
+    )
+    assert_all_same(ops.swiglu_quantize(input, None, groups, format, **more), expected)
 
 
 def exact_case(rows: int, features: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,28 +111,26 @@ def test_order_of_the_row_sums(features: int, device: torch.device) -> None:
     assert_same_bits(reference.swiglu_backward(grad, input, probs)[1], grad_probs.cpu())
 
 
-def test_reference_is_the_steps() -> None:
+@pytest.mark.parametrize("sizes", [None, [96, 32]])
+@pytest.mark.parametrize("format", ["fp8_block", "mxfp8", "fp8_tensor", "nvfp4:rht", "nvfp4:row_scaled"])
+def test_reference_is_the_steps(format: str, sizes: list[int] | None) -> None:
     """In values, since torch's exp differs in its last bit from the ops'."""
-    input, probs = torch.randn(140, 256), torch.rand(140)
-    sizes = torch.tensor([100, 30])
+    input, probs = torch.randn(144, 256), torch.rand(144)
+    arguments = (input, probs, None if sizes is None else torch.tensor(sizes), format)
     grad = grad_like(input)
-    for group_sizes in (None, sizes):
-        for format in ("fp8_block", "mxfp8"):
-            got = ops.swiglu_quantize_both(input, probs, group_sizes, format)
-            meaning = reference.swiglu_quantize_both(input, probs, group_sizes, format)
-            assert_all_same(meaning[:2], reference.swiglu_quantize(input, probs, group_sizes, format))
-            assert_all_same(
-                meaning[2:], reference.swiglu_quantize_transposed(input, probs, group_sizes, format)
-            )
-            *got_b, got_p = ops.swiglu_backward_quantize_both(grad, input, probs, group_sizes, format)
-            *meaning_b, meaning_p = reference.swiglu_backward_quantize_both(
-                grad, input, probs, group_sizes, format
-            )
-            for a, b in zip([*got, *got_b], [*meaning, *meaning_b], strict=True):
-                assert a.shape == b.shape and a.dtype == b.dtype
-                same = (a.view(torch.uint8) == b.view(torch.uint8)).float().mean()
-                assert same > 0.999  # a last bit of exp moves few codes across a tie
-            torch.testing.assert_close(got_p, meaning_p)
+    more = given(ops.swiglu(input, probs), format, arguments[2])
+    got = ops.swiglu_quantize_both(*arguments, **more)
+    meaning = reference.swiglu_quantize_both(*arguments, **more)
+    assert_all_same(meaning[:2], reference.swiglu_quantize(*arguments, **rows_of(more)))
+    assert_all_same(meaning[2:], reference.swiglu_quantize_transposed(*arguments, **columns_of(more)))
+    more = given(ops.swiglu_backward(grad, input, probs)[0], format, arguments[2])
+    *got_b, got_p = ops.swiglu_backward_quantize_both(grad, *arguments, **more)
+    *meaning_b, meaning_p = reference.swiglu_backward_quantize_both(grad, *arguments, **more)
+    for a, b in zip([*got, *got_b], [*meaning, *meaning_b], strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        same = (a.view(torch.uint8) == b.view(torch.uint8)).float().mean()
+        assert same > 0.999  # a last bit of exp moves few codes across a tie
+    torch.testing.assert_close(got_p, meaning_p)
 
 
 def test_inputs_of_any_strides(device: torch.device) -> None:
@@ -124,12 +151,16 @@ def test_inputs_of_any_strides(device: torch.device) -> None:
 @pytest.mark.gpu
 @by_backward_case
 def test_cuda_gives_the_bytes_of_the_cpu(case: Case) -> None:
-    input, *rest = case.arguments()
-    device = case.arguments("cuda")
-    expected = ops.swiglu_quantize_both(input, *rest)
-    assert_all_same(ops.swiglu_quantize_both(*device), expected)
-    *got, _ = ops.swiglu_backward_quantize_both(grad_like(device[0]), *device)
-    *expected_b, _ = ops.swiglu_backward_quantize_both(grad_like(input), input, *rest)
+    arguments, on_device = case.arguments(), case.arguments("cuda")
+    input, probs, sizes, format = arguments
+    more = given(ops.swiglu(input, probs), format, sizes)
+    there = {name: value.cuda() for name, value in more.items()}
+    expected = ops.swiglu_quantize_both(*arguments, **more)
+    assert_all_same(ops.swiglu_quantize_both(*on_device, **there), expected)
+    more = given(ops.swiglu_backward(grad_like(input), input, probs)[0], format, sizes)
+    there = {name: value.cuda() for name, value in more.items()}
+    *got, _ = ops.swiglu_backward_quantize_both(grad_like(on_device[0]), *on_device, **there)
+    *expected_b, _ = ops.swiglu_backward_quantize_both(grad_like(input), *arguments, **more)
     assert_all_same(tuple(got), tuple(expected_b))
 
 
@@ -138,25 +169,64 @@ def test_cuda_gives_the_bytes_of_the_cpu(case: Case) -> None:
 def test_opcheck(case: Case, device: torch.device) -> None:
     input, probs, sizes, format = case.arguments(device)
     input, probs = input.nan_to_num(), None if probs is None else probs.nan_to_num()
+    more = given(ops.swiglu(input, probs), format, sizes)
     arguments = (input.requires_grad_(), probs, sizes, format)
-    for op in (OPS.swiglu_quantize, OPS.swiglu_quantize_transposed, OPS.swiglu_quantize_both):
-        torch.library.opcheck(op.default, arguments)
+    torch.library.opcheck(OPS.swiglu_quantize.default, arguments, rows_of(more))
+    torch.library.opcheck(OPS.swiglu_quantize_transposed.default, arguments, columns_of(more))
+    torch.library.opcheck(OPS.swiglu_quantize_both.default, arguments, more)
     if input.shape[1] % 256 == 0:
-        torch.library.opcheck(
-            OPS.swiglu_backward_quantize_both.default, (grad_like(input.detach()), *arguments)
-        )
+        grad = grad_like(input.detach())
+        more = given(ops.swiglu_backward(grad, input.detach(), probs)[0], format, sizes)
+        torch.library.opcheck(OPS.swiglu_backward_quantize_both.default, (grad, *arguments), more)
+
+
+GIVEN_FORMATS = ["fp8_tensor", "nvfp4:rht,sr"]
+
+
+def fused_step(
+    grad: Tensor, input: Tensor, probs: Tensor, sizes: Tensor, amax: Tensor, seed: Tensor
+) -> tuple[Tensor, ...]:
+    """Each kind of format, forward and backward."""
+    outputs: list[Tensor] = []
+    for format in ("fp8_block", *GIVEN_FORMATS):
+        kind = format.split(":")[0]
+        one = {} if kind == "fp8_block" else {"amax": amax}
+        both = {**one, "amax_t": 2 * amax, "seed": seed} if kind == "nvfp4" else one
+        outputs += ops.swiglu_quantize_both(input, probs, sizes, format, **both)
+        outputs += ops.swiglu_backward_quantize_both(grad, input, probs, sizes, format, **both)
+    return tuple(outputs)
+
+
+def step_arguments(device: torch.device | str, seed: int, counts: list[int]) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    input, probs = torch.randn(48, 256, generator=generator), torch.rand(48, generator=generator)
+    more = torch.tensor(counts), 3 * torch.rand(2, generator=generator), torch.tensor([seed])
+    grad = torch.randn(48, 128, generator=generator)
+    return tuple(t.to(device) for t in (grad, input, probs, *more))
 
 
 def test_compiles_whole(device: torch.device) -> None:
-    def both(grad: Tensor, input: Tensor, probs: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
-        forward = ops.swiglu_quantize(input, probs, sizes, "fp8_block")
-        return *forward, *ops.swiglu_backward_quantize_both(grad, input, probs, sizes, "fp8_block")
+    compiled = torch.compile(fused_step, fullgraph=True, backend="aot_eager")
+    for seed, counts in enumerate([[16, 32], [0, 48]]):
+        arguments = step_arguments(device, seed, counts)
+        for got, expected in zip(compiled(*arguments), fused_step(*arguments), strict=True):
+            assert_same_bits(got, expected)
 
-    input, probs = torch.randn(40, 256, device=device), torch.rand(40, device=device)
-    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
-    for sizes in ([10, 20], [0, 40]):
-        arguments = (grad_like(input), input, probs, torch.tensor(sizes, device=device))
-        for got, expected in zip(compiled(*arguments), both(*arguments), strict=True):
+
+@pytest.mark.gpu
+def test_graph_replays_with_other_data_amaxes_and_seeds() -> None:
+    arguments = step_arguments("cuda", 0, [16, 16])
+    fused_step(*arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = fused_step(*arguments)
+    for seed, counts in enumerate([[48, 0], [0, 32], [16, 16]], 1):
+        here = step_arguments("cpu", seed, counts)
+        for target, value in zip(arguments, here, strict=True):
+            target.copy_(value)
+        graph.replay()
+        for got, expected in zip(captured, fused_step(*here), strict=True):
             assert_same_bits(got, expected)
 
 
@@ -176,8 +246,33 @@ GRAD = torch.zeros(4, 128)
         (
             (X, None, None, "fp8_tensor"),
             ValueError,
-            "argument 'format': expected a format whose scales are found block by block, fp8_block or mxfp8, got "
-            "'fp8_tensor'. Use swiglu, and quantize its result.",
+            "argument 'amax': expected a float32 tensor of sizes [1], the largest magnitudes that 'fp8_tensor' scales "
+            "by, got None. Compute it with transformer_plugin.ops.amax{columns} of what swiglu gave in "
+            "earlier steps, or use swiglu, and quantize its result.",
+        ),
+        (
+            (X.repeat(4, 1), None, torch.tensor([16, 0]), "nvfp4"),
+            ValueError,
+            "argument 'amax': expected a float32 tensor of sizes [2], the largest magnitudes that 'nvfp4' scales "
+            "by, got None. Compute it with transformer_plugin.ops.amax{columns} of what swiglu gave in "
+            "earlier steps, or use swiglu, and quantize its result.",
+        ),
+        (
+            (X, None, None, "mxfp8", torch.ones(1)),
+            ValueError,
+            "argument 'amax': expected None for 'mxfp8', which has no use for it, got float32[1] on cpu. Leave it out.",
+        ),
+        (
+            (X[:, :240], None, None, "nvfp4", torch.ones(1)),
+            ValueError,
+            "argument 'input': expected a last dimension that is a multiple of 32: two halves in blocks of nvfp4, 16, "
+            "got float32[4, 240] on cpu. Pad each half with zeros.",
+        ),
+        (
+            (X, None, None, "bf16"),
+            ValueError,
+            "argument 'format': expected a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4, got 'bf16'. Use "
+            "the tensor as it is, or convert it with .to().",
         ),
         (
             (X, None, torch.tensor([4]), "mxfp8:square"),
@@ -209,7 +304,59 @@ def test_errors_have_four_parts(arguments: tuple, error: type[Exception], text: 
     for name in ("swiglu_quantize", "swiglu_quantize_transposed", "swiglu_quantize_both"):
         with pytest.raises(error) as caught:
             getattr(ops, name)(*arguments)
-        assert str(caught.value) == f"transformer_plugin::{name}: {text}"
+        columns = "_transposed" if name.endswith("transposed") else ""
+        assert str(caught.value) == f"transformer_plugin::{name}: {text.replace('{columns}', columns)}"
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (
+            {"amax": torch.ones(1)},
+            "argument 'amax_t': expected a float32 tensor of sizes [1], the largest magnitudes that 'nvfp4:sr' scales "
+            "by, got None. Compute it with transformer_plugin.ops.amax_transposed of what swiglu gave in earlier "
+            "steps, or use swiglu, and quantize its result.",
+        ),
+        (
+            {"amax": torch.ones(1), "amax_t": torch.ones(1), "seed": None},
+            "argument 'seed': expected an int64 tensor of size [1], which 'nvfp4:sr' draws its roundings from, got "
+            "None. Pass another number in each step, for example of torch.randint.",
+        ),
+        (
+            {"amax": torch.ones(2), "amax_t": torch.ones(1)},
+            "argument 'amax': expected sizes [1], the largest magnitudes that 'nvfp4:sr' scales by, got float32[2] on "
+            "cpu. Compute it with transformer_plugin.ops.amax of what swiglu gave in earlier steps, or use swiglu, "
+            "and quantize its result.",
+        ),
+        (
+            {"input": X},
+            "argument 'input': expected a number of rows that is a multiple of 16, the block of nvfp4 in transposed "
+            "data, got float32[4, 256] on cpu. Pad it with zeros, for example with torch.nn.functional.pad.",
+        ),
+        (
+            {"format": "fp8_tensor", "amax": torch.ones(1), "amax_t": torch.ones(1), "seed": None},
+            "argument 'amax_t': expected None for 'fp8_tensor', which has no use for it, got float32[1] on cpu. Leave "
+            "it out.",
+        ),
+        (
+            {"group_sizes": torch.tensor([8]), "amax": torch.ones(1), "amax_t": torch.ones(1)},
+            "argument 'group_sizes': expected sizes that are multiples of 16, the block of nvfp4 in transposed data, "
+            "got 8 for group 0. Pad the rows of each group with zeros.",
+        ),
+    ],
+)
+def test_errors_of_what_is_given(more: dict, text: str) -> None:
+    seed = torch.tensor([1])
+    arguments = {
+        "input": X.repeat(4, 1),
+        "probs": None,
+        "group_sizes": None,
+        "format": "nvfp4:sr",
+        "seed": seed,
+    }
+    with pytest.raises(ValueError) as caught:
+        ops.swiglu_quantize_both(**(arguments | more))
+    assert str(caught.value) == f"transformer_plugin::swiglu_quantize_both: {text}"
 
 
 @pytest.mark.parametrize(
@@ -222,8 +369,9 @@ def test_errors_have_four_parts(arguments: tuple, error: type[Exception], text: 
         ),
         (
             (GRAD, X, None, None, "fp8_tensor"),
-            "argument 'format': expected a format whose scales are found block by block, fp8_block or mxfp8, got "
-            "'fp8_tensor'. Use swiglu_backward, and quantize its first result.",
+            "argument 'amax': expected a float32 tensor of sizes [1], the largest magnitudes that 'fp8_tensor' scales "
+            "by, got None. Compute it with transformer_plugin.ops.amax of what swiglu_backward gave in earlier steps, "
+            "or use swiglu_backward, and quantize its first result.",
         ),
         (
             (X, X, None, None, "fp8_block"),

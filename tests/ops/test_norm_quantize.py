@@ -15,8 +15,10 @@ from tests.ops.quantize_oracle import SPECS, assert_all_same
 from tests.ops.test_norm import arguments_of, assert_same_numbers, norms, of_numbers, op
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
+from transformer_plugin.testing.fused_cases import given
 from transformer_plugin.testing.norm_cases import norm_quantize_cases
 from transformer_plugin.testing.numerics import assert_same_bits
+from transformer_plugin.testing.quantize_cases import rows_of
 
 OPS = torch.ops.transformer_plugin
 CASES = list(norm_quantize_cases())
@@ -35,9 +37,11 @@ def test_is_the_steps(case: Case, centered: bool, device: torch.device) -> None:
     arguments = arguments_of(case, centered, device)
     alone, format = split(arguments)
     output, *stats = op(centered, "_forward")(*alone)
-    data, scale, *got_stats = op(centered, "_quantize")(*arguments)
-    assert_all_same((data, scale), ops.quantize(output, format))
-    assert_all_same((data, scale), oracle.quantize_both(output, SPECS[format])[:2])
+    more = rows_of(given(output, format))
+    data, scale, *got_stats = op(centered, "_quantize")(*arguments, **more)
+    assert_all_same((data, scale), ops.quantize(output, format, **more))
+    if not more:
+        assert_all_same((data, scale), oracle.quantize_both(output, SPECS[format])[:2])
     for got, expected in zip(got_stats, stats, strict=True):
         assert_same_numbers(got, expected, "statistics")
 
@@ -46,8 +50,13 @@ def test_is_the_steps(case: Case, centered: bool, device: torch.device) -> None:
 @by_case
 def test_is_the_reference(case: Case, centered: bool, device: torch.device) -> None:
     """That of the CPU, so that CPU and CUDA agree to the last byte."""
-    data, scale, *stats = op(centered, "_quantize", reference)(*arguments_of(case, centered))
-    got_data, got_scale, *got_stats = op(centered, "_quantize")(*arguments_of(case, centered, device))
+    arguments = arguments_of(case, centered)
+    alone, format = split(arguments)
+    more = rows_of(given(op(centered, "")(*alone), format))
+    there = {name: value.to(device) for name, value in more.items()}
+    data, scale, *stats = op(centered, "_quantize", reference)(*arguments, **more)
+    got = op(centered, "_quantize")(*arguments_of(case, centered, device), **there)
+    got_data, got_scale, *got_stats = got
     assert_all_same((got_data, got_scale), (data, scale))
     for got, expected in zip(got_stats, stats, strict=True):
         assert_same_numbers(got, expected, "statistics")
@@ -73,14 +82,18 @@ def test_inputs_of_any_strides(centered: bool, device: torch.device) -> None:
 def test_opcheck(case: Case, centered: bool, device: torch.device) -> None:
     arguments = of_numbers(arguments_of(case, centered, device))
     overload = (OPS.layer_norm_quantize if centered else OPS.rms_norm_quantize).default
-    torch.library.opcheck(overload, (arguments[0].requires_grad_(), *arguments[1:]))
+    alone, format = split(arguments)
+    more = rows_of(given(op(centered, "")(*alone), format))
+    torch.library.opcheck(overload, (arguments[0].requires_grad_(), *arguments[1:]), more)
 
 
 @norms
 def test_compiles_whole(centered: bool, device: torch.device) -> None:
     def rows(input: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
         blocks = op(centered, "_quantize")(input, *parameters, 1e-5, "fp8_block")
-        return *blocks, *op(centered, "_quantize")(input, *parameters, 1e-5, "mxfp8:tiled", True)
+        nvfp4 = op(centered, "_quantize")(input, *parameters, 1e-5, "nvfp4", amax=parameters[0][:1].abs())
+        more = op(centered, "_quantize")(input, *parameters, 1e-5, "mxfp8:tiled", True)
+        return *blocks, *nvfp4, *more
 
     compiled = torch.compile(rows, fullgraph=True, dynamic=True, backend="aot_eager")
     parameters = [torch.randn(256, device=device) for _ in range(1 + centered)]
@@ -96,19 +109,26 @@ def test_graph_replay_with_other_data(centered: bool) -> None:
     input = torch.randn(130, 7168, device="cuda").bfloat16()
     parameters = [torch.randn(7168, device="cuda").bfloat16() for _ in range(1 + centered)]
 
+    amax, seed = torch.ones(1, device="cuda"), torch.ones(1, device="cuda", dtype=torch.int64)
+
     def step() -> tuple[Tensor, ...]:
-        blocks = op(centered, "_quantize")(input, *parameters, 1e-5, "fp8_block")
-        return *blocks, *op(centered, "_quantize")(input, *parameters, 1e-5, "mxfp8")
+        outputs: list[Tensor] = []
+        for format in ("fp8_block", "mxfp8"):
+            outputs += op(centered, "_quantize")(input, *parameters, 1e-5, format)
+        outputs += op(centered, "_quantize")(input, *parameters, 1e-5, "fp8_tensor", amax=amax)
+        return *outputs, *op(centered, "_quantize")(input, *parameters, 1e-5, "nvfp4:sr", False, amax, seed)
 
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
-    for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
+    for seed_of_replay in range(3):
+        generator = torch.Generator().manual_seed(seed_of_replay)
         for tensor in (input, *parameters):
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        amax.fill_(3.0 + seed_of_replay)
+        seed.fill_(seed_of_replay)
         graph.replay()
         for got, expected in zip(captured, step(), strict=True):
             assert_same_bits(got, expected)
@@ -135,14 +155,22 @@ X = torch.zeros(4, 96)
         (
             X,
             "fp8_tensor",
-            "argument 'format': expected a format whose scales are found block by block, fp8_block or mxfp8, got "
-            "'fp8_tensor'. Use {norm}, and quantize its result.",
+            "argument 'amax': expected a float32 tensor of sizes [1], the largest magnitudes that 'fp8_tensor' scales "
+            "by, got None. Compute it with transformer_plugin.ops.amax of what {norm} gave in earlier steps, or use "
+            "{norm}, and quantize its result.",
         ),
         (
             X,
+            "nvfp4:row_scaled",
+            "argument 'amax': expected a float32 tensor of sizes [4], the largest magnitudes that 'nvfp4:row_scaled' "
+            "scales by, got None. Compute it with transformer_plugin.ops.amax of what {norm} gave in earlier steps, "
+            "or use {norm}, and quantize its result.",
+        ),
+        (
+            X[:, :40],
             "nvfp4",
-            "argument 'format': expected a format whose scales are found block by block, fp8_block or mxfp8, got "
-            "'nvfp4'. Use {norm}, and quantize its result.",
+            "argument 'input': expected a last dimension that is a multiple of 16, the block of nvfp4, got "
+            "float32[4, 40] on cpu. Pad it with zeros, for example with torch.nn.functional.pad.",
         ),
         (
             X,

@@ -5,6 +5,10 @@ Shapes: T rows (tokens), F features of the hidden layer, N columns of a gradient
 what its steps give one after the other: the activation rounded to the dtype of its input, then quantized. Data and
 scales are laid out as in :mod:`transformer_plugin.ops.quantize`; with ``group_sizes`` as those of a ragged matrix,
 otherwise of a plain one.
+
+``fp8_block`` and ``mxfp8`` find each scale in a block. ``fp8_tensor`` and ``nvfp4`` scale by the largest magnitude of
+the whole, which is not known before all of it is computed: those of SwiGLU take it as an argument, for example of
+earlier steps, or of all ranks.
 """
 
 from __future__ import annotations
@@ -22,40 +26,55 @@ def _key(format: str | Format) -> str:
 
 
 def swiglu_quantize(
-    input: Tensor, probs: Tensor | None, group_sizes: Tensor | None, format: str | Format
+    input: Tensor,
+    probs: Tensor | None,
+    group_sizes: Tensor | None,
+    format: str | Format,
+    amax: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`~transformer_plugin.ops.swiglu`, quantized along rows.
 
     Args:
         input: ``[T, 2F]`` float32, bfloat16 or float16, any strides; the gate is the first F columns. For ``mxfp8``
-            F is a multiple of 32.
+            F is a multiple of 32, for ``nvfp4`` of 16.
         probs: float32 ``[T]``, what each row is multiplied by, or None for 1.
         group_sizes: int32 or int64 ``[G]`` on the device of ``input``, or None for one matrix. Rows past the groups are
             not read.
-        format: a key of ``fp8_block`` or ``mxfp8``, or a :class:`~transformer_plugin.formats.Format`. Square blocks
-            only without groups.
+        format: a key of a format with scales, or a :class:`~transformer_plugin.formats.Format`. Square blocks only
+            without groups.
+        amax: what ``fp8_tensor`` and ``nvfp4`` scale by, float32 in the sizes that :func:`~transformer_plugin.ops.amax`
+            gives for the activation. It need not be that of this activation: larger values saturate.
+        seed: int64 ``[1]`` on the device of ``input``, of ``nvfp4`` with ``sr`` only.
 
     Returns:
-        ``data [T, F]`` and ``scale_inv``, as :func:`~transformer_plugin.ops.quantize` or
-        :func:`~transformer_plugin.ops.grouped_quantize` of ``swiglu(input, probs)``. The same bytes on CPU and CUDA.
-        Not differentiable.
+        ``data [T, F]`` (``[T, F / 2]`` bytes of ``nvfp4``) and ``scale_inv``, as
+        :func:`~transformer_plugin.ops.quantize` or :func:`~transformer_plugin.ops.grouped_quantize` of
+        ``swiglu(input, probs)``. The same bytes on CPU and CUDA. Not differentiable.
 
     Raises:
         TypeError: another dtype. ValueError: other dimensions, another device, a width that the format does not take, a
-            format whose scale depends on the whole activation (``fp8_tensor``) or that has none.
+            format without scales, an amax or a seed that the format needs or has no use for.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202), equation 6 without biases.
     """
-    return _ops.swiglu_quantize(input, probs, group_sizes, _key(format))
+    return _ops.swiglu_quantize(input, probs, group_sizes, _key(format), amax, seed)
 
 
 def swiglu_quantize_transposed(
-    input: Tensor, probs: Tensor | None, group_sizes: Tensor | None, format: str | Format
+    input: Tensor,
+    probs: Tensor | None,
+    group_sizes: Tensor | None,
+    format: str | Format,
+    amax: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`~transformer_plugin.ops.swiglu`, quantized along columns.
 
     Args:
-        input, probs, group_sizes, format: as in :func:`swiglu_quantize`.
+        input, probs, group_sizes, format, seed: as in :func:`swiglu_quantize`. For ``nvfp4`` T, and the size of each
+            group, is a multiple of 16.
+        amax: as in :func:`swiglu_quantize`, of the columns: :func:`~transformer_plugin.ops.amax_transposed`.
 
     Returns:
         ``data [F, T]``, contiguous, and its ``scale_inv``.
@@ -63,16 +82,23 @@ def swiglu_quantize_transposed(
     Raises:
         TypeError, ValueError: as :func:`swiglu_quantize`.
     """
-    return _ops.swiglu_quantize_transposed(input, probs, group_sizes, _key(format))
+    return _ops.swiglu_quantize_transposed(input, probs, group_sizes, _key(format), amax, seed)
 
 
 def swiglu_quantize_both(
-    input: Tensor, probs: Tensor | None, group_sizes: Tensor | None, format: str | Format
+    input: Tensor,
+    probs: Tensor | None,
+    group_sizes: Tensor | None,
+    format: str | Format,
+    amax: Tensor | None = None,
+    amax_t: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`swiglu_quantize` and :func:`swiglu_quantize_transposed` in one pass over the input.
 
     Args:
-        input, probs, group_sizes, format: as in :func:`swiglu_quantize`.
+        input, probs, group_sizes, format, amax, seed: as in :func:`swiglu_quantize`.
+        amax_t: of ``nvfp4`` only, the amax of :func:`swiglu_quantize_transposed`. That of ``fp8_tensor`` serves both.
 
     Returns:
         ``data, scale_inv, data_transposed, scale_inv_transposed``.
@@ -80,7 +106,7 @@ def swiglu_quantize_both(
     Raises:
         TypeError, ValueError: as :func:`swiglu_quantize`.
     """
-    return _ops.swiglu_quantize_both(input, probs, group_sizes, _key(format))
+    return _ops.swiglu_quantize_both(input, probs, group_sizes, _key(format), amax, amax_t, seed)
 
 
 def swiglu_backward_quantize_both(
@@ -89,13 +115,17 @@ def swiglu_backward_quantize_both(
     probs: Tensor | None,
     group_sizes: Tensor | None,
     format: str | Format,
+    amax: Tensor | None = None,
+    amax_t: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """:func:`~transformer_plugin.ops.swiglu_backward`, its gradient of the input quantized in both directions.
 
     Args:
         grad: ``[T, F]``, the gradient of the activation, in the dtype of ``input``; any strides.
         input: ``[T, 2F]``; F is a multiple of 128.
-        probs, group_sizes, format: as in :func:`swiglu_quantize`.
+        probs, group_sizes, format, seed: as in :func:`swiglu_quantize_both`.
+        amax, amax_t: likewise, but of the gradient of ``input``.
 
     Returns:
         ``data [T, 2F], scale_inv, data_transposed [2F, T], scale_inv_transposed`` of the gradient of ``input``, and
@@ -105,44 +135,58 @@ def swiglu_backward_quantize_both(
     Raises:
         TypeError, ValueError: as :func:`swiglu_quantize`; ValueError: F that is not a multiple of 128.
     """
-    return _ops.swiglu_backward_quantize_both(grad, input, probs, group_sizes, _key(format))
+    key = _key(format)
+    return _ops.swiglu_backward_quantize_both(grad, input, probs, group_sizes, key, amax, amax_t, seed)
 
 
 def bias_backward_quantize(
-    grad: Tensor, group_sizes: Tensor | None, format: str | Format, amax: Tensor | None = None
+    grad: Tensor,
+    group_sizes: Tensor | None,
+    format: str | Format,
+    amax: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`~transformer_plugin.ops.bias_backward`, and the gradient quantized along rows, from one reading.
 
     Args:
-        grad: ``[T, N]`` float32, bfloat16 or float16, any strides. For ``mxfp8`` N is a multiple of 32.
+        grad: ``[T, N]`` float32, bfloat16 or float16, any strides. For ``mxfp8`` N is a multiple of 32, for
+            ``nvfp4`` of 16.
         group_sizes: int32 or int64 ``[G]`` on the device of ``grad``, or None for one matrix. Rows past the groups are
             not read.
-        format: a key of ``fp8_tensor``, ``fp8_block`` or ``mxfp8``, or a :class:`~transformer_plugin.formats.Format`.
-            Square blocks only without groups.
-        amax: as in :func:`~transformer_plugin.ops.quantize`: of ``fp8_tensor`` only, float32 ``[1]`` or ``[G]``, or
+        format: a key of a format with scales, or a :class:`~transformer_plugin.formats.Format`. Square blocks only
+            without groups.
+        amax: as in :func:`~transformer_plugin.ops.quantize`: of ``nvfp4`` it is needed; of ``fp8_tensor`` it may be
             None for that of ``grad``, which then is read twice.
+        seed: int64 ``[1]`` on the device of ``grad``, of ``nvfp4`` with ``sr`` only.
 
     Returns:
-        ``data [T, N]`` and ``scale_inv``, as :func:`~transformer_plugin.ops.quantize` or
+        ``data [T, N]`` (``[T, N / 2]`` bytes of ``nvfp4``) and ``scale_inv``, as
+        :func:`~transformer_plugin.ops.quantize` or
         :func:`~transformer_plugin.ops.grouped_quantize` of ``grad``; and ``grad_bias`` float32, ``[N]`` as
         :func:`~transformer_plugin.ops.bias_backward`, or ``[G, N]`` as
         :func:`~transformer_plugin.ops.grouped_bias_backward`. The same bits on CPU and CUDA. Not differentiable.
 
     Raises:
-        TypeError: another dtype. ValueError: other dimensions, a width that the format does not take, ``nvfp4`` or a
-            format without scales, an amax that is not the format's; on a CPU also sizes that are negative or sum to
+        TypeError: another dtype. ValueError: other dimensions, a width that the format does not take, a format
+            without scales, an amax or a seed that is not the format's; on a CPU also sizes that are negative or sum to
             more than T.
     """
-    return _ops.bias_backward_quantize(grad, group_sizes, _key(format), amax)
+    return _ops.bias_backward_quantize(grad, group_sizes, _key(format), amax, seed)
 
 
 def bias_backward_quantize_transposed(
-    grad: Tensor, group_sizes: Tensor | None, format: str | Format, amax: Tensor | None = None
+    grad: Tensor,
+    group_sizes: Tensor | None,
+    format: str | Format,
+    amax: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`~transformer_plugin.ops.bias_backward`, and the gradient quantized along columns, from one reading.
 
     Args:
-        grad, group_sizes, format, amax: as in :func:`bias_backward_quantize`.
+        grad, group_sizes, format, seed: as in :func:`bias_backward_quantize`. For ``nvfp4`` T, and the size of each
+            group, is a multiple of 16.
+        amax: likewise, of the columns.
 
     Returns:
         ``data [N, T]``, contiguous, its ``scale_inv``, and ``grad_bias``.
@@ -150,16 +194,22 @@ def bias_backward_quantize_transposed(
     Raises:
         TypeError, ValueError: as :func:`bias_backward_quantize`.
     """
-    return _ops.bias_backward_quantize_transposed(grad, group_sizes, _key(format), amax)
+    return _ops.bias_backward_quantize_transposed(grad, group_sizes, _key(format), amax, seed)
 
 
 def bias_backward_quantize_both(
-    grad: Tensor, group_sizes: Tensor | None, format: str | Format, amax: Tensor | None = None
+    grad: Tensor,
+    group_sizes: Tensor | None,
+    format: str | Format,
+    amax: Tensor | None = None,
+    amax_t: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """:func:`bias_backward_quantize` and :func:`bias_backward_quantize_transposed` from one reading.
 
     Args:
-        grad, group_sizes, format, amax: as in :func:`bias_backward_quantize`.
+        grad, group_sizes, format, amax, seed: as in :func:`bias_backward_quantize`.
+        amax_t: of ``nvfp4`` only, the amax of :func:`bias_backward_quantize_transposed`.
 
     Returns:
         ``data, scale_inv, data_transposed, scale_inv_transposed, grad_bias``.
@@ -167,4 +217,4 @@ def bias_backward_quantize_both(
     Raises:
         TypeError, ValueError: as :func:`bias_backward_quantize`.
     """
-    return _ops.bias_backward_quantize_both(grad, group_sizes, _key(format), amax)
+    return _ops.bias_backward_quantize_both(grad, group_sizes, _key(format), amax, amax_t, seed)

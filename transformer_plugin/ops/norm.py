@@ -80,27 +80,38 @@ def rms_norm_backward(
 
 
 def rms_norm_quantize(
-    input: Tensor, weight: Tensor | None, eps: float, format: str | Format, zero_centered: bool = False
+    input: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    format: str | Format,
+    zero_centered: bool = False,
+    amax: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`rms_norm`, quantized along rows in the same pass: the bytes of the two steps.
 
     Args:
-        input: ``[T, H]`` float32, bfloat16 or float16, any strides. For ``mxfp8`` H is a multiple of 32. A GPU reads
-            it once where it is bfloat16, H a multiple of 8 up to 8192 and the element E4M3, else two times or more.
+        input: ``[T, H]`` float32, bfloat16 or float16, any strides. For ``mxfp8`` H is a multiple of 32, for ``nvfp4``
+            of 16. A GPU reads it once where it is bfloat16, H a multiple of 8 up to 8192 and the element E4M3, else two
+            times or more.
         weight, eps, zero_centered: as in :func:`rms_norm`.
-        format: a key of ``fp8_block`` or ``mxfp8`` without ``square``, or a
-            :class:`~transformer_plugin.formats.Format`.
+        format: a key of a format with scales, or a :class:`~transformer_plugin.formats.Format`; of ``fp8_block`` and
+            ``mxfp8`` without ``square``.
+        amax: what ``fp8_tensor`` and ``nvfp4`` scale by, float32 in the sizes that :func:`~transformer_plugin.ops.amax`
+            gives for the norm. It need not be that of this norm, for example that of an earlier step: larger values
+            saturate.
+        seed: int64 ``[1]`` on the device of ``input``, of ``nvfp4`` with ``sr`` only.
 
     Returns:
-        ``data [T, H]`` and ``scale_inv``, as :func:`~transformer_plugin.ops.quantize` of the norm in the dtype of
-        ``input``, and ``rstd`` float32 ``[T]`` for :func:`rms_norm_backward`. The same bytes on CPU and CUDA. Not
-        differentiable.
+        ``data [T, H]`` (``[T, H / 2]`` bytes of ``nvfp4``) and ``scale_inv``, as
+        :func:`~transformer_plugin.ops.quantize` of the norm in the dtype of ``input``, and ``rstd`` float32 ``[T]`` for
+        :func:`rms_norm_backward`. The same bytes on CPU and CUDA. Not differentiable.
 
     Raises:
         TypeError, ValueError: as :func:`rms_norm`; ValueError: other dimensions, a width that the format does not take,
-            a format whose scales need more than a block of a row.
+            square blocks of FP8, an amax or a seed that the format needs or has no use for.
     """
-    return _ops.rms_norm_quantize(input, weight, eps, _key(format), zero_centered)
+    return _ops.rms_norm_quantize(input, weight, eps, _key(format), zero_centered, amax, seed)
 
 
 def layer_norm(
@@ -182,11 +193,13 @@ def layer_norm_quantize(
     eps: float,
     format: str | Format,
     zero_centered: bool = False,
+    amax: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`layer_norm`, quantized along rows in the same pass: the bytes of the two steps.
 
     Args:
-        input, format: as in :func:`rms_norm_quantize`.
+        input, format, amax, seed: as in :func:`rms_norm_quantize`.
         weight, bias, eps, zero_centered: as in :func:`layer_norm`.
 
     Returns:
@@ -196,4 +209,5 @@ def layer_norm_quantize(
     Raises:
         TypeError, ValueError: as :func:`rms_norm_quantize`.
     """
-    return _ops.layer_norm_quantize(input, weight, bias, eps, _key(format), zero_centered)
+    key = _key(format)
+    return _ops.layer_norm_quantize(input, weight, bias, eps, key, zero_centered, amax, seed)

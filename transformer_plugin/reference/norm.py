@@ -112,11 +112,17 @@ def rms_norm_backward(
 
 
 def rms_norm_quantize(
-    input: Tensor, weight: Tensor | None, eps: float, format: str | Format, zero_centered: bool = False
+    input: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    format: str | Format,
+    zero_centered: bool = False,
+    amax: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output in the dtype of the input, quantized along rows."""
     output, rstd = rms_norm_forward(input, weight, eps, zero_centered)
-    return *_quantize.quantize(output, format), rstd
+    return *_quantize.quantize(output, format, amax, seed), rstd
 
 
 def layer_norm(
@@ -154,7 +160,9 @@ def layer_norm_quantize(
     eps: float,
     format: str | Format,
     zero_centered: bool = False,
+    amax: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The output in the dtype of the input, quantized along rows."""
     output, mean, rstd = layer_norm_forward(input, weight, bias, eps, zero_centered)
-    return *_quantize.quantize(output, format), mean, rstd
+    return *_quantize.quantize(output, format, amax, seed), mean, rstd

@@ -6,15 +6,37 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from transformer_plugin import reference
+from transformer_plugin.formats import Format
 from transformer_plugin.testing.cases import FLOAT_DTYPES, Case, randn
+from transformer_plugin.testing.quantize_cases import GROUPED_NV_FORMATS, NV_FORMATS, extras
 
 ROW_FORMATS = ("fp8_block", "fp8_block:e5m2,fp32", "mxfp8", "mxfp8:e5m2")
 SQUARE_FORMATS = ("fp8_block:square", "mxfp8:square")
+TENSOR_FORMATS = ("fp8_tensor", "fp8_tensor:e5m2,pow2", "fp8_tensor:eps=0.25")
 # Rows and features of the activation; the first kind of widths for fp8_block, the second for mxfp8.
 SHAPES = [(0, 5, 32), (1, 1, 32), (17, 127, 96), (129, 130, 160), (130, 256, 256)]
 # Sizes of groups, and rows past their sum.
 GROUPS = [([], 7), ([0, 17, 128], 3), ([129, 0, 257], 130), ([2, 0, 1, 3] * 16, 0)]
+# Of nvfp4: whole blocks in both directions.
+NV_SHAPES = [(0, 16), (16, 16), (48, 112), (144, 160), (272, 256)]
+NV_GROUPS = [([], 16), ([0, 16, 128], 16), ([144, 0, 272], 144), ([32, 0, 16, 16] * 16, 0)]
+
+
+def given(matrix: Tensor, format: str, group_sizes: Tensor | None = None) -> dict[str, Tensor]:
+    """What an op that quantizes this matrix on the way takes beside it, by name, as
+    :func:`~transformer_plugin.testing.quantize_cases.extras`. Amaxes are those of a matrix a quarter smaller, and none
+    is infinite, as if they were of an earlier step."""
+    more = extras(matrix, format, group_sizes)
+    if Format.parse(format).family == "fp8_tensor":
+        sizes = None if group_sizes is None else group_sizes.cpu()
+        more["amax"] = reference.amax(matrix.detach().cpu(), format, sizes).to(matrix.device)
+    return {
+        name: value if name == "seed" else (0.75 * value).clamp(max=1e4).contiguous()
+        for name, value in more.items()
+    }
 
 
 def _case(
@@ -58,6 +80,23 @@ def swiglu_quantize_cases(widths: tuple[int, ...] = ()) -> Iterator[Case]:
             width = widths[i % len(widths)] if widths else (130, 96)[format.startswith("mxfp8")]
             name = f"{len(sizes)}groups-{rows}"
             yield _case(name, rows, width, FLOAT_DTYPES[(i + j) % 3], format, (i + j) % 2 == 1, sizes)
+    yield from _given_amax_cases(widths)
+
+
+def _given_amax_cases(widths: tuple[int, ...]) -> Iterator[Case]:
+    """Of formats that scale by a given amax."""
+    for shapes, formats in ((SHAPES, TENSOR_FORMATS), (NV_SHAPES, NV_FORMATS)):
+        for i, (rows, features, *_) in enumerate(shapes):
+            for j, format in enumerate(formats):
+                width = widths[i % len(widths)] if widths else features
+                yield _case(str(rows), rows, width, FLOAT_DTYPES[(i + j) % 3], format, (i + j) % 2 == 0, None)
+    for groups, formats in ((GROUPS, TENSOR_FORMATS), (NV_GROUPS, GROUPED_NV_FORMATS)):
+        for i, (sizes, tail) in enumerate(groups):
+            for j, format in enumerate(formats):
+                rows = sum(sizes) + tail
+                width = widths[i % len(widths)] if widths else (130, 80)[format.startswith("nvfp4")]
+                name = f"{len(sizes)}groups-{rows}"
+                yield _case(name, rows, width, FLOAT_DTYPES[(i + j) % 3], format, (i + j) % 2 == 1, sizes)
 
 
 BIAS_FORMATS = ("fp8_tensor", "fp8_tensor:e5m2,pow2", *ROW_FORMATS, "mxfp8:tiled")
@@ -99,6 +138,13 @@ def bias_backward_quantize_cases() -> Iterator[Case]:
     yield _bias_case(33000, 32, torch.bfloat16, "mxfp8", None)
     for i, (groups, tail, columns) in enumerate(BIAS_GROUPS):
         for j, format in enumerate(BIAS_FORMATS):
+            yield _bias_case(sum(groups) + tail, columns, FLOAT_DTYPES[(i + j) % 3], format, groups)
+    for i, (rows, columns) in enumerate(NV_SHAPES):
+        for j, format in enumerate(NV_FORMATS):
+            yield _bias_case(rows, columns, FLOAT_DTYPES[(i + j) % 3], format, None)
+    for i, (groups, tail) in enumerate([*NV_GROUPS, ([2096, 16, 0, 2064], 0)]):
+        for j, format in enumerate(GROUPED_NV_FORMATS):
+            columns = (32, 80)[(i + j) % 2]
             yield _bias_case(sum(groups) + tail, columns, FLOAT_DTYPES[(i + j) % 3], format, groups)
     for format in ("fp8_tensor", "fp8_block"):  # widths that are not whole blocks
         for sizes in (None, [7, 128]):

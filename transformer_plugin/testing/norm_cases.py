@@ -36,6 +36,18 @@ FORMATS = (
     "mxfp8:e5m2",
     "mxfp8:tiled",
 )
+# Of formats that scale by a given amax; blocks of nvfp4 lie along rows, whose number is any.
+TENSOR_FORMATS = ("fp8_tensor", "fp8_tensor:e5m2,pow2", "fp8_tensor:eps=0.25")
+NV_SHAPES = [(0, 32), (1, 16), (6, 96), (17, 160), (129, 1056), (7, 7168), (3, 8208)]
+NV_FORMATS = (
+    "nvfp4",
+    "nvfp4:square",
+    "nvfp4:rht,sr",
+    "nvfp4:square,sr,tiled",
+    "nvfp4:row_scaled",
+    "nvfp4:4over6",
+    "nvfp4:row_scaled,4over6_mse,tiled",
+)
 
 
 def _parameters(width: int, dtype: torch.dtype, generator: torch.Generator, kind: int) -> list[Tensor | None]:
@@ -88,6 +100,14 @@ def norm_quantize_cases() -> Iterator[Case]:
         for j, format in enumerate(("fp8_block", "mxfp8", "mxfp8:tiled")):
             columns = 1024 * thousands - 544 * (j % 2)
             yield _case(f"{format}-", (6, columns), torch.bfloat16, 3 * thousands + j, format)
+    for i, shape in enumerate(NV_SHAPES):
+        for j, format in enumerate(NV_FORMATS):
+            yield _case(f"{format}-", shape, FLOAT_DTYPES[(i + j) % 3], i + 3 * j, format)
+    for i, (shape, _) in enumerate(QUANTIZED_SHAPES):
+        for j, format in enumerate(TENSOR_FORMATS):
+            yield _case(f"{format}-", shape, FLOAT_DTYPES[(i + j) % 3], i + 3 * j, format)
+    for thousands in range(1, 9):
+        yield _case("fp8_tensor-", (6, 1024 * thousands - 40), torch.bfloat16, 3 * thousands, "fp8_tensor")
     for format in ("fp8_block", "mxfp8"):  # what matters most, over whole and broken bands of rows
         yield _case(f"{format}-", (131, 7168), torch.bfloat16, 0, format)
 

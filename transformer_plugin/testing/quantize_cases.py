@@ -129,8 +129,9 @@ def rows_of(extras: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def columns_of(extras: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The part of :func:`extras` that ``quantize_transposed`` takes."""
-    return {name.removesuffix("_t"): value for name, value in extras.items() if name != "amax"}
+    """The part of :func:`extras` that ``quantize_transposed`` takes. One amax alone serves both directions."""
+    rows_alone = "amax" if "amax_t" in extras else ""
+    return {name.removesuffix("_t"): value for name, value in extras.items() if name != rows_alone}
 
 
 def amax_of(extras: dict[str, Tensor], transposed: bool = False) -> dict[str, Tensor]:
