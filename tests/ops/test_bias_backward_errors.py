@@ -1,0 +1,91 @@
+"""What the ops of a bias's gradient say to bad input: the whole text of each error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from transformer_plugin import ops
+
+X = torch.zeros(4, 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (
+            (X.int(), None, "fp8_block"),
+            TypeError,
+            "argument 'grad': expected one of the dtypes float32, bfloat16, float16, got int32. "
+            "Convert it with .to() first.",
+        ),
+        (
+            (X.view(2, 2, 64), None, "fp8_block"),
+            ValueError,
+            "argument 'grad': expected 2 dimensions, got float32[2, 2, 64] on cpu. Reshape it first.",
+        ),
+        (
+            (X.repeat(4, 1), None, "nvfp4"),
+            ValueError,
+            "argument 'amax': expected a float32 tensor of sizes [1], the largest magnitudes that 'nvfp4' scales by, "
+            "got None. Compute it with transformer_plugin.ops.amax{columns}.",
+        ),
+        (
+            (X, None, "bf16"),
+            ValueError,
+            "argument 'format': expected a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4, got 'bf16'. Use "
+            "the tensor as it is, or convert it with .to().",
+        ),
+        (
+            (X, torch.tensor([4]), "fp8_block:square"),
+            ValueError,
+            "argument 'format': expected blocks along a row for a ragged matrix, whose groups do not end on square "
+            "blocks, got 'fp8_block:square'. Leave out 'square'.",
+        ),
+        (
+            (X[:, :33], None, "mxfp8"),
+            ValueError,
+            "argument 'grad': expected a last dimension that is a multiple of 32, the block of mxfp8, got "
+            "float32[4, 33] on cpu. Pad it with zeros, for example with torch.nn.functional.pad.",
+        ),
+        (
+            (X, None, "mxfp8", torch.ones(1)),
+            ValueError,
+            "argument 'amax': expected None for 'mxfp8', which has no use for it, got float32[1] on cpu. Leave it out.",
+        ),
+        (
+            (X, torch.tensor([2, 2]), "fp8_tensor", torch.ones(1)),
+            ValueError,
+            "argument 'amax': expected sizes [2], the largest magnitudes that 'fp8_tensor' scales by, got float32[1] "
+            "on cpu. Compute it with transformer_plugin.ops.amax{columns}.",
+        ),
+        (
+            (X, torch.tensor([5]), "mxfp8"),
+            ValueError,
+            "argument 'group_sizes': expected sizes that sum to at most 4, the rows of the buffer, got a sum of 5 at "
+            "group 0. Enlarge the buffer or fix the sizes.",
+        ),
+    ],
+)
+def test_errors_have_four_parts(arguments: tuple, error: type[Exception], text: str) -> None:
+    for name in ("", "_transposed", "_both"):
+        with pytest.raises(error) as caught:
+            getattr(ops, f"bias_backward_quantize{name}")(*arguments)
+        columns = name if name == "_transposed" else ""
+        expected = text.replace("{columns}", columns)
+        assert str(caught.value) == f"transformer_plugin::bias_backward_quantize{name}: {expected}"
+
+
+def test_errors_of_the_step() -> None:
+    with pytest.raises(TypeError) as caught:
+        ops.bias_backward(X.int())
+    assert str(caught.value) == (
+        "transformer_plugin::bias_backward: argument 'grad': expected one of the dtypes float32, bfloat16, float16, "
+        "float64, got int32. Convert it with .to() first."
+    )
+    with pytest.raises(ValueError) as caught:
+        ops.bias_backward(X[0])
+    assert str(caught.value) == (
+        "transformer_plugin::bias_backward: argument 'grad': expected 2 dimensions, got float32[64] on cpu. "
+        "Reshape it first."
+    )
