@@ -32,7 +32,7 @@ class Case:
     peer: Call | None = None
     #: what a compiler is given instead of either: all in plain PyTorch, in dtypes that it knows.
     compiled: Call | None = None
-    #: the op without groups on the same rows.
+    #: the op without groups on the same rows, or what a fused op is measured beside.
     single: Call | None = None
     #: how often the input has to be read: an amax of a whole tensor takes a pass of its own.
     reads: int = 1
@@ -212,6 +212,100 @@ def _norm(name: str, label: str, key: str) -> Case:
     )
 
 
+def _given(x: Tensor, fmt: Format, direction: str) -> dict[str, Tensor]:
+    """What a format scales by, of this matrix, and a seed where it rounds at random; by the name of its argument."""
+    if fmt.family == "fp8_tensor":
+        return {"amax": ops.amax(x, fmt.key)}
+    given = dict(zip(("amax", "amax_t"), ops.amax_both(x, fmt.key), strict=True))
+    if direction == "rows":
+        del given["amax_t"]
+    return given | ({"seed": torch.tensor([7], device=x.device)} if fmt.stochastic_rounding else {})
+
+
+def _fused_with_amax(
+    name: str, label: str, key: str, direction: str, arguments: Call, made: Call, fused: Call, compared: bool
+) -> Case:
+    """An op that quantizes what it makes, by a given amax; as ``single`` its steps in turn, if those are ``compared``.
+
+    ``arguments`` of a matrix, what is ``made`` of them (first of what is quantized), and the ``fused`` op on them, a
+    format and what it is given.
+    """
+    fmt = Format.parse(key)
+    step = getattr(ops, "quantize" + DIRECTIONS[direction])
+    names = list(_given(torch.ones(16, 16), fmt, direction))
+
+    def prepare(x: Tensor) -> Tensors:
+        own = arguments(x)
+        return *own, *_given(made(*own)[0], fmt, direction).values()
+
+    def steps(*inputs: Tensor) -> Tensors:
+        own, given = split(inputs)
+        first, *rest = made(*own)
+        return *step(first, fmt.key, **given), *rest
+
+    def split(inputs: Tensors) -> tuple[Tensors, dict[str, Tensor]]:
+        count = len(inputs) - len(names)
+        return inputs[:count], dict(zip(names, inputs[count:], strict=True))
+
+    def op(*inputs: Tensor) -> Tensors:
+        own, given = split(inputs)
+        return fused(*own, fmt.key, given)
+
+    single = steps if compared else None
+    return Case(f"{name} {label} {direction}", fmt, prepare, op, steps, single=single)
+
+
+def _fused_cases_with_amax() -> Iterator[Case]:
+    labels = {"nvfp4": "nvfp4:e2m1", "nvfp4 random": "nvfp4:e2m1,rht,sr", "fp8_tensor": "fp8_tensor:e4m3"}
+    for label, key in labels.items():
+        for direction in ("rows", "both"):
+            op = getattr(ops, "swiglu_quantize" + DIRECTIONS[direction])
+            yield _fused_with_amax(
+                "swiglu into",
+                label,
+                key,
+                direction,
+                lambda x: _swiglu_arguments(x)[1:],
+                lambda *own: (ops.swiglu(*own),),
+                lambda x, probs, format, given, op=op: op(x, probs, None, format, **given),
+                True,
+            )
+        yield _fused_with_amax(
+            "swiglu backward into",
+            label,
+            key,
+            "both",
+            _swiglu_arguments,
+            ops.swiglu_backward,
+            lambda grad, x, probs, format, given: ops.swiglu_backward_quantize_both(
+                grad, x, probs, None, format, **given
+            ),
+            False,
+        )
+        yield _fused_with_amax(
+            "rms_norm into",
+            label,
+            key,
+            "rows",
+            lambda x: (x, torch.rand_like(x[0])),
+            lambda x, weight: ops.rms_norm_forward(x, weight, 1e-5),
+            lambda x, weight, format, given: ops.rms_norm_quantize(x, weight, 1e-5, format, **given),
+            True,
+        )
+        if label == "fp8_tensor":
+            continue
+        yield _fused_with_amax(
+            "bias gradient with",
+            label,
+            key,
+            "both",
+            lambda grad: (grad,),
+            lambda grad: (grad, ops.bias_backward(grad)),
+            lambda grad, format, given: ops.bias_backward_quantize_both(grad, None, format, **given),
+            True,
+        )
+
+
 def _dequantize(label: str, key: str) -> Case:
     fmt = Format.parse(key)
     return Case(
@@ -286,6 +380,7 @@ def cases() -> Iterator[Case]:
     for label, key in (("fp8_block", "fp8_block:e4m3"), ("mxfp8", "mxfp8:e4m3")):
         for name in ("rms_norm", "layer_norm"):
             yield _norm(name, label, key)
+    yield from _fused_cases_with_amax()
     yield _dequantize("fp8_block", "fp8_block:e4m3")
     yield _requantize("fp8_block", "fp8_block:e4m3")
     yield _requantize("mxfp8", "mxfp8:e4m3")

@@ -85,7 +85,8 @@ def swiglu_quantize_cases(widths: tuple[int, ...] = ()) -> Iterator[Case]:
 
 def _given_amax_cases(widths: tuple[int, ...]) -> Iterator[Case]:
     """Of formats that scale by a given amax."""
-    for shapes, formats in ((SHAPES, TENSOR_FORMATS), (NV_SHAPES, NV_FORMATS)):
+    of_shapes: tuple[tuple[Any, tuple[str, ...]], ...] = ((SHAPES, TENSOR_FORMATS), (NV_SHAPES, NV_FORMATS))
+    for shapes, formats in of_shapes:
         for i, (rows, features, *_) in enumerate(shapes):
             for j, format in enumerate(formats):
                 width = widths[i % len(widths)] if widths else features
