@@ -1,0 +1,286 @@
+"""Ten thousand random inputs for each op of the quantize family: CUDA gives the bytes of the CPU.
+
+What the bytes should be, other tests say; here shapes, groups, formats, strides and bit patterns are many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_plugin import ops
+from transformer_plugin.testing.cases import FLOAT_DTYPES
+from transformer_plugin.testing.numerics import assert_same_bits
+from transformer_plugin.testing.quantize_cases import (
+    FORMATS,
+    GROUPED_FORMATS,
+    GROUPED_MX_FORMATS,
+    GROUPED_NV_FORMATS,
+    MX_FORMATS,
+    NV_FORMATS,
+    ROW_FORMATS,
+    TENSOR_FORMATS,
+    amax_of,
+    columns_of,
+    extras,
+    rows_for,
+    rows_of,
+    width_for,
+)
+
+PARTS, CASES = 5, 2000  # of each op; parts can run on several workers
+EDGES = [0, 1, 2, 15, 16, 17, 31, 33, 64, 127, 128, 129, 200, 255, 256, 257, 300]
+DENSE = FORMATS + MX_FORMATS + NV_FORMATS
+GROUPED = GROUPED_FORMATS + GROUPED_MX_FORMATS + GROUPED_NV_FORMATS
+BLOCKS = ROW_FORMATS + MX_FORMATS[:2]
+LISTED = [f for f in DENSE if not any(option in f for option in ("rht", "sr", "row_scaled"))]
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+Make = Callable[[Random], Call]
+
+
+def matrix(random: Random, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Normal values of any magnitude by row, sometimes with random bit patterns, sometimes strided."""
+    generator = torch.Generator().manual_seed(random.getrandbits(32))
+    dtype = dtype or random.choice(FLOAT_DTYPES)
+    step = random.choice([1, 1, 2])
+    exponents = torch.randint(
+        *random.choice([(-1, 2), (-20, 20), (-140, 127)]), (rows, 1), generator=generator
+    )
+    values = torch.randn(rows, columns * step, generator=generator).double() * 2.0 ** exponents.double()
+    values = values.to(dtype)
+    if random.random() < 0.5:
+        integer = torch.int32 if dtype == torch.float32 else torch.int16
+        bits = torch.randint(-(2**31), 2**31, values.shape, generator=generator).to(integer).view(dtype)
+        values = torch.where(torch.rand(values.shape, generator=generator) < 0.02, bits, values)
+    return values[:, ::step]
+
+
+def size(random: Random) -> int:
+    return random.choice(EDGES)
+
+
+def dense(random: Random, format: str, dtype: torch.dtype | None = None) -> Tensor:
+    """A matrix, or a stack of some, that the format takes in both directions."""
+    rows, columns = rows_for(size(random), format), width_for(size(random), format)
+    if random.random() < 0.2:
+        dtype = dtype or random.choice(FLOAT_DTYPES)
+        return torch.stack([matrix(random, rows, columns, dtype) for _ in range(random.randint(1, 3))])
+    return matrix(random, rows, columns, dtype)
+
+
+def ragged(random: Random, format: str, columns: int | None = None) -> tuple[Tensor, Tensor]:
+    """A matrix of groups, rows past them among it, and the sizes."""
+    sizes = [rows_for(size(random), format) for _ in range(random.randint(0, 6))]
+    rows = sum(sizes) + rows_for(random.choice([0, 0, 3, 130]), format)
+    columns = width_for(size(random), format) if columns is None else columns
+    index = random.choice([torch.int32, torch.int64])
+    return matrix(random, rows, columns), torch.tensor(sizes, dtype=index)
+
+
+def maybe_ragged(random: Random, format: str, columns: int | None = None) -> tuple[Tensor, Tensor | None]:
+    """A ragged matrix, or one."""
+    input, sizes = ragged(random, format, columns)
+    return input, sizes if random.random() < 0.5 else None
+
+
+def given(random: Random, input: Tensor, format: str, sizes: Tensor | None = None) -> dict[str, Tensor]:
+    """Amaxes and a seed where the format wants them."""
+    more = extras(input, format, sizes)
+    if "seed" in more:
+        more["seed"] = torch.tensor([random.getrandbits(64) - 2**63])
+    return more
+
+
+def quantize(name: str, only: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Make:
+    def make(random: Random) -> Call:
+        format = random.choice(DENSE)
+        input = dense(random, format)
+        return getattr(ops, name), (input, format), only(given(random, input, format))
+
+    return make
+
+
+def grouped_quantize(name: str, only: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Make:
+    def make(random: Random) -> Call:
+        format = random.choice(GROUPED)
+        input, sizes = ragged(random, format)
+        return getattr(ops, name), (input, sizes, format), only(given(random, input, format, sizes))
+
+    return make
+
+
+def amax(name: str) -> Make:
+    def make(random: Random) -> Call:
+        format = random.choice(TENSOR_FORMATS + GROUPED_NV_FORMATS)
+        input, sizes = ragged(random, format) if random.random() < 0.5 else (dense(random, format), None)
+        return getattr(ops, name), (input, format, sizes), {}
+
+    return make
+
+
+def dequantize(random: Random) -> Call:
+    format, transposed = random.choice(DENSE), random.random() < 0.5
+    input = dense(random, format)
+    more = given(random, input, format)
+    data, scale = ops.quantize_both(input, format, **more)[2 * transposed : 2 * transposed + 2]
+    arguments = data, scale, format, random.choice(FLOAT_DTYPES), transposed
+    return ops.dequantize, arguments, amax_of(more, transposed)
+
+
+def grouped_dequantize(random: Random) -> Call:
+    format, transposed = random.choice(GROUPED), random.random() < 0.5
+    input, sizes = ragged(random, format)
+    more = given(random, input, format, sizes)
+    data, scale = ops.grouped_quantize_both(input, sizes, format, **more)[2 * transposed : 2 * transposed + 2]
+    arguments = data, scale, sizes, format, random.choice(FLOAT_DTYPES), transposed
+    return ops.grouped_dequantize, arguments, amax_of(more, transposed)
+
+
+def requantize_transposed(random: Random) -> Call:
+    format = random.choice(GROUPED_FORMATS + GROUPED_MX_FORMATS)
+    input, sizes = maybe_ragged(random, format)
+    if sizes is None:
+        data, scale = ops.quantize(input, format)
+    else:
+        data, scale = ops.grouped_quantize(input, sizes, format)
+    return ops.requantize_transposed, (data, scale, format, random.choice(FLOAT_DTYPES), sizes), {}
+
+
+def quantize_scaled(name: str) -> Make:
+    def make(random: Random) -> Call:
+        format = random.choice(["fp8_tensor:e4m3", "fp8_tensor:e5m2"])
+        input, sizes = maybe_ragged(random, format)
+        first = random.randint(0, 2)
+        state = torch.Generator().manual_seed(random.getrandbits(32))
+        scale, collected = torch.rand(2, first + 6, generator=state) * 2.0 ** random.randint(-30, 30)
+        return getattr(ops, name), (input, scale, format, collected, sizes, first), {}
+
+    return make
+
+
+def swiglu_quantize(name: str) -> Make:
+    def make(random: Random) -> Call:
+        format = random.choice(BLOCKS)
+        input, sizes = maybe_ragged(random, format, 2 * width_for(size(random), format))
+        probs = matrix(random, 1, input.shape[0], torch.float32)[0].contiguous()
+        return getattr(ops, name), (input, random.choice([None, probs]), sizes, format), {}
+
+    return make
+
+
+def swiglu_backward(random: Random) -> Call:
+    format, features = random.choice(BLOCKS), random.choice([0, 128, 256, 384])
+    input, sizes = maybe_ragged(random, format, 2 * features)
+    grad = matrix(random, input.shape[0], features, input.dtype)
+    probs = matrix(random, 1, input.shape[0], torch.float32)[0].contiguous()
+    arguments = grad, input, random.choice([None, probs]), sizes, format
+    return ops.swiglu_backward_quantize_both, arguments, {}
+
+
+def bias_backward(name: str) -> Make:
+    def make(random: Random) -> Call:
+        format = random.choice(TENSOR_FORMATS + BLOCKS)
+        input, sizes = maybe_ragged(random, format)
+        return getattr(ops, name), (input, sizes, format), {}
+
+    return make
+
+
+def norm(name: str, vectors: int) -> Make:
+    def make(random: Random) -> Call:
+        format = random.choice(BLOCKS)
+        columns = max(width_for(random.choice([*EDGES[1:], 512, 1000, 2048]), format), 1)
+        input = matrix(random, size(random), columns)
+        parameters = [matrix(random, 1, columns, input.dtype)[0] for _ in range(vectors)]
+        return getattr(ops, name), (input, *parameters, random.choice([1e-5, 1e-6]), format), {}
+
+    return make
+
+
+def quantize_list(name: str) -> Make:
+    def make(random: Random) -> Call:
+        format, dtype = random.choice(LISTED), random.choice(FLOAT_DTYPES)
+        shapes = [
+            (rows_for(size(random), format), width_for(size(random), format))
+            for _ in range(random.choice([1, 2, 5, 65]))
+        ]
+        return getattr(ops, name), ([matrix(random, *shape, dtype) for shape in shapes], format), {}
+
+    return make
+
+
+OPS: dict[str, Make] = {
+    "quantize": quantize("quantize", rows_of),
+    "quantize_transposed": quantize("quantize_transposed", columns_of),
+    "quantize_both": quantize("quantize_both", dict),
+    "grouped_quantize": grouped_quantize("grouped_quantize", rows_of),
+    "grouped_quantize_transposed": grouped_quantize("grouped_quantize_transposed", columns_of),
+    "grouped_quantize_both": grouped_quantize("grouped_quantize_both", dict),
+    **{name: amax(name) for name in ("amax", "amax_transposed", "amax_both")},
+    "dequantize": dequantize,
+    "grouped_dequantize": grouped_dequantize,
+    "requantize_transposed": requantize_transposed,
+    **{name: quantize_scaled(name) for name in ("quantize_scaled", "quantize_scaled_both")},
+    **{f"swiglu_quantize{d}": swiglu_quantize(f"swiglu_quantize{d}") for d in ("", "_transposed", "_both")},
+    "swiglu_backward_quantize_both": swiglu_backward,
+    **{
+        f"bias_backward_quantize{d}": bias_backward(f"bias_backward_quantize{d}")
+        for d in ("", "_transposed", "_both")
+    },
+    "rms_norm_quantize": norm("rms_norm_quantize", 1),
+    "layer_norm_quantize": norm("layer_norm_quantize", 2),
+    **{name: quantize_list(name) for name in ("quantize_list", "quantize_list_both")},
+}
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Every tensor in a result or in arguments, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for part in value for t in tensors_of(part)] if isinstance(value, (list, tuple)) else []
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """A copy with the same strides."""
+    if isinstance(value, Tensor):
+        copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        return copy.copy_(value)
+    return type(value)(moved(part, device) for part in value) if isinstance(value, (list, tuple)) else value
+
+
+def assert_same(got: Tensor, expected: Tensor, name: str) -> None:
+    """The same bytes; of float32 a NaN is any NaN, to which processors give different signs."""
+    if expected.dtype == torch.float32 and bool(expected.isnan().any()):
+        assert_same_bits(got.isnan(), expected.isnan(), f"NaN of {name}")
+        got, expected = (t.cpu().nan_to_num(nan=0.0, posinf=3e38, neginf=-3e38) for t in (got, expected))
+    assert_same_bits(got, expected, name)
+
+
+def check(make: Make, random: Random, device: torch.device) -> None:
+    op, arguments, named = make(random)
+    other = moved(arguments, device), {key: moved(value, device) for key, value in named.items()}
+    expected, got = op(*arguments, **named), op(*other[0], **other[1])
+    for i, (a, b) in enumerate(zip(tensors_of(got), tensors_of(expected), strict=True)):
+        assert_same(a, b, f"output {i}")
+    for i, (a, b) in enumerate(zip(tensors_of(other[0]), tensors_of(arguments), strict=True)):
+        assert_same(a, b, f"argument {i} afterwards")
+
+
+@pytest.mark.long
+@pytest.mark.gpu
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("op", OPS)
+def test_cuda_gives_the_bytes_of_the_cpu(op: str, part: int) -> None:
+    for case in range(CASES):
+        seed = f"{op}, {part}, {case}"
+        try:
+            check(OPS[op], Random(seed), torch.device("cuda"))
+        except Exception as error:
+            raise AssertionError(f"inputs of Random({seed!r}): {error}") from error
