@@ -22,22 +22,26 @@ OURS, TORCH, MUL = "#2458a6", "#c9741f", "#9a9a9a"
 def host_time(result: dict[str, Any]) -> Figure:
     """Bars of each op's host time beside the torch calls it replaces and torch.mul; with the gradient if it has one."""
     rows = result["rows"]
-    figure, axes = pyplot.subplots(figsize=(8.5, 0.6 * len(rows) + 1.6), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8.5, 0.45 * len(rows) + 1.6), layout="constrained")
+    suffixes = ["_grad_us" if "op_grad_us" in row else "_us" for row in rows]
+    end = 1.35 * max(row["op" + suffix]["high"] for row, suffix in zip(rows, suffixes, strict=True))
     labels = []
-    for place, row in enumerate(reversed(rows)):
-        suffix = "_grad_us" if "op_grad_us" in row else "_us"
+    for place, (row, suffix) in enumerate(zip(reversed(rows), reversed(suffixes), strict=True)):
         for offset, name, color in ((0.26, "op", OURS), (0.0, "torch", TORCH), (-0.26, "mul", MUL)):
             time = row[f"{name}{suffix}"]
             error = [[time["median"] - time["low"]], [time["high"] - time["median"]]]
             axes.barh(
                 place + offset, time["median"], height=0.24, color=color, xerr=error, error_kw={"lw": 0.8}
             )
+            if time["median"] > end:  # the bar leaves the picture
+                axes.text(end, place + offset, f"{time['median']:.0f} ", fontsize=7, ha="right", va="center")
         ratio = row["op" + suffix]["median"] / row["mul" + suffix]["median"]
         axes.annotate(
             f"{ratio:.1f} x torch.mul", (row["op" + suffix]["high"], place + 0.26), (4, 0), fontsize=8,
             textcoords="offset points", va="center",
         )  # fmt: skip
         labels.append(row["op"] + (" (with gradient)" if suffix == "_grad_us" else ""))
+    axes.set_xlim(0, end)
     axes.set_yticks(range(len(rows)), labels)
     axes.set_xlabel("host time of one call, us: median and middle half")
     for color, name in (
