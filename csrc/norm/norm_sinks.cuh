@@ -25,46 +25,14 @@ __device__ __forceinline__ float max_of_unit(uint4 unit) {
   return fmaxf(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
 }
 
-// Maxima of up to 8 units of each of kLanes neighbouring lanes, shared out: each exchange halves the units that a lane is
-// left with. Lane l ends up with the units first_of(l) .. first_of(l) + kCount - 1 in the first places, over all kLanes lanes.
+// Of the units of kLanes neighbouring lanes, up to 8 in each.
 template <int kLanes>
-struct UnitMaxima {
-  static constexpr int kCount = kMostUnits / kLanes;
-  static_assert(kCount * kLanes == kMostUnits, "lanes share the units out evenly");
-  float at[kMostUnits];
-
+struct UnitMaxima : quantize::SharedOutMaxima<kLanes, kMostUnits> {
   template <int kUnits>
   __device__ __forceinline__ UnitMaxima(const Units<kUnits>& x, int lane) {
 #pragma unroll
-    for (int k = 0; k < kMostUnits; ++k) at[k] = k < kUnits ? max_of_unit(x.at[k % kUnits]) : 0.0f;
-#pragma unroll
-    for (int distance = 1; distance < kLanes; distance *= 2) {
-      const int half = kMostUnits / 2 / distance;
-      const bool upper = lane & distance;
-#pragma unroll
-      for (int k = 0; k < half; ++k) {
-        const float kept = upper ? at[half + k] : at[k];
-        const float given = upper ? at[k] : at[half + k];
-        at[k] = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, distance));
-      }
-    }
-  }
-
-  static __device__ __forceinline__ int first_of(int lane) {
-    int unit = 0;
-#pragma unroll
-    for (int distance = 1; distance < kLanes; distance *= 2) {
-      if (lane & distance) unit += kMostUnits / 2 / distance;
-    }
-    return unit;
-  }
-  // The lane, of kLanes, that has the unit.
-  static __host__ __device__ constexpr int lane_of(int unit) {
-    int lane = 0;
-    for (int distance = 1; distance < kLanes; distance *= 2) {
-      if (unit & (kMostUnits / 2 / distance)) lane += distance;
-    }
-    return lane;
+    for (int k = 0; k < kMostUnits; ++k) this->at[k] = k < kUnits ? max_of_unit(x.at[k % kUnits]) : 0.0f;
+    this->share_out(lane);
   }
 };
 

@@ -24,7 +24,7 @@ __device__ __forceinline__ void raise_rows(const AmaxArgs& args, const Tile& til
   Maxima maxima;
   maxima.find(values, lane);
   const float other_half = __shfl_xor_sync(0xffffffffu, maxima.at[0], kRowsPerThread);
-  const int row = warp * kRowsPerThread + Maxima::row_of(lane);
+  const int row = warp * kRowsPerThread + Maxima::first_of(lane);
   if (lane < kRowsPerThread && row < tile.rows) {
     raise_to(args.amax + tile.member * args.layout.rows + tile.row + row, fmaxf(maxima.at[0], other_half));
   }

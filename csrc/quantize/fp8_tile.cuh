@@ -19,7 +19,7 @@ __device__ __forceinline__ void write_rows(const QuantizeArgs& args, const Tile&
     maxima.find(values, lane);
     const float other_half = __shfl_xor_sync(0xffffffffu, maxima.at[0], kRowsPerThread);
     scale = encode_scale(fmaxf(maxima.at[0], other_half), args.rule);
-    const int row = first_row + Maxima::row_of(lane);
+    const int row = first_row + Maxima::first_of(lane);
     if (lane < kRowsPerThread && row < tile.rows) {
       args.scale[scale_index(args.layout, tile, false, row, 0)] = tile.tail ? 0.0f : 1.0f / scale;
     }

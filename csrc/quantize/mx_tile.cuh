@@ -61,19 +61,19 @@ __device__ __forceinline__ void write_mx_rows(const QuantizeArgs& args, const Ti
   const int block = lane / kLanesPerBlock;
   const int first_row = warp * kRowsPerThread;
   using Maxima = RowMaxima<kLanesPerBlock>;
-  float multipliers[Maxima::kRows];
+  float multipliers[Maxima::kCount];
   Maxima maxima;
   if (!layout.square) maxima.find(values, lane);
   const WordLines lines(layout, tile, false);
 #pragma unroll
-  for (int i = 0; i < Maxima::kRows; ++i) {
+  for (int i = 0; i < Maxima::kCount; ++i) {
     const float amax = layout.square ? partial.square(warp / kWarpsPerBlock, block) : maxima.at[i];
     const uint8_t exponent = exponent_of<element>(amax);
     multipliers[i] = e8m0_multiplier(exponent);
     uint32_t word = static_cast<uint32_t>(exponent) << (8 * block);
     word |= __shfl_xor_sync(0xffffffffu, word, kLanesPerBlock);
     word |= __shfl_xor_sync(0xffffffffu, word, 2 * kLanesPerBlock);
-    const int row = first_row + Maxima::row_of(lane) + i;
+    const int row = first_row + Maxima::first_of(lane) + i;
     if (lane < kLanesPerBlock && row < tile.rows) {
       *reinterpret_cast<uint32_t*>(args.exponents + lines.at(row)) = word;
     }
@@ -81,7 +81,7 @@ __device__ __forceinline__ void write_mx_rows(const QuantizeArgs& args, const Ti
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
     const int holder = block * kLanesPerBlock + Maxima::lane_of(r);
-    const float multiplier = __shfl_sync(0xffffffffu, multipliers[r % Maxima::kRows], holder);
+    const float multiplier = __shfl_sync(0xffffffffu, multipliers[r % Maxima::kCount], holder);
     if (first_row + r < tile.rows) {
       write_row<element>(args, tile, values, r, first_row + r, lane * kColsPerThread, multiplier);
     }

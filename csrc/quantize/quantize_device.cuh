@@ -184,46 +184,55 @@ __device__ __forceinline__ void raise_to(float* target, float amax) {
   atomicMax(reinterpret_cast<int*>(target), __float_as_int(amax));
 }
 
-// Maxima of a warp's 16 rows, shared out: each exchange with another lane halves the rows that a lane is left with. Of
-// `kLanes` neighbouring lanes, lane l ends up with the rows row_of(l) .. row_of(l) + kRowsPerThread / kLanes - 1 of the
-// columns that these lanes hold. A scale is then computed once, not in every lane.
-template <int kLanes>
-struct RowMaxima {
-  static constexpr int kRows = kRowsPerThread / kLanes;
-  float at[kRowsPerThread];  // the first kRows count
+// Maxima of kItems things that each of kLanes neighbouring lanes has a part of, shared out: each exchange with another lane
+// halves the items that a lane is left with. Lane l ends up with the items first_of(l) .. first_of(l) + kCount - 1 in the
+// first places, over all kLanes lanes. What follows from a maximum is then computed once, not in every lane.
+template <int kLanes, int kItems>
+struct SharedOutMaxima {
+  static constexpr int kCount = kItems / kLanes;
+  static_assert(kCount * kLanes == kItems, "lanes share the items out evenly");
+  float at[kItems];
 
-  template <typename T>
-  __device__ __forceinline__ void find(const Values<T>& values, int lane) {
-#pragma unroll
-    for (int r = 0; r < kRowsPerThread; ++r) at[r] = values.row_max(r);
+  __device__ __forceinline__ void share_out(int lane) {
 #pragma unroll
     for (int distance = 1; distance < kLanes; distance *= 2) {
       const bool upper = lane & distance;
-      const int half = kRowsPerThread / 2 / distance;
+      const int half = kItems / 2 / distance;
 #pragma unroll
-      for (int r = 0; r < half; ++r) {
-        const float kept = upper ? at[half + r] : at[r];
-        const float given = upper ? at[r] : at[half + r];
-        at[r] = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, distance));
+      for (int i = 0; i < half; ++i) {
+        const float kept = upper ? at[half + i] : at[i];
+        const float given = upper ? at[i] : at[half + i];
+        at[i] = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, distance));
       }
     }
   }
 
-  static __device__ __forceinline__ int row_of(int lane) {
-    int row = 0;
+  static __device__ __forceinline__ int first_of(int lane) {
+    int item = 0;
 #pragma unroll
     for (int distance = 1; distance < kLanes; distance *= 2) {
-      if (lane & distance) row += kRowsPerThread / 2 / distance;
+      if (lane & distance) item += kItems / 2 / distance;
     }
-    return row;
+    return item;
   }
-  // The lane, of kLanes, that holds the row.
-  static __host__ __device__ constexpr int lane_of(int row) {
+  // The lane, of kLanes, that has the item.
+  static __host__ __device__ constexpr int lane_of(int item) {
     int lane = 0;
     for (int distance = 1; distance < kLanes; distance *= 2) {
-      if (row & (kRowsPerThread / 2 / distance)) lane += distance;
+      if (item & (kItems / 2 / distance)) lane += distance;
     }
     return lane;
+  }
+};
+
+// Of a warp's 16 rows, in the columns that kLanes lanes hold.
+template <int kLanes>
+struct RowMaxima : SharedOutMaxima<kLanes, kRowsPerThread> {
+  template <typename T>
+  __device__ __forceinline__ void find(const Values<T>& values, int lane) {
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) this->at[r] = values.row_max(r);
+    this->share_out(lane);
   }
 };
 
