@@ -37,7 +37,7 @@ PARTS, CASES = 5, 2000  # of each op; parts can run on several workers
 EDGES = [0, 1, 2, 15, 16, 17, 31, 33, 64, 127, 128, 129, 200, 255, 256, 257, 300]
 DENSE = FORMATS + MX_FORMATS + NV_FORMATS
 GROUPED = GROUPED_FORMATS + GROUPED_MX_FORMATS + GROUPED_NV_FORMATS
-BLOCKS = ROW_FORMATS + MX_FORMATS[:2]
+FUSED = ROW_FORMATS + MX_FORMATS[:2] + TENSOR_FORMATS + GROUPED_NV_FORMATS
 LISTED = [f for f in DENSE if not any(option in f for option in ("rht", "sr", "row_scaled"))]
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -95,6 +95,15 @@ def given(random: Random, input: Tensor, format: str, sizes: Tensor | None = Non
     if "seed" in more:
         more["seed"] = torch.tensor([random.getrandbits(64) - 2**63])
     return more
+
+
+def given_fused(random: Random, made: Tensor, format: str, sizes: Tensor | None = None) -> dict[str, Tensor]:
+    """For an op that quantizes what it makes: amaxes that need not be its own."""
+    more = given(random, made, format, sizes)
+    if format in TENSOR_FORMATS:
+        more["amax"] = ops.amax(made, format, sizes)
+    factor = random.choice([1.0, 0.75, 2.0 ** random.randint(-20, 20)])
+    return {key: value if key == "seed" else value * factor for key, value in more.items()}
 
 
 def quantize(name: str, only: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Make:
@@ -164,41 +173,55 @@ def quantize_scaled(name: str) -> Make:
     return make
 
 
+def direction_of(name: str, more: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The part that the op of this name takes."""
+    if name.endswith("_both"):
+        return more
+    return columns_of(more) if name.endswith("_transposed") else rows_of(more)
+
+
 def swiglu_quantize(name: str) -> Make:
     def make(random: Random) -> Call:
-        format = random.choice(BLOCKS)
+        format = random.choice(FUSED)
         input, sizes = maybe_ragged(random, format, 2 * width_for(size(random), format))
-        probs = matrix(random, 1, input.shape[0], torch.float32)[0].contiguous()
-        return getattr(ops, name), (input, random.choice([None, probs]), sizes, format), {}
+        probs = random.choice([None, matrix(random, 1, input.shape[0], torch.float32)[0].contiguous()])
+        more = given_fused(random, ops.swiglu(input, probs), format, sizes)
+        return getattr(ops, name), (input, probs, sizes, format), direction_of(name, more)
 
     return make
 
 
 def swiglu_backward(random: Random) -> Call:
-    format, features = random.choice(BLOCKS), random.choice([0, 128, 256, 384])
+    format, features = random.choice(FUSED), random.choice([0, 128, 256, 384])
     input, sizes = maybe_ragged(random, format, 2 * features)
     grad = matrix(random, input.shape[0], features, input.dtype)
-    probs = matrix(random, 1, input.shape[0], torch.float32)[0].contiguous()
-    arguments = grad, input, random.choice([None, probs]), sizes, format
-    return ops.swiglu_backward_quantize_both, arguments, {}
+    probs = random.choice([None, matrix(random, 1, input.shape[0], torch.float32)[0].contiguous()])
+    more = given_fused(random, ops.swiglu_backward(grad, input, probs)[0], format, sizes)
+    return ops.swiglu_backward_quantize_both, (grad, input, probs, sizes, format), more
 
 
 def bias_backward(name: str) -> Make:
     def make(random: Random) -> Call:
-        format = random.choice(TENSOR_FORMATS + BLOCKS)
+        format = random.choice(FUSED)
         input, sizes = maybe_ragged(random, format)
-        return getattr(ops, name), (input, sizes, format), {}
+        more = given_fused(random, input, format, sizes)
+        if format in TENSOR_FORMATS and random.random() < 0.5:
+            more = {}  # that of the gradient
+        return getattr(ops, name), (input, sizes, format), direction_of(name, more)
 
     return make
 
 
 def norm(name: str, vectors: int) -> Make:
     def make(random: Random) -> Call:
-        format = random.choice(BLOCKS)
+        format = random.choice(FUSED)
         columns = max(width_for(random.choice([*EDGES[1:], 512, 1000, 2048]), format), 1)
         input = matrix(random, size(random), columns)
         parameters = [matrix(random, 1, columns, input.dtype)[0] for _ in range(vectors)]
-        return getattr(ops, name), (input, *parameters, random.choice([1e-5, 1e-6]), format), {}
+        arguments = input, *parameters, random.choice([1e-5, 1e-6])
+        made = getattr(ops, name.removesuffix("_quantize"))(*arguments)
+        more = given_fused(random, made, format)
+        return getattr(ops, name), (*arguments, format), rows_of(more)
 
     return make
 
