@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from build_tools.precompiled import include_precompiled
 from build_tools.toolchain import check_compiler, job_count, toolkit_of_torch, use_cuda
 
 # -ffp-contract=off and --fmad=false: a multiply and an add stay two roundings unless the source says fma,
@@ -91,5 +92,9 @@ def build_command() -> Any:
                 if getattr(self.compiler, name, None):
                     setattr(self.compiler, name, portable(getattr(self.compiler, name)))
             super().build_extensions()
+
+        def build_extension(self, ext: Any) -> None:
+            include_precompiled(ext, self.compiler, Path(self.build_temp))
+            super().build_extension(ext)
 
     return BuildLibrary
