@@ -67,26 +67,27 @@ __device__ __forceinline__ float transformed_max(const Values<T>& values) {
 template <typename T>
 __global__ void __launch_bounds__(kThreads) amax_kernel(const __grid_constant__ AmaxArgs args) {
   __shared__ float partial[kWarps];
-  const Tile tile = block_tile(args.layout);
-  if (tile.tail || tile.rows == 0) return;
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
-  Values<T> values;
-  PlainSource<T>{}.load(args, tile, warp, lane, values);
-  if (args.row_scaled) {
-    if (args.amax) raise_rows(args, tile, values, warp, lane);
-    if (args.amax_t) raise_columns(args, tile, values, lane);
-    return;
-  }
-  if (args.amax) {
-    const float amax = tile_amax(values, warp, lane, partial);
-    if (threadIdx.x == 0) raise_to(args.amax + tile.group, amax);
-  }
-  if (args.amax_t) {  // only asked for beside the other where they differ
-    const float largest = is_block(tile, warp) ? transformed_max(values) : 0.0f;
-    const float amax = block_max(largest, warp, lane, partial);
-    if (threadIdx.x == 0) raise_to(args.amax_t + tile.group, amax);
-  }
+  for_each_tile(args.layout, [&](const Tile& tile) {
+    if (tile.tail || tile.rows == 0) return;
+    Values<T> values;
+    PlainSource<T>{}.load(args, tile, warp, lane, values);
+    if (args.row_scaled) {
+      if (args.amax) raise_rows(args, tile, values, warp, lane);
+      if (args.amax_t) raise_columns(args, tile, values, lane);
+      return;
+    }
+    if (args.amax) {
+      const float amax = tile_amax(values, warp, lane, partial);
+      if (threadIdx.x == 0) raise_to(args.amax + tile.group, amax);
+    }
+    if (args.amax_t) {  // only asked for beside the other where they differ
+      const float largest = is_block(tile, warp) ? transformed_max(values) : 0.0f;
+      const float amax = block_max(largest, warp, lane, partial);
+      if (threadIdx.x == 0) raise_to(args.amax_t + tile.group, amax);
+    }
+  });
 }
 
 __global__ void zero_amax_kernel(float* amax, int64_t count) {
@@ -108,7 +109,7 @@ void launch_amax(const AmaxArgs& args, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   zero(args.amax, args.count(), cuda_stream);
   zero(args.amax_t, args.count_t(), cuda_stream);
-  const unsigned grid = tile_grid(args.layout);
+  const unsigned grid = block_grid(args.layout);
   if (grid == 0) return;
   visit_device_float(
       args.dtype, [&](auto type) { amax_kernel<decltype(type)><<<grid, kThreads, 0, cuda_stream>>>(args); });

@@ -15,21 +15,22 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   __shared__ TileSums tile_sums;
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
-  const Tile tile = block_tile(args.layout);
-  if (!Family::begin(args, tile)) return;
-  Values<T> values;
-  PlainSource<T>{}.load(args, tile, warp, lane, values);
-  if (!tile.tail) {
-    sum_tile<kRowsPerThread>([&](int r, int c) { return values.get(r, c); }, tile.cols, tile_sums,
-                             sums.of_tile(tile.group, tile.row) + tile.col);
-  }
-  Family::write(args, tile, values, warp, lane, shared);
+  for_each_tile(args.layout, [&](const Tile& tile) {
+    if (!Family::begin(args, tile)) return;
+    Values<T> values;
+    PlainSource<T>{}.load(args, tile, warp, lane, values);
+    if (!tile.tail) {
+      sum_tile<kRowsPerThread>([&](int r, int c) { return values.get(r, c); }, tile.cols, tile_sums,
+                               sums.of_tile(tile.group, tile.row) + tile.col);
+    }
+    Family::write(args, tile, values, warp, lane, shared);
+  });
 }
 
 // In FP8: `Family` is Fp8Family or MxFamily.
 template <template <DType> typename Family>
 void launch_with_sums(const QuantizeArgs& args, const ColumnSums& sums, void* stream) {
-  const unsigned grid = tile_grid(args.layout);
+  const unsigned grid = block_grid(args.layout);
   if (grid > 0) {
     visit_device_float(args.dtype, [&](auto type) {
       visit_fp8(args.element, [&](auto element) {

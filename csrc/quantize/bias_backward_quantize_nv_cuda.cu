@@ -4,7 +4,7 @@
 namespace transformer_plugin::quantize {
 
 void launch_bias_backward_quantize_nv(const NvArgs& args, const ColumnSums& sums, void* stream) {
-  const unsigned grid = tile_grid(args.layout);
+  const unsigned grid = block_grid(args.layout);
   if (grid > 0) {
     visit_device_float(args.dtype, [&](auto type) {
       using T = decltype(type);

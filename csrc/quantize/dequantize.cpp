@@ -48,8 +48,9 @@ Tensor meta(const Arguments& a) {
 
 Tensor run_format(const Arguments& a, const Format& format, const Tensor* amax) {
   const Operand operand = a.operand(format);
-  const GroupTables tables = group_tables(a.argument(), a.group_sizes, operand.rows.expect_int(),
-                                          group_multiple(format, a.transposed));
+  const GroupTables tables =
+      group_tables(a.argument(), a.group_sizes, operand.rows.expect_int(),
+                   group_multiple(format, a.transposed), group_use(format, a.transposed));
   const Tensor output = empty(a.data, operand.data_sizes(false), a.dtype);
   // torch copies no E2M1.
   const Tensor data = (format.is_nv() ? a.data.view(at::kByte) : a.data).contiguous();

@@ -65,14 +65,13 @@ __device__ __forceinline__ uint32_t row_scales(const DequantizeArgs& args, const
 }
 
 template <typename T, DType element>
-__global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_constant__ DequantizeArgs args) {
-  __shared__ TransposedTile turned;
+__device__ __forceinline__ void dequantize_tile(const DequantizeArgs& args, const Tile& tile,
+                                                TransposedTile& turned) {
   const Layout& layout = args.layout;
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
   const int c0 = lane * kColsPerThread;
   const int first_row = warp * kRowsPerThread;
-  const Tile tile = block_tile(layout);
   if (args.transposed && !tile.tail) load_lines(args, tile, warp, lane, turned);
   const int count = tile.cols - c0;  // of this lane's columns that exist; none or less past the matrix
   if (first_row >= tile.rows) return;
@@ -111,10 +110,16 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_const
   }
 }
 
+template <typename T, DType element>
+__global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_constant__ DequantizeArgs args) {
+  __shared__ TransposedTile turned;
+  for_each_tile(args.layout, [&](const Tile& tile) { dequantize_tile<T, element>(args, tile, turned); });
+}
+
 }  // namespace
 
 void launch_dequantize(const DequantizeArgs& args, void* stream) {
-  const unsigned grid = tile_grid(args.layout);
+  const unsigned grid = block_grid(args.layout);
   if (grid == 0) return;
   visit_device_float(args.dtype, [&](auto type) {
     visit_fp8(args.element, [&](auto element) {

@@ -54,28 +54,30 @@ __global__ void __launch_bounds__(kThreads)
     dequantize_nv_kernel(const __grid_constant__ DequantizeArgs args) {
   const int first_row = threadIdx.x / kWarpSize * kRowsPerThread;
   const int c0 = threadIdx.x % kWarpSize * kColsPerThread;
-  const Tile tile = block_tile(args.layout);
-  if (first_row >= tile.rows || c0 >= tile.cols) return;
-  uint32_t codes[kRowsPerThread] = {};
-  float of_rows[kRowsPerThread] = {}, of_columns[kColsPerThread] = {};
-  if (!tile.tail && !args.transposed) load_nv_rows(args, tile, first_row, c0, codes, of_rows);
-  if (!tile.tail && args.transposed) load_nv_columns(args, tile, first_row, c0, codes, of_columns);
+  for_each_tile(args.layout, [&](const Tile& tile) {
+    if (first_row >= tile.rows || c0 >= tile.cols) return;
+    uint32_t codes[kRowsPerThread] = {};
+    float of_rows[kRowsPerThread] = {}, of_columns[kColsPerThread] = {};
+    if (!tile.tail && !args.transposed) load_nv_rows(args, tile, first_row, c0, codes, of_rows);
+    if (!tile.tail && args.transposed) load_nv_columns(args, tile, first_row, c0, codes, of_columns);
 #pragma unroll
-  for (int r = 0; r < kRowsPerThread; ++r) {
-    if (first_row + r >= tile.rows) break;
-    float values[kColsPerThread];
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      if (first_row + r >= tile.rows) break;
+      float values[kColsPerThread];
 #pragma unroll
-    for (int c = 0; c < kColsPerThread; ++c) {
-      values[c] = e2m1_to_float((codes[r] >> (4 * c)) & 15u) * (args.transposed ? of_columns[c] : of_rows[r]);
+      for (int c = 0; c < kColsPerThread; ++c) {
+        values[c] =
+            e2m1_to_float((codes[r] >> (4 * c)) & 15u) * (args.transposed ? of_columns[c] : of_rows[r]);
+      }
+      store_row<T>(args, tile, first_row + r, c0, values[0], values[1], values[2], values[3]);
     }
-    store_row<T>(args, tile, first_row + r, c0, values[0], values[1], values[2], values[3]);
-  }
+  });
 }
 
 }  // namespace
 
 void launch_dequantize_nv(const DequantizeArgs& args, void* stream) {
-  const unsigned grid = tile_grid(args.layout);
+  const unsigned grid = block_grid(args.layout);
   if (grid == 0) return;
   visit_device_float(args.dtype, [&](auto type) {
     dequantize_nv_kernel<decltype(type)><<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);

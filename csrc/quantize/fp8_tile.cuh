@@ -132,11 +132,12 @@ __global__ void __launch_bounds__(kThreads, Source::kBlocks)
   __shared__ Fp8Shared shared;
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
-  const Tile tile = block_tile(args.layout);
-  if (!begin_tile(args, tile)) return;
-  Values<typename Source::Value> values;
-  source.load(args, tile, warp, lane, values);
-  write_tile<element>(args, tile, values, warp, lane, shared);
+  for_each_tile(args.layout, [&](const Tile& tile) {
+    if (!begin_tile(args, tile)) return;
+    Values<typename Source::Value> values;
+    source.load(args, tile, warp, lane, values);
+    write_tile<element>(args, tile, values, warp, lane, shared);
+  });
 }
 
 }  // namespace transformer_plugin::quantize

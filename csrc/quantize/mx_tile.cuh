@@ -134,7 +134,8 @@ __device__ __forceinline__ void write_mx_tile(const QuantizeArgs& args, const Ti
     __syncthreads();
   }
   if (args.transposed) find_column_exponents<element>(layout.square, partial, shared.exponents);
-  if (args.rowwise) write_mx_rows<element>(args, tile, values, warp, lane, partial);
+  const bool holds_rows = warp * kRowsPerThread < tile.rows;
+  if (args.rowwise && holds_rows) write_mx_rows<element>(args, tile, values, warp, lane, partial);
   if (args.transposed) {
     __syncthreads();
     const uint32_t of_columns = *reinterpret_cast<const uint32_t*>(
@@ -183,11 +184,12 @@ __global__ void __launch_bounds__(kThreads, Source::kBlocks)
   __shared__ MxShared shared;
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
-  const Tile tile = block_tile(args.layout);
-  if (!begin_mx_tile(args, tile)) return;
-  Values<typename Source::Value> values;
-  source.load(args, tile, warp, lane, values);
-  write_mx_tile<element>(args, tile, values, warp, lane, shared);
+  for_each_tile(args.layout, [&](const Tile& tile) {
+    if (!begin_mx_tile(args, tile)) return;
+    Values<typename Source::Value> values;
+    source.load(args, tile, warp, lane, values);
+    write_mx_tile<element>(args, tile, values, warp, lane, shared);
+  });
 }
 
 }  // namespace transformer_plugin::quantize

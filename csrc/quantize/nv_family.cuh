@@ -35,17 +35,18 @@ __global__ void __launch_bounds__(kThreads, kNvFamilyBlocks)
   __shared__ typename Family::Shared shared;
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
-  const Tile tile = block_tile(args.layout);
-  if (!Family::begin(args, tile)) return;
-  Values<typename Source::Value> values;
-  source.load(args, tile, warp, lane, values);
-  Family::write(args, tile, values, warp, lane, shared);
+  for_each_tile(args.layout, [&](const Tile& tile) {
+    if (!Family::begin(args, tile)) return;
+    Values<typename Source::Value> values;
+    source.load(args, tile, warp, lane, values);
+    Family::write(args, tile, values, warp, lane, shared);
+  });
 }
 
 // What `make_source(T{})` gives for the dtype of the arguments.
 template <typename MakeSource>
 void launch_quantize_nv_source(const NvArgs& args, MakeSource&& make_source, void* stream) {
-  const unsigned grid = tile_grid(args.layout);
+  const unsigned grid = block_grid(args.layout);
   if (grid == 0) return;
   visit_device_float(args.dtype, [&](auto type) {
     const auto source = make_source(type);

@@ -316,7 +316,9 @@ template <typename T, NvCoding coding, bool hadamard>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
     quantize_nv_kernel(const __grid_constant__ NvArgs args) {
   __shared__ NvShared<T> shared;
-  if (!args.is_noop()) quantize_nv_tile<coding, hadamard>(args, block_tile(args.layout), shared);
+  if (args.is_noop()) return;
+  for_each_tile(args.layout,
+                [&](const Tile& tile) { quantize_nv_tile<coding, hadamard>(args, tile, shared); });
 }
 
 // Rows alone, with scales of 1x16, of an input that is aligned to 16 bytes. A thread has every 32nd row of a block of the
@@ -327,26 +329,28 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 4 : 2)
   constexpr int kStep = kThreads / kNvBlocks;
   if (args.is_noop()) return;
   const Layout& layout = args.layout;
-  const Tile tile = block_tile(layout);
-  if (!begin_nv_tile(args, tile)) return;
-  const int block = threadIdx.x % kNvBlocks;
-  const NvRows rows(args, tile, block);
-  const bool exists = !tile.tail && rows.has_codes;
+  for_each_tile(layout, [&](const Tile& tile) {
+    if (!begin_nv_tile(args, tile)) return;
+    const int block = threadIdx.x % kNvBlocks;
+    const NvRows rows(args, tile, block);
+    const bool exists = !tile.tail && rows.has_codes;
 #pragma unroll 1
-  for (int row = threadIdx.x / kNvBlocks; row < tile.rows; row += 2 * kStep) {
-    const T* source = static_cast<const T*>(args.input) + rows.first_element + rows.blocks_to(row) * kNvBlock;
-    NvPairs<T> pairs[2];
-    load_block<T>(source, exists, pairs[0]);
-    load_block<T>(source + kStep * layout.cols, exists && row + kStep < tile.rows, pairs[1]);
-    write_row_block<coding, T>(args, tile, rows, pairs[0], row, false, 0.0f);
-    write_row_block<coding, T>(args, tile, rows, pairs[1], row + kStep, false, 0.0f);
-  }
+    for (int row = threadIdx.x / kNvBlocks; row < tile.rows; row += 2 * kStep) {
+      const T* source =
+          static_cast<const T*>(args.input) + rows.first_element + rows.blocks_to(row) * kNvBlock;
+      NvPairs<T> pairs[2];
+      load_block<T>(source, exists, pairs[0]);
+      load_block<T>(source + kStep * layout.cols, exists && row + kStep < tile.rows, pairs[1]);
+      write_row_block<coding, T>(args, tile, rows, pairs[0], row, false, 0.0f);
+      write_row_block<coding, T>(args, tile, rows, pairs[1], row + kStep, false, 0.0f);
+    }
+  });
 }
 
 template <typename T, NvCoding coding, bool hadamard>
 void launch_quantize_nv_as(const NvArgs& args, void* stream) {
   const Layout& layout = args.layout;
-  const unsigned grid = tile_grid(layout);
+  const unsigned grid = block_grid(layout);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const bool aligned = reinterpret_cast<uintptr_t>(args.input) % 16 == 0;
   if (!hadamard && !args.transposed && !layout.square && aligned) {

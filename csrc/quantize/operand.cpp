@@ -146,31 +146,34 @@ int64_t group_multiple(const Format& format, bool transposed) {
   return format.is_nv() && transposed ? kNvBlock : 1;
 }
 
-GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, int64_t rows,
-                         int64_t multiple) {
+GroupUse group_use(const Format& format, bool transposed) {
+  const bool own_scale = format.family == FormatFamily::kFp8Tensor || (format.is_nv() && !format.row_scaled);
+  return transposed || own_scale ? GroupUse::kEach : GroupUse::kAll;
+}
+
+GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, int64_t rows, int64_t multiple,
+                         GroupUse use) {
   if (!group_sizes) return {};
   const Argument sizes{data.op, "group_sizes", *group_sizes};
-  const int64_t groups = group_sizes->numel();
-  const int64_t row_tiles = Layout::row_tiles(rows, groups);
-  constexpr int64_t kWords = sizeof(RowTile) / sizeof(int32_t);
-  GroupTables tables{empty(data.tensor, {row_tiles * kWords + 2 * (groups + 1)}, at::kInt)};
-  int32_t* words = tables.storage.mutable_data_ptr<int32_t>();
-  RowTile* table = reinterpret_cast<RowTile*>(words);
-  int32_t* scratch = words + row_tiles * kWords;
-  tables.offsets = scratch;
+  const bool merged = use == GroupUse::kAll;
+  const int64_t given_groups = group_sizes->numel(), groups = merged ? 1 : given_groups;
+  const int64_t words = Layout::row_tiles(rows, groups) * (sizeof(RowTile) / sizeof(int32_t));
+  const at::Tensor storage = empty(data.tensor, {words + 2 * (groups + 1)}, at::kInt);
+  int32_t* begin = storage.mutable_data_ptr<int32_t>();
+  const RowTables tables{groups, rows, reinterpret_cast<RowTile*>(begin), begin + words, merged};
   if (data.tensor.is_cpu()) {
     const at::Tensor offsets = group_offsets(sizes, data, rows);
-    check_multiples(offsets.const_data_ptr<int32_t>(), groups, multiple, data.op);
-    row_tiles_cpu(offsets.const_data_ptr<int32_t>(), groups, rows, row_tiles, scratch, table);
-    return tables;
+    check_multiples(offsets.const_data_ptr<int32_t>(), given_groups, multiple, data.op);
+    row_tiles_cpu(offsets.const_data_ptr<int32_t>(), given_groups, tables);
   }
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  const DeviceSizes given = device_sizes(sizes, data, rows);
-  const CudaScope scope(data.tensor);
-  launch_row_tiles(given.sizes, given.is_int64, groups, rows, row_tiles, scratch, table, given.word,
-                   scope.stream());
+  if (data.tensor.is_cuda()) {
+    const DeviceSizes given = device_sizes(sizes, data, rows);
+    const CudaScope scope(data.tensor);
+    launch_row_tiles(given.sizes, given.is_int64, given_groups, tables, given.word, scope.stream());
+  }
 #endif
-  return tables;
+  return {storage, groups, tables.offsets};
 }
 
 Layout make_layout(const Operand& operand, const Format& format, const GroupTables& tables) {
@@ -178,7 +181,7 @@ Layout make_layout(const Operand& operand, const Format& format, const GroupTabl
   return {operand.members ? operand.members->expect_int() : 1,
           operand.rows.expect_int(),
           operand.cols.expect_int(),
-          grouped ? operand.groups->expect_int() : 0,
+          tables.groups,
           grouped ? reinterpret_cast<const RowTile*>(tables.storage.const_data_ptr<int32_t>()) : nullptr,
           scale_mode(format),
           format.square_blocks,

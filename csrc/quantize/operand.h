@@ -55,12 +55,21 @@ void check_data(const Argument& data, const at::Tensor* group_sizes, const Forma
 // The row tiles of a ragged matrix, on the device of the data. Undefined without groups.
 struct GroupTables {
   at::Tensor storage;                // int32: the table of RowTile, then what it was made from
+  int64_t groups = 0;                // one for all of them where the table is merged
   const int32_t* offsets = nullptr;  // in it, [groups + 1]: rows where groups begin
 };
 
+// What a table is for.
+enum class GroupUse {
+  kEach,  // something depends on which group a row is in: each begins a row tile
+  kAll,   // nothing does: row tiles are those of one group that holds all rows of groups
+};
+// Of rows in this format, beside transposed data of them or by themselves.
+GroupUse group_use(const Format& format, bool transposed);
+
 // `multiple` is what sizes must be a multiple of, which only a CPU can see.
 GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, int64_t rows,
-                         int64_t multiple = 1);
+                         int64_t multiple = 1, GroupUse use = GroupUse::kEach);
 // What it is for transposed data, or else.
 int64_t group_multiple(const Format& format, bool transposed);
 // What data and scales are kept in.

@@ -81,8 +81,9 @@ void run_nv(const Call& call, const Format& format, const Tensor& x, const Layou
 }  // namespace
 
 void quantize_into(const Call& call, const Format& format, const Outputs& outputs, const float* noop) {
-  const GroupTables tables = group_tables(call.argument(), call.group_sizes, call.input.size(0),
-                                          group_multiple(format, call.op.transposed));
+  const GroupTables tables =
+      group_tables(call.argument(), call.group_sizes, call.input.size(0),
+                   group_multiple(format, call.op.transposed), group_use(format, call.op.transposed));
   const Tensor x = call.input.contiguous();
   const Layout layout = make_layout(call.operand(), format, tables);
   format.is_nv() ? run_nv(call, format, x, layout, outputs, noop)

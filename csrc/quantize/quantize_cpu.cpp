@@ -28,16 +28,18 @@ void tensor_scales_cpu(const QuantizeArgs& args) {
   }
 }
 
-void row_tiles_cpu(const int32_t* offsets, int64_t groups, int64_t rows, int64_t row_tiles, int32_t* scratch,
-                   RowTile* table) {
-  std::copy_n(offsets, groups + 1, scratch);
-  int32_t* tile_offsets = scratch + groups + 1;
-  tile_offsets[0] = 0;
-  for (int64_t g = 0; g < groups; ++g) {
-    tile_offsets[g + 1] =
-        tile_offsets[g] + static_cast<int32_t>(ceil_div(offsets[g + 1] - offsets[g], kTile));
+void row_tiles_cpu(const int32_t* offsets, int64_t groups, const RowTables& tables) {
+  int32_t* begins = tables.offsets;
+  int32_t* tile_offsets = begins + tables.groups + 1;
+  begins[0] = tile_offsets[0] = 0;
+  for (int64_t g = 0; g < tables.groups; ++g) {
+    begins[g + 1] = offsets[tables.merged ? groups : g + 1];
+    tile_offsets[g + 1] = tile_offsets[g] + static_cast<int32_t>(ceil_div(begins[g + 1] - begins[g], kTile));
   }
-  for (int64_t i = 0; i < row_tiles; ++i) table[i] = row_tile_at(offsets, tile_offsets, groups, rows, i);
+  const int64_t count = Layout::row_tiles(tables.rows, tables.groups);
+  for (int64_t i = 0; i < count; ++i) {
+    tables.table[i] = row_tile_at(begins, tile_offsets, tables.groups, tables.rows, i);
+  }
 }
 
 void load_tile_cpu(const void* input, DType dtype, const Layout& layout, const Tile& tile, Values& values) {

@@ -19,16 +19,25 @@ constexpr int kSharedGroups = 1024;
 
 template <typename Size>
 __global__ void __launch_bounds__(kThreads)
-    row_tiles_kernel(const Size* sizes, int64_t groups, int64_t rows, int64_t row_tiles, int32_t* scratch,
-                     RowTile* table, WrongSizesWord* word) {
+    row_tiles_kernel(const Size* sizes, int64_t groups, const __grid_constant__ RowTables tables,
+                     WrongSizesWord* word) {
   __shared__ SizesScan<kThreads> scan;
   __shared__ BlockScan<int32_t, kThreads> tile_scan;
   __shared__ int32_t shared[2 * (kSharedGroups + 1)];
-  int32_t* offsets = groups <= kSharedGroups ? shared : scratch;
-  int32_t* tile_offsets = offsets + groups + 1;
+  const int64_t listed = tables.groups;
+  int32_t* offsets = listed <= kSharedGroups ? shared : tables.offsets;
+  int32_t* tile_offsets = offsets + listed + 1;
   if (threadIdx.x == 0) offsets[0] = tile_offsets[0] = 0;
+  if (threadIdx.x == 0 && tables.merged) offsets[1] = tile_offsets[1] = 0;
   int32_t carried = 0;
-  scan.visit(sizes, groups, rows, word, [&](int64_t g, int64_t begin, int64_t end) {
+  scan.visit(sizes, groups, tables.rows, word, [&](int64_t g, int64_t begin, int64_t end) {
+    if (tables.merged) {  // the last thread has the end of all so far
+      if (threadIdx.x == kThreads - 1) {
+        offsets[1] = static_cast<int32_t>(end);
+        tile_offsets[1] = static_cast<int32_t>(ceil_div(end, kTile));
+      }
+      return;
+    }
     int32_t total;
     const int32_t tile_end =
         carried + tile_scan.inclusive(static_cast<int32_t>(ceil_div(end - begin, kTile)), total);
@@ -39,25 +48,26 @@ __global__ void __launch_bounds__(kThreads)
     carried += total;
   });
   __syncthreads();
-  if (offsets != scratch) {
-    for (int64_t g = threadIdx.x; g <= groups; g += kThreads) scratch[g] = offsets[g];
+  if (offsets != tables.offsets) {
+    for (int64_t g = threadIdx.x; g <= listed; g += kThreads) tables.offsets[g] = offsets[g];
   }
-  for (int64_t i = threadIdx.x; i < row_tiles; i += kThreads) {
-    table[i] = row_tile_at(offsets, tile_offsets, groups, rows, i);
+  const int64_t count = Layout::row_tiles(tables.rows, listed);
+  for (int64_t i = threadIdx.x; i < count; i += kThreads) {
+    tables.table[i] = row_tile_at(offsets, tile_offsets, listed, tables.rows, i);
   }
 }
 
 }  // namespace
 
-void launch_row_tiles(const void* sizes, bool is_int64, int64_t groups, int64_t rows, int64_t row_tiles,
-                      int32_t* scratch, RowTile* table, WrongSizesWord* word, void* stream) {
+void launch_row_tiles(const void* sizes, bool is_int64, int64_t groups, const RowTables& tables,
+                      WrongSizesWord* word, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (is_int64) {
-    row_tiles_kernel<<<1, kThreads, 0, cuda_stream>>>(static_cast<const int64_t*>(sizes), groups, rows,
-                                                      row_tiles, scratch, table, word);
+    row_tiles_kernel<<<1, kThreads, 0, cuda_stream>>>(static_cast<const int64_t*>(sizes), groups, tables,
+                                                      word);
   } else {
-    row_tiles_kernel<<<1, kThreads, 0, cuda_stream>>>(static_cast<const int32_t*>(sizes), groups, rows,
-                                                      row_tiles, scratch, table, word);
+    row_tiles_kernel<<<1, kThreads, 0, cuda_stream>>>(static_cast<const int32_t*>(sizes), groups, tables,
+                                                      word);
   }
   check_launch("row_tiles_kernel");
 }
@@ -72,7 +82,7 @@ void launch_tensor_scales(const QuantizeArgs& args, void* stream) {
 void launch_quantize(const QuantizeArgs& args, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   launch_tensor_scales(args, stream);
-  const unsigned grid = tile_grid(args.layout);
+  const unsigned grid = block_grid(args.layout);
   if (grid == 0) return;
   visit_device_float(args.dtype, [&](auto type) {
     using T = decltype(type);

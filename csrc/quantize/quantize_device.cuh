@@ -287,8 +287,9 @@ template <DType element, typename T>
 __device__ __forceinline__ void write_columns(const QuantizeArgs& args, const Tile& tile,
                                               const Values<T>& values, int warp, int lane,
                                               const float* scales, TransposedTile& turned) {
+  const bool holds_rows = warp * kRowsPerThread < tile.rows;
 #pragma unroll
-  for (int c = 0; c < kColsPerThread; ++c) {
+  for (int c = 0; c < kColsPerThread && holds_rows; ++c) {
     uint32_t words[kRowsPerThread / 4];
 #pragma unroll
     for (int word = 0; word < kRowsPerThread / 4; ++word) {

@@ -3,7 +3,7 @@
 namespace transformer_plugin::quantize {
 
 void launch_quantize_mx(const QuantizeArgs& args, void* stream) {
-  const unsigned grid = tile_grid(args.layout);
+  const unsigned grid = block_grid(args.layout);
   if (grid == 0) return;
   visit_device_float(args.dtype, [&](auto type) {
     visit_fp8(args.element, [&](auto element) {

@@ -9,36 +9,38 @@ __global__ void __launch_bounds__(kThreads) turn_codes_kernel(const __grid_const
   __shared__ TransposedTile turned;
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
-  const Tile tile = block_tile(args.to.layout);
-  if (tile.rows == 0) return;
-  uint32_t codes[kRowsPerThread];
-  load_tile_codes(args.from, tile, warp, lane, codes);
-  uint4 columns[kColsPerThread];
+  for_each_tile(args.to.layout, [&](const Tile& tile) {
+    if (tile.rows == 0) return;
+    uint32_t codes[kRowsPerThread];
+    load_tile_codes(args.from, tile, warp, lane, codes);
+    uint4 columns[kColsPerThread];
 #pragma unroll
-  for (int word = 0; word < kRowsPerThread / 4; ++word) {
-    const uint32_t rows[4] = {codes[4 * word], codes[4 * word + 1], codes[4 * word + 2], codes[4 * word + 3]};
-    uint32_t words[4];
-    turn4(rows, words);
+    for (int word = 0; word < kRowsPerThread / 4; ++word) {
+      const uint32_t rows[4] = {codes[4 * word], codes[4 * word + 1], codes[4 * word + 2],
+                                codes[4 * word + 3]};
+      uint32_t words[4];
+      turn4(rows, words);
 #pragma unroll
-    for (int c = 0; c < kColsPerThread; ++c) (&columns[c].x)[word] = words[c];
-  }
+      for (int c = 0; c < kColsPerThread; ++c) (&columns[c].x)[word] = words[c];
+    }
 #pragma unroll
-  for (int c = 0; c < kColsPerThread; ++c) turned.chunk(lane * kColsPerThread + c, warp) = columns[c];
-  __syncthreads();
-  store_lines(args.to, tile, warp, lane, turned);
+    for (int c = 0; c < kColsPerThread; ++c) turned.chunk(lane * kColsPerThread + c, warp) = columns[c];
+    __syncthreads();
+    store_lines(args.to, tile, warp, lane, turned);
+  });
 }
 
 }  // namespace
 
 void launch_turn_codes(const RequantizeArgs& args, void* stream) {
-  const unsigned grid = tile_grid(args.to.layout);
+  const unsigned grid = block_grid(args.to.layout);
   if (grid == 0) return;
   turn_codes_kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
   check_launch("turn_codes_kernel");
 }
 
 void launch_requantize_transposed(const RequantizeArgs& args, void* stream) {
-  const unsigned grid = tile_grid(args.to.layout);
+  const unsigned grid = block_grid(args.to.layout);
   if (grid == 0) return;
   visit_device_float(args.to.dtype, [&](auto type) {
     visit_fp8(args.to.element, [&](auto element) {

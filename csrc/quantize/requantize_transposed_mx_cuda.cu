@@ -5,7 +5,7 @@
 namespace transformer_plugin::quantize {
 
 void launch_requantize_transposed_mx(const RequantizeArgs& args, void* stream) {
-  const unsigned grid = tile_grid(args.to.layout);
+  const unsigned grid = block_grid(args.to.layout);
   if (grid == 0) return;
   visit_device_float(args.to.dtype, [&](auto type) {
     visit_fp8(args.to.element, [&](auto element) {

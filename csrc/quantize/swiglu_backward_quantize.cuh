@@ -21,27 +21,28 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 2 : 1)
   auto& shared = *reinterpret_cast<BackwardShared<T, Family>*>(memory);
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
-  Tile tile = block_tile(half_of(args.layout));
-  const Tile second = linear_tile(tile, swiglu.features);
-  Family::begin(args, second);
-  if (!Family::begin(args, tile)) return;
-  Values<T> values;
-  activation::for_each_gradient<T, kRowsUnderWay<T> / 2>(swiglu, tile, warp, lane,
-                                                         [&](int r, Vector4<T> gate, Vector4<T> linear) {
-                                                           memcpy(values.at[r], &gate, sizeof(gate));
-                                                           shared.linear[r][threadIdx.x] = linear;
-                                                         });
+  for_each_tile(half_of(args.layout), [&](Tile tile) {
+    const Tile second = linear_tile(tile, swiglu.features);
+    Family::begin(args, second);
+    if (!Family::begin(args, tile)) return;
+    Values<T> values;
+    activation::for_each_gradient<T, kRowsUnderWay<T> / 2>(swiglu, tile, warp, lane,
+                                                           [&](int r, Vector4<T> gate, Vector4<T> linear) {
+                                                             memcpy(values.at[r], &gate, sizeof(gate));
+                                                             shared.linear[r][threadIdx.x] = linear;
+                                                           });
 #pragma unroll 1
-  for (int half = 0;; ++half) {
-    Family::write(args, tile, values, warp, lane, shared.tile);
-    if (half == 1) return;
-    tile = second;
+    for (int half = 0;; ++half) {
+      Family::write(args, tile, values, warp, lane, shared.tile);
+      if (half == 1) return;
+      tile = second;
 #pragma unroll
-    for (int r = 0; r < kRowsPerThread; ++r) {
-      memcpy(values.at[r], &shared.linear[r][threadIdx.x], sizeof(Vector4<T>));
+      for (int r = 0; r < kRowsPerThread; ++r) {
+        memcpy(values.at[r], &shared.linear[r][threadIdx.x], sizeof(Vector4<T>));
+      }
+      __syncthreads();  // the first tile has left shared memory
     }
-    __syncthreads();  // the first tile has left shared memory
-  }
+  });
 }
 
 template <typename T, typename Family>
@@ -57,7 +58,7 @@ void launch_backward_as(const typename Family::Args& args, const SwigluBackwardA
 // In FP8. `Stream` is the form of the family for rows that stream.
 template <template <DType> typename Family, typename Stream>
 void launch_backward(const QuantizeArgs& args, const SwigluBackwardArgs& swiglu, void* stream) {
-  const unsigned grid = tile_grid(half_of(args.layout));
+  const unsigned grid = block_grid(half_of(args.layout));
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (grid > 0 && can_stream(args, swiglu.grad, swiglu.input)) {
     launch_backward_stream<Stream>(args, swiglu, grid, cuda_stream);

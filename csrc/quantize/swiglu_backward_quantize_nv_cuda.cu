@@ -4,7 +4,7 @@
 namespace transformer_plugin::quantize {
 
 void launch_swiglu_backward_quantize_nv(const NvArgs& args, const SwigluBackwardArgs& swiglu, void* stream) {
-  const unsigned grid = tile_grid(half_of(args.layout));
+  const unsigned grid = block_grid(half_of(args.layout));
   if (grid > 0) {
     visit_device_float(args.dtype, [&](auto type) {
       using T = decltype(type);

@@ -120,33 +120,34 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
   extern __shared__ __align__(16) uint8_t memory[];
   auto& shared = *reinterpret_cast<BackwardStreamShared<T, Family>*>(memory);
   const QuantizeArgs args = streamed(given, Family::kMode);
-  Tile tile = block_tile(half_of(args.layout));
-  const Tile second = linear_tile(tile, swiglu.features);
-  Family::begin(args, second);
-  if (!Family::begin(args, tile)) return;
-  const StreamPlace place(tile);
-  SwigluBackwardStream<T> source(swiglu, tile, place);
-  Writer of_gates(args, tile, place, 0), of_linears(args, tile, place, swiglu.features);
-  StreamSums sums(place);
+  for_each_tile(half_of(args.layout), [&](Tile tile) {
+    const Tile second = linear_tile(tile, swiglu.features);
+    Family::begin(args, second);
+    if (!Family::begin(args, tile)) return;
+    const StreamPlace place(tile);
+    SwigluBackwardStream<T> source(swiglu, tile, place);
+    Writer of_gates(args, tile, place, 0), of_linears(args, tile, place, swiglu.features);
+    StreamSums sums(place);
 #pragma unroll 1
-  for (int r = 0; r < kRowsPerThread; r += kStreamRows) {
-    const EightGradients<T> gradients = source.next(r, place);
-    shared.gates.put(gradients.gates, r, place);
-    shared.linears.put(gradients.linears, r, place);
-    if (args.rowwise) of_gates.add(args, gradients.gates, r, place);
-    if (args.rowwise) of_linears.add(args, gradients.linears, r, place);
-    if (swiglu.partial) sums.add(gradients.sum, r);
-  }
-  if (swiglu.partial) sums.finish(swiglu, tile, place);
-  if (args.rowwise) of_gates.scales.finish(args, tile, place);
-  if (args.rowwise) of_linears.scales.finish(args, second, place);
-  if (!args.transposed) return;
+    for (int r = 0; r < kRowsPerThread; r += kStreamRows) {
+      const EightGradients<T> gradients = source.next(r, place);
+      shared.gates.put(gradients.gates, r, place);
+      shared.linears.put(gradients.linears, r, place);
+      if (args.rowwise) of_gates.add(args, gradients.gates, r, place);
+      if (args.rowwise) of_linears.add(args, gradients.linears, r, place);
+      if (swiglu.partial) sums.add(gradients.sum, r);
+    }
+    if (swiglu.partial) sums.finish(swiglu, tile, place);
+    if (args.rowwise) of_gates.scales.finish(args, tile, place);
+    if (args.rowwise) of_linears.scales.finish(args, second, place);
+    if (!args.transposed) return;
 #pragma unroll 1
-  for (int half = 0; half < 2; ++half) {
-    StreamTile<T>& waiting = half == 0 ? shared.gates : shared.linears;
-    Family::template write_transposed<element>(args, tile, place, shared.columns, waiting);
-    tile = second;
-  }
+    for (int half = 0; half < 2; ++half) {
+      StreamTile<T>& waiting = half == 0 ? shared.gates : shared.linears;
+      Family::template write_transposed<element>(args, tile, place, shared.columns, waiting);
+      tile = second;
+    }
+  });
 }
 
 template <typename Family>

@@ -70,7 +70,8 @@ void launch(const NvArgs& args, const float* probs, void* stream) {
 Outputs run(const Call& call) {
   const Format format = check_arguments(call);
   const GroupTables tables = group_tables(call.argument(), call.groups(), call.input.size(0),
-                                          group_multiple(format, call.op.directions.transposed));
+                                          group_multiple(format, call.op.directions.transposed),
+                                          group_use(format, call.op.directions.transposed));
   const Outputs outputs = make(call, format);
   const Tensor x = call.input.contiguous();
   const Tensor p = call.probs ? call.probs->contiguous() : Tensor();

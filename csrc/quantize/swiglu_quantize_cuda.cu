@@ -7,10 +7,10 @@ namespace transformer_plugin::quantize {
 
 void launch_swiglu_quantize(const QuantizeArgs& args, const float* probs, void* stream) {
   launch_tensor_scales(args, stream);
-  const unsigned grid = tile_grid(args.layout);
+  const unsigned grid = block_grid(args.layout);
   if (grid == 0) return;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (can_stream(args, args.input)) return launch_swiglu_stream<Fp8Stream>(args, probs, grid, cuda_stream);
+  if (can_stream(args, args.input)) return launch_swiglu_stream<Fp8Stream>(args, probs, cuda_stream);
   visit_device_float(args.dtype, [&](auto type) {
     visit_fp8(args.element, [&](auto element) {
       using Source = SwigluSource<decltype(type)>;

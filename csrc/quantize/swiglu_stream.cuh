@@ -139,31 +139,34 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks)
   __shared__ typename Family::Columns columns;
   __shared__ StreamTile<T> waiting;
   const QuantizeArgs args = streamed(given, Family::kMode);
-  const Tile tile = block_tile(args.layout);
-  if (!Family::begin(args, tile)) return;
-  const StreamPlace place(tile);
-  SwigluStream<T> source(args.input, args.layout.cols, probs, tile, place);
-  RowWriter<typename Family::template Rows<element>> rows(args, tile, place, 0);
+  for_each_tile(args.layout, [&](const Tile& tile) {
+    if (!Family::begin(args, tile)) return;
+    const StreamPlace place(tile);
+    SwigluStream<T> source(args.input, args.layout.cols, probs, tile, place);
+    RowWriter<typename Family::template Rows<element>> rows(args, tile, place, 0);
 #pragma unroll 1
-  for (int r = 0; r < kRowsPerThread; r += kStreamRows) {
-    const Eight<T> values = source.next(r, place);
-    waiting.put(values, r, place);
-    if (args.rowwise) rows.add(args, values, r, place);
-  }
-  if (args.rowwise) rows.scales.finish(args, tile, place);
-  Family::template write_transposed<element>(args, tile, place, columns, waiting);
+    for (int r = 0; r < kRowsPerThread; r += kStreamRows) {
+      const Eight<T> values = source.next(r, place);
+      waiting.put(values, r, place);
+      if (args.rowwise) rows.add(args, values, r, place);
+    }
+    if (args.rowwise) rows.scales.finish(args, tile, place);
+    Family::template write_transposed<element>(args, tile, place, columns, waiting);
+  });
 }
 
 template <typename Family>
-void launch_swiglu_stream(const QuantizeArgs& args, const float* probs, unsigned grid, cudaStream_t stream) {
+void launch_swiglu_stream(const QuantizeArgs& args, const float* probs, cudaStream_t stream) {
   visit_fp8(args.element, [&](auto element) {
     const auto launch = [&](auto type) {
       using T = decltype(type);
       constexpr DType e = decltype(element)::value;
       if (args.transposed) {
-        swiglu_quantize_columns_kernel<T, Family, e><<<grid, kThreads, 0, stream>>>(args, probs);
+        swiglu_quantize_columns_kernel<T, Family, e>
+            <<<block_grid(args.layout), kThreads, 0, stream>>>(args, probs);
       } else {
-        swiglu_quantize_rows_kernel<T, Family, e><<<grid, kThreads, 0, stream>>>(args, probs);
+        swiglu_quantize_rows_kernel<T, Family, e>
+            <<<tile_grid(args.layout), kThreads, 0, stream>>>(args, probs);
       }
     };
     args.dtype == DType::kFloat16 ? launch(__half{}) : launch(__nv_bfloat16{});

@@ -24,6 +24,32 @@ static_assert(kColsPerThread == 4, "a thread's columns are one word of codes");
 // The tile of this block.
 __device__ __forceinline__ Tile block_tile(const Layout& layout) { return tile_at(layout, blockIdx.x); }
 
+// Blocks of a grid whose kernel calls for_each_tile. The table of a ragged matrix may have up to twice as many row tiles as
+// hold rows, and a block that finds nothing takes time to start. So there are only as many blocks as the matrix without
+// groups would take, or as half of its row tiles need.
+inline unsigned block_grid(const Layout& layout) {
+  if (!layout.grouped()) return static_cast<unsigned>(layout.tiles());
+  const int64_t half = ceil_div(layout.row_tiles(), 2), least = ceil_div(layout.rows, kTile);
+  return static_cast<unsigned>((half > least ? half : least) * layout.col_tiles());
+}
+
+// Calls work(tile) with the tiles of this block, all threads together: one, and of a ragged matrix up to two.
+template <typename Work>
+__device__ __forceinline__ void for_each_tile(const Layout& layout, Work work) {
+  int32_t used = INT32_MAX;
+#pragma unroll 1
+  for (uint32_t index = blockIdx.x;;) {
+    const Tile tile = tile_at(layout, index, used);
+    work(tile);
+    if (!layout.grouped()) return;
+    used = tile.used;
+    index += gridDim.x;
+    if (index >= static_cast<uint32_t>(layout.row_tiles()) * static_cast<uint32_t>(layout.col_tiles()))
+      return;
+    __syncthreads();  // the first tile has left shared memory
+  }
+}
+
 // 4 codes, the first in the lowest byte.
 struct Codes4 {
   uint32_t word = 0;

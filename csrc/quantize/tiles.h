@@ -60,7 +60,7 @@ struct alignas(16) RowTile {
   int32_t group;  // the number of groups for the tail
   int32_t row;    // first, counted from the first of the buffer
   int32_t rows;   // at most kTile, 0 past the tail
-  int32_t unused;
+  int32_t used;   // row tiles of the matrix that hold rows, which are the first
 };
 
 struct Layout {
@@ -113,7 +113,8 @@ struct Tile {
   int64_t col;
   int rows;  // at most kTile, 0 when the tile is not used
   int cols;
-  bool tail;  // past the last group
+  int32_t used;  // RowTile's, of a ragged matrix
+  bool tail;     // past the last group
 };
 
 // Row tile `index` of a ragged matrix, from [groups + 1] rows and row tiles where groups begin.
@@ -133,12 +134,14 @@ TP_HOST_DEVICE RowTile row_tile_at(const int32_t* offsets, const int32_t* tile_o
   const int64_t row = offsets[low] + (index - tile_offsets[low]) * kTile;
   const int64_t left = (low == groups ? rows : offsets[low + 1]) - row;
   const int64_t used = left < 0 ? 0 : (left < kTile ? left : kTile);
+  const int64_t all = tile_offsets[groups] + ceil_div(rows - offsets[groups], kTile);
   // A tile past the tail begins past the buffer, which 32 bits need not hold.
   return {static_cast<int32_t>(low), static_cast<int32_t>(used == 0 ? rows : row), static_cast<int32_t>(used),
-          0};
+          static_cast<int32_t>(all)};
 }
 
-TP_HOST_DEVICE Tile tile_at(const Layout& layout, int64_t index) {
+// `used` is what another tile of the matrix said, which spares reading the table for tiles that hold nothing.
+TP_HOST_DEVICE Tile tile_at(const Layout& layout, int64_t index, int32_t used = INT32_MAX) {
   // Tiles fit a grid, so their numbers fit 32 bits, whose division costs a GPU a fifth of a 64-bit one.
   const uint32_t row_tiles = static_cast<uint32_t>(layout.row_tiles());
   const uint32_t col_tiles = static_cast<uint32_t>(layout.col_tiles());
@@ -147,21 +150,18 @@ TP_HOST_DEVICE Tile tile_at(const Layout& layout, int64_t index) {
   const uint32_t member = layout.members == 1 ? 0 : band / row_tiles;
   tile.member = static_cast<int32_t>(member);
   tile.row_tile = static_cast<int32_t>(band - member * row_tiles);
-  // Of a ragged matrix the last row tiles may hold nothing, up to half of them. Blocks that find that out cost little
-  // between others and much in a row at the end, so the two halves alternate.
-  if (layout.grouped()) {
-    const int32_t half = tile.row_tile / 2;
-    tile.row_tile = tile.row_tile % 2 == 0 ? half : static_cast<int32_t>((row_tiles + 1) / 2) + half;
-  }
   tile.col_tile = static_cast<int32_t>(static_cast<uint32_t>(index) - band * col_tiles);
   if (layout.grouped()) {
-    const RowTile row_tile = layout.row_tile_table[tile.row_tile];
+    RowTile row_tile = {static_cast<int32_t>(layout.groups), static_cast<int32_t>(layout.rows), 0, used};
+    if (tile.row_tile < used) row_tile = layout.row_tile_table[tile.row_tile];
     tile.group = row_tile.group;
+    tile.used = row_tile.used;
     tile.tail = row_tile.group == layout.groups;
     tile.row = row_tile.row;
     tile.rows = row_tile.rows;
   } else {
     tile.group = tile.member;
+    tile.used = 0;
     tile.tail = false;
     tile.row = static_cast<int64_t>(tile.row_tile) * kTile;
     const int64_t rows = layout.rows - tile.row;
@@ -248,11 +248,18 @@ TP_HOST_DEVICE void zero_word_padding(const Layout& layout, const Tile& tile, bo
   }
 }
 
-// Fill the table of a matrix with so many rows and row tiles. `scratch` holds 2 * (groups + 1) numbers, of which the first
-// groups + 1 become the rows where groups begin.
-void row_tiles_cpu(const int32_t* offsets, int64_t groups, int64_t rows, int64_t row_tiles, int32_t* scratch,
-                   RowTile* table);
-void launch_row_tiles(const void* sizes, bool is_int64, int64_t groups, int64_t rows, int64_t row_tiles,
-                      int32_t* scratch, RowTile* table, WrongSizesWord* word, void* stream);
+// The table of a matrix with so many rows, and what it is made from.
+struct RowTables {
+  int64_t groups;    // of the table: one for all where `merged`
+  int64_t rows;      // of the buffer
+  RowTile* table;    // [Layout::row_tiles(rows, groups)]
+  int32_t* offsets;  // [groups + 1], rows where groups begin, and as many row tiles after them
+  bool merged;       // all rows of groups as one group, for what does not depend on the group of a row
+};
+
+// Fill it from the rows where all groups begin, or from their sizes.
+void row_tiles_cpu(const int32_t* offsets, int64_t groups, const RowTables& tables);
+void launch_row_tiles(const void* sizes, bool is_int64, int64_t groups, const RowTables& tables,
+                      WrongSizesWord* word, void* stream);
 
 }  // namespace transformer_plugin::quantize
