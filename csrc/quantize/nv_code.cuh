@@ -97,13 +97,6 @@ __device__ __forceinline__ float unpack(const NvPairs<T>& pairs, NvValues& value
   return max_abs_nan(fabsf(two.x), two.y);
 }
 
-// The largest magnitude that is a number.
-__device__ __noinline__ inline float largest_number(const float (&x)[kNvBlock]) {
-  float largest = 0.0f;
-  for (int i = 0; i < kNvBlock; ++i) largest = fmaxf(largest, fabsf(x[i]));
-  return largest;
-}
-
 template <typename Round>
 __device__ __forceinline__ uint2 pack(const float (&x)[kNvBlock], float factor, Round&& round) {
   uint32_t words[2] = {0, 0};
@@ -121,23 +114,14 @@ __device__ __forceinline__ uint2 pack_any(const float (&x)[kNvBlock], float fact
               [&](float value, int i) { return e2m1_stochastic(value, random.word[i / 4], i % 4); });
 }
 
-// The same, out of line. Their arguments are in memory, so callers give them a copy that only they have.
-__device__ __noinline__ inline uint2 pack_rare(const float (&x)[kNvBlock], float factor) {
-  return pack_any(x, factor);
-}
-__device__ __noinline__ inline uint2 pack_rare(const float (&x)[kNvBlock], float factor,
-                                               const Philox4& random) {
-  return pack_any(x, factor, random);
-}
-
 // The least of three floats that are not negative: they order like their bits, for which there is one instruction.
 __device__ __forceinline__ uint32_t least_bits(float a, float b, float c) {
   return __vimin3_u32(__float_as_uint(a), __float_as_uint(b), __float_as_uint(c));
 }
 
-// Eight codes without signs. Places are the last bits of floats (fp4.h), which add up as integers: of the bits above them
-// those of the first two codes are left, and taken away.
-__device__ __forceinline__ uint32_t pack_places(const float* x, float factor) {
+// Eight codes. Places are the last bits of floats (fp4.h), which add up as integers: of the bits above them those of the
+// first two codes are left, and taken away.
+__device__ __forceinline__ uint32_t pack_nearest(const float* x, float factor, uint32_t signs) {
   uint32_t word = 0;
 #pragma unroll
   for (int i = 7; i >= 0; --i) {
@@ -146,32 +130,35 @@ __device__ __forceinline__ uint32_t pack_places(const float* x, float factor) {
                 c = fmaf(p, 0.5f, kE2m1Shift + 4.0f);
     word = word * 16u + least_bits(a, b, c);
   }
-  return word - (kE2m1ShiftBits + (kE2m1ShiftBits << 4));
+  return word + signs - (kE2m1ShiftBits + (kE2m1ShiftBits << 4));
 }
 
-// Four codes, rounded at random, in the even half bytes: of each value e2m1_fine_place, of which a float's last 16 bits
-// are enough, and its byte.
-__device__ __forceinline__ uint32_t pack_stochastic4(const float* x, float factor, uint32_t random) {
-  uint32_t fine[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float p = fabsf(x[i]) * factor;
-    const float a = __fmaf_rd(p, 512.0f, kE2m1Shift), b = __fmaf_rd(p, 256.0f, kE2m1Shift + 512.0f),
-                c = __fmaf_rd(p, 128.0f, kE2m1Shift + 1024.0f);
-    fine[i] = least_bits(a, b, c);
-  }
-  constexpr uint32_t kMost = 0x07ff07ffu;  // of magnitudes past 6
-  const uint32_t low =
-      __viaddmin_u16x2(__byte_perm(fine[0], fine[1], 0x5410), __byte_perm(random, 0, 0x4140), kMost);
-  const uint32_t high =
-      __viaddmin_u16x2(__byte_perm(fine[2], fine[3], 0x5410), __byte_perm(random, 0, 0x4342), kMost);
-  return __byte_perm(low, high, 0x7531);
+// Two codes rounded at random, from bit 9 of each half on, of magnitudes in units of four times their scale, and of their
+// bytes in the low parts of the halves.
+//
+// E2M1 of at least 1 is a float that is cut off behind the first bit of its mantissa; below 1 its steps are even, as those of
+// (p + 1) / 2 are, which is the larger one there and the smaller one above. A quarter of that as a half has the place above
+// 9 bits, of which the random byte takes the upper 8: what is cut off below them could not carry.
+__device__ __forceinline__ uint32_t random_places(float low, float high, uint32_t bytes) {
+  const float a = fmaxf(low, __fmaf_rd(low, 0.5f, 0.125f)), b = fmaxf(high, __fmaf_rd(high, 0.5f, 0.125f));
+  uint32_t halves;
+  asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(b), "f"(a));
+  constexpr uint32_t kMost = 0x3fff3fffu;  // of magnitudes past 6
+  return __vminu2(halves + 2u * bytes, kMost);
 }
 
-__device__ __forceinline__ uint32_t pack_stochastic(const float* x, float factor, uint32_t random0,
-                                                    uint32_t random1) {
-  const uint32_t low = pack_stochastic4(x, factor, random0), high = pack_stochastic4(x + 4, factor, random1);
-  return __byte_perm(low | (low >> 4), high | (high >> 4), 0x6420);
+// Four codes in bytes 0 and 2.
+__device__ __forceinline__ uint32_t pack_random4(const float* x, float quarter, uint32_t random) {
+  const uint32_t even = random_places(fabsf(x[0]) * quarter, fabsf(x[2]) * quarter, random & 0x00ff00ffu);
+  const uint32_t odd =
+      random_places(fabsf(x[1]) * quarter, fabsf(x[3]) * quarter, __byte_perm(random, 0, 0x4341));
+  return ((even >> 9) & 0x00070007u) | ((odd >> 5) & 0x00700070u);
+}
+
+__device__ __forceinline__ uint32_t pack_random(const float* x, float quarter, uint32_t random0,
+                                                uint32_t random1, uint32_t signs) {
+  const uint32_t low = pack_random4(x, quarter, random0), high = pack_random4(x + 4, quarter, random1);
+  return __byte_perm(low, high, 0x6420) | signs;
 }
 
 __device__ __forceinline__ float error_of(const float (&x)[kNvBlock], uint2 codes, float decode,
@@ -199,83 +186,95 @@ __device__ __forceinline__ bool is_fast(const NvGlobal& global) {
   return global.inverse > 1e-30f && global.inverse < 1e30f;
 }
 
-// nv_scale, of a matrix for which is_fast. The steps make a NaN of the inverse of 0, which the minimum leaves out.
+// nv_scale, of a matrix for which is_fast and of a target that is a number. The steps make a NaN of the inverse of 0, which
+// the minimum leaves out.
 __device__ __forceinline__ NvScale nv_scale_fast(float target, const NvGlobal& global) {
+  uint16_t code;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(code) : "f"(0.0f), "f"(target));
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(code));
+  __half2 value;
+  memcpy(&value, &halves, sizeof(value));
   NvScale scale;
-  scale.code = nv_e4m3(fminf(target, kLargestFloat));
-  scale.decode = nv_e4m3_to_float(scale.code) * global.inverse;
+  scale.code = static_cast<uint8_t>(code);
+  scale.decode = __low2float(value) * global.inverse;
   scale.encode = fminf(reciprocal_by_steps(scale.decode), kLargestFloat);
   return scale;
 }
 
-// `amax` is what the scale is found from, `check` at least the largest magnitude of the values, NaN if one is. `number` is
-// the block's, for its random bits.
+// The largest magnitude that is a number.
+__device__ __forceinline__ float largest_number(const float (&x)[kNvBlock]) {
+  float largest = 0.0f;
+  for (int i = 0; i < kNvBlock; ++i) largest = fmaxf(largest, fabsf(x[i]));
+  return largest;
+}
+
+// Any block, out of line. Values and all else come in registers.
 template <NvCoding coding>
-__device__ __forceinline__ NvBlock encode_with(const NvArgs& args, const NvValues& values, float amax,
-                                               float check, const NvGlobal& global, int64_t number,
-                                               uint32_t direction) {
+__device__ __noinline__ NvBlock encode_rare(const NvValues values, float amax, const NvGlobal global,
+                                            const Philox4 random) {
+  const float known = amax == amax ? amax : largest_number(values.at);
+  const NvScale scale = nv_scale(known * global.sixth, global);
+  if constexpr (coding == NvCoding::kStochastic)
+    return {pack_any(values.at, scale.encode, random), scale.code};
+  return {pack_any(values.at, scale.encode), scale.code};
+}
+
+// `amax` is what the scale is found from, `check` at least the largest magnitude of the values; either is NaN if a value is
+// and it was found from them.
+template <NvCoding coding>
+__device__ __forceinline__ NvBlock encode_with(NvMethod method, const NvValues& values, float amax,
+                                               float check, const NvGlobal& global, const Philox4& random) {
   const float(&x)[kNvBlock] = values.at;
-  const float target = amax * global.sixth;
   if constexpr (coding == NvCoding::kFourOverSix) {
-    return encode_four_over_six(x, target, global, args.method == NvMethod::kFourOverSixMse);
+    const float known = amax == amax ? amax : largest_number(x);
+    return encode_four_over_six(x, known * global.sixth, global, method == NvMethod::kFourOverSixMse);
   }
-  NvScale scale = nv_scale_fast(target, global);
-  const bool rare = !(check * scale.encode < kNvFastBound && is_fast(global));
-  if (rare) scale = nv_scale(target, global);
+  const NvScale scale = nv_scale_fast(amax * global.sixth, global);
+  const bool is_common = check * scale.encode < kNvFastBound && is_fast(global);
+  if (!is_common) return encode_rare<coding>(values, amax, global, random);
+  const uint2 signs = values.signs;
   uint2 codes;
   if constexpr (coding == NvCoding::kStochastic) {
-    const Philox4 random = nv_random(static_cast<uint64_t>(*args.seed), number, direction);
-    if (rare) {
-      const NvValues copy = values;
-      const Philox4 own = random;
-      return {pack_rare(copy.at, scale.encode, own), scale.code};
-    }
-    codes.x = pack_stochastic(x, scale.encode, random.word[0], random.word[1]);
-    codes.y = pack_stochastic(x + 8, scale.encode, random.word[2], random.word[3]);
+    const float quarter = scale.encode * 0.25f;
+    codes.x = pack_random(x, quarter, random.word[0], random.word[1], signs.x);
+    codes.y = pack_random(x + 8, quarter, random.word[2], random.word[3], signs.y);
   } else {
-    if (rare) {
-      const NvValues copy = values;
-      return {pack_rare(copy.at, scale.encode), scale.code};
-    }
-    codes.x = pack_places(x, scale.encode);
-    codes.y = pack_places(x + 8, scale.encode);
+    codes.x = pack_nearest(x, scale.encode, signs.x);
+    codes.y = pack_nearest(x + 8, scale.encode, signs.y);
   }
-  codes.x |= values.signs.x;
-  codes.y |= values.signs.y;
   return {codes, scale.code};
 }
 
 // What is not kNearest, by the method: out of line, for its size.
-__device__ __noinline__ inline NvBlock encode_by_method(const NvArgs& args, const NvValues& values,
-                                                        float amax, float check, const NvGlobal& global,
-                                                        int64_t number, uint32_t direction) {
-  if (args.method == NvMethod::kStochastic) {
-    return encode_with<NvCoding::kStochastic>(args, values, amax, check, global, number, direction);
+__device__ __noinline__ inline NvBlock encode_by_method(NvMethod method, const NvValues values, float amax,
+                                                        float check, const NvGlobal global,
+                                                        const Philox4 random) {
+  if (method == NvMethod::kStochastic) {
+    return encode_with<NvCoding::kStochastic>(method, values, amax, check, global, random);
   }
-  return encode_with<NvCoding::kFourOverSix>(args, values, amax, check, global, number, direction);
+  return encode_with<NvCoding::kFourOverSix>(method, values, amax, check, global, random);
 }
 
 // Likewise, with any coding.
 template <NvCoding coding>
-__device__ __forceinline__ NvBlock encode_block(const NvArgs& args, const NvValues& values, float amax,
-                                                float check, const NvGlobal& global, int64_t number,
-                                                uint32_t direction) {
-  if constexpr (coding == NvCoding::kAny) {
-    if (args.method == NvMethod::kNearest) {
-      return encode_with<NvCoding::kNearest>(args, values, amax, check, global, number, direction);
-    }
-    const NvValues copy = values;
-    return encode_by_method(args, copy, amax, check, global, number, direction);
+__device__ __forceinline__ NvBlock encode_block(NvMethod method, const NvValues& values, float amax,
+                                                float check, const NvGlobal& global, const Philox4& random) {
+  if constexpr (coding != NvCoding::kAny) {
+    return encode_with<coding>(method, values, amax, check, global, random);
   } else {
-    return encode_with<coding>(args, values, amax, check, global, number, direction);
+    if (method != NvMethod::kNearest) return encode_by_method(method, values, amax, check, global, random);
+    return encode_with<NvCoding::kNearest>(method, values, amax, check, global, random);
   }
 }
 
-// The largest magnitude that is a number, given the largest that may be NaN.
-__device__ __forceinline__ float number_of(float check, const NvValues& values) {
-  if (check == check) return check;
-  const NvValues copy = values;
-  return largest_number(copy.at);
+// The random bits of a block, where they are needed.
+template <NvCoding coding>
+__device__ __forceinline__ Philox4 block_random(const NvArgs& args, int64_t number, uint32_t direction) {
+  if (coding == NvCoding::kStochastic || (coding == NvCoding::kAny && args.method == NvMethod::kStochastic)) {
+    return nv_random(static_cast<uint64_t>(*args.seed), number, direction);
+  }
+  return {};
 }
 
 }  // namespace transformer_plugin::quantize

@@ -4,7 +4,9 @@
 // whose codes and scales are 0.
 #pragma once
 
-#include "quantize/nv_code.cuh"
+#include <algorithm>
+
+#include "quantize/nv_whole.cuh"
 
 namespace transformer_plugin::quantize {
 
@@ -15,15 +17,8 @@ struct NvShared {
   static constexpr int kPassRows = sizeof(T) == 2 ? 16 : 8;  // of a warp, handed around at once
   static constexpr int kPitch = kTile + 16 / sizeof(T);      // so that two rows lie in different banks
   alignas(16) T rows[kWarps][kPassRows][kPitch];
-  uint2 turned[kTile * kNvBlocks];  // codes of transposed data, by columns
+  NvTurned turned;
   alignas(4) uint8_t scales_t[kNvBlocks][kTile];
-
-  // A warp writes one block of 32 columns at a time, 4 apart, and reads whole columns. So that neither conflict, blocks
-  // are permuted within a column, and every other 8 lanes swap columns with their neighbours.
-  __device__ __forceinline__ uint2& turned_at(int column, int block) {
-    const int lane = column / kColsPerThread;
-    return turned[(column ^ ((lane / kNvBlocks) & 1)) * kNvBlocks + (block ^ (lane % kNvBlocks))];
-  }
 };
 
 // 16 neighbours, zero unless they are there.
@@ -87,11 +82,12 @@ __device__ __forceinline__ void write_row_block(const NvArgs& args, const Tile& 
   }
   NvValues values;
   const float check = unpack<T>(pairs, values);
-  const float amax = is_square ? square : number_of(check, values);
+  const float amax = is_square ? square : check;
   const int64_t number = (rows.first_element >> kNvBlockShift) + rows.blocks_to(row);
   // A NaN among the values is what the check is for; the block's largest may be another's.
   const float bound = is_square && check == check ? square : check;
-  const NvBlock coded = encode_block<coding>(args, values, amax, bound, global, number, 0);
+  const NvBlock coded =
+      encode_block<coding>(args.method, values, amax, bound, global, block_random<coding>(args, number, 0));
   if (row >= tile.rows) return;
   if (rows.has_codes) reinterpret_cast<uint2*>(rows.data)[rows.blocks_to(row)] = coded.codes;
   if (rows.has_scale) rows.scale[rows.lines.at(row, rows.word)] = coded.scale;
@@ -105,9 +101,6 @@ __device__ __forceinline__ float square_amax(const Values<T>& values) {
   largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
   return fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
 }
-
-// The rows of a warp. Of 8 lanes that read together 4 have the first blocks of one row, and 4 of the next.
-__device__ __forceinline__ int block_of_lane(int lane) { return lane % 4 + lane / 8 % 2 * 4; }
 
 template <NvCoding coding, typename T>
 __device__ __forceinline__ void encode_rows(const NvArgs& args, const Tile& tile, const NvRows& rows,
@@ -221,12 +214,13 @@ __device__ __forceinline__ void encode_columns(const NvArgs& args, const Tile& t
       NvValues x;
       float& check = checks[c];
       take_column<hadamard>(values, c, x, check);
-      const float amax = layout.square ? square : number_of(check, x);
+      const float amax = layout.square ? square : check;
       const float bound = layout.square && check == check ? square : check;
       const int64_t first = (columns.first_line + column) * layout.rows + tile.row + warp * kNvBlock;
-      coded = encode_block<coding>(args, x, amax, bound, global, first >> kNvBlockShift, 1);
+      coded = encode_block<coding>(args.method, x, amax, bound, global,
+                                   block_random<coding>(args, first >> kNvBlockShift, 1));
     }
-    shared.turned_at(column, warp) = coded.codes;
+    shared.turned.words[NvTurned::place(column, warp)] = coded.codes;
     scales.set(c, coded.scale);
   }
   *reinterpret_cast<uint32_t*>(&shared.scales_t[warp][lane * kColsPerThread]) = scales.word;
@@ -247,7 +241,7 @@ __device__ __forceinline__ void store_columns(const NvArgs& args, const Tile& ti
 #pragma unroll
   for (int i = 0; i < kTile / kStep; ++i, column += kStep, target += stride) {
     if (column >= tile.cols) return;
-    uint2 codes = shared.turned_at(column, block);
+    uint2 codes = shared.turned.words[NvTurned::place(column, block)];
     if (broken) codes = {0, 0};
     *reinterpret_cast<uint2*>(target) = codes;
   }
@@ -260,10 +254,8 @@ __device__ __forceinline__ void store_column_scales(const NvArgs& args, const Ti
   static_assert(kThreads == 2 * kTile, "a thread has one of a line's two words");
   const int column = threadIdx.x / 2, word = threadIdx.x % 2;
   if (column >= tile.cols || word >= lines.count) return;
-  Codes4 scales;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) scales.set(i, shared.scales_t[4 * word + i][column]);
-  *reinterpret_cast<uint32_t*>(args.scale_t + lines.at(column, word)) = scales.word;
+  *reinterpret_cast<uint32_t*>(args.scale_t + lines.at(column, word)) =
+      column_scales(shared.scales_t, column, word);
 }
 
 // Of a tile past the last group: transposed scales have a place for it.
@@ -276,8 +268,7 @@ __device__ __forceinline__ void zero_scales(const NvArgs& args, const Tile& tile
 
 // Padding of the scales, and the scales of a tile past the last group. Says whether the tile is to be written.
 __device__ __forceinline__ bool begin_nv_tile(const NvArgs& args, const Tile& tile) {
-  if (args.rowwise) zero_word_padding(args.layout, tile, false, args.scale, threadIdx.x, kThreads);
-  if (args.transposed) zero_word_padding(args.layout, tile, true, args.scale_t, threadIdx.x, kThreads);
+  zero_nv_padding(args, tile);
   if (tile.rows > 0) return true;
   if (args.transposed) zero_scales(args, tile);
   return false;
@@ -312,13 +303,21 @@ __device__ __forceinline__ void quantize_nv_tile(const NvArgs& args, const Tile&
   write_nv_tile<coding, hadamard>(args, tile, values, warp, lane, shared);
 }
 
+// Every tile, or by any number of blocks those that nv_whole_kernel leaves.
 template <typename T, NvCoding coding, bool hadamard>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
-    quantize_nv_kernel(const __grid_constant__ NvArgs args) {
+    quantize_nv_kernel(const __grid_constant__ NvArgs args, bool all) {
   __shared__ NvShared<T> shared;
   if (args.is_noop()) return;
-  for_each_tile(args.layout,
-                [&](const Tile& tile) { quantize_nv_tile<coding, hadamard>(args, tile, shared); });
+  const uint32_t tiles = static_cast<uint32_t>(args.layout.tiles());
+  int32_t used = INT32_MAX;
+  for (uint32_t i = blockIdx.x; i < tiles; i += gridDim.x) {
+    const Tile tile = tile_at(args.layout, i, used);
+    used = tile.used;
+    if (!all && is_whole(tile)) continue;
+    quantize_nv_tile<coding, hadamard>(args, tile, shared);
+    __syncthreads();  // before shared memory is used again
+  }
 }
 
 // Rows alone, with scales of 1x16, of an input that is aligned to 16 bytes. A thread has every 32nd row of a block of the
@@ -353,10 +352,21 @@ void launch_quantize_nv_as(const NvArgs& args, void* stream) {
   const unsigned grid = block_grid(layout);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const bool aligned = reinterpret_cast<uintptr_t>(args.input) % 16 == 0;
+  if constexpr (sizeof(T) == 2 && coding != NvCoding::kFourOverSix) {
+    if (takes_whole_tiles(args)) {
+      constexpr unsigned kMostBlocks = 512;  // each looks through a few tiles, most of which are not its
+      launch_nv_whole<T, coding, hadamard>(args, cuda_stream);
+      if (may_have_other_tiles(layout)) {
+        quantize_nv_kernel<T, coding, hadamard>
+            <<<std::min(grid, kMostBlocks), kThreads, 0, cuda_stream>>>(args, false);
+      }
+      return check_launch("quantize_nv_kernel");
+    }
+  }
   if (!hadamard && !args.transposed && !layout.square && aligned) {
     quantize_nv_rows_kernel<T, coding><<<grid, kThreads, 0, cuda_stream>>>(args);
   } else {
-    quantize_nv_kernel<T, coding, hadamard><<<grid, kThreads, 0, cuda_stream>>>(args);
+    quantize_nv_kernel<T, coding, hadamard><<<grid, kThreads, 0, cuda_stream>>>(args, true);
   }
   check_launch("quantize_nv_kernel");
 }

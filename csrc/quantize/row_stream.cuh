@@ -19,17 +19,6 @@ inline constexpr int kStreamRows = kWarpSize / kStreamLanes;  // of a step
 inline constexpr int kStreamSteps = kRowsPerThread / kStreamRows;
 static_assert(kStreamSteps <= kStreamLanes, "a lane keeps the scale of one row");
 
-// Computed here, once: the compiler would rather save the register and compute it in every step.
-template <typename Number>
-__device__ __forceinline__ void keep(Number& value) {
-  if constexpr (std::is_same_v<Number, float>) {
-    asm volatile("" : "+f"(value));
-  } else {
-    static_assert(sizeof(value) == sizeof(int), "one register");
-    asm volatile("" : "+r"(value));
-  }
-}
-
 // Neighbouring values of one row.
 template <typename T>
 struct Eight {

@@ -7,6 +7,8 @@
 
 #include <cuda_fp8.h>
 
+#include <type_traits>
+
 #include "common/device_types.cuh"
 #include "common/launch.cuh"
 #include "quantize/tiles.h"
@@ -47,6 +49,17 @@ __device__ __forceinline__ void for_each_tile(const Layout& layout, Work work) {
     if (index >= static_cast<uint32_t>(layout.row_tiles()) * static_cast<uint32_t>(layout.col_tiles()))
       return;
     __syncthreads();  // the first tile has left shared memory
+  }
+}
+
+// Computed here, once: the compiler would rather save the register and compute it in every step.
+template <typename Number>
+__device__ __forceinline__ void keep(Number& value) {
+  if constexpr (std::is_same_v<Number, float>) {
+    asm volatile("" : "+f"(value));
+  } else {
+    static_assert(sizeof(value) == sizeof(int), "one register");
+    asm volatile("" : "+r"(value));
   }
 }
 
