@@ -53,7 +53,7 @@ struct NormSource {
           y.at[c] = (y.at[c] - mean) * rstd;
           if (norm.weight) y.at[c] = y.at[c] * gamma_of(gamma[c], norm.zero_centered);
           if (norm.bias) y.at[c] = y.at[c] + beta[c];
-          if (start + i >= input.rows) y.at[c] = 0.0f;
+          if (start + i >= input.rows || c >= input.count) y.at[c] = 0.0f;  // outside of the matrix
         }
         values.at[start + i][0] = quantize::two_from_floats<T>(y.at[0], y.at[1]);
         values.at[start + i][1] = quantize::two_from_floats<T>(y.at[2], y.at[3]);
