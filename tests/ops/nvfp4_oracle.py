@@ -132,10 +132,12 @@ def hadamard(v: np.ndarray) -> np.ndarray:
 
 
 def rotate(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Chunks of 16 along rows, rounded to the dtype."""
+    """Chunks of 16 along rows, rounded to the dtype. A quarter of 16-bit values comes first: then the largest do not
+    overflow."""
     chunks = values.reshape(*values.shape[:-1], values.shape[-1] // 16, 16)
+    first, last = map(np.float32, (1, 0.25) if dtype == torch.float32 else (0.25, 1))
     with np.errstate(over="ignore", invalid="ignore"):
-        turned = (hadamard(chunks * SIGNS) * np.float32(0.25)).reshape(values.shape)
+        turned = (hadamard(chunks * SIGNS * first) * last).reshape(values.shape)
     return torch.from_numpy(turned).to(dtype).float().numpy()
 
 

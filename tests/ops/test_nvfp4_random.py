@@ -185,6 +185,15 @@ def test_transposed_copies_are_of_the_rotated_matrix(device: torch.device) -> No
     assert 0.05 < error < 0.18
 
 
+@pytest.mark.parametrize("of", [reference, ops], ids=["reference", "ops"])
+def test_rotated_sums_of_large_16_bit_values_stay_finite(of: ModuleType, device: torch.device) -> None:
+    """Whose sum before the quarter is past what float32 holds."""
+    signs = torch.from_numpy(nvfp4_oracle.SIGNS)
+    x = (signs[:, None] * 2.0**125).repeat(1, 16).bfloat16().to(device)
+    x[:, 1:] *= 2.0**-3
+    assert of.amax_transposed(x, "nvfp4:rht").item() == 2.0**127, "of a sum of 2^129"
+
+
 @by_implementation
 def test_a_rotated_nan_or_infinity_takes_its_chunk(of: ModuleType) -> None:
     x = torch.ones(32, 16)

@@ -91,13 +91,16 @@ def unpack(bytes: Tensor) -> Tensor:
 
 def rotate(matrix: Tensor) -> Tensor:
     """Each 16 neighbours along the rows times ``diag(signs) @ H / 4``, H the Hadamard matrix in Sylvester's order;
-    sums in float32 in the order of the butterflies, rounded to the matrix's dtype."""
-    v = matrix.float().unflatten(-1, (-1, NV_BLOCK)) * torch.tensor(SIGNS, device=matrix.device).float()
+    sums in float32 in the order of the butterflies, rounded to the matrix's dtype. The quarter is taken before the sums
+    of 16-bit values, where it is exact and keeps those of the largest finite; after them of float32."""
+    first, last = (1.0, 0.25) if matrix.dtype == torch.float32 else (0.25, 1.0)
+    v = matrix.float().unflatten(-1, (-1, NV_BLOCK)) * first
+    v = v * torch.tensor(SIGNS, device=matrix.device).float()
     for stride in (1, 2, 4, 8):
         pairs = v.unflatten(-1, (-1, 2, stride))
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         v = torch.stack([a + b, a - b], -2).flatten(-3)
-    return (v * 0.25).flatten(-2).to(matrix.dtype)
+    return (v * last).flatten(-2).to(matrix.dtype)
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -12,6 +12,13 @@ def element_bytes(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8).reshape(-1, tensor.element_size())
 
 
+def _element(tensor: Tensor, index: int) -> str:
+    """As torch shows it; it cannot show packed four-bit floats."""
+    if tensor.dtype == torch.float4_e2m1fn_x2:
+        return "two codes"
+    return repr(tensor.detach().cpu().reshape(-1)[index])
+
+
 def assert_same_bits(got: Tensor, expected: Tensor, name: str = "output") -> None:
     """Same shape, dtype and bytes; the error names the first element that differs."""
     assert got.shape == expected.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
@@ -25,8 +32,8 @@ def assert_same_bits(got: Tensor, expected: Tensor, name: str = "output") -> Non
         where = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), got.shape))
         raise AssertionError(
             f"{name}: {different.shape[0]} of {got.numel()} elements differ, first at {where}: "
-            f"got {got.detach().cpu().reshape(-1)[flat]!r} (bytes {got_bytes[flat].tolist()}), "
-            f"expected {expected.detach().cpu().reshape(-1)[flat]!r} (bytes {expected_bytes[flat].tolist()})"
+            f"got {_element(got, flat)} (bytes {got_bytes[flat].tolist()}), "
+            f"expected {_element(expected, flat)} (bytes {expected_bytes[flat].tolist()})"
         )
 
 
