@@ -99,7 +99,7 @@ def quantize(result: dict[str, Any]) -> Figure:
             )  # fmt: skip
             text = f"{speed:.2f}"
             if name == "op" and "fraction_of_single" in row:
-                text += f", {row['fraction_of_single']:.2f} x the single op"
+                text += f", {row['fraction_of_single']:.2f} x"
             axes.annotate(
                 text, (high, place + offset), (4, 0), fontsize=7, textcoords="offset points", va="center"
             )
@@ -107,7 +107,11 @@ def quantize(result: dict[str, Any]) -> Figure:
             axes.vlines(row["fraction_in_reach"], place - 0.42, place + 0.42, color="black", lw=1, ls=":")
     axes.axvline(1.0, color=MUL, lw=1, zorder=0)
     axes.set_yticks(range(len(rows)), [row["name"] for row in reversed(rows)])
-    axes.set_xlabel("fraction of a copy's speed (dotted: what two reads of the input allow)")
+    axes.set_xlabel(
+        "fraction of a copy's speed (dotted: what two reads of the input allow)\n"
+        "after a comma: of the speed without groups, without the bias, or in steps"
+    )
+    axes.margins(y=0.01)
     for color, name in ((OURS, "transformer_plugin"), (TORCH, "torch.compile of the reference")):
         axes.barh(0, 0, color=color, label=name)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
