@@ -55,8 +55,14 @@ NvMethod nv_method(const Format& format) {
 
 NvArguments::NvArguments(const Tensor& input, const Outputs& outputs, const Layout& layout,
                          const Format& format, const GivenTensors& given)
+    : NvArguments(to_dtype(input.scalar_type()), outputs, layout, format, given) {
+  args_.input = input.const_data_ptr();
+}
+
+NvArguments::NvArguments(DType dtype, const Outputs& outputs, const Layout& layout, const Format& format,
+                         const GivenTensors& given)
     : amax_(given.amax->contiguous()), amax_t_(given.amax_t ? given.amax_t->contiguous() : amax_) {
-  args_ = {input.const_data_ptr(),
+  args_ = {nullptr,
            bytes(outputs.data),
            bytes(outputs.scale),
            bytes(outputs.data_t),
@@ -65,7 +71,7 @@ NvArguments::NvArguments(const Tensor& input, const Outputs& outputs, const Layo
            amax_t_.const_data_ptr<float>(),
            given.seed ? given.seed->const_data_ptr<int64_t>() : nullptr,
            layout,
-           to_dtype(input.scalar_type()),
+           dtype,
            nv_method(format),
            format.random_hadamard,
            format.row_scaled,

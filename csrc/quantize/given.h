@@ -34,6 +34,9 @@ class NvArguments {
  public:
   NvArguments(const at::Tensor& input, const Outputs& outputs, const Layout& layout, const Format& format,
               const GivenTensors& given);
+  // Without an input, of values that are made.
+  NvArguments(DType dtype, const Outputs& outputs, const Layout& layout, const Format& format,
+              const GivenTensors& given);
   const NvArgs& get() const { return args_; }
 
  private:

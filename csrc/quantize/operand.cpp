@@ -85,8 +85,6 @@ Format quantized_format(const char* op, const char* argument, std::string_view k
 
 namespace {
 
-constexpr const char* kPad = "Pad it with zeros, for example with torch.nn.functional.pad";
-
 void check_matrix_dim(const Argument& matrix, const at::Tensor* group_sizes) {
   if (group_sizes) {
     check_dim(matrix, 2);
@@ -121,13 +119,13 @@ void check_matrix(const Argument& input, const at::Tensor* group_sizes, const Fo
   if (transposed) check_block_rows(input, format);
 }
 
-void check_block_rows(const Argument& input, const Format& format) {
+void check_block_rows(const Argument& input, const Format& format, const char* advice) {
   const int64_t multiple = group_multiple(format, true);
   if (multiple == 1) return;
   TP_CHECK_VALUE(
       input.tensor.sym_size(-2) % multiple == 0, input.op, input.name,
       "a number of rows that is a multiple of " << multiple << ", the block of nvfp4 in transposed data",
-      describe(input.tensor), kPad);
+      describe(input.tensor), advice);
 }
 
 void check_data(const Argument& data, const at::Tensor* group_sizes, const Format& format) {

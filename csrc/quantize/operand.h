@@ -45,8 +45,9 @@ Format quantized_format(const char* op, const char* argument, std::string_view k
 // many rows where there is to be transposed data.
 void check_matrix(const Argument& input, const at::Tensor* group_sizes, const Format& format,
                   bool transposed = false);
+inline constexpr const char* kPad = "Pad it with zeros, for example with torch.nn.functional.pad";
 // As many rows as transposed data takes.
-void check_block_rows(const Argument& input, const Format& format);
+void check_block_rows(const Argument& input, const Format& format, const char* advice = kPad);
 // A whole number of blocks in the last dimension, where elements are packed.
 void check_packing(const Argument& data, const Format& format);
 // Quantized data of 2 or 3 dimensions, or 2 with group sizes, in the format's dtype.
