@@ -62,7 +62,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "(Tensor[], Tensor[], Tensor[], Tensor[])");
   m.def(
       "requantize_transposed(Tensor data, Tensor scale_inv, str format, ScalarType dtype, "
-      "Tensor? group_sizes=None) -> (Tensor, Tensor)");
+      "Tensor? group_sizes=None, Tensor? amax=None, Tensor? amax_t=None, Tensor? seed=None) -> (Tensor, Tensor)");
   // Delayed scaling: encode scales from earlier steps, at `first` of a state tensor that holds many; the amax of
   // what goes in is maxed into `amax`. The update makes scales of the amaxes; delayed_scale only says which.
   m.def(

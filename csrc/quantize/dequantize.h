@@ -24,16 +24,22 @@ struct DequantizeArgs {
   bool row_scaled;
 };
 
-// What a code of line `line` of the tile under this scale is multiplied by.
-TP_HOST_DEVICE float nv_factor(const DequantizeArgs& args, const Tile& tile, int line, uint8_t scale) {
-  const float value = nv_e4m3_to_float(scale);
-  if (!args.amax) return value;
+// What line `line` of the tile was scaled by.
+TP_HOST_DEVICE float nv_amax(const DequantizeArgs& args, const Tile& tile, int line) {
   int64_t index = tile.group;
   if (args.row_scaled) {
     index = args.transposed ? tile.group * args.layout.cols + tile.col + line
                             : tile.member * args.layout.rows + tile.row + line;
   }
-  return (value * args.amax[index]) * args.nv_inverse;
+  return args.amax[index];
+}
+
+// What a code under this scale is multiplied by.
+TP_HOST_DEVICE float nv_factor(const DequantizeArgs& args, float amax, uint8_t scale) {
+  return (nv_e4m3_to_float(scale) * amax) * args.nv_inverse;
+}
+TP_HOST_DEVICE float nv_factor(const DequantizeArgs& args, const Tile& tile, int line, uint8_t scale) {
+  return args.amax ? nv_factor(args, nv_amax(args, tile, line), scale) : nv_e4m3_to_float(scale);
 }
 
 // The scale of row `r`, column `c` of the tile.
@@ -48,8 +54,8 @@ TP_HOST_DEVICE float scale_at(const DequantizeArgs& args, const Tile& tile, int 
 }
 
 void dequantize_cpu(const DequantizeArgs& args);
-// FP8 data along rows, not of the tail: the values of a tile [kTile][kTile], rounded to the output's dtype.
-void dequantize_tile_cpu(const DequantizeArgs& args, const Tile& tile, float* values);
+// Data along rows, not of the tail: the values of a tile, rounded to the output's dtype.
+void dequantize_tile_cpu(const DequantizeArgs& args, const Tile& tile, float (*values)[kTile]);
 void launch_dequantize(const DequantizeArgs& args, void* stream);
 void launch_dequantize_nv(const DequantizeArgs& args, void* stream);
 

@@ -92,6 +92,12 @@ TP_CPU_CLONES void round_row(const float* values, int cols, T* output) {
   for (int c = 0; c < cols; ++c) output[c] = round_to<T>(values[c]);
 }
 
+// In place.
+template <typename T>
+TP_CPU_CLONES void round_values(float* values, int cols) {
+  for (int c = 0; c < cols; ++c) values[c] = static_cast<float>(round_to<T>(values[c]));
+}
+
 void decode_nv_tile(const DequantizeArgs& args, const Tile& tile, float (*values)[kTile]) {
   const Layout& layout = args.layout;
   const int lines = args.transposed ? tile.cols : tile.rows, count = args.transposed ? tile.rows : tile.cols;
@@ -134,16 +140,21 @@ void for_each_tile(const Layout& layout, Dequantize&& dequantize) {
 
 }  // namespace
 
-void dequantize_tile_cpu(const DequantizeArgs& args, const Tile& tile, float* values) {
+void dequantize_tile_cpu(const DequantizeArgs& args, const Tile& tile, float (*values)[kTile]) {
   const Layout& layout = args.layout;
   visit_float(args.dtype, [&](auto type) {
+    if (layout.mode == ScaleMode::kNv) {
+      decode_nv_tile(args, tile, values);
+      for (int r = 0; r < tile.rows; ++r) round_values<decltype(type)>(values[r], tile.cols);
+      return;
+    }
     visit_fp8(args.element, [&](auto element) {
       float scales[kTile];
       for (int r = 0; r < tile.rows; ++r) {
         const int64_t row = tile.member * layout.rows + tile.row + r;
         load_scales(args, tile, r, scales);
         decode_values<decltype(type), decltype(element)::value>(args.data + row * layout.cols + tile.col,
-                                                                scales, tile.cols, values + r * kTile);
+                                                                scales, tile.cols, values[r]);
       }
     });
   });

@@ -18,6 +18,12 @@ void turn_tile(const RequantizeArgs& args, const Tile& tile) {
   transpose(codes, tile.rows, tile.cols, target, layout.rows);
 }
 
+template <typename Args>
+void requantize_tiles(const Args& args) {
+  quantize_tiles_cpu(
+      args.to, [&](const Tile& tile, Values& values) { dequantize_tile_cpu(args.from, tile, values.at); });
+}
+
 }  // namespace
 
 void requantize_transposed_cpu(const RequantizeArgs& args) {
@@ -28,8 +34,9 @@ void requantize_transposed_cpu(const RequantizeArgs& args) {
     });
     return;
   }
-  quantize_tiles_cpu(
-      args.to, [&](const Tile& tile, Values& values) { dequantize_tile_cpu(args.from, tile, values.at[0]); });
+  requantize_tiles(args);
 }
+
+void requantize_transposed_cpu(const RequantizeNvArgs& args) { requantize_tiles(args); }
 
 }  // namespace transformer_plugin::quantize

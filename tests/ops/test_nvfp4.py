@@ -150,9 +150,6 @@ def missing(sizes: str, key: str, transposed: bool = False) -> str:
          (E2M1, SCALE, E2M1[:, :8], SCALE, "nvfp4", "nvfp4", torch.float32, None, True, AMAX, AMAX), ValueError,
          "gemm_quantized: argument 'b': expected size 16 in dimension 1 (the columns of 'a', summed over), got "
          "float4_e2m1fn_x2[16, 8] on cpu. Pass tensors whose sizes agree."),
-        (ops.requantize_transposed, (E2M1, SCALE, "nvfp4"), ValueError,
-         "requantize_transposed: argument 'format': expected fp8_tensor, fp8_block or mxfp8, got 'nvfp4'. Take "
-         "both copies of nvfp4 from quantize_both: each is scaled by an amax of its own."),
         (ops.linear, (ONES, ONES, None, "nvfp4:rht", "nvfp4", "nvfp4"), ValueError,
          "linear: argument 'grad_format': expected 'rht' if and only if input_format, 'nvfp4:rht', has it, got "
          "'nvfp4'. Take all three formats from one recipe."),

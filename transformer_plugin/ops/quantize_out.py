@@ -240,25 +240,37 @@ def requantize_transposed(
     format: str | Format,
     dtype: torch.dtype = torch.float32,
     group_sizes: Tensor | None = None,
+    amax: Tensor | None = None,
+    amax_t: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The transposed copy of data that came quantized along its rows, from another rank for example.
 
     Args:
         data: ``[M, K]`` or ``[G, M, K]``, or ``[T, K]`` with ``group_sizes``, as
-            :func:`~transformer_plugin.ops.quantize` gives it. Rows past the groups are not read.
-        scale_inv, format: what came with it; ``fp8_tensor``, ``fp8_block`` or ``mxfp8``.
+            :func:`~transformer_plugin.ops.quantize` gives it; of ``nvfp4`` two elements to a byte, M or T a multiple of
+            16. Rows past the groups are not read.
+        scale_inv, format: what came with it; any format with scales.
         dtype: of the values between, float32, bfloat16 or float16.
-        group_sizes: int32 or int64 ``[G]`` on the device of ``data``.
+        group_sizes: int32 or int64 ``[G]`` on the device of ``data``; for ``nvfp4`` multiples of 16.
+        amax: of ``nvfp4``, what ``data`` was quantized with, as in :func:`~transformer_plugin.ops.dequantize`; none for
+            the other formats.
+        amax_t: of ``nvfp4``, what the result is quantized with, the ``amax`` of
+            :func:`~transformer_plugin.ops.quantize_transposed`: what :func:`~transformer_plugin.ops.amax_transposed`
+            gave of the matrix that became ``data``; none for the other formats.
+        seed: as in :func:`~transformer_plugin.ops.quantize_transposed`, of ``nvfp4`` with ``sr`` alone.
 
     Returns:
-        Of ``fp8_block`` and ``mxfp8`` exactly
-        ``quantize_transposed(dequantize(data, scale_inv, format, dtype), format)``, or of the grouped ops; the values
-        between are never in memory. Of ``fp8_tensor``, whose scale serves both directions, the same codes turned and a
-        copy of the scale. The same bytes on CPU and CUDA. Not differentiable.
+        Of ``fp8_block``, ``mxfp8`` and ``nvfp4`` exactly
+        ``quantize_transposed(dequantize(data, scale_inv, format, dtype), format)``, of ``nvfp4`` with ``amax`` and then
+        with ``amax_t`` and ``seed``, or of the grouped ops; the values between are never in memory. Of ``fp8_tensor``,
+        whose scale serves both directions, the same codes turned and a copy of the scale. The same bytes on CPU and
+        CUDA. Not differentiable.
 
     Raises:
         TypeError: data, scales or a dtype that are not the format's. ValueError: scales of another shape, a width that
-            the format does not take, ``nvfp4``, whose two copies have an amax each; on a CPU also sizes that are
-            negative or sum to more than T.
+            the format does not take, for ``nvfp4`` rows that are no whole blocks, an amax or a seed that is missing or
+            not the format's; on a CPU also sizes that are negative, sum to more than T or, for ``nvfp4``, are no whole
+            blocks.
     """
-    return _ops.requantize_transposed(data, scale_inv, _key(format), dtype, group_sizes)
+    return _ops.requantize_transposed(data, scale_inv, _key(format), dtype, group_sizes, amax, amax_t, seed)

@@ -166,6 +166,9 @@ def requantize_transposed(
     format: str | Format,
     dtype: torch.dtype = torch.float32,
     group_sizes: Tensor | None = None,
+    amax: Tensor | None = None,
+    amax_t: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Back to values, then along columns; the codes as they are where one scale serves both directions."""
     if (format if isinstance(format, Format) else Format.parse(format)).family == "fp8_tensor":
@@ -174,6 +177,7 @@ def requantize_transposed(
             codes = codes * (torch.arange(len(codes), device=codes.device) < group_sizes.sum())[:, None]
         return codes.mT.contiguous().view(data.dtype), scale_inv.clone()
     if group_sizes is not None:
-        values = grouped_dequantize(data, scale_inv, group_sizes, format, dtype)
-        return grouped_quantize_transposed(values, group_sizes, format)
-    return quantize_transposed(dequantize(data, scale_inv, format, dtype), format)
+        values = grouped_dequantize(data, scale_inv, group_sizes, format, dtype, amax=amax)
+        return grouped_quantize_transposed(values, group_sizes, format, amax_t, seed)
+    values = dequantize(data, scale_inv, format, dtype, amax=amax)
+    return quantize_transposed(values, format, amax_t, seed)
