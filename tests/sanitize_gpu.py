@@ -51,8 +51,7 @@ def _quantize(input: torch.Tensor, format: str) -> None:
     data, scale, data_t, scale_t = ops.quantize_both(input, format, **more)
     amax, amax_t = rows.get("amax"), columns.get("amax")
     ops.dequantize(data, scale, format, torch.bfloat16, amax=amax)
-    if Format.parse(format).family != "nvfp4":
-        ops.requantize_transposed(data, scale, format, torch.bfloat16)
+    ops.requantize_transposed(data, scale, format, torch.bfloat16, **more)
     ops.dequantize(data_t, scale_t, format, torch.bfloat16, transposed=True, amax=amax_t)
     if Format.parse(format).family in ("fp8_tensor", "nvfp4"):
         ops.amax_both(input, format)
@@ -63,8 +62,7 @@ def _grouped(input: torch.Tensor, sizes: torch.Tensor, format: str) -> None:
     amax, amax_t = more.get("amax"), more.get("amax_t")
     data, scale, data_t, scale_t = ops.grouped_quantize_both(input, sizes, format, **more)
     ops.grouped_dequantize(data, scale, sizes, format, torch.bfloat16, amax=amax)
-    if Format.parse(format).family != "nvfp4":
-        ops.requantize_transposed(data, scale, format, torch.bfloat16, sizes)
+    ops.requantize_transposed(data, scale, format, torch.bfloat16, sizes, **more)
     ops.grouped_dequantize(data_t, scale_t, sizes, format, torch.bfloat16, transposed=True, amax=amax_t)
     if Format.parse(format).family in ("fp8_tensor", "nvfp4"):
         ops.amax_both(input, format, sizes)

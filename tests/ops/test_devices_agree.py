@@ -152,13 +152,19 @@ def grouped_dequantize(random: Random) -> Call:
 
 
 def requantize_transposed(random: Random) -> Call:
-    format = random.choice(GROUPED_FORMATS + GROUPED_MX_FORMATS)
-    input, sizes = maybe_ragged(random, format)
-    if sizes is None:
-        data, scale = ops.quantize(input, format)
+    if random.random() < 0.5:
+        format, sizes = random.choice(DENSE), None
+        input = dense(random, format)
+        more = given(random, input, format)
+        data, scale = ops.quantize(input, format, **rows_of(more))
     else:
-        data, scale = ops.grouped_quantize(input, sizes, format)
-    return ops.requantize_transposed, (data, scale, format, random.choice(FLOAT_DTYPES), sizes), {}
+        format = random.choice(GROUPED)
+        input, sizes = ragged(random, format)
+        more = given(random, input, format, sizes)
+        data, scale = ops.grouped_quantize(input, sizes, format, **rows_of(more))
+    if "amax_t" in more:  # need not be its own
+        more["amax_t"] = more["amax_t"] * random.choice([1.0, 0.75, 2.0 ** random.randint(-20, 20)])
+    return ops.requantize_transposed, (data, scale, format, random.choice(FLOAT_DTYPES), sizes), more
 
 
 def quantize_scaled(name: str) -> Make:
