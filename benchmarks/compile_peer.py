@@ -1,4 +1,4 @@
-"""torch.compile of a case's reference, as a peer: for its shape alone, within a time limit, its bytes compared.
+"""torch.compile of a case in plain PyTorch, as a peer: for its shape alone, within a time limit, its bytes compared.
 
 "max-autotune" tries configurations one after the other, a minute for some kernels. On a GPU the chosen cases are
 therefore compiled beforehand, several at once, in processes of their own that fill Inductor's cache
@@ -66,7 +66,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def compile_peer(case: Case, inputs: Tensors, limit: float) -> tuple[Call | None, str]:
-    """The compiled reference, or None, and what is to be said of it."""
+    """What was compiled, or None, and what is to be said of it."""
     if case.grouped:
         return None, "not compiled: it reads the sizes on the host"
     mode = "max-autotune-no-cudagraphs" if inputs[0].is_cuda else "default"

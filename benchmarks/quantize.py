@@ -1,4 +1,4 @@
-"""Speed of the quantize family as a fraction of a copy's, beside torch.compile of the reference, in the same run.
+"""Speed of the quantize family as a fraction of a copy's, beside torch.compile of plain PyTorch, in the same run.
 
 Quantizing is memory-bound: a copy that moves as many bytes (the op's input once and its outputs once, half of the sum
 read and half written) is what it is held against. Inputs and the copy's buffers rotate, so that no cache serves them.
@@ -160,7 +160,7 @@ def main() -> None:
     names = {"nargs": "*", "default": ["*"], "metavar": "NAME"}
     parser.add_argument("--only", **names, help="only rows of these names, which may hold *")
     parser.add_argument(
-        "--compile", **names, help="rows whose reference is compiled beside them, all unless given"
+        "--compile", **names, help="rows beside which plain PyTorch is compiled, all unless given"
     )
     parser.add_argument("--limit", type=float, default=60, help="seconds to compile one row, 60")
     parser.add_argument("--jobs", type=int, default=12, help="processes that compile for a GPU at once, 12")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks import peers
+from benchmarks.peers import Tensors
 from transformer_plugin import ops, reference
 from transformer_plugin.formats import BLOCK, FAMILIES, Format
 
 FEATURES = 2048  # of SwiGLU's output, or a third of the matrix where that is less
 DIRECTIONS = {"rows": "", "transposed": "_transposed", "both": "_both"}
 
-Tensors = tuple[Tensor, ...]
 Call = Callable[..., Any]
 
 
@@ -30,7 +31,7 @@ class Case:
     reference: Call
     #: what stands beside the op instead, where the reference's order of additions is not a compiler's to choose.
     peer: Call | None = None
-    #: what a compiler is given instead of either: all in plain PyTorch, in dtypes that it knows.
+    #: what a compiler is given instead of either: the same bytes of ordinary values, in dtypes that it knows.
     compiled: Call | None = None
     #: the op without groups on the same rows, or what a fused op is measured beside.
     single: Call | None = None
@@ -40,37 +41,22 @@ class Case:
     grouped: bool = False
 
 
-class InBytes(Format):
-    """A format for a compiler without E8M0 and packed E2M1: the same bytes as uint8."""
-
-    @staticmethod
-    def of(fmt: Format) -> Format:
-        """The format itself where a compiler knows its dtypes."""
-        known = fmt.family not in ("mxfp8", "nvfp4")
-        return fmt if known else InBytes(**{field.name: getattr(fmt, field.name) for field in fields(fmt)})
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """Of the data."""
-        return torch.uint8 if self.family == "nvfp4" else Format.dtype.fget(self)
-
-    @property
-    def scale_dtype(self) -> torch.dtype | None:
-        """Of the scales."""
-        return torch.uint8 if self.family == "mxfp8" else Format.scale_dtype.fget(self)
+def _width(fmt: Format) -> int:
+    """Of its blocks."""
+    assert fmt.block is not None
+    return fmt.block[1]
 
 
 def _single(label: str, key: str, direction: str) -> Case:
     fmt = Format.parse(key)
     op, meaning = (getattr(module, "quantize" + DIRECTIONS[direction]) for module in (ops, reference))
-    known = InBytes.of(fmt)
     return Case(
         f"{label} {direction}",
         fmt,
         prepare=lambda x: (x,),
         op=lambda x: op(x, fmt.key),
         reference=lambda x: meaning(x, fmt),
-        compiled=lambda x: meaning(x, known),
+        compiled=peers.quantizer(fmt, direction),
         reads=2 if fmt.family == "fp8_tensor" else 1,
     )
 
@@ -86,6 +72,7 @@ def _scaled(direction: str) -> Case:
         prepare=lambda x: (x, torch.full((1,), 100.0, device=x.device), torch.zeros(1, device=x.device)),
         op=lambda x, scale, amax: op(x, scale, fmt.key, amax),
         reference=lambda x, scale, amax: meaning(x, scale, fmt, amax),
+        compiled={"rows": peers.scaled_rows, "both": peers.scaled_both}[direction],
     )
 
 
@@ -100,7 +87,6 @@ def _with_amax(label: str, key: str, direction: str) -> Case:
         return x, *amaxes, *([torch.tensor([7], device=x.device)] if fmt.stochastic_rounding else [])
 
     names += ["seed"] if fmt.stochastic_rounding else []
-    known = InBytes.of(fmt)
 
     return Case(
         f"{label} {direction}",
@@ -108,7 +94,7 @@ def _with_amax(label: str, key: str, direction: str) -> Case:
         prepare=prepare,
         op=lambda x, *more: op(x, fmt.key, **dict(zip(names, more, strict=True))),
         reference=lambda x, *more: meaning(x, fmt, **dict(zip(names, more, strict=True))),
-        compiled=lambda x, *more: meaning(x, known, **dict(zip(names, more, strict=True))),
+        compiled=None if fmt.random_hadamard else peers.quantizer(fmt, direction),
     )
 
 
@@ -126,28 +112,28 @@ def _swiglu(label: str, key: str, direction: str) -> Case:
         getattr(ops, "swiglu_quantize" + DIRECTIONS[direction]),
         getattr(ops, "quantize" + DIRECTIONS[direction]),
     )
-    meaning, known = getattr(reference, "swiglu_quantize" + DIRECTIONS[direction]), InBytes.of(fmt)
+    peer = peers.quantizer(fmt, direction)
     return Case(
         f"swiglu into {label} {direction}",
         fmt,
         prepare=lambda x: _swiglu_arguments(x)[1:],
         op=lambda x, probs: op(x, probs, None, fmt.key),
         reference=lambda x, probs: step(ops.swiglu(x, probs), fmt.key),
-        compiled=lambda x, probs: meaning(x, probs, None, known),
+        compiled=lambda x, probs: peer(peers.swiglu(x, probs)),
     )
 
 
 def _swiglu_backward(label: str, key: str) -> Case:
     fmt = Format.parse(key)
+    peer, width = peers.quantizer(fmt, "both"), _width(fmt)
 
     def steps(grad: Tensor, x: Tensor, probs: Tensor) -> Tensors:
         grad_input, grad_probs = ops.swiglu_backward(grad, x, probs)
         return *ops.quantize_both(grad_input, fmt.key), grad_probs
 
     def plain(grad: Tensor, x: Tensor, probs: Tensor) -> Tensors:
-        grad_input, _ = reference.swiglu_backward(grad, x, probs)
-        grad_probs = (grad.float() * reference.swiglu(x.float())).sum(1)  # a compiler adds as it likes
-        return *reference.quantize_both(grad_input, InBytes.of(fmt)), grad_probs
+        *halves, grad_probs = peers.swiglu_backward(grad, x, probs, width)
+        return *peer(*halves), grad_probs
 
     return Case(
         f"swiglu backward into {label} both",
@@ -166,14 +152,14 @@ def _bias_backward(label: str, key: str, direction: str) -> Case:
         getattr(ops, "bias_backward_quantize" + DIRECTIONS[direction]),
         getattr(ops, "quantize" + DIRECTIONS[direction]),
     )
-    meaning, known = getattr(reference, "quantize" + DIRECTIONS[direction]), InBytes.of(fmt)
+    peer, width = peers.quantizer(fmt, direction), _width(fmt)
     return Case(
         f"bias gradient with {label} {direction}",
         fmt,
         prepare=lambda grad: (grad,),
         op=lambda grad: op(grad, None, fmt.key),
         reference=lambda grad: (*step(grad, fmt.key), ops.bias_backward(grad)),
-        compiled=lambda grad: (*meaning(grad, known), grad.float().sum(0)),
+        compiled=lambda grad: (*peer(grad), peers.bias_backward(grad, width)),
         single=lambda grad: step(grad, fmt.key),
     )
 
@@ -191,14 +177,20 @@ def _bias_backward_alone() -> Case:
 
 
 def _norm(name: str, label: str, key: str) -> Case:
-    """A norm into quantized rows; a compiler gets torch's norm, which adds in another order."""
+    """A norm into quantized rows; peers add in another order."""
     fmt = Format.parse(key)
     op, meaning, plain = (
         getattr(ops, name + "_quantize"),
         getattr(reference, name + "_quantize"),
         getattr(torch.nn.functional, name),
     )
+    forward, peer = getattr(peers, name), peers.quantizer(fmt, "rows")
     vectors = 2 if name == "layer_norm" else 1  # a weight, and a bias
+
+    def compiled(x: Tensor, *parameters: Tensor) -> Tensors:
+        output, *moments = forward(x, *parameters, 1e-5)
+        return *peer(output), *moments
+
     return Case(
         f"{name} into {label} rows",
         fmt,
@@ -206,9 +198,7 @@ def _norm(name: str, label: str, key: str) -> Case:
         op=lambda x, *parameters: op(x, *parameters, 1e-5, fmt.key),
         reference=lambda x, *parameters: meaning(x, *parameters, 1e-5, fmt),
         peer=lambda x, *parameters: reference.quantize(plain(x, x.shape[1:], *parameters, eps=1e-5), fmt),
-        compiled=lambda x, *parameters: reference.quantize(
-            plain(x, x.shape[1:], *parameters, eps=1e-5), InBytes.of(fmt)
-        ),
+        compiled=compiled,
     )
 
 
@@ -314,25 +304,36 @@ def _dequantize(label: str, key: str) -> Case:
         prepare=lambda x: ops.quantize(x, fmt.key),
         op=lambda data, scale: ops.dequantize(data, scale, fmt.key, torch.bfloat16),
         reference=lambda data, scale: reference.dequantize(data, scale, fmt, torch.bfloat16),
+        compiled=lambda data, scale: peers.dequantize(data, scale, fmt),
     )
 
 
 def _requantize(label: str, key: str) -> Case:
-    """Codes along rows to codes along columns; the reference is the two ops in turn."""
+    """Codes along rows to codes along columns; the reference is the two ops in turn. Scales of a dtype that a compiler
+    does not know come as bytes."""
     fmt = Format.parse(key)
+    peer, dtype = peers.quantizer(fmt, "transposed"), fmt.scale_dtype
+    assert dtype is not None
+    known = torch.uint8 if dtype == torch.float8_e8m0fnu else dtype
+
+    def prepare(x: Tensor) -> Tensors:
+        data, scale = ops.quantize(x, fmt.key)
+        return data, scale.view(known)
+
+    def op(data: Tensor, scale: Tensor) -> Tensors:
+        return ops.requantize_transposed(data, scale.view(dtype), fmt.key, torch.bfloat16)
 
     def steps(data: Tensor, scale: Tensor) -> Tensors:
-        return ops.quantize_transposed(ops.dequantize(data, scale, fmt.key, torch.bfloat16), fmt.key)
+        matrix = ops.dequantize(data, scale.view(dtype), fmt.key, torch.bfloat16)
+        return ops.quantize_transposed(matrix, fmt.key)
 
     return Case(
         f"requantize {label} transposed",
         fmt,
-        prepare=lambda x: ops.quantize(x, fmt.key),
-        op=lambda data, scale: ops.requantize_transposed(data, scale, fmt.key, torch.bfloat16),
+        prepare=prepare,
+        op=op,
         reference=steps,
-        compiled=lambda data, scale: reference.quantize_transposed(
-            reference.dequantize(data, scale, fmt, torch.bfloat16), InBytes.of(fmt)
-        ),
+        compiled=lambda data, scale: peer(peers.dequantize(data, scale, fmt)),
     )
 
 
