@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/ScalarType.h>
 
 #include <string>
@@ -31,9 +30,7 @@ inline DType to_dtype(at::ScalarType dtype) {
 }
 
 // A fresh contiguous tensor on the device of `like`; symbolic sizes stay symbolic.
-inline at::Tensor empty(const at::Tensor& like, c10::SymIntArrayRef sizes, at::ScalarType dtype) {
-  return at::empty_symint(sizes, like.options().dtype(dtype).memory_format(std::nullopt));
-}
+at::Tensor empty(const at::Tensor& like, c10::SymIntArrayRef sizes, at::ScalarType dtype);
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
 // The device of a tensor, made current, and its current stream.

@@ -3,10 +3,10 @@
 #pragma once
 
 #include <c10/core/SymInt.h>
+#include <c10/util/SmallVector.h>
 
 #include <optional>
 #include <string_view>
-#include <vector>
 
 #include "common/check.h"
 #include "common/format.h"
@@ -14,7 +14,7 @@
 
 namespace transformer_plugin::quantize {
 
-using SymSizes = std::vector<c10::SymInt>;
+using SymSizes = c10::SmallVector<c10::SymInt, 3>;
 using OptionalTensor = std::optional<at::Tensor>;
 inline const OptionalTensor kNotGiven = std::nullopt;
 
