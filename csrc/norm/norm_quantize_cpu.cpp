@@ -13,7 +13,7 @@ template <typename Output>
 void quantize_bands(const NormArgs& args, const Output& output) {
   const quantize::Layout& layout = output.layout;
   at::parallel_for(0, layout.row_tiles(), 1, [&](int64_t begin, int64_t end) {
-    quantize::Values values = {};
+    quantize::Values values;
     RowStats stats[quantize::kTile];
     for (int64_t band = begin; band < end; ++band) {
       const int64_t first = band * quantize::kTile;

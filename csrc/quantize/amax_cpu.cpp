@@ -47,13 +47,13 @@ void raise_columns(const AmaxArgs& args, const Tile& tile, const T* input) {
 
 template <typename T>
 void raise_transformed(const AmaxArgs& args, const Tile& tile, const T* input) {
-  Chunk chunk = {}, turned;
+  Chunk chunk, turned;
   int32_t largest = 0;
   for (int first = 0; first + kNvBlock <= tile.rows; first += kNvBlock) {
     for (int i = 0; i < kNvBlock; ++i) {
       load_row<T>(input + (first + i) * args.layout.cols, tile.cols, chunk.at[i]);
     }
-    hadamard_cpu(chunk.at, args.dtype, turned);
+    hadamard_cpu(chunk.at, tile.cols, args.dtype, turned);
     for (const auto& values : turned.at) {
       largest = std::max(largest, magnitude_of_values<float>(values, tile.cols));
     }

@@ -10,7 +10,7 @@ namespace {
 template <typename Args>
 void quantize_and_sum(const Args& args, const ColumnSums& sums) {
   at::parallel_for(0, args.layout.tiles(), 1, [&](int64_t begin, int64_t end) {
-    Values values = {};
+    Values values;
     for (int64_t i = begin; i < end; ++i) {
       const Tile tile = tile_at(args.layout, i);
       if (!tile.tail) load_tile_cpu(args, tile, values);

@@ -10,7 +10,7 @@ struct Chunk {
   alignas(64) float at[kNvBlock][kTile];
 };
 
-// The random Hadamard transform of each line, rounded to the dtype. `values` and `turned` may not overlap.
-void hadamard_cpu(const float (*values)[kTile], DType dtype, Chunk& turned);
+// The random Hadamard transform of each of the first lines, rounded to the dtype. `values` and `turned` may not overlap.
+void hadamard_cpu(const float (*values)[kTile], int lines, DType dtype, Chunk& turned);
 
 }  // namespace transformer_plugin::quantize

@@ -1,5 +1,5 @@
 // NVFP4 on a CPU: 16 values of each of up to 128 lines at a time, in vectors of lines. Lines are rows of the tile, whose
-// values are turned for it, or its columns.
+// values are turned for it, or its columns. `lines` are those of the tile, up to a multiple of 16.
 #include <algorithm>
 #include <cstring>
 
@@ -43,25 +43,26 @@ struct Direction {
   uint8_t* scales;       // of the matrix
 };
 
-TP_CPU_CLONES void find_magnitudes(const Lines* values, int32_t* magnitudes) {
-  std::fill_n(magnitudes, kTile, 0);
+TP_CPU_CLONES void find_magnitudes(const Lines* values, int lines, int32_t* magnitudes) {
+  std::fill_n(magnitudes, lines, 0);
   for (int i = 0; i < kNvBlock; ++i) {
-    for (int line = 0; line < kTile; ++line) {
+    for (int line = 0; line < lines; ++line) {
       magnitudes[line] = std::max(magnitudes[line], magnitude(values[i][line]));
     }
   }
 }
 
 // Targets are the largest magnitudes of the blocks in units of the whole matrix's scale.
-TP_CPU_CLONES void find_targets(const int32_t* magnitudes, const Globals& globals, float* targets) {
-  for (int line = 0; line < kTile; ++line) {
+TP_CPU_CLONES void find_targets(const int32_t* magnitudes, int lines, const Globals& globals,
+                                float* targets) {
+  for (int line = 0; line < lines; ++line) {
     targets[line] = bits_to_float(static_cast<uint32_t>(magnitudes[line])) * globals.sixth[line];
   }
 }
 
-TP_CPU_CLONES void find_scales(const float* targets, float factor, float most, const Globals& globals,
-                               Scales& scales) {
-  for (int line = 0; line < kTile; ++line) {
+TP_CPU_CLONES void find_scales(const float* targets, int lines, float factor, float most,
+                               const Globals& globals, Scales& scales) {
+  for (int line = 0; line < lines; ++line) {
     const float target = targets[line] * factor;
     const NvScale scale = nv_scale(target < most ? target : most, {0.0f, globals.inverse[line]});
     scales.code[line] = scale.code;
@@ -70,46 +71,49 @@ TP_CPU_CLONES void find_scales(const float* targets, float factor, float most, c
   }
 }
 
-TP_CPU_CLONES void round_nearest(const Lines* values, const Scales& scales, Codes& codes) {
+TP_CPU_CLONES void round_nearest(const Lines* values, int lines, const Scales& scales, Codes& codes) {
   std::memset(codes, 0, sizeof(codes));
   for (int i = 0; i < kNvBlock; ++i) {
-    for (int line = 0; line < kTile; ++line) {
+    for (int line = 0; line < lines; ++line) {
       codes[i / 8][line] |= e2m1_nearest(values[i][line] * scales.encode[line]) << (4 * (i % 8));
     }
   }
 }
 
-TP_CPU_CLONES void draw(uint64_t seed, const Direction& direction, int64_t block, uint32_t (*words)[kTile]) {
-  for (int line = 0; line < kTile; ++line) {
+TP_CPU_CLONES void draw(uint64_t seed, const Direction& direction, int lines, int64_t block,
+                        uint32_t (*words)[kTile]) {
+  for (int line = 0; line < lines; ++line) {
     const Philox4 random =
         nv_random(seed, block + line * direction.block_stride, direction.transposed ? 1u : 0u);
     for (int word = 0; word < 4; ++word) words[word][line] = random.word[word];
   }
 }
 
-TP_CPU_CLONES void round_stochastic(const Lines* values, const Scales& scales, const uint32_t (*words)[kTile],
-                                    Codes& codes) {
+TP_CPU_CLONES void round_stochastic(const Lines* values, int lines, const Scales& scales,
+                                    const uint32_t (*words)[kTile], Codes& codes) {
   std::memset(codes, 0, sizeof(codes));
   for (int i = 0; i < kNvBlock; ++i) {
-    for (int line = 0; line < kTile; ++line) {
+    for (int line = 0; line < lines; ++line) {
       codes[i / 8][line] |= e2m1_stochastic(values[i][line] * scales.encode[line], words[i / 4][line], i % 4)
                             << (4 * (i % 8));
     }
   }
 }
 
-TP_CPU_CLONES void find_errors(const Lines* values, const Coded& coded, bool squared, float* errors) {
-  std::fill_n(errors, kTile, 0.0f);
+TP_CPU_CLONES void find_errors(const Lines* values, int lines, const Coded& coded, bool squared,
+                               float* errors) {
+  std::fill_n(errors, lines, 0.0f);
   for (int i = 0; i < kNvBlock; ++i) {
-    for (int line = 0; line < kTile; ++line) {
+    for (int line = 0; line < lines; ++line) {
       const uint32_t code = coded.codes[i / 8][line] >> (4 * (i % 8));
       errors[line] += nv_error(values[i][line], code, coded.scales.decode[line], squared);
     }
   }
 }
 
-TP_CPU_CLONES void keep_better(const Coded& four, const float* errors4, const float* errors6, Coded& coded) {
-  for (int line = 0; line < kTile; ++line) {
+TP_CPU_CLONES void keep_better(const Coded& four, int lines, const float* errors4, const float* errors6,
+                               Coded& coded) {
+  for (int line = 0; line < lines; ++line) {
     const bool better = errors4[line] < errors6[line];
     coded.scales.code[line] = better ? four.scales.code[line] : coded.scales.code[line];
     coded.codes[0][line] = better ? four.codes[0][line] : coded.codes[0][line];
@@ -117,43 +121,44 @@ TP_CPU_CLONES void keep_better(const Coded& four, const float* errors4, const fl
   }
 }
 
-void round_four_over_six(const Lines* values, const float* targets, const Globals& globals, bool squared,
-                         Coded& coded) {
+void round_four_over_six(const Lines* values, int lines, const float* targets, const Globals& globals,
+                         bool squared, Coded& coded) {
   Coded four;
-  find_scales(targets, 1.0f, 448.0f, globals, coded.scales);
-  find_scales(targets, 1.5f, 448.0f, globals, four.scales);
-  round_nearest(values, coded.scales, coded.codes);
-  round_nearest(values, four.scales, four.codes);
+  find_scales(targets, lines, 1.0f, 448.0f, globals, coded.scales);
+  find_scales(targets, lines, 1.5f, 448.0f, globals, four.scales);
+  round_nearest(values, lines, coded.scales, coded.codes);
+  round_nearest(values, lines, four.scales, four.codes);
   alignas(64) Lines errors6, errors4;
-  find_errors(values, coded, squared, errors6);
-  find_errors(values, four, squared, errors4);
-  keep_better(four, errors4, errors6, coded);
+  find_errors(values, lines, coded, squared, errors6);
+  find_errors(values, lines, four, squared, errors4);
+  keep_better(four, lines, errors4, errors6, coded);
 }
 
 // `block` is the number of line 0's.
-void encode(const NvArgs& args, const Direction& direction, int64_t block, const Lines* values,
+void encode(const NvArgs& args, const Direction& direction, int lines, int64_t block, const Lines* values,
             const Globals& globals, Coded& coded) {
   alignas(64) int32_t magnitudes[kTile];
-  find_magnitudes(values, magnitudes);
-  for (int line = 0; args.layout.square && line < kTile; line += kNvBlock) {
+  find_magnitudes(values, lines, magnitudes);
+  for (int line = 0; args.layout.square && line < lines; line += kNvBlock) {
     std::fill_n(magnitudes + line, kNvBlock,
                 *std::max_element(magnitudes + line, magnitudes + line + kNvBlock));
   }
   alignas(64) Lines targets;
-  find_targets(magnitudes, globals, targets);
+  find_targets(magnitudes, lines, globals, targets);
   if (is_four_over_six(args.method)) {
     const bool squared = args.method == NvMethod::kFourOverSixMse;
-    return round_four_over_six(values, targets, globals, squared, coded);
+    return round_four_over_six(values, lines, targets, globals, squared, coded);
   }
-  find_scales(targets, 1.0f, kLargestFloat, globals, coded.scales);
-  if (args.method == NvMethod::kNearest) return round_nearest(values, coded.scales, coded.codes);
+  find_scales(targets, lines, 1.0f, kLargestFloat, globals, coded.scales);
+  if (args.method == NvMethod::kNearest) return round_nearest(values, lines, coded.scales, coded.codes);
   alignas(64) uint32_t words[4][kTile];
-  draw(static_cast<uint64_t>(*args.seed), direction, block, words);
-  round_stochastic(values, coded.scales, words, coded.codes);
+  draw(static_cast<uint64_t>(*args.seed), direction, lines, block, words);
+  round_stochastic(values, lines, coded.scales, words, coded.codes);
 }
 
-void find_globals(const NvArgs& args, const Tile& tile, const Direction& direction, Globals& globals) {
-  for (int line = 0; line < kTile; ++line) {
+void find_globals(const NvArgs& args, const Tile& tile, const Direction& direction, int lines,
+                  Globals& globals) {
+  for (int line = 0; line < lines; ++line) {
     const bool own = args.row_scaled && line < direction.lines;
     if (line > 0 && !own) {
       globals.sixth[line] = globals.sixth[0];
@@ -168,11 +173,11 @@ void find_globals(const NvArgs& args, const Tile& tile, const Direction& directi
 }
 
 // The 16 values from `first` on of each line.
-const Lines* lines_of(const NvArgs& args, const Direction& direction, const Values& values, int first,
-                      Chunk& chunk) {
+const Lines* lines_of(const NvArgs& args, const Direction& direction, int lines, const Values& values,
+                      int first, Chunk& chunk) {
   if (direction.transposed) {
     if (!args.hadamard) return values.at + first;
-    hadamard_cpu(values.at + first, args.dtype, chunk);
+    hadamard_cpu(values.at + first, lines, args.dtype, chunk);
     return chunk.at;
   }
   for (int line = 0; line < direction.lines; ++line) {
@@ -182,16 +187,20 @@ const Lines* lines_of(const NvArgs& args, const Direction& direction, const Valu
 }
 
 void write_direction(const NvArgs& args, const Tile& tile, const Direction& direction, const Values& values) {
+  const int lines = static_cast<int>(ceil_div(direction.lines, kNvBlock)) * kNvBlock;
   Globals globals;
-  find_globals(args, tile, direction, globals);
+  find_globals(args, tile, direction, lines, globals);
   alignas(64) uint8_t scales[kTile][kNvBlocks] = {};
-  Chunk chunk = {};
+  Chunk chunk;
+  for (auto& values_of_lines : chunk.at) {
+    std::fill(values_of_lines + direction.lines, values_of_lines + lines, 0.0f);
+  }
   Coded coded = {};  // of the tail
   for (int first = 0; first < direction.values; first += kNvBlock) {
     const int block = first / kNvBlock;
     if (!tile.tail) {
-      encode(args, direction, direction.first_block + block, lines_of(args, direction, values, first, chunk),
-             globals, coded);
+      encode(args, direction, lines, direction.first_block + block,
+             lines_of(args, direction, lines, values, first, chunk), globals, coded);
     }
     for (int line = 0; line < direction.lines; ++line) {
       uint8_t* target = direction.data + line * direction.stride + first / 2;

@@ -60,7 +60,7 @@ void quantize_gradients(const Args& args, const SwigluBackwardArgs& swiglu) {
   visit_float(args.dtype, [&](auto type) {
     using T = decltype(type);
     at::parallel_for(0, half.tiles(), 1, [&](int64_t begin, int64_t end) {
-      Values of_gate = {}, of_linear = {};
+      Values of_gate, of_linear;
       for (int64_t i = begin; i < end; ++i) {
         const Tile tile = tile_at(half, i);
         if (!tile.tail) {

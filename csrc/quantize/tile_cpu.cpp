@@ -26,6 +26,15 @@ float scale_of(int32_t magnitude, const ScaleRule& rule) {
   return encode_scale(bits_to_float(static_cast<uint32_t>(magnitude)), rule);
 }
 
+// Of columns, and what is stored of them.
+TP_CPU_CLONES void scales_of_columns(const int32_t* magnitudes, int cols, ScaleRule rule, float* scales,
+                                     float* scales_inv) {
+  for (int c = 0; c < cols; ++c) {
+    scales[c] = encode_scale(bits_to_float(static_cast<uint32_t>(magnitudes[c])), rule);
+    scales_inv[c] = 1.0f / scales[c];
+  }
+}
+
 // Row-wise codes, and the scales of the tile's rows.
 template <DType element>
 void write_rows(const QuantizeArgs& args, const Tile& tile, const Values& values, float tile_scale) {
@@ -63,8 +72,7 @@ void write_columns(const QuantizeArgs& args, const Tile& tile, const Values& val
     if (layout.mode == ScaleMode::kRows) {
       int32_t largest[kTile] = {};
       for (int r = 0; r < tile.rows; ++r) add_to_magnitudes(values.at[r], tile.cols, largest);
-      for (int c = 0; c < tile.cols; ++c) scales[c] = scale_of(largest[c], args.rule);
-      for (int c = 0; c < tile.cols; ++c) scale_inv[c] = 1.0f / scales[c];
+      scales_of_columns(largest, tile.cols, args.rule, scales, scale_inv);
     } else if (layout.mode == ScaleMode::kSquare) {
       *scale_inv = 1.0f / tile_scale;
     }
