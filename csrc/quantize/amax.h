@@ -20,6 +20,10 @@ struct AmaxArgs {
   bool row_scaled;
   bool hadamard;  // of the columns in 16 rows each, before amax_t
 
+  // Whether each number is that of one tile, which then stores it. Others are raised from 0 by their tiles.
+  TP_HOST_DEVICE bool one_tile_each() const {
+    return !row_scaled && !layout.grouped() && layout.row_tiles() == 1 && layout.col_tiles() == 1;
+  }
   TP_HOST_DEVICE int64_t count() const {
     return row_scaled ? layout.members * layout.rows : layout.tensor_scales();
   }

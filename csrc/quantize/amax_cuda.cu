@@ -44,6 +44,16 @@ __device__ __forceinline__ void raise_columns(const AmaxArgs& args, const Tile& 
   }
 }
 
+// Of the whole tile.
+__device__ __forceinline__ void put(const AmaxArgs& args, float* target, float amax) {
+  if (threadIdx.x != 0) return;
+  if (args.one_tile_each()) {
+    *target = amax;
+  } else {
+    raise_to(target, amax);
+  }
+}
+
 // The largest of a thread's values after the random Hadamard transform of its columns.
 template <typename T>
 __device__ __forceinline__ float transformed_max(const Values<T>& values) {
@@ -80,26 +90,29 @@ __global__ void __launch_bounds__(kThreads) amax_kernel(const __grid_constant__ 
     }
     if (args.amax) {
       const float amax = tile_amax(values, warp, lane, partial);
-      if (threadIdx.x == 0) raise_to(args.amax + tile.group, amax);
+      put(args, args.amax + tile.group, amax);
     }
     if (args.amax_t) {  // only asked for beside the other where they differ
       const float largest = is_block(tile, warp) ? transformed_max(values) : 0.0f;
       const float amax = block_max(largest, warp, lane, partial);
-      if (threadIdx.x == 0) raise_to(args.amax_t + tile.group, amax);
+      put(args, args.amax_t + tile.group, amax);
     }
   });
 }
 
-__global__ void zero_amax_kernel(float* amax, int64_t count) {
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < count;
+// `count` and `count_t` of them.
+__global__ void zero_amax_kernel(float* amax, int64_t count, float* amax_t, int64_t count_t) {
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < count + count_t;
        i += static_cast<int64_t>(gridDim.x) * kThreads) {
-    amax[i] = 0.0f;
+    (i < count ? amax[i] : amax_t[i - count]) = 0.0f;
   }
 }
 
-void zero(float* amax, int64_t count, cudaStream_t stream) {
-  if (!amax || count == 0) return;
-  zero_amax_kernel<<<grid_size(count, kThreads), kThreads, 0, stream>>>(amax, count);
+void zero(const AmaxArgs& args, cudaStream_t stream) {
+  const int64_t count = args.amax ? args.count() : 0, count_t = args.amax_t ? args.count_t() : 0;
+  if (count + count_t == 0) return;
+  zero_amax_kernel<<<grid_size(count + count_t, kThreads), kThreads, 0, stream>>>(args.amax, count,
+                                                                                  args.amax_t, count_t);
   check_launch("zero_amax_kernel");
 }
 
@@ -107,8 +120,7 @@ void zero(float* amax, int64_t count, cudaStream_t stream) {
 
 void launch_amax(const AmaxArgs& args, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  zero(args.amax, args.count(), cuda_stream);
-  zero(args.amax_t, args.count_t(), cuda_stream);
+  if (!args.one_tile_each()) zero(args, cuda_stream);
   const unsigned grid = block_grid(args.layout);
   if (grid == 0) return;
   visit_device_float(

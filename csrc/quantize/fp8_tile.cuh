@@ -98,6 +98,18 @@ __device__ __forceinline__ void write_tile(const QuantizeArgs& args, const Tile&
   }
 }
 
+// The stored scale of each tensor or group, where there is one for all of it, shared out over the grid: also of those that
+// have no tile. So it takes a launch of its own only where there is no tile at all.
+__device__ __forceinline__ void store_tensor_scales(const QuantizeArgs& args) {
+  if (args.layout.mode != ScaleMode::kTensor || args.is_noop()) return;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < args.layout.tensor_scales();
+       i += static_cast<int64_t>(gridDim.x) * kThreads) {
+    const float scale_inv = 1.0f / tensor_scale(args, i);
+    if (args.rowwise) args.scale[i] = scale_inv;
+    if (args.transposed) args.scale_t[i] = scale_inv;
+  }
+}
+
 // Padding of the scales, and the scales of a tile past the last group. Says whether the tile is to be written.
 __device__ __forceinline__ bool begin_tile(const QuantizeArgs& args, const Tile& tile) {
   const Layout& layout = args.layout;
@@ -117,6 +129,7 @@ struct Fp8Family {
   using Args = QuantizeArgs;
   using Shared = Fp8Shared;
   static __device__ __forceinline__ bool begin(const QuantizeArgs& args, const Tile& tile) {
+    store_tensor_scales(args);
     return begin_tile(args, tile);
   }
   template <typename T>
@@ -132,6 +145,7 @@ __global__ void __launch_bounds__(kThreads, Source::kBlocks)
   __shared__ Fp8Shared shared;
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
+  store_tensor_scales(args);
   for_each_tile(args.layout, [&](const Tile& tile) {
     if (!begin_tile(args, tile)) return;
     Values<typename Source::Value> values;

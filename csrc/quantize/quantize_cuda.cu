@@ -4,15 +4,7 @@
 namespace transformer_plugin::quantize {
 namespace {
 
-__global__ void tensor_scales_kernel(const __grid_constant__ QuantizeArgs args) {
-  if (args.is_noop()) return;
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < args.layout.tensor_scales();
-       i += static_cast<int64_t>(gridDim.x) * kThreads) {
-    const float scale_inv = 1.0f / tensor_scale(args, i);
-    if (args.rowwise) args.scale[i] = scale_inv;
-    if (args.transposed) args.scale_t[i] = scale_inv;
-  }
-}
+__global__ void tensor_scales_kernel(const __grid_constant__ QuantizeArgs args) { store_tensor_scales(args); }
 
 // One block. Offsets of this many groups stay in shared memory, where tiles look their group up.
 constexpr int kSharedGroups = 1024;
@@ -81,9 +73,8 @@ void launch_tensor_scales(const QuantizeArgs& args, void* stream) {
 
 void launch_quantize(const QuantizeArgs& args, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  launch_tensor_scales(args, stream);
   const unsigned grid = block_grid(args.layout);
-  if (grid == 0) return;
+  if (grid == 0) return launch_tensor_scales(args, stream);
   visit_device_float(args.dtype, [&](auto type) {
     using T = decltype(type);
     visit_fp8(args.element, [&](auto element) {

@@ -6,9 +6,8 @@
 namespace transformer_plugin::quantize {
 
 void launch_swiglu_quantize(const QuantizeArgs& args, const float* probs, void* stream) {
-  launch_tensor_scales(args, stream);
   const unsigned grid = block_grid(args.layout);
-  if (grid == 0) return;
+  if (grid == 0) return launch_tensor_scales(args, stream);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (can_stream(args, args.input)) return launch_swiglu_stream<Fp8Stream>(args, probs, cuda_stream);
   visit_device_float(args.dtype, [&](auto type) {
