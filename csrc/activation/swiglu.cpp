@@ -49,7 +49,8 @@ std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad, const Tensor& inp
   const Tensor x = input.contiguous();
   const Tensor p = probs ? probs->contiguous() : Tensor();
   const int64_t tiles = (x.size(1) / 2 + kSumTile - 1) / kSumTile;
-  const Tensor partial = probs && !x.is_cpu() ? empty(x, {tiles, x.size(0)}, at::kFloat) : Tensor();
+  Tensor partial;
+  if (probs && !x.is_cpu()) partial = tiles == 1 ? grad_probs : empty(x, {tiles, x.size(0)}, at::kFloat);
   launch(SwigluBackwardArgs{g.const_data_ptr(), x.const_data_ptr(),
                             probs ? p.const_data_ptr<float>() : nullptr, grad_input.mutable_data_ptr(),
                             probs ? grad_probs.mutable_data_ptr<float>() : nullptr,

@@ -31,7 +31,7 @@ struct SwigluBackwardArgs {
   const float* probs;  // [rows], or null for 1
   void* grad_input;    // [rows, 2F]
   float* grad_probs;   // [rows], or null when probs is
-  float* partial;      // scratch of the row sums, [ceil(F / 128), rows], or null when probs is
+  float* partial;      // of the row sums, [ceil(F / 128), rows]: scratch, or grad_probs; null when probs is
   int64_t rows;
   int64_t features;
   DType dtype;
@@ -69,7 +69,7 @@ TP_HOST_DEVICE float sum_of_tile(float* terms) {
 void swiglu_cpu(const SwigluArgs& args);
 void swiglu_backward_cpu(const SwigluBackwardArgs& args);
 void launch_swiglu(const SwigluArgs& args, void* stream);
-// The sums of each row from those of its tiles.
+// The sums of each row from those of its tiles, which kernels have added to zero: of one tile they are the results.
 void launch_add_row_sums(const SwigluBackwardArgs& args, void* stream);
 void launch_swiglu_backward(const SwigluBackwardArgs& args, void* stream);
 

@@ -38,7 +38,7 @@ __global__ void add_row_sums_kernel(const float* partial, int64_t tiles, int64_t
 }  // namespace
 
 void launch_add_row_sums(const SwigluBackwardArgs& args, void* stream) {
-  if (args.rows == 0) return;
+  if (args.rows == 0 || args.partial == args.grad_probs) return;
   add_row_sums_kernel<<<grid_size(args.rows, kThreads), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       args.partial, quantize::ceil_div(args.features, kSumTile), args.rows, args.grad_probs);
   check_launch("add_row_sums_kernel");

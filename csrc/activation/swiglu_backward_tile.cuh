@@ -79,7 +79,7 @@ __device__ __forceinline__ void for_each_gradient(const SwigluBackwardArgs& args
     sums.fold(lane);
     const int row = warp * kRowsPerThread + start + RowSums<kBatch>::row_of(lane);
     if (lane < kBatch && row < tile.rows) {
-      args.partial[tile.col_tile * args.rows + tile.row + row] = sums.at[0];
+      args.partial[tile.col_tile * args.rows + tile.row + row] = sums.at[0] + 0.0f;
     }
   }
 }

@@ -75,8 +75,9 @@ Made run(const Call& call) {
   const Tensor x = call.input.contiguous();
   const bool has_probs = call.probs.has_value();
   const Tensor p = has_probs ? call.probs->contiguous() : Tensor();
-  const int64_t rows = x.size(0), features = x.size(1) / 2;
-  const Tensor partial = has_probs ? empty(x, {features / kTile, rows}, at::kFloat) : Tensor();
+  const int64_t rows = x.size(0), features = x.size(1) / 2, tiles = features / kTile;
+  Tensor partial;
+  if (has_probs) partial = tiles == 1 ? made.grad_probs : empty(x, {tiles, rows}, at::kFloat);
   const SwigluBackwardArgs swiglu{g.const_data_ptr(),
                                   x.const_data_ptr(),
                                   has_probs ? p.const_data_ptr<float>() : nullptr,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "activation/swiglu_backward_tile.cuh"
+#include "common/shared_memory.cuh"
 #include "quantize/swiglu_backward_stream.cuh"
 
 namespace transformer_plugin::quantize {
@@ -50,7 +51,8 @@ void launch_backward_as(const typename Family::Args& args, const SwigluBackwardA
                         cudaStream_t stream) {
   const auto kernel = swiglu_backward_quantize_kernel<T, Family>;
   constexpr int bytes = sizeof(BackwardShared<T, Family>);
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  static DynamicSharedMemory memory;
+  memory.allow(kernel, bytes);
   kernel<<<grid, kThreads, bytes, stream>>>(args, swiglu);
   check_launch("swiglu_backward_quantize_kernel");
 }

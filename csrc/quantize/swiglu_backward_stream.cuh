@@ -2,6 +2,7 @@
 // features, of the gate and of the linear part, quantizes the rows of both on the way and then their columns.
 #pragma once
 
+#include "common/shared_memory.cuh"
 #include "quantize/swiglu_quantize.h"
 #include "quantize/swiglu_stream.cuh"
 
@@ -99,7 +100,7 @@ struct StreamSums {
                                          const StreamPlace& place) const {
     const int row = own + place.lane / kStreamLanes;
     if (row < kRowsPerThread && place.warp_row + row < tile.rows) {
-      args.partial[tile.col_tile * args.rows + tile.row + place.warp_row + row] = kept;
+      args.partial[tile.col_tile * args.rows + tile.row + place.warp_row + row] = kept + 0.0f;
     }
   }
 };
@@ -158,7 +159,8 @@ void launch_backward_stream(const QuantizeArgs& args, const SwigluBackwardArgs& 
       using T = decltype(type);
       const auto kernel = swiglu_backward_stream_kernel<T, Family, decltype(element)::value>;
       constexpr int bytes = sizeof(BackwardStreamShared<T, Family>);
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+      static DynamicSharedMemory memory;
+      memory.allow(kernel, bytes);
       kernel<<<grid, kThreads, bytes, stream>>>(args, swiglu);
     };
     args.dtype == DType::kFloat16 ? launch(__half{}) : launch(__nv_bfloat16{});
