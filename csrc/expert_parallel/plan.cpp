@@ -137,7 +137,7 @@ Plan plan(const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens, int64
   }
   const int64_t local = num_experts / num_ranks;
   const routing::Slots slots = routing::assign_slots({kOp, "topk_idx", indices}, group.rank() * local, local,
-                                                     capacity, sizes.alignment);
+                                                     capacity, sizes.alignment, false);
   return {slots.slot, slots.source, slots.group_sizes, required, overflow};
 }
 

@@ -48,10 +48,12 @@ void check_weights(const Argument& weights, const Argument& slot, const Argument
   check_size(weights, 1, slot.tensor.sym_size(1), "the columns of 'slot'");
 }
 
-Slots check_permute(const Tensor& tokens, const Tensor& indices, int64_t experts, const SymInt& capacity,
-                    int64_t alignment) {
-  const Argument tokens_argument{"permute", "tokens", tokens};
-  const Argument indices_argument{"permute", "indices", indices};
+constexpr const char* kPermute = "permute";
+
+// But for what slots ask of their indices.
+void check_permute(const Tensor& tokens, const Tensor& indices) {
+  const Argument tokens_argument{kPermute, "tokens", tokens};
+  const Argument indices_argument{kPermute, "indices", indices};
   check_dtype(tokens_argument, {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble, at::kFloat8_e4m3fn,
                                 at::kFloat8_e5m2, at::kByte, at::kChar});
   check_dim(tokens_argument, 2);
@@ -59,20 +61,20 @@ Slots check_permute(const Tensor& tokens, const Tensor& indices, int64_t experts
   check_topk(indices_argument);
   check_same_device(indices_argument, tokens_argument);
   check_size(indices_argument, 0, tokens.sym_size(0), "the rows of 'tokens'");
-  return empty_slots(indices_argument, 0, experts, capacity, alignment);
 }
 
 Permuted permute_meta(const Tensor& tokens, const Tensor& indices, int64_t experts, SymInt capacity,
                       int64_t alignment) {
-  const Slots slots = check_permute(tokens, indices, experts, capacity, alignment);
+  check_permute(tokens, indices);
+  const Slots slots = empty_slots({kPermute, "indices", indices}, 0, experts, capacity, alignment, false);
   return {empty(tokens, {capacity, tokens.sym_size(1)}, tokens.scalar_type()), slots.group_sizes, slots.slot,
           slots.source, slots.total};
 }
 
 Permuted permute(const Tensor& tokens, const Tensor& indices, int64_t experts, int64_t capacity,
                  int64_t alignment) {
-  check_permute(tokens, indices, experts, capacity, alignment);
-  const Slots slots = assign_slots({"permute", "indices", indices}, 0, experts, capacity, alignment);
+  check_permute(tokens, indices);
+  const Slots slots = assign_slots({kPermute, "indices", indices}, 0, experts, capacity, alignment, false);
   return {gather_rows(tokens, slots.source), slots.group_sizes, slots.slot, slots.source, slots.total};
 }
 

@@ -28,7 +28,7 @@ void check_experts(const char* op, int64_t experts) {
 }  // namespace
 
 Slots empty_slots(const Argument& indices, int64_t first, int64_t experts, const c10::SymInt& capacity,
-                  int64_t alignment) {
+                  int64_t alignment, bool with_k) {
   check_dtype(indices, {at::kInt, at::kLong});
   check_dim(indices, 2);
   check_experts(indices.op, experts);
@@ -43,12 +43,13 @@ Slots empty_slots(const Argument& indices, int64_t first, int64_t experts, const
   TP_CHECK_VALUE(like.sym_numel() <= kMaxRows, indices.op, indices.name, "at most 2^31 - 1 elements",
                  describe(like), "Split the call");
   return {empty(like, like.sym_sizes(), at::kInt), empty(like, {capacity}, at::kInt),
-          empty(like, {capacity}, at::kInt), empty(like, {experts}, at::kLong), empty(like, {1}, at::kLong)};
+          with_k ? empty(like, {capacity}, at::kInt) : Tensor(), empty(like, {experts}, at::kLong),
+          empty(like, {1}, at::kLong)};
 }
 
 Slots assign_slots(const Argument& indices, int64_t first, int64_t experts, int64_t capacity,
-                   int64_t alignment) {
-  const Slots slots = empty_slots(indices, first, experts, capacity, alignment);
+                   int64_t alignment, bool with_k) {
+  const Slots slots = empty_slots(indices, first, experts, capacity, alignment, with_k);
   const Tensor input = indices.tensor.contiguous();
   AssignSlotsArgs args{input.const_data_ptr(),
                        input.scalar_type() == at::kLong,
@@ -60,7 +61,7 @@ Slots assign_slots(const Argument& indices, int64_t first, int64_t experts, int6
                        alignment,
                        slots.slot.mutable_data_ptr<int32_t>(),
                        slots.source.mutable_data_ptr<int32_t>(),
-                       slots.source_k.mutable_data_ptr<int32_t>(),
+                       with_k ? slots.source_k.mutable_data_ptr<int32_t>() : nullptr,
                        slots.group_sizes.mutable_data_ptr<int64_t>(),
                        slots.total.mutable_data_ptr<int64_t>(),
                        nullptr,
@@ -73,12 +74,15 @@ Slots assign_slots(const Argument& indices, int64_t first, int64_t experts, int6
   }
 #ifdef TRANSFORMER_PLUGIN_CUDA
   const CudaScope scope(input);
-  args.chunk_size = chunk_size(input.numel());
-  args.chunks = (input.numel() + args.chunk_size - 1) / args.chunk_size;
-  const Tensor chunk_counts = empty(input, {args.chunks, experts}, at::kInt);
-  const Tensor starts = empty(input, {experts}, at::kLong);
-  args.chunk_counts = chunk_counts.mutable_data_ptr<int32_t>();
-  args.starts = starts.mutable_data_ptr<int64_t>();
+  Tensor chunk_counts, starts;
+  if (!args.are_few()) {
+    args.chunk_size = chunk_size(input.numel());
+    args.chunks = (input.numel() + args.chunk_size - 1) / args.chunk_size;
+    chunk_counts = empty(input, {args.chunks, experts}, at::kInt);
+    starts = empty(input, {experts}, at::kLong);
+    args.chunk_counts = chunk_counts.mutable_data_ptr<int32_t>();
+    args.starts = starts.mutable_data_ptr<int64_t>();
+  }
   launch_assign_slots(args, scope.stream());
 #endif
   return slots;
@@ -94,12 +98,14 @@ SlotTensors as_tuple(const Slots& slots) {
 
 SlotTensors assign_slots_meta(const Tensor& indices, int64_t first, int64_t experts, c10::SymInt capacity,
                               int64_t alignment) {
-  return as_tuple(empty_slots({"assign_slots", "indices", indices}, first, experts, capacity, alignment));
+  return as_tuple(
+      empty_slots({"assign_slots", "indices", indices}, first, experts, capacity, alignment, true));
 }
 
 SlotTensors assign_slots_op(const Tensor& indices, int64_t first, int64_t experts, int64_t capacity,
                             int64_t alignment) {
-  return as_tuple(assign_slots({"assign_slots", "indices", indices}, first, experts, capacity, alignment));
+  return as_tuple(
+      assign_slots({"assign_slots", "indices", indices}, first, experts, capacity, alignment, true));
 }
 
 Tensor count_output(const Tensor& indices, int64_t experts) {

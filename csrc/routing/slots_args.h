@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "common/math.h"
+
 namespace transformer_plugin::routing {
 
 // Bounds the table of counts that one thread block keeps.
@@ -23,14 +25,21 @@ struct AssignSlotsArgs {
   int64_t alignment;
   int32_t* slot;         // [tokens, topk]: row of the layout, or -1 when masked or dropped
   int32_t* source;       // [capacity]: token of the row, or -1
-  int32_t* source_k;     // [capacity]: k of the row, or -1
+  int32_t* source_k;     // [capacity]: k of the row, or -1. Or null
   int64_t* group_sizes;  // [experts]: rows with padding, cut where the capacity ends
   int64_t* total;        // [1]: rows with padding before anything was cut
-  // CUDA only: chunks of the indices are counted side by side, then scanned.
+  // CUDA only, and not of few: chunks of the indices are counted side by side, then scanned.
   int32_t* chunk_counts;  // [chunks, experts]
   int64_t* starts;        // [experts]: first row of each expert
   int64_t chunks;
   int64_t chunk_size;
+
+  TP_HOST_DEVICE int64_t items() const { return tokens * topk; }
+  TP_HOST_DEVICE int64_t chunk_end(int64_t begin) const {
+    return begin + chunk_size < items() ? begin + chunk_size : items();
+  }
+  // Whether one thread block is soon done with all of it.
+  TP_HOST_DEVICE bool are_few() const { return items() <= 512 && capacity <= 16384; }
 };
 
 struct CountTokensArgs {

@@ -32,14 +32,14 @@ void assign_slots(const AssignSlotsArgs& args) {
   }
   *args.total = start;
   std::fill_n(args.source, args.capacity, -1);
-  std::fill_n(args.source_k, args.capacity, -1);
+  if (args.source_k) std::fill_n(args.source_k, args.capacity, -1);
   for (int64_t i = 0; i < items; ++i) {
     const int64_t expert = local_expert(indices[i], args.first, args.experts);
     const int64_t row = expert >= 0 ? next[expert]++ : args.capacity;
     args.slot[i] = row < args.capacity ? static_cast<int32_t>(row) : -1;
     if (row >= args.capacity) continue;
     args.source[row] = static_cast<int32_t>(i / args.topk);
-    args.source_k[row] = static_cast<int32_t>(i % args.topk);
+    if (args.source_k) args.source_k[row] = static_cast<int32_t>(i % args.topk);
   }
 }
 

@@ -1,6 +1,9 @@
 // Three passes, none of which sorts: count the experts in each chunk of the indices; scan the counts over
 // chunks and the padded totals over experts; give each index its row, which is its expert's first row, plus
-// the expert's count in earlier chunks, plus its rank inside the chunk.
+// the expert's count in earlier chunks, plus its rank inside the chunk. Where there is little to do one block makes all
+// three.
+#include <algorithm>
+
 #include "common/launch.cuh"
 #include "routing/slots_args.h"
 
@@ -18,21 +21,37 @@ __device__ __forceinline__ int local_expert(Index index, int64_t first, int64_t 
   return expert >= first && expert - first < experts ? static_cast<int>(expert - first) : -1;
 }
 
-// One block a chunk. Integer atomics: the counts do not depend on their order.
+// Rows that no index gets say so.
+__device__ __forceinline__ void clear_sources(const AssignSlotsArgs& args) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < args.capacity;
+       i += step) {
+    args.source[i] = -1;
+    if (args.source_k) args.source_k[i] = -1;
+  }
+}
+
+// All threads of the block together. Integer atomics: the counts do not depend on their order.
+template <typename Index>
+__device__ __forceinline__ void count_chunk(const AssignSlotsArgs& args, int64_t begin, int64_t end,
+                                            int32_t* counts) {
+  for (int e = threadIdx.x; e < args.experts; e += blockDim.x) counts[e] = 0;
+  __syncthreads();
+  for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
+    const int expert = local_expert(static_cast<const Index*>(args.indices)[i], args.first, args.experts);
+    if (expert >= 0) atomicAdd(&counts[expert], 1);
+  }
+  __syncthreads();
+}
+
+// One block a chunk.
 template <typename Index>
 __global__ void count_chunks_kernel(AssignSlotsArgs args) {
   __shared__ int32_t counts[kMaxExperts];
+  clear_sources(args);
   for (int64_t chunk = blockIdx.x; chunk < args.chunks; chunk += gridDim.x) {
-    for (int e = threadIdx.x; e < args.experts; e += kCountThreads) counts[e] = 0;
-    __syncthreads();
     const int64_t begin = chunk * args.chunk_size;
-    const int64_t items = args.tokens * args.topk;
-    const int64_t end = begin + args.chunk_size < items ? begin + args.chunk_size : items;
-    for (int64_t i = begin + threadIdx.x; i < end; i += kCountThreads) {
-      const int expert = local_expert(static_cast<const Index*>(args.indices)[i], args.first, args.experts);
-      if (expert >= 0) atomicAdd(&counts[expert], 1);
-    }
-    __syncthreads();
+    count_chunk<Index>(args, begin, args.chunk_end(begin), counts);
     for (int e = threadIdx.x; e < args.experts; e += kCountThreads) {
       args.chunk_counts[chunk * args.experts + e] = counts[e];
     }
@@ -59,12 +78,10 @@ __device__ int64_t scan_chunks(const AssignSlotsArgs& args, int e) {
   return sum;
 }
 
-// One block.
-__global__ void scan_kernel(AssignSlotsArgs args) {
+// Where experts begin, and how many rows they have: a block of kScanThreads threads, each with the count of its expert.
+__device__ __forceinline__ void scan_experts(const AssignSlotsArgs& args, int64_t count, int64_t* starts) {
   __shared__ int64_t ends[kScanThreads];
   const int e = threadIdx.x;
-  const bool is_expert = e < args.experts;
-  const int64_t count = is_expert ? scan_chunks(args, e) : 0;
   const int64_t padded = (count + args.alignment - 1) / args.alignment * args.alignment;
   ends[e] = padded;
   __syncthreads();
@@ -76,48 +93,72 @@ __global__ void scan_kernel(AssignSlotsArgs args) {
   }
   const int64_t end = ends[e];
   const int64_t start = end - padded;
-  if (is_expert) {
-    args.starts[e] = start;
+  if (e < args.experts) {
+    starts[e] = start;
     args.group_sizes[e] =
         (end < args.capacity ? end : args.capacity) - (start < args.capacity ? start : args.capacity);
   }
   if (e == kScanThreads - 1) *args.total = end;
 }
 
-// One warp a chunk, 32 indices at a time in order; `next` holds how many of each expert came before in all
-// chunks.
+// One block.
+__global__ void scan_kernel(AssignSlotsArgs args) {
+  const int e = threadIdx.x;
+  scan_experts(args, e < args.experts ? scan_chunks(args, e) : 0, args.starts);
+}
+
+// One warp, 32 indices at a time in order; `next` holds how many of each expert came before in all chunks.
+template <typename Index>
+__device__ __forceinline__ void assign_chunk(const AssignSlotsArgs& args, int64_t begin, int64_t end,
+                                             const int64_t* starts, int32_t* next) {
+  const unsigned lane = threadIdx.x;
+  for (int64_t first_item = begin; first_item < end; first_item += kWarpSize) {
+    const int64_t i = first_item + lane;
+    const int expert =
+        i < end ? local_expert(static_cast<const Index*>(args.indices)[i], args.first, args.experts) : -1;
+    const unsigned same = __match_any_sync(0xffffffffu, expert);
+    const unsigned earlier = same & ((1u << lane) - 1u);
+    const int32_t before = expert >= 0 ? next[expert] : 0;
+    __syncwarp();
+    if (expert >= 0 && earlier == 0) next[expert] = before + __popc(same);
+    __syncwarp();
+    if (i >= end) continue;  // only in the last round of the chunk, and nothing below is collective
+    const int64_t row = expert >= 0 ? starts[expert] + before + __popc(earlier) : args.capacity;
+    const bool kept = row < args.capacity;
+    args.slot[i] = kept ? static_cast<int32_t>(row) : -1;
+    if (kept) {
+      args.source[row] = static_cast<int32_t>(i / args.topk);
+      if (args.source_k) args.source_k[row] = static_cast<int32_t>(i % args.topk);
+    }
+  }
+}
+
+// One warp a chunk.
 template <typename Index>
 __global__ void assign_kernel(AssignSlotsArgs args) {
   __shared__ int32_t next[kMaxExperts];
-  const unsigned lane = threadIdx.x;
-  const int64_t items = args.tokens * args.topk;
   for (int64_t chunk = blockIdx.x; chunk < args.chunks; chunk += gridDim.x) {
-    for (int e = lane; e < args.experts; e += kWarpSize)
+    for (int e = threadIdx.x; e < args.experts; e += kWarpSize)
       next[e] = args.chunk_counts[chunk * args.experts + e];
     __syncwarp();
     const int64_t begin = chunk * args.chunk_size;
-    const int64_t end = begin + args.chunk_size < items ? begin + args.chunk_size : items;
-    for (int64_t first_item = begin; first_item < end; first_item += kWarpSize) {
-      const int64_t i = first_item + lane;
-      const int expert =
-          i < end ? local_expert(static_cast<const Index*>(args.indices)[i], args.first, args.experts) : -1;
-      const unsigned same = __match_any_sync(0xffffffffu, expert);
-      const unsigned earlier = same & ((1u << lane) - 1u);
-      const int32_t before = expert >= 0 ? next[expert] : 0;
-      __syncwarp();
-      if (expert >= 0 && earlier == 0) next[expert] = before + __popc(same);
-      __syncwarp();
-      if (i >= end) continue;  // only in the last round of the chunk, and nothing below is collective
-      const int64_t row = expert >= 0 ? args.starts[expert] + before + __popc(earlier) : args.capacity;
-      const bool kept = row < args.capacity;
-      args.slot[i] = kept ? static_cast<int32_t>(row) : -1;
-      if (kept) {
-        args.source[row] = static_cast<int32_t>(i / args.topk);
-        args.source_k[row] = static_cast<int32_t>(i % args.topk);
-      }
-    }
+    assign_chunk<Index>(args, begin, args.chunk_end(begin), args.starts, next);
     __syncwarp();
   }
+}
+
+// One block, all indices as one chunk: the three passes in turn.
+template <typename Index>
+__global__ void __launch_bounds__(kScanThreads) assign_few_kernel(AssignSlotsArgs args) {
+  __shared__ int32_t counts[kMaxExperts];
+  __shared__ int64_t starts[kMaxExperts];
+  const int e = threadIdx.x;
+  clear_sources(args);
+  count_chunk<Index>(args, 0, args.items(), counts);
+  scan_experts(args, e < args.experts ? counts[e] : 0, starts);
+  if (e < args.experts) counts[e] = 0;
+  __syncthreads();
+  if (e < kWarpSize) assign_chunk<Index>(args, 0, args.items(), starts, counts);
 }
 
 template <typename Index>
@@ -140,44 +181,45 @@ __global__ void count_tokens_kernel(CountTokensArgs args) {
   }
 }
 
-void fill_bytes(void* data, int value, int64_t bytes, cudaStream_t stream) {
-  if (bytes == 0) return;
-  const cudaError_t error = cudaMemsetAsync(data, value, static_cast<size_t>(bytes), stream);
+void zero(int64_t* counts, int64_t count, cudaStream_t stream) {
+  if (count == 0) return;
+  const cudaError_t error = cudaMemsetAsync(counts, 0, static_cast<size_t>(count) * sizeof(int64_t), stream);
   if (error != cudaSuccess) {
     throw std::runtime_error(std::string("transformer_plugin: memset failed: ") + cudaGetErrorString(error));
   }
+}
+
+// Rows that a thread clears.
+constexpr int64_t kRowsPerThread = 16;
+
+template <typename Index>
+void launch_assign(const AssignSlotsArgs& args, cudaStream_t stream) {
+  if (args.are_few()) {
+    assign_few_kernel<Index><<<1, kScanThreads, 0, stream>>>(args);
+    return check_launch("assign_few_kernel");
+  }
+  const unsigned blocks = grid_size(args.chunks, 1);
+  const unsigned clearing_blocks = grid_size(args.capacity, kCountThreads * kRowsPerThread);
+  count_chunks_kernel<Index><<<std::max(blocks, clearing_blocks), kCountThreads, 0, stream>>>(args);
+  check_launch("count_chunks_kernel");
+  scan_kernel<<<1, kScanThreads, 0, stream>>>(args);
+  check_launch("scan_kernel");
+  if (args.chunks == 0) return;
+  assign_kernel<Index><<<blocks, kWarpSize, 0, stream>>>(args);
+  check_launch("assign_kernel");
 }
 
 }  // namespace
 
 void launch_assign_slots(const AssignSlotsArgs& args, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  fill_bytes(args.source, 0xff, args.capacity * 4, cuda_stream);  // all bits set: -1
-  fill_bytes(args.source_k, 0xff, args.capacity * 4, cuda_stream);
-  const bool has_items = args.chunks > 0;
-  const unsigned blocks = grid_size(args.chunks, 1);
-  if (has_items) {
-    if (args.indices_are_int64) {
-      count_chunks_kernel<int64_t><<<blocks, kCountThreads, 0, cuda_stream>>>(args);
-    } else {
-      count_chunks_kernel<int32_t><<<blocks, kCountThreads, 0, cuda_stream>>>(args);
-    }
-    check_launch("count_chunks_kernel");
-  }
-  scan_kernel<<<1, kScanThreads, 0, cuda_stream>>>(args);
-  check_launch("scan_kernel");
-  if (!has_items) return;
-  if (args.indices_are_int64) {
-    assign_kernel<int64_t><<<blocks, kWarpSize, 0, cuda_stream>>>(args);
-  } else {
-    assign_kernel<int32_t><<<blocks, kWarpSize, 0, cuda_stream>>>(args);
-  }
-  check_launch("assign_kernel");
+  args.indices_are_int64 ? launch_assign<int64_t>(args, cuda_stream)
+                         : launch_assign<int32_t>(args, cuda_stream);
 }
 
 void launch_count_tokens(const CountTokensArgs& args, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  fill_bytes(args.counts, 0, args.experts * 8, cuda_stream);
+  zero(args.counts, args.experts, cuda_stream);
   if (args.numel == 0 || args.experts == 0) return;
   constexpr int64_t kItemsPerThread = 16;
   const unsigned blocks = grid_size(args.numel, kCountThreads * kItemsPerThread);
