@@ -25,4 +25,37 @@ inline unsigned grid_size(int64_t items, int64_t per_block) {
   return static_cast<unsigned>(blocks < 1 ? 1 : (blocks > 0x7fffffff ? 0x7fffffff : blocks));
 }
 
+#ifdef __CUDACC__
+// The next kernel of the stream may start, if it was launched to; what it has to wait for, it waits for.
+__device__ __forceinline__ void let_the_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// First in a kernel that launch_early starts: until all that the stream did before is done.
+__device__ __forceinline__ void wait_for_the_kernel_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// A launch that need not wait until the kernel before has ended: its own way onto the device overlaps with that.
+template <typename... Parameters, typename... Arguments>
+void launch_early(void (*kernel)(Parameters...), unsigned grid, unsigned block, size_t shared,
+                  cudaStream_t stream, const Arguments&... arguments) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(grid);
+  config.blockDim = dim3(block);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+}
+#endif
+
 }  // namespace transformer_plugin

@@ -20,13 +20,13 @@ __device__ __forceinline__ float block_max(float value, int warp, int lane, floa
 template <typename T>
 __device__ __forceinline__ void raise_rows(const AmaxArgs& args, const Tile& tile, const Values<T>& values,
                                            int warp, int lane) {
-  using Maxima = RowMaxima<kRowsPerThread>;
+  using Maxima = RowMaxima<kRowsPerThread, T>;
   Maxima maxima;
   maxima.find(values, lane);
-  const float other_half = __shfl_xor_sync(0xffffffffu, maxima.at[0], kRowsPerThread);
+  const float own_half = maxima.amax(0), other_half = __shfl_xor_sync(0xffffffffu, own_half, kRowsPerThread);
   const int row = warp * kRowsPerThread + Maxima::first_of(lane);
   if (lane < kRowsPerThread && row < tile.rows) {
-    raise_to(args.amax + tile.member * args.layout.rows + tile.row + row, fmaxf(maxima.at[0], other_half));
+    raise_to(args.amax + tile.member * args.layout.rows + tile.row + row, fmaxf(own_half, other_half));
   }
 }
 

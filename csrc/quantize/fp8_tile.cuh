@@ -9,25 +9,28 @@ namespace transformer_plugin::quantize {
 template <DType element, typename T>
 __device__ __forceinline__ void write_rows(const QuantizeArgs& args, const Tile& tile,
                                            const Values<T>& values, int warp, int lane, float tile_scale) {
-  const int c0 = lane * kColsPerThread;
   const int first_row = warp * kRowsPerThread;
   const bool own = args.layout.mode == ScaleMode::kRows;
   float scale = tile_scale;  // of the row that this lane answers for
-  using Maxima = RowMaxima<kRowsPerThread>;
+  using Maxima = RowMaxima<kRowsPerThread, T>;
   if (own) {
     Maxima maxima;
     maxima.find(values, lane);
-    const float other_half = __shfl_xor_sync(0xffffffffu, maxima.at[0], kRowsPerThread);
-    scale = encode_scale(fmaxf(maxima.at[0], other_half), args.rule);
+    const float own_half = maxima.amax(0),
+                other_half = __shfl_xor_sync(0xffffffffu, own_half, kRowsPerThread);
+    scale = encode_scale(fmaxf(own_half, other_half), args.rule);
     const int row = first_row + Maxima::first_of(lane);
     if (lane < kRowsPerThread && row < tile.rows) {
       args.scale[scale_index(args.layout, tile, false, row, 0)] = tile.tail ? 0.0f : 1.0f / scale;
     }
   }
-#pragma unroll
-  for (int r = 0; r < kRowsPerThread; ++r) {
-    const float of_row = own ? __shfl_sync(0xffffffffu, scale, Maxima::lane_of(r)) : tile_scale;
-    if (first_row + r < tile.rows) write_row<element>(args, tile, values, r, first_row + r, c0, of_row);
+  const auto write = [&](auto scale_of) {
+    write_rows_of_codes<element>(args, tile, values, first_row, lane, scale_of);
+  };
+  if (own) {
+    write([&](int r) { return __shfl_sync(0xffffffffu, scale, Maxima::lane_of(r)); });
+  } else {
+    write([&](int) { return tile_scale; });
   }
 }
 

@@ -49,7 +49,7 @@ struct MxStreamRows {
     const int step = block * kLanes + own;
     const int row = place.warp_row + kStreamRows * step + place.lane / kStreamLanes;
     if (block < kWords && row < tile.rows) {
-      *reinterpret_cast<uint32_t*>(args.exponents + WordLines(args.layout, tile, false).at(row)) = stored;
+      store_kept(args.exponents + WordLines(args.layout, tile, false).at(row), stored);
     }
   }
 };

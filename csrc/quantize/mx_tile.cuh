@@ -60,14 +60,14 @@ __device__ __forceinline__ void write_mx_rows(const QuantizeArgs& args, const Ti
   const Layout& layout = args.layout;
   const int block = lane / kLanesPerBlock;
   const int first_row = warp * kRowsPerThread;
-  using Maxima = RowMaxima<kLanesPerBlock>;
+  using Maxima = RowMaxima<kLanesPerBlock, T>;
   float multipliers[Maxima::kCount];
   Maxima maxima;
   if (!layout.square) maxima.find(values, lane);
   const WordLines lines(layout, tile, false);
 #pragma unroll
   for (int i = 0; i < Maxima::kCount; ++i) {
-    const float amax = layout.square ? partial.square(warp / kWarpsPerBlock, block) : maxima.at[i];
+    const float amax = layout.square ? partial.square(warp / kWarpsPerBlock, block) : maxima.amax(i);
     const uint8_t exponent = exponent_of<element>(amax);
     multipliers[i] = e8m0_multiplier(exponent);
     uint32_t word = static_cast<uint32_t>(exponent) << (8 * block);
@@ -75,17 +75,13 @@ __device__ __forceinline__ void write_mx_rows(const QuantizeArgs& args, const Ti
     word |= __shfl_xor_sync(0xffffffffu, word, 2 * kLanesPerBlock);
     const int row = first_row + Maxima::first_of(lane) + i;
     if (lane < kLanesPerBlock && row < tile.rows) {
-      *reinterpret_cast<uint32_t*>(args.exponents + lines.at(row)) = word;
+      store_kept(args.exponents + lines.at(row), word);
     }
   }
-#pragma unroll
-  for (int r = 0; r < kRowsPerThread; ++r) {
+  write_rows_of_codes<element>(args, tile, values, first_row, lane, [&](int r) {
     const int holder = block * kLanesPerBlock + Maxima::lane_of(r);
-    const float multiplier = __shfl_sync(0xffffffffu, multipliers[r % Maxima::kCount], holder);
-    if (first_row + r < tile.rows) {
-      write_row<element>(args, tile, values, r, first_row + r, lane * kColsPerThread, multiplier);
-    }
-  }
+    return __shfl_sync(0xffffffffu, multipliers[r % Maxima::kCount], holder);
+  });
 }
 
 // The exponents of the blocks along each column, [row block][column].
@@ -113,7 +109,7 @@ __device__ __forceinline__ void write_column_exponents(const QuantizeArgs& args,
   Codes4 word;
 #pragma unroll
   for (int b = 0; b < kMxBlocks; ++b) word.set(b, exponents.at[b][column]);
-  *reinterpret_cast<uint32_t*>(args.exponents_t + WordLines(args.layout, tile, true).at(column)) = word.word;
+  store_kept(args.exponents_t + WordLines(args.layout, tile, true).at(column), word.word);
 }
 
 // What a block needs in shared memory for one tile.

@@ -90,7 +90,7 @@ __device__ __forceinline__ void write_row_block(const NvArgs& args, const Tile& 
       encode_block<coding>(args.method, values, amax, bound, global, block_random<coding>(args, number, 0));
   if (row >= tile.rows) return;
   if (rows.has_codes) reinterpret_cast<uint2*>(rows.data)[rows.blocks_to(row)] = coded.codes;
-  if (rows.has_scale) rows.scale[rows.lines.at(row, rows.word)] = coded.scale;
+  if (rows.has_scale) store_kept(rows.scale + rows.lines.at(row, rows.word), coded.scale);
 }
 
 // The largest magnitude of the 16x16 block that the thread's columns lie in.
@@ -254,8 +254,7 @@ __device__ __forceinline__ void store_column_scales(const NvArgs& args, const Ti
   static_assert(kThreads == 2 * kTile, "a thread has one of a line's two words");
   const int column = threadIdx.x / 2, word = threadIdx.x % 2;
   if (column >= tile.cols || word >= lines.count) return;
-  *reinterpret_cast<uint32_t*>(args.scale_t + lines.at(column, word)) =
-      column_scales(shared.scales_t, column, word);
+  store_kept(args.scale_t + lines.at(column, word), column_scales(shared.scales_t, column, word));
 }
 
 // Of a tile past the last group: transposed scales have a place for it.

@@ -59,10 +59,6 @@ __device__ __forceinline__ Tile whole_tile(const Layout& layout) {
   return tile;
 }
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
 // A warp's rows, 16 bytes a lane, are sent for; they are there after cp.async.wait_all.
 template <typename T>
 __device__ __forceinline__ void send_for_rows(const NvArgs& args, uint32_t row0, uint32_t col0, uint32_t warp,
@@ -243,12 +239,11 @@ __device__ __forceinline__ void store_whole_scales(const NvArgs& args, const Til
   const int line = threadIdx.x / 2, word = threadIdx.x % 2;
   if (args.rowwise) {
     const WordLines lines(layout, tile, false);
-    *reinterpret_cast<uint32_t*>(args.scale + lines.at(line, word)) =
-        *reinterpret_cast<const uint32_t*>(&shared.scales[line][4 * word]);
+    store_kept(args.scale + lines.at(line, word),
+               *reinterpret_cast<const uint32_t*>(&shared.scales[line][4 * word]));
   }
   const WordLines lines(layout, tile, true);
-  *reinterpret_cast<uint32_t*>(args.scale_t + lines.at(line, word)) =
-      column_scales(shared.scales_t, line, word);
+  store_kept(args.scale_t + lines.at(line, word), column_scales(shared.scales_t, line, word));
 }
 
 // Turned codes, 64 bytes of a line by 8 lanes.

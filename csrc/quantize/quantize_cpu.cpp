@@ -32,13 +32,15 @@ void row_tiles_cpu(const int32_t* offsets, int64_t groups, const RowTables& tabl
   int32_t* begins = tables.offsets;
   int32_t* tile_offsets = begins + tables.groups + 1;
   begins[0] = tile_offsets[0] = 0;
+  bool even = true;
   for (int64_t g = 0; g < tables.groups; ++g) {
     begins[g + 1] = offsets[tables.merged ? groups : g + 1];
+    even = even && (begins[g + 1] % kEvenRows == 0 || begins[g + 1] == tables.rows);
     tile_offsets[g + 1] = tile_offsets[g] + static_cast<int32_t>(ceil_div(begins[g + 1] - begins[g], kTile));
   }
   const int64_t count = Layout::row_tiles(tables.rows, tables.groups);
   for (int64_t i = 0; i < count; ++i) {
-    tables.table[i] = row_tile_at(begins, tile_offsets, tables.groups, tables.rows, i);
+    tables.table[i] = row_tile_at(begins, tile_offsets, tables.groups, tables.rows, even, i);
   }
 }
 

@@ -19,10 +19,13 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t listed = tables.groups;
   int32_t* offsets = listed <= kSharedGroups ? shared : tables.offsets;
   int32_t* tile_offsets = offsets + listed + 1;
+  let_the_next_kernel_start();
   if (threadIdx.x == 0) offsets[0] = tile_offsets[0] = 0;
   if (threadIdx.x == 0 && tables.merged) offsets[1] = tile_offsets[1] = 0;
   int32_t carried = 0;
+  bool odd = false;  // a group of this thread's ends between even rows
   scan.visit(sizes, groups, tables.rows, word, [&](int64_t g, int64_t begin, int64_t end) {
+    odd = odd || (end % kEvenRows != 0 && end != tables.rows);
     if (tables.merged) {  // the last thread has the end of all so far
       if (threadIdx.x == kThreads - 1) {
         offsets[1] = static_cast<int32_t>(end);
@@ -39,13 +42,13 @@ __global__ void __launch_bounds__(kThreads)
     }
     carried += total;
   });
-  __syncthreads();
+  const bool even = !__syncthreads_or(odd);
   if (offsets != tables.offsets) {
     for (int64_t g = threadIdx.x; g <= listed; g += kThreads) tables.offsets[g] = offsets[g];
   }
   const int64_t count = Layout::row_tiles(tables.rows, listed);
   for (int64_t i = threadIdx.x; i < count; i += kThreads) {
-    tables.table[i] = row_tile_at(offsets, tile_offsets, listed, tables.rows, i);
+    tables.table[i] = row_tile_at(offsets, tile_offsets, listed, tables.rows, even, i);
   }
 }
 
@@ -73,6 +76,7 @@ void launch_tensor_scales(const QuantizeArgs& args, void* stream) {
 
 void launch_quantize(const QuantizeArgs& args, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (launch_quantize_walk(args, stream)) return;
   const unsigned grid = block_grid(args.layout);
   if (grid == 0) return launch_tensor_scales(args, stream);
   visit_device_float(args.dtype, [&](auto type) {

@@ -186,12 +186,38 @@ __device__ __forceinline__ void raise_to(float* target, float amax) {
 
 // Maxima of kItems things that each of kLanes neighbouring lanes has a part of, shared out: each exchange with another lane
 // halves the items that a lane is left with. Lane l ends up with the items first_of(l) .. first_of(l) + kCount - 1 in the
-// first places, over all kLanes lanes. What follows from a maximum is then computed once, not in every lane.
-template <int kLanes, int kItems>
+// first places, over all kLanes lanes. What follows from a maximum is then computed once, not in every lane. Items are as
+// Order has them, in one register each.
+struct FloatOrder {
+  using Item = float;
+  static __device__ __forceinline__ Item larger(Item a, Item b) { return fmaxf(a, b); }
+};
+// Two 16-bit values whose magnitudes count. As a number: a choice between two of a class would be made in memory.
+template <typename T>
+struct MagnitudeOrder {
+  using Item = uint32_t;
+  static __device__ __forceinline__ Item of(Two<T> two) {
+    Item item;
+    static_assert(sizeof(two) == sizeof(item), "one register");
+    memcpy(&item, &two, sizeof(item));
+    return item;
+  }
+  static __device__ __forceinline__ Two<T> two(Item item) {
+    Two<T> two;
+    memcpy(&two, &item, sizeof(item));
+    return two;
+  }
+  static __device__ __forceinline__ Item larger(Item a, Item b) {
+    return of(larger_magnitudes(two(a), two(b)));
+  }
+};
+
+template <int kLanes, int kItems, typename Order = FloatOrder>
 struct SharedOutMaxima {
+  using Item = typename Order::Item;
   static constexpr int kCount = kItems / kLanes;
   static_assert(kCount * kLanes == kItems, "lanes share the items out evenly");
-  float at[kItems];
+  Item at[kItems];
 
   __device__ __forceinline__ void share_out(int lane) {
 #pragma unroll
@@ -200,9 +226,9 @@ struct SharedOutMaxima {
       const int half = kItems / 2 / distance;
 #pragma unroll
       for (int i = 0; i < half; ++i) {
-        const float kept = upper ? at[half + i] : at[i];
-        const float given = upper ? at[i] : at[half + i];
-        at[i] = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, distance));
+        const Item kept = upper ? at[half + i] : at[i];
+        const Item given = upper ? at[i] : at[half + i];
+        at[i] = Order::larger(kept, __shfl_xor_sync(0xffffffffu, given, distance));
       }
     }
   }
@@ -225,14 +251,31 @@ struct SharedOutMaxima {
   }
 };
 
-// Of a warp's 16 rows, in the columns that kLanes lanes hold.
-template <int kLanes>
-struct RowMaxima : SharedOutMaxima<kLanes, kRowsPerThread> {
-  template <typename T>
+// Of a warp's 16 rows, in the columns that kLanes lanes hold. 16-bit values stay in twos until the end.
+template <typename T>
+using RowOrder = std::conditional_t<sizeof(T) == 2, MagnitudeOrder<T>, FloatOrder>;
+
+template <int kLanes, typename T>
+struct RowMaxima : SharedOutMaxima<kLanes, kRowsPerThread, RowOrder<T>> {
   __device__ __forceinline__ void find(const Values<T>& values, int lane) {
 #pragma unroll
-    for (int r = 0; r < kRowsPerThread; ++r) this->at[r] = values.row_max(r);
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      if constexpr (sizeof(T) == 2) {
+        this->at[r] = RowOrder<T>::of(larger_magnitudes(values.at[r][0], values.at[r][1]));
+      } else {
+        this->at[r] = values.row_max(r);
+      }
+    }
     this->share_out(lane);
+  }
+  // Item i of the lane. Where all values are NaN, 0.
+  __device__ __forceinline__ float amax(int i) const {
+    if constexpr (sizeof(T) == 2) {
+      const float2 two = to_floats(RowOrder<T>::two(this->at[i]));
+      return fmaxf(fmaxf(fabsf(two.x), fabsf(two.y)), 0.0f);
+    } else {
+      return this->at[i];
+    }
   }
 };
 
@@ -246,15 +289,30 @@ __device__ __forceinline__ Codes4 encode4(float a, float b, float c, float d) {
   return codes;
 }
 
-// A row's codes of this thread.
-template <DType element, typename T>
-__device__ __forceinline__ void write_row(const QuantizeArgs& args, const Tile& tile, const Values<T>& values,
-                                          int r, int row, int c0, float scale) {
-  uint8_t* target =
-      args.data + (tile.member * args.layout.rows + tile.row + row) * args.layout.cols + tile.col + c0;
-  const Codes4 codes = encode4<element>(values.get(r, 0) * scale, values.get(r, 1) * scale,
-                                        values.get(r, 2) * scale, values.get(r, 3) * scale);
-  store_codes(target, codes, tile.cols - c0, args.layout.cols % 4 == 0);
+// A warp's rows of codes, each under the scale that `scale_of(r)` gives in all lanes. `rows` of them, counted from the first
+// of `values`, lie in the matrix.
+template <DType element, typename T, typename ScaleOf>
+__device__ __forceinline__ void write_rows_of_codes(const QuantizeArgs& args, const Tile& tile,
+                                                    const Values<T>& values, int first_row, int lane,
+                                                    ScaleOf scale_of) {
+  const Layout& layout = args.layout;
+  const int count = tile.cols - lane * kColsPerThread;
+  // Where rows are whole words, a lane's four columns are all in the matrix or none.
+  const bool words = layout.cols % kColsPerThread == 0;
+  const int rows = words && count <= 0 ? 0 : tile.rows - first_row;
+  uint8_t* target = args.data + (tile.member * layout.rows + tile.row + first_row) * layout.cols + tile.col +
+                    lane * kColsPerThread;
+  const auto write = [&](auto whole_words) {
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      const float scale = scale_of(r);
+      const Codes4 codes = encode4<element>(values.get(r, 0) * scale, values.get(r, 1) * scale,
+                                            values.get(r, 2) * scale, values.get(r, 3) * scale);
+      if (r < rows) store_codes(target, codes, whole_words ? kColsPerThread : count, whole_words);
+      target += layout.cols;
+    }
+  };
+  words ? write(std::true_type{}) : write(std::false_type{});
 }
 
 // A turned tile to memory: 4 lines of 128 bytes a step of a warp, or one where 16 bytes are not aligned.

@@ -110,6 +110,33 @@ __device__ __forceinline__ void turn4(const uint32_t (&rows)[4], uint32_t (&colu
   columns[3] = __byte_perm(high01, high23, 0x7632);
 }
 
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Stores a part of a sector of 32 bytes whose rest comes from other blocks. The second level cache keeps such lines before
+// others, so that the parts meet there: one that leaves it is read from memory again for the next part.
+template <typename Word>
+__device__ __forceinline__ void store_kept(void* target, Word word) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  if constexpr (sizeof(word) == 8) {
+    asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1, %2}, %3;" ::"l"(target), "r"(word.x),
+                 "r"(word.y), "l"(policy)
+                 : "memory");
+  } else if constexpr (sizeof(word) == 4) {
+    asm volatile("st.global.L2::cache_hint.u32 [%0], %1, %2;" ::"l"(target), "r"(word), "l"(policy)
+                 : "memory");
+  } else if constexpr (sizeof(word) == 2) {
+    asm volatile("st.global.L2::cache_hint.u16 [%0], %1, %2;" ::"l"(target), "h"(word), "l"(policy)
+                 : "memory");
+  } else {
+    asm volatile("st.global.L2::cache_hint.u8 [%0], %1, %2;" ::"l"(target), "h"(static_cast<uint16_t>(word)),
+                 "l"(policy)
+                 : "memory");
+  }
+}
+
 // `count` of the 4 bytes of a word, to or from memory; in one access where `aligned`.
 __device__ __forceinline__ void store_codes(uint8_t* target, Codes4 codes, int count, bool aligned) {
   if (aligned && count >= 4) {

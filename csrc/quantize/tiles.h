@@ -55,11 +55,15 @@ static_assert(1 << kMxBlockShift == kMxBlock && 1 << kNvBlockShift == kNvBlock, 
 TP_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 TP_HOST_DEVICE int64_t round_up_4(int64_t a) { return (a + 3) / 4 * 4; }
 
+// Rows whose bytes in a line of transposed data are sectors of memory that hold nothing else.
+inline constexpr int kEvenRows = 32;
+
 // A row tile of a ragged matrix: where it lies, found once for all the tiles beside it.
 struct alignas(16) RowTile {
   int32_t group;  // the number of groups for the tail
   int32_t row;    // first, counted from the first of the buffer
-  int32_t rows;   // at most kTile, 0 past the tail
+  int16_t rows;   // at most kTile, 0 past the tail
+  bool even;      // all groups of the matrix begin at multiples of kEvenRows
   int32_t used;   // row tiles of the matrix that hold rows, which are the first
 };
 
@@ -119,7 +123,7 @@ struct Tile {
 
 // Row tile `index` of a ragged matrix, from [groups + 1] rows and row tiles where groups begin.
 TP_HOST_DEVICE RowTile row_tile_at(const int32_t* offsets, const int32_t* tile_offsets, int64_t groups,
-                                   int64_t rows, int64_t index) {
+                                   int64_t rows, bool even, int64_t index) {
   // The last group that begins at or before the tile: of several, the one that is not empty; or the tail.
   int64_t low = 0;
   int64_t high = groups;
@@ -136,8 +140,8 @@ TP_HOST_DEVICE RowTile row_tile_at(const int32_t* offsets, const int32_t* tile_o
   const int64_t used = left < 0 ? 0 : (left < kTile ? left : kTile);
   const int64_t all = tile_offsets[groups] + ceil_div(rows - offsets[groups], kTile);
   // A tile past the tail begins past the buffer, which 32 bits need not hold.
-  return {static_cast<int32_t>(low), static_cast<int32_t>(used == 0 ? rows : row), static_cast<int32_t>(used),
-          static_cast<int32_t>(all)};
+  return {static_cast<int32_t>(low), static_cast<int32_t>(used == 0 ? rows : row), static_cast<int16_t>(used),
+          even, static_cast<int32_t>(all)};
 }
 
 // `used` is what another tile of the matrix said, which spares reading the table for tiles that hold nothing.
@@ -152,7 +156,8 @@ TP_HOST_DEVICE Tile tile_at(const Layout& layout, int64_t index, int32_t used = 
   tile.row_tile = static_cast<int32_t>(band - member * row_tiles);
   tile.col_tile = static_cast<int32_t>(static_cast<uint32_t>(index) - band * col_tiles);
   if (layout.grouped()) {
-    RowTile row_tile = {static_cast<int32_t>(layout.groups), static_cast<int32_t>(layout.rows), 0, used};
+    RowTile row_tile = {static_cast<int32_t>(layout.groups), static_cast<int32_t>(layout.rows), 0, false,
+                        used};
     if (tile.row_tile < used) row_tile = layout.row_tile_table[tile.row_tile];
     tile.group = row_tile.group;
     tile.used = row_tile.used;

@@ -1,0 +1,53 @@
+#include <algorithm>
+
+#include "common/shared_memory.cuh"
+#include "quantize/column_walk.cuh"
+
+namespace transformer_plugin::quantize {
+namespace {
+
+// Row tiles of a part whose ends cost nothing: two, so that one is sent for while the other is coded.
+constexpr int kEvenTiles = 2;
+
+// Parts of a strip that are under way together: two blocks for each multiprocessor, where tiles are enough for that.
+int64_t parts_abreast(const Layout& layout, int multiprocessors) {
+  const int64_t wanted = 2 * multiprocessors / layout.col_tiles(),
+                most = layout.row_tiles() / (2 << kRounds) + 1;
+  return std::max<int64_t>(1, std::min(wanted, most));
+}
+
+template <DType element, typename T, ScaleMode mode>
+void launch(const QuantizeArgs& args, cudaStream_t stream) {
+  constexpr auto kernel = walk_columns_kernel<element, T, mode>;
+  int device = 0, multiprocessors = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  static DynamicSharedMemory shared_memory;
+  shared_memory.allow(kernel, sizeof(WalkShared));
+  const Layout& layout = args.layout;
+  const int64_t abreast = parts_abreast(layout, multiprocessors);
+  const int64_t parts = std::max(abreast * kRounds, ceil_div(ceil_div(layout.rows, kTile), kEvenTiles));
+  launch_early(kernel, static_cast<unsigned>(layout.col_tiles() * parts), kWalkThreads, sizeof(WalkShared),
+               stream, args, static_cast<int>(abreast));
+}
+
+}  // namespace
+
+bool launch_quantize_walk(const QuantizeArgs& args, void* stream) {
+  if (!walks_columns(args) || args.layout.tiles() == 0) return false;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  const bool own = args.layout.mode == ScaleMode::kRows;
+  visit_fp8(args.element, [&](auto element) {
+    constexpr DType kElement = decltype(element)::value;
+    const auto of_dtype = [&](auto type) {
+      using T = decltype(type);
+      own ? launch<kElement, T, ScaleMode::kRows>(args, cuda_stream)
+          : launch<kElement, T, ScaleMode::kTensor>(args, cuda_stream);
+    };
+    args.dtype == DType::kBFloat16 ? of_dtype(__nv_bfloat16{}) : of_dtype(__half{});
+  });
+  check_launch("walk_columns_kernel");
+  return true;
+}
+
+}  // namespace transformer_plugin::quantize

@@ -1,0 +1,86 @@
+"""Groups that begin anywhere, in both directions: on a GPU blocks walk down strips of columns and store whole lines.
+
+What the bytes should be, test_quantize says on small matrices. Here matrices are large enough for several blocks to a strip,
+and CUDA gives the bytes of the CPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_plugin import ops
+from transformer_plugin.testing.numerics import assert_same_bits
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = ["fp8_block:e4m3", "fp8_block:e5m2,pow2", "fp8_tensor:e4m3", "mxfp8:e4m3", "fp8_block:e4m3,eps=1e-3"]
+# rows, columns: multiples of what a block takes and not, parts of a strip, one column group, rows that are no whole sectors
+SHAPES = [(4096, 1000), (2064, 136), (1040, 8), (16, 128), (3000, 256), (8192, 264), (520, 130)]
+
+
+def sizes_of(rows: int, groups: int, multiple: int, tail: int) -> Tensor:
+    """Skewed sizes, a fifth of them 0, that leave ``tail`` rows."""
+    generator = torch.Generator().manual_seed(rows + groups)
+    weights = torch.empty(groups, dtype=torch.float64).exponential_(generator=generator)
+    weights *= torch.rand(groups, generator=generator) > 0.2
+    weights[groups // 2] += 1e-9
+    ends = (weights.cumsum(0) / weights.sum() * (max(rows - tail, 0) // multiple)).round().long() * multiple
+    return ends.diff(prepend=ends.new_zeros(1)).int()
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(columns)
+    values = torch.randn(rows, columns, generator=generator)
+    values *= 2.0 ** torch.randint(-12, 12, (rows, 1), generator=generator)
+    return values.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("groups, multiple, tail", [(1, 1, 0), (7, 1, 77), (300, 1, 0), (64, 32, 40), (9, 128, 0)])
+@pytest.mark.parametrize("format", FORMATS)
+def test_bytes_are_those_of_the_cpu(
+    format: str, groups: int, multiple: int, tail: int, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    if format.startswith("mxfp8"):
+        shape = (shape[0], -(-shape[1] // 32) * 32)
+    input, sizes = matrix(*shape, dtype), sizes_of(shape[0], groups, multiple, tail)
+    poisoned = input.cuda()
+    poisoned[int(sizes.sum()) :] = float("nan")  # past the groups nothing counts
+    for op in (ops.grouped_quantize_both, ops.grouped_quantize_transposed):
+        for got, expected in zip(op(poisoned, sizes.cuda(), format), op(input, sizes, format), strict=True):
+            assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize("format", FORMATS[:3])
+def test_a_graph_follows_the_sizes(format: str) -> None:
+    """Groups that end with sectors and groups that do not are stored in different ways by the same launch."""
+    input = matrix(2048, 384, torch.bfloat16)
+    device_input, sizes = input.cuda(), sizes_of(2048, 33, 1, 100).cuda()
+    ops.grouped_quantize_both(device_input, sizes, format)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ops.grouped_quantize_both(device_input, sizes, format)
+    for multiple, tail in ((1, 0), (128, 0), (32, 500), (1, 2048), (16, 3)):
+        host_sizes = sizes_of(2048, 33, multiple, tail)
+        input = matrix(2048, 384, torch.bfloat16) * (tail + 1)
+        device_input.copy_(input)
+        sizes.copy_(host_sizes)
+        graph.replay()
+        for got, expected in zip(captured, ops.grouped_quantize_both(input, host_sizes, format), strict=True):
+            assert_same_bits(got, expected)
+
+
+def test_sizes_past_the_buffer_are_cut() -> None:
+    """Sizes are on the device: what does not fit is not followed, and the next call says so."""
+    input = matrix(1024, 256, torch.bfloat16).cuda()
+    sizes = torch.tensor([100, 5000, 3], device="cuda")
+    got = ops.grouped_quantize_both(input, sizes, "fp8_block:e4m3")
+    expected = ops.grouped_quantize_both(input.cpu(), torch.tensor([100, 924, 0]), "fp8_block:e4m3")
+    torch.cuda.synchronize()
+    with pytest.raises(ValueError, match="group_sizes"):
+        ops.check_group_sizes()
+    for a, b in zip(got, expected, strict=True):
+        assert_same_bits(a, b)
