@@ -148,13 +148,13 @@ __global__ void __launch_bounds__(kThreads, Source::kBlocks)
   __shared__ Fp8Shared shared;
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
-  store_tensor_scales(args);
   for_each_tile(args.layout, [&](const Tile& tile) {
     if (!begin_tile(args, tile)) return;
     Values<typename Source::Value> values;
     source.load(args, tile, warp, lane, values);
     write_tile<element>(args, tile, values, warp, lane, shared);
   });
+  store_tensor_scales(args);
 }
 
 }  // namespace transformer_plugin::quantize
