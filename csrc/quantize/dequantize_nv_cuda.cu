@@ -10,6 +10,7 @@ __device__ __forceinline__ void load_nv_rows(const DequantizeArgs& args, const T
   const Layout& layout = args.layout;
   const uint8_t* scales = static_cast<const uint8_t*>(args.scale);
   const int block = c0 / kNvBlock;
+  const bool even = reinterpret_cast<uintptr_t>(args.data) % sizeof(uint16_t) == 0;  // as it is in most calls
   const WordLines words(layout, tile, false);
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
@@ -18,7 +19,8 @@ __device__ __forceinline__ void load_nv_rows(const DequantizeArgs& args, const T
     factors[r] = 0.0f;
     if (row >= tile.rows) continue;
     const int64_t first = (tile.member * layout.rows + tile.row + row) * layout.cols + tile.col + c0;
-    codes[r] = *reinterpret_cast<const uint16_t*>(args.data + first / 2);
+    const uint8_t* source = args.data + first / 2;
+    codes[r] = even ? *reinterpret_cast<const uint16_t*>(source) : load_codes(source, 2, false).word;
     factors[r] = nv_factor(args, tile, row, scales[words.at(row, block / 4) + block % 4]);
   }
 }

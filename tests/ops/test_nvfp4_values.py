@@ -185,6 +185,18 @@ def test_dequantize_every_code_with_every_scale(
         assert_same_bits(turned, expected.T.contiguous(), "transposed")
 
 
+def test_dequantize_from_any_byte(device: torch.device) -> None:
+    """Codes may be a part of a larger buffer, from an odd byte on."""
+    values = torch.randn(40, 96, generator=torch.Generator().manual_seed(3)).to(device)
+    amax = ops.amax(values, "nvfp4")
+    data, scales = ops.quantize(values, "nvfp4", amax=amax)
+    buffer = torch.zeros(data.numel() + 1, dtype=torch.uint8, device=device)
+    moved = buffer[1:].view(data.shape)
+    moved.copy_(data.view(torch.uint8))
+    got = ops.dequantize(moved.view(data.dtype), scales, "nvfp4", torch.bfloat16, amax=amax)
+    assert_same_bits(got, ops.dequantize(data, scales, "nvfp4", torch.bfloat16, amax=amax))
+
+
 @by_implementation
 def test_values_come_back_within_half_a_step(of: ModuleType) -> None:
     """Half of the widest step, which is 2 of the 6 that a block's amax becomes, and what rounding the block's scale

@@ -1,6 +1,6 @@
 """Groups that begin anywhere, in both directions: on a GPU blocks walk down strips of columns and store whole lines.
 
-What the bytes should be, test_quantize says on small matrices. Here matrices are large enough for several blocks to a strip,
+What the bytes should be, test_quantize says on small matrices. Here several blocks share a strip,
 and CUDA gives the bytes of the CPU.
 """
 
@@ -15,8 +15,14 @@ from transformer_plugin.testing.numerics import assert_same_bits
 
 pytestmark = pytest.mark.gpu
 
-FORMATS = ["fp8_block:e4m3", "fp8_block:e5m2,pow2", "fp8_tensor:e4m3", "mxfp8:e4m3", "fp8_block:e4m3,eps=1e-3"]
-# rows, columns: multiples of what a block takes and not, parts of a strip, one column group, rows that are no whole sectors
+FORMATS = [
+    "fp8_block:e4m3",
+    "fp8_block:e5m2,pow2",
+    "fp8_tensor:e4m3",
+    "mxfp8:e4m3",
+    "fp8_block:e4m3,eps=1e-3",
+]
+# rows, columns: whole tiles and not, parts of a strip, one group of columns, rows that are no whole sectors
 SHAPES = [(4096, 1000), (2064, 136), (1040, 8), (16, 128), (3000, 256), (8192, 264), (520, 130)]
 
 
@@ -39,7 +45,9 @@ def matrix(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("groups, multiple, tail", [(1, 1, 0), (7, 1, 77), (300, 1, 0), (64, 32, 40), (9, 128, 0)])
+@pytest.mark.parametrize(
+    "groups, multiple, tail", [(1, 1, 0), (7, 1, 77), (300, 1, 0), (64, 32, 40), (9, 128, 0)]
+)
 @pytest.mark.parametrize("format", FORMATS)
 def test_bytes_are_those_of_the_cpu(
     format: str, groups: int, multiple: int, tail: int, shape: tuple[int, int], dtype: torch.dtype
