@@ -58,12 +58,17 @@ TP_HOST_DEVICE SwigluGradient swiglu_gradient(float grad, float gate, float line
   return swiglu_gradient_at(sigmoid_of_number_f32(gate), grad, gate, linear, prob);
 }
 
-// The sum of kSumTile terms in the written order. Overwrites them.
-TP_HOST_DEVICE float sum_of_tile(float* terms) {
-  for (int count = kSumTile / 2; count > 0; count /= 2) {
-    for (int i = 0; i < count; ++i) terms[i] = terms[2 * i] + terms[2 * i + 1];
+// The sum of kCount terms, a power of two, in the written order. A level at a time between buffers of known sizes, which
+// a compiler turns into vectors.
+template <int kCount = kSumTile>
+TP_HOST_DEVICE float sum_of_tile(const float* terms) {
+  if constexpr (kCount == 1) {
+    return terms[0];
+  } else {
+    float sums[kCount / 2];
+    for (int i = 0; i < kCount / 2; ++i) sums[i] = terms[2 * i] + terms[2 * i + 1];
+    return sum_of_tile<kCount / 2>(sums);
   }
-  return terms[0];
 }
 
 void swiglu_cpu(const SwigluArgs& args);

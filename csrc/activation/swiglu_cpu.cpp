@@ -17,10 +17,13 @@ TP_CPU_CLONES void forward_row(const T* gate, const T* linear, float prob, T* ou
   }
 }
 
-// Gradients of up to kSumTile columns, and what their probability's gradient adds of each.
+// Gradients of up to kSumTile columns. Returns their sum of grad * activation. Without __restrict the compiler gives up
+// on so many pointers of one type and handles one column at a time.
 template <typename T>
-TP_CPU_CLONES void backward_tile(const T* grad, const T* gate, const T* linear, float prob, T* grad_gate,
-                                 T* grad_linear, float* terms, int cols) {
+TP_CPU_CLONES float backward_tile(const T* __restrict grad, const T* __restrict gate,
+                                  const T* __restrict linear, float prob, T* __restrict grad_gate,
+                                  T* __restrict grad_linear, int cols) {
+  alignas(64) float terms[kSumTile];
   for (int c = 0; c < cols; ++c) {
     const float g = static_cast<float>(grad[c]);
     const SwigluGradient d =
@@ -29,6 +32,8 @@ TP_CPU_CLONES void backward_tile(const T* grad, const T* gate, const T* linear, 
     grad_linear[c] = static_cast<T>(d.linear);
     terms[c] = g * d.activation;
   }
+  for (int c = cols; c < kSumTile; ++c) terms[c] = 0.0f;
+  return sum_of_tile(terms);
 }
 
 // Returns the row's sum of grad * activation.
@@ -37,10 +42,8 @@ float backward_row(const T* grad, const T* gate, const T* linear, float prob, T*
                    int64_t features) {
   float sum = 0.0f;
   for (int64_t j = 0; j < features; j += kSumTile) {
-    float terms[kSumTile] = {};
     const int cols = static_cast<int>(std::min<int64_t>(kSumTile, features - j));
-    backward_tile<T>(grad + j, gate + j, linear + j, prob, grad_gate + j, grad_linear + j, terms, cols);
-    sum = sum + sum_of_tile(terms);
+    sum = sum + backward_tile<T>(grad + j, gate + j, linear + j, prob, grad_gate + j, grad_linear + j, cols);
   }
   return sum;
 }

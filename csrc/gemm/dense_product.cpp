@@ -20,11 +20,15 @@ using at::Tensor;
 // Below this size the copies cost more than the product gains.
 constexpr int64_t kSmallestSide = 48;
 
+// Whether the processor multiplies bfloat16 itself; the bits are CPUID leaf 7's, subleaves 0 and 1, of Intel's and
+// AMD's manuals.
 bool has_fast_bfloat16() {
 #if defined(__x86_64__)
-  constexpr unsigned amx_bf16 = 1u << 22;  // of EDX, leaf 7 (Intel's and AMD's manuals, CPUID)
+  constexpr unsigned amx_bf16 = 1u << 22;    // of EDX, subleaf 0
+  constexpr unsigned avx512_bf16 = 1u << 5;  // of EAX, subleaf 1
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & amx_bf16);
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & amx_bf16)) return true;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & avx512_bf16);
 #else
   return true;
 #endif

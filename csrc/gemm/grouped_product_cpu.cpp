@@ -17,6 +17,38 @@ Tensor readable_rows(const Tensor& matrix) {
   return dense ? matrix : matrix.contiguous();
 }
 
+// For bfloat16 oneDNN compiles a kernel for every size that it has not met, which takes longer than the product of a
+// few hundred rows, and groups have other sizes in every step. So they are multiplied in sizes that come back:
+// multiples of this many rows.
+constexpr int64_t kRowStep = 64;
+
+bool compiles_for_each_size(const Tensor& operand, int64_t rows) {
+  return operand.scalar_type() == at::kBFloat16 && rows > kRowStep && rows % kRowStep != 0;
+}
+
+int64_t up_to_whole_steps(int64_t rows) { return (rows + kRowStep - 1) / kRowStep * kRowStep; }
+
+// Calls multiply(first row, rows) until the group's rows, `rows` from `begin` on, are done. Some may come twice, and
+// some that follow the group may come too: whoever follows writes over them.
+template <typename Multiply>
+void multiply_in_steps(const Tensor& a, int64_t begin, int64_t rows, Multiply&& multiply) {
+  if (!compiles_for_each_size(a, rows)) return multiply(begin, rows);
+  const int64_t more = up_to_whole_steps(rows);
+  if (begin + more <= a.size(0)) return multiply(begin, more);
+  multiply(begin, more - kRowStep);
+  multiply(begin + rows - kRowStep, kRowStep);
+}
+
+// The group's rows, with zeros below up to whole steps.
+Tensor in_whole_steps(const Tensor& matrix, int64_t begin, int64_t rows) {
+  const Tensor group = matrix.narrow(0, begin, rows);
+  if (!compiles_for_each_size(matrix, rows)) return group;
+  const Tensor padded = empty(matrix, {up_to_whole_steps(rows), matrix.size(1)}, matrix.scalar_type());
+  padded.narrow(0, 0, rows).copy_(group);
+  padded.narrow(0, rows, padded.size(0) - rows).zero_();
+  return padded;
+}
+
 // out += a @ b, or out = a @ b; any strides.
 void multiply_into(Tensor out, const Tensor& a, const Tensor& b, bool accumulate) {
   if (accumulate) {
@@ -44,10 +76,13 @@ Tensor row_product_cpu(const RowProduct& product, at::ScalarType dtype) {
     Tensor out_g = out.narrow(0, begin, rows);
     const Tensor a_g = a.narrow(0, begin, rows), b_g = b.select(0, g);
     const bool direct = same_dtype && !faster_in_float32(a_g, b_g);
-    if (direct && fused_bias) {
-      at::addmm_out(out_g, product.bias->select(0, g), a_g, b_g);
-    } else if (direct && (!product.bias || dtype == wide)) {
-      at::mm_out(out_g, a_g, b_g);
+    if (direct && (fused_bias || !product.bias || dtype == wide)) {
+      multiply_in_steps(a, begin, rows, [&](int64_t first, int64_t count) {
+        Tensor target = out.narrow(0, first, count);
+        const Tensor part = a.narrow(0, first, count);
+        fused_bias ? at::addmm_out(target, product.bias->select(0, g), part, b_g)
+                   : at::mm_out(target, part, b_g);
+      });
     }
     const bool done = direct && (fused_bias || !product.bias);
     if (done) continue;
@@ -79,7 +114,8 @@ void reduction_product_cpu(const ReductionProduct& product, const Tensor& out, b
     }
     const Tensor grad_g = grad.narrow(0, begin, rows).t(), input_g = input.narrow(0, begin, rows);
     if (out.scalar_type() == grad.scalar_type() && !faster_in_float32(grad_g, input_g)) {
-      multiply_into(out_g, grad_g, input_g, accumulate);
+      multiply_into(out_g, in_whole_steps(grad, begin, rows).t(), in_whole_steps(input, begin, rows),
+                    accumulate);
     } else if (out.scalar_type() == wide) {
       multiply_into(out_g, grad_g.to(wide), input_g.to(wide), accumulate);
     } else {

@@ -302,17 +302,14 @@ __device__ __forceinline__ void write_rows_of_codes(const QuantizeArgs& args, co
   const int rows = words && count <= 0 ? 0 : tile.rows - first_row;
   uint8_t* target = args.data + (tile.member * layout.rows + tile.row + first_row) * layout.cols + tile.col +
                     lane * kColsPerThread;
-  const auto write = [&](auto whole_words) {
 #pragma unroll
-    for (int r = 0; r < kRowsPerThread; ++r) {
-      const float scale = scale_of(r);
-      const Codes4 codes = encode4<element>(values.get(r, 0) * scale, values.get(r, 1) * scale,
-                                            values.get(r, 2) * scale, values.get(r, 3) * scale);
-      if (r < rows) store_codes(target, codes, whole_words ? kColsPerThread : count, whole_words);
-      target += layout.cols;
-    }
-  };
-  words ? write(std::true_type{}) : write(std::false_type{});
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    const float scale = scale_of(r);
+    const Codes4 codes = encode4<element>(values.get(r, 0) * scale, values.get(r, 1) * scale,
+                                          values.get(r, 2) * scale, values.get(r, 3) * scale);
+    if (r < rows) store_codes(target, codes, count, words);
+    target += layout.cols;
+  }
 }
 
 // A turned tile to memory: 4 lines of 128 bytes a step of a warp, or one where 16 bytes are not aligned.

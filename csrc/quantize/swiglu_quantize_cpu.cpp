@@ -15,9 +15,11 @@ TP_CPU_CLONES void swiglu_row(const T* gate, const T* linear, float prob, int co
   }
 }
 
+// Returns the tile's part of the row's sum.
 template <typename T>
-TP_CPU_CLONES void gradient_row(const T* grad, const T* gate, const T* linear, float prob, float* of_gate,
-                                float* of_linear, float* terms) {
+TP_CPU_CLONES float gradient_row(const T* __restrict grad, const T* __restrict gate, const T* __restrict linear,
+                                 float prob, float* __restrict of_gate, float* __restrict of_linear) {
+  alignas(64) float terms[kTile];
   for (int c = 0; c < kTile; ++c) {
     const float g = static_cast<float>(grad[c]);
     const activation::SwigluGradient d =
@@ -26,6 +28,7 @@ TP_CPU_CLONES void gradient_row(const T* grad, const T* gate, const T* linear, f
     of_linear[c] = static_cast<float>(static_cast<T>(d.linear));
     terms[c] = g * d.activation;
   }
+  return activation::sum_of_tile<kTile>(terms);
 }
 
 // The gradients of a tile of features, and in `partial` the sums of its rows.
@@ -36,10 +39,9 @@ void gradient_tile(const SwigluBackwardArgs& swiglu, const Tile& tile, Values& o
     const int64_t row = tile.row + r;
     const T* grad = static_cast<const T*>(swiglu.grad) + row * features + tile.col;
     const T* gate = static_cast<const T*>(swiglu.input) + row * 2 * features + tile.col;
-    float terms[kTile];
-    gradient_row<T>(grad, gate, gate + features, swiglu.probs ? swiglu.probs[row] : 1.0f, of_gate.at[r],
-                    of_linear.at[r], terms);
-    if (swiglu.partial) swiglu.partial[tile.col_tile * swiglu.rows + row] = activation::sum_of_tile(terms);
+    const float sum = gradient_row<T>(grad, gate, gate + features, swiglu.probs ? swiglu.probs[row] : 1.0f,
+                                      of_gate.at[r], of_linear.at[r]);
+    if (swiglu.partial) swiglu.partial[tile.col_tile * swiglu.rows + row] = sum;
   }
 }
 
