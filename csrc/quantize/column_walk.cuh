@@ -60,23 +60,9 @@ __device__ __forceinline__ void store_part_of_chunk(uint8_t* target, const uint4
   store(uint8_t{}, true);
 }
 
-// The first of `tiles` row tiles that a part of `parts` has. Where lines of groups have sectors of their own parts may end
-// anywhere, and are alike. Elsewhere their ends cost: parts are `abreast` in each of kRounds rounds, and a round has half as many
-// rows as the one before, the last two the same: long parts for few ends, short ones so that blocks finish together.
-inline constexpr int kRounds = 4;
-__device__ __forceinline__ int first_of_part(int part, int parts, int abreast, bool even, int tiles) {
-  const uint32_t count = static_cast<uint32_t>(tiles);
-  const auto share_of = [&](int share, int shares) {
-    const uint32_t each = count / static_cast<uint32_t>(shares), rest = count % static_cast<uint32_t>(shares);
-    return static_cast<int>(each * share + rest * share / static_cast<uint32_t>(shares));
-  };
-  if (even) return share_of(part, parts);
-  const int round = part / abreast, place = part % abreast;
-  if (round >= kRounds) return tiles;
-  constexpr int kWhole = 1 << (kRounds - 1);  // shares of one place
-  const int begin = kWhole - (kWhole >> round);
-  const int length = round == kRounds - 1 ? 1 : kWhole >> (round + 1);
-  return share_of(begin * abreast + length * place, kWhole * abreast);
+// The first of `tiles` row tiles that a part of `parts` has.
+__device__ __forceinline__ int first_of_part(int part, int parts, int tiles) {
+  return tiles / parts * part + min(part, tiles % parts);
 }
 
 // base + step * index
@@ -105,10 +91,12 @@ inline bool walks_columns(const QuantizeArgs& args) {
          aligned(args.input, 16) && aligned(args.data, 4) && aligned(args.data_t, kChunk);
 }
 
-// Of a strip of columns the row tiles of one part; blocks are parts by strips.
+// Of a strip of columns the row tiles of one part; blocks are parts by strips. Where lines of groups have sectors of their own,
+// parts may end anywhere: all blocks have one, and short ones, side by side in memory, are the faster. Elsewhere each end costs
+// stores of a few bytes: there are only `few` parts, and the other blocks have none.
 template <DType element, typename T, ScaleMode mode>
 __global__ void __launch_bounds__(kWalkThreads, kWalkBlocks)
-    walk_columns_kernel(const __grid_constant__ QuantizeArgs args, int abreast) {
+    walk_columns_kernel(const __grid_constant__ QuantizeArgs args, int few) {
   static_assert(sizeof(T) == 2 && (mode == ScaleMode::kRows || mode == ScaleMode::kTensor),
                 "what rings are for");
   constexpr bool kOwn = mode == ScaleMode::kRows;  // scales of blocks
@@ -122,19 +110,19 @@ __global__ void __launch_bounds__(kWalkThreads, kWalkBlocks)
   const int lane = threadIdx.x % kWarpSize;
   const int strips = static_cast<int>(layout.col_tiles());
   const int strip = static_cast<int>(blockIdx.x) % strips, part = static_cast<int>(blockIdx.x) / strips;
-  const int parts = static_cast<int>(gridDim.x) / strips;
   const int col = strip * kTile, cols = min(kTile, static_cast<int>(layout.cols) - col);
   const RowTile* table = layout.row_tile_table;
   const int used = uniform(table[0].used);
   const bool even = uniform(table[0].even) && layout.rows % kEvenRows == 0;
+  const int blocks = static_cast<int>(gridDim.x) / strips, parts = even ? blocks : few;
   const int64_t column_scales_width = round_up_4(layout.cols);
   if (kOwn) {  // the scales of row tiles that hold nothing
-    for (int index = used + part; index < static_cast<int>(layout.row_tiles()); index += parts) {
+    for (int index = used + part; index < static_cast<int>(layout.row_tiles()); index += blocks) {
       if (threadIdx.x < cols) args.scale_t[index * column_scales_width + col + threadIdx.x] = 0.0f;
     }
   }
-  const int first = first_of_part(part, parts, abreast, even, used);
-  const int last = first_of_part(part + 1, parts, abreast, even, used);
+  if (part >= parts) return;
+  const int first = first_of_part(part, parts, used), last = first_of_part(part + 1, parts, used);
   if (first >= last) return;
   const RowTile end_tile = uniform(table[last - 1]);
   const int begin_row = uniform(table[first].row), end_row = end_tile.row + end_tile.rows;

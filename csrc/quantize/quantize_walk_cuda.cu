@@ -8,13 +8,8 @@ namespace {
 
 // Row tiles of a part whose ends cost nothing: two, so that one is sent for while the other is coded.
 constexpr int kEvenTiles = 2;
-
-// Parts of a strip that are under way together: two blocks for each multiprocessor, where tiles are enough for that.
-int64_t parts_abreast(const Layout& layout, int multiprocessors) {
-  const int64_t wanted = 2 * multiprocessors / layout.col_tiles(),
-                most = layout.row_tiles() / (2 << kRounds) + 1;
-  return std::max<int64_t>(1, std::min(wanted, most));
-}
+// Parts for each block that the device holds where ends cost: with one, all would wait for the slowest.
+constexpr int kWaves = 2;
 
 template <DType element, typename T, ScaleMode mode>
 void launch(const QuantizeArgs& args, cudaStream_t stream) {
@@ -25,10 +20,12 @@ void launch(const QuantizeArgs& args, cudaStream_t stream) {
   static DynamicSharedMemory shared_memory;
   shared_memory.allow(kernel, sizeof(WalkShared));
   const Layout& layout = args.layout;
-  const int64_t abreast = parts_abreast(layout, multiprocessors);
-  const int64_t parts = std::max(abreast * kRounds, ceil_div(ceil_div(layout.rows, kTile), kEvenTiles));
+  const int64_t even_parts = ceil_div(ceil_div(layout.rows, kTile), kEvenTiles);
+  const int64_t few =
+      std::max<int64_t>(1, int64_t{kWaves} * kWalkBlocks * multiprocessors / layout.col_tiles());
+  const int64_t parts = std::max(even_parts, few);
   launch_early(kernel, static_cast<unsigned>(layout.col_tiles() * parts), kWalkThreads, sizeof(WalkShared),
-               stream, args, static_cast<int>(abreast));
+               stream, args, static_cast<int>(few));
 }
 
 }  // namespace
