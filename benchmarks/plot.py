@@ -112,7 +112,7 @@ def quantize(result: dict[str, Any]) -> Figure:
         "after a comma: of the speed without groups, without the bias, or in steps"
     )
     axes.margins(y=0.01)
-    for color, name in ((OURS, "transformer_plugin"), (TORCH, "torch.compile of the reference")):
+    for color, name in ((OURS, "transformer_plugin"), (TORCH, "torch.compile of plain PyTorch")):
         axes.barh(0, 0, color=color, label=name)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)

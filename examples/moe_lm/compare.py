@@ -40,7 +40,7 @@ def compare(config: Config, options: Options, world: World, stop: StopRequest) -
     )
     for step in steps:
         for which in (0, 1) if step % 2 == 0 else (1, 0):
-            world.synchronize()
+            world.meet()
             start = time.perf_counter()
             curves[which].append(trainers[which].step(step, stop.requested))
             world.synchronize()

@@ -36,6 +36,12 @@ class World:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def meet(self) -> None:
+        """Waits for the device and the other ranks, so that what is timed next does not wait for what was before."""
+        self.synchronize()
+        if self.size > 1:
+            dist.barrier(group=self.group)
+
     def agree(self, error: UserError | None) -> None:
         """Raises the first rank's error on every rank, so that none goes on alone."""
         errors: list[str | None] = [None] * self.size

@@ -160,7 +160,7 @@ def test_loads_and_received_rows(device: torch.device) -> None:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Threads of a CPU's BLAS share out the rows of a product, and how many a thread has may change a row's last bit."""
+    """A CPU's BLAS shares rows out over threads, and how many a thread has may change the last bit of a product."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
