@@ -17,8 +17,9 @@ TP_CPU_CLONES void swiglu_row(const T* gate, const T* linear, float prob, int co
 
 // Returns the tile's part of the row's sum.
 template <typename T>
-TP_CPU_CLONES float gradient_row(const T* __restrict grad, const T* __restrict gate, const T* __restrict linear,
-                                 float prob, float* __restrict of_gate, float* __restrict of_linear) {
+TP_CPU_CLONES float gradient_row(const T* __restrict grad, const T* __restrict gate,
+                                 const T* __restrict linear, float prob, float* __restrict of_gate,
+                                 float* __restrict of_linear) {
   alignas(64) float terms[kTile];
   for (int c = 0; c < kTile; ++c) {
     const float g = static_cast<float>(grad[c]);
