@@ -106,6 +106,32 @@ def test_wgrad_rounded_once(case: Case, device: torch.device) -> None:
     assert_rounded_sum(ops.grouped_gemm_wgrad(grad, input, sizes), exact, magnitude, most)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tail", [0, 5, 200])
+@pytest.mark.parametrize("sizes", [[65, 0, 127, 64, 1, 63, 190], [70, 3, 129], [0, 193]], ids=str)
+def test_rows_multiplied_in_steps(sizes: list[int], tail: int, bias: bool, device: torch.device) -> None:
+    """A CPU multiplies bfloat16 in multiples of 64 rows: no group sees its neighbour's rows, or those past the last."""
+    rows, groups = sum(sizes) + tail, len(sizes)
+    generator = torch.Generator().manual_seed(0)
+    shapes = (rows, 48), (rows, 56), (groups, 56, 48), (groups, 56)
+    a, grad, b, biases = (integers(s, torch.bfloat16, torch.device("cpu"), generator) for s in shapes)
+    group_sizes, given = torch.tensor(sizes), biases if bias else None
+    expected = rows_fp64(a, b, group_sizes, given, None, True).to(torch.bfloat16)
+    weight_grad = wgrad_fp64(grad, a, group_sizes)
+    for matrix in (a, grad):
+        matrix[rows - tail :] = float("nan")
+    a, b, grad, group_sizes = (tensor.to(device) for tensor in (a, b, grad, group_sizes))
+    poison((rows, 56), torch.bfloat16, device)
+    got = ops.grouped_gemm(a, b, group_sizes, None if given is None else given.to(device))
+    assert_same_bits(got + 0, expected.to(device))
+    for dtype in (torch.bfloat16, torch.float32):
+        wanted = weight_grad.to(dtype).to(device)
+        assert_same_bits(ops.grouped_gemm_wgrad(grad, a, group_sizes, dtype) + 0, wanted)
+        out = torch.ones_like(wanted)
+        ops.grouped_gemm_wgrad_out(grad, a, group_sizes, out)
+        assert_same_bits(out, (weight_grad + 1).to(dtype).to(device))
+
+
 def strided_buffers(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Whole, with rows apart, with groups apart, with rows of groups side by side, a slice of a flat buffer."""
     g, n, k = shape
