@@ -26,7 +26,7 @@ def swiglu(input: Tensor, probs: Tensor | None = None) -> Tensor:
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202), equation 6 without biases.
     """
-    return _ops.swiglu(input, probs)
+    return _ops.swiglu.default(input, probs)
 
 
 def swiglu_backward(grad: Tensor, input: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -40,4 +40,4 @@ def swiglu_backward(grad: Tensor, input: Tensor, probs: Tensor | None = None) ->
         ``grad_input [T, 2F]`` in the dtype of ``input`` and ``grad_probs [T]`` float32 (``[0]`` when ``probs`` is
         None), ``grad_probs[i] = sum_j grad[i, j] * silu(gate[i, j]) * linear[i, j]``.
     """
-    return _ops.swiglu_backward(grad, input, probs)
+    return _ops.swiglu_backward.default(grad, input, probs)

@@ -68,7 +68,7 @@ def quantize_scaled(
         TypeError: another dtype. ValueError: other dimensions or devices, a state that is too short or not contiguous,
         another format; on a CPU also group sizes that are negative or sum to more than T. Nothing is written then.
     """
-    return _ops.quantize_scaled(input, scale, _key(format), amax, group_sizes, first)
+    return _ops.quantize_scaled.default(input, scale, _key(format), amax, group_sizes, first)
 
 
 def quantize_scaled_both(
@@ -91,7 +91,7 @@ def quantize_scaled_both(
     Raises:
         TypeError, ValueError: as :func:`quantize_scaled`.
     """
-    return _ops.quantize_scaled_both(input, scale, _key(format), amax, group_sizes, first)
+    return _ops.quantize_scaled_both.default(input, scale, _key(format), amax, group_sizes, first)
 
 
 def update_delayed_scale_(
@@ -121,7 +121,7 @@ def update_delayed_scale_(
         TypeError: another dtype. ValueError: sizes or devices that do not agree, a state that is not contiguous, a
         format, margin or algorithm that does not exist. Nothing is written then.
     """
-    return _ops.update_delayed_scale_(history, scale, amax, formats, margin, algorithm)
+    return _ops.update_delayed_scale_.default(history, scale, amax, formats, margin, algorithm)
 
 
 def delayed_scale(
@@ -143,7 +143,7 @@ def delayed_scale(
     Raises:
         TypeError, ValueError: as :func:`update_delayed_scale_`.
     """
-    return _ops.delayed_scale(history, scale, amax, formats, margin, algorithm)
+    return _ops.delayed_scale.default(history, scale, amax, formats, margin, algorithm)
 
 
 def linear_scaled(
@@ -172,7 +172,7 @@ def linear_scaled(
         TypeError: another dtype. ValueError: sizes or devices that do not agree, a state that is not contiguous,
         another format.
     """
-    return _ops.linear_scaled(input, weight, scale, bias, input_format, weight_format, grad_format)
+    return _ops.linear_scaled.default(input, weight, scale, bias, input_format, weight_format, grad_format)
 
 
 def linear_scaled_(
@@ -198,7 +198,9 @@ def linear_scaled_(
     Raises:
         TypeError, ValueError: as :func:`linear_scaled`. Nothing is written then.
     """
-    return _ops.linear_scaled_(input, weight, scale, amax, bias, input_format, weight_format, grad_format)
+    return _ops.linear_scaled_.default(
+        input, weight, scale, amax, bias, input_format, weight_format, grad_format
+    )
 
 
 def grouped_linear_scaled(
@@ -230,7 +232,7 @@ def grouped_linear_scaled(
     Raises:
         TypeError, ValueError: as :func:`linear_scaled` and :func:`~transformer_plugin.ops.grouped_linear`.
     """
-    return _ops.grouped_linear_scaled(
+    return _ops.grouped_linear_scaled.default(
         input, weight, group_sizes, scale, bias, bias_scale, input_format, weight_format, grad_format
     )
 
@@ -260,6 +262,6 @@ def grouped_linear_scaled_(
     Raises:
         TypeError, ValueError: as :func:`grouped_linear_scaled`. Nothing is written then.
     """
-    return _ops.grouped_linear_scaled_(
+    return _ops.grouped_linear_scaled_.default(
         input, weight, group_sizes, scale, amax, bias, bias_scale, input_format, weight_format, grad_format
     )

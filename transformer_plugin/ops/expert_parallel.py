@@ -83,7 +83,7 @@ def plan(
     out-of-range indices have a meaning here.
     """
     try:
-        out = _ops.plan(
+        out = _ops.plan.default(
             topk_idx,
             num_experts,
             max_tokens,
@@ -127,7 +127,7 @@ def dispatch(
         TypeError, ValueError: dtypes, sizes or devices that do not agree. PeerTimeoutError: a rank did not come.
     """
     try:
-        return _ops.dispatch(tokens, topk_weights, slot, source, group_name, timeout_ms)
+        return _ops.dispatch.default(tokens, topk_weights, slot, source, group_name, timeout_ms)
     except RuntimeError as error:
         raise peer_timeout(error) or error from None
 
@@ -149,7 +149,7 @@ def dispatch_backward(
     None counts as zero. Rows that no (token, k) has are not read, whatever they hold.
     """
     try:
-        return _ops.dispatch_backward(
+        return _ops.dispatch_backward.default(
             grad_recv,
             grad_recv_weights,
             slot,
@@ -188,7 +188,7 @@ def combine(
         TypeError, ValueError: dtypes, sizes or devices that do not agree. PeerTimeoutError: a rank did not come.
     """
     try:
-        return _ops.combine(rows, slot, source, num_tokens, group_name, timeout_ms)
+        return _ops.combine.default(rows, slot, source, num_tokens, group_name, timeout_ms)
     except RuntimeError as error:
         raise peer_timeout(error) or error from None
 
@@ -198,7 +198,7 @@ def combine_backward(
 ) -> Tensor:
     """The gradient of :func:`combine`: ``[num_tokens, H]`` to ``[capacity, H]``, zero in padding."""
     try:
-        return _ops.combine_backward(grad, slot, source, group_name, timeout_ms)
+        return _ops.combine_backward.default(grad, slot, source, group_name, timeout_ms)
     except RuntimeError as error:
         raise peer_timeout(error) or error from None
 
@@ -210,6 +210,6 @@ def agree(text: str, group_name: str, timeout_ms: int = -1) -> list[str]:
         PeerTimeoutError: a rank did not come in time.
     """
     try:
-        return list(_ops.agree(group_name, text, timeout_ms))
+        return list(_ops.agree.default(group_name, text, timeout_ms))
     except RuntimeError as error:
         raise peer_timeout(error) or error from None

@@ -58,7 +58,7 @@ def swiglu_quantize(
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202), equation 6 without biases.
     """
-    return _ops.swiglu_quantize(input, probs, group_sizes, _key(format), amax, seed)
+    return _ops.swiglu_quantize.default(input, probs, group_sizes, _key(format), amax, seed)
 
 
 def swiglu_quantize_transposed(
@@ -82,7 +82,7 @@ def swiglu_quantize_transposed(
     Raises:
         TypeError, ValueError: as :func:`swiglu_quantize`.
     """
-    return _ops.swiglu_quantize_transposed(input, probs, group_sizes, _key(format), amax, seed)
+    return _ops.swiglu_quantize_transposed.default(input, probs, group_sizes, _key(format), amax, seed)
 
 
 def swiglu_quantize_both(
@@ -106,7 +106,7 @@ def swiglu_quantize_both(
     Raises:
         TypeError, ValueError: as :func:`swiglu_quantize`.
     """
-    return _ops.swiglu_quantize_both(input, probs, group_sizes, _key(format), amax, amax_t, seed)
+    return _ops.swiglu_quantize_both.default(input, probs, group_sizes, _key(format), amax, amax_t, seed)
 
 
 def swiglu_backward_quantize_both(
@@ -136,7 +136,9 @@ def swiglu_backward_quantize_both(
         TypeError, ValueError: as :func:`swiglu_quantize`; ValueError: F that is not a multiple of 128.
     """
     key = _key(format)
-    return _ops.swiglu_backward_quantize_both(grad, input, probs, group_sizes, key, amax, amax_t, seed)
+    return _ops.swiglu_backward_quantize_both.default(
+        grad, input, probs, group_sizes, key, amax, amax_t, seed
+    )
 
 
 def bias_backward_quantize(
@@ -171,7 +173,7 @@ def bias_backward_quantize(
             without scales, an amax or a seed that is not the format's; on a CPU also sizes that are negative or sum to
             more than T.
     """
-    return _ops.bias_backward_quantize(grad, group_sizes, _key(format), amax, seed)
+    return _ops.bias_backward_quantize.default(grad, group_sizes, _key(format), amax, seed)
 
 
 def bias_backward_quantize_transposed(
@@ -194,7 +196,7 @@ def bias_backward_quantize_transposed(
     Raises:
         TypeError, ValueError: as :func:`bias_backward_quantize`.
     """
-    return _ops.bias_backward_quantize_transposed(grad, group_sizes, _key(format), amax, seed)
+    return _ops.bias_backward_quantize_transposed.default(grad, group_sizes, _key(format), amax, seed)
 
 
 def bias_backward_quantize_both(
@@ -217,4 +219,4 @@ def bias_backward_quantize_both(
     Raises:
         TypeError, ValueError: as :func:`bias_backward_quantize`.
     """
-    return _ops.bias_backward_quantize_both(grad, group_sizes, _key(format), amax, amax_t, seed)
+    return _ops.bias_backward_quantize_both.default(grad, group_sizes, _key(format), amax, amax_t, seed)

@@ -41,7 +41,7 @@ def gemm(
     Raises:
         TypeError: another dtype. ValueError: sizes or devices that do not agree.
     """
-    return _ops.gemm(a, b, bias, transpose_b, dtype)
+    return _ops.gemm.default(a, b, bias, transpose_b, dtype)
 
 
 def gemm_quantized(
@@ -76,7 +76,7 @@ def gemm_quantized(
     Raises:
         TypeError: another dtype. ValueError: sizes, scales or devices that do not agree; a format without scales.
     """
-    return _ops.gemm_quantized(
+    return _ops.gemm_quantized.default(
         a, a_scale, b, b_scale, a_format, b_format, dtype, bias, transpose_b, a_amax, b_amax
     )
 
@@ -108,7 +108,7 @@ def grouped_gemm(
         TypeError: another dtype. ValueError: sizes or devices that do not agree, a scale without a bias, and on a CPU
         group sizes that are negative or sum to more than T.
     """
-    return _ops.grouped_gemm(a, b, group_sizes, bias, bias_scale, transpose_b, dtype)
+    return _ops.grouped_gemm.default(a, b, group_sizes, bias, bias_scale, transpose_b, dtype)
 
 
 def grouped_gemm_quantized(
@@ -138,7 +138,7 @@ def grouped_gemm_quantized(
     Returns:
         ``[T, N]``, tail rows zero. Not differentiable: see :func:`grouped_linear`.
     """
-    return _ops.grouped_gemm_quantized(
+    return _ops.grouped_gemm_quantized.default(
         a,
         a_scale,
         b,
@@ -169,7 +169,7 @@ def grouped_gemm_wgrad(
     Returns:
         ``[G, N, K]``. Not differentiable.
     """
-    return _ops.grouped_gemm_wgrad(grad, input, group_sizes, dtype)
+    return _ops.grouped_gemm_wgrad.default(grad, input, group_sizes, dtype)
 
 
 def grouped_gemm_wgrad_out(
@@ -185,7 +185,7 @@ def grouped_gemm_wgrad_out(
     Raises:
         TypeError: another dtype. ValueError: sizes, strides or devices that do not fit; nothing is written then.
     """
-    _ops.grouped_gemm_wgrad_out(grad, input, group_sizes, out, accumulate)
+    _ops.grouped_gemm_wgrad_out.default(grad, input, group_sizes, out, accumulate)
 
 
 def grouped_gemm_wgrad_quantized(
@@ -211,7 +211,7 @@ def grouped_gemm_wgrad_quantized(
     Returns:
         ``[G, N, K]``.
     """
-    return _ops.grouped_gemm_wgrad_quantized(
+    return _ops.grouped_gemm_wgrad_quantized.default(
         grad_t,
         grad_t_scale,
         input_t,
@@ -239,7 +239,7 @@ def grouped_gemm_wgrad_quantized_out(
     input_t_amax: Tensor | None = None,
 ) -> None:
     """:func:`grouped_gemm_wgrad_quantized` added to ``out``, with the rules of :func:`grouped_gemm_wgrad_out`."""
-    _ops.grouped_gemm_wgrad_quantized_out(
+    _ops.grouped_gemm_wgrad_quantized_out.default(
         grad_t,
         grad_t_scale,
         input_t,
@@ -268,7 +268,7 @@ def bias_backward(grad: Tensor) -> Tensor:
     Raises:
         TypeError: another dtype. ValueError: other dimensions.
     """
-    return _ops.bias_backward(grad)
+    return _ops.bias_backward.default(grad)
 
 
 def grouped_bias_backward(
@@ -288,7 +288,7 @@ def grouped_bias_backward(
         same bits on CPU and CUDA; that of ``grad_bias`` is, over the rows of a group, the one of
         :func:`bias_backward`. float64 for a float64 ``grad_bias``.
     """
-    return _ops.grouped_bias_backward(grad, group_sizes, bias, bias_scale)
+    return _ops.grouped_bias_backward.default(grad, group_sizes, bias, bias_scale)
 
 
 def check_group_sizes() -> None:
@@ -302,7 +302,7 @@ def check_group_sizes() -> None:
     Raises:
         ValueError: a call before this one had wrong sizes. It is told once.
     """
-    _ops.check_group_sizes()
+    _ops.check_group_sizes.default()
 
 
 def linear(
@@ -332,8 +332,10 @@ def linear(
         formats of different families.
     """
     if input_format == weight_format == grad_format == "none":
-        return _ops.linear(input, weight, bias)  # strings that are not passed need not be parsed: 0.5 us
-    return _ops.linear(input, weight, bias, input_format, weight_format, grad_format)
+        return _ops.linear.default(
+            input, weight, bias
+        )  # strings that are not passed need not be parsed: 0.5 us
+    return _ops.linear.default(input, weight, bias, input_format, weight_format, grad_format)
 
 
 def grouped_linear(
@@ -364,6 +366,6 @@ def grouped_linear(
         TypeError: another dtype. ValueError: as :func:`grouped_gemm` and :func:`linear`; square blocks for the input
         or the gradient.
     """
-    return _ops.grouped_linear(
+    return _ops.grouped_linear.default(
         input, weight, group_sizes, bias, bias_scale, input_format, weight_format, grad_format
     )

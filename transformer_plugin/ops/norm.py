@@ -38,7 +38,7 @@ def rms_norm(input: Tensor, weight: Tensor | None, eps: float, zero_centered: bo
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019 (arXiv:1910.07467), equation 4.
     """
-    return _ops.rms_norm(input, weight, eps, zero_centered)
+    return _ops.rms_norm.default(input, weight, eps, zero_centered)
 
 
 def rms_norm_forward(
@@ -56,7 +56,7 @@ def rms_norm_forward(
     Raises:
         TypeError, ValueError: as :func:`rms_norm`.
     """
-    return _ops.rms_norm_forward(input, weight, eps, zero_centered)
+    return _ops.rms_norm_forward.default(input, weight, eps, zero_centered)
 
 
 def rms_norm_backward(
@@ -76,7 +76,7 @@ def rms_norm_backward(
     Raises:
         TypeError, ValueError: as :func:`rms_norm`; ValueError: a gradient or ``rstd`` of other sizes.
     """
-    return _ops.rms_norm_backward(grad, input, weight, rstd, zero_centered)
+    return _ops.rms_norm_backward.default(grad, input, weight, rstd, zero_centered)
 
 
 def rms_norm_quantize(
@@ -111,7 +111,7 @@ def rms_norm_quantize(
         TypeError, ValueError: as :func:`rms_norm`; ValueError: other dimensions, a width that the format does not take,
             square blocks of FP8, an amax or a seed that the format needs or has no use for.
     """
-    return _ops.rms_norm_quantize(input, weight, eps, _key(format), zero_centered, amax, seed)
+    return _ops.rms_norm_quantize.default(input, weight, eps, _key(format), zero_centered, amax, seed)
 
 
 def layer_norm(
@@ -138,7 +138,7 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016 (arXiv:1607.06450), equations 3 and 4.
     """
-    return _ops.layer_norm(input, weight, bias, eps, zero_centered)
+    return _ops.layer_norm.default(input, weight, bias, eps, zero_centered)
 
 
 def layer_norm_forward(
@@ -156,7 +156,7 @@ def layer_norm_forward(
     Raises:
         TypeError, ValueError: as :func:`rms_norm`.
     """
-    return _ops.layer_norm_forward(input, weight, bias, eps, zero_centered)
+    return _ops.layer_norm_forward.default(input, weight, bias, eps, zero_centered)
 
 
 def layer_norm_backward(
@@ -183,7 +183,7 @@ def layer_norm_backward(
     Raises:
         TypeError, ValueError: as :func:`rms_norm_backward`.
     """
-    return _ops.layer_norm_backward(grad, input, weight, mean, rstd, zero_centered, has_bias)
+    return _ops.layer_norm_backward.default(grad, input, weight, mean, rstd, zero_centered, has_bias)
 
 
 def layer_norm_quantize(
@@ -210,4 +210,4 @@ def layer_norm_quantize(
         TypeError, ValueError: as :func:`rms_norm_quantize`.
     """
     key = _key(format)
-    return _ops.layer_norm_quantize(input, weight, bias, eps, key, zero_centered, amax, seed)
+    return _ops.layer_norm_quantize.default(input, weight, bias, eps, key, zero_centered, amax, seed)

@@ -86,7 +86,7 @@ def quantize(
     Source: per-tensor current scaling, DeepSeek-V3's block scaling (arXiv:2412.19437, section 3.3) and the OCP
     Microscaling Formats (MX) v1.0 specification, with the scale conventions of NVIDIA TransformerEngine 2.20.
     """
-    return _ops.quantize(input, _key(format), amax, seed)
+    return _ops.quantize.default(input, _key(format), amax, seed)
 
 
 def quantize_transposed(
@@ -104,7 +104,7 @@ def quantize_transposed(
     Raises:
         TypeError, ValueError: as :func:`quantize`.
     """
-    return _ops.quantize_transposed(input, _key(format), amax, seed)
+    return _ops.quantize_transposed.default(input, _key(format), amax, seed)
 
 
 def quantize_both(
@@ -126,7 +126,7 @@ def quantize_both(
     Raises:
         TypeError, ValueError: as :func:`quantize`.
     """
-    return _ops.quantize_both(input, _key(format), amax, amax_t, seed)
+    return _ops.quantize_both.default(input, _key(format), amax, amax_t, seed)
 
 
 def dequantize(
@@ -155,7 +155,7 @@ def dequantize(
         TypeError: a dtype that is not the format's, or another output dtype. ValueError: scales of another
             shape, an amax that is missing or not the format's.
     """
-    return _ops.dequantize(data, scale_inv, _key(format), dtype, transposed, amax)
+    return _ops.dequantize.default(data, scale_inv, _key(format), dtype, transposed, amax)
 
 
 def grouped_quantize(
@@ -186,7 +186,7 @@ def grouped_quantize(
             blocks, for ``mxfp8`` or ``nvfp4`` another width, an amax or a seed that is not the format's; on a CPU also
             sizes that are negative or sum to more than T.
     """
-    return _ops.grouped_quantize(input, group_sizes, _key(format), amax, seed)
+    return _ops.grouped_quantize.default(input, group_sizes, _key(format), amax, seed)
 
 
 def grouped_quantize_transposed(
@@ -210,7 +210,7 @@ def grouped_quantize_transposed(
     Raises:
         TypeError, ValueError: as :func:`grouped_quantize`.
     """
-    return _ops.grouped_quantize_transposed(input, group_sizes, _key(format), amax, seed)
+    return _ops.grouped_quantize_transposed.default(input, group_sizes, _key(format), amax, seed)
 
 
 def grouped_quantize_both(
@@ -233,7 +233,7 @@ def grouped_quantize_both(
     Raises:
         TypeError, ValueError: as :func:`grouped_quantize`.
     """
-    return _ops.grouped_quantize_both(input, group_sizes, _key(format), amax, amax_t, seed)
+    return _ops.grouped_quantize_both.default(input, group_sizes, _key(format), amax, amax_t, seed)
 
 
 def grouped_dequantize(
@@ -260,7 +260,9 @@ def grouped_dequantize(
     Raises:
         TypeError, ValueError: as :func:`dequantize` and :func:`grouped_quantize`.
     """
-    return _ops.grouped_dequantize(data, scale_inv, group_sizes, _key(format), dtype, transposed, amax)
+    return _ops.grouped_dequantize.default(
+        data, scale_inv, group_sizes, _key(format), dtype, transposed, amax
+    )
 
 
 def amax(input: Tensor, format: str | Format, group_sizes: Tensor | None = None) -> Tensor:
@@ -281,7 +283,7 @@ def amax(input: Tensor, format: str | Format, group_sizes: Tensor | None = None)
         TypeError: another dtype. ValueError: other dimensions, another format; on a CPU also sizes that are
             negative or sum to more than T.
     """
-    return _ops.amax(input, _key(format), group_sizes)
+    return _ops.amax.default(input, _key(format), group_sizes)
 
 
 def amax_transposed(input: Tensor, format: str | Format, group_sizes: Tensor | None = None) -> Tensor:
@@ -297,7 +299,7 @@ def amax_transposed(input: Tensor, format: str | Format, group_sizes: Tensor | N
     Raises:
         TypeError, ValueError: as :func:`amax`.
     """
-    return _ops.amax_transposed(input, _key(format), group_sizes)
+    return _ops.amax_transposed.default(input, _key(format), group_sizes)
 
 
 def amax_both(
@@ -314,4 +316,4 @@ def amax_both(
     Raises:
         TypeError, ValueError: as :func:`amax`.
     """
-    return _ops.amax_both(input, _key(format), group_sizes)
+    return _ops.amax_both.default(input, _key(format), group_sizes)

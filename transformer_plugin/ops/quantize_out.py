@@ -41,7 +41,7 @@ def quantize_out(
         TypeError, ValueError: as :func:`~transformer_plugin.ops.quantize`; buffers that do not fit. Nothing is written
         then.
     """
-    _ops.quantize_out(input, _key(format), data, scale_inv, amax, seed, noop)
+    _ops.quantize_out.default(input, _key(format), data, scale_inv, amax, seed, noop)
 
 
 def quantize_transposed_out(
@@ -62,7 +62,7 @@ def quantize_transposed_out(
     Raises:
         TypeError, ValueError: as :func:`quantize_out`.
     """
-    _ops.quantize_transposed_out(input, _key(format), data, scale_inv, amax, seed, noop)
+    _ops.quantize_transposed_out.default(input, _key(format), data, scale_inv, amax, seed, noop)
 
 
 def quantize_both_out(
@@ -86,7 +86,9 @@ def quantize_both_out(
     Raises:
         TypeError, ValueError: as :func:`quantize_out`.
     """
-    _ops.quantize_both_out(input, _key(format), data, scale_inv, data_t, scale_t, amax, amax_t, seed, noop)
+    _ops.quantize_both_out.default(
+        input, _key(format), data, scale_inv, data_t, scale_t, amax, amax_t, seed, noop
+    )
 
 
 def grouped_quantize_out(
@@ -108,7 +110,7 @@ def grouped_quantize_out(
     Raises:
         TypeError, ValueError: as :func:`quantize_out`.
     """
-    _ops.grouped_quantize_out(input, group_sizes, _key(format), data, scale_inv, amax, seed, noop)
+    _ops.grouped_quantize_out.default(input, group_sizes, _key(format), data, scale_inv, amax, seed, noop)
 
 
 def grouped_quantize_transposed_out(
@@ -130,7 +132,9 @@ def grouped_quantize_transposed_out(
     Raises:
         TypeError, ValueError: as :func:`quantize_out`.
     """
-    _ops.grouped_quantize_transposed_out(input, group_sizes, _key(format), data, scale_inv, amax, seed, noop)
+    _ops.grouped_quantize_transposed_out.default(
+        input, group_sizes, _key(format), data, scale_inv, amax, seed, noop
+    )
 
 
 def grouped_quantize_both_out(
@@ -155,7 +159,7 @@ def grouped_quantize_both_out(
     Raises:
         TypeError, ValueError: as :func:`quantize_out`.
     """
-    _ops.grouped_quantize_both_out(
+    _ops.grouped_quantize_both_out.default(
         input, group_sizes, _key(format), data, scale_inv, data_t, scale_t, amax, amax_t, seed, noop
     )
 
@@ -185,7 +189,7 @@ def amax_list_out(
         TypeError: another dtype. ValueError: other dimensions or devices, a format with other scales, buffers that do
         not fit. Nothing is written then.
     """
-    _ops.amax_list_out(inputs, _key(format), amax, amax_t, noop)
+    _ops.amax_list_out.default(inputs, _key(format), amax, amax_t, noop)
 
 
 def quantize_list(
@@ -211,7 +215,7 @@ def quantize_list(
         TypeError: another dtype. ValueError: other dimensions or devices, a width or an amax that does not fit the
         format.
     """
-    data, scale_inv = _ops.quantize_list(inputs, _key(format), amax)
+    data, scale_inv = _ops.quantize_list.default(inputs, _key(format), amax)
     return data, scale_inv
 
 
@@ -230,7 +234,7 @@ def quantize_list_both(
     Raises:
         TypeError, ValueError: as :func:`quantize_list`.
     """
-    data, scale_inv, data_t, scale_t = _ops.quantize_list_both(inputs, _key(format), amax)
+    data, scale_inv, data_t, scale_t = _ops.quantize_list_both.default(inputs, _key(format), amax)
     return data, scale_inv, data_t, scale_t
 
 
@@ -273,4 +277,6 @@ def requantize_transposed(
             not the format's; on a CPU also sizes that are negative, sum to more than T or, for ``nvfp4``, are no whole
             blocks.
     """
-    return _ops.requantize_transposed(data, scale_inv, _key(format), dtype, group_sizes, amax, amax_t, seed)
+    return _ops.requantize_transposed.default(
+        data, scale_inv, _key(format), dtype, group_sizes, amax, amax_t, seed
+    )

@@ -71,7 +71,7 @@ def topk_router(
     Source: Megatron-LM ``topk_routing_with_score_function`` and TransformerEngine
     ``fused_topk_with_score_function``, with ties, masks and NaN as above; DeepSeek-V3 (arXiv:2412.19437), 2.1.2.
     """
-    return _ops.topk_router(
+    return _ops.topk_router.default(
         logits, expert_bias, topk, score_function, pre_softmax, num_groups, group_topk, scaling_factor
     )
 
@@ -94,7 +94,9 @@ def topk_router_backward(
     Returns:
         ``[T, E]`` in the dtype of ``logits``, computed in float32 and rounded once; 0 for experts masked with -inf.
     """
-    return _ops.topk_router_backward(grad, logits, indices, score_function, pre_softmax, scaling_factor)
+    return _ops.topk_router_backward.default(
+        grad, logits, indices, score_function, pre_softmax, scaling_factor
+    )
 
 
 def router_scores(logits: Tensor, score_function: ScoreFunction = "softmax") -> Tensor:
@@ -116,12 +118,12 @@ def router_scores(logits: Tensor, score_function: ScoreFunction = "softmax") -> 
 
     Source: Megatron-LM ``compute_routing_scores_for_aux_loss``.
     """
-    return _ops.router_scores(logits, score_function)
+    return _ops.router_scores.default(logits, score_function)
 
 
 def router_scores_backward(grad: Tensor, logits: Tensor, score_function: ScoreFunction) -> Tensor:
     """The gradient of :func:`router_scores`: ``[T, E]`` in the dtype of ``logits`` from ``grad [T, E]`` float32."""
-    return _ops.router_scores_backward(grad, logits, score_function)
+    return _ops.router_scores_backward.default(grad, logits, score_function)
 
 
 def aux_loss(
@@ -154,14 +156,14 @@ def aux_loss(
     """
     if not isinstance(total_tokens, Tensor):
         total_tokens = torch.full((), total_tokens, dtype=torch.int64, device=scores.device)
-    return _ops.aux_loss(scores, tokens_per_expert, total_tokens, topk, coeff)
+    return _ops.aux_loss.default(scores, tokens_per_expert, total_tokens, topk, coeff)
 
 
 def aux_loss_backward(
     grad: Tensor, tokens_per_expert: Tensor, total_tokens: Tensor, tokens: int, topk: int, coeff: float
 ) -> Tensor:
     """The gradient of :func:`aux_loss`: ``[tokens, E]`` float32, each row ``grad * factor * tokens_per_expert``."""
-    return _ops.aux_loss_backward(grad, tokens_per_expert, total_tokens, tokens, topk, coeff)
+    return _ops.aux_loss_backward.default(grad, tokens_per_expert, total_tokens, tokens, topk, coeff)
 
 
 def assign_slots(
@@ -191,7 +193,7 @@ def assign_slots(
         TypeError: another dtype. ValueError: ``indices`` not 2-D or of 2^31 elements or more, ``num_experts``,
         ``capacity`` (0 to 2^31 - 1) or ``alignment`` (1 to 2^31 - 1) out of range.
     """
-    return _ops.assign_slots(indices, first_expert, num_experts, capacity, alignment)
+    return _ops.assign_slots.default(indices, first_expert, num_experts, capacity, alignment)
 
 
 def count_tokens_per_expert(indices: Tensor, num_experts: int) -> Tensor:
@@ -204,7 +206,7 @@ def count_tokens_per_expert(indices: Tensor, num_experts: int) -> Tensor:
     Raises:
         TypeError: another dtype. ValueError: ``num_experts`` out of range, 2^31 elements or more.
     """
-    return _ops.count_tokens_per_expert(indices, num_experts)
+    return _ops.count_tokens_per_expert.default(indices, num_experts)
 
 
 def permute(
@@ -228,12 +230,12 @@ def permute(
     Raises:
         TypeError: another dtype. ValueError: other dimensions, another device, a number out of range.
     """
-    return _ops.permute(tokens, indices, num_experts, capacity, alignment)
+    return _ops.permute.default(tokens, indices, num_experts, capacity, alignment)
 
 
 def permute_backward(grad: Tensor, slot: Tensor) -> Tensor:
     """The gradient of :func:`permute` to its tokens: ``[T, H]`` from ``grad [capacity, H]`` and ``slot [T, K]``."""
-    return _ops.permute_backward(grad, slot)
+    return _ops.permute_backward.default(grad, slot)
 
 
 def unpermute(rows: Tensor, slot: Tensor, source: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -258,7 +260,7 @@ def unpermute(rows: Tensor, slot: Tensor, source: Tensor, weights: Tensor | None
     Raises:
         TypeError: another dtype. ValueError: sizes that disagree, another device.
     """
-    return _ops.unpermute(rows, slot, source, weights)
+    return _ops.unpermute.default(rows, slot, source, weights)
 
 
 def unpermute_backward(
@@ -273,7 +275,7 @@ def unpermute_backward(
     Returns:
         ``grad_rows [capacity, H]`` and ``grad_weights [T, K]`` (``[0]`` when ``rows`` or ``weights`` is None).
     """
-    return _ops.unpermute_backward(grad, rows, slot, source, weights)
+    return _ops.unpermute_backward.default(grad, rows, slot, source, weights)
 
 
 def permute_weights(weights: Tensor, slot: Tensor, source: Tensor) -> Tensor:
@@ -289,9 +291,9 @@ def permute_weights(weights: Tensor, slot: Tensor, source: Tensor) -> Tensor:
     Raises:
         TypeError: another dtype. ValueError: sizes that disagree, another device.
     """
-    return _ops.permute_weights(weights, slot, source)
+    return _ops.permute_weights.default(weights, slot, source)
 
 
 def permute_weights_backward(grad: Tensor, slot: Tensor) -> Tensor:
     """The gradient of :func:`permute_weights`: ``[T, K]`` from ``grad [capacity]`` and ``slot [T, K]``."""
-    return _ops.permute_weights_backward(grad, slot)
+    return _ops.permute_weights_backward.default(grad, slot)
