@@ -1,22 +1,49 @@
 #include <algorithm>
+#include <cstring>
+#include <limits>
+#include <type_traits>
 
 #include "quantize/amax.h"
 #include "quantize/hadamard_cpu.h"
+#include "quantize/row_walk_cpu.h"
 #include "quantize/tile_cpu.h"
 
 namespace transformer_plugin::quantize {
 namespace {
 
+// Magnitudes order like their bits, and those of 16-bit floats fit twice as many into a vector.
 template <typename T>
-TP_CPU_CLONES int32_t magnitude_of_values(const T* values, int count) {
-  int32_t largest = 0;
-  for (int i = 0; i < count; ++i) largest = std::max(largest, magnitude(static_cast<float>(values[i])));
+using Bits = std::conditional_t<sizeof(T) == 2, int16_t, int32_t>;
+
+template <typename T>
+TP_HOST_DEVICE Bits<T> bits_of(T value) {
+  constexpr int32_t infinity = std::is_same_v<T, float>       ? 0x7f800000
+                               : std::is_same_v<T, c10::Half> ? 0x7c00
+                                                              : 0x7f80;
+  Bits<T> bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  bits &= std::numeric_limits<Bits<T>>::max();
+  return bits > infinity ? Bits<T>{0} : bits;
+}
+
+// What `raise_to` takes.
+template <typename T>
+int32_t magnitude_of_bits(Bits<T> bits) {
+  T value;
+  std::memcpy(static_cast<void*>(&value), &bits, sizeof(value));
+  return magnitude(static_cast<float>(value));
+}
+
+template <typename T>
+TP_CPU_CLONES Bits<T> largest_of(const T* values, int64_t count) {
+  Bits<T> largest = 0;
+  for (int64_t i = 0; i < count; ++i) largest = std::max(largest, bits_of(values[i]));
   return largest;
 }
 
 template <typename T>
-TP_CPU_CLONES void add_to_magnitudes(const T* values, int count, int32_t* largest) {
-  for (int i = 0; i < count; ++i) largest[i] = std::max(largest[i], magnitude(static_cast<float>(values[i])));
+TP_CPU_CLONES void add_to_largest(const T* __restrict values, int count, Bits<T>* __restrict largest) {
+  for (int i = 0; i < count; ++i) largest[i] = std::max(largest[i], bits_of(values[i]));
 }
 
 template <typename T>
@@ -25,28 +52,41 @@ TP_CPU_CLONES void load_row(const T* input, int cols, float* values) {
 }
 
 template <typename T>
-void raise_rows(const AmaxArgs& args, const Tile& tile, const T* input) {
-  int32_t of_tile = 0;
-  for (int r = 0; r < tile.rows; ++r) {
-    const int32_t largest = magnitude_of_values<T>(input + r * args.layout.cols, tile.cols);
-    if (args.row_scaled) raise_to(args.amax[tile.member * args.layout.rows + tile.row + r], largest);
-    of_tile = std::max(of_tile, largest);
-  }
-  if (!args.row_scaled) raise_to(args.amax[tile.group], of_tile);
+const T* input_of(const AmaxArgs& args, const Tile& tile) {
+  return static_cast<const T*>(args.input) + (tile.member * args.layout.rows + tile.row) * args.layout.cols +
+         tile.col;
 }
 
 template <typename T>
-void raise_columns(const AmaxArgs& args, const Tile& tile, const T* input) {
-  int32_t largest[kTile] = {};
+void raise_rows(const AmaxArgs& args) {
+  const Layout& layout = args.layout;
+  for_each_rows_cpu(layout, [&](const Tile& tile, int first, int last) {
+    if (tile.tail) return;
+    const T* input = input_of<T>(args, tile) + first * layout.cols;
+    if (!args.row_scaled) {
+      return raise_to(args.amax[tile.group],
+                      magnitude_of_bits<T>(largest_of(input, (last - first) * layout.cols)));
+    }
+    float* target = args.amax + tile.member * layout.rows + tile.row;
+    for (int r = first; r < last; ++r, input += layout.cols) {
+      raise_to(target[r], magnitude_of_bits<T>(largest_of(input, layout.cols)));
+    }
+  });
+}
+
+template <typename T>
+void raise_columns(const AmaxArgs& args, const Tile& tile) {
+  Bits<T> largest[kTile] = {};
   for (int r = 0; r < tile.rows; ++r) {
-    add_to_magnitudes<T>(input + r * args.layout.cols, tile.cols, largest);
+    add_to_largest<T>(input_of<T>(args, tile) + r * args.layout.cols, tile.cols, largest);
   }
   float* target = args.amax_t + tile.group * args.layout.cols + tile.col;
-  for (int c = 0; c < tile.cols; ++c) raise_to(target[c], largest[c]);
+  for (int c = 0; c < tile.cols; ++c) raise_to(target[c], magnitude_of_bits<T>(largest[c]));
 }
 
 template <typename T>
-void raise_transformed(const AmaxArgs& args, const Tile& tile, const T* input) {
+void raise_transformed(const AmaxArgs& args, const Tile& tile) {
+  const T* input = input_of<T>(args, tile);
   Chunk chunk, turned;
   int32_t largest = 0;
   for (int first = 0; first + kNvBlock <= tile.rows; first += kNvBlock) {
@@ -54,21 +94,19 @@ void raise_transformed(const AmaxArgs& args, const Tile& tile, const T* input) {
       load_row<T>(input + (first + i) * args.layout.cols, tile.cols, chunk.at[i]);
     }
     hadamard_cpu(chunk.at, tile.cols, args.dtype, turned);
-    for (const auto& values : turned.at) {
-      largest = std::max(largest, magnitude_of_values<float>(values, tile.cols));
-    }
+    for (const auto& values : turned.at) largest = std::max(largest, largest_of(values, tile.cols));
   }
   raise_to(args.amax_t[tile.group], largest);
 }
 
 template <typename T>
-void raise_tile(const AmaxArgs& args, const Tile& tile) {
-  const Layout& layout = args.layout;
-  const T* input =
-      static_cast<const T*>(args.input) + (tile.member * layout.rows + tile.row) * layout.cols + tile.col;
-  if (args.amax) raise_rows<T>(args, tile, input);
-  if (args.amax_t && args.hadamard) raise_transformed<T>(args, tile, input);
-  if (args.amax_t && !args.hadamard) raise_columns<T>(args, tile, input);
+void raise_transposed(const AmaxArgs& args) {
+  at::parallel_for(0, args.layout.tiles(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Tile tile = tile_at(args.layout, i);
+      if (!tile.tail) args.hadamard ? raise_transformed<T>(args, tile) : raise_columns<T>(args, tile);
+    }
+  });
 }
 
 }  // namespace
@@ -78,12 +116,8 @@ void amax_cpu(const AmaxArgs& args) {
   if (args.amax) std::fill_n(args.amax, args.count(), 0.0f);
   if (args.amax_t) std::fill_n(args.amax_t, args.count_t(), 0.0f);
   visit_float(args.dtype, [&](auto type) {
-    at::parallel_for(0, args.layout.tiles(), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const Tile tile = tile_at(args.layout, i);
-        if (!tile.tail) raise_tile<decltype(type)>(args, tile);
-      }
-    });
+    if (args.amax) raise_rows<decltype(type)>(args);
+    if (args.amax_t) raise_transposed<decltype(type)>(args);
   });
 }
 

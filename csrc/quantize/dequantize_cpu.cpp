@@ -1,9 +1,11 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <cstring>
 #include <type_traits>
 
 #include "quantize/dequantize.h"
+#include "quantize/row_walk_cpu.h"
 
 namespace transformer_plugin::quantize {
 namespace {
@@ -22,154 +24,215 @@ TP_HOST_DEVICE T round_to(float value) {
   }
 }
 
-template <typename T, DType element>
-TP_CPU_CLONES void decode_row(const uint8_t* codes, const float* scales, int cols, T* output) {
-  for (int c = 0; c < cols; ++c) output[c] = round_to<T>(fp8_to_float<element>(codes[c]) * scales[c]);
+// Elements of a line that are decoded at a time.
+constexpr int kStretch = 16 * kTile;
+
+// Elements that share a factor in any format with this element.
+template <DType element>
+constexpr int kBlock = element == DType::kFloat4E2M1 ? kNvBlock : kMxBlock;
+
+// e2m1_to_float has a branch, which keeps compilers from vectors.
+TP_HOST_DEVICE float float_of_e2m1(uint32_t code) {
+  const uint32_t magnitude = code & 7u, below_one = (0u - magnitude) & 0x3f000000u,
+                 others = (magnitude + 252u) << 22;
+  return bits_to_float((magnitude < 2u ? below_one : others) | (code & 8u) << 28);
 }
 
-// Transposed codes of a tile, turned back in blocks that stay in the cache.
-void load_turned(const DequantizeArgs& args, const Tile& tile, uint8_t (*codes)[kTile]) {
-  constexpr int kBlock = 16;
-  const int64_t rows = args.layout.rows;
-  const uint8_t* source = args.data + (tile.member * args.layout.cols + tile.col) * rows + tile.row;
-  for (int c0 = 0; c0 < tile.cols; c0 += kBlock) {
-    for (int r0 = 0; r0 < tile.rows; r0 += kBlock) {
-      const int c1 = std::min(tile.cols, c0 + kBlock), r1 = std::min(tile.rows, r0 + kBlock);
-      for (int c = c0; c < c1; ++c) {
-        for (int r = r0; r < r1; ++r) codes[r][c] = source[c * rows + r];
+template <DType element>
+TP_HOST_DEVICE float value_of(uint8_t code) {
+  if constexpr (element == DType::kFloat4E2M1) {
+    return float_of_e2m1(code);
+  } else {
+    return fp8_to_float<element>(code);
+  }
+}
+
+// Each times its factor, rounded to T. `To` is T, or float.
+template <typename T, typename To, DType element>
+TP_CPU_CLONES void decode(const uint8_t* __restrict codes, const float* __restrict factors, int count,
+                          To* __restrict output) {
+  for (int i = 0; i < count; ++i) {
+    output[i] = static_cast<To>(round_to<T>(value_of<element>(codes[i]) * factors[i]));
+  }
+}
+
+// From one of each block to one of each element.
+template <int block>
+TP_CPU_CLONES void spread(const float* __restrict of_blocks, int blocks, float* __restrict of_elements) {
+  for (int b = 0; b < blocks; ++b, of_elements += block) {
+    for (int i = 0; i < block; ++i) of_elements[i] = of_blocks[b];
+  }
+}
+
+// Two elements of each byte.
+TP_CPU_CLONES void unpack(const uint8_t* __restrict bytes, int count, uint8_t* __restrict codes) {
+  for (int i = 0; i < count / 2; ++i) {
+    codes[2 * i] = bytes[i] & 15u;
+    codes[2 * i + 1] = bytes[i] >> 4;
+  }
+}
+
+TP_CPU_CLONES void mx_factors(const uint8_t* __restrict scales, int count, float* __restrict factors) {
+  for (int i = 0; i < count; ++i) factors[i] = e8m0_to_float(scales[i]);
+}
+
+// Without an amax, 1 times 1 in its place.
+TP_CPU_CLONES void nv_factors(const uint8_t* __restrict scales, int count, float amax, float inverse,
+                              float* __restrict factors) {
+  for (int i = 0; i < count; ++i) factors[i] = (nv_e4m3_to_float(scales[i]) * amax) * inverse;
+}
+
+// What the blocks of one line are multiplied by, from where the tile begins; they may lie in tiles after it.
+void load_factors(const DequantizeArgs& args, const Tile& tile, int line, int count, float* factors) {
+  const Layout& layout = args.layout;
+  if (!layout.has_byte_scales()) {
+    const float* scale =
+        static_cast<const float*>(args.scale) + scale_index(layout, tile, args.transposed, line, line);
+    const int64_t step = layout.mode == ScaleMode::kTensor ? 0
+                         : layout.mode == ScaleMode::kRows ? layout.scale_width(args.transposed)
+                                                           : 1;
+    for (int i = 0; i < count; i += kTile, scale += step) factors = std::fill_n(factors, kMxBlocks, *scale);
+    return;
+  }
+  const bool nv = layout.mode == ScaleMode::kNv;
+  const WordLines lines(layout, tile, args.transposed);
+  const int words = static_cast<int>(ceil_div(count, 4 * (nv ? kNvBlock : kMxBlock)));
+  uint8_t scales[kStretch / kNvBlock];
+  for (int word = 0; word < words; ++word) {
+    std::memcpy(scales + 4 * word, static_cast<const uint8_t*>(args.scale) + lines.at(line, word), 4);
+  }
+  if (!nv) return mx_factors(scales, 4 * words, factors);
+  const float amax = args.amax ? nv_amax(args, tile, line) : 1.0f;
+  nv_factors(scales, 4 * words, amax, args.amax ? args.nv_inverse : 1.0f, factors);
+}
+
+// Where a line of the tile begins in the data, in elements.
+int64_t first_of_line(const DequantizeArgs& args, const Tile& tile, int line) {
+  const Layout& layout = args.layout;
+  return args.transposed ? (tile.member * layout.cols + tile.col + line) * layout.rows + tile.row
+                         : (tile.member * layout.rows + tile.row + line) * layout.cols + tile.col;
+}
+
+// Elements of one line of the data, from where the tile begins; they may lie in tiles after it.
+template <typename T, typename To, DType element>
+void decode_stretch(const DequantizeArgs& args, const Tile& tile, int line, int count, To* output) {
+  constexpr int block = kBlock<element>;
+  alignas(64) float of_blocks[kStretch / block], factors[kStretch];
+  load_factors(args, tile, line, count, of_blocks);
+  spread<block>(of_blocks, static_cast<int>(ceil_div(count, block)), factors);
+  const int64_t first = first_of_line(args, tile, line);
+  if constexpr (element == DType::kFloat4E2M1) {
+    alignas(64) uint8_t codes[kStretch];
+    unpack(args.data + first / 2, count, codes);
+    decode<T, To, element>(codes, factors, count, output);
+  } else {
+    decode<T, To, element>(args.data + first, factors, count, output);
+  }
+}
+
+template <typename T, DType element>
+void dequantize_rows(const DequantizeArgs& args) {
+  const int64_t cols = args.layout.cols;
+  for_each_rows_cpu(args.layout, [&](const Tile& band, int first, int last) {
+    for (int r = first; r < last; ++r) {
+      T* output = static_cast<T*>(args.output) + (band.member * args.layout.rows + band.row + r) * cols;
+      if (band.tail) {
+        std::fill_n(output, cols, static_cast<T>(0.0f));
+        continue;
+      }
+      for (Tile tile = band; tile.col < cols; tile.col += kStretch, tile.col_tile += kStretch / kTile) {
+        const int count = static_cast<int>(std::min<int64_t>(kStretch, cols - tile.col));
+        decode_stretch<T, T, element>(args, tile, r, count, output + tile.col);
+      }
+    }
+  });
+}
+
+// A perfect shuffle of 16x16 words. Four of them swap the halves of an index, which turns the block over its diagonal, and
+// compilers have vectors for it.
+template <typename Word>
+TP_HOST_DEVICE void shuffle(const Word* __restrict from, Word* __restrict to) {
+  for (int i = 0; i < 128; ++i) {
+    to[2 * i] = from[i];
+    to[2 * i + 1] = from[128 + i];
+  }
+}
+
+// Lines to columns `stride` apart.
+template <typename T>
+TP_CPU_CLONES void turn(const T (*lines)[kTile], int count, int length, T* output, int64_t stride) {
+  using Word = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
+  constexpr int kSide = 16;
+  alignas(64) Word block[kSide * kSide], other[kSide * kSide];
+  for (int r0 = 0; r0 < length; r0 += kSide) {
+    for (int c0 = 0; c0 < count; c0 += kSide) {
+      for (int c = 0; c < kSide; ++c) std::memcpy(block + kSide * c, lines[c0 + c] + r0, kSide * sizeof(T));
+      shuffle(block, other);
+      shuffle(other, block);
+      shuffle(block, other);
+      shuffle(other, block);
+      const int rows = std::min(kSide, length - r0), cols = std::min(kSide, count - c0);
+      for (int r = 0; r < rows; ++r) {
+        T* target = output + (r0 + r) * stride + c0;
+        if (cols == kSide) {
+          std::memcpy(target, block + kSide * r, kSide * sizeof(T));
+        } else {
+          std::memcpy(target, block + kSide * r, static_cast<size_t>(cols) * sizeof(T));
+        }
       }
     }
   }
 }
 
-// The scales of row `r` of the tile. Those of transposed data belong to columns and change every 32 rows at most.
-void load_scales(const DequantizeArgs& args, const Tile& tile, int r, float* scales) {
-  if (args.transposed) {
-    if (r % kMxBlock != 0) return;
-    for (int c = 0; c < tile.cols; ++c) scales[c] = scale_at(args, tile, r, c);
-    return;
-  }
-  for (int c = 0; c < tile.cols; c += kMxBlock) std::fill_n(scales + c, kMxBlock, scale_at(args, tile, r, c));
-}
-
+// Lines of transposed data are columns of the output.
 template <typename T, DType element>
-void dequantize_tile(const DequantizeArgs& args, const Tile& tile) {
+void dequantize_transposed(const DequantizeArgs& args) {
   const Layout& layout = args.layout;
-  alignas(64) uint8_t turned[kTile][kTile];
-  float scales[kTile];
-  if (args.transposed && !tile.tail) load_turned(args, tile, turned);
-  for (int r = 0; r < tile.rows; ++r) {
-    const int64_t row = tile.member * layout.rows + tile.row + r;
-    T* output = static_cast<T*>(args.output) + row * layout.cols + tile.col;
-    if (tile.tail) {
-      std::fill_n(output, tile.cols, static_cast<T>(0.0f));
-      continue;
-    }
-    load_scales(args, tile, r, scales);
-    const uint8_t* codes = args.transposed ? turned[r] : args.data + row * layout.cols + tile.col;
-    decode_row<T, element>(codes, scales, tile.cols, output);
-  }
-}
-
-template <typename T, DType element>
-TP_CPU_CLONES void decode_values(const uint8_t* codes, const float* scales, int cols, float* values) {
-  for (int c = 0; c < cols; ++c) {
-    values[c] = static_cast<float>(round_to<T>(fp8_to_float<element>(codes[c]) * scales[c]));
-  }
-}
-
-// NVFP4: a line of codes, two to a byte, each block under its factor.
-TP_CPU_CLONES void decode_nv_line(const uint8_t* bytes, const float* factors, int count, float* values) {
-  for (int i = 0; i < count / 2; ++i) {
-    const float factor = factors[i / (kNvBlock / 2)];
-    values[2 * i] = e2m1_to_float(bytes[i] & 15u) * factor;
-    values[2 * i + 1] = e2m1_to_float(bytes[i] >> 4) * factor;
-  }
-}
-
-template <typename T>
-TP_CPU_CLONES void round_row(const float* values, int cols, T* output) {
-  for (int c = 0; c < cols; ++c) output[c] = round_to<T>(values[c]);
-}
-
-// In place.
-template <typename T>
-TP_CPU_CLONES void round_values(float* values, int cols) {
-  for (int c = 0; c < cols; ++c) values[c] = static_cast<float>(round_to<T>(values[c]));
-}
-
-void decode_nv_tile(const DequantizeArgs& args, const Tile& tile, float (*values)[kTile]) {
-  const Layout& layout = args.layout;
-  const int lines = args.transposed ? tile.cols : tile.rows, count = args.transposed ? tile.rows : tile.cols;
-  const WordLines words(layout, tile, args.transposed);
-  for (int line = 0; line < lines; ++line) {
-    const int64_t element = args.transposed
-                                ? (tile.member * layout.cols + tile.col + line) * layout.rows + tile.row
-                                : (tile.member * layout.rows + tile.row + line) * layout.cols + tile.col;
-    float factors[kNvBlocks];
-    for (int b = 0; b < 4 * words.count; ++b) {
-      const int64_t index = words.at(line, b / 4) + b % 4;
-      factors[b] = nv_factor(args, tile, line, static_cast<const uint8_t*>(args.scale)[index]);
-    }
-    decode_nv_line(args.data + element / 2, factors, count, values[line]);
-  }
-}
-
-template <typename T>
-void dequantize_nv_tile(const DequantizeArgs& args, const Tile& tile) {
-  alignas(64) float values[kTile][kTile], row[kTile];
-  if (!tile.tail) decode_nv_tile(args, tile, values);
-  for (int r = 0; r < tile.rows; ++r) {
-    T* output = static_cast<T*>(args.output) +
-                (tile.member * args.layout.rows + tile.row + r) * args.layout.cols + tile.col;
-    if (tile.tail) {
-      std::fill_n(output, tile.cols, static_cast<T>(0.0f));
-      continue;
-    }
-    for (int c = 0; args.transposed && c < tile.cols; ++c) row[c] = values[c][r];
-    round_row<T>(args.transposed ? row : values[r], tile.cols, output);
-  }
-}
-
-template <typename Dequantize>
-void for_each_tile(const Layout& layout, Dequantize&& dequantize) {
   at::parallel_for(0, layout.tiles(), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) dequantize(tile_at(layout, i));
+    constexpr int packing = element == DType::kFloat4E2M1 ? 2 : 1;
+    alignas(64) T lines[kTile][kTile];
+    for (int64_t i = begin; i < end; ++i) {
+      const Tile tile = tile_at(layout, i);
+      for (int c = 0; c < tile.cols; ++c) {
+        // The next tile's line: they are too far apart for a processor to fetch it by itself.
+        const uint8_t* next = args.data + first_of_line(args, tile, c + kTile) / packing;
+        for (int byte = 0; byte < kTile / packing; byte += 64) __builtin_prefetch(next + byte);
+        if (tile.tail) std::fill_n(lines[c], tile.rows, static_cast<T>(0.0f));
+        if (!tile.tail) decode_stretch<T, T, element>(args, tile, c, tile.rows, lines[c]);
+      }
+      T* output =
+          static_cast<T*>(args.output) + (tile.member * layout.rows + tile.row) * layout.cols + tile.col;
+      turn(lines, tile.cols, tile.rows, output, layout.cols);
+    }
+  });
+}
+
+// Calls fn with the type of the output and the element.
+template <typename Fn>
+void visit(const DequantizeArgs& args, Fn&& fn) {
+  visit_float(args.dtype, [&](auto type) {
+    if (args.layout.mode == ScaleMode::kNv) {
+      return fn(type, std::integral_constant<DType, DType::kFloat4E2M1>{});
+    }
+    visit_fp8(args.element, [&](auto element) { fn(type, element); });
   });
 }
 
 }  // namespace
 
 void dequantize_tile_cpu(const DequantizeArgs& args, const Tile& tile, float (*values)[kTile]) {
-  const Layout& layout = args.layout;
-  visit_float(args.dtype, [&](auto type) {
-    if (layout.mode == ScaleMode::kNv) {
-      decode_nv_tile(args, tile, values);
-      for (int r = 0; r < tile.rows; ++r) round_values<decltype(type)>(values[r], tile.cols);
-      return;
+  visit(args, [&](auto type, auto element) {
+    for (int r = 0; r < tile.rows; ++r) {
+      decode_stretch<decltype(type), float, decltype(element)::value>(args, tile, r, tile.cols, values[r]);
     }
-    visit_fp8(args.element, [&](auto element) {
-      float scales[kTile];
-      for (int r = 0; r < tile.rows; ++r) {
-        const int64_t row = tile.member * layout.rows + tile.row + r;
-        load_scales(args, tile, r, scales);
-        decode_values<decltype(type), decltype(element)::value>(args.data + row * layout.cols + tile.col,
-                                                                scales, tile.cols, values[r]);
-      }
-    });
   });
 }
 
 void dequantize_cpu(const DequantizeArgs& args) {
-  visit_float(args.dtype, [&](auto type) {
+  visit(args, [&](auto type, auto element) {
     using T = decltype(type);
-    if (args.layout.mode == ScaleMode::kNv) {
-      return for_each_tile(args.layout, [&](const Tile& tile) { dequantize_nv_tile<T>(args, tile); });
-    }
-    visit_fp8(args.element, [&](auto element) {
-      for_each_tile(args.layout,
-                    [&](const Tile& tile) { dequantize_tile<T, decltype(element)::value>(args, tile); });
-    });
+    constexpr DType kElement = decltype(element)::value;
+    args.transposed ? dequantize_transposed<T, kElement>(args) : dequantize_rows<T, kElement>(args);
   });
 }
 

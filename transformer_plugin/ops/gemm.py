@@ -332,9 +332,8 @@ def linear(
         formats of different families.
     """
     if input_format == weight_format == grad_format == "none":
-        return _ops.linear.default(
-            input, weight, bias
-        )  # strings that are not passed need not be parsed: 0.5 us
+        # Strings that are not passed need not be parsed: 0.5 us.
+        return _ops.linear.default(input, weight, bias)
     return _ops.linear.default(input, weight, bias, input_format, weight_format, grad_format)
 
 
