@@ -201,18 +201,21 @@ Three call_layer_norm_forward(const Tensor& input, const OptionalTensor& weight,
   return op.call(input, weight, bias, eps, zero_centered);
 }
 
-class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
+// What is known of a call is the node's type, so that it keeps nothing but tensors. Statistics are outputs only of the ops
+// that return them: a node's outputs cost.
+template <bool zero_centered>
+class RmsNormFunction : public torch::autograd::Function<RmsNormFunction<zero_centered>> {
  public:
   static constexpr bool is_traceable = true;
 
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const OptionalTensor& weight,
-                               double eps, bool zero_centered) {
+                               double eps, bool with_stats) {
     const BelowAutograd guard;
     const auto [output, rstd] = call_rms_norm_forward(input, weight, eps, zero_centered);
     ctx->save_for_backward({input, or_undefined(weight), rstd});
-    ctx->saved_data["zero_centered"] = zero_centered;
-    ctx->mark_non_differentiable({rstd});
     ctx->set_materialize_grads(false);
+    if (!with_stats) return {output};
+    ctx->mark_non_differentiable({rstd});
     return {output, rstd};
   }
 
@@ -222,27 +225,32 @@ class RmsNormFunction : public torch::autograd::Function<RmsNormFunction> {
     using Signature = Two(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, bool);
     static const auto op = find_op<Signature>("rms_norm_backward");
     const variable_list saved = ctx->get_saved_variables();
-    const auto [input, weight] = op.call(grads[0], saved[0], as_optional(saved[1]), saved[2],
-                                         ctx->saved_data["zero_centered"].toBool());
+    const auto [input, weight] = op.call(grads[0], saved[0], as_optional(saved[1]), saved[2], zero_centered);
     result[0] = input;
     if (saved[1].defined()) result[1] = weight;
     return result;
   }
 };
 
-class LayerNormFunction : public torch::autograd::Function<LayerNormFunction> {
+variable_list record_rms_norm(const Tensor& input, const OptionalTensor& weight, double eps,
+                              bool zero_centered, bool with_stats) {
+  return zero_centered ? RmsNormFunction<true>::apply(input, weight, eps, with_stats)
+                       : RmsNormFunction<false>::apply(input, weight, eps, with_stats);
+}
+
+template <bool zero_centered, bool has_bias>
+class LayerNormFunction : public torch::autograd::Function<LayerNormFunction<zero_centered, has_bias>> {
  public:
   static constexpr bool is_traceable = true;
 
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const OptionalTensor& weight,
-                               const OptionalTensor& bias, double eps, bool zero_centered) {
+                               const OptionalTensor& bias, double eps, bool with_stats) {
     const BelowAutograd guard;
     const auto [output, mean, rstd] = call_layer_norm_forward(input, weight, bias, eps, zero_centered);
     ctx->save_for_backward({input, or_undefined(weight), mean, rstd});
-    ctx->saved_data["zero_centered"] = zero_centered;
-    ctx->saved_data["has_bias"] = bias.has_value();
-    ctx->mark_non_differentiable({mean, rstd});
     ctx->set_materialize_grads(false);
+    if (!with_stats) return {output};
+    ctx->mark_non_differentiable({mean, rstd});
     return {output, mean, rstd};
   }
 
@@ -253,9 +261,8 @@ class LayerNormFunction : public torch::autograd::Function<LayerNormFunction> {
         Three(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, bool, bool);
     static const auto op = find_op<Signature>("layer_norm_backward");
     const variable_list saved = ctx->get_saved_variables();
-    const bool has_bias = ctx->saved_data["has_bias"].toBool();
-    const auto [input, weight, bias] = op.call(grads[0], saved[0], as_optional(saved[1]), saved[2], saved[3],
-                                               ctx->saved_data["zero_centered"].toBool(), has_bias);
+    const auto [input, weight, bias] =
+        op.call(grads[0], saved[0], as_optional(saved[1]), saved[2], saved[3], zero_centered, has_bias);
     result[0] = input;
     if (saved[1].defined()) result[1] = weight;
     if (has_bias) result[2] = bias;
@@ -263,10 +270,23 @@ class LayerNormFunction : public torch::autograd::Function<LayerNormFunction> {
   }
 };
 
+template <bool zero_centered>
+variable_list record_layer_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                                double eps, bool with_stats) {
+  return bias ? LayerNormFunction<zero_centered, true>::apply(input, weight, bias, eps, with_stats)
+              : LayerNormFunction<zero_centered, false>::apply(input, weight, bias, eps, with_stats);
+}
+
+variable_list record_layer_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                                double eps, bool zero_centered, bool with_stats) {
+  return zero_centered ? record_layer_norm<true>(input, weight, bias, eps, with_stats)
+                       : record_layer_norm<false>(input, weight, bias, eps, with_stats);
+}
+
 Two rms_norm_forward_autograd(const Tensor& input, const OptionalTensor& weight, double eps,
                               bool zero_centered) {
   if (any_wants_grad(input, weight)) {
-    const variable_list out = RmsNormFunction::apply(input, weight, eps, zero_centered);
+    const variable_list out = record_rms_norm(input, weight, eps, zero_centered, true);
     return {out[0], out[1]};
   }
   const BelowAutograd guard;
@@ -274,7 +294,7 @@ Two rms_norm_forward_autograd(const Tensor& input, const OptionalTensor& weight,
 }
 
 Tensor rms_norm_autograd(const Tensor& input, const OptionalTensor& weight, double eps, bool zero_centered) {
-  if (any_wants_grad(input, weight)) return RmsNormFunction::apply(input, weight, eps, zero_centered)[0];
+  if (any_wants_grad(input, weight)) return record_rms_norm(input, weight, eps, zero_centered, false)[0];
   using Signature = Tensor(const Tensor&, const OptionalTensor&, double, bool);
   static const auto op = find_op<Signature>("rms_norm");
   const BelowAutograd guard;
@@ -284,7 +304,7 @@ Tensor rms_norm_autograd(const Tensor& input, const OptionalTensor& weight, doub
 Three layer_norm_forward_autograd(const Tensor& input, const OptionalTensor& weight,
                                   const OptionalTensor& bias, double eps, bool zero_centered) {
   if (any_wants_grad(input, weight, bias)) {
-    const variable_list out = LayerNormFunction::apply(input, weight, bias, eps, zero_centered);
+    const variable_list out = record_layer_norm(input, weight, bias, eps, zero_centered, true);
     return {out[0], out[1], out[2]};
   }
   const BelowAutograd guard;
@@ -294,7 +314,7 @@ Three layer_norm_forward_autograd(const Tensor& input, const OptionalTensor& wei
 Tensor layer_norm_autograd(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                            double eps, bool zero_centered) {
   if (any_wants_grad(input, weight, bias)) {
-    return LayerNormFunction::apply(input, weight, bias, eps, zero_centered)[0];
+    return record_layer_norm(input, weight, bias, eps, zero_centered, false)[0];
   }
   using Signature = Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, double, bool);
   static const auto op = find_op<Signature>("layer_norm");

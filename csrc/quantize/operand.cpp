@@ -6,8 +6,15 @@
 namespace transformer_plugin::quantize {
 namespace {
 
-c10::SymInt blocks(const c10::SymInt& size) { return (size + (kTile - 1)) / kTile; }
-c10::SymInt up_to_4(const c10::SymInt& size) { return (size + 3) / 4 * 4; }
+// Sums of symbols cost, even of those that are numbers.
+c10::SymInt blocks(const c10::SymInt& size) {
+  if (const auto number = size.maybe_as_int()) return ceil_div(*number, kTile);
+  return (size + (kTile - 1)) / kTile;
+}
+c10::SymInt up_to_4(const c10::SymInt& size) {
+  if (const auto number = size.maybe_as_int()) return round_up_4(*number);
+  return (size + 3) / 4 * 4;
+}
 
 ScaleMode scale_mode(const Format& format) {
   if (format.family == FormatFamily::kFp8Tensor) return ScaleMode::kTensor;
