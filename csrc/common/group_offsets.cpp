@@ -62,25 +62,41 @@ DeviceSizes device_sizes(const Argument& group_sizes, const Argument& data, int6
 }
 #endif
 
+namespace {
+
+template <typename Size>
+void fill_checked(const Argument& group_sizes, int64_t rows, int32_t* offsets) {
+  const at::Tensor& sizes = group_sizes.tensor;
+  check_values<Size>(group_sizes, rows);
+  group_offsets_cpu(sizes.const_data_ptr<Size>(), sizes.numel(), rows, offsets);
+}
+
+void fill_cpu(const Argument& group_sizes, int64_t rows, int32_t* offsets) {
+  group_sizes.tensor.scalar_type() == at::kLong ? fill_checked<int64_t>(group_sizes, rows, offsets)
+                                                : fill_checked<int32_t>(group_sizes, rows, offsets);
+}
+
+}  // namespace
+
+HostOffsets host_offsets(const Argument& group_sizes, const Argument& data, int64_t rows) {
+  check_arguments(group_sizes, data, rows);
+  HostOffsets offsets(static_cast<size_t>(group_sizes.tensor.numel() + 1));
+  fill_cpu(group_sizes, rows, offsets.data());
+  return offsets;
+}
+
 at::Tensor group_offsets(const Argument& group_sizes, const Argument& data, int64_t rows) {
   check_arguments(group_sizes, data, rows);
-  const int64_t groups = group_sizes.tensor.numel();
-  const at::Tensor offsets = empty(data.tensor, {groups + 1}, at::kInt);
+  const at::Tensor offsets = empty(data.tensor, {group_sizes.tensor.numel() + 1}, at::kInt);
   int32_t* out = offsets.mutable_data_ptr<int32_t>();
-  if (data.tensor.is_cpu()) {
-    if (group_sizes.tensor.scalar_type() == at::kLong) {
-      check_values<int64_t>(group_sizes, rows);
-      group_offsets_cpu(group_sizes.tensor.const_data_ptr<int64_t>(), groups, rows, out);
-    } else {
-      check_values<int32_t>(group_sizes, rows);
-      group_offsets_cpu(group_sizes.tensor.const_data_ptr<int32_t>(), groups, rows, out);
-    }
-    return offsets;
-  }
+  if (data.tensor.is_cpu()) fill_cpu(group_sizes, rows, out);
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  const DeviceSizes given = device_sizes(group_sizes, data, rows);
-  const CudaScope scope(data.tensor);
-  launch_group_offsets(given.sizes, given.is_int64, groups, rows, out, given.word, scope.stream());
+  if (data.tensor.is_cuda()) {
+    const DeviceSizes given = device_sizes(group_sizes, data, rows);
+    const CudaScope scope(data.tensor);
+    launch_group_offsets(given.sizes, given.is_int64, group_sizes.tensor.numel(), rows, out, given.word,
+                         scope.stream());
+  }
 #endif
   return offsets;
 }

@@ -1,6 +1,8 @@
 // The torch side of common/offsets.h, for host files.
 #pragma once
 
+#include <c10/util/SmallVector.h>
+
 #include "common/check.h"
 #include "common/offsets.h"
 
@@ -10,6 +12,10 @@ namespace transformer_plugin {
 // Checks the arguments; on a CPU also the values: negative or oversized sizes are a ValueError.
 // On a GPU, wrong sizes of an earlier call are one (check_earlier_sizes).
 at::Tensor group_offsets(const Argument& group_sizes, const Argument& data, int64_t rows);
+
+// The same numbers for the host, of sizes on a CPU; a tensor would cost as much as a small op's kernel.
+using HostOffsets = c10::SmallVector<int32_t, 65>;
+HostOffsets host_offsets(const Argument& group_sizes, const Argument& data, int64_t rows);
 
 // The same checks, for a kernel that finds the offsets itself: `group_sizes` on a GPU, and what it has to be given.
 struct DeviceSizes {

@@ -72,7 +72,10 @@ Made run(const Call& call) {
   const Tensor grad = call.grad.contiguous();
   const Layout layout = make_layout(call.operand(), format, tables);
   const int64_t groups = call.group_sizes ? layout.groups : 1;
-  const Tensor partial = empty(grad, {ColumnSums::slots(rows, groups), columns}, at::kFloat);
+  // On a CPU the sum of a single tile becomes the result where it lies.
+  const bool one_tile = grad.is_cpu() && !call.group_sizes && rows <= kSumRows;
+  const Tensor partial =
+      one_tile ? made.grad_bias : empty(grad, {ColumnSums::slots(rows, groups), columns}, at::kFloat);
   const ColumnSums sums{partial.mutable_data_ptr<float>(),
                         made.grad_bias.mutable_data_ptr<float>(),
                         tables.offsets,

@@ -167,9 +167,9 @@ GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, in
   int32_t* begin = storage.mutable_data_ptr<int32_t>();
   const RowTables tables{groups, rows, reinterpret_cast<RowTile*>(begin), begin + words, merged};
   if (data.tensor.is_cpu()) {
-    const at::Tensor offsets = group_offsets(sizes, data, rows);
-    check_multiples(offsets.const_data_ptr<int32_t>(), given_groups, multiple, data.op);
-    row_tiles_cpu(offsets.const_data_ptr<int32_t>(), given_groups, tables);
+    const HostOffsets offsets = host_offsets(sizes, data, rows);
+    check_multiples(offsets.data(), given_groups, multiple, data.op);
+    row_tiles_cpu(offsets.data(), given_groups, tables);
   }
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (data.tensor.is_cuda()) {
