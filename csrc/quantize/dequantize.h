@@ -57,6 +57,8 @@ void dequantize_cpu(const DequantizeArgs& args);
 // Data along rows, not of the tail: the values of a tile, rounded to the output's dtype.
 void dequantize_tile_cpu(const DequantizeArgs& args, const Tile& tile, float (*values)[kTile]);
 void launch_dequantize(const DequantizeArgs& args, void* stream);
+// FP8 along rows, where they are whole vectors; false where it does not take them.
+bool launch_dequantize_rows(const DequantizeArgs& args, void* stream);
 void launch_dequantize_nv(const DequantizeArgs& args, void* stream);
 
 }  // namespace transformer_plugin::quantize

@@ -57,13 +57,6 @@ __device__ __forceinline__ void load_rows(const DequantizeArgs& args, const Tile
   }
 }
 
-// What the columns of a row of the tile are scaled by: the bits of one float, or four E8M0 bytes.
-__device__ __forceinline__ uint32_t row_scales(const DequantizeArgs& args, const Tile& tile, int row) {
-  if (args.layout.mode != ScaleMode::kMx) return __float_as_uint(scale_at(args, tile, row, 0));
-  const uint8_t* word = static_cast<const uint8_t*>(args.scale) + WordLines(args.layout, tile, false).at(row);
-  return load_codes(word, kMxBlocks, is_word_aligned(word)).word;
-}
-
 template <typename T, DType element>
 __device__ __forceinline__ void dequantize_tile(const DequantizeArgs& args, const Tile& tile,
                                                 TransposedTile& turned) {
@@ -120,7 +113,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_const
 
 void launch_dequantize(const DequantizeArgs& args, void* stream) {
   const unsigned grid = block_grid(args.layout);
-  if (grid == 0) return;
+  if (grid == 0 || launch_dequantize_rows(args, stream)) return;
   visit_device_float(args.dtype, [&](auto type) {
     visit_fp8(args.element, [&](auto element) {
       dequantize_kernel<decltype(type), decltype(element)::value>

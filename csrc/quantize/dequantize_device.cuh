@@ -22,6 +22,13 @@ __device__ __forceinline__ float2 decode2(uint32_t codes) {
   return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), type)));
 }
 
+// What the columns of a row of the tile are scaled by: the bits of one float, or four E8M0 bytes.
+__device__ __forceinline__ uint32_t row_scales(const DequantizeArgs& args, const Tile& tile, int row) {
+  if (args.layout.mode != ScaleMode::kMx) return __float_as_uint(scale_at(args, tile, row, 0));
+  const uint8_t* word = static_cast<const uint8_t*>(args.scale) + WordLines(args.layout, tile, false).at(row);
+  return load_codes(word, kMxBlocks, is_word_aligned(word)).word;
+}
+
 // Four values of a row, in one store where they may.
 template <typename T>
 __device__ __forceinline__ void store_row(const DequantizeArgs& args, const Tile& tile, int row, int c0,

@@ -21,8 +21,8 @@ void launch(const QuantizeArgs& args, cudaStream_t stream) {
   shared_memory.allow(kernel, sizeof(WalkShared));
   const Layout& layout = args.layout;
   const int64_t even_parts = ceil_div(ceil_div(layout.rows, kTile), kEvenTiles);
-  const int64_t few =
-      std::max<int64_t>(1, int64_t{kWaves} * kWalkBlocks * multiprocessors / layout.col_tiles());
+  const int64_t held = int64_t{kWaves} * kWalkBlocks * multiprocessors / layout.col_tiles();
+  const int64_t few = std::clamp<int64_t>(held, 1, layout.row_tiles());
   const int64_t parts = std::max(even_parts, few);
   launch_early(kernel, static_cast<unsigned>(layout.col_tiles() * parts), kWalkThreads, sizeof(WalkShared),
                stream, args, static_cast<int>(few));
