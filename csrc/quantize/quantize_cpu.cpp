@@ -5,13 +5,11 @@
 namespace transformer_plugin::quantize {
 namespace {
 
-// The tile to the right comes next; its rows are too far apart for a processor to foresee.
 template <typename T>
 TP_CPU_CLONES void load_rows(const T* input, int64_t stride, int rows, int cols, Values& values) {
-  constexpr int kLine = 64 / sizeof(T);
   for (int r = 0; r < rows; ++r) {
     const T* row = input + r * stride;
-    for (int c = 0; c < kTile; c += kLine) __builtin_prefetch(row + kTile + c);
+    fetch_next(row);
     for (int c = 0; c < cols; ++c) values.at[r][c] = static_cast<float>(row[c]);
   }
 }

@@ -213,39 +213,41 @@ void write_words(const QuantizeArgs& args, const Tile& tile, bool transposed, co
   zero_word_padding(args.layout, tile, transposed, target);
 }
 
-// One block of each row.
+// By a scale of each block of a row.
 template <DType element>
-TP_CPU_CLONES void convert_blocks(const Values& values, int rows, int block, const float* scales,
+TP_CPU_CLONES void convert_blocks(const Values& values, int rows, int cols, const float (*scales)[kTile],
                                   uint8_t* __restrict codes, int64_t stride) {
-  for (int r = 0; r < rows; ++r) {
-    for (int c = 0; c < kMxBlock; ++c) {
-      codes[r * stride + c] = float_to_fp8<element>(values.at[r][block * kMxBlock + c] * scales[r]);
-    }
-  }
+  with_width(
+      cols, [&](auto width) __attribute__((always_inline)) {
+        for (int r = 0; r < rows; ++r) {
+          alignas(64) float of_columns[kTile];
+          for (int b = 0; b < kMxBlocks; ++b) std::fill_n(of_columns + b * kMxBlock, kMxBlock, scales[b][r]);
+          for (int c = 0; c < width; ++c) {
+            codes[r * stride + c] = float_to_fp8<element>(values.at[r][c] * of_columns[c]);
+          }
+        }
+      });
 }
 
 template <DType element>
 void write_mx_tile(const QuantizeArgs& args, const Tile& tile, const Values& values) {
   const Layout& layout = args.layout;
   Exponents rows = {}, columns = {};
-  alignas(64) float scales[kTile];
+  alignas(64) float scales[kMxBlocks][kTile];
   if (!tile.tail && (args.transposed || layout.square)) exponents_of_columns(args, tile, values, columns);
   if (args.rowwise && tile.tail) zero_lines(row_codes(args, tile), layout.cols, tile.rows, tile.cols);
   if (args.rowwise && !tile.tail) {
     layout.square ? exponents_of_squares(tile, columns, rows) : exponents_of_rows(args, tile, values, rows);
-    for (int b = 0; b * kMxBlock < tile.cols; ++b) {
-      multipliers_of(rows.at[b], tile.rows, scales);
-      convert_blocks<element>(values, tile.rows, b, scales, row_codes(args, tile) + b * kMxBlock,
-                              layout.cols);
-    }
+    for (int b = 0; b < kMxBlocks; ++b) multipliers_of(rows.at[b], tile.rows, scales[b]);
+    convert_blocks<element>(values, tile.rows, tile.cols, scales, row_codes(args, tile), layout.cols);
   }
   if (args.rowwise) write_words(args, tile, false, rows);
   if (args.transposed && tile.tail) zero_lines(column_codes(args, tile), layout.rows, tile.cols, tile.rows);
   if (args.transposed && !tile.tail) {
     alignas(64) uint8_t codes[kTile][kTile];
     for (int first = 0; first < tile.rows; first += kMxBlock) {
-      multipliers_of(columns.at[first / kMxBlock], tile.cols, scales);
-      convert_columns<element>(values, first, std::min(first + kMxBlock, tile.rows), tile.cols, scales,
+      multipliers_of(columns.at[first / kMxBlock], tile.cols, scales[0]);
+      convert_columns<element>(values, first, std::min(first + kMxBlock, tile.rows), tile.cols, scales[0],
                                codes);
     }
     transpose(codes, tile.rows, tile.cols, column_codes(args, tile), layout.rows);

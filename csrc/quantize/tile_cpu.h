@@ -24,6 +24,13 @@ TP_HOST_DEVICE int32_t magnitude(float value) {
   return bits > 0x7f800000 ? 0 : bits;
 }
 
+// Asks for what lies to the right of a row of a tile, which comes next: rows are too far apart for a processor to foresee.
+template <typename T>
+TP_HOST_DEVICE void fetch_next(const T* row) {
+  constexpr int kLine = 64 / sizeof(T);
+  for (int c = kTile; c < 2 * kTile; c += kLine) __builtin_prefetch(row + c);
+}
+
 // A tile's part of a matrix with as many columns as the layout says.
 void load_tile_cpu(const void* input, DType dtype, const Layout& layout, const Tile& tile, Values& values);
 // Of the kernels' input.
@@ -58,11 +65,11 @@ inline constexpr int kStrip = 8;
 inline constexpr int kStrips = kTile / kStrip;  // of a tile
 
 // Row-wise data of 1xN blocks, whose rows do not depend on each other, is made strip by strip across the whole width, in
-// the order of memory.
-template <typename Args>
-bool goes_by_strips(const Args& args) {
+// the order of memory. NVFP4 works on vectors of rows, of which a strip has too few.
+inline bool goes_by_strips(const QuantizeArgs& args) {
   return !args.transposed && !args.layout.square && args.layout.mode != ScaleMode::kSquare;
 }
+inline bool goes_by_strips(const NvArgs&) { return false; }
 
 // Strip `index` of a tile as a tile of its own. Its row tile counts strips, so that one of them begins the matrix.
 inline Tile strip_of(Tile tile, int index) {
