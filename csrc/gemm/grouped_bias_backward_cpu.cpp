@@ -22,8 +22,8 @@ TP_CPU_CLONES void sum_branch(const T* grad, int64_t stride, const float* scales
     const T* right = grad + r * stride + kColumnsAtOnce;
     for (int c = 0; c < kColumnsAtOnce; c += kLine) __builtin_prefetch(right + c);
   }
-  const T *b = grad + stride, *c = b + stride, *d = c + stride;
   if (rows == kBranch) {
+    const T *b = grad + stride, *c = b + stride, *d = c + stride;
     for (int64_t j = 0; j < columns; ++j) {
       sums[j] = (static_cast<float>(grad[j]) * scales[0] + static_cast<float>(b[j]) * scales[1]) +
                 (static_cast<float>(c[j]) * scales[2] + static_cast<float>(d[j]) * scales[3]);

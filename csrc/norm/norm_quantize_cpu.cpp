@@ -14,16 +14,17 @@ template <typename Output>
 void quantize_bands(const NormArgs& args, const Output& output) {
   const quantize::Layout& layout = output.layout;
   const bool strips = goes_by_strips(output);
-  const int64_t bands = strips ? quantize::kStrips : 1, col_tiles = layout.col_tiles();
-  at::parallel_for(0, layout.row_tiles() * bands, 1, [&](int64_t begin, int64_t end) {
+  const int64_t height = strips ? quantize::kStrip : quantize::kTile, col_tiles = layout.col_tiles();
+  at::parallel_for(0, quantize::ceil_div(args.rows, height), 1, [&](int64_t begin, int64_t end) {
     quantize::Values values;
     RowStats stats[quantize::kTile];
     for (int64_t band = begin; band < end; ++band) {
+      const int64_t first = band * height, rows = std::min(height, args.rows - first);
+      for (int64_t r = 0; r < rows; ++r) stats[r] = stats_of_row_cpu(args, first + r);
       for (int64_t i = 0; i < col_tiles; ++i) {
-        quantize::Tile tile = tile_at(layout, band / bands * col_tiles + i);
-        if (strips) tile = strip_of(tile, static_cast<int>(band % bands));
+        quantize::Tile tile = tile_at(layout, first / quantize::kTile * col_tiles + i);
+        if (strips) tile = strip_at(tile, first % quantize::kTile / quantize::kStrip);
         for (int r = 0; r < tile.rows; ++r) {
-          if (i == 0) stats[r] = stats_of_row_cpu(args, tile.row + r);
           normalise_cpu(args, stats[r], tile.row + r, tile.col, tile.cols, values.at[r]);
         }
         write_tile_cpu(output, tile, values);

@@ -60,21 +60,25 @@ void for_each_tile_cpu(const Layout& layout, Load&& load, Use&& use) {
   });
 }
 
-// Rows of a strip: few enough that its values stay in the first cache, and that the processor sees each row as a stream.
-inline constexpr int kStrip = 8;
-inline constexpr int kStrips = kTile / kStrip;  // of a tile
-
 // Row-wise data of 1xN blocks, whose rows do not depend on each other, is made strip by strip across the whole width, in
-// the order of memory. NVFP4 works on vectors of rows, of which a strip has too few.
+// the order of memory. A strip has few rows, so that its values stay in the first cache and the processor sees each row as
+// a stream. NVFP4 works on vectors of rows, of which a strip has too few.
+inline constexpr int kStrip = 8;
+
 inline bool goes_by_strips(const QuantizeArgs& args) {
   return !args.transposed && !args.layout.square && args.layout.mode != ScaleMode::kSquare;
 }
 inline bool goes_by_strips(const NvArgs&) { return false; }
 
-// Strip `index` of a tile as a tile of its own. Its row tile counts strips, so that one of them begins the matrix.
-inline Tile strip_of(Tile tile, int index) {
-  const int first = index * kStrip;
-  tile.row_tile = tile.row_tile * kStrips + index;
+// Of each row tile.
+inline int64_t strips_of(const Layout& layout) {
+  return ceil_div(std::min<int64_t>(layout.rows, kTile), kStrip);
+}
+
+// Strip `index` of a tile, as a tile whose row tile counts strips: the first begins the matrix.
+inline Tile strip_at(Tile tile, int64_t index) {
+  const int first = static_cast<int>(index) * kStrip;
+  tile.row_tile = tile.row_tile * (kTile / kStrip) + static_cast<int32_t>(index);
   tile.row += first;
   tile.rows = std::clamp(tile.rows - first, 0, kStrip);
   return tile;
@@ -83,11 +87,12 @@ inline Tile strip_of(Tile tile, int index) {
 template <typename Args, typename Load>
 void quantize_strips_cpu(const Args& args, Load&& load) {
   const Layout& layout = args.layout;
-  at::parallel_for(0, layout.members * layout.row_tiles() * kStrips, 1, [&](int64_t begin, int64_t end) {
+  const int64_t strips = strips_of(layout), col_tiles = layout.col_tiles();
+  at::parallel_for(0, layout.members * layout.row_tiles() * strips, 1, [&](int64_t begin, int64_t end) {
     Values values;
     for (int64_t i = begin; i < end; ++i) {
-      for (int64_t j = 0; j < layout.col_tiles(); ++j) {
-        const Tile strip = strip_of(tile_at(layout, i / kStrips * layout.col_tiles() + j), i % kStrips);
+      for (int64_t j = 0; j < col_tiles; ++j) {
+        const Tile strip = strip_at(tile_at(layout, i / strips * col_tiles + j), i % strips);
         if (!strip.tail) load(strip, values);
         write_tile_cpu(args, strip, values);
       }
