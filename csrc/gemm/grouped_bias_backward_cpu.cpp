@@ -9,14 +9,33 @@ namespace {
 
 constexpr int kColumnsAtOnce = 128;
 
-template <typename T>
-TP_CPU_CLONES void widen(const T* grad, float* values, int64_t columns) {
-  for (int64_t j = 0; j < columns; ++j) values[j] = static_cast<float>(grad[j]);
-}
+constexpr int kBranch = 4;
+constexpr float kOnes[kBranch] = {1.0f, 1.0f, 1.0f, 1.0f};
 
+// The sums of up to kBranch rows, each times a scale: a branch of the tree. What lies to the right comes next and is asked
+// for: rows are too far apart for a processor to foresee.
 template <typename T>
-TP_CPU_CLONES void widen_scaled(const T* grad, float scale, float* values, int64_t columns) {
-  for (int64_t j = 0; j < columns; ++j) values[j] = static_cast<float>(grad[j]) * scale;
+TP_CPU_CLONES void sum_branch(const T* grad, int64_t stride, const float* scales, int64_t rows,
+                              int64_t columns, float* __restrict sums) {
+  constexpr int kLine = 64 / sizeof(T);
+  for (int64_t r = 0; r < rows; ++r) {
+    const T* right = grad + r * stride + kColumnsAtOnce;
+    for (int c = 0; c < kColumnsAtOnce; c += kLine) __builtin_prefetch(right + c);
+  }
+  if (rows == kBranch) {
+    const T *b = grad + stride, *c = b + stride, *d = c + stride;
+    for (int64_t j = 0; j < columns; ++j) {
+      sums[j] = (static_cast<float>(grad[j]) * scales[0] + static_cast<float>(b[j]) * scales[1]) +
+                (static_cast<float>(c[j]) * scales[2] + static_cast<float>(d[j]) * scales[3]);
+    }
+    return;
+  }
+  for (int64_t j = 0; j < columns; ++j) sums[j] = static_cast<float>(grad[j]) * scales[0];
+  for (int64_t r = 1; r < rows; ++r) {
+    for (int64_t j = 0; j < columns; ++j) {
+      sums[j] = sums[j] + static_cast<float>(grad[r * stride + j]) * scales[r];
+    }
+  }
 }
 
 template <typename T>
@@ -40,19 +59,20 @@ void sum_tiles(const GroupedBiasBackwardArgs& args) {
   const int64_t n = args.sums.columns, parts = (n + kColumnsAtOnce - 1) / kColumnsAtOnce;
   const int64_t slots = ColumnSums::slots(args.sums.rows, args.sums.groups);
   at::parallel_for(0, slots * parts, 1, [&](int64_t begin, int64_t end) {
-    alignas(64) float values[kSumRows][kColumnsAtOnce];
+    alignas(64) float sums[kSumRows / kBranch][kColumnsAtOnce];
     for (int64_t task = begin; task < end; ++task) {
       const RaggedTile tile = args.sums.tile(task / parts);
       if (tile.begin >= tile.end) continue;
       const int64_t column = task % parts * kColumnsAtOnce;
       const int64_t count = std::min<int64_t>(kColumnsAtOnce, n - column);
-      for (int64_t i = tile.begin; i < tile.end; ++i) {
-        const T* grad = static_cast<const T*>(args.grad) + i * n + column;
-        float* target = values[i - tile.begin];
-        args.bias_scale ? widen_scaled(grad, args.bias_scale[i], target, count) : widen(grad, target, count);
+      int64_t branches = 0;
+      for (int64_t i = tile.begin; i < tile.end; i += kBranch) {
+        sum_branch<T>(static_cast<const T*>(args.grad) + i * n + column, n,
+                      args.bias_scale ? args.bias_scale + i : kOnes, std::min<int64_t>(kBranch, tile.end - i),
+                      count, sums[branches++]);
       }
-      sum_rows_cpu(values[0], kColumnsAtOnce, tile.end - tile.begin, count);
-      std::copy_n(values[0], count, args.sums.of_tile(tile.group, tile.begin) + column);
+      sum_rows_cpu(sums[0], kColumnsAtOnce, branches, count);
+      std::copy_n(sums[0], count, args.sums.of_tile(tile.group, tile.begin) + column);
     }
   });
 }

@@ -8,19 +8,22 @@ namespace transformer_plugin::norm {
 
 namespace {
 
-// A band of 128 rows at a time: their sums, then the tiles of the band, from what the cache still holds.
+// A band of rows at a time, a strip or a tile high: their sums, then the tiles of the band, from what the cache still
+// holds.
 template <typename Output>
 void quantize_bands(const NormArgs& args, const Output& output) {
   const quantize::Layout& layout = output.layout;
-  at::parallel_for(0, layout.row_tiles(), 1, [&](int64_t begin, int64_t end) {
+  const bool strips = goes_by_strips(output);
+  const int64_t height = strips ? quantize::kStrip : quantize::kTile, col_tiles = layout.col_tiles();
+  at::parallel_for(0, quantize::ceil_div(args.rows, height), 1, [&](int64_t begin, int64_t end) {
     quantize::Values values;
     RowStats stats[quantize::kTile];
     for (int64_t band = begin; band < end; ++band) {
-      const int64_t first = band * quantize::kTile;
-      const int64_t rows = std::min<int64_t>(quantize::kTile, args.rows - first);
+      const int64_t first = band * height, rows = std::min(height, args.rows - first);
       for (int64_t r = 0; r < rows; ++r) stats[r] = stats_of_row_cpu(args, first + r);
-      for (int64_t i = 0; i < layout.col_tiles(); ++i) {
-        const quantize::Tile tile = tile_at(layout, band * layout.col_tiles() + i);
+      for (int64_t i = 0; i < col_tiles; ++i) {
+        quantize::Tile tile = tile_at(layout, first / quantize::kTile * col_tiles + i);
+        if (strips) tile = strip_at(tile, first % quantize::kTile / quantize::kStrip);
         for (int r = 0; r < tile.rows; ++r) {
           normalise_cpu(args, stats[r], tile.row + r, tile.col, tile.cols, values.at[r]);
         }

@@ -6,15 +6,19 @@ namespace transformer_plugin::quantize {
 namespace {
 
 template <typename T>
-TP_CPU_CLONES void load_row(const T* input, int cols, float* values) {
-  for (int c = 0; c < cols; ++c) values[c] = static_cast<float>(input[c]);
+TP_CPU_CLONES void load_rows(const T* input, int64_t stride, int rows, int cols, Values& values) {
+  for (int r = 0; r < rows; ++r) {
+    const T* row = input + r * stride;
+    fetch_next(row);
+    for (int c = 0; c < cols; ++c) values.at[r][c] = static_cast<float>(row[c]);
+  }
 }
 
 template <typename T>
 void load(const void* matrix, const Layout& layout, const Tile& tile, Values& values) {
   const T* input =
       static_cast<const T*>(matrix) + (tile.member * layout.rows + tile.row) * layout.cols + tile.col;
-  for (int r = 0; r < tile.rows; ++r) load_row<T>(input + r * layout.cols, tile.cols, values.at[r]);
+  load_rows<T>(input, layout.cols, tile.rows, tile.cols, values);
 }
 
 }  // namespace

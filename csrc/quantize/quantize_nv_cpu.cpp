@@ -1,5 +1,5 @@
-// NVFP4 on a CPU: 16 values of each of up to 128 lines at a time, in vectors of lines. Lines are rows of the tile, whose
-// values are turned for it, or its columns. `lines` are those of the tile, up to a multiple of 16.
+// NVFP4 on a CPU: 16 values of each of up to 128 lines at a time, in vectors of lines. Lines are rows of the tile, which is
+// turned for it, or its columns. `lines` are those of the tile, up to a multiple of 16.
 #include <algorithm>
 #include <cstring>
 
@@ -72,10 +72,13 @@ TP_CPU_CLONES void find_scales(const float* targets, int lines, float factor, fl
 }
 
 TP_CPU_CLONES void round_nearest(const Lines* values, int lines, const Scales& scales, Codes& codes) {
-  std::memset(codes, 0, sizeof(codes));
-  for (int i = 0; i < kNvBlock; ++i) {
+  for (int half = 0; half < 2; ++half) {
     for (int line = 0; line < lines; ++line) {
-      codes[i / 8][line] |= e2m1_nearest(values[i][line] * scales.encode[line]) << (4 * (i % 8));
+      uint32_t word = 0;
+      for (int i = 0; i < 8; ++i) {
+        word |= e2m1_nearest(values[8 * half + i][line] * scales.encode[line]) << (4 * i);
+      }
+      codes[half][line] = word;
     }
   }
 }
@@ -172,42 +175,61 @@ void find_globals(const NvArgs& args, const Tile& tile, const Direction& directi
   }
 }
 
-// The 16 values from `first` on of each line.
-const Lines* lines_of(const NvArgs& args, const Direction& direction, int lines, const Values& values,
-                      int first, Chunk& chunk) {
-  if (direction.transposed) {
-    if (!args.hadamard) return values.at + first;
-    hadamard_cpu(values.at + first, lines, args.dtype, chunk);
-    return chunk.at;
+TP_HOST_DEVICE void interleave(const float* __restrict a, const float* __restrict b, int count,
+                               float* __restrict both) {
+  for (int i = 0; i < count; ++i) {
+    both[2 * i] = a[i];
+    both[2 * i + 1] = b[i];
   }
-  for (int line = 0; line < direction.lines; ++line) {
-    for (int i = 0; i < kNvBlock; ++i) chunk.at[i][line] = values.at[line][first + i];
-  }
-  return chunk.at;
 }
 
+// Rows become columns, 16 at a time: those half of them apart are interleaved, four times. The columns are filled with
+// zeros up to a multiple of 16.
+TP_CPU_CLONES void turn(const Values& values, int rows, Values& turned) {
+  constexpr int kRows = 16;
+  alignas(64) float from[kRows * kTile], to[kRows * kTile];
+  for (int first = 0; first < rows; first += kRows) {
+    for (int r = 0; r < 8; ++r) {
+      interleave(values.at[first + r], values.at[first + r + 8], kTile, from + r * 2 * kTile);
+    }
+    for (int r = 0; r < 4; ++r) {
+      interleave(from + r * 2 * kTile, from + (r + 4) * 2 * kTile, 2 * kTile, to + r * 4 * kTile);
+    }
+    for (int r = 0; r < 2; ++r) {
+      interleave(to + r * 4 * kTile, to + (r + 2) * 4 * kTile, 4 * kTile, from + r * 8 * kTile);
+    }
+    interleave(from, from + 8 * kTile, 8 * kTile, to);
+    for (int c = 0; c < kTile; ++c) std::memcpy(turned.at[c] + first, to + c * kRows, kRows * sizeof(float));
+  }
+  const int rest = -rows & (kRows - 1);
+  for (int c = 0; c < kTile; ++c) std::fill_n(turned.at[c] + rows, rest, 0.0f);
+}
+
+// `values` are those of each line.
 void write_direction(const NvArgs& args, const Tile& tile, const Direction& direction, const Values& values) {
   const int lines = static_cast<int>(ceil_div(direction.lines, kNvBlock)) * kNvBlock;
+  const bool hadamard = args.hadamard && direction.transposed;
   Globals globals;
   find_globals(args, tile, direction, lines, globals);
   alignas(64) uint8_t scales[kTile][kNvBlocks] = {};
+  alignas(64) uint32_t codes[kTile][kTile / 8];
   Chunk chunk;
-  for (auto& values_of_lines : chunk.at) {
-    std::fill(values_of_lines + direction.lines, values_of_lines + lines, 0.0f);
-  }
   Coded coded = {};  // of the tail
   for (int first = 0; first < direction.values; first += kNvBlock) {
     const int block = first / kNvBlock;
     if (!tile.tail) {
-      encode(args, direction, lines, direction.first_block + block,
-             lines_of(args, direction, lines, values, first, chunk), globals, coded);
+      if (hadamard) hadamard_cpu(values.at + first, lines, args.dtype, chunk);
+      encode(args, direction, lines, direction.first_block + block, hadamard ? chunk.at : values.at + first,
+             globals, coded);
     }
     for (int line = 0; line < direction.lines; ++line) {
-      uint8_t* target = direction.data + line * direction.stride + first / 2;
-      std::memcpy(target, &coded.codes[0][line], 4);
-      std::memcpy(target + 4, &coded.codes[1][line], 4);
+      codes[line][2 * block] = coded.codes[0][line];
+      codes[line][2 * block + 1] = coded.codes[1][line];
       scales[line][block] = coded.scales.code[line];
     }
+  }
+  for (int line = 0; line < direction.lines; ++line) {
+    std::memcpy(direction.data + line * direction.stride, codes[line], direction.values / 2);
   }
   const WordLines words(args.layout, tile, direction.transposed);
   for (int line = 0; line < direction.lines; ++line) {
@@ -249,7 +271,11 @@ Direction columns_of(const NvArgs& args, const Tile& tile) {
 }  // namespace
 
 void write_tile_cpu(const NvArgs& args, const Tile& tile, const Values& values) {
-  if (args.rowwise) write_direction(args, tile, rows_of(args, tile), values);
+  if (args.rowwise) {
+    Values turned;
+    if (!tile.tail) turn(values, tile.rows, turned);
+    write_direction(args, tile, rows_of(args, tile), turned);
+  }
   if (args.transposed) write_direction(args, tile, columns_of(args, tile), values);
 }
 

@@ -8,6 +8,8 @@ namespace {
 
 template <typename T>
 TP_CPU_CLONES void swiglu_row(const T* gate, const T* linear, float prob, int cols, float* values) {
+  fetch_next(gate);
+  fetch_next(linear);
   for (int c = 0; c < cols; ++c) {
     const float value =
         activation::swiglu_value(static_cast<float>(gate[c]), static_cast<float>(linear[c]), prob);
@@ -20,6 +22,9 @@ template <typename T>
 TP_CPU_CLONES float gradient_row(const T* __restrict grad, const T* __restrict gate,
                                  const T* __restrict linear, float prob, float* __restrict of_gate,
                                  float* __restrict of_linear) {
+  fetch_next(grad);
+  fetch_next(gate);
+  fetch_next(linear);
   alignas(64) float terms[kTile];
   for (int c = 0; c < kTile; ++c) {
     const float g = static_cast<float>(grad[c]);
