@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <type_traits>
 #include <utility>
 
 namespace transformer_plugin::norm {
@@ -23,15 +24,24 @@ TP_CPU_CLONES void add_squares(const T* input, float mean, float* partials, int6
   }
 }
 
-TP_CPU_CLONES void add_neighbours(const float* __restrict terms, float* __restrict sums, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) sums[i] = terms[2 * i] + terms[2 * i + 1];
-}
-
 // A power of two that takes them all: what lies beyond is zero, and adds nothing.
 int64_t used_partials(int64_t cols) {
   int64_t count = kPartialSums;
   while (count / 2 >= cols && count > 1) count /= 2;
   return count;
+}
+
+// Of a power of two of terms. Overwrites them.
+TP_CPU_CLONES float sum_of_neighbours(float* terms, int64_t count) {
+  alignas(64) float other[kPartialSums / 2];
+  float *from = terms, *to = other;
+  for (; count > 1; count /= 2) {
+    const float* __restrict in = from;
+    float* __restrict out = to;
+    for (int64_t i = 0; i < count / 2; ++i) out[i] = in[2 * i] + in[2 * i + 1];
+    std::swap(from, to);
+  }
+  return from[0];
 }
 
 // `add(first column, columns, partials)` for each kPartialSums columns, then the sum.
@@ -62,42 +72,64 @@ RowStats stats_of_row(const NormArgs& args, int64_t row) {
   return stats;
 }
 
-// Rounded to T, and given as Target.
-template <typename T, bool kWeight, bool kBias, typename Target>
+template <typename T, bool kWeight, bool kBias>
 TP_CPU_CLONES void normalise_columns(const T* input, const T* weight, const T* bias, bool zero_centered,
-                                     RowStats stats, Target* __restrict target, int64_t count) {
+                                     RowStats stats, T* __restrict target, int64_t count) {
   for (int64_t c = 0; c < count; ++c) {
     float value = (static_cast<float>(input[c]) - stats.mean) * stats.rstd;
     if constexpr (kWeight) value = value * gamma_of(static_cast<float>(weight[c]), zero_centered);
     if constexpr (kBias) value = value + static_cast<float>(bias[c]);
-    target[c] = static_cast<Target>(static_cast<T>(value));
+    target[c] = static_cast<T>(value);
   }
 }
 
-template <typename T, typename Target>
-void normalise(const NormArgs& args, const RowStats& stats, int64_t row, int64_t first, int64_t count,
-               Target* target) {
-  const T* input = static_cast<const T*>(args.input) + row * args.cols + first;
-  const T* weight = args.weight ? static_cast<const T*>(args.weight) + first : nullptr;
-  const T* bias = args.bias ? static_cast<const T*>(args.bias) + first : nullptr;
-  const auto columns =
-      weight
-          ? (bias ? normalise_columns<T, true, true, Target> : normalise_columns<T, true, false, Target>)
-          : (bias ? normalise_columns<T, false, true, Target> : normalise_columns<T, false, false, Target>);
-  columns(input, weight, bias, args.zero_centered, stats, target, count);
+// Calls fn with the two flags as constants.
+template <typename Fn>
+void visit_affine(const NormArgs& args, Fn&& fn) {
+  using Yes = std::true_type;
+  using No = std::false_type;
+  if (args.weight) return args.bias ? fn(Yes{}, Yes{}) : fn(Yes{}, No{});
+  args.bias ? fn(No{}, Yes{}) : fn(No{}, No{});
+}
+
+template <typename T>
+const T* columns_of(const void* vector, int64_t first) {
+  return vector ? static_cast<const T*>(vector) + first : nullptr;
+}
+
+template <typename T>
+void normalise_row(const NormArgs& args, const RowStats& stats, const T* input, T* output) {
+  visit_affine(args, [&](auto weight, auto bias) {
+    normalise_columns<T, weight.value, bias.value>(input, columns_of<T>(args.weight, 0),
+                                                   columns_of<T>(args.bias, 0), args.zero_centered, stats,
+                                                   output, args.cols);
+  });
+}
+
+// What columns are multiplied by and what is added, converted once for all rows.
+template <typename T, bool kWeight, bool kBias>
+TP_CPU_CLONES void normalise_part(const T* input, int64_t stride, const T* weight, const T* bias,
+                                  bool zero_centered, const RowStats* stats, int rows, int cols,
+                                  float (*__restrict values)[quantize::kTile]) {
+  alignas(64) float gammas[quantize::kTile], betas[quantize::kTile];
+  for (int c = 0; kWeight && c < cols; ++c)
+    gammas[c] = gamma_of(static_cast<float>(weight[c]), zero_centered);
+  for (int c = 0; kBias && c < cols; ++c) betas[c] = static_cast<float>(bias[c]);
+  for (int r = 0; r < rows; ++r, input += stride) {
+    const RowStats of_row = stats[r];
+    for (int c = 0; c < cols; ++c) {
+      float value = (static_cast<float>(input[c]) - of_row.mean) * of_row.rstd;
+      if constexpr (kWeight) value = value * gammas[c];
+      if constexpr (kBias) value = value + betas[c];
+      values[r][c] = static_cast<float>(static_cast<T>(value));
+    }
+  }
 }
 
 }  // namespace
 
 float sum_of_partials_cpu(float* partials, int64_t cols) {
-  int64_t count = used_partials(cols);
-  float other[kPartialSums / 2];
-  float *from = partials, *to = other;
-  for (; count > 1; count /= 2) {
-    add_neighbours(from, to, count / 2);
-    std::swap(from, to);
-  }
-  return from[0];
+  return sum_of_neighbours(partials, used_partials(cols));
 }
 
 RowStats stats_of_row_cpu(const NormArgs& args, int64_t row) {
@@ -108,10 +140,15 @@ RowStats stats_of_row_cpu(const NormArgs& args, int64_t row) {
   return stats;
 }
 
-void normalise_cpu(const NormArgs& args, const RowStats& stats, int64_t row, int64_t first, int64_t count,
-                   float* values) {
+void normalise_cpu(const NormArgs& args, const RowStats* stats, const Part& part, quantize::Values& values) {
   visit_float(args.dtype, [&](auto element) {
-    normalise<decltype(element), float>(args, stats, row, first, count, values);
+    using T = decltype(element);
+    visit_affine(args, [&](auto weight, auto bias) {
+      normalise_part<T, weight.value, bias.value>(
+          static_cast<const T*>(args.input) + part.row * args.cols + part.first, args.cols,
+          columns_of<T>(args.weight, part.first), columns_of<T>(args.bias, part.first), args.zero_centered,
+          stats, part.rows, part.cols, values.at);
+    });
   });
 }
 
@@ -122,7 +159,8 @@ void norm_cpu(const NormArgs& args, void* output) {
       const RowStats stats = stats_of_row_cpu(args, row);
       visit_float(args.dtype, [&](auto element) {
         using T = decltype(element);
-        normalise<T, T>(args, stats, row, 0, args.cols, static_cast<T*>(output) + row * args.cols);
+        normalise_row(args, stats, static_cast<const T*>(args.input) + row * args.cols,
+                      static_cast<T*>(output) + row * args.cols);
       });
     }
   });

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "norm/norm.h"
+#include "quantize/tile_cpu.h"
 
 namespace transformer_plugin::norm {
 
@@ -12,9 +13,14 @@ struct RowStats {
 
 // Of one row; also kept in `args.mean` and `args.rstd` where these are asked for.
 RowStats stats_of_row_cpu(const NormArgs& args, int64_t row);
-// Columns `first` .. `first + count` of a row, rounded to the dtype of the input.
-void normalise_cpu(const NormArgs& args, const RowStats& stats, int64_t row, int64_t first, int64_t count,
-                   float* values);
+// Columns `first` .. `first + cols` of `rows` rows, rounded to the dtype of the input. At most as many as a tile has.
+struct Part {
+  int64_t row;
+  int64_t first;
+  int rows;
+  int cols;
+};
+void normalise_cpu(const NormArgs& args, const RowStats* stats, const Part& part, quantize::Values& values);
 
 // The sum of the first `cols` of kPartialSums partial sums, of which the others are zero. Overwrites them.
 float sum_of_partials_cpu(float* partials, int64_t cols);

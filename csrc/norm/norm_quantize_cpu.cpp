@@ -24,9 +24,7 @@ void quantize_bands(const NormArgs& args, const Output& output) {
       for (int64_t i = 0; i < col_tiles; ++i) {
         quantize::Tile tile = tile_at(layout, first / quantize::kTile * col_tiles + i);
         if (strips) tile = strip_at(tile, first % quantize::kTile / quantize::kStrip);
-        for (int r = 0; r < tile.rows; ++r) {
-          normalise_cpu(args, stats[r], tile.row + r, tile.col, tile.cols, values.at[r]);
-        }
+        normalise_cpu(args, stats, {tile.row, tile.col, tile.rows, tile.cols}, values);
         write_tile_cpu(output, tile, values);
       }
     }

@@ -153,9 +153,7 @@ __device__ __forceinline__ bool begin_mx_tile(const QuantizeArgs& args, const Ti
   if (threadIdx.x == 0 && args.rowwise) zero_word_padding(layout, tile, false, args.exponents);
   if (threadIdx.x == 0 && args.transposed) zero_word_padding(layout, tile, true, args.exponents_t);
   if (tile.rows > 0) return true;
-  if (args.transposed && threadIdx.x < tile.cols) {
-    *reinterpret_cast<uint32_t*>(args.exponents_t + WordLines(layout, tile, true).at(threadIdx.x)) = 0;
-  }
+  if (args.transposed) zero_unused_words(layout, tile, args.exponents_t);
   return false;
 }
 

@@ -257,19 +257,11 @@ __device__ __forceinline__ void store_column_scales(const NvArgs& args, const Ti
   store_kept(args.scale_t + lines.at(column, word), column_scales(shared.scales_t, column, word));
 }
 
-// Of a tile past the last group: transposed scales have a place for it.
-__device__ __forceinline__ void zero_scales(const NvArgs& args, const Tile& tile) {
-  const WordLines lines(args.layout, tile, true);
-  for (int i = threadIdx.x; i < tile.cols * 2; i += kThreads) {
-    *reinterpret_cast<uint32_t*>(args.scale_t + lines.at(i / 2, i % 2)) = 0;
-  }
-}
-
 // Padding of the scales, and the scales of a tile past the last group. Says whether the tile is to be written.
 __device__ __forceinline__ bool begin_nv_tile(const NvArgs& args, const Tile& tile) {
   zero_nv_padding(args, tile);
   if (tile.rows > 0) return true;
-  if (args.transposed) zero_scales(args, tile);
+  if (args.transposed) zero_unused_words(args.layout, tile, args.scale_t);
   return false;
 }
 
@@ -302,20 +294,29 @@ __device__ __forceinline__ void quantize_nv_tile(const NvArgs& args, const Tile&
   write_nv_tile<coding, hadamard>(args, tile, values, warp, lane, shared);
 }
 
-// Every tile, or by any number of blocks those that nv_whole_kernel leaves.
+// Every tile, or by any number of blocks those that nv_whole_kernel leaves. Most of these blocks' tiles are not left, so the
+// threads look at one each.
 template <typename T, NvCoding coding, bool hadamard>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
     quantize_nv_kernel(const __grid_constant__ NvArgs args, bool all) {
   __shared__ NvShared<T> shared;
   if (args.is_noop()) return;
-  const uint32_t tiles = static_cast<uint32_t>(args.layout.tiles());
-  int32_t used = INT32_MAX;
-  for (uint32_t i = blockIdx.x; i < tiles; i += gridDim.x) {
-    const Tile tile = tile_at(args.layout, i, used);
-    used = tile.used;
-    if (!all && is_whole(tile)) continue;
-    quantize_nv_tile<coding, hadamard>(args, tile, shared);
-    __syncthreads();  // before shared memory is used again
+  __shared__ uint32_t left[kWarps];  // of the tiles that the threads look at, a bit each
+  const uint32_t tiles = static_cast<uint32_t>(args.layout.tiles()), step = gridDim.x;
+  for (uint32_t first = blockIdx.x; first < tiles; first += kThreads * step) {
+    const uint32_t own = first + threadIdx.x * step;
+    const uint32_t wanted =
+        __ballot_sync(0xffffffffu, own < tiles && (all || !is_whole(tile_at(args.layout, own))));
+    if (threadIdx.x % kWarpSize == 0) left[threadIdx.x / kWarpSize] = wanted;
+    __syncthreads();
+    for (uint32_t warp = 0; warp < kWarps; ++warp) {
+      for (uint32_t bits = left[warp]; bits != 0; bits &= bits - 1) {
+        const uint32_t number = warp * kWarpSize + static_cast<uint32_t>(__ffs(static_cast<int>(bits)) - 1);
+        quantize_nv_tile<coding, hadamard>(args, tile_at(args.layout, first + number * step), shared);
+        __syncthreads();  // before shared memory is used again
+      }
+    }
+    __syncthreads();  // before bits are
   }
 }
 
@@ -327,22 +328,25 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 4 : 2)
   constexpr int kStep = kThreads / kNvBlocks;
   if (args.is_noop()) return;
   const Layout& layout = args.layout;
-  for_each_tile(layout, [&](const Tile& tile) {
-    if (!begin_nv_tile(args, tile)) return;
-    const int block = threadIdx.x % kNvBlocks;
-    const NvRows rows(args, tile, block);
-    const bool exists = !tile.tail && rows.has_codes;
+  for_each_tile(
+      layout,
+      [&](const Tile& tile) {
+        if (!begin_nv_tile(args, tile)) return;
+        const int block = threadIdx.x % kNvBlocks;
+        const NvRows rows(args, tile, block);
+        const bool exists = !tile.tail && rows.has_codes;
 #pragma unroll 1
-    for (int row = threadIdx.x / kNvBlocks; row < tile.rows; row += 2 * kStep) {
-      const T* source =
-          static_cast<const T*>(args.input) + rows.first_element + rows.blocks_to(row) * kNvBlock;
-      NvPairs<T> pairs[2];
-      load_block<T>(source, exists, pairs[0]);
-      load_block<T>(source + kStep * layout.cols, exists && row + kStep < tile.rows, pairs[1]);
-      write_row_block<coding, T>(args, tile, rows, pairs[0], row, false, 0.0f);
-      write_row_block<coding, T>(args, tile, rows, pairs[1], row + kStep, false, 0.0f);
-    }
-  });
+        for (int row = threadIdx.x / kNvBlocks; row < tile.rows; row += 2 * kStep) {
+          const T* source =
+              static_cast<const T*>(args.input) + rows.first_element + rows.blocks_to(row) * kNvBlock;
+          NvPairs<T> pairs[2];
+          load_block<T>(source, exists, pairs[0]);
+          load_block<T>(source + kStep * layout.cols, exists && row + kStep < tile.rows, pairs[1]);
+          write_row_block<coding, T>(args, tile, rows, pairs[0], row, false, 0.0f);
+          write_row_block<coding, T>(args, tile, rows, pairs[1], row + kStep, false, 0.0f);
+        }
+      },
+      false);
 }
 
 template <typename T, NvCoding coding, bool hadamard>

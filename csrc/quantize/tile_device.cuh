@@ -35,9 +35,10 @@ inline unsigned block_grid(const Layout& layout) {
   return static_cast<unsigned>((half > least ? half : least) * layout.col_tiles());
 }
 
-// Calls work(tile) with the tiles of this block, all threads together: one, and of a ragged matrix up to two.
+// Calls work(tile) with the tiles of this block, all threads together: one, and of a ragged matrix up to two. Tiles that hold
+// no rows may be left out, where nothing is stored for them.
 template <typename Work>
-__device__ __forceinline__ void for_each_tile(const Layout& layout, Work work) {
+__device__ __forceinline__ void for_each_tile(const Layout& layout, Work work, bool with_unused = true) {
   int32_t used = INT32_MAX;
 #pragma unroll 1
   for (uint32_t index = blockIdx.x;;) {
@@ -46,9 +47,30 @@ __device__ __forceinline__ void for_each_tile(const Layout& layout, Work work) {
     if (!layout.grouped()) return;
     used = tile.used;
     index += gridDim.x;
-    if (index >= static_cast<uint32_t>(layout.row_tiles()) * static_cast<uint32_t>(layout.col_tiles()))
-      return;
+    const uint32_t row_tiles = static_cast<uint32_t>(with_unused ? layout.row_tiles() : used);
+    if (index >= row_tiles * static_cast<uint32_t>(layout.col_tiles())) return;
     __syncthreads();  // the first tile has left shared memory
+  }
+}
+
+// Zeroes words of transposed byte scales for a row tile that holds nothing. Such tiles are the last of a line. Each takes a
+// share of what they have together, as it lies in memory: one tile's own words would be parts of sectors.
+__device__ __forceinline__ void zero_unused_words(const Layout& layout, const Tile& tile, uint8_t* scales) {
+  Tile first = tile;
+  first.row_tile = tile.used;
+  const WordLines lines(layout, first, true);
+  const uint32_t number = static_cast<uint32_t>(tile.row_tile - tile.used);
+  const uint32_t words = static_cast<uint32_t>(layout.words()),
+                 count = static_cast<uint32_t>(tile.cols) * words;
+  const uint32_t of_line =
+      (static_cast<uint32_t>(layout.row_tiles()) - static_cast<uint32_t>(tile.used)) * words;
+  for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
+    uint32_t line = i / words, word = number * words + i % words;
+    if (!layout.tiled) {
+      line = (number * count + i) / of_line;
+      word = (number * count + i) % of_line;
+    }
+    *reinterpret_cast<uint32_t*>(scales + lines.at(static_cast<int>(line), static_cast<int>(word))) = 0;
   }
 }
 
