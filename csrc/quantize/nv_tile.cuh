@@ -303,10 +303,19 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
   if (args.is_noop()) return;
   __shared__ uint32_t left[kWarps];  // of the tiles that the threads look at, a bit each
   const uint32_t tiles = static_cast<uint32_t>(args.layout.tiles()), step = gridDim.x;
+  const bool all_at_once = !all && args.layout.grouped();  // of what tiles without rows have to store
+  if (all_at_once) {
+    zero_unused_words(args.layout, args.layout.row_tile_table[0].used, args.scale_t,
+                      blockIdx.x * kThreads + threadIdx.x, step * kThreads);
+  }
   for (uint32_t first = blockIdx.x; first < tiles; first += kThreads * step) {
     const uint32_t own = first + threadIdx.x * step;
-    const uint32_t wanted =
-        __ballot_sync(0xffffffffu, own < tiles && (all || !is_whole(tile_at(args.layout, own))));
+    bool is_left = own < tiles;
+    if (is_left && !all) {
+      const Tile tile = tile_at(args.layout, own);
+      is_left = !is_whole(tile) && (tile.rows > 0 || !all_at_once);
+    }
+    const uint32_t wanted = __ballot_sync(0xffffffffu, is_left);
     if (threadIdx.x % kWarpSize == 0) left[threadIdx.x / kWarpSize] = wanted;
     __syncthreads();
     for (uint32_t warp = 0; warp < kWarps; ++warp) {

@@ -41,20 +41,21 @@ inline bool may_have_other_tiles(const Layout& layout) {
   return layout.grouped() || layout.rows % kTile != 0 || layout.cols % kTile != 0;
 }
 
-// The tile of this block, in a grid of whole columns of tiles by all rows of tiles. Without the divisions of tile_at.
-__device__ __forceinline__ Tile whole_tile(const Layout& layout) {
+// A tile of this block's column, in a grid of whole columns of tiles. Without the divisions of tile_at.
+__device__ __forceinline__ Tile whole_tile(const Layout& layout, uint32_t row_tile) {
   Tile tile = {};
-  tile.row_tile = static_cast<int32_t>(blockIdx.y);
+  tile.row_tile = static_cast<int32_t>(row_tile);
   tile.col_tile = static_cast<int32_t>(blockIdx.x);
-  tile.row = static_cast<int64_t>(blockIdx.y) * kTile;
+  tile.row = static_cast<int64_t>(row_tile) * kTile;
   tile.col = static_cast<int64_t>(blockIdx.x) * kTile;
   tile.rows = tile.cols = kTile;
   if (layout.grouped()) {
-    const RowTile row_tile = layout.row_tile_table[tile.row_tile];
-    tile.group = row_tile.group;
-    tile.tail = row_tile.group == layout.groups;
-    tile.row = row_tile.row;
-    tile.rows = row_tile.rows;
+    const RowTile of_table = layout.row_tile_table[row_tile];
+    tile.group = of_table.group;
+    tile.tail = of_table.group == layout.groups;
+    tile.row = of_table.row;
+    tile.rows = of_table.rows;
+    tile.used = of_table.used;
   }
   return tile;
 }
@@ -262,25 +263,28 @@ __device__ __forceinline__ void store_whole_columns(const NvArgs& args, uint32_t
   }
 }
 
+template <typename T, NvCoding coding>
+struct NvWholeBlock {
+  NvWholeShared<T> shared;
+  uint4 later[2][coding == NvCoding::kStochastic ? kThreads : 1];
+};
+
 template <typename T, NvCoding coding, bool hadamard>
-__global__ void __launch_bounds__(kThreads, 4) nv_whole_kernel(const __grid_constant__ NvArgs args) {
+__device__ __forceinline__ void quantize_whole_tile(const NvArgs& args, const Tile& tile,
+                                                    NvWholeBlock<T, coding>& block) {
   constexpr bool kRandom = coding == NvCoding::kStochastic;
-  __shared__ NvWholeShared<T> shared;
-  __shared__ uint4 later[2][kRandom ? kThreads : 1];
-  if (args.is_noop()) return;
-  const Tile tile = whole_tile(args.layout);
-  if (!is_whole(tile)) return;
+  NvWholeShared<T>& shared = block.shared;
   const uint32_t warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const uint32_t row0 = static_cast<uint32_t>(tile.row), col0 = static_cast<uint32_t>(tile.col);
   send_for_rows(args, row0, col0, warp, lane, shared);
   find_common<coding>(args, tile, shared);
-  if (blockIdx.x == 0 || blockIdx.y == 0) zero_nv_padding(args, tile);
+  if (tile.col_tile == 0 || tile.row_tile == 0) zero_nv_padding(args, tile);
   __syncthreads();
   NvWholeRows<coding, T> rows(args, row0, col0, warp, lane);
   const uint4(*found)[kThreads] = nullptr;
   if constexpr (kRandom) {
-    rows.find_random(shared.keys, later);
-    found = later;
+    rows.find_random(shared.keys, block.later);
+    found = block.later;
   }
   wait_for_rows();
   if (args.rowwise) rows.encode(args, found, shared);
@@ -290,11 +294,27 @@ __global__ void __launch_bounds__(kThreads, 4) nv_whole_kernel(const __grid_cons
   store_whole_columns(args, row0, col0, shared);
 }
 
+// Row tiles of a ragged matrix are up to two for each of this grid's.
+template <typename T, NvCoding coding, bool hadamard>
+__global__ void __launch_bounds__(kThreads, 4) nv_whole_kernel(const __grid_constant__ NvArgs args) {
+  __shared__ NvWholeBlock<T, coding> block;
+  if (args.is_noop()) return;
+#pragma unroll 1
+  for (uint32_t row_tile = blockIdx.y;;) {
+    const Tile tile = whole_tile(args.layout, row_tile);
+    if (is_whole(tile)) quantize_whole_tile<T, coding, hadamard>(args, tile, block);
+    row_tile += gridDim.y;
+    if (!args.layout.grouped() || static_cast<int>(row_tile) >= tile.used) return;
+    __syncthreads();  // the tile has left shared memory
+  }
+}
+
 template <typename T, NvCoding coding, bool hadamard>
 void launch_nv_whole(const NvArgs& args, cudaStream_t stream) {
   const Layout& layout = args.layout;
-  const int64_t row_tiles = layout.grouped() ? layout.row_tiles() : layout.rows / kTile;
-  const dim3 grid(static_cast<unsigned>(layout.cols / kTile), static_cast<unsigned>(row_tiles));
+  const unsigned row_tiles =
+      layout.grouped() ? block_rows(layout) : static_cast<unsigned>(layout.rows / kTile);
+  const dim3 grid(static_cast<unsigned>(layout.cols / kTile), row_tiles);
   nv_whole_kernel<T, coding, hadamard><<<grid, kThreads, 0, stream>>>(args);
   check_launch("nv_whole_kernel");
 }

@@ -29,10 +29,13 @@ __device__ __forceinline__ Tile block_tile(const Layout& layout) { return tile_a
 // Blocks of a grid whose kernel calls for_each_tile. The table of a ragged matrix may have up to twice as many row tiles as
 // hold rows, and a block that finds nothing takes time to start. So there are only as many blocks as the matrix without
 // groups would take, or as half of its row tiles need.
+inline unsigned block_rows(const Layout& layout) {
+  const int64_t half = ceil_div(layout.row_tiles(), 2), least = ceil_div(layout.rows, kTile);
+  return static_cast<unsigned>(half > least ? half : least);
+}
 inline unsigned block_grid(const Layout& layout) {
   if (!layout.grouped()) return static_cast<unsigned>(layout.tiles());
-  const int64_t half = ceil_div(layout.row_tiles(), 2), least = ceil_div(layout.rows, kTile);
-  return static_cast<unsigned>((half > least ? half : least) * layout.col_tiles());
+  return block_rows(layout) * static_cast<unsigned>(layout.col_tiles());
 }
 
 // Calls work(tile) with the tiles of this block, all threads together: one, and of a ragged matrix up to two. Tiles that hold
@@ -53,25 +56,33 @@ __device__ __forceinline__ void for_each_tile(const Layout& layout, Work work, b
   }
 }
 
-// Zeroes words of transposed byte scales for a row tile that holds nothing. Such tiles are the last of a line. Each takes a
-// share of what they have together, as it lies in memory: one tile's own words would be parts of sectors.
-__device__ __forceinline__ void zero_unused_words(const Layout& layout, const Tile& tile, uint8_t* scales) {
-  Tile first = tile;
-  first.row_tile = tile.used;
+// Zeroes the words of transposed byte scales that row tiles from `used` on have in each line, a share of them by each of
+// `threads`. As they lie in memory: the words of one tile would be parts of sectors.
+__device__ __forceinline__ void zero_unused_words(const Layout& layout, int32_t used, uint8_t* scales,
+                                                  uint32_t thread, uint32_t threads) {
+  Tile first = {};
+  first.row_tile = used;
   const WordLines lines(layout, first, true);
-  const uint32_t number = static_cast<uint32_t>(tile.row_tile - tile.used);
-  const uint32_t words = static_cast<uint32_t>(layout.words()),
-                 count = static_cast<uint32_t>(tile.cols) * words;
-  const uint32_t of_line =
-      (static_cast<uint32_t>(layout.row_tiles()) - static_cast<uint32_t>(tile.used)) * words;
-  for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
-    uint32_t line = i / words, word = number * words + i % words;
-    if (!layout.tiled) {
-      line = (number * count + i) / of_line;
-      word = (number * count + i) % of_line;
-    }
+  const uint32_t words = (static_cast<uint32_t>(layout.row_tiles()) - static_cast<uint32_t>(used)) *
+                         static_cast<uint32_t>(layout.words());  // of a line
+  const uint32_t count =
+      static_cast<uint32_t>(layout.col_tiles()) * kTile * words;  // also of lines that are padding
+  for (uint32_t i = thread; i < count; i += threads) {
+    const uint32_t tile = i / kTile;  // of lines by a word
+    const uint32_t line = layout.tiled ? tile / words * kTile + i % kTile : i / words;
+    const uint32_t word = layout.tiled ? tile % words : i % words;
     *reinterpret_cast<uint32_t*>(scales + lines.at(static_cast<int>(line), static_cast<int>(word))) = 0;
   }
+}
+
+// The share of a tile that holds no rows.
+__device__ __forceinline__ void zero_unused_words(const Layout& layout, const Tile& tile, uint8_t* scales) {
+  const uint32_t strips = static_cast<uint32_t>(layout.col_tiles());
+  const uint32_t number =
+      static_cast<uint32_t>(tile.row_tile - tile.used) * strips + static_cast<uint32_t>(tile.col_tile);
+  const uint32_t tiles =
+      (static_cast<uint32_t>(layout.row_tiles()) - static_cast<uint32_t>(tile.used)) * strips;
+  zero_unused_words(layout, tile.used, scales, number * kThreads + threadIdx.x, tiles * kThreads);
 }
 
 // Computed here, once: the compiler would rather save the register and compute it in every step.
