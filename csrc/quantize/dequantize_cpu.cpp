@@ -130,6 +130,11 @@ void decode_stretch(const DequantizeArgs& args, const Tile& tile, int line, int 
   }
 }
 
+// Codes of the next tile, which are too far from this one's for a processor to fetch them by itself.
+void fetch(const uint8_t* codes, int bytes) {
+  for (int byte = 0; byte < bytes; byte += 64) __builtin_prefetch(codes + byte);
+}
+
 template <typename T, DType element>
 void dequantize_rows(const DequantizeArgs& args) {
   const int64_t cols = args.layout.cols;
@@ -194,9 +199,7 @@ void dequantize_transposed(const DequantizeArgs& args) {
     for (int64_t i = begin; i < end; ++i) {
       const Tile tile = tile_at(layout, i);
       for (int c = 0; c < tile.cols; ++c) {
-        // The next tile's line: they are too far apart for a processor to fetch it by itself.
-        const uint8_t* next = args.data + first_of_line(args, tile, c + kTile) / packing;
-        for (int byte = 0; byte < kTile / packing; byte += 64) __builtin_prefetch(next + byte);
+        fetch(args.data + first_of_line(args, tile, c + kTile) / packing, kTile / packing);
         if (tile.tail) std::fill_n(lines[c], tile.rows, static_cast<T>(0.0f));
         if (!tile.tail) decode_stretch<T, T, element>(args, tile, c, tile.rows, lines[c]);
       }
@@ -222,8 +225,11 @@ void visit(const DequantizeArgs& args, Fn&& fn) {
 
 void dequantize_tile_cpu(const DequantizeArgs& args, const Tile& tile, float (*values)[kTile]) {
   visit(args, [&](auto type, auto element) {
+    constexpr DType kElement = decltype(element)::value;
+    constexpr int packing = kElement == DType::kFloat4E2M1 ? 2 : 1;
     for (int r = 0; r < tile.rows; ++r) {
-      decode_stretch<decltype(type), float, decltype(element)::value>(args, tile, r, tile.cols, values[r]);
+      fetch(args.data + (first_of_line(args, tile, r) + kTile) / packing, kTile / packing);
+      decode_stretch<decltype(type), float, kElement>(args, tile, r, tile.cols, values[r]);
     }
   });
 }

@@ -185,24 +185,29 @@ TP_HOST_DEVICE void interleave(const float* __restrict a, const float* __restric
 
 // Rows become columns, 16 at a time: those half of them apart are interleaved, four times. The columns are filled with
 // zeros up to a multiple of 16.
-TP_CPU_CLONES void turn(const Values& values, int rows, Values& turned) {
+TP_CPU_CLONES void turn(const Values& values, int rows, int cols, Values& turned) {
   constexpr int kRows = 16;
-  alignas(64) float from[kRows * kTile], to[kRows * kTile];
-  for (int first = 0; first < rows; first += kRows) {
-    for (int r = 0; r < 8; ++r) {
-      interleave(values.at[first + r], values.at[first + r + 8], kTile, from + r * 2 * kTile);
-    }
-    for (int r = 0; r < 4; ++r) {
-      interleave(from + r * 2 * kTile, from + (r + 4) * 2 * kTile, 2 * kTile, to + r * 4 * kTile);
-    }
-    for (int r = 0; r < 2; ++r) {
-      interleave(to + r * 4 * kTile, to + (r + 2) * 4 * kTile, 4 * kTile, from + r * 8 * kTile);
-    }
-    interleave(from, from + 8 * kTile, 8 * kTile, to);
-    for (int c = 0; c < kTile; ++c) std::memcpy(turned.at[c] + first, to + c * kRows, kRows * sizeof(float));
-  }
-  const int rest = -rows & (kRows - 1);
-  for (int c = 0; c < kTile; ++c) std::fill_n(turned.at[c] + rows, rest, 0.0f);
+  with_width(
+      cols, [&](auto width) __attribute__((always_inline)) {
+        alignas(64) float from[kRows * kTile], to[kRows * kTile];
+        for (int first = 0; first < rows; first += kRows) {
+          for (int r = 0; r < 8; ++r) {
+            interleave(values.at[first + r], values.at[first + r + 8], width, from + r * 2 * width);
+          }
+          for (int r = 0; r < 4; ++r) {
+            interleave(from + r * 2 * width, from + (r + 4) * 2 * width, 2 * width, to + r * 4 * width);
+          }
+          for (int r = 0; r < 2; ++r) {
+            interleave(to + r * 4 * width, to + (r + 2) * 4 * width, 4 * width, from + r * 8 * width);
+          }
+          interleave(from, from + 8 * width, 8 * width, to);
+          for (int c = 0; c < width; ++c) {
+            std::memcpy(turned.at[c] + first, to + c * kRows, kRows * sizeof(float));
+          }
+        }
+        const int rest = -rows & (kRows - 1);
+        for (int c = 0; rest > 0 && c < width; ++c) std::fill_n(turned.at[c] + rows, rest, 0.0f);
+      });
 }
 
 // `values` are those of each line.
@@ -273,7 +278,7 @@ Direction columns_of(const NvArgs& args, const Tile& tile) {
 void write_tile_cpu(const NvArgs& args, const Tile& tile, const Values& values) {
   if (args.rowwise) {
     Values turned;
-    if (!tile.tail) turn(values, tile.rows, turned);
+    if (!tile.tail) turn(values, tile.rows, tile.cols, turned);
     write_direction(args, tile, rows_of(args, tile), turned);
   }
   if (args.transposed) write_direction(args, tile, columns_of(args, tile), values);

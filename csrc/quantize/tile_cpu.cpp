@@ -3,16 +3,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <type_traits>
 
 namespace transformer_plugin::quantize {
 namespace {
-
-// Whole tiles, which most are, have loops of a known length.
-template <typename Fn>
-TP_HOST_DEVICE void with_width(int cols, Fn&& fn) {
-  cols == kTile ? fn(std::integral_constant<int, kTile>{}) : fn(cols);
-}
 
 TP_HOST_DEVICE int32_t largest_of(const float* values, int count) {
   int32_t largest = 0;

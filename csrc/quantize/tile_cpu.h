@@ -6,6 +6,7 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "quantize/quantize.h"
 #include "quantize/quantize_nv.h"
@@ -22,6 +23,12 @@ struct Values {
 TP_HOST_DEVICE int32_t magnitude(float value) {
   const int32_t bits = static_cast<int32_t>(float_to_bits(value) & 0x7fffffffu);
   return bits > 0x7f800000 ? 0 : bits;
+}
+
+// Whole tiles, which most are, have loops of a known length.
+template <typename Fn>
+TP_HOST_DEVICE void with_width(int cols, Fn&& fn) {
+  cols == kTile ? fn(std::integral_constant<int, kTile>{}) : fn(cols);
 }
 
 // Asks for what lies to the right of a row of a tile, which comes next: rows are too far apart for a processor to foresee.
