@@ -27,7 +27,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.common import synchronize
-from benchmarks.quantize_cases import Call, Case, Tensors, cases
+from benchmarks.peers import Tensors
+from benchmarks.quantize_case import Call, Case
+from benchmarks.quantize_cases import cases
 
 ROOT = Path(__file__).resolve().parents[1]
 START = 60.0  # seconds that a process may take beside compiling

@@ -23,7 +23,9 @@ from torch import Tensor
 
 from benchmarks.common import RESULTS, Time, device_times, devices, host_times, write
 from benchmarks.compile_peer import as_tuple, compile_beforehand, compile_peer, equal_bytes
-from benchmarks.quantize_cases import Call, Case, Tensors, cases
+from benchmarks.peers import Tensors
+from benchmarks.quantize_case import Call, Case
+from benchmarks.quantize_cases import cases
 
 SHAPES = {"cuda": (32768, 7168), "cpu": (2048, 2048)}
 QUICK_ROWS = {"cuda": 4096, "cpu": 256}

@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from benchmarks import peers
 from benchmarks.peers import Tensors
+from benchmarks.quantize_case import DIRECTIONS, Call, Case
+from benchmarks.quantize_grouped import grouped_cases
 from transformer_plugin import ops, reference
 from transformer_plugin.formats import BLOCK, FAMILIES, Format
 
 FEATURES = 2048  # of SwiGLU's output, or a third of the matrix where that is less
-DIRECTIONS = {"rows": "", "transposed": "_transposed", "both": "_both"}
-
-Call = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Case:
-    """An op in one format. ``op``, ``reference`` and ``single`` take what ``prepare`` makes of a bfloat16 matrix."""
-
-    name: str
-    format: Format
-    prepare: Callable[[Tensor], Tensors]
-    op: Call
-    reference: Call
-    #: what stands beside the op instead, where the reference's order of additions is not a compiler's to choose.
-    peer: Call | None = None
-    #: what a compiler is given instead of either: the same bytes of ordinary values, in dtypes that it knows.
-    compiled: Call | None = None
-    #: the op without groups on the same rows, or what a fused op is measured beside.
-    single: Call | None = None
-    #: how often the input has to be read: an amax of a whole tensor takes a pass of its own.
-    reads: int = 1
-    #: its inputs end with the sizes of groups.
-    grouped: bool = False
 
 
 def _width(fmt: Format) -> int:
@@ -337,44 +313,6 @@ def _requantize(label: str, key: str) -> Case:
     )
 
 
-def _grouped(label: str, key: str, direction: str, groups: int, multiple: int) -> Case:
-    fmt = Format.parse(key)
-    suffix = DIRECTIONS[direction]
-    op, meaning = (getattr(module, "grouped_quantize" + suffix) for module in (ops, reference))
-    single = getattr(ops, "quantize" + suffix)
-    sizes = "any sizes" if multiple == 1 else "padded"
-    # What nvfp4 scales by: of each group, and of all for the single op.
-    names = (["amax", "amax_t"] if direction == "both" else ["amax"]) if fmt.family == "nvfp4" else []
-
-    def prepare(x: Tensor) -> Tensors:
-        group_sizes = skewed_sizes(x.shape[0], groups, multiple, x.device)
-        if not names:
-            return x, group_sizes
-        count = len(names)
-        return (
-            x,
-            group_sizes,
-            *ops.amax_both(x, fmt.key, group_sizes)[:count],
-            *ops.amax_both(x, fmt.key)[:count],
-        )
-
-    def of_groups(amaxes: Tensors) -> dict[str, Tensor]:
-        return dict(zip(names, amaxes[: len(names)], strict=True))
-
-    def of_all(amaxes: Tensors) -> dict[str, Tensor]:
-        return dict(zip(names, amaxes[len(names) :], strict=True))
-
-    return Case(
-        f"grouped {label} {direction}, {groups}, {sizes}",
-        fmt,
-        prepare=prepare,
-        op=lambda x, group_sizes, *amaxes: op(x, group_sizes, fmt.key, **of_groups(amaxes)),
-        reference=lambda x, group_sizes, *amaxes: meaning(x, group_sizes, fmt, **of_groups(amaxes)),
-        single=lambda x, group_sizes, *amaxes: single(x, fmt.key, **of_all(amaxes)),
-        grouped=True,
-    )
-
-
 def cases() -> Iterator[Case]:
     """Every row of the result."""
     for direction in DIRECTIONS:
@@ -406,17 +344,4 @@ def cases() -> Iterator[Case]:
     yield _dequantize("fp8_block", "fp8_block:e4m3")
     yield _requantize("fp8_block", "fp8_block:e4m3")
     yield _requantize("mxfp8", "mxfp8:e4m3")
-    for groups, multiple in ((8, BLOCK), (256, BLOCK), (8, 1), (256, 1)):  # modules pad groups to blocks
-        for direction in ("rows", "both"):
-            yield _grouped("fp8_block", "fp8_block:e4m3", direction, groups, multiple)
-            yield _grouped("mxfp8", "mxfp8:e4m3", direction, groups, multiple)
-            if multiple == BLOCK:
-                yield _grouped("nvfp4", "nvfp4:e2m1", direction, groups, multiple)
-
-
-def skewed_sizes(rows: int, groups: int, multiple: int, device: torch.device) -> Tensor:
-    """Sizes in the proportions of a Dirichlet(1) sample, some of them 0, that take all whole multiples in ``rows``."""
-    generator = torch.Generator().manual_seed(groups)
-    weights = torch.empty(groups, dtype=torch.float64).exponential_(generator=generator)
-    ends = (weights.cumsum(0) / weights.sum() * (rows // multiple)).round().long() * multiple
-    return ends.diff(prepend=ends.new_zeros(1)).to(device, torch.int32)
+    yield from grouped_cases()

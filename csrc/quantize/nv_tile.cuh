@@ -286,8 +286,7 @@ __device__ __forceinline__ void write_nv_tile(const NvArgs& args, const Tile& ti
 // A tile of the input, by all threads of a block.
 template <NvCoding coding, bool hadamard, typename T>
 __device__ __forceinline__ void quantize_nv_tile(const NvArgs& args, const Tile& tile, NvShared<T>& shared) {
-  const int warp = threadIdx.x / kWarpSize;
-  const int lane = threadIdx.x % kWarpSize;
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   if (!begin_nv_tile(args, tile)) return;
   Values<T> values;
   PlainSource<T>{}.load(args, tile, warp, lane, values);
