@@ -120,6 +120,45 @@ def quantize(result: dict[str, Any]) -> Figure:
     return figure
 
 
+def grouped_gemm(result: dict[str, Any]) -> Figure:
+    """Bars of each shape's speed as a multiple of the peer's in the same run, a panel for each work."""
+    rows = result["rows"]
+    works, shapes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("work", "name"))
+    size = (2.3 * len(works) + 1.7, 0.5 * len(shapes) + 2)
+    figure, panels = pyplot.subplots(
+        1, len(works), sharey=True, squeeze=False, figsize=size, layout="constrained"
+    )
+    looks = {
+        "even": (0.27, OURS, "even groups, of torch._grouped_mm"),
+        "skewed": (0.0, "#7da0d4", "skewed groups, of torch._grouped_mm"),
+        "any": (-0.27, MUL, "groups of any sizes, of the same op with even ones"),
+    }
+    for axes, work in zip(panels[0], works, strict=True):
+        for row in (row for row in rows if row["work"] == work):
+            offset, color, _ = looks[row["sizes"]]
+            place = len(shapes) - 1 - shapes.index(row["name"]) + offset
+            speed, low, high = (
+                row["peer_us"]["median"] / row["op_us"][key] for key in ("median", "high", "low")
+            )
+            error = [[speed - low], [high - speed]]
+            axes.barh(place, speed, height=0.25, color=color, xerr=error, error_kw={"lw": 0.8})
+            axes.annotate(
+                f"{speed:.2f}", (high, place), (3, 0), fontsize=7, textcoords="offset points", va="center"
+            )
+        axes.axvline(1.0, color="black", lw=1, ls=":", zorder=0)
+        axes.margins(x=0.2, y=0.02)
+        axes.set_title(work, fontsize=9)
+        means = [f"{mean['ratio']:.2f} {mean['sizes']}" for mean in result["means"] if mean["work"] == work]
+        axes.set_xlabel("\n".join(["geometric means", *means] if means else []), fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_yticks(range(len(shapes)), reversed(shapes))
+    for _, color, name in looks.values():
+        panels[0][0].barh(0, 0, color=color, label=name)
+    figure.legend(loc="outside lower center", ncols=len(looks), frameon=False, fontsize=8)
+    figure.suptitle(_title("Speed of grouped products", result), fontsize=10)
+    return figure
+
+
 def recipes(result: dict[str, Any]) -> Figure:
     """Loss curves averaged over the seeds, how far each is from the first, and where every seed ends."""
     first, *others = rows = result["rows"]
@@ -176,6 +215,7 @@ def _title(text: str, result: dict[str, Any]) -> str:
 
 # By the `benchmark` of a result file.
 DRAWINGS: dict[str, Callable[[dict[str, Any]], Figure]] = {
+    "grouped_gemm": grouped_gemm,
     "host_time": host_time,
     "quantize": quantize,
     "recipes": recipes,

@@ -60,6 +60,8 @@ def library(root: Path) -> Any:
     if cuda:
         sources += sorted(str(p.relative_to(root)) for p in (root / "csrc").rglob("*.cu"))
         macros.append(("TRANSFORMER_PLUGIN_CUDA", "1"))
+        if "9.0a" in os.environ["TORCH_CUDA_ARCH_LIST"]:  # what Hopper alone has is in it
+            macros.append(("TRANSFORMER_PLUGIN_SM90A", "1"))
         flags["nvcc"] = NVCC_FLAGS + (PACK_FLAGS if toolkit_of_torch() >= 13 else [])
     return (CUDAExtension if cuda else CppExtension)(
         "transformer_plugin._C",

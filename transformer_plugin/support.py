@@ -103,7 +103,14 @@ def _products(formats: list[Format], device: torch.device) -> str:
     reason = {
         "nvfp4": "Hopper's matrix units have no 4-bit numbers",
         "mxfp8": "Hopper's matrix units take no E8M0 scales",
-        "fp8_block": "this version has no FP8 matrix kernel",
+        "fp8_block": "this version has no FP8 matrix kernel for them",
         "fp8_tensor": "this version has no FP8 matrix kernel",
     }[formats[0].family]
-    return f"operands are widened {how}, because {reason}; {value}"
+    whose = "operands"
+    if formats[0].family == "fp8_block" and all(f.element == "e4m3" for f in formats[:2]):
+        value = (
+            "grouped forward products into bfloat16 on Hopper in FP8 matrix units, whose sums of 128 are added in "
+            f"FP32; elsewhere {value}"
+        )
+        whose = "operands of other products"
+    return f"{whose} are widened {how}, because {reason}; {value}"

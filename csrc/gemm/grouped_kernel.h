@@ -23,9 +23,11 @@ struct GroupedKernelArgs {
   const float* alpha;       // [G], or null for 1
   const float* bias;        // [G, n], or null; rows only
   const float* bias_scale;  // [T], or null for 1; rows only
-  int64_t rows;             // T
-  int64_t groups;           // G
-  int64_t m;                // kWeightGrad only
+  const float* a_scale;     // of E4M3 in blocks on Hopper (gemm/hopper.h), else null
+  const float* b_scale;
+  int64_t rows;    // T
+  int64_t groups;  // G
+  int64_t m;       // kWeightGrad only
   int64_t n;
   int64_t k;  // unused by kWeightGrad
   int64_t out_group_stride;

@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "common/launch.cuh"
-#include "gemm/grouped_kernel.h"
+#include "gemm/hopper.h"
 
 namespace transformer_plugin::gemm {
 namespace {
@@ -41,6 +41,7 @@ void launch_zero_tail(void* out, const int32_t* end, int64_t rows, int64_t row_b
 void launch_grouped_kernel(GroupedMode mode, const GroupedKernelArgs& args, void* stream) {
   const bool empty = mode == GroupedMode::kWeightGrad ? args.m == 0 : args.rows == 0;
   if (empty || args.n == 0 || args.groups == 0) return;
+  if (hopper_takes(mode, args)) return launch_hopper(mode, args, stream);
   switch (args.dtype) {
     case DType::kBFloat16: return launch_grouped_bf16(mode, args, stream);
     case DType::kFloat16: return launch_grouped_fp16(mode, args, stream);

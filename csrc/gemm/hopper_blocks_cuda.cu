@@ -1,0 +1,9 @@
+#include "gemm/hopper_rows.cuh"
+
+namespace transformer_plugin::gemm {
+
+void launch_hopper_blocks(const GroupedKernelArgs& args, void* stream) {
+  hopper::launch_rows<hopper::Blocks>(args, static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace transformer_plugin::gemm

@@ -1,0 +1,190 @@
+// Hopper's instructions for matrices and for copies of tiles, a function each. What they are and how operands lie in shared
+// memory: "Parallel Thread Execution ISA", sections on wgmma, cp.async.bulk.tensor, mbarrier and setmaxnreg.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/device_types.cuh"
+
+namespace transformer_plugin::gemm::hopper {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- Barriers in shared memory. A phase ends when all arrived and all announced bytes are there.
+
+__device__ __forceinline__ void init_barrier(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
+               : "memory");
+}
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void arrive_and_expect(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+// At the barrier in the same place of a block of the cluster. Not .release.cluster, whose fence waits for all that the
+// GPU's memory owes this thread: what is handed over is room in shared memory that tensor cores have read.
+__device__ __forceinline__ void arrive_at(uint64_t* barrier, uint32_t block) {
+  asm volatile(
+      "{\n.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(shared_address(barrier)),
+      "r"(block)
+      : "memory");
+}
+// Until the phase of this parity has ended.
+__device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finish;\nbra again;\nfinish:\n}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+__device__ __forceinline__ uint32_t block_in_cluster() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ void sync_cluster() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait."
+      "acquire.aligned;" ::
+          : "memory");
+}
+// Of the threads that call it with the same number.
+__device__ __forceinline__ void sync_threads(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// ---- Copies of boxes between a matrix in memory, told by a tensor map, and shared memory. Coordinates count elements, the
+// inner dimension first; what lies outside of the matrix is zero, and is not stored.
+
+__device__ __forceinline__ void prefetch(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+__device__ __forceinline__ void load_box(void* to, const CUtensorMap& map, uint64_t* barrier, int x, int y,
+                                         int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::"
+      "complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+      "[%2];" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+// To the same place in each block of the cluster that has a bit in `blocks`, and told to its barrier.
+__device__ __forceinline__ void load_box_for(uint16_t blocks, void* to, const CUtensorMap& map,
+                                             uint64_t* barrier, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::"
+      "complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "h"(blocks)
+      : "memory");
+}
+__device__ __forceinline__ void store_box(const CUtensorMap& map, const void* from, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, "
+      "{%2, %3, %4}], [%1];" ::"l"(&map),
+      "r"(shared_address(from)), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until shared memory of all but the last `left` groups of stores has been read.
+template <int left>
+__device__ __forceinline__ void wait_until_stored() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(left) : "memory");
+}
+// What threads wrote to shared memory, or read of it, comes before the copies and products that they start after.
+__device__ __forceinline__ void fence_for_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- Registers move from the warpgroup that copies to those that multiply.
+
+template <int count>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}
+template <int count>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+// ---- Products of a warpgroup, from shared memory into registers.
+
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit_products() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Until all but the last `left` groups of products are there.
+template <int left>
+__device__ __forceinline__ void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory");
+}
+
+// An operand in shared memory, in rows of 128 bytes under the swizzle of that width, eight of them 1024 bytes. By rows
+// (what the products sum over is the inner dimension): a row is a line of the operand. By columns: a row is 64 lines of 2
+// bytes at one place of that dimension, and the next 64 lines come `lines` bytes on.
+__device__ __forceinline__ uint64_t by_rows(const void* operand) {
+  return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 16 |
+         (shared_address(operand) & 0x3ffff) >> 4;
+}
+__device__ __forceinline__ uint64_t by_columns(const void* operand, uint32_t lines) {
+  return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | static_cast<uint64_t>(lines >> 4) << 16 |
+         (shared_address(operand) & 0x3ffff) >> 4;
+}
+
+// clang-format off
+#define TP_SUMS_8(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]), \
+                     "+f"(sums[i + 4]), "+f"(sums[i + 5]), "+f"(sums[i + 6]), "+f"(sums[i + 7])
+#define TP_SUMS_64(i) TP_SUMS_8(i), TP_SUMS_8(i + 8), TP_SUMS_8(i + 16), TP_SUMS_8(i + 24), \
+                      TP_SUMS_8(i + 32), TP_SUMS_8(i + 40), TP_SUMS_8(i + 48), TP_SUMS_8(i + 56)
+#define TP_NAMES_64 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define TP_NAMES_128 TP_NAMES_64 ", " \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+// clang-format on
+
+// sums += a b: 64 lines of a, 256 of b, 16 of the dimension between them. A thread has of rows l = lane / 4 and l + 8 of
+// its warp's 16 the columns 8 j + 2 (lane % 4) and the next: sums[4 j], [4 j + 1] and [4 j + 2], [4 j + 3].
+template <typename T, bool a_by_columns, bool b_by_columns>
+__device__ __forceinline__ void multiply(float (&sums)[128], uint64_t a, uint64_t b) {
+#define TP_MULTIPLY(type)                                                                     \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" TP_NAMES_128 \
+               "}, %128, %129, 1, 1, 1, %130, %131;"                                          \
+               : TP_SUMS_64(0), TP_SUMS_64(64)                                                \
+               : "l"(a), "l"(b), "n"(int{a_by_columns}), "n"(int{b_by_columns}))
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    TP_MULTIPLY("bf16");
+  } else {
+    static_assert(std::is_same_v<T, __half>, "operands of two bytes");
+    TP_MULTIPLY("f16");
+  }
+#undef TP_MULTIPLY
+}
+
+// The same of E4M3 operands by rows, 128 lines of b and 32 of the dimension between them; `add` to sums, or in their place.
+__device__ __forceinline__ void multiply_e4m3(float (&sums)[64], uint64_t a, uint64_t b, bool add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" TP_NAMES_64 "}, %64, %65, p, 1, 1;\n}"
+      : TP_SUMS_64(0)
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+}  // namespace transformer_plugin::gemm::hopper

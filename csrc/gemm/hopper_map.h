@@ -1,0 +1,22 @@
+// Tensor maps: how a matrix lies in memory, for copies of boxes of it.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "common/dtype.h"
+
+namespace transformer_plugin::gemm {
+
+// A stack of matrices whose rows have inner stride 1, and boxes of `box_rows` rows by 128 bytes, which lie in shared memory
+// under the swizzle of that width. Strides count elements; those in bytes are multiples of 16, as is the address.
+struct Stack {
+  const void* data;
+  DType dtype;
+  int64_t columns, rows, count;
+  int64_t row_stride, matrix_stride;
+};
+CUtensorMap tensor_map(const Stack& stack, int box_rows);
+
+}  // namespace transformer_plugin::gemm

@@ -1,0 +1,212 @@
+// Products of ragged rows on Hopper: out[i] = a[i] @ B_g * alpha[g] + bias_scale[i] * bias[g] for the rows i of group g.
+#pragma once
+
+#include "common/shared_memory.cuh"
+#include "gemm/hopper_map.h"
+#include "gemm/hopper_operands.cuh"
+
+namespace transformer_plugin::gemm::hopper {
+
+// The pairs of all groups one after the other. A lane knows one of 32 groups at a time; all lanes of a warp walk together.
+class RowsWalk {
+ public:
+  __device__ __forceinline__ RowsWalk(const RowsArgs& args, int block)
+      : args_(args), block_(block), lane_(threadIdx.x % kWarpSize) {
+    know_groups();
+  }
+
+  // The tile of pair `index`, which never decreases; false past the last.
+  __device__ __forceinline__ bool find(int index, Tile& tile) {
+    while (index - before_ >= total_) {
+      if (base_ + kWarpSize >= args_.groups) return false;
+      before_ += total_;
+      base_ += kWarpSize;
+      know_groups();
+    }
+    const int within = index - before_;
+    const int owner = __ffs(__ballot_sync(~0u, end_ > within)) - 1;
+    const int first = owner == 0 ? 0 : __shfl_sync(~0u, end_, owner - 1);
+    begin_row = __shfl_sync(~0u, own_begin_, owner);
+    end_row = __shfl_sync(~0u, own_end_, owner);
+    tile = tile_of(pairs(begin_row, end_row), within - first, block_);
+    tile.group = base_ + owner;
+    return true;
+  }
+
+  int begin_row = 0, end_row = 0;  // of the group of the tile
+
+ private:
+  __device__ __forceinline__ Pairs pairs(int begin, int end) const {
+    return {(end - begin + kTileRows - 1) / kTileRows, (args_.n + kTileColumns - 1) / kTileColumns};
+  }
+  __device__ __forceinline__ void know_groups() {
+    const int group = base_ + lane_;
+    end_ = 0;
+    if (group < args_.groups) {
+      own_begin_ = args_.offsets[group];
+      own_end_ = args_.offsets[group + 1];
+      end_ = pairs(own_begin_, own_end_).count();
+    }
+#pragma unroll
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+      const int other = __shfl_up_sync(~0u, end_, distance);
+      if (lane_ >= distance) end_ += other;
+    }
+    total_ = __shfl_sync(~0u, end_, kWarpSize - 1);
+  }
+
+  const RowsArgs& args_;
+  int block_, lane_;
+  int base_ = 0,
+      before_ = 0;  // the first group, and the pairs of those before it
+  int own_begin_ = 0, own_end_ = 0, end_ = 0, total_ = 0;
+};
+
+// The one rounding comes after this.
+__device__ __forceinline__ void scale_and_add_bias(const RowsArgs& args, const Part& part,
+                                                   float (&sums)[kSums]) {
+  if (args.alpha) {
+    const float alpha = args.alpha[part.group];
+#pragma unroll
+    for (float& sum : sums) sum = sum * alpha;
+  }
+  if (!args.bias) return;
+  const int lane = threadIdx.x % kWarpSize;
+  const int low = part.row + threadIdx.x % kWarpgroup / kWarpSize * 16 + lane / 4, high = low + 8;
+  const float scale_low = args.bias_scale && low < part.end_row ? args.bias_scale[low] : 1.0f;
+  const float scale_high = args.bias_scale && high < part.end_row ? args.bias_scale[high] : 1.0f;
+  const float* bias = args.bias + static_cast<int64_t>(part.group) * args.n;
+#pragma unroll
+  for (int j = 0; j < kTileColumns / 8; ++j) {
+    const int own = part.column + j * 8 + lane % 4 * 2;  // with the next, as n is a multiple of 8
+    if (own < args.n) {
+      const float x = bias[own], y = bias[own + 1];
+      sums[j * 4] = fmaf(scale_low, x, sums[j * 4]);
+      sums[j * 4 + 1] = fmaf(scale_low, y, sums[j * 4 + 1]);
+      sums[j * 4 + 2] = fmaf(scale_high, x, sums[j * 4 + 2]);
+      sums[j * 4 + 3] = fmaf(scale_high, y, sums[j * 4 + 3]);
+    }
+  }
+}
+
+// Kind is one of hopper_operands.cuh.
+template <typename Kind>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+    hopper_rows_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
+                       const __grid_constant__ CUtensorMap out_map, const __grid_constant__ RowsArgs args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using Element = typename Kind::Element;
+  using Out = typename Kind::Out;
+  extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
+  const int block = static_cast<int>(block_in_cluster());
+  if (threadIdx.x == 0) {
+    prefetch(a_map);
+    prefetch(b_map);
+    prefetch(out_map);
+  }
+  init_stages(shared);
+  wait_for_the_kernel_before();
+  const int clusters = static_cast<int>(gridDim.x) / kCluster;
+  const int first = static_cast<int>(blockIdx.x) / kCluster;
+  const int steps = (args.k + kStep<Element> - 1) / kStep<Element>;
+  Tile tile;
+  Place place;
+  if (warpgroup == 0) {
+    fewer_registers<kCopierRegisters>();
+    if (threadIdx.x < kWarpSize) {
+      RowsWalk walk(args, block);
+      for (int index = first; walk.find(index, tile); index += clusters) {
+        const int row = walk.begin_row + tile.row * kTileRows, column = tile.column * kTileColumns;
+        if (threadIdx.x == 0) {
+          for (int step = 0; step < steps; ++step) {
+            const int k = step * kStep<Element>;
+            fill_stage(
+                shared, place, block, tile.same_columns,
+                [&](void* to, int box, uint64_t* barrier, bool for_both) {
+                  load(for_both, to, a_map, barrier, k, row + box * kBoxLines, 0);
+                },
+                [&](void* to, int box, uint64_t* barrier, bool for_both) {
+                  const int line = column + box * kBoxLines;
+                  Kind::b_by_columns ? load(for_both, to, b_map, barrier, line, k, tile.group)
+                                     : load(for_both, to, b_map, barrier, k, line, tile.group);
+                });
+          }
+        }
+        __syncwarp();
+      }
+    }
+  } else {
+    more_registers<kMultiplierRegisters>();
+    const int number = warpgroup - 1;
+    RowsWalk walk(args, block);
+    for (int index = first; walk.find(index, tile); index += clusters) {
+      const Part part{tile.group, number, walk.begin_row + tile.row * kTileRows + number * kBoxLines,
+                      walk.end_row, tile.column * kTileColumns};
+      if (part.row >= part.end_row || part.column >= args.n) {  // nothing of this warpgroup's
+#pragma unroll 1
+        for (int step = 0; step < steps; ++step, place.next()) {
+          wait(&shared.full[place.stage], place.parity);
+          release(shared, place.stage);
+        }
+        continue;
+      }
+      float sums[kSums] = {};
+      Kind::sum(args, shared, place, steps, part, sums);
+      scale_and_add_bias(args, part, sums);
+      const bool whole = part.row + kBoxLines <= part.end_row;
+      store_sums<Out>(sums, shared.out[number], number, [&](uint8_t* box, int offset) {
+        const int thread = threadIdx.x % kWarpgroup;
+        if (whole) {
+          if (thread == 0) store_box(out_map, box, part.column + offset, part.row, 0);
+          return;
+        }
+        // Rows of the next group follow.
+        constexpr int kPieces = kLine / 16, kPiece = 16 / sizeof(Out);
+        for (int i = thread; i < kBoxLines * kPieces; i += kWarpgroup) {
+          const int own = i / kPieces, at = part.column + offset + i % kPieces * kPiece;
+          if (part.row + own < part.end_row && at < args.n) {
+            Out* to = static_cast<Out*>(args.out) + static_cast<int64_t>(part.row + own) * args.n + at;
+            *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(swizzled(box, own, i % kPieces));
+          }
+        }
+      });
+    }
+    if (threadIdx.x % kWarpgroup == 0) wait_until_stored<0>();
+  }
+  sync_cluster();  // neither block leaves while the other may arrive at its
+                   // barriers
+#endif
+}
+
+template <typename Kind>
+void launch_rows(const GroupedKernelArgs& args, cudaStream_t stream) {
+  constexpr auto kernel = hopper_rows_kernel<Kind>;
+  static DynamicSharedMemory shared_memory;
+  shared_memory.allow(kernel, sizeof(Shared));
+  const CUtensorMap a =
+      tensor_map({args.a, args.dtype, args.k, args.rows, 1, args.k, args.rows * args.k}, kBoxLines);
+  const int64_t b_columns = Kind::b_by_columns ? args.n : args.k;
+  const int64_t b_rows = Kind::b_by_columns ? args.k : args.n;
+  const CUtensorMap b = tensor_map(
+      {args.b, args.dtype, b_columns, b_rows, args.groups, b_columns, b_rows * b_columns}, kBoxLines);
+  const CUtensorMap out =
+      tensor_map({args.out, args.out_dtype, args.n, args.rows, 1, args.n, args.rows * args.n}, kBoxLines);
+  const RowsArgs own{args.offsets,
+                     args.out,
+                     args.alpha,
+                     args.bias,
+                     args.bias_scale,
+                     args.a_scale,
+                     args.b_scale,
+                     (args.rows + 3) / 4 * 4,
+                     static_cast<int>((args.k + 511) / 512 * 4),
+                     static_cast<int>(args.groups),
+                     static_cast<int>(args.n),
+                     static_cast<int>(args.k)};
+  launch_early(kernel, cluster_grid(), kThreads, sizeof(Shared), stream, a, b, out, own);
+  check_launch("hopper_rows_kernel");
+}
+
+}  // namespace transformer_plugin::gemm::hopper

@@ -1,0 +1,200 @@
+// What Hopper's grouped products share: the tiles of an output and the order in which clusters take them, stages of
+// operands on their way through shared memory, and the way of sums out of registers.
+//
+// Two blocks are a cluster and take two tiles of one group side by side: as a rule two of the same columns, so that each
+// loads half of the wider operand for both; the last row of tiles, where their number is odd, by two of the same rows. A
+// block is three warpgroups: one thread of the first starts the copies, the others multiply 64 rows of a tile each.
+#pragma once
+
+#include <cstring>
+
+#include "common/launch.cuh"
+#include "gemm/hopper.h"
+#include "gemm/hopper_instructions.cuh"
+
+namespace transformer_plugin::gemm::hopper {
+
+inline constexpr int kTileRows = 128, kTileColumns = 256;
+inline constexpr int kStages = 4;
+inline constexpr int kCluster = 2;
+inline constexpr int kWarpgroup = 128;  // threads
+inline constexpr int kMultipliers = 2;  // warpgroups
+inline constexpr int kThreads = kWarpgroup * (1 + kMultipliers);
+inline constexpr int kLine = 128;     // bytes of a row in shared memory: the width of the swizzle
+inline constexpr int kBoxLines = 64;  // of an operand or of the output, copied at once
+inline constexpr int kBoxBytes = kBoxLines * kLine;
+inline constexpr int kLeftBoxes = kTileRows / kBoxLines, kRightBoxes = kTileColumns / kBoxLines;
+inline constexpr int kSums = kTileColumns / 2;  // of a thread
+static_assert(kTileRows == kMultipliers * kBoxLines && kCluster == 2, "what the code below counts on");
+
+// Of a thread; together what 168 for each would be, which a block of so many threads begins with.
+inline constexpr int kCopierRegisters = 56, kMultiplierRegisters = 224;
+static_assert(kCopierRegisters + kMultipliers * kMultiplierRegisters == 168 * (1 + kMultipliers), "no more");
+
+template <typename T>
+inline constexpr int kStep = kLine / static_cast<int>(sizeof(T));  // of the dimension summed over, in a stage
+
+struct Stage {
+  alignas(1024) uint8_t left[kLeftBoxes][kBoxBytes];
+  alignas(1024) uint8_t right[kRightBoxes][kBoxBytes];
+};
+struct Shared {
+  Stage stages[kStages];
+  alignas(1024) uint8_t out[kMultipliers][2][kBoxBytes];
+  uint64_t full[kStages], empty[kStages];
+};
+
+// Where a thread is in the ring of stages.
+struct Place {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+__device__ __forceinline__ void init_stages(Shared& shared) {
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      init_barrier(&shared.full[stage], 1);
+      init_barrier(&shared.empty[stage], kCluster * kMultipliers * kWarpgroup / kWarpSize);
+    }
+    publish_barriers();
+  }
+  sync_cluster();
+}
+
+// All boxes of a stage, by one thread: load(to, box, barrier, shared) for each. What the tiles of the cluster share, each
+// of its blocks loads a half of for both.
+template <typename LoadLeft, typename LoadRight>
+__device__ __forceinline__ void fill_stage(Shared& shared, Place& place, int block, bool same_columns,
+                                           LoadLeft load_left, LoadRight load_right) {
+  uint64_t* full = &shared.full[place.stage];
+  Stage& stage = shared.stages[place.stage];
+  wait(&shared.empty[place.stage], place.parity ^ 1);
+  arrive_and_expect(full, sizeof(Stage));
+  if (same_columns) {
+#pragma unroll
+    for (int box = 0; box < kLeftBoxes; ++box) load_left(stage.left[box], box, full, false);
+#pragma unroll
+    for (int i = 0; i < kRightBoxes / kCluster; ++i) {
+      const int box = block * (kRightBoxes / kCluster) + i;
+      load_right(stage.right[box], box, full, true);
+    }
+  } else {
+    load_left(stage.left[block], block, full, true);
+#pragma unroll
+    for (int box = 0; box < kRightBoxes; ++box) load_right(stage.right[box], box, full, false);
+  }
+  place.next();
+}
+
+// A box for this block, or for both.
+__device__ __forceinline__ void load(bool for_both, void* to, const CUtensorMap& map, uint64_t* barrier,
+                                     int x, int y, int z) {
+  for_both ? load_box_for((1 << kCluster) - 1, to, map, barrier, x, y, z)
+           : load_box(to, map, barrier, x, y, z);
+}
+
+// A warp has read the stage.
+__device__ __forceinline__ void release(Shared& shared, int stage) {
+  const uint32_t lane = threadIdx.x % kWarpSize;
+  if (lane < kCluster) arrive_at(&shared.empty[stage], lane);
+}
+
+// A matrix of so many tiles taken by two blocks at a time.
+struct Pairs {
+  int rows, columns;  // tiles
+  __device__ __forceinline__ int side_by_side() const { return rows / 2 * columns; }
+  __device__ __forceinline__ int count() const { return side_by_side() + rows % 2 * ((columns + 1) / 2); }
+};
+struct Tile {
+  int group;
+  int row, column;  // tiles, of the group's part of the output; the column may
+                    // be past the last
+  bool same_columns;
+};
+__device__ __forceinline__ Tile tile_of(const Pairs& pairs, int index, int block) {
+  const int last_row = index - pairs.side_by_side();
+  if (last_row >= 0) return {0, pairs.rows - 1, last_row * 2 + block, false};
+  const int half = pairs.rows / 2;
+  return {0, index % half * 2 + block, index / half, true};
+}
+
+// A 16-byte piece of a row in shared memory, as the swizzle has it.
+__device__ __forceinline__ uint8_t* swizzled(uint8_t* box, int row, int piece) {
+  return box + row * kLine + (piece ^ row % 8) * 16;
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t two_rounded(float x, float y) {
+  uint32_t word;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    const __nv_bfloat162 two = __floats2bfloat162_rn(x, y);
+    memcpy(&word, &two, sizeof(word));
+  } else {
+    const __half2 two = __floats2half2_rn(x, y);
+    memcpy(&word, &two, sizeof(word));
+  }
+  return word;
+}
+
+// A warpgroup's sums into a box in shared memory: 64 rows by the i-th line's worth of columns, rounded to T.
+template <typename T>
+__device__ __forceinline__ void write_box(const float (&sums)[kSums], int i, uint8_t* box) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int first_row = threadIdx.x % kWarpgroup / kWarpSize * 16;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if constexpr (sizeof(T) ==
+                  2) {  // four matrices of 8 x 8: rows 0 to 7 and 8 to 15, then the next 8 columns
+      const float* own = &sums[i * 32 + j * 8];
+      const uint32_t words[] = {two_rounded<T>(own[0], own[1]), two_rounded<T>(own[2], own[3]),
+                                two_rounded<T>(own[4], own[5]), two_rounded<T>(own[6], own[7])};
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                       shared_address(swizzled(box, first_row + lane % 16, j * 2 + lane / 16))),
+                   "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                   : "memory");
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* own = &sums[i * 16 + j * 4 + half * 2];
+        uint8_t* piece = swizzled(box, first_row + half * 8 + lane / 4, j * 2 + lane % 4 / 2);
+        *reinterpret_cast<float2*>(piece + lane % 2 * 8) = make_float2(own[0], own[1]);
+      }
+    }
+  }
+}
+
+// A warpgroup's sums to the output: box by box, and when a box is written, store(box, column) with the first of its columns,
+// called by all threads.
+template <typename T, typename Store>
+__device__ __forceinline__ void store_sums(const float (&sums)[kSums], uint8_t (&boxes)[2][kBoxBytes],
+                                           int number, Store store) {
+  constexpr int kColumns = kStep<T>;
+  const bool first = threadIdx.x % kWarpgroup == 0;
+#pragma unroll
+  for (int i = 0; i < kTileColumns / kColumns; ++i) {
+    uint8_t* box = boxes[i % 2];
+    if (first) wait_until_stored<1>();
+    sync_threads(1 + number, kWarpgroup);
+    write_box<T>(sums, i, box);
+    fence_for_copies();
+    sync_threads(1 + number, kWarpgroup);
+    store(box, i * kColumns);
+    if (first) commit_stores();
+  }
+}
+
+// The blocks of a launch: as many clusters as the GPU holds.
+inline unsigned cluster_grid() {
+  int device = 0, multiprocessors = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  return static_cast<unsigned>(multiprocessors / kCluster * kCluster);
+}
+
+}  // namespace transformer_plugin::gemm::hopper
