@@ -16,7 +16,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -51,19 +51,27 @@ def synchronize(device: torch.device) -> None:
 
 
 def host_times(
-    calls: dict[str, Callable[[], Any]], device: torch.device, rounds: int = 31, repeat: int = 200
+    calls: dict[str, Callable[[], Any]],
+    device: torch.device,
+    rounds: int = 31,
+    repeat: int = 200,
+    seldom: Collection[str] = (),
 ) -> dict[str, Time]:
-    """Host time of each call, the calls alternating. ``repeat`` calls are made between waits."""
+    """Host time of each call, the calls alternating. ``repeat`` calls are made between waits; one, and only in every
+    third turn, of those that are called ``seldom`` because they are slow."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 3):
         for name, call in calls.items():
+            if name in seldom and turn % 3:
+                continue
+            times = 1 if name in seldom else repeat
             synchronize(device)
             begin = time.perf_counter()
-            for _ in range(repeat):
+            for _ in range(times):
                 call()
             seconds = time.perf_counter() - begin
             if turn >= 3:  # the first turns load code and fill caches
-                samples[name].append(seconds / repeat * 1e6)
+                samples[name].append(seconds / times * 1e6)
     synchronize(device)
     return {name: Time.of(values) for name, values in samples.items()}
 

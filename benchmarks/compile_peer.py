@@ -1,4 +1,5 @@
 """torch.compile of a case in plain PyTorch, as a peer: for its shape alone, within a time limit, its bytes compared.
+So is the reference as it stands, on a CPU.
 
 "max-autotune" tries configurations one after the other, a minute for some kernels. On a GPU the chosen cases are
 therefore compiled beforehand, several at once, in processes of their own that fill Inductor's cache
@@ -33,6 +34,7 @@ from benchmarks.quantize_cases import cases
 
 ROOT = Path(__file__).resolve().parents[1]
 START = 60.0  # seconds that a process may take beside compiling
+GROUP = 0.4  # seconds at least that compiling a reference takes for each group of its loop: 256 took 107
 NOTE = "peer: "
 
 
@@ -68,11 +70,13 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def compile_peer(case: Case, inputs: Tensors, limit: float) -> tuple[Call | None, str]:
-    """What was compiled, or None, and what is to be said of it."""
-    if case.grouped:
+    """What was compiled, or None, and what is to be said of it. What was compiled before would count against dynamo's
+    limit."""
+    torch._dynamo.reset()
+    if case.groups:
         return None, "not compiled: it reads the sizes on the host"
     mode = "max-autotune-no-cudagraphs" if inputs[0].is_cuda else "default"
-    whole = case.compiled or case.peer or case.reference
+    whole = case.compiled or case.peer or case.steps or case.reference
     begin = time.monotonic()
     try:
         with time_limit(limit):
@@ -81,22 +85,47 @@ def compile_peer(case: Case, inputs: Tensors, limit: float) -> tuple[Call | None
             except Exception:
                 if time.monotonic() - begin >= limit or len(as_tuple(case.op(*inputs))) <= 2:
                     raise
+                torch._dynamo.reset()
                 # One graph for each direction: what a half does not return, its compiler leaves out.
                 halves = [lambda *x: whole(*x)[:2], lambda *x: whole(*x)[2:]]
                 call, got = _compile(halves, mode, inputs)
                 mode += " in 2 graphs"
     except Exception as error:  # a compiler's failure is a result, whatever it raises
-        late = time.monotonic() - begin >= limit
-        said = str(error).strip().splitlines() or [""]
-        reason = f"not done after {limit:g} s" if late else f"{type(error).__name__}: {said[0]}"
-        return None, f"not compiled: {reason}"
-    same = equal_bytes(got, as_tuple(case.op(*inputs)))
-    return call, f"{mode}, {'the same bytes' if same else 'other bytes'}"
+        torch._dynamo.reset()
+        return None, _refusal(error, begin, limit)
+    return call, f"{mode}, {same_bytes(case, inputs, got)}"
+
+
+def compile_reference(case: Case, inputs: Tensors, limit: float) -> tuple[Call | None, str]:
+    """The reference as it is written, in as many graphs as it falls into, and what is to be said of it. A compiled
+    peer stays so."""
+    if case.groups * GROUP > limit:
+        return None, f"not compiled: {case.groups} groups unrolled take more than {limit:g} s"
+    begin = time.monotonic()
+    call = torch.compile(case.reference, dynamic=False)
+    try:
+        # In this thread: a C++ compiler that another one waits for would outlive the limit.
+        with time_limit(limit), torch._inductor.config.patch(compile_threads=1):
+            got = as_tuple(call(*inputs))
+    except Exception as error:
+        return None, _refusal(error, begin, limit)
+    return call, f"default, {same_bytes(case, inputs, got)}"
+
+
+def _refusal(error: Exception, begin: float, limit: float) -> str:
+    said = str(error).strip().splitlines() or [""]
+    late = time.monotonic() - begin >= limit
+    reason = f"not done after {limit:g} s" if late else f"{type(error).__name__}: {said[0]}"
+    return f"not compiled: {reason}"
+
+
+def same_bytes(case: Case, inputs: Tensors, got: Tensors) -> str:
+    """Whether they are the op's."""
+    return "the same bytes" if equal_bytes(got, as_tuple(case.op(*inputs))) else "other bytes"
 
 
 def _compile(parts: list[Call], mode: str, inputs: Tensors) -> tuple[Call, Tensors]:
-    """Compiled for this shape alone and called once. What was compiled before would count against dynamo's limit."""
-    torch._dynamo.reset()
+    """Compiled for this shape alone and called once."""
     graphs = [torch.compile(part, dynamic=False, fullgraph=True, mode=mode) for part in parts]
 
     def call(*tensors: Tensor) -> Tensors:

@@ -2,11 +2,16 @@
 
 Quantizing is memory-bound: a copy that moves as many bytes (the op's input once and its outputs once, half of the sum
 read and half written) is what it is held against. Inputs and the copy's buffers rotate, so that no cache serves them.
-Before an op is timed its bytes are compared with the reference's, on the first rows of the same data. A grouped op,
-its skewed sizes on the device ("padded": in multiples of 128, as modules lay groups out), also stands beside the
-single op on the same rows. On a CPU the reference runs eagerly as well, and a call that returns fresh tensors pays for
-their pages, which the copy does not. ``--compile`` names the rows that get the compiled peer, ``--limit`` ends a
+Before an op is timed its bytes are compared with the reference's, a fused op's with those of its steps, on the first
+rows of the same data. A grouped op, its skewed sizes on the device ("padded": in multiples of 128, as modules lay
+groups out), also stands beside the single op on the same rows. A call that returns fresh tensors pays for their pages
+on a CPU, which the copy does not. ``--compile`` names the rows beside which something is compiled, ``--limit`` ends a
 compilation.
+
+On a CPU the reference stands beside the op as well, as :mod:`transformer_plugin.reference` has it: run eagerly, and by
+``torch.compile(dynamic=False)`` in as many graphs as that makes of it, or why it made none. "x ref." and "x comp." are
+how many times as fast the op is. "eager" is what else there is to run eagerly: the package's own ops in turn, or
+torch's norm before the reference's quantizing. What is slow is called less often; a row says what was.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import time
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -22,7 +28,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import RESULTS, Time, device_times, devices, host_times, write
-from benchmarks.compile_peer import as_tuple, compile_beforehand, compile_peer, equal_bytes
+from benchmarks.compile_peer import (
+    as_tuple,
+    compile_beforehand,
+    compile_peer,
+    compile_reference,
+    equal_bytes,
+    same_bytes,
+)
 from benchmarks.peers import Tensors
 from benchmarks.quantize_case import Call, Case
 from benchmarks.quantize_cases import cases
@@ -31,6 +44,7 @@ SHAPES = {"cuda": (32768, 7168), "cpu": (2048, 2048)}
 QUICK_ROWS = {"cuda": 4096, "cpu": 256}
 CHECKED_ROWS = 4096  # of these bytes are compared; enough for several tiles and groups
 ROTATION = 2**28  # bytes of inputs that calls in a row go through: five times the L2 cache of an H200
+SLOW = 0.05  # seconds: what takes longer on a CPU is called once in every third round
 PAGE = 2**20  # of a copy: one of odd sizes can be a third slower
 
 
@@ -40,11 +54,12 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def verify(case: Case, matrix: Tensor) -> None:
-    """The op's bytes are the reference's."""
+    """The op's bytes are those of its steps, or the reference's."""
     slab = case.prepare(matrix[:CHECKED_ROWS])
-    got, expected = as_tuple(case.op(*slab)), as_tuple(case.reference(*slab))
+    meaning = case.steps or case.reference
+    got, expected = as_tuple(case.op(*slab)), as_tuple(meaning(*slab))
     same = equal_bytes(got, expected) and [t.dtype for t in got] == [t.dtype for t in expected]
-    assert same, f"{case.name}: the op's bytes are not the reference's"
+    assert same, f"{case.name}: the op's bytes are not those that it stands for"
 
 
 def rotating(call: Call, arguments: Sequence[Tensors]) -> Call:
@@ -74,44 +89,90 @@ def measure(case: Case, matrices: list[Tensor], note: str, limit: float, quick: 
     calls = {"op": rotating(case.op, inputs), "copy": copy_of(total, device)}
     if case.single is not None:
         calls["single"] = rotating(case.single, inputs)
-    if device.type == "cpu":
-        calls["eager"] = rotating(case.peer or case.reference, inputs)
-    if not note:
+    asked, rounds = not note, 3 if quick else 9
+    if asked:
         call, note = compile_peer(case, inputs[0], limit)
         if call is not None:
             calls["compiled"] = rotating(call, inputs)
-    rounds = 3 if quick else 9
+    said: dict[str, Any] = {"compile_peer": note}
     if device.type == "cuda":
         times: dict[str, Time] = device_times(calls, rounds=rounds)
     else:
-        times = host_times(calls, device, rounds=rounds, repeat=1 if quick else 2)
-    row: dict[str, Any] = {
+        added, notes = cpu_peers(case, inputs, limit if asked else None)
+        calls |= added
+        seldom = [name for name, call in calls.items() if seconds_of(call) > SLOW]
+        times = host_times(calls, device, rounds=rounds, repeat=1 if quick else 2, seldom=seldom)
+        said |= {**notes, "seldom": seldom}
+    return {
         "name": case.name,
         "format": case.format.key,
         "shape": list(matrices[0].shape),
         "bytes": total,
-        "compile_peer": note,
+        **said,
         **{f"{name}_us": time for name, time in times.items()},
         "gigabytes_per_second": round(total / times["op"].median / 1e3, 1),
         "fraction_of_copy": round(times["copy"].median / times["op"].median, 3),
         # of a kernel that moves bytes as fast as the copy and reads the input as often as it has to
         "fraction_in_reach": round(total / (total + (case.reads - 1) * read), 3),
+        **ratios(times),
     }
-    for peer in ("compiled", "eager"):
-        if peer in times:
-            row[f"{peer}_fraction_of_copy"] = round(times["copy"].median / times[peer].median, 3)
+
+
+def cpu_peers(
+    case: Case, inputs: list[Tensors], limit: float | None
+) -> tuple[dict[str, Call], dict[str, str]]:
+    """What only a CPU compares: the reference, compiled if there is a ``limit``, what else is eager, and what is to
+    be said of the reference."""
+    notes = {"reference_eager": same_bytes(case, inputs[0], as_tuple(case.reference(*inputs[0])))}
+    calls = {"reference_eager": rotating(case.reference, inputs)}
+    other, note = case.peer or case.steps, "not asked for"
+    if other is not None:
+        calls["eager"] = rotating(other, inputs)
+    if limit is not None:
+        call, note = compile_reference(case, inputs[0], limit)
+        if call is not None:
+            calls["reference_compile"] = rotating(call, inputs)
+    return calls, notes | {"reference_compile": note}
+
+
+def seconds_of(call: Call) -> float:
+    """Of one call on a CPU."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def ratios(times: dict[str, Time]) -> dict[str, float]:
+    """How fast the peers are beside the copy, and the op beside the rest."""
+    op, copy, figures = times["op"].median, times["copy"].median, {}
+    for name in ("compiled", "eager"):
+        if name in times:
+            figures[f"{name}_fraction_of_copy"] = round(copy / times[name].median, 3)
     if "single" in times:
-        row["fraction_of_single"] = round(times["single"].median / times["op"].median, 3)
-    return row
+        figures["fraction_of_single"] = round(times["single"].median / op, 3)
+    for name in ("reference_eager", "reference_compile"):
+        if name in times:
+            figures[f"times_{name}"] = round(times[name].median / op, 2)
+    return figures
+
+
+# Of the table: what it is called, the key in a row, and how it is written.
+COLUMNS = (
+    ("op", "fraction_of_copy", ".3f"),
+    ("compiled", "compiled_fraction_of_copy", ".3f"),
+    ("eager", "eager_fraction_of_copy", ".3f"),
+    ("/ single", "fraction_of_single", ".3f"),
+    ("x ref.", "times_reference_eager", ".1f"),
+    ("x comp.", "times_reference_compile", ".1f"),
+)
 
 
 def _line(row: dict[str, Any]) -> str:
-    def column(key: str, form: str) -> str:
-        return format(row[key], form) if key in row else "-"
-
-    peers = ("compiled_fraction_of_copy", "eager_fraction_of_copy", "fraction_of_single")
-    columns = " ".join(f"{column(key, '.3f'):>9s}" for key in ("fraction_of_copy", *peers))
-    return f"{row['op_us'].median:10.1f} {row['gigabytes_per_second']:8.1f} {columns}  {row['compile_peer']:.60s}"
+    columns = " ".join(f"{format(row[key], form) if key in row else '-':>9s}" for _, key, form in COLUMNS)
+    notes = f"{row['compile_peer']:.60s}"
+    if row.get("reference_compile", "").startswith("not compiled"):
+        notes += f"; reference {row['reference_compile']:.80s}"
+    return f"{row['op_us'].median:10.1f} {row['gigabytes_per_second']:8.1f} {columns}  {notes}"
 
 
 def write_rows(device: torch.device, results: list[dict[str, Any]], update: bool, **more: Any) -> None:
@@ -130,14 +191,15 @@ def run(device: torch.device, chosen: list[Case], arguments: argparse.Namespace)
     rows = arguments.rows or (QUICK_ROWS[device.type] if arguments.quick else rows)
     notes = {case.name: "not asked for" for case in chosen if not among(arguments.compile, case)}
     if device.type == "cuda":
-        compiled = [case for case in chosen if case.name not in notes and not case.grouped]
+        compiled = [case for case in chosen if case.name not in notes and not case.groups]
         notes |= compile_beforehand(compiled, (rows, columns), device, arguments.limit, arguments.jobs)
     torch.manual_seed(0)
     count = max(2, -(-ROTATION // (rows * columns * 2)))
     matrices = [torch.randn(rows, columns, device=device, dtype=torch.bfloat16) for _ in range(count)]
-    print(f"{device.type}: {rows} x {columns}, bfloat16; fractions of a copy's speed, and of the single op's")
-    heads = f"{'us':>10s} {'GB/s':>8s} {'op':>9s} {'compiled':>9s} {'eager':>9s} {'/ single':>9s}"
-    print(f"{'':44s} {heads}")
+    print(
+        f"{device.type}: {rows} x {columns}, bfloat16; fractions of a copy's speed, of the single op's; x reference"
+    )
+    print(f"{'':44s} {'us':>10s} {'GB/s':>8s} {' '.join(f'{head:>9s}' for head, *_ in COLUMNS)}")
     results = []
     for case in chosen:
         print(f"{case.name:44s}", end=" ", flush=True)
@@ -162,9 +224,9 @@ def main() -> None:
     names = {"nargs": "*", "default": ["*"], "metavar": "NAME"}
     parser.add_argument("--only", **names, help="only rows of these names, which may hold *")
     parser.add_argument(
-        "--compile", **names, help="rows beside which plain PyTorch is compiled, all unless given"
+        "--compile", **names, help="rows beside which something is compiled, all unless given"
     )
-    parser.add_argument("--limit", type=float, default=60, help="seconds to compile one row, 60")
+    parser.add_argument("--limit", type=float, default=60, help="seconds of one compilation, 60")
     parser.add_argument("--jobs", type=int, default=12, help="processes that compile for a GPU at once, 12")
     parser.add_argument("--update", action="store_true", help="keep the other rows of the result file")
     parser.add_argument("--rows", type=int, default=0, help="rows of the input")

@@ -18,20 +18,23 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Case:
-    """An op in one format. ``op``, ``reference`` and ``single`` take what ``prepare`` makes of a bfloat16 matrix."""
+    """An op in one format. Its calls take what ``prepare`` makes of a bfloat16 matrix."""
 
     name: str
     format: Format
     prepare: Callable[[Tensor], Tensors]
     op: Call
+    #: of :mod:`transformer_plugin.reference`.
     reference: Call
+    #: the package's own ops in turn: a fused op has their bytes, also where the reference's exponential is torch's.
+    steps: Call | None = None
     #: what stands beside the op instead, where the reference's order of additions is not a compiler's to choose.
     peer: Call | None = None
-    #: what a compiler is given instead of either: the same bytes of ordinary values, in dtypes that it knows.
+    #: what a compiler is given instead of any of them: the same bytes of ordinary values, in dtypes that it knows.
     compiled: Call | None = None
     #: the op without groups on the same rows, or what a fused op is measured beside.
     single: Call | None = None
     #: how often the input has to be read: an amax of a whole tensor takes a pass of its own.
     reads: int = 1
-    #: its inputs end with the sizes of groups.
-    grouped: bool = False
+    #: its inputs have the sizes of so many groups.
+    groups: int = 0

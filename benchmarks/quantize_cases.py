@@ -84,17 +84,16 @@ def _swiglu_arguments(x: Tensor) -> Tensors:
 def _swiglu(label: str, key: str, direction: str) -> Case:
     """SwiGLU times a probability, quantized in the same pass; its bytes are those of the two ops in turn."""
     fmt = Format.parse(key)
-    op, step = (
-        getattr(ops, "swiglu_quantize" + DIRECTIONS[direction]),
-        getattr(ops, "quantize" + DIRECTIONS[direction]),
-    )
+    op, meaning = (getattr(module, "swiglu_quantize" + DIRECTIONS[direction]) for module in (ops, reference))
+    step = getattr(ops, "quantize" + DIRECTIONS[direction])
     peer = peers.quantizer(fmt, direction)
     return Case(
         f"swiglu into {label} {direction}",
         fmt,
         prepare=lambda x: _swiglu_arguments(x)[1:],
         op=lambda x, probs: op(x, probs, None, fmt.key),
-        reference=lambda x, probs: step(ops.swiglu(x, probs), fmt.key),
+        reference=lambda x, probs: meaning(x, probs, None, fmt),
+        steps=lambda x, probs: step(ops.swiglu(x, probs), fmt.key),
         compiled=lambda x, probs: peer(peers.swiglu(x, probs)),
     )
 
@@ -116,7 +115,8 @@ def _swiglu_backward(label: str, key: str) -> Case:
         fmt,
         prepare=_swiglu_arguments,
         op=lambda grad, x, probs: ops.swiglu_backward_quantize_both(grad, x, probs, None, fmt.key),
-        reference=steps,
+        reference=lambda grad, x, probs: reference.swiglu_backward_quantize_both(grad, x, probs, None, fmt),
+        steps=steps,
         compiled=plain,
     )
 
@@ -124,17 +124,17 @@ def _swiglu_backward(label: str, key: str) -> Case:
 def _bias_backward(label: str, key: str, direction: str) -> Case:
     """A gradient quantized and summed over its rows in one reading; beside it the two ops in turn."""
     fmt = Format.parse(key)
-    op, step = (
-        getattr(ops, "bias_backward_quantize" + DIRECTIONS[direction]),
-        getattr(ops, "quantize" + DIRECTIONS[direction]),
-    )
+    name = "bias_backward_quantize" + DIRECTIONS[direction]
+    op, meaning = (getattr(module, name) for module in (ops, reference))
+    step = getattr(ops, "quantize" + DIRECTIONS[direction])
     peer, width = peers.quantizer(fmt, direction), _width(fmt)
     return Case(
         f"bias gradient with {label} {direction}",
         fmt,
         prepare=lambda grad: (grad,),
         op=lambda grad: op(grad, None, fmt.key),
-        reference=lambda grad: (*step(grad, fmt.key), ops.bias_backward(grad)),
+        reference=lambda grad: meaning(grad, None, fmt),
+        steps=lambda grad: (*step(grad, fmt.key), ops.bias_backward(grad)),
         compiled=lambda grad: (*peer(grad), peers.bias_backward(grad, width)),
         single=lambda grad: step(grad, fmt.key),
     )
@@ -193,8 +193,8 @@ def _fused_with_amax(
 ) -> Case:
     """An op that quantizes what it makes, by a given amax; as ``single`` its steps in turn, if those are ``compared``.
 
-    ``arguments`` of a matrix, what is ``made`` of them (first of what is quantized), and the ``fused`` op on them, a
-    format and what it is given.
+    ``arguments`` of a matrix, what is ``made`` of them (first of what is quantized), and what is ``fused``: of
+    ``ops`` or ``reference``, on them, a format and what it is given.
     """
     fmt = Format.parse(key)
     step = getattr(ops, "quantize" + DIRECTIONS[direction])
@@ -215,17 +215,21 @@ def _fused_with_amax(
 
     def op(*inputs: Tensor) -> Tensors:
         own, given = split(inputs)
-        return fused(*own, fmt.key, given)
+        return fused(ops, *own, fmt.key, given)
+
+    def meaning(*inputs: Tensor) -> Tensors:
+        own, given = split(inputs)
+        return fused(reference, *own, fmt, given)
 
     single = steps if compared else None
-    return Case(f"{name} {label} {direction}", fmt, prepare, op, steps, single=single)
+    return Case(f"{name} {label} {direction}", fmt, prepare, op, meaning, steps, single=single)
 
 
 def _fused_cases_with_amax() -> Iterator[Case]:
     labels = {"nvfp4": "nvfp4:e2m1", "nvfp4 random": "nvfp4:e2m1,rht,sr", "fp8_tensor": "fp8_tensor:e4m3"}
     for label, key in labels.items():
         for direction in ("rows", "both"):
-            op = getattr(ops, "swiglu_quantize" + DIRECTIONS[direction])
+            op = "swiglu_quantize" + DIRECTIONS[direction]
             yield _fused_with_amax(
                 "swiglu into",
                 label,
@@ -233,7 +237,9 @@ def _fused_cases_with_amax() -> Iterator[Case]:
                 direction,
                 lambda x: _swiglu_arguments(x)[1:],
                 lambda *own: (ops.swiglu(*own),),
-                lambda x, probs, format, given, op=op: op(x, probs, None, format, **given),
+                lambda module, x, probs, format, given, op=op: getattr(module, op)(
+                    x, probs, None, format, **given
+                ),
                 True,
             )
         yield _fused_with_amax(
@@ -243,7 +249,7 @@ def _fused_cases_with_amax() -> Iterator[Case]:
             "both",
             _swiglu_arguments,
             ops.swiglu_backward,
-            lambda grad, x, probs, format, given: ops.swiglu_backward_quantize_both(
+            lambda module, grad, x, probs, format, given: module.swiglu_backward_quantize_both(
                 grad, x, probs, None, format, **given
             ),
             False,
@@ -255,7 +261,9 @@ def _fused_cases_with_amax() -> Iterator[Case]:
             "rows",
             lambda x: (x, torch.rand_like(x[0])),
             lambda x, weight: ops.rms_norm_forward(x, weight, 1e-5),
-            lambda x, weight, format, given: ops.rms_norm_quantize(x, weight, 1e-5, format, **given),
+            lambda module, x, weight, format, given: module.rms_norm_quantize(
+                x, weight, 1e-5, format, **given
+            ),
             True,
         )
         if label == "fp8_tensor":
@@ -267,7 +275,9 @@ def _fused_cases_with_amax() -> Iterator[Case]:
             "both",
             lambda grad: (grad,),
             lambda grad: (grad, ops.bias_backward(grad)),
-            lambda grad, format, given: ops.bias_backward_quantize_both(grad, None, format, **given),
+            lambda module, grad, format, given: module.bias_backward_quantize_both(
+                grad, None, format, **given
+            ),
             True,
         )
 
@@ -285,8 +295,7 @@ def _dequantize(label: str, key: str) -> Case:
 
 
 def _requantize(label: str, key: str) -> Case:
-    """Codes along rows to codes along columns; the reference is the two ops in turn. Scales of a dtype that a compiler
-    does not know come as bytes."""
+    """Codes along rows to codes along columns. Scales of a dtype that a compiler does not know come as bytes."""
     fmt = Format.parse(key)
     peer, dtype = peers.quantizer(fmt, "transposed"), fmt.scale_dtype
     assert dtype is not None
@@ -299,6 +308,9 @@ def _requantize(label: str, key: str) -> Case:
     def op(data: Tensor, scale: Tensor) -> Tensors:
         return ops.requantize_transposed(data, scale.view(dtype), fmt.key, torch.bfloat16)
 
+    def meaning(data: Tensor, scale: Tensor) -> Tensors:
+        return reference.requantize_transposed(data, scale.view(dtype), fmt, torch.bfloat16)
+
     def steps(data: Tensor, scale: Tensor) -> Tensors:
         matrix = ops.dequantize(data, scale.view(dtype), fmt.key, torch.bfloat16)
         return ops.quantize_transposed(matrix, fmt.key)
@@ -308,7 +320,8 @@ def _requantize(label: str, key: str) -> Case:
         fmt,
         prepare=prepare,
         op=op,
-        reference=steps,
+        reference=meaning,
+        steps=steps,
         compiled=lambda data, scale: peer(peers.dequantize(data, scale, fmt)),
     )
 

@@ -55,7 +55,7 @@ def _grouped(label: str, key: str, direction: str, groups: int, multiple: int) -
         op=lambda x, group_sizes, *amaxes: op(x, group_sizes, fmt.key, **of_groups(amaxes)),
         reference=lambda x, group_sizes, *amaxes: meaning(x, group_sizes, fmt, **of_groups(amaxes)),
         single=lambda x, group_sizes, *amaxes: single(x, fmt.key, **of_all(amaxes)),
-        grouped=True,
+        groups=groups,
     )
 
 
