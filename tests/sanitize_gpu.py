@@ -1,6 +1,7 @@
-"""Every case of the quantize family on a GPU under compute-sanitizer: accesses out of bounds, races in shared memory.
+"""Every case of the quantize family and of grouped products on a GPU under compute-sanitizer: accesses out of bounds, races
+in shared memory, barriers.
 
-    python -m tests.sanitize_gpu            # memcheck, then racecheck; fails where either has a report
+    python -m tests.sanitize_gpu            # memcheck, racecheck, synccheck; fails where one has a report
 
 Memory is not cached by torch's allocator here, so that an access past a tensor is one past an allocation. Results are
 not looked at: the tests do that.
@@ -30,6 +31,7 @@ from transformer_plugin.testing.fused_cases import (
     given,
     swiglu_quantize_cases,
 )
+from transformer_plugin.testing.gemm_cases import grouped_gemm_cases, grouped_wgrad_cases
 from transformer_plugin.testing.norm_cases import norm_cases, norm_quantize_cases, without_bias
 from transformer_plugin.testing.quantize_cases import (
     columns_of,
@@ -39,7 +41,7 @@ from transformer_plugin.testing.quantize_cases import (
     rows_of,
 )
 
-TOOLS = ("memcheck", "racecheck")
+TOOLS = ("memcheck", "racecheck", "synccheck")
 Call = Callable[[], Any]
 
 
@@ -113,6 +115,21 @@ def _norm_quantize(*arguments: Any) -> None:
     ops.layer_norm_quantize(*arguments, **more)
 
 
+def _grouped_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, *more: Any) -> None:
+    ops.grouped_gemm(a, b, sizes, *more)
+    *extra, transpose_b = more
+    if transpose_b:
+        formats = "fp8_block", "fp8_block:square"
+        operands = *ops.grouped_quantize(a, sizes, formats[0]), *ops.quantize(b, formats[1])
+        ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16, *extra)
+
+
+def _grouped_wgrad(grad: torch.Tensor, input: torch.Tensor, sizes: torch.Tensor) -> None:
+    main_grad = ops.grouped_gemm_wgrad(grad, input, sizes, torch.float32)
+    ops.grouped_gemm_wgrad_out(grad, input, sizes, main_grad)
+    ops.grouped_gemm_wgrad(grad, input, sizes)
+
+
 def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
     """Every call, by its name."""
     for name, cases, call in (
@@ -127,6 +144,8 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
         ("bias_backward_quantize", bias_backward_quantize_cases(), _bias_backward),
         ("norm", norm_cases(), _norm),
         ("norm_quantize", norm_quantize_cases(), _norm_quantize),
+        ("grouped_gemm", grouped_gemm_cases(), _grouped_gemm),
+        ("grouped_gemm_wgrad", grouped_wgrad_cases(), _grouped_wgrad),
     ):
         for case in cases:
             yield f"{name} {case.name}", partial(call, *case.arguments(device))

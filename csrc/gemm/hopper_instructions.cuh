@@ -97,6 +97,13 @@ __device__ __forceinline__ void store_box(const CUtensorMap& map, const void* fr
       "r"(shared_address(from)), "r"(x), "r"(y), "r"(z)
       : "memory");
 }
+__device__ __forceinline__ void add_box(const CUtensorMap& map, const void* from, int x, int y, int z) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(
+          &map),
+      "r"(shared_address(from)), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until shared memory of all but the last `left` groups of stores has been read.
 template <int left>

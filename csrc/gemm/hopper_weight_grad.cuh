@@ -11,9 +11,10 @@ namespace transformer_plugin::gemm::hopper {
 struct WeightGradArgs {
   const int32_t* offsets;
   const float* alpha;
-  float* sum;  // what is added to, else null
+  float* sum;  // what threads add to, else null
   int64_t group_stride, row_stride;
   int groups, m, n;
+  bool accumulate;
 };
 
 inline constexpr int kRowsAtOnce = kBoxLines;  // rows of the operands in a stage
@@ -32,8 +33,8 @@ __device__ __forceinline__ void zero_rows(Stage& stage, int left) {
   sync_threads(1 + kMultipliers, kMultipliers * kWarpgroup);
 }
 
-// A warpgroup's sums added to those in memory: `rows` by `columns` of its 64 by 256 at `to`. What is there is sent for three boxes
-// ahead. The copy engine could add too, in the second level cache; but that takes in half of what memory gives.
+// Adds a warpgroup's sums to those in memory, `rows` by `columns` of its 64 by 256 at `to`. What is there for the first boxes
+// is sent for while the products run.
 class Adder {
  public:
   __device__ __forceinline__ Adder(float* to, int64_t row_stride, int rows, int columns)
@@ -71,7 +72,7 @@ class Adder {
   static constexpr int kColumns = kLine / static_cast<int>(sizeof(float)), kBoxes = kTileColumns / kColumns;
   static constexpr int kPieces = kLine / 16;  // of a row of a box
   static constexpr int kRowsApart = kWarpgroup / kPieces, kRows = kBoxLines / kRowsApart;  // of a thread
-  static constexpr int kAhead = 3;
+  static constexpr int kAhead = 4;
 
   __device__ __forceinline__ bool has(int i, int j) const {
     return j * kRowsApart < rows_ && i * kColumns < columns_;
@@ -145,7 +146,12 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     for (int index = first; index < count; index += clusters) {
       const Tile tile = find(index);
       const int begin = args.offsets[tile.group], end = args.offsets[tile.group + 1];
-      if (begin >= end && args.sum) continue;
+      if (begin >= end && args.accumulate) continue;
+      const int line = tile.row * kTileRows + number * kBoxLines, column = tile.column * kTileColumns;
+      const bool adds = sizeof(Out) == 4 && args.sum;
+      Adder adder(args.sum + tile.group * args.group_stride + line * args.row_stride + column,
+                  args.row_stride, args.m - line, args.n - column);
+      if (adds) adder.send();
       float sums[kSums] = {};
       int read = -1;  // the stage of the step before
       for (int row = begin; row < end; row += kRowsAtOnce, place.next()) {
@@ -163,28 +169,21 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         if (read >= 0) release(shared, read);
         read = place.stage;
       }
-      const int line = tile.row * kTileRows + number * kBoxLines, column = tile.column * kTileColumns;
-      const auto finish = [&] {
-        wait_for_products<0>();
-        if (read >= 0) release(shared, read);
-        if (args.alpha) {
-          const float alpha = args.alpha[tile.group];
+      wait_for_products<0>();
+      if (read >= 0) release(shared, read);
+      if (args.alpha) {
+        const float alpha = args.alpha[tile.group];
 #pragma unroll
-          for (float& sum : sums) sum = sum * alpha;
-        }
-      };
-      if (sizeof(Out) == 4 && args.sum) {
-        Adder adder(args.sum + tile.group * args.group_stride + line * args.row_stride + column,
-                    args.row_stride, args.m - line, args.n - column);
-        adder.send();
-        finish();
+        for (float& sum : sums) sum = sum * alpha;
+      }
+      if (adds) {
         adder.add(sums, shared.out[number], number);
         continue;
       }
-      finish();
       store_sums<Out>(sums, shared.out[number], number, [&](uint8_t* box, int offset) {
         if (threadIdx.x % kWarpgroup != 0 || line >= args.m || column + offset >= args.n) return;
-        store_box(out_map, box, column + offset, line, tile.group);
+        args.accumulate ? add_box(out_map, box, column + offset, line, tile.group)
+                        : store_box(out_map, box, column + offset, line, tile.group);
       });
     }
     if (threadIdx.x % kWarpgroup == 0) wait_until_stored<0>();
@@ -192,6 +191,13 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   sync_cluster();  // neither block leaves while the other may arrive at its
                    // barriers
 #endif
+}
+
+// Sums in memory are added to by the copy engine, in the second level cache, which takes 1.2 TB/s and lets the next tile begin;
+// or by threads, which takes what memory gives and their time. With few rows for a group there is less to hide the first behind.
+inline bool threads_add(const GroupedKernelArgs& args) {
+  constexpr int64_t kFewRows = 768;  // of a group, on average
+  return args.rows < kFewRows * args.groups;
 }
 
 template <typename T, typename Out>
@@ -208,12 +214,13 @@ void launch_weight_grad(const GroupedKernelArgs& args, cudaStream_t stream) {
       kBoxLines);
   const WeightGradArgs own{args.offsets,
                            args.alpha,
-                           args.accumulate ? static_cast<float*>(args.out) : nullptr,
+                           args.accumulate && threads_add(args) ? static_cast<float*>(args.out) : nullptr,
                            args.out_group_stride,
                            args.out_row_stride,
                            static_cast<int>(args.groups),
                            static_cast<int>(args.m),
-                           static_cast<int>(args.n)};
+                           static_cast<int>(args.n),
+                           args.accumulate};
   launch_early(kernel, cluster_grid(), kThreads, sizeof(Shared), stream, grad, input, out, own);
   check_launch("hopper_weight_grad_kernel");
 }
