@@ -1,5 +1,5 @@
-"""Every case of the quantize family and of grouped products on a GPU under compute-sanitizer: accesses out of bounds, races
-in shared memory, barriers.
+"""Every case of the quantize family and of grouped products on a GPU under compute-sanitizer: accesses out of bounds,
+races in shared memory, barriers.
 
     python -m tests.sanitize_gpu            # memcheck, racecheck, synccheck; fails where one has a report
 
