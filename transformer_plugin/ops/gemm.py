@@ -137,6 +137,10 @@ def grouped_gemm_quantized(
 
     Returns:
         ``[T, N]``, tail rows zero. Not differentiable: see :func:`grouped_linear`.
+
+    The sum is one in FP32 of exact products. On a Hopper that of E4M3 in ``fp8_block``, ``b`` in square blocks and
+    ``transpose_b``, into bfloat16, N a multiple of 8 and K of 16, is made of sums of 128 in FP8 matrix units: with
+    random operands within ``2**-12`` of the sum of magnitudes.
     """
     return _ops.grouped_gemm_quantized.default(
         a,

@@ -38,6 +38,7 @@ GROUPED_SHAPES = (
     GroupedShape("nothing-summed", (2, 3), 7, 8, 0),
     GroupedShape("wide", (40, 0, 25), 70, 264, 520),
     GroupedShape("many-tiles", (300, 1, 0, 513, 128, 385), 1400, 776, 200),
+    GroupedShape("tiles-of-fp8", (300, 1, 0, 385), 690, 392, 272),
     GroupedShape("one-long-group", (900,), 903, 264, 136),
     GroupedShape("1100-groups", tuple(i % 3 for i in range(1100)), 1110, 16, 24),
 )
