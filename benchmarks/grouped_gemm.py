@@ -17,7 +17,7 @@ import gc
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -26,190 +26,27 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.common import Time, device_times, host_times, synchronize, write
-from benchmarks.quantize_grouped import skewed_sizes
-from transformer_plugin import ops, reference
+from benchmarks.grouped_gemm_works import (
+    MODELS,
+    SHAPES,
+    WORKS,
+    Call,
+    Data,
+    Shape,
+    Work,
+    forward,
+    tiny,
+    torch_forward,
+)
+from transformer_plugin import ops
 from transformer_plugin.formats import BLOCK
-from transformer_plugin.recipes import Float8BlockScaling
-from transformer_plugin.testing.numerics import FP8_SUMS, assert_rounded_sum, relative_error
+from transformer_plugin.testing.numerics import assert_rounded_sum, fp8_sums, relative_error
 
 ROUNDS = 5
 REPEAT = 4
-INPUT_FORMAT, WEIGHT_FORMAT = Float8BlockScaling().input_format, Float8BlockScaling().weight_format
 #: of bfloat16: norms of differences are below that, and above it where one block of a sum is missing.
 ROUNDING = 2**-8
 HOST = "host time"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """``rows`` in groups, each multiplied by its ``[n, k]``, with sizes of these kinds."""
-
-    name: str
-    groups: int
-    n: int
-    k: int
-    rows: int
-    kinds: tuple[str, ...] = ("even", "skewed", "any")
-
-
-MODELS = (  # what means are taken over
-    Shape("Qwen3-30B fc1", 128, 1536, 2048, 65536),
-    Shape("Qwen3-30B fc2", 128, 2048, 768, 65536),
-    Shape("DeepSeek-V3 fc1", 32, 4096, 7168, 32768),
-    Shape("DeepSeek-V3 fc2", 32, 7168, 2048, 32768),
-    Shape("Mixtral fc1", 8, 28672, 4096, 16384),
-    Shape("Mixtral fc2", 8, 4096, 14336, 16384),
-)
-SHAPES = (
-    *MODELS,
-    Shape("few tokens", 32, 4096, 7168, 4096, ("even", "skewed")),
-    Shape("16 rows a group", 32, 4096, 7168, 512, ("even",)),
-)
-
-
-def tiny(shape: Shape) -> Shape:
-    """What a CPU multiplies in no time."""
-    rows = 8 * min(shape.rows // shape.groups, BLOCK)
-    return replace(shape, groups=8, n=2 * BLOCK, k=BLOCK, rows=rows)
-
-
-def group_sizes(shape: Shape, kind: str, device: torch.device) -> Tensor:
-    """int32 ``[groups]``, the sum of which is the shape's rows."""
-    if kind == "even":
-        sizes = torch.full((shape.groups,), shape.rows // shape.groups, dtype=torch.int32, device=device)
-    elif kind == "skewed":
-        sizes = skewed_sizes(shape.rows, shape.groups, BLOCK, device)
-    else:
-        full = shape.groups - -(-shape.groups // 10)
-        order = torch.randperm(shape.groups, generator=torch.Generator().manual_seed(shape.groups))
-        sizes = torch.zeros(shape.groups, dtype=torch.int32, device=device)
-        sizes[order[:full].to(device)] = skewed_sizes(shape.rows, full, 1, device)
-    assert int(sizes.sum()) == shape.rows
-    return sizes
-
-
-class Data:
-    """The tensors of a shape. Sizes, their ends and the quantized input are of each kind."""
-
-    def __init__(self, shape: Shape, device: torch.device) -> None:
-        def normals(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-            return torch.randn(size, dtype=dtype, device=device)
-
-        self.x = normals(shape.rows, shape.k)
-        self.grad = normals(shape.rows, shape.n)
-        self.weight = normals(shape.groups, shape.n, shape.k)
-        self.main_grad = normals(shape.groups, shape.n, shape.k, dtype=torch.float32)
-        self.sizes = {kind: group_sizes(shape, kind, device) for kind in shape.kinds}
-        self.ends = {kind: sizes.cumsum(0, dtype=torch.int32) for kind, sizes in self.sizes.items()}
-        self.x8 = {kind: ops.grouped_quantize(self.x, s, INPUT_FORMAT) for kind, s in self.sizes.items()}
-        self.weight8 = ops.quantize(self.weight, WEIGHT_FORMAT)
-        torch._dynamo.reset()  # what was compiled for other shapes counts against its limit
-        self.add = torch.compile(_add, dynamic=False, fullgraph=True)
-
-    def rows_of(self, kind: str, group: int) -> slice:
-        """The group's rows."""
-        end = int(self.ends[kind][group])
-        return slice(end - int(self.sizes[kind][group]), end)
-
-
-Call = Callable[[Data, str], Tensor]
-Factors = tuple[Tensor, Tensor]
-
-
-def _add(total: Tensor, term: Tensor) -> None:
-    total.add_(term)
-
-
-def _forward(data: Data, kind: str) -> Tensor:
-    return ops.grouped_gemm(data.x, data.weight, data.sizes[kind])
-
-
-def _torch_forward(data: Data, kind: str) -> Tensor:
-    return torch._grouped_mm(data.x, data.weight.mT, offs=data.ends[kind])
-
-
-def _fp8_forward(data: Data, kind: str) -> Tensor:
-    sizes, formats = data.sizes[kind], (INPUT_FORMAT, WEIGHT_FORMAT)
-    return ops.grouped_gemm_quantized(*data.x8[kind], *data.weight8, sizes, *formats, torch.bfloat16)
-
-
-def _data_gradient(data: Data, kind: str) -> Tensor:
-    return ops.grouped_gemm(data.grad, data.weight, data.sizes[kind], transpose_b=False)
-
-
-def _torch_data_gradient(data: Data, kind: str) -> Tensor:
-    return torch._grouped_mm(data.grad, data.weight, offs=data.ends[kind])
-
-
-def _weight_gradient(data: Data, kind: str) -> Tensor:
-    return ops.grouped_gemm_wgrad(data.grad, data.x, data.sizes[kind])
-
-
-def _torch_weight_gradient(data: Data, kind: str) -> Tensor:
-    return torch._grouped_mm(data.grad.t(), data.x, offs=data.ends[kind])
-
-
-def _weight_gradient_added(data: Data, kind: str) -> Tensor:
-    ops.grouped_gemm_wgrad_out(data.grad, data.x, data.sizes[kind], data.main_grad)
-    return data.main_grad
-
-
-def _torch_weight_gradient_added(data: Data, kind: str) -> Tensor:
-    data.add(data.main_grad, _torch_weight_gradient(data, kind))
-    return data.main_grad
-
-
-def _forward_factors(data: Data, kind: str, group: int) -> Factors:
-    return data.x[data.rows_of(kind, group)], data.weight[group].T
-
-
-def _fp8_forward_factors(data: Data, kind: str, group: int) -> Factors:
-    (x, x_scale), (weight, weight_scale), rows = data.x8[kind], data.weight8, data.rows_of(kind, group)
-    return (
-        reference.dequantize(x[rows], x_scale[:, rows], INPUT_FORMAT),
-        reference.dequantize(weight[group], weight_scale[group], WEIGHT_FORMAT).T,
-    )
-
-
-def _data_gradient_factors(data: Data, kind: str, group: int) -> Factors:
-    return data.grad[data.rows_of(kind, group)], data.weight[group]
-
-
-def _weight_gradient_factors(data: Data, kind: str, group: int) -> Factors:
-    rows = data.rows_of(kind, group)
-    return data.grad[rows].T, data.x[rows]
-
-
-@dataclass(frozen=True)
-class Work:
-    """An op's call on groups of a kind, the peer's, and the two matrices whose product a group's result is."""
-
-    name: str
-    op: Call
-    peer: Call
-    peer_name: str
-    factors: Callable[[Data, str, int], Factors]
-    #: whether the product is added to the main gradient.
-    added: bool = False
-    #: whether the peer multiplies the same numbers.
-    same_numbers: bool = True
-
-
-WORKS = (
-    Work("forward", _forward, _torch_forward, "_grouped_mm", _forward_factors),
-    Work(
-        "FP8 forward", _fp8_forward, _torch_forward, "_grouped_mm of bfloat16", _fp8_forward_factors,
-        same_numbers=False,
-    ),
-    Work("data gradient", _data_gradient, _torch_data_gradient, "_grouped_mm", _data_gradient_factors),
-    Work(
-        "weight gradient", _weight_gradient, _torch_weight_gradient, "_grouped_mm", _weight_gradient_factors
-    ),
-    Work(
-        "weight gradient added", _weight_gradient_added, _torch_weight_gradient_added,
-        "_grouped_mm, compiled add", _weight_gradient_factors, added=True,
-    ),
-)  # fmt: skip
 
 
 def verify(data: Data, work: Work, kind: str) -> None:
@@ -231,9 +68,9 @@ def verify(data: Data, work: Work, kind: str) -> None:
             if not error < ROUNDING:
                 raise AssertionError(f"{name}: {error:.2e} away from the float64 product")
             if whose != "torch":
-                inside = FP8_SUMS if "FP8" in work.name else 0.0
+                more = fp8_sums(a, b) if "FP8" in work.name else 0.0
                 terms = a.shape[1] + 1
-                assert_rounded_sum(got, exact, before.abs() + magnitude, terms, name, inside)
+                assert_rounded_sum(got, exact, before.abs() + magnitude, terms, name, more)
 
 
 def _parts(
@@ -302,7 +139,7 @@ def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def host(device: torch.device) -> dict[str, Time]:
     """Of one eager call, on groups so small that the device does not matter."""
     data = Data(Shape("tiny", 8, BLOCK, BLOCK, 128, ("even",)), device)
-    both = {"op": _forward, "torch": _torch_forward}
+    both = {"op": forward, "torch": torch_forward}
     return host_times({name: partial(call, data, "even") for name, call in both.items()}, device)
 
 
@@ -330,7 +167,7 @@ def _line(row: dict[str, Any]) -> str:
         time: Time = row[f"{name}_us"]
         return f"{time.median:9.1f} {f'{time.low:.1f} - {time.high:.1f}':>19s} {row[f'{name}_tflops']:6.1f}"
 
-    words = f"{row['name']:15s} {row['sizes']:6s} {row['work']:21s}"
+    words = f"{row['name']:15s} {row['sizes']:6s} {row['work']:25s}"
     return f"{words} {columns('op')} {columns('peer')} {row['ratio']:6.3f}"
 
 
@@ -348,7 +185,7 @@ def run(device: torch.device, chosen: dict[Shape, list[Work]], arguments: argpar
         more["host"] = {f"{name}_us": asdict(time) for name, time in times.items()} | {"op_over_torch": ratio}
     heads = " ".join(f"{'us':>9s} {'middle half':>19s} {'TFLOPS':>6s}" for _ in range(2))
     print(f"{device.type}: the op, its peer (of 'any': the op with even sizes), and peer / op")
-    print(f"{'':44s} {heads} {'ratio':>6s}", flush=True)
+    print(f"{'':48s} {heads} {'ratio':>6s}", flush=True)
     rows: list[dict[str, Any]] = []
     total = sum(map(len, chosen.values()))
     with tqdm(total=total, unit="work", dynamic_ncols=True, file=sys.stderr) as bar:
@@ -360,7 +197,7 @@ def run(device: torch.device, chosen: dict[Shape, list[Work]], arguments: argpar
     ops.check_group_sizes()
     averages = means(rows)
     for mean in averages:
-        words = f"{mean['work']:21s} {mean['sizes']:6s}"
+        words = f"{mean['work']:25s} {mean['sizes']:6s}"
         print(f"{words} {mean['ratio']:6.3f}  geometric mean over {mean['shapes']} shapes")
     if device.type == "cuda" and rows:
         write("grouped_gemm", device, rows, means=averages, **more)

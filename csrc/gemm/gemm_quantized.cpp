@@ -3,6 +3,7 @@
 
 #include "common/autograd.h"
 #include "common/tensor.h"
+#include "gemm/block_product.h"
 #include "gemm/checks.h"
 #include "gemm/dense_product.h"
 #include "gemm/quantized.h"
@@ -48,6 +49,21 @@ Tensor gemm_quantized_meta(const Tensor& a, const Tensor& a_scale, const Tensor&
   return empty(a, {a.sym_size(0), arguments.columns}, dtype);
 }
 
+// Undefined where no kernel multiplies blocks as they are.
+Tensor block_product_of(const Arguments& arguments, at::ScalarType dtype, const OptionalTensor& bias,
+                        bool transpose_b) {
+  const BlockOperand a{arguments.a.data, arguments.a.scale}, b{arguments.b.data, arguments.b.scale};
+  if (!transpose_b) return Tensor();
+  if (are_rows_by_squares(arguments.a_format, arguments.b_format)) {
+    return block_product({a, b, std::nullopt, bias, std::nullopt}, dtype);
+  }
+  if (bias || !are_rows_by_rows(arguments.a_format, arguments.b_format) || !has_block_kernels(a.data)) {
+    return Tensor();
+  }
+  const Tensor out = empty(a.data, {a.data.size(0), b.data.size(0)}, dtype);
+  return block_reduction_out({a, b, std::nullopt}, out, false) ? out : Tensor();
+}
+
 Tensor gemm_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
                       std::string_view a_key, std::string_view b_key, at::ScalarType dtype,
                       const OptionalTensor& bias, bool transpose_b, const OptionalTensor& a_amax,
@@ -55,6 +71,8 @@ Tensor gemm_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b, c
   const auto arguments =
       check_gemm_quantized(a, a_scale, b, b_scale, a_key, b_key, dtype, bias, transpose_b, a_amax, b_amax);
   const BelowAutograd guard;
+  const Tensor product = block_product_of(arguments, dtype, bias, transpose_b);
+  if (product.defined()) return product;
   const at::ScalarType exact = values_dtype(arguments.a, arguments.a_format, arguments.b, arguments.b_format);
   const Values left = values_of(arguments.a, arguments.a_format, nullptr, false, exact);
   const Values right = values_of(arguments.b, arguments.b_format, nullptr, false, exact);

@@ -4,6 +4,7 @@
 #include "common/autograd.h"
 #include "common/group_offsets.h"
 #include "common/tensor.h"
+#include "gemm/block_product.h"
 #include "gemm/checks.h"
 #include "gemm/grouped_product.h"
 #include "gemm/quantized.h"
@@ -56,14 +57,6 @@ Tensor grouped_quantized_meta(const Tensor& a, const Tensor& a_scale, const Tens
   return empty(a, {a.sym_size(0), arguments.columns}, dtype);
 }
 
-// Both operands by rows, in the blocks that kernels multiply as they are.
-bool takes_blocks(const Arguments& arguments, bool transpose_b) {
-  const Format &a = arguments.a_format, &b = arguments.b_format;
-  return transpose_b && a.family == FormatFamily::kFp8Block && b.family == FormatFamily::kFp8Block &&
-         a.element == DType::kFloat8E4M3 && b.element == DType::kFloat8E4M3 && !a.square_blocks &&
-         b.square_blocks;
-}
-
 Tensor grouped_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
                          const Tensor& group_sizes, std::string_view a_key, std::string_view b_key,
                          at::ScalarType dtype, const OptionalTensor& bias, const OptionalTensor& bias_scale,
@@ -72,8 +65,8 @@ Tensor grouped_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b
                                                  bias, bias_scale, transpose_b, a_amax, b_amax);
   const BelowAutograd guard;
   const Tensor offsets = group_offsets({kOp, "group_sizes", group_sizes}, {kOp, "a", a}, a.size(0));
-  if (takes_blocks(arguments, transpose_b)) {
-    const Tensor out = block_product({a, a_scale, b, b_scale, offsets, bias, bias_scale}, dtype);
+  if (transpose_b && are_rows_by_squares(arguments.a_format, arguments.b_format)) {
+    const Tensor out = block_product({{a, a_scale}, {b, b_scale}, offsets, bias, bias_scale}, dtype);
     if (out.defined()) return out;
   }
   const at::ScalarType exact = values_dtype(arguments.a, arguments.a_format, arguments.b, arguments.b_format);

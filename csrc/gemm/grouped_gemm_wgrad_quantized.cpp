@@ -4,6 +4,7 @@
 #include "common/autograd.h"
 #include "common/group_offsets.h"
 #include "common/tensor.h"
+#include "gemm/block_product.h"
 #include "gemm/checks.h"
 #include "gemm/grouped_product.h"
 #include "gemm/quantized.h"
@@ -23,6 +24,10 @@ struct Operands {
   Format grad_format = {}, input_format = {};
 
   Argument grad_argument() const { return {grad.op, grad.name, grad.data}; }
+  Tensor offsets() const {
+    return group_offsets({grad.op, "group_sizes", group_sizes}, grad_argument(),
+                         value_size(grad, grad_format, 1).expect_int());
+  }
   std::vector<c10::SymInt> sizes() const {
     return {group_sizes.sym_size(0), grad.data.sym_size(0), input.data.sym_size(0)};
   }
@@ -51,12 +56,21 @@ Operands check_operands(const char* op, const Tensor& grad_t, const Tensor& grad
   return operands;
 }
 
+// Whether kernels multiplied blocks as they are.
+bool multiply_blocks(const Operands& operands, const std::optional<Tensor>& offsets, const Tensor& out,
+                     bool accumulate) {
+  const QuantizedArgument &grad = operands.grad, &input = operands.input;
+  return block_reduction_out({{grad.data, grad.scale}, {input.data, input.scale}, offsets}, out, accumulate);
+}
+
+bool takes_blocks(const Operands& operands) {
+  return are_rows_by_rows(operands.grad_format, operands.input_format) &&
+         has_block_kernels(operands.grad.data);
+}
+
 template <typename Multiply>
-auto with_values(const Operands& operands, Multiply&& multiply) {
-  const char* op = operands.grad.op;
+auto with_values(const Operands& operands, const Tensor& offsets, Multiply&& multiply) {
   const Tensor& sizes = operands.group_sizes;
-  const Tensor offsets = group_offsets({op, "group_sizes", sizes}, operands.grad_argument(),
-                                       value_size(operands.grad, operands.grad_format, 1).expect_int());
   const at::ScalarType exact =
       values_dtype(operands.grad, operands.grad_format, operands.input, operands.input_format);
   const Values grad = values_of(operands.grad, operands.grad_format, &sizes, true, exact);
@@ -82,7 +96,12 @@ Tensor wgrad(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& inp
                                            grad_key, input_key, grad_t_amax, input_t_amax);
   check_rounded_dtype(kOp, dtype);
   const BelowAutograd guard;
-  return with_values(operands,
+  const Tensor offsets = operands.offsets();
+  if (takes_blocks(operands)) {
+    const Tensor out = empty(grad_t, {offsets.size(0) - 1, grad_t.size(0), input_t.size(0)}, dtype);
+    if (multiply_blocks(operands, offsets, out, false)) return out;
+  }
+  return with_values(operands, offsets,
                      [&](const ReductionProduct& product) { return reduction_product(product, dtype); });
 }
 
@@ -103,7 +122,9 @@ void wgrad_out(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& i
                                            grad_key, input_key, grad_t_amax, input_t_amax);
   check_accumulator({kOutOp, "out", out}, operands.grad_argument(), operands.sizes());
   const BelowAutograd guard;
-  with_values(operands,
+  const Tensor offsets = operands.offsets();
+  if (takes_blocks(operands) && multiply_blocks(operands, offsets, out, accumulate)) return;
+  with_values(operands, offsets,
               [&](const ReductionProduct& product) { reduction_product_out(product, out, accumulate); });
 }
 

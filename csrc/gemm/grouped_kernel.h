@@ -19,12 +19,15 @@ struct GroupedKernelArgs {
   const void* a;
   const void* b;
   void* out;                // [T, n], or [G, m, n] of kWeightGrad
-  const int32_t* offsets;   // [G + 1]
+  const int32_t* offsets;   // [G + 1]; on Hopper (gemm/hopper.h) null for one group of all rows
   const float* alpha;       // [G], or null for 1
   const float* bias;        // [G, n], or null; rows only
   const float* bias_scale;  // [T], or null for 1; rows only
   const float* a_scale;     // of E4M3 in blocks on Hopper (gemm/hopper.h), else null
   const float* b_scale;
+  const void*
+      a_moved;  // of kWeightGrad of those: a and b with groups at multiples of 16 bytes (gemm/align_groups.h), or null
+  const void* b_moved;
   int64_t rows;    // T
   int64_t groups;  // G
   int64_t m;       // kWeightGrad only
@@ -35,6 +38,7 @@ struct GroupedKernelArgs {
   DType dtype;  // of a and b
   DType out_dtype;
   bool accumulate;  // add to what `out` holds; a group without rows leaves it unchanged
+  bool all_moved;   // a and b as they are do not count
   bool vectors;     // every row of a and b begins at a multiple of 16 bytes
 };
 

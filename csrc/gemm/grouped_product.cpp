@@ -11,13 +11,6 @@ at::Tensor empty_gradient(const ReductionProduct& product, at::ScalarType dtype)
 
 }  // namespace
 
-at::Tensor block_product(const BlockProduct& product, at::ScalarType dtype) {
-#ifdef TRANSFORMER_PLUGIN_CUDA
-  if (product.a.is_cuda()) return block_product_cuda(product, dtype);
-#endif
-  return at::Tensor();
-}
-
 at::Tensor row_product(const RowProduct& product, at::ScalarType dtype) {
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (product.a.is_cuda()) return row_product_cuda(product, dtype);

@@ -31,18 +31,6 @@ struct ReductionProduct {
   int64_t groups() const { return offsets.size(0) - 1; }
 };
 
-// The same of E4M3 codes, `a` [T, K] in blocks of 1x128 and `b` [G, N, K] in blocks of 128x128 (FP32 scales as
-// quantize/tiles.h has them), multiplied as they are: sums of 128 of K as tensor cores make them, added in FP32 under their scales.
-struct BlockProduct {
-  const at::Tensor &a, &a_scale;
-  const at::Tensor &b, &b_scale;
-  const at::Tensor& offsets;
-  const std::optional<at::Tensor>& bias;
-  const std::optional<at::Tensor>& bias_scale;
-};
-// Undefined where no kernel takes it.
-at::Tensor block_product(const BlockProduct& product, at::ScalarType dtype);
-
 at::Tensor row_product(const RowProduct& product, at::ScalarType dtype);
 at::Tensor reduction_product(const ReductionProduct& product, at::ScalarType dtype);
 // `out` [G, N, K] has inner stride 1; written through its pointer, so that its version does not change.
@@ -50,7 +38,6 @@ void reduction_product_out(const ReductionProduct& product, const at::Tensor& ou
 
 at::Tensor row_product_cpu(const RowProduct& product, at::ScalarType dtype);
 void reduction_product_cpu(const ReductionProduct& product, const at::Tensor& out, bool accumulate);
-at::Tensor block_product_cuda(const BlockProduct& product, at::ScalarType dtype);
 at::Tensor row_product_cuda(const RowProduct& product, at::ScalarType dtype);
 at::Tensor reduction_product_cuda(const ReductionProduct& product, at::ScalarType dtype);
 void reduction_product_out_cuda(const ReductionProduct& product, const at::Tensor& out, bool accumulate);

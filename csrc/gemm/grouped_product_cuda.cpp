@@ -5,6 +5,7 @@
 #include <ATen/ops/_grouped_mm.h>
 
 #include "common/tensor.h"
+#include "gemm/grouped_arguments.h"
 #include "gemm/grouped_product.h"
 #include "gemm/hopper.h"
 
@@ -13,11 +14,6 @@ namespace {
 
 using at::Tensor;
 
-bool aligned_rows(const Tensor& tensor) {
-  const int64_t row_bytes = tensor.size(-1) * static_cast<int64_t>(tensor.element_size());
-  return row_bytes % 16 == 0 && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
-}
-
 // torch._grouped_mm without a host read: bf16, rows of whole 16 bytes, below 1024 groups, Hopper or Blackwell; the first
 // has faster kernels here. Elsewhere it falls back to a loop that reads the offsets, so it is not called.
 bool torch_takes(const Tensor& a, const Tensor& b, int64_t groups, at::ScalarType dtype) {
@@ -25,14 +21,6 @@ bool torch_takes(const Tensor& a, const Tensor& b, int64_t groups, at::ScalarTyp
   return a.scalar_type() == at::kBFloat16 && dtype == at::kBFloat16 && groups > 0 && groups < 1024 &&
          a.numel() > 0 && b.numel() > 0 && aligned_rows(a) && aligned_rows(b) &&
          (major == 10 || (major == 9 && !kBuiltForHopper));
-}
-
-const float* float_or_null(const std::optional<Tensor>& tensor) {
-  return tensor ? tensor->const_data_ptr<float>() : nullptr;
-}
-
-std::optional<Tensor> as_float(const std::optional<Tensor>& tensor) {
-  return tensor ? std::optional<Tensor>(tensor->to(at::kFloat).contiguous()) : std::nullopt;
 }
 
 void run_rows(const RowProduct& product, const Tensor& a, const Tensor& b, const Tensor& out, void* stream) {
@@ -57,41 +45,7 @@ void run_rows(const RowProduct& product, const Tensor& a, const Tensor& b, const
   launch_grouped_kernel(product.transpose_b ? GroupedMode::kForward : GroupedMode::kDataGrad, args, stream);
 }
 
-void zero_tail(const Tensor& out, const Tensor& offsets, void* stream) {
-  launch_zero_tail(out.mutable_data_ptr(), offsets.const_data_ptr<int32_t>() + offsets.size(0) - 1,
-                   out.size(0), out.size(1) * static_cast<int64_t>(out.element_size()), stream);
-}
-
 }  // namespace
-
-Tensor block_product_cuda(const BlockProduct& product, at::ScalarType dtype) {
-  const CudaScope scope(product.a);
-  const Tensor a = product.a.contiguous(), b = product.b.contiguous();
-  const Tensor a_scale = product.a_scale.contiguous(), b_scale = product.b_scale.contiguous();
-  const auto bias = as_float(product.bias), bias_scale = as_float(product.bias_scale);
-  GroupedKernelArgs args{};
-  args.a = a.const_data_ptr();
-  args.b = b.const_data_ptr();
-  args.offsets = product.offsets.const_data_ptr<int32_t>();
-  args.bias = float_or_null(bias);
-  args.bias_scale = float_or_null(bias_scale);
-  args.a_scale = a_scale.const_data_ptr<float>();
-  args.b_scale = b_scale.const_data_ptr<float>();
-  args.rows = a.size(0);
-  args.groups = b.size(0);
-  args.n = b.size(1);
-  args.k = a.size(1);
-  args.out_row_stride = args.n;
-  args.dtype = to_dtype(a.scalar_type());
-  args.out_dtype = to_dtype(dtype);
-  args.vectors = aligned_rows(a) && aligned_rows(b);
-  if (args.groups == 0 || !hopper_takes(GroupedMode::kForward, args)) return Tensor();
-  const Tensor out = empty(a, {a.size(0), args.n}, dtype);
-  args.out = out.mutable_data_ptr();
-  launch_hopper(GroupedMode::kForward, args, scope.stream());
-  zero_tail(out, product.offsets, scope.stream());
-  return out;
-}
 
 Tensor row_product_cuda(const RowProduct& product, at::ScalarType dtype) {
   const CudaScope scope(product.a);

@@ -32,10 +32,8 @@ CUtensorMapDataType type_of(DType dtype) {
 }
 
 bool on_hopper() {
-  int device = 0, major = 0;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-         major == 9;
+  int device = 0;
+  return cudaGetDevice(&device) == cudaSuccess && is_hopper(device);
 }
 
 // Copies of boxes count in 16 bytes, and coordinates in 32 bits.
@@ -77,14 +75,22 @@ CUtensorMap tensor_map(const Stack& stack, int box_rows) {
   return map;
 }
 
+bool is_hopper(int device) {
+  int major = 0;
+  return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         major == 9;
+}
+
 bool hopper_takes(GroupedMode mode, const GroupedKernelArgs& args) {
-  const bool blocks = mode == GroupedMode::kForward && args.dtype == DType::kFloat8E4M3;
+  const bool blocks = mode != GroupedMode::kDataGrad && args.dtype == DType::kFloat8E4M3;
   if (args.dtype != DType::kBFloat16 && args.dtype != DType::kFloat16 && !blocks) return false;
   if (!args.vectors || !is_aligned(args.out) || !fits(args.rows) || !fits(args.n)) return false;
+  if (blocks && (!is_aligned(args.a_scale) || !is_aligned(args.b_scale))) return false;
   if (!is_whole(args.n, blocks ? args.out_dtype : args.dtype)) return false;
   if (mode == GroupedMode::kWeightGrad) {
-    if (!fits(args.m) || !is_whole(args.m, args.dtype)) return false;
-    const bool rounded = args.out_dtype == args.dtype && !args.accumulate;  // else it would be rounded twice
+    if (!fits(args.m) || !(blocks || is_whole(args.m, args.dtype))) return false;
+    const DType narrow = blocks ? DType::kBFloat16 : args.dtype;
+    const bool rounded = args.out_dtype == narrow && !args.accumulate;  // else it would be rounded twice
     if (args.out_dtype != DType::kFloat32 && !rounded) return false;
     if (!is_whole(args.out_row_stride, args.out_dtype) || !is_whole(args.out_group_stride, args.out_dtype)) {
       return false;
@@ -103,6 +109,7 @@ void launch_hopper(GroupedMode mode, const GroupedKernelArgs& args, void* stream
                                               : launch_hopper_forward(args, stream);
     case GroupedMode::kDataGrad: return launch_hopper_data_grad(args, stream);
     case GroupedMode::kWeightGrad:
+      if (args.dtype == DType::kFloat8E4M3) return launch_hopper_weight_grad_blocks(args, stream);
       return args.out_dtype == DType::kFloat32 ? launch_hopper_weight_grad_float(args, stream)
                                                : launch_hopper_weight_grad(args, stream);
   }

@@ -54,6 +54,11 @@ __device__ __forceinline__ uint32_t block_in_cluster() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
+__device__ __forceinline__ int cluster_in_grid() {
+  int number;
+  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(number));
+  return number;
+}
 __device__ __forceinline__ void sync_cluster() {
   asm volatile(
       "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait."
@@ -79,6 +84,18 @@ __device__ __forceinline__ void load_box(void* to, const CUtensorMap& map, uint6
       "[%2];" ::"r"(shared_address(to)),
       "l"(&map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z)
       : "memory");
+}
+// Bytes one after the other: their number and both addresses are multiples of 16.
+__device__ __forceinline__ void load_bytes(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+// Into the second level cache.
+__device__ __forceinline__ void prefetch_line(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
 }
 // To the same place in each block of the cluster that has a bit in `blocks`, and told to its barrier.
 __device__ __forceinline__ void load_box_for(uint16_t blocks, void* to, const CUtensorMap& map,

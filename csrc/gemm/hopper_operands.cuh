@@ -7,7 +7,7 @@ namespace transformer_plugin::gemm::hopper {
 
 // What of GroupedKernelArgs the kernel needs, in registers' sizes.
 struct RowsArgs {
-  const int32_t* offsets;
+  const int32_t* offsets;  // or null for one group of all rows
   void* out;
   const float* alpha;
   const float* bias;
@@ -16,7 +16,7 @@ struct RowsArgs {
   const float* b_scale;  // of blocks of 128x128, [groups, ceil(n / 128), b_scale_width]
   int64_t a_scale_width;
   int b_scale_width;
-  int groups, n, k;
+  int groups, rows, n, k;
 };
 
 // Where a warpgroup's part of a tile lies.
@@ -30,9 +30,16 @@ template <typename T, bool by_columns>
 struct Plain {
   using Element = T;
   using Out = T;
+  using Shared = PlainShared;
   static constexpr bool b_by_columns = by_columns;
 
-  static __device__ __forceinline__ void sum(const RowsArgs&, Shared& shared, Place& place, int steps,
+  struct ScaleCopy {
+    __device__ __forceinline__ ScaleCopy(const RowsArgs&, int, int, const Tile&, int) {}
+    __device__ __forceinline__ uint32_t bytes() const { return 0; }
+    __device__ __forceinline__ void start(Shared&, const Place<Shared>&) const {}
+  };
+
+  static __device__ __forceinline__ void sum(const RowsArgs&, Shared& shared, Place<Shared>& place, int steps,
                                              const Part& part, float (&sums)[kSums]) {
     int read = -1;  // the stage of the step before
     for (int step = 0; step < steps; ++step, place.next()) {
@@ -56,41 +63,61 @@ struct Plain {
 };
 
 // E4M3 under scales of blocks. Tensor cores sum E4M3 with some 14 bits, so the sum of each 128 of k leaves them, and is
-// added in FP32 under the scales of its blocks. While one warpgroup does that the other's products run.
+// added in FP32 under the scales of its blocks. While one warpgroup does that the other's products run. Scales come with the
+// stage: loads by those that multiply made them a tenth slower.
 struct Blocks {
   using Element = uint8_t;
   using Out = __nv_bfloat16;
+  using Shared = RowScaledShared;
   static constexpr bool b_by_columns = false;
   static constexpr int kBlock = 128;
   static_assert(kStep<Element> == kBlock && kTileColumns == 2 * kBlock, "a stage is a block of k");
 
-  static __device__ __forceinline__ void sum(const RowsArgs& args, Shared& shared, Place& place, int steps,
-                                             const Part& part, float (&sums)[kSums]) {
-    const int lane = threadIdx.x % kWarpSize;
-    const int low = part.row + threadIdx.x % kWarpgroup / kWarpSize * 16 + lane / 4, high = low + 8;
-    const bool has_low = low < part.end_row, has_high = high < part.end_row;
-    const int lines = (args.n + kBlock - 1) / kBlock, line = part.column / kBlock;
-    const float* of_a = args.a_scale + low;
-    const float* of_b = args.b_scale + (static_cast<int64_t>(part.group) * lines + line) * args.b_scale_width;
-    const float* of_b_right = of_b + (line + 1 < lines ? args.b_scale_width : 0);
-    float scale_low = 0.0f, scale_high = 0.0f, scale_left = 0.0f, scale_right = 0.0f;
-    const auto fetch = [&](int step) {  // a step ahead
-      if (has_low) scale_low = __ldg(of_a);
-      if (has_high) scale_high = __ldg(of_a + 8);
-      of_a += args.a_scale_width;
-      scale_left = __ldg(of_b + step);
-      scale_right = __ldg(of_b_right + step);
-    };
-    fetch(0);
+  // The scales of a stage. What is copied begins at multiples of 16 bytes, so rows at a multiple of 4 and columns with those
+  // of a multiple of 4 stages.
+  class ScaleCopy {
+   public:
+    __device__ __forceinline__ ScaleCopy(const RowsArgs& args, int, int row, const Tile& tile, int step) {
+      const int lines = (args.n + kBlock - 1) / kBlock, line = tile.column * (kTileColumns / kBlock);
+      const int first = row / 4 * 4;
+      rows_ = args.a_scale + step * args.a_scale_width + first;
+      row_bytes_ =
+          4 * static_cast<uint32_t>(min(kTileRows + 4, static_cast<int>(args.a_scale_width) - first));
+      if (line >= lines) return;  // the tile is past the last column
+      left_ = args.b_scale + (static_cast<int64_t>(tile.group) * lines + line) * args.b_scale_width +
+              step / 4 * 4;
+      right_ = left_ + (line + 1 < lines ? args.b_scale_width : 0);
+    }
+    __device__ __forceinline__ uint32_t bytes() const { return row_bytes_ + (left_ ? 32 : 0); }
+    __device__ __forceinline__ void start(Shared& shared, const Place<Shared>& place) const {
+      RowScales& scales = shared.scales[place.stage];
+      uint64_t* full = &shared.full[place.stage];
+      load_bytes(scales.rows, rows_, row_bytes_, full);
+      if (!left_) return;
+      load_bytes(scales.columns[0], left_, 16, full);
+      load_bytes(scales.columns[1], right_, 16, full);
+    }
+
+   private:
+    const float *rows_, *left_ = nullptr, *right_ = nullptr;
+    uint32_t row_bytes_;
+  };
+
+  static __device__ __forceinline__ void sum(const RowsArgs& args, Shared& shared, Place<Shared>& place,
+                                             int steps, const Part& part, float (&sums)[kSums]) {
+    const int lane = threadIdx.x % kWarpSize, zero = zero_of_thread();
+    const int own = part.number * kBoxLines + threadIdx.x % kWarpgroup / kWarpSize * 16 + lane / 4;
+    const int low = own + (part.row - part.number * kBoxLines) % 4;
     for (int step = 0; step < steps; ++step, place.next()) {
-      const float scales[2][2] = {{scale_low * scale_left, scale_high * scale_left},
-                                  {scale_low * scale_right, scale_high * scale_right}};
       wait(&shared.full[place.stage], place.parity);
-      if (step + 1 < steps) fetch(step + 1);
       const Stage& stage = shared.stages[place.stage];
+      const RowScales& scales = shared.scales[place.stage];
+      const float scale_low = scales.rows[low], scale_high = scales.rows[low + 8];
       const uint64_t a = by_rows(stage.left[part.number]), b = by_rows(stage.right);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        const float scale = scales.columns[half][step % 4 + zero];
+        const float both[2] = {scale_low * scale, scale_high * scale};
         float products[64];
         begin_products();
 #pragma unroll
@@ -102,7 +129,7 @@ struct Blocks {
         if (half == 1) release(shared, place.stage);
 #pragma unroll
         for (int i = 0; i < 64; ++i) {
-          sums[half * 64 + i] = fmaf(products[i], scales[half][i / 2 % 2], sums[half * 64 + i]);
+          sums[half * 64 + i] = fmaf(products[i], both[i / 2 % 2], sums[half * 64 + i]);
         }
       }
     }

@@ -43,8 +43,8 @@ class RowsWalk {
     const int group = base_ + lane_;
     end_ = 0;
     if (group < args_.groups) {
-      own_begin_ = args_.offsets[group];
-      own_end_ = args_.offsets[group + 1];
+      own_begin_ = args_.offsets ? args_.offsets[group] : 0;
+      own_end_ = args_.offsets ? args_.offsets[group + 1] : args_.rows;
       end_ = pairs(own_begin_, own_end_).count();
     }
 #pragma unroll
@@ -98,6 +98,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   using Element = typename Kind::Element;
   using Out = typename Kind::Out;
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+  using Shared = typename Kind::Shared;
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   const int block = static_cast<int>(block_in_cluster());
@@ -109,19 +110,20 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   init_stages(shared);
   wait_for_the_kernel_before();
   const int clusters = static_cast<int>(gridDim.x) / kCluster;
-  const int first = static_cast<int>(blockIdx.x) / kCluster;
   const int steps = (args.k + kStep<Element> - 1) / kStep<Element>;
   Tile tile;
-  Place place;
+  Place<Shared> place;
   if (warpgroup == 0) {
     fewer_registers<kCopierRegisters>();
     if (threadIdx.x < kWarpSize) {
       RowsWalk walk(args, block);
-      for (int index = first; walk.find(index, tile); index += clusters) {
+      for (int index = cluster_in_grid(); walk.find(index, tile); index += clusters) {
         const int row = walk.begin_row + tile.row * kTileRows, column = tile.column * kTileColumns;
         if (threadIdx.x == 0) {
-          for (int step = 0; step < steps; ++step) {
+#pragma unroll 1
+          for (int step = 0; step < steps; ++step, place.next()) {
             const int k = step * kStep<Element>;
+            const typename Kind::ScaleCopy scales(args, walk.end_row, row, tile, step);
             fill_stage(
                 shared, place, block, tile.same_columns,
                 [&](void* to, int box, uint64_t* barrier, bool for_both) {
@@ -131,7 +133,9 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
                   const int line = column + box * kBoxLines;
                   Kind::b_by_columns ? load(for_both, to, b_map, barrier, line, k, tile.group)
                                      : load(for_both, to, b_map, barrier, k, line, tile.group);
-                });
+                },
+                scales.bytes());
+            scales.start(shared, place);
           }
         }
         __syncwarp();
@@ -141,7 +145,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     more_registers<kMultiplierRegisters>();
     const int number = warpgroup - 1;
     RowsWalk walk(args, block);
-    for (int index = first; walk.find(index, tile); index += clusters) {
+    for (int index = cluster_in_grid(); walk.find(index, tile); index += clusters) {
       const Part part{tile.group, number, walk.begin_row + tile.row * kTileRows + number * kBoxLines,
                       walk.end_row, tile.column * kTileColumns};
       if (part.row >= part.end_row || part.column >= args.n) {  // nothing of this warpgroup's
@@ -184,7 +188,8 @@ template <typename Kind>
 void launch_rows(const GroupedKernelArgs& args, cudaStream_t stream) {
   constexpr auto kernel = hopper_rows_kernel<Kind>;
   static DynamicSharedMemory shared_memory;
-  shared_memory.allow(kernel, sizeof(Shared));
+  constexpr int kShared = sizeof(typename Kind::Shared);
+  shared_memory.allow(kernel, kShared);
   const CUtensorMap a =
       tensor_map({args.a, args.dtype, args.k, args.rows, 1, args.k, args.rows * args.k}, kBoxLines);
   const int64_t b_columns = Kind::b_by_columns ? args.n : args.k;
@@ -203,9 +208,10 @@ void launch_rows(const GroupedKernelArgs& args, cudaStream_t stream) {
                      (args.rows + 3) / 4 * 4,
                      static_cast<int>((args.k + 511) / 512 * 4),
                      static_cast<int>(args.groups),
+                     static_cast<int>(args.rows),
                      static_cast<int>(args.n),
                      static_cast<int>(args.k)};
-  launch_early(kernel, cluster_grid(), kThreads, sizeof(Shared), stream, a, b, out, own);
+  launch_early(kernel, cluster_grid(), kThreads, kShared, stream, a, b, out, own);
   check_launch("hopper_rows_kernel");
 }
 

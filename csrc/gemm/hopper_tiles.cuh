@@ -15,7 +15,6 @@
 namespace transformer_plugin::gemm::hopper {
 
 inline constexpr int kTileRows = 128, kTileColumns = 256;
-inline constexpr int kStages = 4;
 inline constexpr int kCluster = 2;
 inline constexpr int kWarpgroup = 128;  // threads
 inline constexpr int kMultipliers = 2;  // warpgroups
@@ -38,27 +37,51 @@ struct Stage {
   alignas(1024) uint8_t left[kLeftBoxes][kBoxBytes];
   alignas(1024) uint8_t right[kRightBoxes][kBoxBytes];
 };
-struct Shared {
-  Stage stages[kStages];
-  alignas(1024) uint8_t out[kMultipliers][2][kBoxBytes];
-  uint64_t full[kStages], empty[kStages];
+// Scales that come with a stage: none,
+struct NoScales {};
+// of the lines of a tile of ragged rows, from a multiple of 4 rows on, and of the two blocks of columns for 4 stages,
+struct RowScales {
+  alignas(16) float rows[kTileRows + 4];
+  float columns[2][4];
+};
+// or of all lines of both operands.
+struct LineScales {
+  alignas(16) float left[kTileRows], right[kTileColumns];
 };
 
+template <typename Scales, int stage_count, int box_count>
+struct SharedOf {
+  static constexpr int kStages = stage_count;
+  static constexpr int kBoxes = box_count;  // of a warpgroup on their way out, in turn
+
+  Stage stages[kStages];
+  alignas(1024) uint8_t out[kMultipliers][kBoxes][kBoxBytes];
+  Scales scales[kStages];
+  uint64_t full[kStages], empty[kStages];
+};
+using PlainShared = SharedOf<NoScales, 4, 2>;
+using RowScaledShared = SharedOf<RowScales, 4, 2>;
+using LineScaledShared = SharedOf<LineScales, 4, 1>;
+static_assert(sizeof(RowScaledShared) <= 232448 && sizeof(LineScaledShared) <= 232448,
+              "what a block may have");
+
 // Where a thread is in the ring of stages.
+template <typename Shared>
 struct Place {
   int stage = 0;
   uint32_t parity = 0;
   __device__ __forceinline__ void next() {
-    if (++stage == kStages) {
+    if (++stage == Shared::kStages) {
       stage = 0;
       parity ^= 1;
     }
   }
 };
 
+template <typename Shared>
 __device__ __forceinline__ void init_stages(Shared& shared) {
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < kStages; ++stage) {
+    for (int stage = 0; stage < Shared::kStages; ++stage) {
       init_barrier(&shared.full[stage], 1);
       init_barrier(&shared.empty[stage], kCluster * kMultipliers * kWarpgroup / kWarpSize);
     }
@@ -68,14 +91,15 @@ __device__ __forceinline__ void init_stages(Shared& shared) {
 }
 
 // All boxes of a stage, by one thread: load(to, box, barrier, shared) for each. What the tiles of the cluster share, each
-// of its blocks loads a half of for both.
-template <typename LoadLeft, typename LoadRight>
-__device__ __forceinline__ void fill_stage(Shared& shared, Place& place, int block, bool same_columns,
-                                           LoadLeft load_left, LoadRight load_right) {
+// of its blocks loads a half of for both. `more_bytes` are announced too; who asks for them loads them.
+template <typename Shared, typename LoadLeft, typename LoadRight>
+__device__ __forceinline__ void fill_stage(Shared& shared, const Place<Shared>& place, int block,
+                                           bool same_columns, LoadLeft load_left, LoadRight load_right,
+                                           uint32_t more_bytes = 0) {
   uint64_t* full = &shared.full[place.stage];
-  Stage& stage = shared.stages[place.stage];
+  auto& stage = shared.stages[place.stage];
   wait(&shared.empty[place.stage], place.parity ^ 1);
-  arrive_and_expect(full, sizeof(Stage));
+  arrive_and_expect(full, sizeof(stage.left) + sizeof(stage.right) + more_bytes);
   if (same_columns) {
 #pragma unroll
     for (int box = 0; box < kLeftBoxes; ++box) load_left(stage.left[box], box, full, false);
@@ -89,7 +113,6 @@ __device__ __forceinline__ void fill_stage(Shared& shared, Place& place, int blo
 #pragma unroll
     for (int box = 0; box < kRightBoxes; ++box) load_right(stage.right[box], box, full, false);
   }
-  place.next();
 }
 
 // A box for this block, or for both.
@@ -100,9 +123,18 @@ __device__ __forceinline__ void load(bool for_both, void* to, const CUtensorMap&
 }
 
 // A warp has read the stage.
+template <typename Shared>
 __device__ __forceinline__ void release(Shared& shared, int stage) {
   const uint32_t lane = threadIdx.x % kWarpSize;
   if (lane < kCluster) arrive_at(&shared.empty[stage], lane);
+}
+
+// 0, which the compiler takes for a number of each thread. What it knows to be the same in all threads it moves into a
+// uniform register as soon as it is loaded, and so waits for it.
+__device__ __forceinline__ int zero_of_thread() {
+  int zero;
+  asm("shr.u32 %0, %1, 31;" : "=r"(zero) : "r"(threadIdx.x));
+  return zero;
 }
 
 // A matrix of so many tiles taken by two blocks at a time.
@@ -171,15 +203,15 @@ __device__ __forceinline__ void write_box(const float (&sums)[kSums], int i, uin
 
 // A warpgroup's sums to the output: box by box, and when a box is written, store(box, column) with the first of its columns,
 // called by all threads.
-template <typename T, typename Store>
-__device__ __forceinline__ void store_sums(const float (&sums)[kSums], uint8_t (&boxes)[2][kBoxBytes],
+template <typename T, int kBoxes, typename Store>
+__device__ __forceinline__ void store_sums(const float (&sums)[kSums], uint8_t (&boxes)[kBoxes][kBoxBytes],
                                            int number, Store store) {
   constexpr int kColumns = kStep<T>;
   const bool first = threadIdx.x % kWarpgroup == 0;
 #pragma unroll
   for (int i = 0; i < kTileColumns / kColumns; ++i) {
-    uint8_t* box = boxes[i % 2];
-    if (first) wait_until_stored<1>();
+    uint8_t* box = boxes[i % kBoxes];
+    if (first) wait_until_stored<kBoxes - 1>();
     sync_threads(1 + number, kWarpgroup);
     write_box<T>(sums, i, box);
     fence_for_copies();

@@ -3,116 +3,109 @@
 #pragma once
 
 #include "common/shared_memory.cuh"
-#include "gemm/hopper_map.h"
-#include "gemm/hopper_tiles.cuh"
+#include "gemm/hopper_weight_grad_operands.cuh"
 
 namespace transformer_plugin::gemm::hopper {
 
-struct WeightGradArgs {
-  const int32_t* offsets;
-  const float* alpha;
-  float* sum;  // what threads add to, else null
-  int64_t group_stride, row_stride;
-  int groups, m, n;
-  bool accumulate;
-};
-
-inline constexpr int kRowsAtOnce = kBoxLines;  // rows of the operands in a stage
-
-// Zeroes the rows of a stage that are past the group's end, by all that multiply.
-__device__ __forceinline__ void zero_rows(Stage& stage, int left) {
-  const int pieces = (kRowsAtOnce - left) * (kLine / 16);  // of a box
-  constexpr int kBoxes = kLeftBoxes + kRightBoxes;
-  for (int i = static_cast<int>(threadIdx.x) - kWarpgroup; i < pieces * kBoxes;
-       i += kMultipliers * kWarpgroup) {
-    const int box = i / pieces;
-    uint8_t* to = box < kLeftBoxes ? stage.left[box] : stage.right[box - kLeftBoxes];
-    *reinterpret_cast<uint4*>(to + left * kLine + i % pieces * 16) = uint4{};
-  }
-  fence_for_copies();
-  sync_threads(1 + kMultipliers, kMultipliers * kWarpgroup);
-}
-
-// Adds a warpgroup's sums to those in memory, `rows` by `columns` of its 64 by 256 at `to`. What is there for the first boxes
-// is sent for while the products run.
+// Adds a warpgroup's sums to those in memory, `rows` by `columns` of its 64 by 256 at `to`, 32 columns at a time: those that
+// have a bit in args.thread_boxes by threads, the others by the copy engine. What threads add to is sent for while the
+// products run, into the second level cache.
 class Adder {
  public:
   __device__ __forceinline__ Adder(float* to, int64_t row_stride, int rows, int columns)
-      : to_(to + threadIdx.x % kWarpgroup / kPieces * row_stride + threadIdx.x % kPieces * 4),
-        step_(kRowsApart * row_stride),
-        rows_(rows - static_cast<int>(threadIdx.x % kWarpgroup / kPieces)),
-        columns_(columns - static_cast<int>(threadIdx.x % kPieces * 4)) {}
+      : to_(to), row_stride_(row_stride), rows_(rows), columns_(columns) {}
 
-  __device__ __forceinline__ void send() {
+  __device__ __forceinline__ void send(uint32_t thread_boxes) const {
+    const int row = threadIdx.x % kBoxLines;
+    if (row >= rows_) return;
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) fetch(i);
+    for (int i = 0; i < kBoxes; i += 2) {
+      const int box = i + threadIdx.x % kWarpgroup / kBoxLines;
+      if (thread_boxes >> box & 1 && box * kColumns < columns_) {
+        prefetch_line(to_ + row * row_stride_ + box * kColumns);
+      }
+    }
   }
-  __device__ __forceinline__ void add(const float (&sums)[kSums], uint8_t (&boxes)[2][kBoxBytes],
-                                      int number) {
+  // add_box(box, column): of the copy engine, by one thread.
+  template <int kOutBoxes, typename AddBox>
+  __device__ __forceinline__ void add(const float (&sums)[kSums], uint8_t (&boxes)[kOutBoxes][kBoxBytes],
+                                      int number, uint32_t thread_boxes, AddBox add_box) {
+    const bool first = threadIdx.x % kWarpgroup == 0;
+    int copied = 0;
+    fetch(__ffs(thread_boxes) - 1);
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
-      uint8_t* box = boxes[i % 2];
-      write_box<float>(sums, i, box);
-      sync_threads(1 + number, kWarpgroup);
-#pragma unroll
-      for (int j = 0; j < kRows; ++j) {
-        const int row = threadIdx.x % kWarpgroup / kPieces + j * kRowsApart;
-        const float4 sum = *reinterpret_cast<const float4*>(swizzled(box, row, threadIdx.x % kPieces));
-        const float4 old = old_[i % kAhead][j];
-        if (has(i, j)) {
-          __stcs(at(i, j), make_float4(old.x + sum.x, old.y + sum.y, old.z + sum.z, old.w + sum.w));
-        }
+      if (thread_boxes >> i & 1) {
+        add_own(sums, i);
+        fetch(__ffs(thread_boxes & ~((2u << i) - 1)) - 1);
+        continue;
       }
-      if (i + kAhead < kBoxes) fetch(i + kAhead);
+      uint8_t* box = boxes[copied++ % kOutBoxes];
+      if (first) wait_until_stored<kOutBoxes - 1>();
+      sync_threads(1 + number, kWarpgroup);
+      write_box<float>(sums, i, box);
+      fence_for_copies();
+      sync_threads(1 + number, kWarpgroup);
+      if (first && i * kColumns < columns_ && rows_ > 0) add_box(box, i * kColumns);
+      if (first) commit_stores();
     }
-    sync_threads(1 + number, kWarpgroup);  // boxes have been read
   }
 
  private:
   static constexpr int kColumns = kLine / static_cast<int>(sizeof(float)), kBoxes = kTileColumns / kColumns;
-  static constexpr int kPieces = kLine / 16;  // of a row of a box
-  static constexpr int kRowsApart = kWarpgroup / kPieces, kRows = kBoxLines / kRowsApart;  // of a thread
-  static constexpr int kAhead = 4;
 
-  __device__ __forceinline__ bool has(int i, int j) const {
-    return j * kRowsApart < rows_ && i * kColumns < columns_;
-  }
-  __device__ __forceinline__ float4* at(int i, int j) const {
-    return reinterpret_cast<float4*>(to_ + j * step_ + i * kColumns);
-  }
-  __device__ __forceinline__ void fetch(int i) {
+  // A thread's sums of a box are pairs: of two rows, in four places 8 columns apart.
+  template <typename Use>
+  __device__ __forceinline__ void each_pair(int box, Use use) const {
+    const int lane = threadIdx.x % kWarpSize;
+    const int row = threadIdx.x % kWarpgroup / kWarpSize * 16 + lane / 4,
+              column = box * kColumns + lane % 4 * 2;
 #pragma unroll
-    for (int j = 0; j < kRows; ++j) {
-      if (has(i, j)) old_[i % kAhead][j] = __ldcs(at(i, j));
+    for (int half = 0; half < 2; ++half) {
+      float* line = to_ + (row + half * 8) * row_stride_ + column;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const bool has = row + half * 8 < rows_ && column + j * 8 < columns_;
+        use(j * 2 + half, reinterpret_cast<float2*>(line + j * 8), has);
+      }
     }
+  }
+  __device__ __forceinline__ void fetch(int box) {  // or none, of -1
+    each_pair(box,
+              [&](int pair, float2* at, bool has) { old_[pair] = box >= 0 && has ? __ldcs(at) : float2{}; });
+  }
+  __device__ __forceinline__ void add_own(const float (&sums)[kSums], int box) const {
+    each_pair(box, [&](int pair, float2* at, bool has) {
+      const float* own = &sums[box * 16 + pair * 2];
+      if (has) __stcs(at, make_float2(old_[pair].x + own[0], old_[pair].y + own[1]));
+    });
   }
 
   float* to_;
-  int64_t step_;
+  int64_t row_stride_;
   int rows_, columns_;
-  float4 old_[kAhead][kRows];
+  float2 old_[8];
 };
 
-template <typename T, typename Out>
+// Kind is one of hopper_weight_grad_operands.cuh.
+template <typename Kind, typename Out>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-    hopper_weight_grad_kernel(const __grid_constant__ CUtensorMap grad_map,
-                              const __grid_constant__ CUtensorMap input_map,
-                              const __grid_constant__ CUtensorMap out_map,
+    hopper_weight_grad_kernel(const __grid_constant__ WeightGradMaps maps,
                               const __grid_constant__ WeightGradArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using Shared = typename Kind::Shared;
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   const int block = static_cast<int>(block_in_cluster());
   if (threadIdx.x == 0) {
-    prefetch(grad_map);
-    prefetch(input_map);
-    prefetch(out_map);
+    prefetch(maps.grad);
+    prefetch(maps.input);
+    prefetch(maps.out);
   }
   init_stages(shared);
   wait_for_the_kernel_before();
   const int clusters = static_cast<int>(gridDim.x) / kCluster;
-  const int first = static_cast<int>(blockIdx.x) / kCluster;
   const Pairs pairs{(args.m + kTileRows - 1) / kTileRows, (args.n + kTileColumns - 1) / kTileColumns};
   const int of_group = pairs.count(), count = args.groups * of_group;
   const auto find = [&](int index) {
@@ -120,22 +113,20 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     tile.group = index / of_group;
     return tile;
   };
-  Place place;
+  const auto rows_of = [&](int group) {
+    return args.offsets ? Rows{args.offsets[group], args.offsets[group + 1], 0} : Rows{0, args.rows, 0};
+  };
+  Place<Shared> place;
   if (warpgroup == 0) {
     fewer_registers<kCopierRegisters>();
     if (threadIdx.x == 0) {
-      for (int index = first; index < count; index += clusters) {
+      RowTiles<Kind::kRows> row_tiles;
+      for (int index = cluster_in_grid(); index < count; index += clusters) {
         const Tile tile = find(index);
-        const int end = args.offsets[tile.group + 1];
-        for (int row = args.offsets[tile.group]; row < end; row += kRowsAtOnce) {
-          fill_stage(
-              shared, place, block, tile.same_columns,
-              [&](void* to, int box, uint64_t* barrier, bool for_both) {
-                load(for_both, to, grad_map, barrier, tile.row * kTileRows + box * kBoxLines, row, 0);
-              },
-              [&](void* to, int box, uint64_t* barrier, bool for_both) {
-                load(for_both, to, input_map, barrier, tile.column * kTileColumns + box * kBoxLines, row, 0);
-              });
+        Rows rows = rows_of(tile.group);
+        rows.first_tile = row_tiles.before(args.offsets, tile.group);
+        for (int row = rows.begin; row < rows.end; row += Kind::kRows, place.next()) {
+          Kind::fill(maps, args, shared, place, block, tile, rows, row);
         }
       }
     }
@@ -143,47 +134,34 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   } else {
     more_registers<kMultiplierRegisters>();
     const int number = warpgroup - 1;
-    for (int index = first; index < count; index += clusters) {
+    for (int index = cluster_in_grid(); index < count; index += clusters) {
       const Tile tile = find(index);
-      const int begin = args.offsets[tile.group], end = args.offsets[tile.group + 1];
-      if (begin >= end && args.accumulate) continue;
+      const Rows rows = rows_of(tile.group);
+      if (rows.begin >= rows.end && args.accumulate) continue;
       const int line = tile.row * kTileRows + number * kBoxLines, column = tile.column * kTileColumns;
-      const bool adds = sizeof(Out) == 4 && args.sum;
-      Adder adder(args.sum + tile.group * args.group_stride + line * args.row_stride + column,
-                  args.row_stride, args.m - line, args.n - column);
-      if (adds) adder.send();
+      const auto adder = [&] {
+        return Adder(args.sum + tile.group * args.group_stride + line * args.row_stride + column,
+                     args.row_stride, args.m - line, args.n - column);
+      };
+      if (args.accumulate) adder().send(args.thread_boxes);
       float sums[kSums] = {};
-      int read = -1;  // the stage of the step before
-      for (int row = begin; row < end; row += kRowsAtOnce, place.next()) {
-        wait(&shared.full[place.stage], place.parity);
-        Stage& stage = shared.stages[place.stage];
-        if (end - row < kRowsAtOnce) zero_rows(stage, end - row);
-        const uint64_t a = by_columns(stage.left[number], kBoxBytes), b = by_columns(stage.right, kBoxBytes);
-        begin_products();
-#pragma unroll
-        for (int i = 0; i < kRowsAtOnce / 16; ++i) {  // descriptors count 16 bytes
-          multiply<T, true, true>(sums, a + i * kLine, b + i * kLine);
-        }
-        commit_products();
-        wait_for_products<1>();
-        if (read >= 0) release(shared, read);
-        read = place.stage;
-      }
-      wait_for_products<0>();
-      if (read >= 0) release(shared, read);
+      Kind::sum(shared, place, rows, number, sums);
       if (args.alpha) {
         const float alpha = args.alpha[tile.group];
 #pragma unroll
         for (float& sum : sums) sum = sum * alpha;
       }
-      if (adds) {
-        adder.add(sums, shared.out[number], number);
-        continue;
+      if constexpr (sizeof(Out) == 4) {
+        if (args.accumulate) {
+          adder().add(sums, shared.out[number], number, args.thread_boxes, [&](uint8_t* box, int offset) {
+            add_box(maps.out, box, column + offset, line, tile.group);
+          });
+          continue;
+        }
       }
       store_sums<Out>(sums, shared.out[number], number, [&](uint8_t* box, int offset) {
         if (threadIdx.x % kWarpgroup != 0 || line >= args.m || column + offset >= args.n) return;
-        args.accumulate ? add_box(out_map, box, column + offset, line, tile.group)
-                        : store_box(out_map, box, column + offset, line, tile.group);
+        store_box(maps.out, box, column + offset, line, tile.group);
       });
     }
     if (threadIdx.x % kWarpgroup == 0) wait_until_stored<0>();
@@ -193,35 +171,45 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 #endif
 }
 
-// Sums in memory are added to by the copy engine, in the second level cache, which takes 1.2 TB/s and lets the next tile begin;
-// or by threads, which takes what memory gives and their time. With few rows for a group there is less to hide the first behind.
-inline bool threads_add(const GroupedKernelArgs& args) {
-  constexpr int64_t kFewRows = 768;  // of a group, on average
-  return args.rows < kFewRows * args.groups;
+// Sums in memory are added to in two ways: by the copy engine in the second level cache, which takes 1.2 TB/s and lets the next
+// tile begin; and by threads, which takes what memory gives, and their time. They take turns, so that threads work while a box
+// is on its way; with many rows for each group the next tile hides all of it. Which boxes of 8, by the rows of a group on
+// average, as they were fastest on an H200.
+inline uint32_t thread_boxes(const GroupedKernelArgs& args) {
+  constexpr int64_t kFewRows = 768, kManyRows = 1536;
+  if (args.rows >= kManyRows * args.groups) return 0;
+  const bool most = args.dtype == DType::kFloat8E4M3 && args.rows < kFewRows * args.groups;
+  return most ? 0b11101110 : 0b01010100;
 }
 
-template <typename T, typename Out>
+template <typename Kind, typename Out>
 void launch_weight_grad(const GroupedKernelArgs& args, cudaStream_t stream) {
-  constexpr auto kernel = hopper_weight_grad_kernel<T, Out>;
+  constexpr auto kernel = hopper_weight_grad_kernel<Kind, Out>;
+  constexpr int kShared = sizeof(typename Kind::Shared);
   static DynamicSharedMemory shared_memory;
-  shared_memory.allow(kernel, sizeof(Shared));
-  const CUtensorMap grad =
-      tensor_map({args.a, args.dtype, args.m, args.rows, 1, args.m, args.rows * args.m}, kRowsAtOnce);
-  const CUtensorMap input =
-      tensor_map({args.b, args.dtype, args.n, args.rows, 1, args.n, args.rows * args.n}, kRowsAtOnce);
-  const CUtensorMap out = tensor_map(
+  shared_memory.allow(kernel, kShared);
+  WeightGradMaps maps{};
+  Kind::encode(maps, args);
+  maps.out = tensor_map(
       {args.out, args.out_dtype, args.n, args.m, args.groups, args.out_row_stride, args.out_group_stride},
       kBoxLines);
   const WeightGradArgs own{args.offsets,
                            args.alpha,
-                           args.accumulate && threads_add(args) ? static_cast<float*>(args.out) : nullptr,
+                           static_cast<float*>(args.out),
+                           args.a_scale,
+                           args.b_scale,
                            args.out_group_stride,
                            args.out_row_stride,
+                           static_cast<int>((args.m + 3) / 4 * 4),
+                           static_cast<int>((args.n + 3) / 4 * 4),
                            static_cast<int>(args.groups),
+                           static_cast<int>(args.rows),
                            static_cast<int>(args.m),
                            static_cast<int>(args.n),
-                           args.accumulate};
-  launch_early(kernel, cluster_grid(), kThreads, sizeof(Shared), stream, grad, input, out, own);
+                           thread_boxes(args),
+                           args.accumulate,
+                           args.all_moved};
+  launch_early(kernel, cluster_grid(), kThreads, kShared, stream, maps, own);
   check_launch("hopper_weight_grad_kernel");
 }
 

@@ -7,6 +7,7 @@
 
 #include "common/autograd.h"
 #include "common/check.h"
+#include "gemm/block_product.h"
 #include "gemm/calls.h"
 
 namespace transformer_plugin::gemm {
@@ -122,11 +123,18 @@ OptionalTensor column_groups(const Tensor& input, const OptionalTensor& group_si
 // A weight [.., N, K] for the forward product, as b with transpose_b; and for the data gradient.
 struct RoundedWeight {
   Scaled forward;
-  Scaled backward;  // b with transpose_b unless the weight is symmetric
+  Scaled backward;  // b with transpose_b if it is rounded along its columns
 };
 
+// Whether the data gradient takes the weight along its columns: where its values are others than along its rows; or the
+// same, but kernels multiply blocks as they are, what is summed over in one line.
+bool rounds_weight_columns(const Tensor& weight, const RoleFormats& formats) {
+  return !formats.symmetric_weight() ||
+         (are_rows_by_squares(formats.grad, formats.weight) && has_block_kernels(weight));
+}
+
 RoundedWeight round_weight(const Tensor& weight, const RoleFormats& formats, bool backward) {
-  const bool both = backward && !formats.symmetric_weight();
+  const bool both = backward && rounds_weight_columns(weight, formats);
   if (formats.weight.family == FormatFamily::kBFloat16) {
     const Scaled rounded{weight.to(at::kBFloat16), Tensor(), Tensor()};
     return {rounded, backward ? rounded : Scaled{}};
@@ -196,6 +204,7 @@ class LowPrecisionFunction : public torch::autograd::Function<LowPrecisionFuncti
         wants_weight ? column_groups(input, group_sizes, formats) : group_sizes;
     const Rounded x = round_matrix(input, column_sizes, formats.input, input_key, true, wants_weight);
     const RoundedWeight w = round_weight(weight, formats, wants_input);
+    ctx->saved_data["weight_columns"] = rounds_weight_columns(weight, formats);
     // The columns of one rounding are a view of its rows; the rows of two are not needed again.
     const Scaled columns = wants_weight ? x.columns : Scaled{};
     ctx->save_for_backward({columns.data, columns.scale, columns.amax, w.backward.data, w.backward.scale,
@@ -229,7 +238,7 @@ class LowPrecisionFunction : public torch::autograd::Function<LowPrecisionFuncti
       grad_bias = bias;
       if (wants_input) {
         grad_input = multiply({g.rows, grad_key}, {weight, weight_key}, group_sizes, std::nullopt,
-                              std::nullopt, !formats.symmetric_weight(), grad.scalar_type());
+                              std::nullopt, ctx->saved_data["weight_columns"].toBool(), grad.scalar_type());
       }
       if (wants_weight) {
         grad_weight = multiply_columns({g.columns, grad_key}, {input, input_key}, column_sizes,

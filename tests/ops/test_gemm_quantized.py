@@ -15,10 +15,11 @@ from transformer_plugin.testing.gemm_cases import (
     GROUPED_SHAPES,
     GroupedShape,
     group_sizes,
+    in_fp8_units,
     normals,
     poison_tail,
 )
-from transformer_plugin.testing.numerics import FP8_SUMS, assert_rounded_sum, assert_same_bits
+from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits, fp8_sums
 from transformer_plugin.testing.quantize_cases import (
     columns_of,
     extras,
@@ -34,6 +35,8 @@ PAIRS = (
     ("fp8_tensor:e5m2", "fp8_tensor:pow2"),
     ("fp8_block", "fp8_block:square"),
     ("fp8_block:fp32", "fp8_block:fp32,square"),
+    ("fp8_block", "fp8_block"),
+    ("fp8_block:fp32", "fp8_block"),
     ("fp8_block:e5m2", "fp8_block"),
     ("fp8_tensor", "fp8_block"),
     ("mxfp8", "mxfp8:square"),
@@ -46,13 +49,6 @@ PAIRS = (
     ("nvfp4:rht", "nvfp4:rht"),
     ("nvfp4", "mxfp8"),
 )
-#: multiplied as they are, on a Hopper
-FP8_PAIRS = [
-    pair
-    for pair in PAIRS
-    if all(key.startswith("fp8_block") and "e5m2" not in key for key in pair)
-    and ["square" in key for key in pair] == [False, True]
-]
 by_pair = pytest.mark.parametrize("formats", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
 # Ragged matrices have no square blocks.
 by_ragged_pair = pytest.mark.parametrize(
@@ -151,7 +147,10 @@ def test_gemm_quantized(
         got = ops.gemm_quantized(*a.pair, *b.pair, *formats, dtype, bias, transpose_b, **amaxes(a, b))
         assert got.dtype == dtype
         magnitude = a64.abs() @ b64.abs() + abs(added)
-        assert_rounded_sum(got, a64 @ b64 + added, magnitude, k)
+        units = transpose_b and in_fp8_units(*formats, dtype, n, k, device)
+        units = units and (bias is None or "square" in formats[1])
+        more = fp8_sums(a64, b64) if units else 0.0
+        assert_rounded_sum(got, a64 @ b64 + added, magnitude, k, more=more)
 
 
 @by_ragged_pair
@@ -161,8 +160,7 @@ def test_grouped_gemm_quantized(
     shape: GroupedShape, dtype: torch.dtype, formats: tuple[str, str], device: torch.device
 ) -> None:
     shape = fitted(shape, formats)
-    in_fp8 = device.type == "cuda" and dtype == torch.bfloat16 and formats in FP8_PAIRS
-    in_fp8 = in_fp8 and shape.n % 8 == 0 and shape.k % 16 == 0
+    units = "square" in formats[1] and in_fp8_units(*formats, dtype, shape.n, shape.k, device)
     generator = torch.Generator().manual_seed(1)
     a, _, a_values, _ = ragged(shape, shape.k, formats[0], device, 0)
     sizes = group_sizes(shape, device)
@@ -183,9 +181,9 @@ def test_grouped_gemm_quantized(
                 if extra[0] is not None:
                     added = scale[begin : begin + size, None].double() * bias[g].double()
                 magnitude = rows.abs() @ member.abs() + added.abs()
-                inside = FP8_SUMS if in_fp8 and transpose_b else 0.0
+                more = fp8_sums(rows, member) if units and transpose_b else 0.0
                 exact = rows @ member + added
-                assert_rounded_sum(got[begin : begin + size], exact, magnitude, shape.k, inside=inside)
+                assert_rounded_sum(got[begin : begin + size], exact, magnitude, shape.k, more=more)
                 begin += size
             assert_same_bits(got[begin:], torch.zeros_like(got[begin:]), "tail")
 
@@ -213,9 +211,17 @@ def test_grouped_wgrad_quantized(shape: GroupedShape, formats: tuple[str, str], 
         for g, (x, y) in enumerate(zip(grad_values, input_values, strict=True)):
             exact, magnitude, rows = x.T @ y, x.T.abs() @ y.abs(), shape.sizes[g]
             start = before[g].to(dtype).double()
-            assert_rounded_sum(got[g], exact, magnitude, rows)
-            assert_rounded_sum(over[g], exact, magnitude, rows, "overwritten")
-            assert_rounded_sum(added[g], start + exact, start.abs() + magnitude, rows, "accumulated")
+            more = fp8_sums(x.T, y) if in_fp8_units(*formats, dtype, shape.k, None, device) else 0.0
+            assert_rounded_sum(got[g], exact, magnitude, rows, more=more)
+            assert_rounded_sum(over[g], exact, magnitude, rows, "overwritten", more)
+            assert_rounded_sum(
+                added[g],
+                start + exact,
+                start.abs() + magnitude,
+                rows,
+                "accumulated",
+                more if dtype == torch.float32 else 0.0,
+            )
 
 
 @by_pair

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ from transformer_plugin.recipes import (
     NVFP4BlockScaling,
     Recipe,
 )
-from transformer_plugin.testing.gemm_cases import integers, normals, poison_tail
-from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits, relative_error
+from transformer_plugin.testing.gemm_cases import in_fp8_units, integers, normals, poison_tail
+from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits, fp8_sums, relative_error
 from transformer_plugin.testing.quantize_cases import (
     amax_of,
     columns_of,
@@ -78,19 +79,33 @@ def groups(sizes: tuple[int, ...]) -> list[tuple[int, slice]]:
     return [(g, slice(end - size, end)) for g, (end, size) in enumerate(zip(ends, sizes, strict=True))]
 
 
-def step_fp64(
-    x: Tensor, w: Tensor, bias: Tensor, grad: Tensor, formats: tuple[str, str, str]
-) -> tuple[Tensor, ...]:
-    """Output and gradients of one linear from the values of its rounded operands; and the same of absolute values."""
+class Step(NamedTuple):
+    """Of one linear from the values of its rounded operands, in float64."""
+
+    exact: tuple[Tensor, ...]  # output, and gradients of input, weight and bias
+    magnitude: tuple[Tensor, ...]  # of absolute values
+    more: tuple[Tensor | float, ...]  # that sums may be away
+
+
+def step_fp64(x: Tensor, w: Tensor, bias: Tensor, grad: Tensor, formats: tuple[str, str, str]) -> Step:
     input_key, weight_key, grad_key = formats
+    n, k = w.shape
+    products = (
+        (along_rows(x, input_key), along_rows(w, weight_key).T),
+        (along_rows(grad, grad_key), along_columns(w, weight_key)),
+        (along_columns(grad, grad_key).T, along_columns(x, input_key)),
+    )
     results = []
     for f in (lambda t: t, torch.abs):
-        forward = f(along_rows(x, input_key)) @ f(along_rows(w, weight_key)).T + f(bias.double())
-        backward_w = along_columns(w, weight_key)
-        grad_x = f(along_rows(grad, grad_key)) @ f(backward_w)
-        grad_w = f(along_columns(grad, grad_key)).T @ f(along_columns(x, input_key))
-        results += [(forward, grad_x, grad_w, f(grad.double()).sum(0))]
-    return results
+        forward, grad_x, grad_w = (f(a) @ f(b) for a, b in products)
+        results.append((forward + f(bias.double()), grad_x, grad_w, f(grad.double()).sum(0)))
+    units = (
+        in_fp8_units(input_key, weight_key, x.dtype, n, k, x.device),
+        in_fp8_units(grad_key, weight_key, x.dtype, k, n, x.device),
+        in_fp8_units(grad_key, input_key, w.dtype, k, None, x.device),
+    )
+    more = [fp8_sums(a, b) if unit else 0.0 for (a, b), unit in zip(products, units, strict=True)]
+    return Step(*results, (*more, 0.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -106,11 +121,12 @@ def test_linear(
     output = ops.linear(*leaves, *formats)
     assert output.dtype == dtype
     got = (output.detach(), *torch.autograd.grad(output, leaves, grad))
-    exact, magnitude = step_fp64(x, w, bias, grad, formats)
-    for name, g, e, a, terms in zip(
-        ("output", "grad_input", "grad_weight", "grad_bias"), got, exact, magnitude, (k, n, m, m), strict=True
+    names = ("output", "grad_input", "grad_weight", "grad_bias")
+    expected = step_fp64(x, w, bias, grad, formats)
+    for name, g, e, a, terms, more in zip(
+        names, got, expected.exact, expected.magnitude, (k, n, m, m), expected.more, strict=True
     ):
-        assert_rounded_sum(g, e, a, terms, name)
+        assert_rounded_sum(g, e, a, terms, name, more)
     assert_same_bits(ops.linear(x, w, bias, *formats), got[0], "without a gradient")
 
 
@@ -146,11 +162,11 @@ def test_grouped_linear(
         assert_same_bits(tensor[total:].detach(), torch.zeros_like(tensor[total:]), "tail")
     for g, rows in groups(counts):
         one = scale[rows, None].double()
-        exact, magnitude = step_fp64(x[rows], w[g], torch.zeros_like(bias[g]), grad[rows], formats)
+        exact, magnitude, more = step_fp64(x[rows], w[g], torch.zeros_like(bias[g]), grad[rows], formats)
         scaled = one * bias[g].double()
-        assert_rounded_sum(output[rows], exact[0] + scaled, magnitude[0] + scaled.abs(), k, "output")
-        assert_rounded_sum(grad_x[rows], exact[1], magnitude[1], n, "grad_input")
-        assert_rounded_sum(grad_w[g], exact[2], magnitude[2], counts[g], "grad_weight")
+        assert_rounded_sum(output[rows], exact[0] + scaled, magnitude[0] + scaled.abs(), k, "output", more[0])
+        assert_rounded_sum(grad_x[rows], exact[1], magnitude[1], n, "grad_input", more[1])
+        assert_rounded_sum(grad_w[g], exact[2], magnitude[2], counts[g], "grad_weight", more[2])
         weighted = grad[rows].double() * one
         assert_rounded_sum(grad_bias[g], weighted.sum(0), weighted.abs().sum(0), counts[g], "grad_bias")
         weighted = grad[rows].double() * bias[g].double()

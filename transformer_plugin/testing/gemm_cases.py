@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from transformer_plugin.formats import Format
 from transformer_plugin.testing.cases import FLOAT_DTYPES, Case
 
 
@@ -42,6 +43,19 @@ GROUPED_SHAPES = (
     GroupedShape("one-long-group", (900,), 903, 264, 136),
     GroupedShape("1100-groups", tuple(i % 3 for i in range(1100)), 1110, 16, 24),
 )
+
+
+def in_fp8_units(
+    a_key: str, b_key: str, dtype: torch.dtype, width: int, k: int | None, device: torch.device
+) -> bool:
+    """Whether a Hopper multiplies rows of ``k`` (or of any length) as they are, into rows of ``width``."""
+    a, b = Format.parse(a_key), Format.parse(b_key)
+    blocks = a.family == b.family == "fp8_block" and a.element == b.element == "e4m3" and not a.square_blocks
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or not blocks:
+        return False
+    if b.square_blocks:
+        return dtype == torch.bfloat16 and width % 8 == 0 and k is not None and k % 16 == 0
+    return dtype != torch.float16 and width * dtype.itemsize % 16 == 0
 
 
 def integers(

@@ -65,25 +65,33 @@ def assert_close_in_ulp(
     )
 
 
-#: Hopper's matrix units cut the addends of FP8 products at some 2^-13 of the largest, which a sum of 128 goes through
-#: four times: beside ``magnitude`` of random operands at most this (2^-13.6 was seen).
-FP8_SUMS = 2.0**-12
+def fp8_sums(a: Tensor, b: Tensor) -> Tensor:
+    """What the sums of Hopper's matrix units may be away from ``a @ b``, E4M3 values of either sign in float64.
+
+    Such a unit adds 32 products and what it has of a sum of 128 after it cut each of these at some 2**-13 of the
+    largest. The largest, a product or the sum so far, is below twice the root ``r`` of the sum of the products'
+    squares but for rare elements. So 132 errors of up to ``u = 2**-12 * r`` and of either sign, with a standard
+    deviation of ``u / sqrt(12)`` each: six of their sum's are ``20 * u``. Sums of 128 that are added have their ``r``
+    and their errors added alike."""
+    return 20 * 2.0**-12 * (a.square() @ b.square()).sqrt()
 
 
 def assert_rounded_sum(
-    got: Tensor, exact: Tensor, magnitude: Tensor, terms: int, name: str = "output", inside: float = 0.0
+    got: Tensor,
+    exact: Tensor,
+    magnitude: Tensor,
+    terms: int,
+    name: str = "output",
+    more: Tensor | float = 0.0,
 ) -> None:
     """An FP32 sum of ``terms`` products, rounded once: half a unit in the last place of ``got`` beside the sum's own
     error, at most ``terms * 2**-24`` of ``magnitude``, the sum of the products' absolute values (Higham, "Accuracy
-    and Stability of Numerical Algorithms", 2002, section 3.1), and ``inside`` of it where FP32 sums are not all
-    there is. ``exact`` and ``magnitude`` are float64."""
+    and Stability of Numerical Algorithms", 2002, section 3.1), and ``more`` where FP32 sums are not all there is
+    (:func:`fp8_sums`). ``exact`` and ``magnitude`` are float64."""
     assert got.shape == exact.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
     info = torch.finfo(got.dtype)
-    bound = (
-        exact.abs() * info.eps / 2
-        + (1.01 * (terms + 2) * 2.0**-24 + inside) * magnitude
-        + info.smallest_normal * info.eps
-    )
+    rounding = (exact.abs() + more) * info.eps / 2
+    bound = rounding + 1.01 * (terms + 2) * 2.0**-24 * magnitude + more + info.smallest_normal * info.eps
     error = (got.double() - exact).abs()
     bad = ~(error <= bound)
     assert not bad.any(), (

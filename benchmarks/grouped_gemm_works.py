@@ -1,0 +1,238 @@
+"""What is multiplied to measure grouped products: shapes, their tensors, and each product with its peer's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from benchmarks.quantize_grouped import skewed_sizes
+from transformer_plugin import ops, reference
+from transformer_plugin.formats import BLOCK
+from transformer_plugin.recipes import Float8BlockScaling
+
+RECIPE = Float8BlockScaling()
+INPUT_FORMAT, WEIGHT_FORMAT, GRAD_FORMAT = RECIPE.input_format, RECIPE.weight_format, RECIPE.grad_format
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``rows`` in groups, each multiplied by its ``[n, k]``, with sizes of these kinds."""
+
+    name: str
+    groups: int
+    n: int
+    k: int
+    rows: int
+    kinds: tuple[str, ...] = ("even", "skewed", "any")
+
+
+MODELS = (  # what means are taken over
+    Shape("Qwen3-30B fc1", 128, 1536, 2048, 65536),
+    Shape("Qwen3-30B fc2", 128, 2048, 768, 65536),
+    Shape("DeepSeek-V3 fc1", 32, 4096, 7168, 32768),
+    Shape("DeepSeek-V3 fc2", 32, 7168, 2048, 32768),
+    Shape("Mixtral fc1", 8, 28672, 4096, 16384),
+    Shape("Mixtral fc2", 8, 4096, 14336, 16384),
+)
+SHAPES = (
+    *MODELS,
+    Shape("few tokens", 32, 4096, 7168, 4096, ("even", "skewed")),
+    Shape("16 rows a group", 32, 4096, 7168, 512, ("even",)),
+)
+
+
+def tiny(shape: Shape) -> Shape:
+    """What a CPU multiplies in no time."""
+    rows = 8 * min(shape.rows // shape.groups, BLOCK)
+    return replace(shape, groups=8, n=2 * BLOCK, k=BLOCK, rows=rows)
+
+
+def group_sizes(shape: Shape, kind: str, device: torch.device) -> Tensor:
+    """int32 ``[groups]``, the sum of which is the shape's rows."""
+    if kind == "even":
+        sizes = torch.full((shape.groups,), shape.rows // shape.groups, dtype=torch.int32, device=device)
+    elif kind == "skewed":
+        sizes = skewed_sizes(shape.rows, shape.groups, BLOCK, device)
+    else:
+        full = shape.groups - -(-shape.groups // 10)
+        order = torch.randperm(shape.groups, generator=torch.Generator().manual_seed(shape.groups))
+        sizes = torch.zeros(shape.groups, dtype=torch.int32, device=device)
+        sizes[order[:full].to(device)] = skewed_sizes(shape.rows, full, 1, device)
+    assert int(sizes.sum()) == shape.rows
+    return sizes
+
+
+Quantized = tuple[Tensor, Tensor]
+
+
+class Data:
+    """The tensors of a shape. Sizes, their ends and the quantized input are of each kind."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        def normals(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            return torch.randn(size, dtype=dtype, device=device)
+
+        self.x = normals(shape.rows, shape.k)
+        self.grad = normals(shape.rows, shape.n)
+        self.weight = normals(shape.groups, shape.n, shape.k)
+        self.main_grad = normals(shape.groups, shape.n, shape.k, dtype=torch.float32)
+        self.sizes = {kind: group_sizes(shape, kind, device) for kind in shape.kinds}
+        self.ends = {kind: sizes.cumsum(0, dtype=torch.int32) for kind, sizes in self.sizes.items()}
+        both = ops.quantize_both(self.weight, WEIGHT_FORMAT)
+        self.weight8, self.weight8_t = both[:2], both[2:]
+        self.x8, self.x8_t = self._quantized(self.x, INPUT_FORMAT)
+        self.grad8, self.grad8_t = self._quantized(self.grad, GRAD_FORMAT)
+        torch._dynamo.reset()  # what was compiled for other shapes counts against its limit
+        self.add = torch.compile(_add, dynamic=False, fullgraph=True)
+
+    def _quantized(self, matrix: Tensor, key: str) -> tuple[dict[str, Quantized], dict[str, Quantized]]:
+        both = {kind: ops.grouped_quantize_both(matrix, sizes, key) for kind, sizes in self.sizes.items()}
+        return {kind: four[:2] for kind, four in both.items()}, {
+            kind: four[2:] for kind, four in both.items()
+        }
+
+    def rows_of(self, kind: str, group: int) -> slice:
+        """The group's rows."""
+        end = int(self.ends[kind][group])
+        return slice(end - int(self.sizes[kind][group]), end)
+
+
+Call = Callable[[Data, str], Tensor]
+Factors = tuple[Tensor, Tensor]
+
+
+def _add(total: Tensor, term: Tensor) -> None:
+    total.add_(term)
+
+
+def forward(data: Data, kind: str) -> Tensor:
+    return ops.grouped_gemm(data.x, data.weight, data.sizes[kind])
+
+
+def torch_forward(data: Data, kind: str) -> Tensor:
+    return torch._grouped_mm(data.x, data.weight.mT, offs=data.ends[kind])
+
+
+def _fp8_forward(data: Data, kind: str) -> Tensor:
+    sizes, formats = data.sizes[kind], (INPUT_FORMAT, WEIGHT_FORMAT)
+    return ops.grouped_gemm_quantized(*data.x8[kind], *data.weight8, sizes, *formats, torch.bfloat16)
+
+
+def _fp8_data_gradient(data: Data, kind: str) -> Tensor:
+    sizes, formats = data.sizes[kind], (GRAD_FORMAT, WEIGHT_FORMAT)
+    return ops.grouped_gemm_quantized(*data.grad8[kind], *data.weight8_t, sizes, *formats, torch.bfloat16)
+
+
+def _data_gradient(data: Data, kind: str) -> Tensor:
+    return ops.grouped_gemm(data.grad, data.weight, data.sizes[kind], transpose_b=False)
+
+
+def _torch_data_gradient(data: Data, kind: str) -> Tensor:
+    return torch._grouped_mm(data.grad, data.weight, offs=data.ends[kind])
+
+
+def _weight_gradient(data: Data, kind: str) -> Tensor:
+    return ops.grouped_gemm_wgrad(data.grad, data.x, data.sizes[kind])
+
+
+def _torch_weight_gradient(data: Data, kind: str) -> Tensor:
+    return torch._grouped_mm(data.grad.t(), data.x, offs=data.ends[kind])
+
+
+def _weight_gradient_added(data: Data, kind: str) -> Tensor:
+    ops.grouped_gemm_wgrad_out(data.grad, data.x, data.sizes[kind], data.main_grad)
+    return data.main_grad
+
+
+def _fp8_weight_gradient_added(data: Data, kind: str) -> Tensor:
+    operands, formats = (*data.grad8_t[kind], *data.x8_t[kind]), (GRAD_FORMAT, INPUT_FORMAT)
+    ops.grouped_gemm_wgrad_quantized_out(*operands, data.sizes[kind], *formats, data.main_grad)
+    return data.main_grad
+
+
+def _torch_weight_gradient_added(data: Data, kind: str) -> Tensor:
+    data.add(data.main_grad, _torch_weight_gradient(data, kind))
+    return data.main_grad
+
+
+def _forward_factors(data: Data, kind: str, group: int) -> Factors:
+    return data.x[data.rows_of(kind, group)], data.weight[group].T
+
+
+def _fp8_forward_factors(data: Data, kind: str, group: int) -> Factors:
+    (x, x_scale), (weight, weight_scale), rows = data.x8[kind], data.weight8, data.rows_of(kind, group)
+    return (
+        reference.dequantize(x[rows], x_scale[:, rows], INPUT_FORMAT),
+        reference.dequantize(weight[group], weight_scale[group], WEIGHT_FORMAT).T,
+    )
+
+
+def _data_gradient_factors(data: Data, kind: str, group: int) -> Factors:
+    return data.grad[data.rows_of(kind, group)], data.weight[group]
+
+
+def _fp8_data_gradient_factors(data: Data, kind: str, group: int) -> Factors:
+    (grad, grad_scale), (weight, weight_scale) = data.grad8[kind], data.weight8_t
+    rows = data.rows_of(kind, group)
+    return (
+        reference.dequantize(grad[rows], grad_scale[:, rows], GRAD_FORMAT),
+        reference.dequantize(weight[group], weight_scale[group], WEIGHT_FORMAT).T,
+    )
+
+
+def _fp8_weight_gradient_factors(data: Data, kind: str, group: int) -> Factors:
+    def values(codes: Quantized, key: str) -> Tensor:
+        sizes = data.sizes[kind]
+        return ops.grouped_dequantize(*codes, sizes, key, torch.float32, transposed=True)[
+            data.rows_of(kind, group)
+        ]
+
+    return values(data.grad8_t[kind], GRAD_FORMAT).T, values(data.x8_t[kind], INPUT_FORMAT)
+
+
+def _weight_gradient_factors(data: Data, kind: str, group: int) -> Factors:
+    rows = data.rows_of(kind, group)
+    return data.grad[rows].T, data.x[rows]
+
+
+@dataclass(frozen=True)
+class Work:
+    """An op's call on groups of a kind, the peer's, and the two matrices whose product a group's result is."""
+
+    name: str
+    op: Call
+    peer: Call
+    peer_name: str
+    factors: Callable[[Data, str, int], Factors]
+    #: whether the product is added to the main gradient.
+    added: bool = False
+    #: whether the peer multiplies the same numbers.
+    same_numbers: bool = True
+
+
+WORKS = (
+    Work("forward", forward, torch_forward, "_grouped_mm", _forward_factors),
+    Work(
+        "FP8 forward", _fp8_forward, torch_forward, "_grouped_mm of bfloat16", _fp8_forward_factors,
+        same_numbers=False,
+    ),
+    Work("data gradient", _data_gradient, _torch_data_gradient, "_grouped_mm", _data_gradient_factors),
+    Work(
+        "FP8 data gradient", _fp8_data_gradient, _torch_data_gradient, "_grouped_mm of bfloat16",
+        _fp8_data_gradient_factors, same_numbers=False,
+    ),
+    Work(
+        "weight gradient", _weight_gradient, _torch_weight_gradient, "_grouped_mm", _weight_gradient_factors
+    ),
+    Work(
+        "weight gradient added", _weight_gradient_added, _torch_weight_gradient_added,
+        "_grouped_mm, compiled add", _weight_gradient_factors, added=True,
+    ),
+    Work(
+        "FP8 weight gradient added", _fp8_weight_gradient_added, _torch_weight_gradient_added,
+        "_grouped_mm of bfloat16, compiled add", _fp8_weight_gradient_factors, added=True, same_numbers=False,
+    ),
+)  # fmt: skip

@@ -1,0 +1,63 @@
+#include "common/launch.cuh"
+#include "gemm/align_groups.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kLanes = 8;  // of a line: 128 bytes of a group at a time
+constexpr int kLinesPerBlock = kThreads / kLanes;
+
+// 16 bytes from any address. Whole words around them are read, as far as they hold any of the `left` bytes that are wanted.
+__device__ __forceinline__ uint4 bytes_at(const uint8_t* from, int left) {
+  const uintptr_t address = reinterpret_cast<uintptr_t>(from);
+  const int shift = static_cast<int>(address % 16);
+  const uint4* words = reinterpret_cast<const uint4*>(address - shift);
+  const uint4 low = __ldg(words);
+  const uint4 high = shift + min(left, 16) > 16 ? __ldg(words + 1) : uint4{};
+  const uint32_t all[] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+  uint32_t own[5];
+#pragma unroll
+  for (int i = 0; i < 5; ++i) {  // a choice among registers, which have no index
+    const int word = shift / 4;
+    own[i] = word == 0 ? all[i] : word == 1 ? all[i + 1] : word == 2 ? all[i + 2] : all[min(i + 3, 7)];
+  }
+  const int bits = shift % 4 * 8;
+  return {__funnelshift_r(own[0], own[1], bits), __funnelshift_r(own[1], own[2], bits),
+          __funnelshift_r(own[2], own[3], bits), __funnelshift_r(own[3], own[4], bits)};
+}
+
+__global__ void __launch_bounds__(kThreads)
+    align_groups_kernel(Lines first, Lines second, const int32_t* offsets, int groups, int rows, bool all) {
+  wait_for_the_kernel_before();
+  let_the_next_kernel_start();
+  int64_t line = static_cast<int64_t>(blockIdx.x) * kLinesPerBlock + threadIdx.x / kLanes;
+  const bool is_first = line < first.count;
+  const Lines lines = is_first ? first : second;
+  if (!is_first) line -= first.count;
+  if (line >= lines.count) return;
+  const uint8_t* from = lines.from + line * rows;
+  uint8_t* to = lines.to + line * aligned_columns(rows, groups);
+  for (int group = 0; group < groups; ++group) {
+    const int begin = offsets ? offsets[group] : 0, end = offsets ? offsets[group + 1] : rows;
+    if (!is_moved(begin, all)) continue;
+    uint4* own = reinterpret_cast<uint4*>(to + aligned_begin(begin, group));
+    const int pieces = (end - begin + 15) / 16;
+    for (int piece = static_cast<int>(threadIdx.x) % kLanes; piece < pieces; piece += kLanes) {
+      const int at = begin + piece * 16;
+      own[piece] = bytes_at(from + at, end - at);
+    }
+  }
+}
+
+}  // namespace
+
+void launch_align_groups(const Lines& first, const Lines& second, const int32_t* offsets, int64_t groups,
+                         int64_t rows, bool all, void* stream) {
+  launch_early(align_groups_kernel, grid_size(first.count + second.count, kLinesPerBlock), kThreads, 0,
+               static_cast<cudaStream_t>(stream), first, second, offsets, static_cast<int>(groups),
+               static_cast<int>(rows), all);
+  check_launch("align_groups_kernel");
+}
+
+}  // namespace transformer_plugin::gemm

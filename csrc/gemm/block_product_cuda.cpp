@@ -1,0 +1,100 @@
+#ifdef TRANSFORMER_PLUGIN_CUDA
+
+#include "common/tensor.h"
+#include "gemm/align_groups.h"
+#include "gemm/block_product.h"
+#include "gemm/grouped_arguments.h"
+#include "gemm/hopper.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+using at::Tensor;
+
+struct Contiguous {
+  Tensor data, scale;
+  explicit Contiguous(const BlockOperand& operand)
+      : data(operand.data.contiguous()), scale(operand.scale.contiguous()) {}
+};
+
+GroupedKernelArgs arguments_of(const Contiguous& a, const Contiguous& b,
+                               const std::optional<Tensor>& offsets) {
+  GroupedKernelArgs args{};
+  args.a = a.data.const_data_ptr();
+  args.b = b.data.const_data_ptr();
+  args.a_scale = a.scale.const_data_ptr<float>();
+  args.b_scale = b.scale.const_data_ptr<float>();
+  args.offsets = offsets ? offsets->const_data_ptr<int32_t>() : nullptr;
+  args.groups = offsets ? offsets->size(0) - 1 : 1;
+  args.dtype = to_dtype(a.data.scalar_type());
+  args.vectors = aligned_rows(a.data) && aligned_rows(b.data);
+  return args;
+}
+
+// Room for the lines with aligned groups.
+Tensor moved(const Tensor& lines, int64_t groups) {
+  return empty(lines, {lines.size(0), aligned_columns(lines.size(1), groups)}, lines.scalar_type());
+}
+
+Lines lines_of(const Tensor& from, const Tensor& to) {
+  return {static_cast<const uint8_t*>(from.const_data_ptr()), static_cast<uint8_t*>(to.mutable_data_ptr()),
+          from.size(0)};
+}
+
+}  // namespace
+
+bool has_block_kernels_cuda(const Tensor& like) {
+  return kBuiltForHopper && is_hopper(like.device().index());
+}
+
+Tensor block_product_cuda(const BlockProduct& product, at::ScalarType dtype) {
+  const CudaScope scope(product.a.data);
+  const Contiguous a(product.a), b(product.b);
+  const auto bias = as_float(product.bias), bias_scale = as_float(product.bias_scale);
+  GroupedKernelArgs args = arguments_of(a, b, product.offsets);
+  args.bias = float_or_null(bias);
+  args.bias_scale = float_or_null(bias_scale);
+  args.rows = a.data.size(0);
+  args.n = b.data.size(-2);
+  args.k = a.data.size(1);
+  args.out_row_stride = args.n;
+  args.out_dtype = to_dtype(dtype);
+  if (args.groups == 0 || !hopper_takes(GroupedMode::kForward, args)) return Tensor();
+  const Tensor out = empty(a.data, {args.rows, args.n}, dtype);
+  args.out = out.mutable_data_ptr();
+  launch_hopper(GroupedMode::kForward, args, scope.stream());
+  if (product.offsets) zero_tail(out, *product.offsets, scope.stream());
+  return out;
+}
+
+bool block_reduction_out_cuda(const BlockReduction& reduction, const Tensor& out, bool accumulate) {
+  const CudaScope scope(reduction.grad.data);
+  const Contiguous grad(reduction.grad), input(reduction.input);
+  GroupedKernelArgs args = arguments_of(grad, input, reduction.offsets);
+  args.out = out.mutable_data_ptr();
+  args.rows = grad.data.size(1);
+  args.m = grad.data.size(0);
+  args.n = input.data.size(0);
+  args.out_row_stride = out.stride(-2);
+  args.out_group_stride = out.dim() == 3 ? out.stride(0) : args.m * args.out_row_stride;
+  args.out_dtype = to_dtype(out.scalar_type());
+  args.accumulate = accumulate;
+  args.all_moved = !args.vectors;
+  args.vectors = true;
+  if (args.groups == 0 || !hopper_takes(GroupedMode::kWeightGrad, args)) return false;
+  Tensor grad_moved, input_moved;  // until the kernels are in the stream
+  if (reduction.offsets || args.all_moved) {
+    grad_moved = moved(grad.data, args.groups);
+    input_moved = moved(input.data, args.groups);
+    args.a_moved = grad_moved.const_data_ptr();
+    args.b_moved = input_moved.const_data_ptr();
+    launch_align_groups(lines_of(grad.data, grad_moved), lines_of(input.data, input_moved), args.offsets,
+                        args.groups, args.rows, args.all_moved, scope.stream());
+  }
+  launch_hopper(GroupedMode::kWeightGrad, args, scope.stream());
+  return true;
+}
+
+}  // namespace transformer_plugin::gemm
+
+#endif

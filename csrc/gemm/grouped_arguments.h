@@ -1,0 +1,31 @@
+// What the host side of grouped products on CUDA fills GroupedKernelArgs with.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "gemm/grouped_kernel.h"
+
+namespace transformer_plugin::gemm {
+
+inline bool aligned_rows(const at::Tensor& tensor) {
+  const int64_t row_bytes = tensor.size(-1) * static_cast<int64_t>(tensor.element_size());
+  return row_bytes % 16 == 0 && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+}
+
+inline const float* float_or_null(const std::optional<at::Tensor>& tensor) {
+  return tensor ? tensor->const_data_ptr<float>() : nullptr;
+}
+
+inline std::optional<at::Tensor> as_float(const std::optional<at::Tensor>& tensor) {
+  return tensor ? std::optional<at::Tensor>(tensor->to(at::kFloat).contiguous()) : std::nullopt;
+}
+
+// Rows past the last group.
+inline void zero_tail(const at::Tensor& out, const at::Tensor& offsets, void* stream) {
+  launch_zero_tail(out.mutable_data_ptr(), offsets.const_data_ptr<int32_t>() + offsets.size(0) - 1,
+                   out.size(0), out.size(1) * static_cast<int64_t>(out.element_size()), stream);
+}
+
+}  // namespace transformer_plugin::gemm

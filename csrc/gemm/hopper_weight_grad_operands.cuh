@@ -1,0 +1,232 @@
+// How a warpgroup sums its part of a tile of a weight gradient on Hopper, for each kind of operands.
+#pragma once
+
+#include <tuple>
+
+#include "gemm/align_groups.h"
+#include "gemm/hopper_map.h"
+#include "gemm/hopper_tiles.cuh"
+
+namespace transformer_plugin::gemm::hopper {
+
+struct WeightGradArgs {
+  const int32_t* offsets;  // or null for one group of all rows
+  const float* alpha;
+  float* sum;                // what is added to
+  const float* grad_scale;   // of blocks of 1x128, [row tiles, grad_scale_width]
+  const float* input_scale;  // [row tiles, input_scale_width]
+  int64_t group_stride, row_stride;
+  int grad_scale_width, input_scale_width;
+  int groups, rows, m, n;
+  uint32_t thread_boxes;
+  bool accumulate;
+  bool all_moved;
+};
+
+struct WeightGradMaps {
+  CUtensorMap grad, input;
+  CUtensorMap grad_moved, input_moved;  // of operands with groups at multiples of 16 bytes
+  CUtensorMap out;
+};
+
+// The rows of a group that a tile sums over, and the number of the first of the matrix's row tiles that are the group's.
+struct Rows {
+  int begin, end;
+  int first_tile;
+};
+
+// Row tiles of groups, one group after the other: kRows rows each, and each group begins one.
+template <int kRows>
+class RowTiles {
+ public:
+  // Those of the groups before `group`, which never decreases.
+  __device__ __forceinline__ int before(const int32_t* offsets, int group) {
+#pragma unroll 1
+    for (; group_ < group; ++group_) tiles_ += (offsets[group_ + 1] - offsets[group_] + kRows - 1) / kRows;
+    return tiles_;
+  }
+
+ private:
+  int group_ = 0, tiles_ = 0;
+};
+
+// Those that multiply have changed the stage.
+__device__ __forceinline__ void sync_changed_stage() {
+  fence_for_copies();
+  sync_threads(1 + kMultipliers, kMultipliers * kWarpgroup);
+}
+
+// 16-bit operands [T, m] and [T, n].
+template <typename T>
+struct PlainColumns {
+  using Shared = PlainShared;
+  static constexpr int kRows = kBoxLines;  // of a stage
+
+  static void encode(WeightGradMaps& maps, const GroupedKernelArgs& args) {
+    const auto map = [&](const void* data, int64_t lines) {
+      return tensor_map({data, args.dtype, lines, args.rows, 1, lines, args.rows * lines}, kRows);
+    };
+    maps.grad = map(args.a, args.m);
+    maps.input = map(args.b, args.n);
+  }
+
+  static __device__ __forceinline__ void fill(const WeightGradMaps& maps, const WeightGradArgs&,
+                                              Shared& shared, const Place<Shared>& place, int block,
+                                              const Tile& tile, const Rows&, int row) {
+    fill_stage(
+        shared, place, block, tile.same_columns,
+        [&](void* to, int box, uint64_t* barrier, bool for_both) {
+          load(for_both, to, maps.grad, barrier, tile.row * kTileRows + box * kBoxLines, row, 0);
+        },
+        [&](void* to, int box, uint64_t* barrier, bool for_both) {
+          load(for_both, to, maps.input, barrier, tile.column * kTileColumns + box * kBoxLines, row, 0);
+        });
+  }
+
+  // Zeroes the rows of a stage that are past the group's end, by all that multiply.
+  static __device__ __forceinline__ void zero_rows(Stage& stage, int left) {
+    const int pieces = (kRows - left) * (kLine / 16);  // of a box
+    constexpr int kBoxes = kLeftBoxes + kRightBoxes;
+    for (int i = static_cast<int>(threadIdx.x) - kWarpgroup; i < pieces * kBoxes;
+         i += kMultipliers * kWarpgroup) {
+      const int box = i / pieces;
+      uint8_t* to = box < kLeftBoxes ? stage.left[box] : stage.right[box - kLeftBoxes];
+      *reinterpret_cast<uint4*>(to + left * kLine + i % pieces * 16) = uint4{};
+    }
+    sync_changed_stage();
+  }
+
+  static __device__ __forceinline__ void sum(Shared& shared, Place<Shared>& place, const Rows& rows,
+                                             int number, float (&sums)[kSums]) {
+    int read = -1;  // the stage of the step before
+    for (int row = rows.begin; row < rows.end; row += kRows, place.next()) {
+      wait(&shared.full[place.stage], place.parity);
+      Stage& stage = shared.stages[place.stage];
+      if (rows.end - row < kRows) zero_rows(stage, rows.end - row);
+      const uint64_t a = by_columns(stage.left[number], kBoxBytes), b = by_columns(stage.right, kBoxBytes);
+      begin_products();
+#pragma unroll
+      for (int i = 0; i < kRows / 16; ++i) {  // descriptors count 16 bytes
+        multiply<T, true, true>(sums, a + i * kLine, b + i * kLine);
+      }
+      commit_products();
+      wait_for_products<1>();
+      if (read >= 0) release(shared, read);
+      read = place.stage;
+    }
+    wait_for_products<0>();
+    if (read >= 0) release(shared, read);
+  }
+};
+
+// E4M3 [m, T] and [n, T] under scales of blocks of 1x128, which begin anew in each group. The sum of each block leaves the
+// tensor cores as in `Blocks` of hopper_operands.cuh. A scale for every line comes with the stage.
+struct BlockColumns {
+  using Shared = LineScaledShared;
+  static constexpr int kRows = 128;
+  static_assert(kRows == kLine, "a stage is a block");
+
+  static void encode(WeightGradMaps& maps, const GroupedKernelArgs& args) {
+    const auto map = [&](const void* data, int64_t rows, int64_t lines) {
+      return tensor_map({data, args.dtype, rows, lines, 1, rows, rows * lines}, kBoxLines);
+    };
+    if (!args.all_moved) {
+      maps.grad = map(args.a, args.rows, args.m);
+      maps.input = map(args.b, args.rows, args.n);
+    }
+    if (args.a_moved) {
+      const int64_t columns = aligned_columns(args.rows, args.groups);
+      maps.grad_moved = map(args.a_moved, columns, args.m);
+      maps.input_moved = map(args.b_moved, columns, args.n);
+      if (args.all_moved) std::tie(maps.grad, maps.input) = std::tie(maps.grad_moved, maps.input_moved);
+    }
+  }
+
+  static __device__ __forceinline__ void fill(const WeightGradMaps& maps, const WeightGradArgs& args,
+                                              Shared& shared, const Place<Shared>& place, int block,
+                                              const Tile& tile, const Rows& rows, int row) {
+    const bool moved = is_moved(rows.begin, args.all_moved);
+    const CUtensorMap& grad = moved ? maps.grad_moved : maps.grad;
+    const CUtensorMap& input = moved ? maps.input_moved : maps.input;
+    const int at = moved ? aligned_begin(rows.begin, tile.group) + row - rows.begin : row;
+    const int left = tile.row * kTileRows, right = tile.column * kTileColumns;
+    const uint32_t left_bytes = scale_bytes(args.grad_scale_width - left, kTileRows);
+    const uint32_t right_bytes = scale_bytes(args.input_scale_width - right, kTileColumns);
+    fill_stage(
+        shared, place, block, tile.same_columns,
+        [&](void* to, int box, uint64_t* barrier, bool for_both) {
+          load(for_both, to, grad, barrier, at, left + box * kBoxLines, 0);
+        },
+        [&](void* to, int box, uint64_t* barrier, bool for_both) {
+          load(for_both, to, input, barrier, at, right + box * kBoxLines, 0);
+        },
+        left_bytes + right_bytes);
+    const int64_t row_tile = rows.first_tile + (row - rows.begin) / kRows;
+    LineScales& scales = shared.scales[place.stage];
+    uint64_t* full = &shared.full[place.stage];
+    load_bytes(scales.left, args.grad_scale + row_tile * args.grad_scale_width + left, left_bytes, full);
+    if (right_bytes > 0) {  // else the tile is past the last column
+      load_bytes(scales.right, args.input_scale + row_tile * args.input_scale_width + right, right_bytes,
+                 full);
+    }
+  }
+
+  // Zeroes the rows of a stage that are past the group's end, by all that multiply: the ends of its lines.
+  static __device__ __forceinline__ void zero_rows(Stage& stage, int left) {
+    constexpr int kLines = (kLeftBoxes + kRightBoxes) * kBoxLines;
+    for (int i = static_cast<int>(threadIdx.x) - kWarpgroup; i < kLines; i += kMultipliers * kWarpgroup) {
+      const int box = i / kBoxLines, line = i % kBoxLines;
+      uint8_t* lines = box < kLeftBoxes ? stage.left[box] : stage.right[box - kLeftBoxes];
+      int piece = left / 16;
+      if (left % 16 != 0) {
+        uint8_t* end = swizzled(lines, line, piece++);
+        for (int byte = left % 16; byte < 16; ++byte) end[byte] = 0;
+      }
+      for (; piece < kLine / 16; ++piece) *reinterpret_cast<uint4*>(swizzled(lines, line, piece)) = uint4{};
+    }
+    sync_changed_stage();
+  }
+
+  static __device__ __forceinline__ void sum(Shared& shared, Place<Shared>& place, const Rows& rows,
+                                             int number, float (&sums)[kSums]) {
+    const int lane = threadIdx.x % kWarpSize;
+    const int line = number * kBoxLines + threadIdx.x % kWarpgroup / kWarpSize * 16 + lane / 4;
+    for (int left = rows.end - rows.begin; left > 0; left -= kRows, place.next()) {
+      wait(&shared.full[place.stage], place.parity);
+      Stage& stage = shared.stages[place.stage];
+      const LineScales& scales = shared.scales[place.stage];
+      if (left < kRows) zero_rows(stage, left);
+      const uint64_t a = by_rows(stage.left[number]), b = by_rows(stage.right);
+      const float low = scales.left[line], high = scales.left[line + 8];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float products[64];
+        begin_products();
+#pragma unroll
+        for (int i = 0; i < kRows / 32; ++i) {  // descriptors count 16 bytes
+          multiply_e4m3(products, a + i * 2, b + half * (128 * kLine / 16) + i * 2, i > 0);
+        }
+        commit_products();
+        wait_for_products<0>();
+        const float* right = &scales.right[half * 128 + lane % 4 * 2];
+        float* own = &sums[half * 64];
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+          const float2 scale = *reinterpret_cast<const float2*>(right + j * 8);
+          own[j * 4] = fmaf(products[j * 4], low * scale.x, own[j * 4]);
+          own[j * 4 + 1] = fmaf(products[j * 4 + 1], low * scale.y, own[j * 4 + 1]);
+          own[j * 4 + 2] = fmaf(products[j * 4 + 2], high * scale.x, own[j * 4 + 2]);
+          own[j * 4 + 3] = fmaf(products[j * 4 + 3], high * scale.y, own[j * 4 + 3]);
+        }
+      }
+      release(shared, place.stage);
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ uint32_t scale_bytes(int left, int most) {
+    return 4 * static_cast<uint32_t>(max(0, min(left, most)));
+  }
+};
+
+}  // namespace transformer_plugin::gemm::hopper
