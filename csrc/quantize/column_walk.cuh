@@ -65,13 +65,6 @@ __device__ __forceinline__ int first_of_part(int part, int parts, int tiles) {
   return tiles / parts * part + min(part, tiles % parts);
 }
 
-// base + step * index
-__device__ __forceinline__ uint8_t* step_to(uint8_t* base, uint32_t step, uint32_t index) {
-  uint64_t result;
-  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(result) : "r"(step), "r"(index), "l"(base));
-  return reinterpret_cast<uint8_t*>(result);
-}
-
 // What all threads have alike, so that the compiler sees it too: that a warp does not part, that one register does for it.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 __device__ __forceinline__ RowTile uniform(const RowTile& tile) {

@@ -6,18 +6,6 @@
 
 namespace transformer_plugin::quantize {
 
-// The exponent of a block in its place in a float's bits: e8m0_of_amax without branches, of a number.
-template <DType element>
-__device__ __forceinline__ uint32_t quick_e8m0_bits(float amax) {
-  const uint32_t bits = float_to_bits(amax * (1.0f / largest_fp8<element>()));
-  const uint32_t up = bits > 0x400000u ? bits + 0x7fffffu : 0u;  // 2^-127 is 0x400000
-  return min(up & 0x7f800000u, 0x7f000000u);                     // infinity counts as the largest
-}
-// e8m0_multiplier of it.
-__device__ __forceinline__ float quick_e8m0_multiplier(uint32_t bits) {
-  return bits_to_float(max(0x7f000000u - bits, 0x00400000u));
-}
-
 template <DType element>
 struct MxStreamRows {
   static constexpr int kLanes = kMxBlock / kStreamCols;  // of a block

@@ -162,10 +162,18 @@ GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, in
   const Argument sizes{data.op, "group_sizes", *group_sizes};
   const bool merged = use == GroupUse::kAll;
   const int64_t given_groups = group_sizes->numel(), groups = merged ? 1 : given_groups;
+  const bool windows = !merged && data.tensor.is_cuda();
   const int64_t words = Layout::row_tiles(rows, groups) * (sizeof(RowTile) / sizeof(int32_t));
-  const at::Tensor storage = empty(data.tensor, {words + 2 * (groups + 1)}, at::kInt);
+  const int64_t of_windows =
+      windows ? Layout::window_count(rows) * static_cast<int64_t>(sizeof(Window) / sizeof(int32_t)) : 0;
+  const at::Tensor storage = empty(data.tensor, {words + of_windows + 2 * (groups + 1)}, at::kInt);
   int32_t* begin = storage.mutable_data_ptr<int32_t>();
-  const RowTables tables{groups, rows, reinterpret_cast<RowTile*>(begin), begin + words, merged};
+  const RowTables tables{groups,
+                         rows,
+                         reinterpret_cast<RowTile*>(begin),
+                         begin + words + of_windows,
+                         merged,
+                         windows ? reinterpret_cast<Window*>(begin + words) : nullptr};
   if (data.tensor.is_cpu()) {
     const HostOffsets offsets = host_offsets(sizes, data, rows);
     check_multiples(offsets.data(), given_groups, multiple, data.op);
@@ -178,7 +186,7 @@ GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, in
     launch_row_tiles(given.sizes, given.is_int64, given_groups, tables, given.word, scope.stream());
   }
 #endif
-  return {storage, groups, tables.offsets};
+  return {storage, groups, tables.offsets, tables.windows};
 }
 
 Layout make_layout(const Operand& operand, const Format& format, const GroupTables& tables) {
@@ -190,7 +198,8 @@ Layout make_layout(const Operand& operand, const Format& format, const GroupTabl
           grouped ? reinterpret_cast<const RowTile*>(tables.storage.const_data_ptr<int32_t>()) : nullptr,
           scale_mode(format),
           format.square_blocks,
-          format.tiled_scales};
+          format.tiled_scales,
+          tables.windows};
 }
 
 at::ScalarType element_dtype(const Format& format) {

@@ -58,6 +58,7 @@ struct GroupTables {
   at::Tensor storage;                // int32: the table of RowTile, then what it was made from
   int64_t groups = 0;                // one for all of them where the table is merged
   const int32_t* offsets = nullptr;  // in it, [groups + 1]: rows where groups begin
+  const Window* windows = nullptr;   // in it, as in Layout
 };
 
 // What a table is for.

@@ -70,5 +70,7 @@ void launch_quantize(const QuantizeArgs& args, void* stream);
 // Transposed data of ragged groups, where its lines can be stored whole; false where it does not take them.
 bool launch_quantize_walk(const QuantizeArgs& args, void* stream);
 void launch_quantize_mx(const QuantizeArgs& args, void* stream);
+// Transposed data of ragged groups, by windows of the buffer; false where it does not take them.
+bool launch_quantize_mx_windows(const QuantizeArgs& args, void* stream);
 
 }  // namespace transformer_plugin::quantize

@@ -48,7 +48,12 @@ __global__ void __launch_bounds__(kThreads)
   }
   const int64_t count = Layout::row_tiles(tables.rows, listed);
   for (int64_t i = threadIdx.x; i < count; i += kThreads) {
-    tables.table[i] = row_tile_at(offsets, tile_offsets, listed, tables.rows, even, i);
+    const RowTile tile = row_tile_at(offsets, tile_offsets, listed, tables.rows, even, i);
+    tables.table[i] = tile;
+    const int64_t window = ceil_div(tile.row, kTile);
+    if (tables.windows && window * kTile < tile.row + tile.rows) {  // of a tile's rows one begins at most one
+      tables.windows[window] = window_at(tile, window, static_cast<int32_t>(i), offsets[listed], listed);
+    }
   }
 }
 

@@ -279,13 +279,16 @@ struct RowMaxima : SharedOutMaxima<kLanes, kRowsPerThread, RowOrder<T>> {
   }
 };
 
-// Four codes in a word; the conversion takes two values at once.
+// Two codes, and four in a word; the conversion takes two values at once.
+template <DType element>
+__device__ __forceinline__ uint32_t encode2(float a, float b) {
+  constexpr __nv_fp8_interpretation_t type = element == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2;
+  return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, type);
+}
 template <DType element>
 __device__ __forceinline__ Codes4 encode4(float a, float b, float c, float d) {
-  constexpr __nv_fp8_interpretation_t type = element == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2;
   Codes4 codes;
-  codes.word = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, type) |
-               static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, type)) << 16;
+  codes.word = encode2<element>(a, b) | encode2<element>(c, d) << 16;
   return codes;
 }
 

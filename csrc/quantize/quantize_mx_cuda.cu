@@ -3,6 +3,7 @@
 namespace transformer_plugin::quantize {
 
 void launch_quantize_mx(const QuantizeArgs& args, void* stream) {
+  if (launch_quantize_mx_windows(args, stream)) return;
   const unsigned grid = block_grid(args.layout);
   if (grid == 0) return;
   visit_device_float(args.dtype, [&](auto type) {

@@ -96,6 +96,14 @@ __device__ __forceinline__ void keep(Number& value) {
   }
 }
 
+// base + step * index
+template <typename Byte>
+__device__ __forceinline__ Byte* step_to(Byte* base, uint32_t step, uint32_t index) {
+  uint64_t result;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(result) : "r"(step), "r"(index), "l"(base));
+  return reinterpret_cast<Byte*>(result);
+}
+
 // 4 codes, the first in the lowest byte.
 struct Codes4 {
   uint32_t word = 0;

@@ -67,6 +67,15 @@ struct alignas(16) RowTile {
   int32_t used;   // row tiles of the matrix that hold rows, which are the first
 };
 
+// Rows of a ragged matrix where a window of kTile rows of the buffer begins, wherever groups do: for what is stored in lines
+// that all groups share.
+struct alignas(8) Window {
+  int32_t row_tile;  // that its first row is in
+  int16_t held;      // rows of groups from there on, at most kTile
+  uint8_t above;     // rows before it that are in one block of kMxBlock with its first row; 0 in the tail
+  uint8_t below;     // rows of that block from there on; 0 where none is above
+};
+
 struct Layout {
   int64_t members;  // matrices of a 3-D input, else 1
   int64_t rows;     // of each member; of the whole buffer when grouped
@@ -74,8 +83,9 @@ struct Layout {
   int64_t groups;                 // 0 unless grouped
   const RowTile* row_tile_table;  // [row_tiles()] when grouped, else null
   ScaleMode mode;
-  bool square;  // blocks with as many rows as columns
-  bool tiled;   // words of byte scales in tiles
+  bool square;            // blocks with as many rows as columns
+  bool tiled;             // words of byte scales in tiles
+  const Window* windows;  // [window_count(rows)] when grouped on a GPU and groups are not merged
 
   TP_HOST_DEVICE bool grouped() const { return row_tile_table != nullptr; }
   // Enough for any split of the rows: each group, and the tail, begins a tile of its own.
@@ -83,6 +93,7 @@ struct Layout {
     return ceil_div(rows, kTile) + groups;
   }
   TP_HOST_DEVICE int64_t row_tiles() const { return row_tiles(rows, groups); }
+  TP_HOST_DEVICE static int64_t window_count(int64_t rows) { return ceil_div(rows, kTile); }
   TP_HOST_DEVICE int64_t col_tiles() const { return ceil_div(cols, kTile); }
   TP_HOST_DEVICE int64_t tiles() const { return members * row_tiles() * col_tiles(); }
   TP_HOST_DEVICE int64_t tensor_scales() const { return grouped() ? groups : members; }
@@ -142,6 +153,17 @@ TP_HOST_DEVICE RowTile row_tile_at(const int32_t* offsets, const int32_t* tile_o
   // A tile past the tail begins past the buffer, which 32 bits need not hold.
   return {static_cast<int32_t>(low), static_cast<int32_t>(used == 0 ? rows : row), static_cast<int16_t>(used),
           even, static_cast<int32_t>(all)};
+}
+
+// The window whose first row is in the tile; groups have the buffer's rows up to `end`.
+TP_HOST_DEVICE Window window_at(const RowTile& tile, int64_t index, int32_t row_tile, int32_t end,
+                                int64_t groups) {
+  const int32_t row = static_cast<int32_t>(index * kTile);
+  const int32_t held = end < row ? 0 : (end - row < kTile ? end - row : kTile);
+  const int32_t above = tile.group == groups ? 0 : (row - tile.row) % kMxBlock;
+  const int32_t left = tile.row + tile.rows - row, of_block = kMxBlock - above;
+  const int32_t below = above == 0 ? 0 : (left < of_block ? left : of_block);
+  return {row_tile, static_cast<int16_t>(held), static_cast<uint8_t>(above), static_cast<uint8_t>(below)};
 }
 
 // `used` is what another tile of the matrix said, which spares reading the table for tiles that hold nothing.
@@ -260,6 +282,7 @@ struct RowTables {
   RowTile* table;    // [Layout::row_tiles(rows, groups)]
   int32_t* offsets;  // [groups + 1], rows where groups begin, and as many row tiles after them
   bool merged;       // all rows of groups as one group, for what does not depend on the group of a row
+  Window* windows;   // [Layout::window_count(rows)], or null: for GPUs, of groups that are not merged
 };
 
 // Fill it from the rows where all groups begin, or from their sizes.

@@ -1,4 +1,5 @@
-"""Groups that begin anywhere, in both directions: on a GPU blocks walk down strips of columns and store whole lines.
+"""Groups that begin anywhere, in both directions: on a GPU blocks walk down strips of columns, or take windows of rows
+wherever groups begin, and store whole lines.
 
 What the bytes should be, test_quantize says on small matrices. Here several blocks share a strip,
 and CUDA gives the bytes of the CPU.
@@ -20,6 +21,7 @@ FORMATS = [
     "fp8_block:e5m2,pow2",
     "fp8_tensor:e4m3",
     "mxfp8:e4m3",
+    "mxfp8:e5m2,tiled",
     "fp8_block:e4m3,eps=1e-3",
 ]
 # rows, columns: whole tiles and not, parts of a strip, one group of columns, rows that are no whole sectors
@@ -55,14 +57,55 @@ def test_bytes_are_those_of_the_cpu(
     if format.startswith("mxfp8"):
         shape = (shape[0], -(-shape[1] // 32) * 32)
     input, sizes = matrix(*shape, dtype), sizes_of(shape[0], groups, multiple, tail)
+    check_bytes(input, sizes, format)
+
+
+def check_bytes(input: Tensor, sizes: Tensor, format: str) -> None:
+    """CUDA gives the bytes of the CPU."""
     poisoned = input.cuda()
     poisoned[int(sizes.sum()) :] = float("nan")  # past the groups nothing counts
+    poisoned[int(sizes.sum()) :, ::2] = 60000.0
     for op in (ops.grouped_quantize_both, ops.grouped_quantize_transposed):
         for got, expected in zip(op(poisoned, sizes.cuda(), format), op(input, sizes, format), strict=True):
             assert_same_bits(got, expected)
 
 
-@pytest.mark.parametrize("format", FORMATS[:3])
+# Beside blocks of 32 and of 128 rows; empty groups first, last and between; many groups in one block.
+SIZES = {
+    "beside blocks": [1, 31, 33, 127, 129, 32, 128, 63, 65, 1, 300],
+    "empty": [0, 0, 129, 0, 200, 0, 31, 0, 0],
+    "single rows": [1] * 900,
+    "a few rows": [2, 3, 1, 0, 5, 16, 15, 17] * 20,
+    "many": [7, 0, 1] * 333 + [1],
+    "one block each": [32] * 30,
+    "blocks that are cut": [31] * 16 + [33] * 15,
+    "none": [0, 0],
+    "all in one": [0, 1024],
+    "nothing but one row": [0, 1],
+}
+
+
+@pytest.mark.parametrize("columns", [32, 160, 384])
+@pytest.mark.parametrize("rows", [1024, 3072, 1040, 2999])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("format", ["mxfp8:e4m3", "mxfp8:e4m3,tiled", "fp8_block:e4m3"])
+def test_sizes_beside_blocks(format: str, sizes: list[int], rows: int, columns: int) -> None:
+    if sum(sizes) > rows:
+        pytest.skip("more rows than the buffer has")
+    check_bytes(matrix(rows, columns, torch.bfloat16), torch.tensor(sizes), format)
+
+
+@pytest.mark.parametrize("format", ["mxfp8:e4m3", "mxfp8:e5m2"])
+def test_not_finite_values_scale_their_blocks_alone(format: str) -> None:
+    """Also where the rows of a block are read by two blocks of threads."""
+    input = matrix(1024, 256, torch.bfloat16)
+    input[100:1024:97] = float("inf")
+    input[::61, ::3] = float("nan")
+    input[:, 5] = float("nan")
+    check_bytes(input, torch.tensor([13, 500, 1, 490]), format)
+
+
+@pytest.mark.parametrize("format", FORMATS[:4])
 def test_a_graph_follows_the_sizes(format: str) -> None:
     """Groups that end with sectors and groups that do not are stored in different ways by the same launch."""
     input = matrix(2048, 384, torch.bfloat16)
@@ -81,12 +124,13 @@ def test_a_graph_follows_the_sizes(format: str) -> None:
             assert_same_bits(got, expected)
 
 
-def test_sizes_past_the_buffer_are_cut() -> None:
+@pytest.mark.parametrize("format", ["fp8_block:e4m3", "mxfp8:e4m3"])
+def test_sizes_past_the_buffer_are_cut(format: str) -> None:
     """Sizes are on the device: what does not fit is not followed, and the next call says so."""
     input = matrix(1024, 256, torch.bfloat16).cuda()
     sizes = torch.tensor([100, 5000, 3], device="cuda")
-    got = ops.grouped_quantize_both(input, sizes, "fp8_block:e4m3")
-    expected = ops.grouped_quantize_both(input.cpu(), torch.tensor([100, 924, 0]), "fp8_block:e4m3")
+    got = ops.grouped_quantize_both(input, sizes, format)
+    expected = ops.grouped_quantize_both(input.cpu(), torch.tensor([100, 924, 0]), format)
     torch.cuda.synchronize()
     with pytest.raises(ValueError, match="group_sizes"):
         ops.check_group_sizes()
