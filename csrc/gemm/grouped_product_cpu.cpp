@@ -48,10 +48,12 @@ void multiply_in_steps(const Tensor& a, int64_t begin, int64_t rows, bool alone,
   if (rest > 0) multiply(begin + rows - rest, rest);
 }
 
-// The group's rows, with zeros below up to whole steps.
-Tensor in_steps(const Tensor& matrix, int64_t begin, int64_t rows) {
+// Elements whose copy takes as long as compiling a kernel.
+constexpr int64_t kLongCopy = int64_t{1} << 19;
+
+// The group's rows, `more` with zeros below.
+Tensor with_zeros(const Tensor& matrix, int64_t begin, int64_t rows, int64_t more) {
   const Tensor group = matrix.narrow(0, begin, rows);
-  const int64_t more = compiles_for_each_size(matrix, rows) ? up_to_steps(rows) : rows;
   if (more == rows) return group;
   const Tensor padded = empty(matrix, {more, matrix.size(1)}, matrix.scalar_type());
   padded.narrow(0, 0, rows).copy_(group);
@@ -190,7 +192,11 @@ void reduction_product_cpu(const ReductionProduct& product, const Tensor& out, b
     }
     const Tensor grad_g = grad.narrow(0, begin, rows).t(), input_g = input.narrow(0, begin, rows);
     if (out.scalar_type() == grad.scalar_type() && !faster_in_float32(grad_g, input_g)) {
-      multiply_into(out_g, in_steps(grad, begin, rows).t(), in_steps(input, begin, rows), accumulate);
+      const bool copy =
+          compiles_for_each_size(grad, rows) && rows * (grad.size(1) + input.size(1)) < kLongCopy;
+      const int64_t more = copy ? up_to_steps(rows) : rows;
+      multiply_into(out_g, with_zeros(grad, begin, rows, more).t(), with_zeros(input, begin, rows, more),
+                    accumulate);
     } else if (out.scalar_type() == wide) {
       multiply_into(out_g, grad_g.to(wide), input_g.to(wide), accumulate);
     } else {
