@@ -6,8 +6,9 @@ with even groups. torch gets its offsets made beforehand; the ops make them from
 gradient that is added to a main gradient in float32 is torch's product and a compiled addition; that of FP8 operands,
 quantized beforehand, is torch's product of bfloat16. Data are normal numbers: what a GPU multiplies decides its clock.
 
-Before it is timed a result is compared with the float64 product of some groups. Host time is that of tiny groups. On a
-CPU all shapes are tiny and nothing is written: to try it, not to quote it.
+Before it is timed a result is compared with the float64 product of some groups. Host time is that of tiny groups. A CPU
+has shapes and a peer of its own (grouped_gemm_cpu.py); with ``--tiny`` the shapes here are tiny, on any device, and
+nothing is written: to try it, not to quote it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from benchmarks import grouped_gemm_cpu
 from benchmarks.common import Time, device_times, host_times, synchronize, write
 from benchmarks.grouped_gemm_works import (
     MODELS,
@@ -172,7 +174,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def run(device: torch.device, chosen: dict[Shape, list[Work]], arguments: argparse.Namespace) -> None:
-    """Measures, prints, and of a GPU writes the file."""
+    """Measures, prints, and writes the file unless all is tiny."""
     torch.manual_seed(0)
     more: dict[str, Any] = {"options": {"only": arguments.only, "rounds": arguments.rounds}}
     if arguments.only.lower() in HOST:
@@ -199,7 +201,7 @@ def run(device: torch.device, chosen: dict[Shape, list[Work]], arguments: argpar
     for mean in averages:
         words = f"{mean['work']:25s} {mean['sizes']:6s}"
         print(f"{words} {mean['ratio']:6.3f}  geometric mean over {mean['shapes']} shapes")
-    if device.type == "cuda" and rows:
+    if rows and not arguments.tiny:
         write("grouped_gemm", device, rows, means=averages, **more)
 
 
@@ -208,14 +210,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], help="the GPU where there is one unless given")
     parser.add_argument("--only", default="", metavar="TEXT", help="only where the text is in 'SHAPE WORK'")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"{ROUNDS} unless given")
+    rounds = f"{ROUNDS} unless given, {grouped_gemm_cpu.ROUNDS} on a CPU"
+    parser.add_argument("--rounds", type=int, help=rounds)
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try it")
     arguments = parser.parse_args()
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cpu" and not arguments.tiny:
+        grouped_gemm_cpu.run(arguments.only, arguments.rounds or grouped_gemm_cpu.ROUNDS)
+        return
+    arguments.rounds = arguments.rounds or ROUNDS
     chosen: dict[Shape, list[Work]] = {}
     for shape in SHAPES:
         works = [work for work in WORKS if arguments.only.lower() in f"{shape.name} {work.name}".lower()]
         if works:
-            chosen[shape if device.type == "cuda" else tiny(shape)] = works
+            chosen[tiny(shape) if arguments.tiny else shape] = works
     if not chosen and arguments.only.lower() not in HOST:
         names = [*(shape.name for shape in SHAPES), *(work.name for work in WORKS), HOST]
         parser.error(f"--only {arguments.only!r}: in none of {'; '.join(names)}")

@@ -128,11 +128,13 @@ def grouped_gemm(result: dict[str, Any]) -> Figure:
     figure, panels = pyplot.subplots(
         1, len(works), sharey=True, squeeze=False, figsize=size, layout="constrained"
     )
+    peer = "torch._grouped_mm" if result["device"] == "cuda" else "a loop of torch.mm"
     looks = {
-        "even": (0.27, OURS, "even groups, of torch._grouped_mm"),
-        "skewed": (0.0, "#7da0d4", "skewed groups, of torch._grouped_mm"),
+        "even": (0.27, OURS, f"even groups, of {peer}"),
+        "skewed": (0.0, "#7da0d4", f"skewed groups, of {peer}"),
         "any": (-0.27, MUL, "groups of any sizes, of the same op with even ones"),
     }
+    looks = {kind: look for kind, look in looks.items() if any(row["sizes"] == kind for row in rows)}
     for axes, work in zip(panels[0], works, strict=True):
         for row in (row for row in rows if row["work"] == work):
             offset, color, _ = looks[row["sizes"]]

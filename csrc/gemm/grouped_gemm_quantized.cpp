@@ -71,6 +71,10 @@ Tensor grouped_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b
   }
   const at::ScalarType exact = values_dtype(arguments.a, arguments.a_format, arguments.b, arguments.b_format);
   const Values left = values_of(arguments.a, arguments.a_format, &group_sizes, false, exact);
+  if (b.is_cpu()) {
+    const Codes codes = codes_of(arguments.b, arguments.b_format, exact);
+    return row_product({left.data, b, offsets, bias, bias_scale, transpose_b, std::nullopt, &codes}, dtype);
+  }
   const Values right = values_of(arguments.b, arguments.b_format, nullptr, false, exact);
   return row_product(
       {left.data, right.data, offsets, bias, bias_scale, transpose_b, joint_factor(left, right)}, dtype);

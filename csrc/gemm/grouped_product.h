@@ -3,9 +3,19 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <optional>
 
 namespace transformer_plugin::gemm {
+
+// Matrices [rows, columns] kept as codes, which a CPU decodes one at a time, so that their values never take memory
+// all at once.
+struct Codes {
+  int64_t rows, columns;
+  at::ScalarType dtype;  // of the values
+  // Writes the values of a group's matrix; several threads call it.
+  std::function<void(int64_t, const at::Tensor&)> decode;
+};
 
 // out[i] = a[i] @ B_g * alpha[g] + bias_scale[i] * bias[g] for the rows i of group g, rounded once; zero past the
 // last group, whose rows of `a` are not read. B_g is b[g] transposed (b [G, N, K]) or as stored (b [G, K, N]).
@@ -17,8 +27,12 @@ struct RowProduct {
   const std::optional<at::Tensor>& bias_scale;  // float32 [T]
   bool transpose_b;
   std::optional<at::Tensor> alpha = std::nullopt;  // float32 [G], on CUDA only
+  const Codes* codes = nullptr;                    // in place of `b`, on a CPU only
 
-  int64_t columns() const { return b.size(transpose_b ? 1 : 2); }
+  int64_t columns() const {
+    if (codes) return transpose_b ? codes->rows : codes->columns;
+    return b.size(transpose_b ? 1 : 2);
+  }
 };
 
 // out[g] = grad_g^T @ input_g * alpha[g], added to what is there when `accumulate`; the sum runs over the group's rows.

@@ -1,7 +1,13 @@
 // On a CPU, one product of torch's for each group.
-#include <ATen/ops/addmm.h>
-#include <ATen/ops/mm.h>
+#include <ATen/Parallel.h>
+#include <ATen/ops/addmm_cpu_dispatch.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
 
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "common/autograd.h"
 #include "common/tensor.h"
 #include "gemm/dense_product.h"
 #include "gemm/grouped_product.h"
@@ -18,75 +24,146 @@ Tensor readable_rows(const Tensor& matrix) {
 }
 
 // For bfloat16 oneDNN compiles a kernel for every size that it has not met, which takes longer than the product of a
-// few hundred rows, and groups have other sizes in every step. So they are multiplied in sizes that come back:
-// multiples of this many rows.
+// few hundred rows, and groups have other sizes in every step. So more rows than this are multiplied in sizes that come
+// back: multiples of this or, where that is little of the whole, of a part.
 constexpr int64_t kRowStep = 64;
 
 bool compiles_for_each_size(const Tensor& operand, int64_t rows) {
-  return operand.scalar_type() == at::kBFloat16 && rows > kRowStep && rows % kRowStep != 0;
+  return operand.scalar_type() == at::kBFloat16 && rows > kRowStep;
 }
 
-int64_t up_to_whole_steps(int64_t rows) { return (rows + kRowStep - 1) / kRowStep * kRowStep; }
+int64_t up_to_steps(int64_t rows) {
+  const int64_t step = rows > 8 * kRowStep ? kRowStep : rows > 4 * kRowStep ? kRowStep / 2 : kRowStep / 4;
+  return (rows + step - 1) / step * step;
+}
 
-// Calls multiply(first row, rows) until the group's rows, `rows` from `begin` on, are done. Some may come twice, and
-// some that follow the group may come too: whoever follows writes over them.
+// Calls multiply(first row, rows) until the group's rows, `rows` from `begin` on, are done. When `alone`, some that
+// follow the group may come too: whoever follows writes over them.
 template <typename Multiply>
-void multiply_in_steps(const Tensor& a, int64_t begin, int64_t rows, Multiply&& multiply) {
+void multiply_in_steps(const Tensor& a, int64_t begin, int64_t rows, bool alone, Multiply&& multiply) {
   if (!compiles_for_each_size(a, rows)) return multiply(begin, rows);
-  const int64_t more = up_to_whole_steps(rows);
-  if (begin + more <= a.size(0)) return multiply(begin, more);
-  multiply(begin, more - kRowStep);
-  multiply(begin + rows - kRowStep, kRowStep);
+  const int64_t more = up_to_steps(rows), rest = rows % kRowStep;
+  if (alone && begin + more <= a.size(0)) return multiply(begin, more);
+  multiply(begin, rows - rest);
+  if (rest > 0) multiply(begin + rows - rest, rest);
 }
 
-// The group's rows, with zeros below up to whole steps.
-Tensor in_whole_steps(const Tensor& matrix, int64_t begin, int64_t rows) {
+// Elements whose copy takes as long as compiling a kernel.
+constexpr int64_t kLongCopy = int64_t{1} << 19;
+
+// The group's rows, `more` with zeros below.
+Tensor with_zeros(const Tensor& matrix, int64_t begin, int64_t rows, int64_t more) {
   const Tensor group = matrix.narrow(0, begin, rows);
-  if (!compiles_for_each_size(matrix, rows)) return group;
-  const Tensor padded = empty(matrix, {up_to_whole_steps(rows), matrix.size(1)}, matrix.scalar_type());
+  if (more == rows) return group;
+  const Tensor padded = empty(matrix, {more, matrix.size(1)}, matrix.scalar_type());
   padded.narrow(0, 0, rows).copy_(group);
-  padded.narrow(0, rows, padded.size(0) - rows).zero_();
+  padded.narrow(0, rows, more - rows).zero_();
   return padded;
 }
 
 // out += a @ b, or out = a @ b; any strides.
 void multiply_into(Tensor out, const Tensor& a, const Tensor& b, bool accumulate) {
   if (accumulate) {
-    at::addmm_out(out, out, a, b);
+    at::cpu::addmm_out(out, out, a, b);
   } else {
-    at::mm_out(out, a, b);
+    at::cpu::mm_out(out, a, b);
   }
+}
+
+// Multiplications above which torch keeps all threads busy with one product.
+constexpr int64_t kLongProduct = int64_t{1} << 28;
+// And those that are worth a thread.
+constexpr int64_t kLeastWork = int64_t{1} << 19;
+// What a group costs beside its rows, in rows: reading or writing its matrix, or decoding it.
+constexpr int64_t kRowsOfMatrix = 16, kRowsOfCodes = 64;
+// For more threads than these 32 groups are not too few.
+constexpr int64_t kThreads = 16;
+
+// What a thread keeps from one group to the next.
+struct Worker {
+  bool alone;      // no other is at work, so that torch has all threads for a product
+  Tensor scratch;  // undefined at first
+};
+
+// Calls multiply(group, worker) for every group: long products alone and in order, and products so much longer than
+// the others that one thread would end after the rest; then the others, longest first, each on one thread. A row
+// costs `row`, and `more` rows are added to a group's.
+template <typename Multiply>
+void for_each_group(const Tensor& offsets, int64_t row, int64_t more, const Multiply& multiply) {
+  struct Group {
+    int64_t index, cost;
+  };
+  const int32_t* begins = offsets.const_data_ptr<int32_t>();
+  std::vector<Group> order;
+  int64_t cost = 0;  // of those from `shorter` on
+  for (int64_t g = 0; g + 1 < offsets.size(0); ++g) {
+    const int64_t rows = begins[g + 1] - begins[g];
+    order.push_back({g, rows == 0 ? 0 : (rows + more) * row});
+    cost += order.back().cost;
+  }
+  const auto end = order.end();
+  std::stable_sort(order.begin(), end, [](const Group& a, const Group& b) { return a.cost > b.cost; });
+  const int64_t threads = at::get_num_threads(), shares = 2 * std::min(threads, kThreads);
+  auto shorter = order.begin();
+  for (; shorter != end && shorter->cost > std::min(kLongProduct, cost / shares); ++shorter) {
+    cost -= shorter->cost;
+  }
+  std::sort(order.begin(), shorter, [](const Group& a, const Group& b) { return a.index < b.index; });
+  {
+    Worker worker{true, {}};
+    for (auto group = order.begin(); group != shorter; ++group) multiply(group->index, worker);
+  }
+  std::atomic<int64_t> next = 0;
+  const int64_t left = end - shorter;
+  const int64_t workers = std::min({threads, left, cost / kLeastWork + 1});
+  at::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
+    const BelowAutograd guard;  // threads do not inherit the caller's
+    Worker worker{false, {}};
+    for (int64_t i = next++; i < left; i = next++) multiply(shorter[i].index, worker);
+  });
+}
+
+// The matrix of a group, as it is stored.
+Tensor matrix_of(const RowProduct& product, int64_t group, Worker& worker) {
+  if (!product.codes) return product.b.select(0, group);
+  const Codes& codes = *product.codes;
+  if (!worker.scratch.defined()) {
+    worker.scratch = empty(product.a, {codes.rows, codes.columns}, codes.dtype);
+  }
+  codes.decode(group, worker.scratch);
+  return worker.scratch;
 }
 
 }  // namespace
 
 Tensor row_product_cpu(const RowProduct& product, at::ScalarType dtype) {
   const Tensor a = readable_rows(product.a);
-  const Tensor b = product.transpose_b ? product.b.transpose(1, 2) : product.b;
   const at::ScalarType wide = sum_dtype(a.scalar_type());
   // torch's product rounds its FP32 sum once, after a bias of its own dtype.
   const bool same_dtype = dtype == a.scalar_type();
   const bool fused_bias = product.bias && !product.bias_scale && product.bias->scalar_type() == dtype;
   const Tensor out = empty(a, {a.size(0), product.columns()}, dtype);
   const int32_t* offsets = product.offsets.const_data_ptr<int32_t>();
-  const int64_t groups = product.b.size(0);
-  for (int64_t g = 0; g < groups; ++g) {
+  const int64_t groups = product.offsets.size(0) - 1;
+  const int64_t more = product.codes ? kRowsOfCodes : kRowsOfMatrix;
+  for_each_group(product.offsets, a.size(1) * out.size(1), more, [&](int64_t g, Worker& worker) {
     const int64_t begin = offsets[g], rows = offsets[g + 1] - begin;
-    if (rows == 0) continue;
+    if (rows == 0) return;
     Tensor out_g = out.narrow(0, begin, rows);
-    const Tensor a_g = a.narrow(0, begin, rows), b_g = b.select(0, g);
+    const Tensor stored = matrix_of(product, g, worker);
+    const Tensor a_g = a.narrow(0, begin, rows), b_g = product.transpose_b ? stored.t() : stored;
     const bool direct = same_dtype && !faster_in_float32(a_g, b_g);
     if (direct && (fused_bias || !product.bias || dtype == wide)) {
-      multiply_in_steps(a, begin, rows, [&](int64_t first, int64_t count) {
+      multiply_in_steps(a, begin, rows, worker.alone, [&](int64_t first, int64_t count) {
         Tensor target = out.narrow(0, first, count);
         const Tensor part = a.narrow(0, first, count);
-        fused_bias ? at::addmm_out(target, product.bias->select(0, g), part, b_g)
-                   : at::mm_out(target, part, b_g);
+        fused_bias ? at::cpu::addmm_out(target, product.bias->select(0, g), part, b_g)
+                   : at::cpu::mm_out(target, part, b_g);
       });
     }
     const bool done = direct && (fused_bias || !product.bias);
-    if (done) continue;
-    Tensor sum = direct && dtype == wide ? out_g : at::mm(a_g.to(wide), b_g.to(wide));
+    if (done) return;
+    Tensor sum = direct && dtype == wide ? out_g : at::cpu::mm(a_g.to(wide), b_g.to(wide));
     if (product.bias) {
       Tensor bias = product.bias->select(0, g).to(wide).expand({rows, out.size(1)});
       if (product.bias_scale) {
@@ -96,7 +173,7 @@ Tensor row_product_cpu(const RowProduct& product, at::ScalarType dtype) {
       }
     }
     if (!sum.is_same(out_g)) out_g.copy_(sum);
-  }
+  });
   out.narrow(0, offsets[groups], a.size(0) - offsets[groups]).zero_();
   return out;
 }
@@ -105,25 +182,29 @@ void reduction_product_cpu(const ReductionProduct& product, const Tensor& out, b
   const Tensor grad = readable_rows(product.grad), input = readable_rows(product.input);
   const at::ScalarType wide = sum_dtype(grad.scalar_type());
   const int32_t* offsets = product.offsets.const_data_ptr<int32_t>();
-  for (int64_t g = 0; g < product.groups(); ++g) {
+  const int64_t row = grad.size(1) * input.size(1);
+  for_each_group(product.offsets, row, kRowsOfMatrix, [&](int64_t g, Worker&) {
     const int64_t begin = offsets[g], rows = offsets[g + 1] - begin;
     Tensor out_g = out.select(0, g);
     if (rows == 0) {
       if (!accumulate) out_g.zero_();
-      continue;
+      return;
     }
     const Tensor grad_g = grad.narrow(0, begin, rows).t(), input_g = input.narrow(0, begin, rows);
     if (out.scalar_type() == grad.scalar_type() && !faster_in_float32(grad_g, input_g)) {
-      multiply_into(out_g, in_whole_steps(grad, begin, rows).t(), in_whole_steps(input, begin, rows),
+      const bool copy =
+          compiles_for_each_size(grad, rows) && rows * (grad.size(1) + input.size(1)) < kLongCopy;
+      const int64_t more = copy ? up_to_steps(rows) : rows;
+      multiply_into(out_g, with_zeros(grad, begin, rows, more).t(), with_zeros(input, begin, rows, more),
                     accumulate);
     } else if (out.scalar_type() == wide) {
       multiply_into(out_g, grad_g.to(wide), input_g.to(wide), accumulate);
     } else {
-      Tensor sum = at::mm(grad_g.to(wide), input_g.to(wide));
+      Tensor sum = at::cpu::mm(grad_g.to(wide), input_g.to(wide));
       if (accumulate) sum.add_(out_g.to(wide));
       out_g.copy_(sum);
     }
-  }
+  });
 }
 
 }  // namespace transformer_plugin::gemm

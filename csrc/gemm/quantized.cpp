@@ -92,6 +92,13 @@ Values values_of(const QuantizedArgument& argument, const Format& format, const 
   return {transposed ? codes.transpose(-2, -1) : codes, argument.scale};
 }
 
+Codes codes_of(const QuantizedArgument& argument, const Format& format, at::ScalarType dtype) {
+  return {argument.data.size(1), value_size(argument, format, 2).expect_int(), dtype,
+          [&argument, format](int64_t group, const Tensor& values) {
+            quantize::dequantize_member(argument.data, argument.scale, argument.amax, format, group, values);
+          }};
+}
+
 std::optional<Tensor> joint_factor(const Values& a, const Values& b) {
   if (a.factor && b.factor) return at::mul(*a.factor, *b.factor);
   return a.factor ? a.factor : b.factor;

@@ -5,6 +5,7 @@
 
 #include "common/check.h"
 #include "common/format.h"
+#include "gemm/grouped_product.h"
 
 namespace transformer_plugin::gemm {
 
@@ -46,6 +47,9 @@ at::ScalarType values_dtype(const QuantizedArgument& a, const Format& a_format, 
 // In the layout of the matrix before it was quantized: rows first, also of an operand that is `transposed`.
 Values values_of(const QuantizedArgument& argument, const Format& format, const at::Tensor* group_sizes,
                  bool transposed, at::ScalarType dtype);
+
+// The same of a stack on a CPU, for as long as the argument lives: with no factor left over.
+Codes codes_of(const QuantizedArgument& argument, const Format& format, at::ScalarType dtype);
 
 // The product of two leftover factors, if any.
 std::optional<at::Tensor> joint_factor(const Values& a, const Values& b);

@@ -46,12 +46,13 @@ Tensor meta(const Arguments& a) {
   return empty(a.data, a.operand(format).data_sizes(false), a.dtype);
 }
 
-Tensor run_format(const Arguments& a, const Format& format, const Tensor* amax) {
+// Into a new tensor, or a contiguous one of as many elements.
+Tensor run_format(const Arguments& a, const Format& format, const Tensor* amax, Tensor output = {}) {
   const Operand operand = a.operand(format);
   const GroupTables tables =
       group_tables(a.argument(), a.group_sizes, operand.rows.expect_int(),
                    group_multiple(format, a.transposed), group_use(format, a.transposed));
-  const Tensor output = empty(a.data, operand.data_sizes(false), a.dtype);
+  if (!output.defined()) output = empty(a.data, operand.data_sizes(false), a.dtype);
   // torch copies no E2M1.
   const Tensor data = (format.is_nv() ? a.data.view(at::kByte) : a.data).contiguous();
   const Tensor scale = a.scale_inv.contiguous();
@@ -102,6 +103,14 @@ Tensor dequantize_without_amax(const Tensor& data, const Tensor& scale_inv, cons
                                const Format& format, at::ScalarType dtype, bool transposed) {
   const Arguments arguments{"dequantize", data, scale_inv, group_sizes, "", dtype, transposed, kNotGiven};
   return run_format(arguments, format, nullptr);
+}
+
+void dequantize_member(const Tensor& data, const Tensor& scale_inv, const OptionalTensor& amax,
+                       const Format& format, int64_t member, const Tensor& values) {
+  const Tensor codes = data.narrow(0, member, 1), scale = scale_inv.narrow(0, member, 1);
+  const OptionalTensor given = amax ? OptionalTensor(amax->narrow(0, member, 1)) : std::nullopt;
+  const Arguments arguments{"dequantize", codes, scale, nullptr, "", values.scalar_type(), false, given};
+  run_format(arguments, format, given ? &*given : nullptr, values);
 }
 
 TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { register_ops<run>(m); }

@@ -104,6 +104,10 @@ void check_noop(const Argument& noop, const Argument& data);
 at::Tensor dequantize_without_amax(const at::Tensor& data, const at::Tensor& scale_inv,
                                    const at::Tensor* group_sizes, const Format& format, at::ScalarType dtype,
                                    bool transposed);
+// The values of one matrix of a stack, into `values` [rows, columns], contiguous. Checked operands on a CPU; from any
+// thread.
+void dequantize_member(const at::Tensor& data, const at::Tensor& scale_inv, const OptionalTensor& amax,
+                       const Format& format, int64_t member, const at::Tensor& values);
 
 Layout make_layout(const Operand& operand, const Format& format, const GroupTables& tables);
 
