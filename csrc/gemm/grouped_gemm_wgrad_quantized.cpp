@@ -31,7 +31,8 @@ struct Operands {
 Operands check_operands(const char* op, const Tensor& grad_t, const Tensor& grad_t_scale,
                         const Tensor& input_t, const Tensor& input_t_scale, const Tensor& group_sizes,
                         std::string_view grad_key, std::string_view input_key,
-                        const OptionalTensor& grad_t_amax, const OptionalTensor& input_t_amax) {
+                        const OptionalTensor& grad_t_amax, const OptionalTensor& input_t_amax,
+                        const OptionalTensor& alpha) {
   Operands operands{{op, "grad_t", "grad_t_scale", "grad_t_amax", "grad_format", grad_t, grad_t_scale,
                      grad_t_amax, grad_key},
                     {op, "input_t", "input_t_scale", "input_t_amax", "input_format", input_t, input_t_scale,
@@ -48,11 +49,13 @@ Operands check_operands(const char* op, const Tensor& grad_t, const Tensor& grad
   check_value_size(operands.input, operands.input_format, 1,
                    value_size(operands.grad, operands.grad_format, 1),
                    "the columns of 'grad_t', the rows of the buffer");
+  if (alpha) check_factor({op, "alpha", *alpha}, grad_argument, group_sizes.sym_size(0));
   return operands;
 }
 
 template <typename Multiply>
-auto with_values(const Operands& operands, Multiply&& multiply) {
+auto with_values(const Operands& operands, const OptionalTensor& alpha, const OptionalTensor& beta,
+                 Multiply&& multiply) {
   const char* op = operands.grad.op;
   const Tensor& sizes = operands.group_sizes;
   const Tensor offsets = group_offsets({op, "group_sizes", sizes}, operands.grad_argument(),
@@ -61,15 +64,16 @@ auto with_values(const Operands& operands, Multiply&& multiply) {
       values_dtype(operands.grad, operands.grad_format, operands.input, operands.input_format);
   const Values grad = values_of(operands.grad, operands.grad_format, &sizes, true, exact);
   const Values input = values_of(operands.input, operands.input_format, &sizes, true, exact);
-  return multiply(ReductionProduct{grad.data, input.data, offsets, joint_factor(grad, input)});
+  return multiply(
+      ReductionProduct{grad.data, input.data, offsets, scaled_by(alpha, joint_factor(grad, input)), beta});
 }
 
 Tensor wgrad_meta(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& input_t,
                   const Tensor& input_t_scale, const Tensor& group_sizes, std::string_view grad_key,
                   std::string_view input_key, at::ScalarType dtype, const OptionalTensor& grad_t_amax,
-                  const OptionalTensor& input_t_amax) {
+                  const OptionalTensor& input_t_amax, const OptionalTensor& alpha) {
   const Operands operands = check_operands(kOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes,
-                                           grad_key, input_key, grad_t_amax, input_t_amax);
+                                           grad_key, input_key, grad_t_amax, input_t_amax, alpha);
   check_rounded_dtype(kOp, dtype);
   return empty(grad_t, operands.sizes(), dtype);
 }
@@ -77,33 +81,39 @@ Tensor wgrad_meta(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor
 Tensor wgrad(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& input_t,
              const Tensor& input_t_scale, const Tensor& group_sizes, std::string_view grad_key,
              std::string_view input_key, at::ScalarType dtype, const OptionalTensor& grad_t_amax,
-             const OptionalTensor& input_t_amax) {
+             const OptionalTensor& input_t_amax, const OptionalTensor& alpha) {
   const Operands operands = check_operands(kOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes,
-                                           grad_key, input_key, grad_t_amax, input_t_amax);
+                                           grad_key, input_key, grad_t_amax, input_t_amax, alpha);
   check_rounded_dtype(kOp, dtype);
   const BelowAutograd guard;
-  return with_values(operands,
+  return with_values(operands, alpha, std::nullopt,
                      [&](const ReductionProduct& product) { return reduction_product(product, dtype); });
 }
 
 void wgrad_out_meta(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& input_t,
                     const Tensor& input_t_scale, const Tensor& group_sizes, std::string_view grad_key,
                     std::string_view input_key, const Tensor& out, bool accumulate,
-                    const OptionalTensor& grad_t_amax, const OptionalTensor& input_t_amax) {
+                    const OptionalTensor& grad_t_amax, const OptionalTensor& input_t_amax,
+                    const OptionalTensor& alpha, const OptionalTensor& beta) {
   const Operands operands = check_operands(kOutOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes,
-                                           grad_key, input_key, grad_t_amax, input_t_amax);
+                                           grad_key, input_key, grad_t_amax, input_t_amax, alpha);
   check_accumulator({kOutOp, "out", out}, operands.grad_argument(), operands.sizes());
+  if (beta) check_beta({kOutOp, "beta", *beta}, operands.grad_argument(), group_sizes, accumulate);
 }
 
 void wgrad_out(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& input_t,
                const Tensor& input_t_scale, const Tensor& group_sizes, std::string_view grad_key,
                std::string_view input_key, const Tensor& out, bool accumulate,
-               const OptionalTensor& grad_t_amax, const OptionalTensor& input_t_amax) {
+               const OptionalTensor& grad_t_amax, const OptionalTensor& input_t_amax,
+               const OptionalTensor& alpha, const OptionalTensor& beta) {
   const Operands operands = check_operands(kOutOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes,
-                                           grad_key, input_key, grad_t_amax, input_t_amax);
+                                           grad_key, input_key, grad_t_amax, input_t_amax, alpha);
   check_accumulator({kOutOp, "out", out}, operands.grad_argument(), operands.sizes());
+  if (beta) check_beta({kOutOp, "beta", *beta}, operands.grad_argument(), group_sizes, accumulate);
+  check_apart({kOutOp, "out", out}, operands.grad_argument());
+  check_apart({kOutOp, "out", out}, {kOutOp, "input_t", input_t});
   const BelowAutograd guard;
-  with_values(operands,
+  with_values(operands, alpha, beta,
               [&](const ReductionProduct& product) { reduction_product_out(product, out, accumulate); });
 }
 

@@ -27,6 +27,9 @@ bool torch_takes(const Tensor& a, const Tensor& b, int64_t groups, at::ScalarTyp
          (major == 10 || (major == 9 && !kBuiltForHopper));
 }
 
+// Of a matrix that may have one row, whose stride says nothing.
+int64_t row_stride(const Tensor& matrix) { return matrix.size(0) > 1 ? matrix.stride(0) : matrix.size(1); }
+
 const float* float_or_null(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr<float>() : nullptr;
 }
@@ -37,20 +40,21 @@ std::optional<Tensor> as_float(const std::optional<Tensor>& tensor) {
 
 void run_rows(const RowProduct& product, const Tensor& a, const Tensor& b, const Tensor& out, void* stream) {
   const auto bias = as_float(product.bias), bias_scale = as_float(product.bias_scale);
-  const auto alpha = as_float(product.alpha);
+  const auto alpha = as_float(product.alpha), beta = as_float(product.beta);
   GroupedKernelArgs args{};
   args.a = a.const_data_ptr();
   args.b = b.const_data_ptr();
   args.out = out.mutable_data_ptr();
   args.offsets = product.offsets.const_data_ptr<int32_t>();
   args.alpha = float_or_null(alpha);
+  args.beta = float_or_null(beta);
   args.bias = float_or_null(bias);
   args.bias_scale = float_or_null(bias_scale);
   args.rows = a.size(0);
   args.groups = b.size(0);
   args.n = product.columns();
   args.k = a.size(1);
-  args.out_row_stride = args.n;
+  args.out_row_stride = row_stride(out);
   args.dtype = to_dtype(a.scalar_type());
   args.out_dtype = to_dtype(out.scalar_type());
   args.vectors = aligned_rows(a) && aligned_rows(b);
@@ -58,21 +62,26 @@ void run_rows(const RowProduct& product, const Tensor& a, const Tensor& b, const
 }
 
 void zero_tail(const Tensor& out, const Tensor& offsets, void* stream) {
+  const auto bytes = static_cast<int64_t>(out.element_size());
   launch_zero_tail(out.mutable_data_ptr(), offsets.const_data_ptr<int32_t>() + offsets.size(0) - 1,
-                   out.size(0), out.size(1) * static_cast<int64_t>(out.element_size()), stream);
+                   out.size(0), out.size(1) * bytes, row_stride(out) * bytes, stream);
 }
 
 }  // namespace
 
-Tensor block_product_cuda(const BlockProduct& product, at::ScalarType dtype) {
+bool block_product_out_cuda(const BlockProduct& product, const Tensor& out) {
   const CudaScope scope(product.a);
   const Tensor a = product.a.contiguous(), b = product.b.contiguous();
   const Tensor a_scale = product.a_scale.contiguous(), b_scale = product.b_scale.contiguous();
   const auto bias = as_float(product.bias), bias_scale = as_float(product.bias_scale);
+  const auto alpha = as_float(product.alpha), beta = as_float(product.beta);
   GroupedKernelArgs args{};
   args.a = a.const_data_ptr();
   args.b = b.const_data_ptr();
+  args.out = out.mutable_data_ptr();
   args.offsets = product.offsets.const_data_ptr<int32_t>();
+  args.alpha = float_or_null(alpha);
+  args.beta = float_or_null(beta);
   args.bias = float_or_null(bias);
   args.bias_scale = float_or_null(bias_scale);
   args.a_scale = a_scale.const_data_ptr<float>();
@@ -81,16 +90,14 @@ Tensor block_product_cuda(const BlockProduct& product, at::ScalarType dtype) {
   args.groups = b.size(0);
   args.n = b.size(1);
   args.k = a.size(1);
-  args.out_row_stride = args.n;
+  args.out_row_stride = row_stride(out);
   args.dtype = to_dtype(a.scalar_type());
-  args.out_dtype = to_dtype(dtype);
+  args.out_dtype = to_dtype(out.scalar_type());
   args.vectors = aligned_rows(a) && aligned_rows(b);
-  if (args.groups == 0 || !hopper_takes(GroupedMode::kForward, args)) return Tensor();
-  const Tensor out = empty(a, {a.size(0), args.n}, dtype);
-  args.out = out.mutable_data_ptr();
+  if (args.groups == 0 || !hopper_takes(GroupedMode::kForward, args)) return false;
   launch_hopper(GroupedMode::kForward, args, scope.stream());
   zero_tail(out, product.offsets, scope.stream());
-  return out;
+  return true;
 }
 
 Tensor row_product_cuda(const RowProduct& product, at::ScalarType dtype) {
@@ -109,6 +116,12 @@ Tensor row_product_cuda(const RowProduct& product, at::ScalarType dtype) {
   return out;
 }
 
+void row_product_out_cuda(const RowProduct& product, const Tensor& out) {
+  const CudaScope scope(product.a);
+  run_rows(product, product.a.contiguous(), product.b.contiguous(), out, scope.stream());
+  if (!product.beta) zero_tail(out, product.offsets, scope.stream());
+}
+
 Tensor reduction_product_cuda(const ReductionProduct& product, at::ScalarType dtype) {
   const CudaScope scope(product.grad);
   const Tensor grad = product.grad.contiguous(), input = product.input.contiguous();
@@ -123,13 +136,14 @@ Tensor reduction_product_cuda(const ReductionProduct& product, at::ScalarType dt
 void reduction_product_out_cuda(const ReductionProduct& product, const Tensor& out, bool accumulate) {
   const CudaScope scope(product.grad);
   const Tensor grad = product.grad.contiguous(), input = product.input.contiguous();
-  const auto alpha = as_float(product.alpha);
+  const auto alpha = as_float(product.alpha), beta = as_float(product.beta);
   GroupedKernelArgs args{};
   args.a = grad.const_data_ptr();
   args.b = input.const_data_ptr();
   args.out = out.mutable_data_ptr();
   args.offsets = product.offsets.const_data_ptr<int32_t>();
   args.alpha = float_or_null(alpha);
+  args.beta = float_or_null(beta);
   args.rows = grad.size(0);
   args.groups = product.groups();
   args.m = grad.size(1);

@@ -80,6 +80,7 @@ CUtensorMap tensor_map(const Stack& stack, int box_rows) {
 bool hopper_takes(GroupedMode mode, const GroupedKernelArgs& args) {
   const bool blocks = mode == GroupedMode::kForward && args.dtype == DType::kFloat8E4M3;
   if (args.dtype != DType::kBFloat16 && args.dtype != DType::kFloat16 && !blocks) return false;
+  if (args.beta || (mode != GroupedMode::kWeightGrad && args.out_row_stride != args.n)) return false;
   if (!args.vectors || !is_aligned(args.out) || !fits(args.rows) || !fits(args.n)) return false;
   if (!is_whole(args.n, blocks ? args.out_dtype : args.dtype)) return false;
   if (mode == GroupedMode::kWeightGrad) {

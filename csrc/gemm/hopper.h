@@ -13,8 +13,9 @@ inline constexpr bool kBuiltForHopper = true;
 inline constexpr bool kBuiltForHopper = false;  // these kernels hold nothing
 #endif
 
-// Whether these kernels take the product: built for it, on a Hopper, rows of operands and of the output that are whole 16
-// bytes, 16-bit operands into their own dtype or weight gradients into float32, and kForward of E4M3 in blocks into bfloat16:
+// Whether these kernels take the product: built for it, on a Hopper, no beta, rows of operands and of the output that are whole
+// 16 bytes, those of kForward and kDataGrad's output back to back, 16-bit operands into their own dtype or weight gradients into
+// float32, and kForward of E4M3 in blocks into bfloat16:
 // `a` under scales of 1x128 [ceil(k / 128), up4(T)], `b` under scales of 128x128 [G, ceil(n / 128), up4(ceil(k / 128))]. The
 // device of the stream is the current one.
 bool hopper_takes(GroupedMode mode, const GroupedKernelArgs& args);
