@@ -105,32 +105,52 @@ TORCH_LIBRARY(transformer_plugin, m) {
 
   // gemm: products with FP32 sums. linear and grouped_linear are the differentiable ones in low precision.
   m.def(
-      "gemm(Tensor a, Tensor b, Tensor? bias=None, bool transpose_b=True, ScalarType? dtype=None) -> Tensor");
+      "gemm(Tensor a, Tensor b, Tensor? bias=None, bool transpose_b=True, ScalarType? dtype=None, "
+      "Tensor? alpha=None) -> Tensor");
+  m.def(
+      "gemm_out(Tensor a, Tensor b, Tensor(a!) out, Tensor? bias=None, bool transpose_b=True, Tensor? alpha=None, "
+      "Tensor? beta=None) -> ()");
   m.def(
       "gemm_quantized(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, str a_format, str b_format, "
       "ScalarType dtype, Tensor? bias=None, bool transpose_b=True, Tensor? a_amax=None, "
-      "Tensor? b_amax=None) -> Tensor");
+      "Tensor? b_amax=None, Tensor? alpha=None) -> Tensor");
+  m.def(
+      "gemm_quantized_out(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, str a_format, str b_format, "
+      "Tensor(a!) out, Tensor? bias=None, bool transpose_b=True, Tensor? a_amax=None, Tensor? b_amax=None, "
+      "Tensor? alpha=None, Tensor? beta=None) -> ()");
   m.def(
       "grouped_gemm(Tensor a, Tensor b, Tensor group_sizes, Tensor? bias=None, Tensor? bias_scale=None, "
-      "bool transpose_b=True, ScalarType? dtype=None) -> Tensor");
+      "bool transpose_b=True, ScalarType? dtype=None, Tensor? alpha=None, Tensor? rows=None) -> Tensor");
+  m.def(
+      "grouped_gemm_out(Tensor a, Tensor b, Tensor group_sizes, Tensor(a!) out, Tensor? bias=None, "
+      "Tensor? bias_scale=None, bool transpose_b=True, Tensor? alpha=None, Tensor? beta=None, "
+      "Tensor? rows=None) -> ()");
   m.def(
       "grouped_gemm_quantized(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor group_sizes, "
       "str a_format, str b_format, ScalarType dtype, Tensor? bias=None, Tensor? bias_scale=None, "
-      "bool transpose_b=True, Tensor? a_amax=None, Tensor? b_amax=None) -> Tensor");
+      "bool transpose_b=True, Tensor? a_amax=None, Tensor? b_amax=None, Tensor? alpha=None) -> Tensor");
   m.def(
-      "grouped_gemm_wgrad(Tensor grad, Tensor input, Tensor group_sizes, ScalarType? dtype=None) -> Tensor");
+      "grouped_gemm_quantized_out(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor group_sizes, "
+      "str a_format, str b_format, Tensor(a!) out, Tensor? bias=None, Tensor? bias_scale=None, "
+      "bool transpose_b=True, Tensor? a_amax=None, Tensor? b_amax=None, Tensor? alpha=None, "
+      "Tensor? beta=None) -> ()");
+  m.def("gather_rows_backward(Tensor grad, Tensor rows, Tensor group_sizes, SymInt num_rows) -> Tensor");
+  m.def(
+      "grouped_gemm_wgrad(Tensor grad, Tensor input, Tensor group_sizes, ScalarType? dtype=None, "
+      "Tensor? alpha=None, Tensor? input_rows=None) -> Tensor");
   m.def(
       "grouped_gemm_wgrad_out(Tensor grad, Tensor input, Tensor group_sizes, Tensor(a!) out, "
-      "bool accumulate=True) -> ()");
+      "bool accumulate=True, Tensor? alpha=None, Tensor? beta=None, Tensor? input_rows=None) -> ()");
   m.def(
       "grouped_gemm_wgrad_quantized(Tensor grad_t, Tensor grad_t_scale, Tensor input_t, Tensor "
       "input_t_scale, "
       "Tensor group_sizes, str grad_format, str input_format, ScalarType dtype, Tensor? grad_t_amax=None, "
-      "Tensor? input_t_amax=None) -> Tensor");
+      "Tensor? input_t_amax=None, Tensor? alpha=None) -> Tensor");
   m.def(
       "grouped_gemm_wgrad_quantized_out(Tensor grad_t, Tensor grad_t_scale, Tensor input_t, "
       "Tensor input_t_scale, Tensor group_sizes, str grad_format, str input_format, Tensor(a!) out, "
-      "bool accumulate=True, Tensor? grad_t_amax=None, Tensor? input_t_amax=None) -> ()");
+      "bool accumulate=True, Tensor? grad_t_amax=None, Tensor? input_t_amax=None, Tensor? alpha=None, "
+      "Tensor? beta=None) -> ()");
   m.def("bias_backward(Tensor grad) -> Tensor");
   m.def(
       "grouped_bias_backward(Tensor grad, Tensor group_sizes, Tensor? bias=None, Tensor? bias_scale=None) -> "

@@ -116,8 +116,13 @@ def _norm_quantize(*arguments: Any) -> None:
 
 
 def _grouped_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, *more: Any) -> None:
-    ops.grouped_gemm(a, b, sizes, *more)
+    product = ops.grouped_gemm(a, b, sizes, *more)
     *extra, transpose_b = more
+    beta = torch.ones(sizes.numel(), device=a.device)
+    ops.grouped_gemm_out(a, b, sizes, product, *more, beta, beta)
+    rows = torch.arange(a.shape[0], device=a.device) // 2
+    taken = ops.grouped_gemm(a[: a.shape[0] // 2 + 1], b, sizes, *more, rows=rows)
+    ops.gather_rows_backward(taken, rows, sizes, a.shape[0])
     if transpose_b:
         formats = "fp8_block", "fp8_block:square"
         operands = *ops.grouped_quantize(a, sizes, formats[0]), *ops.quantize(b, formats[1])

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <limits>
 
+#include "common/row_index.h"
 #include "common/tensor.h"
 
 namespace transformer_plugin {
@@ -38,6 +39,7 @@ std::atomic<bool> has_word = false;
 }  // namespace
 
 void check_earlier_sizes(const char* op) {
+  check_earlier_rows(op);
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (!has_word) return;
   WrongSizesWord* word = wrong_sizes_word();

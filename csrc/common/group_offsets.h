@@ -25,7 +25,8 @@ struct DeviceSizes {
 };
 DeviceSizes device_sizes(const Argument& group_sizes, const Argument& data, int64_t rows);
 
-// A ValueError in the name of `op` if a GPU noticed wrong sizes since the last one. Waits for nothing.
+// A ValueError in the name of `op` if a GPU noticed wrong sizes, or rows (common/row_index.h), since the last one. Waits for
+// nothing.
 void check_earlier_sizes(const char* op);
 
 }  // namespace transformer_plugin

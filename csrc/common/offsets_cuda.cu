@@ -1,7 +1,6 @@
-#include <new>
-
 #include "common/launch.cuh"
 #include "common/offsets.h"
+#include "common/pinned.cuh"
 #include "common/sizes_scan.cuh"
 
 namespace transformer_plugin {
@@ -23,19 +22,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 WrongSizesWord* wrong_sizes_word() {
-  static WrongSizesWord* const word = [] {
-    // A capture under way is not to mind the allocation, which has nothing to do with it.
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    cudaThreadExchangeStreamCaptureMode(&mode);
-    void* memory = nullptr;
-    const cudaError_t error = cudaHostAlloc(&memory, sizeof(WrongSizesWord), cudaHostAllocPortable);
-    cudaThreadExchangeStreamCaptureMode(&mode);
-    if (error != cudaSuccess) {
-      throw std::runtime_error(std::string("transformer_plugin: allocation of pinned memory failed: ") +
-                               cudaGetErrorString(error));
-    }
-    return new (memory) WrongSizesWord{};
-  }();
+  static WrongSizesWord* const word = new_in_pinned_memory<WrongSizesWord>();
   return word;
 }
 

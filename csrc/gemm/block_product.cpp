@@ -24,11 +24,11 @@ bool has_block_kernels(const at::Tensor& like) {
   return false;
 }
 
-at::Tensor block_product(const BlockProduct& product, at::ScalarType dtype) {
+bool block_product_out(const BlockProduct& product, const at::Tensor& out) {
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  if (product.a.data.is_cuda()) return block_product_cuda(product, dtype);
+  if (product.a.data.is_cuda()) return block_product_out_cuda(product, out);
 #endif
-  return at::Tensor();
+  return false;
 }
 
 bool block_reduction_out(const BlockReduction& reduction, const at::Tensor& out, bool accumulate) {

@@ -47,35 +47,40 @@ bool has_block_kernels_cuda(const Tensor& like) {
   return kBuiltForHopper && is_hopper(like.device().index());
 }
 
-Tensor block_product_cuda(const BlockProduct& product, at::ScalarType dtype) {
+bool block_product_out_cuda(const BlockProduct& product, const Tensor& out) {
   const CudaScope scope(product.a.data);
   const Contiguous a(product.a), b(product.b);
   const auto bias = as_float(product.bias), bias_scale = as_float(product.bias_scale);
+  const auto alpha = as_float(product.alpha), beta = as_float(product.beta);
   GroupedKernelArgs args = arguments_of(a, b, product.offsets);
+  args.out = out.mutable_data_ptr();
+  args.alpha = float_or_null(alpha);
+  args.beta = float_or_null(beta);
   args.bias = float_or_null(bias);
   args.bias_scale = float_or_null(bias_scale);
   args.rows = a.data.size(0);
   args.n = b.data.size(-2);
   args.k = a.data.size(1);
-  args.out_row_stride = args.n;
-  args.out_dtype = to_dtype(dtype);
-  if (args.groups == 0 || !hopper_takes(GroupedMode::kForward, args)) return Tensor();
-  const Tensor out = empty(a.data, {args.rows, args.n}, dtype);
-  args.out = out.mutable_data_ptr();
+  args.out_row_stride = row_stride(out);
+  args.out_dtype = to_dtype(out.scalar_type());
+  if (args.groups == 0 || !hopper_takes(GroupedMode::kForward, args)) return false;
   launch_hopper(GroupedMode::kForward, args, scope.stream());
   if (product.offsets) zero_tail(out, *product.offsets, scope.stream());
-  return out;
+  return true;
 }
 
 bool block_reduction_out_cuda(const BlockReduction& reduction, const Tensor& out, bool accumulate) {
   const CudaScope scope(reduction.grad.data);
   const Contiguous grad(reduction.grad), input(reduction.input);
+  const auto alpha = as_float(reduction.alpha), beta = as_float(reduction.beta);
   GroupedKernelArgs args = arguments_of(grad, input, reduction.offsets);
+  args.alpha = float_or_null(alpha);
+  args.beta = float_or_null(beta);
   args.out = out.mutable_data_ptr();
   args.rows = grad.data.size(1);
   args.m = grad.data.size(0);
   args.n = input.data.size(0);
-  args.out_row_stride = out.stride(-2);
+  args.out_row_stride = out.dim() == 3 ? out.stride(1) : row_stride(out);
   args.out_group_stride = out.dim() == 3 ? out.stride(0) : args.m * args.out_row_stride;
   args.out_dtype = to_dtype(out.scalar_type());
   args.accumulate = accumulate;

@@ -14,29 +14,41 @@ namespace transformer_plugin::gemm {
 using OptionalTensorArg = const std::optional<at::Tensor>&;
 
 inline at::Tensor call_gemm(const at::Tensor& a, const at::Tensor& b, OptionalTensorArg bias,
-                            bool transpose_b, std::optional<at::ScalarType> dtype) {
+                            bool transpose_b, std::optional<at::ScalarType> dtype,
+                            OptionalTensorArg alpha = std::nullopt) {
   using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, OptionalTensorArg, bool,
-                               std::optional<at::ScalarType>);
+                               std::optional<at::ScalarType>, OptionalTensorArg);
   static const auto op = find_op<Signature>("gemm");
-  return op.call(a, b, bias, transpose_b, dtype);
+  return op.call(a, b, bias, transpose_b, dtype, alpha);
 }
 
 inline at::Tensor call_grouped_gemm(const at::Tensor& a, const at::Tensor& b, const at::Tensor& group_sizes,
                                     OptionalTensorArg bias, OptionalTensorArg bias_scale, bool transpose_b,
-                                    std::optional<at::ScalarType> dtype) {
+                                    std::optional<at::ScalarType> dtype,
+                                    OptionalTensorArg alpha = std::nullopt,
+                                    OptionalTensorArg rows = std::nullopt) {
   using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, OptionalTensorArg,
-                               OptionalTensorArg, bool, std::optional<at::ScalarType>);
+                               OptionalTensorArg, bool, std::optional<at::ScalarType>, OptionalTensorArg,
+                               OptionalTensorArg);
   static const auto op = find_op<Signature>("grouped_gemm");
-  return op.call(a, b, group_sizes, bias, bias_scale, transpose_b, dtype);
+  return op.call(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows);
 }
 
 inline at::Tensor call_grouped_gemm_wgrad(const at::Tensor& grad, const at::Tensor& input,
-                                          const at::Tensor& group_sizes,
-                                          std::optional<at::ScalarType> dtype) {
-  using Signature =
-      at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, std::optional<at::ScalarType>);
+                                          const at::Tensor& group_sizes, std::optional<at::ScalarType> dtype,
+                                          OptionalTensorArg alpha = std::nullopt,
+                                          OptionalTensorArg input_rows = std::nullopt) {
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                               std::optional<at::ScalarType>, OptionalTensorArg, OptionalTensorArg);
   static const auto op = find_op<Signature>("grouped_gemm_wgrad");
-  return op.call(grad, input, group_sizes, dtype);
+  return op.call(grad, input, group_sizes, dtype, alpha, input_rows);
+}
+
+inline at::Tensor call_gather_rows_backward(const at::Tensor& grad, const at::Tensor& rows,
+                                            const at::Tensor& group_sizes, const c10::SymInt& num_rows) {
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt);
+  static const auto op = find_op<Signature>("gather_rows_backward");
+  return op.call(grad, rows, group_sizes, num_rows);
 }
 
 inline std::tuple<at::Tensor, at::Tensor> call_grouped_bias_backward(const at::Tensor& grad,
@@ -163,12 +175,13 @@ inline at::Tensor call_gemm_quantized(const at::Tensor& a, const at::Tensor& a_s
                                       const at::Tensor& b_scale, std::string_view a_key,
                                       std::string_view b_key, at::ScalarType dtype, OptionalTensorArg bias,
                                       bool transpose_b, OptionalTensorArg a_amax = std::nullopt,
-                                      OptionalTensorArg b_amax = std::nullopt) {
+                                      OptionalTensorArg b_amax = std::nullopt,
+                                      OptionalTensorArg alpha = std::nullopt) {
   using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                std::string_view, std::string_view, at::ScalarType, OptionalTensorArg, bool,
-                               OptionalTensorArg, OptionalTensorArg);
+                               OptionalTensorArg, OptionalTensorArg, OptionalTensorArg);
   static const auto op = find_op<Signature>("gemm_quantized");
-  return op.call(a, a_scale, b, b_scale, a_key, b_key, dtype, bias, transpose_b, a_amax, b_amax);
+  return op.call(a, a_scale, b, b_scale, a_key, b_key, dtype, bias, transpose_b, a_amax, b_amax, alpha);
 }
 
 inline at::Tensor call_grouped_gemm_quantized(const at::Tensor& a, const at::Tensor& a_scale,
@@ -177,29 +190,28 @@ inline at::Tensor call_grouped_gemm_quantized(const at::Tensor& a, const at::Ten
                                               std::string_view b_key, at::ScalarType dtype,
                                               OptionalTensorArg bias, OptionalTensorArg bias_scale,
                                               bool transpose_b, OptionalTensorArg a_amax = std::nullopt,
-                                              OptionalTensorArg b_amax = std::nullopt) {
+                                              OptionalTensorArg b_amax = std::nullopt,
+                                              OptionalTensorArg alpha = std::nullopt) {
   using Signature =
       at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                  const at::Tensor&, std::string_view, std::string_view, at::ScalarType, OptionalTensorArg,
-                 OptionalTensorArg, bool, OptionalTensorArg, OptionalTensorArg);
+                 OptionalTensorArg, bool, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg);
   static const auto op = find_op<Signature>("grouped_gemm_quantized");
   return op.call(a, a_scale, b, b_scale, group_sizes, a_key, b_key, dtype, bias, bias_scale, transpose_b,
-                 a_amax, b_amax);
+                 a_amax, b_amax, alpha);
 }
 
-inline at::Tensor call_grouped_gemm_wgrad_quantized(const at::Tensor& grad_t, const at::Tensor& grad_t_scale,
-                                                    const at::Tensor& input_t,
-                                                    const at::Tensor& input_t_scale,
-                                                    const at::Tensor& group_sizes, std::string_view grad_key,
-                                                    std::string_view input_key, at::ScalarType dtype,
-                                                    OptionalTensorArg grad_t_amax = std::nullopt,
-                                                    OptionalTensorArg input_t_amax = std::nullopt) {
+inline at::Tensor call_grouped_gemm_wgrad_quantized(
+    const at::Tensor& grad_t, const at::Tensor& grad_t_scale, const at::Tensor& input_t,
+    const at::Tensor& input_t_scale, const at::Tensor& group_sizes, std::string_view grad_key,
+    std::string_view input_key, at::ScalarType dtype, OptionalTensorArg grad_t_amax = std::nullopt,
+    OptionalTensorArg input_t_amax = std::nullopt, OptionalTensorArg alpha = std::nullopt) {
   using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                const at::Tensor&, std::string_view, std::string_view, at::ScalarType,
-                               OptionalTensorArg, OptionalTensorArg);
+                               OptionalTensorArg, OptionalTensorArg, OptionalTensorArg);
   static const auto op = find_op<Signature>("grouped_gemm_wgrad_quantized");
   return op.call(grad_t, grad_t_scale, input_t, input_t_scale, group_sizes, grad_key, input_key, dtype,
-                 grad_t_amax, input_t_amax);
+                 grad_t_amax, input_t_amax, alpha);
 }
 
 // ---- what the gradients share -------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 #include "gemm/checks.h"
 
+#include <ATen/core/grad_mode.h>
+
 namespace transformer_plugin::gemm {
 
 at::ScalarType output_dtype(const Argument& operand, std::optional<at::ScalarType> dtype) {
@@ -59,6 +61,88 @@ void check_bias_scale(const Argument& bias_scale, bool has_bias, const Argument&
   check_same_device(bias_scale, operand);
 }
 
+void check_factor(const Argument& factor, const Argument& operand, const c10::SymInt& groups) {
+  check_dtype(factor, {at::kFloat});
+  check_dim(factor, 1);
+  check_size(factor, 0, groups, "one factor for each product");
+  check_same_device(factor, operand);
+  check_no_gradient(factor, kConstantFactor);
+}
+
+void check_beta(const Argument& beta, const Argument& operand, const at::Tensor& group_sizes,
+                bool accumulate) {
+  check_factor(beta, operand, group_sizes.sym_size(0));
+  TP_CHECK_VALUE(!accumulate, beta.op, beta.name, "none where 'accumulate' adds to what the buffer holds",
+                 describe(beta.tensor) << " and accumulate=True",
+                 "Pass one of them, accumulate=False with beta");
+}
+
+void check_no_gradient(const Argument& argument, const char* advice) {
+  TP_CHECK_VALUE(!(at::GradMode::is_enabled() && argument.tensor.requires_grad()), argument.op, argument.name,
+                 "a tensor that wants no gradient", describe(argument.tensor) << " that requires one",
+                 advice);
+}
+
+namespace {
+
+struct Bytes {
+  uintptr_t begin, end;
+};
+
+Bytes bytes_of(const at::Tensor& tensor) {
+  int64_t elements = 1;
+  for (int64_t d = 0; d < tensor.dim(); ++d) elements += (tensor.size(d) - 1) * tensor.stride(d);
+  const auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  return {begin, begin + static_cast<uintptr_t>(elements) * tensor.element_size()};
+}
+
+// Matrices that are different columns of one buffer.
+bool side_by_side(const at::Tensor& x, const at::Tensor& y) {
+  if (x.dim() != 2 || y.dim() != 2 || x.stride(1) != 1 || y.stride(1) != 1) return false;
+  const uintptr_t x_size = x.element_size(), y_size = y.element_size();
+  const uintptr_t stride = static_cast<uintptr_t>(x.stride(0)) * x_size;
+  if (stride == 0 || stride != static_cast<uintptr_t>(y.stride(0)) * y_size) return false;
+  const uintptr_t x_begin = bytes_of(x).begin, y_begin = bytes_of(y).begin;
+  const uintptr_t later =
+      y_begin >= x_begin ? (y_begin - x_begin) % stride : (stride - (x_begin - y_begin) % stride) % stride;
+  return later >= x.size(1) * x_size && later + y.size(1) * y_size <= stride;
+}
+
+bool has_whole_rows(const at::Tensor& matrix, int64_t row_dim) {
+  const auto columns = matrix.sym_size(row_dim + 1);
+  return (columns <= 1 || matrix.sym_stride(row_dim + 1) == 1) &&
+         (matrix.sym_size(row_dim) <= 1 || matrix.sym_stride(row_dim) >= columns);
+}
+
+}  // namespace
+
+void check_apart(const Argument& out, const Argument& other) {
+  if (out.tensor.numel() == 0 || other.tensor.numel() == 0) return;
+  const Bytes written = bytes_of(out.tensor), read = bytes_of(other.tensor);
+  TP_CHECK_VALUE(
+      written.end <= read.begin || read.end <= written.begin || side_by_side(out.tensor, other.tensor),
+      out.op, out.name, "a buffer apart from '" << other.name << "', which is read while it is written",
+      describe(out.tensor) << " in the same memory", "Pass a buffer of its own");
+}
+
+void check_result(const Argument& out, const Argument& operand, const c10::SymInt& rows,
+                  const c10::SymInt& columns) {
+  if (operand.tensor.scalar_type() == at::kDouble) {
+    check_dtype(out, {at::kDouble});
+  } else {
+    check_dtype(out, kFloatTypes);
+  }
+  check_dim(out, 2);
+  check_size(out, 0, rows, "the rows of the product");
+  check_size(out, 1, columns, "the columns of the product");
+  check_same_device(out, operand);
+  TP_CHECK_VALUE(
+      has_whole_rows(out.tensor, 0), out.op, out.name,
+      "a buffer whose last dimension has stride 1 and whose rows do not overlap",
+      describe(out.tensor) << " with strides " << out.tensor.sym_strides(),
+      "It is written in place and never copied: pass a contiguous buffer, or one with strided rows");
+}
+
 void check_accumulator(const Argument& out, const Argument& operand, c10::SymIntArrayRef sizes) {
   constexpr const char* meanings[] = {"the groups", "the columns of the gradient",
                                       "the columns of the input"};
@@ -69,14 +153,12 @@ void check_accumulator(const Argument& out, const Argument& operand, c10::SymInt
   const at::Tensor& tensor = out.tensor;
   const auto rows = tensor.sym_size(1), columns = tensor.sym_size(2);
   const auto group_stride = tensor.sym_stride(0), row_stride = tensor.sym_stride(1);
-  const bool inner = columns <= 1 || tensor.sym_stride(2) == 1;
-  const bool row_apart = rows <= 1 || row_stride >= columns;
   const bool group_apart = tensor.sym_size(0) <= 1 || rows == 0 || columns == 0 ||
                            group_stride >= (rows - 1) * row_stride + columns ||
                            (rows > 1 && group_stride >= columns &&
                             row_stride >= (tensor.sym_size(0) - 1) * group_stride + columns);
   TP_CHECK_VALUE(
-      inner && row_apart && group_apart, out.op, out.name,
+      has_whole_rows(tensor, 1) && group_apart, out.op, out.name,
       "a buffer whose last dimension has stride 1 and whose rows do not overlap",
       describe(tensor) << " with strides " << tensor.sym_strides(),
       "It is written in place and never copied: pass a contiguous buffer, or one with strided rows or groups");

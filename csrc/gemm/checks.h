@@ -25,7 +25,20 @@ void check_bias(const Argument& bias, const Argument& operand, const std::option
                 const c10::SymInt& columns);
 // float32 [T], only beside a bias.
 void check_bias_scale(const Argument& bias_scale, bool has_bias, const Argument& operand);
+// alpha or beta: float32, one for each of the `groups` (1 of a dense product). They have no gradient.
+void check_factor(const Argument& factor, const Argument& operand, const c10::SymInt& groups);
+inline constexpr const char* kConstantFactor = "It is a constant: detach it, or multiply the result";
+// Where gradients are recorded: for an argument that has none, or an op that writes into a buffer.
+void check_no_gradient(const Argument& argument, const char* advice);
+// beta beside the flag that stands for 1.
+void check_beta(const Argument& beta, const Argument& operand, const at::Tensor& group_sizes,
+                bool accumulate);
 // A buffer that a caller gave: float32 or bfloat16 [G, N, K], rows of stride 1 inside that do not overlap.
 void check_accumulator(const Argument& out, const Argument& operand, c10::SymIntArrayRef sizes);
+// A buffer for a result: float32, bfloat16 or float16 (float64 beside float64) [rows, columns], rows likewise.
+void check_result(const Argument& out, const Argument& operand, const c10::SymInt& rows,
+                  const c10::SymInt& columns);
+// A buffer that is written while `other` is read. Of memory, so not of a tensor without any.
+void check_apart(const Argument& out, const Argument& other);
 
 }  // namespace transformer_plugin::gemm

@@ -5,6 +5,7 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
+#include <ATen/ops/mul.h>
 
 #include <algorithm>
 
@@ -52,6 +53,21 @@ Tensor cpu_product(const Tensor& a, const Tensor& b, const std::optional<Tensor>
   return out;
 }
 
+// alpha * (a @ b) + bias before it is rounded.
+Tensor wide_sum(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
+                const std::optional<Tensor>& alpha) {
+  Tensor sum = wide_product(a, b);
+  if (alpha) sum.mul_(*alpha);
+  if (bias) sum.add_(bias->to(sum.scalar_type()));
+  return sum;
+}
+
+// torch's kernels add a bias of the output's dtype to the FP32 sum before they round.
+bool torch_rounds_once(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
+                       at::ScalarType dtype) {
+  return dtype == a.scalar_type() && (!bias || bias->scalar_type() == dtype) && !faster_in_float32(a, b);
+}
+
 }  // namespace
 
 bool faster_in_float32(const Tensor& a, const Tensor& b) {
@@ -67,16 +83,28 @@ Tensor transposed_view(const Tensor& matrix) {
 
 Tensor dense_product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
                      at::ScalarType dtype, const std::optional<Tensor>& alpha) {
-  // torch's kernels add a bias of the output's dtype to the FP32 sum before they round.
-  const bool same_dtype = dtype == a.scalar_type() && (!bias || bias->scalar_type() == dtype);
-  if (same_dtype && !alpha && !faster_in_float32(a, b)) {
+  if (!alpha && torch_rounds_once(a, b, bias, dtype)) {
     if (a.is_cpu()) return cpu_product(a, b, bias);
     return bias ? at::addmm(*bias, a, b) : at::mm(a, b);
   }
-  Tensor sum = wide_product(a, b);
-  if (alpha) sum.mul_(*alpha);
-  if (bias) sum.add_(bias->to(sum.scalar_type()));
-  return sum.to(dtype);
+  return wide_sum(a, b, bias, alpha).to(dtype);
+}
+
+void dense_product_out(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
+                       const std::optional<Tensor>& alpha, const std::optional<Tensor>& beta,
+                       const Tensor& out) {
+  Tensor target = out;
+  if (!alpha && !beta && torch_rounds_once(a, b, bias, out.scalar_type())) {
+    bias ? at::addmm_out(target, *bias, a, b) : at::mm_out(target, a, b);
+    return;
+  }
+  Tensor sum = wide_sum(a, b, bias, alpha);
+  if (beta) {
+    // Also what is not finite counts for nothing under a zero, which only the device knows.
+    const Tensor held = at::mul(out.to(sum.scalar_type()), *beta);
+    sum.add_(held.masked_fill_(beta->eq(0), 0));
+  }
+  target.copy_(sum);
 }
 
 }  // namespace transformer_plugin::gemm

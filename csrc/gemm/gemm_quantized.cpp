@@ -1,4 +1,4 @@
-// gemm_quantized: the product of the values of two quantized matrices.
+// gemm_quantized: the product of the values of two quantized matrices, fresh or into a given buffer.
 #include <torch/library.h>
 
 #include "common/autograd.h"
@@ -15,79 +15,143 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "gemm_quantized";
+constexpr const char* kOutOp = "gemm_quantized_out";
 
-struct Arguments {
+// What both ops are given.
+struct Given {
   QuantizedArgument a, b;
+  const OptionalTensor &bias, &alpha;
+  bool transpose_b;
   Format a_format = {}, b_format = {};
-  c10::SymInt columns = 0;  // of the output
+
+  Argument a_argument() const { return {a.op, a.name, a.data}; }
+  c10::SymInt rows() const { return a.data.sym_size(0); }
+  c10::SymInt columns() const { return value_size(b, b_format, transpose_b ? 0 : 1); }
 };
 
-Arguments check_gemm_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
-                               std::string_view a_key, std::string_view b_key, at::ScalarType dtype,
-                               const OptionalTensor& bias, bool transpose_b, const OptionalTensor& a_amax,
-                               const OptionalTensor& b_amax) {
-  Arguments arguments{{kOp, "a", "a_scale", "a_amax", "a_format", a, a_scale, a_amax, a_key},
-                      {kOp, "b", "b_scale", "b_amax", "b_format", b, b_scale, b_amax, b_key}};
-  arguments.a_format = check_quantized(arguments.a, 2, nullptr, false);
-  arguments.b_format = check_quantized(arguments.b, 2, nullptr, false);
-  const Argument b_argument{kOp, "b", b};
-  check_same_device(b_argument, {kOp, "a", a});
-  check_value_size(arguments.b, arguments.b_format, transpose_b ? 1 : 0,
-                   value_size(arguments.a, arguments.a_format, 1), "the columns of 'a', summed over");
-  arguments.columns = value_size(arguments.b, arguments.b_format, transpose_b ? 0 : 1);
-  if (bias) check_bias({kOp, "bias", *bias}, {kOp, "a", a}, std::nullopt, arguments.columns);
-  check_rounded_dtype(kOp, dtype);
-  return arguments;
+Given checked(const char* op, const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
+              std::string_view a_key, std::string_view b_key, const OptionalTensor& bias, bool transpose_b,
+              const OptionalTensor& a_amax, const OptionalTensor& b_amax, const OptionalTensor& alpha) {
+  Given given{{op, "a", "a_scale", "a_amax", "a_format", a, a_scale, a_amax, a_key},
+              {op, "b", "b_scale", "b_amax", "b_format", b, b_scale, b_amax, b_key},
+              bias,
+              alpha,
+              transpose_b};
+  given.a_format = check_quantized(given.a, 2, nullptr, false);
+  given.b_format = check_quantized(given.b, 2, nullptr, false);
+  check_same_device({op, "b", b}, given.a_argument());
+  check_value_size(given.b, given.b_format, transpose_b ? 1 : 0, value_size(given.a, given.a_format, 1),
+                   "the columns of 'a', summed over");
+  if (bias) check_bias({op, "bias", *bias}, given.a_argument(), std::nullopt, given.columns());
+  if (alpha) check_factor({op, "alpha", *alpha}, given.a_argument(), 1);
+  return given;
+}
+
+// Calls multiply(a, b, alpha) with the values of both operands.
+template <typename Multiply>
+auto with_values(const Given& given, Multiply&& multiply) {
+  const at::ScalarType exact = values_dtype(given.a, given.a_format, given.b, given.b_format);
+  const Values left = values_of(given.a, given.a_format, nullptr, false, exact);
+  const Values right = values_of(given.b, given.b_format, nullptr, false, exact);
+  return multiply(left.data, given.transpose_b ? transposed_view(right.data) : right.data,
+                  scaled_by(given.alpha, joint_factor(left, right)));
 }
 
 Tensor gemm_quantized_meta(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
                            std::string_view a_key, std::string_view b_key, at::ScalarType dtype,
                            const OptionalTensor& bias, bool transpose_b, const OptionalTensor& a_amax,
-                           const OptionalTensor& b_amax) {
-  const auto arguments =
-      check_gemm_quantized(a, a_scale, b, b_scale, a_key, b_key, dtype, bias, transpose_b, a_amax, b_amax);
-  return empty(a, {a.sym_size(0), arguments.columns}, dtype);
+                           const OptionalTensor& b_amax, const OptionalTensor& alpha) {
+  const Given given =
+      checked(kOp, a, a_scale, b, b_scale, a_key, b_key, bias, transpose_b, a_amax, b_amax, alpha);
+  check_rounded_dtype(kOp, dtype);
+  return empty(a, {given.rows(), given.columns()}, dtype);
 }
 
-// Undefined where no kernel multiplies blocks as they are.
-Tensor block_product_of(const Arguments& arguments, at::ScalarType dtype, const OptionalTensor& bias,
-                        bool transpose_b) {
-  const BlockOperand a{arguments.a.data, arguments.a.scale}, b{arguments.b.data, arguments.b.scale};
-  if (!transpose_b) return Tensor();
-  if (are_rows_by_squares(arguments.a_format, arguments.b_format)) {
-    return block_product({a, b, std::nullopt, bias, std::nullopt}, dtype);
-  }
-  if (bias || !are_rows_by_rows(arguments.a_format, arguments.b_format) || !has_block_kernels(a.data)) {
-    return Tensor();
-  }
-  const Tensor out = empty(a.data, {a.data.size(0), b.data.size(0)}, dtype);
-  return block_reduction_out({a, b, std::nullopt}, out, false) ? out : Tensor();
+bool multiplies_blocks(const Given& given) {
+  const bool fit = are_rows_by_squares(given.a_format, given.b_format) ||
+                   (are_rows_by_rows(given.a_format, given.b_format) && !given.bias);
+  return fit && given.transpose_b && has_block_kernels(given.a.data);
+}
+
+// Whether kernels multiplied blocks as they are.
+bool multiply_blocks(const Given& given, const OptionalTensor& beta, const Tensor& out) {
+  const BlockOperand a{given.a.data, given.a.scale}, b{given.b.data, given.b.scale};
+  const OptionalTensor none;
+  return given.b_format.square_blocks
+             ? block_product_out({a, b, none, given.bias, none, given.alpha, beta}, out)
+             : block_reduction_out({a, b, none, given.alpha, beta}, out, false);
 }
 
 Tensor gemm_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
                       std::string_view a_key, std::string_view b_key, at::ScalarType dtype,
                       const OptionalTensor& bias, bool transpose_b, const OptionalTensor& a_amax,
-                      const OptionalTensor& b_amax) {
-  const auto arguments =
-      check_gemm_quantized(a, a_scale, b, b_scale, a_key, b_key, dtype, bias, transpose_b, a_amax, b_amax);
+                      const OptionalTensor& b_amax, const OptionalTensor& alpha) {
+  const Given given =
+      checked(kOp, a, a_scale, b, b_scale, a_key, b_key, bias, transpose_b, a_amax, b_amax, alpha);
+  check_rounded_dtype(kOp, dtype);
   const BelowAutograd guard;
-  const Tensor product = block_product_of(arguments, dtype, bias, transpose_b);
-  if (product.defined()) return product;
-  const at::ScalarType exact = values_dtype(arguments.a, arguments.a_format, arguments.b, arguments.b_format);
-  const Values left = values_of(arguments.a, arguments.a_format, nullptr, false, exact);
-  const Values right = values_of(arguments.b, arguments.b_format, nullptr, false, exact);
-  return dense_product(left.data, transpose_b ? transposed_view(right.data) : right.data, bias, dtype,
-                       joint_factor(left, right));
+  if (multiplies_blocks(given)) {
+    const Tensor out = empty(a, {given.rows(), given.columns()}, dtype);
+    if (multiply_blocks(given, std::nullopt, out)) return out;
+  }
+  return with_values(given, [&](const Tensor& left, const Tensor& right, const OptionalTensor& factor) {
+    return dense_product(left, right, bias, dtype, factor);
+  });
+}
+
+void check_out(const Given& given, const Tensor& out, const OptionalTensor& beta) {
+  check_result({kOutOp, "out", out}, given.a_argument(), given.rows(), given.columns());
+  if (beta) check_factor({kOutOp, "beta", *beta}, given.a_argument(), 1);
+}
+
+void gemm_quantized_out_meta(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
+                             std::string_view a_key, std::string_view b_key, const Tensor& out,
+                             const OptionalTensor& bias, bool transpose_b, const OptionalTensor& a_amax,
+                             const OptionalTensor& b_amax, const OptionalTensor& alpha,
+                             const OptionalTensor& beta) {
+  const Given given =
+      checked(kOutOp, a, a_scale, b, b_scale, a_key, b_key, bias, transpose_b, a_amax, b_amax, alpha);
+  check_out(given, out, beta);
+}
+
+void gemm_quantized_out(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
+                        std::string_view a_key, std::string_view b_key, const Tensor& out,
+                        const OptionalTensor& bias, bool transpose_b, const OptionalTensor& a_amax,
+                        const OptionalTensor& b_amax, const OptionalTensor& alpha,
+                        const OptionalTensor& beta) {
+  const Given given =
+      checked(kOutOp, a, a_scale, b, b_scale, a_key, b_key, bias, transpose_b, a_amax, b_amax, alpha);
+  check_out(given, out, beta);
+  check_apart({kOutOp, "out", out}, given.a_argument());
+  check_apart({kOutOp, "out", out}, {kOutOp, "b", b});
+  if (bias) check_apart({kOutOp, "out", out}, {kOutOp, "bias", *bias});
+  const BelowAutograd guard;
+  if (multiplies_blocks(given) && multiply_blocks(given, beta, out)) return;
+  with_values(given, [&](const Tensor& left, const Tensor& right, const OptionalTensor& factor) {
+    dense_product_out(left, right, bias, factor, beta, out);
+  });
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { m.impl(kOp, gemm_quantized); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl(kOp, gemm_quantized_meta); }
+TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
+  m.impl(kOp, gemm_quantized);
+  m.impl(kOutOp, gemm_quantized_out);
+}
+TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
+  m.impl(kOp, gemm_quantized_meta);
+  m.impl(kOutOp, gemm_quantized_out_meta);
+}
 // Not differentiable: results have no gradient.
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl(kOp, torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
+  m.impl(kOp, torch::CppFunction::makeFallthrough());
+  m.impl(kOutOp, torch::CppFunction::makeFallthrough());
+}
 #ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { m.impl(kOp, gemm_quantized); }
+TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
+  m.impl(kOp, gemm_quantized);
+  m.impl(kOutOp, gemm_quantized_out);
+}
 #endif
 
 }  // namespace transformer_plugin::gemm

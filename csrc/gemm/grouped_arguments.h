@@ -22,10 +22,16 @@ inline std::optional<at::Tensor> as_float(const std::optional<at::Tensor>& tenso
   return tensor ? std::optional<at::Tensor>(tensor->to(at::kFloat).contiguous()) : std::nullopt;
 }
 
+// Of a matrix that may have one row, whose stride says nothing.
+inline int64_t row_stride(const at::Tensor& matrix) {
+  return matrix.size(0) > 1 ? matrix.stride(0) : matrix.size(1);
+}
+
 // Rows past the last group.
 inline void zero_tail(const at::Tensor& out, const at::Tensor& offsets, void* stream) {
+  const auto bytes = static_cast<int64_t>(out.element_size());
   launch_zero_tail(out.mutable_data_ptr(), offsets.const_data_ptr<int32_t>() + offsets.size(0) - 1,
-                   out.size(0), out.size(1) * static_cast<int64_t>(out.element_size()), stream);
+                   out.size(0), out.size(1) * bytes, row_stride(out) * bytes, stream);
 }
 
 }  // namespace transformer_plugin::gemm

@@ -3,6 +3,7 @@
 
 #include "common/autograd.h"
 #include "common/group_offsets.h"
+#include "common/row_index.h"
 #include "common/tensor.h"
 #include "gemm/checks.h"
 #include "gemm/grouped_product.h"
@@ -11,54 +12,82 @@ namespace transformer_plugin::gemm {
 namespace {
 
 using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 using OptionalDtype = std::optional<at::ScalarType>;
 
 constexpr const char* kOp = "grouped_gemm_wgrad";
 constexpr const char* kOutOp = "grouped_gemm_wgrad_out";
 
-void check_wgrad(const char* op, const Tensor& grad, const Tensor& input, const Tensor& group_sizes) {
-  const Argument grad_argument{op, "grad", grad};
-  const Argument input_argument{op, "input", input};
-  check_grouped_operand(grad_argument, 2);
-  check_pair(input_argument, grad_argument, 2);
-  check_size(input_argument, 0, grad.sym_size(0), "the rows of 'grad'");
-  check_group_sizes({op, "group_sizes", group_sizes}, grad_argument);
+// What both ops are given.
+struct Given {
+  const char* op;
+  const Tensor &grad, &input, &group_sizes;
+  const OptionalTensor &alpha, &input_rows;
+
+  Argument grad_argument() const { return {op, "grad", grad}; }
+  Argument input_argument() const { return {op, "input", input}; }
+  std::vector<c10::SymInt> sizes() const {
+    return {group_sizes.sym_size(0), grad.sym_size(1), input.sym_size(1)};
+  }
+
+  void check() const {
+    check_grouped_operand(grad_argument(), 2);
+    check_pair(input_argument(), grad_argument(), 2);
+    if (input_rows) check_row_index({op, "input_rows", *input_rows}, input_argument());
+    check_size(input_rows ? Argument{op, "input_rows", *input_rows} : input_argument(), 0, grad.sym_size(0),
+               "the rows of 'grad'");
+    check_group_sizes({op, "group_sizes", group_sizes}, grad_argument());
+    if (alpha) check_factor({op, "alpha", *alpha}, grad_argument(), group_sizes.sym_size(0));
+  }
+
+  // Also checks, on a CPU, the values of sizes and rows.
+  Tensor offsets() const {
+    const Tensor result = group_offsets({op, "group_sizes", group_sizes}, grad_argument(), grad.size(0));
+    if (input_rows) check_row_entries({op, "input_rows", *input_rows}, input_argument(), result);
+    return result;
+  }
+};
+
+Tensor wgrad_meta(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, OptionalDtype dtype,
+                  const OptionalTensor& alpha, const OptionalTensor& input_rows) {
+  const Given given{kOp, grad, input, group_sizes, alpha, input_rows};
+  given.check();
+  return empty(grad, given.sizes(), output_dtype(given.grad_argument(), dtype));
 }
 
-Tensor wgrad_meta(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, OptionalDtype dtype) {
-  check_wgrad(kOp, grad, input, group_sizes);
-  const at::ScalarType to = output_dtype({kOp, "grad", grad}, dtype);
-  return empty(grad, {group_sizes.sym_size(0), grad.sym_size(1), input.sym_size(1)}, to);
-}
-
-Tensor wgrad(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, OptionalDtype dtype) {
-  check_wgrad(kOp, grad, input, group_sizes);
-  const at::ScalarType to = output_dtype({kOp, "grad", grad}, dtype);
+Tensor wgrad(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, OptionalDtype dtype,
+             const OptionalTensor& alpha, const OptionalTensor& input_rows) {
+  const Given given{kOp, grad, input, group_sizes, alpha, input_rows};
+  given.check();
+  const at::ScalarType to = output_dtype(given.grad_argument(), dtype);
   const BelowAutograd guard;
-  const Tensor offsets = group_offsets({kOp, "group_sizes", group_sizes}, {kOp, "grad", grad}, grad.size(0));
-  return reduction_product({grad, input, offsets}, to);
+  const Tensor offsets = given.offsets();
+  return reduction_product({grad, input, offsets, alpha, std::nullopt, input_rows}, to);
 }
 
-void check_wgrad_out(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, const Tensor& out) {
-  check_wgrad(kOutOp, grad, input, group_sizes);
-  const Argument grad_argument{kOutOp, "grad", grad};
-  check_dtype(grad_argument, kFloatTypes);
-  check_accumulator({kOutOp, "out", out}, grad_argument,
-                    {group_sizes.sym_size(0), grad.sym_size(1), input.sym_size(1)});
+void check_wgrad_out(const Given& given, const Tensor& out, bool accumulate, const OptionalTensor& beta) {
+  given.check();
+  check_dtype(given.grad_argument(), kFloatTypes);
+  check_accumulator({kOutOp, "out", out}, given.grad_argument(), given.sizes());
+  if (beta) check_beta({kOutOp, "beta", *beta}, given.grad_argument(), given.group_sizes, accumulate);
 }
 
 void wgrad_out_meta(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, const Tensor& out,
-                    bool accumulate) {
-  check_wgrad_out(grad, input, group_sizes, out);
+                    bool accumulate, const OptionalTensor& alpha, const OptionalTensor& beta,
+                    const OptionalTensor& input_rows) {
+  check_wgrad_out({kOutOp, grad, input, group_sizes, alpha, input_rows}, out, accumulate, beta);
 }
 
 void wgrad_out(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, const Tensor& out,
-               bool accumulate) {
-  check_wgrad_out(grad, input, group_sizes, out);
+               bool accumulate, const OptionalTensor& alpha, const OptionalTensor& beta,
+               const OptionalTensor& input_rows) {
+  const Given given{kOutOp, grad, input, group_sizes, alpha, input_rows};
+  check_wgrad_out(given, out, accumulate, beta);
+  check_apart({kOutOp, "out", out}, given.grad_argument());
+  check_apart({kOutOp, "out", out}, given.input_argument());
   const BelowAutograd guard;
-  const Tensor offsets =
-      group_offsets({kOutOp, "group_sizes", group_sizes}, {kOutOp, "grad", grad}, grad.size(0));
-  reduction_product_out({grad, input, offsets}, out, accumulate);
+  const Tensor offsets = given.offsets();
+  reduction_product_out({grad, input, offsets, alpha, beta, input_rows}, out, accumulate);
 }
 
 }  // namespace

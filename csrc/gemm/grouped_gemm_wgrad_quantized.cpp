@@ -36,7 +36,8 @@ struct Operands {
 Operands check_operands(const char* op, const Tensor& grad_t, const Tensor& grad_t_scale,
                         const Tensor& input_t, const Tensor& input_t_scale, const Tensor& group_sizes,
                         std::string_view grad_key, std::string_view input_key,
-                        const OptionalTensor& grad_t_amax, const OptionalTensor& input_t_amax) {
+                        const OptionalTensor& grad_t_amax, const OptionalTensor& input_t_amax,
+                        const OptionalTensor& alpha) {
   Operands operands{{op, "grad_t", "grad_t_scale", "grad_t_amax", "grad_format", grad_t, grad_t_scale,
                      grad_t_amax, grad_key},
                     {op, "input_t", "input_t_scale", "input_t_amax", "input_format", input_t, input_t_scale,
@@ -53,14 +54,16 @@ Operands check_operands(const char* op, const Tensor& grad_t, const Tensor& grad
   check_value_size(operands.input, operands.input_format, 1,
                    value_size(operands.grad, operands.grad_format, 1),
                    "the columns of 'grad_t', the rows of the buffer");
+  if (alpha) check_factor({op, "alpha", *alpha}, grad_argument, group_sizes.sym_size(0));
   return operands;
 }
 
 // Whether kernels multiplied blocks as they are.
-bool multiply_blocks(const Operands& operands, const std::optional<Tensor>& offsets, const Tensor& out,
-                     bool accumulate) {
+bool multiply_blocks(const Operands& operands, const OptionalTensor& offsets, const OptionalTensor& alpha,
+                     const OptionalTensor& beta, const Tensor& out, bool accumulate) {
   const QuantizedArgument &grad = operands.grad, &input = operands.input;
-  return block_reduction_out({{grad.data, grad.scale}, {input.data, input.scale}, offsets}, out, accumulate);
+  return block_reduction_out({{grad.data, grad.scale}, {input.data, input.scale}, offsets, alpha, beta}, out,
+                             accumulate);
 }
 
 bool takes_blocks(const Operands& operands) {
@@ -69,21 +72,23 @@ bool takes_blocks(const Operands& operands) {
 }
 
 template <typename Multiply>
-auto with_values(const Operands& operands, const Tensor& offsets, Multiply&& multiply) {
+auto with_values(const Operands& operands, const Tensor& offsets, const OptionalTensor& alpha,
+                 const OptionalTensor& beta, Multiply&& multiply) {
   const Tensor& sizes = operands.group_sizes;
   const at::ScalarType exact =
       values_dtype(operands.grad, operands.grad_format, operands.input, operands.input_format);
   const Values grad = values_of(operands.grad, operands.grad_format, &sizes, true, exact);
   const Values input = values_of(operands.input, operands.input_format, &sizes, true, exact);
-  return multiply(ReductionProduct{grad.data, input.data, offsets, joint_factor(grad, input)});
+  return multiply(
+      ReductionProduct{grad.data, input.data, offsets, scaled_by(alpha, joint_factor(grad, input)), beta});
 }
 
 Tensor wgrad_meta(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& input_t,
                   const Tensor& input_t_scale, const Tensor& group_sizes, std::string_view grad_key,
                   std::string_view input_key, at::ScalarType dtype, const OptionalTensor& grad_t_amax,
-                  const OptionalTensor& input_t_amax) {
+                  const OptionalTensor& input_t_amax, const OptionalTensor& alpha) {
   const Operands operands = check_operands(kOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes,
-                                           grad_key, input_key, grad_t_amax, input_t_amax);
+                                           grad_key, input_key, grad_t_amax, input_t_amax, alpha);
   check_rounded_dtype(kOp, dtype);
   return empty(grad_t, operands.sizes(), dtype);
 }
@@ -91,40 +96,46 @@ Tensor wgrad_meta(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor
 Tensor wgrad(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& input_t,
              const Tensor& input_t_scale, const Tensor& group_sizes, std::string_view grad_key,
              std::string_view input_key, at::ScalarType dtype, const OptionalTensor& grad_t_amax,
-             const OptionalTensor& input_t_amax) {
+             const OptionalTensor& input_t_amax, const OptionalTensor& alpha) {
   const Operands operands = check_operands(kOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes,
-                                           grad_key, input_key, grad_t_amax, input_t_amax);
+                                           grad_key, input_key, grad_t_amax, input_t_amax, alpha);
   check_rounded_dtype(kOp, dtype);
   const BelowAutograd guard;
   const Tensor offsets = operands.offsets();
   if (takes_blocks(operands)) {
     const Tensor out = empty(grad_t, {offsets.size(0) - 1, grad_t.size(0), input_t.size(0)}, dtype);
-    if (multiply_blocks(operands, offsets, out, false)) return out;
+    if (multiply_blocks(operands, offsets, alpha, std::nullopt, out, false)) return out;
   }
-  return with_values(operands, offsets,
+  return with_values(operands, offsets, alpha, std::nullopt,
                      [&](const ReductionProduct& product) { return reduction_product(product, dtype); });
 }
 
 void wgrad_out_meta(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& input_t,
                     const Tensor& input_t_scale, const Tensor& group_sizes, std::string_view grad_key,
                     std::string_view input_key, const Tensor& out, bool accumulate,
-                    const OptionalTensor& grad_t_amax, const OptionalTensor& input_t_amax) {
+                    const OptionalTensor& grad_t_amax, const OptionalTensor& input_t_amax,
+                    const OptionalTensor& alpha, const OptionalTensor& beta) {
   const Operands operands = check_operands(kOutOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes,
-                                           grad_key, input_key, grad_t_amax, input_t_amax);
+                                           grad_key, input_key, grad_t_amax, input_t_amax, alpha);
   check_accumulator({kOutOp, "out", out}, operands.grad_argument(), operands.sizes());
+  if (beta) check_beta({kOutOp, "beta", *beta}, operands.grad_argument(), group_sizes, accumulate);
 }
 
 void wgrad_out(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& input_t,
                const Tensor& input_t_scale, const Tensor& group_sizes, std::string_view grad_key,
                std::string_view input_key, const Tensor& out, bool accumulate,
-               const OptionalTensor& grad_t_amax, const OptionalTensor& input_t_amax) {
+               const OptionalTensor& grad_t_amax, const OptionalTensor& input_t_amax,
+               const OptionalTensor& alpha, const OptionalTensor& beta) {
   const Operands operands = check_operands(kOutOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes,
-                                           grad_key, input_key, grad_t_amax, input_t_amax);
+                                           grad_key, input_key, grad_t_amax, input_t_amax, alpha);
   check_accumulator({kOutOp, "out", out}, operands.grad_argument(), operands.sizes());
+  if (beta) check_beta({kOutOp, "beta", *beta}, operands.grad_argument(), group_sizes, accumulate);
+  check_apart({kOutOp, "out", out}, operands.grad_argument());
+  check_apart({kOutOp, "out", out}, {kOutOp, "input_t", input_t});
   const BelowAutograd guard;
   const Tensor offsets = operands.offsets();
-  if (takes_blocks(operands) && multiply_blocks(operands, offsets, out, accumulate)) return;
-  with_values(operands, offsets,
+  if (takes_blocks(operands) && multiply_blocks(operands, offsets, alpha, beta, out, accumulate)) return;
+  with_values(operands, offsets, alpha, beta,
               [&](const ReductionProduct& product) { reduction_product_out(product, out, accumulate); });
 }
 

@@ -117,6 +117,9 @@ __device__ __forceinline__ void finish(const GroupedKernelArgs& args, const Tile
   }
   const auto store = [&](auto* out) {
     if (args.accumulate) sum = sum + to_float(out[index]);
+    if (const float beta = args.beta ? args.beta[work.group] : 0.0f; beta != 0.0f) {
+      sum = fmaf(beta, to_float(out[index]), sum);
+    }
     out[index] = from_float<std::remove_reference_t<decltype(*out)>>(sum);
   };
   switch (args.out_dtype) {

@@ -21,6 +21,7 @@ struct GroupedKernelArgs {
   void* out;                // [T, n], or [G, m, n] of kWeightGrad
   const int32_t* offsets;   // [G + 1]; on Hopper (gemm/hopper.h) null for one group of all rows
   const float* alpha;       // [G], or null for 1
+  const float* beta;        // [G], of what `out` holds, which is not read where it is 0; or null for 0
   const float* bias;        // [G, n], or null; rows only
   const float* bias_scale;  // [T], or null for 1; rows only
   const float* a_scale;     // of E4M3 in blocks on Hopper (gemm/hopper.h), else null
@@ -48,7 +49,8 @@ void launch_grouped_bf16(GroupedMode mode, const GroupedKernelArgs& args, void* 
 void launch_grouped_fp16(GroupedMode mode, const GroupedKernelArgs& args, void* stream);
 void launch_grouped_fp32(GroupedMode mode, const GroupedKernelArgs& args, void* stream);
 
-// Zeroes rows *end .. rows of a contiguous matrix whose rows have `row_bytes` (an even number).
-void launch_zero_tail(void* out, const int32_t* end, int64_t rows, int64_t row_bytes, void* stream);
+// Zeroes rows *end .. rows of a matrix whose rows have `row_bytes` and begin `stride_bytes` apart (even numbers).
+void launch_zero_tail(void* out, const int32_t* end, int64_t rows, int64_t row_bytes, int64_t stride_bytes,
+                      void* stream);
 
 }  // namespace transformer_plugin::gemm

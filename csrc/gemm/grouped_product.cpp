@@ -1,35 +1,91 @@
 #include "gemm/grouped_product.h"
 
+#include "common/row_index.h"
 #include "common/tensor.h"
+#include "gemm/dense_product.h"
 
 namespace transformer_plugin::gemm {
 namespace {
 
-at::Tensor empty_gradient(const ReductionProduct& product, at::ScalarType dtype) {
-  return empty(product.grad, {product.groups(), product.grad.size(1), product.input.size(1)}, dtype);
+using at::Tensor;
+
+// No kernel loads through an index yet: they get a copy of the rows that it names.
+Tensor taken_rows(const Tensor& matrix, const std::optional<Tensor>& rows, const Tensor& offsets) {
+  return rows ? take_rows(matrix, *rows, offsets) : matrix;
+}
+
+RowProduct with_rows(const RowProduct& product, const Tensor& a) {
+  return {a,
+          product.b,
+          product.offsets,
+          product.bias,
+          product.bias_scale,
+          product.transpose_b,
+          product.alpha,
+          product.beta,
+          std::nullopt,
+          product.codes};
+}
+
+ReductionProduct with_rows(const ReductionProduct& product, const Tensor& input) {
+  return {product.grad, input, product.offsets, product.alpha, product.beta};
+}
+
+// The product beside what `out` holds, through a sum of its own for all groups.
+void add_row_product_cpu(const RowProduct& product, const Tensor& out) {
+  const at::ScalarType wide = sum_dtype(product.a.scalar_type());
+  const Tensor sums = empty(product.a, {product.a.size(0), product.columns()}, wide);
+  row_product_cpu(product, sums);
+  const Tensor beta = product.beta->contiguous();
+  const int32_t* offsets = product.offsets.const_data_ptr<int32_t>();
+  for (int64_t g = 0; g < product.b.size(0); ++g) {
+    const int64_t begin = offsets[g], rows = offsets[g + 1] - begin;
+    if (rows == 0) continue;
+    const float factor = beta.const_data_ptr<float>()[g];
+    Tensor sum = sums.narrow(0, begin, rows), out_g = out.narrow(0, begin, rows);
+    if (factor != 0) sum.add_(out_g.to(wide), factor);
+    out_g.copy_(sum);
+  }
 }
 
 }  // namespace
 
-at::Tensor row_product(const RowProduct& product, at::ScalarType dtype) {
+Tensor row_product(const RowProduct& given, at::ScalarType dtype) {
+  const Tensor a = taken_rows(given.a, given.rows, given.offsets);
+  const RowProduct product = with_rows(given, a);
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  if (product.a.is_cuda()) return row_product_cuda(product, dtype);
+  if (a.is_cuda()) return row_product_cuda(product, dtype);
 #endif
-  return row_product_cpu(product, dtype);
+  const Tensor out = empty(a, {a.size(0), product.columns()}, dtype);
+  row_product_cpu(product, out);
+  return out;
 }
 
-at::Tensor reduction_product(const ReductionProduct& product, at::ScalarType dtype) {
+void row_product_out(const RowProduct& given, const Tensor& out) {
+  const Tensor a = taken_rows(given.a, given.rows, given.offsets);
+  const RowProduct product = with_rows(given, a);
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  if (product.grad.is_cuda()) return reduction_product_cuda(product, dtype);
+  if (a.is_cuda()) return row_product_out_cuda(product, out);
 #endif
-  const at::Tensor out = empty_gradient(product, dtype);
+  product.beta ? add_row_product_cpu(product, out) : row_product_cpu(product, out);
+}
+
+Tensor reduction_product(const ReductionProduct& given, at::ScalarType dtype) {
+  const Tensor input = taken_rows(given.input, given.input_rows, given.offsets);
+  const ReductionProduct product = with_rows(given, input);
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (input.is_cuda()) return reduction_product_cuda(product, dtype);
+#endif
+  const Tensor out = empty(input, {product.groups(), product.grad.size(1), input.size(1)}, dtype);
   reduction_product_cpu(product, out, false);
   return out;
 }
 
-void reduction_product_out(const ReductionProduct& product, const at::Tensor& out, bool accumulate) {
+void reduction_product_out(const ReductionProduct& given, const Tensor& out, bool accumulate) {
+  const Tensor input = taken_rows(given.input, given.input_rows, given.offsets);
+  const ReductionProduct product = with_rows(given, input);
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  if (product.grad.is_cuda()) return reduction_product_out_cuda(product, out, accumulate);
+  if (input.is_cuda()) return reduction_product_out_cuda(product, out, accumulate);
 #endif
   reduction_product_cpu(product, out, accumulate);
 }

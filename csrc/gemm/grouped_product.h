@@ -19,14 +19,18 @@ struct Codes {
 
 // out[i] = a[i] @ B_g * alpha[g] + bias_scale[i] * bias[g] for the rows i of group g, rounded once; zero past the
 // last group, whose rows of `a` are not read. B_g is b[g] transposed (b [G, N, K]) or as stored (b [G, K, N]).
+// With `beta`, beta[g] * out[i] is added before the rounding, and what is past the last group stays as it is.
+// With `rows`, a[rows[i]] stands for a[i].
 struct RowProduct {
-  const at::Tensor& a;                          // [T, K]
+  const at::Tensor& a;                          // [T, K], or any rows of K
   const at::Tensor& b;                          // [G, N, K] or [G, K, N]
   const at::Tensor& offsets;                    // int32 [G + 1] (common/offsets.h)
   const std::optional<at::Tensor>& bias;        // [G, N], any float dtype
   const std::optional<at::Tensor>& bias_scale;  // float32 [T]
   bool transpose_b;
-  std::optional<at::Tensor> alpha = std::nullopt;  // float32 [G], on CUDA only
+  std::optional<at::Tensor> alpha = std::nullopt;  // float32 [G]
+  std::optional<at::Tensor> beta = std::nullopt;   // float32 [G]; what `out` holds is not read where it is 0
+  std::optional<at::Tensor> rows = std::nullopt;   // int32 or int64 [T] (common/row_index.h)
   const Codes* codes = nullptr;                    // in place of `b`, on a CPU only
 
   int64_t columns() const {
@@ -35,24 +39,30 @@ struct RowProduct {
   }
 };
 
-// out[g] = grad_g^T @ input_g * alpha[g], added to what is there when `accumulate`; the sum runs over the group's rows.
+// out[g] = grad_g^T @ input_g * alpha[g], added to what is there when `accumulate`, or to beta[g] times that; the sum runs
+// over the group's rows. With `input_rows`, input[input_rows[i]] stands for input[i].
 struct ReductionProduct {
-  const at::Tensor& grad;                          // [T, N]
-  const at::Tensor& input;                         // [T, K]
-  const at::Tensor& offsets;                       // int32 [G + 1]
-  std::optional<at::Tensor> alpha = std::nullopt;  // float32 [G], on CUDA only
+  const at::Tensor& grad;                               // [T, N]
+  const at::Tensor& input;                              // [T, K], or any rows of K
+  const at::Tensor& offsets;                            // int32 [G + 1]
+  std::optional<at::Tensor> alpha = std::nullopt;       // float32 [G]
+  std::optional<at::Tensor> beta = std::nullopt;        // float32 [G], not beside `accumulate`
+  std::optional<at::Tensor> input_rows = std::nullopt;  // int32 or int64 [T]
 
   int64_t groups() const { return offsets.size(0) - 1; }
 };
 
 at::Tensor row_product(const RowProduct& product, at::ScalarType dtype);
+// `out` [T, N] has inner stride 1; written through its pointer, so that its version does not change.
+void row_product_out(const RowProduct& product, const at::Tensor& out);
 at::Tensor reduction_product(const ReductionProduct& product, at::ScalarType dtype);
-// `out` [G, N, K] has inner stride 1; written through its pointer, so that its version does not change.
+// `out` [G, N, K], likewise.
 void reduction_product_out(const ReductionProduct& product, const at::Tensor& out, bool accumulate);
 
-at::Tensor row_product_cpu(const RowProduct& product, at::ScalarType dtype);
+void row_product_cpu(const RowProduct& product, const at::Tensor& out);  // without beta
 void reduction_product_cpu(const ReductionProduct& product, const at::Tensor& out, bool accumulate);
 at::Tensor row_product_cuda(const RowProduct& product, at::ScalarType dtype);
+void row_product_out_cuda(const RowProduct& product, const at::Tensor& out);
 at::Tensor reduction_product_cuda(const ReductionProduct& product, at::ScalarType dtype);
 void reduction_product_out_cuda(const ReductionProduct& product, const at::Tensor& out, bool accumulate);
 

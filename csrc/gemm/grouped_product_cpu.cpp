@@ -136,13 +136,12 @@ Tensor matrix_of(const RowProduct& product, int64_t group, Worker& worker) {
 
 }  // namespace
 
-Tensor row_product_cpu(const RowProduct& product, at::ScalarType dtype) {
+void row_product_cpu(const RowProduct& product, const Tensor& out) {
   const Tensor a = readable_rows(product.a);
-  const at::ScalarType wide = sum_dtype(a.scalar_type());
+  const at::ScalarType wide = sum_dtype(a.scalar_type()), dtype = out.scalar_type();
   // torch's product rounds its FP32 sum once, after a bias of its own dtype.
   const bool same_dtype = dtype == a.scalar_type();
   const bool fused_bias = product.bias && !product.bias_scale && product.bias->scalar_type() == dtype;
-  const Tensor out = empty(a, {a.size(0), product.columns()}, dtype);
   const int32_t* offsets = product.offsets.const_data_ptr<int32_t>();
   const int64_t groups = product.offsets.size(0) - 1;
   const int64_t more = product.codes ? kRowsOfCodes : kRowsOfMatrix;
@@ -152,7 +151,7 @@ Tensor row_product_cpu(const RowProduct& product, at::ScalarType dtype) {
     Tensor out_g = out.narrow(0, begin, rows);
     const Tensor stored = matrix_of(product, g, worker);
     const Tensor a_g = a.narrow(0, begin, rows), b_g = product.transpose_b ? stored.t() : stored;
-    const bool direct = same_dtype && !faster_in_float32(a_g, b_g);
+    const bool direct = same_dtype && !product.alpha && !faster_in_float32(a_g, b_g);
     if (direct && (fused_bias || !product.bias || dtype == wide)) {
       multiply_in_steps(a, begin, rows, worker.alone, [&](int64_t first, int64_t count) {
         Tensor target = out.narrow(0, first, count);
@@ -164,6 +163,7 @@ Tensor row_product_cpu(const RowProduct& product, at::ScalarType dtype) {
     const bool done = direct && (fused_bias || !product.bias);
     if (done) return;
     Tensor sum = direct && dtype == wide ? out_g : at::cpu::mm(a_g.to(wide), b_g.to(wide));
+    if (product.alpha) sum.mul_(product.alpha->select(0, g));
     if (product.bias) {
       Tensor bias = product.bias->select(0, g).to(wide).expand({rows, out.size(1)});
       if (product.bias_scale) {
@@ -175,33 +175,35 @@ Tensor row_product_cpu(const RowProduct& product, at::ScalarType dtype) {
     if (!sum.is_same(out_g)) out_g.copy_(sum);
   });
   out.narrow(0, offsets[groups], a.size(0) - offsets[groups]).zero_();
-  return out;
 }
 
 void reduction_product_cpu(const ReductionProduct& product, const Tensor& out, bool accumulate) {
   const Tensor grad = readable_rows(product.grad), input = readable_rows(product.input);
   const at::ScalarType wide = sum_dtype(grad.scalar_type());
   const int32_t* offsets = product.offsets.const_data_ptr<int32_t>();
+  const bool is_plain = !product.alpha && !product.beta;
   const int64_t row = grad.size(1) * input.size(1);
   for_each_group(product.offsets, row, kRowsOfMatrix, [&](int64_t g, Worker&) {
     const int64_t begin = offsets[g], rows = offsets[g + 1] - begin;
     Tensor out_g = out.select(0, g);
-    if (rows == 0) {
+    if (rows == 0 && !product.beta) {
       if (!accumulate) out_g.zero_();
       return;
     }
     const Tensor grad_g = grad.narrow(0, begin, rows).t(), input_g = input.narrow(0, begin, rows);
-    if (out.scalar_type() == grad.scalar_type() && !faster_in_float32(grad_g, input_g)) {
+    if (is_plain && out.scalar_type() == grad.scalar_type() && !faster_in_float32(grad_g, input_g)) {
       const bool copy =
           compiles_for_each_size(grad, rows) && rows * (grad.size(1) + input.size(1)) < kLongCopy;
       const int64_t more = copy ? up_to_steps(rows) : rows;
       multiply_into(out_g, with_zeros(grad, begin, rows, more).t(), with_zeros(input, begin, rows, more),
                     accumulate);
-    } else if (out.scalar_type() == wide) {
+    } else if (is_plain && out.scalar_type() == wide) {
       multiply_into(out_g, grad_g.to(wide), input_g.to(wide), accumulate);
     } else {
       Tensor sum = at::cpu::mm(grad_g.to(wide), input_g.to(wide));
-      if (accumulate) sum.add_(out_g.to(wide));
+      if (product.alpha) sum.mul_(product.alpha->select(0, g));
+      const float beta = product.beta ? product.beta->select(0, g).item<float>() : accumulate;
+      if (beta != 0) sum.add_(out_g.to(wide), beta);
       out_g.copy_(sum);
     }
   });

@@ -25,20 +25,21 @@ bool torch_takes(const Tensor& a, const Tensor& b, int64_t groups, at::ScalarTyp
 
 void run_rows(const RowProduct& product, const Tensor& a, const Tensor& b, const Tensor& out, void* stream) {
   const auto bias = as_float(product.bias), bias_scale = as_float(product.bias_scale);
-  const auto alpha = as_float(product.alpha);
+  const auto alpha = as_float(product.alpha), beta = as_float(product.beta);
   GroupedKernelArgs args{};
   args.a = a.const_data_ptr();
   args.b = b.const_data_ptr();
   args.out = out.mutable_data_ptr();
   args.offsets = product.offsets.const_data_ptr<int32_t>();
   args.alpha = float_or_null(alpha);
+  args.beta = float_or_null(beta);
   args.bias = float_or_null(bias);
   args.bias_scale = float_or_null(bias_scale);
   args.rows = a.size(0);
   args.groups = b.size(0);
   args.n = product.columns();
   args.k = a.size(1);
-  args.out_row_stride = args.n;
+  args.out_row_stride = row_stride(out);
   args.dtype = to_dtype(a.scalar_type());
   args.out_dtype = to_dtype(out.scalar_type());
   args.vectors = aligned_rows(a) && aligned_rows(b);
@@ -63,6 +64,12 @@ Tensor row_product_cuda(const RowProduct& product, at::ScalarType dtype) {
   return out;
 }
 
+void row_product_out_cuda(const RowProduct& product, const Tensor& out) {
+  const CudaScope scope(product.a);
+  run_rows(product, product.a.contiguous(), product.b.contiguous(), out, scope.stream());
+  if (!product.beta) zero_tail(out, product.offsets, scope.stream());
+}
+
 Tensor reduction_product_cuda(const ReductionProduct& product, at::ScalarType dtype) {
   const CudaScope scope(product.grad);
   const Tensor grad = product.grad.contiguous(), input = product.input.contiguous();
@@ -77,13 +84,14 @@ Tensor reduction_product_cuda(const ReductionProduct& product, at::ScalarType dt
 void reduction_product_out_cuda(const ReductionProduct& product, const Tensor& out, bool accumulate) {
   const CudaScope scope(product.grad);
   const Tensor grad = product.grad.contiguous(), input = product.input.contiguous();
-  const auto alpha = as_float(product.alpha);
+  const auto alpha = as_float(product.alpha), beta = as_float(product.beta);
   GroupedKernelArgs args{};
   args.a = grad.const_data_ptr();
   args.b = input.const_data_ptr();
   args.out = out.mutable_data_ptr();
   args.offsets = product.offsets.const_data_ptr<int32_t>();
   args.alpha = float_or_null(alpha);
+  args.beta = float_or_null(beta);
   args.rows = grad.size(0);
   args.groups = product.groups();
   args.m = grad.size(1);

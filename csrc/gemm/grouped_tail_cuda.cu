@@ -17,9 +17,26 @@ __global__ void zero_tail_kernel(Element* out, const int32_t* end, int64_t rows,
   for (; i < rows * row_elements; i += step) out[i] = Element{};
 }
 
+// The same of rows that are apart, a block a row.
 template <typename Element>
-void zero_tail(void* out, const int32_t* end, int64_t rows, int64_t row_bytes, cudaStream_t stream) {
+__global__ void zero_strided_tail_kernel(Element* out, const int32_t* end, int64_t rows, int64_t row_elements,
+                                         int64_t stride) {
+  for (int64_t row = *end + static_cast<int64_t>(blockIdx.x); row < rows; row += gridDim.x) {
+    for (int64_t i = threadIdx.x; i < row_elements; i += kThreads) out[row * stride + i] = Element{};
+  }
+}
+
+template <typename Element>
+void zero_tail(void* out, const int32_t* end, int64_t rows, int64_t row_bytes, int64_t stride_bytes,
+               cudaStream_t stream) {
   const int64_t row_elements = row_bytes / static_cast<int64_t>(sizeof(Element));
+  if (stride_bytes != row_bytes) {
+    const unsigned blocks = static_cast<unsigned>(std::min(kMostBlocks, rows));
+    zero_strided_tail_kernel<<<blocks, kThreads, 0, stream>>>(
+        static_cast<Element*>(out), end, rows, row_elements,
+        stride_bytes / static_cast<int64_t>(sizeof(Element)));
+    return;
+  }
   const unsigned blocks =
       static_cast<unsigned>(std::min<int64_t>(kMostBlocks, grid_size(rows * row_elements, kThreads)));
   zero_tail_kernel<<<blocks, kThreads, 0, stream>>>(static_cast<Element*>(out), end, rows, row_elements);
@@ -27,13 +44,14 @@ void zero_tail(void* out, const int32_t* end, int64_t rows, int64_t row_bytes, c
 
 }  // namespace
 
-void launch_zero_tail(void* out, const int32_t* end, int64_t rows, int64_t row_bytes, void* stream) {
+void launch_zero_tail(void* out, const int32_t* end, int64_t rows, int64_t row_bytes, int64_t stride_bytes,
+                      void* stream) {
   if (rows == 0 || row_bytes == 0) return;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (row_bytes % 16 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0) {
-    zero_tail<uint4>(out, end, rows, row_bytes, cuda_stream);
+  if (row_bytes % 16 == 0 && stride_bytes % 16 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0) {
+    zero_tail<uint4>(out, end, rows, row_bytes, stride_bytes, cuda_stream);
   } else {
-    zero_tail<uint16_t>(out, end, rows, row_bytes, cuda_stream);
+    zero_tail<uint16_t>(out, end, rows, row_bytes, stride_bytes, cuda_stream);
   }
   check_launch("zero_tail_kernel");
 }

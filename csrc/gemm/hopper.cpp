@@ -84,6 +84,7 @@ bool is_hopper(int device) {
 bool hopper_takes(GroupedMode mode, const GroupedKernelArgs& args) {
   const bool blocks = mode != GroupedMode::kDataGrad && args.dtype == DType::kFloat8E4M3;
   if (args.dtype != DType::kBFloat16 && args.dtype != DType::kFloat16 && !blocks) return false;
+  if (args.beta || !is_whole(args.out_row_stride, args.out_dtype)) return false;
   if (!args.vectors || !is_aligned(args.out) || !fits(args.rows) || !fits(args.n)) return false;
   if (blocks && (!is_aligned(args.a_scale) || !is_aligned(args.b_scale))) return false;
   if (!is_whole(args.n, blocks ? args.out_dtype : args.dtype)) return false;
@@ -92,9 +93,7 @@ bool hopper_takes(GroupedMode mode, const GroupedKernelArgs& args) {
     const DType narrow = blocks ? DType::kBFloat16 : args.dtype;
     const bool rounded = args.out_dtype == narrow && !args.accumulate;  // else it would be rounded twice
     if (args.out_dtype != DType::kFloat32 && !rounded) return false;
-    if (!is_whole(args.out_row_stride, args.out_dtype) || !is_whole(args.out_group_stride, args.out_dtype)) {
-      return false;
-    }
+    if (!is_whole(args.out_group_stride, args.out_dtype)) return false;
   } else if (args.out_dtype != (blocks ? DType::kBFloat16 : args.dtype) || !fits(args.k) ||
              !is_whole(args.k, args.dtype)) {
     return false;

@@ -13,8 +13,8 @@ inline constexpr bool kBuiltForHopper = true;
 inline constexpr bool kBuiltForHopper = false;  // these kernels hold nothing
 #endif
 
-// Whether these kernels take the product: built for it, on a Hopper, rows of operands and of the output that are whole 16
-// bytes; 16-bit operands into their own dtype or weight gradients into float32; and E4M3 in blocks into bfloat16 or weight
+// Whether these kernels take the product: built for it, on a Hopper, no beta, rows of operands and of the output that are whole
+// 16 bytes; 16-bit operands into their own dtype or weight gradients into float32; and E4M3 in blocks into bfloat16 or weight
 // gradients into float32. Of those `a` of kForward has scales of 1x128 [ceil(k / 128), up4(T)] and `b` of 128x128
 // [G, ceil(n / 128), up4(ceil(k / 128))]; of kWeightGrad the operands are a [m, T] and b [n, T] with scales of 1x128
 // [ceil(T / 128) + G, up4(m)] and [.., up4(n)], those of a group after those of the groups before it. Without offsets all rows

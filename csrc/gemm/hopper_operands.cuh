@@ -14,7 +14,7 @@ struct RowsArgs {
   const float* bias_scale;
   const float* a_scale;  // of blocks of 1x128, [ceil(k / 128), a_scale_width]
   const float* b_scale;  // of blocks of 128x128, [groups, ceil(n / 128), b_scale_width]
-  int64_t a_scale_width;
+  int64_t out_row_stride, a_scale_width;
   int b_scale_width;
   int groups, rows, n, k;
 };

@@ -171,7 +171,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         for (int i = thread; i < kBoxLines * kPieces; i += kWarpgroup) {
           const int own = i / kPieces, at = part.column + offset + i % kPieces * kPiece;
           if (part.row + own < part.end_row && at < args.n) {
-            Out* to = static_cast<Out*>(args.out) + static_cast<int64_t>(part.row + own) * args.n + at;
+            Out* to = static_cast<Out*>(args.out) + (part.row + own) * args.out_row_stride + at;
             *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(swizzled(box, own, i % kPieces));
           }
         }
@@ -196,8 +196,9 @@ void launch_rows(const GroupedKernelArgs& args, cudaStream_t stream) {
   const int64_t b_rows = Kind::b_by_columns ? args.k : args.n;
   const CUtensorMap b = tensor_map(
       {args.b, args.dtype, b_columns, b_rows, args.groups, b_columns, b_rows * b_columns}, kBoxLines);
-  const CUtensorMap out =
-      tensor_map({args.out, args.out_dtype, args.n, args.rows, 1, args.n, args.rows * args.n}, kBoxLines);
+  const CUtensorMap out = tensor_map(
+      {args.out, args.out_dtype, args.n, args.rows, 1, args.out_row_stride, args.rows * args.out_row_stride},
+      kBoxLines);
   const RowsArgs own{args.offsets,
                      args.out,
                      args.alpha,
@@ -205,6 +206,7 @@ void launch_rows(const GroupedKernelArgs& args, cudaStream_t stream) {
                      args.bias_scale,
                      args.a_scale,
                      args.b_scale,
+                     args.out_row_stride,
                      (args.rows + 3) / 4 * 4,
                      static_cast<int>((args.k + 511) / 512 * 4),
                      static_cast<int>(args.groups),

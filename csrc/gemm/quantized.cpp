@@ -104,4 +104,9 @@ std::optional<Tensor> joint_factor(const Values& a, const Values& b) {
   return a.factor ? a.factor : b.factor;
 }
 
+std::optional<Tensor> scaled_by(const std::optional<Tensor>& alpha, const std::optional<Tensor>& factor) {
+  if (alpha && factor) return at::mul(*factor, *alpha);
+  return alpha ? alpha : factor;
+}
+
 }  // namespace transformer_plugin::gemm

@@ -53,5 +53,8 @@ Codes codes_of(const QuantizedArgument& argument, const Format& format, at::Scal
 
 // The product of two leftover factors, if any.
 std::optional<at::Tensor> joint_factor(const Values& a, const Values& b);
+// The product of a caller's factors and the leftover ones, if any.
+std::optional<at::Tensor> scaled_by(const std::optional<at::Tensor>& alpha,
+                                    const std::optional<at::Tensor>& factor);
 
 }  // namespace transformer_plugin::gemm

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.gemm_oracle import poison, rows_fp64, wgrad_fp64, whole
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.gemm_cases import (
@@ -23,37 +24,6 @@ _ops = torch.ops.transformer_plugin
 
 def each(cases: list[Case]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
-
-
-def rows_fp64(
-    a: Tensor, b: Tensor, sizes: Tensor, bias: Tensor | None, scale: Tensor | None, transpose_b: bool
-) -> Tensor:
-    blocks, begin = [], 0
-    for g, size in enumerate(sizes.tolist()):
-        rows = slice(begin, begin + size)
-        block = a[rows].double() @ (b[g].double().T if transpose_b else b[g].double())
-        if bias is not None:
-            block = block + (1 if scale is None else scale[rows, None].double()) * bias[g].double()
-        blocks.append(block)
-        begin += size
-    tail = a.new_zeros(a.shape[0] - begin, b.shape[1 if transpose_b else 2], dtype=torch.float64)
-    if not blocks:
-        return tail + b.double().sum()  # nothing, but differentiable
-    return torch.cat([*blocks, tail]) + 0.0  # a sum that begins at 0 is never -0
-
-
-def wgrad_fp64(grad: Tensor, input: Tensor, sizes: Tensor) -> Tensor:
-    out = grad.new_zeros(sizes.numel(), grad.shape[1], input.shape[1], dtype=torch.float64)
-    begin = 0
-    for g, size in enumerate(sizes.tolist()):
-        out[g] = grad[begin : begin + size].double().T @ input[begin : begin + size].double()
-        begin += size
-    return out + 0.0
-
-
-def poison(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Leaves NaN in the memory that the next output of this size is likely to get."""
-    torch.full(shape, float("nan"), dtype=dtype, device=device)
 
 
 @each(EXACT)
@@ -143,11 +113,6 @@ def strided_buffers(shape: tuple[int, int, int], dtype: torch.dtype, device: tor
         torch.zeros(n, g, k, dtype=dtype, device=device).transpose(0, 1),
         flat[3:].view(shape),
     ]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of the storage that a tensor looks into."""
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
 @pytest.mark.parametrize("accumulate", [True, False])

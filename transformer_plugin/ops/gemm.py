@@ -8,6 +8,11 @@ Rows past the last group, the tail, are never read and come out as zero.
 On CUDA, sizes that are negative count as 0 and rows past the buffer are cut; on a CPU both are a ValueError.
 
 Any N, K and strides are taken. Rows of whole 16 bytes are fast; operands that are not contiguous are copied first.
+
+``alpha`` is float32 ``[G]``, ``[1]`` without groups: a factor of the FP32 sum, before a bias is added and the sum is
+rounded. It stays on the device and has no gradient: one that requires it is a ValueError.
+
+Products into given buffers are in :mod:`transformer_plugin.ops.gemm_out`.
 """
 
 from __future__ import annotations
@@ -24,14 +29,16 @@ def gemm(
     bias: Tensor | None = None,
     transpose_b: bool = True,
     dtype: torch.dtype | None = None,
+    alpha: Tensor | None = None,
 ) -> Tensor:
-    """``a @ b.T + bias``, or ``a @ b + bias``.
+    """``alpha * (a @ b.T) + bias``, or ``alpha * (a @ b) + bias``.
 
     Args:
         a: ``[M, K]`` float32, bfloat16, float16 or float64.
         b: ``[N, K]``, or ``[K, N]`` when not ``transpose_b``; the dtype of ``a``.
         bias: ``[N]``, any float dtype, added to the sum before it is rounded.
         dtype: of the output; that of ``a`` by default. float64 only beside float64.
+        alpha: float32 ``[1]``; 1 by default.
 
     Returns:
         ``[M, N]``. Differentiable in ``a``, ``b`` and ``bias``.
@@ -41,7 +48,7 @@ def gemm(
     Raises:
         TypeError: another dtype. ValueError: sizes or devices that do not agree.
     """
-    return _ops.gemm.default(a, b, bias, transpose_b, dtype)
+    return _ops.gemm.default(a, b, bias, transpose_b, dtype, alpha)
 
 
 def gemm_quantized(
@@ -56,8 +63,9 @@ def gemm_quantized(
     transpose_b: bool = True,
     a_amax: Tensor | None = None,
     b_amax: Tensor | None = None,
+    alpha: Tensor | None = None,
 ) -> Tensor:
-    """The product of the values of two quantized matrices: ``dequantize(a) @ dequantize(b).T + bias``.
+    """The product of the values of two quantized matrices: ``alpha * (dequantize(a) @ dequantize(b).T) + bias``.
 
     Args:
         a, a_scale: ``[M, K]`` as :func:`~transformer_plugin.ops.quantize` gives it, in ``a_format``.
@@ -66,6 +74,7 @@ def gemm_quantized(
         dtype: of the output: float32, bfloat16 or float16.
         bias: ``[N]``, any float dtype.
         a_amax, b_amax: of ``nvfp4``, what the operand was quantized with; none for the other formats.
+        alpha: float32 ``[1]``.
 
     Returns:
         ``[M, N]``, an FP32 sum of exact products, rounded once. Not differentiable: see :func:`linear`.
@@ -77,7 +86,7 @@ def gemm_quantized(
         TypeError: another dtype. ValueError: sizes, scales or devices that do not agree; a format without scales.
     """
     return _ops.gemm_quantized.default(
-        a, a_scale, b, b_scale, a_format, b_format, dtype, bias, transpose_b, a_amax, b_amax
+        a, a_scale, b, b_scale, a_format, b_format, dtype, bias, transpose_b, a_amax, b_amax, alpha
     )
 
 
@@ -89,8 +98,10 @@ def grouped_gemm(
     bias_scale: Tensor | None = None,
     transpose_b: bool = True,
     dtype: torch.dtype | None = None,
+    alpha: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
-    """Each group's rows times the group's matrix: ``a_g @ b[g].T + bias_scale_g * bias[g]``.
+    """Each group's rows times the group's matrix: ``alpha[g] * (a_g @ b[g].T) + bias_scale_g * bias[g]``.
 
     Args:
         a: ``[T, K]`` float32, bfloat16 or float16; float64 on a CPU.
@@ -100,15 +111,38 @@ def grouped_gemm(
         bias: ``[G, N]``, any float dtype, added to the FP32 sum before it is rounded.
         bias_scale: float32 ``[T]``, a factor of the bias for each row; 1 by default.
         dtype: of the output; that of ``a`` by default.
+        alpha: float32 ``[G]``; 1 by default.
+        rows: int32 or int64 ``[T]``: row i of the product is of ``a[rows[i]]``, so that a permute can be skipped.
+            ``a`` then has any number of rows, and a row may be taken several times. Entries of the tail are not
+            followed. Kernels that load through the index take it where they exist; today the rows are copied into a
+            buffer of their own first.
 
     Returns:
-        ``[T, N]``, tail rows zero. Differentiable in ``a``, ``b``, ``bias`` and ``bias_scale``.
+        ``[T, N]``, tail rows zero. Differentiable in ``a``, ``b``, ``bias`` and ``bias_scale``. With ``rows`` the
+        gradient of ``a`` is :func:`gather_rows_backward` of that of the rows, rounded to the dtype of ``a``.
 
     Raises:
         TypeError: another dtype. ValueError: sizes or devices that do not agree, a scale without a bias, and on a CPU
-        group sizes that are negative or sum to more than T.
+        group sizes that are negative or sum to more than T, and rows that ``a`` does not have. On CUDA such a row
+        counts as zeros, and a later call raises, as for sizes: :func:`check_group_sizes`.
     """
-    return _ops.grouped_gemm.default(a, b, group_sizes, bias, bias_scale, transpose_b, dtype)
+    return _ops.grouped_gemm.default(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows)
+
+
+def gather_rows_backward(grad: Tensor, rows: Tensor, group_sizes: Tensor, num_rows: int) -> Tensor:
+    """The gradient of taking rows by an index, as :func:`grouped_gemm` does with ``rows``.
+
+    Args:
+        grad: ``[T, K]`` float32, bfloat16 or float16; float64 on a CPU.
+        rows: int32 or int64 ``[T]``, what the forward was given.
+        num_rows: of the matrix that ``rows`` points into, at most ``2**31 - 1``.
+
+    Returns:
+        ``[num_rows, K]`` in the dtype of ``grad``: for each row the sum of ``grad`` over the places before the tail
+        that it was taken to, in their order, in FP32, rounded once; the same bits on CPU and CUDA. Entries that are
+        no rows of the matrix count for nothing. Not differentiable.
+    """
+    return _ops.gather_rows_backward.default(grad, rows, group_sizes, num_rows)
 
 
 def grouped_gemm_quantized(
@@ -125,6 +159,7 @@ def grouped_gemm_quantized(
     transpose_b: bool = True,
     a_amax: Tensor | None = None,
     b_amax: Tensor | None = None,
+    alpha: Tensor | None = None,
 ) -> Tensor:
     """:func:`grouped_gemm` of the values of quantized operands.
 
@@ -134,6 +169,7 @@ def grouped_gemm_quantized(
             ``b_format``.
         dtype: of the output: float32, bfloat16 or float16.
         a_amax, b_amax: as in :func:`gemm_quantized`.
+        alpha: float32 ``[G]``.
 
     Returns:
         ``[T, N]``, tail rows zero. Not differentiable: see :func:`grouped_linear`.
@@ -156,40 +192,33 @@ def grouped_gemm_quantized(
         transpose_b,
         a_amax,
         b_amax,
+        alpha,
     )
 
 
 def grouped_gemm_wgrad(
-    grad: Tensor, input: Tensor, group_sizes: Tensor, dtype: torch.dtype | None = None
+    grad: Tensor,
+    input: Tensor,
+    group_sizes: Tensor,
+    dtype: torch.dtype | None = None,
+    alpha: Tensor | None = None,
+    input_rows: Tensor | None = None,
 ) -> Tensor:
-    """The weight gradient of each group: ``grad_g.T @ input_g``, zero for an empty group.
+    """The weight gradient of each group: ``alpha[g] * (grad_g.T @ input_g)``, zero for an empty group.
 
     Args:
         grad: ``[T, N]`` float32, bfloat16 or float16; float64 on a CPU.
         input: ``[T, K]`` in the dtype of ``grad``.
         group_sizes: int32 or int64 ``[G]``.
         dtype: of the output; that of ``grad`` by default.
+        alpha: float32 ``[G]``; 1 by default.
+        input_rows: int32 or int64 ``[T]``: ``input[input_rows[i]]`` beside ``grad[i]``, with the rules of ``rows`` in
+            :func:`grouped_gemm`.
 
     Returns:
         ``[G, N, K]``. Not differentiable.
     """
-    return _ops.grouped_gemm_wgrad.default(grad, input, group_sizes, dtype)
-
-
-def grouped_gemm_wgrad_out(
-    grad: Tensor, input: Tensor, group_sizes: Tensor, out: Tensor, accumulate: bool = True
-) -> None:
-    """:func:`grouped_gemm_wgrad` added to ``out``, or written over it when not ``accumulate``.
-
-    Args:
-        out: float32 or bfloat16 ``[G, N, K]``, a ``main_grad`` for example. Its rows may be apart (any strides that
-            do not overlap, 1 in the last dimension): it is written through its pointer, never copied, and its
-            autograd version does not change. Added in FP32 and rounded once; an empty group leaves it unchanged.
-
-    Raises:
-        TypeError: another dtype. ValueError: sizes, strides or devices that do not fit; nothing is written then.
-    """
-    _ops.grouped_gemm_wgrad_out.default(grad, input, group_sizes, out, accumulate)
+    return _ops.grouped_gemm_wgrad.default(grad, input, group_sizes, dtype, alpha, input_rows)
 
 
 def grouped_gemm_wgrad_quantized(
@@ -203,6 +232,7 @@ def grouped_gemm_wgrad_quantized(
     dtype: torch.dtype,
     grad_t_amax: Tensor | None = None,
     input_t_amax: Tensor | None = None,
+    alpha: Tensor | None = None,
 ) -> Tensor:
     """:func:`grouped_gemm_wgrad` of the values of operands quantized along their columns.
 
@@ -211,6 +241,7 @@ def grouped_gemm_wgrad_quantized(
         input_t, input_t_scale: ``[K, T]``, likewise.
         dtype: of the output: float32, bfloat16 or float16.
         grad_t_amax, input_t_amax: as ``a_amax`` in :func:`gemm_quantized`.
+        alpha: float32 ``[G]``.
 
     Returns:
         ``[G, N, K]``.
@@ -226,35 +257,7 @@ def grouped_gemm_wgrad_quantized(
         dtype,
         grad_t_amax,
         input_t_amax,
-    )
-
-
-def grouped_gemm_wgrad_quantized_out(
-    grad_t: Tensor,
-    grad_t_scale: Tensor,
-    input_t: Tensor,
-    input_t_scale: Tensor,
-    group_sizes: Tensor,
-    grad_format: str,
-    input_format: str,
-    out: Tensor,
-    accumulate: bool = True,
-    grad_t_amax: Tensor | None = None,
-    input_t_amax: Tensor | None = None,
-) -> None:
-    """:func:`grouped_gemm_wgrad_quantized` added to ``out``, with the rules of :func:`grouped_gemm_wgrad_out`."""
-    _ops.grouped_gemm_wgrad_quantized_out.default(
-        grad_t,
-        grad_t_scale,
-        input_t,
-        input_t_scale,
-        group_sizes,
-        grad_format,
-        input_format,
-        out,
-        accumulate,
-        grad_t_amax,
-        input_t_amax,
+        alpha,
     )
 
 
@@ -301,10 +304,11 @@ def check_group_sizes() -> None:
     On a CPU a call with wrong sizes (negative, or past the rows of their buffer) is an error itself. On a GPU the host
     does not read sizes: a negative size counts as 0, rows past the buffer are left out, and the next op with
     group sizes raises, or this one does. After ``torch.cuda.synchronize()`` it knows of every call before. A graph
-    captured with wrong sizes, or replayed with them, is noticed in the same way.
+    captured with wrong sizes, or replayed with them, is noticed in the same way. So are entries of ``rows`` and
+    ``input_rows`` that their matrix does not have.
 
     Raises:
-        ValueError: a call before this one had wrong sizes. It is told once.
+        ValueError: a call before this one had wrong sizes, or rows. It is told once.
     """
     _ops.check_group_sizes.default()
 

@@ -19,18 +19,73 @@ def _groups(group_sizes: Tensor) -> Iterator[tuple[int, slice]]:
         begin += size
 
 
+def _mixed(product: Tensor, held: Tensor, beta: Tensor | None) -> Tensor:
+    """product + beta * held, where a beta of 0 takes nothing, also of what is not finite."""
+    if beta is None:
+        return product
+    return product + torch.where(beta == 0, 0.0, beta * held.to(product.dtype))
+
+
+def _wide_gemm(a: Tensor, b: Tensor, bias: Tensor | None, transpose_b: bool, alpha: Tensor | None) -> Tensor:
+    output = _wide(a) @ (_wide(b).T if transpose_b else _wide(b))
+    if alpha is not None:
+        output = output * alpha
+    return output if bias is None else output + bias
+
+
 def gemm(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None = None,
     transpose_b: bool = True,
     dtype: torch.dtype | None = None,
+    alpha: Tensor | None = None,
 ) -> Tensor:
-    """a @ b.T + bias."""
-    output = _wide(a) @ (_wide(b).T if transpose_b else _wide(b))
-    if bias is not None:
-        output = output + bias
-    return output.to(dtype or a.dtype)
+    """alpha * (a @ b.T) + bias."""
+    return _wide_gemm(a, b, bias, transpose_b, alpha).to(dtype or a.dtype)
+
+
+def gemm_out(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    transpose_b: bool = True,
+    alpha: Tensor | None = None,
+    beta: Tensor | None = None,
+) -> None:
+    """out = alpha * (a @ b.T) + beta * out + bias."""
+    out.copy_(_mixed(_wide_gemm(a, b, bias, transpose_b, alpha), out, beta))
+
+
+def _taken(matrix: Tensor, rows: Tensor | None, group_sizes: Tensor) -> Tensor:
+    """matrix[rows[i]] before the tail, zeros in it."""
+    if rows is None:
+        return matrix
+    taken = matrix.new_zeros(rows.shape[0], matrix.shape[1])
+    end = int(group_sizes.sum())
+    taken[:end] = matrix[rows[:end].long()]
+    return taken
+
+
+def _wide_grouped_gemm(
+    a: Tensor,
+    b: Tensor,
+    group_sizes: Tensor,
+    bias: Tensor | None,
+    bias_scale: Tensor | None,
+    transpose_b: bool,
+    alpha: Tensor | None,
+) -> Tensor:
+    output = _wide(a).new_zeros(a.shape[0], b.shape[1 if transpose_b else 2])
+    for group, rows in _groups(group_sizes):
+        output[rows] = _wide(a)[rows] @ (_wide(b)[group].T if transpose_b else _wide(b)[group])
+        if alpha is not None:
+            output[rows] *= alpha[group]
+        if bias is not None:
+            scale = 1.0 if bias_scale is None else bias_scale[rows, None]
+            output[rows] += scale * _wide(bias)[group]
+    return output
 
 
 def grouped_gemm(
@@ -41,33 +96,79 @@ def grouped_gemm(
     bias_scale: Tensor | None = None,
     transpose_b: bool = True,
     dtype: torch.dtype | None = None,
+    alpha: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
-    """a_g @ b[g].T + bias_scale_g * bias[g] for each group; zero past the last."""
-    output = _wide(a).new_zeros(a.shape[0], b.shape[1 if transpose_b else 2])
-    for group, rows in _groups(group_sizes):
-        output[rows] = _wide(a)[rows] @ (_wide(b)[group].T if transpose_b else _wide(b)[group])
-        if bias is not None:
-            scale = 1.0 if bias_scale is None else bias_scale[rows, None]
-            output[rows] += scale * _wide(bias)[group]
+    """alpha[g] * (a_g @ b[g].T) + bias_scale_g * bias[g] for each group; zero past the last."""
+    taken = _taken(a, rows, group_sizes)
+    output = _wide_grouped_gemm(taken, b, group_sizes, bias, bias_scale, transpose_b, alpha)
     return output.to(dtype or a.dtype)
 
 
+def grouped_gemm_out(
+    a: Tensor,
+    b: Tensor,
+    group_sizes: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    transpose_b: bool = True,
+    alpha: Tensor | None = None,
+    beta: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> None:
+    """The same and beta[g] * out_g; past the last group zero, or with ``beta`` what was there."""
+    taken = _taken(a, rows, group_sizes)
+    output = _wide_grouped_gemm(taken, b, group_sizes, bias, bias_scale, transpose_b, alpha)
+    if beta is None:
+        out.copy_(output)
+        return
+    for group, member in _groups(group_sizes):
+        out[member] = _mixed(output[member], out[member], beta[group]).to(out.dtype)
+
+
+def gather_rows_backward(grad: Tensor, rows: Tensor, group_sizes: Tensor, num_rows: int) -> Tensor:
+    """The sum of ``grad`` over the places that each row was taken to, in their order."""
+    sums = _wide(grad).new_zeros(num_rows, grad.shape[1])
+    for place in range(int(group_sizes.sum())):
+        row = int(rows[place])
+        if 0 <= row < num_rows:
+            sums[row] += _wide(grad)[place]
+    return sums.to(grad.dtype)
+
+
 def grouped_gemm_wgrad(
-    grad: Tensor, input: Tensor, group_sizes: Tensor, dtype: torch.dtype | None = None
+    grad: Tensor,
+    input: Tensor,
+    group_sizes: Tensor,
+    dtype: torch.dtype | None = None,
+    alpha: Tensor | None = None,
+    input_rows: Tensor | None = None,
 ) -> Tensor:
-    """grad_g.T @ input_g for each group."""
-    products = [_wide(grad)[rows].T @ _wide(input)[rows] for _, rows in _groups(group_sizes)]
+    """alpha[g] * (grad_g.T @ input_g) for each group."""
+    taken = _taken(input, input_rows, group_sizes)
+    products = [_wide(grad)[rows].T @ _wide(taken)[rows] for _, rows in _groups(group_sizes)]
     if not products:
         return grad.new_zeros(0, grad.shape[1], input.shape[1], dtype=dtype or grad.dtype)
-    return torch.stack(products).to(dtype or grad.dtype)
+    factors = 1.0 if alpha is None else alpha[:, None, None]
+    return (torch.stack(products) * factors).to(dtype or grad.dtype)
 
 
 def grouped_gemm_wgrad_out(
-    grad: Tensor, input: Tensor, group_sizes: Tensor, out: Tensor, accumulate: bool = True
+    grad: Tensor,
+    input: Tensor,
+    group_sizes: Tensor,
+    out: Tensor,
+    accumulate: bool = True,
+    alpha: Tensor | None = None,
+    beta: Tensor | None = None,
+    input_rows: Tensor | None = None,
 ) -> None:
-    """The same, added to ``out`` in float32."""
-    product = grouped_gemm_wgrad(grad, input, group_sizes, dtype=torch.float32)
-    out.copy_(product + out.float() if accumulate else product)
+    """The same, and in float32 what ``out`` holds, or beta[g] times that."""
+    product = grouped_gemm_wgrad(grad, input, group_sizes, torch.float32, alpha, input_rows)
+    if accumulate:
+        product = product + out.float()
+    out.copy_(_mixed(product, out, None if beta is None else beta[:, None, None]))
 
 
 def sum_rows(rows: Tensor) -> Tensor:

@@ -87,6 +87,22 @@ def group_sizes(shape: GroupedShape, device: torch.device | str, dtype: torch.dt
     return torch.tensor(shape.sizes, dtype=dtype).to(device)
 
 
+def factors(count: int, device: torch.device, generator: torch.Generator) -> Tensor:
+    """alpha or beta, one for each group: quarters, so that exact sums stay exact; every fourth is 0."""
+    values = torch.randint(-8, 9, (count,), generator=generator).float() / 4
+    values[3::4] = 0.0
+    return values.to(device)
+
+
+def row_index(
+    sizes: Tensor, capacity: int, matrix_rows: int, device: torch.device, generator: torch.Generator
+) -> Tensor:
+    """The row of a matrix that each place of a buffer takes: some several times, some never. The tail's are wrong."""
+    index = torch.randint(0, max(1, matrix_rows), (capacity,), generator=generator, dtype=sizes.dtype)
+    index[int(sizes.sum()) :] = 2**31 - 1
+    return index.to(device)
+
+
 def grouped_gemm_cases(
     draw: Any = integers, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
 ) -> Iterator[Case]:
