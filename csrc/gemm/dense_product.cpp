@@ -95,7 +95,14 @@ void dense_product_out(const Tensor& a, const Tensor& b, const std::optional<Ten
                        const Tensor& out) {
   Tensor target = out;
   if (!alpha && !beta && torch_rounds_once(a, b, bias, out.scalar_type())) {
-    bias ? at::addmm_out(target, *bias, a, b) : at::mm_out(target, a, b);
+    if (!bias) {
+      at::mm_out(target, a, b);
+    } else if (a.is_cpu()) {
+      at::addmm_out(target, *bias, a, b);
+    } else {
+      target.copy_(
+          at::addmm(*bias, a, b));  // into rows that are apart it would round before the bias, and after it
+    }
     return;
   }
   Tensor sum = wide_sum(a, b, bias, alpha);

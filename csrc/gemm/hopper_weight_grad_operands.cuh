@@ -121,8 +121,9 @@ struct PlainColumns {
 
 // E4M3 [m, T] and [n, T] under scales of blocks of 1x128, which begin anew in each group. The sum of each block leaves the
 // tensor cores as in `Blocks` of hopper_operands.cuh. A scale for every line comes with the stage.
+template <typename Out>
 struct BlockColumns {
-  using Shared = LineScaledShared;
+  using Shared = LineScaledShared<Out>;
   static constexpr int kRows = 128;
   static_assert(kRows == kLine, "a stage is a block");
 
