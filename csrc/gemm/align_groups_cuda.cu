@@ -6,26 +6,33 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kLanes = 8;  // of a line: 128 bytes of a group at a time
+constexpr int kAhead = 4;  // pieces of a lane that are on their way at a time
 constexpr int kLinesPerBlock = kThreads / kLanes;
 
-// 16 bytes from any address. Whole words around them are read, as far as they hold any of the `left` bytes that are wanted.
-__device__ __forceinline__ uint4 bytes_at(const uint8_t* from, int left) {
-  const uintptr_t address = reinterpret_cast<uintptr_t>(from);
-  const int shift = static_cast<int>(address % 16);
-  const uint4* words = reinterpret_cast<const uint4*>(address - shift);
-  const uint4 low = __ldg(words);
-  const uint4 high = shift + min(left, 16) > 16 ? __ldg(words + 1) : uint4{};
-  const uint32_t all[] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-  uint32_t own[5];
-#pragma unroll
-  for (int i = 0; i < 5; ++i) {  // a choice among registers, which have no index
-    const int word = shift / 4;
-    own[i] = word == 0 ? all[i] : word == 1 ? all[i + 1] : word == 2 ? all[i + 2] : all[min(i + 3, 7)];
+// The whole words around 16 bytes at any address, as far as they hold any of the `left` bytes that are wanted.
+struct Words {
+  uint4 low, high;
+
+  __device__ __forceinline__ void load(const uint8_t* from, int left) {
+    const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16);
+    const uint4* words = reinterpret_cast<const uint4*>(from - shift);
+    low = __ldg(words);
+    high = shift + min(left, 16) > 16 ? __ldg(words + 1) : uint4{};
   }
-  const int bits = shift % 4 * 8;
-  return {__funnelshift_r(own[0], own[1], bits), __funnelshift_r(own[1], own[2], bits),
-          __funnelshift_r(own[2], own[3], bits), __funnelshift_r(own[3], own[4], bits)};
-}
+  // The 16 bytes from `shift` on.
+  __device__ __forceinline__ uint4 from(int shift) const {
+    const uint32_t all[] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    uint32_t own[5];
+#pragma unroll
+    for (int i = 0; i < 5; ++i) {  // a choice among registers, which have no index
+      const int word = shift / 4;
+      own[i] = word == 0 ? all[i] : word == 1 ? all[i + 1] : word == 2 ? all[i + 2] : all[min(i + 3, 7)];
+    }
+    const int bits = shift % 4 * 8;
+    return {__funnelshift_r(own[0], own[1], bits), __funnelshift_r(own[1], own[2], bits),
+            __funnelshift_r(own[2], own[3], bits), __funnelshift_r(own[3], own[4], bits)};
+  }
+};
 
 __global__ void __launch_bounds__(kThreads)
     align_groups_kernel(Lines first, Lines second, const int32_t* offsets, int groups, int rows, bool all) {
@@ -43,9 +50,20 @@ __global__ void __launch_bounds__(kThreads)
     if (!is_moved(begin, all)) continue;
     uint4* own = reinterpret_cast<uint4*>(to + aligned_begin(begin, group));
     const int pieces = (end - begin + 15) / 16;
-    for (int piece = static_cast<int>(threadIdx.x) % kLanes; piece < pieces; piece += kLanes) {
-      const int at = begin + piece * 16;
-      own[piece] = bytes_at(from + at, end - at);
+    const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(from + begin) % 16);
+    for (int first_piece = static_cast<int>(threadIdx.x) % kLanes; first_piece < pieces;
+         first_piece += kAhead * kLanes) {
+      Words words[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int piece = first_piece + i * kLanes, at = begin + piece * 16;
+        if (piece < pieces) words[i].load(from + at, end - at);
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int piece = first_piece + i * kLanes;
+        if (piece < pieces) own[piece] = words[i].from(shift);
+      }
     }
   }
 }
