@@ -109,8 +109,8 @@ def _products(formats: list[Format], device: torch.device) -> str:
     whose = "operands"
     if formats[0].family == "fp8_block" and all(f.element == "e4m3" for f in formats[:2]):
         value = (
-            "grouped forward products into bfloat16 on Hopper in FP8 matrix units, whose sums of 128 are added in "
-            f"FP32; elsewhere {value}"
+            "products into bfloat16 and weight gradients into float32 too on Hopper in FP8 matrix units, whose sums "
+            f"of 128 are added in FP32; elsewhere {value}"
         )
         whose = "operands of other products"
     return f"{whose} are widened {how}, because {reason}; {value}"

@@ -12,6 +12,10 @@ Any N, K and strides are taken. Rows of whole 16 bytes are fast; operands that a
 ``alpha`` is float32 ``[G]``, ``[1]`` without groups: a factor of the FP32 sum, before a bias is added and the sum is
 rounded. It stays on the device and has no gradient: one that requires it is a ValueError.
 
+On a Hopper E4M3 in ``fp8_block`` is multiplied in FP8 matrix units: rows by square blocks with ``transpose_b`` into
+bfloat16 (N a multiple of 8, K of 16), and rows by rows into bfloat16 or float32. Each 128 products are summed by such a
+unit, then in FP32: with operands of either sign within ``20 * 2**-12`` of the root of the sum of the products' squares.
+
 Products into given buffers are in :mod:`transformer_plugin.ops.gemm_out`.
 """
 
@@ -77,7 +81,8 @@ def gemm_quantized(
         alpha: float32 ``[1]``.
 
     Returns:
-        ``[M, N]``, an FP32 sum of exact products, rounded once. Not differentiable: see :func:`linear`.
+        ``[M, N]``, an FP32 sum of exact products, but for FP8 blocks on a Hopper, rounded once. Not differentiable: see
+        :func:`linear`.
 
     A matrix quantized along its columns (``quantize_transposed``) is the row-wise quantization of its transpose, so
     a weight gradient is ``gemm_quantized(grad_t, grad_t_scale, input_t, input_t_scale, ...)``.
@@ -174,9 +179,7 @@ def grouped_gemm_quantized(
     Returns:
         ``[T, N]``, tail rows zero. Not differentiable: see :func:`grouped_linear`.
 
-    The sum is one in FP32 of exact products. On a Hopper that of E4M3 in ``fp8_block``, ``b`` in square blocks and
-    ``transpose_b``, into bfloat16, N a multiple of 8 and K of 16, is made of sums of 128 in FP8 matrix units: with
-    random operands within ``2**-12`` of the sum of magnitudes.
+    The sum is one in FP32 of exact products, but for FP8 blocks on a Hopper.
     """
     return _ops.grouped_gemm_quantized.default(
         a,
@@ -244,7 +247,7 @@ def grouped_gemm_wgrad_quantized(
         alpha: float32 ``[G]``.
 
     Returns:
-        ``[G, N, K]``.
+        ``[G, N, K]``, sums as of :func:`grouped_gemm_quantized`.
     """
     return _ops.grouped_gemm_wgrad_quantized.default(
         grad_t,
