@@ -1,4 +1,4 @@
-// More shared memory than a kernel has without asking.
+// Shared memory: addresses in it, and more of it than a kernel has without asking.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,6 +7,13 @@
 #include <cstdint>
 
 namespace transformer_plugin {
+
+#ifdef __CUDACC__
+// What instructions take for a place in shared memory.
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+#endif
 
 // Lets a kernel have so much dynamic shared memory, which CUDA is asked once for each device: of each call it would take
 // part of the time that a launch takes. One object for each kernel, static.

@@ -9,12 +9,9 @@
 #include <type_traits>
 
 #include "common/device_types.cuh"
+#include "common/shared_memory.cuh"
 
 namespace transformer_plugin::gemm::hopper {
-
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
 
 // ---- Barriers in shared memory. A phase ends when all arrived and all announced bytes are there.
 

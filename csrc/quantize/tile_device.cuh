@@ -11,6 +11,7 @@
 
 #include "common/device_types.cuh"
 #include "common/launch.cuh"
+#include "common/shared_memory.cuh"
 #include "quantize/tiles.h"
 
 namespace transformer_plugin::quantize {
@@ -149,10 +150,6 @@ __device__ __forceinline__ void turn4(const uint32_t (&rows)[4], uint32_t (&colu
   columns[1] = __byte_perm(low01, low23, 0x7632);
   columns[2] = __byte_perm(high01, high23, 0x5410);
   columns[3] = __byte_perm(high01, high23, 0x7632);
-}
-
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
 // Stores a part of a sector of 32 bytes whose rest comes from other blocks. The second level cache keeps such lines before
