@@ -12,6 +12,9 @@ Any N, K and strides are taken. Rows of whole 16 bytes are fast; operands that a
 ``alpha`` is float32 ``[G]``, ``[1]`` without groups: a factor of the FP32 sum, before a bias is added and the sum is
 rounded. It stays on the device and has no gradient: one that requires it is a ValueError.
 
+``max_sms`` and ``expected_rows`` say how a product over groups is laid out on a Hopper and never change its bits:
+:mod:`transformer_plugin.ops.gemm_plan`. A negative ``max_sms`` and an ``expected_rows`` below -1 are a ValueError.
+
 Products into given buffers are in :mod:`transformer_plugin.ops.gemm_out`.
 """
 
@@ -100,6 +103,8 @@ def grouped_gemm(
     dtype: torch.dtype | None = None,
     alpha: Tensor | None = None,
     rows: Tensor | None = None,
+    max_sms: int = 0,
+    expected_rows: int = -1,
 ) -> Tensor:
     """Each group's rows times the group's matrix: ``alpha[g] * (a_g @ b[g].T) + bias_scale_g * bias[g]``.
 
@@ -126,7 +131,9 @@ def grouped_gemm(
         group sizes that are negative or sum to more than T, and rows that ``a`` does not have. On CUDA such a row
         counts as zeros, and a later call raises, as for sizes: :func:`check_group_sizes`.
     """
-    return _ops.grouped_gemm.default(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows)
+    return _ops.grouped_gemm.default(
+        a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows, max_sms, expected_rows
+    )
 
 
 def gather_rows_backward(grad: Tensor, rows: Tensor, group_sizes: Tensor, num_rows: int) -> Tensor:
@@ -160,6 +167,8 @@ def grouped_gemm_quantized(
     a_amax: Tensor | None = None,
     b_amax: Tensor | None = None,
     alpha: Tensor | None = None,
+    max_sms: int = 0,
+    expected_rows: int = -1,
 ) -> Tensor:
     """:func:`grouped_gemm` of the values of quantized operands.
 
@@ -193,6 +202,8 @@ def grouped_gemm_quantized(
         a_amax,
         b_amax,
         alpha,
+        max_sms,
+        expected_rows,
     )
 
 
@@ -203,6 +214,8 @@ def grouped_gemm_wgrad(
     dtype: torch.dtype | None = None,
     alpha: Tensor | None = None,
     input_rows: Tensor | None = None,
+    max_sms: int = 0,
+    expected_rows: int = -1,
 ) -> Tensor:
     """The weight gradient of each group: ``alpha[g] * (grad_g.T @ input_g)``, zero for an empty group.
 
@@ -218,7 +231,9 @@ def grouped_gemm_wgrad(
     Returns:
         ``[G, N, K]``. Not differentiable.
     """
-    return _ops.grouped_gemm_wgrad.default(grad, input, group_sizes, dtype, alpha, input_rows)
+    return _ops.grouped_gemm_wgrad.default(
+        grad, input, group_sizes, dtype, alpha, input_rows, max_sms, expected_rows
+    )
 
 
 def grouped_gemm_wgrad_quantized(
@@ -233,6 +248,8 @@ def grouped_gemm_wgrad_quantized(
     grad_t_amax: Tensor | None = None,
     input_t_amax: Tensor | None = None,
     alpha: Tensor | None = None,
+    max_sms: int = 0,
+    expected_rows: int = -1,
 ) -> Tensor:
     """:func:`grouped_gemm_wgrad` of the values of operands quantized along their columns.
 
@@ -258,6 +275,8 @@ def grouped_gemm_wgrad_quantized(
         grad_t_amax,
         input_t_amax,
         alpha,
+        max_sms,
+        expected_rows,
     )
 
 
