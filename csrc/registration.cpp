@@ -120,37 +120,45 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "Tensor? alpha=None, Tensor? beta=None) -> ()");
   m.def(
       "grouped_gemm(Tensor a, Tensor b, Tensor group_sizes, Tensor? bias=None, Tensor? bias_scale=None, "
-      "bool transpose_b=True, ScalarType? dtype=None, Tensor? alpha=None, Tensor? rows=None) -> Tensor");
+      "bool transpose_b=True, ScalarType? dtype=None, Tensor? alpha=None, Tensor? rows=None, "
+      "int max_sms=0, int expected_rows=-1) -> Tensor");
   m.def(
       "grouped_gemm_out(Tensor a, Tensor b, Tensor group_sizes, Tensor(a!) out, Tensor? bias=None, "
       "Tensor? bias_scale=None, bool transpose_b=True, Tensor? alpha=None, Tensor? beta=None, "
-      "Tensor? rows=None) -> ()");
+      "Tensor? rows=None, int max_sms=0, int expected_rows=-1) -> ()");
   m.def(
       "grouped_gemm_quantized(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor group_sizes, "
       "str a_format, str b_format, ScalarType dtype, Tensor? bias=None, Tensor? bias_scale=None, "
-      "bool transpose_b=True, Tensor? a_amax=None, Tensor? b_amax=None, Tensor? alpha=None) -> Tensor");
+      "bool transpose_b=True, Tensor? a_amax=None, Tensor? b_amax=None, Tensor? alpha=None, "
+      "int max_sms=0, int expected_rows=-1) -> Tensor");
   m.def(
       "grouped_gemm_quantized_out(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor group_sizes, "
       "str a_format, str b_format, Tensor(a!) out, Tensor? bias=None, Tensor? bias_scale=None, "
       "bool transpose_b=True, Tensor? a_amax=None, Tensor? b_amax=None, Tensor? alpha=None, "
-      "Tensor? beta=None) -> ()");
+      "Tensor? beta=None, int max_sms=0, int expected_rows=-1) -> ()");
   m.def("gather_rows_backward(Tensor grad, Tensor rows, Tensor group_sizes, SymInt num_rows) -> Tensor");
   m.def(
       "grouped_gemm_wgrad(Tensor grad, Tensor input, Tensor group_sizes, ScalarType? dtype=None, "
-      "Tensor? alpha=None, Tensor? input_rows=None) -> Tensor");
+      "Tensor? alpha=None, Tensor? input_rows=None, int max_sms=0, int expected_rows=-1) -> Tensor");
   m.def(
       "grouped_gemm_wgrad_out(Tensor grad, Tensor input, Tensor group_sizes, Tensor(a!) out, "
-      "bool accumulate=True, Tensor? alpha=None, Tensor? beta=None, Tensor? input_rows=None) -> ()");
+      "bool accumulate=True, Tensor? alpha=None, Tensor? beta=None, Tensor? input_rows=None, "
+      "int max_sms=0, int expected_rows=-1) -> ()");
   m.def(
       "grouped_gemm_wgrad_quantized(Tensor grad_t, Tensor grad_t_scale, Tensor input_t, Tensor "
       "input_t_scale, "
       "Tensor group_sizes, str grad_format, str input_format, ScalarType dtype, Tensor? grad_t_amax=None, "
-      "Tensor? input_t_amax=None, Tensor? alpha=None) -> Tensor");
+      "Tensor? input_t_amax=None, Tensor? alpha=None, int max_sms=0, int expected_rows=-1) -> Tensor");
   m.def(
       "grouped_gemm_wgrad_quantized_out(Tensor grad_t, Tensor grad_t_scale, Tensor input_t, "
       "Tensor input_t_scale, Tensor group_sizes, str grad_format, str input_format, Tensor(a!) out, "
       "bool accumulate=True, Tensor? grad_t_amax=None, Tensor? input_t_amax=None, Tensor? alpha=None, "
-      "Tensor? beta=None) -> ()");
+      "Tensor? beta=None, int max_sms=0, int expected_rows=-1) -> ()");
+  // What a Hopper would run, of a weight [G, n, k]: whether its kernels take the product, clusters, and which boxes of
+  // a tile threads add (gemm/hopper_plan.h). Any host knows.
+  m.def(
+      "grouped_gemm_plan(str product, ScalarType dtype, ScalarType out_dtype, int rows, int groups, int n, int k, "
+      "int multiprocessors, bool accumulate=False, int max_sms=0, int expected_rows=-1) -> int[]");
   m.def("bias_backward(Tensor grad) -> Tensor");
   m.def(
       "grouped_bias_backward(Tensor grad, Tensor group_sizes, Tensor? bias=None, Tensor? bias_scale=None) -> "

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "common/format.h"
+#include "gemm/launch_options.h"
 
 namespace transformer_plugin::gemm {
 
@@ -25,6 +26,7 @@ struct BlockProduct {
   const std::optional<at::Tensor>& bias_scale;  // float32 [T]
   const std::optional<at::Tensor>& alpha;       // float32 [G]
   const std::optional<at::Tensor>& beta;
+  LaunchOptions options = {};
 };
 
 // out[g] = grad[g] @ input[g]^T * alpha[g], added to what is there when `accumulate`; the sum runs over the group's columns.
@@ -34,6 +36,7 @@ struct BlockReduction {
   const std::optional<at::Tensor>& offsets;  // int32 [G + 1]; without, all columns are one group
   const std::optional<at::Tensor>& alpha;    // float32 [G]
   const std::optional<at::Tensor>& beta;
+  LaunchOptions options = {};
 };
 
 // Whether operands of these formats are those of a BlockProduct, or of a BlockReduction.

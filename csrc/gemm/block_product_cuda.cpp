@@ -53,6 +53,7 @@ bool block_product_out_cuda(const BlockProduct& product, const Tensor& out) {
   const auto bias = as_float(product.bias), bias_scale = as_float(product.bias_scale);
   const auto alpha = as_float(product.alpha), beta = as_float(product.beta);
   GroupedKernelArgs args = arguments_of(a, b, product.offsets);
+  args.options = product.options;
   args.out = out.mutable_data_ptr();
   args.alpha = float_or_null(alpha);
   args.beta = float_or_null(beta);
@@ -74,6 +75,7 @@ bool block_reduction_out_cuda(const BlockReduction& reduction, const Tensor& out
   const Contiguous grad(reduction.grad), input(reduction.input);
   const auto alpha = as_float(reduction.alpha), beta = as_float(reduction.beta);
   GroupedKernelArgs args = arguments_of(grad, input, reduction.offsets);
+  args.options = reduction.options;
   args.alpha = float_or_null(alpha);
   args.beta = float_or_null(beta);
   args.out = out.mutable_data_ptr();

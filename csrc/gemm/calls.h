@@ -8,6 +8,7 @@
 #include "common/autograd.h"
 #include "common/tensor.h"
 #include "gemm/dense_product.h"
+#include "gemm/launch_options.h"
 
 namespace transformer_plugin::gemm {
 
@@ -26,22 +27,25 @@ inline at::Tensor call_grouped_gemm(const at::Tensor& a, const at::Tensor& b, co
                                     OptionalTensorArg bias, OptionalTensorArg bias_scale, bool transpose_b,
                                     std::optional<at::ScalarType> dtype,
                                     OptionalTensorArg alpha = std::nullopt,
-                                    OptionalTensorArg rows = std::nullopt) {
+                                    OptionalTensorArg rows = std::nullopt, LaunchOptions options = {}) {
   using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, OptionalTensorArg,
                                OptionalTensorArg, bool, std::optional<at::ScalarType>, OptionalTensorArg,
-                               OptionalTensorArg);
+                               OptionalTensorArg, int64_t, int64_t);
   static const auto op = find_op<Signature>("grouped_gemm");
-  return op.call(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows);
+  return op.call(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows, options.max_sms,
+                 options.expected_rows);
 }
 
 inline at::Tensor call_grouped_gemm_wgrad(const at::Tensor& grad, const at::Tensor& input,
                                           const at::Tensor& group_sizes, std::optional<at::ScalarType> dtype,
                                           OptionalTensorArg alpha = std::nullopt,
-                                          OptionalTensorArg input_rows = std::nullopt) {
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                               std::optional<at::ScalarType>, OptionalTensorArg, OptionalTensorArg);
+                                          OptionalTensorArg input_rows = std::nullopt,
+                                          LaunchOptions options = {}) {
+  using Signature =
+      at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, std::optional<at::ScalarType>,
+                 OptionalTensorArg, OptionalTensorArg, int64_t, int64_t);
   static const auto op = find_op<Signature>("grouped_gemm_wgrad");
-  return op.call(grad, input, group_sizes, dtype, alpha, input_rows);
+  return op.call(grad, input, group_sizes, dtype, alpha, input_rows, options.max_sms, options.expected_rows);
 }
 
 inline at::Tensor call_gather_rows_backward(const at::Tensor& grad, const at::Tensor& rows,
@@ -184,34 +188,33 @@ inline at::Tensor call_gemm_quantized(const at::Tensor& a, const at::Tensor& a_s
   return op.call(a, a_scale, b, b_scale, a_key, b_key, dtype, bias, transpose_b, a_amax, b_amax, alpha);
 }
 
-inline at::Tensor call_grouped_gemm_quantized(const at::Tensor& a, const at::Tensor& a_scale,
-                                              const at::Tensor& b, const at::Tensor& b_scale,
-                                              const at::Tensor& group_sizes, std::string_view a_key,
-                                              std::string_view b_key, at::ScalarType dtype,
-                                              OptionalTensorArg bias, OptionalTensorArg bias_scale,
-                                              bool transpose_b, OptionalTensorArg a_amax = std::nullopt,
-                                              OptionalTensorArg b_amax = std::nullopt,
-                                              OptionalTensorArg alpha = std::nullopt) {
-  using Signature =
-      at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                 const at::Tensor&, std::string_view, std::string_view, at::ScalarType, OptionalTensorArg,
-                 OptionalTensorArg, bool, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg);
+inline at::Tensor call_grouped_gemm_quantized(
+    const at::Tensor& a, const at::Tensor& a_scale, const at::Tensor& b, const at::Tensor& b_scale,
+    const at::Tensor& group_sizes, std::string_view a_key, std::string_view b_key, at::ScalarType dtype,
+    OptionalTensorArg bias, OptionalTensorArg bias_scale, bool transpose_b,
+    OptionalTensorArg a_amax = std::nullopt, OptionalTensorArg b_amax = std::nullopt,
+    OptionalTensorArg alpha = std::nullopt, LaunchOptions options = {}) {
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                               const at::Tensor&, std::string_view, std::string_view, at::ScalarType,
+                               OptionalTensorArg, OptionalTensorArg, bool, OptionalTensorArg,
+                               OptionalTensorArg, OptionalTensorArg, int64_t, int64_t);
   static const auto op = find_op<Signature>("grouped_gemm_quantized");
   return op.call(a, a_scale, b, b_scale, group_sizes, a_key, b_key, dtype, bias, bias_scale, transpose_b,
-                 a_amax, b_amax, alpha);
+                 a_amax, b_amax, alpha, options.max_sms, options.expected_rows);
 }
 
 inline at::Tensor call_grouped_gemm_wgrad_quantized(
     const at::Tensor& grad_t, const at::Tensor& grad_t_scale, const at::Tensor& input_t,
     const at::Tensor& input_t_scale, const at::Tensor& group_sizes, std::string_view grad_key,
     std::string_view input_key, at::ScalarType dtype, OptionalTensorArg grad_t_amax = std::nullopt,
-    OptionalTensorArg input_t_amax = std::nullopt, OptionalTensorArg alpha = std::nullopt) {
+    OptionalTensorArg input_t_amax = std::nullopt, OptionalTensorArg alpha = std::nullopt,
+    LaunchOptions options = {}) {
   using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                const at::Tensor&, std::string_view, std::string_view, at::ScalarType,
-                               OptionalTensorArg, OptionalTensorArg, OptionalTensorArg);
+                               OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, int64_t, int64_t);
   static const auto op = find_op<Signature>("grouped_gemm_wgrad_quantized");
   return op.call(grad_t, grad_t_scale, input_t, input_t_scale, group_sizes, grad_key, input_key, dtype,
-                 grad_t_amax, input_t_amax, alpha);
+                 grad_t_amax, input_t_amax, alpha, options.max_sms, options.expected_rows);
 }
 
 // ---- what the gradients share -------------------------------------------------------------------------------

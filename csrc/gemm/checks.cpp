@@ -77,6 +77,14 @@ void check_beta(const Argument& beta, const Argument& operand, const at::Tensor&
                  "Pass one of them, accumulate=False with beta");
 }
 
+void check_launch_options(const char* op, const LaunchOptions& options) {
+  TP_CHECK_VALUE(options.max_sms >= 0, op, "max_sms", "a number of multiprocessors, or 0 for all",
+                 options.max_sms, "Pass how many the product may take");
+  TP_CHECK_VALUE(options.expected_rows >= -1, op, "expected_rows",
+                 "the rows of all groups together, or -1 for the rows of the buffer", options.expected_rows,
+                 "Leave it out where it is not known");
+}
+
 void check_no_gradient(const Argument& argument, const char* advice) {
   TP_CHECK_VALUE(!(at::GradMode::is_enabled() && argument.tensor.requires_grad()), argument.op, argument.name,
                  "a tensor that wants no gradient", describe(argument.tensor) << " that requires one",

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/check.h"
+#include "gemm/launch_options.h"
 
 namespace transformer_plugin::gemm {
 
@@ -33,6 +34,7 @@ void check_no_gradient(const Argument& argument, const char* advice);
 // beta beside the flag that stands for 1.
 void check_beta(const Argument& beta, const Argument& operand, const at::Tensor& group_sizes,
                 bool accumulate);
+void check_launch_options(const char* op, const LaunchOptions& options);
 // A buffer that a caller gave: float32 or bfloat16 [G, N, K], rows of stride 1 inside that do not overlap.
 void check_accumulator(const Argument& out, const Argument& operand, c10::SymIntArrayRef sizes);
 // A buffer for a result: float32, bfloat16 or float16 (float64 beside float64) [rows, columns], rows likewise.

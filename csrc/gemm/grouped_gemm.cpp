@@ -27,6 +27,7 @@ struct Given {
   const Tensor &a, &b, &group_sizes;
   const OptionalTensor &bias, &bias_scale, &alpha, &rows;
   bool transpose_b;
+  LaunchOptions options;
 
   Argument a_argument() const { return {op, "a", a}; }
   // The rows of the groups, in the buffer or in the index to it.
@@ -44,6 +45,7 @@ struct Given {
     if (bias) check_bias({op, "bias", *bias}, a_argument(), b.sym_size(0), columns());
     if (bias_scale) check_bias_scale({op, "bias_scale", *bias_scale}, bias.has_value(), capacity_argument());
     if (alpha) check_factor({op, "alpha", *alpha}, a_argument(), b.sym_size(0));
+    check_launch_options(op, options);
   }
 
   // Also checks, on a CPU, the values of sizes and rows.
@@ -57,21 +59,26 @@ struct Given {
 
 Tensor grouped_gemm_meta(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
                          const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
-                         OptionalDtype dtype, const OptionalTensor& alpha, const OptionalTensor& rows) {
-  const Given given{kOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b};
+                         OptionalDtype dtype, const OptionalTensor& alpha, const OptionalTensor& rows,
+                         int64_t max_sms, int64_t expected_rows) {
+  const LaunchOptions options{max_sms, expected_rows};
+  const Given given{kOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options};
   given.check();
   return empty(a, {given.capacity(), given.columns()}, output_dtype(given.a_argument(), dtype));
 }
 
 Tensor grouped_gemm(const Tensor& a, const Tensor& b, const Tensor& group_sizes, const OptionalTensor& bias,
                     const OptionalTensor& bias_scale, bool transpose_b, OptionalDtype dtype,
-                    const OptionalTensor& alpha, const OptionalTensor& rows) {
-  const Given given{kOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b};
+                    const OptionalTensor& alpha, const OptionalTensor& rows, int64_t max_sms,
+                    int64_t expected_rows) {
+  const LaunchOptions options{max_sms, expected_rows};
+  const Given given{kOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options};
   given.check();
   const at::ScalarType to = output_dtype(given.a_argument(), dtype);
   const BelowAutograd guard;
   const Tensor offsets = given.offsets();
-  return row_product({a, b, offsets, bias, bias_scale, transpose_b, alpha, std::nullopt, rows}, to);
+  return row_product({a, b, offsets, bias, bias_scale, transpose_b, alpha, std::nullopt, rows, given.options},
+                     to);
 }
 
 void check_out(const Given& given, const Tensor& out, const OptionalTensor& beta) {
@@ -88,14 +95,17 @@ void check_out(const Given& given, const Tensor& out, const OptionalTensor& beta
 void grouped_gemm_out_meta(const Tensor& a, const Tensor& b, const Tensor& group_sizes, const Tensor& out,
                            const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
                            const OptionalTensor& alpha, const OptionalTensor& beta,
-                           const OptionalTensor& rows) {
-  check_out({kOutOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b}, out, beta);
+                           const OptionalTensor& rows, int64_t max_sms, int64_t expected_rows) {
+  check_out({kOutOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, {max_sms, expected_rows}},
+            out, beta);
 }
 
 void grouped_gemm_out(const Tensor& a, const Tensor& b, const Tensor& group_sizes, const Tensor& out,
                       const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
-                      const OptionalTensor& alpha, const OptionalTensor& beta, const OptionalTensor& rows) {
-  const Given given{kOutOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b};
+                      const OptionalTensor& alpha, const OptionalTensor& beta, const OptionalTensor& rows,
+                      int64_t max_sms, int64_t expected_rows) {
+  const LaunchOptions options{max_sms, expected_rows};
+  const Given given{kOutOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options};
   check_out(given, out, beta);
   check_apart({kOutOp, "out", out}, given.a_argument());
   check_apart({kOutOp, "out", out}, {kOutOp, "b", b});
@@ -103,7 +113,7 @@ void grouped_gemm_out(const Tensor& a, const Tensor& b, const Tensor& group_size
   if (bias_scale) check_apart({kOutOp, "out", out}, {kOutOp, "bias_scale", *bias_scale});
   const BelowAutograd guard;
   const Tensor offsets = given.offsets();
-  row_product_out({a, b, offsets, bias, bias_scale, transpose_b, alpha, beta, rows}, out);
+  row_product_out({a, b, offsets, bias, bias_scale, transpose_b, alpha, beta, rows, given.options}, out);
 }
 
 class GroupedGemmFunction : public torch::autograd::Function<GroupedGemmFunction> {
@@ -112,15 +122,31 @@ class GroupedGemmFunction : public torch::autograd::Function<GroupedGemmFunction
 
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, const Tensor& group_sizes,
                         const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
-                        OptionalDtype dtype, const OptionalTensor& alpha, const OptionalTensor& rows) {
+                        OptionalDtype dtype, const OptionalTensor& alpha, const OptionalTensor& rows,
+                        int64_t max_sms, int64_t expected_rows) {
     ctx->save_for_backward({b.requires_grad() ? a : Tensor(), a.requires_grad() ? b : Tensor(), group_sizes,
                             wants_grad(bias_scale) ? *bias : Tensor(), or_undefined(bias_scale),
                             or_undefined(alpha), or_undefined(rows)});
     ctx->saved_data["transpose_b"] = transpose_b;
     ctx->saved_data["has_bias"] = bias.has_value();
     ctx->saved_data["num_rows"] = a.sym_size(0);
+    save_options(ctx, {max_sms, expected_rows});
     const BelowAutograd guard;
-    return call_grouped_gemm(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows);
+    return call_grouped_gemm(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows,
+                             {max_sms, expected_rows});
+  }
+
+  // Only what is given: each entry costs a call time.
+  static void save_options(AutogradContext* ctx, const LaunchOptions& options) {
+    if (options.max_sms > 0) ctx->saved_data["max_sms"] = options.max_sms;
+    if (options.expected_rows >= 0) ctx->saved_data["expected_rows"] = options.expected_rows;
+  }
+  static LaunchOptions saved_options(const AutogradContext* ctx) {
+    const auto max_sms = ctx->saved_data.find("max_sms"), expected = ctx->saved_data.find("expected_rows");
+    LaunchOptions options;
+    if (max_sms != ctx->saved_data.end()) options.max_sms = max_sms->second.toInt();
+    if (expected != ctx->saved_data.end()) options.expected_rows = expected->second.toInt();
+    return options;
   }
 
   // A row that was taken to several places has the sum of their gradients.
@@ -129,7 +155,7 @@ class GroupedGemmFunction : public torch::autograd::Function<GroupedGemmFunction
     const auto [g, b] = same_dtype(grad, matrices);
     const bool transpose_b = ctx->saved_data["transpose_b"].toBool();
     const Tensor taken = call_grouped_gemm(g, b, sizes, std::nullopt, std::nullopt, !transpose_b,
-                                           matrices.scalar_type(), alpha);
+                                           matrices.scalar_type(), alpha, std::nullopt, saved_options(ctx));
     return rows ? call_gather_rows_backward(taken, *rows, sizes, ctx->saved_data["num_rows"].toSymInt())
                 : taken;
   }
@@ -140,8 +166,11 @@ class GroupedGemmFunction : public torch::autograd::Function<GroupedGemmFunction
     const auto [g, a] = same_dtype(grad, input);
     const at::ScalarType dtype = input.scalar_type();
     const bool transpose_b = ctx->saved_data["transpose_b"].toBool();
-    if (!transpose_b && !rows) return call_grouped_gemm_wgrad(a, g, sizes, dtype, alpha);
-    const Tensor gradient = call_grouped_gemm_wgrad(g, a, sizes, dtype, alpha, rows);
+    const LaunchOptions options = saved_options(ctx);
+    if (!transpose_b && !rows) {
+      return call_grouped_gemm_wgrad(a, g, sizes, dtype, alpha, std::nullopt, options);
+    }
+    const Tensor gradient = call_grouped_gemm_wgrad(g, a, sizes, dtype, alpha, rows, options);
     return transpose_b ? gradient : gradient.transpose(1, 2);
   }
 
@@ -154,19 +183,23 @@ class GroupedGemmFunction : public torch::autograd::Function<GroupedGemmFunction
     if (ctx->needs_input_grad(1)) grad_b = gradient_of_b(ctx, grad, saved[0], sizes, alpha, rows);
     const bool has_bias = ctx->saved_data["has_bias"].toBool();
     const auto [grad_bias, grad_scale] = bias_gradients(ctx, has_bias, grad, sizes, saved[3], saved[4]);
-    return {grad_a, grad_b, Tensor(), grad_bias, grad_scale, Tensor(), Tensor(), Tensor(), Tensor()};
+    return {grad_a,   grad_b,   Tensor(), grad_bias, grad_scale, Tensor(),
+            Tensor(), Tensor(), Tensor(), Tensor(),  Tensor()};
   }
 };
 
 Tensor grouped_gemm_autograd(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
                              const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
-                             OptionalDtype dtype, const OptionalTensor& alpha, const OptionalTensor& rows) {
+                             OptionalDtype dtype, const OptionalTensor& alpha, const OptionalTensor& rows,
+                             int64_t max_sms, int64_t expected_rows) {
   if (alpha) check_no_gradient({kOp, "alpha", *alpha}, kConstantFactor);
   if (any_wants_grad(a, b, bias, bias_scale)) {
-    return GroupedGemmFunction::apply(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows);
+    return GroupedGemmFunction::apply(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows,
+                                      max_sms, expected_rows);
   }
   const BelowAutograd guard;
-  return call_grouped_gemm(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows);
+  return call_grouped_gemm(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows,
+                           {max_sms, expected_rows});
 }
 
 }  // namespace

@@ -24,6 +24,7 @@ struct Given {
   const Tensor& group_sizes;
   const OptionalTensor &bias, &bias_scale, &alpha;
   bool transpose_b;
+  LaunchOptions options;
   Format a_format = {}, b_format = {};
 
   Argument a_argument() const { return {a.op, a.name, a.data}; }
@@ -35,14 +36,16 @@ struct Given {
 Given checked(const char* op, const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
               const Tensor& group_sizes, std::string_view a_key, std::string_view b_key,
               const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
-              const OptionalTensor& a_amax, const OptionalTensor& b_amax, const OptionalTensor& alpha) {
+              const OptionalTensor& a_amax, const OptionalTensor& b_amax, const OptionalTensor& alpha,
+              const LaunchOptions& options) {
   Given given{{op, "a", "a_scale", "a_amax", "a_format", a, a_scale, a_amax, a_key},
               {op, "b", "b_scale", "b_amax", "b_format", b, b_scale, b_amax, b_key},
               group_sizes,
               bias,
               bias_scale,
               alpha,
-              transpose_b};
+              transpose_b,
+              options};
   const Argument a_argument = given.a_argument(), b_argument = given.b_argument();
   check_dim(a_argument, 2);
   check_dim(b_argument, 3);
@@ -55,6 +58,7 @@ Given checked(const char* op, const Tensor& a, const Tensor& a_scale, const Tens
   if (bias) check_bias({op, "bias", *bias}, a_argument, b.sym_size(0), given.columns());
   if (bias_scale) check_bias_scale({op, "bias_scale", *bias_scale}, bias.has_value(), a_argument);
   if (alpha) check_factor({op, "alpha", *alpha}, a_argument, b.sym_size(0));
+  check_launch_options(op, options);
   return given;
 }
 
@@ -66,11 +70,12 @@ auto with_values(const Given& given, const Tensor& offsets, const OptionalTensor
   if (given.b.data.is_cpu()) {
     const Codes codes = codes_of(given.b, given.b_format, exact);
     return multiply(RowProduct{left.data, given.b.data, offsets, given.bias, given.bias_scale,
-                               given.transpose_b, given.alpha, beta, std::nullopt, &codes});
+                               given.transpose_b, given.alpha, beta, std::nullopt, given.options, &codes});
   }
   const Values right = values_of(given.b, given.b_format, nullptr, false, exact);
   return multiply(RowProduct{left.data, right.data, offsets, given.bias, given.bias_scale, given.transpose_b,
-                             scaled_by(given.alpha, joint_factor(left, right)), beta});
+                             scaled_by(given.alpha, joint_factor(left, right)), beta, std::nullopt,
+                             given.options});
 }
 
 Tensor offsets_of(const Given& given) {
@@ -93,7 +98,8 @@ bool multiply_blocks(const Given& given, const Tensor& offsets, const OptionalTe
                             given.bias,
                             given.bias_scale,
                             given.alpha,
-                            beta},
+                            beta,
+                            given.options},
                            out);
 }
 
@@ -102,9 +108,9 @@ Tensor grouped_quantized_meta(const Tensor& a, const Tensor& a_scale, const Tens
                               at::ScalarType dtype, const OptionalTensor& bias,
                               const OptionalTensor& bias_scale, bool transpose_b,
                               const OptionalTensor& a_amax, const OptionalTensor& b_amax,
-                              const OptionalTensor& alpha) {
+                              const OptionalTensor& alpha, int64_t max_sms, int64_t expected_rows) {
   const Given given = checked(kOp, a, a_scale, b, b_scale, group_sizes, a_key, b_key, bias, bias_scale,
-                              transpose_b, a_amax, b_amax, alpha);
+                              transpose_b, a_amax, b_amax, alpha, {max_sms, expected_rows});
   check_rounded_dtype(kOp, dtype);
   return empty(a, {given.capacity(), given.columns()}, dtype);
 }
@@ -113,9 +119,9 @@ Tensor grouped_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b
                          const Tensor& group_sizes, std::string_view a_key, std::string_view b_key,
                          at::ScalarType dtype, const OptionalTensor& bias, const OptionalTensor& bias_scale,
                          bool transpose_b, const OptionalTensor& a_amax, const OptionalTensor& b_amax,
-                         const OptionalTensor& alpha) {
+                         const OptionalTensor& alpha, int64_t max_sms, int64_t expected_rows) {
   const Given given = checked(kOp, a, a_scale, b, b_scale, group_sizes, a_key, b_key, bias, bias_scale,
-                              transpose_b, a_amax, b_amax, alpha);
+                              transpose_b, a_amax, b_amax, alpha, {max_sms, expected_rows});
   check_rounded_dtype(kOp, dtype);
   const BelowAutograd guard;
   const Tensor offsets = offsets_of(given);
@@ -137,9 +143,10 @@ void grouped_quantized_out_meta(const Tensor& a, const Tensor& a_scale, const Te
                                 std::string_view b_key, const Tensor& out, const OptionalTensor& bias,
                                 const OptionalTensor& bias_scale, bool transpose_b,
                                 const OptionalTensor& a_amax, const OptionalTensor& b_amax,
-                                const OptionalTensor& alpha, const OptionalTensor& beta) {
+                                const OptionalTensor& alpha, const OptionalTensor& beta, int64_t max_sms,
+                                int64_t expected_rows) {
   const Given given = checked(kOutOp, a, a_scale, b, b_scale, group_sizes, a_key, b_key, bias, bias_scale,
-                              transpose_b, a_amax, b_amax, alpha);
+                              transpose_b, a_amax, b_amax, alpha, {max_sms, expected_rows});
   check_out(given, out, beta);
 }
 
@@ -147,9 +154,10 @@ void grouped_quantized_out(const Tensor& a, const Tensor& a_scale, const Tensor&
                            const Tensor& group_sizes, std::string_view a_key, std::string_view b_key,
                            const Tensor& out, const OptionalTensor& bias, const OptionalTensor& bias_scale,
                            bool transpose_b, const OptionalTensor& a_amax, const OptionalTensor& b_amax,
-                           const OptionalTensor& alpha, const OptionalTensor& beta) {
+                           const OptionalTensor& alpha, const OptionalTensor& beta, int64_t max_sms,
+                           int64_t expected_rows) {
   const Given given = checked(kOutOp, a, a_scale, b, b_scale, group_sizes, a_key, b_key, bias, bias_scale,
-                              transpose_b, a_amax, b_amax, alpha);
+                              transpose_b, a_amax, b_amax, alpha, {max_sms, expected_rows});
   check_out(given, out, beta);
   check_apart({kOutOp, "out", out}, given.a_argument());
   check_apart({kOutOp, "out", out}, given.b_argument());

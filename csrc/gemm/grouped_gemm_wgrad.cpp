@@ -23,6 +23,7 @@ struct Given {
   const char* op;
   const Tensor &grad, &input, &group_sizes;
   const OptionalTensor &alpha, &input_rows;
+  LaunchOptions options;
 
   Argument grad_argument() const { return {op, "grad", grad}; }
   Argument input_argument() const { return {op, "input", input}; }
@@ -38,6 +39,7 @@ struct Given {
                "the rows of 'grad'");
     check_group_sizes({op, "group_sizes", group_sizes}, grad_argument());
     if (alpha) check_factor({op, "alpha", *alpha}, grad_argument(), group_sizes.sym_size(0));
+    check_launch_options(op, options);
   }
 
   // Also checks, on a CPU, the values of sizes and rows.
@@ -49,20 +51,22 @@ struct Given {
 };
 
 Tensor wgrad_meta(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, OptionalDtype dtype,
-                  const OptionalTensor& alpha, const OptionalTensor& input_rows) {
-  const Given given{kOp, grad, input, group_sizes, alpha, input_rows};
+                  const OptionalTensor& alpha, const OptionalTensor& input_rows, int64_t max_sms,
+                  int64_t expected_rows) {
+  const Given given{kOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}};
   given.check();
   return empty(grad, given.sizes(), output_dtype(given.grad_argument(), dtype));
 }
 
 Tensor wgrad(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, OptionalDtype dtype,
-             const OptionalTensor& alpha, const OptionalTensor& input_rows) {
-  const Given given{kOp, grad, input, group_sizes, alpha, input_rows};
+             const OptionalTensor& alpha, const OptionalTensor& input_rows, int64_t max_sms,
+             int64_t expected_rows) {
+  const Given given{kOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}};
   given.check();
   const at::ScalarType to = output_dtype(given.grad_argument(), dtype);
   const BelowAutograd guard;
   const Tensor offsets = given.offsets();
-  return reduction_product({grad, input, offsets, alpha, std::nullopt, input_rows}, to);
+  return reduction_product({grad, input, offsets, alpha, std::nullopt, input_rows, given.options}, to);
 }
 
 void check_wgrad_out(const Given& given, const Tensor& out, bool accumulate, const OptionalTensor& beta) {
@@ -74,20 +78,21 @@ void check_wgrad_out(const Given& given, const Tensor& out, bool accumulate, con
 
 void wgrad_out_meta(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, const Tensor& out,
                     bool accumulate, const OptionalTensor& alpha, const OptionalTensor& beta,
-                    const OptionalTensor& input_rows) {
-  check_wgrad_out({kOutOp, grad, input, group_sizes, alpha, input_rows}, out, accumulate, beta);
+                    const OptionalTensor& input_rows, int64_t max_sms, int64_t expected_rows) {
+  check_wgrad_out({kOutOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}}, out,
+                  accumulate, beta);
 }
 
 void wgrad_out(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, const Tensor& out,
                bool accumulate, const OptionalTensor& alpha, const OptionalTensor& beta,
-               const OptionalTensor& input_rows) {
-  const Given given{kOutOp, grad, input, group_sizes, alpha, input_rows};
+               const OptionalTensor& input_rows, int64_t max_sms, int64_t expected_rows) {
+  const Given given{kOutOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}};
   check_wgrad_out(given, out, accumulate, beta);
   check_apart({kOutOp, "out", out}, given.grad_argument());
   check_apart({kOutOp, "out", out}, given.input_argument());
   const BelowAutograd guard;
   const Tensor offsets = given.offsets();
-  reduction_product_out({grad, input, offsets, alpha, beta, input_rows}, out, accumulate);
+  reduction_product_out({grad, input, offsets, alpha, beta, input_rows, given.options}, out, accumulate);
 }
 
 }  // namespace

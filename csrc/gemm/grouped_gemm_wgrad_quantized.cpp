@@ -21,6 +21,7 @@ constexpr const char* kOutOp = "grouped_gemm_wgrad_quantized_out";
 struct Operands {
   QuantizedArgument grad, input;
   const Tensor& group_sizes;
+  LaunchOptions options;
   Format grad_format = {}, input_format = {};
 
   Argument grad_argument() const { return {grad.op, grad.name, grad.data}; }
@@ -37,12 +38,13 @@ Operands check_operands(const char* op, const Tensor& grad_t, const Tensor& grad
                         const Tensor& input_t, const Tensor& input_t_scale, const Tensor& group_sizes,
                         std::string_view grad_key, std::string_view input_key,
                         const OptionalTensor& grad_t_amax, const OptionalTensor& input_t_amax,
-                        const OptionalTensor& alpha) {
+                        const OptionalTensor& alpha, const LaunchOptions& options) {
   Operands operands{{op, "grad_t", "grad_t_scale", "grad_t_amax", "grad_format", grad_t, grad_t_scale,
                      grad_t_amax, grad_key},
                     {op, "input_t", "input_t_scale", "input_t_amax", "input_format", input_t, input_t_scale,
                      input_t_amax, input_key},
-                    group_sizes};
+                    group_sizes,
+                    options};
   const Argument grad_argument{op, "grad_t", grad_t};
   const Argument input_argument{op, "input_t", input_t};
   check_dim(grad_argument, 2);
@@ -55,6 +57,7 @@ Operands check_operands(const char* op, const Tensor& grad_t, const Tensor& grad
                    value_size(operands.grad, operands.grad_format, 1),
                    "the columns of 'grad_t', the rows of the buffer");
   if (alpha) check_factor({op, "alpha", *alpha}, grad_argument, group_sizes.sym_size(0));
+  check_launch_options(op, options);
   return operands;
 }
 
@@ -62,8 +65,9 @@ Operands check_operands(const char* op, const Tensor& grad_t, const Tensor& grad
 bool multiply_blocks(const Operands& operands, const OptionalTensor& offsets, const OptionalTensor& alpha,
                      const OptionalTensor& beta, const Tensor& out, bool accumulate) {
   const QuantizedArgument &grad = operands.grad, &input = operands.input;
-  return block_reduction_out({{grad.data, grad.scale}, {input.data, input.scale}, offsets, alpha, beta}, out,
-                             accumulate);
+  return block_reduction_out(
+      {{grad.data, grad.scale}, {input.data, input.scale}, offsets, alpha, beta, operands.options}, out,
+      accumulate);
 }
 
 bool takes_blocks(const Operands& operands) {
@@ -79,16 +83,19 @@ auto with_values(const Operands& operands, const Tensor& offsets, const Optional
       values_dtype(operands.grad, operands.grad_format, operands.input, operands.input_format);
   const Values grad = values_of(operands.grad, operands.grad_format, &sizes, true, exact);
   const Values input = values_of(operands.input, operands.input_format, &sizes, true, exact);
-  return multiply(
-      ReductionProduct{grad.data, input.data, offsets, scaled_by(alpha, joint_factor(grad, input)), beta});
+  return multiply(ReductionProduct{grad.data, input.data, offsets,
+                                   scaled_by(alpha, joint_factor(grad, input)), beta, std::nullopt,
+                                   operands.options});
 }
 
 Tensor wgrad_meta(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& input_t,
                   const Tensor& input_t_scale, const Tensor& group_sizes, std::string_view grad_key,
                   std::string_view input_key, at::ScalarType dtype, const OptionalTensor& grad_t_amax,
-                  const OptionalTensor& input_t_amax, const OptionalTensor& alpha) {
-  const Operands operands = check_operands(kOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes,
-                                           grad_key, input_key, grad_t_amax, input_t_amax, alpha);
+                  const OptionalTensor& input_t_amax, const OptionalTensor& alpha, int64_t max_sms,
+                  int64_t expected_rows) {
+  const Operands operands =
+      check_operands(kOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes, grad_key, input_key,
+                     grad_t_amax, input_t_amax, alpha, {max_sms, expected_rows});
   check_rounded_dtype(kOp, dtype);
   return empty(grad_t, operands.sizes(), dtype);
 }
@@ -96,9 +103,11 @@ Tensor wgrad_meta(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor
 Tensor wgrad(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& input_t,
              const Tensor& input_t_scale, const Tensor& group_sizes, std::string_view grad_key,
              std::string_view input_key, at::ScalarType dtype, const OptionalTensor& grad_t_amax,
-             const OptionalTensor& input_t_amax, const OptionalTensor& alpha) {
-  const Operands operands = check_operands(kOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes,
-                                           grad_key, input_key, grad_t_amax, input_t_amax, alpha);
+             const OptionalTensor& input_t_amax, const OptionalTensor& alpha, int64_t max_sms,
+             int64_t expected_rows) {
+  const Operands operands =
+      check_operands(kOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes, grad_key, input_key,
+                     grad_t_amax, input_t_amax, alpha, {max_sms, expected_rows});
   check_rounded_dtype(kOp, dtype);
   const BelowAutograd guard;
   const Tensor offsets = operands.offsets();
@@ -114,9 +123,11 @@ void wgrad_out_meta(const Tensor& grad_t, const Tensor& grad_t_scale, const Tens
                     const Tensor& input_t_scale, const Tensor& group_sizes, std::string_view grad_key,
                     std::string_view input_key, const Tensor& out, bool accumulate,
                     const OptionalTensor& grad_t_amax, const OptionalTensor& input_t_amax,
-                    const OptionalTensor& alpha, const OptionalTensor& beta) {
-  const Operands operands = check_operands(kOutOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes,
-                                           grad_key, input_key, grad_t_amax, input_t_amax, alpha);
+                    const OptionalTensor& alpha, const OptionalTensor& beta, int64_t max_sms,
+                    int64_t expected_rows) {
+  const Operands operands =
+      check_operands(kOutOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes, grad_key, input_key,
+                     grad_t_amax, input_t_amax, alpha, {max_sms, expected_rows});
   check_accumulator({kOutOp, "out", out}, operands.grad_argument(), operands.sizes());
   if (beta) check_beta({kOutOp, "beta", *beta}, operands.grad_argument(), group_sizes, accumulate);
 }
@@ -125,9 +136,11 @@ void wgrad_out(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& i
                const Tensor& input_t_scale, const Tensor& group_sizes, std::string_view grad_key,
                std::string_view input_key, const Tensor& out, bool accumulate,
                const OptionalTensor& grad_t_amax, const OptionalTensor& input_t_amax,
-               const OptionalTensor& alpha, const OptionalTensor& beta) {
-  const Operands operands = check_operands(kOutOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes,
-                                           grad_key, input_key, grad_t_amax, input_t_amax, alpha);
+               const OptionalTensor& alpha, const OptionalTensor& beta, int64_t max_sms,
+               int64_t expected_rows) {
+  const Operands operands =
+      check_operands(kOutOp, grad_t, grad_t_scale, input_t, input_t_scale, group_sizes, grad_key, input_key,
+                     grad_t_amax, input_t_amax, alpha, {max_sms, expected_rows});
   check_accumulator({kOutOp, "out", out}, operands.grad_argument(), operands.sizes());
   if (beta) check_beta({kOutOp, "beta", *beta}, operands.grad_argument(), group_sizes, accumulate);
   check_apart({kOutOp, "out", out}, operands.grad_argument());

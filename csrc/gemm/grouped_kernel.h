@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "gemm/launch_options.h"
 
 namespace transformer_plugin::gemm {
 
@@ -38,9 +39,10 @@ struct GroupedKernelArgs {
   int64_t out_row_stride;
   DType dtype;  // of a and b
   DType out_dtype;
-  bool accumulate;  // add to what `out` holds; a group without rows leaves it unchanged
-  bool all_moved;   // a and b as they are do not count
-  bool vectors;     // every row of a and b begins at a multiple of 16 bytes
+  bool accumulate;        // add to what `out` holds; a group without rows leaves it unchanged
+  bool all_moved;         // a and b as they are do not count
+  bool vectors;           // every row of a and b begins at a multiple of 16 bytes
+  LaunchOptions options;  // only the kernels for Hopper follow them
 };
 
 void launch_grouped_kernel(GroupedMode mode, const GroupedKernelArgs& args, void* stream);

@@ -24,11 +24,12 @@ RowProduct with_rows(const RowProduct& product, const Tensor& a) {
           product.alpha,
           product.beta,
           std::nullopt,
+          product.options,
           product.codes};
 }
 
 ReductionProduct with_rows(const ReductionProduct& product, const Tensor& input) {
-  return {product.grad, input, product.offsets, product.alpha, product.beta};
+  return {product.grad, input, product.offsets, product.alpha, product.beta, std::nullopt, product.options};
 }
 
 // The product beside what `out` holds, through a sum of its own for all groups.

@@ -6,6 +6,8 @@
 #include <functional>
 #include <optional>
 
+#include "gemm/launch_options.h"
+
 namespace transformer_plugin::gemm {
 
 // Matrices [rows, columns] kept as codes, which a CPU decodes one at a time, so that their values never take memory
@@ -31,7 +33,8 @@ struct RowProduct {
   std::optional<at::Tensor> alpha = std::nullopt;  // float32 [G]
   std::optional<at::Tensor> beta = std::nullopt;   // float32 [G]; what `out` holds is not read where it is 0
   std::optional<at::Tensor> rows = std::nullopt;   // int32 or int64 [T] (common/row_index.h)
-  const Codes* codes = nullptr;                    // in place of `b`, on a CPU only
+  LaunchOptions options = {};
+  const Codes* codes = nullptr;  // in place of `b`, on a CPU only
 
   int64_t columns() const {
     if (codes) return transpose_b ? codes->rows : codes->columns;
@@ -48,6 +51,7 @@ struct ReductionProduct {
   std::optional<at::Tensor> alpha = std::nullopt;       // float32 [G]
   std::optional<at::Tensor> beta = std::nullopt;        // float32 [G], not beside `accumulate`
   std::optional<at::Tensor> input_rows = std::nullopt;  // int32 or int64 [T]
+  LaunchOptions options = {};
 
   int64_t groups() const { return offsets.size(0) - 1; }
 };

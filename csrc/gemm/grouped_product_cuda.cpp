@@ -43,6 +43,7 @@ void run_rows(const RowProduct& product, const Tensor& a, const Tensor& b, const
   args.dtype = to_dtype(a.scalar_type());
   args.out_dtype = to_dtype(out.scalar_type());
   args.vectors = aligned_rows(a) && aligned_rows(b);
+  args.options = product.options;
   launch_grouped_kernel(product.transpose_b ? GroupedMode::kForward : GroupedMode::kDataGrad, args, stream);
 }
 
@@ -77,7 +78,8 @@ Tensor reduction_product_cuda(const ReductionProduct& product, at::ScalarType dt
     return at::_grouped_mm(grad.t(), input, product.offsets.narrow(0, 1, product.groups()));
   }
   const Tensor out = empty(grad, {product.groups(), grad.size(1), input.size(1)}, dtype);
-  reduction_product_out_cuda({grad, input, product.offsets, product.alpha}, out, false);
+  reduction_product_out_cuda(
+      {grad, input, product.offsets, product.alpha, std::nullopt, std::nullopt, product.options}, out, false);
   return out;
 }
 
@@ -102,6 +104,7 @@ void reduction_product_out_cuda(const ReductionProduct& product, const Tensor& o
   args.out_dtype = to_dtype(out.scalar_type());
   args.accumulate = accumulate;
   args.vectors = aligned_rows(grad) && aligned_rows(input);
+  args.options = product.options;
   launch_grouped_kernel(GroupedMode::kWeightGrad, args, scope.stream());
 }
 

@@ -13,15 +13,6 @@
 namespace transformer_plugin::gemm {
 namespace {
 
-int64_t bytes_of(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32: return 4;
-    case DType::kBFloat16:
-    case DType::kFloat16: return 2;
-    default: return 1;
-  }
-}
-
 CUtensorMapDataType type_of(DType dtype) {
   switch (dtype) {
     case DType::kFloat32: return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
@@ -36,10 +27,14 @@ bool on_hopper() {
   return cudaGetDevice(&device) == cudaSuccess && is_hopper(device);
 }
 
-// Copies of boxes count in 16 bytes, and coordinates in 32 bits.
-bool is_whole(int64_t elements, DType dtype) { return elements > 0 && elements * bytes_of(dtype) % 16 == 0; }
+int multiprocessors() {
+  int device = 0, count = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+
 bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
-bool fits(int64_t size) { return size > 0 && size < INT32_MAX / 2; }
 
 }  // namespace
 
@@ -82,35 +77,22 @@ bool is_hopper(int device) {
 }
 
 bool hopper_takes(GroupedMode mode, const GroupedKernelArgs& args) {
-  const bool blocks = mode != GroupedMode::kDataGrad && args.dtype == DType::kFloat8E4M3;
-  if (args.dtype != DType::kBFloat16 && args.dtype != DType::kFloat16 && !blocks) return false;
-  if (args.beta || !is_whole(args.out_row_stride, args.out_dtype)) return false;
-  if (!args.vectors || !is_aligned(args.out) || !fits(args.rows) || !fits(args.n)) return false;
-  if (blocks && (!is_aligned(args.a_scale) || !is_aligned(args.b_scale))) return false;
-  if (!is_whole(args.n, blocks ? args.out_dtype : args.dtype)) return false;
-  if (mode == GroupedMode::kWeightGrad) {
-    if (!fits(args.m) || !(blocks || is_whole(args.m, args.dtype))) return false;
-    const DType narrow = blocks ? DType::kBFloat16 : args.dtype;
-    const bool rounded = args.out_dtype == narrow && !args.accumulate;  // else it would be rounded twice
-    if (args.out_dtype != DType::kFloat32 && !rounded) return false;
-    if (!is_whole(args.out_group_stride, args.out_dtype)) return false;
-  } else if (args.out_dtype != (blocks ? DType::kBFloat16 : args.dtype) || !fits(args.k) ||
-             !is_whole(args.k, args.dtype)) {
-    return false;
-  }
-  return kBuiltForHopper && on_hopper();
+  if (!kBuiltForHopper || !hopper_takes_shape(mode, args)) return false;
+  if (args.beta || !args.vectors || !is_aligned(args.out)) return false;
+  return is_aligned(args.a_scale) && is_aligned(args.b_scale) && on_hopper();
 }
 
 void launch_hopper(GroupedMode mode, const GroupedKernelArgs& args, void* stream) {
+  const HopperPlan plan = hopper_plan(mode, args, multiprocessors());
   switch (mode) {
     case GroupedMode::kForward:
-      return args.dtype == DType::kFloat8E4M3 ? launch_hopper_blocks(args, stream)
-                                              : launch_hopper_forward(args, stream);
-    case GroupedMode::kDataGrad: return launch_hopper_data_grad(args, stream);
+      return args.dtype == DType::kFloat8E4M3 ? launch_hopper_blocks(args, plan, stream)
+                                              : launch_hopper_forward(args, plan, stream);
+    case GroupedMode::kDataGrad: return launch_hopper_data_grad(args, plan, stream);
     case GroupedMode::kWeightGrad:
-      if (args.dtype == DType::kFloat8E4M3) return launch_hopper_weight_grad_blocks(args, stream);
-      return args.out_dtype == DType::kFloat32 ? launch_hopper_weight_grad_float(args, stream)
-                                               : launch_hopper_weight_grad(args, stream);
+      if (args.dtype == DType::kFloat8E4M3) return launch_hopper_weight_grad_blocks(args, plan, stream);
+      return args.out_dtype == DType::kFloat32 ? launch_hopper_weight_grad_float(args, plan, stream)
+                                               : launch_hopper_weight_grad(args, plan, stream);
   }
 }
 

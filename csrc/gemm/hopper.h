@@ -3,7 +3,7 @@
 // the offsets on the device.
 #pragma once
 
-#include "gemm/grouped_kernel.h"
+#include "gemm/hopper_plan.h"
 
 namespace transformer_plugin::gemm {
 
@@ -24,11 +24,11 @@ bool hopper_takes(GroupedMode mode, const GroupedKernelArgs& args);
 void launch_hopper(GroupedMode mode, const GroupedKernelArgs& args, void* stream);
 
 // One for each kind of product, each in a file of its own so that they compile side by side.
-void launch_hopper_forward(const GroupedKernelArgs& args, void* stream);
-void launch_hopper_blocks(const GroupedKernelArgs& args, void* stream);
-void launch_hopper_data_grad(const GroupedKernelArgs& args, void* stream);
-void launch_hopper_weight_grad(const GroupedKernelArgs& args, void* stream);
-void launch_hopper_weight_grad_float(const GroupedKernelArgs& args, void* stream);
-void launch_hopper_weight_grad_blocks(const GroupedKernelArgs& args, void* stream);
+void launch_hopper_forward(const GroupedKernelArgs& args, const HopperPlan& plan, void* stream);
+void launch_hopper_blocks(const GroupedKernelArgs& args, const HopperPlan& plan, void* stream);
+void launch_hopper_data_grad(const GroupedKernelArgs& args, const HopperPlan& plan, void* stream);
+void launch_hopper_weight_grad(const GroupedKernelArgs& args, const HopperPlan& plan, void* stream);
+void launch_hopper_weight_grad_float(const GroupedKernelArgs& args, const HopperPlan& plan, void* stream);
+void launch_hopper_weight_grad_blocks(const GroupedKernelArgs& args, const HopperPlan& plan, void* stream);
 
 }  // namespace transformer_plugin::gemm

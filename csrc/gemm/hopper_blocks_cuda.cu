@@ -2,8 +2,8 @@
 
 namespace transformer_plugin::gemm {
 
-void launch_hopper_blocks(const GroupedKernelArgs& args, void* stream) {
-  hopper::launch_rows<hopper::Blocks>(args, static_cast<cudaStream_t>(stream));
+void launch_hopper_blocks(const GroupedKernelArgs& args, const HopperPlan& plan, void* stream) {
+  hopper::launch_rows<hopper::Blocks>(args, plan, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace transformer_plugin::gemm

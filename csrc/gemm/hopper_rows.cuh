@@ -185,7 +185,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 }
 
 template <typename Kind>
-void launch_rows(const GroupedKernelArgs& args, cudaStream_t stream) {
+void launch_rows(const GroupedKernelArgs& args, const HopperPlan& plan, cudaStream_t stream) {
   constexpr auto kernel = hopper_rows_kernel<Kind>;
   static DynamicSharedMemory shared_memory;
   constexpr int kShared = sizeof(typename Kind::Shared);
@@ -213,7 +213,7 @@ void launch_rows(const GroupedKernelArgs& args, cudaStream_t stream) {
                      static_cast<int>(args.rows),
                      static_cast<int>(args.n),
                      static_cast<int>(args.k)};
-  launch_early(kernel, cluster_grid(), kThreads, kShared, stream, a, b, out, own);
+  launch_early(kernel, grid_of(plan), kThreads, kShared, stream, a, b, out, own);
   check_launch("hopper_rows_kernel");
 }
 

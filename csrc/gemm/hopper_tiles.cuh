@@ -14,8 +14,6 @@
 
 namespace transformer_plugin::gemm::hopper {
 
-inline constexpr int kTileRows = 128, kTileColumns = 256;
-inline constexpr int kCluster = 2;
 inline constexpr int kWarpgroup = 128;  // threads
 inline constexpr int kMultipliers = 2;  // warpgroups
 inline constexpr int kThreads = kWarpgroup * (1 + kMultipliers);
@@ -223,12 +221,7 @@ __device__ __forceinline__ void store_sums(const float (&sums)[kSums], uint8_t (
   }
 }
 
-// The blocks of a launch: as many clusters as the GPU holds.
-inline unsigned cluster_grid() {
-  int device = 0, multiprocessors = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  return static_cast<unsigned>(multiprocessors / kCluster * kCluster);
-}
+// The blocks of a launch.
+inline unsigned grid_of(const HopperPlan& plan) { return static_cast<unsigned>(plan.clusters * kCluster); }
 
 }  // namespace transformer_plugin::gemm::hopper

@@ -77,7 +77,8 @@ class Adder {
   __device__ __forceinline__ void add_own(const float (&sums)[kSums], int box) const {
     each_pair(box, [&](int pair, float2* at, bool has) {
       const float* own = &sums[box * 16 + pair * 2];
-      if (has) __stcs(at, make_float2(old_[pair].x + own[0], old_[pair].y + own[1]));
+      if (has)
+        __stcs(at, make_float2(add_as_copies(old_[pair].x, own[0]), add_as_copies(old_[pair].y, own[1])));
     });
   }
 
@@ -171,19 +172,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 #endif
 }
 
-// Sums in memory are added to in two ways: by the copy engine in the second level cache, which takes 1.2 TB/s and lets the next
-// tile begin; and by threads, which takes what memory gives, and their time. They take turns, so that threads work while a box
-// is on its way; with many rows for each group the next tile hides all of it. Which boxes of 8, by the rows of a group on
-// average, as they were fastest on an H200.
-inline uint32_t thread_boxes(const GroupedKernelArgs& args) {
-  constexpr int64_t kFewRows = 768, kManyRows = 1536;
-  if (args.rows >= kManyRows * args.groups) return 0;
-  const bool most = args.dtype == DType::kFloat8E4M3 && args.rows < kFewRows * args.groups;
-  return most ? 0b11101110 : 0b01010100;
-}
-
 template <typename Kind, typename Out>
-void launch_weight_grad(const GroupedKernelArgs& args, cudaStream_t stream) {
+void launch_weight_grad(const GroupedKernelArgs& args, const HopperPlan& plan, cudaStream_t stream) {
   constexpr auto kernel = hopper_weight_grad_kernel<Kind, Out>;
   constexpr int kShared = sizeof(typename Kind::Shared);
   static DynamicSharedMemory shared_memory;
@@ -206,10 +196,10 @@ void launch_weight_grad(const GroupedKernelArgs& args, cudaStream_t stream) {
                            static_cast<int>(args.rows),
                            static_cast<int>(args.m),
                            static_cast<int>(args.n),
-                           thread_boxes(args),
+                           plan.thread_boxes,
                            args.accumulate,
                            args.all_moved};
-  launch_early(kernel, cluster_grid(), kThreads, kShared, stream, maps, own);
+  launch_early(kernel, grid_of(plan), kThreads, kShared, stream, maps, own);
   check_launch("hopper_weight_grad_kernel");
 }
 

@@ -50,6 +50,7 @@ from transformer_plugin.ops.gemm_out import (
     grouped_gemm_wgrad_out,
     grouped_gemm_wgrad_quantized_out,
 )
+from transformer_plugin.ops.gemm_plan import GroupedGemmPlan, grouped_gemm_plan
 from transformer_plugin.ops.norm import (
     layer_norm,
     layer_norm_backward,
@@ -103,6 +104,7 @@ from transformer_plugin.ops.routing import (
 )
 
 __all__ = [
+    "GroupedGemmPlan",
     "agree",
     "amax",
     "amax_both",
@@ -132,6 +134,7 @@ __all__ = [
     "grouped_dequantize",
     "grouped_gemm",
     "grouped_gemm_out",
+    "grouped_gemm_plan",
     "grouped_gemm_quantized",
     "grouped_gemm_quantized_out",
     "grouped_gemm_wgrad",

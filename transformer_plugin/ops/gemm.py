@@ -16,6 +16,9 @@ On a Hopper E4M3 in ``fp8_block`` is multiplied in FP8 matrix units: rows by squ
 bfloat16 (N a multiple of 8, K of 16), and rows by rows into bfloat16 or float32. Each 128 products are summed by such a
 unit, then in FP32: with operands of either sign within ``20 * 2**-12`` of the root of the sum of the products' squares.
 
+``max_sms`` and ``expected_rows`` say how a product over groups is laid out on a Hopper and never change its bits:
+:mod:`transformer_plugin.ops.gemm_plan`. A negative ``max_sms`` and an ``expected_rows`` below -1 are a ValueError.
+
 Products into given buffers are in :mod:`transformer_plugin.ops.gemm_out`.
 """
 
@@ -105,6 +108,8 @@ def grouped_gemm(
     dtype: torch.dtype | None = None,
     alpha: Tensor | None = None,
     rows: Tensor | None = None,
+    max_sms: int = 0,
+    expected_rows: int = -1,
 ) -> Tensor:
     """Each group's rows times the group's matrix: ``alpha[g] * (a_g @ b[g].T) + bias_scale_g * bias[g]``.
 
@@ -131,7 +136,9 @@ def grouped_gemm(
         group sizes that are negative or sum to more than T, and rows that ``a`` does not have. On CUDA such a row
         counts as zeros, and a later call raises, as for sizes: :func:`check_group_sizes`.
     """
-    return _ops.grouped_gemm.default(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows)
+    return _ops.grouped_gemm.default(
+        a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows, max_sms, expected_rows
+    )
 
 
 def gather_rows_backward(grad: Tensor, rows: Tensor, group_sizes: Tensor, num_rows: int) -> Tensor:
@@ -165,6 +172,8 @@ def grouped_gemm_quantized(
     a_amax: Tensor | None = None,
     b_amax: Tensor | None = None,
     alpha: Tensor | None = None,
+    max_sms: int = 0,
+    expected_rows: int = -1,
 ) -> Tensor:
     """:func:`grouped_gemm` of the values of quantized operands.
 
@@ -196,6 +205,8 @@ def grouped_gemm_quantized(
         a_amax,
         b_amax,
         alpha,
+        max_sms,
+        expected_rows,
     )
 
 
@@ -206,6 +217,8 @@ def grouped_gemm_wgrad(
     dtype: torch.dtype | None = None,
     alpha: Tensor | None = None,
     input_rows: Tensor | None = None,
+    max_sms: int = 0,
+    expected_rows: int = -1,
 ) -> Tensor:
     """The weight gradient of each group: ``alpha[g] * (grad_g.T @ input_g)``, zero for an empty group.
 
@@ -221,7 +234,9 @@ def grouped_gemm_wgrad(
     Returns:
         ``[G, N, K]``. Not differentiable.
     """
-    return _ops.grouped_gemm_wgrad.default(grad, input, group_sizes, dtype, alpha, input_rows)
+    return _ops.grouped_gemm_wgrad.default(
+        grad, input, group_sizes, dtype, alpha, input_rows, max_sms, expected_rows
+    )
 
 
 def grouped_gemm_wgrad_quantized(
@@ -236,6 +251,8 @@ def grouped_gemm_wgrad_quantized(
     grad_t_amax: Tensor | None = None,
     input_t_amax: Tensor | None = None,
     alpha: Tensor | None = None,
+    max_sms: int = 0,
+    expected_rows: int = -1,
 ) -> Tensor:
     """:func:`grouped_gemm_wgrad` of the values of operands quantized along their columns.
 
@@ -261,6 +278,8 @@ def grouped_gemm_wgrad_quantized(
         grad_t_amax,
         input_t_amax,
         alpha,
+        max_sms,
+        expected_rows,
     )
 
 

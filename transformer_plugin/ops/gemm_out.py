@@ -8,6 +8,9 @@ where an op without a buffer would give them one.
 ``beta`` is float32 ``[G]``, ``[1]`` without groups: what ``out`` holds, times ``beta``, is added to the FP32 sum before
 the only rounding. Where it is 0 what ``out`` holds counts for nothing, also when it is not finite. Like ``alpha`` it
 stays on the device and has no gradient.
+
+``max_sms`` and ``expected_rows`` are those of :mod:`transformer_plugin.ops.gemm_plan`. The bits are the same with any,
+also of sums into ``out``: each element is added to once.
 """
 
 from __future__ import annotations
@@ -80,6 +83,8 @@ def grouped_gemm_out(
     alpha: Tensor | None = None,
     beta: Tensor | None = None,
     rows: Tensor | None = None,
+    max_sms: int = 0,
+    expected_rows: int = -1,
 ) -> None:
     """``out_g = alpha[g] * (a_g @ b[g].T) + beta[g] * out_g + bias_scale_g * bias[g]`` for each group.
 
@@ -96,7 +101,9 @@ def grouped_gemm_out(
         TypeError: another dtype. ValueError: as :func:`~transformer_plugin.ops.grouped_gemm`; strides or memory of
         ``out`` that do not fit, operands that require a gradient.
     """
-    _ops.grouped_gemm_out.default(a, b, group_sizes, out, bias, bias_scale, transpose_b, alpha, beta, rows)
+    _ops.grouped_gemm_out.default(
+        a, b, group_sizes, out, bias, bias_scale, transpose_b, alpha, beta, rows, max_sms, expected_rows
+    )
 
 
 def grouped_gemm_quantized_out(
@@ -115,6 +122,8 @@ def grouped_gemm_quantized_out(
     b_amax: Tensor | None = None,
     alpha: Tensor | None = None,
     beta: Tensor | None = None,
+    max_sms: int = 0,
+    expected_rows: int = -1,
 ) -> None:
     """:func:`grouped_gemm_out` of operands as :func:`~transformer_plugin.ops.grouped_gemm_quantized` takes them.
 
@@ -138,6 +147,8 @@ def grouped_gemm_quantized_out(
         b_amax,
         alpha,
         beta,
+        max_sms,
+        expected_rows,
     )
 
 
@@ -150,6 +161,8 @@ def grouped_gemm_wgrad_out(
     alpha: Tensor | None = None,
     beta: Tensor | None = None,
     input_rows: Tensor | None = None,
+    max_sms: int = 0,
+    expected_rows: int = -1,
 ) -> None:
     """:func:`~transformer_plugin.ops.grouped_gemm_wgrad` added to ``out``, or written over it when not ``accumulate``.
 
@@ -162,7 +175,9 @@ def grouped_gemm_wgrad_out(
         TypeError: another dtype. ValueError: sizes, strides, devices or memory that do not fit, ``beta`` beside
         ``accumulate``; nothing is written then.
     """
-    _ops.grouped_gemm_wgrad_out.default(grad, input, group_sizes, out, accumulate, alpha, beta, input_rows)
+    _ops.grouped_gemm_wgrad_out.default(
+        grad, input, group_sizes, out, accumulate, alpha, beta, input_rows, max_sms, expected_rows
+    )
 
 
 def grouped_gemm_wgrad_quantized_out(
@@ -179,6 +194,8 @@ def grouped_gemm_wgrad_quantized_out(
     input_t_amax: Tensor | None = None,
     alpha: Tensor | None = None,
     beta: Tensor | None = None,
+    max_sms: int = 0,
+    expected_rows: int = -1,
 ) -> None:
     """:func:`~transformer_plugin.ops.grouped_gemm_wgrad_quantized` with the rules of :func:`grouped_gemm_wgrad_out`."""
     _ops.grouped_gemm_wgrad_quantized_out.default(
@@ -195,4 +212,6 @@ def grouped_gemm_wgrad_quantized_out(
         input_t_amax,
         alpha,
         beta,
+        max_sms,
+        expected_rows,
     )

@@ -1,0 +1,82 @@
+#include "gemm/hopper_plan.h"
+
+#include <algorithm>
+
+namespace transformer_plugin::gemm {
+namespace {
+
+int64_t ceil_div(int64_t size, int64_t by) { return (size + by - 1) / by; }
+
+// Copies of boxes count in 16 bytes, and coordinates in 32 bits.
+bool is_whole(int64_t elements, DType dtype) { return elements > 0 && elements * bytes_of(dtype) % 16 == 0; }
+bool fits(int64_t size) { return size > 0 && size < INT32_MAX / 2; }
+
+// Pairs of tiles (gemm/hopper_tiles.cuh) that there can be, or `limit` if that is less. Of ragged rows most come about
+// when each group ends one row into a tile; in a matrix with an odd number of tiles one pair has one tile only.
+int64_t most_pairs(GroupedMode mode, const GroupedKernelArgs& args, int64_t limit) {
+  using hopper::kTileRows;
+  const int64_t columns = ceil_div(args.n, hopper::kTileColumns);
+  if (mode == GroupedMode::kWeightGrad) {
+    const int64_t of_group = ceil_div(ceil_div(args.m, kTileRows) * columns, 2);
+    return std::min(std::min(of_group, limit) * args.groups, limit);
+  }
+  const int64_t groups = std::min(args.groups, args.rows);  // those that have rows
+  const int64_t rows = (args.rows + groups * (kTileRows - 1)) / kTileRows;
+  return std::min((rows * columns + columns % 2 * groups) / 2, limit);
+}
+
+// Two multiprocessors a cluster, and none without a tile: it would look through all groups for one.
+int clusters_of(GroupedMode mode, const GroupedKernelArgs& args, int multiprocessors) {
+  int64_t most = multiprocessors / hopper::kCluster;
+  if (args.options.max_sms > 0) most = std::min(most, args.options.max_sms / hopper::kCluster);
+  return static_cast<int>(most_pairs(mode, args, std::max<int64_t>(most, 1)));
+}
+
+// Sums in memory are added to in two ways: by the copy engine in the second level cache, which takes 1.2 TB/s and lets
+// the next tile begin; and by threads, which takes what memory gives, and their time. They take turns, so that threads
+// work while a box is on its way; with many rows for each group the next tile hides all of it. Which boxes of 8, by the
+// rows of a group on average, as they were fastest on an H200.
+uint32_t thread_boxes_of(const GroupedKernelArgs& args) {
+  constexpr int64_t kFewRows = 768, kManyRows = 1536;
+  const int64_t expected = args.options.expected_rows;
+  const int64_t rows = expected < 0 ? args.rows : std::min(expected, args.rows);
+  if (rows >= kManyRows * args.groups) return 0;
+  const bool most = args.dtype == DType::kFloat8E4M3 && rows < kFewRows * args.groups;
+  return most ? 0b11101110 : 0b01010100;
+}
+
+}  // namespace
+
+int64_t bytes_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32: return 4;
+    case DType::kBFloat16:
+    case DType::kFloat16: return 2;
+    default: return 1;
+  }
+}
+
+bool hopper_takes_shape(GroupedMode mode, const GroupedKernelArgs& args) {
+  const bool blocks = mode != GroupedMode::kDataGrad && args.dtype == DType::kFloat8E4M3;
+  if (args.dtype != DType::kBFloat16 && args.dtype != DType::kFloat16 && !blocks) return false;
+  if (!is_whole(args.out_row_stride, args.out_dtype)) return false;
+  if (!fits(args.rows) || !fits(args.groups) || !fits(args.n)) return false;
+  if (!is_whole(args.n, blocks ? args.out_dtype : args.dtype)) return false;
+  if (mode == GroupedMode::kWeightGrad) {
+    if (!fits(args.m) || !(blocks || is_whole(args.m, args.dtype))) return false;
+    const DType narrow = blocks ? DType::kBFloat16 : args.dtype;
+    const bool rounded = args.out_dtype == narrow && !args.accumulate;  // else it would be rounded twice
+    if (args.out_dtype != DType::kFloat32 && !rounded) return false;
+    return is_whole(args.out_group_stride, args.out_dtype);
+  }
+  return args.out_dtype == (blocks ? DType::kBFloat16 : args.dtype) && fits(args.k) &&
+         is_whole(args.k, args.dtype);
+}
+
+HopperPlan hopper_plan(GroupedMode mode, const GroupedKernelArgs& args, int multiprocessors) {
+  if (!hopper_takes_shape(mode, args)) return {};
+  const bool adds = mode == GroupedMode::kWeightGrad && args.accumulate;
+  return {true, clusters_of(mode, args, multiprocessors), adds ? thread_boxes_of(args) : 0};
+}
+
+}  // namespace transformer_plugin::gemm

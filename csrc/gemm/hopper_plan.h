@@ -1,0 +1,28 @@
+// How Hopper's grouped products are laid out. Pure functions of what the host knows without reading a size: they look
+// at no pointer and need no GPU.
+#pragma once
+
+#include "gemm/grouped_kernel.h"
+
+namespace transformer_plugin::gemm {
+
+namespace hopper {
+inline constexpr int kTileRows = 128, kTileColumns = 256;
+inline constexpr int kCluster = 2;  // blocks, each of which fills a multiprocessor
+}  // namespace hopper
+
+struct HopperPlan {
+  bool takes = false;  // if not, the rest is 0
+  int clusters = 0;
+  // Of sums that are added to memory: which of the 8 boxes of 32 columns threads add, the others the copy engine.
+  uint32_t thread_boxes = 0;
+};
+
+int64_t bytes_of(DType dtype);
+
+// What hopper_takes (gemm/hopper.h) asks of dtypes, sizes and strides.
+bool hopper_takes_shape(GroupedMode mode, const GroupedKernelArgs& args);
+
+HopperPlan hopper_plan(GroupedMode mode, const GroupedKernelArgs& args, int multiprocessors);
+
+}  // namespace transformer_plugin::gemm
