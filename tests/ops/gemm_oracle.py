@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from transformer_plugin.testing.numerics import fp8_sums
+
 
 def rows_fp64(
     a: Tensor,
@@ -38,6 +40,31 @@ def wgrad_fp64(grad: Tensor, input: Tensor, sizes: Tensor, alpha: Tensor | None 
         out[g] = grad[begin : begin + size].double().T @ input[begin : begin + size].double()
         begin += size
     return (out if alpha is None else out * alpha.double()[:, None, None]) + 0.0
+
+
+def rows_in_units(
+    a: Tensor, b: Tensor, sizes: Tensor, transpose_b: bool, alpha: Tensor | None = None
+) -> Tensor:
+    """What :func:`fp8_sums` allows each element of :func:`rows_fp64`."""
+    out = a.new_zeros(a.shape[0], b.shape[1 if transpose_b else 2], dtype=torch.float64)
+    begin = 0
+    for g, size in enumerate(sizes.tolist()):
+        rows = slice(begin, begin + size)
+        out[rows] = fp8_sums(a[rows].double(), b[g].double().T if transpose_b else b[g].double())
+        out[rows] *= 1 if alpha is None else alpha[g].double().abs()
+        begin += size
+    return out
+
+
+def wgrad_in_units(grad: Tensor, input: Tensor, sizes: Tensor, alpha: Tensor | None = None) -> Tensor:
+    """What :func:`fp8_sums` allows each element of :func:`wgrad_fp64`."""
+    out = grad.new_zeros(sizes.numel(), grad.shape[1], input.shape[1], dtype=torch.float64)
+    begin = 0
+    for g, size in enumerate(sizes.tolist()):
+        rows = slice(begin, begin + size)
+        out[g] = fp8_sums(grad[rows].double().T, input[rows].double())
+        begin += size
+    return out if alpha is None else out * alpha.double().abs()[:, None, None]
 
 
 def poison(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

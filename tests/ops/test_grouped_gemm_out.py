@@ -8,12 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.gemm_oracle import poison, row_buffers, rows_fp64, wgrad_fp64, whole
+from tests.ops.gemm_oracle import (
+    poison,
+    row_buffers,
+    rows_fp64,
+    rows_in_units,
+    wgrad_fp64,
+    wgrad_in_units,
+    whole,
+)
 from tests.ops.test_grouped_gemm import EXACT, WGRAD_EXACT, each, strided_buffers
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.gemm_cases import factors, grouped_gemm_cases, in_fp8_units, integers, normals
-from transformer_plugin.testing.numerics import FP8_CUT, assert_rounded_sum, assert_same_bits
+from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits
 
 _ops = torch.ops.transformer_plugin
 CPU = torch.device("cpu")
@@ -197,17 +205,16 @@ def test_quantized(
     magnitude = rows_fp64(x.abs(), y.abs(), sizes, bias.abs(), scale.abs(), transpose_b, alpha.abs())
     arguments = (*a, *b, sizes, key, weight_key)
     more = {"bias": bias, "bias_scale": scale, "transpose_b": transpose_b, "alpha": alpha}
-    squares = rows_fp64(x.square(), y.square(), sizes, None, None, transpose_b, alpha.square())
     units = transpose_b and in_fp8_units(key, weight_key, dtype, n, 128, device)
-    cut = FP8_CUT * squares.sqrt() if units else 0.0
+    away = rows_in_units(x, y, sizes, transpose_b, alpha) if units else 0.0
     got = ops.grouped_gemm_quantized(*arguments, dtype, **more)
-    assert_rounded_sum(got, product, magnitude, 130, more=cut)
+    assert_rounded_sum(got, product, magnitude, 130, more=away)
     for out in row_buffers((100, n), dtype, device):
         out.copy_(normals((100, n), torch.float32, device, generator))
         exact = with_held(product, out.double(), sizes, beta if with_beta else None)
         bound = with_held(magnitude, out.double().abs(), sizes, beta.abs() if with_beta else None)
         ops.grouped_gemm_quantized_out(*arguments, out, **more, **({"beta": beta} if with_beta else {}))
-        assert_rounded_sum(out, exact, bound, 130, more=0.0 if with_beta else cut)
+        assert_rounded_sum(out, exact, bound, 130, more=0.0 if with_beta else away)
 
 
 @pytest.mark.parametrize("key", ["fp8_tensor", "fp8_block", "mxfp8"])
@@ -221,10 +228,10 @@ def test_wgrad_quantized(key: str, device: torch.device) -> None:
     alpha, beta = (normals((3,), torch.float32, device, generator) for _ in range(2))
     exact, magnitude = wgrad_fp64(x, y, sizes, alpha), wgrad_fp64(x.abs(), y.abs(), sizes, alpha.abs())
     arguments = (*grad, *input, sizes, key, key)
-    got = ops.grouped_gemm_wgrad_quantized(*arguments, torch.float32, alpha=alpha)
-    squares = wgrad_fp64(x.square(), y.square(), sizes, alpha.square())
     units = in_fp8_units(key, key, torch.float32, 64, None, device)
-    assert_rounded_sum(got, exact, magnitude, 66, more=FP8_CUT * squares.sqrt() if units else 0.0)
+    away = wgrad_in_units(x, y, sizes, alpha) if units else 0.0
+    got = ops.grouped_gemm_wgrad_quantized(*arguments, torch.float32, alpha=alpha)
+    assert_rounded_sum(got, exact, magnitude, 66, more=away)
     for more in ({"accumulate": True}, {"accumulate": False, "beta": beta}):
         out = normals((3, 32, 64), torch.bfloat16, device, generator)
         held = out.double() * (1 if more["accumulate"] else beta.double()[:, None, None])

@@ -65,10 +65,6 @@ def assert_close_in_ulp(
     )
 
 
-#: What :func:`fp8_sums` counts of the root of the sum of the products' squares.
-FP8_CUT = 20 * 2.0**-12
-
-
 def fp8_sums(a: Tensor, b: Tensor) -> Tensor:
     """What the sums of Hopper's matrix units may be away from ``a @ b``, E4M3 values of either sign in float64.
 
@@ -77,7 +73,7 @@ def fp8_sums(a: Tensor, b: Tensor) -> Tensor:
     squares but for rare elements. So 132 errors of up to ``u = 2**-12 * r`` and of either sign, with a standard
     deviation of ``u / sqrt(12)`` each: six of their sum's are ``20 * u``. Sums of 128 that are added have their ``r``
     and their errors added alike."""
-    return FP8_CUT * (a.square() @ b.square()).sqrt()
+    return 20 * 2.0**-12 * (a.square() @ b.square()).sqrt()
 
 
 def assert_rounded_sum(

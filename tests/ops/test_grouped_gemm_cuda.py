@@ -1,0 +1,230 @@
+"""Grouped products on a GPU: graphs of quantized ones, no host read, no copies of operands in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.gemm_oracle import rows_fp64, rows_in_units, wgrad_fp64, wgrad_in_units
+from tests.ops.grouped_draw import Groups, codes_of
+from tests.ops.test_linear_ops import NONE, RECIPES, keys
+from transformer_plugin import ops
+from transformer_plugin.testing.gemm_cases import in_fp8_units, normals, poison_tail
+from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits
+
+CUDA = torch.device("cuda")
+KEY, SQUARE = "fp8_block", "fp8_block:square"
+BF16, FP32 = torch.bfloat16, torch.float32
+
+# Quantized products in a graph.
+CAPACITY, N, K = 333, 160, 192
+REPLAYED = [(0, 0, 0, 0, 0), (333, 0, 0, 0, 0), (1, 2, 3, 5, 7), (17, 100, 0, 33, 120), (127, 1, 128, 0, 77)]
+
+
+def codes(sizes: tuple[int, ...], seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Operands by name, codes, scales, sizes, bias and factors; and the values of codes in float64."""
+    generator, count = torch.Generator().manual_seed(seed), len(sizes)
+    host = torch.tensor(sizes)
+    groups = Groups(host, host.to(CUDA), CAPACITY)
+    given = {
+        "sizes": groups.device,
+        "bias": normals((count, N), FP32, CUDA, generator),
+        "alpha": normals((count,), FP32, CUDA, generator),
+    }
+    values = {}
+    for name, width in (("x", K), ("grad", N)):
+        matrix = poison_tail(normals((CAPACITY, width), FP32, CUDA, generator), sizes)
+        for columns in (False, True):
+            made = codes_of(matrix, KEY, groups, columns)
+            end = "_t" if columns else ""
+            given |= {name + end: made.data, name + end + "_scale": made.scale}
+            values[name + end] = made.values
+    weight = normals((count, N, K), FP32, CUDA, generator)
+    for columns in (False, True):
+        made = codes_of(weight, SQUARE, None, columns)
+        end = "_t" if columns else ""
+        given |= {"w" + end: made.data, "w" + end + "_scale": made.scale}
+        values["w" + end] = made.values
+    return given, values
+
+
+def quantized_products(given: dict[str, Tensor], main_grad: Tensor) -> dict[str, Tensor]:
+    sizes = given["sizes"]
+
+    def rows(a: str, b: str, **more: Any) -> Tensor:
+        operands = (given[a], given[a + "_scale"], given[b], given[b + "_scale"])
+        return ops.grouped_gemm_quantized(*operands, sizes, KEY, SQUARE, BF16, **more)
+
+    columns = (*(given[name] for name in ("grad_t", "grad_t_scale", "x_t", "x_t_scale")), sizes, KEY, KEY)
+    ops.grouped_gemm_wgrad_quantized_out(*columns, main_grad)
+    return {
+        "forward": rows("x", "w"),
+        "with bias": rows("x", "w", bias=given["bias"], alpha=given["alpha"]),
+        "data gradient": rows("grad", "w_t"),
+        "data gradient by rows": rows("grad", "w", transpose_b=False),
+        "weight gradient": ops.grouped_gemm_wgrad_quantized(*columns, BF16, alpha=given["alpha"]),
+        "weight gradient in float32": ops.grouped_gemm_wgrad_quantized(*columns, FP32),
+        "added": main_grad,
+    }
+
+
+def check_values(
+    got: dict[str, Tensor], given: dict[str, Tensor], values: dict[str, Tensor], sizes: tuple[int, ...]
+) -> None:
+    """Against float64; ``added`` began at 1."""
+    host, bias, alpha = torch.tensor(sizes), given["bias"], given["alpha"]
+    units = in_fp8_units(KEY, SQUARE, BF16, N, K, CUDA)
+    for name, a, b, more in (
+        ("forward", "x", "w", (None, None)),
+        ("with bias", "x", "w", (bias, alpha)),
+        ("data gradient", "grad", "w_t", (None, None)),
+        ("data gradient by rows", "grad", "w", (None, None)),
+    ):
+        x, y, turned = values[a], values[b], b == "w" and a == "x"
+        exact = rows_fp64(x, y, host, more[0], None, turned, more[1])
+        above = [None if t is None else t.abs() for t in more]
+        magnitude = rows_fp64(x.abs(), y.abs(), host, above[0], None, turned, above[1])
+        away = rows_in_units(x, y, host, turned, more[1]) if units and name[-4:] != "rows" else 0.0
+        assert_rounded_sum(got[name], exact, magnitude, x.shape[1] + 3, name, away)
+    x, y = values["grad_t"], values["x_t"]
+    for name, factor, start in (
+        ("weight gradient", alpha, 0),
+        ("weight gradient in float32", None, 0),
+        ("added", None, 1),
+    ):
+        exact = wgrad_fp64(x, y, host, factor) + start
+        magnitude = wgrad_fp64(x.abs(), y.abs(), host, None if factor is None else factor.abs()) + start
+        away = wgrad_in_units(x, y, host, factor) if units else 0.0
+        assert_rounded_sum(got[name], exact, magnitude, max(sizes) + 3, name, away)
+
+
+@pytest.mark.gpu
+def test_graph_of_quantized_products_follows_new_sizes_and_data() -> None:
+    """A capacity that is no multiple of 16, groups that begin anywhere, all rows in one, none at all."""
+    given, _ = codes((60, 70, 80, 0, 90), 0)
+    main_grad = torch.ones(5, N, K, device=CUDA)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        quantized_products(given, main_grad)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = quantized_products(given, main_grad)
+    for seed, sizes in enumerate(REPLAYED):
+        new, values = codes(sizes, seed + 1)
+        for name, tensor in given.items():
+            bytes_of = [t.view(torch.uint8) for t in (tensor, new[name])]
+            bytes_of[0].copy_(bytes_of[1])
+        for tensor in captured.values():
+            tensor.fill_(float("nan"))
+        main_grad.fill_(1.0)
+        graph.replay()
+        check_values(captured, new, values, sizes)
+        expected = quantized_products(new, torch.ones_like(main_grad))
+        for name, got in captured.items():
+            assert_same_bits(got, expected[name], name)
+
+
+# No host read.
+PAIRS = [
+    (KEY, SQUARE),
+    ("fp8_block:fp32", "fp8_block:fp32,square"),
+    ("fp8_tensor", "fp8_tensor"),
+    ("mxfp8", "mxfp8"),
+    ("nvfp4", "nvfp4"),
+]
+SIZES, ROWS = (32, 0, 48), 96
+
+
+def plain_calls(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (ROWS, K), (ROWS, N), (3, N, K), (3, N)
+    x, grad, w, bias = (normals(s, dtype, CUDA, generator) for s in shapes)
+    scale, alpha, beta = (normals((s,), FP32, CUDA, generator) for s in (ROWS, 3, 3))
+    sizes, rows = torch.tensor(SIZES, device=CUDA), torch.arange(ROWS, device=CUDA)
+    out, main_grad = torch.zeros(ROWS, N + 5, device=CUDA)[:, :N], torch.zeros(3, N, K, device=CUDA)
+    leaves = [t.clone().requires_grad_() for t in (x, w, bias, scale)]
+    transposed = torch.zeros(3, K, N, dtype=dtype, device=CUDA).mT
+
+    def step() -> None:
+        a, b, c, s = leaves
+        for index in (None, rows):
+            output = ops.grouped_gemm(a, b, sizes, c, s, alpha=alpha, rows=index)
+            torch.autograd.grad(output, leaves, grad)
+
+    yield step
+    yield lambda: ops.grouped_gemm(x, transposed, sizes)
+    yield lambda: ops.grouped_gemm(grad, w, sizes, transpose_b=False, dtype=FP32)
+    yield lambda: ops.grouped_gemm_out(x, w, sizes, out, bias, scale, alpha=alpha, beta=beta, rows=rows)
+    yield lambda: ops.grouped_gemm_wgrad(grad, x, sizes, FP32, alpha, rows)
+    yield lambda: ops.grouped_gemm_wgrad_out(grad, x, sizes, main_grad)
+    yield lambda: ops.grouped_gemm_wgrad_out(grad, x, sizes, main_grad, False, alpha, beta, rows)
+    yield lambda: ops.grouped_bias_backward(grad, sizes, bias, scale)
+    yield ops.check_group_sizes
+
+
+def quantized_calls(formats: tuple[str, str]) -> Iterator[Callable[[], Any]]:
+    generator, host = torch.Generator().manual_seed(0), torch.tensor(SIZES)
+    groups = Groups(host, host.to(CUDA), ROWS)
+    x, grad, w = (normals(s, FP32, CUDA, generator) for s in ((ROWS, K), (ROWS, N), (3, N, K)))
+    alpha, beta, bias = (normals(s, FP32, CUDA, generator) for s in ((3,), (3,), (3, N)))
+    a, b = codes_of(x, formats[0], groups), codes_of(w, formats[1])
+    x_t, grad_t = (codes_of(t, formats[0], groups, columns=True) for t in (x, grad))
+    out, main_grad = torch.zeros(ROWS, N, device=CUDA), torch.zeros(3, N, K, device=CUDA)
+    rows = (*a[:2], *b[:2], groups.device, *formats)
+    columns = (*grad_t[:2], *x_t[:2], groups.device, formats[0], formats[0])
+    amaxes = {"a_amax": a.amax, "b_amax": b.amax}
+    amaxes_t = {"grad_t_amax": grad_t.amax, "input_t_amax": x_t.amax}
+    for dtype in (BF16, FP32):
+        yield lambda dtype=dtype: ops.grouped_gemm_quantized(*rows, dtype, bias, alpha=alpha, **amaxes)
+        yield lambda dtype=dtype: ops.grouped_gemm_wgrad_quantized(*columns, dtype, alpha=alpha, **amaxes_t)
+    yield lambda: ops.grouped_gemm_quantized_out(*rows, out, bias, alpha=alpha, beta=beta, **amaxes)
+    yield lambda: ops.grouped_gemm_wgrad_quantized_out(*columns, main_grad, **amaxes_t)
+    yield lambda: ops.grouped_gemm_wgrad_quantized_out(*columns, main_grad, False, beta=beta, **amaxes_t)
+
+
+def linear_calls(formats: tuple[str, str, str]) -> Iterator[Callable[[], Any]]:
+    generator, sizes = torch.Generator().manual_seed(0), torch.tensor(SIZES, device=CUDA)
+    shapes = (ROWS, K), (3, N, K), (3, N), (ROWS,), (ROWS, N)
+    *leaves, grad = (normals(s, FP32 if len(s) == 1 else BF16, CUDA, generator) for s in shapes)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    factors = torch.ones(9, device=CUDA)
+
+    def step() -> None:
+        output = ops.grouped_linear(leaves[0], leaves[1], sizes, leaves[2], leaves[3], *formats)
+        torch.autograd.grad(output, leaves, grad)
+
+    def scaled() -> None:
+        output = ops.grouped_linear_scaled(leaves[0], leaves[1], sizes, factors, leaves[2], leaves[3])
+        torch.autograd.grad(output, leaves, grad)
+
+    yield step
+    yield scaled
+
+
+CALLS = {
+    **{str(dtype)[6:]: (plain_calls, dtype) for dtype in (FP32, BF16, torch.float16)},
+    **{"-".join(pair): (quantized_calls, pair) for pair in PAIRS},
+    "linear-none": (linear_calls, NONE),
+    **{f"linear-{name}": (linear_calls, keys(recipe)) for name, recipe in RECIPES.items()},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("calls", CALLS.values(), ids=CALLS.keys())
+def test_nothing_waits_for_the_gpu(calls: tuple[Callable[[Any], Iterator[Callable[[], Any]]], Any]) -> None:
+    make, given = calls
+    made = list(make(given))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for call in made:
+            call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

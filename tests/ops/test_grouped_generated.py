@@ -1,0 +1,393 @@
+"""Ten thousand random grouped products: any groups, sizes, dtypes, formats, factors, indices, strides and buffers.
+
+Each is held against the float64 product of its operands' values: whole numbers bit for bit, others within the bound
+of an FP32 sum that is rounded once, or of Hopper's FP8 units. What values a format gives, other tests say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.gemm_oracle import rows_fp64, rows_in_units, wgrad_fp64, wgrad_in_units
+from tests.ops.grouped_draw import Codes, Draw, Groups, assert_bits, beside, codes_of, is_whole, values_of
+from tests.ops.test_linear_ops import NONE, RECIPES, keys
+from transformer_plugin import ops
+from transformer_plugin.formats import Format
+from transformer_plugin.testing.cases import FLOAT_DTYPES
+from transformer_plugin.testing.gemm_cases import in_fp8_units
+from transformer_plugin.testing.numerics import assert_rounded_sum
+
+FEW, PARTS, CASES = 30, 20, 100  # by default; and, of each product, parts that can run on several workers
+BLOCKS = [("fp8_block", "fp8_block:square"), ("fp8_block:fp32", "fp8_block:fp32,square")]
+OTHERS = [
+    ("fp8_block:e5m2", "fp8_block"),
+    ("fp8_block", "fp8_block"),
+    ("fp8_tensor", "fp8_tensor"),
+    ("fp8_tensor:e5m2,pow2", "fp8_tensor:pow2"),
+    ("mxfp8", "mxfp8:square"),
+    ("mxfp8:e5m2,tiled", "mxfp8:tiled"),
+    ("nvfp4", "nvfp4:square"),
+    ("nvfp4:row_scaled,4over6", "nvfp4:tiled"),
+    ("mxfp8", "fp8_block"),
+]
+PAIRS = [*BLOCKS * 4, *OTHERS]
+ROUNDED_SCALES = 8  # of values, of what waits until after the sum, of factors and biases
+
+
+class Product(NamedTuple):
+    """One product: how to call it, fresh or into a buffer, and what it is in float64."""
+
+    op: str
+    operands: tuple[Any, ...]
+    options: dict[str, Any]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    out_dtypes: tuple[torch.dtype, ...]
+    exact: Tensor
+    magnitude: Tensor
+    terms: int
+    #: What FP8 units may be away, where they make the sum into a result of a dtype.
+    away: Callable[[torch.dtype], Tensor | float]
+
+    def fresh(self) -> Tensor:
+        return getattr(ops, self.op)(*self.operands, dtype=self.dtype, **self.options)
+
+    def into(self, out: Tensor, **more: Any) -> None:
+        getattr(ops, self.op + "_out")(*self.operands, out=out, **self.options, **more)
+
+
+def exactly(_: torch.dtype) -> float:
+    return 0.0
+
+
+def compare(draw: Draw, got: Tensor, product: Product, exact: Tensor, magnitude: Tensor, away: Any) -> None:
+    if draw.whole:
+        assert_bits(got + 0, (exact + 0.0).to(got.dtype), "output")
+    else:
+        assert_rounded_sum(got, exact, magnitude, product.terms, more=away)
+
+
+def held_by(draw: Draw, out: Tensor, groups: Groups) -> tuple[dict[str, Any], Tensor]:
+    """How the call treats what the buffer holds, and what is added of it, in float64.
+
+    What is not looked at is NaN.
+    """
+    of_weights = out.dim() == 3
+    mode = draw.random.choice(["over", "beta", "add"] if of_weights else ["over", "beta"])
+    if mode == "add":
+        return {}, out.double()
+    beta = draw.factors(groups.count) if mode == "beta" else None
+    more: dict[str, Any] = {"accumulate": False} if of_weights else {}
+    if beta is None:
+        out.fill_(float("nan"))
+        return more, torch.zeros_like(out, dtype=torch.float64)
+    if of_weights:
+        each = beta[:, None, None]
+    else:  # rows past the groups stay as they are
+        each = torch.ones(groups.capacity, 1, device=draw.device)
+        each[: groups.end, 0] = beta.repeat_interleave(groups.device, output_size=groups.end)
+    unread = (each == 0).expand(out.shape)
+    held = (out.double() * each.double()).masked_fill(unread, 0.0)
+    out.masked_fill_(unread, float("nan"))
+    return {**more, "beta": beta}, held
+
+
+def check_product(draw: Draw, product: Product, groups: Groups) -> None:
+    if draw.maybe(0.4):
+        got = product.fresh()
+        assert got.dtype == product.dtype
+        compare(draw, got, product, product.exact, product.magnitude, product.away(got.dtype))
+        tail = torch.zeros_like(got)
+    else:
+        out = draw.buffer(
+            *product.shape, dtype=draw.random.choice([d for d in product.out_dtypes if d in draw.dtypes])
+        )
+        more, held = held_by(draw, out, groups)
+        around, version, tail = beside(out), out._version, out.clone()
+        product.into(out, **more)
+        assert out._version == version
+        assert_bits(beside(out), around, "beside the buffer")
+        added = more.get("accumulate", True) and len(product.shape) == 3
+        rounded_after = added and out.dtype != torch.float32
+        in_units = is_whole(out) and "beta" not in more and not rounded_after
+        away = product.away(out.dtype) if in_units else 0.0
+        compare(draw, out, product, product.exact + held, product.magnitude + held.abs(), away)
+        got, tail = out, tail if "beta" in more else torch.zeros_like(tail)
+    if got.dim() == 2:
+        assert_bits(got[groups.end :], tail[groups.end :], "tail")
+
+
+def with_bias(draw: Draw, groups: Groups, n: int) -> dict[str, Tensor | None]:
+    bias = draw.tensor(groups.count, n, dtype=draw.random.choice(draw.dtypes)) if draw.maybe() else None
+    scale = draw.tensor(groups.capacity) / 4 if bias is not None and draw.maybe() else None
+    if scale is not None:
+        scale[groups.end :] = float("nan")
+    return {"bias": bias, "bias_scale": scale, "alpha": draw.factors(groups.count)}
+
+
+def absolute(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.abs()
+
+
+def rows_product(
+    op: str,
+    operands: tuple[Any, ...],
+    options: dict[str, Any],
+    values: tuple[Tensor, Tensor],
+    groups: Groups,
+    dtype: torch.dtype,
+    units: Callable[[torch.dtype], bool],
+) -> Product:
+    """A product of each row with its group's matrix; ``values`` are those of the operands."""
+    a, b = values
+    extra = [options[name] for name in ("bias", "bias_scale")]
+    alpha, transpose_b = options["alpha"], options["transpose_b"]
+    exact = rows_fp64(a, b, groups.host, *extra, transpose_b, alpha)
+    above = [absolute(t) for t in (*extra, alpha)]
+    magnitude = rows_fp64(a.abs(), b.abs(), groups.host, *above[:2], transpose_b, above[2])
+
+    def away(out: torch.dtype) -> Tensor | float:
+        return rows_in_units(a, b, groups.host, transpose_b, alpha) if units(out) else 0.0
+
+    shape, terms, outs = tuple(exact.shape), a.shape[1] + ROUNDED_SCALES, (torch.bfloat16, *FLOAT_DTYPES)
+    return Product(op, operands, options, shape, dtype, outs, exact, magnitude, terms, away)
+
+
+def wgrad_product(
+    op: str,
+    operands: tuple[Any, ...],
+    options: dict[str, Any],
+    values: tuple[Tensor, Tensor],
+    groups: Groups,
+    dtype: torch.dtype,
+    units: Callable[[torch.dtype], bool],
+) -> Product:
+    """A product of the columns of each group's rows."""
+    grad, input = values
+    alpha = options["alpha"]
+    exact = wgrad_fp64(grad, input, groups.host, alpha)
+    magnitude = wgrad_fp64(grad.abs(), input.abs(), groups.host, absolute(alpha))
+
+    def away(out: torch.dtype) -> Tensor | float:
+        return wgrad_in_units(grad, input, groups.host, alpha) if units(out) else 0.0
+
+    shape, terms, outs = tuple(exact.shape), groups.longest + ROUNDED_SCALES, (torch.float32, torch.bfloat16)
+    return Product(op, operands, options, shape, dtype, outs, exact, magnitude, terms, away)
+
+
+def never(_: torch.dtype) -> bool:
+    return False
+
+
+def grouped_gemm(draw: Draw) -> tuple[Product, Groups]:
+    dtype, groups = draw.random.choice(draw.dtypes), draw.groups()
+    n, k, transpose_b = draw.width(), draw.width(), draw.maybe()
+    a = copy = draw.matrix(groups, k, dtype)
+    rows = None
+    if draw.maybe(0.3):
+        a, rows, copy = draw.rows_of(groups, k, dtype)
+    b = draw.operand(groups.count, *((n, k) if transpose_b else (k, n)), dtype=dtype)
+    options = {**with_bias(draw, groups, n), "transpose_b": transpose_b, "rows": rows}
+    to = draw.random.choice([dtype, dtype, *draw.dtypes])
+    operands = (a, b, groups.device)
+    return rows_product("grouped_gemm", operands, options, (copy, b), groups, to, never), groups
+
+
+def grouped_gemm_wgrad(draw: Draw) -> tuple[Product, Groups]:
+    dtype, groups = draw.random.choice(draw.dtypes), draw.groups()
+    grad = draw.matrix(groups, draw.width(), dtype)
+    input = copy = draw.matrix(groups, k := draw.width(), dtype)
+    rows = None
+    if draw.maybe(0.3):
+        input, rows, copy = draw.rows_of(groups, k, dtype)
+    options = {"alpha": draw.factors(groups.count), "input_rows": rows}
+    to = draw.random.choice([dtype, torch.float32, *draw.dtypes])
+    operands = (grad, input, groups.device)
+    return wgrad_product("grouped_gemm_wgrad", operands, options, (grad, copy), groups, to, never), groups
+
+
+def named_amaxes(a: Codes, b: Codes, *names: str) -> dict[str, Tensor]:
+    return {name: c.amax for name, c in zip(names, (a, b), strict=True) if c.amax is not None}
+
+
+def grouped_gemm_quantized(draw: Draw) -> tuple[Product, Groups]:
+    formats = draw.random.choice(PAIRS)
+    groups, n, k = draw.groups(*formats), draw.width(*formats), draw.width(*formats)
+    transpose_b = draw.maybe(0.7)
+    a = codes_of(draw.matrix(groups, k, torch.float32), formats[0], groups)
+    b = codes_of(draw.tensor(groups.count, *((n, k) if transpose_b else (k, n))), formats[1])
+    options = {**with_bias(draw, groups, n), "transpose_b": transpose_b}
+    options |= named_amaxes(a, b, "a_amax", "b_amax")
+
+    def units(dtype: torch.dtype) -> bool:
+        squares = Format.parse(formats[1]).square_blocks and transpose_b
+        return squares and in_fp8_units(*formats, dtype, n, k, draw.device)
+
+    operands = (a.data, a.scale, b.data, b.scale, groups.device, *formats)
+    to = draw.random.choice([torch.bfloat16, torch.bfloat16, *draw.dtypes])
+    values = (a.values, b.values)
+    return rows_product("grouped_gemm_quantized", operands, options, values, groups, to, units), groups
+
+
+def grouped_gemm_wgrad_quantized(draw: Draw) -> tuple[Product, Groups]:
+    keys = [replace(Format.parse(key), square_blocks=False).key for key in draw.random.choice(PAIRS)]
+    groups, n, k = draw.groups(*keys), draw.width(*keys), draw.width(*keys)
+    grad, input = (
+        codes_of(draw.matrix(groups, width, torch.float32), key, groups, columns=True)
+        for width, key in zip((n, k), keys, strict=True)
+    )
+    options = {"alpha": draw.factors(groups.count)}
+    options |= named_amaxes(grad, input, "grad_t_amax", "input_t_amax")
+
+    def units(dtype: torch.dtype) -> bool:
+        return in_fp8_units(*keys, dtype, k, None, draw.device)
+
+    operands = (grad.data, grad.scale, input.data, input.scale, groups.device, *keys)
+    to = draw.random.choice(draw.dtypes)
+    values = (grad.values, input.values)
+    op = "grouped_gemm_wgrad_quantized"
+    return wgrad_product(op, operands, options, values, groups, to, units), groups
+
+
+def check_linear(draw: Draw) -> None:
+    """grouped_linear and its gradients."""
+    formats = draw.random.choice([NONE, *map(keys, RECIPES.values()), *[keys(RECIPES["block"])] * 6])
+    input_key, weight_key, grad_key = formats
+    groups, n, k = draw.groups(*formats), draw.width(*formats), draw.width(*formats)
+    dtype = draw.random.choice([torch.bfloat16, torch.bfloat16, *draw.dtypes])
+    x, grad = (draw.matrix(groups, width, dtype) for width in (k, n))
+    w, more = draw.tensor(groups.count, n, k, dtype=dtype), with_bias(draw, groups, n)
+    bias, scale = more["bias"], more["bias_scale"]
+    leaves = {"x": x, "w": w, "bias": bias, "scale": scale}
+    leaves = {name: t.clone().requires_grad_() for name, t in leaves.items() if t is not None}
+    output = ops.grouped_linear(
+        leaves["x"], leaves["w"], groups.device, leaves.get("bias"), leaves.get("scale"), *formats
+    )
+    wanted = [name for name in leaves if draw.maybe(0.8)] or ["x"]
+    got = dict(zip(wanted, torch.autograd.grad(output, [leaves[name] for name in wanted], grad), strict=True))
+    got["output"] = output.detach()
+    options = {"bias": None, "bias_scale": None, "alpha": None, "transpose_b": True}
+
+    def units(width: int, of: int | None, a: str, b: str) -> Callable[[torch.dtype], bool]:
+        return lambda to: in_fp8_units(a, b, to, width, of, draw.device)
+
+    def expected(name: str) -> Product:
+        if name == "output":
+            values = (values_of(x, input_key, groups), values_of(w, weight_key))
+            extra = {**options, "bias": bias, "bias_scale": scale}
+            return rows_product(name, (), extra, values, groups, dtype, units(n, k, input_key, weight_key))
+        if name == "x":
+            values = (values_of(grad, grad_key, groups), values_of(w, weight_key, columns=True))
+            extra = {**options, "transpose_b": False}
+            return rows_product(name, (), extra, values, groups, dtype, units(k, n, grad_key, weight_key))
+        values = (values_of(grad, grad_key, groups, True), values_of(x, input_key, groups, True))
+        return wgrad_product(name, (), options, values, groups, dtype, units(k, None, grad_key, input_key))
+
+    for name in {"output", "x", "w"} & got.keys():
+        product = expected(name)
+        compare(draw, got[name], product, product.exact, product.magnitude, product.away(dtype))
+        if name != "w":
+            assert_bits(got[name][groups.end :], torch.zeros_like(got[name][groups.end :]), "tail")
+    check_bias(draw, groups, grad, bias, scale, got)
+
+
+def check_bias(
+    draw: Draw,
+    groups: Groups,
+    grad: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    got: dict[str, Tensor],
+) -> None:
+    end, sizes = groups.end, groups.device.long()
+    of_row = torch.arange(groups.count, device=draw.device).repeat_interleave(sizes, output_size=end)
+    rows = grad[:end].double()
+    if "bias" in got:
+        weighted = rows if scale is None else rows * scale[:end, None].double()
+        zeros = torch.zeros(groups.count, grad.shape[1], dtype=torch.float64, device=draw.device)
+        sums = [zeros.index_add(0, of_row, t) for t in (weighted, weighted.abs())]
+        assert_rounded_sum(got["bias"], *sums, groups.longest, "gradient of the bias")
+    if "scale" in got:
+        assert bias is not None
+        weighted = rows * bias[of_row].double()
+        sums = [weighted.sum(1), weighted.abs().sum(1)]
+        assert_rounded_sum(got["scale"][:end], *sums, grad.shape[1], "gradient of the scale")
+
+
+PRODUCTS = {
+    make.__name__: make
+    for make in (grouped_gemm, grouped_gemm_wgrad, grouped_gemm_quantized, grouped_gemm_wgrad_quantized)
+}
+KINDS = [*PRODUCTS, "grouped_linear"]
+
+
+def check(kind: str, seed: str, device: torch.device) -> None:
+    plain = kind in ("grouped_gemm", "grouped_gemm_wgrad")
+    draw = Draw(f"{kind}, {seed}", device, None if plain else False)
+    if kind == "grouped_linear":
+        check_linear(draw)
+    else:
+        check_product(draw, *PRODUCTS[kind](draw))
+
+
+def check_all(kind: str, part: str, count: int, device: torch.device) -> None:
+    for case in range(count):
+        seed = f"{part}, {case}"
+        try:
+            check(kind, seed, device)
+        except Exception as error:
+            raise AssertionError(f"case {seed!r} of {kind}: {error}") from error
+
+
+def spoiled(op: Callable[..., Any], spoil: Callable[[Tensor], None]) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        result = op(*arguments, **options)
+        if result is not None:
+            result = result.clone()
+        spoil(options["out"] if result is None else result)
+        return result
+
+    return call
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_wrong_element_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the checks here are worth: each case fails whose result is not as it came."""
+    changed: list[bool] = []
+
+    @torch.no_grad()
+    def spoil(result: Tensor) -> None:
+        largest = result.float().nan_to_num(0.0).abs().amax() if result.numel() else torch.zeros(())
+        changed.append(bool(largest > 0))
+        if changed[-1]:
+            result[tuple(n // 2 for n in result.shape)] += largest / 8
+
+    for name in (kind, kind + "_out"):
+        if hasattr(ops, name):
+            monkeypatch.setattr(ops, name, spoiled(getattr(ops, name), spoil))
+    for case in range(FEW):
+        noticed = False
+        try:
+            check(kind, f"spoiled, {case}", torch.device("cpu"))
+        except AssertionError:
+            noticed = True
+        assert noticed == changed.pop(), case
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_few(kind: str, device: torch.device) -> None:
+    check_all(kind, "few", FEW, device)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("kind", KINDS)
+def test_ten_thousand(kind: str, part: int, device: torch.device) -> None:
+    check_all(kind, str(part), CASES, device)

@@ -1,0 +1,121 @@
+"""On a Hopper grouped products of bfloat16, and of FP8 in blocks, hold no copy of their operands in 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.test_linear_ops import RECIPES, keys
+from transformer_plugin import ops
+
+CUDA = torch.device("cuda")
+KEY, SQUARE = "fp8_block", "fp8_block:square"
+# Of weights that are large beside the rows, and of rows that are large beside the weights.
+WEIGHTS, ROWS = (8, 512, 2048), (4, 2**16, 512)
+
+
+@pytest.fixture(autouse=True)
+def _on_a_hopper() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("other GPUs multiply the values of FP8")
+
+
+def peak(call: Callable[[], Any]) -> int:
+    """The most bytes that a call holds at a time beside what was there, its result included."""
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def inputs(shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows, gradients and weights of one width in bfloat16, and sizes that are no multiples of 16."""
+    groups, rows, width = shape
+    sizes = torch.full((groups,), rows // groups - 1, device=CUDA)
+    x, grad = (torch.randn(rows, width, device=CUDA).bfloat16() for _ in range(2))
+    return x, grad, torch.randn(groups, width, width, device=CUDA).bfloat16(), sizes
+
+
+@pytest.mark.gpu
+def test_a_step_of_grouped_linear() -> None:
+    """Codes take one byte of an element, along rows and along columns; a 16-bit copy would take two more."""
+    formats = keys(RECIPES["block"])
+    x, grad, weight, sizes = inputs(WEIGHTS)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+
+    def forward() -> Tensor:
+        return ops.grouped_linear(*leaves, sizes, None, None, *formats)
+
+    with torch.no_grad():
+        assert 1.0 <= peak(forward) / weight.numel() < 1.5
+    assert peak(forward) / weight.numel() < 2.5
+    output = forward()
+    data_grad = peak(lambda: torch.autograd.grad(output, x, grad, retain_graph=True))
+    assert data_grad / weight.numel() < 0.5
+
+    x, grad, weight, sizes = inputs(ROWS)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    assert peak(forward) / x.numel() < 4.5  # codes along both, and an output of 16 bits
+    output = forward()
+    weight_grad = peak(lambda: torch.autograd.grad(output, weight, grad, retain_graph=True))
+    assert weight_grad / x.numel() < 3.5  # codes of the gradient; codes of both in aligned groups
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [False, True], ids=["forward", "data gradient"])
+def test_quantized_weights(columns: bool) -> None:
+    x, _, weight, sizes = inputs(WEIGHTS)
+    a = ops.grouped_quantize(x, sizes, KEY)
+    b = (ops.quantize_transposed if columns else ops.quantize)(weight, SQUARE)
+    out = torch.empty_like(x)
+    most = weight.numel() // 2
+    arguments = (*a, *b, sizes, KEY, SQUARE)
+    assert peak(lambda: ops.grouped_gemm_quantized(*arguments, torch.bfloat16)) < most
+    assert peak(lambda: ops.grouped_gemm_quantized_out(*arguments, out)) < most
+
+    def decoded() -> Tensor:
+        return ops.grouped_gemm(x, ops.dequantize(*b, SQUARE, torch.bfloat16), sizes)
+
+    assert peak(decoded) > 2 * most, "the measure sees no copy"
+
+
+@pytest.mark.gpu
+def test_quantized_rows_of_a_weight_gradient() -> None:
+    x, grad, weight, sizes = inputs(ROWS)
+    grad_t, x_t = (ops.grouped_quantize_transposed(t, sizes, KEY) for t in (grad, x))
+    out = torch.zeros_like(weight, dtype=torch.float32)
+    most = 5 * x.numel() // 2  # codes of both, one byte each, in aligned groups
+    arguments = (*grad_t, *x_t, sizes, KEY, KEY)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert peak(lambda dtype=dtype: ops.grouped_gemm_wgrad_quantized(*arguments, dtype)) < most
+    assert peak(lambda: ops.grouped_gemm_wgrad_quantized_out(*arguments, out)) < most
+
+    def decoded() -> Tensor:
+        values = [
+            ops.grouped_dequantize(*q, sizes, KEY, torch.bfloat16, transposed=True) for q in (grad_t, x_t)
+        ]
+        return ops.grouped_gemm_wgrad(*values, sizes)
+
+    assert peak(decoded) > most, "the measure sees no copy"
+
+
+@pytest.mark.gpu
+def test_operands_as_they_are() -> None:
+    x, grad, weight, sizes = inputs(WEIGHTS)
+    most = weight.numel() // 2
+    assert peak(lambda: ops.grouped_gemm(x, weight, sizes)) < most
+    assert peak(lambda: ops.grouped_gemm(grad, weight, sizes, transpose_b=False)) < most
+    assert peak(lambda: ops.grouped_gemm(x, weight.clone(), sizes)) > most, "the measure sees no copy"
+    x, grad, weight, sizes = inputs(ROWS)
+    out = torch.zeros_like(weight, dtype=torch.float32)
+    most = x.numel() // 2
+    for dtype in (torch.bfloat16, torch.float32):
+        assert peak(lambda dtype=dtype: ops.grouped_gemm_wgrad(grad, x, sizes, dtype)) < most
+    assert peak(lambda: ops.grouped_gemm_wgrad_out(grad, x, sizes, out)) < most
+    assert peak(lambda: ops.grouped_gemm(x, weight, sizes)) < 2 * x.numel() + most

@@ -1,0 +1,100 @@
+"""A grouped product has the same bits a hundred times, whatever else happens beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.grouped_products import END, FAMILIES, Product, assert_all_same
+
+CAPACITY = END + 5
+TIMES = 100
+by_family = pytest.mark.parametrize("family", FAMILIES)
+CUDA = torch.device("cuda")
+
+
+@by_family
+def test_again(family: str, device: torch.device) -> None:
+    for name, product in FAMILIES[family](CAPACITY, device).items():
+        times = TIMES if device.type == "cuda" else 3
+        first = product()
+        assert_all_same([product() for _ in range(times)], first, name)
+
+
+@by_family
+def test_with_other_tails(family: str, device: torch.device) -> None:
+    """Rows of the buffer past the groups change nothing before them."""
+    expected = {name: product() for name, product in FAMILIES[family](CAPACITY, device).items()}
+    more = [0, 1, 11, 16, 130, 513, 2000] if device.type == "cuda" else [0, 16, 130]
+    for tail in more:
+        for name, product in FAMILIES[family](END + tail, device).items():
+            assert_all_same([product()], expected[name], f"{name}, {tail} rows past the groups")
+
+
+def on_another_stream(product: Product) -> list[Tensor]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        results = [product() for _ in range(TIMES)]
+    torch.cuda.synchronize()
+    return results
+
+
+def in_a_graph(product: Product) -> list[Tensor]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        product()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = product()
+    results = []
+    for _ in range(TIMES):
+        captured.fill_(float("nan"))
+        graph.replay()
+        results.append(captured.clone())
+    return results
+
+
+def beside_copies(product: Product) -> list[Tensor]:
+    """Another stream copies 256 MiB at a time; it is given more than it can do in the meantime."""
+    stream, large = torch.cuda.Stream(), torch.ones(2**26, device=CUDA)
+    stream.wait_stream(torch.cuda.current_stream())
+    results: list[Tensor] = []
+    for _ in range(TIMES):
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                large.clone()
+        results.append(product())
+    torch.cuda.synchronize()
+    return results
+
+
+def beside_other_products(product: Product) -> list[Tensor]:
+    """Two streams make it at a time."""
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    results: list[Tensor] = []
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    for i in range(TIMES):
+        with torch.cuda.stream(streams[i % 2]):
+            results.append(product())
+    torch.cuda.synchronize()
+    return results
+
+
+WAYS = (on_another_stream, in_a_graph, beside_copies, beside_other_products)
+
+
+@pytest.mark.gpu
+@by_family
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_in_other_ways(way: Callable[[Product], list[Tensor]], family: str) -> None:
+    for name, product in FAMILIES[family](CAPACITY, CUDA).items():
+        first = product()
+        torch.cuda.synchronize()
+        assert_all_same(way(product), first, name)
