@@ -34,7 +34,7 @@ struct Plain {
   static constexpr bool b_by_columns = by_columns;
 
   struct ScaleCopy {
-    __device__ __forceinline__ ScaleCopy(const RowsArgs&, int, int, const Tile&, int) {}
+    __device__ __forceinline__ ScaleCopy(const RowsArgs&, int, const Tile&, int) {}
     __device__ __forceinline__ uint32_t bytes() const { return 0; }
     __device__ __forceinline__ void start(Shared&, const Place<Shared>&) const {}
   };
@@ -77,7 +77,7 @@ struct Blocks {
   // of a multiple of 4 stages.
   class ScaleCopy {
    public:
-    __device__ __forceinline__ ScaleCopy(const RowsArgs& args, int, int row, const Tile& tile, int step) {
+    __device__ __forceinline__ ScaleCopy(const RowsArgs& args, int row, const Tile& tile, int step) {
       const int lines = (args.n + kBlock - 1) / kBlock, line = tile.column * (kTileColumns / kBlock);
       const int first = row / 4 * 4;
       rows_ = args.a_scale + step * args.a_scale_width + first;

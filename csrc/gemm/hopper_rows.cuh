@@ -123,7 +123,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 #pragma unroll 1
           for (int step = 0; step < steps; ++step, place.next()) {
             const int k = step * kStep<Element>;
-            const typename Kind::ScaleCopy scales(args, walk.end_row, row, tile, step);
+            const typename Kind::ScaleCopy scales(args, row, tile, step);
             fill_stage(
                 shared, place, block, tile.same_columns,
                 [&](void* to, int box, uint64_t* barrier, bool for_both) {
