@@ -3,9 +3,9 @@
 
 #include "common/autograd.h"
 #include "common/tensor.h"
-#include "gemm/block_product.h"
 #include "gemm/checks.h"
 #include "gemm/dense_product.h"
+#include "gemm/fp8_product.h"
 #include "gemm/quantized.h"
 
 namespace transformer_plugin::gemm {
@@ -67,19 +67,21 @@ Tensor gemm_quantized_meta(const Tensor& a, const Tensor& a_scale, const Tensor&
   return empty(a, {given.rows(), given.columns()}, dtype);
 }
 
-bool multiplies_blocks(const Given& given) {
-  const bool fit = are_rows_by_squares(given.a_format, given.b_format) ||
-                   (are_rows_by_rows(given.a_format, given.b_format) && !given.bias);
-  return fit && given.transpose_b && has_block_kernels(given.a.data);
+// Whether kernels multiplied the codes as they are: as one group of rows, or else as one of columns, which has no bias.
+bool multiply_codes(const Given& given, const OptionalTensor& beta, const Tensor& out) {
+  const Fp8Operand a{given.a.data, given.a.scale}, b{given.b.data, given.b.scale};
+  const OptionalTensor none;
+  const auto rows = fp8_product_scales(given.a_format, given.b_format);
+  if (rows && fp8_product_out({*rows, a, b, none, given.bias, none, given.alpha, beta}, out)) return true;
+  const auto columns = fp8_reduction_scales(given.a_format, given.b_format);
+  return columns && !given.bias && fp8_reduction_out({*columns, a, b, none, given.alpha, beta}, out, false);
 }
 
-// Whether kernels multiplied blocks as they are.
-bool multiply_blocks(const Given& given, const OptionalTensor& beta, const Tensor& out) {
-  const BlockOperand a{given.a.data, given.a.scale}, b{given.b.data, given.b.scale};
-  const OptionalTensor none;
-  return given.b_format.square_blocks
-             ? block_product_out({a, b, none, given.bias, none, given.alpha, beta}, out)
-             : block_reduction_out({a, b, none, given.alpha, beta}, out, false);
+// Whether they may.
+bool multiplies_codes(const Given& given) {
+  if (!given.transpose_b || !has_fp8_kernels(given.a.data)) return false;
+  return fp8_product_scales(given.a_format, given.b_format) ||
+         (fp8_reduction_scales(given.a_format, given.b_format) && !given.bias);
 }
 
 Tensor gemm_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
@@ -90,9 +92,9 @@ Tensor gemm_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b, c
       checked(kOp, a, a_scale, b, b_scale, a_key, b_key, bias, transpose_b, a_amax, b_amax, alpha);
   check_rounded_dtype(kOp, dtype);
   const BelowAutograd guard;
-  if (multiplies_blocks(given)) {
+  if (multiplies_codes(given)) {
     const Tensor out = empty(a, {given.rows(), given.columns()}, dtype);
-    if (multiply_blocks(given, std::nullopt, out)) return out;
+    if (multiply_codes(given, std::nullopt, out)) return out;
   }
   return with_values(given, [&](const Tensor& left, const Tensor& right, const OptionalTensor& factor) {
     return dense_product(left, right, bias, dtype, factor);
@@ -126,7 +128,7 @@ void gemm_quantized_out(const Tensor& a, const Tensor& a_scale, const Tensor& b,
   check_apart({kOutOp, "out", out}, {kOutOp, "b", b});
   if (bias) check_apart({kOutOp, "out", out}, {kOutOp, "bias", *bias});
   const BelowAutograd guard;
-  if (multiplies_blocks(given) && multiply_blocks(given, beta, out)) return;
+  if (multiplies_codes(given) && multiply_codes(given, beta, out)) return;
   with_values(given, [&](const Tensor& left, const Tensor& right, const OptionalTensor& factor) {
     dense_product_out(left, right, bias, factor, beta, out);
   });

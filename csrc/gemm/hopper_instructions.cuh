@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "common/device_types.cuh"
+#include "common/dtype.h"
 #include "common/shared_memory.cuh"
 
 namespace transformer_plugin::gemm::hopper {
@@ -205,13 +206,23 @@ __device__ __forceinline__ void multiply(float (&sums)[128], uint64_t a, uint64_
 #undef TP_MULTIPLY
 }
 
-// The same of E4M3 operands by rows, 128 lines of b and 32 of the dimension between them; `add` to sums, or in their place.
-__device__ __forceinline__ void multiply_e4m3(float (&sums)[64], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" TP_NAMES_64 "}, %64, %65, p, 1, 1;\n}"
-      : TP_SUMS_64(0)
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+// The same of FP8 operands by rows, `a` in E4M3 or E5M2 and b in E4M3, 128 lines of b and 32 of the dimension between them;
+// `add` to sums, or in their place.
+template <DType a_type>
+__device__ __forceinline__ void multiply_fp8(float (&sums)[64], uint64_t a, uint64_t b, bool add) {
+#define TP_MULTIPLY(type)                                                                                  \
+  asm volatile(                                                                                            \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                         \
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32." type ".e4m3 {" TP_NAMES_64 "}, %64, %65, p, 1, 1;\n}" \
+      : TP_SUMS_64(0)                                                                                      \
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)))
+  if constexpr (a_type == DType::kFloat8E4M3) {
+    TP_MULTIPLY("e4m3");
+  } else {
+    static_assert(a_type == DType::kFloat8E5M2, "codes of a byte");
+    TP_MULTIPLY("e5m2");
+  }
+#undef TP_MULTIPLY
 }
 
 }  // namespace transformer_plugin::gemm::hopper

@@ -63,12 +63,13 @@ class RowsWalk {
 };
 
 // The one rounding comes after this.
+template <typename Kind>
 __device__ __forceinline__ void scale_and_add_bias(const RowsArgs& args, const Part& part,
                                                    float (&sums)[kSums]) {
-  if (args.alpha) {
-    const float alpha = args.alpha[part.group];
+  if (Kind::group_scales || args.alpha) {
+    const float factor = factor_of<Kind::group_scales>(args, part.group);
 #pragma unroll
-    for (float& sum : sums) sum = sum * alpha;
+    for (float& sum : sums) sum = sum * factor;
   }
   if (!args.bias) return;
   const int lane = threadIdx.x % kWarpSize;
@@ -158,7 +159,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       }
       float sums[kSums] = {};
       Kind::sum(args, shared, place, steps, part, sums);
-      scale_and_add_bias(args, part, sums);
+      scale_and_add_bias<Kind>(args, part, sums);
       const bool whole = part.row + kBoxLines <= part.end_row;
       store_sums<Out>(sums, shared.out[number], number, [&](uint8_t* box, int offset) {
         const int thread = threadIdx.x % kWarpgroup;

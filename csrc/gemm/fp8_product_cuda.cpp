@@ -2,7 +2,7 @@
 
 #include "common/tensor.h"
 #include "gemm/align_groups.h"
-#include "gemm/block_product.h"
+#include "gemm/fp8_product.h"
 #include "gemm/grouped_arguments.h"
 #include "gemm/hopper.h"
 
@@ -13,13 +13,14 @@ using at::Tensor;
 
 struct Contiguous {
   Tensor data, scale;
-  explicit Contiguous(const BlockOperand& operand)
+  explicit Contiguous(const Fp8Operand& operand)
       : data(operand.data.contiguous()), scale(operand.scale.contiguous()) {}
 };
 
-GroupedKernelArgs arguments_of(const Contiguous& a, const Contiguous& b,
-                               const std::optional<Tensor>& offsets) {
+GroupedKernelArgs arguments_of(const Contiguous& a, const Contiguous& b, const std::optional<Tensor>& offsets,
+                               ScaleKind scales) {
   GroupedKernelArgs args{};
+  args.scale_kind = scales;
   args.a = a.data.const_data_ptr();
   args.b = b.data.const_data_ptr();
   args.a_scale = a.scale.const_data_ptr<float>();
@@ -43,16 +44,14 @@ Lines lines_of(const Tensor& from, const Tensor& to) {
 
 }  // namespace
 
-bool has_block_kernels_cuda(const Tensor& like) {
-  return kBuiltForHopper && is_hopper(like.device().index());
-}
+bool has_fp8_kernels_cuda(const Tensor& like) { return kBuiltForHopper && is_hopper(like.device().index()); }
 
-bool block_product_out_cuda(const BlockProduct& product, const Tensor& out) {
+bool fp8_product_out_cuda(const Fp8Product& product, const Tensor& out) {
   const CudaScope scope(product.a.data);
   const Contiguous a(product.a), b(product.b);
   const auto bias = as_float(product.bias), bias_scale = as_float(product.bias_scale);
   const auto alpha = as_float(product.alpha), beta = as_float(product.beta);
-  GroupedKernelArgs args = arguments_of(a, b, product.offsets);
+  GroupedKernelArgs args = arguments_of(a, b, product.offsets, product.scales);
   args.options = product.options;
   args.out = out.mutable_data_ptr();
   args.alpha = float_or_null(alpha);
@@ -70,11 +69,11 @@ bool block_product_out_cuda(const BlockProduct& product, const Tensor& out) {
   return true;
 }
 
-bool block_reduction_out_cuda(const BlockReduction& reduction, const Tensor& out, bool accumulate) {
+bool fp8_reduction_out_cuda(const Fp8Reduction& reduction, const Tensor& out, bool accumulate) {
   const CudaScope scope(reduction.grad.data);
   const Contiguous grad(reduction.grad), input(reduction.input);
   const auto alpha = as_float(reduction.alpha), beta = as_float(reduction.beta);
-  GroupedKernelArgs args = arguments_of(grad, input, reduction.offsets);
+  GroupedKernelArgs args = arguments_of(grad, input, reduction.offsets, reduction.scales);
   args.options = reduction.options;
   args.alpha = float_or_null(alpha);
   args.beta = float_or_null(beta);
