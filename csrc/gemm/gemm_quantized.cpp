@@ -4,8 +4,8 @@
 #include "common/autograd.h"
 #include "common/tensor.h"
 #include "gemm/checks.h"
+#include "gemm/code_product.h"
 #include "gemm/dense_product.h"
-#include "gemm/fp8_product.h"
 #include "gemm/quantized.h"
 
 namespace transformer_plugin::gemm {
@@ -69,19 +69,21 @@ Tensor gemm_quantized_meta(const Tensor& a, const Tensor& a_scale, const Tensor&
 
 // Whether kernels multiplied the codes as they are: as one group of rows, or else as one of columns, which has no bias.
 bool multiply_codes(const Given& given, const OptionalTensor& beta, const Tensor& out) {
-  const Fp8Operand a{given.a.data, given.a.scale}, b{given.b.data, given.b.scale};
+  const CodeOperand a{given.a.data, given.a.scale}, b{given.b.data, given.b.scale};
   const OptionalTensor none;
-  const auto rows = fp8_product_scales(given.a_format, given.b_format);
-  if (rows && fp8_product_out({*rows, a, b, none, given.bias, none, given.alpha, beta}, out)) return true;
-  const auto columns = fp8_reduction_scales(given.a_format, given.b_format);
-  return columns && !given.bias && fp8_reduction_out({*columns, a, b, none, given.alpha, beta}, out, false);
+  const OptionalTensor alpha =
+      alpha_and_amaxes(given.alpha, given.a, given.a_format, given.b, given.b_format);
+  const auto rows = code_product_scales(given.a_format, given.b_format);
+  if (rows && code_product_out({*rows, a, b, none, given.bias, none, alpha, beta}, out)) return true;
+  const auto columns = code_reduction_scales(given.a_format, given.b_format);
+  return columns && !given.bias && code_reduction_out({*columns, a, b, none, alpha, beta}, out, false);
 }
 
 // Whether they may.
 bool multiplies_codes(const Given& given) {
-  if (!given.transpose_b || !has_fp8_kernels(given.a.data)) return false;
-  return fp8_product_scales(given.a_format, given.b_format) ||
-         (fp8_reduction_scales(given.a_format, given.b_format) && !given.bias);
+  if (!given.transpose_b || !has_code_kernels(given.a.data)) return false;
+  return code_product_scales(given.a_format, given.b_format) ||
+         (code_reduction_scales(given.a_format, given.b_format) && !given.bias);
 }
 
 Tensor gemm_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,

@@ -5,7 +5,7 @@
 #include "common/group_offsets.h"
 #include "common/tensor.h"
 #include "gemm/checks.h"
-#include "gemm/fp8_product.h"
+#include "gemm/code_product.h"
 #include "gemm/grouped_product.h"
 #include "gemm/quantized.h"
 
@@ -85,24 +85,26 @@ Tensor offsets_of(const Given& given) {
 
 // Whether kernels may multiply the codes as they are.
 std::optional<ScaleKind> code_scales(const Given& given) {
-  if (!given.transpose_b || !has_fp8_kernels(given.a.data)) return std::nullopt;
-  return fp8_product_scales(given.a_format, given.b_format);
+  if (!given.transpose_b || !has_code_kernels(given.a.data)) return std::nullopt;
+  return code_product_scales(given.a_format, given.b_format);
 }
 
 // Whether they did.
 bool multiply_codes(const Given& given, ScaleKind scales, const Tensor& offsets, const OptionalTensor& beta,
                     const Tensor& out) {
-  const std::optional<Tensor> groups = offsets;
-  return fp8_product_out({scales,
-                          {given.a.data, given.a.scale},
-                          {given.b.data, given.b.scale},
-                          groups,
-                          given.bias,
-                          given.bias_scale,
-                          given.alpha,
-                          beta,
-                          given.options},
-                         out);
+  const OptionalTensor groups = offsets;
+  const OptionalTensor alpha =
+      alpha_and_amaxes(given.alpha, given.a, given.a_format, given.b, given.b_format);
+  return code_product_out({scales,
+                           {given.a.data, given.a.scale},
+                           {given.b.data, given.b.scale},
+                           groups,
+                           given.bias,
+                           given.bias_scale,
+                           alpha,
+                           beta,
+                           given.options},
+                          out);
 }
 
 Tensor grouped_quantized_meta(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,

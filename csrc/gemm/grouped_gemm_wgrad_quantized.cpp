@@ -5,7 +5,7 @@
 #include "common/group_offsets.h"
 #include "common/tensor.h"
 #include "gemm/checks.h"
-#include "gemm/fp8_product.h"
+#include "gemm/code_product.h"
 #include "gemm/grouped_product.h"
 #include "gemm/quantized.h"
 
@@ -63,8 +63,8 @@ Operands check_operands(const char* op, const Tensor& grad_t, const Tensor& grad
 
 // Whether kernels may multiply the codes as they are.
 std::optional<ScaleKind> code_scales(const Operands& operands) {
-  if (!has_fp8_kernels(operands.grad.data)) return std::nullopt;
-  return fp8_reduction_scales(operands.grad_format, operands.input_format);
+  if (!has_code_kernels(operands.grad.data)) return std::nullopt;
+  return code_reduction_scales(operands.grad_format, operands.input_format);
 }
 
 // Whether they did.
@@ -72,7 +72,7 @@ bool multiply_codes(const Operands& operands, ScaleKind scales, const OptionalTe
                     const OptionalTensor& alpha, const OptionalTensor& beta, const Tensor& out,
                     bool accumulate) {
   const QuantizedArgument &grad = operands.grad, &input = operands.input;
-  return fp8_reduction_out(
+  return code_reduction_out(
       {scales, {grad.data, grad.scale}, {input.data, input.scale}, offsets, alpha, beta, operands.options},
       out, accumulate);
 }

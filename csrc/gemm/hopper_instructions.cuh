@@ -38,6 +38,10 @@ __device__ __forceinline__ void arrive_at(uint64_t* barrier, uint32_t block) {
       "r"(block)
       : "memory");
 }
+// At a barrier of this block.
+__device__ __forceinline__ void arrive_here(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
 // Until the phase of this parity has ended.
 __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(
@@ -204,6 +208,15 @@ __device__ __forceinline__ void multiply(float (&sums)[128], uint64_t a, uint64_
     TP_MULTIPLY("f16");
   }
 #undef TP_MULTIPLY
+}
+
+// The same of bfloat16, b by rows and the 64 lines of a in registers: a thread has of its rows l and l + 8 the places
+// 2 (lane % 4) and the next, then those of both rows 8 places on.
+__device__ __forceinline__ void multiply_registers(float (&sums)[128], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" TP_NAMES_128
+               "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 0;"
+               : TP_SUMS_64(0), TP_SUMS_64(64)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 // The same of FP8 operands by rows, `a` in E4M3 or E5M2 and b in E4M3, 128 lines of b and 32 of the dimension between them;

@@ -11,11 +11,17 @@ int64_t ceil_div(int64_t size, int64_t by) { return (size + by - 1) / by; }
 bool is_whole(int64_t elements, DType dtype) { return elements > 0 && elements * bytes_of(dtype) % 16 == 0; }
 bool fits(int64_t size) { return size > 0 && size < INT32_MAX / 2; }
 
-// FP8 that these kernels know, the dimension that is summed over in lines.
+// Codes that these kernels know, the dimension that is summed over in lines.
 bool is_codes(GroupedMode mode, const GroupedKernelArgs& args) {
   if (mode == GroupedMode::kDataGrad) return false;
-  return args.dtype == DType::kFloat8E4M3 ||
-         (args.dtype == DType::kFloat8E5M2 && args.scale_kind == ScaleKind::kGroups);
+  const bool e4m3 = args.dtype == DType::kFloat8E4M3;
+  switch (args.scale_kind) {
+    case ScaleKind::kBlocks: return e4m3;
+    case ScaleKind::kGroups: return e4m3 || args.dtype == DType::kFloat8E5M2;
+    case ScaleKind::kMx: return mode == GroupedMode::kForward && e4m3;
+    case ScaleKind::kNv: return mode == GroupedMode::kForward && args.dtype == DType::kFloat4E2M1;
+  }
+  return false;
 }
 
 // Pairs of tiles (gemm/hopper_tiles.cuh) that there can be, or `limit` if that is less. Of ragged rows most come about
@@ -77,7 +83,7 @@ bool hopper_takes_shape(GroupedMode mode, const GroupedKernelArgs& args) {
     return is_whole(args.out_group_stride, args.out_dtype);
   }
   return args.out_dtype == (codes ? DType::kBFloat16 : args.dtype) && fits(args.k) &&
-         is_whole(args.k, args.dtype);
+         is_whole(args.dtype == DType::kFloat4E2M1 ? args.k / 2 : args.k, args.dtype);
 }
 
 HopperPlan hopper_plan(GroupedMode mode, const GroupedKernelArgs& args, int multiprocessors) {
