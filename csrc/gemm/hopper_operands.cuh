@@ -26,11 +26,11 @@ struct Part {
 };
 
 // 16-bit operands. `by_columns`: b [G, k, n], else [G, n, k].
-template <typename T, bool by_columns>
+template <typename T, bool by_columns, typename SharedMemory = PlainShared>
 struct Plain {
   using Element = T;
   using Out = T;
-  using Shared = PlainShared;
+  using Shared = SharedMemory;
   static constexpr bool b_by_columns = by_columns;
 
   struct ScaleCopy {
