@@ -62,13 +62,13 @@ class GroupedGemmSwigluFunction : public torch::autograd::Function<GroupedGemmSw
  public:
   static constexpr bool is_traceable = true;
 
-  // Where h is not kept, the backward makes it again.
+  // Where h is not kept, the backward makes it again. h is not marked as without a gradient: compiled autograd takes no such
+  // outputs.
   static variable_list forward(AutogradContext* ctx, const Tensor& a, const Tensor& b,
                                const Tensor& group_sizes, const OptionalTensor& probs,
                                const OptionalTensor& bias, int64_t interleave, bool keep_input,
                                int64_t max_sms, int64_t expected_rows) {
     const bool wants_a = a.requires_grad(), wants_b = b.requires_grad();
-    ctx->saved_data["has_probs"] = probs.has_value();
     ctx->saved_data["has_bias"] = bias.has_value();
     ctx->saved_data["interleave"] = interleave;
     ctx->saved_data["max_sms"] = max_sms;
@@ -76,7 +76,7 @@ class GroupedGemmSwigluFunction : public torch::autograd::Function<GroupedGemmSw
     const BelowAutograd guard;
     const auto [act, h] = call_grouped_gemm_swiglu(a, b, group_sizes, probs, bias, interleave, keep_input,
                                                    {max_sms, expected_rows});
-    ctx->mark_non_differentiable({h});
+    ctx->set_materialize_grads(false);  // as a rule nothing is made of h
     ctx->save_for_backward({wants_b || !keep_input ? a : Tensor(), wants_a || !keep_input ? b : Tensor(),
                             group_sizes, keep_input ? h : Tensor(), or_undefined(probs),
                             keep_input ? Tensor() : or_undefined(bias)});
@@ -90,34 +90,52 @@ class GroupedGemmSwigluFunction : public torch::autograd::Function<GroupedGemmSw
     return at::where(index.lt(end), rows, 0.0);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const variable_list saved = ctx->get_saved_variables();
-    const Tensor &a = saved[0], &b = saved[1], &sizes = saved[2];
-    const OptionalTensor probs = as_optional(saved[4]);
+  static LaunchOptions saved_options(AutogradContext* ctx) {
+    return {ctx->saved_data["max_sms"].toInt(), ctx->saved_data["expected_rows"].toInt()};
+  }
+
+  // Those of h and probs. What comes for h itself is added; where it is not kept there is nothing it could come for.
+  static TwoTensors gradients_of_swiglu(AutogradContext* ctx, const variable_list& saved,
+                                        const variable_list& grads) {
+    const Tensor &grad = grads[0], &direct = grads[1], &kept = saved[3];
+    const bool has_direct = direct.defined() && kept.defined();
+    if (!grad.defined()) return {has_direct ? direct : Tensor(), Tensor()};
+    const OptionalTensor none;
     const int64_t interleave = ctx->saved_data["interleave"].toInt();
-    const LaunchOptions options{ctx->saved_data["max_sms"].toInt(), ctx->saved_data["expected_rows"].toInt()};
-    const bool has_bias = ctx->saved_data["has_bias"].toBool();
-    const Tensor h = saved[3].defined()
-                         ? saved[3]
-                         : call_grouped_gemm(a, b, sizes, as_optional(saved[5]), std::nullopt, true,
-                                             std::nullopt, std::nullopt, std::nullopt, options);
+    const Tensor h = kept.defined()
+                         ? kept
+                         : call_grouped_gemm(saved[0], saved[1], saved[2], as_optional(saved[5]), none, true,
+                                             std::nullopt, none, none, saved_options(ctx));
     using Signature = TwoTensors(const Tensor&, const Tensor&, const OptionalTensor&);
     static const auto swiglu_backward = find_op<Signature>("swiglu_backward");
-    const auto [grad_halves, grad_probs] = swiglu_backward.call(grads[0], halves_apart(h, interleave), probs);
+    const auto [grad_halves, grad_probs] =
+        swiglu_backward.call(grad, halves_apart(h, interleave), as_optional(saved[4]));
     const Tensor grad_h = halves_in_turn(grad_halves, interleave);
+    return {has_direct ? grad_h.add(direct) : grad_h, grad_probs};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor& sizes = saved[2];
+    const bool has_probs = saved[4].defined(), has_bias = ctx->saved_data["has_bias"].toBool();
+    const auto [grad_h, grad_probs] = gradients_of_swiglu(ctx, saved, grads);
     variable_list result(9);
+    if (!grad_h.defined()) return result;
+    const OptionalTensor none;
     if (ctx->needs_input_grad(0)) {
-      result[0] = call_grouped_gemm(grad_h, b, sizes, std::nullopt, std::nullopt, false, std::nullopt,
-                                    std::nullopt, std::nullopt, options);
+      result[0] = call_grouped_gemm(grad_h, saved[1], sizes, none, none, false, std::nullopt, none, none,
+                                    saved_options(ctx));
     }
     if (ctx->needs_input_grad(1)) {
       result[1] =
-          call_grouped_gemm_wgrad(grad_h, a, sizes, std::nullopt, std::nullopt, std::nullopt, options);
+          call_grouped_gemm_wgrad(grad_h, saved[0], sizes, std::nullopt, none, none, saved_options(ctx));
     }
     // Tensors that are not given are not counted.
-    if (probs && ctx->needs_input_grad(3)) result[3] = before_tail(grad_probs, sizes);
-    if (has_bias && ctx->needs_input_grad(probs ? 4 : 3)) {
-      result[4] = std::get<0>(call_grouped_bias_backward(grad_h, sizes, std::nullopt, std::nullopt));
+    if (has_probs && grad_probs.defined() && ctx->needs_input_grad(3)) {
+      result[3] = before_tail(grad_probs, sizes);
+    }
+    if (has_bias && ctx->needs_input_grad(has_probs ? 4 : 3)) {
+      result[4] = std::get<0>(call_grouped_bias_backward(grad_h, sizes, none, none));
     }
     return result;
   }

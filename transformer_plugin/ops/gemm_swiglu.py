@@ -49,8 +49,8 @@ def grouped_gemm_swiglu(
         keep_input: whether ``h`` is wanted. Without it a gradient makes the product again.
 
     Returns:
-        ``act [T, F]`` and ``h [T, 2F]`` (``[0, 2F]`` without ``keep_input``), in the dtype of ``a``. ``act`` is
-        differentiable in ``a``, ``b``, ``probs`` and ``bias``; ``h`` is there for a backward and has no gradient.
+        ``act [T, F]`` and ``h [T, 2F]`` (``[0, 2F]`` without ``keep_input``), in the dtype of ``a``. Differentiable in
+        ``a``, ``b``, ``probs`` and ``bias``.
 
     Raises:
         TypeError: another dtype. ValueError: sizes or devices that do not agree, an odd number of columns of ``h``,
