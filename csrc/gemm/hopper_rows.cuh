@@ -76,6 +76,21 @@ __device__ __forceinline__ void store_own_rows(uint8_t* box, void* out, int64_t 
   }
 }
 
+// Sums to their rows and columns of the output, rounded.
+template <typename Out, int kBoxes>
+__device__ __forceinline__ void store_rows(const RowsArgs& args, const CUtensorMap& out_map, const Part& part,
+                                           const float (&sums)[kSums], uint8_t (&boxes)[kBoxes][kBoxBytes]) {
+  const bool whole = part.row + kBoxLines <= part.end_row;
+  store_sums<Out>(sums, boxes, part.number, [&](uint8_t* box, int offset) {
+    if (whole) {
+      if (threadIdx.x % kWarpgroup == 0) store_box(out_map, box, part.column + offset, part.row, 0);
+      return;
+    }
+    // Rows of the next group follow.
+    store_own_rows<Out>(box, args.out, args.out_row_stride, part.column + offset, args.n, part);
+  });
+}
+
 // What becomes of sums, all by the warpgroup that has them: an epilogue says which lines of b are the columns of a tile, and
 // brings the sums to memory. This one rounds and stores them as they are. The others are in hopper_swiglu.cuh.
 template <typename Out>
@@ -100,15 +115,7 @@ struct StoreRows {
   template <typename Shared>
   __device__ __forceinline__ void finish(const RowsArgs& args, const Part& part, float (&sums)[kSums],
                                          Shared& shared) const {
-    const bool whole = part.row + kBoxLines <= part.end_row;
-    store_sums<Out>(sums, shared.out[part.number], part.number, [&](uint8_t* box, int offset) {
-      if (whole) {
-        if (threadIdx.x % kWarpgroup == 0) store_box(out, box, part.column + offset, part.row, 0);
-        return;
-      }
-      // Rows of the next group follow.
-      store_own_rows<Out>(box, args.out, args.out_row_stride, part.column + offset, args.n, part);
-    });
+    store_rows<Out>(args, out, part, sums, shared.out[part.number]);
   }
   // After the last part: until shared memory is free.
   static __device__ __forceinline__ void drain() {
@@ -117,13 +124,13 @@ struct StoreRows {
 };
 
 // The one rounding comes after this.
-template <typename Epilogue>
+template <typename Kind, typename Epilogue = StoreRows<typename Kind::Out>>
 __device__ __forceinline__ void scale_and_add_bias(const RowsArgs& args, const Part& part,
                                                    float (&sums)[kSums]) {
-  if (args.alpha) {
-    const float alpha = args.alpha[part.group];
+  if (Kind::group_scales || args.alpha) {
+    const float factor = factor_of<Kind::group_scales>(args, part.group);
 #pragma unroll
-    for (float& sum : sums) sum = sum * alpha;
+    for (float& sum : sums) sum = sum * factor;
   }
   if (!args.bias) return;
   const int lane = threadIdx.x % kWarpSize;
@@ -214,7 +221,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       epilogue.begin(part, shared);
       float sums[kSums] = {};
       Kind::sum(args, shared, place, steps, part, sums);
-      scale_and_add_bias<Epilogue>(args, part, sums);
+      scale_and_add_bias<Kind, Epilogue>(args, part, sums);
       epilogue.finish(args, part, sums, shared);
     }
     Epilogue::drain();
@@ -222,6 +229,23 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   sync_cluster();  // neither block leaves while the other may arrive at its
                    // barriers
 #endif
+}
+
+inline RowsArgs rows_args(const GroupedKernelArgs& args) {
+  return {args.offsets,
+          args.out,
+          args.alpha,
+          args.bias,
+          args.bias_scale,
+          static_cast<const float*>(args.a_scale),
+          static_cast<const float*>(args.b_scale),
+          args.out_row_stride,
+          (args.rows + 3) / 4 * 4,
+          static_cast<int>((args.k + 511) / 512 * 4),
+          static_cast<int>(args.groups),
+          static_cast<int>(args.rows),
+          static_cast<int>(args.n),
+          static_cast<int>(args.k)};
 }
 
 template <typename Kind, typename Epilogue>
@@ -237,21 +261,7 @@ void launch_rows_into(const Epilogue& epilogue, const GroupedKernelArgs& args, c
   const int64_t b_rows = Kind::b_by_columns ? args.k : args.n;
   const CUtensorMap b = tensor_map(
       {args.b, args.dtype, b_columns, b_rows, args.groups, b_columns, b_rows * b_columns}, kBoxLines);
-  const RowsArgs own{args.offsets,
-                     args.out,
-                     args.alpha,
-                     args.bias,
-                     args.bias_scale,
-                     args.a_scale,
-                     args.b_scale,
-                     args.out_row_stride,
-                     (args.rows + 3) / 4 * 4,
-                     static_cast<int>((args.k + 511) / 512 * 4),
-                     static_cast<int>(args.groups),
-                     static_cast<int>(args.rows),
-                     static_cast<int>(args.n),
-                     static_cast<int>(args.k)};
-  launch_early(kernel, grid_of(plan), kThreads, kShared, stream, a, b, epilogue, own);
+  launch_early(kernel, grid_of(plan), kThreads, kShared, stream, a, b, epilogue, rows_args(args));
   check_launch("hopper_rows_kernel");
 }
 
