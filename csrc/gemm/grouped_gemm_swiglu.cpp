@@ -1,6 +1,5 @@
 // grouped_gemm_swiglu: the rows of each group times the group's own matrix, then SwiGLU times a probability, with its gradient.
 #include <ATen/ops/arange.h>
-#include <ATen/ops/where.h>
 #include <torch/library.h>
 
 #include "common/autograd.h"
@@ -87,7 +86,7 @@ class GroupedGemmSwigluFunction : public torch::autograd::Function<GroupedGemmSw
   static Tensor before_tail(const Tensor& rows, const Tensor& group_sizes) {
     const Tensor end = group_sizes.clamp_min(0).sum();
     const Tensor index = at::arange(c10::Scalar(rows.sym_size(0)), end.options());
-    return at::where(index.lt(end), rows, 0.0);
+    return rows.masked_fill(index.ge(end), 0.0);
   }
 
   static LaunchOptions saved_options(AutogradContext* ctx) {
