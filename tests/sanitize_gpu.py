@@ -32,6 +32,10 @@ from transformer_plugin.testing.fused_cases import (
     swiglu_quantize_cases,
 )
 from transformer_plugin.testing.gemm_cases import grouped_gemm_cases, grouped_wgrad_cases
+from transformer_plugin.testing.gemm_swiglu_cases import (
+    grouped_gemm_swiglu_backward_cases,
+    grouped_gemm_swiglu_cases,
+)
 from transformer_plugin.testing.norm_cases import norm_cases, norm_quantize_cases, without_bias
 from transformer_plugin.testing.quantize_cases import (
     columns_of,
@@ -151,6 +155,12 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
         ("norm_quantize", norm_quantize_cases(), _norm_quantize),
         ("grouped_gemm", grouped_gemm_cases(), _grouped_gemm),
         ("grouped_gemm_wgrad", grouped_wgrad_cases(), _grouped_wgrad),
+        ("grouped_gemm_swiglu", grouped_gemm_swiglu_cases(), ops.grouped_gemm_swiglu),
+        (
+            "grouped_gemm_swiglu_backward",
+            grouped_gemm_swiglu_backward_cases(),
+            ops.grouped_gemm_swiglu_backward,
+        ),
     ):
         for case in cases:
             yield f"{name} {case.name}", partial(call, *case.arguments(device))

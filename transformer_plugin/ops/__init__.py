@@ -51,6 +51,7 @@ from transformer_plugin.ops.gemm_out import (
     grouped_gemm_wgrad_quantized_out,
 )
 from transformer_plugin.ops.gemm_plan import GroupedGemmPlan, grouped_gemm_plan
+from transformer_plugin.ops.gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_backward
 from transformer_plugin.ops.norm import (
     layer_norm,
     layer_norm_backward,
@@ -137,6 +138,8 @@ __all__ = [
     "grouped_gemm_plan",
     "grouped_gemm_quantized",
     "grouped_gemm_quantized_out",
+    "grouped_gemm_swiglu",
+    "grouped_gemm_swiglu_backward",
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_out",
     "grouped_gemm_wgrad_quantized",

@@ -33,6 +33,7 @@ from transformer_plugin.reference.gemm import (
     grouped_linear,
     linear,
 )
+from transformer_plugin.reference.gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_backward
 from transformer_plugin.reference.norm import (
     layer_norm,
     layer_norm_backward,
@@ -103,6 +104,8 @@ __all__ = [
     "grouped_dequantize",
     "grouped_gemm",
     "grouped_gemm_out",
+    "grouped_gemm_swiglu",
+    "grouped_gemm_swiglu_backward",
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_out",
     "grouped_linear",
