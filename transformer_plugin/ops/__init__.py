@@ -51,6 +51,7 @@ from transformer_plugin.ops.gemm_out import (
     grouped_gemm_wgrad_quantized_out,
 )
 from transformer_plugin.ops.gemm_plan import GroupedGemmPlan, grouped_gemm_plan
+from transformer_plugin.ops.grouped_mlp import grouped_mlp
 from transformer_plugin.ops.norm import (
     layer_norm,
     layer_norm_backward,
@@ -144,6 +145,7 @@ __all__ = [
     "grouped_linear",
     "grouped_linear_scaled",
     "grouped_linear_scaled_",
+    "grouped_mlp",
     "grouped_quantize",
     "grouped_quantize_both",
     "grouped_quantize_both_out",
