@@ -169,15 +169,16 @@ class GroupedMlpFunction : public torch::autograd::Function<GroupedMlpFunction> 
     if (wants_linear) {
       const bool fc1_columns = ctx->saved_data["fc1_columns"].toBool();
       const bool fc2_columns = ctx->saved_data["fc2_columns"].toBool();
-      const HiddenGradient hidden = data_gradient_then_activation_backward(
+      HiddenGradient hidden = data_gradient_then_activation_backward(
           std::move(g.rows), kept.fc2, fc2_columns, kept.linear, group_sizes, probs, formats,
           {wants_input, wants_fc1, wants_fc1_bias});
-      const Rounded& linear = hidden.linear.values;
+      Rounded& linear = hidden.linear.values;
       grad_fc1_bias = hidden.linear.bias;
       if (wants_fc1) {
         grad_fc1 = multiply_columns({linear.columns, grad_key}, {columns_of(kept.input), input_key},
                                     group_sizes, dtype);
       }
+      linear.columns = {};
       if (wants_input) {
         grad_input = multiply({linear.rows, grad_key}, {kept.fc1, weight_key}, group_sizes, std::nullopt,
                               std::nullopt, fc1_columns, dtype);
