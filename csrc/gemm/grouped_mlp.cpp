@@ -8,6 +8,7 @@
 #include "common/tensor.h"
 #include "gemm/calls.h"
 #include "gemm/checks.h"
+#include "gemm/early_release.h"
 #include "gemm/grouped_mlp_activation.h"
 
 namespace transformer_plugin::gemm {
@@ -129,6 +130,7 @@ class GroupedMlpFunction : public torch::autograd::Function<GroupedMlpFunction> 
     ctx->saved_data["fc2_columns"] = !formats.native() && rounds_weight_columns(fc2_weight, formats);
     ctx->saved_data["has_fc1_bias"] = fc1_bias.has_value();
     ctx->saved_data["has_fc2_bias"] = fc2_bias.has_value();
+    EarlyRelease::prepare(ctx);
     return output;
   }
 
@@ -166,12 +168,16 @@ class GroupedMlpFunction : public torch::autograd::Function<GroupedMlpFunction> 
                                   group_sizes, dtype);
     }
     g.columns = {};
+    const EarlyRelease release(ctx);
+    release(kept.activation.data);
     if (wants_linear) {
       const bool fc1_columns = ctx->saved_data["fc1_columns"].toBool();
       const bool fc2_columns = ctx->saved_data["fc2_columns"].toBool();
       HiddenGradient hidden = data_gradient_then_activation_backward(
           std::move(g.rows), kept.fc2, fc2_columns, kept.linear, group_sizes, probs, formats,
           {wants_input, wants_fc1, wants_fc1_bias});
+      release(kept.linear);
+      if (kept.fc2.scale.defined()) release(kept.fc2.data);  // else it is the parameter
       Rounded& linear = hidden.linear.values;
       grad_fc1_bias = hidden.linear.bias;
       if (wants_fc1) {
@@ -179,6 +185,7 @@ class GroupedMlpFunction : public torch::autograd::Function<GroupedMlpFunction> 
                                     group_sizes, dtype);
       }
       linear.columns = {};
+      if (kept.input.scale.defined()) release(kept.input.data);
       if (wants_input) {
         grad_input = multiply({linear.rows, grad_key}, {kept.fc1, weight_key}, group_sizes, std::nullopt,
                               std::nullopt, fc1_columns, dtype);

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.test_grouped_mlp import Calls
+from tests.ops.test_grouped_mlp_memory import Calls
 from tests.ops.test_linear_ops import RECIPES, keys
 from transformer_plugin import ops
 
