@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import fully_shard
 
 from tests.nn.common import RECIPES, by_recipe, rows_of, width_of
 from transformer_plugin import ops
@@ -227,6 +228,33 @@ def test_calls_with_parameters_given_from_outside(calls: list[str]) -> None:
     module.load_state_dict(given)
     assert_same_bits(got.detach(), module(*arguments).detach())
     assert calls == ONE + ONE
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("each", [False, True], ids=["the mlp", "its layers"])
+def test_sharded(each: bool, calls: list[str]) -> None:
+    """Layers that are sharded by themselves are called, so that their weights are gathered in time."""
+    module = make("fp8_block")
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    if each:
+        fully_shard(module.fc1, mesh=mesh)
+        fully_shard(module.fc2, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    x = torch.randn(6, 48)
+    arguments = x, torch.tensor([1, 2, 2]), torch.rand(6)
+    calls.clear()
+    got = module(*arguments)
+    assert calls == (LAYERS if each else ONE)
+    assert_same_bits(got.detach(), make("fp8_block")(*arguments).detach())
+    got.sum().backward()
+    assert all(parameter.grad.full_tensor().any() for parameter in module.parameters())
 
 
 @pytest.fixture

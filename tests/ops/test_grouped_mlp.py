@@ -243,6 +243,29 @@ def test_compiled_whole(formats: Formats, dynamic: bool | None, device: torch.de
     assert counter.frame_count <= (1 if dynamic else 2)
 
 
+@pytest.mark.parametrize("name", ["none", "block"])
+def test_compiled_with_its_backward(name: str, device: torch.device) -> None:
+    """Forward and backward in one compiled function, the backward traced by compiled autograd."""
+    torch._dynamo.reset()
+    arguments, formats = one_case(FORMATS[name], device), FORMATS[name]
+    leaves = leaves_of(arguments)
+
+    def step() -> None:
+        first = [leaves[key] for key in ("input", "fc1_weight", "fc2_weight")]
+        last = [leaves[key] for key in ("probs", "fc1_bias", "fc2_bias")]
+        output = ops.grouped_mlp(*first, arguments[3], *last, *formats)
+        output.float().nan_to_num().square().sum().backward()
+
+    step()
+    expected = {key: leaf.grad for key, leaf in leaves.items()}
+    for leaf in leaves.values():
+        leaf.grad = None
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(step, backend="aot_eager")()
+    for key, leaf in leaves.items():
+        assert_same_bits(leaf.grad, expected[key], key)
+
+
 def capture(step: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
