@@ -37,10 +37,11 @@ struct HiddenWanted {
   bool input, weight, bias;
 };
 
+// `linear` is of the first product, in the format of gradients, and of its bias, [G, 2F], if that is wanted. `probs`, [T],
+// is what SwiGLU adds to the gradient of the probabilities.
 struct HiddenGradient {
-  RoundedGradient
-      linear;        // of the first product, in the format of gradients; and of its bias, [G, 2F], if wanted
-  at::Tensor probs;  // [T]: what SwiGLU adds to the gradient of the probabilities
+  RoundedGradient linear;
+  at::Tensor probs;
 };
 
 // From the gradient of the output along its rows, given away as before, and the second weight for data gradients,
