@@ -5,8 +5,8 @@
 #include <limits>
 
 #include "common/autograd.h"
-#include "gemm/block_product.h"
 #include "gemm/calls.h"
+#include "gemm/code_product.h"
 
 namespace transformer_plugin::gemm {
 namespace {
@@ -92,7 +92,8 @@ RoundedGradient round_gradient(const Tensor& grad, const OptionalTensor& group_s
 
 bool rounds_weight_columns(const Tensor& weight, const RoleFormats& formats) {
   return !formats.symmetric_weight() ||
-         (are_rows_by_squares(formats.grad, formats.weight) && has_block_kernels(weight));
+         (formats.weight.has_blocks() && code_product_scales(formats.grad, formats.weight) &&
+          has_code_kernels(weight));
 }
 
 RoundedWeight round_weight(const Tensor& weight, const RoleFormats& formats, bool backward) {
