@@ -179,6 +179,11 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "grouped_linear(Tensor input, Tensor weight, Tensor group_sizes, Tensor? bias=None, "
       "Tensor? bias_scale=None, str input_format=\"none\", str weight_format=\"none\", "
       "str grad_format=\"none\") -> Tensor");
+  // Two grouped_linears with swiglu between them, `probs` scaling it and the second bias.
+  m.def(
+      "grouped_mlp(Tensor input, Tensor fc1_weight, Tensor fc2_weight, Tensor group_sizes, Tensor probs, "
+      "Tensor? fc1_bias=None, Tensor? fc2_bias=None, str input_format=\"none\", str weight_format=\"none\", "
+      "str grad_format=\"none\") -> Tensor");
   // The same with delayed scaling: `scale` [3], or [3 G], of input, weight and gradient. Their amaxes are maxed into
   // `amax`, that of the gradient in the backward.
   m.def(

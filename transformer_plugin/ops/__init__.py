@@ -52,6 +52,7 @@ from transformer_plugin.ops.gemm_out import (
 )
 from transformer_plugin.ops.gemm_plan import GroupedGemmPlan, grouped_gemm_plan
 from transformer_plugin.ops.gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_backward
+from transformer_plugin.ops.grouped_mlp import grouped_mlp
 from transformer_plugin.ops.norm import (
     layer_norm,
     layer_norm_backward,
@@ -147,6 +148,7 @@ __all__ = [
     "grouped_linear",
     "grouped_linear_scaled",
     "grouped_linear_scaled_",
+    "grouped_mlp",
     "grouped_quantize",
     "grouped_quantize_both",
     "grouped_quantize_both_out",

@@ -34,6 +34,7 @@ from transformer_plugin.reference.gemm import (
     linear,
 )
 from transformer_plugin.reference.gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_backward
+from transformer_plugin.reference.grouped_mlp import grouped_mlp
 from transformer_plugin.reference.norm import (
     layer_norm,
     layer_norm_backward,
@@ -111,6 +112,7 @@ __all__ = [
     "grouped_linear",
     "grouped_linear_scaled",
     "grouped_linear_scaled_",
+    "grouped_mlp",
     "grouped_quantize",
     "grouped_quantize_both",
     "grouped_quantize_both_out",
