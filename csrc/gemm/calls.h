@@ -65,17 +65,25 @@ inline std::tuple<at::Tensor, at::Tensor> call_grouped_bias_backward(const at::T
   return op.call(grad, group_sizes, bias, bias_scale);
 }
 
-inline std::tuple<at::Tensor, at::Tensor> call_grouped_gemm_swiglu(const at::Tensor& a, const at::Tensor& b,
-                                                                   const at::Tensor& group_sizes,
-                                                                   OptionalTensorArg probs,
-                                                                   OptionalTensorArg bias, int64_t interleave,
-                                                                   bool keep_input, LaunchOptions options) {
+inline std::tuple<at::Tensor, at::Tensor> call_grouped_gemm_swiglu(
+    const at::Tensor& a, const at::Tensor& b, const at::Tensor& group_sizes, OptionalTensorArg probs,
+    OptionalTensorArg bias, int64_t interleave, bool keep_input, LaunchOptions options = {}) {
   using Signature = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&,
                                                        const at::Tensor&, OptionalTensorArg,
                                                        OptionalTensorArg, int64_t, bool, int64_t, int64_t);
   static const auto op = find_op<Signature>("grouped_gemm_swiglu");
   return op.call(a, b, group_sizes, probs, bias, interleave, keep_input, options.max_sms,
                  options.expected_rows);
+}
+
+inline std::tuple<at::Tensor, at::Tensor> call_grouped_gemm_swiglu_backward(
+    const at::Tensor& grad, const at::Tensor& b, const at::Tensor& group_sizes, const at::Tensor& h,
+    OptionalTensorArg probs, int64_t interleave = 0, LaunchOptions options = {}) {
+  using Signature =
+      std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                         const at::Tensor&, OptionalTensorArg, int64_t, int64_t, int64_t);
+  static const auto op = find_op<Signature>("grouped_gemm_swiglu_backward");
+  return op.call(grad, b, group_sizes, h, probs, interleave, options.max_sms, options.expected_rows);
 }
 
 inline at::Tensor call_bias_backward(const at::Tensor& grad) {

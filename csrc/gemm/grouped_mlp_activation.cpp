@@ -19,6 +19,11 @@ bool rounds_gradient_in_tiles(const Tensor& linear, const Format& format, const 
          columns % kTwoTiles == 0;
 }
 
+// Whether a product of these values with a SwiGLU beside it is one op: without scales, in the dtype of the layer.
+bool multiplies_as_they_are(const Scaled& values, const Scaled& weight, at::ScalarType dtype) {
+  return !values.scale.defined() && values.data.scalar_type() == dtype && weight.data.scalar_type() == dtype;
+}
+
 }  // namespace
 
 Rounded round_role(const Tensor& x, const Tensor& group_sizes, const Format& format, std::string_view key,
@@ -38,6 +43,15 @@ RoundedWeight round_role_weight(const Tensor& weight, const RoleFormats& formats
 Hidden product_then_activation(Rounded input, RoundedWeight weight, const MlpArguments& mlp,
                                const RoleFormats& formats, bool columns) {
   Hidden hidden;
+  if (multiplies_as_they_are(input.rows, weight.forward, mlp.input.scalar_type())) {
+    Tensor activation;
+    std::tie(activation, hidden.linear) = call_grouped_gemm_swiglu(input.rows.data, weight.forward.data,
+                                                                   mlp.group_sizes, mlp.probs, mlp.fc1_bias,
+                                                                   /*interleave=*/0, /*keep_input=*/true);
+    hidden.activation =
+        round_role(activation, mlp.group_sizes, formats.input, formats.input_key, true, columns);
+    return hidden;
+  }
   hidden.linear = multiply({input.rows, formats.input_key}, {weight.forward, formats.weight_key},
                            mlp.group_sizes, mlp.fc1_bias, std::nullopt, true, mlp.input.scalar_type());
   input = {};
@@ -58,18 +72,42 @@ Hidden product_then_activation(Rounded input, RoundedWeight weight, const MlpArg
   return hidden;
 }
 
+namespace {
+
+RoundedGradient round_hidden_gradient(const Tensor& grad, const Tensor& group_sizes,
+                                      const RoleFormats& formats, const HiddenWanted& wanted) {
+  RoundedGradient result;
+  if (formats.native()) {
+    result.values = round_role(grad, group_sizes, formats.grad, formats.grad_key, true, true);
+  } else if (wanted.input || wanted.weight) {
+    result = round_gradient(grad, group_sizes, formats.grad, formats.grad_key, wanted.input, wanted.weight,
+                            wanted.bias);
+  }
+  if (wanted.bias && !result.bias.defined()) {
+    std::tie(result.bias, std::ignore) =
+        call_grouped_bias_backward(grad, group_sizes, std::nullopt, std::nullopt);
+  }
+  return result;
+}
+
+}  // namespace
+
 HiddenGradient data_gradient_then_activation_backward(Scaled grad, const Scaled& weight, bool transpose_b,
                                                       const Tensor& linear, const Tensor& group_sizes,
                                                       const Tensor& probs, const RoleFormats& formats,
                                                       const HiddenWanted& wanted) {
   const std::string_view key = formats.grad_key;
+  if (!transpose_b && multiplies_as_they_are(grad, weight, linear.scalar_type())) {
+    const auto [grad_linear, grad_probs] =
+        call_grouped_gemm_swiglu_backward(grad.data, weight.data, group_sizes, linear, probs);
+    return {round_hidden_gradient(grad_linear, group_sizes, formats, wanted), grad_probs};
+  }
   Tensor grad_activation = multiply({grad, key}, {weight, formats.weight_key}, group_sizes, std::nullopt,
                                     std::nullopt, transpose_b, linear.scalar_type());
   grad = {};
   HiddenGradient result;
-  auto& [values, grad_bias] = result.linear;
   if (rounds_gradient_in_tiles(linear, formats.grad, wanted)) {
-    auto& [row, column] = values;
+    auto& [row, column] = result.linear.values;
     std::tie(row.data, row.scale, column.data, column.scale, result.probs) =
         call_swiglu_backward_quantize_both(grad_activation, linear, probs, group_sizes, key);
     return result;
@@ -77,16 +115,7 @@ HiddenGradient data_gradient_then_activation_backward(Scaled grad, const Scaled&
   Tensor grad_linear;
   std::tie(grad_linear, result.probs) = call_swiglu_backward(grad_activation, linear, probs);
   grad_activation.reset();
-  if (formats.native()) {
-    values = round_role(grad_linear, group_sizes, formats.grad, key, true, true);
-  } else if (wanted.input || wanted.weight) {
-    result.linear =
-        round_gradient(grad_linear, group_sizes, formats.grad, key, wanted.input, wanted.weight, wanted.bias);
-  }
-  if (wanted.bias && !grad_bias.defined()) {
-    std::tie(grad_bias, std::ignore) =
-        call_grouped_bias_backward(grad_linear, group_sizes, std::nullopt, std::nullopt);
-  }
+  result.linear = round_hidden_gradient(grad_linear, group_sizes, formats, wanted);
   return result;
 }
 
