@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "gemm/matrix_list.h"
 
 namespace transformer_plugin::gemm {
 
@@ -18,5 +19,10 @@ struct Stack {
   int64_t row_stride, matrix_stride;
 };
 CUtensorMap tensor_map(const Stack& stack, int box_rows);
+
+// Launches what fills the room of a list; nothing for a stack. With `map`, of a matrix alone, also a copy of it for each
+// matrix with its address: those are returned, for the kernel that is launched next, which acquires each before it uses it.
+const CUtensorMap* launch_matrix_list(const MatrixList& list, int64_t groups, const CUtensorMap* map,
+                                      void* stream);
 
 }  // namespace transformer_plugin::gemm

@@ -117,9 +117,16 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     fewer_registers<kCopierRegisters>();
     if (threadIdx.x < kWarpSize) {
       RowsWalk walk(args, block);
+      int entered = -1;  // the group of the tile before
       for (int index = cluster_in_grid(); walk.find(index, tile); index += clusters) {
         const int row = walk.begin_row + tile.row * kTileRows, column = tile.column * kTileColumns;
         if (threadIdx.x == 0) {
+          const bool listed =
+              sizeof(Element) == 2 && args.b_maps != nullptr;  // no list of quantized matrices
+          const CUtensorMap& own_map = listed ? args.b_maps[tile.group] : b_map;
+          const int matrix = listed ? 0 : tile.group;
+          if (listed && tile.group != entered) acquire(&own_map);
+          entered = tile.group;
 #pragma unroll 1
           for (int step = 0; step < steps; ++step, place.next()) {
             const int k = step * kStep<Element>;
@@ -131,8 +138,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
                 },
                 [&](void* to, int box, uint64_t* barrier, bool for_both) {
                   const int line = column + box * kBoxLines;
-                  Kind::b_by_columns ? load(for_both, to, b_map, barrier, line, k, tile.group)
-                                     : load(for_both, to, b_map, barrier, k, line, tile.group);
+                  Kind::b_by_columns ? load(for_both, to, own_map, barrier, line, k, matrix)
+                                     : load(for_both, to, own_map, barrier, k, line, matrix);
                 },
                 scales.bytes());
             scales.start(shared, place);
@@ -194,8 +201,9 @@ void launch_rows(const GroupedKernelArgs& args, const HopperPlan& plan, cudaStre
       tensor_map({args.a, args.dtype, args.k, args.rows, 1, args.k, args.rows * args.k}, kBoxLines);
   const int64_t b_columns = Kind::b_by_columns ? args.n : args.k;
   const int64_t b_rows = Kind::b_by_columns ? args.k : args.n;
-  const CUtensorMap b = tensor_map(
-      {args.b, args.dtype, b_columns, b_rows, args.groups, b_columns, b_rows * b_columns}, kBoxLines);
+  const int64_t b_count = args.list.addresses ? 1 : args.groups;
+  const CUtensorMap b =
+      tensor_map({args.b, args.dtype, b_columns, b_rows, b_count, b_columns, b_rows * b_columns}, kBoxLines);
   const CUtensorMap out = tensor_map(
       {args.out, args.out_dtype, args.n, args.rows, 1, args.out_row_stride, args.rows * args.out_row_stride},
       kBoxLines);
@@ -212,7 +220,8 @@ void launch_rows(const GroupedKernelArgs& args, const HopperPlan& plan, cudaStre
                      static_cast<int>(args.groups),
                      static_cast<int>(args.rows),
                      static_cast<int>(args.n),
-                     static_cast<int>(args.k)};
+                     static_cast<int>(args.k),
+                     launch_matrix_list(args.list, args.groups, &b, stream)};
   launch_early(kernel, grid_of(plan), kThreads, kShared, stream, a, b, out, own);
   check_launch("hopper_rows_kernel");
 }
