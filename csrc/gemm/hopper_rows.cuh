@@ -207,6 +207,7 @@ void launch_rows(const GroupedKernelArgs& args, const HopperPlan& plan, cudaStre
   const CUtensorMap out = tensor_map(
       {args.out, args.out_dtype, args.n, args.rows, 1, args.out_row_stride, args.rows * args.out_row_stride},
       kBoxLines);
+  const CUtensorMap* b_maps = launch_matrix_list(args.list, args.groups, &b, stream);
   const RowsArgs own{args.offsets,
                      args.out,
                      args.alpha,
@@ -221,7 +222,7 @@ void launch_rows(const GroupedKernelArgs& args, const HopperPlan& plan, cudaStre
                      static_cast<int>(args.rows),
                      static_cast<int>(args.n),
                      static_cast<int>(args.k),
-                     launch_matrix_list(args.list, args.groups, &b, stream)};
+                     b_maps};
   launch_early(kernel, grid_of(plan), kThreads, kShared, stream, a, b, out, own);
   check_launch("hopper_rows_kernel");
 }

@@ -187,6 +187,7 @@ void launch_weight_grad(const GroupedKernelArgs& args, const HopperPlan& plan, c
   maps.out = tensor_map({args.out, args.out_dtype, args.n, args.m, listed ? 1 : args.groups,
                          args.out_row_stride, args.out_group_stride},
                         kBoxLines);
+  const CUtensorMap* out_maps = launch_matrix_list(args.list, args.groups, &maps.out, stream);
   const WeightGradArgs own{args.offsets,
                            args.alpha,
                            static_cast<float*>(args.out),
@@ -203,7 +204,7 @@ void launch_weight_grad(const GroupedKernelArgs& args, const HopperPlan& plan, c
                            plan.thread_boxes,
                            args.accumulate,
                            args.all_moved,
-                           launch_matrix_list(args.list, args.groups, &maps.out, stream),
+                           out_maps,
                            listed ? static_cast<float* const*>(args.list.room) : nullptr};
   launch_early(kernel, grid_of(plan), kThreads, kShared, stream, maps, own);
   check_launch("hopper_weight_grad_kernel");

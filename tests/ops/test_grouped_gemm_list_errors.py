@@ -23,7 +23,10 @@ LIST = (
     "expected 1 to 1024 matrices, whose addresses fit beside a launch, got {} of them. Pass more groups than that as "
     "one tensor."
 )
-APART = "expected a buffer apart from '{}', which is {}, got float32[5, 6] on cpu in the same memory. Pass a buffer of its own"
+APART = (
+    "expected a buffer apart from '{}', which is {}, got float32[5, 6] on cpu in the same memory. "
+    "Pass a buffer of its own"
+)
 WITH = "written at the same time"
 
 

@@ -2,9 +2,9 @@
 
 The ops of :mod:`transformer_plugin.ops.gemm` and :mod:`transformer_plugin.ops.gemm_out` with a list of G matrices in
 place of one tensor ``[G, .., ..]``, with the letters and rules of those pages. The matrices lie anywhere in memory,
-have one shape and one dtype, and are not copied: on CUDA a small launch before the product writes their addresses where its
-kernel finds them. They travel in the arguments of that launch, which is why a list has at most 1024 matrices. Where the
-matrices are views of one tensor at equal distances, the product is that of the tensor.
+have one shape and one dtype, and are not copied: on CUDA a small launch before the product writes their addresses where
+its kernel finds them. They travel in the arguments of that launch, which is why a list has at most 1024 matrices. Where
+the matrices are views of one tensor at equal distances, the product is that of the tensor.
 
 A CUDA graph keeps the addresses that it was captured with. What lies there may change between replays, as may sizes; a
 matrix that has moved, a parameter whose ``data`` was replaced for example, is not followed.
