@@ -121,8 +121,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       for (int index = cluster_in_grid(); walk.find(index, tile); index += clusters) {
         const int row = walk.begin_row + tile.row * kTileRows, column = tile.column * kTileColumns;
         if (threadIdx.x == 0) {
-          const bool listed =
-              sizeof(Element) == 2 && args.b_maps != nullptr;  // no list of quantized matrices
+          // Quantized matrices have no list.
+          const bool listed = sizeof(Element) == 2 && args.b_maps != nullptr;
           const CUtensorMap& own_map = listed ? args.b_maps[tile.group] : b_map;
           const int matrix = listed ? 0 : tile.group;
           if (listed && tile.group != entered) acquire(&own_map);
