@@ -11,10 +11,11 @@ from torch import Tensor
 from benchmarks.quantize_grouped import skewed_sizes
 from transformer_plugin import ops, reference
 from transformer_plugin.formats import BLOCK
-from transformer_plugin.recipes import Float8BlockScaling
+from transformer_plugin.recipes import Float8BlockScaling, Float8CurrentScaling
 
 RECIPE = Float8BlockScaling()
 INPUT_FORMAT, WEIGHT_FORMAT, GRAD_FORMAT = RECIPE.input_format, RECIPE.weight_format, RECIPE.grad_format
+TENSOR_FORMAT = Float8CurrentScaling().weight_format
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,16 @@ class Data:
         self.weight8, self.weight8_t = both[:2], both[2:]
         self.x8, self.x8_t = self._quantized(self.x, INPUT_FORMAT)
         self.grad8, self.grad8_t = self._quantized(self.grad, GRAD_FORMAT)
+        self.weight8_whole = ops.quantize(self.weight, TENSOR_FORMAT)
+        self.x8_whole = {
+            kind: ops.grouped_quantize(self.x, sizes, TENSOR_FORMAT) for kind, sizes in self.sizes.items()
+        }
+        # of each row, as torch wants them
+        self.x8_row_scale = {
+            kind: self.x8_whole[kind][1].repeat_interleave(sizes, output_size=shape.rows)
+            for kind, sizes in self.sizes.items()
+        }
+        self.weight8_row_scale = self.weight8_whole[1].unsqueeze(1).expand(-1, shape.n).contiguous()
         torch._dynamo.reset()  # what was compiled for other shapes counts against its limit
         self.add = torch.compile(_add, dynamic=False, fullgraph=True)
 
@@ -124,6 +135,25 @@ def _fp8_forward(data: Data, kind: str) -> Tensor:
 def _fp8_data_gradient(data: Data, kind: str) -> Tensor:
     sizes, formats = data.sizes[kind], (GRAD_FORMAT, WEIGHT_FORMAT)
     return ops.grouped_gemm_quantized(*data.grad8[kind], *data.weight8_t, sizes, *formats, torch.bfloat16)
+
+
+def _fp8_whole_forward(data: Data, kind: str) -> Tensor:
+    sizes, formats = data.sizes[kind], (TENSOR_FORMAT, TENSOR_FORMAT)
+    return ops.grouped_gemm_quantized(
+        *data.x8_whole[kind], *data.weight8_whole, sizes, *formats, torch.bfloat16
+    )
+
+
+def _torch_fp8_forward(data: Data, kind: str) -> Tensor:
+    return torch._scaled_grouped_mm(
+        data.x8_whole[kind][0],
+        data.weight8_whole[0].mT,
+        data.x8_row_scale[kind],
+        data.weight8_row_scale,
+        data.ends[kind],
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
 
 
 def _data_gradient(data: Data, kind: str) -> Tensor:
@@ -168,6 +198,12 @@ def _fp8_forward_factors(data: Data, kind: str, group: int) -> Factors:
         reference.dequantize(x[rows], x_scale[:, rows], INPUT_FORMAT),
         reference.dequantize(weight[group], weight_scale[group], WEIGHT_FORMAT).T,
     )
+
+
+def _fp8_whole_forward_factors(data: Data, kind: str, group: int) -> Factors:
+    (x, x_scale), (weight, weight_scale) = data.x8_whole[kind], data.weight8_whole
+    rows = data.rows_of(kind, group)
+    return x[rows].float() * x_scale[group], (weight[group].float() * weight_scale[group]).T
 
 
 def _data_gradient_factors(data: Data, kind: str, group: int) -> Factors:
@@ -218,6 +254,10 @@ WORKS = (
     Work(
         "FP8 forward", _fp8_forward, torch_forward, "_grouped_mm of bfloat16", _fp8_forward_factors,
         same_numbers=False,
+    ),
+    Work(
+        "FP8 forward, whole groups", _fp8_whole_forward, _torch_fp8_forward,
+        "_scaled_grouped_mm by rows, fast accumulation", _fp8_whole_forward_factors,
     ),
     Work("data gradient", _data_gradient, _torch_data_gradient, "_grouped_mm", _data_gradient_factors),
     Work(

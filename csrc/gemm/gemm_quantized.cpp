@@ -3,8 +3,8 @@
 
 #include "common/autograd.h"
 #include "common/tensor.h"
-#include "gemm/block_product.h"
 #include "gemm/checks.h"
+#include "gemm/code_product.h"
 #include "gemm/dense_product.h"
 #include "gemm/quantized.h"
 
@@ -67,19 +67,23 @@ Tensor gemm_quantized_meta(const Tensor& a, const Tensor& a_scale, const Tensor&
   return empty(a, {given.rows(), given.columns()}, dtype);
 }
 
-bool multiplies_blocks(const Given& given) {
-  const bool fit = are_rows_by_squares(given.a_format, given.b_format) ||
-                   (are_rows_by_rows(given.a_format, given.b_format) && !given.bias);
-  return fit && given.transpose_b && has_block_kernels(given.a.data);
+// Whether kernels multiplied the codes as they are: as one group of rows, or else as one of columns, which has no bias.
+bool multiply_codes(const Given& given, const OptionalTensor& beta, const Tensor& out) {
+  const CodeOperand a{given.a.data, given.a.scale}, b{given.b.data, given.b.scale};
+  const OptionalTensor none;
+  const OptionalTensor alpha =
+      alpha_and_amaxes(given.alpha, given.a, given.a_format, given.b, given.b_format);
+  const auto rows = code_product_scales(given.a_format, given.b_format);
+  if (rows && code_product_out({*rows, a, b, none, given.bias, none, alpha, beta}, out)) return true;
+  const auto columns = code_reduction_scales(given.a_format, given.b_format);
+  return columns && !given.bias && code_reduction_out({*columns, a, b, none, alpha, beta}, out, false);
 }
 
-// Whether kernels multiplied blocks as they are.
-bool multiply_blocks(const Given& given, const OptionalTensor& beta, const Tensor& out) {
-  const BlockOperand a{given.a.data, given.a.scale}, b{given.b.data, given.b.scale};
-  const OptionalTensor none;
-  return given.b_format.square_blocks
-             ? block_product_out({a, b, none, given.bias, none, given.alpha, beta}, out)
-             : block_reduction_out({a, b, none, given.alpha, beta}, out, false);
+// Whether they may.
+bool multiplies_codes(const Given& given) {
+  if (!given.transpose_b || !has_code_kernels(given.a.data)) return false;
+  return code_product_scales(given.a_format, given.b_format) ||
+         (code_reduction_scales(given.a_format, given.b_format) && !given.bias);
 }
 
 Tensor gemm_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
@@ -90,9 +94,9 @@ Tensor gemm_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b, c
       checked(kOp, a, a_scale, b, b_scale, a_key, b_key, bias, transpose_b, a_amax, b_amax, alpha);
   check_rounded_dtype(kOp, dtype);
   const BelowAutograd guard;
-  if (multiplies_blocks(given)) {
+  if (multiplies_codes(given)) {
     const Tensor out = empty(a, {given.rows(), given.columns()}, dtype);
-    if (multiply_blocks(given, std::nullopt, out)) return out;
+    if (multiply_codes(given, std::nullopt, out)) return out;
   }
   return with_values(given, [&](const Tensor& left, const Tensor& right, const OptionalTensor& factor) {
     return dense_product(left, right, bias, dtype, factor);
@@ -126,7 +130,7 @@ void gemm_quantized_out(const Tensor& a, const Tensor& a_scale, const Tensor& b,
   check_apart({kOutOp, "out", out}, {kOutOp, "b", b});
   if (bias) check_apart({kOutOp, "out", out}, {kOutOp, "bias", *bias});
   const BelowAutograd guard;
-  if (multiplies_blocks(given) && multiply_blocks(given, beta, out)) return;
+  if (multiplies_codes(given) && multiply_codes(given, beta, out)) return;
   with_values(given, [&](const Tensor& left, const Tensor& right, const OptionalTensor& factor) {
     dense_product_out(left, right, bias, factor, beta, out);
   });

@@ -4,8 +4,8 @@
 #include "common/autograd.h"
 #include "common/group_offsets.h"
 #include "common/tensor.h"
-#include "gemm/block_product.h"
 #include "gemm/checks.h"
+#include "gemm/code_product.h"
 #include "gemm/grouped_product.h"
 #include "gemm/quantized.h"
 
@@ -83,24 +83,28 @@ Tensor offsets_of(const Given& given) {
   return group_offsets({a.op, "group_sizes", given.group_sizes}, a, a.tensor.size(0));
 }
 
-bool multiplies_blocks(const Given& given) {
-  return given.transpose_b && are_rows_by_squares(given.a_format, given.b_format) &&
-         has_block_kernels(given.a.data);
+// Whether kernels may multiply the codes as they are.
+std::optional<ScaleKind> code_scales(const Given& given) {
+  if (!given.transpose_b || !has_code_kernels(given.a.data)) return std::nullopt;
+  return code_product_scales(given.a_format, given.b_format);
 }
 
-// Whether kernels multiplied blocks as they are.
-bool multiply_blocks(const Given& given, const Tensor& offsets, const OptionalTensor& beta,
-                     const Tensor& out) {
-  const std::optional<Tensor> groups = offsets;
-  return block_product_out({{given.a.data, given.a.scale},
-                            {given.b.data, given.b.scale},
-                            groups,
-                            given.bias,
-                            given.bias_scale,
-                            given.alpha,
-                            beta,
-                            given.options},
-                           out);
+// Whether they did.
+bool multiply_codes(const Given& given, ScaleKind scales, const Tensor& offsets, const OptionalTensor& beta,
+                    const Tensor& out) {
+  const OptionalTensor groups = offsets;
+  const OptionalTensor alpha =
+      alpha_and_amaxes(given.alpha, given.a, given.a_format, given.b, given.b_format);
+  return code_product_out({scales,
+                           {given.a.data, given.a.scale},
+                           {given.b.data, given.b.scale},
+                           groups,
+                           given.bias,
+                           given.bias_scale,
+                           alpha,
+                           beta,
+                           given.options},
+                          out);
 }
 
 Tensor grouped_quantized_meta(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
@@ -125,9 +129,9 @@ Tensor grouped_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b
   check_rounded_dtype(kOp, dtype);
   const BelowAutograd guard;
   const Tensor offsets = offsets_of(given);
-  if (multiplies_blocks(given)) {
+  if (const auto scales = code_scales(given)) {
     const Tensor out = empty(a, {given.capacity(), given.columns()}, dtype);
-    if (multiply_blocks(given, offsets, std::nullopt, out)) return out;
+    if (multiply_codes(given, *scales, offsets, std::nullopt, out)) return out;
   }
   return with_values(given, offsets, std::nullopt,
                      [&](const RowProduct& product) { return row_product(product, dtype); });
@@ -165,7 +169,8 @@ void grouped_quantized_out(const Tensor& a, const Tensor& a_scale, const Tensor&
   if (bias_scale) check_apart({kOutOp, "out", out}, {kOutOp, "bias_scale", *bias_scale});
   const BelowAutograd guard;
   const Tensor offsets = offsets_of(given);
-  if (multiplies_blocks(given) && multiply_blocks(given, offsets, beta, out)) return;
+  const auto scales = code_scales(given);
+  if (scales && multiply_codes(given, *scales, offsets, beta, out)) return;
   with_values(given, offsets, beta, [&](const RowProduct& product) { row_product_out(product, out); });
 }
 

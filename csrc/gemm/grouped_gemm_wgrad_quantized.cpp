@@ -4,8 +4,8 @@
 #include "common/autograd.h"
 #include "common/group_offsets.h"
 #include "common/tensor.h"
-#include "gemm/block_product.h"
 #include "gemm/checks.h"
+#include "gemm/code_product.h"
 #include "gemm/grouped_product.h"
 #include "gemm/quantized.h"
 
@@ -61,18 +61,20 @@ Operands check_operands(const char* op, const Tensor& grad_t, const Tensor& grad
   return operands;
 }
 
-// Whether kernels multiplied blocks as they are.
-bool multiply_blocks(const Operands& operands, const OptionalTensor& offsets, const OptionalTensor& alpha,
-                     const OptionalTensor& beta, const Tensor& out, bool accumulate) {
-  const QuantizedArgument &grad = operands.grad, &input = operands.input;
-  return block_reduction_out(
-      {{grad.data, grad.scale}, {input.data, input.scale}, offsets, alpha, beta, operands.options}, out,
-      accumulate);
+// Whether kernels may multiply the codes as they are.
+std::optional<ScaleKind> code_scales(const Operands& operands) {
+  if (!has_code_kernels(operands.grad.data)) return std::nullopt;
+  return code_reduction_scales(operands.grad_format, operands.input_format);
 }
 
-bool takes_blocks(const Operands& operands) {
-  return are_rows_by_rows(operands.grad_format, operands.input_format) &&
-         has_block_kernels(operands.grad.data);
+// Whether they did.
+bool multiply_codes(const Operands& operands, ScaleKind scales, const OptionalTensor& offsets,
+                    const OptionalTensor& alpha, const OptionalTensor& beta, const Tensor& out,
+                    bool accumulate) {
+  const QuantizedArgument &grad = operands.grad, &input = operands.input;
+  return code_reduction_out(
+      {scales, {grad.data, grad.scale}, {input.data, input.scale}, offsets, alpha, beta, operands.options},
+      out, accumulate);
 }
 
 template <typename Multiply>
@@ -111,9 +113,9 @@ Tensor wgrad(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& inp
   check_rounded_dtype(kOp, dtype);
   const BelowAutograd guard;
   const Tensor offsets = operands.offsets();
-  if (takes_blocks(operands)) {
+  if (const auto scales = code_scales(operands)) {
     const Tensor out = empty(grad_t, {offsets.size(0) - 1, grad_t.size(0), input_t.size(0)}, dtype);
-    if (multiply_blocks(operands, offsets, alpha, std::nullopt, out, false)) return out;
+    if (multiply_codes(operands, *scales, offsets, alpha, std::nullopt, out, false)) return out;
   }
   return with_values(operands, offsets, alpha, std::nullopt,
                      [&](const ReductionProduct& product) { return reduction_product(product, dtype); });
@@ -147,7 +149,8 @@ void wgrad_out(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& i
   check_apart({kOutOp, "out", out}, {kOutOp, "input_t", input_t});
   const BelowAutograd guard;
   const Tensor offsets = operands.offsets();
-  if (takes_blocks(operands) && multiply_blocks(operands, offsets, alpha, beta, out, accumulate)) return;
+  const auto scales = code_scales(operands);
+  if (scales && multiply_codes(operands, *scales, offsets, alpha, beta, out, accumulate)) return;
   with_values(operands, offsets, alpha, beta,
               [&](const ReductionProduct& product) { reduction_product_out(product, out, accumulate); });
 }

@@ -17,6 +17,9 @@ enum class GroupedMode : int32_t {
   kWeightGrad,  // a [T, m], b [T, n]: each group sums over its own rows
 };
 
+// What the scales of FP8 operands are of: FP32 of blocks of 128 or of whole groups, E8M0 of 32 codes, E4M3 of 16.
+enum class ScaleKind : int32_t { kBlocks, kGroups, kMx, kNv };
+
 struct GroupedKernelArgs {
   const void* a;
   const void* b;
@@ -26,8 +29,8 @@ struct GroupedKernelArgs {
   const float* beta;        // [G], of what `out` holds, which is not read where it is 0; or null for 0
   const float* bias;        // [G, n], or null; rows only
   const float* bias_scale;  // [T], or null for 1; rows only
-  const float* a_scale;     // of E4M3 in blocks on Hopper (gemm/hopper.h), else null
-  const float* b_scale;
+  const void* a_scale;      // of FP8 and FP4 on Hopper (gemm/hopper.h), else null
+  const void* b_scale;
   const void*
       a_moved;  // of kWeightGrad of those: a and b with groups at multiples of 16 bytes (gemm/align_groups.h), or null
   const void* b_moved;
@@ -39,8 +42,9 @@ struct GroupedKernelArgs {
   int64_t k;  // unused by kWeightGrad
   int64_t out_group_stride;
   int64_t out_row_stride;
-  DType dtype;  // of a and b
+  DType dtype;  // of a and b; but b is E4M3 beside an `a` of E5M2
   DType out_dtype;
+  ScaleKind scale_kind;   // of a_scale and b_scale
   bool accumulate;        // add to what `out` holds; a group without rows leaves it unchanged
   bool all_moved;         // a and b as they are do not count
   bool vectors;           // every row of a and b begins at a multiple of 16 bytes

@@ -22,7 +22,8 @@ struct Codes {
 // out[i] = a[i] @ B_g * alpha[g] + bias_scale[i] * bias[g] for the rows i of group g, rounded once; zero past the
 // last group, whose rows of `a` are not read. B_g is b[g] transposed (b [G, N, K]) or as stored (b [G, K, N]).
 // With `beta`, beta[g] * out[i] is added before the rounding, and what is past the last group stays as it is.
-// With `rows`, a[rows[i]] stands for a[i]. With `list`, its matrices stand for those of `b`, which is the first of them.
+// With `rows`, a[rows[i]] stands for a[i]. With `list`, its matrices stand for those of `b`, which then is the first of
+// them.
 struct RowProduct {
   const at::Tensor& a;                          // [T, K], or any rows of K
   const at::Tensor& b;                          // [G, N, K] or [G, K, N]

@@ -91,13 +91,19 @@ bool hopper_takes(GroupedMode mode, const GroupedKernelArgs& args) {
 
 void launch_hopper(GroupedMode mode, const GroupedKernelArgs& args, void* stream) {
   const HopperPlan plan = hopper_plan(mode, args, multiprocessors());
+  const bool codes = bytes_of(args.dtype) == 1, blocks = args.scale_kind == ScaleKind::kBlocks;
   switch (mode) {
     case GroupedMode::kForward:
-      return args.dtype == DType::kFloat8E4M3 ? launch_hopper_blocks(args, plan, stream)
-                                              : launch_hopper_forward(args, plan, stream);
+      if (!codes) return launch_hopper_forward(args, plan, stream);
+      if (args.scale_kind == ScaleKind::kMx) return launch_hopper_mx(args, plan, stream);
+      if (args.scale_kind == ScaleKind::kNv) return launch_hopper_nv(args, plan, stream);
+      return blocks ? launch_hopper_blocks(args, plan, stream) : launch_hopper_codes(args, plan, stream);
     case GroupedMode::kDataGrad: return launch_hopper_data_grad(args, plan, stream);
     case GroupedMode::kWeightGrad:
-      if (args.dtype == DType::kFloat8E4M3) return launch_hopper_weight_grad_blocks(args, plan, stream);
+      if (codes) {
+        return blocks ? launch_hopper_weight_grad_blocks(args, plan, stream)
+                      : launch_hopper_weight_grad_codes(args, plan, stream);
+      }
       return args.out_dtype == DType::kFloat32 ? launch_hopper_weight_grad_float(args, plan, stream)
                                                : launch_hopper_weight_grad(args, plan, stream);
   }

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "common/device_types.cuh"
+#include "common/dtype.h"
 #include "common/shared_memory.cuh"
 
 namespace transformer_plugin::gemm::hopper {
@@ -36,6 +37,10 @@ __device__ __forceinline__ void arrive_at(uint64_t* barrier, uint32_t block) {
       "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(shared_address(barrier)),
       "r"(block)
       : "memory");
+}
+// At a barrier of this block.
+__device__ __forceinline__ void arrive_here(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 // Until the phase of this parity has ended.
 __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
@@ -209,13 +214,32 @@ __device__ __forceinline__ void multiply(float (&sums)[128], uint64_t a, uint64_
 #undef TP_MULTIPLY
 }
 
-// The same of E4M3 operands by rows, 128 lines of b and 32 of the dimension between them; `add` to sums, or in their place.
-__device__ __forceinline__ void multiply_e4m3(float (&sums)[64], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" TP_NAMES_64 "}, %64, %65, p, 1, 1;\n}"
-      : TP_SUMS_64(0)
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+// The same of bfloat16, b by rows and the 64 lines of a in registers: a thread has of its rows l and l + 8 the places
+// 2 (lane % 4) and the next, then those of both rows 8 places on.
+__device__ __forceinline__ void multiply_registers(float (&sums)[128], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" TP_NAMES_128
+               "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 0;"
+               : TP_SUMS_64(0), TP_SUMS_64(64)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// The same of FP8 operands by rows, `a` in E4M3 or E5M2 and b in E4M3, 128 lines of b and 32 of the dimension between them;
+// `add` to sums, or in their place.
+template <DType a_type>
+__device__ __forceinline__ void multiply_fp8(float (&sums)[64], uint64_t a, uint64_t b, bool add) {
+#define TP_MULTIPLY(type)                                                                                  \
+  asm volatile(                                                                                            \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                         \
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32." type ".e4m3 {" TP_NAMES_64 "}, %64, %65, p, 1, 1;\n}" \
+      : TP_SUMS_64(0)                                                                                      \
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)))
+  if constexpr (a_type == DType::kFloat8E4M3) {
+    TP_MULTIPLY("e4m3");
+  } else {
+    static_assert(a_type == DType::kFloat8E5M2, "codes of a byte");
+    TP_MULTIPLY("e5m2");
+  }
+#undef TP_MULTIPLY
 }
 
 }  // namespace transformer_plugin::gemm::hopper

@@ -20,8 +20,8 @@ struct Stack {
 };
 CUtensorMap tensor_map(const Stack& stack, int box_rows);
 
-// Launches what fills the room of a list; nothing for a stack. With `map`, of a matrix alone, also a copy of it for each
-// matrix with its address: those are returned, for the kernel that is launched next, which acquires each before it uses it.
+// Launches what fills the room of a list; nothing for a stack. With `map`, of one matrix, that is also a copy of it for
+// each matrix, with its address. Those are returned: the kernel that is launched next acquires each before it uses it.
 const CUtensorMap* launch_matrix_list(const MatrixList& list, int64_t groups, const CUtensorMap* map,
                                       void* stream);
 

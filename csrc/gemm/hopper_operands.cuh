@@ -12,12 +12,13 @@ struct RowsArgs {
   const float* alpha;
   const float* bias;
   const float* bias_scale;
-  const float* a_scale;  // of blocks of 1x128, [ceil(k / 128), a_scale_width]
-  const float* b_scale;  // of blocks of 128x128, [groups, ceil(n / 128), b_scale_width]
+  const float* a_scale;  // of blocks of 1x128, [ceil(k / 128), a_scale_width]; of whole groups, [groups]
+  const float*
+      b_scale;  // of blocks of 128x128, [groups, ceil(n / 128), b_scale_width]; of whole groups, [groups]
   int64_t out_row_stride, a_scale_width;
   int b_scale_width;
   int groups, rows, n, k;
-  const CUtensorMap* b_maps;  // of a list of matrices, one for each group; or null for the stack
+  const CUtensorMap* b_maps = nullptr;  // of a list of matrices, one for each group; or null for the stack
 };
 
 // Where a warpgroup's part of a tile lies.
@@ -26,19 +27,24 @@ struct Part {
   int row, end_row, column;  // its first row, the group's end, its first column
 };
 
+// No scale comes with a stage.
+struct NoScaleCopy {
+  template <typename Args>
+  __device__ __forceinline__ NoScaleCopy(const Args&, int, const Tile&, int) {}
+  __device__ __forceinline__ uint32_t bytes() const { return 0; }
+  template <typename Shared, typename Place>
+  __device__ __forceinline__ void start(Shared&, const Place&) const {}
+};
+
 // 16-bit operands. `by_columns`: b [G, k, n], else [G, n, k].
 template <typename T, bool by_columns>
 struct Plain {
   using Element = T;
   using Out = T;
   using Shared = PlainShared;
+  using ScaleCopy = NoScaleCopy;
   static constexpr bool b_by_columns = by_columns;
-
-  struct ScaleCopy {
-    __device__ __forceinline__ ScaleCopy(const RowsArgs&, int, const Tile&, int) {}
-    __device__ __forceinline__ uint32_t bytes() const { return 0; }
-    __device__ __forceinline__ void start(Shared&, const Place<Shared>&) const {}
-  };
+  static constexpr bool group_scales = false;
 
   static __device__ __forceinline__ void sum(const RowsArgs&, Shared& shared, Place<Shared>& place, int steps,
                                              const Part& part, float (&sums)[kSums]) {
@@ -71,6 +77,7 @@ struct Blocks {
   using Out = __nv_bfloat16;
   using Shared = RowScaledShared;
   static constexpr bool b_by_columns = false;
+  static constexpr bool group_scales = false;
   static constexpr int kBlock = 128;
   static_assert(kStep<Element> == kBlock && kTileColumns == 2 * kBlock, "a stage is a block of k");
 
@@ -120,19 +127,35 @@ struct Blocks {
         const float scale = scales.columns[half][step % 4 + zero];
         const float both[2] = {scale_low * scale, scale_high * scale};
         float products[64];
-        begin_products();
-#pragma unroll
-        for (int i = 0; i < kBlock / 32; ++i) {  // descriptors count 16 bytes
-          multiply_e4m3(products, a + i * 2, b + half * (kBlock * kLine / 16) + i * 2, i > 0);
-        }
-        commit_products();
-        wait_for_products<0>();
+        multiply_stage<DType::kFloat8E4M3>(products, a, b, half);
         if (half == 1) release(shared, place.stage);
 #pragma unroll
         for (int i = 0; i < 64; ++i) {
           sums[half * 64 + i] = fmaf(products[i], both[i / 2 % 2], sums[half * 64 + i]);
         }
       }
+    }
+  }
+};
+
+// FP8 codes under one scale for each group, of `a` in E4M3 or E5M2: the scales are one factor of the whole sum, which leaves
+// the tensor cores every 128 of k all the same, as they round it to some 14 bits.
+template <DType a_type>
+struct Codes {
+  using Element = uint8_t;
+  using Out = __nv_bfloat16;
+  using Shared = PlainShared;
+  using ScaleCopy = NoScaleCopy;
+  static constexpr bool b_by_columns = false;
+  static constexpr bool group_scales = true;
+
+  static __device__ __forceinline__ void sum(const RowsArgs&, Shared& shared, Place<Shared>& place, int steps,
+                                             const Part& part, float (&sums)[kSums]) {
+    for (int step = 0; step < steps; ++step, place.next()) {
+      wait(&shared.full[place.stage], place.parity);
+      const Stage& stage = shared.stages[place.stage];
+      add_stage<a_type>(sums, by_rows(stage.left[part.number]), by_rows(stage.right),
+                        [&] { release(shared, place.stage); });
     }
   }
 };

@@ -11,6 +11,19 @@ int64_t ceil_div(int64_t size, int64_t by) { return (size + by - 1) / by; }
 bool is_whole(int64_t elements, DType dtype) { return elements > 0 && elements * bytes_of(dtype) % 16 == 0; }
 bool fits(int64_t size) { return size > 0 && size < INT32_MAX / 2; }
 
+// Codes that these kernels know, the dimension that is summed over in lines.
+bool is_codes(GroupedMode mode, const GroupedKernelArgs& args) {
+  if (mode == GroupedMode::kDataGrad) return false;
+  const bool e4m3 = args.dtype == DType::kFloat8E4M3;
+  switch (args.scale_kind) {
+    case ScaleKind::kBlocks: return e4m3;
+    case ScaleKind::kGroups: return e4m3 || args.dtype == DType::kFloat8E5M2;
+    case ScaleKind::kMx: return mode == GroupedMode::kForward && e4m3;
+    case ScaleKind::kNv: return mode == GroupedMode::kForward && args.dtype == DType::kFloat4E2M1;
+  }
+  return false;
+}
+
 // Pairs of tiles (gemm/hopper_tiles.cuh) that there can be, or `limit` if that is less. Of ragged rows most come about
 // when each group ends one row into a tile; in a matrix with an odd number of tiles one pair has one tile only.
 int64_t most_pairs(GroupedMode mode, const GroupedKernelArgs& args, int64_t limit) {
@@ -41,7 +54,7 @@ uint32_t thread_boxes_of(const GroupedKernelArgs& args) {
   const int64_t expected = args.options.expected_rows;
   const int64_t rows = expected < 0 ? args.rows : std::min(expected, args.rows);
   if (rows >= kManyRows * args.groups) return 0;
-  const bool most = args.dtype == DType::kFloat8E4M3 && rows < kFewRows * args.groups;
+  const bool most = bytes_of(args.dtype) == 1 && rows < kFewRows * args.groups;
   return most ? 0b11101110 : 0b01010100;
 }
 
@@ -57,20 +70,20 @@ int64_t bytes_of(DType dtype) {
 }
 
 bool hopper_takes_shape(GroupedMode mode, const GroupedKernelArgs& args) {
-  const bool blocks = mode != GroupedMode::kDataGrad && args.dtype == DType::kFloat8E4M3;
-  if (args.dtype != DType::kBFloat16 && args.dtype != DType::kFloat16 && !blocks) return false;
+  const bool codes = is_codes(mode, args);
+  if (args.dtype != DType::kBFloat16 && args.dtype != DType::kFloat16 && !codes) return false;
   if (!is_whole(args.out_row_stride, args.out_dtype)) return false;
   if (!fits(args.rows) || !fits(args.groups) || !fits(args.n)) return false;
-  if (!is_whole(args.n, blocks ? args.out_dtype : args.dtype)) return false;
+  if (!is_whole(args.n, codes ? args.out_dtype : args.dtype)) return false;
   if (mode == GroupedMode::kWeightGrad) {
-    if (!fits(args.m) || !(blocks || is_whole(args.m, args.dtype))) return false;
-    const DType narrow = blocks ? DType::kBFloat16 : args.dtype;
+    if (!fits(args.m) || !(codes || is_whole(args.m, args.dtype))) return false;
+    const DType narrow = codes ? DType::kBFloat16 : args.dtype;
     const bool rounded = args.out_dtype == narrow && !args.accumulate;  // else it would be rounded twice
     if (args.out_dtype != DType::kFloat32 && !rounded) return false;
     return is_whole(args.out_group_stride, args.out_dtype);
   }
-  return args.out_dtype == (blocks ? DType::kBFloat16 : args.dtype) && fits(args.k) &&
-         is_whole(args.k, args.dtype);
+  return args.out_dtype == (codes ? DType::kBFloat16 : args.dtype) && fits(args.k) &&
+         is_whole(args.dtype == DType::kFloat4E2M1 ? args.k / 2 : args.k, args.dtype);
 }
 
 HopperPlan hopper_plan(GroupedMode mode, const GroupedKernelArgs& args, int multiprocessors) {

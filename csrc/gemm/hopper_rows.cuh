@@ -63,12 +63,13 @@ class RowsWalk {
 };
 
 // The one rounding comes after this.
+template <typename Kind>
 __device__ __forceinline__ void scale_and_add_bias(const RowsArgs& args, const Part& part,
                                                    float (&sums)[kSums]) {
-  if (args.alpha) {
-    const float alpha = args.alpha[part.group];
+  if (Kind::group_scales || args.alpha) {
+    const float factor = factor_of<Kind::group_scales>(args, part.group);
 #pragma unroll
-    for (float& sum : sums) sum = sum * alpha;
+    for (float& sum : sums) sum = sum * factor;
   }
   if (!args.bias) return;
   const int lane = threadIdx.x % kWarpSize;
@@ -87,6 +88,29 @@ __device__ __forceinline__ void scale_and_add_bias(const RowsArgs& args, const P
       sums[j * 4 + 3] = fmaf(scale_high, y, sums[j * 4 + 3]);
     }
   }
+}
+
+// Sums to their rows and columns of the output, rounded.
+template <typename Out, int kBoxes>
+__device__ __forceinline__ void store_rows(const RowsArgs& args, const CUtensorMap& out_map, const Part& part,
+                                           const float (&sums)[kSums], uint8_t (&boxes)[kBoxes][kBoxBytes]) {
+  const bool whole = part.row + kBoxLines <= part.end_row;
+  store_sums<Out>(sums, boxes, part.number, [&](uint8_t* box, int offset) {
+    const int thread = threadIdx.x % kWarpgroup;
+    if (whole) {
+      if (thread == 0) store_box(out_map, box, part.column + offset, part.row, 0);
+      return;
+    }
+    // Rows of the next group follow.
+    constexpr int kPieces = kLine / 16, kPiece = 16 / sizeof(Out);
+    for (int i = thread; i < kBoxLines * kPieces; i += kWarpgroup) {
+      const int own = i / kPieces, at = part.column + offset + i % kPieces * kPiece;
+      if (part.row + own < part.end_row && at < args.n) {
+        Out* to = static_cast<Out*>(args.out) + (part.row + own) * args.out_row_stride + at;
+        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(swizzled(box, own, i % kPieces));
+      }
+    }
+  });
 }
 
 // Kind is one of hopper_operands.cuh.
@@ -165,30 +189,31 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       }
       float sums[kSums] = {};
       Kind::sum(args, shared, place, steps, part, sums);
-      scale_and_add_bias(args, part, sums);
-      const bool whole = part.row + kBoxLines <= part.end_row;
-      store_sums<Out>(sums, shared.out[number], number, [&](uint8_t* box, int offset) {
-        const int thread = threadIdx.x % kWarpgroup;
-        if (whole) {
-          if (thread == 0) store_box(out_map, box, part.column + offset, part.row, 0);
-          return;
-        }
-        // Rows of the next group follow.
-        constexpr int kPieces = kLine / 16, kPiece = 16 / sizeof(Out);
-        for (int i = thread; i < kBoxLines * kPieces; i += kWarpgroup) {
-          const int own = i / kPieces, at = part.column + offset + i % kPieces * kPiece;
-          if (part.row + own < part.end_row && at < args.n) {
-            Out* to = static_cast<Out*>(args.out) + (part.row + own) * args.out_row_stride + at;
-            *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(swizzled(box, own, i % kPieces));
-          }
-        }
-      });
+      scale_and_add_bias<Kind>(args, part, sums);
+      store_rows<Out>(args, out_map, part, sums, shared.out[number]);
     }
     if (threadIdx.x % kWarpgroup == 0) wait_until_stored<0>();
   }
   sync_cluster();  // neither block leaves while the other may arrive at its
                    // barriers
 #endif
+}
+
+inline RowsArgs rows_args(const GroupedKernelArgs& args) {
+  return {args.offsets,
+          args.out,
+          args.alpha,
+          args.bias,
+          args.bias_scale,
+          static_cast<const float*>(args.a_scale),
+          static_cast<const float*>(args.b_scale),
+          args.out_row_stride,
+          (args.rows + 3) / 4 * 4,
+          static_cast<int>((args.k + 511) / 512 * 4),
+          static_cast<int>(args.groups),
+          static_cast<int>(args.rows),
+          static_cast<int>(args.n),
+          static_cast<int>(args.k)};
 }
 
 template <typename Kind>
@@ -207,22 +232,8 @@ void launch_rows(const GroupedKernelArgs& args, const HopperPlan& plan, cudaStre
   const CUtensorMap out = tensor_map(
       {args.out, args.out_dtype, args.n, args.rows, 1, args.out_row_stride, args.rows * args.out_row_stride},
       kBoxLines);
-  const CUtensorMap* b_maps = launch_matrix_list(args.list, args.groups, &b, stream);
-  const RowsArgs own{args.offsets,
-                     args.out,
-                     args.alpha,
-                     args.bias,
-                     args.bias_scale,
-                     args.a_scale,
-                     args.b_scale,
-                     args.out_row_stride,
-                     (args.rows + 3) / 4 * 4,
-                     static_cast<int>((args.k + 511) / 512 * 4),
-                     static_cast<int>(args.groups),
-                     static_cast<int>(args.rows),
-                     static_cast<int>(args.n),
-                     static_cast<int>(args.k),
-                     b_maps};
+  RowsArgs own = rows_args(args);
+  own.b_maps = launch_matrix_list(args.list, args.groups, &b, stream);
   launch_early(kernel, grid_of(plan), kThreads, kShared, stream, a, b, out, own);
   check_launch("hopper_rows_kernel");
 }

@@ -137,6 +137,32 @@ __device__ __forceinline__ int zero_of_thread() {
   return zero;
 }
 
+// FP8 codes by rows: the products of a stage's 64 lines of `a` and a half of its lines of `b`, summed over the stage.
+template <DType a_type>
+__device__ __forceinline__ void multiply_stage(float (&products)[kSums / 2], uint64_t a, uint64_t b,
+                                               int half) {
+  begin_products();
+#pragma unroll
+  for (int i = 0; i < kLine / 32; ++i) {  // descriptors count 16 bytes
+    multiply_fp8<a_type>(products, a + i * 2, b + half * (kTileColumns / 2 * kLine / 16) + i * 2, i > 0);
+  }
+  commit_products();
+  wait_for_products<0>();
+}
+
+// Adds those of both halves in FP32; release() when the stage has been read.
+template <DType a_type, typename Release>
+__device__ __forceinline__ void add_stage(float (&sums)[kSums], uint64_t a, uint64_t b, Release release) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float products[kSums / 2];
+    multiply_stage<a_type>(products, a, b, half);
+    if (half == 1) release();
+#pragma unroll
+    for (int i = 0; i < kSums / 2; ++i) sums[half * (kSums / 2) + i] += products[i];
+  }
+}
+
 // A matrix of so many tiles taken by two blocks at a time.
 struct Pairs {
   int rows, columns;  // tiles
@@ -219,6 +245,14 @@ __device__ __forceinline__ void store_sums(const float (&sums)[kSums], uint8_t (
     store(box, i * kColumns);
     if (first) commit_stores();
   }
+}
+
+// What the sums of a group are multiplied by: its alpha, and the scales of both operands where they are of whole groups.
+template <bool group_scales, typename Args>
+__device__ __forceinline__ float factor_of(const Args& args, int group) {
+  const float alpha = args.alpha ? args.alpha[group] : 1.0f;
+  if constexpr (group_scales) return args.a_scale[group] * args.b_scale[group] * alpha;
+  return alpha;
 }
 
 // The blocks of a launch.

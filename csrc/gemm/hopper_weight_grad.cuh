@@ -150,10 +150,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       if (args.accumulate) adder().send(args.thread_boxes);
       float sums[kSums] = {};
       Kind::sum(shared, place, rows, number, sums);
-      if (args.alpha) {
-        const float alpha = args.alpha[tile.group];
+      if (Kind::group_scales || args.alpha) {
+        const float factor = factor_of<Kind::group_scales>(args, tile.group);
 #pragma unroll
-        for (float& sum : sums) sum = sum * alpha;
+        for (float& sum : sums) sum = sum * factor;
       }
       if constexpr (sizeof(Out) == 4) {
         if (args.accumulate) {
@@ -191,8 +191,8 @@ void launch_weight_grad(const GroupedKernelArgs& args, const HopperPlan& plan, c
   const WeightGradArgs own{args.offsets,
                            args.alpha,
                            static_cast<float*>(args.out),
-                           args.a_scale,
-                           args.b_scale,
+                           static_cast<const float*>(args.a_scale),
+                           static_cast<const float*>(args.b_scale),
                            args.out_group_stride,
                            args.out_row_stride,
                            static_cast<int>((args.m + 3) / 4 * 4),

@@ -12,11 +12,12 @@ namespace transformer_plugin::gemm::hopper {
 struct WeightGradArgs {
   const int32_t* offsets;  // or null for one group of all rows
   const float* alpha;
-  float* sum;                // what is added to
-  const float* grad_scale;   // of blocks of 1x128, [row tiles, grad_scale_width]
-  const float* input_scale;  // [row tiles, input_scale_width]
+  float* sum;  // what is added to
+  const float*
+      a_scale;  // of the gradient: of blocks of 1x128, [row tiles, a_scale_width]; of whole groups, [groups]
+  const float* b_scale;  // of the input: [row tiles, b_scale_width], or [groups]
   int64_t group_stride, row_stride;
-  int grad_scale_width, input_scale_width;
+  int a_scale_width, b_scale_width;
   int groups, rows, m, n;
   uint32_t thread_boxes;
   bool accumulate;
@@ -64,6 +65,7 @@ template <typename T>
 struct PlainColumns {
   using Shared = PlainShared;
   static constexpr int kRows = kBoxLines;  // of a stage
+  static constexpr bool group_scales = false;
 
   static void encode(WeightGradMaps& maps, const GroupedKernelArgs& args) {
     const auto map = [&](const void* data, int64_t lines) {
@@ -122,13 +124,9 @@ struct PlainColumns {
   }
 };
 
-// E4M3 [m, T] and [n, T] under scales of blocks of 1x128, which begin anew in each group. The sum of each block leaves the
-// tensor cores as in `Blocks` of hopper_operands.cuh. A scale for every line comes with the stage.
-template <typename Out>
-struct BlockColumns {
-  using Shared = LineScaledShared<Out>;
-  static constexpr int kRows = 128;
-  static_assert(kRows == kLine, "a stage is a block");
+// FP8 codes [m, T] and [n, T], a row of T a line, however their scales lie.
+struct CodeLines {
+  static constexpr int kRows = kLine;  // of a stage
 
   static void encode(WeightGradMaps& maps, const GroupedKernelArgs& args) {
     const auto map = [&](const void* data, int64_t rows, int64_t lines) {
@@ -146,16 +144,17 @@ struct BlockColumns {
     }
   }
 
-  static __device__ __forceinline__ void fill(const WeightGradMaps& maps, const WeightGradArgs& args,
-                                              Shared& shared, const Place<Shared>& place, int block,
-                                              const Tile& tile, const Rows& rows, int row) {
+  // `more_bytes` as of fill_stage.
+  template <typename Shared>
+  static __device__ __forceinline__ void fill_lines(const WeightGradMaps& maps, const WeightGradArgs& args,
+                                                    Shared& shared, const Place<Shared>& place, int block,
+                                                    const Tile& tile, const Rows& rows, int row,
+                                                    uint32_t more_bytes) {
     const bool moved = is_moved(rows.begin, args.all_moved);
     const CUtensorMap& grad = moved ? maps.grad_moved : maps.grad;
     const CUtensorMap& input = moved ? maps.input_moved : maps.input;
     const int at = moved ? aligned_begin(rows.begin, tile.group) + row - rows.begin : row;
     const int left = tile.row * kTileRows, right = tile.column * kTileColumns;
-    const uint32_t left_bytes = scale_bytes(args.grad_scale_width - left, kTileRows);
-    const uint32_t right_bytes = scale_bytes(args.input_scale_width - right, kTileColumns);
     fill_stage(
         shared, place, block, tile.same_columns,
         [&](void* to, int box, uint64_t* barrier, bool for_both) {
@@ -164,15 +163,7 @@ struct BlockColumns {
         [&](void* to, int box, uint64_t* barrier, bool for_both) {
           load(for_both, to, input, barrier, at, right + box * kBoxLines, 0);
         },
-        left_bytes + right_bytes);
-    const int64_t row_tile = rows.first_tile + (row - rows.begin) / kRows;
-    LineScales& scales = shared.scales[place.stage];
-    uint64_t* full = &shared.full[place.stage];
-    load_bytes(scales.left, args.grad_scale + row_tile * args.grad_scale_width + left, left_bytes, full);
-    if (right_bytes > 0) {  // else the tile is past the last column
-      load_bytes(scales.right, args.input_scale + row_tile * args.input_scale_width + right, right_bytes,
-                 full);
-    }
+        more_bytes);
   }
 
   // Zeroes the rows of a stage that are past the group's end, by all that multiply: the ends of its lines.
@@ -190,6 +181,31 @@ struct BlockColumns {
     }
     sync_changed_stage();
   }
+};
+
+// E4M3 under scales of blocks of 1x128, which begin anew in each group. The sum of each block leaves the tensor cores as in
+// `Blocks` of hopper_operands.cuh. A scale for every line comes with the stage.
+template <typename Out>
+struct BlockColumns : CodeLines {
+  using Shared = LineScaledShared<Out>;
+  static constexpr bool group_scales = false;
+  static_assert(kRows == 128, "a stage is a block");
+
+  static __device__ __forceinline__ void fill(const WeightGradMaps& maps, const WeightGradArgs& args,
+                                              Shared& shared, const Place<Shared>& place, int block,
+                                              const Tile& tile, const Rows& rows, int row) {
+    const int left = tile.row * kTileRows, right = tile.column * kTileColumns;
+    const uint32_t left_bytes = scale_bytes(args.a_scale_width - left, kTileRows);
+    const uint32_t right_bytes = scale_bytes(args.b_scale_width - right, kTileColumns);
+    fill_lines(maps, args, shared, place, block, tile, rows, row, left_bytes + right_bytes);
+    const int64_t row_tile = rows.first_tile + (row - rows.begin) / kRows;
+    LineScales& scales = shared.scales[place.stage];
+    uint64_t* full = &shared.full[place.stage];
+    load_bytes(scales.left, args.a_scale + row_tile * args.a_scale_width + left, left_bytes, full);
+    if (right_bytes > 0) {  // else the tile is past the last column
+      load_bytes(scales.right, args.b_scale + row_tile * args.b_scale_width + right, right_bytes, full);
+    }
+  }
 
   static __device__ __forceinline__ void sum(Shared& shared, Place<Shared>& place, const Rows& rows,
                                              int number, float (&sums)[kSums]) {
@@ -205,13 +221,7 @@ struct BlockColumns {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float products[64];
-        begin_products();
-#pragma unroll
-        for (int i = 0; i < kRows / 32; ++i) {  // descriptors count 16 bytes
-          multiply_e4m3(products, a + i * 2, b + half * (128 * kLine / 16) + i * 2, i > 0);
-        }
-        commit_products();
-        wait_for_products<0>();
+        multiply_stage<DType::kFloat8E4M3>(products, a, b, half);
         const float* right = &scales.right[half * 128 + lane % 4 * 2];
         float* own = &sums[half * 64];
 #pragma unroll
@@ -230,6 +240,30 @@ struct BlockColumns {
  private:
   static __device__ __forceinline__ uint32_t scale_bytes(int left, int most) {
     return 4 * static_cast<uint32_t>(max(0, min(left, most)));
+  }
+};
+
+// FP8 codes under one scale for each group, of the gradient in E4M3 or E5M2, as `Codes` of hopper_operands.cuh.
+template <DType grad_type>
+struct CodeColumns : CodeLines {
+  using Shared = PlainShared;
+  static constexpr bool group_scales = true;
+
+  static __device__ __forceinline__ void fill(const WeightGradMaps& maps, const WeightGradArgs& args,
+                                              Shared& shared, const Place<Shared>& place, int block,
+                                              const Tile& tile, const Rows& rows, int row) {
+    fill_lines(maps, args, shared, place, block, tile, rows, row, 0);
+  }
+
+  static __device__ __forceinline__ void sum(Shared& shared, Place<Shared>& place, const Rows& rows,
+                                             int number, float (&sums)[kSums]) {
+    for (int left = rows.end - rows.begin; left > 0; left -= kRows, place.next()) {
+      wait(&shared.full[place.stage], place.parity);
+      Stage& stage = shared.stages[place.stage];
+      if (left < kRows) zero_rows(stage, left);
+      add_stage<grad_type>(sums, by_rows(stage.left[number]), by_rows(stage.right),
+                           [&] { release(shared, place.stage); });
+    }
   }
 };
 

@@ -7,8 +7,8 @@
 
 #include "common/autograd.h"
 #include "common/check.h"
-#include "gemm/block_product.h"
 #include "gemm/calls.h"
+#include "gemm/code_product.h"
 
 namespace transformer_plugin::gemm {
 namespace {
@@ -130,7 +130,8 @@ struct RoundedWeight {
 // same, but kernels multiply blocks as they are, what is summed over in one line.
 bool rounds_weight_columns(const Tensor& weight, const RoleFormats& formats) {
   return !formats.symmetric_weight() ||
-         (are_rows_by_squares(formats.grad, formats.weight) && has_block_kernels(weight));
+         (formats.weight.has_blocks() && code_product_scales(formats.grad, formats.weight) &&
+          has_code_kernels(weight));
 }
 
 RoundedWeight round_weight(const Tensor& weight, const RoleFormats& formats, bool backward) {

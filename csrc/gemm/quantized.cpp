@@ -36,6 +36,12 @@ Tensor call_dequantize(const QuantizedArgument& argument, const Tensor* group_si
              : dense.call(argument.data, argument.scale, argument.key, dtype, transposed, argument.amax);
 }
 
+// Of NVFP4 under one amax for each group or matrix.
+Tensor amax_factor(const QuantizedArgument& argument, const Format& format) {
+  const float bound = format.four_over_six == FourOverSix::kNever ? 448.0f : 256.0f;
+  return at::mul(*argument.amax, 1.0f / (bound * 6.0f));
+}
+
 }  // namespace
 
 Format check_quantized(const QuantizedArgument& argument, int64_t dim, const Tensor* group_sizes,
@@ -83,10 +89,9 @@ Values values_of(const QuantizedArgument& argument, const Format& format, const 
     return {call_dequantize(argument, group_sizes, transposed, dtype), std::nullopt};
   }
   if (format.is_nv()) {
-    const float bound = format.four_over_six == FourOverSix::kNever ? 448.0f : 256.0f;
     return {quantize::dequantize_without_amax(argument.data, argument.scale, group_sizes, format, dtype,
                                               transposed),
-            at::mul(*argument.amax, 1.0f / (bound * 6.0f))};
+            amax_factor(argument, format)};
   }
   const Tensor codes = argument.data.to(dtype);
   return {transposed ? codes.transpose(-2, -1) : codes, argument.scale};
@@ -107,6 +112,13 @@ std::optional<Tensor> joint_factor(const Values& a, const Values& b) {
 std::optional<Tensor> scaled_by(const std::optional<Tensor>& alpha, const std::optional<Tensor>& factor) {
   if (alpha && factor) return at::mul(*factor, *alpha);
   return alpha ? alpha : factor;
+}
+
+std::optional<Tensor> alpha_and_amaxes(const std::optional<Tensor>& alpha, const QuantizedArgument& a,
+                                       const Format& a_format, const QuantizedArgument& b,
+                                       const Format& b_format) {
+  if (!a_format.is_nv()) return alpha;
+  return scaled_by(alpha, at::mul(amax_factor(a, a_format), amax_factor(b, b_format)));
 }
 
 }  // namespace transformer_plugin::gemm

@@ -44,6 +44,11 @@ struct Values {
 at::ScalarType values_dtype(const QuantizedArgument& a, const Format& a_format, const QuantizedArgument& b,
                             const Format& b_format);
 
+// A caller's factors and, of NVFP4, those of both amaxes: what products of codes and their blocks' scales are multiplied by.
+std::optional<at::Tensor> alpha_and_amaxes(const std::optional<at::Tensor>& alpha, const QuantizedArgument& a,
+                                           const Format& a_format, const QuantizedArgument& b,
+                                           const Format& b_format);
+
 // In the layout of the matrix before it was quantized: rows first, also of an operand that is `transposed`.
 Values values_of(const QuantizedArgument& argument, const Format& format, const at::Tensor* group_sizes,
                  bool transposed, at::ScalarType dtype);

@@ -147,9 +147,9 @@ def test_gemm_quantized(
         got = ops.gemm_quantized(*a.pair, *b.pair, *formats, dtype, bias, transpose_b, **amaxes(a, b))
         assert got.dtype == dtype
         magnitude = a64.abs() @ b64.abs() + abs(added)
-        units = transpose_b and in_fp8_units(*formats, dtype, n, k, device)
-        units = units and (bias is None or "square" in formats[1])
-        more = fp8_sums(a64, b64) if units else 0.0
+        columns = bias is None and in_fp8_units(*formats, dtype, n, None, device)
+        units = in_fp8_units(*formats, dtype, n, k, device) or columns
+        more = fp8_sums(a64, b64) if units and transpose_b else 0.0
         assert_rounded_sum(got, a64 @ b64 + added, magnitude, k, more=more)
 
 
@@ -160,7 +160,7 @@ def test_grouped_gemm_quantized(
     shape: GroupedShape, dtype: torch.dtype, formats: tuple[str, str], device: torch.device
 ) -> None:
     shape = fitted(shape, formats)
-    units = "square" in formats[1] and in_fp8_units(*formats, dtype, shape.n, shape.k, device)
+    units = in_fp8_units(*formats, dtype, shape.n, shape.k, device)
     generator = torch.Generator().manual_seed(1)
     a, _, a_values, _ = ragged(shape, shape.k, formats[0], device, 0)
     sizes = group_sizes(shape, device)

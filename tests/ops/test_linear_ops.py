@@ -101,7 +101,7 @@ def step_fp64(x: Tensor, w: Tensor, bias: Tensor, grad: Tensor, formats: tuple[s
         results.append((forward + f(bias.double()), grad_x, grad_w, f(grad.double()).sum(0)))
     units = (
         in_fp8_units(input_key, weight_key, x.dtype, n, k, x.device),
-        in_fp8_units(grad_key, weight_key, x.dtype, k, n, x.device),
+        any(in_fp8_units(grad_key, weight_key, x.dtype, k, over, x.device) for over in (n, None)),
         in_fp8_units(grad_key, input_key, w.dtype, k, None, x.device),
     )
     more = [fp8_sums(a, b) if unit else 0.0 for (a, b), unit in zip(products, units, strict=True)]

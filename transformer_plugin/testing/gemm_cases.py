@@ -48,14 +48,16 @@ GROUPED_SHAPES = (
 def in_fp8_units(
     a_key: str, b_key: str, dtype: torch.dtype, width: int, k: int | None, device: torch.device
 ) -> bool:
-    """Whether a Hopper multiplies rows of ``k`` (or of any length) as they are, into rows of ``width``."""
+    """Whether a Hopper multiplies codes as they are into rows of ``width``: rows of ``k``, by a weight; or, without a
+    ``k``, what was quantized along its columns."""
     a, b = Format.parse(a_key), Format.parse(b_key)
+    whole = a.family == b.family == "fp8_tensor" and b.element == "e4m3"
     blocks = a.family == b.family == "fp8_block" and a.element == b.element == "e4m3" and not a.square_blocks
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or not blocks:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or not (whole or blocks):
         return False
-    if b.square_blocks:
-        return dtype == torch.bfloat16 and width % 8 == 0 and k is not None and k % 16 == 0
-    return dtype != torch.float16 and width * dtype.itemsize % 16 == 0
+    if k is None:
+        return not b.square_blocks and dtype != torch.float16 and width * dtype.itemsize % 16 == 0
+    return (whole or b.square_blocks) and dtype == torch.bfloat16 and width % 8 == 0 and k % 16 == 0
 
 
 def integers(

@@ -2,7 +2,7 @@
 
 #include "common/tensor.h"
 #include "gemm/align_groups.h"
-#include "gemm/block_product.h"
+#include "gemm/code_product.h"
 #include "gemm/grouped_arguments.h"
 #include "gemm/hopper.h"
 
@@ -13,20 +13,25 @@ using at::Tensor;
 
 struct Contiguous {
   Tensor data, scale;
-  explicit Contiguous(const BlockOperand& operand)
-      : data(operand.data.contiguous()), scale(operand.scale.contiguous()) {}
+  explicit Contiguous(const CodeOperand& operand)
+      : data(operand.data.is_contiguous() ? operand.data : bytes_of(operand.data).contiguous()),
+        scale(operand.scale.contiguous()) {}
+
+ private:
+  static Tensor bytes_of(const Tensor& codes) { return codes.view(at::kByte); }  // torch copies no E2M1
 };
 
-GroupedKernelArgs arguments_of(const Contiguous& a, const Contiguous& b,
-                               const std::optional<Tensor>& offsets) {
+GroupedKernelArgs arguments_of(const Contiguous& a, const Contiguous& b, const std::optional<Tensor>& offsets,
+                               ScaleKind scales, at::ScalarType codes) {
   GroupedKernelArgs args{};
+  args.scale_kind = scales;
   args.a = a.data.const_data_ptr();
   args.b = b.data.const_data_ptr();
-  args.a_scale = a.scale.const_data_ptr<float>();
-  args.b_scale = b.scale.const_data_ptr<float>();
+  args.a_scale = a.scale.const_data_ptr();
+  args.b_scale = b.scale.const_data_ptr();
   args.offsets = offsets ? offsets->const_data_ptr<int32_t>() : nullptr;
   args.groups = offsets ? offsets->size(0) - 1 : 1;
-  args.dtype = to_dtype(a.data.scalar_type());
+  args.dtype = scales == ScaleKind::kNv ? DType::kFloat4E2M1 : to_dtype(codes);
   args.vectors = aligned_rows(a.data) && aligned_rows(b.data);
   return args;
 }
@@ -43,16 +48,14 @@ Lines lines_of(const Tensor& from, const Tensor& to) {
 
 }  // namespace
 
-bool has_block_kernels_cuda(const Tensor& like) {
-  return kBuiltForHopper && is_hopper(like.device().index());
-}
+bool has_code_kernels_cuda(const Tensor& like) { return kBuiltForHopper && is_hopper(like.device().index()); }
 
-bool block_product_out_cuda(const BlockProduct& product, const Tensor& out) {
+bool code_product_out_cuda(const CodeProduct& product, const Tensor& out) {
   const CudaScope scope(product.a.data);
   const Contiguous a(product.a), b(product.b);
   const auto bias = as_float(product.bias), bias_scale = as_float(product.bias_scale);
   const auto alpha = as_float(product.alpha), beta = as_float(product.beta);
-  GroupedKernelArgs args = arguments_of(a, b, product.offsets);
+  GroupedKernelArgs args = arguments_of(a, b, product.offsets, product.scales, product.a.data.scalar_type());
   args.options = product.options;
   args.out = out.mutable_data_ptr();
   args.alpha = float_or_null(alpha);
@@ -61,7 +64,7 @@ bool block_product_out_cuda(const BlockProduct& product, const Tensor& out) {
   args.bias_scale = float_or_null(bias_scale);
   args.rows = a.data.size(0);
   args.n = b.data.size(-2);
-  args.k = a.data.size(1);
+  args.k = a.data.size(1) * (args.dtype == DType::kFloat4E2M1 ? 2 : 1);
   args.out_row_stride = row_stride(out);
   args.out_dtype = to_dtype(out.scalar_type());
   if (args.groups == 0 || !hopper_takes(GroupedMode::kForward, args)) return false;
@@ -70,11 +73,12 @@ bool block_product_out_cuda(const BlockProduct& product, const Tensor& out) {
   return true;
 }
 
-bool block_reduction_out_cuda(const BlockReduction& reduction, const Tensor& out, bool accumulate) {
+bool code_reduction_out_cuda(const CodeReduction& reduction, const Tensor& out, bool accumulate) {
   const CudaScope scope(reduction.grad.data);
   const Contiguous grad(reduction.grad), input(reduction.input);
   const auto alpha = as_float(reduction.alpha), beta = as_float(reduction.beta);
-  GroupedKernelArgs args = arguments_of(grad, input, reduction.offsets);
+  GroupedKernelArgs args =
+      arguments_of(grad, input, reduction.offsets, reduction.scales, reduction.grad.data.scalar_type());
   args.options = reduction.options;
   args.alpha = float_or_null(alpha);
   args.beta = float_or_null(beta);

@@ -1,0 +1,373 @@
+// Products of ragged rows of microscaled codes on Hopper, whose tensor cores have no scales for 32 or 16 codes: the kernel
+// decodes both operands to bfloat16 on their way, so that widened weights are never in memory.
+//
+// A block is that of hopper_rows.cuh, but three warps of the first warpgroup decode the right operand in shared memory, and
+// those that multiply decode their rows of the left one in registers. There are two rings: stages of codes as they were
+// copied, and steps of the right operand's values, kStepCodes of each line.
+//
+// What is summed over may be in any order that is the same in both operands. A thread of four that have one row of the left
+// operand holds every fourth pair of values that a product takes; so that these come from one chunk of 16 codes, the values of
+// a line lie in shared memory as pieces of four pairs, piece j of the j-th pairs of the step's four chunks.
+#pragma once
+
+#include <cstddef>
+
+#include "gemm/hopper_decode.cuh"
+#include "gemm/hopper_rows.cuh"
+
+namespace transformer_plugin::gemm::hopper {
+
+// Of a thread of the first warpgroup and of those that multiply; together what 168 for each would be.
+inline constexpr int kDecoderRegisters = 88, kDecodedMultiplierRegisters = 208;
+static_assert(kDecoderRegisters + kMultipliers * kDecodedMultiplierRegisters == 168 * (1 + kMultipliers),
+              "no more");
+inline constexpr int kDecoderWarps = (kWarpgroup - kWarpSize) / kWarpSize;
+inline constexpr int kMultiplierWarps = kMultipliers * kWarpgroup / kWarpSize;
+
+inline constexpr int kStepCodes = kStep<__nv_bfloat16>, kChunks = kStepCodes / kChunk;  // of a line in a step
+static_assert(kChunks == 4, "the threads that have a row of the left operand");
+
+struct DecodedShared {
+  static constexpr int kStages = 3, kSteps = 2, kBoxes = 1;
+
+  Stage stages[kStages];
+  alignas(1024) uint8_t steps[kSteps][kTileColumns * kLine];
+  alignas(1024) uint8_t out[kMultipliers][kBoxes][kBoxBytes];
+  uint64_t full[kStages], empty[kStages];
+  uint64_t decoded[kSteps], read[kSteps];
+};
+static_assert(sizeof(DecodedShared) <= 232448, "what a block may have");
+
+// Scales of codes, a byte each, a line of `width` for each line of codes: words of four.
+struct ScaleBytes {
+  const uint8_t *a, *b;
+  int64_t b_group;  // from one group of b to the next
+  int64_t width;
+};
+
+// Where a thread is in the ring of steps.
+struct StepPlace {
+  int step = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++step == DecodedShared::kSteps) {
+      step = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+__device__ __forceinline__ void init_rings(DecodedShared& shared) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < DecodedShared::kStages; ++i) {
+      init_barrier(&shared.full[i], 1);
+      init_barrier(&shared.empty[i], kCluster * (kDecoderWarps + kMultiplierWarps));
+    }
+    for (int i = 0; i < DecodedShared::kSteps; ++i) {
+      init_barrier(&shared.decoded[i], kDecoderWarps);
+      init_barrier(&shared.read[i], kMultiplierWarps);
+    }
+    publish_barriers();
+  }
+  sync_cluster();
+}
+
+template <typename Format>
+inline constexpr int kStepBytes = kChunks * static_cast<int>(sizeof(typename Format::Codes));
+template <typename Format>
+inline constexpr int kStageSteps = kLine / kStepBytes<Format>;
+
+// Chunk `chunk` of a step of a stage, of the line that begins at `line` in its boxes.
+template <typename Format>
+__device__ __forceinline__ typename Format::Codes codes_of(const uint8_t* boxes, int line, int step,
+                                                           int chunk) {
+  using Codes = typename Format::Codes;
+  const int byte = step % kStageSteps<Format> * kStepBytes<Format> + chunk * static_cast<int>(sizeof(Codes));
+  return *reinterpret_cast<const Codes*>(boxes + line * kLine + (byte ^ line % 8 * 16));
+}
+
+// The scales of a line, a word of four at a time, each sent for a step before it is used.
+template <typename Format>
+class LineScales8 {
+ public:
+  static constexpr int kStepScales = kStepCodes >> Format::kScaleShift;
+  static constexpr int kWordSteps = 4 / kStepScales;
+
+  // `line` is null where there is none: its scales are 0.
+  __device__ __forceinline__ void begin(const uint8_t* line, int k) {
+    line_ = reinterpret_cast<const uint32_t*>(line);
+    count_ = (k + (1 << Format::kScaleShift) - 1) >> Format::kScaleShift;
+    next_ = 0;
+    load(0);
+  }
+  __device__ __forceinline__ void load(int step) {
+    if (step % kWordSteps != 0) return;
+    const int left = count_ - step * kStepScales;
+    if (!line_ || left <= 0) return;
+    const uint32_t known = left >= 4 ? ~0u : (1u << left * 8) - 1;  // of what is past k, codes are zero
+    next_ = __ldg(line_ + step / kWordSteps) & known;
+  }
+  __device__ __forceinline__ void take(int step) {
+    if (step % kWordSteps == 0) word_ = next_;
+  }
+  __device__ __forceinline__ uint32_t of(int step, int chunk) const {
+    const int scale = step % kWordSteps * kStepScales + (chunk * kChunk >> Format::kScaleShift);
+    return word_ >> scale * 8 & 0xff;
+  }
+
+ private:
+  const uint32_t* line_;
+  uint32_t word_ = 0, next_;
+  int count_;
+};
+
+// What a warp decodes of the right operand: every kDecoderWarps-th 32 lines.
+template <typename Format>
+class RightDecoder {
+ public:
+  __device__ __forceinline__ RightDecoder(const RowsArgs& args, const ScaleBytes& scales, const Tile& tile)
+      : first_(static_cast<int>(threadIdx.x) - kWarpSize) {
+    const uint8_t* group = scales.b + tile.group * scales.b_group;
+#pragma unroll
+    for (int i = 0; i < kLines; ++i) {
+      const int line = tile.column * kTileColumns + first_ + i * kApart;
+      scales_[i].begin(line < args.n ? group + line * scales.width : nullptr, args.k);
+    }
+  }
+  __device__ __forceinline__ void take(int step) {
+#pragma unroll
+    for (int i = 0; i < kLines; ++i) scales_[i].take(step);
+  }
+  __device__ __forceinline__ void load(int step) {
+#pragma unroll
+    for (int i = 0; i < kLines; ++i) scales_[i].load(step);
+  }
+  __device__ __forceinline__ void decode(const uint8_t* boxes, uint8_t* to, int step) const {
+#pragma unroll
+    for (int i = 0; i < kLines; ++i) {
+      const int line = first_ + i * kApart;
+      if (line >= kTileColumns) return;
+      Values values[kChunks];
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        Format::decode(codes_of<Format>(boxes, line, step, chunk), scales_[i].of(step, chunk), values[chunk]);
+      }
+#pragma unroll
+      for (int j = 0; j < kChunk / 2; ++j) {
+        *reinterpret_cast<uint4*>(swizzled(to, line, j)) = {values[0][j], values[1][j], values[2][j],
+                                                            values[3][j]};
+      }
+    }
+  }
+
+ private:
+  static constexpr int kApart = kDecoderWarps * kWarpSize, kLines = (kTileColumns + kApart - 1) / kApart;
+
+  LineScales8<Format> scales_[kLines];
+  int first_;
+};
+
+// The rows of the left operand that a thread multiplies, lane / 4 and 8 more of its warp's 16, and of each the chunk lane % 4.
+template <typename Format>
+class LeftDecoder {
+ public:
+  using Step = Values[2];
+
+  __device__ __forceinline__ LeftDecoder(const RowsArgs& args, const ScaleBytes& scales, const Part& part) {
+    const int lane = threadIdx.x % kWarpSize;
+    own_ = threadIdx.x % kWarpgroup / kWarpSize * 16 + lane / 4;
+    chunk_ = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = part.row + own_ + i * 8;
+      scales_[i].begin(row < args.rows ? scales.a + row * scales.width : nullptr, args.k);
+    }
+  }
+  __device__ __forceinline__ void decode(const uint8_t* box, int step, Step& values) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      scales_[i].take(step);
+      scales_[i].load(step + 1);
+      Format::decode(codes_of<Format>(box, own_ + i * 8, step, chunk_), scales_[i].of(step, chunk_),
+                     values[i]);
+    }
+  }
+
+ private:
+  LineScales8<Format> scales_[2];
+  int own_, chunk_;
+};
+
+// Sums a warpgroup's part of a tile.
+template <typename Format>
+__device__ __forceinline__ void sum_decoded(const RowsArgs& args, const ScaleBytes& scales,
+                                            DecodedShared& shared, Place<DecodedShared>& place,
+                                            StepPlace& step_place, int steps, const Part& part,
+                                            float (&sums)[kSums]) {
+  using Left = LeftDecoder<Format>;
+  const bool first_lane = threadIdx.x % kWarpSize == 0;
+  Left left(args, scales, part);
+  typename Left::Step values[2];
+  const auto decode = [&](int step, typename Left::Step& to) {
+    if (step % kStageSteps<Format> == 0) wait(&shared.full[place.stage], place.parity);
+    left.decode(shared.stages[place.stage].left[part.number], step, to);
+    if ((step + 1) % kStageSteps<Format> == 0 || step + 1 == steps) {
+      release(shared, place.stage);
+      place.next();
+    }
+  };
+  int before = -1;  // the place of the step before
+  const auto multiply_step = [&](int step, const typename Left::Step& own, typename Left::Step& next) {
+    wait(&shared.decoded[step_place.step], step_place.parity);
+    const uint64_t b = by_rows(shared.steps[step_place.step]);
+    begin_products();
+#pragma unroll
+    for (int i = 0; i < kStepCodes / 16; ++i) {  // descriptors count 16 bytes
+      const uint32_t a[] = {own[0][i * 2], own[1][i * 2], own[0][i * 2 + 1], own[1][i * 2 + 1]};
+      multiply_registers(sums, a, b + i * 2);
+    }
+    commit_products();
+    wait_for_products<1>();
+    if (before >= 0 && first_lane) arrive_here(&shared.read[before]);
+    before = step_place.step;
+    step_place.next();
+    if (step + 1 < steps) decode(step + 1, next);
+  };
+  decode(0, values[0]);
+#pragma unroll 1
+  for (int step = 0; step < steps; step += 2) {
+    multiply_step(step, values[0], values[1]);
+    if (step + 1 < steps) multiply_step(step + 1, values[1], values[0]);
+  }
+  wait_for_products<0>();
+  if (first_lane) arrive_here(&shared.read[before]);
+  if constexpr (Format::kLeftOver != 1.0f) {
+#pragma unroll
+    for (float& sum : sums) sum *= Format::kLeftOver * Format::kLeftOver;
+  }
+}
+
+// As many steps and stages as sum_decoded reads.
+template <typename Format>
+__device__ __forceinline__ void skip_decoded(DecodedShared& shared, Place<DecodedShared>& place,
+                                             StepPlace& step_place, int steps) {
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step, step_place.next()) {
+    if (step % kStageSteps<Format> == 0) {
+      wait(&shared.full[place.stage], place.parity);
+      release(shared, place.stage);
+      place.next();
+    }
+    wait(&shared.decoded[step_place.step], step_place.parity);
+    if (threadIdx.x % kWarpSize == 0) arrive_here(&shared.read[step_place.step]);
+  }
+}
+
+template <typename Format>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+    hopper_decoded_rows_kernel(const __grid_constant__ CUtensorMap a_map,
+                               const __grid_constant__ CUtensorMap b_map,
+                               const __grid_constant__ CUtensorMap out_map,
+                               const __grid_constant__ ScaleBytes scales,
+                               const __grid_constant__ RowsArgs args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using Out = __nv_bfloat16;
+  extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+  DecodedShared& shared = *reinterpret_cast<DecodedShared*>(dynamic_shared);
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
+  const int block = static_cast<int>(block_in_cluster());
+  if (threadIdx.x == 0) {
+    prefetch(a_map);
+    prefetch(b_map);
+    prefetch(out_map);
+  }
+  init_rings(shared);
+  wait_for_the_kernel_before();
+  const int clusters = static_cast<int>(gridDim.x) / kCluster;
+  const int steps = (args.k + kStepCodes - 1) / kStepCodes;
+  Tile tile;
+  Place<DecodedShared> place;
+  StepPlace step_place;
+  RowsWalk walk(args, block);
+  if (warpgroup == 0) {
+    fewer_registers<kDecoderRegisters>();
+    for (int index = cluster_in_grid(); walk.find(index, tile); index += clusters) {
+      if (threadIdx.x == 0) {
+        const int row = walk.begin_row + tile.row * kTileRows, column = tile.column * kTileColumns;
+#pragma unroll 1
+        for (int step = 0; step < steps; step += kStageSteps<Format>, place.next()) {
+          const int byte = step * kStepBytes<Format>;
+          fill_stage(
+              shared, place, block, tile.same_columns,
+              [&](void* to, int box, uint64_t* barrier, bool for_both) {
+                load(for_both, to, a_map, barrier, byte, row + box * kBoxLines, 0);
+              },
+              [&](void* to, int box, uint64_t* barrier, bool for_both) {
+                load(for_both, to, b_map, barrier, byte, column + box * kBoxLines, tile.group);
+              });
+        }
+      } else if (threadIdx.x >= kWarpSize) {
+        RightDecoder<Format> right(args, scales, tile);
+#pragma unroll 1
+        for (int step = 0; step < steps; ++step, step_place.next()) {
+          right.take(step);
+          right.load(step + 1);
+          if (step % kStageSteps<Format> == 0) wait(&shared.full[place.stage], place.parity);
+          wait(&shared.read[step_place.step], step_place.parity ^ 1);
+          right.decode(shared.stages[place.stage].right[0], shared.steps[step_place.step], step);
+          fence_for_copies();
+          __syncwarp();
+          if (threadIdx.x % kWarpSize == 0) arrive_here(&shared.decoded[step_place.step]);
+          if ((step + 1) % kStageSteps<Format> == 0 || step + 1 == steps) {
+            release(shared, place.stage);
+            place.next();
+          }
+        }
+      }
+      __syncwarp();
+    }
+  } else {
+    more_registers<kDecodedMultiplierRegisters>();
+    const int number = warpgroup - 1;
+    for (int index = cluster_in_grid(); walk.find(index, tile); index += clusters) {
+      const Part part{tile.group, number, walk.begin_row + tile.row * kTileRows + number * kBoxLines,
+                      walk.end_row, tile.column * kTileColumns};
+      if (part.row >= part.end_row || part.column >= args.n) {  // nothing of this warpgroup's
+        skip_decoded<Format>(shared, place, step_place, steps);
+        continue;
+      }
+      float sums[kSums] = {};
+      sum_decoded<Format>(args, scales, shared, place, step_place, steps, part, sums);
+      scale_and_add_bias<Plain<Out, false>>(args, part, sums);
+      store_rows<Out>(args, out_map, part, sums, shared.out[number]);
+    }
+    if (threadIdx.x % kWarpgroup == 0) wait_until_stored<0>();
+  }
+  sync_cluster();  // neither block leaves while the other may arrive at its barriers
+#endif
+}
+
+template <typename Format>
+void launch_decoded_rows(const GroupedKernelArgs& args, const HopperPlan& plan, cudaStream_t stream) {
+  constexpr auto kernel = hopper_decoded_rows_kernel<Format>;
+  static DynamicSharedMemory shared_memory;
+  constexpr int kShared = sizeof(DecodedShared);
+  shared_memory.allow(kernel, kShared);
+  const int64_t bytes = args.k * static_cast<int64_t>(sizeof(typename Format::Codes)) / kChunk;  // of a line
+  const CUtensorMap a =
+      tensor_map({args.a, args.dtype, bytes, args.rows, 1, bytes, args.rows * bytes}, kBoxLines);
+  const CUtensorMap b =
+      tensor_map({args.b, args.dtype, bytes, args.n, args.groups, bytes, args.n * bytes}, kBoxLines);
+  const CUtensorMap out = tensor_map(
+      {args.out, args.out_dtype, args.n, args.rows, 1, args.out_row_stride, args.rows * args.out_row_stride},
+      kBoxLines);
+  constexpr int64_t kScaled = int64_t{1} << Format::kScaleShift;
+  const int64_t width = ((args.k + kScaled - 1) / kScaled + 3) / 4 * 4;
+  const ScaleBytes scales{static_cast<const uint8_t*>(args.a_scale),
+                          static_cast<const uint8_t*>(args.b_scale), (args.n + 127) / 128 * 128 * width,
+                          width};
+  launch_early(kernel, grid_of(plan), kThreads, kShared, stream, a, b, out, scales, rows_args(args));
+  check_launch("hopper_decoded_rows_kernel");
+}
+
+}  // namespace transformer_plugin::gemm::hopper
