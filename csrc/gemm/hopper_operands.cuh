@@ -18,7 +18,6 @@ struct RowsArgs {
   int64_t out_row_stride, a_scale_width;
   int b_scale_width;
   int groups, rows, n, k;
-  const CUtensorMap* b_maps = nullptr;  // of a list of matrices, one for each group; or null for the stack
 };
 
 // Where a warpgroup's part of a tile lies.

@@ -113,11 +113,13 @@ __device__ __forceinline__ void store_rows(const RowsArgs& args, const CUtensorM
   });
 }
 
-// Kind is one of hopper_operands.cuh.
+// Kind is one of hopper_operands.cuh. `b_maps` are those of a list of matrices, one for each group, in place of `b_map`; or
+// null.
 template <typename Kind>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     hopper_rows_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
-                       const __grid_constant__ CUtensorMap out_map, const __grid_constant__ RowsArgs args) {
+                       const __grid_constant__ CUtensorMap out_map, const __grid_constant__ RowsArgs args,
+                       const CUtensorMap* b_maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Element = typename Kind::Element;
   using Out = typename Kind::Out;
@@ -146,8 +148,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         const int row = walk.begin_row + tile.row * kTileRows, column = tile.column * kTileColumns;
         if (threadIdx.x == 0) {
           // Quantized matrices have no list.
-          const bool listed = sizeof(Element) == 2 && args.b_maps != nullptr;
-          const CUtensorMap& own_map = listed ? args.b_maps[tile.group] : b_map;
+          const bool listed = sizeof(Element) == 2 && b_maps != nullptr;
+          const CUtensorMap& own_map = listed ? b_maps[tile.group] : b_map;
           const int matrix = listed ? 0 : tile.group;
           if (listed && tile.group != entered) acquire(&own_map);
           entered = tile.group;
@@ -232,9 +234,8 @@ void launch_rows(const GroupedKernelArgs& args, const HopperPlan& plan, cudaStre
   const CUtensorMap out = tensor_map(
       {args.out, args.out_dtype, args.n, args.rows, 1, args.out_row_stride, args.rows * args.out_row_stride},
       kBoxLines);
-  RowsArgs own = rows_args(args);
-  own.b_maps = launch_matrix_list(args.list, args.groups, &b, stream);
-  launch_early(kernel, grid_of(plan), kThreads, kShared, stream, a, b, out, own);
+  const CUtensorMap* b_maps = launch_matrix_list(args.list, args.groups, &b, stream);
+  launch_early(kernel, grid_of(plan), kThreads, kShared, stream, a, b, out, rows_args(args), b_maps);
   check_launch("hopper_rows_kernel");
 }
 
