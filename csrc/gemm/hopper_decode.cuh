@@ -17,44 +17,31 @@ inline constexpr uint32_t kNaN = 0x7fc0, kExponentOne = 0x80;  // of bfloat16
 inline constexpr int kChunk = 16;                              // codes
 using Values = uint32_t[kChunk / 2];  // two of a chunk each, in an order of the format's own
 
-// MXFP8: E4M3 under one E8M0 for 32 codes. A code's bits, put where bfloat16 has its own, are its value times 2^-120,
-// subnormal ones too.
+// MXFP8: E4M3 under one E8M0 for 32 codes.
 struct MxCodes {
   using Codes = uint4;                      // of a chunk
   static constexpr int kScaleShift = 5;     // a scale's codes, as a logarithm
   static constexpr float kLeftOver = 1.0f;  // what the values have yet to be multiplied by
 
   static __device__ __forceinline__ void decode(const Codes& codes, uint32_t scale, Values& values) {
-    // 2^(scale - 127) * 2^120 may be past the largest number; the rest is multiplied by afterwards.
-    constexpr uint32_t kLargest = 134;
-    const uint32_t factor = twice(scale == 255 ? kNaN : (min(scale, kLargest) + 120) * kExponentOne);
+    constexpr uint32_t kSmallest = 0x00400000, kNaN = 0x7fffffff;  // 2^-127, which is subnormal
+    const float factor = __uint_as_float(scale == 255 ? kNaN : max(scale << 23, kSmallest));
     const uint32_t four[] = {codes.x, codes.y, codes.z, codes.w};
-    uint32_t past = 0;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const uint32_t x = four[j];
-      past |= after_magnitude(x);
-      values[j * 2] = multiply_two((x << 8 & 0x80008000) | (x << 4 & 0x07f007f0), factor);
-      values[j * 2 + 1] = multiply_two((x & 0x80008000) | (x >> 4 & 0x07f007f0), factor);
-    }
-    if ((past & 0x80808080) == 0 && scale <= kLargest) return;
-    const uint32_t rest = twice((max(scale, kLargest) - kLargest + 127) * kExponentOne);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      past = after_magnitude(four[j]);
-      values[j * 2] = multiply_two(values[j * 2], rest) | nan_of(past & 0x00000080, past & 0x00800000);
-      values[j * 2 + 1] =
-          multiply_two(values[j * 2 + 1], rest) | nan_of(past & 0x00008000, past & 0x80000000);
+      values[j * 2] = scaled(static_cast<uint16_t>(four[j]), factor);
+      values[j * 2 + 1] = scaled(static_cast<uint16_t>(four[j] >> 16), factor);
     }
   }
 
  private:
-  // Has the highest bit of a byte where the code is NaN, S.1111.111.
-  static __device__ __forceinline__ uint32_t after_magnitude(uint32_t x) {
-    return (x & 0x7f7f7f7f) + 0x01010101;
-  }
-  static __device__ __forceinline__ uint32_t nan_of(uint32_t low, uint32_t high) {
-    return (low ? kNaN : 0) | (high ? kNaN << 16 : 0);
+  static __device__ __forceinline__ uint32_t scaled(uint16_t two, float factor) {
+    uint32_t halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(two));
+    __half2 both;
+    memcpy(&both, &halves, sizeof(both));
+    const float2 values = __half22float2(both);
+    return two_rounded<__nv_bfloat16>(values.x * factor, values.y * factor);
   }
 };
 

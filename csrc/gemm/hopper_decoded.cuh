@@ -28,7 +28,7 @@ inline constexpr int kStepCodes = kStep<__nv_bfloat16>, kChunks = kStepCodes / k
 static_assert(kChunks == 4, "the threads that have a row of the left operand");
 
 struct DecodedShared {
-  static constexpr int kStages = 3, kSteps = 2, kBoxes = 1;
+  static constexpr int kStages = 2, kSteps = 3, kBoxes = 1;
 
   Stage stages[kStages];
   alignas(1024) uint8_t steps[kSteps][kTileColumns * kLine];
@@ -77,13 +77,21 @@ inline constexpr int kStepBytes = kChunks * static_cast<int>(sizeof(typename For
 template <typename Format>
 inline constexpr int kStageSteps = kLine / kStepBytes<Format>;
 
-// Chunk `chunk` of a step of a stage, of the line that begins at `line` in its boxes.
+// Where a line begins in its operand's boxes, so that `place ^ byte` is that of a byte of it under the swizzle.
+__device__ __forceinline__ int place_of_line(int line) { return line * kLine + line % 8 * 16; }
+// The same number, of which the compiler keeps nothing computed beforehand: registers are rarer than time for it.
+__device__ __forceinline__ int computed_again(int number) {
+  asm volatile("" : "+r"(number));
+  return number;
+}
+
+// Chunk `chunk` of a step of a stage, of the line at `place` in its boxes.
 template <typename Format>
-__device__ __forceinline__ typename Format::Codes codes_of(const uint8_t* boxes, int line, int step,
+__device__ __forceinline__ typename Format::Codes codes_of(const uint8_t* boxes, int place, int step,
                                                            int chunk) {
   using Codes = typename Format::Codes;
   const int byte = step % kStageSteps<Format> * kStepBytes<Format> + chunk * static_cast<int>(sizeof(Codes));
-  return *reinterpret_cast<const Codes*>(boxes + line * kLine + (byte ^ line % 8 * 16));
+  return *reinterpret_cast<const Codes*>(boxes + (place ^ byte));
 }
 
 // The scales of a line, a word of four at a time, each sent for a step before it is used.
@@ -96,19 +104,17 @@ class LineScales8 {
   // `line` is null where there is none: its scales are 0.
   __device__ __forceinline__ void begin(const uint8_t* line, int k) {
     line_ = reinterpret_cast<const uint32_t*>(line);
-    count_ = (k + (1 << Format::kScaleShift) - 1) >> Format::kScaleShift;
-    next_ = 0;
-    load(0);
+    left_ = line ? (k + (1 << Format::kScaleShift) - 1) >> Format::kScaleShift : 0;
+    next_ = fetch();
   }
-  __device__ __forceinline__ void load(int step) {
+  // To the scales of `step`, the next one; where a word of them begins, the word after it is sent for.
+  __device__ __forceinline__ void advance(int step) {
     if (step % kWordSteps != 0) return;
-    const int left = count_ - step * kStepScales;
-    if (!line_ || left <= 0) return;
-    const uint32_t known = left >= 4 ? ~0u : (1u << left * 8) - 1;  // of what is past k, codes are zero
-    next_ = __ldg(line_ + step / kWordSteps) & known;
-  }
-  __device__ __forceinline__ void take(int step) {
-    if (step % kWordSteps == 0) word_ = next_;
+    word_ =
+        left_ >= 4 ? next_ : next_ & ((1u << max(left_, 0) * 8) - 1);  // of what is past k, codes are zero
+    left_ -= 4;
+    ++line_;
+    next_ = fetch();
   }
   __device__ __forceinline__ uint32_t of(int step, int chunk) const {
     const int scale = step % kWordSteps * kStepScales + (chunk * kChunk >> Format::kScaleShift);
@@ -116,9 +122,11 @@ class LineScales8 {
   }
 
  private:
+  __device__ __forceinline__ uint32_t fetch() const { return left_ > 0 ? __ldg(line_) : 0; }
+
   const uint32_t* line_;
-  uint32_t word_ = 0, next_;
-  int count_;
+  uint32_t word_, next_;
+  int left_;  // scales, from `next_` on
 };
 
 // What a warp decodes of the right operand: every kDecoderWarps-th 32 lines.
@@ -126,7 +134,7 @@ template <typename Format>
 class RightDecoder {
  public:
   __device__ __forceinline__ RightDecoder(const RowsArgs& args, const ScaleBytes& scales, const Tile& tile)
-      : first_(static_cast<int>(threadIdx.x) - kWarpSize) {
+      : first_(static_cast<int>(threadIdx.x) - kWarpSize), place_(place_of_line(first_)) {
     const uint8_t* group = scales.b + tile.group * scales.b_group;
 #pragma unroll
     for (int i = 0; i < kLines; ++i) {
@@ -134,27 +142,24 @@ class RightDecoder {
       scales_[i].begin(line < args.n ? group + line * scales.width : nullptr, args.k);
     }
   }
-  __device__ __forceinline__ void take(int step) {
+  __device__ __forceinline__ void advance(int step) {
 #pragma unroll
-    for (int i = 0; i < kLines; ++i) scales_[i].take(step);
+    for (int i = 0; i < kLines; ++i) scales_[i].advance(step);
   }
-  __device__ __forceinline__ void load(int step) {
-#pragma unroll
-    for (int i = 0; i < kLines; ++i) scales_[i].load(step);
-  }
+  // Loops stay loops: instructions that are not in the smallest cache come at a fifth of the rate.
   __device__ __forceinline__ void decode(const uint8_t* boxes, uint8_t* to, int step) const {
-#pragma unroll
-    for (int i = 0; i < kLines; ++i) {
-      const int line = first_ + i * kApart;
-      if (line >= kTileColumns) return;
+#pragma unroll 1
+    for (int i = 0; i < kLines && first_ + i * kApart < kTileColumns; ++i) {
+      const LineScales8<Format> scales = i == 0 ? scales_[0] : i == 1 ? scales_[1] : scales_[2];
+      const int place = place_ + i * kApart * kLine;
       Values values[kChunks];
 #pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        Format::decode(codes_of<Format>(boxes, line, step, chunk), scales_[i].of(step, chunk), values[chunk]);
+      for (int j = 0; j < kChunks; ++j) {
+        Format::decode(codes_of<Format>(boxes, place, step, j), scales.of(step, j), values[j]);
       }
 #pragma unroll
       for (int j = 0; j < kChunk / 2; ++j) {
-        *reinterpret_cast<uint4*>(swizzled(to, line, j)) = {values[0][j], values[1][j], values[2][j],
+        *reinterpret_cast<uint4*>(to + (place ^ j * 16)) = {values[0][j], values[1][j], values[2][j],
                                                             values[3][j]};
       }
     }
@@ -163,8 +168,11 @@ class RightDecoder {
  private:
   static constexpr int kApart = kDecoderWarps * kWarpSize, kLines = (kTileColumns + kApart - 1) / kApart;
 
+  static_assert(kLines == 3, "what a loop chooses from");
+  static_assert(kApart % 8 == 0, "lines of a thread are alike under the swizzle");
+
   LineScales8<Format> scales_[kLines];
-  int first_;
+  int first_, place_;
 };
 
 // The rows of the left operand that a thread multiplies, lane / 4 and 8 more of its warp's 16, and of each the chunk lane % 4.
@@ -173,30 +181,36 @@ class LeftDecoder {
  public:
   using Step = Values[2];
 
-  __device__ __forceinline__ LeftDecoder(const RowsArgs& args, const ScaleBytes& scales, const Part& part) {
-    const int lane = threadIdx.x % kWarpSize;
-    own_ = threadIdx.x % kWarpgroup / kWarpSize * 16 + lane / 4;
-    chunk_ = lane % 4;
+  __device__ __forceinline__ LeftDecoder(const RowsArgs& args, const ScaleBytes& scales, const Part& part)
+      : chunk_(threadIdx.x % 4) {
+    const int own = threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
+    place_ = place_of_line(own);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = part.row + own_ + i * 8;
+      const int row = part.row + own + i * 8;
       scales_[i].begin(row < args.rows ? scales.a + row * scales.width : nullptr, args.k);
     }
   }
   __device__ __forceinline__ void decode(const uint8_t* box, int step, Step& values) {
+    const int place = computed_again(place_);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      scales_[i].take(step);
-      scales_[i].load(step + 1);
-      Format::decode(codes_of<Format>(box, own_ + i * 8, step, chunk_), scales_[i].of(step, chunk_),
+      scales_[i].advance(step);
+      Format::decode(codes_of<Format>(box, place + i * 8 * kLine, step, chunk_), scales_[i].of(step, chunk_),
                      values[i]);
     }
   }
 
  private:
   LineScales8<Format> scales_[2];
-  int own_, chunk_;
+  int place_, chunk_;
 };
+
+// The registers are those of these values until here, though products that read them started long ago.
+__device__ __forceinline__ void keep(const Values (&values)[2]) {
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) asm volatile("" ::"r"(values[i % 2][i / 2]));
+}
 
 // Sums a warpgroup's part of a tile.
 template <typename Format>
@@ -207,40 +221,34 @@ __device__ __forceinline__ void sum_decoded(const RowsArgs& args, const ScaleByt
   using Left = LeftDecoder<Format>;
   const bool first_lane = threadIdx.x % kWarpSize == 0;
   Left left(args, scales, part);
-  typename Left::Step values[2];
-  const auto decode = [&](int step, typename Left::Step& to) {
+  typename Left::Step values, next;
+  const auto decode = [&](int step) {
     if (step % kStageSteps<Format> == 0) wait(&shared.full[place.stage], place.parity);
-    left.decode(shared.stages[place.stage].left[part.number], step, to);
+    left.decode(shared.stages[place.stage].left[part.number], step, next);
     if ((step + 1) % kStageSteps<Format> == 0 || step + 1 == steps) {
       release(shared, place.stage);
       place.next();
     }
   };
-  int before = -1;  // the place of the step before
-  const auto multiply_step = [&](int step, const typename Left::Step& own, typename Left::Step& next) {
+  decode(0);
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step, step_place.next()) {
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) values[i % 2][i / 2] = next[i % 2][i / 2];
     wait(&shared.decoded[step_place.step], step_place.parity);
     const uint64_t b = by_rows(shared.steps[step_place.step]);
     begin_products();
 #pragma unroll
     for (int i = 0; i < kStepCodes / 16; ++i) {  // descriptors count 16 bytes
-      const uint32_t a[] = {own[0][i * 2], own[1][i * 2], own[0][i * 2 + 1], own[1][i * 2 + 1]};
+      const uint32_t a[] = {values[0][i * 2], values[1][i * 2], values[0][i * 2 + 1], values[1][i * 2 + 1]};
       multiply_registers(sums, a, b + i * 2);
     }
     commit_products();
-    wait_for_products<1>();
-    if (before >= 0 && first_lane) arrive_here(&shared.read[before]);
-    before = step_place.step;
-    step_place.next();
-    if (step + 1 < steps) decode(step + 1, next);
-  };
-  decode(0, values[0]);
-#pragma unroll 1
-  for (int step = 0; step < steps; step += 2) {
-    multiply_step(step, values[0], values[1]);
-    if (step + 1 < steps) multiply_step(step + 1, values[1], values[0]);
+    if (step + 1 < steps) decode(step + 1);
+    wait_for_products<0>();
+    keep(values);
+    if (first_lane) arrive_here(&shared.read[step_place.step]);
   }
-  wait_for_products<0>();
-  if (first_lane) arrive_here(&shared.read[before]);
   if constexpr (Format::kLeftOver != 1.0f) {
 #pragma unroll
     for (float& sum : sums) sum *= Format::kLeftOver * Format::kLeftOver;
@@ -310,8 +318,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         RightDecoder<Format> right(args, scales, tile);
 #pragma unroll 1
         for (int step = 0; step < steps; ++step, step_place.next()) {
-          right.take(step);
-          right.load(step + 1);
+          right.advance(step);
           if (step % kStageSteps<Format> == 0) wait(&shared.full[place.stage], place.parity);
           wait(&shared.read[step_place.step], step_place.parity ^ 1);
           right.decode(shared.stages[place.stage].right[0], shared.steps[step_place.step], step);
