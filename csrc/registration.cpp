@@ -163,6 +163,15 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "Tensor input_t_scale, Tensor group_sizes, str grad_format, str input_format, Tensor(a!) out, "
       "bool accumulate=True, Tensor? grad_t_amax=None, Tensor? input_t_amax=None, Tensor? alpha=None, "
       "Tensor? beta=None, int max_sms=0, int expected_rows=-1) -> ()");
+  // The first product of an expert and SwiGLU times a probability; and from the data gradient of the second to the
+  // gradients of SwiGLU's input and of the probability. "interleave" says how gate and linear part lie in h: 0, one after
+  // the other; 32, so many columns of each in turn.
+  m.def(
+      "grouped_gemm_swiglu(Tensor a, Tensor b, Tensor group_sizes, Tensor? probs, Tensor? bias=None, "
+      "int interleave=0, bool keep_input=True, int max_sms=0, int expected_rows=-1) -> (Tensor act, Tensor h)");
+  m.def(
+      "grouped_gemm_swiglu_backward(Tensor grad, Tensor b, Tensor group_sizes, Tensor h, Tensor? probs, "
+      "int interleave=0, int max_sms=0, int expected_rows=-1) -> (Tensor grad_h, Tensor grad_probs)");
   // What a Hopper would run, of a weight [G, n, k]: whether its kernels take the product, clusters, and which boxes of
   // a tile threads add (gemm/hopper_plan.h). Any host knows.
   m.def(
@@ -178,6 +187,11 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "grouped_linear(Tensor input, Tensor weight, Tensor group_sizes, Tensor? bias=None, "
       "Tensor? bias_scale=None, str input_format=\"none\", str weight_format=\"none\", "
+      "str grad_format=\"none\") -> Tensor");
+  // Two grouped_linears with swiglu between them, `probs` scaling it and the second bias.
+  m.def(
+      "grouped_mlp(Tensor input, Tensor fc1_weight, Tensor fc2_weight, Tensor group_sizes, Tensor probs, "
+      "Tensor? fc1_bias=None, Tensor? fc2_bias=None, str input_format=\"none\", str weight_format=\"none\", "
       "str grad_format=\"none\") -> Tensor");
   // The same with delayed scaling: `scale` [3], or [3 G], of input, weight and gradient. Their amaxes are maxed into
   // `amax`, that of the gradient in the backward.

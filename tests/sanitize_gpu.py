@@ -38,6 +38,10 @@ from transformer_plugin.testing.gemm_cases import (
     grouped_wgrad_cases,
     grouped_wgrad_list_cases,
 )
+from transformer_plugin.testing.gemm_swiglu_cases import (
+    grouped_gemm_swiglu_backward_cases,
+    grouped_gemm_swiglu_cases,
+)
 from transformer_plugin.testing.norm_cases import norm_cases, norm_quantize_cases, without_bias
 from transformer_plugin.testing.quantize_cases import (
     columns_of,
@@ -166,6 +170,12 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
         ("grouped_gemm_wgrad", grouped_wgrad_cases(), _grouped_wgrad),
         ("grouped_gemm_list", grouped_gemm_list_cases(), ops.grouped_gemm_list),
         ("grouped_gemm_wgrad_list_out", grouped_wgrad_list_cases(), _grouped_wgrad_list),
+        ("grouped_gemm_swiglu", grouped_gemm_swiglu_cases(), ops.grouped_gemm_swiglu),
+        (
+            "grouped_gemm_swiglu_backward",
+            grouped_gemm_swiglu_backward_cases(),
+            ops.grouped_gemm_swiglu_backward,
+        ),
     ):
         for case in cases:
             yield f"{name} {case.name}", partial(call, *case.arguments(device))

@@ -34,11 +34,7 @@ RoleFormats check_grouped_linear(const Tensor& input, const Tensor& weight, cons
   check_groups({kOp, "group_sizes", group_sizes}, input_argument, weight_argument);
   if (bias) check_bias({kOp, "bias", *bias}, input_argument, weight.sym_size(0), weight.sym_size(1));
   if (bias_scale) check_bias_scale({kOp, "bias_scale", *bias_scale}, bias.has_value(), input_argument);
-  for (const auto& [name, format, key] : {std::tuple{"input_format", formats.input, input_format},
-                                          std::tuple{"grad_format", formats.grad, grad_format}}) {
-    TP_CHECK_VALUE(!format.square_blocks, kOp, name, "blocks along rows, which end where a group ends",
-                   "'" << key << "'", "Square blocks are for the weight");
-  }
+  check_ragged_formats(kOp, formats);
   return formats;
 }
 

@@ -35,17 +35,17 @@ int multiprocessors() {
   return count;
 }
 
-bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
-
-bool is_aligned(const MatrixList& list, int64_t groups) {
-  return !list.addresses || std::all_of(list.addresses, list.addresses + groups,
-                                        [](const void* matrix) { return is_aligned(matrix); });
-}
-
-}  // namespace
+// Elements in three dimensions, the inner one first and without gaps. Strides count bytes.
+struct Boxes {
+  const void* data;
+  DType dtype;
+  int64_t sizes[3], strides[2];
+  cuuint32_t box[3];
+  CUtensorMapSwizzle swizzle;
+};
 
 // The driver's function by its name, so that the library loads where there is no driver.
-CUtensorMap tensor_map(const Stack& stack, int box_rows) {
+CUtensorMap encoded(const Boxes& boxes) {
   static const auto encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result;
@@ -58,22 +58,55 @@ CUtensorMap tensor_map(const Stack& stack, int box_rows) {
     }
     return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
   }();
-  const auto bytes = static_cast<cuuint64_t>(bytes_of(stack.dtype));
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(stack.columns), static_cast<cuuint64_t>(stack.rows),
-                              static_cast<cuuint64_t>(stack.count)};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>(stack.row_stride) * bytes,
-                                static_cast<cuuint64_t>(stack.matrix_stride) * bytes};
-  const cuuint32_t box[] = {128 / static_cast<cuuint32_t>(bytes), static_cast<cuuint32_t>(box_rows), 1};
+  cuuint64_t sizes[3], strides[2];
+  std::copy_n(boxes.sizes, 3, sizes);
+  std::copy_n(boxes.strides, 2, strides);
   const cuuint32_t steps[] = {1, 1, 1};
   CUtensorMap map;
-  const CUresult error = encode(&map, type_of(stack.dtype), 3, const_cast<void*>(stack.data), sizes, strides,
-                                box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+  const CUresult error = encode(&map, type_of(boxes.dtype), 3, const_cast<void*>(boxes.data), sizes, strides,
+                                boxes.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, boxes.swizzle,
                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (error != CUDA_SUCCESS) {
     throw std::runtime_error("transformer_plugin: cuTensorMapEncodeTiled failed with error " +
                              std::to_string(static_cast<int>(error)));
   }
   return map;
+}
+
+bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+bool is_aligned(const MatrixList& list, int64_t groups) {
+  return !list.addresses || std::all_of(list.addresses, list.addresses + groups,
+                                        [](const void* matrix) { return is_aligned(matrix); });
+}
+
+}  // namespace
+
+CUtensorMap tensor_map(const Stack& stack, int box_rows) {
+  const auto bytes = bytes_of(stack.dtype);
+  return encoded({stack.data,
+                  stack.dtype,
+                  {stack.columns, stack.rows, stack.count},
+                  {stack.row_stride * bytes, stack.matrix_stride * bytes},
+                  {static_cast<cuuint32_t>(128 / bytes), static_cast<cuuint32_t>(box_rows), 1},
+                  CU_TENSOR_MAP_SWIZZLE_128B});
+}
+
+CUtensorMap halves_map(const Halves& halves, int box_rows) {
+  constexpr int64_t kColumns = 32;  // of a half
+  const int64_t bytes = bytes_of(halves.dtype), row = 2 * halves.features * bytes;
+  Boxes boxes{halves.data,
+              halves.dtype,
+              {halves.features, 2, halves.rows},
+              {halves.features * bytes, row},
+              {kColumns, 2, static_cast<cuuint32_t>(box_rows)},
+              CU_TENSOR_MAP_SWIZZLE_64B};
+  if (halves.interleaved) {
+    boxes.sizes[0] = kColumns;
+    boxes.sizes[1] = 2 * halves.features / kColumns;
+    boxes.strides[0] = kColumns * bytes;
+  }
+  return encoded(boxes);
 }
 
 bool is_hopper(int device) {
@@ -89,8 +122,12 @@ bool hopper_takes(GroupedMode mode, const GroupedKernelArgs& args) {
   return is_aligned(args.a_scale) && is_aligned(args.b_scale) && on_hopper();
 }
 
+HopperPlan plan_here(GroupedMode mode, const GroupedKernelArgs& args) {
+  return hopper_plan(mode, args, multiprocessors());
+}
+
 void launch_hopper(GroupedMode mode, const GroupedKernelArgs& args, void* stream) {
-  const HopperPlan plan = hopper_plan(mode, args, multiprocessors());
+  const HopperPlan plan = plan_here(mode, args);
   const bool codes = bytes_of(args.dtype) == 1, blocks = args.scale_kind == ScaleKind::kBlocks;
   switch (mode) {
     case GroupedMode::kForward:

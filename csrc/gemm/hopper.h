@@ -24,6 +24,8 @@ inline constexpr bool kBuiltForHopper = false;  // these kernels hold nothing
 bool is_hopper(int device);
 bool hopper_takes(GroupedMode mode, const GroupedKernelArgs& args);
 void launch_hopper(GroupedMode mode, const GroupedKernelArgs& args, void* stream);
+// The plan for the current device.
+HopperPlan plan_here(GroupedMode mode, const GroupedKernelArgs& args);
 
 // One for each kind of product, each in a file of its own so that they compile side by side.
 void launch_hopper_forward(const GroupedKernelArgs& args, const HopperPlan& plan, void* stream);

@@ -1,9 +1,10 @@
 // Products of ragged rows of microscaled codes on Hopper, whose tensor cores have no scales for 32 or 16 codes: the kernel
 // decodes both operands to bfloat16 on their way, so that widened weights are never in memory.
 //
-// A block is that of hopper_rows.cuh, but three warps of the first warpgroup decode the right operand in shared memory, and
-// those that multiply decode their rows of the left one in registers. There are two rings: stages of codes as they were
-// copied, and steps of the right operand's values, kStepCodes of each line.
+// A block is four warpgroups. Two decode the right operand, a line of it for each thread, from shared memory to shared memory,
+// and one of their threads starts the copies; the other two multiply as those of hopper_rows.cuh, and decode their rows of the
+// left operand in registers. There are two rings: stages of codes as they were copied, and steps of the right operand's
+// values, kStepCodes of each line.
 //
 // What is summed over may be in any order that is the same in both operands. A thread of four that have one row of the left
 // operand holds every fourth pair of values that a product takes; so that these come from one chunk of 16 codes, the values of
@@ -17,18 +18,21 @@
 
 namespace transformer_plugin::gemm::hopper {
 
-// Of a thread of the first warpgroup and of those that multiply; together what 168 for each would be.
-inline constexpr int kDecoderRegisters = 88, kDecodedMultiplierRegisters = 208;
-static_assert(kDecoderRegisters + kMultipliers * kDecodedMultiplierRegisters == 168 * (1 + kMultipliers),
+inline constexpr int kDecoders = 2;  // warpgroups
+inline constexpr int kDecodedThreads = (kDecoders + kMultipliers) * kWarpgroup;
+static_assert(kTileColumns == kDecoders * kWarpgroup, "a line for each thread");
+// Of a thread; together what 128 for each would be. A product of 256 columns needs more than 128 to be compiled, of 128 not.
+inline constexpr int kDecoderRegisters = 72, kDecodedMultiplierRegisters = 184;
+static_assert(kDecoders * kDecoderRegisters + kMultipliers * kDecodedMultiplierRegisters ==
+                  128 * (kDecoders + kMultipliers),
               "no more");
-inline constexpr int kDecoderWarps = (kWarpgroup - kWarpSize) / kWarpSize;
-inline constexpr int kMultiplierWarps = kMultipliers * kWarpgroup / kWarpSize;
+inline constexpr int kWarpsOfTwo = 2 * kWarpgroup / kWarpSize;  // warpgroups
 
 inline constexpr int kStepCodes = kStep<__nv_bfloat16>, kChunks = kStepCodes / kChunk;  // of a line in a step
 static_assert(kChunks == 4, "the threads that have a row of the left operand");
 
 struct DecodedShared {
-  static constexpr int kStages = 2, kSteps = 3, kBoxes = 1;
+  static constexpr int kStages = 3, kSteps = 2, kBoxes = 1;
 
   Stage stages[kStages];
   alignas(1024) uint8_t steps[kSteps][kTileColumns * kLine];
@@ -61,11 +65,11 @@ __device__ __forceinline__ void init_rings(DecodedShared& shared) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < DecodedShared::kStages; ++i) {
       init_barrier(&shared.full[i], 1);
-      init_barrier(&shared.empty[i], kCluster * (kDecoderWarps + kMultiplierWarps));
+      init_barrier(&shared.empty[i], kCluster * 2 * kWarpsOfTwo);
     }
     for (int i = 0; i < DecodedShared::kSteps; ++i) {
-      init_barrier(&shared.decoded[i], kDecoderWarps);
-      init_barrier(&shared.read[i], kMultiplierWarps);
+      init_barrier(&shared.decoded[i], kWarpsOfTwo);
+      init_barrier(&shared.read[i], kWarpsOfTwo);
     }
     publish_barriers();
   }
@@ -129,50 +133,79 @@ class LineScales8 {
   int left_;  // scales, from `next_` on
 };
 
-// What a warp decodes of the right operand: every kDecoderWarps-th 32 lines.
+// What a thread decodes of the right operand, a line.
 template <typename Format>
 class RightDecoder {
  public:
   __device__ __forceinline__ RightDecoder(const RowsArgs& args, const ScaleBytes& scales, const Tile& tile)
-      : first_(static_cast<int>(threadIdx.x) - kWarpSize), place_(place_of_line(first_)) {
-    const uint8_t* group = scales.b + tile.group * scales.b_group;
-#pragma unroll
-    for (int i = 0; i < kLines; ++i) {
-      const int line = tile.column * kTileColumns + first_ + i * kApart;
-      scales_[i].begin(line < args.n ? group + line * scales.width : nullptr, args.k);
-    }
+      : place_(place_of_line(threadIdx.x)) {
+    const int line = tile.column * kTileColumns + static_cast<int>(threadIdx.x);
+    const uint8_t* own = scales.b + tile.group * scales.b_group + line * scales.width;
+    scales_.begin(line < args.n ? own : nullptr, args.k);
   }
-  __device__ __forceinline__ void advance(int step) {
-#pragma unroll
-    for (int i = 0; i < kLines; ++i) scales_[i].advance(step);
-  }
-  // Loops stay loops: instructions that are not in the smallest cache come at a fifth of the rate.
+  __device__ __forceinline__ void advance(int step) { scales_.advance(step); }
   __device__ __forceinline__ void decode(const uint8_t* boxes, uint8_t* to, int step) const {
-#pragma unroll 1
-    for (int i = 0; i < kLines && first_ + i * kApart < kTileColumns; ++i) {
-      const LineScales8<Format> scales = i == 0 ? scales_[0] : i == 1 ? scales_[1] : scales_[2];
-      const int place = place_ + i * kApart * kLine;
-      Values values[kChunks];
+    const int place = computed_again(place_);
+    Values values[kChunks];
 #pragma unroll
-      for (int j = 0; j < kChunks; ++j) {
-        Format::decode(codes_of<Format>(boxes, place, step, j), scales.of(step, j), values[j]);
-      }
+    for (int i = 0; i < kChunks; ++i) {
+      Format::decode(codes_of<Format>(boxes, place, step, i), scales_.of(step, i), values[i]);
+    }
 #pragma unroll
-      for (int j = 0; j < kChunk / 2; ++j) {
-        *reinterpret_cast<uint4*>(to + (place ^ j * 16)) = {values[0][j], values[1][j], values[2][j],
-                                                            values[3][j]};
-      }
+    for (int j = 0; j < kChunk / 2; ++j) {
+      *reinterpret_cast<uint4*>(to + (place ^ j * 16)) = {values[0][j], values[1][j], values[2][j],
+                                                          values[3][j]};
     }
   }
 
  private:
-  static constexpr int kApart = kDecoderWarps * kWarpSize, kLines = (kTileColumns + kApart - 1) / kApart;
+  LineScales8<Format> scales_;
+  int place_;
+};
 
-  static_assert(kLines == 3, "what a loop chooses from");
-  static_assert(kApart % 8 == 0, "lines of a thread are alike under the swizzle");
+// Starts the copies of stages one after the other, of all tiles of a block, a warp together.
+template <typename Format>
+class Copier {
+ public:
+  __device__ __forceinline__ Copier(const RowsArgs& args, const CUtensorMap& a, const CUtensorMap& b,
+                                    int block, int steps)
+      : a_(a),
+        b_(b),
+        walk_(args, block),
+        block_(block),
+        steps_(steps),
+        step_(steps),
+        index_(cluster_in_grid()) {}
 
-  LineScales8<Format> scales_[kLines];
-  int first_, place_;
+  __device__ __forceinline__ void start_next(DecodedShared& shared) {
+    if (step_ >= steps_) {
+      if (!walk_.find(index_, tile_)) return;
+      index_ += static_cast<int>(gridDim.x) / kCluster;
+      step_ = 0;
+    }
+    if (threadIdx.x % kWarpSize == 0) {
+      const int row = walk_.begin_row + tile_.row * kTileRows, column = tile_.column * kTileColumns;
+      const int byte = step_ * kStepBytes<Format>;
+      fill_stage(
+          shared, place_, block_, tile_.same_columns,
+          [&](void* to, int box, uint64_t* barrier, bool for_both) {
+            load(for_both, to, a_, barrier, byte, row + box * kBoxLines, 0);
+          },
+          [&](void* to, int box, uint64_t* barrier, bool for_both) {
+            load(for_both, to, b_, barrier, byte, column + box * kBoxLines, tile_.group);
+          });
+    }
+    __syncwarp();
+    place_.next();
+    step_ += kStageSteps<Format>;
+  }
+
+ private:
+  const CUtensorMap &a_, &b_;
+  RowsWalk walk_;
+  Place<DecodedShared> place_;
+  Tile tile_;
+  int block_, steps_, step_, index_;
 };
 
 // The rows of the left operand that a thread multiplies, lane / 4 and 8 more of its warp's 16, and of each the chunk lane % 4.
@@ -241,7 +274,8 @@ __device__ __forceinline__ void sum_decoded(const RowsArgs& args, const ScaleByt
 #pragma unroll
     for (int i = 0; i < kStepCodes / 16; ++i) {  // descriptors count 16 bytes
       const uint32_t a[] = {values[0][i * 2], values[1][i * 2], values[0][i * 2 + 1], values[1][i * 2 + 1]};
-      multiply_registers(sums, a, b + i * 2);
+      multiply_registers<0>(sums, a, b + i * 2);
+      multiply_registers<1>(sums, a, b + kTileColumns / 2 * kLine / 16 + i * 2);
     }
     commit_products();
     if (step + 1 < steps) decode(step + 1);
@@ -272,7 +306,7 @@ __device__ __forceinline__ void skip_decoded(DecodedShared& shared, Place<Decode
 }
 
 template <typename Format>
-__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kDecodedThreads, 1)
     hopper_decoded_rows_kernel(const __grid_constant__ CUtensorMap a_map,
                                const __grid_constant__ CUtensorMap b_map,
                                const __grid_constant__ CUtensorMap out_map,
@@ -297,45 +331,36 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   Place<DecodedShared> place;
   StepPlace step_place;
   RowsWalk walk(args, block);
-  if (warpgroup == 0) {
+  if (warpgroup < kDecoders) {
     fewer_registers<kDecoderRegisters>();
+    const bool copies = threadIdx.x < kWarpSize, first_lane = threadIdx.x % kWarpSize == 0;
+    Copier<Format> copier(args, a_map, b_map, block, steps);
+    if (copies) {
+      for (int stage = 0; stage + 1 < DecodedShared::kStages; ++stage) copier.start_next(shared);
+    }
     for (int index = cluster_in_grid(); walk.find(index, tile); index += clusters) {
-      if (threadIdx.x == 0) {
-        const int row = walk.begin_row + tile.row * kTileRows, column = tile.column * kTileColumns;
+      RightDecoder<Format> right(args, scales, tile);
 #pragma unroll 1
-        for (int step = 0; step < steps; step += kStageSteps<Format>, place.next()) {
-          const int byte = step * kStepBytes<Format>;
-          fill_stage(
-              shared, place, block, tile.same_columns,
-              [&](void* to, int box, uint64_t* barrier, bool for_both) {
-                load(for_both, to, a_map, barrier, byte, row + box * kBoxLines, 0);
-              },
-              [&](void* to, int box, uint64_t* barrier, bool for_both) {
-                load(for_both, to, b_map, barrier, byte, column + box * kBoxLines, tile.group);
-              });
-        }
-      } else if (threadIdx.x >= kWarpSize) {
-        RightDecoder<Format> right(args, scales, tile);
-#pragma unroll 1
-        for (int step = 0; step < steps; ++step, step_place.next()) {
-          right.advance(step);
-          if (step % kStageSteps<Format> == 0) wait(&shared.full[place.stage], place.parity);
-          wait(&shared.read[step_place.step], step_place.parity ^ 1);
-          right.decode(shared.stages[place.stage].right[0], shared.steps[step_place.step], step);
-          fence_for_copies();
-          __syncwarp();
-          if (threadIdx.x % kWarpSize == 0) arrive_here(&shared.decoded[step_place.step]);
-          if ((step + 1) % kStageSteps<Format> == 0 || step + 1 == steps) {
-            release(shared, place.stage);
-            place.next();
-          }
+      for (int step = 0; step < steps; ++step, step_place.next()) {
+        right.advance(step);
+        const bool first_of_stage = step % kStageSteps<Format> == 0;
+        if (first_of_stage) wait(&shared.full[place.stage], place.parity);
+        wait(&shared.read[step_place.step], step_place.parity ^ 1);
+        // By now those that multiply are done with the stage before, whose place this takes.
+        if (copies && first_of_stage) copier.start_next(shared);
+        right.decode(shared.stages[place.stage].right[0], shared.steps[step_place.step], step);
+        fence_for_copies();
+        __syncwarp();
+        if (first_lane) arrive_here(&shared.decoded[step_place.step]);
+        if ((step + 1) % kStageSteps<Format> == 0 || step + 1 == steps) {
+          release(shared, place.stage);
+          place.next();
         }
       }
-      __syncwarp();
     }
   } else {
     more_registers<kDecodedMultiplierRegisters>();
-    const int number = warpgroup - 1;
+    const int number = warpgroup - kDecoders;
     for (int index = cluster_in_grid(); walk.find(index, tile); index += clusters) {
       const Part part{tile.group, number, walk.begin_row + tile.row * kTileRows + number * kBoxLines,
                       walk.end_row, tile.column * kTileColumns};
@@ -373,7 +398,7 @@ void launch_decoded_rows(const GroupedKernelArgs& args, const HopperPlan& plan, 
   const ScaleBytes scales{static_cast<const uint8_t*>(args.a_scale),
                           static_cast<const uint8_t*>(args.b_scale), (args.n + 127) / 128 * 128 * width,
                           width};
-  launch_early(kernel, grid_of(plan), kThreads, kShared, stream, a, b, out, scales, rows_args(args));
+  launch_early(kernel, grid_of(plan), kDecodedThreads, kShared, stream, a, b, out, scales, rows_args(args));
   check_launch("hopper_decoded_rows_kernel");
 }
 

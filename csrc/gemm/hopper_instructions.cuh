@@ -214,12 +214,13 @@ __device__ __forceinline__ void multiply(float (&sums)[128], uint64_t a, uint64_
 #undef TP_MULTIPLY
 }
 
-// The same of bfloat16, b by rows and the 64 lines of a in registers: a thread has of its rows l and l + 8 the places
-// 2 (lane % 4) and the next, then those of both rows 8 places on.
+// The same of bfloat16 into a half of the sums, of 128 lines of b by rows, and the 64 lines of a in registers: a thread has of
+// its rows l and l + 8 the places 2 (lane % 4) and the next, then those of both rows 8 places on.
+template <int half>
 __device__ __forceinline__ void multiply_registers(float (&sums)[128], const uint32_t (&a)[4], uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" TP_NAMES_128
-               "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 0;"
-               : TP_SUMS_64(0), TP_SUMS_64(64)
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" TP_NAMES_64
+               "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
+               : TP_SUMS_64(half * 64)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 

@@ -20,6 +20,18 @@ struct Stack {
 };
 CUtensorMap tensor_map(const Stack& stack, int box_rows);
 
+// SwiGLU's [rows, 2 features], 16-bit, as pairs of columns that belong together: the gate's `features` columns, then the linear
+// part's, or `interleaved`, 32 columns of each in turn. A box is `box_rows` rows of 32 columns of the gate and of the 32 of the
+// linear part, 64 bytes each, which lie in shared memory under the swizzle of that width. Its coordinates are column, 0, row;
+// of interleaved columns 0, column / 16, row.
+struct Halves {
+  const void* data;
+  DType dtype;
+  int64_t rows, features;
+  bool interleaved;
+};
+CUtensorMap halves_map(const Halves& halves, int box_rows);
+
 // Launches what fills the room of a list; nothing for a stack. With `map`, of one matrix, that is also a copy of it for
 // each matrix, with its address. Those are returned: the kernel that is launched next acquires each before it uses it.
 const CUtensorMap* launch_matrix_list(const MatrixList& list, int64_t groups, const CUtensorMap* map,

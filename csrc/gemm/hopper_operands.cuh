@@ -36,11 +36,11 @@ struct NoScaleCopy {
 };
 
 // 16-bit operands. `by_columns`: b [G, k, n], else [G, n, k].
-template <typename T, bool by_columns>
+template <typename T, bool by_columns, typename SharedMemory = PlainShared>
 struct Plain {
   using Element = T;
   using Out = T;
-  using Shared = PlainShared;
+  using Shared = SharedMemory;
   using ScaleCopy = NoScaleCopy;
   static constexpr bool b_by_columns = by_columns;
   static constexpr bool group_scales = false;

@@ -24,20 +24,6 @@ bool is_codes(GroupedMode mode, const GroupedKernelArgs& args) {
   return false;
 }
 
-// Rows that there are, as far as the host knows.
-int64_t expected_rows(const GroupedKernelArgs& args) {
-  const int64_t expected = args.options.expected_rows;
-  return expected < 0 ? args.rows : std::min(expected, args.rows);
-}
-
-// Codes that are decoded on their way take twice the time of products of 16 bits, whatever they are; widened beforehand they
-// take that of the weights' way through memory five times over. With few rows for each group the first is less: on an H200
-// up to some 256.
-bool is_decoded(const GroupedKernelArgs& args) {
-  return args.scale_kind == ScaleKind::kMx || args.scale_kind == ScaleKind::kNv;
-}
-bool decodes_fast(const GroupedKernelArgs& args) { return expected_rows(args) <= 256 * args.groups; }
-
 // Pairs of tiles (gemm/hopper_tiles.cuh) that there can be, or `limit` if that is less. Of ragged rows most come about
 // when each group ends one row into a tile; in a matrix with an odd number of tiles one pair has one tile only.
 int64_t most_pairs(GroupedMode mode, const GroupedKernelArgs& args, int64_t limit) {
@@ -65,7 +51,8 @@ int clusters_of(GroupedMode mode, const GroupedKernelArgs& args, int multiproces
 // rows of a group on average, as they were fastest on an H200.
 uint32_t thread_boxes_of(const GroupedKernelArgs& args) {
   constexpr int64_t kFewRows = 768, kManyRows = 1536;
-  const int64_t rows = expected_rows(args);
+  const int64_t expected = args.options.expected_rows;
+  const int64_t rows = expected < 0 ? args.rows : std::min(expected, args.rows);
   if (rows >= kManyRows * args.groups) return 0;
   const bool most = bytes_of(args.dtype) == 1 && rows < kFewRows * args.groups;
   return most ? 0b11101110 : 0b01010100;
@@ -85,7 +72,6 @@ int64_t bytes_of(DType dtype) {
 bool hopper_takes_shape(GroupedMode mode, const GroupedKernelArgs& args) {
   const bool codes = is_codes(mode, args);
   if (args.dtype != DType::kBFloat16 && args.dtype != DType::kFloat16 && !codes) return false;
-  if (is_decoded(args) && !decodes_fast(args)) return false;
   if (!is_whole(args.out_row_stride, args.out_dtype)) return false;
   if (!fits(args.rows) || !fits(args.groups) || !fits(args.n)) return false;
   if (!is_whole(args.n, codes ? args.out_dtype : args.dtype)) return false;

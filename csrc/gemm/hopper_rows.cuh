@@ -62,8 +62,69 @@ class RowsWalk {
   int own_begin_ = 0, own_end_ = 0, end_ = 0, total_ = 0;
 };
 
+// 64 rows of a box to a matrix, row by row: those of the part's group, and columns before `columns`.
+template <typename Out>
+__device__ __forceinline__ void store_own_rows(uint8_t* box, void* out, int64_t stride, int column,
+                                               int columns, const Part& part) {
+  constexpr int kPieces = kLine / 16, kPiece = 16 / sizeof(Out);
+  for (int i = threadIdx.x % kWarpgroup; i < kBoxLines * kPieces; i += kWarpgroup) {
+    const int own = i / kPieces, at = column + i % kPieces * kPiece;
+    if (part.row + own < part.end_row && at < columns) {
+      Out* to = static_cast<Out*>(out) + (part.row + own) * stride + at;
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(swizzled(box, own, i % kPieces));
+    }
+  }
+}
+
+// Sums to their rows and columns of the output, rounded.
+template <typename Out, int kBoxes>
+__device__ __forceinline__ void store_rows(const RowsArgs& args, const CUtensorMap& out_map, const Part& part,
+                                           const float (&sums)[kSums], uint8_t (&boxes)[kBoxes][kBoxBytes]) {
+  const bool whole = part.row + kBoxLines <= part.end_row;
+  store_sums<Out>(sums, boxes, part.number, [&](uint8_t* box, int offset) {
+    if (whole) {
+      if (threadIdx.x % kWarpgroup == 0) store_box(out_map, box, part.column + offset, part.row, 0);
+      return;
+    }
+    // Rows of the next group follow.
+    store_own_rows<Out>(box, args.out, args.out_row_stride, part.column + offset, args.n, part);
+  });
+}
+
+// What becomes of sums, all by the warpgroup that has them: an epilogue says which lines of b are the columns of a tile, and
+// brings the sums to memory. This one rounds and stores them as they are. The others are in hopper_swiglu.cuh.
+template <typename Out>
+struct StoreRows {
+  CUtensorMap out;
+
+  __device__ __forceinline__ void prefetch_maps() const { prefetch(out); }
+  // By one thread, before the barriers of stages are published.
+  template <typename Shared>
+  static __device__ __forceinline__ void init(Shared&) {}
+  // The first line of b in a box of the tiles of this column.
+  static __device__ __forceinline__ int line(const RowsArgs&, int tile_column, int box) {
+    return tile_column * kTileColumns + box * kBoxLines;
+  }
+  // That of the j-th 8 columns of a part: with the 7 after it, as n is a multiple of 8.
+  static __device__ __forceinline__ int line_of_sums(const RowsArgs&, const Part& part, int j) {
+    return part.column + j * 8;
+  }
+  // Before the products of a part.
+  template <typename Shared>
+  __device__ __forceinline__ void begin(const Part&, Shared&) const {}
+  template <typename Shared>
+  __device__ __forceinline__ void finish(const RowsArgs& args, const Part& part, float (&sums)[kSums],
+                                         Shared& shared) const {
+    store_rows<Out>(args, out, part, sums, shared.out[part.number]);
+  }
+  // After the last part: until shared memory is free.
+  static __device__ __forceinline__ void drain() {
+    if (threadIdx.x % kWarpgroup == 0) wait_until_stored<0>();
+  }
+};
+
 // The one rounding comes after this.
-template <typename Kind>
+template <typename Kind, typename Epilogue = StoreRows<typename Kind::Out>>
 __device__ __forceinline__ void scale_and_add_bias(const RowsArgs& args, const Part& part,
                                                    float (&sums)[kSums]) {
   if (Kind::group_scales || args.alpha) {
@@ -79,7 +140,7 @@ __device__ __forceinline__ void scale_and_add_bias(const RowsArgs& args, const P
   const float* bias = args.bias + static_cast<int64_t>(part.group) * args.n;
 #pragma unroll
   for (int j = 0; j < kTileColumns / 8; ++j) {
-    const int own = part.column + j * 8 + lane % 4 * 2;  // with the next, as n is a multiple of 8
+    const int own = Epilogue::line_of_sums(args, part, j) + lane % 4 * 2;
     if (own < args.n) {
       const float x = bias[own], y = bias[own + 1];
       sums[j * 4] = fmaf(scale_low, x, sums[j * 4]);
@@ -90,39 +151,15 @@ __device__ __forceinline__ void scale_and_add_bias(const RowsArgs& args, const P
   }
 }
 
-// Sums to their rows and columns of the output, rounded.
-template <typename Out, int kBoxes>
-__device__ __forceinline__ void store_rows(const RowsArgs& args, const CUtensorMap& out_map, const Part& part,
-                                           const float (&sums)[kSums], uint8_t (&boxes)[kBoxes][kBoxBytes]) {
-  const bool whole = part.row + kBoxLines <= part.end_row;
-  store_sums<Out>(sums, boxes, part.number, [&](uint8_t* box, int offset) {
-    const int thread = threadIdx.x % kWarpgroup;
-    if (whole) {
-      if (thread == 0) store_box(out_map, box, part.column + offset, part.row, 0);
-      return;
-    }
-    // Rows of the next group follow.
-    constexpr int kPieces = kLine / 16, kPiece = 16 / sizeof(Out);
-    for (int i = thread; i < kBoxLines * kPieces; i += kWarpgroup) {
-      const int own = i / kPieces, at = part.column + offset + i % kPieces * kPiece;
-      if (part.row + own < part.end_row && at < args.n) {
-        Out* to = static_cast<Out*>(args.out) + (part.row + own) * args.out_row_stride + at;
-        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(swizzled(box, own, i % kPieces));
-      }
-    }
-  });
-}
-
 // Kind is one of hopper_operands.cuh. `b_maps` are those of a list of matrices, one for each group, in place of `b_map`; or
 // null.
-template <typename Kind>
+template <typename Kind, typename Epilogue>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     hopper_rows_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
-                       const __grid_constant__ CUtensorMap out_map, const __grid_constant__ RowsArgs args,
+                       const __grid_constant__ Epilogue epilogue, const __grid_constant__ RowsArgs args,
                        const CUtensorMap* b_maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Element = typename Kind::Element;
-  using Out = typename Kind::Out;
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   using Shared = typename Kind::Shared;
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
@@ -131,7 +168,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     prefetch(a_map);
     prefetch(b_map);
-    prefetch(out_map);
+    epilogue.prefetch_maps();
+    Epilogue::init(shared);
   }
   init_stages(shared);
   wait_for_the_kernel_before();
@@ -145,7 +183,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       RowsWalk walk(args, block);
       int entered = -1;  // the group of the tile before
       for (int index = cluster_in_grid(); walk.find(index, tile); index += clusters) {
-        const int row = walk.begin_row + tile.row * kTileRows, column = tile.column * kTileColumns;
+        const int row = walk.begin_row + tile.row * kTileRows;
         if (threadIdx.x == 0) {
           // Quantized matrices have no list.
           const bool listed = sizeof(Element) == 2 && b_maps != nullptr;
@@ -163,7 +201,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
                   load(for_both, to, a_map, barrier, k, row + box * kBoxLines, 0);
                 },
                 [&](void* to, int box, uint64_t* barrier, bool for_both) {
-                  const int line = column + box * kBoxLines;
+                  const int line = Epilogue::line(args, tile.column, box);
                   Kind::b_by_columns ? load(for_both, to, own_map, barrier, line, k, matrix)
                                      : load(for_both, to, own_map, barrier, k, line, matrix);
                 },
@@ -189,12 +227,13 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         }
         continue;
       }
+      epilogue.begin(part, shared);
       float sums[kSums] = {};
       Kind::sum(args, shared, place, steps, part, sums);
-      scale_and_add_bias<Kind>(args, part, sums);
-      store_rows<Out>(args, out_map, part, sums, shared.out[number]);
+      scale_and_add_bias<Kind, Epilogue>(args, part, sums);
+      epilogue.finish(args, part, sums, shared);
     }
-    if (threadIdx.x % kWarpgroup == 0) wait_until_stored<0>();
+    Epilogue::drain();
   }
   sync_cluster();  // neither block leaves while the other may arrive at its
                    // barriers
@@ -218,9 +257,10 @@ inline RowsArgs rows_args(const GroupedKernelArgs& args) {
           static_cast<int>(args.k)};
 }
 
-template <typename Kind>
-void launch_rows(const GroupedKernelArgs& args, const HopperPlan& plan, cudaStream_t stream) {
-  constexpr auto kernel = hopper_rows_kernel<Kind>;
+template <typename Kind, typename Epilogue>
+void launch_rows_into(const Epilogue& epilogue, const GroupedKernelArgs& args, const HopperPlan& plan,
+                      cudaStream_t stream) {
+  constexpr auto kernel = hopper_rows_kernel<Kind, Epilogue>;
   static DynamicSharedMemory shared_memory;
   constexpr int kShared = sizeof(typename Kind::Shared);
   shared_memory.allow(kernel, kShared);
@@ -231,12 +271,17 @@ void launch_rows(const GroupedKernelArgs& args, const HopperPlan& plan, cudaStre
   const int64_t b_count = args.list.addresses ? 1 : args.groups;
   const CUtensorMap b =
       tensor_map({args.b, args.dtype, b_columns, b_rows, b_count, b_columns, b_rows * b_columns}, kBoxLines);
+  const CUtensorMap* b_maps = launch_matrix_list(args.list, args.groups, &b, stream);
+  launch_early(kernel, grid_of(plan), kThreads, kShared, stream, a, b, epilogue, rows_args(args), b_maps);
+  check_launch("hopper_rows_kernel");
+}
+
+template <typename Kind>
+void launch_rows(const GroupedKernelArgs& args, const HopperPlan& plan, cudaStream_t stream) {
   const CUtensorMap out = tensor_map(
       {args.out, args.out_dtype, args.n, args.rows, 1, args.out_row_stride, args.rows * args.out_row_stride},
       kBoxLines);
-  const CUtensorMap* b_maps = launch_matrix_list(args.list, args.groups, &b, stream);
-  launch_early(kernel, grid_of(plan), kThreads, kShared, stream, a, b, out, rows_args(args), b_maps);
-  check_launch("hopper_rows_kernel");
+  launch_rows_into<Kind>(StoreRows<typename Kind::Out>{out}, args, plan, stream);
 }
 
 }  // namespace transformer_plugin::gemm::hopper

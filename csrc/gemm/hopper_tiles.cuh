@@ -227,15 +227,15 @@ __device__ __forceinline__ void write_box(const float (&sums)[kSums], int i, uin
   }
 }
 
-// A warpgroup's sums to the output: box by box, and when a box is written, store(box, column) with the first of its columns,
-// called by all threads.
-template <typename T, int kBoxes, typename Store>
+// A warpgroup's sums, or those of the first `columns`, to the output: box by box, and when a box is written, store(box, column)
+// with the first of its columns, called by all threads.
+template <typename T, int columns = kTileColumns, int kBoxes, typename Store>
 __device__ __forceinline__ void store_sums(const float (&sums)[kSums], uint8_t (&boxes)[kBoxes][kBoxBytes],
                                            int number, Store store) {
   constexpr int kColumns = kStep<T>;
   const bool first = threadIdx.x % kWarpgroup == 0;
 #pragma unroll
-  for (int i = 0; i < kTileColumns / kColumns; ++i) {
+  for (int i = 0; i < columns / kColumns; ++i) {
     uint8_t* box = boxes[i % kBoxes];
     if (first) wait_until_stored<kBoxes - 1>();
     sync_threads(1 + number, kWarpgroup);

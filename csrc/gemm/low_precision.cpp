@@ -1,14 +1,11 @@
 #include "gemm/low_precision.h"
 
 #include <ATen/ops/full.h>
-#include <ATen/ops/randint.h>
-
-#include <limits>
 
 #include "common/autograd.h"
 #include "common/check.h"
 #include "gemm/calls.h"
-#include "gemm/code_product.h"
+#include "gemm/low_precision_roles.h"
 
 namespace transformer_plugin::gemm {
 namespace {
@@ -17,96 +14,6 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-// Data with what its values are scaled by; undefined where it is not wanted or there is none.
-struct Scaled {
-  Tensor data, scale, amax;
-};
-
-// A matrix in a format, along its rows and along its columns (returned transposed).
-struct Rounded {
-  Scaled rows, columns;
-};
-
-// One rounding serves both directions when the scale does not depend on the direction.
-bool one_scale(const Format& format) { return !format.has_blocks(); }
-
-// What NVFP4 is given beside a matrix: its amaxes now, and a seed from torch's generator.
-struct Given {
-  Tensor amax, amax_t, seed;
-};
-
-Given given_for(const Tensor& x, const OptionalTensor& group_sizes, const Format& format,
-                std::string_view key, bool rows, bool columns) {
-  Given given;
-  if (!format.is_nv()) return given;
-  if (rows && columns) {
-    std::tie(given.amax, given.amax_t) = call_amax_both(x, group_sizes, key);
-  } else if (rows) {
-    given.amax = call_amax(x, group_sizes, key);
-  } else {
-    given.amax_t = call_amax_transposed(x, group_sizes, key);
-  }
-  if (format.stochastic_rounding) {
-    given.seed = at::randint(std::numeric_limits<int64_t>::max(), {1}, x.options().dtype(at::kLong));
-  }
-  return given;
-}
-
-Rounded round_in_blocks(const Tensor& x, const OptionalTensor& group_sizes, const Format& format,
-                        std::string_view key, bool rows, bool columns) {
-  Rounded result;
-  const Given given = given_for(x, group_sizes, format, key, rows, columns);
-  const OptionalTensor amax = as_optional(given.amax), amax_t = as_optional(given.amax_t),
-                       seed = as_optional(given.seed);
-  auto& [row, column] = result;
-  if (rows && columns) {
-    std::tie(row.data, row.scale, column.data, column.scale) =
-        call_quantize_both(x, group_sizes, key, amax, amax_t, seed);
-  } else if (rows) {
-    std::tie(row.data, row.scale) = call_quantize(x, group_sizes, key, amax, seed);
-  } else {
-    std::tie(column.data, column.scale) = call_quantize_transposed(x, group_sizes, key, amax_t, seed);
-  }
-  row.amax = given.amax;
-  column.amax = given.amax_t;
-  return result;
-}
-
-Rounded round_matrix(const Tensor& x, const OptionalTensor& group_sizes, const Format& format,
-                     std::string_view key, bool rows, bool columns) {
-  Rounded result;
-  if (format.family == FormatFamily::kBFloat16) {
-    result.rows.data = x.to(at::kBFloat16);
-    result.columns.data = result.rows.data.t();
-  } else if (one_scale(format)) {
-    std::tie(result.rows.data, result.rows.scale) = call_quantize(x, group_sizes, key);
-    result.columns = {result.rows.data.t(), result.rows.scale, Tensor()};
-  } else if (rows || columns) {
-    result = round_in_blocks(x, group_sizes, format, key, rows, columns);
-  }
-  return result;
-}
-
-// A gradient in its format; and its sums over the rows, the gradient of a bias, where one op reads it once for both.
-struct RoundedGradient {
-  Rounded values;
-  Tensor bias;  // undefined, or [N], or [G, N] with group sizes
-};
-
-RoundedGradient round_gradient(const Tensor& grad, const OptionalTensor& group_sizes, const Format& format,
-                               std::string_view key, bool rows, bool columns, bool with_bias) {
-  if (!with_bias || !format.is_quantized() || format.is_nv()) {
-    return {round_matrix(grad, group_sizes, format, key, rows, columns), Tensor()};
-  }
-  const bool one = one_scale(format);
-  const BiasBackwardQuantized quantized =
-      call_bias_backward_quantize(grad, group_sizes, key, rows || one, columns && !one);
-  Rounded values{{quantized.data, quantized.scale, Tensor()},
-                 {quantized.data_t, quantized.scale_t, Tensor()}};
-  if (one) values.columns = {quantized.data.t(), quantized.scale, Tensor()};
-  return {values, quantized.bias};
-}
 
 // The groups by which input and gradient are rounded along their columns: those of the rows, or none; and while a
 // graph with an unknown number of rows is traced, all rows as one group. That gives the same bits, but scales of at
@@ -118,70 +25,6 @@ OptionalTensor column_groups(const Tensor& input, const OptionalTensor& group_si
                       !formats.grad.square_blocks;
   if (group_sizes || !blocks || !input.sym_size(0).is_symbolic()) return group_sizes;
   return at::full_symint({1}, c10::Scalar(input.sym_size(0)), input.options().dtype(at::kLong));
-}
-
-// A weight [.., N, K] for the forward product, as b with transpose_b; and for the data gradient.
-struct RoundedWeight {
-  Scaled forward;
-  Scaled backward;  // b with transpose_b if it is rounded along its columns
-};
-
-// Whether the data gradient takes the weight along its columns: where its values are others than along its rows; or the
-// same, but kernels multiply blocks as they are, what is summed over in one line.
-bool rounds_weight_columns(const Tensor& weight, const RoleFormats& formats) {
-  return !formats.symmetric_weight() ||
-         (formats.weight.has_blocks() && code_product_scales(formats.grad, formats.weight) &&
-          has_code_kernels(weight));
-}
-
-RoundedWeight round_weight(const Tensor& weight, const RoleFormats& formats, bool backward) {
-  const bool both = backward && rounds_weight_columns(weight, formats);
-  if (formats.weight.family == FormatFamily::kBFloat16) {
-    const Scaled rounded{weight.to(at::kBFloat16), Tensor(), Tensor()};
-    return {rounded, backward ? rounded : Scaled{}};
-  }
-  RoundedWeight result;
-  if (one_scale(formats.weight)) {
-    std::tie(result.forward.data, result.forward.scale) =
-        call_quantize(weight, std::nullopt, formats.weight_key);
-  } else {
-    Rounded rounded = round_in_blocks(weight, std::nullopt, formats.weight, formats.weight_key, true, both);
-    result = {std::move(rounded.rows), std::move(rounded.columns)};
-  }
-  if (backward && !both) result.backward = result.forward;
-  return result;
-}
-
-struct Operand {
-  const Scaled& values;
-  std::string_view key;
-};
-
-Tensor multiply(const Operand& a, const Operand& b, const OptionalTensor& group_sizes,
-                const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
-                at::ScalarType dtype) {
-  const Scaled &left = a.values, &right = b.values;
-  if (!left.scale.defined()) {
-    return group_sizes
-               ? call_grouped_gemm(left.data, right.data, *group_sizes, bias, bias_scale, transpose_b, dtype)
-               : call_gemm(left.data, right.data, bias, transpose_b, dtype);
-  }
-  return group_sizes
-             ? call_grouped_gemm_quantized(left.data, left.scale, right.data, right.scale, *group_sizes,
-                                           a.key, b.key, dtype, bias, bias_scale, transpose_b,
-                                           as_optional(left.amax), as_optional(right.amax))
-             : call_gemm_quantized(left.data, left.scale, right.data, right.scale, a.key, b.key, dtype, bias,
-                                   transpose_b, as_optional(left.amax), as_optional(right.amax));
-}
-
-// grad^T @ input, from both along their columns: [N, K], or one for each group.
-Tensor multiply_columns(const Operand& grad, const Operand& input, const OptionalTensor& group_sizes,
-                        at::ScalarType dtype) {
-  if (!group_sizes) return multiply(grad, input, std::nullopt, std::nullopt, std::nullopt, true, dtype);
-  const Scaled &g = grad.values, &x = input.values;
-  if (!g.scale.defined()) return call_grouped_gemm_wgrad(g.data.t(), x.data.t(), *group_sizes, dtype);
-  return call_grouped_gemm_wgrad_quantized(g.data, g.scale, x.data, x.scale, *group_sizes, grad.key,
-                                           input.key, dtype, as_optional(g.amax), as_optional(x.amax));
 }
 
 Tensor multiply_forward(const LayerArguments& layer, const RoleFormats& formats, const Rounded& input,
@@ -297,6 +140,14 @@ RoleFormats role_formats(const char* op, std::string_view input, std::string_vie
   check_family(op, "grad_format", formats.grad, grad, formats);
   check_rotations(op, formats);
   return formats;
+}
+
+void check_ragged_formats(const char* op, const RoleFormats& formats) {
+  for (const auto& [name, format, key] : {std::tuple{"input_format", formats.input, formats.input_key},
+                                          std::tuple{"grad_format", formats.grad, formats.grad_key}}) {
+    TP_CHECK_VALUE(!format.square_blocks, op, name, "blocks along rows, which end where a group ends",
+                   "'" << key << "'", "Square blocks are for the weight");
+  }
 }
 
 Tensor low_precision_forward(const LayerArguments& layer, const RoleFormats& formats) {

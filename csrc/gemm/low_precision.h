@@ -23,6 +23,8 @@ struct RoleFormats {
 
 RoleFormats role_formats(const char* op, std::string_view input, std::string_view weight,
                          std::string_view grad);
+// Of rows in groups: blocks of the input and the gradient lie along rows.
+void check_ragged_formats(const char* op, const RoleFormats& formats);
 
 // input [M, K] and weight [N, K]; or, with group sizes, input [T, K] and weight [G, N, K].
 struct LayerArguments {

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
 
 from transformer_plugin import ops
 from transformer_plugin.nn.grouped_linear import GroupedLinear
-from transformer_plugin.recipes import Recipe
+from transformer_plugin.recipes import DelayedScaling, Recipe
+
+
+def _is_plain(layer: torch.nn.Module) -> bool:
+    """Whether a call of the layer is its own ``forward`` and nothing else: not one of a subclass, as a sharded or a
+    parametrized layer is, not one put in its place, and without hooks."""
+    return type(layer) is GroupedLinear and not (
+        layer._forward_pre_hooks
+        or layer._forward_hooks
+        or layer._backward_pre_hooks
+        or layer._backward_hooks
+        or "forward" in layer.__dict__
+        or isinstance(layer.recipe, DelayedScaling)
+    )
 
 
 class GroupedMLP(torch.nn.Module):
@@ -25,6 +39,10 @@ class GroupedMLP(torch.nn.Module):
 
     Parameters: ``fc1.weight [G, 2F, H]``, ``fc2.weight [G, H, F]``, and with bias ``fc1.bias [G, 2F]``,
     ``fc2.bias [G, H]``.
+
+    Where ``fc1`` and ``fc2`` are as they were made, one op runs both, :func:`~transformer_plugin.ops.grouped_mlp`,
+    with the bits of the layers one after the other. Layers with hooks, of another class (sharded by themselves, for
+    example), of formats that differ, or with :class:`~transformer_plugin.recipes.DelayedScaling` are called.
     """
 
     def __init__(
@@ -63,5 +81,22 @@ class GroupedMLP(torch.nn.Module):
             ``[T, H]`` in the dtype of ``input``, differentiable in ``input``, ``probs`` and the parameters.
             Rows past the last group are zero.
         """
-        activation = ops.swiglu(self.fc1(input, group_sizes), probs)
-        return self.fc2(activation, group_sizes, probs if self.fc2.scale_bias else None)
+        fc1, fc2 = self.fc1, self.fc2
+        if self._runs_as_one(fc1, fc2):
+            return ops.grouped_mlp(
+                input, fc1.weight, fc2.weight, group_sizes, probs, fc1.bias, fc2.bias, *fc1._formats
+            )
+        activation = ops.swiglu(fc1(input, group_sizes), probs)
+        return fc2(activation, group_sizes, probs if fc2.scale_bias else None)
+
+    @staticmethod
+    def _runs_as_one(fc1: GroupedLinear, fc2: GroupedLinear) -> bool:
+        """Asked in every forward: hooks and recipes come and go."""
+        return (
+            not _has_any_global_hook()
+            and _is_plain(fc1)
+            and _is_plain(fc2)
+            and fc1._formats == fc2._formats
+            and not fc1.scale_bias
+            and fc2.scale_bias == (fc2.bias is not None)
+        )

@@ -52,6 +52,8 @@ from transformer_plugin.ops.gemm_out import (
     grouped_gemm_wgrad_quantized_out,
 )
 from transformer_plugin.ops.gemm_plan import GroupedGemmPlan, grouped_gemm_plan
+from transformer_plugin.ops.gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_backward
+from transformer_plugin.ops.grouped_mlp import grouped_mlp
 from transformer_plugin.ops.norm import (
     layer_norm,
     layer_norm_backward,
@@ -139,6 +141,8 @@ __all__ = [
     "grouped_gemm_plan",
     "grouped_gemm_quantized",
     "grouped_gemm_quantized_out",
+    "grouped_gemm_swiglu",
+    "grouped_gemm_swiglu_backward",
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_list_out",
     "grouped_gemm_wgrad_out",
@@ -147,6 +151,7 @@ __all__ = [
     "grouped_linear",
     "grouped_linear_scaled",
     "grouped_linear_scaled_",
+    "grouped_mlp",
     "grouped_quantize",
     "grouped_quantize_both",
     "grouped_quantize_both_out",

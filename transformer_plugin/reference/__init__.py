@@ -34,6 +34,8 @@ from transformer_plugin.reference.gemm import (
     linear,
 )
 from transformer_plugin.reference.gemm_list import grouped_gemm_list, grouped_gemm_wgrad_list_out
+from transformer_plugin.reference.gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_backward
+from transformer_plugin.reference.grouped_mlp import grouped_mlp
 from transformer_plugin.reference.norm import (
     layer_norm,
     layer_norm_backward,
@@ -105,12 +107,15 @@ __all__ = [
     "grouped_gemm",
     "grouped_gemm_list",
     "grouped_gemm_out",
+    "grouped_gemm_swiglu",
+    "grouped_gemm_swiglu_backward",
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_list_out",
     "grouped_gemm_wgrad_out",
     "grouped_linear",
     "grouped_linear_scaled",
     "grouped_linear_scaled_",
+    "grouped_mlp",
     "grouped_quantize",
     "grouped_quantize_both",
     "grouped_quantize_both_out",

@@ -1,0 +1,120 @@
+"""Products that end in SwiGLU or in its gradient, beside their steps: what an epilogue saves.
+
+Experts of known mixtures, groups of equal sizes, bfloat16, probabilities. Results are compared with those of the steps
+first. Device time is that of a CUDA graph. On a CPU, where the op runs the steps, shapes are small.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import device_times, devices, host_times, write
+from transformer_plugin import ops
+
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Experts:
+    """``rows`` in equal groups through ``[groups, 2 * features, hidden]`` and ``[groups, hidden, features]``."""
+
+    name: str
+    groups: int
+    features: int
+    hidden: int
+    rows: int
+
+
+SHAPES = (
+    Experts("Qwen3-30B", 128, 768, 2048, 65536),
+    Experts("DeepSeek-V3", 32, 2048, 7168, 32768),
+    Experts("Mixtral", 8, 14336, 4096, 16384),
+)
+SMALL = (Experts("small", 4, 64, 128, 256),)
+
+Call = Callable[[], tuple[Tensor, ...]]
+
+
+def forward_steps(x: Tensor, w1: Tensor, sizes: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    h = ops.grouped_gemm(x, w1, sizes)
+    return ops.swiglu(h, probs), h
+
+
+def backward_steps(
+    grad: Tensor, w2: Tensor, sizes: Tensor, h: Tensor, probs: Tensor
+) -> tuple[Tensor, Tensor]:
+    return ops.swiglu_backward(ops.grouped_gemm(grad, w2, sizes, transpose_b=False), h, probs)
+
+
+def calls_of(shape: Experts, device: torch.device) -> dict[str, dict[str, Call]]:
+    """The op, in both orders of columns, and the steps, by direction."""
+    hidden, features = shape.hidden, shape.features
+    x, grad, w1, w2, h = (
+        torch.randn(size, dtype=BF16, device=device)
+        for size in (
+            (shape.rows, hidden),
+            (shape.rows, hidden),
+            (shape.groups, 2 * features, hidden),
+            (shape.groups, hidden, features),
+            (shape.rows, 2 * features),
+        )
+    )
+    probs = torch.rand(shape.rows, device=device)
+    sizes = torch.full((shape.groups,), shape.rows // shape.groups, device=device)
+    forward, backward = (x, w1, sizes, probs), (grad, w2, sizes, h, probs)
+    return {
+        "forward": {
+            "fused": partial(ops.grouped_gemm_swiglu, *forward),
+            "interleaved": partial(ops.grouped_gemm_swiglu, *forward, interleave=32),
+            "without h": partial(ops.grouped_gemm_swiglu, *forward, keep_input=False),
+            "steps": partial(forward_steps, *forward),
+            "product": lambda: (ops.grouped_gemm(x, w1, sizes),),
+        },
+        "backward": {
+            "fused": partial(ops.grouped_gemm_swiglu_backward, *backward),
+            "interleaved": partial(ops.grouped_gemm_swiglu_backward, *backward, interleave=32),
+            "steps": partial(backward_steps, *backward),
+            "product": lambda: (ops.grouped_gemm(grad, w2, sizes, transpose_b=False),),
+        },
+    }
+
+
+def measure(shape: Experts, device: torch.device) -> list[dict[str, Any]]:
+    """A row for each direction."""
+    rows = []
+    for direction, calls in calls_of(shape, device).items():
+        for got, expected in zip(calls["fused"](), calls["steps"](), strict=True):
+            assert torch.equal(got, expected), f"{shape.name} {direction}: not what the steps give"
+        times = device_times(calls) if device.type == "cuda" else host_times(calls, device, 5, 2)
+        row: dict[str, Any] = {"experts": shape.name, "direction": direction}
+        row |= {f"{name}_us": time for name, time in times.items()}
+        rows.append(row | {"times_as_fast": round(times["steps"].median / times["fused"].median, 3)})
+    return rows
+
+
+def main() -> None:
+    """Measures on every device here."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--tiny", action="store_true", help="small shapes on any device, nothing written: to try it"
+    )
+    tiny = parser.parse_args().tiny
+    for device in devices():
+        shapes = SMALL if tiny or device.type == "cpu" else SHAPES
+        rows = [row for shape in shapes for row in measure(shape, device)]
+        for row in rows:
+            medians = {key: time.median for key, time in row.items() if key.endswith("_us")}
+            print(row["experts"], row["direction"], medians, row["times_as_fast"])
+        if device.type == "cuda" and not tiny:
+            write("grouped_swiglu", device, rows)
+
+
+if __name__ == "__main__":
+    main()

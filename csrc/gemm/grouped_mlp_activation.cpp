@@ -1,0 +1,93 @@
+#include "gemm/grouped_mlp_activation.h"
+
+#include "gemm/swiglu_calls.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+using at::Tensor;
+
+// The scales of blocks are found in a tile. One scale for a whole matrix, and the amax of nvfp4, need all of the matrix
+// before its first element is rounded, so there the steps are done one by one.
+bool rounds_in_tiles(const Format& format) { return format.has_blocks() && !format.is_nv(); }
+
+// The gradient's two halves must begin on a tile. Where a bias wants its sums, they are of what is not rounded.
+bool rounds_gradient_in_tiles(const Tensor& linear, const Format& format, const HiddenWanted& wanted) {
+  constexpr int64_t kTwoTiles = 256;
+  const c10::SymInt columns = linear.sym_size(1);
+  return rounds_in_tiles(format) && (wanted.input || wanted.weight) && !wanted.bias && columns > 0 &&
+         columns % kTwoTiles == 0;
+}
+
+}  // namespace
+
+Rounded round_role(const Tensor& x, const Tensor& group_sizes, const Format& format, std::string_view key,
+                   bool rows, bool columns) {
+  if (format.family == FormatFamily::kNone) {
+    return {{x, Tensor(), Tensor()}, {x.t(), Tensor(), Tensor()}};
+  }
+  return round_matrix(x, group_sizes, format, key, rows, columns);
+}
+
+RoundedWeight round_role_weight(const Tensor& weight, const RoleFormats& formats, bool backward) {
+  if (!formats.native()) return round_weight(weight, formats, backward);
+  const Scaled as_it_is{weight, Tensor(), Tensor()};
+  return {as_it_is, backward ? as_it_is : Scaled{}};
+}
+
+Hidden product_then_activation(Rounded input, RoundedWeight weight, const MlpArguments& mlp,
+                               const RoleFormats& formats, bool columns) {
+  Hidden hidden;
+  hidden.linear = multiply({input.rows, formats.input_key}, {weight.forward, formats.weight_key},
+                           mlp.group_sizes, mlp.fc1_bias, std::nullopt, true, mlp.input.scalar_type());
+  input = {};
+  weight = {};
+  if (!rounds_in_tiles(formats.input)) {
+    hidden.activation = round_role(call_swiglu(hidden.linear, mlp.probs), mlp.group_sizes, formats.input,
+                                   formats.input_key, true, columns);
+    return hidden;
+  }
+  auto& [row, column] = hidden.activation;
+  if (columns) {
+    std::tie(row.data, row.scale, column.data, column.scale) =
+        call_swiglu_quantize_both(hidden.linear, mlp.probs, mlp.group_sizes, formats.input_key);
+  } else {
+    std::tie(row.data, row.scale) =
+        call_swiglu_quantize(hidden.linear, mlp.probs, mlp.group_sizes, formats.input_key);
+  }
+  return hidden;
+}
+
+HiddenGradient data_gradient_then_activation_backward(Scaled grad, const Scaled& weight, bool transpose_b,
+                                                      const Tensor& linear, const Tensor& group_sizes,
+                                                      const Tensor& probs, const RoleFormats& formats,
+                                                      const HiddenWanted& wanted) {
+  const std::string_view key = formats.grad_key;
+  Tensor grad_activation = multiply({grad, key}, {weight, formats.weight_key}, group_sizes, std::nullopt,
+                                    std::nullopt, transpose_b, linear.scalar_type());
+  grad = {};
+  HiddenGradient result;
+  auto& [values, grad_bias] = result.linear;
+  if (rounds_gradient_in_tiles(linear, formats.grad, wanted)) {
+    auto& [row, column] = values;
+    std::tie(row.data, row.scale, column.data, column.scale, result.probs) =
+        call_swiglu_backward_quantize_both(grad_activation, linear, probs, group_sizes, key);
+    return result;
+  }
+  Tensor grad_linear;
+  std::tie(grad_linear, result.probs) = call_swiglu_backward(grad_activation, linear, probs);
+  grad_activation.reset();
+  if (formats.native()) {
+    values = round_role(grad_linear, group_sizes, formats.grad, key, true, true);
+  } else if (wanted.input || wanted.weight) {
+    result.linear =
+        round_gradient(grad_linear, group_sizes, formats.grad, key, wanted.input, wanted.weight, wanted.bias);
+  }
+  if (wanted.bias && !grad_bias.defined()) {
+    std::tie(grad_bias, std::ignore) =
+        call_grouped_bias_backward(grad_linear, group_sizes, std::nullopt, std::nullopt);
+  }
+  return result;
+}
+
+}  // namespace transformer_plugin::gemm

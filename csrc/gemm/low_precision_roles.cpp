@@ -1,0 +1,143 @@
+#include "gemm/low_precision_roles.h"
+
+#include <ATen/ops/randint.h>
+
+#include <limits>
+
+#include "common/autograd.h"
+#include "gemm/calls.h"
+#include "gemm/code_product.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// One rounding serves both directions when the scale does not depend on the direction.
+bool one_scale(const Format& format) { return !format.has_blocks(); }
+
+// What NVFP4 is given beside a matrix: its amaxes now, and a seed from torch's generator.
+struct Given {
+  Tensor amax, amax_t, seed;
+};
+
+Given given_for(const Tensor& x, const OptionalTensor& group_sizes, const Format& format,
+                std::string_view key, bool rows, bool columns) {
+  Given given;
+  if (!format.is_nv()) return given;
+  if (rows && columns) {
+    std::tie(given.amax, given.amax_t) = call_amax_both(x, group_sizes, key);
+  } else if (rows) {
+    given.amax = call_amax(x, group_sizes, key);
+  } else {
+    given.amax_t = call_amax_transposed(x, group_sizes, key);
+  }
+  if (format.stochastic_rounding) {
+    given.seed = at::randint(std::numeric_limits<int64_t>::max(), {1}, x.options().dtype(at::kLong));
+  }
+  return given;
+}
+
+Rounded round_in_blocks(const Tensor& x, const OptionalTensor& group_sizes, const Format& format,
+                        std::string_view key, bool rows, bool columns) {
+  Rounded result;
+  const Given given = given_for(x, group_sizes, format, key, rows, columns);
+  const OptionalTensor amax = as_optional(given.amax), amax_t = as_optional(given.amax_t),
+                       seed = as_optional(given.seed);
+  auto& [row, column] = result;
+  if (rows && columns) {
+    std::tie(row.data, row.scale, column.data, column.scale) =
+        call_quantize_both(x, group_sizes, key, amax, amax_t, seed);
+  } else if (rows) {
+    std::tie(row.data, row.scale) = call_quantize(x, group_sizes, key, amax, seed);
+  } else {
+    std::tie(column.data, column.scale) = call_quantize_transposed(x, group_sizes, key, amax_t, seed);
+  }
+  row.amax = given.amax;
+  column.amax = given.amax_t;
+  return result;
+}
+
+}  // namespace
+
+Rounded round_matrix(const Tensor& x, const OptionalTensor& group_sizes, const Format& format,
+                     std::string_view key, bool rows, bool columns) {
+  Rounded result;
+  if (format.family == FormatFamily::kBFloat16) {
+    result.rows.data = x.to(at::kBFloat16);
+    result.columns.data = result.rows.data.t();
+  } else if (one_scale(format)) {
+    std::tie(result.rows.data, result.rows.scale) = call_quantize(x, group_sizes, key);
+    result.columns = {result.rows.data.t(), result.rows.scale, Tensor()};
+  } else if (rows || columns) {
+    result = round_in_blocks(x, group_sizes, format, key, rows, columns);
+  }
+  return result;
+}
+
+RoundedGradient round_gradient(const Tensor& grad, const OptionalTensor& group_sizes, const Format& format,
+                               std::string_view key, bool rows, bool columns, bool with_bias) {
+  if (!with_bias || !format.is_quantized() || format.is_nv()) {
+    return {round_matrix(grad, group_sizes, format, key, rows, columns), Tensor()};
+  }
+  const bool one = one_scale(format);
+  const BiasBackwardQuantized quantized =
+      call_bias_backward_quantize(grad, group_sizes, key, rows || one, columns && !one);
+  Rounded values{{quantized.data, quantized.scale, Tensor()},
+                 {quantized.data_t, quantized.scale_t, Tensor()}};
+  if (one) values.columns = {quantized.data.t(), quantized.scale, Tensor()};
+  return {values, quantized.bias};
+}
+
+bool rounds_weight_columns(const Tensor& weight, const RoleFormats& formats) {
+  return !formats.symmetric_weight() ||
+         (formats.weight.has_blocks() && code_product_scales(formats.grad, formats.weight) &&
+          has_code_kernels(weight));
+}
+
+RoundedWeight round_weight(const Tensor& weight, const RoleFormats& formats, bool backward) {
+  const bool both = backward && rounds_weight_columns(weight, formats);
+  if (formats.weight.family == FormatFamily::kBFloat16) {
+    const Scaled rounded{weight.to(at::kBFloat16), Tensor(), Tensor()};
+    return {rounded, backward ? rounded : Scaled{}};
+  }
+  RoundedWeight result;
+  if (one_scale(formats.weight)) {
+    std::tie(result.forward.data, result.forward.scale) =
+        call_quantize(weight, std::nullopt, formats.weight_key);
+  } else {
+    Rounded rounded = round_in_blocks(weight, std::nullopt, formats.weight, formats.weight_key, true, both);
+    result = {std::move(rounded.rows), std::move(rounded.columns)};
+  }
+  if (backward && !both) result.backward = result.forward;
+  return result;
+}
+
+Tensor multiply(const Operand& a, const Operand& b, const OptionalTensor& group_sizes,
+                const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
+                at::ScalarType dtype) {
+  const Scaled &left = a.values, &right = b.values;
+  if (!left.scale.defined()) {
+    return group_sizes
+               ? call_grouped_gemm(left.data, right.data, *group_sizes, bias, bias_scale, transpose_b, dtype)
+               : call_gemm(left.data, right.data, bias, transpose_b, dtype);
+  }
+  return group_sizes
+             ? call_grouped_gemm_quantized(left.data, left.scale, right.data, right.scale, *group_sizes,
+                                           a.key, b.key, dtype, bias, bias_scale, transpose_b,
+                                           as_optional(left.amax), as_optional(right.amax))
+             : call_gemm_quantized(left.data, left.scale, right.data, right.scale, a.key, b.key, dtype, bias,
+                                   transpose_b, as_optional(left.amax), as_optional(right.amax));
+}
+
+Tensor multiply_columns(const Operand& grad, const Operand& input, const OptionalTensor& group_sizes,
+                        at::ScalarType dtype) {
+  if (!group_sizes) return multiply(grad, input, std::nullopt, std::nullopt, std::nullopt, true, dtype);
+  const Scaled &g = grad.values, &x = input.values;
+  if (!g.scale.defined()) return call_grouped_gemm_wgrad(g.data.t(), x.data.t(), *group_sizes, dtype);
+  return call_grouped_gemm_wgrad_quantized(g.data, g.scale, x.data, x.scale, *group_sizes, grad.key,
+                                           input.key, dtype, as_optional(g.amax), as_optional(x.amax));
+}
+
+}  // namespace transformer_plugin::gemm

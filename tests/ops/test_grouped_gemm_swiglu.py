@@ -1,0 +1,398 @@
+"""grouped_gemm_swiglu and its backward: against float64, against their steps bit for bit, gradients, graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.gemm_oracle import poison, rows_fp64
+from transformer_plugin import ops, reference
+from transformer_plugin.reference.gemm_swiglu import halves_apart, halves_in_turn
+from transformer_plugin.testing.cases import Case
+from transformer_plugin.testing.gemm_cases import normals, poison_tail
+from transformer_plugin.testing.gemm_swiglu_cases import (
+    grouped_gemm_swiglu_backward_cases,
+    grouped_gemm_swiglu_cases,
+)
+from transformer_plugin.testing.numerics import assert_close_in_ulp, assert_rounded_sum, assert_same_bits
+
+EXACT, RANDOM = list(grouped_gemm_swiglu_cases()), list(grouped_gemm_swiglu_cases(normals))
+BACKWARD, BACKWARD_RANDOM = (
+    list(grouped_gemm_swiglu_backward_cases()),
+    list(grouped_gemm_swiglu_backward_cases(normals)),
+)
+_ops = torch.ops.transformer_plugin
+
+
+def each(cases: list[Case]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+
+
+def cleared(rows: Tensor, sizes: Tensor) -> Tensor:
+    rows = rows.clone()
+    rows[int(sizes.sum()) :] = 0
+    return rows
+
+
+def columns_fp64(h: Tensor, interleave: int) -> tuple[Tensor, Tensor]:
+    """Gate and linear part, column by column."""
+    features = h.shape[1] // 2
+    at = [j if not interleave else j // 32 * 64 + j % 32 for j in range(features)]
+    step = interleave or features
+    gate, linear = torch.tensor(at, dtype=torch.long), torch.tensor([j + step for j in at], dtype=torch.long)
+    return h.double()[:, gate.to(h.device)], h.double()[:, linear.to(h.device)]
+
+
+def swiglu_fp64(h: Tensor, probs: Tensor | None, interleave: int) -> Tensor:
+    gate, linear = columns_fp64(h, interleave)
+    return gate / (1 + torch.exp(-gate)) * linear * (1 if probs is None else probs.double()[:, None])
+
+
+def ulp_of(dtype: torch.dtype) -> int:
+    return 8 if dtype == torch.float32 else 1
+
+
+@each(EXACT)
+def test_against_float64(case: Case, device: torch.device) -> None:
+    """Exact sums, so that h is right to the last bit or wrong; then SwiGLU of what h was rounded to."""
+    a, b, sizes, probs, bias, interleave = case.arguments()
+    h = rows_fp64(a, b, sizes, bias, None, True).to(a.dtype)
+    expected = cleared(swiglu_fp64(h, probs, interleave), sizes)
+    act, kept = reference.grouped_gemm_swiglu(a, b, sizes, probs, bias, interleave)
+    assert_same_bits(kept + 0, h, "h of the reference")
+    assert_close_in_ulp(act, expected, ulp=ulp_of(a.dtype), name="act of the reference")
+    arguments = case.arguments(device)
+    poison(tuple(h.shape), h.dtype, device)
+    poison(tuple(expected.shape), h.dtype, device)
+    act, kept = ops.grouped_gemm_swiglu(*arguments)
+    assert_same_bits(kept + 0, h.to(device), "h")
+    assert_close_in_ulp(act, expected.to(device), ulp=ulp_of(a.dtype), name="act")
+    tail = act[int(sizes.sum()) :]
+    assert_same_bits(tail, torch.zeros_like(tail), "tail")
+
+
+@each(RANDOM)
+def test_bits_of_the_steps(case: Case, device: torch.device) -> None:
+    a, b, sizes, probs, bias, interleave = case.arguments(device)
+    act, h = ops.grouped_gemm_swiglu(a, b, sizes, probs, bias, interleave)
+    assert_same_bits(h, ops.grouped_gemm(a, b, sizes, bias), "h")
+    assert_same_bits(act, cleared(ops.swiglu(halves_apart(h, interleave), probs), sizes), "act")
+    alone, none = ops.grouped_gemm_swiglu(a, b, sizes, probs, bias, interleave, keep_input=False)
+    assert_same_bits(alone, act, "act without h")
+    assert none.shape == (0, b.shape[1]) and none.dtype == a.dtype
+    few = ops.grouped_gemm_swiglu(a, b, sizes, probs, bias, interleave, True, 6, 10)
+    for got, expected in zip(few, (act, h), strict=True):
+        assert_same_bits(got, expected, "with max_sms")
+    exact = rows_fp64(a, b, sizes, bias, None, True)
+    magnitude = rows_fp64(a.abs(), b.abs(), sizes, None if bias is None else bias.abs(), None, True)
+    assert_rounded_sum(h, exact, magnitude, a.shape[1] + 1, "h")
+
+
+@each(BACKWARD)
+def test_backward_against_float64(case: Case, device: torch.device) -> None:
+    grad, b, sizes, h, probs, interleave = case.arguments()
+    grad_act = rows_fp64(grad, b, sizes, None, None, False).to(grad.dtype).double()
+    leaf = h.double().requires_grad_()
+    factor = None if probs is None else probs.double().requires_grad_()
+    end = int(sizes.sum())
+    leaves = [leaf] if factor is None else [leaf, factor]
+    act = swiglu_fp64(leaf[:end], None if factor is None else factor[:end], interleave)
+    exact = torch.autograd.grad(act, leaves, grad_act[:end], materialize_grads=True)
+    terms = (grad_act * cleared(swiglu_fp64(h, None, interleave), sizes)).abs().sum(1)
+    ulp, floor = (32, 1e-5) if h.dtype == torch.float32 else (1, 1e-2 * torch.finfo(h.dtype).eps)
+    arguments = case.arguments(device)
+    poison(tuple(h.shape), h.dtype, device)
+    for got, where in (
+        (reference.grouped_gemm_swiglu_backward(grad, b, sizes, h, probs, interleave), "reference"),
+        (ops.grouped_gemm_swiglu_backward(*arguments), "op"),
+    ):
+        grad_h, grad_probs = (tensor.cpu() for tensor in got)
+        assert_close_in_ulp(grad_h, exact[0], ulp=ulp, floor=floor * 64, name=f"grad_h of the {where}")
+        assert not grad_h[end:].any() and not grad_probs[end:].any()
+        if probs is None:
+            assert grad_probs.shape == (0,)
+        else:
+            assert ((grad_probs.double() - exact[1]).abs() <= 2e-6 * terms + 1e-12).all(), where
+
+
+def backward_steps(
+    grad: Tensor, b: Tensor, sizes: Tensor, h: Tensor, probs: Tensor | None, interleave: int
+) -> tuple[Tensor, Tensor]:
+    grad_act = ops.grouped_gemm(grad, b, sizes, transpose_b=False)
+    grad_h, grad_probs = ops.swiglu_backward(grad_act, halves_apart(h, interleave), probs)
+    grad_probs = grad_probs if probs is None else cleared(grad_probs, sizes)
+    return cleared(halves_in_turn(grad_h, interleave), sizes), grad_probs
+
+
+def assert_steps(arguments: tuple[Any, ...]) -> None:
+    expected = backward_steps(*arguments)
+    for more in ((), (6, 10)):
+        got = ops.grouped_gemm_swiglu_backward(*arguments, *more)
+        for tensor, wanted, name in zip(got, expected, ("grad_h", "grad_probs"), strict=True):
+            assert_same_bits(tensor, wanted, name)
+
+
+@each(BACKWARD_RANDOM)
+def test_bits_of_the_steps_backward(case: Case, device: torch.device) -> None:
+    assert_steps(case.arguments(device))
+
+
+@pytest.mark.parametrize("features", [8, 40, 136, 256 + 24])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_infinite_gradients_stay_in_their_columns(
+    features: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """What a kernel computes past the last column, zero times infinity, does not come into a row's sum."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (70, 64), (2, 64, features), (70, 2 * features)
+    grad, b, h = (normals(s, dtype, device, generator).abs() + 0.5 for s in shapes)
+    grad[3, 5] = float("inf")
+    arguments = grad, b, torch.tensor([40, 30], device=device), h, torch.ones(70, device=device), 0
+    _, grad_probs = ops.grouped_gemm_swiglu_backward(*arguments)
+    assert float(grad_probs[3]) == float("inf")
+    assert grad_probs[torch.arange(70, device=device) != 3].isfinite().all()
+    assert_steps(arguments)
+
+
+def steps(
+    a: Tensor, b: Tensor, sizes: Tensor, probs: Tensor | None, bias: Tensor | None, interleave: int
+) -> Tensor:
+    h = ops.grouped_gemm(a, b, sizes, bias)
+    return ops.swiglu(halves_apart(h, interleave), probs)
+
+
+def gradients(
+    function: Callable[..., Tensor], arguments: tuple[Any, ...], grad: Tensor, wanted: tuple[int, ...]
+) -> list[Tensor]:
+    given = [a.detach().clone() if isinstance(a, Tensor) else a for a in arguments]
+    leaves = [given[i].requires_grad_() for i in wanted if given[i] is not None]
+    return list(torch.autograd.grad(function(*given), leaves, grad))
+
+
+@pytest.mark.parametrize("keep_input", [True, False], ids=["kept", "again"])
+@each([case for i, case in enumerate(RANDOM) if i % 3 != 2])
+def test_gradient(case: Case, keep_input: bool, device: torch.device) -> None:
+    """That of the steps, bit for bit, whatever lies in the tail of the gradient."""
+    arguments = case.arguments(device)
+    a, b, sizes, probs, bias, _ = arguments
+    shape = (a.shape[0], b.shape[1] // 2)
+    grad = normals(shape, a.dtype, device, torch.Generator().manual_seed(2))
+    poison_tail(grad, tuple(sizes.tolist()))
+    wanted = (0, 1, 3, 4)
+    got = gradients(
+        lambda *given: ops.grouped_gemm_swiglu(*given, keep_input=keep_input)[0], arguments, grad, wanted
+    )
+    expected = gradients(steps, arguments, grad, wanted)
+    names = [
+        name
+        for name, t in zip(["a", "b", "probs", "bias"], (a, b, probs, bias), strict=True)
+        if t is not None
+    ]
+    for tensor, exact, name in zip(got, expected, names, strict=True):
+        assert_same_bits(tensor, cleared(exact, sizes) if name == "probs" else exact, name)
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_gradient_through_h(both: bool, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(4)
+    shapes = (70, 16), (2, 128, 16), (70,), (2, 128), (70, 128)
+    a, b, probs, bias, grad = (normals(s, torch.bfloat16, device, generator) for s in shapes)
+    arguments, wanted = (a, b, torch.tensor([40, 23], device=device), probs.float(), bias, 32), (0, 1, 4)
+    poison_tail(grad, (63,))
+
+    def fused(*given: Any) -> Tensor:
+        act, h = ops.grouped_gemm_swiglu(*given)
+        return torch.cat([act, h], 1)[:, 0 if both else 64 :]
+
+    def separate(a: Tensor, b: Tensor, sizes: Tensor, probs: Tensor, bias: Tensor, interleave: int) -> Tensor:
+        h = ops.grouped_gemm(a, b, sizes, bias)
+        act = ops.swiglu(halves_apart(h, interleave), probs)
+        return torch.cat([act, h], 1)[:, 0 if both else 64 :]
+
+    grad = torch.cat([grad[:, :64], grad], 1)[:, 0 if both else 64 :]
+    expected = gradients(separate, arguments, grad, wanted)
+    for got, exact in zip(gradients(fused, arguments, grad, wanted), expected, strict=True):
+        assert_same_bits(got, exact)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (3,), (4,), (3, 4), (0, 4)], ids=str)
+@pytest.mark.parametrize("keep_input", [True, False], ids=["kept", "again"])
+def test_only_wanted_gradients(wanted: tuple[int, ...], keep_input: bool, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(1)
+    shapes = (6, 5), (2, 8, 5), (6,), (2, 8)
+    a, b, probs, bias = (normals(s, torch.float32, device, generator) for s in shapes)
+    arguments = [a, b, torch.tensor([2, 3], device=device), probs, bias]
+    for i in wanted:
+        arguments[i].requires_grad_()
+    ops.grouped_gemm_swiglu(*arguments, keep_input=keep_input)[0].sum().backward()
+    doubles = [t.detach().double().requires_grad_() if t.is_floating_point() else t for t in arguments]
+    exact = swiglu_fp64_of(doubles)
+    exact.sum().backward()
+    for i in (0, 1, 3, 4):
+        if i in wanted:
+            torch.testing.assert_close(
+                arguments[i].grad.double(), doubles[i].grad, rtol=1e-5, atol=1e-5, msg=str(i)
+            )
+        else:
+            assert arguments[i].grad is None
+
+
+def swiglu_fp64_of(doubles: list[Tensor]) -> Tensor:
+    a, b, sizes, probs, bias = doubles
+    h = rows_fp64(a, b, sizes, bias, None, True)
+    end = int(sizes.sum())
+    return swiglu_fp64(h[:end], probs[:end], 0)
+
+
+def test_any_strides(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(3)
+    wide = [
+        normals(s, torch.bfloat16, device, generator) for s in ((12, 64), (2, 32, 64), (12, 72), (2, 72, 32))
+    ]
+    a, b, h, w = wide[0][::2, ::2], wide[1].transpose(1, 2)[:, :, :32], wide[2][::2, 8:], wide[3][:, :, ::2]
+    probs = torch.rand(12, generator=generator).to(device)[::2]
+    sizes = torch.tensor([3, 2], device=device)
+    for got, expected in zip(
+        ops.grouped_gemm_swiglu(a, b, sizes, probs, None, 32),
+        ops.grouped_gemm_swiglu(a.contiguous(), b.contiguous(), sizes, probs.contiguous(), None, 32),
+        strict=True,
+    ):
+        assert_same_bits(got, expected)
+    grad, h = wide[2][::2], h[:, :32]
+    for got, expected in zip(
+        ops.grouped_gemm_swiglu_backward(grad, w, sizes, h, probs),
+        ops.grouped_gemm_swiglu_backward(
+            grad.contiguous(), w.contiguous(), sizes, h.contiguous(), probs.contiguous()
+        ),
+        strict=True,
+    ):
+        assert_same_bits(got, expected)
+
+
+def some(cases: list[Case]) -> list[Case]:
+    """opcheck reads no values: every shape in float32, and some in each other dtype, will do."""
+    return [case for i, case in enumerate(cases) if case.name.startswith("float32") or i % 5 == 0]
+
+
+@each(some(EXACT))
+def test_opcheck(case: Case, device: torch.device) -> None:
+    arguments = case.arguments(device)
+    torch.library.opcheck(_ops.grouped_gemm_swiglu.default, arguments)
+    torch.library.opcheck(_ops.grouped_gemm_swiglu.default, (*arguments, False))
+    for i in (0, 1, 3, 4):
+        if arguments[i] is not None:
+            arguments[i].requires_grad_()
+    torch.library.opcheck(_ops.grouped_gemm_swiglu.default, arguments)
+
+
+@each(some(BACKWARD))
+def test_backward_opcheck(case: Case, device: torch.device) -> None:
+    torch.library.opcheck(_ops.grouped_gemm_swiglu_backward.default, case.arguments(device))
+
+
+def mlp(x: Tensor, w1: Tensor, w2: Tensor, sizes: Tensor, probs: Tensor, interleave: int) -> Tensor:
+    act, _ = ops.grouped_gemm_swiglu(x, w1, sizes, probs, None, interleave)
+    return ops.grouped_gemm(act, w2, sizes)
+
+
+@pytest.mark.parametrize("interleave", [0, 32])
+def test_compiles_whole(interleave: int, device: torch.device) -> None:
+    """One graph for any sizes and numbers of rows, forward and backward, with eager's bits."""
+    torch._dynamo.reset()
+    fast = torch.compile(mlp, fullgraph=True, backend="aot_eager", dynamic=True)
+    generator = torch.Generator().manual_seed(0)
+    for rows, sizes in ((24, (5, 0, 16)), (40, (40, 0, 0)), (17, (0, 3, 9))):
+        shapes = (rows, 16), (3, 128, 16), (3, 16, 64)
+        x, w1, w2 = (normals(s, torch.bfloat16, device, generator) for s in shapes)
+        probs = torch.rand(rows, generator=generator).to(device)
+        group_sizes, grad = torch.tensor(sizes, device=device), torch.ones_like(x)
+        arguments = x, w1, w2, group_sizes, probs, interleave
+        wanted = (0, 1, 2, 4)
+        expected = gradients(mlp, arguments, grad, wanted)
+        for got, exact in zip(gradients(fast, arguments, grad, wanted), expected, strict=True):
+            assert_same_bits(got, exact)
+        assert_same_bits(fast(*arguments), mlp(*arguments))
+    torch._dynamo.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("interleave", [0, 32])
+def test_graph_follows_new_sizes_and_data(interleave: int) -> None:
+    device, rows, features, k, width = torch.device("cuda"), 700, 160, 136, 72
+
+    def draw(seed: int, sizes: tuple[int, ...]) -> tuple[Any, ...]:
+        generator = torch.Generator().manual_seed(seed)
+        shapes = (rows, k), (4, 2 * features, k), (rows, width), (4, width, features)
+        a, b, grad, w = (normals(s, torch.bfloat16, device, generator) for s in shapes)
+        probs = poison_tail(torch.rand(rows, generator=generator), sizes).to(device)
+        return (
+            poison_tail(a, sizes),
+            b,
+            poison_tail(grad, sizes),
+            w,
+            torch.tensor(sizes, device=device),
+            probs,
+        )
+
+    def run(
+        a: Tensor, b: Tensor, grad: Tensor, w: Tensor, sizes: Tensor, probs: Tensor
+    ) -> tuple[Tensor, ...]:
+        act, h = ops.grouped_gemm_swiglu(a, b, sizes, probs, None, interleave)
+        return act, h, *ops.grouped_gemm_swiglu_backward(grad, w, sizes, h, probs, interleave)
+
+    held = draw(0, (100, 0, 300, 57))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run(*held)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(*held)
+    replays = [(700, 0, 0, 0), (0, 0, 0, 0), (1, 2, 3, 5), (129, 127, 1, 443), (0, 64, 0, 65)]
+    for seed, sizes in enumerate(replays, start=1):
+        new = draw(seed, sizes)
+        for target, source in zip(held, new, strict=True):
+            target.copy_(source)
+        for tensor in captured:
+            tensor.fill_(float("nan"))
+        graph.replay()
+        a, b, grad, w, group_sizes, probs = new
+        h = ops.grouped_gemm(a, b, group_sizes)
+        act = cleared(ops.swiglu(halves_apart(h, interleave), probs), group_sizes)
+        expected = act, h, *backward_steps(grad, w, group_sizes, h, probs, interleave)
+        for got, exact, name in zip(captured, expected, ("act", "h", "grad_h", "grad_probs"), strict=True):
+            assert_same_bits(got, exact, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_no_host_read(dtype: torch.dtype) -> None:
+    """A forward and a backward with synchronization forbidden."""
+    device, generator = torch.device("cuda"), torch.Generator().manual_seed(0)
+    shapes = (96, 64), (3, 128, 64), (3, 64, 64)
+    x, w1, w2 = (normals(s, dtype, device, generator).requires_grad_() for s in shapes)
+    probs = torch.rand(96, device=device, requires_grad=True)
+    sizes = torch.tensor([32, 0, 48], device=device)
+    grad, h = torch.ones(96, 64, dtype=dtype, device=device), torch.ones(96, 128, dtype=dtype, device=device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for interleave in (0, 32):
+            mlp(x, w1, w2, sizes, probs, interleave).backward(grad)
+            ops.grouped_gemm_swiglu_backward(grad, w2.detach(), sizes, h, probs.detach(), interleave)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@each([case for case in RANDOM if not case.name.startswith("float32")])
+def test_the_same_bits_again_and_again(case: Case) -> None:
+    arguments = case.arguments("cuda")
+    first = ops.grouped_gemm_swiglu(*arguments)
+    for _ in range(20):
+        for got, expected in zip(ops.grouped_gemm_swiglu(*arguments), first, strict=True):
+            assert_same_bits(got, expected)

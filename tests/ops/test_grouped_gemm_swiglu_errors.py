@@ -1,0 +1,147 @@
+"""What bad arguments of the products that end in SwiGLU get: a four-part error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from transformer_plugin import ops
+
+A, B, S, P = torch.zeros(4, 6), torch.zeros(2, 16, 6), torch.tensor([1, 2]), torch.ones(4)
+GRAD, W, H = torch.zeros(4, 5), torch.zeros(2, 5, 8), torch.zeros(4, 16)
+AGREE = "Pass tensors whose sizes agree."
+ORDER = (
+    "expected 0 (the gate's columns first) or 32 (32 of the gate, 32 of the linear part, in turn), got 16. "
+    "Reorder the rows of the weight."
+)
+BLOCKS = (
+    "expected whole blocks of 32 columns of the gate and of the linear part, got {} for 8 of each. "
+    "Take a multiple of 32, or interleave=0."
+)
+FORWARD, BACKWARD = "grouped_gemm_swiglu", "grouped_gemm_swiglu_backward"
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments", "error", "text"),
+    [
+        (
+            FORWARD,
+            (A.double(), B.double(), S, P),
+            TypeError,
+            "'a': expected one of the dtypes float32, bfloat16, float16, got float64. Convert it with .to() first.",
+        ),
+        (
+            FORWARD,
+            (A, B[:, :15], S, P),
+            ValueError,
+            "'b': expected an even number of rows in each matrix (gate and linear part), "
+            "got float32[2, 15, 6] on cpu. Concatenate the weights of both.",
+        ),
+        (
+            FORWARD,
+            (A, B[:, :, :5], S, P),
+            ValueError,
+            "'b': expected size 6 in dimension 2 (the columns of 'a', summed over), got float32[2, 16, 5] on cpu. "
+            + AGREE,
+        ),
+        (FORWARD, (A, B, S, P, None, 16), ValueError, "'interleave': " + ORDER),
+        (
+            FORWARD,
+            (A, B, S, P, None, 32),
+            ValueError,
+            "'b': " + BLOCKS.format("float32[2, 16, 6] on cpu"),
+        ),
+        (
+            FORWARD,
+            (A, B, torch.tensor([3, 2]), P),
+            ValueError,
+            "'group_sizes': expected sizes that sum to at most 4, the rows of the buffer, "
+            "got a sum of 5 at group 1. Enlarge the buffer or fix the sizes.",
+        ),
+        (
+            FORWARD,
+            (A, B, torch.tensor([1, 2, 1]), P),
+            ValueError,
+            "'group_sizes': expected size 2 in dimension 0 (the matrices of 'b'), got int64[3] on cpu. "
+            + AGREE,
+        ),
+        (
+            FORWARD,
+            (A, B, S, P[:3]),
+            ValueError,
+            "'probs': expected size 4 in dimension 0 (the rows of 'a'), got float32[3] on cpu. " + AGREE,
+        ),
+        (
+            FORWARD,
+            (A, B, S, P.bfloat16()),
+            TypeError,
+            "'probs': expected one of the dtypes float32, got bfloat16. Convert it with .to() first.",
+        ),
+        (
+            FORWARD,
+            (A, B, S, P, torch.zeros(2, 8)),
+            ValueError,
+            "'bias': expected size 16 in dimension 1 (the columns of the output), got float32[2, 8] on cpu. "
+            + AGREE,
+        ),
+        (
+            FORWARD,
+            (A, B, S, P, None, 0, True, -1),
+            ValueError,
+            "'max_sms': expected a number of multiprocessors, or 0 for all, got -1. "
+            "Pass how many the product may take.",
+        ),
+        (
+            BACKWARD,
+            (GRAD, W[:, :4], S, H, P),
+            ValueError,
+            "'b': expected size 5 in dimension 1 (the columns of 'grad', summed over), got float32[2, 4, 8] on cpu. "
+            + AGREE,
+        ),
+        (
+            BACKWARD,
+            (GRAD, W, S, H[:3], P),
+            ValueError,
+            "'h': expected size 4 in dimension 0 (the rows of 'grad'), got float32[3, 16] on cpu. " + AGREE,
+        ),
+        (
+            BACKWARD,
+            (GRAD, W, S, H[:, :8], P),
+            ValueError,
+            "'h': expected size 16 in dimension 1 (gate and linear part for each column of 'b'), "
+            "got float32[4, 8] on cpu. " + AGREE,
+        ),
+        (
+            BACKWARD,
+            (GRAD, W, S, H.bfloat16(), P),
+            TypeError,
+            "'h': expected float32, like grad, got bfloat16. Convert one of them with .to() first.",
+        ),
+        (BACKWARD, (GRAD, W, S, H, P, 16), ValueError, "'interleave': " + ORDER),
+        (
+            BACKWARD,
+            (GRAD, W, S, H, P, 32),
+            ValueError,
+            "'h': " + BLOCKS.format("float32[4, 16] on cpu"),
+        ),
+        (
+            BACKWARD,
+            (GRAD, W, torch.tensor([1, -1]), H, P),
+            ValueError,
+            "'group_sizes': expected sizes that are not negative, got -1 for group 1. "
+            "Pass the number of rows of each group.",
+        ),
+        (
+            BACKWARD,
+            (GRAD, W, S, H, P[:2]),
+            ValueError,
+            "'probs': expected size 4 in dimension 0 (the rows of 'grad'), got float32[2] on cpu. " + AGREE,
+        ),
+    ],
+)
+def test_errors(op: str, arguments: tuple[Any, ...], error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as caught:
+        getattr(ops, op)(*arguments)
+    assert str(caught.value) == f"transformer_plugin::{op}: argument {text}"

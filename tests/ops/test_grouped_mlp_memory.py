@@ -1,0 +1,214 @@
+"""grouped_mlp: which ops run, what is kept for the backward, and when it is freed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.ops.test_grouped_memory import peak
+from tests.ops.test_grouped_mlp import (
+    FORMATS,
+    NAMES,
+    NONE,
+    Formats,
+    assert_all_same,
+    by_formats,
+    leaves_of,
+    one_case,
+    run,
+    steps,
+)
+from tests.ops.test_linear_ops import saved_bytes
+from transformer_plugin import ops
+from transformer_plugin.testing.grouped_mlp_cases import MlpShape, mlp_arguments
+from transformer_plugin.testing.numerics import assert_same_bits
+
+
+class Calls(TorchDispatchMode):
+    """Names of this library's ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        namespace, name = func.name().split("::")
+        if namespace == "transformer_plugin":
+            self.names.append(name.split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of(formats: Formats, biases: tuple[bool, bool], wanted: tuple[str, ...] = NAMES) -> list[str]:
+    arguments = one_case(formats, torch.device("cpu"), biases)
+    with Calls() as calls:
+        run(ops.grouped_mlp, arguments, formats, wanted)
+    return calls.names
+
+
+@pytest.mark.parametrize("name", ["block", "mx"])
+def test_the_activation_is_rounded_where_it_is_computed(name: str) -> None:
+    """A rounding for each operand of the six products, none of them of a matrix that another op wrote for it."""
+    formats = FORMATS[name]
+    weight = "quantize_both" if name == "mx" else "quantize"  # square blocks on a CPU are the same both ways
+    product, gradient = "grouped_gemm_quantized", "grouped_gemm_wgrad_quantized"
+    assert calls_of(formats, (False, False)) == [
+        *("grouped_quantize_both", weight, product, "swiglu_quantize_both", weight, product),
+        *("grouped_quantize_both", gradient, product, "swiglu_backward_quantize_both", gradient, product),
+    ]
+    assert calls_of(formats, (True, False))[-4:] == [  # a bias wants the sums of what is not rounded
+        *("swiglu_backward", "bias_backward_quantize_both", gradient, product),
+    ]
+    assert calls_of(formats, (False, False), ("fc2_weight",)) == [
+        *("grouped_quantize", "quantize", product, "swiglu_quantize_both", "quantize", product),
+        *("grouped_quantize_transposed", gradient),
+    ]
+    assert calls_of(formats, (False, False), ("probs",))[-3:] == [
+        *("grouped_quantize", product, "swiglu_backward"),
+    ]
+
+
+def test_only_what_a_gradient_needs_is_kept() -> None:
+    """No activation in 16 bits, no rows of what is also there along columns, nothing for a weight that is frozen."""
+    shape = MlpShape("", (1400, 600), 2048, 128, 256)
+    t, h, f, g = shape.rows, shape.hidden, shape.features, 2
+    arguments = mlp_arguments(
+        shape, torch.bfloat16, (False, False), torch.device("cpu"), torch.Generator().manual_seed(1)
+    )
+    weights, linear = 3 * g * f * h, 2 * t * 2 * f
+
+    def saved(function: Any, name: str, wanted: tuple[str, ...] = NAMES) -> int:
+        x, fc1, fc2, probs = leaves_of(arguments, wanted).values()
+        return saved_bytes(lambda: function(x, fc1, fc2, arguments[3], probs, None, None, *FORMATS[name]))
+
+    for name, width in (("block", 1), ("mx", 1), ("none", 2)):
+        assert saved(ops.grouped_mlp, name) == saved(steps, name)
+        codes = width * (weights + t * (h + f)) + linear
+        assert codes < saved(ops.grouped_mlp, name) < 1.05 * codes  # and scales, sizes, probabilities
+        codes = width * weights + linear
+        assert codes < saved(ops.grouped_mlp, name, ("input",)) < 1.05 * codes
+        assert saved(ops.grouped_mlp, name, ()) == 0
+        assert saved(ops.grouped_mlp, name, ("fc2_weight",)) < 1.05 * width * t * f + 5 * t
+
+
+class Freed(Calls):
+    """For each op that runs: whether what the forward kept for the backward is still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, StorageWeakRef] = {}
+        self.there: list[tuple[str, set[str]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        there = {name for name, storage in self.kept.items() if not storage.expired()}
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        name = func.name().split("::")[1]
+        self.there.append((name, there))
+        which = {"swiglu_quantize_both": 2, "quantize": 0, "grouped_gemm_quantized": None, "swiglu": None}
+        if name in which and len(self.kept) < 4:
+            index = which[name]
+            made = result if index is None else result[index]
+            self.kept[f"{name} {self.names.count(name)}"] = StorageWeakRef(made.untyped_storage())
+        return result
+
+
+@pytest.mark.parametrize("retain", [False, True], ids=["once", "retained"])
+def test_what_is_kept_is_freed_when_it_is_used(retain: bool) -> None:
+    """Not when the node has run: then the gradients of the first layer are beside all of it."""
+    arguments = one_case(FORMATS["block"], torch.device("cpu"), (False, False))
+    x, fc1, fc2, probs = leaves_of(arguments).values()
+    with Freed() as freed:
+        output = ops.grouped_mlp(x, fc1, fc2, arguments[3], probs, None, None, *FORMATS["block"])
+        leaves = (x, fc1, fc2, probs)
+        first = torch.autograd.grad(output, leaves, torch.ones_like(output), retain_graph=retain)
+    assert list(freed.kept) == [
+        "quantize 1",
+        "grouped_gemm_quantized 1",
+        "swiglu_quantize_both 1",
+        "quantize 2",
+    ]
+    there = {name: held for name, held in freed.there if name in freed.names[-5:]}  # of the last of each name
+    first_weight, linear, activation, second_weight = freed.kept
+    assert there["swiglu_backward_quantize_both"] >= {linear, first_weight}
+    assert (activation in there["swiglu_backward_quantize_both"]) == retain
+    for gone in (linear, activation, second_weight):
+        assert (gone in there["grouped_gemm_wgrad_quantized"]) == retain
+    assert first_weight in there["grouped_gemm_quantized"]
+    if retain:
+        again = torch.autograd.grad(output, leaves, torch.ones_like(output))
+        for a, b in zip(again, first, strict=True):
+            assert_same_bits(a, b)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(output, leaves, torch.ones_like(output))
+
+
+@by_formats
+def test_what_hooks_have_seen_is_left_as_it_is(formats: Formats) -> None:
+    held: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        held.append(tensor)
+        return tensor
+
+    expected = run(ops.grouped_mlp, one_case(formats, torch.device("cpu")), formats)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        got = run(ops.grouped_mlp, one_case(formats, torch.device("cpu")), formats)
+    assert_all_same(got, expected)
+    assert len(held) > 5 and all(tensor.numel() for tensor in held)
+
+
+def test_a_changed_operand_is_noticed() -> None:
+    """As by torch's own products: what is kept as it is must be the same in the backward."""
+    for name, formats in (("none", NONE), ("bf16", FORMATS["bf16"])):
+        for changed in ("input", "fc1_weight", "fc2_weight", "probs"):
+            leaves = leaves_of(one_case(formats, torch.device("cpu"), (False, False)))
+            sizes = one_case(formats, torch.device("cpu"))[3]
+            weights = leaves["fc1_weight"], leaves["fc2_weight"]
+            output = ops.grouped_mlp(leaves["input"], *weights, sizes, leaves["probs"], None, None, *formats)
+            with torch.no_grad():
+                leaves[changed].mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                output.sum().backward()
+            assert all(leaf.grad is None for leaf in leaves.values()), (name, changed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["none", "block", "mx"])
+def test_one_op_holds_no_more_than_its_steps(name: str) -> None:
+    """Forward without and with gradients, and the backward from what both keep alike."""
+    device, formats = torch.device("cuda"), FORMATS[name]
+    shape = MlpShape("", (2**14, 2**14 - 5), 2**15, 512, 512)
+    generator = torch.Generator().manual_seed(0)
+    arguments = mlp_arguments(shape, torch.bfloat16, (False, False), device, generator)
+    x, fc1, fc2, probs = leaves = tuple(leaves_of(arguments).values())
+    grad = torch.ones_like(x)
+
+    def forward(function: Callable[..., Tensor]) -> Tensor:
+        return function(x, fc1, fc2, arguments[3], probs, None, None, *formats)
+
+    def backward(function: Callable[..., Tensor]) -> int:
+        output = forward(function)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(output, leaves, grad)
+        return torch.cuda.max_memory_allocated() - before
+
+    activation = 2 * shape.rows * shape.features
+    with torch.no_grad():
+        one, three = (peak(lambda f=f: forward(f)) for f in (ops.grouped_mlp, steps))
+        assert one <= three
+    one, three = (peak(lambda f=f: forward(f)) for f in (ops.grouped_mlp, steps))
+    assert one <= three - (0 if name == "none" else activation // 2)
+    for function in (ops.grouped_mlp, steps):
+        backward(function)  # what is made once
+    assert backward(ops.grouped_mlp) <= 1.02 * backward(steps)

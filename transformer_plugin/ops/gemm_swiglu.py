@@ -1,0 +1,95 @@
+"""Products over groups that end in SwiGLU, or in its gradient: the two that meet it in an expert's MLP.
+
+The letters are those of :mod:`transformer_plugin.ops.gemm`; F is the number of features between the products, K and H
+the widths before and after them. With weights ``W1 [G, 2F, K]`` and ``W2 [G, H, F]`` the MLP is ``h = x @ W1[g].T``,
+``act = silu(gate(h)) * linear(h) * probs``, ``y = act @ W2[g].T``.
+
+On a Hopper each op is one kernel for bfloat16 and float16 with rows of whole 16 bytes (F, and what is summed over,
+multiples of 8): SwiGLU, or its gradient, is made of the sums while they are in registers. Elsewhere the steps run one
+after the other. What a step would write is rounded as if it were written, so the results are those of the steps bit for
+bit, wherever their product gives the bits of the kernel's: on one device always.
+
+``interleave`` says how the columns of ``h`` (the rows of ``W1``) lie. 0: the F of the gate, then the F of the linear
+part, as :func:`~transformer_plugin.ops.swiglu` has them. 32: 32 of the gate and the 32 of the linear part that belong
+to them in turn, F a multiple of 32 (TransformerEngine's ``glu_interleave_size``). Where the steps run, ``h`` is copied
+into the other order for SwiGLU.
+
+Tail rows are zero in every result and never looked at in what is given. ``max_sms`` and ``expected_rows`` are those of
+:mod:`transformer_plugin.ops.gemm_plan`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.transformer_plugin
+
+
+def grouped_gemm_swiglu(
+    a: Tensor,
+    b: Tensor,
+    group_sizes: Tensor,
+    probs: Tensor | None,
+    bias: Tensor | None = None,
+    interleave: int = 0,
+    keep_input: bool = True,
+    max_sms: int = 0,
+    expected_rows: int = -1,
+) -> tuple[Tensor, Tensor]:
+    """``swiglu(h, probs)`` of ``h = a_g @ b[g].T + bias[g]``, which is rounded first.
+
+    Args:
+        a: ``[T, K]`` float32, bfloat16 or float16.
+        b: ``[G, 2F, K]``, the dtype of ``a``.
+        group_sizes: int32 or int64 ``[G]``.
+        probs: float32 ``[T]``, or None for 1.
+        bias: ``[G, 2F]``, any float dtype, added to the FP32 sum.
+        interleave: 0 or 32, the order of the columns of ``h``.
+        keep_input: whether ``h`` is wanted. Without it a gradient makes the product again.
+
+    Returns:
+        ``act [T, F]`` and ``h [T, 2F]`` (``[0, 2F]`` without ``keep_input``), in the dtype of ``a``. Differentiable in
+        ``a``, ``b``, ``probs`` and ``bias``.
+
+    Raises:
+        TypeError: another dtype. ValueError: sizes or devices that do not agree, an odd number of columns of ``h``,
+        another ``interleave`` or one that F is no multiple of, and group sizes as of
+        :func:`~transformer_plugin.ops.grouped_gemm`.
+    """
+    return _ops.grouped_gemm_swiglu.default(
+        a, b, group_sizes, probs, bias, interleave, keep_input, max_sms, expected_rows
+    )
+
+
+def grouped_gemm_swiglu_backward(
+    grad: Tensor,
+    b: Tensor,
+    group_sizes: Tensor,
+    h: Tensor,
+    probs: Tensor | None,
+    interleave: int = 0,
+    max_sms: int = 0,
+    expected_rows: int = -1,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of ``h`` and ``probs`` from that of ``y = swiglu(h, probs)_g @ b[g].T``.
+
+    That of SwiGLU's result, ``grad_g @ b[g]``, is rounded first; on a Hopper it never lies in memory.
+
+    Args:
+        grad: ``[T, H]`` float32, bfloat16 or float16, the gradient of ``y``.
+        b: ``[G, H, F]``, the weight of the second product, in the dtype of ``grad``.
+        group_sizes: int32 or int64 ``[G]``.
+        h: ``[T, 2F]`` in the dtype of ``grad``, what :func:`grouped_gemm_swiglu` returned.
+        probs, interleave: what it was given.
+
+    Returns:
+        ``grad_h [T, 2F]`` in the dtype of ``grad`` and ``grad_probs [T]`` float32 (``[0]`` when ``probs`` is None),
+        summed in the order of :func:`~transformer_plugin.ops.swiglu_backward`. Not differentiable.
+
+    Raises:
+        TypeError, ValueError: as :func:`grouped_gemm_swiglu`.
+    """
+    return _ops.grouped_gemm_swiglu_backward.default(
+        grad, b, group_sizes, h, probs, interleave, max_sms, expected_rows
+    )

@@ -1,0 +1,70 @@
+"""The experts of a mixture as one op: two products over groups of rows with SwiGLU between them.
+
+Letters: T rows of a buffer, of which the first ``sum(group_sizes)`` belong to G groups, in order; H columns of the
+input and the output; F columns between the products. What :mod:`transformer_plugin.ops.gemm` says of groups holds here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.transformer_plugin
+
+
+def grouped_mlp(
+    input: Tensor,
+    fc1_weight: Tensor,
+    fc2_weight: Tensor,
+    group_sizes: Tensor,
+    probs: Tensor,
+    fc1_bias: Tensor | None = None,
+    fc2_bias: Tensor | None = None,
+    input_format: str = "none",
+    weight_format: str = "none",
+    grad_format: str = "none",
+) -> Tensor:
+    """``fc2(swiglu(fc1(input)) * probs)`` for each group of rows with the group's own weights and biases.
+
+    Bit for bit the output and the gradients of three ops, in one node::
+
+        linear = grouped_linear(input, fc1_weight, group_sizes, fc1_bias, None, *formats)
+        activation = swiglu(linear, probs)
+        grouped_linear(activation, fc2_weight, group_sizes, fc2_bias, probs if fc2_bias is given, *formats)
+
+    Args:
+        input: ``[T, H]`` float32, bfloat16 or float16.
+        fc1_weight: ``[G, 2F, H]`` in the dtype of ``input``, the gate in the first F rows of a group.
+        fc2_weight: ``[G, H, F]``, likewise.
+        group_sizes: int32 or int64 ``[G]``. For a backward with ``nvfp4`` multiples of 16, as T.
+        probs: float32 ``[T]``: the factor of a row's activation, and of its second bias.
+        fc1_bias: ``[G, 2F]``, any float dtype.
+        fc2_bias: ``[G, H]``, any float dtype.
+        input_format, weight_format, grad_format: as for :func:`~transformer_plugin.ops.grouped_linear`, the same for
+            both products. For ``mxfp8`` H and F are multiples of 32, for ``nvfp4`` of 16.
+
+    Returns:
+        ``[T, H]`` in the dtype of ``input``, tail rows zero. Differentiable in ``input``, both weights, ``probs`` and
+        both biases. The gradient of ``probs`` is, with a second bias, the float32 sum of what the bias gives and what
+        SwiGLU gives, in this order.
+
+    In ``fp8_block`` and ``mxfp8`` the activation is rounded in the pass that computes it and is never in memory in
+    16 bits; so is the gradient of the first product, if F is a multiple of 128 and no gradient of ``fc1_bias`` is
+    wanted, which is a sum of what is not rounded. In the other formats the steps follow one another.
+
+    Raises:
+        TypeError: another dtype. ValueError: sizes or devices that do not agree, a width that the format does not take,
+        formats as for :func:`~transformer_plugin.ops.grouped_linear`.
+    """
+    return _ops.grouped_mlp.default(
+        input,
+        fc1_weight,
+        fc2_weight,
+        group_sizes,
+        probs,
+        fc1_bias,
+        fc2_bias,
+        input_format,
+        weight_format,
+        grad_format,
+    )

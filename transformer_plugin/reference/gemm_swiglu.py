@@ -1,0 +1,55 @@
+"""What the products that end in SwiGLU mean: their steps, with rows past the last group zero."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.reference import activation
+from transformer_plugin.reference.gemm import grouped_gemm
+
+
+def halves_apart(h: Tensor, interleave: int) -> Tensor:
+    """All columns of the gate first."""
+    return h.unflatten(1, (-1, 2, interleave)).transpose(1, 2).flatten(1) if interleave else h
+
+
+def halves_in_turn(h: Tensor, interleave: int) -> Tensor:
+    """``interleave`` columns of the gate and of the linear part in turn."""
+    return h.unflatten(1, (2, -1, interleave)).transpose(1, 2).flatten(1) if interleave else h
+
+
+def _before_tail(rows: Tensor, group_sizes: Tensor) -> Tensor:
+    index = torch.arange(rows.shape[0], device=rows.device)
+    return torch.where((index < group_sizes.sum()).view(-1, *[1] * (rows.dim() - 1)), rows, 0.0)
+
+
+def grouped_gemm_swiglu(
+    a: Tensor,
+    b: Tensor,
+    group_sizes: Tensor,
+    probs: Tensor | None,
+    bias: Tensor | None = None,
+    interleave: int = 0,
+    keep_input: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """swiglu(h, probs) of h = a_g @ b[g].T + bias[g], and h."""
+    h = grouped_gemm(a, b, group_sizes, bias)
+    act = activation.swiglu(halves_apart(h, interleave), probs)
+    return _before_tail(act, group_sizes), h if keep_input else h[:0]
+
+
+def grouped_gemm_swiglu_backward(
+    grad: Tensor,
+    b: Tensor,
+    group_sizes: Tensor,
+    h: Tensor,
+    probs: Tensor | None,
+    interleave: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of h and probs from that of swiglu(h, probs)_g @ b[g].T."""
+    grad_act = grouped_gemm(grad, b, group_sizes, transpose_b=False)
+    grad_h, grad_probs = activation.swiglu_backward(grad_act, halves_apart(h, interleave), probs)
+    if probs is not None:
+        grad_probs = _before_tail(grad_probs, group_sizes)
+    return _before_tail(halves_in_turn(grad_h, interleave), group_sizes), grad_probs

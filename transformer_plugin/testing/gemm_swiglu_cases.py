@@ -1,0 +1,99 @@
+"""Inputs that the products ending in SwiGLU must get right: ragged rows, features that end within a tile or a box, both
+orders of columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from transformer_plugin.testing.cases import FLOAT_DTYPES, Case
+from transformer_plugin.testing.gemm_cases import GroupedShape, group_sizes, integers, poison_tail
+
+# n is F, the features; k what is summed over.
+SWIGLU_SHAPES = (
+    GroupedShape("one-group", (9,), 9, 16, 24),
+    GroupedShape("odd-widths", (5, 3, 130), 140, 33, 17),
+    GroupedShape("half-a-vector", (5, 0, 70), 80, 20, 24),
+    GroupedShape("narrow", (3, 130, 0, 64), 200, 8, 16),
+    GroupedShape("empty-first", (0, 7, 5), 12, 24, 16),
+    GroupedShape("empty-last", (6, 130, 0), 150, 72, 136),
+    GroupedShape("all-empty", (0, 0, 0), 6, 32, 8),
+    GroupedShape("no-rows", (0, 0), 0, 32, 8),
+    GroupedShape("no-groups", (), 5, 32, 8),
+    GroupedShape("no-features", (2, 3), 7, 0, 8),
+    GroupedShape("nothing-summed", (2, 3), 7, 32, 0),
+    GroupedShape("one-block", (20, 1, 47), 70, 32, 72),
+    GroupedShape("blocks-within-a-tile", (33, 128, 0, 65), 230, 96, 40),
+    GroupedShape("one-tile", (128, 257), 390, 128, 64),
+    GroupedShape("past-a-tile", (129, 1, 257), 400, 136, 128),
+    GroupedShape("past-a-box", (129, 64, 191), 384, 192, 200),
+    GroupedShape("257-groups", tuple(i % 4 for i in range(257)), 390, 32, 16),
+    GroupedShape("many-tiles", (300, 1, 0, 513, 128, 385), 1400, 392, 200),
+    GroupedShape("many-blocks", (300, 1, 0, 513, 16, 385), 1240, 416, 72),
+)
+ORDERS = (0, 32)
+
+
+def _walk(dtypes: tuple[torch.dtype, ...]) -> Iterator[tuple[str, GroupedShape, torch.dtype, int, int]]:
+    """Every shape in every dtype and in the orders that its features allow, and a number."""
+    for dtype in dtypes:
+        for index, shape in enumerate(SWIGLU_SHAPES):
+            for interleave in ORDERS:
+                if interleave == 0 or shape.n % interleave == 0:
+                    name = f"{str(dtype)[6:]}-{shape.name}-{'blocks' if interleave else 'halves'}"
+                    yield name, shape, dtype, interleave, index
+
+
+def grouped_gemm_swiglu_cases(
+    draw: Any = integers, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
+) -> Iterator[Case]:
+    """(a, b, group_sizes, probs, bias, interleave), tail rows of ``a`` and ``probs`` NaN; without some in turn."""
+    for name, shape, dtype, interleave, index in _walk(dtypes):
+
+        def make(
+            device: torch.device,
+            generator: torch.Generator,
+            shape: GroupedShape = shape,
+            dtype: torch.dtype = dtype,
+            interleave: int = interleave,
+            index: int = index,
+        ) -> tuple[Any, ...]:
+            groups = len(shape.sizes)
+            a = poison_tail(draw((shape.rows, shape.k), dtype, device, generator), shape.sizes)
+            b = draw((groups, 2 * shape.n, shape.k), dtype, device, generator) / 32  # no exp underflows
+            bias = draw((groups, 2 * shape.n), torch.float32, device, generator) / 4 if index % 2 else None
+            probs = None
+            if index % 3 != 1:
+                probs = poison_tail(torch.rand(shape.rows, generator=generator), shape.sizes).to(device)
+            sizes = group_sizes(shape, device, (torch.int64, torch.int32)[index % 2])
+            return a, b, sizes, probs, bias, interleave
+
+        yield Case(name, make)
+
+
+def grouped_gemm_swiglu_backward_cases(
+    draw: Any = integers, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
+) -> Iterator[Case]:
+    """(grad, b, group_sizes, h, probs, interleave), tail rows of ``grad``, ``h`` and ``probs`` NaN."""
+    for name, shape, dtype, interleave, index in _walk(dtypes):
+
+        def make(
+            device: torch.device,
+            generator: torch.Generator,
+            shape: GroupedShape = shape,
+            dtype: torch.dtype = dtype,
+            interleave: int = interleave,
+            index: int = index,
+        ) -> tuple[Any, ...]:
+            grad = poison_tail(draw((shape.rows, shape.k), dtype, device, generator), shape.sizes)
+            b = draw((len(shape.sizes), shape.k, shape.n), dtype, device, generator) / 4
+            h = torch.randn((shape.rows, 2 * shape.n), generator=generator).to(dtype)
+            probs = None
+            if index % 3 != 0:
+                probs = poison_tail(torch.rand(shape.rows, generator=generator), shape.sizes).to(device)
+            sizes = group_sizes(shape, device, (torch.int32, torch.int64)[index % 2])
+            return grad, b, sizes, poison_tail(h, shape.sizes).to(device), probs, interleave
+
+        yield Case(name, make)
