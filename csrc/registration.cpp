@@ -136,12 +136,21 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "str a_format, str b_format, Tensor(a!) out, Tensor? bias=None, Tensor? bias_scale=None, "
       "bool transpose_b=True, Tensor? a_amax=None, Tensor? b_amax=None, Tensor? alpha=None, "
       "Tensor? beta=None, int max_sms=0, int expected_rows=-1) -> ()");
+  // The groups' matrices as a list, each anywhere in memory.
+  m.def(
+      "grouped_gemm_list(Tensor a, Tensor[] b, Tensor group_sizes, Tensor? bias=None, Tensor? bias_scale=None, "
+      "bool transpose_b=True, ScalarType? dtype=None, Tensor? alpha=None, Tensor? rows=None, "
+      "int max_sms=0, int expected_rows=-1) -> Tensor");
   m.def("gather_rows_backward(Tensor grad, Tensor rows, Tensor group_sizes, SymInt num_rows) -> Tensor");
   m.def(
       "grouped_gemm_wgrad(Tensor grad, Tensor input, Tensor group_sizes, ScalarType? dtype=None, "
       "Tensor? alpha=None, Tensor? input_rows=None, int max_sms=0, int expected_rows=-1) -> Tensor");
   m.def(
       "grouped_gemm_wgrad_out(Tensor grad, Tensor input, Tensor group_sizes, Tensor(a!) out, "
+      "bool accumulate=True, Tensor? alpha=None, Tensor? beta=None, Tensor? input_rows=None, "
+      "int max_sms=0, int expected_rows=-1) -> ()");
+  m.def(
+      "grouped_gemm_wgrad_list_out(Tensor grad, Tensor input, Tensor group_sizes, Tensor(a!)[] out, "
       "bool accumulate=True, Tensor? alpha=None, Tensor? beta=None, Tensor? input_rows=None, "
       "int max_sms=0, int expected_rows=-1) -> ()");
   m.def(

@@ -31,7 +31,13 @@ from transformer_plugin.testing.fused_cases import (
     given,
     swiglu_quantize_cases,
 )
-from transformer_plugin.testing.gemm_cases import grouped_gemm_cases, grouped_wgrad_cases
+from transformer_plugin.testing.gemm_cases import (
+    apart,
+    grouped_gemm_cases,
+    grouped_gemm_list_cases,
+    grouped_wgrad_cases,
+    grouped_wgrad_list_cases,
+)
 from transformer_plugin.testing.gemm_swiglu_cases import (
     grouped_gemm_swiglu_backward_cases,
     grouped_gemm_swiglu_cases,
@@ -139,6 +145,13 @@ def _grouped_wgrad(grad: torch.Tensor, input: torch.Tensor, sizes: torch.Tensor)
     ops.grouped_gemm_wgrad(grad, input, sizes)
 
 
+def _grouped_wgrad_list(grad: torch.Tensor, input: torch.Tensor, sizes: torch.Tensor) -> None:
+    out = apart(torch.zeros(sizes.numel(), grad.shape[1], input.shape[1], device=grad.device))
+    for buffers in (out, [matrix.bfloat16() for matrix in out]):
+        ops.grouped_gemm_wgrad_list_out(grad, input, sizes, buffers)
+        ops.grouped_gemm_wgrad_list_out(grad, input, sizes, buffers, accumulate=False)
+
+
 def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
     """Every call, by its name."""
     for name, cases, call in (
@@ -155,6 +168,8 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
         ("norm_quantize", norm_quantize_cases(), _norm_quantize),
         ("grouped_gemm", grouped_gemm_cases(), _grouped_gemm),
         ("grouped_gemm_wgrad", grouped_wgrad_cases(), _grouped_wgrad),
+        ("grouped_gemm_list", grouped_gemm_list_cases(), ops.grouped_gemm_list),
+        ("grouped_gemm_wgrad_list_out", grouped_wgrad_list_cases(), _grouped_wgrad_list),
         ("grouped_gemm_swiglu", grouped_gemm_swiglu_cases(), ops.grouped_gemm_swiglu),
         (
             "grouped_gemm_swiglu_backward",

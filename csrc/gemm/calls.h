@@ -36,6 +36,19 @@ inline at::Tensor call_grouped_gemm(const at::Tensor& a, const at::Tensor& b, co
                  options.expected_rows);
 }
 
+inline at::Tensor call_grouped_gemm_list(const at::Tensor& a, at::TensorList b, const at::Tensor& group_sizes,
+                                         OptionalTensorArg bias, OptionalTensorArg bias_scale,
+                                         bool transpose_b, std::optional<at::ScalarType> dtype,
+                                         OptionalTensorArg alpha = std::nullopt,
+                                         OptionalTensorArg rows = std::nullopt, LaunchOptions options = {}) {
+  using Signature =
+      at::Tensor(const at::Tensor&, at::TensorList, const at::Tensor&, OptionalTensorArg, OptionalTensorArg,
+                 bool, std::optional<at::ScalarType>, OptionalTensorArg, OptionalTensorArg, int64_t, int64_t);
+  static const auto op = find_op<Signature>("grouped_gemm_list");
+  return op.call(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows, options.max_sms,
+                 options.expected_rows);
+}
+
 inline at::Tensor call_grouped_gemm_wgrad(const at::Tensor& grad, const at::Tensor& input,
                                           const at::Tensor& group_sizes, std::optional<at::ScalarType> dtype,
                                           OptionalTensorArg alpha = std::nullopt,
@@ -247,14 +260,27 @@ inline std::pair<at::Tensor, at::Tensor> same_dtype(const at::Tensor& grad, cons
   return {grad.to(wide), operand.to(wide)};
 }
 
-// The gradients of the bias and its scale, which follow a, b and group_sizes among the arguments of a node. `bias`
-// was saved when its scale's gradient is wanted.
+// What a node keeps of a call's options: only what is given, as each entry costs a call time.
+inline void save_options(torch::autograd::AutogradContext* ctx, const LaunchOptions& options) {
+  if (options.max_sms > 0) ctx->saved_data["max_sms"] = options.max_sms;
+  if (options.expected_rows >= 0) ctx->saved_data["expected_rows"] = options.expected_rows;
+}
+inline LaunchOptions saved_options(const torch::autograd::AutogradContext* ctx) {
+  const auto max_sms = ctx->saved_data.find("max_sms"), expected = ctx->saved_data.find("expected_rows");
+  LaunchOptions options;
+  if (max_sms != ctx->saved_data.end()) options.max_sms = max_sms->second.toInt();
+  if (expected != ctx->saved_data.end()) options.expected_rows = expected->second.toInt();
+  return options;
+}
+
+// The gradients of the bias and its scale, which follow a, b and group_sizes among the arguments of a node: `place` is
+// that of the bias among its tensors. `bias` was saved when its scale's gradient is wanted.
 inline std::pair<at::Tensor, at::Tensor> bias_gradients(const torch::autograd::AutogradContext* ctx,
                                                         bool has_bias, const at::Tensor& grad,
                                                         const at::Tensor& group_sizes, const at::Tensor& bias,
-                                                        const at::Tensor& bias_scale) {
-  const bool wants_bias = has_bias && ctx->needs_input_grad(3);
-  const bool wants_scale = has_bias && bias_scale.defined() && ctx->needs_input_grad(4);
+                                                        const at::Tensor& bias_scale, size_t place = 3) {
+  const bool wants_bias = has_bias && ctx->needs_input_grad(place);
+  const bool wants_scale = has_bias && bias_scale.defined() && ctx->needs_input_grad(place + 1);
   if (!wants_bias && !wants_scale) return {};
   const auto [grad_bias, grad_scale] = call_grouped_bias_backward(
       grad, group_sizes, wants_scale ? as_optional(bias) : std::nullopt, as_optional(bias_scale));

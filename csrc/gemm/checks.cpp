@@ -2,6 +2,11 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
+#include <vector>
+
+#include "gemm/matrix_list.h"
+
 namespace transformer_plugin::gemm {
 
 at::ScalarType output_dtype(const Argument& operand, std::optional<at::ScalarType> dtype) {
@@ -122,15 +127,46 @@ bool has_whole_rows(const at::Tensor& matrix, int64_t row_dim) {
          (matrix.sym_size(row_dim) <= 1 || matrix.sym_stride(row_dim) >= columns);
 }
 
+bool are_apart(const at::Tensor& x, const at::Tensor& y) {
+  if (x.numel() == 0 || y.numel() == 0) return true;
+  const Bytes x_bytes = bytes_of(x), y_bytes = bytes_of(y);
+  return x_bytes.end <= y_bytes.begin || y_bytes.end <= x_bytes.begin || side_by_side(x, y);
+}
+
+// "out[3]", made only for an error: a list may be long.
+std::string entry(const char* name, size_t index) {
+  return std::string(name) + "[" + std::to_string(index) + "]";
+}
+
+bool is_alike(const at::Tensor& x, const at::Tensor& y) {
+  return x.scalar_type() == y.scalar_type() && x.device() == y.device() && x.sym_sizes() == y.sym_sizes();
+}
+
 }  // namespace
 
+void check_list(const char* op, const char* name, at::TensorList list) {
+  TP_CHECK_VALUE(!list.empty() && list.size() <= kListMatrices, op, name,
+                 "1 to " << kListMatrices << " matrices, whose addresses fit beside a launch",
+                 list.size() << " of them", "Pass more groups than that as one tensor");
+  const std::string first_name = entry(name, 0);
+  const Argument first{op, first_name.c_str(), list[0]};
+  check_dim(first, 2);
+  for (size_t i = 1; i < list.size(); ++i) {
+    if (is_alike(list[i], list[0])) continue;
+    const std::string own_name = entry(name, i);
+    const Argument own{op, own_name.c_str(), list[i]};
+    check_dim(own, 2);
+    check_same_dtype(own, first);
+    check_same_device(own, first);
+    const std::string meaning = "that of '" + first_name + "'";
+    for (int64_t d = 0; d < 2; ++d) check_size(own, d, list[0].sym_size(d), meaning.c_str());
+  }
+}
+
 void check_apart(const Argument& out, const Argument& other) {
-  if (out.tensor.numel() == 0 || other.tensor.numel() == 0) return;
-  const Bytes written = bytes_of(out.tensor), read = bytes_of(other.tensor);
-  TP_CHECK_VALUE(
-      written.end <= read.begin || read.end <= written.begin || side_by_side(out.tensor, other.tensor),
-      out.op, out.name, "a buffer apart from '" << other.name << "', which is read while it is written",
-      describe(out.tensor) << " in the same memory", "Pass a buffer of its own");
+  TP_CHECK_VALUE(are_apart(out.tensor, other.tensor), out.op, out.name,
+                 "a buffer apart from '" << other.name << "', which is read while it is written",
+                 describe(out.tensor) << " in the same memory", "Pass a buffer of its own");
 }
 
 void check_result(const Argument& out, const Argument& operand, const c10::SymInt& rows,
@@ -170,6 +206,56 @@ void check_accumulator(const Argument& out, const Argument& operand, c10::SymInt
       "a buffer whose last dimension has stride 1 and whose rows do not overlap",
       describe(tensor) << " with strides " << tensor.sym_strides(),
       "It is written in place and never copied: pass a contiguous buffer, or one with strided rows or groups");
+}
+
+void check_accumulators(const char* op, const char* name, at::TensorList out, const Argument& operand,
+                        c10::SymIntArrayRef sizes) {
+  check_list(op, name, out);
+  const std::string first_name = entry(name, 0);
+  const Argument first{op, first_name.c_str(), out[0]};
+  check_dtype(first, {at::kFloat, at::kBFloat16});
+  check_size(first, 0, sizes[0], "the columns of the gradient");
+  check_size(first, 1, sizes[1], "the columns of the input");
+  check_same_device(first, operand);
+  const bool one_row = out[0].sym_size(0) <= 1;
+  for (size_t i = 0; i < out.size(); ++i) {
+    const bool as_first = one_row || out[i].sym_stride(0) == out[0].sym_stride(0);
+    TP_CHECK_VALUE(
+        has_whole_rows(out[i], 0) && as_first, op, entry(name, i),
+        "a buffer whose last dimension has stride 1 and whose rows do not overlap, as far apart as "
+        "those of '"
+            << first_name << "'",
+        describe(out[i]) << " with strides " << out[i].sym_strides(),
+        "It is written in place and never copied: pass contiguous buffers, or all with one stride of rows");
+  }
+}
+
+void check_apart(const char* op, const char* name, at::TensorList out, const Argument& other) {
+  for (size_t i = 0; i < out.size(); ++i) {
+    if (!are_apart(out[i], other.tensor)) check_apart({op, entry(name, i).c_str(), out[i]}, other);
+  }
+}
+
+void check_apart(const char* op, const char* name, at::TensorList out) {
+  if (out[0].numel() == 0) return;
+  struct Buffer {
+    Bytes bytes;
+    size_t index;
+  };
+  std::vector<Buffer> buffers;
+  for (size_t i = 0; i < out.size(); ++i) buffers.push_back({bytes_of(out[i]), i});
+  std::sort(buffers.begin(), buffers.end(),
+            [](const Buffer& x, const Buffer& y) { return x.bytes.begin < y.bytes.begin; });
+  // Only those that begin before another's end may share memory with it.
+  for (auto own = buffers.begin(); own != buffers.end(); ++own) {
+    for (auto next = own + 1; next != buffers.end() && next->bytes.begin < own->bytes.end; ++next) {
+      const size_t first = std::min(own->index, next->index), second = std::max(own->index, next->index);
+      TP_CHECK_VALUE(are_apart(out[first], out[second]), op, entry(name, second),
+                     "a buffer apart from '" << entry(name, first) << "', which is written at the same time",
+                     describe(out[second]) << " in the same memory",
+                     "Pass a buffer of its own for each group");
+    }
+  }
 }
 
 }  // namespace transformer_plugin::gemm

@@ -136,19 +136,6 @@ class GroupedGemmFunction : public torch::autograd::Function<GroupedGemmFunction
                              {max_sms, expected_rows});
   }
 
-  // Only what is given: each entry costs a call time.
-  static void save_options(AutogradContext* ctx, const LaunchOptions& options) {
-    if (options.max_sms > 0) ctx->saved_data["max_sms"] = options.max_sms;
-    if (options.expected_rows >= 0) ctx->saved_data["expected_rows"] = options.expected_rows;
-  }
-  static LaunchOptions saved_options(const AutogradContext* ctx) {
-    const auto max_sms = ctx->saved_data.find("max_sms"), expected = ctx->saved_data.find("expected_rows");
-    LaunchOptions options;
-    if (max_sms != ctx->saved_data.end()) options.max_sms = max_sms->second.toInt();
-    if (expected != ctx->saved_data.end()) options.expected_rows = expected->second.toInt();
-    return options;
-  }
-
   // A row that was taken to several places has the sum of their gradients.
   static Tensor gradient_of_a(AutogradContext* ctx, const Tensor& grad, const Tensor& matrices,
                               const Tensor& sizes, const OptionalTensor& alpha, const OptionalTensor& rows) {

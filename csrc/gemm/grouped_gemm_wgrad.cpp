@@ -1,4 +1,4 @@
-// grouped_gemm_wgrad: each group's gradient^T @ input, fresh or into a buffer that the caller gives.
+// grouped_gemm_wgrad: each group's gradient^T @ input, fresh or into buffers that the caller gives.
 #include <torch/library.h>
 
 #include "common/autograd.h"
@@ -17,8 +17,9 @@ using OptionalDtype = std::optional<at::ScalarType>;
 
 constexpr const char* kOp = "grouped_gemm_wgrad";
 constexpr const char* kOutOp = "grouped_gemm_wgrad_out";
+constexpr const char* kListOp = "grouped_gemm_wgrad_list_out";
 
-// What both ops are given.
+// What all of the ops are given.
 struct Given {
   const char* op;
   const Tensor &grad, &input, &group_sizes;
@@ -95,26 +96,64 @@ void wgrad_out(const Tensor& grad, const Tensor& input, const Tensor& group_size
   reduction_product_out({grad, input, offsets, alpha, beta, input_rows, given.options}, out, accumulate);
 }
 
+void check_wgrad_list_out(const Given& given, at::TensorList out, bool accumulate,
+                          const OptionalTensor& beta) {
+  given.check();
+  check_dtype(given.grad_argument(), kFloatTypes);
+  const std::vector<c10::SymInt> sizes = given.sizes();
+  check_accumulators(kListOp, "out", out, given.grad_argument(), {sizes[1], sizes[2]});
+  check_size({kListOp, "group_sizes", given.group_sizes}, 0, static_cast<int64_t>(out.size()),
+             "the matrices of 'out'");
+  if (beta) check_beta({kListOp, "beta", *beta}, given.grad_argument(), given.group_sizes, accumulate);
+}
+
+void wgrad_list_out_meta(const Tensor& grad, const Tensor& input, const Tensor& group_sizes,
+                         at::TensorList out, bool accumulate, const OptionalTensor& alpha,
+                         const OptionalTensor& beta, const OptionalTensor& input_rows, int64_t max_sms,
+                         int64_t expected_rows) {
+  check_wgrad_list_out({kListOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}}, out,
+                       accumulate, beta);
+}
+
+void wgrad_list_out(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, at::TensorList out,
+                    bool accumulate, const OptionalTensor& alpha, const OptionalTensor& beta,
+                    const OptionalTensor& input_rows, int64_t max_sms, int64_t expected_rows) {
+  const Given given{kListOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}};
+  check_wgrad_list_out(given, out, accumulate, beta);
+  check_apart(kListOp, "out", out, given.grad_argument());
+  check_apart(kListOp, "out", out, given.input_argument());
+  check_apart(kListOp, "out", out);
+  const BelowAutograd guard;
+  const Tensor offsets = given.offsets();
+  const ReductionProduct product{grad, input, offsets, alpha, beta, input_rows, given.options};
+  if (const auto stack = as_stack(out)) return reduction_product_out(product, *stack, accumulate);
+  reduction_product_list_out(product, out, accumulate);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
-  m.impl("grouped_gemm_wgrad", wgrad);
-  m.impl("grouped_gemm_wgrad_out", wgrad_out);
+  m.impl(kOp, wgrad);
+  m.impl(kOutOp, wgrad_out);
+  m.impl(kListOp, wgrad_list_out);
 }
 TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
-  m.impl("grouped_gemm_wgrad", wgrad_meta);
-  m.impl("grouped_gemm_wgrad_out", wgrad_out_meta);
+  m.impl(kOp, wgrad_meta);
+  m.impl(kOutOp, wgrad_out_meta);
+  m.impl(kListOp, wgrad_list_out_meta);
 }
 // Not differentiable: results have no gradient.
 TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
-  m.impl("grouped_gemm_wgrad", torch::CppFunction::makeFallthrough());
-  m.impl("grouped_gemm_wgrad_out", torch::CppFunction::makeFallthrough());
+  m.impl(kOp, torch::CppFunction::makeFallthrough());
+  m.impl(kOutOp, torch::CppFunction::makeFallthrough());
+  m.impl(kListOp, torch::CppFunction::makeFallthrough());
 }
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
 TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
-  m.impl("grouped_gemm_wgrad", wgrad);
-  m.impl("grouped_gemm_wgrad_out", wgrad_out);
+  m.impl(kOp, wgrad);
+  m.impl(kOutOp, wgrad_out);
+  m.impl(kListOp, wgrad_list_out);
 }
 #endif
 

@@ -102,20 +102,27 @@ struct Panel {
   }
 };
 
+// The matrix of a group that has one: of `stack` where there is no list.
+template <typename T>
+__device__ __forceinline__ T* matrix_of(const MatrixList& list, T* stack, int64_t group, int64_t stride) {
+  return list.room ? static_cast<T* const*>(list.room)[group] : stack + group * stride;
+}
+
 // The last step of one element: factor, bias, what was there, one rounding.
 template <GroupedMode mode>
 __device__ __forceinline__ void finish(const GroupedKernelArgs& args, const TileWork& work, int64_t row,
                                        int64_t column, float sum) {
   if (row >= work.m_end || column >= args.n) return;
   if (args.alpha) sum = sum * args.alpha[work.group];
-  int64_t index = row * args.out_row_stride + column;
-  if constexpr (mode == GroupedMode::kWeightGrad) {
-    index += work.group * args.out_group_stride;
-  } else if (args.bias) {
+  const int64_t index = row * args.out_row_stride + column;
+  if (mode != GroupedMode::kWeightGrad && args.bias) {
     const float scale = args.bias_scale ? args.bias_scale[row] : 1.0f;
     sum = fmaf(scale, args.bias[work.group * args.n + column], sum);
   }
   const auto store = [&](auto* out) {
+    if constexpr (mode == GroupedMode::kWeightGrad) {
+      out = matrix_of(args.list, out, work.group, args.out_group_stride);
+    }
     if (args.accumulate) sum = sum + to_float(out[index]);
     if (const float beta = args.beta ? args.beta[work.group] : 0.0f; beta != 0.0f) {
       sum = fmaf(beta, to_float(out[index]), sum);
@@ -145,8 +152,9 @@ __global__ void __launch_bounds__(kThreads) grouped_kernel(GroupedKernelArgs arg
   const int64_t a_stride = a_by_row ? args.k : args.m;
   const int64_t b_stride = b_by_row ? args.k : args.n;
   const T* a = static_cast<const T*>(args.a) + (a_by_row ? work.m_begin * a_stride : work.m_begin);
-  const T* b = static_cast<const T*>(args.b) + (b_by_row ? work.n_begin * b_stride : work.n_begin);
-  if constexpr (mode != GroupedMode::kWeightGrad) b += work.group * args.n * args.k;
+  const T* b = static_cast<const T*>(args.b);
+  if constexpr (mode != GroupedMode::kWeightGrad) b = matrix_of(args.list, b, work.group, args.n * args.k);
+  b += b_by_row ? work.n_begin * b_stride : work.n_begin;
   const int64_t m_left = work.m_end - work.m_begin, n_left = args.n - work.n_begin;
 
   Panel<T, a_by_row ? kBlockM : kBlockK, a_by_row ? kBlockK : kBlockM> a_panel;

@@ -6,6 +6,7 @@
 
 #include "common/dtype.h"
 #include "gemm/launch_options.h"
+#include "gemm/matrix_list.h"
 
 namespace transformer_plugin::gemm {
 
@@ -33,9 +34,10 @@ struct GroupedKernelArgs {
   const void*
       a_moved;  // of kWeightGrad of those: a and b with groups at multiples of 16 bytes (gemm/align_groups.h), or null
   const void* b_moved;
-  int64_t rows;    // T
-  int64_t groups;  // G
-  int64_t m;       // kWeightGrad only
+  MatrixList list;  // in place of `b`, or of `out` of kWeightGrad, which then are the first of it
+  int64_t rows;     // T
+  int64_t groups;   // G
+  int64_t m;        // kWeightGrad only
   int64_t n;
   int64_t k;  // unused by kWeightGrad
   int64_t out_group_stride;

@@ -25,7 +25,8 @@ RowProduct with_rows(const RowProduct& product, const Tensor& a) {
           product.beta,
           std::nullopt,
           product.options,
-          product.codes};
+          product.codes,
+          product.list};
 }
 
 ReductionProduct with_rows(const ReductionProduct& product, const Tensor& input) {
@@ -39,7 +40,7 @@ void add_row_product_cpu(const RowProduct& product, const Tensor& out) {
   row_product_cpu(product, sums);
   const Tensor beta = product.beta->contiguous();
   const int32_t* offsets = product.offsets.const_data_ptr<int32_t>();
-  for (int64_t g = 0; g < product.b.size(0); ++g) {
+  for (int64_t g = 0; g < product.groups(); ++g) {
     const int64_t begin = offsets[g], rows = offsets[g + 1] - begin;
     if (rows == 0) continue;
     const float factor = beta.const_data_ptr<float>()[g];
@@ -78,7 +79,7 @@ Tensor reduction_product(const ReductionProduct& given, at::ScalarType dtype) {
   if (input.is_cuda()) return reduction_product_cuda(product, dtype);
 #endif
   const Tensor out = empty(input, {product.groups(), product.grad.size(1), input.size(1)}, dtype);
-  reduction_product_cpu(product, out, false);
+  reduction_product_cpu(product, out.unbind(), false);
   return out;
 }
 
@@ -88,7 +89,32 @@ void reduction_product_out(const ReductionProduct& given, const Tensor& out, boo
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (input.is_cuda()) return reduction_product_out_cuda(product, out, accumulate);
 #endif
+  reduction_product_cpu(product, out.unbind(), accumulate);
+}
+
+void reduction_product_list_out(const ReductionProduct& given, at::TensorList out, bool accumulate) {
+  const Tensor input = taken_rows(given.input, given.input_rows, given.offsets);
+  const ReductionProduct product = with_rows(given, input);
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (input.is_cuda()) return reduction_product_list_out_cuda(product, out, accumulate);
+#endif
   reduction_product_cpu(product, out, accumulate);
+}
+
+std::optional<Tensor> as_stack(at::TensorList matrices) {
+  const Tensor& first = matrices[0];
+  if (matrices.size() == 1) return first.unsqueeze(0);
+  const int64_t begin = first.storage_offset(), distance = matrices[1].storage_offset() - begin;
+  if (distance <= 0) return std::nullopt;
+  int64_t next = begin;
+  for (const Tensor& matrix : matrices) {
+    const bool follows = matrix.is_alias_of(first) && matrix.storage_offset() == next;
+    if (!follows || matrix.strides() != first.strides()) return std::nullopt;
+    next += distance;
+  }
+  const auto groups = static_cast<int64_t>(matrices.size());
+  return first.as_strided({groups, first.size(0), first.size(1)},
+                          {distance, first.stride(0), first.stride(1)}, begin);
 }
 
 }  // namespace transformer_plugin::gemm

@@ -22,7 +22,8 @@ struct Codes {
 // out[i] = a[i] @ B_g * alpha[g] + bias_scale[i] * bias[g] for the rows i of group g, rounded once; zero past the
 // last group, whose rows of `a` are not read. B_g is b[g] transposed (b [G, N, K]) or as stored (b [G, K, N]).
 // With `beta`, beta[g] * out[i] is added before the rounding, and what is past the last group stays as it is.
-// With `rows`, a[rows[i]] stands for a[i].
+// With `rows`, a[rows[i]] stands for a[i]. With `list`, its matrices stand for those of `b`, which then is the first of
+// them.
 struct RowProduct {
   const at::Tensor& a;                          // [T, K], or any rows of K
   const at::Tensor& b;                          // [G, N, K] or [G, K, N]
@@ -35,8 +36,11 @@ struct RowProduct {
   std::optional<at::Tensor> rows = std::nullopt;   // int32 or int64 [T] (common/row_index.h)
   LaunchOptions options = {};
   const Codes* codes = nullptr;  // in place of `b`, on a CPU only
+  at::TensorList list = {};      // [N, K] or [K, N] of each group, or none
 
+  int64_t groups() const { return offsets.size(0) - 1; }
   int64_t columns() const {
+    if (!list.empty()) return b.size(transpose_b ? 0 : 1);
     if (codes) return transpose_b ? codes->rows : codes->columns;
     return b.size(transpose_b ? 1 : 2);
   }
@@ -62,12 +66,18 @@ void row_product_out(const RowProduct& product, const at::Tensor& out);
 at::Tensor reduction_product(const ReductionProduct& product, at::ScalarType dtype);
 // `out` [G, N, K], likewise.
 void reduction_product_out(const ReductionProduct& product, const at::Tensor& out, bool accumulate);
+// `out` is a list of matrices [N, K], one for each group, all with one row stride.
+void reduction_product_list_out(const ReductionProduct& product, at::TensorList out, bool accumulate);
+
+// The stack [G, .., ..] that matrices of one size are views of, at equal distances.
+std::optional<at::Tensor> as_stack(at::TensorList matrices);
 
 void row_product_cpu(const RowProduct& product, const at::Tensor& out);  // without beta
-void reduction_product_cpu(const ReductionProduct& product, const at::Tensor& out, bool accumulate);
+void reduction_product_cpu(const ReductionProduct& product, at::TensorList out, bool accumulate);
 at::Tensor row_product_cuda(const RowProduct& product, at::ScalarType dtype);
 void row_product_out_cuda(const RowProduct& product, const at::Tensor& out);
 at::Tensor reduction_product_cuda(const ReductionProduct& product, at::ScalarType dtype);
 void reduction_product_out_cuda(const ReductionProduct& product, const at::Tensor& out, bool accumulate);
+void reduction_product_list_out_cuda(const ReductionProduct& product, at::TensorList out, bool accumulate);
 
 }  // namespace transformer_plugin::gemm

@@ -125,6 +125,7 @@ void for_each_group(const Tensor& offsets, int64_t row, int64_t more, const Mult
 
 // The matrix of a group, as it is stored.
 Tensor matrix_of(const RowProduct& product, int64_t group, Worker& worker) {
+  if (!product.list.empty()) return product.list[group];
   if (!product.codes) return product.b.select(0, group);
   const Codes& codes = *product.codes;
   if (!worker.scratch.defined()) {
@@ -177,7 +178,7 @@ void row_product_cpu(const RowProduct& product, const Tensor& out) {
   out.narrow(0, offsets[groups], a.size(0) - offsets[groups]).zero_();
 }
 
-void reduction_product_cpu(const ReductionProduct& product, const Tensor& out, bool accumulate) {
+void reduction_product_cpu(const ReductionProduct& product, at::TensorList out, bool accumulate) {
   const Tensor grad = readable_rows(product.grad), input = readable_rows(product.input);
   const at::ScalarType wide = sum_dtype(grad.scalar_type());
   const int32_t* offsets = product.offsets.const_data_ptr<int32_t>();
@@ -185,19 +186,19 @@ void reduction_product_cpu(const ReductionProduct& product, const Tensor& out, b
   const int64_t row = grad.size(1) * input.size(1);
   for_each_group(product.offsets, row, kRowsOfMatrix, [&](int64_t g, Worker&) {
     const int64_t begin = offsets[g], rows = offsets[g + 1] - begin;
-    Tensor out_g = out.select(0, g);
+    Tensor out_g = out[g];
     if (rows == 0 && !product.beta) {
       if (!accumulate) out_g.zero_();
       return;
     }
     const Tensor grad_g = grad.narrow(0, begin, rows).t(), input_g = input.narrow(0, begin, rows);
-    if (is_plain && out.scalar_type() == grad.scalar_type() && !faster_in_float32(grad_g, input_g)) {
+    if (is_plain && out_g.scalar_type() == grad.scalar_type() && !faster_in_float32(grad_g, input_g)) {
       const bool copy =
           compiles_for_each_size(grad, rows) && rows * (grad.size(1) + input.size(1)) < kLongCopy;
       const int64_t more = copy ? up_to_steps(rows) : rows;
       multiply_into(out_g, with_zeros(grad, begin, rows, more).t(), with_zeros(input, begin, rows, more),
                     accumulate);
-    } else if (is_plain && out.scalar_type() == wide) {
+    } else if (is_plain && out_g.scalar_type() == wide) {
       multiply_into(out_g, grad_g.to(wide), input_g.to(wide), accumulate);
     } else {
       Tensor sum = at::cpu::mm(grad_g.to(wide), input_g.to(wide));

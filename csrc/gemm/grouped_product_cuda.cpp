@@ -4,6 +4,9 @@
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/_grouped_mm.h>
 
+#include <algorithm>
+#include <vector>
+
 #include "common/tensor.h"
 #include "gemm/grouped_arguments.h"
 #include "gemm/grouped_product.h"
@@ -23,43 +26,103 @@ bool torch_takes(const Tensor& a, const Tensor& b, int64_t groups, at::ScalarTyp
          (major == 10 || (major == 9 && !kBuiltForHopper));
 }
 
-void run_rows(const RowProduct& product, const Tensor& a, const Tensor& b, const Tensor& out, void* stream) {
+// What a kernel finds the matrices of a list by, until it is launched; nothing of none.
+class DeviceList {
+ public:
+  DeviceList(at::TensorList matrices, const Tensor& like) {
+    if (matrices.empty()) return;
+    for (const Tensor& matrix : matrices) addresses_.push_back(matrix.const_data_ptr());
+    room_ = empty(like, {list_room(static_cast<int64_t>(matrices.size()))}, at::kByte);
+  }
+  MatrixList get() const {
+    if (addresses_.empty()) return {};
+    return {addresses_.data(), room_.mutable_data_ptr()};
+  }
+
+ private:
+  std::vector<const void*> addresses_;
+  Tensor room_;
+};
+
+// The stack alone, or the matrices of the list, as kernels read them.
+std::vector<Tensor> operands_of(const RowProduct& product) {
+  std::vector<Tensor> held;
+  held.reserve(std::max<size_t>(product.list.size(), 1));
+  if (product.list.empty()) held.push_back(product.b.contiguous());
+  for (const Tensor& matrix : product.list) held.push_back(matrix.contiguous());
+  return held;
+}
+
+void run_rows(const RowProduct& product, const Tensor& a, at::TensorList operands, const Tensor& out,
+              void* stream) {
+  const DeviceList list(product.list.empty() ? at::TensorList() : operands, a);
   const auto bias = as_float(product.bias), bias_scale = as_float(product.bias_scale);
   const auto alpha = as_float(product.alpha), beta = as_float(product.beta);
   GroupedKernelArgs args{};
   args.a = a.const_data_ptr();
-  args.b = b.const_data_ptr();
+  args.b = operands[0].const_data_ptr();
   args.out = out.mutable_data_ptr();
   args.offsets = product.offsets.const_data_ptr<int32_t>();
   args.alpha = float_or_null(alpha);
   args.beta = float_or_null(beta);
+  args.list = list.get();
   args.bias = float_or_null(bias);
   args.bias_scale = float_or_null(bias_scale);
   args.rows = a.size(0);
-  args.groups = b.size(0);
+  args.groups = product.groups();
   args.n = product.columns();
   args.k = a.size(1);
   args.out_row_stride = row_stride(out);
   args.dtype = to_dtype(a.scalar_type());
   args.out_dtype = to_dtype(out.scalar_type());
-  args.vectors = aligned_rows(a) && aligned_rows(b);
+  args.vectors = aligned_rows(a) && std::all_of(operands.begin(), operands.end(), aligned_rows);
   args.options = product.options;
   launch_grouped_kernel(product.transpose_b ? GroupedMode::kForward : GroupedMode::kDataGrad, args, stream);
+}
+
+// Into the stack `out`, or into the matrices of a list, of which `out` then is the first.
+void run_reduction(const ReductionProduct& product, const Tensor& out, const MatrixList& list,
+                   bool accumulate, void* stream) {
+  const Tensor grad = product.grad.contiguous(), input = product.input.contiguous();
+  const auto alpha = as_float(product.alpha), beta = as_float(product.beta);
+  GroupedKernelArgs args{};
+  args.a = grad.const_data_ptr();
+  args.b = input.const_data_ptr();
+  args.out = out.mutable_data_ptr();
+  args.offsets = product.offsets.const_data_ptr<int32_t>();
+  args.alpha = float_or_null(alpha);
+  args.beta = float_or_null(beta);
+  args.list = list;
+  args.rows = grad.size(0);
+  args.groups = product.groups();
+  args.m = grad.size(1);
+  args.n = input.size(1);
+  args.out_row_stride = list.addresses ? row_stride(out) : out.stride(1);
+  args.out_group_stride = list.addresses ? args.m * args.out_row_stride : out.stride(0);
+  args.dtype = to_dtype(grad.scalar_type());
+  args.out_dtype = to_dtype(out.scalar_type());
+  args.accumulate = accumulate;
+  args.vectors = aligned_rows(grad) && aligned_rows(input);
+  args.options = product.options;
+  launch_grouped_kernel(GroupedMode::kWeightGrad, args, stream);
 }
 
 }  // namespace
 
 Tensor row_product_cuda(const RowProduct& product, at::ScalarType dtype) {
   const CudaScope scope(product.a);
-  const Tensor a = product.a.contiguous(), b = product.b.contiguous();
-  const int64_t groups = b.size(0);
+  const Tensor a = product.a.contiguous();
+  const std::vector<Tensor> operands = operands_of(product);
+  const Tensor& b = operands[0];
+  const int64_t groups = product.groups();
+  const bool is_plain = !product.bias && !product.alpha && product.list.empty();
   Tensor out;
-  if (!product.bias && !product.alpha && torch_takes(a, b, groups, dtype)) {
+  if (is_plain && torch_takes(a, b, groups, dtype)) {
     out =
         at::_grouped_mm(a, product.transpose_b ? b.transpose(1, 2) : b, product.offsets.narrow(0, 1, groups));
   } else {
     out = empty(a, {a.size(0), product.columns()}, dtype);
-    run_rows(product, a, b, out, scope.stream());
+    run_rows(product, a, operands, out, scope.stream());
   }
   zero_tail(out, product.offsets, scope.stream());
   return out;
@@ -67,7 +130,7 @@ Tensor row_product_cuda(const RowProduct& product, at::ScalarType dtype) {
 
 void row_product_out_cuda(const RowProduct& product, const Tensor& out) {
   const CudaScope scope(product.a);
-  run_rows(product, product.a.contiguous(), product.b.contiguous(), out, scope.stream());
+  run_rows(product, product.a.contiguous(), operands_of(product), out, scope.stream());
   if (!product.beta) zero_tail(out, product.offsets, scope.stream());
 }
 
@@ -85,27 +148,14 @@ Tensor reduction_product_cuda(const ReductionProduct& product, at::ScalarType dt
 
 void reduction_product_out_cuda(const ReductionProduct& product, const Tensor& out, bool accumulate) {
   const CudaScope scope(product.grad);
-  const Tensor grad = product.grad.contiguous(), input = product.input.contiguous();
-  const auto alpha = as_float(product.alpha), beta = as_float(product.beta);
-  GroupedKernelArgs args{};
-  args.a = grad.const_data_ptr();
-  args.b = input.const_data_ptr();
-  args.out = out.mutable_data_ptr();
-  args.offsets = product.offsets.const_data_ptr<int32_t>();
-  args.alpha = float_or_null(alpha);
-  args.beta = float_or_null(beta);
-  args.rows = grad.size(0);
-  args.groups = product.groups();
-  args.m = grad.size(1);
-  args.n = input.size(1);
-  args.out_group_stride = out.stride(0);
-  args.out_row_stride = out.stride(1);
-  args.dtype = to_dtype(grad.scalar_type());
-  args.out_dtype = to_dtype(out.scalar_type());
-  args.accumulate = accumulate;
-  args.vectors = aligned_rows(grad) && aligned_rows(input);
-  args.options = product.options;
-  launch_grouped_kernel(GroupedMode::kWeightGrad, args, scope.stream());
+  run_reduction(product, out, {}, accumulate, scope.stream());
+}
+
+void reduction_product_list_out_cuda(const ReductionProduct& product, at::TensorList out, bool accumulate) {
+  const CudaScope scope(product.grad);
+  for (const Tensor& matrix : out) matrix.mutable_data_ptr();  // of its own, where it was shared to be copied
+  const DeviceList list(out, product.grad);
+  run_reduction(product, out[0], list.get(), accumulate, scope.stream());
 }
 
 }  // namespace transformer_plugin::gemm

@@ -2,6 +2,7 @@
 
 #include "common/launch.cuh"
 #include "gemm/hopper.h"
+#include "gemm/hopper_map.h"
 
 namespace transformer_plugin::gemm {
 namespace {
@@ -60,6 +61,7 @@ void launch_grouped_kernel(GroupedMode mode, const GroupedKernelArgs& args, void
   const bool empty = mode == GroupedMode::kWeightGrad ? args.m == 0 : args.rows == 0;
   if (empty || args.n == 0 || args.groups == 0) return;
   if (hopper_takes(mode, args)) return launch_hopper(mode, args, stream);
+  launch_matrix_list(args.list, args.groups, nullptr, stream);
   switch (args.dtype) {
     case DType::kBFloat16: return launch_grouped_bf16(mode, args, stream);
     case DType::kFloat16: return launch_grouped_fp16(mode, args, stream);

@@ -75,6 +75,11 @@ CUtensorMap encoded(const Boxes& boxes) {
 
 bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
+bool is_aligned(const MatrixList& list, int64_t groups) {
+  return !list.addresses || std::all_of(list.addresses, list.addresses + groups,
+                                        [](const void* matrix) { return is_aligned(matrix); });
+}
+
 }  // namespace
 
 CUtensorMap tensor_map(const Stack& stack, int box_rows) {
@@ -112,7 +117,8 @@ bool is_hopper(int device) {
 
 bool hopper_takes(GroupedMode mode, const GroupedKernelArgs& args) {
   if (!kBuiltForHopper || !hopper_takes_shape(mode, args)) return false;
-  if (args.beta || !args.vectors || !is_aligned(args.out)) return false;
+  if (args.beta || !args.vectors || !is_aligned(args.out) || !is_aligned(args.list, args.groups))
+    return false;
   return is_aligned(args.a_scale) && is_aligned(args.b_scale) && on_hopper();
 }
 

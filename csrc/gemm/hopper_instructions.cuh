@@ -87,6 +87,10 @@ __device__ __forceinline__ void load_box(void* to, const CUtensorMap& map, uint6
       "l"(&map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z)
       : "memory");
 }
+// Before the first copy by a map that the kernel before wrote.
+__device__ __forceinline__ void acquire(const CUtensorMap* map) {
+  asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
+}
 // Bytes one after the other: their number and both addresses are multiples of 16.
 __device__ __forceinline__ void load_bytes(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
   asm volatile(

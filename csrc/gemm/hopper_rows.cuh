@@ -151,11 +151,13 @@ __device__ __forceinline__ void scale_and_add_bias(const RowsArgs& args, const P
   }
 }
 
-// Kind is one of hopper_operands.cuh.
+// Kind is one of hopper_operands.cuh. `b_maps` are those of a list of matrices, one for each group, in place of `b_map`; or
+// null.
 template <typename Kind, typename Epilogue>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     hopper_rows_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
-                       const __grid_constant__ Epilogue epilogue, const __grid_constant__ RowsArgs args) {
+                       const __grid_constant__ Epilogue epilogue, const __grid_constant__ RowsArgs args,
+                       const CUtensorMap* b_maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Element = typename Kind::Element;
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
@@ -179,9 +181,16 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     fewer_registers<kCopierRegisters>();
     if (threadIdx.x < kWarpSize) {
       RowsWalk walk(args, block);
+      int entered = -1;  // the group of the tile before
       for (int index = cluster_in_grid(); walk.find(index, tile); index += clusters) {
         const int row = walk.begin_row + tile.row * kTileRows;
         if (threadIdx.x == 0) {
+          // Quantized matrices have no list.
+          const bool listed = sizeof(Element) == 2 && b_maps != nullptr;
+          const CUtensorMap& own_map = listed ? b_maps[tile.group] : b_map;
+          const int matrix = listed ? 0 : tile.group;
+          if (listed && tile.group != entered) acquire(&own_map);
+          entered = tile.group;
 #pragma unroll 1
           for (int step = 0; step < steps; ++step, place.next()) {
             const int k = step * kStep<Element>;
@@ -193,8 +202,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
                 },
                 [&](void* to, int box, uint64_t* barrier, bool for_both) {
                   const int line = Epilogue::line(args, tile.column, box);
-                  Kind::b_by_columns ? load(for_both, to, b_map, barrier, line, k, tile.group)
-                                     : load(for_both, to, b_map, barrier, k, line, tile.group);
+                  Kind::b_by_columns ? load(for_both, to, own_map, barrier, line, k, matrix)
+                                     : load(for_both, to, own_map, barrier, k, line, matrix);
                 },
                 scales.bytes());
             scales.start(shared, place);
@@ -259,9 +268,11 @@ void launch_rows_into(const Epilogue& epilogue, const GroupedKernelArgs& args, c
       tensor_map({args.a, args.dtype, args.k, args.rows, 1, args.k, args.rows * args.k}, kBoxLines);
   const int64_t b_columns = Kind::b_by_columns ? args.n : args.k;
   const int64_t b_rows = Kind::b_by_columns ? args.k : args.n;
-  const CUtensorMap b = tensor_map(
-      {args.b, args.dtype, b_columns, b_rows, args.groups, b_columns, b_rows * b_columns}, kBoxLines);
-  launch_early(kernel, grid_of(plan), kThreads, kShared, stream, a, b, epilogue, rows_args(args));
+  const int64_t b_count = args.list.addresses ? 1 : args.groups;
+  const CUtensorMap b =
+      tensor_map({args.b, args.dtype, b_columns, b_rows, b_count, b_columns, b_rows * b_columns}, kBoxLines);
+  const CUtensorMap* b_maps = launch_matrix_list(args.list, args.groups, &b, stream);
+  launch_early(kernel, grid_of(plan), kThreads, kShared, stream, a, b, epilogue, rows_args(args), b_maps);
   check_launch("hopper_rows_kernel");
 }
 

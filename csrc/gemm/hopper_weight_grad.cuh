@@ -141,9 +141,12 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       if (rows.begin >= rows.end && args.accumulate) continue;
       const int line = tile.row * kTileRows + number * kBoxLines, column = tile.column * kTileColumns;
       const auto adder = [&] {
-        return Adder(args.sum + tile.group * args.group_stride + line * args.row_stride + column,
-                     args.row_stride, args.m - line, args.n - column);
+        float* sum = args.sums ? args.sums[tile.group] : args.sum + tile.group * args.group_stride;
+        return Adder(sum + line * args.row_stride + column, args.row_stride, args.m - line, args.n - column);
       };
+      const CUtensorMap& out_map = args.out_maps ? args.out_maps[tile.group] : maps.out;
+      const int matrix = args.out_maps ? 0 : tile.group;
+      if (args.out_maps && threadIdx.x % kWarpgroup == 0) acquire(&out_map);
       if (args.accumulate) adder().send(args.thread_boxes);
       float sums[kSums] = {};
       Kind::sum(shared, place, rows, number, sums);
@@ -155,14 +158,14 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       if constexpr (sizeof(Out) == 4) {
         if (args.accumulate) {
           adder().add(sums, shared.out[number], number, args.thread_boxes, [&](uint8_t* box, int offset) {
-            add_box(maps.out, box, column + offset, line, tile.group);
+            add_box(out_map, box, column + offset, line, matrix);
           });
           continue;
         }
       }
       store_sums<Out>(sums, shared.out[number], number, [&](uint8_t* box, int offset) {
         if (threadIdx.x % kWarpgroup != 0 || line >= args.m || column + offset >= args.n) return;
-        store_box(maps.out, box, column + offset, line, tile.group);
+        store_box(out_map, box, column + offset, line, matrix);
       });
     }
     if (threadIdx.x % kWarpgroup == 0) wait_until_stored<0>();
@@ -180,9 +183,11 @@ void launch_weight_grad(const GroupedKernelArgs& args, const HopperPlan& plan, c
   shared_memory.allow(kernel, kShared);
   WeightGradMaps maps{};
   Kind::encode(maps, args);
-  maps.out = tensor_map(
-      {args.out, args.out_dtype, args.n, args.m, args.groups, args.out_row_stride, args.out_group_stride},
-      kBoxLines);
+  const bool listed = args.list.addresses != nullptr;
+  maps.out = tensor_map({args.out, args.out_dtype, args.n, args.m, listed ? 1 : args.groups,
+                         args.out_row_stride, args.out_group_stride},
+                        kBoxLines);
+  const CUtensorMap* out_maps = launch_matrix_list(args.list, args.groups, &maps.out, stream);
   const WeightGradArgs own{args.offsets,
                            args.alpha,
                            static_cast<float*>(args.out),
@@ -198,7 +203,9 @@ void launch_weight_grad(const GroupedKernelArgs& args, const HopperPlan& plan, c
                            static_cast<int>(args.n),
                            plan.thread_boxes,
                            args.accumulate,
-                           args.all_moved};
+                           args.all_moved,
+                           out_maps,
+                           listed ? static_cast<float* const*>(args.list.room) : nullptr};
   launch_early(kernel, grid_of(plan), kThreads, kShared, stream, maps, own);
   check_launch("hopper_weight_grad_kernel");
 }

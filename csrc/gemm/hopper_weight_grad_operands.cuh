@@ -22,6 +22,9 @@ struct WeightGradArgs {
   uint32_t thread_boxes;
   bool accumulate;
   bool all_moved;
+  // Of a list of outputs, one for each group, their maps and addresses; or null for the stack.
+  const CUtensorMap* out_maps;
+  float* const* sums;
 };
 
 struct WeightGradMaps {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
-from transformer_plugin.testing.gemm_cases import normals
+from transformer_plugin.testing.gemm_cases import apart, normals
 from transformer_plugin.testing.numerics import assert_same_bits
 
 SIZES = (300, 1, 0, 513, 128, 385)
@@ -42,8 +42,18 @@ def plain_products(dtype: torch.dtype, capacity: int, device: torch.device) -> d
         ops.grouped_gemm_wgrad_out(grad, x, sizes, out)
         return out
 
+    matrices = apart(weight)
+
+    def added_to_a_list() -> Tensor:
+        out = apart(held[torch.float32])
+        ops.grouped_gemm_wgrad_list_out(grad, x, sizes, out)
+        return torch.stack(out)
+
     return {
         "forward": lambda: ops.grouped_gemm(x, weight, sizes),
+        "forward of a list": lambda: ops.grouped_gemm_list(x, matrices, sizes),
+        "data gradient of a list": lambda: ops.grouped_gemm_list(grad, matrices, sizes, transpose_b=False),
+        "weight gradient added to a list": added_to_a_list,
         "forward with bias": lambda: ops.grouped_gemm(x, weight, sizes, bias),
         "forward of indexed rows": lambda: ops.grouped_gemm(turned, weight, sizes, rows=rows),
         "data gradient": lambda: ops.grouped_gemm(grad, weight, sizes, transpose_b=False),

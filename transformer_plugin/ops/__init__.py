@@ -42,6 +42,7 @@ from transformer_plugin.ops.gemm import (
     grouped_linear,
     linear,
 )
+from transformer_plugin.ops.gemm_list import grouped_gemm_list, grouped_gemm_wgrad_list_out
 from transformer_plugin.ops.gemm_out import (
     gemm_out,
     gemm_quantized_out,
@@ -135,6 +136,7 @@ __all__ = [
     "grouped_bias_backward",
     "grouped_dequantize",
     "grouped_gemm",
+    "grouped_gemm_list",
     "grouped_gemm_out",
     "grouped_gemm_plan",
     "grouped_gemm_quantized",
@@ -142,6 +144,7 @@ __all__ = [
     "grouped_gemm_swiglu",
     "grouped_gemm_swiglu_backward",
     "grouped_gemm_wgrad",
+    "grouped_gemm_wgrad_list_out",
     "grouped_gemm_wgrad_out",
     "grouped_gemm_wgrad_quantized",
     "grouped_gemm_wgrad_quantized_out",

@@ -33,6 +33,7 @@ from transformer_plugin.reference.gemm import (
     grouped_linear,
     linear,
 )
+from transformer_plugin.reference.gemm_list import grouped_gemm_list, grouped_gemm_wgrad_list_out
 from transformer_plugin.reference.gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_backward
 from transformer_plugin.reference.grouped_mlp import grouped_mlp
 from transformer_plugin.reference.norm import (
@@ -104,10 +105,12 @@ __all__ = [
     "grouped_bias_backward",
     "grouped_dequantize",
     "grouped_gemm",
+    "grouped_gemm_list",
     "grouped_gemm_out",
     "grouped_gemm_swiglu",
     "grouped_gemm_swiglu_backward",
     "grouped_gemm_wgrad",
+    "grouped_gemm_wgrad_list_out",
     "grouped_gemm_wgrad_out",
     "grouped_linear",
     "grouped_linear_scaled",

@@ -163,6 +163,38 @@ def grouped_wgrad_cases(
             yield Case(f"{str(dtype)[6:]}-{shape.name}", make)
 
 
+def apart(stack: Tensor) -> list[Tensor]:
+    """The matrices of a stack, each in memory of its own, in another order there."""
+    groups = stack.shape[0]
+    order = [(7 * g + 3) % groups for g in range(groups)] if groups % 7 else list(range(groups))[::-1]
+    matrices = {g: stack[g].clone() for g in order}
+    return [matrices[g] for g in range(groups)]
+
+
+def grouped_gemm_list_cases(
+    draw: Any = integers, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
+) -> Iterator[Case]:
+    """Those of :func:`grouped_gemm_cases` that have 1 to 1024 groups, with ``b`` as a list."""
+    for case in grouped_gemm_cases(draw, dtypes):
+        if "no-groups" in case.name or "1100-groups" in case.name:
+            continue
+
+        def make(device: torch.device, generator: torch.Generator, case: Case = case) -> tuple[Any, ...]:
+            a, b, *rest = case.make(device, generator)
+            return a, apart(b), *rest
+
+        yield Case(case.name, make)
+
+
+def grouped_wgrad_list_cases(
+    draw: Any = integers, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
+) -> Iterator[Case]:
+    """Those of :func:`grouped_wgrad_cases` that have 1 to 1024 groups."""
+    for case in grouped_wgrad_cases(draw, dtypes):
+        if "no-groups" not in case.name and "1100-groups" not in case.name:
+            yield case
+
+
 GEMM_SHAPES = (
     (0, 8, 8),
     (1, 1, 1),

@@ -1,0 +1,398 @@
+"""Grouped products of lists of matrices: exact bits, one rounding, gradients, buffers, no copies; graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.gemm_oracle import poison, rows_fp64, wgrad_fp64, whole
+from tests.ops.test_grouped_gemm import each, one_of_each_kind
+from transformer_plugin import ops, reference
+from transformer_plugin.testing.cases import Case
+from transformer_plugin.testing.gemm_cases import (
+    apart,
+    factors,
+    grouped_gemm_list_cases,
+    grouped_wgrad_list_cases,
+    integers,
+    normals,
+    row_index,
+)
+from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits
+
+EXACT, RANDOM = list(grouped_gemm_list_cases()), list(grouped_gemm_list_cases(normals))
+WGRAD_EXACT = list(grouped_wgrad_list_cases())
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+_ops = torch.ops.transformer_plugin
+
+
+@each(EXACT)
+def test_exact_sums(case: Case, device: torch.device) -> None:
+    a, b, sizes, bias, scale, transpose_b = case.arguments()
+    expected = rows_fp64(a, torch.stack(b), sizes, bias, scale, transpose_b).to(a.dtype)
+    got = reference.grouped_gemm_list(a, b, sizes, bias, scale, transpose_b)
+    assert_same_bits(got + 0, expected, "reference")
+    arguments = case.arguments(device)
+    poison(tuple(expected.shape), a.dtype, device)
+    assert_same_bits(ops.grouped_gemm_list(*arguments) + 0, expected.to(device))
+
+
+@each(EXACT[::2])
+def test_factors_rows_and_dtype(case: Case, device: torch.device) -> None:
+    a, b, sizes, bias, scale, transpose_b = case.arguments()
+    generator = torch.Generator().manual_seed(3)
+    alpha = factors(sizes.numel(), CPU, generator)
+    more = integers((a.shape[0] // 2 + 1, a.shape[1]), a.dtype, CPU, generator)
+    rows = row_index(sizes, a.shape[0], more.shape[0], CPU, generator)
+    end = int(sizes.sum())
+    taken = torch.zeros_like(a)
+    taken[:end] = more[rows[:end].long()]
+    exact = rows_fp64(taken, torch.stack(b), sizes, bias, scale, transpose_b, alpha)
+    _, b, sizes, bias, scale, transpose_b = case.arguments(device)
+    arguments = (more.to(device), b, sizes, bias, scale, transpose_b)
+    for dtype in (a.dtype, torch.float32):
+        got = ops.grouped_gemm_list(*arguments, dtype, alpha.to(device), rows.to(device))
+        assert_same_bits(got + 0, exact.to(dtype).to(device))
+
+
+@each(RANDOM)
+def test_the_bits_of_the_stack(case: Case, device: torch.device) -> None:
+    """Lists are multiplied by the stack's kernels, but for torch's on Blackwell, which takes no list."""
+    a, b, *rest = case.arguments(device)
+    if device.type == "cuda" and torch.cuda.get_device_capability()[0] == 10:
+        pytest.skip("torch multiplies stacks there")
+    assert_same_bits(ops.grouped_gemm_list(a, b, *rest), ops.grouped_gemm(a, torch.stack(b), *rest))
+
+
+def layouts(stack: Tensor) -> dict[str, list[Tensor]]:
+    """The same matrices: one after the other, with gaps, in another order, one of them off, turned, unaligned."""
+    groups, n, k = stack.shape
+    gaps = torch.full((groups, n + 3, k), float("nan"), dtype=stack.dtype, device=stack.device)
+    gaps[:, :n] = stack
+    off = list(gaps[:, :n].unbind())
+    off[1] = off[1].clone()
+    odd = torch.empty(groups, n * k + 1, dtype=stack.dtype, device=stack.device)
+    odd[:, 1:] = stack.flatten(1)
+    return {
+        "stack": list(stack.unbind()),
+        "gaps": list(gaps[:, :n].unbind()),
+        "other order": list(stack.flip(0).unbind())[::-1],
+        "one elsewhere": off,
+        "turned": list(stack.transpose(1, 2).contiguous().transpose(1, 2).unbind()),
+        "unaligned": [row[1:].view(n, k) for row in odd],
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transpose_b", [True, False])
+def test_matrices_anywhere(transpose_b: bool, dtype: torch.dtype, device: torch.device) -> None:
+    generator, sizes = torch.Generator().manual_seed(0), torch.tensor([130, 0, 7, 3])
+    a, b = integers((150, 72), dtype, CPU, generator), integers((4, 40, 72), dtype, CPU, generator)
+    b = b if transpose_b else b.transpose(1, 2).contiguous()
+    expected = rows_fp64(a, b, sizes, None, None, transpose_b).to(dtype).to(device)
+    a, b, sizes = a.to(device), b.to(device), sizes.to(device)
+    for name, matrices in layouts(b).items():
+        got = ops.grouped_gemm_list(a, matrices, sizes, transpose_b=transpose_b)
+        assert_same_bits(got + 0, expected, name)
+
+
+def test_one_matrix_for_all_groups(device: torch.device) -> None:
+    generator, sizes = torch.Generator().manual_seed(0), torch.tensor([3, 2, 4], device=device)
+    a, b = (integers(s, torch.float32, device, generator).requires_grad_() for s in ((9, 16), (8, 16)))
+    output = ops.grouped_gemm_list(a, [b, b, b], sizes)
+    assert_same_bits(output + 0, (a.detach().double() @ b.detach().double().T).float() + 0)
+    output.sum().backward()
+    assert b.grad is not None
+    assert_same_bits(b.grad + 0, a.detach().sum(0).expand(8, 16) + 0)
+
+
+@pytest.mark.parametrize("groups", [128, 129, 1024])
+def test_as_many_as_fit(groups: int, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([g % 3 for g in range(groups)])
+    rows = int(sizes.sum()) + 2
+    a, grad = (integers((rows, width), torch.bfloat16, CPU, generator) for width in (24, 16))
+    b = integers((groups, 16, 24), torch.bfloat16, CPU, generator)
+    expected = rows_fp64(a, b, sizes, None, None, True).to(torch.bfloat16)
+    product = wgrad_fp64(grad, a, sizes)
+    a, b, grad, sizes = (t.to(device) for t in (a, b, grad, sizes))
+    assert_same_bits(ops.grouped_gemm_list(a, apart(b), sizes) + 0, expected.to(device))
+    out = apart(torch.ones(b.shape, device=device))
+    ops.grouped_gemm_wgrad_list_out(grad, a, sizes, out)
+    assert_same_bits(torch.stack(out), (product + 1).float().to(device))
+
+
+@each(RANDOM)
+def test_gradient(case: Case, device: torch.device) -> None:
+    a, b, sizes, bias, scale, transpose_b = case.arguments(device)
+    extra = [t for t in (bias, scale) if t is not None]
+    leaves = [a, *extra, *b]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    output = ops.grouped_gemm_list(a, b, sizes, bias, scale, transpose_b)
+    grad = normals(tuple(output.shape), a.dtype, device, torch.Generator().manual_seed(2))
+    got = list(torch.autograd.grad(output, leaves, grad))
+    of_b = got[1 + len(extra) :]
+    assert len({g.untyped_storage().data_ptr() for g in of_b}) == 1, "views of one tensor"
+    got[1 + len(extra) :] = [torch.stack(of_b)]
+
+    def expected_of(absolute: bool) -> tuple[Tensor, ...]:
+        doubles = [leaf.detach().double() for leaf in (a, *extra, torch.stack(b))]
+        doubles = [(d.abs() if absolute else d).requires_grad_() for d in doubles]
+        given = [doubles[1] if bias is not None else None, doubles[2] if scale is not None else None]
+        exact = rows_fp64(doubles[0], doubles[-1], sizes, *given, transpose_b)
+        seed = grad.double().abs() if absolute else grad.double()
+        return torch.autograd.grad(exact, doubles, seed, materialize_grads=True)
+
+    terms = max([a.shape[1], output.shape[1], *sizes.tolist()], default=1)
+    for g, exact, magnitude in zip(got, expected_of(False), expected_of(True), strict=True):
+        assert_rounded_sum(g, exact, magnitude, terms)
+
+
+@pytest.mark.parametrize(
+    "wanted", [("a",), ("b0",), ("b2", "bias"), ("scale",), ("bias",), ("a", "b1", "scale")]
+)
+@pytest.mark.parametrize("transpose_b", [True, False])
+@pytest.mark.parametrize("indexed", [False, True])
+def test_only_wanted_gradients(
+    wanted: tuple[str, ...], transpose_b: bool, indexed: bool, device: torch.device
+) -> None:
+    """Also with alpha, rows by an index, and a gradient in float32 beside operands in bfloat16."""
+    generator, sizes = torch.Generator().manual_seed(1), torch.tensor([3, 0, 4], device=device)
+    shape = (8, 16) if transpose_b else (16, 8)
+    drawn = {f"b{i}": integers(shape, torch.bfloat16, device, generator, 3) for i in range(3)}
+    drawn["a"] = integers((9, 16), torch.bfloat16, device, generator, 3)
+    drawn["bias"] = integers((3, 8), torch.float32, device, generator, 3)
+    drawn["scale"] = integers((9,), torch.float32, device, generator, 3)
+    rows = torch.tensor([4, 4, 0, 8, 1, 4, 2, 99, 99], device=device) if indexed else None
+    alpha, seed = (
+        torch.tensor([0.5, 3.0, -2.0], device=device),
+        integers((9, 8), torch.float32, device, generator),
+    )
+    doubles = {name: t.double().requires_grad_(name in wanted) for name, t in drawn.items()}
+    leaves = {name: t.requires_grad_(name in wanted) for name, t in drawn.items()}
+    b = [leaves[f"b{i}"] for i in range(3)]
+    output = ops.grouped_gemm_list(
+        leaves["a"], b, sizes, leaves["bias"], leaves["scale"], transpose_b, torch.float32, alpha, rows
+    )
+    x = doubles["a"] if rows is None else doubles["a"][rows.clamp(max=8)]
+    stack = torch.stack([doubles[f"b{i}"] for i in range(3)])
+    exact = rows_fp64(x, stack, sizes, doubles["bias"], doubles["scale"], transpose_b, alpha)
+    got = torch.autograd.grad(output, [leaves[name] for name in wanted], seed)
+    expected = torch.autograd.grad(exact, [doubles[name] for name in wanted], seed.double())
+    for name, g, e in zip(wanted, got, expected, strict=True):
+        assert_same_bits(g + 0, e.to(g.dtype) + 0, name)
+
+
+def buffers(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> dict[str, list[Tensor]]:
+    """Zeros: apart, one stack, rows apart, a stack with gaps, columns of one matrix side by side, unaligned."""
+    g, n, k = shape
+    wide = torch.zeros(n, g, k + 8, dtype=dtype, device=device)
+    return {
+        "apart": apart(torch.zeros(shape, dtype=dtype, device=device)),
+        "stack": list(torch.zeros(shape, dtype=dtype, device=device).unbind()),
+        "rows apart": [torch.zeros(n, k + 8, dtype=dtype, device=device)[:, :k] for _ in range(g)],
+        "rows oddly apart": [torch.zeros(n, k + 5, dtype=dtype, device=device)[:, :k] for _ in range(g)],
+        "gaps": [torch.zeros(g, n + 2, k, dtype=dtype, device=device)[i, 1 : n + 1] for i in range(g)],
+        "side by side": [wide[:, (5 * i + 1) % g if g % 5 else i, :k] for i in range(g)],
+        "unaligned": [torch.zeros(n * k + 1, dtype=dtype, device=device)[1:].view(n, k) for _ in range(g)],
+    }
+
+
+@pytest.mark.parametrize("mode", ["add", "over", "beta"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each(WGRAD_EXACT[::2])
+def test_wgrad_out(case: Case, dtype: torch.dtype, mode: str, device: torch.device) -> None:
+    grad, input, sizes = case.arguments()
+    generator = torch.Generator().manual_seed(7)
+    alpha, beta = (factors(sizes.numel(), CPU, generator) for _ in range(2))
+    product = wgrad_fp64(grad, input, sizes, alpha)
+    shape = (product.shape[0], product.shape[1], product.shape[2])
+    before = integers(shape, torch.float64, CPU, generator)
+    held = {"add": before, "over": 0 * before, "beta": before * beta.double()[:, None, None]}[mode]
+    expected = (product + held + 0.0).to(dtype)
+    more = {"accumulate": mode == "add", "alpha": alpha.to(device)}
+    more |= {"beta": beta.to(device)} if mode == "beta" else {}
+    for name, out in buffers(shape, dtype, device).items():
+        for matrix, value in zip(out, before, strict=True):
+            matrix.copy_(value)
+        storages = [whole(matrix).clone() for matrix in out]
+        places = [(matrix.data_ptr(), matrix._version) for matrix in out]
+        ops.grouped_gemm_wgrad_list_out(*case.arguments(device), out, **more)
+        assert [(matrix.data_ptr(), matrix._version) for matrix in out] == places
+        assert_same_bits(torch.stack(out) + 0, expected.to(device), name)
+        for matrix, value in zip(out, before, strict=True):
+            matrix.copy_(value)  # nothing beside the buffers' own elements was touched
+        for matrix, storage in zip(out, storages, strict=True):
+            assert_same_bits(whole(matrix), storage, name)
+    out = list(before.to(dtype).unbind())
+    more = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in more.items()}
+    reference.grouped_gemm_wgrad_list_out(grad, input, sizes, out, **more)
+    assert_same_bits(torch.stack(out) + 0, expected, "reference")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_wgrad_out_by_all_ways_of_adding(accumulate: bool, dtype: torch.dtype, device: torch.device) -> None:
+    """Few and many rows for each group as hints: sums that threads add and those that the copy engine adds."""
+    generator, sizes = torch.Generator().manual_seed(0), torch.tensor([300, 0, 129, 1])
+    grad, input = (integers((440, width), dtype, CPU, generator) for width in (136, 520))
+    product = wgrad_fp64(grad, input, sizes)
+    grad, input, sizes = (t.to(device) for t in (grad, input, sizes))
+    for expected_rows in (-1, 0, 2**30):
+        for max_sms in (0, 2):
+            out = apart(torch.ones(product.shape, device=device))
+            ops.grouped_gemm_wgrad_list_out(
+                grad, input, sizes, out, accumulate, max_sms=max_sms, expected_rows=expected_rows
+            )
+            assert_same_bits(torch.stack(out) + 0, (product + accumulate).float().to(device))
+
+
+def test_wgrad_of_rows_by_an_index(device: torch.device) -> None:
+    generator, sizes = torch.Generator().manual_seed(0), torch.tensor([3, 0, 4])
+    grad, input = (
+        integers((9, 8), torch.bfloat16, CPU, generator),
+        integers((5, 16), torch.bfloat16, CPU, generator),
+    )
+    rows = row_index(sizes, 9, 5, CPU, generator)
+    expected = wgrad_fp64(grad[:7], input[rows[:7]], sizes).float().to(device)
+    out = apart(torch.zeros(3, 8, 16, device=device))
+    ops.grouped_gemm_wgrad_list_out(
+        *(t.to(device) for t in (grad, input, sizes)), out, input_rows=rows.to(device)
+    )
+    assert_same_bits(torch.stack(out) + 0, expected)
+
+
+@each(one_of_each_kind(EXACT)[::3])
+def test_opcheck(case: Case, device: torch.device) -> None:
+    arguments = case.arguments(device)
+    torch.library.opcheck(_ops.grouped_gemm_list.default, arguments)
+    for tensor in (arguments[0], *arguments[1], *arguments[3:5]):
+        if tensor is not None:
+            tensor.requires_grad_()
+    torch.library.opcheck(_ops.grouped_gemm_list.default, arguments)
+
+
+@each(one_of_each_kind(WGRAD_EXACT)[::3])
+def test_wgrad_opcheck(case: Case, device: torch.device) -> None:
+    grad, input, sizes = case.arguments(device)
+    out = apart(torch.zeros(sizes.numel(), grad.shape[1], input.shape[1], device=device))
+    ones = torch.ones(sizes.numel(), device=device)
+    op = _ops.grouped_gemm_wgrad_list_out.default
+    torch.library.opcheck(op, (grad, input, sizes, out))
+    torch.library.opcheck(op, (grad, input, sizes, out, False, ones, ones))
+
+
+def test_compiled(device: torch.device) -> None:
+    """A training step with main_grads, whole, with its backward."""
+    generator, sizes = torch.Generator().manual_seed(0), torch.tensor([2, 0, 3], device=device)
+    a = integers((6, 8), torch.float32, device, generator).requires_grad_()
+    b = [integers((16, 8), torch.float32, device, generator).requires_grad_() for _ in range(3)]
+
+    def step(a: Tensor, b: list[Tensor]) -> tuple[Tensor, ...]:
+        output = ops.grouped_gemm_list(a, b, sizes)
+        main_grads = [torch.ones_like(matrix) for matrix in b]
+        ops.grouped_gemm_wgrad_list_out(output.detach(), a.detach(), sizes, main_grads)
+        return output, *main_grads
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    results = []
+    for run in (compiled, step):
+        output, *main_grads = run(a, b)
+        results.append([output, *main_grads, *torch.autograd.grad((output * output).sum(), [a, *b])])
+    for got, expected in zip(*results, strict=True):
+        assert_same_bits(got, expected)
+
+
+def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_graph_follows_sizes_and_data(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([60, 70, 80, 0, 90], device=CUDA)
+    x, grad, y = (torch.zeros(333, width, dtype=dtype, device=CUDA) for width in (192, 160, 160))
+    b, main = (
+        apart(torch.zeros(5, 160, 192, dtype=dtype, device=CUDA)),
+        apart(torch.zeros(5, 160, 192, device=CUDA)),
+    )
+    dx = torch.zeros_like(x)
+
+    def products() -> None:
+        y.copy_(ops.grouped_gemm_list(x, b, sizes))
+        dx.copy_(ops.grouped_gemm_list(grad, b, sizes, transpose_b=False))
+        ops.grouped_gemm_wgrad_list_out(grad, x, sizes, main)
+
+    graph = captured(products)
+    for new in [
+        (0, 0, 0, 0, 0),
+        (333, 0, 0, 0, 0),
+        (1, 2, 3, 5, 7),
+        (17, 100, 0, 33, 120),
+        (127, 1, 128, 0, 77),
+    ]:
+        host = torch.tensor(new)
+        given = [integers(tuple(t.shape), dtype, CPU, generator) for t in (x, grad)]
+        stack = integers((5, 160, 192), dtype, CPU, generator)
+        for tensor, value in zip((x, grad, sizes, *b), (*given, host, *stack), strict=True):
+            tensor.copy_(value)
+        for tensor in main:
+            tensor.fill_(1.0)
+        y.fill_(float("nan"))
+        graph.replay()
+        assert_same_bits(y + 0, rows_fp64(given[0], stack, host, None, None, True).to(dtype).to(CUDA))
+        assert_same_bits(dx + 0, rows_fp64(given[1], stack, host, None, None, False).to(dtype).to(CUDA))
+        expected = wgrad_fp64(given[1], given[0], host) + 1
+        assert_same_bits(torch.stack(main) + 0, expected.float().to(CUDA))
+
+
+@pytest.mark.gpu
+def test_lists_one_after_another() -> None:
+    """A launch may take the memory in which one before it found its matrices: each still finds its own."""
+    generator, sizes = torch.Generator().manual_seed(0), torch.tensor([130, 1, 60, 65], device=CUDA)
+    a = integers((256, 256), torch.bfloat16, CUDA, generator)
+    stacks = [integers((4, 256, 256), torch.bfloat16, CUDA, generator) for _ in range(8)]
+    lists = [apart(stack) for stack in stacks]
+    torch.cuda.synchronize()
+    results = [ops.grouped_gemm_list(a, lists[i % 8], sizes) for i in range(200)]
+    expected = [rows_fp64(a, stack, sizes, None, None, True).bfloat16() for stack in stacks]
+    for i, result in enumerate(results):
+        assert_same_bits(result + 0, expected[i % 8], f"product {i}")
+
+
+@pytest.mark.gpu
+def test_no_copies_and_no_host_reads() -> None:
+    sizes = torch.full((8,), 15, device=CUDA)
+    x, grad = (torch.randn(128, 1024, device=CUDA).bfloat16() for _ in range(2))
+    b = apart(torch.randn(8, 1024, 1024, device=CUDA).bfloat16())
+    out = apart(torch.zeros(8, 1024, 1024, device=CUDA))
+
+    def products() -> None:
+        ops.grouped_gemm_list(x, b, sizes)
+        ops.grouped_gemm_list(grad, b, sizes, transpose_b=False)
+        ops.grouped_gemm_wgrad_list_out(grad, x, sizes, out)
+
+    products()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        products()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.max_memory_allocated() - before < 8 * 1024 * 1024, "less than half of the weights"

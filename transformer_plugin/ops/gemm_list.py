@@ -1,0 +1,84 @@
+"""Products over groups whose matrices are separate tensors: experts that are parameters of their own, for example.
+
+The ops of :mod:`transformer_plugin.ops.gemm` and :mod:`transformer_plugin.ops.gemm_out` with a list of G matrices in
+place of one tensor ``[G, .., ..]``, with the letters and rules of those pages. The matrices lie anywhere in memory,
+have one shape and one dtype, and are not copied: on CUDA a small launch before the product writes their addresses where
+its kernel finds them. They travel in the arguments of that launch, which is why a list has at most 1024 matrices. Where
+the matrices are views of one tensor at equal distances, the product is that of the tensor.
+
+A CUDA graph keeps the addresses that it was captured with. What lies there may change between replays, as may sizes; a
+matrix that has moved, a parameter whose ``data`` was replaced for example, is not followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.transformer_plugin
+
+
+def grouped_gemm_list(
+    a: Tensor,
+    b: Iterable[Tensor],
+    group_sizes: Tensor,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    transpose_b: bool = True,
+    dtype: torch.dtype | None = None,
+    alpha: Tensor | None = None,
+    rows: Tensor | None = None,
+    max_sms: int = 0,
+    expected_rows: int = -1,
+) -> Tensor:
+    """:func:`~transformer_plugin.ops.grouped_gemm` with the groups' matrices as a list.
+
+    Args:
+        a: ``[T, K]`` float32, bfloat16 or float16; float64 on a CPU.
+        b: 1 to 1024 matrices ``[N, K]``, or ``[K, N]`` when not ``transpose_b``, one for each group, all of one shape,
+            in the dtype of ``a``. One that is not contiguous is copied first on CUDA.
+        group_sizes, bias, bias_scale, dtype, alpha, rows, max_sms, expected_rows: as for
+            :func:`~transformer_plugin.ops.grouped_gemm`.
+
+    Returns:
+        ``[T, N]``, tail rows zero. Differentiable in ``a``, every matrix of ``b``, ``bias`` and ``bias_scale``. The
+        gradients of the matrices are views of one tensor.
+
+    Raises:
+        TypeError: another dtype. ValueError: no matrix or more than 1024, and as
+        :func:`~transformer_plugin.ops.grouped_gemm`.
+    """
+    return _ops.grouped_gemm_list.default(
+        a, list(b), group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows, max_sms, expected_rows
+    )
+
+
+def grouped_gemm_wgrad_list_out(
+    grad: Tensor,
+    input: Tensor,
+    group_sizes: Tensor,
+    out: Iterable[Tensor],
+    accumulate: bool = True,
+    alpha: Tensor | None = None,
+    beta: Tensor | None = None,
+    input_rows: Tensor | None = None,
+    max_sms: int = 0,
+    expected_rows: int = -1,
+) -> None:
+    """:func:`~transformer_plugin.ops.grouped_gemm_wgrad_out` into a list of buffers, one for each group.
+
+    Args:
+        grad, input, group_sizes, accumulate, alpha, beta, input_rows, max_sms, expected_rows: as for
+            :func:`~transformer_plugin.ops.grouped_gemm_wgrad_out`.
+        out: 1 to 1024 matrices ``[N, K]``, all float32 or all bfloat16, the ``main_grad`` of each expert for example.
+            Rows may be apart, as far in one as in the others.
+
+    Raises:
+        TypeError: another dtype. ValueError: no matrix or more than 1024, two that share memory, and as
+        :func:`~transformer_plugin.ops.grouped_gemm_wgrad_out`; nothing is written then.
+    """
+    _ops.grouped_gemm_wgrad_list_out.default(
+        grad, input, group_sizes, list(out), accumulate, alpha, beta, input_rows, max_sms, expected_rows
+    )
