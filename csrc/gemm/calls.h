@@ -197,6 +197,17 @@ inline BiasBackwardQuantized call_bias_backward_quantize(const at::Tensor& grad,
   return r;
 }
 
+// Along the columns what is quantized along its rows.
+inline quantize_call::Pair call_requantize_transposed(const at::Tensor& data, const at::Tensor& scale,
+                                                      std::string_view key, at::ScalarType dtype,
+                                                      OptionalTensorArg group_sizes) {
+  using Signature =
+      quantize_call::Pair(const at::Tensor&, const at::Tensor&, std::string_view, at::ScalarType,
+                          OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg);
+  static const auto op = find_op<Signature>("requantize_transposed");
+  return op.call(data, scale, key, dtype, group_sizes, std::nullopt, std::nullopt, std::nullopt);
+}
+
 // With encode scales that are given, those of `scale` from `first` on; the amax of `x` is maxed into `amax`.
 inline quantize_call::Pair call_quantize_scaled(const at::Tensor& x, OptionalTensorArg group_sizes,
                                                 const at::Tensor& scale, std::string_view key,

@@ -49,17 +49,10 @@ struct ScaleBytes {
   int64_t width;
 };
 
-// Where a thread is in the ring of steps.
-struct StepPlace {
-  int step = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++step == DecodedShared::kSteps) {
-      step = 0;
-      parity ^= 1;
-    }
-  }
+struct Steps {
+  static constexpr int kStages = DecodedShared::kSteps;
 };
+using StepPlace = Place<Steps>;  // where a thread is in the ring of steps
 
 __device__ __forceinline__ void init_rings(DecodedShared& shared) {
   if (threadIdx.x == 0) {
@@ -268,8 +261,8 @@ __device__ __forceinline__ void sum_decoded(const RowsArgs& args, const ScaleByt
   for (int step = 0; step < steps; ++step, step_place.next()) {
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) values[i % 2][i / 2] = next[i % 2][i / 2];
-    wait(&shared.decoded[step_place.step], step_place.parity);
-    const uint64_t b = by_rows(shared.steps[step_place.step]);
+    wait(&shared.decoded[step_place.stage], step_place.parity);
+    const uint64_t b = by_rows(shared.steps[step_place.stage]);
     begin_products();
 #pragma unroll
     for (int i = 0; i < kStepCodes / 16; ++i) {  // descriptors count 16 bytes
@@ -281,7 +274,7 @@ __device__ __forceinline__ void sum_decoded(const RowsArgs& args, const ScaleByt
     if (step + 1 < steps) decode(step + 1);
     wait_for_products<0>();
     keep(values);
-    if (first_lane) arrive_here(&shared.read[step_place.step]);
+    if (first_lane) arrive_here(&shared.read[step_place.stage]);
   }
   if constexpr (Format::kLeftOver != 1.0f) {
 #pragma unroll
@@ -300,8 +293,8 @@ __device__ __forceinline__ void skip_decoded(DecodedShared& shared, Place<Decode
       release(shared, place.stage);
       place.next();
     }
-    wait(&shared.decoded[step_place.step], step_place.parity);
-    if (threadIdx.x % kWarpSize == 0) arrive_here(&shared.read[step_place.step]);
+    wait(&shared.decoded[step_place.stage], step_place.parity);
+    if (threadIdx.x % kWarpSize == 0) arrive_here(&shared.read[step_place.stage]);
   }
 }
 
@@ -345,13 +338,13 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kDecodedThrea
         right.advance(step);
         const bool first_of_stage = step % kStageSteps<Format> == 0;
         if (first_of_stage) wait(&shared.full[place.stage], place.parity);
-        wait(&shared.read[step_place.step], step_place.parity ^ 1);
+        wait(&shared.read[step_place.stage], step_place.parity ^ 1);
         // By now those that multiply are done with the stage before, whose place this takes.
         if (copies && first_of_stage) copier.start_next(shared);
-        right.decode(shared.stages[place.stage].right[0], shared.steps[step_place.step], step);
+        right.decode(shared.stages[place.stage].right[0], shared.steps[step_place.stage], step);
         fence_for_copies();
         __syncwarp();
-        if (first_lane) arrive_here(&shared.decoded[step_place.step]);
+        if (first_lane) arrive_here(&shared.decoded[step_place.stage]);
         if ((step + 1) % kStageSteps<Format> == 0 || step + 1 == steps) {
           release(shared, place.stage);
           place.next();

@@ -7,6 +7,7 @@
 #include "common/tensor.h"
 #include "gemm/calls.h"
 #include "gemm/checks.h"
+#include "gemm/code_product.h"
 #include "gemm/leading_dims.h"
 #include "quantize/scaled.h"
 
@@ -95,14 +96,23 @@ Tensor multiply(const Rounded& a, std::string_view a_key, const Rounded& b, std:
                                      dtype, layer.bias, layer.bias_scale, transpose_b);
 }
 
+// The same values in lines of what were columns: a view, unless kernels multiply codes, which want lines.
+Rounded turned(const Rounded& x, std::string_view key, const OptionalTensor& group_sizes) {
+  if (!has_code_kernels(x.data)) return {x.data.t(), x.scale};
+  Rounded result;
+  std::tie(result.data, result.scale) =
+      call_requantize_transposed(x.data, x.scale, key, at::kFloat, group_sizes);
+  return result;
+}
+
 // grad^T @ input: [N, K], or one for each group.
 Tensor multiply_columns(const Rounded& grad, std::string_view grad_key, const Rounded& input,
                         std::string_view input_key, const OptionalTensor& group_sizes, at::ScalarType dtype) {
-  const Tensor grad_t = grad.data.t(), input_t = input.data.t();
-  return group_sizes ? call_grouped_gemm_wgrad_quantized(grad_t, grad.scale, input_t, input.scale,
-                                                         *group_sizes, grad_key, input_key, dtype)
-                     : call_gemm_quantized(grad_t, grad.scale, input_t, input.scale, grad_key, input_key,
-                                           dtype, std::nullopt, true);
+  const Rounded g = turned(grad, grad_key, group_sizes), x = turned(input, input_key, group_sizes);
+  return group_sizes ? call_grouped_gemm_wgrad_quantized(g.data, g.scale, x.data, x.scale, *group_sizes,
+                                                         grad_key, input_key, dtype)
+                     : call_gemm_quantized(g.data, g.scale, x.data, x.scale, grad_key, input_key, dtype,
+                                           std::nullopt, true);
 }
 
 struct Operands {
@@ -163,7 +173,11 @@ class LinearScaledFunction : public torch::autograd::Function<LinearScaledFuncti
       const Keys keys{input_key, weight_key, grad_key};
       const Layer layer{"",           grad,     w.data,       group_sizes, std::nullopt,
                         std::nullopt, saved[7], std::nullopt, keys};
-      if (wants_input) grad_input = multiply(g, grad_key, w, weight_key, layer, false);
+      if (wants_input) {
+        const bool lines = has_code_kernels(w.data);
+        grad_input =
+            multiply(g, grad_key, lines ? turned(w, weight_key, std::nullopt) : w, weight_key, layer, lines);
+      }
       if (wants_weight) {
         grad_weight = multiply_columns(g, grad_key, x, input_key, group_sizes,
                                        ctx->saved_data["weight_dtype"].toScalarType());

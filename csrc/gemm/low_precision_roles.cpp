@@ -14,8 +14,11 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// One rounding serves both directions when the scale does not depend on the direction.
-bool one_scale(const Format& format) { return !format.has_blocks(); }
+// One rounding serves both directions when the scale does not depend on the direction, and columns are a view of rows; unless
+// kernels multiply codes as they are, which want what is summed over in one line.
+bool columns_are_views(const Format& format, const Tensor& like) {
+  return !format.has_blocks() && !has_code_kernels(like);
+}
 
 // What NVFP4 is given beside a matrix: its amaxes now, and a seed from torch's generator.
 struct Given {
@@ -39,8 +42,8 @@ Given given_for(const Tensor& x, const OptionalTensor& group_sizes, const Format
   return given;
 }
 
-Rounded round_in_blocks(const Tensor& x, const OptionalTensor& group_sizes, const Format& format,
-                        std::string_view key, bool rows, bool columns) {
+Rounded round_in_directions(const Tensor& x, const OptionalTensor& group_sizes, const Format& format,
+                            std::string_view key, bool rows, bool columns) {
   Rounded result;
   const Given given = given_for(x, group_sizes, format, key, rows, columns);
   const OptionalTensor amax = as_optional(given.amax), amax_t = as_optional(given.amax_t),
@@ -67,11 +70,11 @@ Rounded round_matrix(const Tensor& x, const OptionalTensor& group_sizes, const F
   if (format.family == FormatFamily::kBFloat16) {
     result.rows.data = x.to(at::kBFloat16);
     result.columns.data = result.rows.data.t();
-  } else if (one_scale(format)) {
+  } else if (columns_are_views(format, x)) {
     std::tie(result.rows.data, result.rows.scale) = call_quantize(x, group_sizes, key);
     result.columns = {result.rows.data.t(), result.rows.scale, Tensor()};
   } else if (rows || columns) {
-    result = round_in_blocks(x, group_sizes, format, key, rows, columns);
+    result = round_in_directions(x, group_sizes, format, key, rows, columns);
   }
   return result;
 }
@@ -81,7 +84,7 @@ RoundedGradient round_gradient(const Tensor& grad, const OptionalTensor& group_s
   if (!with_bias || !format.is_quantized() || format.is_nv()) {
     return {round_matrix(grad, group_sizes, format, key, rows, columns), Tensor()};
   }
-  const bool one = one_scale(format);
+  const bool one = columns_are_views(format, grad);
   const BiasBackwardQuantized quantized =
       call_bias_backward_quantize(grad, group_sizes, key, rows || one, columns && !one);
   Rounded values{{quantized.data, quantized.scale, Tensor()},
@@ -92,8 +95,7 @@ RoundedGradient round_gradient(const Tensor& grad, const OptionalTensor& group_s
 
 bool rounds_weight_columns(const Tensor& weight, const RoleFormats& formats) {
   return !formats.symmetric_weight() ||
-         (formats.weight.has_blocks() && code_product_scales(formats.grad, formats.weight) &&
-          has_code_kernels(weight));
+         (code_product_scales(formats.grad, formats.weight) && has_code_kernels(weight));
 }
 
 RoundedWeight round_weight(const Tensor& weight, const RoleFormats& formats, bool backward) {
@@ -103,13 +105,8 @@ RoundedWeight round_weight(const Tensor& weight, const RoleFormats& formats, boo
     return {rounded, backward ? rounded : Scaled{}};
   }
   RoundedWeight result;
-  if (one_scale(formats.weight)) {
-    std::tie(result.forward.data, result.forward.scale) =
-        call_quantize(weight, std::nullopt, formats.weight_key);
-  } else {
-    Rounded rounded = round_in_blocks(weight, std::nullopt, formats.weight, formats.weight_key, true, both);
-    result = {std::move(rounded.rows), std::move(rounded.columns)};
-  }
+  Rounded rounded = round_in_directions(weight, std::nullopt, formats.weight, formats.weight_key, true, both);
+  result = {std::move(rounded.rows), std::move(rounded.columns)};
   if (backward && !both) result.backward = result.forward;
   return result;
 }
