@@ -70,7 +70,7 @@ def verify(data: Data, work: Work, kind: str) -> None:
             if not error < ROUNDING:
                 raise AssertionError(f"{name}: {error:.2e} away from the float64 product")
             if whose != "torch":
-                more = fp8_sums(a, b) if "FP8" in work.name else 0.0
+                more = fp8_sums(a, b) if work.name.startswith("FP8") else 0.0
                 terms = a.shape[1] + 1
                 assert_rounded_sum(got, exact, before.abs() + magnitude, terms, name, more)
 

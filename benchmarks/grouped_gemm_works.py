@@ -11,11 +11,12 @@ from torch import Tensor
 from benchmarks.quantize_grouped import skewed_sizes
 from transformer_plugin import ops, reference
 from transformer_plugin.formats import BLOCK
-from transformer_plugin.recipes import Float8BlockScaling, Float8CurrentScaling
+from transformer_plugin.recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 
 RECIPE = Float8BlockScaling()
 INPUT_FORMAT, WEIGHT_FORMAT, GRAD_FORMAT = RECIPE.input_format, RECIPE.weight_format, RECIPE.grad_format
 TENSOR_FORMAT = Float8CurrentScaling().weight_format
+MX_FORMAT, NV_FORMAT = MXFP8BlockScaling().input_format, "nvfp4"
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,17 @@ class Data:
             for kind, sizes in self.sizes.items()
         }
         self.weight8_row_scale = self.weight8_whole[1].unsqueeze(1).expand(-1, shape.n).contiguous()
+        self.weight_mx = ops.quantize(self.weight, MX_FORMAT)
+        self.x_mx = {
+            kind: ops.grouped_quantize(self.x, sizes, MX_FORMAT) for kind, sizes in self.sizes.items()
+        }
+        self.weight_amax = ops.amax(self.weight, NV_FORMAT)
+        self.weight_nv = ops.quantize(self.weight, NV_FORMAT, self.weight_amax)
+        self.x_amax = {kind: ops.amax(self.x, NV_FORMAT, sizes) for kind, sizes in self.sizes.items()}
+        self.x_nv = {
+            kind: ops.grouped_quantize(self.x, sizes, NV_FORMAT, self.x_amax[kind])
+            for kind, sizes in self.sizes.items()
+        }
         torch._dynamo.reset()  # what was compiled for other shapes counts against its limit
         self.add = torch.compile(_add, dynamic=False, fullgraph=True)
 
@@ -156,6 +168,17 @@ def _torch_fp8_forward(data: Data, kind: str) -> Tensor:
     )
 
 
+def _mx_forward(data: Data, kind: str) -> Tensor:
+    sizes, formats = data.sizes[kind], (MX_FORMAT, MX_FORMAT)
+    return ops.grouped_gemm_quantized(*data.x_mx[kind], *data.weight_mx, sizes, *formats, torch.bfloat16)
+
+
+def _nv_forward(data: Data, kind: str) -> Tensor:
+    operands, formats = (*data.x_nv[kind], *data.weight_nv), (NV_FORMAT, NV_FORMAT)
+    amaxes = {"a_amax": data.x_amax[kind], "b_amax": data.weight_amax}
+    return ops.grouped_gemm_quantized(*operands, data.sizes[kind], *formats, torch.bfloat16, **amaxes)
+
+
 def _data_gradient(data: Data, kind: str) -> Tensor:
     return ops.grouped_gemm(data.grad, data.weight, data.sizes[kind], transpose_b=False)
 
@@ -204,6 +227,24 @@ def _fp8_whole_forward_factors(data: Data, kind: str, group: int) -> Factors:
     (x, x_scale), (weight, weight_scale) = data.x8_whole[kind], data.weight8_whole
     rows = data.rows_of(kind, group)
     return x[rows].float() * x_scale[group], (weight[group].float() * weight_scale[group]).T
+
+
+def _mx_forward_factors(data: Data, kind: str, group: int) -> Factors:
+    x = ops.grouped_dequantize(*data.x_mx[kind], data.sizes[kind], MX_FORMAT, torch.float32)
+    weight, scale = data.weight_mx
+    return x[data.rows_of(kind, group)], ops.dequantize(
+        weight[group], scale[group], MX_FORMAT, torch.float32
+    ).T
+
+
+def _nv_forward_factors(data: Data, kind: str, group: int) -> Factors:
+    sizes, amax = data.sizes[kind], data.x_amax[kind]
+    x = ops.grouped_dequantize(*data.x_nv[kind], sizes, NV_FORMAT, torch.float32, amax=amax)
+    weight, scale = data.weight_nv
+    own = ops.dequantize(
+        weight[group], scale[group], NV_FORMAT, torch.float32, amax=data.weight_amax[group : group + 1]
+    )
+    return x[data.rows_of(kind, group)], own.T
 
 
 def _data_gradient_factors(data: Data, kind: str, group: int) -> Factors:
@@ -258,6 +299,12 @@ WORKS = (
     Work(
         "FP8 forward, whole groups", _fp8_whole_forward, _torch_fp8_forward,
         "_scaled_grouped_mm by rows, fast accumulation", _fp8_whole_forward_factors,
+    ),
+    Work(
+        "MXFP8 forward", _mx_forward, forward, "grouped_gemm of bfloat16", _mx_forward_factors, same_numbers=False
+    ),
+    Work(
+        "NVFP4 forward", _nv_forward, forward, "grouped_gemm of bfloat16", _nv_forward_factors, same_numbers=False
     ),
     Work("data gradient", _data_gradient, _torch_data_gradient, "_grouped_mm", _data_gradient_factors),
     Work(

@@ -104,13 +104,18 @@ def _products(formats: list[Format], device: torch.device) -> str:
         "nvfp4": "Hopper's matrix units have no 4-bit numbers",
         "mxfp8": "Hopper's matrix units take no E8M0 scales",
         "fp8_block": "this version has no FP8 matrix kernel for them",
-        "fp8_tensor": "this version has no FP8 matrix kernel",
+        "fp8_tensor": "this version has no FP8 matrix kernel for them",
     }[formats[0].family]
     whose = "operands"
-    if formats[0].family == "fp8_block" and all(f.element == "e4m3" for f in formats[:2]):
+    if formats[0].family in ("fp8_block", "fp8_tensor") and all(f.element == "e4m3" for f in formats[:2]):
         value = (
             "products into bfloat16 and weight gradients into float32 too on Hopper in FP8 matrix units, whose sums "
             f"of 128 are added in FP32; elsewhere {value}"
         )
+        whose = "operands of other products"
+    elif all(f.family in ("mxfp8", "nvfp4") and f.element in ("e4m3", "e2m1") for f in formats) and not any(
+        f.tiled_scales or f.row_scaled for f in formats
+    ):
+        value = f"outputs and data gradients in bfloat16 are on Hopper of codes decoded on their way; {value}"
         whose = "operands of other products"
     return f"{whose} are widened {how}, because {reason}; {value}"

@@ -89,16 +89,6 @@ inline std::tuple<at::Tensor, at::Tensor> call_grouped_gemm_swiglu(
                  options.expected_rows);
 }
 
-inline std::tuple<at::Tensor, at::Tensor> call_grouped_gemm_swiglu_backward(
-    const at::Tensor& grad, const at::Tensor& b, const at::Tensor& group_sizes, const at::Tensor& h,
-    OptionalTensorArg probs, int64_t interleave = 0, LaunchOptions options = {}) {
-  using Signature =
-      std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                         const at::Tensor&, OptionalTensorArg, int64_t, int64_t, int64_t);
-  static const auto op = find_op<Signature>("grouped_gemm_swiglu_backward");
-  return op.call(grad, b, group_sizes, h, probs, interleave, options.max_sms, options.expected_rows);
-}
-
 inline at::Tensor call_bias_backward(const at::Tensor& grad) {
   static const auto op = find_op<at::Tensor(const at::Tensor&)>("bias_backward");
   return op.call(grad);

@@ -92,7 +92,8 @@ Tensor forward_of(const MlpArguments& mlp, const RoleFormats& formats, const Wan
   RoundedWeight fc1 = round_role_weight(mlp.fc1_weight, formats, wanted.input);
   if (wanted.fc1_weight) kept.input = kept_columns(input);
   kept.fc1 = fc1.backward;
-  Hidden hidden = product_then_activation(std::move(input), std::move(fc1), mlp, formats, wanted.fc2_weight);
+  Hidden hidden = product_then_activation(std::move(input), std::move(fc1), mlp, formats, wanted.fc2_weight,
+                                          wanted.linear);
   if (wanted.linear) kept.linear = hidden.linear;
   if (wanted.fc2_weight) kept.activation = kept_columns(hidden.activation);
   hidden.linear.reset();

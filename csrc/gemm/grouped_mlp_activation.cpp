@@ -41,13 +41,13 @@ RoundedWeight round_role_weight(const Tensor& weight, const RoleFormats& formats
 }
 
 Hidden product_then_activation(Rounded input, RoundedWeight weight, const MlpArguments& mlp,
-                               const RoleFormats& formats, bool columns) {
+                               const RoleFormats& formats, bool columns, bool keep_linear) {
   Hidden hidden;
   if (multiplies_as_they_are(input.rows, weight.forward, mlp.input.scalar_type())) {
     Tensor activation;
     std::tie(activation, hidden.linear) = call_grouped_gemm_swiglu(input.rows.data, weight.forward.data,
                                                                    mlp.group_sizes, mlp.probs, mlp.fc1_bias,
-                                                                   /*interleave=*/0, /*keep_input=*/true);
+                                                                   /*interleave=*/0, keep_linear);
     hidden.activation =
         round_role(activation, mlp.group_sizes, formats.input, formats.input_key, true, columns);
     return hidden;
@@ -92,16 +92,13 @@ RoundedGradient round_hidden_gradient(const Tensor& grad, const Tensor& group_si
 
 }  // namespace
 
+// Two steps in every format: a product with the gradient of SwiGLU in its epilogue, grouped_gemm_swiglu_backward, holds less
+// but takes longer.
 HiddenGradient data_gradient_then_activation_backward(Scaled grad, const Scaled& weight, bool transpose_b,
                                                       const Tensor& linear, const Tensor& group_sizes,
                                                       const Tensor& probs, const RoleFormats& formats,
                                                       const HiddenWanted& wanted) {
   const std::string_view key = formats.grad_key;
-  if (!transpose_b && multiplies_as_they_are(grad, weight, linear.scalar_type())) {
-    const auto [grad_linear, grad_probs] =
-        call_grouped_gemm_swiglu_backward(grad.data, weight.data, group_sizes, linear, probs);
-    return {round_hidden_gradient(grad_linear, group_sizes, formats, wanted), grad_probs};
-  }
   Tensor grad_activation = multiply({grad, key}, {weight, formats.weight_key}, group_sizes, std::nullopt,
                                     std::nullopt, transpose_b, linear.scalar_type());
   grad = {};

@@ -28,9 +28,10 @@ struct Hidden {
   Rounded activation;  // [T, F], SwiGLU of it, in the format of the second product's input
 };
 
-// `input` and `weight` are given away: they are freed once they are multiplied.
+// `input` and `weight` are given away: they are freed once they are multiplied. `linear` may be left empty unless
+// `keep_linear`.
 Hidden product_then_activation(Rounded input, RoundedWeight weight, const MlpArguments& mlp,
-                               const RoleFormats& formats, bool columns);
+                               const RoleFormats& formats, bool columns, bool keep_linear);
 
 // What the gradient of the first product is wanted for.
 struct HiddenWanted {

@@ -22,7 +22,7 @@ inline constexpr int kDecoders = 2;  // warpgroups
 inline constexpr int kDecodedThreads = (kDecoders + kMultipliers) * kWarpgroup;
 static_assert(kTileColumns == kDecoders * kWarpgroup, "a line for each thread");
 // Of a thread; together what 128 for each would be. A product of 256 columns needs more than 128 to be compiled, of 128 not.
-inline constexpr int kDecoderRegisters = 72, kDecodedMultiplierRegisters = 184;
+inline constexpr int kDecoderRegisters = 64, kDecodedMultiplierRegisters = 192;
 static_assert(kDecoders * kDecoderRegisters + kMultipliers * kDecodedMultiplierRegisters ==
                   128 * (kDecoders + kMultipliers),
               "no more");
@@ -323,9 +323,9 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kDecodedThrea
   Tile tile;
   Place<DecodedShared> place;
   StepPlace step_place;
-  RowsWalk walk(args, block);
   if (warpgroup < kDecoders) {
     fewer_registers<kDecoderRegisters>();
+    RowsWalk walk(args, block);
     const bool copies = threadIdx.x < kWarpSize, first_lane = threadIdx.x % kWarpSize == 0;
     Copier<Format> copier(args, a_map, b_map, block, steps);
     if (copies) {
@@ -353,6 +353,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kDecodedThrea
     }
   } else {
     more_registers<kDecodedMultiplierRegisters>();
+    RowsWalk walk(args, block);
     const int number = warpgroup - kDecoders;
     for (int index = cluster_in_grid(); walk.find(index, tile); index += clusters) {
       const Part part{tile.group, number, walk.begin_row + tile.row * kTileRows + number * kBoxLines,

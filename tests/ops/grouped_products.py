@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,8 +14,14 @@ from transformer_plugin.testing.numerics import assert_same_bits
 
 SIZES = (300, 1, 0, 513, 128, 385)
 END = sum(SIZES)
-N, K = 784, 272  # multiples of 16: a Hopper multiplies FP8 as it is
-KEY, SQUARE = "fp8_block", "fp8_block:square"
+N, K = 800, 288  # multiples of 32: a Hopper multiplies codes as they are
+#: of rows and of weights.
+FORMATS = {
+    "fp8": ("fp8_block", "fp8_block:square"),
+    "fp8 of whole groups": ("fp8_tensor", "fp8_tensor"),
+    "mxfp8": ("mxfp8", "mxfp8"),
+    "nvfp4": ("nvfp4", "nvfp4:square"),
+}
 
 Product = Callable[[], Tensor]
 
@@ -64,14 +71,40 @@ def plain_products(dtype: torch.dtype, capacity: int, device: torch.device) -> d
     }
 
 
-def fp8_products(capacity: int, device: torch.device) -> dict[str, Product]:
+def quantized_rows(capacity: int, device: torch.device, formats: tuple[str, str]) -> dict[str, Product]:
     x, grad, weight, bias = (t.float() for t in inputs(capacity, device))
-    sizes = torch.tensor(SIZES, device=device)
-    x_rows, grad_rows = (ops.grouped_quantize(t, sizes, KEY) for t in (x, grad))
-    x_columns, grad_columns = (ops.grouped_quantize_transposed(t, sizes, KEY) for t in (x, grad))
-    w_rows, w_columns = ops.quantize(weight, SQUARE), ops.quantize_transposed(weight, SQUARE)
+    sizes, (key, weight_key) = torch.tensor(SIZES, device=device), formats
+    nv = key == "nvfp4"  # which is given its amaxes
+
+    def rows(matrix: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        amax = ops.amax(matrix, key, sizes) if nv else None
+        return ops.grouped_quantize(matrix, sizes, key, amax), amax
+
+    weight_amax = ops.amax(weight, weight_key) if nv else None
+    w_rows = ops.quantize(weight, weight_key, weight_amax)
+    w_columns = ops.quantize_transposed(weight, weight_key, weight_amax)
+
+    def product(
+        a: tuple[tuple[Tensor, ...], Tensor | None], b: tuple[Tensor, ...], bias: Tensor | None = None
+    ) -> Product:
+        amaxes = {"a_amax": a[1], "b_amax": weight_amax}
+        arguments = (*a[0], *b, sizes, *formats, torch.bfloat16, bias)
+        return lambda: ops.grouped_gemm_quantized(*arguments, **amaxes)
+
+    x_rows, grad_rows = rows(x), rows(grad)
+    return {
+        "forward": product(x_rows, w_rows),
+        "forward with bias": product(x_rows, w_rows, bias),
+        "data gradient": product(grad_rows, w_columns),
+    }
+
+
+def fp8_products(capacity: int, device: torch.device, formats: tuple[str, str]) -> dict[str, Product]:
+    x, grad, weight, _ = (t.float() for t in inputs(capacity, device))
+    sizes, key = torch.tensor(SIZES, device=device), formats[0]
+    x_columns, grad_columns = (ops.grouped_quantize_transposed(t, sizes, key) for t in (x, grad))
     bf16, fp32 = torch.bfloat16, torch.float32
-    columns = (*grad_columns, *x_columns, sizes, KEY, KEY)
+    columns = (*grad_columns, *x_columns, sizes, key, key)
     held = torch.ones(weight.shape, device=device)
 
     def added() -> Tensor:
@@ -79,13 +112,7 @@ def fp8_products(capacity: int, device: torch.device) -> dict[str, Product]:
         ops.grouped_gemm_wgrad_quantized_out(*columns, out)
         return out
 
-    def product(a: tuple[Tensor, ...], b: tuple[Tensor, ...], bias: Tensor | None = None) -> Product:
-        return lambda: ops.grouped_gemm_quantized(*a, *b, sizes, KEY, SQUARE, bf16, bias)
-
-    return {
-        "forward": product(x_rows, w_rows),
-        "forward with bias": product(x_rows, w_rows, bias),
-        "data gradient": product(grad_rows, w_columns),
+    return quantized_rows(capacity, device, formats) | {
         "weight gradient": lambda: ops.grouped_gemm_wgrad_quantized(*columns, bf16),
         "weight gradient in float32": lambda: ops.grouped_gemm_wgrad_quantized(*columns, fp32),
         "weight gradient added": added,
@@ -96,7 +123,8 @@ FAMILIES: dict[str, Callable[[int, torch.device], dict[str, Product]]] = {
     "bf16": lambda capacity, device: plain_products(torch.bfloat16, capacity, device),
     "fp16": lambda capacity, device: plain_products(torch.float16, capacity, device),
     "fp32": lambda capacity, device: plain_products(torch.float32, capacity, device),
-    "fp8": fp8_products,
+    **{name: partial(fp8_products, formats=FORMATS[name]) for name in ("fp8", "fp8 of whole groups")},
+    **{name: partial(quantized_rows, formats=FORMATS[name]) for name in ("mxfp8", "nvfp4")},
 }
 
 

@@ -329,3 +329,29 @@ def test_errors(op: str, arguments: tuple[Any, ...], error: type[Exception], tex
     with pytest.raises(error) as caught:
         getattr(ops, op)(*arguments)
     assert str(caught.value) == f"transformer_plugin::{op}: argument {text}"
+
+
+def test_every_code_and_scale_of_mxfp8(device: torch.device) -> None:
+    """Codes and scales of any bits: large and small, and NaN of either, which stays in its row or column."""
+    generator = torch.Generator().manual_seed(3)
+    m, n, k = 140, 72, 256
+    codes = [torch.randint(256, (rows, k), generator=generator, dtype=torch.uint8) for rows in (m, n)]
+    scales = [
+        torch.randint(95, 160, (256 if rows > 128 else 128, k // 32), generator=generator) for rows in (m, n)
+    ]
+    for code in codes:
+        code[code % 128 == 127] -= 1  # the largest number for NaN
+    codes[0][3, 70], codes[1][11, 255], scales[0][129, 1] = 127, 255, 255
+    a, b = (code.to(device).view(torch.float8_e4m3fn) for code in codes)
+    a_scale, b_scale = (scale.byte().to(device).view(torch.float8_e8m0fnu) for scale in scales)
+    got = ops.gemm_quantized(a, a_scale, b, b_scale, "mxfp8", "mxfp8", torch.bfloat16)
+    x, y = (
+        code.double() * scale[: code.shape[0]].float().double().repeat_interleave(32, 1)
+        for code, scale in ((a, a_scale), (b, b_scale))
+    )
+    bad = torch.zeros_like(got, dtype=torch.bool)
+    bad[[3, 129]], bad[:, 11] = True, True
+    assert torch.equal(got.isnan(), bad)
+    exact, magnitude = (f(x) @ f(y).T for f in (lambda t: t, torch.abs))
+    one = torch.ones((), dtype=torch.float64, device=device)
+    assert_rounded_sum(got.where(~bad, one.bfloat16()), exact.where(~bad, one), magnitude.where(~bad, one), k)

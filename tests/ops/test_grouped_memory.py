@@ -1,4 +1,4 @@
-"""On a Hopper grouped products of bfloat16, and of FP8 in blocks, hold no copy of their operands in 16 bits."""
+"""On a Hopper grouped products of bfloat16 and of quantized operands hold no copy of their operands in 16 bits."""
 
 from __future__ import annotations
 
@@ -68,19 +68,27 @@ def test_a_step_of_grouped_linear() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("key", "weight_key"),
+    [(KEY, SQUARE), ("fp8_tensor:e5m2", "fp8_tensor"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4:square")],
+)
 @pytest.mark.parametrize("columns", [False, True], ids=["forward", "data gradient"])
-def test_quantized_weights(columns: bool) -> None:
+def test_quantized_weights(columns: bool, key: str, weight_key: str) -> None:
     x, _, weight, sizes = inputs(WEIGHTS)
-    a = ops.grouped_quantize(x, sizes, KEY)
-    b = (ops.quantize_transposed if columns else ops.quantize)(weight, SQUARE)
+    a_amax, b_amax = (
+        (ops.amax(x, key, sizes), ops.amax(weight, weight_key)) if key == "nvfp4" else (None, None)
+    )
+    a = ops.grouped_quantize(x, sizes, key, a_amax)
+    b = (ops.quantize_transposed if columns else ops.quantize)(weight, weight_key, b_amax)
     out = torch.empty_like(x)
     most = weight.numel() // 2
-    arguments = (*a, *b, sizes, KEY, SQUARE)
-    assert peak(lambda: ops.grouped_gemm_quantized(*arguments, torch.bfloat16)) < most
-    assert peak(lambda: ops.grouped_gemm_quantized_out(*arguments, out)) < most
+    arguments, amaxes = (*a, *b, sizes, key, weight_key), {"a_amax": a_amax, "b_amax": b_amax}
+    assert peak(lambda: ops.grouped_gemm_quantized(*arguments, torch.bfloat16, **amaxes)) < most
+    assert peak(lambda: ops.grouped_gemm_quantized_out(*arguments, out, **amaxes)) < most
 
     def decoded() -> Tensor:
-        return ops.grouped_gemm(x, ops.dequantize(*b, SQUARE, torch.bfloat16), sizes)
+        values = ops.dequantize(*b, weight_key, torch.bfloat16, amax=b_amax)
+        return ops.grouped_gemm(x, values, sizes)
 
     assert peak(decoded) > 2 * most, "the measure sees no copy"
 
