@@ -237,6 +237,11 @@ def groups_of(device: torch.device) -> Tensor:
     return torch.tensor([48, 0, 112], device=device)
 
 
+def multiplies_codes(device: torch.device) -> bool:
+    """Whether products want what they sum over in lines."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 @pytest.mark.parametrize("wanted", ["input weight bias", "weight bias", "input bias"])
 @pytest.mark.parametrize("grouped", [False, True], ids=["linear", "grouped_linear"])
 @pytest.mark.parametrize("recipe", FUSED, ids=lambda recipe: recipe.grad_format)
@@ -246,7 +251,7 @@ def test_layers_read_the_gradient_once(
     grad, names, got = step(recipe, grouped, wanted, device)
     fused = [name for name in names if name.startswith("bias_backward_quantize")]
     direction = {"input weight bias": "_both", "weight bias": "_transposed", "input bias": ""}[wanted]
-    if recipe.grad_format.startswith("fp8_tensor"):
+    if recipe.grad_format.startswith("fp8_tensor") and not multiplies_codes(device):
         direction = ""  # one rounding serves both directions
     assert fused == [f"bias_backward_quantize{direction}"]
     assert not {"bias_backward", "grouped_bias_backward"} & set(names)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.delayed_scaling_cases import E4M3, E5M2
-from transformer_plugin.testing.gemm_cases import normals, poison_tail
-from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits
+from transformer_plugin.testing.gemm_cases import in_fp8_units, normals, poison_tail
+from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits, fp8_sums
 
 OPS = torch.ops.transformer_plugin
 KEYS = (E4M3, E4M3, E5M2)
@@ -27,14 +27,34 @@ def rounded(x: Tensor, scale: float | Tensor, key: str) -> Tensor:
     return reference.dequantize(*reference.quantize_scaled(x, given, key), key).double()
 
 
-def step_fp64(x: Tensor, w: Tensor, grad: Tensor, scales: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Output without bias and gradients of input and weight, from the operands' values; and of absolute values."""
-    operands = [rounded(t, s, key) for t, s, key in zip((x, w, grad), scales, KEYS, strict=True)]
-    results = []
-    for f in (lambda t: t, torch.abs):
-        a, b, g = (f(t) for t in operands)
-        results.append((a @ b.T, g @ b, g.T @ a))
-    return results
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+def step_fp64(x: Tensor, w: Tensor, grad: Tensor, scales: Tensor) -> tuple[Three, Three, Three]:
+    """Output without bias and gradients of input and weight, from the operands' values; of absolute values; and what
+    FP8 matrix units may be away."""
+    a, b, g = (rounded(t, s, key) for t, s, key in zip((x, w, grad), scales, KEYS, strict=True))
+    factors = ((a, b.T), (g, b), (g.T, a))
+    exact, magnitude, away = (
+        tuple(f(*two) for two in factors) for f in (torch.matmul, lambda p, q: p.abs() @ q.abs(), fp8_sums)
+    )
+    return exact, magnitude, away  # type: ignore[return-value]
+
+
+def units_of(
+    m: int | None, n: int, k: int, dtype: torch.dtype, device: torch.device
+) -> tuple[float, float, float]:
+    """1 for each product of a step that FP8 matrix units make, 0 for others; of groups without ``m`` rows."""
+    input_key, weight_key, grad_key = KEYS
+    dense = m is not None
+    return (
+        float(in_fp8_units(input_key, weight_key, dtype, n, k, device)),
+        float(
+            in_fp8_units(grad_key, weight_key, dtype, k, n, device)
+            or (dense and in_fp8_units(grad_key, weight_key, dtype, k, None, device))
+        ),
+        float(in_fp8_units(grad_key, input_key, dtype, k, None, device)),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -52,11 +72,12 @@ def test_linear_scaled(shape: tuple[int, int, int], dtype: torch.dtype, device: 
     assert amax.tolist() == [tops[0], 100.0, 0.0]
     got = (output.detach(), *torch.autograd.grad(output, leaves, grad))
     assert amax.tolist() == [tops[0], 100.0, tops[2]] and amax._version == 0
-    exact, magnitude = step_fp64(x, w, grad, scale)
+    exact, magnitude, away = step_fp64(x, w, grad, scale)
+    units = units_of(m, n, k, dtype, device)
     with_bias = exact[0] + bias.double(), magnitude[0] + bias.double().abs()
-    assert_rounded_sum(got[0], *with_bias, k, "output")
-    assert_rounded_sum(got[1], exact[1], magnitude[1], n, "grad_input")
-    assert_rounded_sum(got[2], exact[2], magnitude[2], m, "grad_weight")
+    assert_rounded_sum(got[0], *with_bias, k, "output", units[0] * away[0])
+    assert_rounded_sum(got[1], exact[1], magnitude[1], n, "grad_input", units[1] * away[1])
+    assert_rounded_sum(got[2], exact[2], magnitude[2], m, "grad_weight", units[2] * away[2])
     assert_rounded_sum(got[3], grad.double().sum(0), grad.double().abs().sum(0), m, "grad_bias")
     meant = reference.linear_scaled(x, w, scale, bias, *KEYS)
     assert_rounded_sum(meant, *with_bias, k, "reference")
@@ -84,15 +105,16 @@ def test_grouped_linear_scaled(n: int, k: int, dtype: torch.dtype, device: torch
         assert_same_bits(tensor[total:].detach(), torch.zeros_like(tensor[total:]), "tail")
     meant = reference.grouped_linear_scaled(x, w, sizes, scale, bias, row_scale, *KEYS)
     wanted_amax, begin = torch.zeros(3, count), 0
+    units = units_of(None, n, k, dtype, device)
     for g, size in enumerate(SIZES):
         rows, of_group = slice(begin, begin + size), scale[g::count]
         begin += size
-        exact, magnitude = step_fp64(x[rows], w[g], grad[rows], of_group)
+        exact, magnitude, away = step_fp64(x[rows], w[g], grad[rows], of_group)
         added = row_scale[rows, None].double() * bias[g].double()
-        for result in (output, meant):
-            assert_rounded_sum(result[rows], exact[0] + added, magnitude[0] + added.abs(), k, "output")
-        assert_rounded_sum(grad_x[rows], exact[1], magnitude[1], n, "grad_input")
-        assert_rounded_sum(grad_w[g], exact[2], magnitude[2], size, "grad_weight")
+        for result, more in ((output, units[0] * away[0]), (meant, 0.0)):
+            assert_rounded_sum(result[rows], exact[0] + added, magnitude[0] + added.abs(), k, "output", more)
+        assert_rounded_sum(grad_x[rows], exact[1], magnitude[1], n, "grad_input", units[1] * away[1])
+        assert_rounded_sum(grad_w[g], exact[2], magnitude[2], size, "grad_weight", units[2] * away[2])
         weighted = grad[rows].double() * row_scale[rows, None].double()
         assert_rounded_sum(grad_bias[g], weighted.sum(0), weighted.abs().sum(0), size, "grad_bias")
         for role, tensor in enumerate((x[rows], w[g], grad[rows])):
