@@ -192,18 +192,14 @@ def test_one_op_holds_no_more_than_its_steps(name: str) -> None:
     arguments = mlp_arguments(shape, torch.bfloat16, (False, False), device, generator)
     x, fc1, fc2, probs = leaves = tuple(leaves_of(arguments).values())
     grad = torch.ones_like(x)
-    torch.cuda.synchronize()
-    idle = torch.cuda.memory_allocated()
 
     def forward(function: Callable[..., Tensor]) -> Tensor:
         return function(x, fc1, fc2, arguments[3], probs, None, None, *formats)
 
     def backward(function: Callable[..., Tensor]) -> int:
-        for _ in range(1000):  # a thread of autograd may be freeing what the backward before held
-            if torch.cuda.memory_allocated() == idle:
-                break
-            time.sleep(0.001)
-        assert torch.cuda.memory_allocated() == idle
+        held = -1  # a thread of autograd may be freeing what the backward before held
+        while held != (held := torch.cuda.memory_allocated()):
+            time.sleep(0.02)
         output = forward(function)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
