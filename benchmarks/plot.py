@@ -124,18 +124,24 @@ def grouped_gemm(result: dict[str, Any]) -> Figure:
     """Bars of each shape's speed as a multiple of the peer's in the same run, a panel for each work."""
     rows = result["rows"]
     works, shapes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("work", "name"))
-    size = (2.3 * len(works) + 1.7, 0.5 * len(shapes) + 2)
+    lines = 1 if len(works) < 8 else 2
+    across = -(-len(works) // lines)
+    size = (2.3 * across + 1.7, (0.5 * len(shapes) + 1.7) * lines + 0.3)
     figure, panels = pyplot.subplots(
-        1, len(works), sharey=True, squeeze=False, figsize=size, layout="constrained"
+        lines, across, sharey=True, squeeze=False, figsize=size, layout="constrained"
     )
-    peer = "torch._grouped_mm" if result["device"] == "cuda" else "a loop of torch.mm"
+    for axes in panels.flat[len(works) :]:
+        axes.set_visible(False)
+    peer = "a loop of torch.mm"
+    if result["device"] == "cuda":
+        peer = "torch's (of MXFP8 and NVFP4 our own in bfloat16)"
     looks = {
         "even": (0.27, OURS, f"even groups, of {peer}"),
         "skewed": (0.0, "#7da0d4", f"skewed groups, of {peer}"),
         "any": (-0.27, MUL, "groups of any sizes, of the same op with even ones"),
     }
     looks = {kind: look for kind, look in looks.items() if any(row["sizes"] == kind for row in rows)}
-    for axes, work in zip(panels[0], works, strict=True):
+    for axes, work in zip(panels.flat, works, strict=False):
         for row in (row for row in rows if row["work"] == work):
             offset, color, _ = looks[row["sizes"]]
             place = len(shapes) - 1 - shapes.index(row["name"]) + offset
@@ -153,11 +159,45 @@ def grouped_gemm(result: dict[str, Any]) -> Figure:
         means = [f"{mean['ratio']:.2f} {mean['sizes']}" for mean in result["means"] if mean["work"] == work]
         axes.set_xlabel("\n".join(["geometric means", *means] if means else []), fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0][0].set_yticks(range(len(shapes)), reversed(shapes))
+    for line in panels:
+        line[0].set_yticks(range(len(shapes)), reversed(shapes))
     for _, color, name in looks.values():
         panels[0][0].barh(0, 0, color=color, label=name)
     figure.legend(loc="outside lower center", ncols=len(looks), frameon=False, fontsize=8)
     figure.suptitle(_title("Speed of grouped products", result), fontsize=10)
+    return figure
+
+
+def expert_mlp(result: dict[str, Any]) -> Figure:
+    """Bars of each workload's time and peak memory as a fraction of stock PyTorch's in the same run."""
+    rows = result["rows"]
+    names, recipes_ = (list(dict.fromkeys(row[key] for row in rows)) for key in ("name", "recipe"))
+    figure, panels = pyplot.subplots(
+        1, 2, sharey=True, figsize=(9, 0.7 * len(names) + 1.8), layout="constrained"
+    )
+    parts = (("of_the_time", "time, forward and backward"), ("of_the_memory", "peak memory"))
+    for axes, (key, text) in zip(panels, parts, strict=True):
+        for row in rows:
+            first = row["recipe"] == recipes_[0]
+            place = len(names) - 1 - names.index(row["name"]) + (0.19 if first else -0.19)
+            axes.barh(place, row[key], height=0.36, color=OURS if first else "#7da0d4")
+            axes.annotate(
+                f"{row[key]:.2f}",
+                (row[key], place),
+                (3, 0),
+                fontsize=8,
+                textcoords="offset points",
+                va="center",
+            )
+        axes.axvline(1.0, color="black", lw=1, ls=":", zorder=0)
+        axes.margins(x=0.15)
+        axes.set_xlabel(f"{text}, of stock PyTorch's")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_yticks(range(len(names)), reversed(names))
+    for recipe, color in zip(recipes_, (OURS, "#7da0d4"), strict=True):
+        panels[0].barh(0, 0, color=color, label=recipe)
+    figure.legend(loc="outside lower center", ncols=len(recipes_), frameon=False, fontsize=8)
+    figure.suptitle(_title("The experts of a mixture", result), fontsize=10)
     return figure
 
 
@@ -217,6 +257,7 @@ def _title(text: str, result: dict[str, Any]) -> str:
 
 # By the `benchmark` of a result file.
 DRAWINGS: dict[str, Callable[[dict[str, Any]], Figure]] = {
+    "expert_mlp": expert_mlp,
     "grouped_gemm": grouped_gemm,
     "host_time": host_time,
     "quantize": quantize,

@@ -12,9 +12,9 @@ Any N, K and strides are taken. Rows of whole 16 bytes are fast; operands that a
 ``alpha`` is float32 ``[G]``, ``[1]`` without groups: a factor of the FP32 sum, before a bias is added and the sum is
 rounded. It stays on the device and has no gradient: one that requires it is a ValueError.
 
-On a Hopper E4M3 in ``fp8_block`` is multiplied in FP8 matrix units: rows by square blocks with ``transpose_b`` into
-bfloat16 (N a multiple of 8, K of 16), and rows by rows into bfloat16 or float32. Each 128 products are summed by such a
-unit, then in FP32: with operands of either sign within ``20 * 2**-12`` of the root of the sum of the products' squares.
+On a Hopper ``fp8_block`` (E4M3) and ``fp8_tensor`` (``b`` E4M3) are multiplied in FP8 units: into bfloat16, N a
+multiple of 8, K of 16; columns by columns also into float32. A unit sums 128 products, and these sums are added in FP32:
+of either sign within ``20 * 2**-12`` of the root of the sum of squares. ``mxfp8`` and ``nvfp4`` are decoded on the way.
 
 ``max_sms`` and ``expected_rows`` say how a product over groups is laid out on a Hopper and never change its bits:
 :mod:`transformer_plugin.ops.gemm_plan`. A negative ``max_sms`` and an ``expected_rows`` below -1 are a ValueError.
@@ -84,7 +84,7 @@ def gemm_quantized(
         alpha: float32 ``[1]``.
 
     Returns:
-        ``[M, N]``, an FP32 sum of exact products, but for FP8 blocks on a Hopper, rounded once. Not differentiable: see
+        ``[M, N]``, an FP32 sum of exact products, but in FP8 units on a Hopper, rounded once. Not differentiable: see
         :func:`linear`.
 
     A matrix quantized along its columns (``quantize_transposed``) is the row-wise quantization of its transpose, so
@@ -188,7 +188,7 @@ def grouped_gemm_quantized(
     Returns:
         ``[T, N]``, tail rows zero. Not differentiable: see :func:`grouped_linear`.
 
-    The sum is one in FP32 of exact products, but for FP8 blocks on a Hopper.
+    The sum is one in FP32 of exact products, but in FP8 units on a Hopper.
     """
     return _ops.grouped_gemm_quantized.default(
         a,
