@@ -13,7 +13,7 @@ Any N, K and strides are taken. Rows of whole 16 bytes are fast; operands that a
 rounded. It stays on the device and has no gradient: one that requires it is a ValueError.
 
 On a Hopper ``fp8_block`` (E4M3) and ``fp8_tensor`` (``b`` E4M3) are multiplied in FP8 units: into bfloat16, N a
-multiple of 8, K of 16; columns by columns also into float32. A unit sums 128 products, and these sums are added in FP32:
+multiple of 8, K of 16; columns by columns also into float32. A unit sums 128 products; these sums are added in FP32:
 of either sign within ``20 * 2**-12`` of the root of the sum of squares. ``mxfp8`` and ``nvfp4`` are decoded on the way.
 
 ``max_sms`` and ``expected_rows`` say how a product over groups is laid out on a Hopper and never change its bits:
