@@ -50,11 +50,11 @@ def grouped_mlp(
 
     In ``fp8_block`` and ``mxfp8`` the activation is rounded in the pass that computes it and is never in memory in
     16 bits; so is the gradient of the first product, if F is a multiple of 128 and no gradient of ``fc1_bias`` is
-    wanted, which is a sum of what is not rounded. In the other formats the steps follow one another.
+    wanted, which is a sum of what is not rounded.
 
     Raises:
         TypeError: another dtype. ValueError: sizes or devices that do not agree, a width that the format does not take,
-        formats as for :func:`~transformer_plugin.ops.grouped_linear`.
+        formats of different families.
     """
     return _ops.grouped_mlp.default(
         input,
