@@ -20,13 +20,14 @@ namespace transformer_plugin::gemm::hopper {
 
 inline constexpr int kDecoders = 2;  // warpgroups
 inline constexpr int kDecodedThreads = (kDecoders + kMultipliers) * kWarpgroup;
-static_assert(kTileColumns == kDecoders * kWarpgroup, "a line for each thread");
+static_assert(kTileColumns == kDecoders * kWarpgroup && kDecoders == kMultipliers,
+              "a line for each thread, and as many of both roles");
 // Of a thread; together what 128 for each would be. A product of 256 columns needs more than 128 to be compiled, of 128 not.
 inline constexpr int kDecoderRegisters = 64, kDecodedMultiplierRegisters = 192;
 static_assert(kDecoders * kDecoderRegisters + kMultipliers * kDecodedMultiplierRegisters ==
                   128 * (kDecoders + kMultipliers),
               "no more");
-inline constexpr int kWarpsOfTwo = 2 * kWarpgroup / kWarpSize;  // warpgroups
+inline constexpr int kRoleWarps = kDecoders * kWarpgroup / kWarpSize;  // that decode, or that multiply
 
 inline constexpr int kStepCodes = kStep<__nv_bfloat16>, kChunks = kStepCodes / kChunk;  // of a line in a step
 static_assert(kChunks == 4, "the threads that have a row of the left operand");
@@ -58,11 +59,11 @@ __device__ __forceinline__ void init_rings(DecodedShared& shared) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < DecodedShared::kStages; ++i) {
       init_barrier(&shared.full[i], 1);
-      init_barrier(&shared.empty[i], kCluster * 2 * kWarpsOfTwo);
+      init_barrier(&shared.empty[i], kCluster * 2 * kRoleWarps);
     }
     for (int i = 0; i < DecodedShared::kSteps; ++i) {
-      init_barrier(&shared.decoded[i], kWarpsOfTwo);
-      init_barrier(&shared.read[i], kWarpsOfTwo);
+      init_barrier(&shared.decoded[i], kRoleWarps);
+      init_barrier(&shared.read[i], kRoleWarps);
     }
     publish_barriers();
   }
@@ -93,7 +94,7 @@ __device__ __forceinline__ typename Format::Codes codes_of(const uint8_t* boxes,
 
 // The scales of a line, a word of four at a time, each sent for a step before it is used.
 template <typename Format>
-class LineScales8 {
+class ScaleWords {
  public:
   static constexpr int kStepScales = kStepCodes >> Format::kScaleShift;
   static constexpr int kWordSteps = 4 / kStepScales;
@@ -152,7 +153,7 @@ class RightDecoder {
   }
 
  private:
-  LineScales8<Format> scales_;
+  ScaleWords<Format> scales_;
   int place_;
 };
 
@@ -228,7 +229,7 @@ class LeftDecoder {
   }
 
  private:
-  LineScales8<Format> scales_[2];
+  ScaleWords<Format> scales_[2];
   int place_, chunk_;
 };
 
