@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "common/launch.cuh"
 #include "gemm/align_groups.h"
 
@@ -5,8 +7,11 @@ namespace transformer_plugin::gemm {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kLanes = 8;  // of a line: 128 bytes of a group at a time
-constexpr int kAhead = 4;  // pieces of a lane that are on their way at a time
+constexpr int kLanes = 8;   // of a line: 128 bytes of a group at a time
+constexpr int kAhead = 4;   // pieces of a lane that are on their way at a time
+constexpr int kBlocks = 4;  // of a multiprocessor
+constexpr int64_t kEnough =
+    132 * kBlocks * 4;  // blocks, so that none of the multiprocessors waits for a few at the end
 constexpr int kLinesPerBlock = kThreads / kLanes;
 
 // The whole words around 16 bytes at any address, as far as they hold any of the `left` bytes that are wanted.
@@ -34,18 +39,20 @@ struct Words {
   }
 };
 
-__global__ void __launch_bounds__(kThreads)
-    align_groups_kernel(Lines first, Lines second, const int32_t* offsets, int groups, int rows, bool all) {
+// A block copies lines of every `parts`-th group.
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    align_groups_kernel(Lines first, Lines second, const int32_t* offsets, int groups, int rows, int parts,
+                        bool all) {
   wait_for_the_kernel_before();
   let_the_next_kernel_start();
-  int64_t line = static_cast<int64_t>(blockIdx.x) * kLinesPerBlock + threadIdx.x / kLanes;
+  int64_t line = static_cast<int64_t>(blockIdx.x / parts) * kLinesPerBlock + threadIdx.x / kLanes;
   const bool is_first = line < first.count;
   const Lines lines = is_first ? first : second;
   if (!is_first) line -= first.count;
   if (line >= lines.count) return;
   const uint8_t* from = lines.from + line * rows;
   uint8_t* to = lines.to + line * aligned_columns(rows, groups);
-  for (int group = 0; group < groups; ++group) {
+  for (int group = static_cast<int>(blockIdx.x) % parts; group < groups; group += parts) {
     const int begin = offsets ? offsets[group] : 0, end = offsets ? offsets[group + 1] : rows;
     if (!is_moved(begin, all)) continue;
     uint4* own = reinterpret_cast<uint4*>(to + aligned_begin(begin, group));
@@ -72,9 +79,12 @@ __global__ void __launch_bounds__(kThreads)
 
 void launch_align_groups(const Lines& first, const Lines& second, const int32_t* offsets, int64_t groups,
                          int64_t rows, bool all, void* stream) {
-  launch_early(align_groups_kernel, grid_size(first.count + second.count, kLinesPerBlock), kThreads, 0,
+  const unsigned of_part = grid_size(first.count + second.count, kLinesPerBlock);
+  if (of_part == 0) return;
+  const int parts = static_cast<int>(std::clamp<int64_t>(kEnough / of_part, 1, groups));
+  launch_early(align_groups_kernel, of_part * static_cast<unsigned>(parts), kThreads, 0,
                static_cast<cudaStream_t>(stream), first, second, offsets, static_cast<int>(groups),
-               static_cast<int>(rows), all);
+               static_cast<int>(rows), parts, all);
   check_launch("align_groups_kernel");
 }
 

@@ -60,6 +60,7 @@ bool code_product_out_cuda(const CodeProduct& product, const Tensor& out) {
   args.out = out.mutable_data_ptr();
   args.alpha = float_or_null(alpha);
   args.beta = float_or_null(beta);
+  args.zeroes_tail = product.offsets.has_value();
   args.bias = float_or_null(bias);
   args.bias_scale = float_or_null(bias_scale);
   args.rows = a.data.size(0);
@@ -69,7 +70,6 @@ bool code_product_out_cuda(const CodeProduct& product, const Tensor& out) {
   args.out_dtype = to_dtype(out.scalar_type());
   if (args.groups == 0 || !hopper_takes(GroupedMode::kForward, args)) return false;
   launch_hopper(GroupedMode::kForward, args, scope.stream());
-  if (product.offsets) zero_tail(out, *product.offsets, scope.stream());
   return true;
 }
 

@@ -47,6 +47,7 @@ struct GroupedKernelArgs {
   ScaleKind scale_kind;   // of a_scale and b_scale
   bool accumulate;        // add to what `out` holds; a group without rows leaves it unchanged
   bool all_moved;         // a and b as they are do not count
+  bool zeroes_tail;       // rows only: also write zeros to the rows past the groups
   bool vectors;           // every row of a and b begins at a multiple of 16 bytes
   LaunchOptions options;  // only the kernels for Hopper follow them
 };

@@ -76,6 +76,7 @@ void run_rows(const RowProduct& product, const Tensor& a, at::TensorList operand
   args.dtype = to_dtype(a.scalar_type());
   args.out_dtype = to_dtype(out.scalar_type());
   args.vectors = aligned_rows(a) && std::all_of(operands.begin(), operands.end(), aligned_rows);
+  args.zeroes_tail = !product.beta;
   args.options = product.options;
   launch_grouped_kernel(product.transpose_b ? GroupedMode::kForward : GroupedMode::kDataGrad, args, stream);
 }
@@ -116,22 +117,20 @@ Tensor row_product_cuda(const RowProduct& product, at::ScalarType dtype) {
   const Tensor& b = operands[0];
   const int64_t groups = product.groups();
   const bool is_plain = !product.bias && !product.alpha && product.list.empty();
-  Tensor out;
   if (is_plain && torch_takes(a, b, groups, dtype)) {
-    out =
+    const Tensor out =
         at::_grouped_mm(a, product.transpose_b ? b.transpose(1, 2) : b, product.offsets.narrow(0, 1, groups));
-  } else {
-    out = empty(a, {a.size(0), product.columns()}, dtype);
-    run_rows(product, a, operands, out, scope.stream());
+    zero_tail(out, product.offsets, scope.stream());
+    return out;
   }
-  zero_tail(out, product.offsets, scope.stream());
+  const Tensor out = empty(a, {a.size(0), product.columns()}, dtype);
+  run_rows(product, a, operands, out, scope.stream());
   return out;
 }
 
 void row_product_out_cuda(const RowProduct& product, const Tensor& out) {
   const CudaScope scope(product.a);
   run_rows(product, product.a.contiguous(), operands_of(product), out, scope.stream());
-  if (!product.beta) zero_tail(out, product.offsets, scope.stream());
 }
 
 Tensor reduction_product_cuda(const ReductionProduct& product, at::ScalarType dtype) {

@@ -59,13 +59,20 @@ void launch_zero_tail(void* out, const int32_t* end, int64_t rows, int64_t row_b
 
 void launch_grouped_kernel(GroupedMode mode, const GroupedKernelArgs& args, void* stream) {
   const bool empty = mode == GroupedMode::kWeightGrad ? args.m == 0 : args.rows == 0;
-  if (empty || args.n == 0 || args.groups == 0) return;
-  if (hopper_takes(mode, args)) return launch_hopper(mode, args, stream);
-  launch_matrix_list(args.list, args.groups, nullptr, stream);
-  switch (args.dtype) {
-    case DType::kBFloat16: return launch_grouped_bf16(mode, args, stream);
-    case DType::kFloat16: return launch_grouped_fp16(mode, args, stream);
-    default: return launch_grouped_fp32(mode, args, stream);
+  if (empty || args.n == 0) return;
+  if (args.groups > 0) {
+    if (hopper_takes(mode, args)) return launch_hopper(mode, args, stream);
+    launch_matrix_list(args.list, args.groups, nullptr, stream);
+    switch (args.dtype) {
+      case DType::kBFloat16: launch_grouped_bf16(mode, args, stream); break;
+      case DType::kFloat16: launch_grouped_fp16(mode, args, stream); break;
+      default: launch_grouped_fp32(mode, args, stream);
+    }
+  }
+  if (args.zeroes_tail) {
+    const int64_t bytes = bytes_of(args.out_dtype);
+    launch_zero_tail(args.out, args.offsets + args.groups, args.rows, args.n * bytes,
+                     args.out_row_stride * bytes, stream);
   }
 }
 

@@ -352,6 +352,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kDecodedThrea
         }
       }
     }
+    zero_tail<Out>(args, kRoleWarps, threadIdx.x / kWarpSize);
   } else {
     more_registers<kDecodedMultiplierRegisters>();
     RowsWalk walk(args, block);

@@ -18,6 +18,7 @@ struct RowsArgs {
   int64_t out_row_stride, a_scale_width;
   int b_scale_width;
   int groups, rows, n, k;
+  bool zeroes_tail;
 };
 
 // Where a warpgroup's part of a tile lies.

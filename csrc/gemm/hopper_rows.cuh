@@ -151,6 +151,21 @@ __device__ __forceinline__ void scale_and_add_bias(const RowsArgs& args, const P
   }
 }
 
+// Rows past the groups become zero, by so many warps of every block.
+template <typename Out>
+__device__ __forceinline__ void zero_tail(const RowsArgs& args, int warps, int warp) {
+  if (!args.zeroes_tail) return;
+  constexpr int kPiece = 16 / sizeof(Out);
+  const int step = static_cast<int>(gridDim.x) * warps;
+  for (int row = args.offsets[args.groups] + static_cast<int>(blockIdx.x) * warps + warp; row < args.rows;
+       row += step) {
+    Out* own = static_cast<Out*>(args.out) + row * args.out_row_stride;
+    for (int i = threadIdx.x % kWarpSize * kPiece; i < args.n; i += kWarpSize * kPiece) {
+      *reinterpret_cast<uint4*>(own + i) = uint4{};
+    }
+  }
+}
+
 // Kind is one of hopper_operands.cuh. `b_maps` are those of a list of matrices, one for each group, in place of `b_map`; or
 // null.
 template <typename Kind, typename Epilogue>
@@ -179,7 +194,9 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   Place<Shared> place;
   if (warpgroup == 0) {
     fewer_registers<kCopierRegisters>();
-    if (threadIdx.x < kWarpSize) {
+    if (threadIdx.x >= kWarpSize) {
+      zero_tail<typename Kind::Out>(args, kWarpgroup / kWarpSize - 1, threadIdx.x / kWarpSize - 1);
+    } else {
       RowsWalk walk(args, block);
       int entered = -1;  // the group of the tile before
       for (int index = cluster_in_grid(); walk.find(index, tile); index += clusters) {
@@ -254,7 +271,8 @@ inline RowsArgs rows_args(const GroupedKernelArgs& args) {
           static_cast<int>(args.groups),
           static_cast<int>(args.rows),
           static_cast<int>(args.n),
-          static_cast<int>(args.k)};
+          static_cast<int>(args.k),
+          args.zeroes_tail};
 }
 
 template <typename Kind, typename Epilogue>

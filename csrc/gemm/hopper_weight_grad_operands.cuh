@@ -54,6 +54,8 @@ class RowTiles {
   int group_ = 0, tiles_ = 0;
 };
 
+__device__ __forceinline__ int round_up(int size, int to) { return (size + to - 1) / to * to; }
+
 // Those that multiply have changed the stage.
 __device__ __forceinline__ void sync_changed_stage() {
   fence_for_copies();
@@ -88,9 +90,9 @@ struct PlainColumns {
         });
   }
 
-  // Zeroes the rows of a stage that are past the group's end, by all that multiply.
+  // Zeroes the rows of a stage that are past the group's end, as far as products read them, by all that multiply.
   static __device__ __forceinline__ void zero_rows(Stage& stage, int left) {
-    const int pieces = (kRows - left) * (kLine / 16);  // of a box
+    const int pieces = (round_up(left, kProductRows) - left) * (kLine / 16);  // of a box
     constexpr int kBoxes = kLeftBoxes + kRightBoxes;
     for (int i = static_cast<int>(threadIdx.x) - kWarpgroup; i < pieces * kBoxes;
          i += kMultipliers * kWarpgroup) {
@@ -109,12 +111,9 @@ struct PlainColumns {
       Stage& stage = shared.stages[place.stage];
       if (rows.end - row < kRows) zero_rows(stage, rows.end - row);
       const uint64_t a = by_columns(stage.left[number], kBoxBytes), b = by_columns(stage.right, kBoxBytes);
-      begin_products();
-#pragma unroll
-      for (int i = 0; i < kRows / 16; ++i) {  // descriptors count 16 bytes
-        multiply<T, true, true>(sums, a + i * kLine, b + i * kLine);
-      }
-      commit_products();
+      multiply_each<kRows / kProductRows>((rows.end - row + kProductRows - 1) / kProductRows, [&](int i) {
+        multiply<T, true, true>(sums, a + i * kLine, b + i * kLine);  // descriptors count 16 bytes
+      });
       wait_for_products<1>();
       if (read >= 0) release(shared, read);
       read = place.stage;
@@ -166,8 +165,10 @@ struct CodeLines {
         more_bytes);
   }
 
-  // Zeroes the rows of a stage that are past the group's end, by all that multiply: the ends of its lines.
+  // Zeroes the rows of a stage that are past the group's end, as far as products read them, by all that multiply: the ends of
+  // its lines.
   static __device__ __forceinline__ void zero_rows(Stage& stage, int left) {
+    const int pieces = round_up(left, kProductCodes) / 16;
     constexpr int kLines = (kLeftBoxes + kRightBoxes) * kBoxLines;
     for (int i = static_cast<int>(threadIdx.x) - kWarpgroup; i < kLines; i += kMultipliers * kWarpgroup) {
       const int box = i / kBoxLines, line = i % kBoxLines;
@@ -177,7 +178,7 @@ struct CodeLines {
         uint8_t* end = swizzled(lines, line, piece++);
         for (int byte = left % 16; byte < 16; ++byte) end[byte] = 0;
       }
-      for (; piece < kLine / 16; ++piece) *reinterpret_cast<uint4*>(swizzled(lines, line, piece)) = uint4{};
+      for (; piece < pieces; ++piece) *reinterpret_cast<uint4*>(swizzled(lines, line, piece)) = uint4{};
     }
     sync_changed_stage();
   }
@@ -221,7 +222,7 @@ struct BlockColumns : CodeLines {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float products[64];
-        multiply_stage<DType::kFloat8E4M3>(products, a, b, half);
+        multiply_stage<DType::kFloat8E4M3>(products, a, b, half, left);
         const float* right = &scales.right[half * 128 + lane % 4 * 2];
         float* own = &sums[half * 64];
 #pragma unroll
@@ -261,8 +262,9 @@ struct CodeColumns : CodeLines {
       wait(&shared.full[place.stage], place.parity);
       Stage& stage = shared.stages[place.stage];
       if (left < kRows) zero_rows(stage, left);
-      add_stage<grad_type>(sums, by_rows(stage.left[number]), by_rows(stage.right),
-                           [&] { release(shared, place.stage); });
+      add_stage<grad_type>(
+          sums, by_rows(stage.left[number]), by_rows(stage.right), [&] { release(shared, place.stage); },
+          left);
     }
   }
 };
