@@ -26,6 +26,8 @@ BLOCK = 128
 MX_BLOCK = 32
 #: Length of a block of ``nvfp4``.
 NV_BLOCK = 16
+#: What aligned groups begin at multiples of in a line of transposed data, in elements of a byte: a sector of memory.
+GROUP_ALIGNMENT = 32
 
 _QUANTIZED = ("fp8_tensor", "fp8_block", "mxfp8", "nvfp4")
 _WIDTHS = {"fp8_block": BLOCK, "mxfp8": MX_BLOCK, "nvfp4": NV_BLOCK}
@@ -73,6 +75,9 @@ class Format:
             4, by the lesser mean absolute (``"mae"``) or squared (``"mse"``) error; ``""``: always 6.
         tiled_scales: ``mxfp8`` and ``nvfp4``: scales in 128x4 tiles, the order that the matrix units of
             Blackwell read, instead of row by row.
+        aligned_groups: all but ``nvfp4``: each group of a ragged matrix begins at a multiple of 32 in a line of
+            transposed data (:meth:`line_length`, :meth:`line_begin`), with zeros between groups, so that weight
+            gradients on Hopper read groups of any sizes as they lie. Nothing else depends on it.
 
     Raises:
         ValueError: options that the family does not have or that exclude each other (``row_scaled`` and
@@ -94,6 +99,7 @@ class Format:
     row_scaled: bool = False
     four_over_six: FourOverSix = ""
     tiled_scales: bool = False
+    aligned_groups: bool = False
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -160,6 +166,13 @@ class Format:
             )
         if self.tiled_scales and self.family not in ("mxfp8", "nvfp4"):
             raise _error("tiled_scales", "False unless the family is mxfp8 or nvfp4", "True", "Leave it out")
+        if self.aligned_groups and self.family not in ("fp8_tensor", "fp8_block", "mxfp8"):
+            raise _error(
+                "aligned_groups",
+                "False unless the family is fp8_tensor, fp8_block or mxfp8",
+                "True",
+                "Leave it out",
+            )
         for name in ("random_hadamard", "stochastic_rounding", "row_scaled", "four_over_six"):
             value = getattr(self, name)
             if value and self.family != "nvfp4":
@@ -202,6 +215,7 @@ class Format:
         options += [f"eps={_shortest(self.epsilon)}"] if self.epsilon > 0 else []
         options += [option for option, (name, value) in _NV_OPTIONS.items() if getattr(self, name) == value]
         options += ["tiled"] if self.tiled_scales else []
+        options += ["aligned"] if self.aligned_groups else []
         return f"{self.family}:{','.join(options)}"
 
     @property
@@ -259,6 +273,18 @@ class Format:
         """What the rows of each group of a ragged matrix must be a multiple of, to be quantized along columns."""
         return NV_BLOCK if self.family == "nvfp4" else 1
 
+    def line_length(self, rows: int, groups: int) -> int:
+        """Elements of a line of the transposed data of a ragged matrix of so many rows."""
+        if not self.aligned_groups:
+            return rows
+        return -(-rows // GROUP_ALIGNMENT) * GROUP_ALIGNMENT + GROUP_ALIGNMENT * (groups + 1)
+
+    def line_begin(self, row: int, group: int) -> int:
+        """Where the group whose first row is ``row`` begins in such a line; the tail is a group after the last."""
+        if not self.aligned_groups:
+            return row
+        return -(-row // GROUP_ALIGNMENT) * GROUP_ALIGNMENT + GROUP_ALIGNMENT * group
+
     @property
     def gemm_tolerance(self) -> float:
         """Bound on ``||got - exact|| / ||exact||`` of a product of two normal random operands in this format.
@@ -283,6 +309,8 @@ def _read_option(family: str, option: str) -> tuple[str, object] | None:
         return "element", option
     if option == "square" and family in _WIDTHS:
         return "square_blocks", True
+    if option == "aligned" and family != "nvfp4":
+        return "aligned_groups", True
     if family in ("mxfp8", "nvfp4"):
         if option == "tiled":
             return "tiled_scales", True

@@ -36,6 +36,8 @@ bool apply_option(Format& format, std::string_view option) {
     format.tiled_scales = true;
   } else if (format.is_nv()) {
     return apply_nv_option(format, option);
+  } else if (option == "aligned") {
+    format.aligned_groups = true;
   } else if (option == "e4m3") {
     format.element = DType::kFloat8E4M3;
   } else if (option == "e5m2") {

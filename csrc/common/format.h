@@ -10,7 +10,8 @@
 //                         one FP32 amax that the ops are given
 // Options: e4m3 | e5m2 (element of the FP8 families, default e4m3); square; of fp8_tensor and fp8_block: pow2 | fp32
 // (scales; default fp32 for fp8_tensor, pow2 for fp8_block) and eps=<float> (amax below it counts as it; default 0); of
-// mxfp8 and nvfp4: tiled (scales in tiles of 128x4). Of nvfp4: e2m1 (the element); rht (the transposed copy after a
+// mxfp8 and nvfp4: tiled (scales in tiles of 128x4); of all but nvfp4: aligned (each group of a ragged matrix begins at a
+// multiple of 32 in a line of transposed data, with zeros between groups). Of nvfp4: e2m1 (the element); rht (the transposed copy after a
 // random Hadamard transform); sr (stochastic rounding); row_scaled (an amax for each row); 4over6 | 4over6_mse (blocks
 // whose amax becomes 4 where the absolute or squared error is less than with 6). row_scaled and 4over6 go with none of
 // square, rht and sr; square not with rht. Examples: "fp8_block:e4m3,pow2,square", "nvfp4:e2m1,rht,sr".
@@ -37,6 +38,7 @@ struct Format {
   bool row_scaled = false;
   FourOverSix four_over_six = FourOverSix::kNever;
   bool tiled_scales = false;
+  bool aligned_groups = false;  // of transposed data of a ragged matrix
 
   bool is_quantized() const { return family == FormatFamily::kFp8Tensor || has_blocks(); }
   bool has_blocks() const { return family == FormatFamily::kFp8Block || has_byte_scales(); }

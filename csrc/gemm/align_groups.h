@@ -1,25 +1,20 @@
-// Lines of bytes that hold ragged groups one after the other, copied so that each group begins at a multiple of 16 bytes:
-// what the copy engine wants of a box. Only groups that do not, or all where the lines themselves do not.
+// Lines of bytes that hold ragged groups one after the other, copied into aligned lines (quantize/tiles.h): the copy engine wants
+// boxes that begin at multiples of 16 bytes. Only groups that do not, or all where the lines themselves do not. Nothing is
+// written between groups.
 #pragma once
 
 #include <cstdint>
 
-#include "common/math.h"
+#include "quantize/tiles.h"
 
 namespace transformer_plugin::gemm {
 
-// Columns that a copy needs for `rows` columns of so many groups, and where group g begins in it, which begins at `begin` in
-// the lines: a group ends before the next begins, without a sum over the groups.
-TP_HOST_DEVICE int64_t aligned_columns(int64_t rows, int64_t groups) {
-  return (rows + 15) / 16 * 16 + 16 * groups;
-}
-TP_HOST_DEVICE int aligned_begin(int begin, int group) { return (begin + 15) / 16 * 16 + 16 * group; }
 // Whether group `begin` is copied.
 TP_HOST_DEVICE bool is_moved(int begin, bool all) { return all || begin % 16 != 0; }
 
 struct Lines {
   const uint8_t* from;  // [count, rows]
-  uint8_t* to;          // [count, aligned_columns(rows, groups)]
+  uint8_t* to;          // [count, quantize::aligned_length(rows, groups)]
   int64_t count;
 };
 

@@ -51,11 +51,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   if (!is_first) line -= first.count;
   if (line >= lines.count) return;
   const uint8_t* from = lines.from + line * rows;
-  uint8_t* to = lines.to + line * aligned_columns(rows, groups);
+  uint8_t* to = lines.to + line * quantize::aligned_length(rows, groups);
   for (int group = static_cast<int>(blockIdx.x) % parts; group < groups; group += parts) {
     const int begin = offsets ? offsets[group] : 0, end = offsets ? offsets[group + 1] : rows;
     if (!is_moved(begin, all)) continue;
-    uint4* own = reinterpret_cast<uint4*>(to + aligned_begin(begin, group));
+    uint4* own = reinterpret_cast<uint4*>(to + quantize::aligned_begin(begin, group));
     const int pieces = (end - begin + 15) / 16;
     const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(from + begin) % 16);
     for (int first_piece = static_cast<int>(threadIdx.x) % kLanes; first_piece < pieces;

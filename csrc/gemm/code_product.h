@@ -41,6 +41,7 @@ struct CodeReduction {
   const std::optional<at::Tensor>& alpha;    // float32 [G]
   const std::optional<at::Tensor>& beta;
   LaunchOptions options = {};
+  bool aligned = false;  // groups begin where quantize/tiles.h has aligned lines; T is the length of those
 };
 
 // How the scales of operands in these formats lie, if they are those of an CodeProduct or of an CodeReduction.

@@ -38,7 +38,7 @@ GroupedKernelArgs arguments_of(const Contiguous& a, const Contiguous& b, const s
 
 // Room for the lines with aligned groups.
 Tensor moved(const Tensor& lines, int64_t groups) {
-  return empty(lines, {lines.size(0), aligned_columns(lines.size(1), groups)}, lines.scalar_type());
+  return empty(lines, {lines.size(0), quantize::aligned_length(lines.size(1), groups)}, lines.scalar_type());
 }
 
 Lines lines_of(const Tensor& from, const Tensor& to) {
@@ -83,18 +83,22 @@ bool code_reduction_out_cuda(const CodeReduction& reduction, const Tensor& out, 
   args.alpha = float_or_null(alpha);
   args.beta = float_or_null(beta);
   args.out = out.mutable_data_ptr();
-  args.rows = grad.data.size(1);
+  args.rows = grad.data.size(1) - (reduction.aligned ? quantize::aligned_length(0, args.groups) : 0);
   args.m = grad.data.size(0);
   args.n = input.data.size(0);
   args.out_row_stride = out.dim() == 3 ? out.stride(1) : row_stride(out);
   args.out_group_stride = out.dim() == 3 ? out.stride(0) : args.m * args.out_row_stride;
   args.out_dtype = to_dtype(out.scalar_type());
   args.accumulate = accumulate;
-  args.all_moved = !args.vectors;
+  if (reduction.aligned && !args.vectors) return false;
+  args.all_moved = reduction.aligned || !args.vectors;
   args.vectors = true;
   if (args.groups == 0 || !hopper_takes(GroupedMode::kWeightGrad, args)) return false;
   Tensor grad_moved, input_moved;  // until the kernels are in the stream
-  if (reduction.offsets || args.all_moved) {
+  if (reduction.aligned) {
+    args.a_moved = args.a;
+    args.b_moved = args.b;
+  } else if (reduction.offsets || args.all_moved) {
     grad_moved = moved(grad.data, args.groups);
     input_moved = moved(input.data, args.groups);
     args.a_moved = grad_moved.const_data_ptr();

@@ -8,6 +8,7 @@
 #include "gemm/code_product.h"
 #include "gemm/grouped_product.h"
 #include "gemm/quantized.h"
+#include "quantize/operand.h"
 
 namespace transformer_plugin::gemm {
 namespace {
@@ -25,9 +26,11 @@ struct Operands {
   Format grad_format = {}, input_format = {};
 
   Argument grad_argument() const { return {grad.op, grad.name, grad.data}; }
+  int64_t rows() const {
+    return quantize::operand_of_data(grad.data, grad_format, true, &group_sizes).rows.expect_int();
+  }
   Tensor offsets() const {
-    return group_offsets({grad.op, "group_sizes", group_sizes}, grad_argument(),
-                         value_size(grad, grad_format, 1).expect_int());
+    return group_offsets({grad.op, "group_sizes", group_sizes}, grad_argument(), rows());
   }
   std::vector<c10::SymInt> sizes() const {
     return {group_sizes.sym_size(0), grad.data.sym_size(0), input.data.sym_size(0)};
@@ -53,6 +56,9 @@ Operands check_operands(const char* op, const Tensor& grad_t, const Tensor& grad
   operands.grad_format = check_quantized(operands.grad, 2, &group_sizes, true);
   operands.input_format = check_quantized(operands.input, 2, &group_sizes, true);
   check_same_device(input_argument, grad_argument);
+  TP_CHECK_VALUE(operands.grad_format.aligned_groups == operands.input_format.aligned_groups, op,
+                 "input_format", "'aligned' if and only if grad_format, '" << grad_key << "', has it",
+                 "'" << input_key << "'", "Quantize both operands with it or both without");
   check_value_size(operands.input, operands.input_format, 1,
                    value_size(operands.grad, operands.grad_format, 1),
                    "the columns of 'grad_t', the rows of the buffer");
@@ -72,9 +78,15 @@ bool multiply_codes(const Operands& operands, ScaleKind scales, const OptionalTe
                     const OptionalTensor& alpha, const OptionalTensor& beta, const Tensor& out,
                     bool accumulate) {
   const QuantizedArgument &grad = operands.grad, &input = operands.input;
-  return code_reduction_out(
-      {scales, {grad.data, grad.scale}, {input.data, input.scale}, offsets, alpha, beta, operands.options},
-      out, accumulate);
+  return code_reduction_out({scales,
+                             {grad.data, grad.scale},
+                             {input.data, input.scale},
+                             offsets,
+                             alpha,
+                             beta,
+                             operands.options,
+                             operands.grad_format.aligned_groups},
+                            out, accumulate);
 }
 
 template <typename Multiply>

@@ -31,8 +31,7 @@ struct GroupedKernelArgs {
   const float* bias_scale;  // [T], or null for 1; rows only
   const void* a_scale;      // of FP8 and FP4 on Hopper (gemm/hopper.h), else null
   const void* b_scale;
-  const void*
-      a_moved;  // of kWeightGrad of those: a and b with groups at multiples of 16 bytes (gemm/align_groups.h), or null
+  const void* a_moved;  // of kWeightGrad of those: a and b as aligned lines (quantize/tiles.h), or null
   const void* b_moved;
   MatrixList list;  // in place of `b`, or of `out` of kWeightGrad, which then are the first of it
   int64_t rows;     // T

@@ -111,8 +111,11 @@ class GroupedMlpFunction : public torch::autograd::Function<GroupedMlpFunction> 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& fc1_weight,
                         const Tensor& fc2_weight, const Tensor& group_sizes, const Tensor& probs,
                         const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias,
-                        std::string_view input_key, std::string_view weight_key, std::string_view grad_key) {
+                        std::string_view given_input_key, std::string_view weight_key,
+                        std::string_view given_grad_key) {
     const MlpArguments mlp{input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias};
+    const std::string input_key = layer_key(given_input_key, input, group_sizes),
+                      grad_key = layer_key(given_grad_key, input, group_sizes);
     const RoleFormats formats = role_formats(kOp, input_key, weight_key, grad_key);
     Wanted wanted{input.requires_grad(), fc1_weight.requires_grad(), fc2_weight.requires_grad()};
     wanted.linear = wanted.input || wanted.fc1_weight || wants_grad(fc1_bias) || probs.requires_grad();
@@ -124,9 +127,9 @@ class GroupedMlpFunction : public torch::autograd::Function<GroupedMlpFunction> 
                             kept.activation.scale, kept.activation.amax, kept.fc1.data, kept.fc1.scale,
                             kept.fc1.amax, kept.fc2.data, kept.fc2.scale, kept.fc2.amax, kept.linear,
                             group_sizes, probs, scales_bias ? *fc2_bias : Tensor()});
-    ctx->saved_data["input_format"] = std::string(input_key);
+    ctx->saved_data["input_format"] = input_key;
     ctx->saved_data["weight_format"] = std::string(weight_key);
-    ctx->saved_data["grad_format"] = std::string(grad_key);
+    ctx->saved_data["grad_format"] = grad_key;
     ctx->saved_data["fc1_columns"] = !formats.native() && rounds_weight_columns(fc1_weight, formats);
     ctx->saved_data["fc2_columns"] = !formats.native() && rounds_weight_columns(fc2_weight, formats);
     ctx->saved_data["has_fc1_bias"] = fc1_bias.has_value();

@@ -136,7 +136,7 @@ struct CodeLines {
       maps.input = map(args.b, args.rows, args.n);
     }
     if (args.a_moved) {
-      const int64_t columns = aligned_columns(args.rows, args.groups);
+      const int64_t columns = quantize::aligned_length(args.rows, args.groups);
       maps.grad_moved = map(args.a_moved, columns, args.m);
       maps.input_moved = map(args.b_moved, columns, args.n);
       if (args.all_moved) std::tie(maps.grad, maps.input) = std::tie(maps.grad_moved, maps.input_moved);
@@ -152,7 +152,8 @@ struct CodeLines {
     const bool moved = is_moved(rows.begin, args.all_moved);
     const CUtensorMap& grad = moved ? maps.grad_moved : maps.grad;
     const CUtensorMap& input = moved ? maps.input_moved : maps.input;
-    const int at = moved ? aligned_begin(rows.begin, tile.group) + row - rows.begin : row;
+    const int begin = moved ? static_cast<int>(quantize::aligned_begin(rows.begin, tile.group)) : rows.begin;
+    const int at = begin + row - rows.begin;
     const int left = tile.row * kTileRows, right = tile.column * kTileColumns;
     fill_stage(
         shared, place, block, tile.same_columns,

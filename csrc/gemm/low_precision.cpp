@@ -39,13 +39,17 @@ class LowPrecisionFunction : public torch::autograd::Function<LowPrecisionFuncti
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& group_sizes, const OptionalTensor& bias,
-                        const OptionalTensor& bias_scale, std::string_view input_key,
-                        std::string_view weight_key, std::string_view grad_key) {
-    const RoleFormats formats = role_formats("linear", input_key, weight_key, grad_key);
+                        const OptionalTensor& bias_scale, std::string_view given_input_key,
+                        std::string_view weight_key, std::string_view given_grad_key) {
     const bool wants_input = input.requires_grad(), wants_weight = weight.requires_grad();
     const BelowAutograd guard;
     const OptionalTensor column_sizes =
-        wants_weight ? column_groups(input, group_sizes, formats) : group_sizes;
+        wants_weight ? column_groups(input, group_sizes,
+                                     role_formats("linear", given_input_key, weight_key, given_grad_key))
+                     : group_sizes;
+    const std::string input_key = layer_key(given_input_key, input, column_sizes),
+                      grad_key = layer_key(given_grad_key, input, column_sizes);
+    const RoleFormats formats = role_formats("linear", input_key, weight_key, grad_key);
     const Rounded x = round_matrix(input, column_sizes, formats.input, input_key, true, wants_weight);
     const RoundedWeight w = round_weight(weight, formats, wants_input);
     ctx->saved_data["weight_columns"] = rounds_weight_columns(weight, formats);
@@ -55,9 +59,9 @@ class LowPrecisionFunction : public torch::autograd::Function<LowPrecisionFuncti
                             w.backward.amax, or_undefined(group_sizes),
                             wants_grad(bias_scale) ? *bias : Tensor(), or_undefined(bias_scale),
                             or_undefined(column_sizes)});
-    ctx->saved_data["input_format"] = std::string(input_key);
+    ctx->saved_data["input_format"] = input_key;
     ctx->saved_data["weight_format"] = std::string(weight_key);
-    ctx->saved_data["grad_format"] = std::string(grad_key);
+    ctx->saved_data["grad_format"] = grad_key;
     ctx->saved_data["weight_dtype"] = weight.scalar_type();
     ctx->saved_data["has_bias"] = bias.has_value();
     return multiply_forward({input, weight, group_sizes, bias, bias_scale}, formats, x, w);

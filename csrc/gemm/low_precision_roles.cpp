@@ -64,6 +64,15 @@ Rounded round_in_directions(const Tensor& x, const OptionalTensor& group_sizes, 
 
 }  // namespace
 
+std::string layer_key(std::string_view key, const Tensor& like, const OptionalTensor& group_sizes) {
+  std::string result(key);
+  if (!group_sizes || !has_code_kernels(like)) return result;
+  const Format format = parse_format("grouped_linear", "format", key);
+  const bool fp8 = format.family == FormatFamily::kFp8Tensor || format.family == FormatFamily::kFp8Block;
+  if (!fp8 || format.aligned_groups) return result;
+  return result + (key.find(':') == std::string_view::npos ? ":aligned" : ",aligned");
+}
+
 Rounded round_matrix(const Tensor& x, const OptionalTensor& group_sizes, const Format& format,
                      std::string_view key, bool rows, bool columns) {
   Rounded result;

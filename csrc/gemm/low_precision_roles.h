@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <string>
 #include <string_view>
 
 #include "common/format.h"
@@ -16,6 +17,11 @@ namespace transformer_plugin::gemm {
 struct Scaled {
   at::Tensor data, scale, amax;
 };
+
+// The format that a layer rounds the rows of groups to. Where kernels multiply codes as they are, groups of what is rounded along
+// its columns are aligned: the weight gradient need not copy those that begin elsewhere. `like` is on the layer's device.
+std::string layer_key(std::string_view key, const at::Tensor& like,
+                      const std::optional<at::Tensor>& group_sizes);
 
 // A matrix in a format, along its rows and along its columns (returned transposed).
 struct Rounded {

@@ -13,7 +13,8 @@ using at::Tensor;
 // A scale per tensor that is not a power of two, or the amax of NVFP4 beside its blocks' scales: on CUDA it stays outside the sum, whose terms are then exact in
 // bfloat16 and run on the tensor cores.
 bool scale_stays_outside(const QuantizedArgument& argument, const Format& format) {
-  const bool per_tensor = format.family == FormatFamily::kFp8Tensor && !format.power_of_two_scales;
+  const bool per_tensor = format.family == FormatFamily::kFp8Tensor && !format.power_of_two_scales &&
+                          !format.aligned_groups;  // whose codes are not where the values are
   return argument.data.is_cuda() && (per_tensor || (format.is_nv() && !format.row_scaled));
 }
 
@@ -53,6 +54,7 @@ Format check_quantized(const QuantizedArgument& argument, int64_t dim, const Ten
   check_dtype(data, {quantize::element_dtype(format)});
   check_dim(data, dim);
   quantize::check_packing(data, format);
+  if (transposed) quantize::check_aligned(data, format, group_sizes);
   const auto operand = quantize::operand_of_data(argument.data, format, transposed, group_sizes);
   quantize::check_scale(scale, data, format, operand.scale_sizes(format, transposed));
   if (format.is_nv()) {

@@ -78,7 +78,8 @@ inline bool walks_columns(const QuantizeArgs& args) {
   const auto aligned = [](const void* pointer, uintptr_t bytes) {
     return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
   };
-  return layout.grouped() && args.transposed && !args.collected && args.dtype != DType::kFloat32 &&
+  return layout.grouped() && !layout.aligned && args.transposed && !args.collected &&
+         args.dtype != DType::kFloat32 &&
          (layout.mode == ScaleMode::kRows || layout.mode == ScaleMode::kTensor) &&
          layout.rows % kChunk == 0 && layout.cols % 8 == 0 && layout.cols <= int64_t{1} << 24 &&
          aligned(args.input, 16) && aligned(args.data, 4) && aligned(args.data_t, kChunk);

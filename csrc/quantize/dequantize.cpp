@@ -29,7 +29,7 @@ struct Arguments {
 Format check_arguments(const Arguments& a) {
   const Format format = quantized_format(a.op, "format", a.key, a.group_sizes == nullptr);
   const Argument data = a.argument();
-  check_data(data, a.group_sizes, format);
+  check_data(data, a.group_sizes, format, a.transposed);
   const Operand operand = a.operand(format);
   check_scale({a.op, "scale_inv", a.scale_inv}, data, format, operand.scale_sizes(format, a.transposed));
   const bool known = a.dtype == at::kFloat || a.dtype == at::kBFloat16 || a.dtype == at::kHalf;
@@ -43,7 +43,7 @@ Format check_arguments(const Arguments& a) {
 
 Tensor meta(const Arguments& a) {
   const Format format = check_arguments(a);
-  return empty(a.data, a.operand(format).data_sizes(false), a.dtype);
+  return empty(a.data, a.operand(format).value_sizes(), a.dtype);
 }
 
 // Into a new tensor, or a contiguous one of as many elements.
@@ -52,7 +52,7 @@ Tensor run_format(const Arguments& a, const Format& format, const Tensor* amax, 
   const GroupTables tables =
       group_tables(a.argument(), a.group_sizes, operand.rows.expect_int(),
                    group_multiple(format, a.transposed), group_use(format, a.transposed));
-  if (!output.defined()) output = empty(a.data, operand.data_sizes(false), a.dtype);
+  if (!output.defined()) output = empty(a.data, operand.value_sizes(), a.dtype);
   // torch copies no E2M1.
   const Tensor data = (format.is_nv() ? a.data.view(at::kByte) : a.data).contiguous();
   const Tensor scale = a.scale_inv.contiguous();

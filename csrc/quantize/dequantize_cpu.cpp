@@ -109,8 +109,9 @@ void load_factors(const DequantizeArgs& args, const Tile& tile, int line, int co
 // Where a line of the tile begins in the data, in elements.
 int64_t first_of_line(const DequantizeArgs& args, const Tile& tile, int line) {
   const Layout& layout = args.layout;
-  return args.transposed ? (tile.member * layout.cols + tile.col + line) * layout.rows + tile.row
-                         : (tile.member * layout.rows + tile.row + line) * layout.cols + tile.col;
+  return args.transposed
+             ? (tile.member * layout.cols + tile.col + line) * layout.line_length() + line_begin(layout, tile)
+             : (tile.member * layout.rows + tile.row + line) * layout.cols + tile.col;
 }
 
 // Elements of one line of the data, from where the tile begins; they may lie in tiles after it.

@@ -16,6 +16,12 @@ c10::SymInt up_to_4(const c10::SymInt& size) {
   return (size + 3) / 4 * 4;
 }
 
+c10::SymInt length_of_aligned(const c10::SymInt& rows, const c10::SymInt& groups) {
+  const auto number = rows.maybe_as_int(), count = groups.maybe_as_int();
+  if (number && count) return aligned_length(*number, *count);
+  return (rows + (kEvenRows - 1)) / kEvenRows * kEvenRows + (groups + 1) * kEvenRows;
+}
+
 ScaleMode scale_mode(const Format& format) {
   if (format.family == FormatFamily::kFp8Tensor) return ScaleMode::kTensor;
   if (format.family == FormatFamily::kMxFp8) return ScaleMode::kMx;
@@ -25,9 +31,16 @@ ScaleMode scale_mode(const Format& format) {
 
 }  // namespace
 
-SymSizes Operand::data_sizes(bool transposed, int64_t packing) const {
+SymSizes Operand::value_sizes() const {
+  SymSizes sizes = {rows, cols};
+  if (members) sizes.insert(sizes.begin(), *members);
+  return sizes;
+}
+
+SymSizes Operand::data_sizes(const Format& format, bool transposed) const {
   SymSizes sizes = transposed ? SymSizes{cols, rows} : SymSizes{rows, cols};
-  if (packing > 1) sizes[1] = sizes[1] / packing;
+  if (transposed && groups && format.aligned_groups) sizes[1] = length_of_aligned(rows, *groups);
+  if (format.packing() > 1) sizes[1] = sizes[1] / format.packing();
   if (members) sizes.insert(sizes.begin(), *members);
   return sizes;
 }
@@ -76,6 +89,10 @@ Operand operand_of_data(const at::Tensor& data, const Format& format, bool trans
   Operand operand = operand_of(data, transposed, group_sizes);
   c10::SymInt& packed = transposed ? operand.rows : operand.cols;
   if (format.packing() > 1) packed = packed * format.packing();
+  // Rows of the buffer, as many more as fill the last sector.
+  if (transposed && group_sizes && format.aligned_groups) {
+    operand.rows = operand.rows - length_of_aligned(0, *operand.groups);
+  }
   return operand;
 }
 
@@ -135,10 +152,19 @@ void check_block_rows(const Argument& input, const Format& format, const char* a
       describe(input.tensor), advice);
 }
 
-void check_data(const Argument& data, const at::Tensor* group_sizes, const Format& format) {
+void check_data(const Argument& data, const at::Tensor* group_sizes, const Format& format, bool transposed) {
   check_dtype(data, {element_dtype(format)});
   check_matrix_dim(data, group_sizes);
   check_packing(data, format);
+  if (transposed) check_aligned(data, format, group_sizes);
+}
+
+void check_aligned(const Argument& data, const Format& format, const at::Tensor* group_sizes) {
+  if (!format.aligned_groups || !group_sizes) return;
+  const c10::SymInt length = data.tensor.sym_size(-1), least = length_of_aligned(0, group_sizes->sym_size(0));
+  TP_CHECK_VALUE(length >= least && length % kEvenRows == 0, data.op, data.name,
+                 "lines of aligned groups, a multiple of " << kEvenRows << " elements and at least " << least,
+                 describe(data.tensor), "Pass data as the quantize ops return it for the same format");
 }
 
 void check_packing(const Argument& data, const Format& format) {
@@ -199,7 +225,8 @@ Layout make_layout(const Operand& operand, const Format& format, const GroupTabl
           scale_mode(format),
           format.square_blocks,
           format.tiled_scales,
-          tables.windows};
+          format.aligned_groups ? nullptr : tables.windows,
+          grouped && format.aligned_groups};
 }
 
 at::ScalarType element_dtype(const Format& format) {

@@ -25,8 +25,8 @@ struct Operand {
   c10::SymInt cols;
   std::optional<c10::SymInt> groups;  // of a ragged matrix
 
-  // With so many elements in a byte.
-  SymSizes data_sizes(bool transposed, int64_t packing = 1) const;
+  SymSizes value_sizes() const;
+  SymSizes data_sizes(const Format& format, bool transposed) const;
   SymSizes scale_sizes(const Format& format, bool transposed) const;
   // Of the largest magnitudes that the format scales by, where it takes them from outside.
   SymSizes amax_sizes(const Format& format, bool transposed) const;
@@ -48,10 +48,13 @@ void check_matrix(const Argument& input, const at::Tensor* group_sizes, const Fo
 inline constexpr const char* kPad = "Pad it with zeros, for example with torch.nn.functional.pad";
 // As many rows as transposed data takes.
 void check_block_rows(const Argument& input, const Format& format, const char* advice = kPad);
+// Transposed data of aligned groups: as long as a line of them can be.
+void check_aligned(const Argument& data, const Format& format, const at::Tensor* group_sizes);
 // A whole number of blocks in the last dimension, where elements are packed.
 void check_packing(const Argument& data, const Format& format);
 // Quantized data of 2 or 3 dimensions, or 2 with group sizes, in the format's dtype.
-void check_data(const Argument& data, const at::Tensor* group_sizes, const Format& format);
+void check_data(const Argument& data, const at::Tensor* group_sizes, const Format& format,
+                bool transposed = false);
 
 // The row tiles of a ragged matrix, on the device of the data. Undefined without groups.
 struct GroupTables {

@@ -2,6 +2,7 @@
 
 #include <limits>
 
+#include "common/autograd.h"
 #include "common/tensor.h"
 
 namespace transformer_plugin::quantize {
@@ -36,14 +37,22 @@ Outputs make_outputs(const Tensor& like, const Operand& operand, const Format& f
   const at::ScalarType element = element_dtype(format), scale = scale_dtype(format);
   Outputs outputs;
   if (directions.rowwise) {
-    outputs.data = empty(like, operand.data_sizes(false, format.packing()), element);
+    outputs.data = empty(like, operand.data_sizes(format, false), element);
     outputs.scale = empty(like, operand.scale_sizes(format, false), scale);
   }
   if (directions.transposed) {
-    outputs.data_t = empty(like, operand.data_sizes(true, format.packing()), element);
+    outputs.data_t = empty(like, operand.data_sizes(format, true), element);
     outputs.scale_t = empty(like, operand.scale_sizes(format, true), scale);
+    zero_aligned_lines(like, operand, format, outputs);
   }
   return outputs;
+}
+
+void zero_aligned_lines(const Tensor& like, const Operand& operand, const Format& format,
+                        const Outputs& outputs) {
+  if (!operand.groups || !format.aligned_groups || like.is_meta() || like.numel() > 0) return;
+  const BelowAutograd guard;
+  outputs.data_t.view(at::kByte).zero_();
 }
 
 QuantizeArgs quantize_args(const Tensor& input, const Outputs& outputs, const Layout& layout,

@@ -20,6 +20,10 @@ struct Outputs {
 Outputs make_outputs(const at::Tensor& like, const Operand& operand, const Format& format,
                      const Directions& directions);
 
+// Aligned lines of no rows, which no tile zeroes.
+void zero_aligned_lines(const at::Tensor& like, const Operand& operand, const Format& format,
+                        const Outputs& outputs);
+
 // How an input of this dtype is scaled.
 ScaleRule scale_rule(const Format& format, at::ScalarType dtype);
 

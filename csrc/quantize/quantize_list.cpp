@@ -63,10 +63,10 @@ ListOutputs make_list_outputs(const ListCall& call, const Format& format) {
   const at::ScalarType element = element_dtype(format), scale = scale_dtype(format);
   for (const Tensor& input : call.inputs) {
     const Operand operand = operand_of(input, false, nullptr);
-    outputs.data.push_back(empty(input, operand.data_sizes(false, format.packing()), element));
+    outputs.data.push_back(empty(input, operand.data_sizes(format, false), element));
     outputs.scale.push_back(empty(input, operand.scale_sizes(format, false), scale));
     if (!call.transposed) continue;
-    outputs.data_t.push_back(empty(input, operand.data_sizes(true, format.packing()), element));
+    outputs.data_t.push_back(empty(input, operand.data_sizes(format, true), element));
     outputs.scale_t.push_back(empty(input, operand.scale_sizes(format, true), scale));
   }
   return outputs;

@@ -36,13 +36,13 @@ Format check_all(const Call& call, const Outputs& buffers, const OptionalTensor&
   const char* op = call.op.name;
   const at::ScalarType element = element_dtype(format), scale = scale_dtype(format);
   if (call.op.rowwise) {
-    check_buffer({op, "data", buffers.data}, input, element, operand.data_sizes(false, format.packing()));
+    check_buffer({op, "data", buffers.data}, input, element, operand.data_sizes(format, false));
     check_buffer({op, "scale_inv", buffers.scale}, input, scale, operand.scale_sizes(format, false));
   }
   if (call.op.transposed) {
     const bool only = !call.op.rowwise;
     check_buffer({op, only ? "data" : "data_t", buffers.data_t}, input, element,
-                 operand.data_sizes(true, format.packing()));
+                 operand.data_sizes(format, true));
     check_buffer({op, only ? "scale_inv" : "scale_t", buffers.scale_t}, input, scale,
                  operand.scale_sizes(format, true));
   }
@@ -56,6 +56,7 @@ void meta(const Call& call, const Outputs& buffers, const OptionalTensor& noop) 
 
 void run(const Call& call, const Outputs& buffers, const OptionalTensor& noop) {
   const Format format = check_all(call, buffers, noop);
+  if (call.op.transposed && !noop) zero_aligned_lines(call.input, call.operand(), format, buffers);
   quantize_into(call, format, buffers, noop ? noop->const_data_ptr<float>() : nullptr);
 }
 

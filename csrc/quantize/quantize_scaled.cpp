@@ -49,10 +49,10 @@ Outputs make_outputs(const Call& call, const Format& format) {
   const Operand operand = call.operand();
   const at::ScalarType element = element_dtype(format);
   Outputs outputs;
-  outputs.data = empty(call.input, operand.data_sizes(false), element);
+  outputs.data = empty(call.input, operand.data_sizes(format, false), element);
   outputs.scale = empty(call.input, operand.scale_sizes(format, false), at::kFloat);
   if (call.transposed) {
-    outputs.data_t = empty(call.input, operand.data_sizes(true), element);
+    outputs.data_t = empty(call.input, operand.data_sizes(format, true), element);
     outputs.scale_t = empty(call.input, operand.scale_sizes(format, true), at::kFloat);
   }
   return outputs;
@@ -99,13 +99,13 @@ Outputs run(const Call& call) {
 
 template <Outputs (*run_op)(const Call&)>
 void register_ops(torch::Library& m) {
-  m.impl("quantize_scaled",
-         [](const Tensor& input, const Tensor& scale, c10::string_view format, const OptionalTensor& amax,
-            const OptionalTensor& group_sizes, int64_t first) -> Pair {
-           const Outputs o =
-               run_op({"quantize_scaled", false, input, scale, format, amax, group_sizes, first});
-           return {o.data, o.scale};
-         });
+  m.impl(
+      "quantize_scaled",
+      [](const Tensor& input, const Tensor& scale, c10::string_view format, const OptionalTensor& amax,
+         const OptionalTensor& group_sizes, int64_t first) -> Pair {
+        const Outputs o = run_op({"quantize_scaled", false, input, scale, format, amax, group_sizes, first});
+        return {o.data, o.scale};
+      });
   m.impl("quantize_scaled_both",
          [](const Tensor& input, const Tensor& scale, c10::string_view format, const OptionalTensor& amax,
             const OptionalTensor& group_sizes, int64_t first) -> TwoPairs {

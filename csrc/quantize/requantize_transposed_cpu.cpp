@@ -14,8 +14,9 @@ void turn_tile(const RequantizeArgs& args, const Tile& tile) {
         args.from.data + (tile.member * layout.rows + tile.row + r) * layout.cols + tile.col;
     tile.tail ? std::fill_n(codes[r], tile.cols, uint8_t{0}) : std::copy_n(source, tile.cols, codes[r]);
   }
-  uint8_t* target = args.to.data_t + (tile.member * layout.cols + tile.col) * layout.rows + tile.row;
-  transpose(codes, tile.rows, tile.cols, target, layout.rows);
+  uint8_t* line = args.to.data_t + (tile.member * layout.cols + tile.col) * layout.line_length();
+  transpose(codes, tile.rows, tile.cols, line + line_begin(layout, tile), layout.line_length());
+  zero_gaps(args.to, tile);
 }
 
 template <typename Args>

@@ -71,15 +71,18 @@ TP_CPU_CLONES void scales_of_lines(const int32_t* magnitudes, int lines, ScaleRu
   }
 }
 
-void zero_lines(uint8_t* codes, int64_t stride, int lines, int count) {
+void zero_lines(uint8_t* codes, int64_t stride, int lines, int64_t count) {
   for (int i = 0; i < lines; ++i) std::fill_n(codes + i * stride, count, uint8_t{0});
 }
 
 uint8_t* row_codes(const QuantizeArgs& args, const Tile& tile) {
   return args.data + (tile.member * args.layout.rows + tile.row) * args.layout.cols + tile.col;
 }
+uint8_t* first_line(const QuantizeArgs& args, const Tile& tile) {
+  return args.data_t + (tile.member * args.layout.cols + tile.col) * args.layout.line_length();
+}
 uint8_t* column_codes(const QuantizeArgs& args, const Tile& tile) {
-  return args.data_t + (tile.member * args.layout.cols + tile.col) * args.layout.rows + tile.row;
+  return first_line(args, tile) + line_begin(args.layout, tile);
 }
 
 // Row-wise codes, and the scales of each row.
@@ -103,7 +106,7 @@ template <DType element>
 void write_scaled_columns(const QuantizeArgs& args, const Tile& tile, const Values& values) {
   float* scale_inv = args.scale_t + scale_index(args.layout, tile, true, 0, 0);
   if (tile.tail) {
-    zero_lines(column_codes(args, tile), args.layout.rows, tile.cols, tile.rows);
+    zero_lines(column_codes(args, tile), args.layout.line_length(), tile.cols, tile.rows);
     std::fill_n(scale_inv, tile.cols, 0.0f);
     return;
   }
@@ -113,16 +116,16 @@ void write_scaled_columns(const QuantizeArgs& args, const Tile& tile, const Valu
   magnitudes_of_columns(values, 0, tile.rows, tile.cols, magnitudes);
   scales_of_lines(magnitudes, tile.cols, args.rule, scales, scale_inv);
   convert_columns<element>(values, 0, tile.rows, tile.cols, scales, codes);
-  transpose(codes, tile.rows, tile.cols, column_codes(args, tile), args.layout.rows);
+  transpose(codes, tile.rows, tile.cols, column_codes(args, tile), args.layout.line_length());
 }
 
 // Codes of a tile with one scale, which are the same in both directions.
 template <DType element>
 void write_codes(const QuantizeArgs& args, const Tile& tile, const Values& values, float scale) {
-  const int64_t cols = args.layout.cols, rows = args.layout.rows;
+  const int64_t cols = args.layout.cols, line = args.layout.line_length();
   if (tile.tail) {
     if (args.rowwise) zero_lines(row_codes(args, tile), cols, tile.rows, tile.cols);
-    if (args.transposed) zero_lines(column_codes(args, tile), rows, tile.cols, tile.rows);
+    if (args.transposed) zero_lines(column_codes(args, tile), line, tile.cols, tile.rows);
     return;
   }
   alignas(64) float scales[kTile];
@@ -135,7 +138,7 @@ void write_codes(const QuantizeArgs& args, const Tile& tile, const Values& value
   for (int r = 0; args.rowwise && r < tile.rows; ++r) {
     std::memcpy(row_codes(args, tile) + r * cols, codes[r], tile.cols);
   }
-  transpose(codes, tile.rows, tile.cols, column_codes(args, tile), rows);
+  transpose(codes, tile.rows, tile.cols, column_codes(args, tile), line);
 }
 
 // E8M0 scales of the tile, of its rows or of its columns: of block i of each line.
@@ -235,7 +238,9 @@ void write_mx_tile(const QuantizeArgs& args, const Tile& tile, const Values& val
     convert_blocks<element>(values, tile.rows, tile.cols, scales, row_codes(args, tile), layout.cols);
   }
   if (args.rowwise) write_words(args, tile, false, rows);
-  if (args.transposed && tile.tail) zero_lines(column_codes(args, tile), layout.rows, tile.cols, tile.rows);
+  if (args.transposed && tile.tail) {
+    zero_lines(column_codes(args, tile), layout.line_length(), tile.cols, tile.rows);
+  }
   if (args.transposed && !tile.tail) {
     alignas(64) uint8_t codes[kTile][kTile];
     for (int first = 0; first < tile.rows; first += kMxBlock) {
@@ -243,7 +248,7 @@ void write_mx_tile(const QuantizeArgs& args, const Tile& tile, const Values& val
       convert_columns<element>(values, first, std::min(first + kMxBlock, tile.rows), tile.cols, scales[0],
                                codes);
     }
-    transpose(codes, tile.rows, tile.cols, column_codes(args, tile), layout.rows);
+    transpose(codes, tile.rows, tile.cols, column_codes(args, tile), layout.line_length());
   }
   if (args.transposed) write_words(args, tile, true, columns);
 }
@@ -321,12 +326,22 @@ void raise_to(float& target, int32_t magnitude) {
   }
 }
 
+void zero_gaps(const QuantizeArgs& args, const Tile& tile) {
+  if (!args.transposed || !args.layout.aligned || tile.rows == 0) return;
+  const Gap gap = gap_of(args.layout, tile);
+  const int64_t stride = args.layout.line_length();
+  uint8_t* lines = first_line(args, tile);
+  zero_lines(lines, stride, tile.cols, gap.before);
+  zero_lines(lines + gap.begin, stride, tile.cols, gap.end - gap.begin);
+}
+
 void write_tile_cpu(const QuantizeArgs& args, const Tile& tile, const Values& values) {
   visit_fp8(args.element, [&](auto element) {
     constexpr DType type = decltype(element)::value;
     args.layout.mode == ScaleMode::kMx ? write_mx_tile<type>(args, tile, values)
                                        : write_fp8_tile<type>(args, tile, values);
   });
+  zero_gaps(args, tile);
 }
 
 }  // namespace transformer_plugin::quantize

@@ -47,6 +47,8 @@ void load_tile_cpu(const Args& args, const Tile& tile, Values& values) {
 }
 // Codes of a tile, row by row, to its columns as lines `stride` apart.
 void transpose(const uint8_t (*codes)[kTile], int rows, int cols, uint8_t* output, int64_t stride);
+// The zeros around the tile in aligned lines of transposed data.
+void zero_gaps(const QuantizeArgs& args, const Tile& tile);
 int32_t magnitude_of_tile(const Tile& tile, const Values& values);
 // Of several threads, the largest wins.
 void raise_to(float& target, int32_t magnitude);

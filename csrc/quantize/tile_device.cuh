@@ -135,8 +135,8 @@ struct TransposedLines {
   bool vectors;
 
   __device__ __forceinline__ TransposedLines(const Layout& layout, const Tile& tile, const void* data)
-      : first((tile.member * layout.cols + tile.col) * layout.rows + tile.row),
-        stride(layout.rows),
+      : first((tile.member * layout.cols + tile.col) * layout.line_length() + line_begin(layout, tile)),
+        stride(layout.line_length()),
         vectors(tile.rows == kTile && stride % 16 == 0 &&
                 (reinterpret_cast<uintptr_t>(data) + first) % 16 == 0) {}
 };

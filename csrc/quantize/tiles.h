@@ -5,6 +5,10 @@
 // and one whole square block, and one tile routine serves every format. After the groups comes the tail as
 // one more member, whose values are zero and whose scales are zero.
 //
+// Lines of transposed data of a ragged matrix may be longer than its rows (`aligned`): member m of G groups and the tail begins
+// at round_up(row, 32) + 32 m, where `row` is its first row, and zeros lie between. That needs no sum over the groups, leaves 32
+// bytes or more between two of them, and each has sectors of memory of its own.
+//
 // Scales (FP32, R rows, C columns, up4 = rounded up to a multiple of 4, rb = row block, cb = column block):
 //   per tensor   [members]                                    scale[member]
 //   rows         row-wise   [ceil(C/128), up4(R)]             scale[cb][row]
@@ -76,6 +80,14 @@ struct alignas(8) Window {
   uint8_t below;     // rows of that block from there on; 0 where none is above
 };
 
+// Length of a line of aligned groups, for any split of the rows, and where its row tiles begin.
+TP_HOST_DEVICE int64_t aligned_length(int64_t rows, int64_t groups) {
+  return (rows + kEvenRows - 1) / kEvenRows * kEvenRows + kEvenRows * (groups + 1);
+}
+TP_HOST_DEVICE int64_t aligned_begin(int64_t row, int64_t member) {
+  return (row + kEvenRows - 1) / kEvenRows * kEvenRows + kEvenRows * member;
+}
+
 struct Layout {
   int64_t members;  // matrices of a 3-D input, else 1
   int64_t rows;     // of each member; of the whole buffer when grouped
@@ -83,11 +95,15 @@ struct Layout {
   int64_t groups;                 // 0 unless grouped
   const RowTile* row_tile_table;  // [row_tiles()] when grouped, else null
   ScaleMode mode;
-  bool square;            // blocks with as many rows as columns
-  bool tiled;             // words of byte scales in tiles
-  const Window* windows;  // [window_count(rows)] when grouped on a GPU and groups are not merged
+  bool square;  // blocks with as many rows as columns
+  bool tiled;   // words of byte scales in tiles
+  const Window*
+      windows;  // [window_count(rows)] when grouped on a GPU, and groups are neither merged nor aligned
+  bool aligned = false;  // lines of transposed data: kAligned
 
   TP_HOST_DEVICE bool grouped() const { return row_tile_table != nullptr; }
+  // Elements of a line of transposed data.
+  TP_HOST_DEVICE int64_t line_length() const { return aligned ? aligned_length(rows, groups) : rows; }
   // Enough for any split of the rows: each group, and the tail, begins a tile of its own.
   TP_HOST_DEVICE static int64_t row_tiles(int64_t rows, int64_t groups) {
     return ceil_div(rows, kTile) + groups;
@@ -198,6 +214,26 @@ TP_HOST_DEVICE Tile tile_at(const Layout& layout, int64_t index, int32_t used = 
   const int64_t cols = layout.cols - tile.col;
   tile.cols = static_cast<int>(cols < kTile ? cols : kTile);
   return tile;
+}
+
+// Where the tile begins in its lines of transposed data.
+TP_HOST_DEVICE int64_t line_begin(const Layout& layout, const Tile& tile) {
+  return layout.aligned ? aligned_begin(tile.row, tile.group) : tile.row;
+}
+// The zeros of aligned lines before a tile, which are the first's, and after it: up to the next that holds rows, which is
+// nothing within a group.
+struct Gap {
+  int64_t before;  // from 0
+  int64_t begin, end;
+};
+TP_HOST_DEVICE Gap gap_of(const Layout& layout, const Tile& tile) {
+  const int64_t begin = line_begin(layout, tile);
+  Gap gap = {tile.row_tile == 0 ? begin : 0, begin + tile.rows, layout.line_length()};
+  if (tile.row_tile + 1 < tile.used) {
+    const RowTile& next = layout.row_tile_table[tile.row_tile + 1];
+    gap.end = aligned_begin(next.row, next.group);
+  }
+  return gap;
 }
 
 // Where the scale of row `r`, column `c` of the tile lies, for data in the given direction.

@@ -219,7 +219,8 @@ def _grouped_quantize(
     oriented = _oriented(input, format, transposed)
     random = _random(oriented, format, seed, transposed)
     per_byte = 2 if format.family == "nvfp4" else 1
-    shape = (oriented.shape[0], oriented.shape[1] // per_byte)
+    width = format.line_length(oriented.shape[1], groups) if transposed else oriented.shape[1]
+    shape = (oriented.shape[0], width // per_byte)
     data = torch.zeros(shape, dtype=torch.uint8, device=input.device)
     for g, (begin, end, block) in enumerate(_groups(group_sizes)):
         rows = slice(begin, end)
@@ -230,7 +231,9 @@ def _grouped_quantize(
             _group_amax(amax, format, g, rows, transposed),
             None if random is None else random[where],
         )
-        (data[:, begin // per_byte : end // per_byte] if transposed else data[rows]).copy_(group_data)
+        first = format.line_begin(begin, g)
+        line = slice(first // per_byte, (first + end - begin) // per_byte)
+        (data[:, line] if transposed else data[rows]).copy_(group_data)
         part = layout.of_group(scale, g, begin, end, block, transposed)
         used = tuple(slice(min(n, m)) for n, m in zip(part.shape, group_scale.shape, strict=True))
         part[used] = group_scale[used]
@@ -269,9 +272,13 @@ def grouped_dequantize(
     per_byte = 2 if fmt.family == "nvfp4" else 1
     rows, columns = data.shape[::-1] if transposed else data.shape
     rows, columns = (rows * per_byte, columns) if transposed else (rows, columns * per_byte)
+    if transposed:
+        rows -= fmt.line_length(0, group_sizes.numel())
     output = torch.zeros(rows, columns, dtype=dtype, device=data.device)
     for g, (begin, end, block) in enumerate(_groups(group_sizes)):
-        group_data = data[:, begin // per_byte : end // per_byte] if transposed else data[begin:end]
+        first = fmt.line_begin(begin, g)
+        line = slice(first // per_byte, (first + end - begin) // per_byte)
+        group_data = data[:, line] if transposed else data[begin:end]
         group_scale = layout_of(fmt).of_group(scale_inv, g, begin, end, block, transposed)
         group_amax = _group_amax(amax, fmt, g, slice(begin, end), transposed)
         output[begin:end] = dequantize(group_data, group_scale, fmt, dtype, transposed, group_amax)
