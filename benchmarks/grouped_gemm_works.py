@@ -97,6 +97,7 @@ class Data:
             for kind, sizes in self.sizes.items()
         }
         self.weight8_row_scale = self.weight8_whole[1].unsqueeze(1).expand(-1, shape.n).contiguous()
+        self.x8_rows, self.weight8_rows = ops.quantize_rowwise(self.x), ops.quantize_rowwise(self.weight)
         self.weight_mx = ops.quantize(self.weight, MX_FORMAT)
         self.x_mx = {
             kind: ops.grouped_quantize(self.x, sizes, MX_FORMAT) for kind, sizes in self.sizes.items()
@@ -168,6 +169,23 @@ def _torch_fp8_forward(data: Data, kind: str) -> Tensor:
     )
 
 
+def _fp8_rows_forward(data: Data, kind: str) -> Tensor:
+    return ops.grouped_gemm_rowwise(*data.x8_rows, *data.weight8_rows, data.sizes[kind])
+
+
+def _torch_fp8_rows_forward(data: Data, kind: str) -> Tensor:
+    (x, x_scale), (weight, weight_scale) = data.x8_rows, data.weight8_rows
+    return torch._scaled_grouped_mm(
+        x,
+        weight.mT,
+        x_scale,
+        weight_scale,
+        data.ends[kind],
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+
+
 def _mx_forward(data: Data, kind: str) -> Tensor:
     sizes, formats = data.sizes[kind], (MX_FORMAT, MX_FORMAT)
     return ops.grouped_gemm_quantized(*data.x_mx[kind], *data.weight_mx, sizes, *formats, torch.bfloat16)
@@ -227,6 +245,11 @@ def _fp8_whole_forward_factors(data: Data, kind: str, group: int) -> Factors:
     (x, x_scale), (weight, weight_scale) = data.x8_whole[kind], data.weight8_whole
     rows = data.rows_of(kind, group)
     return x[rows].float() * x_scale[group], (weight[group].float() * weight_scale[group]).T
+
+
+def _fp8_rows_forward_factors(data: Data, kind: str, group: int) -> Factors:
+    (x, x_scale), (weight, weight_scale), rows = data.x8_rows, data.weight8_rows, data.rows_of(kind, group)
+    return x[rows].float() * x_scale[rows, None], (weight[group].float() * weight_scale[group, :, None]).T
 
 
 def _mx_forward_factors(data: Data, kind: str, group: int) -> Factors:
@@ -299,6 +322,10 @@ WORKS = (
     Work(
         "FP8 forward, whole groups", _fp8_whole_forward, _torch_fp8_forward,
         "_scaled_grouped_mm by rows, fast accumulation", _fp8_whole_forward_factors,
+    ),
+    Work(
+        "FP8 forward, per row", _fp8_rows_forward, _torch_fp8_rows_forward,
+        "_scaled_grouped_mm by rows, fast accumulation", _fp8_rows_forward_factors,
     ),
     Work(
         "MXFP8 forward", _mx_forward, forward, "grouped_gemm of bfloat16", _mx_forward_factors, same_numbers=False

@@ -63,6 +63,10 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "requantize_transposed(Tensor data, Tensor scale_inv, str format, ScalarType dtype, "
       "Tensor? group_sizes=None, Tensor? amax=None, Tensor? amax_t=None, Tensor? seed=None) -> (Tensor, Tensor)");
+  // Rows of FP8 codes under one scale each; no format of its own.
+  m.def(
+      "quantize_rowwise(Tensor input, *, str element=\"e4m3\", bool power_of_two_scales=False, "
+      "float epsilon=0.0) -> (Tensor codes, Tensor scale)");
   // Delayed scaling: encode scales from earlier steps, at `first` of a state tensor that holds many; the amax of
   // what goes in is maxed into `amax`. The update makes scales of the amaxes; delayed_scale only says which.
   m.def(
@@ -136,6 +140,14 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "str a_format, str b_format, Tensor(a!) out, Tensor? bias=None, Tensor? bias_scale=None, "
       "bool transpose_b=True, Tensor? a_amax=None, Tensor? b_amax=None, Tensor? alpha=None, "
       "Tensor? beta=None, int max_sms=0, int expected_rows=-1) -> ()");
+  // Operands of quantize_rowwise.
+  m.def(
+      "gemm_rowwise(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, *, ScalarType dtype=bfloat16, "
+      "Tensor? alpha=None, Tensor? bias=None) -> Tensor");
+  m.def(
+      "grouped_gemm_rowwise(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor group_sizes, *, "
+      "ScalarType dtype=bfloat16, Tensor? alpha=None, Tensor? bias=None, Tensor? bias_scale=None, "
+      "int max_sms=0, int expected_rows=-1) -> Tensor");
   // The groups' matrices as a list, each anywhere in memory.
   m.def(
       "grouped_gemm_list(Tensor a, Tensor[] b, Tensor group_sizes, Tensor? bias=None, Tensor? bias_scale=None, "

@@ -17,8 +17,8 @@ enum class GroupedMode : int32_t {
   kWeightGrad,  // a [T, m], b [T, n]: each group sums over its own rows
 };
 
-// What the scales of FP8 operands are of: FP32 of blocks of 128 or of whole groups, E8M0 of 32 codes, E4M3 of 16.
-enum class ScaleKind : int32_t { kBlocks, kGroups, kMx, kNv };
+// What the scales of FP8 operands are of: FP32 of blocks of 128, of whole groups or of rows, E8M0 of 32 codes, E4M3 of 16.
+enum class ScaleKind : int32_t { kBlocks, kGroups, kRows, kMx, kNv };
 
 struct GroupedKernelArgs {
   const void* a;

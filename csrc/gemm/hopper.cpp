@@ -132,6 +132,7 @@ void launch_hopper(GroupedMode mode, const GroupedKernelArgs& args, void* stream
   switch (mode) {
     case GroupedMode::kForward:
       if (!codes) return launch_hopper_forward(args, plan, stream);
+      if (args.scale_kind == ScaleKind::kRows) return launch_hopper_rowwise(args, plan, stream);
       if (args.scale_kind == ScaleKind::kMx) return launch_hopper_mx(args, plan, stream);
       if (args.scale_kind == ScaleKind::kNv) return launch_hopper_nv(args, plan, stream);
       return blocks ? launch_hopper_blocks(args, plan, stream) : launch_hopper_codes(args, plan, stream);

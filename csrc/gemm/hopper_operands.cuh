@@ -12,9 +12,10 @@ struct RowsArgs {
   const float* alpha;
   const float* bias;
   const float* bias_scale;
-  const float* a_scale;  // of blocks of 1x128, [ceil(k / 128), a_scale_width]; of whole groups, [groups]
-  const float*
-      b_scale;  // of blocks of 128x128, [groups, ceil(n / 128), b_scale_width]; of whole groups, [groups]
+  // Of blocks of 1x128, [ceil(k / 128), a_scale_width]; of whole groups, [groups]; of rows, [rows].
+  const float* a_scale;
+  // Of blocks of 128x128, [groups, ceil(n / 128), b_scale_width]; of whole groups, [groups]; of rows, [groups, n].
+  const float* b_scale;
   int64_t out_row_stride, a_scale_width;
   int b_scale_width;
   int groups, rows, n, k;
@@ -44,7 +45,7 @@ struct Plain {
   using Shared = SharedMemory;
   using ScaleCopy = NoScaleCopy;
   static constexpr bool b_by_columns = by_columns;
-  static constexpr bool group_scales = false;
+  static constexpr bool group_scales = false, row_scales = false;
 
   static __device__ __forceinline__ void sum(const RowsArgs&, Shared& shared, Place<Shared>& place, int steps,
                                              const Part& part, float (&sums)[kSums]) {
@@ -77,7 +78,7 @@ struct Blocks {
   using Out = __nv_bfloat16;
   using Shared = RowScaledShared;
   static constexpr bool b_by_columns = false;
-  static constexpr bool group_scales = false;
+  static constexpr bool group_scales = false, row_scales = false;
   static constexpr int kBlock = 128;
   static_assert(kStep<Element> == kBlock && kTileColumns == 2 * kBlock, "a stage is a block of k");
 
@@ -147,7 +148,7 @@ struct Codes {
   using Shared = PlainShared;
   using ScaleCopy = NoScaleCopy;
   static constexpr bool b_by_columns = false;
-  static constexpr bool group_scales = true;
+  static constexpr bool group_scales = true, row_scales = false;
 
   static __device__ __forceinline__ void sum(const RowsArgs&, Shared& shared, Place<Shared>& place, int steps,
                                              const Part& part, float (&sums)[kSums]) {
@@ -158,6 +159,12 @@ struct Codes {
                         [&] { release(shared, place.stage); });
     }
   }
+};
+
+// The same under one scale for each row of both operands.
+template <DType a_type>
+struct RowScaledCodes : Codes<a_type> {
+  static constexpr bool group_scales = false, row_scales = true;
 };
 
 }  // namespace transformer_plugin::gemm::hopper

@@ -18,6 +18,7 @@ bool is_codes(GroupedMode mode, const GroupedKernelArgs& args) {
   switch (args.scale_kind) {
     case ScaleKind::kBlocks: return e4m3;
     case ScaleKind::kGroups: return e4m3 || args.dtype == DType::kFloat8E5M2;
+    case ScaleKind::kRows: return mode == GroupedMode::kForward && (e4m3 || args.dtype == DType::kFloat8E5M2);
     case ScaleKind::kMx: return mode == GroupedMode::kForward && e4m3;
     case ScaleKind::kNv: return mode == GroupedMode::kForward && args.dtype == DType::kFloat4E2M1;
   }

@@ -123,10 +123,32 @@ struct StoreRows {
   }
 };
 
+// The scales of the rows of both operands (rowwise_scales.h).
+template <typename Epilogue>
+__device__ __forceinline__ void scale_rows(const RowsArgs& args, const Part& part, float (&sums)[kSums]) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int low = part.row + threadIdx.x % kWarpgroup / kWarpSize * 16 + lane / 4, high = low + 8;
+  const float scale_low = low < part.end_row ? args.a_scale[low] : 0.0f;
+  const float scale_high = high < part.end_row ? args.a_scale[high] : 0.0f;
+  const float* b_scale = args.b_scale + static_cast<int64_t>(part.group) * args.n;
+#pragma unroll
+  for (int j = 0; j < kTileColumns / 8; ++j) {
+    const int own = Epilogue::line_of_sums(args, part, j) + lane % 4 * 2;
+    if (own < args.n) {
+      const float x = b_scale[own], y = b_scale[own + 1];
+      sums[j * 4] = sums[j * 4] * (scale_low * x);
+      sums[j * 4 + 1] = sums[j * 4 + 1] * (scale_low * y);
+      sums[j * 4 + 2] = sums[j * 4 + 2] * (scale_high * x);
+      sums[j * 4 + 3] = sums[j * 4 + 3] * (scale_high * y);
+    }
+  }
+}
+
 // The one rounding comes after this.
 template <typename Kind, typename Epilogue = StoreRows<typename Kind::Out>>
 __device__ __forceinline__ void scale_and_add_bias(const RowsArgs& args, const Part& part,
                                                    float (&sums)[kSums]) {
+  if constexpr (Kind::row_scales) scale_rows<Epilogue>(args, part, sums);
   if (Kind::group_scales || args.alpha) {
     const float factor = factor_of<Kind::group_scales>(args, part.group);
 #pragma unroll
@@ -202,8 +224,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       for (int index = cluster_in_grid(); walk.find(index, tile); index += clusters) {
         const int row = walk.begin_row + tile.row * kTileRows;
         if (threadIdx.x == 0) {
-          // Quantized matrices have no list.
-          const bool listed = sizeof(Element) == 2 && b_maps != nullptr;
+          const bool listed = b_maps != nullptr;
           const CUtensorMap& own_map = listed ? b_maps[tile.group] : b_map;
           const int matrix = listed ? 0 : tile.group;
           if (listed && tile.group != entered) acquire(&own_map);

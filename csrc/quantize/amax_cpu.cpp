@@ -1,44 +1,23 @@
 #include <algorithm>
-#include <cstring>
-#include <limits>
-#include <type_traits>
 
 #include "quantize/amax.h"
 #include "quantize/hadamard_cpu.h"
+#include "quantize/magnitudes_cpu.h"
 #include "quantize/row_walk_cpu.h"
 #include "quantize/tile_cpu.h"
 
 namespace transformer_plugin::quantize {
 namespace {
 
-// Magnitudes order like their bits, and those of 16-bit floats fit twice as many into a vector.
-template <typename T>
-using Bits = std::conditional_t<sizeof(T) == 2, int16_t, int32_t>;
-
-template <typename T>
-TP_HOST_DEVICE Bits<T> bits_of(T value) {
-  constexpr int32_t infinity = std::is_same_v<T, float>       ? 0x7f800000
-                               : std::is_same_v<T, c10::Half> ? 0x7c00
-                                                              : 0x7f80;
-  Bits<T> bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  bits &= std::numeric_limits<Bits<T>>::max();
-  return bits > infinity ? Bits<T>{0} : bits;
-}
-
 // What `raise_to` takes.
 template <typename T>
 int32_t magnitude_of_bits(Bits<T> bits) {
-  T value;
-  std::memcpy(static_cast<void*>(&value), &bits, sizeof(value));
-  return magnitude(static_cast<float>(value));
+  return magnitude(float_of_bits<T>(bits));
 }
 
 template <typename T>
 TP_CPU_CLONES Bits<T> largest_of(const T* values, int64_t count) {
-  Bits<T> largest = 0;
-  for (int64_t i = 0; i < count; ++i) largest = std::max(largest, bits_of(values[i]));
-  return largest;
+  return largest_bits(values, count);
 }
 
 template <typename T>

@@ -42,7 +42,10 @@ from transformer_plugin.ops.gemm import (
     grouped_linear,
     linear,
 )
-from transformer_plugin.ops.gemm_list import grouped_gemm_list, grouped_gemm_wgrad_list_out
+from transformer_plugin.ops.gemm_list import (
+    grouped_gemm_list,
+    grouped_gemm_wgrad_list_out,
+)
 from transformer_plugin.ops.gemm_out import (
     gemm_out,
     gemm_quantized_out,
@@ -105,6 +108,7 @@ from transformer_plugin.ops.routing import (
     unpermute,
     unpermute_backward,
 )
+from transformer_plugin.ops.rowwise import gemm_rowwise, grouped_gemm_rowwise, quantize_rowwise
 
 __all__ = [
     "GroupedGemmPlan",
@@ -133,6 +137,7 @@ __all__ = [
     "gemm_out",
     "gemm_quantized",
     "gemm_quantized_out",
+    "gemm_rowwise",
     "grouped_bias_backward",
     "grouped_dequantize",
     "grouped_gemm",
@@ -141,6 +146,7 @@ __all__ = [
     "grouped_gemm_plan",
     "grouped_gemm_quantized",
     "grouped_gemm_quantized_out",
+    "grouped_gemm_rowwise",
     "grouped_gemm_swiglu",
     "grouped_gemm_swiglu_backward",
     "grouped_gemm_wgrad",
@@ -176,6 +182,7 @@ __all__ = [
     "quantize_list",
     "quantize_list_both",
     "quantize_out",
+    "quantize_rowwise",
     "quantize_scaled",
     "quantize_scaled_both",
     "quantize_transposed",

@@ -84,6 +84,7 @@ from transformer_plugin.reference.routing import (
     unpermute,
     unpermute_backward,
 )
+from transformer_plugin.reference.rowwise import gemm_rowwise, grouped_gemm_rowwise, quantize_rowwise
 
 __all__ = [
     "amax",
@@ -102,11 +103,13 @@ __all__ = [
     "gather_rows_backward",
     "gemm",
     "gemm_out",
+    "gemm_rowwise",
     "grouped_bias_backward",
     "grouped_dequantize",
     "grouped_gemm",
     "grouped_gemm_list",
     "grouped_gemm_out",
+    "grouped_gemm_rowwise",
     "grouped_gemm_swiglu",
     "grouped_gemm_swiglu_backward",
     "grouped_gemm_wgrad",
@@ -139,6 +142,7 @@ __all__ = [
     "quantize_list",
     "quantize_list_both",
     "quantize_out",
+    "quantize_rowwise",
     "quantize_scaled",
     "quantize_scaled_both",
     "quantize_transposed",

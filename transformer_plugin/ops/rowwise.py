@@ -1,0 +1,126 @@
+"""FP8 with a scale for each row, what ``torch._scaled_grouped_mm`` calls row-wise scaling: quantize, and products.
+
+Letters as in :mod:`transformer_plugin.ops.gemm`, whose words on ``group_sizes``, tails, ``alpha`` and
+``max_sms`` hold here too. Row-wise FP8 is no format of the quantize family and has no recipe: a matrix is codes
+``[..., K]`` and float32 scales ``[...]``, ``value = float(code) * scale`` along a row.
+
+The order of an output's steps is written down, the same on CPU and CUDA: an FP32 sum, times the product of both scales,
+times ``alpha``, then one fma adds the bias, then one rounding. On a Hopper codes are multiplied as they are into
+bfloat16, N a multiple of 8 and K of 16: sums of 128 products as FP8 units make them, added in FP32
+(:mod:`transformer_plugin.ops.gemm` says how far off these may be). Elsewhere, and into other dtypes, both operands are
+widened first, exactly, and the sum is one in FP32 of exact products; on CUDA the widened copies, in bfloat16, and the
+FP32 sums are in memory then.
+
+Weight gradients by rows are not taken: they sum over the rows, whose scales no factor of the whole sum can be. Quantize
+their operands along the columns in ``fp8_tensor`` or ``fp8_block``
+(:func:`~transformer_plugin.ops.quantize_transposed`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.transformer_plugin
+
+
+def quantize_rowwise(
+    input: Tensor, *, element: str = "e4m3", power_of_two_scales: bool = False, epsilon: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """FP8 codes under one scale for each row.
+
+    Args:
+        input: ``[..., K]`` float32, bfloat16 or float16, at least 1 dimension; any strides, any sizes including 0.
+        element: ``"e4m3"`` (largest 448) or ``"e5m2"`` (57344).
+        power_of_two_scales: clears the mantissa of the factor before rounding.
+        epsilon: an amax below it counts as it.
+
+    Returns:
+        ``codes`` float8 in the shape of ``input`` and ``scale`` float32 ``[...]``, of decoding: the arithmetic of
+        ``fp8_tensor`` (:mod:`transformer_plugin.ops.quantize`) with a row in place of the tensor. The same bytes on
+        CPU and CUDA. Not differentiable.
+
+    Raises:
+        TypeError: another dtype. ValueError: no dimension, another element, an epsilon that is negative or not finite.
+    """
+    return _ops.quantize_rowwise.default(
+        input, element=element, power_of_two_scales=power_of_two_scales, epsilon=epsilon
+    )
+
+
+def gemm_rowwise(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    alpha: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """``alpha * (a_scale[:, None] * a) @ (b_scale[:, None] * b).T + bias`` of FP8 codes.
+
+    Args:
+        a, a_scale: ``[M, K]`` float8_e4m3fn or float8_e5m2, and float32 ``[M]``.
+        b, b_scale: ``[N, K]`` float8_e4m3fn, and float32 ``[N]``.
+        dtype: of the output: float32, bfloat16 or float16.
+        alpha: float32 ``[1]``; 1 by default.
+        bias: ``[N]``, any float dtype.
+
+    Returns:
+        ``[M, N]``. Not differentiable; no weight gradient is taken by rows.
+
+    Raises:
+        TypeError: another dtype. ValueError: sizes or devices that do not agree.
+    """
+    return _ops.gemm_rowwise.default(a, a_scale, b, b_scale, dtype=dtype, alpha=alpha, bias=bias)
+
+
+def grouped_gemm_rowwise(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    group_sizes: Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    alpha: Tensor | None = None,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    max_sms: int = 0,
+    expected_rows: int = -1,
+) -> Tensor:
+    """:func:`gemm_rowwise` of each group's rows and the group's matrix.
+
+    ``out[i, n] = sum_k(a[i, k] * b[g, n, k]) * (a_scale[i] * b_scale[g, n]) * alpha[g] + bias_scale[i] * bias[g, n]``
+    for the rows i of group g.
+
+    Args:
+        a, a_scale: ``[T, K]`` float8_e4m3fn or float8_e5m2, and float32 ``[T]``.
+        b, b_scale: ``[G, N, K]`` float8_e4m3fn, and float32 ``[G, N]``.
+        group_sizes: int32 or int64 ``[G]``.
+        dtype: of the output: float32, bfloat16 or float16.
+        alpha: float32 ``[G]``; 1 by default.
+        bias: ``[G, N]``, any float dtype.
+        bias_scale: float32 ``[T]``, a factor of the bias for each row; 1 by default.
+
+    Returns:
+        ``[T, N]``, tail rows zero. Not differentiable; no weight gradient is taken by rows.
+
+    Raises:
+        TypeError: another dtype. ValueError: sizes or devices that do not agree, a scale without a bias, and on a CPU
+        group sizes that are negative or sum to more than T.
+    """
+    return _ops.grouped_gemm_rowwise.default(
+        a,
+        a_scale,
+        b,
+        b_scale,
+        group_sizes,
+        dtype=dtype,
+        alpha=alpha,
+        bias=bias,
+        bias_scale=bias_scale,
+        max_sms=max_sms,
+        expected_rows=expected_rows,
+    )

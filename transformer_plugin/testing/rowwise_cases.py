@@ -1,0 +1,102 @@
+"""Inputs that FP8 with a scale for each row must get right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.testing.cases import FLOAT_DTYPES, Case, randn
+from transformer_plugin.testing.gemm_cases import (
+    GROUPED_SHAPES,
+    GroupedShape,
+    group_sizes,
+    normals,
+    poison_tail,
+)
+
+#: The last is what a row is; from 1024 on, widths at which a GPU takes other kernels.
+ROWWISE_SHAPES: tuple[tuple[int, ...], ...] = (
+    (5,), (0,), (0, 7), (3, 0), (1, 1), (17, 127), (9, 128), (3, 5, 40), (2, 0, 3, 8), (9, 512), (5, 516), (9, 1024),
+    (5, 1032), (3, 2056), (3, 4100), (2, 8192), (2, 8200), (2, 16384), (2, 16392), (1, 16385),
+)  # fmt: skip
+#: element, power-of-two scales, epsilon.
+ROWWISE_OPTIONS = (
+    ("e4m3", False, 0.0),
+    ("e5m2", False, 0.0),
+    ("e4m3", True, 0.0),
+    ("e5m2", True, 1e-3),
+    ("e4m3", False, 0.25),
+)
+
+
+def quantize_rowwise_cases() -> Iterator[Case]:
+    """(input, options by name): every shape, dtype and option, rows of magnitudes that differ."""
+    for dtype in FLOAT_DTYPES:
+        for index, shape in enumerate(ROWWISE_SHAPES):
+            for element, pow2, epsilon in ROWWISE_OPTIONS[index % 2 :: 2]:
+
+                def make(
+                    device: torch.device,
+                    generator: torch.Generator,
+                    shape: tuple[int, ...] = shape,
+                    dtype: torch.dtype = dtype,
+                    options: tuple[str, bool, float] = (element, pow2, epsilon),
+                ) -> tuple[Any, ...]:
+                    values = randn(shape, torch.float32, torch.device("cpu"), generator)
+                    values *= 2.0 ** torch.randint(-12, 12, (*shape[:-1], 1), generator=generator)
+                    names = ("element", "power_of_two_scales", "epsilon")
+                    return values.to(dtype).to(device), dict(zip(names, options, strict=True))
+
+                size = "x".join(map(str, shape))
+                yield Case(f"{str(dtype)[6:]}-{size}-{element}-{pow2}-{epsilon}", make)
+
+
+def row_codes(
+    shape: tuple[int, ...],
+    device: torch.device,
+    generator: torch.Generator,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> tuple[Tensor, Tensor]:
+    """Codes of normal values and any scale for each row, so that float16 holds their products."""
+    codes = (normals(shape, torch.float32, torch.device("cpu"), generator) * 8).to(dtype).to(device)
+    return codes, 2.0 ** (randn(shape[:-1], torch.float32, device, generator, 2.0) - 6)
+
+
+def poison_codes(codes: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """NaN in every row past the groups."""
+    codes.view(torch.uint8)[sum(sizes) :] = 0x7F
+    return codes
+
+
+def grouped_gemm_rowwise_cases() -> Iterator[Case]:
+    """(a, a_scale, b, b_scale, group_sizes, options by name): every shape, both elements of ``a``, alone, with a bias,
+    and with a scaled one and factors. Tail rows are NaN."""
+    for index, shape in enumerate(GROUPED_SHAPES):
+        for extra in ("plain", "bias", "scaled"):
+
+            def make(
+                device: torch.device,
+                generator: torch.Generator,
+                shape: GroupedShape = shape,
+                extra: str = extra,
+                dtype: torch.dtype = (torch.float8_e4m3fn, torch.float8_e5m2)[index % 2],
+                size_dtype: torch.dtype = (torch.int64, torch.int32)[index % 2],
+            ) -> tuple[Any, ...]:
+                groups = len(shape.sizes)
+                a, a_scale = row_codes((shape.rows, shape.k), device, generator, dtype)
+                b, b_scale = row_codes((groups, shape.n, shape.k), device, generator)
+                more: dict[str, Tensor] = {}
+                if extra != "plain":
+                    more["bias"] = normals((groups, shape.n), torch.bfloat16, device, generator)
+                if extra == "scaled":
+                    scale = normals((shape.rows,), torch.float32, device, generator)
+                    more["bias_scale"] = poison_tail(scale, shape.sizes)
+                    more["alpha"] = normals((groups,), torch.float32, device, generator)
+                poison_tail(a_scale, shape.sizes)
+                sizes = group_sizes(shape, device, size_dtype)
+                return poison_codes(a, shape.sizes), a_scale, b, b_scale, sizes, more
+
+            yield Case(f"{shape.name}-{extra}", make)
