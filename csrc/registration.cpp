@@ -153,6 +153,11 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "grouped_gemm_list(Tensor a, Tensor[] b, Tensor group_sizes, Tensor? bias=None, Tensor? bias_scale=None, "
       "bool transpose_b=True, ScalarType? dtype=None, Tensor? alpha=None, Tensor? rows=None, "
       "int max_sms=0, int expected_rows=-1) -> Tensor");
+  m.def(
+      "grouped_gemm_quantized_list(Tensor a, Tensor a_scale, Tensor[] b, Tensor[] b_scale, Tensor group_sizes, "
+      "str a_format, str b_format, ScalarType dtype, Tensor? bias=None, Tensor? bias_scale=None, "
+      "bool transpose_b=True, Tensor? a_amax=None, Tensor[]? b_amax=None, Tensor? alpha=None, "
+      "int max_sms=0, int expected_rows=-1) -> Tensor");
   m.def("gather_rows_backward(Tensor grad, Tensor rows, Tensor group_sizes, SymInt num_rows) -> Tensor");
   m.def(
       "grouped_gemm_wgrad(Tensor grad, Tensor input, Tensor group_sizes, ScalarType? dtype=None, "

@@ -50,6 +50,7 @@ from transformer_plugin.testing.quantize_cases import (
     quantize_cases,
     rows_of,
 )
+from transformer_plugin.testing.rowwise_cases import grouped_gemm_rowwise_cases, quantize_rowwise_cases
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 Call = Callable[[], Any]
@@ -139,6 +140,25 @@ def _grouped_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, *more: 
         ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16, *extra)
 
 
+def _quantize_rowwise(input: torch.Tensor, options: dict[str, Any]) -> None:
+    ops.quantize_rowwise(input, **options)
+
+
+def _grouped_gemm_rowwise(*arguments: Any) -> None:
+    *operands, more = arguments
+    for dtype in (torch.bfloat16, torch.float32):
+        ops.grouped_gemm_rowwise(*operands, dtype=dtype, **more)
+
+
+def _grouped_gemm_list(a: torch.Tensor, b: list[torch.Tensor], sizes: torch.Tensor, *more: Any) -> None:
+    ops.grouped_gemm_list(a, b, sizes, *more)
+    *extra, transpose_b = more
+    if transpose_b:
+        formats = "fp8_block", "fp8_block:square"
+        operands = *ops.grouped_quantize(a, sizes, formats[0]), *ops.quantize_list(b, formats[1])
+        ops.grouped_gemm_quantized_list(*operands, sizes, *formats, torch.bfloat16, *extra)
+
+
 def _grouped_wgrad(grad: torch.Tensor, input: torch.Tensor, sizes: torch.Tensor) -> None:
     main_grad = ops.grouped_gemm_wgrad(grad, input, sizes, torch.float32)
     ops.grouped_gemm_wgrad_out(grad, input, sizes, main_grad)
@@ -168,7 +188,9 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
         ("norm_quantize", norm_quantize_cases(), _norm_quantize),
         ("grouped_gemm", grouped_gemm_cases(), _grouped_gemm),
         ("grouped_gemm_wgrad", grouped_wgrad_cases(), _grouped_wgrad),
-        ("grouped_gemm_list", grouped_gemm_list_cases(), ops.grouped_gemm_list),
+        ("grouped_gemm_list", grouped_gemm_list_cases(), _grouped_gemm_list),
+        ("quantize_rowwise", quantize_rowwise_cases(), _quantize_rowwise),
+        ("grouped_gemm_rowwise", grouped_gemm_rowwise_cases(), _grouped_gemm_rowwise),
         ("grouped_gemm_wgrad_list_out", grouped_wgrad_list_cases(), _grouped_wgrad_list),
         ("grouped_gemm_swiglu", grouped_gemm_swiglu_cases(), ops.grouped_gemm_swiglu),
         (

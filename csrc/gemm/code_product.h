@@ -19,7 +19,8 @@ struct CodeOperand {
 };
 
 // out[i] = a[i] @ b[g]^T * alpha[g] + bias_scale[i] * bias[g] for the rows i of group g, rounded once; zero past the last
-// group. No kernel takes `beta` (gemm/grouped_product.h) yet.
+// group. No kernel takes `beta` (gemm/grouped_product.h) yet. With `list`, its matrices stand for those of `b`, which then is
+// the first of them; MXFP8 and NVFP4 take none yet.
 struct CodeProduct {
   ScaleKind scales;
   CodeOperand a;                                // [T, K], blocks of 1x128
@@ -30,6 +31,7 @@ struct CodeProduct {
   const std::optional<at::Tensor>& alpha;       // float32 [G]
   const std::optional<at::Tensor>& beta;
   LaunchOptions options = {};
+  at::TensorList list = {};  // [N, K] of each group, or none; the scales of `b` are then those of all
 };
 
 // out[g] = grad[g] @ input[g]^T * alpha[g], added to what is there when `accumulate`; the sum runs over the group's columns.

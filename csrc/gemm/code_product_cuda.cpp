@@ -1,5 +1,8 @@
 #ifdef TRANSFORMER_PLUGIN_CUDA
 
+#include <algorithm>
+#include <vector>
+
 #include "common/tensor.h"
 #include "gemm/align_groups.h"
 #include "gemm/code_product.h"
@@ -11,14 +14,15 @@ namespace {
 
 using at::Tensor;
 
+// torch copies no E2M1.
+Tensor contiguous_codes(const Tensor& codes) {
+  return codes.is_contiguous() ? codes : codes.view(at::kByte).contiguous();
+}
+
 struct Contiguous {
   Tensor data, scale;
   explicit Contiguous(const CodeOperand& operand)
-      : data(operand.data.is_contiguous() ? operand.data : bytes_of(operand.data).contiguous()),
-        scale(operand.scale.contiguous()) {}
-
- private:
-  static Tensor bytes_of(const Tensor& codes) { return codes.view(at::kByte); }  // torch copies no E2M1
+      : data(contiguous_codes(operand.data)), scale(operand.scale.contiguous()) {}
 };
 
 GroupedKernelArgs arguments_of(const Contiguous& a, const Contiguous& b, const std::optional<Tensor>& offsets,
@@ -52,10 +56,18 @@ bool has_code_kernels_cuda(const Tensor& like) { return kBuiltForHopper && is_ho
 
 bool code_product_out_cuda(const CodeProduct& product, const Tensor& out) {
   const CudaScope scope(product.a.data);
+  const bool microscaled = product.scales == ScaleKind::kMx || product.scales == ScaleKind::kNv;
+  if (microscaled && !product.list.empty()) return false;
   const Contiguous a(product.a), b(product.b);
+  std::vector<Tensor> matrices;  // of the list, until the kernels are in the stream
+  matrices.reserve(product.list.size());
+  for (const Tensor& matrix : product.list) matrices.push_back(contiguous_codes(matrix));
+  const DeviceList list(matrices, a.data);
   const auto bias = as_float(product.bias), bias_scale = as_float(product.bias_scale);
   const auto alpha = as_float(product.alpha), beta = as_float(product.beta);
   GroupedKernelArgs args = arguments_of(a, b, product.offsets, product.scales, product.a.data.scalar_type());
+  args.vectors = args.vectors && std::all_of(matrices.begin(), matrices.end(), aligned_rows);
+  args.list = list.get();
   args.options = product.options;
   args.out = out.mutable_data_ptr();
   args.alpha = float_or_null(alpha);

@@ -4,10 +4,30 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <vector>
 
+#include "common/tensor.h"
 #include "gemm/grouped_kernel.h"
 
 namespace transformer_plugin::gemm {
+
+// What a kernel finds the matrices of a list by, until it is launched; nothing of none.
+class DeviceList {
+ public:
+  DeviceList(at::TensorList matrices, const at::Tensor& like) {
+    if (matrices.empty()) return;
+    for (const at::Tensor& matrix : matrices) addresses_.push_back(matrix.const_data_ptr());
+    room_ = empty(like, {list_room(static_cast<int64_t>(matrices.size()))}, at::kByte);
+  }
+  MatrixList get() const {
+    if (addresses_.empty()) return {};
+    return {addresses_.data(), room_.mutable_data_ptr()};
+  }
+
+ private:
+  std::vector<const void*> addresses_;
+  at::Tensor room_;
+};
 
 inline bool aligned_rows(const at::Tensor& tensor) {
   const int64_t row_bytes = tensor.size(-1) * static_cast<int64_t>(tensor.element_size());

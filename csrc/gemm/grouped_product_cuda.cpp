@@ -26,24 +26,6 @@ bool torch_takes(const Tensor& a, const Tensor& b, int64_t groups, at::ScalarTyp
          (major == 10 || (major == 9 && !kBuiltForHopper));
 }
 
-// What a kernel finds the matrices of a list by, until it is launched; nothing of none.
-class DeviceList {
- public:
-  DeviceList(at::TensorList matrices, const Tensor& like) {
-    if (matrices.empty()) return;
-    for (const Tensor& matrix : matrices) addresses_.push_back(matrix.const_data_ptr());
-    room_ = empty(like, {list_room(static_cast<int64_t>(matrices.size()))}, at::kByte);
-  }
-  MatrixList get() const {
-    if (addresses_.empty()) return {};
-    return {addresses_.data(), room_.mutable_data_ptr()};
-  }
-
- private:
-  std::vector<const void*> addresses_;
-  Tensor room_;
-};
-
 // The stack alone, or the matrices of the list, as kernels read them.
 std::vector<Tensor> operands_of(const RowProduct& product) {
   std::vector<Tensor> held;

@@ -92,10 +92,31 @@ def quantized_rows(capacity: int, device: torch.device, formats: tuple[str, str]
         return lambda: ops.grouped_gemm_quantized(*arguments, **amaxes)
 
     x_rows, grad_rows = rows(x), rows(grad)
+    matrices = ops.quantize_list(list(weight), weight_key, weight_amax)
+    own_amaxes = None if weight_amax is None else list(weight_amax.split(1))
+
+    def forward_of_a_list() -> Tensor:
+        arguments = (*x_rows[0], *matrices, sizes, *formats, torch.bfloat16)
+        return ops.grouped_gemm_quantized_list(*arguments, a_amax=x_rows[1], b_amax=own_amaxes)
+
     return {
         "forward": product(x_rows, w_rows),
+        "forward of a list": forward_of_a_list,
         "forward with bias": product(x_rows, w_rows, bias),
         "data gradient": product(grad_rows, w_columns),
+    }
+
+
+def rowwise_products(capacity: int, device: torch.device) -> dict[str, Product]:
+    x, grad, weight, bias = (t.float() for t in inputs(capacity, device))
+    sizes = torch.tensor(SIZES, device=device)
+    forward = *ops.quantize_rowwise(x), *ops.quantize_rowwise(weight), sizes
+    backward = *ops.quantize_rowwise(grad, element="e5m2"), *ops.quantize_rowwise(weight.mT), sizes
+    return {
+        "forward": lambda: ops.grouped_gemm_rowwise(*forward),
+        "forward with bias": lambda: ops.grouped_gemm_rowwise(*forward, bias=bias),
+        "forward in float32": lambda: ops.grouped_gemm_rowwise(*forward, dtype=torch.float32),
+        "data gradient": lambda: ops.grouped_gemm_rowwise(*backward),
     }
 
 
@@ -122,6 +143,7 @@ def fp8_products(capacity: int, device: torch.device, formats: tuple[str, str]) 
 FAMILIES: dict[str, Callable[[int, torch.device], dict[str, Product]]] = {
     "bf16": lambda capacity, device: plain_products(torch.bfloat16, capacity, device),
     "fp16": lambda capacity, device: plain_products(torch.float16, capacity, device),
+    "fp8 by rows": rowwise_products,
     "fp32": lambda capacity, device: plain_products(torch.float32, capacity, device),
     **{name: partial(fp8_products, formats=FORMATS[name]) for name in ("fp8", "fp8 of whole groups")},
     **{name: partial(quantized_rows, formats=FORMATS[name]) for name in ("mxfp8", "nvfp4")},

@@ -32,6 +32,7 @@ from transformer_plugin.testing.quantize_cases import (
     rows_of,
     width_for,
 )
+from transformer_plugin.testing.rowwise_cases import ROWWISE_OPTIONS
 
 PARTS, CASES = 5, 2000  # of each op; parts can run on several workers
 EDGES = [0, 1, 2, 15, 16, 17, 31, 33, 64, 127, 128, 129, 200, 255, 256, 257, 300]
@@ -244,6 +245,12 @@ def quantize_list(name: str) -> Make:
     return make
 
 
+def quantize_rowwise(random: Random) -> Call:
+    input = matrix(random, size(random), random.choice([*EDGES, 1024, 2056, 4100, 8200]))
+    names = ("element", "power_of_two_scales", "epsilon")
+    return ops.quantize_rowwise, (input,), dict(zip(names, random.choice(ROWWISE_OPTIONS), strict=True))
+
+
 OPS: dict[str, Make] = {
     "quantize": quantize("quantize", rows_of),
     "quantize_transposed": quantize("quantize_transposed", columns_of),
@@ -264,6 +271,7 @@ OPS: dict[str, Make] = {
     },
     "rms_norm_quantize": norm("rms_norm_quantize", 1),
     "layer_norm_quantize": norm("layer_norm_quantize", 2),
+    "quantize_rowwise": quantize_rowwise,
     **{name: quantize_list(name) for name in ("quantize_list", "quantize_list_both")},
 }
 

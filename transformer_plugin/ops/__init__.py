@@ -44,6 +44,7 @@ from transformer_plugin.ops.gemm import (
 )
 from transformer_plugin.ops.gemm_list import (
     grouped_gemm_list,
+    grouped_gemm_quantized_list,
     grouped_gemm_wgrad_list_out,
 )
 from transformer_plugin.ops.gemm_out import (
@@ -145,6 +146,7 @@ __all__ = [
     "grouped_gemm_out",
     "grouped_gemm_plan",
     "grouped_gemm_quantized",
+    "grouped_gemm_quantized_list",
     "grouped_gemm_quantized_out",
     "grouped_gemm_rowwise",
     "grouped_gemm_swiglu",

@@ -2,9 +2,10 @@
 
 The ops of :mod:`transformer_plugin.ops.gemm` and :mod:`transformer_plugin.ops.gemm_out` with a list of G matrices in
 place of one tensor ``[G, .., ..]``, with the letters and rules of those pages. The matrices lie anywhere in memory,
-have one shape and one dtype, and are not copied: on CUDA a small launch before the product writes their addresses where
-its kernel finds them. They travel in the arguments of that launch, which is why a list has at most 1024 matrices. Where
-the matrices are views of one tensor at equal distances, the product is that of the tensor.
+have one shape and one dtype, and are not copied (quantized ones on some devices: see the op): on CUDA a small launch
+before the product writes their addresses where its kernel finds them. They travel in the arguments of that launch,
+which is why a list has at most 1024 matrices. Where the matrices are views of one tensor at equal distances, the
+product is that of the tensor.
 
 A CUDA graph keeps the addresses that it was captured with. What lies there may change between replays, as may sizes; a
 matrix that has moved, a parameter whose ``data`` was replaced for example, is not followed.
@@ -52,6 +53,68 @@ def grouped_gemm_list(
     """
     return _ops.grouped_gemm_list.default(
         a, list(b), group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows, max_sms, expected_rows
+    )
+
+
+def grouped_gemm_quantized_list(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Iterable[Tensor],
+    b_scale: Iterable[Tensor],
+    group_sizes: Tensor,
+    a_format: str,
+    b_format: str,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    transpose_b: bool = True,
+    a_amax: Tensor | None = None,
+    b_amax: Iterable[Tensor] | None = None,
+    alpha: Tensor | None = None,
+    max_sms: int = 0,
+    expected_rows: int = -1,
+) -> Tensor:
+    """:func:`~transformer_plugin.ops.grouped_gemm_quantized` with the groups' matrices as a list.
+
+    Args:
+        b, b_scale: 1 to 1024 matrices ``[N, K]``, or ``[K, N]`` when not ``transpose_b``, each quantized by itself in
+            ``b_format``, as :func:`~transformer_plugin.ops.quantize` or :func:`~transformer_plugin.ops.quantize_list`
+            gives them; all of one shape, and as many scales.
+        b_amax: of ``nvfp4``, what each matrix was quantized with; none for the other formats.
+        a, a_scale, group_sizes, a_format, dtype, bias, bias_scale, transpose_b, a_amax, alpha, max_sms, expected_rows:
+            as for :func:`~transformer_plugin.ops.grouped_gemm_quantized`.
+
+    Returns:
+        ``[T, N]``, tail rows zero: the bits of :func:`~transformer_plugin.ops.grouped_gemm_quantized` with the matrices
+        as one tensor. Not differentiable.
+
+    On CUDA the scales, which are small, are copied into one tensor first. Codes are not where a Hopper multiplies
+    ``fp8_block`` and ``fp8_tensor`` as they are, nor where the matrices are views of one tensor in turn; else they are
+    copied into one tensor too (a byte for each element, half of one in ``nvfp4``), before what
+    :func:`~transformer_plugin.ops.grouped_gemm_quantized` does with it. A CPU copies nothing and takes one matrix
+    apart at a time.
+
+    Raises:
+        TypeError: another dtype. ValueError: no matrix or more than 1024, another number of scales or amaxes, and as
+        :func:`~transformer_plugin.ops.grouped_gemm_quantized`.
+    """
+    return _ops.grouped_gemm_quantized_list.default(
+        a,
+        a_scale,
+        list(b),
+        list(b_scale),
+        group_sizes,
+        a_format,
+        b_format,
+        dtype,
+        bias,
+        bias_scale,
+        transpose_b,
+        a_amax,
+        None if b_amax is None else list(b_amax),
+        alpha,
+        max_sms,
+        expected_rows,
     )
 
 

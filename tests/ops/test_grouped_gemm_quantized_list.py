@@ -1,0 +1,280 @@
+"""Grouped products of lists of quantized matrices: float64 products, the bits of the stack, no copies of codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.test_gemm_quantized import (
+    PAIRS,
+    Operand,
+    by_output,
+    by_ragged_pair,
+    fitted,
+    operand,
+    ragged,
+    values,
+)
+from transformer_plugin import ops
+from transformer_plugin.testing.gemm_cases import (
+    GROUPED_SHAPES,
+    GroupedShape,
+    apart,
+    group_sizes,
+    in_fp8_units,
+    normals,
+    poison_tail,
+)
+from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits, fp8_sums
+
+CUDA = torch.device("cuda")
+_ops = torch.ops.transformer_plugin
+SHAPES = [shape for shape in GROUPED_SHAPES if shape.name not in ("no-groups", "257-groups", "1100-groups")]
+by_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+
+
+def matrices(stack: Tensor, key: str) -> list[Operand]:
+    """Each quantized by itself, in memory of its own."""
+    return [operand(matrix, key) for matrix in apart(stack)]
+
+
+def lists(b: list[Operand]) -> tuple[list[Tensor], list[Tensor]]:
+    return [m.data for m in b], [m.scale for m in b]
+
+
+def amaxes(a: Operand, b: list[Operand]) -> dict[str, Any]:
+    given = [m.amax for m in b if m.amax is not None]
+    return {"a_amax": a.amax, "b_amax": given or None}
+
+
+def stacked(tensors: list[Tensor]) -> Tensor:
+    """torch stacks no four-bit floats."""
+    dtype = tensors[0].dtype
+    return torch.stack([t.view(torch.uint8) if t.element_size() == 1 else t for t in tensors]).view(dtype)
+
+
+def product_of_stack(
+    a: Operand, b: list[Operand], sizes: Tensor, formats: tuple[str, str], *rest: Any
+) -> Tensor:
+    """What grouped_gemm_quantized makes of the same bytes as one tensor."""
+    data, scale = (stacked(part) for part in lists(b))
+    per_tensor = formats[1].startswith("fp8_tensor")
+    amax = None
+    if b[0].amax is not None:
+        amax = stacked([m.amax for m in b if m.amax is not None])
+        amax = amax if "row_scaled" in formats[1] else amax.flatten()
+    return ops.grouped_gemm_quantized(
+        *a.pair, data, scale.flatten() if per_tensor else scale, sizes, *formats, *rest, a_amax=a.amax, b_amax=amax
+    )  # fmt: skip
+
+
+@by_ragged_pair
+@by_output
+@by_shape
+def test_values(
+    shape: GroupedShape, dtype: torch.dtype, formats: tuple[str, str], device: torch.device
+) -> None:
+    shape = fitted(shape, formats)
+    units = in_fp8_units(*formats, dtype, shape.n, shape.k, device)
+    generator = torch.Generator().manual_seed(1)
+    a, _, a_values, _ = ragged(shape, shape.k, formats[0], device, 0)
+    sizes = group_sizes(shape, device)
+    bias = normals((len(shape.sizes), shape.n), dtype, device, generator)
+    scale = poison_tail(normals((shape.rows,), torch.float32, device, generator), shape.sizes)
+    for transpose_b, extra in ((True, (bias, scale)), (False, (None, None)), (True, (None, None))):
+        b_shape = (shape.n, shape.k) if transpose_b else (shape.k, shape.n)
+        b = matrices(normals((len(shape.sizes), *b_shape), torch.float32, device, generator), formats[1])
+        rest = (dtype, *extra, transpose_b)
+        got = ops.grouped_gemm_quantized_list(*a.pair, *lists(b), sizes, *formats, *rest, **amaxes(a, b))
+        assert_same_bits(got, product_of_stack(a, b, sizes, formats, *rest), "the stack's")
+        begin = 0
+        for g, (rows, size) in enumerate(zip(a_values, shape.sizes, strict=True)):
+            own = values(b[g], formats[1])
+            own = own.T if transpose_b else own
+            added = torch.zeros((), dtype=torch.float64, device=device)
+            if extra[0] is not None:
+                added = scale[begin : begin + size, None].double() * bias[g].double()
+            magnitude = rows.abs() @ own.abs() + added.abs()
+            more = fp8_sums(rows, own) if units and transpose_b else 0.0
+            exact = rows @ own + added
+            assert_rounded_sum(got[begin : begin + size], exact, magnitude, shape.k, more=more)
+            begin += size
+        assert_same_bits(got[begin:], torch.zeros_like(got[begin:]), "tail")
+
+
+def layouts(b: list[Operand]) -> dict[str, list[Tensor]]:
+    """The same codes: one after the other, with gaps, turned, and beginning off 16 bytes."""
+    bytes = stacked([m.data for m in b]).view(torch.uint8)
+    dtype = b[0].data.dtype
+    gaps = torch.full((bytes.shape[0], bytes.shape[1] + 3, bytes.shape[2]), 0x7F, dtype=torch.uint8)
+    gaps = gaps.to(bytes.device)
+    gaps[:, : bytes.shape[1]] = bytes
+    odd = torch.empty(bytes.shape[0], bytes[0].numel() + 1, dtype=torch.uint8, device=bytes.device)
+    odd[:, 1:] = bytes.flatten(1)
+    whole = {
+        "stack": list(bytes),
+        "gaps": list(gaps[:, : bytes.shape[1]]),
+        "turned": [matrix.T.contiguous().T for matrix in bytes],
+        "odd": [row[1:].view(bytes.shape[1:]) for row in odd],
+    }
+    return {name: [matrix.view(dtype) for matrix in tensors] for name, tensors in whole.items()}
+
+
+@pytest.mark.parametrize("formats", [PAIRS[0], PAIRS[3], ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4")], ids=str)
+def test_codes_anywhere(formats: tuple[str, str], device: torch.device) -> None:
+    shape = fitted(GroupedShape("", (130, 0, 7, 64), 210, 136, 160), formats)
+    generator, sizes = torch.Generator().manual_seed(1), group_sizes(shape, device)
+    a, _, _, _ = ragged(shape, shape.k, formats[0], device, 0)
+    b = matrices(normals((4, shape.n, shape.k), torch.float32, device, generator), formats[1])
+    alpha = normals((4,), torch.float32, device, generator)
+    arguments, more = (sizes, *formats, torch.bfloat16), amaxes(a, b) | {"alpha": alpha}
+    scales = lists(b)[1]
+    expected = ops.grouped_gemm_quantized_list(*a.pair, *lists(b), *arguments, **more)
+    for name, data in layouts(b).items():
+        got = ops.grouped_gemm_quantized_list(*a.pair, data, scales, *arguments, **more)
+        assert_same_bits(got, expected, name)
+
+
+@pytest.mark.parametrize("formats", PAIRS[::3] + PAIRS[-2:], ids=lambda pair: f"{pair[0]}-{pair[1]}")
+@pytest.mark.usefixtures("schema_checks_take_fp8")
+def test_opcheck(formats: tuple[str, str], device: torch.device) -> None:
+    shape = fitted(GROUPED_SHAPES[3], formats)
+    a, _, _, _ = ragged(shape, shape.k, formats[0], device, 0)
+    b = matrices(torch.randn(len(shape.sizes), shape.n, shape.k, device=device), formats[1])
+    arguments = (*a.pair, *lists(b), group_sizes(shape, device), *formats, torch.bfloat16)
+    torch.library.opcheck(_ops.grouped_gemm_quantized_list.default, arguments, amaxes(a, b))
+
+
+@pytest.mark.parametrize("key", ["fp8_tensor", "nvfp4"])
+def test_compiled(key: str, device: torch.device) -> None:
+    sizes = torch.tensor([2, 0, 3], device=device)
+
+    def step(x: Tensor, weights: list[Tensor]) -> Tensor:
+        amax = [ops.amax(w, key) for w in weights] if key == "nvfp4" else None
+        whole = torch.cat(amax) if amax else None
+        x_amax = ops.amax(x, key, sizes) if amax else None
+        rows = ops.grouped_quantize(x, sizes, key, x_amax)
+        b = ops.quantize_list(weights, key, whole)
+        return ops.grouped_gemm_quantized_list(
+            *rows, *b, sizes, key, key, torch.float32, a_amax=x_amax, b_amax=amax
+        )
+
+    weights = [torch.randn(16, 32, device=device) for _ in range(3)]
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for rows in (6, 9):
+        x = torch.randn(rows, 32, device=device)
+        assert_same_bits(compiled(x, weights), step(x, weights))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("formats", [("fp8_block", "fp8_block:square"), ("fp8_tensor", "fp8_tensor")])
+def test_graph_follows_sizes_and_data(formats: tuple[str, str]) -> None:
+    shape = GroupedShape("", (60, 70, 80, 0, 90), 333, 160, 192)
+    generator, sizes = torch.Generator().manual_seed(0), group_sizes(shape, CUDA)
+    a, _, _, _ = ragged(shape, shape.k, formats[0], CUDA, 0)
+    b = matrices(normals((5, shape.n, shape.k), torch.float32, CUDA, generator), formats[1])
+
+    def product() -> Tensor:
+        return ops.grouped_gemm_quantized_list(*a.pair, *lists(b), sizes, *formats, torch.bfloat16)
+
+    product()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = product()
+    for seed, new in enumerate([(0, 0, 0, 0, 0), (333, 0, 0, 0, 0), (1, 2, 3, 5, 7), (127, 1, 128, 0, 77)]):
+        changed = GroupedShape("", new, 333, 160, 192)
+        sizes.copy_(torch.tensor(new))
+        other, _, _, _ = ragged(changed, shape.k, formats[0], CUDA, seed + 1)
+        weights = matrices(normals((5, shape.n, shape.k), torch.float32, CUDA, generator), formats[1])
+        for held, given in zip((a, *b), (other, *weights), strict=True):
+            held.data.copy_(given.data)
+            held.scale.copy_(given.scale)
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert_same_bits(captured, product_of_stack(other, weights, sizes, formats, torch.bfloat16), str(new))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("formats", [("fp8_block", "fp8_block:square"), ("fp8_tensor", "fp8_tensor")])
+def test_no_copies_of_codes_and_no_host_reads(formats: tuple[str, str]) -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("codes are multiplied as they are on a Hopper")
+    shape = GroupedShape("", (15,) * 8, 128, 1024, 1024)
+    a, _, _, _ = ragged(shape, shape.k, formats[0], CUDA, 0)
+    b = matrices(torch.randn(8, shape.n, shape.k, device=CUDA), formats[1])
+    arguments = (*a.pair, *lists(b), group_sizes(shape, CUDA), *formats, torch.bfloat16)
+    ops.grouped_gemm_quantized_list(*arguments)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ops.grouped_gemm_quantized_list(*arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.max_memory_allocated() - before < 2 * 1024 * 1024, "a quarter of the codes"
+
+
+KEY = "fp8_block"
+SIZES = torch.tensor([1, 2])
+X = ops.grouped_quantize(torch.randn(4, 130), SIZES, KEY)
+W, WS = ops.quantize_list([torch.randn(5, 130) for _ in range(2)], KEY)
+T = ops.quantize_list([torch.randn(5, 130) for _ in range(2)], "fp8_tensor")
+AGREE = "Pass tensors whose sizes agree."
+
+
+@pytest.mark.parametrize(
+    ("b", "b_scale", "sizes", "key", "more", "error", "text"),
+    [
+        ([], [], SIZES, KEY, {}, ValueError,
+         "'b': expected 1 to 1024 matrices, whose addresses fit beside a launch, got 0 of them. "
+         "Pass more groups than that as one tensor."),
+        (W, WS[:1], SIZES, KEY, {}, ValueError,
+         "'b_scale': expected 2 of them, one for each matrix of 'b', got 1. Pass what each matrix was quantized to."),
+        (W, [WS[0], WS[1][:1]], SIZES, KEY, {}, ValueError,
+         "'b_scale[1]': expected size 2 in dimension 0 (what the format gives data of this size), "
+         f"got float32[1, 8] on cpu. {AGREE}"),
+        (W, [WS[0][:1], WS[1]], SIZES, KEY, {}, ValueError,
+         "'b_scale[0]': expected size 2 in dimension 0 (what the format gives data of this size), "
+         f"got float32[1, 8] on cpu. {AGREE}"),
+        (W, [WS[0], WS[1].double()], SIZES, KEY, {}, TypeError,
+         "'b_scale[1]': expected one of the dtypes float32, got float64. Convert it with .to() first."),
+        ([W[0], W[1][:4]], WS, SIZES, KEY, {}, ValueError,
+         "'b[1]': expected size 5 in dimension 0 (that of 'b[0]'), got float8_e4m3fn[4, 130] on cpu. " + AGREE),
+        (W, WS, SIZES, KEY + ":e5m2", {}, TypeError,
+         "'b[0]': expected one of the dtypes float8_e5m2, got float8_e4m3fn. Convert it with .to() first."),
+        (W, WS, torch.tensor([1, 2, 1]), KEY, {}, ValueError,
+         f"'group_sizes': expected size 2 in dimension 0 (the matrices of 'b'), got int64[3] on cpu. {AGREE}"),
+        (W, WS, torch.tensor([3, 2]), KEY, {}, ValueError,
+         "'group_sizes': expected sizes that sum to at most 4, the rows of the buffer, got a sum of 5 at group 1. "
+         "Enlarge the buffer or fix the sizes."),
+        (W, WS, SIZES, KEY, {"transpose_b": False}, ValueError,
+         "'b[0]': expected size 130 in dimension 0 (the columns of 'a', summed over), got float8_e4m3fn[5, 130] on "
+         f"cpu. {AGREE}"),
+        (*T, SIZES, "fp8_tensor", {"b_amax": [torch.ones(1)] * 2}, ValueError,
+         "'b_amax[0]': expected None for 'fp8_tensor', which has no use for it, got float32[1] on cpu. Leave it out."),
+        (*T, SIZES, "fp8_tensor", {"b_amax": [torch.ones(1)]}, ValueError,
+         "'b_amax': expected 2 of them, one for each matrix of 'b', got 1. Pass what each matrix was quantized to."),
+        (*T, SIZES, "fp8_tensor", {"alpha": torch.ones(3)}, ValueError,
+         f"'alpha': expected size 2 in dimension 0 (one factor for each product), got float32[3] on cpu. {AGREE}"),
+        (W, WS, SIZES, "bf16", {}, ValueError,
+         "'b_format': expected a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4, got 'bf16'. "
+         "Use the tensor as it is, or convert it with .to()."),
+    ],
+)  # fmt: skip
+def test_errors(
+    b: list[Tensor],
+    b_scale: list[Tensor],
+    sizes: Tensor,
+    key: str,
+    more: dict[str, Any],
+    error: type[Exception],
+    text: str,
+) -> None:
+    with pytest.raises(error) as caught:
+        ops.grouped_gemm_quantized_list(*X, b, b_scale, sizes, KEY, key, torch.float32, **more)
+    assert str(caught.value) == f"transformer_plugin::grouped_gemm_quantized_list: argument {text}"
