@@ -135,11 +135,11 @@ __device__ __forceinline__ void scale_rows(const RowsArgs& args, const Part& par
   for (int j = 0; j < kTileColumns / 8; ++j) {
     const int own = Epilogue::line_of_sums(args, part, j) + lane % 4 * 2;
     if (own < args.n) {
-      const float x = b_scale[own], y = b_scale[own + 1];
-      sums[j * 4] = sums[j * 4] * (scale_low * x);
-      sums[j * 4 + 1] = sums[j * 4 + 1] * (scale_low * y);
-      sums[j * 4 + 2] = sums[j * 4 + 2] * (scale_high * x);
-      sums[j * 4 + 3] = sums[j * 4 + 3] * (scale_high * y);
+      const float2 scale = *reinterpret_cast<const float2*>(b_scale + own);  // n is a multiple of 8
+      sums[j * 4] = sums[j * 4] * (scale_low * scale.x);
+      sums[j * 4 + 1] = sums[j * 4 + 1] * (scale_low * scale.y);
+      sums[j * 4 + 2] = sums[j * 4 + 2] * (scale_high * scale.x);
+      sums[j * 4 + 3] = sums[j * 4 + 3] * (scale_high * scale.y);
     }
   }
 }
