@@ -81,6 +81,11 @@ bool code_product_out_cuda(const CodeProduct& product, const Tensor& out) {
   args.out_row_stride = row_stride(out);
   args.out_dtype = to_dtype(out.scalar_type());
   if (args.groups == 0 || !hopper_takes(GroupedMode::kForward, args)) return false;
+  Tensor values;  // until the kernels are in the stream
+  if (args.scale_kind == ScaleKind::kMx || args.scale_kind == ScaleKind::kNv) {
+    values = empty(out, {args.rows, widened_columns(args.k)}, at::kBFloat16);
+    args.a_values = values.mutable_data_ptr();
+  }
   launch_hopper(GroupedMode::kForward, args, scope.stream());
   return true;
 }

@@ -196,8 +196,7 @@ __device__ __forceinline__ uint64_t by_columns(const void* operand, uint32_t lin
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 // clang-format on
 
-// What a product sums over, of elements of 2 bytes and of codes.
-inline constexpr int kProductRows = 16, kProductCodes = 32;
+inline constexpr int kProductRows = 16;  // that a product of elements of 2 bytes sums over
 
 // sums += a b: 64 lines of a, 256 of b, 16 of the dimension between them. A thread has of rows l = lane / 4 and l + 8 of
 // its warp's 16 the columns 8 j + 2 (lane % 4) and the next: sums[4 j], [4 j + 1] and [4 j + 2], [4 j + 3].

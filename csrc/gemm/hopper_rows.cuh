@@ -8,9 +8,11 @@
 namespace transformer_plugin::gemm::hopper {
 
 // The pairs of all groups one after the other. A lane knows one of 32 groups at a time; all lanes of a warp walk together.
-class RowsWalk {
+// `turned`: the tiles' rows are the columns of the output, and their columns its rows.
+template <bool turned>
+class WalkOf {
  public:
-  __device__ __forceinline__ RowsWalk(const RowsArgs& args, int block)
+  __device__ __forceinline__ WalkOf(const RowsArgs& args, int block)
       : args_(args), block_(block), lane_(threadIdx.x % kWarpSize) {
     know_groups();
   }
@@ -37,7 +39,8 @@ class RowsWalk {
 
  private:
   __device__ __forceinline__ Pairs pairs(int begin, int end) const {
-    return {(end - begin + kTileRows - 1) / kTileRows, (args_.n + kTileColumns - 1) / kTileColumns};
+    const int rows = turned ? args_.n : end - begin, columns = turned ? end - begin : args_.n;
+    return {(rows + kTileRows - 1) / kTileRows, (columns + kTileColumns - 1) / kTileColumns};
   }
   __device__ __forceinline__ void know_groups() {
     const int group = base_ + lane_;
@@ -61,6 +64,7 @@ class RowsWalk {
       before_ = 0;  // the first group, and the pairs of those before it
   int own_begin_ = 0, own_end_ = 0, end_ = 0, total_ = 0;
 };
+using RowsWalk = WalkOf<false>;
 
 // 64 rows of a box to a matrix, row by row: those of the part's group, and columns before `columns`.
 template <typename Out>

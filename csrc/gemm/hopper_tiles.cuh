@@ -137,45 +137,26 @@ __device__ __forceinline__ int zero_of_thread() {
   return zero;
 }
 
-// The products of a stage, `most` as a rule, of the last of a group maybe fewer: multiply(i) starts the i-th. Few are a loop of
-// its own, so that nothing is decided between many.
-template <int most, typename Multiply>
-__device__ __forceinline__ void multiply_each(int count, Multiply multiply) {
-  if (count >= most) {
-    begin_products();
-#pragma unroll
-    for (int i = 0; i < most; ++i) multiply(i);
-    commit_products();
-    return;
-  }
-#pragma unroll 1
-  for (int i = 0; i < count; ++i) {
-    begin_products();
-    multiply(i);
-    commit_products();
-  }
-}
-
-// FP8 codes by rows: the products of a stage's 64 lines of `a` and a half of its lines of `b`, summed over the stage, or over
-// its first `length` in whole products.
+// FP8 codes by rows: the products of a stage's 64 lines of `a` and a half of its lines of `b`, summed over the stage.
 template <DType a_type>
-__device__ __forceinline__ void multiply_stage(float (&products)[kSums / 2], uint64_t a, uint64_t b, int half,
-                                               int length = kLine) {
-  b += half * (kTileColumns / 2 * kLine / 16);  // descriptors count 16 bytes
-  constexpr int kProducts = kLine / kProductCodes;
-  multiply_each<kProducts>((length + kProductCodes - 1) / kProductCodes,
-                           [&](int i) { multiply_fp8<a_type>(products, a + i * 2, b + i * 2, i > 0); });
+__device__ __forceinline__ void multiply_stage(float (&products)[kSums / 2], uint64_t a, uint64_t b,
+                                               int half) {
+  begin_products();
+#pragma unroll
+  for (int i = 0; i < kLine / 32; ++i) {  // descriptors count 16 bytes
+    multiply_fp8<a_type>(products, a + i * 2, b + half * (kTileColumns / 2 * kLine / 16) + i * 2, i > 0);
+  }
+  commit_products();
   wait_for_products<0>();
 }
 
 // Adds those of both halves in FP32; release() when the stage has been read.
 template <DType a_type, typename Release>
-__device__ __forceinline__ void add_stage(float (&sums)[kSums], uint64_t a, uint64_t b, Release release,
-                                          int length = kLine) {
+__device__ __forceinline__ void add_stage(float (&sums)[kSums], uint64_t a, uint64_t b, Release release) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float products[kSums / 2];
-    multiply_stage<a_type>(products, a, b, half, length);
+    multiply_stage<a_type>(products, a, b, half);
     if (half == 1) release();
 #pragma unroll
     for (int i = 0; i < kSums / 2; ++i) sums[half * (kSums / 2) + i] += products[i];

@@ -56,6 +56,25 @@ class RowTiles {
 
 __device__ __forceinline__ int round_up(int size, int to) { return (size + to - 1) / to * to; }
 
+// The products of a stage, `most` as a rule, of a group's last maybe fewer: multiply(i) starts the i-th. Few are a loop of
+// its own, so that nothing is decided between many.
+template <int most, typename Multiply>
+__device__ __forceinline__ void multiply_each(int count, Multiply multiply) {
+  if (count >= most) {
+    begin_products();
+#pragma unroll
+    for (int i = 0; i < most; ++i) multiply(i);
+    commit_products();
+    return;
+  }
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    begin_products();
+    multiply(i);
+    commit_products();
+  }
+}
+
 // Those that multiply have changed the stage.
 __device__ __forceinline__ void sync_changed_stage() {
   fence_for_copies();
@@ -166,10 +185,9 @@ struct CodeLines {
         more_bytes);
   }
 
-  // Zeroes the rows of a stage that are past the group's end, as far as products read them, by all that multiply: the ends of
-  // its lines.
+  // Zeroes the rows of a stage that are past the group's end, by all that multiply: the ends of its lines. The products of all
+  // of a stage are made; to leave out those of zeros would cost what the others take more than it spares.
   static __device__ __forceinline__ void zero_rows(Stage& stage, int left) {
-    const int pieces = round_up(left, kProductCodes) / 16;
     constexpr int kLines = (kLeftBoxes + kRightBoxes) * kBoxLines;
     for (int i = static_cast<int>(threadIdx.x) - kWarpgroup; i < kLines; i += kMultipliers * kWarpgroup) {
       const int box = i / kBoxLines, line = i % kBoxLines;
@@ -179,7 +197,7 @@ struct CodeLines {
         uint8_t* end = swizzled(lines, line, piece++);
         for (int byte = left % 16; byte < 16; ++byte) end[byte] = 0;
       }
-      for (; piece < pieces; ++piece) *reinterpret_cast<uint4*>(swizzled(lines, line, piece)) = uint4{};
+      for (; piece < kLine / 16; ++piece) *reinterpret_cast<uint4*>(swizzled(lines, line, piece)) = uint4{};
     }
     sync_changed_stage();
   }
@@ -223,7 +241,7 @@ struct BlockColumns : CodeLines {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float products[64];
-        multiply_stage<DType::kFloat8E4M3>(products, a, b, half, left);
+        multiply_stage<DType::kFloat8E4M3>(products, a, b, half);
         const float* right = &scales.right[half * 128 + lane % 4 * 2];
         float* own = &sums[half * 64];
 #pragma unroll
@@ -263,9 +281,8 @@ struct CodeColumns : CodeLines {
       wait(&shared.full[place.stage], place.parity);
       Stage& stage = shared.stages[place.stage];
       if (left < kRows) zero_rows(stage, left);
-      add_stage<grad_type>(
-          sums, by_rows(stage.left[number]), by_rows(stage.right), [&] { release(shared, place.stage); },
-          left);
+      add_stage<grad_type>(sums, by_rows(stage.left[number]), by_rows(stage.right),
+                           [&] { release(shared, place.stage); });
     }
   }
 };

@@ -1,6 +1,7 @@
 #include "gemm/quantized.h"
 
 #include <ATen/ops/mul.h>
+#include <ATen/ops/ones_like.h>
 
 #include "common/tensor.h"
 #include "quantize/operand.h"
@@ -13,8 +14,7 @@ using at::Tensor;
 // A scale per tensor that is not a power of two, or the amax of NVFP4 beside its blocks' scales: on CUDA it stays outside the sum, whose terms are then exact in
 // bfloat16 and run on the tensor cores.
 bool scale_stays_outside(const QuantizedArgument& argument, const Format& format) {
-  const bool per_tensor = format.family == FormatFamily::kFp8Tensor && !format.power_of_two_scales &&
-                          !format.aligned_groups;  // whose codes are not where the values are
+  const bool per_tensor = format.family == FormatFamily::kFp8Tensor && !format.power_of_two_scales;
   return argument.data.is_cuda() && (per_tensor || (format.is_nv() && !format.row_scaled));
 }
 
@@ -94,6 +94,13 @@ Values values_of(const QuantizedArgument& argument, const Format& format, const 
     return {quantize::dequantize_without_amax(argument.data, argument.scale, group_sizes, format, dtype,
                                               transposed),
             amax_factor(argument, format)};
+  }
+  if (transposed && group_sizes && format.aligned_groups) {  // codes are not where their values are
+    const Tensor ones = at::ones_like(argument.scale);
+    const QuantizedArgument unscaled{
+        argument.op,   argument.name, argument.scale_name, argument.amax_name, argument.format_name,
+        argument.data, ones,          argument.amax,       argument.key};
+    return {call_dequantize(unscaled, group_sizes, transposed, dtype), argument.scale};
   }
   const Tensor codes = argument.data.to(dtype);
   return {transposed ? codes.transpose(-2, -1) : codes, argument.scale};
