@@ -169,7 +169,7 @@ def _line(row: dict[str, Any]) -> str:
         time: Time = row[f"{name}_us"]
         return f"{time.median:9.1f} {f'{time.low:.1f} - {time.high:.1f}':>19s} {row[f'{name}_tflops']:6.1f}"
 
-    words = f"{row['name']:15s} {row['sizes']:6s} {row['work']:25s}"
+    words = f"{row['name']:15s} {row['sizes']:6s} {row['work']:34s}"
     return f"{words} {columns('op')} {columns('peer')} {row['ratio']:6.3f}"
 
 
@@ -187,7 +187,7 @@ def run(device: torch.device, chosen: dict[Shape, list[Work]], arguments: argpar
         more["host"] = {f"{name}_us": asdict(time) for name, time in times.items()} | {"op_over_torch": ratio}
     heads = " ".join(f"{'us':>9s} {'middle half':>19s} {'TFLOPS':>6s}" for _ in range(2))
     print(f"{device.type}: the op, its peer (of 'any': the op with even sizes), and peer / op")
-    print(f"{'':48s} {heads} {'ratio':>6s}", flush=True)
+    print(f"{'':57s} {heads} {'ratio':>6s}", flush=True)
     rows: list[dict[str, Any]] = []
     total = sum(map(len, chosen.values()))
     with tqdm(total=total, unit="work", dynamic_ncols=True, file=sys.stderr) as bar:

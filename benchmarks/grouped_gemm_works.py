@@ -16,6 +16,8 @@ from transformer_plugin.recipes import Float8BlockScaling, Float8CurrentScaling,
 RECIPE = Float8BlockScaling()
 INPUT_FORMAT, WEIGHT_FORMAT, GRAD_FORMAT = RECIPE.input_format, RECIPE.weight_format, RECIPE.grad_format
 TENSOR_FORMAT = Float8CurrentScaling().weight_format
+#: In which grouped layers on Hopper keep what weight gradients read.
+ALIGNED_INPUT_FORMAT, ALIGNED_GRAD_FORMAT = (key + ",aligned" for key in (INPUT_FORMAT, GRAD_FORMAT))
 MX_FORMAT, NV_FORMAT = MXFP8BlockScaling().input_format, "nvfp4"
 
 
@@ -87,6 +89,8 @@ class Data:
         self.weight8, self.weight8_t = both[:2], both[2:]
         self.x8, self.x8_t = self._quantized(self.x, INPUT_FORMAT)
         self.grad8, self.grad8_t = self._quantized(self.grad, GRAD_FORMAT)
+        _, self.x8_aligned = self._quantized(self.x, ALIGNED_INPUT_FORMAT)
+        _, self.grad8_aligned = self._quantized(self.grad, ALIGNED_GRAD_FORMAT)
         self.weight8_whole = ops.quantize(self.weight, TENSOR_FORMAT)
         self.x8_whole = {
             kind: ops.grouped_quantize(self.x, sizes, TENSOR_FORMAT) for kind, sizes in self.sizes.items()
@@ -224,6 +228,13 @@ def _fp8_weight_gradient_added(data: Data, kind: str) -> Tensor:
     return data.main_grad
 
 
+def _fp8_weight_gradient_aligned(data: Data, kind: str) -> Tensor:
+    operands = (*data.grad8_aligned[kind], *data.x8_aligned[kind])
+    formats = (ALIGNED_GRAD_FORMAT, ALIGNED_INPUT_FORMAT)
+    ops.grouped_gemm_wgrad_quantized_out(*operands, data.sizes[kind], *formats, data.main_grad)
+    return data.main_grad
+
+
 def _torch_weight_gradient_added(data: Data, kind: str) -> Tensor:
     data.add(data.main_grad, _torch_weight_gradient(data, kind))
     return data.main_grad
@@ -347,6 +358,10 @@ WORKS = (
     ),
     Work(
         "FP8 weight gradient added", _fp8_weight_gradient_added, _torch_weight_gradient_added,
+        "_grouped_mm of bfloat16, compiled add", _fp8_weight_gradient_factors, added=True, same_numbers=False,
+    ),
+    Work(
+        "FP8 weight gradient added, aligned", _fp8_weight_gradient_aligned, _torch_weight_gradient_added,
         "_grouped_mm of bfloat16, compiled add", _fp8_weight_gradient_factors, added=True, same_numbers=False,
     ),
 )  # fmt: skip

@@ -38,6 +38,12 @@ CANONICAL = [
         Format("mxfp8", "e5m2", None, True, tiled_scales=True),
         "mxfp8:e5m2,square,tiled",
     ),
+    ("fp8_tensor:aligned", Format("fp8_tensor", aligned_groups=True), "fp8_tensor:e4m3,fp32,aligned"),
+    (
+        "fp8_block:aligned,e5m2,eps=0.5",
+        Format("fp8_block", "e5m2", epsilon=0.5, aligned_groups=True),
+        "fp8_block:e5m2,pow2,eps=0.5,aligned",
+    ),
     ("nvfp4", Format("nvfp4"), "nvfp4:e2m1"),
     ("nvfp4:e2m1,e2m1", Format("nvfp4", "e2m1", False), "nvfp4:e2m1"),
     ("nvfp4:square", Format("nvfp4", square_blocks=True), "nvfp4:e2m1,square"),
@@ -119,6 +125,9 @@ REFUSED = [
     "fp8_tensor:tiled",
     "fp8_block:tiled",
     "fp8_block:rht",
+    "mxfp8:aligned",
+    "nvfp4:aligned",
+    "bf16:aligned",
     "mxfp8:rht",
     "mxfp8:sr",
     "mxfp8:row_scaled",
@@ -311,6 +320,10 @@ def test_gemm_tolerance_is_the_error_of_rounding_both_operands(format: Format) -
         (
             {"family": "fp8_block", "tiled_scales": True},
             "'tiled_scales': expected False unless the family is mxfp8 or nvfp4, got True. Leave it out.",
+        ),
+        (
+            {"family": "nvfp4", "aligned_groups": True},
+            "'aligned_groups': expected False unless the family is fp8_tensor or fp8_block, got True. Leave it out.",
         ),
         (
             {"family": "mxfp8", "random_hadamard": True},

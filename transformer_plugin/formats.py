@@ -75,8 +75,8 @@ class Format:
             4, by the lesser mean absolute (``"mae"``) or squared (``"mse"``) error; ``""``: always 6.
         tiled_scales: ``mxfp8`` and ``nvfp4``: scales in 128x4 tiles, the order that the matrix units of
             Blackwell read, instead of row by row.
-        aligned_groups: all but ``nvfp4``: each group of a ragged matrix begins at a multiple of 32 in a line of
-            transposed data (:meth:`line_length`, :meth:`line_begin`), with zeros between groups, so that weight
+        aligned_groups: ``fp8_tensor`` and ``fp8_block``: each group of a ragged matrix begins at a multiple of 32 in a
+            line of transposed data (:meth:`line_length`, :meth:`line_begin`), with zeros between groups, so that weight
             gradients on Hopper read groups of any sizes as they lie. Nothing else depends on it.
 
     Raises:
@@ -166,10 +166,10 @@ class Format:
             )
         if self.tiled_scales and self.family not in ("mxfp8", "nvfp4"):
             raise _error("tiled_scales", "False unless the family is mxfp8 or nvfp4", "True", "Leave it out")
-        if self.aligned_groups and self.family not in ("fp8_tensor", "fp8_block", "mxfp8"):
+        if self.aligned_groups and self.family not in ("fp8_tensor", "fp8_block"):
             raise _error(
                 "aligned_groups",
-                "False unless the family is fp8_tensor, fp8_block or mxfp8",
+                "False unless the family is fp8_tensor or fp8_block",
                 "True",
                 "Leave it out",
             )
@@ -309,12 +309,12 @@ def _read_option(family: str, option: str) -> tuple[str, object] | None:
         return "element", option
     if option == "square" and family in _WIDTHS:
         return "square_blocks", True
-    if option == "aligned" and family != "nvfp4":
-        return "aligned_groups", True
     if family in ("mxfp8", "nvfp4"):
         if option == "tiled":
             return "tiled_scales", True
         return _NV_OPTIONS.get(option) if family == "nvfp4" else None
+    if option == "aligned":
+        return "aligned_groups", True
     if option in ("pow2", "fp32"):
         return "power_of_two_scales", option == "pow2"
     if option.startswith("eps=") and _is_epsilon(option[4:]):

@@ -36,8 +36,6 @@ bool apply_option(Format& format, std::string_view option) {
     format.tiled_scales = true;
   } else if (format.is_nv()) {
     return apply_nv_option(format, option);
-  } else if (option == "aligned") {
-    format.aligned_groups = true;
   } else if (option == "e4m3") {
     format.element = DType::kFloat8E4M3;
   } else if (option == "e5m2") {
@@ -46,6 +44,8 @@ bool apply_option(Format& format, std::string_view option) {
     return false;  // E8M0 leaves nothing else to choose
   } else if (option == "pow2" || option == "fp32") {
     format.power_of_two_scales = option == "pow2";
+  } else if (option == "aligned") {
+    format.aligned_groups = true;
   } else if (option.starts_with("eps=")) {
     const std::string_view number = option.substr(4);
     const auto result = std::from_chars(number.data(), number.data() + number.size(), format.epsilon);

@@ -9,12 +9,13 @@
 //   nvfp4                 E2M1 under one E4M3 scale per 1x16 block along a row, or per 16x16 block with `square`, under
 //                         one FP32 amax that the ops are given
 // Options: e4m3 | e5m2 (element of the FP8 families, default e4m3); square; of fp8_tensor and fp8_block: pow2 | fp32
-// (scales; default fp32 for fp8_tensor, pow2 for fp8_block) and eps=<float> (amax below it counts as it; default 0); of
-// mxfp8 and nvfp4: tiled (scales in tiles of 128x4); of all but nvfp4: aligned (each group of a ragged matrix begins at a
-// multiple of 32 in a line of transposed data, with zeros between groups). Of nvfp4: e2m1 (the element); rht (the transposed copy after a
-// random Hadamard transform); sr (stochastic rounding); row_scaled (an amax for each row); 4over6 | 4over6_mse (blocks
-// whose amax becomes 4 where the absolute or squared error is less than with 6). row_scaled and 4over6 go with none of
-// square, rht and sr; square not with rht. Examples: "fp8_block:e4m3,pow2,square", "nvfp4:e2m1,rht,sr".
+// (scales; default fp32 for fp8_tensor, pow2 for fp8_block) and eps=<float> (amax below it counts as it; default 0);
+// of fp8_tensor and fp8_block too: aligned (each group of a ragged matrix begins at a multiple of 32 in a line of
+// transposed data, with zeros between groups); of mxfp8 and nvfp4: tiled (scales in tiles of 128x4). Of nvfp4: e2m1
+// (the element); rht (the transposed copy after a random Hadamard transform); sr (stochastic rounding); row_scaled
+// (an amax for each row); 4over6 | 4over6_mse (blocks whose amax becomes 4 where the absolute or squared error is
+// less than with 6). row_scaled and 4over6 go with none of square, rht and sr; square not with rht. Examples:
+// "fp8_block:e4m3,pow2,square", "nvfp4:e2m1,rht,sr".
 #pragma once
 
 #include <cstdint>

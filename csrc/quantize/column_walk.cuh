@@ -68,8 +68,8 @@ __device__ __forceinline__ int first_of_part(int part, int parts, int tiles) {
 // What all threads have alike, so that the compiler sees it too: that a warp does not part, that one register does for it.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 __device__ __forceinline__ RowTile uniform(const RowTile& tile) {
-  return {uniform(tile.group), uniform(tile.row), static_cast<int16_t>(uniform(tile.rows)), tile.even,
-          tile.used};
+  return {uniform(tile.group), uniform(tile.row), static_cast<int16_t>(uniform(tile.rows)),
+          tile.even,           tile.last,         tile.used};
 }
 
 // Whether the kernel below takes a matrix; rows alone do not depend on where groups begin.

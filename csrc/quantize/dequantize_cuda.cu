@@ -6,7 +6,7 @@ namespace {
 // Transposed data of the tile into shared memory, 4 lines a step of a warp, or one where 16 bytes are not aligned.
 __device__ __forceinline__ void load_lines(const DequantizeArgs& args, const Tile& tile, int warp, int lane,
                                            TransposedTile& turned) {
-  const TransposedLines lines(args.layout, tile, args.data);
+  const auto lines = TransposedLines::of(args.layout, tile, args.data);
   const uint8_t* source = args.data + lines.first;
   if (lines.vectors) {
     constexpr int kLines = kWarpSize / TransposedTile::kChunks;

@@ -75,7 +75,7 @@ struct MxStream {
       scales[c] = e8m0_multiplier(static_cast<uint8_t>(of_columns >> (8 * c)));
     }
     write_column_exponents(args, tile, columns.exponents);
-    write_columns<element>(args, tile, values, warp, lane, scales, waiting.turned);
+    write_columns<element, false>(args, tile, values, warp, lane, scales, waiting.turned);
   }
 };
 

@@ -154,7 +154,7 @@ __device__ __forceinline__ void write_mx_tile(const QuantizeArgs& args, const Ti
       scales[c] = e8m0_multiplier(static_cast<uint8_t>(of_columns >> (8 * c)));
     }
     write_column_exponents(args, tile, shared.exponents);
-    write_columns<element>(args, tile, values, warp, lane, scales, shared.turned);
+    write_columns<element, false>(args, tile, values, warp, lane, scales, shared.turned);
   }
 }
 

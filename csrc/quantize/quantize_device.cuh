@@ -3,8 +3,8 @@
 
 #include <type_traits>
 
+#include "quantize/aligned_lines.cuh"
 #include "quantize/quantize.h"
-#include "quantize/tile_device.cuh"
 
 namespace transformer_plugin::quantize {
 
@@ -340,40 +340,18 @@ __device__ __forceinline__ void store_lines(const QuantizeArgs& args, const Tile
   }
 }
 
-// 16 bytes to a multiple of 16 in a line, wherever the buffer itself begins.
-__device__ __forceinline__ void store_chunk(uint8_t* target, uint4 chunk) {
-  if (reinterpret_cast<uintptr_t>(target) % 16 == 0) {
-    *reinterpret_cast<uint4*>(target) = chunk;
-    return;
-  }
-  const uint32_t words[] = {chunk.x, chunk.y, chunk.z, chunk.w};
-#pragma unroll
-  for (int i = 0; i < 16; ++i) target[i] = static_cast<uint8_t>(words[i / 4] >> i % 4 * 8);
-}
-
-// The same into aligned lines, with the zeros around it. Codes past the tile's rows are zero.
-__device__ __forceinline__ void store_aligned_lines(const QuantizeArgs& args, const Tile& tile, int warp,
-                                                    int lane, TransposedTile& turned) {
-  constexpr int kChunks = TransposedTile::kChunks, kLines = kWarpSize / kChunks;
-  const TransposedLines lines(args.layout, tile, args.data_t);
-  const Gap gap = gap_of(args.layout, tile);
-  const int chunk = lane % kChunks, chunks = (tile.rows + 15) / 16;
-  const int64_t begin = gap.begin - tile.rows, first_zero = begin + chunks * 16;
-  uint8_t* first_line = args.data_t + lines.first - begin;
-#pragma unroll 1
-  for (int column = warp * kLines + lane / kChunks; column < tile.cols; column += kWarps * kLines) {
-    uint8_t* line = first_line + column * lines.stride;
-    if (chunk < chunks) {
-      // Warps that have no rows wrote nothing, and a chunk is a warp's.
-      store_chunk(line + begin + chunk * 16, turned.chunk(column, chunk));
-    }
-    for (int64_t i = chunk * 16; i < gap.before; i += kChunks * 16) store_chunk(line + i, uint4{});
-    for (int64_t i = first_zero + chunk * 16; i < gap.end; i += kChunks * 16) store_chunk(line + i, uint4{});
-  }
+// As the layout has it.
+__device__ __forceinline__ void store_turned(const QuantizeArgs& args, const Tile& tile, int warp, int lane,
+                                             TransposedTile& turned) {
+  const Layout& layout = args.layout;
+  if (!layout.aligned) return store_lines(args, tile, warp, lane, turned);
+  store_aligned_lines(args.data_t, layout.row_tile_table, static_cast<int>(layout.rows),
+                      static_cast<int>(layout.cols), static_cast<int>(layout.groups), tile.row_tile,
+                      tile.col_tile, turned);
 }
 
 // Transposed codes: packed by the rows a thread holds, turned in shared memory, written a line at a time.
-template <DType element, typename T>
+template <DType element, bool may_align = true, typename T>
 __device__ __forceinline__ void write_columns(const QuantizeArgs& args, const Tile& tile,
                                               const Values<T>& values, int warp, int lane,
                                               const float* scales, TransposedTile& turned) {
@@ -391,8 +369,7 @@ __device__ __forceinline__ void write_columns(const QuantizeArgs& args, const Ti
     turned.chunk(lane * kColsPerThread + c, warp) = make_uint4(words[0], words[1], words[2], words[3]);
   }
   __syncthreads();
-  args.layout.aligned ? store_aligned_lines(args, tile, warp, lane, turned)
-                      : store_lines(args, tile, warp, lane, turned);
+  may_align ? store_turned(args, tile, warp, lane, turned) : store_lines(args, tile, warp, lane, turned);
 }
 
 }  // namespace transformer_plugin::quantize

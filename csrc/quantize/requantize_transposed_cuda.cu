@@ -26,8 +26,7 @@ __global__ void __launch_bounds__(kThreads) turn_codes_kernel(const __grid_const
 #pragma unroll
     for (int c = 0; c < kColsPerThread; ++c) turned.chunk(lane * kColsPerThread + c, warp) = columns[c];
     __syncthreads();
-    args.to.layout.aligned ? store_aligned_lines(args.to, tile, warp, lane, turned)
-                           : store_lines(args.to, tile, warp, lane, turned);
+    store_turned(args.to, tile, warp, lane, turned);
   });
 }
 

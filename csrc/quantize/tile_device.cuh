@@ -135,8 +135,18 @@ struct TransposedLines {
   bool vectors;
 
   __device__ __forceinline__ TransposedLines(const Layout& layout, const Tile& tile, const void* data)
-      : first((tile.member * layout.cols + tile.col) * layout.line_length() + line_begin(layout, tile)),
-        stride(layout.line_length()),
+      : TransposedLines(layout, tile, data, layout.rows, tile.row) {}
+  // Of lines that may be aligned.
+  static __device__ __forceinline__ TransposedLines of(const Layout& layout, const Tile& tile,
+                                                       const void* data) {
+    return {layout, tile, data, layout.line_length(), line_begin(layout, tile)};
+  }
+
+ private:
+  __device__ __forceinline__ TransposedLines(const Layout& layout, const Tile& tile, const void* data,
+                                             int64_t length, int64_t begin)
+      : first((tile.member * layout.cols + tile.col) * length + begin),
+        stride(length),
         vectors(tile.rows == kTile && stride % 16 == 0 &&
                 (reinterpret_cast<uintptr_t>(data) + first) % 16 == 0) {}
 };

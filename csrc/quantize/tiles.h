@@ -68,6 +68,7 @@ struct alignas(16) RowTile {
   int32_t row;    // first, counted from the first of the buffer
   int16_t rows;   // at most kTile, 0 past the tail
   bool even;      // all groups of the matrix begin at multiples of kEvenRows
+  bool last;      // of its group, or of the tail
   int32_t used;   // row tiles of the matrix that hold rows, which are the first
 };
 
@@ -145,6 +146,7 @@ struct Tile {
   int rows;  // at most kTile, 0 when the tile is not used
   int cols;
   int32_t used;  // RowTile's, of a ragged matrix
+  bool last;     // RowTile's too
   bool tail;     // past the last group
 };
 
@@ -167,8 +169,12 @@ TP_HOST_DEVICE RowTile row_tile_at(const int32_t* offsets, const int32_t* tile_o
   const int64_t used = left < 0 ? 0 : (left < kTile ? left : kTile);
   const int64_t all = tile_offsets[groups] + ceil_div(rows - offsets[groups], kTile);
   // A tile past the tail begins past the buffer, which 32 bits need not hold.
-  return {static_cast<int32_t>(low), static_cast<int32_t>(used == 0 ? rows : row), static_cast<int16_t>(used),
-          even, static_cast<int32_t>(all)};
+  return {static_cast<int32_t>(low),
+          static_cast<int32_t>(used == 0 ? rows : row),
+          static_cast<int16_t>(used),
+          even,
+          left <= kTile,
+          static_cast<int32_t>(all)};
 }
 
 // The window whose first row is in the tile; groups have the buffer's rows up to `end`.
@@ -194,17 +200,19 @@ TP_HOST_DEVICE Tile tile_at(const Layout& layout, int64_t index, int32_t used = 
   tile.row_tile = static_cast<int32_t>(band - member * row_tiles);
   tile.col_tile = static_cast<int32_t>(static_cast<uint32_t>(index) - band * col_tiles);
   if (layout.grouped()) {
-    RowTile row_tile = {static_cast<int32_t>(layout.groups), static_cast<int32_t>(layout.rows), 0, false,
-                        used};
+    RowTile row_tile = {
+        static_cast<int32_t>(layout.groups), static_cast<int32_t>(layout.rows), 0, false, true, used};
     if (tile.row_tile < used) row_tile = layout.row_tile_table[tile.row_tile];
     tile.group = row_tile.group;
     tile.used = row_tile.used;
+    tile.last = row_tile.last;
     tile.tail = row_tile.group == layout.groups;
     tile.row = row_tile.row;
     tile.rows = row_tile.rows;
   } else {
     tile.group = tile.member;
     tile.used = 0;
+    tile.last = false;
     tile.tail = false;
     tile.row = static_cast<int64_t>(tile.row_tile) * kTile;
     const int64_t rows = layout.rows - tile.row;
@@ -225,10 +233,13 @@ TP_HOST_DEVICE int64_t line_begin(const Layout& layout, const Tile& tile) {
 struct Gap {
   int64_t before;  // from 0
   int64_t begin, end;
+  TP_HOST_DEVICE bool empty() const { return before == 0 && begin == end; }
 };
 TP_HOST_DEVICE Gap gap_of(const Layout& layout, const Tile& tile) {
   const int64_t begin = line_begin(layout, tile);
-  Gap gap = {tile.row_tile == 0 ? begin : 0, begin + tile.rows, layout.line_length()};
+  Gap gap = {tile.row_tile == 0 ? begin : 0, begin + tile.rows, begin + tile.rows};
+  if (!tile.last) return gap;
+  gap.end = layout.line_length();
   if (tile.row_tile + 1 < tile.used) {
     const RowTile& next = layout.row_tile_table[tile.row_tile + 1];
     gap.end = aligned_begin(next.row, next.group);

@@ -23,6 +23,8 @@ FORMATS = [
     "mxfp8:e4m3",
     "mxfp8:e5m2,tiled",
     "fp8_block:e4m3,eps=1e-3",
+    "fp8_block:e4m3,aligned",
+    "fp8_tensor:e4m3,aligned",
 ]
 # rows, columns: whole tiles and not, parts of a strip, one group of columns, rows that are no whole sectors
 SHAPES = [(4096, 1000), (2064, 136), (1040, 8), (16, 128), (3000, 256), (8192, 264), (520, 130)]

@@ -1,0 +1,204 @@
+"""Aligned groups: transposed data of ragged groups, each of which begins at a multiple of 32 in a line.
+
+What the codes and scales are, other tests of the quantize family say. Here the lines are put together from data of
+the same format without ``aligned``, group by group, and products of them have the bits of products without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_plugin import ops, reference
+from transformer_plugin.formats import Format
+from transformer_plugin.testing.numerics import assert_same_bits
+
+FORMATS = ["fp8_block:e4m3", "fp8_block:e5m2,fp32", "fp8_tensor:e4m3"]
+#: rows of the buffer, and sizes: empty groups first, last and between, tails, ends beside multiples of 32 and of 128
+CASES = [
+    (300, [0, 5, 0, 129, 33, 0, 100]),
+    (257, [0, 0, 257]),
+    (64, [31, 1, 32]),
+    (128, [128]),
+    (160, [1, 0]),
+    (1024, [100, 200, 0, 300, 256]),
+    (96, [0, 0]),
+    (0, [0, 0, 0]),
+]
+
+
+def aligned(format: str) -> str:
+    return format + ",aligned"
+
+
+def lines_of(data: Tensor, sizes: list[int], rows: int) -> Tensor:
+    """``data`` [columns, rows] with group g from round_up(begin, 32) + 32 g on, and zeros elsewhere."""
+
+    def round_up(row: int) -> int:
+        return (row + 31) // 32 * 32
+
+    codes = data.view(torch.uint8)
+    lines = codes.new_zeros(codes.shape[0], round_up(rows) + 32 * (len(sizes) + 1))
+    begin = 0
+    for group, size in enumerate(sizes):
+        at = round_up(begin) + 32 * group
+        lines[:, at : at + size] = codes[:, begin : begin + size]
+        begin += size
+    return lines.view(data.dtype)
+
+
+def matrix(rows: int, columns: int, device: torch.device, seed: int = 0) -> Tensor:
+    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    return values.to(device, torch.bfloat16)
+
+
+def amax_of(input: Tensor, sizes: Tensor, format: str) -> Tensor | None:
+    return reference.amax(input, format, sizes) if format.startswith("fp8_tensor") else None
+
+
+@pytest.mark.parametrize(("rows", "sizes"), CASES, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_lines(format: str, rows: int, sizes: list[int], device: torch.device) -> None:
+    input, group_sizes = matrix(rows, 192, device), torch.tensor(sizes, device=device)
+    input[sum(sizes) :] = float("nan")  # past the groups nothing counts
+    data, scale, data_t, scale_t = ops.grouped_quantize_both(input, group_sizes, format)
+    expected = (data, scale, lines_of(data_t, sizes, rows), scale_t)
+    for got, want in zip(
+        ops.grouped_quantize_both(input, group_sizes, aligned(format)), expected, strict=True
+    ):
+        assert_same_bits(got, want)
+    transposed = ops.grouped_quantize_transposed(input, group_sizes, aligned(format))
+    for got, want in zip(transposed, expected[2:], strict=True):
+        assert_same_bits(got, want)
+    meaning = reference.grouped_quantize_both(
+        input, group_sizes, aligned(format), amax_of(input, group_sizes, format)
+    )
+    for got, want in zip(meaning, expected, strict=True):
+        assert_same_bits(got, want)
+    assert expected[2].shape[1] == Format.parse(aligned(format)).line_length(rows, len(sizes))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_lines_into_given_buffers(format: str, device: torch.device) -> None:
+    """Every byte is written, also those between groups; a flag leaves all as they are."""
+    rows, sizes = CASES[0]
+    input, group_sizes = matrix(rows, 192, device), torch.tensor(sizes, device=device)
+    expected = ops.grouped_quantize_both(input, group_sizes, aligned(format))
+    buffers = [torch.full_like(tensor.view(torch.uint8), 0x5A).view(tensor.dtype) for tensor in expected]
+    noop = torch.ones(1, device=device)
+    ops.grouped_quantize_both_out(input, group_sizes, aligned(format), *buffers, noop=noop)
+    assert all((buffer.view(torch.uint8) == 0x5A).all() for buffer in buffers)
+    ops.grouped_quantize_both_out(input, group_sizes, aligned(format), *buffers, noop=noop.zero_())
+    for got, want in zip(buffers, expected, strict=True):
+        assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize(("rows", "sizes"), CASES, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_values_come_back(format: str, rows: int, sizes: list[int], device: torch.device) -> None:
+    """Rows of the buffer, and as many more as fill the last multiple of 32, which are zero."""
+    input, group_sizes = matrix(rows, 192, device), torch.tensor(sizes, device=device)
+    plain = ops.grouped_quantize_transposed(input, group_sizes, format)
+    lines = ops.grouped_quantize_transposed(input, group_sizes, aligned(format))
+    values = ops.grouped_dequantize(*plain, group_sizes, format, transposed=True)
+    got = ops.grouped_dequantize(*lines, group_sizes, aligned(format), transposed=True)
+    assert_same_bits(got[:rows], values)
+    assert got.shape[0] == -(-rows // 32) * 32 and not got[rows:].any()
+    meaning = reference.grouped_dequantize(*lines, group_sizes, aligned(format), transposed=True)
+    assert_same_bits(got, meaning)
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [case for case in CASES if case[0]], ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_weight_gradients_have_the_same_bits(
+    format: str, rows: int, sizes: list[int], device: torch.device
+) -> None:
+    input, grad = matrix(rows, 192, device), matrix(rows, 160, device, seed=1)
+    group_sizes = torch.tensor(sizes, device=device)
+
+    def product(format: str, out: Tensor | None = None) -> Tensor:
+        operands = [
+            *ops.grouped_quantize_transposed(grad, group_sizes, format),
+            *ops.grouped_quantize_transposed(input, group_sizes, format),
+        ]
+        if out is None:
+            return ops.grouped_gemm_wgrad_quantized(*operands, group_sizes, format, format, torch.bfloat16)
+        ops.grouped_gemm_wgrad_quantized_out(*operands, group_sizes, format, format, out, accumulate=True)
+        return out
+
+    assert_same_bits(product(aligned(format)), product(format))
+    before = matrix(len(sizes) * 160, 192, device, seed=2).float().view(len(sizes), 160, 192)
+    assert_same_bits(product(aligned(format), before.clone()), product(format, before.clone()))
+
+
+@pytest.mark.parametrize("format", ["fp8_block:e4m3", "fp8_block:e5m2,fp32"])
+def test_fused_ops(format: str, device: torch.device) -> None:
+    rows, sizes = CASES[0]
+    group_sizes, probs = torch.tensor(sizes, device=device), torch.rand(rows, device=device)
+    h, grad = matrix(rows, 512, device), matrix(rows, 256, device, seed=1)
+    calls: list[Callable[[str], tuple[Tensor, ...]]] = [
+        lambda key: ops.swiglu_quantize_both(h, probs, group_sizes, key),
+        lambda key: ops.swiglu_backward_quantize_both(grad, h, probs, group_sizes, key),
+        lambda key: ops.bias_backward_quantize_both(grad, group_sizes, key),
+    ]
+    for call in calls:
+        data, scale, data_t, *rest = call(format)
+        expected = (data, scale, lines_of(data_t, sizes, rows), *rest)
+        for got, want in zip(call(aligned(format)), expected, strict=True):
+            assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("format", ["fp8_tensor:e4m3", "fp8_block:e4m3"])
+def test_requantize(format: str, device: torch.device) -> None:
+    rows, sizes = CASES[0]
+    group_sizes = torch.tensor(sizes, device=device)
+    data, scale = ops.grouped_quantize(matrix(rows, 192, device), group_sizes, format)
+    data_t, scale_t = ops.requantize_transposed(data, scale, format, torch.bfloat16, group_sizes)
+    got = ops.requantize_transposed(data, scale, aligned(format), torch.bfloat16, group_sizes)
+    assert_same_bits(got[0], lines_of(data_t, sizes, rows))
+    assert_same_bits(got[1], scale_t)
+
+
+def test_without_groups_nothing_changes(device: torch.device) -> None:
+    input = matrix(300, 192, device)
+    for got, want in zip(
+        ops.quantize_both(input, "fp8_block:aligned"), ops.quantize_both(input, "fp8_block"), strict=True
+    ):
+        assert_same_bits(got, want)
+
+
+def test_operands_that_do_not_go_together(device: torch.device) -> None:
+    group_sizes = torch.tensor([40, 20], device=device)
+    plain = ops.grouped_quantize_transposed(matrix(64, 64, device), group_sizes, "fp8_block")
+    lines = ops.grouped_quantize_transposed(matrix(64, 64, device), group_sizes, "fp8_block:aligned")
+    with pytest.raises(ValueError, match="'input_format': expected 'aligned' if and only if grad_format"):
+        ops.grouped_gemm_wgrad_quantized(
+            *plain, *lines, group_sizes, "fp8_block", "fp8_block:aligned", torch.bfloat16
+        )
+    with pytest.raises(ValueError, match="'grad_t': expected lines of aligned groups, a multiple of 32"):
+        ops.grouped_gemm_wgrad_quantized(
+            *plain, *lines, group_sizes, "fp8_block:aligned", "fp8_block:aligned", torch.bfloat16
+        )
+    with pytest.raises(ValueError, match="expected a format key"):
+        ops.grouped_quantize_transposed(matrix(64, 64, device), group_sizes, "mxfp8:aligned")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_graph_follows_the_sizes(format: str) -> None:
+    device = torch.device("cuda")
+    input, group_sizes = matrix(300, 192, device), torch.tensor([100, 100, 50], device=device)
+    ops.grouped_quantize_transposed(input, group_sizes, aligned(format))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        data_t, scale_t = ops.grouped_quantize_transposed(input, group_sizes, aligned(format))
+    for seed, sizes in enumerate(([0, 299, 1], [33, 0, 128], [0, 0, 0])):
+        input.copy_(matrix(300, 192, device, seed))
+        group_sizes.copy_(torch.tensor(sizes))
+        graph.replay()
+        plain, scale = ops.grouped_quantize_transposed(input, group_sizes, format)
+        assert_same_bits(data_t, lines_of(plain, sizes, 300))
+        assert_same_bits(scale_t, scale)
