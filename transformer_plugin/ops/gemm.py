@@ -258,7 +258,7 @@ def grouped_gemm_wgrad_quantized(
 
     Args:
         grad_t, grad_t_scale: ``[N, T]`` as :func:`~transformer_plugin.ops.grouped_quantize_transposed` gives it.
-        input_t, input_t_scale: ``[K, T]``, likewise.
+        input_t, input_t_scale: ``[K, T]``, likewise; both ``aligned`` or neither.
         dtype: of the output: float32, bfloat16 or float16.
         grad_t_amax, input_t_amax: as ``a_amax`` in :func:`gemm_quantized`.
         alpha: float32 ``[G]``.

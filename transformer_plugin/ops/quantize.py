@@ -205,7 +205,9 @@ def grouped_quantize_transposed(
     Returns:
         ``data [K, T]``, where group g is the columns from its first row to its last, columns past the groups
         0; and ``scale_inv``: ``[G]``, ``[ceil(T/128) + G, up4(K)]``, or for ``mxfp8``
-        ``[up128(K), 4 * (ceil(T/128) + G)]``; what no group uses is 0.
+        ``[up128(K), 4 * (ceil(T/128) + G)]``; what no group uses is 0. In an ``aligned`` format ``data`` is
+        ``[K, round_up(T, 32) + 32 * (G + 1)]`` and group g, from row b on, begins at ``round_up(b, 32) + 32 * g``
+        (:meth:`transformer_plugin.formats.Format.line_begin`), with zeros between groups.
 
     Raises:
         TypeError, ValueError: as :func:`grouped_quantize`.
@@ -255,7 +257,8 @@ def grouped_dequantize(
         amax: of ``nvfp4``, what it was quantized with; none for the other formats, whose scales say all.
 
     Returns:
-        ``[T, K]``; rows past the groups are 0. Not differentiable.
+        ``[T, K]``; rows past the groups are 0. Of transposed data in an ``aligned`` format T rounded up to a multiple
+        of 32. Not differentiable.
 
     Raises:
         TypeError, ValueError: as :func:`dequantize` and :func:`grouped_quantize`.
