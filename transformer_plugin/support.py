@@ -116,6 +116,9 @@ def _products(formats: list[Format], device: torch.device) -> str:
     elif all(f.family in ("mxfp8", "nvfp4") and f.element in ("e4m3", "e2m1") for f in formats) and not any(
         f.tiled_scales or f.row_scaled for f in formats
     ):
-        value = f"outputs and data gradients in bfloat16 are on Hopper of weights decoded on their way, rows widened first; {value}"
+        value = (
+            "outputs and data gradients in bfloat16 are on Hopper of weights decoded on their way, rows widened "
+            f"first; {value}"
+        )
         whose = "operands of other products"
     return f"{whose} are widened {how}, because {reason}; {value}"
