@@ -99,13 +99,13 @@ Outputs run(const Call& call) {
 
 template <Outputs (*run_op)(const Call&)>
 void register_ops(torch::Library& m) {
-  m.impl(
-      "quantize_scaled",
-      [](const Tensor& input, const Tensor& scale, c10::string_view format, const OptionalTensor& amax,
-         const OptionalTensor& group_sizes, int64_t first) -> Pair {
-        const Outputs o = run_op({"quantize_scaled", false, input, scale, format, amax, group_sizes, first});
-        return {o.data, o.scale};
-      });
+  m.impl("quantize_scaled",
+         [](const Tensor& input, const Tensor& scale, c10::string_view format, const OptionalTensor& amax,
+            const OptionalTensor& group_sizes, int64_t first) -> Pair {
+           const Outputs o =
+               run_op({"quantize_scaled", false, input, scale, format, amax, group_sizes, first});
+           return {o.data, o.scale};
+         });
   m.impl("quantize_scaled_both",
          [](const Tensor& input, const Tensor& scale, c10::string_view format, const OptionalTensor& amax,
             const OptionalTensor& group_sizes, int64_t first) -> TwoPairs {
