@@ -1,6 +1,6 @@
-// Products of codes without a widened copy of them in memory. FP8 under the scales of blocks of 128 or of whole groups: sums of
-// 128 products as tensor cores make them, added in FP32. MXFP8 and NVFP4: FP32 sums of exact products. Where no kernel does
-// that, the values are multiplied instead (gemm/quantized.h).
+// Products of codes without a widened copy of the weights in memory. FP8 under the scales of blocks of 128, of rows or of whole
+// groups: sums of 128 products as tensor cores make them, added in FP32. MXFP8 and NVFP4: FP32 sums of exact products, for which
+// the rows are widened first. Where no kernel does that, the values are multiplied instead (gemm/quantized.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
