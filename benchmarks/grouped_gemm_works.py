@@ -84,6 +84,7 @@ class Data:
         self.weight = normals(shape.groups, shape.n, shape.k)
         self.main_grad = normals(shape.groups, shape.n, shape.k, dtype=torch.float32)
         self.sizes = {kind: group_sizes(shape, kind, device) for kind in shape.kinds}
+        self.rows = torch.randperm(shape.rows, device=device)
         self.ends = {kind: sizes.cumsum(0, dtype=torch.int32) for kind, sizes in self.sizes.items()}
         both = ops.quantize_both(self.weight, WEIGHT_FORMAT)
         self.weight8, self.weight8_t = both[:2], both[2:]
@@ -142,6 +143,15 @@ def forward(data: Data, kind: str) -> Tensor:
 
 def torch_forward(data: Data, kind: str) -> Tensor:
     return torch._grouped_mm(data.x, data.weight.mT, offs=data.ends[kind])
+
+
+def _forward_by_rows(data: Data, kind: str) -> Tensor:
+    return ops.grouped_gemm(data.x, data.weight, data.sizes[kind], rows=data.rows)
+
+
+def _torch_forward_by_rows(data: Data, kind: str) -> Tensor:
+    taken = data.x.index_select(0, data.rows)
+    return torch._grouped_mm(taken, data.weight.mT, offs=data.ends[kind])
 
 
 def _fp8_forward(data: Data, kind: str) -> Tensor:
@@ -244,6 +254,10 @@ def _forward_factors(data: Data, kind: str, group: int) -> Factors:
     return data.x[data.rows_of(kind, group)], data.weight[group].T
 
 
+def _forward_by_rows_factors(data: Data, kind: str, group: int) -> Factors:
+    return data.x[data.rows[data.rows_of(kind, group)]], data.weight[group].T
+
+
 def _fp8_forward_factors(data: Data, kind: str, group: int) -> Factors:
     (x, x_scale), (weight, weight_scale), rows = data.x8[kind], data.weight8, data.rows_of(kind, group)
     return (
@@ -326,6 +340,10 @@ class Work:
 
 WORKS = (
     Work("forward", forward, torch_forward, "_grouped_mm", _forward_factors),
+    Work(
+        "rows by an index", _forward_by_rows, _torch_forward_by_rows, "index_select, _grouped_mm",
+        _forward_by_rows_factors,
+    ),
     Work(
         "FP8 forward", _fp8_forward, torch_forward, "_grouped_mm of bfloat16", _fp8_forward_factors,
         same_numbers=False,

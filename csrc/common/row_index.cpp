@@ -7,7 +7,6 @@
 #include <atomic>
 #include <limits>
 
-#include "common/row_index_args.h"
 #include "common/tensor.h"
 
 namespace transformer_plugin {
@@ -89,19 +88,23 @@ void check_earlier_rows(const char* op) {
 #endif
 }
 
+#ifdef TRANSFORMER_PLUGIN_CUDA
+TakenRows rows_by_index(const Tensor& matrix, const Tensor& index, const Tensor& offsets) {
+  has_word = true;
+  const auto bytes = static_cast<int64_t>(matrix.element_size());
+  return {row_index(index, offsets, matrix.size(0)), matrix.const_data_ptr(), matrix.size(1) * bytes,
+          matrix.stride(0) * bytes, wrong_row_word()};
+}
+#endif
+
 Tensor take_rows(const Tensor& matrix, const Tensor& index, const Tensor& offsets) {
   const Tensor taken = empty(matrix, {index.size(0), matrix.size(1)}, matrix.scalar_type());
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (matrix.is_cuda()) {
-    has_word = true;
     const bool readable = matrix.stride(1) == 1 || matrix.size(1) <= 1;
     const Tensor source = readable ? matrix : matrix.contiguous();
-    const auto bytes = static_cast<int64_t>(source.element_size());
     const CudaScope scope(source);
-    launch_take_rows(
-        {row_index(index, offsets, source.size(0)), source.const_data_ptr(), source.size(1) * bytes,
-         source.stride(0) * bytes, taken.mutable_data_ptr(), wrong_row_word()},
-        scope.stream());
+    launch_take_rows(rows_by_index(source, index, offsets), taken.mutable_data_ptr(), scope.stream());
     return taken;
   }
 #endif

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/check.h"
+#include "common/row_index_args.h"
 
 namespace transformer_plugin {
 
@@ -12,6 +13,11 @@ void check_row_index(const Argument& index, const Argument& matrix);
 void check_row_entries(const Argument& index, const Argument& matrix, const at::Tensor& offsets);
 // A ValueError in the name of `op` if a GPU noticed a wrong entry since the last one. Waits for nothing.
 void check_earlier_rows(const char* op);
+
+#ifdef TRANSFORMER_PLUGIN_CUDA
+// What a kernel follows the index by. The rows of the matrix have inner stride 1.
+TakenRows rows_by_index(const at::Tensor& matrix, const at::Tensor& index, const at::Tensor& offsets);
+#endif
 
 // [T, K]: matrix[index[i]] for the rows i of the groups, zeros where a GPU finds no such row; the tail is undefined.
 at::Tensor take_rows(const at::Tensor& matrix, const at::Tensor& index, const at::Tensor& offsets);

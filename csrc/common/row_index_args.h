@@ -25,16 +25,16 @@ struct RowIndex {
   const int32_t* end;  // on the device of the entries
 };
 
-// output[i] = matrix[index[i]] for the places before the tail; what is past them stays as it is.
-struct TakeRowsArgs {
+// Rows of a matrix by an index, on a GPU.
+struct TakenRows {
   RowIndex index;
   const void* matrix;
   int64_t row_bytes;
   int64_t stride_bytes;  // between rows of the matrix
-  void* output;          // [places], rows back to back
-  WrongRowWord* word;    // CUDA only
+  WrongRowWord* word;
 };
-void launch_take_rows(const TakeRowsArgs& args, void* stream);
+// output[i] = matrix[index[i]] for the places before the tail, rows back to back; what is past them stays as it is.
+void launch_take_rows(const TakenRows& rows, void* output, void* stream);
 
 // keys[i] = index[i], or `rows` where it is not to be followed.
 void launch_row_keys(const RowIndex& index, int32_t* keys, void* stream);

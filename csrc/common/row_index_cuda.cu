@@ -3,7 +3,7 @@
 #include "common/device_types.cuh"
 #include "common/launch.cuh"
 #include "common/pinned.cuh"
-#include "common/row_index_args.h"
+#include "common/row_index.cuh"
 
 namespace transformer_plugin {
 namespace {
@@ -11,31 +11,20 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 
-__device__ __forceinline__ int64_t entry(const RowIndex& index, int64_t place) {
-  return index.is_int64 ? static_cast<const int64_t*>(index.entries)[place]
-                        : static_cast<const int32_t*>(index.entries)[place];
-}
-
-__device__ __forceinline__ bool is_inside(const RowIndex& index, int64_t row) {
-  return row >= 0 && row < index.rows;
-}
-
 // One warp a row, in words as wide as sizes and addresses allow.
 template <typename Word>
-__global__ void take_rows_kernel(TakeRowsArgs args) {
+__global__ void take_rows_kernel(TakenRows rows, void* to) {
   const int lane = threadIdx.x % kWarpSize;
-  const int64_t words = args.row_bytes / static_cast<int64_t>(sizeof(Word));
-  const int64_t stride = args.stride_bytes / static_cast<int64_t>(sizeof(Word));
+  const int64_t words = rows.row_bytes / static_cast<int64_t>(sizeof(Word));
+  const int64_t stride = rows.stride_bytes / static_cast<int64_t>(sizeof(Word));
   const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
-  const int64_t end = *args.index.end;
+  const int64_t end = *rows.index.end;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpSize; i < end; i += step) {
-    const int64_t row = entry(args.index, i);
-    const bool inside = is_inside(args.index, row);
-    if (!inside && lane == 0) {
-      args.word->found = static_cast<uint64_t>(i + 1) << 32 | static_cast<uint32_t>(args.index.rows);
-    }
-    const Word* source = static_cast<const Word*>(args.matrix) + (inside ? row : 0) * stride;
-    Word* output = static_cast<Word*>(args.output) + i * words;
+    const int64_t row = entry(rows.index, i);
+    const bool inside = is_inside(rows.index, row);
+    if (!inside && lane == 0) tell_wrong_row(rows.word, rows.index, i);
+    const Word* source = static_cast<const Word*>(rows.matrix) + (inside ? row : 0) * stride;
+    Word* output = static_cast<Word*>(to) + i * words;
     for (int64_t w = lane; w < words; w += kWarpSize) output[w] = inside ? source[w] : Word{};
   }
 }
@@ -78,10 +67,10 @@ __global__ void sum_taken_rows_kernel(SumTakenRowsArgs args) {
   }
 }
 
-bool fits(const TakeRowsArgs& args, int64_t bytes) {
-  return args.row_bytes % bytes == 0 && args.stride_bytes % bytes == 0 &&
-         reinterpret_cast<uint64_t>(args.matrix) % bytes == 0 &&
-         reinterpret_cast<uint64_t>(args.output) % bytes == 0;
+bool fits(const TakenRows& rows, const void* output, int64_t bytes) {
+  return rows.row_bytes % bytes == 0 && rows.stride_bytes % bytes == 0 &&
+         reinterpret_cast<uint64_t>(rows.matrix) % bytes == 0 &&
+         reinterpret_cast<uint64_t>(output) % bytes == 0;
 }
 
 }  // namespace
@@ -91,14 +80,14 @@ WrongRowWord* wrong_row_word() {
   return word;
 }
 
-void launch_take_rows(const TakeRowsArgs& args, void* stream) {
-  if (args.index.places == 0) return;
-  const unsigned blocks = grid_size(args.index.places, kWarps);
+void launch_take_rows(const TakenRows& rows, void* output, void* stream) {
+  if (rows.index.places == 0) return;
+  const unsigned blocks = grid_size(rows.index.places, kWarps);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (fits(args, 16)) {
-    take_rows_kernel<uint4><<<blocks, kThreads, 0, cuda_stream>>>(args);
+  if (fits(rows, output, 16)) {
+    take_rows_kernel<uint4><<<blocks, kThreads, 0, cuda_stream>>>(rows, output);
   } else {
-    take_rows_kernel<uint16_t><<<blocks, kThreads, 0, cuda_stream>>>(args);
+    take_rows_kernel<uint16_t><<<blocks, kThreads, 0, cuda_stream>>>(rows, output);
   }
   check_launch("take_rows_kernel");
 }

@@ -9,7 +9,7 @@ namespace {
 
 using at::Tensor;
 
-// No kernel loads through an index yet: they get a copy of the rows that it names.
+// For what does not load through an index: a copy of the rows that it names.
 Tensor taken_rows(const Tensor& matrix, const std::optional<Tensor>& rows, const Tensor& offsets) {
   return rows ? take_rows(matrix, *rows, offsets) : matrix;
 }
@@ -53,22 +53,22 @@ void add_row_product_cpu(const RowProduct& product, const Tensor& out) {
 }  // namespace
 
 Tensor row_product(const RowProduct& given, at::ScalarType dtype) {
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (given.a.is_cuda()) return row_product_cuda(given, dtype);
+#endif
   const Tensor a = taken_rows(given.a, given.rows, given.offsets);
   const RowProduct product = with_rows(given, a);
-#ifdef TRANSFORMER_PLUGIN_CUDA
-  if (a.is_cuda()) return row_product_cuda(product, dtype);
-#endif
   const Tensor out = empty(a, {a.size(0), product.columns()}, dtype);
   row_product_cpu(product, out);
   return out;
 }
 
 void row_product_out(const RowProduct& given, const Tensor& out) {
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (given.a.is_cuda()) return row_product_out_cuda(given, out);
+#endif
   const Tensor a = taken_rows(given.a, given.rows, given.offsets);
   const RowProduct product = with_rows(given, a);
-#ifdef TRANSFORMER_PLUGIN_CUDA
-  if (a.is_cuda()) return row_product_out_cuda(product, out);
-#endif
   product.beta ? add_row_product_cpu(product, out) : row_product_cpu(product, out);
 }
 

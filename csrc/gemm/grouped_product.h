@@ -39,6 +39,7 @@ struct RowProduct {
   at::TensorList list = {};      // [N, K] or [K, N] of each group, or none
 
   int64_t groups() const { return offsets.size(0) - 1; }
+  int64_t capacity() const { return rows ? rows->size(0) : a.size(0); }
   int64_t columns() const {
     if (!list.empty()) return b.size(transpose_b ? 0 : 1);
     if (codes) return transpose_b ? codes->rows : codes->columns;
@@ -72,7 +73,8 @@ void reduction_product_list_out(const ReductionProduct& product, at::TensorList 
 // The stack [G, .., ..] that matrices of one size are views of, at equal distances.
 std::optional<at::Tensor> as_stack(at::TensorList matrices);
 
-void row_product_cpu(const RowProduct& product, const at::Tensor& out);  // without beta
+// Those of a CPU get no index, and no beta.
+void row_product_cpu(const RowProduct& product, const at::Tensor& out);
 void reduction_product_cpu(const ReductionProduct& product, at::TensorList out, bool accumulate);
 at::Tensor row_product_cuda(const RowProduct& product, at::ScalarType dtype);
 void row_product_out_cuda(const RowProduct& product, const at::Tensor& out);

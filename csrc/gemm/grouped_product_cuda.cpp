@@ -7,10 +7,11 @@
 #include <algorithm>
 #include <vector>
 
+#include "common/row_index.h"
 #include "common/tensor.h"
 #include "gemm/grouped_arguments.h"
 #include "gemm/grouped_product.h"
-#include "gemm/hopper.h"
+#include "gemm/hopper_gather.h"
 
 namespace transformer_plugin::gemm {
 namespace {
@@ -35,13 +36,26 @@ std::vector<Tensor> operands_of(const RowProduct& product) {
   return held;
 }
 
-void run_rows(const RowProduct& product, const Tensor& a, at::TensorList operands, const Tensor& out,
-              void* stream) {
-  const DeviceList list(product.list.empty() ? at::TensorList() : operands, a);
+// The left operand without an index.
+Tensor left_operand(const RowProduct& product) {
+  return product.rows ? take_rows(product.a, *product.rows, product.offsets) : product.a.contiguous();
+}
+
+// Through the index by the kernel itself where it can; `args` but for the left operand.
+bool launch_through_index(const RowProduct& product, GroupedMode mode, const GroupedKernelArgs& args,
+                          void* stream) {
+  if (!product.rows || product.a.stride(1) != 1) return false;
+  const TakenRows rows = rows_by_index(product.a, *product.rows, product.offsets);
+  if (!hopper_gathers(mode, args, rows)) return false;
+  launch_hopper_gather(mode, args, rows, stream);
+  return true;
+}
+
+void run_rows(const RowProduct& product, at::TensorList operands, const Tensor& out, void* stream) {
+  const DeviceList list(product.list.empty() ? at::TensorList() : operands, product.a);
   const auto bias = as_float(product.bias), bias_scale = as_float(product.bias_scale);
   const auto alpha = as_float(product.alpha), beta = as_float(product.beta);
   GroupedKernelArgs args{};
-  args.a = a.const_data_ptr();
   args.b = operands[0].const_data_ptr();
   args.out = out.mutable_data_ptr();
   args.offsets = product.offsets.const_data_ptr<int32_t>();
@@ -50,17 +64,22 @@ void run_rows(const RowProduct& product, const Tensor& a, at::TensorList operand
   args.list = list.get();
   args.bias = float_or_null(bias);
   args.bias_scale = float_or_null(bias_scale);
-  args.rows = a.size(0);
+  args.rows = product.capacity();
   args.groups = product.groups();
   args.n = product.columns();
-  args.k = a.size(1);
+  args.k = product.a.size(1);
   args.out_row_stride = row_stride(out);
-  args.dtype = to_dtype(a.scalar_type());
+  args.dtype = to_dtype(product.a.scalar_type());
   args.out_dtype = to_dtype(out.scalar_type());
-  args.vectors = aligned_rows(a) && std::all_of(operands.begin(), operands.end(), aligned_rows);
+  args.vectors = std::all_of(operands.begin(), operands.end(), aligned_rows);
   args.zeroes_tail = !product.beta;
   args.options = product.options;
-  launch_grouped_kernel(product.transpose_b ? GroupedMode::kForward : GroupedMode::kDataGrad, args, stream);
+  const GroupedMode mode = product.transpose_b ? GroupedMode::kForward : GroupedMode::kDataGrad;
+  if (launch_through_index(product, mode, args, stream)) return;
+  const Tensor a = left_operand(product);
+  args.a = a.const_data_ptr();
+  args.vectors = args.vectors && aligned_rows(a);
+  launch_grouped_kernel(mode, args, stream);
 }
 
 // Into the stack `out`, or into the matrices of a list, of which `out` then is the first.
@@ -94,25 +113,24 @@ void run_reduction(const ReductionProduct& product, const Tensor& out, const Mat
 
 Tensor row_product_cuda(const RowProduct& product, at::ScalarType dtype) {
   const CudaScope scope(product.a);
-  const Tensor a = product.a.contiguous();
   const std::vector<Tensor> operands = operands_of(product);
   const Tensor& b = operands[0];
   const int64_t groups = product.groups();
   const bool is_plain = !product.bias && !product.alpha && product.list.empty();
-  if (is_plain && torch_takes(a, b, groups, dtype)) {
-    const Tensor out =
-        at::_grouped_mm(a, product.transpose_b ? b.transpose(1, 2) : b, product.offsets.narrow(0, 1, groups));
+  if (is_plain && product.capacity() > 0 && torch_takes(product.a, b, groups, dtype)) {
+    const Tensor out = at::_grouped_mm(left_operand(product), product.transpose_b ? b.transpose(1, 2) : b,
+                                       product.offsets.narrow(0, 1, groups));
     zero_tail(out, product.offsets, scope.stream());
     return out;
   }
-  const Tensor out = empty(a, {a.size(0), product.columns()}, dtype);
-  run_rows(product, a, operands, out, scope.stream());
+  const Tensor out = empty(product.a, {product.capacity(), product.columns()}, dtype);
+  run_rows(product, operands, out, scope.stream());
   return out;
 }
 
 void row_product_out_cuda(const RowProduct& product, const Tensor& out) {
   const CudaScope scope(product.a);
-  run_rows(product, product.a.contiguous(), operands_of(product), out, scope.stream());
+  run_rows(product, operands_of(product), out, scope.stream());
 }
 
 Tensor reduction_product_cuda(const ReductionProduct& product, at::ScalarType dtype) {

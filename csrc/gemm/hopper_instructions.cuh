@@ -99,6 +99,19 @@ __device__ __forceinline__ void load_bytes(void* to, const void* from, uint32_t 
       "l"(from), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
 }
+// 16 bytes by a thread, or 16 zeros. Not by the copy engine: products that read them want a fence (fence_for_copies) by the
+// thread that waited for them.
+__device__ __forceinline__ void load_piece(uint32_t to, const void* from, bool is_there) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(is_there ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void commit_pieces() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all but the last `left` groups of a thread's pieces are there.
+template <int left>
+__device__ __forceinline__ void wait_for_pieces() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory");
+}
 // Into the second level cache.
 __device__ __forceinline__ void prefetch_line(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");

@@ -192,6 +192,33 @@ __device__ __forceinline__ void zero_tail(const RowsArgs& args, int warps, int w
   }
 }
 
+// All that a warpgroup does that multiplies, the `number`-th of those.
+template <typename Kind, typename Epilogue, typename Shared>
+__device__ __forceinline__ void multiply_tiles(const RowsArgs& args, const Epilogue& epilogue, Shared& shared,
+                                               Place<Shared>& place, int steps, int block, int number) {
+  const int clusters = static_cast<int>(gridDim.x) / kCluster;
+  Tile tile;
+  RowsWalk walk(args, block);
+  for (int index = cluster_in_grid(); walk.find(index, tile); index += clusters) {
+    const Part part{tile.group, number, walk.begin_row + tile.row * kTileRows + number * kBoxLines,
+                    walk.end_row, tile.column * kTileColumns};
+    if (part.row >= part.end_row || part.column >= args.n) {  // nothing of this warpgroup's
+#pragma unroll 1
+      for (int step = 0; step < steps; ++step, place.next()) {
+        wait(&shared.full[place.stage], place.parity);
+        release(shared, place.stage);
+      }
+      continue;
+    }
+    epilogue.begin(part, shared);
+    float sums[kSums] = {};
+    Kind::sum(args, shared, place, steps, part, sums);
+    scale_and_add_bias<Kind, Epilogue>(args, part, sums);
+    epilogue.finish(args, part, sums, shared);
+  }
+  Epilogue::drain();
+}
+
 // Kind is one of hopper_operands.cuh. `b_maps` are those of a list of matrices, one for each group, in place of `b_map`; or
 // null.
 template <typename Kind, typename Epilogue>
@@ -256,26 +283,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     }
   } else {
     more_registers<kMultiplierRegisters>();
-    const int number = warpgroup - 1;
-    RowsWalk walk(args, block);
-    for (int index = cluster_in_grid(); walk.find(index, tile); index += clusters) {
-      const Part part{tile.group, number, walk.begin_row + tile.row * kTileRows + number * kBoxLines,
-                      walk.end_row, tile.column * kTileColumns};
-      if (part.row >= part.end_row || part.column >= args.n) {  // nothing of this warpgroup's
-#pragma unroll 1
-        for (int step = 0; step < steps; ++step, place.next()) {
-          wait(&shared.full[place.stage], place.parity);
-          release(shared, place.stage);
-        }
-        continue;
-      }
-      epilogue.begin(part, shared);
-      float sums[kSums] = {};
-      Kind::sum(args, shared, place, steps, part, sums);
-      scale_and_add_bias<Kind, Epilogue>(args, part, sums);
-      epilogue.finish(args, part, sums, shared);
-    }
-    Epilogue::drain();
+    multiply_tiles<Kind>(args, epilogue, shared, place, steps, block, warpgroup - 1);
   }
   sync_cluster();  // neither block leaves while the other may arrive at its
                    // barriers
@@ -300,6 +308,20 @@ inline RowsArgs rows_args(const GroupedKernelArgs& args) {
           args.zeroes_tail};
 }
 
+// Of the stack, or of the first matrix of a list.
+template <typename Kind>
+CUtensorMap matrices_map(const GroupedKernelArgs& args) {
+  const int64_t columns = Kind::b_by_columns ? args.n : args.k, rows = Kind::b_by_columns ? args.k : args.n;
+  const int64_t count = args.list.addresses ? 1 : args.groups;
+  return tensor_map({args.b, args.dtype, columns, rows, count, columns, rows * columns}, kBoxLines);
+}
+
+inline CUtensorMap out_map(const GroupedKernelArgs& args) {
+  return tensor_map(
+      {args.out, args.out_dtype, args.n, args.rows, 1, args.out_row_stride, args.rows * args.out_row_stride},
+      kBoxLines);
+}
+
 template <typename Kind, typename Epilogue>
 void launch_rows_into(const Epilogue& epilogue, const GroupedKernelArgs& args, const HopperPlan& plan,
                       cudaStream_t stream) {
@@ -309,11 +331,7 @@ void launch_rows_into(const Epilogue& epilogue, const GroupedKernelArgs& args, c
   shared_memory.allow(kernel, kShared);
   const CUtensorMap a =
       tensor_map({args.a, args.dtype, args.k, args.rows, 1, args.k, args.rows * args.k}, kBoxLines);
-  const int64_t b_columns = Kind::b_by_columns ? args.n : args.k;
-  const int64_t b_rows = Kind::b_by_columns ? args.k : args.n;
-  const int64_t b_count = args.list.addresses ? 1 : args.groups;
-  const CUtensorMap b =
-      tensor_map({args.b, args.dtype, b_columns, b_rows, b_count, b_columns, b_rows * b_columns}, kBoxLines);
+  const CUtensorMap b = matrices_map<Kind>(args);
   const CUtensorMap* b_maps = launch_matrix_list(args.list, args.groups, &b, stream);
   launch_early(kernel, grid_of(plan), kThreads, kShared, stream, a, b, epilogue, rows_args(args), b_maps);
   check_launch("hopper_rows_kernel");
@@ -321,10 +339,7 @@ void launch_rows_into(const Epilogue& epilogue, const GroupedKernelArgs& args, c
 
 template <typename Kind>
 void launch_rows(const GroupedKernelArgs& args, const HopperPlan& plan, cudaStream_t stream) {
-  const CUtensorMap out = tensor_map(
-      {args.out, args.out_dtype, args.n, args.rows, 1, args.out_row_stride, args.rows * args.out_row_stride},
-      kBoxLines);
-  launch_rows_into<Kind>(StoreRows<typename Kind::Out>{out}, args, plan, stream);
+  launch_rows_into<Kind>(StoreRows<typename Kind::Out>{out_map(args)}, args, plan, stream);
 }
 
 }  // namespace transformer_plugin::gemm::hopper

@@ -78,11 +78,13 @@ struct Place {
   }
 };
 
+// A stage is full when the thread that starts copies of boxes has announced them, `others` have arrived, and all bytes are
+// there.
 template <typename Shared>
-__device__ __forceinline__ void init_stages(Shared& shared) {
+__device__ __forceinline__ void init_stages(Shared& shared, uint32_t others = 0) {
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Shared::kStages; ++stage) {
-      init_barrier(&shared.full[stage], 1);
+      init_barrier(&shared.full[stage], 1 + others);
       init_barrier(&shared.empty[stage], kCluster * kMultipliers * kWarpgroup / kWarpSize);
     }
     publish_barriers();

@@ -1,0 +1,22 @@
+// How a kernel follows an index of rows (row_index_args.h).
+#pragma once
+
+#include "common/row_index_args.h"
+
+namespace transformer_plugin {
+
+__device__ __forceinline__ int64_t entry(const RowIndex& index, int64_t place) {
+  return index.is_int64 ? static_cast<const int64_t*>(index.entries)[place]
+                        : static_cast<const int32_t*>(index.entries)[place];
+}
+
+__device__ __forceinline__ bool is_inside(const RowIndex& index, int64_t row) {
+  return row >= 0 && row < index.rows;
+}
+
+// The entry at this place is no row.
+__device__ __forceinline__ void tell_wrong_row(WrongRowWord* word, const RowIndex& index, int64_t place) {
+  word->found = static_cast<uint64_t>(place + 1) << 32 | static_cast<uint32_t>(index.rows);
+}
+
+}  // namespace transformer_plugin

@@ -1,0 +1,226 @@
+"""Rows by an index on a GPU, loaded through it or copied first: the bits of a copy's product; memory; graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.gemm_oracle import poison, rows_fp64
+from transformer_plugin import ops
+from transformer_plugin.testing.gemm_cases import apart, factors, integers, normals, row_index
+from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+BF16, FP16 = torch.bfloat16, torch.float16
+MATRIX_ROWS = 97
+
+GROUPS = {
+    "many, some empty": tuple(7 * i % 61 if i % 5 else 0 for i in range(70)),
+    "any": (0, 1, 127, 0, 128, 129, 255, 257, 300, 0),
+    "all rows in one of several": (0, 0, 700, 0),
+    "one": (385,),
+    "none": (0, 0, 0),
+}
+# Several tiles of columns, also an odd number of them; what is summed over one piece, no whole step, many steps.
+WIDTHS = [(8, 8), (256, 64), (264, 72), (520, 200), (776, 1016)]
+
+Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def drawn(
+    groups: tuple[int, ...],
+    n: int,
+    k: int,
+    transpose_b: bool = True,
+    dtype: torch.dtype = BF16,
+    index: torch.dtype = torch.int32,
+    draw: Callable[..., Tensor] = integers,
+    seed: int = 0,
+) -> Operands:
+    """The matrix, the groups' matrices, sizes, rows and a copy of those taken. Rows never taken and the copy's tail are
+    NaN, the index of the tail is wrong."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.tensor(groups, dtype=index)
+    end, capacity = int(sizes.sum()), int(sizes.sum()) + 37
+    rows = row_index(sizes, capacity, MATRIX_ROWS, CPU, generator)
+    a = draw((MATRIX_ROWS, k), dtype, CPU, generator)
+    never = torch.ones(MATRIX_ROWS, dtype=torch.bool)
+    never[rows[:end].long()] = False
+    a[never] = float("nan")
+    copied = torch.full((capacity, k), float("nan"), dtype=dtype)
+    copied[:end] = a[rows[:end].long()]
+    b = draw((len(groups), n, k) if transpose_b else (len(groups), k, n), dtype, CPU, generator)
+    return tuple(t.to(CUDA) for t in (a, b, sizes, rows, copied))  # type: ignore[return-value]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize(("n", "k"), WIDTHS)
+@pytest.mark.parametrize(
+    ("dtype", "transpose_b", "index"),
+    [(BF16, True, torch.int32), (BF16, False, torch.int64), (FP16, True, torch.int64), (FP16, False, torch.int32)],
+)  # fmt: skip
+def test_exact_sums(
+    groups: tuple[int, ...], n: int, k: int, dtype: torch.dtype, transpose_b: bool, index: torch.dtype
+) -> None:
+    """A stack and a list, on all of the GPU and by two blocks that take all tiles in turn."""
+    a, b, sizes, rows, copied = drawn(groups, n, k, transpose_b, dtype, index)
+    expected = rows_fp64(copied, b, sizes, None, None, transpose_b).to(dtype)
+    for max_sms in (0, 2):
+        poison(tuple(expected.shape), dtype, CUDA)
+        got = ops.grouped_gemm(a, b, sizes, transpose_b=transpose_b, rows=rows, max_sms=max_sms)
+        assert_same_bits(got + 0, expected, f"stack, max_sms {max_sms}")
+        got = ops.grouped_gemm_list(a, apart(b), sizes, transpose_b=transpose_b, rows=rows, max_sms=max_sms)
+        assert_same_bits(got + 0, expected, f"list, max_sms {max_sms}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transpose_b", [True, False])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_same_bits_as_of_a_copy(dtype: torch.dtype, transpose_b: bool) -> None:
+    """With everything in the epilogue; each of many runs."""
+    a, b, sizes, rows, copied = drawn(GROUPS["any"], 520, 1016, transpose_b, dtype, draw=normals)
+    generator = torch.Generator().manual_seed(1)
+    bias = normals((len(sizes), 520), torch.float32, CUDA, generator)
+    scale = normals((rows.shape[0],), torch.float32, CUDA, generator)
+    alpha = factors(len(sizes), CUDA, generator)
+    more = (sizes, bias, scale, transpose_b, None, alpha)
+    expected = ops.grouped_gemm(copied, b, *more)
+    exact = rows_fp64(copied, b, sizes, bias, scale, transpose_b, alpha)
+    above = (bias.abs(), scale.abs(), transpose_b, alpha.abs())
+    magnitude = rows_fp64(copied.abs(), b.abs(), sizes, *above)
+    assert_rounded_sum(expected, exact, magnitude, a.shape[1] + 3)
+    for _ in range(20):
+        assert_same_bits(ops.grouped_gemm(a, b, *more, rows), expected)
+
+
+@pytest.mark.gpu
+def test_many_tiles() -> None:
+    """More than blocks, with long sums: stages come round many times."""
+    groups = (3000, 0, 129, 5000, 1, 1270, 64, 2111)
+    a, b, sizes, rows, copied = drawn(groups, 1304, 2056)
+    expected = rows_fp64(copied, b, sizes, None, None, True).to(BF16)
+    for _ in range(3):
+        assert_same_bits(ops.grouped_gemm(a, b, sizes, rows=rows) + 0, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", [0, 130, 299])
+@pytest.mark.parametrize(
+    ("wrong", "index"),
+    [
+        (-1, torch.int32),
+        (MATRIX_ROWS, torch.int32),
+        (2**31 - 1, torch.int32),
+        (-1, torch.int64),
+        (MATRIX_ROWS, torch.int64),
+        (2**32, torch.int64),  # whose lower half is a row
+        (-(2**33), torch.int64),
+    ],
+)
+def test_a_wrong_entry(wrong: int, index: torch.dtype, place: int) -> None:
+    """A row of zeros though several blocks load it, and told once."""
+    a, b, sizes, rows, copied = drawn((129, 0, 171), 776, 136, index=index)
+    rows[place], copied[place] = wrong, 0.0
+    expected = rows_fp64(copied, b, sizes, None, None, True).to(BF16)
+    assert_same_bits(ops.grouped_gemm(a, b, sizes, rows=rows) + 0, expected)
+    torch.cuda.synchronize()
+    with pytest.raises(ValueError, match=f"whose entry {place} is not one of its {MATRIX_ROWS} rows"):
+        ops.check_group_sizes()
+    torch.cuda.synchronize()
+    ops.check_group_sizes()
+
+
+@pytest.mark.gpu
+def test_matrices_of_any_strides() -> None:
+    """Rows at multiples of 16 bytes are loaded where they are, others copied; nobody sees which."""
+    _, b, sizes, rows, _ = drawn((70, 0, 200), 264, 72)
+    wide = integers((2 * MATRIX_ROWS, 160), BF16, CUDA, torch.Generator().manual_seed(2))
+    few = wide[:MATRIX_ROWS]
+    flat = wide.flatten()
+    for name, a in {
+        "a slice of columns": few[:, 8:80],
+        "every other row": wide[::2, 80:152],
+        "rows that overlap": flat.as_strided((MATRIX_ROWS, 72), (24, 1)),
+        "one row for all": wide[:1, :72].expand(MATRIX_ROWS, 72),
+        "no multiple of 16 bytes": few[:, 1:73],
+        "an odd stride": flat.as_strided((MATRIX_ROWS, 72), (101, 1)),
+        "columns apart": few[:, :144:2],
+        "columns first": wide[:72, :MATRIX_ROWS].T,
+    }.items():
+        end = int(sizes.sum())
+        taken = torch.zeros(rows.shape[0], 72, dtype=BF16, device=CUDA)
+        taken[:end] = a[rows[:end].long()]
+        expected = rows_fp64(taken, b, sizes, None, None, True).to(BF16)
+        assert_same_bits(ops.grouped_gemm(a, b, sizes, rows=rows) + 0, expected, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("transpose_b", [True, False])
+def test_no_buffer_and_no_host_read(transpose_b: bool, listed: bool) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("other GPUs copy the rows first")
+    places, n, k = 16384, 256, 4096
+    a = torch.randn(64, k, device=CUDA).bfloat16()
+    b = torch.randn((2, n, k) if transpose_b else (2, k, n), device=CUDA).bfloat16()
+    matrices = apart(b)
+    rows = torch.randint(0, 64, (places,), device=CUDA)
+    sizes = torch.tensor([10000, 6000], device=CUDA)
+
+    def product() -> Tensor:
+        if listed:
+            return ops.grouped_gemm_list(a, matrices, sizes, transpose_b=transpose_b, rows=rows)
+        return ops.grouped_gemm(a, b, sizes, transpose_b=transpose_b, rows=rows)
+
+    product()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        product()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    output, copy = places * n * 2, places * k * 2
+    assert torch.cuda.max_memory_allocated() - before < output + copy // 8
+
+
+@pytest.mark.gpu
+def test_a_graph_follows_another_index_and_other_sizes() -> None:
+    a, b, sizes, rows, _ = drawn((100, 0, 200, 33), 520, 200)
+    wide = torch.full((rows.shape[0], 528), float("nan"), dtype=BF16, device=CUDA)
+    out = wide[:, :520]
+
+    def step() -> Tensor:
+        ops.grouped_gemm_out(a, b, sizes, out, rows=rows)
+        return ops.grouped_gemm(a, b, sizes, rows=rows)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    capacity = rows.shape[0]
+    for seed, new in enumerate(
+        [(0, 0, 0, 0), (0, capacity, 0, 0), (1, 2, 3, 4), (127, 1, 129, 0), (0, 0, 0, 9)]
+    ):
+        generator = torch.Generator().manual_seed(seed + 1)
+        sizes.copy_(torch.tensor(new))
+        a.copy_(integers(tuple(a.shape), BF16, CPU, generator))
+        rows.copy_(row_index(torch.tensor(new), capacity, MATRIX_ROWS, CPU, generator))
+        wide.fill_(float("nan"))
+        graph.replay()
+        end = sum(new)
+        taken = torch.zeros(capacity, a.shape[1], dtype=BF16, device=CUDA)
+        taken[:end] = a[rows[:end].long()]
+        expected = rows_fp64(taken, b, sizes, None, None, True).to(BF16)
+        assert_same_bits(captured + 0, expected, f"sizes {new}")
+        assert_same_bits(out + 0, expected, f"sizes {new}, into a buffer")
+        assert wide[:, 520:].isnan().all()
