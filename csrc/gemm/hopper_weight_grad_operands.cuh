@@ -210,6 +210,9 @@ struct BlockColumns : CodeLines {
   using Shared = LineScaledShared<Out>;
   static constexpr bool group_scales = false;
   static_assert(kRows == 128, "a stage is a block");
+  // Pairs of scales that are read before they are wanted, the first of them while products run. More hold registers that
+  // the order of what is added wants.
+  static constexpr int kAhead = 4;
 
   static __device__ __forceinline__ void fill(const WeightGradMaps& maps, const WeightGradArgs& args,
                                               Shared& shared, const Place<Shared>& place, int block,
@@ -240,13 +243,18 @@ struct BlockColumns : CodeLines {
       const float low = scales.left[line], high = scales.left[line + 8];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        const float* right = &scales.right[half * 128 + lane % 4 * 2];
+        const auto scale_of = [&](int j) { return *reinterpret_cast<const float2*>(right + j * 8); };
+        float2 ahead[kAhead];
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) ahead[j] = scale_of(j);
         float products[64];
         multiply_stage<DType::kFloat8E4M3>(products, a, b, half);
-        const float* right = &scales.right[half * 128 + lane % 4 * 2];
         float* own = &sums[half * 64];
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
-          const float2 scale = *reinterpret_cast<const float2*>(right + j * 8);
+          const float2 scale = ahead[j % kAhead];
+          if (j + kAhead < 16) ahead[j % kAhead] = scale_of(j + kAhead);
           own[j * 4] = fmaf(products[j * 4], low * scale.x, own[j * 4]);
           own[j * 4 + 1] = fmaf(products[j * 4 + 1], low * scale.y, own[j * 4 + 1]);
           own[j * 4 + 2] = fmaf(products[j * 4 + 2], high * scale.x, own[j * 4 + 2]);
