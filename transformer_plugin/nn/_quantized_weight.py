@@ -3,13 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from transformer_plugin import ops
 from transformer_plugin.recipes import DelayedScaling, Recipe
+
+#: weights of which modules hold what they were rounded to.
+_watched = WeakTensorKeyDictionary()
+
+
+def _count_step(optimizer: Optimizer, *_: Any) -> None:
+    """After a step of any optimizer: ``fused=True`` changes parameters and leaves their versions as they are."""
+    if torch.compiler.is_compiling():  # a compiled step counts
+        return
+    for group in optimizer.param_groups:
+        increment_version([parameter for parameter in group["params"] if parameter in _watched])
+
+
+@cache
+def _hook_steps() -> None:
+    """Once for the process, if any module quantizes its weight."""
+    register_optimizer_step_post_hook(_count_step)
+
+
+def _watch(weight: Tensor) -> None:
+    _hook_steps()
+    _watched[weight] = True
 
 
 def _version(weight: Tensor) -> int:
@@ -39,11 +65,12 @@ class HoldsQuantizedWeight(torch.nn.Module):
 
         A forward whose weight was changed in place since (an optimizer step, ``load_state_dict``), or is another
         tensor, raises. That is seen in eager code only: compiled code and replays of a CUDA graph take the buffers as
-        they are, and so does eager code after changes that autograd does not count (through ``weight.data``, or of an
-        inference tensor). Call this method itself outside of compiled code. A backward whose forward came before this
-        call raises, as for any tensor that is changed in place.
+        they are, and so does eager code after changes that autograd does not count (through ``weight.data``, of an
+        inference tensor, by a kernel of another library outside of a ``torch.optim.Optimizer``). Call this method
+        itself outside of compiled code. A backward whose forward came before this call raises, as for any tensor that
+        is changed in place.
 
-        The weight is a plain tensor: one that is gathered for each forward (FSDP), or computed in it (parametrizations),
+        The weight is a plain tensor: one that is gathered for each forward (FSDP) or computed in it (parametrizations)
         is another tensor each time.
 
         Moves and casts of the module (``.to()``) and another recipe drop the buffers. ``DistributedDataParallel`` sends
@@ -64,6 +91,7 @@ class HoldsQuantizedWeight(torch.nn.Module):
                     self.register_buffer(f"quantized_weight_{i}", tensor, persistent=False)
                     self._quantized_names = (*self._quantized_names, f"quantized_weight_{i}")
         self._quantized_from = (weight, _version(weight))
+        _watch(weight)
 
     def forget_quantized_weights(self) -> None:
         """Drops what :meth:`quantize_weights` made: each forward rounds the weight again."""
@@ -123,3 +151,4 @@ class HoldsQuantizedWeight(torch.nn.Module):
         if self._quantized_from is not None:
             weight, behind = self._quantized_from
             self._quantized_from = (weight, _version(weight) + behind)
+            _watch(weight)
