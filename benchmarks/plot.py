@@ -169,18 +169,23 @@ def grouped_gemm(result: dict[str, Any]) -> Figure:
 
 
 def expert_mlp(result: dict[str, Any]) -> Figure:
-    """Bars of each workload's time and peak memory as a fraction of stock PyTorch's in the same run."""
+    """Bars of each workload's time and peak memory as a fraction of stock PyTorch's in the same run, and what the
+    time must stay below, a mark."""
     rows = result["rows"]
     names, recipes_ = (list(dict.fromkeys(row[key] for row in rows)) for key in ("name", "recipe"))
+    looks = dict(zip(recipes_, (OURS, "#7da0d4", "#c3d3ec"), strict=False))
+    height = 0.76 / len(recipes_)
     figure, panels = pyplot.subplots(
-        1, 2, sharey=True, figsize=(9, 0.7 * len(names) + 1.8), layout="constrained"
+        1, 2, sharey=True, figsize=(9, 0.35 * len(rows) + 1.8), layout="constrained"
     )
     parts = (("of_the_time", "time, forward and backward"), ("of_the_memory", "peak memory"))
     for axes, (key, text) in zip(panels, parts, strict=True):
         for row in rows:
-            first = row["recipe"] == recipes_[0]
-            place = len(names) - 1 - names.index(row["name"]) + (0.19 if first else -0.19)
-            axes.barh(place, row[key], height=0.36, color=OURS if first else "#7da0d4")
+            turn = (len(recipes_) - 1) / 2 - recipes_.index(row["recipe"])
+            place = len(names) - 1 - names.index(row["name"]) + turn * height
+            axes.barh(place, row[key], height=0.95 * height, color=looks[row["recipe"]])
+            if key == "of_the_time" and row.get("must"):
+                axes.vlines(row["must"], place - height / 2, place + height / 2, color="black", lw=1.5)
             axes.annotate(
                 f"{row[key]:.2f}",
                 (row[key], place),
@@ -194,7 +199,7 @@ def expert_mlp(result: dict[str, Any]) -> Figure:
         axes.set_xlabel(f"{text}, of stock PyTorch's")
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(range(len(names)), reversed(names))
-    for recipe, color in zip(recipes_, (OURS, "#7da0d4"), strict=True):
+    for recipe, color in looks.items():
         panels[0].barh(0, 0, color=color, label=recipe)
     figure.legend(loc="outside lower center", ncols=len(recipes_), frameon=False, fontsize=8)
     figure.suptitle(_title("The experts of a mixture", result), fontsize=10)

@@ -200,16 +200,23 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "(Tensor, Tensor)");
   m.def(
       "linear(Tensor input, Tensor weight, Tensor? bias=None, str input_format=\"none\", "
-      "str weight_format=\"none\", str grad_format=\"none\") -> Tensor");
+      "str weight_format=\"none\", str grad_format=\"none\", Tensor[]? quantized_weight=None) -> Tensor");
   m.def(
       "grouped_linear(Tensor input, Tensor weight, Tensor group_sizes, Tensor? bias=None, "
       "Tensor? bias_scale=None, str input_format=\"none\", str weight_format=\"none\", "
-      "str grad_format=\"none\") -> Tensor");
+      "str grad_format=\"none\", Tensor[]? quantized_weight=None) -> Tensor");
   // Two grouped_linears with swiglu between them, `probs` scaling it and the second bias.
   m.def(
       "grouped_mlp(Tensor input, Tensor fc1_weight, Tensor fc2_weight, Tensor group_sizes, Tensor probs, "
       "Tensor? fc1_bias=None, Tensor? fc2_bias=None, str input_format=\"none\", str weight_format=\"none\", "
-      "str grad_format=\"none\") -> Tensor");
+      "str grad_format=\"none\", Tensor[]? quantized_fc1_weight=None, Tensor[]? quantized_fc2_weight=None) -> "
+      "Tensor");
+  // A weight in its format, once for many calls of the three above: data, scale_inv and, of nvfp4, amax, along rows;
+  // then along columns, if the data gradient takes those. bf16 has data alone.
+  m.def("quantize_weight(Tensor weight, str input_format, str weight_format, str grad_format) -> Tensor[]");
+  m.def(
+      "quantize_weight_out(Tensor weight, str input_format, str weight_format, str grad_format, "
+      "Tensor(a!)[] out) -> ()");
   // The same with delayed scaling: `scale` [3], or [3 G], of input, weight and gradient. Their amaxes are maxed into
   // `amax`, that of the gradient in the backward.
   m.def(

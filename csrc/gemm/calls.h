@@ -140,6 +140,22 @@ inline quantize_call::Four call_quantize_both(const at::Tensor& x, OptionalTenso
                      : dense.call(x, key, amax, amax_t, seed);
 }
 
+// Into buffers, along rows and, where `data_t` is defined, along columns.
+inline void call_quantize_out(const at::Tensor& x, std::string_view key, const at::Tensor& data,
+                              const at::Tensor& scale, const at::Tensor& data_t, const at::Tensor& scale_t,
+                              OptionalTensorArg amax, OptionalTensorArg amax_t, OptionalTensorArg seed) {
+  using Tensor = at::Tensor;
+  using One = void(const Tensor&, std::string_view, const Tensor&, const Tensor&, OptionalTensorArg,
+                   OptionalTensorArg, OptionalTensorArg);
+  using Both =
+      void(const Tensor&, std::string_view, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+           OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg);
+  static const auto one = find_op<One>("quantize_out");
+  static const auto both = find_op<Both>("quantize_both_out");
+  data_t.defined() ? both.call(x, key, data, scale, data_t, scale_t, amax, amax_t, seed, std::nullopt)
+                   : one.call(x, key, data, scale, amax, seed, std::nullopt);
+}
+
 inline at::Tensor call_amax(const at::Tensor& x, OptionalTensorArg group_sizes, std::string_view key) {
   static const auto op = find_op<quantize_call::Amax<at::Tensor>>("amax");
   return op.call(x, key, group_sizes);

@@ -7,6 +7,7 @@
 #include "gemm/calls.h"
 #include "gemm/checks.h"
 #include "gemm/low_precision.h"
+#include "gemm/quantized_weight.h"
 
 namespace transformer_plugin::gemm {
 namespace {
@@ -19,7 +20,7 @@ constexpr const char* kOp = "grouped_linear";
 RoleFormats check_grouped_linear(const Tensor& input, const Tensor& weight, const Tensor& group_sizes,
                                  const OptionalTensor& bias, const OptionalTensor& bias_scale,
                                  std::string_view input_format, std::string_view weight_format,
-                                 std::string_view grad_format) {
+                                 std::string_view grad_format, OptionalList quantized_weight) {
   const RoleFormats formats = role_formats(kOp, input_format, weight_format, grad_format);
   const Argument input_argument{kOp, "input", input};
   const Argument weight_argument{kOp, "weight", weight};
@@ -35,46 +36,49 @@ RoleFormats check_grouped_linear(const Tensor& input, const Tensor& weight, cons
   if (bias) check_bias({kOp, "bias", *bias}, input_argument, weight.sym_size(0), weight.sym_size(1));
   if (bias_scale) check_bias_scale({kOp, "bias_scale", *bias_scale}, bias.has_value(), input_argument);
   check_ragged_formats(kOp, formats);
+  check_quantized_weight("quantized_weight", quantized_weight, weight_argument, formats);
   return formats;
 }
 
 Tensor grouped_linear_meta(const Tensor& input, const Tensor& weight, const Tensor& group_sizes,
                            const OptionalTensor& bias, const OptionalTensor& bias_scale,
                            std::string_view input_format, std::string_view weight_format,
-                           std::string_view grad_format) {
-  check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format, weight_format,
-                       grad_format);
+                           std::string_view grad_format, OptionalList quantized_weight) {
+  check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format, weight_format, grad_format,
+                       quantized_weight);
   return empty(input, {input.sym_size(0), weight.sym_size(1)}, input.scalar_type());
 }
 
 Tensor grouped_linear(const Tensor& input, const Tensor& weight, const Tensor& group_sizes,
                       const OptionalTensor& bias, const OptionalTensor& bias_scale,
                       std::string_view input_format, std::string_view weight_format,
-                      std::string_view grad_format) {
+                      std::string_view grad_format, OptionalList quantized_weight) {
   const RoleFormats formats = check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format,
-                                                   weight_format, grad_format);
+                                                   weight_format, grad_format, quantized_weight);
   const BelowAutograd guard;
   if (formats.native())
     return call_grouped_gemm(input, weight, group_sizes, bias, bias_scale, true, std::nullopt);
-  return low_precision_forward({input, weight, group_sizes, bias, bias_scale}, formats);
+  return low_precision_forward({input, weight, group_sizes, bias, bias_scale, quantized_weight}, formats);
 }
 
 Tensor grouped_linear_autograd(const Tensor& input, const Tensor& weight, const Tensor& group_sizes,
                                const OptionalTensor& bias, const OptionalTensor& bias_scale,
                                std::string_view input_format, std::string_view weight_format,
-                               std::string_view grad_format) {
+                               std::string_view grad_format, OptionalList quantized_weight) {
   if (!any_wants_grad(input, weight, bias, bias_scale)) {
-    using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                             const OptionalTensor&, std::string_view, std::string_view, std::string_view);
+    using Signature =
+        Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+               std::string_view, std::string_view, std::string_view, OptionalList);
     static const auto op = find_op<Signature>(kOp);
     const BelowAutograd guard;
-    return op.call(input, weight, group_sizes, bias, bias_scale, input_format, weight_format, grad_format);
+    return op.call(input, weight, group_sizes, bias, bias_scale, input_format, weight_format, grad_format,
+                   quantized_weight);
   }
   const RoleFormats formats = check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format,
-                                                   weight_format, grad_format);
+                                                   weight_format, grad_format, quantized_weight);
   if (formats.native())
     return call_grouped_gemm(input, weight, group_sizes, bias, bias_scale, true, std::nullopt);
-  return low_precision_product({input, weight, group_sizes, bias, bias_scale}, formats);
+  return low_precision_product({input, weight, group_sizes, bias, bias_scale, quantized_weight}, formats);
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "gemm/checks.h"
 #include "gemm/early_release.h"
 #include "gemm/grouped_mlp_activation.h"
+#include "gemm/quantized_weight.h"
 
 namespace transformer_plugin::gemm {
 namespace {
@@ -60,6 +61,8 @@ RoleFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input_fo
   if (mlp.fc2_bias) check_bias({kOp, "fc2_bias", *mlp.fc2_bias}, input, groups, mlp.fc2_weight.sym_size(1));
   check_ragged_formats(kOp, formats);
   check_widths(input, fc2_weight, formats);
+  check_quantized_weight("quantized_fc1_weight", mlp.quantized_fc1, fc1_weight, formats);
+  check_quantized_weight("quantized_fc2_weight", mlp.quantized_fc2, fc2_weight, formats);
   return formats;
 }
 
@@ -89,7 +92,7 @@ Scaled columns_of(const Scaled& kept) {
 Tensor forward_of(const MlpArguments& mlp, const RoleFormats& formats, const Wanted& wanted, Kept& kept) {
   Rounded input =
       round_role(mlp.input, mlp.group_sizes, formats.input, formats.input_key, true, wanted.fc1_weight);
-  RoundedWeight fc1 = round_role_weight(mlp.fc1_weight, formats, wanted.input);
+  RoundedWeight fc1 = round_role_weight(mlp.fc1_weight, mlp.quantized_fc1, formats, wanted.input);
   if (wanted.fc1_weight) kept.input = kept_columns(input);
   kept.fc1 = fc1.backward;
   Hidden hidden = product_then_activation(std::move(input), std::move(fc1), mlp, formats, wanted.fc2_weight,
@@ -97,7 +100,7 @@ Tensor forward_of(const MlpArguments& mlp, const RoleFormats& formats, const Wan
   if (wanted.linear) kept.linear = hidden.linear;
   if (wanted.fc2_weight) kept.activation = kept_columns(hidden.activation);
   hidden.linear.reset();
-  const RoundedWeight fc2 = round_role_weight(mlp.fc2_weight, formats, wanted.linear);
+  const RoundedWeight fc2 = round_role_weight(mlp.fc2_weight, mlp.quantized_fc2, formats, wanted.linear);
   kept.fc2 = fc2.backward;
   const OptionalTensor bias_scale = mlp.fc2_bias ? OptionalTensor(mlp.probs) : std::nullopt;
   return multiply({hidden.activation.rows, formats.input_key}, {fc2.forward, formats.weight_key},
@@ -112,8 +115,10 @@ class GroupedMlpFunction : public torch::autograd::Function<GroupedMlpFunction> 
                         const Tensor& fc2_weight, const Tensor& group_sizes, const Tensor& probs,
                         const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias,
                         std::string_view given_input_key, std::string_view weight_key,
-                        std::string_view given_grad_key) {
-    const MlpArguments mlp{input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias};
+                        std::string_view given_grad_key, const OptionalList& quantized_fc1,
+                        const OptionalList& quantized_fc2) {
+    const MlpArguments mlp{input,    fc1_weight, fc2_weight,    group_sizes,  probs,
+                           fc1_bias, fc2_bias,   quantized_fc1, quantized_fc2};
     const std::string input_key = layer_key(given_input_key, input, group_sizes),
                       grad_key = layer_key(given_grad_key, input, group_sizes);
     const RoleFormats formats = role_formats(kOp, input_key, weight_key, grad_key);
@@ -132,6 +137,7 @@ class GroupedMlpFunction : public torch::autograd::Function<GroupedMlpFunction> 
     ctx->saved_data["grad_format"] = grad_key;
     ctx->saved_data["fc1_columns"] = !formats.native() && rounds_weight_columns(fc1_weight, formats);
     ctx->saved_data["fc2_columns"] = !formats.native() && rounds_weight_columns(fc2_weight, formats);
+    if (quantized_fc2) ctx->saved_data["fc2_given"] = true;
     ctx->saved_data["has_fc1_bias"] = fc1_bias.has_value();
     ctx->saved_data["has_fc2_bias"] = fc2_bias.has_value();
     EarlyRelease::prepare(ctx);
@@ -181,7 +187,9 @@ class GroupedMlpFunction : public torch::autograd::Function<GroupedMlpFunction> 
           std::move(g.rows), kept.fc2, fc2_columns, kept.linear, group_sizes, probs, formats,
           {wants_input, wants_fc1, wants_fc1_bias});
       release(kept.linear);
-      if (kept.fc2.scale.defined()) release(kept.fc2.data);  // else it is the parameter
+      // Else it is the parameter, or the caller's.
+      const bool fc2_given = ctx->saved_data.find("fc2_given") != ctx->saved_data.end();
+      if (kept.fc2.scale.defined() && !fc2_given) release(kept.fc2.data);
       Rounded& linear = hidden.linear.values;
       grad_fc1_bias = hidden.linear.bias;
       if (wants_fc1) {
@@ -198,8 +206,8 @@ class GroupedMlpFunction : public torch::autograd::Function<GroupedMlpFunction> 
         grad_probs = grad_probs.defined() ? at::add(grad_probs, hidden.probs) : hidden.probs;
       }
     }
-    return {grad_input,    grad_fc1,      grad_fc2, Tensor(), grad_probs,
-            grad_fc1_bias, grad_fc2_bias, Tensor(), Tensor(), Tensor()};
+    return {grad_input,    grad_fc1, grad_fc2, Tensor(), grad_probs, grad_fc1_bias,
+            grad_fc2_bias, Tensor(), Tensor(), Tensor(), Tensor(),   Tensor()};
   }
 
   // Of the second bias, and what it adds to that of the probabilities, which scale it: from the gradient before it is
@@ -220,8 +228,10 @@ class GroupedMlpFunction : public torch::autograd::Function<GroupedMlpFunction> 
 Tensor grouped_mlp_meta(const Tensor& input, const Tensor& fc1_weight, const Tensor& fc2_weight,
                         const Tensor& group_sizes, const Tensor& probs, const OptionalTensor& fc1_bias,
                         const OptionalTensor& fc2_bias, std::string_view input_format,
-                        std::string_view weight_format, std::string_view grad_format) {
-  const MlpArguments mlp{input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias};
+                        std::string_view weight_format, std::string_view grad_format,
+                        OptionalList quantized_fc1, OptionalList quantized_fc2) {
+  const MlpArguments mlp{input,    fc1_weight, fc2_weight,    group_sizes,  probs,
+                         fc1_bias, fc2_bias,   quantized_fc1, quantized_fc2};
   check_grouped_mlp(mlp, input_format, weight_format, grad_format);
   return empty(input, input.sym_sizes(), input.scalar_type());
 }
@@ -229,8 +239,10 @@ Tensor grouped_mlp_meta(const Tensor& input, const Tensor& fc1_weight, const Ten
 Tensor grouped_mlp(const Tensor& input, const Tensor& fc1_weight, const Tensor& fc2_weight,
                    const Tensor& group_sizes, const Tensor& probs, const OptionalTensor& fc1_bias,
                    const OptionalTensor& fc2_bias, std::string_view input_format,
-                   std::string_view weight_format, std::string_view grad_format) {
-  const MlpArguments mlp{input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias};
+                   std::string_view weight_format, std::string_view grad_format, OptionalList quantized_fc1,
+                   OptionalList quantized_fc2) {
+  const MlpArguments mlp{input,    fc1_weight, fc2_weight,    group_sizes,  probs,
+                         fc1_bias, fc2_bias,   quantized_fc1, quantized_fc2};
   const RoleFormats formats = check_grouped_mlp(mlp, input_format, weight_format, grad_format);
   const BelowAutograd guard;
   Kept nothing;
@@ -240,20 +252,22 @@ Tensor grouped_mlp(const Tensor& input, const Tensor& fc1_weight, const Tensor& 
 Tensor grouped_mlp_autograd(const Tensor& input, const Tensor& fc1_weight, const Tensor& fc2_weight,
                             const Tensor& group_sizes, const Tensor& probs, const OptionalTensor& fc1_bias,
                             const OptionalTensor& fc2_bias, std::string_view input_format,
-                            std::string_view weight_format, std::string_view grad_format) {
+                            std::string_view weight_format, std::string_view grad_format,
+                            OptionalList quantized_fc1, OptionalList quantized_fc2) {
   if (!any_wants_grad(input, fc1_weight, fc2_weight, probs, fc1_bias, fc2_bias)) {
     using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                              const OptionalTensor&, const OptionalTensor&, std::string_view, std::string_view,
-                             std::string_view);
+                             std::string_view, OptionalList, OptionalList);
     static const auto op = find_op<Signature>(kOp);
     const BelowAutograd guard;
     return op.call(input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias, input_format,
-                   weight_format, grad_format);
+                   weight_format, grad_format, quantized_fc1, quantized_fc2);
   }
-  const MlpArguments mlp{input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias};
+  const MlpArguments mlp{input,    fc1_weight, fc2_weight,    group_sizes,  probs,
+                         fc1_bias, fc2_bias,   quantized_fc1, quantized_fc2};
   check_grouped_mlp(mlp, input_format, weight_format, grad_format);
   return GroupedMlpFunction::apply(input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias,
-                                   input_format, weight_format, grad_format);
+                                   input_format, weight_format, grad_format, quantized_fc1, quantized_fc2);
 }
 
 }  // namespace

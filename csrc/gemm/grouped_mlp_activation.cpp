@@ -1,5 +1,6 @@
 #include "gemm/grouped_mlp_activation.h"
 
+#include "gemm/quantized_weight.h"
 #include "gemm/swiglu_calls.h"
 
 namespace transformer_plugin::gemm {
@@ -34,7 +35,9 @@ Rounded round_role(const Tensor& x, const Tensor& group_sizes, const Format& for
   return round_matrix(x, group_sizes, format, key, rows, columns);
 }
 
-RoundedWeight round_role_weight(const Tensor& weight, const RoleFormats& formats, bool backward) {
+RoundedWeight round_role_weight(const Tensor& weight, const OptionalList& quantized,
+                                const RoleFormats& formats, bool backward) {
+  if (quantized) return as_rounded_weight(*quantized, formats, backward);
   if (!formats.native()) return round_weight(weight, formats, backward);
   const Scaled as_it_is{weight, Tensor(), Tensor()};
   return {as_it_is, backward ? as_it_is : Scaled{}};

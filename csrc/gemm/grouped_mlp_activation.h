@@ -14,14 +14,17 @@ struct MlpArguments {
   const at::Tensor& probs;                    // [T]
   const std::optional<at::Tensor>& fc1_bias;  // [G, 2F]
   const std::optional<at::Tensor>& fc2_bias;  // [G, H]
+  // What the weights were rounded to beforehand (gemm/quantized_weight.h), read in place of them.
+  const std::optional<at::TensorList>&quantized_fc1, &quantized_fc2;
 };
 
 // A matrix in the format of its role: rounded, or as it is where there is no format. What it stands for along columns is
 // a view where one copy serves both directions.
 Rounded round_role(const at::Tensor& x, const at::Tensor& group_sizes, const Format& format,
                    std::string_view key, bool rows, bool columns);
-// Likewise a weight.
-RoundedWeight round_role_weight(const at::Tensor& weight, const RoleFormats& formats, bool backward);
+// Likewise a weight, or what it was rounded to beforehand, if that is given.
+RoundedWeight round_role_weight(const at::Tensor& weight, const std::optional<at::TensorList>& quantized,
+                                const RoleFormats& formats, bool backward);
 
 struct Hidden {
   at::Tensor linear;   // [T, 2F], the first product with its bias

@@ -9,6 +9,7 @@
 #include "gemm/dense_product.h"
 #include "gemm/leading_dims.h"
 #include "gemm/low_precision.h"
+#include "gemm/quantized_weight.h"
 
 namespace transformer_plugin::gemm {
 namespace {
@@ -21,7 +22,7 @@ using torch::autograd::variable_list;
 constexpr const char* kOp = "linear";
 
 void check_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                  const RoleFormats& formats) {
+                  const RoleFormats& formats, const OptionalList& quantized_weight) {
   const Argument input_argument{kOp, "input", input};
   const Argument weight_argument{kOp, "weight", weight};
   check_dtype(input_argument, formats.native() ? kGemmTypes : kFloatTypes);
@@ -29,33 +30,37 @@ void check_linear(const Tensor& input, const Tensor& weight, const OptionalTenso
   check_pair(weight_argument, input_argument, 2);
   check_size(weight_argument, 1, input.sym_size(-1), "the last dimension of 'input'");
   if (bias) check_bias({kOp, "bias", *bias}, input_argument, std::nullopt, weight.sym_size(0));
+  check_quantized_weight("quantized_weight", quantized_weight, weight_argument, formats);
 }
 
 Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                    std::string_view input_format, std::string_view weight_format,
-                   std::string_view grad_format) {
-  check_linear(input, weight, bias, role_formats(kOp, input_format, weight_format, grad_format));
+                   std::string_view grad_format, OptionalList quantized_weight) {
+  check_linear(input, weight, bias, role_formats(kOp, input_format, weight_format, grad_format),
+               quantized_weight);
   return empty(input, with_columns(input, weight.sym_size(0)), input.scalar_type());
 }
 
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-              std::string_view input_format, std::string_view weight_format, std::string_view grad_format) {
+              std::string_view input_format, std::string_view weight_format, std::string_view grad_format,
+              OptionalList quantized_weight) {
   const RoleFormats formats = role_formats(kOp, input_format, weight_format, grad_format);
-  check_linear(input, weight, bias, formats);
+  check_linear(input, weight, bias, formats, quantized_weight);
   const BelowAutograd guard;
   const Tensor x = as_matrix(input);
   if (formats.native())
     return from_matrix(dense_product(x, transposed_view(weight), bias, input.scalar_type()), input);
-  return from_matrix(low_precision_forward({x, weight, std::nullopt, bias, std::nullopt}, formats), input);
+  const LayerArguments layer{x, weight, std::nullopt, bias, std::nullopt, quantized_weight};
+  return from_matrix(low_precision_forward(layer, formats), input);
 }
 
 Tensor call_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                    std::string_view input_format, std::string_view weight_format,
-                   std::string_view grad_format) {
+                   std::string_view grad_format, OptionalList quantized_weight) {
   using Signature = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
-                           std::string_view, std::string_view);
+                           std::string_view, std::string_view, OptionalList);
   static const auto op = find_op<Signature>(kOp);
-  return op.call(input, weight, bias, input_format, weight_format, grad_format);
+  return op.call(input, weight, bias, input_format, weight_format, grad_format, quantized_weight);
 }
 
 // Operands as they come. Two nodes, with and without a bias, so that nothing but tensors is kept.
@@ -69,7 +74,7 @@ class LinearFunction : public torch::autograd::Function<LinearFunction<has_bias>
     ctx->save_for_backward(
         {weight.requires_grad() ? input : Tensor(), input.requires_grad() ? weight : Tensor()});
     const BelowAutograd guard;
-    return call_linear(input, weight, bias, "none", "none", "none");
+    return call_linear(input, weight, bias, "none", "none", "none", std::nullopt);
   }
 
   // The bias's gradient is wide; the engine rounds it to the bias's dtype.
@@ -88,19 +93,19 @@ class LinearFunction : public torch::autograd::Function<LinearFunction<has_bias>
 
 Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                        std::string_view input_format, std::string_view weight_format,
-                       std::string_view grad_format) {
+                       std::string_view grad_format, OptionalList quantized_weight) {
   if (!any_wants_grad(input, weight, bias)) {
     const BelowAutograd guard;
-    return call_linear(input, weight, bias, input_format, weight_format, grad_format);
+    return call_linear(input, weight, bias, input_format, weight_format, grad_format, quantized_weight);
   }
   const RoleFormats formats = role_formats(kOp, input_format, weight_format, grad_format);
-  if (formats.native()) {
+  if (formats.native() && !quantized_weight) {
     return bias ? LinearFunction<true>::apply(input, weight, bias)
                 : LinearFunction<false>::apply(input, weight, bias);
   }
-  check_linear(input, weight, bias, formats);
-  return from_matrix(
-      low_precision_product({as_matrix(input), weight, std::nullopt, bias, std::nullopt}, formats), input);
+  check_linear(input, weight, bias, formats, quantized_weight);
+  const LayerArguments layer{as_matrix(input), weight, std::nullopt, bias, std::nullopt, quantized_weight};
+  return from_matrix(low_precision_product(layer, formats), input);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include "common/check.h"
 #include "gemm/calls.h"
 #include "gemm/low_precision_roles.h"
+#include "gemm/quantized_weight.h"
 
 namespace transformer_plugin::gemm {
 namespace {
@@ -33,6 +34,12 @@ Tensor multiply_forward(const LayerArguments& layer, const RoleFormats& formats,
                   layer.bias, layer.bias_scale, true, layer.input.scalar_type());
 }
 
+RoundedWeight weight_of(const Tensor& weight, const OptionalList& quantized, const RoleFormats& formats,
+                        bool backward) {
+  return quantized ? as_rounded_weight(*quantized, formats, backward)
+                   : round_weight(weight, formats, backward);
+}
+
 class LowPrecisionFunction : public torch::autograd::Function<LowPrecisionFunction> {
  public:
   static constexpr bool is_traceable = true;
@@ -40,7 +47,8 @@ class LowPrecisionFunction : public torch::autograd::Function<LowPrecisionFuncti
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& group_sizes, const OptionalTensor& bias,
                         const OptionalTensor& bias_scale, std::string_view given_input_key,
-                        std::string_view weight_key, std::string_view given_grad_key) {
+                        std::string_view weight_key, std::string_view given_grad_key,
+                        const OptionalList& quantized_weight) {
     const bool wants_input = input.requires_grad(), wants_weight = weight.requires_grad();
     const BelowAutograd guard;
     const OptionalTensor column_sizes =
@@ -51,7 +59,7 @@ class LowPrecisionFunction : public torch::autograd::Function<LowPrecisionFuncti
                       grad_key = layer_key(given_grad_key, input, column_sizes);
     const RoleFormats formats = role_formats("linear", input_key, weight_key, grad_key);
     const Rounded x = round_matrix(input, column_sizes, formats.input, input_key, true, wants_weight);
-    const RoundedWeight w = round_weight(weight, formats, wants_input);
+    const RoundedWeight w = weight_of(weight, quantized_weight, formats, wants_input);
     ctx->saved_data["weight_columns"] = rounds_weight_columns(weight, formats);
     // The columns of one rounding are a view of its rows; the rows of two are not needed again.
     const Scaled columns = wants_weight ? x.columns : Scaled{};
@@ -64,7 +72,7 @@ class LowPrecisionFunction : public torch::autograd::Function<LowPrecisionFuncti
     ctx->saved_data["grad_format"] = grad_key;
     ctx->saved_data["weight_dtype"] = weight.scalar_type();
     ctx->saved_data["has_bias"] = bias.has_value();
-    return multiply_forward({input, weight, group_sizes, bias, bias_scale}, formats, x, w);
+    return multiply_forward({input, weight, group_sizes, bias, bias_scale, std::nullopt}, formats, x, w);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -98,7 +106,7 @@ class LowPrecisionFunction : public torch::autograd::Function<LowPrecisionFuncti
     if (!grad_bias.defined()) {
       std::tie(grad_bias, grad_scale) = bias_gradients_of(ctx, grad, group_sizes, saved[7], saved[8]);
     }
-    return {grad_input, grad_weight, Tensor(), grad_bias, grad_scale, Tensor(), Tensor(), Tensor()};
+    return {grad_input, grad_weight, Tensor(), grad_bias, grad_scale, Tensor(), Tensor(), Tensor(), Tensor()};
   }
 
   // From the gradient before it is rounded to its format.
@@ -157,13 +165,14 @@ void check_ragged_formats(const char* op, const RoleFormats& formats) {
 Tensor low_precision_forward(const LayerArguments& layer, const RoleFormats& formats) {
   const Rounded input =
       round_matrix(layer.input, layer.group_sizes, formats.input, formats.input_key, true, false);
-  return multiply_forward(layer, formats, input, round_weight(layer.weight, formats, false));
+  return multiply_forward(layer, formats, input,
+                          weight_of(layer.weight, layer.quantized_weight, formats, false));
 }
 
 Tensor low_precision_product(const LayerArguments& layer, const RoleFormats& formats) {
   return LowPrecisionFunction::apply(layer.input, layer.weight, layer.group_sizes, layer.bias,
                                      layer.bias_scale, formats.input_key, formats.weight_key,
-                                     formats.grad_key);
+                                     formats.grad_key, layer.quantized_weight);
 }
 
 }  // namespace transformer_plugin::gemm

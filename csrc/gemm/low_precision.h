@@ -26,13 +26,15 @@ RoleFormats role_formats(const char* op, std::string_view input, std::string_vie
 // Of rows in groups: blocks of the input and the gradient lie along rows.
 void check_ragged_formats(const char* op, const RoleFormats& formats);
 
-// input [M, K] and weight [N, K]; or, with group sizes, input [T, K] and weight [G, N, K].
+// input [M, K] and weight [N, K]; or, with group sizes, input [T, K] and weight [G, N, K]. A weight that was rounded
+// beforehand (gemm/quantized_weight.h) is read in place of `weight`, which then says its sizes and dtype alone.
 struct LayerArguments {
   const at::Tensor& input;
   const at::Tensor& weight;
   const std::optional<at::Tensor>& group_sizes;
   const std::optional<at::Tensor>& bias;
   const std::optional<at::Tensor>& bias_scale;
+  const std::optional<at::TensorList>& quantized_weight;
 };
 
 // Without a gradient.

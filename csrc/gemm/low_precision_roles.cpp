@@ -120,6 +120,22 @@ RoundedWeight round_weight(const Tensor& weight, const RoleFormats& formats, boo
   return result;
 }
 
+// The amaxes come last: nothing is written where a buffer is refused.
+void round_weight_out(const Tensor& weight, const RoleFormats& formats, const RoundedWeight& out) {
+  const auto& [row, column] = out;
+  if (formats.weight.family == FormatFamily::kBFloat16) {
+    row.data.copy_(weight);
+    return;
+  }
+  const bool both = rounds_weight_columns(weight, formats);
+  const Given given = given_for(weight, std::nullopt, formats.weight, formats.weight_key, true, both);
+  call_quantize_out(weight, formats.weight_key, row.data, row.scale, both ? column.data : Tensor(),
+                    both ? column.scale : Tensor(), as_optional(given.amax), as_optional(given.amax_t),
+                    as_optional(given.seed));
+  if (given.amax.defined()) row.amax.copy_(given.amax);
+  if (given.amax_t.defined()) column.amax.copy_(given.amax_t);
+}
+
 Tensor multiply(const Operand& a, const Operand& b, const OptionalTensor& group_sizes,
                 const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
                 at::ScalarType dtype) {

@@ -51,6 +51,8 @@ struct RoundedWeight {
 // same, but kernels multiply blocks as they are, what is summed over in one line.
 bool rounds_weight_columns(const at::Tensor& weight, const RoleFormats& formats);
 RoundedWeight round_weight(const at::Tensor& weight, const RoleFormats& formats, bool backward);
+// The same for both products into buffers.
+void round_weight_out(const at::Tensor& weight, const RoleFormats& formats, const RoundedWeight& out);
 
 struct Operand {
   const Scaled& values;

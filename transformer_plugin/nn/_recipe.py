@@ -10,6 +10,7 @@ from torch import Tensor
 
 from transformer_plugin import ops
 from transformer_plugin.formats import Format
+from transformer_plugin.nn._quantized_weight import HoldsQuantizedWeight
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
 #: Buffers of the state, in the order in which the ops take them.
@@ -24,7 +25,7 @@ class RoleFormats(NamedTuple):
     grad: str = "none"
 
 
-class TakesRecipe(torch.nn.Module):
+class TakesRecipe(HoldsQuantizedWeight):
     """A module with a weight and a recipe. The keys are made when the recipe is set, not in every forward.
 
     With :class:`~transformer_plugin.recipes.DelayedScaling` the scales of the input, the weight and the gradient, in
@@ -42,13 +43,17 @@ class TakesRecipe(torch.nn.Module):
     @property
     def recipe(self) -> Recipe | None:
         """The formats of input, weight and gradient; None for operands as they are. May be replaced: the state of
-        delayed scaling comes and goes with its recipe, and is kept while the history is as long."""
+        delayed scaling comes and goes with its recipe, and is kept while the history is as long; so do quantized
+        weights with their formats."""
         return self._recipe
 
     @recipe.setter
     def recipe(self, recipe: Recipe | None) -> None:
+        formats = formats_of(recipe)
+        if self._quantized_names and formats != self._formats:
+            self.forget_quantized_weights()
         self._recipe = recipe
-        self._formats = formats_of(recipe)
+        self._formats = formats
         self._make_state()
 
     def _make_state(self) -> None:

@@ -35,7 +35,8 @@ class GroupedLinear(TakesRecipe):
     and sharding takes them as they are. Their initial values are those of G layers ``torch.nn.Linear(K, N)``.
 
     Buffers: with ``DelayedScaling`` ``delayed_history [H, 3 * G]``, ``delayed_scale [3 * G]`` and
-    ``delayed_amax [3 * G]``, float32, of the input's groups, the weights and the gradient's groups.
+    ``delayed_amax [3 * G]``, float32, of the input's groups, the weights and the gradient's groups. After
+    :meth:`quantize_weights` what it makes, not in the ``state_dict``.
     """
 
     weight: Parameter
@@ -117,7 +118,9 @@ class GroupedLinear(TakesRecipe):
             return ops.grouped_linear_scaled(
                 input, self.weight, group_sizes, scale, bias, bias_scale, *self._formats
             )
-        return ops.grouped_linear(input, self.weight, group_sizes, self.bias, bias_scale, *self._formats)
+        return ops.grouped_linear(
+            input, self.weight, group_sizes, self.bias, bias_scale, *self._formats, self._quantized_weight()
+        )
 
     def extra_repr(self) -> str:
         """The sizes and the recipe."""

@@ -69,6 +69,16 @@ class GroupedMLP(torch.nn.Module):
         self.fc1.reset_parameters()
         self.fc2.reset_parameters()
 
+    def quantize_weights(self) -> None:
+        """:meth:`GroupedLinear.quantize_weights` of both layers: call it after each optimizer step."""
+        self.fc1.quantize_weights()
+        self.fc2.quantize_weights()
+
+    def forget_quantized_weights(self) -> None:
+        """Each forward rounds the weights again."""
+        self.fc1.forget_quantized_weights()
+        self.fc2.forget_quantized_weights()
+
     def forward(self, input: Tensor, group_sizes: Tensor, probs: Tensor) -> Tensor:
         """Runs the experts.
 
@@ -84,7 +94,16 @@ class GroupedMLP(torch.nn.Module):
         fc1, fc2 = self.fc1, self.fc2
         if self._runs_as_one(fc1, fc2):
             return ops.grouped_mlp(
-                input, fc1.weight, fc2.weight, group_sizes, probs, fc1.bias, fc2.bias, *fc1._formats
+                input,
+                fc1.weight,
+                fc2.weight,
+                group_sizes,
+                probs,
+                fc1.bias,
+                fc2.bias,
+                *fc1._formats,
+                fc1._quantized_weight(),
+                fc2._quantized_weight(),
             )
         activation = ops.swiglu(fc1(input, group_sizes), probs)
         return fc2(activation, group_sizes, probs if fc2.scale_bias else None)

@@ -26,7 +26,8 @@ class Linear(TakesRecipe, torch.nn.Linear):
         recipe: the formats of input, weight and gradient; None multiplies in the dtype of the parameters.
 
     Buffers: with ``DelayedScaling`` ``delayed_history [H, 3]``, ``delayed_scale [3]`` and ``delayed_amax [3]``,
-    float32, of the input, the weight and the gradient. Nothing otherwise.
+    float32, of the input, the weight and the gradient. After :meth:`quantize_weights` what it makes, not in the
+    ``state_dict``. Nothing otherwise.
 
     Shapes: input ``[..., K]``, output ``[..., N]`` in the dtype of the input. For a backward with
     ``NVFP4BlockScaling`` the rows of the input, all leading dimensions together, are a multiple of 16.
@@ -59,7 +60,7 @@ class Linear(TakesRecipe, torch.nn.Linear):
                     input, self.weight, scale, self.delayed_amax, self.bias, *self._formats
                 )
             return ops.linear_scaled(input, self.weight, scale, self.bias, *self._formats)
-        return ops.linear(input, self.weight, self.bias, *self._formats)
+        return ops.linear(input, self.weight, self.bias, *self._formats, self._quantized_weight())
 
     def extra_repr(self) -> str:
         """The sizes, and the recipe where there is one."""

@@ -39,8 +39,6 @@ from transformer_plugin.ops.gemm import (
     grouped_gemm_quantized,
     grouped_gemm_wgrad,
     grouped_gemm_wgrad_quantized,
-    grouped_linear,
-    linear,
 )
 from transformer_plugin.ops.gemm_list import (
     grouped_gemm_list,
@@ -58,6 +56,7 @@ from transformer_plugin.ops.gemm_out import (
 from transformer_plugin.ops.gemm_plan import GroupedGemmPlan, grouped_gemm_plan
 from transformer_plugin.ops.gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_backward
 from transformer_plugin.ops.grouped_mlp import grouped_mlp
+from transformer_plugin.ops.linear import grouped_linear, linear, quantize_weight, quantize_weight_out
 from transformer_plugin.ops.norm import (
     layer_norm,
     layer_norm_backward,
@@ -189,6 +188,8 @@ __all__ = [
     "quantize_scaled_both",
     "quantize_transposed",
     "quantize_transposed_out",
+    "quantize_weight",
+    "quantize_weight_out",
     "requantize_transposed",
     "rms_norm",
     "rms_norm_backward",

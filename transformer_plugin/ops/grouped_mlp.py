@@ -6,6 +6,8 @@ input and the output; F columns between the products. What :mod:`transformer_plu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,8 @@ def grouped_mlp(
     input_format: str = "none",
     weight_format: str = "none",
     grad_format: str = "none",
+    quantized_fc1_weight: Sequence[Tensor] | None = None,
+    quantized_fc2_weight: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """``fc2(swiglu(fc1(input)) * probs)`` for each group of rows with the group's own weights and biases.
 
@@ -42,6 +46,9 @@ def grouped_mlp(
         fc2_bias: ``[G, H]``, any float dtype.
         input_format, weight_format, grad_format: as for :func:`~transformer_plugin.ops.grouped_linear`, the same for
             both products. For ``mxfp8`` H and F are multiples of 32, for ``nvfp4`` of 16.
+        quantized_fc1_weight, quantized_fc2_weight: what :func:`~transformer_plugin.ops.quantize_weight` made of the
+            weights with these formats, both, either or none: the same bits, without rounding them again. A weight
+            beside it is not read; its gradient is as ever.
 
     Returns:
         ``[T, H]`` in the dtype of ``input``, tail rows zero. Differentiable in ``input``, both weights, ``probs`` and
@@ -54,17 +61,10 @@ def grouped_mlp(
 
     Raises:
         TypeError: another dtype. ValueError: sizes or devices that do not agree, a width that the format does not take,
-        formats of different families.
+        formats of different families, a quantized weight that does not fit the weight and the formats.
     """
+    formats = (input_format, weight_format, grad_format)
+    quantized = (quantized_fc1_weight, quantized_fc2_weight)
     return _ops.grouped_mlp.default(
-        input,
-        fc1_weight,
-        fc2_weight,
-        group_sizes,
-        probs,
-        fc1_bias,
-        fc2_bias,
-        input_format,
-        weight_format,
-        grad_format,
+        input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias, *formats, *quantized
     )

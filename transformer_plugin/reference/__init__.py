@@ -71,6 +71,7 @@ from transformer_plugin.reference.quantize_out import (
     quantize_transposed_out,
     requantize_transposed,
 )
+from transformer_plugin.reference.quantize_weight import quantize_weight, quantize_weight_out
 from transformer_plugin.reference.routing import (
     assign_slots,
     aux_loss,
@@ -147,6 +148,8 @@ __all__ = [
     "quantize_scaled_both",
     "quantize_transposed",
     "quantize_transposed_out",
+    "quantize_weight",
+    "quantize_weight_out",
     "requantize_transposed",
     "rms_norm",
     "rms_norm_backward",

@@ -1,0 +1,333 @@
+"""quantize_weight, its _out form, and layers that are given what it makes: the bits of rounding in every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from tests.ops.test_grouped_mlp import capture
+from tests.ops.test_linear_ops import OPCHECKED, RECIPES, by_recipe, keys
+from transformer_plugin import ops, reference
+from transformer_plugin.formats import Format
+from transformer_plugin.recipes import Float8BlockScaling, NVFP4BlockScaling, Recipe
+from transformer_plugin.testing.gemm_cases import normals, poison_tail
+from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits
+from transformer_plugin.testing.quantize_cases import rows_for, width_for
+
+Formats = tuple[str, str, str]
+_ops = torch.ops.transformer_plugin
+SIZES = (70, 0, 130, 5)
+FORMATS = {name: formats for name, formats in OPCHECKED.items() if name != "none"}
+by_steady_name = pytest.mark.parametrize("name", list(FORMATS))
+FORMATS["nv-random"] = keys(NVFP4BlockScaling())  # every draw of a seed in its turn; no two calls draw alike
+by_formats = pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS.keys())
+
+
+class Layer(NamedTuple):
+    """A call, the places of its weights among the arguments, and the names of what they were quantized to."""
+
+    function: Callable[..., Tensor]
+    arguments: tuple[Any, ...]
+    weights: dict[int, str]
+
+
+def layers(formats: Formats, dtype: torch.dtype, device: torch.device) -> dict[str, Layer]:
+    """Each layer with biases, tail rows of NaN and an empty group."""
+    generator = torch.Generator().manual_seed(1)
+    k, n = (width_for(width, *formats) for width in (48, 96))
+    counts = tuple(rows_for(size, *formats) for size in SIZES)
+    rows, groups = rows_for(sum(counts) + 7, *formats), len(counts)
+
+    def drawn(*shape: int) -> Tensor:
+        return normals(shape, dtype, device, generator)
+
+    sizes = torch.tensor(counts, device=device)
+    probs = poison_tail(torch.rand(rows, generator=generator), counts).to(device)
+    x = poison_tail(drawn(rows, k), counts)
+    return {
+        "linear": Layer(ops.linear, (drawn(2, counts[0], k), drawn(n, k), drawn(n)), {1: "quantized_weight"}),
+        "grouped_linear": Layer(
+            ops.grouped_linear,
+            (x, drawn(groups, n, k), sizes, drawn(groups, n), probs),
+            {1: "quantized_weight"},
+        ),
+        "grouped_mlp": Layer(
+            ops.grouped_mlp,
+            (
+                x,
+                drawn(groups, 2 * n, k) / 8,
+                drawn(groups, k, n),
+                sizes,
+                probs,
+                drawn(groups, 2 * n),
+                drawn(groups, k),
+            ),
+            {1: "quantized_fc1_weight", 2: "quantized_fc2_weight"},
+        ),
+    }
+
+
+by_layer = pytest.mark.parametrize("layer", ["linear", "grouped_linear", "grouped_mlp"])
+
+
+def quantized(layer: Layer, formats: Formats, only: tuple[int, ...] = (1, 2)) -> dict[str, list[Tensor]]:
+    return {
+        name: ops.quantize_weight(layer.arguments[place], *formats)
+        for place, name in layer.weights.items()
+        if place in only
+    }
+
+
+def without_values(layer: Layer, places: tuple[int, ...] = (1, 2)) -> Layer:
+    """NaN in the place of every weight: what reads it shows."""
+    arguments = tuple(
+        torch.full_like(argument, float("nan")) if i in layer.weights and i in places else argument
+        for i, argument in enumerate(layer.arguments)
+    )
+    return layer._replace(arguments=arguments)
+
+
+def leaves_of(layer: Layer, wanted: tuple[int, ...] | None = None) -> list[Any]:
+    """Fresh leaves: those of the places wanted, or all that can, with a gradient."""
+    return [
+        t.detach().clone().requires_grad_(wanted is None or i in wanted) if t.is_floating_point() else t
+        for i, t in enumerate(layer.arguments)
+    ]
+
+
+def run(
+    layer: Layer,
+    formats: Formats,
+    given: dict[str, list[Tensor]],
+    wanted: tuple[int, ...] | None = None,
+    function: Callable[..., Tensor] | None = None,
+) -> list[Tensor]:
+    """The output and the gradients of the wanted arguments; what is drawn, a seed decides."""
+    leaves = leaves_of(layer, wanted)
+    torch.manual_seed(5)
+    output = (function or layer.function)(*leaves, *formats, **given)
+    grad = normals(tuple(output.shape), output.dtype, output.device, torch.Generator().manual_seed(7))
+    asked = [leaf for leaf in leaves if leaf.requires_grad]
+    return [output.detach(), *(torch.autograd.grad(output, asked, grad) if asked else ())]
+
+
+def assert_all_same(got: list[Tensor], expected: list[Tensor]) -> None:
+    for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert_same_bits(a, b, str(i))
+
+
+def per_direction(formats: Formats) -> int:
+    return {"bf16": 1, "nvfp4": 3}.get(Format.parse(formats[1]).family, 2)
+
+
+@by_recipe
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(96, 64), (3, 144, 160), (0, 16, 32), (2, 0, 64), (2, 32, 0)], ids=str)
+def test_bytes(shape: tuple[int, ...], dtype: torch.dtype, recipe: Recipe, device: torch.device) -> None:
+    formats, one = keys(recipe), per_direction(keys(recipe))
+    for strided in (False, True):
+        weight = normals(shape, dtype, device, torch.Generator().manual_seed(0)).requires_grad_()
+        weight = torch.stack([weight, weight], -1)[..., 0] if strided else weight
+        got = ops.quantize_weight(weight, *formats)
+        hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+        if not hopper:
+            assert len(got) == len(reference.quantize_weight(weight, *formats))
+        expected = reference.quantize_weight(weight, *formats, columns=len(got) > one)
+        for i, (tensor, same) in enumerate(zip(got, expected, strict=True)):
+            assert_same_bits(tensor, same.detach(), str(i))
+            assert tensor.is_contiguous() and not tensor.requires_grad
+            assert tensor.numel() == 0 or tensor.data_ptr() != weight.data_ptr()
+        with torch.inference_mode():
+            for tensor, same in zip(ops.quantize_weight(weight, *formats), got, strict=True):
+                assert_same_bits(tensor, same)
+
+
+@by_recipe
+@pytest.mark.parametrize("shape", [(96, 64), (3, 144, 160), (0, 16, 32)], ids=str)
+def test_out_writes_into_the_same_memory(
+    shape: tuple[int, ...], recipe: Recipe, device: torch.device
+) -> None:
+    formats, generator = keys(recipe), torch.Generator().manual_seed(0)
+    first, second = (normals(shape, torch.float32, device, generator) for _ in range(2))
+    out = ops.quantize_weight(first, *formats)
+    places, versions = [t.data_ptr() for t in out], [t._version for t in out]
+    ops.quantize_weight_out(second.requires_grad_(), *formats, out)
+    assert [t.data_ptr() for t in out] == places
+    assert all(now._version > then for now, then in zip(out, versions, strict=True))
+    for tensor, same in zip(out, ops.quantize_weight(second, *formats), strict=True):
+        assert_same_bits(tensor, same)
+    again = [t.clone() for t in out]
+    reference.quantize_weight_out(first.detach(), *formats, again)
+    for tensor, same in zip(again, ops.quantize_weight(first, *formats), strict=True):
+        assert_same_bits(tensor, same)
+
+
+@by_layer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "formats", [*map(keys, RECIPES.values()), FORMATS["nv-random"]], ids=[*RECIPES, "nv-random"]
+)
+def test_same_bits_and_the_weight_is_not_read(
+    formats: Formats, dtype: torch.dtype, layer: str, device: torch.device
+) -> None:
+    one = layers(formats, dtype, device)[layer]
+    expected = run(one, formats, {})
+    given = quantized(one, formats)
+    kept = {name: [t.clone() for t in tensors] for name, tensors in given.items()}
+    for _ in range(2):  # what was given serves again
+        assert_all_same(run(without_values(one), formats, given), expected)
+    for name, tensors in kept.items():
+        for tensor, same in zip(given[name], tensors, strict=True):
+            assert_same_bits(tensor, same, name)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        output = one.function(*without_values(one).arguments, *formats, **given)
+    assert_same_bits(output, expected[0], "without a gradient")
+
+
+@by_layer
+@by_formats
+def test_any_choice_of_gradients(formats: Formats, layer: str, device: torch.device) -> None:
+    one = layers(formats, torch.float32, device)[layer]
+    floating = [i for i, t in enumerate(one.arguments) if t.is_floating_point()]
+    for wanted in (*((i,) for i in floating), (0, 1), (1, floating[-1]), ()):
+        expected = run(one, formats, {}, wanted)
+        assert_all_same(run(without_values(one), formats, quantized(one, formats), wanted), expected)
+
+
+@by_formats
+def test_one_of_two_weights(formats: Formats, device: torch.device) -> None:
+    one = layers(formats, torch.float32, device)["grouped_mlp"]
+    expected = run(one, formats, {})
+    for place in (1, 2):
+        given = quantized(one, formats, (place,))
+        assert_all_same(run(without_values(one, (place,)), formats, given), expected)
+
+
+def test_values_against_float64() -> None:
+    """The product of what the lists stand for, taken apart by the written meaning of the format."""
+    formats = keys(Float8BlockScaling())
+    x, w = (
+        normals(s, torch.float32, torch.device("cpu"), torch.Generator()) for s in ((130, 200), (136, 200))
+    )
+    other = normals((136, 200), torch.float32, torch.device("cpu"), torch.Generator().manual_seed(9))
+    data, scale = ops.quantize_weight(other, *formats)
+    blocks = scale[:, :2].double().repeat_interleave(128, 0)[:136].repeat_interleave(128, 1)[:, :200]
+    values = data.double() * blocks
+    rounded = reference.dequantize(*reference.quantize(x, formats[0]), formats[0], torch.float32).double()
+    got = ops.linear(x, w, None, *formats, [data, scale])
+    assert_rounded_sum(got, rounded @ values.T, rounded.abs() @ values.abs().T, 200)
+
+
+@by_layer
+@by_formats
+def test_a_change_before_the_backward_raises(formats: Formats, layer: str, device: torch.device) -> None:
+    one = layers(formats, torch.float32, device)[layer]
+    for name, tensors in quantized(one, formats).items():
+        given = {**quantized(one, formats), name: tensors}
+        place = next(place for place, own in one.weights.items() if own == name)
+        output = one.function(*leaves_of(one), *formats, **given)
+        ops.quantize_weight_out(one.arguments[place], *formats, tensors)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.float().sum().backward()
+
+
+@by_steady_name
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.usefixtures("schema_checks_take_fp8")
+def test_opcheck(name: str, requires_grad: bool, device: torch.device) -> None:
+    formats = FORMATS[name]
+    for op, layer in layers(formats, torch.float32, device).items():
+        leaves = [
+            t.nan_to_num().requires_grad_(requires_grad) if t.is_floating_point() else t
+            for t in layer.arguments
+        ]
+        torch.library.opcheck(getattr(_ops, op).default, (*leaves, *formats), quantized(layer, formats))
+        weight = leaves[1]
+        torch.library.opcheck(_ops.quantize_weight.default, (weight, *formats))
+        out = ops.quantize_weight(weight, *formats)
+        torch.library.opcheck(_ops.quantize_weight_out.default, (weight.detach(), *formats, out))
+
+
+@by_layer
+@by_formats
+def test_compiled_whole(formats: Formats, layer: str, device: torch.device) -> None:
+    """One graph that rounds into buffers, and one that multiplies; other weights make no other graph."""
+    torch._dynamo.reset()
+    multiply, rounding = (CompileCounterWithBackend("aot_eager") for _ in range(2))
+    one = layers(formats, torch.float32, device)[layer]
+    compiled = torch.compile(one.function, fullgraph=True, backend=multiply)
+    write = torch.compile(ops.quantize_weight_out, fullgraph=True, backend=rounding)
+    make = torch.compile(ops.quantize_weight, fullgraph=True, backend="aot_eager")
+    given = {name: make(one.arguments[place], *formats) for place, name in one.weights.items()}
+    for step in range(3):
+        weights = {place: one.arguments[place] * (1 + step) for place in one.weights}
+        changed = one._replace(arguments=tuple(weights.get(i, t) for i, t in enumerate(one.arguments)))
+        for place, name in one.weights.items():
+            write(weights[place], *formats, given[name])
+        got = run(without_values(changed), formats, given, function=compiled)
+        assert_all_same(got, run(changed, formats, {}))
+    assert multiply.frame_count == 1 and rounding.frame_count == len(one.weights)
+
+
+def test_compiled_without_a_gradient(device: torch.device) -> None:
+    """The layer itself is in the graph, and its Meta kernel has no device to count the tensors by."""
+    torch._dynamo.reset()
+    formats = keys(Float8BlockScaling())
+    for layer in layers(formats, torch.float32, device).values():
+        given = quantized(layer, formats)
+        compiled = torch.compile(layer.function, fullgraph=True, backend="aot_eager")
+        with torch.no_grad():
+            got = compiled(*without_values(layer).arguments, *formats, **given)
+            assert_same_bits(got, layer.function(*layer.arguments, *formats))
+
+
+@pytest.mark.gpu
+@by_layer
+@by_steady_name
+def test_graph_follows_new_weights_and_sizes(name: str, layer: str) -> None:
+    """The buffers are written outside of the graph of a step, at the addresses that it knows."""
+    device, generator, formats = torch.device("cuda"), torch.Generator().manual_seed(3), FORMATS[name]
+    one = layers(formats, torch.bfloat16, device)[layer]
+    held = [t.nan_to_num() if t.is_floating_point() else t for t in one.arguments]
+    given = quantized(one, formats)
+    shape = tuple(one.function(*held, *formats).shape)
+    grad = normals(shape, torch.bfloat16, device, generator)
+
+    def step(given: dict[str, list[Tensor]] = given) -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in held]
+        output = one.function(*leaves, *formats, **given)
+        return [output.detach(), *torch.autograd.grad(output, [t for t in leaves if t.requires_grad], grad)]
+
+    graph, captured = capture(step)
+    for sizes in ((0, 128, 0, 64), (16, 16, 16, 16), (0, 0, 0, 0)):
+        for place, argument in one.weights.items():
+            held[place].copy_(normals(tuple(held[place].shape), torch.bfloat16, device, generator))
+            ops.quantize_weight_out(held[place], *formats, given[argument])
+        for t in held:
+            if not t.is_floating_point():
+                t.copy_(torch.tensor(sizes))
+        graph.replay()
+        assert_all_same(captured, step({}))
+
+
+@pytest.mark.gpu
+@by_formats
+def test_nothing_waits_for_the_gpu(formats: Formats) -> None:
+    one = layers(formats, torch.bfloat16, torch.device("cuda"))["grouped_mlp"]
+    leaves, weight = leaves_of(one), one.arguments[1]
+    grad = torch.ones_like(one.arguments[0])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        given = quantized(one, formats)
+        ops.quantize_weight_out(weight, *formats, given["quantized_fc1_weight"])
+        output = one.function(*leaves, *formats, **given)
+        torch.autograd.grad(output, [leaf for leaf in leaves if leaf.requires_grad], grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,137 @@
+"""Linear layers whose operands are rounded to formats, and weights that are rounded once for many of their calls.
+
+Letters are those of :mod:`transformer_plugin.ops.gemm`, and what it says of groups holds here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.transformer_plugin
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    input_format: str = "none",
+    weight_format: str = "none",
+    grad_format: str = "none",
+    quantized_weight: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """``input @ weight.T + bias`` with operands in the given formats; ``torch.nn.functional.linear`` by default.
+
+    Args:
+        input: ``[..., K]`` float32, bfloat16 or float16 (float64 without formats).
+        weight: ``[N, K]`` in the dtype of ``input``.
+        bias: ``[N]``, any float dtype.
+        input_format, weight_format, grad_format: format keys of one family, as a recipe gives them. The input is
+            rounded along its rows for the output and along its columns for the weight's gradient; the output's
+            gradient likewise; the weight once when its format is the same along both (``bf16``, ``fp8_tensor``,
+            square blocks). What no gradient needs is not computed or kept.
+        quantized_weight: what :func:`quantize_weight` made of ``weight`` with these formats: the same bits, without
+            rounding the weight again. ``weight`` is then not read; its gradient is as ever.
+
+    Returns:
+        ``[..., N]`` in the dtype of ``input``. Differentiable in ``input``, ``weight`` and ``bias``.
+
+    Raises:
+        TypeError: another dtype. ValueError: sizes or devices that do not agree, a format that does not exist,
+        formats of different families, a quantized weight that does not fit the weight and the formats.
+    """
+    if input_format == weight_format == grad_format == "none" and quantized_weight is None:
+        # Strings that are not passed need not be parsed: 0.5 us.
+        return _ops.linear.default(input, weight, bias)
+    return _ops.linear.default(
+        input, weight, bias, input_format, weight_format, grad_format, quantized_weight
+    )
+
+
+def grouped_linear(
+    input: Tensor,
+    weight: Tensor,
+    group_sizes: Tensor,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    input_format: str = "none",
+    weight_format: str = "none",
+    grad_format: str = "none",
+    quantized_weight: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """:func:`linear` for each group of rows with the group's own weight and bias.
+
+    Args:
+        input: ``[T, K]`` float32, bfloat16 or float16 (float64 on a CPU without formats).
+        weight: ``[G, N, K]`` in the dtype of ``input``.
+        group_sizes: int32 or int64 ``[G]``.
+        bias: ``[G, N]``, any float dtype.
+        bias_scale: float32 ``[T]``, a factor of the bias for each row.
+        input_format, weight_format, grad_format: as for :func:`linear`; each group has its own scales.
+        quantized_weight: as for :func:`linear`.
+
+    Returns:
+        ``[T, N]`` in the dtype of ``input``, tail rows zero. Differentiable in ``input``, ``weight``, ``bias`` and
+        ``bias_scale``.
+
+    Raises:
+        TypeError: another dtype. ValueError: as :func:`~transformer_plugin.ops.grouped_gemm` and :func:`linear`; square
+        blocks for the input or the gradient.
+    """
+    return _ops.grouped_linear.default(
+        input,
+        weight,
+        group_sizes,
+        bias,
+        bias_scale,
+        input_format,
+        weight_format,
+        grad_format,
+        quantized_weight,
+    )
+
+
+def quantize_weight(weight: Tensor, input_format: str, weight_format: str, grad_format: str) -> list[Tensor]:
+    """What :func:`linear`, :func:`grouped_linear` and :func:`~transformer_plugin.ops.grouped_mlp` round a weight to.
+
+    Make it once after an optimizer step and pass it as ``quantized_weight`` to every call until the next.
+
+    Args:
+        weight: ``[N, K]`` or ``[G, N, K]``, float32, bfloat16 or float16, any strides. For ``mxfp8`` K is a multiple of
+            32, for ``nvfp4`` of 16; along columns N of 16 for ``nvfp4``.
+        input_format, weight_format, grad_format: format keys as the layer takes them, of any family but ``none``.
+
+    Returns:
+        ``[data, scale_inv]``, for ``nvfp4`` ``[data, scale_inv, amax]``, for ``bf16`` ``[data]``, as
+        :func:`~transformer_plugin.ops.quantize` gives them. Where the data gradient takes the weight along its columns,
+        those of :func:`~transformer_plugin.ops.quantize_transposed` follow: in blocks that are not square, and on a
+        Hopper, whose kernels want what is summed over in one line, in all formats but ``bf16``. Fresh, contiguous, and
+        not differentiable. The device decides how many there are: make them on that of the layer.
+
+    Compiled under ``torch.inference_mode()`` a tracer cannot know the device: compile calls under ``torch.no_grad()``.
+
+    Raises:
+        TypeError: another dtype. ValueError: other dimensions, a width that the format does not take, formats of
+        different families, ``none``.
+    """
+    return _ops.quantize_weight.default(weight, input_format, weight_format, grad_format)
+
+
+def quantize_weight_out(
+    weight: Tensor, input_format: str, weight_format: str, grad_format: str, out: Sequence[Tensor]
+) -> None:
+    """:func:`quantize_weight` into tensors that are given, so that their addresses hold in a CUDA graph.
+
+    Args:
+        weight, input_format, weight_format, grad_format: as in :func:`quantize_weight`.
+        out: what that returns, of an earlier call for example: as many contiguous tensors of these sizes and dtypes on
+            the device of ``weight``. They must not share memory with each other or with ``weight``.
+
+    The tensors' autograd versions change: a backward whose forward took them before raises.
+
+    Raises:
+        TypeError, ValueError: as :func:`quantize_weight`; tensors that do not fit. Nothing is written then.
+    """
+    _ops.quantize_weight_out.default(weight, input_format, weight_format, grad_format, out)

@@ -1,0 +1,40 @@
+"""What a weight is rounded to before layers multiply it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.formats import Format
+from transformer_plugin.reference.quantize import amax, amax_transposed, quantize, quantize_transposed
+
+
+def quantize_weight(
+    weight: Tensor, input_format: str, weight_format: str, grad_format: str, columns: bool | None = None
+) -> list[Tensor]:
+    """Along rows, then along columns if the values there are others; ``columns`` has those anyway, as devices want them
+    whose kernels multiply codes. Without rounding at random."""
+    format = Format.parse(weight_format)
+    if format.family == "bf16":
+        return [weight.bfloat16().clone(memory_format=torch.contiguous_format)]
+    if columns is None:
+        columns = format.block is not None and not format.square_blocks
+    nv = format.family == "nvfp4"
+    largest = [amax(weight, format)] if nv else []
+    tensors = [*quantize(weight, format, *largest), *largest]
+    if columns:
+        largest = [amax_transposed(weight, format)] if nv else []
+        tensors += [*quantize_transposed(weight, format, *largest), *largest]
+    return tensors
+
+
+def quantize_weight_out(
+    weight: Tensor, input_format: str, weight_format: str, grad_format: str, out: Sequence[Tensor]
+) -> None:
+    """:func:`quantize_weight` into tensors."""
+    one = 3 if Format.parse(weight_format).family == "nvfp4" else 2
+    values = quantize_weight(weight, input_format, weight_format, grad_format, columns=len(out) > one)
+    for buffer, value in zip(out, values, strict=True):
+        buffer.view(torch.uint8).copy_(value.view(torch.uint8))
