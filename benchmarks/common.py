@@ -95,6 +95,29 @@ def device_times(
     return {name: Time.of(values) for name, values in samples.items()}
 
 
+def sustained_times(
+    calls: dict[str, Callable[[], Any]], rounds: int = 18, warm: float = 0.3
+) -> dict[str, Time]:
+    """Device time of each call on CUDA at the clock that work without a rest leaves: the calls alternate back to back,
+    and are timed after ``warm`` seconds of that."""
+    graphs = {name: _graph_of(call, 1) for name, call in calls.items()}
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < warm:
+        for graph in graphs.values():
+            graph.replay()
+        torch.cuda.synchronize()
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            both = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            both[0].record()
+            graph.replay()
+            both[1].record()
+            events[name].append(both)
+    torch.cuda.synchronize()
+    return {name: Time.of([a.elapsed_time(b) * 1e3 for a, b in pairs]) for name, pairs in events.items()}
+
+
 def _graph_of(call: Callable[[], Any], repeat: int) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

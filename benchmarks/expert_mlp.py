@@ -4,7 +4,8 @@
 beforehand (``quantize_weights()``, as between the micro-batches of a step); the peer is ``torch._grouped_mm`` with its
 offsets made beforehand and a compiled SwiGLU. All have even groups, one set of weights, and give the gradients of the
 input, the probabilities and both weights, in bfloat16. Memory is the peak of one step run by itself, weights and their
-gradients included, also in what they were quantized to beforehand. Outputs and gradients are compared before anything
+gradients included, also in what they were quantized to beforehand. Times are those after a rest; beside them sustained
+ones, of steps that alternate back to back at the clock that leaves. Outputs and gradients are compared before anything
 is timed.
 """
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.common import device_times, synchronize, write
+from benchmarks.common import device_times, sustained_times, synchronize, write
 from transformer_plugin import nn
 from transformer_plugin.formats import Format
 from transformer_plugin.recipes import Float8BlockScaling, Recipe
@@ -159,7 +160,7 @@ def measure(work: Workload, device: torch.device, rounds: int) -> list[dict[str,
     calls = {name: partial(data.step, name) for name in ("torch", *RECIPES)}
     memory = peaks(data, calls, device)
     data.hold(BEFOREHAND)
-    times = device_times(calls, rounds, REPEAT)
+    times, sustained = device_times(calls, rounds, REPEAT), sustained_times(calls)
     return [
         {
             "name": work.name,
@@ -171,6 +172,9 @@ def measure(work: Workload, device: torch.device, rounds: int) -> list[dict[str,
             "op_us": times[name],
             "peer_us": times["torch"],
             "of_the_time": round(times[name].median / times["torch"].median, 3),
+            "sustained_op_us": sustained[name],
+            "sustained_peer_us": sustained["torch"],
+            "sustained_of_the_time": round(sustained[name].median / sustained["torch"].median, 3),
             "must": work.must if name == BEFOREHAND else None,
             "op_peak_bytes": memory[name],
             "peer_peak_bytes": memory["torch"],
@@ -203,6 +207,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     print(
         f"{'':18s} {'recipe':40s} {'ms':>8s} {'peer ms':>8s} {'of it':>6s} {'must':>5s}",
+        f"{'sustained':>9s} {'peer':>8s} {'of it':>6s}",
         f"{'GiB':>6s} {'peer GiB':>8s} {'of it':>6s}",
     )
     with tqdm(total=len(chosen), unit="workload", dynamic_ncols=True, file=sys.stderr) as bar:
@@ -212,6 +217,8 @@ def main() -> None:
                 rows.append(row)
                 times = f"{row['op_us'].median / 1e3:8.2f} {row['peer_us'].median / 1e3:8.2f} {row['of_the_time']:6.3f}"
                 times += f" {row['must'] or '':>5}"
+                sustained = (row["sustained_op_us"].median / 1e3, row["sustained_peer_us"].median / 1e3)
+                times += f" {sustained[0]:9.2f} {sustained[1]:8.2f} {row['sustained_of_the_time']:6.3f}"
                 bytes_ = (row["op_peak_bytes"] / 2**30, row["peer_peak_bytes"] / 2**30, row["of_the_memory"])
                 memory = f"{bytes_[0]:6.2f} {bytes_[1]:8.2f} {bytes_[2]:6.3f}"
                 bar.write(f"{row['name']:18s} {row['recipe']:40s} {times} {memory}")

@@ -4,7 +4,9 @@ Group sizes are "even", "skewed" (in multiples of 128, as modules lay groups out
 tenth group empty. All have the same number of rows, which is what rates count. The peer of "any" is the op's own rate
 with even groups. torch gets its offsets made beforehand; the ops make them from the sizes. The peer of a weight
 gradient that is added to a main gradient in float32 is torch's product and a compiled addition; that of FP8 operands,
-quantized beforehand, is torch's product of bfloat16. Data are normal numbers: what a GPU multiplies decides its clock.
+quantized beforehand, is torch's product of bfloat16. Times are those after a rest; a GPU's sustained ratio, of calls
+that alternate back to back at the clock that leaves, stands beside them. Data are normal numbers: what a GPU multiplies
+decides its clock.
 
 Before it is timed a result is compared with the float64 product of some groups. Host time is that of tiny groups. A CPU
 has shapes and a peer of its own (grouped_gemm_cpu.py); with ``--tiny`` the shapes here are tiny, on any device, and
@@ -27,7 +29,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks import grouped_gemm_cpu
-from benchmarks.common import Time, device_times, host_times, synchronize, write
+from benchmarks.common import Time, device_times, host_times, sustained_times, synchronize, write
 from benchmarks.grouped_gemm_works import (
     MODELS,
     SHAPES,
@@ -96,17 +98,22 @@ def measure(shape: Shape, data: Data, works: list[Work], rounds: int) -> list[di
         if kind != "any":
             calls[f"peer, {kind}"] = partial(works[0].peer, data, kind)
     torch.cuda.empty_cache()  # graphs have memory of their own
+    sustained: dict[str, Time] = {}
     if data.x.is_cuda:
         times = device_times(calls, rounds, REPEAT)
+        sustained = sustained_times(calls)
     else:
         times = host_times(calls, data.x.device, rounds, repeat=1)
-    return [row(shape, work, kind, times) for work in works for kind in shape.kinds]
+    return [row(shape, work, kind, times, sustained) for work in works for kind in shape.kinds]
 
 
-def row(shape: Shape, work: Work, kind: str, times: dict[str, Time]) -> dict[str, Any]:
-    """One line of the result."""
-    op = times[f"{work.name}, {kind}"]
-    peer = times[f"{work.name}, even" if kind == "any" else f"peer, {kind}"]
+def row(
+    shape: Shape, work: Work, kind: str, times: dict[str, Time], sustained: dict[str, Time]
+) -> dict[str, Any]:
+    """One line of the result; ``sustained`` is empty on a CPU."""
+    op_name = f"{work.name}, {kind}"
+    peer_name = f"{work.name}, even" if kind == "any" else f"peer, {kind}"
+    op, peer = times[op_name], times[peer_name]
     operations = 2 * shape.rows * shape.n * shape.k
     return {
         "name": shape.name,
@@ -122,19 +129,32 @@ def row(shape: Shape, work: Work, kind: str, times: dict[str, Time]) -> dict[str
         "op_tflops": round(operations / op.median / 1e6, 1),
         "peer_tflops": round(operations / peer.median / 1e6, 1),
         "ratio": round(peer.median / op.median, 3),
+        **_sustained(sustained.get(op_name), sustained.get(peer_name)),
     }
+
+
+def _sustained(op: Time | None, peer: Time | None) -> dict[str, Any]:
+    if op is None or peer is None:
+        return {}
+    ratio = round(peer.median / op.median, 3)
+    return {"sustained_op_us": op, "sustained_peer_us": peer, "sustained_ratio": ratio}
 
 
 def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Geometric means of the ratios over the models' shapes, of each work and kind of sizes."""
     names = {shape.name for shape in MODELS}
-    ratios: dict[tuple[str, str], list[float]] = {}
+    alike: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         if row["name"] in names:
-            ratios.setdefault((row["work"], row["sizes"]), []).append(row["ratio"])
+            alike.setdefault((row["work"], row["sizes"]), []).append(row)
     return [
-        {"work": work, "sizes": kind, "shapes": len(them), "ratio": round(statistics.geometric_mean(them), 3)}
-        for (work, kind), them in ratios.items()
+        {"work": work, "sizes": kind, "shapes": len(them)}
+        | {
+            ratio: round(statistics.geometric_mean(row[ratio] for row in them), 3)
+            for ratio in ("ratio", "sustained_ratio")
+            if all(ratio in row for row in them)
+        }
+        for (work, kind), them in alike.items()
     ]
 
 
@@ -170,7 +190,8 @@ def _line(row: dict[str, Any]) -> str:
         return f"{time.median:9.1f} {f'{time.low:.1f} - {time.high:.1f}':>19s} {row[f'{name}_tflops']:6.1f}"
 
     words = f"{row['name']:15s} {row['sizes']:6s} {row['work']:34s}"
-    return f"{words} {columns('op')} {columns('peer')} {row['ratio']:6.3f}"
+    sustained = row.get("sustained_ratio", float("nan"))
+    return f"{words} {columns('op')} {columns('peer')} {row['ratio']:6.3f} {sustained:9.3f}"
 
 
 def run(device: torch.device, chosen: dict[Shape, list[Work]], arguments: argparse.Namespace) -> None:
@@ -187,7 +208,7 @@ def run(device: torch.device, chosen: dict[Shape, list[Work]], arguments: argpar
         more["host"] = {f"{name}_us": asdict(time) for name, time in times.items()} | {"op_over_torch": ratio}
     heads = " ".join(f"{'us':>9s} {'middle half':>19s} {'TFLOPS':>6s}" for _ in range(2))
     print(f"{device.type}: the op, its peer (of 'any': the op with even sizes), and peer / op")
-    print(f"{'':57s} {heads} {'ratio':>6s}", flush=True)
+    print(f"{'':57s} {heads} {'ratio':>6s} {'sustained':>9s}", flush=True)
     rows: list[dict[str, Any]] = []
     total = sum(map(len, chosen.values()))
     with tqdm(total=total, unit="work", dynamic_ncols=True, file=sys.stderr) as bar:
@@ -200,7 +221,8 @@ def run(device: torch.device, chosen: dict[Shape, list[Work]], arguments: argpar
     averages = means(rows)
     for mean in averages:
         words = f"{mean['work']:25s} {mean['sizes']:6s}"
-        print(f"{words} {mean['ratio']:6.3f}  geometric mean over {mean['shapes']} shapes")
+        ratios = f"{mean['ratio']:6.3f} {mean.get('sustained_ratio', float('nan')):6.3f}"
+        print(f"{words} {ratios}  geometric means over {mean['shapes']} shapes")
     if rows and not arguments.tiny:
         write("grouped_gemm", device, rows, means=averages, **more)
 
@@ -221,7 +243,12 @@ def main() -> None:
     arguments.rounds = arguments.rounds or ROUNDS
     chosen: dict[Shape, list[Work]] = {}
     for shape in SHAPES:
-        works = [work for work in WORKS if arguments.only.lower() in f"{shape.name} {work.name}".lower()]
+        works = [
+            work
+            for work in WORKS
+            if arguments.only.lower() in f"{shape.name} {work.name}".lower()
+            and (device.type == "cuda" or not work.gpu_peer)
+        ]
         if works:
             chosen[tiny(shape) if arguments.tiny else shape] = works
     if not chosen and arguments.only.lower() not in HOST:

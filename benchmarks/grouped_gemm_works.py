@@ -336,6 +336,8 @@ class Work:
     added: bool = False
     #: whether the peer multiplies the same numbers.
     same_numbers: bool = True
+    #: whether the peer is for a GPU only.
+    gpu_peer: bool = False
 
 
 WORKS = (
@@ -351,10 +353,12 @@ WORKS = (
     Work(
         "FP8 forward, whole groups", _fp8_whole_forward, _torch_fp8_forward,
         "_scaled_grouped_mm by rows, fast accumulation", _fp8_whole_forward_factors,
+        gpu_peer=True,
     ),
     Work(
         "FP8 forward, per row", _fp8_rows_forward, _torch_fp8_rows_forward,
         "_scaled_grouped_mm by rows, fast accumulation", _fp8_rows_forward_factors,
+        gpu_peer=True,
     ),
     Work(
         "MXFP8 forward", _mx_forward, forward, "grouped_gemm of bfloat16", _mx_forward_factors, same_numbers=False
