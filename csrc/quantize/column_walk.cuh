@@ -72,17 +72,66 @@ __device__ __forceinline__ RowTile uniform(const RowTile& tile) {
           tile.even,           tile.last,         tile.used};
 }
 
-// Whether the kernel below takes a matrix; rows alone do not depend on where groups begin.
+// The scale of the row of a slot that the lane answers for: the row Maxima::first_of(lane).
+template <typename T>
+__device__ __forceinline__ float slot_row_scale(const Values<T>& values, int lane, const ScaleRule& rule) {
+  RowMaxima<kRowsPerThread, T> maxima;
+  maxima.find(values, lane);
+  const float own_half = maxima.amax(0);
+  const float other_half = __shfl_xor_sync(0xffffffffu, own_half, kRowsPerThread);
+  return encode_scale(fmaxf(own_half, other_half), rule);
+}
+
+// Codes of a slot's values: row-wise ones go to the rows that are `written`, those of a lane's columns come back, a word for 4
+// rows. `row_scale` is one for all rows, or where scales are their `own` that of the row that the lane answers for.
+template <DType element, bool own, typename T>
+__device__ __forceinline__ void encode_slot(const Values<T>& values, float row_scale,
+                                            const float (&scales)[kColsPerThread], uint32_t written,
+                                            uint8_t* target, uint32_t step,
+                                            uint32_t (&words)[kColsPerThread][kRowsPerThread / 4]) {
+#pragma unroll
+  for (int word = 0; word < kRowsPerThread / 4; ++word) {
+    float scaled[4][kColsPerThread];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = 4 * word + i;
+      const float of_row =
+          own ? __shfl_sync(0xffffffffu, row_scale, RowMaxima<kRowsPerThread, T>::lane_of(r)) : row_scale;
+      float value[kColsPerThread];
+#pragma unroll
+      for (int c = 0; c < kColsPerThread; ++c) {
+        value[c] = values.get(r, c);
+        scaled[i][c] = value[c] * scales[c];
+      }
+      const Codes4 codes =
+          encode4<element>(value[0] * of_row, value[1] * of_row, value[2] * of_row, value[3] * of_row);
+      if (written & (1u << r)) *reinterpret_cast<uint32_t*>(step_to(target, step, r)) = codes.word;
+    }
+#pragma unroll
+    for (int c = 0; c < kColsPerThread; ++c) {
+      words[c][word] = encode4<element>(scaled[0][c], scaled[1][c], scaled[2][c], scaled[3][c]).word;
+    }
+  }
+}
+
+// Rows of a group on average from which on tiles stored one by one are faster into aligned lines: short groups leave such tiles
+// mostly empty, and a walk only its steps.
+inline constexpr int64_t kAlignedWalkRows = 1024;
+
+// Whether a walk takes a matrix: the kernel below, or where lines are aligned that of quantize/aligned_walk.cuh. Rows alone do not
+// depend on where groups begin.
 inline bool walks_columns(const QuantizeArgs& args) {
   const Layout& layout = args.layout;
   const auto aligned = [](const void* pointer, uintptr_t bytes) {
     return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
   };
-  return layout.grouped() && !layout.aligned && args.transposed && !args.collected &&
+  const bool lines_fit = layout.aligned ? layout.rows > 0 && layout.rows < kAlignedWalkRows * layout.groups
+                                        : layout.rows % kChunk == 0;
+  return layout.grouped() && lines_fit && args.transposed && !args.collected &&
          args.dtype != DType::kFloat32 &&
-         (layout.mode == ScaleMode::kRows || layout.mode == ScaleMode::kTensor) &&
-         layout.rows % kChunk == 0 && layout.cols % 8 == 0 && layout.cols <= int64_t{1} << 24 &&
-         aligned(args.input, 16) && aligned(args.data, 4) && aligned(args.data_t, kChunk);
+         (layout.mode == ScaleMode::kRows || layout.mode == ScaleMode::kTensor) && layout.cols % 8 == 0 &&
+         layout.cols <= int64_t{1} << 24 && aligned(args.input, 16) && aligned(args.data, 4) &&
+         aligned(args.data_t, kChunk);
 }
 
 // Of a strip of columns the row tiles of one part; blocks are parts by strips. Where lines of groups have sectors of their own,
@@ -199,11 +248,7 @@ __global__ void __launch_bounds__(kWalkThreads, kWalkBlocks)
         column_scales += column_scales_width;
       }
       if (args.rowwise && held != 0) {
-        Maxima maxima;
-        maxima.find(values, lane);
-        const float own_half = maxima.amax(0);
-        const float other_half = __shfl_xor_sync(0xffffffffu, own_half, kRowsPerThread);
-        row_scale = encode_scale(fmaxf(own_half, other_half), args.rule);
+        row_scale = slot_row_scale(values, lane, args.rule);
         const int own = Maxima::first_of(lane);
         if (lane < kRowsPerThread && (held >> own & 1))
           row_scales[slot_row + own] = tail ? 0.0f : 1.0f / row_scale;
@@ -219,30 +264,9 @@ __global__ void __launch_bounds__(kWalkThreads, kWalkBlocks)
       const float scales[kColsPerThread] = {of_columns.x, of_columns.y, of_columns.z, of_columns.w};
       const uint32_t written = args.rowwise && has_columns ? held : 0;
       const uint32_t step = static_cast<uint32_t>(layout.cols);
-      uint8_t* target = rows + static_cast<int64_t>(slot_row) * step;
       uint32_t words[kColsPerThread][kRowsPerThread / 4];
-#pragma unroll
-      for (int word = 0; word < kRowsPerThread / 4; ++word) {
-        float scaled[4][kColsPerThread];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int r = 4 * word + i;
-          const float of_row = kOwn ? __shfl_sync(0xffffffffu, row_scale, Maxima::lane_of(r)) : row_scale;
-          float own[kColsPerThread];
-#pragma unroll
-          for (int c = 0; c < kColsPerThread; ++c) {
-            own[c] = values.get(r, c);
-            scaled[i][c] = own[c] * scales[c];
-          }
-          const Codes4 codes =
-              encode4<element>(own[0] * of_row, own[1] * of_row, own[2] * of_row, own[3] * of_row);
-          if (written & (1u << r)) *reinterpret_cast<uint32_t*>(step_to(target, step, r)) = codes.word;
-        }
-#pragma unroll
-        for (int c = 0; c < kColsPerThread; ++c) {
-          words[c][word] = encode4<element>(scaled[0][c], scaled[1][c], scaled[2][c], scaled[3][c]).word;
-        }
-      }
+      encode_slot<element, kOwn>(values, row_scale, scales, written,
+                                 rows + static_cast<int64_t>(slot_row) * step, step, words);
       if (slot == 0 && low != 0 && index != first) {  // the tile before ended in this chunk
 #pragma unroll
         for (int c = 0; c < kColsPerThread; ++c) {

@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "common/shared_memory.cuh"
-#include "quantize/column_walk.cuh"
+#include "quantize/aligned_walk.cuh"
 
 namespace transformer_plugin::quantize {
 namespace {
@@ -28,6 +28,18 @@ void launch(const QuantizeArgs& args, cudaStream_t stream) {
                stream, args, static_cast<int>(few));
 }
 
+template <DType element, typename T, ScaleMode mode>
+void launch_aligned(const QuantizeArgs& args, cudaStream_t stream) {
+  constexpr auto kernel = walk_aligned_kernel<element, T, mode>;
+  static DynamicSharedMemory shared_memory;
+  shared_memory.allow(kernel, sizeof(AlignedWalkShared));
+  const Layout& layout = args.layout;
+  const int64_t parts = std::max(ceil_div(ceil_div(layout.rows, kTile), kEvenTiles),
+                                 ceil_div(layout.row_tiles(), kAlignedTiles));
+  launch_early(kernel, static_cast<unsigned>(layout.col_tiles() * parts), kThreads, sizeof(AlignedWalkShared),
+               stream, args);
+}
+
 }  // namespace
 
 bool launch_quantize_walk(const QuantizeArgs& args, void* stream) {
@@ -38,6 +50,11 @@ bool launch_quantize_walk(const QuantizeArgs& args, void* stream) {
     constexpr DType kElement = decltype(element)::value;
     const auto of_dtype = [&](auto type) {
       using T = decltype(type);
+      if (args.layout.aligned) {
+        own ? launch_aligned<kElement, T, ScaleMode::kRows>(args, cuda_stream)
+            : launch_aligned<kElement, T, ScaleMode::kTensor>(args, cuda_stream);
+        return;
+      }
       own ? launch<kElement, T, ScaleMode::kRows>(args, cuda_stream)
           : launch<kElement, T, ScaleMode::kTensor>(args, cuda_stream);
     };

@@ -96,6 +96,47 @@ def test_lines_into_given_buffers(format: str, device: torch.device) -> None:
         assert_same_bits(got, want)
 
 
+#: sizes with ends around multiples of 16, 32 and 128; gaps longer than a cache line; first and last groups empty;
+#: groups of many tiles between short ones
+SHORT = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129]
+WALKS = [
+    [0, *SHORT, 0, 0, 0, 0, 0, 0, 0, 0, 0, *SHORT[::-1], 0],
+    [0] * 40 + [700] + [0] * 40,
+    [3] * 96,
+    [900, *SHORT, 1100],
+]
+
+
+@pytest.mark.parametrize("columns", [8, 128, 200])
+@pytest.mark.parametrize("tail", [0, 1, 200])
+@pytest.mark.parametrize("sizes", WALKS, ids=["short", "alone", "tiny", "long"])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_lines_of_many_groups(
+    dtype: torch.dtype, format: str, sizes: list[int], tail: int, columns: int, device: torch.device
+) -> None:
+    """Of groups that are short on average, and of others: kernels of their own on a GPU. Every byte is written."""
+    rows = sum(sizes) + tail
+    input = matrix(rows, columns, torch.device("cpu")).to(dtype)
+    group_sizes = torch.tensor(sizes)
+    data, scale, data_t, scale_t = ops.grouped_quantize_both(input, group_sizes, format)
+    expected = (data, scale, lines_of(data_t, sizes, rows), scale_t)
+    buffers = [
+        torch.full(want.shape, 0x5A, dtype=torch.uint8, device=device).view(want.dtype)
+        if want.element_size() == 1
+        else torch.full_like(want, float("nan"), device=device)
+        for want in expected
+    ]
+    input[sum(sizes) :] = float("nan")
+    there = input.to(device), group_sizes.to(device)
+    ops.grouped_quantize_both_out(*there, aligned(format), *buffers)
+    for got, want in zip(buffers, expected, strict=True):
+        assert_same_bits(got.cpu(), want)
+    transposed = ops.grouped_quantize_transposed(*there, aligned(format))
+    for got, want in zip(transposed, expected[2:], strict=True):
+        assert_same_bits(got.cpu(), want)
+
+
 @pytest.mark.parametrize(("rows", "sizes"), CASES, ids=str)
 @pytest.mark.parametrize("format", FORMATS)
 def test_values_come_back(format: str, rows: int, sizes: list[int], device: torch.device) -> None:
