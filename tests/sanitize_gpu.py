@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from transformer_plugin import ops
-from transformer_plugin.formats import Format
+from transformer_plugin.formats import MX_BLOCK, NV_BLOCK, Format
 from transformer_plugin.testing.cases import swiglu_cases
 from transformer_plugin.testing.delayed_scaling_cases import (
     grouped_quantize_scaled_cases,
@@ -77,8 +77,14 @@ def _grouped(input: torch.Tensor, sizes: torch.Tensor, format: str) -> None:
     ops.grouped_dequantize(data, scale, sizes, format, torch.bfloat16, amax=amax)
     ops.requantize_transposed(data, scale, format, torch.bfloat16, sizes, **more)
     ops.grouped_dequantize(data_t, scale_t, sizes, format, torch.bfloat16, transposed=True, amax=amax_t)
-    if Format.parse(format).family in ("fp8_tensor", "nvfp4"):
+    family = Format.parse(format).family
+    if family in ("fp8_tensor", "nvfp4"):
         ops.amax_both(input, format, sizes)
+    if family in ("fp8_tensor", "fp8_block") and "square" not in format:
+        aligned = format + ("," if ":" in format else ":") + "aligned"
+        ops.grouped_quantize_both(input, sizes, aligned)
+        many = sizes.new_ones(min(64, input.shape[0]))  # short groups have a kernel of their own
+        ops.grouped_quantize_both(input, many, aligned)
 
 
 def _fused(input: torch.Tensor, probs: Any, sizes: Any, format: str) -> None:
@@ -138,6 +144,12 @@ def _grouped_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, *more: 
         formats = "fp8_block", "fp8_block:square"
         operands = *ops.grouped_quantize(a, sizes, formats[0]), *ops.quantize(b, formats[1])
         ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16, *extra)
+        for format, block in (("mxfp8", MX_BLOCK), ("nvfp4", NV_BLOCK)):
+            if a.shape[1] % block == 0:
+                of_a, of_b = rows_of(extras(a, format, sizes)), rows_of(extras(b, format))
+                operands = *ops.grouped_quantize(a, sizes, format, **of_a), *ops.quantize(b, format, **of_b)
+                amaxes = {"a_amax": of_a.get("amax"), "b_amax": of_b.get("amax")}
+                ops.grouped_gemm_quantized(*operands, sizes, format, format, torch.bfloat16, *extra, **amaxes)
 
 
 def _quantize_rowwise(input: torch.Tensor, options: dict[str, Any]) -> None:
@@ -163,6 +175,13 @@ def _grouped_wgrad(grad: torch.Tensor, input: torch.Tensor, sizes: torch.Tensor)
     main_grad = ops.grouped_gemm_wgrad(grad, input, sizes, torch.float32)
     ops.grouped_gemm_wgrad_out(grad, input, sizes, main_grad)
     ops.grouped_gemm_wgrad(grad, input, sizes)
+    for format in ("fp8_block", "fp8_block:aligned"):
+        operands = (
+            *ops.grouped_quantize_transposed(grad, sizes, format),
+            *ops.grouped_quantize_transposed(input, sizes, format),
+        )
+        ops.grouped_gemm_wgrad_quantized(*operands, sizes, format, format, torch.bfloat16)
+        ops.grouped_gemm_wgrad_quantized_out(*operands, sizes, format, format, main_grad)
 
 
 def _grouped_wgrad_list(grad: torch.Tensor, input: torch.Tensor, sizes: torch.Tensor) -> None:
