@@ -39,6 +39,13 @@ struct Words {
   }
 };
 
+// What lies in words that are not whole inside of the operand: byte by byte, zeros past the `left` that are wanted.
+__device__ __forceinline__ void copy_bytes(uint4* to, const uint8_t* from, int left) {
+  uint8_t* bytes = reinterpret_cast<uint8_t*>(to);
+#pragma unroll 1
+  for (int i = 0; i < 16; ++i) bytes[i] = i < left ? from[i] : uint8_t{0};
+}
+
 // A block copies lines of every `parts`-th group.
 __global__ void __launch_bounds__(kThreads, kBlocks)
     align_groups_kernel(Lines first, Lines second, const int32_t* offsets, int groups, int rows, int parts,
@@ -51,6 +58,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   if (!is_first) line -= first.count;
   if (line >= lines.count) return;
   const uint8_t* from = lines.from + line * rows;
+  // Bytes of the operand before the line, and from it on, as far as they matter.
+  const int before = line == 0 ? 0 : min(rows, 16);
+  const int after = static_cast<int>(min((lines.count - line) * rows, static_cast<int64_t>(rows) + 32));
   uint8_t* to = lines.to + line * quantize::aligned_length(rows, groups);
   for (int group = static_cast<int>(blockIdx.x) % parts; group < groups; group += parts) {
     const int begin = offsets ? offsets[group] : 0, end = offsets ? offsets[group + 1] : rows;
@@ -58,18 +68,26 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     uint4* own = reinterpret_cast<uint4*>(to + quantize::aligned_begin(begin, group));
     const int pieces = (end - begin + 15) / 16;
     const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(from + begin) % 16);
+    const auto has_whole_words = [&](int at) {
+      return at - shift >= -before && at - shift + 2 * static_cast<int>(sizeof(uint4)) <= after;
+    };
     for (int first_piece = static_cast<int>(threadIdx.x) % kLanes; first_piece < pieces;
          first_piece += kAhead * kLanes) {
       Words words[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         const int piece = first_piece + i * kLanes, at = begin + piece * 16;
-        if (piece < pieces) words[i].load(from + at, end - at);
+        if (piece < pieces && has_whole_words(at)) words[i].load(from + at, end - at);
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        const int piece = first_piece + i * kLanes;
-        if (piece < pieces) own[piece] = words[i].from(shift);
+        const int piece = first_piece + i * kLanes, at = begin + piece * 16;
+        if (piece >= pieces) continue;
+        if (has_whole_words(at)) {
+          own[piece] = words[i].from(shift);
+        } else {
+          copy_bytes(&own[piece], from + at, end - at);
+        }
       }
     }
   }

@@ -261,6 +261,7 @@ struct BlockColumns : CodeLines {
           own[j * 4 + 3] = fmaf(products[j * 4 + 3], high * scale.y, own[j * 4 + 3]);
         }
       }
+      __syncwarp();  // all lanes have read the scales
       release(shared, place.stage);
     }
   }
