@@ -169,8 +169,7 @@ def grouped_gemm(result: dict[str, Any]) -> Figure:
 
 
 def expert_mlp(result: dict[str, Any]) -> Figure:
-    """Bars of each workload's time and peak memory as a fraction of stock PyTorch's in the same run, and what the
-    time must stay below, a mark."""
+    """Bars of each workload's time and peak memory as a fraction of stock PyTorch's in the same run."""
     rows = result["rows"]
     names, recipes_ = (list(dict.fromkeys(row[key] for row in rows)) for key in ("name", "recipe"))
     looks = dict(zip(recipes_, (OURS, "#7da0d4", "#c3d3ec"), strict=False))
@@ -184,8 +183,6 @@ def expert_mlp(result: dict[str, Any]) -> Figure:
             turn = (len(recipes_) - 1) / 2 - recipes_.index(row["recipe"])
             place = len(names) - 1 - names.index(row["name"]) + turn * height
             axes.barh(place, row[key], height=0.95 * height, color=looks[row["recipe"]])
-            if key == "of_the_time" and row.get("must"):
-                axes.vlines(row["must"], place - height / 2, place + height / 2, color="black", lw=1.5)
             axes.annotate(
                 f"{row[key]:.2f}",
                 (row[key], place),
