@@ -5,8 +5,8 @@
 namespace transformer_plugin::gemm {
 namespace {
 
-// Rows are loaded once for each tile of columns, which takes their products a tenth longer than boxes do; a copy of all rows
-// takes the time of the products of some 500 columns. So past these a copy is the faster.
+// Products of rows that come through an index take 4 to 9 % longer, as every tile of columns gathers its rows anew. A copy of
+// all rows takes as long as the products of some 400 columns, so past this many it is the faster.
 constexpr int64_t kMostColumns = 8192;
 
 }  // namespace
