@@ -125,7 +125,9 @@ inline bool walks_columns(const QuantizeArgs& args) {
   const auto aligned = [](const void* pointer, uintptr_t bytes) {
     return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
   };
-  const bool lines_fit = layout.aligned ? layout.rows > 0 && layout.rows < kAlignedWalkRows * layout.groups
+  // Places in aligned lines are counted in 32 bits.
+  const bool lines_fit = layout.aligned ? layout.rows > 0 && layout.rows < kAlignedWalkRows * layout.groups &&
+                                              layout.line_length() <= INT32_MAX - kTile
                                         : layout.rows % kChunk == 0;
   return layout.grouped() && lines_fit && args.transposed && !args.collected &&
          args.dtype != DType::kFloat32 &&
