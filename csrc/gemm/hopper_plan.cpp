@@ -48,15 +48,15 @@ int clusters_of(GroupedMode mode, const GroupedKernelArgs& args, int multiproces
 
 // Sums in memory are added to in two ways: by the copy engine in the second level cache, which takes 1.2 TB/s and lets
 // the next tile begin; and by threads, which takes what memory gives, and their time. They take turns, so that threads
-// work while a box is on its way; with many rows for each group the next tile hides all of it. Which boxes of 8, by the
-// rows of a group on average, as they were fastest on an H200.
+// work while a box is on its way; with many rows for each group the next tile hides all of it. Which boxes, by the rows
+// of a group on average, as they were fastest on an H200.
 uint32_t thread_boxes_of(const GroupedKernelArgs& args) {
   constexpr int64_t kFewRows = 768, kManyRows = 1536;
   const int64_t expected = args.options.expected_rows;
   const int64_t rows = expected < 0 ? args.rows : std::min(expected, args.rows);
-  if (rows >= kManyRows * args.groups) return 0;
-  const bool most = bytes_of(args.dtype) == 1 && rows < kFewRows * args.groups;
-  return most ? 0b11101110 : 0b01010100;
+  const bool codes = bytes_of(args.dtype) == 1;
+  if (rows < kFewRows * args.groups) return codes ? hopper::kMostBoxes : hopper::kHalfOfBoxes;
+  return codes && rows < kManyRows * args.groups ? hopper::kHalfOfBoxes : 0;
 }
 
 }  // namespace

@@ -9,13 +9,14 @@ namespace transformer_plugin::gemm {
 namespace hopper {
 inline constexpr int kTileRows = 128, kTileColumns = 256;
 inline constexpr int kCluster = 2;  // blocks, each of which fills a multiprocessor
+// Of sums that are added to memory: which of the 8 boxes of 32 columns threads add, the others the copy engine; or none.
+inline constexpr uint32_t kHalfOfBoxes = 0b10101010, kMostBoxes = 0b11101110;
 }  // namespace hopper
 
 struct HopperPlan {
   bool takes = false;  // if not, the rest is 0
   int clusters = 0;
-  // Of sums that are added to memory: which of the 8 boxes of 32 columns threads add, the others the copy engine.
-  uint32_t thread_boxes = 0;
+  uint32_t thread_boxes = 0;  // as above
 };
 
 int64_t bytes_of(DType dtype);

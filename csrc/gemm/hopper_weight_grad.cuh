@@ -8,84 +8,89 @@
 namespace transformer_plugin::gemm::hopper {
 
 // Adds a warpgroup's sums to those in memory, `rows` by `columns` of its 64 by 256 at `to`, 32 columns at a time: those that
-// have a bit in args.thread_boxes by threads, the others by the copy engine. What threads add to is sent for while the
-// products run, into the second level cache.
+// have a bit in `thread_boxes` (as hopper_plan.h names them) by threads, the others, and all where there are fewer rows or
+// columns, by the copy engine. What threads add to is sent for into the second level cache while the products run.
 class Adder {
  public:
-  __device__ __forceinline__ Adder(float* to, int64_t row_stride, int rows, int columns)
-      : to_(to), row_stride_(row_stride), rows_(rows), columns_(columns) {}
+  __device__ __forceinline__ Adder(float* to, int64_t row_stride, int rows, int columns, uint32_t thread_boxes)
+      : to_(to),
+        row_stride_(row_stride),
+        rows_(rows),
+        columns_(columns),
+        thread_boxes_(rows >= kBoxLines && columns >= kTileColumns ? thread_boxes : 0) {}
 
-  __device__ __forceinline__ void send(uint32_t thread_boxes) const {
-    const int row = threadIdx.x % kBoxLines;
-    if (row >= rows_) return;
+  __device__ __forceinline__ void send() const {
+    const float* line = to_ + threadIdx.x % kBoxLines * row_stride_;
 #pragma unroll
     for (int i = 0; i < kBoxes; i += 2) {
       const int box = i + threadIdx.x % kWarpgroup / kBoxLines;
-      if (thread_boxes >> box & 1 && box * kColumns < columns_) {
-        prefetch_line(to_ + row * row_stride_ + box * kColumns);
-      }
+      if (thread_boxes_ >> box & 1) prefetch_line(line + box * kColumns);
     }
   }
+
   // add_box(box, column): of the copy engine, by one thread.
   template <int kOutBoxes, typename AddBox>
   __device__ __forceinline__ void add(const float (&sums)[kSums], uint8_t (&boxes)[kOutBoxes][kBoxBytes],
-                                      int number, uint32_t thread_boxes, AddBox add_box) {
-    const bool first = threadIdx.x % kWarpgroup == 0;
-    int copied = 0;
-    fetch(__ffs(thread_boxes) - 1);
-#pragma unroll
-    for (int i = 0; i < kBoxes; ++i) {
-      if (thread_boxes >> i & 1) {
-        add_own(sums, i);
-        fetch(__ffs(thread_boxes & ~((2u << i) - 1)) - 1);
-        continue;
-      }
-      uint8_t* box = boxes[copied++ % kOutBoxes];
-      if (first) wait_until_stored<kOutBoxes - 1>();
-      sync_threads(1 + number, kWarpgroup);
-      write_box<float>(sums, i, box);
-      fence_for_copies();
-      sync_threads(1 + number, kWarpgroup);
-      if (first && i * kColumns < columns_ && rows_ > 0) add_box(box, i * kColumns);
-      if (first) commit_stores();
+                                      int number, AddBox add_box) const {
+    switch (thread_boxes_) {  // each of its own code, in which no register waits for what may be
+      case kMostBoxes: return add_by<kMostBoxes>(sums, boxes, number, add_box);
+      case kHalfOfBoxes: return add_by<kHalfOfBoxes>(sums, boxes, number, add_box);
+      default: return add_by<0>(sums, boxes, number, add_box);
     }
   }
 
  private:
   static constexpr int kColumns = kLine / static_cast<int>(sizeof(float)), kBoxes = kTileColumns / kColumns;
+  static constexpr int kPairs = 8;  // of a thread's sums of a box: of two rows, in four places 8 columns apart
+  // Boxes whose old values are on their way to a thread, in the registers that products leave free.
+  static constexpr int kAhead = 4;
 
-  // A thread's sums of a box are pairs: of two rows, in four places 8 columns apart.
-  template <typename Use>
-  __device__ __forceinline__ void each_pair(int box, Use use) const {
-    const int lane = threadIdx.x % kWarpSize;
-    const int row = threadIdx.x % kWarpgroup / kWarpSize * 16 + lane / 4,
-              column = box * kColumns + lane % 4 * 2;
+  template <uint32_t thread_boxes, int kOutBoxes, typename AddBox>
+  __device__ __forceinline__ void add_by(const float (&sums)[kSums], uint8_t (&boxes)[kOutBoxes][kBoxBytes],
+                                         int number, AddBox add_box) const {
+    const bool first = threadIdx.x % kWarpgroup == 0;
+    const int lane = threadIdx.x % kWarpSize, row = threadIdx.x % kWarpgroup / kWarpSize * 16 + lane / 4;
+    float* low = to_ + row * row_stride_ + lane % 4 * 2;
+    float* high = low + 8 * row_stride_;
+    const auto at = [&](int box, int pair) {
+      return reinterpret_cast<float2*>((pair % 2 ? high : low) + box * kColumns + pair / 2 * 8);
+    };
+    float2 old[kAhead][kPairs];
+    const auto fetch = [&](int box) {
+      if (!(thread_boxes >> box & 1)) return;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float* line = to_ + (row + half * 8) * row_stride_ + column;
+      for (int pair = 0; pair < kPairs; ++pair) old[box % kAhead][pair] = __ldcs(at(box, pair));
+    };
+    int copied = 0;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const bool has = row + half * 8 < rows_ && column + j * 8 < columns_;
-        use(j * 2 + half, reinterpret_cast<float2*>(line + j * 8), has);
+    for (int i = 0; i < kAhead; ++i) fetch(i);
+#pragma unroll
+    for (int i = 0; i < kBoxes; ++i) {
+      if (thread_boxes >> i & 1) {
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair) {
+          const float* own = &sums[i * 16 + pair * 2];
+          const float2 before = old[i % kAhead][pair];
+          __stcs(at(i, pair), make_float2(add_as_copies(before.x, own[0]), add_as_copies(before.y, own[1])));
+        }
+      } else {
+        uint8_t* box = boxes[copied++ % kOutBoxes];
+        if (first) wait_until_stored<kOutBoxes - 1>();
+        sync_threads(1 + number, kWarpgroup);
+        write_box<float>(sums, i, box);
+        fence_for_copies();
+        sync_threads(1 + number, kWarpgroup);
+        if (first && i * kColumns < columns_ && rows_ > 0) add_box(box, i * kColumns);
+        if (first) commit_stores();
       }
+      if (i + kAhead < kBoxes) fetch(i + kAhead);
     }
-  }
-  __device__ __forceinline__ void fetch(int box) {  // or none, of -1
-    each_pair(box,
-              [&](int pair, float2* at, bool has) { old_[pair] = box >= 0 && has ? __ldcs(at) : float2{}; });
-  }
-  __device__ __forceinline__ void add_own(const float (&sums)[kSums], int box) const {
-    each_pair(box, [&](int pair, float2* at, bool has) {
-      const float* own = &sums[box * 16 + pair * 2];
-      if (has)
-        __stcs(at, make_float2(add_as_copies(old_[pair].x, own[0]), add_as_copies(old_[pair].y, own[1])));
-    });
   }
 
   float* to_;
   int64_t row_stride_;
   int rows_, columns_;
-  float2 old_[8];
+  uint32_t thread_boxes_;
 };
 
 // Kind is one of hopper_weight_grad_operands.cuh.
@@ -142,12 +147,13 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       const int line = tile.row * kTileRows + number * kBoxLines, column = tile.column * kTileColumns;
       const auto adder = [&] {
         float* sum = args.sums ? args.sums[tile.group] : args.sum + tile.group * args.group_stride;
-        return Adder(sum + line * args.row_stride + column, args.row_stride, args.m - line, args.n - column);
+        return Adder(sum + line * args.row_stride + column, args.row_stride, args.m - line, args.n - column,
+                     args.thread_boxes);
       };
       const CUtensorMap& out_map = args.out_maps ? args.out_maps[tile.group] : maps.out;
       const int matrix = args.out_maps ? 0 : tile.group;
       if (args.out_maps && threadIdx.x % kWarpgroup == 0) acquire(&out_map);
-      if (args.accumulate) adder().send(args.thread_boxes);
+      if (args.accumulate) adder().send();
       float sums[kSums] = {};
       Kind::sum(shared, place, rows, number, sums);
       if (Kind::group_scales || args.alpha) {
@@ -157,7 +163,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       }
       if constexpr (sizeof(Out) == 4) {
         if (args.accumulate) {
-          adder().add(sums, shared.out[number], number, args.thread_boxes, [&](uint8_t* box, int offset) {
+          adder().add(sums, shared.out[number], number, [&](uint8_t* box, int offset) {
             add_box(out_map, box, column + offset, line, matrix);
           });
           continue;

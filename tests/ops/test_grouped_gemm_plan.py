@@ -128,10 +128,10 @@ def test_the_hint_chooses_who_adds() -> None:
             "weight_grad", dtype=dtype, out_dtype=FP32, rows=rows, accumulate=True, expected_rows=expected
         ).thread_boxes
 
-    assert [boxes(BF16, 8 * rows) for rows in (1, 767, 768, 1535, 1536)] == [0b01010100] * 4 + [0]
-    assert [boxes(FP8, 8 * rows) for rows in (1, 767, 768, 1535, 1536)] == [0b11101110] * 2 + [
-        0b01010100
-    ] * 2 + [0]
+    none, half, most = 0, 0b10101010, 0b11101110
+    rows_of_a_group = (1, 767, 768, 1535, 1536)
+    assert [boxes(BF16, 8 * rows) for rows in rows_of_a_group] == [half, half, none, none, none]
+    assert [boxes(FP8, 8 * rows) for rows in rows_of_a_group] == [most, most, half, half, none]
     for dtype in (BF16, FP8):
         for rows in (0, 1, 767, 768, 1536, 3000):
             assert boxes(dtype, 8 * 4096, 8 * rows) == boxes(dtype, 8 * max(rows, 1))
