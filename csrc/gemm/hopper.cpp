@@ -92,6 +92,16 @@ CUtensorMap tensor_map(const Stack& stack, int box_rows) {
                   CU_TENSOR_MAP_SWIZZLE_128B});
 }
 
+CUtensorMap scale_map(const void* scales, int64_t rows, int64_t columns, int box_columns) {
+  const int64_t line = columns * static_cast<int64_t>(sizeof(float));
+  return encoded({scales,
+                  DType::kFloat32,
+                  {columns, rows, 1},
+                  {line, line * rows},
+                  {static_cast<cuuint32_t>(box_columns), 1, 1},
+                  CU_TENSOR_MAP_SWIZZLE_NONE});
+}
+
 CUtensorMap halves_map(const Halves& halves, int box_rows) {
   constexpr int64_t kColumns = 32;  // of a half
   const int64_t bytes = bytes_of(halves.dtype), row = 2 * halves.features * bytes;

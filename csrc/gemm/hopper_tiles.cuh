@@ -44,7 +44,7 @@ struct RowScales {
 };
 // or of all lines of both operands.
 struct LineScales {
-  alignas(16) float left[kTileRows], right[kTileColumns];
+  alignas(128) float left[kTileRows], right[kTileColumns];
 };
 
 template <typename Scales, int stage_count, int box_count>

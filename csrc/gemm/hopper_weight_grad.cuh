@@ -12,7 +12,8 @@ namespace transformer_plugin::gemm::hopper {
 // columns, by the copy engine. What threads add to is sent for into the second level cache while the products run.
 class Adder {
  public:
-  __device__ __forceinline__ Adder(float* to, int64_t row_stride, int rows, int columns, uint32_t thread_boxes)
+  __device__ __forceinline__ Adder(float* to, int64_t row_stride, int rows, int columns,
+                                   uint32_t thread_boxes)
       : to_(to),
         row_stride_(row_stride),
         rows_(rows),
@@ -41,7 +42,8 @@ class Adder {
 
  private:
   static constexpr int kColumns = kLine / static_cast<int>(sizeof(float)), kBoxes = kTileColumns / kColumns;
-  static constexpr int kPairs = 8;  // of a thread's sums of a box: of two rows, in four places 8 columns apart
+  static constexpr int kPairs =
+      8;  // of a thread's sums of a box: of two rows, in four places 8 columns apart
   // Boxes whose old values are on their way to a thread, in the registers that products leave free.
   static constexpr int kAhead = 4;
 
@@ -201,8 +203,6 @@ void launch_weight_grad(const GroupedKernelArgs& args, const HopperPlan& plan, c
                            static_cast<const float*>(args.b_scale),
                            args.out_group_stride,
                            args.out_row_stride,
-                           static_cast<int>((args.m + 3) / 4 * 4),
-                           static_cast<int>((args.n + 3) / 4 * 4),
                            static_cast<int>(args.groups),
                            static_cast<int>(args.rows),
                            static_cast<int>(args.m),

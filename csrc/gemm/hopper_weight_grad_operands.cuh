@@ -12,12 +12,9 @@ namespace transformer_plugin::gemm::hopper {
 struct WeightGradArgs {
   const int32_t* offsets;  // or null for one group of all rows
   const float* alpha;
-  float* sum;  // what is added to
-  const float*
-      a_scale;  // of the gradient: of blocks of 1x128, [row tiles, a_scale_width]; of whole groups, [groups]
-  const float* b_scale;  // of the input: [row tiles, b_scale_width], or [groups]
+  float* sum;                      // what is added to
+  const float *a_scale, *b_scale;  // of whole groups, of the gradient and of the input: [groups]
   int64_t group_stride, row_stride;
-  int a_scale_width, b_scale_width;
   int groups, rows, m, n;
   uint32_t thread_boxes;
   bool accumulate;
@@ -30,6 +27,7 @@ struct WeightGradArgs {
 struct WeightGradMaps {
   CUtensorMap grad, input;
   CUtensorMap grad_moved, input_moved;  // of operands with groups at multiples of 16 bytes
+  CUtensorMap grad_scale, input_scale;  // of blocks of 1x128: [row tiles, m] and [row tiles, n]
   CUtensorMap out;
 };
 
@@ -214,20 +212,22 @@ struct BlockColumns : CodeLines {
   // the order of what is added wants.
   static constexpr int kAhead = 4;
 
+  static void encode(WeightGradMaps& maps, const GroupedKernelArgs& args) {
+    CodeLines::encode(maps, args);
+    const int64_t row_tiles = quantize::Layout::row_tiles(args.rows, args.groups);
+    maps.grad_scale = scale_map(args.a_scale, row_tiles, quantize::ceil_div(args.m, 4) * 4, kTileRows);
+    maps.input_scale = scale_map(args.b_scale, row_tiles, quantize::ceil_div(args.n, 4) * 4, kTileColumns);
+  }
+
   static __device__ __forceinline__ void fill(const WeightGradMaps& maps, const WeightGradArgs& args,
                                               Shared& shared, const Place<Shared>& place, int block,
                                               const Tile& tile, const Rows& rows, int row) {
-    const int left = tile.row * kTileRows, right = tile.column * kTileColumns;
-    const uint32_t left_bytes = scale_bytes(args.a_scale_width - left, kTileRows);
-    const uint32_t right_bytes = scale_bytes(args.b_scale_width - right, kTileColumns);
-    fill_lines(maps, args, shared, place, block, tile, rows, row, left_bytes + right_bytes);
-    const int64_t row_tile = rows.first_tile + (row - rows.begin) / kRows;
     LineScales& scales = shared.scales[place.stage];
+    fill_lines(maps, args, shared, place, block, tile, rows, row, sizeof(scales));
+    const int row_tile = rows.first_tile + (row - rows.begin) / kRows;
     uint64_t* full = &shared.full[place.stage];
-    load_bytes(scales.left, args.a_scale + row_tile * args.a_scale_width + left, left_bytes, full);
-    if (right_bytes > 0) {  // else the tile is past the last column
-      load_bytes(scales.right, args.b_scale + row_tile * args.b_scale_width + right, right_bytes, full);
-    }
+    load_box(scales.left, maps.grad_scale, full, tile.row * kTileRows, row_tile, 0);
+    load_box(scales.right, maps.input_scale, full, tile.column * kTileColumns, row_tile, 0);
   }
 
   static __device__ __forceinline__ void sum(Shared& shared, Place<Shared>& place, const Rows& rows,
@@ -264,11 +264,6 @@ struct BlockColumns : CodeLines {
       __syncwarp();  // all lanes have read the scales
       release(shared, place.stage);
     }
-  }
-
- private:
-  static __device__ __forceinline__ uint32_t scale_bytes(int left, int most) {
-    return 4 * static_cast<uint32_t>(max(0, min(left, most)));
   }
 };
 
