@@ -92,13 +92,13 @@ CUtensorMap tensor_map(const Stack& stack, int box_rows) {
                   CU_TENSOR_MAP_SWIZZLE_128B});
 }
 
-CUtensorMap scale_map(const void* scales, int64_t rows, int64_t columns, int box_columns) {
-  const int64_t line = columns * static_cast<int64_t>(sizeof(float));
-  return encoded({scales,
+CUtensorMap scale_map(const Scales& scales, int box_rows, int box_columns) {
+  const int64_t row = scales.columns * static_cast<int64_t>(sizeof(float));
+  return encoded({scales.data,
                   DType::kFloat32,
-                  {columns, rows, 1},
-                  {line, line * rows},
-                  {static_cast<cuuint32_t>(box_columns), 1, 1},
+                  {scales.columns, scales.rows, scales.count},
+                  {row, row * scales.rows},
+                  {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1},
                   CU_TENSOR_MAP_SWIZZLE_NONE});
 }
 

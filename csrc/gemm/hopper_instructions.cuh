@@ -91,14 +91,6 @@ __device__ __forceinline__ void load_box(void* to, const CUtensorMap& map, uint6
 __device__ __forceinline__ void acquire(const CUtensorMap* map) {
   asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
 }
-// Bytes one after the other: their number and both addresses are multiples of 16.
-__device__ __forceinline__ void load_bytes(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(barrier))
-      : "memory");
-}
 // 16 bytes by a thread, or 16 zeros. Not by the copy engine: products that read them want a fence (fence_for_copies) by the
 // thread that waited for them.
 __device__ __forceinline__ void load_piece(uint32_t to, const void* from, bool is_there) {

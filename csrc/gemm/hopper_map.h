@@ -20,8 +20,13 @@ struct Stack {
 };
 CUtensorMap tensor_map(const Stack& stack, int box_rows);
 
-// Scales, float32 [rows, columns], and boxes of `box_columns` of a row, one after the other. Columns are a multiple of 4.
-CUtensorMap scale_map(const void* scales, int64_t rows, int64_t columns, int box_columns);
+// Scales, float32 [count, rows, columns], and boxes of `box_rows` by `box_columns` of a matrix, row by row. Columns are a
+// multiple of 4, and so is the first of a box.
+struct Scales {
+  const void* data;
+  int64_t count, rows, columns;
+};
+CUtensorMap scale_map(const Scales& scales, int box_rows, int box_columns);
 
 // SwiGLU's [rows, 2 features], 16-bit, as pairs of columns that belong together: the gate's `features` columns, then the linear
 // part's, or `interleaved`, 32 columns of each in turn. A box is `box_rows` rows of 32 columns of the gate and of the 32 of the

@@ -1,6 +1,7 @@
 // How a warpgroup sums its part of a tile of ragged rows on Hopper, for each kind of operands.
 #pragma once
 
+#include "gemm/hopper_map.h"
 #include "gemm/hopper_tiles.cuh"
 
 namespace transformer_plugin::gemm::hopper {
@@ -12,12 +13,9 @@ struct RowsArgs {
   const float* alpha;
   const float* bias;
   const float* bias_scale;
-  // Of blocks of 1x128, [ceil(k / 128), a_scale_width]; of whole groups, [groups]; of rows, [rows].
-  const float* a_scale;
-  // Of blocks of 128x128, [groups, ceil(n / 128), b_scale_width]; of whole groups, [groups]; of rows, [groups, n].
-  const float* b_scale;
-  int64_t out_row_stride, a_scale_width;
-  int b_scale_width;
+  const float* a_scale;  // of whole groups, [groups]; of rows, [rows]
+  const float* b_scale;  // of whole groups, [groups]; of rows, [groups, n]
+  int64_t out_row_stride;
   int groups, rows, n, k;
   bool zeroes_tail;
 };
@@ -29,12 +27,11 @@ struct Part {
 };
 
 // No scale comes with a stage.
-struct NoScaleCopy {
-  template <typename Args>
-  __device__ __forceinline__ NoScaleCopy(const Args&, int, const Tile&, int) {}
-  __device__ __forceinline__ uint32_t bytes() const { return 0; }
-  template <typename Shared, typename Place>
-  __device__ __forceinline__ void start(Shared&, const Place&) const {}
+struct NoScaleMaps {
+  static constexpr uint32_t kBytes = 0;
+  static NoScaleMaps of(const GroupedKernelArgs&) { return {}; }
+  template <typename Shared>
+  __device__ __forceinline__ void load_stage(Shared&, const Place<Shared>&, int, const Tile&, int) const {}
 };
 
 // 16-bit operands. `by_columns`: b [G, k, n], else [G, n, k].
@@ -43,7 +40,7 @@ struct Plain {
   using Element = T;
   using Out = T;
   using Shared = SharedMemory;
-  using ScaleCopy = NoScaleCopy;
+  using ScaleMaps = NoScaleMaps;
   static constexpr bool b_by_columns = by_columns;
   static constexpr bool group_scales = false, row_scales = false;
 
@@ -82,50 +79,45 @@ struct Blocks {
   static constexpr int kBlock = 128;
   static_assert(kStep<Element> == kBlock && kTileColumns == 2 * kBlock, "a stage is a block of k");
 
-  // The scales of a stage. What is copied begins at multiples of 16 bytes, so rows at a multiple of 4 and columns with those
-  // of a multiple of 4 stages.
-  class ScaleCopy {
-   public:
-    __device__ __forceinline__ ScaleCopy(const RowsArgs& args, int row, const Tile& tile, int step) {
-      const int lines = (args.n + kBlock - 1) / kBlock, line = tile.column * (kTileColumns / kBlock);
-      const int first = row / 4 * 4;
-      rows_ = args.a_scale + step * args.a_scale_width + first;
-      row_bytes_ =
-          4 * static_cast<uint32_t>(min(kTileRows + 4, static_cast<int>(args.a_scale_width) - first));
-      if (line >= lines) return;  // the tile is past the last column
-      left_ = args.b_scale + (static_cast<int64_t>(tile.group) * lines + line) * args.b_scale_width +
-              step / 4 * 4;
-      right_ = left_ + (line + 1 < lines ? args.b_scale_width : 0);
-    }
-    __device__ __forceinline__ uint32_t bytes() const { return row_bytes_ + (left_ ? 32 : 0); }
-    __device__ __forceinline__ void start(Shared& shared, const Place<Shared>& place) const {
-      RowScales& scales = shared.scales[place.stage];
-      uint64_t* full = &shared.full[place.stage];
-      load_bytes(scales.rows, rows_, row_bytes_, full);
-      if (!left_) return;
-      load_bytes(scales.columns[0], left_, 16, full);
-      load_bytes(scales.columns[1], right_, 16, full);
-    }
+  // The scales of a stage. Boxes begin at multiples of 16 bytes, so rows at a multiple of 4 and columns with those of a
+  // multiple of 4 steps.
+  struct ScaleMaps {
+    using Scales = RowScales<Shared::kStages>;
+    static constexpr uint32_t kBytes = Scales::kBytes;
+    CUtensorMap rows, columns;  // [ceil(k / 128), rows], and [groups, ceil(n / 128), ceil(k / 128)]
 
-   private:
-    const float *rows_, *left_ = nullptr, *right_ = nullptr;
-    uint32_t row_bytes_;
+    static ScaleMaps of(const GroupedKernelArgs& args) {
+      const auto whole = [](int64_t size, int64_t of) { return (size + of - 1) / of; };
+      const int64_t steps = whole(args.k, kBlock), lines = whole(args.n, kBlock);
+      return {
+          scale_map({args.a_scale, 1, steps, whole(args.rows, 4) * 4}, 1, Scales::kRows),
+          scale_map({args.b_scale, args.groups, lines, whole(steps, 4) * 4}, 2, Scales::kSteps),
+      };
+    }
+    __device__ __forceinline__ void load_stage(Shared& shared, const Place<Shared>& place, int row,
+                                               const Tile& tile, int step) const {
+      uint64_t* full = &shared.full[place.stage];
+      const int line = tile.column * (kTileColumns / kBlock);
+      load_box(shared.scales.rows(place.stage), rows, full, row / 4 * 4, step, 0);
+      load_box(shared.scales.columns(place.stage), columns, full, step / 4 * 4, line, tile.group);
+    }
   };
 
-  static __device__ __forceinline__ void sum(const RowsArgs& args, Shared& shared, Place<Shared>& place,
-                                             int steps, const Part& part, float (&sums)[kSums]) {
+  static __device__ __forceinline__ void sum(const RowsArgs&, Shared& shared, Place<Shared>& place, int steps,
+                                             const Part& part, float (&sums)[kSums]) {
     const int lane = threadIdx.x % kWarpSize, zero = zero_of_thread();
     const int own = part.number * kBoxLines + threadIdx.x % kWarpgroup / kWarpSize * 16 + lane / 4;
     const int low = own + (part.row - part.number * kBoxLines) % 4;
     for (int step = 0; step < steps; ++step, place.next()) {
       wait(&shared.full[place.stage], place.parity);
       const Stage& stage = shared.stages[place.stage];
-      const RowScales& scales = shared.scales[place.stage];
-      const float scale_low = scales.rows[low], scale_high = scales.rows[low + 8];
+      const float* rows = shared.scales.rows(place.stage);
+      const auto& columns = shared.scales.columns(place.stage);
+      const float scale_low = rows[low], scale_high = rows[low + 8];
       const uint64_t a = by_rows(stage.left[part.number]), b = by_rows(stage.right);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float scale = scales.columns[half][step % 4 + zero];
+        const float scale = columns[half][step % 4 + zero];
         const float both[2] = {scale_low * scale, scale_high * scale};
         float products[64];
         multiply_stage<DType::kFloat8E4M3>(products, a, b, half);
@@ -146,7 +138,7 @@ struct Codes {
   using Element = uint8_t;
   using Out = __nv_bfloat16;
   using Shared = PlainShared;
-  using ScaleCopy = NoScaleCopy;
+  using ScaleMaps = NoScaleMaps;
   static constexpr bool b_by_columns = false;
   static constexpr bool group_scales = true, row_scales = false;
 

@@ -224,6 +224,7 @@ __device__ __forceinline__ void multiply_tiles(const RowsArgs& args, const Epilo
 template <typename Kind, typename Epilogue>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     hopper_rows_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
+                       const __grid_constant__ typename Kind::ScaleMaps scale_maps,
                        const __grid_constant__ Epilogue epilogue, const __grid_constant__ RowsArgs args,
                        const CUtensorMap* b_maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -263,7 +264,6 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 #pragma unroll 1
           for (int step = 0; step < steps; ++step, place.next()) {
             const int k = step * kStep<Element>;
-            const typename Kind::ScaleCopy scales(args, row, tile, step);
             fill_stage(
                 shared, place, block, tile.same_columns,
                 [&](void* to, int box, uint64_t* barrier, bool for_both) {
@@ -274,8 +274,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
                   Kind::b_by_columns ? load(for_both, to, own_map, barrier, line, k, matrix)
                                      : load(for_both, to, own_map, barrier, k, line, matrix);
                 },
-                scales.bytes());
-            scales.start(shared, place);
+                Kind::ScaleMaps::kBytes);
+            scale_maps.load_stage(shared, place, row, tile, step);
           }
         }
         __syncwarp();
@@ -299,8 +299,6 @@ inline RowsArgs rows_args(const GroupedKernelArgs& args) {
           static_cast<const float*>(args.a_scale),
           static_cast<const float*>(args.b_scale),
           args.out_row_stride,
-          (args.rows + 3) / 4 * 4,
-          static_cast<int>((args.k + 511) / 512 * 4),
           static_cast<int>(args.groups),
           static_cast<int>(args.rows),
           static_cast<int>(args.n),
@@ -333,7 +331,8 @@ void launch_rows_into(const Epilogue& epilogue, const GroupedKernelArgs& args, c
       tensor_map({args.a, args.dtype, args.k, args.rows, 1, args.k, args.rows * args.k}, kBoxLines);
   const CUtensorMap b = matrices_map<Kind>(args);
   const CUtensorMap* b_maps = launch_matrix_list(args.list, args.groups, &b, stream);
-  launch_early(kernel, grid_of(plan), kThreads, kShared, stream, a, b, epilogue, rows_args(args), b_maps);
+  launch_early(kernel, grid_of(plan), kThreads, kShared, stream, a, b, Kind::ScaleMaps::of(args), epilogue,
+               rows_args(args), b_maps);
   check_launch("hopper_rows_kernel");
 }
 

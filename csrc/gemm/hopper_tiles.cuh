@@ -35,12 +35,25 @@ struct Stage {
   alignas(1024) uint8_t left[kLeftBoxes][kBoxBytes];
   alignas(1024) uint8_t right[kRightBoxes][kBoxBytes];
 };
-// Scales that come with a stage: none,
+// Scales that come with the stages: none,
 struct NoScales {};
-// of the lines of a tile of ragged rows, from a multiple of 4 rows on, and of the two blocks of columns for 4 stages,
-struct RowScales {
-  alignas(16) float rows[kTileRows + 4];
-  float columns[2][4];
+// of the lines of a tile of ragged rows, from a multiple of 4 rows on, and of the two blocks of columns for 4 steps. Boxes
+// begin at multiples of 128 bytes; all that is between them, and behind, is needed.
+template <int stages>
+class RowScales {
+ public:
+  static constexpr int kRows = kTileRows + 4, kSteps = 4;
+  static constexpr int kBytes = (kRows + 2 * kSteps) * sizeof(float);  // of a stage
+
+  __device__ __forceinline__ float* rows(int stage) { return floats_ + stage * kRowsStride; }
+  __device__ __forceinline__ float (&columns(int stage))[2][kSteps] {
+    return *reinterpret_cast<float(*)[2][kSteps]>(floats_ + stages * kRowsStride + stage * kBoxStride);
+  }
+
+ private:
+  static constexpr int kBoxStride = 32, kRowsStride = (kRows + kBoxStride - 1) / kBoxStride * kBoxStride;
+
+  alignas(16) float floats_[stages * kRowsStride + (stages - 1) * kBoxStride + 2 * kSteps];
 };
 // or of all lines of both operands.
 struct LineScales {
@@ -54,14 +67,14 @@ struct SharedOf {
 
   Stage stages[kStages];
   alignas(1024) uint8_t out[kMultipliers][kBoxes][kBoxBytes];
-  Scales scales[kStages];
+  Scales scales;  // at a multiple of 1024
   uint64_t full[kStages], empty[kStages];
 };
 using PlainShared = SharedOf<NoScales, 4, 2>;
-using RowScaledShared = SharedOf<RowScales, 4, 2>;
+using RowScaledShared = SharedOf<RowScales<4>, 4, 2>;
 // Sums of 16 bits leave faster through two boxes; FP32 that threads and the copy engine add in turns needs one.
-template <typename Out>
-using LineScaledShared = SharedOf<LineScales, sizeof(Out) == 4 ? 4 : 3, sizeof(Out) == 4 ? 1 : 2>;
+template <typename Out, int stages = sizeof(Out) == 4 ? 4 : 3>
+using LineScaledShared = SharedOf<LineScales[stages], stages, sizeof(Out) == 4 ? 1 : 2>;
 static_assert(sizeof(RowScaledShared) <= 232448 && sizeof(LineScaledShared<float>) <= 232448,
               "what a block may have");
 

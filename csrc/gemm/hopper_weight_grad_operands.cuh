@@ -214,9 +214,12 @@ struct BlockColumns : CodeLines {
 
   static void encode(WeightGradMaps& maps, const GroupedKernelArgs& args) {
     CodeLines::encode(maps, args);
-    const int64_t row_tiles = quantize::Layout::row_tiles(args.rows, args.groups);
-    maps.grad_scale = scale_map(args.a_scale, row_tiles, quantize::ceil_div(args.m, 4) * 4, kTileRows);
-    maps.input_scale = scale_map(args.b_scale, row_tiles, quantize::ceil_div(args.n, 4) * 4, kTileColumns);
+    const auto map = [&](const void* scales, int64_t lines, int box) {
+      const int64_t row_tiles = quantize::Layout::row_tiles(args.rows, args.groups);
+      return scale_map({scales, 1, row_tiles, quantize::ceil_div(lines, 4) * 4}, 1, box);
+    };
+    maps.grad_scale = map(args.a_scale, args.m, kTileRows);
+    maps.input_scale = map(args.b_scale, args.n, kTileColumns);
   }
 
   static __device__ __forceinline__ void fill(const WeightGradMaps& maps, const WeightGradArgs& args,
