@@ -9,17 +9,6 @@ namespace transformer_plugin::gemm::hopper {
 
 inline constexpr int kHalfTile = kTileColumns / 2;
 
-template <typename T>
-__device__ __forceinline__ float2 as_floats(uint32_t two) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {  // the upper half of a float
-    return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u));
-  } else {
-    __half2 values;
-    memcpy(&values, &two, sizeof(two));
-    return __half22float2(values);
-  }
-}
-
 // As they were if they had gone to memory.
 template <typename T>
 __device__ __forceinline__ float2 rounded(float x, float y) {

@@ -1,31 +1,19 @@
-// Weight gradients on Hopper: out[g] = grad_g^T @ input_g * alpha[g], or added to what is there. What the products sum over
-// are the rows of a group, so both operands lie by columns.
+// Weight gradients on Hopper: out[g] = grad_g^T @ input_g * alpha[g], or added to what is there, or to beta[g] times that. What
+// the products sum over are the rows of a group, so both operands lie by columns.
 #pragma once
 
 #include "common/shared_memory.cuh"
+#include "gemm/hopper_held.cuh"
 #include "gemm/hopper_weight_grad_operands.cuh"
 
 namespace transformer_plugin::gemm::hopper {
 
-// Adds a warpgroup's sums to those in memory, `rows` by `columns` of its 64 by 256 at `to`, 32 columns at a time: those that
-// have a bit in args.thread_boxes by threads, the others by the copy engine. What threads add to is sent for while the
-// products run, into the second level cache.
+// Adds a warpgroup's sums to those in memory, 32 columns at a time: those that have a bit in args.thread_boxes by threads, the
+// others by the copy engine. What threads add to is sent for before.
 class Adder {
  public:
-  __device__ __forceinline__ Adder(float* to, int64_t row_stride, int rows, int columns)
-      : to_(to), row_stride_(row_stride), rows_(rows), columns_(columns) {}
+  __device__ __forceinline__ explicit Adder(const Held<float>& to) : to_(to) {}
 
-  __device__ __forceinline__ void send(uint32_t thread_boxes) const {
-    const int row = threadIdx.x % kBoxLines;
-    if (row >= rows_) return;
-#pragma unroll
-    for (int i = 0; i < kBoxes; i += 2) {
-      const int box = i + threadIdx.x % kWarpgroup / kBoxLines;
-      if (thread_boxes >> box & 1 && box * kColumns < columns_) {
-        prefetch_line(to_ + row * row_stride_ + box * kColumns);
-      }
-    }
-  }
   // add_box(box, column): of the copy engine, by one thread.
   template <int kOutBoxes, typename AddBox>
   __device__ __forceinline__ void add(const float (&sums)[kSums], uint8_t (&boxes)[kOutBoxes][kBoxBytes],
@@ -46,7 +34,7 @@ class Adder {
       write_box<float>(sums, i, box);
       fence_for_copies();
       sync_threads(1 + number, kWarpgroup);
-      if (first && i * kColumns < columns_ && rows_ > 0) add_box(box, i * kColumns);
+      if (first && i * kColumns < to_.columns && to_.rows > 0) add_box(box, i * kColumns);
       if (first) commit_stores();
     }
   }
@@ -62,10 +50,10 @@ class Adder {
               column = box * kColumns + lane % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float* line = to_ + (row + half * 8) * row_stride_ + column;
+      float* line = to_.at + (row + half * 8) * to_.row_stride + column;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const bool has = row + half * 8 < rows_ && column + j * 8 < columns_;
+        const bool has = row + half * 8 < to_.rows && column + j * 8 < to_.columns;
         use(j * 2 + half, reinterpret_cast<float2*>(line + j * 8), has);
       }
     }
@@ -82,9 +70,7 @@ class Adder {
     });
   }
 
-  float* to_;
-  int64_t row_stride_;
-  int rows_, columns_;
+  Held<float> to_;
   float2 old_[8];
 };
 
@@ -140,14 +126,17 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       const Rows rows = rows_of(tile.group);
       if (rows.begin >= rows.end && args.accumulate) continue;
       const int line = tile.row * kTileRows + number * kBoxLines, column = tile.column * kTileColumns;
-      const auto adder = [&] {
-        float* sum = args.sums ? args.sums[tile.group] : args.sum + tile.group * args.group_stride;
-        return Adder(sum + line * args.row_stride + column, args.row_stride, args.m - line, args.n - column);
+      const auto held = [&] {
+        Out* out = args.outs ? static_cast<Out*>(args.outs[tile.group])
+                             : static_cast<Out*>(args.out) + tile.group * args.group_stride;
+        return Held<Out>{out + line * args.row_stride + column, args.row_stride, args.m - line,
+                         args.n - column};
       };
       const CUtensorMap& out_map = args.out_maps ? args.out_maps[tile.group] : maps.out;
       const int matrix = args.out_maps ? 0 : tile.group;
       if (args.out_maps && threadIdx.x % kWarpgroup == 0) acquire(&out_map);
-      if (args.accumulate) adder().send(args.thread_boxes);
+      if (args.accumulate) held().send(args.thread_boxes);
+      if (beta_of(args, tile.group) != 0.0f) held().send(~0u);
       float sums[kSums] = {};
       Kind::sum(shared, place, rows, number, sums);
       if (Kind::group_scales || args.alpha) {
@@ -157,12 +146,13 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       }
       if constexpr (sizeof(Out) == 4) {
         if (args.accumulate) {
-          adder().add(sums, shared.out[number], number, args.thread_boxes, [&](uint8_t* box, int offset) {
-            add_box(out_map, box, column + offset, line, matrix);
-          });
+          Adder(held()).add(
+              sums, shared.out[number], number, args.thread_boxes,
+              [&](uint8_t* box, int offset) { add_box(out_map, box, column + offset, line, matrix); });
           continue;
         }
       }
+      if (const float beta = beta_of(args, tile.group); beta != 0.0f) held().add(sums, beta);
       store_sums<Out>(sums, shared.out[number], number, [&](uint8_t* box, int offset) {
         if (threadIdx.x % kWarpgroup != 0 || line >= args.m || column + offset >= args.n) return;
         store_box(out_map, box, column + offset, line, matrix);
@@ -190,7 +180,8 @@ void launch_weight_grad(const GroupedKernelArgs& args, const HopperPlan& plan, c
   const CUtensorMap* out_maps = launch_matrix_list(args.list, args.groups, &maps.out, stream);
   const WeightGradArgs own{args.offsets,
                            args.alpha,
-                           static_cast<float*>(args.out),
+                           args.beta,
+                           args.out,
                            static_cast<const float*>(args.a_scale),
                            static_cast<const float*>(args.b_scale),
                            args.out_group_stride,
@@ -205,7 +196,7 @@ void launch_weight_grad(const GroupedKernelArgs& args, const HopperPlan& plan, c
                            args.accumulate,
                            args.all_moved,
                            out_maps,
-                           listed ? static_cast<float* const*>(args.list.room) : nullptr};
+                           listed ? static_cast<void* const*>(args.list.room) : nullptr};
   launch_early(kernel, grid_of(plan), kThreads, kShared, stream, maps, own);
   check_launch("hopper_weight_grad_kernel");
 }

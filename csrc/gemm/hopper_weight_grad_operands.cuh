@@ -12,7 +12,8 @@ namespace transformer_plugin::gemm::hopper {
 struct WeightGradArgs {
   const int32_t* offsets;  // or null for one group of all rows
   const float* alpha;
-  float* sum;  // what is added to
+  const float* beta;  // of what `out` holds
+  void* out;
   const float*
       a_scale;  // of the gradient: of blocks of 1x128, [row tiles, a_scale_width]; of whole groups, [groups]
   const float* b_scale;  // of the input: [row tiles, b_scale_width], or [groups]
@@ -24,7 +25,7 @@ struct WeightGradArgs {
   bool all_moved;
   // Of a list of outputs, one for each group, their maps and addresses; or null for the stack.
   const CUtensorMap* out_maps;
-  float* const* sums;
+  void* const* outs;
 };
 
 struct WeightGradMaps {
