@@ -13,7 +13,7 @@ inline constexpr bool kBuiltForHopper = true;
 inline constexpr bool kBuiltForHopper = false;  // these kernels hold nothing
 #endif
 
-// Whether these kernels take the product: built for it, on a Hopper, beta beside kWeightGrad only, rows of operands and of the output that are whole 16
+// Whether these kernels take the product: built for it, on a Hopper, rows of operands and of the output that are whole 16
 // bytes; 16-bit operands into their own dtype or weight gradients into float32; and FP8 into bfloat16 or weight gradients into
 // float32, of which kWeightGrad takes a [m, T] and b [n, T]. FP8 under scales of blocks is E4M3: `a` of kForward has scales of
 // 1x128 [ceil(k / 128), up4(T)] and `b` of 128x128 [G, ceil(n / 128), up4(ceil(k / 128))]; both operands of kWeightGrad have

@@ -10,6 +10,7 @@ struct RowsArgs {
   const int32_t* offsets;  // or null for one group of all rows
   void* out;
   const float* alpha;
+  const float* beta;  // of what `out` holds
   const float* bias;
   const float* bias_scale;
   // Of blocks of 1x128, [ceil(k / 128), a_scale_width]; of whole groups, [groups]; of rows, [rows].

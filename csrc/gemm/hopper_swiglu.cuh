@@ -62,7 +62,7 @@ struct SwigluRows {
   }
 
   template <typename Shared>
-  __device__ __forceinline__ void begin(const Part&, Shared&) const {}
+  __device__ __forceinline__ void begin(const RowsArgs&, const Part&, Shared&) const {}
 
   // A box to `columns` columns of a matrix, of which `data` is the first.
   static __device__ __forceinline__ void leave(const CUtensorMap& map, uint8_t* box, T* data, int64_t stride,
@@ -237,7 +237,8 @@ struct SwigluBackwardRows {
   }
 
   // The first values are under way beside the products. Their slot was the last but one that the part before stored.
-  __device__ __forceinline__ void begin(const Part& part, SwigluBackwardShared& shared) const {
+  __device__ __forceinline__ void begin(const RowsArgs&, const Part& part,
+                                        SwigluBackwardShared& shared) const {
     const Own own(part, shared);
     if (threadIdx.x % kWarpSize == 0 && own.row < part.end_row) {
       wait_until_stored<1>();
