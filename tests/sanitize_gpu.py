@@ -143,13 +143,16 @@ def _grouped_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, *more: 
     if transpose_b:
         formats = "fp8_block", "fp8_block:square"
         operands = *ops.grouped_quantize(a, sizes, formats[0]), *ops.quantize(b, formats[1])
-        ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16, *extra)
+        quantized = ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16, *extra)
+        ops.grouped_gemm_quantized_out(*operands, sizes, *formats, quantized, *extra, beta=beta)
         for format, block in (("mxfp8", MX_BLOCK), ("nvfp4", NV_BLOCK)):
             if a.shape[1] % block == 0:
                 of_a, of_b = rows_of(extras(a, format, sizes)), rows_of(extras(b, format))
                 operands = *ops.grouped_quantize(a, sizes, format, **of_a), *ops.quantize(b, format, **of_b)
                 amaxes = {"a_amax": of_a.get("amax"), "b_amax": of_b.get("amax")}
-                ops.grouped_gemm_quantized(*operands, sizes, format, format, torch.bfloat16, *extra, **amaxes)
+                arguments = (*operands, sizes, format, format)
+                quantized = ops.grouped_gemm_quantized(*arguments, torch.bfloat16, *extra, **amaxes)
+                ops.grouped_gemm_quantized_out(*arguments, quantized, *extra, **amaxes, beta=beta)
 
 
 def _quantize_rowwise(input: torch.Tensor, options: dict[str, Any]) -> None:
@@ -173,8 +176,11 @@ def _grouped_gemm_list(a: torch.Tensor, b: list[torch.Tensor], sizes: torch.Tens
 
 def _grouped_wgrad(grad: torch.Tensor, input: torch.Tensor, sizes: torch.Tensor) -> None:
     main_grad = ops.grouped_gemm_wgrad(grad, input, sizes, torch.float32)
+    beta = torch.ones(sizes.numel(), device=grad.device)
     ops.grouped_gemm_wgrad_out(grad, input, sizes, main_grad)
-    ops.grouped_gemm_wgrad(grad, input, sizes)
+    rounded = ops.grouped_gemm_wgrad(grad, input, sizes)
+    for out in (main_grad, rounded) if rounded.dtype != torch.float16 else (main_grad,):
+        ops.grouped_gemm_wgrad_out(grad, input, sizes, out, False, beta=beta)
     for format in ("fp8_block", "fp8_block:aligned"):
         operands = (
             *ops.grouped_quantize_transposed(grad, sizes, format),
@@ -182,6 +188,7 @@ def _grouped_wgrad(grad: torch.Tensor, input: torch.Tensor, sizes: torch.Tensor)
         )
         ops.grouped_gemm_wgrad_quantized(*operands, sizes, format, format, torch.bfloat16)
         ops.grouped_gemm_wgrad_quantized_out(*operands, sizes, format, format, main_grad)
+        ops.grouped_gemm_wgrad_quantized_out(*operands, sizes, format, format, main_grad, False, beta=beta)
 
 
 def _grouped_wgrad_list(grad: torch.Tensor, input: torch.Tensor, sizes: torch.Tensor) -> None:
@@ -189,6 +196,8 @@ def _grouped_wgrad_list(grad: torch.Tensor, input: torch.Tensor, sizes: torch.Te
     for buffers in (out, [matrix.bfloat16() for matrix in out]):
         ops.grouped_gemm_wgrad_list_out(grad, input, sizes, buffers)
         ops.grouped_gemm_wgrad_list_out(grad, input, sizes, buffers, accumulate=False)
+        beta = torch.ones(len(buffers), device=grad.device)
+        ops.grouped_gemm_wgrad_list_out(grad, input, sizes, buffers, accumulate=False, beta=beta)
 
 
 def calls(device: torch.device) -> Iterator[tuple[str, Call]]:

@@ -19,8 +19,8 @@ struct CodeOperand {
 };
 
 // out[i] = a[i] @ b[g]^T * alpha[g] + bias_scale[i] * bias[g] for the rows i of group g, rounded once; zero past the last
-// group. No kernel takes `beta` (gemm/grouped_product.h) yet. With `list`, its matrices stand for those of `b`, which then is
-// the first of them; MXFP8 and NVFP4 take none yet.
+// group. With `beta`, beta[g] * out[i] is added before the rounding, and what is past the last group stays as it is. With `list`,
+// its matrices stand for those of `b`, which then is the first of them; MXFP8 and NVFP4 take none yet.
 struct CodeProduct {
   ScaleKind scales;
   CodeOperand a;                                // [T, K], blocks of 1x128
@@ -29,19 +29,20 @@ struct CodeProduct {
   const std::optional<at::Tensor>& bias;        // [G, N] or [N], any float dtype
   const std::optional<at::Tensor>& bias_scale;  // float32 [T]
   const std::optional<at::Tensor>& alpha;       // float32 [G]
-  const std::optional<at::Tensor>& beta;
+  const std::optional<at::Tensor>& beta;        // float32 [G]; what `out` holds is not read where it is 0
   LaunchOptions options = {};
   at::TensorList list = {};  // [N, K] of each group, or none; the scales of `b` are then those of all
 };
 
-// out[g] = grad[g] @ input[g]^T * alpha[g], added to what is there when `accumulate`; the sum runs over the group's columns.
+// out[g] = grad[g] @ input[g]^T * alpha[g], added to what is there when `accumulate`, or to beta[g] times that; the sum runs over
+// the group's columns.
 struct CodeReduction {
   ScaleKind scales;
   CodeOperand grad;                          // [N, T], blocks of 1x128 that begin anew in each group
   CodeOperand input;                         // [K, T], the same
   const std::optional<at::Tensor>& offsets;  // int32 [G + 1]; without, all columns are one group
   const std::optional<at::Tensor>& alpha;    // float32 [G]
-  const std::optional<at::Tensor>& beta;
+  const std::optional<at::Tensor>& beta;     // float32 [G], not beside `accumulate`
   LaunchOptions options = {};
   bool aligned = false;  // groups begin where quantize/tiles.h has aligned lines; T is the length of those
 };

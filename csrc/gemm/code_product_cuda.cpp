@@ -72,7 +72,7 @@ bool code_product_out_cuda(const CodeProduct& product, const Tensor& out) {
   args.out = out.mutable_data_ptr();
   args.alpha = float_or_null(alpha);
   args.beta = float_or_null(beta);
-  args.zeroes_tail = product.offsets.has_value();
+  args.zeroes_tail = product.offsets.has_value() && !product.beta;
   args.bias = float_or_null(bias);
   args.bias_scale = float_or_null(bias_scale);
   args.rows = a.data.size(0);

@@ -127,8 +127,7 @@ bool is_hopper(int device) {
 
 bool hopper_takes(GroupedMode mode, const GroupedKernelArgs& args) {
   if (!kBuiltForHopper || !hopper_takes_shape(mode, args)) return false;
-  if (args.beta || !args.vectors || !is_aligned(args.out) || !is_aligned(args.list, args.groups))
-    return false;
+  if (!args.vectors || !is_aligned(args.out) || !is_aligned(args.list, args.groups)) return false;
   return is_aligned(args.a_scale) && is_aligned(args.b_scale) && on_hopper();
 }
 

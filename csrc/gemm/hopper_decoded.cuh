@@ -340,9 +340,15 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         skip_decoded<Format>(shared, left_place, place, steps);
         continue;
       }
+      if (beta_of(args, part.group) != 0.0f) {
+        held_by<Out>(args, part).template send<kTileColumns, kBoxLines>(~0u);
+      }
       float sums[kSums] = {};
       sum_decoded<Format>(args, scales, shared, left_place, place, steps, part, sums);
       scale_and_add_bias_turned(args, part, Format::kLeftOver * Format::kLeftOver, sums);
+      if (const float beta = beta_of(args, part.group); beta != 0.0f) {
+        held_by<Out>(args, part).add_turned(sums, beta);
+      }
       store_turned(args, out_map, part, sums, shared.out[number]);
     }
     if (threadIdx.x % kWarpgroup == 0) wait_until_stored<0>();

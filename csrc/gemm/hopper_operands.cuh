@@ -11,6 +11,7 @@ struct RowsArgs {
   const int32_t* offsets;  // or null for one group of all rows
   void* out;
   const float* alpha;
+  const float* beta;  // of what `out` holds
   const float* bias;
   const float* bias_scale;
   const float* a_scale;  // of whole groups, [groups]; of rows, [rows]

@@ -1,7 +1,9 @@
-// Products of ragged rows on Hopper: out[i] = a[i] @ B_g * alpha[g] + bias_scale[i] * bias[g] for the rows i of group g.
+// Products of ragged rows on Hopper: out[i] = a[i] @ B_g * alpha[g] + bias_scale[i] * bias[g] + beta[g] * out[i] for the rows i
+// of group g.
 #pragma once
 
 #include "common/shared_memory.cuh"
+#include "gemm/hopper_held.cuh"
 #include "gemm/hopper_map.h"
 #include "gemm/hopper_operands.cuh"
 
@@ -66,6 +68,13 @@ class WalkOf {
 };
 using RowsWalk = WalkOf<false>;
 
+// What the output holds in the place of a part's sums: of the rows and columns that are its own.
+template <typename Out, typename AnyPart>
+__device__ __forceinline__ Held<Out> held_by(const RowsArgs& args, const AnyPart& part) {
+  return {static_cast<Out*>(args.out) + part.row * args.out_row_stride + part.column, args.out_row_stride,
+          part.end_row - part.row, args.n - part.column};
+}
+
 // 64 rows of a box to a matrix, row by row: those of the part's group, and columns before `columns`.
 template <typename Out>
 __device__ __forceinline__ void store_own_rows(uint8_t* box, void* out, int64_t stride, int column,
@@ -96,7 +105,7 @@ __device__ __forceinline__ void store_rows(const RowsArgs& args, const CUtensorM
 }
 
 // What becomes of sums, all by the warpgroup that has them: an epilogue says which lines of b are the columns of a tile, and
-// brings the sums to memory. This one rounds and stores them as they are. The others are in hopper_swiglu.cuh.
+// brings the sums to memory. This one adds what is held there, rounds and stores them. The others are in hopper_swiglu.cuh.
 template <typename Out>
 struct StoreRows {
   CUtensorMap out;
@@ -115,10 +124,13 @@ struct StoreRows {
   }
   // Before the products of a part.
   template <typename Shared>
-  __device__ __forceinline__ void begin(const Part&, Shared&) const {}
+  __device__ __forceinline__ void begin(const RowsArgs& args, const Part& part, Shared&) const {
+    if (beta_of(args, part.group) != 0.0f) held_by<Out>(args, part).send(~0u);
+  }
   template <typename Shared>
   __device__ __forceinline__ void finish(const RowsArgs& args, const Part& part, float (&sums)[kSums],
                                          Shared& shared) const {
+    if (const float beta = beta_of(args, part.group); beta != 0.0f) held_by<Out>(args, part).add(sums, beta);
     store_rows<Out>(args, out, part, sums, shared.out[part.number]);
   }
   // After the last part: until shared memory is free.
@@ -210,7 +222,7 @@ __device__ __forceinline__ void multiply_tiles(const RowsArgs& args, const Epilo
       }
       continue;
     }
-    epilogue.begin(part, shared);
+    epilogue.begin(args, part, shared);
     float sums[kSums] = {};
     Kind::sum(args, shared, place, steps, part, sums);
     scale_and_add_bias<Kind, Epilogue>(args, part, sums);
@@ -294,6 +306,7 @@ inline RowsArgs rows_args(const GroupedKernelArgs& args) {
   return {args.offsets,
           args.out,
           args.alpha,
+          args.beta,
           args.bias,
           args.bias_scale,
           static_cast<const float*>(args.a_scale),

@@ -9,17 +9,6 @@ namespace transformer_plugin::gemm::hopper {
 
 inline constexpr int kHalfTile = kTileColumns / 2;
 
-template <typename T>
-__device__ __forceinline__ float2 as_floats(uint32_t two) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {  // the upper half of a float
-    return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u));
-  } else {
-    __half2 values;
-    memcpy(&values, &two, sizeof(two));
-    return __half22float2(values);
-  }
-}
-
 // As they were if they had gone to memory.
 template <typename T>
 __device__ __forceinline__ float2 rounded(float x, float y) {
@@ -73,7 +62,7 @@ struct SwigluRows {
   }
 
   template <typename Shared>
-  __device__ __forceinline__ void begin(const Part&, Shared&) const {}
+  __device__ __forceinline__ void begin(const RowsArgs&, const Part&, Shared&) const {}
 
   // A box to `columns` columns of a matrix, of which `data` is the first.
   static __device__ __forceinline__ void leave(const CUtensorMap& map, uint8_t* box, T* data, int64_t stride,
@@ -248,7 +237,8 @@ struct SwigluBackwardRows {
   }
 
   // The first values are under way beside the products. Their slot was the last but one that the part before stored.
-  __device__ __forceinline__ void begin(const Part& part, SwigluBackwardShared& shared) const {
+  __device__ __forceinline__ void begin(const RowsArgs&, const Part& part,
+                                        SwigluBackwardShared& shared) const {
     const Own own(part, shared);
     if (threadIdx.x % kWarpSize == 0 && own.row < part.end_row) {
       wait_until_stored<1>();

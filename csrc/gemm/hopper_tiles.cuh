@@ -220,6 +220,17 @@ __device__ __forceinline__ uint32_t two_rounded(float x, float y) {
   return word;
 }
 
+template <typename T>
+__device__ __forceinline__ float2 as_floats(uint32_t two) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {  // the upper half of a float
+    return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u));
+  } else {
+    __half2 values;
+    memcpy(&values, &two, sizeof(two));
+    return __half22float2(values);
+  }
+}
+
 // A warpgroup's sums into a box in shared memory: 64 rows by the i-th line's worth of columns, rounded to T.
 template <typename T>
 __device__ __forceinline__ void write_box(const float (&sums)[kSums], int i, uint8_t* box) {

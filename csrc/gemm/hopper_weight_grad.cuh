@@ -1,33 +1,20 @@
-// Weight gradients on Hopper: out[g] = grad_g^T @ input_g * alpha[g], or added to what is there. What the products sum over
-// are the rows of a group, so both operands lie by columns.
+// Weight gradients on Hopper: out[g] = grad_g^T @ input_g * alpha[g], or added to what is there, or to beta[g] times that. What
+// the products sum over are the rows of a group, so both operands lie by columns.
 #pragma once
 
 #include "common/shared_memory.cuh"
+#include "gemm/hopper_held.cuh"
 #include "gemm/hopper_weight_grad_operands.cuh"
 
 namespace transformer_plugin::gemm::hopper {
 
-// Adds a warpgroup's sums to those in memory, `rows` by `columns` of its 64 by 256 at `to`, 32 columns at a time: those that
-// have a bit in `thread_boxes` (as hopper_plan.h names them) by threads, the others, and all where there are fewer rows or
-// columns, by the copy engine. What threads add to is sent for into the second level cache while the products run.
+// Adds a warpgroup's sums to those in memory, 32 columns at a time: those that have a bit in `thread_boxes` (as hopper_plan.h
+// names them) by threads, the others, and all where not all rows and columns are there, by the copy engine. What threads add
+// to is sent for before.
 class Adder {
  public:
-  __device__ __forceinline__ Adder(float* to, int64_t row_stride, int rows, int columns,
-                                   uint32_t thread_boxes)
-      : to_(to),
-        row_stride_(row_stride),
-        rows_(rows),
-        columns_(columns),
-        thread_boxes_(rows >= kBoxLines && columns >= kTileColumns ? thread_boxes : 0) {}
-
-  __device__ __forceinline__ void send() const {
-    const float* line = to_ + threadIdx.x % kBoxLines * row_stride_;
-#pragma unroll
-    for (int i = 0; i < kBoxes; i += 2) {
-      const int box = i + threadIdx.x % kWarpgroup / kBoxLines;
-      if (thread_boxes_ >> box & 1) prefetch_line(line + box * kColumns);
-    }
-  }
+  __device__ __forceinline__ Adder(const Held<float>& to, uint32_t thread_boxes)
+      : to_(to), thread_boxes_(to.rows >= kBoxLines && to.columns >= kTileColumns ? thread_boxes : 0) {}
 
   // add_box(box, column): of the copy engine, by one thread.
   template <int kOutBoxes, typename AddBox>
@@ -42,8 +29,8 @@ class Adder {
 
  private:
   static constexpr int kColumns = kLine / static_cast<int>(sizeof(float)), kBoxes = kTileColumns / kColumns;
-  static constexpr int kPairs =
-      8;  // of a thread's sums of a box: of two rows, in four places 8 columns apart
+  // A thread's sums of a box are pairs: of two rows, in four places 8 columns apart.
+  static constexpr int kPairs = 8;
   // Boxes whose old values are on their way to a thread, in the registers that products leave free.
   static constexpr int kAhead = 4;
 
@@ -52,8 +39,8 @@ class Adder {
                                          int number, AddBox add_box) const {
     const bool first = threadIdx.x % kWarpgroup == 0;
     const int lane = threadIdx.x % kWarpSize, row = threadIdx.x % kWarpgroup / kWarpSize * 16 + lane / 4;
-    float* low = to_ + row * row_stride_ + lane % 4 * 2;
-    float* high = low + 8 * row_stride_;
+    float* low = to_.at + row * to_.row_stride + lane % 4 * 2;
+    float* high = low + 8 * to_.row_stride;
     const auto at = [&](int box, int pair) {
       return reinterpret_cast<float2*>((pair % 2 ? high : low) + box * kColumns + pair / 2 * 8);
     };
@@ -82,16 +69,14 @@ class Adder {
         write_box<float>(sums, i, box);
         fence_for_copies();
         sync_threads(1 + number, kWarpgroup);
-        if (first && i * kColumns < columns_ && rows_ > 0) add_box(box, i * kColumns);
+        if (first && i * kColumns < to_.columns && to_.rows > 0) add_box(box, i * kColumns);
         if (first) commit_stores();
       }
       if (i + kAhead < kBoxes) fetch(i + kAhead);
     }
   }
 
-  float* to_;
-  int64_t row_stride_;
-  int rows_, columns_;
+  Held<float> to_;
   uint32_t thread_boxes_;
 };
 
@@ -147,15 +132,17 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       const Rows rows = rows_of(tile.group);
       if (rows.begin >= rows.end && args.accumulate) continue;
       const int line = tile.row * kTileRows + number * kBoxLines, column = tile.column * kTileColumns;
-      const auto adder = [&] {
-        float* sum = args.sums ? args.sums[tile.group] : args.sum + tile.group * args.group_stride;
-        return Adder(sum + line * args.row_stride + column, args.row_stride, args.m - line, args.n - column,
-                     args.thread_boxes);
+      const auto held = [&] {
+        Out* out = args.outs ? static_cast<Out*>(args.outs[tile.group])
+                             : static_cast<Out*>(args.out) + tile.group * args.group_stride;
+        return Held<Out>{out + line * args.row_stride + column, args.row_stride, args.m - line,
+                         args.n - column};
       };
       const CUtensorMap& out_map = args.out_maps ? args.out_maps[tile.group] : maps.out;
       const int matrix = args.out_maps ? 0 : tile.group;
       if (args.out_maps && threadIdx.x % kWarpgroup == 0) acquire(&out_map);
-      if (args.accumulate) adder().send();
+      if (args.accumulate) held().send(args.thread_boxes);
+      if (beta_of(args, tile.group) != 0.0f) held().send(~0u);
       float sums[kSums] = {};
       Kind::sum(shared, place, rows, number, sums);
       if (Kind::group_scales || args.alpha) {
@@ -165,12 +152,13 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       }
       if constexpr (sizeof(Out) == 4) {
         if (args.accumulate) {
-          adder().add(sums, shared.out[number], number, [&](uint8_t* box, int offset) {
-            add_box(out_map, box, column + offset, line, matrix);
-          });
+          const Adder adder(held(), args.thread_boxes);
+          adder.add(sums, shared.out[number], number,
+                    [&](uint8_t* box, int offset) { add_box(out_map, box, column + offset, line, matrix); });
           continue;
         }
       }
+      if (const float beta = beta_of(args, tile.group); beta != 0.0f) held().add(sums, beta);
       store_sums<Out>(sums, shared.out[number], number, [&](uint8_t* box, int offset) {
         if (threadIdx.x % kWarpgroup != 0 || line >= args.m || column + offset >= args.n) return;
         store_box(out_map, box, column + offset, line, matrix);
@@ -198,7 +186,8 @@ void launch_weight_grad(const GroupedKernelArgs& args, const HopperPlan& plan, c
   const CUtensorMap* out_maps = launch_matrix_list(args.list, args.groups, &maps.out, stream);
   const WeightGradArgs own{args.offsets,
                            args.alpha,
-                           static_cast<float*>(args.out),
+                           args.beta,
+                           args.out,
                            static_cast<const float*>(args.a_scale),
                            static_cast<const float*>(args.b_scale),
                            args.out_group_stride,
@@ -211,7 +200,7 @@ void launch_weight_grad(const GroupedKernelArgs& args, const HopperPlan& plan, c
                            args.accumulate,
                            args.all_moved,
                            out_maps,
-                           listed ? static_cast<float* const*>(args.list.room) : nullptr};
+                           listed ? static_cast<void* const*>(args.list.room) : nullptr};
   launch_early(kernel, grid_of(plan), kThreads, kShared, stream, maps, own);
   check_launch("hopper_weight_grad_kernel");
 }

@@ -12,7 +12,8 @@ namespace transformer_plugin::gemm::hopper {
 struct WeightGradArgs {
   const int32_t* offsets;  // or null for one group of all rows
   const float* alpha;
-  float* sum;                      // what is added to
+  const float* beta;  // of what `out` holds
+  void* out;
   const float *a_scale, *b_scale;  // of whole groups, of the gradient and of the input: [groups]
   int64_t group_stride, row_stride;
   int groups, rows, m, n;
@@ -21,7 +22,7 @@ struct WeightGradArgs {
   bool all_moved;
   // Of a list of outputs, one for each group, their maps and addresses; or null for the stack.
   const CUtensorMap* out_maps;
-  float* const* sums;
+  void* const* outs;
 };
 
 struct WeightGradMaps {

@@ -115,7 +115,7 @@ def check_product(draw: Draw, product: Product, groups: Groups) -> None:
         assert_bits(beside(out), around, "beside the buffer")
         added = more.get("accumulate", True) and len(product.shape) == 3
         rounded_after = added and out.dtype != torch.float32
-        in_units = is_whole(out) and "beta" not in more and not rounded_after
+        in_units = is_whole(out) and not rounded_after
         away = product.away(out.dtype) if in_units else 0.0
         compare(draw, out, product, product.exact + held, product.magnitude + held.abs(), away)
         got, tail = out, tail if "beta" in more else torch.zeros_like(tail)

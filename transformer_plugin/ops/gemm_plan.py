@@ -66,8 +66,8 @@ def grouped_gemm_plan(
         max_sms, expected_rows: as the product is given them.
 
     Returns:
-        A :class:`GroupedGemmPlan`, of contiguous tensors at addresses that are multiples of 16, without ``beta``, in a
-        package that was built for ``sm_90a``. ``clusters`` is the least of: half of ``multiprocessors``, half of
+        A :class:`GroupedGemmPlan`, of contiguous tensors at addresses that are multiples of 16, in a package that was
+        built for ``sm_90a``. ``clusters`` is the least of: half of ``multiprocessors``, half of
         ``max_sms``, and the pairs of tiles that groups of any sizes can have.
 
     Raises:

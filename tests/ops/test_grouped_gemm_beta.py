@@ -1,0 +1,306 @@
+"""Grouped products beside beta times what a buffer holds: exact bits over several tiles, tails, what is not read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.gemm_oracle import row_buffers, rows_fp64, wgrad_fp64, whole
+from tests.ops.grouped_draw import Codes, Groups, codes_of
+from tests.ops.test_grouped_gemm import strided_buffers
+from transformer_plugin import ops
+from transformer_plugin.testing.gemm_cases import factors, integers, normals, poison_tail
+from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+# Groups that are empty, that end in the middle of a tile, and whose beta is 0 (every fourth).
+GROUPS = {
+    "any": (1, 0, 127, 129, 0, 128, 255, 257, 0, 65),
+    "many, some empty": tuple(7 * i % 61 if i % 5 else 0 for i in range(40)),
+    "one": (385,),
+    "none": (0, 0, 0, 0),
+}
+# One tile, several with an odd number of columns of them, a last one that is not full; sums of one step and of many.
+WIDTHS = [(8, 8), (264, 72), (520, 200), (776, 336)]
+by_groups = pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+by_widths = pytest.mark.parametrize(("n", "k"), WIDTHS)
+
+
+def sizes_of(groups: tuple[int, ...]) -> Groups:
+    host = torch.tensor(groups)
+    return Groups(host, host, sum(groups) + 37)
+
+
+def of_rows(beta: Tensor, groups: Groups) -> Tensor:
+    """Each row's, [rows of groups, 1]."""
+    return beta.repeat_interleave(groups.host, output_size=groups.end)[:, None]
+
+
+def check_rows(
+    product: Tensor, beta: Tensor, groups: Groups, outs: list[Tensor], call: Callable[[Tensor], None]
+) -> None:
+    """``product`` is in float64, on the CPU. Rows whose beta is 0 hold NaN, as the tail does."""
+    shape, each = tuple(product.shape), of_rows(beta, groups)
+    before = integers(shape, torch.float64, CPU, torch.Generator().manual_seed(3))
+    expected = product[: groups.end] + before[: groups.end] * each.double() + 0.0
+    before[: groups.end].masked_fill_((each == 0).expand(groups.end, shape[1]), float("nan"))
+    before[groups.end :] = float("nan")
+    for i, out in enumerate(outs):
+        out.copy_(before)
+        storage = whole(out).clone()
+        call(out)
+        assert_same_bits(out[: groups.end] + 0, expected.to(out.dtype).to(out.device), f"buffer {i}")
+        out[: groups.end].copy_(before[: groups.end])
+        assert_same_bits(whole(out), storage, f"the tail and what is beside buffer {i}")
+
+
+def check_wgrad(product: Tensor, beta: Tensor, outs: list[Tensor], call: Callable[[Tensor], None]) -> None:
+    before = integers(tuple(product.shape), torch.float64, CPU, torch.Generator().manual_seed(3))
+    expected = product + before * beta.double()[:, None, None] + 0.0
+    before[beta == 0] = float("nan")
+    for i, out in enumerate(outs):
+        out.copy_(before)
+        storage = whole(out).clone()
+        call(out)
+        assert_same_bits(out + 0, expected.to(out.dtype).to(out.device), f"buffer {i}")
+        out.copy_(before)
+        assert_same_bits(whole(out), storage, f"what is beside buffer {i}")
+
+
+@by_groups
+@by_widths
+@pytest.mark.parametrize("transpose_b", [True, False])
+@pytest.mark.parametrize(("dtype", "extra"), [(BF16, True), (BF16, False), (FP16, True)])
+def test_rows(
+    groups: tuple[int, ...],
+    n: int,
+    k: int,
+    transpose_b: bool,
+    dtype: torch.dtype,
+    extra: bool,
+    device: torch.device,
+) -> None:
+    """On all of the GPU and by two blocks that take all tiles in turn; also of rows by an index."""
+    generator, of = torch.Generator().manual_seed(0), sizes_of(groups)
+    count = of.count
+    x = poison_tail(integers((of.capacity, k), dtype, CPU, generator, 4), groups)
+    b = integers((count, n, k) if transpose_b else (count, k, n), dtype, CPU, generator, 4)
+    alpha, beta = (factors(count, CPU, generator) for _ in range(2))
+    bias = integers((count, n), FP32, CPU, generator) if extra else None
+    scale = poison_tail(integers((of.capacity,), FP32, CPU, generator) / 4, groups) if extra else None
+    product = rows_fp64(x, b, of.host, bias, scale, transpose_b, alpha)
+    turned = x.flip(0).nan_to_num(0.0).to(device)
+    index = torch.arange(of.capacity).flip(0).to(device)
+    sizes = of.host.to(device)
+    a, b, alpha, there = (t.to(device) for t in (x, b, alpha, beta))
+    bias, scale = (None if t is None else t.to(device) for t in (bias, scale))
+    for max_sms in (0, 2):
+
+        def call(out: Tensor, max_sms: int = max_sms) -> None:
+            ops.grouped_gemm_out(a, b, sizes, out, bias, scale, transpose_b, alpha, there, max_sms=max_sms)
+
+        def indexed(out: Tensor, max_sms: int = max_sms) -> None:
+            more: dict[str, Any] = {"rows": index, "max_sms": max_sms}
+            ops.grouped_gemm_out(turned, b, sizes, out, bias, scale, transpose_b, alpha, there, **more)
+
+        shape = (of.capacity, n)
+        check_rows(product, beta, of, row_buffers(shape, dtype, device), call)
+        check_rows(product, beta, of, row_buffers(shape, dtype, device)[:2], indexed)
+
+
+@by_groups
+@by_widths
+@pytest.mark.parametrize(("dtype", "out_dtype"), [(BF16, BF16), (BF16, FP32), (FP16, FP32)])
+def test_wgrad(
+    groups: tuple[int, ...],
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """A stack of any strides, and a list of buffers with rows apart."""
+    generator, of = torch.Generator().manual_seed(0), sizes_of(groups)
+    grad, input = (
+        poison_tail(integers((of.capacity, width), dtype, CPU, generator, 4), groups) for width in (n, k)
+    )
+    alpha, beta = (factors(of.count, CPU, generator) for _ in range(2))
+    product = wgrad_fp64(grad, input, of.host, alpha)
+    grad, input, sizes = (t.to(device) for t in (grad, input, of.host))
+    alpha, there = alpha.to(device), beta.to(device)
+    shape = (of.count, n, k)
+    for max_sms in (0, 2):
+
+        def call(out: Tensor, max_sms: int = max_sms) -> None:
+            ops.grouped_gemm_wgrad_out(grad, input, sizes, out, False, alpha, there, max_sms=max_sms)
+
+        def listed(out: Tensor, max_sms: int = max_sms) -> None:
+            wide = [torch.zeros(n, k + 8, dtype=out_dtype, device=device) for _ in range(of.count)]
+            matrices = [matrix[:, :k] for matrix in wide]
+            for matrix, value in zip(matrices, out, strict=True):
+                matrix.copy_(value)
+            ops.grouped_gemm_wgrad_list_out(
+                grad, input, sizes, matrices, False, alpha, there, max_sms=max_sms
+            )
+            assert not any(matrix[:, k:].any() for matrix in wide)
+            out.copy_(torch.stack(matrices))
+
+        check_wgrad(product, beta, strided_buffers(shape, out_dtype, device), call)
+        check_wgrad(product, beta, strided_buffers(shape, out_dtype, device)[:1], listed)
+
+
+@pytest.mark.parametrize("out_dtype", [FP32, BF16])
+def test_wgrad_of_no_rows_at_all(out_dtype: torch.dtype, device: torch.device) -> None:
+    """Nothing to add to what is there, which becomes beta times itself all the same."""
+    beta = torch.tensor([0.5, 0.0, -2.0], device=device)
+    for capacity in (0, 5):
+        grad, input = (torch.full((capacity, w), float("nan"), device=device).bfloat16() for w in (16, 24))
+        out = torch.full((3, 16, 24), 3.0, dtype=out_dtype, device=device)
+        out[1] = float("nan")
+        ops.grouped_gemm_wgrad_out(
+            grad, input, torch.zeros(3, dtype=torch.int64, device=device), out, False, beta=beta
+        )
+        assert_same_bits(out[:, 0, 0] + 0, torch.tensor([1.5, 0.0, -6.0], dtype=out_dtype, device=device))
+        assert (out == out[:, :1, :1]).all()
+
+
+def codes(
+    shape: tuple[int, ...],
+    key: str,
+    device: torch.device,
+    generator: torch.Generator,
+    groups: Groups | None = None,
+    columns: bool = False,
+) -> Codes:
+    """Of small whole numbers, which a format whose scales are powers of two keeps, and whose sums FP8 units do."""
+    values = integers(shape, FP32, device, generator, 2)
+    if groups is not None:
+        values[groups.end :] = 0
+    made = codes_of(values, key, groups, columns)
+    assert torch.equal(
+        made.values[: groups.end if groups else None], values[: groups.end if groups else None]
+    )
+    return made
+
+
+ROUNDED_TO_POWERS_OF_TWO = [
+    ("fp8_block", "fp8_block:square"),
+    ("fp8_tensor:pow2", "fp8_tensor:pow2"),
+    ("fp8_tensor:e5m2,pow2", "fp8_tensor:pow2"),
+    ("mxfp8", "mxfp8"),
+]
+
+
+@by_groups
+@pytest.mark.parametrize(("n", "k"), [(8, 32), (264, 96), (520, 224)])
+@pytest.mark.parametrize("formats", ROUNDED_TO_POWERS_OF_TWO, ids=lambda pair: pair[0])
+def test_rows_of_codes(
+    formats: tuple[str, str], groups: tuple[int, ...], n: int, k: int, device: torch.device
+) -> None:
+    generator, of = torch.Generator().manual_seed(0), sizes_of(groups)
+    of = Groups(of.host, of.host.to(device), of.capacity)
+    a, b = (
+        codes((of.capacity, k), formats[0], device, generator, of),
+        codes((of.count, n, k), formats[1], device, generator),
+    )
+    alpha, beta = (factors(of.count, CPU, generator) for _ in range(2))
+    bias = integers((of.count, n), FP32, CPU, generator)
+    scale = poison_tail(integers((of.capacity,), FP32, CPU, generator) / 4, groups)
+    product = rows_fp64(a.values.cpu(), b.values.cpu(), of.host, bias, scale, True, alpha)
+    more: dict[str, Any] = {"alpha": alpha.to(device), "beta": beta.to(device)}
+    for max_sms in (0, 2):
+
+        def call(out: Tensor, max_sms: int = max_sms) -> None:
+            ops.grouped_gemm_quantized_out(
+                *a[:2],
+                *b[:2],
+                of.device,
+                *formats,
+                out,
+                bias.to(device),
+                scale.to(device),
+                max_sms=max_sms,
+                **more,
+            )
+
+        check_rows(product, beta, of, row_buffers((of.capacity, n), BF16, device), call)
+
+
+@by_groups
+@pytest.mark.parametrize(("n", "k"), [(8, 8), (264, 72), (133, 520)])
+@pytest.mark.parametrize(
+    "formats", ["fp8_block", "fp8_block:aligned", "fp8_tensor:pow2", "fp8_tensor:e5m2,pow2"]
+)
+@pytest.mark.parametrize("out_dtype", [BF16, FP32])
+def test_wgrad_of_codes(
+    formats: str, groups: tuple[int, ...], n: int, k: int, out_dtype: torch.dtype, device: torch.device
+) -> None:
+    generator, of = torch.Generator().manual_seed(0), sizes_of(groups)
+    of = Groups(of.host, of.host.to(device), of.capacity)
+    keys = formats, formats.replace("e5m2,", "")
+    grad, input = (
+        codes((of.capacity, width), key, device, generator, of, columns=True)
+        for width, key in zip((n, k), keys, strict=True)
+    )
+    alpha, beta = (factors(of.count, CPU, generator) for _ in range(2))
+    product = wgrad_fp64(grad.values.cpu(), input.values.cpu(), of.host, alpha)
+    more: dict[str, Any] = {"alpha": alpha.to(device), "beta": beta.to(device)}
+    for max_sms in (0, 2):
+
+        def call(out: Tensor, max_sms: int = max_sms) -> None:
+            ops.grouped_gemm_wgrad_quantized_out(
+                *grad[:2], *input[:2], of.device, *keys, out, False, max_sms=max_sms, **more
+            )
+
+        check_wgrad(product, beta, strided_buffers((of.count, n, k), out_dtype, device), call)
+
+
+@by_groups
+@pytest.mark.parametrize(("n", "k"), [(8, 32), (264, 96), (520, 224)])
+def test_rows_of_nvfp4(groups: tuple[int, ...], n: int, k: int, device: torch.device) -> None:
+    """Whose scales are no powers of two: within the bound of an FP32 sum."""
+    key, generator, of = "nvfp4", torch.Generator().manual_seed(0), sizes_of(groups)
+    of = Groups(of.host, of.host.to(device), of.capacity)
+    x = normals((of.capacity, k), FP32, device, generator)
+    x[of.end :] = 0
+    a, b = codes_of(x, key, of), codes_of(normals((of.count, n, k), FP32, device, generator), key)
+    alpha, beta = (factors(of.count, device, generator) for _ in range(2))
+    out = normals((of.capacity, n), BF16, device, generator)
+    each = of_rows(beta.cpu(), of).to(device).double()
+    held = out[: of.end].double() * each
+    out[: of.end].masked_fill_((each == 0).expand(of.end, n), float("nan"))
+    tail = out[of.end :].clone()
+    ops.grouped_gemm_quantized_out(
+        *a[:2], *b[:2], of.device, key, key, out, a_amax=a.amax, b_amax=b.amax, alpha=alpha, beta=beta
+    )
+    exact = rows_fp64(a.values, b.values, of.host, None, None, True, alpha)[: of.end] + held
+    above = rows_fp64(a.values.abs(), b.values.abs(), of.host, None, None, True, alpha.abs())[: of.end]
+    assert_rounded_sum(out[: of.end], exact, above + held.abs(), k + 8)
+    assert_same_bits(out[of.end :], tail, "tail")
+
+
+def test_sums_of_one_call_after_another(device: torch.device) -> None:
+    """Each reads what the one before it wrote, which may be under way still when it starts."""
+    generator, groups, times = torch.Generator().manual_seed(0), (130, 0, 65, 61), 20
+    sizes = torch.tensor(groups, device=device)
+    x, grad = (integers((256, width), BF16, device, generator, 2) for width in (136, 264))
+    weight = integers((4, 264, 136), BF16, device, generator, 2)
+    one = torch.ones(4, device=device)
+    product = wgrad_fp64(grad.cpu(), x.cpu(), sizes.cpu())
+    added = torch.zeros(product.shape, device=device)
+    for _ in range(times):
+        ops.grouped_gemm_wgrad_out(grad, x, sizes, added, False, beta=one)
+    assert_same_bits(added + 0, (product * times).float().to(device))
+    rows = torch.zeros(256, 264, dtype=BF16, device=device)
+    expected = rows.double().cpu()
+    exact = rows_fp64(x.cpu(), weight.cpu(), sizes.cpu(), None, None, True)
+    for _ in range(times):
+        ops.grouped_gemm_out(x, weight, sizes, rows, beta=one)
+        expected = (expected + exact).bfloat16().double()
+    assert_same_bits(rows + 0, expected.bfloat16().to(device) + 0)

@@ -1,0 +1,199 @@
+"""Beta on a GPU: what kernels for Hopper take without copies, graphs, more tiles than blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.gemm_oracle import rows_fp64, wgrad_fp64
+from tests.ops.grouped_draw import Groups, codes_of
+from tests.ops.test_grouped_gemm_beta import check_rows, check_wgrad, of_rows, sizes_of
+from transformer_plugin import ops
+from transformer_plugin.testing.gemm_cases import apart, factors, integers, normals, poison_tail, row_index
+from transformer_plugin.testing.numerics import assert_same_bits
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def only_on_a_hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("other GPUs have no kernels of their own for this")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a_beta_of_zero_has_the_bits_of_none(dtype: torch.dtype) -> None:
+    """The same kernel takes both: another adds in another order."""
+    only_on_a_hopper()
+    generator, sizes = torch.Generator().manual_seed(0), torch.tensor([300, 0, 385, 129], device=CUDA)
+    x, grad = (normals((830, width), dtype, CUDA, generator) for width in (1016, 776))
+    weight = normals((4, 776, 1016), dtype, CUDA, generator)
+    bias, zero = normals((4, 776), FP32, CUDA, generator), torch.zeros(4, device=CUDA)
+    end = 814
+    for a, transpose_b, c in ((x, True, None), (x, True, bias), (grad, False, None)):
+        expected = ops.grouped_gemm(a, weight, sizes, c, transpose_b=transpose_b)
+        out = torch.full_like(expected, float("nan"))
+        ops.grouped_gemm_out(a, weight, sizes, out, c, transpose_b=transpose_b, beta=zero)
+        assert_same_bits(out[:end], expected[:end], f"rows, {transpose_b}")
+        assert out[end:].isnan().all()
+    for out_dtype in (FP32, BF16) if dtype == BF16 else (FP32,):
+        weights = ops.grouped_gemm_wgrad(grad, x, sizes, out_dtype)
+        out = torch.full_like(weights, float("nan"))
+        ops.grouped_gemm_wgrad_out(grad, x, sizes, out, False, beta=zero)
+        assert_same_bits(out, weights, f"weight gradient into {out_dtype}")
+        matrices = apart(torch.full_like(weights, float("nan")))
+        ops.grouped_gemm_wgrad_list_out(grad, x, sizes, matrices, False, beta=zero)
+        assert_same_bits(torch.stack(matrices), weights, f"weight gradients into {out_dtype}")
+
+
+def most_memory(call: Callable[[], None]) -> int:
+    """What a call takes beside its operands, which reads no size on the host."""
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transpose_b", [True, False])
+def test_rows_by_an_index_are_not_copied(transpose_b: bool) -> None:
+    only_on_a_hopper()
+    places, n, k = 16384, 256, 4096
+    a = torch.randn(64, k, device=CUDA).bfloat16()
+    b = torch.randn((2, n, k) if transpose_b else (2, k, n), device=CUDA).bfloat16()
+    rows = torch.randint(0, 64, (places,), device=CUDA)
+    sizes, beta = torch.tensor([10000, 6000], device=CUDA), torch.tensor([1.0, 0.5], device=CUDA)
+    out = torch.zeros(places, n, dtype=BF16, device=CUDA)
+
+    def call() -> None:
+        ops.grouped_gemm_out(a, b, sizes, out, transpose_b=transpose_b, beta=beta, rows=rows)
+
+    assert most_memory(call) < places * k * 2 // 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "formats",
+    [("fp8_block", "fp8_block:square"), ("fp8_tensor", "fp8_tensor"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4")],
+)
+def test_codes_of_weights_are_not_widened(formats: tuple[str, str]) -> None:
+    only_on_a_hopper()
+    generator, host = torch.Generator().manual_seed(0), torch.full((8,), 16)
+    groups = Groups(host, host.to(CUDA), 128)
+    a = codes_of(normals((128, 1024), FP32, CUDA, generator), formats[0], groups)
+    b = codes_of(normals((8, 1024, 1024), FP32, CUDA, generator), formats[1])
+    out, beta = torch.zeros(128, 1024, dtype=BF16, device=CUDA), torch.ones(8, device=CUDA)
+    amaxes: dict[str, Any] = {"a_amax": a.amax, "b_amax": b.amax}
+
+    def call() -> None:
+        ops.grouped_gemm_quantized_out(*a[:2], *b[:2], groups.device, *formats, out, beta=beta, **amaxes)
+
+    assert most_memory(call) < 8 * 1024 * 1024 // 2, "a quarter of the values of the weights"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key", ["fp8_block:aligned", "fp8_tensor:aligned"])
+@pytest.mark.parametrize("out_dtype", [BF16, FP32])
+def test_codes_of_a_weight_gradient_are_not_widened(key: str, out_dtype: torch.dtype) -> None:
+    only_on_a_hopper()
+    generator, host = torch.Generator().manual_seed(0), torch.full((8,), 1024)
+    groups = Groups(host, host.to(CUDA), 8192)
+    grad, input = (
+        codes_of(normals((8192, 512), FP32, CUDA, generator), key, groups, columns=True) for _ in range(2)
+    )
+    out, beta = torch.zeros(8, 512, 512, dtype=out_dtype, device=CUDA), torch.ones(8, device=CUDA)
+
+    def call() -> None:
+        operands = (*grad[:2], *input[:2], groups.device, key, key)
+        ops.grouped_gemm_wgrad_quantized_out(*operands, out, False, beta=beta)
+
+    assert most_memory(call) < 8192 * 512 // 2, "a quarter of the values of one operand"
+
+
+@pytest.mark.gpu
+def test_a_graph_follows_another_beta() -> None:
+    """As of microbatches: the first overwrites, the others add."""
+    generator, sizes = torch.Generator().manual_seed(0), torch.tensor([100, 0, 200, 33], device=CUDA)
+    x, grad = (integers((340, width), BF16, CUDA, generator) for width in (200, 264))
+    weight, beta = integers((4, 264, 200), BF16, CUDA, generator), torch.zeros(4, device=CUDA)
+    main_grad = torch.zeros(4, 264, 200, device=CUDA)
+    rows = torch.zeros(340, 264, dtype=BF16, device=CUDA)
+
+    def step() -> None:
+        ops.grouped_gemm_wgrad_out(grad, x, sizes, main_grad, False, beta=beta)
+        ops.grouped_gemm_out(x, weight, sizes, rows, beta=beta)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    product = wgrad_fp64(grad.cpu(), x.cpu(), sizes.cpu())
+    exact = rows_fp64(x.cpu(), weight.cpu(), sizes.cpu(), None, None, True)[:333]
+    main_grad.fill_(float("nan"))
+    rows.fill_(float("nan"))
+    held, held_rows = torch.zeros_like(product), torch.zeros_like(exact)
+    for new in ([0.0] * 4, [1.0] * 4, [0.5, 0.25, 0.0, -1.0], [1.0] * 4):
+        beta.copy_(torch.tensor(new))
+        graph.replay()
+        held = product + held * torch.tensor(new).double()[:, None, None]
+        each = of_rows(torch.tensor(new), sizes_of((100, 0, 200, 33))).double()
+        held_rows = (exact + held_rows * each).bfloat16().double()
+        assert_same_bits(main_grad + 0, held.float().to(CUDA) + 0, f"weight gradient, beta {new}")
+        assert_same_bits(rows[:333] + 0, held_rows.bfloat16().to(CUDA) + 0, f"rows, beta {new}")
+        assert rows[333:].isnan().all()
+
+
+@pytest.mark.gpu
+def test_many_tiles() -> None:
+    """More than blocks, with long sums: stages come round many times between tiles that read what is held."""
+    generator, groups = torch.Generator().manual_seed(0), (3000, 0, 129, 4000, 1, 1270, 64, 2111)
+    of = sizes_of(groups)
+    x, grad = (poison_tail(integers((of.capacity, w), BF16, CUDA, generator), groups) for w in (1032, 1304))
+    weight = integers((8, 1304, 1032), BF16, CUDA, generator)
+    beta, rows = factors(8, CPU, generator), row_index(of.host, of.capacity, 97, CPU, generator).to(CUDA)
+    few = integers((97, 1032), BF16, CUDA, generator)
+    sizes, there = of.host.to(CUDA), beta.to(CUDA)
+    taken = torch.zeros_like(x)
+    taken[: of.end] = few[rows[: of.end].long()]
+
+    def product(a: Tensor, b: Tensor, transpose_b: bool) -> Tensor:
+        return rows_fp64(a, b, of.host, None, None, transpose_b).cpu()
+
+    def forward(out: Tensor) -> None:
+        ops.grouped_gemm_out(x, weight, sizes, out, beta=there)
+
+    def indexed(out: Tensor) -> None:
+        ops.grouped_gemm_out(few, weight, sizes, out, beta=there, rows=rows)
+
+    def data_grad(out: Tensor) -> None:
+        ops.grouped_gemm_out(grad, weight, sizes, out, transpose_b=False, beta=there)
+
+    def wgrad(out: Tensor) -> None:
+        ops.grouped_gemm_wgrad_out(grad, x, sizes, out, False, beta=there)
+
+    for call, exact in (
+        (forward, product(x, weight, True)),
+        (indexed, product(taken, weight, True)),
+        (data_grad, product(grad, weight, False)),
+    ):
+        for _ in range(3):
+            out = torch.zeros(exact.shape, dtype=BF16, device=CUDA)
+            check_rows(exact, beta, of, [out], call)
+    exact = wgrad_fp64(grad, x, of.host).cpu()
+    for dtype in (FP32, BF16):
+        check_wgrad(exact, beta, [torch.zeros(exact.shape, dtype=dtype, device=CUDA)] * 3, wgrad)
