@@ -21,6 +21,7 @@ import torch
 
 from transformer_plugin import ops
 from transformer_plugin.formats import MX_BLOCK, NV_BLOCK, Format
+from transformer_plugin.recipes import Float8BlockScaling
 from transformer_plugin.testing.cases import swiglu_cases
 from transformer_plugin.testing.delayed_scaling_cases import (
     grouped_quantize_scaled_cases,
@@ -54,6 +55,8 @@ from transformer_plugin.testing.rowwise_cases import grouped_gemm_rowwise_cases,
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 Call = Callable[[], Any]
+#: Sizes, n and k of products in which every stage of shared memory is filled again, within a tile and by the next.
+LONG_SUMS = (([300, 0, 1, 129, 77], 520, 1408), ([5] * 150, 264, 640), ([700], 776, 2064))
 
 
 def _quantize(input: torch.Tensor, format: str) -> None:
@@ -200,6 +203,18 @@ def _grouped_wgrad_list(grad: torch.Tensor, input: torch.Tensor, sizes: torch.Te
         ops.grouped_gemm_wgrad_list_out(grad, input, sizes, buffers, accumulate=False, beta=beta)
 
 
+def _long_sums(sizes: torch.Tensor, n: int, k: int) -> None:
+    recipe = Float8BlockScaling()
+    input = torch.randn(int(sizes.sum()) + 3, k, dtype=torch.bfloat16, device=sizes.device)
+    weight = torch.randn(sizes.numel(), n, k, dtype=torch.bfloat16, device=sizes.device)
+    operands = (
+        *ops.grouped_quantize(input, sizes, recipe.input_format),
+        *ops.quantize(weight, recipe.weight_format),
+    )
+    formats = recipe.input_format, recipe.weight_format
+    ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16)
+
+
 def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
     """Every call, by its name."""
     for name, cases, call in (
@@ -229,6 +244,9 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
     ):
         for case in cases:
             yield f"{name} {case.name}", partial(call, *case.arguments(device))
+    for sizes, n, k in LONG_SUMS:
+        groups = torch.tensor(sizes, dtype=torch.int32, device=device)
+        yield f"grouped_gemm long-sums-{k}", partial(_long_sums, groups, n, k)
 
 
 def main() -> None:
