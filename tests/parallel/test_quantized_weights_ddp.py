@@ -1,0 +1,53 @@
+"""Weights quantized beforehand under DistributedDataParallel, each rank with rows of its own."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from transformer_plugin.nn import GroupedMLP
+from transformer_plugin.recipes import Float8BlockScaling
+from transformer_plugin.testing.distributed import Rank, RankPool
+from transformer_plugin.testing.numerics import assert_same_bits
+
+STEPS, MICRO_BATCHES = 3, 2
+
+
+def train(rank: Rank, layer: GroupedMLP, beforehand: bool) -> list[torch.Tensor]:
+    """The parameters after some steps."""
+    model = DistributedDataParallel(layer, process_group=rank.group, broadcast_buffers=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(rank.rank)
+    for _ in range(STEPS):
+        if beforehand:
+            layer.quantize_weights()
+        for micro_batch in range(MICRO_BATCHES):
+            sizes = torch.tensor([5 + rank.rank, 0, 11 + micro_batch], dtype=torch.int32)
+            rows = torch.randn(20, 128, generator=generator).to(rank.device)
+            probs = torch.rand(20, generator=generator).to(rank.device)
+            with torch.enable_grad() if micro_batch else model.no_sync():
+                model(rows, sizes.to(rank.device), probs).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in layer.parameters()]
+
+
+def same_steps(rank: Rank) -> None:
+    torch.manual_seed(0)
+    layer = GroupedMLP(3, 128, 256, recipe=Float8BlockScaling()).to(rank.device)
+    before = copy.deepcopy(layer)
+    plain = train(rank, copy.deepcopy(layer), False)
+    quantized = train(rank, layer, True)
+    for got, expected, first in zip(quantized, plain, before.parameters(), strict=True):
+        assert_same_bits(got, expected)
+        assert not torch.equal(got, first)
+        everyone = [torch.empty_like(got) for _ in range(rank.size)]
+        torch.distributed.all_gather(everyone, got)
+        for other in everyone:
+            assert_same_bits(got, other)
+
+
+def test_steps_are_those_of_weights_quantized_in_each_forward(pair: RankPool) -> None:
+    pair.run(same_steps)
