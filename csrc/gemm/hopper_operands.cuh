@@ -69,8 +69,8 @@ struct Plain {
 };
 
 // E4M3 under scales of blocks. Tensor cores sum E4M3 with some 14 bits, so the sum of each 128 of k leaves them, and is
-// added in FP32 under the scales of its blocks. While one warpgroup does that the other's products run. Scales come with the
-// stage: loads by those that multiply made them a tenth slower.
+// added in FP32 under the scales of its blocks. Scales come with the stage: loads by those that multiply made them a tenth
+// slower.
 struct Blocks {
   using Element = uint8_t;
   using Out = __nv_bfloat16;
