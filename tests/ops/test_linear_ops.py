@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from transformer_plugin import ops, reference
 from transformer_plugin.formats import Format
@@ -281,7 +282,7 @@ def step_leaves(formats: tuple[str, str, str], dtype: torch.dtype, device: torch
 @pytest.mark.parametrize("formats", OPCHECKED.values(), ids=OPCHECKED.keys())
 def test_compiled_whole_for_any_group_sizes(formats: tuple[str, str, str], device: torch.device) -> None:
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     step = training_step(formats)
     compiled = torch.compile(step, fullgraph=True, backend=counter)
     leaves = step_leaves(formats, torch.float32, device)
