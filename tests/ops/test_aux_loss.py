@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
@@ -141,7 +142,7 @@ def route(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 
 def test_compile_whole_without_recompiling(device: torch.device) -> None:
     torch._dynamo.reset()
-    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(route, fullgraph=True, backend=graphs)
     bias = torch.zeros(16, device=device)
     for step, tokens in enumerate([12, 12, 20, 40]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
@@ -200,7 +201,7 @@ def layer(tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
 
 def test_compile_whole_without_recompiling(device: torch.device) -> None:
     torch._dynamo.reset()
-    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, backend=graphs)
     for step, tokens in enumerate([16, 16, 16, 24, 40]):
         generator = torch.Generator().manual_seed(step)
