@@ -54,12 +54,6 @@ __device__ __forceinline__ void init_rings(DecodedShared& shared) {
   sync_cluster();
 }
 
-// A warp has read what this barrier of both blocks is about.
-__device__ __forceinline__ void release_in_both(uint64_t* empty) {
-  const uint32_t lane = threadIdx.x % kWarpSize;
-  if (lane < kCluster) arrive_at(empty, lane);
-}
-
 // The scales of a line, a word of four at a time, each sent for a step before it is used.
 template <typename Format>
 class ScaleWords {
@@ -167,7 +161,7 @@ __device__ __forceinline__ void sum_decoded(const RowsArgs& args, const ScaleByt
     if (step % kLineSteps<Format> == 0) wait(&shared.left_full[left_place.stage], left_place.parity);
     left.decode(shared.left[left_place.stage][part.number], step, next);
     if ((step + 1) % kLineSteps<Format> == 0 || step + 1 == steps) {
-      release_in_both(&shared.left_empty[left_place.stage]);
+      release(&shared.left_empty[left_place.stage]);
       left_place.next();
     }
   };
@@ -183,7 +177,7 @@ __device__ __forceinline__ void sum_decoded(const RowsArgs& args, const ScaleByt
     if (step + 1 < steps) decode(step + 1);
     wait_for_products<0>();
     keep(values);
-    release_in_both(&shared.empty[place.stage]);
+    release(&shared.empty[place.stage]);
   }
 }
 
@@ -195,11 +189,11 @@ __device__ __forceinline__ void skip_decoded(DecodedShared& shared, LeftPlace& l
   for (int step = 0; step < steps; ++step, place.next()) {
     if (step % kLineSteps<Format> == 0) {
       wait(&shared.left_full[left_place.stage], left_place.parity);
-      release_in_both(&shared.left_empty[left_place.stage]);
+      release(&shared.left_empty[left_place.stage]);
       left_place.next();
     }
     wait(&shared.full[place.stage], place.parity);
-    release_in_both(&shared.empty[place.stage]);
+    release(&shared.empty[place.stage]);
   }
 }
 

@@ -60,11 +60,11 @@ struct Plain {
       }
       commit_products();
       wait_for_products<1>();
-      if (read >= 0) release(shared, read);
+      if (read >= 0) release(&shared.empty[read]);
       read = place.stage;
     }
     wait_for_products<0>();
-    release(shared, read);
+    release(&shared.empty[read]);
   }
 };
 
@@ -122,7 +122,7 @@ struct Blocks {
         const float both[2] = {scale_low * scale, scale_high * scale};
         float products[64];
         multiply_stage<DType::kFloat8E4M3>(products, a, b, half);
-        if (half == 1) release(shared, place.stage);
+        if (half == 1) release(&shared.empty[place.stage]);
 #pragma unroll
         for (int i = 0; i < 64; ++i) {
           sums[half * 64 + i] = fmaf(products[i], both[i / 2 % 2], sums[half * 64 + i]);
@@ -149,7 +149,7 @@ struct Codes {
       wait(&shared.full[place.stage], place.parity);
       const Stage& stage = shared.stages[place.stage];
       add_stage<a_type>(sums, by_rows(stage.left[part.number]), by_rows(stage.right),
-                        [&] { release(shared, place.stage); });
+                        [&] { release(&shared.empty[place.stage]); });
     }
   }
 };

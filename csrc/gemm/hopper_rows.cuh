@@ -218,7 +218,7 @@ __device__ __forceinline__ void multiply_tiles(const RowsArgs& args, const Epilo
 #pragma unroll 1
       for (int step = 0; step < steps; ++step, place.next()) {
         wait(&shared.full[place.stage], place.parity);
-        release(shared, place.stage);
+        release(&shared.empty[place.stage]);
       }
       continue;
     }

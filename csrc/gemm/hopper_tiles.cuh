@@ -137,11 +137,10 @@ __device__ __forceinline__ void load(bool for_both, void* to, const CUtensorMap&
            : load_box(to, map, barrier, x, y, z);
 }
 
-// A warp has read the stage.
-template <typename Shared>
-__device__ __forceinline__ void release(Shared& shared, int stage) {
+// A warp has read what this barrier of both blocks is about.
+__device__ __forceinline__ void release(uint64_t* empty) {
   const uint32_t lane = threadIdx.x % kWarpSize;
-  if (lane < kCluster) arrive_at(&shared.empty[stage], lane);
+  if (lane < kCluster) arrive_at(empty, lane);
 }
 
 // 0, which the compiler takes for a number of each thread. What it knows to be the same in all threads it moves into a

@@ -133,11 +133,11 @@ struct PlainColumns {
         multiply<T, true, true>(sums, a + i * kLine, b + i * kLine);  // descriptors count 16 bytes
       });
       wait_for_products<1>();
-      if (read >= 0) release(shared, read);
+      if (read >= 0) release(&shared.empty[read]);
       read = place.stage;
     }
     wait_for_products<0>();
-    if (read >= 0) release(shared, read);
+    if (read >= 0) release(&shared.empty[read]);
   }
 };
 
@@ -266,7 +266,7 @@ struct BlockColumns : CodeLines {
         }
       }
       __syncwarp();  // all lanes have read the scales
-      release(shared, place.stage);
+      release(&shared.empty[place.stage]);
     }
   }
 };
@@ -290,7 +290,7 @@ struct CodeColumns : CodeLines {
       Stage& stage = shared.stages[place.stage];
       if (left < kRows) zero_rows(stage, left);
       add_stage<grad_type>(sums, by_rows(stage.left[number]), by_rows(stage.right),
-                           [&] { release(shared, place.stage); });
+                           [&] { release(&shared.empty[place.stage]); });
     }
   }
 };
