@@ -6,6 +6,7 @@
 // block is three warpgroups: one thread of the first starts the copies, the others multiply 64 rows of a tile each.
 #pragma once
 
+#include <cstddef>
 #include <cstring>
 
 #include "common/launch.cuh"
@@ -67,7 +68,7 @@ struct SharedOf {
 
   Stage stages[kStages];
   alignas(1024) uint8_t out[kMultipliers][kBoxes][kBoxBytes];
-  Scales scales;  // at a multiple of 1024
+  Scales scales;
   uint64_t full[kStages], empty[kStages];
 };
 using PlainShared = SharedOf<NoScales, 4, 2>;
@@ -77,6 +78,7 @@ template <typename Out, int stages = sizeof(Out) == 4 ? 4 : 3>
 using LineScaledShared = SharedOf<LineScales[stages], stages, sizeof(Out) == 4 ? 1 : 2>;
 static_assert(sizeof(RowScaledShared) <= 232448 && sizeof(LineScaledShared<float>) <= 232448,
               "what a block may have");
+static_assert(offsetof(RowScaledShared, scales) % 128 == 0, "boxes begin at multiples of 128 bytes");
 
 // Where a thread is in the ring of stages.
 template <typename Shared>
