@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from tests.ops.gemm_oracle import rows_fp64, wgrad_fp64
 from tests.ops.grouped_draw import Groups, codes_of
+from tests.ops.on_gpu import captured, most_memory
 from tests.ops.test_grouped_gemm_beta import check_rows, check_wgrad, of_rows, sizes_of
 from transformer_plugin import ops
 from transformer_plugin.testing.gemm_cases import apart, factors, integers, normals, poison_tail, row_index
@@ -49,20 +49,6 @@ def test_a_beta_of_zero_has_the_bits_of_none(dtype: torch.dtype) -> None:
         matrices = apart(torch.full_like(weights, float("nan")))
         ops.grouped_gemm_wgrad_list_out(grad, x, sizes, matrices, False, beta=zero)
         assert_same_bits(torch.stack(matrices), weights, f"weight gradients into {out_dtype}")
-
-
-def most_memory(call: Callable[[], None]) -> int:
-    """What a call takes beside its operands, which reads no size on the host."""
-    call()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return torch.cuda.max_memory_allocated() - before
 
 
 @pytest.mark.gpu
@@ -134,14 +120,7 @@ def test_a_graph_follows_another_beta() -> None:
         ops.grouped_gemm_wgrad_out(grad, x, sizes, main_grad, False, beta=beta)
         ops.grouped_gemm_out(x, weight, sizes, rows, beta=beta)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph = captured(step)
     product = wgrad_fp64(grad.cpu(), x.cpu(), sizes.cpu())
     exact = rows_fp64(x.cpu(), weight.cpu(), sizes.cpu(), None, None, True)[:333]
     main_grad.fill_(float("nan"))

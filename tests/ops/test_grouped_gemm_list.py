@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from tests.ops.gemm_oracle import poison, rows_fp64, wgrad_fp64, whole
+from tests.ops.on_gpu import captured, most_memory
 from tests.ops.test_grouped_gemm import each, one_of_each_kind
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
@@ -308,18 +306,6 @@ def test_compiled(device: torch.device) -> None:
         assert_same_bits(got, expected)
 
 
-def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_graph_follows_sizes_and_data(dtype: torch.dtype) -> None:
@@ -386,13 +372,4 @@ def test_no_copies_and_no_host_reads() -> None:
         ops.grouped_gemm_list(grad, b, sizes, transpose_b=False)
         ops.grouped_gemm_wgrad_list_out(grad, x, sizes, out)
 
-    products()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        products()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.max_memory_allocated() - before < 8 * 1024 * 1024, "less than half of the weights"
+    assert most_memory(products) < 8 * 1024 * 1024, "less than half of the weights"
