@@ -13,13 +13,9 @@ bool are_whole(const Format& a, const Format& b) {
   return a.family == FormatFamily::kFp8Tensor && b.family == a.family && is_e4m3(b);
 }
 
-// Codes whose scales lie line by line.
+// Of either element, with scales line by line or in tiles.
 bool are_microscaled(const Format& a, const Format& b, FormatFamily family) {
-  const auto is_plain = [&](const Format& format) {
-    return format.family == family && !format.tiled_scales && !format.row_scaled &&
-           (format.is_nv() || is_e4m3(format));
-  };
-  return is_plain(a) && is_plain(b);
+  return a.family == family && b.family == family && !a.row_scaled && !b.row_scaled;
 }
 
 }  // namespace

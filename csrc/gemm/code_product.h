@@ -16,6 +16,7 @@ namespace transformer_plugin::gemm {
 // without offsets. The amaxes of NVFP4 are part of alpha.
 struct CodeOperand {
   const at::Tensor &data, &scale;
+  bool tiled = false;  // scales of one byte, of MXFP8 and NVFP4, are in tiles
 };
 
 // out[i] = a[i] @ b[g]^T * alpha[g] + bias_scale[i] * bias[g] for the rows i of group g, rounded once; zero past the last

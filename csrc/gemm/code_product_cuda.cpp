@@ -19,14 +19,25 @@ Tensor contiguous_codes(const Tensor& codes) {
   return codes.is_contiguous() ? codes : codes.view(at::kByte).contiguous();
 }
 
+// Also of E2M1, which to_dtype does not know.
+DType dtype_of(const Tensor& codes) {
+  const at::ScalarType dtype = codes.scalar_type();
+  return dtype == at::kFloat4_e2m1fn_x2 ? DType::kFloat4E2M1 : to_dtype(dtype);
+}
+
 struct Contiguous {
   Tensor data, scale;
+  DType dtype;
+  bool tiled;
   explicit Contiguous(const CodeOperand& operand)
-      : data(contiguous_codes(operand.data)), scale(operand.scale.contiguous()) {}
+      : data(contiguous_codes(operand.data)),
+        scale(operand.scale.contiguous()),
+        dtype(dtype_of(operand.data)),
+        tiled(operand.tiled) {}
 };
 
 GroupedKernelArgs arguments_of(const Contiguous& a, const Contiguous& b, const std::optional<Tensor>& offsets,
-                               ScaleKind scales, at::ScalarType codes) {
+                               ScaleKind scales) {
   GroupedKernelArgs args{};
   args.scale_kind = scales;
   args.a = a.data.const_data_ptr();
@@ -35,7 +46,10 @@ GroupedKernelArgs arguments_of(const Contiguous& a, const Contiguous& b, const s
   args.b_scale = b.scale.const_data_ptr();
   args.offsets = offsets ? offsets->const_data_ptr<int32_t>() : nullptr;
   args.groups = offsets ? offsets->size(0) - 1 : 1;
-  args.dtype = scales == ScaleKind::kNv ? DType::kFloat4E2M1 : to_dtype(codes);
+  args.dtype = a.dtype;
+  args.b_dtype = b.dtype;
+  args.a_tiled = a.tiled;
+  args.b_tiled = b.tiled;
   args.vectors = aligned_rows(a.data) && aligned_rows(b.data);
   return args;
 }
@@ -65,7 +79,7 @@ bool code_product_out_cuda(const CodeProduct& product, const Tensor& out) {
   const DeviceList list(matrices, a.data);
   const auto bias = as_float(product.bias), bias_scale = as_float(product.bias_scale);
   const auto alpha = as_float(product.alpha), beta = as_float(product.beta);
-  GroupedKernelArgs args = arguments_of(a, b, product.offsets, product.scales, product.a.data.scalar_type());
+  GroupedKernelArgs args = arguments_of(a, b, product.offsets, product.scales);
   args.vectors = args.vectors && std::all_of(matrices.begin(), matrices.end(), aligned_rows);
   args.list = list.get();
   args.options = product.options;
@@ -94,8 +108,7 @@ bool code_reduction_out_cuda(const CodeReduction& reduction, const Tensor& out, 
   const CudaScope scope(reduction.grad.data);
   const Contiguous grad(reduction.grad), input(reduction.input);
   const auto alpha = as_float(reduction.alpha), beta = as_float(reduction.beta);
-  GroupedKernelArgs args =
-      arguments_of(grad, input, reduction.offsets, reduction.scales, reduction.grad.data.scalar_type());
+  GroupedKernelArgs args = arguments_of(grad, input, reduction.offsets, reduction.scales);
   args.options = reduction.options;
   args.alpha = float_or_null(alpha);
   args.beta = float_or_null(beta);

@@ -69,7 +69,8 @@ Tensor gemm_quantized_meta(const Tensor& a, const Tensor& a_scale, const Tensor&
 
 // Whether kernels multiplied the codes as they are: as one group of rows, or else as one of columns, which has no bias.
 bool multiply_codes(const Given& given, const OptionalTensor& beta, const Tensor& out) {
-  const CodeOperand a{given.a.data, given.a.scale}, b{given.b.data, given.b.scale};
+  const CodeOperand a{given.a.data, given.a.scale, given.a_format.tiled_scales},
+      b{given.b.data, given.b.scale, given.b_format.tiled_scales};
   const OptionalTensor none;
   const OptionalTensor alpha =
       alpha_and_amaxes(given.alpha, given.a, given.a_format, given.b, given.b_format);

@@ -96,8 +96,8 @@ bool multiply_codes(const Given& given, ScaleKind scales, const Tensor& offsets,
   const OptionalTensor alpha =
       alpha_and_amaxes(given.alpha, given.a, given.a_format, given.b, given.b_format);
   return code_product_out({scales,
-                           {given.a.data, given.a.scale},
-                           {given.b.data, given.b.scale},
+                           {given.a.data, given.a.scale, given.a_format.tiled_scales},
+                           {given.b.data, given.b.scale, given.b_format.tiled_scales},
                            groups,
                            given.bias,
                            given.bias_scale,

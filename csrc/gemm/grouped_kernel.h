@@ -42,12 +42,14 @@ struct GroupedKernelArgs {
   int64_t k;  // unused by kWeightGrad
   int64_t out_group_stride;
   int64_t out_row_stride;
-  DType dtype;  // of a and b; but b is E4M3 beside an `a` of E5M2
+  DType dtype;    // of a and b; but under scales of whole groups or rows b is E4M3 beside an `a` of E5M2
+  DType b_dtype;  // of b under scales of kMx, where each may be either
   DType out_dtype;
   ScaleKind scale_kind;   // of a_scale and b_scale
   bool accumulate;        // add to what `out` holds; a group without rows leaves it unchanged
   bool all_moved;         // a and b as they are do not count
   bool zeroes_tail;       // rows only: also write zeros to the rows past the groups
+  bool a_tiled, b_tiled;  // scales of one byte are in tiles (gemm/byte_scales.h)
   bool vectors;           // every row of a and b begins at a multiple of 16 bytes
   LaunchOptions options;  // only the kernels for Hopper follow them
 };

@@ -17,7 +17,8 @@ inline constexpr uint32_t kNaN = 0x7fc0, kExponentOne = 0x80;  // of bfloat16
 inline constexpr int kChunk = 16;                              // codes
 using Values = uint32_t[kChunk / 2];  // two of a chunk each, in an order of the format's own
 
-// MXFP8: E4M3 under one E8M0 for 32 codes.
+// MXFP8: E4M3 or E5M2 under one E8M0 for 32 codes.
+template <DType element>
 struct MxCodes {
   using Codes = uint4;                      // of a chunk
   static constexpr int kScaleShift = 5;     // a scale's codes, as a logarithm
@@ -29,15 +30,26 @@ struct MxCodes {
     const uint32_t four[] = {codes.x, codes.y, codes.z, codes.w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      values[j * 2] = scaled(static_cast<uint16_t>(four[j]), factor);
-      values[j * 2 + 1] = scaled(static_cast<uint16_t>(four[j] >> 16), factor);
+      values[j * 2] = scaled(halves<0>(four[j]), factor);
+      values[j * 2 + 1] = scaled(halves<2>(four[j]), factor);
     }
   }
 
  private:
-  static __device__ __forceinline__ uint32_t scaled(uint16_t two, float factor) {
-    uint32_t halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(two));
+  static_assert(element == DType::kFloat8E4M3 || element == DType::kFloat8E5M2, "the FP8 elements");
+
+  // Two of four codes, from the `first` on, as float16, whose upper byte is E5M2.
+  template <int first>
+  static __device__ __forceinline__ uint32_t halves(uint32_t four) {
+    if constexpr (element == DType::kFloat8E5M2) {
+      return __byte_perm(four, 0, first == 0 ? 0x1404 : 0x3424);
+    } else {
+      uint32_t result;
+      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(result) : "h"(static_cast<uint16_t>(four >> first * 8)));
+      return result;
+    }
+  }
+  static __device__ __forceinline__ uint32_t scaled(uint32_t halves, float factor) {
     __half2 both;
     memcpy(&both, &halves, sizeof(both));
     const float2 values = __half22float2(both);

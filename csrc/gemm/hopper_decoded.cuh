@@ -31,13 +31,6 @@ struct Lefts {
 using LeftPlace = Place<Lefts>;
 using RightPlace = Place<DecodedShared>;
 
-// Scales of the left operand's codes, a byte each, a line of `width` for each line of codes: words of four.
-struct ScaleBytes {
-  const uint8_t* bytes;
-  int64_t group;  // from one group to the next
-  int64_t width;
-};
-
 __device__ __forceinline__ void init_rings(DecodedShared& shared) {
   if (threadIdx.x == 0) {
     constexpr int kReaders = kCluster * kMultipliers * kWarpgroup / kWarpSize;
@@ -63,17 +56,17 @@ class ScaleWords {
 
   // `line` is null where there is none: its scales are 0.
   __device__ __forceinline__ void begin(const uint8_t* line, int k) {
-    line_ = reinterpret_cast<const uint32_t*>(line);
+    next_word_ = line;
     left_ = line ? (k + (1 << Format::kScaleShift) - 1) >> Format::kScaleShift : 0;
     next_ = fetch();
   }
-  // To the scales of `step`, the next one; where a word of them begins, the word after it is sent for.
-  __device__ __forceinline__ void advance(int step) {
+  // To the scales of `step`, the next one; where a word of them begins, the word after it, `stride` bytes on, is sent for.
+  __device__ __forceinline__ void advance(int step, int stride) {
     if (step % kWordSteps != 0) return;
     word_ =
         left_ >= 4 ? next_ : next_ & ((1u << max(left_, 0) * 8) - 1);  // of what is past k, codes are zero
     left_ -= 4;
-    ++line_;
+    next_word_ += stride;
     next_ = fetch();
   }
   __device__ __forceinline__ uint32_t of(int step, int chunk) const {
@@ -82,9 +75,11 @@ class ScaleWords {
   }
 
  private:
-  __device__ __forceinline__ uint32_t fetch() const { return left_ > 0 ? __ldg(line_) : 0; }
+  __device__ __forceinline__ uint32_t fetch() const {
+    return left_ > 0 ? __ldg(reinterpret_cast<const uint32_t*>(next_word_)) : 0;
+  }
 
-  const uint32_t* line_;
+  const uint8_t* next_word_;
   uint32_t word_, next_;
   int left_;  // scales, from `next_` on
 };
@@ -96,15 +91,15 @@ class LeftDecoder {
   using Step = Values[2];
 
   // `line`: the first of the warpgroup's.
-  __device__ __forceinline__ LeftDecoder(const RowsArgs& args, const ScaleBytes& scales, int group, int line)
-      : chunk_(threadIdx.x % 4) {
+  __device__ __forceinline__ LeftDecoder(const RowsArgs& args, const ByteScales& scales, int group, int line)
+      : stride_(scales.word_stride()), chunk_(threadIdx.x % 4) {
     const int own = threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
     place_ = own * kLine + own % 8 * 16;  // so that `place ^ byte` is that of a byte of it under the swizzle
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int at = line + own + i * 8;
-      const uint8_t* own_scales = scales.bytes + group * scales.group + at * scales.width;
-      scales_[i].begin(at < args.n ? own_scales : nullptr, args.k);
+      const int64_t of_stack = static_cast<int64_t>(group) * ((args.n + 127) / 128 * 128) + at;
+      scales_[i].begin(at < args.n ? scales.line(of_stack) : nullptr, args.k);
     }
   }
   __device__ __forceinline__ void decode(const uint8_t* box, int step, Step& values) {
@@ -113,7 +108,7 @@ class LeftDecoder {
         step % kLineSteps<Format> * kStepBytes<Format> + chunk_ * static_cast<int>(sizeof(Codes));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      scales_[i].advance(step);
+      scales_[i].advance(step, stride_);
       const Codes codes = *reinterpret_cast<const Codes*>(box + ((place_ + i * 8 * kLine) ^ byte));
       Format::decode(codes, scales_[i].of(step, chunk_), values[i]);
     }
@@ -121,7 +116,7 @@ class LeftDecoder {
 
  private:
   ScaleWords<Format> scales_[2];
-  int place_, chunk_;
+  int stride_, place_, chunk_;
 };
 
 // The registers are those of these values until here, though products that read them started long ago.
@@ -151,7 +146,7 @@ __device__ __forceinline__ void multiply_half(float (&sums)[kSums], const Values
 
 // Sums a warpgroup's part of a tile.
 template <typename Format>
-__device__ __forceinline__ void sum_decoded(const RowsArgs& args, const ScaleBytes& scales,
+__device__ __forceinline__ void sum_decoded(const RowsArgs& args, const ByteScales& scales,
                                             DecodedShared& shared, LeftPlace& left_place, RightPlace& place,
                                             int steps, const TurnedPart& part, float (&sums)[kSums]) {
   const bool both = part.row + kTileColumns / 2 < part.end_row;  // halves of the tile's rows
@@ -265,7 +260,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     hopper_decoded_rows_kernel(const __grid_constant__ CUtensorMap values_map,
                                const __grid_constant__ CUtensorMap codes_map,
                                const __grid_constant__ CUtensorMap out_map,
-                               const __grid_constant__ ScaleBytes scales,
+                               const __grid_constant__ ByteScales scales,
                                const __grid_constant__ RowsArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Out = __nv_bfloat16;
@@ -351,20 +346,14 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 #endif
 }
 
+// Format is that of the weights; the rows were widened by launch_widen_rows.
 template <typename Format>
 void launch_decoded_rows(const GroupedKernelArgs& args, const HopperPlan& plan, cudaStream_t stream) {
   constexpr auto kernel = hopper_decoded_rows_kernel<Format>;
   static DynamicSharedMemory shared_memory;
   constexpr int kShared = sizeof(DecodedShared);
   shared_memory.allow(kernel, kShared);
-  constexpr int64_t kScaled = int64_t{1} << Format::kScaleShift;
-  const int64_t width = ((args.k + kScaled - 1) / kScaled + 3) / 4 * 4;  // of a line of scales
-  const int64_t steps = (args.k + kStepCodes - 1) / kStepCodes, padded = steps * kStepCodes;
-  launch_early(widen_rows_kernel<Format>, grid_size(args.rows * steps, kWidenThreads), kWidenThreads, 0,
-               stream, static_cast<const uint8_t*>(args.a), static_cast<const uint8_t*>(args.a_scale),
-               static_cast<uint4*>(args.a_values), args.offsets ? args.offsets + args.groups : nullptr,
-               static_cast<int>(args.rows), static_cast<int>(args.k), static_cast<int>(width));
-  check_launch("widen_rows_kernel");
+  const int64_t padded = widened_columns(args.k);
   const int64_t bytes = args.k * static_cast<int64_t>(sizeof(typename Format::Codes)) / kChunk;  // of a line
   const CUtensorMap values = tensor_map(
       {args.a_values, DType::kBFloat16, padded, args.rows, 1, padded, args.rows * padded}, kBoxLines);
@@ -373,8 +362,8 @@ void launch_decoded_rows(const GroupedKernelArgs& args, const HopperPlan& plan, 
   const CUtensorMap out = tensor_map(
       {args.out, args.out_dtype, args.n, args.rows, 1, args.out_row_stride, args.rows * args.out_row_stride},
       kBoxLines);
-  const ScaleBytes scales{static_cast<const uint8_t*>(args.b_scale), (args.n + 127) / 128 * 128 * width,
-                          width};
+  const ByteScales scales{static_cast<const uint8_t*>(args.b_scale), scale_width<Format>(args.k),
+                          args.b_tiled};
   launch_early(kernel, grid_of(plan), kThreads, kShared, stream, values, codes, out, scales, rows_args(args));
   check_launch("hopper_decoded_rows_kernel");
 }

@@ -3,7 +3,9 @@
 namespace transformer_plugin::gemm {
 
 void launch_hopper_nv(const GroupedKernelArgs& args, const HopperPlan& plan, void* stream) {
-  hopper::launch_decoded_rows<hopper::NvCodes>(args, plan, static_cast<cudaStream_t>(stream));
+  const auto on = static_cast<cudaStream_t>(stream);
+  hopper::launch_widen_rows<hopper::NvCodes>(args, on);
+  hopper::launch_decoded_rows<hopper::NvCodes>(args, plan, on);
 }
 
 }  // namespace transformer_plugin::gemm

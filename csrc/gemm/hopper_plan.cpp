@@ -11,16 +11,18 @@ int64_t ceil_div(int64_t size, int64_t by) { return (size + by - 1) / by; }
 bool is_whole(int64_t elements, DType dtype) { return elements > 0 && elements * bytes_of(dtype) % 16 == 0; }
 bool fits(int64_t size) { return size > 0 && size < INT32_MAX / 2; }
 
+bool is_fp8(DType dtype) { return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2; }
+
 // Codes that these kernels know, the dimension that is summed over in lines.
 bool is_codes(GroupedMode mode, const GroupedKernelArgs& args) {
   if (mode == GroupedMode::kDataGrad) return false;
-  const bool e4m3 = args.dtype == DType::kFloat8E4M3;
+  const bool forward = mode == GroupedMode::kForward;
   switch (args.scale_kind) {
-    case ScaleKind::kBlocks: return e4m3;
-    case ScaleKind::kGroups: return e4m3 || args.dtype == DType::kFloat8E5M2;
-    case ScaleKind::kRows: return mode == GroupedMode::kForward && (e4m3 || args.dtype == DType::kFloat8E5M2);
-    case ScaleKind::kMx: return mode == GroupedMode::kForward && e4m3;
-    case ScaleKind::kNv: return mode == GroupedMode::kForward && args.dtype == DType::kFloat4E2M1;
+    case ScaleKind::kBlocks: return args.dtype == DType::kFloat8E4M3;
+    case ScaleKind::kGroups: return is_fp8(args.dtype);
+    case ScaleKind::kRows: return forward && is_fp8(args.dtype);
+    case ScaleKind::kMx: return forward && is_fp8(args.dtype) && is_fp8(args.b_dtype);
+    case ScaleKind::kNv: return forward && args.dtype == DType::kFloat4E2M1;
   }
   return false;
 }

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 
+#include "gemm/byte_scales.h"
 #include "gemm/hopper_decode.cuh"
 #include "gemm/hopper_tiles.cuh"
 
@@ -26,10 +27,11 @@ inline constexpr int kLineSteps =
 inline constexpr int kWidenThreads = 256;
 template <typename Format>
 __global__ void __launch_bounds__(kWidenThreads)
-    widen_rows_kernel(const uint8_t* codes, const uint8_t* scales, uint4* values, const int32_t* end,
-                      int rows, int k, int scale_width) {
+    widen_rows_kernel(const uint8_t* codes, const __grid_constant__ ByteScales scales, uint4* values,
+                      const int32_t* end, int rows, int k) {
   using Codes = typename Format::Codes;
-  constexpr int kStepScales = kStepCodes >> Format::kScaleShift, kPieces = kChunk / 2;
+  constexpr int kStepScales = kStepCodes >> Format::kScaleShift, kWordSteps = 4 / kStepScales;
+  constexpr int kPieces = kChunk / 2;
   __shared__ uint4 shared[kWidenThreads / kWarpSize][kWarpSize * kPieces];
   wait_for_the_kernel_before();
   let_the_next_kernel_start();
@@ -45,7 +47,8 @@ __global__ void __launch_bounds__(kWidenThreads)
     const int step = static_cast<int>(i - row * steps), left = (k - step * kStepCodes) / kChunk;  // chunks
     const uint8_t* own = codes + row * (k / kChunk * static_cast<int>(sizeof(Codes))) +
                          static_cast<int64_t>(step) * kStepBytes<Format>;
-    const uint8_t* own_scales = scales + row * scale_width + step * kStepScales;
+    const uint8_t* own_scales =
+        scales.line(row) + step / kWordSteps * scales.word_stride() + step % kWordSteps * kStepScales;
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       if (chunk >= left) continue;
@@ -66,6 +69,26 @@ __global__ void __launch_bounds__(kWidenThreads)
     if (at < stored)
       values[first * kPieces + at] = own_shared[line * kPieces + (at % kPieces ^ line % kPieces)];
   }
+}
+
+// Bytes of a line of scales.
+template <typename Format>
+int64_t scale_width(int64_t k) {
+  constexpr int64_t kScaled = int64_t{1} << Format::kScaleShift;
+  return ((k + kScaled - 1) / kScaled + 3) / 4 * 4;
+}
+
+// Format is that of the rows.
+template <typename Format>
+void launch_widen_rows(const GroupedKernelArgs& args, cudaStream_t stream) {
+  const ByteScales scales{static_cast<const uint8_t*>(args.a_scale), scale_width<Format>(args.k),
+                          args.a_tiled};
+  launch_early(widen_rows_kernel<Format>,
+               grid_size(args.rows * (widened_columns(args.k) / kStepCodes), kWidenThreads), kWidenThreads, 0,
+               stream, static_cast<const uint8_t*>(args.a), scales, static_cast<uint4*>(args.a_values),
+               args.offsets ? args.offsets + args.groups : nullptr, static_cast<int>(args.rows),
+               static_cast<int>(args.k));
+  check_launch("widen_rows_kernel");
 }
 
 }  // namespace transformer_plugin::gemm::hopper
