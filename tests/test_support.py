@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -12,8 +14,18 @@ from transformer_plugin.recipes import (
     Float8CurrentScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
+    Recipe,
     recipe_from_name,
 )
+
+
+@dataclass(frozen=True)
+class Keys(Recipe):
+    """Any three formats."""
+
+    input_format: str = "none"
+    weight_format: str = "none"
+    grad_format: str = "none"
 
 
 @pytest.mark.parametrize("name", ["none", "bf16", "fp8_tensor", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"])
@@ -57,6 +69,26 @@ def test_where_the_scales_come_from() -> None:
     ):
         assert f"\n{words}, and the module's buffers keep the state\n" in tp.explain_support(recipe, "cpu")
     assert "scales: " not in tp.explain_support(Float8CurrentScaling(), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "decodes"),
+    [
+        (MXFP8BlockScaling(), True),
+        (Keys("mxfp8:tiled", "mxfp8:square", "mxfp8:e5m2"), True),
+        (Keys("mxfp8", "mxfp8:e5m2,tiled", "mxfp8:e5m2,tiled"), True),
+        (NVFP4BlockScaling(), True),
+        (Keys("nvfp4:tiled", "nvfp4:square,tiled", "nvfp4"), True),
+        (NVFP4BlockScaling(False, False, False, row_scaled_activations=True), False),
+        (Float8BlockScaling(), False),
+    ],
+)
+def test_weights_that_a_hopper_decodes_on_their_way(recipe: Recipe, decodes: bool) -> None:
+    """In either element and order of scales; not under an amax for each row."""
+    text = tp.explain_support(recipe, "cuda")
+    if "this build has no CUDA kernels" in text:
+        pytest.skip("what a GPU does is said where there are kernels for one")
+    assert ("of weights decoded on their way" in text) == decodes
 
 
 def test_where_nothing_runs() -> None:

@@ -113,9 +113,7 @@ def _products(formats: list[Format], device: torch.device) -> str:
             f"of 128 are added in FP32; elsewhere {value}"
         )
         whose = "operands of other products"
-    elif all(f.family in ("mxfp8", "nvfp4") and f.element in ("e4m3", "e2m1") for f in formats) and not any(
-        f.tiled_scales or f.row_scaled for f in formats
-    ):
+    elif all(f.family in ("mxfp8", "nvfp4") and not f.row_scaled for f in formats):
         value = (
             "outputs and data gradients in bfloat16 are on Hopper of weights decoded on their way, rows widened "
             f"first; {value}"
