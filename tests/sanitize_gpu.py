@@ -148,7 +148,12 @@ def _grouped_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, *more: 
         operands = *ops.grouped_quantize(a, sizes, formats[0]), *ops.quantize(b, formats[1])
         quantized = ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16, *extra)
         ops.grouped_gemm_quantized_out(*operands, sizes, *formats, quantized, *extra, beta=beta)
-        for format, block in (("mxfp8", MX_BLOCK), ("nvfp4", NV_BLOCK)):
+        for format, block in (
+            ("mxfp8", MX_BLOCK),
+            ("mxfp8:e5m2,tiled", MX_BLOCK),
+            ("nvfp4", NV_BLOCK),
+            ("nvfp4:tiled", NV_BLOCK),
+        ):
             if a.shape[1] % block == 0:
                 of_a, of_b = rows_of(extras(a, format, sizes)), rows_of(extras(b, format))
                 operands = *ops.grouped_quantize(a, sizes, format, **of_a), *ops.quantize(b, format, **of_b)

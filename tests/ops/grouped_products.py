@@ -20,6 +20,7 @@ FORMATS = {
     "fp8": ("fp8_block", "fp8_block:square"),
     "fp8 of whole groups": ("fp8_tensor", "fp8_tensor"),
     "mxfp8": ("mxfp8", "mxfp8"),
+    "mxfp8 of E5M2, scales in tiles": ("mxfp8:e5m2,tiled", "mxfp8:e5m2,tiled"),
     "nvfp4": ("nvfp4", "nvfp4:square"),
 }
 
@@ -146,7 +147,11 @@ FAMILIES: dict[str, Callable[[int, torch.device], dict[str, Product]]] = {
     "fp8 by rows": rowwise_products,
     "fp32": lambda capacity, device: plain_products(torch.float32, capacity, device),
     **{name: partial(fp8_products, formats=FORMATS[name]) for name in ("fp8", "fp8 of whole groups")},
-    **{name: partial(quantized_rows, formats=FORMATS[name]) for name in ("mxfp8", "nvfp4")},
+    **{
+        name: partial(quantized_rows, formats=formats)
+        for name, formats in FORMATS.items()
+        if formats[0].startswith(("mxfp8", "nvfp4"))
+    },
 }
 
 

@@ -127,6 +127,7 @@ PAIRS = [
     ("fp8_block:fp32", "fp8_block:fp32"),
     ("mxfp8", "mxfp8:square"),
     ("mxfp8:tiled", "mxfp8:tiled"),
+    ("mxfp8:e5m2", "mxfp8:e5m2,tiled"),
     ("nvfp4", "nvfp4:square"),
     ("nvfp4:row_scaled", "nvfp4:row_scaled,4over6,tiled"),
     ("mxfp8", "nvfp4"),

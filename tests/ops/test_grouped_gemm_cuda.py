@@ -136,6 +136,7 @@ PAIRS = [
     ("fp8_block:fp32", "fp8_block:fp32,square"),
     ("fp8_tensor", "fp8_tensor"),
     ("mxfp8", "mxfp8"),
+    ("mxfp8:e5m2,tiled", "mxfp8:e5m2,tiled"),
     ("nvfp4", "nvfp4"),
 ]
 SIZES, ROWS = (32, 0, 48), 96

@@ -124,7 +124,11 @@ def layouts(b: list[Operand]) -> dict[str, list[Tensor]]:
     return {name: [matrix.view(dtype) for matrix in tensors] for name, tensors in whole.items()}
 
 
-@pytest.mark.parametrize("formats", [PAIRS[0], PAIRS[3], ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4")], ids=str)
+@pytest.mark.parametrize(
+    "formats",
+    [PAIRS[0], PAIRS[3], ("mxfp8", "mxfp8"), ("mxfp8:tiled", "mxfp8:e5m2,tiled"), ("nvfp4", "nvfp4")],
+    ids=str,
+)
 def test_codes_anywhere(formats: tuple[str, str], device: torch.device) -> None:
     shape = fitted(GroupedShape("", (130, 0, 7, 64), 210, 136, 160), formats)
     generator, sizes = torch.Generator().manual_seed(1), group_sizes(shape, device)

@@ -14,6 +14,13 @@ from transformer_plugin import ops
 
 CUDA = torch.device("cuda")
 KEY, SQUARE = "fp8_block", "fp8_block:square"
+MICROSCALED = [
+    ("mxfp8", "mxfp8"),
+    ("mxfp8:e5m2", "mxfp8:square,tiled"),
+    ("mxfp8:tiled", "mxfp8:e5m2"),
+    ("nvfp4", "nvfp4:square"),
+    ("nvfp4:tiled", "nvfp4:square,tiled"),
+]
 # Of weights that are large beside the rows, and of rows that are large beside the weights.
 WEIGHTS, ROWS = (8, 512, 2048), (4, 2**16, 512)
 
@@ -70,13 +77,13 @@ def test_a_step_of_grouped_linear() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("key", "weight_key"),
-    [(KEY, SQUARE), ("fp8_tensor:e5m2", "fp8_tensor"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4:square")],
+    [(KEY, SQUARE), ("fp8_tensor:e5m2", "fp8_tensor"), *MICROSCALED],
 )
 @pytest.mark.parametrize("columns", [False, True], ids=["forward", "data gradient"])
 def test_quantized_weights(columns: bool, key: str, weight_key: str) -> None:
     x, _, weight, sizes = inputs(WEIGHTS)
     a_amax, b_amax = (
-        (ops.amax(x, key, sizes), ops.amax(weight, weight_key)) if key == "nvfp4" else (None, None)
+        (ops.amax(x, key, sizes), ops.amax(weight, weight_key)) if "nvfp4" in key else (None, None)
     )
     a = ops.grouped_quantize(x, sizes, key, a_amax)
     b = (ops.quantize_transposed if columns else ops.quantize)(weight, weight_key, b_amax)
@@ -91,6 +98,25 @@ def test_quantized_weights(columns: bool, key: str, weight_key: str) -> None:
         return ops.grouped_gemm(x, values, sizes)
 
     assert peak(decoded) > 2 * most, "the measure sees no copy"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("key", "weight_key"), MICROSCALED)
+def test_a_quantized_matrix(key: str, weight_key: str) -> None:
+    """Beside the result only the few rows are there in 16 bits."""
+    x, _, weights, _ = inputs(WEIGHTS)
+    weight = weights[0]
+    a_amax, b_amax = (ops.amax(x, key), ops.amax(weight, weight_key)) if "nvfp4" in key else (None, None)
+    a, b = ops.quantize(x, key, a_amax), ops.quantize(weight, weight_key, b_amax)
+    amaxes = {"a_amax": a_amax, "b_amax": b_amax}
+    most = 2 * (x.numel() + x.shape[0] * weight.shape[0]) + weight.numel() // 2
+    assert peak(lambda: ops.gemm_quantized(*a, *b, key, weight_key, torch.bfloat16, **amaxes)) < most
+
+    def decoded() -> Tensor:
+        values = ops.dequantize(*b, weight_key, torch.bfloat16, amax=b_amax)
+        return ops.gemm(ops.dequantize(*a, key, torch.bfloat16, amax=a_amax), values)
+
+    assert peak(decoded) > most, "the measure sees no copy"
 
 
 @pytest.mark.gpu

@@ -46,14 +46,25 @@ RECIPES = {
     "nv-rows": NVFP4BlockScaling(False, False, row_scaled_activations=True),
     "nv-4over6": NVFP4BlockScaling(False, False, False, four_over_six="mse"),
 }
-by_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
-_ops = torch.ops.transformer_plugin
-SIZES = (70, 0, 130, 5)
-ROWS = 230
+#: What no recipe chooses: E5M2 for gradients or weights of mxfp8, scales in tiles.
+OTHERS = {
+    "mx-hybrid": ("mxfp8:tiled", "mxfp8:square", "mxfp8:e5m2,tiled"),
+    "mx-e5m2": ("mxfp8", "mxfp8:e5m2,tiled", "mxfp8:e5m2"),
+    "nv-tiled": ("nvfp4:tiled", "nvfp4:square,tiled", "nvfp4"),
+}
 
 
 def keys(recipe: Recipe) -> tuple[str, str, str]:
     return recipe.input_format, recipe.weight_format, recipe.grad_format
+
+
+by_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+by_any_formats = pytest.mark.parametrize(
+    "formats", [NONE, *map(keys, RECIPES.values()), *OTHERS.values()], ids=["none", *RECIPES, *OTHERS]
+)
+_ops = torch.ops.transformer_plugin
+SIZES = (70, 0, 130, 5)
+ROWS = 230
 
 
 def along_rows(x: Tensor, key: str) -> Tensor:
@@ -110,7 +121,7 @@ def step_fp64(x: Tensor, w: Tensor, bias: Tensor, grad: Tensor, formats: tuple[s
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("formats", [NONE, *map(keys, RECIPES.values())], ids=["none", *RECIPES])
+@by_any_formats
 @pytest.mark.parametrize("shape", [(9, 16, 24), (140, 33, 200), (257, 130, 136)])
 def test_linear(
     shape: tuple[int, int, int], formats: tuple[str, str, str], dtype: torch.dtype, device: torch.device
@@ -141,7 +152,7 @@ def test_the_format_is_near_the_plain_product(recipe: Recipe, device: torch.devi
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("formats", [NONE, *map(keys, RECIPES.values())], ids=["none", *RECIPES])
+@by_any_formats
 @pytest.mark.parametrize(("n", "k"), [(24, 40), (130, 264)])
 def test_grouped_linear(
     n: int, k: int, formats: tuple[str, str, str], dtype: torch.dtype, device: torch.device

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.ops.test_grouped_mlp import capture
-from tests.ops.test_linear_ops import OPCHECKED, RECIPES, by_recipe, keys
+from tests.ops.test_linear_ops import OPCHECKED, OTHERS, RECIPES, by_recipe, keys
 from transformer_plugin import ops, reference
 from transformer_plugin.formats import Format
 from transformer_plugin.recipes import Float8BlockScaling, NVFP4BlockScaling, Recipe
@@ -170,7 +170,9 @@ def test_out_writes_into_the_same_memory(
 @by_layer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "formats", [*map(keys, RECIPES.values()), FORMATS["nv-random"]], ids=[*RECIPES, "nv-random"]
+    "formats",
+    [*map(keys, RECIPES.values()), *OTHERS.values(), FORMATS["nv-random"]],
+    ids=[*RECIPES, *OTHERS, "nv-random"],
 )
 def test_same_bits_and_the_weight_is_not_read(
     formats: Formats, dtype: torch.dtype, layer: str, device: torch.device
