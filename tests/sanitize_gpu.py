@@ -268,6 +268,8 @@ def main() -> None:
                 call()
                 count += 1
         torch.cuda.synchronize()
+        if not count:
+            parser.error(f"--only: expected a part of a case's name, got {arguments.only!r}, which is in none")
         print(f"walked {count} cases")
         return
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
