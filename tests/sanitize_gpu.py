@@ -269,7 +269,9 @@ def main() -> None:
                 count += 1
         torch.cuda.synchronize()
         if not count:
-            parser.error(f"--only: expected a part of a case's name, got {arguments.only!r}, which is in none")
+            parser.error(
+                f"--only: expected a part of a case's name, got {arguments.only!r}, which is in none"
+            )
         print(f"walked {count} cases")
         return
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}

@@ -127,9 +127,9 @@ __device__ __forceinline__ void keep(const Values (&values)[2]) {
 
 // Where a warpgroup's part of a turned tile lies.
 struct TurnedPart {
-  int group, number;  // the warpgroup's, of those that multiply
-  int column;         // of the output, the first of its 64
-  int row, end_row;   // the first of its 256, and the group's end
+  int group, number;       // the warpgroup's, of those that multiply
+  int column, end_column;  // of the output, the first of its 64, and the output's end
+  int row, end_row;        // the first of its 256, and the group's end
 };
 
 // Starts the products of a step with a half of the rows.
@@ -247,7 +247,7 @@ __device__ __forceinline__ void store_turned(const RowsArgs& args, const CUtenso
     if (row + kBoxLines <= part.end_row) {
       if (first) store_box(out_map, box, part.column, row, 0);
     } else {  // rows of the next group follow
-      const Part own{part.group, part.number, row, part.end_row, part.column};
+      const Part own{part.group, part.number, row, part.end_row, part.column, part.end_column};
       store_own_rows<Out>(box, args.out, args.out_row_stride, part.column, args.n, own);
       fence_for_copies();
     }
@@ -305,15 +305,11 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
               }
               left_place.next();
             }
-            uint64_t* full = &shared.full[place.stage];
-            auto& boxes = shared.right[place.stage];
             wait(&shared.empty[place.stage], place.parity ^ 1);
-            arrive_and_expect(full, sizeof(boxes));
-            for (int box = 0; box < kRightBoxes; ++box) {  // and of the same rows
-              if (tile.same_columns && box / (kRightBoxes / kCluster) != block) continue;
-              load(tile.same_columns, boxes[box], values_map, full, step * kStepCodes, row + box * kBoxLines,
-                   0);
-            }
+            fill_right(shared.right[place.stage], &shared.full[place.stage], block, tile.same_columns,
+                       [&](void* to, int box, uint64_t* barrier, bool for_both) {
+                         load(for_both, to, values_map, barrier, step * kStepCodes, row + box * kBoxLines, 0);
+                       });
           }
         }
         __syncwarp();
@@ -323,8 +319,12 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     more_registers<kMultiplierRegisters>();
     const int number = warpgroup - 1;
     for (int index = cluster_in_grid(); walk.find(index, tile); index += clusters) {
-      const TurnedPart part{tile.group, number, tile.row * kTileRows + number * kBoxLines,
-                            walk.begin_row + tile.column * kTileColumns, walk.end_row};
+      const TurnedPart part{tile.group,
+                            number,
+                            tile.row * kTileRows + number * kBoxLines,
+                            args.n,
+                            walk.begin_row + tile.column * kTileColumns,
+                            walk.end_row};
       if (part.row >= part.end_row || part.column >= args.n) {  // nothing of this warpgroup's
         skip_decoded<Format>(shared, left_place, place, steps);
         continue;

@@ -73,32 +73,19 @@ __device__ __forceinline__ void hand_over(Shared& shared, int stage) {
   if (threadIdx.x % kWarpSize == 0) arrive_here(&shared.full[stage]);
 }
 
-// The right operand's boxes of a stage, by one thread, as of fill_stage.
-template <typename LoadRight>
-__device__ __forceinline__ void fill_right(Stage& stage, uint64_t* full, int block, bool same_columns,
-                                           LoadRight load_right) {
-  arrive_and_expect(full, sizeof(stage.right));
-  const int boxes = same_columns ? kRightBoxes / kCluster : kRightBoxes;
-  const int first = same_columns ? block * boxes : 0;
-#pragma unroll 1
-  for (int box = first; box < first + boxes; ++box) load_right(stage.right[box], box, full, same_columns);
-}
-
 // All that the warpgroup does that copies.
 template <typename Kind, typename Epilogue, typename Shared>
 __device__ __forceinline__ void gather_tiles(const RowsArgs& args, const TakenRows& rows,
                                              const CUtensorMap& b_map, const CUtensorMap* b_maps,
                                              Shared& shared, Place<Shared>& place, int steps, int block) {
-  const int clusters = static_cast<int>(gridDim.x) / kCluster;
-  Tile tile;
   RowsWalk walk(args, block);
   LeftPieces left(rows);
   int entered = -1;  // the group of the tile before
   int filled = -1;   // the stage of the step before
-  for (int index = cluster_in_grid(); walk.find(index, tile); index += clusters) {
-    const int row = walk.begin_row + tile.row * kTileRows;
+  take_tiles<Epilogue::kTakesHalves>(walk, [&](const Tile& tile, auto halves) {
+    const int row = walk.begin_row + tile.row * kTileRows, column = halves.column(tile);
     // What is past the last column wants no rows; each row is in one tile of the first columns, which tells of it.
-    left.find(row, tile.column * kTileColumns < args.n ? walk.end_row : row, tile.column == 0);
+    left.find(row, column < args.n ? walk.end_row : row, column == 0);
     const CUtensorMap& own_map = b_maps ? b_maps[tile.group] : b_map;
     const int matrix = b_maps ? 0 : tile.group;
     if (threadIdx.x == 0 && b_maps && tile.group != entered) acquire(&own_map);
@@ -109,12 +96,13 @@ __device__ __forceinline__ void gather_tiles(const RowsArgs& args, const TakenRo
       Stage& stage = shared.stages[place.stage];
       wait(&shared.empty[place.stage], place.parity ^ 1);
       if (threadIdx.x == 0) {
-        fill_right(stage, &shared.full[place.stage], block, tile.same_columns,
-                   [&](void* to, int box, uint64_t* barrier, bool for_both) {
-                     const int line = Epilogue::line(args, tile.column, box);
-                     Kind::b_by_columns ? load(for_both, to, own_map, barrier, line, k, matrix)
-                                        : load(for_both, to, own_map, barrier, k, line, matrix);
-                   });
+        fill_right<decltype(halves)::kBoxes>(
+            stage.right, &shared.full[place.stage], block, tile.same_columns,
+            [&](void* to, int box, uint64_t* barrier, bool for_both) {
+              const int line = Epilogue::line(args, tile.column, halves.first_box() + box);
+              Kind::b_by_columns ? load(for_both, to, own_map, barrier, line, k, matrix)
+                                 : load(for_both, to, own_map, barrier, k, line, matrix);
+            });
       }
       left.start(stage, args, k);
       commit_pieces();
@@ -124,7 +112,7 @@ __device__ __forceinline__ void gather_tiles(const RowsArgs& args, const TakenRo
       }
       filled = place.stage;
     }
-  }
+  });
   if (filled >= 0) {
     wait_for_pieces<0>();
     hand_over(shared, filled);

@@ -203,15 +203,22 @@ __device__ __forceinline__ uint64_t by_columns(const void* operand, uint32_t lin
 
 inline constexpr int kProductRows = 16;  // that a product of elements of 2 bytes sums over
 
-// sums += a b: 64 lines of a, 256 of b, 16 of the dimension between them. A thread has of rows l = lane / 4 and l + 8 of
+// sums += a b: 64 lines of a, 256 of b, or 128 for the first half of the sums, 16 of the dimension between them. A thread has of rows l = lane / 4 and l + 8 of
 // its warp's 16 the columns 8 j + 2 (lane % 4) and the next: sums[4 j], [4 j + 1] and [4 j + 2], [4 j + 3].
-template <typename T, bool a_by_columns, bool b_by_columns>
+template <typename T, bool a_by_columns, bool b_by_columns, int halves = 2>
 __device__ __forceinline__ void multiply(float (&sums)[128], uint64_t a, uint64_t b) {
-#define TP_MULTIPLY(type)                                                                     \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" TP_NAMES_128 \
-               "}, %128, %129, 1, 1, 1, %130, %131;"                                          \
-               : TP_SUMS_64(0), TP_SUMS_64(64)                                                \
-               : "l"(a), "l"(b), "n"(int{a_by_columns}), "n"(int{b_by_columns}))
+#define TP_MULTIPLY(type)                                                                       \
+  if constexpr (halves == 2) {                                                                  \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" TP_NAMES_128 \
+                 "}, %128, %129, 1, 1, 1, %130, %131;"                                          \
+                 : TP_SUMS_64(0), TP_SUMS_64(64)                                                \
+                 : "l"(a), "l"(b), "n"(int{a_by_columns}), "n"(int{b_by_columns}));             \
+  } else {                                                                                      \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" TP_NAMES_64  \
+                 "}, %64, %65, 1, 1, 1, %66, %67;"                                              \
+                 : TP_SUMS_64(0)                                                                \
+                 : "l"(a), "l"(b), "n"(int{a_by_columns}), "n"(int{b_by_columns}));             \
+  }
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     TP_MULTIPLY("bf16");
   } else {

@@ -23,16 +23,19 @@ struct RowsArgs {
 
 // Where a warpgroup's part of a tile lies.
 struct Part {
-  int group, number;         // the warpgroup's, of those that multiply
-  int row, end_row, column;  // its first row, the group's end, its first column
+  int group, number;       // the warpgroup's, of those that multiply
+  int row, end_row;        // its first row, and the group's end
+  int column, end_column;  // its first column, and the first that is no more its own
 };
+
+// Each kind of operands sums a part of `halves` halves of a tile's columns; stages hold as many of the right operand's boxes.
 
 // No scale comes with a stage.
 struct NoScaleMaps {
   static constexpr uint32_t kBytes = 0;
   static NoScaleMaps of(const GroupedKernelArgs&) { return {}; }
   template <typename Shared>
-  __device__ __forceinline__ void load_stage(Shared&, const Place<Shared>&, int, const Tile&, int) const {}
+  __device__ __forceinline__ void load_stage(Shared&, const Place<Shared>&, int, int, int, int) const {}
 };
 
 // 16-bit operands. `by_columns`: b [G, k, n], else [G, n, k].
@@ -45,6 +48,7 @@ struct Plain {
   static constexpr bool b_by_columns = by_columns;
   static constexpr bool group_scales = false, row_scales = false;
 
+  template <int halves>
   static __device__ __forceinline__ void sum(const RowsArgs&, Shared& shared, Place<Shared>& place, int steps,
                                              const Part& part, float (&sums)[kSums]) {
     int read = -1;  // the stage of the step before
@@ -56,7 +60,7 @@ struct Plain {
       begin_products();
 #pragma unroll
       for (int i = 0; i < kStep<T> / 16; ++i) {  // descriptors count 16 bytes
-        multiply<T, false, by_columns>(sums, a + i * 2, b + i * (by_columns ? kLine : 2));
+        multiply<T, false, by_columns, halves>(sums, a + i * 2, b + i * (by_columns ? kLine : 2));
       }
       commit_products();
       wait_for_products<1>();
@@ -95,15 +99,16 @@ struct Blocks {
           scale_map({args.b_scale, args.groups, lines, whole(steps, 4) * 4}, 2, Scales::kSteps),
       };
     }
-    __device__ __forceinline__ void load_stage(Shared& shared, const Place<Shared>& place, int row,
-                                               const Tile& tile, int step) const {
+    // Of the rows from `row` and the columns from `column` on.
+    __device__ __forceinline__ void load_stage(Shared& shared, const Place<Shared>& place, int group, int row,
+                                               int column, int step) const {
       uint64_t* full = &shared.full[place.stage];
-      const int line = tile.column * (kTileColumns / kBlock);
       load_box(shared.scales.rows(place.stage), rows, full, row / 4 * 4, step, 0);
-      load_box(shared.scales.columns(place.stage), columns, full, step / 4 * 4, line, tile.group);
+      load_box(shared.scales.columns(place.stage), columns, full, step / 4 * 4, column / kBlock, group);
     }
   };
 
+  template <int halves>
   static __device__ __forceinline__ void sum(const RowsArgs&, Shared& shared, Place<Shared>& place, int steps,
                                              const Part& part, float (&sums)[kSums]) {
     const int lane = threadIdx.x % kWarpSize, zero = zero_of_thread();
@@ -117,12 +122,12 @@ struct Blocks {
       const float scale_low = rows[low], scale_high = rows[low + 8];
       const uint64_t a = by_rows(stage.left[part.number]), b = by_rows(stage.right);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < halves; ++half) {
         const float scale = columns[half][step % 4 + zero];
         const float both[2] = {scale_low * scale, scale_high * scale};
         float products[64];
         multiply_stage<DType::kFloat8E4M3>(products, a, b, half);
-        if (half == 1) release(&shared.empty[place.stage]);
+        if (half == halves - 1) release(&shared.empty[place.stage]);
 #pragma unroll
         for (int i = 0; i < 64; ++i) {
           sums[half * 64 + i] = fmaf(products[i], both[i / 2 % 2], sums[half * 64 + i]);
@@ -143,13 +148,14 @@ struct Codes {
   static constexpr bool b_by_columns = false;
   static constexpr bool group_scales = true, row_scales = false;
 
+  template <int halves>
   static __device__ __forceinline__ void sum(const RowsArgs&, Shared& shared, Place<Shared>& place, int steps,
                                              const Part& part, float (&sums)[kSums]) {
     for (int step = 0; step < steps; ++step, place.next()) {
       wait(&shared.full[place.stage], place.parity);
       const Stage& stage = shared.stages[place.stage];
-      add_stage<a_type>(sums, by_rows(stage.left[part.number]), by_rows(stage.right),
-                        [&] { release(&shared.empty[place.stage]); });
+      add_stage<a_type, halves>(sums, by_rows(stage.left[part.number]), by_rows(stage.right),
+                                [&] { release(&shared.empty[place.stage]); });
     }
   }
 };

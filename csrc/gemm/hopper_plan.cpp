@@ -41,11 +41,16 @@ int64_t most_pairs(GroupedMode mode, const GroupedKernelArgs& args, int64_t limi
   return std::min((rows * columns + columns % 2 * groups) / 2, limit);
 }
 
-// Two multiprocessors a cluster, and none without a tile: it would look through all groups for one.
+// Two multiprocessors a cluster, and none without a tile: it would look through all groups for one. Pairs of ragged rows may be
+// taken in halves of their columns, but not where codes are decoded.
 int clusters_of(GroupedMode mode, const GroupedKernelArgs& args, int multiprocessors) {
   int64_t most = multiprocessors / hopper::kCluster;
   if (args.options.max_sms > 0) most = std::min(most, args.options.max_sms / hopper::kCluster);
-  return static_cast<int>(most_pairs(mode, args, std::max<int64_t>(most, 1)));
+  most = std::max<int64_t>(most, 1);
+  const int64_t pairs = most_pairs(mode, args, most);
+  const bool decoded = args.scale_kind == ScaleKind::kMx || args.scale_kind == ScaleKind::kNv;
+  const bool halves = mode != GroupedMode::kWeightGrad && !decoded && args.n > hopper::kTileColumns / 2;
+  return static_cast<int>(halves ? std::min(pairs * 2, most) : pairs);
 }
 
 // Sums in memory are added to in two ways: by the copy engine in the second level cache, which takes 1.2 TB/s and lets

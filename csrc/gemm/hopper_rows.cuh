@@ -37,12 +37,30 @@ class WalkOf {
     return true;
   }
 
+  // Clusters take pairs in turn, so many as they are. Those that are left in the end for half of the clusters or fewer are
+  // taken in two halves of their columns, as the other clusters would only look on: turns from this one on are of halves.
+  __device__ __forceinline__ int first_half() const {
+    const int clusters = static_cast<int>(gridDim.x) / kCluster, count = count_of_all(),
+              left = count % clusters;
+    return __shfl_sync(~0u, left * 2 <= clusters ? count - left : count, 0);
+  }
+
   int begin_row = 0, end_row = 0;  // of the group of the tile
 
  private:
   __device__ __forceinline__ Pairs pairs(int begin, int end) const {
     const int rows = turned ? args_.n : end - begin, columns = turned ? end - begin : args_.n;
     return {(rows + kTileRows - 1) / kTileRows, (columns + kTileColumns - 1) / kTileColumns};
+  }
+  // Before find() is called, of a warp together.
+  __device__ __forceinline__ int count_of_all() const {
+    if (args_.groups <= kWarpSize) return total_;
+    int count = lane_ == 0 ? total_ : 0;
+#pragma unroll 4
+    for (int group = kWarpSize + lane_; group < args_.groups; group += kWarpSize) {
+      count += pairs(args_.offsets[group], args_.offsets[group + 1]).count();
+    }
+    return __reduce_add_sync(~0u, count);
   }
   __device__ __forceinline__ void know_groups() {
     const int group = base_ + lane_;
@@ -72,7 +90,7 @@ using RowsWalk = WalkOf<false>;
 template <typename Out, typename AnyPart>
 __device__ __forceinline__ Held<Out> held_by(const RowsArgs& args, const AnyPart& part) {
   return {static_cast<Out*>(args.out) + part.row * args.out_row_stride + part.column, args.out_row_stride,
-          part.end_row - part.row, args.n - part.column};
+          part.end_row - part.row, part.end_column - part.column};
 }
 
 // 64 rows of a box to a matrix, row by row: those of the part's group, and columns before `columns`.
@@ -96,11 +114,14 @@ __device__ __forceinline__ void store_rows(const RowsArgs& args, const CUtensorM
   const bool whole = part.row + kBoxLines <= part.end_row;
   store_sums<Out>(sums, boxes, part.number, [&](uint8_t* box, int offset) {
     if (whole) {
-      if (threadIdx.x % kWarpgroup == 0) store_box(out_map, box, part.column + offset, part.row, 0);
+      // Not by leaving the loop over boxes: what comes after is slower then, as the compiler loses uniform registers.
+      if (threadIdx.x % kWarpgroup == 0 && part.column + offset < part.end_column) {
+        store_box(out_map, box, part.column + offset, part.row, 0);
+      }
       return;
     }
     // Rows of the next group follow.
-    store_own_rows<Out>(box, args.out, args.out_row_stride, part.column + offset, args.n, part);
+    store_own_rows<Out>(box, args.out, args.out_row_stride, part.column + offset, part.end_column, part);
   });
 }
 
@@ -108,6 +129,7 @@ __device__ __forceinline__ void store_rows(const RowsArgs& args, const CUtensorM
 // brings the sums to memory. This one adds what is held there, rounds and stores them. The others are in hopper_swiglu.cuh.
 template <typename Out>
 struct StoreRows {
+  static constexpr bool kTakesHalves = true;  // of a tile's columns
   CUtensorMap out;
 
   __device__ __forceinline__ void prefetch_maps() const { prefetch(out); }
@@ -204,30 +226,62 @@ __device__ __forceinline__ void zero_tail(const RowsArgs& args, int warps, int w
   }
 }
 
+// Halves of a tile's columns that a block takes: both, or the one that is the `first`.
+template <int taken>
+struct Halves {
+  static constexpr int kCount = taken, kBoxes = taken * kRightBoxes / 2;  // the right operand's
+  int first = 0;
+  __device__ __forceinline__ int first_box() const { return first * (kRightBoxes / 2); }
+  __device__ __forceinline__ int column(const Tile& tile) const {
+    return tile.column * kTileColumns + first_box() * kBoxLines;
+  }
+};
+
+// The tiles of a block, one after the other, of a warp together: take(tile, halves) for each.
+template <bool takes_halves, typename Take>
+__device__ __forceinline__ void take_tiles(RowsWalk& walk, Take take) {
+  const int clusters = static_cast<int>(gridDim.x) / kCluster;
+  Tile tile;
+  if constexpr (takes_halves) {
+    const int first_half = walk.first_half();
+    int turn = cluster_in_grid();
+    for (; turn < first_half; turn += clusters) {
+      walk.find(turn, tile);
+      take(tile, Halves<2>{});
+    }
+    // One more at most.
+    const int half = turn - first_half;
+    if (walk.find(first_half + half / 2, tile)) take(tile, Halves<1>{half % 2});
+  } else {
+    for (int turn = cluster_in_grid(); walk.find(turn, tile); turn += clusters) take(tile, Halves<2>{});
+  }
+}
+
 // All that a warpgroup does that multiplies, the `number`-th of those.
 template <typename Kind, typename Epilogue, typename Shared>
 __device__ __forceinline__ void multiply_tiles(const RowsArgs& args, const Epilogue& epilogue, Shared& shared,
                                                Place<Shared>& place, int steps, int block, int number) {
-  const int clusters = static_cast<int>(gridDim.x) / kCluster;
-  Tile tile;
   RowsWalk walk(args, block);
-  for (int index = cluster_in_grid(); walk.find(index, tile); index += clusters) {
-    const Part part{tile.group, number, walk.begin_row + tile.row * kTileRows + number * kBoxLines,
-                    walk.end_row, tile.column * kTileColumns};
+  take_tiles<Epilogue::kTakesHalves>(walk, [&](const Tile& tile, auto halves) {
+    using Own = decltype(halves);
+    const int column = halves.column(tile);
+    const Part part{
+        tile.group,   number, walk.begin_row + tile.row * kTileRows + number * kBoxLines,
+        walk.end_row, column, Own::kCount == 2 ? args.n : min(column + Own::kBoxes * kBoxLines, args.n)};
     if (part.row >= part.end_row || part.column >= args.n) {  // nothing of this warpgroup's
 #pragma unroll 1
       for (int step = 0; step < steps; ++step, place.next()) {
         wait(&shared.full[place.stage], place.parity);
         release(&shared.empty[place.stage]);
       }
-      continue;
+      return;
     }
     epilogue.begin(args, part, shared);
     float sums[kSums] = {};
-    Kind::sum(args, shared, place, steps, part, sums);
+    Kind::template sum<Own::kCount>(args, shared, place, steps, part, sums);
     scale_and_add_bias<Kind, Epilogue>(args, part, sums);
     epilogue.finish(args, part, sums, shared);
-  }
+  });
   Epilogue::drain();
 }
 
@@ -254,9 +308,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   }
   init_stages(shared);
   wait_for_the_kernel_before();
-  const int clusters = static_cast<int>(gridDim.x) / kCluster;
   const int steps = (args.k + kStep<Element> - 1) / kStep<Element>;
-  Tile tile;
   Place<Shared> place;
   if (warpgroup == 0) {
     fewer_registers<kCopierRegisters>();
@@ -265,7 +317,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     } else {
       RowsWalk walk(args, block);
       int entered = -1;  // the group of the tile before
-      for (int index = cluster_in_grid(); walk.find(index, tile); index += clusters) {
+      take_tiles<Epilogue::kTakesHalves>(walk, [&](const Tile& tile, auto halves) {
         const int row = walk.begin_row + tile.row * kTileRows;
         if (threadIdx.x == 0) {
           const bool listed = b_maps != nullptr;
@@ -276,22 +328,22 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 #pragma unroll 1
           for (int step = 0; step < steps; ++step, place.next()) {
             const int k = step * kStep<Element>;
-            fill_stage(
+            fill_stage<decltype(halves)::kBoxes>(
                 shared, place, block, tile.same_columns,
                 [&](void* to, int box, uint64_t* barrier, bool for_both) {
                   load(for_both, to, a_map, barrier, k, row + box * kBoxLines, 0);
                 },
                 [&](void* to, int box, uint64_t* barrier, bool for_both) {
-                  const int line = Epilogue::line(args, tile.column, box);
+                  const int line = Epilogue::line(args, tile.column, halves.first_box() + box);
                   Kind::b_by_columns ? load(for_both, to, own_map, barrier, line, k, matrix)
                                      : load(for_both, to, own_map, barrier, k, line, matrix);
                 },
                 Kind::ScaleMaps::kBytes);
-            scale_maps.load_stage(shared, place, row, tile, step);
+            scale_maps.load_stage(shared, place, tile.group, row, halves.column(tile), step);
           }
         }
         __syncwarp();
-      }
+      });
     }
   } else {
     more_registers<kMultiplierRegisters>();

@@ -36,6 +36,7 @@ __device__ __forceinline__ int row_of_thread(const Part& part) {
 
 template <typename T, bool interleaved>
 struct SwigluRows {
+  static constexpr bool kTakesHalves = false;
   CUtensorMap h, linear, act;  // of h all columns if interleaved, else the gate's; `linear` the others
   T* h_data;                   // or null: h is not kept
   T* act_data;
@@ -191,6 +192,7 @@ __device__ __forceinline__ float sum_of_slot(const float (&low)[4], const float 
 
 template <typename T>
 struct SwigluBackwardRows {
+  static constexpr bool kTakesHalves = false;
   CUtensorMap h, grad_h;  // halves_map
   T* grad_data;
   const float* probs;

@@ -108,28 +108,39 @@ __device__ __forceinline__ void init_stages(Shared& shared, uint32_t others = 0)
 }
 
 // All boxes of a stage, by one thread: load(to, box, barrier, shared) for each. What the tiles of the cluster share, each
-// of its blocks loads a half of for both. `more_bytes` are announced too; who asks for them loads them.
-template <typename Shared, typename LoadLeft, typename LoadRight>
+// of its blocks loads a half of for both. Of the right operand the first `right_boxes` are wanted. `more_bytes` are announced
+// too; who asks for them loads them.
+template <int right_boxes = kRightBoxes, typename Shared, typename LoadLeft, typename LoadRight>
 __device__ __forceinline__ void fill_stage(Shared& shared, const Place<Shared>& place, int block,
                                            bool same_columns, LoadLeft load_left, LoadRight load_right,
                                            uint32_t more_bytes = 0) {
   uint64_t* full = &shared.full[place.stage];
   auto& stage = shared.stages[place.stage];
   wait(&shared.empty[place.stage], place.parity ^ 1);
-  arrive_and_expect(full, sizeof(stage.left) + sizeof(stage.right) + more_bytes);
+  arrive_and_expect(full, sizeof(stage.left) + right_boxes * kBoxBytes + more_bytes);
   if (same_columns) {
 #pragma unroll
     for (int box = 0; box < kLeftBoxes; ++box) load_left(stage.left[box], box, full, false);
 #pragma unroll
-    for (int i = 0; i < kRightBoxes / kCluster; ++i) {
-      const int box = block * (kRightBoxes / kCluster) + i;
+    for (int i = 0; i < right_boxes / kCluster; ++i) {
+      const int box = block * (right_boxes / kCluster) + i;
       load_right(stage.right[box], box, full, true);
     }
   } else {
     load_left(stage.left[block], block, full, true);
 #pragma unroll
-    for (int box = 0; box < kRightBoxes; ++box) load_right(stage.right[box], box, full, false);
+    for (int box = 0; box < right_boxes; ++box) load_right(stage.right[box], box, full, false);
   }
+}
+// The right operand's boxes alone.
+template <int right_boxes = kRightBoxes, typename LoadRight>
+__device__ __forceinline__ void fill_right(uint8_t (&boxes)[kRightBoxes][kBoxBytes], uint64_t* full,
+                                           int block, bool same_columns, LoadRight load_right) {
+  arrive_and_expect(full, right_boxes * kBoxBytes);
+  const int count = same_columns ? right_boxes / kCluster : right_boxes;
+  const int first = same_columns ? block * count : 0;
+#pragma unroll 1
+  for (int box = first; box < first + count; ++box) load_right(boxes[box], box, full, same_columns);
 }
 
 // A box for this block, or for both.
@@ -166,14 +177,14 @@ __device__ __forceinline__ void multiply_stage(float (&products)[kSums / 2], uin
   wait_for_products<0>();
 }
 
-// Adds those of both halves in FP32; release() when the stage has been read.
-template <DType a_type, typename Release>
+// Adds those of both halves, or of the first, in FP32; release() when the stage has been read.
+template <DType a_type, int halves = 2, typename Release>
 __device__ __forceinline__ void add_stage(float (&sums)[kSums], uint64_t a, uint64_t b, Release release) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < halves; ++half) {
     float products[kSums / 2];
     multiply_stage<a_type>(products, a, b, half);
-    if (half == 1) release();
+    if (half == halves - 1) release();
 #pragma unroll
     for (int i = 0; i < kSums / 2; ++i) sums[half * (kSums / 2) + i] += products[i];
   }

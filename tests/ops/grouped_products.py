@@ -24,7 +24,8 @@ FORMATS = {
     "nvfp4": ("nvfp4", "nvfp4:square"),
 }
 
-Product = Callable[[], Tensor]
+#: Made with what the plan may be told, ``max_sms`` for one.
+Product = Callable[..., Tensor]
 
 
 def inputs(capacity: int, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -45,30 +46,34 @@ def plain_products(dtype: torch.dtype, capacity: int, device: torch.device) -> d
     turned = x.flip(0)
     held = {to: torch.ones(weight.shape, dtype=to, device=device) for to in (torch.float32, torch.bfloat16)}
 
-    def added(to: torch.dtype) -> Tensor:
+    def added(to: torch.dtype, **plan: int) -> Tensor:
         out = held[to].clone()
-        ops.grouped_gemm_wgrad_out(grad, x, sizes, out)
+        ops.grouped_gemm_wgrad_out(grad, x, sizes, out, **plan)
         return out
 
     matrices = apart(weight)
 
-    def added_to_a_list() -> Tensor:
+    def added_to_a_list(**plan: int) -> Tensor:
         out = apart(held[torch.float32])
-        ops.grouped_gemm_wgrad_list_out(grad, x, sizes, out)
+        ops.grouped_gemm_wgrad_list_out(grad, x, sizes, out, **plan)
         return torch.stack(out)
 
     return {
-        "forward": lambda: ops.grouped_gemm(x, weight, sizes),
-        "forward of a list": lambda: ops.grouped_gemm_list(x, matrices, sizes),
-        "data gradient of a list": lambda: ops.grouped_gemm_list(grad, matrices, sizes, transpose_b=False),
+        "forward": lambda **plan: ops.grouped_gemm(x, weight, sizes, **plan),
+        "forward of a list": lambda **plan: ops.grouped_gemm_list(x, matrices, sizes, **plan),
+        "data gradient of a list": lambda **plan: ops.grouped_gemm_list(
+            grad, matrices, sizes, transpose_b=False, **plan
+        ),
         "weight gradient added to a list": added_to_a_list,
-        "forward with bias": lambda: ops.grouped_gemm(x, weight, sizes, bias),
-        "forward of indexed rows": lambda: ops.grouped_gemm(turned, weight, sizes, rows=rows),
-        "data gradient": lambda: ops.grouped_gemm(grad, weight, sizes, transpose_b=False),
-        "weight gradient": lambda: ops.grouped_gemm_wgrad(grad, x, sizes),
-        "weight gradient in float32": lambda: ops.grouped_gemm_wgrad(grad, x, sizes, torch.float32),
-        "weight gradient added": lambda: added(torch.float32),
-        "weight gradient added in bfloat16": lambda: added(torch.bfloat16),
+        "forward with bias": lambda **plan: ops.grouped_gemm(x, weight, sizes, bias, **plan),
+        "forward of indexed rows": lambda **plan: ops.grouped_gemm(turned, weight, sizes, rows=rows, **plan),
+        "data gradient": lambda **plan: ops.grouped_gemm(grad, weight, sizes, transpose_b=False, **plan),
+        "weight gradient": lambda **plan: ops.grouped_gemm_wgrad(grad, x, sizes, **plan),
+        "weight gradient in float32": lambda **plan: ops.grouped_gemm_wgrad(
+            grad, x, sizes, torch.float32, **plan
+        ),
+        "weight gradient added": lambda **plan: added(torch.float32, **plan),
+        "weight gradient added in bfloat16": lambda **plan: added(torch.bfloat16, **plan),
     }
 
 
@@ -90,15 +95,15 @@ def quantized_rows(capacity: int, device: torch.device, formats: tuple[str, str]
     ) -> Product:
         amaxes = {"a_amax": a[1], "b_amax": weight_amax}
         arguments = (*a[0], *b, sizes, *formats, torch.bfloat16, bias)
-        return lambda: ops.grouped_gemm_quantized(*arguments, **amaxes)
+        return lambda **plan: ops.grouped_gemm_quantized(*arguments, **amaxes, **plan)
 
     x_rows, grad_rows = rows(x), rows(grad)
     matrices = ops.quantize_list(list(weight), weight_key, weight_amax)
     own_amaxes = None if weight_amax is None else list(weight_amax.split(1))
 
-    def forward_of_a_list() -> Tensor:
+    def forward_of_a_list(**plan: int) -> Tensor:
         arguments = (*x_rows[0], *matrices, sizes, *formats, torch.bfloat16)
-        return ops.grouped_gemm_quantized_list(*arguments, a_amax=x_rows[1], b_amax=own_amaxes)
+        return ops.grouped_gemm_quantized_list(*arguments, a_amax=x_rows[1], b_amax=own_amaxes, **plan)
 
     return {
         "forward": product(x_rows, w_rows),
@@ -114,10 +119,10 @@ def rowwise_products(capacity: int, device: torch.device) -> dict[str, Product]:
     forward = *ops.quantize_rowwise(x), *ops.quantize_rowwise(weight), sizes
     backward = *ops.quantize_rowwise(grad, element="e5m2"), *ops.quantize_rowwise(weight.mT), sizes
     return {
-        "forward": lambda: ops.grouped_gemm_rowwise(*forward),
-        "forward with bias": lambda: ops.grouped_gemm_rowwise(*forward, bias=bias),
-        "forward in float32": lambda: ops.grouped_gemm_rowwise(*forward, dtype=torch.float32),
-        "data gradient": lambda: ops.grouped_gemm_rowwise(*backward),
+        "forward": lambda **plan: ops.grouped_gemm_rowwise(*forward, **plan),
+        "forward with bias": lambda **plan: ops.grouped_gemm_rowwise(*forward, bias=bias, **plan),
+        "forward in float32": lambda **plan: ops.grouped_gemm_rowwise(*forward, dtype=torch.float32, **plan),
+        "data gradient": lambda **plan: ops.grouped_gemm_rowwise(*backward, **plan),
     }
 
 
@@ -129,14 +134,14 @@ def fp8_products(capacity: int, device: torch.device, formats: tuple[str, str]) 
     columns = (*grad_columns, *x_columns, sizes, key, key)
     held = torch.ones(weight.shape, device=device)
 
-    def added() -> Tensor:
+    def added(**plan: int) -> Tensor:
         out = held.clone()
-        ops.grouped_gemm_wgrad_quantized_out(*columns, out)
+        ops.grouped_gemm_wgrad_quantized_out(*columns, out, **plan)
         return out
 
     return quantized_rows(capacity, device, formats) | {
-        "weight gradient": lambda: ops.grouped_gemm_wgrad_quantized(*columns, bf16),
-        "weight gradient in float32": lambda: ops.grouped_gemm_wgrad_quantized(*columns, fp32),
+        "weight gradient": lambda **plan: ops.grouped_gemm_wgrad_quantized(*columns, bf16, **plan),
+        "weight gradient in float32": lambda **plan: ops.grouped_gemm_wgrad_quantized(*columns, fp32, **plan),
         "weight gradient added": added,
     }
 

@@ -34,6 +34,16 @@ def test_with_other_tails(family: str, device: torch.device) -> None:
             assert_all_same([product()], expected[name], f"{name}, {tail} rows past the groups")
 
 
+@by_family
+def test_with_other_plans(family: str, device: torch.device) -> None:
+    """One cluster takes whole tiles only; with others the last tiles are halves, of all tiles or of a few."""
+    for name, product in FAMILIES[family](CAPACITY, device).items():
+        expected = product(max_sms=2)
+        for most in (0, 6, 10, 22, 40, 64, 100):
+            assert_all_same([product(max_sms=most)], expected, f"{name}, {most} multiprocessors")
+        assert_all_same([product(expected_rows=5)], expected, f"{name}, few rows expected")
+
+
 def on_another_stream(product: Product) -> list[Tensor]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
