@@ -137,6 +137,7 @@ class GroupedMlpFunction : public torch::autograd::Function<GroupedMlpFunction> 
     ctx->saved_data["grad_format"] = grad_key;
     ctx->saved_data["fc1_columns"] = !formats.native() && rounds_weight_columns(fc1_weight, formats);
     ctx->saved_data["fc2_columns"] = !formats.native() && rounds_weight_columns(fc2_weight, formats);
+    if (quantized_fc1) ctx->saved_data["fc1_given"] = true;
     if (quantized_fc2) ctx->saved_data["fc2_given"] = true;
     ctx->saved_data["has_fc1_bias"] = fc1_bias.has_value();
     ctx->saved_data["has_fc2_bias"] = fc2_bias.has_value();
@@ -152,7 +153,8 @@ class GroupedMlpFunction : public torch::autograd::Function<GroupedMlpFunction> 
             saved[12]};
   }
 
-  // The second layer's weight comes first, so that its operands are freed before the first layer's are made.
+  // Gradients of weights that take more than is freed after them come late: that of the second weight when what the
+  // activation's gradient was made of is freed, that of the first when the first weight's copy for the data gradient is.
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const std::string input_key = ctx->saved_data["input_format"].toStringRef();
@@ -173,41 +175,73 @@ class GroupedMlpFunction : public torch::autograd::Function<GroupedMlpFunction> 
     if (wants_linear || wants_fc2) {
       g = round_role(grad, group_sizes, formats.grad, grad_key, wants_linear, wants_fc2);
     }
-    if (wants_fc2) {
-      grad_fc2 = multiply_columns({g.columns, grad_key}, {columns_of(kept.activation), input_key},
-                                  group_sizes, dtype);
-    }
-    g.columns = {};
     const EarlyRelease release(ctx);
-    release(kept.activation.data);
-    if (wants_linear) {
-      const bool fc1_columns = ctx->saved_data["fc1_columns"].toBool();
-      const bool fc2_columns = ctx->saved_data["fc2_columns"].toBool();
-      HiddenGradient hidden = data_gradient_then_activation_backward(
-          std::move(g.rows), kept.fc2, fc2_columns, kept.linear, group_sizes, probs, formats,
-          {wants_input, wants_fc1, wants_fc1_bias});
-      release(kept.linear);
-      // Else it is the parameter, or the caller's.
-      const bool fc2_given = ctx->saved_data.find("fc2_given") != ctx->saved_data.end();
-      if (kept.fc2.scale.defined() && !fc2_given) release(kept.fc2.data);
-      Rounded& linear = hidden.linear.values;
-      grad_fc1_bias = hidden.linear.bias;
+    Rounded linear;  // gradient of the first product
+    const auto multiply_fc2 = [&] {
+      if (wants_fc2) {
+        grad_fc2 = multiply_columns({g.columns, grad_key}, {columns_of(kept.activation), input_key},
+                                    group_sizes, dtype);
+      }
+      g.columns = {};
+      release(kept.activation.data);
+    };
+    const auto multiply_fc1 = [&] {
       if (wants_fc1) {
         grad_fc1 = multiply_columns({linear.columns, grad_key}, {columns_of(kept.input), input_key},
                                     group_sizes, dtype);
       }
       linear.columns = {};
       if (kept.input.scale.defined()) release(kept.input.data);
-      if (wants_input) {
-        grad_input = multiply({linear.rows, grad_key}, {kept.fc1, weight_key}, group_sizes, std::nullopt,
-                              std::nullopt, fc1_columns, dtype);
-      }
+    };
+    const bool fc2_is_late = wants_fc2 && grows(g.columns, kept.activation, group_sizes, dtype);
+    if (!fc2_is_late) multiply_fc2();
+    if (wants_linear) {
+      const bool fc2_columns = ctx->saved_data["fc2_columns"].toBool();
+      HiddenGradient hidden = data_gradient_then_activation_backward(
+          std::move(g.rows), kept.fc2, fc2_columns, kept.linear, group_sizes, probs, formats,
+          {wants_input, wants_fc1, wants_fc1_bias});
+      release(kept.linear);
+      release_rounded(ctx, release, kept.fc2, "fc2_given");
+      linear = std::move(hidden.linear.values);
+      grad_fc1_bias = hidden.linear.bias;
       if (wants_probs) {
         grad_probs = grad_probs.defined() ? at::add(grad_probs, hidden.probs) : hidden.probs;
       }
     }
+    if (fc2_is_late) multiply_fc2();
+    const bool fc1_is_late = wants_fc1 && grows(linear.columns, kept.input, group_sizes, dtype);
+    if (!fc1_is_late) multiply_fc1();
+    if (wants_input) {
+      const bool fc1_columns = ctx->saved_data["fc1_columns"].toBool();
+      grad_input = multiply({linear.rows, grad_key}, {kept.fc1, weight_key}, group_sizes, std::nullopt,
+                            std::nullopt, fc1_columns, dtype);
+    }
+    linear.rows = {};
+    release_rounded(ctx, release, kept.fc1, "fc1_given");
+    if (fc1_is_late) multiply_fc1();
     return {grad_input,    grad_fc1, grad_fc2, Tensor(), grad_probs, grad_fc1_bias,
             grad_fc2_bias, Tensor(), Tensor(), Tensor(), Tensor(),   Tensor()};
+  }
+
+  // Whether the gradient of a weight takes more than is freed of what it is made of, as it does where experts have fewer rows
+  // than their weights are wide. Sizes that a tracer leaves open say no.
+  static bool grows(const Scaled& grad, const Scaled& activation, const Tensor& group_sizes,
+                    at::ScalarType dtype) {
+    const auto elements = [](const Scaled& matrix) { return matrix.data.sym_numel().maybe_as_int(); };
+    const auto lines = [](const Tensor& matrix) { return matrix.sym_size(0).maybe_as_int(); };
+    const auto freed = elements(grad), kept = elements(activation);
+    const auto rows = lines(grad.data), columns = lines(columns_of(activation).data),
+               groups = lines(group_sizes);
+    if (!freed || !kept || !rows || !columns || !groups) return false;
+    const int64_t own = *groups * *rows * *columns * static_cast<int64_t>(c10::elementSize(dtype));
+    const int64_t of_grad = grad.scale.defined() ? *freed : 0;  // else it is the caller's, or needed as rows
+    return own > of_grad * grad.data.element_size() + *kept * activation.data.element_size();
+  }
+
+  // A weight that was rounded in the forward: without a scale it is the parameter, and a `given` one is the caller's.
+  static void release_rounded(const AutogradContext* ctx, const EarlyRelease& release, const Scaled& weight,
+                              const char* given) {
+    if (weight.scale.defined() && ctx->saved_data.find(given) == ctx->saved_data.end()) release(weight.data);
   }
 
   // Of the second bias, and what it adds to that of the probabilities, which scale it: from the gradient before it is

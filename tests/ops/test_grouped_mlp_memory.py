@@ -62,10 +62,10 @@ def test_the_activation_is_rounded_where_it_is_computed(name: str) -> None:
     product, gradient = "grouped_gemm_quantized", "grouped_gemm_wgrad_quantized"
     assert calls_of(formats, (False, False)) == [
         *("grouped_quantize_both", weight, product, "swiglu_quantize_both", weight, product),
-        *("grouped_quantize_both", gradient, product, "swiglu_backward_quantize_both", gradient, product),
+        *("grouped_quantize_both", product, "swiglu_backward_quantize_both", gradient, product, gradient),
     ]
-    assert calls_of(formats, (True, False))[-4:] == [  # a bias wants the sums of what is not rounded
-        *("swiglu_backward", "bias_backward_quantize_both", gradient, product),
+    assert calls_of(formats, (True, False))[-5:] == [  # a bias wants the sums of what is not rounded
+        *("swiglu_backward", "bias_backward_quantize_both", gradient, product, gradient),
     ]
     assert calls_of(formats, (False, False), ("fc2_weight",)) == [
         *("grouped_quantize", "quantize", product, "swiglu_quantize_both", "quantize", product),
@@ -73,6 +73,19 @@ def test_the_activation_is_rounded_where_it_is_computed(name: str) -> None:
     ]
     assert calls_of(formats, (False, False), ("probs",))[-3:] == [
         *("grouped_quantize", product, "swiglu_backward"),
+    ]
+
+
+def test_gradients_of_weights_come_when_they_take_least_memory() -> None:
+    """Early where they take less than what is freed after them: where groups have many rows."""
+    shape = MlpShape("", (1400, 600), 2048, 128, 256)
+    generator = torch.Generator().manual_seed(1)
+    arguments = mlp_arguments(shape, torch.bfloat16, (False, False), torch.device("cpu"), generator)
+    with Calls() as calls:
+        run(ops.grouped_mlp, arguments, FORMATS["block"])
+    product, gradient = "grouped_gemm_quantized", "grouped_gemm_wgrad_quantized"
+    assert calls.names[-6:] == [
+        *("grouped_quantize_both", gradient, product, "swiglu_backward_quantize_both", gradient, product)
     ]
 
 
@@ -124,7 +137,7 @@ class Freed(Calls):
 
 @pytest.mark.parametrize("retain", [False, True], ids=["once", "retained"])
 def test_what_is_kept_is_freed_when_it_is_used(retain: bool) -> None:
-    """Not when the node has run: then the gradients of the first layer are beside all of it."""
+    """Not when the node has run: then the gradients of the weights are beside all of it."""
     arguments = one_case(FORMATS["block"], torch.device("cpu"), (False, False))
     x, fc1, fc2, probs = leaves_of(arguments).values()
     with Freed() as freed:
@@ -139,11 +152,12 @@ def test_what_is_kept_is_freed_when_it_is_used(retain: bool) -> None:
     ]
     there = {name: held for name, held in freed.there if name in freed.names[-5:]}  # of the last of each name
     first_weight, linear, activation, second_weight = freed.kept
-    assert there["swiglu_backward_quantize_both"] >= {linear, first_weight}
-    assert (activation in there["swiglu_backward_quantize_both"]) == retain
-    for gone in (linear, activation, second_weight):
-        assert (gone in there["grouped_gemm_wgrad_quantized"]) == retain
+    assert there["swiglu_backward_quantize_both"] >= {linear, activation, first_weight}
     assert first_weight in there["grouped_gemm_quantized"]
+    for gone in (linear, activation, second_weight):
+        assert (gone in there["grouped_gemm_quantized"]) == retain
+    for gone in freed.kept:  # beside the gradient of the first weight nothing of it is
+        assert (gone in there["grouped_gemm_wgrad_quantized"]) == retain
     if retain:
         again = torch.autograd.grad(output, leaves, torch.ones_like(output))
         for a, b in zip(again, first, strict=True):
