@@ -201,7 +201,7 @@ class GroupedMlpFunction : public torch::autograd::Function<GroupedMlpFunction> 
           std::move(g.rows), kept.fc2, fc2_columns, kept.linear, group_sizes, probs, formats,
           {wants_input, wants_fc1, wants_fc1_bias});
       release(kept.linear);
-      release_rounded(ctx, release, kept.fc2, "fc2_given");
+      if (is_rounded(ctx, kept.fc2, "fc2_given")) release(kept.fc2.data);
       linear = std::move(hidden.linear.values);
       grad_fc1_bias = hidden.linear.bias;
       if (wants_probs) {
@@ -209,7 +209,8 @@ class GroupedMlpFunction : public torch::autograd::Function<GroupedMlpFunction> 
       }
     }
     if (fc2_is_late) multiply_fc2();
-    const bool fc1_is_late = wants_fc1 && grows(linear.columns, kept.input, group_sizes, dtype);
+    const bool fc1_is_late = wants_fc1 && is_rounded(ctx, kept.fc1, "fc1_given") &&
+                             grows(linear.columns, kept.input, group_sizes, dtype);
     if (!fc1_is_late) multiply_fc1();
     if (wants_input) {
       const bool fc1_columns = ctx->saved_data["fc1_columns"].toBool();
@@ -217,7 +218,7 @@ class GroupedMlpFunction : public torch::autograd::Function<GroupedMlpFunction> 
                             std::nullopt, fc1_columns, dtype);
     }
     linear.rows = {};
-    release_rounded(ctx, release, kept.fc1, "fc1_given");
+    if (is_rounded(ctx, kept.fc1, "fc1_given")) release(kept.fc1.data);
     if (fc1_is_late) multiply_fc1();
     return {grad_input,    grad_fc1, grad_fc2, Tensor(), grad_probs, grad_fc1_bias,
             grad_fc2_bias, Tensor(), Tensor(), Tensor(), Tensor(),   Tensor()};
@@ -238,10 +239,9 @@ class GroupedMlpFunction : public torch::autograd::Function<GroupedMlpFunction> 
     return own > of_grad * grad.data.element_size() + *kept * activation.data.element_size();
   }
 
-  // A weight that was rounded in the forward: without a scale it is the parameter, and a `given` one is the caller's.
-  static void release_rounded(const AutogradContext* ctx, const EarlyRelease& release, const Scaled& weight,
-                              const char* given) {
-    if (weight.scale.defined() && ctx->saved_data.find(given) == ctx->saved_data.end()) release(weight.data);
+  // Whether the forward rounded a weight: without a scale it is the parameter, and a `given` one is the caller's.
+  static bool is_rounded(const AutogradContext* ctx, const Scaled& weight, const char* given) {
+    return weight.scale.defined() && ctx->saved_data.find(given) == ctx->saved_data.end();
   }
 
   // Of the second bias, and what it adds to that of the probabilities, which scale it: from the gradient before it is

@@ -203,8 +203,9 @@ __device__ __forceinline__ uint64_t by_columns(const void* operand, uint32_t lin
 
 inline constexpr int kProductRows = 16;  // that a product of elements of 2 bytes sums over
 
-// sums += a b: 64 lines of a, 256 of b, or 128 for the first half of the sums, 16 of the dimension between them. A thread has of rows l = lane / 4 and l + 8 of
-// its warp's 16 the columns 8 j + 2 (lane % 4) and the next: sums[4 j], [4 j + 1] and [4 j + 2], [4 j + 3].
+// sums += a b: 64 lines of a, 256 of b, or 128 for the first half of the sums, 16 of the dimension between them. A thread has
+// of rows l = lane / 4 and l + 8 of its warp's 16 the columns 8 j + 2 (lane % 4) and the next: sums[4 j], [4 j + 1] and
+// [4 j + 2], [4 j + 3].
 template <typename T, bool a_by_columns, bool b_by_columns, int halves = 2>
 __device__ __forceinline__ void multiply(float (&sums)[128], uint64_t a, uint64_t b) {
 #define TP_MULTIPLY(type)                                                                       \

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.ops.gemm_oracle import rows_fp64
 from tests.ops.grouped_draw import Codes, Groups, codes_of
+from tests.ops.on_gpu import captured
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.gemm_cases import normals, poison_tail
 from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits
@@ -261,23 +262,18 @@ def test_graph_follows_new_sizes_and_data(formats: tuple[str, str]) -> None:
 
     a, b, groups, bias, alpha = given = drawn((60, 70, 80, 0, 90), 0)
     call = calls(a, b, formats, groups, bias, alpha)["fresh"]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = call()
+    results: list[Tensor] = []
+    graph = captured(lambda: results.append(call()))
+    result = results[-1]  # of the call that was recorded
     for seed, sizes in enumerate(REPLAYED):
         new = drawn(sizes, seed + 1)
         for held, other in zip(tensors(*given), tensors(*new), strict=True):
             held.view(torch.uint8).copy_(other.view(torch.uint8))
-        captured.fill_(float("nan"))
+        result.fill_(float("nan"))
         graph.replay()
         a, b, groups, bias, alpha = new
         exact = rows_fp64(a.values, b.values, groups.host, bias, None, True, alpha)
         above = [t.abs() for t in (a.values, b.values, bias, alpha)]
         magnitude = rows_fp64(*above[:2], groups.host, above[2], None, True, above[3])
-        assert_rounded_sum(captured, exact, magnitude, K + ROUNDED, str(sizes))
-        assert_same_bits(captured, calls(a, b, formats, groups, bias, alpha)["fresh"](), str(sizes))
+        assert_rounded_sum(result, exact, magnitude, K + ROUNDED, str(sizes))
+        assert_same_bits(result, calls(a, b, formats, groups, bias, alpha)["fresh"](), str(sizes))
