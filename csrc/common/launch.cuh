@@ -33,7 +33,7 @@ __device__ __forceinline__ void let_the_next_kernel_start() {
 #endif
 }
 
-// First in a kernel that launch_early starts: until all that the stream did before is done.
+// In a kernel that launch_early starts, before what depends on others: until all that the stream did before is done.
 __device__ __forceinline__ void wait_for_the_kernel_before() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -42,13 +42,13 @@ __device__ __forceinline__ void wait_for_the_kernel_before() {
 
 // A launch that need not wait until the kernel before has ended: its own way onto the device overlaps with that.
 template <typename... Parameters, typename... Arguments>
-void launch_early(void (*kernel)(Parameters...), unsigned grid, unsigned block, size_t shared,
+void launch_early(void (*kernel)(Parameters...), dim3 grid, unsigned block, size_t shared,
                   cudaStream_t stream, const Arguments&... arguments) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(grid);
+  config.gridDim = grid;
   config.blockDim = dim3(block);
   config.dynamicSmemBytes = shared;
   config.stream = stream;

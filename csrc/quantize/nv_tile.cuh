@@ -296,10 +296,7 @@ __device__ __forceinline__ void quantize_nv_tile(const NvArgs& args, const Tile&
 // Every tile, or by any number of blocks those that nv_whole_kernel leaves. Most of these blocks' tiles are not left, so the
 // threads look at one each.
 template <typename T, NvCoding coding, bool hadamard>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
-    quantize_nv_kernel(const __grid_constant__ NvArgs args, bool all) {
-  __shared__ NvShared<T> shared;
-  if (args.is_noop()) return;
+__device__ __forceinline__ void quantize_nv_tiles(const NvArgs& args, bool all, NvShared<T>& shared) {
   __shared__ uint32_t left[kWarps];  // of the tiles that the threads look at, a bit each
   const uint32_t tiles = static_cast<uint32_t>(args.layout.tiles()), step = gridDim.x;
   const bool all_at_once = !all && args.layout.grouped();  // of what tiles without rows have to store
@@ -326,6 +323,16 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
     }
     __syncthreads();  // before bits are
   }
+}
+
+// Where it has only what nv_whole_kernel leaves it starts when the last blocks of that one have, and works beside them: no
+// tile of one is written by the other. It ends after it, for what comes next waits for this kernel alone.
+template <typename T, NvCoding coding, bool hadamard>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
+    quantize_nv_kernel(const __grid_constant__ NvArgs args, bool all) {
+  __shared__ NvShared<T> shared;
+  if (!args.is_noop()) quantize_nv_tiles<T, coding, hadamard>(args, all, shared);
+  wait_for_the_kernel_before();
 }
 
 // Rows alone, with scales of 1x16, of an input that is aligned to 16 bytes. A thread has every 32nd row of a block of the
@@ -368,8 +375,8 @@ void launch_quantize_nv_as(const NvArgs& args, void* stream) {
       constexpr unsigned kMostBlocks = 512;  // each looks through a few tiles, most of which are not its
       launch_nv_whole<T, coding, hadamard>(args, cuda_stream);
       if (may_have_other_tiles(layout)) {
-        quantize_nv_kernel<T, coding, hadamard>
-            <<<std::min(grid, kMostBlocks), kThreads, 0, cuda_stream>>>(args, false);
+        launch_early(quantize_nv_kernel<T, coding, hadamard>, std::min(grid, kMostBlocks), kThreads, 0,
+                     cuda_stream, args, false);
       }
       return check_launch("quantize_nv_kernel");
     }

@@ -67,12 +67,19 @@ __device__ __forceinline__ void zero_unused_words(const Layout& layout, int32_t 
   const uint32_t words = (static_cast<uint32_t>(layout.row_tiles()) - static_cast<uint32_t>(used)) *
                          static_cast<uint32_t>(layout.words());  // of a line
   const uint32_t count =
-      static_cast<uint32_t>(layout.col_tiles()) * kTile * words;  // also of lines that are padding
-  for (uint32_t i = thread; i < count; i += threads) {
+      static_cast<uint32_t>(layout.col_tiles()) * kTile;  // lines, also those that are padding
+  if (!layout.tiled) {                                    // a warp takes a line
+    for (uint32_t line = thread / kWarpSize; line < count; line += threads / kWarpSize) {
+      auto* own = reinterpret_cast<uint32_t*>(scales + lines.at(static_cast<int>(line), 0));
+      for (uint32_t word = thread % kWarpSize; word < words; word += kWarpSize) own[word] = 0;
+    }
+    return;
+  }
+  for (uint32_t i = thread; i < count * words; i += threads) {
     const uint32_t tile = i / kTile;  // of lines by a word
-    const uint32_t line = layout.tiled ? tile / words * kTile + i % kTile : i / words;
-    const uint32_t word = layout.tiled ? tile % words : i % words;
-    *reinterpret_cast<uint32_t*>(scales + lines.at(static_cast<int>(line), static_cast<int>(word))) = 0;
+    const uint32_t line = tile / words * kTile + i % kTile;
+    *reinterpret_cast<uint32_t*>(scales + lines.at(static_cast<int>(line), static_cast<int>(tile % words))) =
+        0;
   }
 }
 
