@@ -220,6 +220,21 @@ def _long_sums(sizes: torch.Tensor, n: int, k: int) -> None:
     ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16)
 
 
+def _widened_beside(sizes: torch.Tensor, format: str) -> None:
+    """So few multiprocessors that rows are widened beside the products."""
+    input = torch.randn(int(sizes.sum()) + 3, 352, dtype=torch.bfloat16, device=sizes.device)
+    weight = torch.randn(sizes.numel(), 1032, 352, dtype=torch.bfloat16, device=sizes.device)
+    amaxes = {}
+    if Format.parse(format).family == "nvfp4":
+        amaxes = {"a_amax": ops.amax(input, format, sizes), "b_amax": ops.amax(weight, format)}
+    operands = (
+        *ops.grouped_quantize(input, sizes, format, amaxes.get("a_amax")),
+        *ops.quantize(weight, format, amaxes.get("b_amax")),
+    )
+    formats = format, format
+    ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16, **amaxes, max_sms=4)
+
+
 def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
     """Every call, by its name."""
     for name, cases, call in (
@@ -252,6 +267,9 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
     for sizes, n, k in LONG_SUMS:
         groups = torch.tensor(sizes, dtype=torch.int32, device=device)
         yield f"grouped_gemm long-sums-{k}", partial(_long_sums, groups, n, k)
+    groups = torch.tensor([300, 0, 7, 130, 290], dtype=torch.int32, device=device)
+    for format in ("mxfp8", "mxfp8:e5m2,tiled", "nvfp4"):
+        yield f"grouped_gemm widened-beside-{format}", partial(_widened_beside, groups, format)
 
 
 def main() -> None:

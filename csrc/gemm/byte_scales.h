@@ -20,6 +20,8 @@ struct ByteScales {
     return bytes + number / 128 * 128 * width + number % 32 * 16 + number % 128 / 32 * 4;
   }
   TP_HOST_DEVICE int word_stride() const { return tiled ? 512 : 4; }
+  // From a line to the next of four that begin at a multiple of 4.
+  TP_HOST_DEVICE int64_t line_stride() const { return tiled ? 16 : width; }
 };
 
 }  // namespace transformer_plugin::gemm

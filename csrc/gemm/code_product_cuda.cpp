@@ -97,8 +97,10 @@ bool code_product_out_cuda(const CodeProduct& product, const Tensor& out) {
   if (args.groups == 0 || !hopper_takes(GroupedMode::kForward, args)) return false;
   Tensor values;  // until the kernels are in the stream
   if (args.scale_kind == ScaleKind::kMx || args.scale_kind == ScaleKind::kNv) {
-    values = empty(out, {args.rows, widened_columns(args.k)}, at::kBFloat16);
+    const int64_t columns = widened_columns(args.k), bytes = args.rows * columns * 2;
+    values = empty(out, {bytes + ready_words(args.rows) * 4}, at::kByte);
     args.a_values = values.mutable_data_ptr();
+    args.a_ready = static_cast<uint8_t*>(args.a_values) + bytes;
   }
   launch_hopper(GroupedMode::kForward, args, scope.stream());
   return true;

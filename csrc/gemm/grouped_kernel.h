@@ -33,7 +33,8 @@ struct GroupedKernelArgs {
   const void* b_scale;
   const void* a_moved;  // of kWeightGrad of those: a and b as aligned lines (quantize/tiles.h), or null
   const void* b_moved;
-  void* a_values;   // room for `a` of MXFP8 and NVFP4 in bfloat16, [T, widened_columns(k)]
+  void* a_values;   // room for `a` of MXFP8 and NVFP4 in bfloat16, [T, widened_columns(k)],
+  void* a_ready;    // and for words that count what of it is there (gemm/hopper_widen.cuh)
   MatrixList list;  // in place of `b`, or of `out` of kWeightGrad, which then are the first of it
   int64_t rows;     // T
   int64_t groups;   // G
@@ -54,8 +55,9 @@ struct GroupedKernelArgs {
   LaunchOptions options;  // only the kernels for Hopper follow them
 };
 
-// Of a row of `a_values`.
+// Of a row of `a_values`, and how many words count its rows.
 inline int64_t widened_columns(int64_t k) { return (k + 63) / 64 * 64; }
+inline int64_t ready_words(int64_t rows) { return 32 + (rows + 63) / 64; }
 
 void launch_grouped_kernel(GroupedMode mode, const GroupedKernelArgs& args, void* stream);
 // One for each operand dtype, each in a file of its own so that they compile side by side.

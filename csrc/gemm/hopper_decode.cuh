@@ -23,6 +23,7 @@ struct MxCodes {
   using Codes = uint4;                      // of a chunk
   static constexpr int kScaleShift = 5;     // a scale's codes, as a logarithm
   static constexpr float kLeftOver = 1.0f;  // what the values have yet to be multiplied by
+  static constexpr bool kInTurn = true;     // hopper_decoded.cuh
 
   static __device__ __forceinline__ void decode(const Codes& codes, uint32_t scale, Values& values) {
     constexpr uint32_t kSmallest = 0x00400000, kNaN = 0x7fffffff;  // 2^-127, which is subnormal
@@ -63,6 +64,7 @@ struct NvCodes {
   using Codes = uint2;
   static constexpr int kScaleShift = 4;
   static constexpr float kLeftOver = 256.0f;
+  static constexpr bool kInTurn = false;
 
   static __device__ __forceinline__ void decode(const Codes& codes, uint32_t scale, Values& values) {
     const uint32_t bits = (scale & 0x80) << 8 | (scale & 0x7f) << 4;  // 2^-120 times the scale

@@ -4,10 +4,11 @@
 // Shared memory gives products what they read at half of its rate. Were both operands decoded there, one as it is written back,
 // the other half would not do, so that the two go different ways. The weights are the left operand, which products may take from
 // registers: a thread decodes what it multiplies by, while the products of the step before run. The rows are the right operand:
-// a small kernel before (hopper_widen.cuh) writes them to memory in bfloat16. So tiles are turned: 128 columns of the output by
-// 256 of its rows.
+// they go to memory in bfloat16 once (hopper_widen.cuh), by warps of these blocks that have nothing else to do and keep ahead of
+// the copies, or by a small kernel before. So tiles are turned: 128 columns of the output by 256 of its rows.
 #pragma once
 
+#include "gemm/hopper_left_decoder.cuh"
 #include "gemm/hopper_rows.cuh"
 #include "gemm/hopper_widen.cuh"
 
@@ -47,84 +48,6 @@ __device__ __forceinline__ void init_rings(DecodedShared& shared) {
   sync_cluster();
 }
 
-// The scales of a line, a word of four at a time, each sent for a step before it is used.
-template <typename Format>
-class ScaleWords {
- public:
-  static constexpr int kStepScales = kStepCodes >> Format::kScaleShift;
-  static constexpr int kWordSteps = 4 / kStepScales;
-
-  // `line` is null where there is none: its scales are 0.
-  __device__ __forceinline__ void begin(const uint8_t* line, int k) {
-    next_word_ = line;
-    left_ = line ? (k + (1 << Format::kScaleShift) - 1) >> Format::kScaleShift : 0;
-    next_ = fetch();
-  }
-  // To the scales of `step`, the next one; where a word of them begins, the word after it, `stride` bytes on, is sent for.
-  __device__ __forceinline__ void advance(int step, int stride) {
-    if (step % kWordSteps != 0) return;
-    word_ =
-        left_ >= 4 ? next_ : next_ & ((1u << max(left_, 0) * 8) - 1);  // of what is past k, codes are zero
-    left_ -= 4;
-    next_word_ += stride;
-    next_ = fetch();
-  }
-  __device__ __forceinline__ uint32_t of(int step, int chunk) const {
-    const int scale = step % kWordSteps * kStepScales + (chunk * kChunk >> Format::kScaleShift);
-    return word_ >> scale * 8 & 0xff;
-  }
-
- private:
-  __device__ __forceinline__ uint32_t fetch() const {
-    return left_ > 0 ? __ldg(reinterpret_cast<const uint32_t*>(next_word_)) : 0;
-  }
-
-  const uint8_t* next_word_;
-  uint32_t word_, next_;
-  int left_;  // scales, from `next_` on
-};
-
-// The lines of the left operand that a thread multiplies, lane / 4 and 8 more of its warp's 16, and of each the chunk lane % 4.
-template <typename Format>
-class LeftDecoder {
- public:
-  using Step = Values[2];
-
-  // `line`: the first of the warpgroup's.
-  __device__ __forceinline__ LeftDecoder(const RowsArgs& args, const ByteScales& scales, int group, int line)
-      : stride_(scales.word_stride()), chunk_(threadIdx.x % 4) {
-    const int own = threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
-    place_ = own * kLine + own % 8 * 16;  // so that `place ^ byte` is that of a byte of it under the swizzle
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int at = line + own + i * 8;
-      const int64_t of_stack = static_cast<int64_t>(group) * ((args.n + 127) / 128 * 128) + at;
-      scales_[i].begin(at < args.n ? scales.line(of_stack) : nullptr, args.k);
-    }
-  }
-  __device__ __forceinline__ void decode(const uint8_t* box, int step, Step& values) {
-    using Codes = typename Format::Codes;
-    const int byte =
-        step % kLineSteps<Format> * kStepBytes<Format> + chunk_ * static_cast<int>(sizeof(Codes));
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      scales_[i].advance(step, stride_);
-      const Codes codes = *reinterpret_cast<const Codes*>(box + ((place_ + i * 8 * kLine) ^ byte));
-      Format::decode(codes, scales_[i].of(step, chunk_), values[i]);
-    }
-  }
-
- private:
-  ScaleWords<Format> scales_[2];
-  int stride_, place_, chunk_;
-};
-
-// The registers are those of these values until here, though products that read them started long ago.
-__device__ __forceinline__ void keep(const Values (&values)[2]) {
-#pragma unroll
-  for (int i = 0; i < kChunk; ++i) asm volatile("" ::"r"(values[i % 2][i / 2]));
-}
-
 // Where a warpgroup's part of a turned tile lies.
 struct TurnedPart {
   int group, number;       // the warpgroup's, of those that multiply
@@ -132,54 +55,89 @@ struct TurnedPart {
   int row, end_row;        // the first of its 256, and the group's end
 };
 
-// Starts the products of a step with a half of the rows.
-template <int half>
-__device__ __forceinline__ void multiply_half(float (&sums)[kSums], const Values (&values)[2], uint64_t b) {
+// Starts the products of a step with so many halves of the rows.
+template <int halves>
+__device__ __forceinline__ void multiply_step(float (&sums)[kSums], const Values (&values)[2], uint64_t b) {
   begin_products();
 #pragma unroll
   for (int i = 0; i < kStepCodes / 16; ++i) {  // descriptors count 16 bytes
     const uint32_t a[] = {values[0][i * 2], values[1][i * 2], values[0][i * 2 + 1], values[1][i * 2 + 1]};
-    multiply_registers<half>(sums, a, b + half * (kTileColumns / 2 * kLine / 16) + i * 2);
+    multiply_registers<halves>(sums, a, b + i * 2);
   }
   commit_products();
 }
 
-// Sums a warpgroup's part of a tile.
-template <typename Format>
+// Where decoding takes long, the two warpgroups start the products of their steps in turn: left to themselves they wait for their
+// products together, then decode together, and the tensor cores meanwhile for them. The second has its turn when the first has
+// started its products, and so on; which has none of a step takes its turn all the same.
+template <bool in_turn>
+struct Turns {
+  static constexpr int kFirstBarrier = 1 + kMultipliers, kBoth = kMultipliers * kWarpgroup;
+  int number;  // the warpgroup's
+
+  __device__ __forceinline__ explicit Turns(int own) : number(own) {
+    if (in_turn && number == 1) arrive_threads(kFirstBarrier, kBoth);
+  }
+  __device__ __forceinline__ void begin() const {
+    if (in_turn) sync_threads(kFirstBarrier + number, kBoth);
+  }
+  __device__ __forceinline__ void end() const {
+    if (in_turn) arrive_threads(kFirstBarrier + 1 - number, kBoth);
+  }
+  // After the last step: nobody is left who has arrived alone.
+  __device__ __forceinline__ void finish() const {
+    if (in_turn && number == 0) sync_threads(kFirstBarrier, kBoth);
+  }
+};
+static_assert(kMultipliers == 2, "two that take turns");
+
+// Sums a warpgroup's part of a tile, so many halves of its rows. The products of a step start while those of the one before run;
+// when these are done, the registers they read are free for what the next step multiplies by.
+template <typename Format, int halves>
 __device__ __forceinline__ void sum_decoded(const RowsArgs& args, const ByteScales& scales,
                                             DecodedShared& shared, LeftPlace& left_place, RightPlace& place,
-                                            int steps, const TurnedPart& part, float (&sums)[kSums]) {
-  const bool both = part.row + kTileColumns / 2 < part.end_row;  // halves of the tile's rows
+                                            const Turns<Format::kInTurn>& turns, int steps,
+                                            const TurnedPart& part, float (&sums)[kSums]) {
+  using Step = typename LeftDecoder<Format>::Step;
   LeftDecoder<Format> left(args, scales, part.group, part.column);
-  typename LeftDecoder<Format>::Step values, next;
-  const auto decode = [&](int step) {
+  const auto decode = [&](int step, Step& values) {
     if (step % kLineSteps<Format> == 0) wait(&shared.left_full[left_place.stage], left_place.parity);
-    left.decode(shared.left[left_place.stage][part.number], step, next);
+    left.decode(shared.left[left_place.stage][part.number], step, values);
     if ((step + 1) % kLineSteps<Format> == 0 || step + 1 == steps) {
       release(&shared.left_empty[left_place.stage]);
       left_place.next();
     }
   };
-  decode(0);
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step, place.next()) {
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) values[i % 2][i / 2] = next[i % 2][i / 2];
+  int step = 0, read = -1;  // the stage of the step before
+  const auto take_step = [&](Step& own, Step& other) {
     wait(&shared.full[place.stage], place.parity);
-    const uint64_t b = by_rows(shared.right[place.stage]);
-    multiply_half<0>(sums, values, b);
-    if (both) multiply_half<1>(sums, values, b);
-    if (step + 1 < steps) decode(step + 1);
-    wait_for_products<0>();
-    keep(values);
-    release(&shared.empty[place.stage]);
+    turns.begin();
+    multiply_step<halves>(sums, own, by_rows(shared.right[place.stage]));
+    turns.end();
+    wait_for_products<1>();
+    keep(other);
+    if (read >= 0) release(&shared.empty[read]);
+    read = place.stage;
+    place.next();
+    if (++step == steps) return false;
+    decode(step, other);
+    return true;
+  };
+  Step even = {}, odd = {};
+  decode(0, even);
+#pragma unroll 1
+  while (take_step(even, odd) && take_step(odd, even)) {
   }
+  wait_for_products<0>();
+  keep(even);
+  keep(odd);
+  release(&shared.empty[read]);
 }
 
 // As many stages as sum_decoded reads.
 template <typename Format>
 __device__ __forceinline__ void skip_decoded(DecodedShared& shared, LeftPlace& left_place, RightPlace& place,
-                                             int steps) {
+                                             const Turns<Format::kInTurn>& turns, int steps) {
 #pragma unroll 1
   for (int step = 0; step < steps; ++step, place.next()) {
     if (step % kLineSteps<Format> == 0) {
@@ -188,6 +146,8 @@ __device__ __forceinline__ void skip_decoded(DecodedShared& shared, LeftPlace& l
       left_place.next();
     }
     wait(&shared.full[place.stage], place.parity);
+    turns.begin();
+    turns.end();
     release(&shared.empty[place.stage]);
   }
 }
@@ -261,6 +221,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
                                const __grid_constant__ CUtensorMap codes_map,
                                const __grid_constant__ CUtensorMap out_map,
                                const __grid_constant__ ByteScales scales,
+                               const __grid_constant__ RowsBeside beside,
                                const __grid_constant__ RowsArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Out = __nv_bfloat16;
@@ -280,14 +241,21 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   Tile tile;
   LeftPlace left_place;
   RightPlace place;
-  WalkOf<true> walk(args, block);
   if (warpgroup == 0) {
     fewer_registers<kCopierRegisters>();
     if (threadIdx.x >= kWarpSize) {
-      zero_tail<Out>(args, kWarpgroup / kWarpSize - 1, threadIdx.x / kWarpSize - 1);
+      const int warp = threadIdx.x / kWarpSize - 1;
+      if (beside.ready) {
+        const int end = args.offsets ? args.offsets[args.groups] : args.rows;
+        beside.template widen<Format>(end, args.k);
+      }
+      zero_tail<Out>(args, kWarpgroup / kWarpSize - 1, warp);
     } else {
+      WalkOf<true> walk(args, block);
       for (int index = cluster_in_grid(); walk.find(index, tile); index += clusters) {
         const int line = tile.row * kTileRows, row = walk.begin_row + tile.column * kTileColumns;
+        if (beside.ready && row < walk.end_row)
+          beside.wait(row, min(row + kTileColumns, walk.end_row), args.k);
         if (threadIdx.x == 0) {
 #pragma unroll 1
           for (int step = 0; step < steps; ++step, place.next()) {
@@ -318,6 +286,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   } else {
     more_registers<kMultiplierRegisters>();
     const int number = warpgroup - 1;
+    const Turns<Format::kInTurn> turns(number);
+    WalkOf<true> walk(args, block);
     for (int index = cluster_in_grid(); walk.find(index, tile); index += clusters) {
       const TurnedPart part{tile.group,
                             number,
@@ -326,27 +296,32 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
                             walk.begin_row + tile.column * kTileColumns,
                             walk.end_row};
       if (part.row >= part.end_row || part.column >= args.n) {  // nothing of this warpgroup's
-        skip_decoded<Format>(shared, left_place, place, steps);
+        skip_decoded<Format>(shared, left_place, place, turns, steps);
         continue;
       }
       if (beta_of(args, part.group) != 0.0f) {
         held_by<Out>(args, part).template send<kTileColumns, kBoxLines>(~0u);
       }
       float sums[kSums] = {};
-      sum_decoded<Format>(args, scales, shared, left_place, place, steps, part, sums);
+      if (part.row + kTileColumns / 2 < part.end_row) {
+        sum_decoded<Format, 2>(args, scales, shared, left_place, place, turns, steps, part, sums);
+      } else {
+        sum_decoded<Format, 1>(args, scales, shared, left_place, place, turns, steps, part, sums);
+      }
       scale_and_add_bias_turned(args, part, Format::kLeftOver * Format::kLeftOver, sums);
       if (const float beta = beta_of(args, part.group); beta != 0.0f) {
         held_by<Out>(args, part).add_turned(sums, beta);
       }
       store_turned(args, out_map, part, sums, shared.out[number]);
     }
+    turns.finish();
     if (threadIdx.x % kWarpgroup == 0) wait_until_stored<0>();
   }
   sync_cluster();  // neither block leaves while the other may arrive at its barriers
 #endif
 }
 
-// Format is that of the weights; the rows were widened by launch_widen_rows.
+// Format is that of the weights; the rows were widened by launch_widen_rows, or are where widens_beside says so.
 template <typename Format>
 void launch_decoded_rows(const GroupedKernelArgs& args, const HopperPlan& plan, cudaStream_t stream) {
   constexpr auto kernel = hopper_decoded_rows_kernel<Format>;
@@ -364,7 +339,13 @@ void launch_decoded_rows(const GroupedKernelArgs& args, const HopperPlan& plan, 
       kBoxLines);
   const ByteScales scales{static_cast<const uint8_t*>(args.b_scale), scale_width<Format>(args.k),
                           args.b_tiled};
-  launch_early(kernel, grid_of(plan), kThreads, kShared, stream, values, codes, out, scales, rows_args(args));
+  RowsBeside beside{};
+  if (widens_beside(args, plan)) {
+    beside = {code_rows<Format>(args), static_cast<uint32_t*>(args.a_ready),
+              args.dtype == DType::kFloat8E5M2};
+  }
+  launch_early(kernel, grid_of(plan), kThreads, kShared, stream, values, codes, out, scales, beside,
+               rows_args(args));
   check_launch("hopper_decoded_rows_kernel");
 }
 

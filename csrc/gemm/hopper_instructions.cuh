@@ -71,6 +71,10 @@ __device__ __forceinline__ void sync_cluster() {
 __device__ __forceinline__ void sync_threads(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
+// For those, among the threads that are counted.
+__device__ __forceinline__ void arrive_threads(int number, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
 
 // ---- Copies of boxes between a matrix in memory, told by a tensor map, and shared memory. Coordinates count elements, the
 // inner dimension first; what lies outside of the matrix is zero, and is not stored.
@@ -147,6 +151,22 @@ __device__ __forceinline__ void wait_until_stored() {
 // What threads wrote to shared memory, or read of it, comes before the copies and products that they start after.
 __device__ __forceinline__ void fence_for_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// Of memory that threads write and the copy engine reads: by those that wrote before they say so, and by those that were told
+// before they start copies.
+__device__ __forceinline__ void fence_for_copies_of_memory() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// ---- Counters in memory, between blocks: what was written before one was added to is there for who finds it in the count.
+
+__device__ __forceinline__ void add_released(uint32_t* counter, uint32_t count) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(count) : "memory");
+}
+__device__ __forceinline__ uint32_t load_acquired(const uint32_t* counter) {
+  uint32_t count;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+  return count;
 }
 
 // ---- Registers move from the warpgroup that copies to those that multiply.
@@ -229,14 +249,21 @@ __device__ __forceinline__ void multiply(float (&sums)[128], uint64_t a, uint64_
 #undef TP_MULTIPLY
 }
 
-// The same of bfloat16 into a half of the sums, of 128 lines of b by rows, and the 64 lines of a in registers: a thread has of
-// its rows l and l + 8 the places 2 (lane % 4) and the next, then those of both rows 8 places on.
-template <int half>
+// The same of bfloat16, with the 64 lines of a in registers: a thread has of its rows l and l + 8 the places 2 (lane % 4) and the
+// next, then those of both rows 8 places on.
+template <int halves>
 __device__ __forceinline__ void multiply_registers(float (&sums)[128], const uint32_t (&a)[4], uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" TP_NAMES_64
-               "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
-               : TP_SUMS_64(half * 64)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  if constexpr (halves == 2) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" TP_NAMES_128
+                 "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 0;"
+                 : TP_SUMS_64(0), TP_SUMS_64(64)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  } else {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" TP_NAMES_64
+                 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
+                 : TP_SUMS_64(0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  }
 }
 
 // The same of FP8 operands by rows, `a` in E4M3 or E5M2 and b in E4M3, 128 lines of b and 32 of the dimension between them;

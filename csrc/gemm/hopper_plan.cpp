@@ -100,4 +100,13 @@ HopperPlan hopper_plan(GroupedMode mode, const GroupedKernelArgs& args, int mult
   return {true, clusters_of(mode, args, multiprocessors), adds ? thread_boxes_of(args) : 0};
 }
 
+// The warps that do it are few. They keep ahead of products that take long for each row, and the first products, which wait for
+// them, are to be a small part of all.
+bool widens_beside(const GroupedKernelArgs& args, const HopperPlan& plan) {
+  constexpr int64_t kManyColumns = 1024, kTurns = 4;
+  const int64_t rows = ceil_div(args.rows, hopper::kTileColumns);  // tiles are turned
+  const int64_t pairs = rows * ceil_div(args.n, hopper::kCluster * hopper::kTileRows);
+  return args.n >= kManyColumns && std::max(pairs, args.groups) >= kTurns * plan.clusters;
+}
+
 }  // namespace transformer_plugin::gemm

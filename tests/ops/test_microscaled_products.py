@@ -277,3 +277,68 @@ def test_graph_follows_new_sizes_and_data(formats: tuple[str, str]) -> None:
         magnitude = rows_fp64(*above[:2], groups.host, above[2], None, True, above[3])
         assert_rounded_sum(result, exact, magnitude, K + ROUNDED, str(sizes))
         assert_same_bits(result, calls(a, b, formats, groups, bias, alpha)["fresh"](), str(sizes))
+
+
+# ---- rows that a Hopper widens beside its products ---------------------------------------------------------------
+
+#: Few multiprocessors have many tiles each, and widen rows beside them; all have few, and rows are widened before.
+BESIDE = (2, 4, 6)
+WIDE = Shape((300, 0, 7, 513, 130), 50, 1160, 544)
+
+
+@pytest.mark.gpu
+@by_pair
+def test_rows_widened_beside_products_give_the_same_bits(pair: tuple[str, str]) -> None:
+    device = torch.device("cuda")
+    generator, groups = torch.Generator().manual_seed(0), groups_of(WIDE, device)
+    w, bias = (normals(s, FP32, device, generator) for s in ((5, WIDE.n, WIDE.k), (5, WIDE.n)))
+    b = codes_of(w, pair[1])
+    for turn in range(10):  # of other rows each: what the last call left in memory is wrong for this one
+        x = poison_tail(normals((groups.capacity, WIDE.k), FP32, device, generator), WIDE.sizes)
+        a = codes_of(x, pair[0], groups)
+
+        def call(max_sms: int = 0, a: Codes = a) -> Tensor:
+            given = (a.data, a.scale, b.data, b.scale, groups.device, *pair, BF16, bias)
+            return ops.grouped_gemm_quantized(*given, a_amax=a.amax, b_amax=b.amax, max_sms=max_sms)
+
+        results = {max_sms: call(max_sms) for max_sms in BESIDE}
+        expected = call()
+        if turn == 0:
+            exact = rows_fp64(a.values, b.values, groups.host, bias, None, True, None)
+            magnitude = rows_fp64(a.values.abs(), b.values.abs(), groups.host, bias.abs(), None, True, None)
+            assert_rounded_sum(expected, exact, magnitude, WIDE.k + ROUNDED, str(pair))
+        for max_sms, got in results.items():
+            assert_same_bits(got, expected, f"{max_sms} multiprocessors, turn {turn}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("formats", [("mxfp8:e5m2,tiled", "mxfp8"), ("nvfp4", "nvfp4:tiled")], ids="-".join)
+def test_graph_widens_rows_beside_products_of_new_sizes(formats: tuple[str, str]) -> None:
+    device, n, k = torch.device("cuda"), WIDE.n, WIDE.k
+    capacity = sum(WIDE.sizes) + WIDE.tail
+
+    def drawn(sizes: tuple[int, ...], seed: int) -> tuple[Codes, Codes, Groups]:
+        generator = torch.Generator().manual_seed(seed)
+        groups = groups_of(Shape(sizes, capacity - sum(sizes), n, k), device)
+        x = poison_tail(normals((capacity, k), FP32, device, generator), sizes)
+        w = normals((len(sizes), n, k), FP32, device, generator)
+        return codes_of(x, formats[0], groups), codes_of(w, formats[1]), groups
+
+    def tensors(a: Codes, b: Codes, groups: Groups) -> list[Tensor]:
+        return [t for t in (*a[:3], *b[:3], groups.device) if t is not None]
+
+    def call(a: Codes, b: Codes, groups: Groups, max_sms: int) -> Tensor:
+        given = (a.data, a.scale, b.data, b.scale, groups.device, *formats, BF16)
+        return ops.grouped_gemm_quantized(*given, a_amax=a.amax, b_amax=b.amax, max_sms=max_sms)
+
+    given = drawn(WIDE.sizes, 0)
+    results: list[Tensor] = []
+    graph = captured(lambda: results.append(call(*given, 2)))
+    others = [(0,) * 5, (capacity, 0, 0, 0, 0), (1, 2, 3, 5, 7), (0, 600, 0, 33, 120), (127, 1, 128, 0, 77)]
+    for seed, sizes in enumerate(others):
+        new = drawn(sizes, seed + 1)
+        for held, other in zip(tensors(*given), tensors(*new), strict=True):
+            held.view(torch.uint8).copy_(other.view(torch.uint8))
+        results[-1].fill_(float("nan"))
+        graph.replay()
+        assert_same_bits(results[-1], call(*new, 0), str(sizes))
