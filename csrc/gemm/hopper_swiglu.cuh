@@ -31,20 +31,25 @@ __device__ __forceinline__ int row_of_thread(const Part& part) {
   return part.row + threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
 }
 
+// Columns of a matrix with the rows of the product, in its dtype.
+inline CUtensorMap rows_map(const GroupedKernelArgs& product, const void* data, int64_t columns,
+                            int64_t stride) {
+  return tensor_map({data, product.dtype, columns, product.rows, 1, stride, product.rows * stride},
+                    kBoxLines);
+}
+
 // ---- SwiGLU of the sums, which are h: its columns of a tile are 128 of the gate and the 128 of the linear part that belong to
 // them, so a thread has both of each pair. Interleaved they lie side by side; else a tile takes two boxes of b's lines of each.
 
 template <typename T, bool interleaved>
-struct SwigluRows {
+struct SwigluOfSums {
   static constexpr bool kTakesHalves = false;
-  CUtensorMap h, linear, act;  // of h all columns if interleaved, else the gate's; `linear` the others
-  T* h_data;                   // or null: h is not kept
-  T* act_data;
+  CUtensorMap h, linear;  // of h all columns if interleaved, else the gate's; `linear` the others
+  T* h_data;              // or null: h is not kept
   const float* probs;
   int features;
 
   __device__ __forceinline__ void prefetch_maps() const {
-    prefetch(act);
     if (!h_data) return;
     prefetch(h);
     if (!interleaved) prefetch(linear);
@@ -75,6 +80,25 @@ struct SwigluRows {
     }
   }
 
+  // The sums to h, if it is kept.
+  template <int kBoxes>
+  __device__ __forceinline__ void keep(const Part& part, const float (&sums)[kSums],
+                                       uint8_t (&boxes)[kBoxes][kBoxBytes]) const {
+    if (!h_data) return;
+    const int column = part.column / 2;  // of a half
+    const int64_t stride = int64_t{2} * features;
+    store_sums<T>(sums, boxes, part.number, [&](uint8_t* box, int offset) {
+      if (interleaved) {
+        leave(h, box, h_data, stride, part.column + offset, 2 * features, part);
+      } else if (offset < kHalfTile) {
+        // It may reach into the linear part's columns, which are not its own.
+        leave(h, box, h_data, stride, column + offset, features, part);
+      } else {
+        leave(linear, box, h_data + features, stride, column + offset - kHalfTile, features, part);
+      }
+    });
+  }
+
   // In the place of the first half of the sums, in the order of columns.
   static __device__ __forceinline__ void activate(const ProbsOfThread& prob, float (&sums)[kSums]) {
     constexpr int kRun = interleaved ? 4 : kHalfTile / 8;  // eights of columns of the gate in a row
@@ -92,53 +116,60 @@ struct SwigluRows {
     }
   }
 
-  template <typename Shared>
-  __device__ __forceinline__ void finish(const RowsArgs&, const Part& part, float (&sums)[kSums],
-                                         Shared& shared) const {
-    auto& boxes = shared.out[part.number];
-    const ProbsOfThread prob(probs, row_of_thread(part), part.end_row);
-    const int column = part.column / 2;  // of act
-    if (h_data) {
-      const int64_t stride = int64_t{2} * features;
-      store_sums<T>(sums, boxes, part.number, [&](uint8_t* box, int offset) {
-        if (interleaved) {
-          leave(h, box, h_data, stride, part.column + offset, 2 * features, part);
-        } else if (offset < kHalfTile) {
-          // It may reach into the linear part's columns, which are not its own.
-          leave(h, box, h_data, stride, column + offset, features, part);
-        } else {
-          leave(linear, box, h_data + features, stride, column + offset - kHalfTile, features, part);
-        }
-      });
-    }
-    activate(prob, sums);
-    store_sums<T, kHalfTile>(sums, boxes, part.number, [&](uint8_t* box, int offset) {
-      leave(act, box, act_data, features, column + offset, features, part);
-    });
-  }
-
   static __device__ __forceinline__ void drain() {
     if (threadIdx.x % kWarpgroup == 0) wait_until_stored<0>();
   }
 };
 
+// ---- Stored as it is.
+
+template <typename T, bool interleaved>
+struct SwigluRows : SwigluOfSums<T, interleaved> {
+  CUtensorMap act;
+  T* act_data;
+
+  __device__ __forceinline__ void prefetch_maps() const {
+    prefetch(act);
+    SwigluOfSums<T, interleaved>::prefetch_maps();
+  }
+
+  template <typename Shared>
+  __device__ __forceinline__ void finish(const RowsArgs&, const Part& part, float (&sums)[kSums],
+                                         Shared& shared) const {
+    auto& boxes = shared.out[part.number];
+    const ProbsOfThread prob(this->probs, row_of_thread(part), part.end_row);
+    this->keep(part, sums, boxes);
+    this->activate(prob, sums);
+    store_sums<T, kHalfTile>(sums, boxes, part.number, [&](uint8_t* box, int offset) {
+      this->leave(act, box, act_data, this->features, part.column / 2 + offset, this->features, part);
+    });
+  }
+};
+
+// An epilogue of either kind, but for what becomes of act.
+template <typename Epilogue, typename T, bool interleaved>
+Epilogue swiglu_of_sums(const SwigluKernelArgs& args) {
+  const GroupedKernelArgs& product = args.product;
+  const int64_t features = product.n / 2;
+  Epilogue epilogue{};
+  epilogue.h_data = static_cast<T*>(product.out);
+  epilogue.probs = args.probs;
+  epilogue.features = static_cast<int>(features);
+  if (product.out) {
+    epilogue.h = rows_map(product, epilogue.h_data, interleaved ? 2 * features : features, 2 * features);
+    if (!interleaved) {
+      epilogue.linear = rows_map(product, epilogue.h_data + features, features, 2 * features);
+    }
+  }
+  return epilogue;
+}
+
 template <typename T, bool interleaved>
 void launch_swiglu_rows(const SwigluKernelArgs& args, cudaStream_t stream) {
   const GroupedKernelArgs& product = args.product;
-  const int64_t features = product.n / 2, rows = product.rows;
-  const auto map = [&](const void* data, int64_t columns, int64_t stride) {
-    return tensor_map({data, product.dtype, columns, rows, 1, stride, rows * stride}, kBoxLines);
-  };
-  SwigluRows<T, interleaved> epilogue{};
-  epilogue.h_data = static_cast<T*>(product.out);
+  auto epilogue = swiglu_of_sums<SwigluRows<T, interleaved>, T, interleaved>(args);
   epilogue.act_data = static_cast<T*>(args.act);
-  epilogue.probs = args.probs;
-  epilogue.features = static_cast<int>(features);
-  epilogue.act = map(args.act, features, features);
-  if (product.out) {
-    epilogue.h = map(product.out, interleaved ? 2 * features : features, 2 * features);
-    if (!interleaved) epilogue.linear = map(epilogue.h_data + features, features, 2 * features);
-  }
+  epilogue.act = rows_map(product, args.act, product.n / 2, product.n / 2);
   launch_rows_into<Plain<T, false>>(epilogue, product, plan_here(GroupedMode::kForward, product), stream);
 }
 
