@@ -186,6 +186,11 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "grouped_gemm_swiglu(Tensor a, Tensor b, Tensor group_sizes, Tensor? probs, Tensor? bias=None, "
       "int interleave=0, bool keep_input=True, int max_sms=0, int expected_rows=-1) -> (Tensor act, Tensor h)");
+  // The same, SwiGLU's result as a format has it that finds its scales in blocks along a row.
+  m.def(
+      "grouped_gemm_swiglu_quantize(Tensor a, Tensor b, Tensor group_sizes, Tensor? probs, str format, "
+      "Tensor? bias=None, int interleave=0, bool keep_input=True, int max_sms=0, int expected_rows=-1) -> "
+      "(Tensor data, Tensor scale, Tensor h)");
   m.def(
       "grouped_gemm_swiglu_backward(Tensor grad, Tensor b, Tensor group_sizes, Tensor h, Tensor? probs, "
       "int interleave=0, int max_sms=0, int expected_rows=-1) -> (Tensor grad_h, Tensor grad_probs)");

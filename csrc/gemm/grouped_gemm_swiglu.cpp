@@ -19,29 +19,11 @@ using torch::autograd::variable_list;
 
 constexpr const char* kOp = "grouped_gemm_swiglu";
 
-void check(const Tensor& a, const Tensor& b, const Tensor& group_sizes, const OptionalTensor& probs,
-           const OptionalTensor& bias, int64_t interleave, const LaunchOptions& options) {
-  const Argument a_argument{kOp, "a", a}, b_argument{kOp, "b", b};
-  check_dtype(a_argument, kFloatTypes);
-  check_dim(a_argument, 2);
-  check_pair(b_argument, a_argument, 3);
-  check_size(b_argument, 2, a.sym_size(1), "the columns of 'a', summed over");
-  TP_CHECK_VALUE(b.sym_size(1) % 2 == 0, kOp, "b",
-                 "an even number of rows in each matrix (gate and linear part)", describe(b),
-                 "Concatenate the weights of both");
-  check_interleave(kOp, interleave);
-  check_interleaved_columns(b_argument, b.sym_size(1) / 2, interleave);
-  check_groups({kOp, "group_sizes", group_sizes}, a_argument, b_argument);
-  if (probs) check_probs({kOp, "probs", *probs}, a_argument);
-  if (bias) check_bias({kOp, "bias", *bias}, a_argument, b.sym_size(0), b.sym_size(1));
-  check_launch_options(kOp, options);
-}
-
 TwoTensors grouped_gemm_swiglu_meta(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
                                     const OptionalTensor& probs, const OptionalTensor& bias,
                                     int64_t interleave, bool keep_input, int64_t max_sms,
                                     int64_t expected_rows) {
-  check(a, b, group_sizes, probs, bias, interleave, {max_sms, expected_rows});
+  check_swiglu_product(kOp, a, b, group_sizes, probs, bias, interleave, {max_sms, expected_rows});
   const c10::SymInt rows = a.sym_size(0), columns = b.sym_size(1);
   return {empty(a, {rows, columns / 2}, a.scalar_type()),
           empty(a, {keep_input ? rows : c10::SymInt(0), columns}, a.scalar_type())};
@@ -51,7 +33,7 @@ TwoTensors grouped_gemm_swiglu(const Tensor& a, const Tensor& b, const Tensor& g
                                const OptionalTensor& probs, const OptionalTensor& bias, int64_t interleave,
                                bool keep_input, int64_t max_sms, int64_t expected_rows) {
   const LaunchOptions options{max_sms, expected_rows};
-  check(a, b, group_sizes, probs, bias, interleave, options);
+  check_swiglu_product(kOp, a, b, group_sizes, probs, bias, interleave, options);
   const BelowAutograd guard;
   const Tensor offsets = group_offsets({kOp, "group_sizes", group_sizes}, {kOp, "a", a}, a.size(0));
   return swiglu_product({a, b, offsets, probs, bias, interleave, keep_input, options});

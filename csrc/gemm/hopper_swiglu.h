@@ -3,6 +3,7 @@
 #pragma once
 
 #include "gemm/hopper.h"
+#include "quantize/quantize.h"
 
 namespace transformer_plugin::gemm {
 
@@ -13,6 +14,12 @@ struct SwigluKernelArgs {
   void* act;                  // [T, F], in the dtype of h
   const float* probs;         // [T], or null for 1
   bool interleaved;
+};
+
+// The same, act as codes: its rows as one matrix quantized along rows, in blocks of 128 (ScaleMode::kRows) or of 32 (kMx).
+struct SwigluQuantizeKernelArgs {
+  SwigluKernelArgs swiglu;  // without `act`
+  quantize::QuantizeArgs codes;
 };
 
 // The gradients of h and probs from that of act, which is a[i] @ b[g].
@@ -28,9 +35,14 @@ struct SwigluBackwardKernelArgs {
 bool hopper_takes_swiglu(const SwigluKernelArgs& args);
 bool hopper_takes_swiglu(const SwigluBackwardKernelArgs& args);
 
-// One for each order of columns, and the gradient for both, each in a file of its own so that they compile side by side.
+// One for each order of columns, and for each kind of scales; the gradient for both orders. Each is in a file of its own so that
+// they compile side by side.
 void launch_hopper_swiglu(const SwigluKernelArgs& args, void* stream);
 void launch_hopper_swiglu_interleaved(const SwigluKernelArgs& args, void* stream);
+void launch_hopper_swiglu_quantize(const SwigluQuantizeKernelArgs& args, void* stream);
+void launch_hopper_swiglu_quantize_interleaved(const SwigluQuantizeKernelArgs& args, void* stream);
+void launch_hopper_swiglu_quantize_mx(const SwigluQuantizeKernelArgs& args, void* stream);
+void launch_hopper_swiglu_quantize_mx_interleaved(const SwigluQuantizeKernelArgs& args, void* stream);
 void launch_hopper_swiglu_backward(const SwigluBackwardKernelArgs& args, void* stream);
 
 }  // namespace transformer_plugin::gemm

@@ -2,6 +2,7 @@
 
 #include "common/tensor.h"
 #include "gemm/grouped_product.h"
+#include "gemm/swiglu_calls.h"
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
 #include "gemm/grouped_arguments.h"
@@ -31,6 +32,17 @@ Tensor exchanged(const Tensor& h, const c10::SymInt& first, const c10::SymInt& s
   return h.reshape_symint({rows, first, second, kInterleave}).transpose(1, 2).reshape_symint({rows, columns});
 }
 
+Tensor product_of(const SwigluProduct& product) {
+  const OptionalTensor none;
+  return row_product(
+      {product.a, product.b, product.offsets, product.bias, none, true, none, none, none, product.options},
+      product.a.scalar_type());
+}
+
+Tensor kept(const SwigluProduct& product, const Tensor& h) {
+  return product.keep_input ? h : empty(h, {0, h.size(1)}, h.scalar_type());
+}
+
 }  // namespace
 
 void check_interleave(const char* op, int64_t interleave) {
@@ -54,6 +66,25 @@ void check_probs(const Argument& probs, const Argument& rows) {
   check_same_device(probs, rows);
 }
 
+void check_swiglu_product(const char* op, const Tensor& a, const Tensor& b, const Tensor& group_sizes,
+                          const OptionalTensor& probs, const OptionalTensor& bias, int64_t interleave,
+                          const LaunchOptions& options) {
+  const Argument a_argument{op, "a", a}, b_argument{op, "b", b};
+  check_dtype(a_argument, kFloatTypes);
+  check_dim(a_argument, 2);
+  check_pair(b_argument, a_argument, 3);
+  check_size(b_argument, 2, a.sym_size(1), "the columns of 'a', summed over");
+  TP_CHECK_VALUE(b.sym_size(1) % 2 == 0, op, "b",
+                 "an even number of rows in each matrix (gate and linear part)", describe(b),
+                 "Concatenate the weights of both");
+  check_interleave(op, interleave);
+  check_interleaved_columns(b_argument, b.sym_size(1) / 2, interleave);
+  check_groups({op, "group_sizes", group_sizes}, a_argument, b_argument);
+  if (probs) check_probs({op, "probs", *probs}, a_argument);
+  if (bias) check_bias({op, "bias", *bias}, a_argument, b.sym_size(0), b.sym_size(1));
+  check_launch_options(op, options);
+}
+
 Tensor halves_apart(const Tensor& h, int64_t interleave) {
   return interleave == 0 ? h : exchanged(h, h.sym_size(1) / (2 * kInterleave), 2);
 }
@@ -68,14 +99,22 @@ TwoTensors swiglu_product(const SwigluProduct& product) {
     if (auto made = swiglu_product_cuda(product)) return *std::move(made);
   }
 #endif
-  static const auto swiglu = find_op<Tensor(const Tensor&, const OptionalTensor&)>("swiglu");
-  const OptionalTensor none;
-  const Tensor h = row_product(
-      {product.a, product.b, product.offsets, product.bias, none, true, none, none, none, product.options},
-      product.a.scalar_type());
-  const Tensor act = swiglu.call(halves_apart(h, product.interleave), product.probs);
+  const Tensor h = product_of(product);
+  const Tensor act = call_swiglu(halves_apart(h, product.interleave), product.probs);
   clear_tail(act, product.offsets);
-  return {act, product.keep_input ? h : empty(h, {0, h.size(1)}, h.scalar_type())};
+  return {act, kept(product, h)};
+}
+
+ThreeTensors swiglu_product_quantized(const SwigluProduct& product, const SwigluCodes& codes) {
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (product.a.is_cuda()) {
+    if (auto made = swiglu_product_quantized_cuda(product, codes.format)) return *std::move(made);
+  }
+#endif
+  const Tensor h = product_of(product);
+  const auto [data, scale] =
+      call_swiglu_quantize(halves_apart(h, product.interleave), product.probs, codes.group_sizes, codes.key);
+  return {data, scale, kept(product, h)};
 }
 
 TwoTensors swiglu_backward_product(const SwigluBackwardProduct& product) {
@@ -84,14 +123,12 @@ TwoTensors swiglu_backward_product(const SwigluBackwardProduct& product) {
     if (auto made = swiglu_backward_product_cuda(product)) return *std::move(made);
   }
 #endif
-  using Signature = TwoTensors(const Tensor&, const Tensor&, const OptionalTensor&);
-  static const auto swiglu_backward = find_op<Signature>("swiglu_backward");
   const OptionalTensor none;
   const Tensor grad_act = row_product(
       {product.grad, product.b, product.offsets, none, none, false, none, none, none, product.options},
       product.grad.scalar_type());
   const auto [grad_halves, grad_probs] =
-      swiglu_backward.call(grad_act, halves_apart(product.h, product.interleave), product.probs);
+      call_swiglu_backward(grad_act, halves_apart(product.h, product.interleave), product.probs);
   const Tensor grad_h = halves_in_turn(grad_halves, product.interleave);
   clear_tail(grad_h, product.offsets);
   if (product.probs) clear_tail(grad_probs, product.offsets);

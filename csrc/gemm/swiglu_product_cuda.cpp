@@ -6,6 +6,8 @@
 #include "gemm/grouped_arguments.h"
 #include "gemm/hopper_swiglu.h"
 #include "gemm/swiglu_product.h"
+#include "quantize/fused.h"
+#include "quantize/quantize_tail.h"
 
 namespace transformer_plugin::gemm {
 namespace {
@@ -34,28 +36,75 @@ std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
   return tensor ? std::optional<Tensor>(tensor->contiguous()) : std::nullopt;
 }
 
+// What the kernels read of a product, for as long as it lives, and h.
+class Given {
+ public:
+  explicit Given(const SwigluProduct& product)
+      : product_(product), a_(product.a.contiguous()), b_(product.b.contiguous()) {
+    args.product = arguments_of(a_, b_, product.offsets, 2 * features(), features(), product.options);
+    args.interleaved = product.interleave != 0;
+  }
+
+  // Before a kernel that takes it.
+  void complete() {
+    bias_ = as_float(product_.bias);
+    probs_ = contiguous(product_.probs);
+    h = make({product_.keep_input ? a_.size(0) : 0, 2 * features()});
+    args.product.bias = float_or_null(bias_);
+    args.product.out = product_.keep_input ? h.mutable_data_ptr() : nullptr;
+    args.probs = float_or_null(probs_);
+  }
+  Tensor make(c10::SymIntArrayRef sizes) const { return empty(a_, sizes, a_.scalar_type()); }
+  int64_t features() const { return product_.features(); }
+  const Tensor& rows() const { return a_; }
+
+  SwigluKernelArgs args{};
+  Tensor h;
+
+ private:
+  const SwigluProduct& product_;
+  Tensor a_, b_;
+  std::optional<Tensor> bias_, probs_;
+};
+
 }  // namespace
 
 std::optional<TwoTensors> swiglu_product_cuda(const SwigluProduct& product) {
   const CudaScope scope(product.a);
-  const Tensor a = product.a.contiguous(), b = product.b.contiguous();
-  const int64_t features = product.features();
-  SwigluKernelArgs args{};
-  args.product = arguments_of(a, b, product.offsets, 2 * features, features, product.options);
-  args.interleaved = product.interleave != 0;
-  if (!hopper_takes_swiglu(args)) return std::nullopt;
-  const auto bias = as_float(product.bias), probs = contiguous(product.probs);
-  const Tensor act = empty(a, {a.size(0), features}, a.scalar_type());
-  const Tensor h = empty(a, {product.keep_input ? a.size(0) : 0, 2 * features}, a.scalar_type());
-  args.product.bias = float_or_null(bias);
-  args.product.out = product.keep_input ? h.mutable_data_ptr() : nullptr;
-  args.act = act.mutable_data_ptr();
-  args.probs = float_or_null(probs);
-  args.interleaved ? launch_hopper_swiglu_interleaved(args, scope.stream())
-                   : launch_hopper_swiglu(args, scope.stream());
+  Given given(product);
+  if (!hopper_takes_swiglu(given.args)) return std::nullopt;
+  given.complete();
+  const Tensor act = given.make({product.a.size(0), given.features()});
+  given.args.act = act.mutable_data_ptr();
+  given.args.interleaved ? launch_hopper_swiglu_interleaved(given.args, scope.stream())
+                         : launch_hopper_swiglu(given.args, scope.stream());
   zero_tail(act, product.offsets, scope.stream());
-  if (product.keep_input) zero_tail(h, product.offsets, scope.stream());
-  return TwoTensors(act, h);
+  if (product.keep_input) zero_tail(given.h, product.offsets, scope.stream());
+  return TwoTensors(act, given.h);
+}
+
+std::optional<ThreeTensors> swiglu_product_quantized_cuda(const SwigluProduct& product,
+                                                          const Format& format) {
+  const CudaScope scope(product.a);
+  Given given(product);
+  if (!hopper_takes_swiglu(given.args)) return std::nullopt;
+  given.complete();
+  // Along rows groups say nothing but where the tail begins.
+  const auto operand = quantize::matrix_operand(product.a.size(0), given.features(), std::nullopt);
+  const auto outputs = quantize::make_outputs(given.rows(), operand, format, {true, false});
+  const SwigluQuantizeKernelArgs args{
+      given.args, quantize::quantize_args(given.rows(), outputs, quantize::make_layout(operand, format, {}),
+                                          format, Tensor())};
+  const bool mx = args.codes.layout.mode == quantize::ScaleMode::kMx;
+  if (args.swiglu.interleaved) {
+    (mx ? launch_hopper_swiglu_quantize_mx_interleaved : launch_hopper_swiglu_quantize_interleaved)(
+        args, scope.stream());
+  } else {
+    (mx ? launch_hopper_swiglu_quantize_mx : launch_hopper_swiglu_quantize)(args, scope.stream());
+  }
+  quantize::launch_quantize_tail(args.codes, args.swiglu.product.offsets + product.b.size(0), scope.stream());
+  if (product.keep_input) zero_tail(given.h, product.offsets, scope.stream());
+  return ThreeTensors(outputs.data, outputs.scale, given.h);
 }
 
 std::optional<TwoTensors> swiglu_backward_product_cuda(const SwigluBackwardProduct& product) {

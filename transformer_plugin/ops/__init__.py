@@ -54,7 +54,11 @@ from transformer_plugin.ops.gemm_out import (
     grouped_gemm_wgrad_quantized_out,
 )
 from transformer_plugin.ops.gemm_plan import GroupedGemmPlan, grouped_gemm_plan
-from transformer_plugin.ops.gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_backward
+from transformer_plugin.ops.gemm_swiglu import (
+    grouped_gemm_swiglu,
+    grouped_gemm_swiglu_backward,
+    grouped_gemm_swiglu_quantize,
+)
 from transformer_plugin.ops.grouped_mlp import grouped_mlp
 from transformer_plugin.ops.linear import grouped_linear, linear, quantize_weight, quantize_weight_out
 from transformer_plugin.ops.norm import (
@@ -150,6 +154,7 @@ __all__ = [
     "grouped_gemm_rowwise",
     "grouped_gemm_swiglu",
     "grouped_gemm_swiglu_backward",
+    "grouped_gemm_swiglu_quantize",
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_list_out",
     "grouped_gemm_wgrad_out",

@@ -23,6 +23,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from transformer_plugin.formats import Format
+
 _ops = torch.ops.transformer_plugin
 
 
@@ -59,6 +61,42 @@ def grouped_gemm_swiglu(
     """
     return _ops.grouped_gemm_swiglu.default(
         a, b, group_sizes, probs, bias, interleave, keep_input, max_sms, expected_rows
+    )
+
+
+def grouped_gemm_swiglu_quantize(
+    a: Tensor,
+    b: Tensor,
+    group_sizes: Tensor,
+    probs: Tensor | None,
+    format: str | Format,
+    bias: Tensor | None = None,
+    interleave: int = 0,
+    keep_input: bool = True,
+    max_sms: int = 0,
+    expected_rows: int = -1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`grouped_gemm_swiglu`, its result quantized along rows: an expert's first product, as the second takes it.
+
+    Bit for bit ``swiglu_quantize(h, probs, group_sizes, format)`` of the same ``h``, the columns of the gate first. On
+    a Hopper ``act`` never lies in memory: the epilogue finds its scales and writes its codes.
+
+    Args:
+        a, b, group_sizes, probs, bias, interleave, keep_input: as :func:`grouped_gemm_swiglu`. For ``mxfp8`` F is a
+            multiple of 32.
+        format: ``fp8_block`` or ``mxfp8`` with blocks along a row, as a key with options or a
+            :class:`~transformer_plugin.formats.Format`: formats that find each scale in a block.
+
+    Returns:
+        ``data [T, F]`` and ``scale_inv``, as :func:`~transformer_plugin.ops.grouped_quantize` of ``act``, and
+        ``h [T, 2F]`` (``[0, 2F]`` without ``keep_input``) in the dtype of ``a``. Not differentiable, ``h`` neither.
+
+    Raises:
+        TypeError, ValueError: as :func:`grouped_gemm_swiglu`. ValueError: another format, or an F it does not take.
+    """
+    key = format if isinstance(format, str) else format.key
+    return _ops.grouped_gemm_swiglu_quantize.default(
+        a, b, group_sizes, probs, key, bias, interleave, keep_input, max_sms, expected_rows
     )
 
 

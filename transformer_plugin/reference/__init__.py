@@ -34,7 +34,11 @@ from transformer_plugin.reference.gemm import (
     linear,
 )
 from transformer_plugin.reference.gemm_list import grouped_gemm_list, grouped_gemm_wgrad_list_out
-from transformer_plugin.reference.gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_backward
+from transformer_plugin.reference.gemm_swiglu import (
+    grouped_gemm_swiglu,
+    grouped_gemm_swiglu_backward,
+    grouped_gemm_swiglu_quantize,
+)
 from transformer_plugin.reference.grouped_mlp import grouped_mlp
 from transformer_plugin.reference.norm import (
     layer_norm,
@@ -113,6 +117,7 @@ __all__ = [
     "grouped_gemm_rowwise",
     "grouped_gemm_swiglu",
     "grouped_gemm_swiglu_backward",
+    "grouped_gemm_swiglu_quantize",
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_list_out",
     "grouped_gemm_wgrad_out",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from transformer_plugin.reference import activation
+from transformer_plugin.formats import Format
+from transformer_plugin.reference import activation, fused
 from transformer_plugin.reference.gemm import grouped_gemm
 
 
@@ -37,6 +38,21 @@ def grouped_gemm_swiglu(
     h = grouped_gemm(a, b, group_sizes, bias)
     act = activation.swiglu(halves_apart(h, interleave), probs)
     return _before_tail(act, group_sizes), h if keep_input else h[:0]
+
+
+def grouped_gemm_swiglu_quantize(
+    a: Tensor,
+    b: Tensor,
+    group_sizes: Tensor,
+    probs: Tensor | None,
+    format: str | Format,
+    bias: Tensor | None = None,
+    interleave: int = 0,
+    keep_input: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """swiglu(h, probs) of h = a_g @ b[g].T + bias[g], quantized along rows, and h."""
+    act, h = grouped_gemm_swiglu(a, b, group_sizes, probs, bias, interleave, keep_input)
+    return *fused.quantize_rows(act, group_sizes, format), h
 
 
 def grouped_gemm_swiglu_backward(
