@@ -1,4 +1,4 @@
-"""Products that end in SwiGLU or in its gradient, beside their steps: what an epilogue saves.
+"""Products that end in SwiGLU, in its quantized rows or in its gradient, beside their steps: what an epilogue saves.
 
 Experts of known mixtures, groups of equal sizes, bfloat16, probabilities. Results are compared with those of the steps
 first. Device time is that of a CUDA graph. On a CPU, where the op runs the steps, shapes are small.
@@ -19,6 +19,7 @@ from benchmarks.common import device_times, devices, host_times, write
 from transformer_plugin import ops
 
 BF16 = torch.bfloat16
+BLOCKS, MX = "fp8_block", "mxfp8"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,13 @@ Call = Callable[[], tuple[Tensor, ...]]
 def forward_steps(x: Tensor, w1: Tensor, sizes: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
     h = ops.grouped_gemm(x, w1, sizes)
     return ops.swiglu(h, probs), h
+
+
+def quantized_steps(
+    x: Tensor, w1: Tensor, sizes: Tensor, probs: Tensor, format: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    h = ops.grouped_gemm(x, w1, sizes)
+    return *ops.swiglu_quantize(h, probs, sizes, format), h
 
 
 def backward_steps(
@@ -77,6 +85,16 @@ def calls_of(shape: Experts, device: torch.device) -> dict[str, dict[str, Call]]
             "steps": partial(forward_steps, *forward),
             "product": lambda: (ops.grouped_gemm(x, w1, sizes),),
         },
+        **{
+            f"into {format} rows": {
+                "fused": partial(ops.grouped_gemm_swiglu_quantize, *forward, format),
+                "interleaved": partial(ops.grouped_gemm_swiglu_quantize, *forward, format, interleave=32),
+                "without h": partial(ops.grouped_gemm_swiglu_quantize, *forward, format, keep_input=False),
+                "steps": partial(quantized_steps, *forward, format),
+                "product": lambda: (ops.grouped_gemm(x, w1, sizes),),
+            }
+            for format in (BLOCKS, MX)
+        },
         "backward": {
             "fused": partial(ops.grouped_gemm_swiglu_backward, *backward),
             "interleaved": partial(ops.grouped_gemm_swiglu_backward, *backward, interleave=32),
@@ -91,7 +109,9 @@ def measure(shape: Experts, device: torch.device) -> list[dict[str, Any]]:
     rows = []
     for direction, calls in calls_of(shape, device).items():
         for got, expected in zip(calls["fused"](), calls["steps"](), strict=True):
-            assert torch.equal(got, expected), f"{shape.name} {direction}: not what the steps give"
+            assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8)), (
+                f"{shape.name} {direction}: not what the steps give"
+            )
         times = device_times(calls) if device.type == "cuda" else host_times(calls, device, 5, 2)
         row: dict[str, Any] = {"experts": shape.name, "direction": direction}
         row |= {f"{name}_us": time for name, time in times.items()}

@@ -42,6 +42,7 @@ from transformer_plugin.testing.gemm_cases import (
 from transformer_plugin.testing.gemm_swiglu_cases import (
     grouped_gemm_swiglu_backward_cases,
     grouped_gemm_swiglu_cases,
+    grouped_gemm_swiglu_quantize_cases,
 )
 from transformer_plugin.testing.norm_cases import norm_cases, norm_quantize_cases, without_bias
 from transformer_plugin.testing.quantize_cases import (
@@ -208,6 +209,11 @@ def _grouped_wgrad_list(grad: torch.Tensor, input: torch.Tensor, sizes: torch.Te
         ops.grouped_gemm_wgrad_list_out(grad, input, sizes, buffers, accumulate=False, beta=beta)
 
 
+def _swiglu_product_quantized(*arguments: Any) -> None:
+    ops.grouped_gemm_swiglu_quantize(*arguments)
+    ops.grouped_gemm_swiglu_quantize(*arguments, False)
+
+
 def _long_sums(sizes: torch.Tensor, n: int, k: int) -> None:
     recipe = Float8BlockScaling()
     input = torch.randn(int(sizes.sum()) + 3, k, dtype=torch.bfloat16, device=sizes.device)
@@ -256,6 +262,7 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
         ("grouped_gemm_rowwise", grouped_gemm_rowwise_cases(), _grouped_gemm_rowwise),
         ("grouped_gemm_wgrad_list_out", grouped_wgrad_list_cases(), _grouped_wgrad_list),
         ("grouped_gemm_swiglu", grouped_gemm_swiglu_cases(), ops.grouped_gemm_swiglu),
+        ("grouped_gemm_swiglu_quantize", grouped_gemm_swiglu_quantize_cases(), _swiglu_product_quantized),
         (
             "grouped_gemm_swiglu_backward",
             grouped_gemm_swiglu_backward_cases(),

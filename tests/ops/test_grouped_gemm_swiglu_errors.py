@@ -21,6 +21,11 @@ BLOCKS = (
     "Take a multiple of 32, or interleave=0."
 )
 FORWARD, BACKWARD = "grouped_gemm_swiglu", "grouped_gemm_swiglu_backward"
+QUANTIZE = "grouped_gemm_swiglu_quantize"
+FORMAT = (
+    "expected a format that finds its scales in blocks along a row, fp8_block or mxfp8, got '{}'. "
+    "Take one of those, or grouped_gemm_swiglu, and quantize its result."
+)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +98,38 @@ FORWARD, BACKWARD = "grouped_gemm_swiglu", "grouped_gemm_swiglu_backward"
             "'max_sms': expected a number of multiprocessors, or 0 for all, got -1. "
             "Pass how many the product may take.",
         ),
+        *(
+            (QUANTIZE, (A, B, S, P, key), ValueError, "'format': " + FORMAT.format(key))
+            for key in ("fp8_tensor", "fp8_block:square", "mxfp8:square", "nvfp4", "bf16", "none")
+        ),
+        (
+            QUANTIZE,
+            (A, B, S, P, "fp8"),
+            ValueError,
+            "'format': expected a format key: none, bf16, fp8_tensor, fp8_block, mxfp8 or nvfp4, then options like "
+            "fp8_block:e4m3,pow2,square,eps=1e-12, got 'fp8'. transformer_plugin.formats lists them.",
+        ),
+        (
+            QUANTIZE,
+            (A, B, S, P, "mxfp8"),
+            ValueError,
+            "'b': expected a number of rows in each matrix that is a multiple of 64: gate and linear part in blocks of "
+            "mxfp8, 32, got float32[2, 16, 6] on cpu. Pad both with zeros.",
+        ),
+        (
+            QUANTIZE,
+            (A, B, S, P[:3], "fp8_block"),
+            ValueError,
+            "'probs': expected size 4 in dimension 0 (the rows of 'a'), got float32[3] on cpu. " + AGREE,
+        ),
+        (
+            QUANTIZE,
+            (A, B, torch.tensor([3, 2]), P, "fp8_block"),
+            ValueError,
+            "'group_sizes': expected sizes that sum to at most 4, the rows of the buffer, "
+            "got a sum of 5 at group 1. Enlarge the buffer or fix the sizes.",
+        ),
+        (QUANTIZE, (A, B, S, P, "fp8_block", None, 16), ValueError, "'interleave': " + ORDER),
         (
             BACKWARD,
             (GRAD, W[:, :4], S, H, P),

@@ -34,6 +34,15 @@ SWIGLU_SHAPES = (
     GroupedShape("many-blocks", (300, 1, 0, 513, 16, 385), 1240, 416, 72),
 )
 ORDERS = (0, 32)
+# Formats that find their scales in blocks along a row.
+BLOCK_FORMATS = (
+    "fp8_block",
+    "fp8_block:e5m2,fp32",
+    "fp8_block:fp32,eps=1e-3",
+    "mxfp8",
+    "mxfp8:e5m2",
+    "mxfp8:tiled",
+)
 
 
 def _walk(dtypes: tuple[torch.dtype, ...]) -> Iterator[tuple[str, GroupedShape, torch.dtype, int, int]]:
@@ -71,6 +80,27 @@ def grouped_gemm_swiglu_cases(
             return a, b, sizes, probs, bias, interleave
 
         yield Case(name, make)
+
+
+def grouped_gemm_swiglu_quantize_cases(
+    draw: Any = integers, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
+) -> Iterator[Case]:
+    """(a, b, group_sizes, probs, format, bias, interleave) as grouped_gemm_swiglu's, each in three of the formats that
+    its features allow; in either order of columns two dtypes have all of them."""
+    walk = zip(_walk(dtypes), grouped_gemm_swiglu_cases(draw, dtypes), strict=True)
+    for (_, shape, dtype, interleave, index), case in walk:
+        allowed = [format for format in BLOCK_FORMATS if shape.n % 32 == 0 or not format.startswith("mxfp8")]
+        first = 3 * (dtypes.index(dtype) + index + interleave // 32)
+        for i in range(first, first + 3):
+            format = allowed[i % len(allowed)]
+
+            def make(
+                device: torch.device, generator: torch.Generator, case: Case = case, format: str = format
+            ) -> tuple[Any, ...]:
+                a, b, sizes, probs, bias, interleave = case.make(device, generator)
+                return a, b, sizes, probs, format, bias, interleave
+
+            yield Case(f"{case.name}-{format}", make)
 
 
 def grouped_gemm_swiglu_backward_cases(

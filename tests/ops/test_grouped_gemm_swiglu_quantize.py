@@ -1,0 +1,281 @@
+"""grouped_gemm_swiglu_quantize: the bytes of its steps and of the oracle, values that scales may fail on, graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.gemm_oracle import rows_fp64
+from tests.ops.on_gpu import captured, most_memory
+from tests.ops.quantize_oracle import SPECS, assert_all_same, grouped_quantize_both
+from transformer_plugin import ops, reference
+from transformer_plugin.formats import Format
+from transformer_plugin.reference.gemm_swiglu import halves_apart, halves_in_turn
+from transformer_plugin.testing.cases import Case
+from transformer_plugin.testing.gemm_cases import normals, poison_tail
+from transformer_plugin.testing.gemm_swiglu_cases import BLOCK_FORMATS, grouped_gemm_swiglu_quantize_cases
+from transformer_plugin.testing.numerics import assert_same_bits
+
+EXACT = list(grouped_gemm_swiglu_quantize_cases())
+RANDOM = list(grouped_gemm_swiglu_quantize_cases(normals))
+SIXTEEN_BITS = [case for case in RANDOM if not case.name.startswith("float32")]
+_op = torch.ops.transformer_plugin.grouped_gemm_swiglu_quantize.default
+
+
+def each(cases: list[Case]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+
+
+def steps(
+    a: Tensor,
+    b: Tensor,
+    sizes: Tensor,
+    probs: Tensor | None,
+    format: str,
+    bias: Tensor | None = None,
+    interleave: int = 0,
+) -> tuple[Tensor, ...]:
+    """The fused pass over the product that the op next door keeps."""
+    _, h = ops.grouped_gemm_swiglu(a, b, sizes, probs, bias, interleave)
+    return *ops.swiglu_quantize(halves_apart(h, interleave), probs, sizes, format), h
+
+
+def oracle(act: Tensor, sizes: Tensor, format: str) -> tuple[Tensor, ...]:
+    return grouped_quantize_both(act.cpu(), sizes.tolist(), SPECS[format])[:2]
+
+
+def poison_outputs(outputs: tuple[Tensor, ...]) -> None:
+    """Leaves bytes that no result has in the memory that outputs like these are likely to get."""
+    for tensor in outputs:
+        torch.full((tensor.nbytes,), 0xFF, dtype=torch.uint8, device=tensor.device)
+
+
+@each(EXACT)
+def test_against_the_oracle(case: Case, device: torch.device) -> None:
+    """Exact sums, so that h is right to the last bit or wrong; the numpy oracle rounds what SwiGLU makes of it."""
+    a, b, sizes, probs, format, bias, interleave = case.arguments(device)
+    h = rows_fp64(a.cpu(), b.cpu(), sizes, None if bias is None else bias.cpu(), None, True).to(a.dtype)
+    act = ops.swiglu(halves_apart(h, interleave), None if probs is None else probs.cpu())
+    expected = oracle(act, sizes, format)
+    *got, kept = ops.grouped_gemm_swiglu_quantize(a, b, sizes, probs, format, bias, interleave)
+    assert_same_bits(kept.cpu() + 0, h, "h")
+    assert_all_same(tuple(got), expected)
+
+
+@each(RANDOM)
+def test_bytes_of_the_steps(case: Case, device: torch.device) -> None:
+    arguments = case.arguments(device)
+    expected = steps(*arguments)
+    poison_outputs(expected)
+    assert_all_same(ops.grouped_gemm_swiglu_quantize(*arguments), expected)
+    poison_outputs(expected[:2])
+    *alone, none = ops.grouped_gemm_swiglu_quantize(*arguments, keep_input=False)
+    assert_all_same(tuple(alone), expected[:2])
+    assert none.shape == (0, arguments[1].shape[1]) and none.dtype == arguments[0].dtype
+    assert_all_same(ops.grouped_gemm_swiglu_quantize(*arguments, True, 6, 10), expected)
+
+
+@each(EXACT)
+def test_reference_is_its_steps(case: Case) -> None:
+    a, b, sizes, probs, format, bias, interleave = case.arguments()
+    act, h = reference.grouped_gemm_swiglu(a, b, sizes, probs, bias, interleave)
+    *got, kept = reference.grouped_gemm_swiglu_quantize(a, b, sizes, probs, format, bias, interleave)
+    assert_same_bits(kept, h)
+    assert_all_same(tuple(got), oracle(act, sizes, format))
+    none = reference.grouped_gemm_swiglu_quantize(a, b, sizes, probs, format, bias, interleave, False)[2]
+    assert none.shape == (0, b.shape[1])
+
+
+def special_halves(features: int) -> Tensor:
+    """Gate and linear part of a group each: what a scale, or its rounding, may be wrong for."""
+    generator = torch.Generator().manual_seed(7)
+    halves = torch.randn(10, 2, features, generator=generator)
+    gate, linear = halves[:, 0], halves[:, 1]
+    linear[0] = 0.0
+    linear[1] *= 1e-30  # a scale that overflows
+    linear[2] *= 1e-39
+    gate[3], linear[3] = gate[3].abs() + 1, linear[3] * 1e38
+    linear[4, 5] = float("nan")
+    linear[5, :32] = float("nan")  # a whole block of 32 and not of 128
+    linear[6] = float("nan")
+    linear[7, features - 1] = float("inf")
+    gate[8, 0] = -float("inf")
+    linear[9] = 2.0 ** (torch.arange(features) % 60 - 30)  # powers of two
+    return halves.flatten(1)
+
+
+@pytest.mark.parametrize("interleave", [0, 32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("format", BLOCK_FORMATS)
+@pytest.mark.parametrize("features", [128, 160, 352])
+def test_special_values(
+    features: int, format: str, dtype: torch.dtype, interleave: int, device: torch.device
+) -> None:
+    """Nothing is summed but a bias, so that a row of h is what its group is given."""
+    bias = halves_in_turn(special_halves(features), interleave).to(device)
+    groups = bias.shape[0]
+    sizes = torch.full((groups,), 13, device=device)
+    a, b = torch.zeros(140, 16, dtype=dtype), torch.zeros(groups, 2 * features, 16, dtype=dtype)
+    probs = torch.rand(140, generator=torch.Generator().manual_seed(1))
+    probs[::13], probs[1::13], probs[2::13] = float("nan"), float("inf"), 0.0
+    arguments = a.to(device), b.to(device), sizes, probs.to(device), format, bias, interleave
+    act, h = ops.grouped_gemm_swiglu(*arguments[:4], bias, interleave)
+    got = ops.grouped_gemm_swiglu_quantize(*arguments)
+    assert_all_same(
+        got, (*ops.swiglu_quantize(halves_apart(h, interleave), probs.to(device), sizes, format), h)
+    )
+    assert_all_same(got[:2], oracle(act, sizes, format))
+
+
+@pytest.mark.parametrize("features", [8, 40, 136, 256 + 24])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_lies_past_the_last_column_is_in_no_scale(
+    features: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """A tile's columns past the last gate meet the linear part's rows of the weight: large and infinite ones here."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (normals(s, dtype, device, generator) / 8 for s in ((70, 64), (2, 2 * features, 64)))
+    b[:, features:] *= 64
+    a[3, 5], b[1, features + 2, 7] = float("inf"), -float("inf")
+    arguments = a, b, torch.tensor([40, 27], device=device), None, "fp8_block"
+    got = ops.grouped_gemm_swiglu_quantize(*arguments)
+    assert_all_same(got, steps(*arguments))
+    act, _ = ops.grouped_gemm_swiglu(*arguments[:4])
+    assert_all_same(got[:2], oracle(act, arguments[2], "fp8_block"))
+
+
+@pytest.mark.parametrize("format", BLOCK_FORMATS)
+def test_any_strides_and_a_format_object(format: str, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(3)
+    wide = [normals(s, torch.bfloat16, device, generator) for s in ((12, 64), (2, 32, 128))]
+    a, b = wide[0][::2, ::2], wide[1].transpose(1, 2)
+    probs, bias = torch.rand(12, generator=generator).to(device)[::2], b[:, :, 0]
+    sizes = torch.tensor([3, 2], device=device, dtype=torch.int32)
+    got = ops.grouped_gemm_swiglu_quantize(a, b, sizes, probs, Format.parse(format), bias, 32)
+    dense = a.contiguous(), b.contiguous(), sizes, probs.contiguous(), format, bias.contiguous(), 32
+    assert_all_same(got, steps(*dense))
+
+
+@pytest.mark.usefixtures("schema_checks_take_fp8")
+@each([case for i, case in enumerate(EXACT) if case.name.startswith("float32") or i % 5 == 0])
+def test_opcheck(case: Case, device: torch.device) -> None:
+    arguments = tuple(t.nan_to_num() if isinstance(t, Tensor) else t for t in case.arguments(device))
+    torch.library.opcheck(_op, arguments)
+    torch.library.opcheck(_op, (*arguments, False))
+    for i in (0, 1, 3, 5):
+        if arguments[i] is not None:
+            arguments[i].requires_grad_()
+    torch.library.opcheck(_op, arguments)
+    assert not any(output.requires_grad for output in ops.grouped_gemm_swiglu_quantize(*arguments))
+
+
+@pytest.mark.parametrize("interleave", [0, 32])
+@pytest.mark.parametrize("format", ["fp8_block", "mxfp8"])
+def test_compiles_whole(format: str, interleave: int, device: torch.device) -> None:
+    """One graph for any sizes and numbers of rows, with eager's bytes."""
+    torch._dynamo.reset()
+    fast = torch.compile(ops.grouped_gemm_swiglu_quantize, fullgraph=True, backend="aot_eager", dynamic=True)
+    generator = torch.Generator().manual_seed(0)
+    for rows, sizes in ((24, (5, 0, 16)), (40, (40, 0, 0)), (17, (0, 3, 9))):
+        x, w = (normals(s, torch.bfloat16, device, generator) for s in ((rows, 16), (3, 128, 16)))
+        probs = torch.rand(rows, generator=generator).to(device)
+        arguments = x, w, torch.tensor(sizes, device=device), probs, format, None, interleave
+        assert_all_same(fast(*arguments), ops.grouped_gemm_swiglu_quantize(*arguments))
+    torch._dynamo.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("interleave", [0, 32])
+@pytest.mark.parametrize("format", ["fp8_block", "fp8_block:e5m2,fp32", "mxfp8", "mxfp8:tiled"])
+def test_graph_follows_new_sizes_and_data(format: str, interleave: int) -> None:
+    device, rows, features, k = torch.device("cuda"), 700, 160, 136
+
+    def draw(seed: int, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(seed)
+        a, b = (normals(s, torch.bfloat16, device, generator) for s in ((rows, k), (4, 2 * features, k)))
+        probs = poison_tail(torch.rand(rows, generator=generator), sizes).to(device)
+        return poison_tail(a, sizes), b, torch.tensor(sizes, device=device), probs
+
+    held, made = draw(0, (100, 0, 300, 57)), []
+    for keep_input in (True, False):
+        made.clear()
+        graph = captured(
+            lambda keep=keep_input: made.append(
+                ops.grouped_gemm_swiglu_quantize(*held, format, None, interleave, keep)
+            )
+        )
+        outputs = made[-1]
+        replays = [(700, 0, 0, 0), (0, 0, 0, 0), (1, 2, 3, 5), (129, 127, 1, 443), (0, 64, 0, 65)]
+        for seed, sizes in enumerate(replays, start=1):
+            new = draw(seed, sizes)
+            for target, source in zip(held, new, strict=True):
+                target.copy_(source)
+            for tensor in outputs:
+                tensor.view(torch.uint8).fill_(0xFF)
+            graph.replay()
+            expected = steps(*new, format, None, interleave)
+            assert_all_same(outputs[: 2 + keep_input], expected[: 2 + keep_input])
+
+
+@pytest.mark.gpu
+@each(SIXTEEN_BITS)
+def test_the_same_bytes_again_and_again(case: Case) -> None:
+    arguments = case.arguments("cuda")
+    for keep_input in (True, False):
+        first = ops.grouped_gemm_swiglu_quantize(*arguments, keep_input)
+        for _ in range(20):
+            assert_all_same(ops.grouped_gemm_swiglu_quantize(*arguments, keep_input), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="the kernel is Hopper's"
+)
+@pytest.mark.parametrize("format", ["fp8_block", "mxfp8"])
+@pytest.mark.parametrize("interleave", [0, 32])
+def test_act_is_never_in_memory(format: str, interleave: int) -> None:
+    """Nor is h, if it is not kept. No size is read by the host: synchronization is an error meanwhile."""
+    device, generator = torch.device("cuda"), torch.Generator().manual_seed(0)
+    rows, features = 4096, 1024
+    a, b = (normals(s, torch.bfloat16, device, generator) for s in ((rows, 64), (4, 2 * features, 64)))
+    sizes, probs = torch.tensor([1000, 0, 2000, 500], device=device), torch.rand(rows, device=device)
+    taken = most_memory(
+        lambda: ops.grouped_gemm_swiglu_quantize(a, b, sizes, probs, format, None, interleave, False)
+    )
+    codes = rows * features
+    assert (
+        codes <= taken < codes * 1.25
+    )  # scales, offsets and what the allocator rounds up; act has 2 * codes
+
+
+@pytest.mark.gpu
+def test_devices_agree_on_exact_products() -> None:
+    for case in EXACT[::3]:
+        here, there = (ops.grouped_gemm_swiglu_quantize(*case.arguments(d)) for d in ("cpu", "cuda"))
+        for got, expected in zip(there[:2], here[:2], strict=True):
+            assert_same_bits(got, expected, case.name)
+
+
+def quantized_experts(arguments: tuple[Any, ...]) -> Tensor:
+    x, w1, sizes, probs, w2 = arguments
+    data, scale, _ = ops.grouped_gemm_swiglu_quantize(x, w1, sizes, probs, "fp8_block", keep_input=False)
+    weight, weight_scale = ops.quantize(w2, "fp8_block:square")
+    return ops.grouped_gemm_quantized(
+        data, scale, weight, weight_scale, sizes, "fp8_block", "fp8_block:square", x.dtype
+    )
+
+
+def test_the_second_product_takes_it(device: torch.device) -> None:
+    """An expert's MLP forward in FP8 blocks: the bits of the separate steps."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = (150, 128), (3, 512, 128), (3, 128, 256)
+    x, w1, w2 = (normals(s, torch.bfloat16, device, generator) / 4 for s in shapes)
+    sizes, probs = torch.tensor([70, 0, 65], device=device), torch.rand(150, generator=generator).to(device)
+    act, _ = ops.grouped_gemm_swiglu(x, w1, sizes, probs)
+    operands = *ops.grouped_quantize(act, sizes, "fp8_block"), *ops.quantize(w2, "fp8_block:square")
+    formats = "fp8_block", "fp8_block:square"
+    expected = ops.grouped_gemm_quantized(*operands, sizes, *formats, x.dtype)
+    assert_same_bits(quantized_experts((x, w1, sizes, probs, w2)), expected)
