@@ -209,9 +209,11 @@ def _grouped_wgrad_list(grad: torch.Tensor, input: torch.Tensor, sizes: torch.Te
         ops.grouped_gemm_wgrad_list_out(grad, input, sizes, buffers, accumulate=False, beta=beta)
 
 
-def _swiglu_product_quantized(*arguments: Any) -> None:
-    ops.grouped_gemm_swiglu_quantize(*arguments)
-    ops.grouped_gemm_swiglu_quantize(*arguments, False)
+def _swiglu_product_quantized(
+    a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, probs: Any, format: str, bias: Any, interleave: int
+) -> None:
+    for keep_input in (True, False):
+        ops.grouped_gemm_swiglu_quantize(a, b, sizes, probs, format, bias, interleave, keep_input)
 
 
 def _long_sums(sizes: torch.Tensor, n: int, k: int) -> None:
