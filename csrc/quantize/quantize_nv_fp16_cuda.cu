@@ -1,4 +1,4 @@
-#include "quantize/nv_tile.cuh"
+#include "quantize/nv_kernels.cuh"
 
 namespace transformer_plugin::quantize {
 
