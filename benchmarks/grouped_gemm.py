@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks import grouped_gemm_cpu
-from benchmarks.common import Time, device_times, host_times, sustained_times, synchronize, write
+from benchmarks.common import RESULTS, Time, device_times, host_times, sustained_times, synchronize, write
 from benchmarks.grouped_gemm_works import (
     MODELS,
     SHAPES,
@@ -194,10 +195,22 @@ def _line(row: dict[str, Any]) -> str:
     return f"{words} {columns('op')} {columns('peer')} {row['ratio']:6.3f} {sustained:9.3f}"
 
 
+def updated(
+    device: torch.device, rows: list[dict[str, Any]], more: dict[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What the device's file will hold: these rows in the place of those of their names, and what else it has."""
+    path = RESULTS / f"grouped_gemm_{device.type}.json"
+    if not path.exists():
+        return rows, more
+    before = json.loads(path.read_text())
+    by_name = {(row["name"], row["sizes"], row["work"]): row for row in (*before["rows"], *rows)}
+    return list(by_name.values()), {key: before[key] for key in ("host",) if key in before} | more
+
+
 def run(device: torch.device, chosen: dict[Shape, list[Work]], arguments: argparse.Namespace) -> None:
     """Measures, prints, and writes the file unless all is tiny."""
     torch.manual_seed(0)
-    more: dict[str, Any] = {"options": {"only": arguments.only, "rounds": arguments.rounds}}
+    more: dict[str, Any] = {"options": {key: getattr(arguments, key) for key in ("only", "rounds", "update")}}
     if arguments.only.lower() in HOST:
         times = host(device)
         ratio = round(times["op"].median / times["torch"].median, 3)
@@ -218,6 +231,8 @@ def run(device: torch.device, chosen: dict[Shape, list[Work]], arguments: argpar
             torch.cuda.empty_cache()
     synchronize(device)
     ops.check_group_sizes()
+    if arguments.update:
+        rows, more = updated(device, rows, more)
     averages = means(rows)
     for mean in averages:
         words = f"{mean['work']:25s} {mean['sizes']:6s}"
@@ -234,6 +249,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="only where the text is in 'SHAPE WORK'")
     rounds = f"{ROUNDS} unless given, {grouped_gemm_cpu.ROUNDS} on a CPU"
     parser.add_argument("--rounds", type=int, help=rounds)
+    parser.add_argument("--update", action="store_true", help="keep the other rows of the result file")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try it")
     arguments = parser.parse_args()
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))

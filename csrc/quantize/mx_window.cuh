@@ -337,9 +337,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<T>)
   __syncthreads();  // codes of lines, exponents of blocks
   store_lines(args, tile, warp, lane, shared.turned);
   write_window_exponents(args, tile, window.row_tile, tiles, warp, lane, shared);
-  // Words of the row tiles that hold nothing: a few of all blocks' threads are enough.
-  const uint32_t unused = static_cast<uint32_t>(layout.row_tiles()) - static_cast<uint32_t>(shared.used);
-  if (blockIdx.x * kThreads < unused * strips * kTile) {
+  // Words of the row tiles that hold nothing.
+  if (static_cast<int64_t>(shared.used) < layout.row_tiles()) {
     zero_unused_words(layout, shared.used, args.exponents_t, blockIdx.x * kThreads + threadIdx.x,
                       gridDim.x * kThreads);
   }

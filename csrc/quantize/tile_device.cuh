@@ -58,7 +58,7 @@ __device__ __forceinline__ void for_each_tile(const Layout& layout, Work work, b
 }
 
 // Zeroes the words of transposed byte scales that row tiles from `used` on have in each line, a share of them by each of
-// `threads`. As they lie in memory: the words of one tile would be parts of sectors.
+// `threads`, whole warps all of which call it. As they lie in memory: the words of one tile would be parts of sectors.
 __device__ __forceinline__ void zero_unused_words(const Layout& layout, int32_t used, uint8_t* scales,
                                                   uint32_t thread, uint32_t threads) {
   Tile first = {};
@@ -66,9 +66,9 @@ __device__ __forceinline__ void zero_unused_words(const Layout& layout, int32_t 
   const WordLines lines(layout, first, true);
   const uint32_t words = (static_cast<uint32_t>(layout.row_tiles()) - static_cast<uint32_t>(used)) *
                          static_cast<uint32_t>(layout.words());  // of a line
-  const uint32_t count =
-      static_cast<uint32_t>(layout.col_tiles()) * kTile;  // lines, also those that are padding
-  if (!layout.tiled) {                                    // a warp takes a line
+  // Also of lines that are padding.
+  const uint32_t count = static_cast<uint32_t>(layout.col_tiles()) * kTile;
+  if (!layout.tiled) {  // a warp takes a line
     for (uint32_t line = thread / kWarpSize; line < count; line += threads / kWarpSize) {
       auto* own = reinterpret_cast<uint32_t*>(scales + lines.at(static_cast<int>(line), 0));
       for (uint32_t word = thread % kWarpSize; word < words; word += kWarpSize) own[word] = 0;
