@@ -56,8 +56,8 @@ struct GroupedKernelArgs {
 };
 
 // Of a row of `a_values`, and how many words count its rows.
-inline int64_t widened_columns(int64_t k) { return (k + 63) / 64 * 64; }
-inline int64_t ready_words(int64_t rows) { return 32 + (rows + 63) / 64; }
+constexpr int64_t widened_columns(int64_t k) { return (k + 63) / 64 * 64; }
+constexpr int64_t ready_words(int64_t rows) { return 32 + (rows + 63) / 64; }
 
 void launch_grouped_kernel(GroupedMode mode, const GroupedKernelArgs& args, void* stream);
 // One for each operand dtype, each in a file of its own so that they compile side by side.

@@ -118,8 +118,8 @@ inline constexpr uint32_t kTaskUnits = 4;
 
 struct RowsBeside {
   CodeRows rows;
-  uint32_t*
-      ready;  // tasks taken, and from kReadyBlocks on those done of each block of rows; null where all is widened before
+  // Tasks taken, and from kReadyBlocks on those done of each block of rows; null where all is widened before.
+  uint32_t* ready;
   bool is_e5m2;  // MXFP8
 
   static constexpr int kReadyBlocks = 32;  // in another line of memory
@@ -171,6 +171,9 @@ struct RowsBeside {
   }
 };
 static_assert(kTileColumns / kBlockRows + 1 <= kWarpSize, "a lane for each block of a tile's rows");
+static_assert(ready_words(kBlockRows) == RowsBeside::kReadyBlocks + 1 &&
+                  ready_words(kBlockRows + 1) == RowsBeside::kReadyBlocks + 2,
+              "room for all words");
 
 inline __global__ void __launch_bounds__(kWidenThreads) clear_ready_kernel(uint32_t* ready, int64_t words) {
   wait_for_the_kernel_before();
