@@ -14,9 +14,9 @@ from tests.ops.quantize_oracle import SPECS, assert_all_same, grouped_quantize_b
 from transformer_plugin import ops, reference
 from transformer_plugin.formats import Format
 from transformer_plugin.reference.gemm_swiglu import halves_apart, halves_in_turn
-from transformer_plugin.testing.cases import Case
+from transformer_plugin.testing.cases import BLOCK_FORMATS, Case
 from transformer_plugin.testing.gemm_cases import normals, poison_tail
-from transformer_plugin.testing.gemm_swiglu_cases import BLOCK_FORMATS, grouped_gemm_swiglu_quantize_cases
+from transformer_plugin.testing.gemm_swiglu_cases import grouped_gemm_swiglu_quantize_cases
 from transformer_plugin.testing.numerics import assert_same_bits
 
 EXACT = list(grouped_gemm_swiglu_quantize_cases())

@@ -14,6 +14,15 @@ import torch
 from torch import Tensor
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Formats that find their scales in blocks along a row.
+BLOCK_FORMATS = (
+    "fp8_block",
+    "fp8_block:e5m2,fp32",
+    "fp8_block:fp32,eps=1e-3",
+    "mxfp8",
+    "mxfp8:e5m2",
+    "mxfp8:tiled",
+)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from transformer_plugin.testing.cases import FLOAT_DTYPES, Case
+from transformer_plugin.testing.cases import BLOCK_FORMATS, FLOAT_DTYPES, Case
 from transformer_plugin.testing.gemm_cases import GroupedShape, group_sizes, integers, poison_tail
 
 # n is F, the features; k what is summed over.
@@ -34,15 +34,6 @@ SWIGLU_SHAPES = (
     GroupedShape("many-blocks", (300, 1, 0, 513, 16, 385), 1240, 416, 72),
 )
 ORDERS = (0, 32)
-# Formats that find their scales in blocks along a row.
-BLOCK_FORMATS = (
-    "fp8_block",
-    "fp8_block:e5m2,fp32",
-    "fp8_block:fp32,eps=1e-3",
-    "mxfp8",
-    "mxfp8:e5m2",
-    "mxfp8:tiled",
-)
 
 
 def _walk(dtypes: tuple[torch.dtype, ...]) -> Iterator[tuple[str, GroupedShape, torch.dtype, int, int]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_plugin.testing.cases import FLOAT_DTYPES, Case
+from transformer_plugin.testing.cases import BLOCK_FORMATS, FLOAT_DTYPES, Case
 
 #: Rows and columns. Up to 8192 columns of bfloat16 a GPU holds a row in registers where columns come in eights; others
 #: it reads again.
@@ -28,14 +28,6 @@ QUANTIZED_SHAPES = [
     ((3, 8200), (3, 8224)),
     ((2, 16384), (2, 16384)),
 ]
-FORMATS = (
-    "fp8_block",
-    "fp8_block:e5m2,fp32",
-    "fp8_block:fp32,eps=1e-3",
-    "mxfp8",
-    "mxfp8:e5m2",
-    "mxfp8:tiled",
-)
 # Of formats that scale by a given amax; blocks of nvfp4 lie along rows, whose number is any.
 TENSOR_FORMATS = ("fp8_tensor", "fp8_tensor:e5m2,pow2", "fp8_tensor:eps=0.25")
 NV_SHAPES = [(0, 32), (1, 16), (6, 96), (17, 160), (129, 1056), (7, 7168), (3, 8208)]
@@ -93,7 +85,7 @@ def norm_cases() -> Iterator[Case]:
 def norm_quantize_cases() -> Iterator[Case]:
     """Arguments of layer_norm_quantize, and without the bias of rms_norm_quantize."""
     for i, shapes in enumerate(QUANTIZED_SHAPES):
-        for j, format in enumerate(FORMATS):
+        for j, format in enumerate(BLOCK_FORMATS):
             shape = shapes[format.startswith("mxfp8")]
             yield _case(f"{format}-", shape, FLOAT_DTYPES[(i + j) % 3], i + 3 * j, format)
     for thousands in range(1, 9):  # a thread of a GPU holds one unit of 8 columns for each 1024
