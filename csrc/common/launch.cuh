@@ -40,6 +40,10 @@ __device__ __forceinline__ void wait_for_the_kernel_before() {
 #endif
 }
 
+// Whether kernels on the current device hold the instructions above. Those that a newer GPU's driver compiles from PTX for an
+// older one do not, and would run before what they depend on.
+bool kernels_wait_for_others();
+
 // A launch that need not wait until the kernel before has ended: its own way onto the device overlaps with that.
 template <typename... Parameters, typename... Arguments>
 void launch_early(void (*kernel)(Parameters...), dim3 grid, unsigned block, size_t shared,
@@ -53,7 +57,7 @@ void launch_early(void (*kernel)(Parameters...), dim3 grid, unsigned block, size
   config.dynamicSmemBytes = shared;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.numAttrs = kernels_wait_for_others() ? 1 : 0;
   cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
 }
 #endif

@@ -25,11 +25,19 @@ GroupedMode mode_of(std::string_view product) {
 }
 
 DType checked_dtype(const char* name, at::ScalarType dtype) {
-  const bool known =
-      dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kFloat8_e4m3fn;
-  TP_CHECK_TYPE(known, kOp, name, "one of float32, bfloat16, float16, float8_e4m3fn", dtype_name(dtype),
-                "Pass the dtype that the kernels get");
-  return to_dtype(dtype);
+  const bool known = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf ||
+                     dtype == at::kFloat8_e4m3fn || dtype == at::kFloat4_e2m1fn_x2;
+  TP_CHECK_TYPE(known, kOp, name, "one of float32, bfloat16, float16, float8_e4m3fn, float4_e2m1fn_x2",
+                dtype_name(dtype), "Pass the dtype that the kernels get");
+  return dtype == at::kFloat4_e2m1fn_x2 ? DType::kFloat4E2M1 : to_dtype(dtype);
+}
+
+ScaleKind scale_kind_of(DType dtype, bool microscaled) {
+  if (dtype == DType::kFloat4E2M1) return ScaleKind::kNv;
+  TP_CHECK_VALUE(!microscaled || dtype == DType::kFloat8E4M3, kOp, "microscaled",
+                 "False, or a dtype of float8_e4m3fn or float4_e2m1fn_x2", "True with another dtype",
+                 "Leave it out, or pass the dtype of the codes");
+  return microscaled ? ScaleKind::kMx : ScaleKind::kBlocks;
 }
 
 void check_count(const char* name, int64_t count, int64_t least) {
@@ -41,10 +49,11 @@ void check_count(const char* name, int64_t count, int64_t least) {
 std::vector<int64_t> grouped_gemm_plan(std::string_view product, at::ScalarType dtype,
                                        at::ScalarType out_dtype, int64_t rows, int64_t groups, int64_t n,
                                        int64_t k, int64_t multiprocessors, bool accumulate, int64_t max_sms,
-                                       int64_t expected_rows) {
+                                       int64_t expected_rows, bool microscaled) {
   const GroupedMode mode = mode_of(product);
   GroupedKernelArgs args{};
-  args.dtype = checked_dtype("dtype", dtype);
+  args.dtype = args.b_dtype = checked_dtype("dtype", dtype);
+  args.scale_kind = scale_kind_of(args.dtype, microscaled);
   args.out_dtype = checked_dtype("out_dtype", out_dtype);
   check_count("rows", rows, 0);
   check_count("groups", groups, 0);
@@ -62,7 +71,9 @@ std::vector<int64_t> grouped_gemm_plan(std::string_view product, at::ScalarType 
   args.out_group_stride = args.m * args.n;
   args.accumulate = accumulate;
   const HopperPlan plan = hopper_plan(mode, args, static_cast<int>(multiprocessors));
-  return {plan.takes ? 1 : 0, plan.clusters, static_cast<int64_t>(plan.thread_boxes)};
+  const bool widens = args.scale_kind == ScaleKind::kMx || args.scale_kind == ScaleKind::kNv;
+  const bool beside = plan.takes && widens && widens_beside(args, plan);
+  return {plan.takes ? 1 : 0, plan.clusters, static_cast<int64_t>(plan.thread_boxes), beside ? 1 : 0};
 }
 
 }  // namespace

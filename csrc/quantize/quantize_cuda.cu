@@ -20,6 +20,7 @@ __global__ void __launch_bounds__(kThreads)
   int32_t* offsets = listed <= kSharedGroups ? shared : tables.offsets;
   int32_t* tile_offsets = offsets + listed + 1;
   let_the_next_kernel_start();
+  wait_for_the_kernel_before();
   if (threadIdx.x == 0) offsets[0] = tile_offsets[0] = 0;
   if (threadIdx.x == 0 && tables.merged) offsets[1] = tile_offsets[1] = 0;
   int32_t carried = 0;
@@ -61,14 +62,12 @@ __global__ void __launch_bounds__(kThreads)
 
 void launch_row_tiles(const void* sizes, bool is_int64, int64_t groups, const RowTables& tables,
                       WrongSizesWord* word, void* stream) {
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (is_int64) {
-    row_tiles_kernel<<<1, kThreads, 0, cuda_stream>>>(static_cast<const int64_t*>(sizes), groups, tables,
-                                                      word);
-  } else {
-    row_tiles_kernel<<<1, kThreads, 0, cuda_stream>>>(static_cast<const int32_t*>(sizes), groups, tables,
-                                                      word);
-  }
+  const auto launch = [&](auto size) {
+    using Size = decltype(size);
+    launch_early(row_tiles_kernel<Size>, 1, kThreads, 0, static_cast<cudaStream_t>(stream),
+                 static_cast<const Size*>(sizes), groups, tables, word);
+  };
+  is_int64 ? launch(int64_t{}) : launch(int32_t{});
   check_launch("row_tiles_kernel");
 }
 
@@ -80,7 +79,6 @@ void launch_tensor_scales(const QuantizeArgs& args, void* stream) {
 }
 
 void launch_quantize(const QuantizeArgs& args, void* stream) {
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (launch_quantize_walk(args, stream)) return;
   const unsigned grid = block_grid(args.layout);
   if (grid == 0) return launch_tensor_scales(args, stream);
@@ -88,7 +86,8 @@ void launch_quantize(const QuantizeArgs& args, void* stream) {
     using T = decltype(type);
     visit_fp8(args.element, [&](auto element) {
       using Source = PlainSource<T>;
-      quantize_kernel<Source, decltype(element)::value><<<grid, kThreads, 0, cuda_stream>>>(args, Source{});
+      launch_early(quantize_kernel<Source, decltype(element)::value>, grid, kThreads, 0,
+                   static_cast<cudaStream_t>(stream), args, Source{});
     });
   });
   check_launch("quantize_kernel");

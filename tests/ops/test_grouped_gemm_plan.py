@@ -38,7 +38,7 @@ def pairs_of(product: str, sizes: list[int], n: int, k: int) -> int:
 @by_product
 def test_clusters_are_never_more_than_fit(product: str) -> None:
     for multiprocessors in (2, 3, 78, 114, 131, 132, 144):
-        assert plan(product, multiprocessors=multiprocessors) == (True, multiprocessors // 2, 0)
+        assert plan(product, multiprocessors=multiprocessors) == (True, multiprocessors // 2, 0, False)
         for groups in (1, 7, 1024):
             for rows in (1, 100, 129, 70000):
                 got = plan(product, multiprocessors=multiprocessors, groups=groups, rows=rows)
@@ -97,7 +97,7 @@ def test_more_never_means_fewer_clusters(product: str, what: str) -> None:
 def test_nothing_to_do_is_not_taken() -> None:
     for product in PRODUCTS:
         for empty in ("rows", "groups", "n", "k"):
-            assert plan(product, **{empty: 0}) == (False, 0, 0)
+            assert plan(product, **{empty: 0}) == (False, 0, 0, False)
 
 
 def test_what_is_taken() -> None:
@@ -139,6 +139,30 @@ def test_the_hint_chooses_who_adds() -> None:
     assert plan(rows=8192, expected_rows=5) == plan(rows=8192)
 
 
+MX, NV = {"dtype": FP8, "microscaled": True}, {"dtype": torch.float4_e2m1fn_x2}
+
+
+@pytest.mark.parametrize("codes", [MX, NV], ids=["mxfp8", "nvfp4"])
+def test_rows_are_widened_beside_products_where_those_take_long(codes: dict[str, Any]) -> None:
+    def widens(**changed: Any) -> bool:
+        got = plan(**codes, **changed)
+        assert got.takes
+        return got.widens_beside
+
+    assert widens(rows=65536, groups=128, n=1536, k=2048)  # tiles of 256 rows by 128 columns: 1536 pairs for 66 clusters
+    assert not widens(rows=65536, groups=128, n=1016, k=2048)  # few columns: rows are wanted faster than that
+    assert widens(rows=65536, groups=128, n=1024, k=2048)
+    assert [widens(rows=rows, groups=1, n=1024, k=512, multiprocessors=8) for rows in (768, 1024, 1025)] == [
+        False,  # the first products, which wait for their rows, would be a large part
+        True,
+        True,
+    ]
+    assert widens(rows=1024, groups=264, n=1024, k=512)  # a group has a tile of its own
+    for product in ("data_grad", "weight_grad"):
+        assert plan(product, **codes) == (False, 0, 0, False)
+    assert not plan(dtype=FP8).widens_beside  # fp8_block is multiplied as it is
+
+
 @pytest.mark.parametrize(
     ("changed", "error", "text"),
     [
@@ -151,8 +175,14 @@ def test_the_hint_chooses_who_adds() -> None:
         (
             {"dtype": torch.float64},
             TypeError,
-            "'dtype': expected one of float32, bfloat16, float16, float8_e4m3fn, got float64. "
+            "'dtype': expected one of float32, bfloat16, float16, float8_e4m3fn, float4_e2m1fn_x2, got float64. "
             "Pass the dtype that the kernels get.",
+        ),
+        (
+            {"microscaled": True},
+            ValueError,
+            "'microscaled': expected False, or a dtype of float8_e4m3fn or float4_e2m1fn_x2, got True with another "
+            "dtype. Leave it out, or pass the dtype of the codes.",
         ),
         (
             {"rows": -1},

@@ -286,6 +286,18 @@ BESIDE = (2, 4, 6)
 WIDE = Shape((300, 0, 7, 513, 130), 50, 1160, 544)
 
 
+def test_the_shape_widens_rows_in_both_ways() -> None:
+    rows = sum(WIDE.sizes) + WIDE.tail
+    for multiprocessors in (114, 132):
+        for max_sms in (0, *BESIDE):
+            got = ops.grouped_gemm_plan(
+                "forward", torch.float8_e4m3fn, BF16, rows, len(WIDE.sizes), WIDE.n, WIDE.k, multiprocessors,
+                max_sms=max_sms, microscaled=True,
+            )  # fmt: skip
+            assert got.takes
+            assert got.widens_beside == (max_sms > 0)
+
+
 @pytest.mark.gpu
 @by_pair
 def test_rows_widened_beside_products_give_the_same_bits(pair: tuple[str, str]) -> None:

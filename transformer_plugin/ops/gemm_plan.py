@@ -36,6 +36,8 @@ class GroupedGemmPlan(NamedTuple):
     #: of a sum into a buffer: bit i stands for columns 32 i to 32 i + 31 of a tile's 256, set where threads add and not
     #: the copy engine.
     thread_boxes: int
+    #: whether rows in ``mxfp8`` and ``nvfp4`` are widened to bfloat16 beside the products, and not by a kernel before.
+    widens_beside: bool
 
 
 def grouped_gemm_plan(
@@ -50,13 +52,15 @@ def grouped_gemm_plan(
     accumulate: bool = False,
     max_sms: int = 0,
     expected_rows: int = -1,
+    microscaled: bool = False,
 ) -> GroupedGemmPlan:
     """What a GPU of Hopper's kind would run, on any host, also one without a GPU.
 
     Args:
         product: ``"forward"`` (:func:`~transformer_plugin.ops.grouped_gemm` with ``transpose_b``), ``"data_grad"``
             (without), or ``"weight_grad"`` (:func:`~transformer_plugin.ops.grouped_gemm_wgrad`).
-        dtype: of the operands; ``float8_e4m3fn`` for those in ``fp8_block`` that are multiplied as they are.
+        dtype: of the operands; ``float8_e4m3fn`` for those in ``fp8_block`` that are multiplied as they are, or in ``mxfp8``;
+            ``float4_e2m1fn_x2`` for those in ``nvfp4``.
         out_dtype: of the output.
         rows: of the buffer.
         groups: 1 for a product without groups.
@@ -64,6 +68,7 @@ def grouped_gemm_plan(
         multiprocessors: of the GPU: 132 of an H100 or H200 with SXM.
         accumulate: as for :func:`~transformer_plugin.ops.grouped_gemm_wgrad_out`.
         max_sms, expected_rows: as the product is given them.
+        microscaled: that ``float8_e4m3fn`` is in ``mxfp8``.
 
     Returns:
         A :class:`GroupedGemmPlan`, of contiguous tensors at addresses that are multiples of 16, in a package that was
@@ -71,9 +76,10 @@ def grouped_gemm_plan(
         ``max_sms``, and the pairs of tiles that groups of any sizes can have.
 
     Raises:
-        TypeError: another dtype. ValueError: another product, counts that are negative or too large.
+        TypeError: another dtype. ValueError: another product, counts that are negative or too large, ``microscaled`` with a
+            dtype that is not.
     """
-    takes, clusters, thread_boxes = _ops.grouped_gemm_plan.default(
+    takes, clusters, thread_boxes, widens_beside = _ops.grouped_gemm_plan.default(
         product,
         dtype,
         out_dtype,
@@ -85,5 +91,6 @@ def grouped_gemm_plan(
         accumulate,
         max_sms,
         expected_rows,
+        microscaled,
     )
-    return GroupedGemmPlan(bool(takes), clusters, thread_boxes)
+    return GroupedGemmPlan(bool(takes), clusters, thread_boxes, bool(widens_beside))

@@ -1,0 +1,35 @@
+#include <array>
+#include <atomic>
+
+#include "common/launch.cuh"
+
+namespace transformer_plugin {
+namespace {
+
+constexpr int kFirstToWait = 90;  // the virtual architecture, as cudaFuncAttributes counts it
+
+// Compiled for the architectures that all kernels are compiled for.
+__global__ void probe_kernel() {}
+
+bool ask() {
+  cudaFuncAttributes attributes{};
+  return cudaFuncGetAttributes(&attributes, probe_kernel) == cudaSuccess &&
+         attributes.ptxVersion >= kFirstToWait;
+}
+
+}  // namespace
+
+bool kernels_wait_for_others() {
+  enum : int8_t { kUnknown, kNo, kYes };
+  static std::array<std::atomic<int8_t>, 64> answers{};  // of devices, which never change
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= static_cast<int>(answers.size())) return false;
+  int8_t answer = answers[device].load(std::memory_order_relaxed);
+  if (answer == kUnknown) {
+    answer = ask() ? kYes : kNo;
+    answers[device].store(answer, std::memory_order_relaxed);
+  }
+  return answer == kYes;
+}
+
+}  // namespace transformer_plugin
