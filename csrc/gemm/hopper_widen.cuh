@@ -175,7 +175,7 @@ static_assert(ready_words(kBlockRows) == RowsBeside::kReadyBlocks + 1 &&
                   ready_words(kBlockRows + 1) == RowsBeside::kReadyBlocks + 2,
               "room for all words");
 
-inline __global__ void __launch_bounds__(kWidenThreads) clear_ready_kernel(uint32_t* ready, int64_t words) {
+static __global__ void __launch_bounds__(kWidenThreads) clear_ready_kernel(uint32_t* ready, int64_t words) {
   wait_for_the_kernel_before();
   let_the_next_kernel_start();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kWidenThreads + threadIdx.x;
