@@ -16,7 +16,7 @@ template <typename T>
 struct Floats {
   float at[kVectorSize<T>];
 
-  __forceinline__ Floats() = default;
+  Floats() = default;
   __device__ __forceinline__ explicit Floats(uint4 vector) {
     if constexpr (std::is_same_v<T, __nv_bfloat16>) {  // the upper half of a float: one instruction each
       const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};

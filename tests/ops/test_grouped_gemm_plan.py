@@ -149,7 +149,7 @@ def test_rows_are_widened_beside_products_where_those_take_long(codes: dict[str,
         assert got.takes
         return got.widens_beside
 
-    assert widens(rows=65536, groups=128, n=1536, k=2048)  # tiles of 256 rows by 128 columns: 1536 pairs for 66 clusters
+    assert widens(rows=65536, groups=128, n=1536, k=2048)  # 1536 pairs of tiles of 256 rows by 128 columns
     assert not widens(rows=65536, groups=128, n=1016, k=2048)  # few columns: rows are wanted faster than that
     assert widens(rows=65536, groups=128, n=1024, k=2048)
     assert [widens(rows=rows, groups=1, n=1024, k=512, multiprocessors=8) for rows in (768, 1024, 1025)] == [

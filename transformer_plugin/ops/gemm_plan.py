@@ -59,8 +59,8 @@ def grouped_gemm_plan(
     Args:
         product: ``"forward"`` (:func:`~transformer_plugin.ops.grouped_gemm` with ``transpose_b``), ``"data_grad"``
             (without), or ``"weight_grad"`` (:func:`~transformer_plugin.ops.grouped_gemm_wgrad`).
-        dtype: of the operands; ``float8_e4m3fn`` for those in ``fp8_block`` that are multiplied as they are, or in ``mxfp8``;
-            ``float4_e2m1fn_x2`` for those in ``nvfp4``.
+        dtype: of the operands; ``float8_e4m3fn`` for those in ``fp8_block`` that are multiplied as they are, or in
+            ``mxfp8``; ``float4_e2m1fn_x2`` for those in ``nvfp4``.
         out_dtype: of the output.
         rows: of the buffer.
         groups: 1 for a product without groups.
@@ -76,8 +76,8 @@ def grouped_gemm_plan(
         ``max_sms``, and the pairs of tiles that groups of any sizes can have.
 
     Raises:
-        TypeError: another dtype. ValueError: another product, counts that are negative or too large, ``microscaled`` with a
-            dtype that is not.
+        TypeError: another dtype. ValueError: another product, counts that are negative or too large,
+            ``microscaled`` with a dtype that is not.
     """
     takes, clusters, thread_boxes, widens_beside = _ops.grouped_gemm_plan.default(
         product,
