@@ -21,7 +21,8 @@ bool ask() {
 
 bool kernels_wait_for_others() {
   enum : int8_t { kUnknown, kNo, kYes };
-  static std::array<std::atomic<int8_t>, 64> answers{};  // of devices, which never change
+  // Of devices, which never change; on those past the last nothing starts early.
+  static std::array<std::atomic<int8_t>, 64> answers{};
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess || device >= static_cast<int>(answers.size())) return false;
   int8_t answer = answers[device].load(std::memory_order_relaxed);

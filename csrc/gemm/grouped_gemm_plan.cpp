@@ -71,9 +71,8 @@ std::vector<int64_t> grouped_gemm_plan(std::string_view product, at::ScalarType 
   args.out_group_stride = args.m * args.n;
   args.accumulate = accumulate;
   const HopperPlan plan = hopper_plan(mode, args, static_cast<int>(multiprocessors));
-  const bool widens = args.scale_kind == ScaleKind::kMx || args.scale_kind == ScaleKind::kNv;
-  const bool beside = plan.takes && widens && widens_beside(args, plan);
-  return {plan.takes ? 1 : 0, plan.clusters, static_cast<int64_t>(plan.thread_boxes), beside ? 1 : 0};
+  return {plan.takes ? 1 : 0, plan.clusters, static_cast<int64_t>(plan.thread_boxes),
+          widens_beside(args, plan) ? 1 : 0};
 }
 
 }  // namespace

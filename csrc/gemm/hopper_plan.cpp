@@ -11,6 +11,11 @@ int64_t ceil_div(int64_t size, int64_t by) { return (size + by - 1) / by; }
 bool is_whole(int64_t elements, DType dtype) { return elements > 0 && elements * bytes_of(dtype) % 16 == 0; }
 bool fits(int64_t size) { return size > 0 && size < INT32_MAX / 2; }
 
+// Codes that become bfloat16 on their way (gemm/hopper_decoded.cuh).
+bool is_decoded(const GroupedKernelArgs& args) {
+  return args.scale_kind == ScaleKind::kMx || args.scale_kind == ScaleKind::kNv;
+}
+
 bool is_fp8(DType dtype) { return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2; }
 
 // Codes that these kernels know, the dimension that is summed over in lines.
@@ -48,8 +53,8 @@ int clusters_of(GroupedMode mode, const GroupedKernelArgs& args, int multiproces
   if (args.options.max_sms > 0) most = std::min(most, args.options.max_sms / hopper::kCluster);
   most = std::max<int64_t>(most, 1);
   const int64_t pairs = most_pairs(mode, args, most);
-  const bool decoded = args.scale_kind == ScaleKind::kMx || args.scale_kind == ScaleKind::kNv;
-  const bool halves = mode != GroupedMode::kWeightGrad && !decoded && args.n > hopper::kTileColumns / 2;
+  const bool halves =
+      mode != GroupedMode::kWeightGrad && !is_decoded(args) && args.n > hopper::kTileColumns / 2;
   return static_cast<int>(halves ? std::min(pairs * 2, most) : pairs);
 }
 
@@ -104,6 +109,7 @@ HopperPlan hopper_plan(GroupedMode mode, const GroupedKernelArgs& args, int mult
 // them, are to be a small part of all.
 bool widens_beside(const GroupedKernelArgs& args, const HopperPlan& plan) {
   constexpr int64_t kManyColumns = 1024, kTurns = 4;
+  if (!plan.takes || !is_decoded(args)) return false;
   const int64_t rows = ceil_div(args.rows, hopper::kTileColumns);  // tiles are turned
   const int64_t pairs = rows * ceil_div(args.n, hopper::kCluster * hopper::kTileRows);
   return args.n >= kManyColumns && std::max(pairs, args.groups) >= kTurns * plan.clusters;

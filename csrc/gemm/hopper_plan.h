@@ -26,7 +26,8 @@ bool hopper_takes_shape(GroupedMode mode, const GroupedKernelArgs& args);
 
 HopperPlan hopper_plan(GroupedMode mode, const GroupedKernelArgs& args, int multiprocessors);
 
-// Whether rows of MXFP8 and NVFP4 are widened beside the products (gemm/hopper_widen.cuh), or by a kernel before.
+// Whether rows of MXFP8 and NVFP4 are widened beside the products (gemm/hopper_widen.cuh), or by a kernel before; others are not
+// widened.
 bool widens_beside(const GroupedKernelArgs& args, const HopperPlan& plan);
 
 }  // namespace transformer_plugin::gemm
