@@ -1,7 +1,7 @@
 """Tokens per second of examples/train_moe.py beside the same model in plain PyTorch, in the same run.
 
 Both models train in turn, step by step, on the same ranks and the same data (``--compare``): the medians of their
-steps are compared. The run also checks what it times: the two loss curves must begin alike and end near each other.
+steps are compared. The run also checks what it times: the two loss curves begin alike and end near each other.
 FP8 on a CPU is there for its numbers, not for its speed.
 """
 
@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from benchmarks.common import write
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "train_moe.py"
 WARM_UP = 5
-EARLY = 10  # steps in which differences of rounding have not grown yet
+EARLY = 5  # steps in which differences of rounding have not grown yet; then they do, tenfold in two or three steps
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,10 @@ def measure(name: str, options: list[str], ranks: int, steps: int) -> dict[str, 
         command = [sys.executable, str(SCRIPT), "--compare", "--ranks", str(ranks), "--steps", str(steps)]
         subprocess.run([*command, "--out", f"{out}/run", *options], check=True)
         report = json.loads(Path(out, "run", "compare.json").read_text())
-    bound = BOUNDS[name.split(",")[0]]
     plain_losses, plugin_losses = report["losses"].values()
-    early = max(
-        abs(got / plain - 1) for got, plain in zip(plugin_losses[:EARLY], plain_losses[:EARLY], strict=True)
-    )
-    final = abs(report["final_difference"])
-    print(f"{name}: losses part by {early:.1e} in {EARLY} steps, by {final:.2%} at the end")
-    assert early <= bound.early and final <= bound.final, f"{name}: more than {bound}"
+    differences = [
+        got / plain - 1 for got, plain in zip(plugin_losses[:EARLY], plain_losses[:EARLY], strict=True)
+    ]
     plain, plugin = (
         spread(seconds, report["tokens_per_step"]) for seconds in report["step_seconds"].values()
     )
@@ -94,14 +90,24 @@ def measure(name: str, options: list[str], ranks: int, steps: int) -> dict[str, 
         "plugin_tokens_per_second": plugin,
         "plain_tokens_per_second": plain,
         "ratio": round(plugin["median"] / plain["median"], 3),
-        "early_difference": early,
+        "early_differences": differences,
+        "bound": asdict(BOUNDS[name.split(",")[0]]),
         "final_difference": report["final_difference"],
         "largest_difference": report["largest_difference"],
     }
 
 
+def is_near(row: dict[str, Any]) -> bool:
+    """Whether the two loss curves are within the row's bound of each other."""
+    early = max(abs(difference) for difference in row["early_differences"])
+    print(
+        f"{row['name']}: losses part by {early:.1e} in {EARLY} steps, by {row['final_difference']:+.2%} at the end"
+    )
+    return early <= row["bound"]["early"] and abs(row["final_difference"]) <= row["bound"]["final"]
+
+
 def main() -> None:
-    """Measures and writes ``results/train_moe_<device>.json``."""
+    """Measures, writes ``results/train_moe_<device>.json``, and fails where the curves are too far apart."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=30)
@@ -112,6 +118,9 @@ def main() -> None:
         rows.append(measure(name, options, arguments.ranks, arguments.steps))
         print(f"{name}: {rows[-1]['ratio']:.3f} x plain PyTorch")
     write("train_moe", torch.device("cuda" if cuda else "cpu"), rows, ranks=arguments.ranks)
+    far = [row["name"] for row in rows if not is_near(row)]
+    if far:
+        sys.exit(f"losses further from plain PyTorch's than their bound: {', '.join(far)}")
 
 
 if __name__ == "__main__":
