@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pickle
 from typing import Any
 
@@ -134,12 +135,46 @@ def test_names() -> None:
 
 def test_a_bad_epsilon_is_refused_when_the_recipe_is_made() -> None:
     for make in (Float8CurrentScaling, Float8BlockScaling):
-        with pytest.raises(ValueError) as caught:
-            make(amax_epsilon=-1.0)
-        assert str(caught.value) == (
-            "transformer_plugin.Format: argument 'epsilon': expected a finite number that is not negative, "
-            "got -1.0. Use 0 for none."
-        )
+        for epsilon in (-1.0, 1e-60, 1e60, math.inf, math.nan):  # in float32 1e-60 is zero
+            with pytest.raises(ValueError) as caught:
+                make(amax_epsilon=epsilon)
+            assert str(caught.value) == (
+                f"transformer_plugin.{make.__name__}: argument 'amax_epsilon': expected 0 or a positive number that "
+                f"float32 holds, got {epsilon}. Use 0 for none."
+            )
+        assert make(amax_epsilon=1).input_format == make(amax_epsilon=1.0).input_format
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "text"),
+    [
+        (DelayedScaling, {"amax_history_len": 2.5}, "expected an integer, got 2.5. 1024 is the default."),
+        (DelayedScaling, {"margin": 0.5}, "expected an integer, got 0.5. 0 is the default."),
+        (DelayedScaling, {"margin": True}, "expected an integer, got True. 0 is the default."),
+        (
+            Float8CurrentScaling,
+            {"hybrid": "e5m2"},
+            "expected True or False, got 'e5m2'. True is the default.",
+        ),
+        (Float8BlockScaling, {"amax_epsilon": "x"}, "expected a number, got 'x'. 0.0 is the default."),
+        (
+            MXFP8BlockScaling,
+            {"square_weights": "no"},
+            "expected True or False, got 'no'. False is the default.",
+        ),
+        (
+            NVFP4BlockScaling,
+            {"random_hadamard": None},
+            "expected True or False, got None. True is the default.",
+        ),
+    ],
+    ids=str,
+)
+def test_arguments_of_another_type(make: type[Recipe], fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        make(**fields)
+    (name,) = fields
+    assert str(caught.value) == f"transformer_plugin.{make.__name__}: argument '{name}': {text}"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ gradient of the output. A recipe names a format for each, as a key (:mod:`transf
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import numbers
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from transformer_plugin.formats import Element, Format, FourOverSix
@@ -14,7 +15,35 @@ from transformer_plugin.formats import Element, Format, FourOverSix
 
 @dataclass(frozen=True)
 class Recipe:
-    """Base of the recipes: operands as they come. ``Recipe()`` is what ``"none"`` means."""
+    """Base of the recipes: operands as they come. ``Recipe()`` is what ``"none"`` means.
+
+    Raises:
+        TypeError: of every recipe, where an argument is of another type than the class says.
+    """
+
+    def __post_init__(self) -> None:
+        kinds = {
+            "bool": (bool, "True or False"),
+            "int": (numbers.Integral, "an integer"),
+            "float": (numbers.Real, "a number"),
+        }
+        for field in fields(self):
+            kind, expected = kinds.get(str(field.type), (object, ""))
+            value = getattr(self, field.name)
+            if not isinstance(value, kind) or (
+                isinstance(value, bool) and kind in (numbers.Integral, numbers.Real)
+            ):
+                raise TypeError(
+                    f"transformer_plugin.{type(self).__name__}: argument '{field.name}': expected {expected}, got "
+                    f"{value!r}. {field.default!r} is the default."
+                )
+
+    def _check_epsilon(self, epsilon: float) -> None:
+        if epsilon != 0.0 and not 2.0**-149 <= epsilon < 2.0**128:
+            raise ValueError(
+                f"transformer_plugin.{type(self).__name__}: argument 'amax_epsilon': expected 0 or a positive number "
+                f"that float32 holds, got {epsilon}. Use 0 for none."
+            )
 
     @property
     def input_format(self) -> str:
@@ -64,7 +93,8 @@ class Float8CurrentScaling(Recipe):
     amax_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
-        self._format("e4m3")  # refuses a bad epsilon now, not in the first step
+        super().__post_init__()
+        self._check_epsilon(self.amax_epsilon)  # now, not in the first step
 
     def _format(self, element: Element) -> str:
         return Format("fp8_tensor", element, self.power_of_two_scales, epsilon=self.amax_epsilon).key
@@ -108,6 +138,7 @@ class DelayedScaling(Recipe):
     amax_compute_algo: Literal["max", "most_recent"] = "max"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not -100 <= self.margin <= 100:
             raise self._error("margin", "a number from -100 to 100", self.margin, "0 is usual")
         if self.amax_history_len < 1:
@@ -154,7 +185,8 @@ class Float8BlockScaling(Recipe):
     amax_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
-        self._format(square=False)
+        super().__post_init__()
+        self._check_epsilon(self.amax_epsilon)
 
     def _format(self, square: bool) -> str:
         return Format("fp8_block", "e4m3", self.power_of_two_scales, square, self.amax_epsilon).key
@@ -234,6 +266,7 @@ class NVFP4BlockScaling(Recipe):
     four_over_six: Literal["none", "mae", "mse"] = "none"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.four_over_six not in ("none", "mae", "mse"):
             raise self._error(
                 "four_over_six", "'none', 'mae' or 'mse'", repr(self.four_over_six), "Choose one"

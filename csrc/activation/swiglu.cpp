@@ -71,8 +71,9 @@ std::tuple<Tensor, Tensor> call_swiglu_backward(const Tensor& grad, const Tensor
   return op.call(grad, input, probs);
 }
 
-class SwigluFunction : public torch::autograd::Function<SwigluFunction> {
+class SwigluFunction : public DifferentiableOnce<SwigluFunction> {
  public:
+  static constexpr const char* kName = "swiglu";
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const OptionalTensor& probs) {
@@ -81,7 +82,7 @@ class SwigluFunction : public torch::autograd::Function<SwigluFunction> {
     return call_swiglu(input, probs);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const OptionalTensor probs = as_optional(saved[1]);
     const auto [grad_input, grad_probs] = call_swiglu_backward(grads[0], saved[0], probs);

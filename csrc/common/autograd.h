@@ -1,22 +1,35 @@
 // What the C++ gradients of the ops share.
 #pragma once
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
 
+#include <algorithm>
+#include <memory>
 #include <optional>
+#include <string>
+#include <utility>
 
 namespace transformer_plugin {
 
 inline bool wants_grad(const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
 inline bool wants_grad(const std::optional<at::Tensor>& tensor) { return tensor && wants_grad(*tensor); }
 
-// Whether the call must be recorded. When not, an op goes straight to its kernel and saves the node's cost.
+// Of forward-mode differentiation.
+inline bool has_tangent(const at::Tensor& tensor) {
+  return tensor.defined() && tensor._fw_grad(/*level=*/0).defined();
+}
+inline bool has_tangent(const std::optional<at::Tensor>& tensor) { return tensor && has_tangent(*tensor); }
+
+// Whether the call must be recorded. When not, an op goes straight to its kernel and saves the node's cost. A tangent goes to
+// the node, which refuses it: the kernel would drop it.
 template <typename... Tensors>
 bool any_wants_grad(const Tensors&... tensors) {
-  return at::GradMode::is_enabled() && (wants_grad(tensors) || ...);
+  return (at::GradMode::is_enabled() && (wants_grad(tensors) || ...)) || (has_tangent(tensors) || ...);
 }
 
 inline at::Tensor or_undefined(const std::optional<at::Tensor>& tensor) {
@@ -26,7 +39,59 @@ inline std::optional<at::Tensor> as_optional(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
 }
 
-// at::AutoDispatchBelowADInplaceOrView: inside an Autograd kernel, the call goes to the backend's kernel.
-using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
+// What an op calls keeps its dtypes under torch.autocast, whose keys the dispatcher asks before all others.
+class WithoutAutocast {
+  c10::impl::ExcludeDispatchKeyGuard guard_{c10::autocast_dispatch_keyset};
+};
+
+// Inside an Autograd kernel, or a backend's: what it calls goes to the backend's kernels, past autocast too.
+class BelowAutograd {
+  c10::impl::ExcludeDispatchKeyGuard guard_{c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+                                            c10::autocast_dispatch_keyset};
+};
+
+// A torch::autograd::Function whose backward is Self::gradients(). Where its own gradients are wanted (create_graph=True)
+// those results of it that have none refuse to be differentiated, as they would count as constants otherwise: all of them,
+// or, if what it calls can be differentiated, those that were left without a graph.
+template <typename Self, bool keeps_graphs>
+class DifferentiableFunction : public torch::autograd::Function<Self> {
+ public:
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& grads) {
+    const WithoutAutocast guard;
+    if (!at::GradMode::is_enabled()) return Self::gradients(ctx, grads);
+    const torch::autograd::variable_list saved = ctx->get_saved_variables();
+    torch::autograd::variable_list results;
+    {
+      const at::AutoGradMode mode(keeps_graphs);
+      results = Self::gradients(ctx, grads);
+    }
+    const auto any_wants = [](const torch::autograd::variable_list& list) {
+      return std::any_of(list.begin(), list.end(), [](const at::Tensor& x) { return wants_grad(x); });
+    };
+    if (any_wants(grads) || any_wants(saved))
+      refuse(torch::autograd::collect_next_edges(grads, saved), results);
+    return results;
+  }
+
+ private:
+  static void refuse(torch::autograd::edge_list&& from, torch::autograd::variable_list& results) {
+    const auto refusal = std::make_shared<torch::autograd::Error>(
+        std::string("transformer_plugin::") + Self::kName +
+            ": gradient: expected to be differentiated once, got a second time (create_graph=True). "
+            "Write this part in plain PyTorch for that.",
+        std::move(from));
+    for (at::Tensor& result : results) {
+      if (!result.defined() || result.requires_grad()) continue;
+      result = result.detach();  // it may be one that the caller holds
+      torch::autograd::set_history(result, refusal);
+    }
+  }
+};
+
+template <typename Self>
+using DifferentiableOnce = DifferentiableFunction<Self, false>;
+template <typename Self>
+using DifferentiableTwice = DifferentiableFunction<Self, true>;
 
 }  // namespace transformer_plugin

@@ -169,6 +169,12 @@ void check_apart(const Argument& out, const Argument& other) {
                  describe(out.tensor) << " in the same memory", "Pass a buffer of its own");
 }
 
+void check_apart(const Argument& out, std::initializer_list<Reading> others) {
+  for (const Reading& other : others) {
+    if (other.tensor) check_apart(out, {out.op, other.name, *other.tensor});
+  }
+}
+
 void check_result(const Argument& out, const Argument& operand, const c10::SymInt& rows,
                   const c10::SymInt& columns) {
   if (operand.tensor.scalar_type() == at::kDouble) {

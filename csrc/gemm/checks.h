@@ -1,6 +1,9 @@
 // What the doors of the gemm family check alike.
 #pragma once
 
+#include <initializer_list>
+#include <optional>
+
 #include "common/check.h"
 #include "gemm/launch_options.h"
 
@@ -48,6 +51,16 @@ void check_accumulators(const char* op, const char* name, at::TensorList out, co
                         c10::SymIntArrayRef sizes);
 // A buffer that is written while `other` is read. Of memory, so not of a tensor without any.
 void check_apart(const Argument& out, const Argument& other);
+// The same of all that is read, or not given.
+struct Reading {
+  const char* name;
+  const at::Tensor* tensor;
+
+  Reading(const char* name, const at::Tensor& tensor) : name(name), tensor(&tensor) {}
+  Reading(const char* name, const std::optional<at::Tensor>& tensor)
+      : name(name), tensor(tensor ? &*tensor : nullptr) {}
+};
+void check_apart(const Argument& out, std::initializer_list<Reading> others);
 // The same of each buffer of a list, and of any two of them.
 void check_apart(const char* op, const char* name, at::TensorList out, const Argument& other);
 void check_apart(const char* op, const char* name, at::TensorList out);

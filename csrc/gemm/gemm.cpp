@@ -59,15 +59,14 @@ void gemm_out_meta(const Tensor& a, const Tensor& b, const Tensor& out, const Op
 void gemm_out(const Tensor& a, const Tensor& b, const Tensor& out, const OptionalTensor& bias,
               bool transpose_b, const OptionalTensor& alpha, const OptionalTensor& beta) {
   gemm_out_meta(a, b, out, bias, transpose_b, alpha, beta);
-  check_apart({kOutOp, "out", out}, {kOutOp, "a", a});
-  check_apart({kOutOp, "out", out}, {kOutOp, "b", b});
-  if (bias) check_apart({kOutOp, "out", out}, {kOutOp, "bias", *bias});
+  check_apart({kOutOp, "out", out}, {{"a", a}, {"b", b}, {"bias", bias}, {"alpha", alpha}, {"beta", beta}});
   const BelowAutograd guard;
   dense_product_out(a, transpose_b ? transposed_view(b) : b, bias, alpha, beta, out);
 }
 
-class GemmFunction : public torch::autograd::Function<GemmFunction> {
+class GemmFunction : public DifferentiableTwice<GemmFunction> {
  public:
+  static constexpr const char* kName = "gemm";
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, const OptionalTensor& bias,
@@ -81,7 +80,7 @@ class GemmFunction : public torch::autograd::Function<GemmFunction> {
   }
 
   // A gradient comes back in the dtype of the sum's rounding; the engine rounds it to its leaf's.
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const bool transpose_b = ctx->saved_data["transpose_b"].toBool();
     const Tensor& grad = grads[0];

@@ -107,17 +107,22 @@ void grouped_gemm_out(const Tensor& a, const Tensor& b, const Tensor& group_size
   const LaunchOptions options{max_sms, expected_rows};
   const Given given{kOutOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options};
   check_out(given, out, beta);
-  check_apart({kOutOp, "out", out}, given.a_argument());
-  check_apart({kOutOp, "out", out}, {kOutOp, "b", b});
-  if (bias) check_apart({kOutOp, "out", out}, {kOutOp, "bias", *bias});
-  if (bias_scale) check_apart({kOutOp, "out", out}, {kOutOp, "bias_scale", *bias_scale});
+  check_apart({kOutOp, "out", out}, {{"a", a},
+                                     {"b", b},
+                                     {"bias", bias},
+                                     {"bias_scale", bias_scale},
+                                     {"group_sizes", group_sizes},
+                                     {"rows", rows},
+                                     {"alpha", alpha},
+                                     {"beta", beta}});
   const BelowAutograd guard;
   const Tensor offsets = given.offsets();
   row_product_out({a, b, offsets, bias, bias_scale, transpose_b, alpha, beta, rows, given.options}, out);
 }
 
-class GroupedGemmFunction : public torch::autograd::Function<GroupedGemmFunction> {
+class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
  public:
+  static constexpr const char* kName = "grouped_gemm";
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, const Tensor& group_sizes,
@@ -161,7 +166,7 @@ class GroupedGemmFunction : public torch::autograd::Function<GroupedGemmFunction
     return transpose_b ? gradient : gradient.transpose(1, 2);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor &grad = grads[0], &sizes = saved[2];
     const OptionalTensor alpha = as_optional(saved[5]), rows = as_optional(saved[6]);

@@ -90,8 +90,9 @@ Tensor grouped_gemm_list(const Tensor& a, at::TensorList b, const Tensor& group_
                      to);
 }
 
-class GroupedGemmListFunction : public torch::autograd::Function<GroupedGemmListFunction> {
+class GroupedGemmListFunction : public DifferentiableTwice<GroupedGemmListFunction> {
  public:
+  static constexpr const char* kName = "grouped_gemm_list";
   static constexpr bool is_traceable = true;
 
   // Saved are what every gradient wants, then the matrices.
@@ -143,7 +144,7 @@ class GroupedGemmListFunction : public torch::autograd::Function<GroupedGemmList
     return (transpose_b ? gradient : gradient.transpose(1, 2)).unbind();
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const auto groups = static_cast<size_t>(ctx->saved_data["groups"].toInt());
     const Tensor &grad = grads[0], &sizes = saved[1];

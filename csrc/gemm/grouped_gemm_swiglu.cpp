@@ -39,8 +39,9 @@ TwoTensors grouped_gemm_swiglu(const Tensor& a, const Tensor& b, const Tensor& g
   return swiglu_product({a, b, offsets, probs, bias, interleave, keep_input, options});
 }
 
-class GroupedGemmSwigluFunction : public torch::autograd::Function<GroupedGemmSwigluFunction> {
+class GroupedGemmSwigluFunction : public DifferentiableOnce<GroupedGemmSwigluFunction> {
  public:
+  static constexpr const char* kName = "grouped_gemm_swiglu";
   static constexpr bool is_traceable = true;
 
   // Where h is not kept, the backward makes it again. h is not marked as without a gradient: compiled autograd takes no such
@@ -95,7 +96,7 @@ class GroupedGemmSwigluFunction : public torch::autograd::Function<GroupedGemmSw
     return {has_direct ? grad_h.add(direct) : grad_h, grad_probs};
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor& sizes = saved[2];
     const bool has_probs = saved[4].defined(), has_bias = ctx->saved_data["has_bias"].toBool();

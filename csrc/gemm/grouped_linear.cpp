@@ -32,6 +32,7 @@ RoleFormats check_grouped_linear(const Tensor& input, const Tensor& weight, cons
   }
   check_pair(weight_argument, input_argument, 3);
   check_size(weight_argument, 2, input.sym_size(1), "the columns of 'input'");
+  check_layer_widths(input_argument, weight_argument, formats);
   check_groups({kOp, "group_sizes", group_sizes}, input_argument, weight_argument);
   if (bias) check_bias({kOp, "bias", *bias}, input_argument, weight.sym_size(0), weight.sym_size(1));
   if (bias_scale) check_bias_scale({kOp, "bias_scale", *bias_scale}, bias.has_value(), input_argument);

@@ -23,15 +23,8 @@ using torch::autograd::variable_list;
 constexpr const char* kOp = "grouped_mlp";
 
 void check_widths(const Argument& input, const Argument& fc2_weight, const RoleFormats& formats) {
-  const int64_t block = formats.input.block_size();
-  const auto check = [&](const Argument& argument, const char* advice) {
-    TP_CHECK_VALUE(argument.tensor.sym_size(-1) % block == 0, kOp, argument.name,
-                   "a last dimension that is a multiple of " << block << ", the block of "
-                                                             << (formats.input.is_nv() ? "nvfp4" : "mxfp8"),
-                   describe(argument.tensor), advice);
-  };
-  check(input, "Pad it with zeros, for example with torch.nn.functional.pad");
-  check(fc2_weight, "Pad the weights with zeros, both halves of the first");
+  check_block_width(input, -1, formats, "Pad it with zeros, for example with torch.nn.functional.pad");
+  check_block_width(fc2_weight, -1, formats, "Pad the weights with zeros, both halves of the first");
 }
 
 RoleFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input_format,
@@ -107,8 +100,9 @@ Tensor forward_of(const MlpArguments& mlp, const RoleFormats& formats, const Wan
                   mlp.group_sizes, mlp.fc2_bias, bias_scale, true, mlp.input.scalar_type());
 }
 
-class GroupedMlpFunction : public torch::autograd::Function<GroupedMlpFunction> {
+class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
  public:
+  static constexpr const char* kName = "grouped_mlp";
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& fc1_weight,
@@ -155,7 +149,7 @@ class GroupedMlpFunction : public torch::autograd::Function<GroupedMlpFunction> 
 
   // Gradients of weights that take more than is freed after them come late: that of the second weight when what the
   // activation's gradient was made of is freed, that of the first when the first weight's copy for the data gradient is.
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const std::string input_key = ctx->saved_data["input_format"].toStringRef();
     const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();

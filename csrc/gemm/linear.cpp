@@ -29,6 +29,7 @@ void check_linear(const Tensor& input, const Tensor& weight, const OptionalTenso
   TP_CHECK_VALUE(input.dim() > 0, kOp, "input", "at least 1 dimension", describe(input), "Reshape it first");
   check_pair(weight_argument, input_argument, 2);
   check_size(weight_argument, 1, input.sym_size(-1), "the last dimension of 'input'");
+  check_layer_widths(input_argument, weight_argument, formats);
   if (bias) check_bias({kOp, "bias", *bias}, input_argument, std::nullopt, weight.sym_size(0));
   check_quantized_weight("quantized_weight", quantized_weight, weight_argument, formats);
 }
@@ -65,8 +66,9 @@ Tensor call_linear(const Tensor& input, const Tensor& weight, const OptionalTens
 
 // Operands as they come. Two nodes, with and without a bias, so that nothing but tensors is kept.
 template <bool has_bias>
-class LinearFunction : public torch::autograd::Function<LinearFunction<has_bias>> {
+class LinearFunction : public DifferentiableTwice<LinearFunction<has_bias>> {
  public:
+  static constexpr const char* kName = "linear";
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
@@ -78,7 +80,7 @@ class LinearFunction : public torch::autograd::Function<LinearFunction<has_bias>
   }
 
   // The bias's gradient is wide; the engine rounds it to the bias's dtype.
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor grad = as_matrix(grads[0]);
     Tensor grad_input, grad_weight, grad_bias;

@@ -129,8 +129,9 @@ Tensor forward_of(const Layer& layer, const Operands& operands) {
   return multiply(operands.input, layer.keys.input, operands.weight, layer.keys.weight, layer, true);
 }
 
-class LinearScaledFunction : public torch::autograd::Function<LinearScaledFunction> {
+class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction> {
  public:
+  static constexpr const char* kName = "linear_scaled";
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
@@ -157,7 +158,7 @@ class LinearScaledFunction : public torch::autograd::Function<LinearScaledFuncti
     return forward_of(layer, operands);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const std::string input_key = ctx->saved_data["input_format"].toStringRef();
     const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();

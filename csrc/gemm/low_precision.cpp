@@ -2,6 +2,9 @@
 
 #include <ATen/ops/full.h>
 
+#include <algorithm>
+#include <string>
+
 #include "common/autograd.h"
 #include "common/check.h"
 #include "gemm/calls.h"
@@ -40,8 +43,9 @@ RoundedWeight weight_of(const Tensor& weight, const OptionalList& quantized, con
                    : round_weight(weight, formats, backward);
 }
 
-class LowPrecisionFunction : public torch::autograd::Function<LowPrecisionFunction> {
+class LowPrecisionFunction : public DifferentiableOnce<LowPrecisionFunction> {
  public:
+  static constexpr const char* kName = "linear";
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
@@ -75,7 +79,7 @@ class LowPrecisionFunction : public torch::autograd::Function<LowPrecisionFuncti
     return multiply_forward({input, weight, group_sizes, bias, bias_scale, std::nullopt}, formats, x, w);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const std::string input_key = ctx->saved_data["input_format"].toStringRef();
     const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
@@ -152,6 +156,23 @@ RoleFormats role_formats(const char* op, std::string_view input, std::string_vie
   check_family(op, "grad_format", formats.grad, grad, formats);
   check_rotations(op, formats);
   return formats;
+}
+
+void check_block_width(const Argument& argument, int64_t dim, const RoleFormats& formats,
+                       const char* advice) {
+  const int64_t block =
+      std::max({formats.input.block_size(), formats.weight.block_size(), formats.grad.block_size()});
+  const std::string which = dim == -1 ? "a last dimension" : "a dimension " + std::to_string(dim);
+  TP_CHECK_VALUE(argument.tensor.sym_size(dim) % block == 0, argument.op, argument.name,
+                 which << " that is a multiple of " << block << ", the block of "
+                       << (formats.input.is_nv() ? "nvfp4" : "mxfp8"),
+                 describe(argument.tensor), advice);
+}
+
+void check_layer_widths(const Argument& input, const Argument& weight, const RoleFormats& formats) {
+  check_block_width(input, -1, formats, "Pad it with zeros, for example with torch.nn.functional.pad");
+  check_block_width(weight, weight.tensor.dim() - 2, formats,
+                    "Pad the weight with rows of zeros, and drop those columns of the output");
 }
 
 void check_ragged_formats(const char* op, const RoleFormats& formats) {

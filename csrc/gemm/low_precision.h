@@ -7,6 +7,7 @@
 #include <optional>
 #include <string_view>
 
+#include "common/check.h"
 #include "common/format.h"
 
 namespace transformer_plugin::gemm {
@@ -23,6 +24,10 @@ struct RoleFormats {
 
 RoleFormats role_formats(const char* op, std::string_view input, std::string_view weight,
                          std::string_view grad);
+// Blocks of 16 or 32 lie along this dimension.
+void check_block_width(const Argument& argument, int64_t dim, const RoleFormats& formats, const char* advice);
+// Along both widths of a layer: the backward rounds the gradient along the output's.
+void check_layer_widths(const Argument& input, const Argument& weight, const RoleFormats& formats);
 // Of rows in groups: blocks of the input and the gradient lie along rows.
 void check_ragged_formats(const char* op, const RoleFormats& formats);
 

@@ -64,6 +64,9 @@ Rounded round_in_directions(const Tensor& x, const OptionalTensor& group_sizes, 
 
 }  // namespace
 
+// Not by asking .to() for nothing: below autograd an op may not return what it was given.
+Tensor as_bfloat16(const Tensor& x) { return x.scalar_type() == at::kBFloat16 ? x : x.to(at::kBFloat16); }
+
 std::string layer_key(std::string_view key, const Tensor& like, const OptionalTensor& group_sizes) {
   std::string result(key);
   if (!group_sizes || !has_code_kernels(like)) return result;
@@ -77,7 +80,7 @@ Rounded round_matrix(const Tensor& x, const OptionalTensor& group_sizes, const F
                      std::string_view key, bool rows, bool columns) {
   Rounded result;
   if (format.family == FormatFamily::kBFloat16) {
-    result.rows.data = x.to(at::kBFloat16);
+    result.rows.data = as_bfloat16(x);
     result.columns.data = result.rows.data.t();
   } else if (columns_are_views(format, x)) {
     std::tie(result.rows.data, result.rows.scale) = call_quantize(x, group_sizes, key);
@@ -110,7 +113,7 @@ bool rounds_weight_columns(const Tensor& weight, const RoleFormats& formats) {
 RoundedWeight round_weight(const Tensor& weight, const RoleFormats& formats, bool backward) {
   const bool both = backward && rounds_weight_columns(weight, formats);
   if (formats.weight.family == FormatFamily::kBFloat16) {
-    const Scaled rounded{weight.to(at::kBFloat16), Tensor(), Tensor()};
+    const Scaled rounded{as_bfloat16(weight), Tensor(), Tensor()};
     return {rounded, backward ? rounded : Scaled{}};
   }
   RoundedWeight result;

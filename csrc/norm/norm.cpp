@@ -204,8 +204,9 @@ Three call_layer_norm_forward(const Tensor& input, const OptionalTensor& weight,
 // What is known of a call is the node's type, so that it keeps nothing but tensors. Statistics are outputs only of the ops
 // that return them: a node's outputs cost.
 template <bool zero_centered>
-class RmsNormFunction : public torch::autograd::Function<RmsNormFunction<zero_centered>> {
+class RmsNormFunction : public DifferentiableOnce<RmsNormFunction<zero_centered>> {
  public:
+  static constexpr const char* kName = "rms_norm";
   static constexpr bool is_traceable = true;
 
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const OptionalTensor& weight,
@@ -219,7 +220,7 @@ class RmsNormFunction : public torch::autograd::Function<RmsNormFunction<zero_ce
     return {output, rstd};
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     variable_list result(4);
     if (!grads[0].defined()) return result;
     using Signature = Two(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, bool);
@@ -239,8 +240,9 @@ variable_list record_rms_norm(const Tensor& input, const OptionalTensor& weight,
 }
 
 template <bool zero_centered, bool has_bias>
-class LayerNormFunction : public torch::autograd::Function<LayerNormFunction<zero_centered, has_bias>> {
+class LayerNormFunction : public DifferentiableOnce<LayerNormFunction<zero_centered, has_bias>> {
  public:
+  static constexpr const char* kName = "layer_norm";
   static constexpr bool is_traceable = true;
 
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const OptionalTensor& weight,
@@ -254,7 +256,7 @@ class LayerNormFunction : public torch::autograd::Function<LayerNormFunction<zer
     return {output, mean, rstd};
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     variable_list result(5);
     if (!grads[0].defined()) return result;
     using Signature =

@@ -39,6 +39,8 @@ Format check_arguments(const Call& call) {
   check_matrix(input, call.groups(), format);
   TP_CHECK_VALUE(call.first >= 0, call.op, "first", "an index that is not negative", call.first,
                  "Pass where the scales of this input begin");
+  TP_CHECK_VALUE(call.first <= INT32_MAX, call.op, "first", "an index below 2**31", call.first,
+                 "Pass where the scales of this input begin");  // what is added to it below stays in range
   const c10::SymInt count = call.operand().scale_sizes(format, false)[0];
   check_scale_run({call.op, "scale", call.scale}, input, call.first, count);
   if (call.amax) check_scale_run({call.op, "amax", *call.amax}, input, call.first, count);

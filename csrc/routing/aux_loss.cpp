@@ -81,8 +81,9 @@ Tensor call_aux_loss(const Tensor& scores, const Tensor& counts, const Tensor& t
   return op.call(scores, counts, total, topk, coeff);
 }
 
-class AuxLossFunction : public torch::autograd::Function<AuxLossFunction> {
+class AuxLossFunction : public DifferentiableOnce<AuxLossFunction> {
  public:
+  static constexpr const char* kName = "aux_loss";
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& scores, const Tensor& counts, const Tensor& total,
@@ -95,7 +96,7 @@ class AuxLossFunction : public torch::autograd::Function<AuxLossFunction> {
     return call_aux_loss(scores, counts, total, topk, coeff);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, SymInt, int64_t, double);
     static const auto op = find_op<Signature>("aux_loss_backward");
     const variable_list saved = ctx->get_saved_variables();

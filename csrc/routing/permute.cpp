@@ -177,8 +177,9 @@ Tensor permute_weights_backward(const Tensor& grad, const Tensor& slot) {
   return weights_from_slots(grad, slot);
 }
 
-class PermuteFunction : public torch::autograd::Function<PermuteFunction> {
+class PermuteFunction : public DifferentiableOnce<PermuteFunction> {
  public:
+  static constexpr const char* kName = "permute";
   static constexpr bool is_traceable = true;
   using Signature = Permuted(const Tensor&, const Tensor&, int64_t, SymInt, int64_t);
 
@@ -198,7 +199,7 @@ class PermuteFunction : public torch::autograd::Function<PermuteFunction> {
     return {rows, group_sizes, slot, source, total};
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined()) return {Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
     static const auto op = find_op<Tensor(const Tensor&, const Tensor&)>("permute_backward");
     return {op.call(grads[0], ctx->get_saved_variables()[0]), Tensor(), Tensor(), Tensor(), Tensor()};
@@ -215,8 +216,9 @@ Permuted permute_autograd(const Tensor& tokens, const Tensor& indices, int64_t e
   return PermuteFunction::call(tokens, indices, experts, capacity, alignment);
 }
 
-class UnpermuteFunction : public torch::autograd::Function<UnpermuteFunction> {
+class UnpermuteFunction : public DifferentiableOnce<UnpermuteFunction> {
  public:
+  static constexpr const char* kName = "unpermute";
   static constexpr bool is_traceable = true;
 
   static Tensor call(const Tensor& rows, const Tensor& slot, const Tensor& source,
@@ -234,7 +236,7 @@ class UnpermuteFunction : public torch::autograd::Function<UnpermuteFunction> {
     return call(rows, slot, source, weights);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     using Signature = std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&, const Tensor&,
                                                  const Tensor&, const OptionalTensor&);
     static const auto op = find_op<Signature>("unpermute_backward");
@@ -252,8 +254,9 @@ Tensor unpermute_autograd(const Tensor& rows, const Tensor& slot, const Tensor& 
   return UnpermuteFunction::call(rows, slot, source, weights);
 }
 
-class PermuteWeightsFunction : public torch::autograd::Function<PermuteWeightsFunction> {
+class PermuteWeightsFunction : public DifferentiableOnce<PermuteWeightsFunction> {
  public:
+  static constexpr const char* kName = "permute_weights";
   static constexpr bool is_traceable = true;
 
   static Tensor call(const Tensor& weights, const Tensor& slot, const Tensor& source) {
@@ -268,7 +271,7 @@ class PermuteWeightsFunction : public torch::autograd::Function<PermuteWeightsFu
     return call(weights, slot, source);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     static const auto op = find_op<Tensor(const Tensor&, const Tensor&)>("permute_weights_backward");
     return {op.call(grads[0], ctx->get_saved_variables()[0]), Tensor(), Tensor()};
   }

@@ -62,8 +62,9 @@ Tensor call_router_scores(const Tensor& logits, std::string_view name) {
   return op.call(logits, name);
 }
 
-class RouterScoresFunction : public torch::autograd::Function<RouterScoresFunction> {
+class RouterScoresFunction : public DifferentiableOnce<RouterScoresFunction> {
  public:
+  static constexpr const char* kName = "router_scores";
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& logits, std::string_view name) {
@@ -73,7 +74,7 @@ class RouterScoresFunction : public torch::autograd::Function<RouterScoresFuncti
     return call_router_scores(logits, name);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     using Signature = Tensor(const Tensor&, const Tensor&, std::string_view);
     static const auto op = find_op<Signature>("router_scores_backward");
     const std::string name = ctx->saved_data["score_function"].toStringRef();

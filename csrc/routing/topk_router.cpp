@@ -119,8 +119,9 @@ Routed call_topk_router(const Tensor& logits, const OptionalTensor& bias, int64_
   return op.call(logits, bias, topk, name, pre_softmax, groups, group_topk, scaling);
 }
 
-class TopkRouterFunction : public torch::autograd::Function<TopkRouterFunction> {
+class TopkRouterFunction : public DifferentiableOnce<TopkRouterFunction> {
  public:
+  static constexpr const char* kName = "topk_router";
   static constexpr bool is_traceable = true;
 
   static variable_list forward(AutogradContext* ctx, const Tensor& logits, const OptionalTensor& bias,
@@ -138,7 +139,7 @@ class TopkRouterFunction : public torch::autograd::Function<TopkRouterFunction> 
     return {weights, indices};
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     variable_list result(8);
     if (!grads[0].defined()) return result;
     using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, std::string_view, bool, double);

@@ -253,3 +253,34 @@ def test_recomputed_forwards_take_the_same_scales(reentrant: bool, device: torch
             assert_same_bits(got, expected)
     for got, expected in zip(direct.buffers(), recomputed.buffers(), strict=True):
         assert_same_bits(got, expected)
+
+
+def refused_calls() -> list[tuple[Any, tuple[Tensor, ...]]]:
+    """Modules that have trained a step, or not, and arguments that their ops refuse."""
+    linear, grouped = Linear(64, 32, recipe=RECIPE), GroupedLinear(2, 64, 32, recipe=RECIPE)
+    mlp, x, sizes = GroupedMLP(2, 64, 32, recipe=RECIPE), torch.randn(8, 64), torch.tensor([3, 4])
+    linear(x).sum().backward()
+    grouped(x, sizes).sum().backward()
+    return [
+        (linear, (torch.randn(8, 63),)),
+        (linear, (torch.tensor(1.0),)),
+        (linear, (x.bfloat16(),)),
+        (grouped, (torch.randn(8, 63), sizes)),
+        (grouped, (x[None], sizes)),
+        (grouped, (x, torch.tensor([9, 4]))),
+        (grouped, (x, torch.tensor([-1, 4]))),
+        (grouped, (x, torch.tensor([3]))),
+        (grouped, (x, sizes.float())),
+        (mlp, (x, sizes, torch.rand(7))),
+        (mlp, (x, sizes, torch.rand(8).double())),
+        (mlp, (x, torch.tensor([9, 4]), torch.rand(8))),
+    ]
+
+
+def test_a_refused_call_changes_no_state() -> None:
+    for module, arguments in refused_calls():
+        before = copy.deepcopy(module.state_dict())
+        with pytest.raises((ValueError, TypeError), match="transformer_plugin::"):
+            module(*arguments)
+        for key, value in module.state_dict().items():
+            assert_same_bits(value, before[key], f"{type(module).__name__}.{key}")

@@ -123,6 +123,12 @@ HISTORY = torch.zeros(3, 2)
         (ops.quantize_scaled, (ONES, TWO, E4M3, None, None, -1), ValueError,
          "argument 'first': expected an index that is not negative, got -1. Pass where the scales of this input "
          "begin."),
+        (ops.quantize_scaled, (ONES, TWO, E4M3, TWO, None, 2**63 - 1), ValueError,
+         "argument 'first': expected an index below 2**31, got 9223372036854775807. Pass where the scales of this "
+         "input begin."),
+        (ops.quantize_scaled, (ONES, TWO, E4M3, TWO, None, 2**31 - 1), ValueError,
+         "argument 'scale': expected at least 2147483648 entries, of which this call has those from 2147483647 on, got "
+         "float32[2] on cpu. Pass one for each tensor or group."),
         (ops.quantize_scaled, (ONES, TWO, "fp8_tensor:pow2"), ValueError,
          "argument 'format': expected fp8_tensor:e4m3 or fp8_tensor:e5m2, without pow2 or eps, got 'fp8_tensor:pow2'. "
          "The scale is given: pow2 and eps are for scales that come from the data."),

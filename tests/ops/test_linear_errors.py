@@ -49,6 +49,38 @@ X, W, G = torch.zeros(4, 6), torch.zeros(2, 5, 6), torch.tensor([1, 2])
             "'input': expected one of the dtypes float32, bfloat16, float16, got float64. "
             "Convert it with .to() first.",
         ),
+        *[
+            (
+                op,
+                (
+                    torch.zeros(32, columns),
+                    torch.zeros(*groups, rows, columns),
+                    *sizes,
+                    *[None] * (1 + len(groups)),
+                    *[format] * 3,
+                ),
+                ValueError,
+                text,
+            )
+            for op, groups, sizes, dim in (("linear", (), (), 0), ("grouped_linear", (2,), (G,), 1))
+            for format, rows, columns, text in (
+                (
+                    "mxfp8",
+                    64,
+                    40,
+                    "'input': expected a last dimension that is a multiple of 32, the block of mxfp8, got "
+                    "float32[32, 40] on cpu. Pad it with zeros, for example with torch.nn.functional.pad.",
+                ),
+                (
+                    "nvfp4",
+                    40,
+                    64,
+                    f"'weight': expected a dimension {dim} that is a multiple of 16, the block of nvfp4, "
+                    f"got float32[{'2, ' * dim}40, 64] on cpu. Pad the weight with rows of zeros, and drop those "
+                    "columns of the output.",
+                ),
+            )
+        ],
         (
             "grouped_linear",
             (X, W, torch.tensor([1, 2, 3])),
@@ -80,3 +112,6 @@ def test_errors(
     with pytest.raises(error) as caught:
         getattr(ops, op)(*arguments)
     assert str(caught.value) == f"transformer_plugin::{op}: argument {text}"
+    meta = [a.detach().to("meta") if isinstance(a, torch.Tensor) else a for a in arguments]
+    with pytest.raises(error, match="expected"):  # a compiler hears of it while it traces
+        getattr(ops, op)(*meta)

@@ -275,6 +275,19 @@ def test_opcheck(formats: tuple[str, str, str], requires_grad: bool, device: tor
         torch.library.opcheck(_ops.grouped_linear.default, (x, w, counts, None, None, *formats))
 
 
+@pytest.mark.usefixtures("schema_checks_take_fp8")
+def test_opcheck_of_operands_that_are_rounded_already(device: torch.device) -> None:
+    """Below autograd no op may return what it was given."""
+    x, w, stack = (
+        torch.randn(s, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for s in ((4, 8), (6, 8), (2, 6, 8))
+    )
+    formats = keys(BFloat16())
+    torch.library.opcheck(_ops.linear.default, (x, w, None, *formats))
+    sizes = torch.tensor([1, 2], device=device)
+    torch.library.opcheck(_ops.grouped_linear.default, (x, stack, sizes, None, None, *formats))
+
+
 def training_step(formats: tuple[str, str, str]) -> Callable[..., Tensor]:
     def step(x: Tensor, w: Tensor, sizes: Tensor, bias: Tensor, head: Tensor) -> Tensor:
         hidden = ops.grouped_linear(x, w, sizes, bias, None, *formats)

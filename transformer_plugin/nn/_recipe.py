@@ -49,6 +49,12 @@ class TakesRecipe(HoldsQuantizedWeight):
 
     @recipe.setter
     def recipe(self, recipe: Recipe | None) -> None:
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise TypeError(
+                f"transformer_plugin.nn.{type(self).__name__}: argument 'recipe': expected a recipe of "
+                f"transformer_plugin.recipes or None, got {recipe!r}. Make one, or take "
+                "transformer_plugin.recipes.recipe_from_name() of a name."
+            )
         formats = formats_of(recipe)
         if self._quantized_names and formats != self._formats:
             self.forget_quantized_weights()
@@ -76,8 +82,17 @@ class TakesRecipe(HoldsQuantizedWeight):
             torch.nn.init.ones_(self.delayed_scale)
             torch.nn.init.zeros_(self.delayed_amax)
 
-    def _delayed_scales(self, recipe: DelayedScaling) -> Tensor:
-        """Of this call: what an update at the end of the last one makes of its amaxes. Only training writes them."""
+    def _takes(self, input: Tensor) -> bool:
+        """Whether the op takes an input of this kind. It says why where it does not."""
+        weight = self.weight
+        fits = input.dim() > 0 and input.shape[-1] == weight.shape[-1]
+        return fits and input.dtype == weight.dtype and input.device == weight.device
+
+    def _delayed_scales(self, recipe: DelayedScaling, takes: bool) -> Tensor:
+        """Of this call: what an update at the end of the last one makes of its amaxes. Only training writes them, and
+        not before an op that will refuse the call."""
+        if not takes:
+            return self.delayed_scale
         state = (self.delayed_history, self.delayed_scale, self.delayed_amax)
         rule = (list(self._formats), recipe.margin, recipe.amax_compute_algo)
         if not self.training:

@@ -103,7 +103,8 @@ class GroupedLinear(TakesRecipe):
                 f"{'None' if self.scale_bias else 'a tensor'}. Make the constructor and the call agree."
             )
         if isinstance(self.recipe, DelayedScaling):
-            scale, bias = self._delayed_scales(self.recipe), self.bias
+            takes = self._takes(input) and self._takes_rows(input, group_sizes, bias_scale)
+            scale, bias = self._delayed_scales(self.recipe, takes), self.bias
             if self.training:
                 return ops.grouped_linear_scaled_(
                     input,
@@ -121,6 +122,23 @@ class GroupedLinear(TakesRecipe):
         return ops.grouped_linear(
             input, self.weight, group_sizes, self.bias, bias_scale, *self._formats, self._quantized_weight()
         )
+
+    def _takes_rows(self, input: Tensor, group_sizes: Tensor, bias_scale: Tensor | None) -> bool:
+        """Whether the op takes these beside the input; of the sizes' values, which a CPU has at hand, too."""
+        if input.dim() != 2 or group_sizes.shape != (self.num_groups,) or group_sizes.device != input.device:
+            return False
+        if group_sizes.dtype not in (torch.int32, torch.int64):
+            return False
+        if bias_scale is not None and (
+            bias_scale.shape != input.shape[:1]
+            or bias_scale.dtype != torch.float32
+            or bias_scale.device != input.device
+        ):
+            return False
+        if torch.compiler.is_compiling() or type(group_sizes) is not Tensor or group_sizes.is_cuda:
+            return True
+        sizes = group_sizes.tolist() if group_sizes.device.type == "cpu" else []
+        return min(sizes, default=0) >= 0 and sum(sizes) <= input.shape[0]
 
     def extra_repr(self) -> str:
         """The sizes and the recipe."""

@@ -105,6 +105,11 @@ class GroupedMLP(torch.nn.Module):
                 fc1._quantized_weight(),
                 fc2._quantized_weight(),
             )
+        if input.dim() == 2 and (
+            probs.shape != input.shape[:1] or probs.dtype != torch.float32 or probs.device != input.device
+        ):
+            # Refused here, before the first layer's state of delayed scaling has changed.
+            ops.swiglu(input.new_empty(()).expand(input.shape[0], fc1.out_features), probs)
         activation = ops.swiglu(fc1(input, group_sizes), probs)
         return fc2(activation, group_sizes, probs if fc2.scale_bias else None)
 

@@ -54,7 +54,7 @@ class Linear(TakesRecipe, torch.nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""
         if isinstance(self.recipe, DelayedScaling):
-            scale = self._delayed_scales(self.recipe)
+            scale = self._delayed_scales(self.recipe, self._takes(input))
             if self.training:
                 return ops.linear_scaled_(
                     input, self.weight, scale, self.delayed_amax, self.bias, *self._formats

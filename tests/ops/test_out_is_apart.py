@@ -1,0 +1,85 @@
+"""A buffer in the memory of anything that is read while it is written is refused, and stays as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_plugin import ops
+
+SIZES = (4, 3, 5)
+G, T, N, K = len(SIZES), sum(SIZES), 32, 64
+
+
+def inside(out: Tensor, values: Tensor) -> Tensor:
+    """``values``, in the first bytes of ``out``."""
+    held = out.view(-1).view(torch.uint8)[: values.numel() * values.element_size()].view(values.dtype)
+    held.copy_(values.reshape(-1))
+    return held.view(values.shape)
+
+
+Call = tuple[Callable[..., Any], list[Any], Tensor, dict[str, Tensor]]
+
+
+def calls() -> Iterator[tuple[str, Call]]:
+    """An op, what comes before the buffer and is read, the buffer, and more that is read, by name."""
+    generator = torch.Generator().manual_seed(2)
+
+    def normals(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator)
+
+    sizes, a, b = torch.tensor(SIZES), normals(T, K), normals(G, N, K)
+    factors = {"alpha": normals(G), "beta": normals(G)}
+    rows, main_grad = torch.zeros(T, N), torch.zeros(G, N, K)
+    yield "gemm_out", (ops.gemm_out, [a, b[0]], rows, {"alpha": normals(1), "beta": normals(1)})
+    more = {**factors, "bias": normals(G, N), "bias_scale": normals(T), "rows": torch.arange(T)}
+    yield "grouped_gemm_out", (ops.grouped_gemm_out, [a, b, sizes], rows, more)
+    wgrad = [normals(T, N), a, sizes]
+    yield (
+        "grouped_gemm_wgrad_out",
+        (ops.grouped_gemm_wgrad_out, wgrad, main_grad, {**factors, "input_rows": torch.arange(T)}),
+    )
+    for key in ("fp8_tensor", "fp8_block"):
+        square = key + (":square" if key == "fp8_block" else "")
+        operands = [*ops.quantize(a, key), *ops.quantize(b[0], square), key, square]
+        yield (
+            f"gemm_quantized_out {key}",
+            (ops.gemm_quantized_out, operands, rows, {"alpha": normals(1), "beta": normals(1)}),
+        )
+        operands = [*ops.grouped_quantize(a, sizes, key), *ops.quantize(b, square), sizes, key, square]
+        yield f"grouped_gemm_quantized_out {key}", (ops.grouped_gemm_quantized_out, operands, rows, factors)
+        operands = [
+            *ops.grouped_quantize_transposed(wgrad[0], sizes, key),
+            *ops.grouped_quantize_transposed(a, sizes, key),
+            *(sizes, key, key),
+        ]
+        yield (
+            f"grouped_gemm_wgrad_quantized_out {key}",
+            (ops.grouped_gemm_wgrad_quantized_out, operands, main_grad, factors),
+        )
+
+
+CALLS = dict(calls())
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_refused(name: str) -> None:
+    op, before, out, more = CALLS[name]
+    wgrad = {"accumulate": False} if "wgrad" in name else {}
+    op(*before, out, **more, **wgrad)  # with memory of its own
+    read = [(i, value) for i, value in enumerate(before) if isinstance(value, Tensor)]
+    for place, value in [*read, *more.items()]:
+        buffer = torch.zeros_like(out)
+        if value.numel() * value.element_size() > buffer.numel() * buffer.element_size():
+            continue
+        own = inside(buffer, value)
+        held = buffer.clone()
+        positional = [own if i == place else x for i, x in enumerate(before)]
+        named = {key: own if key == place else x for key, x in more.items()}
+        with pytest.raises(ValueError, match="argument 'out': expected a buffer apart from '"):
+            op(*positional, buffer, **named, **wgrad)
+        assert torch.equal(buffer.view(torch.uint8), held.view(torch.uint8))

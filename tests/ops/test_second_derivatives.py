@@ -1,0 +1,117 @@
+"""Derivatives of a gradient, and forward mode: right, or refused, but nothing counts as a constant without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from transformer_plugin import ops
+
+SIZES = torch.tensor([3, 0, 4])
+FORMATS = ("fp8_tensor",) * 3
+REFUSAL = "gradient: expected to be differentiated once, got a second time"
+
+
+def leaves(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    sizes = {"x": (7, 16), "w": (3, 12, 16), "w2": (3, 16, 6), "bias": (12,), "rows": (7,), "row": (16,)}
+    return {
+        name: torch.randn(size, generator=generator).to(dtype).requires_grad_()
+        for name, size in sizes.items()
+    }
+
+
+OnceOrTwice = tuple[Callable[[dict[str, Tensor]], Tensor], tuple[str, ...]]
+#: of which ops a second derivative is refused, and by which leaves' gradients.
+ONCE: dict[str, OnceOrTwice] = {
+    "swiglu": (lambda t: ops.swiglu(t["x"], t["rows"]), ("x", "rows")),
+    "rms_norm": (lambda t: ops.rms_norm(t["x"], t["row"], 1e-5), ("x", "row")),
+    "layer_norm": (lambda t: ops.layer_norm(t["x"], t["row"], t["row"], 1e-5), ("x", "row")),
+    "grouped_gemm": (lambda t: ops.grouped_gemm(t["x"], t["w"], SIZES), ("w",)),
+    "grouped_gemm_list": (lambda t: ops.grouped_gemm_list(t["x"], [*t["w"]], SIZES), ("w",)),
+    "grouped_gemm_swiglu": (
+        lambda t: ops.grouped_gemm_swiglu(t["x"], t["w"], SIZES, t["rows"])[0],
+        ("x", "w", "rows"),
+    ),
+    "grouped_mlp": (
+        lambda t: ops.grouped_mlp(t["x"], t["w"], t["w2"].mT.reshape(3, 16, 6), SIZES, t["rows"]),
+        ("x", "w", "w2", "rows"),
+    ),
+    "linear": (lambda t: ops.linear(t["x"], t["w"][0], None, *FORMATS), ("x", "w")),
+}
+#: functions with the right second derivative, in torch's words.
+TWICE: dict[str, tuple[Callable[[dict[str, Tensor]], Tensor], Callable[[dict[str, Tensor]], Tensor]]] = {
+    "linear": (
+        lambda t: ops.linear(t["x"], t["w"][0]),
+        lambda t: torch.nn.functional.linear(t["x"], t["w"][0]),
+    ),
+    "gemm": (lambda t: ops.gemm(t["x"], t["w"][0]), lambda t: t["x"] @ t["w"][0].T),
+}
+
+
+@pytest.mark.parametrize("name", list(ONCE))
+def test_refused(name: str) -> None:
+    function, wanted = ONCE[name]
+    t = leaves()
+    gradients = torch.autograd.grad(
+        function(t).square().sum(), [t[leaf] for leaf in wanted], create_graph=True
+    )
+    for leaf, gradient in zip(wanted, gradients, strict=True):
+        assert gradient.requires_grad, leaf
+        loss = gradient.square().sum() + t["x"].square().sum()
+        with pytest.raises(RuntimeError, match=f"transformer_plugin::{name}: {REFUSAL}"):
+            torch.autograd.grad(loss, t["x"], retain_graph=True)
+
+
+@pytest.mark.parametrize("name", list(ONCE))
+def test_the_first_derivative_is_as_without_a_graph(name: str) -> None:
+    function, wanted = ONCE[name]
+    t = leaves()
+    for create_graph in (False, True):
+        own = [t[leaf] for leaf in wanted]
+        gradients = torch.autograd.grad(function(t).square().sum(), own, create_graph=create_graph)
+        if not create_graph:
+            expected = gradients
+    assert all(torch.equal(g, e) for g, e in zip(gradients, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", list(TWICE))
+def test_right(name: str) -> None:
+    t = leaves(torch.float64)
+    results = []
+    for function in TWICE[name]:
+        gradients = torch.autograd.grad(function(t).square().sum(), [t["x"], t["w"]], create_graph=True)
+        penalty = sum((g.square().sum() for g in gradients), torch.zeros(()))
+        results.append(torch.autograd.grad(penalty, [t["x"], t["w"]]))
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_by_the_gradient_of_a() -> None:
+    """That of ``a`` is a product over groups itself."""
+    t = leaves(torch.float64)
+    results = []
+    for function in (
+        lambda: ops.grouped_gemm(t["x"], t["w"], SIZES),
+        lambda: torch.cat([t["x"][:3] @ t["w"][0].T, t["x"][3:] @ t["w"][2].T]),
+    ):
+        (gradient,) = torch.autograd.grad(function().square().sum(), t["x"], create_graph=True)
+        results.append(torch.autograd.grad(gradient.square().sum(), [t["x"], t["w"]]))
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("name", [*ONCE, "gemm", "linear without formats"])
+def test_forward_mode_is_refused(name: str) -> None:
+    function = ONCE[name][0] if name in ONCE else TWICE[name.split()[0]][0]
+    t = {key: leaf.detach() for key, leaf in leaves().items()}
+    with forward_ad.dual_level(), torch.no_grad():
+        dual = {key: forward_ad.make_dual(leaf, torch.ones_like(leaf)) for key, leaf in t.items()}
+        with pytest.raises(RuntimeError, match="jvp is not implemented"):
+            function(dual)
+    with pytest.raises(RuntimeError):
+        torch.func.jvp(lambda x: function({**t, "x": x}), (t["x"],), (torch.ones_like(t["x"]),))
