@@ -62,9 +62,8 @@ Tensor combine_backward(const Tensor& grad, const Tensor& slot, const Tensor& so
   return routing::gather_rows(group.all_gather(local, Phase::kCombineBackwardRows), source);
 }
 
-class CombineFunction : public DifferentiableOnce<CombineFunction> {
+class CombineFunction : public torch::autograd::Function<CombineFunction> {
  public:
-  static constexpr const char* kName = "combine";
   static constexpr bool is_traceable = true;
 
   static Tensor call(const Tensor& rows, const Tensor& slot, const Tensor& source, const SymInt& num_tokens,
@@ -94,7 +93,7 @@ class CombineFunction : public DifferentiableOnce<CombineFunction> {
     return call(rows, slot, source, num_tokens, group_name, timeout_ms);
   }
 
-  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list tensors = ctx->get_saved_variables();
     auto& saved = ctx->saved_data;
     Tensor grad = grads[0];

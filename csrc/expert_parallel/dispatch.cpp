@@ -112,9 +112,8 @@ Pair dispatch_backward(const OptionalTensor& grad_recv, const OptionalTensor& gr
   return {grad_tokens, grad_weights};
 }
 
-class DispatchFunction : public DifferentiableOnce<DispatchFunction> {
+class DispatchFunction : public torch::autograd::Function<DispatchFunction> {
  public:
-  static constexpr const char* kName = "dispatch";
   static constexpr bool is_traceable = true;
 
   static Pair call(const Tensor& tokens, const OptionalTensor& topk_weights, const Tensor& slot,
@@ -158,7 +157,7 @@ class DispatchFunction : public DifferentiableOnce<DispatchFunction> {
     return {recv, recv_weights};
   }
 
-  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     auto& saved = ctx->saved_data;
     const bool for_tokens = saved["for_tokens"].toBool();
     const bool for_weights = saved["for_weights"].toBool();

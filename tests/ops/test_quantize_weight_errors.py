@@ -14,7 +14,7 @@ from transformer_plugin import ops
 from transformer_plugin.testing.numerics import assert_same_bits
 
 BF16, BLOCK, MX, NV = (keys(RECIPES[name]) for name in ("bf16", "block", "mx", "nv"))
-ONES = torch.ones(48, 64)
+ONES = torch.ones(32, 64)
 ADVICE = (
     "Make it with transformer_plugin.ops.quantize_weight, of this weight and these formats, on its device."
 )
@@ -37,23 +37,23 @@ CASES: list[tuple[tuple[str, str, str], list[Tensor], type[Exception], str]] = [
      f"': expected 4 tensors, those of '{MX[1]}' along rows and along columns, got 2. {ADVICE}"),
     (BLOCK, made(MX)[:2], TypeError,
      "[1]': expected one of the dtypes float32, got float8_e8m0fnu. "),
-    (BLOCK, made(BLOCK, _0=torch.ones(64, 48).to(FP8)), ValueError,
-     "[0]': expected a contiguous tensor of sizes [48, 64] for 'weight', got float8_e4m3fn[64, 48] on cpu with "
-     f"strides [48, 1]. {ADVICE}"),
-    (BLOCK, made(BLOCK, _0=torch.ones(64, 48).to(FP8).t()), ValueError,
-     "[0]': expected a contiguous tensor of sizes [48, 64] for 'weight', got float8_e4m3fn[48, 64] on cpu with "
-     f"strides [1, 48]. {ADVICE}"),
+    (BLOCK, made(BLOCK, _0=torch.ones(64, 32).to(FP8)), ValueError,
+     "[0]': expected a contiguous tensor of sizes [32, 64] for 'weight', got float8_e4m3fn[64, 32] on cpu with "
+     f"strides [32, 1]. {ADVICE}"),
+    (BLOCK, made(BLOCK, _0=torch.ones(64, 32).to(FP8).t()), ValueError,
+     "[0]': expected a contiguous tensor of sizes [32, 64] for 'weight', got float8_e4m3fn[32, 64] on cpu with "
+     f"strides [1, 32]. {ADVICE}"),
     (BLOCK, made(BLOCK, _1=torch.ones(4, 1)), ValueError,
      "[1]': expected a contiguous tensor of sizes [1, 4] for 'weight', got float32[4, 1] on cpu with strides [1, 1]. "
      f"{ADVICE}"),
-    (BLOCK, made(BLOCK, _0=torch.ones(48, 64).to(torch.float8_e5m2)), TypeError,
+    (BLOCK, made(BLOCK, _0=torch.ones(32, 64).to(torch.float8_e5m2)), TypeError,
      "[0]': expected one of the dtypes float8_e4m3fn, got float8_e5m2. "),
     (BLOCK, made(BLOCK, _1=torch.ones(1, 4, requires_grad=True)), ValueError,
      "[1]': expected a tensor that wants no gradient, got float32[1, 4] on cpu that requires one. What is quantized "
      "has no gradient: detach it."),
     (BF16, [ONES], TypeError, "[0]': expected one of the dtypes bfloat16, got float32. "),
     (MX, made(MX, _2=made(MX)[0].clone()), ValueError,
-     "[2]': expected a contiguous tensor of sizes [64, 48] for 'weight', got float8_e4m3fn[48, 64] on cpu with "
+     "[2]': expected a contiguous tensor of sizes [64, 32] for 'weight', got float8_e4m3fn[32, 64] on cpu with "
      f"strides [64, 1]. {ADVICE}"),
     (NV, made(NV, _2=torch.ones(2)), ValueError,
      f"[2]': expected a contiguous tensor of sizes [1] for 'weight', got float32[2] on cpu with strides [1]. {ADVICE}"),
@@ -118,7 +118,7 @@ def test_formats_that_round_nothing_take_none() -> None:
          "argument 'weight': expected 2 or 3 dimensions, got float32[64] on cpu. Reshape it first."),
         ((ONES[:, :40], *MX), ValueError,
          "argument 'weight': expected a last dimension that is a multiple of 32, the block of mxfp8, got "
-         "float32[48, 40] on cpu. Pad it with zeros, for example with torch.nn.functional.pad."),
+         "float32[32, 40] on cpu. Pad it with zeros, for example with torch.nn.functional.pad."),
         ((ONES, "fp8_block", "mxfp8", "fp8_block"), ValueError,
          "argument 'weight_format': expected a format of the family of input_format, 'fp8_block', got 'mxfp8'. "
          "Take all three formats from one recipe."),
