@@ -73,9 +73,10 @@ struct SharedOf {
 };
 using PlainShared = SharedOf<NoScales, 4, 2>;
 using RowScaledShared = SharedOf<RowScales<4>, 4, 2>;
-// Sums of 16 bits leave faster through two boxes; FP32 that threads and the copy engine add in turns needs one.
+// Sums of 16 bits leave fastest all at once, for which a stage less is left; FP32 that threads and the copy engine add in turns
+// needs one box.
 template <typename Out, int stages = sizeof(Out) == 4 ? 4 : 3>
-using LineScaledShared = SharedOf<LineScales[stages], stages, sizeof(Out) == 4 ? 1 : 2>;
+using LineScaledShared = SharedOf<LineScales[stages], stages, sizeof(Out) == 4 ? 1 : 4>;
 static_assert(sizeof(RowScaledShared) <= 232448 && sizeof(LineScaledShared<float>) <= 232448,
               "what a block may have");
 static_assert(offsetof(RowScaledShared, scales) % 128 == 0, "boxes begin at multiples of 128 bytes");
@@ -270,23 +271,35 @@ __device__ __forceinline__ void write_box(const float (&sums)[kSums], int i, uin
   }
 }
 
-// A warpgroup's sums, or those of the first `columns`, to the output: box by box, and when a box is written, store(box, column)
-// with the first of its columns, called by all threads.
+// A warpgroup's sums, or those of the first `columns`, to the output: box by box, or all at once where there are boxes for a
+// whole tile's. When a box is written, store(box, column) with the first of its columns, called by all threads.
 template <typename T, int columns = kTileColumns, int kBoxes, typename Store>
 __device__ __forceinline__ void store_sums(const float (&sums)[kSums], uint8_t (&boxes)[kBoxes][kBoxBytes],
                                            int number, Store store) {
-  constexpr int kColumns = kStep<T>;
+  constexpr int kColumns = kStep<T>, kCount = columns / kColumns;
   const bool first = threadIdx.x % kWarpgroup == 0;
-#pragma unroll
-  for (int i = 0; i < columns / kColumns; ++i) {
-    uint8_t* box = boxes[i % kBoxes];
-    if (first) wait_until_stored<kBoxes - 1>();
+  if constexpr (kBoxes * kColumns >= kTileColumns) {
+    if (first) wait_until_stored<0>();
     sync_threads(1 + number, kWarpgroup);
-    write_box<T>(sums, i, box);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) write_box<T>(sums, i, boxes[i]);
     fence_for_copies();
     sync_threads(1 + number, kWarpgroup);
-    store(box, i * kColumns);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) store(boxes[i], i * kColumns);
     if (first) commit_stores();
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      uint8_t* box = boxes[i % kBoxes];
+      if (first) wait_until_stored<kBoxes - 1>();
+      sync_threads(1 + number, kWarpgroup);
+      write_box<T>(sums, i, box);
+      fence_for_copies();
+      sync_threads(1 + number, kWarpgroup);
+      store(box, i * kColumns);
+      if (first) commit_stores();
+    }
   }
 }
 
