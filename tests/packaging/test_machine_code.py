@@ -23,7 +23,6 @@ PRODUCTS = (
 FP8_KINDS = "6BlocksE", "5CodesI", "14RowScaledCodesI", "12BlockColumnsI", "11CodeColumnsI"
 INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);")
 BRANCH = re.compile(r"\bBRA\S*\s.*?(?:0x([0-9a-f]+))\s*$")
-
 LONGEST_STEP = 600  # instructions
 
 Code = list[tuple[int, str]]
@@ -35,7 +34,11 @@ def cuobjdump(*arguments: str) -> str:
     )
     if not tool:
         pytest.skip("needs cuobjdump of the CUDA toolkit")
-    return subprocess.run([tool, *arguments, str(LIBRARY)], capture_output=True, text=True, check=True).stdout
+    done = subprocess.run([tool, *arguments, str(LIBRARY)], capture_output=True, text=True, check=False)
+    if "does not contain device code" in done.stdout + done.stderr:
+        pytest.skip("needs a library with kernels")
+    done.check_returncode()
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
