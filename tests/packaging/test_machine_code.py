@@ -1,7 +1,9 @@
-"""What the compiler made of the kernels for Hopper, read from the library: needs the CUDA toolkit, and no GPU."""
+"""What the compiler made of the kernels for Hopper, read from the library: needs cuobjdump, and no GPU."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -29,11 +31,13 @@ Code = list[tuple[int, str]]
 
 
 def cuobjdump(*arguments: str) -> str:
-    tool = shutil.which("cuobjdump") or (
-        CUDA_HOME and shutil.which(str(Path(CUDA_HOME) / "bin" / "cuobjdump"))
-    )
+    folders = [os.environ["PATH"], *(str(Path(home) / "bin") for home in [CUDA_HOME] if home)]
+    triton = importlib.util.find_spec("triton")  # comes with torch, and brings the tool
+    if triton and triton.origin:
+        folders.append(str(Path(triton.origin).parent / "backends" / "nvidia" / "bin"))
+    tool = shutil.which("cuobjdump", path=os.pathsep.join(folders))
     if not tool:
-        pytest.skip("needs cuobjdump of the CUDA toolkit")
+        pytest.skip("needs cuobjdump, of the CUDA toolkit or triton")
     done = subprocess.run([tool, *arguments, str(LIBRARY)], capture_output=True, text=True, check=False)
     if "does not contain device code" in done.stdout + done.stderr:
         pytest.skip("needs a library with kernels")
