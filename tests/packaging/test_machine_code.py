@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from torch.utils.cpp_extension import CUDA_HOME
 
-import transformer_plugin
+from transformer_plugin._library import LIBRARY
 
-LIBRARY = Path(transformer_plugin.__file__).with_name("_C.abi3.so")
 PRODUCTS = (
     "hopper_rows_kernel",
     "hopper_gather_kernel",
@@ -70,10 +69,11 @@ def steps(code: Code) -> list[list[str]]:
     """The loops that multiply. Longer ones are of tiles, or lead back from where a warp waits for a stage."""
     place = {at: i for i, (at, _) in enumerate(code)}
     loops = []
-    for i, (at, what) in enumerate(code):
+    for i, (_, what) in enumerate(code):
         branch = BRANCH.search(what)
-        if branch and (to := int(branch[1], 16)) < at and i - place.get(to, -LONGEST_STEP) < LONGEST_STEP:
-            loops.append([instruction for _, instruction in code[place[to] : i + 1]])
+        begin = place.get(int(branch[1], 16)) if branch else None
+        if begin is not None and i - LONGEST_STEP < begin < i:
+            loops.append([instruction for _, instruction in code[begin : i + 1]])
     return [loop for loop in loops if any("GMMA" in instruction for instruction in loop)]
 
 
