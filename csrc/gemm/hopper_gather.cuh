@@ -96,6 +96,7 @@ __device__ __forceinline__ void gather_tiles(const RowsArgs& args, const TakenRo
       Stage& stage = shared.stages[place.stage];
       wait(&shared.empty[place.stage], place.parity ^ 1);
       if (threadIdx.x == 0) {
+        if (step == 0) shared.tile(place.stage) = found_tile(walk, tile, halves);
         fill_right<decltype(halves)::kBoxes>(
             stage.right, &shared.full[place.stage], block, tile.same_columns,
             [&](void* to, int box, uint64_t* barrier, bool for_both) {
@@ -117,6 +118,13 @@ __device__ __forceinline__ void gather_tiles(const RowsArgs& args, const TakenRo
     wait_for_pieces<0>();
     hand_over(shared, filled);
   }
+  // All warps, lest one arrives for the stage's turn before, which another has yet to hand over.
+  wait(&shared.empty[place.stage], place.parity ^ 1);
+  if (threadIdx.x == 0) {
+    tell(shared, place, FoundTile::none());
+    arrive_here(&shared.full[place.stage]);
+  }
+  if (threadIdx.x % kWarpSize == 0) arrive_here(&shared.full[place.stage]);
 }
 
 // As hopper_rows_kernel, whose multiplying half it has.
@@ -147,7 +155,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     zero_tail<typename Kind::Out>(args, kCopyWarps, threadIdx.x / kWarpSize);
   } else {
     more_registers<kMultiplierRegisters>();
-    multiply_tiles<Kind>(args, epilogue, shared, place, steps, block, warpgroup - 1);
+    multiply_tiles<Kind>(args, epilogue, shared, place, steps, warpgroup - 1);
   }
   sync_cluster();  // neither block leaves while the other may arrive at its barriers
 #endif

@@ -103,8 +103,8 @@ struct Blocks {
     __device__ __forceinline__ void load_stage(Shared& shared, const Place<Shared>& place, int group, int row,
                                                int column, int step) const {
       uint64_t* full = &shared.full[place.stage];
-      load_box(shared.scales.rows(place.stage), rows, full, row / 4 * 4, step, 0);
-      load_box(shared.scales.columns(place.stage), columns, full, step / 4 * 4, column / kBlock, group);
+      load_box(shared.beside.rows(place.stage), rows, full, row / 4 * 4, step, 0);
+      load_box(shared.beside.columns(place.stage), columns, full, step / 4 * 4, column / kBlock, group);
     }
   };
 
@@ -117,8 +117,8 @@ struct Blocks {
     for (int step = 0; step < steps; ++step, place.next()) {
       wait(&shared.full[place.stage], place.parity);
       const Stage& stage = shared.stages[place.stage];
-      const float* rows = shared.scales.rows(place.stage);
-      const auto& columns = shared.scales.columns(place.stage);
+      const float* rows = shared.beside.rows(place.stage);
+      const auto& columns = shared.beside.columns(place.stage);
       const float scale_low = rows[low], scale_high = rows[low + 8];
       const uint64_t a = by_rows(stage.left[part.number]), b = by_rows(stage.right);
 #pragma unroll

@@ -153,15 +153,17 @@ __device__ __forceinline__ void zero_tail(const RowsArgs& args, int warps, int w
 // All that a warpgroup does that multiplies, the `number`-th of those.
 template <typename Kind, typename Epilogue, typename Shared>
 __device__ __forceinline__ void multiply_tiles(const RowsArgs& args, const Epilogue& epilogue, Shared& shared,
-                                               Place<Shared>& place, int steps, int block, int number) {
-  RowsWalk walk(args, block);
-  take_tiles<Epilogue::kTakesHalves>(walk, [&](const Tile& tile, auto halves) {
+                                               Place<Shared>& place, int steps, int number) {
+  const auto take = [&](const FoundTile& tile, auto halves) {
     using Own = decltype(halves);
-    const int column = halves.column(tile);
-    const Part part{
-        tile.group,   number, walk.begin_row + tile.row * kTileRows + number * kBoxLines,
-        walk.end_row, column, Own::kCount == 2 ? args.n : min(column + Own::kBoxes * kBoxLines, args.n)};
+    const Part part{tile.group,
+                    number,
+                    tile.row + number * kBoxLines,
+                    tile.row + tile.rows,
+                    tile.column,
+                    Own::kCount == 2 ? args.n : min(tile.column + Own::kBoxes * kBoxLines, args.n)};
     if (part.row >= part.end_row || part.column >= args.n) {  // nothing of this warpgroup's
+      __syncwarp();                                           // all lanes have read the tile
 #pragma unroll 1
       for (int step = 0; step < steps; ++step, place.next()) {
         wait(&shared.full[place.stage], place.parity);
@@ -174,7 +176,13 @@ __device__ __forceinline__ void multiply_tiles(const RowsArgs& args, const Epilo
     Kind::template sum<Own::kCount>(args, shared, place, steps, part, sums);
     scale_and_add_bias<Kind, Epilogue>(args, part, sums);
     epilogue.finish(args, part, sums, shared);
-  });
+  };
+  FoundTile tile;
+  bool found = hear(shared, place, tile);
+  for (; found && is_whole<Epilogue::kTakesHalves>(tile); found = hear(shared, place, tile)) {
+    take(tile, Halves<2>{});
+  }
+  if (Epilogue::kTakesHalves && found) take(tile, Halves<1>{});  // one at most, the last
   Epilogue::drain();
 }
 
@@ -213,6 +221,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       take_tiles<Epilogue::kTakesHalves>(walk, [&](const Tile& tile, auto halves) {
         const int row = walk.begin_row + tile.row * kTileRows;
         if (threadIdx.x == 0) {
+          tell(shared, place, found_tile(walk, tile, halves));
           const bool listed = b_maps != nullptr;
           const CUtensorMap& own_map = listed ? b_maps[tile.group] : b_map;
           const int matrix = listed ? 0 : tile.group;
@@ -237,10 +246,14 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         }
         __syncwarp();
       });
+      if (threadIdx.x == 0) {
+        tell(shared, place, FoundTile::none());
+        arrive_here(&shared.full[place.stage]);
+      }
     }
   } else {
     more_registers<kMultiplierRegisters>();
-    multiply_tiles<Kind>(args, epilogue, shared, place, steps, block, warpgroup - 1);
+    multiply_tiles<Kind>(args, epilogue, shared, place, steps, warpgroup - 1);
   }
   sync_cluster();  // neither block leaves while the other may arrive at its
                    // barriers

@@ -3,7 +3,8 @@
 //
 // Two blocks are a cluster and take two tiles of one group side by side: as a rule two of the same columns, so that each
 // loads half of the wider operand for both; the last row of tiles, where their number is odd, by two of the same rows. A
-// block is three warpgroups: one thread of the first starts the copies, the others multiply 64 rows of a tile each.
+// block is three warpgroups: one thread of the first, the copier, starts the copies, the others multiply 64 rows of a tile
+// each.
 #pragma once
 
 #include <cstddef>
@@ -36,9 +37,27 @@ struct Stage {
   alignas(1024) uint8_t left[kLeftBoxes][kBoxBytes];
   alignas(1024) uint8_t right[kRightBoxes][kBoxBytes];
 };
-// Scales that come with the stages: none,
-struct NoScales {};
-// of the lines of a tile of ragged rows, from a multiple of 4 rows on, and of the two blocks of columns for 4 steps. Boxes
+// A tile of ragged rows that the copier has found. Those that multiply learn of it with the first of its stages, and need not
+// look for it: the copier, ahead by the stages, does while they multiply. An end takes the turn of one more stage.
+struct alignas(16) FoundTile {
+  int group;        // -1: the end, no tile is left
+  int row, column;  // of the output, its first
+  int rows;         // of the group from `row` on; may be none or fewer
+  int halves;       // of its columns, that a block takes
+
+  static __device__ __forceinline__ FoundTile none() { return {-1, 0, 0, 0, 0}; }
+};
+
+// What comes with the stages besides operands: a tile each, if it is the tile's first,
+template <int stages>
+class TilesAlone {
+ public:
+  __device__ __forceinline__ FoundTile& tile(int stage) { return tiles_[stage]; }
+
+ private:
+  FoundTile tiles_[stages];
+};
+// the same and the scales of the tile's lines, from a multiple of 4 rows on, and of its two blocks of columns for 4 steps. Boxes
 // begin at multiples of 128 bytes; all that is between them, and behind, is needed.
 template <int stages>
 class RowScales {
@@ -46,32 +65,44 @@ class RowScales {
   static constexpr int kRows = kTileRows + 4, kSteps = 4;
   static constexpr int kBytes = (kRows + 2 * kSteps) * sizeof(float);  // of a stage
 
-  __device__ __forceinline__ float* rows(int stage) { return floats_ + stage * kRowsStride; }
+  __device__ __forceinline__ float* rows(int stage) { return rows_[stage].scales; }
   __device__ __forceinline__ float (&columns(int stage))[2][kSteps] {
-    return *reinterpret_cast<float(*)[2][kSteps]>(floats_ + stages * kRowsStride + stage * kBoxStride);
+    return *reinterpret_cast<float(*)[2][kSteps]>(columns_ + stage * kBoxStride);
   }
+  __device__ __forceinline__ FoundTile& tile(int stage) { return rows_[stage].tile; }
 
  private:
-  static constexpr int kBoxStride = 32, kRowsStride = (kRows + kBoxStride - 1) / kBoxStride * kBoxStride;
+  static constexpr int kBoxStride = 32;
+  struct Rows {
+    alignas(16) float scales[kRows];
+    FoundTile tile;
+    float unused[20];
+  };
+  static_assert(sizeof(Rows) % 128 == 0, "boxes begin there");
 
-  alignas(16) float floats_[stages * kRowsStride + (stages - 1) * kBoxStride + 2 * kSteps];
+  Rows rows_[stages];
+  float columns_[(stages - 1) * kBoxStride + 2 * kSteps];
 };
-// or of all lines of both operands.
+// or, in weight gradients, where all find their tiles themselves, scales of the lines of both operands or nothing.
 struct LineScales {
   alignas(128) float left[kTileRows], right[kTileColumns];
 };
+struct Nothing {};
 
-template <typename Scales, int stage_count, int box_count>
+template <typename Beside, int stage_count, int box_count>
 struct SharedOf {
   static constexpr int kStages = stage_count;
   static constexpr int kBoxes = box_count;  // of a warpgroup on their way out, in turn
 
   Stage stages[kStages];
   alignas(1024) uint8_t out[kMultipliers][kBoxes][kBoxBytes];
-  Scales scales;
+  Beside beside;
   uint64_t full[kStages], empty[kStages];
+
+  __device__ __forceinline__ FoundTile& tile(int stage) { return beside.tile(stage); }
 };
-using PlainShared = SharedOf<NoScales, 4, 2>;
+using PlainShared = SharedOf<TilesAlone<4>, 4, 2>;
+using ColumnsShared = SharedOf<Nothing, 4, 2>;
 using RowScaledShared = SharedOf<RowScales<4>, 4, 2>;
 // Sums of 16 bits leave fastest all at once, for which a stage less is left; FP32 that threads and the copy engine add in turns
 // needs one box.
@@ -79,7 +110,7 @@ template <typename Out, int stages = sizeof(Out) == 4 ? 4 : 3>
 using LineScaledShared = SharedOf<LineScales[stages], stages, sizeof(Out) == 4 ? 1 : 4>;
 static_assert(sizeof(RowScaledShared) <= 232448 && sizeof(LineScaledShared<float>) <= 232448,
               "what a block may have");
-static_assert(offsetof(RowScaledShared, scales) % 128 == 0, "boxes begin at multiples of 128 bytes");
+static_assert(offsetof(RowScaledShared, beside) % 128 == 0, "boxes begin at multiples of 128 bytes");
 
 // Where a thread is in the ring of stages.
 template <typename Shared>
@@ -106,6 +137,21 @@ __device__ __forceinline__ void init_stages(Shared& shared, uint32_t others = 0)
     publish_barriers();
   }
   sync_cluster();
+}
+
+// By the copier, before it arrives at the barrier of the tile's first stage.
+template <typename Shared>
+__device__ __forceinline__ void tell(Shared& shared, const Place<Shared>& place, const FoundTile& tile) {
+  wait(&shared.empty[place.stage], place.parity ^ 1);
+  shared.tile(place.stage) = tile;
+}
+// By all threads of a warp that multiplies: the tile whose first stage is next, or false at the end. A vote, so that the compiler
+// knows a loop on it for one that all threads take alike: else it loses the uniform registers by which products are started.
+template <typename Shared>
+__device__ __forceinline__ bool hear(Shared& shared, const Place<Shared>& place, FoundTile& tile) {
+  wait(&shared.full[place.stage], place.parity);
+  tile = shared.tile(place.stage);
+  return __any_sync(~0u, tile.group >= 0);
 }
 
 // All boxes of a stage, by one thread: load(to, box, barrier, shared) for each. What the tiles of the cluster share, each

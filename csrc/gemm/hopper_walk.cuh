@@ -93,6 +93,18 @@ struct Halves {
   }
 };
 
+// What is told of a tile to those that multiply.
+template <typename Own>
+__device__ __forceinline__ FoundTile found_tile(const RowsWalk& walk, const Tile& tile, const Own& halves) {
+  const int row = walk.begin_row + tile.row * kTileRows;
+  return {tile.group, row, halves.column(tile), walk.end_row - row, Own::kCount};
+}
+// Whether a block takes all columns of the tile, as it does where tiles are not taken in halves.
+template <bool takes_halves>
+__device__ __forceinline__ bool is_whole(const FoundTile& tile) {
+  return !takes_halves || __all_sync(~0u, tile.halves == 2);
+}
+
 // The tiles of a block, one after the other, of a warp together: take(tile, halves) for each.
 template <bool takes_halves, typename Take>
 __device__ __forceinline__ void take_tiles(RowsWalk& walk, Take take) {

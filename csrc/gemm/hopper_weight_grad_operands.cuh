@@ -83,7 +83,7 @@ __device__ __forceinline__ void sync_changed_stage() {
 // 16-bit operands [T, m] and [T, n].
 template <typename T>
 struct PlainColumns {
-  using Shared = PlainShared;
+  using Shared = ColumnsShared;
   static constexpr int kRows = kBoxLines;  // of a stage
   static constexpr bool group_scales = false;
 
@@ -226,7 +226,7 @@ struct BlockColumns : CodeLines {
   static __device__ __forceinline__ void fill(const WeightGradMaps& maps, const WeightGradArgs& args,
                                               Shared& shared, const Place<Shared>& place, int block,
                                               const Tile& tile, const Rows& rows, int row) {
-    LineScales& scales = shared.scales[place.stage];
+    LineScales& scales = shared.beside[place.stage];
     fill_lines(maps, args, shared, place, block, tile, rows, row, sizeof(scales));
     const int row_tile = rows.first_tile + (row - rows.begin) / kRows;
     uint64_t* full = &shared.full[place.stage];
@@ -241,7 +241,7 @@ struct BlockColumns : CodeLines {
     for (int left = rows.end - rows.begin; left > 0; left -= kRows, place.next()) {
       wait(&shared.full[place.stage], place.parity);
       Stage& stage = shared.stages[place.stage];
-      const LineScales& scales = shared.scales[place.stage];
+      const LineScales& scales = shared.beside[place.stage];
       if (left < kRows) zero_rows(stage, left);
       const uint64_t a = by_rows(stage.left[number]), b = by_rows(stage.right);
       const float low = scales.left[line], high = scales.left[line + 8];
@@ -274,7 +274,7 @@ struct BlockColumns : CodeLines {
 // FP8 codes under one scale for each group, of the gradient in E4M3 or E5M2, as `Codes` of hopper_operands.cuh.
 template <DType grad_type>
 struct CodeColumns : CodeLines {
-  using Shared = PlainShared;
+  using Shared = ColumnsShared;
   static constexpr bool group_scales = true;
 
   static __device__ __forceinline__ void fill(const WeightGradMaps& maps, const WeightGradArgs& args,

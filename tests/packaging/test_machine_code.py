@@ -95,8 +95,6 @@ def test_every_product_has_its_instruction(products: dict[str, Code]) -> None:
 def test_steps_read_descriptors_from_uniform_registers(products: dict[str, Code]) -> None:
     """Where the compiler loses those it moves each descriptor from a thread's, and products take 1 to 6 % longer."""
     for name, code in products.items():
-        if "SwigluBackwardRows" in name:  # lost there, and slower than its steps for it (docs/performance.md)
-            continue
         loops = steps(code)
         assert loops, name
         for loop in loops:
