@@ -228,6 +228,24 @@ def _long_sums(sizes: torch.Tensor, n: int, k: int) -> None:
     ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16)
 
 
+def _in_turn(sizes: torch.Tensor) -> None:
+    """By two blocks, which take all tiles of ragged rows in turn, the last of them in halves."""
+    input = torch.randn(int(sizes.sum()) + 3, 264, dtype=torch.bfloat16, device=sizes.device)
+    weight = torch.randn(sizes.numel(), 776, 264, dtype=torch.bfloat16, device=sizes.device)
+    rows = torch.arange(input.shape[0], device=sizes.device) // 2
+    product = ops.grouped_gemm(input, weight, sizes, max_sms=2)
+    ops.grouped_gemm(input, weight, sizes, max_sms=2, rows=rows)
+    ops.grouped_gemm(product, weight, sizes, transpose_b=False, max_sms=2)
+    ops.grouped_gemm(product, weight, sizes, transpose_b=False, max_sms=2, rows=rows)
+    recipe = Float8BlockScaling()
+    operands = (
+        *ops.grouped_quantize(input, sizes, recipe.input_format),
+        *ops.quantize(weight, recipe.weight_format),
+    )
+    formats = recipe.input_format, recipe.weight_format
+    ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16, max_sms=2)
+
+
 def _widened_beside(sizes: torch.Tensor, format: str) -> None:
     """So few multiprocessors that rows are widened beside the products."""
     input = torch.randn(int(sizes.sum()) + 3, 352, dtype=torch.bfloat16, device=sizes.device)
@@ -277,6 +295,7 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
         groups = torch.tensor(sizes, dtype=torch.int32, device=device)
         yield f"grouped_gemm long-sums-{k}", partial(_long_sums, groups, n, k)
     groups = torch.tensor([300, 0, 7, 130, 290], dtype=torch.int32, device=device)
+    yield "grouped_gemm in-turn", partial(_in_turn, groups)
     for format in ("mxfp8", "mxfp8:e5m2,tiled", "nvfp4"):
         yield f"grouped_gemm widened-beside-{format}", partial(_widened_beside, groups, format)
 

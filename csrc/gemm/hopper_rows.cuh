@@ -163,7 +163,6 @@ __device__ __forceinline__ void multiply_tiles(const RowsArgs& args, const Epilo
                     tile.column,
                     Own::kCount == 2 ? args.n : min(tile.column + Own::kBoxes * kBoxLines, args.n)};
     if (part.row >= part.end_row || part.column >= args.n) {  // nothing of this warpgroup's
-      __syncwarp();                                           // all lanes have read the tile
 #pragma unroll 1
       for (int step = 0; step < steps; ++step, place.next()) {
         wait(&shared.full[place.stage], place.parity);

@@ -151,6 +151,7 @@ template <typename Shared>
 __device__ __forceinline__ bool hear(Shared& shared, const Place<Shared>& place, FoundTile& tile) {
   wait(&shared.full[place.stage], place.parity);
   tile = shared.tile(place.stage);
+  __syncwarp();  // all lanes have read it before one releases the stage
   return __any_sync(~0u, tile.group >= 0);
 }
 
