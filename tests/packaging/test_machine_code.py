@@ -101,3 +101,20 @@ def test_steps_read_descriptors_from_uniform_registers(products: dict[str, Code]
             multiplied = sum("GMMA" in what for what in loop)
             moved = sum("R2UR" in what for what in loop)
             assert moved <= multiplied / 4, f"{name}: {moved} moves for {multiplied} products"
+
+
+def test_no_move_waits_for_what_cannot_be(products: dict[str, Code]) -> None:
+    """nvcc 13.0 has set a predicate to true just before it moved a coordinate of a copy under the negation: the copy
+    went to where the one before it had gone."""
+    for name, code in products.items():
+        true: set[str] = set()
+        for at, what in code:
+            under = re.match(r"@!(P\d) R2UR", what)
+            assert not (under and under[1] in true), f"{name}, {at:#x}: {what}"
+            operation = re.sub(r"^@!?U?P\d ", "", what)
+            if operation.startswith(("BRA", "BSSY", "BSYNC")):
+                true.clear()
+            true -= set(re.findall(r"\bP\d\b", operation.split(",")[0]))
+            set_true = re.match(r"PLOP3\.LUT (P\d), PT, PT, PT, PT, 0x80", what)
+            if set_true:
+                true.add(set_true[1])
