@@ -37,17 +37,6 @@ int64_t up_to_steps(int64_t rows) {
   return (rows + step - 1) / step * step;
 }
 
-// Calls multiply(first row, rows) until the group's rows, `rows` from `begin` on, are done. When `alone`, some that
-// follow the group may come too: whoever follows writes over them.
-template <typename Multiply>
-void multiply_in_steps(const Tensor& a, int64_t begin, int64_t rows, bool alone, Multiply&& multiply) {
-  if (!compiles_for_each_size(a, rows)) return multiply(begin, rows);
-  const int64_t more = up_to_steps(rows), rest = rows % kRowStep;
-  if (alone && begin + more <= a.size(0)) return multiply(begin, more);
-  multiply(begin, rows - rest);
-  if (rest > 0) multiply(begin + rows - rest, rest);
-}
-
 // Elements whose copy takes as long as compiling a kernel.
 constexpr int64_t kLongCopy = int64_t{1} << 19;
 
@@ -59,6 +48,27 @@ Tensor with_zeros(const Tensor& matrix, int64_t begin, int64_t rows, int64_t mor
   padded.narrow(0, 0, rows).copy_(group);
   padded.narrow(0, rows, more - rows).zero_();
   return padded;
+}
+
+// Calls multiply(rows of the result, rows of `a`) until the group's, `rows` from `begin` on, are done. When `alone`, in one
+// product, whose result may have more rows: whoever follows the group writes over them. What follows in `a` never comes along:
+// oneDNN with AMX multiplies the beginning of a row by the zeros behind the end of the one before, which NaN survives; and
+// sizes depend on the group alone, as sums may be rounded in another order in products of other sizes.
+template <typename Multiply>
+void multiply_in_steps(const Tensor& a, const Tensor& out, int64_t begin, int64_t rows, bool alone,
+                       Multiply&& multiply) {
+  const int64_t rest = compiles_for_each_size(a, rows) ? rows % kRowStep : 0;
+  if (rest == 0) return multiply(out.narrow(0, begin, rows), a.narrow(0, begin, rows));
+  if (!alone) {
+    multiply(out.narrow(0, begin, rows - rest), a.narrow(0, begin, rows - rest));
+    return multiply(out.narrow(0, begin + rows - rest, rest), a.narrow(0, begin + rows - rest, rest));
+  }
+  const int64_t more = up_to_steps(rows);
+  const Tensor padded = with_zeros(a, begin, rows, more);
+  if (begin + more <= out.size(0)) return multiply(out.narrow(0, begin, more), padded);
+  const Tensor result = empty(out, {more, out.size(1)}, out.scalar_type());
+  multiply(result, padded);
+  out.narrow(0, begin, rows).copy_(result.narrow(0, 0, rows));
 }
 
 // out += a @ b, or out = a @ b; any strides.
@@ -154,9 +164,7 @@ void row_product_cpu(const RowProduct& product, const Tensor& out) {
     const Tensor a_g = a.narrow(0, begin, rows), b_g = product.transpose_b ? stored.t() : stored;
     const bool direct = same_dtype && !product.alpha && !faster_in_float32(a_g, b_g);
     if (direct && (fused_bias || !product.bias || dtype == wide)) {
-      multiply_in_steps(a, begin, rows, worker.alone, [&](int64_t first, int64_t count) {
-        Tensor target = out.narrow(0, first, count);
-        const Tensor part = a.narrow(0, first, count);
+      multiply_in_steps(a, out, begin, rows, worker.alone, [&](Tensor target, const Tensor& part) {
         fused_bias ? at::cpu::addmm_out(target, product.bias->select(0, g), part, b_g)
                    : at::cpu::mm_out(target, part, b_g);
       });

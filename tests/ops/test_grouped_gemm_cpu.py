@@ -84,6 +84,44 @@ def test_groups_keep_to_their_rows(sizes: list[int], dtype: torch.dtype) -> None
     assert_same_bits(ops.grouped_gemm_wgrad(grad, x, group_sizes)[clean] + 0, weight_grad)
 
 
+# A long group and others; sums that are no multiple of what a processor's matrix unit takes at once.
+WIDE = {
+    "long alone": ([577], 100, 64),
+    "among others": ([577, 603, 3, 130], 72, 520),
+    "deep": ([733, 93], 2048, 256),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])  # MKL's float32 sums depend on addresses
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", list(WIDE))
+def test_rows_that_follow_change_nothing(name: str, threads: int, dtype: torch.dtype) -> None:
+    """Bit for bit, whatever they hold and however many there are, of the tail and of other groups."""
+    sizes, k, n = WIDE[name]
+    end, group_sizes = sum(sizes), torch.tensor(sizes)
+    generator = torch.Generator().manual_seed(4)
+    x = normals((end + 64, k), dtype, CPU, generator)
+    weight = normals((len(sizes), n, k), dtype, CPU, generator)
+    bias = normals((len(sizes), n), dtype, CPU, generator)
+    torch.set_num_threads(threads)
+    products = {
+        "forward": lambda x: ops.grouped_gemm(x, weight, group_sizes),
+        "with bias": lambda x: ops.grouped_gemm(x, weight, group_sizes, bias),
+        "data gradient": lambda x: ops.grouped_gemm(x, weight.mT, group_sizes, transpose_b=False),
+    }
+    for what, product in products.items():
+        expected = product(x[:end].clone())
+        for tail in (10, 64):
+            assert_same_bits(product(x[: end + tail].clone())[:end], expected, f"{what}, {tail} more rows")
+        for bad in (float("nan"), float("inf")):
+            for first in (end, *group_sizes.cumsum(0)[:-1].tolist()):
+                poisoned = x.clone()
+                poisoned[first:] = bad
+                got = product(poisoned)
+                assert_same_bits(got[:first], expected[:first], f"{what}, {bad} from row {first} on")
+                assert not got[end:].any()
+
+
 @by_dtype
 def test_same_bits_on_any_number_of_threads(dtype: torch.dtype) -> None:
     generator, sizes = torch.Generator().manual_seed(1), torch.tensor(SIZES)
