@@ -18,10 +18,13 @@ void check_values(const Argument& argument, int64_t rows) {
   for (int64_t g = 0; g < argument.tensor.numel(); ++g) {
     TP_CHECK_VALUE(sizes[g] >= 0, argument.op, argument.name, "sizes that are not negative",
                    sizes[g] << " for group " << g, "Pass the number of rows of each group");
-    total += static_cast<int64_t>(sizes[g]);
-    TP_CHECK_VALUE(total <= rows, argument.op, argument.name,
-                   "sizes that sum to at most " << rows << ", the rows of the buffer",
-                   "a sum of " << total << " at group " << g, "Enlarge the buffer or fix the sizes");
+    const int64_t size = sizes[g], left = rows - total;  // the sum itself may be past 2^63
+    TP_CHECK_VALUE(
+        size <= left, argument.op, argument.name,
+        "sizes that sum to at most " << rows << ", the rows of the buffer",
+        "a sum of " << static_cast<uint64_t>(total) + static_cast<uint64_t>(size) << " at group " << g,
+        "Enlarge the buffer or fix the sizes");
+    total += size;
   }
 }
 

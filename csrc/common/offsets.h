@@ -16,9 +16,8 @@ void group_offsets_cpu(const Size* sizes, int64_t groups, int64_t rows, int32_t*
   int64_t end = 0;
   offsets[0] = 0;
   for (int64_t g = 0; g < groups; ++g) {
-    const int64_t size = static_cast<int64_t>(sizes[g]);
-    end += size < 0 ? 0 : size;
-    end = end > rows ? rows : end;
+    const int64_t size = static_cast<int64_t>(sizes[g]), left = rows - end;
+    end += size < 0 ? 0 : size > left ? left : size;
     offsets[g + 1] = static_cast<int32_t>(end);
   }
 }

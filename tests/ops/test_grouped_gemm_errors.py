@@ -37,6 +37,13 @@ BUFFER = (
         ),
         (
             "grouped_gemm",
+            (A, B, torch.tensor([1, 2**63 - 1])),
+            ValueError,
+            "'group_sizes': expected sizes that sum to at most 4, the rows of the buffer, "
+            "got a sum of 9223372036854775808 at group 1. Enlarge the buffer or fix the sizes.",
+        ),
+        (
+            "grouped_gemm",
             (A, B, torch.tensor([1.0, 2.0])),
             TypeError,
             "'group_sizes': expected one of the dtypes int32, int64, got float32. Convert it with .to() first.",
