@@ -228,22 +228,28 @@ def _long_sums(sizes: torch.Tensor, n: int, k: int) -> None:
     ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16)
 
 
-def _in_turn(sizes: torch.Tensor) -> None:
-    """By two blocks, which take all tiles of ragged rows in turn, the last of them in halves."""
+def _in_turn(sizes: torch.Tensor, max_sms: int) -> None:
+    """By so few blocks that each takes several tiles of ragged rows."""
     input = torch.randn(int(sizes.sum()) + 3, 264, dtype=torch.bfloat16, device=sizes.device)
     weight = torch.randn(sizes.numel(), 776, 264, dtype=torch.bfloat16, device=sizes.device)
     rows = torch.arange(input.shape[0], device=sizes.device) // 2
-    product = ops.grouped_gemm(input, weight, sizes, max_sms=2)
-    ops.grouped_gemm(input, weight, sizes, max_sms=2, rows=rows)
-    ops.grouped_gemm(product, weight, sizes, transpose_b=False, max_sms=2)
-    ops.grouped_gemm(product, weight, sizes, transpose_b=False, max_sms=2, rows=rows)
+    plan = {"max_sms": max_sms}
+    product = ops.grouped_gemm(input, weight, sizes, **plan)
+    ops.grouped_gemm(input, weight, sizes, rows=rows, **plan)
+    ops.grouped_gemm(product, weight, sizes, transpose_b=False, **plan)
+    ops.grouped_gemm(product, weight, sizes, transpose_b=False, rows=rows, **plan)
     recipe = Float8BlockScaling()
     operands = (
         *ops.grouped_quantize(input, sizes, recipe.input_format),
         *ops.quantize(weight, recipe.weight_format),
     )
     formats = recipe.input_format, recipe.weight_format
-    ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16, max_sms=2)
+    ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16, **plan)
+    codes = *ops.quantize_rowwise(input[:, :256]), *ops.quantize_rowwise(weight[..., :256])
+    ops.grouped_gemm_rowwise(*codes, sizes, **plan)
+    _, h = ops.grouped_gemm_swiglu(input, weight[:, :768], sizes, None, **plan)
+    ops.grouped_gemm_swiglu_quantize(input, weight[:, :768], sizes, None, "fp8_block", **plan)
+    ops.grouped_gemm_swiglu_backward(input, weight.mT[..., :384].contiguous(), sizes, h, None, **plan)
 
 
 def _widened_beside(sizes: torch.Tensor, format: str) -> None:
@@ -295,7 +301,8 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
         groups = torch.tensor(sizes, dtype=torch.int32, device=device)
         yield f"grouped_gemm long-sums-{k}", partial(_long_sums, groups, n, k)
     groups = torch.tensor([300, 0, 7, 130, 290], dtype=torch.int32, device=device)
-    yield "grouped_gemm in-turn", partial(_in_turn, groups)
+    for max_sms in (2, 8):  # with 8 the last tiles are taken in halves
+        yield f"grouped_gemm in-turn-{max_sms}", partial(_in_turn, groups, max_sms)
     for format in ("mxfp8", "mxfp8:e5m2,tiled", "nvfp4"):
         yield f"grouped_gemm widened-beside-{format}", partial(_widened_beside, groups, format)
 

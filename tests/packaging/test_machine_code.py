@@ -25,8 +25,18 @@ FP8_KINDS = "6BlocksE", "5CodesI", "14RowScaledCodesI", "12BlockColumnsI", "11Co
 INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);")
 BRANCH = re.compile(r"\bBRA\S*\s.*?(?:0x([0-9a-f]+))\s*$")
 LONGEST_STEP = 600  # instructions
+# Ways of control and predicates, as cuobjdump writes them.
+PARTS = re.compile(r"(@\S+ )?(\S+)\s*(.*)")
+GUARD = re.compile(r"@(!?)(P\d) ")
+PREDICATE = re.compile(r"P\d$")
+CONSTANT = re.compile(
+    r"(P\d), PT, PT, PT, PT, 0x(80|8)\b"
+)  # every input is true: bit 7 of the table is the result
+JUMP = re.compile(r"(@\S+ )?(?:BRA|BSSY|WARPSYNC\.COLLECTIVE)\S*\s.*?0x([0-9a-f]+)\s*$")
+ENDS = re.compile(r"(?:EXIT|RET|BRA 0x)")
 
 Code = list[tuple[int, str]]
+Known = dict[str, bool]
 
 
 def cuobjdump(*arguments: str) -> str:
@@ -103,18 +113,45 @@ def test_steps_read_descriptors_from_uniform_registers(products: dict[str, Code]
             assert moved <= multiplied / 4, f"{name}: {moved} moves for {multiplied} products"
 
 
-def test_no_move_waits_for_what_cannot_be(products: dict[str, Code]) -> None:
+def known_before(code: Code) -> list[Known | None]:
+    """The predicates that are true, or false, whichever way leads to an instruction; None where none is seen to."""
+    place = {at: i for i, (at, _) in enumerate(code)}
+    before: list[Known | None] = [{}] + [None] * (len(code) - 1)
+    waiting = [0]
+    while waiting:
+        i = waiting.pop()
+        after = known_after(before[i] or {}, code[i][1])
+        branch = JUMP.match(code[i][1])
+        ways = [place[int(branch[2], 16)]] if branch and int(branch[2], 16) in place else []
+        if not ENDS.match(code[i][1]) and i + 1 < len(code):
+            ways.append(i + 1)
+        for way in ways:
+            own = before[way]
+            met = after if own is None else {name: x for name, x in own.items() if after.get(name) is x}
+            if met != own:
+                before[way] = dict(met)
+                waiting.append(way)
+    return before
+
+
+def known_after(known: Known, what: str) -> Known:
+    if what.startswith(("CALL", "R2P", "@")) and ("CALL" in what or "R2P" in what):
+        return {}
+    guard, operation, operands = PARTS.match(what).groups()  # type: ignore[union-attr]
+    written = {name for name in operands.split(", ")[:2] if PREDICATE.match(name)}
+    if operation == "PLOP3.LUT" and (constant := CONSTANT.match(operands)) and not guard:
+        return known | {constant[1]: constant[2] == "80"}
+    return {name: x for name, x in known.items() if name not in written}
+
+
+def test_nothing_waits_for_what_cannot_be(products: dict[str, Code]) -> None:
     """nvcc 13.0 has set a predicate to true just before it moved a coordinate of a copy under the negation: the copy
     went to where the one before it had gone."""
+    constants = 0
     for name, code in products.items():
-        true: set[str] = set()
-        for at, what in code:
-            under = re.match(r"@!(P\d) R2UR", what)
-            assert not (under and under[1] in true), f"{name}, {at:#x}: {what}"
-            operation = re.sub(r"^@!?U?P\d ", "", what)
-            if operation.startswith(("BRA", "BSSY", "BSYNC")):
-                true.clear()
-            true -= set(re.findall(r"\bP\d\b", operation.split(",")[0]))
-            set_true = re.match(r"PLOP3\.LUT (P\d), PT, PT, PT, PT, 0x80", what)
-            if set_true:
-                true.add(set_true[1])
+        for (at, what), known in zip(code, known_before(code), strict=True):
+            constants += len(known or {})
+            guard = GUARD.match(what)
+            if known is not None and guard:
+                assert known.get(guard[2]) is not (guard[1] == "!"), f"{name}, {at:#x}: {what}"
+    assert constants, "no predicate is known anywhere: are they set in other words?"

@@ -1,0 +1,120 @@
+"""Sums of a step or a few, of many tiles: on a Hopper nearly every stage is the first of a tile there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_plugin import ops
+from transformer_plugin.testing.gemm_cases import apart
+from transformer_plugin.testing.numerics import assert_same_bits
+
+N = 544
+#: One step, a whole one and five of 64, or 1, 1 and 3 of 128: four stages come round.
+LENGTHS = (32, 64, 288)
+#: of multiprocessors: one cluster takes whole tiles, the others end in halves or not.
+PLANS = (2, 6, 8, 40, 0)
+
+Product = Callable[..., tuple[Tensor, ...]]
+
+
+def signs(*size: int, device: torch.device, seed: int) -> Tensor:
+    """-1, 0 and 1 in bfloat16, whose products and sums are whole numbers that every kind of product has exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-1, 2, size, generator=generator).to(device, torch.bfloat16)
+
+
+def products(x: Tensor, weight: Tensor, sizes: Tensor) -> Iterator[tuple[str, Product, bool]]:
+    """Each by its name, and whether its result is the product."""
+    turned, rows = x.flip(0), torch.arange(x.shape[0], device=x.device).flip(0)
+    matrices, weight_t = apart(weight), weight.mT.contiguous()
+    bf16 = torch.bfloat16
+    yield "forward", lambda **plan: (ops.grouped_gemm(x, weight, sizes, **plan),), True
+    yield (
+        "data gradient",
+        lambda **plan: (ops.grouped_gemm(x, weight_t, sizes, transpose_b=False, **plan),),
+        True,
+    )
+    yield "indexed rows", lambda **plan: (ops.grouped_gemm(turned, weight, sizes, rows=rows, **plan),), True
+    yield "a list", lambda **plan: (ops.grouped_gemm_list(x, matrices, sizes, **plan),), True
+    for name, key, weight_key in (
+        ("blocks", "fp8_block:pow2", "fp8_block:square,pow2"),
+        ("whole groups", "fp8_tensor:pow2", "fp8_tensor:pow2"),
+        ("mxfp8", "mxfp8", "mxfp8"),
+    ):
+        codes = (
+            *ops.grouped_quantize(x, sizes, key),
+            *ops.quantize(weight, weight_key),
+            sizes,
+            key,
+            weight_key,
+        )
+        yield name, lambda codes=codes, **plan: (ops.grouped_gemm_quantized(*codes, bf16, **plan),), True
+    by_row = [t for m in (x, weight) for t in ops.quantize_rowwise(m, power_of_two_scales=True)]
+    yield "codes by row", lambda **plan: (ops.grouped_gemm_rowwise(*by_row, sizes, **plan),), True
+    swiglu = ops.grouped_gemm_swiglu
+    yield "SwiGLU", lambda **plan: swiglu(x, weight, sizes, None, **plan), False
+    yield (
+        "SwiGLU into blocks",
+        lambda **plan: ops.grouped_gemm_swiglu_quantize(x, weight, sizes, None, "fp8_block", **plan),
+        False,
+    )
+    h, probs = signs(x.shape[0], 2 * N, device=x.device, seed=2), torch.ones(x.shape[0], device=x.device)
+    yield (
+        "gradient of SwiGLU",
+        lambda **plan: ops.grouped_gemm_swiglu_backward(x, weight_t, sizes, h, probs, **plan),
+        False,
+    )
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_plan_has_the_exact_sums(length: int, device: torch.device) -> None:
+    groups = 200 if device.type == "cuda" else 5
+    sizes = torch.full((groups,), 129, device=device)
+    sizes[::7] = 0
+    sizes[3] = 1
+    end = int(sizes.sum())
+    x, weight = (
+        signs(end + 3, length, device=device, seed=0),
+        signs(groups, N, length, device=device, seed=1),
+    )
+    of_row = torch.arange(groups, device=device).repeat_interleave(sizes)
+    exact = torch.zeros(end + 3, N, dtype=torch.float64, device=device)
+    for group in range(groups):
+        exact[:end][of_row == group] = x[:end][of_row == group].double() @ weight[group].double().T
+    assert exact.abs().max() <= 256  # whole numbers that bfloat16 has
+    for name, product, is_product in products(x, weight, sizes):
+        first = product(max_sms=PLANS[0])
+        if is_product:
+            assert torch.equal(first[0].double(), exact), name
+        for plan in PLANS[1:]:
+            for got, expected in zip(product(max_sms=plan), first, strict=True):
+                assert_same_bits(got, expected, f"{name}, {plan} multiprocessors")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("filled", [0, 1])
+def test_products_without_tiles_end(filled: int) -> None:
+    """Of groups that are all empty, or but for one row: a thousand in a row, beside each other on two streams."""
+    device = torch.device("cuda")
+    sizes = torch.zeros(40, dtype=torch.int32, device=device)
+    sizes[17] = filled
+    x, weight = signs(64, 64, device=device, seed=0), signs(40, N, 64, device=device, seed=1)
+    expected = torch.zeros(64, N, dtype=torch.bfloat16, device=device)
+    if filled:
+        expected[0] = (x[0].double() @ weight[17].double().T).bfloat16()
+    for name, product, is_product in products(x, weight, sizes):
+        if not is_product:
+            continue
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        results = []
+        torch.cuda.synchronize()
+        for i in range(1000):
+            with torch.cuda.stream(streams[i % 2]):
+                results = [*results[-1:], *product()]
+        torch.cuda.synchronize()
+        for result in results:
+            assert torch.equal(result, expected), name
