@@ -12,18 +12,27 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 namespace transformer_plugin {
 
 inline bool wants_grad(const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
 inline bool wants_grad(const std::optional<at::Tensor>& tensor) { return tensor && wants_grad(*tensor); }
+inline bool wants_grad(at::TensorList tensors) {
+  return std::any_of(tensors.begin(), tensors.end(),
+                     [](const at::Tensor& tensor) { return wants_grad(tensor); });
+}
 
 // Of forward-mode differentiation.
 inline bool has_tangent(const at::Tensor& tensor) {
   return tensor.defined() && tensor._fw_grad(/*level=*/0).defined();
 }
 inline bool has_tangent(const std::optional<at::Tensor>& tensor) { return tensor && has_tangent(*tensor); }
+inline bool has_tangent(at::TensorList tensors) {
+  return std::any_of(tensors.begin(), tensors.end(),
+                     [](const at::Tensor& tensor) { return has_tangent(tensor); });
+}
 
 // Whether the call must be recorded. When not, an op goes straight to its kernel and saves the node's cost. A tangent goes to
 // the node, which refuses it: the kernel would drop it.
@@ -50,11 +59,36 @@ class BelowAutograd {
                                             c10::autocast_dispatch_keyset};
 };
 
-// A torch::autograd::Function whose backward is Self::gradients(). Where its own gradients are wanted (create_graph=True)
-// those results of it that have none refuse to be differentiated, as they would count as constants otherwise: all of them,
-// or, if what it calls can be differentiated, those that were left without a graph.
+// None in the place of the `index`-th tensor that this op cannot do without.
+[[noreturn]] void refuse_none(const char* op, size_t index);
+
+// A torch::autograd::Function that takes no None for a tensor: torch asks all of them for their device. The arguments that are
+// no options come in the order of the op Self::kName.
+template <typename Self>
+class CheckedFunction : public torch::autograd::Function<Self> {
+ public:
+  template <typename... Arguments>
+  static auto apply(Arguments&&... arguments) {
+    size_t index = 0;
+    (check_defined(arguments, index), ...);
+    return torch::autograd::Function<Self>::apply(std::forward<Arguments>(arguments)...);
+  }
+
+ private:
+  template <typename Argument>
+  static void check_defined(const Argument& argument, size_t& index) {
+    if constexpr (std::is_same_v<Argument, at::Tensor>) {
+      if (!argument.defined()) refuse_none(Self::kName, index);
+      ++index;
+    }
+  }
+};
+
+// One whose backward is Self::gradients(). Where its own gradients are wanted (create_graph=True) those results of it that have
+// none refuse to be differentiated, as they would count as constants otherwise: all of them, or, if what it calls can be
+// differentiated, those that were left without a graph.
 template <typename Self, bool keeps_graphs>
-class DifferentiableFunction : public torch::autograd::Function<Self> {
+class DifferentiableFunction : public CheckedFunction<Self> {
  public:
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  const torch::autograd::variable_list& grads) {
@@ -66,10 +100,7 @@ class DifferentiableFunction : public torch::autograd::Function<Self> {
       const at::AutoGradMode mode(keeps_graphs);
       results = Self::gradients(ctx, grads);
     }
-    const auto any_wants = [](const torch::autograd::variable_list& list) {
-      return std::any_of(list.begin(), list.end(), [](const at::Tensor& x) { return wants_grad(x); });
-    };
-    if (any_wants(grads) || any_wants(saved))
+    if (wants_grad(at::TensorList(grads)) || wants_grad(at::TensorList(saved)))
       refuse(torch::autograd::collect_next_edges(grads, saved), results);
     return results;
   }

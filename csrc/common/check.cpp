@@ -24,15 +24,22 @@ std::string dtype_name(at::ScalarType dtype) {
 }
 
 std::string describe(const at::Tensor& tensor) {
+  if (!tensor.defined()) return "None";
   std::ostringstream text;
   text << dtype_name(tensor.scalar_type()) << tensor.sym_sizes() << " on " << tensor.device();
   return text.str();
+}
+
+void check_defined(const Argument& argument) {
+  TP_CHECK_TYPE(argument.tensor.defined(), argument.op, argument.name, "a tensor", "None",
+                "It cannot be left out");
 }
 
 void check_dtype(const Argument& argument, std::initializer_list<at::ScalarType> allowed) {
   for (const auto dtype : allowed) {
     if (argument.tensor.scalar_type() == dtype) return;
   }
+  check_defined(argument);
   std::string names;
   for (const auto dtype : allowed) names += (names.empty() ? "" : ", ") + dtype_name(dtype);
   TP_CHECK_TYPE(false, argument.op, argument.name, "one of the dtypes " + names,
@@ -40,6 +47,7 @@ void check_dtype(const Argument& argument, std::initializer_list<at::ScalarType>
 }
 
 void check_dim(const Argument& argument, int64_t dim) {
+  check_defined(argument);
   TP_CHECK_VALUE(argument.tensor.dim() == dim, argument.op, argument.name, dim << " dimensions",
                  describe(argument.tensor), "Reshape it first");
 }
@@ -51,12 +59,14 @@ void check_size(const Argument& argument, int64_t dim, const c10::SymInt& expect
 }
 
 void check_same_device(const Argument& argument, const Argument& other) {
+  check_defined(argument);
   TP_CHECK_VALUE(argument.tensor.device() == other.tensor.device(), argument.op, argument.name,
                  "a tensor on " << other.tensor.device() << ", like " << other.name,
                  describe(argument.tensor), "Move it with .to(\"" << other.tensor.device() << "\") first");
 }
 
 void check_same_dtype(const Argument& argument, const Argument& other) {
+  check_defined(argument);
   TP_CHECK_TYPE(argument.tensor.scalar_type() == other.tensor.scalar_type(), argument.op, argument.name,
                 dtype_name(other.tensor.scalar_type()) << ", like " << other.name,
                 dtype_name(argument.tensor.scalar_type()), "Convert one of them with .to() first");

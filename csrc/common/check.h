@@ -35,10 +35,12 @@ struct Argument {
   const at::Tensor& tensor;
 };
 
-// "float32[3, 4] on cpu", also for symbolic sizes.
+// "float32[3, 4] on cpu", also for symbolic sizes; "None".
 std::string describe(const at::Tensor& tensor);
 std::string dtype_name(at::ScalarType dtype);
 
+// Not Python's None. The checks below do so too, of their first argument.
+void check_defined(const Argument& argument);
 void check_dtype(const Argument& argument, std::initializer_list<at::ScalarType> allowed);
 void check_dim(const Argument& argument, int64_t dim);
 // `size` of dimension `dim` must equal `expected`, which is `meaning` in the error ("the rows of 'input'").

@@ -62,8 +62,9 @@ Tensor combine_backward(const Tensor& grad, const Tensor& slot, const Tensor& so
   return routing::gather_rows(group.all_gather(local, Phase::kCombineBackwardRows), source);
 }
 
-class CombineFunction : public torch::autograd::Function<CombineFunction> {
+class CombineFunction : public CheckedFunction<CombineFunction> {
  public:
+  static constexpr const char* kName = "combine";
   static constexpr bool is_traceable = true;
 
   static Tensor call(const Tensor& rows, const Tensor& slot, const Tensor& source, const SymInt& num_tokens,

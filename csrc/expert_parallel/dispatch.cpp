@@ -112,8 +112,9 @@ Pair dispatch_backward(const OptionalTensor& grad_recv, const OptionalTensor& gr
   return {grad_tokens, grad_weights};
 }
 
-class DispatchFunction : public torch::autograd::Function<DispatchFunction> {
+class DispatchFunction : public CheckedFunction<DispatchFunction> {
  public:
+  static constexpr const char* kName = "dispatch";
   static constexpr bool is_traceable = true;
 
   static Pair call(const Tensor& tokens, const OptionalTensor& topk_weights, const Tensor& slot,

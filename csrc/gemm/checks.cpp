@@ -1,10 +1,5 @@
 #include "gemm/checks.h"
 
-#include <ATen/core/grad_mode.h>
-
-#include <algorithm>
-#include <vector>
-
 #include "gemm/matrix_list.h"
 
 namespace transformer_plugin::gemm {
@@ -90,52 +85,12 @@ void check_launch_options(const char* op, const LaunchOptions& options) {
                  "Leave it out where it is not known");
 }
 
-void check_no_gradient(const Argument& argument, const char* advice) {
-  TP_CHECK_VALUE(!(at::GradMode::is_enabled() && argument.tensor.requires_grad()), argument.op, argument.name,
-                 "a tensor that wants no gradient", describe(argument.tensor) << " that requires one",
-                 advice);
-}
-
 namespace {
-
-struct Bytes {
-  uintptr_t begin, end;
-};
-
-Bytes bytes_of(const at::Tensor& tensor) {
-  int64_t elements = 1;
-  for (int64_t d = 0; d < tensor.dim(); ++d) elements += (tensor.size(d) - 1) * tensor.stride(d);
-  const auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-  return {begin, begin + static_cast<uintptr_t>(elements) * tensor.element_size()};
-}
-
-// Matrices that are different columns of one buffer.
-bool side_by_side(const at::Tensor& x, const at::Tensor& y) {
-  if (x.dim() != 2 || y.dim() != 2 || x.stride(1) != 1 || y.stride(1) != 1) return false;
-  const uintptr_t x_size = x.element_size(), y_size = y.element_size();
-  const uintptr_t stride = static_cast<uintptr_t>(x.stride(0)) * x_size;
-  if (stride == 0 || stride != static_cast<uintptr_t>(y.stride(0)) * y_size) return false;
-  const uintptr_t x_begin = bytes_of(x).begin, y_begin = bytes_of(y).begin;
-  const uintptr_t later =
-      y_begin >= x_begin ? (y_begin - x_begin) % stride : (stride - (x_begin - y_begin) % stride) % stride;
-  return later >= x.size(1) * x_size && later + y.size(1) * y_size <= stride;
-}
 
 bool has_whole_rows(const at::Tensor& matrix, int64_t row_dim) {
   const auto columns = matrix.sym_size(row_dim + 1);
   return (columns <= 1 || matrix.sym_stride(row_dim + 1) == 1) &&
          (matrix.sym_size(row_dim) <= 1 || matrix.sym_stride(row_dim) >= columns);
-}
-
-bool are_apart(const at::Tensor& x, const at::Tensor& y) {
-  if (x.numel() == 0 || y.numel() == 0) return true;
-  const Bytes x_bytes = bytes_of(x), y_bytes = bytes_of(y);
-  return x_bytes.end <= y_bytes.begin || y_bytes.end <= x_bytes.begin || side_by_side(x, y);
-}
-
-// "out[3]", made only for an error: a list may be long.
-std::string entry(const char* name, size_t index) {
-  return std::string(name) + "[" + std::to_string(index) + "]";
 }
 
 bool is_alike(const at::Tensor& x, const at::Tensor& y) {
@@ -163,18 +118,6 @@ void check_list(const char* op, const char* name, at::TensorList list) {
   }
 }
 
-void check_apart(const Argument& out, const Argument& other) {
-  TP_CHECK_VALUE(are_apart(out.tensor, other.tensor), out.op, out.name,
-                 "a buffer apart from '" << other.name << "', which is read while it is written",
-                 describe(out.tensor) << " in the same memory", "Pass a buffer of its own");
-}
-
-void check_apart(const Argument& out, std::initializer_list<Reading> others) {
-  for (const Reading& other : others) {
-    if (other.tensor) check_apart(out, {out.op, other.name, *other.tensor});
-  }
-}
-
 void check_result(const Argument& out, const Argument& operand, const c10::SymInt& rows,
                   const c10::SymInt& columns) {
   if (operand.tensor.scalar_type() == at::kDouble) {
@@ -186,6 +129,7 @@ void check_result(const Argument& out, const Argument& operand, const c10::SymIn
   check_size(out, 0, rows, "the rows of the product");
   check_size(out, 1, columns, "the columns of the product");
   check_same_device(out, operand);
+  check_written(out);
   TP_CHECK_VALUE(
       has_whole_rows(out.tensor, 0), out.op, out.name,
       "a buffer whose last dimension has stride 1 and whose rows do not overlap",
@@ -200,6 +144,7 @@ void check_accumulator(const Argument& out, const Argument& operand, c10::SymInt
   check_dim(out, 3);
   for (int64_t d = 0; d < 3; ++d) check_size(out, d, sizes[d], meanings[d]);
   check_same_device(out, operand);
+  check_written(out);
   const at::Tensor& tensor = out.tensor;
   const auto rows = tensor.sym_size(1), columns = tensor.sym_size(2);
   const auto group_stride = tensor.sym_stride(0), row_stride = tensor.sym_stride(1);
@@ -234,34 +179,7 @@ void check_accumulators(const char* op, const char* name, at::TensorList out, co
         describe(out[i]) << " with strides " << out[i].sym_strides(),
         "It is written in place and never copied: pass contiguous buffers, or all with one stride of rows");
   }
-}
-
-void check_apart(const char* op, const char* name, at::TensorList out, const Argument& other) {
-  for (size_t i = 0; i < out.size(); ++i) {
-    if (!are_apart(out[i], other.tensor)) check_apart({op, entry(name, i).c_str(), out[i]}, other);
-  }
-}
-
-void check_apart(const char* op, const char* name, at::TensorList out) {
-  if (out[0].numel() == 0) return;
-  struct Buffer {
-    Bytes bytes;
-    size_t index;
-  };
-  std::vector<Buffer> buffers;
-  for (size_t i = 0; i < out.size(); ++i) buffers.push_back({bytes_of(out[i]), i});
-  std::sort(buffers.begin(), buffers.end(),
-            [](const Buffer& x, const Buffer& y) { return x.bytes.begin < y.bytes.begin; });
-  // Only those that begin before another's end may share memory with it.
-  for (auto own = buffers.begin(); own != buffers.end(); ++own) {
-    for (auto next = own + 1; next != buffers.end() && next->bytes.begin < own->bytes.end; ++next) {
-      const size_t first = std::min(own->index, next->index), second = std::max(own->index, next->index);
-      TP_CHECK_VALUE(are_apart(out[first], out[second]), op, entry(name, second),
-                     "a buffer apart from '" << entry(name, first) << "', which is written at the same time",
-                     describe(out[second]) << " in the same memory",
-                     "Pass a buffer of its own for each group");
-    }
-  }
+  check_written(op, name, out);
 }
 
 }  // namespace transformer_plugin::gemm

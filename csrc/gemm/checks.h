@@ -4,6 +4,7 @@
 #include <initializer_list>
 #include <optional>
 
+#include "common/buffers.h"
 #include "common/check.h"
 #include "gemm/launch_options.h"
 
@@ -32,8 +33,6 @@ void check_bias_scale(const Argument& bias_scale, bool has_bias, const Argument&
 // alpha or beta: float32, one for each of the `groups` (1 of a dense product). They have no gradient.
 void check_factor(const Argument& factor, const Argument& operand, const c10::SymInt& groups);
 inline constexpr const char* kConstantFactor = "It is a constant: detach it, or multiply the result";
-// Where gradients are recorded: for an argument that has none, or an op that writes into a buffer.
-void check_no_gradient(const Argument& argument, const char* advice);
 // beta beside the flag that stands for 1.
 void check_beta(const Argument& beta, const Argument& operand, const at::Tensor& group_sizes,
                 bool accumulate);
@@ -49,20 +48,5 @@ void check_list(const char* op, const char* name, at::TensorList list);
 // as far apart.
 void check_accumulators(const char* op, const char* name, at::TensorList out, const Argument& operand,
                         c10::SymIntArrayRef sizes);
-// A buffer that is written while `other` is read. Of memory, so not of a tensor without any.
-void check_apart(const Argument& out, const Argument& other);
-// The same of all that is read, or not given.
-struct Reading {
-  const char* name;
-  const at::Tensor* tensor;
-
-  Reading(const char* name, const at::Tensor& tensor) : name(name), tensor(&tensor) {}
-  Reading(const char* name, const std::optional<at::Tensor>& tensor)
-      : name(name), tensor(tensor ? &*tensor : nullptr) {}
-};
-void check_apart(const Argument& out, std::initializer_list<Reading> others);
-// The same of each buffer of a list, and of any two of them.
-void check_apart(const char* op, const char* name, at::TensorList out, const Argument& other);
-void check_apart(const char* op, const char* name, at::TensorList out);
 
 }  // namespace transformer_plugin::gemm

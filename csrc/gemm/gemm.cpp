@@ -59,7 +59,7 @@ void gemm_out_meta(const Tensor& a, const Tensor& b, const Tensor& out, const Op
 void gemm_out(const Tensor& a, const Tensor& b, const Tensor& out, const OptionalTensor& bias,
               bool transpose_b, const OptionalTensor& alpha, const OptionalTensor& beta) {
   gemm_out_meta(a, b, out, bias, transpose_b, alpha, beta);
-  check_apart({kOutOp, "out", out}, {{"a", a}, {"b", b}, {"bias", bias}, {"alpha", alpha}, {"beta", beta}});
+  check_apart(kOutOp, {{"out", out}}, {{"a", a}, {"b", b}, {"bias", bias}, {"alpha", alpha}, {"beta", beta}});
   const BelowAutograd guard;
   dense_product_out(a, transpose_b ? transposed_view(b) : b, bias, alpha, beta, out);
 }

@@ -127,15 +127,16 @@ void gemm_quantized_out(const Tensor& a, const Tensor& a_scale, const Tensor& b,
   const Given given =
       checked(kOutOp, a, a_scale, b, b_scale, a_key, b_key, bias, transpose_b, a_amax, b_amax, alpha);
   check_out(given, out, beta);
-  check_apart({kOutOp, "out", out}, {{"a", a},
-                                     {"b", b},
-                                     {"bias", bias},
-                                     {"a_scale", a_scale},
-                                     {"b_scale", b_scale},
-                                     {"a_amax", a_amax},
-                                     {"b_amax", b_amax},
-                                     {"alpha", alpha},
-                                     {"beta", beta}});
+  check_apart(kOutOp, {{"out", out}},
+              {{"a", a},
+               {"b", b},
+               {"bias", bias},
+               {"a_scale", a_scale},
+               {"b_scale", b_scale},
+               {"a_amax", a_amax},
+               {"b_amax", b_amax},
+               {"alpha", alpha},
+               {"beta", beta}});
   const BelowAutograd guard;
   if (multiplies_codes(given) && multiply_codes(given, beta, out)) return;
   with_values(given, [&](const Tensor& left, const Tensor& right, const OptionalTensor& factor) {

@@ -107,14 +107,15 @@ void grouped_gemm_out(const Tensor& a, const Tensor& b, const Tensor& group_size
   const LaunchOptions options{max_sms, expected_rows};
   const Given given{kOutOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options};
   check_out(given, out, beta);
-  check_apart({kOutOp, "out", out}, {{"a", a},
-                                     {"b", b},
-                                     {"bias", bias},
-                                     {"bias_scale", bias_scale},
-                                     {"group_sizes", group_sizes},
-                                     {"rows", rows},
-                                     {"alpha", alpha},
-                                     {"beta", beta}});
+  check_apart(kOutOp, {{"out", out}},
+              {{"a", a},
+               {"b", b},
+               {"bias", bias},
+               {"bias_scale", bias_scale},
+               {"group_sizes", group_sizes},
+               {"rows", rows},
+               {"alpha", alpha},
+               {"beta", beta}});
   const BelowAutograd guard;
   const Tensor offsets = given.offsets();
   row_product_out({a, b, offsets, bias, bias_scale, transpose_b, alpha, beta, rows, given.options}, out);

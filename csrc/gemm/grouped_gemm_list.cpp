@@ -100,10 +100,9 @@ class GroupedGemmListFunction : public DifferentiableTwice<GroupedGemmListFuncti
                         const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
                         OptionalDtype dtype, const OptionalTensor& alpha, const OptionalTensor& rows,
                         int64_t max_sms, int64_t expected_rows) {
-    const bool wants_b = std::any_of(b.begin(), b.end(), [](const Tensor& m) { return m.requires_grad(); });
     variable_list saved{
-        wants_b ? a : Tensor(),   group_sizes,         wants_grad(bias_scale) ? *bias : Tensor(),
-        or_undefined(bias_scale), or_undefined(alpha), or_undefined(rows)};
+        wants_grad(b) ? a : Tensor(), group_sizes,         wants_grad(bias_scale) ? *bias : Tensor(),
+        or_undefined(bias_scale),     or_undefined(alpha), or_undefined(rows)};
     if (a.requires_grad()) saved.insert(saved.end(), b.begin(), b.end());
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["groups"] = static_cast<int64_t>(b.size());
@@ -171,8 +170,7 @@ Tensor grouped_gemm_list_autograd(const Tensor& a, at::TensorList b, const Tenso
                                   bool transpose_b, OptionalDtype dtype, const OptionalTensor& alpha,
                                   const OptionalTensor& rows, int64_t max_sms, int64_t expected_rows) {
   if (alpha) check_no_gradient({kOp, "alpha", *alpha}, kConstantFactor);
-  const bool wants_b = std::any_of(b.begin(), b.end(), [](const Tensor& m) { return m.requires_grad(); });
-  if (any_wants_grad(a, bias, bias_scale) || (wants_b && at::GradMode::is_enabled())) {
+  if (any_wants_grad(a, b, bias, bias_scale)) {
     return GroupedGemmListFunction::apply(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha,
                                           rows, max_sms, expected_rows);
   }

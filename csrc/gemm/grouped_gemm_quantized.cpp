@@ -163,17 +163,18 @@ void grouped_quantized_out(const Tensor& a, const Tensor& a_scale, const Tensor&
   const Given given = checked(kOutOp, a, a_scale, b, b_scale, group_sizes, a_key, b_key, bias, bias_scale,
                               transpose_b, a_amax, b_amax, alpha, {max_sms, expected_rows});
   check_out(given, out, beta);
-  check_apart({kOutOp, "out", out}, {{"a", a},
-                                     {"b", b},
-                                     {"bias", bias},
-                                     {"bias_scale", bias_scale},
-                                     {"group_sizes", group_sizes},
-                                     {"a_scale", a_scale},
-                                     {"b_scale", b_scale},
-                                     {"a_amax", a_amax},
-                                     {"b_amax", b_amax},
-                                     {"alpha", alpha},
-                                     {"beta", beta}});
+  check_apart(kOutOp, {{"out", out}},
+              {{"a", a},
+               {"b", b},
+               {"bias", bias},
+               {"bias_scale", bias_scale},
+               {"group_sizes", group_sizes},
+               {"a_scale", a_scale},
+               {"b_scale", b_scale},
+               {"a_amax", a_amax},
+               {"b_amax", b_amax},
+               {"alpha", alpha},
+               {"beta", beta}});
   const BelowAutograd guard;
   const Tensor offsets = offsets_of(given);
   const auto scales = code_scales(given);

@@ -89,12 +89,13 @@ void wgrad_out(const Tensor& grad, const Tensor& input, const Tensor& group_size
                const OptionalTensor& input_rows, int64_t max_sms, int64_t expected_rows) {
   const Given given{kOutOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}};
   check_wgrad_out(given, out, accumulate, beta);
-  check_apart({kOutOp, "out", out}, {{"grad", grad},
-                                     {"input", input},
-                                     {"group_sizes", group_sizes},
-                                     {"input_rows", input_rows},
-                                     {"alpha", alpha},
-                                     {"beta", beta}});
+  check_apart(kOutOp, {{"out", out}},
+              {{"grad", grad},
+               {"input", input},
+               {"group_sizes", group_sizes},
+               {"input_rows", input_rows},
+               {"alpha", alpha},
+               {"beta", beta}});
   const BelowAutograd guard;
   const Tensor offsets = given.offsets();
   reduction_product_out({grad, input, offsets, alpha, beta, input_rows, given.options}, out, accumulate);
@@ -124,13 +125,13 @@ void wgrad_list_out(const Tensor& grad, const Tensor& input, const Tensor& group
                     const OptionalTensor& input_rows, int64_t max_sms, int64_t expected_rows) {
   const Given given{kListOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}};
   check_wgrad_list_out(given, out, accumulate, beta);
-  check_apart(kListOp, "out", out, given.grad_argument());
-  check_apart(kListOp, "out", out, given.input_argument());
-  check_apart(kListOp, "out", out, {kListOp, "group_sizes", group_sizes});
-  if (input_rows) check_apart(kListOp, "out", out, {kListOp, "input_rows", *input_rows});
-  if (alpha) check_apart(kListOp, "out", out, {kListOp, "alpha", *alpha});
-  if (beta) check_apart(kListOp, "out", out, {kListOp, "beta", *beta});
-  check_apart(kListOp, "out", out);
+  check_apart(kListOp, "out", out,
+              {{"grad", grad},
+               {"input", input},
+               {"group_sizes", group_sizes},
+               {"input_rows", input_rows},
+               {"alpha", alpha},
+               {"beta", beta}});
   const BelowAutograd guard;
   const Tensor offsets = given.offsets();
   const ReductionProduct product{grad, input, offsets, alpha, beta, input_rows, given.options};

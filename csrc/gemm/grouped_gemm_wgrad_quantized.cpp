@@ -157,15 +157,16 @@ void wgrad_out(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& i
                      grad_t_amax, input_t_amax, alpha, {max_sms, expected_rows});
   check_accumulator({kOutOp, "out", out}, operands.grad_argument(), operands.sizes());
   if (beta) check_beta({kOutOp, "beta", *beta}, operands.grad_argument(), group_sizes, accumulate);
-  check_apart({kOutOp, "out", out}, {{"grad_t", grad_t},
-                                     {"input_t", input_t},
-                                     {"group_sizes", group_sizes},
-                                     {"grad_t_scale", grad_t_scale},
-                                     {"input_t_scale", input_t_scale},
-                                     {"grad_t_amax", grad_t_amax},
-                                     {"input_t_amax", input_t_amax},
-                                     {"alpha", alpha},
-                                     {"beta", beta}});
+  check_apart(kOutOp, {{"out", out}},
+              {{"grad_t", grad_t},
+               {"input_t", input_t},
+               {"group_sizes", group_sizes},
+               {"grad_t_scale", grad_t_scale},
+               {"input_t_scale", input_t_scale},
+               {"grad_t_amax", grad_t_amax},
+               {"input_t_amax", input_t_amax},
+               {"alpha", alpha},
+               {"beta", beta}});
   const BelowAutograd guard;
   const Tensor offsets = operands.offsets();
   const auto scales = code_scales(operands);

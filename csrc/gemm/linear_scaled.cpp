@@ -67,7 +67,10 @@ void check_layer(const Layer& layer) {
     check_size(argument, 0, count, "those of input, weight and gradient, one for each group");
   };
   check_state("scale", layer.scale);
-  if (layer.amax) check_state("amax", *layer.amax);
+  if (layer.amax) {
+    check_state("amax", *layer.amax);
+    check_written({layer.op, "amax", *layer.amax});
+  }
   quantize::given_scale_format(layer.op, "input_format", layer.keys.input);
   quantize::given_scale_format(layer.op, "weight_format", layer.keys.weight);
   quantize::given_scale_format(layer.op, "grad_format", layer.keys.grad);

@@ -56,8 +56,7 @@ void quantize_weight_out_meta(const Tensor& weight, std::string_view input_forma
 void quantize_weight_out(const Tensor& weight, std::string_view input_format, std::string_view weight_format,
                          std::string_view grad_format, at::TensorList out) {
   const RoleFormats formats = check_out(weight, input_format, weight_format, grad_format, out);
-  check_apart(kOutOp, "out", out, {kOutOp, "weight", weight});
-  check_apart(kOutOp, "out", out);
+  check_apart(kOutOp, "out", out, {{"weight", weight}});
   const BelowAutograd guard;
   round_weight_out(weight, formats, as_rounded_weight(out, formats, true));
   for (const Tensor& buffer : out) {

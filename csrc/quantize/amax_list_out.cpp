@@ -4,6 +4,7 @@
 #include <ATen/core/List.h>
 #include <torch/library.h>
 
+#include "common/buffers.h"
 #include "common/tensor.h"
 #include "quantize/operand.h"
 
@@ -28,6 +29,7 @@ void check_buffer(const char* name, const Tensor& buffer, const Call& call) {
   check_dim(argument, 1);
   check_size(argument, 0, static_cast<int64_t>(call.inputs.size()), "one for each of 'inputs'");
   check_contiguous(argument);
+  check_written(argument);
 }
 
 void check_arguments(const Call& call) {
@@ -61,6 +63,7 @@ void meta(const Call& call) { check_arguments(call); }
 
 void run(const Call& call) {
   check_arguments(call);
+  check_apart(kOp, {{"amax", call.amax}, {"amax_t", call.amax_t}}, {{"noop", call.noop}});
   const size_t count = call.inputs.size();
   std::vector<Tensor> held;  // contiguous; until the launch
   held.reserve(count);

@@ -1,6 +1,7 @@
 // quantize_out and its kin: the ops of quantize.cpp into buffers that are given.
 #include <torch/library.h>
 
+#include "common/buffers.h"
 #include "common/tensor.h"
 #include "quantize/quantize_call.h"
 
@@ -27,6 +28,7 @@ void check_buffer(const Argument& buffer, const Argument& input, at::ScalarType 
   TP_CHECK_VALUE(fits, buffer.op, buffer.name, "a contiguous tensor of sizes " << c10::SymIntArrayRef(sizes),
                  describe(tensor) << " with strides " << tensor.sym_strides(),
                  "Make it as the op without _out returns it");
+  check_written(buffer);
 }
 
 Format check_all(const Call& call, const Outputs& buffers, const OptionalTensor& noop) {
@@ -50,12 +52,29 @@ Format check_all(const Call& call, const Outputs& buffers, const OptionalTensor&
   return format;
 }
 
+void check_apart_from_read(const Call& call, const Outputs& buffers, const OptionalTensor& noop) {
+  const bool only = !call.op.rowwise;
+  const Tensor none;
+  check_apart(call.op.name,
+              {{"data", buffers.data},
+               {"scale_inv", buffers.scale},
+               {only ? "data" : "data_t", buffers.data_t},
+               {only ? "scale_inv" : "scale_t", buffers.scale_t}},
+              {{"input", call.input},
+               {"group_sizes", call.group_sizes ? *call.group_sizes : none},
+               {"amax", call.amax},
+               {"amax_t", call.amax_t},
+               {"seed", call.seed},
+               {"noop", noop}});
+}
+
 void meta(const Call& call, const Outputs& buffers, const OptionalTensor& noop) {
   check_all(call, buffers, noop);
 }
 
 void run(const Call& call, const Outputs& buffers, const OptionalTensor& noop) {
   const Format format = check_all(call, buffers, noop);
+  check_apart_from_read(call, buffers, noop);
   if (call.op.transposed && !noop) zero_aligned_lines(call.input, call.operand(), format, buffers);
   quantize_into(call, format, buffers, noop ? noop->const_data_ptr<float>() : nullptr);
 }

@@ -2,6 +2,7 @@
 // went in, from the same pass.
 #include <torch/library.h>
 
+#include "common/buffers.h"
 #include "common/tensor.h"
 #include "quantize/operand.h"
 #include "quantize/quantize.h"
@@ -43,7 +44,11 @@ Format check_arguments(const Call& call) {
                  "Pass where the scales of this input begin");  // what is added to it below stays in range
   const c10::SymInt count = call.operand().scale_sizes(format, false)[0];
   check_scale_run({call.op, "scale", call.scale}, input, call.first, count);
-  if (call.amax) check_scale_run({call.op, "amax", *call.amax}, input, call.first, count);
+  if (call.amax) {
+    const Argument amax{call.op, "amax", *call.amax};
+    check_scale_run(amax, input, call.first, count);
+    check_written(amax);
+  }
   return format;
 }
 

@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "common/buffers.h"
 #include "common/tensor.h"
 #include "quantize/scaled.h"
 
@@ -54,8 +55,15 @@ void check_arguments(const Call& call) {
                  "'max' or 'most_recent'", "'" << call.algorithm << "'", "Choose one of them");
 }
 
-Tensor meta(const Call& call, bool) {
+void check_state_written(const Call& call) {
   check_arguments(call);
+  check_written({call.op, "history", call.history});
+  check_written({call.op, "scale", call.scale});
+  check_written({call.op, "amax", call.amax});
+}
+
+Tensor meta(const Call& call, bool write) {
+  write ? check_state_written(call) : check_arguments(call);
   return empty(call.scale, call.scale.sym_sizes(), at::kFloat);
 }
 
@@ -63,8 +71,13 @@ Tensor meta(const Call& call, bool) {
 bool recomputes() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 Tensor run(const Call& call, bool write) {
-  check_arguments(call);
-  if (write && recomputes()) return call.scale.clone();
+  if (write) {
+    check_state_written(call);
+    check_apart(call.op, {{"history", call.history}, {"scale", call.scale}, {"amax", call.amax}}, {});
+    if (recomputes()) return call.scale.clone();
+  } else {
+    check_arguments(call);
+  }
   const Tensor next = empty(call.scale, call.scale.sym_sizes(), at::kFloat);
   const int64_t tensors = call.scale.numel();
   if (tensors == 0) return next;

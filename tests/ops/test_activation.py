@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.opcheck import opcheck
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case, swiglu_cases
 from transformer_plugin.testing.numerics import assert_close_in_ulp, assert_same_bits
@@ -83,11 +84,11 @@ def test_extreme_values(device: torch.device) -> None:
 @by_name
 def test_opcheck(case: Case, device: torch.device) -> None:
     input, probs = case.arguments(device)
-    torch.library.opcheck(torch.ops.transformer_plugin.swiglu.default, (input, probs))
+    opcheck(torch.ops.transformer_plugin.swiglu.default, (input, probs))
     input.requires_grad_()
-    torch.library.opcheck(torch.ops.transformer_plugin.swiglu.default, (input, probs))
+    opcheck(torch.ops.transformer_plugin.swiglu.default, (input, probs))
     grad = torch.randn_like(ops.swiglu(input.detach(), probs))
-    torch.library.opcheck(torch.ops.transformer_plugin.swiglu_backward.default, (grad, input.detach(), probs))
+    opcheck(torch.ops.transformer_plugin.swiglu_backward.default, (grad, input.detach(), probs))
 
 
 def test_inputs_of_any_strides(device: torch.device) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.opcheck import opcheck
 from tests.ops import quantize_oracle as oracle
 from tests.ops.quantize_oracle import assert_all_same
 from transformer_plugin import ops, reference
@@ -135,15 +136,15 @@ def test_opcheck(case: Case, device: torch.device) -> None:
     input, format = case.arguments(device)
     special = case.name.startswith("special")
     checks = {"test_utils": NOT_SCHEMA} if special else {}
-    torch.library.opcheck(OPS.amax.default, (input, format), **checks)
-    torch.library.opcheck(OPS.amax_transposed.default, (input, format), **checks)
-    torch.library.opcheck(OPS.amax_both.default, (input.clone().requires_grad_(), format), **checks)
+    opcheck(OPS.amax.default, (input, format), **checks)
+    opcheck(OPS.amax_transposed.default, (input, format), **checks)
+    opcheck(OPS.amax_both.default, (input.clone().requires_grad_(), format), **checks)
     if special:
         return
     amax = ops.amax(input, format)
-    torch.library.opcheck(OPS.quantize.default, (input, format, amax))
-    torch.library.opcheck(OPS.quantize_transposed.default, (input, format, amax), test_utils=NOT_SCHEMA)
-    torch.library.opcheck(OPS.quantize_both.default, (input, format, amax.requires_grad_()))
+    opcheck(OPS.quantize.default, (input, format, amax))
+    opcheck(OPS.quantize_transposed.default, (input, format, amax), test_utils=NOT_SCHEMA)
+    opcheck(OPS.quantize_both.default, (input, format, amax.requires_grad_()))
 
 
 @by_grouped_case
@@ -152,9 +153,9 @@ def test_grouped_opcheck(case: Case, device: torch.device) -> None:
     input = input.nan_to_num()
     amax = ops.amax(input, format, sizes)
     for op in (OPS.amax, OPS.amax_transposed, OPS.amax_both):
-        torch.library.opcheck(op.default, (input, format, sizes))
+        opcheck(op.default, (input, format, sizes))
     for op in (OPS.grouped_quantize, OPS.grouped_quantize_transposed, OPS.grouped_quantize_both):
-        torch.library.opcheck(op.default, (input, sizes, format, amax), test_utils=NOT_SCHEMA)
+        opcheck(op.default, (input, sizes, format, amax), test_utils=NOT_SCHEMA)
 
 
 def test_compiles_whole(device: torch.device) -> None:

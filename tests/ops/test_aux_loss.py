@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tests.opcheck import opcheck
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.numerics import assert_close_in_ulp, assert_same_bits
@@ -115,20 +116,20 @@ def test_balance_costs_the_coefficient(device: torch.device) -> None:
 @functions
 def test_opcheck_scores(case: Case, function: str, device: torch.device) -> None:
     logits = case.arguments(device)[0]
-    torch.library.opcheck(tp.router_scores.default, (logits, function))
+    opcheck(tp.router_scores.default, (logits, function))
     if not case.name.startswith("masked"):
-        torch.library.opcheck(tp.router_scores.default, (logits.clone().requires_grad_(), function))
+        opcheck(tp.router_scores.default, (logits.clone().requires_grad_(), function))
     grad = torch.randn(logits.shape, device=device)
-    torch.library.opcheck(tp.router_scores_backward.default, (grad, logits, function))
+    opcheck(tp.router_scores_backward.default, (grad, logits, function))
 
 
 @by_loss
 def test_opcheck_loss(case: Case, device: torch.device) -> None:
     scores, *rest = case.arguments(device)
-    torch.library.opcheck(tp.aux_loss.default, (scores, *rest))
-    torch.library.opcheck(tp.aux_loss.default, (scores.clone().requires_grad_(), *rest))
+    opcheck(tp.aux_loss.default, (scores, *rest))
+    opcheck(tp.aux_loss.default, (scores.clone().requires_grad_(), *rest))
     backward = (torch.tensor(0.5, device=device), *rest[:2], scores.shape[0], *rest[2:])
-    torch.library.opcheck(tp.aux_loss_backward.default, backward)
+    opcheck(tp.aux_loss_backward.default, backward)
 
 
 def route(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

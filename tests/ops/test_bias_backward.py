@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.compile.model import of_any_rows
+from tests.opcheck import opcheck
 from tests.ops import quantize_oracle as oracle
 from tests.ops.quantize_oracle import SPECS, assert_all_same
 from transformer_plugin import ops, reference
@@ -191,8 +192,8 @@ def test_opcheck(case: Case, device: torch.device) -> None:
     more = given(grad, sizes, format)
     arguments = (grad.nan_to_num().requires_grad_(), sizes, format)
     for name, own in (("", rows_of(more)), ("_transposed", columns_of(more)), ("_both", more)):
-        torch.library.opcheck(getattr(OPS, f"bias_backward_quantize{name}").default, arguments, own)
-    torch.library.opcheck(OPS.bias_backward.default, arguments[:1])
+        opcheck(getattr(OPS, f"bias_backward_quantize{name}").default, arguments, own)
+    opcheck(OPS.bias_backward.default, arguments[:1])
 
 
 class Recorder(TorchDispatchMode):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.opcheck import opcheck
 from tests.ops.quantize_oracle import assert_all_same
 from transformer_plugin import ops
 from transformer_plugin.testing.cases import Case
@@ -30,17 +31,17 @@ NOT_DISPATCH = ("test_schema", "test_autograd_registration", "test_faketensor")
 @pytest.mark.parametrize("case", CASES + list(grouped_quantize_scaled_cases()), ids=lambda case: case.name)
 def test_opcheck(case: Case, device: torch.device) -> None:
     arguments = case.arguments(device)
-    torch.library.opcheck(OPS.quantize_scaled.default, arguments, test_utils=NOT_DISPATCH)
-    torch.library.opcheck(OPS.quantize_scaled_both.default, arguments)
+    opcheck(OPS.quantize_scaled.default, arguments, test_utils=NOT_DISPATCH)
+    opcheck(OPS.quantize_scaled_both.default, arguments)
     stateless = (arguments[0].requires_grad_(), *arguments[1:3], None, *arguments[4:])
-    torch.library.opcheck(OPS.quantize_scaled.default, stateless)
+    opcheck(OPS.quantize_scaled.default, stateless)
 
 
 @pytest.mark.parametrize("case", list(delayed_scale_cases())[::2], ids=lambda case: case.name)
 def test_update_opcheck(case: Case, device: torch.device) -> None:
     arguments = case.arguments(device)
-    torch.library.opcheck(OPS.delayed_scale.default, arguments)
-    torch.library.opcheck(OPS.update_delayed_scale_.default, arguments)
+    opcheck(OPS.delayed_scale.default, arguments)
+    opcheck(OPS.update_delayed_scale_.default, arguments)
 
 
 def train(input: Tensor, sizes: Tensor, state: list[Tensor]) -> tuple[Tensor, ...]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.opcheck import opcheck
 from tests.ops import quantize_oracle as oracle
 from tests.ops.quantize_oracle import SPECS, assert_all_same
 from transformer_plugin import ops, reference
@@ -177,13 +178,13 @@ def test_opcheck(case: Case, device: torch.device) -> None:
     input, probs = input.nan_to_num(), None if probs is None else probs.nan_to_num()
     more = given(ops.swiglu(input, probs), format, sizes)
     arguments = (input.requires_grad_(), probs, sizes, format)
-    torch.library.opcheck(OPS.swiglu_quantize.default, arguments, rows_of(more))
-    torch.library.opcheck(OPS.swiglu_quantize_transposed.default, arguments, columns_of(more))
-    torch.library.opcheck(OPS.swiglu_quantize_both.default, arguments, more)
+    opcheck(OPS.swiglu_quantize.default, arguments, rows_of(more))
+    opcheck(OPS.swiglu_quantize_transposed.default, arguments, columns_of(more))
+    opcheck(OPS.swiglu_quantize_both.default, arguments, more)
     if input.shape[1] % 256 == 0:
         grad = grad_like(input.detach())
         more = given(ops.swiglu_backward(grad, input.detach(), probs)[0], format, sizes)
-        torch.library.opcheck(OPS.swiglu_backward_quantize_both.default, (grad, *arguments), more)
+        opcheck(OPS.swiglu_backward_quantize_both.default, (grad, *arguments), more)
 
 
 GIVEN_FORMATS = ["fp8_tensor", "nvfp4:rht,sr"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.opcheck import opcheck
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.gemm_cases import gemm_cases, normals
@@ -91,9 +92,9 @@ def test_strided_operands(device: torch.device) -> None:
 @pytest.mark.parametrize("case", EXACT[::5], ids=lambda case: case.name)
 def test_opcheck(case: Case, device: torch.device) -> None:
     arguments = case.arguments(device)
-    torch.library.opcheck(gemm_op, arguments)
+    opcheck(gemm_op, arguments)
     leaves = [a.requires_grad_() if isinstance(a, Tensor) else a for a in arguments]
-    torch.library.opcheck(gemm_op, tuple(leaves))
+    opcheck(gemm_op, tuple(leaves))
 
 
 F32 = torch.zeros(2, 4)

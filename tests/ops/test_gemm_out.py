@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.opcheck import opcheck
 from tests.ops.gemm_oracle import row_buffers, whole
 from tests.ops.test_gemm import EXACT, exact_cases, product_fp64
 from transformer_plugin import ops, reference
@@ -125,13 +126,13 @@ def test_opcheck(device: torch.device) -> None:
         a, b, bias, transpose_b, dtype = case.arguments(device)
         alpha, beta = on(device, HALF, QUARTERS)
         out = torch.zeros(a.shape[0], b.shape[0 if transpose_b else 1], dtype=dtype or a.dtype, device=device)
-        torch.library.opcheck(_ops.gemm_out.default, (a, b, out, bias, transpose_b, alpha, beta))
+        opcheck(_ops.gemm_out.default, (a, b, out, bias, transpose_b, alpha, beta))
         leaves = [a.requires_grad_(), b.requires_grad_()]
-        torch.library.opcheck(_ops.gemm.default, (*leaves, bias, transpose_b, dtype, alpha))
+        opcheck(_ops.gemm.default, (*leaves, bias, transpose_b, dtype, alpha))
     q = ops.quantize(torch.randn(4, 130, device=device), "fp8_block")
     out = torch.zeros(4, 9, device=device)[:, :4]
     more = {"alpha": alpha, "beta": beta}
-    torch.library.opcheck(_ops.gemm_quantized_out.default, (*q, *q, "fp8_block", "fp8_block", out), more)
+    opcheck(_ops.gemm_quantized_out.default, (*q, *q, "fp8_block", "fp8_block", out), more)
 
 
 def test_compiled(device: torch.device) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.opcheck import opcheck
 from tests.ops.gemm_oracle import poison, rows_fp64, wgrad_fp64, whole
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
@@ -252,20 +253,20 @@ def one_of_each_kind(cases: list[Case]) -> list[Case]:
 @each(one_of_each_kind(EXACT))
 def test_opcheck(case: Case, device: torch.device) -> None:
     arguments = case.arguments(device)
-    torch.library.opcheck(_ops.grouped_gemm.default, arguments)
+    opcheck(_ops.grouped_gemm.default, arguments)
     for i in (0, 1, 3, 4):
         if arguments[i] is not None:
             arguments[i].requires_grad_()
-    torch.library.opcheck(_ops.grouped_gemm.default, arguments)
+    opcheck(_ops.grouped_gemm.default, arguments)
 
 
 @each(one_of_each_kind(WGRAD_EXACT))
 def test_wgrad_opcheck(case: Case, device: torch.device) -> None:
     grad, input, sizes = case.arguments(device)
-    torch.library.opcheck(_ops.grouped_gemm_wgrad.default, (grad, input, sizes))
+    opcheck(_ops.grouped_gemm_wgrad.default, (grad, input, sizes))
     out = torch.zeros(sizes.numel(), grad.shape[1], input.shape[1], device=device)
-    torch.library.opcheck(_ops.grouped_gemm_wgrad_out.default, (grad, input, sizes, out))
+    opcheck(_ops.grouped_gemm_wgrad_out.default, (grad, input, sizes, out))
     bias = torch.ones(sizes.numel(), grad.shape[1], dtype=grad.dtype, device=device)
     scale = torch.ones(grad.shape[0], device=device)
     for extra in ((None, None), (None, scale), (bias, scale)):
-        torch.library.opcheck(_ops.grouped_bias_backward.default, (grad, sizes, *extra))
+        opcheck(_ops.grouped_bias_backward.default, (grad, sizes, *extra))

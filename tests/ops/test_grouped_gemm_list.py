@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.opcheck import opcheck
 from tests.ops.gemm_oracle import poison, rows_fp64, wgrad_fp64, whole
 from tests.ops.on_gpu import captured, most_memory
 from tests.ops.test_grouped_gemm import each, one_of_each_kind
@@ -268,11 +269,11 @@ def test_wgrad_of_rows_by_an_index(device: torch.device) -> None:
 @each(one_of_each_kind(EXACT)[::3])
 def test_opcheck(case: Case, device: torch.device) -> None:
     arguments = case.arguments(device)
-    torch.library.opcheck(_ops.grouped_gemm_list.default, arguments)
+    opcheck(_ops.grouped_gemm_list.default, arguments)
     for tensor in (arguments[0], *arguments[1], *arguments[3:5]):
         if tensor is not None:
             tensor.requires_grad_()
-    torch.library.opcheck(_ops.grouped_gemm_list.default, arguments)
+    opcheck(_ops.grouped_gemm_list.default, arguments)
 
 
 @each(one_of_each_kind(WGRAD_EXACT)[::3])
@@ -281,8 +282,8 @@ def test_wgrad_opcheck(case: Case, device: torch.device) -> None:
     out = apart(torch.zeros(sizes.numel(), grad.shape[1], input.shape[1], device=device))
     ones = torch.ones(sizes.numel(), device=device)
     op = _ops.grouped_gemm_wgrad_list_out.default
-    torch.library.opcheck(op, (grad, input, sizes, out))
-    torch.library.opcheck(op, (grad, input, sizes, out, False, ones, ones))
+    opcheck(op, (grad, input, sizes, out))
+    opcheck(op, (grad, input, sizes, out, False, ones, ones))
 
 
 def test_compiled(device: torch.device) -> None:

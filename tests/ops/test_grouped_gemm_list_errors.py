@@ -176,14 +176,14 @@ WITH = "written at the same time"
             (GRAD, INPUT, S, [OUT[0], OUT[0]]),
             {},
             ValueError,
-            "'out[1]': " + APART.format("out[0]", WITH) + " for each group.",
+            "'out[1]': " + APART.format("out[0]", WITH) + ".",
         ),
         (
             "grouped_gemm_wgrad_list_out",
             (GRAD, INPUT, S, [SHARED[9:39].view(5, 6), SHARED[:30].view(5, 6)]),
             {},
             ValueError,
-            "'out[1]': " + APART.format("out[0]", WITH) + " for each group.",
+            "'out[1]': " + APART.format("out[0]", WITH) + ".",
         ),
         (
             "grouped_gemm_wgrad_list_out",

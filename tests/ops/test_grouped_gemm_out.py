@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.opcheck import opcheck
 from tests.ops.gemm_oracle import (
     poison,
     row_buffers,
@@ -248,28 +249,24 @@ def test_opcheck(device: torch.device) -> None:
         out = torch.zeros(a.shape[0], b.shape[1 if transpose_b else 2], dtype=a.dtype, device=device)
         arguments = (a, b, sizes, out, bias, scale, transpose_b, alpha)
         for more in ((), (beta,)):
-            torch.library.opcheck(_ops.grouped_gemm_out.default, (*arguments, *more))
+            opcheck(_ops.grouped_gemm_out.default, (*arguments, *more))
         leaves = (a.requires_grad_(), b.requires_grad_(), sizes, bias, scale, transpose_b, None, alpha)
-        torch.library.opcheck(_ops.grouped_gemm.default, leaves)
+        opcheck(_ops.grouped_gemm.default, leaves)
     for case in WGRAD_EXACT[::11]:
         grad, input, sizes = case.arguments(device)
         alpha, beta = (f.to(device) for f in drawn(sizes.numel()))
         out = torch.zeros(sizes.numel(), grad.shape[1], input.shape[1], device=device)
-        torch.library.opcheck(_ops.grouped_gemm_wgrad.default, (grad, input, sizes, None, alpha))
-        torch.library.opcheck(
-            _ops.grouped_gemm_wgrad_out.default, (grad, input, sizes, out, False, alpha, beta)
-        )
+        opcheck(_ops.grouped_gemm_wgrad.default, (grad, input, sizes, None, alpha))
+        opcheck(_ops.grouped_gemm_wgrad_out.default, (grad, input, sizes, out, False, alpha, beta))
     sizes, key = torch.tensor([2, 1], device=device), "fp8_block"
     q = ops.grouped_quantize(torch.randn(4, 128, device=device), sizes, key)
     w = ops.quantize(torch.randn(2, 16, 128, device=device), key)
     out = torch.zeros(4, 24, device=device)[:, :16]
     more = {"alpha": torch.ones(2, device=device), "beta": torch.ones(2, device=device)}
-    torch.library.opcheck(_ops.grouped_gemm_quantized_out.default, (*q, *w, sizes, key, key, out), more)
+    opcheck(_ops.grouped_gemm_quantized_out.default, (*q, *w, sizes, key, key, out), more)
     t = ops.grouped_quantize_transposed(torch.randn(4, 16, device=device), sizes, key)
     out = torch.zeros(2, 16, 16, device=device)
-    torch.library.opcheck(
-        _ops.grouped_gemm_wgrad_quantized_out.default, (*t, *t, sizes, key, key, out, False), more
-    )
+    opcheck(_ops.grouped_gemm_wgrad_quantized_out.default, (*t, *t, sizes, key, key, out, False), more)
 
 
 def test_compiled(device: torch.device) -> None:
@@ -340,11 +337,11 @@ OUT, WEIGHT, ONES = torch.full((4, 5), 7.0), torch.full((2, 5, 6), 7.0), torch.o
         ),
         (
             "grouped_gemm_out",
-            (A, B, torch.tensor([4, 1]), OUT),
+            (A, B, torch.tensor([4, 2**63 - 4]), OUT),
             {},
             ValueError,
             "'group_sizes': expected sizes that sum to at most 4, the rows of the buffer, "
-            "got a sum of 5 at group 1. Enlarge the buffer or fix the sizes.",
+            "got a sum of 9223372036854775808 at group 1. Enlarge the buffer or fix the sizes.",
         ),
         (
             "grouped_gemm_out",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.opcheck import opcheck
 from transformer_plugin import ops
 from transformer_plugin.testing.gemm_cases import normals
 from transformer_plugin.testing.numerics import assert_same_bits
@@ -352,20 +353,20 @@ def test_opcheck(device: torch.device) -> None:
     sizes = torch.tensor([2, 1], device=device)
     a, b, grad = (normals(s, FP32, device, generator) for s in ((4, 128), (2, 16, 128), (4, 16)))
     out, weight = torch.zeros(4, 16, device=device), torch.zeros(2, 16, 128, device=device)
-    torch.library.opcheck(_ops.grouped_gemm_out.default, (a, b, sizes, out), options)
-    torch.library.opcheck(_ops.grouped_gemm_wgrad.default, (grad, a, sizes), options)
-    torch.library.opcheck(_ops.grouped_gemm_wgrad_out.default, (grad, a, sizes, weight), options)
+    opcheck(_ops.grouped_gemm_out.default, (a, b, sizes, out), options)
+    opcheck(_ops.grouped_gemm_wgrad.default, (grad, a, sizes), options)
+    opcheck(_ops.grouped_gemm_wgrad_out.default, (grad, a, sizes, weight), options)
     leaves = (a.clone().requires_grad_(), b.clone().requires_grad_())
-    torch.library.opcheck(_ops.grouped_gemm.default, (*leaves, sizes), options)
+    opcheck(_ops.grouped_gemm.default, (*leaves, sizes), options)
     key = "fp8_block"
     rows, matrices = ops.grouped_quantize(a, sizes, key), ops.quantize(b, key)
     forward = (*rows, *matrices, sizes, key, key)
-    torch.library.opcheck(_ops.grouped_gemm_quantized.default, (*forward, BF16), options)
-    torch.library.opcheck(_ops.grouped_gemm_quantized_out.default, (*forward, out), options)
+    opcheck(_ops.grouped_gemm_quantized.default, (*forward, BF16), options)
+    opcheck(_ops.grouped_gemm_quantized_out.default, (*forward, out), options)
     columns = [ops.grouped_quantize_transposed(x, sizes, key) for x in (grad, a)]
     wgrad = (*columns[0], *columns[1], sizes, key, key)
-    torch.library.opcheck(_ops.grouped_gemm_wgrad_quantized.default, (*wgrad, FP32), options)
-    torch.library.opcheck(_ops.grouped_gemm_wgrad_quantized_out.default, (*wgrad, weight), options)
+    opcheck(_ops.grouped_gemm_wgrad_quantized.default, (*wgrad, FP32), options)
+    opcheck(_ops.grouped_gemm_wgrad_quantized_out.default, (*wgrad, weight), options)
 
 
 @pytest.mark.parametrize("made_by", [calls, quantized_calls])

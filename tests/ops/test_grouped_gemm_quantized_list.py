@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.opcheck import opcheck
 from tests.ops.on_gpu import most_memory
 from tests.ops.test_gemm_quantized import (
     PAIRS,
@@ -150,7 +151,7 @@ def test_opcheck(formats: tuple[str, str], device: torch.device) -> None:
     a, _, _, _ = ragged(shape, shape.k, formats[0], device, 0)
     b = matrices(torch.randn(len(shape.sizes), shape.n, shape.k, device=device), formats[1])
     arguments = (*a.pair, *lists(b), group_sizes(shape, device), *formats, torch.bfloat16)
-    torch.library.opcheck(_ops.grouped_gemm_quantized_list.default, arguments, amaxes(a, b))
+    opcheck(_ops.grouped_gemm_quantized_list.default, arguments, amaxes(a, b))
 
 
 @pytest.mark.parametrize("key", ["fp8_tensor", "nvfp4"])

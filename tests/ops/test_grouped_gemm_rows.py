@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.opcheck import opcheck
 from tests.ops.gemm_oracle import poison, row_buffers
 from tests.ops.test_grouped_gemm import EXACT, RANDOM, WGRAD_EXACT, each
 from transformer_plugin import ops, reference
@@ -123,7 +124,7 @@ def test_gather_rows_backward(
     poison((num_rows, width), dtype, device)
     arguments = [t.to(device) for t in (grad, rows, sizes)]
     assert_same_bits(ops.gather_rows_backward(*arguments, num_rows), expected.to(device))
-    torch.library.opcheck(_ops.gather_rows_backward.default, (*arguments, num_rows))
+    opcheck(_ops.gather_rows_backward.default, (*arguments, num_rows))
 
 
 @each(EXACT[::11])
@@ -131,14 +132,14 @@ def test_opcheck(case: Case, device: torch.device) -> None:
     (a, b, sizes, bias, scale, transpose_b), rows, _ = indexed(case, device, 0)
     a[a.isnan()] = 0.0
     arguments = (a.requires_grad_(), b.requires_grad_(), sizes, bias, scale, transpose_b, None, None, rows)
-    torch.library.opcheck(_ops.grouped_gemm.default, arguments)
+    opcheck(_ops.grouped_gemm.default, arguments)
     n = b.shape[1 if transpose_b else 2]
     out = torch.zeros(rows.shape[0], n, device=device)
     arguments = (a.detach(), b.detach(), sizes, out, bias, scale, transpose_b, None, None, rows)
-    torch.library.opcheck(_ops.grouped_gemm_out.default, arguments)
+    opcheck(_ops.grouped_gemm_out.default, arguments)
     grad = torch.zeros(rows.shape[0], n, dtype=a.dtype, device=device)
     arguments = (grad, a.detach(), sizes, None, None, rows)
-    torch.library.opcheck(_ops.grouped_gemm_wgrad.default, arguments)
+    opcheck(_ops.grouped_gemm_wgrad.default, arguments)
 
 
 def test_compiled(device: torch.device) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.opcheck import opcheck
 from tests.ops.gemm_oracle import poison, rows_fp64
 from transformer_plugin import ops, reference
 from transformer_plugin.reference.gemm_swiglu import halves_apart, halves_in_turn
@@ -281,17 +282,17 @@ def some(cases: list[Case]) -> list[Case]:
 @each(some(EXACT))
 def test_opcheck(case: Case, device: torch.device) -> None:
     arguments = case.arguments(device)
-    torch.library.opcheck(_ops.grouped_gemm_swiglu.default, arguments)
-    torch.library.opcheck(_ops.grouped_gemm_swiglu.default, (*arguments, False))
+    opcheck(_ops.grouped_gemm_swiglu.default, arguments)
+    opcheck(_ops.grouped_gemm_swiglu.default, (*arguments, False))
     for i in (0, 1, 3, 4):
         if arguments[i] is not None:
             arguments[i].requires_grad_()
-    torch.library.opcheck(_ops.grouped_gemm_swiglu.default, arguments)
+    opcheck(_ops.grouped_gemm_swiglu.default, arguments)
 
 
 @each(some(BACKWARD))
 def test_backward_opcheck(case: Case, device: torch.device) -> None:
-    torch.library.opcheck(_ops.grouped_gemm_swiglu_backward.default, case.arguments(device))
+    opcheck(_ops.grouped_gemm_swiglu_backward.default, case.arguments(device))
 
 
 def mlp(x: Tensor, w1: Tensor, w2: Tensor, sizes: Tensor, probs: Tensor, interleave: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tests.opcheck import opcheck
 from tests.ops.test_linear_ops import NONE, RECIPES, groups, keys
 from transformer_plugin import ops, reference
 from transformer_plugin.formats import Format
@@ -223,7 +224,7 @@ def test_opcheck(formats: Formats, requires_grad: bool, device: torch.device) ->
             t.nan_to_num().requires_grad_(requires_grad) if t is not None and t.is_floating_point() else t
             for t in arguments
         ]
-        torch.library.opcheck(_op, (*leaves, *formats))
+        opcheck(_op, (*leaves, *formats))
 
 
 @by_formats

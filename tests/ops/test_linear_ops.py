@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tests.opcheck import opcheck
 from transformer_plugin import ops, reference
 from transformer_plugin.formats import Format
 from transformer_plugin.recipes import (
@@ -262,8 +263,8 @@ def test_opcheck(formats: tuple[str, str, str], requires_grad: bool, device: tor
     rows = rows_for(5, *formats)
     for shape in ((rows, k), (2, rows, k), (0, k)):
         x, w, b = (torch.randn(s, device=device, requires_grad=requires_grad) for s in (shape, (n, k), (n,)))
-        torch.library.opcheck(_ops.linear.default, (x, w, b, *formats))
-        torch.library.opcheck(_ops.linear.default, (x, w, None, *formats))
+        opcheck(_ops.linear.default, (x, w, b, *formats))
+        opcheck(_ops.linear.default, (x, w, None, *formats))
     for sizes, rows in (((16, 0, 128), 160), ((3, 0, 130), 140), ((0, 0), 16), ((), 16), ((0, 0), 0)):
         if any(count != rows_for(count, *formats) for count in (*sizes, rows)):
             continue
@@ -271,8 +272,8 @@ def test_opcheck(formats: tuple[str, str, str], requires_grad: bool, device: tor
         shapes = ((rows, k), (g, n, k), (g, n), (rows,))
         x, w, b, scale = (torch.randn(s, device=device, requires_grad=requires_grad) for s in shapes)
         counts = torch.tensor(sizes, device=device, dtype=torch.int64)
-        torch.library.opcheck(_ops.grouped_linear.default, (x, w, counts, b, scale, *formats))
-        torch.library.opcheck(_ops.grouped_linear.default, (x, w, counts, None, None, *formats))
+        opcheck(_ops.grouped_linear.default, (x, w, counts, b, scale, *formats))
+        opcheck(_ops.grouped_linear.default, (x, w, counts, None, None, *formats))
 
 
 @pytest.mark.usefixtures("schema_checks_take_fp8")
@@ -283,9 +284,9 @@ def test_opcheck_of_operands_that_are_rounded_already(device: torch.device) -> N
         for s in ((4, 8), (6, 8), (2, 6, 8))
     )
     formats = keys(BFloat16())
-    torch.library.opcheck(_ops.linear.default, (x, w, None, *formats))
+    opcheck(_ops.linear.default, (x, w, None, *formats))
     sizes = torch.tensor([1, 2], device=device)
-    torch.library.opcheck(_ops.grouped_linear.default, (x, stack, sizes, None, None, *formats))
+    opcheck(_ops.grouped_linear.default, (x, stack, sizes, None, None, *formats))
 
 
 def training_step(formats: tuple[str, str, str]) -> Callable[..., Tensor]:

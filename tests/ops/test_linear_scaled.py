@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.opcheck import opcheck
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.delayed_scaling_cases import E4M3, E5M2
 from transformer_plugin.testing.gemm_cases import in_fp8_units, normals, poison_tail
@@ -201,7 +202,7 @@ def test_opcheck(grouped: bool, wants: bool, state: bool, device: torch.device) 
         arguments[name].requires_grad_(wants)
     pure = OPS.grouped_linear_scaled if grouped else OPS.linear_scaled
     op = (OPS.grouped_linear_scaled_ if grouped else OPS.linear_scaled_) if state else pure
-    torch.library.opcheck(op.default, (), arguments)
+    opcheck(op.default, (), arguments)
 
 
 ARGUMENTS = layer("cpu")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.opcheck import opcheck
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.norm_cases import norm_cases, without_bias
@@ -212,12 +213,12 @@ def test_opcheck(case: Case, centered: bool, device: torch.device) -> None:
     kind = "layer_norm" if centered else "rms_norm"
     _, *stats = op(centered, "_forward")(*arguments)
     backward = (grad_like(arguments[0]), *arguments[:2], *stats, arguments[-1])
-    torch.library.opcheck(getattr(OPS, kind + "_backward").default, backward)
+    opcheck(getattr(OPS, kind + "_backward").default, backward)
     for name in ("", "_forward"):  # layer_norm, layer_norm_forward, rms_norm, rms_norm_forward
-        torch.library.opcheck(getattr(OPS, kind + name).default, arguments)
+        opcheck(getattr(OPS, kind + name).default, arguments)
     leaves = tuple(t.requires_grad_() if isinstance(t, Tensor) else t for t in arguments)
     for name in ("", "_forward"):
-        torch.library.opcheck(getattr(OPS, kind + name).default, leaves)
+        opcheck(getattr(OPS, kind + name).default, leaves)
 
 
 @norms

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.opcheck import opcheck
 from tests.ops import quantize_oracle as oracle
 from tests.ops.quantize_oracle import SPECS, assert_all_same
 from tests.ops.test_norm import arguments_of, assert_same_numbers, norms, of_numbers, op
@@ -84,7 +85,7 @@ def test_opcheck(case: Case, centered: bool, device: torch.device) -> None:
     overload = (OPS.layer_norm_quantize if centered else OPS.rms_norm_quantize).default
     alone, format = split(arguments)
     more = rows_of(given(op(centered, "")(*alone), format))
-    torch.library.opcheck(overload, (arguments[0].requires_grad_(), *arguments[1:]), more)
+    opcheck(overload, (arguments[0].requires_grad_(), *arguments[1:]), more)
 
 
 @norms

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.opcheck import opcheck
 from tests.ops import nvfp4_oracle
 from tests.ops.nvfp4_oracle import SPECS
 from tests.ops.quantize_oracle import assert_all_same
@@ -43,7 +44,7 @@ def test_grouped_amax(case: Case, device: torch.device) -> None:
 def test_opcheck(case: Case, device: torch.device) -> None:
     input, *sizes, format = case.arguments(device)
     for op in (OPS.amax, OPS.amax_transposed, OPS.amax_both):
-        torch.library.opcheck(op.default, (input, format, *sizes), test_utils=NOT_SCHEMA)
+        opcheck(op.default, (input, format, *sizes), test_utils=NOT_SCHEMA)
 
 
 def test_rows_of_any_number(device: torch.device) -> None:

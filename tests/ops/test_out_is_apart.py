@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,3 +84,46 @@ def test_refused(name: str) -> None:
         with pytest.raises(ValueError, match="argument 'out': expected a buffer apart from '"):
             op(*positional, buffer, **named, **wgrad)
         assert torch.equal(buffer.view(torch.uint8), held.view(torch.uint8))
+
+
+def quantize_calls() -> Iterator[tuple[str, tuple[Callable[..., Any], str, dict[str, Tensor], list[Tensor]]]]:
+    """An op that quantizes into four buffers, its format, what it reads by name, and what it writes."""
+    generator = torch.Generator().manual_seed(3)
+    input, sizes = torch.randn(256, 128, generator=generator), torch.tensor([100, 0, 140])
+    noop = {"noop": torch.zeros(1)}
+    for key in ("fp8_tensor", "fp8_block", "mxfp8", "nvfp4:sr"):
+        more: dict[str, Tensor] = {}
+        if key.startswith("nvfp4"):
+            more = {"amax": ops.amax(input, key), "amax_t": ops.amax(input, key), "seed": torch.tensor([7])}
+        outputs = list(ops.quantize_both(input, key, **more))
+        yield key, (ops.quantize_both_out, key, {"input": input, **more, **noop}, outputs)
+    outputs = list(ops.grouped_quantize_both(input, sizes, "fp8_block"))
+    read = {"input": input, "group_sizes": sizes, **noop}
+    yield "grouped fp8_block", (ops.grouped_quantize_both_out, "fp8_block", read, outputs)
+
+
+QUANTIZE_CALLS = dict(quantize_calls())
+BUFFERS = ("data", "scale_inv", "data_t", "scale_t")
+
+
+@pytest.mark.parametrize("name", list(QUANTIZE_CALLS))
+def test_buffers_of_quantize_are_apart(name: str) -> None:
+    op, key, read, outputs = QUANTIZE_CALLS[name]
+    written = dict(zip(BUFFERS, outputs, strict=True))
+    op(format=key, **read, **written)  # with memory of its own each
+    everything = {**read, **written}
+    refused = 0
+    for i, (later, own) in enumerate(everything.items()):
+        for earlier, other in list(everything.items())[:i]:
+            if later in read or other.nbytes < own.nbytes:
+                continue
+            shared = other.clone()
+            arguments = {**everything, earlier: shared, later: inside(shared, own)}
+            held = shared.view(-1).view(torch.uint8).clone()
+            becomes = "read while it is written" if earlier in read else "written at the same time"
+            text = f"argument '{later}': expected a buffer apart from '{earlier}', which is {becomes}, got "
+            with pytest.raises(ValueError, match=re.escape(text)):
+                op(format=key, **arguments)
+            assert torch.equal(shared.view(-1).view(torch.uint8), held)
+            refused += 1
+    assert refused >= 5

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tests.opcheck import opcheck
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.numerics import assert_same_bits
@@ -172,25 +173,23 @@ def test_inputs_of_any_strides(device: torch.device) -> None:
 def test_opcheck_permute(case: Case, device: torch.device) -> None:
     tokens, indices, *layout = case.arguments(device)
     if case not in REAL:  # torch cannot compare float8 values, which the other checks do
-        torch.library.opcheck(tp.permute.default, (tokens, indices, *layout), test_utils="test_faketensor")
+        opcheck(tp.permute.default, (tokens, indices, *layout), test_utils="test_faketensor")
         return
-    torch.library.opcheck(tp.permute.default, (tokens, indices, *layout))
-    torch.library.opcheck(tp.permute.default, (tokens.clone().requires_grad_(), indices, *layout))
+    opcheck(tp.permute.default, (tokens, indices, *layout))
+    opcheck(tp.permute.default, (tokens.clone().requires_grad_(), indices, *layout))
     rows, _, slot, source, _ = ops.permute(tokens, indices, *layout)
     weights = draw_weights(indices, tokens.dtype)
-    torch.library.opcheck(tp.permute_backward.default, (rows, slot))
+    opcheck(tp.permute_backward.default, (rows, slot))
     for w in (None, weights, weights.clone().requires_grad_()):
-        torch.library.opcheck(tp.unpermute.default, (rows, slot, source, w))
-        torch.library.opcheck(tp.unpermute.default, (rows.clone().requires_grad_(), slot, source, w))
+        opcheck(tp.unpermute.default, (rows, slot, source, w))
+        opcheck(tp.unpermute.default, (rows.clone().requires_grad_(), slot, source, w))
     grad = torch.randn_like(tokens)
-    torch.library.opcheck(tp.unpermute_backward.default, (grad, rows, slot, source, weights))
-    torch.library.opcheck(tp.unpermute_backward.default, (grad, None, slot, source, weights))
-    torch.library.opcheck(tp.unpermute_backward.default, (grad, None, slot, source, None))
-    torch.library.opcheck(tp.permute_weights.default, (weights, slot, source))
-    torch.library.opcheck(tp.permute_weights.default, (weights.clone().requires_grad_(), slot, source))
-    torch.library.opcheck(
-        tp.permute_weights_backward.default, (rows.new_zeros(rows.shape[0], dtype=weights.dtype), slot)
-    )
+    opcheck(tp.unpermute_backward.default, (grad, rows, slot, source, weights))
+    opcheck(tp.unpermute_backward.default, (grad, None, slot, source, weights))
+    opcheck(tp.unpermute_backward.default, (grad, None, slot, source, None))
+    opcheck(tp.permute_weights.default, (weights, slot, source))
+    opcheck(tp.permute_weights.default, (weights.clone().requires_grad_(), slot, source))
+    opcheck(tp.permute_weights_backward.default, (rows.new_zeros(rows.shape[0], dtype=weights.dtype), slot))
 
 
 def layer(tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.opcheck import opcheck
 from tests.ops.nvfp4_oracle import make_nv_spec, quantize_direction
 from tests.ops.quantize_oracle import SPECS, assert_all_same, oracle_both
 from transformer_plugin import ops, reference
@@ -137,8 +138,8 @@ def test_given_amaxes(device: torch.device) -> None:
 @pytest.mark.usefixtures("schema_checks_take_fp8")
 def test_opcheck(count: int, format: str, device: torch.device) -> None:
     tensors = [torch.randn(16 * i, 64, device=device) for i in range(count)]
-    torch.library.opcheck(OPS.quantize_list.default, (tensors, format))
-    torch.library.opcheck(OPS.quantize_list_both.default, (tensors, format))
+    opcheck(OPS.quantize_list.default, (tensors, format))
+    opcheck(OPS.quantize_list_both.default, (tensors, format))
 
 
 def test_compiles_whole(device: torch.device) -> None:
@@ -194,6 +195,10 @@ ONES = torch.ones(4, 40)
          "argument 'amax': expected size 1 in dimension 0 (one for each of 'inputs'), got float32[2] on cpu. Pass "
          "tensors whose sizes agree."),
         (ops.quantize_list, ([], "fp8_tensor", torch.ones(0)), ValueError,
+         "argument 'inputs': expected at least one matrix, which says on what device, got none. Leave out the call."),
+        (ops.quantize_list, ([], "fp8_block"), ValueError,
+         "argument 'inputs': expected at least one matrix, which says on what device, got none. Leave out the call."),
+        (ops.quantize_list_both, ([], "mxfp8"), ValueError,
          "argument 'inputs': expected at least one matrix, which says on what device, got none. Leave out the call."),
         (ops.quantize_list, ([ONES], "fp8_block", torch.ones(1)), ValueError,
          "argument 'amax': expected None for 'fp8_block', which has no use for it, got float32[1] on cpu. Leave it "

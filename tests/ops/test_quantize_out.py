@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.opcheck import opcheck
 from tests.ops.quantize_oracle import SPECS, assert_all_same, oracle_both
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case, randn
@@ -92,9 +93,9 @@ def test_opcheck(case: Case, device: torch.device) -> None:
     input, format = case.arguments(device)
     flag = torch.zeros(1, device=device)
     both = ops.quantize_both(input, format)
-    torch.library.opcheck(OPS.quantize_both_out.default, (input, format, *both), {"noop": flag})
-    torch.library.opcheck(OPS.quantize_out.default, (input, format, *both[:2]))
-    torch.library.opcheck(OPS.quantize_transposed_out.default, (input, format, *both[2:]))
+    opcheck(OPS.quantize_both_out.default, (input, format, *both), {"noop": flag})
+    opcheck(OPS.quantize_out.default, (input, format, *both[:2]))
+    opcheck(OPS.quantize_transposed_out.default, (input, format, *both[2:]))
 
 
 @pytest.mark.parametrize("case", GROUPED[::7], ids=lambda case: case.name)
@@ -102,9 +103,9 @@ def test_opcheck(case: Case, device: torch.device) -> None:
 def test_grouped_opcheck(case: Case, device: torch.device) -> None:
     arguments = case.arguments(device)
     both = ops.grouped_quantize_both(*arguments)
-    torch.library.opcheck(OPS.grouped_quantize_both_out.default, (*arguments, *both))
-    torch.library.opcheck(OPS.grouped_quantize_out.default, (*arguments, *both[:2]))
-    torch.library.opcheck(OPS.grouped_quantize_transposed_out.default, (*arguments, *both[2:]))
+    opcheck(OPS.grouped_quantize_both_out.default, (*arguments, *both))
+    opcheck(OPS.grouped_quantize_out.default, (*arguments, *both[:2]))
+    opcheck(OPS.grouped_quantize_transposed_out.default, (*arguments, *both[2:]))
 
 
 @pytest.mark.parametrize("format", ["fp8_tensor", "fp8_block", "mxfp8"])
@@ -217,8 +218,8 @@ def test_amax_list_of_nvfp4(format: str, device: torch.device) -> None:
 def test_amax_list_opcheck(count: int, device: torch.device) -> None:
     tensors = [torch.randn(5, 7, device=device) for _ in range(count)]
     buffers = torch.zeros(count, device=device), torch.zeros(count, device=device)
-    torch.library.opcheck(OPS.amax_list_out.default, (tensors, "fp8_tensor", *buffers))
-    torch.library.opcheck(OPS.amax_list_out.default, (tensors, "fp8_tensor", buffers[0]))
+    opcheck(OPS.amax_list_out.default, (tensors, "fp8_tensor", *buffers))
+    opcheck(OPS.amax_list_out.default, (tensors, "fp8_tensor", buffers[0]))
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tests.opcheck import opcheck
 from tests.ops.test_grouped_mlp import capture
 from tests.ops.test_linear_ops import OPCHECKED, OTHERS, RECIPES, by_recipe, keys
 from transformer_plugin import ops, reference
@@ -249,11 +250,11 @@ def test_opcheck(name: str, requires_grad: bool, device: torch.device) -> None:
             t.nan_to_num().requires_grad_(requires_grad) if t.is_floating_point() else t
             for t in layer.arguments
         ]
-        torch.library.opcheck(getattr(_ops, op).default, (*leaves, *formats), quantized(layer, formats))
+        opcheck(getattr(_ops, op).default, (*leaves, *formats), quantized(layer, formats))
         weight = leaves[1]
-        torch.library.opcheck(_ops.quantize_weight.default, (weight, *formats))
+        opcheck(_ops.quantize_weight.default, (weight, *formats))
         out = ops.quantize_weight(weight, *formats)
-        torch.library.opcheck(_ops.quantize_weight_out.default, (weight.detach(), *formats, out))
+        opcheck(_ops.quantize_weight_out.default, (weight.detach(), *formats, out))
 
 
 @by_layer

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.opcheck import opcheck
 from tests.ops import nvfp4_oracle
 from tests.ops.quantize_oracle import SPECS, assert_all_same, grouped_quantize_both, oracle_both
 from transformer_plugin import ops, reference
@@ -190,13 +191,13 @@ def test_opcheck(format: str, device: torch.device) -> None:
     input = torch.randn(80, 96, device=device)
     given = extras(input, format)
     data, scale = ops.quantize(input, format, **rows_of(given))
-    torch.library.opcheck(OPS.requantize_transposed.default, (data, scale, format, torch.bfloat16), given)
+    opcheck(OPS.requantize_transposed.default, (data, scale, format, torch.bfloat16), given)
     if "square" not in format:
         sizes = torch.tensor([16, 0, 32], device=device)
         given = extras(input, format, sizes)
         data, scale = ops.grouped_quantize(input, sizes, format, **rows_of(given))
         arguments = (data, scale, format, torch.float16, sizes)
-        torch.library.opcheck(OPS.requantize_transposed.default, arguments, given)
+        opcheck(OPS.requantize_transposed.default, arguments, given)
 
 
 @pytest.mark.parametrize("format", ["fp8_block", "nvfp4:rht,sr"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -115,3 +116,30 @@ def test_forward_mode_is_refused(name: str) -> None:
             function(dual)
     with pytest.raises(RuntimeError):
         torch.func.jvp(lambda x: function({**t, "x": x}), (t["x"],), (torch.ones_like(t["x"]),))
+
+
+def test_forward_mode_is_refused_by_each_tensor() -> None:
+    """Also where it is one of a list, a factor, or read or written by an op that has no gradient."""
+    t = {key: leaf.detach() for key, leaf in leaves().items()}
+    x, weights, sizes = t["x"], [*t["w"]], SIZES
+    alpha, out = torch.ones(3), torch.zeros(7, 12)
+    with forward_ad.dual_level(), torch.no_grad():
+
+        def dual(tensor: Tensor) -> Tensor:
+            return forward_ad.make_dual(tensor, torch.ones_like(tensor))
+
+        with pytest.raises(RuntimeError, match="jvp is not implemented"):
+            ops.grouped_gemm_list(x, [weights[0], dual(weights[1]), weights[2]], sizes)
+        refused: dict[str, Callable[[], object]] = {
+            "alpha": lambda: ops.grouped_gemm(x, t["w"], sizes, alpha=dual(alpha)),
+            "a": lambda: ops.grouped_gemm_out(dual(x), t["w"], sizes, out),
+            "out": lambda: ops.grouped_gemm_out(x, t["w"], sizes, dual(out)),
+            "out[0]": lambda: ops.grouped_gemm_wgrad_list_out(
+                out, x, sizes, [dual(weights[0]), weights[1], weights[2]]
+            ),
+        }
+        for name, call in refused.items():
+            text = rf"argument '{re.escape(name)}': expected a tensor that wants no gradient, got .* with a tangent"
+            with pytest.raises(ValueError, match=text):
+                call()
+    assert not out.any()

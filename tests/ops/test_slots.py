@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.opcheck import opcheck
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.numerics import assert_same_bits
@@ -153,8 +154,8 @@ def test_count_tokens_per_expert(case: Case, device: torch.device) -> None:
 @assign_cases
 def test_opcheck_assign_slots(case: Case, device: torch.device) -> None:
     arguments = case.arguments(device)
-    torch.library.opcheck(tp.assign_slots.default, arguments)
-    torch.library.opcheck(tp.count_tokens_per_expert.default, (arguments[0], arguments[2]))
+    opcheck(tp.assign_slots.default, arguments)
+    opcheck(tp.count_tokens_per_expert.default, (arguments[0], arguments[2]))
 
 
 def test_the_cases_hold_what_they_claim() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.opcheck import opcheck
 from tests.parallel.test_expert_parallel_gradients import CASE, context_of, drawn_leaves
 from transformer_plugin.ops import expert_parallel as ep
 from transformer_plugin.testing.distributed import Rank, RankPool
@@ -21,26 +22,22 @@ def check_ops(rank: Rank, cases: list[EpCase]) -> None:
         indices, tokens, weights = (each.to(rank.device) for each in case.draw(rank.rank, rank.size))
         sizes = (case.experts(rank.size), case.max_tokens, case.capacity, case.alignment, rank.size)
         tail = (rank.group_name, 60_000)
-        torch.library.opcheck(_ops.plan.default, (indices, *sizes, rank.group_name, False, 60_000))
+        opcheck(_ops.plan.default, (indices, *sizes, rank.group_name, False, 60_000))
         plan = ep.plan(indices, *sizes, rank.group_name)
         maps = (plan.slot, plan.source)
         count = len(tokens)
         for wanted in (False, True):
             x, w = tokens.clone().requires_grad_(wanted), weights.clone().requires_grad_(wanted)
             rows = torch.randn(case.capacity, case.hidden, device=rank.device).to(case.dtype)
-            torch.library.opcheck(_ops.dispatch.default, (x, w, *maps, *tail))
-            torch.library.opcheck(_ops.dispatch.default, (x, None, *maps, *tail))
-            torch.library.opcheck(_ops.combine.default, (rows.requires_grad_(wanted), *maps, count, *tail))
+            opcheck(_ops.dispatch.default, (x, w, *maps, *tail))
+            opcheck(_ops.dispatch.default, (x, None, *maps, *tail))
+            opcheck(_ops.combine.default, (rows.requires_grad_(wanted), *maps, count, *tail))
         grad_weights = torch.randn(case.capacity, device=rank.device).to(weights.dtype)
         sizes = (count, case.hidden, case.dtype)
         rows = rows.detach()
-        torch.library.opcheck(
-            _ops.dispatch_backward.default, (rows, grad_weights, plan.slot, *sizes, True, True, *tail)
-        )
-        torch.library.opcheck(
-            _ops.dispatch_backward.default, (None, None, plan.slot, *sizes, True, False, *tail)
-        )
-        torch.library.opcheck(_ops.combine_backward.default, (tokens, *maps, *tail))
+        opcheck(_ops.dispatch_backward.default, (rows, grad_weights, plan.slot, *sizes, True, True, *tail))
+        opcheck(_ops.dispatch_backward.default, (None, None, plan.slot, *sizes, True, False, *tail))
+        opcheck(_ops.combine_backward.default, (tokens, *maps, *tail))
 
 
 FEW = [case for case in ep_cases() if case.name in ("bfloat16", "nobody-has-any", "capacity-4")]

@@ -40,8 +40,8 @@ def gemm_out(
     With factors, or where torch's product would round twice, the sum is made in float32 memory first.
 
     Raises:
-        TypeError: another dtype. ValueError: sizes, strides, devices or memory that do not fit, operands that require a
-        gradient.
+        TypeError: another dtype. ValueError: sizes, strides, devices or memory that do not fit, operands or an ``out``
+        that require a gradient.
     """
     _ops.gemm_out.default(a, b, out, bias, transpose_b, alpha, beta)
 
@@ -99,7 +99,7 @@ def grouped_gemm_out(
 
     Raises:
         TypeError: another dtype. ValueError: as :func:`~transformer_plugin.ops.grouped_gemm`; strides or memory of
-        ``out`` that do not fit, operands that require a gradient.
+        ``out`` that do not fit, operands or an ``out`` that require a gradient.
     """
     _ops.grouped_gemm_out.default(
         a, b, group_sizes, out, bias, bias_scale, transpose_b, alpha, beta, rows, max_sms, expected_rows
@@ -173,7 +173,7 @@ def grouped_gemm_wgrad_out(
 
     Raises:
         TypeError: another dtype. ValueError: sizes, strides, devices or memory that do not fit, ``beta`` beside
-        ``accumulate``; nothing is written then.
+        ``accumulate``, an ``out`` that requires a gradient; nothing is written then.
     """
     _ops.grouped_gemm_wgrad_out.default(
         grad, input, group_sizes, out, accumulate, alpha, beta, input_rows, max_sms, expected_rows

@@ -11,7 +11,8 @@ into the tail) are not bounded.
 
 ``expected_rows``: how many rows all groups are expected to have together, where that is less than the buffer's; -1 if
 it is not known. More than the buffer has count as all of it. Today it chooses how a weight gradient is added to float32
-in place.
+in place. In compiled code it is a constant: with one that follows an open size, ``x.shape[0] // 2`` for example,
+``torch.compile`` compiles for each.
 
 Both take effect where :func:`grouped_gemm_plan` says that these kernels take the product, on a Hopper. Elsewhere, as on
 a CPU, they are checked and have none. A gradient is made with those of its forward.

@@ -18,6 +18,15 @@ def _key(format: str | Format) -> str:
     return format if isinstance(format, str) else format.key
 
 
+def _check_not_empty(op: str, inputs: list[Tensor]) -> None:
+    """In the op's words: torch calls it only where it is given a tensor."""
+    if not inputs:
+        raise ValueError(
+            f"transformer_plugin::{op}: argument 'inputs': expected at least one matrix, which says on what device, "
+            "got none. Leave out the call."
+        )
+
+
 def quantize_out(
     input: Tensor,
     format: str | Format,
@@ -33,13 +42,13 @@ def quantize_out(
         input, format, amax, seed: as in :func:`~transformer_plugin.ops.quantize`.
         data, scale_inv: what that returns, of an earlier call for example: contiguous tensors of exactly these sizes
             and dtypes on the device of ``input``. Written in place, never moved or copied, so that their addresses hold
-            in a CUDA graph. They must not share memory with each other or with ``input``.
+            in a CUDA graph. They share memory with nothing that is read, nor with each other, and want no gradient.
         noop: float32 ``[1]`` on the device of ``input``, read when the kernels run: with 1 every byte of the buffers
             stays as it is. For weights that did not change since the last micro batch.
 
     Raises:
-        TypeError, ValueError: as :func:`~transformer_plugin.ops.quantize`; buffers that do not fit. Nothing is written
-        then.
+        TypeError, ValueError: as :func:`~transformer_plugin.ops.quantize`; buffers that do not fit, share memory or
+        require a gradient. Nothing is written then.
     """
     _ops.quantize_out.default(input, _key(format), data, scale_inv, amax, seed, noop)
 
@@ -187,7 +196,7 @@ def amax_list_out(
 
     Raises:
         TypeError: another dtype. ValueError: other dimensions or devices, a format with other scales, buffers that do
-        not fit. Nothing is written then.
+        not fit, share memory or require a gradient. Nothing is written then.
     """
     _ops.amax_list_out.default(inputs, _key(format), amax, amax_t, noop)
 
@@ -212,9 +221,10 @@ def quantize_list(
         The n ``data`` and the n ``scale_inv``. Not differentiable.
 
     Raises:
-        TypeError: another dtype. ValueError: other dimensions or devices, a width or an amax that does not fit the
-        format.
+        TypeError: another dtype. ValueError: an empty list, other dimensions or devices, a width or an amax that does
+        not fit the format.
     """
+    _check_not_empty("quantize_list", inputs)
     data, scale_inv = _ops.quantize_list.default(inputs, _key(format), amax)
     return data, scale_inv
 
@@ -234,6 +244,7 @@ def quantize_list_both(
     Raises:
         TypeError, ValueError: as :func:`quantize_list`.
     """
+    _check_not_empty("quantize_list_both", inputs)
     data, scale_inv, data_t, scale_t = _ops.quantize_list_both.default(inputs, _key(format), amax)
     return data, scale_inv, data_t, scale_t
 

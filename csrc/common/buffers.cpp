@@ -1,0 +1,126 @@
+#include "common/buffers.h"
+
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "common/autograd.h"
+
+namespace transformer_plugin {
+
+std::string entry(const char* name, size_t index) {
+  return std::string(name) + "[" + std::to_string(index) + "]";
+}
+
+void check_no_gradient(const Argument& argument, const char* advice) {
+  const bool has_one = has_tangent(argument.tensor);
+  TP_CHECK_VALUE(!has_one && !(at::GradMode::is_enabled() && argument.tensor.requires_grad()), argument.op,
+                 argument.name, "a tensor that wants no gradient",
+                 describe(argument.tensor)
+                     << (has_one ? " with a tangent of forward mode" : " that requires one"),
+                 advice);
+}
+
+void check_written(const Argument& buffer) {
+  check_no_gradient(buffer,
+                    "What is written into a buffer has none: detach it, or call under torch.no_grad()");
+}
+
+void check_written(const char* op, const char* name, at::TensorList out) {
+  if (!wants_grad(out) && !has_tangent(out)) return;
+  for (size_t i = 0; i < out.size(); ++i) check_written({op, entry(name, i).c_str(), out[i]});
+}
+
+namespace {
+
+struct Bytes {
+  uintptr_t begin, end;
+};
+
+// None of a tensor without elements.
+Bytes bytes_of(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return {0, 0};
+  int64_t elements = 1;
+  for (int64_t d = 0; d < tensor.dim(); ++d) elements += (tensor.size(d) - 1) * tensor.stride(d);
+  const auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  return {begin, begin + static_cast<uintptr_t>(elements) * tensor.element_size()};
+}
+
+// Matrices that are different columns of one buffer.
+bool side_by_side(const at::Tensor& x, const at::Tensor& y) {
+  if (x.dim() != 2 || y.dim() != 2 || x.stride(1) != 1 || y.stride(1) != 1) return false;
+  const uintptr_t x_size = x.element_size(), y_size = y.element_size();
+  const uintptr_t stride = static_cast<uintptr_t>(x.stride(0)) * x_size;
+  if (stride == 0 || stride != static_cast<uintptr_t>(y.stride(0)) * y_size) return false;
+  const uintptr_t x_begin = bytes_of(x).begin, y_begin = bytes_of(y).begin;
+  const uintptr_t later =
+      y_begin >= x_begin ? (y_begin - x_begin) % stride : (stride - (x_begin - y_begin) % stride) % stride;
+  return later >= x.size(1) * x_size && later + y.size(1) * y_size <= stride;
+}
+
+bool have_none_in_common(const Bytes& x, const Bytes& y) { return x.end <= y.begin || y.end <= x.begin; }
+
+constexpr const char *kRead = "', which is read while it is written",
+                     *kWritten = "', which is written at the same time";
+
+[[noreturn]] void refuse(const char* op, const std::string& name, const at::Tensor& buffer,
+                         const std::string& other, const char* what_becomes_of_it) {
+  TP_CHECK_VALUE(false, op, name, "a buffer apart from '" << other << what_becomes_of_it,
+                 describe(buffer) << " in the same memory", "Pass a buffer of its own");
+}
+
+using Ranges = c10::SmallVector<Bytes, 8>;
+
+Ranges ranges_of(std::initializer_list<Named> tensors) {
+  Ranges ranges;
+  for (const Named& own : tensors) ranges.push_back(own.tensor ? bytes_of(*own.tensor) : Bytes{0, 0});
+  return ranges;
+}
+
+}  // namespace
+
+void check_apart(const char* op, std::initializer_list<Named> written, std::initializer_list<Named> read) {
+  const Ranges buffers = ranges_of(written), others = ranges_of(read);
+  const auto check = [&](size_t i, const Bytes& bytes, const Named& other, const char* what_becomes_of_it) {
+    if (have_none_in_common(buffers[i], bytes)) return;
+    const Named& own = written.begin()[i];
+    if (!side_by_side(*own.tensor, *other.tensor)) {
+      refuse(op, own.name, *own.tensor, other.name, what_becomes_of_it);
+    }
+  };
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    for (size_t j = 0; j < others.size(); ++j) check(i, others[j], read.begin()[j], kRead);
+    for (size_t j = 0; j < i; ++j) check(i, buffers[j], written.begin()[j], kWritten);
+  }
+}
+
+void check_apart(const char* op, const char* name, at::TensorList out, std::initializer_list<Named> read) {
+  struct Buffer {
+    Bytes bytes;
+    size_t index;
+  };
+  const Ranges others = ranges_of(read);
+  std::vector<Buffer> buffers;
+  buffers.reserve(out.size());
+  for (size_t i = 0; i < out.size(); ++i) {
+    buffers.push_back({bytes_of(out[i]), i});
+    for (size_t j = 0; j < others.size(); ++j) {
+      const Named& other = read.begin()[j];
+      if (have_none_in_common(buffers[i].bytes, others[j]) || side_by_side(out[i], *other.tensor)) continue;
+      refuse(op, entry(name, i), out[i], other.name, kRead);
+    }
+  }
+  std::sort(buffers.begin(), buffers.end(),
+            [](const Buffer& x, const Buffer& y) { return x.bytes.begin < y.bytes.begin; });
+  // Only those that begin before another's end may share memory with it.
+  for (auto own = buffers.begin(); own != buffers.end(); ++own) {
+    for (auto next = own + 1; next != buffers.end() && next->bytes.begin < own->bytes.end; ++next) {
+      const size_t first = std::min(own->index, next->index), second = std::max(own->index, next->index);
+      if (side_by_side(out[first], out[second])) continue;
+      refuse(op, entry(name, second), out[second], entry(name, first), kWritten);
+    }
+  }
+}
+
+}  // namespace transformer_plugin
