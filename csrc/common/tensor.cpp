@@ -28,7 +28,12 @@ at::Tensor empty(const at::Tensor& like, c10::SymIntArrayRef sizes, at::ScalarTy
     if (like.is_cuda()) return at::detail::empty_cuda(*numbers, dtype, like.device(), std::nullopt);
 #endif
   }
-  return at::empty_symint(sizes, like.options().dtype(dtype).memory_format(std::nullopt));
+  const auto options = like.options().memory_format(std::nullopt);
+  // Two of them are a byte, and at::empty cannot fill them.
+  if (dtype == at::kFloat4_e2m1fn_x2 && is_filled()) {
+    return at::empty_symint(sizes, options.dtype(at::kByte)).view(dtype);
+  }
+  return at::empty_symint(sizes, options.dtype(dtype));
 }
 
 }  // namespace transformer_plugin

@@ -3,9 +3,10 @@
 #pragma once
 
 #include <ATen/SavedTensorHooks.h>
-#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
+
+#include "common/tensor.h"
 
 namespace transformer_plugin::gemm {
 
@@ -26,7 +27,7 @@ class EarlyRelease {
   // mistake is an error and not a read of freed memory. A tracer's tensor stays as it is.
   void operator()(const at::Tensor& saved) const {
     if (!frees_ || !saved.defined() || !saved.has_storage() || saved.key_set().has_any(kTraced)) return;
-    saved.set_data(at::empty({0}, saved.options()));
+    saved.set_data(empty(saved, {0}, saved.scalar_type()));
   }
 
  private:

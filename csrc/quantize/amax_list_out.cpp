@@ -64,6 +64,9 @@ void meta(const Call& call) { check_arguments(call); }
 void run(const Call& call) {
   check_arguments(call);
   check_apart(kOp, {{"amax", call.amax}, {"amax_t", call.amax_t}}, {{"noop", call.noop}});
+  for (const Tensor& input : call.inputs) {
+    check_apart(kOp, {{"amax", call.amax}, {"amax_t", call.amax_t}}, {{"inputs", input}});
+  }
   const size_t count = call.inputs.size();
   std::vector<Tensor> held;  // contiguous; until the launch
   held.reserve(count);

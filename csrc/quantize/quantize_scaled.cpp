@@ -89,6 +89,8 @@ QuantizeArgs make_args(const Call& call, const Tensor& x, const Format& format, 
 
 Outputs run(const Call& call) {
   const Format format = check_arguments(call);
+  check_apart(call.op, {{"amax", call.amax}},
+              {{"input", call.input}, {"scale", call.scale}, {"group_sizes", call.group_sizes}});
   const GroupTables tables = group_tables(call.argument(), call.groups(), call.input.size(0));
   const Outputs outputs = make_outputs(call, format);
   const Tensor x = call.input.contiguous();

@@ -261,7 +261,12 @@ def refused_calls() -> list[tuple[Any, tuple[Tensor, ...]]]:
     mlp, x, sizes = GroupedMLP(2, 64, 32, recipe=RECIPE), torch.randn(8, 64), torch.tensor([3, 4])
     linear(x).sum().backward()
     grouped(x, sizes).sum().backward()
+    doubled, narrow = Linear(64, 32, recipe=RECIPE).double(), Linear(64, 32, recipe=RECIPE)
+    narrow.bias = torch.nn.Parameter(torch.zeros(31))
     return [
+        (doubled, (x.double(),)),
+        (narrow, (x,)),
+        (grouped, (x, torch.tensor([3, 0, 4, 0])[::2])),
         (linear, (torch.randn(8, 63),)),
         (linear, (torch.tensor(1.0),)),
         (linear, (x.bfloat16(),)),

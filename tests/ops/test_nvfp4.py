@@ -164,3 +164,15 @@ def test_errors_have_four_parts(
     with pytest.raises(error) as caught:
         op(*arguments)
     assert str(caught.value) == f"transformer_plugin::{text}"
+
+
+def test_where_torch_fills_what_it_allocates(device: torch.device) -> None:
+    """Under deterministic algorithms, which torch cannot do for FP4 itself."""
+    input, amax = torch.randn(16, 32, device=device), torch.ones(1, device=device)
+    expected = ops.quantize(input, "nvfp4", amax)
+    torch.use_deterministic_algorithms(True)
+    try:
+        got = ops.quantize(input, "nvfp4", amax)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_all_same(got, expected)

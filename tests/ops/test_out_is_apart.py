@@ -127,3 +127,27 @@ def test_buffers_of_quantize_are_apart(name: str) -> None:
             assert torch.equal(shared.view(-1).view(torch.uint8), held)
             refused += 1
     assert refused >= 5
+
+
+def test_an_amax_is_apart_from_what_is_read() -> None:
+    """Also where it is collected on the way, or of a list, whose matrices are read after the first was written."""
+    wide = torch.arange(1.0, 9.0).view(2, 4)
+    state = torch.ones(3)
+    key = "fp8_tensor:e4m3"
+    first_row = wide.view(-1)[:2]
+    refused: dict[str, tuple[str, Callable[[], object]]] = {
+        "scale": ("amax", lambda: ops.quantize_scaled(wide, state, key, state)),
+        "input": ("amax", lambda: ops.quantize_scaled_both(wide, state, key, wide.view(-1)[4:7])),
+        "inputs": ("amax", lambda: ops.amax_list_out([wide, wide], key, first_row)),
+        "inputs ": ("amax_t", lambda: ops.amax_list_out([wide, wide], key, torch.zeros(2), first_row)),
+        "scale ": (
+            "amax",
+            lambda: ops.linear_scaled_(wide, torch.ones(3, 4), state, state, None, *[key] * 3),
+        ),
+    }
+    held, kept = wide.clone(), state.clone()
+    for other, (buffer, call) in refused.items():
+        text = f"argument '{buffer}': expected a buffer apart from '{other.strip()}', which is read while it is written"
+        with pytest.raises(ValueError, match=re.escape(text)):
+            call()
+        assert torch.equal(wide, held) and torch.equal(state, kept)

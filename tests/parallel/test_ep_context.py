@@ -115,6 +115,11 @@ def test_worst_case_capacity() -> None:
     assert context.capacity == 32  # 8 tokens in one expert, and up to 15 of padding, in whole multiples
     with pytest.raises(ValueError, match="capacity"):
         EpContext(None, **SIZES, capacity=-1)
+    for timeout in (0.0, float("nan"), float("inf"), 1e300):
+        with pytest.raises(
+            ValueError, match="argument 'timeout': expected a positive number of seconds below 1e9"
+        ):
+            EpContext(None, **SIZES, timeout=timeout)
 
 
 def plan_of(indices: torch.Tensor, *sizes: object) -> ep.Plan:

@@ -15,6 +15,8 @@ from transformer_plugin.recipes import DelayedScaling, Recipe
 
 #: Buffers of the state, in the order in which the ops take them.
 STATE = ("delayed_history", "delayed_scale", "delayed_amax")
+#: What is rounded.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class RoleFormats(NamedTuple):
@@ -83,9 +85,15 @@ class TakesRecipe(HoldsQuantizedWeight):
             torch.nn.init.zeros_(self.delayed_amax)
 
     def _takes(self, input: Tensor) -> bool:
-        """Whether the op takes an input of this kind. It says why where it does not."""
-        weight = self.weight
-        fits = input.dim() > 0 and input.shape[-1] == weight.shape[-1]
+        """Whether the op takes an input of this kind, and the parameters. It says why where it does not."""
+        weight, bias = self.weight, self._parameters.get("bias")
+        if bias is not None and (
+            bias.shape != weight.shape[:-1]
+            or bias.device != weight.device
+            or bias.dtype not in (*DTYPES, torch.float64)
+        ):
+            return False
+        fits = input.dim() > 0 and input.shape[-1] == weight.shape[-1] and weight.dtype in DTYPES
         return fits and input.dtype == weight.dtype and input.device == weight.device
 
     def _delayed_scales(self, recipe: DelayedScaling, takes: bool) -> Tensor:

@@ -127,7 +127,7 @@ class GroupedLinear(TakesRecipe):
         """Whether the op takes these beside the input; of the sizes' values, which a CPU has at hand, too."""
         if input.dim() != 2 or group_sizes.shape != (self.num_groups,) or group_sizes.device != input.device:
             return False
-        if group_sizes.dtype not in (torch.int32, torch.int64):
+        if group_sizes.dtype not in (torch.int32, torch.int64) or not group_sizes.is_contiguous():
             return False
         if bias_scale is not None and (
             bias_scale.shape != input.shape[:1]

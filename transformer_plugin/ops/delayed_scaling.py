@@ -112,7 +112,8 @@ def update_delayed_scale_(
         algorithm: ``"max"`` over the history, or the ``"most_recent"`` amax.
 
     All three are written through their pointers; their autograd version does not change. Inside a backward, where
-    activation checkpointing runs a forward again, nothing is written and ``scale`` is copied as it is.
+    activation checkpointing runs a forward again, nothing is written and ``scale`` is copied as it is: that of the
+    forward, unless the layer had another one since.
 
     Returns:
         A copy of the new ``scale``, for the calls of this step: a later update does not reach it.

@@ -119,8 +119,8 @@ class EpContext:
         self.group_name = "" if group is None else group.group_name
         self.device = torch.device(device) if device is not None else _device_of(group)
         timeout = settings.peer_timeout if timeout is None else timeout
-        self.timeout_ms = int(timeout * 1000)
         _check_config(self.config, self.num_ranks, timeout)
+        self.timeout_ms = int(timeout * 1000)
         self.num_local_experts = num_experts // self.num_ranks
         self.capacity = self.capacity_for(alignment)
         self._open = True
@@ -321,5 +321,5 @@ def _check_config(config: EpConfig, ranks: int, timeout: float) -> None:
         )
     if config.overflow not in ("raise", "drop"):
         _refuse("overflow", "'raise' or 'drop'", repr(config.overflow), op, "Choose one of them")
-    if not timeout > 0:
-        _refuse("timeout", "a positive number of seconds", timeout, op, "Pass for example 60.0")
+    if not 0 < timeout < 1e9:
+        _refuse("timeout", "a positive number of seconds below 1e9", timeout, op, "Pass for example 60.0")
