@@ -50,10 +50,13 @@ Tensor with_zeros(const Tensor& matrix, int64_t begin, int64_t rows, int64_t mor
   return padded;
 }
 
+// What matrix units multiply at once is this long at most: AMX 32 elements, others fewer. oneDNN lets them read on behind the end
+// of a row, times zeros, and the row that follows may begin with NaN; not where rows end together with what is read.
+constexpr int64_t kLongestStep = 32;
+
 // Calls multiply(rows of the result, rows of `a`) until the group's, `rows` from `begin` on, are done. When `alone`, in one
-// product, whose result may have more rows: whoever follows the group writes over them. What follows in `a` never comes along:
-// oneDNN with AMX multiplies the beginning of a row by the zeros behind the end of the one before, which NaN survives; and
-// sizes depend on the group alone, as sums may be rounded in another order in products of other sizes.
+// product, whose result may have more rows: whoever follows the group writes over them. Its size depends on the group alone, as
+// sums may be rounded in another order in products of other sizes.
 template <typename Multiply>
 void multiply_in_steps(const Tensor& a, const Tensor& out, int64_t begin, int64_t rows, bool alone,
                        Multiply&& multiply) {
@@ -64,10 +67,11 @@ void multiply_in_steps(const Tensor& a, const Tensor& out, int64_t begin, int64_
     return multiply(out.narrow(0, begin + rows - rest, rest), a.narrow(0, begin + rows - rest, rest));
   }
   const int64_t more = up_to_steps(rows);
-  const Tensor padded = with_zeros(a, begin, rows, more);
-  if (begin + more <= out.size(0)) return multiply(out.narrow(0, begin, more), padded);
+  const bool has_room = begin + more <= out.size(0), keeps_apart = a.size(1) % kLongestStep == 0;
+  const Tensor part = has_room && keeps_apart ? a.narrow(0, begin, more) : with_zeros(a, begin, rows, more);
+  if (has_room) return multiply(out.narrow(0, begin, more), part);
   const Tensor result = empty(out, {more, out.size(1)}, out.scalar_type());
-  multiply(result, padded);
+  multiply(result, part);
   out.narrow(0, begin, rows).copy_(result.narrow(0, 0, rows));
 }
 

@@ -88,6 +88,7 @@ def test_groups_keep_to_their_rows(sizes: list[int], dtype: torch.dtype) -> None
 WIDE = {
     "long alone": ([577], 100, 64),
     "among others": ([577, 603, 3, 130], 72, 520),
+    "whole steps": ([577, 603, 3, 130], 96, 520),
     "deep": ([733, 93], 2048, 256),
 }
 
