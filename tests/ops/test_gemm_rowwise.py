@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.opcheck import opcheck
 from tests.ops.gemm_oracle import poison
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
@@ -194,7 +195,7 @@ def test_any_strides(dtype: torch.dtype, device: torch.device) -> None:
 @pytest.mark.usefixtures("schema_checks_take_fp8")
 def test_opcheck(case: Case, device: torch.device) -> None:
     *arguments, more = case.arguments(device)
-    check = torch.library.opcheck
+    check = opcheck
     check(_ops.grouped_gemm_rowwise.default, tuple(arguments), more)
     generator = torch.Generator().manual_seed(0)
     dense = (*row_codes((5, 24), device, generator), *row_codes((7, 24), device, generator))
