@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.opcheck import opcheck
 from tests.ops.quantize_oracle import (
     assert_all_same,
 )
@@ -45,7 +46,7 @@ def test_opcheck(case: Case, device: torch.device) -> None:
     input, format = case.arguments(device)
     more = extras(input, format)
     data, scale, data_t, scale_t = ops.quantize_both(input, format, **more)
-    check = torch.library.opcheck
+    check = opcheck
     check(OPS.quantize_both.default, (input, format), more)
     check(OPS.quantize.default, (input, format), rows_of(more))
     check(OPS.quantize_transposed.default, (input.requires_grad_(), format), columns_of(more))
@@ -59,7 +60,7 @@ def test_grouped_opcheck(case: Case, device: torch.device) -> None:
     input, sizes, format = case.arguments(device)
     more = extras(input, format, sizes)
     data, scale, data_t, scale_t = ops.grouped_quantize_both(input, sizes, format, **more)
-    check, given = torch.library.opcheck, (input, sizes, format)
+    check, given = opcheck, (input, sizes, format)
     check(OPS.grouped_quantize.default, given, rows_of(more), test_utils=NOT_DISPATCH)
     check(OPS.grouped_quantize_transposed.default, given, columns_of(more), test_utils=NOT_DISPATCH)
     check(OPS.grouped_quantize_both.default, (input.requires_grad_(), sizes, format), more)
