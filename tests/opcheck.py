@@ -16,7 +16,8 @@ def opcheck(
     options: dict[str, Any] | None = None,
     test_utils: tuple[str, ...] | None = None,
 ) -> None:
-    """Of a call that is right: the op is whole, and refuses None for a tensor and a buffer that wants a gradient.
+    """Of a call that is right: the op is whole, and refuses None for a tensor, a buffer that wants a gradient and, on a
+    GPU, each tensor that is not there.
 
     What is refused is named, and leaves every buffer as it was.
     """
@@ -39,6 +40,9 @@ def opcheck(
             leaf = given[name].detach().requires_grad_()
             wanted = "expected a tensor that wants no gradient, got "
             _refuses(op, {**given, name: leaf}, name, wanted, ValueError, written)
+    for name, tensor in given.items() if not alone else []:
+        if isinstance(tensor, Tensor) and tensor.is_cuda:
+            _refuses(op, {**given, name: tensor.cpu()}, r"[\w\[\]]+", "expected ", ValueError, written)
 
 
 def _is_tensor(given: dict[str, Any], name: str) -> bool:
@@ -60,7 +64,7 @@ def _refuses(
     written: list[str],
 ) -> None:
     held = {own: given[own].detach().clone() for own in written if given[own] is not None}
-    with pytest.raises(error, match=re.escape(f"argument '{name}': {why}")):
+    with pytest.raises(error, match=f"argument '{name}': {re.escape(why)}"):
         op(**given)
     for own, before in held.items():
         torch.testing.assert_close(given[own].detach(), before, rtol=0, atol=0, equal_nan=True)

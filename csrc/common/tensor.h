@@ -5,6 +5,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/ScalarType.h>
 
+#include <optional>
 #include <string>
 
 #include "common/dtype.h"
@@ -33,15 +34,17 @@ inline DType to_dtype(at::ScalarType dtype) {
 at::Tensor empty(const at::Tensor& like, c10::SymIntArrayRef sizes, at::ScalarType dtype);
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
-// The device of a tensor, made current, and its current stream.
+// The device of a tensor, made current, and its current stream. With None or a tensor of another kind of device, which an op
+// gets here when another argument is on a GPU, nothing changes: the op's checks come after and say what is wrong.
 class CudaScope {
  public:
   explicit CudaScope(const at::Tensor& tensor)
-      : guard_(tensor.device()), stream_(c10::cuda::getCurrentCUDAStream(tensor.device().index())) {}
+      : guard_(tensor.defined() && tensor.is_cuda() ? std::optional(tensor.device()) : std::nullopt),
+        stream_(c10::cuda::getCurrentCUDAStream()) {}
   void* stream() const { return stream_.stream(); }
 
  private:
-  c10::cuda::CUDAGuard guard_;
+  c10::cuda::OptionalCUDAGuard guard_;
   c10::cuda::CUDAStream stream_;
 };
 #endif
