@@ -1,37 +1,104 @@
-#include "activation/swiglu_backward_tile.cuh"
+#include "activation/row_sums.cuh"
+#include "activation/swiglu.h"
+#include "common/vectors.cuh"
+#include "quantize/tiles.h"
 
 namespace transformer_plugin::activation {
 namespace {
 
-using quantize::Layout;
+using quantize::ceil_div;
 
-template <typename T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 2 : 1)
-    swiglu_backward_kernel(const __grid_constant__ SwigluBackwardArgs args,
-                           const __grid_constant__ Layout layout) {
-  wait_for_the_kernel_before();
-  const int warp = threadIdx.x / kWarpSize;
-  const int lane = threadIdx.x % kWarpSize;
-  const Tile tile = quantize::block_tile(layout);
-  const int64_t f = args.features;
-  const int rows = tile.rows - warp * kRowsPerThread;
-  const int count = tile.cols - lane * kColsPerThread;
-  const bool vectors = tile.cols == quantize::kTile && f % kColsPerThread == 0;
-  T* target = static_cast<T*>(args.grad_input) + (tile.row + warp * kRowsPerThread) * 2 * f + tile.col +
-              lane * kColsPerThread;
-  for_each_gradient<T, quantize::kRowsUnderWay<T>>(
-      args, tile, warp, lane, [&](int r, Vector4<T> gate, Vector4<T> linear) {
-        if (r >= rows) return;
-        quantize::store4(target + r * 2 * f, gate, count, vectors);
-        quantize::store4(target + r * 2 * f + f, linear, count, vectors);
-      });
+constexpr int kThreads = 256;
+constexpr int kRowsPerThread = 4;
+
+// 16 bytes of a row, of which `count` elements are there, all of them if they are `aligned`. The others are zeros, and are not
+// written.
+template <typename T, bool aligned>
+__device__ __forceinline__ uint4 read_vector(const T* at, int64_t count) {
+  if constexpr (aligned) {
+    return count > 0 ? *reinterpret_cast<const uint4*>(at) : uint4{};
+  } else {
+    alignas(16) T values[kVectorSize<T>];
+#pragma unroll
+    for (int i = 0; i < kVectorSize<T>; ++i) values[i] = i < count ? at[i] : from_float<T>(0.0f);
+    return *reinterpret_cast<const uint4*>(values);
+  }
+}
+template <typename T, bool aligned>
+__device__ __forceinline__ void write_vector(T* at, int64_t count, uint4 vector) {
+  if constexpr (aligned) {
+    if (count > 0) *reinterpret_cast<uint4*>(at) = vector;
+  } else {
+    alignas(16) T values[kVectorSize<T>];
+    *reinterpret_cast<uint4*>(values) = vector;
+#pragma unroll
+    for (int i = 0; i < kVectorSize<T>; ++i) {
+      if (i < count) at[i] = values[i];
+    }
+  }
 }
 
-__global__ void add_row_sums_kernel(const float* partial, int64_t tiles, int64_t rows, float* sums) {
-  constexpr int kAhead = 16;  // loads under way
+// kLanes lanes have kSumTile columns of kRowsPerThread rows, 16 bytes each of a row; `tiles` of those make a row.
+template <typename T, bool aligned>
+__global__ void __launch_bounds__(kThreads)
+    swiglu_backward_kernel(const __grid_constant__ SwigluBackwardArgs args, uint32_t tiles) {
+  constexpr int kColumns = kVectorSize<T>, kLanes = kSumTile / kColumns;
   wait_for_the_kernel_before();
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < rows;
-       i += static_cast<int64_t>(gridDim.x) * kThreads) {
+  const uint32_t part = blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
+  const uint32_t band = part / tiles, tile = part - band * tiles;
+  const int lane = threadIdx.x % kLanes;
+  const int64_t f = args.features, first_row = static_cast<int64_t>(band) * kRowsPerThread;
+  const int64_t column = static_cast<int64_t>(tile) * kSumTile + lane * kColumns;
+  const T* grad = static_cast<const T*>(args.grad) + first_row * f + column;
+  const T* gate = static_cast<const T*>(args.input) + first_row * 2 * f + column;
+  T* target = static_cast<T*>(args.grad_input) + first_row * 2 * f + column;
+  const auto is_row = [&](int r) {
+    return first_row + r < args.rows;
+  };  // not past the last, as the last threads' are
+  uint4 grads[kRowsPerThread], gates[kRowsPerThread], linears[kRowsPerThread];
+  float probs[kRowsPerThread];
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) {  // all loads under way before a value is used
+    const int64_t count = is_row(r) ? f - column : 0;
+    grads[r] = read_vector<T, aligned>(grad + r * f, count);
+    gates[r] = read_vector<T, aligned>(gate + r * 2 * f, count);
+    linears[r] = read_vector<T, aligned>(gate + r * 2 * f + f, count);
+    probs[r] = args.probs && is_row(r) ? args.probs[first_row + r] : 1.0f;
+  }
+  RowSums<kRowsPerThread, kLanes> sums;
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    const Floats<T> g(grads[r]), a(gates[r]), b(linears[r]);
+    Floats<T> of_gate, of_linear;
+    float terms[kColumns];
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      const SwigluGradient d = swiglu_gradient(g.at[i], a.at[i], b.at[i], probs[r]);
+      of_gate.at[i] = d.gate;
+      of_linear.at[i] = d.linear;
+      terms[i] = g.at[i] * d.activation;
+    }
+    sums.at[r] = sum_of_tile<kColumns>(terms);
+    const int64_t count = is_row(r) ? f - column : 0;
+    write_vector<T, aligned>(target + r * 2 * f, count, of_gate.rounded());
+    write_vector<T, aligned>(target + r * 2 * f + f, count, of_linear.rounded());
+  }
+  if (!args.partial) return;
+  sums.fold(lane);
+  const int row = sums.row_of(lane);
+  if (lane < kRowsPerThread && is_row(row)) {
+    args.partial[static_cast<int64_t>(tile) * args.rows + first_row + row] = sums.at[0] + 0.0f;
+  }
+}
+
+// Each thread waits for long columns of numbers, so blocks are small: all of the device is to have some.
+constexpr int kSumThreads = 64;
+
+__global__ void add_row_sums_kernel(const float* partial, int64_t tiles, int64_t rows, float* sums) {
+  constexpr int kAhead = 32;  // loads under way
+  wait_for_the_kernel_before();
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(kSumThreads) + threadIdx.x; i < rows;
+       i += static_cast<int64_t>(gridDim.x) * kSumThreads) {
     float sum = 0.0f;
 #pragma unroll kAhead
     for (int64_t t = 0; t < tiles; ++t) sum = sum + partial[t * rows + i];
@@ -43,23 +110,23 @@ __global__ void add_row_sums_kernel(const float* partial, int64_t tiles, int64_t
 
 void launch_add_row_sums(const SwigluBackwardArgs& args, void* stream) {
   if (args.rows == 0 || args.partial == args.grad_probs) return;
-  launch_early(add_row_sums_kernel, grid_size(args.rows, kThreads), kThreads, 0,
-               static_cast<cudaStream_t>(stream), args.partial, quantize::ceil_div(args.features, kSumTile),
-               args.rows, args.grad_probs);
+  launch_early(add_row_sums_kernel, grid_size(args.rows, kSumThreads), kSumThreads, 0,
+               static_cast<cudaStream_t>(stream), args.partial, ceil_div(args.features, kSumTile), args.rows,
+               args.grad_probs);
   check_launch("add_row_sums_kernel");
 }
 
 void launch_swiglu_backward(const SwigluBackwardArgs& args, void* stream) {
-  Layout layout = {};
-  layout.members = 1;
-  layout.rows = args.rows;
-  layout.cols = args.features;
-  const unsigned grid = quantize::tile_grid(layout);
-  if (grid > 0) {
+  const int64_t tiles = ceil_div(args.features, kSumTile), bands = ceil_div(args.rows, kRowsPerThread);
+  if (tiles > 0 && bands > 0) {
     visit_device_float(args.dtype, [&](auto element) {
       using T = decltype(element);
-      launch_early(swiglu_backward_kernel<T>, grid, kThreads, 0, static_cast<cudaStream_t>(stream), args,
-                   layout);
+      constexpr int kOfBlock = kThreads / (kSumTile / kVectorSize<T>);
+      const bool aligned = args.features % kVectorSize<T> == 0 && is_vector_aligned(args.grad) &&
+                           is_vector_aligned(args.input);
+      launch_early(aligned ? swiglu_backward_kernel<T, true> : swiglu_backward_kernel<T, false>,
+                   grid_size(tiles * bands, kOfBlock), kThreads, 0, static_cast<cudaStream_t>(stream), args,
+                   static_cast<uint32_t>(tiles));
     });
     check_launch("swiglu_backward_kernel");
   }

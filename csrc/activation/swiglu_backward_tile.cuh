@@ -1,6 +1,7 @@
-// The backward of SwiGLU on a tile of 128x128: what its kernel and the one that quantizes its results share.
+// The backward of SwiGLU on a tile of 128x128, for the kernels that quantize its results.
 #pragma once
 
+#include "activation/row_sums.cuh"
 #include "activation/swiglu.h"
 #include "quantize/tile_part.cuh"
 
@@ -12,37 +13,6 @@ using quantize::kThreads;
 using quantize::Tile;
 using quantize::Vector4;
 static_assert(kSumTile == quantize::kTile, "a tile holds whole trees of the row sums");
-
-// Adds each row over the lanes of a warp, neighbours first. Each exchange halves the rows that a lane is left with; then
-// lane l holds row row_of(l) in the first place.
-template <int kRows>
-struct RowSums {
-  float at[kRows];
-
-  __device__ __forceinline__ void fold(int lane) {
-#pragma unroll
-    for (int distance = 1; distance < kWarpSize; distance *= 2) {
-      const int half = kRows / 2 / distance;
-      if (half == 0) at[0] = at[0] + __shfl_xor_sync(0xffffffffu, at[0], distance);
-      const bool upper = lane & distance;
-#pragma unroll
-      for (int r = 0; r < half; ++r) {
-        const float kept = upper ? at[half + r] : at[r];
-        const float given = upper ? at[r] : at[half + r];
-        at[r] = kept + __shfl_xor_sync(0xffffffffu, given, distance);
-      }
-    }
-  }
-
-  static __device__ __forceinline__ int row_of(int lane) {
-    int row = 0;
-#pragma unroll
-    for (int distance = 1; distance < kRows; distance *= 2) {
-      if (lane & distance) row += kRows / 2 / distance;
-    }
-    return row;
-  }
-};
 
 // `args` without its outputs: the rows of a thread, their gradients handed to `use(row, grad of gate, grad of linear)`;
 // the loads of kBatch rows are under way together.
@@ -59,7 +29,7 @@ __device__ __forceinline__ void for_each_gradient(const SwigluBackwardArgs& args
     grad.read(start, 0, grads);
     input.read(start, 0, gates);
     input.read(start, features, linears);
-    RowSums<kBatch> sums;
+    RowSums<kBatch, kWarpSize> sums;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const float prob = __shfl_sync(0xffffffffu, own_prob, start + i);
@@ -77,7 +47,7 @@ __device__ __forceinline__ void for_each_gradient(const SwigluBackwardArgs& args
     }
     if (!args.partial) continue;
     sums.fold(lane);
-    const int row = warp * kRowsPerThread + start + RowSums<kBatch>::row_of(lane);
+    const int row = warp * kRowsPerThread + start + RowSums<kBatch, kWarpSize>::row_of(lane);
     if (lane < kBatch && row < tile.rows) {
       args.partial[tile.col_tile * args.rows + tile.row + row] = sums.at[0] + 0.0f;
     }
