@@ -109,6 +109,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   const auto rows_of = [&](int group) {
     return args.offsets ? Rows{args.offsets[group], args.offsets[group + 1], 0} : Rows{0, args.rows, 0};
   };
+  // Nothing is added to what an empty group has.
+  const auto is_left_out = [&](const Rows& rows) { return rows.begin >= rows.end && args.accumulate; };
   Place<Shared> place;
   if (warpgroup == 0) {
     fewer_registers<kCopierRegisters>();
@@ -117,36 +119,48 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       for (int index = cluster_in_grid(); index < count; index += clusters) {
         const Tile tile = find(index);
         Rows rows = rows_of(tile.group);
+        if constexpr (Kind::kIsTold) {
+          if (is_left_out(rows)) continue;
+          tell(shared, place,
+               {tile.group, tile.row * kTileRows, tile.column * kTileColumns, rows.end - rows.begin, 0});
+          if (rows.begin >= rows.end) {  // a stage of nothing
+            arrive_here(&shared.full[place.stage]);
+            place.next();
+            continue;
+          }
+        }
         rows.first_tile = row_tiles.before(args.offsets, tile.group);
         for (int row = rows.begin; row < rows.end; row += Kind::kRows, place.next()) {
           Kind::fill(maps, args, shared, place, block, tile, rows, row);
         }
+      }
+      if constexpr (Kind::kIsTold) {
+        tell(shared, place, FoundTile::none());
+        arrive_here(&shared.full[place.stage]);
       }
     }
     __syncwarp();
   } else {
     more_registers<kMultiplierRegisters>();
     const int number = warpgroup - 1;
-    for (int index = cluster_in_grid(); index < count; index += clusters) {
-      const Tile tile = find(index);
-      const Rows rows = rows_of(tile.group);
-      if (rows.begin >= rows.end && args.accumulate) continue;
-      const int line = tile.row * kTileRows + number * kBoxLines, column = tile.column * kTileColumns;
+    // The tile of a group whose first row and column these are; row_count of the group.
+    const auto take = [&](int group, int row, int column, int row_count) {
+      const int line = row + number * kBoxLines;
       const auto held = [&] {
-        Out* out = args.outs ? static_cast<Out*>(args.outs[tile.group])
-                             : static_cast<Out*>(args.out) + tile.group * args.group_stride;
+        Out* out = args.outs ? static_cast<Out*>(args.outs[group])
+                             : static_cast<Out*>(args.out) + group * args.group_stride;
         return Held<Out>{out + line * args.row_stride + column, args.row_stride, args.m - line,
                          args.n - column};
       };
-      const CUtensorMap& out_map = args.out_maps ? args.out_maps[tile.group] : maps.out;
-      const int matrix = args.out_maps ? 0 : tile.group;
+      const CUtensorMap& out_map = args.out_maps ? args.out_maps[group] : maps.out;
+      const int matrix = args.out_maps ? 0 : group;
       if (args.out_maps && threadIdx.x % kWarpgroup == 0) acquire(&out_map);
       if (args.accumulate) held().send(args.thread_boxes);
-      if (beta_of(args, tile.group) != 0.0f) held().send(~0u);
+      if (beta_of(args, group) != 0.0f) held().send(~0u);
       float sums[kSums] = {};
-      Kind::sum(shared, place, rows, number, sums);
+      Kind::sum(shared, place, row_count, number, sums);
       if (Kind::group_scales || args.alpha) {
-        const float factor = factor_of<Kind::group_scales>(args, tile.group);
+        const float factor = factor_of<Kind::group_scales>(args, group);
 #pragma unroll
         for (float& sum : sums) sum = sum * factor;
       }
@@ -155,14 +169,25 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
           const Adder adder(held(), args.thread_boxes);
           adder.add(sums, shared.out[number], number,
                     [&](uint8_t* box, int offset) { add_box(out_map, box, column + offset, line, matrix); });
-          continue;
+          return;
         }
       }
-      if (const float beta = beta_of(args, tile.group); beta != 0.0f) held().add(sums, beta);
+      if (const float beta = beta_of(args, group); beta != 0.0f) held().add(sums, beta);
       store_sums<Out>(sums, shared.out[number], number, [&](uint8_t* box, int offset) {
         if (threadIdx.x % kWarpgroup != 0 || line >= args.m || column + offset >= args.n) return;
         store_box(out_map, box, column + offset, line, matrix);
       });
+    };
+    if constexpr (Kind::kIsTold) {
+      FoundTile tile;
+      while (hear(shared, place, tile)) take(tile.group, tile.row, tile.column, tile.rows);
+    } else {
+      for (int index = cluster_in_grid(); index < count; index += clusters) {
+        const Tile tile = find(index);
+        const Rows rows = rows_of(tile.group);
+        if (is_left_out(rows)) continue;
+        take(tile.group, tile.row * kTileRows, tile.column * kTileColumns, rows.end - rows.begin);
+      }
     }
     if (threadIdx.x % kWarpgroup == 0) wait_until_stored<0>();
   }

@@ -83,9 +83,10 @@ __device__ __forceinline__ void sync_changed_stage() {
 // 16-bit operands [T, m] and [T, n].
 template <typename T>
 struct PlainColumns {
-  using Shared = ColumnsShared;
+  using Shared = PlainShared;
   static constexpr int kRows = kBoxLines;  // of a stage
   static constexpr bool group_scales = false;
+  static constexpr bool kIsTold = true;  // of tiles, by the copier
 
   static void encode(WeightGradMaps& maps, const GroupedKernelArgs& args) {
     const auto map = [&](const void* data, int64_t lines) {
@@ -121,29 +122,33 @@ struct PlainColumns {
     sync_changed_stage();
   }
 
-  static __device__ __forceinline__ void sum(Shared& shared, Place<Shared>& place, const Rows& rows,
-                                             int number, float (&sums)[kSums]) {
+  // Of so many rows; none are a stage without products.
+  static __device__ __forceinline__ void sum(Shared& shared, Place<Shared>& place, int left, int number,
+                                             float (&sums)[kSums]) {
     int read = -1;  // the stage of the step before
-    for (int row = rows.begin; row < rows.end; row += kRows, place.next()) {
+    do {
       wait(&shared.full[place.stage], place.parity);
       Stage& stage = shared.stages[place.stage];
-      if (rows.end - row < kRows) zero_rows(stage, rows.end - row);
+      if (left < kRows) zero_rows(stage, left);
       const uint64_t a = by_columns(stage.left[number], kBoxBytes), b = by_columns(stage.right, kBoxBytes);
-      multiply_each<kRows / kProductRows>((rows.end - row + kProductRows - 1) / kProductRows, [&](int i) {
+      multiply_each<kRows / kProductRows>((left + kProductRows - 1) / kProductRows, [&](int i) {
         multiply<T, true, true>(sums, a + i * kLine, b + i * kLine);  // descriptors count 16 bytes
       });
       wait_for_products<1>();
       if (read >= 0) release(&shared.empty[read]);
       read = place.stage;
-    }
+      left -= kRows;
+      place.next();
+    } while (left > 0);
     wait_for_products<0>();
-    if (read >= 0) release(&shared.empty[read]);
+    release(&shared.empty[read]);
   }
 };
 
 // FP8 codes [m, T] and [n, T], a row of T a line, however their scales lie.
 struct CodeLines {
   static constexpr int kRows = kLine;  // of a stage
+  static constexpr bool kIsTold = false;
 
   static void encode(WeightGradMaps& maps, const GroupedKernelArgs& args) {
     const auto map = [&](const void* data, int64_t rows, int64_t lines) {
@@ -234,11 +239,11 @@ struct BlockColumns : CodeLines {
     load_box(scales.right, maps.input_scale, full, tile.column * kTileColumns, row_tile, 0);
   }
 
-  static __device__ __forceinline__ void sum(Shared& shared, Place<Shared>& place, const Rows& rows,
-                                             int number, float (&sums)[kSums]) {
+  static __device__ __forceinline__ void sum(Shared& shared, Place<Shared>& place, int left, int number,
+                                             float (&sums)[kSums]) {
     const int lane = threadIdx.x % kWarpSize;
     const int line = number * kBoxLines + threadIdx.x % kWarpgroup / kWarpSize * 16 + lane / 4;
-    for (int left = rows.end - rows.begin; left > 0; left -= kRows, place.next()) {
+    for (; left > 0; left -= kRows, place.next()) {
       wait(&shared.full[place.stage], place.parity);
       Stage& stage = shared.stages[place.stage];
       const LineScales& scales = shared.beside[place.stage];
@@ -283,9 +288,9 @@ struct CodeColumns : CodeLines {
     fill_lines(maps, args, shared, place, block, tile, rows, row, 0);
   }
 
-  static __device__ __forceinline__ void sum(Shared& shared, Place<Shared>& place, const Rows& rows,
-                                             int number, float (&sums)[kSums]) {
-    for (int left = rows.end - rows.begin; left > 0; left -= kRows, place.next()) {
+  static __device__ __forceinline__ void sum(Shared& shared, Place<Shared>& place, int left, int number,
+                                             float (&sums)[kSums]) {
+    for (; left > 0; left -= kRows, place.next()) {
       wait(&shared.full[place.stage], place.parity);
       Stage& stage = shared.stages[place.stage];
       if (left < kRows) zero_rows(stage, left);
