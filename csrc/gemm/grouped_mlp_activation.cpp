@@ -46,12 +46,11 @@ RoundedWeight round_role_weight(const Tensor& weight, const OptionalList& quanti
 Hidden product_then_activation(Rounded input, RoundedWeight weight, const MlpArguments& mlp,
                                const RoleFormats& formats, bool columns, bool keep_linear) {
   Hidden hidden;
-  // One op where the linear layer's output is not kept: storing it as well takes the epilogue longer than the second step does.
-  if (!keep_linear && multiplies_as_they_are(input.rows, weight.forward, mlp.input.scalar_type())) {
+  if (multiplies_as_they_are(input.rows, weight.forward, mlp.input.scalar_type())) {
     Tensor activation;
-    std::tie(activation, hidden.linear) = call_grouped_gemm_swiglu(input.rows.data, weight.forward.data,
-                                                                   mlp.group_sizes, mlp.probs, mlp.fc1_bias,
-                                                                   /*interleave=*/0, /*keep_input=*/false);
+    std::tie(activation, hidden.linear) =
+        call_grouped_gemm_swiglu(input.rows.data, weight.forward.data, mlp.group_sizes, mlp.probs,
+                                 mlp.fc1_bias, /*interleave=*/0, /*keep_input=*/keep_linear);
     hidden.activation =
         round_role(activation, mlp.group_sizes, formats.input, formats.input_key, true, columns);
     return hidden;
