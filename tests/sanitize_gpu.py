@@ -2,9 +2,13 @@
 races in shared memory, barriers.
 
     python -m tests.sanitize_gpu            # memcheck, racecheck, synccheck; fails where one has a report
+    python -m tests.sanitize_gpu --jobs 6   # the cases shared out among six processes on the same GPU
 
 Memory is not cached by torch's allocator here, so that an access past a tensor is one past an allocation. Results are
 not looked at: the tests do that.
+
+racecheck of CUDA 13 does not see that what a thread stored before it arrived at a barrier is ordered where bytes of copies
+end the barrier's phase, and so reports the tiles that Hopper's copier tells (``tell`` and ``hear`` in hopper_tiles.cuh).
 """
 
 from __future__ import annotations
@@ -89,6 +93,10 @@ def _grouped(input: torch.Tensor, sizes: torch.Tensor, format: str) -> None:
         ops.grouped_quantize_both(input, sizes, aligned)
         many = sizes.new_ones(min(64, input.shape[0]))  # short groups have a kernel of their own
         ops.grouped_quantize_both(input, many, aligned)
+
+
+def _swiglu(input: torch.Tensor, probs: Any) -> None:
+    ops.swiglu_backward(ops.swiglu(input, probs), input, probs)
 
 
 def _fused(input: torch.Tensor, probs: Any, sizes: Any, format: str) -> None:
@@ -235,6 +243,9 @@ def _in_turn(sizes: torch.Tensor, max_sms: int) -> None:
     rows = torch.arange(input.shape[0], device=sizes.device) // 2
     plan = {"max_sms": max_sms}
     product = ops.grouped_gemm(input, weight, sizes, **plan)
+    ops.grouped_gemm_wgrad(product, input, sizes, **plan)
+    main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    ops.grouped_gemm_wgrad_out(product, input, sizes, main_grad, **plan)
     ops.grouped_gemm(input, weight, sizes, rows=rows, **plan)
     ops.grouped_gemm(product, weight, sizes, transpose_b=False, **plan)
     ops.grouped_gemm(product, weight, sizes, transpose_b=False, rows=rows, **plan)
@@ -275,7 +286,7 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
         ("quantize_scaled", quantize_scaled_cases(), ops.quantize_scaled_both),
         ("grouped_quantize_scaled", grouped_quantize_scaled_cases(), ops.quantize_scaled_both),
         ("quantize_list", quantize_cases(), _list),
-        ("swiglu", swiglu_cases(), ops.swiglu),
+        ("swiglu", swiglu_cases(), _swiglu),
         ("swiglu_quantize", swiglu_quantize_cases(), _fused),
         ("swiglu_backward_quantize", swiglu_quantize_cases(widths=(128, 384)), _fused_backward),
         ("bias_backward_quantize", bias_backward_quantize_cases(), _bias_backward),
@@ -313,19 +324,23 @@ def main() -> None:
     parser.add_argument("--walk", action="store_true", help="only walk the cases, in this process")
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="cases with this in their name")
     parser.add_argument("--tools", nargs="*", default=list(TOOLS), choices=TOOLS)
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes at once, each with a share of the cases"
+    )
+    parser.add_argument("--share", type=int, default=0, help="of --walk: which of the --jobs shares")
     arguments = parser.parse_args()
     if arguments.walk:
+        chosen = (call for name, call in calls(torch.device("cuda")) if arguments.only in name)
         count = 0
-        for name, call in calls(torch.device("cuda")):
-            if arguments.only in name:
+        for count, call in enumerate(chosen, 1):
+            if count % arguments.jobs == arguments.share:
                 call()
-                count += 1
         torch.cuda.synchronize()
         if not count:
             parser.error(
                 f"--only: expected a part of a case's name, got {arguments.only!r}, which is in none"
             )
-        print(f"walked {count} cases")
+        print(f"walked share {arguments.share + 1} of {arguments.jobs} of {count} cases")
         return
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     for tool in arguments.tools:
@@ -338,9 +353,16 @@ def main() -> None:
             sys.executable,
             "-m",
             __spec__.name,
+            *("--walk", "--only", arguments.only, "--jobs", str(arguments.jobs)),
         ]
         print(f"== {tool}", flush=True)
-        subprocess.run([*command, "--walk", "--only", arguments.only], check=True, env=environment)
+        running = [
+            subprocess.Popen([*command, "--share", str(share)], env=environment)
+            for share in range(arguments.jobs)
+        ]
+        codes = [process.wait() for process in running]
+        if any(codes):
+            sys.exit(f"{tool}: a report, above")
 
 
 if __name__ == "__main__":
