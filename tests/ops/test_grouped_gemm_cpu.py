@@ -65,6 +65,32 @@ def test_any_number_of_threads(sizes: list[int], dtype: torch.dtype, threads: in
         assert_same_bits(out, (weight_grad + 1).float())
 
 
+# Rows at which parts of large matrices become others.
+PARTED = [1, 31, 32, 33, 40, 41, 0, 128, 129, 150]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("n, k", [(840, 712), (3, 180000), (180000, 3)], ids=["wide", "long", "tall"])
+def test_float32_matrices_taken_in_parts(n: int, k: int, threads: int) -> None:
+    """Larger than a core's cache, of sizes that no part divides; sums are exact."""
+    sizes = PARTED if min(n, k) > 3 else PARTED[:5]
+    generator, rows = torch.Generator().manual_seed(5), sum(sizes)
+    shapes = (rows, k), (rows, n), (len(sizes), n, k), (len(sizes), n), (len(sizes), n, k)
+    x, grad, weight, bias, held = (integers(shape, torch.float32, CPU, generator, most=3) for shape in shapes)
+    group_sizes = torch.tensor(sizes)
+    torch.set_num_threads(threads)
+    for own_bias in (None, bias):
+        expected = rows_fp64(x, weight, group_sizes, own_bias, None, True).float()
+        assert_same_bits(ops.grouped_gemm(x, weight, group_sizes, own_bias) + 0, expected)
+    expected = rows_fp64(grad, weight, group_sizes, None, None, False).float()
+    assert_same_bits(ops.grouped_gemm(grad, weight, group_sizes, transpose_b=False) + 0, expected)
+    weight_grad = wgrad_fp64(grad, x, group_sizes)
+    assert_same_bits(ops.grouped_gemm_wgrad(grad, x, group_sizes) + 0, weight_grad.float())
+    added = (held.double() + weight_grad).float()
+    ops.grouped_gemm_wgrad_out(grad, x, group_sizes, held)
+    assert_same_bits(held, added)
+
+
 @by_dtype
 @by_sizes
 def test_groups_keep_to_their_rows(sizes: list[int], dtype: torch.dtype) -> None:
