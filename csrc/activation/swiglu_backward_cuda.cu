@@ -52,9 +52,8 @@ __global__ void __launch_bounds__(kThreads)
   const T* grad = static_cast<const T*>(args.grad) + first_row * f + column;
   const T* gate = static_cast<const T*>(args.input) + first_row * 2 * f + column;
   T* target = static_cast<T*>(args.grad_input) + first_row * 2 * f + column;
-  const auto is_row = [&](int r) {
-    return first_row + r < args.rows;
-  };  // not past the last, as the last threads' are
+  // The last threads' may be past the last.
+  const auto is_row = [&](int r) { return first_row + r < args.rows; };
   uint4 grads[kRowsPerThread], gates[kRowsPerThread], linears[kRowsPerThread];
   float probs[kRowsPerThread];
 #pragma unroll

@@ -37,8 +37,8 @@ struct Stage {
   alignas(1024) uint8_t left[kLeftBoxes][kBoxBytes];
   alignas(1024) uint8_t right[kRightBoxes][kBoxBytes];
 };
-// A tile of ragged rows that the copier has found. Those that multiply learn of it with the first of its stages, and need not
-// look for it: the copier, ahead by the stages, does while they multiply. An end takes the turn of one more stage.
+// A tile that the copier has found. Those that multiply learn of it with the first of its stages, and need not look for it: the
+// copier, ahead by the stages, does while they multiply. An end takes the turn of one more stage.
 struct alignas(16) FoundTile {
   int group;        // -1: the end, no tile is left
   int row, column;  // of the output, its first
@@ -83,7 +83,7 @@ class RowScales {
   Rows rows_[stages];
   float columns_[(stages - 1) * kBoxStride + 2 * kSteps];
 };
-// or, in weight gradients, where all find their tiles themselves, scales of the lines of both operands or nothing.
+// or, in weight gradients of FP8, where all find their tiles themselves, scales of the lines of both operands or nothing.
 struct LineScales {
   alignas(128) float left[kTileRows], right[kTileColumns];
 };
