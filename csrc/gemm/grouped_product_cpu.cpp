@@ -81,10 +81,11 @@ void multiply_into(const Tensor& out, const std::optional<Tensor>& plus, const T
   plus ? at::cpu::addmm_out(target, *plus, a, b) : at::cpu::mm_out(target, a, b);
 }
 
-// A float32 matrix of more elements than this fills a core's own cache. MKL on one thread then takes up to twice the time that it
-// takes with parts that fit. What parts are best, and for how many rows of a group, was measured on an Intel with AVX-512.
+// A float32 matrix of more elements than this fills a core's own cache. MKL on one thread then takes up to 1.75 times as long as
+// with parts that fit. What parts are best, and for how many rows of a group, was measured on an Intel with AVX-512, as torch
+// starts; after torch.set_num_threads MKL chooses otherwise, and parts of terms and of rows cost 5 to 9 %.
 constexpr int64_t kLargeMatrix = int64_t{1} << 19;
-constexpr int64_t kPart = int64_t{1} << 17, kPartForFewRows = 2 * kPart;
+constexpr int64_t kPart = int64_t{1} << 17, kPartOfColumns = 2 * kPart;
 
 // Lines of a part, of so many elements each: `least` where they are long.
 int64_t lines_of_part(int64_t part, int64_t line, int64_t least) { return std::max(least, part / line); }
@@ -94,20 +95,18 @@ void multiply_columns(const Tensor& out, const std::optional<Tensor>& plus, cons
                       const Tensor& b) {
   constexpr int64_t kMostRows = 32;
   const int64_t columns = b.size(1);
-  const int64_t part = a.size(0) <= kMostRows ? lines_of_part(kPartForFewRows, b.size(0), 256) : columns;
+  const int64_t part = a.size(0) <= kMostRows ? lines_of_part(kPartOfColumns, b.size(0), 256) : columns;
   for (int64_t at = 0; at < columns; at += part) {
     const int64_t count = std::min(part, columns - at);
     const auto own = plus ? std::optional<Tensor>(plus->narrow(-1, at, count)) : std::nullopt;
     multiply_into(out.narrow(1, at, count), own, a, b.narrow(1, at, count));
   }
 }
-// Where it lies by rows: parts of what is summed over.
+// Where it lies by rows: parts of what is summed over, but for few rows.
 void multiply_terms(const Tensor& out, const std::optional<Tensor>& plus, const Tensor& a, const Tensor& b) {
   constexpr int64_t kFewRows = 31, kMostRows = 128;
-  const int64_t rows = a.size(0), terms = a.size(1), columns = b.size(1);
-  const int64_t part = rows <= kFewRows    ? lines_of_part(kPartForFewRows, columns, 256)
-                       : rows <= kMostRows ? lines_of_part(kPart, columns, 128)
-                                           : terms;
+  const int64_t rows = a.size(0), terms = a.size(1);
+  const int64_t part = rows > kFewRows && rows <= kMostRows ? lines_of_part(kPart, b.size(1), 128) : terms;
   for (int64_t at = 0; at < terms; at += part) {
     const int64_t count = std::min(part, terms - at);
     multiply_into(out, at == 0 ? plus : std::optional<Tensor>(out), a.narrow(1, at, count),
