@@ -6,10 +6,6 @@ races in shared memory, barriers.
 
 Memory is not cached by torch's allocator here, so that an access past a tensor is one past an allocation. Results are
 not looked at: the tests do that.
-
-racecheck of CUDA 13 reports the tiles that Hopper's copier tells (``tell`` and ``hear`` in hopper_tiles.cuh). They are
-stored before an arrival at a barrier whose phase the bytes of copies end, and read after a wait for it. PTX orders
-these; the tool seems not to count such a phase.
 """
 
 from __future__ import annotations

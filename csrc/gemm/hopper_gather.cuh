@@ -96,7 +96,7 @@ __device__ __forceinline__ void gather_tiles(const RowsArgs& args, const TakenRo
       Stage& stage = shared.stages[place.stage];
       wait(&shared.empty[place.stage], place.parity ^ 1);
       if (threadIdx.x == 0) {
-        if (step == 0) shared.tile(place.stage) = found_tile(walk, tile, halves);
+        if (step == 0) tell_of(shared, place.stage, found_tile(walk, tile, halves));
         fill_right<decltype(halves)::kBoxes>(
             stage.right, &shared.full[place.stage], block, tile.same_columns,
             [&](void* to, int box, uint64_t* barrier, bool for_both) {
@@ -121,7 +121,7 @@ __device__ __forceinline__ void gather_tiles(const RowsArgs& args, const TakenRo
   // All warps, lest one arrives for the stage's turn before, which another has yet to hand over.
   wait(&shared.empty[place.stage], place.parity ^ 1);
   if (threadIdx.x == 0) {
-    tell(shared, place, FoundTile::none());
+    tell_of(shared, place.stage, FoundTile::none());
     arrive_here(&shared.full[place.stage]);
   }
   if (threadIdx.x % kWarpSize == 0) arrive_here(&shared.full[place.stage]);

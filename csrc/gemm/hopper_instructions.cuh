@@ -28,6 +28,20 @@ __device__ __forceinline__ void arrive_and_expect(uint64_t* barrier, uint32_t by
                "r"(bytes)
                : "memory");
 }
+// So many bytes more, before who announces them arrives.
+__device__ __forceinline__ void expect(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+// 16 bytes to shared memory of this block; like those of a copy they are there when the barrier's phase ends.
+__device__ __forceinline__ void store_for(uint64_t* barrier, void* to, const int4& value) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.s32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(
+          shared_address(to)),
+      "r"(shared_address(barrier)), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+      : "memory");
+}
 // At the barrier in the same place of a block of the cluster. Not .release.cluster, whose fence waits for all that the
 // GPU's memory owes this thread: what is handed over is room in shared memory that tensor cores have read.
 __device__ __forceinline__ void arrive_at(uint64_t* barrier, uint32_t block) {

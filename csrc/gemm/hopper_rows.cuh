@@ -49,6 +49,26 @@ __device__ __forceinline__ void store_rows(const RowsArgs& args, const CUtensorM
   });
 }
 
+// Rows past the groups become zero, in so many columns, by so many warps of every block.
+template <typename Out>
+__device__ __forceinline__ void zero_tail(const RowsArgs& args, Out* out, int64_t stride, int columns,
+                                          int warps, int warp) {
+  constexpr int kPiece = 16 / sizeof(Out);
+  const int step = static_cast<int>(gridDim.x) * warps;
+  for (int row = args.offsets[args.groups] + static_cast<int>(blockIdx.x) * warps + warp; row < args.rows;
+       row += step) {
+    Out* own = out + row * stride;
+    for (int i = threadIdx.x % kWarpSize * kPiece; i < columns; i += kWarpSize * kPiece) {
+      *reinterpret_cast<uint4*>(own + i) = uint4{};
+    }
+  }
+}
+template <typename Out>
+__device__ __forceinline__ void zero_tail(const RowsArgs& args, int warps, int warp) {
+  if (!args.zeroes_tail) return;
+  zero_tail(args, static_cast<Out*>(args.out), args.out_row_stride, args.n, warps, warp);
+}
+
 // What becomes of sums, all by the warpgroup that has them: an epilogue says which lines of b are the columns of a tile, and
 // brings the sums to memory. This one adds what is held there, rounds and stores them. The others are in hopper_swiglu.cuh.
 template <typename Out>
@@ -78,6 +98,10 @@ struct StoreRows {
                                          Shared& shared) const {
     if (const float beta = beta_of(args, part.group); beta != 0.0f) held_by<Out>(args, part).add(sums, beta);
     store_rows<Out>(args, out, part, sums, shared.out[part.number]);
+  }
+  // By the copier's other warps, so many of every block.
+  __device__ __forceinline__ void zero_tail(const RowsArgs& args, int warps, int warp) const {
+    hopper::zero_tail<Out>(args, warps, warp);
   }
   // After the last part: until shared memory is free.
   static __device__ __forceinline__ void drain() {
@@ -135,28 +159,13 @@ __device__ __forceinline__ void scale_and_add_bias(const RowsArgs& args, const P
   }
 }
 
-// Rows past the groups become zero, by so many warps of every block.
-template <typename Out>
-__device__ __forceinline__ void zero_tail(const RowsArgs& args, int warps, int warp) {
-  if (!args.zeroes_tail) return;
-  constexpr int kPiece = 16 / sizeof(Out);
-  const int step = static_cast<int>(gridDim.x) * warps;
-  for (int row = args.offsets[args.groups] + static_cast<int>(blockIdx.x) * warps + warp; row < args.rows;
-       row += step) {
-    Out* own = static_cast<Out*>(args.out) + row * args.out_row_stride;
-    for (int i = threadIdx.x % kWarpSize * kPiece; i < args.n; i += kWarpSize * kPiece) {
-      *reinterpret_cast<uint4*>(own + i) = uint4{};
-    }
-  }
-}
-
 // All that a warpgroup does that multiplies, the `number`-th of those.
 template <typename Kind, typename Epilogue, typename Shared>
 __device__ __forceinline__ void multiply_tiles(const RowsArgs& args, const Epilogue& epilogue, Shared& shared,
                                                Place<Shared>& place, int steps, int number) {
   const auto take = [&](const FoundTile& tile, auto halves) {
     using Own = decltype(halves);
-    const Part part{tile.group,
+    const Part part{tile.group(),
                     number,
                     tile.row + number * kBoxLines,
                     tile.row + tile.rows,
@@ -213,7 +222,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   if (warpgroup == 0) {
     fewer_registers<kCopierRegisters>();
     if (threadIdx.x >= kWarpSize) {
-      zero_tail<typename Kind::Out>(args, kWarpgroup / kWarpSize - 1, threadIdx.x / kWarpSize - 1);
+      epilogue.zero_tail(args, kWarpgroup / kWarpSize - 1, threadIdx.x / kWarpSize - 1);
     } else {
       RowsWalk walk(args, block);
       int entered = -1;  // the group of the tile before

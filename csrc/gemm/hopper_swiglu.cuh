@@ -99,6 +99,11 @@ struct SwigluOfSums {
     });
   }
 
+  // Of h, if it is kept.
+  __device__ __forceinline__ void zero_tail(const RowsArgs& args, int warps, int warp) const {
+    if (h_data) hopper::zero_tail(args, h_data, int64_t{2} * features, 2 * features, warps, warp);
+  }
+
   // In the place of the first half of the sums, in the order of columns.
   static __device__ __forceinline__ void activate(const ProbsOfThread& prob, float (&sums)[kSums]) {
     constexpr int kRun = interleaved ? 4 : kHalfTile / 8;  // eights of columns of the gate in a row
@@ -131,6 +136,10 @@ struct SwigluRows : SwigluOfSums<T, interleaved> {
   __device__ __forceinline__ void prefetch_maps() const {
     prefetch(act);
     SwigluOfSums<T, interleaved>::prefetch_maps();
+  }
+  __device__ __forceinline__ void zero_tail(const RowsArgs& args, int warps, int warp) const {
+    SwigluOfSums<T, interleaved>::zero_tail(args, warps, warp);
+    hopper::zero_tail(args, act_data, this->features, this->features, warps, warp);
   }
 
   template <typename Shared>
@@ -248,6 +257,9 @@ struct SwigluBackwardRows {
   __device__ __forceinline__ void prefetch_maps() const {
     prefetch(h);
     prefetch(grad_h);
+  }
+  __device__ __forceinline__ void zero_tail(const RowsArgs& args, int warps, int warp) const {
+    hopper::zero_tail(args, grad_data, args.out_row_stride, 2 * args.n, warps, warp);
   }
   static __device__ __forceinline__ void init(SwigluBackwardShared& shared) {
     for (auto& of_warp : shared.arrived) {

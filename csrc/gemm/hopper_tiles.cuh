@@ -40,13 +40,18 @@ struct Stage {
 // A tile that the copier has found. Those that multiply learn of it with the first of its stages, and need not look for it: the
 // copier, ahead by the stages, does while they multiply. An end takes the turn of one more stage.
 struct alignas(16) FoundTile {
-  int group;        // -1: the end, no tile is left
+  int kind;  // -1: the end, no tile is left; else twice the group, and 1 more where a block takes half of the columns
   int row, column;  // of the output, its first
   int rows;         // of the group from `row` on; may be none or fewer
-  int halves;       // of its columns, that a block takes
 
-  static __device__ __forceinline__ FoundTile none() { return {-1, 0, 0, 0, 0}; }
+  static __device__ __forceinline__ FoundTile none() { return {-1, 0, 0, 0}; }
+  static __device__ __forceinline__ FoundTile of(int group, bool is_half, int row, int column, int rows) {
+    return {group * 2 + is_half, row, column, rows};
+  }
+  __device__ __forceinline__ int group() const { return kind >> 1; }
+  __device__ __forceinline__ bool is_half() const { return kind & 1; }
 };
+static_assert(sizeof(FoundTile) == sizeof(int4), "stored at once");
 
 // What comes with the stages besides operands: a tile each, if it is the tile's first,
 template <int stages>
@@ -76,7 +81,7 @@ class RowScales {
   struct Rows {
     alignas(16) float scales[kRows];
     FoundTile tile;
-    float unused[20];
+    float unused[24];
   };
   static_assert(sizeof(Rows) % 128 == 0, "boxes begin there");
 
@@ -139,11 +144,20 @@ __device__ __forceinline__ void init_stages(Shared& shared, uint32_t others = 0)
   sync_cluster();
 }
 
-// By the copier, before it arrives at the barrier of the tile's first stage.
+// By the copier, when the tile's first stage is empty, before it arrives at that one's barrier. The tile comes as boxes do, so
+// those who wait for the stage have it; that a thread's own store is ordered by its arrival compute-sanitizer does not see where
+// copies end a phase.
+template <typename Shared>
+__device__ __forceinline__ void tell_of(Shared& shared, int stage, const FoundTile& tile) {
+  uint64_t* full = &shared.full[stage];
+  expect(full, sizeof(tile));
+  store_for(full, &shared.tile(stage), {tile.kind, tile.row, tile.column, tile.rows});
+}
+// The same, having waited for that.
 template <typename Shared>
 __device__ __forceinline__ void tell(Shared& shared, const Place<Shared>& place, const FoundTile& tile) {
   wait(&shared.empty[place.stage], place.parity ^ 1);
-  shared.tile(place.stage) = tile;
+  tell_of(shared, place.stage, tile);
 }
 // By all threads of a warp that multiplies: the tile whose first stage is next, or false at the end. A vote, so that the compiler
 // knows a loop on it for one that all threads take alike: else it loses the uniform registers by which products are started.
@@ -152,7 +166,7 @@ __device__ __forceinline__ bool hear(Shared& shared, const Place<Shared>& place,
   wait(&shared.full[place.stage], place.parity);
   tile = shared.tile(place.stage);
   __syncwarp();  // all lanes have read it before one releases the stage
-  return __any_sync(~0u, tile.group >= 0);
+  return __any_sync(~0u, tile.kind >= 0);
 }
 
 // All boxes of a stage, by one thread: load(to, box, barrier, shared) for each. What the tiles of the cluster share, each

@@ -97,12 +97,12 @@ struct Halves {
 template <typename Own>
 __device__ __forceinline__ FoundTile found_tile(const RowsWalk& walk, const Tile& tile, const Own& halves) {
   const int row = walk.begin_row + tile.row * kTileRows;
-  return {tile.group, row, halves.column(tile), walk.end_row - row, Own::kCount};
+  return FoundTile::of(tile.group, Own::kCount == 1, row, halves.column(tile), walk.end_row - row);
 }
 // Whether a block takes all columns of the tile, as it does where tiles are not taken in halves.
 template <bool takes_halves>
 __device__ __forceinline__ bool is_whole(const FoundTile& tile) {
-  return !takes_halves || __all_sync(~0u, tile.halves == 2);
+  return !takes_halves || __all_sync(~0u, !tile.is_half());
 }
 
 // The tiles of a block, one after the other, of a warp together: take(tile, halves) for each.

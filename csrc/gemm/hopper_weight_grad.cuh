@@ -122,7 +122,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         if constexpr (Kind::kIsTold) {
           if (is_left_out(rows)) continue;
           tell(shared, place,
-               {tile.group, tile.row * kTileRows, tile.column * kTileColumns, rows.end - rows.begin, 0});
+               FoundTile::of(tile.group, false, tile.row * kTileRows, tile.column * kTileColumns,
+                             rows.end - rows.begin));
           if (rows.begin >= rows.end) {  // a stage of nothing
             arrive_here(&shared.full[place.stage]);
             place.next();
@@ -180,7 +181,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     };
     if constexpr (Kind::kIsTold) {
       FoundTile tile;
-      while (hear(shared, place, tile)) take(tile.group, tile.row, tile.column, tile.rows);
+      while (hear(shared, place, tile)) take(tile.group(), tile.row, tile.column, tile.rows);
     } else {
       for (int index = cluster_in_grid(); index < count; index += clusters) {
         const Tile tile = find(index);

@@ -78,8 +78,6 @@ std::optional<TwoTensors> swiglu_product_cuda(const SwigluProduct& product) {
   given.args.act = act.mutable_data_ptr();
   given.args.interleaved ? launch_hopper_swiglu_interleaved(given.args, scope.stream())
                          : launch_hopper_swiglu(given.args, scope.stream());
-  zero_tail(act, product.offsets, scope.stream());
-  if (product.keep_input) zero_tail(given.h, product.offsets, scope.stream());
   return TwoTensors(act, given.h);
 }
 
@@ -103,7 +101,6 @@ std::optional<ThreeTensors> swiglu_product_quantized_cuda(const SwigluProduct& p
     (mx ? launch_hopper_swiglu_quantize_mx : launch_hopper_swiglu_quantize)(args, scope.stream());
   }
   quantize::launch_quantize_tail(args.codes, args.swiglu.product.offsets + product.b.size(0), scope.stream());
-  if (product.keep_input) zero_tail(given.h, product.offsets, scope.stream());
   return ThreeTensors(outputs.data, outputs.scale, given.h);
 }
 
@@ -132,7 +129,6 @@ std::optional<TwoTensors> swiglu_backward_product_cuda(const SwigluBackwardProdu
   args.product.out = grad_h.mutable_data_ptr();
   args.probs = float_or_null(probs);
   launch_hopper_swiglu_backward(args, scope.stream());
-  zero_tail(grad_h, product.offsets, scope.stream());
   if (probs) {
     activation::launch_add_row_sums(sums, scope.stream());
     zero_tail(grad_probs.unsqueeze(1), product.offsets, scope.stream());
