@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
+#include <sys/mman.h>
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
 #include <ATen/cuda/EmptyTensor.h>
@@ -17,13 +18,30 @@ bool is_filled() {
   return context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory();
 }
 
+// Memory of this many bytes is asked for in huge pages, as NumPy asks for as many: where the system has them for those who
+// ask, the kernel clears fresh memory in less than half of the time. It is a wish; without them nothing changes.
+constexpr uintptr_t kLarge = uintptr_t{1} << 22, kPage = 4096;
+
+void ask_for_huge_pages(const at::Tensor& fresh) {
+#ifdef MADV_HUGEPAGE
+  if (fresh.nbytes() < kLarge) return;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(fresh.mutable_data_ptr());
+  const uintptr_t first = (begin + kPage - 1) / kPage * kPage;
+  madvise(reinterpret_cast<void*>(first), begin + fresh.nbytes() - first, MADV_HUGEPAGE);
+#endif
+}
+
 }  // namespace
 
 // Kernels know their device, so they need not ask the dispatcher twice, as at::empty does: a fifth of its time.
 at::Tensor empty(const at::Tensor& like, c10::SymIntArrayRef sizes, at::ScalarType dtype) {
   const auto numbers = c10::asIntArrayRefSlowOpt(sizes);
   if (numbers && !is_filled()) {
-    if (like.is_cpu()) return at::detail::empty_cpu(*numbers, dtype);
+    if (like.is_cpu()) {
+      at::Tensor fresh = at::detail::empty_cpu(*numbers, dtype);
+      ask_for_huge_pages(fresh);
+      return fresh;
+    }
 #ifdef TRANSFORMER_PLUGIN_CUDA
     if (like.is_cuda()) return at::detail::empty_cuda(*numbers, dtype, like.device(), std::nullopt);
 #endif

@@ -33,7 +33,7 @@ bool compiles_for_each_size(const Tensor& operand, int64_t rows) {
 }
 
 int64_t up_to_steps(int64_t rows) {
-  const int64_t step = rows > 8 * kRowStep ? kRowStep : rows > 4 * kRowStep ? kRowStep / 2 : kRowStep / 4;
+  const int64_t step = rows > 32 * kRowStep ? kRowStep : rows > 16 * kRowStep ? kRowStep / 2 : kRowStep / 4;
   return (rows + step - 1) / step * step;
 }
 
@@ -55,8 +55,9 @@ Tensor with_zeros(const Tensor& matrix, int64_t begin, int64_t rows, int64_t mor
 constexpr int64_t kLongestStep = 32;
 
 // Calls multiply(rows of the result, rows of `a`) until the group's, `rows` from `begin` on, are done. When `alone`, in one
-// product, whose result may have more rows: whoever follows the group writes over them. Its size depends on the group alone, as
-// sums may be rounded in another order in products of other sizes.
+// product, whose result may have more rows: whoever follows the group writes over them. Where nothing follows, they are rows
+// before it, which get back what they had. Its size depends on the group alone, as sums may be rounded in another order in
+// products of other sizes.
 template <typename Multiply>
 void multiply_in_steps(const Tensor& a, const Tensor& out, int64_t begin, int64_t rows, bool alone,
                        Multiply&& multiply) {
@@ -67,7 +68,15 @@ void multiply_in_steps(const Tensor& a, const Tensor& out, int64_t begin, int64_
     return multiply(out.narrow(0, begin + rows - rest, rest), a.narrow(0, begin + rows - rest, rest));
   }
   const int64_t more = up_to_steps(rows);
+  const int64_t first = begin + rows - more;  // where nothing follows
   const bool has_room = begin + more <= out.size(0), keeps_apart = a.size(1) % kLongestStep == 0;
+  if (!has_room && keeps_apart && first >= 0) {
+    Tensor before = out.narrow(0, first, more - rows);
+    const Tensor kept = before.clone();
+    multiply(out.narrow(0, first, more), a.narrow(0, first, more));
+    before.copy_(kept);
+    return;
+  }
   const Tensor part = has_room && keeps_apart ? a.narrow(0, begin, more) : with_zeros(a, begin, rows, more);
   if (has_room) return multiply(out.narrow(0, begin, more), part);
   const Tensor result = empty(out, {more, out.size(1)}, out.scalar_type());

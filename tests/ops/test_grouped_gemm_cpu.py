@@ -116,14 +116,15 @@ WIDE = {
     "among others": ([577, 603, 3, 130], 72, 520),
     "whole steps": ([577, 603, 3, 130], 96, 520),
     "deep": ([733, 93], 2048, 256),
+    "deep, long last": ([93, 3, 733], 2048, 256),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])  # MKL's float32 sums depend on addresses
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", list(WIDE))
-def test_rows_that_follow_change_nothing(name: str, threads: int, dtype: torch.dtype) -> None:
-    """Bit for bit, whatever they hold and however many there are, of the tail and of other groups."""
+def test_rows_of_others_change_nothing(name: str, threads: int, dtype: torch.dtype) -> None:
+    """Bit for bit, whatever they hold and however many there are, of the tail and of groups before and behind."""
     sizes, k, n = WIDE[name]
     end, group_sizes = sum(sizes), torch.tensor(sizes)
     generator = torch.Generator().manual_seed(4)
@@ -147,6 +148,11 @@ def test_rows_that_follow_change_nothing(name: str, threads: int, dtype: torch.d
                 got = product(poisoned)
                 assert_same_bits(got[:first], expected[:first], f"{what}, {bad} from row {first} on")
                 assert not got[end:].any()
+                before = x[:end].clone()
+                before[:first] = bad
+                got = product(before)
+                assert_same_bits(got[first:], expected[first:], f"{what}, {bad} up to row {first}")
+                assert got[:first].isnan().all()
 
 
 @by_dtype
