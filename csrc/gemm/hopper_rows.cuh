@@ -70,7 +70,7 @@ __device__ __forceinline__ void zero_tail(const RowsArgs& args, int warps, int w
 }
 
 // What becomes of sums, all by the warpgroup that has them: an epilogue says which lines of b are the columns of a tile, and
-// brings the sums to memory. This one adds what is held there, rounds and stores them. The others are in hopper_swiglu.cuh.
+// brings the sums to memory. This one adds what is held there, rounds and stores them. The others are in hopper_swiglu*.cuh.
 template <typename Out>
 struct StoreRows {
   static constexpr bool kTakesHalves = true;  // of a tile's columns

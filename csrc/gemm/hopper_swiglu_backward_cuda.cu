@@ -1,4 +1,4 @@
-#include "gemm/hopper_swiglu.cuh"
+#include "gemm/hopper_swiglu_backward.cuh"
 
 namespace transformer_plugin::gemm {
 
