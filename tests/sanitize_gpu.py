@@ -2,10 +2,10 @@
 races in shared memory, barriers.
 
     python -m tests.sanitize_gpu            # memcheck, racecheck, synccheck; fails where one has a report
-    python -m tests.sanitize_gpu --jobs 6   # the cases shared out among six processes on the same GPU
+    python -m tests.sanitize_gpu --jobs 6   # six processes on the same GPU, each takes the next case that none has
 
-Memory is not cached by torch's allocator here, so that an access past a tensor is one past an allocation. Results are
-not looked at: the tests do that.
+Under memcheck torch's allocator caches no memory, so that an access past a tensor is one past an allocation. Results
+are not looked at: the tests do that.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from transformer_plugin import ops
 from transformer_plugin.formats import MX_BLOCK, NV_BLOCK, Format
@@ -57,6 +61,7 @@ from transformer_plugin.testing.rowwise_cases import grouped_gemm_rowwise_cases,
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 Call = Callable[[], Any]
+RAGGED = [300, 0, 7, 130, 290]
 #: Sizes, n and k of products in which every stage of shared memory is filled again, within a tile and by the next.
 LONG_SUMS = (([300, 0, 1, 129, 77], 520, 1408), ([5] * 150, 264, 640), ([700], 776, 2064))
 
@@ -221,10 +226,18 @@ def _swiglu_product_quantized(
         ops.grouped_gemm_swiglu_quantize(a, b, sizes, probs, format, bias, interleave, keep_input)
 
 
-def _long_sums(sizes: torch.Tensor, n: int, k: int) -> None:
+def _input_weight_sizes(
+    sizes: list[int], n: int, k: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Bfloat16 rows, three of them past the groups, and their weights."""
+    input = torch.randn(sum(sizes) + 3, k, dtype=torch.bfloat16, device=device)
+    weight = torch.randn(len(sizes), n, k, dtype=torch.bfloat16, device=device)
+    return input, weight, torch.tensor(sizes, dtype=torch.int32, device=device)
+
+
+def _long_sums(group_sizes: list[int], n: int, k: int, device: torch.device) -> None:
     recipe = Float8BlockScaling()
-    input = torch.randn(int(sizes.sum()) + 3, k, dtype=torch.bfloat16, device=sizes.device)
-    weight = torch.randn(sizes.numel(), n, k, dtype=torch.bfloat16, device=sizes.device)
+    input, weight, sizes = _input_weight_sizes(group_sizes, n, k, device)
     operands = (
         *ops.grouped_quantize(input, sizes, recipe.input_format),
         *ops.quantize(weight, recipe.weight_format),
@@ -233,11 +246,10 @@ def _long_sums(sizes: torch.Tensor, n: int, k: int) -> None:
     ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16)
 
 
-def _in_turn(sizes: torch.Tensor, max_sms: int) -> None:
+def _in_turn(max_sms: int, device: torch.device) -> None:
     """By so few blocks that each takes several tiles of ragged rows."""
-    input = torch.randn(int(sizes.sum()) + 3, 264, dtype=torch.bfloat16, device=sizes.device)
-    weight = torch.randn(sizes.numel(), 776, 264, dtype=torch.bfloat16, device=sizes.device)
-    rows = torch.arange(input.shape[0], device=sizes.device) // 2
+    input, weight, sizes = _input_weight_sizes(RAGGED, 776, 264, device)
+    rows = torch.arange(input.shape[0], device=device) // 2
     plan = {"max_sms": max_sms}
     product = ops.grouped_gemm(input, weight, sizes, **plan)
     ops.grouped_gemm_wgrad(product, input, sizes, **plan)
@@ -260,10 +272,9 @@ def _in_turn(sizes: torch.Tensor, max_sms: int) -> None:
     ops.grouped_gemm_swiglu_backward(input, weight.mT[..., :384].contiguous(), sizes, h, None, **plan)
 
 
-def _widened_beside(sizes: torch.Tensor, format: str) -> None:
+def _widened_beside(format: str, device: torch.device) -> None:
     """So few multiprocessors that rows are widened beside the products."""
-    input = torch.randn(int(sizes.sum()) + 3, 352, dtype=torch.bfloat16, device=sizes.device)
-    weight = torch.randn(sizes.numel(), 1032, 352, dtype=torch.bfloat16, device=sizes.device)
+    input, weight, sizes = _input_weight_sizes(RAGGED, 1032, 352, device)
     amaxes = {}
     if Format.parse(format).family == "nvfp4":
         amaxes = {"a_amax": ops.amax(input, format, sizes), "b_amax": ops.amax(weight, format)}
@@ -273,6 +284,11 @@ def _widened_beside(sizes: torch.Tensor, format: str) -> None:
     )
     formats = format, format
     ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16, **amaxes, max_sms=4)
+
+
+def _call_with_arguments(call: Callable[..., Any], case: Any, device: torch.device) -> None:
+    """Arguments are made late: by the one process that takes the case."""
+    call(*case.arguments(device))
 
 
 def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
@@ -304,62 +320,78 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
         ),
     ):
         for case in cases:
-            yield f"{name} {case.name}", partial(call, *case.arguments(device))
+            yield f"{name} {case.name}", partial(_call_with_arguments, call, case, device)
     for sizes, n, k in LONG_SUMS:
-        groups = torch.tensor(sizes, dtype=torch.int32, device=device)
-        yield f"grouped_gemm long-sums-{k}", partial(_long_sums, groups, n, k)
-    groups = torch.tensor([300, 0, 7, 130, 290], dtype=torch.int32, device=device)
+        yield f"grouped_gemm long-sums-{k}", partial(_long_sums, sizes, n, k, device)
     for max_sms in (2, 8):  # with 8 the last tiles are taken in halves
-        yield f"grouped_gemm in-turn-{max_sms}", partial(_in_turn, groups, max_sms)
+        yield f"grouped_gemm in-turn-{max_sms}", partial(_in_turn, max_sms, device)
     for format in ("mxfp8", "mxfp8:e5m2,tiled", "nvfp4"):
-        yield f"grouped_gemm widened-beside-{format}", partial(_widened_beside, groups, format)
+        yield f"grouped_gemm widened-beside-{format}", partial(_widened_beside, format, device)
+
+
+def chosen(only: str) -> Iterator[tuple[str, Call]]:
+    """The calls with `only` in their name."""
+    return ((name, call) for name, call in calls(torch.device("cuda")) if only in name)
+
+
+def take(cases: Path, number: int) -> bool:
+    """Whether nobody else has taken the case: each leaves a file in `cases`, which only one process can make."""
+    try:
+        (cases / str(number)).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def walk(only: str, cases: Path) -> None:
+    """Makes every call that no other process takes."""
+    count = 0
+    for number, (_, call) in enumerate(chosen(only)):
+        if take(cases, number):
+            call()
+            count += 1
+    torch.cuda.synchronize()
+    print(f"walked {count} cases", flush=True)
+
+
+def run_under(tool: str, jobs: int, only: str, number_of_cases: int) -> None:
+    """Starts this module `jobs` times under the tool; exits where one has a report."""
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
+    environment = dict(os.environ)
+    if tool == "memcheck":
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    else:  # kernels of torch are not what is looked at
+        command += ["--kernel-name", "kernel_substring=transformer_plugin"]
+    with (
+        tempfile.TemporaryDirectory() as cases,
+        tqdm(total=number_of_cases, desc=tool, unit="case") as progress,
+    ):
+        walker = [sys.executable, "-m", __spec__.name, "--walk", cases, "--only", only]
+        running = [subprocess.Popen([*command, *walker], env=environment) for _ in range(jobs)]
+        while any(process.poll() is None for process in running):
+            time.sleep(1)
+            progress.update(len(os.listdir(cases)) - progress.n)
+        missing = number_of_cases - len(os.listdir(cases))
+    if missing or any(process.returncode for process in running):
+        sys.exit(f"{tool}: a report, above, or {missing} cases that nobody took")
 
 
 def main() -> None:
     """Walks the cases, or starts itself under each tool."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--walk", action="store_true", help="only walk the cases, in this process")
+    parser.add_argument("--walk", type=Path, metavar="FOLDER", help="walk the cases not taken in this folder")
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="cases with this in their name")
     parser.add_argument("--tools", nargs="*", default=list(TOOLS), choices=TOOLS)
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="processes at once, each with a share of the cases"
-    )
-    parser.add_argument("--share", type=int, default=0, help="of --walk: which of the --jobs shares")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     arguments = parser.parse_args()
     if arguments.walk:
-        chosen = (call for name, call in calls(torch.device("cuda")) if arguments.only in name)
-        count = 0
-        for count, call in enumerate(chosen, 1):
-            if count % arguments.jobs == arguments.share:
-                call()
-        torch.cuda.synchronize()
-        if not count:
-            parser.error(
-                f"--only: expected a part of a case's name, got {arguments.only!r}, which is in none"
-            )
-        print(f"walked share {arguments.share + 1} of {arguments.jobs} of {count} cases")
+        walk(arguments.only, arguments.walk)
         return
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    number_of_cases = sum(1 for _ in chosen(arguments.only))
+    if not number_of_cases:
+        parser.error(f"--only: expected a part of a case's name, got {arguments.only!r}, which is in none")
     for tool in arguments.tools:
-        command = [
-            "compute-sanitizer",
-            "--tool",
-            tool,
-            "--error-exitcode",
-            "1",
-            sys.executable,
-            "-m",
-            __spec__.name,
-            *("--walk", "--only", arguments.only, "--jobs", str(arguments.jobs)),
-        ]
-        print(f"== {tool}", flush=True)
-        running = [
-            subprocess.Popen([*command, "--share", str(share)], env=environment)
-            for share in range(arguments.jobs)
-        ]
-        codes = [process.wait() for process in running]
-        if any(codes):
-            sys.exit(f"{tool}: a report, above")
+        run_under(tool, arguments.jobs, arguments.only, number_of_cases)
 
 
 if __name__ == "__main__":
