@@ -90,7 +90,7 @@ void multiply_into(const Tensor& out, const std::optional<Tensor>& plus, const T
   plus ? at::cpu::addmm_out(target, *plus, a, b) : at::cpu::mm_out(target, a, b);
 }
 
-// A float32 matrix of more elements than this fills a core's own cache. MKL on one thread then takes up to 1.75 times as long as
+// A float32 matrix of more elements than this fills a core's own cache. MKL on one thread then takes up to 1.9 times as long as
 // with parts that fit. What parts are best, and for how many rows of a group, was measured on an Intel with AVX-512, as torch
 // starts; after torch.set_num_threads MKL chooses otherwise, and parts of terms and of rows cost 5 to 9 %.
 constexpr int64_t kLargeMatrix = int64_t{1} << 19;
@@ -111,11 +111,14 @@ void multiply_columns(const Tensor& out, const std::optional<Tensor>& plus, cons
     multiply_into(out.narrow(1, at, count), own, a, b.narrow(1, at, count));
   }
 }
-// Where it lies by rows: parts of what is summed over, but for few rows.
+// Where it lies by rows: parts of what is summed over, smaller ones for fewer rows. Lines of 512 are as fast whole, and so are one
+// and two rows.
 void multiply_terms(const Tensor& out, const std::optional<Tensor>& plus, const Tensor& a, const Tensor& b) {
-  constexpr int64_t kFewRows = 31, kMostRows = 128;
-  const int64_t rows = a.size(0), terms = a.size(1);
-  const int64_t part = rows > kFewRows && rows <= kMostRows ? lines_of_part(kPart, b.size(1), 128) : terms;
+  constexpr int64_t kFewRows = 2, kMostRows = 128, kShortLine = 512;
+  const int64_t rows = a.size(0), terms = a.size(1), line = b.size(1);
+  const bool whole = rows <= kFewRows || rows > kMostRows || line <= kShortLine;
+  const int64_t least = rows <= 32 ? 32 : rows <= 48 ? 64 : 128;
+  const int64_t part = whole ? terms : lines_of_part(least << 10, line, least);
   for (int64_t at = 0; at < terms; at += part) {
     const int64_t count = std::min(part, terms - at);
     multiply_into(out, at == 0 ? plus : std::optional<Tensor>(out), a.narrow(1, at, count),

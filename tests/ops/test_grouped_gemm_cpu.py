@@ -66,7 +66,7 @@ def test_any_number_of_threads(sizes: list[int], dtype: torch.dtype, threads: in
 
 
 # Rows at which parts of large matrices become others.
-PARTED = [1, 31, 32, 33, 40, 41, 0, 128, 129, 150]
+PARTED = [1, 2, 3, 31, 32, 33, 40, 41, 0, 48, 49, 128, 129, 150]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
