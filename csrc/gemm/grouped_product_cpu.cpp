@@ -111,14 +111,14 @@ void multiply_columns(const Tensor& out, const std::optional<Tensor>& plus, cons
     multiply_into(out.narrow(1, at, count), own, a, b.narrow(1, at, count));
   }
 }
-// Where it lies by rows: parts of what is summed over, smaller ones for fewer rows. Lines of 512 are as fast whole, and so are one
-// and two rows.
+// Where it lies by rows: parts of what is summed over, as large as so many lines of 1024, fewer for fewer rows. Lines up to 512 are
+// faster whole, and so are one and two rows.
 void multiply_terms(const Tensor& out, const std::optional<Tensor>& plus, const Tensor& a, const Tensor& b) {
   constexpr int64_t kFewRows = 2, kMostRows = 128, kShortLine = 512;
   const int64_t rows = a.size(0), terms = a.size(1), line = b.size(1);
   const bool whole = rows <= kFewRows || rows > kMostRows || line <= kShortLine;
   const int64_t least = rows <= 32 ? 32 : rows <= 48 ? 64 : 128;
-  const int64_t part = whole ? terms : lines_of_part(least << 10, line, least);
+  const int64_t part = whole ? terms : lines_of_part(1024 * least, line, least);
   for (int64_t at = 0; at < terms; at += part) {
     const int64_t count = std::min(part, terms - at);
     multiply_into(out, at == 0 ? plus : std::optional<Tensor>(out), a.narrow(1, at, count),
