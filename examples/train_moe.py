@@ -11,31 +11,58 @@
 Every rank reads different data (data parallel) and holds its share of the experts (expert parallel). It runs
 on GPUs where each rank has one, else on the CPU. Results are in --out: loss.png, metrics.jsonl, sample.txt,
 checkpoints.
-Ctrl-C finishes the step, saves and exits.
+Ctrl-C finishes the step, saves and exits; a second one, or a rank that does not answer, ends it without saving.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from moe_lm.config import PRESETS, Config, Options, UserError
+from moe_lm.config import PRESETS, Config, Options, UserError, memory_here, shortened
+from moe_lm.stopping import INTERRUPTED, StopRequest
 
 FORMATS = ("none", "bf16", "fp8_tensor", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
-INTERRUPTED = 130
 CPU_STEPS = 400  # of a CPU: three to four minutes on two cores
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors as everywhere here: one line, and the exit status that :func:`main` gives."""
+
+    def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument (--[\w-]+)", r"argument '\1'", message).rstrip(".")
+        raise UserError.of_line(f"train_moe: {message}. See --help.")
+
+
+def number(kind: Callable[[str], float], name: str) -> Callable[[str], float]:
+    """Reads an option's value; its limits are in ``config.py``."""
+
+    def read(text: str) -> float:
+        try:
+            return kind(text)
+        except (ValueError, OverflowError):
+            raise argparse.ArgumentTypeError(f"expected {name}, got '{shortened(text)}'.") from None
+
+    return read
+
+
+INTEGER, FLOAT = number(int, "a whole number"), number(float, "a number")
 
 
 def parse(arguments: list[str]) -> tuple[Config, Options]:
     """Command line to configuration. What the preset says, options override."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    parser._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)  # "-1e3", "-inf": values
     flag = argparse.BooleanOptionalAction
     parser.add_argument("--preset", choices=PRESETS, default="small", help="model size (default: small)")
     parser.add_argument(
@@ -45,7 +72,7 @@ def parse(arguments: list[str]) -> tuple[Config, Options]:
         "--dtype", choices=("float32", "bfloat16"), help="of parameters (default: float32 on CPU)"
     )
     parser.add_argument(
-        "--steps", type=int, metavar="INT", help=f"default {Config.steps}, {CPU_STEPS} on a CPU"
+        "--steps", type=INTEGER, metavar="INT", help=f"default {Config.steps}, {CPU_STEPS} on a CPU"
     )
     parser.add_argument("--text", help="file or folder (default: the standard library of this Python)")
     parser.add_argument("--reference", action=flag, help="the experts in plain PyTorch")
@@ -56,27 +83,37 @@ def parse(arguments: list[str]) -> tuple[Config, Options]:
     for field in (*fields(Config), *fields(Options)):
         option = "--" + field.name.replace("_", "-")
         if option not in parser._option_string_actions:
-            kind = {"int": int, "float": float}[str(field.type)]
-            parser.add_argument(
-                option, type=kind, metavar=kind.__name__.upper(), help=f"default {field.default}"
-            )
+            kind = {"int": INTEGER, "float": FLOAT}[str(field.type)]
+            name = str(field.type).upper()
+            parser.add_argument(option, type=kind, metavar=name, help=f"default {field.default}")
     given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
-    if "ranks" in given and int(os.environ.get("WORLD_SIZE", given["ranks"])) != given["ranks"]:
-        raise UserError(
-            "argument '--ranks'",
-            f"the launcher's {os.environ['WORLD_SIZE']}",
-            str(given["ranks"]),
-            "Leave it out.",
-        )
-    if "WORLD_SIZE" in os.environ:
-        given["ranks"] = int(os.environ["WORLD_SIZE"])
+    launched = {
+        name: _from_launcher(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
+    }
+    size = launched["WORLD_SIZE"]
+    if size is not None and given.setdefault("ranks", size) != size:
+        raise UserError("argument '--ranks'", f"the launcher's {size}", str(given["ranks"]), "Leave it out.")
     values = {**PRESETS[given.pop("preset")], **given}
-    on_gpus = _gpus() >= values.get("ranks", Config.ranks)
+    option_names = {field.name for field in fields(Options)}
+    options = Options(**{name: value for name, value in values.items() if name in option_names})
+    options.check()
+    values = {name: value for name, value in values.items() if name not in option_names}
+    Config(**values).check()  # before torch is imported, which takes seconds
+    here = launched["LOCAL_WORLD_SIZE"] or values.get("ranks", Config.ranks)
+    on_gpus = _gpus() >= here
     values.setdefault("dtype", "bfloat16" if on_gpus else "float32")
     values.setdefault("steps", Config.steps if on_gpus else CPU_STEPS)
-    option_names = {field.name for field in fields(Options)}
-    config = Config(**{name: value for name, value in values.items() if name not in option_names})
-    return config, Options(**{name: value for name, value in values.items() if name in option_names})
+    config = Config(**values)
+    if not on_gpus:
+        config.check_memory(memory_here(), here)
+    return config, options
+
+
+def _from_launcher(name: str) -> int | None:
+    text = os.environ.get(name)
+    if text is not None and not text.isdecimal():
+        raise UserError(f"environment variable {name}", "a number from a launcher", f"'{text}'", "Unset it.")
+    return None if text is None else int(text)
 
 
 def _gpus() -> int:
@@ -85,72 +122,73 @@ def _gpus() -> int:
     return torch.cuda.device_count()  # starts no CUDA context
 
 
-def work(config: Config, options: Options) -> None:
-    """What every rank does."""
-    from moe_lm.run import Run
-    from moe_lm.world import StopRequest, joined_world
+def work(config: Config, options: Options, stop: StopRequest) -> int:
+    """What every rank does. Returns the exit status."""
+    import torch
+    from moe_lm.run import Run, say
+    from moe_lm.world import joined_world
 
-    stop = StopRequest()
-    with joined_world(repeatable=not options.compare) as world:
-        if options.compare:
-            from moe_lm.compare import compare
+    try:
+        with joined_world(repeatable=not options.compare) as world:
+            if options.compare:
+                from moe_lm.compare import compare
 
-            compare(config, options, world, stop)
-            return
-        run = Run(config, options, world, stop)
-        if run.train():
-            run.finish()
-        elif world.first:
-            print(f"stopped after step {run.step} of {config.steps}; go on with --resume (same options)")
+                compare(config, options, world, stop)
+                return INTERRUPTED if stop.requested else 0
+            run = Run(config, options, world, stop)
+            if run.train():
+                run.finish()
+            elif world.first:
+                say(f"stopped after step {run.step} of {config.steps}; go on with --resume (same options)")
+            return INTERRUPTED if run.interrupted else 0
+    except torch.OutOfMemoryError as error:
+        do = "Lower --batch-size, --seq-len or the sizes of the model."
+        raise UserError("the model and its batch", "what fits into the GPU", str(error), do) from None
+    except UserError:
+        raise
+    except Exception:
+        if stop.requested:  # a peer has left already, and what was asked of it failed
+            stop.leave()
+        raise
 
 
-def launch(config: Config, options: Options, arguments: list[str]) -> int:
-    """Starts the ranks with torchrun, after checking here what can be checked once."""
+def launch(config: Config, options: Options, arguments: list[str], stop: StopRequest) -> int:
+    """Starts the ranks, after checking here what can be checked once."""
     from moe_lm import checkpoint
     from moe_lm.data import load_corpus
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import get_args_parser, run
+    from moe_lm.folder import check_new
+    from moe_lm.launch import run_ranks
 
-    load_corpus(config.text, config.text_bytes, config.seq_len + 1)
+    load_corpus(config.text, config.text_bytes, config.seq_len + 1, options.out)
     if options.resume:
         checkpoint.check(Path(options.out), config)
+    else:
+        check_new(Path(options.out))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // config.ranks)))
     # glibc gives freed megabytes back to the system, and each step would ask for them again, a page fault per 4 KiB.
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**30))
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))
-    torchrun = [
-        "--standalone",
-        "--nproc_per_node",
-        str(config.ranks),
-        str(Path(__file__).resolve()),
-        *arguments,
-    ]
-    try:
-        run(get_args_parser().parse_args(torchrun))
-    except SignalException:
-        return INTERRUPTED
-    except ChildFailedError as error:
-        return max(1, next(iter(error.failures.values())).exitcode)
-    return 0
+    return run_ranks([sys.executable, str(Path(__file__).resolve()), *arguments], config.ranks, stop)
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], stop: StopRequest | None = None) -> int:
     """Returns the exit status: 0 done, 1 failed, 2 bad input, 130 interrupted."""
-    from moe_lm.world import under_torchrun
-
     try:
         config, options = parse(arguments)
-        config.check()
-        if under_torchrun() or config.ranks == 1:
-            work(config, options)
-            return 0
-        return launch(config, options, arguments)
+        under_launcher = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        stop = stop or StopRequest()
+        if under_launcher or config.ranks == 1:
+            return work(config, options, stop)
+        return launch(config, options, arguments, stop)
     except UserError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
+        if os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr)
         return 2
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    stop = StopRequest()
+    status = main(sys.argv[1:], stop)
+    if status == INTERRUPTED:
+        stop.end()
+    sys.exit(status)

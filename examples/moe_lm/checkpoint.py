@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_lm.config import Config, UserError, difference
+from moe_lm.config import Config, UserError, difference, shortened
 from moe_lm.world import World
 
 VERSION = 1
@@ -75,9 +76,13 @@ def check(out: Path, config: Config) -> Path:
         )
     for name, entry in manifest["files"].items():
         path = folder / name
-        if not path.exists():
+        if not path.is_file():
             raise _corrupt(folder, f"no file '{name}'")
-        if path.stat().st_size != entry["bytes"] or _sha256(path) != entry["sha256"]:
+        try:
+            same = path.stat().st_size == entry["bytes"] and _sha256(path) == entry["sha256"]
+        except OSError as error:
+            raise _corrupt(folder, f"a file '{name}' that cannot be read ({error.strerror})") from None
+        if not same:
             raise _corrupt(folder, f"a file '{name}' with other content")
     return folder
 
@@ -89,21 +94,43 @@ def load(folder: Path, world: World) -> tuple[int, dict[str, Any]]:
 
 
 def _folders(out: Path) -> list[Path]:
-    return sorted(path for path in (out / "checkpoints").glob("step-*") if path.suffix != ".tmp")
+    found = (out / "checkpoints").glob("step-*")
+    return sorted(path for path in found if re.fullmatch(r"step-\d{8}", path.name) and path.is_dir())
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
+    path = folder / "manifest.json"
+    if not path.exists():
+        raise _corrupt(folder, "no file 'manifest.json'")
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        if manifest["version"] != VERSION:
-            raise _corrupt(folder, f"version {manifest['version']}")
-        return {name: manifest[name] for name in ("step", "config", "files")}
-    except FileNotFoundError:
-        raise _corrupt(folder, "no file 'manifest.json'") from None
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
+        if not path.is_file():  # a pipe would be waited for
+            raise ValueError
+        manifest = json.loads(path.read_text())
+        version = manifest["version"]
+        parts = {name: manifest[name] for name in ("step", "config", "files")} if version == VERSION else {}
+    except (KeyError, TypeError, ValueError, OSError, RecursionError):
         raise _corrupt(folder, "a file 'manifest.json' that cannot be read") from None
+    if not parts:
+        raise _corrupt(folder, f"version {shortened(str(version))}")
+    _check_shape(folder, parts)
+    return parts
+
+
+def _check_shape(folder: Path, manifest: dict[str, Any]) -> None:
+    """Refuses what :func:`save` does not write."""
+    step, config, files = manifest["step"], manifest["config"], manifest["files"]
+    if type(step) is not int or f"step-{step:08d}" != folder.name:
+        raise _corrupt(folder, "a file 'manifest.json' of another step")
+    if not isinstance(config, dict):
+        raise _corrupt(folder, "a file 'manifest.json' without a configuration")
+    ranks = config.get("ranks")
+    names = {f"rank{rank}.pt" for rank in range(ranks)} if type(ranks) is int and ranks <= 1024 else set()
+    if not isinstance(files, dict) or files.keys() != names or not names:
+        raise _corrupt(folder, "a file 'manifest.json' that does not list one file for each rank")
+    for entry in files.values():
+        known = isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"}
+        if not known or type(entry["bytes"]) is not int or not isinstance(entry["sha256"], str):
+            raise _corrupt(folder, "a file 'manifest.json' without the size and the digest of each file")
 
 
 def _corrupt(folder: Path, got: str) -> UserError:

@@ -15,9 +15,10 @@ from tqdm import tqdm
 
 from moe_lm.config import Config, Options
 from moe_lm.data import load_corpus
-from moe_lm.run import describe, prepare_folder
+from moe_lm.run import claim_folder, describe, say
+from moe_lm.stopping import SAVING, StopRequest
 from moe_lm.trainer import Trainer
-from moe_lm.world import StopRequest, World
+from moe_lm.world import World
 
 NAMES = ("plain PyTorch", "transformer_plugin")
 WARM_UP = 3  # steps whose time is not counted
@@ -28,11 +29,12 @@ def compare(config: Config, options: Options, world: World, stop: StopRequest) -
 
     The order within a step alternates, so that neither is always the one that runs on warm caches.
     """
-    corpus = load_corpus(config.text, config.text_bytes, config.seq_len + 1)
+    corpus = load_corpus(config.text, config.text_bytes, config.seq_len + 1, options.out)
+    owned = claim_folder(Path(options.out), config, world)
     plain = replace(config, reference=True, format="none")
     trainers = [Trainer(plain, world, corpus), Trainer(replace(config, reference=False), world, corpus)]
     if world.first:
-        print("\n".join(describe(trainer.config, trainer) for trainer in trainers))
+        say("\n".join(describe(trainer.config, trainer) for trainer in trainers))
     curves: list[list[torch.Tensor]] = [[], []]
     seconds: list[list[float]] = [[], []]
     steps = tqdm(
@@ -41,14 +43,17 @@ def compare(config: Config, options: Options, world: World, stop: StopRequest) -
     for step in steps:
         for which in (0, 1) if step % 2 == 0 else (1, 0):
             world.meet()
+            stop.during_step()
             start = time.perf_counter()
             curves[which].append(trainers[which].step(step, stop.requested))
             world.synchronize()
             seconds[which].append(time.perf_counter() - start)
+            stop.step_done()
         if float(curves[0][-1][2]) > 0:
             break
         if world.first and step % 10 == 9:
             steps.set_postfix_str("losses " + ", ".join(f"{float(curve[-1][0]):.4f}" for curve in curves))
+    stop.during("the comparison", SAVING)
     losses = [[float(numbers[0]) for numbers in curve] for curve in curves]
     speeds = [trainers[0].tokens_per_step / statistics.median(times[WARM_UP:] or times) for times in seconds]
     gaps = [abs(a - b) for a, b in zip(*losses, strict=True)]
@@ -67,11 +72,9 @@ def compare(config: Config, options: Options, world: World, stop: StopRequest) -
         "tokens_per_second": dict(zip(NAMES, speeds, strict=True)),
         "speed_ratio": speeds[1] / speeds[0],
     }
-    if world.first:
-        out = Path(options.out)
-        prepare_folder(out, config)
-        (out / "compare.json").write_text(json.dumps(report) + "\n")
-        _show(report, trainers[1], out)
+    if owned is not None:
+        (owned.out / "compare.json").write_text(json.dumps(report) + "\n")
+        _show(report, trainers[1], owned.out)
     return report
 
 
@@ -81,14 +84,14 @@ def _show(report: dict[str, Any], trainer: Trainer, out: Path) -> None:
     compare_curves(out / "compare.png", report["losses"], describe(trainer.config, trainer))
     for name in NAMES:
         final, validation = report["final_losses"][name], report["validation_losses"][name]
-        print(
+        say(
             f"{name:>20}: {final:.4f} nats/byte over the last tenth of the steps, validation "
             f"{validation:.4f}, {report['tokens_per_second'][name]:,.0f} tokens/s"
         )
-    print(
+    say(
         f"largest loss difference: {report['largest_difference']:.2e} at step "
         f"{report['largest_difference_at']}; over the last tenth {report['final_difference']:+.3%}; "
         f"speed {report['speed_ratio']:.3f} x plain PyTorch"
     )
     for name in ("compare.png", "compare.json"):
-        print(f"  {out / name}")
+        say(f"  {out / name}")

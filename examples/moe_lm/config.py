@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 
@@ -10,7 +14,76 @@ class UserError(ValueError):
     """Something the user can put right: printed as one line, without a traceback."""
 
     def __init__(self, what: str, expected: str, got: str, do: str) -> None:
-        super().__init__(f"train_moe: {what}: expected {expected}, got {got}. {do}")
+        line = f"train_moe: {what}: expected {expected}, got {got}. {do}"
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
+
+    @classmethod
+    def of_line(cls, line: str) -> UserError:
+        """An error that is already worded."""
+        error = cls.__new__(cls)
+        ValueError.__init__(error, line)
+        return error
+
+
+#: what an integer option may be, both ends included. The upper ends are far from any run; they keep a slip of the
+#: finger from an overflow.
+INTEGERS: dict[str, tuple[int, int]] = {
+    "layers": (1, 10_000),
+    "dim": (1, 2**20),
+    "heads": (1, 2**16),
+    "hidden": (1, 2**20),
+    "experts": (1, 1024),
+    "topk": (1, 1024),
+    "alignment": (0, 2**14),
+    "text_bytes": (1, 2**36),
+    "seq_len": (1, 2**20),
+    "batch_size": (1, 2**20),
+    "ranks": (1, 1024),
+    "steps": (1, 99_999_999),  # as many as the name of a checkpoint's folder has digits for
+    "warmup_steps": (0, 99_999_999),
+    "seed": (-(2**63), 2**63 - 1),
+    "eval_every": (1, 10**9),
+    "eval_batches": (1, 10**6),
+    "stop_at": (0, 10**9),
+    "checkpoint_every": (1, 10**9),
+    "sample_length": (0, 10**6),
+}
+#: what a float option may be, both ends included. Infinity and NaN are refused for all.
+FLOATS: dict[str, tuple[float, float]] = {
+    "capacity_factor": (0.0, 1e4),
+    "lr": (0.0, 1e3),
+    "weight_decay": (0.0, 1e3),
+    "clip_norm": (1e-9, 1e30),
+    "aux_loss_coeff": (0.0, 1e3),
+}
+
+
+def check_limits(options: Any) -> None:
+    """Refuses the first number of a :class:`Config` or :class:`Options` that is outside its limits."""
+    for field in fields(options):
+        low, high = {**INTEGERS, **FLOATS}.get(field.name, (None, None))
+        if low is None or high is None:
+            continue
+        value = getattr(options, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            expected, do = "a finite number", f"The default is {field.default}."
+        elif value < low:
+            expected, do = f"at least {low}", "Raise it."
+        elif value > high:
+            expected, do = f"at most {high}", "Lower it."
+        else:
+            continue
+        raise UserError(option(field.name), expected, shortened(str(value)), do)
+
+
+def shortened(text: str) -> str:
+    """What came, for a message of one line."""
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def option(name: str) -> str:
+    """A field as the command line calls it."""
+    return f"argument '--{name.replace('_', '-')}'"
 
 
 @dataclass(frozen=True)
@@ -56,6 +129,7 @@ class Config:
 
     def check(self) -> None:
         """Refuses what cannot run, before anything is started."""
+        check_limits(self)
         if self.ranks > self.experts:
             raise UserError(
                 "argument '--ranks'",
@@ -82,14 +156,6 @@ class Config:
                 "Change --dim or --heads.",
             )
         self._check_blocks()
-        for name in POSITIVE:
-            if getattr(self, name) < 1:
-                raise UserError(
-                    f"argument '--{name.replace('_', '-')}'",
-                    "at least 1",
-                    str(getattr(self, name)),
-                    "Raise it.",
-                )
 
     def _check_blocks(self) -> None:
         """The widths, and of nvfp4 an expert's rows, are whole blocks."""
@@ -105,20 +171,42 @@ class Config:
                     f"Use for example --{name} {-(-size // block) * block}.",
                 )
 
+    def least_memory(self, ranks_here: int) -> int:
+        """Bytes that ``ranks_here`` ranks need at the very least: weights, gradients, moments, the largest activations.
 
-POSITIVE = (
-    "layers",
-    "dim",
-    "heads",
-    "hidden",
-    "topk",
-    "steps",
-    "seq_len",
-    "batch_size",
-    "ranks",
-    "eval_every",
-)
-POSITIVE += ("eval_batches",)
+        Less than a run takes. It tells sizes that cannot be from those that might.
+        """
+        experts = self.experts // self.ranks
+        tokens = self.batch_size * self.seq_len
+        layer = 4 * self.dim**2 + self.experts * self.dim + experts * 3 * self.hidden * self.dim
+        parameters = 2 * 256 * self.dim + self.layers * layer
+        rows = (
+            0 if self.reference else int(self.capacity_factor * tokens * self.topk) + experts * self.alignment
+        )
+        activations = tokens * (256 * 4 + self.layers * self.dim * 2) + rows * self.dim * 2
+        return ranks_here * (PROCESS_BYTES + 16 * parameters + activations)
+
+    def check_memory(self, available: int, ranks_here: int) -> None:
+        """Refuses a model that cannot fit into ``available`` bytes."""
+        needed = self.least_memory(ranks_here)
+        if needed > available:
+            raise UserError(
+                "the sizes of the model, its batch and its ranks",
+                f"what fits into this machine's {available / 2**30:.1f} GiB of memory",
+                f"at least {needed / 2**30:,.1f} GiB for {ranks_here} ranks",
+                "Lower --layers, --dim, --hidden, --experts, --batch-size, --seq-len or --ranks.",
+            )
+
+
+def memory_here() -> int:
+    """Bytes of this machine, or of the container."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with suppress(OSError, ValueError):
+        sizes.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(sizes)
+
+
+PROCESS_BYTES = 2**27  # a Python process that has imported torch has more memory of its own than this
 
 
 @dataclass(frozen=True)
@@ -132,6 +220,12 @@ class Options:
     checkpoint_every: int = 100
     sample_length: int = 400
     compare: bool = False
+
+    def check(self) -> None:
+        """Refuses what cannot be."""
+        check_limits(self)
+        if not self.out:
+            raise UserError(option("out"), "the name of a folder", "''", f"The default is {Options.out}.")
 
 
 #: model sizes; each entry overrides the defaults of Config.

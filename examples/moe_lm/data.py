@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
+import os
+import stat
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from moe_lm.config import UserError
+from moe_lm.config import UserError, option
 
 #: folders of the standard library that are not its source, or are mostly tables.
 SKIPPED = {
@@ -35,22 +39,21 @@ class Corpus:
     source: str
 
 
-def load_corpus(text: str | None, limit: int, shortest: int) -> Corpus:
+def load_corpus(text: str | None, limit: int, shortest: int, out: str | None = None) -> Corpus:
     """Reads up to ``limit`` bytes and holds back about a twentieth for validation.
 
     Args:
         text: a file or a folder; None: the source of this Python's standard library.
-        limit: bytes to take, whole files in sorted order.
+        limit: bytes to take, whole files in sorted order. No more is read.
         shortest: bytes that each of the two parts needs at least.
+        out: the folder of the run, whose files are not text, also where ``text`` holds it.
     """
-    root = Path(sysconfig.get_path("stdlib")) if text is None else Path(text)
-    if root.is_dir():
-        pieces, skipped = _read_folder(root, limit, pattern="*.py" if text is None else "*")
-        source = f"{len(pieces)} files of {root}" + (
-            f" ({skipped} that are not text skipped)" if skipped else ""
-        )
+    root = Path(sysconfig.get_path("stdlib") if text is None else text)
+    if text != "" and os.path.isdir(root):
+        pieces, skipped = _read_folder(root, limit, ".py" if text is None else "", _results(out))
+        source = f"{len(pieces)} files of {root}{skipped}"
     else:
-        pieces, source = [_read_file(root)[:limit]], str(root)
+        pieces, source = [_read_file(root if text else None, limit)], str(root)
     train, validation = _split(pieces)
     for part, name in ((train, "training"), (validation, "validation")):
         if len(part) < shortest:
@@ -63,57 +66,97 @@ def load_corpus(text: str | None, limit: int, shortest: int) -> Corpus:
     return Corpus(_tensor(train), _tensor(validation), source)
 
 
-def _is_text(content: bytes) -> bool:
+def _is_text(content: bytes, cut: bool) -> bool:
+    """Whether ``content`` is UTF-8 without zeros; where it is ``cut``, its last character may be incomplete."""
     if b"\0" in content:
         return False
     try:
-        content.decode("utf-8")
+        codecs.getincrementaldecoder("utf-8")().decode(content, final=not cut)
     except UnicodeDecodeError:
         return False
     return True
 
 
-def _read_file(path: Path) -> bytes:
-    if not path.exists():
-        raise UserError(
-            "argument '--text'", "a file or a folder", f"'{path}', which does not exist", "Check the path."
-        )
-    content = path.read_bytes()
+def _refused(expected: str, got: str, do: str) -> UserError:
+    return UserError(option("text"), expected, got, do)
+
+
+def _read(path: Path, limit: int) -> tuple[bytes, bool]:
+    """The first ``limit`` bytes of a regular file, and whether it has more. Waits for nothing."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise _refused("a file or a folder", f"'{path}', a pipe or a device", "Copy its text to a file.")
+        content = file.read(limit)
+        return content, len(content) == limit and bool(file.read(1))
+
+
+def _read_file(path: Path | None, limit: int) -> bytes:
+    if path is None:
+        raise _refused("a file or a folder", "''", "Leave it out for the standard library of this Python.")
+    try:
+        content, cut = _read(path, limit)
+    except FileNotFoundError:
+        raise _refused("a file or a folder", f"'{path}', which does not exist", "Check the path.") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        if isinstance(error, UserError):
+            raise
+        raise _refused("a file that can be read", f"'{path}': {reason}", "Check the path.") from None
     if not content.strip():
-        raise UserError(
-            "argument '--text'", "a file with text", f"'{path}', which is empty", "Give another file."
-        )
-    if not _is_text(content):
-        raise UserError(
-            "argument '--text'",
-            "UTF-8 text",
-            f"'{path}', which is not",
-            "Give a text file, or convert it to UTF-8.",
-        )
+        raise _refused("a file with text", f"'{path}', which is empty", "Give another file.")
+    if not _is_text(content, cut):
+        raise _refused("UTF-8 text", f"'{path}', which is not", "Give a text file, or convert it to UTF-8.")
     return content
 
 
-def _read_folder(root: Path, limit: int, pattern: str) -> tuple[list[bytes], int]:
-    pieces, total, skipped = [], 0, 0
-    for path in sorted(root.rglob(pattern), key=lambda path: path.relative_to(root).parts):
-        if SKIPPED.intersection(path.relative_to(root).parts) or not path.is_file():
+def _results(out: str | None) -> set[str]:
+    """Where a run and the one before it write."""
+    return set() if out is None else {os.path.realpath(out), os.path.realpath(out) + ".previous"}
+
+
+def _walk(folder: Path, without: set[str]) -> Iterator[Path]:
+    """Files under ``folder``, one at a time, in the order of their paths' parts; links to folders are not followed."""
+    if without and os.path.realpath(folder) in without:
+        return
+    try:
+        with os.scandir(folder) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
+    except OSError:
+        return  # as if it was empty
+    for entry in found:
+        if entry.name in SKIPPED:
             continue
-        content = path.read_bytes()
-        if not _is_text(content):
-            skipped += 1
-        elif content.strip():
-            pieces.append(content[: limit - total])
-            total += len(pieces[-1])
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(folder / entry.name, without)
+        else:
+            yield folder / entry.name
+
+
+def _read_folder(root: Path, limit: int, ending: str, without: set[str]) -> tuple[list[bytes], str]:
+    pieces: list[bytes] = []
+    total = binary = closed = 0
+    for path in _walk(root, without):
         if total >= limit:
             break
+        if not path.name.endswith(ending) or not path.is_file():
+            continue
+        try:
+            content, cut = _read(path, limit - total)
+        except (OSError, UserError):
+            closed += 1
+            continue
+        if not _is_text(content, cut):
+            binary += 1
+        elif content.strip():
+            pieces.append(content)
+            total += len(content)
     if not pieces:
-        raise UserError(
-            "argument '--text'",
-            "a folder with text files",
-            f"'{root}', which has none",
-            "Give another folder.",
-        )
-    return pieces, skipped
+        raise _refused("a folder with text files", f"'{root}', which has none", "Give another folder.")
+    skipped = [f"{binary} that are not text"] * (binary > 0) + [f"{closed} that cannot be read"] * (
+        closed > 0
+    )
+    return pieces, f" ({', '.join(skipped)} skipped)" if skipped else ""
 
 
 def _split(pieces: list[bytes]) -> tuple[bytes, bytes]:

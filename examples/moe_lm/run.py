@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
+import os
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -17,9 +17,11 @@ from tqdm import tqdm
 from moe_lm import checkpoint
 from moe_lm.config import Config, Options, UserError
 from moe_lm.data import load_corpus
+from moe_lm.folder import RunFolder
 from moe_lm.sample import generate
+from moe_lm.stopping import SAVING, StopRequest
 from moe_lm.trainer import Trainer
-from moe_lm.world import StopRequest, World
+from moe_lm.world import World
 
 READ_EVERY = {"cpu": 1, "cuda": 10}  # steps between reads of the losses, which wait for the device
 
@@ -45,11 +47,14 @@ class Metrics:
     def __init__(self, path: Path, upto: int) -> None:
         self.losses: dict[int, float] = {}
         self.validation: dict[int, float] = {}
-        lines = path.read_text().splitlines() if upto and path.exists() else []
-        kept = [record for record in map(json.loads, lines) if record["step"] <= upto]
-        self.file = path.open("w")
+        if os.path.lexists(path) and not path.is_file():  # a pipe would be waited for
+            raise UserError(f"'{path}'", "a file", "what is none", "Remove it.")
+        kept = read_records(path.read_bytes(), upto) if upto and path.exists() else []
+        whole = path.with_name(path.name + ".tmp")
+        self.file = whole.open("w")
         for record in kept:
             self.write(record)
+        whole.replace(path)
 
     def write(self, record: dict[str, float]) -> None:
         """Adds one line."""
@@ -62,36 +67,59 @@ class Metrics:
         self.file.flush()
 
 
+def read_records(content: bytes, upto: int) -> list[dict[str, Any]]:
+    """The records of steps up to ``upto``. Lines that a full disk has cut are passed over."""
+    records = []
+    for line in content.split(b"\n"):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(record, dict) or any(type(value) not in (int, float) for value in record.values()):
+            continue
+        if type(record.get("step")) is int and record["step"] <= upto:
+            records.append(record)
+    return records
+
+
 class Run:
     """Training of one model from its start or a checkpoint to its end or a request to stop."""
 
     def __init__(self, config: Config, options: Options, world: World, stop: StopRequest) -> None:
         self.config, self.options, self.world, self.stop = config, options, world, stop
         self.out = Path(options.out)
-        corpus = load_corpus(config.text, config.text_bytes, config.seq_len + 1)
-        self.step = 0
+        corpus = load_corpus(config.text, config.text_bytes, config.seq_len + 1, options.out)
+        self.step, self.interrupted = 0, False
+        self.owned = claim_folder(self.out, None if options.resume else config, world)
         folder = self._resumable() if options.resume else None
-        if world.first and folder is None:
-            prepare_folder(self.out, config)
         self.trainer = Trainer(config, world, corpus)
         if folder is not None:
             self.step, state = checkpoint.load(folder, world)
             self.trainer.load_state_dict(state)
+            stop.resumable = str(self.step)
         dist.barrier(group=world.group)
         self.saved = self.step
         self.pending: list[tuple[int, Tensor]] = []
         self.read_at = time.perf_counter()
+        stop.during_step()
+        self._open_metrics()
         if world.first:
-            self.metrics = Metrics(self.out / "metrics.jsonl", self.step)
-            print(
-                f"{describe(config, self.trainer)}\ntext: {corpus.source}, {len(corpus.train) / 1e6:.1f} MB"
-            )
+            say(f"{describe(config, self.trainer)}\ntext: {corpus.source}, {len(corpus.train) / 1e6:.1f} MB")
             if folder is not None:
-                print(f"resumed from {folder}")
+                say(f"resumed from {folder}")
             self.bar = tqdm(
                 total=config.steps, initial=self.step, unit="step", dynamic_ncols=True, file=sys.stderr,
                 mininterval=0.5 if sys.stderr.isatty() else 15,
             )  # fmt: skip
+
+    def _open_metrics(self) -> None:
+        error = None
+        if self.world.first:
+            try:
+                self.metrics = Metrics(self.out / "metrics.jsonl", self.step)
+            except UserError as caught:
+                error = caught
+        self.world.agree(error)
 
     def _resumable(self) -> Path:
         folder, error = None, None
@@ -110,17 +138,21 @@ class Run:
         read_every = READ_EVERY[self.world.device.type]
         stopping = False
         while self.step < end and not stopping:
+            if not self.pending:
+                self.stop.during_step()
             numbers = self.trainer.step(self.step, self.stop.requested)
             self.step += 1
             self.pending.append((self.step, numbers))
             if self.step % read_every == 0 or self.step == end:
                 stopping = self._read()
+                self.stop.step_done()
             if self.step % config.eval_every == 0 or self.step == config.steps:
                 self._evaluate()
             if self.step % options.checkpoint_every == 0:
                 self._save()
         if self.saved != self.step:
             self._save()
+        self.interrupted = stopping and self.step < config.steps
         if self.world.first:
             self.bar.close()
         return self.step == config.steps
@@ -154,18 +186,23 @@ class Run:
         return any(numbers[2] > 0 for _, numbers in rows)
 
     def _evaluate(self) -> None:
-        loss = self.trainer.evaluate()
+        loss = self.trainer.evaluate(before_each=self.stop.during_step)
         if self.world.first:
             self.metrics.write({"step": self.step, "validation_loss": loss})
         self.read_at = time.perf_counter()
+        self.stop.during_step()
 
     def _save(self) -> None:
+        self.stop.during("saving", SAVING)
         checkpoint.save(self.out, self.step, self.config, self.trainer.state_dict(), self.world)
         self.saved, self.read_at = self.step, time.perf_counter()
+        self.stop.resumable = str(self.step)
+        self.stop.during_step()
 
     def finish(self) -> None:
         """The plot, the sample, and where everything is."""
         config, options = self.config, self.options
+        self.stop.during("the sample", 0.0)
         text = generate(self.trainer, options.sample_length)
         if not self.world.first:
             return
@@ -173,25 +210,42 @@ class Run:
 
         (self.out / "sample.txt").write_text(text)
         metrics = self.metrics
+        say(f"\n--- sample ---\n{text}\n--------------")
+        if not metrics.losses:
+            say(f"no losses in {self.out / 'metrics.jsonl'}, so no plot")
+            return
         loss_curve(self.out / "loss.png", metrics.losses, metrics.validation, describe(config, self.trainer))
-        print(f"\n--- sample ---\n{text}\n--------------")
         first, last = min(metrics.losses), max(metrics.losses)
         validation = list(metrics.validation.values())
-        print(
+        say(
             f"loss {metrics.losses[first]:.3f} at step {first}, {metrics.losses[last]:.3f} at step {last}"
             + (f"; validation {validation[-1]:.3f}" if validation else "")
             + " (nats per byte)"
         )
         for name in ("loss.png", "metrics.jsonl", "sample.txt", "checkpoints"):
-            print(f"  {self.out / name}")
+            say(f"  {self.out / name}")
 
 
-def prepare_folder(out: Path, config: Config) -> None:
-    """An empty folder for a new run; an earlier one is kept beside it as ``<out>.previous``."""
-    if out.exists() and any(out.iterdir()):
-        previous = out.with_name(out.name + ".previous")
-        shutil.rmtree(previous, ignore_errors=True)
-        out.rename(previous)
-        print(f"the earlier run is now {previous}")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(asdict(config), indent=1) + "\n")
+def claim_folder(out: Path, config: Config | None, world: World) -> RunFolder | None:
+    """Makes ``out`` this run's: a new one with ``config``, or with None the one that is there. A collective call.
+
+    Returns what the first rank has to keep while the run lasts.
+    """
+    owned, error = None, None
+    if world.first:
+        try:
+            owned = RunFolder.old(out) if config is None else RunFolder.new(out, config)
+        except UserError as caught:
+            error = caught
+    world.agree(error)
+    return owned
+
+
+def say(text: str) -> None:
+    """Prints, and goes on if nobody reads: Ctrl-C also ends a ``| tee`` behind this."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        nobody = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nobody, sys.stdout.fileno())
+        os.close(nobody)

@@ -25,7 +25,7 @@ def generate(trainer: Trainer, length: int, temperature: float = 0.7) -> str:
     model = LanguageModel(config, world.group, world.device, next(trainer.model.parameters()).dtype)
     model.load_state_dict(trainer.model.state_dict(), assign=True)
     model.eval()
-    generator = torch.Generator().manual_seed(config.seed * 4099 + world.rank)
+    generator = torch.Generator().manual_seed((config.seed * 4099 + world.rank) % 2**63)
     text = list(PROMPT.encode())
     for _ in range(length):
         recent = text[-window:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,11 +73,12 @@ class Trainer:
         return numbers
 
     @torch.no_grad()
-    def evaluate(self) -> float:
+    def evaluate(self, before_each: Callable[[], None] = lambda: None) -> float:
         """Mean cross entropy over fixed windows of the validation text, nats per byte."""
         losses = []
         self.model.eval()  # no state of a recipe is written
         for i in range(self.config.eval_batches):
+            before_each()
             inputs, targets = self._batch(self.corpus.validation, 123, i)
             logits, _ = self.forward(inputs)
             losses.append(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))

@@ -1,14 +1,12 @@
-"""The ranks: where this process runs, whom it talks to, and how it is asked to stop."""
+"""The ranks: where this process runs and whom it talks to."""
 
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -48,9 +46,7 @@ class World:
         dist.all_gather_object(errors, None if error is None else str(error), group=self.group)
         found = [text for text in errors if text is not None]
         if found:
-            raised = UserError.__new__(UserError)
-            ValueError.__init__(raised, found[0])
-            raise raised
+            raise UserError.of_line(found[0])
 
 
 def under_torchrun() -> bool:
@@ -88,15 +84,3 @@ def joined_world(repeatable: bool = True, timeout: timedelta = timedelta(minutes
         yield World(rank, size, device, group)
     finally:
         dist.destroy_process_group()
-
-
-class StopRequest:
-    """Set by Ctrl-C (SIGINT) or SIGTERM; the training loop looks at it between steps."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +60,77 @@ def test_folder_without_text(tmp_path: Path) -> None:
         f"train_moe: argument '--text': expected a folder with text files, got '{tmp_path}', which has none. "
         "Give another folder."
     )
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "socket"])
+def test_text_that_would_be_waited_for(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "text"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(os.path.relpath(path))
+    text = text_of(load_corpus, str(path), 100, 10)
+    assert text.startswith("train_moe: argument '--text': expected a file") and f"got '{path}'" in text
+    (tmp_path / "b.txt").write_text("b" * 50)  # in a folder it is passed over
+    assert load_corpus(str(tmp_path), 100, 2).source.startswith(f"1 files of {tmp_path}")
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "a" * 300, "file/text"])
+def test_text_with_a_name_that_no_file_has(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("text")
+    text = text_of(load_corpus, name, 100, 10)
+    assert text.startswith("train_moe: argument '--text': expected a file")
+    assert "got '" in text and text.isprintable()
+
+
+def test_text_that_cannot_be_read(text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("a" * 50)
+    (tmp_path / "b.txt").write_text("b" * 50)
+    really = os.open
+
+    def no_access(path, flags, *more):  # root may read everything, so no mode of a file does this
+        if Path(path).name == "a.txt":
+            raise PermissionError(13, "Permission denied", str(path))
+        return really(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", no_access)
+    assert text_of(load_corpus, str(tmp_path / "a.txt"), 100, 10) == (
+        f"train_moe: argument '--text': expected a file that can be read, got '{tmp_path / 'a.txt'}': Permission "
+        "denied. Check the path."
+    )
+    assert load_corpus(str(tmp_path), 100, 2).source == (
+        f"1 files of {tmp_path} (1 that cannot be read skipped)"
+    )
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_no_more_is_read_than_is_taken(tmp_path: Path, folder: bool) -> None:
+    """A file of 64 GiB, of which the disk holds the first kilobyte; the rest would be zeros, which are no text."""
+    path = tmp_path / "huge.txt"
+    path.write_bytes("é".encode() * 512)
+    os.truncate(path, 2**36)
+    (tmp_path / "later.txt").mkdir()
+    tracemalloc.start()
+    corpus = load_corpus(str(tmp_path if folder else path), 1001, 10)
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+    whole = bytes(corpus.train.tolist() + corpus.validation.tolist())
+    assert whole == "é".encode() * 500 + b"\xc3"  # the 1001st byte is half of a character
+
+
+def test_results_of_the_run_are_not_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a" * 50)
+    for name in ("run", "run.previous"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "metrics.jsonl").write_text("metrics" * 50)
+    corpus = load_corpus(str(tmp_path), 1000, 2, str(tmp_path / "runs/run"))
+    assert corpus.source == f"1 files of {tmp_path}"
 
 
 def test_text_too_short(tmp_path: Path) -> None:
@@ -200,6 +274,47 @@ def test_checkpoint_cut_short_missing_or_without_manifest(saved) -> None:
     assert text_of(checkpoint.check, out, config) == corrupt(folder, "version 99")
     manifest.unlink()
     assert text_of(checkpoint.check, out, config) == corrupt(folder, "no file 'manifest.json'")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"config": None}, {"config": []}, {"config": "x"}, {"files": None}, {"files": ["rank0.pt"]}, {"files": {}},
+        {"files": {"rank0.pt": 3}}, {"files": {"rank0.pt": {}}}, {"files": {"../rank0.pt": {}}}, {"step": "30"},
+        {"files": {"rank0.pt": {"bytes": "1", "sha256": 2}}}, {"step": 10}, {"step": None}, {"config": {}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_manifest_of_another_shape(saved, change: dict[str, object]) -> None:
+    out, config, _ = saved
+    manifest = out / "checkpoints/step-00000030/manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **change}))
+    text = text_of(checkpoint.check, out, config)
+    assert text.startswith(f"train_moe: checkpoint '{manifest.parent}': expected the files that its manifest")
+    assert "got a file 'manifest.json' " in text
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "3", "null", '"text"', "[" * 100_000, "\xff", ""], ids=lambda c: c[:9]
+)
+def test_manifest_that_is_none(saved, content: str) -> None:
+    out, config, _ = saved
+    manifest = out / "checkpoints/step-00000030/manifest.json"
+    manifest.write_bytes(content.encode("latin-1"))
+    expected = corrupt(manifest.parent, "a file 'manifest.json' that cannot be read")
+    assert text_of(checkpoint.check, out, config) == expected
+    manifest.unlink()
+    os.mkfifo(manifest)  # would be waited for
+    assert text_of(checkpoint.check, out, config) == expected
+
+
+def test_folders_of_somebody_else_among_the_checkpoints(saved) -> None:
+    out, config, world = saved
+    (out / "checkpoints/step-best").mkdir()
+    (out / "checkpoints/step-99999999").write_text("a file")
+    assert checkpoint.check(out, config).name == "step-00000030"
+    checkpoint.save(out, 40, config, {}, world)
+    assert (out / "checkpoints/step-best").exists() and (out / "checkpoints/step-99999999").exists()
 
 
 def test_checkpoint_before_a_corrupt_one_is_taken_once_that_is_removed(saved) -> None:

@@ -1,0 +1,207 @@
+"""The folder of a run: whose it is, who writes to it, and what may be moved or deleted.
+
+    OUT/config.json      the configuration, with "program": "examples/train_moe.py"; says that the folder is a run's
+       /metrics.jsonl, loss.png, sample.txt, compare.json, compare.png, checkpoints/step-*
+
+A new run moves an earlier one to ``OUT.previous`` and deletes what was there, so both must be runs and hold nothing
+else. While a run writes to its folder it holds a lock on it, which ends with the process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from contextlib import suppress
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from moe_lm.config import Config, UserError, option
+
+PROGRAM = "examples/train_moe.py"
+MARKER = "config.json"
+RESULTS = {MARKER, "metrics.jsonl", "loss.png", "sample.txt", "compare.json", "compare.png", "checkpoints"}
+RESULTS |= {"metrics.jsonl.tmp"}
+CHECKPOINT = re.compile(r"step-\d{8}(\.tmp)?")
+ANOTHER = "Give another --out."
+
+
+def check_new(out: Path) -> None:
+    """Refuses a folder that a new run cannot have. Changes nothing."""
+    _refuse_special(out)
+    previous, holder = _previous(out), out.absolute()
+    if not _is_empty(out):
+        _refuse_foreign(out, f"becomes '{previous}'")
+        if os.path.ismount(out):
+            raise _refused("a folder that can be renamed", f"'{out}', where a file system is mounted")
+        holder = holder.parent
+        if os.path.lexists(previous):
+            _refuse_foreign(previous, f"is deleted, as '{out}' takes its place")
+    try:
+        parent = next(parent for parent in (holder, *holder.parents) if os.path.lexists(parent))
+        if not os.access(parent, os.W_OK | os.X_OK) or not parent.is_dir():
+            raise _refused(
+                "a folder that can be made and written to", f"'{out}'; '{parent}' does not allow it"
+            )
+    except OSError as error:
+        raise _unusable(out, error) from None
+
+
+class RunFolder:
+    """A folder that this process alone writes to, until it ends."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.lock = _lock(out)
+
+    @classmethod
+    def new(cls, out: Path, config: Config) -> RunFolder:
+        """An empty folder for a new run; an earlier run is kept beside it as ``<out>.previous``."""
+        check_new(out)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            folder = cls(out)
+            if not _is_empty(out):
+                check_new(out)  # again, under the lock
+                folder._move_away()
+                out.mkdir()
+                moved, folder.lock = folder.lock, _lock(out)
+                os.close(moved)
+            marker = {"program": PROGRAM, **asdict(config)}
+            (out / MARKER).write_text(json.dumps(marker, indent=1) + "\n")
+        except OSError as error:
+            raise _unusable(out, error) from None
+        return folder
+
+    @classmethod
+    def old(cls, out: Path) -> RunFolder | None:
+        """The folder of a run that goes on; None where there is none."""
+        try:
+            return cls(out.resolve()) if out.is_dir() else None
+        except OSError as error:
+            raise _unusable(out, error) from None
+
+    def _move_away(self) -> None:
+        previous = _previous(self.out)
+        if previous.exists():
+            held = _lock(previous)
+            for name in (
+                *sorted(RESULTS - {MARKER}),
+                MARKER,
+            ):  # the marker last: what is cut short stays a run's
+                with suppress(FileNotFoundError):
+                    path = previous / name
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            previous.rmdir()  # fails, and deletes nothing, if somebody has put something there just now
+            os.close(held)
+        self.out.rename(previous)
+        print(f"the earlier run is now {previous}", flush=True)
+
+
+def _previous(out: Path) -> Path:
+    return out.with_name(out.name + ".previous")
+
+
+def _refuse_special(out: Path) -> None:
+    """Links, files, and folders that hold the ones in use."""
+    try:
+        if out.is_symlink():
+            raise _refused("a folder", f"'{out}', which is a symbolic link")
+        real = out.resolve()
+        if os.path.lexists(out) and not out.is_dir():
+            raise _refused("a folder", f"'{out}', which is not one")
+        home = Path(os.path.expanduser("~")).resolve()
+        if out.name in ("", "..") or any(path.is_relative_to(real) for path in (Path.cwd(), home)):
+            raise _refused(
+                "a folder of its own", f"'{out}', which is or holds the current or the home folder"
+            )
+        for parent in out.absolute().parents:
+            if os.path.lexists(parent) and not parent.is_dir():
+                raise _refused("a folder", f"'{out}', but '{parent}' is not one")
+        _previous(out).is_symlink()
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+        raise _unusable(out, error) from None
+
+
+def _is_empty(folder: Path) -> bool:
+    try:
+        return not os.path.lexists(folder) or not any(folder.iterdir())
+    except OSError as error:
+        raise _unusable(folder, error) from None
+
+
+def _refuse_foreign(folder: Path, fate: str) -> None:
+    """Passes if ``folder`` is one of an earlier run and all in it was written by it."""
+    if folder.is_symlink() or not folder.is_dir():
+        raise _refused(f"a name beside which '{folder}' is free or an earlier run", "what is none")
+    if not is_run(folder):
+        raise _refused(
+            "a new or an empty folder, or one of an earlier run", f"'{folder}', which holds other files"
+        )
+    try:
+        names = [(name, name in RESULTS) for name in sorted(os.listdir(folder))]
+        checkpoints = folder / "checkpoints"
+        if checkpoints.is_dir() and not checkpoints.is_symlink():
+            names += [
+                (f"checkpoints/{name}", CHECKPOINT.fullmatch(name) is not None)
+                for name in sorted(os.listdir(checkpoints))
+            ]
+    except OSError as error:
+        raise _unusable(folder, error) from None
+    for name, ours in names:
+        path = folder / name
+        if not ours or path.is_symlink() or path.is_dir() != (name.startswith("checkpoints")):
+            raise UserError(
+                option("out"),
+                f"only files of an earlier run in '{folder}', which {fate}",
+                f"'{name}'",
+                "Move it elsewhere, or give another --out.",
+            )
+
+
+def is_run(folder: Path) -> bool:
+    """Whether ``config.json`` is one that this program has written."""
+    try:
+        path = folder / MARKER
+        if path.is_symlink() or not path.is_file() or path.stat().st_size > 1 << 20:
+            return False
+        content = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return False
+    if not isinstance(content, dict):
+        return False
+    unnamed = {
+        field.name for field in fields(Config)
+    }  # all of them, in runs from before the program wrote its name
+    return content.get("program") == PROGRAM or content.keys() == unnamed
+
+
+def _lock(folder: Path) -> int:
+    """Holds ``folder`` until this process ends, or refuses because another run does."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        mine = os.fstat(descriptor)
+        there = os.stat(folder, follow_symlinks=False)
+        moved = (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino)
+    except FileNotFoundError:
+        moved = True
+    except BlockingIOError:
+        moved = True
+    except OSError:
+        return descriptor  # a file system without locks
+    if moved:
+        os.close(descriptor)
+        raise _refused("a folder that no other run writes to", f"'{folder}', which one does")
+    return descriptor
+
+
+def _refused(expected: str, got: str) -> UserError:
+    return UserError(option("out"), expected, got, ANOTHER)
+
+
+def _unusable(folder: Path, error: Exception) -> UserError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return _refused("a folder that can be made and written to", f"'{folder}': {reason}")

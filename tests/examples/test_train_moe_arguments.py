@@ -1,0 +1,129 @@
+"""Options of examples/train_moe.py that no run can have: one line, exit status 2, and nothing started or written."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import train_moe
+from moe_lm.config import FLOATS, INTEGERS, Config, Options, UserError
+
+from tests.examples.conftest import train
+
+INTEGER_OPTIONS = [field.name for field in (*fields(Config), *fields(Options)) if field.type == "int"]
+FLOAT_OPTIONS = [field.name for field in (*fields(Config), *fields(Options)) if field.type == "float"]
+NO_ZERO = {
+    *("layers", "dim", "heads", "hidden", "experts", "topk", "text_bytes", "seq_len", "batch_size", "ranks"),
+    *("steps", "eval_every", "eval_batches", "checkpoint_every", "clip_norm"),
+}
+
+
+def option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line of a refused command."""
+    assert train_moe.main(list(arguments)) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1 and len(printed.err) < 300
+    return printed.err.strip()
+
+
+def test_every_number_has_limits() -> None:
+    assert set(INTEGERS) == set(INTEGER_OPTIONS) and set(FLOATS) == set(FLOAT_OPTIONS)
+
+
+@pytest.mark.parametrize("name", INTEGER_OPTIONS)
+def test_whole_numbers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    values = ["nan", "inf", "-inf", "1.5", "1e3", "", "x", "9" * 30, "-" + "9" * 30, "9" * 5000]
+    values += ["0"] if name in NO_ZERO else []
+    values += ["-1"] if name != "seed" else []
+    for value in values:
+        line = refusal(capsys, option(name), value)
+        assert line.startswith(f"train_moe: argument '{option(name)}': expected ") and ", got " in line, line
+        shown = value if len(value) < 50 else value[:50]
+        assert shown in line, line
+
+
+@pytest.mark.parametrize("name", FLOAT_OPTIONS)
+def test_numbers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    values = ["nan", "-nan", "inf", "-inf", "-1", "-1e-3", "1e300", "1e999", "", "x", "0x10"]
+    values += ["0"] if name in NO_ZERO else []
+    for value in values:
+        line = refusal(capsys, option(name), value)
+        assert line.startswith(f"train_moe: argument '{option(name)}': expected "), line
+        assert ", got " in line, line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("--heads 0", "argument '--heads': expected at least 1, got 0. Raise it."),
+        ("--ranks 0", "argument '--ranks': expected at least 1, got 0. Raise it."),
+        ("--checkpoint-every 0", "argument '--checkpoint-every': expected at least 1, got 0. Raise it."),
+        ("--lr nan", "argument '--lr': expected a finite number, got nan. The default is 0.001."),
+        ("--lr -1", "argument '--lr': expected at least 0.0, got -1.0. Raise it."),
+        ("--steps 1e3", "argument '--steps': expected a whole number, got '1e3'. See --help."),
+        ("--step 3", "unrecognized arguments: --step 3. See --help."),
+        ("--experts 2000", "argument '--experts': expected at most 1024, got 2000. Lower it."),
+        (
+            "--hidden 100 --format nvfp4",
+            "argument '--hidden': expected a multiple of 16, the block of nvfp4, got 100. "
+            "Use for example --hidden 112.",
+        ),
+    ],
+)
+def test_the_whole_line(arguments: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, *arguments.split()) == f"train_moe: {line}"
+
+
+def test_what_is_right_is_taken() -> None:
+    command = "--seed -1 --lr 0 --warmup-steps 0 --weight-decay 0 --stop-at 3 --capacity-factor 1.5"
+    config, options = train_moe.parse(command.split())
+    assert (config.seed, config.lr, config.warmup_steps, config.weight_decay) == (-1, 0.0, 0, 0.0)
+    assert (options.stop_at, config.capacity_factor) == (3, 1.5)
+
+
+def test_sizes_that_no_memory_holds() -> None:
+    """A layer of width 1024 has 4 * 1024**2 weights in its attention, and AdamW in float32 takes 16 bytes for each."""
+    config = Config(layers=2, dim=1024, heads=4, hidden=1024, experts=8, ranks=2)
+    experts = 2 * (4 * 3 * 1024 * 1024) * 16  # of one rank: layers, experts of three matrices
+    attention = 2 * 4 * 1024 * 1024 * 16
+    config.check_memory(2 * (experts + attention) * 2, 2)
+    with pytest.raises(UserError, match=r"expected what fits into this machine's 1.0 GiB .* for 2 ranks"):
+        config.check_memory(2 * (experts + attention), 2)
+
+
+@pytest.mark.parametrize("arguments", ["--dim 1048576", "--batch-size 1048576 --seq-len 1048576"])
+def test_a_command_that_no_memory_holds(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(capsys, *arguments.split(), "--dtype", "float32")
+    assert line.startswith("train_moe: the sizes of the model, its batch and its ranks: expected what fits")
+
+
+def test_environment_of_a_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    assert refusal(capsys) == (
+        "train_moe: environment variable WORLD_SIZE: expected a number from a launcher, got 'two'. Unset it."
+    )
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert refusal(capsys, "--ranks", "2") == (
+        "train_moe: argument '--ranks': expected the launcher's 4, got 2. Leave it out."
+    )
+
+
+def test_the_command_ends_with_status_2(tmp_path: Path) -> None:
+    done = train(tmp_path / "run", "--lr", "nan", status=2)
+    assert done.stderr == (
+        "train_moe: argument '--lr': expected a finite number, got nan. The default is 0.001.\n"
+    )
+    assert done.stdout == "" and not (tmp_path / "run").exists()

@@ -1,0 +1,216 @@
+"""Ctrl-C and SIGTERM in examples/train_moe.py: heard at once, answered by status 130, and no process left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.examples.conftest import SCRIPT, arguments, environment, losses_of, train
+
+SOON = 8.0  # seconds: one or two on an idle machine
+DEADLINE = 120.0
+
+
+def wait_for(condition: Callable[[], object], run: subprocess.Popen[str], seconds: float = DEADLINE) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def start(command: list[str], **more: str) -> subprocess.Popen[str]:
+    """The command as a shell with job control starts it: a process group of its own."""
+    return subprocess.Popen(
+        command, env={**environment(), **more}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def state(process: int) -> str:
+    """Letter of /proc, or nothing for a process that is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def ranks_of(run: subprocess.Popen[str]) -> dict[int, int]:
+    """Process by rank."""
+    found = {}
+    for child in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split():
+        content = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        found |= {int(entry[5:]): int(child) for entry in content if entry.startswith(b"RANK=")}
+    return found
+
+
+def assert_gone(processes: list[int]) -> None:
+    deadline = time.monotonic() + SOON
+    while left := [process for process in processes if state(process) not in ("", "Z")]:
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.05)
+
+
+def finish(run: subprocess.Popen[str], processes: list[int], seconds: float) -> str:
+    """The output of a run that ends in time with status 130, leaving nothing behind."""
+    began = time.monotonic()
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == 130, output
+    assert time.monotonic() - began < seconds, output
+    assert "Traceback" not in output
+    assert_gone(processes)
+    return output
+
+
+@pytest.fixture
+def begun(text_file: Path, tmp_path: Path):
+    """A run of two ranks that has taken a few steps of very many, and a checkpoint: its folder, itself, its ranks."""
+    out = tmp_path / "run"
+    more = ["--checkpoint-every", "2", "--eval-every", "1000", "--steps", "10000", "--text", str(text_file)]
+    run = start(arguments(out, *more))
+    try:
+        wait_for(lambda: (out / "metrics.jsonl").exists() and len(losses_of(out)) > 4, run)
+        ranks = ranks_of(run)
+        assert sorted(ranks) == [0, 1]
+        yield out, run, ranks
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
+
+
+@pytest.mark.parametrize(
+    ("who", "number"),
+    [("group", signal.SIGINT), ("launcher", signal.SIGTERM), ("rank 1", signal.SIGTERM)],
+    ids=str,
+)
+def test_the_step_is_finished_and_saved(begun, who: str, number: signal.Signals) -> None:
+    out, run, ranks = begun
+    if who == "group":  # as a terminal does
+        os.killpg(run.pid, number)
+    else:
+        os.kill(run.pid if who == "launcher" else ranks[1], number)
+    output = finish(run, list(ranks.values()), SOON)
+    stopped = max(losses_of(out))
+    assert f"stopped after step {stopped} of 10000; go on with --resume" in output
+    assert (out / f"checkpoints/step-{stopped:08d}/manifest.json").exists()
+    assert not list((out / "checkpoints").glob("*.tmp"))
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+def test_a_rank_that_does_not_answer(begun, twice: bool) -> None:
+    """Rank 0 waits for rank 1, which is stopped; the wait would end after five minutes."""
+    out, run, ranks = begun
+    os.kill(ranks[1], signal.SIGSTOP)
+    time.sleep(1)
+    steps = len(losses_of(out))
+    time.sleep(0.3)
+    assert len(losses_of(out)) == steps, "rank 0 waits"
+    began = time.monotonic()
+    os.killpg(run.pid, signal.SIGINT)
+    if twice:
+        time.sleep(1.3)
+        os.killpg(run.pid, signal.SIGINT)
+    output = finish(run, list(ranks.values()), 8 + SOON)
+    assert twice or time.monotonic() - began > 1
+    saved = max(int(path.name[5:]) for path in (out / "checkpoints").glob("step-*[0-9]"))
+    assert "train_moe: stopping after a step" in output
+    assert f"rank 0: interrupted during a step, left at once; --resume goes on after step {saved}" in output
+
+
+def test_a_rank_that_is_lost_ends_the_others(begun) -> None:
+    _, run, ranks = begun
+    os.kill(ranks[1], signal.SIGKILL)
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == 1 and "train_moe: rank 1 was ended by SIGKILL" in output
+    assert_gone(list(ranks.values()))
+
+
+def test_a_launcher_that_is_lost_ends_its_ranks(begun) -> None:
+    _, run, ranks = begun
+    os.kill(run.pid, signal.SIGKILL)
+    assert_gone(list(ranks.values()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_wait_for_a_rank_that_never_comes(number: signal.Signals, tmp_path: Path, text_file: Path) -> None:
+    """As under a launcher whose second machine is missing."""
+    command = [*arguments(tmp_path / "run"), "--text", str(text_file)]
+    one = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    run = start(command, **one, LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
+    wait_for(lambda: listens(run.pid), run)
+    run.send_signal(number)
+    output = finish(run, [run.pid], SOON)
+    assert "rank 0: interrupted during the start, left at once" in output
+    assert not (tmp_path / "run").exists()
+
+
+def listens(process: int) -> bool:
+    """Whether a process has a socket that waits for others."""
+    try:
+        links = [os.readlink(entry) for entry in Path(f"/proc/{process}/fd").iterdir()]
+        tables = [
+            Path(f"/proc/{process}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")
+        ]
+    except OSError:
+        return False
+    inodes = {line.split()[9] for table in tables for line in table if line.split()[3] == "0A"}
+    return any(link == f"socket:[{inode}]" for link in links for inode in inodes)
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_the_start_is_left_at_once(ranks: str, tmp_path: Path, text_file: Path) -> None:
+    """While torch is imported, which takes seconds."""
+    run = start([*arguments(tmp_path / "run"), "--text", str(text_file), "--ranks", ranks])
+    wait_for(lambda: "libtorch" in Path(f"/proc/{run.pid}/maps").read_text(), run)
+    run.send_signal(signal.SIGINT)
+    output = finish(run, [run.pid], SOON)
+    assert "train_moe: interrupted during the start, left at once" in output
+
+
+def test_one_rank_ends_with_the_same_status_and_goes_on(tmp_path: Path, text_file: Path) -> None:
+    out = tmp_path / "run"
+    options = ["--ranks", "1", "--text", str(text_file), "--eval-batches", "1"]
+    run = start(arguments(out, *options, "--steps", "40"))
+    wait_for(lambda: (out / "metrics.jsonl").exists() and len(losses_of(out)) > 2, run)
+    run.send_signal(signal.SIGTERM)
+    output = finish(run, [run.pid], SOON)
+    stopped = max(losses_of(out))
+    assert f"stopped after step {stopped} of 40; go on with --resume" in output
+    train(out, *options, "--steps", "40", "--resume")
+    assert list(losses_of(out)) == list(range(1, 41))
+
+
+def test_nobody_reads_the_output_any_more(tmp_path: Path, text_file: Path) -> None:
+    """Ctrl-C also ends the ``tee`` behind ``train_moe.py 2>&1 | tee log``."""
+    out = tmp_path / "run"
+    options = ["--ranks", "1", "--text", str(text_file), "--steps", "10000"]
+    run = start(arguments(out, *options))
+    wait_for(lambda: (out / "metrics.jsonl").exists() and len(losses_of(out)) > 2, run)
+    assert run.stdout is not None
+    run.stdout.close()
+    run.send_signal(signal.SIGINT)
+    assert run.wait(timeout=60) == 130
+    stopped = max(losses_of(out))
+    assert (out / f"checkpoints/step-{stopped:08d}/manifest.json").exists()
+
+
+def test_under_torchrun(tmp_path: Path, text_file: Path) -> None:
+    out = tmp_path / "run"
+    command = arguments(out, "--text", str(text_file), "--steps", "10000")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    run = start([*launcher, str(SCRIPT), *command[2:]])
+    wait_for(lambda: (out / "metrics.jsonl").exists() and len(losses_of(out)) > 2, run)
+    ranks = ranks_of(run)
+    os.killpg(run.pid, signal.SIGINT)
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode != 0
+    assert f"stopped after step {max(losses_of(out))} of 10000; go on with --resume" in output
+    assert_gone(list(ranks.values()))
