@@ -135,6 +135,27 @@ def reset(module: torch.nn.Module) -> None:
     module.reset_parameters()
 
 
+def moved_to_other_memory(module: torch.nn.Module) -> None:
+    layer = layers(module)[-1]
+    layer.weight.data = layer.weight.detach() + 1
+
+
+def moved_to_memory_of_before(module: torch.nn.Module) -> None:
+    """Freed first: the allocator may hand out the same address."""
+    weight = layers(module)[-1].weight
+    sizes = weight.shape
+    weight.data = weight.new_empty(0)
+    weight.data = torch.ones(sizes)
+
+
+def loaded_by_swapping(module: torch.nn.Module) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        module.load_state_dict(module.state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 CHANGES = [
     changed_in_place,
     optimized,
@@ -142,8 +163,11 @@ CHANGES = [
     optimized_compiled,
     loaded,
     loaded_by_assignment,
+    loaded_by_swapping,
     replaced,
     reset,
+    moved_to_other_memory,
+    moved_to_memory_of_before,
 ]
 
 
@@ -156,8 +180,11 @@ def test_stale_weights_are_refused(kind: str, change: Callable[[torch.nn.Module]
     change(module)
     with pytest.raises(ValueError) as caught:
         step(module)
-    same = change not in (loaded_by_assignment, replaced)
-    got = "one that was changed in place since" if same else "another tensor"
+    got = "one that was changed in place since"
+    if change in (loaded_by_assignment, replaced):
+        got = "another tensor"
+    elif change in (moved_to_other_memory, moved_to_memory_of_before):
+        got = "one whose data is another tensor's since"
     layer = "Linear" if kind == "Linear" else "GroupedLinear"
     assert str(caught.value) == (
         f"transformer_plugin::{layer}: argument 'weight': expected the weight that quantize_weights() rounded, got "
@@ -236,6 +263,40 @@ def test_moves_casts_and_recipes_drop_the_buffers(
     assert list(module.buffers())
     change(module)
     assert not list(module.buffers())
+
+
+@by_module
+@pytest.mark.parametrize("forget", [False, True])
+def test_moves_that_swap_parameters(kind: str, forget: bool) -> None:
+    """Nothing refers weakly to a weight, which torch would not swap then."""
+    module, plain = make(kind), make(kind).bfloat16().float()
+    module.quantize_weights()
+    step(module)
+    if forget:
+        module.forget_quantized_weights()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        module.bfloat16().float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert not list(module.buffers())
+    module.quantize_weights()
+    assert_all_same(step(module), step(plain))
+
+
+@by_module
+@by_format
+def test_averaged_models(kind: str, name: str) -> None:
+    """The average of two equal models is the model; its weights changed, and that is said."""
+    module = make(kind, name)
+    module.quantize_weights()
+    averaged = torch.optim.swa_utils.AveragedModel(module, use_buffers=True)
+    for _ in range(2):
+        averaged.update_parameters(module)
+    with pytest.raises(ValueError, match="changed in place"):
+        step(averaged.module, name)
+    averaged.module.quantize_weights()
+    assert_all_same(step(averaged.module, name), step(module, name))
 
 
 @by_module

@@ -49,5 +49,29 @@ def same_steps(rank: Rank) -> None:
             assert_same_bits(got, other)
 
 
+def two_forwards_with_defaults(rank: Rank) -> None:
+    """DDP broadcasts buffers before each forward, into what a backward keeps."""
+    results = []
+    for beforehand in (True, False):
+        torch.manual_seed(0)
+        layer = GroupedMLP(3, 128, 256, recipe=Float8BlockScaling()).to(rank.device)
+        model = DistributedDataParallel(layer, process_group=rank.group)
+        if beforehand:
+            layer.quantize_weights()
+        generator, outputs = torch.Generator().manual_seed(rank.rank), []
+        for _ in range(2):
+            rows, probs = torch.randn(20, 128, generator=generator), torch.rand(20, generator=generator)
+            sizes = torch.tensor([5, 4 + rank.rank, 10], device=rank.device)
+            outputs.append(model(rows.to(rank.device), sizes, probs.to(rank.device)))
+        torch.cat(outputs).square().sum().backward()
+        results.append([p.grad for p in layer.parameters()])
+    for got, expected in zip(*results, strict=True):
+        assert_same_bits(got, expected)
+
+
+def test_two_forwards_with_the_defaults_of_ddp(pair: RankPool) -> None:
+    pair.run(two_forwards_with_defaults)
+
+
 def test_steps_are_those_of_weights_quantized_in_each_forward(pair: RankPool) -> None:
     pair.run(same_steps)

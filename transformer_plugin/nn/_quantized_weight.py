@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from transformer_plugin import ops
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
-#: weights of which modules hold what they were rounded to.
-_watched = WeakTensorKeyDictionary()
+#: Modules that hold what their weight was rounded to. No weight is referred to weakly: torch swaps no such tensor.
+_holders: WeakSet[HoldsQuantizedWeight] = WeakSet()
 
 
 def _count_step(optimizer: Optimizer, *_: Any) -> None:
     """After a step of any optimizer: ``fused=True`` changes parameters and leaves their versions as they are."""
     if torch.compiler.is_compiling():  # a compiled step counts
         return
+    held = {id(holder._quantized_from.weight) for holder in list(_holders) if holder._quantized_from}
     for group in optimizer.param_groups:
-        increment_version([parameter for parameter in group["params"] if parameter in _watched])
+        increment_version([parameter for parameter in group["params"] if id(parameter) in held])
 
 
 @cache
@@ -33,14 +35,31 @@ def _hook_steps() -> None:
     register_optimizer_step_post_hook(_count_step)
 
 
-def _watch(weight: Tensor) -> None:
-    _hook_steps()
-    _watched[weight] = True
-
-
 def _version(weight: Tensor) -> int:
     """How often a tensor was changed in place; inference tensors do not count."""
     return 0 if weight.is_inference() else weight._version
+
+
+class _Origin(NamedTuple):
+    """What was rounded: a tensor, its version, and where its values lay. The memory may be freed meanwhile; an address
+    that is used again is told by the storage, which is another."""
+
+    weight: Tensor
+    version: int
+    kind: tuple[torch.Size, torch.device]
+    storage: StorageWeakRef
+    address: int
+
+    @staticmethod
+    def of(weight: Tensor, behind: int = 0) -> _Origin:
+        kind, storage = (weight.shape, weight.device), StorageWeakRef(weight.untyped_storage())
+        return _Origin(weight, _version(weight) - behind, kind, storage, weight.data_ptr())
+
+    def has_moved(self) -> bool:
+        """Whether the tensor has other memory: ``weight.data = other``."""
+        return self.address != self.weight.data_ptr() or self.storage != StorageWeakRef(
+            self.weight.untyped_storage()
+        )
 
 
 class HoldsQuantizedWeight(torch.nn.Module):
@@ -49,75 +68,83 @@ class HoldsQuantizedWeight(torch.nn.Module):
     weight: Tensor
     recipe: Recipe | None
     _formats: tuple[str, str, str]
-    #: of the buffers, in the order of ops.quantize_weight; none while each forward rounds the weight.
-    _quantized_names: tuple[str, ...] = ()
-    #: the weight that was rounded, and its version then.
-    _quantized_from: tuple[Tensor, int] | None = None
+    #: what ops.quantize_weight gave; nothing while each forward rounds the weight.
+    _quantized: tuple[Tensor, ...] = ()
+    _quantized_from: _Origin | None = None
 
     def quantize_weights(self) -> None:
         """Rounds the weight to the recipe's formats for every forward and backward until the next call.
 
         Call it after each optimizer step, before the first forward: with gradients accumulated over n micro-batches
         the weight is then rounded once and not n times. Outputs and gradients have the same bits. What it is rounded
-        to, :func:`transformer_plugin.ops.quantize_weight`, is held in buffers ``quantized_weight_0``, ... that are not
-        in the ``state_dict``; later calls write into the same memory, so a CUDA graph of a step stays right, and may
-        hold the call itself.
+        to, :func:`transformer_plugin.ops.quantize_weight`, is held in buffers ``quantized_weight_0``, ... of bytes that
+        are not in the ``state_dict``; later calls write into the same memory, so a CUDA graph of a step stays right,
+        and may hold the call itself.
 
-        A forward whose weight was changed in place since (an optimizer step, ``load_state_dict``), or is another
-        tensor, raises. That is seen in eager code only: compiled code and replays of a CUDA graph take the buffers as
-        they are, and so does eager code after changes that autograd does not count (through ``weight.data``, of an
-        inference tensor, by a kernel of another library outside of a ``torch.optim.Optimizer``). Call this method
-        itself outside of compiled code. A backward whose forward came before this call raises, as for any tensor that
-        is changed in place.
+        A forward whose weight was changed in place since (an optimizer step, ``load_state_dict``), lies elsewhere
+        (``weight.data = other``) or is another tensor, raises. That is seen in eager code only: compiled code and
+        replays of a CUDA graph take the buffers as they are, and so does eager code after changes that autograd does
+        not count (``weight.data.add_(1)``, of an inference tensor, by a kernel of another library outside of a
+        ``torch.optim.Optimizer``). Call this method itself outside of compiled code. A backward whose forward came
+        before this call raises, as for any tensor that is changed in place.
 
         The weight is a plain tensor: one that is gathered for each forward (FSDP) or computed in it (parametrizations)
         is another tensor each time.
 
         Moves and casts of the module (``.to()``) and another recipe drop the buffers. ``DistributedDataParallel`` sends
-        buffers to other ranks in each forward: pass it ``broadcast_buffers=False``.
+        buffers to other ranks in each forward, which have these bytes already: ``broadcast_buffers=False`` saves that.
+        In a copy whose parameters are averaged (``AveragedModel``) the weights change: forget them there.
 
         Raises:
             ValueError: no recipe, one that rounds nothing, or ``DelayedScaling``, whose scales change in each forward.
         """
         self._check_recipe()
         weight, held = self.weight, self._quantized_from
-        if held is not None and (held[0].shape, held[0].device) != (weight.shape, weight.device):
+        if held is not None and held.kind != (weight.shape, weight.device):
             self.forget_quantized_weights()
         with torch.no_grad():
-            if self._quantized_names:
-                ops.quantize_weight_out(weight, *self._formats, self._quantized_buffers())
+            if self._quantized:
+                ops.quantize_weight_out(weight, *self._formats, list(self._quantized))
             else:
-                for i, tensor in enumerate(ops.quantize_weight(weight, *self._formats)):
-                    self.register_buffer(f"quantized_weight_{i}", tensor, persistent=False)
-                    self._quantized_names = (*self._quantized_names, f"quantized_weight_{i}")
-        self._quantized_from = (weight, _version(weight))
-        _watch(weight)
+                self._quantized = tuple(ops.quantize_weight(weight, *self._formats))
+                self._register_bytes()
+        self._remember(weight)
 
     def forget_quantized_weights(self) -> None:
         """Drops what :meth:`quantize_weights` made: each forward rounds the weight again."""
-        for name in self._quantized_names:
-            delattr(self, name)
-        self._quantized_names = ()
+        for i in range(len(self._quantized)):
+            delattr(self, f"quantized_weight_{i}")
+        self._quantized = ()
         self._quantized_from = None
 
-    def _quantized_buffers(self) -> list[Tensor]:
-        return [getattr(self, name) for name in self._quantized_names]
+    def _register_bytes(self) -> None:
+        """The same memory as buffers: bytes, which every backend of collectives sends, and without the versions of what
+        a backward keeps, which a broadcast of equal bytes does not change."""
+        for i, tensor in enumerate(self._quantized):
+            self.register_buffer(f"quantized_weight_{i}", tensor.view(torch.uint8).data, persistent=False)
+
+    def _remember(self, weight: Tensor, behind: int = 0) -> None:
+        self._quantized_from = _Origin.of(weight, behind)
+        _hook_steps()
+        _holders.add(self)
 
     def _quantized_weight(self) -> list[Tensor] | None:
         """For the ops of a forward."""
-        if not self._quantized_names:
+        if not self._quantized:
             return None
         if not torch.compiler.is_compiling():  # a graph is not made anew for every version
             self._check_fresh()
-        return self._quantized_buffers()
+        return list(self._quantized)
 
     def _check_fresh(self) -> None:
         assert self._quantized_from is not None
-        weight, version = self._quantized_from
-        if weight is not self.weight:
+        origin = self._quantized_from
+        if origin.weight is not self.weight:
             got = "another tensor"
-        elif version != _version(weight):
+        elif origin.version != _version(origin.weight):
             got = "one that was changed in place since"
+        elif origin.has_moved():
+            got = "one whose data is another tensor's since"
         else:
             return
         raise ValueError(
@@ -139,16 +166,19 @@ class HoldsQuantizedWeight(torch.nn.Module):
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies, whose weight has versions of its own: how far it is behind, in place of the version."""
-        state = self.__dict__.copy()
-        if self._quantized_from is not None:
-            weight, version = self._quantized_from
-            state["_quantized_from"] = (weight, version - _version(weight))
+        """For copies, whose weight has versions of its own: how far it is behind, in place of its origin."""
+        state, origin = self.__dict__.copy(), self._quantized_from
+        if origin is not None:
+            behind = -1 if origin.has_moved() else _version(origin.weight) - origin.version
+            state["_quantized_from"] = (origin.weight, behind)
+            names = [
+                f"quantized_weight_{i}" for i in range(len(self._quantized))
+            ]  # torch.save takes one dtype
+            state["_buffers"] = {name: held for name, held in self._buffers.items() if name not in names}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self._quantized_from is not None:
-            weight, behind = self._quantized_from
-            self._quantized_from = (weight, _version(weight) + behind)
-            _watch(weight)
+            self._register_bytes()
+            self._remember(*self._quantized_from)

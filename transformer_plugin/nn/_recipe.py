@@ -58,7 +58,7 @@ class TakesRecipe(HoldsQuantizedWeight):
                 "transformer_plugin.recipes.recipe_from_name() of a name."
             )
         formats = formats_of(recipe)
-        if self._quantized_names and formats != self._formats:
+        if self._quantized and formats != self._formats:
             self.forget_quantized_weights()
         self._recipe = recipe
         self._formats = formats
