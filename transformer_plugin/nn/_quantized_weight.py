@@ -179,6 +179,7 @@ class HoldsQuantizedWeight(torch.nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self._quantized_from is not None:
+        if state.get("_quantized_from") is not None:
+            weight, behind = state["_quantized_from"]
             self._register_bytes()
-            self._remember(*self._quantized_from)
+            self._remember(weight, behind)
