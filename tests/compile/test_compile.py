@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -53,6 +53,47 @@ def test_equals_eager(name: str, backend: str, device: torch.device) -> None:
         )
         assert_same(seeded_step(fast, data), expected, 0 if backend == "aot_eager" else 1e-5)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
+@pytest.mark.parametrize(
+    ("backend", "name"), [("aot_eager", "none"), ("aot_eager", "fp8_block"), ("inductor", "none")]
+)
+def test_autocast(name: str, backend: str, inside: bool, device: torch.device) -> None:
+    """Around the compiled model, or in it. A graph for each dtype. Inductor keeps what eager rounds between two ops."""
+    model = make(name, device)
+
+    def region(dtype: torch.dtype) -> torch.autocast:
+        return torch.autocast(device.type, dtype)
+
+    def forward(*arguments: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        with region(dtype):
+            output, aux_loss = model(*arguments)
+        return output.float(), aux_loss
+
+    def run(call: Callable[..., tuple[Tensor, Tensor]], data: Batch, dtype: torch.dtype) -> dict[str, Tensor]:
+        def module(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+            return call(*arguments, dtype=dtype)
+
+        module.named_parameters = model.named_parameters  # type: ignore[attr-defined]
+        return step(module, data)
+
+    counter = CompileCounterWithBackend(backend)
+    if inside:
+        fast = torch.compile(forward, fullgraph=True, backend=counter)
+    else:
+        whole = torch.compile(model, fullgraph=True, backend=counter)
+
+        def fast(*arguments: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+            with region(dtype):
+                output, aux_loss = whole(*arguments)
+            return output.float(), aux_loss
+
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        data = batch(24 if row_unit(name) == 1 else 128, 1, device, row_unit(name))
+        expected = run(forward, data, dtype)
+        assert_same(run(fast, data, dtype), expected, 0 if backend == "aot_eager" else 2e-2)
+    assert counter.frame_count == 2
 
 
 def test_inference_equals_eager(device: torch.device) -> None:

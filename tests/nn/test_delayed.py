@@ -277,7 +277,7 @@ def refused_calls() -> list[tuple[Any, tuple[Tensor, ...]]]:
         (grouped, (x, torch.tensor([3]))),
         (grouped, (x, sizes.float())),
         (mlp, (x, sizes, torch.rand(7))),
-        (mlp, (x, sizes, torch.rand(8).double())),
+        (mlp, (x, sizes, torch.ones(8, dtype=torch.int32))),
         (mlp, (x, torch.tensor([9, 4]), torch.rand(8))),
     ]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,17 @@ from transformer_plugin.recipes import DelayedScaling, Recipe
 STATE = ("delayed_history", "delayed_scale", "delayed_amax")
 #: What is rounded.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def keeps_float32(module: torch.nn.Module, *names: str) -> Iterator[None]:
+    """Around a move or a cast of a module: these buffers of it are moved, and keep their float32 and its bits."""
+    before = {name: module._buffers.get(name) for name in names}
+    yield
+    for name, held in before.items():
+        now = module._buffers.get(name)
+        if held is not None and now is not None and now.dtype != held.dtype:
+            module._buffers[name] = held.to(now.device)
 
 
 class RoleFormats(NamedTuple):
@@ -41,6 +53,7 @@ class TakesRecipe(HoldsQuantizedWeight):
     delayed_amax: Tensor
     _recipe: Recipe | None
     _formats: RoleFormats
+    _row_rules: RowRules
 
     @property
     def recipe(self) -> Recipe | None:
@@ -62,7 +75,12 @@ class TakesRecipe(HoldsQuantizedWeight):
             self.forget_quantized_weights()
         self._recipe = recipe
         self._formats = formats
+        self._row_rules = row_rules(formats)
         self._make_state()
+
+    if TYPE_CHECKING:  # each has it
+
+        def reset_parameters(self) -> None: ...
 
     def _make_state(self) -> None:
         recipe, held = self._recipe, self._buffers.get(STATE[0])
@@ -84,9 +102,9 @@ class TakesRecipe(HoldsQuantizedWeight):
             torch.nn.init.ones_(self.delayed_scale)
             torch.nn.init.zeros_(self.delayed_amax)
 
-    def _takes(self, input: Tensor) -> bool:
+    @staticmethod
+    def _takes(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether the op takes an input of this kind, and the parameters. It says why where it does not."""
-        weight, bias = self.weight, self._parameters.get("bias")
         if bias is not None and (
             bias.shape != weight.shape[:-1]
             or bias.device != weight.device
@@ -108,13 +126,8 @@ class TakesRecipe(HoldsQuantizedWeight):
         return ops.update_delayed_scale_(*state, *rule)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        before = {name: self._buffers[name] for name in STATE if name in self._buffers}
-        super()._apply(fn, recurse)
-        for name, held in before.items():
-            now = self._buffers[name]
-            if held is not None and now is not None and now.dtype != held.dtype:
-                self._buffers[name] = held.to(now.device)
-        return self
+        with keeps_float32(self, *STATE):
+            return super()._apply(fn, recurse)
 
 
 def formats_of(recipe: Recipe | None) -> RoleFormats:
@@ -124,11 +137,18 @@ def formats_of(recipe: Recipe | None) -> RoleFormats:
     return RoleFormats(recipe.input_format, recipe.weight_format, recipe.grad_format)
 
 
-def row_alignment(recipe: Recipe | None) -> int:
-    """To what multiple the GPU's kernels like each group of rows padded."""
-    return max(Format.parse(key).alignment for key in formats_of(recipe))
+class RowRules(NamedTuple):
+    """What the rows of each group are padded to a multiple of."""
+
+    #: what the GPU's kernels like.
+    alignment: int = 1
+    #: what must be, because a backward wants the rows along columns.
+    multiple: int = 1
 
 
-def row_multiple(recipe: Recipe | None) -> int:
-    """What the rows of each group must be a multiple of, because a backward wants them along columns."""
-    return max(Format.parse(key).group_multiple for key in formats_of(recipe))
+def row_rules(formats: RoleFormats) -> RowRules:
+    """Of a layer with these formats."""
+    parsed = [Format.parse(key) for key in formats]
+    return RowRules(
+        max(format.alignment for format in parsed), max(format.group_multiple for format in parsed)
+    )

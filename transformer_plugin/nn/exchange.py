@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,9 +89,15 @@ class LocalExchange:
     gpu_alignment: int
     #: what each expert's rows must be a multiple of.
     row_multiple: int = 1
+    #: no ranks share the experts.
+    group: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         self.config.check_multiple(self.row_multiple)
+
+    def fitted(self, gpu_alignment: int, row_multiple: int) -> LocalExchange:
+        """The same for experts of another recipe."""
+        return LocalExchange(self.num_experts, self.config, gpu_alignment, row_multiple)
 
     def dispatch(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Received:
         """Copies each token to its experts."""
@@ -141,8 +148,23 @@ class GroupExchange:
             timeout=config.timeout,
             device=None if device is None or torch.device(device).type == "meta" else device,
         )
+        self.alignment = self._row_alignment(gpu_alignment, row_multiple)
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The ranks that share the experts."""
+        return self.context.group
+
+    def _row_alignment(self, gpu_alignment: int, row_multiple: int) -> int:
         on_gpu = self.context.device.type == "cuda"
-        self.alignment = config.row_alignment(gpu_alignment if on_gpu else 1, row_multiple)
+        return self.config.row_alignment(gpu_alignment if on_gpu else 1, row_multiple)
+
+    def fitted(self, gpu_alignment: int, row_multiple: int) -> GroupExchange:
+        """The same for experts of another recipe, which every rank's have: what the ranks agreed on holds."""
+        self.config.check_multiple(row_multiple)
+        fitted = copy.copy(self)
+        fitted.alignment = self._row_alignment(gpu_alignment, row_multiple)
+        return fitted
 
     def dispatch(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Received:
         """Sends each token to the ranks of its experts."""

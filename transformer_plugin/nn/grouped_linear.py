@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_plugin import ops
+from transformer_plugin.nn._attributes import fixed
+from transformer_plugin.nn._autocast import as_float32, operands
 from transformer_plugin.nn._recipe import TakesRecipe
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
@@ -41,6 +43,9 @@ class GroupedLinear(TakesRecipe):
 
     weight: Parameter
     bias: Parameter | None
+    num_groups: int = fixed("num_groups")
+    in_features: int = fixed("in_features")
+    out_features: int = fixed("out_features")
 
     def __init__(
         self,
@@ -90,10 +95,12 @@ class GroupedLinear(TakesRecipe):
                 ignored.
             group_sizes: int32 or int64 ``[G]`` on the device of ``input``, each at least 0, with a sum of at
                 most T. For a backward with ``NVFP4BlockScaling`` multiples of 16, as T.
-            bias_scale: float32 ``[T]``, only with ``scale_bias``: the factor of the bias in each row.
+            bias_scale: ``[T]``, only with ``scale_bias``: the factor of the bias in each row, in float32 or
+                converted to it.
 
         Returns:
-            ``[T, N]`` in the dtype of ``input``, differentiable in ``input``, the parameters and
+            ``[T, N]`` in the dtype of ``input`` (under ``torch.autocast`` in that of autocast, to which input,
+            weight and bias are cast first), differentiable in ``input``, the parameters and
             ``bias_scale``.
         """
         if (bias_scale is not None) != self.scale_bias:
@@ -102,25 +109,18 @@ class GroupedLinear(TakesRecipe):
                 f"{'a tensor [T]' if self.scale_bias else 'None'} with scale_bias={self.scale_bias}, got "
                 f"{'None' if self.scale_bias else 'a tensor'}. Make the constructor and the call agree."
             )
+        quantized_weight = self._quantized_weight()
+        bias_scale = None if bias_scale is None else as_float32(bias_scale)
+        input, weight, bias = operands(input, self.weight, self.bias)
         if isinstance(self.recipe, DelayedScaling):
-            takes = self._takes(input) and self._takes_rows(input, group_sizes, bias_scale)
-            scale, bias = self._delayed_scales(self.recipe, takes), self.bias
+            takes = self._takes(input, weight, bias) and self._takes_rows(input, group_sizes, bias_scale)
+            scale, amax = self._delayed_scales(self.recipe, takes), self.delayed_amax
+            layer = (bias, bias_scale, *self._formats)
             if self.training:
-                return ops.grouped_linear_scaled_(
-                    input,
-                    self.weight,
-                    group_sizes,
-                    scale,
-                    self.delayed_amax,
-                    bias,
-                    bias_scale,
-                    *self._formats,
-                )
-            return ops.grouped_linear_scaled(
-                input, self.weight, group_sizes, scale, bias, bias_scale, *self._formats
-            )
+                return ops.grouped_linear_scaled_(input, weight, group_sizes, scale, amax, *layer)
+            return ops.grouped_linear_scaled(input, weight, group_sizes, scale, *layer)
         return ops.grouped_linear(
-            input, self.weight, group_sizes, self.bias, bias_scale, *self._formats, self._quantized_weight()
+            input, weight, group_sizes, bias, bias_scale, *self._formats, quantized_weight
         )
 
     def _takes_rows(self, input: Tensor, group_sizes: Tensor, bias_scale: Tensor | None) -> bool:

@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from transformer_plugin import ops
+from transformer_plugin.nn._attributes import SharesRecipe, fixed, recipe_layers
+from transformer_plugin.nn._autocast import as_float32, operands
 from transformer_plugin.nn.grouped_linear import GroupedLinear
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
@@ -24,7 +26,7 @@ def _is_plain(layer: torch.nn.Module) -> bool:
     )
 
 
-class GroupedMLP(torch.nn.Module):
+class GroupedMLP(SharesRecipe):
     """``fc2(swiglu(fc1(input)) * probs)`` for each group with its own weights.
 
     The probability of a row scales it between the two products, and the bias of ``fc2`` too: the output is
@@ -35,15 +37,23 @@ class GroupedMLP(torch.nn.Module):
         hidden: H, the columns of input and output.
         ffn_hidden: F, the columns between the products; ``fc1`` gives 2F, the gate first.
         bias: whether both products add a learned bias.
-        device, dtype, recipe: as in :class:`GroupedLinear`.
+        device, dtype: as in :class:`GroupedLinear`.
+        recipe: the formats of both products. Set later, it is set in both layers.
 
     Parameters: ``fc1.weight [G, 2F, H]``, ``fc2.weight [G, H, F]``, and with bias ``fc1.bias [G, 2F]``,
     ``fc2.bias [G, H]``.
 
     Where ``fc1`` and ``fc2`` are as they were made, one op runs both, :func:`~transformer_plugin.ops.grouped_mlp`,
     with the bits of the layers one after the other. Layers with hooks, of another class (sharded by themselves, for
-    example), of formats that differ, or with :class:`~transformer_plugin.recipes.DelayedScaling` are called.
+    example), of formats that differ, or with :class:`~transformer_plugin.recipes.DelayedScaling` are called, as is any
+    module in their place: ``fc1(input, group_sizes)``, and ``fc2(activation, group_sizes, bias_scale)``, where
+    ``bias_scale`` is ``probs`` with biases and None without.
     """
+
+    num_groups: int = fixed("num_groups")
+    hidden: int = fixed("hidden")
+    ffn_hidden: int = fixed("ffn_hidden")
+    bias: bool = fixed("bias")
 
     def __init__(
         self,
@@ -57,6 +67,7 @@ class GroupedMLP(torch.nn.Module):
         recipe: Recipe | None = None,
     ) -> None:
         super().__init__()
+        self.num_groups, self.hidden, self.ffn_hidden, self.bias = num_groups, hidden, ffn_hidden, bias
         self.fc1 = GroupedLinear(
             num_groups, hidden, 2 * ffn_hidden, bias, device=device, dtype=dtype, recipe=recipe
         )
@@ -66,18 +77,18 @@ class GroupedMLP(torch.nn.Module):
 
     def reset_parameters(self) -> None:
         """Fresh initial values for both products."""
-        self.fc1.reset_parameters()
-        self.fc2.reset_parameters()
+        for layer in recipe_layers(self):
+            layer.reset_parameters()
 
     def quantize_weights(self) -> None:
         """:meth:`GroupedLinear.quantize_weights` of both layers: call it after each optimizer step."""
-        self.fc1.quantize_weights()
-        self.fc2.quantize_weights()
+        for layer in recipe_layers(self):
+            layer.quantize_weights()
 
     def forget_quantized_weights(self) -> None:
         """Each forward rounds the weights again."""
-        self.fc1.forget_quantized_weights()
-        self.fc2.forget_quantized_weights()
+        for layer in recipe_layers(self):
+            layer.forget_quantized_weights()
 
     def forward(self, input: Tensor, group_sizes: Tensor, probs: Tensor) -> Tensor:
         """Runs the experts.
@@ -85,33 +96,27 @@ class GroupedMLP(torch.nn.Module):
         Args:
             input: ``[T, H]``, sorted by group.
             group_sizes: int32 or int64 ``[G]`` on the device of ``input``.
-            probs: float32 ``[T]``, the weight of each row.
+            probs: ``[T]``, the weight of each row, in float32 or converted to it.
 
         Returns:
-            ``[T, H]`` in the dtype of ``input``, differentiable in ``input``, ``probs`` and the parameters.
+            ``[T, H]`` in the dtype of ``input`` (under ``torch.autocast`` in that of autocast, to which input,
+            weights and biases are cast first), differentiable in ``input``, ``probs`` and the parameters.
             Rows past the last group are zero.
         """
-        fc1, fc2 = self.fc1, self.fc2
+        fc1, fc2, probs = self.fc1, self.fc2, as_float32(probs)
         if self._runs_as_one(fc1, fc2):
-            return ops.grouped_mlp(
-                input,
-                fc1.weight,
-                fc2.weight,
-                group_sizes,
-                probs,
-                fc1.bias,
-                fc2.bias,
-                *fc1._formats,
-                fc1._quantized_weight(),
-                fc2._quantized_weight(),
-            )
+            quantized = (fc1._quantized_weight(), fc2._quantized_weight())
+            _, fc2_weight, fc2_bias = operands(input, fc2.weight, fc2.bias)
+            input, fc1_weight, fc1_bias = operands(input, fc1.weight, fc1.bias)
+            weights, biases = (fc1_weight, fc2_weight), (fc1_bias, fc2_bias)
+            return ops.grouped_mlp(input, *weights, group_sizes, probs, *biases, *fc1._formats, *quantized)
         if input.dim() == 2 and (
             probs.shape != input.shape[:1] or probs.dtype != torch.float32 or probs.device != input.device
         ):
             # Refused here, before the first layer's state of delayed scaling has changed.
-            ops.swiglu(input.new_empty(()).expand(input.shape[0], fc1.out_features), probs)
+            ops.swiglu(input.new_empty(()).expand(input.shape[0], 2 * self.ffn_hidden), probs)
         activation = ops.swiglu(fc1(input, group_sizes), probs)
-        return fc2(activation, group_sizes, probs if fc2.scale_bias else None)
+        return fc2(activation, group_sizes, probs if getattr(fc2, "scale_bias", self.bias) else None)
 
     @staticmethod
     def _runs_as_one(fc1: GroupedLinear, fc2: GroupedLinear) -> bool:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
+from transformer_plugin.nn._autocast import operands
 from transformer_plugin.nn._recipe import TakesRecipe
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
@@ -29,7 +30,8 @@ class Linear(TakesRecipe, torch.nn.Linear):
     float32, of the input, the weight and the gradient. After :meth:`quantize_weights` what it makes, not in the
     ``state_dict``. Nothing otherwise.
 
-    Shapes: input ``[..., K]``, output ``[..., N]`` in the dtype of the input. For a backward with
+    Shapes: input ``[..., K]``, output ``[..., N]`` in the dtype of the input, or under ``torch.autocast`` in that
+    of autocast, to which input, weight and bias are cast first, as in ``torch.nn.Linear``. For a backward with
     ``NVFP4BlockScaling`` the rows of the input, all leading dimensions together, are a multiple of 16.
     """
 
@@ -53,14 +55,14 @@ class Linear(TakesRecipe, torch.nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""
+        quantized_weight = self._quantized_weight()
+        input, weight, bias = operands(input, self.weight, self.bias)
         if isinstance(self.recipe, DelayedScaling):
-            scale = self._delayed_scales(self.recipe, self._takes(input))
+            scale = self._delayed_scales(self.recipe, self._takes(input, weight, bias))
             if self.training:
-                return ops.linear_scaled_(
-                    input, self.weight, scale, self.delayed_amax, self.bias, *self._formats
-                )
-            return ops.linear_scaled(input, self.weight, scale, self.bias, *self._formats)
-        return ops.linear(input, self.weight, self.bias, *self._formats, self._quantized_weight())
+                return ops.linear_scaled_(input, weight, scale, self.delayed_amax, bias, *self._formats)
+            return ops.linear_scaled(input, weight, scale, bias, *self._formats)
+        return ops.linear(input, weight, bias, *self._formats, quantized_weight)
 
     def extra_repr(self) -> str:
         """The sizes, and the recipe where there is one."""

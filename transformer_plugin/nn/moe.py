@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_plugin.nn._recipe import row_alignment, row_multiple
+from transformer_plugin.nn._attributes import SharesRecipe, fixed, row_rules_in
+from transformer_plugin.nn._autocast import operand
+from transformer_plugin.nn._recipe import RowRules, formats_of, row_rules
 from transformer_plugin.nn.exchange import DispatchConfig, GroupExchange, LocalExchange
 from transformer_plugin.nn.grouped_mlp import GroupedMLP
 from transformer_plugin.nn.router import RouterConfig, TopKRouter
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 class MoEOutput(NamedTuple):
     """What :class:`MoE` returns. Nothing is kept in the module, so compiled and eager steps are alike."""
 
-    #: the shape and dtype of the input.
+    #: the shape and dtype of the input; under ``torch.autocast`` in its dtype.
     output: Tensor
     #: float32 scalar, the auxiliary load-balancing loss times its coefficient: add it to the loss. 0 without
     #: one.
@@ -31,7 +33,7 @@ class MoEOutput(NamedTuple):
     received: Tensor
 
 
-class MoE(torch.nn.Module):
+class MoE(SharesRecipe):
     """E SwiGLU experts: a token goes to ``topk`` of them and gets the weighted sum of their outputs.
 
     With a ``group`` of R ranks each rank holds E / R consecutive experts, and tokens travel to them and back;
@@ -48,12 +50,23 @@ class MoE(torch.nn.Module):
         bias: whether the experts' linear layers have biases.
         device, dtype: of the parameters; ``device="meta"`` defers the initial values to
             ``reset_parameters()``.
-        recipe: the formats of the experts' linear layers.
+        recipe: the formats of the experts' linear layers. Set later, it is set in each of them, and the rows of an
+            expert are padded as it wants.
 
     Parameters: ``router.weight [E, H]`` (the same on every rank: reduce its gradient as for any replicated
     parameter) and ``experts.*`` of this rank's experts, whose gradients are complete: they hold every rank's
     tokens.
+
+    Under ``torch.autocast`` the tokens are cast before they travel; the router computes in float32 from what it was
+    given.
     """
+
+    hidden: int = fixed("hidden")
+    ffn_hidden: int = fixed("ffn_hidden")
+    num_experts: int = fixed("num_experts")
+    group: ProcessGroup | None = fixed("group", lambda moe: moe.exchange.group)
+    dispatch: DispatchConfig = fixed("dispatch")
+    bias: bool = fixed("bias")
 
     def __init__(
         self,
@@ -71,9 +84,10 @@ class MoE(torch.nn.Module):
         recipe: Recipe | None = None,
     ) -> None:
         super().__init__()
-        self.hidden = hidden
+        self.hidden, self.ffn_hidden, self.num_experts, self.bias = hidden, ffn_hidden, num_experts, bias
+        self.dispatch = dispatch
         self.exchange: LocalExchange | GroupExchange
-        ranks, alignment, multiple = 1, row_alignment(recipe), row_multiple(recipe)
+        ranks, (alignment, multiple) = 1, row_rules(formats_of(recipe))
         if group is None or group.size() == 1:
             self.exchange = LocalExchange(num_experts, dispatch, alignment, multiple)
         else:
@@ -85,6 +99,7 @@ class MoE(torch.nn.Module):
         self.experts = GroupedMLP(
             num_experts // ranks, hidden, ffn_hidden, bias, device=device, dtype=dtype, recipe=recipe
         )
+        self._fitted_to = RowRules(alignment, multiple)
 
     def reset_parameters(self) -> None:
         """Fresh initial values for router and experts."""
@@ -95,10 +110,38 @@ class MoE(torch.nn.Module):
         """Runs ``input [..., H]`` through the mixture. The weight of a row is applied by its expert."""
         tokens = self._tokens(input)
         routing = self.router(tokens)
-        received = self.exchange.dispatch(tokens, routing.indices, routing.weights)
+        received = self._fitted_exchange().dispatch(operand(tokens), routing.indices, routing.weights)
         rows = self.experts(received.rows, received.group_sizes, received.probs)
         output = self.exchange.combine(rows, received).view(input.shape)
         return MoEOutput(output, routing.aux_loss, routing.expert_load, received.total)
+
+    @property
+    def topk(self) -> int:
+        """The experts of one token, as the router has it."""
+        return self.router.topk
+
+    @topk.setter
+    def topk(self, topk: int) -> None:
+        if self.group is not None and topk != self.topk:
+            raise ValueError(
+                f"transformer_plugin::MoE: attribute 'topk': expected to stay {self.topk}, on which the ranks of the "
+                f"group agreed, got {topk}. Make a new layer."
+            )
+        self.router.topk = topk
+
+    def _recipe_was_set(self) -> None:
+        self._fitted_exchange()
+
+    def _fitted_exchange(self) -> LocalExchange | GroupExchange:
+        """The exchange, which pads rows as the experts' formats want. Asked in every forward: recipes may be set in
+        the experts and in their layers."""
+        experts = self.experts
+        layers = (experts.fc1, experts.fc2) if isinstance(experts, GroupedMLP) else (experts,)
+        rules = row_rules_in(*layers)
+        if rules != self._fitted_to:
+            self.exchange = self.exchange.fitted(*rules)
+            self._fitted_to = rules
+        return self.exchange
 
     def _tokens(self, input: Tensor) -> Tensor:
         if input.dim() == 0 or input.shape[-1] != self.hidden:

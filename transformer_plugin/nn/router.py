@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from transformer_plugin import ops
+from transformer_plugin.nn._attributes import fixed
+from transformer_plugin.nn._recipe import keeps_float32
 from transformer_plugin.ops.routing import ScoreFunction
 
 
@@ -54,11 +57,13 @@ class TopKRouter(torch.nn.Module):
         config: how scores become choices and weights.
         device, dtype: of the parameter.
 
-    Parameters: ``weight [E, H]``. Buffers: ``expert_bias`` float32 ``[E]`` when the config asks for it.
+    Parameters: ``weight [E, H]``. Buffers: ``expert_bias`` ``[E]`` when the config asks for it, float32
+    whatever the module is cast to.
     """
 
     weight: Parameter
     expert_bias: Tensor | None
+    num_experts: int = fixed("num_experts")
 
     def __init__(
         self,
@@ -78,7 +83,7 @@ class TopKRouter(torch.nn.Module):
             )
         self.num_experts = num_experts
         self.topk = topk
-        self.config = config
+        self._config = config
         self.weight = Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
         bias = torch.empty(num_experts, device=device, dtype=torch.float32) if config.expert_bias else None
         self.register_buffer("expert_bias", bias)
@@ -90,6 +95,24 @@ class TopKRouter(torch.nn.Module):
         torch.nn.init.uniform_(self.weight, -bound, bound)
         if self.expert_bias is not None:
             torch.nn.init.zeros_(self.expert_bias)
+
+    @property
+    def config(self) -> RouterConfig:
+        """How scores become choices and weights. May be replaced: ``expert_bias`` comes, as zeros, and goes with it."""
+        return self._config
+
+    @config.setter
+    def config(self, config: RouterConfig) -> None:
+        if not isinstance(config, RouterConfig):
+            raise TypeError(
+                "transformer_plugin::TopKRouter: argument 'config': expected a RouterConfig, got "
+                f"{config!r}. Make one of it."
+            )
+        if not config.expert_bias:
+            self.expert_bias = None
+        elif self.expert_bias is None:
+            self.expert_bias = torch.zeros(self.num_experts, device=self.weight.device, dtype=torch.float32)
+        self._config = config
 
     def forward(self, tokens: Tensor) -> Routing:
         """Routes ``tokens [T, H]``."""
@@ -113,6 +136,10 @@ class TopKRouter(torch.nn.Module):
             return torch.zeros((), dtype=torch.float32, device=logits.device)
         scores = ops.router_scores(logits, self.config.score_function)
         return ops.aux_loss(scores, load, logits.shape[0], self.topk, self.config.aux_loss_coeff)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        with keeps_float32(self, "expert_bias"):
+            return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
         """The sizes and the configuration."""

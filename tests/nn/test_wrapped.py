@@ -1,0 +1,135 @@
+"""Layers that were wrapped or replaced: what holds them asks for nothing but a forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils import parametrize
+
+from transformer_plugin.nn import GroupedLinear, GroupedMLP, MoE
+from transformer_plugin.recipes import Float8BlockScaling, NVFP4BlockScaling
+from transformer_plugin.testing.numerics import assert_same_bits
+
+
+class Plus(torch.nn.Module):
+    def __init__(self, delta: Tensor) -> None:
+        super().__init__()
+        self.delta = delta
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.delta
+
+
+class Wrapper(torch.nn.Module):
+    """As adapters of parameters do it: a module that holds the layer, and adds to its weight for a call."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_layer = layer
+        innermost = layer.base_layer if isinstance(layer, Wrapper) else layer
+        groups, rows, columns = innermost.weight.shape
+        self.a = torch.nn.Parameter(torch.randn(groups, 2, columns))
+        self.b = torch.nn.Parameter(torch.randn(groups, rows, 2) / 10)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        layer = self.base_layer
+        if isinstance(layer, Wrapper):
+            return layer(x, *args, **kwargs)
+        parametrize.register_parametrization(layer, "weight", Plus(self.b @ self.a))
+        try:
+            with parametrize.cached():
+                return layer(x, *args, **kwargs)
+        finally:
+            parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+
+
+class PassThrough(torch.nn.Module):
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = layer
+
+    def forward(self, *args: Any) -> Tensor:
+        return self.inner(*args)
+
+
+def moe_of(bias: bool, recipe: Any = None) -> MoE:
+    torch.manual_seed(0)
+    return MoE(64, 32, 4, 2, bias=bias, recipe=recipe)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("names", [("fc1",), ("fc2",), ("fc1", "fc2"), ("fc2", "fc2")], ids=str)
+def test_adapters_of_parameters(names: tuple[str, ...], bias: bool) -> None:
+    moe, added = moe_of(bias), moe_of(bias)
+    moe.requires_grad_(False)
+    for name in names:
+        setattr(moe.experts, name, Wrapper(getattr(moe.experts, name)))
+    wrappers = {name: getattr(moe.experts, name) for name in names}
+    for name, wrapper in wrappers.items():
+        inner = wrapper.base_layer if isinstance(wrapper.base_layer, Wrapper) else wrapper
+        getattr(added.experts, name).weight.data += (inner.b @ inner.a).detach()
+    x = torch.randn(20, 64)
+    output = moe(x).output
+    assert_same_bits(output.detach(), added(x).output.detach())
+    output.square().sum().backward()
+    added(x).output.square().sum().backward()
+    for name, wrapper in wrappers.items():
+        inner = wrapper.base_layer if isinstance(wrapper.base_layer, Wrapper) else wrapper
+        grad = getattr(added.experts, name).weight.grad
+        torch.testing.assert_close(inner.a.grad, inner.b.mT @ grad)
+        torch.testing.assert_close(inner.b.grad, grad @ inner.a.mT)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_wrappers_that_pass_on(bias: bool) -> None:
+    moe, plain = moe_of(bias), moe_of(bias)
+    moe.experts.fc1 = PassThrough(moe.experts.fc1)
+    moe.experts.fc2 = PassThrough(PassThrough(moe.experts.fc2))
+    moe.experts = PassThrough(moe.experts)
+    moe.router = PassThrough(moe.router)
+    x = torch.randn(20, 64)
+    assert_same_bits(moe(x).output.detach(), plain(x).output.detach())
+    for recipe in (Float8BlockScaling(), NVFP4BlockScaling(stochastic_rounding=False)):
+        moe.recipe = plain.recipe = recipe
+        results = [module(x).output for module in (moe, plain)]
+        assert_same_bits(results[0].detach(), results[1].detach())
+        results[0].sum().backward()
+    assert moe.recipe == recipe
+
+    moe.experts.inner.quantize_weights()
+    assert moe.experts.inner.fc1.inner._quantized_names
+    assert_same_bits(moe(x).output.detach(), plain(x).output.detach())
+    moe.experts.inner.forget_quantized_weights()
+    torch.manual_seed(4)
+    moe.experts.inner.reset_parameters()
+    torch.manual_seed(4)
+    plain.experts.reset_parameters()
+    assert_same_bits(moe(x).output.detach(), plain(x).output.detach())
+
+
+class Dense(torch.nn.Module):
+    """Another layer for all groups, with a forward and nothing else."""
+
+    def __init__(self, columns: int, rows: int) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(columns, rows, bias=False)
+
+    def forward(self, input: Tensor, group_sizes: Tensor, bias_scale: Tensor | None = None) -> Tensor:
+        return self.inner(input)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_replaced_layers(bias: bool) -> None:
+    torch.manual_seed(0)
+    mlp, sizes, probs = GroupedMLP(2, 64, 32, bias), torch.tensor([3, 5]), torch.rand(8)
+    mlp.fc1, mlp.fc2 = Dense(64, 64), Dense(32, 64)
+    x = torch.randn(8, 64)
+    gate, linear = mlp.fc1.inner(x).chunk(2, -1)
+    expected = mlp.fc2.inner(torch.nn.functional.silu(gate) * linear * probs[:, None])
+    torch.testing.assert_close(mlp(x, sizes, probs), expected)
+    mlp.fc2 = GroupedLinear(2, 32, 64, bias=False)
+    assert mlp(x, sizes, probs).shape == (8, 64)
+    mlp.reset_parameters()
