@@ -37,4 +37,10 @@ def read_settings() -> Settings:
     return Settings(peer_timeout=_seconds("TRANSFORMER_PLUGIN_PEER_TIMEOUT", Settings.peer_timeout))
 
 
+def launched_ranks() -> int:
+    """How many processes a launcher such as torchrun says that it has started; 1 without a launcher."""
+    text = os.environ.get("WORLD_SIZE", "")
+    return int(text) if text.isdecimal() else 1
+
+
 settings = read_settings()

@@ -125,6 +125,7 @@ def build_moe(config: Config, group: ProcessGroup | None, **factory: object) -> 
             alignment=config.alignment or None,
         ),
         recipe=recipe_from_name(config.format),
+        dtensor=False,  # flat.py holds, averages, clips and saves each rank's parameters by itself
         **factory,
     )
 

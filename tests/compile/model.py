@@ -73,6 +73,7 @@ def step(model: torch.nn.Module, data: Batch) -> dict[str, Tensor]:
     leaves = {"x": x, "probs": probs} | dict(model.named_parameters())
     loss = output.square().mean() + aux_loss
     grads = torch.autograd.grad(loss, list(leaves.values()))
+    grads = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
     result = {"output": output.detach(), "aux_loss": aux_loss.detach()}
     return result | {f"grad of {name}": grad for name, grad in zip(leaves, grads, strict=True)}
 

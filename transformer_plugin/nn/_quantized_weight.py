@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from transformer_plugin import ops
+from transformer_plugin.parallel._spread import HoldsExperts, local
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
 #: Modules that hold what their weight was rounded to. No weight is referred to weakly: torch swaps no such tensor.
@@ -35,9 +36,18 @@ def _hook_steps() -> None:
     register_optimizer_step_post_hook(_count_step)
 
 
+def _part(weight: Tensor) -> Tensor:
+    """What of a weight lies on this rank."""
+    with torch.no_grad():
+        return local(weight)
+
+
 def _version(weight: Tensor) -> int:
-    """How often a tensor was changed in place; inference tensors do not count."""
-    return 0 if weight.is_inference() else weight._version
+    """How often a tensor, or the part of it that is here, was changed in place; inference tensors do not count."""
+    if weight.is_inference():
+        return 0
+    part = _part(weight)
+    return weight._version + (0 if part is weight else part._version)
 
 
 class _Origin(NamedTuple):
@@ -52,17 +62,17 @@ class _Origin(NamedTuple):
 
     @staticmethod
     def of(weight: Tensor, behind: int = 0) -> _Origin:
-        kind, storage = (weight.shape, weight.device), StorageWeakRef(weight.untyped_storage())
-        return _Origin(weight, _version(weight) - behind, kind, storage, weight.data_ptr())
+        kind, part = (weight.shape, weight.device), _part(weight)
+        storage = StorageWeakRef(part.untyped_storage())
+        return _Origin(weight, _version(weight) - behind, kind, storage, part.data_ptr())
 
     def has_moved(self) -> bool:
         """Whether the tensor has other memory: ``weight.data = other``."""
-        return self.address != self.weight.data_ptr() or self.storage != StorageWeakRef(
-            self.weight.untyped_storage()
-        )
+        part = _part(self.weight)
+        return self.address != part.data_ptr() or self.storage != StorageWeakRef(part.untyped_storage())
 
 
-class HoldsQuantizedWeight(torch.nn.Module):
+class HoldsQuantizedWeight(HoldsExperts):
     """A module that multiplies its weight in formats, or what it rounded the weight to beforehand."""
 
     weight: Tensor
@@ -104,9 +114,9 @@ class HoldsQuantizedWeight(torch.nn.Module):
             self.forget_quantized_weights()
         with torch.no_grad():
             if self._quantized:
-                ops.quantize_weight_out(weight, *self._formats, list(self._quantized))
+                ops.quantize_weight_out(self.local_weight, *self._formats, list(self._quantized))
             else:
-                self._quantized = tuple(ops.quantize_weight(weight, *self._formats))
+                self._quantized = tuple(ops.quantize_weight(self.local_weight, *self._formats))
                 self._register_bytes()
         self._remember(weight)
 

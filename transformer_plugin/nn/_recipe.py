@@ -87,10 +87,11 @@ class TakesRecipe(HoldsQuantizedWeight):
         if isinstance(recipe, DelayedScaling):
             if held is not None and held.shape[0] == recipe.amax_history_len:
                 return
-            tensors = 3 * (self.weight.shape[0] if self.weight.dim() == 3 else 1)
+            weight = self._local(self.weight.detach())
+            tensors = 3 * (weight.shape[0] if weight.dim() == 3 else 1)
             sizes = ((recipe.amax_history_len, tensors), (tensors,), (tensors,))
             for name, size in zip(STATE, sizes, strict=True):
-                self.register_buffer(name, torch.empty(size, dtype=torch.float32, device=self.weight.device))
+                self.register_buffer(name, torch.empty(size, dtype=torch.float32, device=weight.device))
             self._reset_state()
         elif held is not None:
             for name in STATE:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -179,6 +179,15 @@ class GroupExchange:
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupExchange:
         """The same: what the ranks agreed on holds for a copy of the module as well."""
         return self
+
+    def __reduce__(self) -> NoReturn:
+        """A group of processes cannot be written to a file, and to make one anew is collective."""
+        raise TypeError(
+            "transformer_plugin::MoE: argument 'group': expected a layer without one where the module itself is "
+            f"pickled (torch.save of a module, for one), got the group '{self.context.group_name}' of "
+            f"{self.context.num_ranks} ranks. Save state_dict(), with torch.distributed.checkpoint for another number "
+            "of ranks to read, and load it into a layer made with the group of the new processes."
+        )
 
     def __repr__(self) -> str:
         return f"GroupExchange(rank {self.context.rank} of {self.context.num_ranks}, config={self.config})"

@@ -82,9 +82,10 @@ class GroupedLinear(TakesRecipe):
     def reset_parameters(self) -> None:
         """Uniform within ``1 / sqrt(K)``, as ``torch.nn.Linear``; with delayed scaling also a fresh state."""
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
-        torch.nn.init.uniform_(self.weight, -bound, bound)
-        if self.bias is not None:
-            torch.nn.init.uniform_(self.bias, -bound, bound)
+        with torch.no_grad():
+            torch.nn.init.uniform_(self.local_weight, -bound, bound)
+            if self.local_bias is not None:
+                torch.nn.init.uniform_(self.local_bias, -bound, bound)
         self._reset_state()
 
     def forward(self, input: Tensor, group_sizes: Tensor, bias_scale: Tensor | None = None) -> Tensor:
@@ -111,7 +112,7 @@ class GroupedLinear(TakesRecipe):
             )
         quantized_weight = self._quantized_weight()
         bias_scale = None if bias_scale is None else as_float32(bias_scale)
-        input, weight, bias = operands(input, self.weight, self.bias)
+        input, weight, bias = operands(input, self.local_weight, self.local_bias)
         if isinstance(self.recipe, DelayedScaling):
             takes = self._takes(input, weight, bias) and self._takes_rows(input, group_sizes, bias_scale)
             scale, amax = self._delayed_scales(self.recipe, takes), self.delayed_amax

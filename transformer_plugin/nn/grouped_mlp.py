@@ -106,8 +106,8 @@ class GroupedMLP(SharesRecipe):
         fc1, fc2, probs = self.fc1, self.fc2, as_float32(probs)
         if self._runs_as_one(fc1, fc2):
             quantized = (fc1._quantized_weight(), fc2._quantized_weight())
-            _, fc2_weight, fc2_bias = operands(input, fc2.weight, fc2.bias)
-            input, fc1_weight, fc1_bias = operands(input, fc1.weight, fc1.bias)
+            _, fc2_weight, fc2_bias = operands(input, fc2.local_weight, fc2.local_bias)
+            input, fc1_weight, fc1_bias = operands(input, fc1.local_weight, fc1.local_bias)
             weights, biases = (fc1_weight, fc2_weight), (fc1_bias, fc2_bias)
             return ops.grouped_mlp(input, *weights, group_sizes, probs, *biases, *fc1._formats, *quantized)
         if input.dim() == 2 and (

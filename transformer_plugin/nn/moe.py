@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +13,14 @@ from transformer_plugin.nn._recipe import RowRules, formats_of, row_rules
 from transformer_plugin.nn.exchange import DispatchConfig, GroupExchange, LocalExchange
 from transformer_plugin.nn.grouped_mlp import GroupedMLP
 from transformer_plugin.nn.router import RouterConfig, TopKRouter
+from transformer_plugin.parallel._ranks import group_and_mesh, mesh_of
+from transformer_plugin.parallel._spread import spread
+from transformer_plugin.parallel._wrapping import know_spread_experts
 from transformer_plugin.recipes import Recipe
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class MoEOutput(NamedTuple):
@@ -36,15 +40,21 @@ class MoEOutput(NamedTuple):
 class MoE(SharesRecipe):
     """E SwiGLU experts: a token goes to ``topk`` of them and gets the weighted sum of their outputs.
 
-    With a ``group`` of R ranks each rank holds E / R consecutive experts, and tokens travel to them and back;
-    without one, or with a group of one rank, everything stays here.
+    With a ``group`` or a ``mesh`` of R ranks each rank holds E / R consecutive experts, and tokens travel to them and
+    back; without one, or with one rank, everything stays here.
 
     Args:
         hidden: H, the columns of input and output.
         ffn_hidden: F, the hidden columns of one expert.
         num_experts: E, the experts of all ranks together.
         topk: K, the experts of one token.
-        group: the ranks that share the experts, a c10d process group of which this rank is a member.
+        group: the ranks that share the experts, a c10d process group of which this rank is a member, or a mesh.
+            "local": all experts are here. None is "local" too, but before ``init_process_group`` it is also what
+            ``torch.distributed.group.WORLD`` is: a warning then, and an error where a launcher such as torchrun has
+            started several processes.
+        mesh: the same as a ``DeviceMesh`` of one dimension, ``mesh_2d["experts"]`` for example.
+        dtensor: whether experts that are spread over several ranks are ``DTensor`` s, see below. False: plain tensors
+            of this rank's experts, for code that reduces, clips and saves each rank's parameters by itself.
         router: how tokens choose.
         dispatch: how many rows the experts take.
         bias: whether the experts' linear layers have biases.
@@ -53,9 +63,11 @@ class MoE(SharesRecipe):
         recipe: the formats of the experts' linear layers. Set later, it is set in each of them, and the rows of an
             expert are padded as it wants.
 
-    Parameters: ``router.weight [E, H]`` (the same on every rank: reduce its gradient as for any replicated
-    parameter) and ``experts.*`` of this rank's experts, whose gradients are complete: they hold every rank's
-    tokens.
+    Parameters: ``router.weight [E, H]``, the same on every rank: reduce its gradient as for any replicated parameter;
+    and ``experts.*``. With several ranks these are ``DTensor`` s of all experts, ``Shard(0)`` over the mesh, so that
+    FSDP2, ``torch.distributed.checkpoint`` and optimizers know that ranks hold different experts; ``to_local()`` gives
+    this rank's. Their gradients are sums over the tokens of every rank. :func:`transformer_plugin.parallel.fully_shard`
+    and :func:`~transformer_plugin.parallel.data_parallel` make them means, as the others are.
 
     Under ``torch.autocast`` the tokens are cast before they travel; the router computes in float32 from what it was
     given.
@@ -75,31 +87,38 @@ class MoE(SharesRecipe):
         num_experts: int,
         topk: int,
         *,
-        group: ProcessGroup | None = None,
+        group: ProcessGroup | DeviceMesh | Literal["local"] | None = "local",
+        mesh: DeviceMesh | None = None,
         router: RouterConfig = RouterConfig(),  # noqa: B008 frozen
         dispatch: DispatchConfig = DispatchConfig(),  # noqa: B008 frozen
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         recipe: Recipe | None = None,
+        dtensor: bool = True,
     ) -> None:
         super().__init__()
         self.hidden, self.ffn_hidden, self.num_experts, self.bias = hidden, ffn_hidden, num_experts, bias
         self.dispatch = dispatch
         self.exchange: LocalExchange | GroupExchange
         ranks, (alignment, multiple) = 1, row_rules(formats_of(recipe))
-        if group is None or group.size() == 1:
+        found, expert_mesh = group_and_mesh(group, mesh)
+        if found is None or found.size() == 1:
             self.exchange = LocalExchange(num_experts, dispatch, alignment, multiple)
         else:
-            ranks = group.size()
+            ranks = found.size()
             self.exchange = GroupExchange(
-                group, num_experts, hidden, topk, dispatch, alignment, multiple, device
+                found, num_experts, hidden, topk, dispatch, alignment, multiple, device
             )
         self.router = TopKRouter(hidden, num_experts, topk, router, device=device, dtype=dtype)
         self.experts = GroupedMLP(
             num_experts // ranks, hidden, ffn_hidden, bias, device=device, dtype=dtype, recipe=recipe
         )
         self._fitted_to = RowRules(alignment, multiple)
+        if found is not None and isinstance(self.exchange, GroupExchange):
+            over = expert_mesh or mesh_of(found, self.exchange.context.device)
+            spread(self.experts, self.router, found, over if dtensor else None)
+            know_spread_experts()
 
     def reset_parameters(self) -> None:
         """Fresh initial values for router and experts."""
@@ -112,7 +131,9 @@ class MoE(SharesRecipe):
         routing = self.router(tokens)
         received = self._fitted_exchange().dispatch(operand(tokens), routing.indices, routing.weights)
         rows = self.experts(received.rows, received.group_sizes, received.probs)
-        output = self.exchange.combine(rows, received).view(input.shape)
+        output = self.exchange.combine(rows, received)
+        if input.dim() != 2:  # not a view: pipeline schedules detach outputs in place
+            output = torch.ops.aten._unsafe_view.default(output, input.shape)
         return MoEOutput(output, routing.aux_loss, routing.expert_load, received.total)
 
     @property

@@ -1,5 +1,7 @@
 """Layers' view of the ranks: who shares what, and how it travels."""
 
+from transformer_plugin.parallel.clip import clip_grad_norm_
+from transformer_plugin.parallel.data import ExpertDataParallel, data_parallel, fully_shard
 from transformer_plugin.parallel.expert import EpConfig, EpContext, EpPlan
 from transformer_plugin.parallel.facade import (
     EpBuffer,
@@ -16,10 +18,14 @@ __all__ = [
     "EpConfig",
     "EpContext",
     "EpPlan",
+    "ExpertDataParallel",
+    "clip_grad_norm_",
+    "data_parallel",
     "ep_bootstrap",
     "ep_combine",
     "ep_dispatch",
     "ep_finalize",
     "ep_prepare",
+    "fully_shard",
     "is_ep_bootstrapped",
 ]

@@ -1,0 +1,86 @@
+"""A model whose experts are spread over ranks, and what one process with all ranks' rows makes of it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from transformer_plugin.nn import DispatchConfig, MoE
+from transformer_plugin.recipes import Recipe
+
+HIDDEN, FFN, EXPERTS, TOPK, ROWS = 16, 32, 8, 2, 12
+
+
+class Block(torch.nn.Module):
+    """Something that is the same on every rank before and after a mixture."""
+
+    def __init__(
+        self, device: torch.device | str = "cpu", recipe: Recipe | None = None, **spread: Any
+    ) -> None:
+        super().__init__()
+        dispatch = DispatchConfig(max_tokens=ROWS, alignment=1) if spread else DispatchConfig(alignment=1)
+        self.first = torch.nn.Linear(HIDDEN, HIDDEN, device=device)
+        self.moe = MoE(
+            HIDDEN, FFN, EXPERTS, TOPK, dispatch=dispatch, bias=True, device=device, recipe=recipe, **spread
+        )
+        self.last = torch.nn.Linear(HIDDEN, HIDDEN, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.moe(self.first(x)).output
+        return self.last(x)
+
+
+def whole_block(device: torch.device | str = "cpu", **options: Any) -> Block:
+    """The same on every rank, with all experts."""
+    torch.manual_seed(0)
+    return Block(device, **options)
+
+
+def spread_block(whole: Block, device: torch.device | str = "cpu", **spread: Any) -> Block:
+    """The same model with its experts spread over ranks."""
+    torch.manual_seed(1 + dist.get_rank())  # what every rank draws for itself must not matter
+    block = Block(device, **spread)
+    block.load_state_dict(whole.state_dict())
+    return block
+
+
+def rows_of(rank: int, step: int = 0) -> Tensor:
+    """Every rank has its own rows, and every rank can draw them."""
+    return torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def loss_of(model: torch.nn.Module, rows: Tensor) -> Tensor:
+    """A mean over the rows, so that the mean of the ranks' losses is that of all rows."""
+    return model(rows).square().sum(dim=1).mean()
+
+
+def wanted_gradients(whole: Block, ranks: int, steps: int = 1) -> dict[str, Tensor]:
+    """Of one process with the rows of all ranks, summed over the steps."""
+    model = copy.deepcopy(whole)
+    device = model.first.weight.device
+    for step in range(steps):
+        loss_of(model, torch.cat([rows_of(rank, step) for rank in range(ranks)]).to(device)).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def everything(tensor: Tensor) -> Tensor:
+    """The whole of a tensor, wherever its parts are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_gradients(model: torch.nn.Module, wanted: dict[str, Tensor]) -> None:
+    got = dict(model.named_parameters())
+    assert len(got) == len(wanted)
+    for name, parameter in got.items():
+        key = name.removeprefix("module.")
+        assert parameter.grad is not None, name
+        gradient = everything(parameter.grad)
+        assert wanted[key].abs().max() > 1e-4
+        torch.testing.assert_close(
+            gradient, wanted[key], rtol=2e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )

@@ -1,0 +1,176 @@
+"""Experts spread over ranks under the wrappers of torch, against one process with the rows of all ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+import transformer_plugin as tp
+from tests.parallel.spread_model import (
+    EXPERTS,
+    FFN,
+    HIDDEN,
+    Block,
+    assert_gradients,
+    loss_of,
+    rows_of,
+    spread_block,
+    wanted_gradients,
+    whole_block,
+)
+from transformer_plugin.testing.distributed import Rank, RankPool
+from transformer_plugin.testing.numerics import assert_same_bits
+
+
+@pytest.fixture(
+    params=[(2, "gloo"), (4, "gloo"), pytest.param((4, "nccl"), marks=pytest.mark.gpus(4))], ids=str
+)
+def ranks(request: pytest.FixtureRequest, make_pool: Callable[[int, str], RankPool]) -> RankPool:
+    return make_pool(*request.param)
+
+
+@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.gpus(4))])
+def four(request: pytest.FixtureRequest, make_pool: Callable[[int, str], RankPool]) -> RankPool:
+    return make_pool(4, request.param)
+
+
+def mesh_of(rank: Rank) -> Any:
+    """(copies, experts): 1 x 2 of two ranks, 2 x 2 of four."""
+    return init_device_mesh(rank.device.type, (rank.size // 2, 2), mesh_dim_names=("copies", "experts"))
+
+
+def one_step(rank: Rank, model: torch.nn.Module, step: int = 0) -> None:
+    loss_of(model, rows_of(rank.rank, step).to(rank.device)).backward()
+
+
+def check_parameters(rank: Rank) -> None:
+    whole, mesh = whole_block(rank.device), mesh_of(rank)
+    for spread in ({"group": rank.group}, {"mesh": mesh["experts"]}, {"group": mesh["experts"]}):
+        block = spread_block(whole, rank.device, **spread)
+        for name, parameter in block.named_parameters():
+            assert isinstance(parameter, DTensor) == (".experts." in name)
+        weight = block.moe.experts.fc1.weight
+        assert weight.placements == (Shard(0),) and weight.shape == (EXPERTS, 2 * FFN, HIDDEN)
+        assert_same_bits(weight.full_tensor(), whole.moe.experts.fc1.weight)
+        # Another state of this rank's experts, as each rank may have saved it by itself.
+        local = {
+            name: p.to_local() + 1 if isinstance(p, DTensor) else p for name, p in block.state_dict().items()
+        }
+        block.load_state_dict(local)
+        assert_same_bits(weight.full_tensor(), whole.moe.experts.fc1.weight + 1)
+        twin = copy.deepcopy(block)
+        rows = rows_of(rank.rank).to(rank.device)
+        assert_same_bits(twin(rows), block(rows))
+        loss_of(twin, rows).backward()
+        assert block.moe.experts.fc1.weight.grad is None
+        torch.optim.AdamW(twin.parameters()).step()
+        assert not torch.equal(twin.moe.experts.fc1.weight.to_local(), weight.to_local())
+        block.moe.experts.reset_parameters()
+        assert float(weight.to_local().detach().abs().max()) <= HIDDEN**-0.5
+    plain = Block(rank.device, group=rank.group, dtensor=False).moe.experts.fc1.weight
+    assert type(plain) is torch.nn.Parameter and plain.shape[0] == EXPERTS // rank.size
+
+
+def test_parameters_are_spread(ranks: RankPool) -> None:
+    ranks.run(check_parameters)
+
+
+def check_optimizers(rank: Rank) -> None:
+    """One list of parameters with the default; groups of one kind with the others."""
+    whole = whole_block(rank.device)
+    results = []
+    for options in ({}, {"foreach": True}, {"fused": True}):
+        block = spread_block(whole, rank.device, group=rank.group)
+        one_step(rank, block)
+        experts = list(block.moe.experts.parameters())
+        others = [p for name, p in block.named_parameters() if ".experts." not in name]
+        groups = [{"params": others}, {"params": experts}] if options else [*experts, *others]
+        torch.optim.AdamW(groups, lr=0.1, **options).step()
+        results.append(block.moe.experts.fc2.weight.full_tensor())
+    for result in results:
+        assert not torch.equal(result, whole.moe.experts.fc2.weight)
+        torch.testing.assert_close(result, results[0], rtol=1e-5, atol=1e-6)
+
+
+def test_optimizers(ranks: RankPool) -> None:
+    ranks.run(check_optimizers)
+
+
+def check_data_parallel(rank: Rank) -> None:
+    whole, mesh = whole_block(rank.device), mesh_of(rank)
+    for spread in ({"group": rank.group}, {"mesh": mesh["experts"]}, {"group": rank.group, "dtensor": False}):
+        plain = not spread.get("dtensor", True)
+        block = Block(rank.device, **spread) if plain else spread_block(whole, rank.device, **spread)
+        before = copy.deepcopy(block.state_dict())
+        for wrapped in (block, block.moe):
+            named = r"got '(moe\.)?experts\.fc1\.weight', of experts .*data_parallel\(model\)"
+            with pytest.raises(ValueError, match=named):
+                DistributedDataParallel(wrapped)
+        for name, value in block.state_dict().items():
+            assert torch.equal(
+                *(v.to_local() if isinstance(v, DTensor) else v for v in (value, before[name]))
+            ), name
+        if plain:
+            continue
+        with torch.no_grad():  # copies that differ become those of the first of them
+            for parameter in block.parameters():
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                local.add_(0.0 if rank.rank < (rank.size if "group" in spread else 2) else 1.0)
+        model = tp.parallel.data_parallel(block)
+        one_step(rank, model, 0)
+        assert_gradients(model, wanted_gradients(whole, rank.size))
+        one_step(rank, model, 1)  # adds, as in DistributedDataParallel
+        assert_gradients(model, wanted_gradients(whole, rank.size, 2))
+        model.zero_grad()
+        with model.no_sync():
+            one_step(rank, model, 0)
+        one_step(rank, model, 1)
+        assert_gradients(model, wanted_gradients(whole, rank.size, 2))
+
+
+def test_data_parallel(ranks: RankPool) -> None:
+    ranks.run(check_data_parallel)
+
+
+def shard_by_hand(block: Block, mesh: Any) -> None:
+    fully_shard(block.moe.experts, mesh=mesh["copies"])
+    fully_shard(block)
+
+
+def shard_layer_by_layer(block: Block, mesh: Any) -> None:
+    for layer in (block.moe.experts.fc1, block.moe.experts.fc2):
+        fully_shard(layer, mesh=mesh["copies"])
+    fully_shard(block, mesh=mesh._flatten())
+
+
+def shard_with_ours(block: Block, mesh: Any) -> None:
+    tp.parallel.fully_shard(block.moe, mesh)
+    tp.parallel.fully_shard(block, mesh)
+
+
+def check_fully_shard(rank: Rank, shard: Any, with_group: bool) -> None:
+    whole, mesh = whole_block(rank.device), mesh_of(rank)
+    spread = {"group": mesh["experts"].get_group()} if with_group else {"mesh": mesh["experts"]}
+    block = spread_block(whole, rank.device, **spread)
+    shard(block, mesh)
+    one_step(rank, block)
+    wanted = wanted_gradients(whole, rank.size)
+    assert_gradients(block, wanted)
+    expected = torch.stack([g.norm() for g in wanted.values()]).norm()
+    norm = tp.clip_grad_norm_(block, float(expected) / 2)
+    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+    assert_gradients(block, {name: g / 2 for name, g in wanted.items()})
+
+
+@pytest.mark.parametrize("with_group", [False, True], ids=["mesh", "group"])
+@pytest.mark.parametrize("shard", [shard_by_hand, shard_layer_by_layer, shard_with_ours])
+def test_fully_shard(ranks: RankPool, shard: Any, with_group: bool) -> None:
+    ranks.run(check_fully_shard, shard, with_group)

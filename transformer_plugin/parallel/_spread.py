@@ -1,0 +1,130 @@
+"""Experts that are spread over ranks: parameters that say so, and this rank's part of them for the ops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+#: of a module that holds such experts, and of a router whose copies choose among them.
+EXPERTS_OVER, COPIES_OVER = "_experts_over", "_copies_over"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that share the experts of a layer, as wrappers of other libraries must know them."""
+
+    #: of the world, in the order of the experts.
+    ranks: tuple[int, ...]
+    group_name: str
+    #: of the parameters; None where they are plain tensors of this rank's experts.
+    mesh: DeviceMesh | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        return self
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a ``DTensor``, differentiable; another tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+class HoldsExperts(torch.nn.Module):
+    """A module that may be one of those whose experts are spread."""
+
+    weight: Tensor
+    _experts_over: Ranks | None = None
+
+    @property
+    def local_weight(self) -> Tensor:
+        """The weight, of what is on this rank."""
+        return self._local(self.weight)
+
+    @property
+    def local_bias(self) -> Tensor | None:
+        """The bias, of what is on this rank."""
+        bias: Tensor | None = self.bias  # type: ignore[assignment]
+        return None if bias is None else self._local(bias)
+
+    def _local(self, parameter: Tensor) -> Tensor:
+        if self._experts_over is None or self._experts_over.mesh is None:
+            return parameter
+        part: Tensor = parameter.to_local()  # type: ignore[attr-defined]
+        return part
+
+
+def spread(
+    experts: torch.nn.Module, router: torch.nn.Module, group: ProcessGroup, mesh: DeviceMesh | None
+) -> None:
+    """Says of modules that they hold the experts of this rank of a group, or choose among those of all.
+
+    With a mesh over the group's ranks the experts' parameters become ``DTensor`` s of all experts, ``Shard(0)``. Their
+    memory stays. So does delayed scaling's state of each expert in ``state_dict()``, see :func:`_give_state`.
+    ``load_state_dict`` takes plain tensors as well, of all experts or of this rank's.
+    """
+    ranks = Ranks(tuple(torch.distributed.get_process_group_ranks(group)), group.group_name, mesh)
+    setattr(router, COPIES_OVER, ranks)
+    for module in experts.modules():
+        setattr(module, EXPERTS_OVER, ranks)
+        own = list(module.named_parameters(recurse=False))
+        if mesh is None or not own:
+            continue
+        for name, parameter in own:
+            whole = _placed(parameter.detach(), mesh, 0)
+            module.register_parameter(name, Parameter(whole, parameter.requires_grad))
+        module.register_state_dict_post_hook(_give_state)
+        module.register_load_state_dict_pre_hook(_take_state)
+
+
+def _placed(part: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    from torch.distributed.tensor import DTensor, Shard
+
+    return DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
+
+
+def _state_of_experts(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Buffers ``[..., 3 * G]`` of this rank's G experts: delayed scaling's, see TakesRecipe."""
+    return {
+        name: buffer
+        for name, buffer in module.named_buffers(recurse=False)
+        if name.startswith("delayed_") and name not in module._non_persistent_buffers_set
+    }
+
+
+def _give_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """After a state is taken: the buffers in it are ``DTensor`` s ``[..., 3, E]``, ``Shard`` over the experts."""
+    mesh = getattr(module, EXPERTS_OVER).mesh
+    for name in _state_of_experts(module):
+        part = state[prefix + name].unflatten(-1, (3, -1))
+        state[prefix + name] = _placed(part, mesh, part.dim() - 1)
+
+
+def _take_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a state is loaded: what is plain in it becomes as the parameters are, and the buffers' part plain."""
+    from torch.distributed.tensor import DTensor
+
+    mesh: Any = getattr(module, EXPERTS_OVER).mesh
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    for name, parameter in module.named_parameters(recurse=False):
+        value = state.get(prefix + name)
+        if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+            continue
+        if parameter.device_mesh.ndim > 1:
+            continue  # FSDP2's; it says what it takes
+        if value.shape == parameter.shape:
+            value = value.chunk(ranks)[rank]
+        if value.shape == parameter.to_local().shape:
+            state[prefix + name] = _placed(value.detach(), mesh, 0)
+    for name, buffer in _state_of_experts(module).items():
+        value = state.get(prefix + name)
+        if isinstance(value, DTensor):
+            state[prefix + name] = value.to_local().flatten(-2)
+        elif isinstance(value, Tensor) and value.shape[-1:] == (buffer.shape[-1] * ranks,):
+            state[prefix + name] = value.unflatten(-1, (3, -1)).chunk(ranks, -1)[rank].flatten(-2)

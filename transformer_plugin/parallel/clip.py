@@ -1,0 +1,143 @@
+"""The norm of a model's gradients, however its parameters are spread over ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+#: the groups over whose ranks a gradient is spread, by name; none for copies.
+Place = tuple[str, ...]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scales gradients in place so that their norm, all together, is at most ``max_norm``.
+
+    What ``torch.nn.utils.clip_grad_norm_`` is, for parameters of which some are spread over ranks: every element of
+    the whole model counts once. A ``DTensor`` counts by its placements: parts on all ranks of a ``Shard`` dimension
+    of its mesh together, copies on those of a ``Replicate`` dimension once. A plain tensor is a copy, the same on every
+    rank, and its gradient has been averaged already. All ranks call it, with the same parameters in the same order, and
+    get the same norm and the same factor; it waits for the ranks on the device, never on the host.
+
+    Args:
+        parameters: a module, a tensor or tensors; those without a gradient are left out.
+        max_norm: the largest norm.
+        norm_type: p of the p-norm, above 0, or ``inf``.
+        error_if_nonfinite: raise where the norm is not finite, which the host must then read. Without it a norm of NaN
+            makes every gradient NaN, and an infinite one makes them 0, or NaN where they are infinite, as in torch.
+
+    Returns:
+        The norm before clipping, a tensor of no dimensions: float64 if a gradient is, otherwise float32.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(
+            "transformer_plugin::clip_grad_norm_: argument 'norm_type': expected a number above 0, or inf, got "
+            f"{norm_type}. Pass 2.0 for the Euclidean norm."
+        )
+    gradients = _gradients(parameters)
+    if not gradients:
+        return torch.tensor(0.0)
+    parts: dict[Place, tuple[list[ProcessGroup], list[Tensor]]] = {}
+    for gradient in gradients:
+        groups, part = _groups_and_part(gradient)
+        place = tuple(group.group_name for group in groups)
+        parts.setdefault(place, (groups, []))[1].append(part)
+    device = parts[next(iter(parts))][1][0].device
+    powers = [_reduced(tensors, groups, norm_type).to(device) for groups, tensors in parts.values()]
+    together = torch.stack(powers)
+    norm = together.amax() if math.isinf(norm_type) else together.sum() ** (1 / norm_type)
+    wide = any(gradient.dtype == torch.float64 for gradient in gradients)
+    norm = norm if wide else norm.float()
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"transformer_plugin::clip_grad_norm_: expected a finite norm of order {norm_type} of the gradients, got "
+            f"{norm.item()}. Skip the step, or pass error_if_nonfinite=False."
+        )
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for _, tensors in parts.values():
+        for some in _by_kind(tensors):
+            torch._foreach_mul_(some, factor.to(some[0].device))
+    return norm
+
+
+def _gradients(parameters: torch.nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
+    if isinstance(parameters, torch.nn.Module):
+        parameters = parameters.parameters()
+    elif isinstance(parameters, Tensor):
+        parameters = [parameters]
+    once = {id(parameter): parameter for parameter in parameters}
+    return [parameter.grad for parameter in once.values() if parameter.grad is not None]
+
+
+def _groups_and_part(gradient: Tensor) -> tuple[list[ProcessGroup], Tensor]:
+    """The groups over which a gradient is spread, and what of it is here."""
+    if not hasattr(gradient, "to_local"):
+        return [], gradient
+    from torch.distributed.tensor import Replicate
+
+    whole: Any = gradient
+    if any(placement.is_partial() for placement in whole.placements):
+        raise ValueError(
+            "transformer_plugin::clip_grad_norm_: argument 'parameters': expected gradients that are sums already, got "
+            f"a DTensor with the placements {whole.placements}. Redistribute Partial gradients first."
+        )
+    dimensions = [d for d, placement in enumerate(whole.placements) if not isinstance(placement, Replicate)]
+    mesh = whole.device_mesh
+    return [mesh.get_group(d) for d in dimensions if mesh.size(d) > 1], whole.to_local()
+
+
+def _reduced(tensors: list[Tensor], groups: list[ProcessGroup], p: float) -> Tensor:
+    """The sum of the elements' p-th powers over all ranks of the groups, or the largest element for p = inf."""
+    norms = [norm for some in _by_kind(tensors) for norm in _norms(some, p)]
+    together = torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])
+    if not math.isinf(p):
+        power = (together**p).sum()
+        for group in groups:
+            power = _on_device_of(power, group)
+            dist.all_reduce(power, group=group)
+        return power
+    largest = together.amax()
+    for group in groups:
+        # The largest of a NaN and a number is either, depending on the backend.
+        pair = torch.stack([largest.nan_to_num(0.0, posinf=math.inf), largest.isnan().double()])
+        pair = _on_device_of(pair, group)
+        dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
+        largest = torch.where(pair[1] > 0, math.nan, pair[0])
+    return largest
+
+
+def _norms(tensors: list[Tensor], p: float) -> list[Tensor]:
+    wide = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+    filled = [tensor for tensor in tensors if tensor.numel()]  # of nothing there is no largest element
+    if not filled:
+        return [torch.zeros((), dtype=wide, device=tensors[0].device)]
+    return list(torch._foreach_norm(filled, p, dtype=wide))
+
+
+def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Lists of one device and dtype each, as the ops for lists of tensors like them."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(kinds.values())
+
+
+def _on_device_of(value: Tensor, group: ProcessGroup) -> Tensor:
+    """Where the group can send it: gradients may be on the CPU (offloaded) while the group is of GPUs."""
+    if value.device.type == "cpu" and dist.get_backend(group) == "nccl":
+        return value.to(torch.device("cuda", torch.cuda.current_device()))
+    return value

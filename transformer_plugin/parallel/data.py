@@ -1,0 +1,183 @@
+"""Data parallelism around layers whose experts are spread over ranks: torch's wrappers, told what experts are.
+
+Every rank computes the mean loss of its own tokens; the gradients are those of the mean of the ranks' losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from transformer_plugin.parallel._spread import EXPERTS_OVER, Ranks, local
+from transformer_plugin.parallel._wrapping import spread_modules
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class ExpertDataParallel(DistributedDataParallel):
+    """What :func:`data_parallel` returns: a ``DistributedDataParallel`` that leaves experts to their own copies."""
+
+    #: whether the last forward was outside of ``no_sync()``, which decides for its backward.
+    reduces_experts = True
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Runs the model."""
+        if torch.is_grad_enabled():
+            self.reduces_experts = self.require_backward_grad_sync
+        return super().forward(*inputs, **named)
+
+
+def data_parallel(
+    model: torch.nn.Module, *, process_group: ProcessGroup | None = None, **options: Any
+) -> ExpertDataParallel:
+    """Wraps a model with ``DistributedDataParallel``, right for experts that are spread over ranks.
+
+    After a backward every gradient is that of the mean over all R ranks of the ranks' losses. Parameters that are
+    copies on all ranks are averaged by ``DistributedDataParallel``. Gradients of experts, which hold the tokens of all
+    ranks that share them, are divided by the number of these, and averaged over the ranks that hold the same experts,
+    if the experts' group is a part of the ranks. ``no_sync()`` is as ever. When the model is wrapped, the first of the
+    ranks that hold the same experts sends its own to the others, and rank 0 everything else to all.
+
+    Args:
+        model: holds :class:`~transformer_plugin.nn.MoE` layers, made with a ``group`` or a ``mesh``.
+        process_group: all ranks that train, None for the world. Every layer's experts are spread over all of them, or
+            over parts of one size.
+        options: of ``DistributedDataParallel``: ``device_ids`` and others.
+
+    Buffers of experts, such as the scales of delayed scaling, stay each rank's own.
+    """
+    everyone = process_group if process_group is not None else dist.group.WORLD
+    assert everyone is not None
+    mine: dict[str, tuple[torch.nn.Module, Ranks]] = {
+        prefix: (module, ranks) for prefix, module, ranks in spread_modules(model)
+    }
+    ignored = list(getattr(model, "_ddp_params_and_buffers_to_ignore", []))
+    for prefix, (module, _) in mine.items():
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        ignored += [f"{prefix}.{name}" if prefix else name for name, _ in tensors]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    wrapped = ExpertDataParallel(model, process_group=process_group, **options)
+    copies: dict[tuple[int, ...], ProcessGroup | None] = {}
+    for module, ranks in mine.values():
+        if ranks.ranks not in copies:
+            copies[ranks.ranks] = _group_of_copies(everyone, ranks)
+        for parameter in module.parameters(recurse=False):
+            _average(wrapped, parameter, ranks, copies[ranks.ranks])
+    return wrapped
+
+
+def _group_of_copies(everyone: ProcessGroup, ranks: Ranks) -> ProcessGroup | None:
+    """The ranks that hold the same experts as this one; None where it is alone."""
+    world = dist.get_process_group_ranks(everyone)
+    places: list[Any] = [None] * len(world)
+    dist.all_gather_object(places, ranks.ranks, group=everyone)
+    place = ranks.ranks.index(dist.get_rank())
+    copies = [rank for rank, other in zip(world, places, strict=True) if other.index(rank) == place]
+    outside = set(ranks.ranks).difference(world)
+    if outside or len(copies) * len(ranks.ranks) != len(world):
+        raise ValueError(
+            "transformer_plugin::data_parallel: argument 'process_group': expected ranks over all of which, or over "
+            f"parts of one size of which, the experts are spread, got {world} with experts spread over {places}. "
+            "Pass the group of all ranks that train."
+        )
+    if len(copies) == 1:
+        return None
+    return dist.new_group(copies, use_local_synchronization=True)
+
+
+def _average(
+    wrapped: ExpertDataParallel, parameter: Tensor, ranks: Ranks, copies: ProcessGroup | None
+) -> None:
+    if copies is not None:
+        first = min(dist.get_process_group_ranks(copies))
+        dist.broadcast(local(parameter.detach()), first, group=copies)
+    if not parameter.requires_grad:
+        return
+    parameter.register_hook(_divide_by(len(ranks.ranks)))
+    if copies is None:
+        return
+    size = copies.size()
+
+    def average(changed: Tensor) -> None:
+        if wrapped.reduces_experts and changed.grad is not None:
+            gradient = local(changed.grad.detach())
+            dist.all_reduce(gradient, group=copies)
+            gradient.div_(size)
+
+    parameter.register_post_accumulate_grad_hook(average)
+
+
+def _divide_by(ranks: int) -> Callable[[Tensor], Tensor]:
+    return lambda gradient: gradient / ranks
+
+
+def fully_shard(module: torch.nn.Module, mesh: DeviceMesh, **options: Any) -> torch.nn.Module:
+    """Shards a module with FSDP2's ``torch.distributed.fsdp.fully_shard``, right for experts spread over ranks.
+
+    After a backward every gradient is that of the mean over all ranks of the ranks' losses. Experts are sharded over
+    the ranks that hold the same ones, everything else over all ranks of the mesh. As torch's function it is called for
+    the blocks of a model first and for the model last.
+
+    Args:
+        module: holds :class:`~transformer_plugin.nn.MoE` layers, or none.
+        mesh: all ranks. Of two dimensions with names, one of them the experts' (the layers were made with
+            ``mesh=mesh["experts"]``, or with its group); or of one dimension, over all of which experts are spread:
+            these are then left as they are, and their gradients divided.
+        options: of torch's ``fully_shard``, for experts and everything else alike.
+
+    Returns:
+        The module, changed in place.
+    """
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import fully_shard as shard
+
+    ignored: set[torch.nn.Parameter] = set(options.pop("ignored_params", None) or ())
+    for experts, ranks in _roots_of_experts(module):
+        copies = _mesh_of_copies(mesh, ranks)
+        if copies is None:
+            ignored.update(experts.parameters())
+            _divide_once(experts, ranks)
+        elif not any(isinstance(each, FSDPModule) for each in experts.modules()):
+            shard(experts, mesh=copies, **options)
+    if getattr(module, EXPERTS_OVER, None) is None:
+        whole = mesh if mesh.ndim == 1 else mesh._flatten()
+        shard(module, mesh=whole, ignored_params=ignored or None, **options)
+    return module
+
+
+def _roots_of_experts(module: torch.nn.Module) -> list[tuple[torch.nn.Module, Ranks]]:
+    """The outermost modules whose parameters are all of spread experts."""
+    ranks = getattr(module, EXPERTS_OVER, None)
+    if isinstance(ranks, Ranks):
+        return [(module, ranks)]
+    return [found for child in module.children() for found in _roots_of_experts(child)]
+
+
+def _mesh_of_copies(mesh: DeviceMesh, ranks: Ranks) -> DeviceMesh | None:
+    """The dimension of the mesh that is not the experts'; None where experts are spread over all of it."""
+    if mesh.ndim == 1 and set(mesh.mesh.flatten().tolist()) == set(ranks.ranks):
+        return None
+    names = mesh.mesh_dim_names or ()
+    others = [n for n in names if set(mesh[n].mesh.flatten().tolist()) != set(ranks.ranks)]
+    if mesh.ndim != 2 or len(others) != 1:
+        raise ValueError(
+            "transformer_plugin::fully_shard: argument 'mesh': expected all ranks as a mesh of two dimensions with "
+            f"names, of which one is the ranks {list(ranks.ranks)} over which experts are spread, or of one dimension "
+            f"that is just these ranks, got {mesh}. Make it with init_device_mesh(device, (copies, "
+            f'{len(ranks.ranks)}), mesh_dim_names=("copies", "experts")), and the layers with mesh=mesh["experts"].'
+        )
+    return mesh[others[0]]
+
+
+def _divide_once(experts: torch.nn.Module, ranks: Ranks) -> None:
+    for parameter in experts.parameters():
+        if parameter.requires_grad and not getattr(parameter, "_divided_by_ranks", False):
+            parameter.register_hook(_divide_by(len(ranks.ranks)))
+            parameter._divided_by_ranks = True  # type: ignore[attr-defined]
