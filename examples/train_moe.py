@@ -10,7 +10,7 @@
 
 Every rank reads different data (data parallel) and holds its share of the experts (expert parallel). It runs
 on GPUs where each rank has one, else on the CPU. Results are in --out: loss.png, metrics.jsonl, sample.txt,
-checkpoints.
+checkpoints. An earlier run that is there becomes <out>.previous; other files are never moved or deleted.
 Ctrl-C finishes the step, saves and exits; a second one, or a rank that does not answer, ends it without saving.
 """
 
@@ -141,14 +141,16 @@ def work(config: Config, options: Options, stop: StopRequest) -> int:
             elif world.first:
                 say(f"stopped after step {run.step} of {config.steps}; go on with --resume (same options)")
             return INTERRUPTED if run.interrupted else 0
-    except torch.OutOfMemoryError as error:
-        do = "Lower --batch-size, --seq-len or the sizes of the model."
-        raise UserError("the model and its batch", "what fits into the GPU", str(error), do) from None
     except UserError:
         raise
-    except Exception:
+    except Exception as error:
         if stop.requested:  # a peer has left already, and what was asked of it failed
             stop.leave()
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            do = "Lower --batch-size, --seq-len or the sizes of the model."
+            got = str(error).partition("\n")[0].rstrip(".")
+            print(UserError("the model and its batch", "what the memory holds", got, do), file=sys.stderr)
+            return 2
         raise
 
 

@@ -14,9 +14,8 @@ import torch
 from tqdm import tqdm
 
 from moe_lm.config import Config, Options
-from moe_lm.data import load_corpus
-from moe_lm.run import claim_folder, describe, say
-from moe_lm.stopping import SAVING, StopRequest
+from moe_lm.run import claim_folder, describe, load_text, say
+from moe_lm.stopping import EVALUATING, STEP, StopRequest
 from moe_lm.trainer import Trainer
 from moe_lm.world import World
 
@@ -29,7 +28,7 @@ def compare(config: Config, options: Options, world: World, stop: StopRequest) -
 
     The order within a step alternates, so that neither is always the one that runs on warm caches.
     """
-    corpus = load_corpus(config.text, config.text_bytes, config.seq_len + 1, options.out)
+    corpus = load_text(config, options, world)
     owned = claim_folder(Path(options.out), config, world)
     plain = replace(config, reference=True, format="none")
     trainers = [Trainer(plain, world, corpus), Trainer(replace(config, reference=False), world, corpus)]
@@ -43,17 +42,17 @@ def compare(config: Config, options: Options, world: World, stop: StopRequest) -
     for step in steps:
         for which in (0, 1) if step % 2 == 0 else (1, 0):
             world.meet()
-            stop.during_step()
+            stop.during(STEP)
             start = time.perf_counter()
             curves[which].append(trainers[which].step(step, stop.requested))
             world.synchronize()
             seconds[which].append(time.perf_counter() - start)
-            stop.step_done()
+            stop.done()
         if float(curves[0][-1][2]) > 0:
             break
         if world.first and step % 10 == 9:
             steps.set_postfix_str("losses " + ", ".join(f"{float(curve[-1][0]):.4f}" for curve in curves))
-    stop.during("the comparison", SAVING)
+    stop.during(EVALUATING)
     losses = [[float(numbers[0]) for numbers in curve] for curve in curves]
     speeds = [trainers[0].tokens_per_step / statistics.median(times[WARM_UP:] or times) for times in seconds]
     gaps = [abs(a - b) for a, b in zip(*losses, strict=True)]

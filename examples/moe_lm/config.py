@@ -156,6 +156,9 @@ class Config:
                 "Change --dim or --heads.",
             )
         self._check_blocks()
+        if self.reference and self.format != "none":
+            do = "Leave out one of them, or --compare the two."
+            raise UserError(option("format"), "none, as plain PyTorch has no other", self.format, do)
 
     def _check_blocks(self) -> None:
         """The widths, and of nvfp4 an expert's rows, are whole blocks."""
@@ -224,6 +227,8 @@ class Options:
     def check(self) -> None:
         """Refuses what cannot be."""
         check_limits(self)
+        if self.compare and self.resume:
+            raise UserError(option("resume"), "no --compare beside it", "both", "A comparison starts anew.")
         if not self.out:
             raise UserError(option("out"), "the name of a folder", "''", f"The default is {Options.out}.")
 

@@ -16,10 +16,10 @@ from tqdm import tqdm
 
 from moe_lm import checkpoint
 from moe_lm.config import Config, Options, UserError
-from moe_lm.data import load_corpus
+from moe_lm.data import Corpus, load_corpus
 from moe_lm.folder import RunFolder
 from moe_lm.sample import generate
-from moe_lm.stopping import SAVING, StopRequest
+from moe_lm.stopping import SAVING, STEP, StopRequest
 from moe_lm.trainer import Trainer
 from moe_lm.world import World
 
@@ -88,7 +88,7 @@ class Run:
     def __init__(self, config: Config, options: Options, world: World, stop: StopRequest) -> None:
         self.config, self.options, self.world, self.stop = config, options, world, stop
         self.out = Path(options.out)
-        corpus = load_corpus(config.text, config.text_bytes, config.seq_len + 1, options.out)
+        corpus = load_text(config, options, world)
         self.step, self.interrupted = 0, False
         self.owned = claim_folder(self.out, None if options.resume else config, world)
         folder = self._resumable() if options.resume else None
@@ -101,7 +101,7 @@ class Run:
         self.saved = self.step
         self.pending: list[tuple[int, Tensor]] = []
         self.read_at = time.perf_counter()
-        stop.during_step()
+        stop.during(STEP)
         self._open_metrics()
         if world.first:
             say(f"{describe(config, self.trainer)}\ntext: {corpus.source}, {len(corpus.train) / 1e6:.1f} MB")
@@ -139,13 +139,13 @@ class Run:
         stopping = False
         while self.step < end and not stopping:
             if not self.pending:
-                self.stop.during_step()
+                self.stop.during(STEP)
             numbers = self.trainer.step(self.step, self.stop.requested)
             self.step += 1
             self.pending.append((self.step, numbers))
             if self.step % read_every == 0 or self.step == end:
                 stopping = self._read()
-                self.stop.step_done()
+                self.stop.done()
             if self.step % config.eval_every == 0 or self.step == config.steps:
                 self._evaluate()
             if self.step % options.checkpoint_every == 0:
@@ -186,18 +186,19 @@ class Run:
         return any(numbers[2] > 0 for _, numbers in rows)
 
     def _evaluate(self) -> None:
-        loss = self.trainer.evaluate(before_each=self.stop.during_step)
+        loss = self.trainer.evaluate(before_each=lambda: self.stop.during(STEP))
         if self.world.first:
             self.metrics.write({"step": self.step, "validation_loss": loss})
         self.read_at = time.perf_counter()
-        self.stop.during_step()
+        self.stop.during(STEP)
 
     def _save(self) -> None:
-        self.stop.during("saving", SAVING)
+        self.stop.during(SAVING)
         checkpoint.save(self.out, self.step, self.config, self.trainer.state_dict(), self.world)
+        self.stop.done()
         self.saved, self.read_at = self.step, time.perf_counter()
         self.stop.resumable = str(self.step)
-        self.stop.during_step()
+        self.stop.during(STEP)
 
     def finish(self) -> None:
         """The plot, the sample, and where everything is."""
@@ -224,6 +225,18 @@ class Run:
         )
         for name in ("loss.png", "metrics.jsonl", "sample.txt", "checkpoints"):
             say(f"  {self.out / name}")
+
+
+def load_text(config: Config, options: Options, world: World) -> Corpus:
+    """The text, on all ranks or none. A collective call."""
+    corpus, error = None, None
+    try:
+        corpus = load_corpus(config.text, config.text_bytes, config.seq_len + 1, options.out)
+    except UserError as caught:
+        error = caught
+    world.agree(error)
+    assert corpus is not None
+    return corpus
 
 
 def claim_folder(out: Path, config: Config | None, world: World) -> RunFolder | None:

@@ -22,16 +22,12 @@ INTERRUPTED = 130  # the exit status
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LAUNCHER = "TRAIN_MOE_LAUNCHER"  # environment variable: the process that started this rank
 PERIOD = 0.2  # seconds between two looks
-AGAIN = (
-    1.0  # a second signal is a second wish only after this; a terminal and a launcher both send the first,
-)
-AGAIN_IN_RANK = 0.5  # and the launcher hands the second on
+#: seconds after which a second signal is a second wish: a terminal and a launcher both send the first.
+AGAIN, AGAIN_IN_RANK = 1.0, 0.5
 NEVER = float("inf")
-FIRST_STEP = (
-    10.0  # seconds that the first step may take once a stop was asked for: nothing is known of it yet
-)
-LEAST_STEP = 3.0  # and every later one, at least
-SAVING = 30.0
+STEP, SAVING, EVALUATING = "a step", "saving", "evaluating"
+#: seconds that something may take once a stop was asked for: while nothing is known of it, and at least.
+PATIENCE = {STEP: (10.0, 3.0), SAVING: (30.0, 5.0), EVALUATING: (30.0, 30.0)}
 
 
 class StopRequest:
@@ -48,7 +44,7 @@ class StopRequest:
         self.resumable = ""  # what a run that ends here goes on from
         self.heard_at: float | None = None
         self.again = False
-        self.step_seconds: list[float] = []
+        self.seconds: dict[str, list[float]] = {what: [] for what in PATIENCE}
         self.rank = int(os.environ["RANK"]) if os.environ.get("RANK", "").isdecimal() else 0
         launcher = os.environ.get(LAUNCHER, "")
         self.launcher = int(launcher) if launcher.isdecimal() and int(launcher) == os.getppid() else None
@@ -61,18 +57,20 @@ class StopRequest:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a launcher blocks them until here
         threading.Thread(target=self._listen, name="stop", daemon=True).start()
 
-    def during(self, what: str, patience: float) -> None:
-        """From now on the process does ``what``, which may take ``patience`` seconds more after a signal."""
+    def during(self, what: str, patience: float | None = None) -> None:
+        """From now on the process does ``what``, which may take ``patience`` seconds more after a signal.
+
+        Without a number: ten times as long as it took here before, as told by :meth:`done`.
+        """
+        if patience is None:
+            first, least = PATIENCE[what]
+            known = self.seconds[what][-20:]
+            patience = max(least, 10 * statistics.median(known)) if known else first
         self.what, self.patience, self.since = what, patience, time.monotonic()
 
-    def during_step(self) -> None:
-        """As :meth:`during`, with the time that steps take here."""
-        known = self.step_seconds[-20:]
-        self.during("a step", max(LEAST_STEP, 10 * statistics.median(known)) if known else FIRST_STEP)
-
-    def step_done(self) -> None:
-        """Ends what :meth:`during_step` began."""
-        self.step_seconds.append(time.monotonic() - self.since)
+    def done(self) -> None:
+        """Ends what :meth:`during` began."""
+        self.seconds[self.what].append(time.monotonic() - self.since)
 
     def leave(self) -> NoReturn:
         """Ends the process now, from any thread, with a last line."""

@@ -75,6 +75,15 @@ def test_numbers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("--step 3", "unrecognized arguments: --step 3. See --help."),
         ("--experts 2000", "argument '--experts': expected at most 1024, got 2000. Lower it."),
         (
+            "--compare --resume",
+            "argument '--resume': expected no --compare beside it, got both. A comparison starts anew.",
+        ),
+        (
+            "--reference --format mxfp8",
+            "argument '--format': expected none, as plain PyTorch has no other, got mxfp8. "
+            "Leave out one of them, or --compare the two.",
+        ),
+        (
             "--hidden 100 --format nvfp4",
             "argument '--hidden': expected a multiple of 16, the block of nvfp4, got 100. "
             "Use for example --hidden 112.",

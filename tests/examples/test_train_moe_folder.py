@@ -178,6 +178,18 @@ def test_two_at_a_time(tmp_path: Path) -> None:
     RunFolder.new(out, Config())
 
 
+def test_two_commands_at_a_time(tmp_path: Path, text_file: Path) -> None:
+    """Every rank of the second one ends, with one line for all."""
+    folder = RunFolder.new(tmp_path / "run", Config())
+    done = train(tmp_path / "run", "--text", str(text_file), status=2)
+    os.close(folder.lock)
+    assert done.stderr == (
+        f"train_moe: argument '--out': expected a folder that no other run writes to, got '{tmp_path / 'run'}', "
+        "which one does. Give another --out.\n"
+    )
+    assert os.listdir(tmp_path) == ["run"]
+
+
 def test_many_at_once(tmp_path: Path) -> None:
     """Of eight runs that begin together each one is refused or has the folder, and no folder is lost or doubled."""
     out = tmp_path / "run"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -121,8 +122,9 @@ def test_a_rank_that_does_not_answer(begun, twice: bool) -> None:
     output = finish(run, list(ranks.values()), 8 + SOON)
     assert twice or time.monotonic() - began > 1
     saved = max(int(path.name[5:]) for path in (out / "checkpoints").glob("step-*[0-9]"))
-    assert "train_moe: stopping after a step" in output
-    assert f"rank 0: interrupted during a step, left at once; --resume goes on after step {saved}" in output
+    assert "train_moe: stopping after " in output
+    line = rf"rank 0: interrupted during (a step|saving), left at once; --resume goes on after step {saved}\n"
+    assert re.search(line, output), output
 
 
 def test_a_rank_that_is_lost_ends_the_others(begun) -> None:
