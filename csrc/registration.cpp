@@ -277,8 +277,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // fixed capacity (routing/slots_args.h); indices outside the experts are masked.
   m.def(
       "topk_router(Tensor logits, Tensor? expert_bias, int topk, str score_function=\"softmax\", "
-      "bool pre_softmax=False, int num_groups=1, int group_topk=1, float scaling_factor=1.0) -> "
-      "(Tensor weights, Tensor indices)");
+      "bool pre_softmax=False, int num_groups=1, int group_topk=1, float scaling_factor=1.0, "
+      "int? group_score_topk=None) -> (Tensor weights, Tensor indices)");
   m.def(
       "topk_router_backward(Tensor grad, Tensor logits, Tensor indices, str score_function, bool pre_softmax, "
       "float scaling_factor) -> Tensor");

@@ -1,5 +1,5 @@
 // Scores of every expert, normalised over all experts: softmax, or sigmoid / sqrtsoftplus over their sum.
-// Sums in the written order of score.h.
+// Sums in the written order of score.h; FP64, rounded once.
 #pragma once
 
 #include <cstdint>
@@ -27,13 +27,6 @@ struct RouterScoresBackwardArgs {
   ScoreFunction function;
   DType dtype;
 };
-
-// The gradient of a logit, where dot is the row's sum of grad * score.
-TP_HOST_DEVICE float score_gradient(ScoreFunction function, float grad, float logit, float score,
-                                    RowScale row, float dot) {
-  if (function == ScoreFunction::kSoftmax) return score * (grad - dot);
-  return (grad - dot) / row.sum * score_slope(function, logit);
-}
 
 void router_scores_cpu(const RouterScoresArgs& args);
 void router_scores_backward_cpu(const RouterScoresBackwardArgs& args);

@@ -15,20 +15,24 @@ TP_CPU_CLONES void load_row(const T* source, int64_t experts, float* row) {
   for (int64_t e = 0; e < experts; ++e) row[e] = static_cast<float>(source[e]);
 }
 
-TP_CPU_CLONES void forward_row(ScoreFunction function, const float* logits, int64_t experts, float* scores) {
-  row_scores(function, logits, experts, scores);
+// `terms` is room for a row.
+TP_CPU_CLONES void forward_row(ScoreFunction function, const float* logits, int64_t experts, double* terms,
+                               float* scores) {
+  const RowScale row = row_terms(function, logits, experts, terms);
+  for (int64_t e = 0; e < experts; ++e) scores[e] = static_cast<float>(weight_of(terms[e], row));
 }
 
-// `scores` and `products` are room for a row each.
+// `terms` and `products` are room for a row each.
 template <typename T>
 TP_CPU_CLONES void backward_row(ScoreFunction function, const float* grad, const float* logits,
-                                int64_t experts, float* scores, float* products, T* output) {
-  const RowScale row = row_scores(function, logits, experts, scores);
-  for (int64_t e = 0; e < experts; ++e) products[e] = grad[e] * scores[e];
-  const float dot = sum_in_lanes(products, experts);
+                                int64_t experts, double* terms, double* products, T* output) {
+  const RowScale row = row_terms(function, logits, experts, terms);
+  for (int64_t e = 0; e < experts; ++e) products[e] = grad[e] * weight_of(terms[e], row);
+  const double dot = sum_in_lanes(products, experts);
   for (int64_t e = 0; e < experts; ++e) {
-    output[e] = static_cast<T>(score_gradient(function, grad[e], logits[e], scores[e], row, dot));
+    products[e] = weight_gradient(function, logits[e], weight_of(terms[e], row), grad[e], dot);
   }
+  for (int64_t e = 0; e < experts; ++e) output[e] = static_cast<T>(static_cast<float>(products[e]));
 }
 
 }  // namespace
@@ -38,9 +42,10 @@ void router_scores_cpu(const RouterScoresArgs& args) {
     using T = decltype(element);
     at::parallel_for(0, args.tokens, kTokensPerTask, [&](int64_t begin, int64_t end) {
       std::vector<float> row(args.experts);
+      std::vector<double> terms(args.experts);
       for (int64_t t = begin; t < end; ++t) {
         load_row<T>(static_cast<const T*>(args.logits) + t * args.experts, args.experts, row.data());
-        forward_row(args.function, row.data(), args.experts, args.scores + t * args.experts);
+        forward_row(args.function, row.data(), args.experts, terms.data(), args.scores + t * args.experts);
       }
     });
   });
@@ -50,10 +55,11 @@ void router_scores_backward_cpu(const RouterScoresBackwardArgs& args) {
   visit_float(args.dtype, [&](auto element) {
     using T = decltype(element);
     at::parallel_for(0, args.tokens, kTokensPerTask, [&](int64_t begin, int64_t end) {
-      std::vector<float> row(args.experts), scores(args.experts), products(args.experts);
+      std::vector<float> row(args.experts);
+      std::vector<double> terms(args.experts), products(args.experts);
       for (int64_t t = begin; t < end; ++t) {
         load_row<T>(static_cast<const T*>(args.logits) + t * args.experts, args.experts, row.data());
-        backward_row<T>(args.function, args.grad + t * args.experts, row.data(), args.experts, scores.data(),
+        backward_row<T>(args.function, args.grad + t * args.experts, row.data(), args.experts, terms.data(),
                         products.data(), static_cast<T*>(args.grad_logits) + t * args.experts);
       }
     });

@@ -17,7 +17,8 @@ __global__ void router_scores_kernel(RouterScoresArgs args) {
     const T* logits = static_cast<const T*>(args.logits) + t * args.experts;
     const RowScale row = row_scale(args.function, logits, args.experts);
     for (int64_t e = lane; e < args.experts; e += kWarpSize) {
-      args.scores[t * args.experts + e] = normalised_score(args.function, to_float(logits[e]), row);
+      const double term = score_term(args.function, to_float(logits[e]), row);
+      args.scores[t * args.experts + e] = static_cast<float>(weight_of(term, row));
     }
   }
 }
@@ -31,16 +32,16 @@ __global__ void router_scores_backward_kernel(RouterScoresBackwardArgs args) {
     const T* logits = static_cast<const T*>(args.logits) + t * args.experts;
     const float* grad = args.grad + t * args.experts;
     const RowScale row = row_scale(args.function, logits, args.experts);
-    float dot = 0.0f;
+    double dot = 0.0;
     for (int64_t e = lane; e < args.experts; e += kWarpSize) {
-      dot = dot + grad[e] * normalised_score(args.function, to_float(logits[e]), row);
+      dot = dot + grad[e] * weight_of(score_term(args.function, to_float(logits[e]), row), row);
     }
     dot = fold_lanes(dot);
     T* out = static_cast<T*>(args.grad_logits) + t * args.experts;
     for (int64_t e = lane; e < args.experts; e += kWarpSize) {
       const float logit = to_float(logits[e]);
-      const float score = normalised_score(args.function, logit, row);
-      out[e] = from_float<T>(score_gradient(args.function, grad[e], logit, score, row, dot));
+      const double weight = weight_of(score_term(args.function, logit, row), row);
+      out[e] = from_float<T>(static_cast<float>(weight_gradient(args.function, logit, weight, grad[e], dot)));
     }
   }
 }

@@ -1,4 +1,9 @@
-// Scores of experts from logits, and their slopes: FP32, the same bits on CPU and CUDA.
+// Scores of experts from logits, their weights and their slopes: FP64, the same bits on CPU and CUDA, rounded to FP32
+// by whoever writes them.
+//
+// A score may be far below the range of FP32 and have all of the weight, so no weight is a quotient of two scores. Each
+// score is divided by exp(shift) first, with the shift of the largest of those that it is normalised with, which is then
+// near 1; RowScale holds the shift.
 //
 // Sums over all experts have a written order: lane l of kScoreLanes adds experts l, l + kScoreLanes, ... in turn, then
 // the lanes are folded in halves. Sums over the chosen experts go in the order of choice.
@@ -13,66 +18,125 @@ namespace transformer_plugin::routing {
 enum class ScoreFunction : int32_t { kSoftmax, kSigmoid, kSqrtSoftplus };
 
 inline constexpr int kScoreLanes = 32;
-// Kept away from zero when scores are normalised, as Megatron-LM does.
-inline constexpr float kScoreEpsilon = 1e-20f;
+// exp is 0 from here down.
+inline constexpr double kLeastExponent = -708.0;
+// Below it log(1 + exp(x)) is exp(x) to the last bit.
+inline constexpr double kSmallLogit = -40.0;
+
+TP_HOST_DEVICE double bits_to_double(uint64_t bits) {
+  double value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+TP_HOST_DEVICE uint64_t double_to_bits(double value) {
+  uint64_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+// exp(x) for x <= 709; error about 1 ulp. x = n ln2 + r with |r| <= ln2/2, then the series of exp(r).
+TP_HOST_DEVICE double exp_f64(double x) {
+  // Adding and taking away 1.5 * 2^52 rounds to the nearest integer, which the low bits of the sum hold.
+  const double shifted = fma(x, 1.4426950408889634, 6755399441055744.0);
+  const double n = shifted - 6755399441055744.0;
+  double r = fma(n, -6.93147180369123816490e-01, x);
+  r = fma(n, -1.90821492927058770002e-10, r);
+  double p = 1.0 / 6227020800.0;
+  p = fma(p, r, 1.0 / 479001600.0);
+  p = fma(p, r, 1.0 / 39916800.0);
+  p = fma(p, r, 1.0 / 3628800.0);
+  p = fma(p, r, 1.0 / 362880.0);
+  p = fma(p, r, 1.0 / 40320.0);
+  p = fma(p, r, 1.0 / 5040.0);
+  p = fma(p, r, 1.0 / 720.0);
+  p = fma(p, r, 1.0 / 120.0);
+  p = fma(p, r, 1.0 / 24.0);
+  p = fma(p, r, 1.0 / 6.0);
+  p = fma(p, r, 0.5);
+  p = fma(p, r, 1.0);
+  p = fma(p, r, 1.0);
+  const double in_range =
+      bits_to_double(double_to_bits(p) + (double_to_bits(shifted) << 52));  // p * 2^n, exactly
+  const double value = x > kLeastExponent ? in_range : 0.0;
+  return x != x ? x : value;
+}
 
 // log(1 + y) for y in [0, 1]: 2 atanh(s) with s = y / (2 + y) <= 1/3, by its series.
-TP_HOST_DEVICE float log1p_f32(float y) {
-  const float s = y / (2.0f + y);
-  const float q = s * s;
-  float p = 1.0f / 17.0f;
-  p = fmaf(p, q, 1.0f / 15.0f);
-  p = fmaf(p, q, 1.0f / 13.0f);
-  p = fmaf(p, q, 1.0f / 11.0f);
-  p = fmaf(p, q, 1.0f / 9.0f);
-  p = fmaf(p, q, 1.0f / 7.0f);
-  p = fmaf(p, q, 1.0f / 5.0f);
-  p = fmaf(p, q, 1.0f / 3.0f);
-  const float s2 = 2.0f * s;
-  return fmaf(s2 * q, p, s2);
+TP_HOST_DEVICE double log1p_f64(double y) {
+  const double s = y / (2.0 + y);
+  const double q = s * s;
+  double p = 1.0 / 31.0;
+  p = fma(p, q, 1.0 / 29.0);
+  p = fma(p, q, 1.0 / 27.0);
+  p = fma(p, q, 1.0 / 25.0);
+  p = fma(p, q, 1.0 / 23.0);
+  p = fma(p, q, 1.0 / 21.0);
+  p = fma(p, q, 1.0 / 19.0);
+  p = fma(p, q, 1.0 / 17.0);
+  p = fma(p, q, 1.0 / 15.0);
+  p = fma(p, q, 1.0 / 13.0);
+  p = fma(p, q, 1.0 / 11.0);
+  p = fma(p, q, 1.0 / 9.0);
+  p = fma(p, q, 1.0 / 7.0);
+  p = fma(p, q, 1.0 / 5.0);
+  p = fma(p, q, 1.0 / 3.0);
+  const double s2 = 2.0 * s;
+  return fma(s2 * q, p, s2);
 }
 
-// sqrt(log(1 + exp(x))).
-TP_HOST_DEVICE float sqrt_softplus_f32(float x) {
-  const float tail = log1p_f32(exp_f32(x < 0.0f ? x : -x));
-  return sqrtf(x < 0.0f ? tail : x + tail);
+// What the weights of a row, or of its chosen experts, need of all of them.
+struct RowScale {
+  double shift;    // -inf: every expert is masked, and every weight 0
+  double lift;     // exp(-shift) where the shift is not below kSmallLogit
+  double inverse;  // 1 / the sum of score_term
+};
+
+// The shift for these experts, whose largest logit is `max`, and no sum yet. Scores that do not compete need none
+// unless all are small.
+TP_HOST_DEVICE RowScale shift_to(ScoreFunction function, float max) {
+  const double top = max;
+  const double shift = function == ScoreFunction::kSoftmax || !(top > 0.0) ? top : 0.0;
+  return {shift, exp_f64(shift < kSmallLogit ? -kSmallLogit : -shift), 1.0};
 }
 
-// A score that depends on its own logit only.
-TP_HOST_DEVICE float score_of(ScoreFunction function, float logit) {
-  return function == ScoreFunction::kSigmoid ? sigmoid_f32(logit) : sqrt_softplus_f32(logit);
+// Neither shift nor sum: score_term is the score itself.
+TP_HOST_DEVICE RowScale no_scale() { return {0.0, 1.0, 1.0}; }
+
+// The score over exp(shift), with sqrtsoftplus the root of softplus over exp(shift).
+TP_HOST_DEVICE double score_term(ScoreFunction function, float logit, RowScale row) {
+  const double x = logit;
+  if (row.shift == -INFINITY) return 0.0;
+  const double relative = exp_f64(x - row.shift);  // meant where x <= shift
+  if (function == ScoreFunction::kSoftmax) return relative;
+  const double small = exp_f64(x > 0.0 ? -x : x);
+  if (function == ScoreFunction::kSigmoid) return (x > 0.0 ? 1.0 : relative) / (1.0 + small);
+  const double softplus = (x > 0.0 ? x : 0.0) + log1p_f64(small);
+  return sqrt(x < kSmallLogit ? relative : softplus * row.lift);
 }
 
-// Its derivative. An expert masked with -inf has score 0 and slope 0.
-TP_HOST_DEVICE float score_slope(ScoreFunction function, float logit) {
-  const float sigmoid = sigmoid_f32(logit);
-  if (function == ScoreFunction::kSigmoid) return sigmoid * (1.0f - sigmoid);
-  const float score = sqrt_softplus_f32(logit);
-  return score == 0.0f ? 0.0f : sigmoid / (2.0f * score);
+TP_HOST_DEVICE double weight_of(double term, RowScale row) { return term * row.inverse; }
+
+// The derivative of the logarithm of a score.
+TP_HOST_DEVICE double log_slope(ScoreFunction function, float logit) {
+  if (function == ScoreFunction::kSoftmax) return 1.0;
+  const double x = logit;
+  const double small = exp_f64(x > 0.0 ? -x : x);
+  const double fraction = 1.0 / (1.0 + small);
+  if (function == ScoreFunction::kSigmoid) return x > 0.0 ? small * fraction : fraction;
+  const double softplus = (x > 0.0 ? x : 0.0) + log1p_f64(small);
+  const double sigmoid = x > 0.0 ? fraction : small * fraction;
+  return x < kSmallLogit ? 0.5 : sigmoid / (2.0 * softplus);
+}
+
+// The gradient of a logit from that of its weight: `dot` is the sum of gradient times weight over all that were
+// normalised together, 0 without.
+TP_HOST_DEVICE double weight_gradient(ScoreFunction function, float logit, double weight, double grad,
+                                      double dot) {
+  return weight * log_slope(function, logit) * (grad - dot);
 }
 
 // The larger of the two; NaN stays.
 TP_HOST_DEVICE float max_or_nan(float a, float b) { return b > a || b != b ? b : a; }
-
-// exp(logit - max) with the row's max; 0 in a row where every expert is masked with -inf.
-TP_HOST_DEVICE float softmax_term(float logit, float max) {
-  return max == -INFINITY ? 0.0f : exp_f32(logit - max);
-}
-
-TP_HOST_DEVICE float softmax_value(float logit, float max, float sum) {
-  return max == -INFINITY ? 0.0f : exp_f32(logit - max) / sum;
-}
-
-// What a row's score needs of the whole row.
-struct RowScale {
-  float max;  // softmax only
-  float sum;  // of softmax_term, or of the scores plus kScoreEpsilon
-};
-
-// Normalised over all experts.
-TP_HOST_DEVICE float normalised_score(ScoreFunction function, float logit, RowScale row) {
-  if (function == ScoreFunction::kSoftmax) return softmax_value(logit, row.max, row.sum);
-  return score_of(function, logit) / row.sum;
-}
 
 }  // namespace transformer_plugin::routing

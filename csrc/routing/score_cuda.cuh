@@ -10,29 +10,34 @@ namespace transformer_plugin::routing {
 static_assert(kScoreLanes == kWarpSize, "a lane of the written sum is a lane of the warp");
 
 // Folds the lanes in halves; every lane gets the sum.
-__device__ __forceinline__ float fold_lanes(float sum) {
+template <typename T>
+__device__ __forceinline__ T fold_lanes(T sum) {
   for (int half = kWarpSize / 2; half > 0; half /= 2) sum = sum + __shfl_down_sync(0xffffffffu, sum, half);
   return __shfl_sync(0xffffffffu, sum, 0);
 }
 
+// The scale of a whole row, without its sum.
+template <typename T>
+__device__ __forceinline__ RowScale row_shift(ScoreFunction function, const T* logits, int64_t experts) {
+  float max = -INFINITY;
+  for (int64_t e = threadIdx.x % kWarpSize; e < experts; e += kWarpSize) {
+    max = max_or_nan(max, to_float(logits[e]));
+  }
+  for (int half = kWarpSize / 2; half > 0; half /= 2) {
+    max = max_or_nan(max, __shfl_xor_sync(0xffffffffu, max, half));
+  }
+  return shift_to(function, max);
+}
+
 template <typename T>
 __device__ __forceinline__ RowScale row_scale(ScoreFunction function, const T* logits, int64_t experts) {
-  const int lane = threadIdx.x % kWarpSize;
-  RowScale row{-INFINITY, 0.0f};
-  if (function != ScoreFunction::kSoftmax) {
-    for (int64_t e = lane; e < experts; e += kWarpSize)
-      row.sum = row.sum + score_of(function, to_float(logits[e]));
-    row.sum = fold_lanes(row.sum) + kScoreEpsilon;
-    return row;
+  RowScale row = row_shift(function, logits, experts);
+  double sum = 0.0;
+  for (int64_t e = threadIdx.x % kWarpSize; e < experts; e += kWarpSize) {
+    sum = sum + score_term(function, to_float(logits[e]), row);
   }
-  for (int64_t e = lane; e < experts; e += kWarpSize) row.max = max_or_nan(row.max, to_float(logits[e]));
-  for (int half = kWarpSize / 2; half > 0; half /= 2) {
-    row.max = max_or_nan(row.max, __shfl_xor_sync(0xffffffffu, row.max, half));
-  }
-  for (int64_t e = lane; e < experts; e += kWarpSize) {
-    row.sum = row.sum + softmax_term(to_float(logits[e]), row.max);
-  }
-  row.sum = fold_lanes(row.sum);
+  sum = fold_lanes(sum);
+  if (row.shift != -INFINITY) row.inverse = 1.0 / sum;
   return row;
 }
 

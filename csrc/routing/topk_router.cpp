@@ -11,6 +11,7 @@ namespace {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+using OptionalInt = std::optional<int64_t>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Routed = std::tuple<Tensor, Tensor>;  // weights, indices
@@ -22,7 +23,7 @@ void check_function(const char* op, ScoreFunction function, bool pre_softmax) {
 }
 
 void check_groups(const char* op, const c10::SymInt& experts, int64_t topk, int64_t groups,
-                  int64_t group_topk) {
+                  int64_t group_topk, OptionalInt group_score_topk) {
   TP_CHECK_VALUE(topk >= 1 && experts >= topk, op, "topk", "from 1 to the " << experts << " experts", topk,
                  "Choose that many experts for each token");
   TP_CHECK_VALUE(groups >= 1 && experts % groups == 0, op, "num_groups",
@@ -30,22 +31,26 @@ void check_groups(const char* op, const c10::SymInt& experts, int64_t topk, int6
   TP_CHECK_VALUE(group_topk >= 1 && group_topk <= groups, op, "group_topk",
                  "from 1 to the " << groups << " groups", group_topk,
                  "Choose that many groups for each token");
-  TP_CHECK_VALUE(topk >= group_topk && experts / groups * group_topk >= topk, op, "topk",
-                 "from " << group_topk << ", one for each chosen group, to the "
+  const int64_t least = group_score_topk ? 1 : group_topk;
+  TP_CHECK_VALUE(topk >= least && experts / groups * group_topk >= topk, op, "topk",
+                 "from " << least << (group_score_topk ? "" : ", one for each chosen group,") << " to the "
                          << experts / groups * group_topk << " experts of the chosen groups",
                  topk, "Change topk, num_groups or group_topk");
+  TP_CHECK_VALUE(!group_score_topk || (*group_score_topk >= 1 && experts / groups >= *group_score_topk), op,
+                 "group_score_topk", "None or from 1 to the " << experts / groups << " experts of a group",
+                 *group_score_topk, "Pass 1 for DeepSeek-V2, 2 for DeepSeek-V3, None for topk / group_topk");
 }
 
 // Checks and the outputs, the same for every backend.
 Routed topk_router_outputs(const Tensor& logits, const OptionalTensor& bias, int64_t topk,
                            std::string_view name, bool pre_softmax, int64_t groups, int64_t group_topk,
-                           double scaling) {
+                           double scaling, OptionalInt group_score_topk) {
   constexpr const char* op = "topk_router";
   const Argument logits_argument{op, "logits", logits};
   check_logits(logits_argument, kMaxExperts);
   const ScoreFunction function = parse_score_function(op, name);
   check_function(op, function, pre_softmax);
-  check_groups(op, logits.sym_size(1), topk, groups, group_topk);
+  check_groups(op, logits.sym_size(1), topk, groups, group_topk, group_score_topk);
   if (bias) {
     const Argument bias_argument{op, "expert_bias", *bias};
     TP_CHECK_VALUE(function != ScoreFunction::kSoftmax, op, "expert_bias", "None with the softmax",
@@ -62,15 +67,17 @@ Routed topk_router_outputs(const Tensor& logits, const OptionalTensor& bias, int
 
 template <typename Launch>
 Routed topk_router(const Tensor& logits, const OptionalTensor& bias, int64_t topk, std::string_view name,
-                   bool pre_softmax, int64_t groups, int64_t group_topk, double scaling, Launch&& launch) {
-  auto outputs = topk_router_outputs(logits, bias, topk, name, pre_softmax, groups, group_topk, scaling);
+                   bool pre_softmax, int64_t groups, int64_t group_topk, double scaling,
+                   OptionalInt group_score_topk, Launch&& launch) {
+  auto outputs = topk_router_outputs(logits, bias, topk, name, pre_softmax, groups, group_topk, scaling,
+                                     group_score_topk);
   const auto& [weights, indices] = outputs;
   const Tensor x = logits.contiguous();
   const Tensor b = bias ? bias->contiguous() : Tensor();
   launch(TopkRouterArgs{x.const_data_ptr(), bias ? b.const_data_ptr<float>() : nullptr,
                         weights.mutable_data_ptr<float>(), indices.mutable_data_ptr<int32_t>(), x.size(0),
-                        x.size(1), topk, groups, group_topk, static_cast<float>(scaling),
-                        parse_score_function("", name), pre_softmax, to_dtype(x.scalar_type())});
+                        x.size(1), topk, groups, group_topk, group_score_topk.value_or(topk / group_topk),
+                        scaling, parse_score_function("", name), pre_softmax, to_dtype(x.scalar_type())});
   return outputs;
 }
 
@@ -105,18 +112,18 @@ Tensor topk_router_backward(const Tensor& grad, const Tensor& logits, const Tens
   const Tensor x = logits.contiguous();
   const Tensor i = indices.contiguous();
   launch(TopkRouterBackwardArgs{g.const_data_ptr<float>(), x.const_data_ptr(), i.const_data_ptr<int32_t>(),
-                                output.mutable_data_ptr(), x.size(0), x.size(1), g.size(1),
-                                static_cast<float>(scaling), parse_score_function("", name), pre_softmax,
-                                to_dtype(x.scalar_type())});
+                                output.mutable_data_ptr(), x.size(0), x.size(1), g.size(1), scaling,
+                                parse_score_function("", name), pre_softmax, to_dtype(x.scalar_type())});
   return output;
 }
 
 Routed call_topk_router(const Tensor& logits, const OptionalTensor& bias, int64_t topk, std::string_view name,
-                        bool pre_softmax, int64_t groups, int64_t group_topk, double scaling) {
-  using Signature =
-      Routed(const Tensor&, const OptionalTensor&, int64_t, std::string_view, bool, int64_t, int64_t, double);
+                        bool pre_softmax, int64_t groups, int64_t group_topk, double scaling,
+                        OptionalInt group_score_topk) {
+  using Signature = Routed(const Tensor&, const OptionalTensor&, int64_t, std::string_view, bool, int64_t,
+                           int64_t, double, OptionalInt);
   static const auto op = find_op<Signature>("topk_router");
-  return op.call(logits, bias, topk, name, pre_softmax, groups, group_topk, scaling);
+  return op.call(logits, bias, topk, name, pre_softmax, groups, group_topk, scaling, group_score_topk);
 }
 
 class TopkRouterFunction : public DifferentiableOnce<TopkRouterFunction> {
@@ -126,10 +133,10 @@ class TopkRouterFunction : public DifferentiableOnce<TopkRouterFunction> {
 
   static variable_list forward(AutogradContext* ctx, const Tensor& logits, const OptionalTensor& bias,
                                int64_t topk, std::string_view name, bool pre_softmax, int64_t groups,
-                               int64_t group_topk, double scaling) {
+                               int64_t group_topk, double scaling, OptionalInt group_score_topk) {
     const BelowAutograd guard;
-    const auto [weights, indices] =
-        call_topk_router(logits, bias, topk, name, pre_softmax, groups, group_topk, scaling);
+    const auto [weights, indices] = call_topk_router(logits, bias, topk, name, pre_softmax, groups,
+                                                     group_topk, scaling, group_score_topk);
     ctx->save_for_backward({logits, indices});
     ctx->saved_data["score_function"] = std::string(name);
     ctx->saved_data["pre_softmax"] = pre_softmax;
@@ -140,7 +147,7 @@ class TopkRouterFunction : public DifferentiableOnce<TopkRouterFunction> {
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
-    variable_list result(8);
+    variable_list result(9);
     if (!grads[0].defined()) return result;
     using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, std::string_view, bool, double);
     static const auto op = find_op<Signature>("topk_router_backward");
@@ -154,14 +161,15 @@ class TopkRouterFunction : public DifferentiableOnce<TopkRouterFunction> {
 
 Routed topk_router_autograd(const Tensor& logits, const OptionalTensor& bias, int64_t topk,
                             std::string_view name, bool pre_softmax, int64_t groups, int64_t group_topk,
-                            double scaling) {
+                            double scaling, OptionalInt group_score_topk) {
   if (any_wants_grad(logits)) {
-    const variable_list out =
-        TopkRouterFunction::apply(logits, bias, topk, name, pre_softmax, groups, group_topk, scaling);
+    const variable_list out = TopkRouterFunction::apply(logits, bias, topk, name, pre_softmax, groups,
+                                                        group_topk, scaling, group_score_topk);
     return {out[0], out[1]};
   }
   const BelowAutograd guard;
-  return call_topk_router(logits, bias, topk, name, pre_softmax, groups, group_topk, scaling);
+  return call_topk_router(logits, bias, topk, name, pre_softmax, groups, group_topk, scaling,
+                          group_score_topk);
 }
 
 }  // namespace
@@ -169,8 +177,9 @@ Routed topk_router_autograd(const Tensor& logits, const OptionalTensor& bias, in
 TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
   m.impl("topk_router", [](const Tensor& logits, const OptionalTensor& bias, int64_t topk,
                            std::string_view name, bool pre_softmax, int64_t groups, int64_t group_topk,
-                           double scaling) {
-    return topk_router(logits, bias, topk, name, pre_softmax, groups, group_topk, scaling, topk_router_cpu);
+                           double scaling, OptionalInt group_score_topk) {
+    return topk_router(logits, bias, topk, name, pre_softmax, groups, group_topk, scaling, group_score_topk,
+                       topk_router_cpu);
   });
   m.impl("topk_router_backward", [](const Tensor& grad, const Tensor& logits, const Tensor& indices,
                                     std::string_view name, bool pre_softmax, double scaling) {
@@ -187,13 +196,13 @@ TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl("topk_router", topk
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
 TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
-  m.impl("topk_router",
-         [](const Tensor& logits, const OptionalTensor& bias, int64_t topk, std::string_view name,
-            bool pre_softmax, int64_t groups, int64_t group_topk, double scaling) {
-           const CudaScope scope(logits);
-           return topk_router(logits, bias, topk, name, pre_softmax, groups, group_topk, scaling,
-                              [&](const TopkRouterArgs& args) { launch_topk_router(args, scope.stream()); });
-         });
+  m.impl("topk_router", [](const Tensor& logits, const OptionalTensor& bias, int64_t topk,
+                           std::string_view name, bool pre_softmax, int64_t groups, int64_t group_topk,
+                           double scaling, OptionalInt group_score_topk) {
+    const CudaScope scope(logits);
+    return topk_router(logits, bias, topk, name, pre_softmax, groups, group_topk, scaling, group_score_topk,
+                       [&](const TopkRouterArgs& args) { launch_topk_router(args, scope.stream()); });
+  });
   m.impl("topk_router_backward", [](const Tensor& grad, const Tensor& logits, const Tensor& indices,
                                     std::string_view name, bool pre_softmax, double scaling) {
     const CudaScope scope(logits);

@@ -1,10 +1,11 @@
 // The choice of experts and their weights, one row of logits a token.
 //
-// Experts are ranked by a choice value: the softmax over all experts (softmax, pre_softmax), the logit (softmax, not
-// pre_softmax), or the score plus the expert's bias. NaN ranks highest, an expert masked with a logit of -inf lowest
-// whatever its bias, and ties go to the lowest index. With groups, each group of neighbouring experts is ranked by the
-// sum of its best topk / group_topk choice values, masked experts left out, and only the experts of the best
-// group_topk groups can be chosen.
+// Experts are ranked by their logits, since every score grows with its logit: so the order is right where scores round to
+// the same number. With a bias they are ranked by score plus bias, found in FP64 and rounded to 24 bits, and by their
+// logits where those are equal. NaN ranks highest, an expert masked with a logit of -inf lowest whatever its bias, and
+// what is still equal goes to the lowest index. With groups, each group of neighbouring experts is ranked by the sum of
+// its best group_score_topk choice values, masked experts left out, or as its best expert where that is one, and only the
+// experts of the best group_topk groups can be chosen.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +26,8 @@ struct TopkRouterArgs {
   int64_t topk;
   int64_t groups;
   int64_t group_topk;
-  float scaling;
+  int64_t group_score_topk;
+  double scaling;
   ScoreFunction function;
   bool pre_softmax;
   DType dtype;
@@ -39,7 +41,7 @@ struct TopkRouterBackwardArgs {
   int64_t tokens;
   int64_t experts;
   int64_t topk;
-  float scaling;
+  double scaling;
   ScoreFunction function;
   bool pre_softmax;
   DType dtype;
@@ -56,6 +58,17 @@ TP_HOST_DEVICE float value_of(uint32_t rank) {
   return bits_to_float(rank & 0x80000000u ? rank ^ 0x80000000u : ~rank);
 }
 
+// The same of a double, 0 for none.
+TP_HOST_DEVICE uint64_t rank_of(double value) {
+  if (value != value) return ~uint64_t{0};
+  const uint64_t bits = double_to_bits(value + 0.0);
+  return bits >> 63 ? ~bits : bits | uint64_t{1} << 63;
+}
+
+TP_HOST_DEVICE double value_of(uint64_t rank) {
+  return bits_to_double(rank >> 63 ? rank ^ uint64_t{1} << 63 : ~rank);
+}
+
 // Unique in a row and larger for the better: rank (0 when masked), then the lower index. Never 0.
 TP_HOST_DEVICE uint64_t make_key(uint32_t rank, int64_t index) {
   return static_cast<uint64_t>(rank) << 32 | static_cast<uint64_t>(kMaxExperts - index);
@@ -65,80 +78,151 @@ TP_HOST_DEVICE int64_t index_in(uint64_t key) {
   return kMaxExperts - static_cast<int64_t>(key & 0xffffffffu);
 }
 
-inline constexpr uint64_t kAboveAllKeys = ~uint64_t{0};
+TP_HOST_DEVICE uint64_t expert_key(float logit, int64_t expert) {
+  return make_key(logit == -INFINITY ? 0 : rank_of(logit), expert);
+}
 
-// The best key below `bound` among keys[begin], keys[begin + step], ...; 0 when there is none.
-TP_HOST_DEVICE uint64_t best_below(const uint64_t* keys, int64_t begin, int64_t end, int64_t step,
-                                   uint64_t bound) {
-  uint64_t best = 0;
-  for (int64_t i = begin; i < end; i += step) best = keys[i] < bound && keys[i] > best ? keys[i] : best;
+// The place of an expert or of a group in the order of choice: by value, then by key. {0, 0} is below all.
+struct Place {
+  uint64_t value;
+  uint64_t key;
+};
+
+inline constexpr Place kAboveAll{~uint64_t{0}, ~uint64_t{0}};
+
+TP_HOST_DEVICE bool is_below(uint64_t value, uint64_t key, Place bound) {
+  return value < bound.value || (value == bound.value && key < bound.key);
+}
+
+// A row's experts or groups. Without values, those of all are the same.
+struct Places {
+  const uint64_t* values;
+  const uint64_t* keys;
+};
+
+// The best place below `bound` among begin, begin + step, ...; {0, 0} when there is none. The largest value comes first,
+// then the largest key with that value: two loops that a compiler can vectorise.
+TP_HOST_DEVICE Place best_below(Places places, int64_t begin, int64_t end, int64_t step, Place bound) {
+  Place best{0, 0};
+  if (!places.values) {
+    for (int64_t i = begin; i < end; i += step) {
+      const uint64_t key = places.keys[i];
+      best.key = key < bound.key && key > best.key ? key : best.key;
+    }
+    return best;
+  }
+  for (int64_t i = begin; i < end; i += step) {
+    const uint64_t value = places.values[i];
+    best.value = is_below(value, places.keys[i], bound) && value > best.value ? value : best.value;
+  }
+  for (int64_t i = begin; i < end; i += step) {
+    const uint64_t key = places.keys[i];
+    const bool same = places.values[i] == best.value && is_below(best.value, key, bound);
+    best.key = same && key > best.key ? key : best.key;
+  }
   return best;
 }
 
-// `score` is the softmax, the logit or the score, before any bias.
-TP_HOST_DEVICE uint64_t expert_key(const TopkRouterArgs& args, float logit, float score, int64_t expert) {
-  if (logit == -INFINITY) return make_key(0, expert);
-  return make_key(rank_of(args.bias ? score + args.bias[expert] : score), expert);
+// Rounded to the precision of FP32 but with the range of FP64: what differs only by how FP64 rounds becomes equal, and
+// nothing becomes 0 or infinite.
+TP_HOST_DEVICE double to_24_bits(double value) {
+  const uint64_t bits = double_to_bits(value);
+  const uint64_t rounded = (bits + 0x0fffffffu + (bits >> 29 & 1)) & ~uint64_t{0x1fffffff};
+  return value - value == 0.0 ? bits_to_double(rounded) : value;
 }
 
-// The rank of the group of experts begin, ..., end - 1.
-TP_HOST_DEVICE uint32_t group_rank(const uint64_t* keys, int64_t begin, int64_t end, int64_t count) {
-  uint64_t bound = kAboveAllKeys;
-  float sum = 0.0f;
-  for (int64_t i = 0; i < count; ++i) {
-    const uint64_t key = best_below(keys, begin, end, 1, bound);
-    if (rank_in(key) == 0) return i == 0 ? 0 : rank_of(sum);
-    sum = sum + value_of(rank_in(key));
-    bound = key;
+// The choice value of an expert with a score, and the bias where there is one.
+TP_HOST_DEVICE double choice_value(ScoreFunction function, float logit, RowScale row, float bias) {
+  return to_24_bits(score_term(function, logit, row) + static_cast<double>(bias));
+}
+
+// The rank of that with a bias, 0 when the expert is masked.
+TP_HOST_DEVICE uint64_t biased_value(ScoreFunction function, float logit, float bias) {
+  return logit == -INFINITY ? 0 : rank_of(choice_value(function, logit, no_scale(), bias));
+}
+
+// The value of the group of experts begin, ..., end - 1, 0 when all are masked. With pre_softmax `row` has the shift of
+// the whole row. Scores too small for FP64 are 0: then the largest logit tells, below every other group.
+TP_HOST_DEVICE uint64_t group_value(const TopkRouterArgs& args, Places places, int64_t begin, int64_t end,
+                                    RowScale row) {
+  const bool logits = args.function == ScoreFunction::kSoftmax && !args.pre_softmax;
+  Place bound = kAboveAll;
+  double sum = 0.0;
+  double largest = 0.0;
+  for (int64_t i = 0; i < args.group_score_topk; ++i) {
+    bound = best_below(places, begin, end, 1, bound);
+    if (rank_in(bound.key) == 0) {
+      if (i == 0) return 0;
+      break;
+    }
+    const float logit = value_of(rank_in(bound.key));
+    const double shifted = static_cast<double>(logit) - row.shift;
+    if (i == 0) largest = shifted;
+    if (places.values) {
+      sum = sum + value_of(bound.value);
+    } else {
+      sum = sum + (logits ? static_cast<double>(logit) : choice_value(args.function, logit, row, 0.0f));
+    }
   }
-  return rank_of(sum);
+  const bool underflows = sum == 0.0 && !logits && !places.values;
+  return rank_of(underflows ? largest : to_24_bits(sum));
 }
 
-// The key of the last group chosen: a group with a key below it is left out.
-TP_HOST_DEVICE uint64_t last_group_key(const uint64_t* group_keys, int64_t groups, int64_t group_topk) {
-  uint64_t bound = kAboveAllKeys;
-  for (int64_t i = 0; i < group_topk; ++i) bound = best_below(group_keys, 0, groups, 1, bound);
+// The place of a group.
+TP_HOST_DEVICE Place group_place(const TopkRouterArgs& args, Places places, int64_t group, RowScale row) {
+  const int64_t size = args.experts / args.groups;
+  const int64_t begin = group * size;
+  if (args.group_score_topk == 1) return best_below(places, begin, begin + size, 1, kAboveAll);
+  return {group_value(args, places, begin, begin + size, row), make_key(0, group)};
+}
+
+// The place of the last group chosen: a group below it is left out.
+TP_HOST_DEVICE Place last_group(Places groups, int64_t count, int64_t group_topk) {
+  Place bound = kAboveAll;
+  for (int64_t i = 0; i < group_topk; ++i) bound = best_below(groups, 0, count, 1, bound);
   return bound;
 }
 
-// What the weights of the chosen experts need of all of them; `row` is that of the whole row with pre_softmax.
-// `logits` are those of the chosen, in the order of choice.
-TP_HOST_DEVICE RowScale chosen_scale(ScoreFunction function, bool pre_softmax, const float* logits,
-                                     int64_t topk, RowScale row) {
-  if (function == ScoreFunction::kSoftmax) {
-    if (pre_softmax) return row;
-    RowScale chosen{-INFINITY, 0.0f};
-    for (int64_t k = 0; k < topk; ++k) chosen.max = max_or_nan(chosen.max, logits[k]);
-    for (int64_t k = 0; k < topk; ++k) chosen.sum = chosen.sum + softmax_term(logits[k], chosen.max);
-    return chosen;
-  }
-  if (topk == 1) return {0.0f, 1.0f};
-  float sum = 0.0f;
-  for (int64_t k = 0; k < topk; ++k) sum = sum + score_of(function, logits[k]);
-  return {0.0f, sum + kScoreEpsilon};
+// Whether the weights of the chosen are their scores as they are.
+TP_HOST_DEVICE bool is_alone(ScoreFunction function, int64_t topk) {
+  return function != ScoreFunction::kSoftmax && topk == 1;
 }
 
-// sum_k grad[k] * weight[k], the weights before scaling, the gradients after.
-TP_HOST_DEVICE float chosen_dot(ScoreFunction function, const float* grad, const float* logits, int64_t topk,
-                                RowScale scale, float scaling) {
-  float dot = 0.0f;
-  for (int64_t k = 0; k < topk; ++k) {
-    dot = dot + grad[k] * scaling * normalised_score(function, logits[k], scale);
-  }
+// The scale of the weights of the chosen, without its sum; `row` is that of the whole row with pre_softmax, whole.
+// `logits` are those of the chosen.
+TP_HOST_DEVICE RowScale chosen_shift(ScoreFunction function, bool pre_softmax, const float* logits,
+                                     int64_t topk, RowScale row) {
+  if (function == ScoreFunction::kSoftmax && pre_softmax) return row;
+  if (is_alone(function, topk)) return no_scale();
+  float max = -INFINITY;
+  for (int64_t k = 0; k < topk; ++k) max = max_or_nan(max, logits[k]);
+  return shift_to(function, max);
+}
+
+// Adds the sum to what chosen_shift gave. `terms` are score_term of the chosen, in the order of choice.
+TP_HOST_DEVICE RowScale chosen_scale(ScoreFunction function, bool pre_softmax, const double* terms,
+                                     int64_t topk, RowScale shifted) {
+  if (pre_softmax || is_alone(function, topk) || shifted.shift == -INFINITY) return shifted;
+  double sum = 0.0;
+  for (int64_t k = 0; k < topk; ++k) sum = sum + terms[k];
+  shifted.inverse = 1.0 / sum;
+  return shifted;
+}
+
+// The sum over the chosen of weight times gradient; 0 where no weight depends on another's score.
+TP_HOST_DEVICE double chosen_dot(ScoreFunction function, const double* products, int64_t topk) {
+  double dot = 0.0;
+  if (is_alone(function, topk)) return dot;
+  for (int64_t k = 0; k < topk; ++k) dot = dot + products[k];
   return dot;
 }
 
-// The gradient of one logit; grad is that of its weight, 0 when it was not chosen.
-TP_HOST_DEVICE float logit_gradient(const TopkRouterBackwardArgs& args, float grad, float logit, bool chosen,
-                                    RowScale scale, float dot) {
-  const float scaled = grad * args.scaling;
-  if (args.function == ScoreFunction::kSoftmax) {
-    if (!chosen && !args.pre_softmax) return 0.0f;
-    return softmax_value(logit, scale.max, scale.sum) * (scaled - dot);
-  }
-  if (!chosen) return 0.0f;
-  const float slope = score_slope(args.function, logit);
-  return (args.topk == 1 ? scaled : (scaled - dot) / scale.sum) * slope;
+// The gradient of one logit; grad is that of its weight, scaled, and 0 when it was not chosen.
+TP_HOST_DEVICE float logit_gradient(const TopkRouterBackwardArgs& args, double grad, float logit, bool chosen,
+                                    RowScale scale, double dot) {
+  if (!chosen && !args.pre_softmax) return 0.0f;
+  const double weight = weight_of(score_term(args.function, logit, scale), scale);
+  return static_cast<float>(weight_gradient(args.function, logit, weight, grad, dot));
 }
 
 void topk_router_cpu(const TopkRouterArgs& args);

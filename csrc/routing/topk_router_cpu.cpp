@@ -13,9 +13,18 @@ constexpr int64_t kTokensPerTask = 64;
 // Room for one row.
 struct Scratch {
   Scratch(int64_t experts, int64_t topk, int64_t groups)
-      : logits(experts), scores(experts), chosen(topk), keys(experts), group_keys(groups), place(experts) {}
-  std::vector<float> logits, scores, chosen;
-  std::vector<uint64_t> keys, group_keys;
+      : logits(experts),
+        chosen(topk),
+        terms(experts),
+        chosen_terms(topk),
+        values(experts),
+        keys(experts),
+        group_values(groups),
+        group_keys(groups),
+        place(experts) {}
+  std::vector<float> logits, chosen;
+  std::vector<double> terms, chosen_terms;
+  std::vector<uint64_t> values, keys, group_values, group_keys;
   std::vector<int64_t> place;  // k of each expert, or -1
 };
 
@@ -24,68 +33,82 @@ TP_CPU_CLONES void load_row(const T* source, int64_t experts, float* row) {
   for (int64_t e = 0; e < experts; ++e) row[e] = static_cast<float>(source[e]);
 }
 
-// The keys of a row before groups: the choice values, ranked. Returns the scale of the whole row, with pre_softmax.
-TP_CPU_CLONES RowScale rank_row(const TopkRouterArgs& args, const float* logits, float* scores,
-                                uint64_t* keys) {
-  RowScale row{};
-  if (args.function != ScoreFunction::kSoftmax) {
-    for (int64_t e = 0; e < args.experts; ++e) scores[e] = score_of(args.function, logits[e]);
-  } else if (args.pre_softmax) {
-    row = row_scores(args.function, logits, args.experts, scores);
-  } else {
-    for (int64_t e = 0; e < args.experts; ++e) scores[e] = logits[e];
+// The places of a row's experts before groups; values only with a bias. Returns the scale of the whole row, with
+// pre_softmax.
+TP_CPU_CLONES RowScale rank_row(const TopkRouterArgs& args, const float* logits, double* terms,
+                                uint64_t* values, uint64_t* keys) {
+  for (int64_t e = 0; e < args.experts; ++e) keys[e] = expert_key(logits[e], e);
+  if (args.bias) {
+    for (int64_t e = 0; e < args.experts; ++e) {
+      values[e] = biased_value(args.function, logits[e], args.bias[e]);
+    }
   }
-  for (int64_t e = 0; e < args.experts; ++e) keys[e] = expert_key(args, logits[e], scores[e], e);
-  return row;
+  return args.pre_softmax ? row_terms(args.function, logits, args.experts, terms) : no_scale();
 }
 
-// Clears the keys of the experts whose groups were not chosen.
-void keep_best_groups(const TopkRouterArgs& args, uint64_t* keys, uint64_t* group_keys) {
-  const int64_t size = args.experts / args.groups;
+// Puts the experts whose groups were not chosen below all others.
+void keep_best_groups(const TopkRouterArgs& args, RowScale row, Scratch& s) {
+  const Places experts{args.bias ? s.values.data() : nullptr, s.keys.data()};
   for (int64_t g = 0; g < args.groups; ++g) {
-    group_keys[g] = make_key(group_rank(keys, g * size, (g + 1) * size, args.topk / args.group_topk), g);
+    const Place place = group_place(args, experts, g, row);
+    s.group_values[g] = place.value;
+    s.group_keys[g] = place.key;
   }
-  const uint64_t last = last_group_key(group_keys, args.groups, args.group_topk);
+  const Place last = last_group({s.group_values.data(), s.group_keys.data()}, args.groups, args.group_topk);
+  const int64_t size = args.experts / args.groups;
   for (int64_t e = 0; e < args.experts; ++e) {
-    if (group_keys[e / size] < last) keys[e] = 0;
+    if (is_below(s.group_values[e / size], s.group_keys[e / size], last)) s.values[e] = s.keys[e] = 0;
   }
 }
 
-TP_CPU_CLONES void weigh_row(const TopkRouterArgs& args, const float* chosen, RowScale row, float* weights) {
-  const RowScale scale = chosen_scale(args.function, args.pre_softmax, chosen, args.topk, row);
+// The experts of a row, from the best on.
+TP_CPU_CLONES void choose(const TopkRouterArgs& args, Places experts, int32_t* indices) {
+  Place bound = kAboveAll;
   for (int64_t k = 0; k < args.topk; ++k) {
-    weights[k] = normalised_score(args.function, chosen[k], scale) * args.scaling;
+    bound = best_below(experts, 0, args.experts, 1, bound);
+    indices[k] = static_cast<int32_t>(index_in(bound.key));
   }
+}
+
+// `terms` is room for those of the chosen.
+TP_CPU_CLONES RowScale scale_chosen(ScoreFunction function, bool pre_softmax, const float* chosen,
+                                    int64_t topk, RowScale row, double* terms) {
+  const RowScale shifted = chosen_shift(function, pre_softmax, chosen, topk, row);
+  for (int64_t k = 0; k < topk; ++k) terms[k] = score_term(function, chosen[k], shifted);
+  return chosen_scale(function, pre_softmax, terms, topk, shifted);
 }
 
 template <typename T>
 void forward_row(const TopkRouterArgs& args, int64_t t, Scratch& s) {
   load_row<T>(static_cast<const T*>(args.logits) + t * args.experts, args.experts, s.logits.data());
-  const RowScale row = rank_row(args, s.logits.data(), s.scores.data(), s.keys.data());
-  if (args.groups > 1) keep_best_groups(args, s.keys.data(), s.group_keys.data());
+  const RowScale row = rank_row(args, s.logits.data(), s.terms.data(), s.values.data(), s.keys.data());
+  if (args.groups > 1) keep_best_groups(args, row, s);
   int32_t* indices = args.indices + t * args.topk;
-  uint64_t bound = kAboveAllKeys;
+  choose(args, {args.bias ? s.values.data() : nullptr, s.keys.data()}, indices);
+  for (int64_t k = 0; k < args.topk; ++k) s.chosen[k] = s.logits[indices[k]];
+  const RowScale scale =
+      scale_chosen(args.function, args.pre_softmax, s.chosen.data(), args.topk, row, s.chosen_terms.data());
   for (int64_t k = 0; k < args.topk; ++k) {
-    bound = best_below(s.keys.data(), 0, args.experts, 1, bound);
-    indices[k] = static_cast<int32_t>(index_in(bound));
-    s.chosen[k] = s.logits[indices[k]];
+    args.weights[t * args.topk + k] = static_cast<float>(weight_of(s.chosen_terms[k], scale) * args.scaling);
   }
-  weigh_row(args, s.chosen.data(), row, args.weights + t * args.topk);
 }
 
-// `place` holds the k of each expert, or -1.
+// `place` holds the k of each expert, or -1; `terms` is room for a row, `products` for the chosen.
 template <typename T>
 TP_CPU_CLONES void gradient_row(const TopkRouterBackwardArgs& args, const float* grad, const float* logits,
-                                const float* chosen, const int64_t* place, float* scores, T* output) {
-  RowScale row{};
-  if (args.function == ScoreFunction::kSoftmax && args.pre_softmax) {
-    row = row_scores(args.function, logits, args.experts, scores);
+                                const float* chosen, const int64_t* place, double* terms, double* products,
+                                T* output) {
+  RowScale row = no_scale();
+  if (args.pre_softmax) row = row_terms(args.function, logits, args.experts, terms);
+  const RowScale scale = scale_chosen(args.function, args.pre_softmax, chosen, args.topk, row, products);
+  for (int64_t k = 0; k < args.topk; ++k) {
+    products[k] = grad[k] * args.scaling * weight_of(products[k], scale);
   }
-  const RowScale scale = chosen_scale(args.function, args.pre_softmax, chosen, args.topk, row);
-  const float dot = chosen_dot(args.function, grad, chosen, args.topk, scale, args.scaling);
+  const double dot = chosen_dot(args.function, products, args.topk);
   for (int64_t e = 0; e < args.experts; ++e) {
     const int64_t k = place[e];
-    output[e] = static_cast<T>(logit_gradient(args, k >= 0 ? grad[k] : 0.0f, logits[e], k >= 0, scale, dot));
+    output[e] = static_cast<T>(
+        logit_gradient(args, k >= 0 ? grad[k] * args.scaling : 0.0, logits[e], k >= 0, scale, dot));
   }
 }
 
@@ -100,7 +123,8 @@ void backward_row(const TopkRouterBackwardArgs& args, int64_t t, Scratch& s) {
     if (valid) s.place[indices[k]] = k;
   }
   gradient_row<T>(args, args.grad + t * args.topk, s.logits.data(), s.chosen.data(), s.place.data(),
-                  s.scores.data(), static_cast<T*>(args.grad_logits) + t * args.experts);
+                  s.terms.data(), s.chosen_terms.data(),
+                  static_cast<T*>(args.grad_logits) + t * args.experts);
 }
 
 }  // namespace

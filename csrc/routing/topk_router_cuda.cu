@@ -7,35 +7,59 @@ namespace {
 constexpr int kMaxWarps = 4;
 constexpr int64_t kSharedBytes = 48 * 1024;
 
-__device__ __forceinline__ uint64_t warp_best(uint64_t key) {
+__device__ __forceinline__ uint64_t warp_max(uint64_t value) {
   for (int half = kWarpSize / 2; half > 0; half /= 2) {
-    const uint64_t other = __shfl_xor_sync(0xffffffffu, static_cast<unsigned long long>(key), half);
-    key = other > key ? other : key;
+    const uint64_t other = __shfl_xor_sync(0xffffffffu, static_cast<unsigned long long>(value), half);
+    value = other > value ? other : value;
   }
-  return key;
+  return value;
 }
 
-// The softmax, the logit or the score.
-__device__ __forceinline__ float choice_score(const TopkRouterArgs& args, float logit, RowScale row) {
-  if (args.function != ScoreFunction::kSoftmax) return score_of(args.function, logit);
-  return args.pre_softmax ? softmax_value(logit, row.max, row.sum) : logit;
+__device__ __forceinline__ Place warp_best(Place place) {
+  const uint64_t value = warp_max(place.value);
+  return {value, warp_max(place.value == value ? place.key : 0)};
 }
 
-// Clears the keys of the experts whose groups were not chosen. A lane ranks whole groups.
-__device__ void keep_best_groups(const TopkRouterArgs& args, uint64_t* keys, uint64_t* group_keys, int lane) {
-  const int64_t size = args.experts / args.groups;
+// Puts the experts whose groups were not chosen below all others. A lane ranks whole groups; `values` is null without a
+// bias.
+__device__ void keep_best_groups(const TopkRouterArgs& args, RowScale row, uint64_t* values, uint64_t* keys,
+                                 uint64_t* group_values, uint64_t* group_keys, int lane) {
   for (int64_t g = lane; g < args.groups; g += kWarpSize) {
-    group_keys[g] = make_key(group_rank(keys, g * size, (g + 1) * size, args.topk / args.group_topk), g);
+    const Place place = group_place(args, {values, keys}, g, row);
+    group_values[g] = place.value;
+    group_keys[g] = place.key;
   }
   __syncwarp();
-  const uint64_t last = last_group_key(group_keys, args.groups, args.group_topk);
+  const Place last = last_group({group_values, group_keys}, args.groups, args.group_topk);
+  const int64_t size = args.experts / args.groups;
   for (int64_t e = lane; e < args.experts; e += kWarpSize) {
-    if (group_keys[e / size] < last) keys[e] = 0;
+    if (!is_below(group_values[e / size], group_keys[e / size], last)) continue;
+    keys[e] = 0;
+    if (values) values[e] = 0;
   }
   __syncwarp();
 }
 
-// One warp a token. Shared memory of a warp: experts + groups keys, then topk logits of the chosen.
+// Words of shared memory of a warp: the keys of experts, their values with a bias, the values and keys of groups, terms
+// and logits of the chosen.
+constexpr int64_t shared_words(int64_t experts, bool bias, int64_t groups, int64_t topk) {
+  return experts * (bias ? 2 : 1) + 2 * groups + topk + (topk + 1) / 2;
+}
+
+static_assert(kSharedBytes / (shared_words(kMaxExperts, true, kMaxExperts, kMaxExperts) * 8) >= 1,
+              "the largest row fits one warp");
+
+// The scale of the chosen, whose terms a lane each finds. Every lane gets it.
+__device__ __forceinline__ RowScale scale_chosen(ScoreFunction function, bool pre_softmax,
+                                                 const float* chosen, int64_t topk, RowScale row,
+                                                 double* terms, int lane) {
+  const RowScale shifted = chosen_shift(function, pre_softmax, chosen, topk, row);
+  for (int64_t k = lane; k < topk; k += kWarpSize) terms[k] = score_term(function, chosen[k], shifted);
+  __syncwarp();
+  return chosen_scale(function, pre_softmax, terms, topk, shifted);
+}
+
+// One warp a token.
 template <typename T>
 __global__ void topk_router_kernel(TopkRouterArgs args, int64_t words_per_warp) {
   extern __shared__ uint64_t shared[];
@@ -43,33 +67,35 @@ __global__ void topk_router_kernel(TopkRouterArgs args, int64_t words_per_warp) 
   const int warp = threadIdx.x / kWarpSize;
   const int warps = blockDim.x / kWarpSize;
   uint64_t* keys = shared + warp * words_per_warp;
-  uint64_t* group_keys = keys + args.experts;
-  float* chosen = reinterpret_cast<float*>(group_keys + args.groups);
+  uint64_t* values = args.bias ? keys + args.experts : nullptr;
+  uint64_t* group_values = keys + args.experts * (args.bias ? 2 : 1);
+  uint64_t* group_keys = group_values + args.groups;
+  double* terms = reinterpret_cast<double*>(group_keys + args.groups);
+  float* chosen = reinterpret_cast<float*>(terms + args.topk);
   const int64_t step = static_cast<int64_t>(gridDim.x) * warps;
   for (int64_t t = static_cast<int64_t>(blockIdx.x) * warps + warp; t < args.tokens; t += step) {
     const T* logits = static_cast<const T*>(args.logits) + t * args.experts;
-    RowScale row{};
-    if (args.function == ScoreFunction::kSoftmax && args.pre_softmax) {
-      row = row_scale(args.function, logits, args.experts);
-    }
+    RowScale row = no_scale();
+    if (args.pre_softmax) row = row_scale(args.function, logits, args.experts);
     for (int64_t e = lane; e < args.experts; e += kWarpSize) {
       const float logit = to_float(logits[e]);
-      keys[e] = expert_key(args, logit, choice_score(args, logit, row), e);
+      keys[e] = expert_key(logit, e);
+      if (values) values[e] = biased_value(args.function, logit, args.bias[e]);
     }
     __syncwarp();
-    if (args.groups > 1) keep_best_groups(args, keys, group_keys, lane);
-    uint64_t bound = kAboveAllKeys;
+    if (args.groups > 1) keep_best_groups(args, row, values, keys, group_values, group_keys, lane);
+    Place bound = kAboveAll;
     for (int64_t k = 0; k < args.topk; ++k) {
-      bound = warp_best(best_below(keys, lane, args.experts, kWarpSize, bound));
+      bound = warp_best(best_below({values, keys}, lane, args.experts, kWarpSize, bound));
       if (lane == 0) {
-        args.indices[t * args.topk + k] = static_cast<int32_t>(index_in(bound));
-        chosen[k] = to_float(logits[index_in(bound)]);
+        args.indices[t * args.topk + k] = static_cast<int32_t>(index_in(bound.key));
+        chosen[k] = to_float(logits[index_in(bound.key)]);
       }
     }
     __syncwarp();
-    const RowScale scale = chosen_scale(args.function, args.pre_softmax, chosen, args.topk, row);
+    const RowScale scale = scale_chosen(args.function, args.pre_softmax, chosen, args.topk, row, terms, lane);
     for (int64_t k = lane; k < args.topk; k += kWarpSize) {
-      args.weights[t * args.topk + k] = normalised_score(args.function, chosen[k], scale) * args.scaling;
+      args.weights[t * args.topk + k] = static_cast<float>(weight_of(terms[k], scale) * args.scaling);
     }
     __syncwarp();
   }
@@ -83,35 +109,39 @@ __device__ __forceinline__ int64_t find_expert(const int32_t* indices, int64_t t
   return -1;
 }
 
-// One warp a token. Shared memory of a warp: topk logits of the chosen.
+// One warp a token. Shared memory: of each warp the terms of the chosen, then their logits.
 template <typename T>
-__global__ void topk_router_backward_kernel(TopkRouterBackwardArgs args) {
-  extern __shared__ float chosen_logits[];
+__global__ void topk_router_backward_kernel(TopkRouterBackwardArgs args, int64_t words_per_warp) {
+  extern __shared__ uint64_t shared[];
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x / kWarpSize;
-  float* chosen = chosen_logits + warp * args.topk;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kMaxWarps;
-  for (int64_t t = static_cast<int64_t>(blockIdx.x) * kMaxWarps + warp; t < args.tokens; t += step) {
+  const int warps = blockDim.x / kWarpSize;
+  double* terms = reinterpret_cast<double*>(shared + warp * words_per_warp);
+  float* chosen = reinterpret_cast<float*>(terms + args.topk);
+  const int64_t step = static_cast<int64_t>(gridDim.x) * warps;
+  for (int64_t t = static_cast<int64_t>(blockIdx.x) * warps + warp; t < args.tokens; t += step) {
     const T* logits = static_cast<const T*>(args.logits) + t * args.experts;
     const int32_t* indices = args.indices + t * args.topk;
     const float* grad = args.grad + t * args.topk;
-    RowScale row{};
-    if (args.function == ScoreFunction::kSoftmax && args.pre_softmax) {
-      row = row_scale(args.function, logits, args.experts);
-    }
+    RowScale row = no_scale();
+    if (args.pre_softmax) row = row_scale(args.function, logits, args.experts);
     for (int64_t k = lane; k < args.topk; k += kWarpSize) {
       const bool valid = indices[k] >= 0 && indices[k] < args.experts;
       chosen[k] = valid ? to_float(logits[indices[k]]) : -INFINITY;
     }
     __syncwarp();
-    const RowScale scale = chosen_scale(args.function, args.pre_softmax, chosen, args.topk, row);
-    const float dot = chosen_dot(args.function, grad, chosen, args.topk, scale, args.scaling);
+    const RowScale scale = scale_chosen(args.function, args.pre_softmax, chosen, args.topk, row, terms, lane);
+    __syncwarp();
+    for (int64_t k = lane; k < args.topk; k += kWarpSize) {
+      terms[k] = grad[k] * args.scaling * weight_of(terms[k], scale);
+    }
+    __syncwarp();
+    const double dot = chosen_dot(args.function, terms, args.topk);
     T* out = static_cast<T*>(args.grad_logits) + t * args.experts;
     for (int64_t e = lane; e < args.experts; e += kWarpSize) {
       const int64_t k = find_expert(indices, args.topk, e);
-      const float gradient =
-          logit_gradient(args, k >= 0 ? grad[k] : 0.0f, to_float(logits[e]), k >= 0, scale, dot);
-      out[e] = from_float<T>(gradient);
+      const double scaled = k >= 0 ? grad[k] * args.scaling : 0.0;
+      out[e] = from_float<T>(logit_gradient(args, scaled, to_float(logits[e]), k >= 0, scale, dot));
     }
     __syncwarp();
   }
@@ -121,10 +151,8 @@ __global__ void topk_router_backward_kernel(TopkRouterBackwardArgs args) {
 
 void launch_topk_router(const TopkRouterArgs& args, void* stream) {
   if (args.tokens == 0) return;
-  const int64_t words = args.experts + args.groups + (args.topk + 1) / 2;
+  const int64_t words = shared_words(args.experts, args.bias != nullptr, args.groups, args.topk);
   const int64_t fitting = kSharedBytes / (words * 8);
-  static_assert(kSharedBytes / ((2 * kMaxExperts + kMaxExperts / 2) * 8) >= 1,
-                "the largest row fits one warp");
   const int warps = static_cast<int>(fitting < kMaxWarps ? fitting : kMaxWarps);
   visit_device_float(args.dtype, [&](auto element) {
     using T = decltype(element);
@@ -136,11 +164,13 @@ void launch_topk_router(const TopkRouterArgs& args, void* stream) {
 
 void launch_topk_router_backward(const TopkRouterBackwardArgs& args, void* stream) {
   if (args.tokens == 0) return;
+  const int64_t words = args.topk + (args.topk + 1) / 2;
+  const int64_t fitting = kSharedBytes / (words * 8);
+  const int warps = static_cast<int>(fitting < kMaxWarps ? fitting : kMaxWarps);
   visit_device_float(args.dtype, [&](auto element) {
     using T = decltype(element);
-    topk_router_backward_kernel<T>
-        <<<grid_size(args.tokens, kMaxWarps), kMaxWarps * kWarpSize, kMaxWarps * args.topk * sizeof(float),
-           static_cast<cudaStream_t>(stream)>>>(args);
+    topk_router_backward_kernel<T><<<grid_size(args.tokens, warps), warps * kWarpSize, warps * words * 8,
+                                     static_cast<cudaStream_t>(stream)>>>(args, words);
   });
   check_launch("topk_router_backward_kernel");
 }

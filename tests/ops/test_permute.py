@@ -105,6 +105,42 @@ def test_maps_out_of_range_are_not_followed(device: torch.device) -> None:
     assert grad_weights.tolist() == [[0.0, 3.0], [0.0, 0.0], [600.0, 0.0]]
 
 
+@pytest.mark.parametrize("width", [0, 3])
+@pytest.mark.parametrize("capacity", [0, 5, 40])
+@pytest.mark.parametrize(("tokens", "topk"), [(0, 2), (0, 0), (4, 0), (1, 1), (6, 3)])
+def test_references_over_the_whole_domain(
+    tokens: int, topk: int, capacity: int, width: int, device: torch.device
+) -> None:
+    """Zero sizes, masked pairs, and values that are no numbers: of masked pairs, which nobody reads, and of others."""
+    generator = torch.Generator().manual_seed(tokens + topk)
+    indices = torch.randint(-1, 5, (tokens, topk), generator=generator, dtype=torch.int32)
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, 1.0, -2.0, 3e38, 2**-149])
+
+    def draw(*shape: int) -> Tensor:
+        return special[torch.randint(0, len(special), shape, generator=generator)]
+
+    _, _, slot, source, _ = reference.permute(draw(tokens, width), indices, 4, capacity)
+    weights = torch.where(slot < 0, torch.inf, draw(tokens, topk))
+    given = draw(capacity, width)
+    grad = draw(tokens, width)
+    calls = [
+        ("permute_backward", (given, slot)),
+        ("unpermute", (given, slot, source, weights)),
+        ("unpermute", (given, slot, source)),
+        ("unpermute_backward", (grad, given, slot, source, weights)),
+        ("unpermute_backward", (grad, None, slot, source, weights)),
+        ("unpermute_backward", (grad, None, slot, source)),
+        ("permute_weights", (weights, slot, source)),
+        ("permute_weights_backward", (draw(capacity), slot)),
+        ("count_tokens_per_expert", (indices, 4)),
+    ]
+    for name, arguments in calls:
+        there = [a.to(device) if isinstance(a, Tensor) else a for a in arguments]
+        got, expected = getattr(ops, name)(*there), getattr(reference, name)(*arguments)
+        for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (got, expected)), strict=True):
+            torch.testing.assert_close(a.cpu(), b, rtol=1e-6, atol=2**-149, equal_nan=True)
+
+
 @real_cases
 def test_gradients_are_those_of_the_reference(case: Case, device: torch.device) -> None:
     tokens, indices, *layout = case.arguments(device)

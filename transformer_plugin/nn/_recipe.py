@@ -71,6 +71,7 @@ class TakesRecipe(HoldsQuantizedWeight):
                 "transformer_plugin.recipes.recipe_from_name() of a name."
             )
         formats = formats_of(recipe)
+        self._check_widths(recipe, formats)
         if self._quantized and formats != self._formats:
             self.forget_quantized_weights()
         self._recipe = recipe
@@ -81,6 +82,19 @@ class TakesRecipe(HoldsQuantizedWeight):
     if TYPE_CHECKING:  # each has it
 
         def reset_parameters(self) -> None: ...
+
+    def _check_widths(self, recipe: Recipe | None, formats: RoleFormats) -> None:
+        """Refuses a recipe whose blocks do not fit the widths of the weight: every forward would."""
+        block = max(width_multiple(key) for key in formats)
+        for name, width in zip(
+            ("in_features", "out_features"), reversed(self.weight.shape[-2:]), strict=False
+        ):
+            if width % block:
+                raise ValueError(
+                    f"transformer_plugin.nn.{type(self).__name__}: argument 'recipe': expected one that takes "
+                    f"{name}={width}, got {recipe}, which wants a multiple of {block}. Use for example "
+                    f"{name}={-(-width // block) * block}, or a recipe of another format."
+                )
 
     def _make_state(self) -> None:
         recipe, held = self._recipe, self._buffers.get(STATE[0])
@@ -136,6 +150,12 @@ def formats_of(recipe: Recipe | None) -> RoleFormats:
     if recipe is None:
         return RoleFormats()
     return RoleFormats(recipe.input_format, recipe.weight_format, recipe.grad_format)
+
+
+def width_multiple(key: str) -> int:
+    """What the widths of a product with an operand in this format must be a multiple of."""
+    format = Format.parse(key)
+    return format.block[1] if format.block and format.family in ("mxfp8", "nvfp4") else 1
 
 
 class RowRules(NamedTuple):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import numbers
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -15,10 +18,19 @@ from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._recipe import keeps_float32
 from transformer_plugin.ops.routing import ScoreFunction
 
+#: What :func:`transformer_plugin.ops.topk_router` takes.
+MAX_EXPERTS = 1024
+
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """How scores become choices and weights. By default softmax over the chosen logits, no auxiliary loss."""
+    """How scores become choices and weights. By default softmax over the chosen logits, no auxiliary loss.
+
+    :meth:`deepseek_v2` and :meth:`deepseek_v3` are what those models use.
+
+    Raises:
+        TypeError: an argument of another type. ValueError: one that no router can have, whatever its experts.
+    """
 
     score_function: ScoreFunction = "softmax"
     #: softmax over all experts before choosing (the weights then sum to less than 1), instead of after.
@@ -32,6 +44,146 @@ class RouterConfig:
     expert_bias: bool = False
     #: the auxiliary load-balancing loss is multiplied by this; 0 leaves it out.
     aux_loss_coeff: float = 0.0
+    #: a group is worth the sum of this many of its best experts: 1 in DeepSeek-V2, 2 in DeepSeek-V3. None:
+    #: ``topk // group_topk``, as in Megatron-LM.
+    group_score_topk: int | None = None
+
+    @classmethod
+    def deepseek_v2(
+        cls,
+        num_groups: int = 8,
+        group_topk: int = 3,
+        scaling_factor: float = 16.0,
+        aux_loss_coeff: float = 0.0,
+    ) -> RouterConfig:
+        """DeepSeek-V2 (arXiv:2405.04434): softmax over all experts; a group is worth its best expert.
+
+        The defaults are those of the model of 160 experts, of which a token takes 6. V2-Lite has
+        ``num_groups=1, group_topk=1, scaling_factor=1.0``.
+        """
+        return cls(
+            pre_softmax=True,
+            num_groups=num_groups,
+            group_topk=group_topk,
+            scaling_factor=scaling_factor,
+            aux_loss_coeff=aux_loss_coeff,
+            group_score_topk=1,
+        )
+
+    @classmethod
+    def deepseek_v3(
+        cls,
+        num_groups: int = 8,
+        group_topk: int = 4,
+        scaling_factor: float = 2.5,
+        aux_loss_coeff: float = 0.0,
+    ) -> RouterConfig:
+        """DeepSeek-V3 (arXiv:2412.19437): sigmoid, a bias of the choice; a group is worth its best two experts.
+
+        The defaults are those of the model of 256 experts, of which a token takes 8.
+        """
+        return cls(
+            "sigmoid",
+            num_groups=num_groups,
+            group_topk=group_topk,
+            scaling_factor=scaling_factor,
+            expert_bias=True,
+            aux_loss_coeff=aux_loss_coeff,
+            group_score_topk=2,
+        )
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        self._expect(
+            self.score_function in get_args(ScoreFunction),
+            "score_function",
+            "softmax, sigmoid or sqrtsoftplus",
+            "Pass one of the three names",
+        )
+        if self.score_function != "softmax":
+            advice = "Only the softmax can come before or after the choice"
+            self._expect(not self.pre_softmax, "pre_softmax", "False with this score function", advice)
+        else:
+            advice = "A bias of the choice goes with scores that do not compete: sigmoid or sqrtsoftplus"
+            self._expect(not self.expert_bias, "expert_bias", "False with the softmax", advice)
+        self._expect(self.num_groups >= 1, "num_groups", "1 or more", "Pass 1 for no groups")
+        self._expect(
+            1 <= self.group_topk <= self.num_groups,
+            "group_topk",
+            f"from 1 to the {self.num_groups} groups",
+            "Choose that many groups for each token",
+        )
+        self._expect(
+            self.group_score_topk is None or self.group_score_topk >= 1,
+            "group_score_topk",
+            "None or 1 and more",
+            "Pass 1 for DeepSeek-V2, 2 for DeepSeek-V3",
+        )
+        self._expect(
+            0.0 < self.scaling_factor < math.inf,
+            "scaling_factor",
+            "a positive number that is finite",
+            "Pass 1 for weights as they are",
+        )
+        self._expect(
+            0.0 <= self.aux_loss_coeff < math.inf,
+            "aux_loss_coeff",
+            "0 or a positive number that is finite",
+            "Pass 0 for no auxiliary loss",
+        )
+
+    def check_experts(self, num_experts: int, topk: int) -> None:
+        """Refuses what ``topk`` of ``num_experts`` experts cannot be chosen by."""
+        self._expect(
+            num_experts % self.num_groups == 0,
+            "num_groups",
+            f"a number that divides the {num_experts} experts",
+            "Pass 1 for no groups",
+        )
+        size = num_experts // self.num_groups
+        self._expect(
+            self.group_score_topk is None or self.group_score_topk <= size,
+            "group_score_topk",
+            f"None or from 1 to the {size} experts of a group",
+            "Pass 1 for DeepSeek-V2, 2 for DeepSeek-V3",
+        )
+        if topk > size * self.group_topk:
+            raise ValueError(
+                f"transformer_plugin::RouterConfig: argument 'group_topk': expected groups of {size} experts that "
+                f"hold the {topk} of a token (topk), got {self.group_topk}. Choose more groups or fewer experts."
+            )
+        if self.group_score_topk is None and topk < self.group_topk:
+            raise ValueError(
+                f"transformer_plugin::RouterConfig: argument 'group_topk': expected at most topk, {topk}, where "
+                f"group_score_topk is None, got {self.group_topk}. Pass group_score_topk: 1 for DeepSeek-V2, 2 for "
+                "DeepSeek-V3."
+            )
+
+    def _check_types(self) -> None:
+        kinds: dict[str, tuple[type, str]] = {
+            "score_function": (str, "a name"),
+            **dict.fromkeys(("pre_softmax", "expert_bias"), (bool, "True or False")),
+            **dict.fromkeys(
+                ("num_groups", "group_topk", "group_score_topk"), (numbers.Integral, "an integer")
+            ),
+            **dict.fromkeys(("scaling_factor", "aux_loss_coeff"), (numbers.Real, "a number")),
+        }
+        for name, (kind, expected) in kinds.items():
+            value = getattr(self, name)
+            if name == "group_score_topk" and value is None:
+                continue
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                raise TypeError(
+                    f"transformer_plugin::RouterConfig: argument '{name}': expected {expected}, got {value!r}. "
+                    f"{getattr(type(self), name)!r} is the default."
+                )
+
+    def _expect(self, condition: bool, name: str, expected: str, advice: str) -> None:
+        if not condition:
+            raise ValueError(
+                f"transformer_plugin::RouterConfig: argument '{name}': expected {expected}, got "
+                f"{getattr(self, name)}. {advice}."
+            )
 
 
 class Routing(NamedTuple):
@@ -57,6 +209,12 @@ class TopKRouter(torch.nn.Module):
         config: how scores become choices and weights.
         device, dtype: of the parameter.
 
+    With ``topk=1`` and the softmax over the chosen experts the only weight is always 1, so that nothing but the
+    auxiliary loss would train the router: a warning says so.
+
+    Raises:
+        ValueError: a configuration that these experts cannot have.
+
     Parameters: ``weight [E, H]``. Buffers: ``expert_bias`` ``[E]`` when the config asks for it, float32
     whatever the module is cast to.
     """
@@ -76,11 +234,7 @@ class TopKRouter(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not 1 <= topk <= num_experts:
-            raise ValueError(
-                "transformer_plugin::TopKRouter: argument 'topk': expected 1 to the number of experts, "
-                f"{num_experts}, got {topk}. Choose fewer experts per token."
-            )
+        _check_experts(num_experts, topk, config)
         self.num_experts = num_experts
         self.topk = topk
         self._config = config
@@ -108,6 +262,7 @@ class TopKRouter(torch.nn.Module):
                 "transformer_plugin::TopKRouter: argument 'config': expected a RouterConfig, got "
                 f"{config!r}. Make one of it."
             )
+        config.check_experts(self.num_experts, self.topk)
         if not config.expert_bias:
             self.expert_bias = None
         elif self.expert_bias is None:
@@ -127,6 +282,7 @@ class TopKRouter(torch.nn.Module):
             config.num_groups,
             config.group_topk,
             config.scaling_factor,
+            config.group_score_topk,
         )
         load = ops.count_tokens_per_expert(indices, self.num_experts)
         return Routing(indices, weights, self._aux_loss(logits, load), load)
@@ -145,4 +301,32 @@ class TopKRouter(torch.nn.Module):
         """The sizes and the configuration."""
         return (
             f"hidden={self.weight.shape[1]}, num_experts={self.num_experts}, topk={self.topk}, {self.config}"
+        )
+
+
+def _check_experts(num_experts: int, topk: int, config: RouterConfig) -> None:
+    """Refuses what the op would, and warns of what cannot learn."""
+    for name, value in (("num_experts", num_experts), ("topk", topk)):
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+            raise TypeError(
+                f"transformer_plugin::TopKRouter: argument '{name}': expected an integer, got {value!r}. Pass how many."
+            )
+    if num_experts > MAX_EXPERTS:
+        raise ValueError(
+            f"transformer_plugin::TopKRouter: argument 'num_experts': expected at most {MAX_EXPERTS}, got "
+            f"{num_experts}. Use fewer experts."
+        )
+    if not 1 <= topk <= num_experts:
+        raise ValueError(
+            "transformer_plugin::TopKRouter: argument 'topk': expected 1 to the number of experts, "
+            f"{num_experts}, got {topk}. Choose fewer experts per token."
+        )
+    config.check_experts(num_experts, topk)
+    if topk == 1 and num_experts > 1 and config.score_function == "softmax" and not config.pre_softmax:
+        warnings.warn(
+            "transformer_plugin::TopKRouter: argument 'topk': expected 2 or more with the softmax over the chosen "
+            "experts, whose weight is always 1 for a single one, so that the output gives the router a gradient of 0, "
+            'got 1. Pass RouterConfig(pre_softmax=True) or RouterConfig("sigmoid").',
+            UserWarning,
+            stacklevel=3,
         )

@@ -6,6 +6,24 @@ A *slot* is a row of the expert-major layout: all rows of expert 0, padded up to
 of expert 1, and so on; inside an expert in the order of (token, k). ``slot [T, K]`` and ``source [capacity]`` are the
 two directions of the map; -1 means none. The capacity is an argument, so that no size is ever read on the host:
 ``tokens * K + num_experts * (alignment - 1)`` rows always suffice.
+
+How :func:`topk_router` orders experts:
+
+- From the largest logit on: every score grows with its logit, and logits tell apart what rounds to the same score, 0 or
+  1 for example. With a bias by the score, sigmoid ``1 / (1 + exp(-logit))`` or sqrtsoftplus
+  ``sqrt(log(1 + exp(logit)))``, plus the expert's bias, the sum rounded to float32's precision; where that is equal, by
+  the logit. So a bias of zeros chooses as None does.
+- An expert whose logit is -inf is masked: it ranks below all others, whatever its bias; a token with fewer than
+  ``topk`` unmasked experts still gets ``topk`` distinct ones. NaN ranks highest, as in ``torch.topk``, so that it is
+  seen in the weights. Ties go to the lowest index, of groups too.
+- With ``num_groups`` > 1, groups of ``E / num_groups`` neighbouring experts are ranked by the sum of their best
+  ``group_score_topk`` choice values, masked experts left out: the softmax with ``pre_softmax``, the logit with the
+  softmax without, or the score plus the bias. Sums are rounded to float32's precision, and are not lost where they are
+  smaller than float64 holds: then the best logit tells. With one expert a group ranks as that does. Only experts of the
+  best ``group_topk`` groups can be chosen, also where all their values are negative.
+
+``group_score_topk`` is 1 in DeepSeek-V2, with the softmax over all experts; 2 in DeepSeek-V3, with the sigmoid (256
+experts, topk 8, 8 groups, group_topk 4); and None, ``topk // group_topk``, in Megatron-LM and TransformerEngine.
 """
 
 from __future__ import annotations
@@ -29,25 +47,19 @@ def topk_router(
     num_groups: int = 1,
     group_topk: int = 1,
     scaling_factor: float = 1.0,
+    group_score_topk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose ``topk`` experts for each token and weigh them.
 
-    In float32, each row on its own:
+    Each row on its own, in float64, rounded to float32 at the end. The choice is the first ``topk`` experts in the
+    order that the head of this page describes. The weights, without the bias:
 
-    1. The choice value of each expert: softmax with ``pre_softmax``: the softmax over all experts; softmax without:
-       the logit; sigmoid: ``1 / (1 + exp(-logit))`` plus the expert's bias; sqrtsoftplus: ``sqrt(log(1 + exp(logit)))``
-       plus the expert's bias.
-    2. With ``num_groups`` > 1, groups of ``E / num_groups`` neighbouring experts are ranked by the sum of their best
-       ``topk // group_topk`` choice values (masked experts left out), and only the experts of the best
-       ``group_topk`` groups stay. DeepSeek-V3: 256 experts, topk 8, 8 groups, group_topk 4, so sums of 2.
-    3. The ``topk`` experts with the largest choice values, from the largest on. Ties go to the lowest index, of
-       groups too. An expert whose logit is -inf is masked: it ranks below all others, whatever its bias; a token
-       with fewer than ``topk`` unmasked experts still gets ``topk`` distinct ones. NaN ranks highest, as in
-       ``torch.topk``, so that it is seen in the weights.
-    4. The weights, without the bias: softmax with ``pre_softmax``: the softmax over all experts, as it is; softmax
-       without: the softmax over the chosen logits; sigmoid and sqrtsoftplus: the score, divided by the sum of the
-       chosen scores + 1e-20 when ``topk`` > 1. Masked experts have weight 0 (also when all are masked).
-    5. All times ``scaling_factor``.
+    - softmax with ``pre_softmax``: the softmax over all experts, as it is; without: the softmax over the chosen logits;
+    - sigmoid and sqrtsoftplus: the score, divided by the sum of the chosen scores when ``topk`` > 1. Nothing is added
+      to that sum (Megatron-LM and transformers add 1e-20), so weights sum to 1 at any logits;
+    - masked experts have weight 0, also when all are masked; a logit of +inf makes weights of the softmax NaN.
+
+    All times ``scaling_factor``. Weights and gradients are within 2e-6 of those of float64 over float32's whole range.
 
     Args:
         logits: ``[T, E]`` float32, bfloat16 or float16, E at most 1024. Any strides. float64 is refused.
@@ -56,8 +68,9 @@ def topk_router(
         score_function: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``.
         pre_softmax: only with softmax.
         num_groups: divides E; 1 for no groups.
-        group_topk: 1 to ``num_groups``, at most ``topk``.
+        group_topk: 1 to ``num_groups``; at most ``topk`` where ``group_score_topk`` is None.
         scaling_factor: of the weights.
+        group_score_topk: how many of its experts a group is worth, 1 to ``E / num_groups``, or None.
 
     Returns:
         ``weights [T, topk]`` float32 and ``indices [T, topk]`` int32, always distinct and in ``[0, E)``. The same bits
@@ -72,7 +85,15 @@ def topk_router(
     ``fused_topk_with_score_function``, with ties, masks and NaN as above; DeepSeek-V3 (arXiv:2412.19437), 2.1.2.
     """
     return _ops.topk_router.default(
-        logits, expert_bias, topk, score_function, pre_softmax, num_groups, group_topk, scaling_factor
+        logits,
+        expert_bias,
+        topk,
+        score_function,
+        pre_softmax,
+        num_groups,
+        group_topk,
+        scaling_factor,
+        group_score_topk,
     )
 
 
@@ -92,7 +113,8 @@ def topk_router_backward(
         indices: ``[T, topk]`` int32, what it chose; values outside ``[0, E)`` are left out.
 
     Returns:
-        ``[T, E]`` in the dtype of ``logits``, computed in float32 and rounded once; 0 for experts masked with -inf.
+        ``[T, E]`` in the dtype of ``logits``, computed in float64 and rounded to float32, then to the dtype; 0 for
+        experts masked with -inf.
     """
     return _ops.topk_router_backward.default(
         grad, logits, indices, score_function, pre_softmax, scaling_factor
@@ -102,14 +124,15 @@ def topk_router_backward(
 def router_scores(logits: Tensor, score_function: ScoreFunction = "softmax") -> Tensor:
     """The scores of all experts, for the auxiliary loss: each row sums to 1.
 
-    softmax: the softmax over all experts. sigmoid, sqrtsoftplus: the score over (the row's sum of scores + 1e-20).
+    softmax: the softmax over all experts. sigmoid, sqrtsoftplus: the score over the row's sum of scores. In float64,
+    rounded to float32; rows sum to 1 at any logits, also where every score is below float32's range.
 
     Args:
         logits: ``[T, E]`` float32, bfloat16 or float16. Any strides.
         score_function: as in :func:`topk_router`.
 
     Returns:
-        ``[T, E]`` float32; 0 for experts masked with -inf. The same bits on CPU and CUDA.
+        ``[T, E]`` float32; 0 for experts masked with -inf, also when all are. The same bits on CPU and CUDA.
 
     Differentiable.
 

@@ -5,17 +5,52 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+#: ``exp`` is 0 from here down, in float64.
+LEAST_EXPONENT = -708.0
+#: Below it ``log(1 + exp(x))`` is ``exp(x)`` in float64.
+SMALL_LOGIT = -40.0
+
+
+def exponential(exponents: Tensor) -> Tensor:
+    """``exp``, 0 from :data:`LEAST_EXPONENT` down."""
+    return torch.exp(exponents).masked_fill(exponents <= LEAST_EXPONENT, 0.0)
+
 
 def single_scores(logits: Tensor, score_function: str) -> Tensor:
-    """The scores that do not compete."""
-    return (
-        torch.sigmoid(logits) if score_function == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
-    )
+    """The scores that do not compete, of float64 logits."""
+    small = exponential(-logits.abs())
+    if score_function == "sigmoid":
+        return torch.where(logits > 0, 1.0, small) / (1 + small)
+    softplus = logits.clamp(min=0) + torch.log1p(small)
+    return torch.where(logits < SMALL_LOGIT, exponential(logits), softplus).sqrt()
+
+
+def log_scores(logits: Tensor, score_function: str) -> Tensor:
+    """Their logarithms, which do not underflow and have a gradient everywhere."""
+    if score_function == "sigmoid":
+        return torch.nn.functional.logsigmoid(logits)
+    is_small = logits < SMALL_LOGIT
+    softplus = torch.nn.functional.softplus(logits.masked_fill(is_small, 0.0))
+    return torch.where(is_small, logits, softplus.log()) / 2
 
 
 def masked_softmax(logits: Tensor) -> Tensor:
     """Softmax; 0 where all experts are masked."""
-    return torch.where((logits == -torch.inf).all(-1, keepdim=True), 0.0, logits.softmax(-1))
+    dead = (logits == -torch.inf).all(-1, keepdim=True)
+    return logits.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
+
+
+def normalised_scores(logits: Tensor, score_function: str) -> Tensor:
+    """The scores of float64 logits over their sum."""
+    if score_function == "softmax":
+        return masked_softmax(logits)
+    if score_function == "sigmoid":
+        return masked_softmax(log_scores(logits, score_function))
+    # The root of an infinite logit is infinite: over the sum it is NaN, and what is finite is 0.
+    infinite = logits == torch.inf
+    weights = masked_softmax(log_scores(logits.masked_fill(infinite, 0.0), score_function))
+    beside = infinite.any(-1, keepdim=True) & ~logits.isnan().any(-1, keepdim=True)
+    return weights.masked_fill(beside, 0.0).masked_fill(infinite, torch.nan)
 
 
 def topk_router(
@@ -27,45 +62,85 @@ def topk_router(
     num_groups: int = 1,
     group_topk: int = 1,
     scaling_factor: float = 1.0,
+    group_score_topk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rank, choose, weigh. Stable sorts give ties to the lowest index, and rank NaN highest."""
-    logits = logits.float()
-    if score_function == "softmax":
-        scores = masked_softmax(logits) if pre_softmax else logits
-    else:
-        scores = single_scores(logits, score_function)
-    choice = scores.detach() if expert_bias is None else scores.detach() + expert_bias
-    choice = choice.masked_fill(logits == -torch.inf, -torch.inf)
-    order = choice.sort(dim=1, descending=True, stable=True).indices
+    """Rank, choose, weigh, in float64. Stable sorts give ties to the lowest index, and rank NaN highest."""
+    logits = logits.double()
+    seen = logits.detach()
+    order = seen.sort(dim=1, descending=True, stable=True).indices
+    biased = None
+    if expert_bias is not None:
+        biased = single_scores(seen, score_function) + expert_bias.detach().double()
+        biased = to_24_bits(biased).masked_fill(seen == -torch.inf, -torch.inf)
+        places = biased.gather(1, order).sort(dim=1, descending=True, stable=True).indices
+        order = order.gather(1, places)
     if num_groups > 1:
-        allowed = allowed_experts(choice, topk, num_groups, group_topk).gather(1, order)
-        order = order.gather(1, allowed.long().sort(dim=1, descending=True, stable=True).indices)
+        count = topk // group_topk if group_score_topk is None else group_score_topk
+        function = "logit" if score_function == "softmax" and not pre_softmax else score_function
+        if count == 1:
+            groups = groups_of_best_experts(order, num_groups, group_topk)
+        else:
+            groups = groups_of_best_sums(seen, biased, function, num_groups, group_topk, count)
+        allowed = torch.zeros(seen.shape[0], num_groups, dtype=torch.bool, device=seen.device)
+        allowed = allowed.scatter(1, groups, True).repeat_interleave(seen.shape[1] // num_groups, dim=1)
+        left = allowed.gather(1, order).long().sort(dim=1, descending=True, stable=True).indices
+        order = order.gather(1, left)
     indices = order[:, :topk]
-    weights = scores.gather(1, indices)
-    if score_function == "softmax" and not pre_softmax:
-        weights = masked_softmax(weights)
-    elif score_function != "softmax" and topk > 1:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * scaling_factor, indices.int()
+    if pre_softmax:
+        weights = masked_softmax(logits).gather(1, indices)
+    elif score_function != "softmax" and topk == 1:
+        weights = log_scores(logits.gather(1, indices), score_function).exp()
+    else:
+        weights = normalised_scores(logits.gather(1, indices), score_function)
+    return (weights * scaling_factor).float(), indices.int()
 
 
-def allowed_experts(choice: Tensor, topk: int, num_groups: int, group_topk: int) -> Tensor:
-    """Which experts are in the best groups: bool ``[T, E]``."""
-    grouped = choice.view(choice.shape[0], num_groups, -1)
-    best = grouped.sort(dim=2, descending=True).values[:, :, : topk // group_topk]
-    values = best.masked_fill(best == -torch.inf, 0).sum(-1)
-    values = values.masked_fill((grouped == -torch.inf).all(-1), -torch.inf)
-    groups = values.sort(dim=1, descending=True, stable=True).indices[:, :group_topk]
-    allowed = torch.zeros_like(values, dtype=torch.bool).scatter(1, groups, True)
-    return allowed[:, :, None].expand_as(grouped).reshape(choice.shape)
+def groups_of_best_experts(order: Tensor, num_groups: int, group_topk: int) -> Tensor:
+    """The groups of the experts that come first: int64 ``[T, group_topk]``."""
+    places = order.argsort(dim=1).unflatten(1, (num_groups, -1)).amin(2)
+    return places.argsort(dim=1)[:, :group_topk]
+
+
+def groups_of_best_sums(
+    logits: Tensor, biased: Tensor | None, function: str, num_groups: int, group_topk: int, count: int
+) -> Tensor:
+    """The groups whose best ``count`` choice values have the largest sums: int64 ``[T, group_topk]``.
+
+    Scores smaller than float64 holds sum to 0; of such groups the largest logit tells, below every other group.
+    """
+    values = logits if biased is None else biased
+    grouped = values.unflatten(1, (num_groups, -1)).sort(dim=2, descending=True).values[:, :, :count]
+    live = (logits != -torch.inf).unflatten(1, (num_groups, -1)).sum(2)
+    shift = logits.amax(1)[:, None, None] if function == "softmax" else 0.0
+    terms = grouped
+    if function == "softmax":
+        terms = to_24_bits(exponential(grouped - shift))
+    elif function != "logit" and biased is None:
+        terms = to_24_bits(single_scores(grouped, function))
+    sums = torch.zeros_like(grouped[:, :, 0])
+    for i in range(count):
+        sums = torch.where(i < live, sums + terms[:, :, i], sums)
+    if function != "logit" and biased is None:
+        sums = torch.where(sums == 0, (grouped - shift)[:, :, 0], to_24_bits(sums))
+    else:
+        sums = to_24_bits(sums)
+    # A group of masked experts only comes after one whose sum is -inf.
+    alive = (live > 0).long()
+    order = sums.sort(dim=1, descending=True, stable=True).indices
+    order = order.gather(1, alive.gather(1, order).sort(dim=1, descending=True, stable=True).indices)
+    return order[:, :group_topk]
+
+
+def to_24_bits(values: Tensor) -> Tensor:
+    """Float64 at the precision of float32: what differs only by how float64 rounds becomes equal."""
+    bits = values.contiguous().view(torch.int64)
+    rounded = (bits + 0x0FFFFFFF + (bits >> 29 & 1)) & ~0x1FFFFFFF
+    return torch.where(values.isfinite(), rounded.view(torch.float64), values)
 
 
 def router_scores(logits: Tensor, score_function: str = "softmax") -> Tensor:
-    """Normalised over all experts."""
-    if score_function == "softmax":
-        return masked_softmax(logits.float())
-    scores = single_scores(logits.float(), score_function)
-    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+    """Normalised over all experts, in float64."""
+    return normalised_scores(logits.double(), score_function).float()
 
 
 def aux_loss(
@@ -124,7 +199,7 @@ def gather_rows(rows: Tensor, source: Tensor) -> Tensor:
     padded = torch.cat(
         [rows, torch.zeros_like(rows[:1]) if rows.shape[0] else rows.new_zeros(1, rows.shape[1])]
     )
-    return padded[torch.where(source < 0, rows.shape[0], source.long())]
+    return padded[torch.where(is_placed(source, rows.shape[0]), source.long(), rows.shape[0])]
 
 
 def permute_backward(grad: Tensor, slot: Tensor) -> Tensor:
@@ -134,14 +209,21 @@ def permute_backward(grad: Tensor, slot: Tensor) -> Tensor:
 
 def unpermute(rows: Tensor, slot: Tensor, source: Tensor, weights: Tensor | None = None) -> Tensor:
     """The weighted sum of each token's slots in ascending order (the op fuses multiply and add)."""
-    ordered, k = slot.long().masked_fill(slot < 0, rows.shape[0]).sort(dim=1, stable=True)
+    placed = is_placed(slot, rows.shape[0])
+    ordered, k = slot.long().masked_fill(~placed, rows.shape[0]).sort(dim=1, stable=True)
     wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
     padded = torch.cat([rows.to(wide), rows.new_zeros(1, rows.shape[1], dtype=wide)])
     output = padded[-1:].expand(slot.shape[0], -1)
+    # What a masked weight is does not matter, also not infinity.
+    scales = None if weights is None else torch.where(placed, weights.to(wide), 0.0).gather(1, k)
     for j in range(slot.shape[1]):
-        scale = 1 if weights is None else weights.to(wide).gather(1, k)[:, j : j + 1]
-        output = output + padded[ordered[:, j]] * scale
+        output = output + padded[ordered[:, j]] * (1 if scales is None else scales[:, j : j + 1])
     return output.to(rows.dtype)
+
+
+def is_placed(index: Tensor, count: int) -> Tensor:
+    """Which of a map's values are not -1; what is out of range counts as it."""
+    return (index >= 0) & (index < count)
 
 
 def unpermute_backward(
@@ -154,16 +236,17 @@ def unpermute_backward(
     if weights is not None:
         grad_rows = grad_rows * permute_weights(weights, slot, source)[:, None]
         if rows is not None:
-            grad_weights = (
-                gather_rows(rows.to(wide), slot.reshape(-1)).view(*slot.shape, -1) * grad.to(wide)[:, None]
-            ).sum(-1)
+            placed = is_placed(slot, rows.shape[0])
+            products = gather_rows(rows.to(wide), slot.flatten()).unflatten(0, slot.shape)
+            dots = (products * grad.to(wide)[:, None]).sum(-1)
+            grad_weights = torch.where(placed, dots, 0.0)
     return grad_rows.to(grad.dtype), grad_weights
 
 
 def permute_weights(weights: Tensor, slot: Tensor, source: Tensor) -> Tensor:
     """Each weight into its slot."""
     output = weights.new_zeros(source.shape[0])
-    placed = slot >= 0
+    placed = is_placed(slot, source.shape[0])
     return output.index_put((slot[placed].long(),), weights[placed])
 
 

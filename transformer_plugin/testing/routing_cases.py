@@ -161,6 +161,34 @@ def topk_router_cases() -> Iterator[Case]:
         yield Case(router.name, router.make)
 
 
+#: name, routing, how many of its experts a group is worth.
+GROUP_RULES = (
+    ("no_tokens", Router("", 0, 16, 2, "sigmoid", groups=(4, 2), bias=True), 2),
+    ("deepseek_v2", Router("", 30, 160, 6, pre_softmax=True, groups=(8, 3), scaling=16.0), 1),
+    ("deepseek_v3", Router("", 30, 256, 8, "sigmoid", groups=(8, 4), scaling=2.5, bias=True), 2),
+    ("fewer_than_groups", Router("", 30, 32, 2, "sigmoid", groups=(8, 4), bias=True), 2),
+    ("logits", Router("", 30, 32, 4, groups=(4, 2)), 3),
+    ("whole_groups", Router("", 30, 24, 4, "sigmoid", groups=(6, 2)), 4),
+    ("groups_of_one", Router("", 30, 12, 3, pre_softmax=True, groups=(12, 5)), 1),
+    ("megatron", Router("", 30, 32, 6, "sigmoid", groups=(4, 2), bias=True), None),
+)
+
+
+def group_rule_cases() -> Iterator[Case]:
+    """Arguments of topk_router, ``group_score_topk`` too."""
+    for name, router, score_topk in GROUP_RULES:
+
+        def make(
+            device: torch.device,
+            generator: torch.Generator,
+            router: Router = router,
+            score_topk: int | None = score_topk,
+        ) -> tuple:
+            return *router.make(device, generator), score_topk
+
+        yield Case(name, make)
+
+
 def aux_loss_cases() -> Iterator[Case]:
     """Arguments of aux_loss: no tokens, one chunk of the sum, several, expert counts around a warp."""
     for tokens, experts in ((0, 4), (1, 1), (5, 3), (128, 32), (129, 33), (700, 256), (300, 1500)):

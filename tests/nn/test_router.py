@@ -1,0 +1,213 @@
+"""RouterConfig and TopKRouter: what cannot be or cannot learn is said when it is made; presets; widths of recipes."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+
+from transformer_plugin.nn import GroupedLinear, GroupedMLP, Linear, MoE, RouterConfig, TopKRouter
+from transformer_plugin.recipes import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        (
+            {"score_function": "sigmoids"},
+            ValueError,
+            "'score_function': expected softmax, sigmoid or sqrtsoftplus, got sigmoids. Pass one of the three names.",
+        ),
+        (
+            {"score_function": "sigmoid", "pre_softmax": True},
+            ValueError,
+            "'pre_softmax': expected False with this score function, got True. Only the softmax can come before or "
+            "after the choice.",
+        ),
+        (
+            {"expert_bias": True},
+            ValueError,
+            "'expert_bias': expected False with the softmax, got True. A bias of the choice goes with scores that do "
+            "not compete: sigmoid or sqrtsoftplus.",
+        ),
+        (
+            {"num_groups": 0},
+            ValueError,
+            "'num_groups': expected 1 or more, got 0. Pass 1 for no groups.",
+        ),
+        (
+            {"num_groups": 2, "group_topk": 3},
+            ValueError,
+            "'group_topk': expected from 1 to the 2 groups, got 3. Choose that many groups for each token.",
+        ),
+        (
+            {"group_score_topk": 0},
+            ValueError,
+            "'group_score_topk': expected None or 1 and more, got 0. Pass 1 for DeepSeek-V2, 2 for DeepSeek-V3.",
+        ),
+        (
+            {"aux_loss_coeff": -0.1},
+            ValueError,
+            "'aux_loss_coeff': expected 0 or a positive number that is finite, got -0.1. Pass 0 for no auxiliary loss.",
+        ),
+        (
+            {"num_groups": 2.0},
+            TypeError,
+            "'num_groups': expected an integer, got 2.0. 1 is the default.",
+        ),
+        (
+            {"pre_softmax": 1},
+            TypeError,
+            "'pre_softmax': expected True or False, got 1. False is the default.",
+        ),
+    ],
+)
+def test_configurations_that_cannot_be(options: dict, error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as caught:
+        RouterConfig(**options)
+    assert str(caught.value) == "transformer_plugin::RouterConfig: argument " + text
+
+
+@pytest.mark.parametrize("name", ["scaling_factor", "aux_loss_coeff"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0])
+def test_factors_are_numbers(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"argument '{name}': expected .* finite, got {value}. Pass "):
+        RouterConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("experts", "topk", "config", "text"),
+    [
+        (
+            8,
+            2,
+            RouterConfig(num_groups=3),
+            "RouterConfig: argument 'num_groups': expected a number that divides the 8 experts, got 3. Pass 1 for no "
+            "groups.",
+        ),
+        (
+            8,
+            5,
+            RouterConfig(num_groups=2),
+            "RouterConfig: argument 'group_topk': expected groups of 4 experts that hold the 5 of a token (topk), got "
+            "1. Choose more groups or fewer experts.",
+        ),
+        (
+            8,
+            1,
+            RouterConfig("sigmoid", num_groups=4, group_topk=2),
+            "RouterConfig: argument 'group_topk': expected at most topk, 1, where group_score_topk is None, got 2. "
+            "Pass group_score_topk: 1 for DeepSeek-V2, 2 for DeepSeek-V3.",
+        ),
+        (
+            8,
+            4,
+            RouterConfig.deepseek_v3(8, 4),
+            "RouterConfig: argument 'group_score_topk': expected None or from 1 to the 1 experts of a group, got 2. "
+            "Pass 1 for DeepSeek-V2, 2 for DeepSeek-V3.",
+        ),
+        (
+            1025,
+            2,
+            RouterConfig(),
+            "TopKRouter: argument 'num_experts': expected at most 1024, got 1025. Use fewer experts.",
+        ),
+        (
+            8,
+            0,
+            RouterConfig(),
+            "TopKRouter: argument 'topk': expected 1 to the number of experts, 8, got 0. Choose fewer experts per "
+            "token.",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_chosen(experts: int, topk: int, config: RouterConfig, text: str) -> None:
+    for make in (
+        lambda: TopKRouter(32, experts, topk, config),
+        lambda: MoE(32, 32, experts, topk, router=config, device="meta"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            make()
+        assert str(caught.value) == "transformer_plugin::" + text
+    with pytest.raises(TypeError, match=r"argument 'topk': expected an integer, got 2\.0\. Pass how many\."):
+        TopKRouter(32, 8, 2.0)  # type: ignore[arg-type]
+
+
+def test_a_router_that_cannot_learn_is_warned_of() -> None:
+    """What the warning says, and that it is right: the gradient is 0, and not what the warning names instead."""
+    text = r"TopKRouter: argument 'topk': expected 2 or more .* got 1. Pass RouterConfig\(pre_softmax=True\)"
+    with pytest.warns(UserWarning, match=text):
+        layer = MoE(16, 16, 4, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        others = [
+            MoE(16, 16, 4, 1, router=RouterConfig(pre_softmax=True)),
+            MoE(16, 16, 4, 1, router=RouterConfig("sigmoid")),
+            MoE(16, 16, 4, 2),
+        ]
+        MoE(16, 16, 1, 1)  # nothing to choose
+    input = torch.randn(20, 16, generator=torch.Generator().manual_seed(0))
+    for each in (layer, *others):
+        (grad,) = torch.autograd.grad(each(input).output.square().sum(), each.router.weight)
+        assert bool((grad == 0).all()) == (each is layer)
+
+
+def test_presets() -> None:
+    assert RouterConfig.deepseek_v2() == RouterConfig(
+        pre_softmax=True, num_groups=8, group_topk=3, scaling_factor=16.0, group_score_topk=1
+    )
+    assert RouterConfig.deepseek_v3(aux_loss_coeff=1e-4) == RouterConfig(
+        "sigmoid",
+        num_groups=8,
+        group_topk=4,
+        scaling_factor=2.5,
+        expert_bias=True,
+        aux_loss_coeff=1e-4,
+        group_score_topk=2,
+    )
+    TopKRouter(32, 160, 6, RouterConfig.deepseek_v2(), device="meta")
+    TopKRouter(32, 256, 8, RouterConfig.deepseek_v3(), device="meta")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "block"), [(MXFP8BlockScaling(), 32), (NVFP4BlockScaling(), 16)], ids=["mxfp8", "nvfp4"]
+)
+def test_widths_that_a_recipe_does_not_take(recipe: Recipe, block: int) -> None:
+    bad, good = block + block // 2, 2 * block
+
+    def later() -> None:
+        layer = Linear(bad, good)
+        try:
+            layer.recipe = recipe
+        finally:
+            assert layer.recipe is None
+
+    calls = {
+        "in_features": (
+            lambda: Linear(bad, good, recipe=recipe),
+            lambda: GroupedLinear(2, bad, good, recipe=recipe),
+            lambda: GroupedMLP(2, bad, good, recipe=recipe),
+            lambda: MoE(bad, good, 4, 2, recipe=recipe),
+            lambda: MoE(good, bad, 4, 2, recipe=recipe),
+            later,
+        ),
+        "out_features": (
+            lambda: Linear(good, bad, recipe=recipe),
+            lambda: GroupedLinear(2, good, bad, recipe=recipe),
+        ),
+    }
+    for name, makers in calls.items():
+        for make in makers:
+            with pytest.raises(
+                ValueError, match=rf"argument 'recipe': expected one that takes {name}={bad}, got "
+            ):
+                make()
+    with pytest.raises(ValueError) as caught:
+        Linear(bad, good, recipe=recipe)
+    assert str(caught.value) == (
+        f"transformer_plugin.nn.Linear: argument 'recipe': expected one that takes in_features={bad}, got {recipe}, "
+        f"which wants a multiple of {block}. Use for example in_features={good}, or a recipe of another format."
+    )
+    Linear(bad, bad, recipe=Float8BlockScaling())
