@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +21,7 @@ from tests.parallel.spread_model import (
     HIDDEN,
     Block,
     assert_gradients,
+    everything,
     loss_of,
     rows_of,
     spread_block,
@@ -27,7 +29,7 @@ from tests.parallel.spread_model import (
     whole_block,
 )
 from transformer_plugin.testing.distributed import Rank, RankPool
-from transformer_plugin.testing.numerics import assert_same_bits
+from transformer_plugin.testing.numerics import assert_same_bits, relative_error
 
 
 @pytest.fixture(
@@ -45,6 +47,11 @@ def four(request: pytest.FixtureRequest, make_pool: Callable[[int, str], RankPoo
 def mesh_of(rank: Rank) -> Any:
     """(copies, experts): 1 x 2 of two ranks, 2 x 2 of four."""
     return init_device_mesh(rank.device.type, (rank.size // 2, 2), mesh_dim_names=("copies", "experts"))
+
+
+def everyone(mesh: Any) -> Any:
+    """What is fully_shard's default too, but on this device."""
+    return init_device_mesh(mesh.device_type, (mesh.size(),))
 
 
 def one_step(rank: Rank, model: torch.nn.Module, step: int = 0) -> None:
@@ -68,6 +75,9 @@ def check_parameters(rank: Rank) -> None:
         assert_same_bits(weight.full_tensor(), whole.moe.experts.fc1.weight + 1)
         twin = copy.deepcopy(block)
         rows = rows_of(rank.rank).to(rank.device)
+        assert_same_bits(twin(rows), block(rows))
+        twin.load_state_dict(block.state_dict())
+        twin.load_state_dict(local)
         assert_same_bits(twin(rows), block(rows))
         loss_of(twin, rows).backward()
         assert block.moe.experts.fc1.weight.grad is None
@@ -114,6 +124,11 @@ def check_data_parallel(rank: Rank) -> None:
             named = r"got '(moe\.)?experts\.fc1\.weight', of experts .*data_parallel\(model\)"
             with pytest.raises(ValueError, match=named):
                 DistributedDataParallel(wrapped)
+        if rank.size > 2 and "mesh" in spread:
+            with pytest.raises(
+                ValueError, match=r"for 'moe\.router\.weight' of a layer .* would drift apart"
+            ):
+                DistributedDataParallel(Block(rank.device, **spread), device_mesh=mesh["copies"])
         for name, value in block.state_dict().items():
             assert torch.equal(
                 *(v.to_local() if isinstance(v, DTensor) else v for v in (value, before[name]))
@@ -136,13 +151,31 @@ def check_data_parallel(rank: Rank) -> None:
         assert_gradients(model, wanted_gradients(whole, rank.size, 2))
 
 
+def check_replicate(rank: Rank) -> None:
+    model = replicate(Block(rank.device, group=rank.group))
+    with pytest.raises(
+        ValueError, match=r"GroupedLinear: .* to be DTensors as they were made.*data_parallel\(\)"
+    ):
+        one_step(rank, model)
+
+
+def test_replicate_is_refused(pair: RankPool) -> None:
+    pair.run(check_replicate)
+
+
 def test_data_parallel(ranks: RankPool) -> None:
     ranks.run(check_data_parallel)
 
 
 def shard_by_hand(block: Block, mesh: Any) -> None:
     fully_shard(block.moe.experts, mesh=mesh["copies"])
-    fully_shard(block)
+    fully_shard(block, mesh=everyone(mesh))
+
+
+def shard_hybrid(block: Block, mesh: Any) -> None:
+    fully_shard(block.moe.experts, mesh=mesh["copies"])
+    block.moe.experts.set_gradient_divide_factor(mesh.size())  # what it is already
+    fully_shard(block, mesh=mesh)
 
 
 def shard_layer_by_layer(block: Block, mesh: Any) -> None:
@@ -171,6 +204,24 @@ def check_fully_shard(rank: Rank, shard: Any, with_group: bool) -> None:
 
 
 @pytest.mark.parametrize("with_group", [False, True], ids=["mesh", "group"])
-@pytest.mark.parametrize("shard", [shard_by_hand, shard_layer_by_layer, shard_with_ours])
+@pytest.mark.parametrize("shard", [shard_by_hand, shard_hybrid, shard_layer_by_layer, shard_with_ours])
 def test_fully_shard(ranks: RankPool, shard: Any, with_group: bool) -> None:
     ranks.run(check_fully_shard, shard, with_group)
+
+
+def check_float16(rank: Rank) -> None:
+    """FSDP2 divides before and after a sum in float16."""
+    whole, mesh = whole_block(rank.device), mesh_of(rank)
+    block = spread_block(whole, rank.device, mesh=mesh["experts"])
+    half = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    fully_shard(block.moe.experts, mesh=mesh["copies"], mp_policy=half)
+    fully_shard(block, mesh=everyone(mesh))
+    one_step(rank, block)
+    wanted = wanted_gradients(whole, rank.size)
+    for name, parameter in block.moe.experts.named_parameters():
+        got = everything(parameter.grad)
+        assert relative_error(got, wanted[f"moe.experts.{name}"]) <= 1e-3, name
+
+
+def test_fully_shard_with_sums_in_float16(ranks: RankPool) -> None:
+    ranks.run(check_float16)

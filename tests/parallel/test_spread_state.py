@@ -28,7 +28,7 @@ from tests.parallel.spread_model import (
     wanted_gradients,
     whole_block,
 )
-from tests.parallel.test_spread_experts import four, mesh_of, one_step, ranks  # noqa: F401
+from tests.parallel.test_spread_experts import everyone, four, mesh_of, one_step, ranks  # noqa: F401
 from transformer_plugin.nn import DispatchConfig, MoE
 from transformer_plugin.recipes import DelayedScaling, Float8BlockScaling
 from transformer_plugin.testing.distributed import Rank, RankPool
@@ -82,7 +82,7 @@ def check_checkpoint(rank: Rank, path: str) -> None:
     whole, mesh = whole_block(rank.device), mesh_of(rank)
     block = spread_block(whole, rank.device, mesh=mesh["experts"])
     fully_shard(block.moe.experts, mesh=mesh["copies"])
-    fully_shard(block)
+    fully_shard(block, mesh=everyone(mesh))
     state = saved(block, stepped(rank, block))
     dcp.save(state, checkpoint_id=f"{path}/sharded")
     expected = flat(state)
@@ -258,7 +258,7 @@ def check_refusals(rank: Rank) -> None:
         with pytest.raises(
             ValueError, match=named.format(r"the ranks \[0, .*, over which the experts are spread")
         ):
-            fully_shard(Block(device, group=rank.group, dtensor=dtensor))
+            fully_shard(Block(device, group=rank.group, dtensor=dtensor), mesh=everyone(mesh))
         with pytest.raises(ValueError, match=named.format(r"the ranks \[\d, \d\], over which")):
             fully_shard(Block(device, mesh=mesh["experts"], dtensor=dtensor).moe, mesh=mesh["experts"])
         with pytest.raises(ValueError, match=named.format("ranks .* for the router")):

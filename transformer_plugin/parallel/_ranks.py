@@ -24,7 +24,7 @@ def group_and_mesh(
             raise _refusal(
                 "mesh", "a DeviceMesh or None", repr(mesh), "Pass a process group as group=", TypeError
             )
-        if group != "local":
+        if group is not None and group != "local":
             raise _refusal("mesh", "None beside a group", repr(mesh), "Pass one of the two")
         return _group_of(mesh, "mesh"), mesh
     if isinstance(group, str):

@@ -56,6 +56,13 @@ class HoldsExperts(torch.nn.Module):
     def _local(self, parameter: Tensor) -> Tensor:
         if self._experts_over is None or self._experts_over.mesh is None:
             return parameter
+        if not torch.compiler.is_compiling() and not hasattr(parameter, "to_local"):
+            raise ValueError(
+                f"transformer_plugin::{type(self).__name__}: argument 'group': expected the parameters of experts that "
+                f"are spread over the ranks {list(self._experts_over.ranks)} to be DTensors as they were made, got a "
+                "plain one: a wrapper that takes them for copies put it there. Use transformer_plugin.parallel."
+                "data_parallel() or fully_shard(), or make the layer with dtensor=False."
+            )
         part: Tensor = parameter.to_local()  # type: ignore[attr-defined]
         return part
 
@@ -121,7 +128,7 @@ def _take_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_:
         if value.shape == parameter.shape:
             value = value.chunk(ranks)[rank]
         if value.shape == parameter.to_local().shape:
-            state[prefix + name] = _placed(value.detach(), mesh, 0)
+            state[prefix + name] = _placed(value.detach(), parameter.device_mesh, 0)
     for name, buffer in _state_of_experts(module).items():
         value = state.get(prefix + name)
         if isinstance(value, DTensor):

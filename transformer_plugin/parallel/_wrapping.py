@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,18 +54,33 @@ def _before_data_parallel(wrapper: torch.nn.Module, name: str, model: torch.nn.M
     if not isinstance(wrapper, DistributedDataParallel) or name != "module" or model is None:
         return
     together = set(dist.get_process_group_ranks(wrapper.process_group))
-    for prefix, module, ranks in spread_modules(model):
+    for prefix, module in model.named_modules():
+        spread, copies = getattr(module, EXPERTS_OVER, None), getattr(module, COPIES_OVER, None)
         for key, parameter in module.named_parameters(recurse=False):
             full = f"{prefix}.{key}" if prefix else key
             if full in wrapper.parameters_to_ignore:
                 continue
-            if len(together.intersection(ranks.ranks)) > 1 or hasattr(parameter, "to_local"):
-                raise ValueError(
-                    "transformer_plugin::MoE: argument 'module' of DistributedDataParallel: expected parameters that "
-                    f"are copies on every rank, got '{full}', of experts that are spread over the ranks "
-                    f"{list(ranks.ranks)}, which rank 0's would overwrite. Use "
-                    "transformer_plugin.parallel.data_parallel(model) in place of DistributedDataParallel(model)."
+            if isinstance(spread, Ranks) and (
+                len(together.intersection(spread.ranks)) > 1 or hasattr(parameter, "to_local")
+            ):
+                raise _refusal_of_copies(
+                    "parameters that are copies on every rank",
+                    f"'{full}', of experts that are spread over the ranks {list(spread.ranks)}: rank 0's would "
+                    "overwrite the others",
                 )
+            if isinstance(copies, Ranks) and not together.issuperset(copies.ranks):
+                raise _refusal_of_copies(
+                    "all ranks with copies of a parameter",
+                    f"the ranks {sorted(together)} for '{full}' of a layer whose experts are spread over "
+                    f"{list(copies.ranks)}: its copies there would drift apart",
+                )
+
+
+def _refusal_of_copies(expected: str, got: str) -> ValueError:
+    return ValueError(
+        f"transformer_plugin::MoE: argument 'module' of DistributedDataParallel: expected {expected}, got {got}. Use "
+        "transformer_plugin.parallel.data_parallel(model) in place of DistributedDataParallel(model)."
+    )
 
 
 def _check_sharded(params: list[Any], modules: Any, mesh: Any) -> Ranks | None:
@@ -108,7 +124,8 @@ def _check_experts(parameter: Tensor, ranks: Ranks, mesh: Any, together: set[int
     # FSDP2 wants both to be parts of one mesh. The layer was given a group: is it a dimension of that mesh?
     for name in root.mesh_dim_names or ():
         if root[name].get_group().group_name == ranks.group_name:
-            spec.mesh = root[name]
+            # Anew: specs are shared with other tensors by caches.
+            parameter._spec = replace(spec, mesh=root[name])  # type: ignore[attr-defined]
             return
     raise _refusal(
         f"{mesh}, which is no part of one mesh together with the experts' ranks {list(ranks.ranks)}"
@@ -117,9 +134,15 @@ def _check_experts(parameter: Tensor, ranks: Ranks, mesh: Any, together: set[int
 
 def _divide_by_all(group: Any, mesh: Any, ranks: int) -> None:
     """The experts' gradients are sums over their own ranks, and become means over these and the mesh's."""
+    shards = mesh.get_group(mesh.ndim - 1).size()
+    policy, first = group.mp_policy, group.fsdp_params[0].sharded_param
+    if mesh.size() == 1 and (policy.reduce_dtype or policy.param_dtype or first.dtype) == torch.float16:
+        group._all_reduce_hook = lambda gradient: gradient.div_(
+            ranks
+        )  # torch would divide by the factor twice
+        return
     group.gradient_divide_factor = float(mesh.size() * ranks)
-    shards = mesh.get_group(mesh.ndim - 1)
-    if shards.size() > 1 and dist.get_backend(shards) == "gloo":
+    if shards > 1 and dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo":
         group.force_sum_reduction_for_comms = True  # Gloo cannot scale while it sums
 
 

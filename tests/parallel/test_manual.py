@@ -1,0 +1,46 @@
+"""The Python blocks of the page on experts over ranks run, in order, on two and on four ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.parallel.spread_model import everything
+from transformer_plugin.testing.distributed import Rank, RankPool
+from transformer_plugin.testing.numerics import assert_same_bits
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "experts-over-ranks.md"
+
+
+def run_page(rank: Rank, folder: str) -> None:
+    text = PAGE.read_text()
+    namespace: dict[str, Any] = {"__name__": "page"}
+    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    assert len(blocks) == 6
+    here = Path.cwd()
+    os.chdir(folder)
+    try:
+        for block in blocks:
+            line = text[: block.start(1)].count("\n")  # so that a traceback names the line of the page
+            exec(compile("\n" * line + block.group(1), str(PAGE), "exec"), namespace)
+    finally:
+        os.chdir(here)
+    assert torch.isfinite(namespace["norm"]) and namespace["norm"] > 0
+    parts = [dict(namespace[name].named_parameters()) for name in ("model", "loaded", "alone")]
+    assert isinstance(parts[1]["moe.experts.fc1.weight"], DTensor)
+    for name, value in parts[2].items():
+        for other in parts[:2]:
+            assert_same_bits(everything(other[name].detach()), value.detach())
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="needs the source tree")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_page_runs(make_pool: Any, ranks: int, tmp_path: Path) -> None:
+    pool: RankPool = make_pool(ranks, "gloo")
+    pool.run(run_page, str(tmp_path))
