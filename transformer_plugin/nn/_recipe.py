@@ -11,6 +11,7 @@ from torch import Tensor
 
 from transformer_plugin import ops
 from transformer_plugin.formats import Format
+from transformer_plugin.nn import _tracing
 from transformer_plugin.nn._quantized_weight import HoldsQuantizedWeight
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
@@ -136,6 +137,9 @@ class TakesRecipe(HoldsQuantizedWeight):
             return self.delayed_scale
         state = (self.delayed_history, self.delayed_scale, self.delayed_amax)
         rule = (list(self._formats), recipe.margin, recipe.amax_compute_algo)
+        if _tracing.is_tracing():
+            update = _tracing.update_delayed_scale_ if self.training else _tracing.delayed_scale
+            return update(state, rule)
         if not self.training:
             return ops.delayed_scale(*state, *rule)
         return ops.update_delayed_scale_(*state, *rule)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from transformer_plugin import ops
+from transformer_plugin.nn._tracing import is_tracing, permute_all
 from transformer_plugin.parallel import EpContext, EpPlan
 
 if TYPE_CHECKING:
@@ -104,10 +105,14 @@ class LocalExchange:
         multiple = self.row_multiple
         alignment = self.config.row_alignment(self.gpu_alignment if tokens.is_cuda else 1, multiple)
         capacity = self.config.capacity
-        if capacity is None:
-            capacity = indices.shape[0] * indices.shape[1] + self.num_experts * (alignment - 1)
-            capacity = -(-capacity // multiple) * multiple
-        rows, sizes, slot, source, total = ops.permute(tokens, indices, self.num_experts, capacity, alignment)
+        if capacity is None and is_tracing():
+            permuted = permute_all(tokens, indices, self.num_experts, alignment, multiple)
+        else:
+            if capacity is None:
+                capacity = indices.shape[0] * indices.shape[1] + self.num_experts * (alignment - 1)
+                capacity = -(-capacity // multiple) * multiple
+            permuted = ops.permute(tokens, indices, self.num_experts, capacity, alignment)
+        rows, sizes, slot, source, total = permuted
         return Received(rows, ops.permute_weights(weights, slot, source), sizes, total, (slot, source))
 
     def combine(self, rows: Tensor, received: Received) -> Tensor:
@@ -168,6 +173,12 @@ class GroupExchange:
 
     def dispatch(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Received:
         """Sends each token to the ranks of its experts."""
+        if is_tracing():
+            raise ValueError(
+                "transformer_plugin::MoE: argument 'group': expected None under torch.jit.trace, which would keep the "
+                f"number of tokens of its example, got a group of {self.context.num_ranks} ranks. Use torch.export or "
+                "torch.compile."
+            )
         plan = _rows_in_use(self.context.plan(indices, alignment=self.alignment))
         rows, probs = self.context.dispatch(plan, tokens, weights)
         return Received(rows, probs, plan.tokens_per_expert, plan.total, plan)
@@ -202,7 +213,6 @@ def _rows_in_use(plan: EpPlan) -> EpPlan:
         torch.compiler.is_compiling()
         or plan.source.device.type != "cpu"
         or is_in_torch_dispatch_mode()  # fake tensors have no values, and a traced number would be a constant
-        or torch.jit.is_tracing()  # type: ignore[attr-defined]
     ):
         return plan
     return plan._replace(source=plan.source[: int(plan.tokens_per_expert.sum())])

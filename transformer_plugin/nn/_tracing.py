@@ -1,0 +1,88 @@
+"""What ``torch.jit.trace`` would write down as constants, in TorchScript, which it takes over as it is.
+
+A trace records the calls of ops with the integers among their arguments as constants, even those computed from sizes
+of the example, and takes no list of strings. The functions here are compiled once, in the first trace.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_tracing() -> bool:
+    """Whether calls are recorded by ``torch.jit.trace``."""
+    return not torch.compiler.is_compiling() and torch.jit.is_tracing()  # type: ignore[attr-defined]
+
+
+def permute_all(
+    tokens: Tensor, indices: Tensor, num_experts: int, alignment: int, multiple: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``ops.permute`` with room for every row of these tokens, and not of the example's."""
+    result: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _script(_permute_all)(
+        tokens, indices, num_experts, alignment, multiple
+    )
+    return result
+
+
+def delayed_scale(state: tuple[Tensor, Tensor, Tensor], rule: tuple[list[str], int, str]) -> Tensor:
+    """``ops.delayed_scale``."""
+    result: Tensor = _script(_delayed_scale)(*state, *rule[0], *rule[1:])
+    return result
+
+
+def update_delayed_scale_(state: tuple[Tensor, Tensor, Tensor], rule: tuple[list[str], int, str]) -> Tensor:
+    """``ops.update_delayed_scale_``."""
+    result: Tensor = _script(_update_delayed_scale_)(*state, *rule[0], *rule[1:])
+    return result
+
+
+@cache
+def _script(function: Callable[..., Any]) -> Callable[..., Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # whoever traces has seen it
+        scripted: Callable[..., Any] = torch.jit.script(function)
+    return scripted
+
+
+def _permute_all(
+    tokens: Tensor, indices: Tensor, num_experts: int, alignment: int, multiple: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    capacity = indices.numel() + num_experts * (alignment - 1)
+    capacity = (capacity + multiple - 1) // multiple * multiple
+    return torch.ops.transformer_plugin.permute(tokens, indices, num_experts, capacity, alignment)
+
+
+def _delayed_scale(
+    history: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    input: str,
+    weight: str,
+    grad: str,
+    margin: int,
+    algorithm: str,
+) -> Tensor:
+    formats = [input, weight, grad]
+    return torch.ops.transformer_plugin.delayed_scale(history, scale, amax, formats, margin, algorithm)
+
+
+def _update_delayed_scale_(
+    history: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    input: str,
+    weight: str,
+    grad: str,
+    margin: int,
+    algorithm: str,
+) -> Tensor:
+    formats = [input, weight, grad]
+    return torch.ops.transformer_plugin.update_delayed_scale_(
+        history, scale, amax, formats, margin, algorithm
+    )
