@@ -27,12 +27,10 @@ template <typename T>
 TP_CPU_CLONES void backward_row(ScoreFunction function, const float* grad, const float* logits,
                                 int64_t experts, double* terms, double* products, T* output) {
   const RowScale row = row_terms(function, logits, experts, terms);
-  for (int64_t e = 0; e < experts; ++e) products[e] = grad[e] * weight_of(terms[e], row);
-  const double dot = sum_in_lanes(products, experts);
-  for (int64_t e = 0; e < experts; ++e) {
-    products[e] = weight_gradient(function, logits[e], weight_of(terms[e], row), grad[e], dot);
-  }
-  for (int64_t e = 0; e < experts; ++e) output[e] = static_cast<T>(static_cast<float>(products[e]));
+  for (int64_t e = 0; e < experts; ++e) terms[e] = weight_of(terms[e], row);
+  for (int64_t e = 0; e < experts; ++e) products[e] = grad[e] * terms[e];
+  fill_gradients(function, logits, grad, experts, sum_in_lanes(products, experts), terms);
+  for (int64_t e = 0; e < experts; ++e) output[e] = static_cast<T>(static_cast<float>(terms[e]));
 }
 
 }  // namespace

@@ -1,9 +1,9 @@
 // Scores of experts from logits, their weights and their slopes: FP64, the same bits on CPU and CUDA, rounded to FP32
 // by whoever writes them.
 //
-// A score may be far below the range of FP32 and have all of the weight, so no weight is a quotient of two scores. Each
-// score is divided by exp(shift) first, with the shift of the largest of those that it is normalised with, which is then
-// near 1; RowScale holds the shift.
+// A score may be far below the range of FP32, and of FP64, and have all of the weight. So where the largest of those that
+// are normalised together is small, each is divided by exp(shift) first, with its logit for the shift: RowScale holds
+// it.
 //
 // Sums over all experts have a written order: lane l of kScoreLanes adds experts l, l + kScoreLanes, ... in turn, then
 // the lanes are folded in halves. Sums over the chosen experts go in the order of choice.
@@ -20,7 +20,7 @@ enum class ScoreFunction : int32_t { kSoftmax, kSigmoid, kSqrtSoftplus };
 inline constexpr int kScoreLanes = 32;
 // exp is 0 from here down.
 inline constexpr double kLeastExponent = -708.0;
-// Below it log(1 + exp(x)) is exp(x) to the last bit.
+// Below it 1 + exp(x) is 1, and log(1 + exp(x)) is exp(x), to the last bit.
 inline constexpr double kSmallLogit = -40.0;
 
 TP_HOST_DEVICE double bits_to_double(uint64_t bits) {
@@ -88,31 +88,36 @@ TP_HOST_DEVICE double log1p_f64(double y) {
 // What the weights of a row, or of its chosen experts, need of all of them.
 struct RowScale {
   double shift;    // -inf: every expert is masked, and every weight 0
-  double lift;     // exp(-shift) where the shift is not below kSmallLogit
   double inverse;  // 1 / the sum of score_term
 };
 
-// The shift for these experts, whose largest logit is `max`, and no sum yet. Scores that do not compete need none
-// unless all are small.
+// The shift for these experts, whose largest logit is `max`, and no sum yet. Scores that do not compete need none unless
+// all are small.
 TP_HOST_DEVICE RowScale shift_to(ScoreFunction function, float max) {
   const double top = max;
-  const double shift = function == ScoreFunction::kSoftmax || !(top > 0.0) ? top : 0.0;
-  return {shift, exp_f64(shift < kSmallLogit ? -kSmallLogit : -shift), 1.0};
+  return {function == ScoreFunction::kSoftmax || top < kSmallLogit ? top : 0.0, 1.0};
 }
 
 // Neither shift nor sum: score_term is the score itself.
-TP_HOST_DEVICE RowScale no_scale() { return {0.0, 1.0, 1.0}; }
+TP_HOST_DEVICE RowScale no_scale() { return {0.0, 1.0}; }
+
+// score_term in a row where an expert is not masked.
+TP_HOST_DEVICE double live_term(ScoreFunction function, float logit, double shift) {
+  const double x = logit;
+  const bool exponential = function == ScoreFunction::kSoftmax || shift < kSmallLogit;  // of all in the row
+  const double e = exp_f64(exponential ? x - shift : x > 0.0 ? -x : x);
+  if (function == ScoreFunction::kSoftmax) return e;
+  if (function == ScoreFunction::kSigmoid) {
+    const double sigmoid = (x > 0.0 ? 1.0 : e) / (1.0 + e);
+    return exponential ? e : sigmoid;
+  }
+  const double softplus = (x > 0.0 ? x : 0.0) + log1p_f64(e);
+  return sqrt(exponential ? e : softplus);
+}
 
 // The score over exp(shift), with sqrtsoftplus the root of softplus over exp(shift).
 TP_HOST_DEVICE double score_term(ScoreFunction function, float logit, RowScale row) {
-  const double x = logit;
-  if (row.shift == -INFINITY) return 0.0;
-  const double relative = exp_f64(x - row.shift);  // meant where x <= shift
-  if (function == ScoreFunction::kSoftmax) return relative;
-  const double small = exp_f64(x > 0.0 ? -x : x);
-  if (function == ScoreFunction::kSigmoid) return (x > 0.0 ? 1.0 : relative) / (1.0 + small);
-  const double softplus = (x > 0.0 ? x : 0.0) + log1p_f64(small);
-  return sqrt(x < kSmallLogit ? relative : softplus * row.lift);
+  return row.shift == -INFINITY ? 0.0 : live_term(function, logit, row.shift);
 }
 
 TP_HOST_DEVICE double weight_of(double term, RowScale row) { return term * row.inverse; }

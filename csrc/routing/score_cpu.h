@@ -27,11 +27,44 @@ TP_HOST_DEVICE float largest(const float* logits, int64_t experts) {
   return max;
 }
 
+// score_term of every expert. A loop for each function, so that each is simple enough to be vectorised.
+TP_HOST_DEVICE void fill_terms(ScoreFunction function, const float* logits, int64_t experts, double shift,
+                               double* terms) {
+  if (shift == -INFINITY) {
+    for (int64_t e = 0; e < experts; ++e) terms[e] = 0.0;
+  } else if (function == ScoreFunction::kSoftmax) {
+    for (int64_t e = 0; e < experts; ++e) terms[e] = live_term(ScoreFunction::kSoftmax, logits[e], shift);
+  } else if (function == ScoreFunction::kSigmoid) {
+    for (int64_t e = 0; e < experts; ++e) terms[e] = live_term(ScoreFunction::kSigmoid, logits[e], shift);
+  } else {
+    for (int64_t e = 0; e < experts; ++e)
+      terms[e] = live_term(ScoreFunction::kSqrtSoftplus, logits[e], shift);
+  }
+}
+
+// weight_gradient of every expert, `gradients` being the weights before.
+TP_HOST_DEVICE void fill_gradients(ScoreFunction function, const float* logits, const float* grad,
+                                   int64_t experts, double dot, double* gradients) {
+  if (function == ScoreFunction::kSoftmax) {
+    for (int64_t e = 0; e < experts; ++e) {
+      gradients[e] = weight_gradient(ScoreFunction::kSoftmax, logits[e], gradients[e], grad[e], dot);
+    }
+  } else if (function == ScoreFunction::kSigmoid) {
+    for (int64_t e = 0; e < experts; ++e) {
+      gradients[e] = weight_gradient(ScoreFunction::kSigmoid, logits[e], gradients[e], grad[e], dot);
+    }
+  } else {
+    for (int64_t e = 0; e < experts; ++e) {
+      gradients[e] = weight_gradient(ScoreFunction::kSqrtSoftplus, logits[e], gradients[e], grad[e], dot);
+    }
+  }
+}
+
 // Fills `terms` with score_term of every expert, and returns what makes weights of them.
 TP_HOST_DEVICE RowScale row_terms(ScoreFunction function, const float* logits, int64_t experts,
                                   double* terms) {
   RowScale row = shift_to(function, largest(logits, experts));
-  for (int64_t e = 0; e < experts; ++e) terms[e] = score_term(function, logits[e], row);
+  fill_terms(function, logits, experts, row.shift, terms);
   if (row.shift != -INFINITY) row.inverse = 1.0 / sum_in_lanes(terms, experts);
   return row;
 }

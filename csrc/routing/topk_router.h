@@ -88,7 +88,7 @@ struct Place {
   uint64_t key;
 };
 
-inline constexpr Place kAboveAll{~uint64_t{0}, ~uint64_t{0}};
+TP_HOST_DEVICE Place above_all() { return {~uint64_t{0}, ~uint64_t{0}}; }
 
 TP_HOST_DEVICE bool is_below(uint64_t value, uint64_t key, Place bound) {
   return value < bound.value || (value == bound.value && key < bound.key);
@@ -131,14 +131,10 @@ TP_HOST_DEVICE double to_24_bits(double value) {
   return value - value == 0.0 ? bits_to_double(rounded) : value;
 }
 
-// The choice value of an expert with a score, and the bias where there is one.
-TP_HOST_DEVICE double choice_value(ScoreFunction function, float logit, RowScale row, float bias) {
-  return to_24_bits(score_term(function, logit, row) + static_cast<double>(bias));
-}
-
-// The rank of that with a bias, 0 when the expert is masked.
-TP_HOST_DEVICE uint64_t biased_value(ScoreFunction function, float logit, float bias) {
-  return logit == -INFINITY ? 0 : rank_of(choice_value(function, logit, no_scale(), bias));
+// The rank of an expert with a bias, 0 when it is masked.
+TP_HOST_DEVICE uint64_t biased_value(float logit, double score, float bias) {
+  const uint64_t rank = rank_of(to_24_bits(score + static_cast<double>(bias)));
+  return logit == -INFINITY ? 0 : rank;
 }
 
 // The value of the group of experts begin, ..., end - 1, 0 when all are masked. With pre_softmax `row` has the shift of
@@ -146,7 +142,7 @@ TP_HOST_DEVICE uint64_t biased_value(ScoreFunction function, float logit, float 
 TP_HOST_DEVICE uint64_t group_value(const TopkRouterArgs& args, Places places, int64_t begin, int64_t end,
                                     RowScale row) {
   const bool logits = args.function == ScoreFunction::kSoftmax && !args.pre_softmax;
-  Place bound = kAboveAll;
+  Place bound = above_all();
   double sum = 0.0;
   double largest = 0.0;
   for (int64_t i = 0; i < args.group_score_topk; ++i) {
@@ -161,7 +157,7 @@ TP_HOST_DEVICE uint64_t group_value(const TopkRouterArgs& args, Places places, i
     if (places.values) {
       sum = sum + value_of(bound.value);
     } else {
-      sum = sum + (logits ? static_cast<double>(logit) : choice_value(args.function, logit, row, 0.0f));
+      sum = sum + (logits ? static_cast<double>(logit) : to_24_bits(score_term(args.function, logit, row)));
     }
   }
   const bool underflows = sum == 0.0 && !logits && !places.values;
@@ -172,13 +168,13 @@ TP_HOST_DEVICE uint64_t group_value(const TopkRouterArgs& args, Places places, i
 TP_HOST_DEVICE Place group_place(const TopkRouterArgs& args, Places places, int64_t group, RowScale row) {
   const int64_t size = args.experts / args.groups;
   const int64_t begin = group * size;
-  if (args.group_score_topk == 1) return best_below(places, begin, begin + size, 1, kAboveAll);
+  if (args.group_score_topk == 1) return best_below(places, begin, begin + size, 1, above_all());
   return {group_value(args, places, begin, begin + size, row), make_key(0, group)};
 }
 
 // The place of the last group chosen: a group below it is left out.
 TP_HOST_DEVICE Place last_group(Places groups, int64_t count, int64_t group_topk) {
-  Place bound = kAboveAll;
+  Place bound = above_all();
   for (int64_t i = 0; i < group_topk; ++i) bound = best_below(groups, 0, count, 1, bound);
   return bound;
 }

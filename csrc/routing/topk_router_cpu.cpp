@@ -39,9 +39,8 @@ TP_CPU_CLONES RowScale rank_row(const TopkRouterArgs& args, const float* logits,
                                 uint64_t* values, uint64_t* keys) {
   for (int64_t e = 0; e < args.experts; ++e) keys[e] = expert_key(logits[e], e);
   if (args.bias) {
-    for (int64_t e = 0; e < args.experts; ++e) {
-      values[e] = biased_value(args.function, logits[e], args.bias[e]);
-    }
+    fill_terms(args.function, logits, args.experts, no_scale().shift, terms);
+    for (int64_t e = 0; e < args.experts; ++e) values[e] = biased_value(logits[e], terms[e], args.bias[e]);
   }
   return args.pre_softmax ? row_terms(args.function, logits, args.experts, terms) : no_scale();
 }
@@ -63,7 +62,7 @@ void keep_best_groups(const TopkRouterArgs& args, RowScale row, Scratch& s) {
 
 // The experts of a row, from the best on.
 TP_CPU_CLONES void choose(const TopkRouterArgs& args, Places experts, int32_t* indices) {
-  Place bound = kAboveAll;
+  Place bound = above_all();
   for (int64_t k = 0; k < args.topk; ++k) {
     bound = best_below(experts, 0, args.experts, 1, bound);
     indices[k] = static_cast<int32_t>(index_in(bound.key));

@@ -80,11 +80,11 @@ __global__ void topk_router_kernel(TopkRouterArgs args, int64_t words_per_warp) 
     for (int64_t e = lane; e < args.experts; e += kWarpSize) {
       const float logit = to_float(logits[e]);
       keys[e] = expert_key(logit, e);
-      if (values) values[e] = biased_value(args.function, logit, args.bias[e]);
+      if (values) values[e] = biased_value(logit, score_term(args.function, logit, no_scale()), args.bias[e]);
     }
     __syncwarp();
     if (args.groups > 1) keep_best_groups(args, row, values, keys, group_values, group_keys, lane);
-    Place bound = kAboveAll;
+    Place bound = above_all();
     for (int64_t k = 0; k < args.topk; ++k) {
       bound = warp_best(best_below({values, keys}, lane, args.experts, kWarpSize, bound));
       if (lane == 0) {

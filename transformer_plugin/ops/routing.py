@@ -18,9 +18,9 @@ How :func:`topk_router` orders experts:
   seen in the weights. Ties go to the lowest index, of groups too.
 - With ``num_groups`` > 1, groups of ``E / num_groups`` neighbouring experts are ranked by the sum of their best
   ``group_score_topk`` choice values, masked experts left out: the softmax with ``pre_softmax``, the logit with the
-  softmax without, or the score plus the bias. Sums are rounded to float32's precision, and are not lost where they are
-  smaller than float64 holds: then the best logit tells. With one expert a group ranks as that does. Only experts of the
-  best ``group_topk`` groups can be chosen, also where all their values are negative.
+  softmax without, or the score plus the bias. Sums are rounded to float32's precision; where those
+  of scores are smaller than float64 holds, the best logit tells. With one expert a group ranks as that does. Only
+  experts of the best ``group_topk`` groups can be chosen, also where all their values are negative.
 
 ``group_score_topk`` is 1 in DeepSeek-V2, with the softmax over all experts; 2 in DeepSeek-V3, with the sigmoid (256
 experts, topk 8, 8 groups, group_topk 4); and None, ``topk // group_topk``, in Megatron-LM and TransformerEngine.
