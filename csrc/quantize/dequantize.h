@@ -34,9 +34,16 @@ TP_HOST_DEVICE float nv_amax(const DequantizeArgs& args, const Tile& tile, int l
   return args.amax[index];
 }
 
-// What a code under this scale is multiplied by.
+// What a code is multiplied by, from its block's scale. A product that float32 cannot hold is taken in double: divided by
+// bound * 6 it is a float again, and 6 times it at most the amax.
+TP_HOST_DEVICE float nv_factor(float scale, float amax, float inverse) {
+  const float product = scale * amax;
+  if (fabsf(product) <= kLargestFloat || !(fabsf(amax) <= kLargestFloat)) return product * inverse;
+  const double bound = inverse > 1.0f / 2000.0f ? 1536.0 : 2688.0;
+  return static_cast<float>(static_cast<double>(scale) * amax / bound);
+}
 TP_HOST_DEVICE float nv_factor(const DequantizeArgs& args, float amax, uint8_t scale) {
-  return (nv_e4m3_to_float(scale) * amax) * args.nv_inverse;
+  return nv_factor(nv_e4m3_to_float(scale), amax, args.nv_inverse);
 }
 TP_HOST_DEVICE float nv_factor(const DequantizeArgs& args, const Tile& tile, int line, uint8_t scale) {
   return args.amax ? nv_factor(args, nv_amax(args, tile, line), scale) : nv_e4m3_to_float(scale);

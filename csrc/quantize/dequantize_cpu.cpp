@@ -82,6 +82,11 @@ TP_CPU_CLONES void nv_factors(const uint8_t* __restrict scales, int count, float
   for (int i = 0; i < count; ++i) factors[i] = (nv_e4m3_to_float(scales[i]) * amax) * inverse;
 }
 
+// Of an amax that may make a product overflow (nv_factor).
+void large_nv_factors(const uint8_t* scales, int count, float amax, float inverse, float* factors) {
+  for (int i = 0; i < count; ++i) factors[i] = nv_factor(nv_e4m3_to_float(scales[i]), amax, inverse);
+}
+
 // What the blocks of one line are multiplied by, from where the tile begins; they may lie in tiles after it.
 void load_factors(const DequantizeArgs& args, const Tile& tile, int line, int count, float* factors) {
   const Layout& layout = args.layout;
@@ -103,7 +108,8 @@ void load_factors(const DequantizeArgs& args, const Tile& tile, int line, int co
   }
   if (!nv) return mx_factors(scales, 4 * words, factors);
   const float amax = args.amax ? nv_amax(args, tile, line) : 1.0f;
-  nv_factors(scales, 4 * words, amax, args.amax ? args.nv_inverse : 1.0f, factors);
+  const auto find = fabsf(amax) > kLargestFloat / 448.0f ? large_nv_factors : nv_factors;
+  find(scales, 4 * words, amax, args.amax ? args.nv_inverse : 1.0f, factors);
 }
 
 // Where a line of the tile begins in the data, in elements.

@@ -291,7 +291,8 @@ def amax(input: Tensor, spec: NvSpec, sizes: list[int] | None, direction: int) -
 
 
 def dequantized(data: Tensor, scale: Tensor, spec: NvSpec, amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of one matrix: element * ((scale * amax) * (1 / (6 * bound))), rounded; every NaN the quiet one."""
+    """Of one matrix: element * ((scale * amax) * (1 / (6 * bound))), rounded; every NaN the quiet one. A scale * amax
+    that overflows is taken in float64."""
     bytes = data.cpu().view(torch.uint8).numpy()
     codes = np.stack([bytes & 15, bytes >> 4], -1).reshape(bytes.shape[0], 2 * bytes.shape[1])
     values = np.where(codes & 8, -E2M1[codes & 7], E2M1[codes & 7]).astype(np.float32)
@@ -303,5 +304,8 @@ def dequantized(data: Tensor, scale: Tensor, spec: NvSpec, amax: Tensor, dtype: 
     wide = np.where(scales & 0x80, -wide, wide).astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         of = amax.cpu().numpy().reshape(-1, 1)
-        product = torch.from_numpy(values * ((wide * of) * np.float32(1 / (6 * spec.bound))))
+        factor = (wide * of) * np.float32(1 / (6 * spec.bound))
+        in_fp64 = (wide.astype(np.float64) * of / (6 * spec.bound)).astype(np.float32)
+        factor = np.where(np.isinf(wide * of) & np.isfinite(of), in_fp64, factor)
+        product = torch.from_numpy(values * factor)
     return torch.where(product.isnan(), torch.tensor(float("nan")).to(dtype), product.to(dtype))

@@ -15,8 +15,9 @@ from tests.ops.nvfp4_oracle import SPECS
 from tests.ops.quantize_oracle import assert_all_same
 from tests.ops.test_quantize_values import every_value
 from transformer_plugin import ops, reference
+from transformer_plugin.recipes import NVFP4BlockScaling
 from transformer_plugin.testing.cases import FLOAT_DTYPES
-from transformer_plugin.testing.numerics import assert_same_bits
+from transformer_plugin.testing.numerics import assert_same_bits, relative_error
 
 by_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 by_implementation = pytest.mark.parametrize("of", [reference, ops], ids=["reference", "ops"])
@@ -210,3 +211,64 @@ def test_values_come_back_within_half_a_step(of: ModuleType) -> None:
             block = block.unflatten(0, (-1, 16)).amax(1).repeat_interleave(16, 0)
         worst = ((back - values).abs() / block.repeat_interleave(16, 1)).max()
         assert 0.1 < worst < (1 / 6) * (1 + 1 / 16) + 1 / 16, format
+
+
+# Large values.
+
+
+@by_implementation
+@pytest.mark.parametrize(
+    "format", ["nvfp4", "nvfp4:square", "nvfp4:row_scaled", "nvfp4:4over6", "nvfp4:4over6_mse"]
+)
+@pytest.mark.parametrize("largest", [7e35, 7.7e35, 2e36, 1e38, 3.4028234663852886e38])
+def test_finite_values_stay_finite(of: ModuleType, format: str, largest: float, device: torch.device) -> None:
+    """Where a block's scale times the amax is past float32: each value is a code times scale * amax / bound / 6, and
+    those are as far from the input as smaller ones are."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(32, 64, generator=generator) * 2 - 1
+    x[0, 0], x[5, 7] = 1, -1
+    small, large = x.to(device), (x.double() * largest).float().to(device)
+    results = []
+    for values in (small, large):
+        amax = of.amax(values, format)
+        data, scale = of.quantize(values, format, amax)
+        back = of.dequantize(data, scale, format, amax=amax)
+        assert back.isfinite().all() and (back.abs().amax(-1) <= amax.amax()).all()
+        results.append((data, scale, amax, back))
+    data, scale, amax, back = results[1]
+    blocks = scale.float()[:32, :4].double().cpu().repeat_interleave(16, 1)
+    bound = 256 if "4over6" in format else 448
+    of_matrix = amax.double().cpu().unsqueeze(-1)
+    codes = codes_of(data).long()
+    elements = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=torch.float64)[codes]
+    exact = elements * blocks * of_matrix / (bound * 6)
+    torch.testing.assert_close(back.double().cpu(), exact, rtol=3e-7, atol=0)
+    transposed = of.dequantize(data, scale, format, torch.float32, amax=amax)
+    assert_same_bits(transposed, back)
+    assert ((back.double() / largest - x.to(device).double()).norm() / x.double().norm().to(device)) < 0.15
+
+
+@pytest.mark.parametrize(
+    ("hadamard", "largest"),
+    [(False, 7.7e35), (False, 1e38), (False, 3.4e38), (True, 7.7e35), (True, 2e37)],  # sums of 16, in float32
+)
+def test_products_of_large_values_are_finite(hadamard: bool, largest: float, device: torch.device) -> None:
+    """A layer's output and gradients, each with one large operand, beside those of the operand divided by it."""
+    recipe = NVFP4BlockScaling(random_hadamard=hadamard, stochastic_rounding=False)
+    generator = torch.Generator().manual_seed(1)
+    x, w, g = (torch.rand(64, 64, generator=generator).to(device) * 2 - 1 for _ in range(3))
+
+    def products(x: Tensor, w: Tensor, g: Tensor) -> list[Tensor]:
+        leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+        keys = recipe.input_format, recipe.weight_format, recipe.grad_format
+        output = ops.linear(*leaves, None, *keys)
+        return [output.detach(), *torch.autograd.grad(output, leaves, g)]
+
+    small = [t * 1e-4 for t in (x, w, g)]
+    for operand in range(3):
+        given = [t if i != operand else (t.double() / 1e-4 * largest).float() for i, t in enumerate(small)]
+        for i, (got, usual) in enumerate(zip(products(*given), products(*small), strict=True)):
+            assert got.isfinite().all()
+            unused = {0: 1, 1: 2, 2: 0}[operand]  # the product that the operand is not part of
+            factor = 1.0 if i == unused else largest / 1e-4
+            assert relative_error(got.double() / factor, usual.double()) < 0.02

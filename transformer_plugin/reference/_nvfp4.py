@@ -41,7 +41,12 @@ def encode_scale(amax: Tensor, format: Format) -> Tensor:
 
 def decode_factor(scale: Tensor, amax: Tensor, format: Format) -> Tensor:
     """What an element is multiplied by, from its block's scale in float32 and its matrix's (or row's) amax."""
-    return (scale * amax) * _constant(1 / _largest(format), amax)
+    product = scale * amax
+    wide = (
+        scale.double() * amax.double() / _largest(format)
+    ).float()  # what float32 cannot hold is taken in double
+    usual = product * _constant(1 / _largest(format), amax)
+    return torch.where(product.isinf() & amax.isfinite(), wide, usual)
 
 
 def round_to_e2m1(values: Tensor) -> Tensor:
