@@ -78,6 +78,8 @@ class Format:
         aligned_groups: ``fp8_tensor`` and ``fp8_block``: each group of a ragged matrix begins at a multiple of 32 in a
             line of transposed data (:meth:`line_length`, :meth:`line_begin`), with zeros between groups, so that weight
             gradients on Hopper read groups of any sizes as they lie. Nothing else depends on it.
+        nonfinite_is_nan: all but ``none``: layers make outputs and gradients of an operand that holds a NaN or an
+            infinity NaN. Data and scales of the quantize ops do not depend on it.
 
     Raises:
         ValueError: options that the family does not have or that exclude each other (``row_scaled`` and
@@ -100,6 +102,7 @@ class Format:
     four_over_six: FourOverSix = ""
     tiled_scales: bool = False
     aligned_groups: bool = False
+    nonfinite_is_nan: bool = False
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -173,6 +176,10 @@ class Format:
                 "True",
                 "Leave it out",
             )
+        if self.nonfinite_is_nan and self.family == "none":
+            raise _error(
+                "nonfinite_is_nan", "False for none, whose products are IEEE's", "True", "Leave it out"
+            )
         for name in ("random_hadamard", "stochastic_rounding", "row_scaled", "four_over_six"):
             value = getattr(self, name)
             if value and self.family != "nvfp4":
@@ -188,7 +195,7 @@ class Format:
         """The format that ``key`` names, the last of repeated options; ValueError when it names none."""
         family, colon, options = key.partition(":")
         values: dict[str, object] = {}
-        valid = family in FAMILIES and (colon == "" or (options != "" and family in _QUANTIZED))
+        valid = family in FAMILIES and (colon == "" or (options != "" and family != "none"))
         for option in options.split(",") if options else ():
             read = _read_option(family, option)
             valid = valid and read is not None
@@ -207,7 +214,7 @@ class Format:
     def key(self) -> str:
         """What ops take. All options spelled out, so equal formats have equal keys."""
         if not self.is_quantized:
-            return self.family
+            return self.family + (":nan" if self.nonfinite_is_nan else "")
         options: list[str] = [str(self.element)]
         if self.family in ("fp8_tensor", "fp8_block"):
             options += ["pow2" if self.power_of_two_scales else "fp32"]
@@ -216,6 +223,7 @@ class Format:
         options += [option for option, (name, value) in _NV_OPTIONS.items() if getattr(self, name) == value]
         options += ["tiled"] if self.tiled_scales else []
         options += ["aligned"] if self.aligned_groups else []
+        options += ["nan"] if self.nonfinite_is_nan else []
         return f"{self.family}:{','.join(options)}"
 
     @property
@@ -305,6 +313,10 @@ class Format:
 
 def _read_option(family: str, option: str) -> tuple[str, object] | None:
     """The field that an option of a family sets, and its value; None when the family has no such option."""
+    if option == "nan":
+        return "nonfinite_is_nan", True
+    if family == "bf16":
+        return None
     if option in (("e2m1",) if family == "nvfp4" else ("e4m3", "e5m2")):
         return "element", option
     if option == "square" and family in _WIDTHS:

@@ -7,19 +7,32 @@ gradient of the output. A recipe names a format for each, as a key (:mod:`transf
 from __future__ import annotations
 
 import numbers
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Literal
 
 from transformer_plugin.formats import Element, Format, FourOverSix
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Base of the recipes: operands as they come. ``Recipe()`` is what ``"none"`` means.
 
+    Args:
+        nonfinite: of every recipe, by keyword: what a NaN or an infinity in an operand does to its products.
+            ``"round"``: what its format makes of it, which may be a finite number; ``"nan"``: the output becomes NaN
+            for such an input or weight, the gradients of the weight and the input that are products of it too, and all
+            gradients but the bias's for such a gradient of the output; the bias's is the sum. ``Recipe()`` rounds
+            nothing: there it changes nothing.
+
     Raises:
-        TypeError: of every recipe, where an argument is of another type than the class says.
+        TypeError: of every recipe, where an argument is of another type than the class says. ValueError: a choice that
+            does not exist.
     """
+
+    nonfinite: Literal["round", "nan"] = field(default="round", kw_only=True)
 
     def __post_init__(self) -> None:
         kinds = {
@@ -27,16 +40,21 @@ class Recipe:
             "int": (numbers.Integral, "an integer"),
             "float": (numbers.Real, "a number"),
         }
-        for field in fields(self):
-            kind, expected = kinds.get(str(field.type), (object, ""))
-            value = getattr(self, field.name)
+        for argument in fields(self):
+            kind, expected = kinds.get(str(argument.type), (object, ""))
+            value = getattr(self, argument.name)
             if not isinstance(value, kind) or (
                 isinstance(value, bool) and kind in (numbers.Integral, numbers.Real)
             ):
                 raise TypeError(
-                    f"transformer_plugin.{type(self).__name__}: argument '{field.name}': expected {expected}, got "
-                    f"{value!r}. {field.default!r} is the default."
+                    f"transformer_plugin.{type(self).__name__}: argument '{argument.name}': expected {expected}, got "
+                    f"{value!r}. {argument.default!r} is the default."
                 )
+        if self.nonfinite not in ("round", "nan"):
+            raise ValueError(
+                f"transformer_plugin.{type(self).__name__}: argument 'nonfinite': expected 'round' or 'nan', got "
+                f"{self.nonfinite!r}. 'round' is the default."
+            )
 
     def _check_epsilon(self, epsilon: float) -> None:
         if epsilon != 0.0 and not 2.0**-149 <= epsilon < 2.0**128:
@@ -44,6 +62,10 @@ class Recipe:
                 f"transformer_plugin.{type(self).__name__}: argument 'amax_epsilon': expected 0 or a positive number "
                 f"that float32 holds, got {epsilon}. Use 0 for none."
             )
+
+    @property
+    def _nan(self) -> bool:
+        return self.nonfinite == "nan"
 
     @property
     def input_format(self) -> str:
@@ -67,15 +89,15 @@ class BFloat16(Recipe):
 
     @property
     def input_format(self) -> str:
-        return "bf16"
+        return Format("bf16", nonfinite_is_nan=self._nan).key
 
     @property
     def weight_format(self) -> str:
-        return "bf16"
+        return Format("bf16", nonfinite_is_nan=self._nan).key
 
     @property
     def grad_format(self) -> str:
-        return "bf16"
+        return Format("bf16", nonfinite_is_nan=self._nan).key
 
 
 @dataclass(frozen=True)
@@ -97,7 +119,13 @@ class Float8CurrentScaling(Recipe):
         self._check_epsilon(self.amax_epsilon)  # now, not in the first step
 
     def _format(self, element: Element) -> str:
-        return Format("fp8_tensor", element, self.power_of_two_scales, epsilon=self.amax_epsilon).key
+        return Format(
+            "fp8_tensor",
+            element,
+            self.power_of_two_scales,
+            epsilon=self.amax_epsilon,
+            nonfinite_is_nan=self._nan,
+        ).key
 
     @property
     def input_format(self) -> str:
@@ -124,6 +152,11 @@ class DelayedScaling(Recipe):
         hybrid: gradients in E5M2, the rest in E4M3; False: all in E4M3.
         amax_history_len: of how many steps amaxes are kept, at least 1.
         amax_compute_algo: ``"max"``: the scale fits the largest amax that is kept; ``"most_recent"``: the last one.
+        amax_group: by keyword: the ranks that take the largest amaxes of all of them, and so the same scales: a process
+            group or its name, or ``""`` for none. It is kept as the name. Each layer reduces its amaxes at the start of
+            each forward in training, so all of the group call it equally often, in the same order; an evaluation
+            communicates nothing and takes the scales of the last training forward.
+            :func:`transformer_plugin.nn.reduce_amax` does it for a whole model with one collective.
 
     The keys say how the operands are stored, ``fp8_tensor``. :func:`transformer_plugin.ops.linear` would make scales of
     the data from them: :func:`transformer_plugin.ops.linear_scaled` takes scales that are given.
@@ -136,6 +169,7 @@ class DelayedScaling(Recipe):
     hybrid: bool = True
     amax_history_len: int = 1024
     amax_compute_algo: Literal["max", "most_recent"] = "max"
+    amax_group: ProcessGroup | str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,6 +184,14 @@ class DelayedScaling(Recipe):
                 repr(self.amax_compute_algo),
                 "Choose one of them",
             )
+        if not isinstance(self.amax_group, str):
+            name = getattr(self.amax_group, "group_name", None)
+            if not isinstance(name, str):
+                raise TypeError(
+                    "transformer_plugin.DelayedScaling: argument 'amax_group': expected a process group or its name, "
+                    f"got {self.amax_group!r}. Call torch.distributed.init_process_group first, or leave it out."
+                )
+            object.__setattr__(self, "amax_group", name)
 
     @staticmethod
     def _error(argument: str, expected: str, got: object, advice: str) -> ValueError:
@@ -159,15 +201,15 @@ class DelayedScaling(Recipe):
 
     @property
     def input_format(self) -> str:
-        return Format("fp8_tensor", "e4m3").key
+        return Format("fp8_tensor", "e4m3", nonfinite_is_nan=self._nan).key
 
     @property
     def weight_format(self) -> str:
-        return Format("fp8_tensor", "e4m3").key
+        return Format("fp8_tensor", "e4m3", nonfinite_is_nan=self._nan).key
 
     @property
     def grad_format(self) -> str:
-        return Format("fp8_tensor", "e5m2" if self.hybrid else "e4m3").key
+        return Format("fp8_tensor", "e5m2" if self.hybrid else "e4m3", nonfinite_is_nan=self._nan).key
 
 
 @dataclass(frozen=True)
@@ -189,7 +231,14 @@ class Float8BlockScaling(Recipe):
         self._check_epsilon(self.amax_epsilon)
 
     def _format(self, square: bool) -> str:
-        return Format("fp8_block", "e4m3", self.power_of_two_scales, square, self.amax_epsilon).key
+        return Format(
+            "fp8_block",
+            "e4m3",
+            self.power_of_two_scales,
+            square,
+            self.amax_epsilon,
+            nonfinite_is_nan=self._nan,
+        ).key
 
     @property
     def input_format(self) -> str:
@@ -222,15 +271,15 @@ class MXFP8BlockScaling(Recipe):
 
     @property
     def input_format(self) -> str:
-        return Format("mxfp8").key
+        return Format("mxfp8", nonfinite_is_nan=self._nan).key
 
     @property
     def weight_format(self) -> str:
-        return Format("mxfp8", square_blocks=self.square_weights).key
+        return Format("mxfp8", square_blocks=self.square_weights, nonfinite_is_nan=self._nan).key
 
     @property
     def grad_format(self) -> str:
-        return Format("mxfp8").key
+        return Format("mxfp8", nonfinite_is_nan=self._nan).key
 
 
 @dataclass(frozen=True)
@@ -300,16 +349,25 @@ class NVFP4BlockScaling(Recipe):
             random_hadamard=self.random_hadamard,
             row_scaled=self.row_scaled_activations,
             four_over_six=self._four_over_six,
+            nonfinite_is_nan=self._nan,
         ).key
 
     @property
     def weight_format(self) -> str:
-        return Format("nvfp4", square_blocks=self.square_weights, four_over_six=self._four_over_six).key
+        return Format(
+            "nvfp4",
+            square_blocks=self.square_weights,
+            four_over_six=self._four_over_six,
+            nonfinite_is_nan=self._nan,
+        ).key
 
     @property
     def grad_format(self) -> str:
         return Format(
-            "nvfp4", random_hadamard=self.random_hadamard, stochastic_rounding=self.stochastic_rounding
+            "nvfp4",
+            random_hadamard=self.random_hadamard,
+            stochastic_rounding=self.stochastic_rounding,
+            nonfinite_is_nan=self._nan,
         ).key
 
 

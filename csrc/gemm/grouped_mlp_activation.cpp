@@ -1,5 +1,6 @@
 #include "gemm/grouped_mlp_activation.h"
 
+#include "gemm/nonfinite.h"
 #include "gemm/quantized_weight.h"
 #include "gemm/swiglu_calls.h"
 
@@ -10,14 +11,16 @@ using at::Tensor;
 
 // The scales of blocks are found in a tile. One scale for a whole matrix, and the amax of nvfp4, need all of the matrix
 // before its first element is rounded, so there the steps are done one by one.
-bool rounds_in_tiles(const Format& format) { return format.has_blocks() && !format.is_nv(); }
+bool rounds_in_tiles(const Format& format, std::string_view key) {
+  return format.has_blocks() && !format.is_nv() && !marks_nonfinite(key);
+}
 
 // The gradient's two halves must begin on a tile. Where a bias wants its sums, they are of what is not rounded.
-bool rounds_gradient_in_tiles(const Tensor& linear, const Format& format, const HiddenWanted& wanted) {
+bool rounds_gradient_in_tiles(const Tensor& linear, const RoleFormats& formats, const HiddenWanted& wanted) {
   constexpr int64_t kTwoTiles = 256;
   const c10::SymInt columns = linear.sym_size(1);
-  return rounds_in_tiles(format) && (wanted.input || wanted.weight) && !wanted.bias && columns > 0 &&
-         columns % kTwoTiles == 0;
+  return rounds_in_tiles(formats.grad, formats.grad_key) && (wanted.input || wanted.weight) && !wanted.bias &&
+         columns > 0 && columns % kTwoTiles == 0;
 }
 
 // Whether a product of these values with a SwiGLU beside it is one op: without scales, in the dtype of the layer.
@@ -59,7 +62,7 @@ Hidden product_then_activation(Rounded input, RoundedWeight weight, const MlpArg
                            mlp.group_sizes, mlp.fc1_bias, std::nullopt, true, mlp.input.scalar_type());
   input = {};
   weight = {};
-  if (!rounds_in_tiles(formats.input)) {
+  if (!rounds_in_tiles(formats.input, formats.input_key)) {
     hidden.activation = round_role(call_swiglu(hidden.linear, mlp.probs), mlp.group_sizes, formats.input,
                                    formats.input_key, true, columns);
     return hidden;
@@ -106,7 +109,7 @@ HiddenGradient data_gradient_then_activation_backward(Scaled grad, const Scaled&
                                     std::nullopt, transpose_b, linear.scalar_type());
   grad = {};
   HiddenGradient result;
-  if (rounds_gradient_in_tiles(linear, formats.grad, wanted)) {
+  if (rounds_gradient_in_tiles(linear, formats, wanted)) {
     auto& [row, column] = result.linear.values;
     std::tie(row.data, row.scale, column.data, column.scale, result.probs) =
         call_swiglu_backward_quantize_both(grad_activation, linear, probs, group_sizes, key);

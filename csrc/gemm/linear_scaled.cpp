@@ -1,6 +1,7 @@
 // linear_scaled and grouped_linear_scaled: linear and grouped_linear in fp8_tensor with delayed scaling. One state
 // tensor holds the scales of the input (of each group), then of the weight, then of the gradient. The ops that end in
 // an underscore collect their amaxes in another, that of the gradient from inside the backward.
+#include <ATen/ops/mul.h>
 #include <torch/library.h>
 
 #include "common/autograd.h"
@@ -9,6 +10,7 @@
 #include "gemm/checks.h"
 #include "gemm/code_product.h"
 #include "gemm/leading_dims.h"
+#include "gemm/nonfinite.h"
 #include "quantize/scaled.h"
 
 namespace transformer_plugin::gemm {
@@ -85,6 +87,7 @@ Rounded round_role(const Tensor& x, const OptionalTensor& group_sizes, const Ten
                    std::string_view key, const OptionalTensor& amax, int64_t first) {
   Rounded result;
   std::tie(result.data, result.scale) = call_quantize_scaled(x, group_sizes, scale, key, amax, first);
+  if (marks_nonfinite(key)) result.scale = at::mul(result.scale, nonfinite_mark(x, group_sizes));
   return result;
 }
 
@@ -123,13 +126,21 @@ struct Operands {
 };
 
 Operands round_operands(const Layer& layer) {
-  return {round_role(layer.input, layer.group_sizes, layer.scale, layer.keys.input, layer.amax, 0),
-          round_role(layer.weight, std::nullopt, layer.scale, layer.keys.weight, layer.amax,
+  const OptionalTensor collects = quantize::runs_in_backward() ? std::nullopt : layer.amax;
+  return {round_role(layer.input, layer.group_sizes, layer.scale, layer.keys.input, collects, 0),
+          round_role(layer.weight, std::nullopt, layer.scale, layer.keys.weight, collects,
                      first_of(1, layer.weight))};
 }
 
 Tensor forward_of(const Layer& layer, const Operands& operands) {
   return multiply(operands.input, layer.keys.input, operands.weight, layer.keys.weight, layer, true);
+}
+
+// What collects is not a value that the backward reads: it may be changed in between, as by a broadcast of buffers. A
+// tracer's tensor stays as it is.
+Tensor without_version(const Tensor& amax) {
+  constexpr c10::DispatchKeySet kTraced{c10::DispatchKey::Python, c10::DispatchKey::Functionalize};
+  return amax.key_set().has_any(kTraced) ? amax : amax.variable_data();
 }
 
 class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction> {
@@ -151,7 +162,7 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction> {
         {wants_weight ? operands.input.data : none, wants_weight ? operands.input.scale : none,
          wants_input ? operands.weight.data : none, wants_input ? operands.weight.scale : none,
          or_undefined(group_sizes), wants_grad(bias_scale) ? *bias : none, or_undefined(bias_scale), scale,
-         or_undefined(amax)});
+         amax ? without_version(*amax) : none});
     ctx->saved_data["input_format"] = std::string(input_key);
     ctx->saved_data["weight_format"] = std::string(weight_key);
     ctx->saved_data["grad_format"] = std::string(grad_key);

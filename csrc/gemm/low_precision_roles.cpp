@@ -1,5 +1,7 @@
 #include "gemm/low_precision_roles.h"
 
+#include <ATen/ops/isnan.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/randint.h>
 
 #include <limits>
@@ -7,6 +9,7 @@
 #include "common/autograd.h"
 #include "gemm/calls.h"
 #include "gemm/code_product.h"
+#include "gemm/nonfinite.h"
 
 namespace transformer_plugin::gemm {
 namespace {
@@ -62,10 +65,33 @@ Rounded round_in_directions(const Tensor& x, const OptionalTensor& group_sizes, 
   return result;
 }
 
+// In place. Of bf16 there is nothing.
+void mark_scales(const Scaled& values, const Tensor& mark) {
+  if (values.amax.defined()) {
+    values.amax.mul_(mark);
+  } else if (values.scale.defined() && values.scale.scalar_type() == at::kFloat) {
+    values.scale.mul_(mark);
+  } else if (values.scale.defined()) {
+    values.scale.view(at::kByte).masked_fill_(at::isnan(mark), 255);  // the NaN of E8M0
+  }
+}
+
+// What the values of `x` are scaled by becomes NaN, if the key says so and `x` is not finite.
+void mark_scales(const Rounded& rounded, const Tensor& x, const OptionalTensor& group_sizes,
+                 std::string_view key) {
+  if (!marks_nonfinite(key)) return;
+  const Tensor mark = nonfinite_mark(x, group_sizes);
+  mark_scales(rounded.rows, mark);
+  mark_scales(rounded.columns, mark);
+}
+
 }  // namespace
 
 // Not by asking .to() for nothing: below autograd an op may not return what it was given.
-Tensor as_bfloat16(const Tensor& x) { return x.scalar_type() == at::kBFloat16 ? x : x.to(at::kBFloat16); }
+Tensor as_bfloat16(const Tensor& x, const OptionalTensor& group_sizes, std::string_view key) {
+  const Tensor rounded = x.scalar_type() == at::kBFloat16 ? x : x.to(at::kBFloat16);
+  return marks_nonfinite(key) ? at::mul(rounded, nonfinite_mark(x, group_sizes)) : rounded;
+}
 
 std::string layer_key(std::string_view key, const Tensor& like, const OptionalTensor& group_sizes) {
   std::string result(key);
@@ -80,7 +106,7 @@ Rounded round_matrix(const Tensor& x, const OptionalTensor& group_sizes, const F
                      std::string_view key, bool rows, bool columns) {
   Rounded result;
   if (format.family == FormatFamily::kBFloat16) {
-    result.rows.data = as_bfloat16(x);
+    result.rows.data = as_bfloat16(x, group_sizes, key);
     result.columns.data = result.rows.data.t();
   } else if (columns_are_views(format, x)) {
     std::tie(result.rows.data, result.rows.scale) = call_quantize(x, group_sizes, key);
@@ -88,6 +114,7 @@ Rounded round_matrix(const Tensor& x, const OptionalTensor& group_sizes, const F
   } else if (rows || columns) {
     result = round_in_directions(x, group_sizes, format, key, rows, columns);
   }
+  mark_scales(result, x, group_sizes, key);
   return result;
 }
 
@@ -102,6 +129,7 @@ RoundedGradient round_gradient(const Tensor& grad, const OptionalTensor& group_s
   Rounded values{{quantized.data, quantized.scale, Tensor()},
                  {quantized.data_t, quantized.scale_t, Tensor()}};
   if (one) values.columns = {quantized.data.t(), quantized.scale, Tensor()};
+  mark_scales(values, grad, group_sizes, key);
   return {values, quantized.bias};
 }
 
@@ -113,11 +141,12 @@ bool rounds_weight_columns(const Tensor& weight, const RoleFormats& formats) {
 RoundedWeight round_weight(const Tensor& weight, const RoleFormats& formats, bool backward) {
   const bool both = backward && rounds_weight_columns(weight, formats);
   if (formats.weight.family == FormatFamily::kBFloat16) {
-    const Scaled rounded{as_bfloat16(weight), Tensor(), Tensor()};
+    const Scaled rounded{as_bfloat16(weight, std::nullopt, formats.weight_key), Tensor(), Tensor()};
     return {rounded, backward ? rounded : Scaled{}};
   }
   RoundedWeight result;
   Rounded rounded = round_in_directions(weight, std::nullopt, formats.weight, formats.weight_key, true, both);
+  mark_scales(rounded, weight, std::nullopt, formats.weight_key);
   result = {std::move(rounded.rows), std::move(rounded.columns)};
   if (backward && !both) result.backward = result.forward;
   return result;
@@ -128,6 +157,7 @@ void round_weight_out(const Tensor& weight, const RoleFormats& formats, const Ro
   const auto& [row, column] = out;
   if (formats.weight.family == FormatFamily::kBFloat16) {
     row.data.copy_(weight);
+    if (marks_nonfinite(formats.weight_key)) row.data.mul_(nonfinite_mark(weight, std::nullopt));
     return;
   }
   const bool both = rounds_weight_columns(weight, formats);
@@ -137,6 +167,7 @@ void round_weight_out(const Tensor& weight, const RoleFormats& formats, const Ro
                     as_optional(given.seed));
   if (given.amax.defined()) row.amax.copy_(given.amax);
   if (given.amax_t.defined()) column.amax.copy_(given.amax_t);
+  mark_scales({row, both ? column : Scaled{}}, weight, std::nullopt, formats.weight_key);
 }
 
 Tensor multiply(const Operand& a, const Operand& b, const OptionalTensor& group_sizes,

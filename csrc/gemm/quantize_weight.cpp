@@ -4,6 +4,7 @@
 
 #include "common/autograd.h"
 #include "gemm/checks.h"
+#include "gemm/nonfinite.h"
 #include "gemm/quantized_weight.h"
 
 namespace transformer_plugin::gemm {
@@ -25,6 +26,7 @@ RoleFormats check_arguments(const Argument& weight, std::string_view input_forma
 RoundedWeight round_apart(const Tensor& weight, const RoleFormats& formats) {
   if (formats.weight.family != FormatFamily::kBFloat16) return round_weight(weight, formats, true);
   const Tensor data = weight.to(at::kBFloat16, false, /*copy=*/true, at::MemoryFormat::Contiguous);
+  if (marks_nonfinite(formats.weight_key)) data.mul_(nonfinite_mark(weight, std::nullopt));
   return {{data, Tensor(), Tensor()}, {}};
 }
 

@@ -1,6 +1,8 @@
 // What ops on scales that are given have in common: fp8_tensor alone, and runs of a tensor of scales.
 #pragma once
 
+#include <torch/csrc/autograd/graph_task.h>
+
 #include <string_view>
 
 #include "common/check.h"
@@ -13,5 +15,9 @@ Format given_scale_format(const char* op, const char* argument, std::string_view
 
 // float32, one dimension, contiguous, on the device of `data`, with entries from `first` to `first + count`.
 void check_scale_run(const Argument& scales, const Argument& data, int64_t first, const c10::SymInt& count);
+
+// A forward inside a backward is one that activation checkpointing runs again: it must see the scales that it saw, and what
+// went in was collected then.
+inline bool runs_in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 }  // namespace transformer_plugin::quantize

@@ -17,8 +17,9 @@ def quantize_weight(
     """Along rows, then along columns if the values there are others; ``columns`` has those anyway, as devices want them
     whose kernels multiply codes. Without rounding at random."""
     format = Format.parse(weight_format)
+    mark = nonfinite_mark(weight) if format.nonfinite_is_nan else torch.ones((), device=weight.device)
     if format.family == "bf16":
-        return [weight.bfloat16().clone(memory_format=torch.contiguous_format)]
+        return [(weight.bfloat16() * mark).clone(memory_format=torch.contiguous_format)]
     if columns is None:
         columns = format.block is not None and not format.square_blocks
     nv = format.family == "nvfp4"
@@ -27,7 +28,17 @@ def quantize_weight(
     if columns:
         largest = [amax_transposed(weight, format)] if nv else []
         tensors += [*quantize_transposed(weight, format, *largest), *largest]
+    if mark.isnan():
+        for tensor in tensors:  # what the values are scaled by: of nvfp4 the amaxes
+            if tensor.dtype in (torch.float32, torch.float8_e8m0fnu):
+                tensor.copy_(torch.full_like(tensor, float("nan"), dtype=torch.float32))
     return tensors
+
+
+def nonfinite_mark(matrix: Tensor, group_sizes: Tensor | None = None) -> Tensor:
+    """1, or NaN if the matrix holds a NaN or an infinity, of ragged rows those of its groups."""
+    used = matrix if group_sizes is None else matrix[: int(group_sizes.sum())]
+    return torch.tensor(1.0 if used.isfinite().all() else float("nan"), device=matrix.device)
 
 
 def quantize_weight_out(
