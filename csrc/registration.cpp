@@ -77,7 +77,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "Tensor? group_sizes=None, int first=0) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "update_delayed_scale_(Tensor(a!) history, Tensor(b!) scale, Tensor(c!) amax, str[] formats, int margin=0, "
-      "str algorithm=\"max\") -> Tensor");
+      "str algorithm=\"max\", str group=\"\") -> Tensor");
   m.def(
       "delayed_scale(Tensor history, Tensor scale, Tensor amax, str[] formats, int margin=0, "
       "str algorithm=\"max\") -> Tensor");

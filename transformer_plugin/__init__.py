@@ -5,12 +5,14 @@ from transformer_plugin import _library
 _library.load()
 
 from transformer_plugin import errors, formats, nn, ops, parallel, recipes  # noqa: E402
+from transformer_plugin.nn.checkpoint import checkpoint  # noqa: E402
 from transformer_plugin.parallel import clip_grad_norm_  # noqa: E402
 from transformer_plugin.support import explain_support  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
     "__version__",
+    "checkpoint",
     "clip_grad_norm_",
     "errors",
     "explain_support",

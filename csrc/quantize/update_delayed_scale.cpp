@@ -1,10 +1,13 @@
 #include "quantize/update_delayed_scale.h"
 
-#include <torch/csrc/autograd/graph_task.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <cmath>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "common/autograd.h"
 #include "common/buffers.h"
 #include "common/tensor.h"
 #include "quantize/scaled.h"
@@ -24,6 +27,7 @@ struct Call {
   at::ArrayRef<std::string> formats;
   int64_t margin;
   c10::string_view algorithm;
+  c10::string_view group = {};  // c10d's name of the ranks that take the same scales; none for this one alone
 };
 
 void check_state(const Argument& argument, int64_t dim, const Argument& history) {
@@ -67,14 +71,33 @@ Tensor meta(const Call& call, bool write) {
   return empty(call.scale, call.scale.sym_sizes(), at::kFloat);
 }
 
-// A forward inside a backward is one that activation checkpointing runs again: it must see the scales that it saw.
-bool recomputes() { return torch::autograd::get_current_graph_task_id() != -1; }
+// The largest of all ranks. The ops are torch's own, which know the groups; below autograd, for the version must not change.
+void reduce_amax(const char* op, const Tensor& amax, const std::string& group) {
+  bool exists = true;
+  try {
+    c10d::resolve_process_group(group);
+  } catch (const std::exception&) {
+    exists = false;
+  }
+  TP_CHECK_VALUE(exists, op, "group", "the name of a c10d process group of this process, or \"\"",
+                 "'" << group << "'", "Pass group.group_name, and do not use a group after it is destroyed");
+  static const auto all_reduce =
+      c10::Dispatcher::singleton().findSchemaOrThrow("_c10d_functional::all_reduce", "");
+  static const auto wait =
+      c10::Dispatcher::singleton().findSchemaOrThrow("_c10d_functional::wait_tensor", "");
+  const BelowAutograd guard;
+  torch::jit::Stack stack{amax, std::string("max"), group};
+  all_reduce.callBoxed(&stack);
+  wait.callBoxed(&stack);
+  amax.copy_(stack.front().toTensor());
+}
 
 Tensor run(const Call& call, bool write) {
   if (write) {
     check_state_written(call);
     check_apart(call.op, {{"history", call.history}, {"scale", call.scale}, {"amax", call.amax}}, {});
-    if (recomputes()) return call.scale.clone();
+    if (runs_in_backward()) return call.scale.clone();
+    if (!call.group.empty()) reduce_amax(call.op, call.amax, std::string(call.group));
   } else {
     check_arguments(call);
   }
@@ -115,8 +138,9 @@ void register_ops(torch::Library& m) {
     return run_op({"delayed_scale", history, scale, amax, formats, margin, algorithm}, false);
   });
   m.impl("update_delayed_scale_", [](const Tensor& history, const Tensor& scale, const Tensor& amax,
-                                     const Keys& formats, int64_t margin, c10::string_view algorithm) {
-    return run_op({"update_delayed_scale_", history, scale, amax, formats, margin, algorithm}, true);
+                                     const Keys& formats, int64_t margin, c10::string_view algorithm,
+                                     c10::string_view group) {
+    return run_op({"update_delayed_scale_", history, scale, amax, formats, margin, algorithm, group}, true);
   });
 }
 

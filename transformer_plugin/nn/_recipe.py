@@ -13,6 +13,7 @@ from transformer_plugin import ops
 from transformer_plugin.formats import Format
 from transformer_plugin.nn import _tracing
 from transformer_plugin.nn._quantized_weight import HoldsQuantizedWeight
+from transformer_plugin.nn.checkpoint import scales_of
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
 #: Buffers of the state, in the order in which the ops take them.
@@ -55,6 +56,9 @@ class TakesRecipe(HoldsQuantizedWeight):
     _recipe: Recipe | None
     _formats: RoleFormats
     _row_rules: RowRules
+    #: with an ``amax_group`` what this rank saw since its last update, in place of ``delayed_amax``: no buffer, because
+    #: frameworks that broadcast those would lose it before it is reduced.
+    _rank_amax: Tensor | None = None
 
     @property
     def recipe(self) -> Recipe | None:
@@ -99,24 +103,38 @@ class TakesRecipe(HoldsQuantizedWeight):
 
     def _make_state(self) -> None:
         recipe, held = self._recipe, self._buffers.get(STATE[0])
+        if self._rank_amax is not None:
+            self.delayed_amax.copy_(self._rank_amax)
+            self._rank_amax = None
         if isinstance(recipe, DelayedScaling):
-            if held is not None and held.shape[0] == recipe.amax_history_len:
-                return
-            weight = self._local(self.weight.detach())
-            tensors = 3 * (weight.shape[0] if weight.dim() == 3 else 1)
-            sizes = ((recipe.amax_history_len, tensors), (tensors,), (tensors,))
-            for name, size in zip(STATE, sizes, strict=True):
-                self.register_buffer(name, torch.empty(size, dtype=torch.float32, device=weight.device))
-            self._reset_state()
+            if held is None or held.shape[0] != recipe.amax_history_len:
+                self._register_state(recipe)
+            if recipe.amax_group:
+                self._rank_amax = self.delayed_amax.clone()
         elif held is not None:
             for name in STATE:
                 delattr(self, name)
+
+    def _register_state(self, recipe: DelayedScaling) -> None:
+        weight = self._local(self.weight.detach())
+        tensors = 3 * (weight.shape[0] if weight.dim() == 3 else 1)
+        sizes = ((recipe.amax_history_len, tensors), (tensors,), (tensors,))
+        for name, size in zip(STATE, sizes, strict=True):
+            self.register_buffer(name, torch.empty(size, dtype=torch.float32, device=weight.device))
+        self._reset_state()
 
     def _reset_state(self) -> None:
         if STATE[0] in self._buffers:
             torch.nn.init.zeros_(self.delayed_history)
             torch.nn.init.ones_(self.delayed_scale)
             torch.nn.init.zeros_(self.delayed_amax)
+        if self._rank_amax is not None:
+            torch.nn.init.zeros_(self._rank_amax)
+
+    @property
+    def _collects(self) -> Tensor:
+        """What amaxes are collected in."""
+        return self.delayed_amax if self._rank_amax is None else self._rank_amax
 
     @staticmethod
     def _takes(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -135,18 +153,37 @@ class TakesRecipe(HoldsQuantizedWeight):
         not before an op that will refuse the call."""
         if not takes:
             return self.delayed_scale
-        state = (self.delayed_history, self.delayed_scale, self.delayed_amax)
+        if torch.compiler.is_compiling():
+            return self._next_scales(recipe)
+        return scales_of(self, lambda: self._next_scales(recipe))
+
+    def _next_scales(self, recipe: DelayedScaling) -> Tensor:
+        state = (self.delayed_history, self.delayed_scale, self._collects)
         rule = (list(self._formats), recipe.margin, recipe.amax_compute_algo)
         if _tracing.is_tracing():
             update = _tracing.update_delayed_scale_ if self.training else _tracing.delayed_scale
             return update(state, rule)
-        if not self.training:
-            return ops.delayed_scale(*state, *rule)
-        return ops.update_delayed_scale_(*state, *rule)
+        if self.training:
+            return ops.update_delayed_scale_(*state, *rule, str(recipe.amax_group))
+        return self.delayed_scale.clone() if recipe.amax_group else ops.delayed_scale(*state, *rule)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._rank_amax is not None:
+            destination[prefix + STATE[2]] = self._rank_amax
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        if self._rank_amax is not None and prefix + STATE[2] in state_dict:
+            self._rank_amax = self.delayed_amax.clone()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         with keeps_float32(self, *STATE):
-            return super()._apply(fn, recurse)
+            super()._apply(fn, recurse)
+        if self._rank_amax is not None:
+            now = fn(self._rank_amax)
+            self._rank_amax = now if now.dtype == torch.float32 else self._rank_amax.to(now.device)
+        return self
 
 
 def formats_of(recipe: Recipe | None) -> RoleFormats:

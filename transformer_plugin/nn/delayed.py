@@ -24,10 +24,11 @@ def reduce_amax(model: torch.nn.Module, group: ProcessGroup | None = None) -> No
             own, or leave them out by passing the rest of the model.
         group: None for all ranks.
 
-    Without such a module nothing happens.
+    Without such a module nothing happens. With the ``amax_group`` of
+    :class:`~transformer_plugin.recipes.DelayedScaling` the layers do it by themselves.
     """
     layers = [module for module in model.modules() if isinstance(module, TakesRecipe)]
-    amaxes = [layer.delayed_amax for layer in layers if isinstance(layer.recipe, DelayedScaling)]
+    amaxes = [layer._collects for layer in layers if isinstance(layer.recipe, DelayedScaling)]
     if not amaxes:
         return
     together = torch.cat(amaxes)

@@ -115,7 +115,7 @@ class GroupedLinear(TakesRecipe):
         input, weight, bias = operands(input, self.local_weight, self.local_bias)
         if isinstance(self.recipe, DelayedScaling):
             takes = self._takes(input, weight, bias) and self._takes_rows(input, group_sizes, bias_scale)
-            scale, amax = self._delayed_scales(self.recipe, takes), self.delayed_amax
+            scale, amax = self._delayed_scales(self.recipe, takes), self._collects
             layer = (bias, bias_scale, *self._formats)
             if self.training:
                 return ops.grouped_linear_scaled_(input, weight, group_sizes, scale, amax, *layer)

@@ -60,7 +60,7 @@ class Linear(TakesRecipe, torch.nn.Linear):
         if isinstance(self.recipe, DelayedScaling):
             scale = self._delayed_scales(self.recipe, self._takes(input, weight, bias))
             if self.training:
-                return ops.linear_scaled_(input, weight, scale, self.delayed_amax, bias, *self._formats)
+                return ops.linear_scaled_(input, weight, scale, self._collects, bias, *self._formats)
             return ops.linear_scaled(input, weight, scale, bias, *self._formats)
         return ops.linear(input, weight, bias, *self._formats, quantized_weight)
 

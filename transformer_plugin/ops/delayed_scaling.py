@@ -101,6 +101,7 @@ def update_delayed_scale_(
     formats: list[str],
     margin: int = 0,
     algorithm: Algorithm = "max",
+    group: str = "",
 ) -> Tensor:
     """The update between two steps, of any number of tensors in one launch.
 
@@ -110,6 +111,8 @@ def update_delayed_scale_(
         formats: 1 to 16 keys of ``fp8_tensor``; each is that of ``n / len(formats)`` tensors in a row.
         margin: from -100 to 100; the scale is divided by ``2**margin``.
         algorithm: ``"max"`` over the history, or the ``"most_recent"`` amax.
+        group: the name of a c10d process group, every rank of which calls this: the largest amaxes of all its ranks
+            count, found by one collective first. ``""`` for this rank alone.
 
     All three are written through their pointers; their autograd version does not change. Inside a backward, where
     activation checkpointing runs a forward again, nothing is written and ``scale`` is copied as it is: that of the
@@ -120,9 +123,9 @@ def update_delayed_scale_(
 
     Raises:
         TypeError: another dtype. ValueError: sizes or devices that do not agree, a state that is not contiguous, a
-        format, margin or algorithm that does not exist. Nothing is written then.
+        format, margin, algorithm or group that does not exist. Nothing is written then.
     """
-    return _ops.update_delayed_scale_.default(history, scale, amax, formats, margin, algorithm)
+    return _ops.update_delayed_scale_.default(history, scale, amax, formats, margin, algorithm, group)
 
 
 def delayed_scale(
@@ -189,8 +192,9 @@ def linear_scaled_(
     """:func:`linear_scaled` that collects amaxes, for training.
 
     Args:
-        amax: float32 ``[3]``, contiguous: raised to the amaxes of input and weight in the forward and of the gradient
-            in the backward. Written through its pointer, its autograd version does not change.
+        amax: float32 ``[3]``, contiguous: raised to the amaxes of input and weight in the forward, unless activation
+            checkpointing runs that again inside a backward, and of the gradient in the backward. Written through its
+            pointer, its autograd version does not change, and changes of it in between are no error.
         input, weight, scale, bias, input_format, weight_format, grad_format: as in :func:`linear_scaled`.
 
     Returns:

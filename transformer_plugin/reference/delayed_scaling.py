@@ -80,13 +80,18 @@ def update_delayed_scale_(
     formats: list[str],
     margin: int = 0,
     algorithm: str = "max",
+    group: str = "",
 ) -> Tensor:
-    """Rolls the history of each tensor that saw something, and takes its next scale from it.
+    """Rolls the history of each tensor that saw something, and takes its next scale from it. Of a ``group`` the largest
+    amaxes count.
 
     Source: NVIDIA TransformerEngine 2.20, delayed scaling.
     """
     largest = torch.tensor([Format.parse(key).largest for key in formats], dtype=torch.float32)
     largest = (largest * 2.0**-margin).repeat_interleave(len(scale) // len(formats)).to(scale.device)
+    if group:
+        functional = torch.ops._c10d_functional
+        amax.copy_(functional.wait_tensor(functional.all_reduce(amax, "max", group)))
     last = torch.where(amax != 0, amax, history[0])
     window = torch.cat([history[1:], last[None]])
     advances = last != 0
