@@ -4,10 +4,13 @@ from transformer_plugin import _library
 
 _library.load()
 
-from transformer_plugin import errors, formats, nn, ops, parallel, recipes  # noqa: E402
+from transformer_plugin import _flops, _on_import, errors, formats, nn, ops, parallel, recipes  # noqa: E402
 from transformer_plugin.nn.checkpoint import checkpoint  # noqa: E402
-from transformer_plugin.parallel import clip_grad_norm_  # noqa: E402
+from transformer_plugin.parallel import _sharding, clip_grad_norm_  # noqa: E402
 from transformer_plugin.support import explain_support  # noqa: E402
+
+_on_import.on_import("torch.utils.flop_counter", _flops.register)
+_on_import.on_import("torch.distributed.tensor", _sharding.register)
 
 __version__ = "0.1.0"
 __all__ = [

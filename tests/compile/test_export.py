@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,16 @@ from torch import Tensor
 
 from tests.compile.model import Everything, batch
 from tests.nn.common import RECIPES, by_recipe, row_unit
+from transformer_plugin.nn import (
+    GroupedLinear,
+    GroupedMLP,
+    Linear,
+    MoE,
+    MoEOutput,
+    RouterConfig,
+    Routing,
+    TopKRouter,
+)
 from transformer_plugin.testing.numerics import assert_same_bits
 
 
@@ -32,6 +45,68 @@ def test_export_with_any_number_of_tokens(name: str, strict: bool) -> None:
                 assert_same_bits(got, expected)
     called = {node.target for node in program.graph.nodes if node.op == "call_function"}
     assert torch.ops.transformer_plugin.grouped_linear.default in called
+
+
+MIXTURES = {
+    MoEOutput: lambda: MoE(64, 32, 4, 2, router=RouterConfig(aux_loss_coeff=0.1)),
+    Routing: lambda: TopKRouter(64, 4, 2),
+}
+
+
+def exported(module: torch.nn.Module) -> torch.export.ExportedProgram:
+    tokens = torch.export.Dim("tokens", min=2, max=4096)
+    return torch.export.export(module, (torch.randn(16, 64),), dynamic_shapes=({0: tokens},))
+
+
+@pytest.mark.parametrize("output", list(MIXTURES))
+def test_named_outputs_are_saved(output: type[tuple[Tensor, ...]]) -> None:
+    module = MIXTURES[output]().eval()
+    file = io.BytesIO()
+    torch.export.save(exported(module), file)
+    file.seek(0)
+    loaded, x = torch.export.load(file).module(), torch.randn(24, 64)
+    got, expected = loaded(x), module(x)
+    assert type(got) is output
+    for g, e in zip(got, expected, strict=True):
+        assert_same_bits(g.detach(), e.detach())
+
+
+@pytest.mark.long
+def test_ahead_of_time_compiled(tmp_path: Path) -> None:
+    module = MIXTURES[MoEOutput]().eval()
+    with torch.no_grad():
+        package = torch._inductor.aoti_compile_and_package(
+            exported(module), package_path=str(tmp_path / "mixture.pt2")
+        )
+        loaded = torch._inductor.aoti_load_package(package)
+        for rows in (16, 24, 100):
+            x = torch.randn(rows, 64)
+            got = loaded(x)
+            assert type(got) is MoEOutput
+            for g, e in zip(got, module(x), strict=True):
+                torch.testing.assert_close(g, e)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Linear(8, 8),
+        lambda: GroupedLinear(2, 8, 8),
+        lambda: GroupedMLP(2, 8, 8),
+        lambda: TopKRouter(8, 4, 2),
+        lambda: MoE(8, 8, 4, 2),
+    ],
+    ids=["Linear", "GroupedLinear", "GroupedMLP", "TopKRouter", "MoE"],
+)
+@pytest.mark.parametrize("within", [False, True], ids=["itself", "within another"])
+def test_modules_are_not_scripted(make: Callable[[], torch.nn.Module], within: bool) -> None:
+    module = make()
+    expected = (
+        f"transformer_plugin.nn.{type(module).__name__}: expected another way into a graph than torch.jit.script, "
+        "which does not take the modules of this package. Use torch.export or torch.jit.trace"
+    )
+    with pytest.raises(TypeError, match=re.escape(expected)):
+        torch.jit.script(torch.nn.Sequential(module) if within else module)
 
 
 def half_mlp(x: Tensor, weight: Tensor, sizes: Tensor, probs: Tensor, rows: str, square: str) -> Tensor:

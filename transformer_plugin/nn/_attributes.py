@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from transformer_plugin.nn._module import PluginModule
 from transformer_plugin.nn._recipe import RowRules, TakesRecipe
 from transformer_plugin.recipes import Recipe
 
@@ -49,7 +50,7 @@ def row_rules_in(*modules: torch.nn.Module) -> RowRules:
     return RowRules(alignment, multiple)
 
 
-class SharesRecipe(torch.nn.Module):
+class SharesRecipe(PluginModule):
     """A module whose layers take recipes, and share one unless they were given others."""
 
     @property

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from transformer_plugin import ops
+from transformer_plugin.nn._module import PluginModule
 from transformer_plugin.parallel._spread import HoldsExperts, local
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
@@ -72,7 +73,7 @@ class _Origin(NamedTuple):
         return self.address != part.data_ptr() or self.storage != StorageWeakRef(part.untyped_storage())
 
 
-class HoldsQuantizedWeight(HoldsExperts):
+class HoldsQuantizedWeight(HoldsExperts, PluginModule):
     """A module that multiplies its weight in formats, or what it rounded the weight to beforehand."""
 
     weight: Tensor

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from transformer_plugin import ops
 from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._autocast import as_float32, operands
+from transformer_plugin.nn._module import layer_forward
 from transformer_plugin.nn._recipe import TakesRecipe
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
@@ -88,6 +89,7 @@ class GroupedLinear(TakesRecipe):
                 torch.nn.init.uniform_(self.local_bias, -bound, bound)
         self._reset_state()
 
+    @layer_forward
     def forward(self, input: Tensor, group_sizes: Tensor, bias_scale: Tensor | None = None) -> Tensor:
         """Multiplies each group of rows by its weight.
 

@@ -9,6 +9,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformer_plugin import ops
 from transformer_plugin.nn._attributes import SharesRecipe, fixed, recipe_layers
 from transformer_plugin.nn._autocast import as_float32, operands
+from transformer_plugin.nn._module import layer_forward
 from transformer_plugin.nn.grouped_linear import GroupedLinear
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
@@ -90,6 +91,7 @@ class GroupedMLP(SharesRecipe):
         for layer in recipe_layers(self):
             layer.forget_quantized_weights()
 
+    @layer_forward
     def forward(self, input: Tensor, group_sizes: Tensor, probs: Tensor) -> Tensor:
         """Runs the experts.
 
@@ -117,6 +119,10 @@ class GroupedMLP(SharesRecipe):
             ops.swiglu(input.new_empty(()).expand(input.shape[0], 2 * self.ffn_hidden), probs)
         activation = ops.swiglu(fc1(input, group_sizes), probs)
         return fc2(activation, group_sizes, probs if getattr(fc2, "scale_bias", self.bias) else None)
+
+    def extra_repr(self) -> str:
+        """The sizes."""
+        return f"num_groups={self.num_groups}, hidden={self.hidden}, ffn_hidden={self.ffn_hidden}, bias={self.bias}"
 
     @staticmethod
     def _runs_as_one(fc1: GroupedLinear, fc2: GroupedLinear) -> bool:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from transformer_plugin import ops
 from transformer_plugin.nn._autocast import operands
+from transformer_plugin.nn._module import layer_forward
 from transformer_plugin.nn._recipe import TakesRecipe
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
@@ -53,6 +54,7 @@ class Linear(TakesRecipe, torch.nn.Linear):
         super().reset_parameters()
         self._reset_state()
 
+    @layer_forward
     def forward(self, input: Tensor) -> Tensor:
         """See the class."""
         quantized_weight = self._quantized_weight()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from transformer_plugin.nn._attributes import SharesRecipe, fixed, row_rules_in
 from transformer_plugin.nn._autocast import operand
+from transformer_plugin.nn._module import layer_forward, serializable
 from transformer_plugin.nn._recipe import RowRules, formats_of, row_rules
 from transformer_plugin.nn.exchange import DispatchConfig, GroupExchange, LocalExchange
 from transformer_plugin.nn.grouped_mlp import GroupedMLP
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+@serializable
 class MoEOutput(NamedTuple):
     """What :class:`MoE` returns. Nothing is kept in the module, so compiled and eager steps are alike."""
 
@@ -125,6 +127,7 @@ class MoE(SharesRecipe):
         self.router.reset_parameters()
         self.experts.reset_parameters()
 
+    @layer_forward
     def forward(self, input: Tensor) -> MoEOutput:
         """Runs ``input [..., H]`` through the mixture. The weight of a row is applied by its expert."""
         tokens = self._tokens(input)
@@ -173,5 +176,6 @@ class MoE(SharesRecipe):
         return input.reshape(-1, self.hidden)
 
     def extra_repr(self) -> str:
-        """Where the tokens go."""
-        return str(self.exchange)
+        """The sizes, and where the tokens go."""
+        sizes = f"hidden={self.hidden}, ffn_hidden={self.ffn_hidden}, num_experts={self.num_experts}"
+        return f"{sizes}, {self.exchange}"

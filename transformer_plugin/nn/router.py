@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from transformer_plugin import ops
 from transformer_plugin.nn._attributes import fixed
+from transformer_plugin.nn._module import PluginModule, layer_forward, serializable
 from transformer_plugin.nn._recipe import keeps_float32
 from transformer_plugin.ops.routing import ScoreFunction
 
@@ -186,6 +187,7 @@ class RouterConfig:
             )
 
 
+@serializable
 class Routing(NamedTuple):
     """The choice for T tokens."""
 
@@ -199,7 +201,7 @@ class Routing(NamedTuple):
     expert_load: Tensor
 
 
-class TopKRouter(torch.nn.Module):
+class TopKRouter(PluginModule):
     """Scores each token against each expert and keeps the best ``topk``. Logits and scores are float32.
 
     Args:
@@ -269,6 +271,7 @@ class TopKRouter(torch.nn.Module):
             self.expert_bias = torch.zeros(self.num_experts, device=self.weight.device, dtype=torch.float32)
         self._config = config
 
+    @layer_forward
     def forward(self, tokens: Tensor) -> Routing:
         """Routes ``tokens [T, H]``."""
         config = self.config

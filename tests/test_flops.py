@@ -1,0 +1,189 @@
+"""FlopCounterMode counts what a product multiplies, forward and backward, once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from tests.nn.common import RECIPES
+from transformer_plugin import ops
+from transformer_plugin.nn import GroupedLinear, GroupedMLP, Linear, MoE
+from transformer_plugin.recipes import DelayedScaling
+
+T, N, K, G = 64, 96, 128, 3
+SIZES = torch.tensor([16, 0, 32])  # of a buffer of T rows, which all count
+FP8, NVFP4 = "fp8_block:e4m3", "nvfp4"
+PRODUCT = 2 * T * N * K
+
+
+def counted(function: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+def of(*sizes: int) -> Tensor:
+    return torch.randn(*sizes)
+
+
+def rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
+    return ops.quantize_rowwise(x)
+
+
+def pair(format: str, *sizes: int) -> tuple[Tensor, Tensor]:
+    return ops.quantize(of(*sizes), format, amax_of(format, of(*sizes)))
+
+
+def amax_of(format: str, x: Tensor) -> Tensor | None:
+    return ops.amax(x, format) if format == NVFP4 else None
+
+
+def quantized(out: bool, grouped: bool, lists: bool = False, format: str = FP8) -> None:
+    left, right = of(T, K), of(G, N, K) if grouped else of(N, K)
+    amaxes = [amax_of(format, left), amax_of(format, right)]
+    a, b = ops.quantize(left, format, amaxes[0]), ops.quantize(right, format, amaxes[1])
+    name = "grouped_gemm_quantized" if grouped else "gemm_quantized"
+    given = {"a_amax": amaxes[0], "b_amax": amaxes[1]} if format == NVFP4 else {}
+    sizes = (SIZES,) if grouped else ()
+    if lists:
+        ops.grouped_gemm_quantized_list(*a, list(b[0]), list(b[1]), *sizes, format, format, torch.float32)
+    elif out:
+        getattr(ops, name + "_out")(*a, *b, *sizes, format, format, of(T, N), **given)
+    else:
+        getattr(ops, name)(*a, *b, *sizes, format, format, torch.float32, **given)
+
+
+def weight_gradient_quantized(out: bool, format: str = FP8) -> None:
+    given = [ops.grouped_quantize_transposed(x, SIZES, format) for x in (of(T, N), of(T, K))]
+    name = "grouped_gemm_wgrad_quantized"
+    if out:
+        getattr(ops, name + "_out")(*given[0], *given[1], SIZES, format, format, of(G, N, K))
+    else:
+        getattr(ops, name)(*given[0], *given[1], SIZES, format, format, torch.float32)
+
+
+def scaled(name: str) -> None:
+    grouped = name.startswith("grouped")
+    weight, scale = of(G, N, K) if grouped else of(N, K), torch.ones(3 * G if grouped else 3)
+    amax = (torch.zeros_like(scale),) if name.endswith("_") else ()
+    getattr(ops, name)(of(T, K), weight, *((SIZES,) if grouped else ()), scale, *amax)
+
+
+TABLE: dict[str, tuple[Callable[[], object], int]] = {
+    "gemm": (lambda: ops.gemm(of(T, K), of(N, K)), PRODUCT),
+    "gemm_out": (lambda: ops.gemm_out(of(T, K), of(K, N), of(T, N), transpose_b=False), PRODUCT),
+    "gemm_quantized": (lambda: quantized(False, False), PRODUCT),
+    "gemm_quantized_out": (lambda: quantized(True, False, format=NVFP4), PRODUCT),
+    "gemm_rowwise": (lambda: ops.gemm_rowwise(*rowwise(of(T, K)), *rowwise(of(N, K))), PRODUCT),
+    "grouped_gemm": (lambda: ops.grouped_gemm(of(T, K), of(G, N, K), SIZES), PRODUCT),
+    "grouped_gemm_out": (lambda: ops.grouped_gemm_out(of(T, K), of(G, N, K), SIZES, of(T, N)), PRODUCT),
+    "grouped_gemm_list": (lambda: ops.grouped_gemm_list(of(T, K), list(of(G, N, K)), SIZES), PRODUCT),
+    "grouped_gemm_quantized": (lambda: quantized(False, True), PRODUCT),
+    "grouped_gemm_quantized_out": (lambda: quantized(True, True), PRODUCT),
+    "grouped_gemm_quantized_list": (lambda: quantized(False, True, True), PRODUCT),
+    "grouped_gemm_rowwise": (
+        lambda: ops.grouped_gemm_rowwise(*rowwise(of(T, K)), *rowwise(of(G, N, K)), SIZES),
+        PRODUCT,
+    ),
+    "grouped_gemm_wgrad": (lambda: ops.grouped_gemm_wgrad(of(T, N), of(T, K), SIZES), PRODUCT),
+    "grouped_gemm_wgrad_out": (
+        lambda: ops.grouped_gemm_wgrad_out(of(T, N), of(T, K), SIZES, of(G, N, K)),
+        PRODUCT,
+    ),
+    "grouped_gemm_wgrad_list_out": (
+        lambda: ops.grouped_gemm_wgrad_list_out(of(T, N), of(T, K), SIZES, list(of(G, N, K))),
+        PRODUCT,
+    ),
+    "grouped_gemm_wgrad_quantized": (lambda: weight_gradient_quantized(False), PRODUCT),
+    "grouped_gemm_wgrad_quantized_out": (
+        lambda: weight_gradient_quantized(True, FP8 + ",aligned"),
+        PRODUCT,
+    ),
+    "grouped_gemm_swiglu": (lambda: ops.grouped_gemm_swiglu(of(T, K), of(G, N, K), SIZES, None), PRODUCT),
+    "grouped_gemm_swiglu_quantize": (
+        lambda: ops.grouped_gemm_swiglu_quantize(
+            of(T, K).bfloat16(), of(G, N, K).bfloat16(), SIZES, None, FP8
+        ),
+        PRODUCT,
+    ),
+    "grouped_gemm_swiglu_backward": (
+        lambda: ops.grouped_gemm_swiglu_backward(of(T, N), of(G, N, K), SIZES, of(T, 2 * K), None),
+        PRODUCT,
+    ),
+    "linear": (lambda: ops.linear(of(2, T // 2, K), of(N, K), of(N)), PRODUCT),
+    "linear_scaled": (lambda: scaled("linear_scaled"), PRODUCT),
+    "linear_scaled_": (lambda: scaled("linear_scaled_"), PRODUCT),
+    "grouped_linear": (lambda: ops.grouped_linear(of(T, K), of(G, N, K), SIZES, of(G, N)), PRODUCT),
+    "grouped_linear_scaled": (lambda: scaled("grouped_linear_scaled"), PRODUCT),
+    "grouped_linear_scaled_": (lambda: scaled("grouped_linear_scaled_"), PRODUCT),
+    "grouped_mlp": (
+        lambda: ops.grouped_mlp(of(T, K), of(G, 2 * N, K), of(G, K, N), SIZES, torch.rand(T)),
+        3 * PRODUCT,
+    ),
+}
+
+
+def test_every_product_is_in_the_table() -> None:
+    names = {
+        schema.name.removeprefix("transformer_plugin::")
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("transformer_plugin::")
+    }
+    products = {name for name in names if re.search("gemm|linear|mlp", name)} - {"grouped_gemm_plan"}
+    assert products == set(TABLE)
+    registered = {op.__name__ for op in flop_registry if "transformer_plugin" in str(op)}
+    assert registered == products
+
+
+@pytest.mark.parametrize("name", list(TABLE))
+def test_one_call(name: str) -> None:
+    call, expected = TABLE[name]
+    assert counted(call) == expected
+
+
+ALL_RECIPES = {name: recipe for name, (recipe, _) in RECIPES.items()} | {"fp8_delayed": DelayedScaling()}
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "and backward"])
+@pytest.mark.parametrize("name", list(ALL_RECIPES))
+@pytest.mark.parametrize("kind", ["Linear", "GroupedLinear", "GroupedMLP", "layers of GroupedMLP", "MoE"])
+def test_modules(kind: str, name: str, backward: bool) -> None:
+    """A backward is two products for each of the forward."""
+    recipe, x = ALL_RECIPES[name], of(T, K).requires_grad_(backward)
+    expected = PRODUCT
+    if kind == "Linear":
+        module, arguments = Linear(K, N, recipe=recipe), (x.view(2, T // 2, K),)
+    elif kind == "GroupedLinear":
+        module, arguments = GroupedLinear(G, K, N, recipe=recipe), (x, SIZES)
+    elif kind == "MoE":
+        module, arguments = MoE(K, N, 4, 1, recipe=recipe), (x,)
+        rows = T + (4 * 15 + 4) // 16 * 16 if name == "nvfp4" else T
+        expected = 3 * 2 * rows * N * K + 2 * T * K * 4
+    else:
+        module, arguments = GroupedMLP(G, K, N, recipe=recipe), (x, SIZES, torch.rand(T))
+        expected = 3 * PRODUCT
+        if kind != "GroupedMLP":
+            module.fc1.register_forward_hook(lambda *_: None)
+
+    def run() -> None:
+        output = module(*arguments)
+        output = output if isinstance(output, Tensor) else output.output
+        if backward:
+            output.sum().backward()
+
+    with torch.set_grad_enabled(backward):
+        assert counted(run) == (3 if backward else 1) * expected
+
+
+def test_as_torch_counts_its_own() -> None:
+    x = of(T, K).requires_grad_()
+    results = [
+        counted(lambda module=module: module(x).sum().backward())
+        for module in (torch.nn.Linear(K, N), Linear(K, N))
+    ]
+    assert results[0] == results[1] == 3 * PRODUCT
