@@ -6,6 +6,8 @@
 // into a buffer that it is given, and so do those with an "amax" to collect into; every other tensor is fresh.
 #include <torch/library.h>
 
+#include "common/other_tensors.h"
+
 TORCH_LIBRARY(transformer_plugin, m) {
   // quantize: values to (data, scale_inv), along rows, along columns (returned transposed), or both. "amax" are
   // largest magnitudes found beforehand, by the ops of that name, and "seed" is what stochastic rounding draws from.
@@ -329,4 +331,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // Every rank's text, through the group's store: to compare configurations. release_group forgets a group.
   m.def("agree(str group_name, str text, int timeout_ms=-1) -> str[]");
   m.def("release_group(str group_name) -> ()");
+
+  // Of all of the above.
+  transformer_plugin::register_other_tensors(m);
 }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,3 +27,38 @@ def load() -> None:
             f"(CUDA {torch.version.cuda}): {error}. It was built for another torch; build it again: "
             "`pip install --no-build-isolation --force-reinstall --no-deps .`"
         ) from error
+    for schema in torch._C._jit_get_all_schemas():
+        namespace, _, op = schema.name.partition("::")
+        if namespace == "transformer_plugin" and any(a.name == "group_sizes" for a in schema.arguments):
+            _name_what_is_no_tensor(getattr(torch.ops.transformer_plugin, op).default)
+
+
+_MISMATCH = re.compile(
+    r"(transformer_plugin::\w+)\(\) Expected a value of type '([^']+)' for argument '(\w+)' but instead found "
+    r"type '([^']+)'"
+)
+_TYPES = {"Tensor": "a tensor", "Optional[Tensor]": "a tensor or None", "List[Tensor]": "a list of tensors"}
+
+
+def _name_what_is_no_tensor(overload: torch._ops.OpOverload) -> None:
+    """Gives the ops that take sizes of groups their own error for a list, which users of other libraries pass. Torch's
+    comes before any code of an op is reached."""
+    call: Callable[..., Any] = overload._op
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            found = _MISMATCH.match(str(error))
+            if found is None:
+                raise
+            op, expected, argument, got = found.groups()
+            advice = "Pass what the schema says"
+            if argument == "group_sizes":
+                advice = (
+                    "Make one tensor of the sizes for many calls: torch.tensor(sizes, device=input.device)"
+                )
+            message = f"{op}: argument '{argument}': expected {_TYPES.get(expected, expected)}, got {got}. {advice}."
+        raise TypeError(message)
+
+    overload._op = named

@@ -55,6 +55,7 @@ int64_t rows_per_task(int64_t features) {
 }  // namespace
 
 void swiglu_cpu(const SwigluArgs& args) {
+  if (args.features == 0) return;  // there may be more rows than can be walked
   visit_float(args.dtype, [&](auto element) {
     using T = decltype(element);
     const int64_t f = args.features;
@@ -69,6 +70,7 @@ void swiglu_cpu(const SwigluArgs& args) {
 }
 
 void swiglu_backward_cpu(const SwigluBackwardArgs& args) {
+  if (args.features == 0 && args.grad_probs == nullptr) return;
   visit_float(args.dtype, [&](auto element) {
     using T = decltype(element);
     const int64_t f = args.features;

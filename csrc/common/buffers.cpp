@@ -25,10 +25,17 @@ void check_no_gradient(const Argument& argument, const char* advice) {
 void check_written(const Argument& buffer) {
   check_no_gradient(buffer,
                     "What is written into a buffer has none: detach it, or call under torch.no_grad()");
+  const at::Tensor& tensor = buffer.tensor;
+  TP_CHECK_VALUE(
+      !tensor.is_neg() && !tensor.is_conj(), buffer.op, buffer.name,
+      "a buffer whose numbers are those in its memory",
+      describe(tensor) << ", a view that stands for their " << (tensor.is_neg() ? "negative" : "conjugate"),
+      "Pass a buffer of its own");
 }
 
 void check_written(const char* op, const char* name, at::TensorList out) {
-  if (!wants_grad(out) && !has_tangent(out)) return;
+  const auto is_plain = [](const at::Tensor& tensor) { return !tensor.is_neg() && !tensor.is_conj(); };
+  if (!wants_grad(out) && !has_tangent(out) && std::all_of(out.begin(), out.end(), is_plain)) return;
   for (size_t i = 0; i < out.size(); ++i) check_written({op, entry(name, i).c_str(), out[i]});
 }
 

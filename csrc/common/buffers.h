@@ -14,7 +14,7 @@ std::string entry(const char* name, size_t index);
 
 // Where gradients are recorded, or in forward mode: for an argument that has none, or an op that writes into a buffer.
 void check_no_gradient(const Argument& argument, const char* advice);
-// The same of a buffer, and of those of a list.
+// The same of a buffer, and of those of a list; and its numbers are what lies in memory, not their negative or conjugate.
 void check_written(const Argument& buffer);
 void check_written(const char* op, const char* name, at::TensorList out);
 // A tensor by the name that errors use, or none.

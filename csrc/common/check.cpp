@@ -35,11 +35,38 @@ void check_defined(const Argument& argument) {
                 "It cannot be left out");
 }
 
+bool has_memory(const at::Tensor& tensor) {
+  constexpr c10::DispatchKeySet stand_ins({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
+                                           c10::DispatchKey::FuncTorchBatched,
+                                           c10::DispatchKey::FuncTorchGradWrapper});
+  return tensor.defined() && !tensor.is_meta() && !tensor.key_set().has_any(stand_ins);
+}
+
+void check_strided(const Argument& argument) {
+  const at::Tensor& tensor = argument.tensor;
+  if (tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.is_quantized()) return;
+  std::ostringstream kind;
+  const char* advice = "Convert it with .to_dense() first";
+  if (tensor.is_nested()) {
+    kind << "a nested tensor";
+    advice =
+        "Pass its rows as one tensor, .values() of a jagged one, and to grouped ops their numbers as group_sizes";
+  } else if (tensor.is_quantized()) {
+    kind << "a tensor that torch quantized, " << tensor.scalar_type();
+    advice = "Convert it with .dequantize() first";
+  } else {
+    kind << "one of layout " << tensor.layout();
+  }
+  TP_CHECK_TYPE(false, argument.op, argument.name, "a tensor whose numbers lie in memory by strides",
+                kind.str(), advice);
+}
+
 void check_dtype(const Argument& argument, std::initializer_list<at::ScalarType> allowed) {
   for (const auto dtype : allowed) {
-    if (argument.tensor.scalar_type() == dtype) return;
+    if (argument.tensor.scalar_type() == dtype) return check_strided(argument);
   }
   check_defined(argument);
+  check_strided(argument);
   std::string names;
   for (const auto dtype : allowed) names += (names.empty() ? "" : ", ") + dtype_name(dtype);
   TP_CHECK_TYPE(false, argument.op, argument.name, "one of the dtypes " + names,
@@ -78,11 +105,21 @@ void check_contiguous(const Argument& argument) {
                  "Call .contiguous() on it first");
 }
 
+namespace {
+
+// Kernels count what they do for groups, and multiples of it, in 32 bits.
+constexpr int64_t kMostGroups = int64_t{1} << 24;
+
+}  // namespace
+
 void check_group_sizes(const Argument& group_sizes, const Argument& data) {
   check_dtype(group_sizes, {at::kInt, at::kLong});
   check_dim(group_sizes, 1);
   check_same_device(group_sizes, data);
   check_contiguous(group_sizes);
+  const auto groups = group_sizes.tensor.sym_size(0).maybe_as_int();
+  TP_CHECK_VALUE(!groups || *groups <= kMostGroups, group_sizes.op, group_sizes.name,
+                 "at most " << kMostGroups << " groups", describe(group_sizes.tensor), "Split the call");
 }
 
 }  // namespace transformer_plugin

@@ -41,6 +41,11 @@ std::string dtype_name(at::ScalarType dtype);
 
 // Not Python's None. The checks below do so too, of their first argument.
 void check_defined(const Argument& argument);
+// Whether the tensor has numbers that can be read: not on meta, and none of the stand-ins of a trace or a transform, which an
+// Autograd kernel gets too.
+bool has_memory(const at::Tensor& tensor);
+// Neither nested, nor sparse, nor quantized by torch. check_dtype asks too.
+void check_strided(const Argument& argument);
 void check_dtype(const Argument& argument, std::initializer_list<at::ScalarType> allowed);
 void check_dim(const Argument& argument, int64_t dim);
 // `size` of dimension `dim` must equal `expected`, which is `meaning` in the error ("the rows of 'input'").

@@ -1,5 +1,7 @@
 #include "gemm/checks.h"
 
+#include <limits>
+
 #include "gemm/matrix_list.h"
 
 namespace transformer_plugin::gemm {
@@ -35,6 +37,9 @@ void check_groups(const Argument& group_sizes, const Argument& rows, const Argum
   check_group_sizes(group_sizes, rows);
   const std::string meaning = std::string("the matrices of '") + matrices.name + "'";
   check_size(group_sizes, 0, matrices.tensor.sym_size(0), meaning.c_str());
+  const auto count = rows.tensor.sym_size(0).maybe_as_int();
+  TP_CHECK_VALUE(!count || *count <= std::numeric_limits<int32_t>::max(), rows.op, rows.name,
+                 "at most 2^31 - 1 rows", describe(rows.tensor), "Split the call");
 }
 
 void check_pair(const Argument& second, const Argument& first, int64_t dim) {

@@ -56,10 +56,13 @@ Tensor grouped_linear(const Tensor& input, const Tensor& weight, const Tensor& g
                       std::string_view grad_format, OptionalList quantized_weight) {
   const RoleFormats formats = check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format,
                                                    weight_format, grad_format, quantized_weight);
+  const OptionalTensor sizes = group_sizes;
+  const LayerArguments layer{input, weight, sizes, bias, bias_scale, quantized_weight};
+  check_rounding(kOp, layer, formats, false);
   const BelowAutograd guard;
   if (formats.native())
     return call_grouped_gemm(input, weight, group_sizes, bias, bias_scale, true, std::nullopt);
-  return low_precision_forward({input, weight, group_sizes, bias, bias_scale, quantized_weight}, formats);
+  return low_precision_forward(layer, formats);
 }
 
 Tensor grouped_linear_autograd(const Tensor& input, const Tensor& weight, const Tensor& group_sizes,
@@ -77,9 +80,12 @@ Tensor grouped_linear_autograd(const Tensor& input, const Tensor& weight, const 
   }
   const RoleFormats formats = check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format,
                                                    weight_format, grad_format, quantized_weight);
+  const OptionalTensor sizes = group_sizes;
+  const LayerArguments layer{input, weight, sizes, bias, bias_scale, quantized_weight};
+  check_rounding(kOp, layer, formats, weight.requires_grad());
   if (formats.native())
     return call_grouped_gemm(input, weight, group_sizes, bias, bias_scale, true, std::nullopt);
-  return low_precision_product({input, weight, group_sizes, bias, bias_scale, quantized_weight}, formats);
+  return low_precision_product(layer, formats);
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include "gemm/early_release.h"
 #include "gemm/grouped_mlp_activation.h"
 #include "gemm/quantized_weight.h"
+#include "quantize/operand.h"
 
 namespace transformer_plugin::gemm {
 namespace {
@@ -57,6 +58,15 @@ RoleFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input_fo
   check_quantized_weight("quantized_fc1_weight", mlp.quantized_fc1, fc1_weight, formats);
   check_quantized_weight("quantized_fc2_weight", mlp.quantized_fc2, fc2_weight, formats);
   return formats;
+}
+
+// Of both products, whose rows are in the same groups.
+void check_rounding(const MlpArguments& mlp, const RoleFormats& formats, bool columns) {
+  const OptionalTensor sizes = mlp.group_sizes, none;
+  check_rounding(kOp, {mlp.input, mlp.fc1_weight, sizes, none, none, std::nullopt}, formats, columns);
+  if (formats.input.is_quantized()) {
+    quantize::check_matrix({kOp, "fc2_weight", mlp.fc2_weight}, nullptr, formats.weight);
+  }
 }
 
 // For which gradients something is kept.
@@ -272,6 +282,7 @@ Tensor grouped_mlp(const Tensor& input, const Tensor& fc1_weight, const Tensor& 
   const MlpArguments mlp{input,    fc1_weight, fc2_weight,    group_sizes,  probs,
                          fc1_bias, fc2_bias,   quantized_fc1, quantized_fc2};
   const RoleFormats formats = check_grouped_mlp(mlp, input_format, weight_format, grad_format);
+  check_rounding(mlp, formats, false);
   const BelowAutograd guard;
   Kept nothing;
   return forward_of(mlp, formats, {}, nothing);
@@ -293,7 +304,8 @@ Tensor grouped_mlp_autograd(const Tensor& input, const Tensor& fc1_weight, const
   }
   const MlpArguments mlp{input,    fc1_weight, fc2_weight,    group_sizes,  probs,
                          fc1_bias, fc2_bias,   quantized_fc1, quantized_fc2};
-  check_grouped_mlp(mlp, input_format, weight_format, grad_format);
+  const RoleFormats formats = check_grouped_mlp(mlp, input_format, weight_format, grad_format);
+  check_rounding(mlp, formats, fc1_weight.requires_grad() || fc2_weight.requires_grad());
   return GroupedMlpFunction::apply(input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias,
                                    input_format, weight_format, grad_format, quantized_fc1, quantized_fc2);
 }

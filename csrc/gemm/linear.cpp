@@ -52,6 +52,7 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
   if (formats.native())
     return from_matrix(dense_product(x, transposed_view(weight), bias, input.scalar_type()), input);
   const LayerArguments layer{x, weight, std::nullopt, bias, std::nullopt, quantized_weight};
+  check_rounding(kOp, layer, formats, false);
   return from_matrix(low_precision_forward(layer, formats), input);
 }
 
@@ -106,7 +107,9 @@ Tensor linear_autograd(const Tensor& input, const Tensor& weight, const Optional
                 : LinearFunction<false>::apply(input, weight, bias);
   }
   check_linear(input, weight, bias, formats, quantized_weight);
-  const LayerArguments layer{as_matrix(input), weight, std::nullopt, bias, std::nullopt, quantized_weight};
+  const Tensor x = as_matrix(input);
+  const LayerArguments layer{x, weight, std::nullopt, bias, std::nullopt, quantized_weight};
+  check_rounding(kOp, layer, formats, weight.requires_grad());
   return from_matrix(low_precision_product(layer, formats), input);
 }
 

@@ -11,6 +11,7 @@
 #include "gemm/code_product.h"
 #include "gemm/leading_dims.h"
 #include "gemm/nonfinite.h"
+#include "quantize/operand.h"
 #include "quantize/scaled.h"
 
 namespace transformer_plugin::gemm {
@@ -214,10 +215,30 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction> {
   }
 };
 
+// What the ops that this is made of would refuse of the rows and their groups, and an amax in the memory of what is read:
+// before the first of them collects into it.
+void check_rounding(const Layer& layer, const Tensor& x) {
+  const Argument input{layer.op, "input", x};
+  const Tensor* group_sizes = layer.group_sizes ? &*layer.group_sizes : nullptr;
+  const Format format = quantize::given_scale_format(layer.op, "input_format", layer.keys.input);
+  quantize::check_matrix(input, group_sizes, format);
+  quantize::check_matrix({layer.op, "weight", layer.weight}, nullptr, format);
+  if (group_sizes) quantize::check_group_values(input, *group_sizes, 1);
+  if (!layer.amax || !has_memory(*layer.amax) || !has_memory(layer.input)) return;
+  check_apart(layer.op, {{"amax", layer.amax}},
+              {{"input", layer.input},
+               {"weight", layer.weight},
+               {"group_sizes", layer.group_sizes},
+               {"scale", layer.scale},
+               {"bias", layer.bias},
+               {"bias_scale", layer.bias_scale}});
+}
+
 Tensor run(const Layer& layer) {
   check_layer(layer);
   const BelowAutograd guard;
   const Tensor x = as_matrix(layer.input);
+  check_rounding(layer, x);
   const Layer flat{layer.op,         x,           layer.weight, layer.group_sizes, layer.bias,
                    layer.bias_scale, layer.scale, layer.amax,   layer.keys};
   return from_matrix(forward_of(flat, round_operands(flat)), layer.input);
@@ -231,9 +252,11 @@ Tensor meta(const Layer& layer) {
 Tensor differentiable(const Layer& layer) {
   if (!any_wants_grad(layer.input, layer.weight, layer.bias, layer.bias_scale)) return run(layer);
   check_layer(layer);
-  return from_matrix(LinearScaledFunction::apply(as_matrix(layer.input), layer.weight, layer.group_sizes,
-                                                 layer.bias, layer.bias_scale, layer.scale, layer.amax,
-                                                 layer.keys.input, layer.keys.weight, layer.keys.grad),
+  const Tensor x = as_matrix(layer.input);
+  check_rounding(layer, x);
+  return from_matrix(LinearScaledFunction::apply(x, layer.weight, layer.group_sizes, layer.bias,
+                                                 layer.bias_scale, layer.scale, layer.amax, layer.keys.input,
+                                                 layer.keys.weight, layer.keys.grad),
                      layer.input);
 }
 

@@ -10,6 +10,7 @@
 #include "gemm/calls.h"
 #include "gemm/low_precision_roles.h"
 #include "gemm/quantized_weight.h"
+#include "quantize/operand.h"
 
 namespace transformer_plugin::gemm {
 namespace {
@@ -181,6 +182,18 @@ void check_ragged_formats(const char* op, const RoleFormats& formats) {
     TP_CHECK_VALUE(!format.square_blocks, op, name, "blocks along rows, which end where a group ends",
                    "'" << key << "'", "Square blocks are for the weight");
   }
+}
+
+void check_rounding(const char* op, const LayerArguments& layer, const RoleFormats& formats, bool columns) {
+  const Argument input{op, "input", layer.input};
+  const Tensor* group_sizes = layer.group_sizes ? &*layer.group_sizes : nullptr;
+  int64_t multiple = 1;
+  if (formats.input.is_quantized()) {
+    quantize::check_matrix(input, group_sizes, formats.input, columns);
+    quantize::check_matrix({op, "weight", layer.weight}, nullptr, formats.weight);
+    multiple = quantize::group_multiple(formats.input, columns);
+  }
+  if (group_sizes) quantize::check_group_values(input, *group_sizes, multiple);
 }
 
 Tensor low_precision_forward(const LayerArguments& layer, const RoleFormats& formats) {

@@ -42,6 +42,9 @@ struct LayerArguments {
   const std::optional<at::TensorList>& quantized_weight;
 };
 
+// What the ops that a layer is made of would refuse of its rows and their groups, in the name of `op`, before the first of
+// them. `columns`: rounded along columns too, for the gradient of the weight.
+void check_rounding(const char* op, const LayerArguments& layer, const RoleFormats& formats, bool columns);
 // Without a gradient.
 at::Tensor low_precision_forward(const LayerArguments& layer, const RoleFormats& formats);
 // With one, from an Autograd kernel.

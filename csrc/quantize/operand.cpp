@@ -1,5 +1,7 @@
 #include "quantize/operand.h"
 
+#include <limits>
+
 #include "common/group_offsets.h"
 #include "common/tensor.h"
 
@@ -130,10 +132,29 @@ void check_multiples(const int32_t* offsets, int64_t groups, int64_t multiple, c
 
 }  // namespace
 
+void check_walk(const Argument& argument, const Operand& operand) {
+  constexpr int64_t most = std::numeric_limits<int32_t>::max();
+  double tiles = 1;  // of sizes up to `most` each, whose product 64 bits need not hold
+  const auto count = [&](const c10::SymInt& size, const char* what, int64_t of_each, int64_t more) {
+    const auto number = size.maybe_as_int();
+    if (!number) return;  // of a trace: whoever runs it looks again
+    TP_CHECK_VALUE(*number >= 0 && *number <= most, argument.op, argument.name, "at most 2^31 - 1 " << what,
+                   describe(argument.tensor), "Split the call");
+    tiles *= static_cast<double>(ceil_div(*number, of_each) + more);
+  };
+  if (operand.members) count(*operand.members, "matrices", 1, 0);
+  count(operand.rows, "rows", kTile, operand.groups ? operand.groups->maybe_as_int().value_or(0) : 0);
+  count(operand.cols, "columns", kTile, 0);
+  TP_CHECK_VALUE(tiles <= static_cast<double>(most), argument.op, argument.name,
+                 "at most 2^31 - 1 tiles of " << kTile << " rows and columns", describe(argument.tensor),
+                 "Split the call");
+}
+
 void check_matrix(const Argument& input, const at::Tensor* group_sizes, const Format& format,
                   bool transposed) {
   check_dtype(input, kFloatTypes);
   check_matrix_dim(input, group_sizes);
+  check_walk(input, operand_of(input.tensor, false, group_sizes));
   const int64_t block = format.block_size();
   if (block == 1) return;
   TP_CHECK_VALUE(input.tensor.sym_size(-1) % block == 0, input.op, input.name,
@@ -157,6 +178,7 @@ void check_data(const Argument& data, const at::Tensor* group_sizes, const Forma
   check_matrix_dim(data, group_sizes);
   check_packing(data, format);
   if (transposed) check_aligned(data, format, group_sizes);
+  check_walk(data, operand_of_data(data.tensor, format, transposed, group_sizes));
 }
 
 void check_aligned(const Argument& data, const Format& format, const at::Tensor* group_sizes) {
@@ -175,6 +197,14 @@ void check_packing(const Argument& data, const Format& format) {
 
 int64_t group_multiple(const Format& format, bool transposed) {
   return format.is_nv() && transposed ? kNvBlock : 1;
+}
+
+void check_group_values(const Argument& data, const at::Tensor& group_sizes, int64_t multiple) {
+  if (!has_memory(data.tensor) || !has_memory(group_sizes)) return;
+  if (data.tensor.is_cuda()) check_earlier_sizes(data.op);
+  if (!data.tensor.is_cpu()) return;
+  const HostOffsets offsets = host_offsets({data.op, "group_sizes", group_sizes}, data, data.tensor.size(0));
+  check_multiples(offsets.data(), group_sizes.numel(), multiple, data.op);
 }
 
 GroupUse group_use(const Format& format, bool transposed) {

@@ -41,6 +41,8 @@ Operand operand_of_data(const at::Tensor& data, const Format& format, bool trans
 // A format with scales; square blocks only when `square` is allowed.
 Format quantized_format(const char* op, const char* argument, std::string_view key, bool allow_square);
 
+// Kernels count rows, columns, matrices and tiles in 32 bits. Of sizes that are numbers.
+void check_walk(const Argument& argument, const Operand& operand);
 // The input of an op: 2 or 3 dimensions, or 2 with group sizes; a float dtype; a width that the format takes, and as
 // many rows where there is to be transposed data.
 void check_matrix(const Argument& input, const at::Tensor* group_sizes, const Format& format,
@@ -77,6 +79,8 @@ GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, in
                          int64_t multiple = 1, GroupUse use = GroupUse::kEach);
 // What it is for transposed data, or else.
 int64_t group_multiple(const Format& format, bool transposed);
+// The values of group sizes on a CPU, before anything is written; of a GPU, what it noticed in earlier calls.
+void check_group_values(const Argument& data, const at::Tensor& group_sizes, int64_t multiple);
 // What data and scales are kept in.
 at::ScalarType element_dtype(const Format& format);
 at::ScalarType scale_dtype(const Format& format);

@@ -49,10 +49,15 @@ Outputs make_outputs(const Tensor& like, const Operand& operand, const Format& f
 }
 
 void zero_aligned_lines(const Tensor& like, const Operand& operand, const Format& format,
-                        const Outputs& outputs) {
+                        const Outputs& outputs, const OptionalTensor& noop) {
   if (!operand.groups || !format.aligned_groups || like.is_meta() || like.numel() > 0) return;
   const BelowAutograd guard;
-  outputs.data_t.view(at::kByte).zero_();
+  const Tensor bytes = outputs.data_t.view(at::kByte);
+  if (noop) {
+    bytes.mul_(noop->eq(1));
+  } else {
+    bytes.zero_();
+  }
 }
 
 QuantizeArgs quantize_args(const Tensor& input, const Outputs& outputs, const Layout& layout,

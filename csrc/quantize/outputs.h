@@ -20,9 +20,9 @@ struct Outputs {
 Outputs make_outputs(const at::Tensor& like, const Operand& operand, const Format& format,
                      const Directions& directions);
 
-// Aligned lines of no rows, which no tile zeroes.
+// Aligned lines of no rows, which no tile zeroes; those that a flag of 1 on the device keeps stay.
 void zero_aligned_lines(const at::Tensor& like, const Operand& operand, const Format& format,
-                        const Outputs& outputs);
+                        const Outputs& outputs, const OptionalTensor& noop = kNotGiven);
 
 // How an input of this dtype is scaled.
 ScaleRule scale_rule(const Format& format, at::ScalarType dtype);

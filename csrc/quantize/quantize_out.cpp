@@ -75,7 +75,10 @@ void meta(const Call& call, const Outputs& buffers, const OptionalTensor& noop) 
 void run(const Call& call, const Outputs& buffers, const OptionalTensor& noop) {
   const Format format = check_all(call, buffers, noop);
   check_apart_from_read(call, buffers, noop);
-  if (call.op.transposed && !noop) zero_aligned_lines(call.input, call.operand(), format, buffers);
+  if (call.group_sizes) {
+    check_group_values(call.argument(), *call.group_sizes, group_multiple(format, call.op.transposed));
+  }
+  if (call.op.transposed) zero_aligned_lines(call.input, call.operand(), format, buffers, noop);
   quantize_into(call, format, buffers, noop ? noop->const_data_ptr<float>() : nullptr);
 }
 

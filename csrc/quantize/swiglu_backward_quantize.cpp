@@ -40,6 +40,7 @@ Format check_arguments(const Call& call) {
                  "a last dimension that is a multiple of 256: two halves of whole tiles of 128",
                  describe(input), "Use swiglu_backward and quantize_both, which take any width");
   check_block_rows(call.argument(), format);
+  check_walk(call.argument(), call.operand());
   check_given({call.argument(), call.operand(), kMade}, format, call.key, kDirections, call.given);
   return format;
 }

@@ -49,6 +49,7 @@ Format check_arguments(const Call& call) {
                                                            << block,
                  describe(input), "Pad each half with zeros");
   if (call.op.directions.transposed) check_block_rows(call.argument(), format);
+  check_walk(call.argument(), call.operand());
   check_given({call.argument(), call.operand(), kMade}, format, call.key, call.op.directions, call.given);
   return format;
 }

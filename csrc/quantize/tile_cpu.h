@@ -97,6 +97,7 @@ template <typename Args, typename Load>
 void quantize_strips_cpu(const Args& args, Load&& load) {
   const Layout& layout = args.layout;
   const int64_t strips = strips_of(layout), col_tiles = layout.col_tiles();
+  if (col_tiles == 0) return;
   at::parallel_for(0, layout.members * layout.row_tiles() * strips, 1, [&](int64_t begin, int64_t end) {
     Values values;
     for (int64_t i = begin; i < end; ++i) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -90,14 +91,17 @@ class GroupedLinear(TakesRecipe):
         self._reset_state()
 
     @layer_forward
-    def forward(self, input: Tensor, group_sizes: Tensor, bias_scale: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input: Tensor, group_sizes: Tensor | Sequence[int], bias_scale: Tensor | None = None
+    ) -> Tensor:
         """Multiplies each group of rows by its weight.
 
         Args:
             input: ``[T, K]``, the rows of group 0, then of group 1, and so on; rows past the last group are
                 ignored.
             group_sizes: int32 or int64 ``[G]`` on the device of ``input``, each at least 0, with a sum of at
-                most T. For a backward with ``NVFP4BlockScaling`` multiples of 16, as T.
+                most T. For a backward with ``NVFP4BlockScaling`` multiples of 16, as T. Integers in a list or a
+                tuple are made one tensor there, which on a GPU waits for a copy in each call.
             bias_scale: ``[T]``, only with ``scale_bias``: the factor of the bias in each row, in float32 or
                 converted to it.
 
@@ -106,6 +110,9 @@ class GroupedLinear(TakesRecipe):
             weight and bias are cast first), differentiable in ``input``, the parameters and
             ``bias_scale``.
         """
+        if not isinstance(group_sizes, Tensor):
+            whole = None if group_sizes else torch.int64  # of what is no integer the op tells
+            group_sizes = torch.tensor(group_sizes, dtype=whole, device=input.device)
         if (bias_scale is not None) != self.scale_bias:
             raise ValueError(
                 "transformer_plugin::GroupedLinear: argument 'bias_scale': expected "

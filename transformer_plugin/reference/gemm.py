@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -30,7 +31,7 @@ def _wide_gemm(a: Tensor, b: Tensor, bias: Tensor | None, transpose_b: bool, alp
     output = _wide(a) @ (_wide(b).T if transpose_b else _wide(b))
     if alpha is not None:
         output = output * alpha
-    return output if bias is None else output + bias
+    return output if bias is None else output + bias.to(output.dtype)
 
 
 def gemm(
@@ -83,8 +84,8 @@ def _wide_grouped_gemm(
         if alpha is not None:
             output[rows] *= alpha[group]
         if bias is not None:
-            scale = 1.0 if bias_scale is None else bias_scale[rows, None]
-            output[rows] += scale * _wide(bias)[group]
+            added = bias[group].to(output.dtype)
+            output[rows] += added if bias_scale is None else bias_scale[rows, None].to(output.dtype) * added
     return output
 
 
@@ -202,7 +203,8 @@ def grouped_bias_backward(
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """input @ weight.T + bias, operands as they come."""
-    return gemm(input.flatten(0, -2), weight, bias).unflatten(0, input.shape[:-1])
+    rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
+    return gemm(rows, weight, bias).reshape(*input.shape[:-1], weight.shape[0])
 
 
 def grouped_linear(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -84,7 +85,7 @@ def _backward(
     mean_grad = torch.zeros_like(rstd) if mean is None else _row_means(scaled)
     mean_product = _row_means(scaled * normalised)
     of_input = r * ((scaled - mean_grad[..., None]) - normalised * mean_product[..., None])
-    columns = (-1, input.shape[-1])
+    columns = math.prod(input.shape[:-1]), input.shape[-1]
     of_weight = sum_rows((g * normalised).reshape(columns))
     of_bias = sum_rows(g.reshape(columns))
     return of_input.to(input.dtype), of_weight.to(input.dtype), of_bias.to(input.dtype)

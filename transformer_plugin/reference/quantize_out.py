@@ -171,11 +171,19 @@ def requantize_transposed(
     seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Back to values, then along columns; the codes as they are where one scale serves both directions."""
-    if (format if isinstance(format, Format) else Format.parse(format)).family == "fp8_tensor":
-        codes = data.view(torch.uint8)
-        if group_sizes is not None:
-            codes = codes * (torch.arange(len(codes), device=codes.device) < group_sizes.sum())[:, None]
-        return codes.mT.contiguous().view(data.dtype), scale_inv.clone()
+    fmt = format if isinstance(format, Format) else Format.parse(format)
+    if fmt.family == "fp8_tensor":
+        codes = data.view(torch.uint8).mT
+        if group_sizes is None:
+            return codes.contiguous().view(data.dtype), scale_inv.clone()
+        groups = group_sizes.numel()
+        lines = codes.new_zeros(codes.shape[0], fmt.line_length(codes.shape[1], groups))
+        begin = 0
+        for group, size in enumerate(group_sizes.tolist()):
+            first = fmt.line_begin(begin, group)
+            lines[:, first : first + size] = codes[:, begin : begin + size]
+            begin += size
+        return lines.view(data.dtype), scale_inv.clone()
     if group_sizes is not None:
         values = grouped_dequantize(data, scale_inv, group_sizes, format, dtype, amax=amax)
         return grouped_quantize_transposed(values, group_sizes, format, amax_t, seed)

@@ -1,0 +1,27 @@
+"""Any arguments at all: an op returns or raises. No signal, no call that does not end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.surface.surface import ROOT
+
+
+def run(sets: int) -> None:
+    """Children are forked from a process that has done no work on several threads: this one may have."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.fuzz.run", "--sets", str(sets)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
+
+
+def test_twenty_sets_of_arguments_for_each_op() -> None:
+    run(20)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_two_hundred_sets_of_arguments_for_each_op() -> None:
+    run(200)

@@ -1,0 +1,208 @@
+"""What every op refuses: by an error of four parts in its own name, with every byte of every argument as it was.
+
+Calls are the right ones of testing/every_op.py with one argument changed, for all ops of the registry alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from transformer_plugin.testing.every_op import Call, calls, registered
+
+CALLS = [call for call in calls() if call.arguments and call.op not in ("agree", "release_group")]
+IDS = [f"{call.op}-{call.name}" for call in CALLS]
+BUFFERS = {
+    op: [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    for op, schema in registered().items()
+}
+ops = torch.ops.transformer_plugin
+Change = tuple[str, dict[str, Any]]
+
+
+def test_every_op_is_in_the_table() -> None:
+    assert {call.op for call in calls()} == set(registered())
+
+
+@pytest.mark.parametrize("call", CALLS, ids=IDS)
+def test_right_calls_are_taken(call: Call) -> None:
+    getattr(ops, call.op)(**copied(call.arguments))
+
+
+@pytest.mark.parametrize("call", CALLS, ids=IDS)
+def test_a_refused_call_names_its_op_and_writes_nothing(call: Call) -> None:
+    for change, arguments in changes(call):
+        held = bytes_of(arguments)
+        try:
+            getattr(ops, call.op)(**arguments)
+        except (ValueError, TypeError) as error:
+            assert re.match(
+                rf"transformer_plugin::{call.op}: argument '[\w\[\]]+': expected .*, got .*\. \S",
+                str(error),
+                re.DOTALL,
+            ), f"{change}: {error}"
+            assert_same_bytes(arguments, held, change)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=IDS)
+def test_unfit_buffers_are_refused(call: Call) -> None:
+    for change, arguments in unfit_buffers(call):
+        held = bytes_of(arguments)
+        with pytest.raises((ValueError, TypeError), match=f"^transformer_plugin::{call.op}: argument '"):
+            pytest.fail(f"{change}: {getattr(ops, call.op)(**arguments)}")
+        assert_same_bytes(arguments, held, change)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=IDS)
+def test_views_of_negatives_are_read_right(call: Call) -> None:
+    """An input whose memory holds the negative of its values is read as its values, or refused."""
+    expected = getattr(ops, call.op)(**copied(call.arguments))
+    outputs_of = BUFFERS[call.op]
+    for name, value in call.arguments.items():
+        if name in outputs_of or not isinstance(value, Tensor) or value.dtype not in NEGATED:
+            continue
+        arguments = copied(call.arguments)
+        arguments[name] = torch._neg_view(-value)
+        assert arguments[name].is_neg()
+        same = copied(call.arguments)
+        found, wanted = getattr(ops, call.op)(**arguments), getattr(ops, call.op)(**same)
+        assert_same(found, wanted if expected is not None else None, name)
+        for buffer in outputs_of:
+            if isinstance(arguments.get(buffer), (Tensor, list)):
+                assert_same(arguments[buffer], same[buffer], name)
+
+
+NEGATED = (torch.float32, torch.bfloat16)
+
+
+def assert_same(found: Any, wanted: Any, name: str) -> None:
+    for x, y in zip(flat(found), flat(wanted), strict=True):
+        assert torch.equal(raw(x), raw(y)), name
+
+
+def flat(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [x for item in value for x in flat(item)] if isinstance(value, (list, tuple)) else []
+
+
+def copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: copied(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [copied(item) for item in value]
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The bytes of its storage."""
+    if tensor.is_meta:
+        return torch.empty(0, dtype=torch.uint8)
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)).clone()  # type: ignore[call-overload]
+
+
+def bytes_of(arguments: dict[str, Any]) -> dict[str, list[Tensor]]:
+    return {name: [raw(x.detach()) for x in flat(value)] for name, value in arguments.items()}
+
+
+def assert_same_bytes(arguments: dict[str, Any], held: dict[str, list[Tensor]], change: str) -> None:
+    for name, before in held.items():
+        for x, y in zip(flat(arguments[name]), before, strict=True):
+            assert torch.equal(raw(x.detach()), y), f"{change}: '{name}' was written"
+
+
+def other_tensors(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What stands in a tensor's place: another dtype, device, shape; strides; sizes that do not fit."""
+    other = torch.float16 if tensor.dtype != torch.float16 else torch.float32
+    yield "dtype", torch.zeros(tensor.shape, dtype=other)
+    yield "int8", torch.zeros(tensor.shape, dtype=torch.int8)
+    yield "meta", torch.empty_like(tensor, device="meta")
+    yield "a dimension more", tensor[None]
+    yield "sparse", torch.ones(2, 2).to_sparse()
+    yield "nested", torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    if tensor.dim() > 0:
+        yield "a dimension less", tensor.select(0, 0).clone() if tensor.shape[0] else tensor.flatten()
+    for d in range(tensor.dim()):
+        sizes = list(tensor.shape)
+        sizes[d] += 1
+        grown = torch.zeros(sizes, dtype=torch.uint8 if tensor.element_size() == 1 else tensor.dtype)
+        yield f"size {d}", grown.view(tensor.dtype)
+        sizes[d] = 0
+        yield f"no size {d}", torch.empty(sizes, dtype=tensor.dtype)
+    if tensor.dtype in (torch.int32, torch.int64):
+        for value in (-1, 17, 2**30, torch.iinfo(tensor.dtype).max):
+            yield f"all {value}", torch.full_like(tensor, value)
+
+
+def changes(call: Call) -> Iterator[Change]:
+    """One argument at a time, and what it became."""
+    for name, value in call.arguments.items():
+        others: list[tuple[str, Any]] = []
+        if isinstance(value, Tensor):
+            others = list(other_tensors(value))
+        elif isinstance(value, list) and value and isinstance(value[0], Tensor):
+            others = [("no last", value[:-1]), ("one more", [*value, value[0].clone()])]
+            others += [(f"first {what}", [other, *value[1:]]) for what, other in other_tensors(value[0])]
+        elif isinstance(value, str) and name != "group_name" and name != "text":
+            others = [
+                (text, text) for text in ("", "no such thing", "fp8_block:square", "nvfp4:rht", "mxfp8")
+            ]
+        elif isinstance(value, int) and not isinstance(value, bool) and name != "timeout_ms":
+            others = [(str(number), number) for number in (-1, 2**31, 2**62)]
+        for what, other in others:
+            if name in BIG_MEMORY and isinstance(other, int):
+                continue
+            yield f"{name}: {what}", {**copied(call.arguments), name: other}
+
+
+#: Sizes of outputs: what memory cannot hold is an allocator's error.
+BIG_MEMORY = {"capacity", "num_rows", "num_tokens", "tokens", "num_experts", "max_tokens", "hidden_size"}
+
+
+def unfit_buffers(call: Call) -> Iterator[Change]:
+    """Buffers that want gradients, stand for negatives, or lie in memory that is read or written beside them."""
+    for name in BUFFERS[call.op]:
+        given = call.arguments.get(name)
+        if given is None:
+            continue
+        place: Callable[[Tensor], Any] = lambda x: x  # noqa: E731
+        if isinstance(given, list):
+            rest = given[1:]
+            place = lambda x, rest=rest: [x, *copied(rest)]  # noqa: E731
+        buffer = flat(given)[0]
+        if buffer.dtype in (torch.float32, torch.bfloat16):
+            yield (
+                f"{name}: gradient",
+                {**copied(call.arguments), name: place(buffer.clone().requires_grad_())},
+            )
+            yield (
+                f"{name}: negative",
+                {**copied(call.arguments), name: place(torch._neg_view(buffer.clone()))},
+            )
+        for other, value in call.arguments.items():
+            for x in flat(value)[:1]:
+                overlap = in_one_memory(buffer, x) if other != name else None
+                if overlap is None:
+                    continue
+                arguments = {**copied(call.arguments), name: place(overlap[0])}
+                arguments[other] = [overlap[1], *copied(value[1:])] if isinstance(value, list) else overlap[1]
+                yield f"{name} in the memory of {other}", arguments
+
+
+def in_one_memory(buffer: Tensor, other: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Both in one storage, the smaller in the first bytes of the larger, with the larger's values."""
+    if buffer.numel() == 0 or other.numel() == 0:
+        return None
+    size = max(buffer.nbytes, other.nbytes)
+    memory = torch.zeros(size, dtype=torch.uint8)
+    source = other if other.nbytes >= buffer.nbytes else buffer
+    memory[: source.nbytes] = source.contiguous().view(-1).view(torch.uint8)
+    memory[: other.nbytes] = other.contiguous().view(-1).view(torch.uint8)
+    first, second = (memory[: x.nbytes].view(x.dtype).view(x.shape) for x in (buffer, other))
+    return first, second

@@ -1,0 +1,299 @@
+"""A few calls that are right of every op of ``torch.ops.transformer_plugin``, with small arguments by their names.
+
+Whatever must hold for all of the ops walks this table: what they refuse, what a refused call leaves as it was, what any
+arguments at all do to a process. A test compares it with the registry, so no op is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.formats import Format
+from transformer_plugin.testing.every_op_quantize import (
+    BFLOAT16,
+    DENSE,
+    FLOAT32,
+    GROUPED,
+    ROLES,
+    SIZES,
+    Calls,
+    Draw,
+    Sizes,
+    given_beside,
+    list_calls,
+    ops,
+    quantize_calls,
+    scaled_calls,
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an op, by the names of its arguments."""
+
+    op: str
+    name: str
+    arguments: dict[str, Any]
+
+
+def _gemm_calls(draw: Draw) -> Calls:
+    T, N, K, G = draw.TNKG
+    one = {"alpha": draw.rand(1)}
+    dense = {"a": draw(T, K), "b": draw(N, K), "bias": draw(N), "transpose_b": True, **one}
+    yield "gemm", "", dense
+    yield "gemm_out", "", {**dense, "out": draw.zeros(T, N), "beta": draw.rand(1)}
+    each = {
+        "alpha": draw.rand(G),
+        "bias": draw(G, N),
+        "bias_scale": draw(T),
+        "max_sms": 0,
+        "expected_rows": -1,
+    }
+    sizes = {"group_sizes": draw.group_sizes()}
+    rows = {"rows": draw.rows()}
+    grouped = {"a": draw(T, K), "b": draw(G, N, K), **sizes, "transpose_b": True, **each}
+    out = {"out": draw.zeros(T, N), "beta": draw.rand(G)}
+    yield "grouped_gemm", "", {**grouped, **rows}
+    yield "grouped_gemm", "b is not transposed", {**grouped, "b": draw(G, K, N), "transpose_b": False}
+    yield "grouped_gemm_out", "", {**grouped, **rows, **out}
+    if G > 0:
+        yield "grouped_gemm_list", "", {**grouped, **rows, "b": [draw(N, K) for _ in draw.groups]}
+    yield "gather_rows_backward", "", {"grad": draw(T, K), **rows, **sizes, "num_rows": T}
+    wgrad = {
+        "grad": draw(T, N),
+        "input": draw(T, K),
+        **sizes,
+        "alpha": draw.rand(G),
+        "input_rows": draw.rows(),
+    }
+    yield "grouped_gemm_wgrad", "", {**wgrad, "dtype": FLOAT32}
+    into = {"accumulate": False, "beta": draw.rand(G)}
+    yield "grouped_gemm_wgrad_out", "", {**wgrad, "out": draw.zeros(G, N, K), **into}
+    if G > 0:
+        out_list = [draw.zeros(N, K) for _ in draw.groups]
+        yield "grouped_gemm_wgrad_list_out", "", {**wgrad, "out": out_list, **into}
+    yield from _quantized_product_calls(draw, out, each)
+    yield from _rowwise_calls(draw, each)
+    plan = {"rows": T, "groups": G, "n": N, "k": K, "multiprocessors": 132}
+    for product in ("forward", "data_grad", "weight_grad"):
+        yield (
+            "grouped_gemm_plan",
+            product,
+            {"product": product, "dtype": BFLOAT16, "out_dtype": BFLOAT16, **plan},
+        )
+    yield "bias_backward", "", {"grad": draw(T, N)}
+    yield (
+        "grouped_bias_backward",
+        "",
+        {"grad": draw(T, N), **sizes, "bias": draw(G, N), "bias_scale": draw(T)},
+    )
+
+
+def _operand(
+    name: str, x: Tensor, key: str, op: str, *sizes: Tensor, transposed: bool = False
+) -> dict[str, Tensor]:
+    more = given_beside(x, key, "columns" if transposed else "rows", *sizes)
+    data, scale = getattr(ops, op)(x, *sizes, key, **more)
+    amax = {f"{name}_amax": more["amax"]} if Format.parse(key).needs_amax else {}
+    return {name: data, f"{name}_scale": scale, **amax}
+
+
+def _quantized_product_calls(draw: Draw, out: dict[str, Tensor], each: dict[str, Any]) -> Calls:
+    T, N, K, G = draw.TNKG
+    sizes, kept = draw.group_sizes(), {"alpha": each["alpha"]}
+    for a_key, b_key in (("fp8_tensor", "fp8_tensor"), ("fp8_block", "fp8_block:square"), ("nvfp4", "nvfp4")):
+        formats = {"a_format": a_key, "b_format": b_key}
+        b = _operand("b", draw(N, K), b_key, "quantize")
+        dense = {**_operand("a", draw(T, K), a_key, "quantize"), **b, **formats, "bias": draw(N)}
+        yield "gemm_quantized", a_key, {**dense, "dtype": BFLOAT16}
+        yield "gemm_quantized_out", a_key, {**dense, "out": draw.zeros(T, N), "beta": draw.rand(1)}
+        a = _operand("a", draw(T, K), a_key, "grouped_quantize", sizes)
+        b = _operand("b", draw(G, N, K), b_key, "quantize")
+        grouped = {**a, **b, "group_sizes": sizes, **formats, **each}
+        yield "grouped_gemm_quantized", a_key, {**grouped, "dtype": BFLOAT16}
+        yield "grouped_gemm_quantized_out", a_key, {**grouped, **out}
+        members = {name: list(value) for name, value in b.items() if name != "b_scale"}
+        if "b_amax" in members:
+            members["b_amax"] = [amax.view(1) for amax in members["b_amax"]]
+        scales = [s.view(1) if s.dim() == 0 else s for s in b["b_scale"]]
+        if G > 0:
+            of_list = {**grouped, **members, "b_scale": scales, "dtype": BFLOAT16}
+            yield "grouped_gemm_quantized_list", a_key, of_list
+        lines = "grouped_quantize_transposed"
+        grad = _operand("grad_t", draw(T, N), a_key, lines, sizes, transposed=True)
+        input = _operand("input_t", draw(T, K), a_key, lines, sizes, transposed=True)
+        of_grad: dict[str, Any] = {"grad_format": a_key, "input_format": a_key, "group_sizes": sizes}
+        yield "grouped_gemm_wgrad_quantized", a_key, {**grad, **input, **of_grad, **kept, "dtype": BFLOAT16}
+        into = {"out": draw.zeros(G, N, K), "accumulate": False, "beta": draw.rand(G)}
+        yield "grouped_gemm_wgrad_quantized_out", a_key, {**grad, **input, **of_grad, **kept, **into}
+
+
+def _rowwise_calls(draw: Draw, each: dict[str, Any]) -> Calls:
+    T, N, K, G = draw.TNKG
+    yield "quantize_rowwise", "", {"input": draw(T, K), "element": "e4m3", "epsilon": 1e-3}
+    a = dict(zip(("a", "a_scale"), ops.quantize_rowwise(draw(T, K)), strict=True))
+    for op, b, more in (
+        ("gemm_rowwise", draw(N, K), {"alpha": draw.rand(1), "bias": draw(N)}),
+        ("grouped_gemm_rowwise", draw(G, N, K), {**each, "group_sizes": draw.group_sizes()}),
+    ):
+        operand = dict(zip(("b", "b_scale"), ops.quantize_rowwise(b), strict=True))
+        yield op, "", {**a, **operand, **more, "dtype": FLOAT32}
+
+
+def _layer_calls(draw: Draw) -> Calls:
+    T, N, K, G = draw.TNKG
+    sizes, probs = {"group_sizes": draw.group_sizes()}, {"probs": draw(T)}
+    for keys in ROLES:
+        roles = dict(zip(("input_format", "weight_format", "grad_format"), keys, strict=True))
+        weight, weights = draw(N, K, dtype=BFLOAT16), draw(G, N, K, dtype=BFLOAT16)
+        fc2 = draw(G, K, N // 2, dtype=BFLOAT16)
+        kept, quantized, kept_fc1, kept_fc2 = ({}, {}, {}, {})
+        if keys[0] != "none":
+            fresh = ops.quantize_weight(weight, **roles)
+            yield "quantize_weight", keys[0], {"weight": weight, **roles}
+            yield "quantize_weight_out", keys[0], {"weight": weight, **roles, "out": fresh}
+            kept = {"quantized_weight": fresh}
+            fresh = ops.quantize_weight(weights, **roles)
+            quantized, kept_fc1 = {"quantized_weight": fresh}, {"quantized_fc1_weight": fresh}
+            kept_fc2 = {"quantized_fc2_weight": ops.quantize_weight(fc2, **roles)}
+        input, bias = draw(T, K, dtype=BFLOAT16), draw(N, dtype=BFLOAT16)
+        yield "linear", keys[0], {"input": input, "weight": weight, "bias": bias, **roles, **kept}
+        biases = {"bias": draw(G, N, dtype=BFLOAT16), "bias_scale": draw(T)}
+        yield (
+            "grouped_linear",
+            keys[0],
+            {"input": input, "weight": weights, **sizes, **biases, **roles, **quantized},
+        )
+        yield (
+            "grouped_mlp",
+            keys[0],
+            {
+                **{"input": input, "fc1_weight": weights, "fc2_weight": fc2, **sizes, **probs, **roles},
+                **{"fc1_bias": draw(G, N, dtype=BFLOAT16), "fc2_bias": draw(G, K, dtype=BFLOAT16)},
+                **{**kept_fc1, **kept_fc2},
+            },
+        )
+    product = {
+        "a": draw(T, K),
+        "b": draw(G, 2 * N, K),
+        **sizes,
+        **probs,
+        "bias": draw(G, 2 * N),
+        "interleave": 32,
+    }
+    yield "grouped_gemm_swiglu", "", {**product, "keep_input": True}
+    yield "grouped_gemm_swiglu_quantize", "", {**product, "keep_input": True, "format": "mxfp8"}
+    backward = {"grad": draw(T, K), "b": draw(G, K, N), **sizes, "h": draw(T, 2 * N), **probs}
+    yield "grouped_gemm_swiglu_backward", "", {**backward, "interleave": 0}
+    yield "check_group_sizes", "", {}
+    yield "swiglu", "", {"input": draw(T, K), **probs}
+    yield "swiglu_backward", "", {"grad": draw(T, K // 2), "input": draw(T, K), **probs}
+
+
+def _norm_calls(draw: Draw) -> Calls:
+    T, _, K, _ = draw.TNKG
+    if K == 0:
+        return  # there is nothing to normalise
+    x, weight, bias = draw(T, K), {"weight": draw(K)}, {"bias": draw(K)}
+    mean, rstd = {"mean": draw(T)}, {"rstd": draw.rand(T)}
+    options = {"eps": 1e-5, "zero_centered": True}
+    zero_centered = {"zero_centered": True}
+    for op in ("rms_norm", "rms_norm_forward"):
+        yield op, "", {"input": x, **weight, **options}
+    for op in ("layer_norm", "layer_norm_forward"):
+        yield op, "", {"input": x, **weight, **bias, **options}
+    grads = {"grad": draw(T, K), "input": x, **weight, **rstd, **zero_centered}
+    yield "rms_norm_backward", "", grads
+    yield "layer_norm_backward", "", {**grads, **mean, "has_bias": True}
+    for key in ("fp8_block", "mxfp8", "nvfp4:sr"):
+        more = given_beside(x, key, "rows")
+        yield "rms_norm_quantize", key, {"input": x, **weight, **options, "format": key, **more}
+        yield "layer_norm_quantize", key, {"input": x, **weight, **bias, **options, "format": key, **more}
+
+
+def _routing_calls(draw: Draw) -> Calls:
+    T, _, K, _ = draw.TNKG
+    tokens, experts, topk, capacity = T, 8, 2, 2 * T
+    logits, indices = draw(tokens, experts), draw.indices(tokens, topk, experts)
+    score = {"score_function": "sigmoid"}
+    groups = {"num_groups": 4, "group_topk": 2, "scaling_factor": 2.0}
+    router = {"logits": logits, "topk": topk, "pre_softmax": False}
+    yield "topk_router", "sigmoid", {**router, **score, **groups, "expert_bias": draw(experts)}
+    yield "topk_router", "softmax", {**router, "score_function": "softmax", "expert_bias": None}
+    backward = {"grad": draw(tokens, topk), "logits": logits, "indices": indices.int(), **score}
+    yield "topk_router_backward", "", {**backward, "pre_softmax": False, "scaling_factor": 2.0}
+    yield "router_scores", "", {"logits": logits, **score}
+    yield "router_scores_backward", "", {"grad": draw(tokens, experts), "logits": logits, **score}
+    loss = {"tokens_per_expert": draw.integers([2] * experts), "total_tokens": draw.integers(tokens)}
+    yield "aux_loss", "", {"scores": logits.softmax(1), **loss, "topk": topk, "coeff": 0.1}
+    yield (
+        "aux_loss_backward",
+        "",
+        {"grad": draw.rand(), **loss, "tokens": tokens, "topk": topk, "coeff": 0.1},
+    )
+    sizes = {"num_experts": experts, "capacity": capacity, "alignment": 1}
+    yield "assign_slots", "", {"indices": indices, "first_expert": 0, **sizes}
+    yield "count_tokens_per_expert", "", {"indices": indices, "num_experts": experts}
+    yield "permute", "", {"tokens": draw(tokens, K), "indices": indices, **sizes}
+    slot, source, _, _, _ = ops.assign_slots(indices, 0, experts, capacity, 1)
+    slots = {"slot": slot, "source": source}
+    rows, weights = draw(capacity, K), {"weights": draw.rand(tokens, topk)}
+    yield "permute_backward", "", {"grad": rows, "slot": slot}
+    yield "unpermute", "", {"rows": rows, **slots, **weights}
+    yield "unpermute_backward", "", {"grad": draw(tokens, K), "rows": rows, **slots, **weights}
+    yield "permute_weights", "", {**weights, **slots}
+    yield "permute_weights_backward", "", {"grad": draw(capacity), "slot": slot}
+    yield from _expert_parallel_calls(draw, indices, experts, capacity)
+
+
+def _expert_parallel_calls(draw: Draw, indices: Tensor, experts: int, capacity: int) -> Calls:
+    """Of this process alone."""
+    K = draw.TNKG[2]
+    tokens, topk = indices.shape
+    group = {"group_name": "", "timeout_ms": 1000}
+    plan = {"topk_idx": indices, "num_experts": experts, "max_tokens": tokens, "capacity": capacity}
+    yield "plan", "", {**plan, "alignment": 1, "num_ranks": 1, "raise_on_overflow": False, **group}
+    slot, source, *_ = ops.plan(indices, experts, tokens, capacity)
+    slots = {"slot": slot, "source": source}
+    weights = draw.rand(tokens, topk)
+    yield "dispatch", "", {"tokens": draw(tokens, K), "topk_weights": weights, **slots, **group}
+    rows = draw(capacity, K)
+    backward = {"grad_recv": rows, "grad_recv_weights": draw(capacity), "slot": slot, "num_tokens": tokens}
+    yield "dispatch_backward", "", {**backward, "hidden_size": K, "dtype": FLOAT32, **group}
+    yield "combine", "", {"rows": rows, **slots, "num_tokens": tokens, **group}
+    yield "combine_backward", "", {"grad": draw(tokens, K), **slots, **group}
+    yield "agree", "", {"group_name": "", "text": "one configuration", "timeout_ms": 1000}
+    yield "release_group", "", {"group_name": ""}
+
+
+def _families(draw: Draw) -> Iterator[Calls]:
+    for key in DENSE:
+        yield quantize_calls(draw, key, False)
+    for key in GROUPED:
+        yield quantize_calls(draw, key, True)
+    for family in (list_calls, scaled_calls, _gemm_calls, _layer_calls, _norm_calls, _routing_calls):
+        yield family(draw)
+
+
+def calls(sizes: Sizes = SIZES, device: str = "cpu", *, strict: bool = True) -> Iterator[Call]:
+    """The table, of fresh tensors: at least one call for each op. Of sizes that an op refuses, which are no right calls
+    then, there may be fewer, if not `strict`."""
+    for family in _families(Draw(sizes, device)):
+        try:
+            for op, name, arguments in family:
+                yield Call(op, name, arguments)
+        except (ValueError, TypeError, RuntimeError, MemoryError):
+            if strict:
+                raise
+
+
+def registered() -> dict[str, torch._C.FunctionSchema]:
+    """Every op's schema, by its name."""
+    schemas = torch._C._jit_get_all_schemas()
+    prefix = "transformer_plugin::"
+    return {schema.name.removeprefix(prefix): schema for schema in schemas if schema.name.startswith(prefix)}
