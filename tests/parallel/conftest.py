@@ -45,3 +45,15 @@ def pool(request: pytest.FixtureRequest, make_pool: Callable[[int, str], RankPoo
 def pair(request: pytest.FixtureRequest, make_pool: Callable[[int, str], RankPool]) -> RankPool:
     """Two ranks, on CPUs and on GPUs."""
     return make_pool(*request.param)
+
+
+@pytest.fixture(params=PLACES[1:3] + PLACES[4:])
+def ranks(request: pytest.FixtureRequest, make_pool: Callable[[int, str], RankPool]) -> RankPool:
+    """Two and four ranks, on CPUs and on GPUs."""
+    return make_pool(*request.param)
+
+
+@pytest.fixture(params=[PLACES[2], PLACES[5]])
+def four(request: pytest.FixtureRequest, make_pool: Callable[[int, str], RankPool]) -> RankPool:
+    """Four ranks, on CPUs and on GPUs."""
+    return make_pool(*request.param)

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from transformer_plugin.nn import DispatchConfig, MoE
 from transformer_plugin.recipes import Recipe
+from transformer_plugin.testing.distributed import Rank
 
 HIDDEN, FFN, EXPERTS, TOPK, ROWS = 16, 32, 8, 2, 12
 
@@ -80,7 +82,21 @@ def assert_gradients(model: torch.nn.Module, wanted: dict[str, Tensor]) -> None:
         key = name.removeprefix("module.")
         assert parameter.grad is not None, name
         gradient = everything(parameter.grad)
-        assert wanted[key].abs().max() > 1e-4
+        assert wanted[key].abs().max() > 1e-3
         torch.testing.assert_close(
-            gradient, wanted[key], rtol=2e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+            gradient, wanted[key], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def mesh_of(rank: Rank) -> Any:
+    """(copies, experts): 1 x 2 of two ranks, 2 x 2 of four."""
+    return init_device_mesh(rank.device.type, (rank.size // 2, 2), mesh_dim_names=("copies", "experts"))
+
+
+def everyone(mesh: Any) -> Any:
+    """What is fully_shard's default too, but on this device."""
+    return init_device_mesh(mesh.device_type, (mesh.size(),))
+
+
+def one_step(rank: Rank, model: torch.nn.Module, step: int = 0) -> None:
+    loss_of(model, rows_of(rank.rank, step).to(rank.device)).backward()

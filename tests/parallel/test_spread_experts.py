@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -21,8 +19,11 @@ from tests.parallel.spread_model import (
     HIDDEN,
     Block,
     assert_gradients,
+    everyone,
     everything,
     loss_of,
+    mesh_of,
+    one_step,
     rows_of,
     spread_block,
     wanted_gradients,
@@ -30,32 +31,6 @@ from tests.parallel.spread_model import (
 )
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits, relative_error
-
-
-@pytest.fixture(
-    params=[(2, "gloo"), (4, "gloo"), pytest.param((4, "nccl"), marks=pytest.mark.gpus(4))], ids=str
-)
-def ranks(request: pytest.FixtureRequest, make_pool: Callable[[int, str], RankPool]) -> RankPool:
-    return make_pool(*request.param)
-
-
-@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.gpus(4))])
-def four(request: pytest.FixtureRequest, make_pool: Callable[[int, str], RankPool]) -> RankPool:
-    return make_pool(4, request.param)
-
-
-def mesh_of(rank: Rank) -> Any:
-    """(copies, experts): 1 x 2 of two ranks, 2 x 2 of four."""
-    return init_device_mesh(rank.device.type, (rank.size // 2, 2), mesh_dim_names=("copies", "experts"))
-
-
-def everyone(mesh: Any) -> Any:
-    """What is fully_shard's default too, but on this device."""
-    return init_device_mesh(mesh.device_type, (mesh.size(),))
-
-
-def one_step(rank: Rank, model: torch.nn.Module, step: int = 0) -> None:
-    loss_of(model, rows_of(rank.rank, step).to(rank.device)).backward()
 
 
 def check_parameters(rank: Rank) -> None:

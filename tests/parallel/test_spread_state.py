@@ -1,9 +1,8 @@
-"""States of experts that are spread over ranks: checkpoints, clipping, refusals."""
+"""States of experts that are spread over ranks: checkpoints, refusals, compiled."""
 
 from __future__ import annotations
 
 import io
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +11,24 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import transformer_plugin as tp
 from tests.parallel.spread_model import (
     EXPERTS,
     Block,
     assert_gradients,
+    everyone,
     everything,
     loss_of,
+    mesh_of,
+    one_step,
     rows_of,
     spread_block,
     wanted_gradients,
     whole_block,
 )
-from tests.parallel.test_spread_experts import everyone, four, mesh_of, one_step, ranks  # noqa: F401
 from transformer_plugin.nn import DispatchConfig, MoE
 from transformer_plugin.recipes import DelayedScaling, Float8BlockScaling
 from transformer_plugin.testing.distributed import Rank, RankPool
@@ -101,7 +101,7 @@ def check_checkpoint(rank: Rank, path: str) -> None:
     load_into(rank, f"{path}/alone", Block(rank.device, mesh=mesh["experts"]), told[0], False)
 
 
-def test_checkpoints_of_other_numbers_of_ranks(ranks: RankPool, tmp_path: Path) -> None:  # noqa: F811
+def test_checkpoints_of_other_numbers_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(check_checkpoint, str(tmp_path))
 
 
@@ -138,7 +138,7 @@ def check_delayed(rank: Rank, path: str) -> None:
     assert layer.delayed_scale.shape == (3 * EXPERTS // rank.size,)
 
 
-def test_state_of_delayed_scaling(ranks: RankPool, tmp_path: Path) -> None:  # noqa: F811
+def test_state_of_delayed_scaling(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(check_delayed, str(tmp_path / "state"))
 
 
@@ -163,90 +163,6 @@ def check_quantized_weights(rank: Rank) -> None:
 
 def test_quantized_weights(pair: RankPool) -> None:
     pair.run(check_quantized_weights)
-
-
-def check_clipping(rank: Rank) -> None:
-    whole = whole_block(rank.device)
-    for norm_type in (1.0, 2.0, 3.5, math.inf):
-        block = spread_block(whole, rank.device, group=rank.group)
-        model = tp.parallel.data_parallel(block)
-        one_step(rank, model)
-        wanted = wanted_gradients(whole, rank.size)
-        leaves = [torch.nn.Parameter(torch.zeros_like(g)) for g in wanted.values()]
-        for leaf, gradient in zip(leaves, wanted.values(), strict=True):
-            leaf.grad = gradient
-        max_norm = 0.5 * float(torch.nn.utils.clip_grad_norm_(leaves, math.inf, norm_type))
-        expected = torch.nn.utils.clip_grad_norm_(leaves, max_norm, norm_type)
-        got = tp.clip_grad_norm_(block.parameters(), max_norm, norm_type)
-        assert type(got) is torch.Tensor and got.dim() == 0
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=0)
-        assert_gradients(block, wanted)
-        everyone = [torch.empty_like(got) for _ in range(rank.size)]
-        dist.all_gather(everyone, got)
-        for other in everyone:
-            assert_same_bits(got, other)
-        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
-            torch.nn.utils.clip_grad_norm_(block.parameters(), 1.0)
-        for value, of_norm in ((math.nan, math.isnan), (math.inf, math.isinf)):
-            if rank.rank == rank.size - 1:
-                block.moe.experts.fc1.weight.grad.to_local()[0, 0, 0] = value
-            assert of_norm(float(tp.clip_grad_norm_(block, math.inf, norm_type)))
-            with pytest.raises(RuntimeError, match=r"clip_grad_norm_: expected a finite norm of order"):
-                tp.clip_grad_norm_(block, 1.0, norm_type, error_if_nonfinite=True)
-            one_step(rank, model)
-            model.zero_grad()
-            one_step(rank, model)
-
-
-def test_clipping(ranks: RankPool) -> None:  # noqa: F811
-    ranks.run(check_clipping)
-
-
-def check_clipping_of_placements(rank: Rank) -> None:
-    """Each element once, and each copy once, on meshes of one and two dimensions."""
-    mesh = init_device_mesh(rank.device.type, (2, 2), mesh_dim_names=("a", "b"))
-    whole = torch.arange(1.0, 33.0, device=rank.device).view(8, 4)
-    total = 0.0
-    parameters = []
-    cases: list[tuple[DeviceMesh, list[Any]]] = [
-        (mesh, [Shard(0), Shard(1)]),
-        (mesh, [Replicate(), Shard(0)]),
-        (mesh, [Shard(1), Replicate()]),
-        (mesh, [Replicate(), Replicate()]),
-        (mesh["a"], [Shard(0)]),
-        (mesh["b"], [Shard(1)]),
-    ]
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        for place, placements in [*cases, (None, [])]:
-            value = whole.to(dtype)
-            if place is not None:
-                value = torch.distributed.tensor.distribute_tensor(value, place, placements)
-            parameter = torch.nn.Parameter(torch.zeros_like(value))
-            parameter.grad = value.clone()
-            parameters.append(parameter)
-            total += float(whole.double().square().sum())
-    norm = tp.clip_grad_norm_(
-        iter(parameters + parameters), 1.0
-    )  # a parameter that is named twice counts once
-    assert norm.dtype == torch.float64
-    assert float(norm) == pytest.approx(math.sqrt(total), rel=1e-6)
-    for parameter in parameters:
-        limit = 2**-8 if parameter.dtype == torch.bfloat16 else 1e-6
-        torch.testing.assert_close(
-            everything(parameter.grad).float(), whole / norm.float(), rtol=limit, atol=0
-        )
-    parameters[0].grad = DTensor.from_local(whole, mesh["a"], [torch.distributed.tensor.Partial()])
-    with pytest.raises(ValueError, match="expected gradients that are sums already"):
-        tp.clip_grad_norm_(parameters, 1.0)
-    with pytest.raises(
-        ValueError, match=r"argument 'norm_type': expected a number above 0, or inf, got 0\.0"
-    ):
-        tp.clip_grad_norm_(parameters, 1.0, 0)
-    assert float(tp.clip_grad_norm_([], 1.0)) == 0.0
-
-
-def test_clipping_of_placements(four: RankPool) -> None:  # noqa: F811
-    four.run(check_clipping_of_placements)
 
 
 def check_refusals(rank: Rank) -> None:
@@ -304,7 +220,7 @@ def check_refusals(rank: Rank) -> None:
     assert isinstance(MoE(8, 16, 4, 2, group=None), MoE)  # there is a world, and this layer is not of it
 
 
-def test_refusals(ranks: RankPool) -> None:  # noqa: F811
+def test_refusals(ranks: RankPool) -> None:
     ranks.run(check_refusals)
 
 
@@ -320,7 +236,7 @@ def check_ours_over_one_dimension(rank: Rank) -> None:
         assert_gradients(block, wanted_gradients(whole, rank.size, 2))
 
 
-def test_ours_over_one_dimension(ranks: RankPool) -> None:  # noqa: F811
+def test_ours_over_one_dimension(ranks: RankPool) -> None:
     ranks.run(check_ours_over_one_dimension)
 
 
