@@ -177,13 +177,6 @@ def test_presets() -> None:
 def test_widths_that_a_recipe_does_not_take(recipe: Recipe, block: int) -> None:
     bad, good = block + block // 2, 2 * block
 
-    def later() -> None:
-        layer = Linear(bad, good)
-        try:
-            layer.recipe = recipe
-        finally:
-            assert layer.recipe is None
-
     calls = {
         "in_features": (
             lambda: Linear(bad, good, recipe=recipe),
@@ -191,7 +184,6 @@ def test_widths_that_a_recipe_does_not_take(recipe: Recipe, block: int) -> None:
             lambda: GroupedMLP(2, bad, good, recipe=recipe),
             lambda: MoE(bad, good, 4, 2, recipe=recipe),
             lambda: MoE(good, bad, 4, 2, recipe=recipe),
-            later,
         ),
         "out_features": (
             lambda: Linear(good, bad, recipe=recipe),
@@ -210,4 +202,8 @@ def test_widths_that_a_recipe_does_not_take(recipe: Recipe, block: int) -> None:
         f"transformer_plugin.nn.Linear: argument 'recipe': expected one that takes in_features={bad}, got {recipe}, "
         f"which wants a multiple of {block}. Use for example in_features={good}, or a recipe of another format."
     )
-    Linear(bad, bad, recipe=Float8BlockScaling())
+    layer = Linear(bad, bad, recipe=Float8BlockScaling())
+    with pytest.warns(
+        UserWarning, match=rf"argument 'recipe': expected one that takes in_features={bad}, got "
+    ):
+        layer.recipe = recipe

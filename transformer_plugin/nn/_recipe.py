@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -89,17 +90,22 @@ class TakesRecipe(HoldsQuantizedWeight):
         def reset_parameters(self) -> None: ...
 
     def _check_widths(self, recipe: Recipe | None, formats: RoleFormats) -> None:
-        """Refuses a recipe whose blocks do not fit the widths of the weight: every forward would."""
+        """Refuses a recipe whose blocks do not fit the widths of the weight: every forward would. Of a recipe set later
+        it only warns, because the weight may follow."""
         block = max(width_multiple(key) for key in formats)
         for name, width in zip(
             ("in_features", "out_features"), reversed(self.weight.shape[-2:]), strict=False
         ):
-            if width % block:
-                raise ValueError(
-                    f"transformer_plugin.nn.{type(self).__name__}: argument 'recipe': expected one that takes "
-                    f"{name}={width}, got {recipe}, which wants a multiple of {block}. Use for example "
-                    f"{name}={-(-width // block) * block}, or a recipe of another format."
-                )
+            if width % block == 0:
+                continue
+            text = (
+                f"transformer_plugin.nn.{type(self).__name__}: argument 'recipe': expected one that takes "
+                f"{name}={width}, got {recipe}, which wants a multiple of {block}. Use for example "
+                f"{name}={-(-width // block) * block}, or a recipe of another format."
+            )
+            if "_recipe" not in self.__dict__:
+                raise ValueError(text)
+            warnings.warn(text, UserWarning, stacklevel=4)
 
     def _make_state(self) -> None:
         recipe, held = self._recipe, self._buffers.get(STATE[0])
