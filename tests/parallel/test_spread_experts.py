@@ -60,6 +60,20 @@ def check_parameters(rank: Rank) -> None:
         assert not torch.equal(twin.moe.experts.fc1.weight.to_local(), weight.to_local())
         block.moe.experts.reset_parameters()
         assert float(weight.to_local().detach().abs().max()) <= HIDDEN**-0.5
+    if rank.device.type == "cpu":
+        for spread in ({"group": rank.group}, {"mesh": mesh["experts"]}):
+            torch.manual_seed(0)
+            block = Block(**spread)
+            for name, parameter in whole.named_parameters():
+                assert_same_bits(everything(block.get_parameter(name)), parameter)
+    sharded = tp.parallel.fully_shard(Block(rank.device, mesh=mesh["experts"]), mesh)
+    torch.manual_seed(0)
+    sharded.moe.experts.reset_parameters()
+    drawn = sharded.moe.experts.fc2.weight.full_tensor().flatten(1)
+    assert drawn.unique(dim=0).shape[0] == EXPERTS
+    torch.manual_seed(0)
+    block.moe.experts.reset_parameters()
+    assert_same_bits(drawn, everything(block.moe.experts.fc2.weight).flatten(1))
     plain = Block(rank.device, group=rank.group, dtensor=False).moe.experts.fc1.weight
     assert type(plain) is torch.nn.Parameter and plain.shape[0] == EXPERTS // rank.size
 

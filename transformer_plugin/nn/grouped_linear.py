@@ -14,6 +14,7 @@ from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._autocast import as_float32, operands
 from transformer_plugin.nn._module import layer_forward
 from transformer_plugin.nn._recipe import TakesRecipe
+from transformer_plugin.parallel._spread import draw_uniform
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
 
@@ -85,9 +86,9 @@ class GroupedLinear(TakesRecipe):
         """Uniform within ``1 / sqrt(K)``, as ``torch.nn.Linear``; with delayed scaling also a fresh state."""
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
         with torch.no_grad():
-            torch.nn.init.uniform_(self.local_weight, -bound, bound)
-            if self.local_bias is not None:
-                torch.nn.init.uniform_(self.local_bias, -bound, bound)
+            draw_uniform(self, self.weight, bound)
+            if self.bias is not None:
+                draw_uniform(self, self.bias, bound)
         self._reset_state()
 
     @layer_forward

@@ -113,17 +113,21 @@ class MoE(SharesRecipe):
                 found, num_experts, hidden, topk, dispatch, alignment, multiple, device
             )
         self.router = TopKRouter(hidden, num_experts, topk, router, device=device, dtype=dtype)
+        # Experts that are spread are drawn once it is known which they are.
+        first = device if ranks == 1 else "meta"
         self.experts = GroupedMLP(
-            num_experts // ranks, hidden, ffn_hidden, bias, device=device, dtype=dtype, recipe=recipe
+            num_experts // ranks, hidden, ffn_hidden, bias, device=first, dtype=dtype, recipe=recipe
         )
         self._fitted_to = RowRules(alignment, multiple)
         if found is not None and isinstance(self.exchange, GroupExchange):
+            self.experts.to_empty(device=torch.get_default_device() if device is None else device)
             over = expert_mesh or mesh_of(found, self.exchange.context.device)
             spread(self.experts, self.router, found, over if dtensor else None)
+            self.experts.reset_parameters()
             know_spread_experts()
 
     def reset_parameters(self) -> None:
-        """Fresh initial values for router and experts."""
+        """Fresh initial values for router and experts. One seed on all ranks of a group gives every expert its own."""
         self.router.reset_parameters()
         self.experts.reset_parameters()
 

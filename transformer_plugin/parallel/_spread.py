@@ -40,6 +40,7 @@ class HoldsExperts(torch.nn.Module):
     """A module that may be one of those whose experts are spread."""
 
     weight: Tensor
+    num_groups: int
     _experts_over: Ranks | None = None
 
     @property
@@ -65,6 +66,40 @@ class HoldsExperts(torch.nn.Module):
             )
         part: Tensor = parameter.to_local()  # type: ignore[attr-defined]
         return part
+
+
+def draw_uniform(module: HoldsExperts, parameter: Tensor, bound: float) -> None:
+    """Initial values, of experts that are spread over ranks one by one, those of other ranks' too.
+
+    With one seed on all ranks no two experts are then alike, copies of an expert are, and what is drawn next is the
+    same everywhere; on a CPU the values are those of one process with all experts.
+    """
+    over, part = module._experts_over, module._local(parameter)
+    if over is None:
+        torch.nn.init.uniform_(parameter, -bound, bound)
+        return
+    if part.is_meta:
+        return
+    here, first = part.shape[0], _first_expert(parameter, over)
+    other = part.new_empty(part.shape[1:])
+    for expert in range(module.num_groups * len(over.ranks)):
+        mine = first <= expert < first + here
+        torch.nn.init.uniform_(part[expert - first] if mine else other, -bound, bound)
+
+
+def _first_expert(parameter: Tensor, over: Ranks) -> int:
+    """The number of the first expert that is here, FSDP2's sharding over copies taken in."""
+    place = over.ranks.index(torch.distributed.get_rank())
+    if over.mesh is None:
+        return place * parameter.shape[0]
+    whole: Any = parameter
+    experts = whole.shape[0] // len(over.ranks)
+    first = place * experts
+    for d, placement in enumerate(whole.placements[:-1]):
+        if not placement.is_replicate():
+            each = -(-experts // whole.device_mesh.size(d))
+            first += min(whole.device_mesh.get_local_rank(d) * each, experts)
+    return int(first)
 
 
 def spread(
