@@ -1,9 +1,8 @@
 // Scores of experts from logits, their weights and their slopes: FP64, the same bits on CPU and CUDA, rounded to FP32
 // by whoever writes them.
 //
-// A score may be far below the range of FP32, and of FP64, and have all of the weight. So where the largest of those that
-// are normalised together is small, each is divided by exp(shift) first, with its logit for the shift: RowScale holds
-// it.
+// A softmax is taken relative to the largest logit, RowScale's shift. The other scores are divided by their sum plus
+// kSumFloor, as in Megatron-LM and transformers: where all scores are tiny, their weights are small too.
 //
 // Sums over all experts have a written order: lane l of kScoreLanes adds experts l, l + kScoreLanes, ... in turn, then
 // the lanes are folded in halves. Sums over the chosen experts go in the order of choice.
@@ -22,6 +21,8 @@ inline constexpr int kScoreLanes = 32;
 inline constexpr double kLeastExponent = -708.0;
 // Below it 1 + exp(x) is 1, and log(1 + exp(x)) is exp(x), to the last bit.
 inline constexpr double kSmallLogit = -40.0;
+// Added to sums of scores that do not compete.
+inline constexpr double kSumFloor = 1e-20;
 
 TP_HOST_DEVICE double bits_to_double(uint64_t bits) {
   double value;
@@ -88,14 +89,16 @@ TP_HOST_DEVICE double log1p_f64(double y) {
 // What the weights of a row, or of its chosen experts, need of all of them.
 struct RowScale {
   double shift;    // -inf: every expert is masked, and every weight 0
-  double inverse;  // 1 / the sum of score_term
+  double inverse;  // 1 / the sum of score_term, and of kSumFloor where scores do not compete
 };
 
-// The shift for these experts, whose largest logit is `max`, and no sum yet. Scores that do not compete need none unless
-// all are small.
+// The shift for these experts, whose largest logit is `max`, and no sum yet. Scores that do not compete need none.
 TP_HOST_DEVICE RowScale shift_to(ScoreFunction function, float max) {
-  const double top = max;
-  return {function == ScoreFunction::kSoftmax || top < kSmallLogit ? top : 0.0, 1.0};
+  return {function == ScoreFunction::kSoftmax ? static_cast<double>(max) : 0.0, 1.0};
+}
+
+TP_HOST_DEVICE double inverse_of(ScoreFunction function, double sum) {
+  return 1.0 / (function == ScoreFunction::kSoftmax ? sum : sum + kSumFloor);
 }
 
 // Neither shift nor sum: score_term is the score itself.
@@ -104,18 +107,13 @@ TP_HOST_DEVICE RowScale no_scale() { return {0.0, 1.0}; }
 // score_term in a row where an expert is not masked.
 TP_HOST_DEVICE double live_term(ScoreFunction function, float logit, double shift) {
   const double x = logit;
-  const bool exponential = function == ScoreFunction::kSoftmax || shift < kSmallLogit;  // of all in the row
-  const double e = exp_f64(exponential ? x - shift : x > 0.0 ? -x : x);
+  const double e = exp_f64(function == ScoreFunction::kSoftmax ? x - shift : x > 0.0 ? -x : x);
   if (function == ScoreFunction::kSoftmax) return e;
-  if (function == ScoreFunction::kSigmoid) {
-    const double sigmoid = (x > 0.0 ? 1.0 : e) / (1.0 + e);
-    return exponential ? e : sigmoid;
-  }
-  const double softplus = (x > 0.0 ? x : 0.0) + log1p_f64(e);
-  return sqrt(exponential ? e : softplus);
+  if (function == ScoreFunction::kSigmoid) return (x > 0.0 ? 1.0 : e) / (1.0 + e);
+  return sqrt((x > 0.0 ? x : 0.0) + log1p_f64(e));
 }
 
-// The score over exp(shift), with sqrtsoftplus the root of softplus over exp(shift).
+// The score, of a softmax over exp(shift).
 TP_HOST_DEVICE double score_term(ScoreFunction function, float logit, RowScale row) {
   return row.shift == -INFINITY ? 0.0 : live_term(function, logit, row.shift);
 }

@@ -65,7 +65,7 @@ TP_HOST_DEVICE RowScale row_terms(ScoreFunction function, const float* logits, i
                                   double* terms) {
   RowScale row = shift_to(function, largest(logits, experts));
   fill_terms(function, logits, experts, row.shift, terms);
-  if (row.shift != -INFINITY) row.inverse = 1.0 / sum_in_lanes(terms, experts);
+  if (row.shift != -INFINITY) row.inverse = inverse_of(function, sum_in_lanes(terms, experts));
   return row;
 }
 

@@ -37,7 +37,7 @@ __device__ __forceinline__ RowScale row_scale(ScoreFunction function, const T* l
     sum = sum + score_term(function, to_float(logits[e]), row);
   }
   sum = fold_lanes(sum);
-  if (row.shift != -INFINITY) row.inverse = 1.0 / sum;
+  if (row.shift != -INFINITY) row.inverse = inverse_of(function, sum);
   return row;
 }
 

@@ -201,7 +201,7 @@ TP_HOST_DEVICE RowScale chosen_scale(ScoreFunction function, bool pre_softmax, c
   if (pre_softmax || is_alone(function, topk) || shifted.shift == -INFINITY) return shifted;
   double sum = 0.0;
   for (int64_t k = 0; k < topk; ++k) sum = sum + terms[k];
-  shifted.inverse = 1.0 / sum;
+  shifted.inverse = inverse_of(function, sum);
   return shifted;
 }
 

@@ -31,7 +31,7 @@ def weights_fp64(logits: Tensor, indices: Tensor, function: str, pre_softmax: bo
         return (weights.gather(1, indices.long()) if pre_softmax else weights) * scaling
     scores = 1 / (1 + torch.exp(-chosen)) if function == "sigmoid" else torch.log1p(torch.exp(chosen)).sqrt()
     if indices.shape[1] > 1:
-        scores = scores / scores.sum(1, keepdim=True).clamp(min=1e-300)  # all masked: 0
+        scores = scores / (scores.sum(1, keepdim=True) + 1e-20)
     return scores * scaling
 
 

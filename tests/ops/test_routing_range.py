@@ -79,9 +79,10 @@ def expected_row(
     among = list(range(len(logits))) if pre_softmax else chosen
     scores = [log_score(x, function) for x in logits]
     alone = function != "softmax" and len(chosen) == 1
-    top = 0.0 if alone else max(scores[e] for e in among)
+    top = max(scores[e] for e in among) if function == "softmax" else 0.0
     terms = {e: math.exp(scores[e] - top) for e in among}
-    total = 1.0 if alone else math.fsum(terms.values())
+    floor = 0.0 if function == "softmax" else 1e-20  # as Megatron-LM and transformers have it
+    total = 1.0 if alone else math.fsum(terms.values()) + floor
     weights = {e: term / total for e, term in terms.items()}
     grads = dict(zip(chosen, grad, strict=True))
     dot = 0.0 if alone else math.fsum(grads[e] * weights[e] for e in chosen)
@@ -192,16 +193,20 @@ def test_the_largest_of_small_logits_are_chosen(route, device: torch.device) -> 
 
 @both
 def test_weights_of_small_scores(route, device: torch.device) -> None:
-    """Shares of exp(-44) and exp(-47.5), of equal scores, and of scores that no float holds."""
+    """Scores that float32 hardly holds are weighed exactly, beside the 1e-20 that is added to their sum."""
     weights, _ = route(torch.tensor([[-88.0, -95.0]], device=device), None, 2, "sqrtsoftplus")
-    share = 1 / (1 + math.exp(-3.5))
-    torch.testing.assert_close(weights.cpu(), torch.tensor([[share, 1 - share]]), rtol=2e-6, atol=0)
+    a, b = math.exp(-44.0), math.exp(-47.5)
+    expected = torch.tensor([[a / (a + b + 1e-20), b / (a + b + 1e-20)]])  # 0.863 and 0.026
+    torch.testing.assert_close(weights.cpu(), expected, rtol=2e-6, atol=0)
+    weights, _ = route(torch.full((1, 8), -50.0, device=device), None, 2, "sigmoid")
+    score = math.exp(-50.0)
+    expected = torch.full((1, 2), score / (2 * score + 1e-20))  # 0.019
+    torch.testing.assert_close(weights.cpu(), expected, rtol=2e-6, atol=0)
     for function in ("sigmoid", "sqrtsoftplus"):
-        for logit in (-50.0, -100.0, -2000.0, -LARGEST):
-            weights, _ = route(torch.full((1, 8), logit, device=device), None, 4, function)
-            assert weights.tolist() == [[0.25] * 4]
-    weights, _ = route(torch.tensor([[-5000.0, -5001.0]], device=device), None, 2, "sigmoid")
-    torch.testing.assert_close(weights[0, 0].item(), 1 / (1 + math.exp(-1.0)), rtol=2e-6, atol=0)
+        weights, indices = route(
+            torch.tensor([[-LARGEST, -2000.0, -3000.0]], device=device), None, 2, function
+        )
+        assert indices.tolist() == [[1, 2]] and weights.tolist() == [[0.0, 0.0]]
 
 
 @pytest.mark.parametrize("function", ["sigmoid", "sqrtsoftplus"])

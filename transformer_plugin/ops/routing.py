@@ -55,8 +55,9 @@ def topk_router(
     order that the head of this page describes. The weights, without the bias:
 
     - softmax with ``pre_softmax``: the softmax over all experts, as it is; without: the softmax over the chosen logits;
-    - sigmoid and sqrtsoftplus: the score, divided by the sum of the chosen scores when ``topk`` > 1. Nothing is added
-      to that sum (Megatron-LM and transformers add 1e-20), so weights sum to 1 at any logits;
+    - sigmoid and sqrtsoftplus: the score, when ``topk`` > 1 divided by the sum of the chosen scores plus 1e-20, as in
+      Megatron-LM and transformers. Weights sum to 1 unless every chosen score is tiny: two experts with logits of -50
+      have scores of 2e-22, and weights that sum to 0.04;
     - masked experts have weight 0, also when all are masked; a logit of +inf makes weights of the softmax NaN.
 
     All times ``scaling_factor``. Weights and gradients are within 2e-6 of those of float64 over float32's whole range.
@@ -122,10 +123,10 @@ def topk_router_backward(
 
 
 def router_scores(logits: Tensor, score_function: ScoreFunction = "softmax") -> Tensor:
-    """The scores of all experts, for the auxiliary loss: each row sums to 1.
+    """The scores of all experts, for the auxiliary loss: each row sums to 1, as long as a score is not tiny.
 
-    softmax: the softmax over all experts. sigmoid, sqrtsoftplus: the score over the row's sum of scores. In float64,
-    rounded to float32; rows sum to 1 at any logits, also where every score is below float32's range.
+    softmax: the softmax over all experts. sigmoid, sqrtsoftplus: the score over the row's sum of scores plus 1e-20. In
+    float64, rounded to float32.
 
     Args:
         logits: ``[T, E]`` float32, bfloat16 or float16. Any strides.

@@ -9,6 +9,8 @@ from torch import Tensor
 LEAST_EXPONENT = -708.0
 #: Below it ``log(1 + exp(x))`` is ``exp(x)`` in float64.
 SMALL_LOGIT = -40.0
+#: Added to sums of scores that do not compete.
+SUM_FLOOR = 1e-20
 
 
 def exponential(exponents: Tensor) -> Tensor:
@@ -41,16 +43,11 @@ def masked_softmax(logits: Tensor) -> Tensor:
 
 
 def normalised_scores(logits: Tensor, score_function: str) -> Tensor:
-    """The scores of float64 logits over their sum."""
+    """The scores of float64 logits over their sum; those that do not compete over their sum plus :data:`SUM_FLOOR`."""
     if score_function == "softmax":
         return masked_softmax(logits)
-    if score_function == "sigmoid":
-        return masked_softmax(log_scores(logits, score_function))
-    # The root of an infinite logit is infinite: over the sum it is NaN, and what is finite is 0.
-    infinite = logits == torch.inf
-    weights = masked_softmax(log_scores(logits.masked_fill(infinite, 0.0), score_function))
-    beside = infinite.any(-1, keepdim=True) & ~logits.isnan().any(-1, keepdim=True)
-    return weights.masked_fill(beside, 0.0).masked_fill(infinite, torch.nan)
+    scores = exponential(log_scores(logits, score_function))
+    return scores / (scores.sum(-1, keepdim=True) + SUM_FLOOR)
 
 
 def topk_router(
