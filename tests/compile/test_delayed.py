@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import transformer_plugin as tp
 from tests.compile.model import Batch, Everything, assert_same, batch, step
 from transformer_plugin.nn import Linear
 from transformer_plugin.recipes import DelayedScaling
@@ -108,12 +110,15 @@ def test_two_compiled_forwards_before_two_backwards_are_refused(device: torch.de
         outputs[0].sum().backward()
 
 
-def test_activation_checkpointing(device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "checkpoint", [torch.utils.checkpoint.checkpoint, tp.checkpoint], ids=["torch", "tp"]
+)
+def test_activation_checkpointing(checkpoint: Callable[..., Any], device: torch.device) -> None:
     """A recomputed forward gives the same gradients and does not update twice."""
     eager, model = pair(device)
 
     def checkpointed(*args: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.utils.checkpoint.checkpoint(model, *args, use_reentrant=False)
+        return checkpoint(model, *args, use_reentrant=False)
 
     def step_of(call: object, data: Batch) -> dict[str, Tensor]:
         wrapped = torch.nn.Module()

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from transformer_plugin import ops
+from tests.opcheck import opcheck
+from transformer_plugin import ops, reference
 from transformer_plugin.nn import GroupedLinear, GroupedMLP, Linear, MoE
 from transformer_plugin.recipes import (
     MXFP8BlockScaling,
@@ -27,7 +28,7 @@ by_name = pytest.mark.parametrize("name", NAMES)
 by_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def recipe_of(name: str, **fields: str) -> Recipe:
+def recipe_of(name: str, **fields: object) -> Recipe:
     recipe = recipe_from_name(name)
     assert recipe is not None
     return replace(recipe, **{"nonfinite": "nan", **fields})  # type: ignore[arg-type]
@@ -220,6 +221,35 @@ def test_bytes_are_the_same(name: str) -> None:
     for a, b in ((recipe.input_format, plain.input_format), (recipe.grad_format, plain.grad_format)):
         for got, expected in zip(ops.quantize_both(x, a), ops.quantize_both(x, b), strict=True):
             assert_same_bits(got.view(torch.uint8), expected.view(torch.uint8))
+
+
+@by_name
+@pytest.mark.usefixtures("schema_checks_take_fp8")
+def test_opcheck(name: str, device: torch.device) -> None:
+    recipe = recipe_of(name, **({"stochastic_rounding": False} if name == "nvfp4" else {}))
+    keys = (recipe.input_format, recipe.weight_format, recipe.grad_format)
+    w, stack = (torch.randn(s, device=device, requires_grad=True) for s in ((32, 64), (2, 32, 64)))
+    x, sizes = torch.randn(48, 64, device=device, requires_grad=True), torch.tensor([16, 16], device=device)
+    _ops = torch.ops.transformer_plugin
+    if name == "fp8_delayed":
+        opcheck(_ops.linear_scaled.default, (x, w, torch.ones(3, device=device), None, *keys))
+        opcheck(
+            _ops.grouped_linear_scaled.default,
+            (x, stack, sizes, torch.ones(6, device=device), None, None, *keys),
+        )
+        return
+    opcheck(_ops.linear.default, (x, w, None, *keys))
+    opcheck(_ops.grouped_linear.default, (x, stack, sizes, None, None, *keys))
+    given = [t.cpu() for t in ops.quantize_weight(w.detach(), *keys)]
+    columns = len(given) > {"bf16": 1, "nvfp4": 3}.get(name, 2)
+    with torch.no_grad():
+        w[3, 5] = float("inf")
+    marked = reference.quantize_weight(w.detach().cpu(), *keys, columns=columns)
+    for got, expected in zip(ops.quantize_weight(w.detach(), *keys), marked, strict=True):
+        if got.dtype in (torch.float32, torch.float8_e8m0fnu, torch.bfloat16):
+            assert got.float().isnan().all() and expected.float().isnan().all()
+        else:
+            assert_same_bits(got.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_choices() -> None:
