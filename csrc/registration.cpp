@@ -308,7 +308,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
 
   // expert_parallel: tokens to the experts of other ranks and back, over c10d collectives. The tensors of a
   // plan are slot [R * max_tokens, K] and source [capacity] (expert_parallel/plan.cpp). timeout_ms <= 0 means
-  // the timeout of the group; group "" is this process alone.
+  // the timeout of the group; group "" is this process alone. `wanted`: the gradients that will be asked for, which
+  // autograd fills in (1: of the rows, 2: of the weights).
   m.def(
       "plan(Tensor topk_idx, int num_experts, SymInt max_tokens, SymInt capacity, int alignment=1, int "
       "num_ranks=1, "
@@ -316,7 +317,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "(Tensor slot, Tensor source, Tensor tokens_per_expert, Tensor required, Tensor overflow)");
   m.def(
       "dispatch(Tensor tokens, Tensor? topk_weights, Tensor slot, Tensor source, str group_name=\"\", "
-      "int timeout_ms=-1) -> (Tensor recv, Tensor recv_weights)");
+      "int timeout_ms=-1, int wanted=-1) -> (Tensor recv, Tensor recv_weights)");
   m.def(
       "dispatch_backward(Tensor? grad_recv, Tensor? grad_recv_weights, Tensor slot, SymInt num_tokens, "
       "SymInt hidden_size, ScalarType dtype, bool for_tokens=True, bool for_weights=True, str "
@@ -324,12 +325,14 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "int timeout_ms=-1) -> (Tensor grad_tokens, Tensor grad_topk_weights)");
   m.def(
       "combine(Tensor rows, Tensor slot, Tensor source, SymInt num_tokens, str group_name=\"\", "
-      "int timeout_ms=-1) -> Tensor");
+      "int timeout_ms=-1, int wanted=-1) -> Tensor");
   m.def(
       "combine_backward(Tensor grad, Tensor slot, Tensor source, str group_name=\"\", int timeout_ms=-1) -> "
       "Tensor");
-  // Every rank's text, through the group's store: to compare configurations. release_group forgets a group.
+  // Every rank's text, through the group's store: to compare configurations. compare_call raises where
+  // ranks announce different ones. release_group lets go of what is kept for groups that are gone.
   m.def("agree(str group_name, str text, int timeout_ms=-1) -> str[]");
+  m.def("compare_call(str group_name, ScalarType dtype, int width, int timeout_ms=-1) -> ()");
   m.def("release_group(str group_name) -> ()");
 
   // Of all of the above.

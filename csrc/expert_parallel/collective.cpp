@@ -1,6 +1,8 @@
 #include "expert_parallel/collective.h"
 
-#include <thread>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -8,6 +10,7 @@
 
 #include "common/check.h"
 #include "common/tensor.h"
+#include "expert_parallel/transport.h"
 
 namespace transformer_plugin::expert_parallel {
 namespace {
@@ -23,9 +26,12 @@ c10::intrusive_ptr<c10d::ProcessGroup> resolve(const char* op, const std::string
   }
 }
 
+constexpr int64_t kLongestMs = 1'000'000'000'000;  // 31 years; a clock counts nanoseconds in 64 bits
+
 Milliseconds group_timeout(c10d::ProcessGroup& group, at::DeviceType device) {
   try {
-    return group.getBackend(device)->getBackendOptions()->timeout;
+    return std::clamp(group.getBackend(device)->getBackendOptions()->timeout, Milliseconds(1),
+                      Milliseconds(kLongestMs));
   } catch (const std::exception&) {
     return kProcessGroupDefaultTimeout;
   }
@@ -35,22 +41,32 @@ Tensor as_bytes(const Tensor& tensor) { return tensor.view({-1}).view(at::kByte)
 
 }  // namespace
 
+void check_timeout(const char* op, int64_t timeout_ms) {
+  TP_CHECK_VALUE(timeout_ms <= kLongestMs, op, "timeout_ms", "at most 10^12 milliseconds", timeout_ms,
+                 "Pass 0 or less for the timeout of the group");
+}
+
 struct RankGroup::Connection {
   c10::intrusive_ptr<c10d::ProcessGroup> group;
+  Tensor like;
   bool on_cuda;
   Milliseconds timeout;
+  // Exchanges that the others still expect of this call.
+  int64_t due = 0;
 };
 
 RankGroup::RankGroup(const char* op, const std::string& name, int64_t timeout_ms, const Tensor& like)
     : connection_(std::make_shared<Connection>()) {
+  check_timeout(op, timeout_ms);
   Connection& to = *connection_;
+  to.like = like;
   to.on_cuda = like.defined() && like.is_cuda();
   to.timeout = Milliseconds(timeout_ms);
   if (name.empty()) {
-    state_ = group_state(name, nullptr, 0, 1);
+    state_ = group_state(name, {});
   } else {
     to.group = resolve(op, name);
-    state_ = group_state(name, to.group.get(), to.group->getRank(), to.group->getSize());
+    state_ = group_state(name, to.group);
     if (timeout_ms <= 0) to.timeout = group_timeout(*to.group, to.on_cuda ? at::kCUDA : at::kCPU);
   }
   const Board* board = state_->board.load();
@@ -60,6 +76,70 @@ RankGroup::RankGroup(const char* op, const std::string& name, int64_t timeout_ms
   TP_CHECK_VALUE(
       false, "plan", "capacity", "room for " << required << " rows, which a rank of the group needed",
       "less, in an earlier call on this GPU", "Raise the capacity, or use the overflow policy \"drop\"");
+}
+
+// A call that ends before its exchanges, for want of memory perhaps: what this rank sent next would be taken for them.
+RankGroup::~RankGroup() {
+  if (connection_->due <= 0 || connection_->on_cuda) return;
+  const std::lock_guard<std::mutex> lock(state_->failing);
+  if (!state_->failed) state_->failed = Verdict{{rank()}, "", ""};
+}
+
+void RankGroup::meet(Call call, int64_t exchanges) {
+  if (size() == 1) return;
+  Connection& to = *connection_;
+  if (to.on_cuda) {
+#ifdef TRANSFORMER_PLUGIN_CUDA
+    const CudaScope scope(to.like);
+    if (stream_is_captured(scope.stream())) return;
+    const bool first = state_->settled == 0;
+    compare_signature(*state_, call, first ? std::max(to.timeout, Milliseconds(kFirstCallMs)) : to.timeout);
+#endif
+    return;
+  }
+  call_ = std::unique_lock<std::mutex>(state_->calling);
+  refuse_failed(*state_, call.phase(), to.timeout);
+  if (!state_->transport) state_->transport = open_transport(*state_, to.group, call.phase(), to.timeout);
+  if (state_->transport->getBackendName() == "fake") return;  // sends nothing
+  ++state_->calls;
+  meet_on_cpu(call);
+  to.due = exchanges;
+}
+
+void RankGroup::meet_on_cpu(const Call& call) {
+  const Connection& to = *connection_;
+  Tensor mine = at::empty({Call::kFields}, at::kLong);
+  Tensor all = at::empty({size() * Call::kFields}, at::kLong);
+  std::copy(call.numbers().begin(), call.numbers().end(), mine.mutable_data_ptr<int64_t>());
+  c10d::AllgatherOptions options;
+  options.timeout = to.timeout;
+  options.asyncOp = true;
+  c10::intrusive_ptr<c10d::Work> work;
+  try {
+    work = state_->transport->_allgather_base(all, mine, options);
+  } catch (const c10::DistError& error) {
+    raise_peer_error(*state_, state_->roll("cpu"), ++state_->cpu_turn, call.phase(), to.timeout,
+                     cause_of(error));
+  }
+  wait_on_cpu(*state_, work, call.phase(), to.timeout);
+  call.compare(all.const_data_ptr<int64_t>(), size(), state_->name);
+}
+
+void RankGroup::remember_plan(const Tensor& slot, int64_t tokens) const {
+  if (size() == 1 || connection_->on_cuda) return;
+  std::vector<KnownPlan>& plans = state_->plans;
+  std::erase_if(plans, [](const KnownPlan& plan) { return plan.slot.expired(); });
+  plans.push_back({slot.storage().getWeakStorageImpl(), state_->calls, tokens});
+}
+
+void RankGroup::recall_plan(Call& call, const Tensor& slot) const {
+  if (size() == 1 || connection_->on_cuda) return;
+  const std::lock_guard<std::mutex> lock(state_->calling);
+  for (const KnownPlan& plan : state_->plans) {
+    if (plan.slot.expired() || plan.slot._unsafe_get_target() != slot.storage().unsafeGetStorageImpl())
+      continue;
+    call.set(Field::kPlan, plan.call, "slot").set(Field::kPlanned, plan.tokens, "tokens");
+  }
 }
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
@@ -98,11 +178,11 @@ Pending RankGroup::exchange(Phase phase, const Tensor& output, Start&& start) co
     try {
       work = start();
     } catch (const c10::DistError& error) {
-      Roll roll(state_->line, state_->keys + "cpu/", state_->rank, state_->size);
-      raise_peer_error(*state_, roll, ++state_->cpu_turn, phase, to.timeout, cause_of(error));
+      raise_peer_error(*state_, state_->roll("cpu"), ++state_->cpu_turn, phase, to.timeout, cause_of(error));
     }
-    pending.wait_ = [state = state_, work, phase, timeout = to.timeout] {
-      wait_on_cpu(*state, *work, phase, timeout);
+    pending.wait_ = [state = state_, to = connection_, work, phase] {
+      wait_on_cpu(*state, work, phase, to->timeout);
+      --to->due;
     };
     return pending;
   }
@@ -121,8 +201,7 @@ Pending RankGroup::exchange(Phase phase, const Tensor& output, Start&& start) co
     const c10::intrusive_ptr<c10d::Work> work = start();
     if (work) work->wait();  // orders streams; does not block
   } catch (const c10::DistError& error) {
-    Roll roll(state_->line, state_->keys + "host/", state_->rank, state_->size);
-    raise_peer_error(*state_, roll, turn, phase, to.timeout, cause_of(error));
+    raise_peer_error(*state_, state_->roll("host"), turn, phase, to.timeout, cause_of(error));
   }
 #endif
   return pending;
@@ -136,14 +215,18 @@ Pending RankGroup::start_all_gather(const Tensor& part, Phase phase) const {
   std::vector<c10::SymInt> sizes(input.sym_sizes().begin(), input.sym_sizes().end());
   sizes[0] = sizes[0] * size();
   pending.output_ = empty(input, sizes, input.scalar_type());
-  if (input.numel() == 0) return pending;
+  if (input.numel() == 0) {
+    --connection_->due;
+    return pending;
+  }
   return exchange(phase, pending.output_, [&] {
     Tensor to = as_bytes(pending.output_);
     Tensor from = as_bytes(input);
     c10d::AllgatherOptions options;
     options.timeout = connection_->timeout;
     options.asyncOp = !connection_->on_cuda;
-    return connection_->group->_allgather_base(to, from, options);
+    return connection_->on_cuda ? connection_->group->_allgather_base(to, from, options)
+                                : state_->transport->_allgather_base(to, from, options);
   });
 }
 
@@ -153,7 +236,10 @@ Pending RankGroup::start_all_to_all(const Tensor& parts, Phase phase) const {
   if (size() == 1) return pending;
   const Tensor input = parts.contiguous();
   pending.output_ = empty(input, input.sym_sizes(), input.scalar_type());
-  if (input.numel() == 0) return pending;
+  if (input.numel() == 0) {
+    --connection_->due;
+    return pending;
+  }
   return exchange(phase, pending.output_, [&] {
     Tensor to = as_bytes(pending.output_);
     Tensor from = as_bytes(input);
@@ -161,43 +247,21 @@ Pending RankGroup::start_all_to_all(const Tensor& parts, Phase phase) const {
     c10d::AllToAllOptions options;
     options.timeout = connection_->timeout;
     options.asyncOp = !connection_->on_cuda;
-    return connection_->group->alltoall_base(to, from, equal_splits, equal_splits, options);
+    return connection_->on_cuda
+               ? connection_->group->alltoall_base(to, from, equal_splits, equal_splits, options)
+               : state_->transport->alltoall_base(to, from, equal_splits, equal_splits, options);
   });
 }
 
 std::vector<std::string> RankGroup::agree(const std::string& text) const {
   if (size() == 1) return {text};
-  struct Round {
-    std::string prefix;
-    std::string text;
-    int64_t rank;
-    int64_t size;
-    int64_t end;
-    std::vector<std::string> texts;
-    std::vector<int64_t> missing;
-  };
-  const std::string prefix = state_->keys + "agree/" + std::to_string(state_->agreements++) + "/";
-  const int64_t limit = connection_->timeout.count();
-  const auto round =
-      std::make_shared<Round>(Round{prefix, text, rank(), size(), steady_ms() + limit, {}, {}});
-  const auto talk = [round](c10d::Store& store) {
-    store.set(round->prefix + std::to_string(round->rank), round->text);
-    for (int64_t r = 0; r < round->size; ++r) {
-      const std::string key = round->prefix + std::to_string(r);
-      bool here = store.check({key});
-      for (; !here && steady_ms() < round->end; here = store.check({key})) {
-        std::this_thread::sleep_for(Milliseconds(10));
-      }
-      if (!here) round->missing.push_back(r);
-      round->texts.push_back(here ? store.get_to_str(key) : "");
-    }
-  };
-  Verdict verdict;
-  verdict.store_error = state_->line->ask(connection_->timeout + kInquest, talk);
-  if (verdict.store_error.empty()) verdict.missing = round->missing;
-  if (verdict.store_error.empty() && verdict.missing.empty()) return round->texts;
-  C10_THROW_ERROR(DistBackendError, peer_error(Phase::kConfiguration, state_->name, rank(), size(),
-                                               connection_->timeout, verdict, ""));
+  refuse_failed(*state_, Phase::kConfiguration, connection_->timeout);
+  return exchange_texts(*state_, "agree", state_->agreements++, text, Phase::kConfiguration,
+                        place_of(Phase::kConfiguration), connection_->timeout);
+}
+
+void RankGroup::compare(const Call& call) const {
+  if (size() > 1) compare_signature(*state_, call, connection_->timeout);
 }
 
 int64_t* RankGroup::overflow_report() const {

@@ -17,9 +17,10 @@ using c10::SymInt;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-Tensor combine_output(const Tensor& rows, const Tensor& slot, const Tensor& source,
-                      const SymInt& num_tokens) {
+Tensor combine_output(const Tensor& rows, const Tensor& slot, const Tensor& source, const SymInt& num_tokens,
+                      int64_t timeout_ms) {
   constexpr const char* op = "combine";
+  check_timeout(op, timeout_ms);
   const Argument argument{op, "rows", rows};
   check_dtype(argument, kPayloadTypes);
   check_dim(argument, 2);
@@ -31,21 +32,26 @@ Tensor combine_output(const Tensor& rows, const Tensor& slot, const Tensor& sour
 }
 
 Tensor combine(const Tensor& rows, const Tensor& slot, const Tensor& source, int64_t num_tokens,
-               std::string group_name, int64_t timeout_ms) {
+               std::string group_name, int64_t timeout_ms, int64_t wanted) {
   constexpr const char* op = "combine";
-  combine_output(rows, slot, source, num_tokens);
-  const RankGroup group(op, group_name, timeout_ms, rows);
+  combine_output(rows, slot, source, num_tokens, timeout_ms);
+  RankGroup group(op, group_name, timeout_ms, rows);
   const int64_t max_tokens = tokens_per_rank(op, group, slot);
   TP_CHECK_VALUE(num_tokens <= max_tokens, op, "num_tokens",
                  "from 0 to " << max_tokens << " (max_tokens of the plan)", num_tokens,
                  "Pass the number of tokens of this rank");
   if (group.size() == 1) return routing::sum_slots(rows, slot.narrow(0, 0, num_tokens), std::nullopt);
   const Tensor parts = routing::sum_slots(rows, slot, std::nullopt);
+  group.meet(exchange_call(group, Phase::kCombineRows, slot, "rows", rows.scalar_type(), rows.size(1))
+                 .set(Field::kForTokens, wanted > 0, "rows"),
+             1);
   return sum_ranks(group, group.start_all_to_all(parts, Phase::kCombineRows).wait(), num_tokens);
 }
 
-Tensor combine_backward_output(const Tensor& grad, const Tensor& slot, const Tensor& source) {
+Tensor combine_backward_output(const Tensor& grad, const Tensor& slot, const Tensor& source,
+                               int64_t timeout_ms) {
   constexpr const char* op = "combine_backward";
+  check_timeout(op, timeout_ms);
   const Argument argument{op, "grad", grad};
   check_dtype(argument, kPayloadTypes);
   check_dim(argument, 2);
@@ -56,9 +62,11 @@ Tensor combine_backward_output(const Tensor& grad, const Tensor& slot, const Ten
 Tensor combine_backward(const Tensor& grad, const Tensor& slot, const Tensor& source, std::string group_name,
                         int64_t timeout_ms) {
   constexpr const char* op = "combine_backward";
-  combine_backward_output(grad, slot, source);
-  const RankGroup group(op, group_name, timeout_ms, grad);
+  combine_backward_output(grad, slot, source, timeout_ms);
+  RankGroup group(op, group_name, timeout_ms, grad);
   const Tensor local = pad_rows({op, "grad", grad}, tokens_per_rank(op, group, slot));
+  group.meet(
+      exchange_call(group, Phase::kCombineBackwardRows, slot, "grad", grad.scalar_type(), grad.size(1)), 1);
   return routing::gather_rows(group.all_gather(local, Phase::kCombineBackwardRows), source);
 }
 
@@ -68,10 +76,11 @@ class CombineFunction : public CheckedFunction<CombineFunction> {
   static constexpr bool is_traceable = true;
 
   static Tensor call(const Tensor& rows, const Tensor& slot, const Tensor& source, const SymInt& num_tokens,
-                     const std::string& group_name, int64_t timeout_ms) {
-    using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, SymInt, std::string, int64_t);
+                     const std::string& group_name, int64_t timeout_ms, int64_t wanted) {
+    using Signature =
+        Tensor(const Tensor&, const Tensor&, const Tensor&, SymInt, std::string, int64_t, int64_t);
     static const auto op = find_op<Signature>("combine");
-    return op.call(rows, slot, source, num_tokens, group_name, timeout_ms);
+    return op.call(rows, slot, source, num_tokens, group_name, timeout_ms, wanted);
   }
 
   static Tensor call_backward(const Tensor& grad, const Tensor& slot, const Tensor& source,
@@ -91,7 +100,7 @@ class CombineFunction : public CheckedFunction<CombineFunction> {
     ctx->saved_data["group_name"] = group_name;
     ctx->saved_data["timeout_ms"] = timeout_ms;
     const BelowAutograd guard;
-    return call(rows, slot, source, num_tokens, group_name, timeout_ms);
+    return call(rows, slot, source, num_tokens, group_name, timeout_ms, 1);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -114,12 +123,13 @@ class CombineFunction : public CheckedFunction<CombineFunction> {
 };
 
 Tensor combine_autograd(const Tensor& rows, const Tensor& slot, const Tensor& source, SymInt num_tokens,
-                        std::string group_name, int64_t timeout_ms) {
+                        std::string group_name, int64_t timeout_ms, int64_t wanted) {
   if (any_wants_grad(rows)) {
     return CombineFunction::apply(rows, slot, source, num_tokens, group_name, timeout_ms);
   }
   const BelowAutograd guard;
-  return CombineFunction::call(rows, slot, source, num_tokens, group_name, timeout_ms);
+  // A compiled graph says here what was wanted when it was traced.
+  return CombineFunction::call(rows, slot, source, num_tokens, group_name, timeout_ms, wanted);
 }
 
 Tensor combine_backward_autograd(const Tensor& grad, const Tensor& slot, const Tensor& source,
@@ -130,13 +140,13 @@ Tensor combine_backward_autograd(const Tensor& grad, const Tensor& slot, const T
 }
 
 Tensor combine_meta(const Tensor& rows, const Tensor& slot, const Tensor& source, SymInt num_tokens,
-                    std::string, int64_t) {
-  return combine_output(rows, slot, source, num_tokens);
+                    std::string, int64_t timeout_ms, int64_t) {
+  return combine_output(rows, slot, source, num_tokens, timeout_ms);
 }
 
 Tensor combine_backward_meta(const Tensor& grad, const Tensor& slot, const Tensor& source, std::string,
-                             int64_t) {
-  return combine_backward_output(grad, slot, source);
+                             int64_t timeout_ms) {
+  return combine_backward_output(grad, slot, source, timeout_ms);
 }
 
 // One host function serves both devices.

@@ -3,6 +3,9 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <limits>
+
 #include "common/autograd.h"
 #include "common/tensor.h"
 #include "expert_parallel/exchange.h"
@@ -19,8 +22,9 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 Pair dispatch_outputs(const Tensor& tokens, const OptionalTensor& topk_weights, const Tensor& slot,
-                      const Tensor& source) {
+                      const Tensor& source, int64_t timeout_ms) {
   constexpr const char* op = "dispatch";
+  check_timeout(op, timeout_ms);
   const Argument tokens_argument{op, "tokens", tokens};
   check_dtype(tokens_argument, kPayloadTypes);
   check_dim(tokens_argument, 2);
@@ -38,30 +42,51 @@ Pair dispatch_outputs(const Tensor& tokens, const OptionalTensor& topk_weights, 
           empty(tokens, {topk_weights ? source.sym_size(0) : SymInt(0)}, type)};
 }
 
+// What `wanted` says: which inputs' gradients autograd will ask for.
+constexpr int64_t kTokensWanted = 1;
+constexpr int64_t kWeightsWanted = 2;
+
 Pair dispatch(const Tensor& tokens, const OptionalTensor& topk_weights, const Tensor& slot,
-              const Tensor& source, std::string group_name, int64_t timeout_ms) {
+              const Tensor& source, std::string group_name, int64_t timeout_ms, int64_t wanted) {
   constexpr const char* op = "dispatch";
-  auto [recv, recv_weights] = dispatch_outputs(tokens, topk_weights, slot, source);
-  const RankGroup group(op, group_name, timeout_ms, tokens);
+  auto [recv, recv_weights] = dispatch_outputs(tokens, topk_weights, slot, source, timeout_ms);
+  RankGroup group(op, group_name, timeout_ms, tokens);
   const int64_t max_tokens = tokens_per_rank(op, group, slot);
-  Pending rows = group.start_all_gather(pad_rows({op, "tokens", tokens}, max_tokens), Phase::kDispatchTokens);
+  const Tensor local = pad_rows({op, "tokens", tokens}, max_tokens);
+  Tensor local_weights;
+  if (topk_weights) local_weights = pad_rows({op, "topk_weights", *topk_weights}, max_tokens);
+  wanted = std::max<int64_t>(0, wanted);
+  group.meet(
+      exchange_call(group, Phase::kDispatchTokens, slot, "tokens", tokens.scalar_type(), tokens.size(1))
+          .set(Field::kWeights, topk_weights.has_value(), "topk_weights")
+          .set(Field::kForTokens, (wanted & kTokensWanted) != 0, "tokens")
+          .set(Field::kForWeights, (wanted & kWeightsWanted) != 0, "topk_weights")
+          .set(Field::kTokens, tokens.size(0), "tokens"),
+      topk_weights ? 2 : 1);
+  Pending rows = group.start_all_gather(local, Phase::kDispatchTokens);
   Pending weights;
-  if (topk_weights) {
-    const Tensor local = pad_rows({op, "topk_weights", *topk_weights}, max_tokens);
-    weights = group.start_all_gather(local, Phase::kDispatchWeights);
-  }
-  recv = routing::gather_rows(rows.wait(), source);
-  if (topk_weights) recv_weights = routing::weights_to_slots(weights.wait(), slot, source);
+  if (topk_weights) weights = group.start_all_gather(local_weights, Phase::kDispatchWeights);
+  const Tensor gathered = rows.wait();
+  const Tensor gathered_weights = weights.wait();
+  recv = routing::gather_rows(gathered, source);
+  if (topk_weights) recv_weights = routing::weights_to_slots(gathered_weights, slot, source);
   return {recv, recv_weights};
 }
 
 Pair dispatch_backward_outputs(const OptionalTensor& grad_recv, const OptionalTensor& grad_recv_weights,
                                const Tensor& slot, const SymInt& num_tokens, const SymInt& hidden_size,
-                               at::ScalarType dtype, bool for_tokens, bool for_weights) {
+                               at::ScalarType dtype, bool for_tokens, bool for_weights, int64_t timeout_ms) {
   constexpr const char* op = "dispatch_backward";
+  check_timeout(op, timeout_ms);
   const Argument slot_argument{op, "slot", slot};
   check_dtype(slot_argument, {at::kInt});
   check_dim(slot_argument, 2);
+  check_count(op, "num_tokens", num_tokens, slot.sym_size(0), "Pass the rows that dispatch was given");
+  check_count(op, "hidden_size", hidden_size, std::numeric_limits<int32_t>::max(),
+              "Pass the columns that dispatch was given");
+  TP_CHECK_TYPE(std::count(kPayloadTypes.begin(), kPayloadTypes.end(), dtype), op, "dtype",
+                "one of the dtypes float32, bfloat16, float16, float64", dtype_name(dtype),
+                "Pass the dtype of the tokens");
   const at::ScalarType type = weight_type(dtype);
   if (grad_recv) {
     const Argument argument{op, "grad_recv", *grad_recv};
@@ -86,9 +111,10 @@ Pair dispatch_backward(const OptionalTensor& grad_recv, const OptionalTensor& gr
                        const Tensor& slot, int64_t num_tokens, int64_t hidden_size, at::ScalarType dtype,
                        bool for_tokens, bool for_weights, std::string group_name, int64_t timeout_ms) {
   constexpr const char* op = "dispatch_backward";
-  auto [grad_tokens, grad_weights] = dispatch_backward_outputs(grad_recv, grad_recv_weights, slot, num_tokens,
-                                                               hidden_size, dtype, for_tokens, for_weights);
-  const RankGroup group(op, group_name, timeout_ms, slot);
+  auto [grad_tokens, grad_weights] =
+      dispatch_backward_outputs(grad_recv, grad_recv_weights, slot, num_tokens, hidden_size, dtype,
+                                for_tokens, for_weights, timeout_ms);
+  RankGroup group(op, group_name, timeout_ms, slot);
   const int64_t max_tokens = tokens_per_rank(op, group, slot);
   TP_CHECK_VALUE(num_tokens >= 0 && num_tokens <= max_tokens, op, "num_tokens",
                  "from 0 to " << max_tokens << " (max_tokens of the plan)", num_tokens,
@@ -96,19 +122,23 @@ Pair dispatch_backward(const OptionalTensor& grad_recv, const OptionalTensor& gr
   const auto zeros = [&](int64_t width, at::ScalarType type) {
     return at::zeros({slot.size(0), width}, slot.options().dtype(type));
   };
+  Tensor row_parts, weight_parts;
+  if (for_tokens)
+    row_parts = grad_recv ? routing::sum_slots(*grad_recv, slot, std::nullopt) : zeros(hidden_size, dtype);
+  if (for_weights)
+    weight_parts = grad_recv_weights ? routing::weights_from_slots(*grad_recv_weights, slot)
+                                     : zeros(slot.size(1), weight_type(dtype));
+  group.meet(exchange_call(group, Phase::kDispatchBackwardRows, slot, "grad_recv", dtype, hidden_size)
+                 .set(Field::kForTokens, for_tokens, "for_tokens")
+                 .set(Field::kForWeights, for_weights, "for_weights"),
+             int64_t{for_tokens} + int64_t{for_weights});
   Pending rows, weights;
-  if (for_tokens) {
-    const Tensor parts =
-        grad_recv ? routing::sum_slots(*grad_recv, slot, std::nullopt) : zeros(hidden_size, dtype);
-    rows = group.start_all_to_all(parts, Phase::kDispatchBackwardRows);
-  }
-  if (for_weights) {
-    const Tensor parts = grad_recv_weights ? routing::weights_from_slots(*grad_recv_weights, slot)
-                                           : zeros(slot.size(1), weight_type(dtype));
-    weights = group.start_all_to_all(parts, Phase::kDispatchBackwardWeights);
-  }
-  if (for_tokens) grad_tokens = sum_ranks(group, rows.wait(), num_tokens);
-  if (for_weights) grad_weights = sum_ranks(group, weights.wait(), num_tokens);
+  if (for_tokens) rows = group.start_all_to_all(row_parts, Phase::kDispatchBackwardRows);
+  if (for_weights) weights = group.start_all_to_all(weight_parts, Phase::kDispatchBackwardWeights);
+  const Tensor received = rows.wait();
+  const Tensor received_weights = weights.wait();
+  if (for_tokens) grad_tokens = sum_ranks(group, received, num_tokens);
+  if (for_weights) grad_weights = sum_ranks(group, received_weights, num_tokens);
   return {grad_tokens, grad_weights};
 }
 
@@ -118,11 +148,11 @@ class DispatchFunction : public CheckedFunction<DispatchFunction> {
   static constexpr bool is_traceable = true;
 
   static Pair call(const Tensor& tokens, const OptionalTensor& topk_weights, const Tensor& slot,
-                   const Tensor& source, const std::string& group_name, int64_t timeout_ms) {
-    using Signature =
-        Pair(const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, std::string, int64_t);
+                   const Tensor& source, const std::string& group_name, int64_t timeout_ms, int64_t wanted) {
+    using Signature = Pair(const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, std::string,
+                           int64_t, int64_t);
     static const auto op = find_op<Signature>("dispatch");
-    return op.call(tokens, topk_weights, slot, source, group_name, timeout_ms);
+    return op.call(tokens, topk_weights, slot, source, group_name, timeout_ms, wanted);
   }
 
   static Pair call_backward(const OptionalTensor& grad_recv, const OptionalTensor& grad_recv_weights,
@@ -150,7 +180,9 @@ class DispatchFunction : public CheckedFunction<DispatchFunction> {
     ctx->saved_data["group_name"] = group_name;
     ctx->saved_data["timeout_ms"] = timeout_ms;
     const BelowAutograd guard;
-    const auto [recv, recv_weights] = call(tokens, topk_weights, slot, source, group_name, timeout_ms);
+    const int64_t wanted = (wants_grad(tokens) ? kTokensWanted : 0) + (for_weights ? kWeightsWanted : 0);
+    const auto [recv, recv_weights] =
+        call(tokens, topk_weights, slot, source, group_name, timeout_ms, wanted);
     variable_list constant;
     if (!wants_grad(tokens)) constant.push_back(recv);
     if (!for_weights) constant.push_back(recv_weights);
@@ -177,13 +209,14 @@ class DispatchFunction : public CheckedFunction<DispatchFunction> {
 };
 
 Pair dispatch_autograd(const Tensor& tokens, const OptionalTensor& topk_weights, const Tensor& slot,
-                       const Tensor& source, std::string group_name, int64_t timeout_ms) {
+                       const Tensor& source, std::string group_name, int64_t timeout_ms, int64_t wanted) {
   if (any_wants_grad(tokens, topk_weights)) {
     const auto out = DispatchFunction::apply(tokens, topk_weights, slot, source, group_name, timeout_ms);
     return {out[0], out[1]};
   }
   const BelowAutograd guard;
-  return DispatchFunction::call(tokens, topk_weights, slot, source, group_name, timeout_ms);
+  // A compiled graph says here what was wanted when it was traced.
+  return DispatchFunction::call(tokens, topk_weights, slot, source, group_name, timeout_ms, wanted);
 }
 
 Pair dispatch_backward_autograd(const OptionalTensor& grad_recv, const OptionalTensor& grad_recv_weights,
@@ -197,15 +230,15 @@ Pair dispatch_backward_autograd(const OptionalTensor& grad_recv, const OptionalT
 }
 
 Pair dispatch_meta(const Tensor& tokens, const OptionalTensor& topk_weights, const Tensor& slot,
-                   const Tensor& source, std::string, int64_t) {
-  return dispatch_outputs(tokens, topk_weights, slot, source);
+                   const Tensor& source, std::string, int64_t timeout_ms, int64_t) {
+  return dispatch_outputs(tokens, topk_weights, slot, source, timeout_ms);
 }
 
 Pair dispatch_backward_meta(const OptionalTensor& grad_recv, const OptionalTensor& grad_recv_weights,
                             const Tensor& slot, SymInt num_tokens, SymInt hidden_size, at::ScalarType dtype,
-                            bool for_tokens, bool for_weights, std::string, int64_t) {
+                            bool for_tokens, bool for_weights, std::string, int64_t timeout_ms) {
   return dispatch_backward_outputs(grad_recv, grad_recv_weights, slot, num_tokens, hidden_size, dtype,
-                                   for_tokens, for_weights);
+                                   for_tokens, for_weights, timeout_ms);
 }
 
 // One host function serves both devices.

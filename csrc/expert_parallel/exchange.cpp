@@ -29,11 +29,27 @@ void check_plan(const char* op, const Tensor& slot, const Tensor& source, const 
   check_same_device(source_argument, data_argument);
 }
 
+Call exchange_call(const RankGroup& group, Phase phase, const Tensor& slot, const char* argument,
+                   at::ScalarType dtype, int64_t width) {
+  Call call(phase);
+  call.set(Field::kDtype, static_cast<int64_t>(dtype), argument)
+      .set(Field::kWidth, width, argument)
+      .set(Field::kTopk, slot.size(1), "slot")
+      .set(Field::kMaxTokens, slot.size(0) / group.size(), "slot");
+  group.recall_plan(call, slot);
+  return call;
+}
+
 int64_t tokens_per_rank(const char* op, const RankGroup& group, const Tensor& slot) {
   TP_CHECK_VALUE(slot.size(0) % group.size() == 0, op, "slot",
                  "a plan of this group of " << group.size() << " ranks", describe(slot),
                  "Pass the plan and the group name that belong together");
   return slot.size(0) / group.size();
+}
+
+void check_count(const char* op, const char* argument, const c10::SymInt& count, const c10::SymInt& largest,
+                 const char* advice) {
+  TP_CHECK_VALUE(count >= 0 && count <= largest, op, argument, "from 0 to " << largest, count, advice);
 }
 
 Tensor pad_rows(const Argument& rows, int64_t max_tokens) {

@@ -18,6 +18,14 @@ at::ScalarType weight_type(at::ScalarType payload);
 // slot [R * max_tokens, K] and source [capacity], int32 on the device of `data`.
 void check_plan(const char* op, const at::Tensor& slot, const at::Tensor& source, const at::Tensor& data);
 
+// "0 or more" of the rows and columns that an op is told of.
+void check_count(const char* op, const char* argument, const c10::SymInt& count, const c10::SymInt& largest,
+                 const char* advice);
+
+// What a call of dispatch, combine and their gradients says of itself. `argument` brings the rows.
+Call exchange_call(const RankGroup& group, Phase phase, const at::Tensor& slot, const char* argument,
+                   at::ScalarType dtype, int64_t width);
+
 // The rows of `slot` that belong to one rank; ValueError when they cannot be shared out evenly.
 int64_t tokens_per_rank(const char* op, const RankGroup& group, const at::Tensor& slot);
 

@@ -1,5 +1,7 @@
 #include "expert_parallel/peers.h"
 
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <condition_variable>
 #include <exception>
@@ -16,14 +18,19 @@ using Clock = std::chrono::steady_clock;
 
 // What a rank's key holds.
 struct Entry {
+  std::string kind;
   int64_t turn = -1;
   int64_t beat = -1;
-  std::string verdict;  // "-" while it waits, else the missing ranks with commas, or "none"
+  std::string place;
 
-  std::string text() const { return std::to_string(turn) + " " + std::to_string(beat) + " " + verdict; }
+  std::string text() const {
+    return kind + " " + std::to_string(turn) + " " + std::to_string(beat) + " " + place;
+  }
   static Entry parse(const std::string& text) {
     Entry entry;
-    std::istringstream(text) >> entry.turn >> entry.beat >> entry.verdict;
+    std::istringstream stream(text);
+    stream >> entry.kind >> entry.turn >> entry.beat >> std::ws;
+    std::getline(stream, entry.place);
     return entry;
   }
 };
@@ -44,54 +51,83 @@ std::vector<int64_t> split(const std::string& text) {
 // What is known of one other rank during an inquest.
 struct Suspect {
   std::optional<int64_t> first_beat;
+  std::string place;
   bool present = false;
 
-  void see(const Entry& entry, int64_t turn) {
-    if (entry.turn > turn) present = true;
-    if (entry.turn != turn) return;
+  void see(const Entry& entry, const std::string& kind, int64_t turn) {
+    place = entry.place;
+    present = present || (entry.kind == kind && entry.turn > turn);
     present = present || (first_beat && *first_beat != entry.beat);
     if (!first_beat) first_beat = entry.beat;
   }
 };
 
+// A verdict in the store: the missing ranks with commas, or "none"; then where everybody was waiting.
+Verdict parse_verdict(const std::string& text) {
+  const size_t space = text.find(' ');
+  Verdict verdict;
+  verdict.missing = split(text.substr(0, space));
+  if (space != std::string::npos) verdict.places = text.substr(space + 1);
+  return verdict;
+}
+
 struct Inquest {
   std::string prefix;
+  std::string kind;
   int64_t rank;
   int64_t size;
   int64_t turn;
-  int64_t beat;
+  std::string place;
+  std::shared_ptr<std::atomic<int64_t>> beats;
   Verdict verdict;
 
-  std::string key(int64_t of) const { return prefix + std::to_string(of); }
-  void write(c10d::Store& store, const std::string& word) {
-    store.set(key(rank), Entry{turn, ++beat, word}.text());
+  std::string key(int64_t of) const { return prefix + "waits/" + std::to_string(of); }
+  std::string verdict_key() const { return prefix + "verdict"; }
+
+  bool given(c10d::Store& store) {
+    if (!store.check({verdict_key()})) return false;
+    verdict = parse_verdict(store.get_to_str(verdict_key()));
+    return true;
   }
 
   void hold(c10d::Store& store) {
     std::vector<Suspect> suspects(size);
     suspects[rank].present = true;
+    suspects[rank].place = place;
     const auto end = Clock::now() + kInquest;
     for (bool last = false; !last;) {
       last = Clock::now() >= end;
-      write(store, "-");
+      store.set(key(rank), Entry{kind, turn, ++*beats, place}.text());
+      if (given(store)) return;
       for (int64_t r = 0; r < size; ++r) {
         if (suspects[r].present || !store.check({key(r)})) continue;
-        const Entry entry = Entry::parse(store.get_to_str(key(r)));
-        if (entry.turn == turn && entry.verdict != "-") {
-          verdict.missing = split(entry.verdict);
-          return write(store, entry.verdict);
-        }
-        suspects[r].see(entry, turn);
+        suspects[r].see(Entry::parse(store.get_to_str(key(r))), kind, turn);
       }
       const bool all =
           std::all_of(suspects.begin(), suspects.end(), [](const Suspect& s) { return s.present; });
       if (!last && !all) std::this_thread::sleep_for(Milliseconds(100));
       last = last || all;
     }
+    settle(store, suspects);
+  }
+
+  // The first verdict of the group holds.
+  void settle(c10d::Store& store, const std::vector<Suspect>& suspects) {
+    std::string places;
+    bool differ = false;
     for (int64_t r = 0; r < size; ++r) {
       if (!suspects[r].present) verdict.missing.push_back(r);
+      differ = differ || suspects[r].place != suspects[0].place;
+      places += (r ? ", rank " : "rank ") + std::to_string(r) + " in " + suspects[r].place;
     }
-    write(store, join(verdict.missing));
+    std::string text = join(verdict.missing);
+    if (verdict.missing.empty() && differ) text += " " + (verdict.places = places);
+    try {
+      const std::string first = store.compareSet(verdict_key(), "", text);
+      if (!first.empty()) verdict = parse_verdict(first);
+    } catch (const c10::NotImplementedError&) {  // a store of files has no such thing
+      store.set(verdict_key(), text);
+    }
   }
 };
 
@@ -116,6 +152,11 @@ StoreLine::StoreLine(const c10::intrusive_ptr<c10d::Store>& store) : state_(std:
 
 std::string StoreLine::ask(Milliseconds limit, const std::function<void(c10d::Store&)>& talk) {
   return speak(limit, [talk](c10d::Store* store) { talk(*store); });
+}
+
+c10::intrusive_ptr<c10d::Store> StoreLine::connection() const {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  return state_->broken.empty() ? state_->store : nullptr;
 }
 
 std::string StoreLine::speak(Milliseconds limit, std::function<void(c10d::Store*)> talk) {
@@ -151,23 +192,41 @@ std::string StoreLine::speak(Milliseconds limit, std::function<void(c10d::Store*
   return state_->broken;
 }
 
-Roll::Roll(std::shared_ptr<StoreLine> line, std::string prefix, int64_t rank, int64_t size)
-    : line_(std::move(line)), prefix_(std::move(prefix)), rank_(rank), size_(size) {}
+Roll::Roll(std::shared_ptr<StoreLine> line, std::string prefix, std::string kind, int64_t rank, int64_t size,
+           std::shared_ptr<std::atomic<int64_t>> beats)
+    : line_(std::move(line)),
+      prefix_(std::move(prefix)),
+      kind_(std::move(kind)),
+      rank_(rank),
+      size_(size),
+      beats_(std::move(beats)) {}
 
-void Roll::beat(int64_t turn) {
-  const std::string key = prefix_ + std::to_string(rank_);
-  const std::string text = Entry{turn, ++beats_, "-"}.text();
-  line_->ask(kBeat, [key, text](c10d::Store& store) { store.set(key, text); });
+bool Roll::beat(c10d::Store& store, int64_t turn, const std::string& place) const {
+  store.set(prefix_ + "waits/" + std::to_string(rank_), Entry{kind_, turn, ++*beats_, place}.text());
+  return store.check({prefix_ + "verdict"});
 }
 
-Verdict Roll::inquest(int64_t turn) {
-  const auto inquest = std::make_shared<Inquest>(Inquest{prefix_, rank_, size_, turn, beats_, {}});
+bool Roll::beat(int64_t turn, const std::string& place) {
+  const auto given = std::make_shared<std::atomic<bool>>(false);
+  const std::string error = line_->ask(kAnswer, [self = *this, given, turn, place](c10d::Store& store) {
+    *given = self.beat(store, turn, place);
+  });
+  return error.empty() && *given;
+}
+
+Verdict Roll::inquest(int64_t turn, const std::string& place) {
+  const auto inquest =
+      std::make_shared<Inquest>(Inquest{prefix_, kind_, rank_, size_, turn, place, beats_, {}});
   const std::string error =
-      line_->ask(kInquest + Milliseconds(1000), [inquest](c10d::Store& store) { inquest->hold(store); });
+      line_->ask(kInquest + kAnswer, [inquest](c10d::Store& store) { inquest->hold(store); });
   // Unless there was an answer, the other thread may still be writing to it.
-  if (!error.empty()) return {{}, error};
-  beats_ = inquest->beat;
+  if (!error.empty()) return {{}, "", error};
   return inquest->verdict;
+}
+
+std::string place_of(Phase phase) {
+  const PhaseName name = phase_name(phase);
+  return std::string(name.op) + " (" + name.phase + ")";
 }
 
 std::string peer_error(Phase phase, const std::string& group, int64_t rank, int64_t size,
@@ -181,11 +240,15 @@ std::string peer_error(Phase phase, const std::string& group, int64_t rank, int6
     text << "rank(s) unknown did not take part: the store, whose host is often rank 0, cannot be asked ("
          << verdict.store_error << ")";
   } else if (verdict.missing.empty()) {
-    text << "rank(s) unknown did not take part: all were waiting, so the transport itself failed";
+    text << "rank(s) unknown did not take part: all were waiting, "
+         << (verdict.places.empty() ? "so the transport itself failed" : "in different calls: ")
+         << verdict.places;
   } else {
     text << "rank(s) " << join(verdict.missing) << " did not take part";
   }
-  text << ". This is rank " << rank << "; the transport says: " << (cause.empty() ? "nothing" : cause)
+  const bool late = std::count(verdict.missing.begin(), verdict.missing.end(), rank) > 0;
+  text << ". This is rank " << rank << (late ? ", which came too late or left out a call" : "")
+       << "; the transport says: " << (cause.empty() ? "nothing" : cause)
        << ". Look at the output of those ranks; end this process, or make a new group of the ranks that are "
           "left.";
   return text.str();

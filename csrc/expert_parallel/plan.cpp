@@ -29,8 +29,11 @@ struct Sizes {
   int64_t ranks;
 };
 
+constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();  // of what int32 counts
+
 void check_sizes(const Sizes& sizes) {
-  TP_CHECK_VALUE(sizes.ranks >= 1, kOp, "num_ranks", "1 or more", sizes.ranks, "Pass the size of the group");
+  TP_CHECK_VALUE(sizes.ranks >= 1 && sizes.ranks <= kLargest, kOp, "num_ranks", "1 or more", sizes.ranks,
+                 "Pass the size of the group");
   TP_CHECK_VALUE(sizes.experts >= sizes.ranks, kOp, "num_experts",
                  "at least one expert for each of the " << sizes.ranks << " ranks", sizes.experts,
                  "Use more experts or a smaller group");
@@ -45,12 +48,17 @@ void check_sizes(const Sizes& sizes) {
                  sizes.alignment, "Pass 1 for no padding");
   TP_CHECK_VALUE(sizes.capacity >= 0, kOp, "capacity", "0 or more rows", sizes.capacity,
                  "Pass the rows that the experts of one rank can take");
+  TP_CHECK_VALUE(sizes.capacity <= kLargest, kOp, "capacity", "at most 2^31 - 1 rows", sizes.capacity,
+                 "Split the call");
   TP_CHECK_VALUE(sizes.max_tokens >= 0, kOp, "max_tokens", "0 or more", sizes.max_tokens,
                  "Pass the most tokens that any rank brings");
+  TP_CHECK_VALUE(sizes.max_tokens <= kLargest, kOp, "max_tokens", "at most 2^31 - 1", sizes.max_tokens,
+                 "Split the call");
 }
 
 // Checks, and the outputs: the same for every backend. `topk_idx` is [..., K].
-Plan plan_outputs(const Tensor& topk_idx, const Sizes& sizes) {
+Plan plan_outputs(const Tensor& topk_idx, const Sizes& sizes, int64_t timeout_ms) {
+  check_timeout(kOp, timeout_ms);
   check_sizes(sizes);
   const Argument argument{kOp, "topk_idx", topk_idx};
   check_dtype(argument, {at::kInt, at::kLong});
@@ -65,8 +73,8 @@ Plan plan_outputs(const Tensor& topk_idx, const Sizes& sizes) {
                  "at most " << sizes.max_tokens << " tokens (max_tokens)", describe(topk_idx),
                  "Pass a larger max_tokens on every rank");
   const SymInt rows = sizes.max_tokens * sizes.ranks;
-  TP_CHECK_VALUE(rows * topk <= std::numeric_limits<int32_t>::max(), kOp, "max_tokens",
-                 "at most 2^31 - 1 (token, k) pairs in the group", rows * topk, "Split the call");
+  TP_CHECK_VALUE(rows <= kLargest && rows * topk <= kLargest, kOp, "max_tokens",
+                 "at most 2^31 - 1 (token, k) pairs in the group", rows << " tokens", "Split the call");
   return {empty(topk_idx, {rows, topk}, at::kInt), empty(topk_idx, {sizes.capacity}, at::kInt),
           empty(topk_idx, {sizes.experts / sizes.ranks}, at::kLong),
           empty(topk_idx, {sizes.ranks}, at::kLong), empty(topk_idx, {1}, at::kInt)};
@@ -119,13 +127,23 @@ Plan plan(const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens, int64
           int64_t alignment, int64_t num_ranks, std::string group_name, bool raise_on_overflow,
           int64_t timeout_ms) {
   Sizes sizes{max_tokens, capacity, num_experts, alignment, num_ranks};
-  auto [slot, source, tokens_per_expert, required, overflow] = plan_outputs(topk_idx, sizes);
-  sizes.alignment = std::max<int64_t>(1, alignment);
-  const RankGroup group(kOp, group_name, timeout_ms, topk_idx);
+  check_sizes(sizes);
+  RankGroup group(kOp, group_name, timeout_ms, topk_idx);
   TP_CHECK_VALUE(group.size() == num_ranks, kOp, "num_ranks",
                  group.size() << ", the size of group '" << group_name << "'", num_ranks,
                  "Pass group.size()");
-  const Tensor indices = group.all_gather(pack_indices(topk_idx, sizes, max_tokens), Phase::kPlanIndices);
+  auto [slot, source, tokens_per_expert, required, overflow] = plan_outputs(topk_idx, sizes, timeout_ms);
+  sizes.alignment = std::max<int64_t>(1, alignment);
+  const Tensor packed = pack_indices(topk_idx, sizes, max_tokens);
+  group.meet(Call(Phase::kPlanIndices)
+                 .set(Field::kTopk, topk_idx.size(-1), "topk_idx")
+                 .set(Field::kMaxTokens, max_tokens, "max_tokens")
+                 .set(Field::kExperts, num_experts, "num_experts")
+                 .set(Field::kCapacity, capacity, "capacity")
+                 .set(Field::kAlignment, sizes.alignment, "alignment")
+                 .set(Field::kRaise, raise_on_overflow, "raise_on_overflow"),
+             1);
+  const Tensor indices = group.all_gather(packed, Phase::kPlanIndices);
   int64_t* report = raise_on_overflow ? group.overflow_report() : nullptr;
   count_rows(indices, sizes, capacity, report, required, overflow);
   if (raise_on_overflow && topk_idx.is_cpu() && *overflow.const_data_ptr<int32_t>()) {
@@ -138,20 +156,29 @@ Plan plan(const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens, int64
   const int64_t local = num_experts / num_ranks;
   const routing::Slots slots = routing::assign_slots({kOp, "topk_idx", indices}, group.rank() * local, local,
                                                      capacity, sizes.alignment, false);
+  group.remember_plan(slots.slot, topk_idx.numel() / topk_idx.size(-1));
   return {slots.slot, slots.source, slots.group_sizes, required, overflow};
 }
 
 Plan plan_meta(const Tensor& topk_idx, int64_t num_experts, SymInt max_tokens, SymInt capacity,
                int64_t alignment, int64_t num_ranks, std::string group_name, bool raise_on_overflow,
                int64_t timeout_ms) {
-  return plan_outputs(topk_idx, {max_tokens, capacity, num_experts, alignment, num_ranks});
+  return plan_outputs(topk_idx, {max_tokens, capacity, num_experts, alignment, num_ranks}, timeout_ms);
 }
 
 std::vector<std::string> agree(std::string group_name, std::string text, int64_t timeout_ms) {
   return RankGroup("agree", group_name, timeout_ms, Tensor()).agree(text);
 }
 
-void release_group(std::string group_name) { forget_group(group_name); }
+// What CUDA does for a call of a new kind, for a dispatch of `width` columns: so that it can be tried on any device.
+void compare_call(std::string group_name, at::ScalarType dtype, int64_t width, int64_t timeout_ms) {
+  RankGroup("compare_call", group_name, timeout_ms, Tensor())
+      .compare(Call(Phase::kDispatchTokens)
+                   .set(Field::kDtype, static_cast<int64_t>(dtype), "dtype")
+                   .set(Field::kWidth, width, "width"));
+}
+
+void release_group(std::string) { forget_groups(); }
 
 }  // namespace
 
@@ -161,6 +188,7 @@ TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl("plan", plan_meta); }
 
 TORCH_LIBRARY_IMPL(transformer_plugin, CompositeExplicitAutograd, m) {
   m.impl("agree", agree);
+  m.impl("compare_call", compare_call);
   m.impl("release_group", release_group);
 }
 

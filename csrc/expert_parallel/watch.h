@@ -11,30 +11,62 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <set>
 #include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
 
+#include "expert_parallel/call.h"
 #include "expert_parallel/peers.h"
 #include "expert_parallel/watch_args.h"
 
-namespace c10d {
-class ProcessGroup;
-class Work;
-}  // namespace c10d
-
 namespace transformer_plugin::expert_parallel {
 
-// One group in this process, from its first collective until release_group.
-struct GroupState {
-  std::string name;
-  int64_t rank = 0;
-  int64_t size = 1;
-  std::string keys;                           // prefix of this group's keys in the store
-  const c10d::ProcessGroup* group = nullptr;  // only compared
-  std::shared_ptr<StoreLine> line;
+// A plan that this process made in a group, by its tensor `slot`, so that a call is known to use it.
+struct KnownPlan {
+  c10::weak_intrusive_ptr<c10::StorageImpl> slot;
+  int64_t call;    // which call of the group made it
+  int64_t tokens;  // of this rank
+};
 
-  // CPU: collectives are waited for one at a time.
+// One group in this process, from its first use until the group itself is gone. Made anew under its name, also with
+// other ranks, it is another one.
+struct GroupState {
+  GroupState(std::string name, const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+  // Whether this is that very group. Weak: nothing here keeps a group alive.
+  bool is(const c10::intrusive_ptr<c10d::ProcessGroup>& other) const;
+  bool gone() const;
+  // Prefix of this group's keys in its store, which may hold those of an earlier group of the same name.
+  const std::string& keys();
+  Roll roll(const char* kind);
+
+  const std::string name;
+  const int64_t rank;
+  const int64_t size;
+  const c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
+  const c10d::ProcessGroup* const
+      address;  // only compared; not given to another while the weak reference is here
+  const std::shared_ptr<StoreLine> line;
+  const std::shared_ptr<std::atomic<int64_t>> beats = std::make_shared<std::atomic<int64_t>>(0);
+  std::once_flag keys_made;
+  std::string made_keys;
+
+  std::mutex failing;             // guards what follows
+  std::optional<Verdict> failed;  // after it the group is not used again
+
+  // CPU: one call at a time, and in it collectives are waited for one at a time.
+  std::mutex calling;
+  c10::intrusive_ptr<c10d::Backend> transport;
   std::atomic<int64_t> cpu_turn{0};
+  int64_t calls = 0;
+  std::vector<KnownPlan> plans;
+
+  // Through the store.
   std::atomic<int64_t> agreements{0};
+  std::mutex comparing;
+  std::set<std::vector<int64_t>> signatures;  // kinds of calls that all ranks were found to make alike
+  std::atomic<int64_t> comparisons{0};
 
   // CUDA. The board is made at the first use on a device; the watch thread reads the rest.
   std::once_flag board_made;
@@ -48,17 +80,28 @@ struct GroupState {
 };
 
 // The state of `group`, made on first sight. Null group: the group of this process alone.
-std::shared_ptr<GroupState> group_state(const std::string& name, const c10d::ProcessGroup* group,
-                                        int64_t rank, int64_t size);
-// Before a group is destroyed, so that one made later under its name is not taken for it.
-void forget_group(const std::string& name);
+std::shared_ptr<GroupState> group_state(const std::string& name,
+                                        const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+// Lets go of what is kept for groups that are gone.
+void forget_groups();
 
 // Waits for a collective on the CPU. A peer that does not come within `timeout`, or is lost, is an error that
 // peer_error words.
-void wait_on_cpu(GroupState& state, c10d::Work& work, Phase phase, Milliseconds timeout);
-// Raises it, for a failure of the transport.
-[[noreturn]] void raise_peer_error(GroupState& state, Roll& roll, int64_t turn, Phase phase,
-                                   Milliseconds timeout, const std::string& cause);
+void wait_on_cpu(GroupState& state, const c10::intrusive_ptr<c10d::Work>& work, Phase phase,
+                 Milliseconds timeout);
+// Raises it, for a failure of the transport. The group is not used again.
+[[noreturn]] void raise_peer_error(GroupState& state, Roll roll, int64_t turn, Phase phase,
+                                   Milliseconds timeout, const std::string& cause,
+                                   const std::string& place = "");
+// Raises where an earlier call has failed.
+void refuse_failed(GroupState& state, Phase phase, Milliseconds timeout);
+// Every rank's text, by ascending rank, through the group's store: the `turn`-th exchange of this kind.
+std::vector<std::string> exchange_texts(GroupState& state, const char* kind, int64_t turn,
+                                        const std::string& text, Phase phase, const std::string& place,
+                                        Milliseconds timeout);
+// Compares a kind of call that this rank has not made before with what the others announce. ValueError where they
+// differ.
+void compare_signature(GroupState& state, const Call& call, Milliseconds timeout);
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
 // The board of the group, on the current device.

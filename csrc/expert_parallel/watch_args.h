@@ -28,5 +28,7 @@ struct BoardMemory {
 BoardMemory allocate_board();
 void launch_begin_turn(const BoardMemory& memory, Phase phase, void* stream);
 void launch_end_turn(const BoardMemory& memory, void* stream);
+// Whether a graph is being captured from the stream.
+bool stream_is_captured(void* stream);
 
 }  // namespace transformer_plugin::expert_parallel

@@ -71,4 +71,10 @@ void launch_end_turn(const BoardMemory& memory, void* stream) {
   check_launch("end_turn_kernel");
 }
 
+bool stream_is_captured(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status));
+  return status != cudaStreamCaptureStatusNone;
+}
+
 }  // namespace transformer_plugin::expert_parallel

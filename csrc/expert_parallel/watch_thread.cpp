@@ -21,6 +21,7 @@ struct Progress {
   int64_t turn = 0;
   int64_t since = 0;
   int64_t told = 0;
+  bool given = false;  // another rank has given a verdict
   std::shared_ptr<Roll> roll;
 };
 
@@ -37,26 +38,26 @@ struct Watched {
   _exit(1);
 }
 
-// `since`: when this wait began; tells the others after a second, ends the process after the timeout.
+// `since`: when this wait began; tells the others after half a second, ends the process after the timeout.
 void look_at(GroupState& state, Progress& progress, const char* kind, int64_t turn, int64_t since,
              Phase phase) {
   if (!progress.roll) {
-    progress.roll = std::make_shared<Roll>(state.line, state.keys + kind + "/", state.rank, state.size);
+    progress.roll = std::make_shared<Roll>(state.roll(kind));
   }
   const int64_t now = steady_ms();
   const int64_t settled = state.settled.load();
   since = std::max(since, settled);
   const Milliseconds timeout(settled ? state.timeout_ms.load()
                                      : std::max(kFirstCallMs, state.timeout_ms.load()));
-  if (now - since >= timeout.count()) {
-    const Verdict verdict = progress.roll->inquest(turn);
+  if (progress.given || now - since >= timeout.count()) {
+    const Verdict verdict = progress.roll->inquest(turn, place_of(phase));
     end_process(peer_error(phase, state.name, state.rank, state.size, timeout, verdict,
                            std::string(kind) == "gpu" ? "the collective did not end on the GPU"
                                                       : "the call into NCCL did not return"));
   }
   if (now - since >= kBeat.count() && now - progress.told >= kBeat.count()) {
     progress.told = now;
-    progress.roll->beat(turn);
+    progress.given = progress.roll->beat(turn, place_of(phase));
   }
 }
 

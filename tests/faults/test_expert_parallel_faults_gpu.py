@@ -98,6 +98,72 @@ def test_survivors_end_in_time_with_the_name(tmp_path: Path, phase: str, how: st
         assert f"rank(s) {VICTIM} did not take part. This is rank {1 - VICTIM};" in words, words
 
 
+def disagree(rank: Rank) -> list[str]:
+    """A kind of call that is new on both ranks is compared before it is queued; the group stays usable."""
+    context = EpContext(
+        rank.group, num_experts=4, max_tokens_per_rank=6, hidden_dim=8, num_topk=2, timeout=TIMEOUT
+    )
+    indices = torch.tensor([[0, 2], [1, 3]], device=rank.device)
+    weights = torch.rand(2, 2, device=rank.device)
+    plan = context.plan(indices)
+    texts = []
+    me = rank.rank
+    for dtype, given, wanted in (
+        ((torch.float32, torch.bfloat16)[me], True, True),
+        (torch.float16, me == 0, True),
+        (torch.float16, True, me == 0),
+    ):
+        tokens = torch.ones(2, 8, device=rank.device, dtype=dtype, requires_grad=wanted)
+        try:
+            context.dispatch(plan, tokens, weights if given else None)
+        except ValueError as error:
+            texts.append(str(error))
+    tokens = torch.ones(2, 8, device=rank.device, requires_grad=True)
+    context.dispatch(plan, tokens, weights)[0].sum().backward()
+    texts.append(str(tokens.grad.sum().item()))
+    return texts
+
+
+@pytest.mark.gpus(2)
+def test_ranks_that_disagree_raise_before_anything_is_queued() -> None:
+    with RankPool(2, "nccl") as pool:
+        for texts in pool.run(disagree):
+            assert len(texts) == 4, texts
+            assert "dtype is float32 on rank 0, bfloat16 on rank 1" in texts[0]
+            assert "topk_weights is given on rank 0, None on rank 1" in texts[1]
+            assert "the gradient of the rows is wanted on rank 0, not wanted on rank 1" in texts[2]
+            assert texts[3] == "32.0"
+
+
+def new_here_known_there(rank: Rank, path: str) -> str:
+    speak_into(path, rank)
+    context = EpContext(
+        rank.group, num_experts=4, max_tokens_per_rank=6, hidden_dim=8, num_topk=2, timeout=TIMEOUT
+    )
+    plan = context.plan(torch.tensor([[0, 2], [1, 3]], device=rank.device))
+    tokens = torch.ones(2, 8, device=rank.device)
+    context.dispatch(plan, tokens)
+    torch.cuda.synchronize()
+    try:
+        context.dispatch(plan, tokens if rank.rank else tokens.half())
+        torch.cuda.synchronize()  # rank 1 never returns
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.gpus(2)
+def test_a_kind_of_call_that_is_new_on_one_rank_only(tmp_path: Path) -> None:
+    path = str(tmp_path / "stderr")
+    with RankPool(2, "nccl", group_timeout=600) as pool:
+        pool.start(new_here_known_there, path)
+        text = pool.result(0, 60)
+        assert text.startswith("PeerTimeoutError: transformer_plugin::dispatch: phase 'tokens'"), text
+        assert pool.wait(1, 60) == 1
+        words = Path(f"{path}.1").read_text()
+        assert "PeerTimeoutError: transformer_plugin::dispatch: phase 'tokens'" in words, words
+
+
 def late(rank: Rank) -> list[int]:
     context = EpContext(
         rank.group, num_experts=2, max_tokens_per_rank=3, hidden_dim=8, num_topk=1, timeout=20

@@ -237,6 +237,92 @@ def test_errors_have_four_parts(action, error: type[Exception], text: str) -> No
     assert error_of(action, error) == text
 
 
+LONG = 2**63 - 1
+LATE = "argument 'timeout_ms': expected at most 10^12 milliseconds, got 9223372036854775807. Pass 0 or less for the "
+COUNT = "from 0 to 8, got -1. Pass the rows that dispatch was given."
+WIDTH = "from 0 to 2147483647, got -1. Pass the columns that dispatch was given."
+
+
+def backward_of(
+    slot: torch.Tensor, rows: int, width: int, dtype: torch.dtype = torch.float32, timeout: int = -1
+):
+    return ep.dispatch_backward(None, None, slot, rows, width, dtype, timeout_ms=timeout)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("op", "action", "text"),
+    [
+        ("plan", lambda d: ep.plan(I32.to(d), 4, 8, 16, timeout_ms=LONG), LATE),
+        (
+            "plan",
+            lambda d: ep.plan(I32.to(d), 4, 8, 2**62),
+            "argument 'capacity': expected at most 2^31 - 1 rows",
+        ),
+        (
+            "plan",
+            lambda d: ep.plan(I32.to(d), 4, 2**62, 16),
+            "argument 'max_tokens': expected at most 2^31 - 1",
+        ),
+        (
+            "plan",
+            lambda d: ep.plan(I32.to(d), 4, -1, 16),
+            "argument 'max_tokens': expected 0 or more, got -1",
+        ),
+        (
+            "plan",
+            lambda d: ep.plan(I32.to(d), 4, 8, 16, 1, -1),
+            "argument 'num_ranks': expected 1 or more, got -1",
+        ),
+        (
+            "plan",
+            lambda d: ep.plan(I32.to(d), 4, 8, 16, -2),
+            "argument 'alignment': expected 0, 1 or a power of",
+        ),
+        ("dispatch", lambda d: ep.dispatch(X.to(d), None, SLOT.to(d), SOURCE.to(d), "", LONG), LATE),
+        (
+            "combine",
+            lambda d: ep.combine(torch.zeros(16, 3, device=d), SLOT.to(d), SOURCE.to(d), 5, "", LONG),
+            LATE,
+        ),
+        (
+            "combine",
+            lambda d: ep.combine(torch.zeros(16, 3, device=d), SLOT.to(d), SOURCE.to(d), -1),
+            "argument 'num_tokens': expected from 0 to max_tokens of the plan, got -1",
+        ),
+        (
+            "combine_backward",
+            lambda d: ep.combine_backward(X.to(d), SLOT.to(d), SOURCE.to(d), "", LONG),
+            LATE,
+        ),
+        ("dispatch_backward", lambda d: backward_of(SLOT.to(d), 5, 3, timeout=LONG), LATE),
+        (
+            "dispatch_backward",
+            lambda d: backward_of(SLOT.to(d), -1, 3),
+            f"argument 'num_tokens': expected {COUNT}",
+        ),
+        (
+            "dispatch_backward",
+            lambda d: backward_of(SLOT.to(d), 5, -1),
+            f"argument 'hidden_size': expected {WIDTH}",
+        ),
+    ],
+)
+def test_counts_and_timeouts(device: str, op: str, action, text: str) -> None:
+    assert error_of(lambda: action(device)).startswith(f"transformer_plugin::{op}: {text}")
+
+
+def test_other_arguments_out_of_range() -> None:
+    assert error_of(lambda: backward_of(SLOT, 5, 3, torch.int32), TypeError) == (
+        "transformer_plugin::dispatch_backward: argument 'dtype': expected one of the dtypes float32, bfloat16, "
+        "float16, float64, got int32. Pass the dtype of the tokens."
+    )
+    assert error_of(lambda: ep.agree("a text", "", LONG)).startswith(f"transformer_plugin::agree: {LATE}")
+    assert error_of(lambda: ep.compare_call("", torch.float32, 3, LONG)).startswith(
+        f"transformer_plugin::compare_call: {LATE}"
+    )
+
+
 def test_a_plan_that_lies_is_not_followed_out_of_bounds() -> None:
     """Values that no plan has, as from a corrupted tensor: neither read nor written through."""
     slot = torch.tensor([[5, 2**31 - 1], [-7, 0]], dtype=torch.int32)

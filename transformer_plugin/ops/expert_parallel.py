@@ -9,10 +9,14 @@ The layout is expert-major: all rows of this rank's first expert, padded with ze
 does not depend on who comes first. All sizes are static and nothing is read on the host: a CUDA graph captured once,
 and a compiled function, stay right when the routing changes.
 
-All ranks of the group must make the same calls in the same order, with the same constants. ``group_name`` is
+All ranks of the group must make the same calls in the same order, with the same constants. On a CPU every call says
+first which one it is, and where the ranks differ (in the op, dtype, width, plan, weights or gradients) every one of
+them raises ``ValueError``, which says what differs on which ranks, before payload moves; the group stays usable. On
+CUDA a kind of call is compared when it is new, through the store of the group and outside of captures. A rank that
+makes no call at all is a lost one: ``PeerTimeoutError``, after which the group is not used again. ``group_name`` is
 ``group.group_name`` of a c10d process group (Gloo for CPU tensors, NCCL for CUDA tensors), or ``""`` for this process
-alone. ``timeout_ms`` bounds each wait; 0 or less means the timeout of the group. For a layer that checks that the
-ranks agree, see :class:`transformer_plugin.parallel.EpContext`.
+alone. ``timeout_ms`` bounds each wait, at most 10^12; 0 or less means the timeout of the group. For a layer that checks
+that the ranks agree, see :class:`transformer_plugin.parallel.EpContext`.
 """
 
 from __future__ import annotations
@@ -76,7 +80,8 @@ def plan(
     Raises:
         TypeError: indices of another dtype.
         ValueError: a constant out of range, too many tokens, an index tensor that is not contiguous or has fewer
-            than 2 dimensions, a group of another size, rows that do not fit (``raise_on_overflow``).
+            than 2 dimensions, a group of another size, rows that do not fit (``raise_on_overflow``), ranks that make
+            another call.
         PeerTimeoutError: a rank did not come in time.
 
     Source: the layout and semantics of TransformerEngine pull request 3035, with static sizes; duplicates and
@@ -106,6 +111,7 @@ def dispatch(
     source: Tensor,
     group_name: str = "",
     timeout_ms: int = -1,
+    wanted: int = -1,
 ) -> tuple[Tensor, Tensor]:
     """Send every token to the rows of its experts.
 
@@ -113,6 +119,8 @@ def dispatch(
         tokens: ``[T, H]`` float32, bfloat16, float16 (float64 on a CPU), any strides.
         topk_weights: ``[T, K]`` float32 (float64 with float64 tokens), or None.
         slot, source: of the plan of these tokens.
+        wanted: leave it. Autograd says here which gradients it will ask for (1: tokens, 2: weights), so that the ranks
+            can compare it, and a compiled graph keeps it.
 
     Returns:
         ``recv [capacity, H]`` in the dtype of ``tokens``, copied bit for bit, zero in padding and past the last
@@ -124,10 +132,11 @@ def dispatch(
     absent, which counts as zero; whether inputs require gradients must be the same on every rank.
 
     Raises:
-        TypeError, ValueError: dtypes, sizes or devices that do not agree. PeerTimeoutError: a rank did not come.
+        TypeError, ValueError: dtypes, sizes or devices that do not agree, here or between the ranks.
+        PeerTimeoutError: a rank did not come.
     """
     try:
-        return _ops.dispatch.default(tokens, topk_weights, slot, source, group_name, timeout_ms)
+        return _ops.dispatch.default(tokens, topk_weights, slot, source, group_name, timeout_ms, wanted)
     except RuntimeError as error:
         raise peer_timeout(error) or error from None
 
@@ -166,7 +175,13 @@ def dispatch_backward(
 
 
 def combine(
-    rows: Tensor, slot: Tensor, source: Tensor, num_tokens: int, group_name: str = "", timeout_ms: int = -1
+    rows: Tensor,
+    slot: Tensor,
+    source: Tensor,
+    num_tokens: int,
+    group_name: str = "",
+    timeout_ms: int = -1,
+    wanted: int = -1,
 ) -> Tensor:
     """Bring the experts' rows back and sum them for each token, without weights.
 
@@ -175,6 +190,7 @@ def combine(
             last expert are not read, whatever they hold.
         slot, source: of the plan.
         num_tokens: T of this rank. Tokens that the plan does not have get zeros.
+        wanted: as in :func:`dispatch`.
 
     Returns:
         ``[num_tokens, H]``. The sum has one order, so it repeats bit for bit: each rank adds its own rows of a token
@@ -185,10 +201,11 @@ def combine(
     Differentiable in ``rows``: each row gets its token's gradient, padding gets zero.
 
     Raises:
-        TypeError, ValueError: dtypes, sizes or devices that do not agree. PeerTimeoutError: a rank did not come.
+        TypeError, ValueError: dtypes, sizes or devices that do not agree, here or between the ranks.
+        PeerTimeoutError: a rank did not come.
     """
     try:
-        return _ops.combine.default(rows, slot, source, num_tokens, group_name, timeout_ms)
+        return _ops.combine.default(rows, slot, source, num_tokens, group_name, timeout_ms, wanted)
     except RuntimeError as error:
         raise peer_timeout(error) or error from None
 
@@ -211,5 +228,19 @@ def agree(text: str, group_name: str, timeout_ms: int = -1) -> list[str]:
     """
     try:
         return list(_ops.agree.default(group_name, text, timeout_ms))
+    except RuntimeError as error:
+        raise peer_timeout(error) or error from None
+
+
+def compare_call(group_name: str, dtype: torch.dtype, width: int, timeout_ms: int = -1) -> None:
+    """Announce a dispatch of ``width`` columns of ``dtype`` to the ranks, as CUDA does for a kind of call that is new.
+
+    Nothing is sent. For programs that want to know before the first step that their ranks agree.
+
+    Raises:
+        ValueError: the ranks announced different calls. PeerTimeoutError: a rank announced none in time.
+    """
+    try:
+        _ops.compare_call.default(group_name, dtype, width, timeout_ms)
     except RuntimeError as error:
         raise peer_timeout(error) or error from None

@@ -7,7 +7,6 @@ at the end of the file (``ep_bootstrap`` and so on) are a facade with Transforme
 from __future__ import annotations
 
 import json
-import weakref
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -124,11 +123,9 @@ class EpContext:
         self.num_local_experts = num_experts // self.num_ranks
         self.capacity = self.capacity_for(alignment)
         self._open = True
-        _enter(group)
         self._compare()
-        _count(group, 1)
-        if self.num_ranks > 1 and self.device.type == "cuda":
-            # NCCL makes its communicator at the first call, which no graph can hold.
+        if self.num_ranks > 1:
+            # The ranks connect in the first call: NCCL makes its communicator, which no graph can hold.
             self.plan(torch.empty(0, num_topk, dtype=torch.int32, device=self.device))
 
     def _compare(self) -> None:
@@ -207,11 +204,11 @@ class EpContext:
         return ops.combine(rows, plan.slot, plan.source, tokens, self.group_name, self.timeout_ms)
 
     def finalize(self) -> None:
-        """Leave the group's watch. Local, and harmless when repeated; calls on the context are errors after it."""
+        """Close the context. Local, and harmless when repeated; calls on the context are errors after it."""
         if not self._open:
             return
         self._open = False
-        _count(self.group, -1)
+        torch.ops.transformer_plugin.release_group(self.group_name)
 
     def __enter__(self) -> EpContext:
         return self
@@ -233,6 +230,12 @@ class EpContext:
                 "transformer_plugin::EpContext: expected an open context, got one after finalize(). "
                 "Make a new EpContext on every rank."
             )
+        if self.group is None or torch.compiler.is_compiling() or _is_there(self.group):
+            return
+        raise RuntimeError(
+            f"transformer_plugin::EpContext: expected group '{self.group_name}', which the context was made for, got "
+            "a group that is destroyed. Make a new EpContext on every rank, for the new group."
+        )
 
     def _check_tokens(self, name: str, tokens: Tensor, rows: int, op: str) -> None:
         if tokens.dim() != 2 or tokens.shape[0] != rows or tokens.shape[1] != self.config.hidden_dim:
@@ -244,38 +247,12 @@ class EpContext:
             )
 
 
-class _Use:
-    """A group's contexts, counted when they are made and finalized, never when they are collected.
-
-    The collector runs at other times on other ranks, and what the ranks tell each other must not depend on it.
-    """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self.group = weakref.ref(group)
-        self.open = 0
-
-
-# By the name of the group. One that was made anew under an old name is another.
-_uses: dict[str, _Use] = {}
-
-
-def _enter(group: ProcessGroup | None) -> None:
-    if group is None:
-        return
-    use = _uses.get(group.group_name)
-    if use is None or use.group() is not group:
-        torch.ops.transformer_plugin.release_group(group.group_name)
-        _uses[group.group_name] = _Use(group)
-
-
-def _count(group: ProcessGroup | None, change: int) -> None:
-    use = None if group is None else _uses.get(group.group_name)
-    if group is None or use is None or use.group() is not group:
-        return
-    use.open += change
-    if use.open == 0:
-        torch.ops.transformer_plugin.release_group(group.group_name)
-        del _uses[group.group_name]
+def _is_there(group: ProcessGroup) -> bool:
+    """Whether the ops would find this very group, and not another that was made anew under its name."""
+    try:
+        return torch._C._distributed_c10d._resolve_process_group(group.group_name) is group
+    except RuntimeError:
+        return False
 
 
 def _refuse(
