@@ -160,3 +160,32 @@ def check_scripted(rank: Rank) -> None:
 
 def test_torchscript(pool: RankPool) -> None:
     pool.run(check_scripted)
+
+
+def check_compiled_beside_eager(rank: Rank) -> None:
+    """One rank compiled, the other not: the same calls. Gradients that only one wants are found in both."""
+    context = context_of(rank)
+    indices, tokens, weights = drawn_leaves(rank)
+    plan = context.plan(indices)
+
+    def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        recv, recv_weights = ep.dispatch(x, w, plan.slot, plan.source, rank.group_name, 60_000)
+        rows = recv * recv_weights[:, None]
+        return ep.combine(rows, plan.slot, plan.source, x.shape[0], rank.group_name, 60_000)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(step(tokens, weights).sum(), (tokens, weights))
+    for who in range(2):
+        run = compiled if rank.rank == who else step
+        for got, each in zip(
+            torch.autograd.grad(run(tokens, weights).sum(), (tokens, weights)), expected, strict=True
+        ):
+            assert_same_bits(got, each)
+        for wants in range(2):
+            mine = tokens if rank.rank == wants else tokens.detach()
+            with pytest.raises(ValueError, match=r"the gradient of the rows is .*, (not )?wanted on rank 1"):
+                run(mine, weights)
+
+
+def test_a_compiled_rank_beside_an_eager_one(make_pool) -> None:
+    make_pool(2).run(check_compiled_beside_eager)
