@@ -62,6 +62,10 @@ class BelowAutograd {
 // None in the place of the `index`-th tensor that this op cannot do without.
 [[noreturn]] void refuse_none(const char* op, size_t index);
 
+// What torch makes the node of, so that the node has the name of the op (see CppNode below).
+template <typename Self>
+class NodeOf : public Self {};
+
 // A torch::autograd::Function that takes no None for a tensor: torch asks all of them for their device. The arguments that are
 // no options come in the order of the op Self::kName.
 template <typename Self>
@@ -71,7 +75,7 @@ class CheckedFunction : public torch::autograd::Function<Self> {
   static auto apply(Arguments&&... arguments) {
     size_t index = 0;
     (check_defined(arguments, index), ...);
-    return torch::autograd::Function<Self>::apply(std::forward<Arguments>(arguments)...);
+    return torch::autograd::Function<NodeOf<Self>>::apply(std::forward<Arguments>(arguments)...);
   }
 
  private:
@@ -126,3 +130,11 @@ template <typename Self>
 using DifferentiableTwice = DifferentiableFunction<Self, true>;
 
 }  // namespace transformer_plugin
+
+// The node of Self. Its name, which profiles and `grad_fn` show, would be that of a C++ type.
+template <typename Self>
+struct torch::autograd::CppNode<transformer_plugin::NodeOf<Self>> : torch::autograd::CppNode<Self> {
+  std::string name() const override {
+    return std::string("transformer_plugin::") + Self::kName + "_backward_node";
+  }
+};

@@ -144,9 +144,10 @@ Tensor without_version(const Tensor& amax) {
   return amax.key_set().has_any(kTraced) ? amax : amax.variable_data();
 }
 
-class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction> {
+template <bool is_grouped>
+class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_grouped>> {
  public:
-  static constexpr const char* kName = "linear_scaled";
+  static constexpr const char* kName = is_grouped ? "grouped_linear_scaled" : "linear_scaled";
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
@@ -249,15 +250,20 @@ Tensor meta(const Layer& layer) {
   return empty(layer.input, with_columns(layer.input, layer.weight.sym_size(-2)), layer.input.scalar_type());
 }
 
+template <bool is_grouped>
+Tensor apply_scaled(const Layer& layer, const Tensor& x) {
+  return LinearScaledFunction<is_grouped>::apply(x, layer.weight, layer.group_sizes, layer.bias,
+                                                 layer.bias_scale, layer.scale, layer.amax, layer.keys.input,
+                                                 layer.keys.weight, layer.keys.grad);
+}
+
 Tensor differentiable(const Layer& layer) {
   if (!any_wants_grad(layer.input, layer.weight, layer.bias, layer.bias_scale)) return run(layer);
   check_layer(layer);
   const Tensor x = as_matrix(layer.input);
   check_rounding(layer, x);
-  return from_matrix(LinearScaledFunction::apply(x, layer.weight, layer.group_sizes, layer.bias,
-                                                 layer.bias_scale, layer.scale, layer.amax, layer.keys.input,
-                                                 layer.keys.weight, layer.keys.grad),
-                     layer.input);
+  const auto apply = layer.group_sizes ? &apply_scaled<true> : &apply_scaled<false>;
+  return from_matrix(apply(layer, x), layer.input);
 }
 
 using Key = c10::string_view;

@@ -44,9 +44,10 @@ RoundedWeight weight_of(const Tensor& weight, const OptionalList& quantized, con
                    : round_weight(weight, formats, backward);
 }
 
-class LowPrecisionFunction : public DifferentiableOnce<LowPrecisionFunction> {
+template <bool is_grouped>
+class LowPrecisionFunction : public DifferentiableOnce<LowPrecisionFunction<is_grouped>> {
  public:
-  static constexpr const char* kName = "linear";
+  static constexpr const char* kName = is_grouped ? "grouped_linear" : "linear";
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
@@ -203,10 +204,16 @@ Tensor low_precision_forward(const LayerArguments& layer, const RoleFormats& for
                           weight_of(layer.weight, layer.quantized_weight, formats, false));
 }
 
+template <bool is_grouped>
+Tensor apply_low_precision(const LayerArguments& layer, const RoleFormats& formats) {
+  return LowPrecisionFunction<is_grouped>::apply(layer.input, layer.weight, layer.group_sizes, layer.bias,
+                                                 layer.bias_scale, formats.input_key, formats.weight_key,
+                                                 formats.grad_key, layer.quantized_weight);
+}
+
 Tensor low_precision_product(const LayerArguments& layer, const RoleFormats& formats) {
-  return LowPrecisionFunction::apply(layer.input, layer.weight, layer.group_sizes, layer.bias,
-                                     layer.bias_scale, formats.input_key, formats.weight_key,
-                                     formats.grad_key, layer.quantized_weight);
+  return layer.group_sizes ? apply_low_precision<true>(layer, formats)
+                           : apply_low_precision<false>(layer, formats);
 }
 
 }  // namespace transformer_plugin::gemm

@@ -1,0 +1,92 @@
+"""Nodes of the autograd graph have the names of ops, which profiles and ``grad_fn`` show."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.surface.surface import ROOT
+from transformer_plugin import ops
+from transformer_plugin.nn import GroupedLinear, Linear
+from transformer_plugin.recipes import DelayedScaling, Float8BlockScaling
+
+T, N, K, G = 6, 8, 16, 2
+SIZES = torch.tensor([2, 3])
+INDICES = torch.tensor([[0], [1], [1], [0], [1], [0]], dtype=torch.int32)
+
+
+def of(*sizes: int) -> Tensor:
+    return torch.randn(*sizes, requires_grad=True)
+
+
+def permuted(name: str) -> Tensor:
+    rows, _, slot, source, _ = ops.permute(of(T, K), INDICES, G, T)
+    if name == "permute":
+        return rows
+    if name == "unpermute":
+        return ops.unpermute(of(T, K), slot, source)
+    return ops.permute_weights(of(T, 1), slot, source)
+
+
+def aux_loss() -> Tensor:
+    scores, load = ops.router_scores(of(T, G)), ops.count_tokens_per_expert(INDICES, G)
+    return ops.aux_loss(scores, load, T, 1, 0.1)
+
+
+def exchanged(name: str) -> Tensor:
+    slot, source, *_ = torch.ops.transformer_plugin.plan(INDICES, G, T, T)
+    if name == "dispatch":
+        return torch.ops.transformer_plugin.dispatch(of(T, K), None, slot, source)[0]
+    return torch.ops.transformer_plugin.combine(of(T, K), slot, source, T)
+
+
+#: the op that records the node, and a call of it or of one that is made of it.
+CALLS: list[tuple[str, Callable[[], Tensor]]] = [
+    ("swiglu", lambda: ops.swiglu(of(T, K))),
+    ("rms_norm", lambda: ops.rms_norm(of(T, K), of(K), 1e-5)),
+    ("layer_norm", lambda: ops.layer_norm(of(T, K), of(K), of(K), 1e-5)),
+    ("permute", lambda: permuted("permute")),
+    ("unpermute", lambda: permuted("unpermute")),
+    ("permute_weights", lambda: permuted("permute_weights")),
+    ("topk_router", lambda: ops.topk_router(of(T, 4), None, 2)[0]),
+    ("router_scores", lambda: ops.router_scores(of(T, 4))),
+    ("aux_loss", aux_loss),
+    ("dispatch", lambda: exchanged("dispatch")),
+    ("combine", lambda: exchanged("combine")),
+    ("gemm", lambda: ops.gemm(of(T, K), of(N, K))),
+    ("grouped_gemm", lambda: ops.grouped_gemm(of(T, K), of(G, N, K), SIZES)),
+    ("grouped_gemm", lambda: ops.grouped_linear(of(T, K), of(G, N, K), SIZES)),
+    ("grouped_gemm_list", lambda: ops.grouped_gemm_list(of(T, K), [of(N, K), of(N, K)], SIZES)),
+    ("grouped_gemm_swiglu", lambda: ops.grouped_gemm_swiglu(of(T, K), of(G, N, K), SIZES, None)[0]),
+    ("grouped_mlp", lambda: ops.grouped_mlp(of(T, K), of(G, 2 * N, K), of(G, K, N), SIZES, torch.rand(T))),
+    ("linear", lambda: ops.linear(of(T, K), of(N, K))),
+    ("linear", lambda: ops.linear(of(T, K), of(N, K), of(N))),
+    ("linear", lambda: Linear(K, N, recipe=Float8BlockScaling())(of(T, K))),
+    ("linear_scaled", lambda: Linear(K, N, recipe=DelayedScaling()).eval()(of(T, K))),
+    ("linear_scaled", lambda: Linear(K, N, recipe=DelayedScaling())(of(T, K))),
+    ("grouped_linear", lambda: GroupedLinear(G, K, N, recipe=Float8BlockScaling())(of(T, K), SIZES)),
+    ("grouped_linear_scaled", lambda: GroupedLinear(G, K, N, recipe=DelayedScaling())(of(T, K), SIZES)),
+]
+
+
+def test_all_that_record_a_node_are_here() -> None:
+    named = set()
+    for path in (ROOT / "csrc").rglob("*.cpp"):
+        for text in re.findall(r"kName = ([^;]+);", path.read_text()):
+            named |= set(re.findall(r'"(\w+)"', text))
+    assert named == {name for name, _ in CALLS}
+
+
+@pytest.mark.parametrize(("name", "call"), CALLS, ids=[f"{name}-{i}" for i, (name, _) in enumerate(CALLS)])
+def test_name(name: str, call: Callable[[], Tensor]) -> None:
+    output = call()
+    assert output.grad_fn.name() == f"transformer_plugin::{name}_backward_node"
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        output.sum().backward()
+    names = {event.name for event in profile.events()}
+    assert f"transformer_plugin::{name}_backward_node" in names
+    assert not [event for event in names if "anonymous" in event or "CppNode" in event]
