@@ -30,6 +30,8 @@ struct Operands {
     return quantize::operand_of_data(grad.data, grad_format, true, &group_sizes).rows.expect_int();
   }
   Tensor offsets() const {
+    const int64_t multiple = quantize::group_multiple(grad_format, true);
+    quantize::check_group_values_of(grad_argument(), rows(), group_sizes, multiple);
     return group_offsets({grad.op, "group_sizes", group_sizes}, grad_argument(), rows());
   }
   std::vector<c10::SymInt> sizes() const {

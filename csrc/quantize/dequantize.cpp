@@ -53,6 +53,7 @@ Tensor run_format(const Arguments& a, const Format& format, const Tensor* amax, 
       group_tables(a.argument(), a.group_sizes, operand.rows.expect_int(),
                    group_multiple(format, a.transposed), group_use(format, a.transposed));
   if (!output.defined()) output = empty(a.data, operand.value_sizes(), a.dtype);
+  if (output.numel() == 0) return output;  // there may be more tiles of nothing than can be walked
   // torch copies no E2M1.
   const Tensor data = (format.is_nv() ? a.data.view(at::kByte) : a.data).contiguous();
   const Tensor scale = a.scale_inv.contiguous();

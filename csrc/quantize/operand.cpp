@@ -200,10 +200,15 @@ int64_t group_multiple(const Format& format, bool transposed) {
 }
 
 void check_group_values(const Argument& data, const at::Tensor& group_sizes, int64_t multiple) {
+  if (has_memory(data.tensor)) check_group_values_of(data, data.tensor.size(0), group_sizes, multiple);
+}
+
+void check_group_values_of(const Argument& data, int64_t rows, const at::Tensor& group_sizes,
+                           int64_t multiple) {
   if (!has_memory(data.tensor) || !has_memory(group_sizes)) return;
   if (data.tensor.is_cuda()) check_earlier_sizes(data.op);
   if (!data.tensor.is_cpu()) return;
-  const HostOffsets offsets = host_offsets({data.op, "group_sizes", group_sizes}, data, data.tensor.size(0));
+  const HostOffsets offsets = host_offsets({data.op, "group_sizes", group_sizes}, data, rows);
   check_multiples(offsets.data(), group_sizes.numel(), multiple, data.op);
 }
 

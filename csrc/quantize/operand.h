@@ -81,6 +81,9 @@ GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, in
 int64_t group_multiple(const Format& format, bool transposed);
 // The values of group sizes on a CPU, before anything is written; of a GPU, what it noticed in earlier calls.
 void check_group_values(const Argument& data, const at::Tensor& group_sizes, int64_t multiple);
+// The same of a buffer of so many rows, which data that lie along columns do not say.
+void check_group_values_of(const Argument& data, int64_t rows, const at::Tensor& group_sizes,
+                           int64_t multiple);
 // What data and scales are kept in.
 at::ScalarType element_dtype(const Format& format);
 at::ScalarType scale_dtype(const Format& format);

@@ -206,3 +206,13 @@ def test_errors_have_four_parts() -> None:
         "transformer_plugin::GroupedLinear: argument 'bias_scale': expected None with scale_bias=False, got "
         "a tensor. Make the constructor and the call agree."
     )
+
+
+@pytest.mark.parametrize("sizes", [[2, 0, 3], (2, 0, 3)])
+def test_sizes_in_a_list_are_made_a_tensor(sizes: list[int] | tuple[int, ...]) -> None:
+    layer, input = GroupedLinear(3, 8, 4), torch.randn(6, 8)
+    assert torch.equal(layer(input, sizes), layer(input, torch.tensor(sizes)))
+    with pytest.raises(
+        TypeError, match="argument 'group_sizes': expected one of the dtypes int32, int64, got float32"
+    ):
+        layer(input, [2.0, 0.0, 3.0])
