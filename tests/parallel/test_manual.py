@@ -43,4 +43,4 @@ def run_page(rank: Rank, folder: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_page_runs(make_pool: Any, ranks: int, tmp_path: Path) -> None:
     pool: RankPool = make_pool(ranks, "gloo")
-    pool.run(run_page, str(tmp_path))
+    pool.run(run_page, str(tmp_path), timeout=240)
