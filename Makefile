@@ -2,7 +2,8 @@
 #
 #   make demo       a mixture-of-experts language model trains on two ranks, with a loss curve
 #   make test       every test but the long ones
-#   make test-long  generated cases by the thousand, and the CPU kernels under the address and undefined sanitizers
+#   make test-long  generated cases by the thousand, any arguments at all for every op in forked children, and the CPU kernels
+#                   under the address and undefined sanitizers
 #   make bench      benchmarks into benchmarks/results/, and plots from there
 #   make docs       the manual, in docs/_build/html
 #   make lint       ruff, clang-format, mypy;  make format: let ruff and clang-format rewrite
