@@ -36,6 +36,7 @@ TP_CPU_CLONES void backward_row(ScoreFunction function, const float* grad, const
 }  // namespace
 
 void router_scores_cpu(const RouterScoresArgs& args) {
+  if (args.experts == 0) return;  // there may be more tokens than can be walked
   visit_float(args.dtype, [&](auto element) {
     using T = decltype(element);
     at::parallel_for(0, args.tokens, kTokensPerTask, [&](int64_t begin, int64_t end) {
@@ -50,6 +51,7 @@ void router_scores_cpu(const RouterScoresArgs& args) {
 }
 
 void router_scores_backward_cpu(const RouterScoresBackwardArgs& args) {
+  if (args.experts == 0) return;
   visit_float(args.dtype, [&](auto element) {
     using T = decltype(element);
     at::parallel_for(0, args.tokens, kTokensPerTask, [&](int64_t begin, int64_t end) {
