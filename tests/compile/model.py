@@ -21,7 +21,7 @@ class Everything(torch.nn.Module):
     def __init__(
         self,
         recipe: Recipe | None = None,
-        group: torch.distributed.ProcessGroup | None = None,
+        group: torch.distributed.ProcessGroup | str = "local",
         dispatch: DispatchConfig | None = None,
         device: torch.device | str = "cpu",
     ) -> None:

@@ -245,7 +245,7 @@ def test_rows_without_numbers(route, function: str, pre_softmax: bool, device: t
 @by_way
 def test_cuda_gives_the_bits_of_the_cpu(kind: str, function: str, pre_softmax: bool) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        logits = draw(kind, 200, 64, seed=9).to(dtype)
+        logits = draw(kind, 200, 64, seed=9).clamp(-3e38, 3e38).to(dtype)  # finite in bfloat16 too
         grad = torch.randn(200, 4)
         for groups in ((1, 1, None), (8, 4, 2), (8, 4, 1), (8, 2, None)):
             for bias in (None,) if function == "softmax" else (None, torch.randn(64)):

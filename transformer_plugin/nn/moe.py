@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from transformer_plugin.nn import _tracing
 from transformer_plugin.nn._attributes import SharesRecipe, fixed, row_rules_in
 from transformer_plugin.nn._autocast import operand
 from transformer_plugin.nn._module import layer_forward, serializable
@@ -139,8 +140,8 @@ class MoE(SharesRecipe):
         received = self._fitted_exchange().dispatch(operand(tokens), routing.indices, routing.weights)
         rows = self.experts(received.rows, received.group_sizes, received.probs)
         output = self.exchange.combine(rows, received)
-        if input.dim() != 2:  # not a view: pipeline schedules detach outputs in place
-            output = torch.ops.aten._unsafe_view.default(output, input.shape)
+        if input.dim() != 2:
+            output = self._shaped(output, input)
         return MoEOutput(output, routing.aux_loss, routing.expert_load, received.total)
 
     @property
@@ -170,6 +171,14 @@ class MoE(SharesRecipe):
             self.exchange = self.exchange.fitted(*rules)
             self._fitted_to = rules
         return self.exchange
+
+    @staticmethod
+    def _shaped(output: Tensor, input: Tensor) -> Tensor:
+        """In the shape of the input, and not a view: pipeline schedules detach outputs in place."""
+        if _tracing.is_tracing():  # which would write the shape down as constants
+            return output.view(input.shape)
+        shaped: Tensor = torch.ops.aten._unsafe_view.default(output, input.shape)
+        return shaped
 
     def _tokens(self, input: Tensor) -> Tensor:
         if input.dim() == 0 or input.shape[-1] != self.hidden:

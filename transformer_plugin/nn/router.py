@@ -294,7 +294,10 @@ class TopKRouter(PluginModule):
         if self.config.aux_loss_coeff == 0:
             return torch.zeros((), dtype=torch.float32, device=logits.device)
         scores = ops.router_scores(logits, self.config.score_function)
-        return ops.aux_loss(scores, load, logits.shape[0], self.topk, self.config.aux_loss_coeff)
+        tokens: int | Tensor = logits.shape[0]
+        if isinstance(tokens, Tensor):  # torch.jit.trace counts with tensors, on the CPU
+            tokens = tokens.to(logits.device)
+        return ops.aux_loss(scores, load, tokens, self.topk, self.config.aux_loss_coeff)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         with keeps_float32(self, "expert_bias"):
