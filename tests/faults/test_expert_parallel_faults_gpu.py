@@ -65,14 +65,17 @@ def lose_in_phase(rank: Rank, phase: str, how: str, path: str) -> None:
 
 
 def lose_before_the_first_call(rank: Rank, phase: str, how: str, path: str) -> None:
-    """NCCL makes its communicator at the first call, on the host."""
+    """Before the first call is queued the ranks compare it, on the host: there it is an error that can be caught."""
     speak_into(path, rank)
     if rank.rank == VICTIM:
         leave(how)
     Path(f"{path}.begun").write_text(str(time.time()))
     indices = torch.zeros(2, 2, dtype=torch.int32, device=rank.device)
-    ep.plan(indices, 4, 2, 8, 1, rank.size, rank.group_name, timeout_ms=int(TIMEOUT * 1000))
-    torch.cuda.synchronize()
+    try:
+        ep.plan(indices, 4, 2, 8, 1, rank.size, rank.group_name, timeout_ms=int(TIMEOUT * 1000))
+    except torch.distributed.DistError as error:
+        os.write(2, f"{type(error).__name__}: {error}".encode())
+        os._exit(1)
 
 
 @pytest.mark.gpus(2)

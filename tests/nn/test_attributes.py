@@ -85,7 +85,7 @@ def test_recipes_that_differ_or_cannot_be() -> None:
         name = "experts.fc2" if one is module else "fc2"
         assert str(error.value) == (
             f"transformer_plugin::{type(one).__name__}: attribute 'recipe': expected layers of one recipe, got "
-            f"{name.replace('2', '1')} with None, {name} with BFloat16(). Ask each layer for its own."
+            f"{name.replace('2', '1')} with None, {name} with {BFloat16()}. Ask each layer for its own."
         )
         with pytest.raises(TypeError, match=r"argument 'recipe': expected a recipe of"):
             one.recipe = "bf16"
@@ -194,7 +194,9 @@ def test_the_bias_of_a_router_stays_float32(cast: str, device: torch.device) -> 
 
 
 def test_the_bias_of_a_router_moves() -> None:
-    router = TopKRouter(64, 4, 2, RouterConfig(expert_bias=True), device="meta", dtype=torch.bfloat16)
+    router = TopKRouter(
+        64, 4, 2, RouterConfig("sigmoid", expert_bias=True), device="meta", dtype=torch.bfloat16
+    )
     assert router.expert_bias.dtype == torch.float32
     router.to_empty(device="cpu").reset_parameters()
     assert torch.equal(router.bfloat16().expert_bias, torch.zeros(4))

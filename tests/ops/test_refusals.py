@@ -37,7 +37,7 @@ def test_right_calls_are_taken(call: Call) -> None:
 @pytest.mark.parametrize("call", CALLS, ids=IDS)
 def test_a_refused_call_names_its_op_and_writes_nothing(call: Call) -> None:
     for change, arguments in changes(call):
-        if call.op == "rms_norm" and change == "input: nested":
+        if call.op == "rms_norm" and change.endswith(": nested"):
             continue  # torch's nested tensors take the name for that of torch's own function
         held = bytes_of(arguments)
         try:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -111,6 +110,8 @@ def spread(
     memory stays. So does delayed scaling's state of each expert in ``state_dict()``, see :func:`_give_state`.
     ``load_state_dict`` takes plain tensors as well, of all experts or of this rank's.
     """
+    from transformer_plugin.parallel._spread_parameter import spread_parameter  # with DTensor, slow to import
+
     ranks = Ranks(tuple(torch.distributed.get_process_group_ranks(group)), group.group_name, mesh)
     setattr(router, COPIES_OVER, ranks)
     for module in experts.modules():
@@ -120,7 +121,7 @@ def spread(
             continue
         for name, parameter in own:
             whole = _placed(parameter.detach(), mesh, 0)
-            module.register_parameter(name, Parameter(whole, parameter.requires_grad))
+            module.register_parameter(name, spread_parameter(whole, parameter.requires_grad))
         module.register_state_dict_post_hook(_give_state)
         module.register_load_state_dict_pre_hook(_take_state)
 
