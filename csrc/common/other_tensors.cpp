@@ -71,6 +71,13 @@ void resolve(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* sta
                     });
   }
   for (size_t i = 0; i < count; ++i) {
+    for_each_tensor(schema.arguments()[i], (*stack)[first + i],
+                    [&](const std::string& argument, const at::Tensor& tensor) {
+                      const bool is_code = tensor.element_size() == 1 && tensor.is_floating_point();
+                      TP_CHECK_VALUE(!tensor.is_neg() || !is_code, name, argument,
+                                     "quantized values as they are stored", "a view of their negatives",
+                                     "Quantize the negative values instead");
+                    });
     IValue& value = (*stack)[first + i];
     if (value.isTensor() && !is_resolved(value.toTensor())) value = resolved(value.toTensor());
     if (!value.isTensorList()) continue;

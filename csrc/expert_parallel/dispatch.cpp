@@ -10,6 +10,7 @@
 #include "common/tensor.h"
 #include "expert_parallel/exchange.h"
 #include "routing/rows.h"
+#include "routing/rows_args.h"
 
 namespace transformer_plugin::expert_parallel {
 namespace {
@@ -81,6 +82,9 @@ Pair dispatch_backward_outputs(const OptionalTensor& grad_recv, const OptionalTe
   const Argument slot_argument{op, "slot", slot};
   check_dtype(slot_argument, {at::kInt});
   check_dim(slot_argument, 2);
+  TP_CHECK_VALUE(slot.sym_size(1) <= routing::kMaxTopk, op, "slot",
+                 "at most " << routing::kMaxTopk << " columns", describe(slot),
+                 "Pass the slots that dispatch was given");
   check_count(op, "num_tokens", num_tokens, slot.sym_size(0), "Pass the rows that dispatch was given");
   check_count(op, "hidden_size", hidden_size, std::numeric_limits<int32_t>::max(),
               "Pass the columns that dispatch was given");

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -25,6 +26,7 @@ MARKER = "config.json"
 RESULTS = {MARKER, "metrics.jsonl", "loss.png", "sample.txt", "compare.json", "compare.png", "checkpoints"}
 RESULTS |= {"metrics.jsonl.tmp"}
 CHECKPOINT = re.compile(r"step-\d{8}(\.tmp)?")
+SAVED = re.compile(r"manifest\.json|rank\d+\.pt")
 ANOTHER = "Give another --out."
 
 
@@ -79,7 +81,11 @@ class RunFolder:
     def old(cls, out: Path) -> RunFolder | None:
         """The folder of a run that goes on; None where there is none."""
         try:
-            return cls(out.resolve()) if out.is_dir() else None
+            if not out.is_dir():
+                return None
+            folder = cls(out.resolve())
+            _refuse_other_kinds(folder.out)
+            return folder
         except OSError as error:
             raise _unusable(out, error) from None
 
@@ -141,22 +147,47 @@ def _refuse_foreign(folder: Path, fate: str) -> None:
             "a new or an empty folder, or one of an earlier run", f"'{folder}', which holds other files"
         )
     try:
-        names = [(name, name in RESULTS) for name in sorted(os.listdir(folder))]
-        checkpoints = folder / "checkpoints"
-        if checkpoints.is_dir() and not checkpoints.is_symlink():
-            names += [
-                (f"checkpoints/{name}", CHECKPOINT.fullmatch(name) is not None)
-                for name in sorted(os.listdir(checkpoints))
-            ]
+        foreign = next((path for path, ours in _entries(folder) if not ours), None)
     except OSError as error:
         raise _unusable(folder, error) from None
-    for name, ours in names:
+    if foreign is not None:
+        raise UserError(
+            option("out"),
+            f"only files of an earlier run in '{folder}', which {fate}",
+            f"'{foreign.relative_to(folder)}'",
+            "Move it elsewhere, or give another --out.",
+        )
+
+
+def _entries(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """All that a run's folder holds, down to the files of checkpoints, and whether a run may have written it."""
+    for path in sorted(folder.iterdir()):
+        yield path, path.name in RESULTS and _is_kind(path, is_folder=path.name == "checkpoints")
+    checkpoints = folder / "checkpoints"
+    if not checkpoints.is_dir() or checkpoints.is_symlink():
+        return
+    for step in sorted(checkpoints.iterdir()):
+        ours = CHECKPOINT.fullmatch(step.name) is not None and _is_kind(step, is_folder=True)
+        yield step, ours
+        for path in sorted(step.iterdir()) if ours else ():
+            yield path, SAVED.fullmatch(path.name) is not None and _is_kind(path, is_folder=False)
+
+
+def _is_kind(path: Path, is_folder: bool) -> bool:
+    """A folder, or a file of bytes: no link, pipe or device."""
+    return not path.is_symlink() and (path.is_dir() if is_folder else path.is_file())
+
+
+def _refuse_other_kinds(folder: Path) -> None:
+    """Of the names that a run writes to. What a link leads to is not the run's, and a pipe waits for a reader."""
+    for name in sorted(RESULTS):
         path = folder / name
-        if not ours or path.is_symlink() or path.is_dir() != (name.startswith("checkpoints")):
+        if os.path.lexists(path) and not _is_kind(path, is_folder=name == "checkpoints"):
+            kind = "a folder" if name == "checkpoints" else "a file"
             raise UserError(
                 option("out"),
-                f"only files of an earlier run in '{folder}', which {fate}",
-                f"'{name}'",
+                f"a run's folder, in which '{name}' is {kind} or is not there",
+                f"'{path}', which is neither",
                 "Move it elsewhere, or give another --out.",
             )
 

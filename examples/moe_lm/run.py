@@ -77,6 +77,8 @@ def read_records(content: bytes, upto: int) -> list[dict[str, Any]]:
             continue
         if not isinstance(record, dict) or any(type(value) not in (int, float) for value in record.values()):
             continue
+        if any(type(value) is int and abs(value) >= 1 << 63 for value in record.values()):
+            continue  # no float holds some of them
         if type(record.get("step")) is int and record["step"] <= upto:
             records.append(record)
     return records

@@ -98,6 +98,45 @@ def test_a_run_to_which_somebody_has_added(tmp_path: Path, where: str, name: str
     )
 
 
+@pytest.mark.parametrize("name", ["notes", "rank0.pt.mine", "extra"])
+@pytest.mark.parametrize("where", ["run", "run.previous"])
+def test_a_checkpoint_to_which_somebody_has_added(tmp_path: Path, where: str, name: str) -> None:
+    for step in (1, 1):
+        make_run(tmp_path / "run", step)
+    path = tmp_path / where / "checkpoints/step-00000001" / name
+    if name == "extra":
+        path.mkdir()
+        (path / "notes").write_text("mine")
+    else:
+        path.write_text("mine")
+    assert f"got 'checkpoints/step-00000001/{name}'" in refused(tmp_path / "run", tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "metrics.jsonl.tmp", "sample.txt", "loss.png", "checkpoints"]
+)
+def test_a_run_that_goes_on_writes_to_its_own_files(tmp_path: Path, name: str, kind: str) -> None:
+    out, important = tmp_path / "run", tmp_path / "important"
+    make_run(out, 1)
+    os.close(RunFolder.old(out).lock)
+    important.write_text("years of work")
+    path = out / name
+    if name == "checkpoints":
+        if kind == "folder":
+            return
+        path.rename(tmp_path / "aside")
+    path.unlink(missing_ok=True)
+    {"link": lambda: path.symlink_to(important), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[
+        kind
+    ]()
+    with pytest.raises(
+        UserError, match=rf"a run's folder, in which '{name}' is a fil|in which '{name}' is a fol"
+    ):
+        RunFolder.old(out)
+    assert important.read_text() == "years of work"
+
+
 @pytest.mark.parametrize("kind", ["folder", "empty", "file", "link"])
 def test_previous_of_somebody_else(tmp_path: Path, kind: str) -> None:
     make_run(tmp_path / "run", 1)

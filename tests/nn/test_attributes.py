@@ -200,3 +200,45 @@ def test_the_bias_of_a_router_moves() -> None:
     assert router.expert_bias.dtype == torch.float32
     router.to_empty(device="cpu").reset_parameters()
     assert torch.equal(router.bfloat16().expert_bias, torch.zeros(4))
+
+
+def test_what_the_router_cannot_be_is_refused_when_it_is_set() -> None:
+    module = MoE(64, 64, 8, 4, router=RouterConfig("sigmoid", num_groups=4, group_topk=2))
+    for topk in (0, 9, 7):
+        with pytest.raises(ValueError, match="argument"):
+            module.topk = topk
+    for topk in ("abc", 2.0, None, True):
+        with pytest.raises(TypeError, match="argument 'topk': expected an integer"):
+            module.router.topk = topk
+    assert module.topk == module.router.topk == 4
+    module = MoE(64, 64, 8, 4)
+    with pytest.warns(UserWarning, match="a gradient of 0"):
+        module.topk = 1
+    module = MoE(64, 64, 8, 1, router=RouterConfig("sigmoid"))
+    with pytest.warns(UserWarning, match="a gradient of 0"):
+        module.router.config = RouterConfig()
+    module = MoE(64, 64, 4, 2)
+    module.router = TopKRouter(64, 8, 2)
+    with pytest.raises(ValueError, match="attribute 'router': expected one of 4 experts, got one of 8"):
+        module(torch.randn(5, 64))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("router", None), ("router", "sigmoid"), ("dispatch", None), ("recipe", "mxfp8")]
+)
+def test_arguments_of_another_kind_are_refused(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=rf"transformer_plugin::MoE: argument '{name}': expected a "):
+        MoE(64, 64, 8, 2, **{name: value})
+    with pytest.raises(TypeError, match="argument 'dtype': expected float32, bfloat16 or float16"):
+        MoE(64, 64, 8, 2, dtype=torch.float64)
+    for input in ([1.0, 2.0], torch.ones(3, 64).numpy()):
+        with pytest.raises(TypeError, match=r"transformer_plugin::MoE: argument 'input': expected a tensor"):
+            MoE(64, 64, 8, 2)(input)
+
+
+def test_a_cast_checkpoint_leaves_the_bias_of_a_router_in_float32() -> None:
+    module = MoE(64, 64, 8, 2, router=RouterConfig("sigmoid", expert_bias=True))
+    state = {name: value.bfloat16() for name, value in module.state_dict().items()}
+    module.load_state_dict(state, assign=True)
+    assert module.router.expert_bias.dtype == torch.float32
+    module(torch.randn(5, 64, dtype=torch.bfloat16))

@@ -240,3 +240,20 @@ def in_one_memory(buffer: Tensor, other: Tensor) -> tuple[Tensor, Tensor] | None
     memory[: other.nbytes] = other.contiguous().view(-1).view(torch.uint8)
     first, second = (memory[: x.nbytes].view(x.dtype).view(x.shape) for x in (buffer, other))
     return first, second
+
+
+def test_views_of_the_negatives_of_codes_are_refused() -> None:
+    data, scale = ops.quantize(torch.randn(16, 32), "mxfp8")[:2]
+    for wrong in ((torch._neg_view(data), scale), (data, torch._neg_view(scale))):
+        with pytest.raises(
+            ValueError, match=r"^transformer_plugin::dequantize: argument '\w+': expected quantized v"
+        ):
+            ops.dequantize(*wrong, "mxfp8", torch.float32)
+
+
+def test_slots_of_more_columns_than_a_block_holds_are_refused() -> None:
+    slot = torch.empty(0, 2**40, dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match=r"^transformer_plugin::dispatch_backward: argument 'slot': expected at m"
+    ):
+        ops.dispatch_backward(None, torch.randn(8), slot, 0, 32, torch.float32, True, True, "", 1000)

@@ -103,6 +103,57 @@ def test_optimizers(ranks: RankPool) -> None:
     ranks.run(check_optimizers)
 
 
+def check_moved_and_recast(rank: Rank) -> None:
+    """Moves, casts and loads keep the class of the parameters, which optimizers take beside plain ones."""
+    whole = whole_block(rank.device)
+    kind = type(spread_block(whole, rank.device, group=rank.group).moe.experts.fc1.weight)
+    assert issubclass(kind, DTensor) and kind is not DTensor
+
+    def loaded(block: torch.nn.Module) -> torch.nn.Module:
+        state = {name: value.bfloat16() for name, value in block.state_dict().items()}
+        block.load_state_dict(state, assign=True)
+        return block
+
+    for change in (
+        lambda block: block.to(rank.device),
+        lambda block: block.float(),
+        lambda block: block.bfloat16(),
+        lambda block: loaded(block),
+        lambda block: block.to_empty(device=rank.device),
+    ):
+        block = change(spread_block(whole, rank.device, group=rank.group))
+        weights = [layer.weight for layer in (block.moe.experts.fc1, block.moe.experts.fc2)]
+        assert all(type(w) is kind and isinstance(w, torch.nn.Parameter) for w in weights)
+        assert weights[0].placements == (Shard(0),) and weights[0].shape == (EXPERTS, 2 * FFN, HIDDEN)
+        for parameter in block.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        torch.optim.AdamW(block.parameters()).step()
+    block = spread_block(whole, rank.device, group=rank.group).to(rank.device)
+    rows = rows_of(rank.rank).to(rank.device)
+    assert_same_bits(block(rows), spread_block(whole, rank.device, group=rank.group)(rows))
+
+
+def test_moved_and_recast(ranks: RankPool) -> None:
+    ranks.run(check_moved_and_recast)
+
+
+def check_recipes_set_later(rank: Rank) -> None:
+    """As if the layer had been made with them; rows are padded as they want."""
+    rows = torch.randn(9, 64, generator=torch.Generator().manual_seed(rank.rank)).to(rank.device)
+    options = {"group": rank.group, "device": rank.device, "dispatch": tp.nn.DispatchConfig(max_tokens=64)}
+    for recipe in (tp.recipes.MXFP8BlockScaling(), tp.recipes.Float8BlockScaling(), None):
+        torch.manual_seed(3)
+        made = tp.nn.MoE(64, 64, EXPERTS, 2, recipe=recipe, **options)
+        torch.manual_seed(3)
+        later = tp.nn.MoE(64, 64, EXPERTS, 2, recipe=tp.recipes.BFloat16(), **options)
+        later.recipe = recipe
+        assert_same_bits(later(rows).output, made(rows).output)
+
+
+def test_recipes_set_later(ranks: RankPool) -> None:
+    ranks.run(check_recipes_set_later)
+
+
 def check_data_parallel(rank: Rank) -> None:
     whole, mesh = whole_block(rank.device), mesh_of(rank)
     for spread in ({"group": rank.group}, {"mesh": mesh["experts"]}, {"group": rank.group, "dtensor": False}):

@@ -29,6 +29,8 @@ def as_float32(factor: Tensor) -> Tensor:
 
 def _dtype(input: Tensor) -> torch.dtype | None:
     """That of the region for tensors of this device."""
+    if not isinstance(input, Tensor):  # the op says what it expected
+        return None
     device = input.device.type
     # Tensors on other devices, "meta" among them, have no regions, and torch refuses the question.
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):

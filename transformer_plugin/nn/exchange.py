@@ -31,8 +31,8 @@ class DispatchConfig:
     #: ``capacity``, because padding takes room and a GPU would drop other rows than a CPU. With
     #: ``NVFP4BlockScaling`` a multiple of 16, as the capacity; None is 16.
     alignment: int | None = None
-    #: seconds that a wait for other ranks may take.
-    timeout: float = 60.0
+    #: seconds that a wait for other ranks may take. None: the setting TRANSFORMER_PLUGIN_PEER_TIMEOUT, 60 unless set.
+    timeout: float | None = None
 
     def __post_init__(self) -> None:
         advice = {
@@ -186,6 +186,12 @@ class GroupExchange:
     def combine(self, rows: Tensor, received: Received) -> Tensor:
         """Sends the rows back and sums those of each token."""
         return self.context.combine(received.origin, rows)
+
+    def __copy__(self) -> GroupExchange:
+        """Another object on the same ranks."""
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupExchange:
         """The same: what the ranks agreed on holds for a copy of the module as well."""

@@ -111,7 +111,7 @@ class GroupedLinear(TakesRecipe):
             weight and bias are cast first), differentiable in ``input``, the parameters and
             ``bias_scale``.
         """
-        if not isinstance(group_sizes, Tensor):
+        if not isinstance(group_sizes, Tensor) and group_sizes is not None:
             whole = None if group_sizes else torch.int64  # of what is no integer the op tells
             group_sizes = torch.tensor(group_sizes, dtype=whole, device=input.device)
         if (bias_scale is not None) != self.scale_bias:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from transformer_plugin.nn import _tracing
 from transformer_plugin.nn._attributes import SharesRecipe, fixed, row_rules_in
 from transformer_plugin.nn._autocast import operand
 from transformer_plugin.nn._module import layer_forward, serializable
-from transformer_plugin.nn._recipe import RowRules, formats_of, row_rules
+from transformer_plugin.nn._recipe import DTYPES, RowRules, formats_of, row_rules
 from transformer_plugin.nn.exchange import DispatchConfig, GroupExchange, LocalExchange
 from transformer_plugin.nn.grouped_mlp import GroupedMLP
 from transformer_plugin.nn.router import RouterConfig, TopKRouter
@@ -38,6 +38,35 @@ class MoEOutput(NamedTuple):
     expert_load: Tensor
     #: int64 ``[1]``, rows that this rank's experts were sent, padding included, before any was dropped.
     received: Tensor
+
+
+def _reset(module: torch.nn.Module) -> None:
+    """Fresh initial values, of what is wrapped where a wrapper has none."""
+    reset: Any = getattr(module, "reset_parameters", None)
+    if reset is not None:
+        reset()
+        return
+    for child in module.children():
+        _reset(child)
+
+
+def _check_kinds(router: Any, dispatch: Any, recipe: Any, dtype: torch.dtype | None) -> None:
+    """Of the constructor's arguments, before anything is made of them."""
+    for name, value, kind in (
+        ("router", router, RouterConfig),
+        ("dispatch", dispatch, DispatchConfig),
+        ("recipe", recipe, Recipe),
+    ):
+        if not isinstance(value, kind) and not (name == "recipe" and value is None):
+            raise TypeError(
+                f"transformer_plugin::MoE: argument '{name}': expected a {kind.__name__}, got {value!r}. Make one, or "
+                "leave it out."
+            )
+    if dtype is not None and dtype not in DTYPES:
+        raise TypeError(
+            f"transformer_plugin::MoE: argument 'dtype': expected float32, bfloat16 or float16, got {dtype}. Leave it "
+            "out for float32."
+        )
 
 
 class MoE(SharesRecipe):
@@ -82,6 +111,7 @@ class MoE(SharesRecipe):
     group: ProcessGroup | None = fixed("group", lambda moe: moe.exchange.group)
     dispatch: DispatchConfig = fixed("dispatch")
     bias: bool = fixed("bias")
+    mesh: DeviceMesh | None = fixed("mesh")
 
     def __init__(
         self,
@@ -101,8 +131,9 @@ class MoE(SharesRecipe):
         dtensor: bool = True,
     ) -> None:
         super().__init__()
+        _check_kinds(router, dispatch, recipe, dtype)
         self.hidden, self.ffn_hidden, self.num_experts, self.bias = hidden, ffn_hidden, num_experts, bias
-        self.dispatch = dispatch
+        self.dispatch, self.mesh = dispatch, mesh
         self.exchange: LocalExchange | GroupExchange
         ranks, (alignment, multiple) = 1, row_rules(formats_of(recipe))
         found, expert_mesh = group_and_mesh(group, mesh)
@@ -129,13 +160,14 @@ class MoE(SharesRecipe):
 
     def reset_parameters(self) -> None:
         """Fresh initial values for router and experts. One seed on all ranks of a group gives every expert its own."""
-        self.router.reset_parameters()
-        self.experts.reset_parameters()
+        for module in (self.router, self.experts):
+            _reset(module)
 
     @layer_forward
     def forward(self, input: Tensor) -> MoEOutput:
         """Runs ``input [..., H]`` through the mixture. The weight of a row is applied by its expert."""
         tokens = self._tokens(input)
+        self._check_router()
         routing = self.router(tokens)
         received = self._fitted_exchange().dispatch(operand(tokens), routing.indices, routing.weights)
         rows = self.experts(received.rows, received.group_sizes, received.probs)
@@ -147,7 +179,7 @@ class MoE(SharesRecipe):
     @property
     def topk(self) -> int:
         """The experts of one token, as the router has it."""
-        return self.router.topk
+        return self._own_router().topk
 
     @topk.setter
     def topk(self, topk: int) -> None:
@@ -156,7 +188,11 @@ class MoE(SharesRecipe):
                 f"transformer_plugin::MoE: attribute 'topk': expected to stay {self.topk}, on which the ranks of the "
                 f"group agreed, got {topk}. Make a new layer."
             )
-        self.router.topk = topk
+        self._own_router().topk = topk
+
+    def _own_router(self) -> TopKRouter:
+        """That in ``router``, where a wrapper may have been put around it."""
+        return next(module for module in self.router.modules() if isinstance(module, TopKRouter))
 
     def _recipe_was_set(self) -> None:
         self._fitted_exchange()
@@ -180,7 +216,21 @@ class MoE(SharesRecipe):
         shaped: Tensor = torch.ops.aten._unsafe_view.default(output, input.shape)
         return shaped
 
+    def _check_router(self) -> None:
+        """One that was put in place of the layer's own may choose among experts that are not there."""
+        experts = getattr(self.router, "num_experts", self.num_experts)
+        if experts != self.num_experts:
+            raise ValueError(
+                f"transformer_plugin::MoE: attribute 'router': expected one of {self.num_experts} experts, got one of "
+                f"{experts}. Make it with num_experts={self.num_experts}, or make a new layer."
+            )
+
     def _tokens(self, input: Tensor) -> Tensor:
+        if not isinstance(input, Tensor):
+            raise TypeError(
+                f"transformer_plugin::MoE: argument 'input': expected a tensor, got {type(input).__name__}. Make "
+                "one of it with torch.as_tensor()."
+            )
         if input.dim() == 0 or input.shape[-1] != self.hidden:
             raise ValueError(
                 f"transformer_plugin::MoE: argument 'input': expected a last dimension of {self.hidden} "

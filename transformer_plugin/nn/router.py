@@ -223,6 +223,7 @@ class TopKRouter(PluginModule):
 
     weight: Parameter
     expert_bias: Tensor | None
+    hidden: int = fixed("hidden")
     num_experts: int = fixed("num_experts")
 
     def __init__(
@@ -237,8 +238,8 @@ class TopKRouter(PluginModule):
     ) -> None:
         super().__init__()
         _check_experts(num_experts, topk, config)
-        self.num_experts = num_experts
-        self.topk = topk
+        self.hidden, self.num_experts = hidden, num_experts
+        self._topk = topk
         self._config = config
         self.weight = Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
         bias = torch.empty(num_experts, device=device, dtype=torch.float32) if config.expert_bias else None
@@ -253,18 +254,23 @@ class TopKRouter(PluginModule):
             torch.nn.init.zeros_(self.expert_bias)
 
     @property
+    def topk(self) -> int:
+        """How many experts a token goes to. May be replaced by what the configuration takes."""
+        return self._topk
+
+    @topk.setter
+    def topk(self, topk: int) -> None:
+        _check_experts(self.num_experts, topk, self._config)
+        self._topk = topk
+
+    @property
     def config(self) -> RouterConfig:
         """How scores become choices and weights. May be replaced: ``expert_bias`` comes, as zeros, and goes with it."""
         return self._config
 
     @config.setter
     def config(self, config: RouterConfig) -> None:
-        if not isinstance(config, RouterConfig):
-            raise TypeError(
-                "transformer_plugin::TopKRouter: argument 'config': expected a RouterConfig, got "
-                f"{config!r}. Make one of it."
-            )
-        config.check_experts(self.num_experts, self.topk)
+        _check_experts(self.num_experts, self.topk, config)
         if not config.expert_bias:
             self.expert_bias = None
         elif self.expert_bias is None:
@@ -299,6 +305,11 @@ class TopKRouter(PluginModule):
             tokens = tokens.to(logits.device)
         return ops.aux_loss(scores, load, tokens, self.topk, self.config.aux_loss_coeff)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], *arguments: Any) -> None:
+        super()._load_from_state_dict(state_dict, *arguments)
+        if self.expert_bias is not None:  # assigned from a checkpoint that was cast
+            self.expert_bias = self.expert_bias.float()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         with keeps_float32(self, "expert_bias"):
             return super()._apply(fn, recurse)
@@ -312,6 +323,11 @@ class TopKRouter(PluginModule):
 
 def _check_experts(num_experts: int, topk: int, config: RouterConfig) -> None:
     """Refuses what the op would, and warns of what cannot learn."""
+    if not isinstance(config, RouterConfig):
+        raise TypeError(
+            f"transformer_plugin::TopKRouter: argument 'config': expected a RouterConfig, got {config!r}. Make one, "
+            'RouterConfig("sigmoid") for example.'
+        )
     for name, value in (("num_experts", num_experts), ("topk", topk)):
         if not isinstance(value, numbers.Integral) or isinstance(value, bool):
             raise TypeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,14 @@ class HoldsExperts(torch.nn.Module):
         """The bias, of what is on this rank."""
         bias: Tensor | None = self.bias  # type: ignore[assignment]
         return None if bias is None else self._local(bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        if self._experts_over is None or self._experts_over.mesh is None:
+            return super()._apply(fn, recurse)
+        from transformer_plugin.parallel._spread_parameter import as_dtensors
+
+        with as_dtensors(self):
+            return super()._apply(fn, recurse)
 
     def _local(self, parameter: Tensor) -> Tensor:
         if self._experts_over is None or self._experts_over.mesh is None:
@@ -110,7 +119,10 @@ def spread(
     memory stays. So does delayed scaling's state of each expert in ``state_dict()``, see :func:`_give_state`.
     ``load_state_dict`` takes plain tensors as well, of all experts or of this rank's.
     """
-    from transformer_plugin.parallel._spread_parameter import spread_parameter  # with DTensor, slow to import
+    from transformer_plugin.parallel._spread_parameter import (  # with DTensor, slow to import
+        mark_spread,
+        spread_parameter,
+    )
 
     ranks = Ranks(tuple(torch.distributed.get_process_group_ranks(group)), group.group_name, mesh)
     setattr(router, COPIES_OVER, ranks)
@@ -124,6 +136,7 @@ def spread(
             module.register_parameter(name, spread_parameter(whole, parameter.requires_grad))
         module.register_state_dict_post_hook(_give_state)
         module.register_load_state_dict_pre_hook(_take_state)
+        module.register_load_state_dict_post_hook(lambda loaded, _: mark_spread(loaded))
 
 
 def _placed(part: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
