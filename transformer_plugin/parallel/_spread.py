@@ -136,7 +136,7 @@ def spread(
             module.register_parameter(name, spread_parameter(whole, parameter.requires_grad))
         module.register_state_dict_post_hook(_give_state)
         module.register_load_state_dict_pre_hook(_take_state)
-        module.register_load_state_dict_post_hook(lambda loaded, _: mark_spread(loaded))
+        module.register_load_state_dict_post_hook(mark_spread)
 
 
 def _placed(part: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:

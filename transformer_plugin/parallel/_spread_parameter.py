@@ -36,7 +36,7 @@ def spread_parameter(whole: Tensor, requires_grad: bool) -> Parameter:
     return parameter
 
 
-def mark_spread(module: torch.nn.Module) -> None:
+def mark_spread(module: torch.nn.Module, *_: Any) -> None:
     """Makes the module's own parameters of the class that they were made with. Those that FSDP2 shards are its."""
     for parameter in module._parameters.values():
         if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:
