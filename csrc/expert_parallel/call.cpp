@@ -108,18 +108,18 @@ std::string Call::different_tokens(const int64_t* headers, int64_t ranks) const 
 
 void Call::compare(const int64_t* headers, int64_t ranks, const std::string& group) const {
   const char* op = phase_name(phase_).op;
-  std::string told;
+  std::string differences;
   const char* argument = nullptr;
   for (int64_t field = 0; field <= index(Field::kPlan); ++field) {
     const std::string text = difference(headers, ranks, field);
     if (text.empty()) continue;
     if (!argument) argument = arguments_[field];
-    told += (told.empty() ? "" : "; ") + text;
+    differences += (differences.empty() ? "" : "; ") + text;
     if (field == index(Field::kOp)) break;  // the fields of different ops are not to be compared
   }
-  TP_CHECK_VALUE(told.empty(), op, argument,
+  TP_CHECK_VALUE(differences.empty(), op, argument,
                  "the same call on all " << ranks << " ranks of group '" << group << "'",
-                 "different ones: " << told,
+                 "different ones: " << differences,
                  "Make the same calls in the same order, with the same constants, on every rank");
   const std::string tokens = different_tokens(headers, ranks);
   TP_CHECK_VALUE(tokens.empty(), op, "tokens", "the tokens that the plan was made for", tokens,

@@ -11,7 +11,7 @@
 
 namespace transformer_plugin::expert_parallel {
 
-// The fields of the header, in the order in which differences are told.
+// The fields of the header, in the order in which differences are reported.
 enum class Field : int64_t {
   kOp,
   kDtype,
@@ -40,7 +40,7 @@ class Call {
   static constexpr int64_t kFields = static_cast<int64_t>(Field::kCount);
   using Numbers = std::array<int64_t, kFields>;
 
-  // `phase`: where this call first waits for the others; it tells the op.
+  // `phase`: where this call first waits for the others; the op follows from it.
   explicit Call(Phase phase);
   // `argument`: the one that an error about this field names.
   Call& set(Field field, int64_t value, const char* argument);

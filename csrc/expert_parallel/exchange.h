@@ -18,7 +18,7 @@ at::ScalarType weight_type(at::ScalarType payload);
 // slot [R * max_tokens, K] and source [capacity], int32 on the device of `data`.
 void check_plan(const char* op, const at::Tensor& slot, const at::Tensor& source, const at::Tensor& data);
 
-// "0 or more" of the rows and columns that an op is told of.
+// "0 or more" of the rows and columns that are given to an op as numbers.
 void check_count(const char* op, const char* argument, const c10::SymInt& count, const c10::SymInt& largest,
                  const char* advice);
 

@@ -28,14 +28,14 @@ std::vector<std::string> exchange_texts(GroupState& state, const char* kind, int
   const auto talk = [round, roll = state.roll(kind), verdict = state.keys() + "verdict", turn,
                      place](c10d::Store& store) {
     store.set(round->prefix + std::to_string(round->rank), round->text);
-    int64_t told = steady_ms();
+    int64_t last_beat = steady_ms();
     for (int64_t r = 0; r < round->size; ++r) {
       const std::string key = round->prefix + std::to_string(r);
       while (!store.check({key})) {
         const int64_t now = steady_ms();
         if (round->given || now >= round->end) return;
-        if (now - told >= kBeat.count()) {
-          told = now;
+        if (now - last_beat >= kBeat.count()) {
+          last_beat = now;
           round->given = roll.beat(store, turn, place);
         }
         std::this_thread::sleep_for(Milliseconds(10));
