@@ -197,7 +197,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "grouped_gemm_swiglu_backward(Tensor grad, Tensor b, Tensor group_sizes, Tensor h, Tensor? probs, "
       "int interleave=0, int max_sms=0, int expected_rows=-1) -> (Tensor grad_h, Tensor grad_probs)");
   // What a Hopper would run, of a weight [G, n, k]: whether its kernels take the product, clusters, which boxes of a tile
-  // threads add, and whether rows are widened beside the products (gemm/hopper_plan.h). Any host knows.
+  // threads add, and whether rows are widened beside the products (gemm/sm90/config.h). Any host knows.
   m.def(
       "grouped_gemm_plan(str product, ScalarType dtype, ScalarType out_dtype, int rows, int groups, int n, int k, "
       "int multiprocessors, bool accumulate=False, int max_sms=0, int expected_rows=-1, bool microscaled=False) -> int[]");

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 _Base: type[Exception] = dist.DistError if dist.is_available() else RuntimeError
 
-#: How the C++ side words it (csrc/expert_parallel/peers.cpp); torch shows it as ``DistBackendError``.
+#: How the C++ side words it (csrc/distributed/liveness.cpp); torch shows it as ``DistBackendError``.
 _TEXT = re.compile(
     r"PeerTimeoutError: transformer_plugin::(?P<op>\w+): phase '(?P<phase>[^']*)': .*?rank\(s\) (?P<ranks>[\w,]+)"
 )

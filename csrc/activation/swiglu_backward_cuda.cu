@@ -1,12 +1,10 @@
 #include "activation/row_sums.cuh"
 #include "activation/swiglu.h"
+#include "common/math.h"
 #include "common/vectors.cuh"
-#include "quantize/tiles.h"
 
 namespace transformer_plugin::activation {
 namespace {
-
-using quantize::ceil_div;
 
 constexpr int kThreads = 256;
 constexpr int kRowsPerThread = 4;

@@ -29,7 +29,7 @@ bool apply_nv_option(Format& format, std::string_view option) {
 }
 
 bool apply_option(Format& format, std::string_view option) {
-  if (option == "nan") return format.family != FormatFamily::kNone;  // for layers: gemm/low_precision_roles.h
+  if (option == "nan") return format.family != FormatFamily::kNone;  // for layers: linear/operands.h
   if (!format.is_quantized()) return false;
   if (option == "square" && format.has_blocks()) {
     format.square_blocks = true;

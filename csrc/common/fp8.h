@@ -4,7 +4,7 @@
 // E5M2 (torch.float8_e5m2): 5 exponent bits of bias 15, 2 mantissa bits, largest finite 57344, infinity 0x7C.
 // Rounding to them is to nearest, ties to even, saturating: infinities become the largest finite value with
 // their sign, NaN of either sign becomes 0x7F. cvt.rn.satfinite of sm_89 and later does the same: CUDA kernels use it
-// (quantize/quantize_device.cuh).
+// (quantize/cuda/tile/common.cuh).
 #pragma once
 
 #include <type_traits>

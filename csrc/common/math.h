@@ -26,6 +26,8 @@
 
 namespace transformer_plugin {
 
+TP_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 TP_HOST_DEVICE float bits_to_float(uint32_t bits) {
   float value;
   memcpy(&value, &bits, sizeof(value));

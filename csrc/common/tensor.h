@@ -49,6 +49,8 @@ class CudaScope {
 };
 #endif
 
+using OptionalTensorArg = const std::optional<at::Tensor>&;
+
 // The dispatcher's handle of one of our ops, found once: `static const auto op = find_op<Signature>("swiglu")`.
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> find_op(const char* name) {

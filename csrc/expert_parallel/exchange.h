@@ -5,7 +5,7 @@
 
 #include "common/autograd.h"
 #include "common/check.h"
-#include "expert_parallel/collective.h"
+#include "distributed/rank_group.h"
 
 namespace transformer_plugin::expert_parallel {
 

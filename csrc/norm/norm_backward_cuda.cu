@@ -1,6 +1,6 @@
 #include "common/column_sums.cuh"
 #include "norm/norm_row.cuh"
-#include "quantize/tile_part.cuh"
+#include "quantize/cuda/tile/tile_fragment.cuh"
 
 namespace transformer_plugin::norm {
 namespace {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "norm/norm.h"
-#include "quantize/tile_cpu.h"
+#include "quantize/cpu/tile.h"
 
 namespace transformer_plugin::norm {
 

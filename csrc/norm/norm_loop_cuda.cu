@@ -2,7 +2,7 @@
 #include "norm/norm_quantize.h"
 #include "norm/norm_row.cuh"
 #include "norm/scales.cuh"
-#include "quantize/quantize_device.cuh"
+#include "quantize/cuda/tile/common.cuh"
 
 namespace transformer_plugin::norm {
 namespace {

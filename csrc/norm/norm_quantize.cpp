@@ -4,7 +4,7 @@
 
 #include "common/tensor.h"
 #include "norm/norm_call.h"
-#include "quantize/fused.h"
+#include "quantize/ops/fused.h"
 
 namespace transformer_plugin::norm {
 namespace {

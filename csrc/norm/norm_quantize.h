@@ -2,8 +2,8 @@
 #pragma once
 
 #include "norm/norm.h"
-#include "quantize/quantize.h"
-#include "quantize/quantize_nv.h"
+#include "quantize/args/quantize.h"
+#include "quantize/args/quantize_nv.h"
 
 namespace transformer_plugin::norm {
 

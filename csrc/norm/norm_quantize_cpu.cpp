@@ -2,7 +2,7 @@
 
 #include "norm/norm_cpu.h"
 #include "norm/norm_quantize.h"
-#include "quantize/tile_cpu.h"
+#include "quantize/cpu/tile.h"
 
 namespace transformer_plugin::norm {
 
@@ -15,7 +15,7 @@ void quantize_bands(const NormArgs& args, const Output& output) {
   const quantize::Layout& layout = output.layout;
   const bool strips = goes_by_strips(output);
   const int64_t height = strips ? quantize::kStrip : quantize::kTile, col_tiles = layout.col_tiles();
-  at::parallel_for(0, quantize::ceil_div(args.rows, height), 1, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, ceil_div(args.rows, height), 1, [&](int64_t begin, int64_t end) {
     quantize::Values values;
     RowStats stats[quantize::kTile];
     for (int64_t band = begin; band < end; ++band) {

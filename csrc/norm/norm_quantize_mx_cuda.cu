@@ -1,6 +1,6 @@
 #include "norm/norm_sinks.cuh"
 #include "norm/scales.cuh"
-#include "quantize/mx_tile.cuh"
+#include "quantize/cuda/mxfp8/tile.cuh"
 
 namespace transformer_plugin::norm {
 namespace {

@@ -1,8 +1,8 @@
 // Statistics of the rows first, then tiles of 128x128 of the normalised values: the input is read twice, and nothing else
 // is written.
 #include "norm/norm_quantize.h"
-#include "quantize/nv_family.cuh"
-#include "quantize/tile_part.cuh"
+#include "quantize/cuda/nvfp4/runtime_options.cuh"
+#include "quantize/cuda/tile/tile_fragment.cuh"
 
 namespace transformer_plugin::norm {
 namespace {

@@ -3,7 +3,7 @@
 
 #include "norm/norm_kernel.cuh"
 #include "norm/norm_quantize.h"
-#include "quantize/quantize_device.cuh"
+#include "quantize/cuda/tile/common.cuh"
 
 namespace transformer_plugin::norm {
 

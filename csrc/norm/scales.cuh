@@ -1,8 +1,8 @@
-// The padding of the scales (quantize/tiles.h), which the block of threads that has the last row writes.
+// The padding of the scales (quantize/args/layout.h), which the block of threads that has the last row writes.
 #pragma once
 
 #include "norm/norm_row.cuh"
-#include "quantize/quantize.h"
+#include "quantize/args/quantize.h"
 
 namespace transformer_plugin::norm {
 

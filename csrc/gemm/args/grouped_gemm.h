@@ -1,0 +1,68 @@
+// A grouped product as the host describes it: operands, groups, epilogue.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <optional>
+
+#include "gemm/args/launch_options.h"
+
+namespace transformer_plugin::gemm {
+
+// Matrices [rows, columns] kept as codes, which a CPU decodes one at a time, so that their values never take memory
+// all at once.
+struct Codes {
+  int64_t rows, columns;
+  at::ScalarType dtype;  // of the values
+  // Writes the values of a group's matrix; several threads call it.
+  std::function<void(int64_t, const at::Tensor&)> decode;
+};
+
+// out[i] = a[i] @ B_g * alpha[g] + bias_scale[i] * bias[g] for the rows i of group g, rounded once; zero past the
+// last group, whose rows of `a` are not read. B_g is b[g] transposed (b [G, N, K]) or as stored (b [G, K, N]).
+// With `beta`, beta[g] * out[i] is added before the rounding, and what is past the last group stays as it is.
+// With `rows`, a[rows[i]] stands for a[i]. With `list`, its matrices stand for those of `b`, which then is the first of
+// them.
+struct RowProduct {
+  const at::Tensor& a;                          // [T, K], or any rows of K
+  const at::Tensor& b;                          // [G, N, K] or [G, K, N]
+  const at::Tensor& offsets;                    // int32 [G + 1] (common/offsets.h)
+  const std::optional<at::Tensor>& bias;        // [G, N], any float dtype
+  const std::optional<at::Tensor>& bias_scale;  // float32 [T]
+  bool transpose_b;
+  std::optional<at::Tensor> alpha = std::nullopt;  // float32 [G]
+  std::optional<at::Tensor> beta = std::nullopt;   // float32 [G]; what `out` holds is not read where it is 0
+  std::optional<at::Tensor> rows = std::nullopt;   // int32 or int64 [T] (common/row_index.h)
+  LaunchOptions options = {};
+  const Codes* codes = nullptr;  // in place of `b`, on a CPU only
+  at::TensorList list = {};      // [N, K] or [K, N] of each group, or none
+
+  int64_t groups() const { return offsets.size(0) - 1; }
+  int64_t capacity() const { return rows ? rows->size(0) : a.size(0); }
+  int64_t columns() const {
+    if (!list.empty()) return b.size(transpose_b ? 0 : 1);
+    if (codes) return transpose_b ? codes->rows : codes->columns;
+    return b.size(transpose_b ? 1 : 2);
+  }
+};
+
+// out[g] = grad_g^T @ input_g * alpha[g], added to what is there when `accumulate`, or to beta[g] times that; the sum runs
+// over the group's rows. With `input_rows`, input[input_rows[i]] stands for input[i].
+struct ReductionProduct {
+  const at::Tensor& grad;                               // [T, N]
+  const at::Tensor& input;                              // [T, K], or any rows of K
+  const at::Tensor& offsets;                            // int32 [G + 1]
+  std::optional<at::Tensor> alpha = std::nullopt;       // float32 [G]
+  std::optional<at::Tensor> beta = std::nullopt;        // float32 [G], not beside `accumulate`
+  std::optional<at::Tensor> input_rows = std::nullopt;  // int32 or int64 [T]
+  LaunchOptions options = {};
+
+  int64_t groups() const { return offsets.size(0) - 1; }
+};
+
+// Those of a CPU get no index, and no beta.
+void row_product_cpu(const RowProduct& product, const at::Tensor& out);
+void reduction_product_cpu(const ReductionProduct& product, at::TensorList out, bool accumulate);
+
+}  // namespace transformer_plugin::gemm

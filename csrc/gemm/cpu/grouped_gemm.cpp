@@ -1,0 +1,288 @@
+// On a CPU, one product of torch's for each group.
+#include "gemm/args/grouped_gemm.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/addmm_cpu_dispatch.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "common/autograd.h"
+#include "common/tensor.h"
+#include "gemm/generic/dense_gemm.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+using at::Tensor;
+
+// Rows that BLAS reads where they are; a gradient of stride 0 is copied once instead of once a group.
+Tensor readable_rows(const Tensor& matrix) {
+  const bool dense = matrix.stride(1) == 1 && matrix.stride(0) >= matrix.size(1);
+  return dense ? matrix : matrix.contiguous();
+}
+
+// For bfloat16 oneDNN compiles a kernel for every size that it has not met, which takes longer than the product of a
+// few hundred rows, and groups have other sizes in every step. So more rows than this are multiplied in sizes that come
+// back: multiples of this or, where that is little of the whole, of a part.
+constexpr int64_t kRowStep = 64;
+
+bool compiles_for_each_size(const Tensor& operand, int64_t rows) {
+  return operand.scalar_type() == at::kBFloat16 && rows > kRowStep;
+}
+
+int64_t up_to_steps(int64_t rows) {
+  const int64_t step = rows > 32 * kRowStep ? kRowStep : rows > 16 * kRowStep ? kRowStep / 2 : kRowStep / 4;
+  return (rows + step - 1) / step * step;
+}
+
+// Elements whose copy takes as long as compiling a kernel.
+constexpr int64_t kLongCopy = int64_t{1} << 19;
+
+// The group's rows, `more` with zeros below.
+Tensor with_zeros(const Tensor& matrix, int64_t begin, int64_t rows, int64_t more) {
+  const Tensor group = matrix.narrow(0, begin, rows);
+  if (more == rows) return group;
+  const Tensor padded = empty(matrix, {more, matrix.size(1)}, matrix.scalar_type());
+  padded.narrow(0, 0, rows).copy_(group);
+  padded.narrow(0, rows, more - rows).zero_();
+  return padded;
+}
+
+// What matrix units multiply at once is this long at most: AMX 32 elements, others fewer. oneDNN lets them read on behind the end
+// of a row, times zeros, and the row that follows may begin with NaN; not where rows end together with what is read.
+constexpr int64_t kLongestStep = 32;
+
+// Calls multiply(rows of the result, rows of `a`) until the group's, `rows` from `begin` on, are done. When `alone`, in one
+// product, whose result may have more rows: whoever follows the group writes over them. Where nothing follows, they are rows
+// before it, which get back what they had. Its size depends on the group alone, as sums may be rounded in another order in
+// products of other sizes.
+template <typename Multiply>
+void multiply_in_steps(const Tensor& a, const Tensor& out, int64_t begin, int64_t rows, bool alone,
+                       Multiply&& multiply) {
+  const int64_t rest = compiles_for_each_size(a, rows) ? rows % kRowStep : 0;
+  if (rest == 0) return multiply(out.narrow(0, begin, rows), a.narrow(0, begin, rows));
+  if (!alone) {
+    multiply(out.narrow(0, begin, rows - rest), a.narrow(0, begin, rows - rest));
+    return multiply(out.narrow(0, begin + rows - rest, rest), a.narrow(0, begin + rows - rest, rest));
+  }
+  const int64_t more = up_to_steps(rows);
+  const int64_t first = begin + rows - more;  // where nothing follows
+  const bool has_room = begin + more <= out.size(0), keeps_apart = a.size(1) % kLongestStep == 0;
+  if (!has_room && keeps_apart && first >= 0) {
+    Tensor before = out.narrow(0, first, more - rows);
+    const Tensor kept = before.clone();
+    multiply(out.narrow(0, first, more), a.narrow(0, first, more));
+    before.copy_(kept);
+    return;
+  }
+  const Tensor part = has_room && keeps_apart ? a.narrow(0, begin, more) : with_zeros(a, begin, rows, more);
+  if (has_room) return multiply(out.narrow(0, begin, more), part);
+  const Tensor result = empty(out, {more, out.size(1)}, out.scalar_type());
+  multiply(result, part);
+  out.narrow(0, begin, rows).copy_(result.narrow(0, 0, rows));
+}
+
+// out = a @ b, or plus + a @ b with a row that is added to all or with `out` itself; any strides.
+void multiply_into(const Tensor& out, const std::optional<Tensor>& plus, const Tensor& a, const Tensor& b) {
+  Tensor target = out;
+  plus ? at::cpu::addmm_out(target, *plus, a, b) : at::cpu::mm_out(target, a, b);
+}
+
+// A float32 matrix of more elements than this fills a core's own cache. MKL on one thread then takes up to 1.9 times as long as
+// with parts that fit. What parts are best, and for how many rows of a group, was measured on an Intel with AVX-512, as torch
+// starts; after torch.set_num_threads MKL chooses otherwise, and parts of terms and of rows cost 5 to 9 %.
+constexpr int64_t kLargeMatrix = int64_t{1} << 19;
+constexpr int64_t kPart = int64_t{1} << 17, kPartOfColumns = 2 * kPart;
+
+// Lines of a part, of so many elements each: `least` where they are long.
+int64_t lines_of_part(int64_t part, int64_t line, int64_t least) { return std::max(least, part / line); }
+
+// The same on one thread, where `b` lies by columns: parts of those, for few rows.
+void multiply_columns(const Tensor& out, const std::optional<Tensor>& plus, const Tensor& a,
+                      const Tensor& b) {
+  constexpr int64_t kMostRows = 32;
+  const int64_t columns = b.size(1);
+  const int64_t part = a.size(0) <= kMostRows ? lines_of_part(kPartOfColumns, b.size(0), 256) : columns;
+  for (int64_t at = 0; at < columns; at += part) {
+    const int64_t count = std::min(part, columns - at);
+    const auto own = plus ? std::optional<Tensor>(plus->narrow(-1, at, count)) : std::nullopt;
+    multiply_into(out.narrow(1, at, count), own, a, b.narrow(1, at, count));
+  }
+}
+// Where it lies by rows: parts of what is summed over, as large as so many lines of 1024, fewer for fewer rows. Lines up to 512 are
+// faster whole, and so are one and two rows.
+void multiply_terms(const Tensor& out, const std::optional<Tensor>& plus, const Tensor& a, const Tensor& b) {
+  constexpr int64_t kFewRows = 2, kMostRows = 128, kShortLine = 512;
+  const int64_t rows = a.size(0), terms = a.size(1), line = b.size(1);
+  const bool whole = rows <= kFewRows || rows > kMostRows || line <= kShortLine;
+  const int64_t least = rows <= 32 ? 32 : rows <= 48 ? 64 : 128;
+  const int64_t part = whole ? terms : lines_of_part(1024 * least, line, least);
+  for (int64_t at = 0; at < terms; at += part) {
+    const int64_t count = std::min(part, terms - at);
+    multiply_into(out, at == 0 ? plus : std::optional<Tensor>(out), a.narrow(1, at, count),
+                  b.narrow(0, at, count));
+  }
+}
+// Where `a` lies by columns, as in gradients of weights: parts of the output's rows.
+void multiply_rows(const Tensor& out, bool accumulate, const Tensor& a, const Tensor& b) {
+  constexpr int64_t kFewTerms = 40;
+  const int64_t rows = out.size(0);
+  const int64_t part = a.size(1) > kFewTerms ? lines_of_part(kPart, out.size(1), 128) : rows;
+  for (int64_t at = 0; at < rows; at += part) {
+    const int64_t count = std::min(part, rows - at);
+    const Tensor own = out.narrow(0, at, count);
+    multiply_into(own, accumulate ? std::optional<Tensor>(own) : std::nullopt, a.narrow(0, at, count), b);
+  }
+}
+bool is_large(const Tensor& matrix) {
+  return matrix.scalar_type() == at::kFloat && matrix.numel() > kLargeMatrix;
+}
+
+// Multiplications above which torch keeps all threads busy with one product.
+constexpr int64_t kLongProduct = int64_t{1} << 28;
+// And those that are worth a thread.
+constexpr int64_t kLeastWork = int64_t{1} << 19;
+// What a group costs beside its rows, in rows: reading or writing its matrix, or decoding it.
+constexpr int64_t kRowsOfMatrix = 16, kRowsOfCodes = 64;
+// For more threads than these 32 groups are not too few.
+constexpr int64_t kThreads = 16;
+
+// What a thread keeps from one group to the next.
+struct Worker {
+  bool alone;      // no other is at work, so that torch has all threads for a product
+  Tensor scratch;  // undefined at first
+};
+
+// Calls multiply(group, worker) for every group: long products alone and in order, and products so much longer than
+// the others that one thread would end after the rest; then the others, longest first, each on one thread. A row
+// costs `row`, and `more` rows are added to a group's.
+template <typename Multiply>
+void for_each_group(const Tensor& offsets, int64_t row, int64_t more, const Multiply& multiply) {
+  struct Group {
+    int64_t index, cost;
+  };
+  const int32_t* begins = offsets.const_data_ptr<int32_t>();
+  std::vector<Group> order;
+  int64_t cost = 0;  // of those from `shorter` on
+  for (int64_t g = 0; g + 1 < offsets.size(0); ++g) {
+    const int64_t rows = begins[g + 1] - begins[g];
+    order.push_back({g, rows == 0 ? 0 : (rows + more) * row});
+    cost += order.back().cost;
+  }
+  const auto end = order.end();
+  std::stable_sort(order.begin(), end, [](const Group& a, const Group& b) { return a.cost > b.cost; });
+  const int64_t threads = at::get_num_threads(), shares = 2 * std::min(threads, kThreads);
+  auto shorter = order.begin();
+  for (; shorter != end && shorter->cost > std::min(kLongProduct, cost / shares); ++shorter) {
+    cost -= shorter->cost;
+  }
+  std::sort(order.begin(), shorter, [](const Group& a, const Group& b) { return a.index < b.index; });
+  {
+    Worker worker{true, {}};
+    for (auto group = order.begin(); group != shorter; ++group) multiply(group->index, worker);
+  }
+  std::atomic<int64_t> next = 0;
+  const int64_t left = end - shorter;
+  const int64_t workers = std::min({threads, left, cost / kLeastWork + 1});
+  at::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
+    const BelowAutograd guard;  // threads do not inherit the caller's
+    Worker worker{false, {}};
+    for (int64_t i = next++; i < left; i = next++) multiply(shorter[i].index, worker);
+  });
+}
+
+// The matrix of a group, as it is stored.
+Tensor matrix_of(const RowProduct& product, int64_t group, Worker& worker) {
+  if (!product.list.empty()) return product.list[group];
+  if (!product.codes) return product.b.select(0, group);
+  const Codes& codes = *product.codes;
+  if (!worker.scratch.defined()) {
+    worker.scratch = empty(product.a, {codes.rows, codes.columns}, codes.dtype);
+  }
+  codes.decode(group, worker.scratch);
+  return worker.scratch;
+}
+
+}  // namespace
+
+void row_product_cpu(const RowProduct& product, const Tensor& out) {
+  const Tensor a = readable_rows(product.a);
+  const at::ScalarType wide = sum_dtype(a.scalar_type()), dtype = out.scalar_type();
+  // torch's product rounds its FP32 sum once, after a bias of its own dtype.
+  const bool same_dtype = dtype == a.scalar_type();
+  const bool fused_bias = product.bias && !product.bias_scale && product.bias->scalar_type() == dtype;
+  const int32_t* offsets = product.offsets.const_data_ptr<int32_t>();
+  const int64_t groups = product.offsets.size(0) - 1;
+  const int64_t more = product.codes ? kRowsOfCodes : kRowsOfMatrix;
+  for_each_group(product.offsets, a.size(1) * out.size(1), more, [&](int64_t g, Worker& worker) {
+    const int64_t begin = offsets[g], rows = offsets[g + 1] - begin;
+    if (rows == 0) return;
+    Tensor out_g = out.narrow(0, begin, rows);
+    const Tensor stored = matrix_of(product, g, worker);
+    const Tensor a_g = a.narrow(0, begin, rows), b_g = product.transpose_b ? stored.t() : stored;
+    const bool direct = same_dtype && !product.alpha && !faster_in_float32(a_g, b_g);
+    if (direct && (fused_bias || !product.bias || dtype == wide)) {
+      const auto bias = fused_bias ? std::optional<Tensor>(product.bias->select(0, g)) : std::nullopt;
+      multiply_in_steps(a, out, begin, rows, worker.alone, [&](Tensor target, const Tensor& part) {
+        const bool in_parts = !worker.alone && is_large(b_g);
+        (!in_parts             ? multiply_into
+         : product.transpose_b ? multiply_columns
+                               : multiply_terms)(target, bias, part, b_g);
+      });
+    }
+    const bool done = direct && (fused_bias || !product.bias);
+    if (done) return;
+    Tensor sum = direct && dtype == wide ? out_g : at::cpu::mm(a_g.to(wide), b_g.to(wide));
+    if (product.alpha) sum.mul_(product.alpha->select(0, g));
+    if (product.bias) {
+      Tensor bias = product.bias->select(0, g).to(wide).expand({rows, out.size(1)});
+      if (product.bias_scale) {
+        sum.addcmul_(bias, product.bias_scale->narrow(0, begin, rows).to(wide).unsqueeze(1));
+      } else {
+        sum.add_(bias);
+      }
+    }
+    if (!sum.is_same(out_g)) out_g.copy_(sum);
+  });
+  out.narrow(0, offsets[groups], a.size(0) - offsets[groups]).zero_();
+}
+
+void reduction_product_cpu(const ReductionProduct& product, at::TensorList out, bool accumulate) {
+  const Tensor grad = readable_rows(product.grad), input = readable_rows(product.input);
+  const at::ScalarType wide = sum_dtype(grad.scalar_type());
+  const int32_t* offsets = product.offsets.const_data_ptr<int32_t>();
+  const bool is_plain = !product.alpha && !product.beta;
+  const int64_t row = grad.size(1) * input.size(1);
+  for_each_group(product.offsets, row, kRowsOfMatrix, [&](int64_t g, Worker& worker) {
+    const int64_t begin = offsets[g], rows = offsets[g + 1] - begin;
+    Tensor out_g = out[g];
+    if (rows == 0 && !product.beta) {
+      if (!accumulate) out_g.zero_();
+      return;
+    }
+    const Tensor grad_g = grad.narrow(0, begin, rows).t(), input_g = input.narrow(0, begin, rows);
+    const auto multiply = [&](const Tensor& a, const Tensor& b) {
+      if (!worker.alone && is_large(out_g)) return multiply_rows(out_g, accumulate, a, b);
+      multiply_into(out_g, accumulate ? std::optional<Tensor>(out_g) : std::nullopt, a, b);
+    };
+    if (is_plain && out_g.scalar_type() == grad.scalar_type() && !faster_in_float32(grad_g, input_g)) {
+      const bool copy =
+          compiles_for_each_size(grad, rows) && rows * (grad.size(1) + input.size(1)) < kLongCopy;
+      const int64_t more = copy ? up_to_steps(rows) : rows;
+      multiply(with_zeros(grad, begin, rows, more).t(), with_zeros(input, begin, rows, more));
+    } else if (is_plain && out_g.scalar_type() == wide) {
+      multiply(grad_g.to(wide), input_g.to(wide));
+    } else {
+      Tensor sum = at::cpu::mm(grad_g.to(wide), input_g.to(wide));
+      if (product.alpha) sum.mul_(product.alpha->select(0, g));
+      const float beta = product.beta ? product.beta->select(0, g).item<float>() : accumulate;
+      if (beta != 0) sum.add_(out_g.to(wide), beta);
+      out_g.copy_(sum);
+    }
+  });
+}
+
+}  // namespace transformer_plugin::gemm

@@ -1,0 +1,52 @@
+// What the doors of the gemm family check alike.
+#pragma once
+
+#include <initializer_list>
+#include <optional>
+
+#include "common/buffers.h"
+#include "common/check.h"
+#include "gemm/args/launch_options.h"
+
+namespace transformer_plugin::gemm {
+
+inline constexpr std::initializer_list<at::ScalarType> kGemmTypes = {at::kFloat, at::kBFloat16, at::kHalf,
+                                                                     at::kDouble};
+
+// The output's dtype: as given, or that of the operands. Doubles go with doubles only.
+at::ScalarType output_dtype(const Argument& operand, std::optional<at::ScalarType> dtype);
+// An output's dtype given outright: float32, bfloat16 or float16.
+void check_rounded_dtype(const char* op, at::ScalarType dtype);
+// A float matrix (dim 2) or stack of matrices (dim 3) of a dtype that has a product on its device.
+void check_operand(const Argument& operand, int64_t dim);
+// The same for products over groups, which have no float64 on CUDA.
+void check_grouped_operand(const Argument& operand, int64_t dim);
+// Group sizes on the device of `rows`, one for each matrix of `matrices` [G, .., ..].
+void check_groups(const Argument& group_sizes, const Argument& rows, const Argument& matrices);
+// The second operand: like the first in dtype and device.
+void check_pair(const Argument& second, const Argument& first, int64_t dim);
+// Any float dtype; [N], or [G, N] when `groups` is given.
+void check_bias(const Argument& bias, const Argument& operand, const std::optional<c10::SymInt>& groups,
+                const c10::SymInt& columns);
+// float32 [T], only beside a bias.
+void check_bias_scale(const Argument& bias_scale, bool has_bias, const Argument& operand);
+// alpha or beta: float32, one for each of the `groups` (1 of a dense product). They have no gradient.
+void check_factor(const Argument& factor, const Argument& operand, const c10::SymInt& groups);
+inline constexpr const char* kConstantFactor = "It is a constant: detach it, or multiply the result";
+// beta beside the flag that stands for 1.
+void check_beta(const Argument& beta, const Argument& operand, const at::Tensor& group_sizes,
+                bool accumulate);
+void check_launch_options(const char* op, const LaunchOptions& options);
+// A buffer that a caller gave: float32 or bfloat16 [G, N, K], rows of stride 1 inside that do not overlap.
+void check_accumulator(const Argument& out, const Argument& operand, c10::SymIntArrayRef sizes);
+// A buffer for a result: float32, bfloat16 or float16 (float64 beside float64) [rows, columns], rows likewise.
+void check_result(const Argument& out, const Argument& operand, const c10::SymInt& rows,
+                  const c10::SymInt& columns);
+// Matrices of groups as a list: 1 to kListMatrices, all of the sizes, the dtype and the device of the first.
+void check_list(const char* op, const char* name, at::TensorList list);
+// Buffers of a list for weight gradients: float32 or bfloat16 [N, K] each, rows as in check_accumulator, in all of them
+// as far apart.
+void check_accumulators(const char* op, const char* name, at::TensorList out, const Argument& operand,
+                        c10::SymIntArrayRef sizes);
+
+}  // namespace transformer_plugin::gemm

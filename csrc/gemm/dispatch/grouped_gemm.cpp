@@ -1,0 +1,120 @@
+#include "gemm/dispatch/grouped_gemm.h"
+
+#include "common/row_index.h"
+#include "common/tensor.h"
+#include "gemm/generic/dense_gemm.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+using at::Tensor;
+
+// For what does not load through an index: a copy of the rows that it names.
+Tensor taken_rows(const Tensor& matrix, const std::optional<Tensor>& rows, const Tensor& offsets) {
+  return rows ? take_rows(matrix, *rows, offsets) : matrix;
+}
+
+RowProduct with_rows(const RowProduct& product, const Tensor& a) {
+  return {a,
+          product.b,
+          product.offsets,
+          product.bias,
+          product.bias_scale,
+          product.transpose_b,
+          product.alpha,
+          product.beta,
+          std::nullopt,
+          product.options,
+          product.codes,
+          product.list};
+}
+
+ReductionProduct with_rows(const ReductionProduct& product, const Tensor& input) {
+  return {product.grad, input, product.offsets, product.alpha, product.beta, std::nullopt, product.options};
+}
+
+// The product beside what `out` holds, through a sum of its own for all groups.
+void add_row_product_cpu(const RowProduct& product, const Tensor& out) {
+  const at::ScalarType wide = sum_dtype(product.a.scalar_type());
+  const Tensor sums = empty(product.a, {product.a.size(0), product.columns()}, wide);
+  row_product_cpu(product, sums);
+  const Tensor beta = product.beta->contiguous();
+  const int32_t* offsets = product.offsets.const_data_ptr<int32_t>();
+  for (int64_t g = 0; g < product.groups(); ++g) {
+    const int64_t begin = offsets[g], rows = offsets[g + 1] - begin;
+    if (rows == 0) continue;
+    const float factor = beta.const_data_ptr<float>()[g];
+    Tensor sum = sums.narrow(0, begin, rows), out_g = out.narrow(0, begin, rows);
+    if (factor != 0) sum.add_(out_g.to(wide), factor);
+    out_g.copy_(sum);
+  }
+}
+
+}  // namespace
+
+Tensor row_product(const RowProduct& given, at::ScalarType dtype) {
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (given.a.is_cuda()) return row_product_cuda(given, dtype);
+#endif
+  const Tensor a = taken_rows(given.a, given.rows, given.offsets);
+  const RowProduct product = with_rows(given, a);
+  const Tensor out = empty(a, {a.size(0), product.columns()}, dtype);
+  row_product_cpu(product, out);
+  return out;
+}
+
+void row_product_out(const RowProduct& given, const Tensor& out) {
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (given.a.is_cuda()) return row_product_out_cuda(given, out);
+#endif
+  const Tensor a = taken_rows(given.a, given.rows, given.offsets);
+  const RowProduct product = with_rows(given, a);
+  product.beta ? add_row_product_cpu(product, out) : row_product_cpu(product, out);
+}
+
+Tensor reduction_product(const ReductionProduct& given, at::ScalarType dtype) {
+  const Tensor input = taken_rows(given.input, given.input_rows, given.offsets);
+  const ReductionProduct product = with_rows(given, input);
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (input.is_cuda()) return reduction_product_cuda(product, dtype);
+#endif
+  const Tensor out = empty(input, {product.groups(), product.grad.size(1), input.size(1)}, dtype);
+  reduction_product_cpu(product, out.unbind(), false);
+  return out;
+}
+
+void reduction_product_out(const ReductionProduct& given, const Tensor& out, bool accumulate) {
+  const Tensor input = taken_rows(given.input, given.input_rows, given.offsets);
+  const ReductionProduct product = with_rows(given, input);
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (input.is_cuda()) return reduction_product_out_cuda(product, out, accumulate);
+#endif
+  reduction_product_cpu(product, out.unbind(), accumulate);
+}
+
+void reduction_product_list_out(const ReductionProduct& given, at::TensorList out, bool accumulate) {
+  const Tensor input = taken_rows(given.input, given.input_rows, given.offsets);
+  const ReductionProduct product = with_rows(given, input);
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (input.is_cuda()) return reduction_product_list_out_cuda(product, out, accumulate);
+#endif
+  reduction_product_cpu(product, out, accumulate);
+}
+
+std::optional<Tensor> as_stack(at::TensorList matrices) {
+  const Tensor& first = matrices[0];
+  if (matrices.size() == 1) return first.unsqueeze(0);
+  const int64_t begin = first.storage_offset(), distance = matrices[1].storage_offset() - begin;
+  if (distance <= 0) return std::nullopt;
+  int64_t next = begin;
+  for (const Tensor& matrix : matrices) {
+    const bool follows = matrix.is_alias_of(first) && matrix.storage_offset() == next;
+    if (!follows || matrix.strides() != first.strides()) return std::nullopt;
+    next += distance;
+  }
+  const auto groups = static_cast<int64_t>(matrices.size());
+  return first.as_strided({groups, first.size(0), first.size(1)},
+                          {distance, first.stride(0), first.stride(1)}, begin);
+}
+
+}  // namespace transformer_plugin::gemm

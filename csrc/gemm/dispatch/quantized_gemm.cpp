@@ -1,0 +1,58 @@
+#include "gemm/dispatch/quantized_gemm.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+bool is_e4m3(const Format& format) { return format.element == DType::kFloat8E4M3; }
+
+bool are_blocks(const Format& a, const Format& b) {
+  return a.family == FormatFamily::kFp8Block && b.family == a.family && is_e4m3(a) && is_e4m3(b);
+}
+
+bool are_whole(const Format& a, const Format& b) {
+  return a.family == FormatFamily::kFp8Tensor && b.family == a.family && is_e4m3(b);
+}
+
+// Of either element, with scales line by line or in tiles.
+bool are_microscaled(const Format& a, const Format& b, FormatFamily family) {
+  return a.family == family && b.family == family && !a.row_scaled && !b.row_scaled;
+}
+
+}  // namespace
+
+std::optional<ScaleKind> code_product_scales(const Format& a, const Format& b) {
+  if (are_whole(a, b)) return ScaleKind::kGroups;
+  if (are_blocks(a, b) && !a.square_blocks && b.square_blocks) return ScaleKind::kBlocks;
+  if (are_microscaled(a, b, FormatFamily::kMxFp8)) return ScaleKind::kMx;
+  if (are_microscaled(a, b, FormatFamily::kNvFp4)) return ScaleKind::kNv;
+  return std::nullopt;
+}
+
+std::optional<ScaleKind> code_reduction_scales(const Format& grad, const Format& input) {
+  if (are_whole(grad, input)) return ScaleKind::kGroups;
+  if (are_blocks(grad, input) && !grad.square_blocks && !input.square_blocks) return ScaleKind::kBlocks;
+  return std::nullopt;
+}
+
+bool has_code_kernels(const at::Tensor& like) {
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (like.is_cuda()) return has_code_kernels_cuda(like);
+#endif
+  return false;
+}
+
+bool code_product_out(const CodeProduct& product, const at::Tensor& out) {
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (product.a.data.is_cuda()) return code_product_out_cuda(product, out);
+#endif
+  return false;
+}
+
+bool code_reduction_out(const CodeReduction& reduction, const at::Tensor& out, bool accumulate) {
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (reduction.grad.data.is_cuda()) return code_reduction_out_cuda(reduction, out, accumulate);
+#endif
+  return false;
+}
+
+}  // namespace transformer_plugin::gemm

@@ -1,0 +1,139 @@
+#include "gemm/dispatch/swiglu_gemm.h"
+
+#include "activation/calls.h"
+#include "common/tensor.h"
+#include "gemm/dispatch/grouped_gemm.h"
+#include "quantize/ops/calls.h"
+
+#ifdef TRANSFORMER_PLUGIN_CUDA
+#include "gemm/dispatch/grouped_gemm_args.h"
+#endif
+
+namespace transformer_plugin::gemm {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// Rows past the last group, which the steps made of what lies there. [T] or [T, columns].
+void clear_tail(const Tensor& tensor, const Tensor& offsets) {
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (tensor.is_cuda()) {
+    const CudaScope scope(tensor);
+    return zero_tail(tensor.dim() == 2 ? tensor : tensor.unsqueeze(1), offsets, scope.stream());
+  }
+#endif
+  const int64_t end = offsets.const_data_ptr<int32_t>()[offsets.size(0) - 1];
+  tensor.narrow(0, end, tensor.size(0) - end).zero_();
+}
+
+// [T, 2F] as [T, first, second, columns], the two middle dimensions exchanged.
+Tensor exchanged(const Tensor& h, const c10::SymInt& first, const c10::SymInt& second) {
+  const c10::SymInt rows = h.sym_size(0), columns = h.sym_size(1);
+  return h.reshape_symint({rows, first, second, kInterleave}).transpose(1, 2).reshape_symint({rows, columns});
+}
+
+Tensor product_of(const SwigluProduct& product) {
+  const OptionalTensor none;
+  return row_product(
+      {product.a, product.b, product.offsets, product.bias, none, true, none, none, none, product.options},
+      product.a.scalar_type());
+}
+
+Tensor kept(const SwigluProduct& product, const Tensor& h) {
+  return product.keep_input ? h : empty(h, {0, h.size(1)}, h.scalar_type());
+}
+
+}  // namespace
+
+void check_interleave(const char* op, int64_t interleave) {
+  TP_CHECK_VALUE(interleave == 0 || interleave == kInterleave, op, "interleave",
+                 "0 (the gate's columns first) or 32 (32 of the gate, 32 of the linear part, in turn)",
+                 interleave, "Reorder the rows of the weight");
+}
+
+void check_interleaved_columns(const Argument& argument, const c10::SymInt& features, int64_t interleave) {
+  TP_CHECK_VALUE(interleave == 0 || features % kInterleave == 0, argument.op, argument.name,
+                 "whole blocks of 32 columns of the gate and of the linear part",
+                 describe(argument.tensor) << " for " << features << " of each",
+                 "Take a multiple of 32, or interleave=0");
+}
+
+void check_probs(const Argument& probs, const Argument& rows) {
+  check_dtype(probs, {at::kFloat});
+  check_dim(probs, 1);
+  const std::string meaning = std::string("the rows of '") + rows.name + "'";
+  check_size(probs, 0, rows.tensor.sym_size(0), meaning.c_str());
+  check_same_device(probs, rows);
+}
+
+void check_swiglu_product(const char* op, const Tensor& a, const Tensor& b, const Tensor& group_sizes,
+                          const OptionalTensor& probs, const OptionalTensor& bias, int64_t interleave,
+                          const LaunchOptions& options) {
+  const Argument a_argument{op, "a", a}, b_argument{op, "b", b};
+  check_dtype(a_argument, kFloatTypes);
+  check_dim(a_argument, 2);
+  check_pair(b_argument, a_argument, 3);
+  check_size(b_argument, 2, a.sym_size(1), "the columns of 'a', summed over");
+  TP_CHECK_VALUE(b.sym_size(1) % 2 == 0, op, "b",
+                 "an even number of rows in each matrix (gate and linear part)", describe(b),
+                 "Concatenate the weights of both");
+  check_interleave(op, interleave);
+  check_interleaved_columns(b_argument, b.sym_size(1) / 2, interleave);
+  check_groups({op, "group_sizes", group_sizes}, a_argument, b_argument);
+  if (probs) check_probs({op, "probs", *probs}, a_argument);
+  if (bias) check_bias({op, "bias", *bias}, a_argument, b.sym_size(0), b.sym_size(1));
+  check_launch_options(op, options);
+}
+
+Tensor halves_apart(const Tensor& h, int64_t interleave) {
+  return interleave == 0 ? h : exchanged(h, h.sym_size(1) / (2 * kInterleave), 2);
+}
+
+Tensor halves_in_turn(const Tensor& h, int64_t interleave) {
+  return interleave == 0 ? h : exchanged(h, 2, h.sym_size(1) / (2 * kInterleave));
+}
+
+TwoTensors swiglu_product(const SwigluProduct& product) {
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (product.a.is_cuda()) {
+    if (auto made = swiglu_product_cuda(product)) return *std::move(made);
+  }
+#endif
+  const Tensor h = product_of(product);
+  const Tensor act = activation::call_swiglu(halves_apart(h, product.interleave), product.probs);
+  clear_tail(act, product.offsets);
+  return {act, kept(product, h)};
+}
+
+ThreeTensors swiglu_product_quantized(const SwigluProduct& product, const SwigluCodes& codes) {
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (product.a.is_cuda()) {
+    if (auto made = swiglu_product_quantized_cuda(product, codes.format)) return *std::move(made);
+  }
+#endif
+  const Tensor h = product_of(product);
+  const auto [data, scale] = quantize::call_swiglu_quantize(halves_apart(h, product.interleave),
+                                                            product.probs, codes.group_sizes, codes.key);
+  return {data, scale, kept(product, h)};
+}
+
+TwoTensors swiglu_backward_product(const SwigluBackwardProduct& product) {
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (product.grad.is_cuda()) {
+    if (auto made = swiglu_backward_product_cuda(product)) return *std::move(made);
+  }
+#endif
+  const OptionalTensor none;
+  const Tensor grad_act = row_product(
+      {product.grad, product.b, product.offsets, none, none, false, none, none, none, product.options},
+      product.grad.scalar_type());
+  const auto [grad_halves, grad_probs] =
+      activation::call_swiglu_backward(grad_act, halves_apart(product.h, product.interleave), product.probs);
+  const Tensor grad_h = halves_in_turn(grad_halves, product.interleave);
+  clear_tail(grad_h, product.offsets);
+  if (product.probs) clear_tail(grad_probs, product.offsets);
+  return {grad_h, grad_probs};
+}
+
+}  // namespace transformer_plugin::gemm

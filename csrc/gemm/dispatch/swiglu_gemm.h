@@ -1,0 +1,77 @@
+// Grouped products that end in SwiGLU or in its gradient, by device: what grouped_gemm_swiglu, the op that quantizes its result
+// and its backward run. In one kernel on a Hopper, in steps elsewhere, with the same bits where the products have the same.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+#include "common/format.h"
+#include "gemm/dispatch/checks.h"
+
+namespace transformer_plugin::gemm {
+
+// How gate and linear part lie in h [T, 2F]: 0, the gate's F columns first; or so many columns of each in turn.
+inline constexpr int64_t kInterleave = 32;
+
+void check_interleave(const char* op, int64_t interleave);
+// F, beside the argument that has it.
+void check_interleaved_columns(const Argument& argument, const c10::SymInt& features, int64_t interleave);
+void check_probs(const Argument& probs, const Argument& rows);
+
+// Of an op that makes SwiGLU of a product.
+void check_swiglu_product(const char* op, const at::Tensor& a, const at::Tensor& b,
+                          const at::Tensor& group_sizes, const std::optional<at::Tensor>& probs,
+                          const std::optional<at::Tensor>& bias, int64_t interleave,
+                          const LaunchOptions& options);
+
+// h with the gate's columns first, and back. A copy where columns lie in turn, else h itself.
+at::Tensor halves_apart(const at::Tensor& h, int64_t interleave);
+at::Tensor halves_in_turn(const at::Tensor& h, int64_t interleave);
+
+struct SwigluProduct {
+  const at::Tensor& a;        // [T, K]
+  const at::Tensor& b;        // [G, 2F, K]
+  const at::Tensor& offsets;  // int32 [G + 1]
+  const std::optional<at::Tensor>& probs;
+  const std::optional<at::Tensor>& bias;  // [G, 2F]
+  int64_t interleave;
+  bool keep_input;
+  LaunchOptions options;
+
+  int64_t features() const { return b.size(1) / 2; }
+};
+
+// What act is quantized to, along rows: a format that finds its scales in blocks.
+struct SwigluCodes {
+  const Format& format;
+  std::string_view key;
+  const at::Tensor& group_sizes;
+};
+
+struct SwigluBackwardProduct {
+  const at::Tensor& grad;     // [T, H]
+  const at::Tensor& b;        // [G, H, F]
+  const at::Tensor& offsets;  // int32 [G + 1]
+  const at::Tensor& h;        // [T, 2F]
+  const std::optional<at::Tensor>& probs;
+  int64_t interleave;
+  LaunchOptions options;
+};
+
+using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
+using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+TwoTensors swiglu_product(const SwigluProduct& product);
+// Data, scales and h.
+ThreeTensors swiglu_product_quantized(const SwigluProduct& product, const SwigluCodes& codes);
+TwoTensors swiglu_backward_product(const SwigluBackwardProduct& product);
+
+// Nothing where the kernel for Hopper does not take it.
+std::optional<TwoTensors> swiglu_product_cuda(const SwigluProduct& product);
+std::optional<ThreeTensors> swiglu_product_quantized_cuda(const SwigluProduct& product, const Format& format);
+std::optional<TwoTensors> swiglu_backward_product_cuda(const SwigluBackwardProduct& product);
+
+}  // namespace transformer_plugin::gemm

@@ -1,0 +1,141 @@
+// On a Hopper: the kernels that end in SwiGLU, or in its gradient.
+#ifdef TRANSFORMER_PLUGIN_CUDA
+
+#include "activation/swiglu.h"
+#include "common/tensor.h"
+#include "gemm/dispatch/grouped_gemm_args.h"
+#include "gemm/dispatch/swiglu_gemm.h"
+#include "gemm/sm90/epilogue/swiglu.h"
+#include "quantize/args/quantize_tail.h"
+#include "quantize/ops/fused.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+using at::Tensor;
+
+// All but what comes of the product, whose rows are 2F wide.
+GroupedKernelArgs arguments_of(const Tensor& a, const Tensor& b, const Tensor& offsets, int64_t n,
+                               int64_t features, const LaunchOptions& options) {
+  GroupedKernelArgs args{};
+  args.a = a.const_data_ptr();
+  args.b = b.const_data_ptr();
+  args.offsets = offsets.const_data_ptr<int32_t>();
+  args.rows = a.size(0);
+  args.groups = b.size(0);
+  args.n = n;
+  args.k = a.size(1);
+  args.out_row_stride = 2 * features;
+  args.dtype = args.out_dtype = to_dtype(a.scalar_type());
+  args.vectors = aligned_rows(a) && aligned_rows(b);
+  args.options = options;
+  return args;
+}
+
+std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
+  return tensor ? std::optional<Tensor>(tensor->contiguous()) : std::nullopt;
+}
+
+// What the kernels read of a product, for as long as it lives, and h.
+class Given {
+ public:
+  explicit Given(const SwigluProduct& product)
+      : product_(product), a_(product.a.contiguous()), b_(product.b.contiguous()) {
+    args.product = arguments_of(a_, b_, product.offsets, 2 * features(), features(), product.options);
+    args.interleaved = product.interleave != 0;
+  }
+
+  // Before a kernel that takes it.
+  void complete() {
+    bias_ = as_float(product_.bias);
+    probs_ = contiguous(product_.probs);
+    h = make({product_.keep_input ? a_.size(0) : 0, 2 * features()});
+    args.product.bias = float_or_null(bias_);
+    args.product.out = product_.keep_input ? h.mutable_data_ptr() : nullptr;
+    args.probs = float_or_null(probs_);
+  }
+  Tensor make(c10::SymIntArrayRef sizes) const { return empty(a_, sizes, a_.scalar_type()); }
+  int64_t features() const { return product_.features(); }
+  const Tensor& rows() const { return a_; }
+
+  SwigluKernelArgs args{};
+  Tensor h;
+
+ private:
+  const SwigluProduct& product_;
+  Tensor a_, b_;
+  std::optional<Tensor> bias_, probs_;
+};
+
+}  // namespace
+
+std::optional<TwoTensors> swiglu_product_cuda(const SwigluProduct& product) {
+  const CudaScope scope(product.a);
+  Given given(product);
+  if (!hopper_takes_swiglu(given.args)) return std::nullopt;
+  given.complete();
+  const Tensor act = given.make({product.a.size(0), given.features()});
+  given.args.act = act.mutable_data_ptr();
+  given.args.interleaved ? launch_hopper_swiglu_interleaved(given.args, scope.stream())
+                         : launch_hopper_swiglu(given.args, scope.stream());
+  return TwoTensors(act, given.h);
+}
+
+std::optional<ThreeTensors> swiglu_product_quantized_cuda(const SwigluProduct& product,
+                                                          const Format& format) {
+  const CudaScope scope(product.a);
+  Given given(product);
+  if (!hopper_takes_swiglu(given.args)) return std::nullopt;
+  given.complete();
+  // Along rows groups say nothing but where the tail begins.
+  const auto operand = quantize::matrix_operand(product.a.size(0), given.features(), std::nullopt);
+  const auto outputs = quantize::make_outputs(given.rows(), operand, format, {true, false});
+  const SwigluQuantizeKernelArgs args{
+      given.args, quantize::quantize_args(given.rows(), outputs, quantize::make_layout(operand, format, {}),
+                                          format, Tensor())};
+  const bool mx = args.codes.layout.mode == quantize::ScaleMode::kMx;
+  if (args.swiglu.interleaved) {
+    (mx ? launch_hopper_swiglu_quantize_mx_interleaved : launch_hopper_swiglu_quantize_interleaved)(
+        args, scope.stream());
+  } else {
+    (mx ? launch_hopper_swiglu_quantize_mx : launch_hopper_swiglu_quantize)(args, scope.stream());
+  }
+  quantize::launch_quantize_tail(args.codes, args.swiglu.product.offsets + product.b.size(0), scope.stream());
+  return ThreeTensors(outputs.data, outputs.scale, given.h);
+}
+
+std::optional<TwoTensors> swiglu_backward_product_cuda(const SwigluBackwardProduct& product) {
+  const CudaScope scope(product.grad);
+  const Tensor grad = product.grad.contiguous(), b = product.b.contiguous(), h = product.h.contiguous();
+  const int64_t rows = grad.size(0), features = b.size(2);
+  SwigluBackwardKernelArgs args{};
+  args.product = arguments_of(grad, b, product.offsets, features, features, product.options);
+  args.h = h.const_data_ptr();
+  args.interleaved = product.interleave != 0;
+  if (!hopper_takes_swiglu(args)) return std::nullopt;
+  const auto probs = contiguous(product.probs);
+  const Tensor grad_h = empty(h, {rows, 2 * features}, h.scalar_type());
+  const Tensor grad_probs = empty(h, {probs ? rows : 0}, at::kFloat);
+  activation::SwigluBackwardArgs sums{};
+  Tensor partial;
+  if (probs) {
+    const int64_t trees = (features + activation::kSumTile - 1) / activation::kSumTile;
+    partial = trees == 1 ? grad_probs : empty(h, {trees, rows}, at::kFloat);
+    sums.grad_probs = grad_probs.mutable_data_ptr<float>();
+    sums.partial = args.partial = partial.mutable_data_ptr<float>();
+    sums.rows = rows;
+    sums.features = features;
+  }
+  args.product.out = grad_h.mutable_data_ptr();
+  args.probs = float_or_null(probs);
+  launch_hopper_swiglu_backward(args, scope.stream());
+  if (probs) {
+    activation::launch_add_row_sums(sums, scope.stream());
+    zero_tail(grad_probs.unsqueeze(1), product.offsets, scope.stream());
+  }
+  return TwoTensors(grad_h, grad_probs);
+}
+
+}  // namespace transformer_plugin::gemm
+
+#endif

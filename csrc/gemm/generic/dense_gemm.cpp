@@ -1,0 +1,117 @@
+#include "gemm/generic/dense_gemm.h"
+
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/addmm_cpu_dispatch.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
+#include <ATen/ops/mul.h>
+
+#include <algorithm>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace transformer_plugin::gemm {
+namespace {
+
+using at::Tensor;
+
+// Below this size the copies cost more than the product gains.
+constexpr int64_t kSmallestSide = 48;
+
+// Whether the processor multiplies bfloat16 itself; the bits are CPUID leaf 7's, subleaves 0 and 1, of Intel's and
+// AMD's manuals.
+bool has_fast_bfloat16() {
+#if defined(__x86_64__)
+  constexpr unsigned amx_bf16 = 1u << 22;    // of EDX, subleaf 0
+  constexpr unsigned avx512_bf16 = 1u << 5;  // of EAX, subleaf 1
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & amx_bf16)) return true;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & avx512_bf16);
+#else
+  return true;
+#endif
+}
+
+// The sum before it is rounded.
+Tensor wide_product(const Tensor& a, const Tensor& b) {
+  const at::ScalarType wide = sum_dtype(a.scalar_type());
+  if (a.scalar_type() == wide) return at::mm(a, b);
+  if (a.is_cuda() && a.numel() > 0 && b.numel() > 0) return at::mm(a, b, wide);
+  return at::mm(a.to(wide), b.to(wide));
+}
+
+// Operands, bias and output of one dtype. torch's kernels are called outright and a float32 bias is added by a loop:
+// the dispatcher and addmm's copy of the bias would cost a small product a quarter of its time.
+Tensor cpu_product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias) {
+  if (!bias) return at::cpu::mm(a, b);
+  if (a.scalar_type() != at::kFloat || !bias->is_contiguous()) return at::cpu::addmm(*bias, a, b);
+  const Tensor out = at::cpu::mm(a, b);
+  add_bias_cpu(out.mutable_data_ptr<float>(), bias->const_data_ptr<float>(), out.size(0), out.size(1));
+  return out;
+}
+
+// alpha * (a @ b) + bias before it is rounded.
+Tensor wide_sum(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
+                const std::optional<Tensor>& alpha) {
+  Tensor sum = wide_product(a, b);
+  if (alpha) sum.mul_(*alpha);
+  if (bias) sum.add_(bias->to(sum.scalar_type()));
+  return sum;
+}
+
+// torch's kernels add a bias of the output's dtype to the FP32 sum before they round.
+bool torch_rounds_once(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
+                       at::ScalarType dtype) {
+  return dtype == a.scalar_type() && (!bias || bias->scalar_type() == dtype) && !faster_in_float32(a, b);
+}
+
+}  // namespace
+
+bool faster_in_float32(const Tensor& a, const Tensor& b) {
+  static const bool slow_bfloat16 = !has_fast_bfloat16();
+  return slow_bfloat16 && a.is_cpu() && a.scalar_type() == at::kBFloat16 &&
+         std::min({a.size(0), a.size(1), b.size(1)}) >= kSmallestSide;
+}
+
+Tensor transposed_view(const Tensor& matrix) {
+  return at::native::as_strided_tensorimpl(matrix, {matrix.size(1), matrix.size(0)},
+                                           {matrix.stride(1), matrix.stride(0)});
+}
+
+Tensor dense_product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
+                     at::ScalarType dtype, const std::optional<Tensor>& alpha) {
+  if (!alpha && torch_rounds_once(a, b, bias, dtype)) {
+    if (a.is_cpu()) return cpu_product(a, b, bias);
+    return bias ? at::addmm(*bias, a, b) : at::mm(a, b);
+  }
+  return wide_sum(a, b, bias, alpha).to(dtype);
+}
+
+void dense_product_out(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
+                       const std::optional<Tensor>& alpha, const std::optional<Tensor>& beta,
+                       const Tensor& out) {
+  Tensor target = out;
+  if (!alpha && !beta && torch_rounds_once(a, b, bias, out.scalar_type())) {
+    if (!bias) {
+      at::mm_out(target, a, b);
+    } else if (a.is_cpu()) {
+      at::addmm_out(target, *bias, a, b);
+    } else {
+      target.copy_(
+          at::addmm(*bias, a, b));  // into rows that are apart it would round before the bias, and after it
+    }
+    return;
+  }
+  Tensor sum = wide_sum(a, b, bias, alpha);
+  if (beta) {
+    // Also what is not finite counts for nothing under a zero, which only the device knows.
+    const Tensor held = at::mul(out.to(sum.scalar_type()), *beta);
+    sum.add_(held.masked_fill_(beta->eq(0), 0));
+  }
+  target.copy_(sum);
+}
+
+}  // namespace transformer_plugin::gemm

@@ -1,0 +1,79 @@
+// A block's sums of float32 operands by FMA (no TF32): 16 x 16 threads, each 8 x 8 of the output.
+#pragma once
+
+#include "gemm/generic/grouped_gemm.cuh"
+
+namespace transformer_plugin::gemm {
+
+template <typename T, GroupedMode mode>
+struct MultiplyFma {
+  static constexpr int kBlockK = 16;
+  static constexpr int kSide = 16;  // threads along each side
+  static constexpr int kHalf = 64;  // a thread holds 4 rows of each half of the tile, and 4 columns
+  static constexpr int kStride = kBlockM + 4;
+  static_assert(kBlockM == 2 * kHalf && kBlockN == 2 * kHalf && kSide * 4 == kHalf &&
+                kSide * kSide == kThreads);
+
+  struct Shared {  // both panels with k outermost
+    alignas(16) float a[kBlockK * kStride];
+    alignas(16) float b[kBlockK * kStride];
+  };
+
+  float sums[8][8] = {};
+
+  template <bool by_row, typename PanelT>
+  __device__ static void keep_panel(const PanelT& panel, float* target) {
+#pragma unroll
+    for (int v = 0; v < PanelT::kVectors; ++v) {
+      const int outer = PanelT::outer(v), inner = PanelT::inner(v);
+      if constexpr (by_row) {
+#pragma unroll
+        for (int e = 0; e < PanelT::kVector; ++e)
+          target[(inner + e) * kStride + outer] = panel.vectors[v].elements[e];
+      } else {
+        *reinterpret_cast<uint4*>(target + outer * kStride + inner) = panel.vectors[v].bits;
+      }
+    }
+  }
+
+  template <typename APanel, typename BPanel>
+  __device__ void keep(const APanel& a, const BPanel& b, Shared& shared) {
+    keep_panel<mode != GroupedMode::kWeightGrad>(a, shared.a);
+    keep_panel<mode == GroupedMode::kForward>(b, shared.b);
+  }
+
+  // Element i of a thread's 8 along one side of the tile.
+  __device__ static int place(int thread, int i) { return i / 4 * kHalf + thread * 4 + i % 4; }
+  __device__ static int row(int i) { return place(threadIdx.x / kSide, i); }
+  __device__ static int column(int j) { return place(threadIdx.x % kSide, j); }
+
+  __device__ void add(const Shared& shared) {
+#pragma unroll
+    for (int k = 0; k < kBlockK; ++k) {
+      float a[8], b[8];
+#pragma unroll
+      for (int i = 0; i < 8; i += 4) {
+        *reinterpret_cast<float4*>(a + i) = *reinterpret_cast<const float4*>(shared.a + k * kStride + row(i));
+        *reinterpret_cast<float4*>(b + i) =
+            *reinterpret_cast<const float4*>(shared.b + k * kStride + column(i));
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sums[i][j] = fmaf(a[i], b[j], sums[i][j]);
+      }
+    }
+  }
+
+  __device__ void finish(const GroupedKernelArgs& args, const TileWork& work, Shared&) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        gemm::finish<mode>(args, work, work.m_begin + row(i), work.n_begin + column(j), sums[i][j]);
+      }
+    }
+  }
+};
+
+}  // namespace transformer_plugin::gemm

@@ -1,9 +1,0 @@
-#include "gemm/multiply_tensor_core.cuh"
-
-namespace transformer_plugin::gemm {
-
-void launch_grouped_bf16(GroupedMode mode, const GroupedKernelArgs& args, void* stream) {
-  launch_grouped<__nv_bfloat16, MultiplyTensorCore>(mode, args, static_cast<cudaStream_t>(stream));
-}
-
-}  // namespace transformer_plugin::gemm

@@ -1,9 +1,0 @@
-#include "gemm/hopper_swiglu_quantize.cuh"
-
-namespace transformer_plugin::gemm {
-
-void launch_hopper_swiglu_quantize_interleaved(const SwigluQuantizeKernelArgs& args, void* stream) {
-  hopper::launch_swiglu_quantize_rows<true, hopper::BlockScales>(args, static_cast<cudaStream_t>(stream));
-}
-
-}  // namespace transformer_plugin::gemm

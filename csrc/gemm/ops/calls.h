@@ -1,0 +1,175 @@
+// Calls of the gemm ops through the dispatcher, and what their gradients share.
+#pragma once
+
+#include <string_view>
+#include <tuple>
+#include <utility>
+
+#include "common/autograd.h"
+#include "common/tensor.h"
+#include "gemm/args/launch_options.h"
+#include "gemm/generic/dense_gemm.h"
+
+namespace transformer_plugin::gemm {
+
+inline at::Tensor call_gemm(const at::Tensor& a, const at::Tensor& b, OptionalTensorArg bias,
+                            bool transpose_b, std::optional<at::ScalarType> dtype,
+                            OptionalTensorArg alpha = std::nullopt) {
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, OptionalTensorArg, bool,
+                               std::optional<at::ScalarType>, OptionalTensorArg);
+  static const auto op = find_op<Signature>("gemm");
+  return op.call(a, b, bias, transpose_b, dtype, alpha);
+}
+
+inline at::Tensor call_grouped_gemm(const at::Tensor& a, const at::Tensor& b, const at::Tensor& group_sizes,
+                                    OptionalTensorArg bias, OptionalTensorArg bias_scale, bool transpose_b,
+                                    std::optional<at::ScalarType> dtype,
+                                    OptionalTensorArg alpha = std::nullopt,
+                                    OptionalTensorArg rows = std::nullopt, LaunchOptions options = {}) {
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, OptionalTensorArg,
+                               OptionalTensorArg, bool, std::optional<at::ScalarType>, OptionalTensorArg,
+                               OptionalTensorArg, int64_t, int64_t);
+  static const auto op = find_op<Signature>("grouped_gemm");
+  return op.call(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows, options.max_sms,
+                 options.expected_rows);
+}
+
+inline at::Tensor call_grouped_gemm_list(const at::Tensor& a, at::TensorList b, const at::Tensor& group_sizes,
+                                         OptionalTensorArg bias, OptionalTensorArg bias_scale,
+                                         bool transpose_b, std::optional<at::ScalarType> dtype,
+                                         OptionalTensorArg alpha = std::nullopt,
+                                         OptionalTensorArg rows = std::nullopt, LaunchOptions options = {}) {
+  using Signature =
+      at::Tensor(const at::Tensor&, at::TensorList, const at::Tensor&, OptionalTensorArg, OptionalTensorArg,
+                 bool, std::optional<at::ScalarType>, OptionalTensorArg, OptionalTensorArg, int64_t, int64_t);
+  static const auto op = find_op<Signature>("grouped_gemm_list");
+  return op.call(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows, options.max_sms,
+                 options.expected_rows);
+}
+
+inline at::Tensor call_grouped_gemm_wgrad(const at::Tensor& grad, const at::Tensor& input,
+                                          const at::Tensor& group_sizes, std::optional<at::ScalarType> dtype,
+                                          OptionalTensorArg alpha = std::nullopt,
+                                          OptionalTensorArg input_rows = std::nullopt,
+                                          LaunchOptions options = {}) {
+  using Signature =
+      at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, std::optional<at::ScalarType>,
+                 OptionalTensorArg, OptionalTensorArg, int64_t, int64_t);
+  static const auto op = find_op<Signature>("grouped_gemm_wgrad");
+  return op.call(grad, input, group_sizes, dtype, alpha, input_rows, options.max_sms, options.expected_rows);
+}
+
+inline at::Tensor call_gather_rows_backward(const at::Tensor& grad, const at::Tensor& rows,
+                                            const at::Tensor& group_sizes, const c10::SymInt& num_rows) {
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt);
+  static const auto op = find_op<Signature>("gather_rows_backward");
+  return op.call(grad, rows, group_sizes, num_rows);
+}
+
+inline std::tuple<at::Tensor, at::Tensor> call_grouped_bias_backward(const at::Tensor& grad,
+                                                                     const at::Tensor& group_sizes,
+                                                                     OptionalTensorArg bias,
+                                                                     OptionalTensorArg bias_scale) {
+  using Signature = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&,
+                                                       OptionalTensorArg, OptionalTensorArg);
+  static const auto op = find_op<Signature>("grouped_bias_backward");
+  return op.call(grad, group_sizes, bias, bias_scale);
+}
+
+inline std::tuple<at::Tensor, at::Tensor> call_grouped_gemm_swiglu(
+    const at::Tensor& a, const at::Tensor& b, const at::Tensor& group_sizes, OptionalTensorArg probs,
+    OptionalTensorArg bias, int64_t interleave, bool keep_input, LaunchOptions options = {}) {
+  using Signature = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&,
+                                                       const at::Tensor&, OptionalTensorArg,
+                                                       OptionalTensorArg, int64_t, bool, int64_t, int64_t);
+  static const auto op = find_op<Signature>("grouped_gemm_swiglu");
+  return op.call(a, b, group_sizes, probs, bias, interleave, keep_input, options.max_sms,
+                 options.expected_rows);
+}
+
+inline at::Tensor call_bias_backward(const at::Tensor& grad) {
+  static const auto op = find_op<at::Tensor(const at::Tensor&)>("bias_backward");
+  return op.call(grad);
+}
+
+// ---- products of quantized operands -------------------------------------------------------------------------
+
+inline at::Tensor call_gemm_quantized(const at::Tensor& a, const at::Tensor& a_scale, const at::Tensor& b,
+                                      const at::Tensor& b_scale, std::string_view a_key,
+                                      std::string_view b_key, at::ScalarType dtype, OptionalTensorArg bias,
+                                      bool transpose_b, OptionalTensorArg a_amax = std::nullopt,
+                                      OptionalTensorArg b_amax = std::nullopt,
+                                      OptionalTensorArg alpha = std::nullopt) {
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                               std::string_view, std::string_view, at::ScalarType, OptionalTensorArg, bool,
+                               OptionalTensorArg, OptionalTensorArg, OptionalTensorArg);
+  static const auto op = find_op<Signature>("gemm_quantized");
+  return op.call(a, a_scale, b, b_scale, a_key, b_key, dtype, bias, transpose_b, a_amax, b_amax, alpha);
+}
+
+inline at::Tensor call_grouped_gemm_quantized(
+    const at::Tensor& a, const at::Tensor& a_scale, const at::Tensor& b, const at::Tensor& b_scale,
+    const at::Tensor& group_sizes, std::string_view a_key, std::string_view b_key, at::ScalarType dtype,
+    OptionalTensorArg bias, OptionalTensorArg bias_scale, bool transpose_b,
+    OptionalTensorArg a_amax = std::nullopt, OptionalTensorArg b_amax = std::nullopt,
+    OptionalTensorArg alpha = std::nullopt, LaunchOptions options = {}) {
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                               const at::Tensor&, std::string_view, std::string_view, at::ScalarType,
+                               OptionalTensorArg, OptionalTensorArg, bool, OptionalTensorArg,
+                               OptionalTensorArg, OptionalTensorArg, int64_t, int64_t);
+  static const auto op = find_op<Signature>("grouped_gemm_quantized");
+  return op.call(a, a_scale, b, b_scale, group_sizes, a_key, b_key, dtype, bias, bias_scale, transpose_b,
+                 a_amax, b_amax, alpha, options.max_sms, options.expected_rows);
+}
+
+inline at::Tensor call_grouped_gemm_wgrad_quantized(
+    const at::Tensor& grad_t, const at::Tensor& grad_t_scale, const at::Tensor& input_t,
+    const at::Tensor& input_t_scale, const at::Tensor& group_sizes, std::string_view grad_key,
+    std::string_view input_key, at::ScalarType dtype, OptionalTensorArg grad_t_amax = std::nullopt,
+    OptionalTensorArg input_t_amax = std::nullopt, OptionalTensorArg alpha = std::nullopt,
+    LaunchOptions options = {}) {
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                               const at::Tensor&, std::string_view, std::string_view, at::ScalarType,
+                               OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, int64_t, int64_t);
+  static const auto op = find_op<Signature>("grouped_gemm_wgrad_quantized");
+  return op.call(grad_t, grad_t_scale, input_t, input_t_scale, group_sizes, grad_key, input_key, dtype,
+                 grad_t_amax, input_t_amax, alpha, options.max_sms, options.expected_rows);
+}
+
+// ---- what the gradients share -------------------------------------------------------------------------------
+
+// A gradient and an operand in one dtype: as they are, or both widened without loss when they differ.
+inline std::pair<at::Tensor, at::Tensor> same_dtype(const at::Tensor& grad, const at::Tensor& operand) {
+  if (grad.scalar_type() == operand.scalar_type()) return {grad, operand};
+  const at::ScalarType wide = sum_dtype(operand.scalar_type());
+  return {grad.to(wide), operand.to(wide)};
+}
+
+// What a node keeps of a call's options: only what is given, as each entry costs a call time.
+inline void save_options(torch::autograd::AutogradContext* ctx, const LaunchOptions& options) {
+  if (options.max_sms > 0) ctx->saved_data["max_sms"] = options.max_sms;
+  if (options.expected_rows >= 0) ctx->saved_data["expected_rows"] = options.expected_rows;
+}
+inline LaunchOptions saved_options(const torch::autograd::AutogradContext* ctx) {
+  const auto max_sms = ctx->saved_data.find("max_sms"), expected = ctx->saved_data.find("expected_rows");
+  LaunchOptions options;
+  if (max_sms != ctx->saved_data.end()) options.max_sms = max_sms->second.toInt();
+  if (expected != ctx->saved_data.end()) options.expected_rows = expected->second.toInt();
+  return options;
+}
+
+// The gradients of the bias and its scale, which follow a, b and group_sizes among the arguments of a node: `place` is
+// that of the bias among its tensors. `bias` was saved when its scale's gradient is wanted.
+inline std::pair<at::Tensor, at::Tensor> bias_gradients(const torch::autograd::AutogradContext* ctx,
+                                                        bool has_bias, const at::Tensor& grad,
+                                                        const at::Tensor& group_sizes, const at::Tensor& bias,
+                                                        const at::Tensor& bias_scale, size_t place = 3) {
+  const bool wants_bias = has_bias && ctx->needs_input_grad(place);
+  const bool wants_scale = has_bias && bias_scale.defined() && ctx->needs_input_grad(place + 1);
+  if (!wants_bias && !wants_scale) return {};
+  const auto [grad_bias, grad_scale] = call_grouped_bias_backward(
+      grad, group_sizes, wants_scale ? as_optional(bias) : std::nullopt, as_optional(bias_scale));
+  return {wants_bias ? grad_bias : at::Tensor(), wants_scale ? grad_scale : at::Tensor()};
+}
+
+}  // namespace transformer_plugin::gemm

@@ -1,0 +1,134 @@
+// gemm: a [M, K] times b, with its gradient, or into a given buffer.
+#include <torch/library.h>
+
+#include "common/autograd.h"
+#include "common/tensor.h"
+#include "gemm/dispatch/checks.h"
+#include "gemm/generic/dense_gemm.h"
+#include "gemm/ops/calls.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using OptionalDtype = std::optional<at::ScalarType>;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr const char* kOp = "gemm";
+constexpr const char* kOutOp = "gemm_out";
+
+void check_gemm(const char* op, const Tensor& a, const Tensor& b, const OptionalTensor& bias,
+                bool transpose_b, const OptionalTensor& alpha) {
+  const Argument a_argument{op, "a", a};
+  const Argument b_argument{op, "b", b};
+  check_operand(a_argument, 2);
+  check_pair(b_argument, a_argument, 2);
+  check_size(b_argument, transpose_b ? 1 : 0, a.sym_size(1), "the columns of 'a', summed over");
+  if (bias) check_bias({op, "bias", *bias}, a_argument, std::nullopt, b.sym_size(transpose_b ? 0 : 1));
+  if (alpha) check_factor({op, "alpha", *alpha}, a_argument, 1);
+}
+
+Tensor gemm_meta(const Tensor& a, const Tensor& b, const OptionalTensor& bias, bool transpose_b,
+                 OptionalDtype dtype, const OptionalTensor& alpha) {
+  check_gemm(kOp, a, b, bias, transpose_b, alpha);
+  return empty(a, {a.sym_size(0), b.sym_size(transpose_b ? 0 : 1)}, output_dtype({kOp, "a", a}, dtype));
+}
+
+Tensor gemm(const Tensor& a, const Tensor& b, const OptionalTensor& bias, bool transpose_b,
+            OptionalDtype dtype, const OptionalTensor& alpha) {
+  check_gemm(kOp, a, b, bias, transpose_b, alpha);
+  const at::ScalarType to = output_dtype({kOp, "a", a}, dtype);
+  const BelowAutograd guard;
+  return dense_product(a, transpose_b ? transposed_view(b) : b, bias, to, alpha);
+}
+
+void gemm_out_meta(const Tensor& a, const Tensor& b, const Tensor& out, const OptionalTensor& bias,
+                   bool transpose_b, const OptionalTensor& alpha, const OptionalTensor& beta) {
+  check_gemm(kOutOp, a, b, bias, transpose_b, alpha);
+  const Argument a_argument{kOutOp, "a", a};
+  check_result({kOutOp, "out", out}, a_argument, a.sym_size(0), b.sym_size(transpose_b ? 0 : 1));
+  if (beta) check_factor({kOutOp, "beta", *beta}, a_argument, 1);
+  constexpr const char* advice = "What is written into a buffer has none: call gemm, or detach it";
+  check_no_gradient(a_argument, advice);
+  check_no_gradient({kOutOp, "b", b}, advice);
+  if (bias) check_no_gradient({kOutOp, "bias", *bias}, advice);
+}
+
+void gemm_out(const Tensor& a, const Tensor& b, const Tensor& out, const OptionalTensor& bias,
+              bool transpose_b, const OptionalTensor& alpha, const OptionalTensor& beta) {
+  gemm_out_meta(a, b, out, bias, transpose_b, alpha, beta);
+  check_apart(kOutOp, {{"out", out}}, {{"a", a}, {"b", b}, {"bias", bias}, {"alpha", alpha}, {"beta", beta}});
+  const BelowAutograd guard;
+  dense_product_out(a, transpose_b ? transposed_view(b) : b, bias, alpha, beta, out);
+}
+
+class GemmFunction : public DifferentiableTwice<GemmFunction> {
+ public:
+  static constexpr const char* kName = "gemm";
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, const OptionalTensor& bias,
+                        bool transpose_b, OptionalDtype dtype, const OptionalTensor& alpha) {
+    ctx->save_for_backward(
+        {b.requires_grad() ? a : Tensor(), a.requires_grad() ? b : Tensor(), or_undefined(alpha)});
+    ctx->saved_data["transpose_b"] = transpose_b;
+    ctx->saved_data["has_bias"] = bias.has_value();
+    const BelowAutograd guard;
+    return call_gemm(a, b, bias, transpose_b, dtype, alpha);
+  }
+
+  // A gradient comes back in the dtype of the sum's rounding; the engine rounds it to its leaf's.
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const bool transpose_b = ctx->saved_data["transpose_b"].toBool();
+    const Tensor& grad = grads[0];
+    const OptionalTensor alpha = as_optional(saved[2]);
+    Tensor grad_a, grad_b, grad_bias;
+    if (ctx->needs_input_grad(0)) {
+      const auto [g, b] = same_dtype(grad, saved[1]);
+      grad_a = call_gemm(g, b, std::nullopt, !transpose_b, saved[1].scalar_type(), alpha);
+    }
+    if (ctx->needs_input_grad(1)) {
+      const auto [g, a] = same_dtype(grad, saved[0]);
+      grad_b = transpose_b ? call_gemm(g.t(), a, std::nullopt, false, saved[0].scalar_type(), alpha)
+                           : call_gemm(a.t(), g, std::nullopt, false, saved[0].scalar_type(), alpha);
+    }
+    const bool has_bias = ctx->saved_data["has_bias"].toBool();
+    if (has_bias && ctx->needs_input_grad(2)) grad_bias = call_bias_backward(grad);
+    return {grad_a, grad_b, grad_bias, Tensor(), Tensor(), Tensor()};
+  }
+};
+
+Tensor gemm_autograd(const Tensor& a, const Tensor& b, const OptionalTensor& bias, bool transpose_b,
+                     OptionalDtype dtype, const OptionalTensor& alpha) {
+  if (alpha) check_no_gradient({kOp, "alpha", *alpha}, kConstantFactor);
+  if (any_wants_grad(a, b, bias)) return GemmFunction::apply(a, b, bias, transpose_b, dtype, alpha);
+  const BelowAutograd guard;
+  return call_gemm(a, b, bias, transpose_b, dtype, alpha);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
+  m.impl(kOp, gemm);
+  m.impl(kOutOp, gemm_out);
+}
+TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
+  m.impl(kOp, gemm_meta);
+  m.impl(kOutOp, gemm_out_meta);
+}
+TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
+  m.impl(kOp, gemm_autograd);
+  // Not differentiable: operands that want a gradient are refused.
+  m.impl(kOutOp, torch::CppFunction::makeFallthrough());
+}
+#ifdef TRANSFORMER_PLUGIN_CUDA
+TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
+  m.impl(kOp, gemm);
+  m.impl(kOutOp, gemm_out);
+}
+#endif
+
+}  // namespace transformer_plugin::gemm

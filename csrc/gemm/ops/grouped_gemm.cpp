@@ -1,0 +1,221 @@
+// grouped_gemm: the rows of each group times the group's own matrix, with its gradient, or into a given buffer.
+#include "gemm/dispatch/grouped_gemm.h"
+
+#include <torch/library.h>
+
+#include "common/autograd.h"
+#include "common/group_offsets.h"
+#include "common/row_index.h"
+#include "common/tensor.h"
+#include "gemm/dispatch/checks.h"
+#include "gemm/ops/calls.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using OptionalDtype = std::optional<at::ScalarType>;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr const char* kOp = "grouped_gemm";
+constexpr const char* kOutOp = "grouped_gemm_out";
+
+// What both ops are given.
+struct Given {
+  const char* op;
+  const Tensor &a, &b, &group_sizes;
+  const OptionalTensor &bias, &bias_scale, &alpha, &rows;
+  bool transpose_b;
+  LaunchOptions options;
+
+  Argument a_argument() const { return {op, "a", a}; }
+  // The rows of the groups, in the buffer or in the index to it.
+  Argument capacity_argument() const { return rows ? Argument{op, "rows", *rows} : a_argument(); }
+  c10::SymInt capacity() const { return capacity_argument().tensor.sym_size(0); }
+  c10::SymInt columns() const { return b.sym_size(transpose_b ? 1 : 2); }
+
+  void check() const {
+    const Argument b_argument{op, "b", b};
+    check_grouped_operand(a_argument(), 2);
+    check_pair(b_argument, a_argument(), 3);
+    check_size(b_argument, transpose_b ? 2 : 1, a.sym_size(1), "the columns of 'a', summed over");
+    if (rows) check_row_index({op, "rows", *rows}, a_argument());
+    check_groups({op, "group_sizes", group_sizes}, a_argument(), b_argument);
+    if (bias) check_bias({op, "bias", *bias}, a_argument(), b.sym_size(0), columns());
+    if (bias_scale) check_bias_scale({op, "bias_scale", *bias_scale}, bias.has_value(), capacity_argument());
+    if (alpha) check_factor({op, "alpha", *alpha}, a_argument(), b.sym_size(0));
+    check_launch_options(op, options);
+  }
+
+  // Also checks, on a CPU, the values of sizes and rows.
+  Tensor offsets() const {
+    const Argument buffer = capacity_argument();
+    const Tensor result = group_offsets({op, "group_sizes", group_sizes}, buffer, buffer.tensor.size(0));
+    if (rows) check_row_entries({op, "rows", *rows}, a_argument(), result);
+    return result;
+  }
+};
+
+Tensor grouped_gemm_meta(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
+                         const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
+                         OptionalDtype dtype, const OptionalTensor& alpha, const OptionalTensor& rows,
+                         int64_t max_sms, int64_t expected_rows) {
+  const LaunchOptions options{max_sms, expected_rows};
+  const Given given{kOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options};
+  given.check();
+  return empty(a, {given.capacity(), given.columns()}, output_dtype(given.a_argument(), dtype));
+}
+
+Tensor grouped_gemm(const Tensor& a, const Tensor& b, const Tensor& group_sizes, const OptionalTensor& bias,
+                    const OptionalTensor& bias_scale, bool transpose_b, OptionalDtype dtype,
+                    const OptionalTensor& alpha, const OptionalTensor& rows, int64_t max_sms,
+                    int64_t expected_rows) {
+  const LaunchOptions options{max_sms, expected_rows};
+  const Given given{kOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options};
+  given.check();
+  const at::ScalarType to = output_dtype(given.a_argument(), dtype);
+  const BelowAutograd guard;
+  const Tensor offsets = given.offsets();
+  return row_product({a, b, offsets, bias, bias_scale, transpose_b, alpha, std::nullopt, rows, given.options},
+                     to);
+}
+
+void check_out(const Given& given, const Tensor& out, const OptionalTensor& beta) {
+  given.check();
+  check_result({kOutOp, "out", out}, given.a_argument(), given.capacity(), given.columns());
+  if (beta) check_factor({kOutOp, "beta", *beta}, given.a_argument(), given.b.sym_size(0));
+  constexpr const char* advice = "What is written into a buffer has none: call grouped_gemm, or detach it";
+  check_no_gradient(given.a_argument(), advice);
+  check_no_gradient({kOutOp, "b", given.b}, advice);
+  if (given.bias) check_no_gradient({kOutOp, "bias", *given.bias}, advice);
+  if (given.bias_scale) check_no_gradient({kOutOp, "bias_scale", *given.bias_scale}, advice);
+}
+
+void grouped_gemm_out_meta(const Tensor& a, const Tensor& b, const Tensor& group_sizes, const Tensor& out,
+                           const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
+                           const OptionalTensor& alpha, const OptionalTensor& beta,
+                           const OptionalTensor& rows, int64_t max_sms, int64_t expected_rows) {
+  check_out({kOutOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, {max_sms, expected_rows}},
+            out, beta);
+}
+
+void grouped_gemm_out(const Tensor& a, const Tensor& b, const Tensor& group_sizes, const Tensor& out,
+                      const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
+                      const OptionalTensor& alpha, const OptionalTensor& beta, const OptionalTensor& rows,
+                      int64_t max_sms, int64_t expected_rows) {
+  const LaunchOptions options{max_sms, expected_rows};
+  const Given given{kOutOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options};
+  check_out(given, out, beta);
+  check_apart(kOutOp, {{"out", out}},
+              {{"a", a},
+               {"b", b},
+               {"bias", bias},
+               {"bias_scale", bias_scale},
+               {"group_sizes", group_sizes},
+               {"rows", rows},
+               {"alpha", alpha},
+               {"beta", beta}});
+  const BelowAutograd guard;
+  const Tensor offsets = given.offsets();
+  row_product_out({a, b, offsets, bias, bias_scale, transpose_b, alpha, beta, rows, given.options}, out);
+}
+
+class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
+ public:
+  static constexpr const char* kName = "grouped_gemm";
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, const Tensor& group_sizes,
+                        const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
+                        OptionalDtype dtype, const OptionalTensor& alpha, const OptionalTensor& rows,
+                        int64_t max_sms, int64_t expected_rows) {
+    ctx->save_for_backward({b.requires_grad() ? a : Tensor(), a.requires_grad() ? b : Tensor(), group_sizes,
+                            wants_grad(bias_scale) ? *bias : Tensor(), or_undefined(bias_scale),
+                            or_undefined(alpha), or_undefined(rows)});
+    ctx->saved_data["transpose_b"] = transpose_b;
+    ctx->saved_data["has_bias"] = bias.has_value();
+    ctx->saved_data["num_rows"] = a.sym_size(0);
+    save_options(ctx, {max_sms, expected_rows});
+    const BelowAutograd guard;
+    return call_grouped_gemm(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows,
+                             {max_sms, expected_rows});
+  }
+
+  // A row that was taken to several places has the sum of their gradients.
+  static Tensor gradient_of_a(AutogradContext* ctx, const Tensor& grad, const Tensor& matrices,
+                              const Tensor& sizes, const OptionalTensor& alpha, const OptionalTensor& rows) {
+    const auto [g, b] = same_dtype(grad, matrices);
+    const bool transpose_b = ctx->saved_data["transpose_b"].toBool();
+    const Tensor taken = call_grouped_gemm(g, b, sizes, std::nullopt, std::nullopt, !transpose_b,
+                                           matrices.scalar_type(), alpha, std::nullopt, saved_options(ctx));
+    return rows ? call_gather_rows_backward(taken, *rows, sizes, ctx->saved_data["num_rows"].toSymInt())
+                : taken;
+  }
+
+  // The index is of the input, so where that comes first the gradient's transpose is made.
+  static Tensor gradient_of_b(AutogradContext* ctx, const Tensor& grad, const Tensor& input,
+                              const Tensor& sizes, const OptionalTensor& alpha, const OptionalTensor& rows) {
+    const auto [g, a] = same_dtype(grad, input);
+    const at::ScalarType dtype = input.scalar_type();
+    const bool transpose_b = ctx->saved_data["transpose_b"].toBool();
+    const LaunchOptions options = saved_options(ctx);
+    if (!transpose_b && !rows) {
+      return call_grouped_gemm_wgrad(a, g, sizes, dtype, alpha, std::nullopt, options);
+    }
+    const Tensor gradient = call_grouped_gemm_wgrad(g, a, sizes, dtype, alpha, rows, options);
+    return transpose_b ? gradient : gradient.transpose(1, 2);
+  }
+
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor &grad = grads[0], &sizes = saved[2];
+    const OptionalTensor alpha = as_optional(saved[5]), rows = as_optional(saved[6]);
+    Tensor grad_a, grad_b;
+    if (ctx->needs_input_grad(0)) grad_a = gradient_of_a(ctx, grad, saved[1], sizes, alpha, rows);
+    if (ctx->needs_input_grad(1)) grad_b = gradient_of_b(ctx, grad, saved[0], sizes, alpha, rows);
+    const bool has_bias = ctx->saved_data["has_bias"].toBool();
+    const auto [grad_bias, grad_scale] = bias_gradients(ctx, has_bias, grad, sizes, saved[3], saved[4]);
+    return {grad_a,   grad_b,   Tensor(), grad_bias, grad_scale, Tensor(),
+            Tensor(), Tensor(), Tensor(), Tensor(),  Tensor()};
+  }
+};
+
+Tensor grouped_gemm_autograd(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
+                             const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
+                             OptionalDtype dtype, const OptionalTensor& alpha, const OptionalTensor& rows,
+                             int64_t max_sms, int64_t expected_rows) {
+  if (alpha) check_no_gradient({kOp, "alpha", *alpha}, kConstantFactor);
+  if (any_wants_grad(a, b, bias, bias_scale)) {
+    return GroupedGemmFunction::apply(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows,
+                                      max_sms, expected_rows);
+  }
+  const BelowAutograd guard;
+  return call_grouped_gemm(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows,
+                           {max_sms, expected_rows});
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
+  m.impl(kOp, grouped_gemm);
+  m.impl(kOutOp, grouped_gemm_out);
+}
+TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
+  m.impl(kOp, grouped_gemm_meta);
+  m.impl(kOutOp, grouped_gemm_out_meta);
+}
+TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
+  m.impl(kOp, grouped_gemm_autograd);
+  // Not differentiable: operands that want a gradient are refused.
+  m.impl(kOutOp, torch::CppFunction::makeFallthrough());
+}
+#ifdef TRANSFORMER_PLUGIN_CUDA
+TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
+  m.impl(kOp, grouped_gemm);
+  m.impl(kOutOp, grouped_gemm_out);
+}
+#endif
+
+}  // namespace transformer_plugin::gemm

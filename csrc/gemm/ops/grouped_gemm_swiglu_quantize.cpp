@@ -1,0 +1,72 @@
+// grouped_gemm_swiglu_quantize: what grouped_gemm_swiglu makes of a product, as codes and the scales of blocks along rows.
+#include <torch/library.h>
+
+#include "common/autograd.h"
+#include "common/group_offsets.h"
+#include "common/tensor.h"
+#include "gemm/dispatch/swiglu_gemm.h"
+#include "quantize/ops/fused.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr const char* kOp = "grouped_gemm_swiglu_quantize";
+
+Format check(const Tensor& a, const Tensor& b, const Tensor& group_sizes, const OptionalTensor& probs,
+             std::string_view key, const OptionalTensor& bias, int64_t interleave,
+             const LaunchOptions& options) {
+  const Format format = parse_format(kOp, "format", key);
+  const bool along_rows =
+      (format.family == FormatFamily::kFp8Block || format.family == FormatFamily::kMxFp8) &&
+      !format.square_blocks;
+  TP_CHECK_VALUE(along_rows, kOp, "format",
+                 "a format that finds its scales in blocks along a row, fp8_block or mxfp8",
+                 "'" << key << "'", "Take one of those, or grouped_gemm_swiglu, and quantize its result");
+  check_swiglu_product(kOp, a, b, group_sizes, probs, bias, interleave, options);
+  const int64_t block = format.block_size();
+  TP_CHECK_VALUE(b.sym_size(1) % (2 * block) == 0, kOp, "b",
+                 "a number of rows in each matrix that is a multiple of "
+                     << 2 * block << ": gate and linear part in blocks of mxfp8, " << block,
+                 describe(b), "Pad both with zeros");
+  return format;
+}
+
+ThreeTensors grouped_gemm_swiglu_quantize_meta(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
+                                               const OptionalTensor& probs, std::string_view key,
+                                               const OptionalTensor& bias, int64_t interleave,
+                                               bool keep_input, int64_t max_sms, int64_t expected_rows) {
+  const Format format = check(a, b, group_sizes, probs, key, bias, interleave, {max_sms, expected_rows});
+  const c10::SymInt rows = a.sym_size(0), columns = b.sym_size(1);
+  const auto outputs = quantize::make_outputs(a, quantize::matrix_operand(rows, columns / 2, group_sizes),
+                                              format, {true, false});
+  return {outputs.data, outputs.scale,
+          empty(a, {keep_input ? rows : c10::SymInt(0), columns}, a.scalar_type())};
+}
+
+ThreeTensors grouped_gemm_swiglu_quantize(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
+                                          const OptionalTensor& probs, std::string_view key,
+                                          const OptionalTensor& bias, int64_t interleave, bool keep_input,
+                                          int64_t max_sms, int64_t expected_rows) {
+  const LaunchOptions options{max_sms, expected_rows};
+  const Format format = check(a, b, group_sizes, probs, key, bias, interleave, options);
+  const BelowAutograd guard;
+  const Tensor offsets = group_offsets({kOp, "group_sizes", group_sizes}, {kOp, "a", a}, a.size(0));
+  return swiglu_product_quantized({a, b, offsets, probs, bias, interleave, keep_input, options},
+                                  {format, key, group_sizes});
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { m.impl(kOp, grouped_gemm_swiglu_quantize); }
+TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl(kOp, grouped_gemm_swiglu_quantize_meta); }
+#ifdef TRANSFORMER_PLUGIN_CUDA
+TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { m.impl(kOp, grouped_gemm_swiglu_quantize); }
+#endif
+
+// Rounding has no gradient, and h comes without one too.
+TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl(kOp, torch::CppFunction::makeFallthrough()); }
+
+}  // namespace transformer_plugin::gemm

@@ -1,0 +1,169 @@
+// grouped_gemm_wgrad: each group's gradient^T @ input, fresh or into buffers that the caller gives.
+#include <torch/library.h>
+
+#include "common/autograd.h"
+#include "common/group_offsets.h"
+#include "common/row_index.h"
+#include "common/tensor.h"
+#include "gemm/dispatch/checks.h"
+#include "gemm/dispatch/grouped_gemm.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using OptionalDtype = std::optional<at::ScalarType>;
+
+constexpr const char* kOp = "grouped_gemm_wgrad";
+constexpr const char* kOutOp = "grouped_gemm_wgrad_out";
+constexpr const char* kListOp = "grouped_gemm_wgrad_list_out";
+
+// What all of the ops are given.
+struct Given {
+  const char* op;
+  const Tensor &grad, &input, &group_sizes;
+  const OptionalTensor &alpha, &input_rows;
+  LaunchOptions options;
+
+  Argument grad_argument() const { return {op, "grad", grad}; }
+  Argument input_argument() const { return {op, "input", input}; }
+  std::vector<c10::SymInt> sizes() const {
+    return {group_sizes.sym_size(0), grad.sym_size(1), input.sym_size(1)};
+  }
+
+  void check() const {
+    check_grouped_operand(grad_argument(), 2);
+    check_pair(input_argument(), grad_argument(), 2);
+    if (input_rows) check_row_index({op, "input_rows", *input_rows}, input_argument());
+    check_size(input_rows ? Argument{op, "input_rows", *input_rows} : input_argument(), 0, grad.sym_size(0),
+               "the rows of 'grad'");
+    check_group_sizes({op, "group_sizes", group_sizes}, grad_argument());
+    if (alpha) check_factor({op, "alpha", *alpha}, grad_argument(), group_sizes.sym_size(0));
+    check_launch_options(op, options);
+  }
+
+  // Also checks, on a CPU, the values of sizes and rows.
+  Tensor offsets() const {
+    const Tensor result = group_offsets({op, "group_sizes", group_sizes}, grad_argument(), grad.size(0));
+    if (input_rows) check_row_entries({op, "input_rows", *input_rows}, input_argument(), result);
+    return result;
+  }
+};
+
+Tensor wgrad_meta(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, OptionalDtype dtype,
+                  const OptionalTensor& alpha, const OptionalTensor& input_rows, int64_t max_sms,
+                  int64_t expected_rows) {
+  const Given given{kOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}};
+  given.check();
+  return empty(grad, given.sizes(), output_dtype(given.grad_argument(), dtype));
+}
+
+Tensor wgrad(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, OptionalDtype dtype,
+             const OptionalTensor& alpha, const OptionalTensor& input_rows, int64_t max_sms,
+             int64_t expected_rows) {
+  const Given given{kOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}};
+  given.check();
+  const at::ScalarType to = output_dtype(given.grad_argument(), dtype);
+  const BelowAutograd guard;
+  const Tensor offsets = given.offsets();
+  return reduction_product({grad, input, offsets, alpha, std::nullopt, input_rows, given.options}, to);
+}
+
+void check_wgrad_out(const Given& given, const Tensor& out, bool accumulate, const OptionalTensor& beta) {
+  given.check();
+  check_dtype(given.grad_argument(), kFloatTypes);
+  check_accumulator({kOutOp, "out", out}, given.grad_argument(), given.sizes());
+  if (beta) check_beta({kOutOp, "beta", *beta}, given.grad_argument(), given.group_sizes, accumulate);
+}
+
+void wgrad_out_meta(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, const Tensor& out,
+                    bool accumulate, const OptionalTensor& alpha, const OptionalTensor& beta,
+                    const OptionalTensor& input_rows, int64_t max_sms, int64_t expected_rows) {
+  check_wgrad_out({kOutOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}}, out,
+                  accumulate, beta);
+}
+
+void wgrad_out(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, const Tensor& out,
+               bool accumulate, const OptionalTensor& alpha, const OptionalTensor& beta,
+               const OptionalTensor& input_rows, int64_t max_sms, int64_t expected_rows) {
+  const Given given{kOutOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}};
+  check_wgrad_out(given, out, accumulate, beta);
+  check_apart(kOutOp, {{"out", out}},
+              {{"grad", grad},
+               {"input", input},
+               {"group_sizes", group_sizes},
+               {"input_rows", input_rows},
+               {"alpha", alpha},
+               {"beta", beta}});
+  const BelowAutograd guard;
+  const Tensor offsets = given.offsets();
+  reduction_product_out({grad, input, offsets, alpha, beta, input_rows, given.options}, out, accumulate);
+}
+
+void check_wgrad_list_out(const Given& given, at::TensorList out, bool accumulate,
+                          const OptionalTensor& beta) {
+  given.check();
+  check_dtype(given.grad_argument(), kFloatTypes);
+  const std::vector<c10::SymInt> sizes = given.sizes();
+  check_accumulators(kListOp, "out", out, given.grad_argument(), {sizes[1], sizes[2]});
+  check_size({kListOp, "group_sizes", given.group_sizes}, 0, static_cast<int64_t>(out.size()),
+             "the matrices of 'out'");
+  if (beta) check_beta({kListOp, "beta", *beta}, given.grad_argument(), given.group_sizes, accumulate);
+}
+
+void wgrad_list_out_meta(const Tensor& grad, const Tensor& input, const Tensor& group_sizes,
+                         at::TensorList out, bool accumulate, const OptionalTensor& alpha,
+                         const OptionalTensor& beta, const OptionalTensor& input_rows, int64_t max_sms,
+                         int64_t expected_rows) {
+  check_wgrad_list_out({kListOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}}, out,
+                       accumulate, beta);
+}
+
+void wgrad_list_out(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, at::TensorList out,
+                    bool accumulate, const OptionalTensor& alpha, const OptionalTensor& beta,
+                    const OptionalTensor& input_rows, int64_t max_sms, int64_t expected_rows) {
+  const Given given{kListOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}};
+  check_wgrad_list_out(given, out, accumulate, beta);
+  check_apart(kListOp, "out", out,
+              {{"grad", grad},
+               {"input", input},
+               {"group_sizes", group_sizes},
+               {"input_rows", input_rows},
+               {"alpha", alpha},
+               {"beta", beta}});
+  const BelowAutograd guard;
+  const Tensor offsets = given.offsets();
+  const ReductionProduct product{grad, input, offsets, alpha, beta, input_rows, given.options};
+  if (const auto stack = as_stack(out)) return reduction_product_out(product, *stack, accumulate);
+  reduction_product_list_out(product, out, accumulate);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
+  m.impl(kOp, wgrad);
+  m.impl(kOutOp, wgrad_out);
+  m.impl(kListOp, wgrad_list_out);
+}
+TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
+  m.impl(kOp, wgrad_meta);
+  m.impl(kOutOp, wgrad_out_meta);
+  m.impl(kListOp, wgrad_list_out_meta);
+}
+// Not differentiable: results have no gradient.
+TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
+  m.impl(kOp, torch::CppFunction::makeFallthrough());
+  m.impl(kOutOp, torch::CppFunction::makeFallthrough());
+  m.impl(kListOp, torch::CppFunction::makeFallthrough());
+}
+
+#ifdef TRANSFORMER_PLUGIN_CUDA
+TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
+  m.impl(kOp, wgrad);
+  m.impl(kOutOp, wgrad_out);
+  m.impl(kListOp, wgrad_list_out);
+}
+#endif
+
+}  // namespace transformer_plugin::gemm

@@ -1,0 +1,80 @@
+#include <algorithm>
+
+#include "common/launch.cuh"
+#include "common/shared_memory.cuh"
+#include "gemm/sm90/tensor_map.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+static_assert(sizeof(CUtensorMap) == kTensorMapBytes, "the room for one");
+
+constexpr int kThreads = 128;
+constexpr int kMatricesPerBlock = kThreads / kWarpSize;  // a warp each
+constexpr int kFewMatrices = 128;                        // arguments of an eighth of the size
+
+template <int most>
+struct Addresses {
+  const void* at[most];
+};
+
+// The map with another address. Maps are changed in shared memory, and leave it in a way that makes them known to copies.
+__device__ __forceinline__ void write_map(const CUtensorMap& map, const void* address, CUtensorMap* to) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  __shared__ alignas(128) CUtensorMap maps[kMatricesPerBlock];
+  const int lane = threadIdx.x % kWarpSize;
+  CUtensorMap* own = &maps[threadIdx.x / kWarpSize];
+  reinterpret_cast<uint32_t*>(own)[lane] = reinterpret_cast<const uint32_t*>(&map)[lane];
+  __syncwarp();
+  if (lane == 0) {
+    asm volatile(
+        "tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%0], %1;" ::"r"(shared_address(own)),
+        "l"(address)
+        : "memory");
+  }
+  __syncwarp();
+  asm volatile(
+      "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%0], [%1], "
+      "128;" ::"l"(to),
+      "r"(shared_address(own))
+      : "memory");
+#endif
+}
+
+template <int most>
+__global__ void __launch_bounds__(kThreads)
+    matrix_list_kernel(const __grid_constant__ CUtensorMap map,
+                       const __grid_constant__ Addresses<most> addresses, int count, const void** to,
+                       CUtensorMap* maps) {
+  wait_for_the_kernel_before();  // it may read what this memory held for it
+  let_the_next_kernel_start();
+  const int matrix = static_cast<int>(blockIdx.x) * kMatricesPerBlock + threadIdx.x / kWarpSize;
+  if (matrix >= count) return;
+  const void* address = addresses.at[matrix];
+  if (threadIdx.x % kWarpSize == 0) to[matrix] = address;
+  if (maps) write_map(map, address, maps + matrix);
+}
+
+template <int most>
+void launch(const MatrixList& list, int64_t groups, const CUtensorMap& map, CUtensorMap* maps, void* stream) {
+  Addresses<most> addresses{};
+  std::copy_n(list.addresses, groups, addresses.at);
+  launch_early(matrix_list_kernel<most>, grid_size(groups, kMatricesPerBlock), kThreads, 0,
+               static_cast<cudaStream_t>(stream), map, addresses, static_cast<int>(groups),
+               static_cast<const void**>(list.room), maps);
+  check_launch("matrix_list_kernel");
+}
+
+}  // namespace
+
+const CUtensorMap* launch_matrix_list(const MatrixList& list, int64_t groups, const CUtensorMap* map,
+                                      void* stream) {
+  if (!list.addresses) return nullptr;
+  auto* maps =
+      map ? reinterpret_cast<CUtensorMap*>(static_cast<uint8_t*>(list.room) + list_maps_at(groups)) : nullptr;
+  const auto start = groups <= kFewMatrices ? launch<kFewMatrices> : launch<kListMatrices>;
+  start(list, groups, map ? *map : CUtensorMap{}, maps, stream);
+  return maps;
+}
+
+}  // namespace transformer_plugin::gemm

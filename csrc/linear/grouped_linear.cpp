@@ -1,0 +1,100 @@
+// grouped_linear: the rows of each group times the group's weight [N, K] transposed, plus its bias, with its
+// gradient, in any format.
+#include <torch/library.h>
+
+#include "common/autograd.h"
+#include "common/tensor.h"
+#include "gemm/dispatch/checks.h"
+#include "gemm/ops/calls.h"
+#include "linear/quantized_linear.h"
+#include "linear/quantized_weight.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr const char* kOp = "grouped_linear";
+
+RoleFormats check_grouped_linear(const Tensor& input, const Tensor& weight, const Tensor& group_sizes,
+                                 const OptionalTensor& bias, const OptionalTensor& bias_scale,
+                                 std::string_view input_format, std::string_view weight_format,
+                                 std::string_view grad_format, OptionalList quantized_weight) {
+  const RoleFormats formats = role_formats(kOp, input_format, weight_format, grad_format);
+  const Argument input_argument{kOp, "input", input};
+  const Argument weight_argument{kOp, "weight", weight};
+  if (formats.native()) {
+    check_grouped_operand(input_argument, 2);
+  } else {
+    check_dtype(input_argument, kFloatTypes);
+    check_dim(input_argument, 2);
+  }
+  check_pair(weight_argument, input_argument, 3);
+  check_size(weight_argument, 2, input.sym_size(1), "the columns of 'input'");
+  check_layer_widths(input_argument, weight_argument, formats);
+  check_groups({kOp, "group_sizes", group_sizes}, input_argument, weight_argument);
+  if (bias) check_bias({kOp, "bias", *bias}, input_argument, weight.sym_size(0), weight.sym_size(1));
+  if (bias_scale) check_bias_scale({kOp, "bias_scale", *bias_scale}, bias.has_value(), input_argument);
+  check_ragged_formats(kOp, formats);
+  check_quantized_weight("quantized_weight", quantized_weight, weight_argument, formats);
+  return formats;
+}
+
+Tensor grouped_linear_meta(const Tensor& input, const Tensor& weight, const Tensor& group_sizes,
+                           const OptionalTensor& bias, const OptionalTensor& bias_scale,
+                           std::string_view input_format, std::string_view weight_format,
+                           std::string_view grad_format, OptionalList quantized_weight) {
+  check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format, weight_format, grad_format,
+                       quantized_weight);
+  return empty(input, {input.sym_size(0), weight.sym_size(1)}, input.scalar_type());
+}
+
+Tensor grouped_linear(const Tensor& input, const Tensor& weight, const Tensor& group_sizes,
+                      const OptionalTensor& bias, const OptionalTensor& bias_scale,
+                      std::string_view input_format, std::string_view weight_format,
+                      std::string_view grad_format, OptionalList quantized_weight) {
+  const RoleFormats formats = check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format,
+                                                   weight_format, grad_format, quantized_weight);
+  const OptionalTensor sizes = group_sizes;
+  const LayerArguments layer{input, weight, sizes, bias, bias_scale, quantized_weight};
+  check_rounding(kOp, layer, formats, false);
+  const BelowAutograd guard;
+  if (formats.native())
+    return call_grouped_gemm(input, weight, group_sizes, bias, bias_scale, true, std::nullopt);
+  return low_precision_forward(layer, formats);
+}
+
+Tensor grouped_linear_autograd(const Tensor& input, const Tensor& weight, const Tensor& group_sizes,
+                               const OptionalTensor& bias, const OptionalTensor& bias_scale,
+                               std::string_view input_format, std::string_view weight_format,
+                               std::string_view grad_format, OptionalList quantized_weight) {
+  if (!any_wants_grad(input, weight, bias, bias_scale)) {
+    using Signature =
+        Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+               std::string_view, std::string_view, std::string_view, OptionalList);
+    static const auto op = find_op<Signature>(kOp);
+    const BelowAutograd guard;
+    return op.call(input, weight, group_sizes, bias, bias_scale, input_format, weight_format, grad_format,
+                   quantized_weight);
+  }
+  const RoleFormats formats = check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format,
+                                                   weight_format, grad_format, quantized_weight);
+  const OptionalTensor sizes = group_sizes;
+  const LayerArguments layer{input, weight, sizes, bias, bias_scale, quantized_weight};
+  check_rounding(kOp, layer, formats, weight.requires_grad());
+  if (formats.native())
+    return call_grouped_gemm(input, weight, group_sizes, bias, bias_scale, true, std::nullopt);
+  return low_precision_product(layer, formats);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { m.impl(kOp, grouped_linear); }
+TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl(kOp, grouped_linear_meta); }
+TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl(kOp, grouped_linear_autograd); }
+#ifdef TRANSFORMER_PLUGIN_CUDA
+TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { m.impl(kOp, grouped_linear); }
+#endif
+
+}  // namespace transformer_plugin::gemm

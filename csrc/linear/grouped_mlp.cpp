@@ -1,0 +1,322 @@
+// grouped_mlp: the experts of a mixture. For each group of rows two products with SwiGLU times a probability per row
+// between them, with its gradient, in any format: one node for what grouped_linear, swiglu and grouped_linear do in
+// three, with their bits.
+#include <ATen/ops/add.h>
+#include <torch/library.h>
+
+#include "common/autograd.h"
+#include "common/tensor.h"
+#include "gemm/dispatch/checks.h"
+#include "gemm/ops/calls.h"
+#include "linear/grouped_mlp_activation.h"
+#include "linear/quantized_weight.h"
+#include "linear/saved_tensor_release.h"
+#include "quantize/ops/operand.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr const char* kOp = "grouped_mlp";
+
+void check_widths(const Argument& input, const Argument& fc2_weight, const RoleFormats& formats) {
+  check_block_width(input, -1, formats, "Pad it with zeros, for example with torch.nn.functional.pad");
+  check_block_width(fc2_weight, -1, formats, "Pad the weights with zeros, both halves of the first");
+}
+
+RoleFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input_format,
+                              std::string_view weight_format, std::string_view grad_format) {
+  const RoleFormats formats = role_formats(kOp, input_format, weight_format, grad_format);
+  const Argument input{kOp, "input", mlp.input};
+  const Argument fc1_weight{kOp, "fc1_weight", mlp.fc1_weight}, fc2_weight{kOp, "fc2_weight", mlp.fc2_weight};
+  const Argument probs{kOp, "probs", mlp.probs};
+  check_dtype(input, kFloatTypes);
+  check_dim(input, 2);
+  check_pair(fc1_weight, input, 3);
+  check_size(fc1_weight, 2, mlp.input.sym_size(1), "the columns of 'input'");
+  const c10::SymInt groups = mlp.fc1_weight.sym_size(0), linear = mlp.fc1_weight.sym_size(1);
+  TP_CHECK_VALUE(linear % 2 == 0, kOp, fc1_weight.name,
+                 "an even number of rows (gate and linear halves) in each group", describe(mlp.fc1_weight),
+                 "Concatenate the two halves along dimension 1");
+  check_pair(fc2_weight, input, 3);
+  check_size(fc2_weight, 0, groups, "the groups of 'fc1_weight'");
+  check_size(fc2_weight, 1, mlp.input.sym_size(1), "the columns of 'input'");
+  check_size(fc2_weight, 2, linear / 2, "half the rows of 'fc1_weight' in a group");
+  check_groups({kOp, "group_sizes", mlp.group_sizes}, input, fc1_weight);
+  check_dtype(probs, {at::kFloat});
+  check_dim(probs, 1);
+  check_size(probs, 0, mlp.input.sym_size(0), "the rows of 'input'");
+  check_same_device(probs, input);
+  if (mlp.fc1_bias) check_bias({kOp, "fc1_bias", *mlp.fc1_bias}, input, groups, linear);
+  if (mlp.fc2_bias) check_bias({kOp, "fc2_bias", *mlp.fc2_bias}, input, groups, mlp.fc2_weight.sym_size(1));
+  check_ragged_formats(kOp, formats);
+  check_widths(input, fc2_weight, formats);
+  check_quantized_weight("quantized_fc1_weight", mlp.quantized_fc1, fc1_weight, formats);
+  check_quantized_weight("quantized_fc2_weight", mlp.quantized_fc2, fc2_weight, formats);
+  return formats;
+}
+
+// Of both products, whose rows are in the same groups.
+void check_rounding(const MlpArguments& mlp, const RoleFormats& formats, bool columns) {
+  const OptionalTensor sizes = mlp.group_sizes, none;
+  check_rounding(kOp, {mlp.input, mlp.fc1_weight, sizes, none, none, std::nullopt}, formats, columns);
+  if (formats.input.is_quantized()) {
+    quantize::check_matrix({kOp, "fc2_weight", mlp.fc2_weight}, nullptr, formats.weight);
+  }
+}
+
+// For which gradients something is kept.
+struct Wanted {
+  bool input = false, fc1_weight = false, fc2_weight = false;
+  bool linear = false;  // of the first product: for any gradient of what comes before the second
+};
+
+struct Kept {
+  Scaled input, activation;  // for the gradients of the weights
+  Scaled fc1, fc2;           // the weights, for data gradients
+  Tensor linear;             // the first product
+};
+
+// What the gradient of a weight takes of a matrix. Where no scale was made, the matrix itself and no view of it, so that
+// autograd notices a change of it.
+Scaled kept_columns(const Rounded& matrix) {
+  return matrix.rows.scale.defined() ? matrix.columns : matrix.rows;
+}
+Scaled columns_of(const Scaled& kept) {
+  return kept.scale.defined() ? kept : Scaled{kept.data.t(), Tensor(), Tensor()};
+}
+
+// In the order of the steps, which is that of the seeds that stochastic rounding draws. What a product has used is freed
+// before the next thing is made, but for what is kept.
+Tensor forward_of(const MlpArguments& mlp, const RoleFormats& formats, const Wanted& wanted, Kept& kept) {
+  Rounded input =
+      round_role(mlp.input, mlp.group_sizes, formats.input, formats.input_key, true, wanted.fc1_weight);
+  RoundedWeight fc1 = round_role_weight(mlp.fc1_weight, mlp.quantized_fc1, formats, wanted.input);
+  if (wanted.fc1_weight) kept.input = kept_columns(input);
+  kept.fc1 = fc1.backward;
+  Hidden hidden = product_then_activation(std::move(input), std::move(fc1), mlp, formats, wanted.fc2_weight,
+                                          wanted.linear);
+  if (wanted.linear) kept.linear = hidden.linear;
+  if (wanted.fc2_weight) kept.activation = kept_columns(hidden.activation);
+  hidden.linear.reset();
+  const RoundedWeight fc2 = round_role_weight(mlp.fc2_weight, mlp.quantized_fc2, formats, wanted.linear);
+  kept.fc2 = fc2.backward;
+  const OptionalTensor bias_scale = mlp.fc2_bias ? OptionalTensor(mlp.probs) : std::nullopt;
+  return multiply({hidden.activation.rows, formats.input_key}, {fc2.forward, formats.weight_key},
+                  mlp.group_sizes, mlp.fc2_bias, bias_scale, true, mlp.input.scalar_type());
+}
+
+class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
+ public:
+  static constexpr const char* kName = "grouped_mlp";
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& fc1_weight,
+                        const Tensor& fc2_weight, const Tensor& group_sizes, const Tensor& probs,
+                        const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias,
+                        std::string_view given_input_key, std::string_view weight_key,
+                        std::string_view given_grad_key, const OptionalList& quantized_fc1,
+                        const OptionalList& quantized_fc2) {
+    const MlpArguments mlp{input,    fc1_weight, fc2_weight,    group_sizes,  probs,
+                           fc1_bias, fc2_bias,   quantized_fc1, quantized_fc2};
+    const std::string input_key = layer_key(given_input_key, input, group_sizes),
+                      grad_key = layer_key(given_grad_key, input, group_sizes);
+    const RoleFormats formats = role_formats(kOp, input_key, weight_key, grad_key);
+    Wanted wanted{input.requires_grad(), fc1_weight.requires_grad(), fc2_weight.requires_grad()};
+    wanted.linear = wanted.input || wanted.fc1_weight || wants_grad(fc1_bias) || probs.requires_grad();
+    const bool scales_bias = fc2_bias && probs.requires_grad();
+    const BelowAutograd guard;
+    Kept kept;
+    const Tensor output = forward_of(mlp, formats, wanted, kept);
+    ctx->save_for_backward({kept.input.data, kept.input.scale, kept.input.amax, kept.activation.data,
+                            kept.activation.scale, kept.activation.amax, kept.fc1.data, kept.fc1.scale,
+                            kept.fc1.amax, kept.fc2.data, kept.fc2.scale, kept.fc2.amax, kept.linear,
+                            group_sizes, probs, scales_bias ? *fc2_bias : Tensor()});
+    ctx->saved_data["input_format"] = input_key;
+    ctx->saved_data["weight_format"] = std::string(weight_key);
+    ctx->saved_data["grad_format"] = grad_key;
+    ctx->saved_data["fc1_columns"] = !formats.native() && rounds_weight_columns(fc1_weight, formats);
+    ctx->saved_data["fc2_columns"] = !formats.native() && rounds_weight_columns(fc2_weight, formats);
+    if (quantized_fc1) ctx->saved_data["fc1_given"] = true;
+    if (quantized_fc2) ctx->saved_data["fc2_given"] = true;
+    ctx->saved_data["has_fc1_bias"] = fc1_bias.has_value();
+    ctx->saved_data["has_fc2_bias"] = fc2_bias.has_value();
+    EarlyRelease::prepare(ctx);
+    return output;
+  }
+
+  static Kept unpack(const variable_list& saved) {
+    return {{saved[0], saved[1], saved[2]},
+            {saved[3], saved[4], saved[5]},
+            {saved[6], saved[7], saved[8]},
+            {saved[9], saved[10], saved[11]},
+            saved[12]};
+  }
+
+  // Gradients of weights that take more than is freed after them come late: that of the second weight when what the
+  // activation's gradient was made of is freed, that of the first when the first weight's copy for the data gradient is.
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const std::string input_key = ctx->saved_data["input_format"].toStringRef();
+    const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
+    const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
+    const RoleFormats formats = role_formats(kOp, input_key, weight_key, grad_key);
+    const Kept kept = unpack(saved);
+    const Tensor &grad = grads[0], &group_sizes = saved[13], &probs = saved[14];
+    const at::ScalarType dtype = grad.scalar_type();
+    const bool wants_input = ctx->needs_input_grad(0), wants_fc1 = ctx->needs_input_grad(1),
+               wants_fc2 = ctx->needs_input_grad(2), wants_probs = ctx->needs_input_grad(4),
+               wants_fc1_bias = ctx->saved_data["has_fc1_bias"].toBool() && ctx->needs_input_grad(5);
+    const bool wants_linear = wants_input || wants_fc1 || wants_fc1_bias || wants_probs;
+
+    auto [grad_fc2_bias, grad_probs] = fc2_bias_gradients(ctx, grad, group_sizes, probs, saved[15]);
+    Tensor grad_input, grad_fc1, grad_fc1_bias, grad_fc2;
+    Rounded g;
+    if (wants_linear || wants_fc2) {
+      g = round_role(grad, group_sizes, formats.grad, grad_key, wants_linear, wants_fc2);
+    }
+    const EarlyRelease release(ctx);
+    Rounded linear;  // gradient of the first product
+    const auto multiply_fc2 = [&] {
+      if (wants_fc2) {
+        grad_fc2 = multiply_columns({g.columns, grad_key}, {columns_of(kept.activation), input_key},
+                                    group_sizes, dtype);
+      }
+      g.columns = {};
+      release(kept.activation.data);
+    };
+    const auto multiply_fc1 = [&] {
+      if (wants_fc1) {
+        grad_fc1 = multiply_columns({linear.columns, grad_key}, {columns_of(kept.input), input_key},
+                                    group_sizes, dtype);
+      }
+      linear.columns = {};
+      if (kept.input.scale.defined()) release(kept.input.data);
+    };
+    const bool fc2_is_late = wants_fc2 && grows(g.columns, kept.activation, group_sizes, dtype);
+    if (!fc2_is_late) multiply_fc2();
+    if (wants_linear) {
+      const bool fc2_columns = ctx->saved_data["fc2_columns"].toBool();
+      HiddenGradient hidden = data_gradient_then_activation_backward(
+          std::move(g.rows), kept.fc2, fc2_columns, kept.linear, group_sizes, probs, formats,
+          {wants_input, wants_fc1, wants_fc1_bias});
+      release(kept.linear);
+      if (is_rounded(ctx, kept.fc2, "fc2_given")) release(kept.fc2.data);
+      linear = std::move(hidden.linear.values);
+      grad_fc1_bias = hidden.linear.bias;
+      if (wants_probs) {
+        grad_probs = grad_probs.defined() ? at::add(grad_probs, hidden.probs) : hidden.probs;
+      }
+    }
+    if (fc2_is_late) multiply_fc2();
+    const bool fc1_is_late = wants_fc1 && is_rounded(ctx, kept.fc1, "fc1_given") &&
+                             grows(linear.columns, kept.input, group_sizes, dtype);
+    if (!fc1_is_late) multiply_fc1();
+    if (wants_input) {
+      const bool fc1_columns = ctx->saved_data["fc1_columns"].toBool();
+      grad_input = multiply({linear.rows, grad_key}, {kept.fc1, weight_key}, group_sizes, std::nullopt,
+                            std::nullopt, fc1_columns, dtype);
+    }
+    linear.rows = {};
+    if (is_rounded(ctx, kept.fc1, "fc1_given")) release(kept.fc1.data);
+    if (fc1_is_late) multiply_fc1();
+    return {grad_input,    grad_fc1, grad_fc2, Tensor(), grad_probs, grad_fc1_bias,
+            grad_fc2_bias, Tensor(), Tensor(), Tensor(), Tensor(),   Tensor()};
+  }
+
+  // Whether the gradient of a weight takes more than is freed of what it is made of, as it does where experts have fewer rows
+  // than their weights are wide. Sizes that a tracer leaves open say no.
+  static bool grows(const Scaled& grad, const Scaled& activation, const Tensor& group_sizes,
+                    at::ScalarType dtype) {
+    const auto elements = [](const Scaled& matrix) { return matrix.data.sym_numel().maybe_as_int(); };
+    const auto lines = [](const Tensor& matrix) { return matrix.sym_size(0).maybe_as_int(); };
+    const auto freed = elements(grad), kept = elements(activation);
+    const auto rows = lines(grad.data), columns = lines(columns_of(activation).data),
+               groups = lines(group_sizes);
+    if (!freed || !kept || !rows || !columns || !groups) return false;
+    const int64_t own = *groups * *rows * *columns * static_cast<int64_t>(c10::elementSize(dtype));
+    const int64_t of_grad = grad.scale.defined() ? *freed : 0;  // else it is the caller's, or needed as rows
+    return own > of_grad * grad.data.element_size() + *kept * activation.data.element_size();
+  }
+
+  // Whether the forward rounded a weight: without a scale it is the parameter, and a `given` one is the caller's.
+  static bool is_rounded(const AutogradContext* ctx, const Scaled& weight, const char* given) {
+    return weight.scale.defined() && ctx->saved_data.find(given) == ctx->saved_data.end();
+  }
+
+  // Of the second bias, and what it adds to that of the probabilities, which scale it: from the gradient before it is
+  // rounded. `bias` was saved when that is wanted.
+  static std::pair<Tensor, Tensor> fc2_bias_gradients(AutogradContext* ctx, const Tensor& grad,
+                                                      const Tensor& group_sizes, const Tensor& probs,
+                                                      const Tensor& bias) {
+    if (!ctx->saved_data["has_fc2_bias"].toBool()) return {};
+    const bool wants_bias = ctx->needs_input_grad(ctx->saved_data["has_fc1_bias"].toBool() ? 6 : 5);
+    const bool wants_probs = ctx->needs_input_grad(4);
+    if (!wants_bias && !wants_probs) return {};
+    const auto [grad_bias, grad_probs] =
+        call_grouped_bias_backward(grad, group_sizes, wants_probs ? as_optional(bias) : std::nullopt, probs);
+    return {wants_bias ? grad_bias : Tensor(), wants_probs ? grad_probs : Tensor()};
+  }
+};
+
+Tensor grouped_mlp_meta(const Tensor& input, const Tensor& fc1_weight, const Tensor& fc2_weight,
+                        const Tensor& group_sizes, const Tensor& probs, const OptionalTensor& fc1_bias,
+                        const OptionalTensor& fc2_bias, std::string_view input_format,
+                        std::string_view weight_format, std::string_view grad_format,
+                        OptionalList quantized_fc1, OptionalList quantized_fc2) {
+  const MlpArguments mlp{input,    fc1_weight, fc2_weight,    group_sizes,  probs,
+                         fc1_bias, fc2_bias,   quantized_fc1, quantized_fc2};
+  check_grouped_mlp(mlp, input_format, weight_format, grad_format);
+  return empty(input, input.sym_sizes(), input.scalar_type());
+}
+
+Tensor grouped_mlp(const Tensor& input, const Tensor& fc1_weight, const Tensor& fc2_weight,
+                   const Tensor& group_sizes, const Tensor& probs, const OptionalTensor& fc1_bias,
+                   const OptionalTensor& fc2_bias, std::string_view input_format,
+                   std::string_view weight_format, std::string_view grad_format, OptionalList quantized_fc1,
+                   OptionalList quantized_fc2) {
+  const MlpArguments mlp{input,    fc1_weight, fc2_weight,    group_sizes,  probs,
+                         fc1_bias, fc2_bias,   quantized_fc1, quantized_fc2};
+  const RoleFormats formats = check_grouped_mlp(mlp, input_format, weight_format, grad_format);
+  check_rounding(mlp, formats, false);
+  const BelowAutograd guard;
+  Kept nothing;
+  return forward_of(mlp, formats, {}, nothing);
+}
+
+Tensor grouped_mlp_autograd(const Tensor& input, const Tensor& fc1_weight, const Tensor& fc2_weight,
+                            const Tensor& group_sizes, const Tensor& probs, const OptionalTensor& fc1_bias,
+                            const OptionalTensor& fc2_bias, std::string_view input_format,
+                            std::string_view weight_format, std::string_view grad_format,
+                            OptionalList quantized_fc1, OptionalList quantized_fc2) {
+  if (!any_wants_grad(input, fc1_weight, fc2_weight, probs, fc1_bias, fc2_bias)) {
+    using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                             const OptionalTensor&, const OptionalTensor&, std::string_view, std::string_view,
+                             std::string_view, OptionalList, OptionalList);
+    static const auto op = find_op<Signature>(kOp);
+    const BelowAutograd guard;
+    return op.call(input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias, input_format,
+                   weight_format, grad_format, quantized_fc1, quantized_fc2);
+  }
+  const MlpArguments mlp{input,    fc1_weight, fc2_weight,    group_sizes,  probs,
+                         fc1_bias, fc2_bias,   quantized_fc1, quantized_fc2};
+  const RoleFormats formats = check_grouped_mlp(mlp, input_format, weight_format, grad_format);
+  check_rounding(mlp, formats, fc1_weight.requires_grad() || fc2_weight.requires_grad());
+  return GroupedMlpFunction::apply(input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias,
+                                   input_format, weight_format, grad_format, quantized_fc1, quantized_fc2);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { m.impl(kOp, grouped_mlp); }
+TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl(kOp, grouped_mlp_meta); }
+TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl(kOp, grouped_mlp_autograd); }
+#ifdef TRANSFORMER_PLUGIN_CUDA
+TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { m.impl(kOp, grouped_mlp); }
+#endif
+
+}  // namespace transformer_plugin::gemm

@@ -1,0 +1,323 @@
+// linear_scaled and grouped_linear_scaled: linear and grouped_linear in fp8_tensor with delayed scaling. One state
+// tensor holds the scales of the input (of each group), then of the weight, then of the gradient. The ops that end in
+// an underscore collect their amaxes in another, that of the gradient from inside the backward.
+#include <ATen/ops/mul.h>
+#include <torch/library.h>
+
+#include "common/autograd.h"
+#include "common/tensor.h"
+#include "gemm/dispatch/checks.h"
+#include "gemm/dispatch/quantized_gemm.h"
+#include "gemm/ops/calls.h"
+#include "gemm/ops/leading_dims.h"
+#include "linear/nonfinite.h"
+#include "quantize/ops/calls.h"
+#include "quantize/ops/operand.h"
+#include "quantize/ops/scaled.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+struct Keys {
+  std::string_view input, weight, grad;
+};
+
+// input [M, K] and weight [N, K]; or, with group sizes, input [T, K] and weight [G, N, K].
+struct Layer {
+  const char* op;
+  const Tensor& input;
+  const Tensor& weight;
+  const OptionalTensor& group_sizes;
+  const OptionalTensor& bias;
+  const OptionalTensor& bias_scale;
+  const Tensor& scale;
+  const OptionalTensor& amax;
+  const Keys& keys;
+};
+
+// Where a role's scales begin: 0 input, 1 weight, 2 gradient.
+int64_t first_of(int64_t role, const Tensor& weight) {
+  return weight.dim() == 3 ? role * weight.sym_size(0).guard_int(__FILE__, __LINE__) : role;
+}
+
+void check_layer(const Layer& layer) {
+  const Argument input{layer.op, "input", layer.input}, weight{layer.op, "weight", layer.weight};
+  const bool grouped = layer.group_sizes.has_value();
+  check_dtype(input, kFloatTypes);
+  if (grouped) {
+    check_dim(input, 2);
+  } else {
+    TP_CHECK_VALUE(layer.input.dim() > 0, layer.op, "input", "at least 1 dimension", describe(layer.input),
+                   "Reshape it first");
+  }
+  check_pair(weight, input, grouped ? 3 : 2);
+  check_size(weight, grouped ? 2 : 1, layer.input.sym_size(-1), "the last dimension of 'input'");
+  if (grouped) check_groups({layer.op, "group_sizes", *layer.group_sizes}, input, weight);
+  const std::optional<c10::SymInt> groups =
+      grouped ? std::optional<c10::SymInt>(layer.weight.sym_size(0)) : std::nullopt;
+  if (layer.bias) check_bias({layer.op, "bias", *layer.bias}, input, groups, layer.weight.sym_size(-2));
+  if (layer.bias_scale) {
+    check_bias_scale({layer.op, "bias_scale", *layer.bias_scale}, layer.bias.has_value(), input);
+  }
+  const c10::SymInt count = groups ? *groups * 3 : c10::SymInt(3);
+  const auto check_state = [&](const char* name, const Tensor& state) {
+    const Argument argument{layer.op, name, state};
+    quantize::check_scale_run(argument, input, 0, count);
+    check_size(argument, 0, count, "those of input, weight and gradient, one for each group");
+  };
+  check_state("scale", layer.scale);
+  if (layer.amax) {
+    check_state("amax", *layer.amax);
+    check_written({layer.op, "amax", *layer.amax});
+  }
+  quantize::given_scale_format(layer.op, "input_format", layer.keys.input);
+  quantize::given_scale_format(layer.op, "weight_format", layer.keys.weight);
+  quantize::given_scale_format(layer.op, "grad_format", layer.keys.grad);
+}
+
+// A tensor in FP8 and its decode scales.
+struct Rounded {
+  Tensor data, scale;
+};
+
+Rounded round_role(const Tensor& x, const OptionalTensor& group_sizes, const Tensor& scale,
+                   std::string_view key, const OptionalTensor& amax, int64_t first) {
+  Rounded result;
+  std::tie(result.data, result.scale) =
+      quantize::call_quantize_scaled(x, group_sizes, scale, key, amax, first);
+  if (marks_nonfinite(key)) result.scale = at::mul(result.scale, nonfinite_mark(x, group_sizes));
+  return result;
+}
+
+Tensor multiply(const Rounded& a, std::string_view a_key, const Rounded& b, std::string_view b_key,
+                const Layer& layer, bool transpose_b) {
+  const at::ScalarType dtype = layer.input.scalar_type();
+  if (!layer.group_sizes) {
+    return call_gemm_quantized(a.data, a.scale, b.data, b.scale, a_key, b_key, dtype, layer.bias,
+                               transpose_b);
+  }
+  return call_grouped_gemm_quantized(a.data, a.scale, b.data, b.scale, *layer.group_sizes, a_key, b_key,
+                                     dtype, layer.bias, layer.bias_scale, transpose_b);
+}
+
+// The same values in lines of what were columns: a view, unless kernels multiply codes, which want lines.
+Rounded turned(const Rounded& x, std::string_view key, const OptionalTensor& group_sizes) {
+  if (!has_code_kernels(x.data)) return {x.data.t(), x.scale};
+  Rounded result;
+  std::tie(result.data, result.scale) =
+      quantize::call_requantize_transposed(x.data, x.scale, key, at::kFloat, group_sizes);
+  return result;
+}
+
+// grad^T @ input: [N, K], or one for each group.
+Tensor multiply_columns(const Rounded& grad, std::string_view grad_key, const Rounded& input,
+                        std::string_view input_key, const OptionalTensor& group_sizes, at::ScalarType dtype) {
+  const Rounded g = turned(grad, grad_key, group_sizes), x = turned(input, input_key, group_sizes);
+  return group_sizes ? call_grouped_gemm_wgrad_quantized(g.data, g.scale, x.data, x.scale, *group_sizes,
+                                                         grad_key, input_key, dtype)
+                     : call_gemm_quantized(g.data, g.scale, x.data, x.scale, grad_key, input_key, dtype,
+                                           std::nullopt, true);
+}
+
+struct Operands {
+  Rounded input, weight;
+};
+
+Operands round_operands(const Layer& layer) {
+  const OptionalTensor collects = quantize::runs_in_backward() ? std::nullopt : layer.amax;
+  return {round_role(layer.input, layer.group_sizes, layer.scale, layer.keys.input, collects, 0),
+          round_role(layer.weight, std::nullopt, layer.scale, layer.keys.weight, collects,
+                     first_of(1, layer.weight))};
+}
+
+Tensor forward_of(const Layer& layer, const Operands& operands) {
+  return multiply(operands.input, layer.keys.input, operands.weight, layer.keys.weight, layer, true);
+}
+
+// What collects is not a value that the backward reads: it may be changed in between, as by a broadcast of buffers. A
+// tracer's tensor stays as it is.
+Tensor without_version(const Tensor& amax) {
+  constexpr c10::DispatchKeySet kTraced{c10::DispatchKey::Python, c10::DispatchKey::Functionalize};
+  return amax.key_set().has_any(kTraced) ? amax : amax.variable_data();
+}
+
+template <bool is_grouped>
+class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_grouped>> {
+ public:
+  static constexpr const char* kName = is_grouped ? "grouped_linear_scaled" : "linear_scaled";
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
+                        const OptionalTensor& group_sizes, const OptionalTensor& bias,
+                        const OptionalTensor& bias_scale, const Tensor& scale, const OptionalTensor& amax,
+                        std::string_view input_key, std::string_view weight_key, std::string_view grad_key) {
+    const bool wants_input = input.requires_grad(), wants_weight = weight.requires_grad();
+    const BelowAutograd guard;
+    const Keys keys{input_key, weight_key, grad_key};
+    const Layer layer{"", input, weight, group_sizes, bias, bias_scale, scale, amax, keys};
+    const Operands operands = round_operands(layer);
+    const Tensor none;
+    ctx->save_for_backward(
+        {wants_weight ? operands.input.data : none, wants_weight ? operands.input.scale : none,
+         wants_input ? operands.weight.data : none, wants_input ? operands.weight.scale : none,
+         or_undefined(group_sizes), wants_grad(bias_scale) ? *bias : none, or_undefined(bias_scale), scale,
+         amax ? without_version(*amax) : none});
+    ctx->saved_data["input_format"] = std::string(input_key);
+    ctx->saved_data["weight_format"] = std::string(weight_key);
+    ctx->saved_data["grad_format"] = std::string(grad_key);
+    ctx->saved_data["weight_dtype"] = weight.scalar_type();
+    ctx->saved_data["has_bias"] = bias.has_value();
+    ctx->saved_data["first"] = first_of(2, weight);
+    return forward_of(layer, operands);
+  }
+
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const std::string input_key = ctx->saved_data["input_format"].toStringRef();
+    const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
+    const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
+    const OptionalTensor group_sizes = as_optional(saved[4]);
+    const Tensor& grad = grads[0];
+    const bool wants_input = ctx->needs_input_grad(0), wants_weight = ctx->needs_input_grad(1);
+    Tensor grad_input, grad_weight;
+    if (wants_input || wants_weight) {
+      const Rounded g = round_role(grad, group_sizes, saved[7], grad_key, as_optional(saved[8]),
+                                   ctx->saved_data["first"].toInt());
+      const Rounded x{saved[0], saved[1]}, w{saved[2], saved[3]};
+      const Keys keys{input_key, weight_key, grad_key};
+      const Layer layer{"",           grad,     w.data,       group_sizes, std::nullopt,
+                        std::nullopt, saved[7], std::nullopt, keys};
+      if (wants_input) {
+        const bool lines = has_code_kernels(w.data);
+        grad_input =
+            multiply(g, grad_key, lines ? turned(w, weight_key, std::nullopt) : w, weight_key, layer, lines);
+      }
+      if (wants_weight) {
+        grad_weight = multiply_columns(g, grad_key, x, input_key, group_sizes,
+                                       ctx->saved_data["weight_dtype"].toScalarType());
+      }
+    }
+    const auto [grad_bias, grad_bias_scale] = bias_gradients_of(ctx, grad, group_sizes, saved[5], saved[6]);
+    return {grad_input, grad_weight, Tensor(), grad_bias, grad_bias_scale,
+            Tensor(),   Tensor(),    Tensor(), Tensor(),  Tensor()};
+  }
+
+  // From the gradient before it is rounded to its format.
+  static std::pair<Tensor, Tensor> bias_gradients_of(AutogradContext* ctx, const Tensor& grad,
+                                                     const OptionalTensor& group_sizes, const Tensor& bias,
+                                                     const Tensor& bias_scale) {
+    const bool has_bias = ctx->saved_data["has_bias"].toBool();
+    if (group_sizes) return bias_gradients(ctx, has_bias, grad, *group_sizes, bias, bias_scale);
+    if (!has_bias || !ctx->needs_input_grad(2)) return {};
+    return {call_bias_backward(grad), Tensor()};
+  }
+};
+
+// What the ops that this is made of would refuse of the rows and their groups, and an amax in the memory of what is read:
+// before the first of them collects into it.
+void check_rounding(const Layer& layer, const Tensor& x) {
+  const Argument input{layer.op, "input", x};
+  const Tensor* group_sizes = layer.group_sizes ? &*layer.group_sizes : nullptr;
+  const Format format = quantize::given_scale_format(layer.op, "input_format", layer.keys.input);
+  quantize::check_matrix(input, group_sizes, format);
+  quantize::check_matrix({layer.op, "weight", layer.weight}, nullptr, format);
+  if (group_sizes) quantize::check_group_values(input, *group_sizes, 1);
+  if (!layer.amax || !has_memory(*layer.amax) || !has_memory(layer.input)) return;
+  check_apart(layer.op, {{"amax", layer.amax}},
+              {{"input", layer.input},
+               {"weight", layer.weight},
+               {"group_sizes", layer.group_sizes},
+               {"scale", layer.scale},
+               {"bias", layer.bias},
+               {"bias_scale", layer.bias_scale}});
+}
+
+Tensor run(const Layer& layer) {
+  check_layer(layer);
+  const BelowAutograd guard;
+  const Tensor x = as_matrix(layer.input);
+  check_rounding(layer, x);
+  const Layer flat{layer.op,         x,           layer.weight, layer.group_sizes, layer.bias,
+                   layer.bias_scale, layer.scale, layer.amax,   layer.keys};
+  return from_matrix(forward_of(flat, round_operands(flat)), layer.input);
+}
+
+Tensor meta(const Layer& layer) {
+  check_layer(layer);
+  return empty(layer.input, with_columns(layer.input, layer.weight.sym_size(-2)), layer.input.scalar_type());
+}
+
+template <bool is_grouped>
+Tensor apply_scaled(const Layer& layer, const Tensor& x) {
+  return LinearScaledFunction<is_grouped>::apply(x, layer.weight, layer.group_sizes, layer.bias,
+                                                 layer.bias_scale, layer.scale, layer.amax, layer.keys.input,
+                                                 layer.keys.weight, layer.keys.grad);
+}
+
+Tensor differentiable(const Layer& layer) {
+  if (!any_wants_grad(layer.input, layer.weight, layer.bias, layer.bias_scale)) return run(layer);
+  check_layer(layer);
+  const Tensor x = as_matrix(layer.input);
+  check_rounding(layer, x);
+  const auto apply = layer.group_sizes ? &apply_scaled<true> : &apply_scaled<false>;
+  return from_matrix(apply(layer, x), layer.input);
+}
+
+using Key = c10::string_view;
+using Optional = const OptionalTensor&;
+
+template <Tensor (*run_op)(const Layer&)>
+void register_dense(torch::Library& m) {
+  m.impl("linear_scaled", [](const Tensor& input, const Tensor& weight, const Tensor& scale, Optional bias,
+                             Key input_format, Key weight_format, Key grad_format) {
+    const Keys keys{input_format, weight_format, grad_format};
+    return run_op(
+        {"linear_scaled", input, weight, std::nullopt, bias, std::nullopt, scale, std::nullopt, keys});
+  });
+  m.impl(
+      "linear_scaled_", [](const Tensor& input, const Tensor& weight, const Tensor& scale, const Tensor& amax,
+                           Optional bias, Key input_format, Key weight_format, Key grad_format) {
+        const Keys keys{input_format, weight_format, grad_format};
+        return run_op({"linear_scaled_", input, weight, std::nullopt, bias, std::nullopt, scale, amax, keys});
+      });
+}
+
+template <Tensor (*run_op)(const Layer&)>
+void register_grouped(torch::Library& m) {
+  m.impl("grouped_linear_scaled",
+         [](const Tensor& input, const Tensor& weight, const Tensor& sizes, const Tensor& scale,
+            Optional bias, Optional bias_scale, Key input_format, Key weight_format, Key grad_format) {
+           const Keys keys{input_format, weight_format, grad_format};
+           return run_op(
+               {"grouped_linear_scaled", input, weight, sizes, bias, bias_scale, scale, std::nullopt, keys});
+         });
+  m.impl("grouped_linear_scaled_", [](const Tensor& input, const Tensor& weight, const Tensor& sizes,
+                                      const Tensor& scale, const Tensor& amax, Optional bias,
+                                      Optional bias_scale, Key input_format, Key weight_format,
+                                      Key grad_format) {
+    const Keys keys{input_format, weight_format, grad_format};
+    return run_op({"grouped_linear_scaled_", input, weight, sizes, bias, bias_scale, scale, amax, keys});
+  });
+}
+
+template <Tensor (*run_op)(const Layer&)>
+void register_ops(torch::Library& m) {
+  register_dense<run_op>(m);
+  register_grouped<run_op>(m);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { register_ops<run>(m); }
+TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { register_ops<meta>(m); }
+TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { register_ops<differentiable>(m); }
+#ifdef TRANSFORMER_PLUGIN_CUDA
+TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { register_ops<run>(m); }
+#endif
+
+}  // namespace transformer_plugin::gemm

@@ -1,0 +1,108 @@
+#include "linear/quantized_weight.h"
+
+#include <string>
+
+#include "gemm/dispatch/checks.h"
+#include "quantize/ops/operand.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+using at::Tensor;
+using quantize::SymSizes;
+
+// Tensors of one direction.
+size_t tensors_along_one(const Format& format) {
+  if (format.family == FormatFamily::kBFloat16) return 1;
+  return format.is_nv() ? 3 : 2;
+}
+
+struct Expected {
+  at::ScalarType dtype;
+  SymSizes sizes;
+};
+
+// Of one direction, in the order of the list.
+std::vector<Expected> expected_along(const Tensor& weight, const Format& format, bool columns) {
+  const quantize::Operand operand = quantize::operand_of(weight, false, nullptr);
+  if (format.family == FormatFamily::kBFloat16) return {{at::kBFloat16, operand.value_sizes()}};
+  std::vector<Expected> expected{
+      {quantize::element_dtype(format), operand.data_sizes(format, columns)},
+      {quantize::scale_dtype(format), operand.scale_sizes(format, columns)},
+  };
+  if (format.is_nv()) expected.push_back({at::kFloat, operand.amax_sizes(format, columns)});
+  return expected;
+}
+
+constexpr const char* kAdvice =
+    "Make it with transformer_plugin.ops.quantize_weight, of this weight and these formats, on its device";
+
+void check_entry(const Argument& entry, const Argument& weight, const Expected& expected) {
+  check_dtype(entry, {expected.dtype});
+  check_same_device(entry, weight);
+  const Tensor& tensor = entry.tensor;
+  const bool fits = tensor.dim() == static_cast<int64_t>(expected.sizes.size()) &&
+                    tensor.sym_sizes() == c10::SymIntArrayRef(expected.sizes) && tensor.is_contiguous();
+  TP_CHECK_VALUE(fits, entry.op, entry.name,
+                 "a contiguous tensor of sizes " << c10::SymIntArrayRef(expected.sizes) << " for '"
+                                                 << weight.name << "'",
+                 describe(tensor) << " with strides " << tensor.sym_strides(), kAdvice);
+  check_no_gradient(entry, "What is quantized has no gradient: detach it");
+}
+
+}  // namespace
+
+void check_unquantized_weight(const Argument& weight, const RoleFormats& formats, bool columns) {
+  TP_CHECK_VALUE(!formats.native(), weight.op, "weight_format", "a format that rounds the weight",
+                 "'" << formats.weight_key << "'", "Multiply the weight as it is");
+  quantize::check_matrix(weight, nullptr, formats.weight, columns);
+}
+
+void check_quantized_weight(const char* name, at::TensorList list, const Argument& weight,
+                            const RoleFormats& formats) {
+  const size_t one = tensors_along_one(formats.weight);
+  const bool columns = rounds_weight_columns(weight.tensor, formats),
+             either = weight.tensor.is_meta() && list.size() == 2 * one;
+  const size_t count = columns ? 2 * one : one;
+  TP_CHECK_VALUE(list.size() == count || either, weight.op, name,
+                 count << " tensors, those of '" << formats.weight_key << "' along rows"
+                       << (columns ? " and along columns" : " alone"),
+                 list.size(), kAdvice);
+  for (size_t i = 0; i < list.size(); i += one) {
+    const std::vector<Expected> expected = expected_along(weight.tensor, formats.weight, i > 0);
+    for (size_t j = 0; j < one; ++j) {
+      const std::string entry = std::string(name) + "[" + std::to_string(i + j) + "]";
+      check_entry({weight.op, entry.c_str(), list[i + j]}, weight, expected[j]);
+    }
+  }
+}
+
+void check_quantized_weight(const char* name, const OptionalList& given, const Argument& weight,
+                            const RoleFormats& formats) {
+  if (!given) return;
+  TP_CHECK_VALUE(!formats.native(), weight.op, name, "None with the format 'none', which rounds no weight",
+                 given->size() << " tensors", "Leave it out");
+  check_quantized_weight(name, *given, weight, formats);
+}
+
+std::vector<Tensor> as_list(const RoundedWeight& weight, const RoleFormats& formats, bool columns) {
+  const size_t one = tensors_along_one(formats.weight);
+  std::vector<Tensor> list;
+  const auto append = [&](const Scaled& values) {
+    const Tensor parts[] = {values.data, values.scale, values.amax};
+    list.insert(list.end(), parts, parts + one);
+  };
+  append(weight.forward);
+  if (columns) append(weight.backward);
+  return list;
+}
+
+RoundedWeight as_rounded_weight(at::TensorList list, const RoleFormats& formats, bool backward) {
+  const size_t one = tensors_along_one(formats.weight);
+  const auto part = [&](size_t first) {
+    return Scaled{list[first], one > 1 ? list[first + 1] : Tensor(), one > 2 ? list[first + 2] : Tensor()};
+  };
+  return {part(0), backward ? part(list.size() > one ? one : 0) : Scaled{}};
+}
+
+}  // namespace transformer_plugin::gemm

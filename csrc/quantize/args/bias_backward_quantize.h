@@ -1,0 +1,18 @@
+// A gradient quantized, and summed over its rows on the way: the gradient of a bias, from one reading of both.
+#pragma once
+
+#include "common/column_sums.h"
+#include "quantize/args/quantize.h"
+#include "quantize/args/quantize_nv.h"
+
+namespace transformer_plugin::quantize {
+
+static_assert(kTile == kSumRows, "a tile holds a whole branch of the sums' tree");
+
+void bias_backward_quantize_cpu(const QuantizeArgs& args, const ColumnSums& sums);
+void bias_backward_quantize_cpu(const NvArgs& args, const ColumnSums& sums);
+void launch_bias_backward_quantize(const QuantizeArgs& args, const ColumnSums& sums, void* stream);
+void launch_bias_backward_quantize_mx(const QuantizeArgs& args, const ColumnSums& sums, void* stream);
+void launch_bias_backward_quantize_nv(const NvArgs& args, const ColumnSums& sums, void* stream);
+
+}  // namespace transformer_plugin::quantize

@@ -1,0 +1,41 @@
+// SwiGLU times a probability per row, rounded to the dtype of its input, then quantized; and its backward, whose two
+// halves lie side by side in one matrix that is quantized in both directions. What is between the steps exists only in
+// registers.
+#pragma once
+
+#include "activation/swiglu.h"
+#include "quantize/args/quantize.h"
+#include "quantize/args/quantize_nv.h"
+
+namespace transformer_plugin::quantize {
+
+// `args.input` is the activation's input, [rows, 2 * cols]; `probs` is [rows], or null for 1.
+void swiglu_quantize_cpu(const QuantizeArgs& args, const float* probs);
+void swiglu_quantize_cpu(const NvArgs& args, const float* probs);
+void launch_swiglu_quantize(const QuantizeArgs& args, const float* probs, void* stream);
+void launch_swiglu_quantize_mx(const QuantizeArgs& args, const float* probs, void* stream);
+void launch_swiglu_quantize_nv(const NvArgs& args, const float* probs, void* stream);
+
+// Columns of `args` are 2F, F a multiple of kTile, so that both halves begin on a tile. `swiglu.grad_input` is null.
+using SwigluBackwardArgs = activation::SwigluBackwardArgs;
+void swiglu_backward_quantize_cpu(const QuantizeArgs& args, const SwigluBackwardArgs& swiglu);
+void swiglu_backward_quantize_cpu(const NvArgs& args, const SwigluBackwardArgs& swiglu);
+void launch_swiglu_backward_quantize(const QuantizeArgs& args, const SwigluBackwardArgs& swiglu,
+                                     void* stream);
+void launch_swiglu_backward_quantize_mx(const QuantizeArgs& args, const SwigluBackwardArgs& swiglu,
+                                        void* stream);
+void launch_swiglu_backward_quantize_nv(const NvArgs& args, const SwigluBackwardArgs& swiglu, void* stream);
+
+// The two tiles of one tile of F columns: of the gate's gradient, and of the linear part's.
+TP_HOST_DEVICE Layout half_of(Layout layout) {
+  layout.cols /= 2;
+  return layout;
+}
+
+TP_HOST_DEVICE Tile linear_tile(Tile tile, int64_t features) {
+  tile.col += features;
+  tile.col_tile += features / kTile;
+  return tile;
+}
+
+}  // namespace transformer_plugin::quantize

@@ -1,0 +1,45 @@
+#include "quantize/args/quantize_rowwise.h"
+#include "quantize/cpu/abs_max.h"
+
+namespace transformer_plugin::quantize {
+namespace {
+
+constexpr int64_t kWorth = 32768;  // elements that are worth a thread
+
+template <typename T>
+TP_CPU_CLONES Bits<T> largest_of(const T* values, int64_t count) {
+  return largest_bits(values, count);
+}
+
+template <DType element, typename T>
+TP_CPU_CLONES void convert_row(const T* __restrict values, int64_t count, float scale,
+                               uint8_t* __restrict codes) {
+  for (int64_t c = 0; c < count; ++c) {
+    codes[c] = float_to_fp8<element>(static_cast<float>(values[c]) * scale);
+  }
+}
+
+// The second reading of a row finds it in a cache.
+template <DType element, typename T>
+void quantize_rows(const QuantizeRowwiseArgs& args) {
+  const int64_t grain = std::max<int64_t>(1, kWorth / std::max<int64_t>(1, args.cols));
+  at::parallel_for(0, args.rows, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* values = static_cast<const T*>(args.input) + row * args.cols;
+      const float scale = encode_scale(float_of_bits<T>(largest_of(values, args.cols)), args.rule);
+      convert_row<element>(values, args.cols, scale, args.codes + row * args.cols);
+      args.scale[row] = 1.0f / scale;
+    }
+  });
+}
+
+}  // namespace
+
+void quantize_rowwise_cpu(const QuantizeRowwiseArgs& args) {
+  visit_fp8(args.element, [&](auto element) {
+    visit_float(args.dtype,
+                [&](auto type) { quantize_rows<decltype(element)::value, decltype(type)>(args); });
+  });
+}
+
+}  // namespace transformer_plugin::quantize

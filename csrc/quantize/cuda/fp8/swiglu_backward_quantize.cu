@@ -1,0 +1,12 @@
+#include "quantize/cuda/fp8/streaming.cuh"
+#include "quantize/cuda/fused/swiglu_backward_quantize.cuh"
+
+namespace transformer_plugin::quantize {
+
+void launch_swiglu_backward_quantize(const QuantizeArgs& args, const SwigluBackwardArgs& swiglu,
+                                     void* stream) {
+  if (block_grid(args.layout) == 0) launch_tensor_scales(args, stream);
+  launch_backward<Fp8Family, Fp8Stream>(args, swiglu, stream);
+}
+
+}  // namespace transformer_plugin::quantize

@@ -1,0 +1,23 @@
+#include "quantize/args/swiglu_quantize.h"
+#include "quantize/cuda/fp8/streaming.cuh"
+#include "quantize/cuda/fused/swiglu_source.cuh"
+#include "quantize/cuda/fused/swiglu_stream.cuh"
+
+namespace transformer_plugin::quantize {
+
+void launch_swiglu_quantize(const QuantizeArgs& args, const float* probs, void* stream) {
+  const unsigned grid = block_grid(args.layout);
+  if (grid == 0) return launch_tensor_scales(args, stream);
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (can_stream(args, args.input)) return launch_swiglu_stream<Fp8Stream>(args, probs, cuda_stream);
+  visit_device_float(args.dtype, [&](auto type) {
+    visit_fp8(args.element, [&](auto element) {
+      using Source = SwigluSource<decltype(type)>;
+      quantize_kernel<Source, decltype(element)::value>
+          <<<grid, kThreads, 0, cuda_stream>>>(args, Source{probs});
+    });
+  });
+  check_launch("quantize_kernel");
+}
+
+}  // namespace transformer_plugin::quantize

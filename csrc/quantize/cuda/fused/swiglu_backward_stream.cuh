@@ -1,0 +1,172 @@
+// The backward of SwiGLU, quantized, on rows that stream (row_stream.cuh): a block computes the gradients of 128x128
+// features, of the gate and of the linear part, quantizes the rows of both on the way and then their columns.
+#pragma once
+
+#include "common/shared_memory.cuh"
+#include "quantize/args/swiglu_quantize.h"
+#include "quantize/cuda/fused/swiglu_stream.cuh"
+
+namespace transformer_plugin::quantize {
+
+// Gradients of 8 features, rounded, and the sum of their terms of the probability's gradient as a tree.
+template <typename T>
+struct EightGradients {
+  Eight<T> gates, linears;
+  float sum;
+};
+
+// Two features of EightGradients, given their sigmoids: gradients in the place of the values, and the sum of the terms.
+template <typename T>
+__device__ __forceinline__ float gradients_of_two(float2 sigmoid, Two<T> grads, Two<T>& gates,
+                                                  Two<T>& linears, float prob) {
+  const float2 grad = to_floats(grads), gate = to_floats(gates), linear = to_floats(linears);
+  const auto x = activation::swiglu_gradient_at(sigmoid.x, grad.x, gate.x, linear.x, prob);
+  const auto y = activation::swiglu_gradient_at(sigmoid.y, grad.y, gate.y, linear.y, prob);
+  gates = two_from_floats<T>(x.gate, y.gate);
+  linears = two_from_floats<T>(x.linear, y.linear);
+  return grad.x * x.activation + grad.y * y.activation;
+}
+
+template <typename T>
+__device__ __forceinline__ EightGradients<T> gradients_of(Eight<T> grads, Eight<T> gates, Eight<T> linears,
+                                                          float prob) {
+  float sums[kStreamCols / 2] = {};
+  if (are_in_range(gates)) {
+#pragma unroll
+    for (int i = 0; i < kStreamCols / 2; ++i) {
+      sums[i] =
+          gradients_of_two<T>(sigmoids_in_range(gates.at[i]), grads.at[i], gates.at[i], linears.at[i], prob);
+    }
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < kStreamCols / 2; ++i) {
+      const float2 gate = to_floats(gates.at[0]);
+      const float2 sigmoid = {sigmoid_of_number_f32(gate.x), sigmoid_of_number_f32(gate.y)};
+      Two<T> of_gates = gates.at[0], of_linears = linears.at[0];
+      const float sum = gradients_of_two<T>(sigmoid, rotate(grads, zeros<T>()), of_gates, of_linears, prob);
+      rotate(gates, of_gates);
+      rotate(linears, of_linears);
+      sums[0] = sums[1], sums[1] = sums[2], sums[2] = sums[3], sums[3] = sum;
+    }
+  }
+  return {gates, linears, (sums[0] + sums[1]) + (sums[2] + sums[3])};
+}
+
+// Two rows of the warp after two.
+template <typename T>
+struct SwigluBackwardStream {
+  const T* grad;
+  SwigluStream<T> input;
+  Eight<T> grads;  // of the next step
+
+  __device__ __forceinline__ SwigluBackwardStream(const SwigluBackwardArgs& args, const Tile& tile,
+                                                  const StreamPlace& place)
+      : grad(static_cast<const T*>(args.grad) + place.row * args.features + place.col),
+        input(args.input, args.features, args.probs, tile, place) {
+    fetch(place.loads > 0);
+  }
+
+  __device__ __forceinline__ void fetch(bool inside) {
+    grads = load_eight(grad, inside);
+    grad += kStreamRows * input.linear;
+  }
+
+  __device__ __forceinline__ EightGradients<T> next(int r, const StreamPlace& place) {
+    const Eight<T> own_grads = grads;
+    fetch(r + kStreamRows < place.loads);
+    Eight<T> gates, linears;
+    const float prob = input.take(r, place, gates, linears);
+    return gradients_of(own_grads, gates, linears, prob);
+  }
+};
+
+// Sums of rows over their lanes, each kept by the lane of its step.
+struct StreamSums {
+  int own;
+  float kept = 0.0f;
+
+  __device__ __forceinline__ explicit StreamSums(const StreamPlace& place)
+      : own(place.lane % kStreamLanes * kStreamRows) {
+    keep(own);
+  }
+  __device__ __forceinline__ void add(float sum, int r) {
+#pragma unroll
+    for (int distance = 1; distance < kStreamLanes; distance *= 2) {
+      sum = sum + __shfl_xor_sync(0xffffffffu, sum, distance);
+    }
+    if (own == r) kept = sum;
+  }
+  __device__ __forceinline__ void finish(const SwigluBackwardArgs& args, const Tile& tile,
+                                         const StreamPlace& place) const {
+    const int row = own + place.lane / kStreamLanes;
+    if (row < kRowsPerThread && place.warp_row + row < tile.rows) {
+      args.partial[tile.col_tile * args.rows + tile.row + place.warp_row + row] = kept + 0.0f;
+    }
+  }
+};
+
+inline constexpr int kBackwardBlocks = 3;  // what shared memory holds
+
+template <typename T, typename Family>
+struct BackwardStreamShared {
+  StreamTile<T> gates, linears;
+  typename Family::Columns columns;
+};
+
+template <typename T, typename Family, DType element>
+__global__ void __launch_bounds__(kThreads, kBackwardBlocks)
+    swiglu_backward_stream_kernel(const __grid_constant__ QuantizeArgs given,
+                                  const __grid_constant__ SwigluBackwardArgs swiglu) {
+  using Writer = RowWriter<typename Family::template Rows<element>>;
+  wait_for_the_kernel_before();
+  extern __shared__ __align__(16) uint8_t memory[];
+  auto& shared = *reinterpret_cast<BackwardStreamShared<T, Family>*>(memory);
+  const QuantizeArgs args = streamed(given, Family::kMode);
+  for_each_tile(half_of(args.layout), [&](Tile tile) {
+    const Tile second = linear_tile(tile, swiglu.features);
+    Family::begin(args, second);
+    if (!Family::begin(args, tile)) return;
+    const StreamPlace place(tile);
+    SwigluBackwardStream<T> source(swiglu, tile, place);
+    Writer of_gates(args, tile, place, 0), of_linears(args, tile, place, swiglu.features);
+    StreamSums sums(place);
+#pragma unroll 1
+    for (int r = 0; r < kRowsPerThread; r += kStreamRows) {
+      const EightGradients<T> gradients = source.next(r, place);
+      shared.gates.put(gradients.gates, r, place);
+      shared.linears.put(gradients.linears, r, place);
+      if (args.rowwise) of_gates.add(args, gradients.gates, r, place);
+      if (args.rowwise) of_linears.add(args, gradients.linears, r, place);
+      if (swiglu.partial) sums.add(gradients.sum, r);
+    }
+    if (swiglu.partial) sums.finish(swiglu, tile, place);
+    if (args.rowwise) of_gates.scales.finish(args, tile, place);
+    if (args.rowwise) of_linears.scales.finish(args, second, place);
+    if (!args.transposed) return;
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      StreamTile<T>& waiting = half == 0 ? shared.gates : shared.linears;
+      Family::template write_transposed<element>(args, tile, place, shared.columns, waiting);
+      tile = second;
+    }
+  });
+}
+
+template <typename Family>
+void launch_backward_stream(const QuantizeArgs& args, const SwigluBackwardArgs& swiglu, unsigned grid,
+                            cudaStream_t stream) {
+  visit_fp8(args.element, [&](auto element) {
+    const auto launch = [&](auto type) {
+      using T = decltype(type);
+      const auto kernel = swiglu_backward_stream_kernel<T, Family, decltype(element)::value>;
+      constexpr int bytes = sizeof(BackwardStreamShared<T, Family>);
+      static DynamicSharedMemory memory;
+      memory.allow(kernel, bytes);
+      launch_early(kernel, grid, kThreads, bytes, stream, args, swiglu);
+    };
+    args.dtype == DType::kFloat16 ? launch(__half{}) : launch(__nv_bfloat16{});
+  });
+  check_launch("swiglu_backward_stream_kernel");
+}
+
+}  // namespace transformer_plugin::quantize

@@ -1,0 +1,280 @@
+// 16 values under one scale to E2M1: what a thread does with them.
+//
+// A GPU has half as many units for minima, shifts and bytes as for products and sums, so codes are found and put
+// together by products and sums where that can be. Values that are NaN, or not below 7 in units of their scale, which no
+// scale found from their own largest magnitude leaves them unless it is subnormal, go a longer way, out of line.
+#pragma once
+
+#include "quantize/cuda/nvfp4/hadamard.cuh"
+
+namespace transformer_plugin::quantize {
+
+// kAny: as the method says when the kernel runs. For kernels that are not worth an instance of each.
+enum class NvCoding { kNearest, kStochastic, kFourOverSix, kAny };
+
+// Eight codes in each word.
+struct NvBlock {
+  uint2 codes;
+  uint8_t scale;
+};
+
+// Values, and the sign of each where bit 3 of its code will be.
+struct NvValues {
+  float at[kNvBlock];
+  uint2 signs;
+};
+
+// Below it the nearest place is at most 7.
+inline constexpr float kNvFastBound = 7.0f;
+
+// Bit 7 of bytes: those of values 0, 2, 4 and 6, and of values 1, 3, 5 and 7.
+__device__ __forceinline__ uint32_t place_signs(uint32_t even, uint32_t odd) {
+  return ((even >> 4) & 0x08080808u) | (odd & 0x80808080u);
+}
+
+__device__ __forceinline__ uint32_t top_bytes(float a, float b, float c, float d) {
+  const uint32_t ab = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x0073);
+  return __byte_perm(ab, __byte_perm(__float_as_uint(c), __float_as_uint(d), 0x0073), 0x5410);
+}
+
+__device__ __forceinline__ uint32_t signs_of(const float* x) {
+  return place_signs(top_bytes(x[0], x[2], x[4], x[6]), top_bytes(x[1], x[3], x[5], x[7]));
+}
+
+// Of four words, each of two neighbours.
+__device__ __forceinline__ uint32_t signs_of(const uint32_t* pairs) {
+  const uint32_t low = __byte_perm(pairs[0], pairs[1], 0x7351),
+                 high = __byte_perm(pairs[2], pairs[3], 0x7351);
+  return place_signs(__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
+}
+
+// Largest magnitudes of which a NaN is one; of two neighbours with a sign that means nothing.
+__device__ __forceinline__ float max_abs_nan(float largest, float value) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(largest), "f"(fabsf(value)));
+  return result;
+}
+__device__ __forceinline__ Two<float> max_abs_nan(Two<float> largest, Two<float> values) {
+  return {max_abs_nan(largest.x, values.x), max_abs_nan(largest.y, values.y)};
+}
+template <typename T>
+__device__ __forceinline__ Two<T> max_abs_nan(Two<T> largest, Two<T> values) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+  uint32_t x, y;
+  memcpy(&x, &largest, sizeof(x));
+  memcpy(&y, &values, sizeof(y));
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
+  } else {
+    asm("max.NaN.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
+  }
+  memcpy(&largest, &x, sizeof(x));
+  return largest;
+#else
+  return {__hmax2_nan(__habs2(largest), __habs2(values))};
+#endif
+}
+
+// 16 neighbours that lie in pairs. Returns their largest magnitude, NaN if one is.
+template <typename T>
+__device__ __forceinline__ float unpack(const NvPairs<T>& pairs, NvValues& values) {
+  Two<T> largest = zeros<T>();
+#pragma unroll
+  for (int i = 0; i < kNvBlock / 2; ++i) {
+    largest = max_abs_nan(largest, pairs[i]);
+    const float2 two = to_floats(pairs[i]);
+    values.at[2 * i] = two.x;
+    values.at[2 * i + 1] = two.y;
+  }
+  if constexpr (sizeof(T) == 2) {
+    uint32_t words[kNvBlock / 2];
+    memcpy(words, pairs, sizeof(words));
+    values.signs = {signs_of(words), signs_of(words + 4)};
+  } else {
+    values.signs = {signs_of(values.at), signs_of(values.at + 8)};
+  }
+  const float2 two = to_floats(largest);
+  return max_abs_nan(fabsf(two.x), two.y);
+}
+
+template <typename Round>
+__device__ __forceinline__ uint2 pack(const float (&x)[kNvBlock], float factor, Round&& round) {
+  uint32_t words[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < kNvBlock; ++i) words[i / 8] |= round(x[i] * factor, i) << (4 * (i % 8));
+  return {words[0], words[1]};
+}
+
+// Of any values.
+__device__ __forceinline__ uint2 pack_any(const float (&x)[kNvBlock], float factor) {
+  return pack(x, factor, [](float value, int) { return e2m1_nearest(value); });
+}
+__device__ __forceinline__ uint2 pack_any(const float (&x)[kNvBlock], float factor, const Philox4& random) {
+  return pack(x, factor,
+              [&](float value, int i) { return e2m1_stochastic(value, random.word[i / 4], i % 4); });
+}
+
+// The least of three floats that are not negative: they order like their bits, for which there is one instruction.
+__device__ __forceinline__ uint32_t least_bits(float a, float b, float c) {
+  return __vimin3_u32(__float_as_uint(a), __float_as_uint(b), __float_as_uint(c));
+}
+
+// Eight codes. Places are the last bits of floats (fp4.h), which add up as integers: of the bits above them those of the
+// first two codes are left, and taken away.
+__device__ __forceinline__ uint32_t pack_nearest(const float* x, float factor, uint32_t signs) {
+  uint32_t word = 0;
+#pragma unroll
+  for (int i = 7; i >= 0; --i) {
+    const float p = fabsf(x[i]) * factor;
+    const float a = fmaf(p, 2.0f, kE2m1Shift), b = p + (kE2m1Shift + 2.0f),
+                c = fmaf(p, 0.5f, kE2m1Shift + 4.0f);
+    word = word * 16u + least_bits(a, b, c);
+  }
+  return word + signs - (kE2m1ShiftBits + (kE2m1ShiftBits << 4));
+}
+
+// Two codes rounded at random, from bit 9 of each half on, of magnitudes in units of four times their scale, and of their
+// bytes in the low parts of the halves.
+//
+// E2M1 of at least 1 is a float that is cut off behind the first bit of its mantissa; below 1 its steps are even, as those of
+// (p + 1) / 2 are, which is the larger one there and the smaller one above. A quarter of that as a half has the place above
+// 9 bits, of which the random byte takes the upper 8: what is cut off below them could not carry.
+__device__ __forceinline__ uint32_t random_places(float low, float high, uint32_t bytes) {
+  const float a = fmaxf(low, __fmaf_rd(low, 0.5f, 0.125f)), b = fmaxf(high, __fmaf_rd(high, 0.5f, 0.125f));
+  uint32_t halves;
+  asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(b), "f"(a));
+  constexpr uint32_t kMost = 0x3fff3fffu;  // of magnitudes past 6
+  return __vminu2(halves + 2u * bytes, kMost);
+}
+
+// Four codes in bytes 0 and 2.
+__device__ __forceinline__ uint32_t pack_random4(const float* x, float quarter, uint32_t random) {
+  const uint32_t even = random_places(fabsf(x[0]) * quarter, fabsf(x[2]) * quarter, random & 0x00ff00ffu);
+  const uint32_t odd =
+      random_places(fabsf(x[1]) * quarter, fabsf(x[3]) * quarter, __byte_perm(random, 0, 0x4341));
+  return ((even >> 9) & 0x00070007u) | ((odd >> 5) & 0x00700070u);
+}
+
+__device__ __forceinline__ uint32_t pack_random(const float* x, float quarter, uint32_t random0,
+                                                uint32_t random1, uint32_t signs) {
+  const uint32_t low = pack_random4(x, quarter, random0), high = pack_random4(x + 4, quarter, random1);
+  return __byte_perm(low, high, 0x6420) | signs;
+}
+
+__device__ __forceinline__ float error_of(const float (&x)[kNvBlock], uint2 codes, float decode,
+                                          bool squared) {
+  float error = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kNvBlock; ++i) {
+    const uint32_t code = (i < 8 ? codes.x : codes.y) >> (4 * (i % 8));
+    error += nv_error(x[i], code, decode, squared);
+  }
+  return error;
+}
+
+__device__ __forceinline__ NvBlock encode_four_over_six(const float (&x)[kNvBlock], float target,
+                                                        const NvGlobal& global, bool squared) {
+  const NvScale six = nv_scale(fminf(target, 448.0f), global);
+  const NvScale four = nv_scale(fminf(target * 1.5f, 448.0f), global);
+  const uint2 codes6 = pack_any(x, six.encode), codes4 = pack_any(x, four.encode);
+  const bool better = error_of(x, codes4, four.decode, squared) < error_of(x, codes6, six.decode, squared);
+  return better ? NvBlock{codes4, four.code} : NvBlock{codes6, six.code};
+}
+
+// Whether any scale's inverse can be found by steps that hold for floats far from the ends of their range.
+__device__ __forceinline__ bool is_fast(const NvGlobal& global) {
+  return global.inverse > 1e-30f && global.inverse < 1e30f;
+}
+
+// nv_scale, of a matrix for which is_fast and of a target that is a number. The steps make a NaN of the inverse of 0, which
+// the minimum leaves out.
+__device__ __forceinline__ NvScale nv_scale_fast(float target, const NvGlobal& global) {
+  uint16_t code;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(code) : "f"(0.0f), "f"(target));
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(code));
+  __half2 value;
+  memcpy(&value, &halves, sizeof(value));
+  NvScale scale;
+  scale.code = static_cast<uint8_t>(code);
+  scale.decode = __low2float(value) * global.inverse;
+  scale.encode = fminf(reciprocal_by_steps(scale.decode), kLargestFloat);
+  return scale;
+}
+
+// The largest magnitude that is a number.
+__device__ __forceinline__ float largest_number(const float (&x)[kNvBlock]) {
+  float largest = 0.0f;
+  for (int i = 0; i < kNvBlock; ++i) largest = fmaxf(largest, fabsf(x[i]));
+  return largest;
+}
+
+// Any block, out of line. Values and all else come in registers.
+template <NvCoding coding>
+__device__ __noinline__ NvBlock encode_rare(const NvValues values, float amax, const NvGlobal global,
+                                            const Philox4 random) {
+  const float known = amax == amax ? amax : largest_number(values.at);
+  const NvScale scale = nv_scale(known * global.sixth, global);
+  if constexpr (coding == NvCoding::kStochastic)
+    return {pack_any(values.at, scale.encode, random), scale.code};
+  return {pack_any(values.at, scale.encode), scale.code};
+}
+
+// `amax` is what the scale is found from, `check` at least the largest magnitude of the values; either is NaN if a value is
+// and it was found from them.
+template <NvCoding coding>
+__device__ __forceinline__ NvBlock encode_with(NvMethod method, const NvValues& values, float amax,
+                                               float check, const NvGlobal& global, const Philox4& random) {
+  const float(&x)[kNvBlock] = values.at;
+  if constexpr (coding == NvCoding::kFourOverSix) {
+    const float known = amax == amax ? amax : largest_number(x);
+    return encode_four_over_six(x, known * global.sixth, global, method == NvMethod::kFourOverSixMse);
+  }
+  const NvScale scale = nv_scale_fast(amax * global.sixth, global);
+  const bool is_common = check * scale.encode < kNvFastBound && is_fast(global);
+  if (!is_common) return encode_rare<coding>(values, amax, global, random);
+  const uint2 signs = values.signs;
+  uint2 codes;
+  if constexpr (coding == NvCoding::kStochastic) {
+    const float quarter = scale.encode * 0.25f;
+    codes.x = pack_random(x, quarter, random.word[0], random.word[1], signs.x);
+    codes.y = pack_random(x + 8, quarter, random.word[2], random.word[3], signs.y);
+  } else {
+    codes.x = pack_nearest(x, scale.encode, signs.x);
+    codes.y = pack_nearest(x + 8, scale.encode, signs.y);
+  }
+  return {codes, scale.code};
+}
+
+// What is not kNearest, by the method: out of line, for its size.
+__device__ __noinline__ inline NvBlock encode_by_method(NvMethod method, const NvValues values, float amax,
+                                                        float check, const NvGlobal global,
+                                                        const Philox4 random) {
+  if (method == NvMethod::kStochastic) {
+    return encode_with<NvCoding::kStochastic>(method, values, amax, check, global, random);
+  }
+  return encode_with<NvCoding::kFourOverSix>(method, values, amax, check, global, random);
+}
+
+// Likewise, with any coding.
+template <NvCoding coding>
+__device__ __forceinline__ NvBlock encode_block(NvMethod method, const NvValues& values, float amax,
+                                                float check, const NvGlobal& global, const Philox4& random) {
+  if constexpr (coding != NvCoding::kAny) {
+    return encode_with<coding>(method, values, amax, check, global, random);
+  } else {
+    if (method != NvMethod::kNearest) return encode_by_method(method, values, amax, check, global, random);
+    return encode_with<NvCoding::kNearest>(method, values, amax, check, global, random);
+  }
+}
+
+// The random bits of a block, where they are needed.
+template <NvCoding coding>
+__device__ __forceinline__ Philox4 block_random(const NvArgs& args, int64_t number, uint32_t direction) {
+  if (coding == NvCoding::kStochastic || (coding == NvCoding::kAny && args.method == NvMethod::kStochastic)) {
+    return nv_random(static_cast<uint64_t>(*args.seed), number, direction);
+  }
+  return {};
+}
+
+}  // namespace transformer_plugin::quantize

@@ -1,0 +1,9 @@
+#include "quantize/cuda/nvfp4/kernels.cuh"
+
+namespace transformer_plugin::quantize {
+
+void launch_quantize_nv_fp16(const NvArgs& args, void* stream) {
+  launch_quantize_nv_of<__half>(args, stream);
+}
+
+}  // namespace transformer_plugin::quantize

@@ -1,0 +1,131 @@
+#include "quantize/args/amax.h"
+#include "quantize/cuda/nvfp4/hadamard.cuh"
+
+namespace transformer_plugin::quantize {
+namespace {
+
+// The largest of the values that threads bring, in every thread. `partial` is [kWarps] in shared memory.
+__device__ __forceinline__ float block_max(float value, int warp, int lane, float* partial) {
+  value = warp_max(value);
+  __syncthreads();
+  if (lane == 0) partial[warp] = value;
+  __syncthreads();
+  float largest = partial[0];
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) largest = fmaxf(largest, partial[w]);
+  return largest;
+}
+
+// One number for each row of the tile.
+template <typename T>
+__device__ __forceinline__ void raise_rows(const AmaxArgs& args, const Tile& tile, const Values<T>& values,
+                                           int warp, int lane) {
+  using Maxima = RowMaxima<kRowsPerThread, T>;
+  Maxima maxima;
+  maxima.find(values, lane);
+  const float own_half = maxima.amax(0), other_half = __shfl_xor_sync(0xffffffffu, own_half, kRowsPerThread);
+  const int row = warp * kRowsPerThread + Maxima::first_of(lane);
+  if (lane < kRowsPerThread && row < tile.rows) {
+    raise_to(args.amax + tile.member * args.layout.rows + tile.row + row, fmaxf(own_half, other_half));
+  }
+}
+
+// One number for each column, from this warp's rows.
+template <typename T>
+__device__ __forceinline__ void raise_columns(const AmaxArgs& args, const Tile& tile, const Values<T>& values,
+                                              int lane) {
+  float* target = args.amax_t + tile.group * args.layout.cols + tile.col;
+#pragma unroll
+  for (int i = 0; i < kColsPerThread / 2; ++i) {
+    const float2 largest = values.column_max(i);
+    const int column = lane * kColsPerThread + 2 * i;
+    if (column < tile.cols) raise_to(target + column, largest.x);
+    if (column + 1 < tile.cols) raise_to(target + column + 1, largest.y);
+  }
+}
+
+// Of the whole tile.
+__device__ __forceinline__ void put(const AmaxArgs& args, float* target, float amax) {
+  if (threadIdx.x != 0) return;
+  if (args.one_tile_each()) {
+    *target = amax;
+  } else {
+    raise_to(target, amax);
+  }
+}
+
+// The largest of a thread's values after the random Hadamard transform of its columns.
+template <typename T>
+__device__ __forceinline__ float transformed_max(const Values<T>& values) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int c = 0; c < kColsPerThread; ++c) {
+    float x[kNvBlock];
+#pragma unroll
+    for (int r = 0; r < kNvBlock; ++r) x[r] = values.get(r, c);
+    NvPairs<T> pairs;
+    transform<T>(x, pairs);
+    Two<T> most = zeros<T>();
+#pragma unroll
+    for (int i = 0; i < kNvBlock / 2; ++i) most = max_abs(most, pairs[i]);
+    const float2 two = to_floats(most);
+    largest = fmaxf(largest, fmaxf(two.x, two.y));
+  }
+  return largest;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) amax_kernel(const __grid_constant__ AmaxArgs args) {
+  __shared__ float partial[kWarps];
+  const int warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
+  for_each_tile(args.layout, [&](const Tile& tile) {
+    if (tile.tail || tile.rows == 0) return;
+    Values<T> values;
+    PlainSource<T>{}.load(args, tile, warp, lane, values);
+    if (args.row_scaled) {
+      if (args.amax) raise_rows(args, tile, values, warp, lane);
+      if (args.amax_t) raise_columns(args, tile, values, lane);
+      return;
+    }
+    if (args.amax) {
+      const float amax = tile_amax(values, warp, lane, partial);
+      put(args, args.amax + tile.group, amax);
+    }
+    if (args.amax_t) {  // only asked for beside the other where they differ
+      const float largest = is_block(tile, warp) ? transformed_max(values) : 0.0f;
+      const float amax = block_max(largest, warp, lane, partial);
+      put(args, args.amax_t + tile.group, amax);
+    }
+  });
+}
+
+// `count` and `count_t` of them.
+__global__ void zero_amax_kernel(float* amax, int64_t count, float* amax_t, int64_t count_t) {
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < count + count_t;
+       i += static_cast<int64_t>(gridDim.x) * kThreads) {
+    (i < count ? amax[i] : amax_t[i - count]) = 0.0f;
+  }
+}
+
+void zero(const AmaxArgs& args, cudaStream_t stream) {
+  const int64_t count = args.amax ? args.count() : 0, count_t = args.amax_t ? args.count_t() : 0;
+  if (count + count_t == 0) return;
+  zero_amax_kernel<<<grid_size(count + count_t, kThreads), kThreads, 0, stream>>>(args.amax, count,
+                                                                                  args.amax_t, count_t);
+  check_launch("zero_amax_kernel");
+}
+
+}  // namespace
+
+void launch_amax(const AmaxArgs& args, void* stream) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (!args.one_tile_each()) zero(args, cuda_stream);
+  const unsigned grid = block_grid(args.layout);
+  if (grid == 0) return;
+  visit_device_float(
+      args.dtype, [&](auto type) { amax_kernel<decltype(type)><<<grid, kThreads, 0, cuda_stream>>>(args); });
+  check_launch("amax_kernel");
+}
+
+}  // namespace transformer_plugin::quantize

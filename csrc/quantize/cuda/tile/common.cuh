@@ -1,0 +1,375 @@
+// What the quantize kernels share: a tile in registers and the sources that fill it, maxima, and storing codes.
+#pragma once
+
+#include <type_traits>
+
+#include "quantize/args/quantize.h"
+#include "quantize/cuda/tile/aligned_groups.cuh"
+
+namespace transformer_plugin::quantize {
+
+// Two neighbouring values as they come, and their maximum of magnitudes. max leaves NaN out.
+template <typename T>
+struct Two {
+  T x, y;
+};
+template <>
+struct Two<__nv_bfloat16> : __nv_bfloat162 {};
+template <>
+struct Two<__half> : __half2 {};
+
+template <typename T>
+__device__ __forceinline__ Two<T> zeros() {
+  return {T(0.0f), T(0.0f)};
+}
+template <>
+__device__ __forceinline__ Two<__nv_bfloat16> zeros() {
+  return {__float2bfloat162_rn(0.0f)};
+}
+template <>
+__device__ __forceinline__ Two<__half> zeros() {
+  return {__float2half2_rn(0.0f)};
+}
+
+__device__ __forceinline__ Two<float> max_abs(Two<float> largest, Two<float> values) {
+  return {fmaxf(largest.x, fabsf(values.x)), fmaxf(largest.y, fabsf(values.y))};
+}
+template <typename T>
+__device__ __forceinline__ Two<T> max_abs(Two<T> largest, Two<T> values) {
+  return {__hmax2(largest, __habs2(values))};
+}
+
+// Of each the one whose magnitude is larger, NaN left out, with a sign that means nothing.
+__device__ __forceinline__ Two<float> larger_magnitudes(Two<float> a, Two<float> b) {
+  return {fmaxf(fabsf(a.x), fabsf(b.x)), fmaxf(fabsf(a.y), fabsf(b.y))};
+}
+template <typename T>
+__device__ __forceinline__ Two<T> larger_magnitudes(Two<T> a, Two<T> b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+  uint32_t x, y;
+  memcpy(&x, &a, sizeof(x));
+  memcpy(&y, &b, sizeof(y));
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm("max.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
+  } else {
+    asm("max.xorsign.abs.f16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
+  }
+  memcpy(&a, &x, sizeof(x));
+  return a;
+#else
+  return {__hmax2(__habs2(a), __habs2(b))};
+#endif
+}
+
+// A bfloat16 is the upper half of its float; taken as a number of its own the second would cost twice as much.
+template <typename T>
+__device__ __forceinline__ float2 to_floats(Two<T> two) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    uint32_t word;
+    memcpy(&word, &two, sizeof(word));
+    return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
+  }
+  return {to_float(two.x), to_float(two.y)};
+}
+
+// Two floats rounded to nearest.
+template <typename T>
+__device__ __forceinline__ Two<T> two_from_floats(float x, float y) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) return {__floats2bfloat162_rn(x, y)};
+  if constexpr (std::is_same_v<T, __half>) return {__floats2half2_rn(x, y)};
+  if constexpr (std::is_same_v<T, float>) return {x, y};
+}
+
+// A thread's part of a tile, in the input's dtype: zero outside the matrix and in the tail.
+template <typename T>
+struct Values {
+  Two<T> at[kRowsPerThread][kColsPerThread / 2];
+
+  __device__ __forceinline__ float get(int r, int c) const {
+    const float2 two = to_floats(at[r][c / 2]);
+    return c % 2 == 0 ? two.x : two.y;
+  }
+  __device__ __forceinline__ float row_max(int r) const {
+    const float2 two = to_floats(larger_magnitudes(larger_magnitudes(zeros<T>(), at[r][0]), at[r][1]));
+    return fmaxf(fabsf(two.x), fabsf(two.y));
+  }
+  // Of columns 2i and 2i + 1 over the thread's rows.
+  __device__ __forceinline__ float2 column_max(int i) const {
+    Two<T> largest = zeros<T>();
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) largest = larger_magnitudes(largest, at[r][i]);
+    const float2 two = to_floats(largest);
+    return {fabsf(two.x), fabsf(two.y)};
+  }
+};
+
+// Blocks that a multiprocessor should hold at once: as many as the registers of Values leave room for.
+template <typename T>
+inline constexpr int kBlocksPerSm = sizeof(T) == 2 ? 4 : 2;
+
+// Four values in one load.
+template <typename T>
+using Vector4 = std::conditional_t<sizeof(T) == 2, uint2, uint4>;
+
+// A source gives a thread its values of a tile: 16 rows of 4 columns, zero outside the matrix and in the tail. Kernels
+// take one as an argument beside their own, which have an `input` and a `layout`; `Value` is what values are rounded to
+// before they are quantized.
+//
+// The plain source: the input as it lies in memory.
+template <typename T>
+struct PlainSource {
+  using Value = T;
+  static constexpr int kBlocks = kBlocksPerSm<T>;
+
+  template <typename Args>
+  __device__ __forceinline__ void load(const Args& args, const Tile& tile, int warp, int lane,
+                                       Values<T>& values) const {
+    const int64_t cols = args.layout.cols;
+    const int c0 = lane * kColsPerThread;
+    const int first_row = warp * kRowsPerThread;
+    const T* input = static_cast<const T*>(args.input) +
+                     (tile.member * args.layout.rows + tile.row + first_row) * cols + tile.col + c0;
+    const bool aligned = cols % 4 == 0 && reinterpret_cast<uintptr_t>(args.input) % sizeof(Vector4<T>) == 0;
+    const int rows = tile.tail ? 0 : tile.rows - first_row;
+    if (aligned && tile.cols == kTile) {  // all loads under way before a value is used
+      const char* row = reinterpret_cast<const char*>(input);
+      const int64_t stride = cols * static_cast<int64_t>(sizeof(T));
+#pragma unroll
+      for (int r = 0; r < kRowsPerThread; ++r, row += stride) {
+        Vector4<T> vector = {};
+        if (r < rows) vector = *reinterpret_cast<const Vector4<T>*>(row);
+        memcpy(values.at[r], &vector, sizeof(vector));
+      }
+      return;
+    }
+    const int count = tile.cols - c0;
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) {
+#pragma unroll
+      for (int i = 0; i < kColsPerThread / 2; ++i) {
+        values.at[r][i] = zeros<T>();
+        if (r < rows && 2 * i < count) values.at[r][i].x = input[r * cols + 2 * i];
+        if (r < rows && 2 * i + 1 < count) values.at[r][i].y = input[r * cols + 2 * i + 1];
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, distance));
+  }
+  return value;
+}
+
+// The amax of the whole tile, in every thread. `partial` is [kWarps] in shared memory.
+template <typename T>
+__device__ __forceinline__ float tile_amax(const Values<T>& values, int warp, int lane, float* partial) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) largest = fmaxf(largest, values.row_max(r));
+  largest = warp_max(largest);
+  if (lane == 0) partial[warp] = largest;
+  __syncthreads();
+  largest = partial[0];
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) largest = fmaxf(largest, partial[w]);
+  return largest;
+}
+
+// Floats that are not negative order like their bits, and a maximum does not depend on its order, so the atomics
+// repeat bit for bit.
+__device__ __forceinline__ void raise_to(float* target, float amax) {
+  atomicMax(reinterpret_cast<int*>(target), __float_as_int(amax));
+}
+
+// Maxima of kItems things that each of kLanes neighbouring lanes has a part of, shared out: each exchange with another lane
+// halves the items that a lane is left with. Lane l ends up with the items first_of(l) .. first_of(l) + kCount - 1 in the
+// first places, over all kLanes lanes. What follows from a maximum is then computed once, not in every lane. Items are as
+// Order has them, in one register each.
+struct FloatOrder {
+  using Item = float;
+  static __device__ __forceinline__ Item larger(Item a, Item b) { return fmaxf(a, b); }
+};
+// Two 16-bit values whose magnitudes count. As a number: a choice between two of a class would be made in memory.
+template <typename T>
+struct MagnitudeOrder {
+  using Item = uint32_t;
+  static __device__ __forceinline__ Item of(Two<T> two) {
+    Item item;
+    static_assert(sizeof(two) == sizeof(item), "one register");
+    memcpy(&item, &two, sizeof(item));
+    return item;
+  }
+  static __device__ __forceinline__ Two<T> two(Item item) {
+    Two<T> two;
+    memcpy(&two, &item, sizeof(item));
+    return two;
+  }
+  static __device__ __forceinline__ Item larger(Item a, Item b) {
+    return of(larger_magnitudes(two(a), two(b)));
+  }
+};
+
+template <int kLanes, int kItems, typename Order = FloatOrder>
+struct SharedOutMaxima {
+  using Item = typename Order::Item;
+  static constexpr int kCount = kItems / kLanes;
+  static_assert(kCount * kLanes == kItems, "lanes share the items out evenly");
+  Item at[kItems];
+
+  __device__ __forceinline__ void share_out(int lane) {
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+      const bool upper = lane & distance;
+      const int half = kItems / 2 / distance;
+#pragma unroll
+      for (int i = 0; i < half; ++i) {
+        const Item kept = upper ? at[half + i] : at[i];
+        const Item given = upper ? at[i] : at[half + i];
+        at[i] = Order::larger(kept, __shfl_xor_sync(0xffffffffu, given, distance));
+      }
+    }
+  }
+
+  static __device__ __forceinline__ int first_of(int lane) {
+    int item = 0;
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+      if (lane & distance) item += kItems / 2 / distance;
+    }
+    return item;
+  }
+  // The lane, of kLanes, that has the item.
+  static __host__ __device__ constexpr int lane_of(int item) {
+    int lane = 0;
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+      if (item & (kItems / 2 / distance)) lane += distance;
+    }
+    return lane;
+  }
+};
+
+// Of a warp's 16 rows, in the columns that kLanes lanes hold. 16-bit values stay in twos until the end.
+template <typename T>
+using RowOrder = std::conditional_t<sizeof(T) == 2, MagnitudeOrder<T>, FloatOrder>;
+
+template <int kLanes, typename T>
+struct RowMaxima : SharedOutMaxima<kLanes, kRowsPerThread, RowOrder<T>> {
+  __device__ __forceinline__ void find(const Values<T>& values, int lane) {
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      if constexpr (sizeof(T) == 2) {
+        this->at[r] = RowOrder<T>::of(larger_magnitudes(values.at[r][0], values.at[r][1]));
+      } else {
+        this->at[r] = values.row_max(r);
+      }
+    }
+    this->share_out(lane);
+  }
+  // Item i of the lane. Where all values are NaN, 0.
+  __device__ __forceinline__ float amax(int i) const {
+    if constexpr (sizeof(T) == 2) {
+      const float2 two = to_floats(RowOrder<T>::two(this->at[i]));
+      return fmaxf(fmaxf(fabsf(two.x), fabsf(two.y)), 0.0f);
+    } else {
+      return this->at[i];
+    }
+  }
+};
+
+// Two codes, and four in a word; the conversion takes two values at once.
+template <DType element>
+__device__ __forceinline__ uint32_t encode2(float a, float b) {
+  constexpr __nv_fp8_interpretation_t type = element == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2;
+  return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, type);
+}
+template <DType element>
+__device__ __forceinline__ Codes4 encode4(float a, float b, float c, float d) {
+  Codes4 codes;
+  codes.word = encode2<element>(a, b) | encode2<element>(c, d) << 16;
+  return codes;
+}
+
+// A warp's rows of codes, each under the scale that `scale_of(r)` gives in all lanes. `rows` of them, counted from the first
+// of `values`, lie in the matrix.
+template <DType element, typename T, typename ScaleOf>
+__device__ __forceinline__ void write_rows_of_codes(const QuantizeArgs& args, const Tile& tile,
+                                                    const Values<T>& values, int first_row, int lane,
+                                                    ScaleOf scale_of) {
+  const Layout& layout = args.layout;
+  const int count = tile.cols - lane * kColsPerThread;
+  // Where rows are whole words, a lane's four columns are all in the matrix or none.
+  const bool words = layout.cols % kColsPerThread == 0;
+  const int rows = words && count <= 0 ? 0 : tile.rows - first_row;
+  uint8_t* target = args.data + (tile.member * layout.rows + tile.row + first_row) * layout.cols + tile.col +
+                    lane * kColsPerThread;
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    const float scale = scale_of(r);
+    const Codes4 codes = encode4<element>(values.get(r, 0) * scale, values.get(r, 1) * scale,
+                                          values.get(r, 2) * scale, values.get(r, 3) * scale);
+    if (r < rows) store_codes(target, codes, count, words);
+    target += layout.cols;
+  }
+}
+
+// A turned tile to memory: 4 lines of 128 bytes a step of a warp, or one where 16 bytes are not aligned.
+__device__ __forceinline__ void store_lines(const QuantizeArgs& args, const Tile& tile, int warp, int lane,
+                                            TransposedTile& turned) {
+  const TransposedLines lines(args.layout, tile, args.data_t);
+  uint8_t* target = args.data_t + lines.first;
+  if (lines.vectors) {
+    constexpr int kLines = kWarpSize / TransposedTile::kChunks;
+#pragma unroll
+    for (int i = 0; i < kTile / kWarps / kLines; ++i) {
+      const int column = (warp * (kTile / kWarps / kLines) + i) * kLines + lane / TransposedTile::kChunks;
+      const int chunk = lane % TransposedTile::kChunks;
+      if (column < tile.cols) {
+        *reinterpret_cast<uint4*>(target + column * lines.stride + chunk * 16) = turned.chunk(column, chunk);
+      }
+    }
+    return;
+  }
+  for (int column = warp; column < tile.cols; column += kWarps) {
+    uint8_t* line = target + column * lines.stride + lane * 4;
+    Codes4 codes;
+    codes.word = turned.word(column, lane);
+    store_codes(line, codes, tile.rows - lane * 4, is_word_aligned(line));
+  }
+}
+
+// As the layout has it.
+__device__ __forceinline__ void store_turned(const QuantizeArgs& args, const Tile& tile, int warp, int lane,
+                                             TransposedTile& turned) {
+  const Layout& layout = args.layout;
+  if (!layout.aligned) return store_lines(args, tile, warp, lane, turned);
+  store_aligned_lines(args.data_t, layout.row_tile_table, static_cast<int>(layout.rows),
+                      static_cast<int>(layout.cols), static_cast<int>(layout.groups), tile.row_tile,
+                      tile.col_tile, turned);
+}
+
+// Transposed codes: packed by the rows a thread holds, turned in shared memory, written a line at a time.
+template <DType element, bool may_align = true, typename T>
+__device__ __forceinline__ void write_columns(const QuantizeArgs& args, const Tile& tile,
+                                              const Values<T>& values, int warp, int lane,
+                                              const float* scales, TransposedTile& turned) {
+  const bool holds_rows = warp * kRowsPerThread < tile.rows;
+#pragma unroll
+  for (int c = 0; c < kColsPerThread && holds_rows; ++c) {
+    uint32_t words[kRowsPerThread / 4];
+#pragma unroll
+    for (int word = 0; word < kRowsPerThread / 4; ++word) {
+      const int r = 4 * word;
+      words[word] = encode4<element>(values.get(r, c) * scales[c], values.get(r + 1, c) * scales[c],
+                                     values.get(r + 2, c) * scales[c], values.get(r + 3, c) * scales[c])
+                        .word;
+    }
+    turned.chunk(lane * kColsPerThread + c, warp) = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+  __syncthreads();
+  may_align ? store_turned(args, tile, warp, lane, turned) : store_lines(args, tile, warp, lane, turned);
+}
+
+}  // namespace transformer_plugin::quantize

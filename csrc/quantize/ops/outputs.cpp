@@ -1,0 +1,82 @@
+#include "quantize/ops/outputs.h"
+
+#include <limits>
+
+#include "common/autograd.h"
+#include "common/tensor.h"
+
+namespace transformer_plugin::quantize {
+namespace {
+
+using at::Tensor;
+
+float largest_finite(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kBFloat16: return 3.38953139e38f;
+    case at::kHalf: return 65504.0f;
+    default: return std::numeric_limits<float>::max();
+  }
+}
+
+uint8_t* bytes(const Tensor& tensor) {
+  return tensor.defined() ? static_cast<uint8_t*>(tensor.mutable_data_ptr()) : nullptr;
+}
+
+float* floats(const Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_ptr<float>() : nullptr; }
+
+}  // namespace
+
+ScaleRule scale_rule(const Format& format, at::ScalarType dtype) {
+  const bool per_tensor = format.family == FormatFamily::kFp8Tensor;
+  return {format.max(), format.epsilon,
+          per_tensor ? std::numeric_limits<float>::max() : largest_finite(dtype), format.power_of_two_scales};
+}
+
+Outputs make_outputs(const Tensor& like, const Operand& operand, const Format& format,
+                     const Directions& directions) {
+  const at::ScalarType element = element_dtype(format), scale = scale_dtype(format);
+  Outputs outputs;
+  if (directions.rowwise) {
+    outputs.data = empty(like, operand.data_sizes(format, false), element);
+    outputs.scale = empty(like, operand.scale_sizes(format, false), scale);
+  }
+  if (directions.transposed) {
+    outputs.data_t = empty(like, operand.data_sizes(format, true), element);
+    outputs.scale_t = empty(like, operand.scale_sizes(format, true), scale);
+    zero_aligned_lines(like, operand, format, outputs);
+  }
+  return outputs;
+}
+
+void zero_aligned_lines(const Tensor& like, const Operand& operand, const Format& format,
+                        const Outputs& outputs, const OptionalTensor& noop) {
+  if (!operand.groups || !format.aligned_groups || like.is_meta() || like.numel() > 0) return;
+  const BelowAutograd guard;
+  const Tensor bytes = outputs.data_t.view(at::kByte);
+  if (noop) {
+    bytes.mul_(noop->eq(1));
+  } else {
+    bytes.zero_();
+  }
+}
+
+QuantizeArgs quantize_args(const Tensor& input, const Outputs& outputs, const Layout& layout,
+                           const Format& format, const Tensor& amax) {
+  const bool mx = format.family == FormatFamily::kMxFp8;
+  return {input.const_data_ptr(),
+          bytes(outputs.data),
+          mx ? nullptr : floats(outputs.scale),
+          bytes(outputs.data_t),
+          mx ? nullptr : floats(outputs.scale_t),
+          mx ? bytes(outputs.scale) : nullptr,
+          mx ? bytes(outputs.scale_t) : nullptr,
+          amax.defined() ? amax.const_data_ptr<float>() : nullptr,
+          layout,
+          scale_rule(format, input.scalar_type()),
+          to_dtype(input.scalar_type()),
+          format.element,
+          outputs.data.defined(),
+          outputs.data_t.defined()};
+}
+
+}  // namespace transformer_plugin::quantize

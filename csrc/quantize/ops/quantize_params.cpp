@@ -1,0 +1,83 @@
+#include "quantize/ops/quantize_params.h"
+
+#include "common/tensor.h"
+
+namespace transformer_plugin::quantize {
+namespace {
+
+using at::Tensor;
+
+void check_seed(const Argument& argument, const Format& format, std::string_view key,
+                const OptionalTensor& given) {
+  if (!format.stochastic_rounding) return check_not_given(argument.op, "seed", given, key);
+  TP_CHECK_VALUE(given, argument.op, "seed",
+                 "an int64 tensor of size [1], which '" << key << "' draws its roundings from", "None",
+                 "Pass another number in each step, for example of torch.randint");
+  const Argument seed{argument.op, "seed", *given};
+  check_dtype(seed, {at::kLong});
+  check_same_device(seed, argument);
+  check_dim(seed, 1);
+  check_size(seed, 0, 1, "one seed for the call");
+}
+
+uint8_t* bytes(const Tensor& tensor) {
+  return tensor.defined() ? static_cast<uint8_t*>(tensor.mutable_data_ptr()) : nullptr;
+}
+
+}  // namespace
+
+void check_given(const Subject& subject, const Format& format, std::string_view key,
+                 const Directions& directions, const GivenTensors& given) {
+  const Argument& argument = subject.argument;
+  check_seed(argument, format, key, given.seed);
+  if (!takes_amax(format)) {
+    check_not_given(argument.op, "amax", given.amax, key);
+    return check_not_given(argument.op, "amax_t", given.amax_t, key);
+  }
+  const bool columns = !directions.rowwise, required = format.is_nv() || subject.made != nullptr;
+  check_amax(argument, {"amax", given.amax, columns, required, subject.made}, key,
+             subject.operand.amax_sizes(format, columns));
+  if (!format.is_nv() || !directions.rowwise || !directions.transposed) {
+    return check_not_given(argument.op, "amax_t", given.amax_t, key);
+  }
+  check_amax(argument, {"amax_t", given.amax_t, true, true, subject.made}, key,
+             subject.operand.amax_sizes(format, true));
+}
+
+NvMethod nv_method(const Format& format) {
+  if (format.stochastic_rounding) return NvMethod::kStochastic;
+  switch (format.four_over_six) {
+    case FourOverSix::kMae: return NvMethod::kFourOverSixMae;
+    case FourOverSix::kMse: return NvMethod::kFourOverSixMse;
+    default: return NvMethod::kNearest;
+  }
+}
+
+NvArguments::NvArguments(const Tensor& input, const Outputs& outputs, const Layout& layout,
+                         const Format& format, const GivenTensors& given)
+    : NvArguments(to_dtype(input.scalar_type()), outputs, layout, format, given) {
+  args_.input = input.const_data_ptr();
+}
+
+NvArguments::NvArguments(DType dtype, const Outputs& outputs, const Layout& layout, const Format& format,
+                         const GivenTensors& given)
+    : amax_(given.amax->contiguous()), amax_t_(given.amax_t ? given.amax_t->contiguous() : amax_) {
+  args_ = {nullptr,
+           bytes(outputs.data),
+           bytes(outputs.scale),
+           bytes(outputs.data_t),
+           bytes(outputs.scale_t),
+           amax_.const_data_ptr<float>(),
+           amax_t_.const_data_ptr<float>(),
+           given.seed ? given.seed->const_data_ptr<int64_t>() : nullptr,
+           layout,
+           dtype,
+           nv_method(format),
+           format.random_hadamard,
+           format.row_scaled,
+           outputs.data.defined(),
+           outputs.data_t.defined(),
+           nullptr};
+}
+
+}  // namespace transformer_plugin::quantize

@@ -1,9 +1,0 @@
-#include "quantize/nv_kernels.cuh"
-
-namespace transformer_plugin::quantize {
-
-void launch_quantize_nv_fp16(const NvArgs& args, void* stream) {
-  launch_quantize_nv_of<__half>(args, stream);
-}
-
-}  // namespace transformer_plugin::quantize

@@ -1,0 +1,74 @@
+"""Who may include whom: every folder of csrc includes itself and folders below it, never one above."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.surface.surface import ROOT
+
+CSRC = ROOT / "csrc"
+INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+
+#: Each folder, with its subfolders, and the folders below it that it includes.
+BELOW: dict[str, set[str]] = {
+    "common": set(),
+    "distributed": {"common"},
+    "routing": {"common"},
+    "activation": {"common"},
+    "quantize/args": {"common", "activation"},
+    "quantize/cpu": {"common", "activation", "quantize/args"},
+    "quantize/cuda": {"common", "activation", "quantize/args"},
+    "quantize/ops": {"common", "activation", "quantize/args"},
+    "norm": {"common", "quantize/args", "quantize/cpu", "quantize/cuda", "quantize/ops"},
+    "gemm/args": {"common"},
+    "gemm/generic": {"common", "quantize/cuda", "gemm/args"},
+    "gemm/cpu": {"common", "gemm/args", "gemm/generic"},
+    "gemm/sm90": {"common", "activation", "quantize/args", "quantize/cuda", "gemm/args"},
+    "gemm/dispatch": {
+        *("common", "activation", "quantize/args", "quantize/ops"),
+        *("gemm/args", "gemm/generic", "gemm/cpu", "gemm/sm90"),
+    },
+    "gemm/ops": {
+        *("common", "activation", "quantize/ops"),
+        *("gemm/args", "gemm/generic", "gemm/sm90", "gemm/dispatch"),
+    },
+    "linear": {"common", "activation", "quantize/ops", "gemm/args", "gemm/generic", "gemm/dispatch", "gemm/ops"},
+    "expert_parallel": {"common", "distributed", "routing"},
+}
+
+
+def folder_of(path: str) -> str | None:
+    """The entry of BELOW that a path within csrc lies in."""
+    folders = [folder for folder in BELOW if path.startswith(folder + "/")]
+    return max(folders, key=len, default=None)
+
+
+def sources() -> list[Path]:
+    return [path for path in CSRC.rglob("*") if path.suffix in {".h", ".cuh", ".cpp", ".cu"}]
+
+
+def test_every_file_has_a_folder() -> None:
+    names = [path.relative_to(CSRC).as_posix() for path in sources()]
+    assert len(names) > 300
+    assert [name for name in names if folder_of(name) is None] == ["registration.cpp"]
+
+
+def test_folders_include_what_is_below_them() -> None:
+    wrong = []
+    for path in sources():
+        name = path.relative_to(CSRC).as_posix()
+        folder = folder_of(name)
+        for included in INCLUDE.findall(path.read_text()):
+            assert (CSRC / included).is_file(), f"{name} includes {included}, which is not there"
+            other = folder_of(included)
+            if folder is not None and other != folder and other not in BELOW[folder]:
+                wrong.append(f"{name} -> {included}")
+    assert wrong == []
+
+
+def test_the_order_has_no_circle() -> None:
+    order: list[str] = []
+    for folder, below in BELOW.items():  # written from the bottom up
+        assert below <= set(order), folder
+        order.append(folder)
