@@ -41,7 +41,7 @@ template <typename T, bool aligned>
 __global__ void __launch_bounds__(kThreads)
     swiglu_backward_kernel(const __grid_constant__ SwigluBackwardArgs args, uint32_t tiles) {
   constexpr int kColumns = kVectorSize<T>, kLanes = kSumTile / kColumns;
-  wait_for_the_kernel_before();
+  pdl_wait();
   const uint32_t part = blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
   const uint32_t band = part / tiles, tile = part - band * tiles;
   const int lane = threadIdx.x % kLanes;
@@ -93,7 +93,7 @@ constexpr int kSumThreads = 64;
 
 __global__ void add_row_sums_kernel(const float* partial, int64_t tiles, int64_t rows, float* sums) {
   constexpr int kAhead = 32;  // loads under way
-  wait_for_the_kernel_before();
+  pdl_wait();
   for (int64_t i = blockIdx.x * static_cast<int64_t>(kSumThreads) + threadIdx.x; i < rows;
        i += static_cast<int64_t>(gridDim.x) * kSumThreads) {
     float sum = 0.0f;
@@ -107,9 +107,9 @@ __global__ void add_row_sums_kernel(const float* partial, int64_t tiles, int64_t
 
 void launch_add_row_sums(const SwigluBackwardArgs& args, void* stream) {
   if (args.rows == 0 || args.partial == args.grad_probs) return;
-  launch_early(add_row_sums_kernel, grid_size(args.rows, kSumThreads), kSumThreads, 0,
-               static_cast<cudaStream_t>(stream), args.partial, ceil_div(args.features, kSumTile), args.rows,
-               args.grad_probs);
+  launch_pdl(add_row_sums_kernel, grid_size(args.rows, kSumThreads), kSumThreads, 0,
+             static_cast<cudaStream_t>(stream), args.partial, ceil_div(args.features, kSumTile), args.rows,
+             args.grad_probs);
   check_launch("add_row_sums_kernel");
 }
 
@@ -121,9 +121,9 @@ void launch_swiglu_backward(const SwigluBackwardArgs& args, void* stream) {
       constexpr int kOfBlock = kThreads / (kSumTile / kVectorSize<T>);
       const bool aligned = args.features % kVectorSize<T> == 0 && is_vector_aligned(args.grad) &&
                            is_vector_aligned(args.input);
-      launch_early(aligned ? swiglu_backward_kernel<T, true> : swiglu_backward_kernel<T, false>,
-                   grid_size(tiles * bands, kOfBlock), kThreads, 0, static_cast<cudaStream_t>(stream), args,
-                   static_cast<uint32_t>(tiles));
+      launch_pdl(aligned ? swiglu_backward_kernel<T, true> : swiglu_backward_kernel<T, false>,
+                 grid_size(tiles * bands, kOfBlock), kThreads, 0, static_cast<cudaStream_t>(stream), args,
+                 static_cast<uint32_t>(tiles));
     });
     check_launch("swiglu_backward_kernel");
   }

@@ -12,7 +12,7 @@ constexpr int kRowsPerThread = 4;
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     swiglu_vector_kernel(const __grid_constant__ SwigluArgs args, uint32_t vectors) {
-  wait_for_the_kernel_before();
+  pdl_wait();
   const uint32_t index = blockIdx.x * kThreads + threadIdx.x;
   const uint32_t band = index / vectors;
   const int64_t first_row = static_cast<int64_t>(band) * kRowsPerThread;
@@ -66,8 +66,8 @@ void launch_swiglu(const SwigluArgs& args, void* stream) {
     const int64_t vectors = args.features / kVectorSize<T>;
     const int64_t threads = (args.rows + kRowsPerThread - 1) / kRowsPerThread * vectors;
     if (args.features % kVectorSize<T> == 0 && is_vector_aligned(args.input) && threads <= 0x7fffffff) {
-      launch_early(swiglu_vector_kernel<T>, grid_size(threads, kThreads), kThreads, 0, cuda_stream, args,
-                   static_cast<uint32_t>(vectors));
+      launch_pdl(swiglu_vector_kernel<T>, grid_size(threads, kThreads), kThreads, 0, cuda_stream, args,
+                 static_cast<uint32_t>(vectors));
       check_launch("swiglu_vector_kernel");
       return;
     }

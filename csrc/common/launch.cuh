@@ -1,4 +1,4 @@
-// Launching a CUDA kernel and hearing of its failure.
+// Launching CUDA kernels, also by programmatic dependent launch (PDL), and checking for launch errors.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -26,28 +26,28 @@ inline unsigned grid_size(int64_t items, int64_t per_block) {
 }
 
 #ifdef __CUDACC__
-// The next kernel of the stream may start, if it was launched to; what it has to wait for, it waits for.
-__device__ __forceinline__ void let_the_next_kernel_start() {
+// Lets the next kernel of the stream start, if launch_pdl launched it; it waits at its own pdl_wait().
+__device__ __forceinline__ void pdl_launch_dependents() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// In a kernel that launch_early starts, before what depends on others: until all that the stream did before is done.
-__device__ __forceinline__ void wait_for_the_kernel_before() {
+// To be called before the first access to memory that earlier kernels write: waits until they have finished.
+__device__ __forceinline__ void pdl_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Whether kernels on the current device hold the instructions above. Those that a newer GPU's driver compiles from PTX for an
-// older one do not, and would run before what they depend on.
-bool kernels_wait_for_others();
+// Whether kernels on the current device contain griddepcontrol. PTX built for an older architecture and compiled by the
+// driver of a newer one does not, so such a kernel must not be launched before its predecessors have finished.
+bool supports_pdl();
 
-// A launch that need not wait until the kernel before has ended: its own way onto the device overlaps with that.
+// Programmatic dependent launch: the launch overlaps with the end of the previous kernel.
 template <typename... Parameters, typename... Arguments>
-void launch_early(void (*kernel)(Parameters...), dim3 grid, unsigned block, size_t shared,
-                  cudaStream_t stream, const Arguments&... arguments) {
+void launch_pdl(void (*kernel)(Parameters...), dim3 grid, unsigned block, size_t shared, cudaStream_t stream,
+                const Arguments&... arguments) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -57,7 +57,7 @@ void launch_early(void (*kernel)(Parameters...), dim3 grid, unsigned block, size
   config.dynamicSmemBytes = shared;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = kernels_wait_for_others() ? 1 : 0;
+  config.numAttrs = supports_pdl() ? 1 : 0;
   cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
 }
 #endif

@@ -19,7 +19,7 @@ bool ask() {
 
 }  // namespace
 
-bool kernels_wait_for_others() {
+bool supports_pdl() {
   enum : int8_t { kUnknown, kNo, kYes };
   // Of devices, which never change; on those past the last nothing starts early.
   static std::array<std::atomic<int8_t>, 64> answers{};

@@ -12,8 +12,8 @@ template <typename Size>
 __global__ void __launch_bounds__(kThreads)
     group_offsets_kernel(const Size* sizes, int64_t groups, int64_t rows, int32_t* offsets,
                          WrongSizesWord* word) {
-  let_the_next_kernel_start();
-  wait_for_the_kernel_before();
+  pdl_launch_dependents();
+  pdl_wait();
   __shared__ SizesScan<kThreads> scan;
   if (threadIdx.x == 0) offsets[0] = 0;
   scan.visit(sizes, groups, rows, word, [&](int64_t g, int64_t, int64_t end) {
@@ -32,8 +32,8 @@ void launch_group_offsets(const void* sizes, bool is_int64, int64_t groups, int6
                           WrongSizesWord* word, void* stream) {
   const auto launch = [&](auto size) {
     using Size = decltype(size);
-    launch_early(group_offsets_kernel<Size>, 1, kThreads, 0, static_cast<cudaStream_t>(stream),
-                 static_cast<const Size*>(sizes), groups, rows, offsets, word);
+    launch_pdl(group_offsets_kernel<Size>, 1, kThreads, 0, static_cast<cudaStream_t>(stream),
+               static_cast<const Size*>(sizes), groups, rows, offsets, word);
   };
   is_int64 ? launch(int64_t{}) : launch(int32_t{});
   check_launch("group_offsets_kernel");

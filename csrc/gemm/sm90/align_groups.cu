@@ -50,8 +50,8 @@ __device__ __forceinline__ void copy_bytes(uint4* to, const uint8_t* from, int l
 __global__ void __launch_bounds__(kThreads, kBlocks)
     align_groups_kernel(Lines first, Lines second, const int32_t* offsets, int groups, int rows, int parts,
                         bool all) {
-  wait_for_the_kernel_before();
-  let_the_next_kernel_start();
+  pdl_wait();
+  pdl_launch_dependents();
   int64_t line = static_cast<int64_t>(blockIdx.x / parts) * kLinesPerBlock + threadIdx.x / kLanes;
   const bool is_first = line < first.count;
   const Lines lines = is_first ? first : second;
@@ -100,9 +100,9 @@ void launch_align_groups(const Lines& first, const Lines& second, const int32_t*
   const unsigned of_part = grid_size(first.count + second.count, kLinesPerBlock);
   if (of_part == 0) return;
   const int parts = static_cast<int>(std::clamp<int64_t>(kEnough / of_part, 1, groups));
-  launch_early(align_groups_kernel, of_part * static_cast<unsigned>(parts), kThreads, 0,
-               static_cast<cudaStream_t>(stream), first, second, offsets, static_cast<int>(groups),
-               static_cast<int>(rows), parts, all);
+  launch_pdl(align_groups_kernel, of_part * static_cast<unsigned>(parts), kThreads, 0,
+             static_cast<cudaStream_t>(stream), first, second, offsets, static_cast<int>(groups),
+             static_cast<int>(rows), parts, all);
   check_launch("align_groups_kernel");
 }
 

@@ -216,7 +216,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     Epilogue::init(shared);
   }
   init_stages(shared);
-  wait_for_the_kernel_before();
+  pdl_wait();
   const int steps = (args.k + kStep<Element> - 1) / kStep<Element>;
   Place<Shared> place;
   if (warpgroup == 0) {
@@ -310,8 +310,8 @@ void launch_rows_into(const Epilogue& epilogue, const GroupedKernelArgs& args, c
       tensor_map({args.a, args.dtype, args.k, args.rows, 1, args.k, args.rows * args.k}, kBoxLines);
   const CUtensorMap b = matrices_map<Kind>(args);
   const CUtensorMap* b_maps = launch_matrix_list(args.list, args.groups, &b, stream);
-  launch_early(kernel, grid_of(plan), kThreads, kShared, stream, a, b, Kind::ScaleMaps::of(args), epilogue,
-               rows_args(args), b_maps);
+  launch_pdl(kernel, grid_of(plan), kThreads, kShared, stream, a, b, Kind::ScaleMaps::of(args), epilogue,
+             rows_args(args), b_maps);
   check_launch("hopper_rows_kernel");
 }
 

@@ -46,8 +46,8 @@ __global__ void __launch_bounds__(kThreads)
     matrix_list_kernel(const __grid_constant__ CUtensorMap map,
                        const __grid_constant__ Addresses<most> addresses, int count, const void** to,
                        CUtensorMap* maps) {
-  wait_for_the_kernel_before();  // it may read what this memory held for it
-  let_the_next_kernel_start();
+  pdl_wait();  // it may read what this memory held for it
+  pdl_launch_dependents();
   const int matrix = static_cast<int>(blockIdx.x) * kMatricesPerBlock + threadIdx.x / kWarpSize;
   if (matrix >= count) return;
   const void* address = addresses.at[matrix];
@@ -59,9 +59,9 @@ template <int most>
 void launch(const MatrixList& list, int64_t groups, const CUtensorMap& map, CUtensorMap* maps, void* stream) {
   Addresses<most> addresses{};
   std::copy_n(list.addresses, groups, addresses.at);
-  launch_early(matrix_list_kernel<most>, grid_size(groups, kMatricesPerBlock), kThreads, 0,
-               static_cast<cudaStream_t>(stream), map, addresses, static_cast<int>(groups),
-               static_cast<const void**>(list.room), maps);
+  launch_pdl(matrix_list_kernel<most>, grid_size(groups, kMatricesPerBlock), kThreads, 0,
+             static_cast<cudaStream_t>(stream), map, addresses, static_cast<int>(groups),
+             static_cast<const void**>(list.room), maps);
   check_launch("matrix_list_kernel");
 }
 

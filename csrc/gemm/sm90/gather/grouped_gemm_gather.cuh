@@ -146,7 +146,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     Epilogue::init(shared);
   }
   init_stages(shared, kCopyWarps);
-  wait_for_the_kernel_before();
+  pdl_wait();
   const int steps = (args.k + kStep<Element> - 1) / kStep<Element>;
   Place<Shared> place;
   if (warpgroup == 0) {
@@ -172,7 +172,7 @@ void launch_gather(const GroupedKernelArgs& args, const TakenRows& rows, const H
   const Epilogue epilogue{out_map(args)};
   const CUtensorMap b = matrices_map<Kind>(args);
   const CUtensorMap* b_maps = launch_matrix_list(args.list, args.groups, &b, stream);
-  launch_early(kernel, grid_of(plan), kThreads, kShared, stream, rows, b, epilogue, rows_args(args), b_maps);
+  launch_pdl(kernel, grid_of(plan), kThreads, kShared, stream, rows, b, epilogue, rows_args(args), b_maps);
   check_launch("hopper_gather_kernel");
 }
 

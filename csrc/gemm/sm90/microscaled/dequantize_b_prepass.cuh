@@ -101,8 +101,8 @@ template <typename Format>
 __global__ void __launch_bounds__(kWidenThreads)
     widen_rows_kernel(const __grid_constant__ CodeRows rows, const int32_t* end_of_rows, int count, int k) {
   constexpr uint32_t kWarps = kWidenThreads / kWarpSize;
-  wait_for_the_kernel_before();
-  let_the_next_kernel_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const uint32_t warp = threadIdx.x / kWarpSize, number = blockIdx.x * kWarps + warp;
   const uint32_t units = units_of_block(k);
   const int end = end_of_rows ? *end_of_rows : count;
@@ -176,8 +176,8 @@ static_assert(ready_words(kBlockRows) == RowsBeside::kReadyBlocks + 1 &&
               "room for all words");
 
 static __global__ void __launch_bounds__(kWidenThreads) clear_ready_kernel(uint32_t* ready, int64_t words) {
-  wait_for_the_kernel_before();
-  let_the_next_kernel_start();
+  pdl_wait();
+  pdl_launch_dependents();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kWidenThreads + threadIdx.x;
   if (i < words) ready[i] = 0;
 }
@@ -202,16 +202,16 @@ void launch_widen_rows(const GroupedKernelArgs& args, cudaStream_t stream) {
   const int64_t steps = widened_columns(args.k) / kStepCodes,
                 blocks = (args.rows + kBlockRows - 1) / kBlockRows;
   const int64_t units = blocks * (kBlockRows / kUnitRows) * ((steps + kUnitSteps - 1) / kUnitSteps);
-  launch_early(widen_rows_kernel<Format>, grid_size(units, kWidenThreads / kWarpSize), kWidenThreads, 0,
-               stream, code_rows<Format>(args), args.offsets ? args.offsets + args.groups : nullptr,
-               static_cast<int>(args.rows), static_cast<int>(args.k));
+  launch_pdl(widen_rows_kernel<Format>, grid_size(units, kWidenThreads / kWarpSize), kWidenThreads, 0, stream,
+             code_rows<Format>(args), args.offsets ? args.offsets + args.groups : nullptr,
+             static_cast<int>(args.rows), static_cast<int>(args.k));
   check_launch("widen_rows_kernel");
 }
 
 inline void launch_clear_ready(const GroupedKernelArgs& args, cudaStream_t stream) {
   const int64_t words = ready_words(args.rows);
-  launch_early(clear_ready_kernel, grid_size(words, kWidenThreads), kWidenThreads, 0, stream,
-               static_cast<uint32_t*>(args.a_ready), words);
+  launch_pdl(clear_ready_kernel, grid_size(words, kWidenThreads), kWidenThreads, 0, stream,
+             static_cast<uint32_t*>(args.a_ready), words);
   check_launch("clear_ready_kernel");
 }
 

@@ -235,7 +235,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     prefetch(out_map);
   }
   init_rings(shared);
-  wait_for_the_kernel_before();
+  pdl_wait();
   const int clusters = static_cast<int>(gridDim.x) / kCluster;
   const int steps = (args.k + kStepCodes - 1) / kStepCodes;
   Tile tile;
@@ -344,8 +344,8 @@ void launch_decoded_rows(const GroupedKernelArgs& args, const HopperPlan& plan, 
     beside = {code_rows<Format>(args), static_cast<uint32_t*>(args.a_ready),
               args.dtype == DType::kFloat8E5M2};
   }
-  launch_early(kernel, grid_of(plan), kThreads, kShared, stream, values, codes, out, scales, beside,
-               rows_args(args));
+  launch_pdl(kernel, grid_of(plan), kThreads, kShared, stream, values, codes, out, scales, beside,
+             rows_args(args));
   check_launch("hopper_decoded_rows_kernel");
 }
 

@@ -97,7 +97,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     prefetch(maps.out);
   }
   init_stages(shared);
-  wait_for_the_kernel_before();
+  pdl_wait();
   const int clusters = static_cast<int>(gridDim.x) / kCluster;
   const Pairs pairs{(args.m + kTileRows - 1) / kTileRows, (args.n + kTileColumns - 1) / kTileColumns};
   const int of_group = pairs.count(), count = args.groups * of_group;
@@ -227,7 +227,7 @@ void launch_weight_grad(const GroupedKernelArgs& args, const HopperPlan& plan, c
                            args.all_moved,
                            out_maps,
                            listed ? static_cast<void* const*>(args.list.room) : nullptr};
-  launch_early(kernel, grid_of(plan), kThreads, kShared, stream, maps, own);
+  launch_pdl(kernel, grid_of(plan), kThreads, kShared, stream, maps, own);
   check_launch("hopper_weight_grad_kernel");
 }
 

@@ -19,8 +19,8 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t listed = tables.groups;
   int32_t* offsets = listed <= kSharedGroups ? shared : tables.offsets;
   int32_t* tile_offsets = offsets + listed + 1;
-  let_the_next_kernel_start();
-  wait_for_the_kernel_before();
+  pdl_launch_dependents();
+  pdl_wait();
   if (threadIdx.x == 0) offsets[0] = tile_offsets[0] = 0;
   if (threadIdx.x == 0 && tables.merged) offsets[1] = tile_offsets[1] = 0;
   int32_t carried = 0;
@@ -64,8 +64,8 @@ void launch_row_tiles(const void* sizes, bool is_int64, int64_t groups, const Ro
                       WrongSizesWord* word, void* stream) {
   const auto launch = [&](auto size) {
     using Size = decltype(size);
-    launch_early(row_tiles_kernel<Size>, 1, kThreads, 0, static_cast<cudaStream_t>(stream),
-                 static_cast<const Size*>(sizes), groups, tables, word);
+    launch_pdl(row_tiles_kernel<Size>, 1, kThreads, 0, static_cast<cudaStream_t>(stream),
+               static_cast<const Size*>(sizes), groups, tables, word);
   };
   is_int64 ? launch(int64_t{}) : launch(int32_t{});
   check_launch("row_tiles_kernel");
@@ -86,8 +86,8 @@ void launch_quantize(const QuantizeArgs& args, void* stream) {
     using T = decltype(type);
     visit_fp8(args.element, [&](auto element) {
       using Source = PlainSource<T>;
-      launch_early(quantize_kernel<Source, decltype(element)::value>, grid, kThreads, 0,
-                   static_cast<cudaStream_t>(stream), args, Source{});
+      launch_pdl(quantize_kernel<Source, decltype(element)::value>, grid, kThreads, 0,
+                 static_cast<cudaStream_t>(stream), args, Source{});
     });
   });
   check_launch("quantize_kernel");

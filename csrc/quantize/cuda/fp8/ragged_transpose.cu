@@ -24,8 +24,8 @@ void launch(const QuantizeArgs& args, cudaStream_t stream) {
   const int64_t held = int64_t{kWaves} * kWalkBlocks * multiprocessors / layout.col_tiles();
   const int64_t few = std::clamp<int64_t>(held, 1, layout.row_tiles());
   const int64_t parts = std::max(even_parts, few);
-  launch_early(kernel, static_cast<unsigned>(layout.col_tiles() * parts), kWalkThreads, sizeof(WalkShared),
-               stream, args, static_cast<int>(few));
+  launch_pdl(kernel, static_cast<unsigned>(layout.col_tiles() * parts), kWalkThreads, sizeof(WalkShared),
+             stream, args, static_cast<int>(few));
 }
 
 template <DType element, typename T, ScaleMode mode>
@@ -36,8 +36,8 @@ void launch_aligned(const QuantizeArgs& args, cudaStream_t stream) {
   const Layout& layout = args.layout;
   const int64_t parts = std::max(ceil_div(ceil_div(layout.rows, kTile), kEvenTiles),
                                  ceil_div(layout.row_tiles(), kAlignedTiles));
-  launch_early(kernel, static_cast<unsigned>(layout.col_tiles() * parts), kThreads, sizeof(AlignedWalkShared),
-               stream, args);
+  launch_pdl(kernel, static_cast<unsigned>(layout.col_tiles() * parts), kThreads, sizeof(AlignedWalkShared),
+             stream, args);
 }
 
 }  // namespace

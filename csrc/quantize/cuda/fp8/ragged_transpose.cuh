@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kWalkThreads, kWalkBlocks)
   constexpr bool kOwn = mode == ScaleMode::kRows;  // scales of blocks
   extern __shared__ uint4 dynamic_shared[];
   WalkShared& shared = *reinterpret_cast<WalkShared*>(dynamic_shared);
-  wait_for_the_kernel_before();
+  pdl_wait();
   if (args.is_noop()) return;
   if (!kOwn) store_tensor_scales(args);
   const Layout& layout = args.layout;

@@ -145,7 +145,7 @@ struct Fp8Family {
 template <typename Source, DType element>
 __global__ void __launch_bounds__(kThreads, Source::kBlocks)
     quantize_kernel(const __grid_constant__ QuantizeArgs args, const __grid_constant__ Source source) {
-  wait_for_the_kernel_before();
+  pdl_wait();
   __shared__ Fp8Shared shared;
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;

@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
     swiglu_backward_stream_kernel(const __grid_constant__ QuantizeArgs given,
                                   const __grid_constant__ SwigluBackwardArgs swiglu) {
   using Writer = RowWriter<typename Family::template Rows<element>>;
-  wait_for_the_kernel_before();
+  pdl_wait();
   extern __shared__ __align__(16) uint8_t memory[];
   auto& shared = *reinterpret_cast<BackwardStreamShared<T, Family>*>(memory);
   const QuantizeArgs args = streamed(given, Family::kMode);
@@ -162,7 +162,7 @@ void launch_backward_stream(const QuantizeArgs& args, const SwigluBackwardArgs& 
       constexpr int bytes = sizeof(BackwardStreamShared<T, Family>);
       static DynamicSharedMemory memory;
       memory.allow(kernel, bytes);
-      launch_early(kernel, grid, kThreads, bytes, stream, args, swiglu);
+      launch_pdl(kernel, grid, kThreads, bytes, stream, args, swiglu);
     };
     args.dtype == DType::kFloat16 ? launch(__half{}) : launch(__nv_bfloat16{});
   });

@@ -122,7 +122,7 @@ inline constexpr int kColumnBlocks = 4;
 template <typename T, typename Family, DType element>
 __global__ void __launch_bounds__(kThreads, kRowBlocks)
     swiglu_quantize_rows_kernel(const __grid_constant__ QuantizeArgs given, const float* probs) {
-  wait_for_the_kernel_before();
+  pdl_wait();
   const QuantizeArgs args = streamed(given, Family::kMode);
   const Tile tile = block_tile(args.layout);
   if (!Family::begin(args, tile)) return;
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kThreads, kRowBlocks)
 template <typename T, typename Family, DType element>
 __global__ void __launch_bounds__(kThreads, kColumnBlocks)
     swiglu_quantize_columns_kernel(const __grid_constant__ QuantizeArgs given, const float* probs) {
-  wait_for_the_kernel_before();
+  pdl_wait();
   __shared__ typename Family::Columns columns;
   __shared__ StreamTile<T> waiting;
   const QuantizeArgs args = streamed(given, Family::kMode);
@@ -164,11 +164,11 @@ void launch_swiglu_stream(const QuantizeArgs& args, const float* probs, cudaStre
       using T = decltype(type);
       constexpr DType e = decltype(element)::value;
       if (args.transposed) {
-        launch_early(swiglu_quantize_columns_kernel<T, Family, e>, block_grid(args.layout), kThreads, 0,
-                     stream, args, probs);
+        launch_pdl(swiglu_quantize_columns_kernel<T, Family, e>, block_grid(args.layout), kThreads, 0, stream,
+                   args, probs);
       } else {
-        launch_early(swiglu_quantize_rows_kernel<T, Family, e>, tile_grid(args.layout), kThreads, 0, stream,
-                     args, probs);
+        launch_pdl(swiglu_quantize_rows_kernel<T, Family, e>, tile_grid(args.layout), kThreads, 0, stream,
+                   args, probs);
       }
     };
     args.dtype == DType::kFloat16 ? launch(__half{}) : launch(__nv_bfloat16{});

@@ -21,8 +21,8 @@ bool launch_quantize_mx_windows(const QuantizeArgs& args, void* stream) {
   const int64_t blocks = Layout::window_count(layout.rows) * layout.col_tiles();
   visit_fp8(args.element, [&](auto element) {
     const auto launch = [&](auto type) {
-      launch_early(quantize_mx_windows_kernel<decltype(element)::value, decltype(type)>,
-                   static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream), args);
+      launch_pdl(quantize_mx_windows_kernel<decltype(element)::value, decltype(type)>,
+                 static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream), args);
     };
     args.dtype == DType::kBFloat16 ? launch(__nv_bfloat16{}) : launch(__half{});
   });

@@ -198,7 +198,7 @@ template <DType element, typename T>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm<T>)
     quantize_mx_windows_kernel(const __grid_constant__ QuantizeArgs args) {
   __shared__ MxWindowShared shared;
-  wait_for_the_kernel_before();
+  pdl_wait();
   if (args.is_noop()) return;
   const Layout& layout = args.layout;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / kWarpSize, 0), lane = threadIdx.x % kWarpSize;

@@ -298,8 +298,8 @@ __device__ __forceinline__ void quantize_whole_tile(const NvArgs& args, const Ti
 template <typename T, NvCoding coding, bool hadamard>
 __global__ void __launch_bounds__(kThreads, 4) nv_whole_kernel(const __grid_constant__ NvArgs args) {
   __shared__ NvWholeBlock<T, coding> block;
-  wait_for_the_kernel_before();
-  let_the_next_kernel_start();
+  pdl_wait();
+  pdl_launch_dependents();
   if (args.is_noop()) return;
 #pragma unroll 1
   for (uint32_t row_tile = blockIdx.y;;) {
@@ -317,7 +317,7 @@ void launch_nv_whole(const NvArgs& args, cudaStream_t stream) {
   const unsigned row_tiles =
       layout.grouped() ? block_rows(layout) : static_cast<unsigned>(layout.rows / kTile);
   const dim3 grid(static_cast<unsigned>(layout.cols / kTile), row_tiles);
-  launch_early(nv_whole_kernel<T, coding, hadamard>, grid, kThreads, 0, stream, args);
+  launch_pdl(nv_whole_kernel<T, coding, hadamard>, grid, kThreads, 0, stream, args);
   check_launch("nv_whole_kernel");
 }
 

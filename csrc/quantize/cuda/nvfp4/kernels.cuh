@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
     quantize_nv_kernel(const __grid_constant__ NvArgs args, bool all) {
   __shared__ NvShared<T> shared;
   if (!args.is_noop()) quantize_nv_tiles<T, coding, hadamard>(args, all, shared);
-  wait_for_the_kernel_before();
+  pdl_wait();
 }
 
 // Rows alone, with scales of 1x16, of an input that is aligned to 16 bytes. A thread has every 32nd row of a block of the
@@ -90,8 +90,8 @@ void launch_quantize_nv_as(const NvArgs& args, void* stream) {
       constexpr unsigned kMostBlocks = 512;  // each looks through a few tiles, most of which are not its
       launch_nv_whole<T, coding, hadamard>(args, cuda_stream);
       if (may_have_other_tiles(layout)) {
-        launch_early(quantize_nv_kernel<T, coding, hadamard>, std::min(grid, kMostBlocks), kThreads, 0,
-                     cuda_stream, args, false);
+        launch_pdl(quantize_nv_kernel<T, coding, hadamard>, std::min(grid, kMostBlocks), kThreads, 0,
+                   cuda_stream, args, false);
       }
       return check_launch("quantize_nv_kernel");
     }
