@@ -17,13 +17,14 @@ def swiglu(input: Tensor, probs: Tensor | None = None) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, input: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The chain rule by hand: slope of silu(a) is s + a s (1 - s) with s = sigmoid(a)."""
+    """The chain rule by hand: slope of silu(a) is s + a s (1 - s) with s = sigmoid(a). Factors in the order of the op,
+    in which a product of two of them may leave the range of float32."""
     gate, linear = input.float().chunk(2, dim=-1)
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
-    scaled = grad.float() if probs is None else grad.float() * probs[:, None]
-    grad_gate = scaled * linear * (sigmoid + silu * (1 - sigmoid))
-    grad_input = torch.cat([grad_gate, scaled * silu], dim=-1).to(input.dtype)
+    prob = 1.0 if probs is None else probs[:, None]
+    grad_gate = grad.float() * linear * prob * (sigmoid + silu * (1 - sigmoid))
+    grad_input = torch.cat([grad_gate, grad.float() * silu * prob], dim=-1).to(input.dtype)
     if probs is None:
         return grad_input, torch.empty(0, dtype=torch.float32, device=input.device)
     return grad_input, row_sums(grad.float() * (silu * linear))

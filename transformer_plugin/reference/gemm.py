@@ -146,12 +146,12 @@ def grouped_gemm_wgrad(
     alpha: Tensor | None = None,
     input_rows: Tensor | None = None,
 ) -> Tensor:
-    """alpha[g] * (grad_g.T @ input_g) for each group."""
+    """alpha[g] * (grad_g.T @ input_g) for each group; zero for an empty one, whatever its alpha."""
     taken = _taken(input, input_rows, group_sizes)
     products = [_wide(grad)[rows].T @ _wide(taken)[rows] for _, rows in _groups(group_sizes)]
     if not products:
         return grad.new_zeros(0, grad.shape[1], input.shape[1], dtype=dtype or grad.dtype)
-    factors = 1.0 if alpha is None else alpha[:, None, None]
+    factors = 1.0 if alpha is None else torch.where(group_sizes == 0, 1.0, alpha)[:, None, None]
     return (torch.stack(products) * factors).to(dtype or grad.dtype)
 
 
