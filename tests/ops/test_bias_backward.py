@@ -46,7 +46,7 @@ def sum_of(rows: np.ndarray) -> np.ndarray:
 
 def sums_of(grad: Tensor, sizes: list[int] | None = None) -> Tensor:
     rows = grad.detach().cpu().float().numpy()
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         if sizes is None:
             return torch.from_numpy(np.asarray(sum_of(rows) + np.float32(0)))
         ends = np.cumsum([0, *sizes])

@@ -1,0 +1,290 @@
+"""References of products, and their ops, over the range of float32, zero sizes included: powers of two on an operand
+come out again to the bit; what is not finite reaches what it is used for and nothing else; float64 differs by the
+roundings of float32 sums.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops import near
+from tests.ops.domain_draw import exact_scale
+from tests.ops.gemm_oracle import rows_fp64, wgrad_fp64
+from tests.ops.near import UNIT, Near
+from tests.ops.product_axes import (
+    NOT_USED,
+    PRODUCTS,
+    STANDS_FOR,
+    Axes,
+    Powers,
+    Product,
+    groups_of,
+    multiplied,
+    reached,
+)
+from tests.ops.test_norm import assert_same_numbers
+from tests.ops.test_references import CASES, of_reference
+from tests.ops.test_refusals import BUFFERS, copied, flat
+from transformer_plugin import reference
+from transformer_plugin.testing.every_op import Call
+from transformer_plugin.testing.numerics import assert_rounded_sum
+
+OPS = torch.ops.transformer_plugin
+FLOAT32_ONLY = (*("alpha", "beta", "out", "bias_scale", "probs", "scale", "amax", "a_scale", "b_scale"),)
+#: Powers of two of all elements alike: the rest is 0.
+EVERYWHERE: list[dict[str, int]] = [
+    *({"k": 120}, {"k": -120}, {"t": 100}, {"t": -90}, {"n": 100}, {"n": -90}, {"t": 60, "n": 45}),
+    *({"t": -40, "n": -45}, {"G": 100}, {"G": -90}, {"A": 100}, {"A": -90}, {"B": 100}, {"B": -90}),
+    *({"A": 60, "B": 45}, {"A": -40, "B": -45}, {"j": 100}, {"j": -90}, {"p": 100}, {"p": -90}, {"c": 110}),
+    *(
+        {"t": 110, "n": -100},
+        {"c": -100},
+        {"G": -45, "t": -45},
+        {"G": 60, "n": 45},
+        {"m": 60, "n": 45},
+        {"m": -90},
+    ),
+]
+CALLS: dict[str, list[tuple[str, Call]]] = {}
+for _case in CASES:
+    if _case.values[0].op in PRODUCTS:
+        CALLS.setdefault(_case.values[0].op, []).append((str(_case.id), _case.values[0]))
+by_product = pytest.mark.parametrize("op", list(PRODUCTS))
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def moderate(call: Call, dtype: torch.dtype, seed: int) -> dict[str, Any]:
+    """Magnitudes from 1/16 to 1 of either sign, all bits of the mantissa; rows taken from anywhere, some twice."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def like(value: Tensor, name: str) -> Tensor:
+        if name in ("rows", "input_rows"):
+            return torch.randint(0, max(1, len(value)), value.shape, generator=generator)
+        if not value.is_floating_point() or name == "amax":
+            return value
+        signs = torch.randint(0, 2, value.shape, generator=generator) * 2 - 1
+        drawn = exact_scale(
+            1 + torch.rand(value.shape, generator=generator),
+            torch.randint(-4, 0, value.shape, generator=generator),
+        )
+        if name == "scale":
+            return drawn * 256
+        return (signs * drawn * (256 if value.element_size() == 1 else 1)).to(
+            value.dtype if value.element_size() == 1 else torch.float32 if name in FLOAT32_ONLY else dtype
+        )
+
+    arguments = copied(call.arguments)
+    for name, value in arguments.items():
+        if isinstance(value, list):
+            arguments[name] = [like(x, name) for x in value]
+        elif isinstance(value, Tensor):
+            arguments[name] = like(value, name)
+    for name in ("rows", "input_rows"):
+        if arguments.get(name) is not None:
+            arguments[name][int(arguments["group_sizes"].sum()) :] = -1  # no row, which is not taken
+    return arguments
+
+
+def variants(op: str, dtype: torch.dtype) -> Iterator[tuple[str, Call, dict[str, Any]]]:
+    """Calls with moderate numbers."""
+    for seed, (name, call) in enumerate(CALLS[op]):
+        arguments = moderate(call, dtype, seed)
+        yield name, call, arguments
+        if "accumulate" in arguments:
+            yield f"{name}, accumulate", call, {**arguments, "accumulate": True, "beta": None}
+
+
+def results(function: Callable[..., Any], call: Call, arguments: dict[str, Any]) -> list[Tensor]:
+    """What is returned, then what is written; codes with their scales as values."""
+    given = copied(arguments)
+    found = flat(function(given))
+    if call.op == "grouped_gemm_swiglu_quantize":
+        found = [reference.grouped_dequantize(*found[:2], given["group_sizes"], "mxfp8"), found[2]]
+    for name in BUFFERS[call.op]:
+        value = given.get(name)
+        found += [torch.stack(value)] if isinstance(value, list) else flat(value)
+    return found
+
+
+def functions(call: Call) -> list[Callable[..., Any]]:
+    """Of the reference and of the op, which obey the same laws."""
+    return [lambda given: of_reference(call, given), lambda given: getattr(OPS, call.op)(**given)]
+
+
+@dtypes
+@by_product
+def test_powers_of_two_come_out_again(op: str, dtype: torch.dtype) -> None:
+    product = PRODUCTS[op]
+    letters = {STANDS_FOR.get(x, x) for axes in product.powers.values() for along in axes for x in along}
+    for name, call, drawn in variants(op, dtype):
+        ways: list[tuple[dict[str, int] | None, bool]] = [(None, True), (None, False)]
+        ways += [(each, False) for each in EVERYWHERE if each.keys() & letters]
+        for seed, (everywhere, by_row) in enumerate(ways if name.startswith("all") else ways[:2]):
+            arguments = dict(drawn)
+            if by_row and "bias" in arguments and "T" in " ".join(product.powers["bias"]):
+                arguments["bias"] = None
+            powers = Powers(arguments, everywhere, by_row, seed)
+            given = multiplied(product, arguments, powers)
+            for function in functions(call):
+                before, after = (results(function, call, x) for x in (arguments, given))
+                axes = product.of_results + ([product.powers["amax"]] if op[-1] == "_" else [])
+                for index, (x, y) in enumerate(zip(before, after, strict=True)):
+                    where = f"{name}, result {index}, powers {everywhere or f'by row: {by_row}'}"
+                    assert bool(x.isfinite().all()), where
+                    assert_same_numbers(y, powers.times(x, axes[index]), where)
+
+
+def empty_sum(call: Call, given: dict[str, Any]) -> bool:
+    """Of no features: gradients of probabilities, which are 0."""
+    return call.op == "grouped_gemm_swiglu_backward" and given["h"].shape[1] == 0
+
+
+@dtypes
+@pytest.mark.parametrize("op", [op for op in PRODUCTS if op != "grouped_gemm_swiglu_quantize"])
+def test_what_is_not_finite_reaches_what_it_is_used_for(op: str, dtype: torch.dtype) -> None:
+    product = PRODUCTS[op]
+    draw, infinities = torch.Generator().manual_seed(3), itertools.cycle([math.inf, -math.inf])
+    for name, call, given in variants(op, dtype):
+        if dtype != torch.float32 and not name.startswith("all"):
+            continue
+        for argument, axes in product.arguments.items():
+            value = given.get(argument)
+            if value is None or (torch.stack(value) if isinstance(value, list) else value).numel() == 0:
+                continue
+            if argument == "b" and axes[0] == "G" and given.get("transpose_b") is False:
+                axes = (axes[0], axes[2], axes[1])
+            for number in (math.nan,) if product.nan_only else (math.nan, next(infinities)):
+                spoilt = copied(given)
+                whole = torch.stack(value) if isinstance(value, list) else spoilt[argument]
+                place = tuple(int(torch.randint(0, n, (), generator=draw)) for n in whole.shape)
+                whole[place] = number
+                spoilt[argument] = list(whole) if isinstance(value, list) else whole
+                where = f"{name}, {number} in {argument}{list(place)}"
+                assert_reaches(product, argument, axes, place, call, given, spoilt, where)
+
+
+def assert_reaches(
+    product: Product,
+    argument: str,
+    axes: Axes,
+    place: tuple[int, ...],
+    call: Call,
+    given: dict[str, Any],
+    spoilt: dict[str, Any],
+    where: str,
+) -> None:
+    """No number where the element is used, and elsewhere what there is without it."""
+    of_nothing = argument == "alpha" and axes == ("G",) and int(given["group_sizes"][place[0]]) == 0
+    for function in functions(call)[: 1 if of_nothing and given.get("beta") is not None else 2]:
+        before, after = (results(function, call, x) for x in (given, spoilt))
+        for x, y, result in zip(before, after, product.results, strict=False):
+            mask = reached(product, axes, place, result, x.shape, given)
+            if argument == "out":  # also what is kept past the last group
+                mask[place] = True
+            if (of_nothing and result[0] == "G") or (argument, result) in NOT_USED or empty_sum(call, given):
+                mask = torch.zeros_like(mask)
+            assert not bool(y[mask].isfinite().any()), f"{where} is lost"
+            assert_same_numbers(y[~mask], x[~mask], where)
+
+
+def spread(call: Call, dtype: torch.dtype, seed: int) -> dict[str, Any]:
+    """Every element of its own exponent, 24 apart."""
+    generator = torch.Generator().manual_seed(seed + 100)
+
+    def apart(value: Any) -> Any:
+        if isinstance(value, list):
+            return [apart(x) for x in value]
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.element_size() == 1:
+            return value
+        return exact_scale(value, torch.randint(-12, 12, value.shape, generator=generator))
+
+    return {name: apart(value) for name, value in moderate(call, dtype, seed).items()}
+
+
+def in_float64(op: str, given: dict[str, Any], wide: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
+    """The product of what ``wide`` makes of every argument, and how many terms each sum has."""
+    x = {k: torch.stack(v) if isinstance(v, list) else v for k, v in given.items()}
+    x = {k: wide(v.double()) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in x.items()}
+    sizes, rows = x.get("group_sizes"), x.get("rows", x.get("input_rows"))
+    if op == "gather_rows_backward":
+        end = int(sizes.sum())
+        sums = torch.zeros(x["num_rows"], x["grad"].shape[1], dtype=torch.float64)
+        return sums.index_add_(0, x["rows"][:end], x["grad"][:end]), end
+    beta, out = x.get("beta"), x.get("out")
+    if "wgrad" in op:
+        taken = x["input"][rows.clamp(min=0)] if len(rows) else x["input"]
+        product = wgrad_fp64(x["grad"], taken, sizes, x["alpha"])
+        added = 0.0 if out is None else out if beta is None else beta[:, None, None] * out
+        return product + added, len(x["grad"])
+    a, b = (x.get(name, x.get(other)) for name, other in (("a", "input"), ("b", "weight")))
+    if "rowwise" in op:
+        a, b = a * x["a_scale"][:, None], b * x["b_scale"][..., None]
+    if rows is not None:
+        a = a[rows.clamp(min=0)] if len(rows) else a
+    bias = x.get("bias")
+    if sizes is None:
+        sizes, b, bias = torch.tensor([len(a)]), b[None], None if bias is None else bias[None]
+    more = (bias, x.get("bias_scale"), x.get("transpose_b", True), x.get("alpha"))
+    product = rows_fp64(a, b, sizes, *more)
+    if out is not None:
+        group = groups_of(len(out), sizes)
+        factor = torch.cat([beta, torch.ones(1, dtype=torch.float64)])  # the tail stays
+        product = product + factor[group][:, None] * out
+    return product, a.shape[1]
+
+
+@dtypes
+@pytest.mark.parametrize(
+    "op", [op for op in PRODUCTS if not any(x in op for x in ("scaled", "swiglu", "mlp"))]
+)
+def test_products_are_those_of_float64(op: str, dtype: torch.dtype) -> None:
+    for seed, (name, call) in enumerate(CALLS[op]):
+        given = spread(call, dtype, seed)
+        exact, terms = in_float64(op, given, lambda x: x)
+        magnitude, _ = in_float64(op, given, torch.abs)
+        for function in functions(call):
+            [got] = results(function, call, given)
+            assert_rounded_sum(got, exact, magnitude, terms + 3, name)
+
+
+def near_product(
+    a: Near, b: Tensor, sizes: Tensor, bias: Tensor | None, scale: Tensor | None, to: Any
+) -> Near:
+    """A grouped product of what is known nearly, rounded to a dtype."""
+    value, error = torch.from_numpy(a.value), torch.from_numpy(a.error)
+    exact = rows_fp64(value, b, sizes, bias, scale, True)
+    absolute = [None if x is None else x.abs() for x in (bias, scale)]
+    sums = rows_fp64(value.abs() + error, b.abs(), sizes, *absolute, True)
+    inherited = rows_fp64(error, b.abs(), sizes, None, None, True)
+    bound = inherited + (b.shape[2] + 4) * UNIT * sums + torch.finfo(to).eps * exact.abs()
+    return Near(exact.numpy(), bound.numpy())
+
+
+@dtypes
+@pytest.mark.parametrize("op", ["grouped_gemm_swiglu", "grouped_mlp"])
+def test_swiglu_of_a_product(op: str, dtype: torch.dtype) -> None:
+    for name, call, given in variants(op, dtype):
+        sizes, probs = given["group_sizes"], given["probs"]
+        a, b = (given[x] for x in (("a", "b") if op[-1] == "u" else ("input", "fc1_weight")))
+        bias = given["bias" if op[-1] == "u" else "fc1_bias"]
+        h = near_product(Near.of(a * 4), b, sizes, bias, None, dtype)  # gates of up to 20
+        width, step = b.shape[1], given.get("interleave", 0) or max(1, b.shape[1] // 2)
+        is_gate = torch.arange(width) // step % 2 == 0
+        act = near.swiglu(h[:, is_gate.numpy()], h[:, ~is_gate.numpy()], Near.of(probs[:, None]))
+        act = Near(act.value, act.error + torch.finfo(dtype).eps * abs(act.value))
+        expected = act
+        if op == "grouped_mlp":
+            fc2 = (given["fc2_weight"], sizes, given["fc2_bias"], probs, dtype)
+            expected = near_product(act, *fc2)
+        for function in functions(call):
+            got = results(function, call, {**given, "a" if op[-1] == "u" else "input": a * 4})
+            expected.within(got[0], name)
+            if op != "grouped_mlp":
+                h.within(got[1], f"{name}, h")
