@@ -196,11 +196,12 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "grouped_gemm_swiglu_backward(Tensor grad, Tensor b, Tensor group_sizes, Tensor h, Tensor? probs, "
       "int interleave=0, int max_sms=0, int expected_rows=-1) -> (Tensor grad_h, Tensor grad_probs)");
-  // What a Hopper would run, of a weight [G, n, k]: whether its kernels take the product, clusters, which boxes of a tile
-  // threads add, and whether rows are widened beside the products (gemm/sm90/config.h). Any host knows.
+  // Which kernel a GPU would run for a weight [G, n, k], why, and its configuration (gemm/dispatch/select.h,
+  // gemm/sm90/config.h). Needs no GPU.
   m.def(
-      "grouped_gemm_plan(str product, ScalarType dtype, ScalarType out_dtype, int rows, int groups, int n, int k, "
-      "int multiprocessors, bool accumulate=False, int max_sms=0, int expected_rows=-1, bool microscaled=False) -> int[]");
+      "grouped_gemm_plan(str product, str a_format, str b_format, ScalarType dtype, ScalarType out_dtype, int rows, "
+      "int groups, int n, int k, int multiprocessors, int capability=90, bool accumulate=False, int max_sms=0, "
+      "int expected_rows=-1) -> (str, str, int[])");
   m.def("bias_backward(Tensor grad) -> Tensor");
   m.def(
       "grouped_bias_backward(Tensor grad, Tensor group_sizes, Tensor? bias=None, Tensor? bias_scale=None) -> "

@@ -40,20 +40,40 @@ def test_every_recipe_on_every_device(name: str, device: torch.device) -> None:
         *([name] * 3 if recipe is None else [recipe.input_format, recipe.weight_format, recipe.grad_format])
     )
     assert ("quantization: " in text) == name.startswith(("fp8", "mx", "nv"))
-    assert rest[-1].startswith("products: ") and rest[-1].endswith(("rounded once", "slower than no recipe"))
+    at = next(i for i, line in enumerate(rest) if line.startswith("products: "))
+    assert rest[at].endswith(("rounded once", "slower than no recipe"))
+    names = [line.split(":")[0].strip() for line in rest[at + 1 :]]
+    assert names == ([] if device.type == "cpu" else ["forward", "data_grad", "weight_grad"])
+
+
+def test_products_are_those_of_the_plan() -> None:
+    """Each line is what grouped_gemm_plan says of the pair of formats that the layer multiplies."""
+    if "this build has no CUDA kernels" in tp.explain_support(None, "cuda"):
+        pytest.skip("what a GPU does is said where there are kernels for one")
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("what follows is of a Hopper")
+    lines = tp.explain_support(Float8BlockScaling(), "cuda").splitlines()[-3:]
+    ours = "this package's Hopper kernels on FP8 tensor cores, every 128 products added in FP32"
+    why = "dtypes, sizes and alignment are those of the Hopper kernels"
+    assert lines == [f"  {product}: {ours} ({why})" for product in ("forward", "data_grad", "weight_grad")]
+    last = tp.explain_support(MXFP8BlockScaling(), "cuda").splitlines()[-1]
+    assert last == (
+        "  weight_grad: operands are dequantized, then multiplied as without a recipe "
+        "(no kernel multiplies these two formats)"
+    )
 
 
 def test_what_the_operands_become() -> None:
     """The words follow the scales: only powers of two are exact in bfloat16."""
-    exact = "operands are decoded exactly into bfloat16"
+    exact = "operands are dequantized exactly to bfloat16"
     assert exact in tp.explain_support(Float8BlockScaling(), "cpu")
     assert exact in tp.explain_support(MXFP8BlockScaling(), "cpu")
     for recipe in (Float8BlockScaling(power_of_two_scales=False), Float8CurrentScaling()):
-        assert "operands are decoded into float32" in tp.explain_support(recipe, "cpu")
+        assert "operands are dequantized to float32" in tp.explain_support(recipe, "cpu")
     plain = NVFP4BlockScaling(stochastic_rounding=False)
     for recipe in (NVFP4BlockScaling(), plain):
         text = tp.explain_support(recipe, "cpu")
-        assert "operands are decoded into float32" in text
+        assert "operands are dequantized to float32" in text
         assert "widths, and for the backward the rows (of each group), must be multiples of 16" in text
         assert ("rounded at random, seeded by torch's generator" in text) == (recipe is not plain)
     assert "widths must be multiples of 32" in tp.explain_support(MXFP8BlockScaling(), "cpu")
@@ -83,12 +103,13 @@ def test_where_the_scales_come_from() -> None:
         (Float8BlockScaling(), False),
     ],
 )
-def test_weights_that_a_hopper_decodes_on_their_way(recipe: Recipe, decodes: bool) -> None:
+def test_formats_that_hopper_kernels_dequantize(recipe: Recipe, decodes: bool) -> None:
     """In either element and order of scales; not under an amax for each row."""
     text = tp.explain_support(recipe, "cuda")
     if "this build has no CUDA kernels" in text:
         pytest.skip("what a GPU does is said where there are kernels for one")
-    assert ("of weights decoded on their way" in text) == decodes
+    forward = next(line for line in text.splitlines() if line.startswith("  forward: "))
+    assert ("which dequantize to bfloat16" in forward) == decodes
 
 
 def test_where_nothing_runs() -> None:

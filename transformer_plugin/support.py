@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from transformer_plugin.formats import Format
+from transformer_plugin.ops.gemm_plan import grouped_gemm_plan
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
 #: the compute capability that the kernels are built for and tested on.
@@ -88,35 +89,46 @@ def _where(device: torch.device) -> str:
 
 
 def _products(formats: list[Format], device: torch.device) -> str:
+    if device.type == "cpu":
+        return _products_on_cpu(formats)
+    input, weight, grad = (f.key for f in formats)
+    pairs = {"forward": (input, weight), "data_grad": (grad, weight), "weight_grad": (grad, input)}
+    lines = [_product(product, *keys, device) for product, keys in pairs.items()]
+    return "FP32 sums, rounded once\n" + "\n".join(lines)
+
+
+def _products_on_cpu(formats: list[Format]) -> str:
     value = "FP32 sums, rounded once"
     if not formats[0].is_quantized:
-        return f"torch's kernels in the operands' dtype, this package's tile kernel where they do not fit; {value}"
+        return f"torch's kernels in the dtype of the operands; {value}"
     exact = all(f.power_of_two_scales for f in formats)
-    if device.type == "cpu":
-        how = "decoded exactly into bfloat16" if exact else "decoded into float32"
-        return f"operands are {how} and multiplied by torch's kernels; {value}: right, slower than no recipe"
-    how = "into bfloat16, exactly" if exact else "into bfloat16 exactly, their scales kept outside of the sum"
-    if formats[0].needs_amax and not formats[0].row_scaled:
-        how = "into bfloat16 exactly, their amaxes kept outside of the sum"
-    elif not exact and formats[0].block is not None:
-        how = "into float32"
-    reason = {
-        "nvfp4": "Hopper's matrix units have no 4-bit numbers",
-        "mxfp8": "Hopper's matrix units take no E8M0 scales",
-        "fp8_block": "this version has no FP8 matrix kernel for them",
-        "fp8_tensor": "this version has no FP8 matrix kernel for them",
-    }[formats[0].family]
-    whose = "operands"
-    if formats[0].family in ("fp8_block", "fp8_tensor") and all(f.element == "e4m3" for f in formats[:2]):
-        value = (
-            "products into bfloat16 and weight gradients into float32 too on Hopper in FP8 matrix units, whose sums "
-            f"of 128 are added in FP32; elsewhere {value}"
-        )
-        whose = "operands of other products"
-    elif all(f.family in ("mxfp8", "nvfp4") and not f.row_scaled for f in formats):
-        value = (
-            "outputs and data gradients in bfloat16 are on Hopper of weights decoded on their way, rows widened "
-            f"first; {value}"
-        )
-        whose = "operands of other products"
-    return f"{whose} are widened {how}, because {reason}; {value}"
+    how = "exactly to bfloat16" if exact else "to float32"
+    return f"operands are dequantized {how} and multiplied by torch's kernels; {value}: correct, slower than no recipe"
+
+
+def _product(product: str, a: str, b: str, device: torch.device) -> str:
+    """One product of typical sizes, as :func:`~transformer_plugin.ops.grouped_gemm_plan` decides it."""
+    bfloat16, capability = torch.bfloat16, 10 * TESTED[0] + TESTED[1]
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability(device)
+        capability = 10 * major + minor
+    plan = grouped_gemm_plan(
+        product, bfloat16, bfloat16, 8192, 8, 2048, 2048, 132, a_format=a, b_format=b, capability=capability
+    )
+    return f"  {product}: {_BACKENDS[plan.backend]}{_how(plan.backend, a)} ({plan.reason})"
+
+
+_BACKENDS = {
+    "sm90": "this package's Hopper kernels",
+    "generic": "this package's kernels for any GPU",
+    "torch": "torch._grouped_mm",
+    "steps": "operands are dequantized, then multiplied as without a recipe",
+}
+
+
+def _how(backend: str, key: str) -> str:
+    if backend != "sm90" or key == "none":
+        return ""
+    if Format.parse(key).family in ("mxfp8", "nvfp4"):
+        return ", which dequantize to bfloat16, as Hopper has no instructions for this format"
+    return " on FP8 tensor cores, every 128 products added in FP32"

@@ -1,25 +1,29 @@
 // Registration of an op whose schema is in registration.cpp: one line an op.
 //
-//   TP_IMPL("swiglu", swiglu, swiglu_meta, swiglu_autograd)
-//   TP_IMPL_NO_GRADIENT("swiglu_backward", swiglu_backward, swiglu_backward_meta)
+//   TP_IMPL("swiglu", swiglu, swiglu_meta, swiglu_autograd);
+//   TP_IMPL_NO_GRADIENT("swiglu_backward", swiglu_backward, swiglu_backward_meta);
 //
 // `kernel` serves both devices and chooses by that of its tensors; a build without CUDA registers it for CPU alone.
 #pragma once
 
 #include <torch/library.h>
 
-#define TP_IMPL_FOR(key, op, function) \
-  TORCH_LIBRARY_IMPL(transformer_plugin, key, m) { m.impl(op, function); }
+#define TP_IMPL_FOR(key, op, function)                                     \
+  TORCH_LIBRARY_IMPL(transformer_plugin, key, m) { m.impl(op, function); } \
+  static_assert(true)
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
-#define TP_IMPL_CPU_CUDA(op, kernel) TP_IMPL_FOR(CPU, op, kernel) TP_IMPL_FOR(CUDA, op, kernel)
+#define TP_IMPL_CPU_CUDA(op, kernel) \
+  TP_IMPL_FOR(CPU, op, kernel);      \
+  TP_IMPL_FOR(CUDA, op, kernel)
 #else
 #define TP_IMPL_CPU_CUDA(op, kernel) TP_IMPL_FOR(CPU, op, kernel)
 #endif
 
 #define TP_IMPL(op, kernel, meta, autograd) \
-  TP_IMPL_CPU_CUDA(op, kernel) TP_IMPL_FOR(Meta, op, meta) TP_IMPL_FOR(Autograd, op, autograd)
+  TP_IMPL_CPU_CUDA(op, kernel);             \
+  TP_IMPL_FOR(Meta, op, meta);              \
+  TP_IMPL_FOR(Autograd, op, autograd)
 
 // Autograd passes through: the kernel itself refuses tensors that require a gradient, or its outputs have none.
-#define TP_IMPL_NO_GRADIENT(op, kernel, meta) \
-  TP_IMPL(op, kernel, meta, torch::CppFunction::makeFallthrough())
+#define TP_IMPL_NO_GRADIENT(op, kernel, meta) TP_IMPL(op, kernel, meta, torch::CppFunction::makeFallthrough())

@@ -1,8 +1,8 @@
 // grouped_linear: the rows of each group times the group's weight [N, K] transposed, plus its bias, with its
 // gradient, in any format.
-#include <torch/library.h>
 
 #include "common/autograd.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/ops/calls.h"
@@ -90,11 +90,6 @@ Tensor grouped_linear_autograd(const Tensor& input, const Tensor& weight, const 
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { m.impl(kOp, grouped_linear); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl(kOp, grouped_linear_meta); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl(kOp, grouped_linear_autograd); }
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { m.impl(kOp, grouped_linear); }
-#endif
+TP_IMPL(kOp, grouped_linear, grouped_linear_meta, grouped_linear_autograd);
 
 }  // namespace transformer_plugin::gemm

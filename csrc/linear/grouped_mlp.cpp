@@ -2,9 +2,9 @@
 // between them, with its gradient, in any format: one node for what grouped_linear, swiglu and grouped_linear do in
 // three, with their bits.
 #include <ATen/ops/add.h>
-#include <torch/library.h>
 
 #include "common/autograd.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/ops/calls.h"
@@ -312,11 +312,6 @@ Tensor grouped_mlp_autograd(const Tensor& input, const Tensor& fc1_weight, const
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { m.impl(kOp, grouped_mlp); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl(kOp, grouped_mlp_meta); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl(kOp, grouped_mlp_autograd); }
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { m.impl(kOp, grouped_mlp); }
-#endif
+TP_IMPL(kOp, grouped_mlp, grouped_mlp_meta, grouped_mlp_autograd);
 
 }  // namespace transformer_plugin::gemm

@@ -1,8 +1,8 @@
 // linear: input [..., K] times weight [N, K] transposed, plus bias [N], with its gradient, in any format.
 #include <ATen/ops/mm.h>
-#include <torch/library.h>
 
 #include "common/autograd.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/generic/dense_gemm.h"
@@ -50,7 +50,7 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
   const BelowAutograd guard;
   const Tensor x = as_matrix(input);
   if (formats.native())
-    return from_matrix(dense_product(x, transposed_view(weight), bias, input.scalar_type()), input);
+    return from_matrix(dense_gemm(x, transposed_view(weight), bias, input.scalar_type()), input);
   const LayerArguments layer{x, weight, std::nullopt, bias, std::nullopt, quantized_weight};
   check_rounding(kOp, layer, formats, false);
   return from_matrix(low_precision_forward(layer, formats), input);
@@ -115,11 +115,6 @@ Tensor linear_autograd(const Tensor& input, const Tensor& weight, const Optional
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { m.impl(kOp, linear); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl(kOp, linear_meta); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl(kOp, linear_autograd); }
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { m.impl(kOp, linear); }
-#endif
+TP_IMPL(kOp, linear, linear_meta, linear_autograd);
 
 }  // namespace transformer_plugin::gemm

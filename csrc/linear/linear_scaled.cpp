@@ -107,7 +107,7 @@ Tensor multiply(const Rounded& a, std::string_view a_key, const Rounded& b, std:
 
 // The same values in lines of what were columns: a view, unless kernels multiply codes, which want lines.
 Rounded turned(const Rounded& x, std::string_view key, const OptionalTensor& group_sizes) {
-  if (!has_code_kernels(x.data)) return {x.data.t(), x.scale};
+  if (!has_quantized_kernels(x.data)) return {x.data.t(), x.scale};
   Rounded result;
   std::tie(result.data, result.scale) =
       quantize::call_requantize_transposed(x.data, x.scale, key, at::kFloat, group_sizes);
@@ -193,7 +193,7 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
       const Layer layer{"",           grad,     w.data,       group_sizes, std::nullopt,
                         std::nullopt, saved[7], std::nullopt, keys};
       if (wants_input) {
-        const bool lines = has_code_kernels(w.data);
+        const bool lines = has_quantized_kernels(w.data);
         grad_input =
             multiply(g, grad_key, lines ? turned(w, weight_key, std::nullopt) : w, weight_key, layer, lines);
       }

@@ -21,7 +21,7 @@ using OptionalTensor = std::optional<Tensor>;
 // One rounding serves both directions when the scale does not depend on the direction, and columns are a view of rows; unless
 // kernels multiply codes as they are, which want what is summed over in one line.
 bool columns_are_views(const Format& format, const Tensor& like) {
-  return !format.has_blocks() && !has_code_kernels(like);
+  return !format.has_blocks() && !has_quantized_kernels(like);
 }
 
 // What NVFP4 is given beside a matrix: its amaxes now, and a seed from torch's generator.
@@ -97,7 +97,7 @@ Tensor as_bfloat16(const Tensor& x, const OptionalTensor& group_sizes, std::stri
 
 std::string layer_key(std::string_view key, const Tensor& like, const OptionalTensor& group_sizes) {
   std::string result(key);
-  if (!group_sizes || !has_code_kernels(like)) return result;
+  if (!group_sizes || !has_quantized_kernels(like)) return result;
   const Format format = parse_format("grouped_linear", "format", key);
   const bool fp8 = format.family == FormatFamily::kFp8Tensor || format.family == FormatFamily::kFp8Block;
   if (!fp8 || format.aligned_groups) return result;
@@ -137,7 +137,7 @@ RoundedGradient round_gradient(const Tensor& grad, const OptionalTensor& group_s
 
 bool rounds_weight_columns(const Tensor& weight, const RoleFormats& formats) {
   return !formats.symmetric_weight() ||
-         (code_product_scales(formats.grad, formats.weight) && has_code_kernels(weight));
+         (quantized_gemm_scales(formats.grad, formats.weight) && has_quantized_kernels(weight));
 }
 
 RoundedWeight round_weight(const Tensor& weight, const RoleFormats& formats, bool backward) {

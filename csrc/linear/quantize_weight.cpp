@@ -1,8 +1,8 @@
 // quantize_weight and quantize_weight_out: a weight rounded once for many calls of linear, grouped_linear and grouped_mlp,
 // to what those would make of it in each.
-#include <torch/library.h>
 
 #include "common/autograd.h"
+#include "common/register.h"
 #include "gemm/dispatch/checks.h"
 #include "linear/nonfinite.h"
 #include "linear/quantized_weight.h"
@@ -68,24 +68,8 @@ void quantize_weight_out(const Tensor& weight, std::string_view input_format, st
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
-  m.impl(kOp, quantize_weight);
-  m.impl(kOutOp, quantize_weight_out);
-}
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
-  m.impl(kOp, quantize_weight);
-  m.impl(kOutOp, quantize_weight_out_meta);
-}
 // Rounding has no gradient: layers that take what it gives carry their own.
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
-  m.impl(kOp, quantize_weight);
-  m.impl(kOutOp, torch::CppFunction::makeFallthrough());
-}
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
-  m.impl(kOp, quantize_weight);
-  m.impl(kOutOp, quantize_weight_out);
-}
-#endif
+TP_IMPL(kOp, quantize_weight, quantize_weight, quantize_weight);
+TP_IMPL_NO_GRADIENT(kOutOp, quantize_weight_out, quantize_weight_out_meta);
 
 }  // namespace transformer_plugin::gemm

@@ -15,7 +15,8 @@ from transformer_plugin.testing.gemm_cases import normals
 from transformer_plugin.testing.numerics import assert_same_bits
 
 _ops = torch.ops.transformer_plugin
-BF16, FP8, FP32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
+BF16, FP32 = torch.bfloat16, torch.float32
+FP8 = "fp8_block"
 PRODUCTS = ["forward", "data_grad", "weight_grad"]
 by_product = pytest.mark.parametrize("product", PRODUCTS)
 SMS = 132
@@ -24,7 +25,15 @@ SMS = 132
 def plan(product: str = "forward", **changed: Any) -> ops.GroupedGemmPlan:
     """Of a large product of bfloat16 in 8 groups, but for what is `changed`."""
     given = {"dtype": BF16, "out_dtype": BF16, "rows": 8192, "groups": 8, "n": 2048, "k": 4096}
+    if isinstance(dtype := changed.get("dtype"), str):  # a format, of both operands
+        square = ",square" if dtype == FP8 and product != "weight_grad" else ""
+        formats = {"a_format": dtype, "b_format": f"fp8_block:e4m3{square}" if dtype == FP8 else dtype}
+        changed = changed | {"dtype": BF16} | formats
     return ops.grouped_gemm_plan(product, **(given | {"multiprocessors": SMS} | changed))
+
+
+def is_taken(got: ops.GroupedGemmPlan) -> bool:
+    return got.backend == "sm90"
 
 
 def pairs_of(product: str, sizes: list[int], n: int, k: int) -> int:
@@ -39,11 +48,12 @@ def pairs_of(product: str, sizes: list[int], n: int, k: int) -> int:
 @by_product
 def test_clusters_are_never_more_than_fit(product: str) -> None:
     for multiprocessors in (2, 3, 78, 114, 131, 132, 144):
-        assert plan(product, multiprocessors=multiprocessors) == (True, multiprocessors // 2, 0, False)
+        got = plan(product, multiprocessors=multiprocessors)
+        assert is_taken(got) and got[2:] == (multiprocessors // 2, 0, False)
         for groups in (1, 7, 1024):
             for rows in (1, 100, 129, 70000):
                 got = plan(product, multiprocessors=multiprocessors, groups=groups, rows=rows)
-                assert got.takes
+                assert is_taken(got)
                 assert 1 <= got.clusters <= multiprocessors // 2
     assert plan(product, multiprocessors=1).clusters == 1  # it would not run, but nothing is divided by 0
 
@@ -98,12 +108,13 @@ def test_more_never_means_fewer_clusters(product: str, what: str) -> None:
 def test_nothing_to_do_is_not_taken() -> None:
     for product in PRODUCTS:
         for empty in ("rows", "groups", "n", "k"):
-            assert plan(product, **{empty: 0}) == (False, 0, 0, False)
+            got = plan(product, **{empty: 0})
+            assert not is_taken(got) and got[2:] == (0, 0, False)
 
 
 def test_what_is_taken() -> None:
-    def takes(product: str, dtype: torch.dtype, out_dtype: torch.dtype, **changed: Any) -> bool:
-        return plan(product, dtype=dtype, out_dtype=out_dtype, **changed).takes
+    def takes(product: str, dtype: torch.dtype | str, out_dtype: torch.dtype, **changed: Any) -> bool:
+        return is_taken(plan(product, dtype=dtype, out_dtype=out_dtype, **changed))
 
     for product in PRODUCTS:
         for dtype in (BF16, torch.float16):
@@ -113,7 +124,7 @@ def test_what_is_taken() -> None:
             assert not takes(product, dtype, dtype, k=4092)
             assert not takes(product, dtype, dtype, rows=2**30)
         assert not takes(product, FP32, FP32)
-        assert takes(product, FP8, BF16) == (product != "data_grad")
+        assert takes(product, FP8, BF16)
         assert takes(product, FP8, FP32) == (product == "weight_grad")
     assert not takes("forward", FP8, BF16, k=4104)
     assert takes("forward", FP8, BF16, n=2056)
@@ -122,8 +133,30 @@ def test_what_is_taken() -> None:
     assert not takes("weight_grad", BF16, BF16, accumulate=True)  # it would be rounded twice
 
 
+def test_why() -> None:
+    """The order of preference, and the reason for what comes after the first."""
+    for product in PRODUCTS:
+        assert plan(product).backend == "sm90"
+        got = plan(product, capability=100)
+        assert (got.backend, got.reason) == ("torch", "torch has a kernel for this GPU")
+        for capability in (80, 120):
+            got = plan(product, capability=capability)
+            assert (got.backend, got.reason) == (
+                "generic",
+                "the GPU is not a Hopper (compute capability 9.0)",
+            )
+        assert plan(product, dtype=FP32, out_dtype=FP32).reason == (
+            "the Hopper kernels do not take operands of this dtype or format"
+        )
+        assert plan(product, n=2044).reason == (
+            "a size is 0 or above 2^30, or a row is not a multiple of 16 bytes"
+        )
+        assert plan(product, dtype=FP8, capability=100).backend == "steps"
+    assert plan(out_dtype=FP32).reason == "the dtype of the output is not one that the Hopper kernels write"
+
+
 def test_the_hint_chooses_who_adds() -> None:
-    def boxes(dtype: torch.dtype, rows: int, expected: int = -1) -> int:
+    def boxes(dtype: torch.dtype | str, rows: int, expected: int = -1) -> int:
         return plan(
             "weight_grad", dtype=dtype, out_dtype=FP32, rows=rows, accumulate=True, expected_rows=expected
         ).thread_boxes
@@ -140,15 +173,15 @@ def test_the_hint_chooses_who_adds() -> None:
     assert plan(rows=8192, expected_rows=5) == plan(rows=8192)
 
 
-MX, NV = {"dtype": FP8, "microscaled": True}, {"dtype": torch.float4_e2m1fn_x2}
+MX, NV = {"dtype": "mxfp8"}, {"dtype": "nvfp4"}
 
 
 @pytest.mark.parametrize("codes", [MX, NV], ids=["mxfp8", "nvfp4"])
 def test_rows_are_widened_beside_products_where_those_take_long(codes: dict[str, Any]) -> None:
     def widens(**changed: Any) -> bool:
         got = plan(**codes, **changed)
-        assert got.takes
-        return got.widens_beside
+        assert is_taken(got)
+        return got.overlaps_dequantize
 
     assert widens(rows=65536, groups=128, n=1536, k=2048)  # 1536 pairs of tiles of 256 rows by 128 columns
     assert not widens(rows=65536, groups=128, n=1016, k=2048)  # few columns: rows are wanted faster than that
@@ -159,9 +192,10 @@ def test_rows_are_widened_beside_products_where_those_take_long(codes: dict[str,
         True,
     ]
     assert widens(rows=1024, groups=264, n=1024, k=512)  # a group has a tile of its own
-    for product in ("data_grad", "weight_grad"):
-        assert plan(product, **codes) == (False, 0, 0, False)
-    assert not plan(dtype=FP8).widens_beside  # fp8_block is multiplied as it is
+    assert is_taken(plan("data_grad", **codes))  # of the weight quantized along columns
+    got = plan("weight_grad", **codes)
+    assert got == ("steps", "no kernel multiplies these two formats", 0, 0, False)
+    assert not plan(dtype=FP8).overlaps_dequantize  # fp8_block is multiplied as it is
 
 
 @pytest.mark.parametrize(
@@ -176,14 +210,13 @@ def test_rows_are_widened_beside_products_where_those_take_long(codes: dict[str,
         (
             {"dtype": torch.float64},
             TypeError,
-            "'dtype': expected one of float32, bfloat16, float16, float8_e4m3fn, float4_e2m1fn_x2, got float64. "
-            "Pass the dtype that the kernels get.",
+            "'dtype': expected one of float32, bfloat16, float16, got float64. "
+            "Pass the dtype of the values, and formats for quantized operands.",
         ),
         (
-            {"microscaled": True},
+            {"capability": -1},
             ValueError,
-            "'microscaled': expected False, or a dtype of float8_e4m3fn or float4_e2m1fn_x2, got True with another "
-            "dtype. Leave it out, or pass the dtype of the codes.",
+            "'capability': expected from 0 to 2^31 - 1, got -1. Pass what the call has.",
         ),
         (
             {"rows": -1},

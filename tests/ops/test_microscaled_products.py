@@ -291,11 +291,11 @@ def test_the_shape_widens_rows_in_both_ways() -> None:
     for multiprocessors in (114, 132):
         for max_sms in (0, *BESIDE):
             got = ops.grouped_gemm_plan(
-                "forward", torch.float8_e4m3fn, BF16, rows, len(WIDE.sizes), WIDE.n, WIDE.k, multiprocessors,
-                max_sms=max_sms, microscaled=True,
+                "forward", BF16, BF16, rows, len(WIDE.sizes), WIDE.n, WIDE.k, multiprocessors,
+                max_sms=max_sms, a_format="mxfp8", b_format="mxfp8",
             )  # fmt: skip
-            assert got.takes
-            assert got.widens_beside == (max_sms > 0)
+            assert got.backend == "sm90"
+            assert got.overlaps_dequantize == (max_sms > 0)
 
 
 @pytest.mark.gpu

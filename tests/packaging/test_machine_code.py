@@ -15,10 +15,10 @@ from torch.utils.cpp_extension import CUDA_HOME
 from transformer_plugin._library import LIBRARY
 
 PRODUCTS = (
-    "hopper_rows_kernel",
-    "hopper_gather_kernel",
-    "hopper_weight_grad_kernel",
-    "hopper_decoded_rows_kernel",
+    "sm90_grouped_gemm_kernel",
+    "sm90_grouped_gemm_gather_kernel",
+    "sm90_grouped_wgrad_kernel",
+    "sm90_grouped_gemm_mx_nv_kernel",
 )
 # Kinds of operands whose FP8 codes are multiplied as they are. The others are multiplied in 16 bits.
 FP8_KINDS = "6BlocksE", "5CodesI", "14RowScaledCodesI", "12BlockColumnsI", "11CodeColumnsI"

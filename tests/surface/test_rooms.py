@@ -33,7 +33,15 @@ BELOW: dict[str, set[str]] = {
         *("common", "activation", "quantize/ops"),
         *("gemm/args", "gemm/generic", "gemm/sm90", "gemm/dispatch"),
     },
-    "linear": {"common", "activation", "quantize/ops", "gemm/args", "gemm/generic", "gemm/dispatch", "gemm/ops"},
+    "linear": {
+        "common",
+        "activation",
+        "quantize/ops",
+        "gemm/args",
+        "gemm/generic",
+        "gemm/dispatch",
+        "gemm/ops",
+    },
     "expert_parallel": {"common", "distributed", "routing"},
 }
 

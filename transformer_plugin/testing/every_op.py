@@ -84,7 +84,14 @@ def _gemm_calls(draw: Draw) -> Calls:
         yield (
             "grouped_gemm_plan",
             product,
-            {"product": product, "dtype": BFLOAT16, "out_dtype": BFLOAT16, **plan},
+            {
+                "product": product,
+                "a_format": "none",
+                "b_format": "none",
+                "dtype": BFLOAT16,
+                "out_dtype": BFLOAT16,
+                **plan,
+            },
         )
     yield "bias_backward", "", {"grad": draw(T, N)}
     yield (

@@ -24,7 +24,7 @@ struct Codes {
 // With `beta`, beta[g] * out[i] is added before the rounding, and what is past the last group stays as it is.
 // With `rows`, a[rows[i]] stands for a[i]. With `list`, its matrices stand for those of `b`, which then is the first of
 // them.
-struct RowProduct {
+struct GroupedGemm {
   const at::Tensor& a;                          // [T, K], or any rows of K
   const at::Tensor& b;                          // [G, N, K] or [G, K, N]
   const at::Tensor& offsets;                    // int32 [G + 1] (common/offsets.h)
@@ -49,7 +49,7 @@ struct RowProduct {
 
 // out[g] = grad_g^T @ input_g * alpha[g], added to what is there when `accumulate`, or to beta[g] times that; the sum runs
 // over the group's rows. With `input_rows`, input[input_rows[i]] stands for input[i].
-struct ReductionProduct {
+struct GroupedWgrad {
   const at::Tensor& grad;                               // [T, N]
   const at::Tensor& input;                              // [T, K], or any rows of K
   const at::Tensor& offsets;                            // int32 [G + 1]
@@ -62,7 +62,7 @@ struct ReductionProduct {
 };
 
 // Those of a CPU get no index, and no beta.
-void row_product_cpu(const RowProduct& product, const at::Tensor& out);
-void reduction_product_cpu(const ReductionProduct& product, at::TensorList out, bool accumulate);
+void grouped_gemm_cpu(const GroupedGemm& product, const at::Tensor& out);
+void grouped_wgrad_cpu(const GroupedWgrad& product, at::TensorList out, bool accumulate);
 
 }  // namespace transformer_plugin::gemm

@@ -195,7 +195,7 @@ void for_each_group(const Tensor& offsets, int64_t row, int64_t more, const Mult
 }
 
 // The matrix of a group, as it is stored.
-Tensor matrix_of(const RowProduct& product, int64_t group, Worker& worker) {
+Tensor matrix_of(const GroupedGemm& product, int64_t group, Worker& worker) {
   if (!product.list.empty()) return product.list[group];
   if (!product.codes) return product.b.select(0, group);
   const Codes& codes = *product.codes;
@@ -208,7 +208,7 @@ Tensor matrix_of(const RowProduct& product, int64_t group, Worker& worker) {
 
 }  // namespace
 
-void row_product_cpu(const RowProduct& product, const Tensor& out) {
+void grouped_gemm_cpu(const GroupedGemm& product, const Tensor& out) {
   const Tensor a = readable_rows(product.a);
   const at::ScalarType wide = sum_dtype(a.scalar_type()), dtype = out.scalar_type();
   // torch's product rounds its FP32 sum once, after a bias of its own dtype.
@@ -250,7 +250,7 @@ void row_product_cpu(const RowProduct& product, const Tensor& out) {
   out.narrow(0, offsets[groups], a.size(0) - offsets[groups]).zero_();
 }
 
-void reduction_product_cpu(const ReductionProduct& product, at::TensorList out, bool accumulate) {
+void grouped_wgrad_cpu(const GroupedWgrad& product, at::TensorList out, bool accumulate) {
   const Tensor grad = readable_rows(product.grad), input = readable_rows(product.input);
   const at::ScalarType wide = sum_dtype(grad.scalar_type());
   const int32_t* offsets = product.offsets.const_data_ptr<int32_t>();
@@ -277,7 +277,7 @@ void reduction_product_cpu(const ReductionProduct& product, at::TensorList out, 
       multiply(grad_g.to(wide), input_g.to(wide));
     } else {
       Tensor sum = at::cpu::mm(grad_g.to(wide), input_g.to(wide));
-      if (product.alpha) sum.mul_(product.alpha->select(0, g));
+      if (product.alpha && rows > 0) sum.mul_(product.alpha->select(0, g));
       const float beta = product.beta ? product.beta->select(0, g).item<float>() : accumulate;
       if (beta != 0) sum.add_(out_g.to(wide), beta);
       out_g.copy_(sum);

@@ -105,8 +105,8 @@ bool is_alike(const at::Tensor& x, const at::Tensor& y) {
 }  // namespace
 
 void check_list(const char* op, const char* name, at::TensorList list) {
-  TP_CHECK_VALUE(!list.empty() && list.size() <= kListMatrices, op, name,
-                 "1 to " << kListMatrices << " matrices, whose addresses fit beside a launch",
+  TP_CHECK_VALUE(!list.empty() && list.size() <= kMaxPointers, op, name,
+                 "1 to " << kMaxPointers << " matrices, whose addresses fit beside a launch",
                  list.size() << " of them", "Pass more groups than that as one tensor");
   const std::string first_name = entry(name, 0);
   const Argument first{op, first_name.c_str(), list[0]};

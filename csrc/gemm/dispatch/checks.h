@@ -42,7 +42,7 @@ void check_accumulator(const Argument& out, const Argument& operand, c10::SymInt
 // A buffer for a result: float32, bfloat16 or float16 (float64 beside float64) [rows, columns], rows likewise.
 void check_result(const Argument& out, const Argument& operand, const c10::SymInt& rows,
                   const c10::SymInt& columns);
-// Matrices of groups as a list: 1 to kListMatrices, all of the sizes, the dtype and the device of the first.
+// Matrices of groups as a list: 1 to kMaxPointers, all of the sizes, the dtype and the device of the first.
 void check_list(const char* op, const char* name, at::TensorList list);
 // Buffers of a list for weight gradients: float32 or bfloat16 [N, K] each, rows as in check_accumulator, in all of them
 // as far apart.

@@ -80,13 +80,13 @@ void check_value_size(const QuantizedArgument& argument, const Format& format, i
                  describe(argument.data), "Pass tensors whose sizes agree");
 }
 
-at::ScalarType values_dtype(const QuantizedArgument& a, const Format& a_format, const QuantizedArgument& b,
-                            const Format& b_format) {
+at::ScalarType dequantized_dtype(const QuantizedArgument& a, const Format& a_format,
+                                 const QuantizedArgument& b, const Format& b_format) {
   return exact_in_bf16(a, a_format) && exact_in_bf16(b, b_format) ? at::kBFloat16 : at::kFloat;
 }
 
-Values values_of(const QuantizedArgument& argument, const Format& format, const Tensor* group_sizes,
-                 bool transposed, at::ScalarType dtype) {
+Values dequantized_operand(const QuantizedArgument& argument, const Format& format, const Tensor* group_sizes,
+                           bool transposed, at::ScalarType dtype) {
   if (dtype != at::kBFloat16 || !scale_stays_outside(argument, format)) {
     return {call_dequantize(argument, group_sizes, transposed, dtype), std::nullopt};
   }
@@ -106,14 +106,14 @@ Values values_of(const QuantizedArgument& argument, const Format& format, const 
   return {transposed ? codes.transpose(-2, -1) : codes, argument.scale};
 }
 
-Codes codes_of(const QuantizedArgument& argument, const Format& format, at::ScalarType dtype) {
+Codes quantized_stack(const QuantizedArgument& argument, const Format& format, at::ScalarType dtype) {
   return {argument.data.size(1), value_size(argument, format, 2).expect_int(), dtype,
           [&argument, format](int64_t group, const Tensor& values) {
             quantize::dequantize_member(argument.data, argument.scale, argument.amax, format, group, values);
           }};
 }
 
-std::optional<Tensor> joint_factor(const Values& a, const Values& b) {
+std::optional<Tensor> combined_factor(const Values& a, const Values& b) {
   if (a.factor && b.factor) return at::mul(*a.factor, *b.factor);
   return a.factor ? a.factor : b.factor;
 }

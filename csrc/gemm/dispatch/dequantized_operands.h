@@ -41,8 +41,8 @@ struct Values {
 // The dtype in which the values of both operands are exact: bfloat16 when their scales are powers of two (values
 // below 2^-133 aside) or, on CUDA, when scales per tensor stay outside as factors, as the amax of NVFP4 does; else
 // float32.
-at::ScalarType values_dtype(const QuantizedArgument& a, const Format& a_format, const QuantizedArgument& b,
-                            const Format& b_format);
+at::ScalarType dequantized_dtype(const QuantizedArgument& a, const Format& a_format,
+                                 const QuantizedArgument& b, const Format& b_format);
 
 // A caller's factors and, of NVFP4, those of both amaxes: what products of codes and their blocks' scales are multiplied by.
 std::optional<at::Tensor> alpha_and_amaxes(const std::optional<at::Tensor>& alpha, const QuantizedArgument& a,
@@ -50,14 +50,14 @@ std::optional<at::Tensor> alpha_and_amaxes(const std::optional<at::Tensor>& alph
                                            const Format& b_format);
 
 // In the layout of the matrix before it was quantized: rows first, also of an operand that is `transposed`.
-Values values_of(const QuantizedArgument& argument, const Format& format, const at::Tensor* group_sizes,
-                 bool transposed, at::ScalarType dtype);
+Values dequantized_operand(const QuantizedArgument& argument, const Format& format,
+                           const at::Tensor* group_sizes, bool transposed, at::ScalarType dtype);
 
 // The same of a stack on a CPU, for as long as the argument lives: with no factor left over.
-Codes codes_of(const QuantizedArgument& argument, const Format& format, at::ScalarType dtype);
+Codes quantized_stack(const QuantizedArgument& argument, const Format& format, at::ScalarType dtype);
 
 // The product of two leftover factors, if any.
-std::optional<at::Tensor> joint_factor(const Values& a, const Values& b);
+std::optional<at::Tensor> combined_factor(const Values& a, const Values& b);
 // The product of a caller's factors and the leftover ones, if any.
 std::optional<at::Tensor> scaled_by(const std::optional<at::Tensor>& alpha,
                                     const std::optional<at::Tensor>& factor);

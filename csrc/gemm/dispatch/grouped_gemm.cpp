@@ -14,7 +14,7 @@ Tensor taken_rows(const Tensor& matrix, const std::optional<Tensor>& rows, const
   return rows ? take_rows(matrix, *rows, offsets) : matrix;
 }
 
-RowProduct with_rows(const RowProduct& product, const Tensor& a) {
+GroupedGemm with_rows(const GroupedGemm& product, const Tensor& a) {
   return {a,
           product.b,
           product.offsets,
@@ -29,15 +29,15 @@ RowProduct with_rows(const RowProduct& product, const Tensor& a) {
           product.list};
 }
 
-ReductionProduct with_rows(const ReductionProduct& product, const Tensor& input) {
+GroupedWgrad with_rows(const GroupedWgrad& product, const Tensor& input) {
   return {product.grad, input, product.offsets, product.alpha, product.beta, std::nullopt, product.options};
 }
 
 // The product beside what `out` holds, through a sum of its own for all groups.
-void add_row_product_cpu(const RowProduct& product, const Tensor& out) {
+void grouped_gemm_with_beta_cpu(const GroupedGemm& product, const Tensor& out) {
   const at::ScalarType wide = sum_dtype(product.a.scalar_type());
   const Tensor sums = empty(product.a, {product.a.size(0), product.columns()}, wide);
-  row_product_cpu(product, sums);
+  grouped_gemm_cpu(product, sums);
   const Tensor beta = product.beta->contiguous();
   const int32_t* offsets = product.offsets.const_data_ptr<int32_t>();
   for (int64_t g = 0; g < product.groups(); ++g) {
@@ -52,53 +52,56 @@ void add_row_product_cpu(const RowProduct& product, const Tensor& out) {
 
 }  // namespace
 
-Tensor row_product(const RowProduct& given, at::ScalarType dtype) {
+Tensor run_grouped_gemm(const GroupedGemm& given, at::ScalarType dtype) {
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  if (given.a.is_cuda()) return row_product_cuda(given, dtype);
+  if (given.a.is_cuda()) return grouped_gemm_cuda(given, dtype);
 #endif
   const Tensor a = taken_rows(given.a, given.rows, given.offsets);
-  const RowProduct product = with_rows(given, a);
+  const GroupedGemm product = with_rows(given, a);
   const Tensor out = empty(a, {a.size(0), product.columns()}, dtype);
-  row_product_cpu(product, out);
+  grouped_gemm_cpu(product, out);
   return out;
 }
 
-void row_product_out(const RowProduct& given, const Tensor& out) {
+void run_grouped_gemm_out(const GroupedGemm& given, const Tensor& out) {
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  if (given.a.is_cuda()) return row_product_out_cuda(given, out);
+  if (given.a.is_cuda()) {
+    grouped_gemm_cuda(given, out.scalar_type(), out);
+    return;
+  }
 #endif
   const Tensor a = taken_rows(given.a, given.rows, given.offsets);
-  const RowProduct product = with_rows(given, a);
-  product.beta ? add_row_product_cpu(product, out) : row_product_cpu(product, out);
+  const GroupedGemm product = with_rows(given, a);
+  product.beta ? grouped_gemm_with_beta_cpu(product, out) : grouped_gemm_cpu(product, out);
 }
 
-Tensor reduction_product(const ReductionProduct& given, at::ScalarType dtype) {
+Tensor run_grouped_wgrad(const GroupedWgrad& given, at::ScalarType dtype) {
   const Tensor input = taken_rows(given.input, given.input_rows, given.offsets);
-  const ReductionProduct product = with_rows(given, input);
+  const GroupedWgrad product = with_rows(given, input);
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  if (input.is_cuda()) return reduction_product_cuda(product, dtype);
+  if (input.is_cuda()) return grouped_wgrad_cuda(product, dtype);
 #endif
   const Tensor out = empty(input, {product.groups(), product.grad.size(1), input.size(1)}, dtype);
-  reduction_product_cpu(product, out.unbind(), false);
+  grouped_wgrad_cpu(product, out.unbind(), false);
   return out;
 }
 
-void reduction_product_out(const ReductionProduct& given, const Tensor& out, bool accumulate) {
+void run_grouped_wgrad_out(const GroupedWgrad& given, const Tensor& out, bool accumulate) {
   const Tensor input = taken_rows(given.input, given.input_rows, given.offsets);
-  const ReductionProduct product = with_rows(given, input);
+  const GroupedWgrad product = with_rows(given, input);
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  if (input.is_cuda()) return reduction_product_out_cuda(product, out, accumulate);
+  if (input.is_cuda()) return grouped_wgrad_out_cuda(product, {&out, 1}, accumulate);
 #endif
-  reduction_product_cpu(product, out.unbind(), accumulate);
+  grouped_wgrad_cpu(product, out.unbind(), accumulate);
 }
 
-void reduction_product_list_out(const ReductionProduct& given, at::TensorList out, bool accumulate) {
+void run_grouped_wgrad_list_out(const GroupedWgrad& given, at::TensorList out, bool accumulate) {
   const Tensor input = taken_rows(given.input, given.input_rows, given.offsets);
-  const ReductionProduct product = with_rows(given, input);
+  const GroupedWgrad product = with_rows(given, input);
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  if (input.is_cuda()) return reduction_product_list_out_cuda(product, out, accumulate);
+  if (input.is_cuda()) return grouped_wgrad_out_cuda(product, out, accumulate);
 #endif
-  reduction_product_cpu(product, out, accumulate);
+  grouped_wgrad_cpu(product, out, accumulate);
 }
 
 std::optional<Tensor> as_stack(at::TensorList matrices) {

@@ -5,22 +5,25 @@
 
 namespace transformer_plugin::gemm {
 
-at::Tensor row_product(const RowProduct& product, at::ScalarType dtype);
+at::Tensor run_grouped_gemm(const GroupedGemm& product, at::ScalarType dtype);
 // `out` [T, N] has inner stride 1; written through its pointer, so that its version does not change.
-void row_product_out(const RowProduct& product, const at::Tensor& out);
-at::Tensor reduction_product(const ReductionProduct& product, at::ScalarType dtype);
+void run_grouped_gemm_out(const GroupedGemm& product, const at::Tensor& out);
+at::Tensor run_grouped_wgrad(const GroupedWgrad& product, at::ScalarType dtype);
 // `out` [G, N, K], likewise.
-void reduction_product_out(const ReductionProduct& product, const at::Tensor& out, bool accumulate);
+void run_grouped_wgrad_out(const GroupedWgrad& product, const at::Tensor& out, bool accumulate);
 // `out` is a list of matrices [N, K], one for each group, all with one row stride.
-void reduction_product_list_out(const ReductionProduct& product, at::TensorList out, bool accumulate);
+void run_grouped_wgrad_list_out(const GroupedWgrad& product, at::TensorList out, bool accumulate);
 
 // The stack [G, .., ..] that matrices of one size are views of, at equal distances.
 std::optional<at::Tensor> as_stack(at::TensorList matrices);
 
-at::Tensor row_product_cuda(const RowProduct& product, at::ScalarType dtype);
-void row_product_out_cuda(const RowProduct& product, const at::Tensor& out);
-at::Tensor reduction_product_cuda(const ReductionProduct& product, at::ScalarType dtype);
-void reduction_product_out_cuda(const ReductionProduct& product, const at::Tensor& out, bool accumulate);
-void reduction_product_list_out_cuda(const ReductionProduct& product, at::TensorList out, bool accumulate);
+#ifdef TRANSFORMER_PLUGIN_CUDA
+// Into `out`, or into a new tensor of `dtype`.
+at::Tensor grouped_gemm_cuda(const GroupedGemm& problem, at::ScalarType dtype,
+                             const std::optional<at::Tensor>& out = std::nullopt);
+at::Tensor grouped_wgrad_cuda(const GroupedWgrad& problem, at::ScalarType dtype);
+// `out` is one stack [G, N, K], or a matrix [N, K] for each group.
+void grouped_wgrad_out_cuda(const GroupedWgrad& problem, at::TensorList out, bool accumulate);
+#endif
 
 }  // namespace transformer_plugin::gemm

@@ -1,7 +1,6 @@
 // On CUDA: our own kernels, and on Blackwell torch's grouped product where it fits. Nothing is read on the host.
 #ifdef TRANSFORMER_PLUGIN_CUDA
 
-#include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/_grouped_mm.h>
 
 #include <algorithm>
@@ -9,8 +8,9 @@
 
 #include "common/row_index.h"
 #include "common/tensor.h"
+#include "gemm/dispatch/cuda_args.h"
 #include "gemm/dispatch/grouped_gemm.h"
-#include "gemm/dispatch/grouped_gemm_args.h"
+#include "gemm/dispatch/select.h"
 #include "gemm/sm90/gather/gather.h"
 
 namespace transformer_plugin::gemm {
@@ -18,143 +18,143 @@ namespace {
 
 using at::Tensor;
 
-// torch._grouped_mm without a host read: bf16, rows of whole 16 bytes, below 1024 groups, Hopper or Blackwell; the first
-// has faster kernels here. Elsewhere it falls back to a loop that reads the offsets, so it is not called.
-bool torch_takes(const Tensor& a, const Tensor& b, int64_t groups, at::ScalarType dtype) {
-  const int major = at::cuda::getDeviceProperties(a.device().index())->major;
-  return a.scalar_type() == at::kBFloat16 && dtype == at::kBFloat16 && groups > 0 && groups < 1024 &&
-         a.numel() > 0 && b.numel() > 0 && aligned_rows(a) && aligned_rows(b) &&
-         (major == 10 || (major == 9 && !kBuiltForHopper));
-}
-
 // The stack alone, or the matrices of the list, as kernels read them.
-std::vector<Tensor> operands_of(const RowProduct& product) {
+std::vector<Tensor> operands_of(const GroupedGemm& problem) {
   std::vector<Tensor> held;
-  held.reserve(std::max<size_t>(product.list.size(), 1));
-  if (product.list.empty()) held.push_back(product.b.contiguous());
-  for (const Tensor& matrix : product.list) held.push_back(matrix.contiguous());
+  held.reserve(std::max<size_t>(problem.list.size(), 1));
+  if (problem.list.empty()) held.push_back(problem.b.contiguous());
+  for (const Tensor& matrix : problem.list) held.push_back(matrix.contiguous());
   return held;
 }
 
-// The left operand without an index.
-Tensor left_operand(const RowProduct& product) {
-  return product.rows ? take_rows(product.a, *product.rows, product.offsets) : product.a.contiguous();
-}
-
-// Through the index by the kernel itself where it can; `args` but for the left operand.
-bool launch_through_index(const RowProduct& product, GroupedMode mode, const GroupedKernelArgs& args,
-                          void* stream) {
-  if (!product.rows || product.a.stride(1) != 1) return false;
-  const TakenRows rows = rows_by_index(product.a, *product.rows, product.offsets);
-  if (!hopper_gathers(mode, args, rows)) return false;
-  launch_hopper_gather(mode, args, rows, stream);
-  return true;
-}
-
-void run_rows(const RowProduct& product, at::TensorList operands, const Tensor& out, void* stream) {
-  const DeviceList list(product.list.empty() ? at::TensorList() : operands, product.a);
-  const auto bias = as_float(product.bias), bias_scale = as_float(product.bias_scale);
-  const auto alpha = as_float(product.alpha), beta = as_float(product.beta);
-  GroupedKernelArgs args{};
+GroupedGemmArgs args_of(const GroupedGemm& problem, at::TensorList operands, const Tensor& out) {
+  GroupedGemmArgs args{};
   args.b = operands[0].const_data_ptr();
   args.out = out.mutable_data_ptr();
-  args.offsets = product.offsets.const_data_ptr<int32_t>();
-  args.alpha = float_or_null(alpha);
-  args.beta = float_or_null(beta);
-  args.list = list.get();
-  args.bias = float_or_null(bias);
-  args.bias_scale = float_or_null(bias_scale);
-  args.rows = product.capacity();
-  args.groups = product.groups();
-  args.n = product.columns();
-  args.k = product.a.size(1);
+  args.offsets = problem.offsets.const_data_ptr<int32_t>();
+  args.rows = problem.capacity();
+  args.groups = problem.groups();
+  args.n = problem.columns();
+  args.k = problem.a.size(1);
   args.out_row_stride = row_stride(out);
-  args.dtype = to_dtype(product.a.scalar_type());
+  args.dtype = to_dtype(problem.a.scalar_type());
   args.out_dtype = to_dtype(out.scalar_type());
-  args.vectors = std::all_of(operands.begin(), operands.end(), aligned_rows);
-  args.zeroes_tail = !product.beta;
-  args.options = product.options;
-  const GroupedMode mode = product.transpose_b ? GroupedMode::kForward : GroupedMode::kDataGrad;
-  if (launch_through_index(product, mode, args, stream)) return;
-  const Tensor a = left_operand(product);
-  args.a = a.const_data_ptr();
-  args.vectors = args.vectors && aligned_rows(a);
-  launch_grouped_kernel(mode, args, stream);
+  args.rows_16_byte_aligned = std::all_of(operands.begin(), operands.end(), aligned_rows);
+  args.zero_tail = !problem.beta;
+  args.options = problem.options;
+  return args;
 }
 
-// Into the stack `out`, or into the matrices of a list, of which `out` then is the first.
-void run_reduction(const ReductionProduct& product, const Tensor& out, const MatrixList& list,
-                   bool accumulate, void* stream) {
-  const Tensor grad = product.grad.contiguous(), input = product.input.contiguous();
-  const auto alpha = as_float(product.alpha), beta = as_float(product.beta);
-  GroupedKernelArgs args{};
+GroupedGemmArgs args_of(const GroupedWgrad& problem, const Tensor& grad, const Tensor& input,
+                        const Tensor& out, bool is_list) {
+  GroupedGemmArgs args{};
   args.a = grad.const_data_ptr();
   args.b = input.const_data_ptr();
   args.out = out.mutable_data_ptr();
-  args.offsets = product.offsets.const_data_ptr<int32_t>();
-  args.alpha = float_or_null(alpha);
-  args.beta = float_or_null(beta);
-  args.list = list;
+  args.offsets = problem.offsets.const_data_ptr<int32_t>();
   args.rows = grad.size(0);
-  args.groups = product.groups();
+  args.groups = problem.groups();
   args.m = grad.size(1);
   args.n = input.size(1);
-  args.out_row_stride = list.addresses ? row_stride(out) : out.stride(1);
-  args.out_group_stride = list.addresses ? args.m * args.out_row_stride : out.stride(0);
+  args.out_row_stride = is_list ? row_stride(out) : out.stride(1);
+  args.out_group_stride = is_list ? args.m * args.out_row_stride : out.stride(0);
   args.dtype = to_dtype(grad.scalar_type());
   args.out_dtype = to_dtype(out.scalar_type());
-  args.accumulate = accumulate;
-  args.vectors = aligned_rows(grad) && aligned_rows(input);
-  args.options = product.options;
-  launch_grouped_kernel(GroupedMode::kWeightGrad, args, stream);
+  args.rows_16_byte_aligned = aligned_rows(grad) && aligned_rows(input);
+  args.options = problem.options;
+  return args;
+}
+
+bool is_aligned(const TakenRows& rows) {
+  return rows.index.rows > 0 && reinterpret_cast<uintptr_t>(rows.matrix) % 16 == 0 &&
+         rows.stride_bytes % 16 == 0;
 }
 
 }  // namespace
 
-Tensor row_product_cuda(const RowProduct& product, at::ScalarType dtype) {
-  const CudaScope scope(product.a);
-  const std::vector<Tensor> operands = operands_of(product);
-  const Tensor& b = operands[0];
-  const int64_t groups = product.groups();
-  const bool is_plain = !product.bias && !product.alpha && product.list.empty();
-  if (is_plain && product.capacity() > 0 && torch_takes(product.a, b, groups, dtype)) {
-    const Tensor out = at::_grouped_mm(left_operand(product), product.transpose_b ? b.transpose(1, 2) : b,
-                                       product.offsets.narrow(0, 1, groups));
-    zero_tail(out, product.offsets, scope.stream());
-    return out;
+Tensor grouped_gemm_cuda(const GroupedGemm& problem, at::ScalarType dtype,
+                         const std::optional<Tensor>& given_out) {
+  const CudaScope scope(problem.a);
+  const std::vector<Tensor> operands = operands_of(problem);
+  const auto direction = problem.transpose_b ? GemmDirection::kFprop : GemmDirection::kDgrad;
+  const Tensor out =
+      given_out ? *given_out : empty(problem.a, {problem.capacity(), problem.columns()}, dtype);
+  const DevicePointerArray list(problem.list.empty() ? at::TensorList() : operands, problem.a);
+  const auto bias = as_float(problem.bias), bias_scale = as_float(problem.bias_scale);
+  const auto alpha = as_float(problem.alpha), beta = as_float(problem.beta);
+  GroupedGemmArgs args = args_of(problem, operands, out);
+  args.list = list.get();
+  args.alpha = float_or_null(alpha);
+  args.beta = float_or_null(beta);
+  args.bias = float_or_null(bias);
+  args.bias_scale = float_or_null(bias_scale);
+  GemmDesc desc{direction, args, pointers_aligned(args)};
+  desc.torch_computes_it = !given_out && !problem.bias && !problem.alpha && problem.list.empty();
+  if (problem.rows && problem.a.stride(1) == 1) {
+    const TakenRows rows = rows_by_index(problem.a, *problem.rows, problem.offsets);
+    desc.index = true;
+    desc.index_matrix_aligned = is_aligned(rows);
+    const Selection selection = select_gemm(desc, current_gpu());
+    if (selection.backend == Backend::kSm90Gather) {
+      const auto launch = problem.transpose_b ? fprop_gather(args.dtype) : dgrad_gather(args.dtype);
+      launch(args, rows, selection.config, scope.stream());
+      return out;
+    }
+    desc.index = false;
   }
-  const Tensor out = empty(product.a, {product.capacity(), product.columns()}, dtype);
-  run_rows(product, operands, out, scope.stream());
+  const Tensor a =
+      problem.rows ? take_rows(problem.a, *problem.rows, problem.offsets) : problem.a.contiguous();
+  args.a = a.const_data_ptr();
+  args.rows_16_byte_aligned = args.rows_16_byte_aligned && aligned_rows(a);
+  const Selection selection = select_gemm(desc, current_gpu());
+  if (selection.backend == Backend::kTorch) {
+    const Tensor& b = operands[0];
+    const Tensor product = at::_grouped_mm(a, problem.transpose_b ? b.transpose(1, 2) : b,
+                                           problem.offsets.narrow(0, 1, problem.groups()));
+    zero_tail_rows(product, problem.offsets, scope.stream());
+    return product;
+  }
+  const bool on_sm90 = selection.backend == Backend::kSm90;
+  const Launcher launch = on_sm90 ? sm90_launcher(direction, args) : nullptr;
+  on_sm90 ? launch(args, selection.config, scope.stream()) : launch_generic(direction, args, scope.stream());
   return out;
 }
 
-void row_product_out_cuda(const RowProduct& product, const Tensor& out) {
-  const CudaScope scope(product.a);
-  run_rows(product, operands_of(product), out, scope.stream());
-}
-
-Tensor reduction_product_cuda(const ReductionProduct& product, at::ScalarType dtype) {
-  const CudaScope scope(product.grad);
-  const Tensor grad = product.grad.contiguous(), input = product.input.contiguous();
-  if (!product.alpha && torch_takes(grad, input, product.groups(), dtype)) {
-    return at::_grouped_mm(grad.t(), input, product.offsets.narrow(0, 1, product.groups()));
+Tensor grouped_wgrad_cuda(const GroupedWgrad& problem, at::ScalarType dtype) {
+  const CudaScope scope(problem.grad);
+  const Tensor grad = problem.grad.contiguous(), input = problem.input.contiguous();
+  const Tensor out = empty(grad, {problem.groups(), grad.size(1), input.size(1)}, dtype);
+  const GroupedGemmArgs args = args_of(problem, grad, input, out, false);
+  GemmDesc desc{GemmDirection::kWgrad, args, pointers_aligned(args)};
+  desc.torch_computes_it = !problem.alpha;
+  if (select_gemm(desc, current_gpu()).backend == Backend::kTorch) {
+    return at::_grouped_mm(grad.t(), input, problem.offsets.narrow(0, 1, problem.groups()));
   }
-  const Tensor out = empty(grad, {product.groups(), grad.size(1), input.size(1)}, dtype);
-  reduction_product_out_cuda(
-      {grad, input, product.offsets, product.alpha, std::nullopt, std::nullopt, product.options}, out, false);
+  grouped_wgrad_out_cuda(
+      {grad, input, problem.offsets, problem.alpha, std::nullopt, std::nullopt, problem.options}, {&out, 1},
+      false);
   return out;
 }
 
-void reduction_product_out_cuda(const ReductionProduct& product, const Tensor& out, bool accumulate) {
-  const CudaScope scope(product.grad);
-  run_reduction(product, out, {}, accumulate, scope.stream());
-}
-
-void reduction_product_list_out_cuda(const ReductionProduct& product, at::TensorList out, bool accumulate) {
-  const CudaScope scope(product.grad);
-  for (const Tensor& matrix : out) matrix.mutable_data_ptr();  // of its own, where it was shared to be copied
-  const DeviceList list(out, product.grad);
-  run_reduction(product, out[0], list.get(), accumulate, scope.stream());
+void grouped_wgrad_out_cuda(const GroupedWgrad& problem, at::TensorList out, bool accumulate) {
+  const CudaScope scope(problem.grad);
+  const Tensor grad = problem.grad.contiguous(), input = problem.input.contiguous();
+  const bool is_list = out[0].dim() == 2;
+  for (const Tensor& matrix : out)
+    matrix.mutable_data_ptr();  // ends the sharing of memory that is copied on write
+  const DevicePointerArray list(is_list ? out : at::TensorList(), problem.grad);
+  const auto alpha = as_float(problem.alpha), beta = as_float(problem.beta);
+  GroupedGemmArgs args = args_of(problem, grad, input, out[0], is_list);
+  args.list = list.get();
+  args.alpha = float_or_null(alpha);
+  args.beta = float_or_null(beta);
+  args.accumulate = accumulate;
+  const Selection selection =
+      select_gemm({GemmDirection::kWgrad, args, pointers_aligned(args)}, current_gpu());
+  const bool on_sm90 = selection.backend == Backend::kSm90;
+  const Launcher launch = on_sm90 ? sm90_launcher(GemmDirection::kWgrad, args) : nullptr;
+  on_sm90 ? launch(args, selection.config, scope.stream())
+          : launch_generic(GemmDirection::kWgrad, args, scope.stream());
 }
 
 }  // namespace transformer_plugin::gemm

@@ -20,37 +20,37 @@ bool are_microscaled(const Format& a, const Format& b, FormatFamily family) {
 
 }  // namespace
 
-std::optional<ScaleKind> code_product_scales(const Format& a, const Format& b) {
-  if (are_whole(a, b)) return ScaleKind::kGroups;
-  if (are_blocks(a, b) && !a.square_blocks && b.square_blocks) return ScaleKind::kBlocks;
-  if (are_microscaled(a, b, FormatFamily::kMxFp8)) return ScaleKind::kMx;
-  if (are_microscaled(a, b, FormatFamily::kNvFp4)) return ScaleKind::kNv;
+std::optional<ScaleGranularity> quantized_gemm_scales(const Format& a, const Format& b) {
+  if (are_whole(a, b)) return ScaleGranularity::kGroup;
+  if (are_blocks(a, b) && !a.square_blocks && b.square_blocks) return ScaleGranularity::kBlock;
+  if (are_microscaled(a, b, FormatFamily::kMxFp8)) return ScaleGranularity::kMx;
+  if (are_microscaled(a, b, FormatFamily::kNvFp4)) return ScaleGranularity::kNv;
   return std::nullopt;
 }
 
-std::optional<ScaleKind> code_reduction_scales(const Format& grad, const Format& input) {
-  if (are_whole(grad, input)) return ScaleKind::kGroups;
-  if (are_blocks(grad, input) && !grad.square_blocks && !input.square_blocks) return ScaleKind::kBlocks;
+std::optional<ScaleGranularity> quantized_wgrad_scales(const Format& grad, const Format& input) {
+  if (are_whole(grad, input)) return ScaleGranularity::kGroup;
+  if (are_blocks(grad, input) && !grad.square_blocks && !input.square_blocks) return ScaleGranularity::kBlock;
   return std::nullopt;
 }
 
-bool has_code_kernels(const at::Tensor& like) {
+bool has_quantized_kernels(const at::Tensor& like) {
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  if (like.is_cuda()) return has_code_kernels_cuda(like);
+  if (like.is_cuda()) return has_quantized_kernels_cuda(like);
 #endif
   return false;
 }
 
-bool code_product_out(const CodeProduct& product, const at::Tensor& out) {
+bool run_quantized_gemm_out(const QuantizedGemm& product, const at::Tensor& out) {
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  if (product.a.data.is_cuda()) return code_product_out_cuda(product, out);
+  if (product.a.data.is_cuda()) return quantized_gemm_out_cuda(product, out);
 #endif
   return false;
 }
 
-bool code_reduction_out(const CodeReduction& reduction, const at::Tensor& out, bool accumulate) {
+bool run_quantized_wgrad_out(const QuantizedWgrad& reduction, const at::Tensor& out, bool accumulate) {
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  if (reduction.grad.data.is_cuda()) return code_reduction_out_cuda(reduction, out, accumulate);
+  if (reduction.grad.data.is_cuda()) return quantized_wgrad_out_cuda(reduction, out, accumulate);
 #endif
   return false;
 }

@@ -14,7 +14,7 @@ namespace transformer_plugin::gemm {
 
 // Codes, the dimension that is summed over last, under scales as quantize/args/layout.h has them; of whole groups [G], or [1]
 // without offsets. The amaxes of NVFP4 are part of alpha.
-struct CodeOperand {
+struct QuantizedMatrix {
   const at::Tensor &data, &scale;
   bool tiled = false;  // scales of one byte, of MXFP8 and NVFP4, are in tiles
 };
@@ -22,10 +22,10 @@ struct CodeOperand {
 // out[i] = a[i] @ b[g]^T * alpha[g] + bias_scale[i] * bias[g] for the rows i of group g, rounded once; zero past the last
 // group. With `beta`, beta[g] * out[i] is added before the rounding, and what is past the last group stays as it is. With `list`,
 // its matrices stand for those of `b`, which then is the first of them; MXFP8 and NVFP4 take none yet.
-struct CodeProduct {
-  ScaleKind scales;
-  CodeOperand a;                                // [T, K], blocks of 1x128
-  CodeOperand b;                                // [G, N, K], blocks of 128x128; or [N, K] without offsets
+struct QuantizedGemm {
+  ScaleGranularity scales;
+  QuantizedMatrix a;                            // [T, K], blocks of 1x128
+  QuantizedMatrix b;                            // [G, N, K], blocks of 128x128; or [N, K] without offsets
   const std::optional<at::Tensor>& offsets;     // int32 [G + 1]; without, all rows are one group
   const std::optional<at::Tensor>& bias;        // [G, N] or [N], any float dtype
   const std::optional<at::Tensor>& bias_scale;  // float32 [T]
@@ -37,10 +37,10 @@ struct CodeProduct {
 
 // out[g] = grad[g] @ input[g]^T * alpha[g], added to what is there when `accumulate`, or to beta[g] times that; the sum runs over
 // the group's columns.
-struct CodeReduction {
-  ScaleKind scales;
-  CodeOperand grad;                          // [N, T], blocks of 1x128 that begin anew in each group
-  CodeOperand input;                         // [K, T], the same
+struct QuantizedWgrad {
+  ScaleGranularity scales;
+  QuantizedMatrix grad;                      // [N, T], blocks of 1x128 that begin anew in each group
+  QuantizedMatrix input;                     // [K, T], the same
   const std::optional<at::Tensor>& offsets;  // int32 [G + 1]; without, all columns are one group
   const std::optional<at::Tensor>& alpha;    // float32 [G]
   const std::optional<at::Tensor>& beta;     // float32 [G], not beside `accumulate`
@@ -49,20 +49,20 @@ struct CodeReduction {
       false;  // groups begin where quantize/args/layout.h has aligned lines; T is the length of those
 };
 
-// How the scales of operands in these formats lie, if they are those of an CodeProduct or of an CodeReduction.
-std::optional<ScaleKind> code_product_scales(const Format& a, const Format& b);
-std::optional<ScaleKind> code_reduction_scales(const Format& grad, const Format& input);
+// How the scales of operands in these formats lie, if they are those of an QuantizedGemm or of an QuantizedWgrad.
+std::optional<ScaleGranularity> quantized_gemm_scales(const Format& a, const Format& b);
+std::optional<ScaleGranularity> quantized_wgrad_scales(const Format& grad, const Format& input);
 
 // Whether the device of `like` has kernels for codes.
-bool has_code_kernels(const at::Tensor& like);
+bool has_quantized_kernels(const at::Tensor& like);
 
 // False, and nothing is written, where no kernel takes it. `out` [T, N] has inner stride 1,
-bool code_product_out(const CodeProduct& product, const at::Tensor& out);
+bool run_quantized_gemm_out(const QuantizedGemm& product, const at::Tensor& out);
 // as [G, N, K], or [N, K] without offsets.
-bool code_reduction_out(const CodeReduction& reduction, const at::Tensor& out, bool accumulate);
+bool run_quantized_wgrad_out(const QuantizedWgrad& reduction, const at::Tensor& out, bool accumulate);
 
-bool has_code_kernels_cuda(const at::Tensor& like);
-bool code_product_out_cuda(const CodeProduct& product, const at::Tensor& out);
-bool code_reduction_out_cuda(const CodeReduction& reduction, const at::Tensor& out, bool accumulate);
+bool has_quantized_kernels_cuda(const at::Tensor& like);
+bool quantized_gemm_out_cuda(const QuantizedGemm& product, const at::Tensor& out);
+bool quantized_wgrad_out_cuda(const QuantizedWgrad& reduction, const at::Tensor& out, bool accumulate);
 
 }  // namespace transformer_plugin::gemm

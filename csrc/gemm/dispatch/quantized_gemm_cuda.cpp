@@ -1,11 +1,14 @@
 #ifdef TRANSFORMER_PLUGIN_CUDA
 
+#include <ATen/cuda/CUDAContextLight.h>
+
 #include <algorithm>
 #include <vector>
 
 #include "common/tensor.h"
-#include "gemm/dispatch/grouped_gemm_args.h"
+#include "gemm/dispatch/cuda_args.h"
 #include "gemm/dispatch/quantized_gemm.h"
+#include "gemm/dispatch/select.h"
 #include "gemm/sm90/align_groups.h"
 #include "gemm/sm90/launch.h"
 
@@ -15,7 +18,7 @@ namespace {
 using at::Tensor;
 
 // torch copies no E2M1.
-Tensor contiguous_codes(const Tensor& codes) {
+Tensor contiguous_data(const Tensor& codes) {
   return codes.is_contiguous() ? codes : codes.view(at::kByte).contiguous();
 }
 
@@ -29,17 +32,17 @@ struct Contiguous {
   Tensor data, scale;
   DType dtype;
   bool tiled;
-  explicit Contiguous(const CodeOperand& operand)
-      : data(contiguous_codes(operand.data)),
+  explicit Contiguous(const QuantizedMatrix& operand)
+      : data(contiguous_data(operand.data)),
         scale(operand.scale.contiguous()),
         dtype(dtype_of(operand.data)),
         tiled(operand.tiled) {}
 };
 
-GroupedKernelArgs arguments_of(const Contiguous& a, const Contiguous& b, const std::optional<Tensor>& offsets,
-                               ScaleKind scales) {
-  GroupedKernelArgs args{};
-  args.scale_kind = scales;
+GroupedGemmArgs arguments_of(const Contiguous& a, const Contiguous& b, const std::optional<Tensor>& offsets,
+                             ScaleGranularity scales) {
+  GroupedGemmArgs args{};
+  args.scale_granularity = scales;
   args.a = a.data.const_data_ptr();
   args.b = b.data.const_data_ptr();
   args.a_scale = a.scale.const_data_ptr();
@@ -50,7 +53,7 @@ GroupedKernelArgs arguments_of(const Contiguous& a, const Contiguous& b, const s
   args.b_dtype = b.dtype;
   args.a_tiled = a.tiled;
   args.b_tiled = b.tiled;
-  args.vectors = aligned_rows(a.data) && aligned_rows(b.data);
+  args.rows_16_byte_aligned = aligned_rows(a.data) && aligned_rows(b.data);
   return args;
 }
 
@@ -66,27 +69,30 @@ Lines lines_of(const Tensor& from, const Tensor& to) {
 
 }  // namespace
 
-bool has_code_kernels_cuda(const Tensor& like) { return kBuiltForHopper && is_hopper(like.device().index()); }
+bool has_quantized_kernels_cuda(const Tensor& like) {
+  return kBuiltForSm90a && at::cuda::getDeviceProperties(like.device().index())->major == 9;
+}
 
-bool code_product_out_cuda(const CodeProduct& product, const Tensor& out) {
+bool quantized_gemm_out_cuda(const QuantizedGemm& product, const Tensor& out) {
   const CudaScope scope(product.a.data);
-  const bool microscaled = product.scales == ScaleKind::kMx || product.scales == ScaleKind::kNv;
+  const bool microscaled = product.scales == ScaleGranularity::kMx || product.scales == ScaleGranularity::kNv;
   if (microscaled && !product.list.empty()) return false;
   const Contiguous a(product.a), b(product.b);
   std::vector<Tensor> matrices;  // of the list, until the kernels are in the stream
   matrices.reserve(product.list.size());
-  for (const Tensor& matrix : product.list) matrices.push_back(contiguous_codes(matrix));
-  const DeviceList list(matrices, a.data);
+  for (const Tensor& matrix : product.list) matrices.push_back(contiguous_data(matrix));
+  const DevicePointerArray list(matrices, a.data);
   const auto bias = as_float(product.bias), bias_scale = as_float(product.bias_scale);
   const auto alpha = as_float(product.alpha), beta = as_float(product.beta);
-  GroupedKernelArgs args = arguments_of(a, b, product.offsets, product.scales);
-  args.vectors = args.vectors && std::all_of(matrices.begin(), matrices.end(), aligned_rows);
+  GroupedGemmArgs args = arguments_of(a, b, product.offsets, product.scales);
+  args.rows_16_byte_aligned =
+      args.rows_16_byte_aligned && std::all_of(matrices.begin(), matrices.end(), aligned_rows);
   args.list = list.get();
   args.options = product.options;
   args.out = out.mutable_data_ptr();
   args.alpha = float_or_null(alpha);
   args.beta = float_or_null(beta);
-  args.zeroes_tail = product.offsets.has_value() && !product.beta;
+  args.zero_tail = product.offsets.has_value() && !product.beta;
   args.bias = float_or_null(bias);
   args.bias_scale = float_or_null(bias_scale);
   args.rows = a.data.size(0);
@@ -94,23 +100,26 @@ bool code_product_out_cuda(const CodeProduct& product, const Tensor& out) {
   args.k = a.data.size(1) * (args.dtype == DType::kFloat4E2M1 ? 2 : 1);
   args.out_row_stride = row_stride(out);
   args.out_dtype = to_dtype(out.scalar_type());
-  if (args.groups == 0 || !hopper_takes(GroupedMode::kForward, args)) return false;
+  const Selection selection =
+      select_gemm({GemmDirection::kFprop, args, pointers_aligned(args)}, current_gpu());
+  if (selection.backend != Backend::kSm90) return false;
   Tensor values;  // until the kernels are in the stream
-  if (args.scale_kind == ScaleKind::kMx || args.scale_kind == ScaleKind::kNv) {
-    const int64_t columns = widened_columns(args.k), bytes = args.rows * columns * 2;
-    values = empty(out, {bytes + ready_words(args.rows) * 4}, at::kByte);
-    args.a_values = values.mutable_data_ptr();
-    args.a_ready = static_cast<uint8_t*>(args.a_values) + bytes;
+  if (args.scale_granularity == ScaleGranularity::kMx || args.scale_granularity == ScaleGranularity::kNv) {
+    const int64_t columns = dequantized_columns(args.k), bytes = args.rows * columns * 2;
+    values = empty(out, {bytes + ready_counters(args.rows) * 4}, at::kByte);
+    args.a_dequantized = values.mutable_data_ptr();
+    args.a_ready_rows = static_cast<uint8_t*>(args.a_dequantized) + bytes;
   }
-  launch_hopper(GroupedMode::kForward, args, scope.stream());
+  const Launcher launch = sm90_launcher(GemmDirection::kFprop, args);
+  launch(args, selection.config, scope.stream());
   return true;
 }
 
-bool code_reduction_out_cuda(const CodeReduction& reduction, const Tensor& out, bool accumulate) {
+bool quantized_wgrad_out_cuda(const QuantizedWgrad& reduction, const Tensor& out, bool accumulate) {
   const CudaScope scope(reduction.grad.data);
   const Contiguous grad(reduction.grad), input(reduction.input);
   const auto alpha = as_float(reduction.alpha), beta = as_float(reduction.beta);
-  GroupedKernelArgs args = arguments_of(grad, input, reduction.offsets, reduction.scales);
+  GroupedGemmArgs args = arguments_of(grad, input, reduction.offsets, reduction.scales);
   args.options = reduction.options;
   args.alpha = float_or_null(alpha);
   args.beta = float_or_null(beta);
@@ -122,23 +131,26 @@ bool code_reduction_out_cuda(const CodeReduction& reduction, const Tensor& out, 
   args.out_group_stride = out.dim() == 3 ? out.stride(0) : args.m * args.out_row_stride;
   args.out_dtype = to_dtype(out.scalar_type());
   args.accumulate = accumulate;
-  if (reduction.aligned && !args.vectors) return false;
-  args.all_moved = reduction.aligned || !args.vectors;
-  args.vectors = true;
-  if (args.groups == 0 || !hopper_takes(GroupedMode::kWeightGrad, args)) return false;
+  if (reduction.aligned && !args.rows_16_byte_aligned) return false;
+  args.all_realigned = reduction.aligned || !args.rows_16_byte_aligned;
+  args.rows_16_byte_aligned = true;
+  const Selection selection =
+      select_gemm({GemmDirection::kWgrad, args, pointers_aligned(args)}, current_gpu());
+  if (selection.backend != Backend::kSm90) return false;
   Tensor grad_moved, input_moved;  // until the kernels are in the stream
   if (reduction.aligned) {
-    args.a_moved = args.a;
-    args.b_moved = args.b;
-  } else if (reduction.offsets || args.all_moved) {
+    args.a_realigned = args.a;
+    args.b_realigned = args.b;
+  } else if (reduction.offsets || args.all_realigned) {
     grad_moved = moved(grad.data, args.groups);
     input_moved = moved(input.data, args.groups);
-    args.a_moved = grad_moved.const_data_ptr();
-    args.b_moved = input_moved.const_data_ptr();
+    args.a_realigned = grad_moved.const_data_ptr();
+    args.b_realigned = input_moved.const_data_ptr();
     launch_align_groups(lines_of(grad.data, grad_moved), lines_of(input.data, input_moved), args.offsets,
-                        args.groups, args.rows, args.all_moved, scope.stream());
+                        args.groups, args.rows, args.all_realigned, scope.stream());
   }
-  launch_hopper(GroupedMode::kWeightGrad, args, scope.stream());
+  const Launcher launch = sm90_launcher(GemmDirection::kWgrad, args);
+  launch(args, selection.config, scope.stream());
   return true;
 }
 

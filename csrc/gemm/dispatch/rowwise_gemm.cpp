@@ -34,16 +34,16 @@ OptionalTensor offsets_of(const RowwiseProduct& product) {
 Tensor sums_of(const RowwiseProduct& product, const OptionalTensor& offsets) {
   const at::ScalarType exact = product.a.is_cpu() ? at::kFloat : at::kBFloat16;
   const Tensor a = product.a.to(exact);
-  if (!offsets) return dense_product(a, transposed_view(product.b.to(exact)), std::nullopt, at::kFloat);
+  if (!offsets) return dense_gemm(a, transposed_view(product.b.to(exact)), std::nullopt, at::kFloat);
   const OptionalTensor none;
   if (product.a.is_cpu()) {
     const Codes codes{product.b.size(1), product.b.size(2), exact,
                       [&](int64_t group, const Tensor& values) { values.copy_(product.b.select(0, group)); }};
-    return row_product({a, product.b, *offsets, none, none, true, none, none, none, product.options, &codes},
-                       at::kFloat);
+    return run_grouped_gemm(
+        {a, product.b, *offsets, none, none, true, none, none, none, product.options, &codes}, at::kFloat);
   }
-  return row_product({a, product.b.to(exact), *offsets, none, none, true, none, none, none, product.options},
-                     at::kFloat);
+  return run_grouped_gemm(
+      {a, product.b.to(exact), *offsets, none, none, true, none, none, none, product.options}, at::kFloat);
 }
 
 const float* floats(const OptionalTensor& tensor) {
@@ -115,18 +115,18 @@ Tensor rowwise_product(const RowwiseProduct& product) {
   check_rowwise(product);
   const BelowAutograd guard;
   const OptionalTensor offsets = offsets_of(product), none;
-  if (has_code_kernels(product.a)) {
+  if (has_quantized_kernels(product.a)) {
     const Tensor out = empty(product.a, {product.a.size(0), product.columns()}, product.dtype);
-    const CodeProduct codes{ScaleKind::kRows,
-                            {product.a, product.a_scale},
-                            {product.b, product.b_scale},
-                            offsets,
-                            product.bias,
-                            product.bias_scale,
-                            product.alpha,
-                            none,
-                            product.options};
-    if (code_product_out(codes, out)) return out;
+    const QuantizedGemm codes{ScaleGranularity::kRow,
+                              {product.a, product.a_scale},
+                              {product.b, product.b_scale},
+                              offsets,
+                              product.bias,
+                              product.bias_scale,
+                              product.alpha,
+                              none,
+                              product.options};
+    if (run_quantized_gemm_out(codes, out)) return out;
   }
   return scaled(product, offsets, sums_of(product, offsets));
 }

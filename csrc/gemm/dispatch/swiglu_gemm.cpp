@@ -6,7 +6,7 @@
 #include "quantize/ops/calls.h"
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
-#include "gemm/dispatch/grouped_gemm_args.h"
+#include "gemm/dispatch/cuda_args.h"
 #endif
 
 namespace transformer_plugin::gemm {
@@ -20,7 +20,7 @@ void clear_tail(const Tensor& tensor, const Tensor& offsets) {
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (tensor.is_cuda()) {
     const CudaScope scope(tensor);
-    return zero_tail(tensor.dim() == 2 ? tensor : tensor.unsqueeze(1), offsets, scope.stream());
+    return zero_tail_rows(tensor.dim() == 2 ? tensor : tensor.unsqueeze(1), offsets, scope.stream());
   }
 #endif
   const int64_t end = offsets.const_data_ptr<int32_t>()[offsets.size(0) - 1];
@@ -33,14 +33,14 @@ Tensor exchanged(const Tensor& h, const c10::SymInt& first, const c10::SymInt& s
   return h.reshape_symint({rows, first, second, kInterleave}).transpose(1, 2).reshape_symint({rows, columns});
 }
 
-Tensor product_of(const SwigluProduct& product) {
+Tensor product_of(const GroupedGemmSwiglu& product) {
   const OptionalTensor none;
-  return row_product(
+  return run_grouped_gemm(
       {product.a, product.b, product.offsets, product.bias, none, true, none, none, none, product.options},
       product.a.scalar_type());
 }
 
-Tensor kept(const SwigluProduct& product, const Tensor& h) {
+Tensor kept(const GroupedGemmSwiglu& product, const Tensor& h) {
   return product.keep_input ? h : empty(h, {0, h.size(1)}, h.scalar_type());
 }
 
@@ -86,51 +86,51 @@ void check_swiglu_product(const char* op, const Tensor& a, const Tensor& b, cons
   check_launch_options(op, options);
 }
 
-Tensor halves_apart(const Tensor& h, int64_t interleave) {
+Tensor deinterleave(const Tensor& h, int64_t interleave) {
   return interleave == 0 ? h : exchanged(h, h.sym_size(1) / (2 * kInterleave), 2);
 }
 
-Tensor halves_in_turn(const Tensor& h, int64_t interleave) {
+Tensor interleave_columns(const Tensor& h, int64_t interleave) {
   return interleave == 0 ? h : exchanged(h, 2, h.sym_size(1) / (2 * kInterleave));
 }
 
-TwoTensors swiglu_product(const SwigluProduct& product) {
+TwoTensors run_gemm_swiglu(const GroupedGemmSwiglu& product) {
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (product.a.is_cuda()) {
-    if (auto made = swiglu_product_cuda(product)) return *std::move(made);
+    if (auto made = gemm_swiglu_cuda(product)) return *std::move(made);
   }
 #endif
   const Tensor h = product_of(product);
-  const Tensor act = activation::call_swiglu(halves_apart(h, product.interleave), product.probs);
+  const Tensor act = activation::call_swiglu(deinterleave(h, product.interleave), product.probs);
   clear_tail(act, product.offsets);
   return {act, kept(product, h)};
 }
 
-ThreeTensors swiglu_product_quantized(const SwigluProduct& product, const SwigluCodes& codes) {
+ThreeTensors run_gemm_swiglu_quantize(const GroupedGemmSwiglu& product, const SwigluQuantize& codes) {
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (product.a.is_cuda()) {
-    if (auto made = swiglu_product_quantized_cuda(product, codes.format)) return *std::move(made);
+    if (auto made = gemm_swiglu_quantize_cuda(product, codes.format)) return *std::move(made);
   }
 #endif
   const Tensor h = product_of(product);
-  const auto [data, scale] = quantize::call_swiglu_quantize(halves_apart(h, product.interleave),
+  const auto [data, scale] = quantize::call_swiglu_quantize(deinterleave(h, product.interleave),
                                                             product.probs, codes.group_sizes, codes.key);
   return {data, scale, kept(product, h)};
 }
 
-TwoTensors swiglu_backward_product(const SwigluBackwardProduct& product) {
+TwoTensors run_gemm_swiglu_backward(const GroupedGemmSwigluBackward& product) {
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (product.grad.is_cuda()) {
-    if (auto made = swiglu_backward_product_cuda(product)) return *std::move(made);
+    if (auto made = gemm_swiglu_backward_cuda(product)) return *std::move(made);
   }
 #endif
   const OptionalTensor none;
-  const Tensor grad_act = row_product(
+  const Tensor grad_act = run_grouped_gemm(
       {product.grad, product.b, product.offsets, none, none, false, none, none, none, product.options},
       product.grad.scalar_type());
   const auto [grad_halves, grad_probs] =
-      activation::call_swiglu_backward(grad_act, halves_apart(product.h, product.interleave), product.probs);
-  const Tensor grad_h = halves_in_turn(grad_halves, product.interleave);
+      activation::call_swiglu_backward(grad_act, deinterleave(product.h, product.interleave), product.probs);
+  const Tensor grad_h = interleave_columns(grad_halves, product.interleave);
   clear_tail(grad_h, product.offsets);
   if (product.probs) clear_tail(grad_probs, product.offsets);
   return {grad_h, grad_probs};

@@ -28,10 +28,10 @@ void check_swiglu_product(const char* op, const at::Tensor& a, const at::Tensor&
                           const LaunchOptions& options);
 
 // h with the gate's columns first, and back. A copy where columns lie in turn, else h itself.
-at::Tensor halves_apart(const at::Tensor& h, int64_t interleave);
-at::Tensor halves_in_turn(const at::Tensor& h, int64_t interleave);
+at::Tensor deinterleave(const at::Tensor& h, int64_t interleave);
+at::Tensor interleave_columns(const at::Tensor& h, int64_t interleave);
 
-struct SwigluProduct {
+struct GroupedGemmSwiglu {
   const at::Tensor& a;        // [T, K]
   const at::Tensor& b;        // [G, 2F, K]
   const at::Tensor& offsets;  // int32 [G + 1]
@@ -45,13 +45,13 @@ struct SwigluProduct {
 };
 
 // What act is quantized to, along rows: a format that finds its scales in blocks.
-struct SwigluCodes {
+struct SwigluQuantize {
   const Format& format;
   std::string_view key;
   const at::Tensor& group_sizes;
 };
 
-struct SwigluBackwardProduct {
+struct GroupedGemmSwigluBackward {
   const at::Tensor& grad;     // [T, H]
   const at::Tensor& b;        // [G, H, F]
   const at::Tensor& offsets;  // int32 [G + 1]
@@ -64,14 +64,14 @@ struct SwigluBackwardProduct {
 using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
 using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-TwoTensors swiglu_product(const SwigluProduct& product);
+TwoTensors run_gemm_swiglu(const GroupedGemmSwiglu& product);
 // Data, scales and h.
-ThreeTensors swiglu_product_quantized(const SwigluProduct& product, const SwigluCodes& codes);
-TwoTensors swiglu_backward_product(const SwigluBackwardProduct& product);
+ThreeTensors run_gemm_swiglu_quantize(const GroupedGemmSwiglu& product, const SwigluQuantize& codes);
+TwoTensors run_gemm_swiglu_backward(const GroupedGemmSwigluBackward& product);
 
 // Nothing where the kernel for Hopper does not take it.
-std::optional<TwoTensors> swiglu_product_cuda(const SwigluProduct& product);
-std::optional<ThreeTensors> swiglu_product_quantized_cuda(const SwigluProduct& product, const Format& format);
-std::optional<TwoTensors> swiglu_backward_product_cuda(const SwigluBackwardProduct& product);
+std::optional<TwoTensors> gemm_swiglu_cuda(const GroupedGemmSwiglu& product);
+std::optional<ThreeTensors> gemm_swiglu_quantize_cuda(const GroupedGemmSwiglu& product, const Format& format);
+std::optional<TwoTensors> gemm_swiglu_backward_cuda(const GroupedGemmSwigluBackward& product);
 
 }  // namespace transformer_plugin::gemm

@@ -3,7 +3,8 @@
 
 #include "activation/swiglu.h"
 #include "common/tensor.h"
-#include "gemm/dispatch/grouped_gemm_args.h"
+#include "gemm/dispatch/cuda_args.h"
+#include "gemm/dispatch/select.h"
 #include "gemm/dispatch/swiglu_gemm.h"
 #include "gemm/sm90/epilogue/swiglu.h"
 #include "quantize/args/quantize_tail.h"
@@ -15,9 +16,9 @@ namespace {
 using at::Tensor;
 
 // All but what comes of the product, whose rows are 2F wide.
-GroupedKernelArgs arguments_of(const Tensor& a, const Tensor& b, const Tensor& offsets, int64_t n,
-                               int64_t features, const LaunchOptions& options) {
-  GroupedKernelArgs args{};
+GroupedGemmArgs arguments_of(const Tensor& a, const Tensor& b, const Tensor& offsets, int64_t n,
+                             int64_t features, const LaunchOptions& options) {
+  GroupedGemmArgs args{};
   args.a = a.const_data_ptr();
   args.b = b.const_data_ptr();
   args.offsets = offsets.const_data_ptr<int32_t>();
@@ -27,9 +28,15 @@ GroupedKernelArgs arguments_of(const Tensor& a, const Tensor& b, const Tensor& o
   args.k = a.size(1);
   args.out_row_stride = 2 * features;
   args.dtype = args.out_dtype = to_dtype(a.scalar_type());
-  args.vectors = aligned_rows(a) && aligned_rows(b);
+  args.rows_16_byte_aligned = aligned_rows(a) && aligned_rows(b);
   args.options = options;
   return args;
+}
+
+Selection select(GemmDirection direction, const GroupedGemmArgs& args, Epilogue epilogue, bool interleaved,
+                 const void* h = nullptr) {
+  const bool aligned = pointers_aligned(args) && reinterpret_cast<uintptr_t>(h) % 16 == 0;
+  return select_gemm({direction, args, aligned, epilogue, interleaved}, current_gpu());
 }
 
 std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
@@ -37,9 +44,9 @@ std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
 }
 
 // What the kernels read of a product, for as long as it lives, and h.
-class Given {
+class SwigluOperands {
  public:
-  explicit Given(const SwigluProduct& product)
+  explicit SwigluOperands(const GroupedGemmSwiglu& product)
       : product_(product), a_(product.a.contiguous()), b_(product.b.contiguous()) {
     args.product = arguments_of(a_, b_, product.offsets, 2 * features(), features(), product.options);
     args.interleaved = product.interleave != 0;
@@ -62,30 +69,35 @@ class Given {
   Tensor h;
 
  private:
-  const SwigluProduct& product_;
+  const GroupedGemmSwiglu& product_;
   Tensor a_, b_;
   std::optional<Tensor> bias_, probs_;
 };
 
 }  // namespace
 
-std::optional<TwoTensors> swiglu_product_cuda(const SwigluProduct& product) {
+std::optional<TwoTensors> gemm_swiglu_cuda(const GroupedGemmSwiglu& product) {
   const CudaScope scope(product.a);
-  Given given(product);
-  if (!hopper_takes_swiglu(given.args)) return std::nullopt;
+  SwigluOperands given(product);
+  const Selection selection =
+      select(GemmDirection::kFprop, given.args.product, Epilogue::kSwiglu, given.args.interleaved);
+  if (selection.backend != Backend::kSm90Swiglu) return std::nullopt;
   given.complete();
   const Tensor act = given.make({product.a.size(0), given.features()});
   given.args.act = act.mutable_data_ptr();
-  given.args.interleaved ? launch_hopper_swiglu_interleaved(given.args, scope.stream())
-                         : launch_hopper_swiglu(given.args, scope.stream());
+  const DType dtype = given.args.product.dtype;
+  const SwigluLauncher launch = given.args.interleaved ? swiglu_interleaved(dtype) : swiglu(dtype);
+  launch(given.args, selection.config, scope.stream());
   return TwoTensors(act, given.h);
 }
 
-std::optional<ThreeTensors> swiglu_product_quantized_cuda(const SwigluProduct& product,
-                                                          const Format& format) {
+std::optional<ThreeTensors> gemm_swiglu_quantize_cuda(const GroupedGemmSwiglu& product,
+                                                      const Format& format) {
   const CudaScope scope(product.a);
-  Given given(product);
-  if (!hopper_takes_swiglu(given.args)) return std::nullopt;
+  SwigluOperands given(product);
+  const Selection selection =
+      select(GemmDirection::kFprop, given.args.product, Epilogue::kSwiglu, given.args.interleaved);
+  if (selection.backend != Backend::kSm90Swiglu) return std::nullopt;
   given.complete();
   // Along rows groups say nothing but where the tail begins.
   const auto operand = quantize::matrix_operand(product.a.size(0), given.features(), std::nullopt);
@@ -94,17 +106,16 @@ std::optional<ThreeTensors> swiglu_product_quantized_cuda(const SwigluProduct& p
       given.args, quantize::quantize_args(given.rows(), outputs, quantize::make_layout(operand, format, {}),
                                           format, Tensor())};
   const bool mx = args.codes.layout.mode == quantize::ScaleMode::kMx;
-  if (args.swiglu.interleaved) {
-    (mx ? launch_hopper_swiglu_quantize_mx_interleaved : launch_hopper_swiglu_quantize_interleaved)(
-        args, scope.stream());
-  } else {
-    (mx ? launch_hopper_swiglu_quantize_mx : launch_hopper_swiglu_quantize)(args, scope.stream());
-  }
+  const bool interleaved = args.swiglu.interleaved;
+  const auto launcher = mx ? (interleaved ? swiglu_mxfp8_interleaved : swiglu_mxfp8)
+                           : (interleaved ? swiglu_fp8_block_interleaved : swiglu_fp8_block);
+  const SwigluQuantizeLauncher launch = launcher(args.swiglu.product.dtype);
+  launch(args, selection.config, scope.stream());
   quantize::launch_quantize_tail(args.codes, args.swiglu.product.offsets + product.b.size(0), scope.stream());
   return ThreeTensors(outputs.data, outputs.scale, given.h);
 }
 
-std::optional<TwoTensors> swiglu_backward_product_cuda(const SwigluBackwardProduct& product) {
+std::optional<TwoTensors> gemm_swiglu_backward_cuda(const GroupedGemmSwigluBackward& product) {
   const CudaScope scope(product.grad);
   const Tensor grad = product.grad.contiguous(), b = product.b.contiguous(), h = product.h.contiguous();
   const int64_t rows = grad.size(0), features = b.size(2);
@@ -112,7 +123,9 @@ std::optional<TwoTensors> swiglu_backward_product_cuda(const SwigluBackwardProdu
   args.product = arguments_of(grad, b, product.offsets, features, features, product.options);
   args.h = h.const_data_ptr();
   args.interleaved = product.interleave != 0;
-  if (!hopper_takes_swiglu(args)) return std::nullopt;
+  const Selection selection =
+      select(GemmDirection::kDgrad, args.product, Epilogue::kSwigluBackward, args.interleaved, args.h);
+  if (selection.backend != Backend::kSm90Swiglu) return std::nullopt;
   const auto probs = contiguous(product.probs);
   const Tensor grad_h = empty(h, {rows, 2 * features}, h.scalar_type());
   const Tensor grad_probs = empty(h, {probs ? rows : 0}, at::kFloat);
@@ -128,10 +141,11 @@ std::optional<TwoTensors> swiglu_backward_product_cuda(const SwigluBackwardProdu
   }
   args.product.out = grad_h.mutable_data_ptr();
   args.probs = float_or_null(probs);
-  launch_hopper_swiglu_backward(args, scope.stream());
+  const SwigluBackwardLauncher launch = swiglu_backward(args.product.dtype);
+  launch(args, selection.config, scope.stream());
   if (probs) {
     activation::launch_add_row_sums(sums, scope.stream());
-    zero_tail(grad_probs.unsqueeze(1), product.offsets, scope.stream());
+    zero_tail_rows(grad_probs.unsqueeze(1), product.offsets, scope.stream());
   }
   return TwoTensors(grad_h, grad_probs);
 }

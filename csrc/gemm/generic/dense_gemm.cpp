@@ -81,8 +81,8 @@ Tensor transposed_view(const Tensor& matrix) {
                                            {matrix.stride(1), matrix.stride(0)});
 }
 
-Tensor dense_product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
-                     at::ScalarType dtype, const std::optional<Tensor>& alpha) {
+Tensor dense_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, at::ScalarType dtype,
+                  const std::optional<Tensor>& alpha) {
   if (!alpha && torch_rounds_once(a, b, bias, dtype)) {
     if (a.is_cpu()) return cpu_product(a, b, bias);
     return bias ? at::addmm(*bias, a, b) : at::mm(a, b);
@@ -90,9 +90,9 @@ Tensor dense_product(const Tensor& a, const Tensor& b, const std::optional<Tenso
   return wide_sum(a, b, bias, alpha).to(dtype);
 }
 
-void dense_product_out(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
-                       const std::optional<Tensor>& alpha, const std::optional<Tensor>& beta,
-                       const Tensor& out) {
+void dense_gemm_out(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
+                    const std::optional<Tensor>& alpha, const std::optional<Tensor>& beta,
+                    const Tensor& out) {
   Tensor target = out;
   if (!alpha && !beta && torch_rounds_once(a, b, bias, out.scalar_type())) {
     if (!bias) {

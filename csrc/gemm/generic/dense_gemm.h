@@ -21,14 +21,14 @@ bool faster_in_float32(const at::Tensor& a, const at::Tensor& b);
 at::Tensor transposed_view(const at::Tensor& matrix);
 
 // a [M, K] times b [K, N] plus bias [N]; any strides. `alpha` (one float32) scales the sum before the bias.
-at::Tensor dense_product(const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& bias,
-                         at::ScalarType dtype, const std::optional<at::Tensor>& alpha = std::nullopt);
+at::Tensor dense_gemm(const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& bias,
+                      at::ScalarType dtype, const std::optional<at::Tensor>& alpha = std::nullopt);
 
 // The same into `out` [M, N], plus beta (one float32) times what it holds, which counts for nothing where beta is 0. Its inner
 // stride is 1; its version does not change.
-void dense_product_out(const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& bias,
-                       const std::optional<at::Tensor>& alpha, const std::optional<at::Tensor>& beta,
-                       const at::Tensor& out);
+void dense_gemm_out(const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& bias,
+                    const std::optional<at::Tensor>& alpha, const std::optional<at::Tensor>& beta,
+                    const at::Tensor& out);
 
 // matrix [rows, columns] += bias [columns].
 void add_bias_cpu(float* matrix, const float* bias, int64_t rows, int64_t columns);

@@ -22,16 +22,16 @@ inline constexpr int kPanelColumns = 8;  // column tiles that share their rows o
 // One tile of the output.
 struct TileWork {
   int64_t group;
-  int64_t m_begin, m_end;  // rows of the output: of the buffer, or of the group's matrix of kWeightGrad
+  int64_t m_begin, m_end;  // rows of the output: of the buffer, or of the group's matrix of kWgrad
   int64_t n_begin;
   int64_t k_begin, k_end;
 };
 
-template <GroupedMode mode>
-__device__ __forceinline__ TileWork find_work(const GroupedKernelArgs& args) {
+template <GemmDirection mode>
+__device__ __forceinline__ TileWork find_work(const GroupedGemmArgs& args) {
   const int64_t tiles_n = (args.n + kBlockN - 1) / kBlockN;
   const int64_t index = blockIdx.x;
-  if constexpr (mode == GroupedMode::kWeightGrad) {
+  if constexpr (mode == GemmDirection::kWgrad) {
     const int64_t tiles_m = (args.m + kBlockM - 1) / kBlockM;
     const int64_t group = index / (tiles_m * tiles_n);
     const int64_t tile = index % (tiles_m * tiles_n);
@@ -52,10 +52,10 @@ __device__ __forceinline__ TileWork find_work(const GroupedKernelArgs& args) {
   }
 }
 
-inline int64_t grouped_tiles(GroupedMode mode, const GroupedKernelArgs& args) {
+inline int64_t grouped_tiles(GemmDirection mode, const GroupedGemmArgs& args) {
   const int64_t tiles_n = (args.n + kBlockN - 1) / kBlockN;
-  const int64_t tiles_m = mode == GroupedMode::kWeightGrad ? args.groups * ((args.m + kBlockM - 1) / kBlockM)
-                                                           : tile_slots(args.rows, args.groups, kBlockM);
+  const int64_t tiles_m = mode == GemmDirection::kWgrad ? args.groups * ((args.m + kBlockM - 1) / kBlockM)
+                                                        : tile_slots(args.rows, args.groups, kBlockM);
   return tiles_m * tiles_n;
 }
 
@@ -104,23 +104,26 @@ struct Panel {
 
 // The matrix of a group that has one: of `stack` where there is no list.
 template <typename T>
-__device__ __forceinline__ T* matrix_of(const MatrixList& list, T* stack, int64_t group, int64_t stride) {
+__device__ __forceinline__ T* matrix_of(const PointerArray& list, T* stack, int64_t group, int64_t stride) {
   return list.room ? static_cast<T* const*>(list.room)[group] : stack + group * stride;
 }
 
 // The last step of one element: factor, bias, what was there, one rounding.
-template <GroupedMode mode>
-__device__ __forceinline__ void finish(const GroupedKernelArgs& args, const TileWork& work, int64_t row,
+template <GemmDirection mode>
+__device__ __forceinline__ void finish(const GroupedGemmArgs& args, const TileWork& work, int64_t row,
                                        int64_t column, float sum) {
   if (row >= work.m_end || column >= args.n) return;
-  if (args.alpha) sum = sum * args.alpha[work.group];
+  // A group without rows has a gradient of zero, whatever its factor is.
+  if (args.alpha && (mode != GemmDirection::kWgrad || work.k_begin < work.k_end)) {
+    sum = sum * args.alpha[work.group];
+  }
   const int64_t index = row * args.out_row_stride + column;
-  if (mode != GroupedMode::kWeightGrad && args.bias) {
+  if (mode != GemmDirection::kWgrad && args.bias) {
     const float scale = args.bias_scale ? args.bias_scale[row] : 1.0f;
     sum = fmaf(scale, args.bias[work.group * args.n + column], sum);
   }
   const auto store = [&](auto* out) {
-    if constexpr (mode == GroupedMode::kWeightGrad) {
+    if constexpr (mode == GemmDirection::kWgrad) {
       out = matrix_of(args.list, out, work.group, args.out_group_stride);
     }
     if (args.accumulate) sum = sum + to_float(out[index]);
@@ -137,12 +140,12 @@ __device__ __forceinline__ void finish(const GroupedKernelArgs& args, const Tile
 }
 
 // Multiply<T, mode> owns the sums of a block: kBlockK, Shared, add(shared), finish(args, work, shared).
-template <typename T, template <typename, GroupedMode> typename Multiply, GroupedMode mode>
-__global__ void __launch_bounds__(kThreads) grouped_kernel(GroupedKernelArgs args) {
+template <typename T, template <typename, GemmDirection> typename Multiply, GemmDirection mode>
+__global__ void __launch_bounds__(kThreads) grouped_kernel(GroupedGemmArgs args) {
   using Block = Multiply<T, mode>;
   constexpr int kBlockK = Block::kBlockK;
-  constexpr bool a_by_row = mode != GroupedMode::kWeightGrad;  // k is the inner dimension
-  constexpr bool b_by_row = mode == GroupedMode::kForward;
+  constexpr bool a_by_row = mode != GemmDirection::kWgrad;  // k is the inner dimension
+  constexpr bool b_by_row = mode == GemmDirection::kFprop;
   __shared__ typename Block::Shared shared;
 
   const TileWork work = find_work<mode>(args);
@@ -153,7 +156,7 @@ __global__ void __launch_bounds__(kThreads) grouped_kernel(GroupedKernelArgs arg
   const int64_t b_stride = b_by_row ? args.k : args.n;
   const T* a = static_cast<const T*>(args.a) + (a_by_row ? work.m_begin * a_stride : work.m_begin);
   const T* b = static_cast<const T*>(args.b);
-  if constexpr (mode != GroupedMode::kWeightGrad) b = matrix_of(args.list, b, work.group, args.n * args.k);
+  if constexpr (mode != GemmDirection::kWgrad) b = matrix_of(args.list, b, work.group, args.n * args.k);
   b += b_by_row ? work.n_begin * b_stride : work.n_begin;
   const int64_t m_left = work.m_end - work.m_begin, n_left = args.n - work.n_begin;
 
@@ -161,10 +164,12 @@ __global__ void __launch_bounds__(kThreads) grouped_kernel(GroupedKernelArgs arg
   Panel<T, b_by_row ? kBlockN : kBlockK, b_by_row ? kBlockK : kBlockN> b_panel;
   const auto load = [&](int64_t k) {
     const int64_t k_left = work.k_end - k;
-    if constexpr (a_by_row) a_panel.load(a + k, a_stride, m_left, k_left, args.vectors);
-    if constexpr (!a_by_row) a_panel.load(a + k * a_stride, a_stride, k_left, m_left, args.vectors);
-    if constexpr (b_by_row) b_panel.load(b + k, b_stride, n_left, k_left, args.vectors);
-    if constexpr (!b_by_row) b_panel.load(b + k * b_stride, b_stride, k_left, n_left, args.vectors);
+    if constexpr (a_by_row) a_panel.load(a + k, a_stride, m_left, k_left, args.rows_16_byte_aligned);
+    if constexpr (!a_by_row)
+      a_panel.load(a + k * a_stride, a_stride, k_left, m_left, args.rows_16_byte_aligned);
+    if constexpr (b_by_row) b_panel.load(b + k, b_stride, n_left, k_left, args.rows_16_byte_aligned);
+    if constexpr (!b_by_row)
+      b_panel.load(b + k * b_stride, b_stride, k_left, n_left, args.rows_16_byte_aligned);
   };
 
   Block block;
@@ -179,18 +184,18 @@ __global__ void __launch_bounds__(kThreads) grouped_kernel(GroupedKernelArgs arg
   block.finish(args, work, shared);
 }
 
-template <typename T, template <typename, GroupedMode> typename Multiply>
-void launch_grouped(GroupedMode mode, const GroupedKernelArgs& args, cudaStream_t stream) {
+template <typename T, template <typename, GemmDirection> typename Multiply>
+void launch_grouped(GemmDirection mode, const GroupedGemmArgs& args, cudaStream_t stream) {
   const unsigned blocks = grid_size(grouped_tiles(mode, args), 1);
   switch (mode) {
-    case GroupedMode::kForward:
-      grouped_kernel<T, Multiply, GroupedMode::kForward><<<blocks, kThreads, 0, stream>>>(args);
+    case GemmDirection::kFprop:
+      grouped_kernel<T, Multiply, GemmDirection::kFprop><<<blocks, kThreads, 0, stream>>>(args);
       break;
-    case GroupedMode::kDataGrad:
-      grouped_kernel<T, Multiply, GroupedMode::kDataGrad><<<blocks, kThreads, 0, stream>>>(args);
+    case GemmDirection::kDgrad:
+      grouped_kernel<T, Multiply, GemmDirection::kDgrad><<<blocks, kThreads, 0, stream>>>(args);
       break;
-    case GroupedMode::kWeightGrad:
-      grouped_kernel<T, Multiply, GroupedMode::kWeightGrad><<<blocks, kThreads, 0, stream>>>(args);
+    case GemmDirection::kWgrad:
+      grouped_kernel<T, Multiply, GemmDirection::kWgrad><<<blocks, kThreads, 0, stream>>>(args);
       break;
   }
   check_launch("grouped_kernel");

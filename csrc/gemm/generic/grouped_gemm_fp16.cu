@@ -2,7 +2,7 @@
 
 namespace transformer_plugin::gemm {
 
-void launch_grouped_fp16(GroupedMode mode, const GroupedKernelArgs& args, void* stream) {
+void launch_generic_fp16(GemmDirection mode, const GroupedGemmArgs& args, void* stream) {
   launch_grouped<__half, MultiplyTensorCore>(mode, args, static_cast<cudaStream_t>(stream));
 }
 

@@ -5,7 +5,7 @@
 
 namespace transformer_plugin::gemm {
 
-template <typename T, GroupedMode mode>
+template <typename T, GemmDirection mode>
 struct MultiplyFma {
   static constexpr int kBlockK = 16;
   static constexpr int kSide = 16;  // threads along each side
@@ -38,8 +38,8 @@ struct MultiplyFma {
 
   template <typename APanel, typename BPanel>
   __device__ void keep(const APanel& a, const BPanel& b, Shared& shared) {
-    keep_panel<mode != GroupedMode::kWeightGrad>(a, shared.a);
-    keep_panel<mode == GroupedMode::kForward>(b, shared.b);
+    keep_panel<mode != GemmDirection::kWgrad>(a, shared.a);
+    keep_panel<mode == GemmDirection::kFprop>(b, shared.b);
   }
 
   // Element i of a thread's 8 along one side of the tile.
@@ -65,7 +65,7 @@ struct MultiplyFma {
     }
   }
 
-  __device__ void finish(const GroupedKernelArgs& args, const TileWork& work, Shared&) {
+  __device__ void finish(const GroupedGemmArgs& args, const TileWork& work, Shared&) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
 #pragma unroll

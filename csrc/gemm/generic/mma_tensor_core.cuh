@@ -9,14 +9,14 @@ namespace transformer_plugin::gemm {
 
 namespace wmma = nvcuda::wmma;
 
-template <typename T, GroupedMode mode>
+template <typename T, GemmDirection mode>
 struct MultiplyTensorCore {
   static constexpr int kBlockK = 32;
   static constexpr int kFragment = 16;
   static constexpr int kWarpRows = 64, kWarpColumns = 32;
   static constexpr int kFragmentsM = kWarpRows / kFragment, kFragmentsN = kWarpColumns / kFragment;
-  static constexpr bool kARow = mode != GroupedMode::kWeightGrad;
-  static constexpr bool kBRow = mode == GroupedMode::kForward;
+  static constexpr bool kARow = mode != GemmDirection::kWgrad;
+  static constexpr bool kBRow = mode == GemmDirection::kFprop;
   // Eight elements of padding move consecutive rows to other banks and keep 16-byte alignment.
   static constexpr int kAStride = (kARow ? kBlockK : kBlockM) + 8;
   static constexpr int kBStride = (kBRow ? kBlockK : kBlockN) + 8;
@@ -88,7 +88,7 @@ struct MultiplyTensorCore {
   }
 
   // Which element of a fragment a thread holds is not specified: each warp spreads them out in its stage.
-  __device__ void finish(const GroupedKernelArgs& args, const TileWork& work, Shared& shared) {
+  __device__ void finish(const GroupedGemmArgs& args, const TileWork& work, Shared& shared) {
     const int lane = threadIdx.x % kWarpSize;
     float* stage = shared.stage[threadIdx.x / kWarpSize];
     constexpr int kPerLane = kFragment * kFragment / kWarpSize;

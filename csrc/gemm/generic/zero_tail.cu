@@ -27,8 +27,8 @@ __global__ void zero_strided_tail_kernel(Element* out, const int32_t* end, int64
 }
 
 template <typename Element>
-void zero_tail(void* out, const int32_t* end, int64_t rows, int64_t row_bytes, int64_t stride_bytes,
-               cudaStream_t stream) {
+void zero_tail_rows(void* out, const int32_t* end, int64_t rows, int64_t row_bytes, int64_t stride_bytes,
+                    cudaStream_t stream) {
   const int64_t row_elements = row_bytes / static_cast<int64_t>(sizeof(Element));
   if (stride_bytes != row_bytes) {
     const unsigned blocks = static_cast<unsigned>(std::min(kMostBlocks, rows));
@@ -49,9 +49,9 @@ void launch_zero_tail(void* out, const int32_t* end, int64_t rows, int64_t row_b
   if (rows == 0 || row_bytes == 0) return;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (row_bytes % 16 == 0 && stride_bytes % 16 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0) {
-    zero_tail<uint4>(out, end, rows, row_bytes, stride_bytes, cuda_stream);
+    zero_tail_rows<uint4>(out, end, rows, row_bytes, stride_bytes, cuda_stream);
   } else {
-    zero_tail<uint16_t>(out, end, rows, row_bytes, stride_bytes, cuda_stream);
+    zero_tail_rows<uint16_t>(out, end, rows, row_bytes, stride_bytes, cuda_stream);
   }
   check_launch("zero_tail_kernel");
 }

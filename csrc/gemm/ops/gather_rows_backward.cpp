@@ -1,10 +1,10 @@
 // gather_rows_backward: the gradient of taking rows by an index, as grouped_gemm does with `rows`.
-#include <torch/library.h>
 
 #include <limits>
 
 #include "common/autograd.h"
 #include "common/group_offsets.h"
+#include "common/register.h"
 #include "common/row_index.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
@@ -39,12 +39,7 @@ Tensor gather_rows_backward(const Tensor& grad, const Tensor& rows, const Tensor
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { m.impl(kOp, gather_rows_backward); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl(kOp, gather_rows_backward_meta); }
 // Not differentiable: results have no gradient.
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl(kOp, torch::CppFunction::makeFallthrough()); }
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { m.impl(kOp, gather_rows_backward); }
-#endif
+TP_IMPL_NO_GRADIENT(kOp, gather_rows_backward, gather_rows_backward_meta);
 
 }  // namespace transformer_plugin::gemm

@@ -1,7 +1,7 @@
 // gemm: a [M, K] times b, with its gradient, or into a given buffer.
-#include <torch/library.h>
 
 #include "common/autograd.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/generic/dense_gemm.h"
@@ -41,7 +41,7 @@ Tensor gemm(const Tensor& a, const Tensor& b, const OptionalTensor& bias, bool t
   check_gemm(kOp, a, b, bias, transpose_b, alpha);
   const at::ScalarType to = output_dtype({kOp, "a", a}, dtype);
   const BelowAutograd guard;
-  return dense_product(a, transpose_b ? transposed_view(b) : b, bias, to, alpha);
+  return dense_gemm(a, transpose_b ? transposed_view(b) : b, bias, to, alpha);
 }
 
 void gemm_out_meta(const Tensor& a, const Tensor& b, const Tensor& out, const OptionalTensor& bias,
@@ -61,7 +61,7 @@ void gemm_out(const Tensor& a, const Tensor& b, const Tensor& out, const Optiona
   gemm_out_meta(a, b, out, bias, transpose_b, alpha, beta);
   check_apart(kOutOp, {{"out", out}}, {{"a", a}, {"b", b}, {"bias", bias}, {"alpha", alpha}, {"beta", beta}});
   const BelowAutograd guard;
-  dense_product_out(a, transpose_b ? transposed_view(b) : b, bias, alpha, beta, out);
+  dense_gemm_out(a, transpose_b ? transposed_view(b) : b, bias, alpha, beta, out);
 }
 
 class GemmFunction : public DifferentiableTwice<GemmFunction> {
@@ -111,24 +111,7 @@ Tensor gemm_autograd(const Tensor& a, const Tensor& b, const OptionalTensor& bia
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
-  m.impl(kOp, gemm);
-  m.impl(kOutOp, gemm_out);
-}
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
-  m.impl(kOp, gemm_meta);
-  m.impl(kOutOp, gemm_out_meta);
-}
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
-  m.impl(kOp, gemm_autograd);
-  // Not differentiable: operands that want a gradient are refused.
-  m.impl(kOutOp, torch::CppFunction::makeFallthrough());
-}
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
-  m.impl(kOp, gemm);
-  m.impl(kOutOp, gemm_out);
-}
-#endif
+TP_IMPL(kOp, gemm, gemm_meta, gemm_autograd);
+TP_IMPL_NO_GRADIENT(kOutOp, gemm_out, gemm_out_meta);
 
 }  // namespace transformer_plugin::gemm

@@ -1,7 +1,7 @@
 // gemm_quantized: the product of the values of two quantized matrices, fresh or into a given buffer.
-#include <torch/library.h>
 
 #include "common/autograd.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/dispatch/dequantized_operands.h"
@@ -50,11 +50,11 @@ Given checked(const char* op, const Tensor& a, const Tensor& a_scale, const Tens
 // Calls multiply(a, b, alpha) with the values of both operands.
 template <typename Multiply>
 auto with_values(const Given& given, Multiply&& multiply) {
-  const at::ScalarType exact = values_dtype(given.a, given.a_format, given.b, given.b_format);
-  const Values left = values_of(given.a, given.a_format, nullptr, false, exact);
-  const Values right = values_of(given.b, given.b_format, nullptr, false, exact);
+  const at::ScalarType exact = dequantized_dtype(given.a, given.a_format, given.b, given.b_format);
+  const Values left = dequantized_operand(given.a, given.a_format, nullptr, false, exact);
+  const Values right = dequantized_operand(given.b, given.b_format, nullptr, false, exact);
   return multiply(left.data, given.transpose_b ? transposed_view(right.data) : right.data,
-                  scaled_by(given.alpha, joint_factor(left, right)));
+                  scaled_by(given.alpha, combined_factor(left, right)));
 }
 
 Tensor gemm_quantized_meta(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
@@ -69,22 +69,22 @@ Tensor gemm_quantized_meta(const Tensor& a, const Tensor& a_scale, const Tensor&
 
 // Whether kernels multiplied the codes as they are: as one group of rows, or else as one of columns, which has no bias.
 bool multiply_codes(const Given& given, const OptionalTensor& beta, const Tensor& out) {
-  const CodeOperand a{given.a.data, given.a.scale, given.a_format.tiled_scales},
+  const QuantizedMatrix a{given.a.data, given.a.scale, given.a_format.tiled_scales},
       b{given.b.data, given.b.scale, given.b_format.tiled_scales};
   const OptionalTensor none;
   const OptionalTensor alpha =
       alpha_and_amaxes(given.alpha, given.a, given.a_format, given.b, given.b_format);
-  const auto rows = code_product_scales(given.a_format, given.b_format);
-  if (rows && code_product_out({*rows, a, b, none, given.bias, none, alpha, beta}, out)) return true;
-  const auto columns = code_reduction_scales(given.a_format, given.b_format);
-  return columns && !given.bias && code_reduction_out({*columns, a, b, none, alpha, beta}, out, false);
+  const auto rows = quantized_gemm_scales(given.a_format, given.b_format);
+  if (rows && run_quantized_gemm_out({*rows, a, b, none, given.bias, none, alpha, beta}, out)) return true;
+  const auto columns = quantized_wgrad_scales(given.a_format, given.b_format);
+  return columns && !given.bias && run_quantized_wgrad_out({*columns, a, b, none, alpha, beta}, out, false);
 }
 
 // Whether they may.
 bool multiplies_codes(const Given& given) {
-  if (!given.transpose_b || !has_code_kernels(given.a.data)) return false;
-  return code_product_scales(given.a_format, given.b_format) ||
-         (code_reduction_scales(given.a_format, given.b_format) && !given.bias);
+  if (!given.transpose_b || !has_quantized_kernels(given.a.data)) return false;
+  return quantized_gemm_scales(given.a_format, given.b_format) ||
+         (quantized_wgrad_scales(given.a_format, given.b_format) && !given.bias);
 }
 
 Tensor gemm_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
@@ -100,7 +100,7 @@ Tensor gemm_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b, c
     if (multiply_codes(given, std::nullopt, out)) return out;
   }
   return with_values(given, [&](const Tensor& left, const Tensor& right, const OptionalTensor& factor) {
-    return dense_product(left, right, bias, dtype, factor);
+    return dense_gemm(left, right, bias, dtype, factor);
   });
 }
 
@@ -140,30 +140,14 @@ void gemm_quantized_out(const Tensor& a, const Tensor& a_scale, const Tensor& b,
   const BelowAutograd guard;
   if (multiplies_codes(given) && multiply_codes(given, beta, out)) return;
   with_values(given, [&](const Tensor& left, const Tensor& right, const OptionalTensor& factor) {
-    dense_product_out(left, right, bias, factor, beta, out);
+    dense_gemm_out(left, right, bias, factor, beta, out);
   });
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
-  m.impl(kOp, gemm_quantized);
-  m.impl(kOutOp, gemm_quantized_out);
-}
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
-  m.impl(kOp, gemm_quantized_meta);
-  m.impl(kOutOp, gemm_quantized_out_meta);
-}
 // Not differentiable: results have no gradient.
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
-  m.impl(kOp, torch::CppFunction::makeFallthrough());
-  m.impl(kOutOp, torch::CppFunction::makeFallthrough());
-}
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
-  m.impl(kOp, gemm_quantized);
-  m.impl(kOutOp, gemm_quantized_out);
-}
-#endif
+TP_IMPL_NO_GRADIENT(kOp, gemm_quantized, gemm_quantized_meta);
+TP_IMPL_NO_GRADIENT(kOutOp, gemm_quantized_out, gemm_quantized_out_meta);
 
 }  // namespace transformer_plugin::gemm

@@ -1,6 +1,6 @@
 // gemm_rowwise: the product of two matrices of FP8 codes with a scale for each row.
-#include <torch/library.h>
 
+#include "common/register.h"
 #include "gemm/dispatch/rowwise_gemm.h"
 
 namespace transformer_plugin::gemm {
@@ -20,12 +20,7 @@ Tensor gemm_rowwise(const Tensor& a, const Tensor& a_scale, const Tensor& b, con
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { m.impl(kOp, gemm_rowwise<rowwise_product>); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl(kOp, gemm_rowwise<rowwise_product_meta>); }
 // Not differentiable: results have no gradient.
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl(kOp, torch::CppFunction::makeFallthrough()); }
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { m.impl(kOp, gemm_rowwise<rowwise_product>); }
-#endif
+TP_IMPL_NO_GRADIENT(kOp, gemm_rowwise<rowwise_product>, gemm_rowwise<rowwise_product_meta>);
 
 }  // namespace transformer_plugin::gemm

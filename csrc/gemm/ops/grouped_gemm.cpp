@@ -1,10 +1,9 @@
 // grouped_gemm: the rows of each group times the group's own matrix, with its gradient, or into a given buffer.
 #include "gemm/dispatch/grouped_gemm.h"
 
-#include <torch/library.h>
-
 #include "common/autograd.h"
 #include "common/group_offsets.h"
+#include "common/register.h"
 #include "common/row_index.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
@@ -78,8 +77,12 @@ Tensor grouped_gemm(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
   const at::ScalarType to = output_dtype(given.a_argument(), dtype);
   const BelowAutograd guard;
   const Tensor offsets = given.offsets();
-  return row_product({a, b, offsets, bias, bias_scale, transpose_b, alpha, std::nullopt, rows, given.options},
-                     to);
+  const GroupedGemm problem{a,           b,     offsets,      bias, bias_scale,
+                            transpose_b, alpha, std::nullopt, rows, given.options};
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (a.is_cuda()) return grouped_gemm_cuda(problem, to);
+#endif
+  return run_grouped_gemm(problem, to);
 }
 
 void check_out(const Given& given, const Tensor& out, const OptionalTensor& beta) {
@@ -119,7 +122,7 @@ void grouped_gemm_out(const Tensor& a, const Tensor& b, const Tensor& group_size
                {"beta", beta}});
   const BelowAutograd guard;
   const Tensor offsets = given.offsets();
-  row_product_out({a, b, offsets, bias, bias_scale, transpose_b, alpha, beta, rows, given.options}, out);
+  run_grouped_gemm_out({a, b, offsets, bias, bias_scale, transpose_b, alpha, beta, rows, given.options}, out);
 }
 
 class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
@@ -198,24 +201,7 @@ Tensor grouped_gemm_autograd(const Tensor& a, const Tensor& b, const Tensor& gro
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
-  m.impl(kOp, grouped_gemm);
-  m.impl(kOutOp, grouped_gemm_out);
-}
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
-  m.impl(kOp, grouped_gemm_meta);
-  m.impl(kOutOp, grouped_gemm_out_meta);
-}
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
-  m.impl(kOp, grouped_gemm_autograd);
-  // Not differentiable: operands that want a gradient are refused.
-  m.impl(kOutOp, torch::CppFunction::makeFallthrough());
-}
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
-  m.impl(kOp, grouped_gemm);
-  m.impl(kOutOp, grouped_gemm_out);
-}
-#endif
+TP_IMPL(kOp, grouped_gemm, grouped_gemm_meta, grouped_gemm_autograd);
+TP_IMPL_NO_GRADIENT(kOutOp, grouped_gemm_out, grouped_gemm_out_meta);
 
 }  // namespace transformer_plugin::gemm

@@ -1,11 +1,11 @@
 // grouped_gemm_list: grouped_gemm with a list of the groups' matrices, each anywhere in memory, with its gradient.
-#include <torch/library.h>
 
 #include <algorithm>
 #include <tuple>
 
 #include "common/autograd.h"
 #include "common/group_offsets.h"
+#include "common/register.h"
 #include "common/row_index.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
@@ -85,9 +85,9 @@ Tensor grouped_gemm_list(const Tensor& a, at::TensorList b, const Tensor& group_
   const Tensor offsets = given.offsets();
   const OptionalTensor stack = as_stack(b);
   const bool whole = stack && stack->is_contiguous();
-  return row_product({a, whole ? *stack : b[0], offsets, bias, bias_scale, transpose_b, alpha, std::nullopt,
-                      rows, options, nullptr, whole ? at::TensorList() : b},
-                     to);
+  return run_grouped_gemm({a, whole ? *stack : b[0], offsets, bias, bias_scale, transpose_b, alpha,
+                           std::nullopt, rows, options, nullptr, whole ? at::TensorList() : b},
+                          to);
 }
 
 class GroupedGemmListFunction : public DifferentiableTwice<GroupedGemmListFunction> {
@@ -181,11 +181,6 @@ Tensor grouped_gemm_list_autograd(const Tensor& a, at::TensorList b, const Tenso
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { m.impl(kOp, grouped_gemm_list); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl(kOp, grouped_gemm_list_meta); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl(kOp, grouped_gemm_list_autograd); }
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { m.impl(kOp, grouped_gemm_list); }
-#endif
+TP_IMPL(kOp, grouped_gemm_list, grouped_gemm_list_meta, grouped_gemm_list_autograd);
 
 }  // namespace transformer_plugin::gemm

@@ -1,8 +1,8 @@
 // grouped_gemm_quantized: grouped_gemm of the values of quantized operands, fresh or into a given buffer.
-#include <torch/library.h>
 
 #include "common/autograd.h"
 #include "common/group_offsets.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/dispatch/dequantized_operands.h"
@@ -62,20 +62,20 @@ Given checked(const char* op, const Tensor& a, const Tensor& a_scale, const Tens
   return given;
 }
 
-// Calls multiply(RowProduct) on the values of both operands.
+// Calls multiply(GroupedGemm) on the values of both operands.
 template <typename Multiply>
 auto with_values(const Given& given, const Tensor& offsets, const OptionalTensor& beta, Multiply&& multiply) {
-  const at::ScalarType exact = values_dtype(given.a, given.a_format, given.b, given.b_format);
-  const Values left = values_of(given.a, given.a_format, &given.group_sizes, false, exact);
+  const at::ScalarType exact = dequantized_dtype(given.a, given.a_format, given.b, given.b_format);
+  const Values left = dequantized_operand(given.a, given.a_format, &given.group_sizes, false, exact);
   if (given.b.data.is_cpu()) {
-    const Codes codes = codes_of(given.b, given.b_format, exact);
-    return multiply(RowProduct{left.data, given.b.data, offsets, given.bias, given.bias_scale,
-                               given.transpose_b, given.alpha, beta, std::nullopt, given.options, &codes});
+    const Codes codes = quantized_stack(given.b, given.b_format, exact);
+    return multiply(GroupedGemm{left.data, given.b.data, offsets, given.bias, given.bias_scale,
+                                given.transpose_b, given.alpha, beta, std::nullopt, given.options, &codes});
   }
-  const Values right = values_of(given.b, given.b_format, nullptr, false, exact);
-  return multiply(RowProduct{left.data, right.data, offsets, given.bias, given.bias_scale, given.transpose_b,
-                             scaled_by(given.alpha, joint_factor(left, right)), beta, std::nullopt,
-                             given.options});
+  const Values right = dequantized_operand(given.b, given.b_format, nullptr, false, exact);
+  return multiply(GroupedGemm{left.data, right.data, offsets, given.bias, given.bias_scale, given.transpose_b,
+                              scaled_by(given.alpha, combined_factor(left, right)), beta, std::nullopt,
+                              given.options});
 }
 
 Tensor offsets_of(const Given& given) {
@@ -84,27 +84,27 @@ Tensor offsets_of(const Given& given) {
 }
 
 // Whether kernels may multiply the codes as they are.
-std::optional<ScaleKind> code_scales(const Given& given) {
-  if (!given.transpose_b || !has_code_kernels(given.a.data)) return std::nullopt;
-  return code_product_scales(given.a_format, given.b_format);
+std::optional<ScaleGranularity> code_scales(const Given& given) {
+  if (!given.transpose_b || !has_quantized_kernels(given.a.data)) return std::nullopt;
+  return quantized_gemm_scales(given.a_format, given.b_format);
 }
 
 // Whether they did.
-bool multiply_codes(const Given& given, ScaleKind scales, const Tensor& offsets, const OptionalTensor& beta,
-                    const Tensor& out) {
+bool multiply_codes(const Given& given, ScaleGranularity scales, const Tensor& offsets,
+                    const OptionalTensor& beta, const Tensor& out) {
   const OptionalTensor groups = offsets;
   const OptionalTensor alpha =
       alpha_and_amaxes(given.alpha, given.a, given.a_format, given.b, given.b_format);
-  return code_product_out({scales,
-                           {given.a.data, given.a.scale, given.a_format.tiled_scales},
-                           {given.b.data, given.b.scale, given.b_format.tiled_scales},
-                           groups,
-                           given.bias,
-                           given.bias_scale,
-                           alpha,
-                           beta,
-                           given.options},
-                          out);
+  return run_quantized_gemm_out({scales,
+                                 {given.a.data, given.a.scale, given.a_format.tiled_scales},
+                                 {given.b.data, given.b.scale, given.b_format.tiled_scales},
+                                 groups,
+                                 given.bias,
+                                 given.bias_scale,
+                                 alpha,
+                                 beta,
+                                 given.options},
+                                out);
 }
 
 Tensor grouped_quantized_meta(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
@@ -134,7 +134,7 @@ Tensor grouped_quantized(const Tensor& a, const Tensor& a_scale, const Tensor& b
     if (multiply_codes(given, *scales, offsets, std::nullopt, out)) return out;
   }
   return with_values(given, offsets, std::nullopt,
-                     [&](const RowProduct& product) { return row_product(product, dtype); });
+                     [&](const GroupedGemm& product) { return run_grouped_gemm(product, dtype); });
 }
 
 void check_out(const Given& given, const Tensor& out, const OptionalTensor& beta) {
@@ -179,29 +179,13 @@ void grouped_quantized_out(const Tensor& a, const Tensor& a_scale, const Tensor&
   const Tensor offsets = offsets_of(given);
   const auto scales = code_scales(given);
   if (scales && multiply_codes(given, *scales, offsets, beta, out)) return;
-  with_values(given, offsets, beta, [&](const RowProduct& product) { row_product_out(product, out); });
+  with_values(given, offsets, beta, [&](const GroupedGemm& product) { run_grouped_gemm_out(product, out); });
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
-  m.impl(kOp, grouped_quantized);
-  m.impl(kOutOp, grouped_quantized_out);
-}
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
-  m.impl(kOp, grouped_quantized_meta);
-  m.impl(kOutOp, grouped_quantized_out_meta);
-}
 // Not differentiable: results have no gradient.
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
-  m.impl(kOp, torch::CppFunction::makeFallthrough());
-  m.impl(kOutOp, torch::CppFunction::makeFallthrough());
-}
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
-  m.impl(kOp, grouped_quantized);
-  m.impl(kOutOp, grouped_quantized_out);
-}
-#endif
+TP_IMPL_NO_GRADIENT(kOp, grouped_quantized, grouped_quantized_meta);
+TP_IMPL_NO_GRADIENT(kOutOp, grouped_quantized_out, grouped_quantized_out_meta);
 
 }  // namespace transformer_plugin::gemm

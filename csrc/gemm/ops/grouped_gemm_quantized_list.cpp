@@ -1,11 +1,11 @@
 // grouped_gemm_quantized_list: grouped_gemm_quantized with a list of the groups' matrices, each anywhere in memory.
 #include <ATen/ops/cat.h>
-#include <torch/library.h>
 
 #include <vector>
 
 #include "common/autograd.h"
 #include "common/group_offsets.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/dispatch/dequantized_operands.h"
@@ -131,9 +131,9 @@ Tensor offsets_of(const Given& given) {
 Tensor product_cpu(const Given& given, at::ScalarType dtype) {
   const OptionalTensor first_amax = given.amax(0);
   const QuantizedArgument first = given.first(first_amax);
-  const at::ScalarType exact = values_dtype(given.a, given.a_format, first, given.b_format);
+  const at::ScalarType exact = dequantized_dtype(given.a, given.a_format, first, given.b_format);
   const Tensor offsets = offsets_of(given);
-  const Values left = values_of(given.a, given.a_format, &given.group_sizes, false, exact);
+  const Values left = dequantized_operand(given.a, given.a_format, &given.group_sizes, false, exact);
   const bool one_scale = given.b_format.family == FormatFamily::kFp8Tensor;
   const auto decode = [&](int64_t group, const Tensor& values) {
     const Tensor& scale = given.b_scale[group];
@@ -143,16 +143,16 @@ Tensor product_cpu(const Given& given, at::ScalarType dtype) {
                                 given.b_format, 0, values);
   };
   const Codes codes{given.b[0].size(0), value_size(first, given.b_format, 1).expect_int(), exact, decode};
-  return row_product({left.data, given.b[0], offsets, given.bias, given.bias_scale, given.transpose_b,
-                      given.alpha, std::nullopt, std::nullopt, given.options, &codes},
-                     dtype);
+  return run_grouped_gemm({left.data, given.b[0], offsets, given.bias, given.bias_scale, given.transpose_b,
+                           given.alpha, std::nullopt, std::nullopt, given.options, &codes},
+                          dtype);
 }
 
 // How the scales lie, if a kernel may multiply the codes of a list as they are.
-std::optional<ScaleKind> code_scales(const Given& given) {
-  if (!given.transpose_b || !has_code_kernels(given.a.data)) return std::nullopt;
-  const auto scales = code_product_scales(given.a_format, given.b_format);
-  const bool has_list = scales == ScaleKind::kGroups || scales == ScaleKind::kBlocks;
+std::optional<ScaleGranularity> code_scales(const Given& given) {
+  if (!given.transpose_b || !has_quantized_kernels(given.a.data)) return std::nullopt;
+  const auto scales = quantized_gemm_scales(given.a_format, given.b_format);
+  const bool has_list = scales == ScaleGranularity::kGroup || scales == ScaleGranularity::kBlock;
   return has_list ? scales : std::nullopt;
 }
 
@@ -164,17 +164,17 @@ Tensor product_cuda(const Given& given, at::ScalarType dtype) {
     const OptionalTensor offsets = offsets_of(given);
     const Tensor out = empty(given.a.data, {given.capacity(), given.columns()}, dtype);
     const Tensor b_scale = stacked_scales(given);
-    const CodeProduct product{*scales,
-                              {given.a.data, given.a.scale},
-                              {given.b[0], b_scale},
-                              offsets,
-                              given.bias,
-                              given.bias_scale,
-                              given.alpha,
-                              none,
-                              given.options,
-                              given.b};
-    if (code_product_out(product, out)) return out;
+    const QuantizedGemm product{*scales,
+                                {given.a.data, given.a.scale},
+                                {given.b[0], b_scale},
+                                offsets,
+                                given.bias,
+                                given.bias_scale,
+                                given.alpha,
+                                none,
+                                given.options,
+                                given.b};
+    if (run_quantized_gemm_out(product, out)) return out;
   }
   return product_of_stack(given, stacked(given.b, false), dtype);
 }
@@ -212,12 +212,7 @@ Tensor grouped_gemm_quantized_list(const Tensor& a, const Tensor& a_scale, at::T
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { m.impl(kOp, grouped_gemm_quantized_list<product>); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl(kOp, grouped_gemm_quantized_list<product_meta>); }
 // Not differentiable: results have no gradient.
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl(kOp, torch::CppFunction::makeFallthrough()); }
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { m.impl(kOp, grouped_gemm_quantized_list<product>); }
-#endif
+TP_IMPL_NO_GRADIENT(kOp, grouped_gemm_quantized_list<product>, grouped_gemm_quantized_list<product_meta>);
 
 }  // namespace transformer_plugin::gemm

@@ -1,6 +1,6 @@
 // grouped_gemm_rowwise: products over ragged groups of FP8 codes with a scale for each row.
-#include <torch/library.h>
 
+#include "common/register.h"
 #include "gemm/dispatch/rowwise_gemm.h"
 
 namespace transformer_plugin::gemm {
@@ -22,12 +22,7 @@ Tensor grouped_gemm_rowwise(const Tensor& a, const Tensor& a_scale, const Tensor
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { m.impl(kOp, grouped_gemm_rowwise<rowwise_product>); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl(kOp, grouped_gemm_rowwise<rowwise_product_meta>); }
 // Not differentiable: results have no gradient.
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl(kOp, torch::CppFunction::makeFallthrough()); }
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { m.impl(kOp, grouped_gemm_rowwise<rowwise_product>); }
-#endif
+TP_IMPL_NO_GRADIENT(kOp, grouped_gemm_rowwise<rowwise_product>, grouped_gemm_rowwise<rowwise_product_meta>);
 
 }  // namespace transformer_plugin::gemm

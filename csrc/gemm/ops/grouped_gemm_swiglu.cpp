@@ -1,9 +1,9 @@
 // grouped_gemm_swiglu: the rows of each group times the group's own matrix, then SwiGLU times a probability, with its gradient.
 #include <ATen/ops/arange.h>
-#include <torch/library.h>
 
 #include "common/autograd.h"
 #include "common/group_offsets.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/dispatch/swiglu_gemm.h"
@@ -36,7 +36,7 @@ TwoTensors grouped_gemm_swiglu(const Tensor& a, const Tensor& b, const Tensor& g
   check_swiglu_product(kOp, a, b, group_sizes, probs, bias, interleave, options);
   const BelowAutograd guard;
   const Tensor offsets = group_offsets({kOp, "group_sizes", group_sizes}, {kOp, "a", a}, a.size(0));
-  return swiglu_product({a, b, offsets, probs, bias, interleave, keep_input, options});
+  return run_gemm_swiglu({a, b, offsets, probs, bias, interleave, keep_input, options});
 }
 
 class GroupedGemmSwigluFunction : public DifferentiableOnce<GroupedGemmSwigluFunction> {
@@ -91,8 +91,8 @@ class GroupedGemmSwigluFunction : public DifferentiableOnce<GroupedGemmSwigluFun
     using Signature = TwoTensors(const Tensor&, const Tensor&, const OptionalTensor&);
     static const auto swiglu_backward = find_op<Signature>("swiglu_backward");
     const auto [grad_halves, grad_probs] =
-        swiglu_backward.call(grad, halves_apart(h, interleave), as_optional(saved[4]));
-    const Tensor grad_h = halves_in_turn(grad_halves, interleave);
+        swiglu_backward.call(grad, deinterleave(h, interleave), as_optional(saved[4]));
+    const Tensor grad_h = interleave_columns(grad_halves, interleave);
     return {has_direct ? grad_h.add(direct) : grad_h, grad_probs};
   }
 
@@ -139,11 +139,6 @@ TwoTensors grouped_gemm_swiglu_autograd(const Tensor& a, const Tensor& b, const 
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { m.impl(kOp, grouped_gemm_swiglu); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl(kOp, grouped_gemm_swiglu_meta); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl(kOp, grouped_gemm_swiglu_autograd); }
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { m.impl(kOp, grouped_gemm_swiglu); }
-#endif
+TP_IMPL(kOp, grouped_gemm_swiglu, grouped_gemm_swiglu_meta, grouped_gemm_swiglu_autograd);
 
 }  // namespace transformer_plugin::gemm

@@ -1,9 +1,9 @@
 // grouped_gemm_swiglu_backward: from the gradient of the second product's output to those of SwiGLU's input and of its
 // probability.
-#include <torch/library.h>
 
 #include "common/autograd.h"
 #include "common/group_offsets.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/dispatch/swiglu_gemm.h"
@@ -42,18 +42,13 @@ TwoTensors grouped_gemm_swiglu_backward(const Tensor& grad, const Tensor& b, con
   grouped_gemm_swiglu_backward_meta(grad, b, group_sizes, h, probs, interleave, max_sms, expected_rows);
   const BelowAutograd guard;
   const Tensor offsets = group_offsets({kOp, "group_sizes", group_sizes}, {kOp, "grad", grad}, grad.size(0));
-  return swiglu_backward_product(
+  return run_gemm_swiglu_backward(
       {grad, b, offsets, h, probs, interleave, LaunchOptions{max_sms, expected_rows}});
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { m.impl(kOp, grouped_gemm_swiglu_backward); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl(kOp, grouped_gemm_swiglu_backward_meta); }
 // Not differentiable: results have no gradient.
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl(kOp, torch::CppFunction::makeFallthrough()); }
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { m.impl(kOp, grouped_gemm_swiglu_backward); }
-#endif
+TP_IMPL_NO_GRADIENT(kOp, grouped_gemm_swiglu_backward, grouped_gemm_swiglu_backward_meta);
 
 }  // namespace transformer_plugin::gemm

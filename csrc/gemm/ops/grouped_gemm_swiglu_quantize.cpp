@@ -1,8 +1,8 @@
 // grouped_gemm_swiglu_quantize: what grouped_gemm_swiglu makes of a product, as codes and the scales of blocks along rows.
-#include <torch/library.h>
 
 #include "common/autograd.h"
 #include "common/group_offsets.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/swiglu_gemm.h"
 #include "quantize/ops/fused.h"
@@ -54,19 +54,13 @@ ThreeTensors grouped_gemm_swiglu_quantize(const Tensor& a, const Tensor& b, cons
   const Format format = check(a, b, group_sizes, probs, key, bias, interleave, options);
   const BelowAutograd guard;
   const Tensor offsets = group_offsets({kOp, "group_sizes", group_sizes}, {kOp, "a", a}, a.size(0));
-  return swiglu_product_quantized({a, b, offsets, probs, bias, interleave, keep_input, options},
+  return run_gemm_swiglu_quantize({a, b, offsets, probs, bias, interleave, keep_input, options},
                                   {format, key, group_sizes});
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { m.impl(kOp, grouped_gemm_swiglu_quantize); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl(kOp, grouped_gemm_swiglu_quantize_meta); }
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { m.impl(kOp, grouped_gemm_swiglu_quantize); }
-#endif
-
 // Rounding has no gradient, and h comes without one too.
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl(kOp, torch::CppFunction::makeFallthrough()); }
+TP_IMPL_NO_GRADIENT(kOp, grouped_gemm_swiglu_quantize, grouped_gemm_swiglu_quantize_meta);
 
 }  // namespace transformer_plugin::gemm

@@ -1,8 +1,8 @@
 // grouped_gemm_wgrad: each group's gradient^T @ input, fresh or into buffers that the caller gives.
-#include <torch/library.h>
 
 #include "common/autograd.h"
 #include "common/group_offsets.h"
+#include "common/register.h"
 #include "common/row_index.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
@@ -67,7 +67,7 @@ Tensor wgrad(const Tensor& grad, const Tensor& input, const Tensor& group_sizes,
   const at::ScalarType to = output_dtype(given.grad_argument(), dtype);
   const BelowAutograd guard;
   const Tensor offsets = given.offsets();
-  return reduction_product({grad, input, offsets, alpha, std::nullopt, input_rows, given.options}, to);
+  return run_grouped_wgrad({grad, input, offsets, alpha, std::nullopt, input_rows, given.options}, to);
 }
 
 void check_wgrad_out(const Given& given, const Tensor& out, bool accumulate, const OptionalTensor& beta) {
@@ -98,7 +98,7 @@ void wgrad_out(const Tensor& grad, const Tensor& input, const Tensor& group_size
                {"beta", beta}});
   const BelowAutograd guard;
   const Tensor offsets = given.offsets();
-  reduction_product_out({grad, input, offsets, alpha, beta, input_rows, given.options}, out, accumulate);
+  run_grouped_wgrad_out({grad, input, offsets, alpha, beta, input_rows, given.options}, out, accumulate);
 }
 
 void check_wgrad_list_out(const Given& given, at::TensorList out, bool accumulate,
@@ -134,36 +134,16 @@ void wgrad_list_out(const Tensor& grad, const Tensor& input, const Tensor& group
                {"beta", beta}});
   const BelowAutograd guard;
   const Tensor offsets = given.offsets();
-  const ReductionProduct product{grad, input, offsets, alpha, beta, input_rows, given.options};
-  if (const auto stack = as_stack(out)) return reduction_product_out(product, *stack, accumulate);
-  reduction_product_list_out(product, out, accumulate);
+  const GroupedWgrad product{grad, input, offsets, alpha, beta, input_rows, given.options};
+  if (const auto stack = as_stack(out)) return run_grouped_wgrad_out(product, *stack, accumulate);
+  run_grouped_wgrad_list_out(product, out, accumulate);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
-  m.impl(kOp, wgrad);
-  m.impl(kOutOp, wgrad_out);
-  m.impl(kListOp, wgrad_list_out);
-}
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
-  m.impl(kOp, wgrad_meta);
-  m.impl(kOutOp, wgrad_out_meta);
-  m.impl(kListOp, wgrad_list_out_meta);
-}
 // Not differentiable: results have no gradient.
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
-  m.impl(kOp, torch::CppFunction::makeFallthrough());
-  m.impl(kOutOp, torch::CppFunction::makeFallthrough());
-  m.impl(kListOp, torch::CppFunction::makeFallthrough());
-}
-
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
-  m.impl(kOp, wgrad);
-  m.impl(kOutOp, wgrad_out);
-  m.impl(kListOp, wgrad_list_out);
-}
-#endif
+TP_IMPL_NO_GRADIENT(kOp, wgrad, wgrad_meta);
+TP_IMPL_NO_GRADIENT(kOutOp, wgrad_out, wgrad_out_meta);
+TP_IMPL_NO_GRADIENT(kListOp, wgrad_list_out, wgrad_list_out_meta);
 
 }  // namespace transformer_plugin::gemm

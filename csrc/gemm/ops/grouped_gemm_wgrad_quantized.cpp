@@ -1,8 +1,8 @@
 // grouped_gemm_wgrad_quantized: grouped_gemm_wgrad of the values of operands quantized along their columns.
-#include <torch/library.h>
 
 #include "common/autograd.h"
 #include "common/group_offsets.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/dispatch/dequantized_operands.h"
@@ -70,25 +70,25 @@ Operands check_operands(const char* op, const Tensor& grad_t, const Tensor& grad
 }
 
 // Whether kernels may multiply the codes as they are.
-std::optional<ScaleKind> code_scales(const Operands& operands) {
-  if (!has_code_kernels(operands.grad.data)) return std::nullopt;
-  return code_reduction_scales(operands.grad_format, operands.input_format);
+std::optional<ScaleGranularity> code_scales(const Operands& operands) {
+  if (!has_quantized_kernels(operands.grad.data)) return std::nullopt;
+  return quantized_wgrad_scales(operands.grad_format, operands.input_format);
 }
 
 // Whether they did.
-bool multiply_codes(const Operands& operands, ScaleKind scales, const OptionalTensor& offsets,
+bool multiply_codes(const Operands& operands, ScaleGranularity scales, const OptionalTensor& offsets,
                     const OptionalTensor& alpha, const OptionalTensor& beta, const Tensor& out,
                     bool accumulate) {
   const QuantizedArgument &grad = operands.grad, &input = operands.input;
-  return code_reduction_out({scales,
-                             {grad.data, grad.scale},
-                             {input.data, input.scale},
-                             offsets,
-                             alpha,
-                             beta,
-                             operands.options,
-                             operands.grad_format.aligned_groups},
-                            out, accumulate);
+  return run_quantized_wgrad_out({scales,
+                                  {grad.data, grad.scale},
+                                  {input.data, input.scale},
+                                  offsets,
+                                  alpha,
+                                  beta,
+                                  operands.options,
+                                  operands.grad_format.aligned_groups},
+                                 out, accumulate);
 }
 
 template <typename Multiply>
@@ -96,12 +96,11 @@ auto with_values(const Operands& operands, const Tensor& offsets, const Optional
                  const OptionalTensor& beta, Multiply&& multiply) {
   const Tensor& sizes = operands.group_sizes;
   const at::ScalarType exact =
-      values_dtype(operands.grad, operands.grad_format, operands.input, operands.input_format);
-  const Values grad = values_of(operands.grad, operands.grad_format, &sizes, true, exact);
-  const Values input = values_of(operands.input, operands.input_format, &sizes, true, exact);
-  return multiply(ReductionProduct{grad.data, input.data, offsets,
-                                   scaled_by(alpha, joint_factor(grad, input)), beta, std::nullopt,
-                                   operands.options});
+      dequantized_dtype(operands.grad, operands.grad_format, operands.input, operands.input_format);
+  const Values grad = dequantized_operand(operands.grad, operands.grad_format, &sizes, true, exact);
+  const Values input = dequantized_operand(operands.input, operands.input_format, &sizes, true, exact);
+  return multiply(GroupedWgrad{grad.data, input.data, offsets, scaled_by(alpha, combined_factor(grad, input)),
+                               beta, std::nullopt, operands.options});
 }
 
 Tensor wgrad_meta(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& input_t,
@@ -132,7 +131,7 @@ Tensor wgrad(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& inp
     if (multiply_codes(operands, *scales, offsets, alpha, std::nullopt, out, false)) return out;
   }
   return with_values(operands, offsets, alpha, std::nullopt,
-                     [&](const ReductionProduct& product) { return reduction_product(product, dtype); });
+                     [&](const GroupedWgrad& product) { return run_grouped_wgrad(product, dtype); });
 }
 
 void wgrad_out_meta(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& input_t,
@@ -174,29 +173,13 @@ void wgrad_out(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& i
   const auto scales = code_scales(operands);
   if (scales && multiply_codes(operands, *scales, offsets, alpha, beta, out, accumulate)) return;
   with_values(operands, offsets, alpha, beta,
-              [&](const ReductionProduct& product) { reduction_product_out(product, out, accumulate); });
+              [&](const GroupedWgrad& product) { run_grouped_wgrad_out(product, out, accumulate); });
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
-  m.impl(kOp, wgrad);
-  m.impl(kOutOp, wgrad_out);
-}
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
-  m.impl(kOp, wgrad_meta);
-  m.impl(kOutOp, wgrad_out_meta);
-}
 // Not differentiable: results have no gradient.
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
-  m.impl(kOp, torch::CppFunction::makeFallthrough());
-  m.impl(kOutOp, torch::CppFunction::makeFallthrough());
-}
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
-  m.impl(kOp, wgrad);
-  m.impl(kOutOp, wgrad_out);
-}
-#endif
+TP_IMPL_NO_GRADIENT(kOp, wgrad, wgrad_meta);
+TP_IMPL_NO_GRADIENT(kOutOp, wgrad_out, wgrad_out_meta);
 
 }  // namespace transformer_plugin::gemm

@@ -7,11 +7,11 @@ namespace transformer_plugin::gemm {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kLanes = 8;   // of a line: 128 bytes of a group at a time
-constexpr int kAhead = 4;   // pieces of a lane that are on their way at a time
-constexpr int kBlocks = 4;  // of a multiprocessor
+constexpr int kLanes = 8;  // of a line: 128 bytes of a group at a time
+constexpr int kAhead = 4;  // pieces of a lane that are on their way at a time
+constexpr int kBlock = 4;  // of a multiprocessor
 constexpr int64_t kEnough =
-    132 * kBlocks * 4;  // blocks, so that none of the multiprocessors waits for a few at the end
+    132 * kBlock * 4;  // blocks, so that none of the multiprocessors waits for a few at the end
 constexpr int kLinesPerBlock = kThreads / kLanes;
 
 // The whole words around 16 bytes at any address, as far as they hold any of the `left` bytes that are wanted.
@@ -47,7 +47,7 @@ __device__ __forceinline__ void copy_bytes(uint4* to, const uint8_t* from, int l
 }
 
 // A block copies lines of every `parts`-th group.
-__global__ void __launch_bounds__(kThreads, kBlocks)
+__global__ void __launch_bounds__(kThreads, kBlock)
     align_groups_kernel(Lines first, Lines second, const int32_t* offsets, int groups, int rows, int parts,
                         bool all) {
   pdl_wait();

@@ -8,7 +8,7 @@
 #include "gemm/sm90/tensor_map.h"
 #include "gemm/sm90/tile_scheduler.cuh"
 
-namespace transformer_plugin::gemm::hopper {
+namespace transformer_plugin::gemm::sm90 {
 
 // What the output holds in the place of a part's sums: of the rows and columns that are its own.
 template <typename Out, typename AnyPart>
@@ -51,8 +51,8 @@ __device__ __forceinline__ void store_rows(const RowsArgs& args, const CUtensorM
 
 // Rows past the groups become zero, in so many columns, by so many warps of every block.
 template <typename Out>
-__device__ __forceinline__ void zero_tail(const RowsArgs& args, Out* out, int64_t stride, int columns,
-                                          int warps, int warp) {
+__device__ __forceinline__ void zero_tail_rows(const RowsArgs& args, Out* out, int64_t stride, int columns,
+                                               int warps, int warp) {
   constexpr int kPiece = 16 / sizeof(Out);
   const int step = static_cast<int>(gridDim.x) * warps;
   for (int row = args.offsets[args.groups] + static_cast<int>(blockIdx.x) * warps + warp; row < args.rows;
@@ -64,9 +64,15 @@ __device__ __forceinline__ void zero_tail(const RowsArgs& args, Out* out, int64_
   }
 }
 template <typename Out>
-__device__ __forceinline__ void zero_tail(const RowsArgs& args, int warps, int warp) {
-  if (!args.zeroes_tail) return;
-  zero_tail(args, static_cast<Out*>(args.out), args.out_row_stride, args.n, warps, warp);
+__device__ __forceinline__ void zero_tail_rows(const RowsArgs& args, int warps, int warp) {
+  if (!args.zero_tail) return;
+  zero_tail_rows(args, static_cast<Out*>(args.out), args.out_row_stride, args.n, warps, warp);
+}
+
+inline CUtensorMap out_map(const GroupedGemmArgs& args) {
+  return tensor_map(
+      {args.out, args.out_dtype, args.n, args.rows, 1, args.out_row_stride, args.rows * args.out_row_stride},
+      kBoxLines);
 }
 
 // What becomes of sums, all by the warpgroup that has them: an epilogue says which lines of b are the columns of a tile, and
@@ -75,6 +81,10 @@ template <typename Out>
 struct StoreRows {
   static constexpr bool kTakesHalves = true;  // of a tile's columns
   CUtensorMap out;
+
+  using Args = GroupedGemmArgs;
+  static const GroupedGemmArgs& problem(const Args& args) { return args; }
+  static StoreRows of(const Args& args) { return {out_map(args)}; }
 
   __device__ __forceinline__ void prefetch_maps() const { prefetch(out); }
   // By one thread, before the barriers of stages are published.
@@ -100,8 +110,8 @@ struct StoreRows {
     store_rows<Out>(args, out, part, sums, shared.out[part.number]);
   }
   // By the copier's other warps, so many of every block.
-  __device__ __forceinline__ void zero_tail(const RowsArgs& args, int warps, int warp) const {
-    hopper::zero_tail<Out>(args, warps, warp);
+  __device__ __forceinline__ void zero_tail_rows(const RowsArgs& args, int warps, int warp) const {
+    sm90::zero_tail_rows<Out>(args, warps, warp);
   }
   // After the last part: until shared memory is free.
   static __device__ __forceinline__ void drain() {
@@ -198,10 +208,11 @@ __device__ __forceinline__ void multiply_tiles(const RowsArgs& args, const Epilo
 // null.
 template <typename Kind, typename Epilogue>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-    hopper_rows_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
-                       const __grid_constant__ typename Kind::ScaleMaps scale_maps,
-                       const __grid_constant__ Epilogue epilogue, const __grid_constant__ RowsArgs args,
-                       const CUtensorMap* b_maps) {
+    sm90_grouped_gemm_kernel(const __grid_constant__ CUtensorMap a_map,
+                             const __grid_constant__ CUtensorMap b_map,
+                             const __grid_constant__ typename Kind::ScaleMaps scale_maps,
+                             const __grid_constant__ Epilogue epilogue, const __grid_constant__ RowsArgs args,
+                             const CUtensorMap* b_maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Element = typename Kind::Element;
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
@@ -222,7 +233,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   if (warpgroup == 0) {
     fewer_registers<kCopierRegisters>();
     if (threadIdx.x >= kWarpSize) {
-      epilogue.zero_tail(args, kWarpgroup / kWarpSize - 1, threadIdx.x / kWarpSize - 1);
+      epilogue.zero_tail_rows(args, kWarpgroup / kWarpSize - 1, threadIdx.x / kWarpSize - 1);
     } else {
       RowsWalk walk(args, block);
       int entered = -1;  // the group of the tile before
@@ -268,7 +279,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 #endif
 }
 
-inline RowsArgs rows_args(const GroupedKernelArgs& args) {
+inline RowsArgs rows_args(const GroupedGemmArgs& args) {
   return {args.offsets,
           args.out,
           args.alpha,
@@ -282,42 +293,31 @@ inline RowsArgs rows_args(const GroupedKernelArgs& args) {
           static_cast<int>(args.rows),
           static_cast<int>(args.n),
           static_cast<int>(args.k),
-          args.zeroes_tail};
+          args.zero_tail};
 }
 
 // Of the stack, or of the first matrix of a list.
 template <typename Kind>
-CUtensorMap matrices_map(const GroupedKernelArgs& args) {
+CUtensorMap matrices_map(const GroupedGemmArgs& args) {
   const int64_t columns = Kind::b_by_columns ? args.n : args.k, rows = Kind::b_by_columns ? args.k : args.n;
   const int64_t count = args.list.addresses ? 1 : args.groups;
   return tensor_map({args.b, args.dtype, columns, rows, count, columns, rows * columns}, kBoxLines);
 }
 
-inline CUtensorMap out_map(const GroupedKernelArgs& args) {
-  return tensor_map(
-      {args.out, args.out_dtype, args.n, args.rows, 1, args.out_row_stride, args.rows * args.out_row_stride},
-      kBoxLines);
-}
-
-template <typename Kind, typename Epilogue>
-void launch_rows_into(const Epilogue& epilogue, const GroupedKernelArgs& args, const HopperPlan& plan,
-                      cudaStream_t stream) {
-  constexpr auto kernel = hopper_rows_kernel<Kind, Epilogue>;
-  static DynamicSharedMemory shared_memory;
+template <typename Kind, typename Epilogue = StoreRows<typename Kind::Out>>
+void launch_grouped_gemm(const typename Epilogue::Args& all_args, const Sm90Config& config, void* stream) {
+  constexpr auto kernel = sm90_grouped_gemm_kernel<Kind, Epilogue>;
   constexpr int kShared = sizeof(typename Kind::Shared);
+  static DynamicSharedMemory shared_memory;
   shared_memory.allow(kernel, kShared);
+  const GroupedGemmArgs& args = Epilogue::problem(all_args);
   const CUtensorMap a =
       tensor_map({args.a, args.dtype, args.k, args.rows, 1, args.k, args.rows * args.k}, kBoxLines);
   const CUtensorMap b = matrices_map<Kind>(args);
-  const CUtensorMap* b_maps = launch_matrix_list(args.list, args.groups, &b, stream);
-  launch_pdl(kernel, grid_of(plan), kThreads, kShared, stream, a, b, Kind::ScaleMaps::of(args), epilogue,
-             rows_args(args), b_maps);
-  check_launch("hopper_rows_kernel");
+  const CUtensorMap* b_maps = launch_pointer_array(args.list, args.groups, &b, stream);
+  launch_pdl(kernel, grid_of(config), kThreads, kShared, static_cast<cudaStream_t>(stream), a, b,
+             Kind::ScaleMaps::of(args), Epilogue::of(all_args), rows_args(args), b_maps);
+  check_launch("sm90_grouped_gemm_kernel");
 }
 
-template <typename Kind>
-void launch_rows(const GroupedKernelArgs& args, const HopperPlan& plan, cudaStream_t stream) {
-  launch_rows_into<Kind>(StoreRows<typename Kind::Out>{out_map(args)}, args, plan, stream);
-}
-
-}  // namespace transformer_plugin::gemm::hopper
+}  // namespace transformer_plugin::gemm::sm90

@@ -23,18 +23,6 @@ CUtensorMapDataType type_of(DType dtype) {
   }
 }
 
-bool on_hopper() {
-  int device = 0;
-  return cudaGetDevice(&device) == cudaSuccess && is_hopper(device);
-}
-
-int multiprocessors() {
-  int device = 0, count = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
-}
-
 // Elements in three dimensions, the inner one first and without gaps. Strides count bytes.
 struct Boxes {
   const void* data;
@@ -71,13 +59,6 @@ CUtensorMap encoded(const Boxes& boxes) {
                              std::to_string(static_cast<int>(error)));
   }
   return map;
-}
-
-bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
-
-bool is_aligned(const MatrixList& list, int64_t groups) {
-  return !list.addresses || std::all_of(list.addresses, list.addresses + groups,
-                                        [](const void* matrix) { return is_aligned(matrix); });
 }
 
 }  // namespace
@@ -119,41 +100,24 @@ CUtensorMap halves_map(const Halves& halves, int box_rows) {
   return encoded(boxes);
 }
 
-bool is_hopper(int device) {
-  int major = 0;
-  return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-         major == 9;
-}
-
-bool hopper_takes(GroupedMode mode, const GroupedKernelArgs& args) {
-  if (!kBuiltForHopper || !hopper_takes_shape(mode, args)) return false;
-  if (!args.vectors || !is_aligned(args.out) || !is_aligned(args.list, args.groups)) return false;
-  return is_aligned(args.a_scale) && is_aligned(args.b_scale) && on_hopper();
-}
-
-HopperPlan plan_here(GroupedMode mode, const GroupedKernelArgs& args) {
-  return hopper_plan(mode, args, multiprocessors());
-}
-
-void launch_hopper(GroupedMode mode, const GroupedKernelArgs& args, void* stream) {
-  const HopperPlan plan = plan_here(mode, args);
-  const bool codes = bytes_of(args.dtype) == 1, blocks = args.scale_kind == ScaleKind::kBlocks;
-  switch (mode) {
-    case GroupedMode::kForward:
-      if (!codes) return launch_hopper_forward(args, plan, stream);
-      if (args.scale_kind == ScaleKind::kRows) return launch_hopper_rowwise(args, plan, stream);
-      if (args.scale_kind == ScaleKind::kMx) return launch_hopper_mx(args, plan, stream);
-      if (args.scale_kind == ScaleKind::kNv) return launch_hopper_nv(args, plan, stream);
-      return blocks ? launch_hopper_blocks(args, plan, stream) : launch_hopper_codes(args, plan, stream);
-    case GroupedMode::kDataGrad: return launch_hopper_data_grad(args, plan, stream);
-    case GroupedMode::kWeightGrad:
-      if (codes) {
-        return blocks ? launch_hopper_weight_grad_blocks(args, plan, stream)
-                      : launch_hopper_weight_grad_codes(args, plan, stream);
-      }
-      return args.out_dtype == DType::kFloat32 ? launch_hopper_weight_grad_float(args, plan, stream)
-                                               : launch_hopper_weight_grad(args, plan, stream);
+Launcher sm90_launcher(GemmDirection direction, const GroupedGemmArgs& args) {
+  const bool quantized = bytes_of(args.dtype) == 1;
+  if (direction == GemmDirection::kDgrad) return dgrad_16bit(args.dtype);
+  if (direction == GemmDirection::kFprop) {
+    if (!quantized) return fprop_16bit(args.dtype);
+    switch (args.scale_granularity) {
+      case ScaleGranularity::kBlock: return fprop_fp8_block();
+      case ScaleGranularity::kGroup: return fprop_fp8_tensor(args.dtype);
+      case ScaleGranularity::kRow: return fprop_fp8_row(args.dtype);
+      case ScaleGranularity::kMx: return fprop_mxfp8(args.dtype, args.b_dtype);
+      case ScaleGranularity::kNv: return fprop_nvfp4();
+    }
   }
+  if (quantized) {
+    return args.scale_granularity == ScaleGranularity::kBlock ? wgrad_fp8_block(args.out_dtype)
+                                                              : wgrad_fp8_tensor(args.dtype, args.out_dtype);
+  }
+  return args.out_dtype == DType::kFloat32 ? wgrad_16bit_fp32_out(args.dtype) : wgrad_16bit(args.dtype);
 }
 
 }  // namespace transformer_plugin::gemm

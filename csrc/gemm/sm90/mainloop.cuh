@@ -4,9 +4,9 @@
 #include "gemm/sm90/pipeline.cuh"
 #include "gemm/sm90/tensor_map.h"
 
-namespace transformer_plugin::gemm::hopper {
+namespace transformer_plugin::gemm::sm90 {
 
-// What of GroupedKernelArgs the kernel needs, in registers' sizes.
+// What of GroupedGemmArgs the kernel needs, in registers' sizes.
 struct RowsArgs {
   const int32_t* offsets;  // or null for one group of all rows
   void* out;
@@ -18,7 +18,7 @@ struct RowsArgs {
   const float* b_scale;  // of whole groups, [groups]; of rows, [groups, n]
   int64_t out_row_stride;
   int groups, rows, n, k;
-  bool zeroes_tail;
+  bool zero_tail;
 };
 
 // Where a warpgroup's part of a tile lies.
@@ -33,7 +33,7 @@ struct Part {
 // No scale comes with a stage.
 struct NoScaleMaps {
   static constexpr uint32_t kBytes = 0;
-  static NoScaleMaps of(const GroupedKernelArgs&) { return {}; }
+  static NoScaleMaps of(const GroupedGemmArgs&) { return {}; }
   template <typename Shared>
   __device__ __forceinline__ void load_stage(Shared&, const Place<Shared>&, int, int, int, int) const {}
 };
@@ -56,7 +56,7 @@ struct Plain {
       wait(&shared.full[place.stage], place.parity);
       const Stage& stage = shared.stages[place.stage];
       const uint64_t a = by_rows(stage.left[part.number]);
-      const uint64_t b = by_columns ? hopper::by_columns(stage.right, kBoxBytes) : by_rows(stage.right);
+      const uint64_t b = by_columns ? sm90::by_columns(stage.right, kBoxBytes) : by_rows(stage.right);
       begin_products();
 #pragma unroll
       for (int i = 0; i < kStep<T> / 16; ++i) {  // descriptors count 16 bytes
@@ -91,7 +91,7 @@ struct Blocks {
     static constexpr uint32_t kBytes = Scales::kBytes;
     CUtensorMap rows, columns;  // [ceil(k / 128), rows], and [groups, ceil(n / 128), ceil(k / 128)]
 
-    static ScaleMaps of(const GroupedKernelArgs& args) {
+    static ScaleMaps of(const GroupedGemmArgs& args) {
       const auto whole = [](int64_t size, int64_t of) { return (size + of - 1) / of; };
       const int64_t steps = whole(args.k, kBlock), lines = whole(args.n, kBlock);
       return {
@@ -166,4 +166,4 @@ struct RowScaledCodes : Codes<a_type> {
   static constexpr bool group_scales = false, row_scales = true;
 };
 
-}  // namespace transformer_plugin::gemm::hopper
+}  // namespace transformer_plugin::gemm::sm90

@@ -14,7 +14,7 @@
 #include "gemm/sm90/launch.h"
 #include "gemm/sm90/ptx.cuh"
 
-namespace transformer_plugin::gemm::hopper {
+namespace transformer_plugin::gemm::sm90 {
 
 inline constexpr int kWarpgroup = 128;  // threads
 inline constexpr int kMultipliers = 2;  // warpgroups
@@ -373,6 +373,6 @@ __device__ __forceinline__ float factor_of(const Args& args, int group) {
 }
 
 // The blocks of a launch.
-inline unsigned grid_of(const HopperPlan& plan) { return static_cast<unsigned>(plan.clusters * kCluster); }
+inline unsigned grid_of(const Sm90Config& plan) { return static_cast<unsigned>(plan.clusters * kCluster); }
 
-}  // namespace transformer_plugin::gemm::hopper
+}  // namespace transformer_plugin::gemm::sm90

@@ -11,7 +11,7 @@ static_assert(sizeof(CUtensorMap) == kTensorMapBytes, "the room for one");
 
 constexpr int kThreads = 128;
 constexpr int kMatricesPerBlock = kThreads / kWarpSize;  // a warp each
-constexpr int kFewMatrices = 128;                        // arguments of an eighth of the size
+constexpr int kFewPointers = 128;                        // arguments of an eighth of the size
 
 template <int most>
 struct Addresses {
@@ -43,9 +43,9 @@ __device__ __forceinline__ void write_map(const CUtensorMap& map, const void* ad
 
 template <int most>
 __global__ void __launch_bounds__(kThreads)
-    matrix_list_kernel(const __grid_constant__ CUtensorMap map,
-                       const __grid_constant__ Addresses<most> addresses, int count, const void** to,
-                       CUtensorMap* maps) {
+    pointer_array_kernel(const __grid_constant__ CUtensorMap map,
+                         const __grid_constant__ Addresses<most> addresses, int count, const void** to,
+                         CUtensorMap* maps) {
   pdl_wait();  // it may read what this memory held for it
   pdl_launch_dependents();
   const int matrix = static_cast<int>(blockIdx.x) * kMatricesPerBlock + threadIdx.x / kWarpSize;
@@ -56,23 +56,25 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <int most>
-void launch(const MatrixList& list, int64_t groups, const CUtensorMap& map, CUtensorMap* maps, void* stream) {
+void launch(const PointerArray& list, int64_t groups, const CUtensorMap& map, CUtensorMap* maps,
+            void* stream) {
   Addresses<most> addresses{};
   std::copy_n(list.addresses, groups, addresses.at);
-  launch_pdl(matrix_list_kernel<most>, grid_size(groups, kMatricesPerBlock), kThreads, 0,
+  launch_pdl(pointer_array_kernel<most>, grid_size(groups, kMatricesPerBlock), kThreads, 0,
              static_cast<cudaStream_t>(stream), map, addresses, static_cast<int>(groups),
              static_cast<const void**>(list.room), maps);
-  check_launch("matrix_list_kernel");
+  check_launch("pointer_array_kernel");
 }
 
 }  // namespace
 
-const CUtensorMap* launch_matrix_list(const MatrixList& list, int64_t groups, const CUtensorMap* map,
-                                      void* stream) {
+const CUtensorMap* launch_pointer_array(const PointerArray& list, int64_t groups, const CUtensorMap* map,
+                                        void* stream) {
   if (!list.addresses) return nullptr;
-  auto* maps =
-      map ? reinterpret_cast<CUtensorMap*>(static_cast<uint8_t*>(list.room) + list_maps_at(groups)) : nullptr;
-  const auto start = groups <= kFewMatrices ? launch<kFewMatrices> : launch<kListMatrices>;
+  auto* maps = map ? reinterpret_cast<CUtensorMap*>(static_cast<uint8_t*>(list.room) +
+                                                    pointer_array_maps_offset(groups))
+                   : nullptr;
+  const auto start = groups <= kFewPointers ? launch<kFewPointers> : launch<kMaxPointers>;
   start(list, groups, map ? *map : CUtensorMap{}, maps, stream);
   return maps;
 }

@@ -12,7 +12,7 @@
 #include "common/dtype.h"
 #include "common/shared_memory.cuh"
 
-namespace transformer_plugin::gemm::hopper {
+namespace transformer_plugin::gemm::sm90 {
 
 // ---- Barriers in shared memory. A phase ends when all arrived and all announced bytes are there.
 
@@ -299,4 +299,4 @@ __device__ __forceinline__ void multiply_fp8(float (&sums)[64], uint64_t a, uint
 #undef TP_MULTIPLY
 }
 
-}  // namespace transformer_plugin::gemm::hopper
+}  // namespace transformer_plugin::gemm::sm90

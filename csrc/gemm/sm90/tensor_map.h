@@ -42,7 +42,7 @@ CUtensorMap halves_map(const Halves& halves, int box_rows);
 
 // Launches what fills the room of a list; nothing for a stack. With `map`, of one matrix, that is also a copy of it for
 // each matrix, with its address. Those are returned: the kernel that is launched next acquires each before it uses it.
-const CUtensorMap* launch_matrix_list(const MatrixList& list, int64_t groups, const CUtensorMap* map,
-                                      void* stream);
+const CUtensorMap* launch_pointer_array(const PointerArray& list, int64_t groups, const CUtensorMap* map,
+                                        void* stream);
 
 }  // namespace transformer_plugin::gemm

@@ -3,7 +3,7 @@
 
 #include "gemm/sm90/mainloop.cuh"
 
-namespace transformer_plugin::gemm::hopper {
+namespace transformer_plugin::gemm::sm90 {
 
 // The pairs of all groups one after the other. A lane knows one of 32 groups at a time; all lanes of a warp walk together.
 // `turned`: the tiles' rows are the columns of the output, and their columns its rows.
@@ -125,4 +125,4 @@ __device__ __forceinline__ void take_tiles(RowsWalk& walk, Take take) {
   }
 }
 
-}  // namespace transformer_plugin::gemm::hopper
+}  // namespace transformer_plugin::gemm::sm90

@@ -4,7 +4,7 @@
 
 #include "gemm/sm90/pipeline.cuh"
 
-namespace transformer_plugin::gemm::hopper {
+namespace transformer_plugin::gemm::sm90 {
 
 // Of a group; nothing is read of the buffer where it is 0, as it is without one.
 template <typename Args>
@@ -94,4 +94,4 @@ struct Held {
   static __device__ __forceinline__ float2 floats_of(uint32_t pair) { return as_floats<T>(pair); }
 };
 
-}  // namespace transformer_plugin::gemm::hopper
+}  // namespace transformer_plugin::gemm::sm90

@@ -5,7 +5,7 @@
 #include "gemm/sm90/epilogue/swiglu.h"
 #include "gemm/sm90/grouped_gemm.cuh"
 
-namespace transformer_plugin::gemm::hopper {
+namespace transformer_plugin::gemm::sm90 {
 
 inline constexpr int kHalfTile = kTileColumns / 2;
 inline constexpr int kWarpRows = 16;  // of a part
@@ -33,7 +33,7 @@ __device__ __forceinline__ int row_of_thread(const Part& part) {
 }
 
 // Columns of a matrix with the rows of the product, in its dtype.
-inline CUtensorMap rows_map(const GroupedKernelArgs& product, const void* data, int64_t columns,
+inline CUtensorMap rows_map(const GroupedGemmArgs& product, const void* data, int64_t columns,
                             int64_t stride) {
   return tensor_map({data, product.dtype, columns, product.rows, 1, stride, product.rows * stride},
                     kBoxLines);
@@ -62,6 +62,17 @@ struct SwigluOfSums {
   T* h_data;              // or null: h is not kept
   const float* probs;
   int features;
+
+  void fill(const SwigluKernelArgs& args) {
+    const GroupedGemmArgs& product = args.product;
+    const int64_t half = product.n / 2;
+    h_data = static_cast<T*>(product.out);
+    probs = args.probs;
+    features = static_cast<int>(half);
+    if (!h_data) return;
+    h = rows_map(product, h_data, interleaved ? 2 * half : half, 2 * half);
+    if (!interleaved) linear = rows_map(product, h_data + half, half, 2 * half);
+  }
 
   __device__ __forceinline__ void prefetch_maps() const {
     if (!h_data) return;
@@ -114,8 +125,8 @@ struct SwigluOfSums {
   }
 
   // Of h, if it is kept.
-  __device__ __forceinline__ void zero_tail(const RowsArgs& args, int warps, int warp) const {
-    if (h_data) hopper::zero_tail(args, h_data, int64_t{2} * features, 2 * features, warps, warp);
+  __device__ __forceinline__ void zero_tail_rows(const RowsArgs& args, int warps, int warp) const {
+    if (h_data) sm90::zero_tail_rows(args, h_data, int64_t{2} * features, 2 * features, warps, warp);
   }
 
   // In the place of the first half of the sums, in the order of columns.
@@ -147,13 +158,23 @@ struct SwigluRows : SwigluOfSums<T, interleaved> {
   CUtensorMap act;
   T* act_data;
 
+  using Args = SwigluKernelArgs;
+  static const GroupedGemmArgs& problem(const Args& args) { return args.product; }
+  static SwigluRows of(const Args& args) {
+    SwigluRows epilogue{};
+    epilogue.fill(args);
+    epilogue.act_data = static_cast<T*>(args.act);
+    epilogue.act = rows_map(args.product, args.act, args.product.n / 2, args.product.n / 2);
+    return epilogue;
+  }
+
   __device__ __forceinline__ void prefetch_maps() const {
     prefetch(act);
     SwigluOfSums<T, interleaved>::prefetch_maps();
   }
-  __device__ __forceinline__ void zero_tail(const RowsArgs& args, int warps, int warp) const {
-    SwigluOfSums<T, interleaved>::zero_tail(args, warps, warp);
-    hopper::zero_tail(args, act_data, this->features, this->features, warps, warp);
+  __device__ __forceinline__ void zero_tail_rows(const RowsArgs& args, int warps, int warp) const {
+    SwigluOfSums<T, interleaved>::zero_tail_rows(args, warps, warp);
+    sm90::zero_tail_rows(args, act_data, this->features, this->features, warps, warp);
   }
 
   template <typename Shared>
@@ -169,31 +190,4 @@ struct SwigluRows : SwigluOfSums<T, interleaved> {
   }
 };
 
-// An epilogue of either kind, but for what becomes of act.
-template <typename Epilogue, typename T, bool interleaved>
-Epilogue swiglu_of_sums(const SwigluKernelArgs& args) {
-  const GroupedKernelArgs& product = args.product;
-  const int64_t features = product.n / 2;
-  Epilogue epilogue{};
-  epilogue.h_data = static_cast<T*>(product.out);
-  epilogue.probs = args.probs;
-  epilogue.features = static_cast<int>(features);
-  if (product.out) {
-    epilogue.h = rows_map(product, epilogue.h_data, interleaved ? 2 * features : features, 2 * features);
-    if (!interleaved) {
-      epilogue.linear = rows_map(product, epilogue.h_data + features, features, 2 * features);
-    }
-  }
-  return epilogue;
-}
-
-template <typename T, bool interleaved>
-void launch_swiglu_rows(const SwigluKernelArgs& args, cudaStream_t stream) {
-  const GroupedKernelArgs& product = args.product;
-  auto epilogue = swiglu_of_sums<SwigluRows<T, interleaved>, T, interleaved>(args);
-  epilogue.act_data = static_cast<T*>(args.act);
-  epilogue.act = rows_map(product, args.act, product.n / 2, product.n / 2);
-  launch_rows_into<Plain<T, false>>(epilogue, product, plan_here(GroupedMode::kForward, product), stream);
-}
-
-}  // namespace transformer_plugin::gemm::hopper
+}  // namespace transformer_plugin::gemm::sm90

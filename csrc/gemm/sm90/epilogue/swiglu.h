@@ -10,9 +10,9 @@ namespace transformer_plugin::gemm {
 // act[i] = swiglu(h[i]) * probs[i] of h = a[i] @ b[g]^T + bias[g]. `interleaved`: h holds 32 columns of the gate and 32 of the
 // linear part in turn, else all of the gate first.
 struct SwigluKernelArgs {
-  GroupedKernelArgs product;  // kForward; n is 2F, and `out` is h [T, 2F], or null where h is not kept
-  void* act;                  // [T, F], in the dtype of h
-  const float* probs;         // [T], or null for 1
+  GroupedGemmArgs product;  // kFprop; n is 2F, and `out` is h [T, 2F], or null where h is not kept
+  void* act;                // [T, F], in the dtype of h
+  const float* probs;       // [T], or null for 1
   bool interleaved;
 };
 
@@ -24,25 +24,26 @@ struct SwigluQuantizeKernelArgs {
 
 // The gradients of h and probs from that of act, which is a[i] @ b[g].
 struct SwigluBackwardKernelArgs {
-  GroupedKernelArgs product;  // kDataGrad; n is F, and `out` the gradient of h [T, 2F]
-  const void* h;              // [T, 2F]
-  const float* probs;         // [T], or null for 1
+  GroupedGemmArgs product;  // kDgrad; n is F, and `out` the gradient of h [T, 2F]
+  const void* h;            // [T, 2F]
+  const float* probs;       // [T], or null for 1
   float* partial;  // [ceil(F / 128), T]: the terms of probs' gradient, summed over 128 columns; or null
   bool interleaved;
 };
 
-// Whether these kernels take it: a product that hopper_takes, F a multiple of 8 (32 if interleaved), all aligned.
-bool hopper_takes_swiglu(const SwigluKernelArgs& args);
-bool hopper_takes_swiglu(const SwigluBackwardKernelArgs& args);
-
-// One for each order of columns, and for each kind of scales; the gradient for both orders. Each is in a file of its own so that
-// they compile side by side.
-void launch_hopper_swiglu(const SwigluKernelArgs& args, void* stream);
-void launch_hopper_swiglu_interleaved(const SwigluKernelArgs& args, void* stream);
-void launch_hopper_swiglu_quantize(const SwigluQuantizeKernelArgs& args, void* stream);
-void launch_hopper_swiglu_quantize_interleaved(const SwigluQuantizeKernelArgs& args, void* stream);
-void launch_hopper_swiglu_quantize_mx(const SwigluQuantizeKernelArgs& args, void* stream);
-void launch_hopper_swiglu_quantize_mx_interleaved(const SwigluQuantizeKernelArgs& args, void* stream);
-void launch_hopper_swiglu_backward(const SwigluBackwardKernelArgs& args, void* stream);
+using SwigluLauncher = void (*)(const SwigluKernelArgs& args, const Sm90Config& config, void* stream);
+using SwigluQuantizeLauncher = void (*)(const SwigluQuantizeKernelArgs& args, const Sm90Config& config,
+                                        void* stream);
+using SwigluBackwardLauncher = void (*)(const SwigluBackwardKernelArgs& args, const Sm90Config& config,
+                                        void* stream);
+// By the order of columns and the scales; the gradient takes both orders. Each is in a file of its own in instantiate/, so that
+// they compile in parallel.
+SwigluLauncher swiglu(DType dtype);
+SwigluLauncher swiglu_interleaved(DType dtype);
+SwigluQuantizeLauncher swiglu_fp8_block(DType dtype);
+SwigluQuantizeLauncher swiglu_fp8_block_interleaved(DType dtype);
+SwigluQuantizeLauncher swiglu_mxfp8(DType dtype);
+SwigluQuantizeLauncher swiglu_mxfp8_interleaved(DType dtype);
+SwigluBackwardLauncher swiglu_backward(DType dtype);
 
 }  // namespace transformer_plugin::gemm

@@ -5,7 +5,7 @@
 
 #include "gemm/sm90/epilogue/swiglu.cuh"
 
-namespace transformer_plugin::gemm::hopper {
+namespace transformer_plugin::gemm::sm90 {
 
 inline constexpr int kSlotColumns = 32, kSlots = 2;
 inline constexpr int kHalfBytes = kSlotColumns * 2, kSlotBytes = kWarpRows * 2 * kHalfBytes;
@@ -48,6 +48,17 @@ struct SwigluBackwardRows {
   float* partial;  // or null
   int interleaved;
 
+  using Args = SwigluBackwardKernelArgs;
+  static const GroupedGemmArgs& problem(const Args& args) { return args.product; }
+  static SwigluBackwardRows of(const Args& args) {
+    const GroupedGemmArgs& product = args.product;
+    const auto map = [&](const void* data) {
+      return halves_map({data, product.dtype, product.rows, product.n, args.interleaved}, kWarpRows);
+    };
+    return {map(args.h), map(product.out), static_cast<T*>(product.out),
+            args.probs,  args.partial,     args.interleaved};
+  }
+
   // A warp's rows of a part, and its slots.
   struct Own {
     uint8_t* slots;
@@ -67,8 +78,8 @@ struct SwigluBackwardRows {
     prefetch(h);
     prefetch(grad_h);
   }
-  __device__ __forceinline__ void zero_tail(const RowsArgs& args, int warps, int warp) const {
-    hopper::zero_tail(args, grad_data, args.out_row_stride, 2 * args.n, warps, warp);
+  __device__ __forceinline__ void zero_tail_rows(const RowsArgs& args, int warps, int warp) const {
+    sm90::zero_tail_rows(args, grad_data, args.out_row_stride, 2 * args.n, warps, warp);
   }
   static __device__ __forceinline__ void init(SwigluBackwardShared& shared) {
     for (auto& of_warp : shared.arrived) {
@@ -174,7 +185,7 @@ struct SwigluBackwardRows {
         wait_until_stored<0>();
         fetch(own, part, index + 1);
       }
-      hopper::wait(&own.arrived[index % kSlots], index / kSlots % 2);
+      sm90::wait(&own.arrived[index % kSlots], index / kSlots % 2);
       __syncwarp();  // matrices are read by all lanes together
       float low[4], high[4];
       const int left = args.n - part.column - index * kSlotColumns;
@@ -200,16 +211,4 @@ struct SwigluBackwardRows {
   }
 };
 
-template <typename T>
-void launch_swiglu_backward_rows(const SwigluBackwardKernelArgs& args, cudaStream_t stream) {
-  const GroupedKernelArgs& product = args.product;
-  const auto map = [&](const void* data) {
-    return halves_map({data, product.dtype, product.rows, product.n, args.interleaved}, kWarpRows);
-  };
-  const SwigluBackwardRows<T> epilogue{map(args.h), map(product.out), static_cast<T*>(product.out),
-                                       args.probs,  args.partial,     args.interleaved};
-  launch_rows_into<Plain<T, true, SwigluBackwardShared>>(epilogue, product,
-                                                         plan_here(GroupedMode::kDataGrad, product), stream);
-}
-
-}  // namespace transformer_plugin::gemm::hopper
+}  // namespace transformer_plugin::gemm::sm90

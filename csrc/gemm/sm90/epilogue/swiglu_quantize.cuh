@@ -8,7 +8,7 @@
 #include "gemm/sm90/epilogue/swiglu.cuh"
 #include "quantize/cuda/mxfp8/tile.cuh"
 
-namespace transformer_plugin::gemm::hopper {
+namespace transformer_plugin::gemm::sm90 {
 
 inline constexpr int kQuad = 4;                                          // lanes that have a row
 inline constexpr int kEights = kHalfTile / 8, kPieces = kHalfTile / 16;  // of columns of a row
@@ -35,12 +35,12 @@ struct TwosOfAct {
     }
   }
   // The largest magnitudes of the first row, in so many blocks, then of the second.
-  template <int kBlocks, typename Maxima>
+  template <int kBlock, typename Maxima>
   __device__ __forceinline__ void find(Maxima& maxima) const {
-    constexpr int kOfBlock = kEights / kBlocks;
+    constexpr int kOfBlock = kEights / kBlock;
 #pragma unroll
-    for (int block = 0; block < 2 * kBlocks; ++block) {
-      const Two* own = &at[block / kBlocks][block % kBlocks * kOfBlock];
+    for (int block = 0; block < 2 * kBlock; ++block) {
+      const Two* own = &at[block / kBlock][block % kBlock * kOfBlock];
       Two largest = own[0];
 #pragma unroll
       for (int j = 1; j < kOfBlock; ++j) largest = quantize::larger_magnitudes(largest, own[j]);
@@ -167,6 +167,15 @@ template <typename T, bool interleaved, typename Scales>
 struct SwigluQuantizeRows : SwigluOfSums<T, interleaved> {
   quantize::QuantizeArgs codes;  // of act [T, F] as one matrix, whose `input` is not
 
+  using Args = SwigluQuantizeKernelArgs;
+  static const GroupedGemmArgs& problem(const Args& args) { return args.swiglu.product; }
+  static SwigluQuantizeRows of(const Args& args) {
+    SwigluQuantizeRows epilogue{};
+    epilogue.fill(args.swiglu);
+    epilogue.codes = args.codes;
+    return epilogue;
+  }
+
   // A warp's rows of a part.
   __device__ __forceinline__ quantize::Tile tile_of_warp(const Part& part) const {
     quantize::Tile tile{};
@@ -203,17 +212,4 @@ struct SwigluQuantizeRows : SwigluOfSums<T, interleaved> {
   }
 };
 
-template <bool interleaved, typename Scales>
-void launch_swiglu_quantize_rows(const SwigluQuantizeKernelArgs& args, cudaStream_t stream) {
-  const auto launch = [&](auto type) {
-    using T = decltype(type);
-    using Epilogue = SwigluQuantizeRows<T, interleaved, Scales>;
-    auto epilogue = swiglu_of_sums<Epilogue, T, interleaved>(args.swiglu);
-    epilogue.codes = args.codes;
-    const GroupedKernelArgs& product = args.swiglu.product;
-    launch_rows_into<Plain<T, false>>(epilogue, product, plan_here(GroupedMode::kForward, product), stream);
-  };
-  args.swiglu.product.dtype == DType::kBFloat16 ? launch(__nv_bfloat16{}) : launch(__half{});
-}
-
-}  // namespace transformer_plugin::gemm::hopper
+}  // namespace transformer_plugin::gemm::sm90

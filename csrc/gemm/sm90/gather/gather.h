@@ -7,16 +7,11 @@
 
 namespace transformer_plugin::gemm {
 
-// Whether the kernel loads `rows` in place of `a`, which need not be set: a product of 16-bit rows (kForward or kDataGrad)
-// that hopper_takes, not of so many columns that a copy is faster, of a matrix whose rows begin at multiples of 16 bytes. `args.rows` are the places of the index.
-bool hopper_gathers(GroupedMode mode, const GroupedKernelArgs& args, const TakenRows& rows);
-void launch_hopper_gather(GroupedMode mode, const GroupedKernelArgs& args, const TakenRows& rows,
-                          void* stream);
-
-// One for each kind of product, each in a file of its own so that they compile side by side.
-void launch_hopper_gather_forward(const GroupedKernelArgs& args, const TakenRows& rows,
-                                  const HopperPlan& plan, void* stream);
-void launch_hopper_gather_data_grad(const GroupedKernelArgs& args, const TakenRows& rows,
-                                    const HopperPlan& plan, void* stream);
+// `args.rows` counts the entries of the index, and `args.a` is not read.
+using GatherLauncher = void (*)(const GroupedGemmArgs& args, const TakenRows& rows, const Sm90Config& config,
+                                void* stream);
+// Each is in a file of its own in instantiate/, so that they compile in parallel.
+GatherLauncher fprop_gather(DType dtype);
+GatherLauncher dgrad_gather(DType dtype);
 
 }  // namespace transformer_plugin::gemm

@@ -9,7 +9,7 @@
 #include "gemm/sm90/gather/gather.h"
 #include "gemm/sm90/grouped_gemm.cuh"
 
-namespace transformer_plugin::gemm::hopper {
+namespace transformer_plugin::gemm::sm90 {
 
 inline constexpr int kCopyWarps = kWarpgroup / kWarpSize;
 inline constexpr int kPieces = kLine / 16;                  // of a line
@@ -127,12 +127,13 @@ __device__ __forceinline__ void gather_tiles(const RowsArgs& args, const TakenRo
   if (threadIdx.x % kWarpSize == 0) arrive_here(&shared.full[place.stage]);
 }
 
-// As hopper_rows_kernel, whose multiplying half it has.
+// As sm90_grouped_gemm_kernel, whose multiplying half it has.
 template <typename Kind, typename Epilogue>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-    hopper_gather_kernel(const __grid_constant__ TakenRows rows, const __grid_constant__ CUtensorMap b_map,
-                         const __grid_constant__ Epilogue epilogue, const __grid_constant__ RowsArgs args,
-                         const CUtensorMap* b_maps) {
+    sm90_grouped_gemm_gather_kernel(const __grid_constant__ TakenRows rows,
+                                    const __grid_constant__ CUtensorMap b_map,
+                                    const __grid_constant__ Epilogue epilogue,
+                                    const __grid_constant__ RowsArgs args, const CUtensorMap* b_maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Element = typename Kind::Element;
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
@@ -152,7 +153,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   if (warpgroup == 0) {
     fewer_registers<kCopierRegisters>();
     gather_tiles<Kind, Epilogue>(args, rows, b_map, b_maps, shared, place, steps, block);
-    zero_tail<typename Kind::Out>(args, kCopyWarps, threadIdx.x / kWarpSize);
+    zero_tail_rows<typename Kind::Out>(args, kCopyWarps, threadIdx.x / kWarpSize);
   } else {
     more_registers<kMultiplierRegisters>();
     multiply_tiles<Kind>(args, epilogue, shared, place, steps, warpgroup - 1);
@@ -162,18 +163,19 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 }
 
 template <typename Kind>
-void launch_gather(const GroupedKernelArgs& args, const TakenRows& rows, const HopperPlan& plan,
-                   cudaStream_t stream) {
+void launch_grouped_gemm_gather(const GroupedGemmArgs& args, const TakenRows& rows, const Sm90Config& config,
+                                void* stream) {
   using Epilogue = StoreRows<typename Kind::Out>;
-  constexpr auto kernel = hopper_gather_kernel<Kind, Epilogue>;
+  constexpr auto kernel = sm90_grouped_gemm_gather_kernel<Kind, Epilogue>;
   static DynamicSharedMemory shared_memory;
   constexpr int kShared = sizeof(typename Kind::Shared);
   shared_memory.allow(kernel, kShared);
   const Epilogue epilogue{out_map(args)};
   const CUtensorMap b = matrices_map<Kind>(args);
-  const CUtensorMap* b_maps = launch_matrix_list(args.list, args.groups, &b, stream);
-  launch_pdl(kernel, grid_of(plan), kThreads, kShared, stream, rows, b, epilogue, rows_args(args), b_maps);
-  check_launch("hopper_gather_kernel");
+  const CUtensorMap* b_maps = launch_pointer_array(args.list, args.groups, &b, stream);
+  launch_pdl(kernel, grid_of(config), kThreads, kShared, static_cast<cudaStream_t>(stream), rows, b, epilogue,
+             rows_args(args), b_maps);
+  check_launch("sm90_grouped_gemm_gather_kernel");
 }
 
-}  // namespace transformer_plugin::gemm::hopper
+}  // namespace transformer_plugin::gemm::sm90

@@ -2,8 +2,6 @@
 
 namespace transformer_plugin::gemm {
 
-void launch_hopper_blocks(const GroupedKernelArgs& args, const HopperPlan& plan, void* stream) {
-  hopper::launch_rows<hopper::Blocks>(args, plan, static_cast<cudaStream_t>(stream));
-}
+Launcher fprop_fp8_block() { return sm90::launch_grouped_gemm<sm90::Blocks>; }
 
 }  // namespace transformer_plugin::gemm

@@ -2,11 +2,9 @@
 
 namespace transformer_plugin::gemm {
 
-void launch_hopper_codes(const GroupedKernelArgs& args, const HopperPlan& plan, void* stream) {
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  args.dtype == DType::kFloat8E4M3
-      ? hopper::launch_rows<hopper::Codes<DType::kFloat8E4M3>>(args, plan, cuda_stream)
-      : hopper::launch_rows<hopper::Codes<DType::kFloat8E5M2>>(args, plan, cuda_stream);
+Launcher fprop_fp8_tensor(DType dtype) {
+  return dtype == DType::kFloat8E4M3 ? sm90::launch_grouped_gemm<sm90::Codes<DType::kFloat8E4M3>>
+                                     : sm90::launch_grouped_gemm<sm90::Codes<DType::kFloat8E5M2>>;
 }
 
 }  // namespace transformer_plugin::gemm

@@ -2,12 +2,9 @@
 
 namespace transformer_plugin::gemm {
 
-void launch_hopper_gather_forward(const GroupedKernelArgs& args, const TakenRows& rows,
-                                  const HopperPlan& plan, void* stream) {
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  args.dtype == DType::kBFloat16
-      ? hopper::launch_gather<hopper::Plain<__nv_bfloat16, false>>(args, rows, plan, cuda_stream)
-      : hopper::launch_gather<hopper::Plain<__half, false>>(args, rows, plan, cuda_stream);
+GatherLauncher fprop_gather(DType dtype) {
+  return dtype == DType::kBFloat16 ? sm90::launch_grouped_gemm_gather<sm90::Plain<__nv_bfloat16, false>>
+                                   : sm90::launch_grouped_gemm_gather<sm90::Plain<__half, false>>;
 }
 
 }  // namespace transformer_plugin::gemm

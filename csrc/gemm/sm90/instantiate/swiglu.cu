@@ -2,10 +2,11 @@
 
 namespace transformer_plugin::gemm {
 
-void launch_hopper_swiglu(const SwigluKernelArgs& args, void* stream) {
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  args.product.dtype == DType::kBFloat16 ? hopper::launch_swiglu_rows<__nv_bfloat16, false>(args, cuda_stream)
-                                         : hopper::launch_swiglu_rows<__half, false>(args, cuda_stream);
+SwigluLauncher swiglu(DType dtype) {
+  return dtype == DType::kBFloat16
+             ? sm90::launch_grouped_gemm<sm90::Plain<__nv_bfloat16, false>,
+                                         sm90::SwigluRows<__nv_bfloat16, false>>
+             : sm90::launch_grouped_gemm<sm90::Plain<__half, false>, sm90::SwigluRows<__half, false>>;
 }
 
 }  // namespace transformer_plugin::gemm

@@ -2,11 +2,12 @@
 
 namespace transformer_plugin::gemm {
 
-void launch_hopper_swiglu_backward(const SwigluBackwardKernelArgs& args, void* stream) {
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  args.product.dtype == DType::kBFloat16
-      ? hopper::launch_swiglu_backward_rows<__nv_bfloat16>(args, cuda_stream)
-      : hopper::launch_swiglu_backward_rows<__half>(args, cuda_stream);
+SwigluBackwardLauncher swiglu_backward(DType dtype) {
+  return dtype == DType::kBFloat16
+             ? sm90::launch_grouped_gemm<sm90::Plain<__nv_bfloat16, true, sm90::SwigluBackwardShared>,
+                                         sm90::SwigluBackwardRows<__nv_bfloat16>>
+             : sm90::launch_grouped_gemm<sm90::Plain<__half, true, sm90::SwigluBackwardShared>,
+                                         sm90::SwigluBackwardRows<__half>>;
 }
 
 }  // namespace transformer_plugin::gemm

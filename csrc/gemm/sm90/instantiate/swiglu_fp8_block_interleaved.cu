@@ -2,8 +2,12 @@
 
 namespace transformer_plugin::gemm {
 
-void launch_hopper_swiglu_quantize_interleaved(const SwigluQuantizeKernelArgs& args, void* stream) {
-  hopper::launch_swiglu_quantize_rows<true, hopper::BlockScales>(args, static_cast<cudaStream_t>(stream));
+SwigluQuantizeLauncher swiglu_fp8_block_interleaved(DType dtype) {
+  return dtype == DType::kBFloat16
+             ? sm90::launch_grouped_gemm<sm90::Plain<__nv_bfloat16, false>,
+                                         sm90::SwigluQuantizeRows<__nv_bfloat16, true, sm90::BlockScales>>
+             : sm90::launch_grouped_gemm<sm90::Plain<__half, false>,
+                                         sm90::SwigluQuantizeRows<__half, true, sm90::BlockScales>>;
 }
 
 }  // namespace transformer_plugin::gemm

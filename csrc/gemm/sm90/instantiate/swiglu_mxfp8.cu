@@ -2,8 +2,12 @@
 
 namespace transformer_plugin::gemm {
 
-void launch_hopper_swiglu_quantize_mx(const SwigluQuantizeKernelArgs& args, void* stream) {
-  hopper::launch_swiglu_quantize_rows<false, hopper::MxScales>(args, static_cast<cudaStream_t>(stream));
+SwigluQuantizeLauncher swiglu_mxfp8(DType dtype) {
+  return dtype == DType::kBFloat16
+             ? sm90::launch_grouped_gemm<sm90::Plain<__nv_bfloat16, false>,
+                                         sm90::SwigluQuantizeRows<__nv_bfloat16, false, sm90::MxScales>>
+             : sm90::launch_grouped_gemm<sm90::Plain<__half, false>,
+                                         sm90::SwigluQuantizeRows<__half, false, sm90::MxScales>>;
 }
 
 }  // namespace transformer_plugin::gemm

@@ -2,12 +2,10 @@
 
 namespace transformer_plugin::gemm {
 
-void launch_hopper_weight_grad(const GroupedKernelArgs& args, const HopperPlan& plan, void* stream) {
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  args.dtype == DType::kBFloat16
-      ? hopper::launch_weight_grad<hopper::PlainColumns<__nv_bfloat16>, __nv_bfloat16>(args, plan,
-                                                                                       cuda_stream)
-      : hopper::launch_weight_grad<hopper::PlainColumns<__half>, __half>(args, plan, cuda_stream);
+Launcher wgrad_16bit(DType dtype) {
+  return dtype == DType::kBFloat16
+             ? sm90::launch_grouped_wgrad<sm90::PlainColumns<__nv_bfloat16>, __nv_bfloat16>
+             : sm90::launch_grouped_wgrad<sm90::PlainColumns<__half>, __half>;
 }
 
 }  // namespace transformer_plugin::gemm

@@ -2,12 +2,10 @@
 
 namespace transformer_plugin::gemm {
 
-void launch_hopper_weight_grad_blocks(const GroupedKernelArgs& args, const HopperPlan& plan, void* stream) {
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  args.out_dtype == DType::kFloat32
-      ? hopper::launch_weight_grad<hopper::BlockColumns<float>, float>(args, plan, cuda_stream)
-      : hopper::launch_weight_grad<hopper::BlockColumns<__nv_bfloat16>, __nv_bfloat16>(args, plan,
-                                                                                       cuda_stream);
+Launcher wgrad_fp8_block(DType out) {
+  return out == DType::kFloat32
+             ? sm90::launch_grouped_wgrad<sm90::BlockColumns<float>, float>
+             : sm90::launch_grouped_wgrad<sm90::BlockColumns<__nv_bfloat16>, __nv_bfloat16>;
 }
 
 }  // namespace transformer_plugin::gemm

@@ -3,7 +3,7 @@
 
 #include "gemm/sm90/pipeline.cuh"
 
-namespace transformer_plugin::gemm::hopper {
+namespace transformer_plugin::gemm::sm90 {
 
 // Two bfloat16.
 __device__ __forceinline__ uint32_t multiply_two(uint32_t x, uint32_t y) {
@@ -83,4 +83,4 @@ struct NvCodes {
   }
 };
 
-}  // namespace transformer_plugin::gemm::hopper
+}  // namespace transformer_plugin::gemm::sm90

@@ -4,7 +4,7 @@
 #include "gemm/sm90/mainloop.cuh"
 #include "gemm/sm90/microscaled/dequantize_b_prepass.cuh"
 
-namespace transformer_plugin::gemm::hopper {
+namespace transformer_plugin::gemm::sm90 {
 
 // The scales of a line, a word of four at a time, each sent for a step before it is used.
 template <typename Format>
@@ -84,4 +84,4 @@ __device__ __forceinline__ void keep(const Values (&values)[2]) {
   for (int i = 0; i < kChunk; ++i) asm volatile("" ::"r"(values[i % 2][i / 2]));
 }
 
-}  // namespace transformer_plugin::gemm::hopper
+}  // namespace transformer_plugin::gemm::sm90

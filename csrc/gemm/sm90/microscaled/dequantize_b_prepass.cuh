@@ -12,7 +12,7 @@
 #include "gemm/sm90/microscaled/scale_layout.h"
 #include "gemm/sm90/pipeline.cuh"
 
-namespace transformer_plugin::gemm::hopper {
+namespace transformer_plugin::gemm::sm90 {
 
 inline constexpr int kStepCodes = kStep<__nv_bfloat16>, kChunks = kStepCodes / kChunk;  // of a line in a step
 static_assert(kChunks == 4, "the threads that have a line of the left operand");
@@ -23,7 +23,7 @@ template <typename Format>
 inline constexpr int kLineSteps =
     kLine / kStepBytes<Format>;  // of the bytes of a line that are copied at once
 
-// The rows of a product: codes, and room for their values, [rows, widened_columns(k)].
+// The rows of a product: codes, and room for their values, [rows, dequantized_columns(k)].
 struct CodeRows {
   const uint8_t* codes;
   ByteScales scales;
@@ -171,8 +171,8 @@ struct RowsBeside {
   }
 };
 static_assert(kTileColumns / kBlockRows + 1 <= kWarpSize, "a lane for each block of a tile's rows");
-static_assert(ready_words(kBlockRows) == RowsBeside::kReadyBlocks + 1 &&
-                  ready_words(kBlockRows + 1) == RowsBeside::kReadyBlocks + 2,
+static_assert(ready_counters(kBlockRows) == RowsBeside::kReadyBlocks + 1 &&
+                  ready_counters(kBlockRows + 1) == RowsBeside::kReadyBlocks + 2,
               "room for all words");
 
 static __global__ void __launch_bounds__(kWidenThreads) clear_ready_kernel(uint32_t* ready, int64_t words) {
@@ -191,15 +191,15 @@ int64_t scale_width(int64_t k) {
 
 // Format is that of the rows.
 template <typename Format>
-CodeRows code_rows(const GroupedKernelArgs& args) {
+CodeRows code_rows(const GroupedGemmArgs& args) {
   const ByteScales scales{static_cast<const uint8_t*>(args.a_scale), scale_width<Format>(args.k),
                           args.a_tiled};
-  return {static_cast<const uint8_t*>(args.a), scales, static_cast<uint4*>(args.a_values)};
+  return {static_cast<const uint8_t*>(args.a), scales, static_cast<uint4*>(args.a_dequantized)};
 }
 
 template <typename Format>
-void launch_widen_rows(const GroupedKernelArgs& args, cudaStream_t stream) {
-  const int64_t steps = widened_columns(args.k) / kStepCodes,
+void launch_widen_rows(const GroupedGemmArgs& args, cudaStream_t stream) {
+  const int64_t steps = dequantized_columns(args.k) / kStepCodes,
                 blocks = (args.rows + kBlockRows - 1) / kBlockRows;
   const int64_t units = blocks * (kBlockRows / kUnitRows) * ((steps + kUnitSteps - 1) / kUnitSteps);
   launch_pdl(widen_rows_kernel<Format>, grid_size(units, kWidenThreads / kWarpSize), kWidenThreads, 0, stream,
@@ -208,11 +208,11 @@ void launch_widen_rows(const GroupedKernelArgs& args, cudaStream_t stream) {
   check_launch("widen_rows_kernel");
 }
 
-inline void launch_clear_ready(const GroupedKernelArgs& args, cudaStream_t stream) {
-  const int64_t words = ready_words(args.rows);
+inline void launch_clear_ready(const GroupedGemmArgs& args, cudaStream_t stream) {
+  const int64_t words = ready_counters(args.rows);
   launch_pdl(clear_ready_kernel, grid_size(words, kWidenThreads), kWidenThreads, 0, stream,
-             static_cast<uint32_t*>(args.a_ready), words);
+             static_cast<uint32_t*>(args.a_ready_rows), words);
   check_launch("clear_ready_kernel");
 }
 
-}  // namespace transformer_plugin::gemm::hopper
+}  // namespace transformer_plugin::gemm::sm90

@@ -12,7 +12,7 @@
 #include "gemm/sm90/microscaled/dequantize_a_operand.cuh"
 #include "gemm/sm90/microscaled/dequantize_b_prepass.cuh"
 
-namespace transformer_plugin::gemm::hopper {
+namespace transformer_plugin::gemm::sm90 {
 
 // Two rings: the left operand's codes, which last for some steps, and the right one's values, for one each.
 struct DecodedShared {
@@ -217,12 +217,12 @@ __device__ __forceinline__ void store_turned(const RowsArgs& args, const CUtenso
 
 template <typename Format>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-    hopper_decoded_rows_kernel(const __grid_constant__ CUtensorMap values_map,
-                               const __grid_constant__ CUtensorMap codes_map,
-                               const __grid_constant__ CUtensorMap out_map,
-                               const __grid_constant__ ByteScales scales,
-                               const __grid_constant__ RowsBeside beside,
-                               const __grid_constant__ RowsArgs args) {
+    sm90_grouped_gemm_mx_nv_kernel(const __grid_constant__ CUtensorMap values_map,
+                                   const __grid_constant__ CUtensorMap codes_map,
+                                   const __grid_constant__ CUtensorMap out_map,
+                                   const __grid_constant__ ByteScales scales,
+                                   const __grid_constant__ RowsBeside beside,
+                                   const __grid_constant__ RowsArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Out = __nv_bfloat16;
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
@@ -249,7 +249,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
         const int end = args.offsets ? args.offsets[args.groups] : args.rows;
         beside.template widen<Format>(end, args.k);
       }
-      zero_tail<Out>(args, kWarpgroup / kWarpSize - 1, warp);
+      zero_tail_rows<Out>(args, kWarpgroup / kWarpSize - 1, warp);
     } else {
       WalkOf<true> walk(args, block);
       for (int index = cluster_in_grid(); walk.find(index, tile); index += clusters) {
@@ -321,17 +321,20 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 #endif
 }
 
-// Format is that of the weights; the rows were widened by launch_widen_rows, or are where widens_beside says so.
-template <typename Format>
-void launch_decoded_rows(const GroupedKernelArgs& args, const HopperPlan& plan, cudaStream_t stream) {
-  constexpr auto kernel = hopper_decoded_rows_kernel<Format>;
+// AFormat and Format are those of the rows and of the weights.
+template <typename AFormat, typename Format>
+void launch_grouped_gemm_mx_nv(const GroupedGemmArgs& args, const Sm90Config& config, void* stream_handle) {
+  const auto stream = static_cast<cudaStream_t>(stream_handle);
+  const bool overlaps = overlaps_dequantize(args, config);
+  overlaps ? launch_clear_ready(args, stream) : launch_widen_rows<AFormat>(args, stream);
+  constexpr auto kernel = sm90_grouped_gemm_mx_nv_kernel<Format>;
   static DynamicSharedMemory shared_memory;
   constexpr int kShared = sizeof(DecodedShared);
   shared_memory.allow(kernel, kShared);
-  const int64_t padded = widened_columns(args.k);
+  const int64_t padded = dequantized_columns(args.k);
   const int64_t bytes = args.k * static_cast<int64_t>(sizeof(typename Format::Codes)) / kChunk;  // of a line
   const CUtensorMap values = tensor_map(
-      {args.a_values, DType::kBFloat16, padded, args.rows, 1, padded, args.rows * padded}, kBoxLines);
+      {args.a_dequantized, DType::kBFloat16, padded, args.rows, 1, padded, args.rows * padded}, kBoxLines);
   const CUtensorMap codes =
       tensor_map({args.b, args.dtype, bytes, args.n, args.groups, bytes, args.n * bytes}, kBoxLines);
   const CUtensorMap out = tensor_map(
@@ -340,13 +343,13 @@ void launch_decoded_rows(const GroupedKernelArgs& args, const HopperPlan& plan, 
   const ByteScales scales{static_cast<const uint8_t*>(args.b_scale), scale_width<Format>(args.k),
                           args.b_tiled};
   RowsBeside beside{};
-  if (widens_beside(args, plan)) {
-    beside = {code_rows<Format>(args), static_cast<uint32_t*>(args.a_ready),
+  if (overlaps) {
+    beside = {code_rows<Format>(args), static_cast<uint32_t*>(args.a_ready_rows),
               args.dtype == DType::kFloat8E5M2};
   }
-  launch_pdl(kernel, grid_of(plan), kThreads, kShared, stream, values, codes, out, scales, beside,
+  launch_pdl(kernel, grid_of(config), kThreads, kShared, stream, values, codes, out, scales, beside,
              rows_args(args));
-  check_launch("hopper_decoded_rows_kernel");
+  check_launch("sm90_grouped_gemm_mx_nv_kernel");
 }
 
-}  // namespace transformer_plugin::gemm::hopper
+}  // namespace transformer_plugin::gemm::sm90

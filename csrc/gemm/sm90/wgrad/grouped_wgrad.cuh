@@ -6,9 +6,9 @@
 #include "gemm/sm90/epilogue/beta_source.cuh"
 #include "gemm/sm90/wgrad/mainloop.cuh"
 
-namespace transformer_plugin::gemm::hopper {
+namespace transformer_plugin::gemm::sm90 {
 
-// Adds a warpgroup's sums to those in memory, 32 columns at a time: those that have a bit in `thread_boxes` (as hopper_plan.h
+// Adds a warpgroup's sums to those in memory, 32 columns at a time: those that have a bit in `thread_boxes` (as sm90_config.h
 // names them) by threads, the others, and all where not all rows and columns are there, by the copy engine. What threads add
 // to is sent for before.
 class Adder {
@@ -83,7 +83,7 @@ class Adder {
 // Kind is one of hopper_weight_grad_operands.cuh.
 template <typename Kind, typename Out>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-    hopper_weight_grad_kernel(const __grid_constant__ WeightGradMaps maps,
+    sm90_grouped_wgrad_kernel(const __grid_constant__ WeightGradMaps maps,
                               const __grid_constant__ WeightGradArgs args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Shared = typename Kind::Shared;
@@ -160,7 +160,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       if (beta_of(args, group) != 0.0f) held().send(~0u);
       float sums[kSums] = {};
       Kind::sum(shared, place, row_count, number, sums);
-      if (Kind::group_scales || args.alpha) {
+      // A group without rows has a gradient of zero, whatever its factor is.
+      if ((Kind::group_scales || args.alpha) && row_count > 0) {
         const float factor = factor_of<Kind::group_scales>(args, group);
 #pragma unroll
         for (float& sum : sums) sum = sum * factor;
@@ -198,8 +199,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 }
 
 template <typename Kind, typename Out>
-void launch_weight_grad(const GroupedKernelArgs& args, const HopperPlan& plan, cudaStream_t stream) {
-  constexpr auto kernel = hopper_weight_grad_kernel<Kind, Out>;
+void launch_grouped_wgrad(const GroupedGemmArgs& args, const Sm90Config& config, void* stream) {
+  constexpr auto kernel = sm90_grouped_wgrad_kernel<Kind, Out>;
   constexpr int kShared = sizeof(typename Kind::Shared);
   static DynamicSharedMemory shared_memory;
   shared_memory.allow(kernel, kShared);
@@ -209,7 +210,7 @@ void launch_weight_grad(const GroupedKernelArgs& args, const HopperPlan& plan, c
   maps.out = tensor_map({args.out, args.out_dtype, args.n, args.m, listed ? 1 : args.groups,
                          args.out_row_stride, args.out_group_stride},
                         kBoxLines);
-  const CUtensorMap* out_maps = launch_matrix_list(args.list, args.groups, &maps.out, stream);
+  const CUtensorMap* out_maps = launch_pointer_array(args.list, args.groups, &maps.out, stream);
   const WeightGradArgs own{args.offsets,
                            args.alpha,
                            args.beta,
@@ -222,13 +223,13 @@ void launch_weight_grad(const GroupedKernelArgs& args, const HopperPlan& plan, c
                            static_cast<int>(args.rows),
                            static_cast<int>(args.m),
                            static_cast<int>(args.n),
-                           plan.thread_boxes,
+                           config.thread_boxes,
                            args.accumulate,
-                           args.all_moved,
+                           args.all_realigned,
                            out_maps,
                            listed ? static_cast<void* const*>(args.list.room) : nullptr};
-  launch_pdl(kernel, grid_of(plan), kThreads, kShared, stream, maps, own);
-  check_launch("hopper_weight_grad_kernel");
+  launch_pdl(kernel, grid_of(config), kThreads, kShared, static_cast<cudaStream_t>(stream), maps, own);
+  check_launch("sm90_grouped_wgrad_kernel");
 }
 
-}  // namespace transformer_plugin::gemm::hopper
+}  // namespace transformer_plugin::gemm::sm90

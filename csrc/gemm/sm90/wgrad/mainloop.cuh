@@ -7,7 +7,7 @@
 #include "gemm/sm90/pipeline.cuh"
 #include "gemm/sm90/tensor_map.h"
 
-namespace transformer_plugin::gemm::hopper {
+namespace transformer_plugin::gemm::sm90 {
 
 struct WeightGradArgs {
   const int32_t* offsets;  // or null for one group of all rows
@@ -19,7 +19,7 @@ struct WeightGradArgs {
   int groups, rows, m, n;
   uint32_t thread_boxes;
   bool accumulate;
-  bool all_moved;
+  bool all_realigned;
   // Of a list of outputs, one for each group, their maps and addresses; or null for the stack.
   const CUtensorMap* out_maps;
   void* const* outs;
@@ -88,7 +88,7 @@ struct PlainColumns {
   static constexpr bool group_scales = false;
   static constexpr bool kIsTold = true;  // of tiles, by the copier
 
-  static void encode(WeightGradMaps& maps, const GroupedKernelArgs& args) {
+  static void encode(WeightGradMaps& maps, const GroupedGemmArgs& args) {
     const auto map = [&](const void* data, int64_t lines) {
       return tensor_map({data, args.dtype, lines, args.rows, 1, lines, args.rows * lines}, kRows);
     };
@@ -150,19 +150,19 @@ struct CodeLines {
   static constexpr int kRows = kLine;  // of a stage
   static constexpr bool kIsTold = false;
 
-  static void encode(WeightGradMaps& maps, const GroupedKernelArgs& args) {
+  static void encode(WeightGradMaps& maps, const GroupedGemmArgs& args) {
     const auto map = [&](const void* data, int64_t rows, int64_t lines) {
       return tensor_map({data, args.dtype, rows, lines, 1, rows, rows * lines}, kBoxLines);
     };
-    if (!args.all_moved) {
+    if (!args.all_realigned) {
       maps.grad = map(args.a, args.rows, args.m);
       maps.input = map(args.b, args.rows, args.n);
     }
-    if (args.a_moved) {
+    if (args.a_realigned) {
       const int64_t columns = quantize::aligned_length(args.rows, args.groups);
-      maps.grad_moved = map(args.a_moved, columns, args.m);
-      maps.input_moved = map(args.b_moved, columns, args.n);
-      if (args.all_moved) std::tie(maps.grad, maps.input) = std::tie(maps.grad_moved, maps.input_moved);
+      maps.grad_moved = map(args.a_realigned, columns, args.m);
+      maps.input_moved = map(args.b_realigned, columns, args.n);
+      if (args.all_realigned) std::tie(maps.grad, maps.input) = std::tie(maps.grad_moved, maps.input_moved);
     }
   }
 
@@ -172,7 +172,7 @@ struct CodeLines {
                                                     Shared& shared, const Place<Shared>& place, int block,
                                                     const Tile& tile, const Rows& rows, int row,
                                                     uint32_t more_bytes) {
-    const bool moved = is_moved(rows.begin, args.all_moved);
+    const bool moved = is_moved(rows.begin, args.all_realigned);
     const CUtensorMap& grad = moved ? maps.grad_moved : maps.grad;
     const CUtensorMap& input = moved ? maps.input_moved : maps.input;
     const int begin = moved ? static_cast<int>(quantize::aligned_begin(rows.begin, tile.group)) : rows.begin;
@@ -218,7 +218,7 @@ struct BlockColumns : CodeLines {
   // the order of what is added wants.
   static constexpr int kAhead = 4;
 
-  static void encode(WeightGradMaps& maps, const GroupedKernelArgs& args) {
+  static void encode(WeightGradMaps& maps, const GroupedGemmArgs& args) {
     CodeLines::encode(maps, args);
     const auto map = [&](const void* scales, int64_t lines, int box) {
       const int64_t row_tiles = quantize::Layout::row_tiles(args.rows, args.groups);
@@ -300,4 +300,4 @@ struct CodeColumns : CodeLines {
   }
 };
 
-}  // namespace transformer_plugin::gemm::hopper
+}  // namespace transformer_plugin::gemm::sm90

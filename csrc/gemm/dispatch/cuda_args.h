@@ -1,4 +1,4 @@
-// What the host side of grouped products on CUDA fills GroupedKernelArgs with.
+// What the host side of grouped products on CUDA fills GroupedGemmArgs with.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,14 +12,14 @@
 namespace transformer_plugin::gemm {
 
 // What a kernel finds the matrices of a list by, until it is launched; nothing of none.
-class DeviceList {
+class DevicePointerArray {
  public:
-  DeviceList(at::TensorList matrices, const at::Tensor& like) {
+  DevicePointerArray(at::TensorList matrices, const at::Tensor& like) {
     if (matrices.empty()) return;
     for (const at::Tensor& matrix : matrices) addresses_.push_back(matrix.const_data_ptr());
-    room_ = empty(like, {list_room(static_cast<int64_t>(matrices.size()))}, at::kByte);
+    room_ = empty(like, {pointer_array_bytes(static_cast<int64_t>(matrices.size()))}, at::kByte);
   }
-  MatrixList get() const {
+  PointerArray get() const {
     if (addresses_.empty()) return {};
     return {addresses_.data(), room_.mutable_data_ptr()};
   }
@@ -47,8 +47,11 @@ inline int64_t row_stride(const at::Tensor& matrix) {
   return matrix.size(0) > 1 ? matrix.stride(0) : matrix.size(1);
 }
 
+// The kernels for any GPU (gemm/generic), and the zeros behind the last group.
+void launch_generic(GemmDirection direction, const GroupedGemmArgs& args, void* stream);
+
 // Rows past the last group.
-inline void zero_tail(const at::Tensor& out, const at::Tensor& offsets, void* stream) {
+inline void zero_tail_rows(const at::Tensor& out, const at::Tensor& offsets, void* stream) {
   const auto bytes = static_cast<int64_t>(out.element_size());
   launch_zero_tail(out.mutable_data_ptr(), offsets.const_data_ptr<int32_t>() + offsets.size(0) - 1,
                    out.size(0), out.size(1) * bytes, row_stride(out) * bytes, stream);

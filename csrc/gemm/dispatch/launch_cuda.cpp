@@ -1,0 +1,50 @@
+#ifdef TRANSFORMER_PLUGIN_CUDA
+
+#include <ATen/cuda/CUDAContextLight.h>
+
+#include <algorithm>
+
+#include "gemm/dispatch/cuda_args.h"
+#include "gemm/dispatch/select.h"
+#include "gemm/sm90/launch.h"
+#include "gemm/sm90/tensor_map.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+}  // namespace
+
+GpuDesc current_gpu() {
+  const cudaDeviceProp* gpu = at::cuda::getCurrentDeviceProperties();
+  return {gpu->major * 10 + gpu->minor, gpu->multiProcessorCount, kBuiltForSm90a};
+}
+
+bool pointers_aligned(const GroupedGemmArgs& args) {
+  const void* const* list = args.list.addresses;
+  return is_aligned(args.out) && is_aligned(args.a_scale) && is_aligned(args.b_scale) &&
+         (!list || std::all_of(list, list + args.groups, is_aligned));
+}
+
+void launch_generic(GemmDirection direction, const GroupedGemmArgs& args, void* stream) {
+  const bool empty = direction == GemmDirection::kWgrad ? args.m == 0 : args.rows == 0;
+  if (empty || args.n == 0) return;
+  if (args.groups > 0) {
+    launch_pointer_array(args.list, args.groups, nullptr, stream);
+    switch (args.dtype) {
+      case DType::kBFloat16: launch_generic_bf16(direction, args, stream); break;
+      case DType::kFloat16: launch_generic_fp16(direction, args, stream); break;
+      default: launch_generic_fp32(direction, args, stream);
+    }
+  }
+  if (args.zero_tail) {
+    const int64_t bytes = bytes_of(args.out_dtype);
+    launch_zero_tail(args.out, args.offsets + args.groups, args.rows, args.n * bytes,
+                     args.out_row_stride * bytes, stream);
+  }
+}
+
+}  // namespace transformer_plugin::gemm
+
+#endif

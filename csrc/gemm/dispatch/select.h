@@ -1,0 +1,57 @@
+// Which kernel multiplies: one pure function from a description of the problem and of the GPU, so that it can be tested and
+// printed where there is none.
+#pragma once
+
+#include "gemm/sm90/config.h"
+
+namespace transformer_plugin::gemm {
+
+enum class Backend : int32_t {
+  kTorch,       // at::_grouped_mm
+  kSm90,        // gemm/sm90: TMA and WGMMA
+  kSm90Gather,  // the same, rows of `a` loaded through an index
+  kSm90Swiglu,  // the same, SwiGLU or its gradient in the epilogue
+  kGeneric,     // gemm/generic: mma.sync or FMA; any shape, FP32, BF16 and FP16
+  kSteps,  // no kernel computes it as a whole: operands are dequantized first, or SwiGLU follows the product
+};
+
+enum class Epilogue : int32_t { kStore, kSwiglu, kSwigluBackward };
+
+struct GpuDesc {
+  int capability;  // major and minor, for example 90
+  int multiprocessors;
+  bool has_sm90a_kernels;  // whether the library was built with them
+};
+
+struct GemmDesc {
+  GemmDirection direction;
+  const GroupedGemmArgs& args;  // of its pointers none is read
+  bool pointers_aligned;        // every pointer of `args`, those of a list too, is a multiple of 16 bytes
+  Epilogue epilogue = Epilogue::kStore;
+  bool interleaved = false;           // kSwiglu, kSwigluBackward: 32 columns of gate and linear part in turn
+  bool index = false;                 // rows of `a` are named by an index
+  bool index_matrix_aligned = false;  // the rows of the matrix that it names begin at multiples of 16 bytes
+  bool torch_computes_it =
+      false;  // no bias, factor, list or given output: at::_grouped_mm has the same meaning
+};
+
+struct Selection {
+  Backend backend;
+  const char*
+      reason;  // why not a backend before it in the order of preference; for the first one, what it needs
+  Sm90Config config;  // of the kSm90 backends
+};
+
+// Never fails: kGeneric or kSteps take what the others do not.
+Selection select_gemm(const GemmDesc& desc, const GpuDesc& gpu);
+
+const char* backend_name(Backend backend);
+
+#ifdef TRANSFORMER_PLUGIN_CUDA
+// The current device.
+GpuDesc current_gpu();
+// Of the pointers of `args`, for GemmDesc.
+bool pointers_aligned(const GroupedGemmArgs& args);
+#endif
+
+}  // namespace transformer_plugin::gemm
