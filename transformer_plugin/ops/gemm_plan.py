@@ -1,7 +1,7 @@
 """Which kernel computes a grouped GEMM, why, and what a caller may ask of its launch.
 
-The Hopper kernels are persistent: as many thread blocks as fit, one to a multiprocessor, in clusters of two. Their number
-and the way in which sums are added to memory are decided on the host from shapes; no group size is read for it. All ops
+The Hopper kernels are persistent: as many thread blocks as fit, one to a multiprocessor, in clusters of two. How many,
+and the way in which sums are added to memory, is decided on the host from shapes; no group size is read for it. All ops
 over groups in :mod:`transformer_plugin.ops.gemm` and :mod:`transformer_plugin.ops.gemm_out` take two arguments that
 change when a product is done, never its bits:
 
@@ -10,12 +10,12 @@ to what runs at the same time, communication for example. Small kernels around t
 in the tail) are not bounded.
 
 ``expected_rows``: how many rows all groups are expected to have together, where that is less than the buffer's; -1 if
-it is not known. More than the buffer has counts as all of it. Today it chooses how a weight gradient is added to float32
-in place. In compiled code it is a constant: with one that follows an open size, ``x.shape[0] // 2`` for example,
-``torch.compile`` compiles for each.
+it is not known. More than the buffer has counts as all of it. Today it chooses how a weight gradient is added to
+float32 in place. In compiled code it is a constant: with one that follows an open size, ``x.shape[0] // 2`` for
+example, ``torch.compile`` compiles for each.
 
-Both take effect where :func:`grouped_gemm_plan` names the backend ``sm90``. Elsewhere, as on a CPU, they are checked and
-have no effect. A gradient is computed with those of its forward.
+Both take effect where :func:`grouped_gemm_plan` names the backend ``sm90``. Elsewhere, as on a CPU, they are checked
+and have no effect. A gradient is computed with those of its forward.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class GroupedGemmPlan(NamedTuple):
     reason: str
     #: of ``sm90``: clusters of two thread blocks, each block on a multiprocessor of its own. 0 for other backends.
     clusters: int
-    #: of ``sm90``, of sums that are added to memory: bit i stands for columns 32 i to 32 i + 31 of a tile's 256. It is set
-    #: where threads add, else TMA reduces.
+    #: of ``sm90``, of sums that are added to memory: bit i stands for columns 32 i to 32 i + 31 of a tile's 256, set
+    #: where threads add; elsewhere TMA reduces.
     thread_boxes: int
-    #: of ``sm90``, ``mxfp8`` and ``nvfp4``: whether rows are dequantized by warps of the GEMM while it runs, and not by a
-    #: kernel before it.
+    #: of ``sm90``, ``mxfp8`` and ``nvfp4``: whether warps of the GEMM dequantize rows while it runs, and not a kernel
+    #: before it.
     overlaps_dequantize: bool
 
 
@@ -75,12 +75,13 @@ def grouped_gemm_plan(
         accumulate: as for :func:`~transformer_plugin.ops.grouped_gemm_wgrad_out`.
         max_sms, expected_rows: as the product is given them.
         a_format, b_format: format keys of quantized operands: of the rows and the weight, of the gradient and the
-            weight (``"data_grad"``), or of the gradient and the input (``"weight_grad"``). ``"none"`` for both otherwise.
+            weight (``"data_grad"``), or of the gradient and the input (``"weight_grad"``); else ``"none"``.
         capability: compute capability of the GPU, 90 for 9.0.
 
     Returns:
-        A :class:`GroupedGemmPlan`, of contiguous tensors at addresses that are multiples of 16. ``clusters`` is the least
-        of half of ``multiprocessors``, half of ``max_sms``, and the pairs of tiles that groups of any sizes can have.
+        A :class:`GroupedGemmPlan`, of contiguous tensors at addresses that are multiples of 16. ``clusters`` is the
+        least of half of ``multiprocessors``, half of ``max_sms``, and the pairs of tiles that groups of any sizes can
+        have.
 
     Raises:
         TypeError: another dtype. ValueError: another product or format, or counts that are negative or too large.
