@@ -63,7 +63,7 @@ test: build
 	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-long: build sanitize
-	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m long --all-dtypes $(PYTEST_ARGS)
 
 # A CPU build with sanitizers in build/asan, under the tests of the ops. Leaks are torch's own, at exit.
 SANITIZED := build/asan/package

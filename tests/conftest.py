@@ -9,6 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.in_turn import left_out
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-dtypes", action="store_true", help="every dtype of tests marked dtypes_in_turn")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Workers of one machine share its cores; without this each would start a thread for every core."""
@@ -16,7 +22,11 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all-dtypes"):
+        out = set(left_out(items))
+        config.hook.pytest_deselected(items=[item for item in items if item in out])
+        items[:] = [item for item in items if item not in out]
     count = torch.cuda.device_count()
     for item in items:
         wanted = max(

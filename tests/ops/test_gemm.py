@@ -14,6 +14,8 @@ from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.gemm_cases import gemm_cases, normals
 from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits
 
+pytestmark = pytest.mark.dtypes_in_turn
+
 EXACT = list(gemm_cases())
 RANDOM = list(gemm_cases(normals))
 exact_cases = pytest.mark.parametrize("case", EXACT, ids=lambda case: case.name)

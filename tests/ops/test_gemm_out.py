@@ -16,6 +16,8 @@ from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.gemm_cases import in_fp8_units, integers, normals
 from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits, fp8_sums
 
+pytestmark = pytest.mark.dtypes_in_turn
+
 _ops = torch.ops.transformer_plugin
 HALF, QUARTERS = torch.tensor([-0.5]), torch.tensor([0.75])
 FACTORS = [(None, None), (HALF, None), (None, QUARTERS), (HALF, QUARTERS)]

@@ -29,6 +29,8 @@ from transformer_plugin.testing.quantize_cases import (
     width_for,
 )
 
+pytestmark = pytest.mark.dtypes_in_turn
+
 _ops = torch.ops.transformer_plugin
 PAIRS = (
     ("fp8_tensor:e4m3", "fp8_tensor:e4m3"),

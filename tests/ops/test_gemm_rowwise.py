@@ -25,6 +25,8 @@ from transformer_plugin.testing.gemm_cases import (
 from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits, fp8_sums
 from transformer_plugin.testing.rowwise_cases import grouped_gemm_rowwise_cases, poison_codes, row_codes
 
+pytestmark = pytest.mark.dtypes_in_turn
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CASES = list(grouped_gemm_rowwise_cases())

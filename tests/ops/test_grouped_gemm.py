@@ -18,6 +18,8 @@ from transformer_plugin.testing.gemm_cases import (
 )
 from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits
 
+pytestmark = pytest.mark.dtypes_in_turn
+
 EXACT, RANDOM = list(grouped_gemm_cases()), list(grouped_gemm_cases(normals))
 WGRAD_EXACT, WGRAD_RANDOM = list(grouped_wgrad_cases()), list(grouped_wgrad_cases(normals))
 _ops = torch.ops.transformer_plugin

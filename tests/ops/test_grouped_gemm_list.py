@@ -23,6 +23,8 @@ from transformer_plugin.testing.gemm_cases import (
 )
 from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits
 
+pytestmark = pytest.mark.dtypes_in_turn
+
 EXACT, RANDOM = list(grouped_gemm_list_cases()), list(grouped_gemm_list_cases(normals))
 WGRAD_EXACT = list(grouped_wgrad_list_cases())
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

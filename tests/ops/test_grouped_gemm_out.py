@@ -24,6 +24,8 @@ from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.gemm_cases import factors, grouped_gemm_cases, in_fp8_units, integers, normals
 from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits
 
+pytestmark = pytest.mark.dtypes_in_turn
+
 _ops = torch.ops.transformer_plugin
 CPU = torch.device("cpu")
 by_beta = pytest.mark.parametrize("with_beta", [False, True], ids=["overwrite", "beta"])

@@ -32,6 +32,8 @@ from transformer_plugin.testing.gemm_cases import (
 )
 from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits, fp8_sums
 
+pytestmark = pytest.mark.dtypes_in_turn
+
 CUDA = torch.device("cuda")
 _ops = torch.ops.transformer_plugin
 SHAPES = [shape for shape in GROUPED_SHAPES if shape.name not in ("no-groups", "257-groups", "1100-groups")]

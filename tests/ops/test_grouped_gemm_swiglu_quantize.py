@@ -20,6 +20,8 @@ from transformer_plugin.testing.gemm_cases import normals, poison_tail
 from transformer_plugin.testing.gemm_swiglu_cases import grouped_gemm_swiglu_quantize_cases
 from transformer_plugin.testing.numerics import assert_same_bits
 
+pytestmark = pytest.mark.dtypes_in_turn
+
 EXACT = list(grouped_gemm_swiglu_quantize_cases())
 RANDOM = list(grouped_gemm_swiglu_quantize_cases(normals))
 SIXTEEN_BITS = [case for case in RANDOM if not case.name.startswith("float32")]
