@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHONS = ("python3.10", "python3.11", "python3.12", "python3.13")
@@ -76,3 +78,33 @@ def test_one_wheel_loads_under_every_python(wheel: Path, tmp_path: Path, python:
         "torch.Size([2,",
         "4])",
     ]
+
+
+@pytest.mark.timeout(900)
+def test_readme_runs_in_a_new_environment(wheel: Path, tmp_path: Path) -> None:
+    """Installed by pip into an environment that has torch and nothing else of this folder."""
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    python = environment / "bin" / "python"
+    (site,) = environment.glob("lib/python*/site-packages")
+    # Files that end in .pth, which make this folder's package importable, are not read through a .pth of another.
+    (site / "torch.pth").write_text(str(Path(torch.__file__).parent.parent) + "\n")
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--no-deps",
+        "--no-index",
+        str(wheel),
+    ]
+    installed = subprocess.run(pip, capture_output=True, text=True)
+    assert installed.returncode == 0, installed.stdout[-4000:] + installed.stderr[-4000:]
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks and "import transformer_plugin" in blocks[0]
+    code = blocks[0] + "\nprint(tp.__file__)\n"
+    result = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split()[-1] == str(site / "transformer_plugin" / "__init__.py")
