@@ -8,15 +8,17 @@
     python examples/train_moe.py --resume             # goes on where it was stopped, bit for bit
     torchrun --nproc_per_node 2 examples/train_moe.py # the same as the first, under your own launcher
 
-Every rank reads different data (data parallel) and holds its share of the experts (expert parallel). It runs
+Every rank reads different data (FSDP2) and holds its share of the experts (expert parallel). It runs
 on GPUs where each rank has one, else on the CPU. Results are in --out: loss.png, metrics.jsonl, sample.txt,
 checkpoints. An earlier run that is there becomes <out>.previous; other files are never moved or deleted.
+Other numbers of ranks resume a run as well, with a --batch-size that makes as many sequences in each step.
 Ctrl-C finishes the step, saves and exits; a second one, or a rank that does not answer, ends it without saving.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import sys
@@ -32,6 +34,7 @@ from moe_lm.stopping import INTERRUPTED, StopRequest
 
 FORMATS = ("none", "bf16", "fp8_tensor", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
 CPU_STEPS = 400  # of a CPU: three to four minutes on two cores
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # what a disk refuses
 
 
 class Parser(argparse.ArgumentParser):
@@ -146,6 +149,9 @@ def work(config: Config, options: Options, stop: StopRequest) -> int:
     except Exception as error:
         if stop.requested:  # a peer has left already, and what was asked of it failed
             stop.leave()
+        if isinstance(error, OSError) and error.errno in DISK:
+            got, do = os.strerror(error.errno), "Make room; --resume goes on from the last checkpoint."
+            raise UserError(f"'{options.out}'", "a disk that takes the results", got, do) from None
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             do = "Lower --batch-size, --seq-len or the sizes of the model."
             got = str(error).partition("\n")[0].rstrip(".")
@@ -174,7 +180,7 @@ def launch(config: Config, options: Options, arguments: list[str], stop: StopReq
 
 
 def main(arguments: list[str], stop: StopRequest | None = None) -> int:
-    """Returns the exit status: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    """Returns the exit status: 0 done, 1 failed, 2 what the user can put right, 130 interrupted."""
     try:
         config, options = parse(arguments)
         under_launcher = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -190,7 +196,4 @@ def main(arguments: list[str], stop: StopRequest | None = None) -> int:
 
 if __name__ == "__main__":
     stop = StopRequest()
-    status = main(sys.argv[1:], stop)
-    if status == INTERRUPTED:
-        stop.end()
-    sys.exit(status)
+    stop.end(main(sys.argv[1:], stop))

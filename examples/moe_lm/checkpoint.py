@@ -1,57 +1,94 @@
-"""Checkpoints: one folder per saved step, whole or not there at all.
+"""Checkpoints of ``torch.distributed.checkpoint``: one folder per saved step, whole or not there at all.
 
-    OUT/checkpoints/step-00000100/manifest.json   step, config, size and SHA-256 of every file
-                                 /rank0.pt ...    what each rank saved; loads with weights_only=True
+    OUT/checkpoints/step-00000100/manifest.json           step, config, size and SHA-256 of every other file
+                                 /.metadata, __0_0.distcp, ...   torch's: every weight once, for any number of ranks
 
-A folder is written under a temporary name and renamed once every rank's file is on disk. The last two
-are kept.
+A folder is written under a temporary name and renamed once every rank's file is on disk. The last two are kept.
+torch's files hold pickles: resume from what you trust.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.stateful import Stateful
 
-from moe_lm.config import Config, UserError, difference, shortened
+from moe_lm.config import SHARED_OUT, Config, UserError, difference, shortened
+from moe_lm.folder import is_saved
 from moe_lm.world import World
 
-VERSION = 1
+VERSION = 2
 KEPT = 2
+FILES = re.compile(r"\.metadata|__\d+_\d+\.distcp")
 
 
-def save(out: Path, step: int, config: Config, state: dict[str, Any], world: World) -> None:
-    """Saves ``state`` of every rank after ``step`` steps. A collective call."""
+def save(out: Path, step: int, config: Config, state: Stateful, world: World) -> None:
+    """Saves ``state`` after ``step`` steps. A collective call, which succeeds on all ranks or on none."""
     final = out / "checkpoints" / f"step-{step:08d}"
     temporary = final.with_suffix(".tmp")
+    with world.together(), _told(final):
+        if world.first:
+            temporary.mkdir(parents=True)
+    with world.together(), _told(final):
+        try:
+            dcp.save({"trainer": state}, storage_writer=_Writer(temporary), process_group=world.group)
+            if world.first:  # every rank has written
+                files = {path.name: _entry(path) for path in temporary.iterdir()}
+                manifest = {"version": VERSION, "step": step, "config": asdict(config), "files": files}
+                (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
+                temporary.rename(final)
+        except BaseException:
+            if world.first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
     if world.first:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    dist.barrier(group=world.group)
-    path = temporary / f"rank{world.rank}.pt"
-    with path.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    entries: list[Any] = [None] * world.size
-    entry = (path.name, {"bytes": path.stat().st_size, "sha256": _sha256(path)})
-    dist.all_gather_object(entries, entry, group=world.group)
-    if world.first:
-        manifest = {"version": VERSION, "step": step, "config": asdict(config), "files": dict(entries)}
-        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
         for old in _folders(out)[:-KEPT]:
-            shutil.rmtree(old)
-    dist.barrier(group=world.group)
+            if is_saved(old):
+                shutil.rmtree(old, ignore_errors=True)
+
+
+class _Writer(dcp.FileSystemWriter):
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """As ever, but says what the disk said: torch.save tells of the place in the file at which it stopped."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error from None
+
+
+@contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    """What the disk refuses, in one line."""
+    try:
+        yield
+    except (OSError, CheckpointException) as error:
+        raise UserError(
+            f"checkpoint '{folder}'",
+            "a disk that takes it",
+            shortened(_cause(error), 200),
+            "Make room, or give another --out; the checkpoints before it are whole.",
+        ) from None
+
+
+def _cause(error: BaseException) -> str:
+    """Of what a rank raised, the disk's part."""
+    if isinstance(error, CheckpointException):
+        rank, (error, _) = next(iter(error.failures.items()))
+        return f"on rank {rank}: {_cause(error)}"
+    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def check(out: Path, config: Config) -> Path:
@@ -79,7 +116,7 @@ def check(out: Path, config: Config) -> Path:
         if not path.is_file():
             raise _corrupt(folder, f"no file '{name}'")
         try:
-            same = path.stat().st_size == entry["bytes"] and _sha256(path) == entry["sha256"]
+            same = _entry(path) == entry
         except OSError as error:
             raise _corrupt(folder, f"a file '{name}' that cannot be read ({error.strerror})") from None
         if not same:
@@ -87,10 +124,14 @@ def check(out: Path, config: Config) -> Path:
     return folder
 
 
-def load(folder: Path, world: World) -> tuple[int, dict[str, Any]]:
-    """The step and this rank's state from a folder that :func:`check` returned."""
-    state = torch.load(folder / f"rank{world.rank}.pt", map_location=world.device, weights_only=True)
-    return int(_manifest(folder)["step"]), state
+def load(folder: Path, state: Stateful, world: World) -> int:
+    """Puts what a folder holds that :func:`check` returned into ``state``; returns the step. A collective call."""
+    with world.together():
+        try:
+            dcp.load({"trainer": state}, checkpoint_id=folder, process_group=world.group)
+        except CheckpointException as error:
+            raise _corrupt(folder, _cause(error)) from None
+    return int(_manifest(folder)["step"])
 
 
 def _folders(out: Path) -> list[Path]:
@@ -121,12 +162,10 @@ def _check_shape(folder: Path, manifest: dict[str, Any]) -> None:
     step, config, files = manifest["step"], manifest["config"], manifest["files"]
     if type(step) is not int or f"step-{step:08d}" != folder.name:
         raise _corrupt(folder, "a file 'manifest.json' of another step")
-    if not isinstance(config, dict):
+    if not isinstance(config, dict) or any(type(config.get(name)) is not int for name in SHARED_OUT):
         raise _corrupt(folder, "a file 'manifest.json' without a configuration")
-    ranks = config.get("ranks")
-    names = {f"rank{rank}.pt" for rank in range(ranks)} if type(ranks) is int and ranks <= 1024 else set()
-    if not isinstance(files, dict) or files.keys() != names or not names:
-        raise _corrupt(folder, "a file 'manifest.json' that does not list one file for each rank")
+    if not isinstance(files, dict) or ".metadata" not in files or not all(map(FILES.fullmatch, files)):
+        raise _corrupt(folder, "a file 'manifest.json' that does not list torch's files")
     for entry in files.values():
         known = isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"}
         if not known or type(entry["bytes"]) is not int or not isinstance(entry["sha256"], str):
@@ -142,9 +181,9 @@ def _corrupt(folder: Path, got: str) -> UserError:
     )
 
 
-def _sha256(path: Path) -> str:
+def _entry(path: Path) -> dict[str, Any]:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
-    return digest.hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +76,9 @@ def check_limits(options: Any) -> None:
         raise UserError(option(field.name), expected, shortened(str(value)), do)
 
 
-def shortened(text: str) -> str:
+def shortened(text: str, length: int = 60) -> str:
     """What came, for a message of one line."""
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def option(name: str) -> str:
@@ -88,7 +88,10 @@ def option(name: str) -> str:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that the losses depend on. A checkpoint is resumed only under an equal Config."""
+    """Everything that the losses depend on. A checkpoint is resumed only under an equal Config.
+
+    But for ranks and batch_size: other numbers with the same product see the same text.
+    """
 
     # The model. hidden is the width inside one expert; sizes are numbers of float values.
     layers: int = 4
@@ -261,11 +264,19 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+SHARED_OUT = (
+    "ranks",
+    "batch_size",
+)  # a step's sequences are shared out among the ranks: only the product matters
+
+
 def difference(old: dict[str, Any], new: Config) -> list[str]:
-    """Lines ``name: old, now new`` for every field that is not equal."""
-    names = [field.name for field in fields(Config)]
+    """Lines ``name: old, now new`` for every value that is not equal."""
+    before, now = (
+        {**each, "ranks * batch_size": each["ranks"] * each["batch_size"]} for each in (old, asdict(new))
+    )
     return [
-        f"{name} was {old.get(name)!r} and is {getattr(new, name)!r}"
-        for name in names
-        if old.get(name) != getattr(new, name)
+        f"{name} was {before.get(name)!r} and is {value!r}"
+        for name, value in now.items()
+        if name not in SHARED_OUT and before.get(name) != value
     ]

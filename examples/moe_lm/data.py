@@ -179,9 +179,11 @@ def draw_batch(
 ) -> tuple[Tensor, Tensor]:
     """Random windows: inputs and the bytes that follow them, int64 ``[batch_size, seq_len]`` each.
 
-    The windows are a function of the arguments alone, so a resumed run sees the data it would have seen.
+    The windows of all ranks are a function of seed and step, so a resumed run sees the data it would have seen, also
+    where other numbers of ranks share them.
     """
-    generator = torch.Generator().manual_seed(((seed * 1_000_003 + step) * 4099 + rank) % 2**63)
-    starts = torch.randint(len(text) - seq_len, (batch_size, 1), generator=generator)
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
+    first = rank * batch_size
+    starts = torch.randint(len(text) - seq_len, (first + batch_size, 1), generator=generator)[first:]
     windows = text[starts + torch.arange(seq_len + 1)].long().to(device, non_blocking=True)
     return windows[:, :-1], windows[:, 1:]

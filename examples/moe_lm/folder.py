@@ -26,7 +26,8 @@ MARKER = "config.json"
 RESULTS = {MARKER, "metrics.jsonl", "loss.png", "sample.txt", "compare.json", "compare.png", "checkpoints"}
 RESULTS |= {"metrics.jsonl.tmp"}
 CHECKPOINT = re.compile(r"step-\d{8}(\.tmp)?")
-SAVED = re.compile(r"manifest\.json|rank\d+\.pt")
+#: the files of a checkpoint; rank*.pt in runs from before torch.distributed.checkpoint.
+SAVED = re.compile(r"manifest\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp|rank\d+\.pt")
 ANOTHER = "Give another --out."
 
 
@@ -85,6 +86,9 @@ class RunFolder:
                 return None
             folder = cls(out.resolve())
             _refuse_other_kinds(folder.out)
+            for step in (folder.out / "checkpoints").glob("step-*.tmp"):
+                if is_saved(step):  # a save that was cut short
+                    shutil.rmtree(step)
             return folder
         except OSError as error:
             raise _unusable(out, error) from None
@@ -167,10 +171,23 @@ def _entries(folder: Path) -> Iterator[tuple[Path, bool]]:
     if not checkpoints.is_dir() or checkpoints.is_symlink():
         return
     for step in sorted(checkpoints.iterdir()):
-        ours = CHECKPOINT.fullmatch(step.name) is not None and _is_kind(step, is_folder=True)
+        ours = _is_checkpoint(step)
         yield step, ours
         for path in sorted(step.iterdir()) if ours else ():
-            yield path, SAVED.fullmatch(path.name) is not None and _is_kind(path, is_folder=False)
+            yield path, _is_part(path)
+
+
+def is_saved(step: Path) -> bool:
+    """Whether a run has written this folder of a checkpoint, whole or cut short, and all in it."""
+    return _is_checkpoint(step) and all(_is_part(path) for path in step.iterdir())
+
+
+def _is_checkpoint(step: Path) -> bool:
+    return CHECKPOINT.fullmatch(step.name) is not None and _is_kind(step, is_folder=True)
+
+
+def _is_part(path: Path) -> bool:
+    return SAVED.fullmatch(path.name) is not None and _is_kind(path, is_folder=False)
 
 
 def _is_kind(path: Path, is_folder: bool) -> bool:

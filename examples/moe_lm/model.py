@@ -12,7 +12,8 @@ import hashlib
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from moe_lm.config import Config
 
@@ -45,12 +46,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Block(nn.Module):
     """``x + attention(norm(x))``, then ``x + mixture(norm(x))``."""
 
-    def __init__(self, config: Config, group: ProcessGroup | None, **factory: object) -> None:
+    def __init__(self, config: Config, mesh: DeviceMesh, **factory: object) -> None:
         super().__init__()
         self.norm1 = nn.RMSNorm(config.dim, **factory)
         self.attention = Attention(config, **factory)
         self.norm2 = nn.RMSNorm(config.dim, **factory)
-        self.moe = build_moe(config, group, **factory)
+        self.moe = build_moe(config, mesh, **factory)
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         x_BTD = x_BTD + self.attention(self.norm1(x_BTD), cos, sin)
@@ -59,20 +60,22 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Bytes in, logits over the next byte out; with targets, the loss.
+    """Bytes in, logits over the next byte out.
 
     Args:
         config: the sizes.
-        group: the ranks that share the experts; None: all experts here.
+        mesh: the ranks that share the experts.
+        device: of the parameters, which are float32.
+        dtype: of the activations.
     """
 
     def __init__(
-        self, config: Config, group: ProcessGroup | None, device: torch.device | str, dtype: torch.dtype
+        self, config: Config, mesh: DeviceMesh, device: torch.device | str, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
+        factory = {"device": device}
         self.embedding = nn.Embedding(VOCABULARY, config.dim, **factory)
-        self.blocks = nn.ModuleList(Block(config, group, **factory) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, mesh, **factory) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, **factory)
         self.head = nn.Linear(config.dim, VOCABULARY, bias=False, **factory)
         half = config.dim // config.heads // 2
@@ -93,13 +96,13 @@ class LanguageModel(nn.Module):
         return self.head(self.norm(x_BTD)).float(), balance
 
 
-def build_moe(config: Config, group: ProcessGroup | None, **factory: object) -> nn.Module:
+def build_moe(config: Config, mesh: DeviceMesh, **factory: object) -> nn.Module:
     """One mixture: ``.output`` like its input and ``.aux_loss``, already times its coefficient."""
     if config.reference:
         from moe_lm.reference import PlainMoE
 
         return PlainMoE(
-            config.dim, config.hidden, config.experts, config.topk, group, config.aux_loss_coeff, **factory
+            config.dim, config.hidden, config.experts, config.topk, mesh, config.aux_loss_coeff, **factory
         )
     import transformer_plugin.nn as tpnn
     from transformer_plugin.formats import Format
@@ -117,7 +120,7 @@ def build_moe(config: Config, group: ProcessGroup | None, **factory: object) -> 
         config.hidden,
         config.experts,
         config.topk,
-        group=group,
+        mesh=mesh,
         router=tpnn.RouterConfig(aux_loss_coeff=config.aux_loss_coeff),
         dispatch=tpnn.DispatchConfig(
             capacity=capacity if config.capacity_factor else None,
@@ -125,18 +128,12 @@ def build_moe(config: Config, group: ProcessGroup | None, **factory: object) -> 
             alignment=config.alignment or None,
         ),
         recipe=recipe_from_name(config.format),
-        dtensor=False,  # flat.py holds, averages, clips and saves each rank's parameters by itself
         **factory,
     )
 
 
-def is_expert(name: str) -> bool:
-    """Whether a parameter belongs to this rank's experts; the others are the same on every rank."""
-    return ".experts." in name
-
-
 @torch.no_grad()
-def initialise(model: nn.Module, config: Config, rank: int) -> None:
+def initialise(model: nn.Module, config: Config) -> None:
     """Weights as a function of (seed, name) alone: equal for both implementations and any number of ranks."""
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
@@ -144,11 +141,13 @@ def initialise(model: nn.Module, config: Config, rank: int) -> None:
             continue
         seed = int.from_bytes(hashlib.sha256(f"{config.seed}/{name}".encode()).digest()[:7], "little")
         generator = torch.Generator().manual_seed(seed)
-        local = list(parameter.shape)
-        shape = [config.experts, *local[1:]] if is_expert(name) else local
         into_residual = name.endswith(("attention.out.weight", "fc2.weight"))
-        std = shape[-1] ** -0.5 * ((2 * config.layers) ** -0.5 if into_residual else 1.0)
+        std = parameter.shape[-1] ** -0.5 * ((2 * config.layers) ** -0.5 if into_residual else 1.0)
         if name.startswith(("embedding", "head")):
             std = 0.02
-        value = torch.randn(shape, generator=generator) * std
-        parameter.copy_(value[rank * local[0] : (rank + 1) * local[0]] if is_expert(name) else value)
+        value = torch.randn(parameter.shape, generator=generator) * std
+        if isinstance(parameter, DTensor):  # experts, of which this rank holds its own
+            mesh = parameter.device_mesh
+            parameter.to_local().copy_(value.chunk(mesh.size())[mesh.get_local_rank()])
+        else:
+            parameter.copy_(value)

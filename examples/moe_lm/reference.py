@@ -14,6 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 
 class MixtureOutput(NamedTuple):
@@ -97,26 +99,32 @@ class Router(nn.Module):
 
 
 class Weights(nn.Module):
-    """One packed parameter ``weight [L, out, in]``."""
+    """One packed parameter ``weight [E, out, in]``, of which a rank holds ``[L, out, in]``."""
 
-    def __init__(self, experts: int, outputs: int, inputs: int, **factory: Any) -> None:
+    def __init__(self, mesh: DeviceMesh, experts: int, outputs: int, inputs: int, **factory: Any) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs, **factory))
+        weight = torch.empty(experts // mesh.size(), outputs, inputs, **factory)
+        if mesh.size() > 1:
+            weight = DTensor.from_local(weight, mesh, [Shard(0)], run_check=False)
+        self.weight = nn.Parameter(weight)
+
+    def local(self) -> tuple[Tensor, ...]:
+        """The matrices of this rank's experts."""
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        return weight.unbind(0)
 
 
 class Experts(nn.Module):
     """SwiGLU networks, one after another over the rows of each."""
 
-    def __init__(self, experts: int, dim: int, hidden: int, **factory: Any) -> None:
+    def __init__(self, mesh: DeviceMesh, experts: int, dim: int, hidden: int, **factory: Any) -> None:
         super().__init__()
-        self.fc1 = Weights(experts, 2 * hidden, dim, **factory)
-        self.fc2 = Weights(experts, dim, hidden, **factory)
+        self.fc1 = Weights(mesh, experts, 2 * hidden, dim, **factory)
+        self.fc2 = Weights(mesh, experts, dim, hidden, **factory)
 
     def forward(self, rows: Tensor, sizes: list[int]) -> Tensor:
         outputs = []
-        for part, fc1, fc2 in zip(
-            rows.split(sizes), self.fc1.weight.unbind(0), self.fc2.weight.unbind(0), strict=True
-        ):
+        for part, fc1, fc2 in zip(rows.split(sizes), self.fc1.local(), self.fc2.local(), strict=True):
             gate, linear = F.linear(part, fc1).chunk(2, dim=-1)
             outputs.append(F.linear(F.silu(gate) * linear, fc2))
         return torch.cat(outputs)
@@ -131,16 +139,15 @@ class PlainMoE(nn.Module):
         hidden: int,
         experts: int,
         topk: int,
-        group: ProcessGroup | None,
+        mesh: DeviceMesh,
         aux_loss_coeff: float,
         **factory: Any,
     ) -> None:
         super().__init__()
-        self.group = group
-        self.ranks = 1 if group is None else group.size()
+        self.group, self.ranks = mesh.get_group(), mesh.size()
         self.local = experts // self.ranks
         self.router = Router(dim, experts, topk, aux_loss_coeff, **factory)
-        self.experts = Experts(self.local, dim, hidden, **factory)
+        self.experts = Experts(mesh, experts, dim, hidden, **factory)
 
     def forward(self, input: Tensor) -> MixtureOutput:
         x_ND = input.flatten(0, -2)
@@ -159,7 +166,6 @@ class PlainMoE(nn.Module):
         """Rows sorted by global expert, through their experts wherever they are, in the same order."""
         if self.ranks == 1:
             return self.experts(rows, counts_E.tolist())
-        assert self.group is not None
         incoming_E = torch.empty_like(counts_E)
         dist.all_to_all_single(incoming_E, counts_E, group=self.group)
         incoming_RL = incoming_E.view(self.ranks, self.local)

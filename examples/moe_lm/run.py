@@ -28,9 +28,8 @@ READ_EVERY = {"cpu": 1, "cuda": 10}  # steps between reads of the losses, which 
 
 def describe(config: Config, trainer: Trainer) -> str:
     """One line on what is trained, for the terminal and the plots."""
-    mine = sum(p.numel() for n, p in trainer.model.named_parameters() if ".experts." in n)
+    experts = sum(p.numel() for n, p in trainer.model.named_parameters() if ".experts." in n)
     shared = sum(p.numel() for n, p in trainer.model.named_parameters() if ".experts." not in n)
-    experts = mine * trainer.world.size
     active = shared + experts * config.topk // config.experts
     kind = "plain PyTorch" if config.reference else "transformer_plugin"
     number = config.dtype if config.format == "none" else f"{config.format} on {config.dtype}"
@@ -93,20 +92,25 @@ class Run:
         corpus = load_text(config, options, world)
         self.step, self.interrupted = 0, False
         self.owned = claim_folder(self.out, None if options.resume else config, world)
-        folder = self._resumable() if options.resume else None
+        folder = None
+        if options.resume:
+            with world.together():
+                folder = checkpoint.check(self.out, config)
         self.trainer = Trainer(config, world, corpus)
         if folder is not None:
-            self.step, state = checkpoint.load(folder, world)
-            self.trainer.load_state_dict(state)
+            self.step = checkpoint.load(folder, self.trainer, world)
             stop.resumable = str(self.step)
         dist.barrier(group=world.group)
         self.saved = self.step
         self.pending: list[tuple[int, Tensor]] = []
         self.read_at = time.perf_counter()
         stop.during(STEP)
-        self._open_metrics()
+        self.description = describe(config, self.trainer)
+        with world.together():
+            if world.first:
+                self.metrics = Metrics(self.out / "metrics.jsonl", self.step)
         if world.first:
-            say(f"{describe(config, self.trainer)}\ntext: {corpus.source}, {len(corpus.train) / 1e6:.1f} MB")
+            say(f"{self.description}\ntext: {corpus.source}, {len(corpus.train) / 1e6:.1f} MB")
             if folder is not None:
                 say(f"resumed from {folder}")
             self.bar = tqdm(
@@ -114,27 +118,15 @@ class Run:
                 mininterval=0.5 if sys.stderr.isatty() else 15,
             )  # fmt: skip
 
-    def _open_metrics(self) -> None:
-        error = None
-        if self.world.first:
-            try:
-                self.metrics = Metrics(self.out / "metrics.jsonl", self.step)
-            except UserError as caught:
-                error = caught
-        self.world.agree(error)
-
-    def _resumable(self) -> Path:
-        folder, error = None, None
-        try:
-            folder = checkpoint.check(self.out, self.config)
-        except UserError as caught:
-            error = caught
-        self.world.agree(error)
-        assert folder is not None
-        return folder
-
     def train(self) -> bool:
         """Trains; returns whether the end was reached. Leaves a checkpoint either way."""
+        try:
+            return self._train()
+        finally:
+            if self.world.first:
+                self.bar.close()
+
+    def _train(self) -> bool:
         config, options = self.config, self.options
         end = min(config.steps, options.stop_at or config.steps)
         read_every = READ_EVERY[self.world.device.type]
@@ -155,8 +147,6 @@ class Run:
         if self.saved != self.step:
             self._save()
         self.interrupted = stopping and self.step < config.steps
-        if self.world.first:
-            self.bar.close()
         return self.step == config.steps
 
     def _read(self) -> bool:
@@ -196,7 +186,7 @@ class Run:
 
     def _save(self) -> None:
         self.stop.during(SAVING)
-        checkpoint.save(self.out, self.step, self.config, self.trainer.state_dict(), self.world)
+        checkpoint.save(self.out, self.step, self.config, self.trainer, self.world)
         self.stop.done()
         self.saved, self.read_at = self.step, time.perf_counter()
         self.stop.resumable = str(self.step)
@@ -204,9 +194,8 @@ class Run:
 
     def finish(self) -> None:
         """The plot, the sample, and where everything is."""
-        config, options = self.config, self.options
         self.stop.during("the sample", 0.0)
-        text = generate(self.trainer, options.sample_length)
+        text = generate(self.trainer, self.options.sample_length)
         if not self.world.first:
             return
         from moe_lm.plots import loss_curve
@@ -217,7 +206,7 @@ class Run:
         if not metrics.losses:
             say(f"no losses in {self.out / 'metrics.jsonl'}, so no plot")
             return
-        loss_curve(self.out / "loss.png", metrics.losses, metrics.validation, describe(config, self.trainer))
+        loss_curve(self.out / "loss.png", metrics.losses, metrics.validation, self.description)
         first, last = min(metrics.losses), max(metrics.losses)
         validation = list(metrics.validation.values())
         say(
@@ -231,13 +220,8 @@ class Run:
 
 def load_text(config: Config, options: Options, world: World) -> Corpus:
     """The text, on all ranks or none. A collective call."""
-    corpus, error = None, None
-    try:
+    with world.together():
         corpus = load_corpus(config.text, config.text_bytes, config.seq_len + 1, options.out)
-    except UserError as caught:
-        error = caught
-    world.agree(error)
-    assert corpus is not None
     return corpus
 
 
@@ -246,13 +230,10 @@ def claim_folder(out: Path, config: Config | None, world: World) -> RunFolder | 
 
     Returns what the first rank has to keep while the run lasts.
     """
-    owned, error = None, None
-    if world.first:
-        try:
+    owned = None
+    with world.together():
+        if world.first:
             owned = RunFolder.old(out) if config is None else RunFolder.new(out, config)
-        except UserError as caught:
-            error = caught
-    world.agree(error)
     return owned
 
 

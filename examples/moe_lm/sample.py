@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
-from moe_lm.model import LanguageModel
 from moe_lm.trainer import Trainer
 
 CONTEXT = 128
@@ -15,22 +12,22 @@ PROMPT = "def "
 
 @torch.no_grad()
 def generate(trainer: Trainer, length: int, temperature: float = 0.7) -> str:
-    """Continues ``PROMPT`` by ``length`` bytes. Every rank must call it: each holds some of the experts.
+    """Continues ``PROMPT`` by ``length`` bytes. Every rank must call it, at the end: each holds some of the model.
 
-    The model is the trained one with room for one short sequence, sharing its parameters. The window has a fixed
-    size, filled up on the right: attention is causal, so what follows a byte does not change what comes after it.
+    The window has a fixed size, filled up on the right: attention is causal, so what follows a byte does not change
+    what comes after it.
     """
-    world, window = trainer.world, min(CONTEXT, trainer.config.seq_len)
-    config = replace(trainer.config, batch_size=1, seq_len=window, capacity_factor=0.0)
-    model = LanguageModel(config, world.group, world.device, next(trainer.model.parameters()).dtype)
-    model.load_state_dict(trainer.model.state_dict(), assign=True)
+    config, world, model = trainer.config, trainer.world, trainer.model
+    window = min(CONTEXT, config.seq_len)
     model.eval()
+    model.set_reshard_after_forward(False)  # the parameters are gathered once
     generator = torch.Generator().manual_seed((config.seed * 4099 + world.rank) % 2**63)
     text = list(PROMPT.encode())
-    for _ in range(length):
-        recent = text[-window:]
-        padded = torch.tensor([recent + [0] * (window - len(recent))], device=world.device)
-        logits, _ = model(padded)
-        probabilities = (logits[0, len(recent) - 1].double().cpu() / temperature).softmax(-1)
-        text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+    with torch.compiler.set_stance("force_eager"):  # no graphs for one short sequence
+        for _ in range(length):
+            recent = text[-window:]
+            padded = torch.tensor([recent + [0] * (window - len(recent))], device=world.device)
+            logits, _ = model(padded)
+            probabilities = (logits[0, len(recent) - 1].double().cpu() / temperature).softmax(-1)
+            text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     return bytes(text).decode("utf-8", errors="replace")

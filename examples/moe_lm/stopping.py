@@ -80,12 +80,15 @@ class StopRequest:
         os._exit(INTERRUPTED)
 
     @staticmethod
-    def end() -> NoReturn:
-        """Ends a process that is done and was interrupted, without the second that Python and torch take for it."""
+    def end(status: int) -> NoReturn:
+        """Ends a process that is done, without the second that Python and torch take for it.
+
+        In it a thread of Gloo that still holds a tensor of the last collective would abort the process.
+        """
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
                 stream.flush()
-        os._exit(INTERRUPTED)
+        os._exit(status)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._hear(number)

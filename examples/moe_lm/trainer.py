@@ -10,35 +10,58 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import transformer_plugin as tp
 from moe_lm.config import Config
 from moe_lm.data import Corpus, draw_batch
-from moe_lm.flat import FlatParameters
 from moe_lm.model import LanguageModel, initialise
 from moe_lm.world import World
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+def shard(model: LanguageModel, config: Config, mesh: DeviceMesh) -> None:
+    """FSDP2: every rank keeps its part of the float32 parameters, and computes in ``config.dtype``."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES[config.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for block in model.blocks:
+        if config.reference and mesh.size() > 1:  # what tp.parallel.fully_shard does with tp.nn.MoE
+            fully_shard(block.moe.experts, mesh=mesh["copies"], mp_policy=policy)
+            block.moe.experts.set_gradient_divide_factor(mesh.size())
+        tp.parallel.fully_shard(block, mesh, mp_policy=policy)
+    tp.parallel.fully_shard(model, mesh, mp_policy=policy)
+
+
+def compile_blocks(model: LanguageModel, config: Config) -> None:
+    """Before :func:`shard`, so that what FSDP2 does around a block stays outside of its graphs."""
+    for block in model.blocks:
+        if config.reference:  # its exchange reads sizes on the host
+            block.moe.forward = torch.compiler.disable(block.moe.forward)
+        block.forward = torch.compile(block.forward)
+
+
 class Trainer:
-    """Model, optimizer and data of one run on this rank."""
+    """Model, optimizer and data of one run on this rank: a ``Stateful`` of ``torch.distributed.checkpoint``."""
 
     def __init__(self, config: Config, world: World, corpus: Corpus) -> None:
         self.config, self.world, self.corpus = config, world, corpus
-        torch.manual_seed(config.seed)
-        self.model = LanguageModel(config, world.group, world.device, DTYPES[config.dtype])
-        initialise(self.model, config, world.rank)
-        self.flat = FlatParameters(self.model, world)
-        groups = self.flat.optimizer_groups(config.weight_decay)
+        self.model = LanguageModel(config, world.mesh["experts"], world.device, DTYPES[config.dtype])
+        initialise(self.model, config)
+        if config.compile:
+            compile_blocks(self.model, config)
+        shard(self.model, config, world.mesh)
+        decayed, others = [], []
+        for parameter in self.model.parameters():
+            (decayed if parameter.ndim > 1 else others).append(parameter)
+        groups = [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
-        self.forward = self._compiled() if config.compile else self.model
-
-    def _compiled(self) -> Any:
-        if self.config.reference:  # its exchange reads sizes on the host, which a full graph cannot hold
-            for block in self.model.blocks:
-                block.moe.forward = torch.compiler.disable(block.moe.forward)
-            return torch.compile(self.model)
-        return torch.compile(self.model, fullgraph=True)
 
     @property
     def tokens_per_step(self) -> int:
@@ -60,17 +83,22 @@ class Trainer:
             float32 ``[4]``, means over the ranks: cross entropy in nats per byte, load-balancing loss,
             whether any rank wants to stop (above 0), and the norm of the gradient.
         """
-        inputs, targets = self._batch(self.corpus.train, self.config.seed, step)
-        self.flat.zero_grad()
-        logits, balance = self.forward(inputs)
+        config, world = self.config, self.world
+        inputs, targets = self._batch(self.corpus.train, config.seed, step)
+        # nvfp4 rounds at random: a function of the step, as the data is, so that no checkpoint need hold it.
+        torch.manual_seed(((config.seed * 1_000_003 + step) * 4099 + world.rank) % 2**63)
+        logits, balance = self.model(inputs)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         (loss + balance).backward()
-        numbers = self.flat.reduce([loss.detach(), balance.detach(), float(stop)], self.config.clip_norm)
+        norm = tp.clip_grad_norm_(self.model, config.clip_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
         self.optimizer.step()
-        self.flat.publish()
-        return numbers
+        self.optimizer.zero_grad()
+        wish = torch.full((), float(stop), device=world.device)
+        numbers = torch.stack([loss.detach(), balance.detach(), wish])
+        dist.all_reduce(numbers, group=world.group)
+        return torch.cat([numbers / world.size, norm[None]])
 
     @torch.no_grad()
     def evaluate(self, before_each: Callable[[], None] = lambda: None) -> float:
@@ -80,7 +108,7 @@ class Trainer:
         for i in range(self.config.eval_batches):
             before_each()
             inputs, targets = self._batch(self.corpus.validation, 123, i)
-            logits, _ = self.forward(inputs)
+            logits, _ = self.model(inputs)
             losses.append(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
         self.model.train()
         total = torch.stack(losses).mean()
@@ -100,23 +128,15 @@ class Trainer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors and numbers. The position in the data is the step, which the checkpoint holds."""
-        state = {
-            "model": self.model.state_dict(),
-            "master": self.flat.master,
-            "optimizer": self.optimizer.state_dict(),
-            "rng": torch.get_rng_state(),
-        }
-        if self.world.device.type == "cuda":
-            state["cuda_rng"] = torch.cuda.get_rng_state(self.world.device)
-        return state
+        """This rank's parts. The place in the data is the step, which the checkpoint's manifest holds."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Puts back what :meth:`state_dict` gave, bit for bit."""
-        self.model.load_state_dict(state["model"])
-        with torch.no_grad():
-            self.flat.master.copy_(state["master"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng"].cpu())
-        if "cuda_rng" in state and self.world.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda_rng"].cpu(), self.world.device)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moe_lm.config import UserError
 
@@ -23,6 +24,8 @@ class World:
     size: int
     device: torch.device
     group: ProcessGroup
+    #: "copies" of the same experts, here one, by the "experts" that are spread over ranks.
+    mesh: DeviceMesh
 
     @property
     def first(self) -> bool:
@@ -40,8 +43,14 @@ class World:
         if self.size > 1:
             dist.barrier(group=self.group)
 
-    def agree(self, error: UserError | None) -> None:
-        """Raises the first rank's error on every rank, so that none goes on alone."""
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What some ranks or all do inside: a :class:`UserError` of one is raised on all, so that none goes on."""
+        error = None
+        try:
+            yield
+        except UserError as caught:
+            error = caught
         errors: list[str | None] = [None] * self.size
         dist.all_gather_object(errors, None if error is None else str(error), group=self.group)
         found = [text for text in errors if text is not None]
@@ -81,6 +90,7 @@ def joined_world(repeatable: bool = True, timeout: timedelta = timedelta(minutes
     try:
         group = dist.group.WORLD
         assert group is not None
-        yield World(rank, size, device, group)
+        mesh = init_device_mesh(device.type, (1, size), mesh_dim_names=("copies", "experts"))
+        yield World(rank, size, device, group, mesh)
     finally:
         dist.destroy_process_group()

@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPT = EXAMPLES / "train_moe.py"
@@ -50,6 +53,14 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
 def losses_of(out: Path) -> dict[int, float]:
     """Training loss by step."""
     return {record["step"]: record["loss"] for record in read_metrics(out) if "loss" in record}
+
+
+def read_checkpoint(out: Path, step: int) -> dict[str, Any]:
+    """What a run has saved, whole, on one rank."""
+    with tempfile.NamedTemporaryFile() as file:
+        dcp_to_torch_save(out / f"checkpoints/step-{step:08d}", file.name)
+        content: dict[str, Any] = torch.load(file.name, weights_only=True)["trainer"]
+        return content
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.examples.conftest import arguments, environment, losses_of, read_metrics, train
+from tests.examples.conftest import arguments, environment, losses_of, read_checkpoint, read_metrics, train
 
 STEPS = 40
 UNTIMED = ("tokens_per_second",)
@@ -77,18 +78,15 @@ def assert_same_results(out: Path, expected_out: Path) -> None:
         for run in (out, expected_out)
     )
     assert got_metrics == expected_metrics
-    for rank in (0, 1):
-        name = f"checkpoints/step-{STEPS:08d}/rank{rank}.pt"
-        got = torch.load(out / name, weights_only=True, map_location="cpu")
-        expected = torch.load(expected_out / name, weights_only=True, map_location="cpu")
-        assert got["model"].keys() == expected["model"].keys()
-        for parameter, value in expected["model"].items():
-            assert torch.equal(got["model"][parameter], value), parameter
-        assert torch.equal(got["master"], expected["master"])
-        assert torch.equal(got["rng"], expected["rng"])
-        for index, moments in expected["optimizer"]["state"].items():
-            for key, value in moments.items():
-                assert torch.equal(got["optimizer"]["state"][index][key], value), (index, key)
+    got, expected = read_checkpoint(out, STEPS), read_checkpoint(expected_out, STEPS)
+    assert got["model"].keys() == expected["model"].keys()
+    for name, value in expected["model"].items():
+        assert torch.equal(got["model"][name], value), name
+    assert got["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys()
+    for name, moments in expected["optimizer"]["state"].items():
+        for key, value in moments.items():
+            assert torch.equal(got["optimizer"]["state"][name][key], value), (name, key)
+    assert got["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
 
 
 @pytest.mark.gpus(2)
@@ -103,14 +101,46 @@ def test_resumed_on_gpus_is_bit_for_bit_the_whole_run(number: str, text_file: Pa
     assert_same_results(tmp_path / "run", tmp_path / "whole")
 
 
-def test_ranks_hold_different_experts_and_equal_other_weights(whole_run) -> None:
+def test_a_checkpoint_holds_every_weight_once(whole_run) -> None:
+    """Experts of both ranks, no two of them alike; float32 of everything, by names that both implementations have."""
     out, _, _ = whole_run
-    first, second = (
-        torch.load(out / f"checkpoints/step-{STEPS:08d}/rank{rank}.pt", weights_only=True)["model"]
-        for rank in (0, 1)
-    )
-    for name, value in first.items():
-        assert torch.equal(value, second[name]) != (".experts." in name), name
+    model = read_checkpoint(out, STEPS)["model"]
+    config = json.loads((out / "config.json").read_text())
+    experts = [value for name, value in model.items() if ".experts." in name]
+    assert len(experts) == 2 * config["layers"]
+    for value in experts:
+        assert len(value) == config["experts"]
+        assert len({tuple(expert.flatten().tolist()) for expert in value}) == config["experts"]
+    assert {value.dtype for value in model.values()} == {torch.float32}
+    size = sum(path.stat().st_size for path in (out / f"checkpoints/step-{STEPS:08d}").iterdir())
+    weights = sum(value.numel() for value in model.values())
+    assert 12 * weights < size < 13 * weights + 200_000  # weights, two moments, and names
+
+
+@pytest.fixture(scope="module")
+def half_a_run(
+    text_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[str], list[float]]:
+    """A run of two ranks that was stopped halfway: its folder, its options, the losses of one that was not."""
+    root = tmp_path_factory.mktemp("half")
+    options = ["--text", str(text_file), "--steps", "20", "--aux-loss-coeff", "0"]
+    train(root / "whole", *options)
+    train(root / "run", *options, "--stop-at", "10")
+    return root / "run", options, list(losses_of(root / "whole").values())
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_resumed_on_another_number_of_ranks(half_a_run, tmp_path: Path, ranks: int) -> None:
+    """Equal but for the order of sums, as the ranks share the same text; the balance loss is of each rank alone."""
+    half, options, expected = half_a_run
+    out = tmp_path / "run"
+    shutil.copytree(half, out)
+    done = train(out, *options, "--ranks", str(ranks), "--resume", status=2)
+    assert f"got ranks * batch_size was 16 and is {8 * ranks}. Resume with" in done.stderr
+    share = ["--ranks", str(ranks), "--batch-size", str(16 // ranks)]
+    done = train(out, *options, *share, "--resume")
+    assert f"{ranks} ranks on cpu" in done.stdout
+    assert max(gaps(expected, list(losses_of(out).values()))) < 1e-5
 
 
 @pytest.fixture(scope="module")

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from moe_lm import checkpoint
 from moe_lm.config import Config, UserError
 from moe_lm.data import draw_batch, load_corpus
 
@@ -209,130 +205,6 @@ def test_batches_differ_by_rank_step_and_seed_and_are_repeatable(text_file: Path
 )
 def test_configurations_that_cannot_run(changes: dict[str, object], text: str) -> None:
     assert text_of(replace(Config(), **changes).check) == text
-
-
-@pytest.fixture
-def saved(tmp_path: Path):
-    """Two checkpoints of one rank, saved by the code under test."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    world = SimpleNamespace(first=True, rank=0, size=1, group=dist.group.WORLD, device=torch.device("cpu"))
-    config = replace(Config(), ranks=1)
-    for step in (10, 20, 30):
-        checkpoint.save(tmp_path, step, config, {"step_tensor": torch.tensor(step)}, world)
-    yield tmp_path, config, world
-    dist.destroy_process_group()
-
-
-def test_checkpoint_is_found_loaded_and_the_oldest_removed(saved) -> None:
-    out, config, world = saved
-    folder = checkpoint.check(out, config)
-    step, state = checkpoint.load(folder, world)
-    assert step == 30 and int(state["step_tensor"]) == 30
-    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-00000020", "step-00000030"]
-
-
-def test_no_checkpoint(tmp_path: Path) -> None:
-    assert text_of(checkpoint.check, tmp_path, Config()) == (
-        f"train_moe: argument '--resume': expected a checkpoint under '{tmp_path / 'checkpoints'}', got "
-        "none. Start without --resume, or give the --out of an earlier run."
-    )
-
-
-def corrupt(folder: Path, got: str) -> str:
-    return (
-        f"train_moe: checkpoint '{folder}': expected the files that its manifest.json lists, unchanged, "
-        f"got {got}. Remove this folder: --resume then takes the checkpoint before it."
-    )
-
-
-def test_checkpoint_with_a_changed_byte(saved) -> None:
-    out, config, _ = saved
-    path = out / "checkpoints/step-00000030/rank0.pt"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    assert text_of(checkpoint.check, out, config) == corrupt(
-        path.parent, "a file 'rank0.pt' with other content"
-    )
-
-
-def test_checkpoint_cut_short_missing_or_without_manifest(saved) -> None:
-    out, config, _ = saved
-    folder = out / "checkpoints/step-00000030"
-    path = folder / "rank0.pt"
-    path.write_bytes(path.read_bytes()[:-5])
-    assert text_of(checkpoint.check, out, config) == corrupt(folder, "a file 'rank0.pt' with other content")
-    path.unlink()
-    assert text_of(checkpoint.check, out, config) == corrupt(folder, "no file 'rank0.pt'")
-    manifest = folder / "manifest.json"
-    good = manifest.read_text()
-    manifest.write_text(good[: len(good) // 2])
-    assert text_of(checkpoint.check, out, config) == corrupt(
-        folder, "a file 'manifest.json' that cannot be read"
-    )
-    manifest.write_text(json.dumps({**json.loads(good), "version": 99}))
-    assert text_of(checkpoint.check, out, config) == corrupt(folder, "version 99")
-    manifest.unlink()
-    assert text_of(checkpoint.check, out, config) == corrupt(folder, "no file 'manifest.json'")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"config": None}, {"config": []}, {"config": "x"}, {"files": None}, {"files": ["rank0.pt"]}, {"files": {}},
-        {"files": {"rank0.pt": 3}}, {"files": {"rank0.pt": {}}}, {"files": {"../rank0.pt": {}}}, {"step": "30"},
-        {"files": {"rank0.pt": {"bytes": "1", "sha256": 2}}}, {"step": 10}, {"step": None}, {"config": {}},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_manifest_of_another_shape(saved, change: dict[str, object]) -> None:
-    out, config, _ = saved
-    manifest = out / "checkpoints/step-00000030/manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **change}))
-    text = text_of(checkpoint.check, out, config)
-    assert text.startswith(f"train_moe: checkpoint '{manifest.parent}': expected the files that its manifest")
-    assert "got a file 'manifest.json' " in text
-
-
-@pytest.mark.parametrize(
-    "content", ["[]", "3", "null", '"text"', "[" * 100_000, "\xff", ""], ids=lambda c: c[:9]
-)
-def test_manifest_that_is_none(saved, content: str) -> None:
-    out, config, _ = saved
-    manifest = out / "checkpoints/step-00000030/manifest.json"
-    manifest.write_bytes(content.encode("latin-1"))
-    expected = corrupt(manifest.parent, "a file 'manifest.json' that cannot be read")
-    assert text_of(checkpoint.check, out, config) == expected
-    manifest.unlink()
-    os.mkfifo(manifest)  # would be waited for
-    assert text_of(checkpoint.check, out, config) == expected
-
-
-def test_folders_of_somebody_else_among_the_checkpoints(saved) -> None:
-    out, config, world = saved
-    (out / "checkpoints/step-best").mkdir()
-    (out / "checkpoints/step-99999999").write_text("a file")
-    assert checkpoint.check(out, config).name == "step-00000030"
-    checkpoint.save(out, 40, config, {}, world)
-    assert (out / "checkpoints/step-best").exists() and (out / "checkpoints/step-99999999").exists()
-
-
-def test_checkpoint_before_a_corrupt_one_is_taken_once_that_is_removed(saved) -> None:
-    out, config, _ = saved
-    (out / "checkpoints/step-00000030/rank0.pt").unlink()
-    (out / "checkpoints/step-00000030/manifest.json").unlink()
-    (out / "checkpoints/step-00000030").rmdir()
-    assert checkpoint.check(out, config).name == "step-00000020"
-
-
-def test_resume_with_another_configuration(saved) -> None:
-    out, config, _ = saved
-    folder = out / "checkpoints/step-00000030"
-    assert text_of(checkpoint.check, out, replace(config, lr=0.5, layers=3)) == (
-        f"train_moe: argument '--resume': expected the configuration of '{folder}', got "
-        "layers was 4 and is 3; lr was 0.001 and is 0.5. Resume with the options of the first run, or "
-        "start anew in another --out."
-    )
 
 
 def test_the_command_prints_one_line_and_starts_nothing(tmp_path: Path) -> None:

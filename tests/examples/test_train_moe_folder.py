@@ -32,7 +32,8 @@ def make_run(out: Path, step: int) -> None:
     os.close(folder.lock)
     (out / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
     (out / f"checkpoints/step-{step:08d}").mkdir(parents=True)
-    (out / f"checkpoints/step-{step:08d}/rank0.pt").write_text("weights")
+    for name in (".metadata", "__0_0.distcp", "manifest.json"):
+        (out / f"checkpoints/step-{step:08d}/{name}").write_text("weights")
 
 
 def refused(out: Path, below: Path) -> str:
@@ -60,7 +61,9 @@ def test_a_run_moves_the_one_before_and_deletes_the_one_before_that(tmp_path: Pa
         "metrics.jsonl": '{"step": 2}\n',
         "checkpoints": None,
         "checkpoints/step-00000002": None,
-        "checkpoints/step-00000002/rank0.pt": "weights",
+        "checkpoints/step-00000002/.metadata": "weights",
+        "checkpoints/step-00000002/__0_0.distcp": "weights",
+        "checkpoints/step-00000002/manifest.json": "weights",
     }
 
 
@@ -68,6 +71,8 @@ def test_a_run_from_before_the_program_wrote_its_name(tmp_path: Path) -> None:
     out = tmp_path / "run"
     out.mkdir()
     (out / "config.json").write_text(json.dumps(asdict(Config())))
+    (out / "checkpoints/step-00000001").mkdir(parents=True)
+    (out / "checkpoints/step-00000001/rank0.pt").write_text("weights")
     RunFolder.new(out, Config())
     assert (tmp_path / "run.previous/config.json").exists()
 
@@ -98,7 +103,7 @@ def test_a_run_to_which_somebody_has_added(tmp_path: Path, where: str, name: str
     )
 
 
-@pytest.mark.parametrize("name", ["notes", "rank0.pt.mine", "extra"])
+@pytest.mark.parametrize("name", ["notes", "rank0.pt.mine", "__0_0.distcp.mine", "extra"])
 @pytest.mark.parametrize("where", ["run", "run.previous"])
 def test_a_checkpoint_to_which_somebody_has_added(tmp_path: Path, where: str, name: str) -> None:
     for step in (1, 1):
