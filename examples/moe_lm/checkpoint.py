@@ -58,8 +58,9 @@ def save(out: Path, step: int, config: Config, state: Stateful, world: World) ->
 
 
 class _Writer(dcp.FileSystemWriter):
+    """Raises what the disk said. torch.save instead tells of the place in the file at which it stopped."""
+
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """As ever, but says what the disk said: torch.save tells of the place in the file at which it stopped."""
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
@@ -77,9 +78,9 @@ def _told(folder: Path) -> Iterator[None]:
     except (OSError, CheckpointException) as error:
         raise UserError(
             f"checkpoint '{folder}'",
-            "a disk that takes it",
-            shortened(_cause(error), 200),
-            "Make room, or give another --out; the checkpoints before it are whole.",
+            "to be written",
+            shortened(_cause(error), 300),
+            "Make room for it, or give another --out; the checkpoints before it are whole.",
         ) from None
 
 
@@ -88,7 +89,9 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         rank, (error, _) = next(iter(error.failures.items()))
         return f"on rank {rank}: {_cause(error)}"
-    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".partition("\n")[0]
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: '{error.filename}'" if error.filename else error.strerror
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def check(out: Path, config: Config) -> Path:

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from moe_lm import checkpoint
-from moe_lm.config import Config, UserError
+from moe_lm.config import Config, UserError, difference
 from moe_lm.folder import RunFolder
 from moe_lm.world import World
 from torch.distributed.device_mesh import init_device_mesh
@@ -171,6 +171,24 @@ def test_resume_with_another_configuration(saved) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "format", "got"),
+    [
+        ((2, 6), (4, 3), "fp8_block", ""),
+        ((2, 6), (1, 12), "fp8_block", ""),
+        ((2, 6), (4, 3), "fp8_delayed", ""),
+        ((2, 6), (1, 12), "fp8_delayed", "ranks was 2 and is 1"),
+        ((1, 6), (1, 6), "fp8_delayed", ""),
+        ((2, 6), (2, 3), "none", "ranks * batch_size was 12 and is 6"),
+    ],
+)
+def test_ranks_that_share_the_same_sequences(
+    before: tuple[int, int], now: tuple[int, int], format: str, got: str
+) -> None:
+    old, new = (Config(ranks=ranks, batch_size=size, format=format) for ranks, size in (before, now))
+    assert "; ".join(difference(asdict(old), new)) == got
+
+
 def test_files_that_somebody_has_added_stay(saved) -> None:
     """Of a checkpoint that has had its time."""
     out, config, world = saved
@@ -271,8 +289,8 @@ def test_a_disk_that_refuses_a_checkpoint(text_file: Path, tmp_path: Path, ranks
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1] == (
-        f"train_moe: checkpoint '{out}/checkpoints/step-00000004': expected a disk that takes it, got on rank 0: File "
-        "too large. Make room, or give another --out; the checkpoints before it are whole."
+        f"train_moe: checkpoint '{out}/checkpoints/step-00000004': expected to be written, got on rank 0: File "
+        "too large. Make room for it, or give another --out; the checkpoints before it are whole."
     )
     assert "Traceback" not in done.stderr and "terminate" not in done.stderr
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000002"]
@@ -301,7 +319,7 @@ def test_a_full_disk(text_file: Path, tmp_path: Path, ranks: str, size: str) -> 
         timeout=240,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
-    assert "expected a disk that takes it, got on rank 0: No space left on device" in done.stderr, done.stderr
+    assert "expected to be written, got on rank 0: No space left on device" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and "terminate" not in done.stderr
     saved = sorted(path.name for path in (kept / "checkpoints").iterdir())
     assert saved == ([] if size == "100k" else ["step-00000005", "step-00000010"])
