@@ -72,15 +72,6 @@ def test_has_a_meaning(name: str) -> None:
 
 
 @by_op
-def test_passes_opcheck_somewhere(name: str) -> None:
-    tests = [
-        path.read_text() for path in (ROOT / "tests").rglob("test_*.py") if path.parent.name != "surface"
-    ]
-    word = re.compile(rf"\b{name}\b")
-    assert any("opcheck(" in text and word.search(text) for text in tests), "no test file runs opcheck on it"
-
-
-@by_op
 def test_is_in_the_manual(name: str) -> None:
     module = wrapper_of(name).__module__
     pages = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]

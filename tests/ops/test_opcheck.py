@@ -1,0 +1,25 @@
+"""torch.library.opcheck of every op of the registry, each with a call of every kind that testing/every_op.py lists."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.opcheck import opcheck
+from tests.ops.test_refusals import CALLS, copied
+from transformer_plugin.testing.every_op import Call, registered
+
+#: Without tensors: they have no kernels and no Meta to check.
+HOST_OPS = {"check_group_sizes", "compare_call", "grouped_gemm_plan"}
+FIRST = list({(call.op, call.name): call for call in CALLS if call.op not in HOST_OPS}.values())
+
+
+@pytest.mark.parametrize("call", FIRST, ids=[f"{call.op}-{call.name}" for call in FIRST])
+@pytest.mark.usefixtures("schema_checks_take_fp8")
+def test_opcheck(call: Call) -> None:
+    op = getattr(torch.ops.transformer_plugin, call.op).default
+    opcheck(op, (), copied(call.arguments))
+
+
+def test_every_op_is_checked() -> None:
+    assert {call.op for call in FIRST} >= set(registered()) - HOST_OPS - {"agree", "release_group"}
