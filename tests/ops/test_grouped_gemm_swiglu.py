@@ -22,7 +22,6 @@ from transformer_plugin.testing.gemm_swiglu_cases import (
 from transformer_plugin.testing.numerics import assert_close_in_ulp, assert_rounded_sum, assert_same_bits
 
 pytestmark = pytest.mark.dtypes_in_turn
-
 EXACT, RANDOM = list(grouped_gemm_swiglu_cases()), list(grouped_gemm_swiglu_cases(normals))
 BACKWARD, BACKWARD_RANDOM = (
     list(grouped_gemm_swiglu_backward_cases()),

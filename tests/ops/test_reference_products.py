@@ -182,7 +182,7 @@ def assert_reaches(
 ) -> None:
     """No number where the element is used, and elsewhere what there is without it."""
     of_nothing = argument == "alpha" and axes == ("G",) and int(given["group_sizes"][place[0]]) == 0
-    for function in functions(call)[: 1 if of_nothing and given.get("beta") is not None else 2]:
+    for function in functions(call):
         before, after = (results(function, call, x) for x in (given, spoilt))
         for x, y, result in zip(before, after, product.results, strict=False):
             mask = reached(product, axes, place, result, x.shape, given)

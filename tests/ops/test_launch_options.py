@@ -1,0 +1,194 @@
+"""``max_sms`` and ``expected_rows``: every op over groups takes them, and its bits never depend on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.opcheck import opcheck
+from transformer_plugin import ops
+from transformer_plugin.testing.gemm_cases import normals
+from transformer_plugin.testing.numerics import assert_same_bits
+
+_ops = torch.ops.transformer_plugin
+BF16, FP32 = torch.bfloat16, torch.float32
+
+OPTIONS: list[dict[str, int]] = [
+    {"max_sms": 1},
+    {"max_sms": 7, "expected_rows": 0},
+    {"expected_rows": 1},
+    {"expected_rows": 10**9, "max_sms": 10**9},
+]
+
+
+def operands(device: torch.device, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """a [T, K], b [G, N, K], sizes and grad [T, N]; several tiles in all directions, and a tail."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((700, 264), (5, 520, 264), (700, 520))
+    a, b, grad = (normals(shape, dtype, device, generator) for shape in shapes)
+    return a, b, torch.tensor([130, 0, 1, 300, 200], device=device), grad
+
+
+def quantized_calls(device: torch.device) -> dict[str, Callable[..., Tensor]]:
+    """Each quantized op as a function of the options."""
+    a, b, sizes, grad = operands(device, FP32)
+    keys = ("fp8_block", "fp8_block:square")
+    rows, weight = ops.grouped_quantize(a, sizes, keys[0]), ops.quantize(b, keys[1])
+    columns = [ops.grouped_quantize_transposed(x, sizes, keys[0]) for x in (grad, a)]
+    forward = (*rows, *weight, sizes, *keys)
+    wgrad = (*columns[0], *columns[1], sizes, keys[0], keys[0])
+
+    def forward_out(**options: int) -> Tensor:
+        out = torch.zeros(700, 520, dtype=BF16, device=device)
+        ops.grouped_gemm_quantized_out(*forward, out, **options)
+        return out
+
+    def wgrad_out(**options: int) -> Tensor:
+        out = torch.ones(5, 520, 264, device=device)
+        ops.grouped_gemm_wgrad_quantized_out(*wgrad, out, **options)
+        return out
+
+    return {
+        "forward": lambda **options: ops.grouped_gemm_quantized(*forward, BF16, **options),
+        "forward_out": forward_out,
+        "wgrad": lambda **options: ops.grouped_gemm_wgrad_quantized(*wgrad, FP32, **options),
+        "wgrad_out": wgrad_out,
+    }
+
+
+def calls(device: torch.device) -> dict[str, Callable[..., Tensor]]:
+    """Each other op as a function of the options."""
+    a, b, sizes, grad = operands(device)
+
+    def forward_out(**options: int) -> Tensor:
+        out = torch.zeros(700, 520, dtype=BF16, device=device)
+        ops.grouped_gemm_out(a, b, sizes, out, **options)
+        return out
+
+    def wgrad_out(**options: int) -> Tensor:
+        out = normals((5, 520, 264), FP32, device, torch.Generator().manual_seed(2))
+        ops.grouped_gemm_wgrad_out(grad, a, sizes, out, **options)
+        return out
+
+    return {
+        "forward": lambda **options: ops.grouped_gemm(a, b, sizes, **options),
+        "data_grad": lambda **options: ops.grouped_gemm(grad, b, sizes, transpose_b=False, **options),
+        "forward_out": forward_out,
+        "wgrad": lambda **options: ops.grouped_gemm_wgrad(grad, a, sizes, dtype=FP32, **options),
+        "wgrad_out": wgrad_out,
+    }
+
+
+@pytest.mark.parametrize("made_by", [calls, quantized_calls])
+def test_bits_do_not_depend_on_them(made_by: Callable[..., Any], device: torch.device) -> None:
+    for name, call in made_by(device).items():
+        expected = call()
+        for options in OPTIONS:
+            assert_same_bits(call(**options), expected, f"{name} {options}")
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_sums_of_tiny_numbers_do_not_depend_on_them(dtype: torch.dtype, device: torch.device) -> None:
+    """Around the smallest normal number, where the copy engine of a GPU takes subnormal numbers for zero."""
+    generator, sizes = torch.Generator().manual_seed(3), torch.tensor([200, 0, 1800], device=device)
+    grad, input = (normals((2048, width), dtype, device, generator) for width in (136, 520))
+    tiny = torch.full((3,), torch.finfo(FP32).tiny / 16, device=device)
+    held = normals((3, 136, 520), FP32, device, generator) * torch.finfo(FP32).tiny
+    results = []
+    for expected_rows in (-1, 0, 2048, 2304):
+        out = held.clone()
+        ops.grouped_gemm_wgrad_out(grad, input, sizes, out, alpha=tiny, expected_rows=expected_rows)
+        results.append(out)
+    for out in results[1:]:
+        assert_same_bits(out, results[0])
+
+
+@pytest.mark.parametrize("transpose_b", [True, False])
+def test_gradients_take_them_along(transpose_b: bool, device: torch.device) -> None:
+    a, b, sizes, grad = operands(device)
+    if not transpose_b:
+        b = b.transpose(1, 2).contiguous()
+    leaves = [a.requires_grad_(), b.requires_grad_()]
+    seen = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names = [argument.name for argument in func._schema.arguments]
+            if "max_sms" in names:
+                given = dict(zip(names, args, strict=False))
+                seen.append((func._schema.name[20:], given.get("max_sms", 0), given.get("expected_rows", -1)))
+            return func(*args, **(kwargs or {}))
+
+    results = []
+    for options in ({}, {"max_sms": 8}, {"expected_rows": 640}, {"max_sms": 6, "expected_rows": 0}):
+        seen.clear()
+        with Watch():
+            output = ops.grouped_gemm(*leaves, sizes, transpose_b=transpose_b, **options)
+            results.append([output, *torch.autograd.grad(output, leaves, grad)])
+        wanted = (options.get("max_sms", 0), options.get("expected_rows", -1))
+        names = ["grouped_gemm", "grouped_gemm", "grouped_gemm_wgrad"]
+        assert sorted(seen) == [(name, *wanted) for name in names]
+        for got, expected in zip(results[-1], results[0], strict=True):
+            assert_same_bits(got, expected)
+
+
+def test_compiled(device: torch.device) -> None:
+    a, b, sizes, grad = operands(device, FP32)
+
+    def step(a: Tensor, b: Tensor, most: int) -> Tensor:
+        output = ops.grouped_gemm(a, b, sizes, max_sms=most, expected_rows=a.shape[0] // 2)
+        (output * grad).sum().backward()
+        return output
+
+    compiled = torch.compile(step, fullgraph=False, backend="aot_eager")
+    got, expected = [], []
+    for results, run in ((got, compiled), (expected, step)):
+        leaves = [x.clone().requires_grad_() for x in (a, b)]
+        results.extend([run(*leaves, 16), *(leaf.grad for leaf in leaves)])
+    for x, y in zip(got, expected, strict=True):
+        assert_same_bits(x, y)
+
+
+@pytest.mark.usefixtures("schema_checks_take_fp8")
+def test_opcheck(device: torch.device) -> None:
+    generator, options = torch.Generator().manual_seed(0), {"max_sms": 4, "expected_rows": 3}
+    sizes = torch.tensor([2, 1], device=device)
+    a, b, grad = (normals(s, FP32, device, generator) for s in ((4, 128), (2, 16, 128), (4, 16)))
+    out, weight = torch.zeros(4, 16, device=device), torch.zeros(2, 16, 128, device=device)
+    opcheck(_ops.grouped_gemm_out.default, (a, b, sizes, out), options)
+    opcheck(_ops.grouped_gemm_wgrad.default, (grad, a, sizes), options)
+    opcheck(_ops.grouped_gemm_wgrad_out.default, (grad, a, sizes, weight), options)
+    leaves = (a.clone().requires_grad_(), b.clone().requires_grad_())
+    opcheck(_ops.grouped_gemm.default, (*leaves, sizes), options)
+    key = "fp8_block"
+    rows, matrices = ops.grouped_quantize(a, sizes, key), ops.quantize(b, key)
+    forward = (*rows, *matrices, sizes, key, key)
+    opcheck(_ops.grouped_gemm_quantized.default, (*forward, BF16), options)
+    opcheck(_ops.grouped_gemm_quantized_out.default, (*forward, out), options)
+    columns = [ops.grouped_quantize_transposed(x, sizes, key) for x in (grad, a)]
+    wgrad = (*columns[0], *columns[1], sizes, key, key)
+    opcheck(_ops.grouped_gemm_wgrad_quantized.default, (*wgrad, FP32), options)
+    opcheck(_ops.grouped_gemm_wgrad_quantized_out.default, (*wgrad, weight), options)
+
+
+@pytest.mark.parametrize("made_by", [calls, quantized_calls])
+def test_errors(made_by: Callable[..., Any], device: torch.device) -> None:
+    for name, call in made_by(device).items():
+        op = "grouped_gemm" + ("_wgrad" if "wgrad" in name else "")
+        op += ("_quantized" if made_by is quantized_calls else "") + ("_out" if "out" in name else "")
+        with pytest.raises(ValueError) as caught:
+            call(max_sms=-2)
+        assert str(caught.value) == (
+            f"transformer_plugin::{op}: argument 'max_sms': expected a number of multiprocessors, or 0 for all, "
+            "got -2. Pass how many the product may take."
+        )
+        with pytest.raises(ValueError) as caught:
+            call(expected_rows=-2)
+        assert str(caught.value) == (
+            f"transformer_plugin::{op}: argument 'expected_rows': expected the rows of all groups together, or -1 "
+            "for the rows of the buffer, got -2. Leave it out where it is not known."
+        )
