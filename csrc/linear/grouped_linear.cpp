@@ -17,11 +17,11 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "grouped_linear";
 
-RoleFormats check_grouped_linear(const Tensor& input, const Tensor& weight, const Tensor& group_sizes,
-                                 const OptionalTensor& bias, const OptionalTensor& bias_scale,
-                                 std::string_view input_format, std::string_view weight_format,
-                                 std::string_view grad_format, OptionalList quantized_weight) {
-  const RoleFormats formats = role_formats(kOp, input_format, weight_format, grad_format);
+OperandFormats check_grouped_linear(const Tensor& input, const Tensor& weight, const Tensor& group_sizes,
+                                    const OptionalTensor& bias, const OptionalTensor& bias_scale,
+                                    std::string_view input_format, std::string_view weight_format,
+                                    std::string_view grad_format, OptionalList quantized_weight) {
+  const OperandFormats formats = operand_formats(kOp, input_format, weight_format, grad_format);
   const Argument input_argument{kOp, "input", input};
   const Argument weight_argument{kOp, "weight", weight};
   if (formats.native()) {
@@ -54,15 +54,16 @@ Tensor grouped_linear(const Tensor& input, const Tensor& weight, const Tensor& g
                       const OptionalTensor& bias, const OptionalTensor& bias_scale,
                       std::string_view input_format, std::string_view weight_format,
                       std::string_view grad_format, OptionalList quantized_weight) {
-  const RoleFormats formats = check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format,
-                                                   weight_format, grad_format, quantized_weight);
+  const OperandFormats formats =
+      check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format, weight_format,
+                           grad_format, quantized_weight);
   const OptionalTensor sizes = group_sizes;
-  const LayerArguments layer{input, weight, sizes, bias, bias_scale, quantized_weight};
-  check_rounding(kOp, layer, formats, false);
+  const LinearArguments layer{input, weight, sizes, bias, bias_scale, quantized_weight};
+  check_quantizable(kOp, layer, formats, false);
   const BelowAutograd guard;
   if (formats.native())
     return call_grouped_gemm(input, weight, group_sizes, bias, bias_scale, true, std::nullopt);
-  return low_precision_forward(layer, formats);
+  return quantized_linear_forward(layer, formats);
 }
 
 Tensor grouped_linear_autograd(const Tensor& input, const Tensor& weight, const Tensor& group_sizes,
@@ -78,14 +79,15 @@ Tensor grouped_linear_autograd(const Tensor& input, const Tensor& weight, const 
     return op.call(input, weight, group_sizes, bias, bias_scale, input_format, weight_format, grad_format,
                    quantized_weight);
   }
-  const RoleFormats formats = check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format,
-                                                   weight_format, grad_format, quantized_weight);
+  const OperandFormats formats =
+      check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format, weight_format,
+                           grad_format, quantized_weight);
   const OptionalTensor sizes = group_sizes;
-  const LayerArguments layer{input, weight, sizes, bias, bias_scale, quantized_weight};
-  check_rounding(kOp, layer, formats, weight.requires_grad());
+  const LinearArguments layer{input, weight, sizes, bias, bias_scale, quantized_weight};
+  check_quantizable(kOp, layer, formats, weight.requires_grad());
   if (formats.native())
     return call_grouped_gemm(input, weight, group_sizes, bias, bias_scale, true, std::nullopt);
-  return low_precision_product(layer, formats);
+  return quantized_linear_autograd(layer, formats);
 }
 
 }  // namespace

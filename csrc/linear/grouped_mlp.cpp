@@ -1,6 +1,6 @@
-// grouped_mlp: the experts of a mixture. For each group of rows two products with SwiGLU times a probability per row
-// between them, with its gradient, in any format: one node for what grouped_linear, swiglu and grouped_linear do in
-// three, with their bits.
+// grouped_mlp: the experts of an MoE layer, in any format and with its gradient. For each group of rows:
+// fc2(swiglu(fc1(x)) * prob). One autograd node with the same bits as the three nodes of grouped_linear, swiglu and
+// grouped_linear.
 #include <ATen/ops/add.h>
 
 #include "common/autograd.h"
@@ -23,14 +23,14 @@ using torch::autograd::variable_list;
 
 constexpr const char* kOp = "grouped_mlp";
 
-void check_widths(const Argument& input, const Argument& fc2_weight, const RoleFormats& formats) {
+void check_widths(const Argument& input, const Argument& fc2_weight, const OperandFormats& formats) {
   check_block_width(input, -1, formats, "Pad it with zeros, for example with torch.nn.functional.pad");
   check_block_width(fc2_weight, -1, formats, "Pad the weights with zeros, both halves of the first");
 }
 
-RoleFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input_format,
-                              std::string_view weight_format, std::string_view grad_format) {
-  const RoleFormats formats = role_formats(kOp, input_format, weight_format, grad_format);
+OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input_format,
+                                 std::string_view weight_format, std::string_view grad_format) {
+  const OperandFormats formats = operand_formats(kOp, input_format, weight_format, grad_format);
   const Argument input{kOp, "input", mlp.input};
   const Argument fc1_weight{kOp, "fc1_weight", mlp.fc1_weight}, fc2_weight{kOp, "fc2_weight", mlp.fc2_weight};
   const Argument probs{kOp, "probs", mlp.probs};
@@ -60,54 +60,55 @@ RoleFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input_fo
   return formats;
 }
 
-// Of both products, whose rows are in the same groups.
-void check_rounding(const MlpArguments& mlp, const RoleFormats& formats, bool columns) {
+// Both GEMMs have the same rows in the same groups, so one check serves them.
+void check_quantizable(const MlpArguments& mlp, const OperandFormats& formats, bool columns) {
   const OptionalTensor sizes = mlp.group_sizes, none;
-  check_rounding(kOp, {mlp.input, mlp.fc1_weight, sizes, none, none, std::nullopt}, formats, columns);
+  check_quantizable(kOp, {mlp.input, mlp.fc1_weight, sizes, none, none, std::nullopt}, formats, columns);
   if (formats.input.is_quantized()) {
     quantize::check_matrix({kOp, "fc2_weight", mlp.fc2_weight}, nullptr, formats.weight);
   }
 }
 
-// For which gradients something is kept.
-struct Wanted {
+// The gradients for which the forward saves tensors.
+struct NeedsGrad {
   bool input = false, fc1_weight = false, fc2_weight = false;
-  bool linear = false;  // of the first product: for any gradient of what comes before the second
+  bool linear = false;  // the output of fc1: for any gradient of what comes before fc2
 };
 
-struct Kept {
-  Scaled input, activation;  // for the gradients of the weights
-  Scaled fc1, fc2;           // the weights, for data gradients
-  Tensor linear;             // the first product
+struct SavedTensors {
+  QuantizedTensor input, activation;  // columnwise, for the weight gradients
+  QuantizedTensor fc1, fc2;           // the weights, for the data gradients
+  Tensor linear;                      // the output of fc1
 };
 
-// What the gradient of a weight takes of a matrix. Where no scale was made, the matrix itself and no view of it, so that
-// autograd notices a change of it.
-Scaled kept_columns(const Rounded& matrix) {
-  return matrix.rows.scale.defined() ? matrix.columns : matrix.rows;
+// What the weight gradient reads of a matrix. Without a scale this is the matrix itself and not a view of it, so that autograd
+// detects in-place changes.
+QuantizedTensor columnwise_to_save(const QuantizedOperand& matrix) {
+  return matrix.rowwise.scale.defined() ? matrix.columnwise : matrix.rowwise;
 }
-Scaled columns_of(const Scaled& kept) {
-  return kept.scale.defined() ? kept : Scaled{kept.data.t(), Tensor(), Tensor()};
+QuantizedTensor columnwise_of(const QuantizedTensor& kept) {
+  return kept.scale.defined() ? kept : QuantizedTensor{kept.data.t(), Tensor(), Tensor()};
 }
 
-// In the order of the steps, which is that of the seeds that stochastic rounding draws. What a product has used is freed
-// before the next thing is made, but for what is kept.
-Tensor forward_of(const MlpArguments& mlp, const RoleFormats& formats, const Wanted& wanted, Kept& kept) {
-  Rounded input =
-      round_role(mlp.input, mlp.group_sizes, formats.input, formats.input_key, true, wanted.fc1_weight);
-  RoundedWeight fc1 = round_role_weight(mlp.fc1_weight, mlp.quantized_fc1, formats, wanted.input);
-  if (wanted.fc1_weight) kept.input = kept_columns(input);
+// The order of the steps is the order in which stochastic rounding draws its seeds. Operands that are not saved are freed before
+// the next allocation.
+Tensor forward_of(const MlpArguments& mlp, const OperandFormats& formats, const NeedsGrad& wanted,
+                  SavedTensors& kept) {
+  QuantizedOperand input =
+      quantize_role(mlp.input, mlp.group_sizes, formats.input, formats.input_key, true, wanted.fc1_weight);
+  QuantizedWeight fc1 = quantize_role_weight(mlp.fc1_weight, mlp.quantized_fc1, formats, wanted.input);
+  if (wanted.fc1_weight) kept.input = columnwise_to_save(input);
   kept.fc1 = fc1.backward;
   Hidden hidden = product_then_activation(std::move(input), std::move(fc1), mlp, formats, wanted.fc2_weight,
                                           wanted.linear);
   if (wanted.linear) kept.linear = hidden.linear;
-  if (wanted.fc2_weight) kept.activation = kept_columns(hidden.activation);
+  if (wanted.fc2_weight) kept.activation = columnwise_to_save(hidden.activation);
   hidden.linear.reset();
-  const RoundedWeight fc2 = round_role_weight(mlp.fc2_weight, mlp.quantized_fc2, formats, wanted.linear);
+  const QuantizedWeight fc2 = quantize_role_weight(mlp.fc2_weight, mlp.quantized_fc2, formats, wanted.linear);
   kept.fc2 = fc2.backward;
   const OptionalTensor bias_scale = mlp.fc2_bias ? OptionalTensor(mlp.probs) : std::nullopt;
-  return multiply({hidden.activation.rows, formats.input_key}, {fc2.forward, formats.weight_key},
-                  mlp.group_sizes, mlp.fc2_bias, bias_scale, true, mlp.input.scalar_type());
+  return gemm_of({hidden.activation.rowwise, formats.input_key}, {fc2.forward, formats.weight_key},
+                 mlp.group_sizes, mlp.fc2_bias, bias_scale, true, mlp.input.scalar_type());
 }
 
 class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
@@ -123,14 +124,14 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
                         const OptionalList& quantized_fc2) {
     const MlpArguments mlp{input,    fc1_weight, fc2_weight,    group_sizes,  probs,
                            fc1_bias, fc2_bias,   quantized_fc1, quantized_fc2};
-    const std::string input_key = layer_key(given_input_key, input, group_sizes),
-                      grad_key = layer_key(given_grad_key, input, group_sizes);
-    const RoleFormats formats = role_formats(kOp, input_key, weight_key, grad_key);
-    Wanted wanted{input.requires_grad(), fc1_weight.requires_grad(), fc2_weight.requires_grad()};
+    const std::string input_key = layer_format_key(given_input_key, input, group_sizes),
+                      grad_key = layer_format_key(given_grad_key, input, group_sizes);
+    const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
+    NeedsGrad wanted{input.requires_grad(), fc1_weight.requires_grad(), fc2_weight.requires_grad()};
     wanted.linear = wanted.input || wanted.fc1_weight || wants_grad(fc1_bias) || probs.requires_grad();
     const bool scales_bias = fc2_bias && probs.requires_grad();
     const BelowAutograd guard;
-    Kept kept;
+    SavedTensors kept;
     const Tensor output = forward_of(mlp, formats, wanted, kept);
     ctx->save_for_backward({kept.input.data, kept.input.scale, kept.input.amax, kept.activation.data,
                             kept.activation.scale, kept.activation.amax, kept.fc1.data, kept.fc1.scale,
@@ -139,17 +140,17 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     ctx->saved_data["input_format"] = input_key;
     ctx->saved_data["weight_format"] = std::string(weight_key);
     ctx->saved_data["grad_format"] = grad_key;
-    ctx->saved_data["fc1_columns"] = !formats.native() && rounds_weight_columns(fc1_weight, formats);
-    ctx->saved_data["fc2_columns"] = !formats.native() && rounds_weight_columns(fc2_weight, formats);
+    ctx->saved_data["fc1_columns"] = !formats.native() && quantizes_weight_columnwise(fc1_weight, formats);
+    ctx->saved_data["fc2_columns"] = !formats.native() && quantizes_weight_columnwise(fc2_weight, formats);
     if (quantized_fc1) ctx->saved_data["fc1_given"] = true;
     if (quantized_fc2) ctx->saved_data["fc2_given"] = true;
     ctx->saved_data["has_fc1_bias"] = fc1_bias.has_value();
     ctx->saved_data["has_fc2_bias"] = fc2_bias.has_value();
-    EarlyRelease::prepare(ctx);
+    SavedTensorRelease::prepare(ctx);
     return output;
   }
 
-  static Kept unpack(const variable_list& saved) {
+  static SavedTensors unpack(const variable_list& saved) {
     return {{saved[0], saved[1], saved[2]},
             {saved[3], saved[4], saved[5]},
             {saved[6], saved[7], saved[8]},
@@ -157,15 +158,15 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
             saved[12]};
   }
 
-  // Gradients of weights that take more than is freed after them come late: that of the second weight when what the
-  // activation's gradient was made of is freed, that of the first when the first weight's copy for the data gradient is.
+  // Lowers the peak of memory: a weight gradient that is larger than the tensors freed after it is computed late. That of fc2
+  // then follows the activation's backward, and that of fc1 follows the data gradient.
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const std::string input_key = ctx->saved_data["input_format"].toStringRef();
     const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
     const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
-    const RoleFormats formats = role_formats(kOp, input_key, weight_key, grad_key);
-    const Kept kept = unpack(saved);
+    const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
+    const SavedTensors kept = unpack(saved);
     const Tensor &grad = grads[0], &group_sizes = saved[13], &probs = saved[14];
     const at::ScalarType dtype = grad.scalar_type();
     const bool wants_input = ctx->needs_input_grad(0), wants_fc1 = ctx->needs_input_grad(1),
@@ -175,81 +176,86 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
 
     auto [grad_fc2_bias, grad_probs] = fc2_bias_gradients(ctx, grad, group_sizes, probs, saved[15]);
     Tensor grad_input, grad_fc1, grad_fc1_bias, grad_fc2;
-    Rounded g;
+    QuantizedOperand g;
     if (wants_linear || wants_fc2) {
-      g = round_role(grad, group_sizes, formats.grad, grad_key, wants_linear, wants_fc2);
+      g = quantize_role(grad, group_sizes, formats.grad, grad_key, wants_linear, wants_fc2);
     }
-    const EarlyRelease release(ctx);
-    Rounded linear;  // gradient of the first product
-    const auto multiply_fc2 = [&] {
+    const SavedTensorRelease release(ctx);
+    QuantizedOperand linear;  // the gradient of the output of fc1
+    const auto compute_fc2_wgrad = [&] {
       if (wants_fc2) {
-        grad_fc2 = multiply_columns({g.columns, grad_key}, {columns_of(kept.activation), input_key},
-                                    group_sizes, dtype);
+        grad_fc2 = wgrad_of({g.columnwise, grad_key}, {columnwise_of(kept.activation), input_key},
+                            group_sizes, dtype);
       }
-      g.columns = {};
+      g.columnwise = {};
       release(kept.activation.data);
     };
-    const auto multiply_fc1 = [&] {
+    const auto compute_fc1_wgrad = [&] {
       if (wants_fc1) {
-        grad_fc1 = multiply_columns({linear.columns, grad_key}, {columns_of(kept.input), input_key},
-                                    group_sizes, dtype);
+        grad_fc1 = wgrad_of({linear.columnwise, grad_key}, {columnwise_of(kept.input), input_key},
+                            group_sizes, dtype);
       }
-      linear.columns = {};
+      linear.columnwise = {};
       if (kept.input.scale.defined()) release(kept.input.data);
     };
-    const bool fc2_is_late = wants_fc2 && grows(g.columns, kept.activation, group_sizes, dtype);
-    if (!fc2_is_late) multiply_fc2();
+    const bool fc2_is_late = wants_fc2 && grows(g.columnwise, kept.activation, group_sizes, dtype);
+    if (!fc2_is_late) compute_fc2_wgrad();
     if (wants_linear) {
       const bool fc2_columns = ctx->saved_data["fc2_columns"].toBool();
       HiddenGradient hidden = data_gradient_then_activation_backward(
-          std::move(g.rows), kept.fc2, fc2_columns, kept.linear, group_sizes, probs, formats,
+          std::move(g.rowwise), kept.fc2, fc2_columns, kept.linear, group_sizes, probs, formats,
           {wants_input, wants_fc1, wants_fc1_bias});
       release(kept.linear);
-      if (is_rounded(ctx, kept.fc2, "fc2_given")) release(kept.fc2.data);
+      if (quantized_in_forward(ctx, kept.fc2, "fc2_given")) release(kept.fc2.data);
       linear = std::move(hidden.linear.values);
       grad_fc1_bias = hidden.linear.bias;
       if (wants_probs) {
         grad_probs = grad_probs.defined() ? at::add(grad_probs, hidden.probs) : hidden.probs;
       }
     }
-    if (fc2_is_late) multiply_fc2();
-    const bool fc1_is_late = wants_fc1 && is_rounded(ctx, kept.fc1, "fc1_given") &&
-                             grows(linear.columns, kept.input, group_sizes, dtype);
-    if (!fc1_is_late) multiply_fc1();
+    if (fc2_is_late) compute_fc2_wgrad();
+    const bool fc1_is_late = wants_fc1 && quantized_in_forward(ctx, kept.fc1, "fc1_given") &&
+                             grows(linear.columnwise, kept.input, group_sizes, dtype);
+    if (!fc1_is_late) compute_fc1_wgrad();
     if (wants_input) {
       const bool fc1_columns = ctx->saved_data["fc1_columns"].toBool();
-      grad_input = multiply({linear.rows, grad_key}, {kept.fc1, weight_key}, group_sizes, std::nullopt,
-                            std::nullopt, fc1_columns, dtype);
+      grad_input = gemm_of({linear.rowwise, grad_key}, {kept.fc1, weight_key}, group_sizes, std::nullopt,
+                           std::nullopt, fc1_columns, dtype);
     }
-    linear.rows = {};
-    if (is_rounded(ctx, kept.fc1, "fc1_given")) release(kept.fc1.data);
-    if (fc1_is_late) multiply_fc1();
+    linear.rowwise = {};
+    if (quantized_in_forward(ctx, kept.fc1, "fc1_given")) release(kept.fc1.data);
+    if (fc1_is_late) compute_fc1_wgrad();
     return {grad_input,    grad_fc1, grad_fc2, Tensor(), grad_probs, grad_fc1_bias,
             grad_fc2_bias, Tensor(), Tensor(), Tensor(), Tensor(),   Tensor()};
   }
 
-  // Whether the gradient of a weight takes more than is freed of what it is made of, as it does where experts have fewer rows
-  // than their weights are wide. Sizes that a tracer leaves open say no.
-  static bool grows(const Scaled& grad, const Scaled& activation, const Tensor& group_sizes,
+  // Whether a weight gradient is larger than the operands that are freed after it, as it is where experts have fewer rows than
+  // their weights are wide. False where a tracer does not know the sizes.
+  static bool grows(const QuantizedTensor& grad, const QuantizedTensor& activation, const Tensor& group_sizes,
                     at::ScalarType dtype) {
-    const auto elements = [](const Scaled& matrix) { return matrix.data.sym_numel().maybe_as_int(); };
+    const auto elements = [](const QuantizedTensor& matrix) {
+      return matrix.data.sym_numel().maybe_as_int();
+    };
     const auto lines = [](const Tensor& matrix) { return matrix.sym_size(0).maybe_as_int(); };
     const auto freed = elements(grad), kept = elements(activation);
-    const auto rows = lines(grad.data), columns = lines(columns_of(activation).data),
+    const auto rows = lines(grad.data), columns = lines(columnwise_of(activation).data),
                groups = lines(group_sizes);
     if (!freed || !kept || !rows || !columns || !groups) return false;
     const int64_t own = *groups * *rows * *columns * static_cast<int64_t>(c10::elementSize(dtype));
-    const int64_t of_grad = grad.scale.defined() ? *freed : 0;  // else it is the caller's, or needed as rows
+    const int64_t of_grad = grad.scale.defined()
+                                ? *freed
+                                : 0;  // without a scale it is the caller's tensor, or still needed rowwise
     return own > of_grad * grad.data.element_size() + *kept * activation.data.element_size();
   }
 
-  // Whether the forward rounded a weight: without a scale it is the parameter, and a `given` one is the caller's.
-  static bool is_rounded(const AutogradContext* ctx, const Scaled& weight, const char* given) {
+  // Whether the forward made the quantized weight: without a scale it is the parameter, and with `given` the caller's.
+  static bool quantized_in_forward(const AutogradContext* ctx, const QuantizedTensor& weight,
+                                   const char* given) {
     return weight.scale.defined() && ctx->saved_data.find(given) == ctx->saved_data.end();
   }
 
-  // Of the second bias, and what it adds to that of the probabilities, which scale it: from the gradient before it is
-  // rounded. `bias` was saved when that is wanted.
+  // The gradient of fc2's bias, and its contribution to that of the probabilities, which scale it; both from the gradient before
+  // quantization. `bias` is saved if the latter is needed.
   static std::pair<Tensor, Tensor> fc2_bias_gradients(AutogradContext* ctx, const Tensor& grad,
                                                       const Tensor& group_sizes, const Tensor& probs,
                                                       const Tensor& bias) {
@@ -281,10 +287,10 @@ Tensor grouped_mlp(const Tensor& input, const Tensor& fc1_weight, const Tensor& 
                    OptionalList quantized_fc2) {
   const MlpArguments mlp{input,    fc1_weight, fc2_weight,    group_sizes,  probs,
                          fc1_bias, fc2_bias,   quantized_fc1, quantized_fc2};
-  const RoleFormats formats = check_grouped_mlp(mlp, input_format, weight_format, grad_format);
-  check_rounding(mlp, formats, false);
+  const OperandFormats formats = check_grouped_mlp(mlp, input_format, weight_format, grad_format);
+  check_quantizable(mlp, formats, false);
   const BelowAutograd guard;
-  Kept nothing;
+  SavedTensors nothing;
   return forward_of(mlp, formats, {}, nothing);
 }
 
@@ -304,8 +310,8 @@ Tensor grouped_mlp_autograd(const Tensor& input, const Tensor& fc1_weight, const
   }
   const MlpArguments mlp{input,    fc1_weight, fc2_weight,    group_sizes,  probs,
                          fc1_bias, fc2_bias,   quantized_fc1, quantized_fc2};
-  const RoleFormats formats = check_grouped_mlp(mlp, input_format, weight_format, grad_format);
-  check_rounding(mlp, formats, fc1_weight.requires_grad() || fc2_weight.requires_grad());
+  const OperandFormats formats = check_grouped_mlp(mlp, input_format, weight_format, grad_format);
+  check_quantizable(mlp, formats, fc1_weight.requires_grad() || fc2_weight.requires_grad());
   return GroupedMlpFunction::apply(input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias,
                                    input_format, weight_format, grad_format, quantized_fc1, quantized_fc2);
 }

@@ -11,62 +11,63 @@ namespace {
 
 using at::Tensor;
 
-// The scales of blocks are found in a tile. One scale for a whole matrix, and the amax of nvfp4, need all of the matrix
-// before its first element is rounded, so there the steps are done one by one.
-bool rounds_in_tiles(const Format& format, std::string_view key) {
+// Block scales are computed within a tile. A scale for a whole matrix, and the amax of nvfp4, need the whole matrix first, so
+// these formats run the steps one by one.
+bool fuses_quantize(const Format& format, std::string_view key) {
   return format.has_blocks() && !format.is_nv() && !marks_nonfinite(key);
 }
 
-// The gradient's two halves must begin on a tile. Where a bias wants its sums, they are of what is not rounded.
-bool rounds_gradient_in_tiles(const Tensor& linear, const RoleFormats& formats, const HiddenWanted& wanted) {
+// Both halves of the gradient must begin at a tile. The gradient of a bias is summed before quantization, so it needs the steps.
+bool fuses_gradient_quantize(const Tensor& linear, const OperandFormats& formats,
+                             const HiddenNeedsGrad& wanted) {
   constexpr int64_t kTwoTiles = 256;
   const c10::SymInt columns = linear.sym_size(1);
-  return rounds_in_tiles(formats.grad, formats.grad_key) && (wanted.input || wanted.weight) && !wanted.bias &&
+  return fuses_quantize(formats.grad, formats.grad_key) && (wanted.input || wanted.weight) && !wanted.bias &&
          columns > 0 && columns % kTwoTiles == 0;
 }
 
-// Whether a product of these values with a SwiGLU beside it is one op: without scales, in the dtype of the layer.
-bool multiplies_as_they_are(const Scaled& values, const Scaled& weight, at::ScalarType dtype) {
+// Whether grouped_gemm_swiglu takes these operands: no scales, and the dtype of the layer.
+bool is_unquantized(const QuantizedTensor& values, const QuantizedTensor& weight, at::ScalarType dtype) {
   return !values.scale.defined() && values.data.scalar_type() == dtype && weight.data.scalar_type() == dtype;
 }
 
 }  // namespace
 
-Rounded round_role(const Tensor& x, const Tensor& group_sizes, const Format& format, std::string_view key,
-                   bool rows, bool columns) {
+QuantizedOperand quantize_role(const Tensor& x, const Tensor& group_sizes, const Format& format,
+                               std::string_view key, bool rows, bool columns) {
   if (format.family == FormatFamily::kNone) {
     return {{x, Tensor(), Tensor()}, {x.t(), Tensor(), Tensor()}};
   }
-  return round_matrix(x, group_sizes, format, key, rows, columns);
+  return quantize_operand(x, group_sizes, format, key, rows, columns);
 }
 
-RoundedWeight round_role_weight(const Tensor& weight, const OptionalList& quantized,
-                                const RoleFormats& formats, bool backward) {
-  if (quantized) return as_rounded_weight(*quantized, formats, backward);
-  if (!formats.native()) return round_weight(weight, formats, backward);
-  const Scaled as_it_is{weight, Tensor(), Tensor()};
-  return {as_it_is, backward ? as_it_is : Scaled{}};
+QuantizedWeight quantize_role_weight(const Tensor& weight, const OptionalList& quantized,
+                                     const OperandFormats& formats, bool backward) {
+  if (quantized) return as_quantized_weight(*quantized, formats, backward);
+  if (!formats.native()) return quantize_weight_operand(weight, formats, backward);
+  const QuantizedTensor as_it_is{weight, Tensor(), Tensor()};
+  return {as_it_is, backward ? as_it_is : QuantizedTensor{}};
 }
 
-Hidden product_then_activation(Rounded input, RoundedWeight weight, const MlpArguments& mlp,
-                               const RoleFormats& formats, bool columns, bool keep_linear) {
+Hidden product_then_activation(QuantizedOperand input, QuantizedWeight weight, const MlpArguments& mlp,
+                               const OperandFormats& formats, bool columns, bool keep_linear) {
   Hidden hidden;
-  if (multiplies_as_they_are(input.rows, weight.forward, mlp.input.scalar_type())) {
+  if (is_unquantized(input.rowwise, weight.forward, mlp.input.scalar_type())) {
     Tensor activation;
     std::tie(activation, hidden.linear) =
-        call_grouped_gemm_swiglu(input.rows.data, weight.forward.data, mlp.group_sizes, mlp.probs,
+        call_grouped_gemm_swiglu(input.rowwise.data, weight.forward.data, mlp.group_sizes, mlp.probs,
                                  mlp.fc1_bias, /*interleave=*/0, /*keep_input=*/keep_linear);
     hidden.activation =
-        round_role(activation, mlp.group_sizes, formats.input, formats.input_key, true, columns);
+        quantize_role(activation, mlp.group_sizes, formats.input, formats.input_key, true, columns);
     return hidden;
   }
-  hidden.linear = multiply({input.rows, formats.input_key}, {weight.forward, formats.weight_key},
-                           mlp.group_sizes, mlp.fc1_bias, std::nullopt, true, mlp.input.scalar_type());
+  hidden.linear = gemm_of({input.rowwise, formats.input_key}, {weight.forward, formats.weight_key},
+                          mlp.group_sizes, mlp.fc1_bias, std::nullopt, true, mlp.input.scalar_type());
   input = {};
   weight = {};
-  if (!rounds_in_tiles(formats.input, formats.input_key)) {
-    hidden.activation = round_role(activation::call_swiglu(hidden.linear, mlp.probs), mlp.group_sizes,
-                                   formats.input, formats.input_key, true, columns);
+  if (!fuses_quantize(formats.input, formats.input_key)) {
+    hidden.activation = quantize_role(activation::call_swiglu(hidden.linear, mlp.probs), mlp.group_sizes,
+                                      formats.input, formats.input_key, true, columns);
     return hidden;
   }
   auto& [row, column] = hidden.activation;
@@ -82,14 +83,14 @@ Hidden product_then_activation(Rounded input, RoundedWeight weight, const MlpArg
 
 namespace {
 
-RoundedGradient round_hidden_gradient(const Tensor& grad, const Tensor& group_sizes,
-                                      const RoleFormats& formats, const HiddenWanted& wanted) {
-  RoundedGradient result;
+QuantizedGradient round_hidden_gradient(const Tensor& grad, const Tensor& group_sizes,
+                                        const OperandFormats& formats, const HiddenNeedsGrad& wanted) {
+  QuantizedGradient result;
   if (formats.native()) {
-    result.values = round_role(grad, group_sizes, formats.grad, formats.grad_key, true, true);
+    result.values = quantize_role(grad, group_sizes, formats.grad, formats.grad_key, true, true);
   } else if (wanted.input || wanted.weight) {
-    result = round_gradient(grad, group_sizes, formats.grad, formats.grad_key, wanted.input, wanted.weight,
-                            wanted.bias);
+    result = quantize_gradient(grad, group_sizes, formats.grad, formats.grad_key, wanted.input, wanted.weight,
+                               wanted.bias);
   }
   if (wanted.bias && !result.bias.defined()) {
     std::tie(result.bias, std::ignore) =
@@ -100,18 +101,19 @@ RoundedGradient round_hidden_gradient(const Tensor& grad, const Tensor& group_si
 
 }  // namespace
 
-// Two steps in every format: a product with the gradient of SwiGLU in its epilogue, grouped_gemm_swiglu_backward, holds less
-// but takes longer.
-HiddenGradient data_gradient_then_activation_backward(Scaled grad, const Scaled& weight, bool transpose_b,
-                                                      const Tensor& linear, const Tensor& group_sizes,
-                                                      const Tensor& probs, const RoleFormats& formats,
-                                                      const HiddenWanted& wanted) {
+// Two steps in every format: grouped_gemm_swiglu_backward, with SwiGLU's gradient in the epilogue, needs less memory but takes
+// longer.
+HiddenGradient data_gradient_then_activation_backward(QuantizedTensor grad, const QuantizedTensor& weight,
+                                                      bool transpose_b, const Tensor& linear,
+                                                      const Tensor& group_sizes, const Tensor& probs,
+                                                      const OperandFormats& formats,
+                                                      const HiddenNeedsGrad& wanted) {
   const std::string_view key = formats.grad_key;
-  Tensor grad_activation = multiply({grad, key}, {weight, formats.weight_key}, group_sizes, std::nullopt,
-                                    std::nullopt, transpose_b, linear.scalar_type());
+  Tensor grad_activation = gemm_of({grad, key}, {weight, formats.weight_key}, group_sizes, std::nullopt,
+                                   std::nullopt, transpose_b, linear.scalar_type());
   grad = {};
   HiddenGradient result;
-  if (rounds_gradient_in_tiles(linear, formats, wanted)) {
+  if (fuses_gradient_quantize(linear, formats, wanted)) {
     auto& [row, column] = result.linear.values;
     std::tie(row.data, row.scale, column.data, column.scale, result.probs) =
         quantize::call_swiglu_backward_quantize_both(grad_activation, linear, probs, group_sizes, key);

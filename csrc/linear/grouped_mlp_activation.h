@@ -1,5 +1,5 @@
-// What lies between the two products of grouped_mlp: SwiGLU times a probability per row, and its gradient. Two functions,
-// each a product and the activation after it, so that a kernel that does both has one place to be called from.
+// The first half of grouped_mlp, fc1 and SwiGLU times a probability per row, and of its backward. Each is one function, so that
+// a fused kernel has one place to be called from.
 #pragma once
 
 #include "linear/operands.h"
@@ -14,45 +14,45 @@ struct MlpArguments {
   const at::Tensor& probs;                    // [T]
   const std::optional<at::Tensor>& fc1_bias;  // [G, 2F]
   const std::optional<at::Tensor>& fc2_bias;  // [G, H]
-  // What the weights were rounded to beforehand (linear/quantized_weight.h), read in place of them.
+  // The weights as quantize_weight returned them (linear/quantized_weight.h), read instead of the weights.
   const std::optional<at::TensorList>&quantized_fc1, &quantized_fc2;
 };
 
-// A matrix in the format of its role: rounded, or as it is where there is no format. What it stands for along columns is
-// a view where one copy serves both directions.
-Rounded round_role(const at::Tensor& x, const at::Tensor& group_sizes, const Format& format,
-                   std::string_view key, bool rows, bool columns);
-// Likewise a weight, or what it was rounded to beforehand, if that is given.
-RoundedWeight round_role_weight(const at::Tensor& weight, const std::optional<at::TensorList>& quantized,
-                                const RoleFormats& formats, bool backward);
+// An operand in the format of its role (input, weight or gradient): quantized, or unchanged with the format "none". `columnwise`
+// is a view where one copy serves both directions.
+QuantizedOperand quantize_role(const at::Tensor& x, const at::Tensor& group_sizes, const Format& format,
+                               std::string_view key, bool rows, bool columns);
+// The same for a weight, or its quantized copy if that is given.
+QuantizedWeight quantize_role_weight(const at::Tensor& weight, const std::optional<at::TensorList>& quantized,
+                                     const OperandFormats& formats, bool backward);
 
 struct Hidden {
-  at::Tensor linear;   // [T, 2F], the first product with its bias
-  Rounded activation;  // [T, F], SwiGLU of it, in the format of the second product's input
+  at::Tensor linear;            // [T, 2F], the output of fc1 with its bias
+  QuantizedOperand activation;  // [T, F], SwiGLU of it, in the format of fc2's input
 };
 
-// `input` and `weight` are given away: they are freed once they are multiplied. `linear` may be left empty unless
-// `keep_linear`.
-Hidden product_then_activation(Rounded input, RoundedWeight weight, const MlpArguments& mlp,
-                               const RoleFormats& formats, bool columns, bool keep_linear);
+// Takes ownership of `input` and `weight` and frees them after the GEMM. `linear` may be empty unless `keep_linear`.
+Hidden product_then_activation(QuantizedOperand input, QuantizedWeight weight, const MlpArguments& mlp,
+                               const OperandFormats& formats, bool columns, bool keep_linear);
 
-// What the gradient of the first product is wanted for.
-struct HiddenWanted {
+// What the gradient of the output of fc1 is needed for.
+struct HiddenNeedsGrad {
   bool input, weight, bias;
 };
 
-// `linear` is of the first product, in the format of gradients, and of its bias, [G, 2F], if that is wanted. `probs`, [T],
-// is what SwiGLU adds to the gradient of the probabilities.
+// `linear`: the gradient of the output of fc1 in the format of gradients, with that of its bias, [G, 2F], if needed. `probs`, [T]:
+// SwiGLU's contribution to the gradient of the probabilities.
 struct HiddenGradient {
-  RoundedGradient linear;
+  QuantizedGradient linear;
   at::Tensor probs;
 };
 
-// From the gradient of the output along its rows, given away as before, and the second weight for data gradients,
-// which is along its columns if `transpose_b`. `linear` is that of the forward.
-HiddenGradient data_gradient_then_activation_backward(Scaled grad, const Scaled& weight, bool transpose_b,
-                                                      const at::Tensor& linear, const at::Tensor& group_sizes,
-                                                      const at::Tensor& probs, const RoleFormats& formats,
-                                                      const HiddenWanted& wanted);
+// From the rowwise gradient of the output, of which it takes ownership, and fc2's weight for data gradients, which is columnwise
+// if `transpose_b`. `linear` is the output of fc1.
+HiddenGradient data_gradient_then_activation_backward(QuantizedTensor grad, const QuantizedTensor& weight,
+                                                      bool transpose_b, const at::Tensor& linear,
+                                                      const at::Tensor& group_sizes, const at::Tensor& probs,
+                                                      const OperandFormats& formats,
+                                                      const HiddenNeedsGrad& wanted);
 
 }  // namespace transformer_plugin::gemm

@@ -22,7 +22,7 @@ using torch::autograd::variable_list;
 constexpr const char* kOp = "linear";
 
 void check_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                  const RoleFormats& formats, const OptionalList& quantized_weight) {
+                  const OperandFormats& formats, const OptionalList& quantized_weight) {
   const Argument input_argument{kOp, "input", input};
   const Argument weight_argument{kOp, "weight", weight};
   check_dtype(input_argument, formats.native() ? kGemmTypes : kFloatTypes);
@@ -37,7 +37,7 @@ void check_linear(const Tensor& input, const Tensor& weight, const OptionalTenso
 Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                    std::string_view input_format, std::string_view weight_format,
                    std::string_view grad_format, OptionalList quantized_weight) {
-  check_linear(input, weight, bias, role_formats(kOp, input_format, weight_format, grad_format),
+  check_linear(input, weight, bias, operand_formats(kOp, input_format, weight_format, grad_format),
                quantized_weight);
   return empty(input, with_columns(input, weight.sym_size(0)), input.scalar_type());
 }
@@ -45,15 +45,15 @@ Tensor linear_meta(const Tensor& input, const Tensor& weight, const OptionalTens
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
               std::string_view input_format, std::string_view weight_format, std::string_view grad_format,
               OptionalList quantized_weight) {
-  const RoleFormats formats = role_formats(kOp, input_format, weight_format, grad_format);
+  const OperandFormats formats = operand_formats(kOp, input_format, weight_format, grad_format);
   check_linear(input, weight, bias, formats, quantized_weight);
   const BelowAutograd guard;
   const Tensor x = as_matrix(input);
   if (formats.native())
     return from_matrix(dense_gemm(x, transposed_view(weight), bias, input.scalar_type()), input);
-  const LayerArguments layer{x, weight, std::nullopt, bias, std::nullopt, quantized_weight};
-  check_rounding(kOp, layer, formats, false);
-  return from_matrix(low_precision_forward(layer, formats), input);
+  const LinearArguments layer{x, weight, std::nullopt, bias, std::nullopt, quantized_weight};
+  check_quantizable(kOp, layer, formats, false);
+  return from_matrix(quantized_linear_forward(layer, formats), input);
 }
 
 Tensor call_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -65,7 +65,7 @@ Tensor call_linear(const Tensor& input, const Tensor& weight, const OptionalTens
   return op.call(input, weight, bias, input_format, weight_format, grad_format, quantized_weight);
 }
 
-// Operands as they come. Two nodes, with and without a bias, so that nothing but tensors is kept.
+// Without quantization. Two nodes, with and without a bias, so that only tensors are saved.
 template <bool has_bias>
 class LinearFunction : public DifferentiableTwice<LinearFunction<has_bias>> {
  public:
@@ -80,7 +80,7 @@ class LinearFunction : public DifferentiableTwice<LinearFunction<has_bias>> {
     return call_linear(input, weight, bias, "none", "none", "none", std::nullopt);
   }
 
-  // The bias's gradient is wide; the engine rounds it to the bias's dtype.
+  // The bias's gradient is float32; the autograd engine casts it to the bias's dtype.
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor grad = as_matrix(grads[0]);
@@ -101,16 +101,16 @@ Tensor linear_autograd(const Tensor& input, const Tensor& weight, const Optional
     const BelowAutograd guard;
     return call_linear(input, weight, bias, input_format, weight_format, grad_format, quantized_weight);
   }
-  const RoleFormats formats = role_formats(kOp, input_format, weight_format, grad_format);
+  const OperandFormats formats = operand_formats(kOp, input_format, weight_format, grad_format);
   if (formats.native() && !quantized_weight) {
     return bias ? LinearFunction<true>::apply(input, weight, bias)
                 : LinearFunction<false>::apply(input, weight, bias);
   }
   check_linear(input, weight, bias, formats, quantized_weight);
   const Tensor x = as_matrix(input);
-  const LayerArguments layer{x, weight, std::nullopt, bias, std::nullopt, quantized_weight};
-  check_rounding(kOp, layer, formats, weight.requires_grad());
-  return from_matrix(low_precision_product(layer, formats), input);
+  const LinearArguments layer{x, weight, std::nullopt, bias, std::nullopt, quantized_weight};
+  check_quantizable(kOp, layer, formats, weight.requires_grad());
+  return from_matrix(quantized_linear_autograd(layer, formats), input);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // linear_scaled and grouped_linear_scaled: linear and grouped_linear in fp8_tensor with delayed scaling. One state
 // tensor holds the scales of the input (of each group), then of the weight, then of the gradient. The ops that end in
-// an underscore collect their amaxes in another, that of the gradient from inside the backward.
+// an underscore collect amaxes in another one, that of the gradient inside the backward.
 #include <ATen/ops/mul.h>
 #include <torch/library.h>
 
@@ -40,7 +40,7 @@ struct Layer {
   const Keys& keys;
 };
 
-// Where a role's scales begin: 0 input, 1 weight, 2 gradient.
+// The index of a role's first scale; roles are 0 input, 1 weight, 2 gradient.
 int64_t first_of(int64_t role, const Tensor& weight) {
   return weight.dim() == 3 ? role * weight.sym_size(0).guard_int(__FILE__, __LINE__) : role;
 }
@@ -80,22 +80,22 @@ void check_layer(const Layer& layer) {
   quantize::given_scale_format(layer.op, "grad_format", layer.keys.grad);
 }
 
-// A tensor in FP8 and its decode scales.
-struct Rounded {
+// FP8 data and its decode scales.
+struct QuantizedOperand {
   Tensor data, scale;
 };
 
-Rounded round_role(const Tensor& x, const OptionalTensor& group_sizes, const Tensor& scale,
-                   std::string_view key, const OptionalTensor& amax, int64_t first) {
-  Rounded result;
+QuantizedOperand quantize_role(const Tensor& x, const OptionalTensor& group_sizes, const Tensor& scale,
+                               std::string_view key, const OptionalTensor& amax, int64_t first) {
+  QuantizedOperand result;
   std::tie(result.data, result.scale) =
       quantize::call_quantize_scaled(x, group_sizes, scale, key, amax, first);
-  if (marks_nonfinite(key)) result.scale = at::mul(result.scale, nonfinite_mark(x, group_sizes));
+  if (marks_nonfinite(key)) result.scale = at::mul(result.scale, nonfinite_factor(x, group_sizes));
   return result;
 }
 
-Tensor multiply(const Rounded& a, std::string_view a_key, const Rounded& b, std::string_view b_key,
-                const Layer& layer, bool transpose_b) {
+Tensor gemm_of(const QuantizedOperand& a, std::string_view a_key, const QuantizedOperand& b,
+               std::string_view b_key, const Layer& layer, bool transpose_b) {
   const at::ScalarType dtype = layer.input.scalar_type();
   if (!layer.group_sizes) {
     return call_gemm_quantized(a.data, a.scale, b.data, b.scale, a_key, b_key, dtype, layer.bias,
@@ -105,19 +105,21 @@ Tensor multiply(const Rounded& a, std::string_view a_key, const Rounded& b, std:
                                      dtype, layer.bias, layer.bias_scale, transpose_b);
 }
 
-// The same values in lines of what were columns: a view, unless kernels multiply codes, which want lines.
-Rounded turned(const Rounded& x, std::string_view key, const OptionalTensor& group_sizes) {
+// The transposed operand: a view, unless the FP8 kernels run, which need K-major data.
+QuantizedOperand transposed_data(const QuantizedOperand& x, std::string_view key,
+                                 const OptionalTensor& group_sizes) {
   if (!has_quantized_kernels(x.data)) return {x.data.t(), x.scale};
-  Rounded result;
+  QuantizedOperand result;
   std::tie(result.data, result.scale) =
       quantize::call_requantize_transposed(x.data, x.scale, key, at::kFloat, group_sizes);
   return result;
 }
 
-// grad^T @ input: [N, K], or one for each group.
-Tensor multiply_columns(const Rounded& grad, std::string_view grad_key, const Rounded& input,
-                        std::string_view input_key, const OptionalTensor& group_sizes, at::ScalarType dtype) {
-  const Rounded g = turned(grad, grad_key, group_sizes), x = turned(input, input_key, group_sizes);
+// grad^T @ input: [N, K], or [G, N, K].
+Tensor wgrad_of(const QuantizedOperand& grad, std::string_view grad_key, const QuantizedOperand& input,
+                std::string_view input_key, const OptionalTensor& group_sizes, at::ScalarType dtype) {
+  const QuantizedOperand g = transposed_data(grad, grad_key, group_sizes),
+                         x = transposed_data(input, input_key, group_sizes);
   return group_sizes ? call_grouped_gemm_wgrad_quantized(g.data, g.scale, x.data, x.scale, *group_sizes,
                                                          grad_key, input_key, dtype)
                      : call_gemm_quantized(g.data, g.scale, x.data, x.scale, grad_key, input_key, dtype,
@@ -125,23 +127,23 @@ Tensor multiply_columns(const Rounded& grad, std::string_view grad_key, const Ro
 }
 
 struct Operands {
-  Rounded input, weight;
+  QuantizedOperand input, weight;
 };
 
-Operands round_operands(const Layer& layer) {
+Operands quantize_operands(const Layer& layer) {
   const OptionalTensor collects = quantize::runs_in_backward() ? std::nullopt : layer.amax;
-  return {round_role(layer.input, layer.group_sizes, layer.scale, layer.keys.input, collects, 0),
-          round_role(layer.weight, std::nullopt, layer.scale, layer.keys.weight, collects,
-                     first_of(1, layer.weight))};
+  return {quantize_role(layer.input, layer.group_sizes, layer.scale, layer.keys.input, collects, 0),
+          quantize_role(layer.weight, std::nullopt, layer.scale, layer.keys.weight, collects,
+                        first_of(1, layer.weight))};
 }
 
 Tensor forward_of(const Layer& layer, const Operands& operands) {
-  return multiply(operands.input, layer.keys.input, operands.weight, layer.keys.weight, layer, true);
+  return gemm_of(operands.input, layer.keys.input, operands.weight, layer.keys.weight, layer, true);
 }
 
-// What collects is not a value that the backward reads: it may be changed in between, as by a broadcast of buffers. A
-// tracer's tensor stays as it is.
-Tensor without_version(const Tensor& amax) {
+// The backward writes the amax but does not read it, so changes in between, such as DDP's broadcast of buffers, are no error. A
+// tracer's tensor stays unchanged.
+Tensor untracked_amax(const Tensor& amax) {
   constexpr c10::DispatchKeySet kTraced{c10::DispatchKey::Python, c10::DispatchKey::Functionalize};
   return amax.key_set().has_any(kTraced) ? amax : amax.variable_data();
 }
@@ -160,13 +162,13 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
     const BelowAutograd guard;
     const Keys keys{input_key, weight_key, grad_key};
     const Layer layer{"", input, weight, group_sizes, bias, bias_scale, scale, amax, keys};
-    const Operands operands = round_operands(layer);
+    const Operands operands = quantize_operands(layer);
     const Tensor none;
     ctx->save_for_backward(
         {wants_weight ? operands.input.data : none, wants_weight ? operands.input.scale : none,
          wants_input ? operands.weight.data : none, wants_input ? operands.weight.scale : none,
          or_undefined(group_sizes), wants_grad(bias_scale) ? *bias : none, or_undefined(bias_scale), scale,
-         amax ? without_version(*amax) : none});
+         amax ? untracked_amax(*amax) : none});
     ctx->saved_data["input_format"] = std::string(input_key);
     ctx->saved_data["weight_format"] = std::string(weight_key);
     ctx->saved_data["grad_format"] = std::string(grad_key);
@@ -186,20 +188,20 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
     const bool wants_input = ctx->needs_input_grad(0), wants_weight = ctx->needs_input_grad(1);
     Tensor grad_input, grad_weight;
     if (wants_input || wants_weight) {
-      const Rounded g = round_role(grad, group_sizes, saved[7], grad_key, as_optional(saved[8]),
-                                   ctx->saved_data["first"].toInt());
-      const Rounded x{saved[0], saved[1]}, w{saved[2], saved[3]};
+      const QuantizedOperand g = quantize_role(grad, group_sizes, saved[7], grad_key, as_optional(saved[8]),
+                                               ctx->saved_data["first"].toInt());
+      const QuantizedOperand x{saved[0], saved[1]}, w{saved[2], saved[3]};
       const Keys keys{input_key, weight_key, grad_key};
       const Layer layer{"",           grad,     w.data,       group_sizes, std::nullopt,
                         std::nullopt, saved[7], std::nullopt, keys};
       if (wants_input) {
         const bool lines = has_quantized_kernels(w.data);
-        grad_input =
-            multiply(g, grad_key, lines ? turned(w, weight_key, std::nullopt) : w, weight_key, layer, lines);
+        grad_input = gemm_of(g, grad_key, lines ? transposed_data(w, weight_key, std::nullopt) : w,
+                             weight_key, layer, lines);
       }
       if (wants_weight) {
-        grad_weight = multiply_columns(g, grad_key, x, input_key, group_sizes,
-                                       ctx->saved_data["weight_dtype"].toScalarType());
+        grad_weight =
+            wgrad_of(g, grad_key, x, input_key, group_sizes, ctx->saved_data["weight_dtype"].toScalarType());
       }
     }
     const auto [grad_bias, grad_bias_scale] = bias_gradients_of(ctx, grad, group_sizes, saved[5], saved[6]);
@@ -207,7 +209,7 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
             Tensor(),   Tensor(),    Tensor(), Tensor(),  Tensor()};
   }
 
-  // From the gradient before it is rounded to its format.
+  // From the gradient before quantization.
   static std::pair<Tensor, Tensor> bias_gradients_of(AutogradContext* ctx, const Tensor& grad,
                                                      const OptionalTensor& group_sizes, const Tensor& bias,
                                                      const Tensor& bias_scale) {
@@ -218,9 +220,8 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
   }
 };
 
-// What the ops that this is made of would refuse of the rows and their groups, and an amax in the memory of what is read:
-// before the first of them collects into it.
-void check_rounding(const Layer& layer, const Tensor& x) {
+// Refuses what the ops called below would refuse, and an amax that overlaps an operand, before anything is written to the amax.
+void check_quantizable(const Layer& layer, const Tensor& x) {
   const Argument input{layer.op, "input", x};
   const Tensor* group_sizes = layer.group_sizes ? &*layer.group_sizes : nullptr;
   const Format format = quantize::given_scale_format(layer.op, "input_format", layer.keys.input);
@@ -241,10 +242,10 @@ Tensor run(const Layer& layer) {
   check_layer(layer);
   const BelowAutograd guard;
   const Tensor x = as_matrix(layer.input);
-  check_rounding(layer, x);
+  check_quantizable(layer, x);
   const Layer flat{layer.op,         x,           layer.weight, layer.group_sizes, layer.bias,
                    layer.bias_scale, layer.scale, layer.amax,   layer.keys};
-  return from_matrix(forward_of(flat, round_operands(flat)), layer.input);
+  return from_matrix(forward_of(flat, quantize_operands(flat)), layer.input);
 }
 
 Tensor meta(const Layer& layer) {
@@ -263,7 +264,7 @@ Tensor differentiable(const Layer& layer) {
   if (!any_wants_grad(layer.input, layer.weight, layer.bias, layer.bias_scale)) return run(layer);
   check_layer(layer);
   const Tensor x = as_matrix(layer.input);
-  check_rounding(layer, x);
+  check_quantizable(layer, x);
   const auto apply = layer.group_sizes ? &apply_scaled<true> : &apply_scaled<false>;
   return from_matrix(apply(layer, x), layer.input);
 }

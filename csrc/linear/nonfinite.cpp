@@ -16,7 +16,7 @@ bool marks_nonfinite(std::string_view key) {
   return key.find(":nan") != std::string_view::npos || key.find(",nan") != std::string_view::npos;
 }
 
-Tensor nonfinite_mark(const Tensor& x, const std::optional<Tensor>& group_sizes) {
+Tensor nonfinite_factor(const Tensor& x, const std::optional<Tensor>& group_sizes) {
   Tensor finite = at::isfinite(x);
   if (group_sizes) {
     const Tensor rows = at::arange(c10::Scalar(x.sym_size(0)), group_sizes->options().dtype(at::kLong));

@@ -1,6 +1,5 @@
-// The option `nan` of format keys: an operand that holds a NaN or an infinity counts as NaN in all of its products.
-// Quantizing knows nothing of it; layers make what the values are scaled by NaN, and of bf16 the values. A factor on the
-// device, so no host reads it.
+// The option `nan` of format keys: an operand that holds a NaN or an infinity makes all of its products NaN. The quantize ops
+// ignore it; layers multiply the scales, or the values of bf16, by a factor on the device, which no host reads.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,8 +10,8 @@
 namespace transformer_plugin::gemm {
 
 bool marks_nonfinite(std::string_view key);
-// Float32, without dimensions, on the device of `x`: 1, or NaN if `x` holds a NaN or an infinity; of ragged rows those of
-// its groups.
-at::Tensor nonfinite_mark(const at::Tensor& x, const std::optional<at::Tensor>& group_sizes);
+// A float32 scalar tensor on the device of `x`: 1, or NaN if `x` holds a NaN or an infinity. Rows past the last group do not
+// count.
+at::Tensor nonfinite_factor(const at::Tensor& x, const std::optional<at::Tensor>& group_sizes);
 
 }  // namespace transformer_plugin::gemm

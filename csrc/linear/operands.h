@@ -1,5 +1,5 @@
-// The operands of a layer in low precision, each role's matrix rounded to its format, and the products of what was
-// rounded. grouped_linear and linear (linear/quantized_linear.h) are made of these, and grouped_mlp of the same twice.
+// Quantized operands of a layer (input, weight, gradient, each in its format) and the GEMMs of them, from which linear,
+// grouped_linear (linear/quantized_linear.h) and grouped_mlp are built.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,58 +13,60 @@
 
 namespace transformer_plugin::gemm {
 
-// Data with what its values are scaled by; undefined where it is not wanted or there is none.
-struct Scaled {
+// One direction of a quantized matrix. Members are undefined where the direction is not needed or the format has none.
+struct QuantizedTensor {
   at::Tensor data, scale, amax;
 };
 
-// The format that a layer rounds the rows of groups to. Where kernels multiply codes as they are, groups of what is rounded along
-// its columns are aligned: the weight gradient need not copy those that begin elsewhere. `like` is on the layer's device.
-std::string layer_key(std::string_view key, const at::Tensor& like,
-                      const std::optional<at::Tensor>& group_sizes);
+// The format key that a grouped layer uses on the device of `like`: where the FP8 kernels run, with aligned groups, so that the
+// weight gradient need not copy groups to aligned addresses.
+std::string layer_format_key(std::string_view key, const at::Tensor& like,
+                             const std::optional<at::Tensor>& group_sizes);
 
-// A matrix in a format, along its rows and along its columns (returned transposed).
-struct Rounded {
-  Scaled rows, columns;
+// A matrix quantized along rows, and along columns (stored transposed).
+struct QuantizedOperand {
+  QuantizedTensor rowwise, columnwise;
 };
 
-Rounded round_matrix(const at::Tensor& x, const std::optional<at::Tensor>& group_sizes, const Format& format,
-                     std::string_view key, bool rows, bool columns);
+QuantizedOperand quantize_operand(const at::Tensor& x, const std::optional<at::Tensor>& group_sizes,
+                                  const Format& format, std::string_view key, bool rows, bool columns);
 
-// A gradient in its format; and its sums over the rows, the gradient of a bias, where one op reads it once for both.
-struct RoundedGradient {
-  Rounded values;
+// A quantized gradient, and the gradient of the bias where one op computes both.
+struct QuantizedGradient {
+  QuantizedOperand values;
   at::Tensor bias;  // undefined, or [N], or [G, N] with group sizes
 };
 
-RoundedGradient round_gradient(const at::Tensor& grad, const std::optional<at::Tensor>& group_sizes,
-                               const Format& format, std::string_view key, bool rows, bool columns,
-                               bool with_bias);
+QuantizedGradient quantize_gradient(const at::Tensor& grad, const std::optional<at::Tensor>& group_sizes,
+                                    const Format& format, std::string_view key, bool rows, bool columns,
+                                    bool with_bias);
 
-// A weight [.., N, K] for the forward product, as b with transpose_b; and for the data gradient.
-struct RoundedWeight {
-  Scaled forward;
-  Scaled backward;  // b with transpose_b if it is rounded along its columns
+// A weight [.., N, K]: operand b of the forward, with transpose_b; and of the data gradient.
+struct QuantizedWeight {
+  QuantizedTensor forward;
+  QuantizedTensor backward;  // with transpose_b if it is columnwise
 };
 
-// Whether the data gradient takes the weight along its columns: where its values are others than along its rows; or the
-// same, but kernels multiply blocks as they are, what is summed over in one line.
-bool rounds_weight_columns(const at::Tensor& weight, const RoleFormats& formats);
-RoundedWeight round_weight(const at::Tensor& weight, const RoleFormats& formats, bool backward);
-// The same for both products into buffers.
-void round_weight_out(const at::Tensor& weight, const RoleFormats& formats, const RoundedWeight& out);
+// Whether the data gradient needs the columnwise weight: because its values differ from the rowwise ones, or because the FP8
+// kernels need K-major data.
+bool quantizes_weight_columnwise(const at::Tensor& weight, const OperandFormats& formats);
+QuantizedWeight quantize_weight_operand(const at::Tensor& weight, const OperandFormats& formats,
+                                        bool backward);
+// Both directions into given buffers.
+void quantize_weight_operand_out(const at::Tensor& weight, const OperandFormats& formats,
+                                 const QuantizedWeight& out);
 
-struct Operand {
-  const Scaled& values;
+struct GemmOperand {
+  const QuantizedTensor& values;
   std::string_view key;
 };
 
-// a @ b, or a @ b^T, of each group where there are groups.
-at::Tensor multiply(const Operand& a, const Operand& b, const std::optional<at::Tensor>& group_sizes,
-                    const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& bias_scale,
-                    bool transpose_b, at::ScalarType dtype);
-// grad^T @ input, from both along their columns: [N, K], or one for each group.
-at::Tensor multiply_columns(const Operand& grad, const Operand& input,
-                            const std::optional<at::Tensor>& group_sizes, at::ScalarType dtype);
+// a @ b, or a @ b^T; for each group if group sizes are given.
+at::Tensor gemm_of(const GemmOperand& a, const GemmOperand& b, const std::optional<at::Tensor>& group_sizes,
+                   const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& bias_scale,
+                   bool transpose_b, at::ScalarType dtype);
+// grad^T @ input from columnwise operands: [N, K], or [G, N, K].
+at::Tensor wgrad_of(const GemmOperand& grad, const GemmOperand& input,
+                    const std::optional<at::Tensor>& group_sizes, at::ScalarType dtype);
 
 }  // namespace transformer_plugin::gemm

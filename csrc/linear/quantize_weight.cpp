@@ -1,5 +1,5 @@
-// quantize_weight and quantize_weight_out: a weight rounded once for many calls of linear, grouped_linear and grouped_mlp,
-// to what those would make of it in each.
+// quantize_weight and quantize_weight_out: quantize a weight once for many calls of linear, grouped_linear and grouped_mlp, with
+// the bytes that each call would compute.
 
 #include "common/autograd.h"
 #include "common/register.h"
@@ -15,35 +15,35 @@ using at::Tensor;
 constexpr const char* kOp = "quantize_weight";
 constexpr const char* kOutOp = "quantize_weight_out";
 
-RoleFormats check_arguments(const Argument& weight, std::string_view input_format,
-                            std::string_view weight_format, std::string_view grad_format) {
-  const RoleFormats formats = role_formats(weight.op, input_format, weight_format, grad_format);
-  check_unquantized_weight(weight, formats, rounds_weight_columns(weight.tensor, formats));
+OperandFormats check_arguments(const Argument& weight, std::string_view input_format,
+                               std::string_view weight_format, std::string_view grad_format) {
+  const OperandFormats formats = operand_formats(weight.op, input_format, weight_format, grad_format);
+  check_unquantized_weight(weight, formats, quantizes_weight_columnwise(weight.tensor, formats));
   return formats;
 }
 
-// What bf16 rounds to is a tensor of its own also where the weight is in bfloat16: no op returns its argument.
-RoundedWeight round_apart(const Tensor& weight, const RoleFormats& formats) {
-  if (formats.weight.family != FormatFamily::kBFloat16) return round_weight(weight, formats, true);
+// With the format bf16 a bfloat16 weight is copied, because no op may return its argument.
+QuantizedWeight quantize_copy(const Tensor& weight, const OperandFormats& formats) {
+  if (formats.weight.family != FormatFamily::kBFloat16) return quantize_weight_operand(weight, formats, true);
   const Tensor data = weight.to(at::kBFloat16, false, /*copy=*/true, at::MemoryFormat::Contiguous);
-  if (marks_nonfinite(formats.weight_key)) data.mul_(nonfinite_mark(weight, std::nullopt));
+  if (marks_nonfinite(formats.weight_key)) data.mul_(nonfinite_factor(weight, std::nullopt));
   return {{data, Tensor(), Tensor()}, {}};
 }
 
-// Of every backend, and below autograd of a tracer: it must see the ops that this is made of, as their number depends
-// on the device, which a tensor in a Meta kernel has lost.
+// Registered for every backend as a composite: a tracer must see the quantize ops it calls, because their number depends on the
+// device, which a Meta kernel does not know.
 std::vector<Tensor> quantize_weight(const Tensor& weight, std::string_view input_format,
                                     std::string_view weight_format, std::string_view grad_format) {
-  const RoleFormats formats =
+  const OperandFormats formats =
       check_arguments({kOp, "weight", weight}, input_format, weight_format, grad_format);
   const BelowAutograd guard;
-  return as_list(round_apart(weight, formats), formats, rounds_weight_columns(weight, formats));
+  return as_list(quantize_copy(weight, formats), formats, quantizes_weight_columnwise(weight, formats));
 }
 
-RoleFormats check_out(const Tensor& weight, std::string_view input_format, std::string_view weight_format,
-                      std::string_view grad_format, at::TensorList out) {
+OperandFormats check_out(const Tensor& weight, std::string_view input_format, std::string_view weight_format,
+                         std::string_view grad_format, at::TensorList out) {
   const Argument argument{kOutOp, "weight", weight};
-  const RoleFormats formats = check_arguments(argument, input_format, weight_format, grad_format);
+  const OperandFormats formats = check_arguments(argument, input_format, weight_format, grad_format);
   check_quantized_weight("out", out, argument, formats);
   return formats;
 }
@@ -54,13 +54,13 @@ void quantize_weight_out_meta(const Tensor& weight, std::string_view input_forma
   check_out(weight, input_format, weight_format, grad_format, out);
 }
 
-// The buffers' autograd versions change: a backward that was promised what they held must raise.
+// Bumps the versions of the buffers, so that a backward that saved their old content raises.
 void quantize_weight_out(const Tensor& weight, std::string_view input_format, std::string_view weight_format,
                          std::string_view grad_format, at::TensorList out) {
-  const RoleFormats formats = check_out(weight, input_format, weight_format, grad_format, out);
+  const OperandFormats formats = check_out(weight, input_format, weight_format, grad_format, out);
   check_apart(kOutOp, "out", out, {{"weight", weight}});
   const BelowAutograd guard;
-  round_weight_out(weight, formats, as_rounded_weight(out, formats, true));
+  quantize_weight_operand_out(weight, formats, as_quantized_weight(out, formats, true));
   for (const Tensor& buffer : out) {
     if (!buffer.is_inference()) buffer.unsafeGetTensorImpl()->bump_version();
   }
@@ -68,7 +68,7 @@ void quantize_weight_out(const Tensor& weight, std::string_view input_format, st
 
 }  // namespace
 
-// Rounding has no gradient: layers that take what it gives carry their own.
+// Quantization has no gradient; the layers that take its result have their own.
 TP_IMPL(kOp, quantize_weight, quantize_weight, quantize_weight);
 TP_IMPL_NO_GRADIENT(kOutOp, quantize_weight_out, quantize_weight_out_meta);
 

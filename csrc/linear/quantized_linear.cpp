@@ -20,32 +20,31 @@ using OptionalTensor = std::optional<Tensor>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// The groups by which input and gradient are rounded along their columns: those of the rows, or none; and while a
-// graph with an unknown number of rows is traced, all rows as one group. That gives the same bits, but scales of at
-// least two block rows: torch guards on a dimension that may be 1, and would compile again when the rows no longer
-// fit one block.
+// The groups of columnwise quantization: those of the rows, or none. While a graph with a symbolic number of rows is traced, all
+// rows are one group: the same bits, but the scales have at least two block rows. torch guards on dimensions that may be 1, and
+// would recompile when the rows no longer fit one block.
 OptionalTensor column_groups(const Tensor& input, const OptionalTensor& group_sizes,
-                             const RoleFormats& formats) {
+                             const OperandFormats& formats) {
   const bool blocks = formats.input.family == FormatFamily::kFp8Block && !formats.input.square_blocks &&
                       !formats.grad.square_blocks;
   if (group_sizes || !blocks || !input.sym_size(0).is_symbolic()) return group_sizes;
   return at::full_symint({1}, c10::Scalar(input.sym_size(0)), input.options().dtype(at::kLong));
 }
 
-Tensor multiply_forward(const LayerArguments& layer, const RoleFormats& formats, const Rounded& input,
-                        const RoundedWeight& weight) {
-  return multiply({input.rows, formats.input_key}, {weight.forward, formats.weight_key}, layer.group_sizes,
-                  layer.bias, layer.bias_scale, true, layer.input.scalar_type());
+Tensor forward_gemm(const LinearArguments& layer, const OperandFormats& formats,
+                    const QuantizedOperand& input, const QuantizedWeight& weight) {
+  return gemm_of({input.rowwise, formats.input_key}, {weight.forward, formats.weight_key}, layer.group_sizes,
+                 layer.bias, layer.bias_scale, true, layer.input.scalar_type());
 }
 
-RoundedWeight weight_of(const Tensor& weight, const OptionalList& quantized, const RoleFormats& formats,
-                        bool backward) {
-  return quantized ? as_rounded_weight(*quantized, formats, backward)
-                   : round_weight(weight, formats, backward);
+QuantizedWeight weight_of(const Tensor& weight, const OptionalList& quantized, const OperandFormats& formats,
+                          bool backward) {
+  return quantized ? as_quantized_weight(*quantized, formats, backward)
+                   : quantize_weight_operand(weight, formats, backward);
 }
 
 template <bool is_grouped>
-class LowPrecisionFunction : public DifferentiableOnce<LowPrecisionFunction<is_grouped>> {
+class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunction<is_grouped>> {
  public:
   static constexpr const char* kName = is_grouped ? "grouped_linear" : "linear";
   static constexpr bool is_traceable = true;
@@ -59,16 +58,17 @@ class LowPrecisionFunction : public DifferentiableOnce<LowPrecisionFunction<is_g
     const BelowAutograd guard;
     const OptionalTensor column_sizes =
         wants_weight ? column_groups(input, group_sizes,
-                                     role_formats("linear", given_input_key, weight_key, given_grad_key))
+                                     operand_formats("linear", given_input_key, weight_key, given_grad_key))
                      : group_sizes;
-    const std::string input_key = layer_key(given_input_key, input, column_sizes),
-                      grad_key = layer_key(given_grad_key, input, column_sizes);
-    const RoleFormats formats = role_formats("linear", input_key, weight_key, grad_key);
-    const Rounded x = round_matrix(input, column_sizes, formats.input, input_key, true, wants_weight);
-    const RoundedWeight w = weight_of(weight, quantized_weight, formats, wants_input);
-    ctx->saved_data["weight_columns"] = rounds_weight_columns(weight, formats);
-    // The columns of one rounding are a view of its rows; the rows of two are not needed again.
-    const Scaled columns = wants_weight ? x.columns : Scaled{};
+    const std::string input_key = layer_format_key(given_input_key, input, column_sizes),
+                      grad_key = layer_format_key(given_grad_key, input, column_sizes);
+    const OperandFormats formats = operand_formats("linear", input_key, weight_key, grad_key);
+    const QuantizedOperand x =
+        quantize_operand(input, column_sizes, formats.input, input_key, true, wants_weight);
+    const QuantizedWeight w = weight_of(weight, quantized_weight, formats, wants_input);
+    ctx->saved_data["weight_columns"] = quantizes_weight_columnwise(weight, formats);
+    // The backward needs the columnwise input only.
+    const QuantizedTensor columns = wants_weight ? x.columnwise : QuantizedTensor{};
     ctx->save_for_backward({columns.data, columns.scale, columns.amax, w.backward.data, w.backward.scale,
                             w.backward.amax, or_undefined(group_sizes),
                             wants_grad(bias_scale) ? *bias : Tensor(), or_undefined(bias_scale),
@@ -78,7 +78,7 @@ class LowPrecisionFunction : public DifferentiableOnce<LowPrecisionFunction<is_g
     ctx->saved_data["grad_format"] = grad_key;
     ctx->saved_data["weight_dtype"] = weight.scalar_type();
     ctx->saved_data["has_bias"] = bias.has_value();
-    return multiply_forward({input, weight, group_sizes, bias, bias_scale, std::nullopt}, formats, x, w);
+    return forward_gemm({input, weight, group_sizes, bias, bias_scale, std::nullopt}, formats, x, w);
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
@@ -86,8 +86,8 @@ class LowPrecisionFunction : public DifferentiableOnce<LowPrecisionFunction<is_g
     const std::string input_key = ctx->saved_data["input_format"].toStringRef();
     const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
     const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
-    const RoleFormats formats = role_formats("linear", input_key, weight_key, grad_key);
-    const Scaled input{saved[0], saved[1], saved[2]}, weight{saved[3], saved[4], saved[5]};
+    const OperandFormats formats = operand_formats("linear", input_key, weight_key, grad_key);
+    const QuantizedTensor input{saved[0], saved[1], saved[2]}, weight{saved[3], saved[4], saved[5]};
     const OptionalTensor group_sizes = as_optional(saved[6]), column_sizes = as_optional(saved[9]);
     const Tensor& grad = grads[0];
     const bool wants_input = ctx->needs_input_grad(0), wants_weight = ctx->needs_input_grad(1);
@@ -95,16 +95,16 @@ class LowPrecisionFunction : public DifferentiableOnce<LowPrecisionFunction<is_g
         ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(group_sizes ? 3 : 2);
     Tensor grad_input, grad_weight, grad_bias, grad_scale;
     if (wants_input || wants_weight) {
-      const auto [g, bias] = round_gradient(grad, column_sizes, formats.grad, grad_key, wants_input,
-                                            wants_weight, wants_bias && !saved[8].defined());
+      const auto [g, bias] = quantize_gradient(grad, column_sizes, formats.grad, grad_key, wants_input,
+                                               wants_weight, wants_bias && !saved[8].defined());
       grad_bias = bias;
       if (wants_input) {
-        grad_input = multiply({g.rows, grad_key}, {weight, weight_key}, group_sizes, std::nullopt,
-                              std::nullopt, ctx->saved_data["weight_columns"].toBool(), grad.scalar_type());
+        grad_input = gemm_of({g.rowwise, grad_key}, {weight, weight_key}, group_sizes, std::nullopt,
+                             std::nullopt, ctx->saved_data["weight_columns"].toBool(), grad.scalar_type());
       }
       if (wants_weight) {
-        grad_weight = multiply_columns({g.columns, grad_key}, {input, input_key}, column_sizes,
-                                       ctx->saved_data["weight_dtype"].toScalarType());
+        grad_weight = wgrad_of({g.columnwise, grad_key}, {input, input_key}, column_sizes,
+                               ctx->saved_data["weight_dtype"].toScalarType());
         if (column_sizes && !group_sizes) grad_weight = grad_weight.squeeze(0);
       }
       if (grad_bias.defined() && column_sizes && !group_sizes) grad_bias = grad_bias.squeeze(0);
@@ -115,7 +115,7 @@ class LowPrecisionFunction : public DifferentiableOnce<LowPrecisionFunction<is_g
     return {grad_input, grad_weight, Tensor(), grad_bias, grad_scale, Tensor(), Tensor(), Tensor(), Tensor()};
   }
 
-  // From the gradient before it is rounded to its format.
+  // From the gradient before quantization.
   static std::pair<Tensor, Tensor> bias_gradients_of(AutogradContext* ctx, const Tensor& grad,
                                                      const OptionalTensor& group_sizes, const Tensor& bias,
                                                      const Tensor& bias_scale) {
@@ -127,14 +127,14 @@ class LowPrecisionFunction : public DifferentiableOnce<LowPrecisionFunction<is_g
 };
 
 void check_family(const char* op, const char* argument, const Format& format, std::string_view key,
-                  const RoleFormats& formats) {
+                  const OperandFormats& formats) {
   TP_CHECK_VALUE(format.family == formats.input.family, op, argument,
                  "a format of the family of input_format, '" << formats.input_key << "'", "'" << key << "'",
                  "Take all three formats from one recipe");
 }
 
-// A random Hadamard transform is of both factors of the weight's gradient, where it cancels, and of nothing else.
-void check_rotations(const char* op, const RoleFormats& formats) {
+// A random Hadamard transform applies to both operands of the weight gradient, where it cancels, and to nothing else.
+void check_rotations(const char* op, const OperandFormats& formats) {
   TP_CHECK_VALUE(!formats.weight.random_hadamard, op, "weight_format",
                  "no 'rht', which only the other two formats may have together",
                  "'" << formats.weight_key << "'", "Take all three formats from one recipe");
@@ -145,22 +145,22 @@ void check_rotations(const char* op, const RoleFormats& formats) {
 
 }  // namespace
 
-RoleFormats role_formats(const char* op, std::string_view input, std::string_view weight,
-                         std::string_view grad) {
+OperandFormats operand_formats(const char* op, std::string_view input, std::string_view weight,
+                               std::string_view grad) {
   if (input == "none" && weight == "none" && grad == "none") return {input, weight, grad, {}, {}, {}};
-  const RoleFormats formats{input,
-                            weight,
-                            grad,
-                            parse_format(op, "input_format", input),
-                            parse_format(op, "weight_format", weight),
-                            parse_format(op, "grad_format", grad)};
+  const OperandFormats formats{input,
+                               weight,
+                               grad,
+                               parse_format(op, "input_format", input),
+                               parse_format(op, "weight_format", weight),
+                               parse_format(op, "grad_format", grad)};
   check_family(op, "weight_format", formats.weight, weight, formats);
   check_family(op, "grad_format", formats.grad, grad, formats);
   check_rotations(op, formats);
   return formats;
 }
 
-void check_block_width(const Argument& argument, int64_t dim, const RoleFormats& formats,
+void check_block_width(const Argument& argument, int64_t dim, const OperandFormats& formats,
                        const char* advice) {
   const int64_t block =
       std::max({formats.input.block_size(), formats.weight.block_size(), formats.grad.block_size()});
@@ -171,13 +171,13 @@ void check_block_width(const Argument& argument, int64_t dim, const RoleFormats&
                  describe(argument.tensor), advice);
 }
 
-void check_layer_widths(const Argument& input, const Argument& weight, const RoleFormats& formats) {
+void check_layer_widths(const Argument& input, const Argument& weight, const OperandFormats& formats) {
   check_block_width(input, -1, formats, "Pad it with zeros, for example with torch.nn.functional.pad");
   check_block_width(weight, weight.tensor.dim() - 2, formats,
                     "Pad the weight with rows of zeros, and drop those columns of the output");
 }
 
-void check_ragged_formats(const char* op, const RoleFormats& formats) {
+void check_ragged_formats(const char* op, const OperandFormats& formats) {
   for (const auto& [name, format, key] : {std::tuple{"input_format", formats.input, formats.input_key},
                                           std::tuple{"grad_format", formats.grad, formats.grad_key}}) {
     TP_CHECK_VALUE(!format.square_blocks, op, name, "blocks along rows, which end where a group ends",
@@ -185,7 +185,8 @@ void check_ragged_formats(const char* op, const RoleFormats& formats) {
   }
 }
 
-void check_rounding(const char* op, const LayerArguments& layer, const RoleFormats& formats, bool columns) {
+void check_quantizable(const char* op, const LinearArguments& layer, const OperandFormats& formats,
+                       bool columns) {
   const Argument input{op, "input", layer.input};
   const Tensor* group_sizes = layer.group_sizes ? &*layer.group_sizes : nullptr;
   int64_t multiple = 1;
@@ -197,23 +198,22 @@ void check_rounding(const char* op, const LayerArguments& layer, const RoleForma
   if (group_sizes) quantize::check_group_values(input, *group_sizes, multiple);
 }
 
-Tensor low_precision_forward(const LayerArguments& layer, const RoleFormats& formats) {
-  const Rounded input =
-      round_matrix(layer.input, layer.group_sizes, formats.input, formats.input_key, true, false);
-  return multiply_forward(layer, formats, input,
-                          weight_of(layer.weight, layer.quantized_weight, formats, false));
+Tensor quantized_linear_forward(const LinearArguments& layer, const OperandFormats& formats) {
+  const QuantizedOperand input =
+      quantize_operand(layer.input, layer.group_sizes, formats.input, formats.input_key, true, false);
+  return forward_gemm(layer, formats, input, weight_of(layer.weight, layer.quantized_weight, formats, false));
 }
 
 template <bool is_grouped>
-Tensor apply_low_precision(const LayerArguments& layer, const RoleFormats& formats) {
-  return LowPrecisionFunction<is_grouped>::apply(layer.input, layer.weight, layer.group_sizes, layer.bias,
-                                                 layer.bias_scale, formats.input_key, formats.weight_key,
-                                                 formats.grad_key, layer.quantized_weight);
+Tensor apply_quantized_linear(const LinearArguments& layer, const OperandFormats& formats) {
+  return QuantizedLinearFunction<is_grouped>::apply(layer.input, layer.weight, layer.group_sizes, layer.bias,
+                                                    layer.bias_scale, formats.input_key, formats.weight_key,
+                                                    formats.grad_key, layer.quantized_weight);
 }
 
-Tensor low_precision_product(const LayerArguments& layer, const RoleFormats& formats) {
-  return layer.group_sizes ? apply_low_precision<true>(layer, formats)
-                           : apply_low_precision<false>(layer, formats);
+Tensor quantized_linear_autograd(const LinearArguments& layer, const OperandFormats& formats) {
+  return layer.group_sizes ? apply_quantized_linear<true>(layer, formats)
+                           : apply_quantized_linear<false>(layer, formats);
 }
 
 }  // namespace transformer_plugin::gemm

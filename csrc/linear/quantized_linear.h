@@ -1,5 +1,5 @@
-// linear and grouped_linear with rounded operands: the input, the weight and the gradient each in a format, and the
-// three products of a training step from them.
+// linear and grouped_linear with quantized operands: input, weight and gradient each in a format, and the three GEMMs of a
+// training step.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,28 +12,29 @@
 
 namespace transformer_plugin::gemm {
 
-// The formats of one layer, of one family.
-struct RoleFormats {
+// The formats of the operands of one layer, all of one family.
+struct OperandFormats {
   std::string_view input_key, weight_key, grad_key;
   Format input, weight, grad;
 
   bool native() const { return input.family == FormatFamily::kNone; }
-  // Whether the weight's values are the same along rows and columns, so that one copy serves both directions.
+  // Whether the rowwise and columnwise weight have the same values, so that one copy serves both directions.
   bool symmetric_weight() const { return !weight.has_blocks() || weight.square_blocks; }
 };
 
-RoleFormats role_formats(const char* op, std::string_view input, std::string_view weight,
-                         std::string_view grad);
-// Blocks of 16 or 32 lie along this dimension.
-void check_block_width(const Argument& argument, int64_t dim, const RoleFormats& formats, const char* advice);
-// Along both widths of a layer: the backward rounds the gradient along the output's.
-void check_layer_widths(const Argument& input, const Argument& weight, const RoleFormats& formats);
-// Of rows in groups: blocks of the input and the gradient lie along rows.
-void check_ragged_formats(const char* op, const RoleFormats& formats);
+OperandFormats operand_formats(const char* op, std::string_view input, std::string_view weight,
+                               std::string_view grad);
+// `dim` must be a multiple of the block of 16 or 32 elements.
+void check_block_width(const Argument& argument, int64_t dim, const OperandFormats& formats,
+                       const char* advice);
+// Both widths of a layer: the backward quantizes the gradient along the width of the output.
+void check_layer_widths(const Argument& input, const Argument& weight, const OperandFormats& formats);
+// With groups the blocks of input and gradient lie along rows.
+void check_ragged_formats(const char* op, const OperandFormats& formats);
 
-// input [M, K] and weight [N, K]; or, with group sizes, input [T, K] and weight [G, N, K]. A weight that was rounded
-// beforehand (linear/quantized_weight.h) is read in place of `weight`, which then says its sizes and dtype alone.
-struct LayerArguments {
+// input [M, K] and weight [N, K]; or, with group sizes, input [T, K] and weight [G, N, K]. `quantized_weight`
+// (linear/quantized_weight.h) is read instead of `weight`, which then gives sizes and dtype only.
+struct LinearArguments {
   const at::Tensor& input;
   const at::Tensor& weight;
   const std::optional<at::Tensor>& group_sizes;
@@ -42,12 +43,13 @@ struct LayerArguments {
   const std::optional<at::TensorList>& quantized_weight;
 };
 
-// What the ops that a layer is made of would refuse of its rows and their groups, in the name of `op`, before the first of
-// them. `columns`: rounded along columns too, for the gradient of the weight.
-void check_rounding(const char* op, const LayerArguments& layer, const RoleFormats& formats, bool columns);
-// Without a gradient.
-at::Tensor low_precision_forward(const LayerArguments& layer, const RoleFormats& formats);
-// With one, from an Autograd kernel.
-at::Tensor low_precision_product(const LayerArguments& layer, const RoleFormats& formats);
+// Refuses, in the name of `op`, what the ops called below would refuse. `columns`: quantized columnwise too, for the weight
+// gradient.
+void check_quantizable(const char* op, const LinearArguments& layer, const OperandFormats& formats,
+                       bool columns);
+// Without autograd.
+at::Tensor quantized_linear_forward(const LinearArguments& layer, const OperandFormats& formats);
+// With autograd; called from an Autograd kernel.
+at::Tensor quantized_linear_autograd(const LinearArguments& layer, const OperandFormats& formats);
 
 }  // namespace transformer_plugin::gemm

@@ -11,7 +11,7 @@ namespace {
 using at::Tensor;
 using quantize::SymSizes;
 
-// Tensors of one direction.
+// The number of tensors of one direction.
 size_t tensors_along_one(const Format& format) {
   if (format.family == FormatFamily::kBFloat16) return 1;
   return format.is_nv() ? 3 : 2;
@@ -22,7 +22,7 @@ struct Expected {
   SymSizes sizes;
 };
 
-// Of one direction, in the order of the list.
+// What the list holds for one direction.
 std::vector<Expected> expected_along(const Tensor& weight, const Format& format, bool columns) {
   const quantize::Operand operand = quantize::operand_of(weight, false, nullptr);
   if (format.family == FormatFamily::kBFloat16) return {{at::kBFloat16, operand.value_sizes()}};
@@ -52,16 +52,16 @@ void check_entry(const Argument& entry, const Argument& weight, const Expected& 
 
 }  // namespace
 
-void check_unquantized_weight(const Argument& weight, const RoleFormats& formats, bool columns) {
+void check_unquantized_weight(const Argument& weight, const OperandFormats& formats, bool columns) {
   TP_CHECK_VALUE(!formats.native(), weight.op, "weight_format", "a format that rounds the weight",
                  "'" << formats.weight_key << "'", "Multiply the weight as it is");
   quantize::check_matrix(weight, nullptr, formats.weight, columns);
 }
 
 void check_quantized_weight(const char* name, at::TensorList list, const Argument& weight,
-                            const RoleFormats& formats) {
+                            const OperandFormats& formats) {
   const size_t one = tensors_along_one(formats.weight);
-  const bool columns = rounds_weight_columns(weight.tensor, formats),
+  const bool columns = quantizes_weight_columnwise(weight.tensor, formats),
              either = weight.tensor.is_meta() && list.size() == 2 * one;
   const size_t count = columns ? 2 * one : one;
   TP_CHECK_VALUE(list.size() == count || either, weight.op, name,
@@ -78,17 +78,17 @@ void check_quantized_weight(const char* name, at::TensorList list, const Argumen
 }
 
 void check_quantized_weight(const char* name, const OptionalList& given, const Argument& weight,
-                            const RoleFormats& formats) {
+                            const OperandFormats& formats) {
   if (!given) return;
   TP_CHECK_VALUE(!formats.native(), weight.op, name, "None with the format 'none', which rounds no weight",
                  given->size() << " tensors", "Leave it out");
   check_quantized_weight(name, *given, weight, formats);
 }
 
-std::vector<Tensor> as_list(const RoundedWeight& weight, const RoleFormats& formats, bool columns) {
+std::vector<Tensor> as_list(const QuantizedWeight& weight, const OperandFormats& formats, bool columns) {
   const size_t one = tensors_along_one(formats.weight);
   std::vector<Tensor> list;
-  const auto append = [&](const Scaled& values) {
+  const auto append = [&](const QuantizedTensor& values) {
     const Tensor parts[] = {values.data, values.scale, values.amax};
     list.insert(list.end(), parts, parts + one);
   };
@@ -97,12 +97,13 @@ std::vector<Tensor> as_list(const RoundedWeight& weight, const RoleFormats& form
   return list;
 }
 
-RoundedWeight as_rounded_weight(at::TensorList list, const RoleFormats& formats, bool backward) {
+QuantizedWeight as_quantized_weight(at::TensorList list, const OperandFormats& formats, bool backward) {
   const size_t one = tensors_along_one(formats.weight);
   const auto part = [&](size_t first) {
-    return Scaled{list[first], one > 1 ? list[first + 1] : Tensor(), one > 2 ? list[first + 2] : Tensor()};
+    return QuantizedTensor{list[first], one > 1 ? list[first + 1] : Tensor(),
+                           one > 2 ? list[first + 2] : Tensor()};
   };
-  return {part(0), backward ? part(list.size() > one ? one : 0) : Scaled{}};
+  return {part(0), backward ? part(list.size() > one ? one : 0) : QuantizedTensor{}};
 }
 
 }  // namespace transformer_plugin::gemm

@@ -1,6 +1,5 @@
-// Weights that are rounded beforehand: what quantize_weight makes, and what layers are given of it. As a list of tensors:
-// data, scale and, of NVFP4, amax, along rows; then along columns, where the data gradient takes the weight so
-// (rounds_weight_columns). bf16 has data alone.
+// The list of tensors that quantize_weight returns and layers take: data, scale and, with NVFP4, amax of the rowwise weight, then
+// of the columnwise one if the data gradient needs it (quantizes_weight_columnwise). bf16 has data only.
 #pragma once
 
 #include <optional>
@@ -13,19 +12,19 @@ namespace transformer_plugin::gemm {
 
 using OptionalList = std::optional<at::TensorList>;
 
-// Any float dtype, [N, K] or [G, N, K], of sizes that the format takes along rows and, with `columns`, along those.
-void check_unquantized_weight(const Argument& weight, const RoleFormats& formats, bool columns);
+// Any float dtype, [N, K] or [G, N, K], with sizes that the format supports along rows and, with `columns`, along columns.
+void check_unquantized_weight(const Argument& weight, const OperandFormats& formats, bool columns);
 
-// A list `name` for a checked weight: as many tensors as its format has, contiguous, with its dtypes and sizes, on the
-// device of the weight. Of a tensor without a device, as tracers have them, either number of directions will do.
+// Checks the list `name` for a checked weight: number of tensors, contiguity, dtypes, sizes, device. With a meta tensor, as in a
+// tracer, one or both directions are accepted.
 void check_quantized_weight(const char* name, at::TensorList list, const Argument& weight,
-                            const RoleFormats& formats);
-// The same of an argument of a layer, which formats that round nothing have no use for.
+                            const OperandFormats& formats);
+// The same for an argument of a layer; refused with the format "none".
 void check_quantized_weight(const char* name, const OptionalList& given, const Argument& weight,
-                            const RoleFormats& formats);
+                            const OperandFormats& formats);
 
-std::vector<at::Tensor> as_list(const RoundedWeight& weight, const RoleFormats& formats, bool columns);
-// Of a checked list. What is for the data gradient is left out unless `backward`.
-RoundedWeight as_rounded_weight(at::TensorList list, const RoleFormats& formats, bool backward);
+std::vector<at::Tensor> as_list(const QuantizedWeight& weight, const OperandFormats& formats, bool columns);
+// From a checked list. The operand of the data gradient is left out unless `backward`.
+QuantizedWeight as_quantized_weight(at::TensorList list, const OperandFormats& formats, bool backward);
 
 }  // namespace transformer_plugin::gemm

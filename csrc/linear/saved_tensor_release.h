@@ -1,5 +1,5 @@
-// Freeing what a node keeps for its backward as soon as it is used. Autograd does so only when all of a node has run,
-// which is late for a node that does the work of three.
+// Frees saved tensors of a node as soon as its backward has used them. Autograd frees them when the whole node has run, which is
+// late for a node that does the work of three.
 #pragma once
 
 #include <ATen/SavedTensorHooks.h>
@@ -10,21 +10,21 @@
 
 namespace transformer_plugin::gemm {
 
-// Made in the backward. Frees nothing when the graph is kept, or when saved-tensor hooks were active in the forward, whose
-// tensors may be held by others.
-class EarlyRelease {
+// Constructed in the backward. Frees nothing when the graph is retained, or when saved-tensor hooks were active in the forward,
+// because others may hold their tensors.
+class SavedTensorRelease {
  public:
-  // In the forward. An entry costs a call time, so there is none in the common case.
+  // Called in the forward. An entry costs host time, so the common case has none.
   static void prepare(torch::autograd::AutogradContext* ctx) {
     if (!at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) ctx->saved_data[kHooked] = true;
   }
 
-  explicit EarlyRelease(const torch::autograd::AutogradContext* ctx)
+  explicit SavedTensorRelease(const torch::autograd::AutogradContext* ctx)
       : frees_(!torch::autograd::get_current_graph_task_keep_graph() &&
                ctx->saved_data.find(kHooked) == ctx->saved_data.end()) {}
 
-  // A saved tensor that the node's forward made and nothing will read again. It has no elements from here on, so that a
-  // mistake is an error and not a read of freed memory. A tracer's tensor stays as it is.
+  // For a tensor that the node's forward made and nothing reads again. It becomes empty, so that a mistake is an error and not a
+  // read of freed memory. A tracer's tensor stays unchanged.
   void operator()(const at::Tensor& saved) const {
     if (!frees_ || !saved.defined() || !saved.has_storage() || saved.key_set().has_any(kTraced)) return;
     saved.set_data(empty(saved, {0}, saved.scalar_type()));

@@ -1,4 +1,4 @@
-// A grouped product as the host describes it: operands, groups, epilogue.
+// Grouped GEMM and weight gradient as the host describes them: operands, groups, epilogue.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,20 +10,18 @@
 
 namespace transformer_plugin::gemm {
 
-// Matrices [rows, columns] kept as codes, which a CPU decodes one at a time, so that their values never take memory
-// all at once.
-struct Codes {
+// A stack of quantized matrices [rows, columns] that a CPU dequantizes one at a time, to save memory.
+struct QuantizedStack {
   int64_t rows, columns;
-  at::ScalarType dtype;  // of the values
-  // Writes the values of a group's matrix; several threads call it.
+  at::ScalarType dtype;  // of the dequantized matrices
+  // Writes the dequantized matrix of a group; called by several threads.
   std::function<void(int64_t, const at::Tensor&)> decode;
 };
 
 // out[i] = a[i] @ B_g * alpha[g] + bias_scale[i] * bias[g] for the rows i of group g, rounded once; zero past the
 // last group, whose rows of `a` are not read. B_g is b[g] transposed (b [G, N, K]) or as stored (b [G, K, N]).
-// With `beta`, beta[g] * out[i] is added before the rounding, and what is past the last group stays as it is.
-// With `rows`, a[rows[i]] stands for a[i]. With `list`, its matrices stand for those of `b`, which then is the first of
-// them.
+// With `beta`, beta[g] * out[i] is added before the rounding, and rows past the last group stay unchanged.
+// With `rows`, a[rows[i]] replaces a[i]. With `list`, its matrices replace those of `b`, which then is the first of them.
 struct GroupedGemm {
   const at::Tensor& a;                          // [T, K], or any rows of K
   const at::Tensor& b;                          // [G, N, K] or [G, K, N]
@@ -35,33 +33,33 @@ struct GroupedGemm {
   std::optional<at::Tensor> beta = std::nullopt;   // float32 [G]; what `out` holds is not read where it is 0
   std::optional<at::Tensor> rows = std::nullopt;   // int32 or int64 [T] (common/row_index.h)
   LaunchOptions options = {};
-  const Codes* codes = nullptr;  // in place of `b`, on a CPU only
-  at::TensorList list = {};      // [N, K] or [K, N] of each group, or none
+  const QuantizedStack* quantized_b = nullptr;  // replaces `b`; CPU only
+  at::TensorList list = {};                     // [N, K] or [K, N] of each group, or none
 
   int64_t groups() const { return offsets.size(0) - 1; }
   int64_t capacity() const { return rows ? rows->size(0) : a.size(0); }
   int64_t columns() const {
     if (!list.empty()) return b.size(transpose_b ? 0 : 1);
-    if (codes) return transpose_b ? codes->rows : codes->columns;
+    if (quantized_b) return transpose_b ? quantized_b->rows : quantized_b->columns;
     return b.size(transpose_b ? 1 : 2);
   }
 };
 
-// out[g] = grad_g^T @ input_g * alpha[g], added to what is there when `accumulate`, or to beta[g] times that; the sum runs
-// over the group's rows. With `input_rows`, input[input_rows[i]] stands for input[i].
+// out[g] = grad_g^T @ input_g * alpha[g], added to out[g] if `accumulate`, or to beta[g] * out[g]; the sum runs over the
+// group's rows. With `input_rows`, input[input_rows[i]] replaces input[i].
 struct GroupedWgrad {
   const at::Tensor& grad;                               // [T, N]
   const at::Tensor& input;                              // [T, K], or any rows of K
   const at::Tensor& offsets;                            // int32 [G + 1]
   std::optional<at::Tensor> alpha = std::nullopt;       // float32 [G]
-  std::optional<at::Tensor> beta = std::nullopt;        // float32 [G], not beside `accumulate`
+  std::optional<at::Tensor> beta = std::nullopt;        // float32 [G], not together with `accumulate`
   std::optional<at::Tensor> input_rows = std::nullopt;  // int32 or int64 [T]
   LaunchOptions options = {};
 
   int64_t groups() const { return offsets.size(0) - 1; }
 };
 
-// Those of a CPU get no index, and no beta.
+// On a CPU the caller resolves index and beta.
 void grouped_gemm_cpu(const GroupedGemm& product, const at::Tensor& out);
 void grouped_wgrad_cpu(const GroupedWgrad& product, at::TensorList out, bool accumulate);
 

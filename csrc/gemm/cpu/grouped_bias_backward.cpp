@@ -12,8 +12,8 @@ constexpr int kColumnsAtOnce = 128;
 constexpr int kBranch = 4;
 constexpr float kOnes[kBranch] = {1.0f, 1.0f, 1.0f, 1.0f};
 
-// The sums of up to kBranch rows, each times a scale: a branch of the tree. What lies to the right comes next and is asked
-// for: rows are too far apart for a processor to foresee.
+// The scaled sums of up to kBranch rows: one branch of the summation tree. The columns to the right are prefetched, because the
+// hardware prefetcher does not follow rows that are far apart.
 template <typename T>
 TP_CPU_CLONES void sum_branch(const T* grad, int64_t stride, const float* scales, int64_t rows,
                               int64_t columns, float* __restrict sums) {
@@ -53,7 +53,7 @@ TP_CPU_CLONES float row_sum(const T* grad, const float* bias, int64_t columns) {
   return lanes[0];
 }
 
-// The sums of every tile.
+// The partial sums of every tile.
 template <typename T>
 void sum_tiles(const GroupedBiasBackwardArgs& args) {
   const int64_t n = args.sums.columns, parts = (n + kColumnsAtOnce - 1) / kColumnsAtOnce;

@@ -1,4 +1,4 @@
-// On a CPU, one product of torch's for each group.
+// Grouped GEMM on a CPU: one GEMM of torch for each group.
 #include "gemm/args/grouped_gemm.h"
 
 #include <ATen/Parallel.h>
@@ -18,15 +18,14 @@ namespace {
 
 using at::Tensor;
 
-// Rows that BLAS reads where they are; a gradient of stride 0 is copied once instead of once a group.
+// A matrix that BLAS can read; an expanded gradient (stride 0) is copied once instead of once per group.
 Tensor readable_rows(const Tensor& matrix) {
   const bool dense = matrix.stride(1) == 1 && matrix.stride(0) >= matrix.size(1);
   return dense ? matrix : matrix.contiguous();
 }
 
-// For bfloat16 oneDNN compiles a kernel for every size that it has not met, which takes longer than the product of a
-// few hundred rows, and groups have other sizes in every step. So more rows than this are multiplied in sizes that come
-// back: multiples of this or, where that is little of the whole, of a part.
+// For bfloat16 oneDNN compiles a kernel for every new size, which takes longer than a GEMM of a few hundred rows, and group sizes
+// change in every step. So groups of more rows are padded to multiples of this or, for large groups, of a fraction of their size.
 constexpr int64_t kRowStep = 64;
 
 bool compiles_for_each_size(const Tensor& operand, int64_t rows) {
@@ -38,10 +37,10 @@ int64_t up_to_steps(int64_t rows) {
   return (rows + step - 1) / step * step;
 }
 
-// Elements whose copy takes as long as compiling a kernel.
+// Copying this many elements takes as long as compiling a kernel.
 constexpr int64_t kLongCopy = int64_t{1} << 19;
 
-// The group's rows, `more` with zeros below.
+// The group's rows padded with zeros to `more` rows.
 Tensor with_zeros(const Tensor& matrix, int64_t begin, int64_t rows, int64_t more) {
   const Tensor group = matrix.narrow(0, begin, rows);
   if (more == rows) return group;
@@ -51,14 +50,13 @@ Tensor with_zeros(const Tensor& matrix, int64_t begin, int64_t rows, int64_t mor
   return padded;
 }
 
-// What matrix units multiply at once is this long at most: AMX 32 elements, others fewer. oneDNN lets them read on behind the end
-// of a row, times zeros, and the row that follows may begin with NaN; not where rows end together with what is read.
+// The longest row that a matrix unit reads at once: 32 elements with AMX. oneDNN reads past the end of a row and multiplies by
+// zeros, which gives NaN if the next row begins with NaN; rows that are multiples of this are safe.
 constexpr int64_t kLongestStep = 32;
 
-// Calls multiply(rows of the result, rows of `a`) until the group's, `rows` from `begin` on, are done. When `alone`, in one
-// product, whose result may have more rows: whoever follows the group writes over them. Where nothing follows, they are rows
-// before it, which get back what they had. Its size depends on the group alone, as sums may be rounded in another order in
-// products of other sizes.
+// Calls multiply(rows of the result, rows of `a`) until the group's `rows` from `begin` on are done. If `alone`, in one GEMM that may
+// have more rows than the group: the next group overwrites them; after the last group, rows before it are used and restored. The
+// size depends on the group alone, because GEMMs of other sizes may round sums in another order.
 template <typename Multiply>
 void multiply_in_steps(const Tensor& a, const Tensor& out, int64_t begin, int64_t rows, bool alone,
                        Multiply&& multiply) {
@@ -69,7 +67,7 @@ void multiply_in_steps(const Tensor& a, const Tensor& out, int64_t begin, int64_
     return multiply(out.narrow(0, begin + rows - rest, rest), a.narrow(0, begin + rows - rest, rest));
   }
   const int64_t more = up_to_steps(rows);
-  const int64_t first = begin + rows - more;  // where nothing follows
+  const int64_t first = begin + rows - more;  // after the last group
   const bool has_room = begin + more <= out.size(0), keeps_apart = a.size(1) % kLongestStep == 0;
   if (!has_room && keeps_apart && first >= 0) {
     Tensor before = out.narrow(0, first, more - rows);
@@ -85,22 +83,21 @@ void multiply_in_steps(const Tensor& a, const Tensor& out, int64_t begin, int64_
   out.narrow(0, begin, rows).copy_(result.narrow(0, 0, rows));
 }
 
-// out = a @ b, or plus + a @ b with a row that is added to all or with `out` itself; any strides.
+// out = a @ b, or plus + a @ b, where `plus` is a row for all rows or `out` itself; any strides.
 void multiply_into(const Tensor& out, const std::optional<Tensor>& plus, const Tensor& a, const Tensor& b) {
   Tensor target = out;
   plus ? at::cpu::addmm_out(target, *plus, a, b) : at::cpu::mm_out(target, a, b);
 }
 
-// A float32 matrix of more elements than this fills a core's own cache. MKL on one thread then takes up to 1.9 times as long as
-// with parts that fit. What parts are best, and for how many rows of a group, was measured on an Intel with AVX-512, as torch
-// starts; after torch.set_num_threads MKL chooses otherwise, and parts of terms and of rows cost 5 to 9 %.
+// A float32 matrix of more elements than this does not fit the cache of a core, and MKL on one thread is then much slower than
+// with blocks that fit. The blocks below were measured on an Intel CPU with AVX-512 (docs/notes/experiments.md).
 constexpr int64_t kLargeMatrix = int64_t{1} << 19;
 constexpr int64_t kPart = int64_t{1} << 17, kPartOfColumns = 2 * kPart;
 
-// Lines of a part, of so many elements each: `least` where they are long.
+// The number of rows of a block, for rows of this many elements; at least `least`.
 int64_t lines_of_part(int64_t part, int64_t line, int64_t least) { return std::max(least, part / line); }
 
-// The same on one thread, where `b` lies by columns: parts of those, for few rows.
+// On one thread with column-major `b`: blocks of its columns, for few rows.
 void multiply_columns(const Tensor& out, const std::optional<Tensor>& plus, const Tensor& a,
                       const Tensor& b) {
   constexpr int64_t kMostRows = 32;
@@ -112,8 +109,8 @@ void multiply_columns(const Tensor& out, const std::optional<Tensor>& plus, cons
     multiply_into(out.narrow(1, at, count), own, a, b.narrow(1, at, count));
   }
 }
-// Where it lies by rows: parts of what is summed over, as large as so many lines of 1024, fewer for fewer rows. Lines up to 512 are
-// faster whole, and so are one and two rows.
+// With row-major `b`: blocks of K, as large as this many rows of 1024, fewer for fewer rows. Rows of up to 512 elements, and one or
+// two rows, are faster without blocks.
 void multiply_terms(const Tensor& out, const std::optional<Tensor>& plus, const Tensor& a, const Tensor& b) {
   constexpr int64_t kFewRows = 2, kMostRows = 128, kShortLine = 512;
   const int64_t rows = a.size(0), terms = a.size(1), line = b.size(1);
@@ -126,7 +123,7 @@ void multiply_terms(const Tensor& out, const std::optional<Tensor>& plus, const 
                   b.narrow(0, at, count));
   }
 }
-// Where `a` lies by columns, as in gradients of weights: parts of the output's rows.
+// With column-major `a`, as in weight gradients: blocks of the output's rows.
 void multiply_rows(const Tensor& out, bool accumulate, const Tensor& a, const Tensor& b) {
   constexpr int64_t kFewTerms = 40;
   const int64_t rows = out.size(0);
@@ -141,24 +138,24 @@ bool is_large(const Tensor& matrix) {
   return matrix.scalar_type() == at::kFloat && matrix.numel() > kLargeMatrix;
 }
 
-// Multiplications above which torch keeps all threads busy with one product.
+// From this many multiplications on, one GEMM of torch keeps all threads busy.
 constexpr int64_t kLongProduct = int64_t{1} << 28;
-// And those that are worth a thread.
+// From this many on, a thread is worthwhile.
 constexpr int64_t kLeastWork = int64_t{1} << 19;
-// What a group costs beside its rows, in rows: reading or writing its matrix, or decoding it.
+// The fixed cost of a group, in rows: reading, writing or dequantizing its matrix.
 constexpr int64_t kRowsOfMatrix = 16, kRowsOfCodes = 64;
-// For more threads than these 32 groups are not too few.
+// With more threads than this, 32 groups are enough.
 constexpr int64_t kThreads = 16;
 
-// What a thread keeps from one group to the next.
+// The state of a thread.
 struct Worker {
-  bool alone;      // no other is at work, so that torch has all threads for a product
+  bool alone;      // no other thread works, so torch may use all threads for a GEMM
   Tensor scratch;  // undefined at first
 };
 
-// Calls multiply(group, worker) for every group: long products alone and in order, and products so much longer than
-// the others that one thread would end after the rest; then the others, longest first, each on one thread. A row
-// costs `row`, and `more` rows are added to a group's.
+// Calls multiply(group, worker) for every group: large GEMMs one after the other with all threads, also those that would take one
+// thread longer than all the rest; then the others, longest first, each on one thread. A row costs `row`; `more` is the fixed cost
+// of a group in rows.
 template <typename Multiply>
 void for_each_group(const Tensor& offsets, int64_t row, int64_t more, const Multiply& multiply) {
   struct Group {
@@ -166,7 +163,7 @@ void for_each_group(const Tensor& offsets, int64_t row, int64_t more, const Mult
   };
   const int32_t* begins = offsets.const_data_ptr<int32_t>();
   std::vector<Group> order;
-  int64_t cost = 0;  // of those from `shorter` on
+  int64_t cost = 0;  // of the groups from `shorter` on
   for (int64_t g = 0; g + 1 < offsets.size(0); ++g) {
     const int64_t rows = begins[g + 1] - begins[g];
     order.push_back({g, rows == 0 ? 0 : (rows + more) * row});
@@ -188,17 +185,17 @@ void for_each_group(const Tensor& offsets, int64_t row, int64_t more, const Mult
   const int64_t left = end - shorter;
   const int64_t workers = std::min({threads, left, cost / kLeastWork + 1});
   at::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
-    const BelowAutograd guard;  // threads do not inherit the caller's
+    const BelowAutograd guard;  // not inherited from the calling thread
     Worker worker{false, {}};
     for (int64_t i = next++; i < left; i = next++) multiply(shorter[i].index, worker);
   });
 }
 
-// The matrix of a group, as it is stored.
+// The stored matrix of a group.
 Tensor matrix_of(const GroupedGemm& product, int64_t group, Worker& worker) {
   if (!product.list.empty()) return product.list[group];
-  if (!product.codes) return product.b.select(0, group);
-  const Codes& codes = *product.codes;
+  if (!product.quantized_b) return product.b.select(0, group);
+  const QuantizedStack& codes = *product.quantized_b;
   if (!worker.scratch.defined()) {
     worker.scratch = empty(product.a, {codes.rows, codes.columns}, codes.dtype);
   }
@@ -211,12 +208,12 @@ Tensor matrix_of(const GroupedGemm& product, int64_t group, Worker& worker) {
 void grouped_gemm_cpu(const GroupedGemm& product, const Tensor& out) {
   const Tensor a = readable_rows(product.a);
   const at::ScalarType wide = sum_dtype(a.scalar_type()), dtype = out.scalar_type();
-  // torch's product rounds its FP32 sum once, after a bias of its own dtype.
+  // torch's GEMM rounds its FP32 sum once, after a bias of the same dtype.
   const bool same_dtype = dtype == a.scalar_type();
   const bool fused_bias = product.bias && !product.bias_scale && product.bias->scalar_type() == dtype;
   const int32_t* offsets = product.offsets.const_data_ptr<int32_t>();
   const int64_t groups = product.offsets.size(0) - 1;
-  const int64_t more = product.codes ? kRowsOfCodes : kRowsOfMatrix;
+  const int64_t more = product.quantized_b ? kRowsOfCodes : kRowsOfMatrix;
   for_each_group(product.offsets, a.size(1) * out.size(1), more, [&](int64_t g, Worker& worker) {
     const int64_t begin = offsets[g], rows = offsets[g + 1] - begin;
     if (rows == 0) return;

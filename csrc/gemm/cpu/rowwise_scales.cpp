@@ -9,9 +9,9 @@
 namespace transformer_plugin::gemm {
 namespace {
 
-constexpr int64_t kWorth = 32768;  // elements that are worth a thread
+constexpr int64_t kWorth = 32768;  // elements for which a thread is worthwhile
 
-// What is the same along a row.
+// The factors that are the same along a row.
 struct RowFactors {
   float scale, alpha, bias_scale;
 };

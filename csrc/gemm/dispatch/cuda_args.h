@@ -1,4 +1,4 @@
-// What the host side of grouped products on CUDA fills GroupedGemmArgs with.
+// Helpers that fill GroupedGemmArgs from tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +11,7 @@
 
 namespace transformer_plugin::gemm {
 
-// What a kernel finds the matrices of a list by, until it is launched; nothing of none.
+// The device memory for the pointer array of a list of matrices; must outlive the launch. Empty for an empty list.
 class DevicePointerArray {
  public:
   DevicePointerArray(at::TensorList matrices, const at::Tensor& like) {
@@ -42,15 +42,15 @@ inline std::optional<at::Tensor> as_float(const std::optional<at::Tensor>& tenso
   return tensor ? std::optional<at::Tensor>(tensor->to(at::kFloat).contiguous()) : std::nullopt;
 }
 
-// Of a matrix that may have one row, whose stride says nothing.
+// The stride of a single row is arbitrary, so it is replaced by the width.
 inline int64_t row_stride(const at::Tensor& matrix) {
   return matrix.size(0) > 1 ? matrix.stride(0) : matrix.size(1);
 }
 
-// The kernels for any GPU (gemm/generic), and the zeros behind the last group.
+// Launches the kernels of gemm/generic, and writes zeros past the last group if `args.zero_tail`.
 void launch_generic(GemmDirection direction, const GroupedGemmArgs& args, void* stream);
 
-// Rows past the last group.
+// Writes zeros to the rows past the last group.
 inline void zero_tail_rows(const at::Tensor& out, const at::Tensor& offsets, void* stream) {
   const auto bytes = static_cast<int64_t>(out.element_size());
   launch_zero_tail(out.mutable_data_ptr(), offsets.const_data_ptr<int32_t>() + offsets.size(0) - 1,

@@ -11,8 +11,8 @@ namespace {
 
 using at::Tensor;
 
-// A scale per tensor that is not a power of two, or the amax of NVFP4 beside its blocks' scales: on CUDA it stays outside the sum, whose terms are then exact in
-// bfloat16 and run on the tensor cores.
+// On CUDA a scale per tensor that is not a power of two, and the amax of NVFP4, are applied to the sum, so that the elements are
+// exact in bfloat16 and the GEMM runs on tensor cores.
 bool scale_stays_outside(const QuantizedArgument& argument, const Format& format) {
   const bool per_tensor = format.family == FormatFamily::kFp8Tensor && !format.power_of_two_scales;
   return argument.data.is_cuda() && (per_tensor || (format.is_nv() && !format.row_scaled));
@@ -37,7 +37,7 @@ Tensor call_dequantize(const QuantizedArgument& argument, const Tensor* group_si
              : dense.call(argument.data, argument.scale, argument.key, dtype, transposed, argument.amax);
 }
 
-// Of NVFP4 under one amax for each group or matrix.
+// The scale that the amax of NVFP4 means, for each group or matrix.
 Tensor amax_factor(const QuantizedArgument& argument, const Format& format) {
   const float bound = format.four_over_six == FourOverSix::kNever ? 448.0f : 256.0f;
   return at::mul(*argument.amax, 1.0f / (bound * 6.0f));
@@ -95,7 +95,8 @@ Values dequantized_operand(const QuantizedArgument& argument, const Format& form
                                               transposed),
             amax_factor(argument, format)};
   }
-  if (transposed && group_sizes && format.aligned_groups) {  // codes are not where their values are
+  if (transposed && group_sizes &&
+      format.aligned_groups) {  // the data is aligned, so its columns are not those of the values
     const Tensor ones = at::ones_like(argument.scale);
     const QuantizedArgument unscaled{
         argument.op,   argument.name, argument.scale_name, argument.amax_name, argument.format_name,
@@ -106,7 +107,8 @@ Values dequantized_operand(const QuantizedArgument& argument, const Format& form
   return {transposed ? codes.transpose(-2, -1) : codes, argument.scale};
 }
 
-Codes quantized_stack(const QuantizedArgument& argument, const Format& format, at::ScalarType dtype) {
+QuantizedStack quantized_stack(const QuantizedArgument& argument, const Format& format,
+                               at::ScalarType dtype) {
   return {argument.data.size(1), value_size(argument, format, 2).expect_int(), dtype,
           [&argument, format](int64_t group, const Tensor& values) {
             quantize::dequantize_member(argument.data, argument.scale, argument.amax, format, group, values);

@@ -9,7 +9,7 @@ namespace {
 
 using at::Tensor;
 
-// For what does not load through an index: a copy of the rows that it names.
+// A copy of the rows that the index names, for kernels that do not gather.
 Tensor taken_rows(const Tensor& matrix, const std::optional<Tensor>& rows, const Tensor& offsets) {
   return rows ? take_rows(matrix, *rows, offsets) : matrix;
 }
@@ -25,7 +25,7 @@ GroupedGemm with_rows(const GroupedGemm& product, const Tensor& a) {
           product.beta,
           std::nullopt,
           product.options,
-          product.codes,
+          product.quantized_b,
           product.list};
 }
 
@@ -33,7 +33,7 @@ GroupedWgrad with_rows(const GroupedWgrad& product, const Tensor& input) {
   return {product.grad, input, product.offsets, product.alpha, product.beta, std::nullopt, product.options};
 }
 
-// The product beside what `out` holds, through a sum of its own for all groups.
+// out = product + beta * out, with the product in a temporary of the dtype of sums.
 void grouped_gemm_with_beta_cpu(const GroupedGemm& product, const Tensor& out) {
   const at::ScalarType wide = sum_dtype(product.a.scalar_type());
   const Tensor sums = empty(product.a, {product.a.size(0), product.columns()}, wide);
@@ -52,32 +52,32 @@ void grouped_gemm_with_beta_cpu(const GroupedGemm& product, const Tensor& out) {
 
 }  // namespace
 
-Tensor run_grouped_gemm(const GroupedGemm& given, at::ScalarType dtype) {
+Tensor run_grouped_gemm(const GroupedGemm& args, at::ScalarType dtype) {
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  if (given.a.is_cuda()) return grouped_gemm_cuda(given, dtype);
+  if (args.a.is_cuda()) return grouped_gemm_cuda(args, dtype);
 #endif
-  const Tensor a = taken_rows(given.a, given.rows, given.offsets);
-  const GroupedGemm product = with_rows(given, a);
+  const Tensor a = taken_rows(args.a, args.rows, args.offsets);
+  const GroupedGemm product = with_rows(args, a);
   const Tensor out = empty(a, {a.size(0), product.columns()}, dtype);
   grouped_gemm_cpu(product, out);
   return out;
 }
 
-void run_grouped_gemm_out(const GroupedGemm& given, const Tensor& out) {
+void run_grouped_gemm_out(const GroupedGemm& args, const Tensor& out) {
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  if (given.a.is_cuda()) {
-    grouped_gemm_cuda(given, out.scalar_type(), out);
+  if (args.a.is_cuda()) {
+    grouped_gemm_cuda(args, out.scalar_type(), out);
     return;
   }
 #endif
-  const Tensor a = taken_rows(given.a, given.rows, given.offsets);
-  const GroupedGemm product = with_rows(given, a);
+  const Tensor a = taken_rows(args.a, args.rows, args.offsets);
+  const GroupedGemm product = with_rows(args, a);
   product.beta ? grouped_gemm_with_beta_cpu(product, out) : grouped_gemm_cpu(product, out);
 }
 
-Tensor run_grouped_wgrad(const GroupedWgrad& given, at::ScalarType dtype) {
-  const Tensor input = taken_rows(given.input, given.input_rows, given.offsets);
-  const GroupedWgrad product = with_rows(given, input);
+Tensor run_grouped_wgrad(const GroupedWgrad& args, at::ScalarType dtype) {
+  const Tensor input = taken_rows(args.input, args.input_rows, args.offsets);
+  const GroupedWgrad product = with_rows(args, input);
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (input.is_cuda()) return grouped_wgrad_cuda(product, dtype);
 #endif
@@ -86,18 +86,18 @@ Tensor run_grouped_wgrad(const GroupedWgrad& given, at::ScalarType dtype) {
   return out;
 }
 
-void run_grouped_wgrad_out(const GroupedWgrad& given, const Tensor& out, bool accumulate) {
-  const Tensor input = taken_rows(given.input, given.input_rows, given.offsets);
-  const GroupedWgrad product = with_rows(given, input);
+void run_grouped_wgrad_out(const GroupedWgrad& args, const Tensor& out, bool accumulate) {
+  const Tensor input = taken_rows(args.input, args.input_rows, args.offsets);
+  const GroupedWgrad product = with_rows(args, input);
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (input.is_cuda()) return grouped_wgrad_out_cuda(product, {&out, 1}, accumulate);
 #endif
   grouped_wgrad_cpu(product, out.unbind(), accumulate);
 }
 
-void run_grouped_wgrad_list_out(const GroupedWgrad& given, at::TensorList out, bool accumulate) {
-  const Tensor input = taken_rows(given.input, given.input_rows, given.offsets);
-  const GroupedWgrad product = with_rows(given, input);
+void run_grouped_wgrad_list_out(const GroupedWgrad& args, at::TensorList out, bool accumulate) {
+  const Tensor input = taken_rows(args.input, args.input_rows, args.offsets);
+  const GroupedWgrad product = with_rows(args, input);
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (input.is_cuda()) return grouped_wgrad_out_cuda(product, out, accumulate);
 #endif

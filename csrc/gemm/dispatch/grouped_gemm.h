@@ -1,4 +1,4 @@
-// Products over ragged groups of rows, by device: what grouped_gemm, its gradients and its quantized forms run.
+// Grouped GEMM and weight gradient on the device of their operands.
 #pragma once
 
 #include "gemm/args/grouped_gemm.h"
@@ -6,7 +6,7 @@
 namespace transformer_plugin::gemm {
 
 at::Tensor run_grouped_gemm(const GroupedGemm& product, at::ScalarType dtype);
-// `out` [T, N] has inner stride 1; written through its pointer, so that its version does not change.
+// `out` [T, N] has inner stride 1. It is written through its pointer, so its autograd version does not change.
 void run_grouped_gemm_out(const GroupedGemm& product, const at::Tensor& out);
 at::Tensor run_grouped_wgrad(const GroupedWgrad& product, at::ScalarType dtype);
 // `out` [G, N, K], likewise.
@@ -14,7 +14,7 @@ void run_grouped_wgrad_out(const GroupedWgrad& product, const at::Tensor& out, b
 // `out` is a list of matrices [N, K], one for each group, all with one row stride.
 void run_grouped_wgrad_list_out(const GroupedWgrad& product, at::TensorList out, bool accumulate);
 
-// The stack [G, .., ..] that matrices of one size are views of, at equal distances.
+// The stack [G, .., ..] if the matrices are its members: views of one tensor at equal distances.
 std::optional<at::Tensor> as_stack(at::TensorList matrices);
 
 #ifdef TRANSFORMER_PLUGIN_CUDA

@@ -1,4 +1,4 @@
-// On CUDA: our own kernels, and on Blackwell torch's grouped product where it fits. Nothing is read on the host.
+// Grouped GEMM on CUDA, by the kernel that select_gemm names. No size or index is read on the host.
 #ifdef TRANSFORMER_PLUGIN_CUDA
 
 #include <ATen/ops/_grouped_mm.h>
@@ -18,7 +18,7 @@ namespace {
 
 using at::Tensor;
 
-// The stack alone, or the matrices of the list, as kernels read them.
+// The stack, or the matrices of the list, contiguous.
 std::vector<Tensor> operands_of(const GroupedGemm& problem) {
   std::vector<Tensor> held;
   held.reserve(std::max<size_t>(problem.list.size(), 1));
@@ -140,8 +140,7 @@ void grouped_wgrad_out_cuda(const GroupedWgrad& problem, at::TensorList out, boo
   const CudaScope scope(problem.grad);
   const Tensor grad = problem.grad.contiguous(), input = problem.input.contiguous();
   const bool is_list = out[0].dim() == 2;
-  for (const Tensor& matrix : out)
-    matrix.mutable_data_ptr();  // ends the sharing of memory that is copied on write
+  for (const Tensor& matrix : out) matrix.mutable_data_ptr();  // makes copy-on-write tensors writable
   const DevicePointerArray list(is_list ? out : at::TensorList(), problem.grad);
   const auto alpha = as_float(problem.alpha), beta = as_float(problem.beta);
   GroupedGemmArgs args = args_of(problem, grad, input, out[0], is_list);

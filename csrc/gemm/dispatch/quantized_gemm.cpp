@@ -13,7 +13,7 @@ bool are_whole(const Format& a, const Format& b) {
   return a.family == FormatFamily::kFp8Tensor && b.family == a.family && is_e4m3(b);
 }
 
-// Of either element, with scales line by line or in tiles.
+// E4M3 or E5M2, with scales row by row or tiled.
 bool are_microscaled(const Format& a, const Format& b, FormatFamily family) {
   return a.family == family && b.family == family && !a.row_scaled && !b.row_scaled;
 }

@@ -1,6 +1,6 @@
-// Products of codes without a widened copy of the weights in memory. FP8 under the scales of blocks of 128, of rows or of whole
-// groups: sums of 128 products as tensor cores make them, added in FP32. MXFP8 and NVFP4: FP32 sums of exact products, for which
-// the rows are widened first. Where no kernel does that, the values are multiplied instead (gemm/dispatch/dequantized_operands.h).
+// GEMMs of quantized operands by kernels that read the quantized data. FP8 with scales of blocks, rows or groups: FP8 tensor cores,
+// every 128 products added in FP32. MXFP8 and NVFP4: FP32 sums of exact products; the rows are dequantized to BF16 first. Other
+// formats are dequantized (gemm/dispatch/dequantized_operands.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,16 +12,16 @@
 
 namespace transformer_plugin::gemm {
 
-// Codes, the dimension that is summed over last, under scales as quantize/args/layout.h has them; of whole groups [G], or [1]
-// without offsets. The amaxes of NVFP4 are part of alpha.
+// K-major data with scales as in quantize/args/layout.h; scales of groups are [G], or [1] without offsets. The amaxes of NVFP4 are
+// part of alpha.
 struct QuantizedMatrix {
   const at::Tensor &data, &scale;
-  bool tiled = false;  // scales of one byte, of MXFP8 and NVFP4, are in tiles
+  bool tiled = false;  // the scales of MXFP8 and NVFP4 are tiled
 };
 
 // out[i] = a[i] @ b[g]^T * alpha[g] + bias_scale[i] * bias[g] for the rows i of group g, rounded once; zero past the last
-// group. With `beta`, beta[g] * out[i] is added before the rounding, and what is past the last group stays as it is. With `list`,
-// its matrices stand for those of `b`, which then is the first of them; MXFP8 and NVFP4 take none yet.
+// group. With `beta`, beta[g] * out[i] is added before the rounding, and rows past the last group stay unchanged. With `list`,
+// its matrices replace those of `b`, which then is the first of them; not for MXFP8 and NVFP4.
 struct QuantizedGemm {
   ScaleGranularity scales;
   QuantizedMatrix a;                            // [T, K], blocks of 1x128
@@ -35,28 +35,27 @@ struct QuantizedGemm {
   at::TensorList list = {};  // [N, K] of each group, or none; the scales of `b` are then those of all
 };
 
-// out[g] = grad[g] @ input[g]^T * alpha[g], added to what is there when `accumulate`, or to beta[g] times that; the sum runs over
-// the group's columns.
+// out[g] = grad[g] @ input[g]^T * alpha[g], added to out[g] if `accumulate`, or to beta[g] * out[g]; the sum runs over the
+// columns of the group.
 struct QuantizedWgrad {
   ScaleGranularity scales;
-  QuantizedMatrix grad;                      // [N, T], blocks of 1x128 that begin anew in each group
+  QuantizedMatrix grad;                      // [N, T], blocks of 1x128 that begin at each group
   QuantizedMatrix input;                     // [K, T], the same
   const std::optional<at::Tensor>& offsets;  // int32 [G + 1]; without, all columns are one group
   const std::optional<at::Tensor>& alpha;    // float32 [G]
   const std::optional<at::Tensor>& beta;     // float32 [G], not beside `accumulate`
   LaunchOptions options = {};
-  bool aligned =
-      false;  // groups begin where quantize/args/layout.h has aligned lines; T is the length of those
+  bool aligned = false;  // groups are aligned (quantize/args/layout.h); T is the aligned length
 };
 
-// How the scales of operands in these formats lie, if they are those of an QuantizedGemm or of an QuantizedWgrad.
+// The scale granularity if the formats are a pair that QuantizedGemm, or QuantizedWgrad, supports.
 std::optional<ScaleGranularity> quantized_gemm_scales(const Format& a, const Format& b);
 std::optional<ScaleGranularity> quantized_wgrad_scales(const Format& grad, const Format& input);
 
-// Whether the device of `like` has kernels for codes.
+// Whether the device of `like` has such kernels.
 bool has_quantized_kernels(const at::Tensor& like);
 
-// False, and nothing is written, where no kernel takes it. `out` [T, N] has inner stride 1,
+// Returns false, and writes nothing, if no kernel supports the problem. `out` [T, N] has inner stride 1,
 bool run_quantized_gemm_out(const QuantizedGemm& product, const at::Tensor& out);
 // as [G, N, K], or [N, K] without offsets.
 bool run_quantized_wgrad_out(const QuantizedWgrad& reduction, const at::Tensor& out, bool accumulate);

@@ -17,12 +17,12 @@ namespace {
 
 using at::Tensor;
 
-// torch copies no E2M1.
+// torch cannot copy E2M1, so its bytes are copied.
 Tensor contiguous_data(const Tensor& codes) {
   return codes.is_contiguous() ? codes : codes.view(at::kByte).contiguous();
 }
 
-// Also of E2M1, which to_dtype does not know.
+// to_dtype does not support E2M1.
 DType dtype_of(const Tensor& codes) {
   const at::ScalarType dtype = codes.scalar_type();
   return dtype == at::kFloat4_e2m1fn_x2 ? DType::kFloat4E2M1 : to_dtype(dtype);
@@ -57,8 +57,8 @@ GroupedGemmArgs arguments_of(const Contiguous& a, const Contiguous& b, const std
   return args;
 }
 
-// Room for the lines with aligned groups.
-Tensor moved(const Tensor& lines, int64_t groups) {
+// An empty tensor for the data with aligned groups.
+Tensor aligned_copy(const Tensor& lines, int64_t groups) {
   return empty(lines, {lines.size(0), quantize::aligned_length(lines.size(1), groups)}, lines.scalar_type());
 }
 
@@ -78,7 +78,7 @@ bool quantized_gemm_out_cuda(const QuantizedGemm& product, const Tensor& out) {
   const bool microscaled = product.scales == ScaleGranularity::kMx || product.scales == ScaleGranularity::kNv;
   if (microscaled && !product.list.empty()) return false;
   const Contiguous a(product.a), b(product.b);
-  std::vector<Tensor> matrices;  // of the list, until the kernels are in the stream
+  std::vector<Tensor> matrices;  // of the list; must live until the kernels are launched
   matrices.reserve(product.list.size());
   for (const Tensor& matrix : product.list) matrices.push_back(contiguous_data(matrix));
   const DevicePointerArray list(matrices, a.data);
@@ -103,7 +103,7 @@ bool quantized_gemm_out_cuda(const QuantizedGemm& product, const Tensor& out) {
   const Selection selection =
       select_gemm({GemmDirection::kFprop, args, pointers_aligned(args)}, current_gpu());
   if (selection.backend != Backend::kSm90) return false;
-  Tensor values;  // until the kernels are in the stream
+  Tensor values;  // must live until the kernels are launched
   if (args.scale_granularity == ScaleGranularity::kMx || args.scale_granularity == ScaleGranularity::kNv) {
     const int64_t columns = dequantized_columns(args.k), bytes = args.rows * columns * 2;
     values = empty(out, {bytes + ready_counters(args.rows) * 4}, at::kByte);
@@ -137,16 +137,16 @@ bool quantized_wgrad_out_cuda(const QuantizedWgrad& reduction, const Tensor& out
   const Selection selection =
       select_gemm({GemmDirection::kWgrad, args, pointers_aligned(args)}, current_gpu());
   if (selection.backend != Backend::kSm90) return false;
-  Tensor grad_moved, input_moved;  // until the kernels are in the stream
+  Tensor grad_aligned, input_aligned;  // must live until the kernels are launched
   if (reduction.aligned) {
     args.a_realigned = args.a;
     args.b_realigned = args.b;
   } else if (reduction.offsets || args.all_realigned) {
-    grad_moved = moved(grad.data, args.groups);
-    input_moved = moved(input.data, args.groups);
-    args.a_realigned = grad_moved.const_data_ptr();
-    args.b_realigned = input_moved.const_data_ptr();
-    launch_align_groups(lines_of(grad.data, grad_moved), lines_of(input.data, input_moved), args.offsets,
+    grad_aligned = aligned_copy(grad.data, args.groups);
+    input_aligned = aligned_copy(input.data, args.groups);
+    args.a_realigned = grad_aligned.const_data_ptr();
+    args.b_realigned = input_aligned.const_data_ptr();
+    launch_align_groups(lines_of(grad.data, grad_aligned), lines_of(input.data, input_aligned), args.offsets,
                         args.groups, args.rows, args.all_realigned, scope.stream());
   }
   const Launcher launch = sm90_launcher(GemmDirection::kWgrad, args);

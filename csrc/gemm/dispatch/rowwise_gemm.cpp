@@ -15,7 +15,7 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// float32, one for each row of the codes.
+// float32, one for each row.
 void check_row_scale(const Argument& scale, const Argument& codes, const char* meaning) {
   check_dtype(scale, {at::kFloat});
   const int64_t dim = codes.tensor.dim() - 1;
@@ -30,15 +30,16 @@ OptionalTensor offsets_of(const RowwiseProduct& product) {
                        product.a.size(0));
 }
 
-// FP32 sums of exact products. A CPU widens the matrix of one group at a time.
+// FP32 sums of exact products. On a CPU the matrix of one group is converted at a time.
 Tensor sums_of(const RowwiseProduct& product, const OptionalTensor& offsets) {
   const at::ScalarType exact = product.a.is_cpu() ? at::kFloat : at::kBFloat16;
   const Tensor a = product.a.to(exact);
   if (!offsets) return dense_gemm(a, transposed_view(product.b.to(exact)), std::nullopt, at::kFloat);
   const OptionalTensor none;
   if (product.a.is_cpu()) {
-    const Codes codes{product.b.size(1), product.b.size(2), exact,
-                      [&](int64_t group, const Tensor& values) { values.copy_(product.b.select(0, group)); }};
+    const QuantizedStack codes{
+        product.b.size(1), product.b.size(2), exact,
+        [&](int64_t group, const Tensor& values) { values.copy_(product.b.select(0, group)); }};
     return run_grouped_gemm(
         {a, product.b, *offsets, none, none, true, none, none, none, product.options, &codes}, at::kFloat);
   }

@@ -1,4 +1,4 @@
-// Products of FP8 codes under one scale for each row of both operands: what gemm_rowwise and grouped_gemm_rowwise run.
+// GEMM and grouped GEMM of FP8 operands with one scale for each row of both.
 #pragma once
 
 #include <optional>
@@ -27,7 +27,7 @@ struct RowwiseProduct {
 };
 
 void check_rowwise(const RowwiseProduct& product);
-// [T, N], for every backend: the first only in its sizes.
+// [T, N]: without data, and computed.
 at::Tensor rowwise_product_meta(const RowwiseProduct& product);
 at::Tensor rowwise_product(const RowwiseProduct& product);
 

@@ -15,7 +15,7 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// Rows past the last group, which the steps made of what lies there. [T] or [T, columns].
+// Writes zeros past the last group, where the separate steps computed values. [T] or [T, columns].
 void clear_tail(const Tensor& tensor, const Tensor& offsets) {
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (tensor.is_cuda()) {
@@ -27,7 +27,7 @@ void clear_tail(const Tensor& tensor, const Tensor& offsets) {
   tensor.narrow(0, end, tensor.size(0) - end).zero_();
 }
 
-// [T, 2F] as [T, first, second, columns], the two middle dimensions exchanged.
+// [T, 2F] viewed as [T, first, second, columns] with the two middle dimensions exchanged.
 Tensor exchanged(const Tensor& h, const c10::SymInt& first, const c10::SymInt& second) {
   const c10::SymInt rows = h.sym_size(0), columns = h.sym_size(1);
   return h.reshape_symint({rows, first, second, kInterleave}).transpose(1, 2).reshape_symint({rows, columns});

@@ -1,5 +1,5 @@
-// Grouped products that end in SwiGLU or in its gradient, by device: what grouped_gemm_swiglu, the op that quantizes its result
-// and its backward run. In one kernel on a Hopper, in steps elsewhere, with the same bits where the products have the same.
+// Grouped GEMM followed by SwiGLU or its gradient: one kernel on a Hopper, separate steps elsewhere. The bits are the same wherever
+// those of the GEMM are.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,21 +13,21 @@
 
 namespace transformer_plugin::gemm {
 
-// How gate and linear part lie in h [T, 2F]: 0, the gate's F columns first; or so many columns of each in turn.
+// The order of gate and linear part in h [T, 2F]: 0, the gate's F columns first; or this many columns of each alternate.
 inline constexpr int64_t kInterleave = 32;
 
 void check_interleave(const char* op, int64_t interleave);
-// F, beside the argument that has it.
+// Checks F, for the argument that determines it.
 void check_interleaved_columns(const Argument& argument, const c10::SymInt& features, int64_t interleave);
 void check_probs(const Argument& probs, const Argument& rows);
 
-// Of an op that makes SwiGLU of a product.
+// The checks of all ops that apply SwiGLU to a GEMM.
 void check_swiglu_product(const char* op, const at::Tensor& a, const at::Tensor& b,
                           const at::Tensor& group_sizes, const std::optional<at::Tensor>& probs,
                           const std::optional<at::Tensor>& bias, int64_t interleave,
                           const LaunchOptions& options);
 
-// h with the gate's columns first, and back. A copy where columns lie in turn, else h itself.
+// h with the gate's columns first, and back. A copy if columns alternate, else h itself.
 at::Tensor deinterleave(const at::Tensor& h, int64_t interleave);
 at::Tensor interleave_columns(const at::Tensor& h, int64_t interleave);
 
@@ -44,7 +44,7 @@ struct GroupedGemmSwiglu {
   int64_t features() const { return b.size(1) / 2; }
 };
 
-// What act is quantized to, along rows: a format that finds its scales in blocks.
+// The format of act, quantized along rows; a format with block scales.
 struct SwigluQuantize {
   const Format& format;
   std::string_view key;
@@ -69,7 +69,7 @@ TwoTensors run_gemm_swiglu(const GroupedGemmSwiglu& product);
 ThreeTensors run_gemm_swiglu_quantize(const GroupedGemmSwiglu& product, const SwigluQuantize& codes);
 TwoTensors run_gemm_swiglu_backward(const GroupedGemmSwigluBackward& product);
 
-// Nothing where the kernel for Hopper does not take it.
+// nullopt if the Hopper kernel does not support the problem.
 std::optional<TwoTensors> gemm_swiglu_cuda(const GroupedGemmSwiglu& product);
 std::optional<ThreeTensors> gemm_swiglu_quantize_cuda(const GroupedGemmSwiglu& product, const Format& format);
 std::optional<TwoTensors> gemm_swiglu_backward_cuda(const GroupedGemmSwigluBackward& product);

@@ -1,4 +1,4 @@
-// On a Hopper: the kernels that end in SwiGLU, or in its gradient.
+// The Hopper kernels with SwiGLU, or its gradient, in the epilogue.
 #ifdef TRANSFORMER_PLUGIN_CUDA
 
 #include "activation/swiglu.h"
@@ -15,7 +15,7 @@ namespace {
 
 using at::Tensor;
 
-// All but what comes of the product, whose rows are 2F wide.
+// Everything but the outputs. The product has rows of 2F.
 GroupedGemmArgs arguments_of(const Tensor& a, const Tensor& b, const Tensor& offsets, int64_t n,
                              int64_t features, const LaunchOptions& options) {
   GroupedGemmArgs args{};
@@ -43,7 +43,7 @@ std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
   return tensor ? std::optional<Tensor>(tensor->contiguous()) : std::nullopt;
 }
 
-// What the kernels read of a product, for as long as it lives, and h.
+// The operands of a product, which it keeps alive, and h.
 class SwigluOperands {
  public:
   explicit SwigluOperands(const GroupedGemmSwiglu& product)
@@ -52,7 +52,7 @@ class SwigluOperands {
     args.interleaved = product.interleave != 0;
   }
 
-  // Before a kernel that takes it.
+  // Allocates outputs; called once a kernel is selected.
   void complete() {
     bias_ = as_float(product_.bias);
     probs_ = contiguous(product_.probs);
@@ -78,33 +78,33 @@ class SwigluOperands {
 
 std::optional<TwoTensors> gemm_swiglu_cuda(const GroupedGemmSwiglu& product) {
   const CudaScope scope(product.a);
-  SwigluOperands given(product);
+  SwigluOperands operands(product);
   const Selection selection =
-      select(GemmDirection::kFprop, given.args.product, Epilogue::kSwiglu, given.args.interleaved);
+      select(GemmDirection::kFprop, operands.args.product, Epilogue::kSwiglu, operands.args.interleaved);
   if (selection.backend != Backend::kSm90Swiglu) return std::nullopt;
-  given.complete();
-  const Tensor act = given.make({product.a.size(0), given.features()});
-  given.args.act = act.mutable_data_ptr();
-  const DType dtype = given.args.product.dtype;
-  const SwigluLauncher launch = given.args.interleaved ? swiglu_interleaved(dtype) : swiglu(dtype);
-  launch(given.args, selection.config, scope.stream());
-  return TwoTensors(act, given.h);
+  operands.complete();
+  const Tensor act = operands.make({product.a.size(0), operands.features()});
+  operands.args.act = act.mutable_data_ptr();
+  const DType dtype = operands.args.product.dtype;
+  const SwigluLauncher launch = operands.args.interleaved ? swiglu_interleaved(dtype) : swiglu(dtype);
+  launch(operands.args, selection.config, scope.stream());
+  return TwoTensors(act, operands.h);
 }
 
 std::optional<ThreeTensors> gemm_swiglu_quantize_cuda(const GroupedGemmSwiglu& product,
                                                       const Format& format) {
   const CudaScope scope(product.a);
-  SwigluOperands given(product);
+  SwigluOperands operands(product);
   const Selection selection =
-      select(GemmDirection::kFprop, given.args.product, Epilogue::kSwiglu, given.args.interleaved);
+      select(GemmDirection::kFprop, operands.args.product, Epilogue::kSwiglu, operands.args.interleaved);
   if (selection.backend != Backend::kSm90Swiglu) return std::nullopt;
-  given.complete();
-  // Along rows groups say nothing but where the tail begins.
-  const auto operand = quantize::matrix_operand(product.a.size(0), given.features(), std::nullopt);
-  const auto outputs = quantize::make_outputs(given.rows(), operand, format, {true, false});
+  operands.complete();
+  // Quantization along rows does not depend on the groups, except for where the tail begins.
+  const auto operand = quantize::matrix_operand(product.a.size(0), operands.features(), std::nullopt);
+  const auto outputs = quantize::make_outputs(operands.rows(), operand, format, {true, false});
   const SwigluQuantizeKernelArgs args{
-      given.args, quantize::quantize_args(given.rows(), outputs, quantize::make_layout(operand, format, {}),
-                                          format, Tensor())};
+      operands.args, quantize::quantize_args(operands.rows(), outputs, quantize::make_layout(operand, format, {}),
+                                         format, Tensor())};
   const bool mx = args.codes.layout.mode == quantize::ScaleMode::kMx;
   const bool interleaved = args.swiglu.interleaved;
   const auto launcher = mx ? (interleaved ? swiglu_mxfp8_interleaved : swiglu_mxfp8)
@@ -112,7 +112,7 @@ std::optional<ThreeTensors> gemm_swiglu_quantize_cuda(const GroupedGemmSwiglu& p
   const SwigluQuantizeLauncher launch = launcher(args.swiglu.product.dtype);
   launch(args, selection.config, scope.stream());
   quantize::launch_quantize_tail(args.codes, args.swiglu.product.offsets + product.b.size(0), scope.stream());
-  return ThreeTensors(outputs.data, outputs.scale, given.h);
+  return ThreeTensors(outputs.data, outputs.scale, operands.h);
 }
 
 std::optional<TwoTensors> gemm_swiglu_backward_cuda(const GroupedGemmSwigluBackward& product) {

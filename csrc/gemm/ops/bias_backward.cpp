@@ -16,7 +16,7 @@ using at::Tensor;
 
 constexpr const char* kOp = "bias_backward";
 
-// Checks and the output, the same for every backend.
+// Checks, and allocates the output; the same for every backend.
 Tensor bias_backward_output(const Tensor& grad) {
   check_operand({kOp, "grad", grad}, 2);
   return empty(grad, {grad.sym_size(1)}, sum_dtype(grad.scalar_type()));
@@ -27,7 +27,7 @@ Tensor bias_backward(const Tensor& grad, Launch&& launch) {
   const Tensor grad_bias = bias_backward_output(grad);
   const BelowAutograd guard;
   if (grad.scalar_type() == at::kDouble)
-    return at::sum(grad, {0});  // on a CPU, for numerical checks of gradients
+    return at::sum(grad, {0});  // float64 is supported on a CPU for gradcheck
   const Tensor g = grad.contiguous();
   const int64_t rows = g.size(0), columns = g.size(1);
   const Tensor partial = empty(grad, {ColumnSums::slots(rows, 1), columns}, at::kFloat);

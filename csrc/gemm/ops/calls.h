@@ -138,14 +138,14 @@ inline at::Tensor call_grouped_gemm_wgrad_quantized(
 
 // ---- what the gradients share -------------------------------------------------------------------------------
 
-// A gradient and an operand in one dtype: as they are, or both widened without loss when they differ.
+// A gradient and an operand in one dtype: unchanged, or both converted without loss if they differ.
 inline std::pair<at::Tensor, at::Tensor> same_dtype(const at::Tensor& grad, const at::Tensor& operand) {
   if (grad.scalar_type() == operand.scalar_type()) return {grad, operand};
   const at::ScalarType wide = sum_dtype(operand.scalar_type());
   return {grad.to(wide), operand.to(wide)};
 }
 
-// What a node keeps of a call's options: only what is given, as each entry costs a call time.
+// Saves the launch options of a call; only those that are set, as each entry costs host time.
 inline void save_options(torch::autograd::AutogradContext* ctx, const LaunchOptions& options) {
   if (options.max_sms > 0) ctx->saved_data["max_sms"] = options.max_sms;
   if (options.expected_rows >= 0) ctx->saved_data["expected_rows"] = options.expected_rows;
@@ -158,8 +158,8 @@ inline LaunchOptions saved_options(const torch::autograd::AutogradContext* ctx) 
   return options;
 }
 
-// The gradients of the bias and its scale, which follow a, b and group_sizes among the arguments of a node: `place` is
-// that of the bias among its tensors. `bias` was saved when its scale's gradient is wanted.
+// The gradients of the bias and its scale. `place`: the index of the bias among the node's tensor arguments. `bias` is saved if
+// the gradient of its scale is needed.
 inline std::pair<at::Tensor, at::Tensor> bias_gradients(const torch::autograd::AutogradContext* ctx,
                                                         bool has_bias, const at::Tensor& grad,
                                                         const at::Tensor& group_sizes, const at::Tensor& bias,

@@ -1,4 +1,4 @@
-// gather_rows_backward: the gradient of taking rows by an index, as grouped_gemm does with `rows`.
+// gather_rows_backward: the gradient of gathering rows by an index, as grouped_gemm does with `rows`.
 
 #include <limits>
 
@@ -39,7 +39,7 @@ Tensor gather_rows_backward(const Tensor& grad, const Tensor& rows, const Tensor
 
 }  // namespace
 
-// Not differentiable: results have no gradient.
+// Not differentiable: the results have no gradient.
 TP_IMPL_NO_GRADIENT(kOp, gather_rows_backward, gather_rows_backward_meta);
 
 }  // namespace transformer_plugin::gemm

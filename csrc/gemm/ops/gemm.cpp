@@ -79,7 +79,7 @@ class GemmFunction : public DifferentiableTwice<GemmFunction> {
     return call_gemm(a, b, bias, transpose_b, dtype, alpha);
   }
 
-  // A gradient comes back in the dtype of the sum's rounding; the engine rounds it to its leaf's.
+  // The autograd engine casts a gradient to the dtype of its leaf.
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const bool transpose_b = ctx->saved_data["transpose_b"].toBool();

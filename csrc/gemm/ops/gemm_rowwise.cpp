@@ -1,4 +1,4 @@
-// gemm_rowwise: the product of two matrices of FP8 codes with a scale for each row.
+// gemm_rowwise: the product of two FP8 matrices with a scale for each row.
 
 #include "common/register.h"
 #include "gemm/dispatch/rowwise_gemm.h"
@@ -20,7 +20,7 @@ Tensor gemm_rowwise(const Tensor& a, const Tensor& a_scale, const Tensor& b, con
 
 }  // namespace
 
-// Not differentiable: results have no gradient.
+// Not differentiable: the results have no gradient.
 TP_IMPL_NO_GRADIENT(kOp, gemm_rowwise<rowwise_product>, gemm_rowwise<rowwise_product_meta>);
 
 }  // namespace transformer_plugin::gemm

@@ -18,7 +18,7 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "grouped_bias_backward";
 
-// Checks and the outputs, the same for every backend.
+// Checks, and allocates the outputs; the same for every backend.
 std::tuple<Tensor, Tensor> bias_backward_outputs(const Tensor& grad, const Tensor& group_sizes,
                                                  const OptionalTensor& bias,
                                                  const OptionalTensor& bias_scale) {
@@ -32,7 +32,7 @@ std::tuple<Tensor, Tensor> bias_backward_outputs(const Tensor& grad, const Tenso
           empty(grad, {rows}, at::kFloat)};
 }
 
-// Doubles, on a CPU, for numerical checks of gradients.
+// float64 on a CPU, for gradcheck.
 void bias_backward_double(const Tensor& grad, const Tensor& offsets, const OptionalTensor& bias,
                           const OptionalTensor& bias_scale, const Tensor& grad_bias,
                           const Tensor& grad_scale) {
@@ -87,7 +87,7 @@ TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
 
 TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl(kOp, bias_backward_outputs); }
 
-// Not differentiable: results have no gradient.
+// Not differentiable: the results have no gradient.
 TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl(kOp, torch::CppFunction::makeFallthrough()); }
 
 #ifdef TRANSFORMER_PLUGIN_CUDA

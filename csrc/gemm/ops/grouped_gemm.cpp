@@ -1,4 +1,4 @@
-// grouped_gemm: the rows of each group times the group's own matrix, with its gradient, or into a given buffer.
+// grouped_gemm: the rows of each group times the group's matrix, with its gradient, into a new or a given buffer.
 #include "gemm/dispatch/grouped_gemm.h"
 
 #include "common/autograd.h"
@@ -21,8 +21,8 @@ using torch::autograd::variable_list;
 constexpr const char* kOp = "grouped_gemm";
 constexpr const char* kOutOp = "grouped_gemm_out";
 
-// What both ops are given.
-struct Given {
+// The arguments of both ops.
+struct Arguments {
   const char* op;
   const Tensor &a, &b, &group_sizes;
   const OptionalTensor &bias, &bias_scale, &alpha, &rows;
@@ -30,7 +30,7 @@ struct Given {
   LaunchOptions options;
 
   Argument a_argument() const { return {op, "a", a}; }
-  // The rows of the groups, in the buffer or in the index to it.
+  // The argument whose first dimension is the capacity: the buffer, or the index into it.
   Argument capacity_argument() const { return rows ? Argument{op, "rows", *rows} : a_argument(); }
   c10::SymInt capacity() const { return capacity_argument().tensor.sym_size(0); }
   c10::SymInt columns() const { return b.sym_size(transpose_b ? 1 : 2); }
@@ -48,7 +48,7 @@ struct Given {
     check_launch_options(op, options);
   }
 
-  // Also checks, on a CPU, the values of sizes and rows.
+  // On a CPU also checks the values of sizes and index.
   Tensor offsets() const {
     const Argument buffer = capacity_argument();
     const Tensor result = group_offsets({op, "group_sizes", group_sizes}, buffer, buffer.tensor.size(0));
@@ -62,9 +62,9 @@ Tensor grouped_gemm_meta(const Tensor& a, const Tensor& b, const Tensor& group_s
                          OptionalDtype dtype, const OptionalTensor& alpha, const OptionalTensor& rows,
                          int64_t max_sms, int64_t expected_rows) {
   const LaunchOptions options{max_sms, expected_rows};
-  const Given given{kOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options};
-  given.check();
-  return empty(a, {given.capacity(), given.columns()}, output_dtype(given.a_argument(), dtype));
+  const Arguments args{kOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options};
+  args.check();
+  return empty(a, {args.capacity(), args.columns()}, output_dtype(args.a_argument(), dtype));
 }
 
 Tensor grouped_gemm(const Tensor& a, const Tensor& b, const Tensor& group_sizes, const OptionalTensor& bias,
@@ -72,28 +72,28 @@ Tensor grouped_gemm(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
                     const OptionalTensor& alpha, const OptionalTensor& rows, int64_t max_sms,
                     int64_t expected_rows) {
   const LaunchOptions options{max_sms, expected_rows};
-  const Given given{kOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options};
-  given.check();
-  const at::ScalarType to = output_dtype(given.a_argument(), dtype);
+  const Arguments args{kOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options};
+  args.check();
+  const at::ScalarType to = output_dtype(args.a_argument(), dtype);
   const BelowAutograd guard;
-  const Tensor offsets = given.offsets();
+  const Tensor offsets = args.offsets();
   const GroupedGemm problem{a,           b,     offsets,      bias, bias_scale,
-                            transpose_b, alpha, std::nullopt, rows, given.options};
+                            transpose_b, alpha, std::nullopt, rows, args.options};
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (a.is_cuda()) return grouped_gemm_cuda(problem, to);
 #endif
   return run_grouped_gemm(problem, to);
 }
 
-void check_out(const Given& given, const Tensor& out, const OptionalTensor& beta) {
-  given.check();
-  check_result({kOutOp, "out", out}, given.a_argument(), given.capacity(), given.columns());
-  if (beta) check_factor({kOutOp, "beta", *beta}, given.a_argument(), given.b.sym_size(0));
+void check_out(const Arguments& args, const Tensor& out, const OptionalTensor& beta) {
+  args.check();
+  check_result({kOutOp, "out", out}, args.a_argument(), args.capacity(), args.columns());
+  if (beta) check_factor({kOutOp, "beta", *beta}, args.a_argument(), args.b.sym_size(0));
   constexpr const char* advice = "What is written into a buffer has none: call grouped_gemm, or detach it";
-  check_no_gradient(given.a_argument(), advice);
-  check_no_gradient({kOutOp, "b", given.b}, advice);
-  if (given.bias) check_no_gradient({kOutOp, "bias", *given.bias}, advice);
-  if (given.bias_scale) check_no_gradient({kOutOp, "bias_scale", *given.bias_scale}, advice);
+  check_no_gradient(args.a_argument(), advice);
+  check_no_gradient({kOutOp, "b", args.b}, advice);
+  if (args.bias) check_no_gradient({kOutOp, "bias", *args.bias}, advice);
+  if (args.bias_scale) check_no_gradient({kOutOp, "bias_scale", *args.bias_scale}, advice);
 }
 
 void grouped_gemm_out_meta(const Tensor& a, const Tensor& b, const Tensor& group_sizes, const Tensor& out,
@@ -109,8 +109,8 @@ void grouped_gemm_out(const Tensor& a, const Tensor& b, const Tensor& group_size
                       const OptionalTensor& alpha, const OptionalTensor& beta, const OptionalTensor& rows,
                       int64_t max_sms, int64_t expected_rows) {
   const LaunchOptions options{max_sms, expected_rows};
-  const Given given{kOutOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options};
-  check_out(given, out, beta);
+  const Arguments args{kOutOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options};
+  check_out(args, out, beta);
   check_apart(kOutOp, {{"out", out}},
               {{"a", a},
                {"b", b},
@@ -121,8 +121,8 @@ void grouped_gemm_out(const Tensor& a, const Tensor& b, const Tensor& group_size
                {"alpha", alpha},
                {"beta", beta}});
   const BelowAutograd guard;
-  const Tensor offsets = given.offsets();
-  run_grouped_gemm_out({a, b, offsets, bias, bias_scale, transpose_b, alpha, beta, rows, given.options}, out);
+  const Tensor offsets = args.offsets();
+  run_grouped_gemm_out({a, b, offsets, bias, bias_scale, transpose_b, alpha, beta, rows, args.options}, out);
 }
 
 class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
@@ -146,7 +146,7 @@ class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
                              {max_sms, expected_rows});
   }
 
-  // A row that was taken to several places has the sum of their gradients.
+  // A row that the index names several times gets the sum of their gradients.
   static Tensor gradient_of_a(AutogradContext* ctx, const Tensor& grad, const Tensor& matrices,
                               const Tensor& sizes, const OptionalTensor& alpha, const OptionalTensor& rows) {
     const auto [g, b] = same_dtype(grad, matrices);
@@ -157,7 +157,7 @@ class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
                 : taken;
   }
 
-  // The index is of the input, so where that comes first the gradient's transpose is made.
+  // The index belongs to the input, so if the input comes first, the transposed gradient is computed.
   static Tensor gradient_of_b(AutogradContext* ctx, const Tensor& grad, const Tensor& input,
                               const Tensor& sizes, const OptionalTensor& alpha, const OptionalTensor& rows) {
     const auto [g, a] = same_dtype(grad, input);

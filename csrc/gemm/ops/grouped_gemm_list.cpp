@@ -1,4 +1,4 @@
-// grouped_gemm_list: grouped_gemm with a list of the groups' matrices, each anywhere in memory, with its gradient.
+// grouped_gemm_list: grouped_gemm with a list of matrices, one for each group, at any addresses; with its gradient.
 
 #include <algorithm>
 #include <tuple>
@@ -23,7 +23,7 @@ using torch::autograd::variable_list;
 
 constexpr const char* kOp = "grouped_gemm_list";
 
-struct Given {
+struct Arguments {
   const Tensor& a;
   at::TensorList b;
   const Tensor& group_sizes;
@@ -32,7 +32,7 @@ struct Given {
   LaunchOptions options;
 
   Argument a_argument() const { return {kOp, "a", a}; }
-  // The rows of the groups, in the buffer or in the index to it.
+  // The argument whose first dimension is the capacity: the buffer, or the index into it.
   Argument capacity_argument() const { return rows ? Argument{kOp, "rows", *rows} : a_argument(); }
   c10::SymInt capacity() const { return capacity_argument().tensor.sym_size(0); }
   c10::SymInt columns() const { return b[0].sym_size(transpose_b ? 0 : 1); }
@@ -53,7 +53,7 @@ struct Given {
     check_launch_options(kOp, options);
   }
 
-  // Also checks, on a CPU, the values of sizes and rows.
+  // On a CPU also checks the values of sizes and index.
   Tensor offsets() const {
     const Argument buffer = capacity_argument();
     const Tensor result = group_offsets({kOp, "group_sizes", group_sizes}, buffer, buffer.tensor.size(0));
@@ -67,22 +67,22 @@ Tensor grouped_gemm_list_meta(const Tensor& a, at::TensorList b, const Tensor& g
                               OptionalDtype dtype, const OptionalTensor& alpha, const OptionalTensor& rows,
                               int64_t max_sms, int64_t expected_rows) {
   const LaunchOptions options{max_sms, expected_rows};
-  const Given given{a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options};
-  given.check();
-  return empty(a, {given.capacity(), given.columns()}, output_dtype(given.a_argument(), dtype));
+  const Arguments args{a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options};
+  args.check();
+  return empty(a, {args.capacity(), args.columns()}, output_dtype(args.a_argument(), dtype));
 }
 
-// Matrices that are a stack are multiplied as one; where it has gaps, a kernel would want a copy.
+// Matrices that are members of a contiguous stack are passed as the stack.
 Tensor grouped_gemm_list(const Tensor& a, at::TensorList b, const Tensor& group_sizes,
                          const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
                          OptionalDtype dtype, const OptionalTensor& alpha, const OptionalTensor& rows,
                          int64_t max_sms, int64_t expected_rows) {
   const LaunchOptions options{max_sms, expected_rows};
-  const Given given{a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options};
-  given.check();
-  const at::ScalarType to = output_dtype(given.a_argument(), dtype);
+  const Arguments args{a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options};
+  args.check();
+  const at::ScalarType to = output_dtype(args.a_argument(), dtype);
   const BelowAutograd guard;
-  const Tensor offsets = given.offsets();
+  const Tensor offsets = args.offsets();
   const OptionalTensor stack = as_stack(b);
   const bool whole = stack && stack->is_contiguous();
   return run_grouped_gemm({a, whole ? *stack : b[0], offsets, bias, bias_scale, transpose_b, alpha,
@@ -95,7 +95,7 @@ class GroupedGemmListFunction : public DifferentiableTwice<GroupedGemmListFuncti
   static constexpr const char* kName = "grouped_gemm_list";
   static constexpr bool is_traceable = true;
 
-  // Saved are what every gradient wants, then the matrices.
+  // Saves what every gradient needs, then the matrices.
   static Tensor forward(AutogradContext* ctx, const Tensor& a, at::TensorList b, const Tensor& group_sizes,
                         const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
                         OptionalDtype dtype, const OptionalTensor& alpha, const OptionalTensor& rows,
@@ -115,7 +115,7 @@ class GroupedGemmListFunction : public DifferentiableTwice<GroupedGemmListFuncti
                                   {max_sms, expected_rows});
   }
 
-  // A row that was taken to several places has the sum of their gradients.
+  // A row that the index names several times gets the sum of their gradients.
   static Tensor gradient_of_a(AutogradContext* ctx, const Tensor& grad, variable_list matrices,
                               const Tensor& sizes, const OptionalTensor& alpha, const OptionalTensor& rows) {
     const at::ScalarType dtype = matrices[0].scalar_type();
@@ -128,7 +128,7 @@ class GroupedGemmListFunction : public DifferentiableTwice<GroupedGemmListFuncti
                 : taken;
   }
 
-  // Views of one tensor. The index is of the input, so where that comes first the gradient's transpose is made.
+  // Views of one tensor. The index belongs to the input, so if the input comes first, the transposed gradient is computed.
   static variable_list gradients_of_b(AutogradContext* ctx, const Tensor& grad, const Tensor& input,
                                       const Tensor& sizes, const OptionalTensor& alpha,
                                       const OptionalTensor& rows) {

@@ -1,4 +1,4 @@
-// grouped_gemm_quantized_list: grouped_gemm_quantized with a list of the groups' matrices, each anywhere in memory.
+// grouped_gemm_quantized_list: grouped_gemm_quantized with a list of matrices, one for each group, at any addresses.
 #include <ATen/ops/cat.h>
 
 #include <vector>
@@ -22,7 +22,7 @@ using OptionalList = std::optional<at::TensorList>;
 
 constexpr const char* kOp = "grouped_gemm_quantized_list";
 
-struct Given {
+struct Arguments {
   QuantizedArgument a;
   at::TensorList b, b_scale;
   const OptionalList& b_amax;
@@ -52,45 +52,44 @@ bool is_alike(const Tensor& x, const Tensor& y) {
   return x.scalar_type() == y.scalar_type() && x.device() == y.device() && x.sym_sizes() == y.sym_sizes();
 }
 
-// The matrices are alike. Of the others only what is unlike the first is looked at, with a name that is made for it.
-Format check_matrices(const Given& given) {
-  check_list(kOp, "b", given.b);
-  check_count("b_scale", given.b_scale, given.b.size());
-  if (given.b_amax) check_count("b_amax", *given.b_amax, given.b.size());
-  const OptionalTensor first_amax = given.amax(0);
-  const Format format = check_quantized(given.first(first_amax), 2, nullptr, false);
-  for (size_t i = 1; i < given.b.size(); ++i) {
-    const OptionalTensor amax = given.amax(i);
-    if (is_alike(given.b_scale[i], given.b_scale[0]) && (!amax || is_alike(*amax, *first_amax))) continue;
+// All matrices must be like the first. A name for the error is made only for one that is not.
+Format check_matrices(const Arguments& args) {
+  check_list(kOp, "b", args.b);
+  check_count("b_scale", args.b_scale, args.b.size());
+  if (args.b_amax) check_count("b_amax", *args.b_amax, args.b.size());
+  const OptionalTensor first_amax = args.amax(0);
+  const Format format = check_quantized(args.first(first_amax), 2, nullptr, false);
+  for (size_t i = 1; i < args.b.size(); ++i) {
+    const OptionalTensor amax = args.amax(i);
+    if (is_alike(args.b_scale[i], args.b_scale[0]) && (!amax || is_alike(*amax, *first_amax))) continue;
     const std::string index = "[" + std::to_string(i) + "]";
     const std::string name = "b" + index, scale_name = "b_scale" + index, amax_name = "b_amax" + index;
-    check_quantized({kOp, name.c_str(), scale_name.c_str(), amax_name.c_str(), "b_format", given.b[i],
-                     given.b_scale[i], amax, given.b_key},
+    check_quantized({kOp, name.c_str(), scale_name.c_str(), amax_name.c_str(), "b_format", args.b[i],
+                     args.b_scale[i], amax, args.b_key},
                     2, nullptr, false);
   }
   return format;
 }
 
-Given checked(Given given) {
-  const Argument a = given.a_argument(), sizes{kOp, "group_sizes", given.group_sizes};
+Arguments checked(Arguments args) {
+  const Argument a = args.a_argument(), sizes{kOp, "group_sizes", args.group_sizes};
   check_dim(a, 2);
   check_group_sizes(sizes, a);
-  given.a_format = check_quantized(given.a, 2, &given.group_sizes, false);
-  given.b_format = check_matrices(given);
-  const auto groups = static_cast<int64_t>(given.b.size());
-  check_same_device({kOp, "b[0]", given.b[0]}, a);
-  check_value_size(given.first(std::nullopt), given.b_format, given.transpose_b ? 1 : 0,
-                   value_size(given.a, given.a_format, 1), "the columns of 'a', summed over");
+  args.a_format = check_quantized(args.a, 2, &args.group_sizes, false);
+  args.b_format = check_matrices(args);
+  const auto groups = static_cast<int64_t>(args.b.size());
+  check_same_device({kOp, "b[0]", args.b[0]}, a);
+  check_value_size(args.first(std::nullopt), args.b_format, args.transpose_b ? 1 : 0,
+                   value_size(args.a, args.a_format, 1), "the columns of 'a', summed over");
   check_size(sizes, 0, groups, "the matrices of 'b'");
-  if (given.bias) check_bias({kOp, "bias", *given.bias}, a, c10::SymInt(groups), given.columns());
-  if (given.bias_scale) check_bias_scale({kOp, "bias_scale", *given.bias_scale}, given.bias.has_value(), a);
-  if (given.alpha) check_factor({kOp, "alpha", *given.alpha}, a, groups);
-  check_launch_options(kOp, given.options);
-  return given;
+  if (args.bias) check_bias({kOp, "bias", *args.bias}, a, c10::SymInt(groups), args.columns());
+  if (args.bias_scale) check_bias_scale({kOp, "bias_scale", *args.bias_scale}, args.bias.has_value(), a);
+  if (args.alpha) check_factor({kOp, "alpha", *args.alpha}, a, groups);
+  check_launch_options(kOp, args.options);
+  return args;
 }
 
-// Tensors of one size as one with a dimension for the list, or end to end where each is `one_number`. Bytes are copied
-// as bytes: torch copies no E2M1.
+// Stacks tensors of one size, or concatenates them if each is `one_number`. Copies bytes, because torch cannot copy E2M1.
 Tensor stacked(at::TensorList list, bool one_number) {
   const Tensor& first = list[0];
   std::vector<Tensor> parts;
@@ -104,115 +103,116 @@ Tensor stacked(at::TensorList list, bool one_number) {
   return joined.view(sizes).view(first.scalar_type());
 }
 
-Tensor stacked_scales(const Given& given) {
-  return stacked(given.b_scale, given.b_format.family == FormatFamily::kFp8Tensor);
+Tensor stacked_scales(const Arguments& args) {
+  return stacked(args.b_scale, args.b_format.family == FormatFamily::kFp8Tensor);
 }
 
-// As grouped_gemm_quantized does it, with the matrices as one tensor.
-Tensor product_of_stack(const Given& given, const Tensor& stack, at::ScalarType dtype) {
+// Like grouped_gemm_quantized, with the matrices as one tensor.
+Tensor product_of_stack(const Arguments& args, const Tensor& stack, at::ScalarType dtype) {
   using Signature =
       Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, std::string_view,
              std::string_view, at::ScalarType, const OptionalTensor&, const OptionalTensor&, bool,
              const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, int64_t, int64_t);
   static const auto op = find_op<Signature>("grouped_gemm_quantized");
   OptionalTensor amax;
-  if (given.b_amax) amax = stacked(*given.b_amax, !given.b_format.row_scaled);
-  return op.call(given.a.data, given.a.scale, stack, stacked_scales(given), given.group_sizes, given.a.key,
-                 given.b_key, dtype, given.bias, given.bias_scale, given.transpose_b, given.a.amax, amax,
-                 given.alpha, given.options.max_sms, given.options.expected_rows);
+  if (args.b_amax) amax = stacked(*args.b_amax, !args.b_format.row_scaled);
+  return op.call(args.a.data, args.a.scale, stack, stacked_scales(args), args.group_sizes, args.a.key,
+                 args.b_key, dtype, args.bias, args.bias_scale, args.transpose_b, args.a.amax, amax,
+                 args.alpha, args.options.max_sms, args.options.expected_rows);
 }
 
-Tensor offsets_of(const Given& given) {
-  const Argument a = given.a_argument();
-  return group_offsets({kOp, "group_sizes", given.group_sizes}, a, a.tensor.size(0));
+Tensor offsets_of(const Arguments& args) {
+  const Argument a = args.a_argument();
+  return group_offsets({kOp, "group_sizes", args.group_sizes}, a, a.tensor.size(0));
 }
 
-// Each matrix is taken apart when a thread comes to its group.
-Tensor product_cpu(const Given& given, at::ScalarType dtype) {
-  const OptionalTensor first_amax = given.amax(0);
-  const QuantizedArgument first = given.first(first_amax);
-  const at::ScalarType exact = dequantized_dtype(given.a, given.a_format, first, given.b_format);
-  const Tensor offsets = offsets_of(given);
-  const Values left = dequantized_operand(given.a, given.a_format, &given.group_sizes, false, exact);
-  const bool one_scale = given.b_format.family == FormatFamily::kFp8Tensor;
+// Each matrix is dequantized when a thread reaches its group.
+Tensor product_cpu(const Arguments& args, at::ScalarType dtype) {
+  const OptionalTensor first_amax = args.amax(0);
+  const QuantizedArgument first = args.first(first_amax);
+  const at::ScalarType exact = dequantized_dtype(args.a, args.a_format, first, args.b_format);
+  const Tensor offsets = offsets_of(args);
+  const Values left = dequantized_operand(args.a, args.a_format, &args.group_sizes, false, exact);
+  const bool one_scale = args.b_format.family == FormatFamily::kFp8Tensor;
   const auto decode = [&](int64_t group, const Tensor& values) {
-    const Tensor& scale = given.b_scale[group];
-    OptionalTensor amax = given.amax(group);
-    if (amax && given.b_format.row_scaled) amax = amax->unsqueeze(0);
-    quantize::dequantize_member(given.b[group].unsqueeze(0), one_scale ? scale : scale.unsqueeze(0), amax,
-                                given.b_format, 0, values);
+    const Tensor& scale = args.b_scale[group];
+    OptionalTensor amax = args.amax(group);
+    if (amax && args.b_format.row_scaled) amax = amax->unsqueeze(0);
+    quantize::dequantize_member(args.b[group].unsqueeze(0), one_scale ? scale : scale.unsqueeze(0), amax,
+                                args.b_format, 0, values);
   };
-  const Codes codes{given.b[0].size(0), value_size(first, given.b_format, 1).expect_int(), exact, decode};
-  return run_grouped_gemm({left.data, given.b[0], offsets, given.bias, given.bias_scale, given.transpose_b,
-                           given.alpha, std::nullopt, std::nullopt, given.options, &codes},
+  const QuantizedStack codes{args.b[0].size(0), value_size(first, args.b_format, 1).expect_int(), exact,
+                             decode};
+  return run_grouped_gemm({left.data, args.b[0], offsets, args.bias, args.bias_scale, args.transpose_b,
+                           args.alpha, std::nullopt, std::nullopt, args.options, &codes},
                           dtype);
 }
 
-// How the scales lie, if a kernel may multiply the codes of a list as they are.
-std::optional<ScaleGranularity> code_scales(const Given& given) {
-  if (!given.transpose_b || !has_quantized_kernels(given.a.data)) return std::nullopt;
-  const auto scales = quantized_gemm_scales(given.a_format, given.b_format);
+// The scale granularity if a kernel may read the quantized data of a list.
+std::optional<ScaleGranularity> fp8_kernel_scales(const Arguments& args) {
+  if (!args.transpose_b || !has_quantized_kernels(args.a.data)) return std::nullopt;
+  const auto scales = quantized_gemm_scales(args.a_format, args.b_format);
   const bool has_list = scales == ScaleGranularity::kGroup || scales == ScaleGranularity::kBlock;
   return has_list ? scales : std::nullopt;
 }
 
-// Matrices that are a stack are multiplied as one.
-Tensor product_cuda(const Given& given, at::ScalarType dtype) {
-  const OptionalTensor stack = as_stack(given.b), none;
-  if (stack && stack->is_contiguous()) return product_of_stack(given, *stack, dtype);
-  if (const auto scales = code_scales(given)) {
-    const OptionalTensor offsets = offsets_of(given);
-    const Tensor out = empty(given.a.data, {given.capacity(), given.columns()}, dtype);
-    const Tensor b_scale = stacked_scales(given);
+// Matrices that are members of a stack are passed as the stack.
+Tensor product_cuda(const Arguments& args, at::ScalarType dtype) {
+  const OptionalTensor stack = as_stack(args.b), none;
+  if (stack && stack->is_contiguous()) return product_of_stack(args, *stack, dtype);
+  if (const auto scales = fp8_kernel_scales(args)) {
+    const OptionalTensor offsets = offsets_of(args);
+    const Tensor out = empty(args.a.data, {args.capacity(), args.columns()}, dtype);
+    const Tensor b_scale = stacked_scales(args);
     const QuantizedGemm product{*scales,
-                                {given.a.data, given.a.scale},
-                                {given.b[0], b_scale},
+                                {args.a.data, args.a.scale},
+                                {args.b[0], b_scale},
                                 offsets,
-                                given.bias,
-                                given.bias_scale,
-                                given.alpha,
+                                args.bias,
+                                args.bias_scale,
+                                args.alpha,
                                 none,
-                                given.options,
-                                given.b};
+                                args.options,
+                                args.b};
     if (run_quantized_gemm_out(product, out)) return out;
   }
-  return product_of_stack(given, stacked(given.b, false), dtype);
+  return product_of_stack(args, stacked(args.b, false), dtype);
 }
 
-Tensor product_meta(const Given& given, at::ScalarType dtype) {
-  return empty(given.a.data, {given.capacity(), given.columns()}, dtype);
+Tensor product_meta(const Arguments& args, at::ScalarType dtype) {
+  return empty(args.a.data, {args.capacity(), args.columns()}, dtype);
 }
 
-Tensor product(const Given& given, at::ScalarType dtype) {
+Tensor product(const Arguments& args, at::ScalarType dtype) {
   const BelowAutograd guard;
-  return given.a.data.is_cpu() ? product_cpu(given, dtype) : product_cuda(given, dtype);
+  return args.a.data.is_cpu() ? product_cpu(args, dtype) : product_cuda(args, dtype);
 }
 
-template <Tensor (*run)(const Given&, at::ScalarType)>
+template <Tensor (*run)(const Arguments&, at::ScalarType)>
 Tensor grouped_gemm_quantized_list(const Tensor& a, const Tensor& a_scale, at::TensorList b,
                                    at::TensorList b_scale, const Tensor& group_sizes, std::string_view a_key,
                                    std::string_view b_key, at::ScalarType dtype, const OptionalTensor& bias,
                                    const OptionalTensor& bias_scale, bool transpose_b,
                                    const OptionalTensor& a_amax, OptionalList b_amax,
                                    const OptionalTensor& alpha, int64_t max_sms, int64_t expected_rows) {
-  const Given given = checked({{kOp, "a", "a_scale", "a_amax", "a_format", a, a_scale, a_amax, a_key},
-                               b,
-                               b_scale,
-                               b_amax,
-                               b_key,
-                               group_sizes,
-                               bias,
-                               bias_scale,
-                               alpha,
-                               transpose_b,
-                               {max_sms, expected_rows}});
+  const Arguments args = checked({{kOp, "a", "a_scale", "a_amax", "a_format", a, a_scale, a_amax, a_key},
+                                  b,
+                                  b_scale,
+                                  b_amax,
+                                  b_key,
+                                  group_sizes,
+                                  bias,
+                                  bias_scale,
+                                  alpha,
+                                  transpose_b,
+                                  {max_sms, expected_rows}});
   check_rounded_dtype(kOp, dtype);
-  return run(given, dtype);
+  return run(args, dtype);
 }
 
 }  // namespace
 
-// Not differentiable: results have no gradient.
+// Not differentiable: the results have no gradient.
 TP_IMPL_NO_GRADIENT(kOp, grouped_gemm_quantized_list<product>, grouped_gemm_quantized_list<product_meta>);
 
 }  // namespace transformer_plugin::gemm

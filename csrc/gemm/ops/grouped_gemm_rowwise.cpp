@@ -1,4 +1,4 @@
-// grouped_gemm_rowwise: products over ragged groups of FP8 codes with a scale for each row.
+// grouped_gemm_rowwise: grouped GEMM of FP8 operands with a scale for each row.
 
 #include "common/register.h"
 #include "gemm/dispatch/rowwise_gemm.h"
@@ -22,7 +22,7 @@ Tensor grouped_gemm_rowwise(const Tensor& a, const Tensor& a_scale, const Tensor
 
 }  // namespace
 
-// Not differentiable: results have no gradient.
+// Not differentiable: the results have no gradient.
 TP_IMPL_NO_GRADIENT(kOp, grouped_gemm_rowwise<rowwise_product>, grouped_gemm_rowwise<rowwise_product_meta>);
 
 }  // namespace transformer_plugin::gemm

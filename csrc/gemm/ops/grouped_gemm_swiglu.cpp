@@ -1,4 +1,4 @@
-// grouped_gemm_swiglu: the rows of each group times the group's own matrix, then SwiGLU times a probability, with its gradient.
+// grouped_gemm_swiglu: the rows of each group times the group's matrix, then SwiGLU times a probability; with its gradient.
 #include <ATen/ops/arange.h>
 
 #include "common/autograd.h"
@@ -44,8 +44,8 @@ class GroupedGemmSwigluFunction : public DifferentiableOnce<GroupedGemmSwigluFun
   static constexpr const char* kName = "grouped_gemm_swiglu";
   static constexpr bool is_traceable = true;
 
-  // Where h is not kept, the backward makes it again. h is not marked as without a gradient: compiled autograd takes no such
-  // outputs.
+  // If h is not kept, the backward recomputes it. h is not marked non-differentiable, because compiled autograd does not support
+  // such outputs.
   static variable_list forward(AutogradContext* ctx, const Tensor& a, const Tensor& b,
                                const Tensor& group_sizes, const OptionalTensor& probs,
                                const OptionalTensor& bias, int64_t interleave, bool keep_input,
@@ -58,14 +58,14 @@ class GroupedGemmSwigluFunction : public DifferentiableOnce<GroupedGemmSwigluFun
     const BelowAutograd guard;
     const auto [act, h] = call_grouped_gemm_swiglu(a, b, group_sizes, probs, bias, interleave, keep_input,
                                                    {max_sms, expected_rows});
-    ctx->set_materialize_grads(false);  // as a rule nothing is made of h
+    ctx->set_materialize_grads(false);  // h is rarely used
     ctx->save_for_backward({wants_b || !keep_input ? a : Tensor(), wants_a || !keep_input ? b : Tensor(),
                             group_sizes, keep_input ? h : Tensor(), or_undefined(probs),
                             keep_input ? Tensor() : or_undefined(bias)});
     return {act, h};
   }
 
-  // Of rows before the tail only.
+  // With zeros past the last group.
   static Tensor before_tail(const Tensor& rows, const Tensor& group_sizes) {
     const Tensor end = group_sizes.clamp_min(0).sum();
     const Tensor index = at::arange(c10::Scalar(rows.sym_size(0)), end.options());
@@ -76,7 +76,7 @@ class GroupedGemmSwigluFunction : public DifferentiableOnce<GroupedGemmSwigluFun
     return {ctx->saved_data["max_sms"].toInt(), ctx->saved_data["expected_rows"].toInt()};
   }
 
-  // Those of h and probs. What comes for h itself is added; where it is not kept there is nothing it could come for.
+  // The gradients of h and probs. A gradient of the output h is added, if h was kept.
   static TwoTensors gradients_of_swiglu(AutogradContext* ctx, const variable_list& saved,
                                         const variable_list& grads) {
     const Tensor &grad = grads[0], &direct = grads[1], &kept = saved[3];
@@ -112,7 +112,7 @@ class GroupedGemmSwigluFunction : public DifferentiableOnce<GroupedGemmSwigluFun
       result[1] =
           call_grouped_gemm_wgrad(grad_h, saved[0], sizes, std::nullopt, none, none, saved_options(ctx));
     }
-    // Tensors that are not given are not counted.
+    // needs_input_grad does not count tensors that are not given.
     if (has_probs && grad_probs.defined() && ctx->needs_input_grad(3)) {
       result[3] = before_tail(grad_probs, sizes);
     }

@@ -1,5 +1,5 @@
-// grouped_gemm_swiglu_backward: from the gradient of the second product's output to those of SwiGLU's input and of its
-// probability.
+// grouped_gemm_swiglu_backward: the gradients of SwiGLU's input and of its probability, from the gradient of the output of the
+// following grouped GEMM.
 
 #include "common/autograd.h"
 #include "common/group_offsets.h"
@@ -48,7 +48,7 @@ TwoTensors grouped_gemm_swiglu_backward(const Tensor& grad, const Tensor& b, con
 
 }  // namespace
 
-// Not differentiable: results have no gradient.
+// Not differentiable: the results have no gradient.
 TP_IMPL_NO_GRADIENT(kOp, grouped_gemm_swiglu_backward, grouped_gemm_swiglu_backward_meta);
 
 }  // namespace transformer_plugin::gemm

@@ -1,4 +1,4 @@
-// grouped_gemm_swiglu_quantize: what grouped_gemm_swiglu makes of a product, as codes and the scales of blocks along rows.
+// grouped_gemm_swiglu_quantize: grouped_gemm_swiglu with its result quantized along rows, with block scales.
 
 #include "common/autograd.h"
 #include "common/group_offsets.h"
@@ -60,7 +60,7 @@ ThreeTensors grouped_gemm_swiglu_quantize(const Tensor& a, const Tensor& b, cons
 
 }  // namespace
 
-// Rounding has no gradient, and h comes without one too.
+// Quantization has no gradient, and h comes without one too.
 TP_IMPL_NO_GRADIENT(kOp, grouped_gemm_swiglu_quantize, grouped_gemm_swiglu_quantize_meta);
 
 }  // namespace transformer_plugin::gemm

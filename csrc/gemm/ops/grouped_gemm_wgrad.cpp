@@ -1,4 +1,4 @@
-// grouped_gemm_wgrad: each group's gradient^T @ input, fresh or into buffers that the caller gives.
+// grouped_gemm_wgrad: each group's gradient^T @ input, into a new or given buffers.
 
 #include "common/autograd.h"
 #include "common/group_offsets.h"
@@ -19,8 +19,8 @@ constexpr const char* kOp = "grouped_gemm_wgrad";
 constexpr const char* kOutOp = "grouped_gemm_wgrad_out";
 constexpr const char* kListOp = "grouped_gemm_wgrad_list_out";
 
-// What all of the ops are given.
-struct Given {
+// The arguments of all of the ops.
+struct Arguments {
   const char* op;
   const Tensor &grad, &input, &group_sizes;
   const OptionalTensor &alpha, &input_rows;
@@ -43,7 +43,7 @@ struct Given {
     check_launch_options(op, options);
   }
 
-  // Also checks, on a CPU, the values of sizes and rows.
+  // On a CPU also checks the values of sizes and index.
   Tensor offsets() const {
     const Tensor result = group_offsets({op, "group_sizes", group_sizes}, grad_argument(), grad.size(0));
     if (input_rows) check_row_entries({op, "input_rows", *input_rows}, input_argument(), result);
@@ -54,27 +54,27 @@ struct Given {
 Tensor wgrad_meta(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, OptionalDtype dtype,
                   const OptionalTensor& alpha, const OptionalTensor& input_rows, int64_t max_sms,
                   int64_t expected_rows) {
-  const Given given{kOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}};
-  given.check();
-  return empty(grad, given.sizes(), output_dtype(given.grad_argument(), dtype));
+  const Arguments args{kOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}};
+  args.check();
+  return empty(grad, args.sizes(), output_dtype(args.grad_argument(), dtype));
 }
 
 Tensor wgrad(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, OptionalDtype dtype,
              const OptionalTensor& alpha, const OptionalTensor& input_rows, int64_t max_sms,
              int64_t expected_rows) {
-  const Given given{kOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}};
-  given.check();
-  const at::ScalarType to = output_dtype(given.grad_argument(), dtype);
+  const Arguments args{kOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}};
+  args.check();
+  const at::ScalarType to = output_dtype(args.grad_argument(), dtype);
   const BelowAutograd guard;
-  const Tensor offsets = given.offsets();
-  return run_grouped_wgrad({grad, input, offsets, alpha, std::nullopt, input_rows, given.options}, to);
+  const Tensor offsets = args.offsets();
+  return run_grouped_wgrad({grad, input, offsets, alpha, std::nullopt, input_rows, args.options}, to);
 }
 
-void check_wgrad_out(const Given& given, const Tensor& out, bool accumulate, const OptionalTensor& beta) {
-  given.check();
-  check_dtype(given.grad_argument(), kFloatTypes);
-  check_accumulator({kOutOp, "out", out}, given.grad_argument(), given.sizes());
-  if (beta) check_beta({kOutOp, "beta", *beta}, given.grad_argument(), given.group_sizes, accumulate);
+void check_wgrad_out(const Arguments& args, const Tensor& out, bool accumulate, const OptionalTensor& beta) {
+  args.check();
+  check_dtype(args.grad_argument(), kFloatTypes);
+  check_accumulator({kOutOp, "out", out}, args.grad_argument(), args.sizes());
+  if (beta) check_beta({kOutOp, "beta", *beta}, args.grad_argument(), args.group_sizes, accumulate);
 }
 
 void wgrad_out_meta(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, const Tensor& out,
@@ -87,8 +87,8 @@ void wgrad_out_meta(const Tensor& grad, const Tensor& input, const Tensor& group
 void wgrad_out(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, const Tensor& out,
                bool accumulate, const OptionalTensor& alpha, const OptionalTensor& beta,
                const OptionalTensor& input_rows, int64_t max_sms, int64_t expected_rows) {
-  const Given given{kOutOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}};
-  check_wgrad_out(given, out, accumulate, beta);
+  const Arguments args{kOutOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}};
+  check_wgrad_out(args, out, accumulate, beta);
   check_apart(kOutOp, {{"out", out}},
               {{"grad", grad},
                {"input", input},
@@ -97,19 +97,19 @@ void wgrad_out(const Tensor& grad, const Tensor& input, const Tensor& group_size
                {"alpha", alpha},
                {"beta", beta}});
   const BelowAutograd guard;
-  const Tensor offsets = given.offsets();
-  run_grouped_wgrad_out({grad, input, offsets, alpha, beta, input_rows, given.options}, out, accumulate);
+  const Tensor offsets = args.offsets();
+  run_grouped_wgrad_out({grad, input, offsets, alpha, beta, input_rows, args.options}, out, accumulate);
 }
 
-void check_wgrad_list_out(const Given& given, at::TensorList out, bool accumulate,
+void check_wgrad_list_out(const Arguments& args, at::TensorList out, bool accumulate,
                           const OptionalTensor& beta) {
-  given.check();
-  check_dtype(given.grad_argument(), kFloatTypes);
-  const std::vector<c10::SymInt> sizes = given.sizes();
-  check_accumulators(kListOp, "out", out, given.grad_argument(), {sizes[1], sizes[2]});
-  check_size({kListOp, "group_sizes", given.group_sizes}, 0, static_cast<int64_t>(out.size()),
+  args.check();
+  check_dtype(args.grad_argument(), kFloatTypes);
+  const std::vector<c10::SymInt> sizes = args.sizes();
+  check_accumulators(kListOp, "out", out, args.grad_argument(), {sizes[1], sizes[2]});
+  check_size({kListOp, "group_sizes", args.group_sizes}, 0, static_cast<int64_t>(out.size()),
              "the matrices of 'out'");
-  if (beta) check_beta({kListOp, "beta", *beta}, given.grad_argument(), given.group_sizes, accumulate);
+  if (beta) check_beta({kListOp, "beta", *beta}, args.grad_argument(), args.group_sizes, accumulate);
 }
 
 void wgrad_list_out_meta(const Tensor& grad, const Tensor& input, const Tensor& group_sizes,
@@ -123,8 +123,8 @@ void wgrad_list_out_meta(const Tensor& grad, const Tensor& input, const Tensor& 
 void wgrad_list_out(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, at::TensorList out,
                     bool accumulate, const OptionalTensor& alpha, const OptionalTensor& beta,
                     const OptionalTensor& input_rows, int64_t max_sms, int64_t expected_rows) {
-  const Given given{kListOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}};
-  check_wgrad_list_out(given, out, accumulate, beta);
+  const Arguments args{kListOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}};
+  check_wgrad_list_out(args, out, accumulate, beta);
   check_apart(kListOp, "out", out,
               {{"grad", grad},
                {"input", input},
@@ -133,15 +133,15 @@ void wgrad_list_out(const Tensor& grad, const Tensor& input, const Tensor& group
                {"alpha", alpha},
                {"beta", beta}});
   const BelowAutograd guard;
-  const Tensor offsets = given.offsets();
-  const GroupedWgrad product{grad, input, offsets, alpha, beta, input_rows, given.options};
+  const Tensor offsets = args.offsets();
+  const GroupedWgrad product{grad, input, offsets, alpha, beta, input_rows, args.options};
   if (const auto stack = as_stack(out)) return run_grouped_wgrad_out(product, *stack, accumulate);
   run_grouped_wgrad_list_out(product, out, accumulate);
 }
 
 }  // namespace
 
-// Not differentiable: results have no gradient.
+// Not differentiable: the results have no gradient.
 TP_IMPL_NO_GRADIENT(kOp, wgrad, wgrad_meta);
 TP_IMPL_NO_GRADIENT(kOutOp, wgrad_out, wgrad_out_meta);
 TP_IMPL_NO_GRADIENT(kListOp, wgrad_list_out, wgrad_list_out_meta);

@@ -1,4 +1,4 @@
-// grouped_gemm_wgrad_quantized: grouped_gemm_wgrad of the values of operands quantized along their columns.
+// grouped_gemm_wgrad_quantized: grouped_gemm_wgrad of operands quantized along columns.
 
 #include "common/autograd.h"
 #include "common/group_offsets.h"
@@ -69,14 +69,14 @@ Operands check_operands(const char* op, const Tensor& grad_t, const Tensor& grad
   return operands;
 }
 
-// Whether kernels may multiply the codes as they are.
-std::optional<ScaleGranularity> code_scales(const Operands& operands) {
+// The scale granularity if a kernel may read the quantized data.
+std::optional<ScaleGranularity> fp8_kernel_scales(const Operands& operands) {
   if (!has_quantized_kernels(operands.grad.data)) return std::nullopt;
   return quantized_wgrad_scales(operands.grad_format, operands.input_format);
 }
 
-// Whether they did.
-bool multiply_codes(const Operands& operands, ScaleGranularity scales, const OptionalTensor& offsets,
+// Runs that kernel; returns whether it supported the problem.
+bool run_fp8_kernel(const Operands& operands, ScaleGranularity scales, const OptionalTensor& offsets,
                     const OptionalTensor& alpha, const OptionalTensor& beta, const Tensor& out,
                     bool accumulate) {
   const QuantizedArgument &grad = operands.grad, &input = operands.input;
@@ -126,9 +126,9 @@ Tensor wgrad(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& inp
   check_rounded_dtype(kOp, dtype);
   const BelowAutograd guard;
   const Tensor offsets = operands.offsets();
-  if (const auto scales = code_scales(operands)) {
+  if (const auto scales = fp8_kernel_scales(operands)) {
     const Tensor out = empty(grad_t, {offsets.size(0) - 1, grad_t.size(0), input_t.size(0)}, dtype);
-    if (multiply_codes(operands, *scales, offsets, alpha, std::nullopt, out, false)) return out;
+    if (run_fp8_kernel(operands, *scales, offsets, alpha, std::nullopt, out, false)) return out;
   }
   return with_values(operands, offsets, alpha, std::nullopt,
                      [&](const GroupedWgrad& product) { return run_grouped_wgrad(product, dtype); });
@@ -170,15 +170,15 @@ void wgrad_out(const Tensor& grad_t, const Tensor& grad_t_scale, const Tensor& i
                {"beta", beta}});
   const BelowAutograd guard;
   const Tensor offsets = operands.offsets();
-  const auto scales = code_scales(operands);
-  if (scales && multiply_codes(operands, *scales, offsets, alpha, beta, out, accumulate)) return;
+  const auto scales = fp8_kernel_scales(operands);
+  if (scales && run_fp8_kernel(operands, *scales, offsets, alpha, beta, out, accumulate)) return;
   with_values(operands, offsets, alpha, beta,
               [&](const GroupedWgrad& product) { run_grouped_wgrad_out(product, out, accumulate); });
 }
 
 }  // namespace
 
-// Not differentiable: results have no gradient.
+// Not differentiable: the results have no gradient.
 TP_IMPL_NO_GRADIENT(kOp, wgrad, wgrad_meta);
 TP_IMPL_NO_GRADIENT(kOutOp, wgrad_out, wgrad_out_meta);
 
