@@ -272,8 +272,8 @@ def _in_turn(max_sms: int, device: torch.device) -> None:
     ops.grouped_gemm_swiglu_backward(input, weight.mT[..., :384].contiguous(), sizes, h, None, **plan)
 
 
-def _widened_beside(format: str, device: torch.device) -> None:
-    """So few multiprocessors that rows are widened beside the products."""
+def _overlapped_dequantize(format: str, device: torch.device) -> None:
+    """So few SMs that rows are dequantized within the GEMM kernel."""
     input, weight, sizes = _input_weight_sizes(RAGGED, 1032, 352, device)
     amaxes = {}
     if Format.parse(format).family == "nvfp4":
@@ -323,10 +323,10 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
             yield f"{name} {case.name}", partial(_call_with_arguments, call, case, device)
     for sizes, n, k in LONG_SUMS:
         yield f"grouped_gemm long-sums-{k}", partial(_long_sums, sizes, n, k, device)
-    for max_sms in (2, 8):  # with 8 the last tiles are taken in halves
+    for max_sms in (2, 8):  # with 8 the last tiles are half-N tiles
         yield f"grouped_gemm in-turn-{max_sms}", partial(_in_turn, max_sms, device)
     for format in ("mxfp8", "mxfp8:e5m2,tiled", "nvfp4"):
-        yield f"grouped_gemm widened-beside-{format}", partial(_widened_beside, format, device)
+        yield f"grouped_gemm overlapped-dequantize-{format}", partial(_overlapped_dequantize, format, device)
 
 
 def chosen(only: str) -> Iterator[tuple[str, Call]]:

@@ -1,4 +1,4 @@
-"""What the compiler made of the kernels for Hopper, read from the library: needs cuobjdump, and no GPU."""
+"""Checks the machine code (SASS) of the Hopper GEMM kernels in the library. Needs cuobjdump, and no GPU."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ from torch.utils.cpp_extension import CUDA_HOME
 
 from transformer_plugin._library import LIBRARY
 
-PRODUCTS = (
+GEMM_KERNELS = (
     "sm90_grouped_gemm_kernel",
     "sm90_grouped_gemm_gather_kernel",
     "sm90_grouped_wgrad_kernel",
     "sm90_grouped_gemm_mx_nv_kernel",
 )
-# Kinds of operands whose FP8 codes are multiplied as they are. The others are multiplied in 16 bits.
-FP8_KINDS = "6BlocksE", "5CodesI", "14RowScaledCodesI", "12BlockColumnsI", "11CodeColumnsI"
+# Mangled names of the mainloop policies that pass FP8 operands to WGMMA (QGMMA). The others use 16-bit operands.
+FP8_MAINLOOPS = (
+    "16MainloopFp8BlockE",
+    "17MainloopFp8TensorI",
+    "14MainloopFp8RowI",
+    "21WgradMainloopFp8BlockI",
+    "22WgradMainloopFp8TensorI",
+)
 INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);")
 BRANCH = re.compile(r"\bBRA\S*\s.*?(?:0x([0-9a-f]+))\s*$")
 LONGEST_STEP = 600  # instructions
-# Ways of control and predicates, as cuobjdump writes them.
+# Branches and predicates, as cuobjdump writes them.
 PARTS = re.compile(r"(@\S+ )?(\S+)\s*(.*)")
 GUARD = re.compile(r"@(!?)(P\d) ")
 PREDICATE = re.compile(r"P\d$")
@@ -56,15 +62,15 @@ def cuobjdump(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def usage() -> dict[str, str]:
-    """What each kernel holds beside registers."""
+    """The resource usage of each kernel."""
     text = cuobjdump("--dump-resource-usage")
     return dict(re.findall(r"Function (\w+):\s+(REG:.*)", text))
 
 
 @pytest.fixture(scope="module")
-def products(usage: dict[str, str]) -> dict[str, Code]:
-    """The instructions of each product, with their addresses."""
-    names = [name for name in usage if any(kernel in name for kernel in PRODUCTS)]
+def kernels(usage: dict[str, str]) -> dict[str, Code]:
+    """The instructions of each GEMM kernel, with their addresses."""
+    names = [name for name in usage if any(kernel in name for kernel in GEMM_KERNELS)]
     if not names:
         pytest.skip("needs a library with kernels for 9.0a")
     text = cuobjdump("-sass", "-fun", ",".join(names))
@@ -76,7 +82,7 @@ def products(usage: dict[str, str]) -> dict[str, Code]:
 
 
 def steps(code: Code) -> list[list[str]]:
-    """The loops that multiply. Longer ones are of tiles, or lead back from where a warp waits for a stage."""
+    """The mainloops. Longer loops are those over tiles, or jumps back from where a warp waits for a stage."""
     place = {at: i for i, (at, _) in enumerate(code)}
     loops = []
     for i, (_, what) in enumerate(code):
@@ -87,34 +93,34 @@ def steps(code: Code) -> list[list[str]]:
     return [loop for loop in loops if any("GMMA" in instruction for instruction in loop)]
 
 
-def test_no_product_spills(usage: dict[str, str], products: dict[str, Code]) -> None:
-    for name in products:
+def test_no_kernel_spills(usage: dict[str, str], kernels: dict[str, Code]) -> None:
+    for name in kernels:
         assert "STACK:0 " in usage[name] and "LOCAL:0 " in usage[name], f"{name}: {usage[name]}"
 
 
-def test_every_product_has_its_instruction(products: dict[str, Code]) -> None:
-    assert len(products) >= 40
-    for name, code in products.items():
+def test_every_kernel_has_its_wgmma_instruction(kernels: dict[str, Code]) -> None:
+    assert len(kernels) >= 40
+    for name, code in kernels.items():
         wanted, other = "HGMMA", "QGMMA"
-        if any(kind in name for kind in FP8_KINDS):
+        if any(mainloop in name for mainloop in FP8_MAINLOOPS):
             wanted, other = other, wanted
         assert any(wanted in what for _, what in code), name
         assert not any(other in what for _, what in code), name
 
 
-def test_steps_read_descriptors_from_uniform_registers(products: dict[str, Code]) -> None:
-    """Where the compiler loses those it moves each descriptor from a thread's, and products take 1 to 6 % longer."""
-    for name, code in products.items():
+def test_steps_read_descriptors_from_uniform_registers(kernels: dict[str, Code]) -> None:
+    """If descriptors are not in uniform registers, each is moved there (R2UR), which slows the mainloop down."""
+    for name, code in kernels.items():
         loops = steps(code)
         assert loops, name
         for loop in loops:
-            multiplied = sum("GMMA" in what for what in loop)
-            moved = sum("R2UR" in what for what in loop)
-            assert moved <= multiplied / 4, f"{name}: {moved} moves for {multiplied} products"
+            wgmmas = sum("GMMA" in what for what in loop)
+            moves = sum("R2UR" in what for what in loop)
+            assert moves <= wgmmas / 4, f"{name}: {moves} moves for {wgmmas} WGMMAs"
 
 
 def known_before(code: Code) -> list[Known | None]:
-    """The predicates that are true, or false, whichever way leads to an instruction; None where none is seen to."""
+    """Predicates with a known value before each instruction, on all paths to it; None if no path is found."""
     place = {at: i for i, (at, _) in enumerate(code)}
     before: list[Known | None] = [{}] + [None] * (len(code) - 1)
     waiting = [0]
@@ -144,14 +150,14 @@ def known_after(known: Known, what: str) -> Known:
     return {name: x for name, x in known.items() if name not in written}
 
 
-def test_nothing_waits_for_what_cannot_be(products: dict[str, Code]) -> None:
-    """nvcc 13.0 has set a predicate to true just before it moved a coordinate of a copy under the negation: the copy
-    went to where the one before it had gone."""
+def test_no_instruction_is_guarded_by_a_false_predicate(kernels: dict[str, Code]) -> None:
+    """nvcc 13.0 has set a predicate to true and then moved a TMA coordinate under its negation: the copy went to the
+    coordinates of the previous one."""
     constants = 0
-    for name, code in products.items():
+    for name, code in kernels.items():
         for (at, what), known in zip(code, known_before(code), strict=True):
             constants += len(known or {})
             guard = GUARD.match(what)
             if known is not None and guard:
                 assert known.get(guard[2]) is not (guard[1] == "!"), f"{name}, {at:#x}: {what}"
-    assert constants, "no predicate is known anywhere: are they set in other words?"
+    assert constants, "no predicate is known anywhere: has their notation changed?"

@@ -1,9 +1,9 @@
 // The gradients of a bias per group and of its scale per row:
 //   grad_bias[g, j] = sum of grad[i, j] * bias_scale[i] over the rows i of group g
 //   grad_bias_scale[i] = sum of grad[i, j] * bias[g, j] over the columns j; zero past the last group.
-// FP32 sums in a written order, so they repeat bit for bit and are the same on CPU and CUDA. Of a column, that of
-// common/column_sums.h, from products rounded to FP32. Of a row: lane l of kLanes adds columns l, l + kLanes, ... in turn;
-// then lanes are folded in halves.
+// FP32 sums in a fixed order, so results are reproducible and equal on CPU and CUDA. Column sums: the order
+// of common/column_sums.h, of products rounded to FP32. Row sums: lane l of kLanes adds columns l, l +
+// kLanes, ...; then the lanes are added pairwise (l and l + kLanes / 2, and so on).
 #pragma once
 
 #include "common/column_sums.h"
@@ -17,7 +17,7 @@ struct GroupedBiasBackwardArgs {
   const void* grad;         // [T, N]
   const float* bias;        // [G, N], or null: no gradient of the scale
   const float* bias_scale;  // [T], or null for 1
-  ColumnSums sums;          // of T rows and N columns; without offsets, of a matrix without groups
+  ColumnSums sums;          // T rows and N columns; without offsets, no groups
   float* grad_bias_scale;   // [T], or null
   DType dtype;
 };

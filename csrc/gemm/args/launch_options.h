@@ -1,4 +1,4 @@
-// What a caller of a grouped product asks of its launch. It changes when the product is done, never its bits.
+// Launch options of a grouped GEMM. They change its speed, never its result.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,8 @@
 namespace transformer_plugin::gemm {
 
 struct LaunchOptions {
-  int64_t max_sms = 0;         // multiprocessors at most, counted in twos; 0 for all
-  int64_t expected_rows = -1;  // of all groups together; -1 where it is not known
+  int64_t max_sms = 0;         // SMs to use at most, rounded down to a multiple of 2; 0 for all
+  int64_t expected_rows = -1;  // rows of all groups together; -1 if unknown
 };
 
 }  // namespace transformer_plugin::gemm

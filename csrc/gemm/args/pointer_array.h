@@ -1,22 +1,22 @@
-// Matrices of groups that lie each at an address of its own, and how kernels find them.
+// A list of matrices, one for each group, in place of a contiguous stack.
 #pragma once
 
 #include <cstdint>
 
 namespace transformer_plugin::gemm {
 
-// At most so many: their addresses travel in the arguments of a launch.
+// The longest list: addresses are passed as kernel arguments.
 inline constexpr int64_t kMaxPointers = 1024;
 
-// One matrix for each group, all of one size and one row stride. The launch before the product's (launch_pointer_array in
-// gemm/sm90/tensor_map.h) writes what its kernel reads into `room`: the addresses, and on Hopper from pointer_array_maps_offset on a tensor
-// map of each matrix.
+// One matrix for each group, all with the same sizes and row stride. launch_pointer_array
+// (gemm/sm90/tensor_map.h) fills `room` before the GEMM: the addresses, and on Hopper, from
+// pointer_array_maps_offset on, a tensor map for each matrix.
 struct PointerArray {
-  const void* const* addresses;  // [groups], on the host; null where the matrices are one stack
-  void* room;                    // pointer_array_bytes(groups) bytes on the device, at a multiple of 128
+  const void* const* addresses;  // [groups], on the host; null for a stack
+  void* room;  // workspace on the device: pointer_array_bytes(groups) bytes, 128-byte aligned
 };
 
-inline constexpr int64_t kTensorMapBytes = 128;  // their addresses are multiples of it too
+inline constexpr int64_t kTensorMapBytes = 128;  // size and alignment of a tensor map
 constexpr int64_t pointer_array_maps_offset(int64_t groups) {
   const int64_t bytes = groups * static_cast<int64_t>(sizeof(void*));
   return (bytes + kTensorMapBytes - 1) / kTensorMapBytes * kTensorMapBytes;

@@ -1,4 +1,5 @@
-// From FP32 sums of products of codes to rows of an output, for operands with a scale for each row.
+// The epilogue of a GEMM of quantized operands with one scale for each row, as a separate step on the FP32
+// result.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +9,12 @@
 
 namespace transformer_plugin::gemm {
 
-// out[i, n] = sums[i, n] * (a_scale[i] * b_scale[g, n]) * alpha[g] + bias_scale[i] * bias[g, n] for the rows i of group g, in
-// FP32 and from left to right, the last step one fma, rounded once; zero past the last group, where nothing is read.
+// out[i, n] = sums[i, n] * (a_scale[i] * b_scale[g, n]) * alpha[g] + bias_scale[i] * bias[g, n] for the rows
+// i of group g. FP32, from left to right, the addition is an fma, rounded once. Rows past the last group are
+// zero and nothing is read for them.
 struct RowwiseScaleArgs {
   const float* sums;        // [rows, n]
-  void* out;                // the same; `sums` itself, if it is float32
+  void* out;                // [rows, n]; may be `sums` if it is float32
   const float* a_scale;     // [rows]
   const float* b_scale;     // [groups, n]
   const float* alpha;       // [groups], or null for 1
@@ -25,7 +27,7 @@ struct RowwiseScaleArgs {
   DType out_dtype;
 };
 
-// One element, without the bias.
+// One element without bias.
 TP_HOST_DEVICE float scaled_sum(float sum, float a_scale, float b_scale, float alpha) {
   return sum * (a_scale * b_scale) * alpha;
 }

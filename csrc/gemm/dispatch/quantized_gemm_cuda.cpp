@@ -62,7 +62,7 @@ Tensor aligned_copy(const Tensor& lines, int64_t groups) {
   return empty(lines, {lines.size(0), quantize::aligned_length(lines.size(1), groups)}, lines.scalar_type());
 }
 
-Lines lines_of(const Tensor& from, const Tensor& to) {
+RealignedRows realigned_rows(const Tensor& from, const Tensor& to) {
   return {static_cast<const uint8_t*>(from.const_data_ptr()), static_cast<uint8_t*>(to.mutable_data_ptr()),
           from.size(0)};
 }
@@ -146,8 +146,8 @@ bool quantized_wgrad_out_cuda(const QuantizedWgrad& reduction, const Tensor& out
     input_aligned = aligned_copy(input.data, args.groups);
     args.a_realigned = grad_aligned.const_data_ptr();
     args.b_realigned = input_aligned.const_data_ptr();
-    launch_align_groups(lines_of(grad.data, grad_aligned), lines_of(input.data, input_aligned), args.offsets,
-                        args.groups, args.rows, args.all_realigned, scope.stream());
+    launch_align_groups(realigned_rows(grad.data, grad_aligned), realigned_rows(input.data, input_aligned),
+                        args.offsets, args.groups, args.rows, args.all_realigned, scope.stream());
   }
   const Launcher launch = sm90_launcher(GemmDirection::kWgrad, args);
   launch(args, selection.config, scope.stream());

@@ -1,3 +1,4 @@
+// Dense GEMM through torch, rounded once; on CPUs without BF16 instructions through FP32.
 #include "gemm/generic/dense_gemm.h"
 
 #include <ATen/ops/addmm.h>
@@ -18,15 +19,14 @@ namespace {
 
 using at::Tensor;
 
-// Below this size the copies cost more than the product gains.
+// Below this size converting to FP32 costs more than it saves.
 constexpr int64_t kSmallestSide = 48;
 
-// Whether the processor multiplies bfloat16 itself; the bits are CPUID leaf 7's, subleaves 0 and 1, of Intel's and
-// AMD's manuals.
-bool has_fast_bfloat16() {
+// Whether the CPU has BF16 instructions (CPUID leaf 7, subleaves 0 and 1).
+bool has_bfloat16_instructions() {
 #if defined(__x86_64__)
-  constexpr unsigned amx_bf16 = 1u << 22;    // of EDX, subleaf 0
-  constexpr unsigned avx512_bf16 = 1u << 5;  // of EAX, subleaf 1
+  constexpr unsigned amx_bf16 = 1u << 22;    // EDX, subleaf 0
+  constexpr unsigned avx512_bf16 = 1u << 5;  // EAX, subleaf 1
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & amx_bf16)) return true;
   return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & avx512_bf16);
@@ -35,17 +35,17 @@ bool has_fast_bfloat16() {
 #endif
 }
 
-// The sum before it is rounded.
-Tensor wide_product(const Tensor& a, const Tensor& b) {
-  const at::ScalarType wide = sum_dtype(a.scalar_type());
-  if (a.scalar_type() == wide) return at::mm(a, b);
-  if (a.is_cuda() && a.numel() > 0 && b.numel() > 0) return at::mm(a, b, wide);
-  return at::mm(a.to(wide), b.to(wide));
+// a @ b in the accumulation dtype.
+Tensor unrounded_matmul(const Tensor& a, const Tensor& b) {
+  const at::ScalarType acc_dtype = sum_dtype(a.scalar_type());
+  if (a.scalar_type() == acc_dtype) return at::mm(a, b);
+  if (a.is_cuda() && a.numel() > 0 && b.numel() > 0) return at::mm(a, b, acc_dtype);
+  return at::mm(a.to(acc_dtype), b.to(acc_dtype));
 }
 
-// Operands, bias and output of one dtype. torch's kernels are called outright and a float32 bias is added by a loop:
-// the dispatcher and addmm's copy of the bias would cost a small product a quarter of its time.
-Tensor cpu_product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias) {
+// Operands, bias and output of one dtype. torch's kernels are called without the dispatcher, and an FP32 bias
+// is added by a loop, because addmm copies the bias first: both matter for small matrices.
+Tensor cpu_matmul(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias) {
   if (!bias) return at::cpu::mm(a, b);
   if (a.scalar_type() != at::kFloat || !bias->is_contiguous()) return at::cpu::addmm(*bias, a, b);
   const Tensor out = at::cpu::mm(a, b);
@@ -53,16 +53,16 @@ Tensor cpu_product(const Tensor& a, const Tensor& b, const std::optional<Tensor>
   return out;
 }
 
-// alpha * (a @ b) + bias before it is rounded.
-Tensor wide_sum(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
-                const std::optional<Tensor>& alpha) {
-  Tensor sum = wide_product(a, b);
+// alpha * (a @ b) + bias in the accumulation dtype.
+Tensor unrounded_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
+                      const std::optional<Tensor>& alpha) {
+  Tensor sum = unrounded_matmul(a, b);
   if (alpha) sum.mul_(*alpha);
   if (bias) sum.add_(bias->to(sum.scalar_type()));
   return sum;
 }
 
-// torch's kernels add a bias of the output's dtype to the FP32 sum before they round.
+// Whether torch rounds only once: its kernels add a bias of the output's dtype to the FP32 sum.
 bool torch_rounds_once(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
                        at::ScalarType dtype) {
   return dtype == a.scalar_type() && (!bias || bias->scalar_type() == dtype) && !faster_in_float32(a, b);
@@ -71,7 +71,7 @@ bool torch_rounds_once(const Tensor& a, const Tensor& b, const std::optional<Ten
 }  // namespace
 
 bool faster_in_float32(const Tensor& a, const Tensor& b) {
-  static const bool slow_bfloat16 = !has_fast_bfloat16();
+  static const bool slow_bfloat16 = !has_bfloat16_instructions();
   return slow_bfloat16 && a.is_cpu() && a.scalar_type() == at::kBFloat16 &&
          std::min({a.size(0), a.size(1), b.size(1)}) >= kSmallestSide;
 }
@@ -84,10 +84,10 @@ Tensor transposed_view(const Tensor& matrix) {
 Tensor dense_gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, at::ScalarType dtype,
                   const std::optional<Tensor>& alpha) {
   if (!alpha && torch_rounds_once(a, b, bias, dtype)) {
-    if (a.is_cpu()) return cpu_product(a, b, bias);
+    if (a.is_cpu()) return cpu_matmul(a, b, bias);
     return bias ? at::addmm(*bias, a, b) : at::mm(a, b);
   }
-  return wide_sum(a, b, bias, alpha).to(dtype);
+  return unrounded_gemm(a, b, bias, alpha).to(dtype);
 }
 
 void dense_gemm_out(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
@@ -101,15 +101,15 @@ void dense_gemm_out(const Tensor& a, const Tensor& b, const std::optional<Tensor
       at::addmm_out(target, *bias, a, b);
     } else {
       target.copy_(
-          at::addmm(*bias, a, b));  // into rows that are apart it would round before the bias, and after it
+          at::addmm(*bias, a, b));  // addmm_out to strided rows would round before and after the bias
     }
     return;
   }
-  Tensor sum = wide_sum(a, b, bias, alpha);
+  Tensor sum = unrounded_gemm(a, b, bias, alpha);
   if (beta) {
-    // Also what is not finite counts for nothing under a zero, which only the device knows.
-    const Tensor held = at::mul(out.to(sum.scalar_type()), *beta);
-    sum.add_(held.masked_fill_(beta->eq(0), 0));
+    // beta == 0 ignores `out` even if it is not finite. beta is on the device, so this is a mask.
+    const Tensor source = at::mul(out.to(sum.scalar_type()), *beta);
+    sum.add_(source.masked_fill_(beta->eq(0), 0));
   }
   target.copy_(sum);
 }

@@ -1,3 +1,11 @@
+// Gradients of a grouped bias and of its scale (args/grouped_bias_backward.h), in a fixed summation order:
+//
+//   grad_bias[g, j]     = sum over rows i of group g of grad[i, j] * bias_scale[i]
+//   grad_bias_scale[i]  = sum over columns j of grad[i, j] * bias[g, j]
+//
+// grad [T, N], row-major. sum_tiles_kernel: one block for each tile of 128 rows of a group x 128 columns;
+// warps sum rows, shared memory combines them, and launch_add_tile_sums adds the tiles of a group.
+// sum_rows_kernel: one warp for each row.
 #include "common/column_sums.cuh"
 #include "gemm/args/grouped_bias_backward.h"
 #include "quantize/cuda/tile/tile_fragment.cuh"
@@ -15,7 +23,7 @@ constexpr int kRowsPerBlock = kThreads / kWarpSize;
 static_assert(kLanes == kWarpSize, "a lane of the written row sum is a lane of the warp");
 static_assert(kTile == kSumRows, "a tile is a whole branch of the sums' tree");
 
-// A block sums a tile of 128 rows and columns.
+// Partial sums of grad_bias: of one tile, in FP32.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 4)
     sum_tiles_kernel(const __grid_constant__ GroupedBiasBackwardArgs args, int64_t column_tiles) {
@@ -55,7 +63,7 @@ __global__ void __launch_bounds__(kThreads, 4)
                      sums.of_tile(rows.group, rows.begin) + tile.col);
 }
 
-// One warp a row.
+// grad_bias_scale.
 template <typename T>
 __global__ void sum_rows_kernel(GroupedBiasBackwardArgs args) {
   const int lane = threadIdx.x % kWarpSize;

@@ -3,7 +3,7 @@
 namespace transformer_plugin::gemm {
 
 void launch_generic_bf16(GemmDirection mode, const GroupedGemmArgs& args, void* stream) {
-  launch_grouped<__nv_bfloat16, MultiplyTensorCore>(mode, args, static_cast<cudaStream_t>(stream));
+  launch_grouped<__nv_bfloat16, TensorCoreMma>(mode, args, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace transformer_plugin::gemm

@@ -3,7 +3,7 @@
 namespace transformer_plugin::gemm {
 
 void launch_generic_fp16(GemmDirection mode, const GroupedGemmArgs& args, void* stream) {
-  launch_grouped<__half, MultiplyTensorCore>(mode, args, static_cast<cudaStream_t>(stream));
+  launch_grouped<__half, TensorCoreMma>(mode, args, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace transformer_plugin::gemm

@@ -3,7 +3,7 @@
 namespace transformer_plugin::gemm {
 
 void launch_generic_fp32(GemmDirection mode, const GroupedGemmArgs& args, void* stream) {
-  launch_grouped<float, MultiplyFma>(mode, args, static_cast<cudaStream_t>(stream));
+  launch_grouped<float, FmaMma>(mode, args, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace transformer_plugin::gemm

@@ -1,4 +1,5 @@
-// A block's sums of 16-bit operands on the tensor cores: 8 warps, each 64 x 32 of the output, in FP32.
+// BF16 and FP16 operands of grouped_gemm.cuh: tensor cores through nvcuda::wmma. 8 warps, each 64 x 32 of the
+// tile, FP32 accumulators.
 #pragma once
 
 #include <mma.h>
@@ -10,36 +11,36 @@ namespace transformer_plugin::gemm {
 namespace wmma = nvcuda::wmma;
 
 template <typename T, GemmDirection mode>
-struct MultiplyTensorCore {
+struct TensorCoreMma {
   static constexpr int kBlockK = 32;
   static constexpr int kFragment = 16;
   static constexpr int kWarpRows = 64, kWarpColumns = 32;
   static constexpr int kFragmentsM = kWarpRows / kFragment, kFragmentsN = kWarpColumns / kFragment;
-  static constexpr bool kARow = mode != GemmDirection::kWgrad;
-  static constexpr bool kBRow = mode == GemmDirection::kFprop;
-  // Eight elements of padding move consecutive rows to other banks and keep 16-byte alignment.
-  static constexpr int kAStride = (kARow ? kBlockK : kBlockM) + 8;
-  static constexpr int kBStride = (kBRow ? kBlockK : kBlockN) + 8;
+  static constexpr bool kAKMajor = mode != GemmDirection::kWgrad;
+  static constexpr bool kBKMajor = mode == GemmDirection::kFprop;
+  // Eight elements of padding place consecutive rows in different banks and keep 16-byte alignment.
+  static constexpr int kAStride = (kAKMajor ? kBlockK : kBlockM) + 8;
+  static constexpr int kBStride = (kBKMajor ? kBlockK : kBlockN) + 8;
   static constexpr int kStageStride = kFragment + 4;
 
   struct Shared {
-    alignas(128) T a[(kARow ? kBlockM : kBlockK) * kAStride];
-    alignas(128) T b[(kBRow ? kBlockN : kBlockK) * kBStride];
+    alignas(128) T a[(kAKMajor ? kBlockM : kBlockK) * kAStride];
+    alignas(128) T b[(kBKMajor ? kBlockN : kBlockK) * kBStride];
     alignas(128) float stage[kThreads / kWarpSize][kFragment * kStageStride];
   };
   using AFragment = wmma::fragment<wmma::matrix_a, kFragment, kFragment, kFragment, T,
-                                   std::conditional_t<kARow, wmma::row_major, wmma::col_major>>;
+                                   std::conditional_t<kAKMajor, wmma::row_major, wmma::col_major>>;
   using BFragment = wmma::fragment<wmma::matrix_b, kFragment, kFragment, kFragment, T,
-                                   std::conditional_t<kBRow, wmma::col_major, wmma::row_major>>;
-  using Sum = wmma::fragment<wmma::accumulator, kFragment, kFragment, kFragment, float>;
+                                   std::conditional_t<kBKMajor, wmma::col_major, wmma::row_major>>;
+  using Accumulator = wmma::fragment<wmma::accumulator, kFragment, kFragment, kFragment, float>;
 
-  Sum sums[kFragmentsM][kFragmentsN];
+  Accumulator acc[kFragmentsM][kFragmentsN];
 
-  __device__ MultiplyTensorCore() {
+  __device__ TensorCoreMma() {
 #pragma unroll
     for (int i = 0; i < kFragmentsM; ++i) {
 #pragma unroll
-      for (int j = 0; j < kFragmentsN; ++j) wmma::fill_fragment(sums[i][j], 0.0f);
+      for (int j = 0; j < kFragmentsN; ++j) wmma::fill_fragment(acc[i][j], 0.0f);
     }
   }
 
@@ -49,7 +50,7 @@ struct MultiplyTensorCore {
   }
 
   template <typename PanelT>
-  __device__ static void keep_panel(const PanelT& panel, T* target, int stride) {
+  __device__ static void store_panel(const PanelT& panel, T* target, int stride) {
 #pragma unroll
     for (int v = 0; v < PanelT::kVectors; ++v) {
       *reinterpret_cast<uint4*>(target + PanelT::outer(v) * stride + PanelT::inner(v)) =
@@ -58,12 +59,12 @@ struct MultiplyTensorCore {
   }
 
   template <typename APanel, typename BPanel>
-  __device__ void keep(const APanel& a, const BPanel& b, Shared& shared) {
-    keep_panel(a, shared.a, kAStride);
-    keep_panel(b, shared.b, kBStride);
+  __device__ void store_panels(const APanel& a, const BPanel& b, Shared& shared) {
+    store_panel(a, shared.a, kAStride);
+    store_panel(b, shared.b, kBStride);
   }
 
-  __device__ void add(const Shared& shared) {
+  __device__ void mma(const Shared& shared) {
 #pragma unroll
     for (int k = 0; k < kBlockK; k += kFragment) {
       AFragment a[kFragmentsM];
@@ -71,24 +72,26 @@ struct MultiplyTensorCore {
 #pragma unroll
       for (int i = 0; i < kFragmentsM; ++i) {
         const int row = warp_row() + i * kFragment;
-        wmma::load_matrix_sync(a[i], shared.a + (kARow ? row * kAStride + k : k * kAStride + row), kAStride);
+        wmma::load_matrix_sync(a[i], shared.a + (kAKMajor ? row * kAStride + k : k * kAStride + row),
+                               kAStride);
       }
 #pragma unroll
       for (int j = 0; j < kFragmentsN; ++j) {
         const int column = warp_column() + j * kFragment;
-        wmma::load_matrix_sync(b[j], shared.b + (kBRow ? column * kBStride + k : k * kBStride + column),
+        wmma::load_matrix_sync(b[j], shared.b + (kBKMajor ? column * kBStride + k : k * kBStride + column),
                                kBStride);
       }
 #pragma unroll
       for (int i = 0; i < kFragmentsM; ++i) {
 #pragma unroll
-        for (int j = 0; j < kFragmentsN; ++j) wmma::mma_sync(sums[i][j], a[i], b[j], sums[i][j]);
+        for (int j = 0; j < kFragmentsN; ++j) wmma::mma_sync(acc[i][j], a[i], b[j], acc[i][j]);
       }
     }
   }
 
-  // Which element of a fragment a thread holds is not specified: each warp spreads them out in its stage.
-  __device__ void finish(const GroupedGemmArgs& args, const TileWork& work, Shared& shared) {
+  // The layout of wmma fragments is not specified, so each warp stores them to its buffer in shared memory
+  // first.
+  __device__ void epilogue(const GroupedGemmArgs& args, const OutputTile& tile, Shared& shared) {
     const int lane = threadIdx.x % kWarpSize;
     float* stage = shared.stage[threadIdx.x / kWarpSize];
     constexpr int kPerLane = kFragment * kFragment / kWarpSize;
@@ -97,12 +100,13 @@ struct MultiplyTensorCore {
     for (int i = 0; i < kFragmentsM; ++i) {
 #pragma unroll
       for (int j = 0; j < kFragmentsN; ++j) {
-        wmma::store_matrix_sync(stage, sums[i][j], kStageStride, wmma::mem_row_major);
+        wmma::store_matrix_sync(stage, acc[i][j], kStageStride, wmma::mem_row_major);
         __syncwarp();
-        const int64_t row = work.m_begin + warp_row() + i * kFragment + stage_row;
-        const int64_t column = work.n_begin + warp_column() + j * kFragment + stage_column;
+        const int64_t row = tile.m_begin + warp_row() + i * kFragment + stage_row;
+        const int64_t column = tile.n_begin + warp_column() + j * kFragment + stage_column;
         for (int e = 0; e < kPerLane; ++e) {
-          gemm::finish<mode>(args, work, row, column + e, stage[stage_row * kStageStride + stage_column + e]);
+          store_element<mode>(args, tile, row, column + e,
+                              stage[stage_row * kStageStride + stage_column + e]);
         }
         __syncwarp();
       }

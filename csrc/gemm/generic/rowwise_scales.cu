@@ -1,3 +1,9 @@
+// Applies row scales, alpha and bias to the FP32 result of a GEMM (args/rowwise_scales.h):
+//
+//   out[i, j] = sums[i, j] * (a_scale[i] * b_scale[g, j]) * alpha[g] + bias_scale[i] * bias[g, j]
+//
+// and zero past the last group. // [rows, n], row-major. One block of 256 threads for each row, grid-stride
+// over rows. No shared memory.
 #include "common/device_types.cuh"
 #include "common/launch.cuh"
 #include "common/ragged.h"
@@ -8,7 +14,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// A row a block, the group of which all its threads find.
+// All threads of a block search the group of its row.
 template <typename Out>
 __global__ void __launch_bounds__(kThreads)
     scale_rowwise_kernel(const __grid_constant__ RowwiseScaleArgs args) {

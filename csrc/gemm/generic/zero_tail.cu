@@ -1,3 +1,5 @@
+// Zeroes the rows of a matrix past the last group: out[i, :] = 0 for *end <= i < rows. `end` is on the
+// device. At most 1024 blocks of 256 threads, grid-stride, in elements of 16 or 2 bytes. No shared memory.
 #include <algorithm>
 
 #include "common/launch.cuh"
@@ -7,9 +9,9 @@ namespace transformer_plugin::gemm {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMostBlocks = 1024;
+constexpr int64_t kMaxBlocks = 1024;
 
-// Element is the widest type that divides a row.
+// Contiguous rows.
 template <typename Element>
 __global__ void zero_tail_kernel(Element* out, const int32_t* end, int64_t rows, int64_t row_elements) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
@@ -17,7 +19,7 @@ __global__ void zero_tail_kernel(Element* out, const int32_t* end, int64_t rows,
   for (; i < rows * row_elements; i += step) out[i] = Element{};
 }
 
-// The same of rows that are apart, a block a row.
+// Rows with a stride, one block for each row.
 template <typename Element>
 __global__ void zero_strided_tail_kernel(Element* out, const int32_t* end, int64_t rows, int64_t row_elements,
                                          int64_t stride) {
@@ -31,14 +33,14 @@ void zero_tail_rows(void* out, const int32_t* end, int64_t rows, int64_t row_byt
                     cudaStream_t stream) {
   const int64_t row_elements = row_bytes / static_cast<int64_t>(sizeof(Element));
   if (stride_bytes != row_bytes) {
-    const unsigned blocks = static_cast<unsigned>(std::min(kMostBlocks, rows));
+    const unsigned blocks = static_cast<unsigned>(std::min(kMaxBlocks, rows));
     zero_strided_tail_kernel<<<blocks, kThreads, 0, stream>>>(
         static_cast<Element*>(out), end, rows, row_elements,
         stride_bytes / static_cast<int64_t>(sizeof(Element)));
     return;
   }
   const unsigned blocks =
-      static_cast<unsigned>(std::min<int64_t>(kMostBlocks, grid_size(rows * row_elements, kThreads)));
+      static_cast<unsigned>(std::min<int64_t>(kMaxBlocks, grid_size(rows * row_elements, kThreads)));
   zero_tail_kernel<<<blocks, kThreads, 0, stream>>>(static_cast<Element*>(out), end, rows, row_elements);
 }
 

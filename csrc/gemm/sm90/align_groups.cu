@@ -1,3 +1,11 @@
+// Copies the groups of FP8 operands to aligned rows (align_groups.h): for each row r and group g that is
+// realigned,
+//
+//   to[r, aligned_begin(g) + i] = from[r, offsets[g] + i], zeros up to a multiple of 16 bytes
+//
+// Grid: blocks of 32 rows, times `parts`; a block copies every parts-th group. Block: 256 threads, 8 lanes
+// for each row, which copy 128 bytes of a group at a time. Unaligned 16 bytes are loaded as two aligned words
+// of 16 bytes and shifted. No shared memory.
 #include <algorithm>
 
 #include "common/launch.cuh"
@@ -7,14 +15,14 @@ namespace transformer_plugin::gemm {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kLanes = 8;  // of a line: 128 bytes of a group at a time
-constexpr int kAhead = 4;  // pieces of a lane that are on their way at a time
-constexpr int kBlock = 4;  // of a multiprocessor
-constexpr int64_t kEnough =
-    132 * kBlock * 4;  // blocks, so that none of the multiprocessors waits for a few at the end
-constexpr int kLinesPerBlock = kThreads / kLanes;
+constexpr int kLanesPerRow = 8;                         // 128 bytes of a group at a time
+constexpr int kChunksInFlight = 4;                      // 16-byte chunks that a lane has in flight
+constexpr int kBlocksPerSm = 4;                         // resident blocks of an SM
+constexpr int64_t kMinBlocks = 132 * kBlocksPerSm * 4;  // enough blocks for an even load of all SMs
+constexpr int kRowsPerBlock = kThreads / kLanesPerRow;
 
-// The whole words around 16 bytes at any address, as far as they hold any of the `left` bytes that are wanted.
+// The aligned 16-byte words that contain 16 bytes at any address. The second is loaded only if it has some of
+// the `left` bytes that are needed.
 struct Words {
   uint4 low, high;
 
@@ -24,12 +32,12 @@ struct Words {
     low = __ldg(words);
     high = shift + min(left, 16) > 16 ? __ldg(words + 1) : uint4{};
   }
-  // The 16 bytes from `shift` on.
+  // The 16 bytes that begin `shift` bytes after the first word.
   __device__ __forceinline__ uint4 from(int shift) const {
     const uint32_t all[] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     uint32_t own[5];
 #pragma unroll
-    for (int i = 0; i < 5; ++i) {  // a choice among registers, which have no index
+    for (int i = 0; i < 5; ++i) {  // selects among registers, which cannot be indexed
       const int word = shift / 4;
       own[i] = word == 0 ? all[i] : word == 1 ? all[i + 1] : word == 2 ? all[i + 2] : all[min(i + 3, 7)];
     }
@@ -39,54 +47,54 @@ struct Words {
   }
 };
 
-// What lies in words that are not whole inside of the operand: byte by byte, zeros past the `left` that are wanted.
+// Copies 16 bytes whose aligned words are not completely inside of the operand: byte by byte, zeros after
+// `left` bytes.
 __device__ __forceinline__ void copy_bytes(uint4* to, const uint8_t* from, int left) {
   uint8_t* bytes = reinterpret_cast<uint8_t*>(to);
 #pragma unroll 1
   for (int i = 0; i < 16; ++i) bytes[i] = i < left ? from[i] : uint8_t{0};
 }
 
-// A block copies lines of every `parts`-th group.
-__global__ void __launch_bounds__(kThreads, kBlock)
-    align_groups_kernel(Lines first, Lines second, const int32_t* offsets, int groups, int rows, int parts,
-                        bool all) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    align_groups_kernel(RealignedRows first, RealignedRows second, const int32_t* offsets, int groups,
+                        int rows, int parts, bool all) {
   pdl_wait();
   pdl_launch_dependents();
-  int64_t line = static_cast<int64_t>(blockIdx.x / parts) * kLinesPerBlock + threadIdx.x / kLanes;
-  const bool is_first = line < first.count;
-  const Lines lines = is_first ? first : second;
-  if (!is_first) line -= first.count;
-  if (line >= lines.count) return;
-  const uint8_t* from = lines.from + line * rows;
-  // Bytes of the operand before the line, and from it on, as far as they matter.
-  const int before = line == 0 ? 0 : min(rows, 16);
-  const int after = static_cast<int>(min((lines.count - line) * rows, static_cast<int64_t>(rows) + 32));
-  uint8_t* to = lines.to + line * quantize::aligned_length(rows, groups);
+  int64_t row = static_cast<int64_t>(blockIdx.x / parts) * kRowsPerBlock + threadIdx.x / kLanesPerRow;
+  const bool is_first = row < first.count;
+  const RealignedRows operand = is_first ? first : second;
+  if (!is_first) row -= first.count;
+  if (row >= operand.count) return;
+  const uint8_t* from = operand.from + row * rows;
+  // Bytes of the operand before the row, and from its beginning on, as far as aligned words may reach.
+  const int before = row == 0 ? 0 : min(rows, 16);
+  const int after = static_cast<int>(min((operand.count - row) * rows, static_cast<int64_t>(rows) + 32));
+  uint8_t* to = operand.to + row * quantize::aligned_length(rows, groups);
   for (int group = static_cast<int>(blockIdx.x) % parts; group < groups; group += parts) {
     const int begin = offsets ? offsets[group] : 0, end = offsets ? offsets[group + 1] : rows;
-    if (!is_moved(begin, all)) continue;
+    if (!is_realigned(begin, all)) continue;
     uint4* own = reinterpret_cast<uint4*>(to + quantize::aligned_begin(begin, group));
-    const int pieces = (end - begin + 15) / 16;
+    const int chunks = (end - begin + 15) / 16;
     const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(from + begin) % 16);
     const auto has_whole_words = [&](int at) {
       return at - shift >= -before && at - shift + 2 * static_cast<int>(sizeof(uint4)) <= after;
     };
-    for (int first_piece = static_cast<int>(threadIdx.x) % kLanes; first_piece < pieces;
-         first_piece += kAhead * kLanes) {
-      Words words[kAhead];
+    for (int first_chunk = static_cast<int>(threadIdx.x) % kLanesPerRow; first_chunk < chunks;
+         first_chunk += kChunksInFlight * kLanesPerRow) {
+      Words words[kChunksInFlight];
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int piece = first_piece + i * kLanes, at = begin + piece * 16;
-        if (piece < pieces && has_whole_words(at)) words[i].load(from + at, end - at);
+      for (int i = 0; i < kChunksInFlight; ++i) {
+        const int chunk = first_chunk + i * kLanesPerRow, at = begin + chunk * 16;
+        if (chunk < chunks && has_whole_words(at)) words[i].load(from + at, end - at);
       }
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int piece = first_piece + i * kLanes, at = begin + piece * 16;
-        if (piece >= pieces) continue;
+      for (int i = 0; i < kChunksInFlight; ++i) {
+        const int chunk = first_chunk + i * kLanesPerRow, at = begin + chunk * 16;
+        if (chunk >= chunks) continue;
         if (has_whole_words(at)) {
-          own[piece] = words[i].from(shift);
+          own[chunk] = words[i].from(shift);
         } else {
-          copy_bytes(&own[piece], from + at, end - at);
+          copy_bytes(&own[chunk], from + at, end - at);
         }
       }
     }
@@ -95,12 +103,12 @@ __global__ void __launch_bounds__(kThreads, kBlock)
 
 }  // namespace
 
-void launch_align_groups(const Lines& first, const Lines& second, const int32_t* offsets, int64_t groups,
-                         int64_t rows, bool all, void* stream) {
-  const unsigned of_part = grid_size(first.count + second.count, kLinesPerBlock);
-  if (of_part == 0) return;
-  const int parts = static_cast<int>(std::clamp<int64_t>(kEnough / of_part, 1, groups));
-  launch_pdl(align_groups_kernel, of_part * static_cast<unsigned>(parts), kThreads, 0,
+void launch_align_groups(const RealignedRows& first, const RealignedRows& second, const int32_t* offsets,
+                         int64_t groups, int64_t rows, bool all, void* stream) {
+  const unsigned row_blocks = grid_size(first.count + second.count, kRowsPerBlock);
+  if (row_blocks == 0) return;
+  const int parts = static_cast<int>(std::clamp<int64_t>(kMinBlocks / row_blocks, 1, groups));
+  launch_pdl(align_groups_kernel, row_blocks * static_cast<unsigned>(parts), kThreads, 0,
              static_cast<cudaStream_t>(stream), first, second, offsets, static_cast<int>(groups),
              static_cast<int>(rows), parts, all);
   check_launch("align_groups_kernel");

@@ -1,6 +1,6 @@
-// Lines of bytes that hold ragged groups one after the other, copied into aligned lines (quantize/args/layout.h): the copy engine wants
-// boxes that begin at multiples of 16 bytes. Only groups that do not, or all where the lines themselves do not. Nothing is
-// written between groups.
+// Realigned copies of FP8 operands [count, T] whose groups (ranges of T) are ragged: TMA boxes begin at
+// multiples of 16 bytes, so groups that begin elsewhere are copied to aligned rows (quantize/args/layout.h).
+// Bytes between groups are not written.
 #pragma once
 
 #include <cstdint>
@@ -9,17 +9,18 @@
 
 namespace transformer_plugin::gemm {
 
-// Whether group `begin` is copied.
-TP_HOST_DEVICE bool is_moved(int begin, bool all) { return all || begin % 16 != 0; }
+// Whether the group that begins at `begin` is copied. `all`: the rows themselves are not multiples of 16
+// bytes.
+TP_HOST_DEVICE bool is_realigned(int begin, bool all) { return all || begin % 16 != 0; }
 
-struct Lines {
+struct RealignedRows {
   const uint8_t* from;  // [count, rows]
   uint8_t* to;          // [count, quantize::aligned_length(rows, groups)]
   int64_t count;
 };
 
-// `offsets` int32 [groups + 1], or null for one group of all columns.
-void launch_align_groups(const Lines& first, const Lines& second, const int32_t* offsets, int64_t groups,
-                         int64_t rows, bool all, void* stream);
+// Copies two operands with one launch. `rows` is T; `offsets` int32 [groups + 1], or null for one group.
+void launch_align_groups(const RealignedRows& first, const RealignedRows& second, const int32_t* offsets,
+                         int64_t groups, int64_t rows, bool all, void* stream);
 
 }  // namespace transformer_plugin::gemm

@@ -1,3 +1,5 @@
+// Which problems the Hopper kernels support, how many clusters they launch, and who adds weight gradients to
+// memory.
 #include "gemm/sm90/config.h"
 
 #include <algorithm>
@@ -7,18 +9,20 @@
 namespace transformer_plugin::gemm {
 namespace {
 
-// Copies of boxes count in 16 bytes, and coordinates in 32 bits.
-bool is_whole(int64_t elements, DType dtype) { return elements > 0 && elements * bytes_of(dtype) % 16 == 0; }
+// TMA addresses and strides are multiples of 16 bytes, coordinates have 32 bits.
+bool is_16_byte_multiple(int64_t elements, DType dtype) {
+  return elements > 0 && elements * bytes_of(dtype) % 16 == 0;
+}
 bool fits(int64_t size) { return size > 0 && size < INT32_MAX / 2; }
 
-// Codes that become bfloat16 on their way (gemm/sm90/microscaled/grouped_gemm_mx_nv.cuh).
-bool is_decoded(const GroupedGemmArgs& args) {
+// MXFP8 and NVFP4 operands, which the kernels dequantize to BF16 (microscaled/grouped_gemm_mx_nv.cuh).
+bool is_microscaled(const GroupedGemmArgs& args) {
   return args.scale_granularity == ScaleGranularity::kMx || args.scale_granularity == ScaleGranularity::kNv;
 }
 
 bool is_fp8(DType dtype) { return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2; }
 
-// Quantized operands that the kernels take, both K-major.
+// Quantized operand formats that the kernels support, both K-major.
 bool is_supported_format(GemmDirection mode, const GroupedGemmArgs& args) {
   if (mode == GemmDirection::kDgrad) return false;
   const bool forward = mode == GemmDirection::kFprop;
@@ -32,42 +36,43 @@ bool is_supported_format(GemmDirection mode, const GroupedGemmArgs& args) {
   return false;
 }
 
-// Pairs of tiles (gemm/sm90/pipeline.cuh) that there can be, or `limit` if that is less. Of ragged rows most come about
-// when each group ends one row into a tile; in a matrix with an odd number of tiles one pair has one tile only.
-int64_t most_pairs(GemmDirection mode, const GroupedGemmArgs& args, int64_t limit) {
+// Upper bound of the cluster tiles (tile_order.cuh) of a problem, at most `limit`. With ragged rows there are
+// most if each group ends one row into a tile. A matrix with an odd number of tiles has one cluster tile with
+// a single CTA tile.
+int64_t max_cluster_tiles(GemmDirection mode, const GroupedGemmArgs& args, int64_t limit) {
   using sm90::kTileRows;
   const int64_t columns = ceil_div(args.n, sm90::kTileColumns);
   if (mode == GemmDirection::kWgrad) {
-    const int64_t of_group = ceil_div(ceil_div(args.m, kTileRows) * columns, 2);
-    return std::min(std::min(of_group, limit) * args.groups, limit);
+    const int64_t group_tiles = ceil_div(ceil_div(args.m, kTileRows) * columns, 2);
+    return std::min(std::min(group_tiles, limit) * args.groups, limit);
   }
-  const int64_t groups = std::min(args.groups, args.rows);  // those that have rows
+  const int64_t groups = std::min(args.groups, args.rows);  // groups that can have rows
   const int64_t rows = (args.rows + groups * (kTileRows - 1)) / kTileRows;
   return std::min((rows * columns + columns % 2 * groups) / 2, limit);
 }
 
-// Two multiprocessors a cluster, and none without a tile: it would look through all groups for one. Pairs of ragged rows may be
-// taken in halves of their columns, but not where codes are decoded.
-int clusters_of(GemmDirection mode, const GroupedGemmArgs& args, int multiprocessors) {
-  int64_t most = multiprocessors / sm90::kCluster;
-  if (args.options.max_sms > 0) most = std::min(most, args.options.max_sms / sm90::kCluster);
-  most = std::max<int64_t>(most, 1);
-  const int64_t pairs = most_pairs(mode, args, most);
-  const bool halves = mode != GemmDirection::kWgrad && !is_decoded(args) && args.n > sm90::kTileColumns / 2;
-  return static_cast<int>(halves ? std::min(pairs * 2, most) : pairs);
+// Clusters to launch: one for two SMs, and no cluster without a tile, which would search all groups in vain.
+// With half-N tiles (tile_scheduler.cuh) two clusters can share a cluster tile.
+int cluster_count(GemmDirection mode, const GroupedGemmArgs& args, int multiprocessors) {
+  int64_t limit = multiprocessors / sm90::kCluster;
+  if (args.options.max_sms > 0) limit = std::min(limit, args.options.max_sms / sm90::kCluster);
+  limit = std::max<int64_t>(limit, 1);
+  const int64_t cluster_tiles = max_cluster_tiles(mode, args, limit);
+  const bool half_n_tiles =
+      mode != GemmDirection::kWgrad && !is_microscaled(args) && args.n > sm90::kTileColumns / 2;
+  return static_cast<int>(half_n_tiles ? std::min(cluster_tiles * 2, limit) : cluster_tiles);
 }
 
-// Sums in memory are added to in two ways: by the copy engine in the second level cache, which takes 1.2 TB/s and lets
-// the next tile begin; and by threads, which takes what memory gives, and their time. They take turns, so that threads
-// work while a box is on its way; with many rows for each group the next tile hides all of it. Which boxes, by the rows
-// of a group on average, as they were fastest on an H200.
-uint32_t thread_boxes_of(const GroupedGemmArgs& args) {
+// Which boxes of a tile threads add to memory (wgrad/accumulate_epilogue.cuh). With many rows for each group
+// the next tile's mainloop hides the TMA reductions, so TMA adds all; with few rows threads take a part. The
+// limits were measured on an H200, in rows of a group on average.
+uint32_t choose_thread_boxes(const GroupedGemmArgs& args) {
   constexpr int64_t kFewRows = 768, kManyRows = 1536;
   const int64_t expected = args.options.expected_rows;
   const int64_t rows = expected < 0 ? args.rows : std::min(expected, args.rows);
-  const bool codes = bytes_of(args.dtype) == 1;
-  if (rows < kFewRows * args.groups) return codes ? sm90::kMostBoxes : sm90::kHalfOfBoxes;
-  return codes && rows < kManyRows * args.groups ? sm90::kHalfOfBoxes : 0;
+  const bool quantized = bytes_of(args.dtype) == 1;
+  if (rows < kFewRows * args.groups) return quantized ? sm90::kMostBoxes : sm90::kHalfOfBoxes;
+  return quantized && rows < kManyRows * args.groups ? sm90::kHalfOfBoxes : 0;
 }
 
 }  // namespace
@@ -88,35 +93,35 @@ const char* sm90_unsupported_shape(GemmDirection direction, const GroupedGemmArg
   if (args.dtype != DType::kBFloat16 && args.dtype != DType::kFloat16 && !quantized) {
     return "the Hopper kernels do not take operands of this dtype or format";
   }
-  if (!is_whole(args.out_row_stride, args.out_dtype)) return kSizes;
+  if (!is_16_byte_multiple(args.out_row_stride, args.out_dtype)) return kSizes;
   if (!fits(args.rows) || !fits(args.groups) || !fits(args.n)) return kSizes;
-  if (!is_whole(args.n, quantized ? args.out_dtype : args.dtype)) return kSizes;
+  if (!is_16_byte_multiple(args.n, quantized ? args.out_dtype : args.dtype)) return kSizes;
   const DType narrow = quantized ? DType::kBFloat16 : args.dtype;
   if (!wgrad) {
     if (args.out_dtype != narrow) return kOutput;
     const int64_t elements = args.dtype == DType::kFloat4E2M1 ? args.k / 2 : args.k;
-    return fits(args.k) && is_whole(elements, args.dtype) ? nullptr : kSizes;
+    return fits(args.k) && is_16_byte_multiple(elements, args.dtype) ? nullptr : kSizes;
   }
-  if (!fits(args.m) || !(quantized || is_whole(args.m, args.dtype))) return kSizes;
+  if (!fits(args.m) || !(quantized || is_16_byte_multiple(args.m, args.dtype))) return kSizes;
   const bool rounds_once = args.out_dtype == narrow && !args.accumulate;
   if (args.out_dtype != DType::kFloat32 && !rounds_once) return kOutput;
-  return is_whole(args.out_group_stride, args.out_dtype) ? nullptr : kSizes;
+  return is_16_byte_multiple(args.out_group_stride, args.out_dtype) ? nullptr : kSizes;
 }
 
 Sm90Config sm90_config(GemmDirection mode, const GroupedGemmArgs& args, int multiprocessors) {
   if (sm90_unsupported_shape(mode, args)) return {};
   const bool adds = mode == GemmDirection::kWgrad && args.accumulate;
-  return {true, clusters_of(mode, args, multiprocessors), adds ? thread_boxes_of(args) : 0};
+  return {true, cluster_count(mode, args, multiprocessors), adds ? choose_thread_boxes(args) : 0};
 }
 
-// The warps that do it are few. They keep ahead of products that take long for each row, and the first products, which wait for
-// them, are to be a small part of all.
-bool overlaps_dequantize(const GroupedGemmArgs& args, const Sm90Config& plan) {
-  constexpr int64_t kManyColumns = 1024, kTurns = 4;
-  if (!plan.takes || !is_decoded(args)) return false;
-  const int64_t rows = ceil_div(args.rows, sm90::kTileColumns);  // tiles are turned
-  const int64_t pairs = rows * ceil_div(args.n, sm90::kCluster * sm90::kTileRows);
-  return args.n >= kManyColumns && std::max(pairs, args.groups) >= kTurns * plan.clusters;
+// Few warps dequantize, so the GEMM must take long enough for each row (many columns), and the first tiles,
+// which wait for the dequantized rows, must be a small part of all tiles.
+bool overlaps_dequantize(const GroupedGemmArgs& args, const Sm90Config& config) {
+  constexpr int64_t kManyColumns = 1024, kMinWaves = 4;
+  if (!config.takes || !is_microscaled(args)) return false;
+  const int64_t rows = ceil_div(args.rows, sm90::kTileColumns);  // A and B are swapped
+  const int64_t cluster_tiles = rows * ceil_div(args.n, sm90::kCluster * sm90::kTileRows);
+  return args.n >= kManyColumns && std::max(cluster_tiles, args.groups) >= kMinWaves * config.clusters;
 }
 
 }  // namespace transformer_plugin::gemm

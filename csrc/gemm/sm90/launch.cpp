@@ -1,3 +1,4 @@
+// Encodes tensor maps, and selects the launcher of a problem.
 #ifdef TRANSFORMER_PLUGIN_CUDA
 
 #include "gemm/sm90/launch.h"
@@ -14,7 +15,7 @@
 namespace transformer_plugin::gemm {
 namespace {
 
-CUtensorMapDataType type_of(DType dtype) {
+CUtensorMapDataType tensor_map_dtype(DType dtype) {
   switch (dtype) {
     case DType::kFloat32: return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
     case DType::kBFloat16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
@@ -23,8 +24,8 @@ CUtensorMapDataType type_of(DType dtype) {
   }
 }
 
-// Elements in three dimensions, the inner one first and without gaps. Strides count bytes.
-struct Boxes {
+// A 3-dimensional tensor, innermost dimension first, which is contiguous. Strides count bytes.
+struct TensorMapDesc {
   const void* data;
   DType dtype;
   int64_t sizes[3], strides[2];
@@ -32,8 +33,8 @@ struct Boxes {
   CUtensorMapSwizzle swizzle;
 };
 
-// The driver's function by its name, so that the library loads where there is no driver.
-CUtensorMap encoded(const Boxes& boxes) {
+// Looks up the driver's function at run time, so that the library loads on machines without a driver.
+CUtensorMap encode_tensor_map(const TensorMapDesc& desc) {
   static const auto encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result;
@@ -47,12 +48,12 @@ CUtensorMap encoded(const Boxes& boxes) {
     return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
   }();
   cuuint64_t sizes[3], strides[2];
-  std::copy_n(boxes.sizes, 3, sizes);
-  std::copy_n(boxes.strides, 2, strides);
+  std::copy_n(desc.sizes, 3, sizes);
+  std::copy_n(desc.strides, 2, strides);
   const cuuint32_t steps[] = {1, 1, 1};
   CUtensorMap map;
-  const CUresult error = encode(&map, type_of(boxes.dtype), 3, const_cast<void*>(boxes.data), sizes, strides,
-                                boxes.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, boxes.swizzle,
+  const CUresult error = encode(&map, tensor_map_dtype(desc.dtype), 3, const_cast<void*>(desc.data), sizes,
+                                strides, desc.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, desc.swizzle,
                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (error != CUDA_SUCCESS) {
     throw std::runtime_error("transformer_plugin: cuTensorMapEncodeTiled failed with error " +
@@ -65,39 +66,39 @@ CUtensorMap encoded(const Boxes& boxes) {
 
 CUtensorMap tensor_map(const Stack& stack, int box_rows) {
   const auto bytes = bytes_of(stack.dtype);
-  return encoded({stack.data,
-                  stack.dtype,
-                  {stack.columns, stack.rows, stack.count},
-                  {stack.row_stride * bytes, stack.matrix_stride * bytes},
-                  {static_cast<cuuint32_t>(128 / bytes), static_cast<cuuint32_t>(box_rows), 1},
-                  CU_TENSOR_MAP_SWIZZLE_128B});
+  return encode_tensor_map({stack.data,
+                            stack.dtype,
+                            {stack.columns, stack.rows, stack.count},
+                            {stack.row_stride * bytes, stack.matrix_stride * bytes},
+                            {static_cast<cuuint32_t>(128 / bytes), static_cast<cuuint32_t>(box_rows), 1},
+                            CU_TENSOR_MAP_SWIZZLE_128B});
 }
 
 CUtensorMap scale_map(const Scales& scales, int box_rows, int box_columns) {
   const int64_t row = scales.columns * static_cast<int64_t>(sizeof(float));
-  return encoded({scales.data,
-                  DType::kFloat32,
-                  {scales.columns, scales.rows, scales.count},
-                  {row, row * scales.rows},
-                  {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1},
-                  CU_TENSOR_MAP_SWIZZLE_NONE});
+  return encode_tensor_map({scales.data,
+                            DType::kFloat32,
+                            {scales.columns, scales.rows, scales.count},
+                            {row, row * scales.rows},
+                            {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1},
+                            CU_TENSOR_MAP_SWIZZLE_NONE});
 }
 
-CUtensorMap halves_map(const Halves& halves, int box_rows) {
-  constexpr int64_t kColumns = 32;  // of a half
-  const int64_t bytes = bytes_of(halves.dtype), row = 2 * halves.features * bytes;
-  Boxes boxes{halves.data,
-              halves.dtype,
-              {halves.features, 2, halves.rows},
-              {halves.features * bytes, row},
-              {kColumns, 2, static_cast<cuuint32_t>(box_rows)},
-              CU_TENSOR_MAP_SWIZZLE_64B};
-  if (halves.interleaved) {
-    boxes.sizes[0] = kColumns;
-    boxes.sizes[1] = 2 * halves.features / kColumns;
-    boxes.strides[0] = kColumns * bytes;
+CUtensorMap gate_linear_map(const GateLinearMatrix& matrix, int box_rows) {
+  constexpr int64_t kColumns = 32;  // gate columns of a box
+  const int64_t bytes = bytes_of(matrix.dtype), row = 2 * matrix.features * bytes;
+  TensorMapDesc desc{matrix.data,
+                     matrix.dtype,
+                     {matrix.features, 2, matrix.rows},
+                     {matrix.features * bytes, row},
+                     {kColumns, 2, static_cast<cuuint32_t>(box_rows)},
+                     CU_TENSOR_MAP_SWIZZLE_64B};
+  if (matrix.interleaved) {
+    desc.sizes[0] = kColumns;
+    desc.sizes[1] = 2 * matrix.features / kColumns;
+    desc.strides[0] = kColumns * bytes;
   }
-  return encoded(boxes);
+  return encode_tensor_map(desc);
 }
 
 Launcher sm90_launcher(GemmDirection direction, const GroupedGemmArgs& args) {

@@ -1,6 +1,5 @@
-// Grouped products with the instructions that only Hopper has: copies of whole tiles into shared memory that a cluster of
-// blocks shares, and products of warpgroups. A few blocks walk through the tiles of all groups, whose places they find from
-// the offsets on the device.
+// Launchers of the grouped GEMM kernels for Hopper (sm_90a): persistent, warp-specialized kernels with TMA,
+// WGMMA and clusters of two CTAs.
 #pragma once
 
 #include "gemm/sm90/config.h"
@@ -10,16 +9,17 @@ namespace transformer_plugin::gemm {
 #ifdef TRANSFORMER_PLUGIN_SM90A
 inline constexpr bool kBuiltForSm90a = true;
 #else
-inline constexpr bool kBuiltForSm90a = false;  // these kernels hold nothing
+inline constexpr bool kBuiltForSm90a = false;  // the kernels are empty
 #endif
 
-// Launches one kernel, configured as sm90_config says, on a stream.
+// Launches one kernel, configured by sm90_config, on a stream.
 using Launcher = void (*)(const GroupedGemmArgs& args, const Sm90Config& config, void* stream);
 
-// The launcher of a problem that sm90_unsupported_shape has nothing against.
+// The launcher for a problem that sm90_unsupported_shape accepts.
 Launcher sm90_launcher(GemmDirection direction, const GroupedGemmArgs& args);
 
-// Each is in a file of its own in instantiate/, so that they compile in parallel.
+// Launchers by direction, operand format and dtypes. Each is instantiated in its own file in instantiate/, so
+// that they compile in parallel.
 Launcher fprop_16bit(DType dtype);
 Launcher fprop_fp8_block();
 Launcher fprop_fp8_tensor(DType a);

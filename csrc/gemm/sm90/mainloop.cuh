@@ -1,169 +1,160 @@
-// How a warpgroup sums its part of a tile of ragged rows on Hopper, for each kind of operands.
+// Mainloop policies of GEMMs with ragged rows: how a consumer warpgroup accumulates its 64 x 256 tile over K,
+// for each operand format.
+//
+// A policy defines the types Element, Out and SharedStorage; kBMnMajor (B is [G, k, n], otherwise [G, n, k]);
+// the granularity of scales that the epilogue applies (kGroupScales, kRowScales); ScaleMaps, the tensor maps
+// of scales that are loaded with the stages; and mma<n_halves>(), which reads `steps` stages and adds the
+// products of `n_halves` halves of the tile's columns to acc.
 #pragma once
 
+#include "gemm/sm90/params.cuh"
 #include "gemm/sm90/pipeline.cuh"
 #include "gemm/sm90/tensor_map.h"
 
 namespace transformer_plugin::gemm::sm90 {
 
-// What of GroupedGemmArgs the kernel needs, in registers' sizes.
-struct RowsArgs {
-  const int32_t* offsets;  // or null for one group of all rows
-  void* out;
-  const float* alpha;
-  const float* beta;  // of what `out` holds
-  const float* bias;
-  const float* bias_scale;
-  const float* a_scale;  // of whole groups, [groups]; of rows, [rows]
-  const float* b_scale;  // of whole groups, [groups]; of rows, [groups, n]
-  int64_t out_row_stride;
-  int groups, rows, n, k;
-  bool zero_tail;
-};
-
-// Where a warpgroup's part of a tile lies.
-struct Part {
-  int group, number;       // the warpgroup's, of those that multiply
-  int row, end_row;        // its first row, and the group's end
-  int column, end_column;  // its first column, and the first that is no more its own
-};
-
-// Each kind of operands sums a part of `halves` halves of a tile's columns; stages hold as many of the right operand's boxes.
-
-// No scale comes with a stage.
+// No scales are loaded with the stages.
 struct NoScaleMaps {
   static constexpr uint32_t kBytes = 0;
-  static NoScaleMaps of(const GroupedGemmArgs&) { return {}; }
-  template <typename Shared>
-  __device__ __forceinline__ void load_stage(Shared&, const Place<Shared>&, int, int, int, int) const {}
+  static NoScaleMaps make(const GroupedGemmArgs&) { return {}; }
+  template <typename SharedStorage>
+  __device__ __forceinline__ void load_stage(SharedStorage&, const PipelineState<SharedStorage>&, int, int,
+                                             int, int) const {}
 };
 
-// 16-bit operands. `by_columns`: b [G, k, n], else [G, n, k].
-template <typename T, bool by_columns, typename SharedMemory = PlainShared>
-struct Plain {
+// BF16 or FP16 operands. The WGMMAs of a stage start before those of the previous stage have finished.
+template <typename T, bool b_mn_major, typename SharedStorageType = SharedStorageDefault>
+struct Mainloop16Bit {
   using Element = T;
   using Out = T;
-  using Shared = SharedMemory;
+  using SharedStorage = SharedStorageType;
   using ScaleMaps = NoScaleMaps;
-  static constexpr bool b_by_columns = by_columns;
-  static constexpr bool group_scales = false, row_scales = false;
+  static constexpr bool kBMnMajor = b_mn_major;
+  static constexpr bool kGroupScales = false, kRowScales = false;
 
-  template <int halves>
-  static __device__ __forceinline__ void sum(const RowsArgs&, Shared& shared, Place<Shared>& place, int steps,
-                                             const Part& part, float (&sums)[kSums]) {
-    int read = -1;  // the stage of the step before
-    for (int step = 0; step < steps; ++step, place.next()) {
-      wait(&shared.full[place.stage], place.parity);
-      const Stage& stage = shared.stages[place.stage];
-      const uint64_t a = by_rows(stage.left[part.number]);
-      const uint64_t b = by_columns ? sm90::by_columns(stage.right, kBoxBytes) : by_rows(stage.right);
-      begin_products();
+  template <int n_halves>
+  static __device__ __forceinline__ void mma(const GroupedGemmParams&, SharedStorage& shared,
+                                             PipelineState<SharedStorage>& state, int steps,
+                                             const WarpgroupTile& wg_tile, float (&acc)[kAccumulators]) {
+    int previous = -1;  // stage that the WGMMAs of the previous step read
+    for (int step = 0; step < steps; ++step, state.advance()) {
+      mbarrier_wait(&shared.full[state.stage], state.phase);
+      const Stage& stage = shared.stages[state.stage];
+      const uint64_t a = smem_desc_k_major(stage.a[wg_tile.consumer]);
+      const uint64_t b = b_mn_major ? smem_desc_mn_major(stage.b, kBoxBytes) : smem_desc_k_major(stage.b);
+      wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < kStep<T> / 16; ++i) {  // descriptors count 16 bytes
-        multiply<T, false, by_columns, halves>(sums, a + i * 2, b + i * (by_columns ? kLine : 2));
+      for (int i = 0; i < kTileK<T> / kWgmmaK; ++i) {  // K = 16: 32 bytes of a row, or 16 rows if MN-major
+        wgmma<T, false, b_mn_major, n_halves>(acc, a + i * 2, b + i * (b_mn_major ? kSwizzleBytes : 2));
       }
-      commit_products();
-      wait_for_products<1>();
-      if (read >= 0) release(&shared.empty[read]);
-      read = place.stage;
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (previous >= 0) consumer_release(&shared.empty[previous]);
+      previous = state.stage;
     }
-    wait_for_products<0>();
-    release(&shared.empty[read]);
+    wgmma_wait<0>();
+    consumer_release(&shared.empty[previous]);
   }
 };
 
-// E4M3 under scales of blocks. Tensor cores sum E4M3 with some 14 bits, so the sum of each 128 of k leaves them, and is
-// added in FP32 under the scales of its blocks. Scales come with the stage: loads by those that multiply made them a tenth
-// slower.
-struct Blocks {
+// E4M3 operands, with FP32 scales of 1x128 blocks of A and of 128x128 blocks of B. Tensor cores accumulate
+// FP8 products with about 14 bits, so the sum of each 128 of K is scaled and added to acc in FP32 outside of
+// them. Scales are loaded by TMA together with the stage, which is faster than loads by the consumers.
+struct MainloopFp8Block {
   using Element = uint8_t;
   using Out = __nv_bfloat16;
-  using Shared = RowScaledShared;
-  static constexpr bool b_by_columns = false;
-  static constexpr bool group_scales = false, row_scales = false;
+  using SharedStorage = SharedStorageFp8Block;
+  static constexpr bool kBMnMajor = false;
+  static constexpr bool kGroupScales = false, kRowScales = false;
   static constexpr int kBlock = 128;
-  static_assert(kStep<Element> == kBlock && kTileColumns == 2 * kBlock, "a stage is a block of k");
+  static_assert(kTileK<Element> == kBlock && kTileColumns == 2 * kBlock, "a stage is one block of K");
 
-  // The scales of a stage. Boxes begin at multiples of 16 bytes, so rows at a multiple of 4 and columns with those of a
+  // TMA boxes begin at multiples of 16 bytes: the scales of A at a multiple of 4 rows, those of B at a
   // multiple of 4 steps.
   struct ScaleMaps {
-    using Scales = RowScales<Shared::kStages>;
+    using Scales = BlockScaleStages<SharedStorage::kStages>;
     static constexpr uint32_t kBytes = Scales::kBytes;
-    CUtensorMap rows, columns;  // [ceil(k / 128), rows], and [groups, ceil(n / 128), ceil(k / 128)]
+    CUtensorMap rows, columns;  // [ceil(k / 128), rows] and [groups, ceil(n / 128), ceil(k / 128)]
 
-    static ScaleMaps of(const GroupedGemmArgs& args) {
-      const auto whole = [](int64_t size, int64_t of) { return (size + of - 1) / of; };
-      const int64_t steps = whole(args.k, kBlock), lines = whole(args.n, kBlock);
+    static ScaleMaps make(const GroupedGemmArgs& args) {
+      const auto divide_up = [](int64_t size, int64_t by) { return (size + by - 1) / by; };
+      const int64_t steps = divide_up(args.k, kBlock), blocks_n = divide_up(args.n, kBlock);
       return {
-          scale_map({args.a_scale, 1, steps, whole(args.rows, 4) * 4}, 1, Scales::kRows),
-          scale_map({args.b_scale, args.groups, lines, whole(steps, 4) * 4}, 2, Scales::kSteps),
+          scale_map({args.a_scale, 1, steps, divide_up(args.rows, 4) * 4}, 1, Scales::kRows),
+          scale_map({args.b_scale, args.groups, blocks_n, divide_up(steps, 4) * 4}, 2, Scales::kSteps),
       };
     }
-    // Of the rows from `row` and the columns from `column` on.
-    __device__ __forceinline__ void load_stage(Shared& shared, const Place<Shared>& place, int group, int row,
+    // Loads the scales of one step of the tile whose first row and column are given.
+    __device__ __forceinline__ void load_stage(SharedStorage& shared,
+                                               const PipelineState<SharedStorage>& state, int group, int row,
                                                int column, int step) const {
-      uint64_t* full = &shared.full[place.stage];
-      load_box(shared.beside.rows(place.stage), rows, full, row / 4 * 4, step, 0);
-      load_box(shared.beside.columns(place.stage), columns, full, step / 4 * 4, column / kBlock, group);
+      uint64_t* full = &shared.full[state.stage];
+      tma_load(shared.stage_data.rows(state.stage), rows, full, row / 4 * 4, step, 0);
+      tma_load(shared.stage_data.columns(state.stage), columns, full, step / 4 * 4, column / kBlock, group);
     }
   };
 
-  template <int halves>
-  static __device__ __forceinline__ void sum(const RowsArgs&, Shared& shared, Place<Shared>& place, int steps,
-                                             const Part& part, float (&sums)[kSums]) {
-    const int lane = threadIdx.x % kWarpSize, zero = zero_of_thread();
-    const int own = part.number * kBoxLines + threadIdx.x % kWarpgroup / kWarpSize * 16 + lane / 4;
-    const int low = own + (part.row - part.number * kBoxLines) % 4;
-    for (int step = 0; step < steps; ++step, place.next()) {
-      wait(&shared.full[place.stage], place.parity);
-      const Stage& stage = shared.stages[place.stage];
-      const float* rows = shared.beside.rows(place.stage);
-      const auto& columns = shared.beside.columns(place.stage);
+  template <int n_halves>
+  static __device__ __forceinline__ void mma(const GroupedGemmParams&, SharedStorage& shared,
+                                             PipelineState<SharedStorage>& state, int steps,
+                                             const WarpgroupTile& wg_tile, float (&acc)[kAccumulators]) {
+    const int lane = threadIdx.x % kWarpSize, zero = per_thread_zero();
+    const int tile_row =
+        wg_tile.consumer * kBoxRows + threadIdx.x % kWarpgroupSize / kWarpSize * 16 + lane / 4;
+    // Index of the thread's first row in the loaded scales; its other row is 8 further.
+    const int low = tile_row + (wg_tile.row - wg_tile.consumer * kBoxRows) % 4;
+    for (int step = 0; step < steps; ++step, state.advance()) {
+      mbarrier_wait(&shared.full[state.stage], state.phase);
+      const Stage& stage = shared.stages[state.stage];
+      const float* rows = shared.stage_data.rows(state.stage);
+      const auto& columns = shared.stage_data.columns(state.stage);
       const float scale_low = rows[low], scale_high = rows[low + 8];
-      const uint64_t a = by_rows(stage.left[part.number]), b = by_rows(stage.right);
+      const uint64_t a = smem_desc_k_major(stage.a[wg_tile.consumer]), b = smem_desc_k_major(stage.b);
 #pragma unroll
-      for (int half = 0; half < halves; ++half) {
+      for (int half = 0; half < n_halves; ++half) {  // a half is one block of 128 columns
         const float scale = columns[half][step % 4 + zero];
         const float both[2] = {scale_low * scale, scale_high * scale};
-        float products[64];
-        multiply_stage<DType::kFloat8E4M3>(products, a, b, half);
-        if (half == halves - 1) release(&shared.empty[place.stage]);
+        float partial[64];
+        wgmma_fp8_stage<DType::kFloat8E4M3>(partial, a, b, half);
+        if (half == n_halves - 1) consumer_release(&shared.empty[state.stage]);
 #pragma unroll
         for (int i = 0; i < 64; ++i) {
-          sums[half * 64 + i] = fmaf(products[i], both[i / 2 % 2], sums[half * 64 + i]);
+          acc[half * 64 + i] = fmaf(partial[i], both[i / 2 % 2], acc[half * 64 + i]);
         }
       }
     }
   }
 };
 
-// FP8 codes under one scale for each group, of `a` in E4M3 or E5M2: the scales are one factor of the whole sum, which leaves
-// the tensor cores every 128 of k all the same, as they round it to some 14 bits.
+// FP8 operands with one scale for each group: A is E4M3 or E5M2, B is E4M3. The epilogue applies the scales,
+// as one factor. The sum of each 128 of K still leaves the tensor cores, because of their precision.
 template <DType a_type>
-struct Codes {
+struct MainloopFp8Tensor {
   using Element = uint8_t;
   using Out = __nv_bfloat16;
-  using Shared = PlainShared;
+  using SharedStorage = SharedStorageDefault;
   using ScaleMaps = NoScaleMaps;
-  static constexpr bool b_by_columns = false;
-  static constexpr bool group_scales = true, row_scales = false;
+  static constexpr bool kBMnMajor = false;
+  static constexpr bool kGroupScales = true, kRowScales = false;
 
-  template <int halves>
-  static __device__ __forceinline__ void sum(const RowsArgs&, Shared& shared, Place<Shared>& place, int steps,
-                                             const Part& part, float (&sums)[kSums]) {
-    for (int step = 0; step < steps; ++step, place.next()) {
-      wait(&shared.full[place.stage], place.parity);
-      const Stage& stage = shared.stages[place.stage];
-      add_stage<a_type, halves>(sums, by_rows(stage.left[part.number]), by_rows(stage.right),
-                                [&] { release(&shared.empty[place.stage]); });
+  template <int n_halves>
+  static __device__ __forceinline__ void mma(const GroupedGemmParams&, SharedStorage& shared,
+                                             PipelineState<SharedStorage>& state, int steps,
+                                             const WarpgroupTile& wg_tile, float (&acc)[kAccumulators]) {
+    for (int step = 0; step < steps; ++step, state.advance()) {
+      mbarrier_wait(&shared.full[state.stage], state.phase);
+      const Stage& stage = shared.stages[state.stage];
+      accumulate_fp8_stage<a_type, n_halves>(acc, smem_desc_k_major(stage.a[wg_tile.consumer]),
+                                             smem_desc_k_major(stage.b),
+                                             [&] { consumer_release(&shared.empty[state.stage]); });
     }
   }
 };
 
-// The same under one scale for each row of both operands.
+// The same with one scale for each row of A and each row of B [G, n, k], which the epilogue applies.
 template <DType a_type>
-struct RowScaledCodes : Codes<a_type> {
-  static constexpr bool group_scales = false, row_scales = true;
+struct MainloopFp8Row : MainloopFp8Tensor<a_type> {
+  static constexpr bool kGroupScales = false, kRowScales = true;
 };
 
 }  // namespace transformer_plugin::gemm::sm90

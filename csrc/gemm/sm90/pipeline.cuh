@@ -1,10 +1,14 @@
-// What Hopper's grouped products share: the tiles of an output and the order in which clusters take them, stages of
-// operands on their way through shared memory, and the way of sums out of registers.
+// The producer/consumer pipeline of the Hopper GEMM kernels: tile sizes, shared memory, mbarriers, tile
+// information.
 //
-// Two blocks are a cluster and take two tiles of one group side by side: as a rule two of the same columns, so that each
-// loads half of the wider operand for both; the last row of tiles, where their number is odd, by two of the same rows. A
-// block is three warpgroups: one thread of the first, the copier, starts the copies, the others multiply 64 rows of a tile
-// each.
+// A CTA has three warpgroups. Warpgroup 0 is the producer: one of its threads starts all TMA loads.
+// Warpgroups 1 and 2 are the consumers: each multiplies 64 rows of the CTA tile with WGMMA and stores its
+// accumulators. Two CTAs form a cluster (tile_order.cuh).
+//
+// Shared memory is a ring of stages. A stage holds kTileK of A (128 rows) and B (256 columns), as boxes of 64
+// rows x 128 bytes with the 128-byte swizzle. Each stage has two mbarriers:
+//   full   the producer has announced the stage's bytes and all of them have arrived;
+//   empty  all consumer warps of both CTAs have read the stage (both, because of multicast).
 #pragma once
 
 #include <cstddef>
@@ -13,366 +17,292 @@
 #include "common/launch.cuh"
 #include "gemm/sm90/launch.h"
 #include "gemm/sm90/ptx.cuh"
+#include "gemm/sm90/tile_order.cuh"
 
 namespace transformer_plugin::gemm::sm90 {
 
-inline constexpr int kWarpgroup = 128;  // threads
-inline constexpr int kMultipliers = 2;  // warpgroups
-inline constexpr int kThreads = kWarpgroup * (1 + kMultipliers);
-inline constexpr int kLine = 128;     // bytes of a row in shared memory: the width of the swizzle
-inline constexpr int kBoxLines = 64;  // of an operand or of the output, copied at once
-inline constexpr int kBoxBytes = kBoxLines * kLine;
-inline constexpr int kLeftBoxes = kTileRows / kBoxLines, kRightBoxes = kTileColumns / kBoxLines;
-inline constexpr int kSums = kTileColumns / 2;  // of a thread
-static_assert(kTileRows == kMultipliers * kBoxLines && kCluster == 2, "what the code below counts on");
+inline constexpr int kWarpgroupSize = 128;  // threads
+inline constexpr int kConsumerWarpgroups = 2;
+inline constexpr int kThreads = kWarpgroupSize * (1 + kConsumerWarpgroups);
+inline constexpr int kSwizzleBytes = 128;  // bytes of a row in shared memory
+inline constexpr int kBoxRows = 64;        // rows of a TMA box of an operand or of the output
+inline constexpr int kBoxBytes = kBoxRows * kSwizzleBytes;
+inline constexpr int kABoxes = kTileRows / kBoxRows, kBBoxes = kTileColumns / kBoxRows;
+inline constexpr int kAccumulators = kTileColumns / 2;  // FP32 accumulators of a thread: 64 x 256 / 128
+static_assert(kTileRows == kConsumerWarpgroups * kBoxRows && kCluster == 2, "assumed by the code below");
 
-// Of a thread; together what 168 for each would be, which a block of so many threads begins with.
-inline constexpr int kCopierRegisters = 56, kMultiplierRegisters = 224;
-static_assert(kCopierRegisters + kMultipliers * kMultiplierRegisters == 168 * (1 + kMultipliers), "no more");
+// Registers of a thread after setmaxnreg. The sum is what the CTA starts with: 168 for each of its threads.
+inline constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+static_assert(kProducerRegisters + kConsumerWarpgroups * kConsumerRegisters ==
+                  168 * (1 + kConsumerWarpgroups),
+              "no more registers than the launch allocates");
 
+// K of one stage, in elements.
 template <typename T>
-inline constexpr int kStep = kLine / static_cast<int>(sizeof(T));  // of the dimension summed over, in a stage
+inline constexpr int kTileK = kSwizzleBytes / static_cast<int>(sizeof(T));
 
 struct Stage {
-  alignas(1024) uint8_t left[kLeftBoxes][kBoxBytes];
-  alignas(1024) uint8_t right[kRightBoxes][kBoxBytes];
+  alignas(1024) uint8_t a[kABoxes][kBoxBytes];
+  alignas(1024) uint8_t b[kBBoxes][kBoxBytes];
 };
-// A tile that the copier has found. Those that multiply learn of it with the first of its stages, and need not look for it: the
-// copier, ahead by the stages, does while they multiply. An end takes the turn of one more stage.
-struct alignas(16) FoundTile {
-  int kind;  // -1: the end, no tile is left; else twice the group, and 1 more where a block takes half of the columns
-  int row, column;  // of the output, its first
-  int rows;         // of the group from `row` on; may be none or fewer
 
-  static __device__ __forceinline__ FoundTile none() { return {-1, 0, 0, 0}; }
-  static __device__ __forceinline__ FoundTile of(int group, bool is_half, int row, int column, int rows) {
-    return {group * 2 + is_half, row, column, rows};
+// The output tile that the next stages belong to. The producer warp runs the tile scheduler and publishes
+// each tile together with the tile's first stage, so consumers do not search for tiles. TileInfo::end(),
+// published with one more stage, ends the consumers' loop. It is 16 bytes, so that one st.async writes it.
+struct alignas(16) TileInfo {
+  int packed_group;  // 2 * group + is_half_n, or -1 for the end
+  int row, column;   // first row and column of the tile in the output
+  int rows;          // rows of the group from `row` on; may be zero or negative
+
+  static __device__ __forceinline__ TileInfo end() { return {-1, 0, 0, 0}; }
+  static __device__ __forceinline__ TileInfo make(int group, bool is_half_n, int row, int column, int rows) {
+    return {group * 2 + is_half_n, row, column, rows};
   }
-  __device__ __forceinline__ int group() const { return kind >> 1; }
-  __device__ __forceinline__ bool is_half() const { return kind & 1; }
+  __device__ __forceinline__ bool is_end() const { return packed_group < 0; }
+  __device__ __forceinline__ int group() const { return packed_group >> 1; }
+  // Whether the CTA computes only half of the tile's columns (tile_scheduler.cuh).
+  __device__ __forceinline__ bool is_half_n() const { return packed_group & 1; }
 };
-static_assert(sizeof(FoundTile) == sizeof(int4), "stored at once");
+static_assert(sizeof(TileInfo) == sizeof(int4), "written by one st.async");
 
-// What comes with the stages besides operands: a tile each, if it is the tile's first,
+// Data that belongs to the stages in addition to the operands. One of:
+// - TileInfoStages: a TileInfo for each stage, valid for the first stage of a tile;
 template <int stages>
-class TilesAlone {
+class TileInfoStages {
  public:
-  __device__ __forceinline__ FoundTile& tile(int stage) { return tiles_[stage]; }
+  __device__ __forceinline__ TileInfo& tile(int stage) { return tiles_[stage]; }
 
  private:
-  FoundTile tiles_[stages];
+  TileInfo tiles_[stages];
 };
-// the same and the scales of the tile's lines, from a multiple of 4 rows on, and of its two blocks of columns for 4 steps. Boxes
-// begin at multiples of 128 bytes; all that is between them, and behind, is needed.
+// - BlockScaleStages: TileInfo and FP32 block scales. rows() are the scales of A for the tile's rows; TMA
+//   needs 16-byte alignment, so they begin at a multiple of 4 rows. columns() are the scales of the two
+//   blocks of 128 columns of B for 4 steps of K. TMA destinations are 128-byte aligned;
 template <int stages>
-class RowScales {
+class BlockScaleStages {
  public:
   static constexpr int kRows = kTileRows + 4, kSteps = 4;
-  static constexpr int kBytes = (kRows + 2 * kSteps) * sizeof(float);  // of a stage
+  static constexpr int kBytes = (kRows + 2 * kSteps) * sizeof(float);  // of one stage
 
   __device__ __forceinline__ float* rows(int stage) { return rows_[stage].scales; }
   __device__ __forceinline__ float (&columns(int stage))[2][kSteps] {
-    return *reinterpret_cast<float(*)[2][kSteps]>(columns_ + stage * kBoxStride);
+    return *reinterpret_cast<float(*)[2][kSteps]>(columns_ + stage * kColumnsStride);
   }
-  __device__ __forceinline__ FoundTile& tile(int stage) { return rows_[stage].tile; }
+  __device__ __forceinline__ TileInfo& tile(int stage) { return rows_[stage].tile; }
 
  private:
-  static constexpr int kBoxStride = 32;
-  struct Rows {
+  static constexpr int kColumnsStride = 32;  // floats: 128 bytes
+  // The TileInfo fills a part of the padding.
+  struct RowScales {
     alignas(16) float scales[kRows];
-    FoundTile tile;
+    TileInfo tile;
     float unused[24];
   };
-  static_assert(sizeof(Rows) % 128 == 0, "boxes begin there");
+  static_assert(sizeof(RowScales) % 128 == 0, "TMA destinations are 128-byte aligned");
 
-  Rows rows_[stages];
-  float columns_[(stages - 1) * kBoxStride + 2 * kSteps];
+  RowScales rows_[stages];
+  float columns_[(stages - 1) * kColumnsStride + 2 * kSteps];
 };
-// or, in weight gradients of FP8, where all find their tiles themselves, scales of the lines of both operands or nothing.
-struct LineScales {
-  alignas(128) float left[kTileRows], right[kTileColumns];
+// - WgradBlockScales: FP8 block scales of a weight gradient, one for each row of A and column of B. In FP8
+//   weight gradients all warps run the tile scheduler, so there is no TileInfo;
+struct WgradBlockScales {
+  alignas(128) float a[kTileRows], b[kTileColumns];
 };
-struct Nothing {};
+// - NoStageData: nothing.
+struct NoStageData {};
 
-template <typename Beside, int stage_count, int box_count>
-struct SharedOf {
+template <typename StageData, int stage_count, int box_count>
+struct PipelineSharedStorage {
   static constexpr int kStages = stage_count;
-  static constexpr int kBoxes = box_count;  // of a warpgroup on their way out, in turn
+  static constexpr int kOutBoxes = box_count;  // output boxes of a consumer warpgroup, used in turn
 
   Stage stages[kStages];
-  alignas(1024) uint8_t out[kMultipliers][kBoxes][kBoxBytes];
-  Beside beside;
+  alignas(1024) uint8_t out[kConsumerWarpgroups][kOutBoxes][kBoxBytes];
+  StageData stage_data;
   uint64_t full[kStages], empty[kStages];
 
-  __device__ __forceinline__ FoundTile& tile(int stage) { return beside.tile(stage); }
+  __device__ __forceinline__ TileInfo& tile(int stage) { return stage_data.tile(stage); }
 };
-using PlainShared = SharedOf<TilesAlone<4>, 4, 2>;
-using ColumnsShared = SharedOf<Nothing, 4, 2>;
-using RowScaledShared = SharedOf<RowScales<4>, 4, 2>;
-// Sums of 16 bits leave fastest all at once, for which a stage less is left; FP32 that threads and the copy engine add in turns
-// needs one box.
+using SharedStorageDefault = PipelineSharedStorage<TileInfoStages<4>, 4, 2>;
+using SharedStorageFp8Block = PipelineSharedStorage<BlockScaleStages<4>, 4, 2>;
+using SharedStorageWgradFp8Tensor = PipelineSharedStorage<NoStageData, 4, 2>;
+// A 16-bit output leaves fastest when all four boxes of a warpgroup's tile have room, at the cost of one
+// stage. An FP32 output that threads and TMA add to memory in turn needs one box.
 template <typename Out, int stages = sizeof(Out) == 4 ? 4 : 3>
-using LineScaledShared = SharedOf<LineScales[stages], stages, sizeof(Out) == 4 ? 1 : 4>;
-static_assert(sizeof(RowScaledShared) <= 232448 && sizeof(LineScaledShared<float>) <= 232448,
-              "what a block may have");
-static_assert(offsetof(RowScaledShared, beside) % 128 == 0, "boxes begin at multiples of 128 bytes");
+using SharedStorageWgradFp8Block =
+    PipelineSharedStorage<WgradBlockScales[stages], stages, sizeof(Out) == 4 ? 1 : 4>;
 
-// Where a thread is in the ring of stages.
-template <typename Shared>
-struct Place {
+inline constexpr size_t kMaxSharedBytes = 232448;  // of a CTA on sm_90
+static_assert(sizeof(SharedStorageFp8Block) <= kMaxSharedBytes &&
+                  sizeof(SharedStorageWgradFp8Block<float>) <= kMaxSharedBytes,
+              "shared memory of a CTA");
+static_assert(offsetof(SharedStorageFp8Block, stage_data) % 128 == 0,
+              "TMA destinations are 128-byte aligned");
+
+// Position of a thread in a ring of kStages stages.
+template <typename Ring>
+struct PipelineState {
   int stage = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == Shared::kStages) {
+  uint32_t phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == Ring::kStages) {
       stage = 0;
-      parity ^= 1;
+      phase ^= 1;
     }
   }
 };
 
-// A stage is full when the thread that starts copies of boxes has announced them, `others` have arrived, and all bytes are
-// there.
-template <typename Shared>
-__device__ __forceinline__ void init_stages(Shared& shared, uint32_t others = 0) {
+// Initializes the mbarriers and synchronizes the cluster. `full` expects one arrival of the thread that
+// starts TMA loads and `extra_arrivals` more.
+template <typename SharedStorage>
+__device__ __forceinline__ void init_pipeline(SharedStorage& shared, uint32_t extra_arrivals = 0) {
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Shared::kStages; ++stage) {
-      init_barrier(&shared.full[stage], 1 + others);
-      init_barrier(&shared.empty[stage], kCluster * kMultipliers * kWarpgroup / kWarpSize);
+    for (int stage = 0; stage < SharedStorage::kStages; ++stage) {
+      mbarrier_init(&shared.full[stage], 1 + extra_arrivals);
+      mbarrier_init(&shared.empty[stage], kCluster * kConsumerWarpgroups * kWarpgroupSize / kWarpSize);
     }
-    publish_barriers();
+    fence_mbarrier_init();
   }
-  sync_cluster();
+  cluster_sync();
 }
 
-// By the copier, when the tile's first stage is empty, before it arrives at that one's barrier. The tile comes as boxes do, so
-// those who wait for the stage have it; that a thread's own store is ordered by its arrival compute-sanitizer does not see where
-// copies end a phase.
-template <typename Shared>
-__device__ __forceinline__ void tell_of(Shared& shared, int stage, const FoundTile& tile) {
+// ---- Tile information
+
+// Producer thread: writes the TileInfo of a stage that is empty, before it arrives at the stage's `full`. The
+// store is asynchronous and counted as bytes of the stage, so it is complete when the phase is. (An ordinary
+// store would be ordered by the arrival too, but compute-sanitizer does not model that when TMA completes the
+// phase.)
+template <typename SharedStorage>
+__device__ __forceinline__ void store_tile_info(SharedStorage& shared, int stage, const TileInfo& tile) {
   uint64_t* full = &shared.full[stage];
-  expect(full, sizeof(tile));
-  store_for(full, &shared.tile(stage), {tile.kind, tile.row, tile.column, tile.rows});
+  mbarrier_expect_tx(full, sizeof(tile));
+  st_async(full, &shared.tile(stage), {tile.packed_group, tile.row, tile.column, tile.rows});
 }
-// The same, having waited for that.
-template <typename Shared>
-__device__ __forceinline__ void tell(Shared& shared, const Place<Shared>& place, const FoundTile& tile) {
-  wait(&shared.empty[place.stage], place.parity ^ 1);
-  tell_of(shared, place.stage, tile);
+// Producer thread: waits until the stage is empty, then writes its TileInfo.
+template <typename SharedStorage>
+__device__ __forceinline__ void publish_tile(SharedStorage& shared, const PipelineState<SharedStorage>& state,
+                                             const TileInfo& tile) {
+  mbarrier_wait(&shared.empty[state.stage], state.phase ^ 1);
+  store_tile_info(shared, state.stage, tile);
 }
-// By all threads of a warp that multiplies: the tile whose first stage is next, or false at the end. A vote, so that the compiler
-// knows a loop on it for one that all threads take alike: else it loses the uniform registers by which products are started.
-template <typename Shared>
-__device__ __forceinline__ bool hear(Shared& shared, const Place<Shared>& place, FoundTile& tile) {
-  wait(&shared.full[place.stage], place.parity);
-  tile = shared.tile(place.stage);
-  __syncwarp();  // all lanes have read it before one releases the stage
-  return __any_sync(~0u, tile.kind >= 0);
+// Producer thread: publishes the end of the tiles.
+template <typename SharedStorage>
+__device__ __forceinline__ void publish_end(SharedStorage& shared,
+                                            const PipelineState<SharedStorage>& state) {
+  publish_tile(shared, state, TileInfo::end());
+  mbarrier_arrive(&shared.full[state.stage]);
+}
+// Consumer warps: waits for the first stage of the next tile and reads its TileInfo. Returns false at the
+// end. The vote tells the compiler that the result is uniform in the warp; without it WGMMA descriptors leave
+// the uniform registers.
+template <typename SharedStorage>
+__device__ __forceinline__ bool fetch_tile(SharedStorage& shared, const PipelineState<SharedStorage>& state,
+                                           TileInfo& tile) {
+  mbarrier_wait(&shared.full[state.stage], state.phase);
+  tile = shared.tile(state.stage);
+  __syncwarp();  // all lanes have read it before one of them releases the stage
+  return __any_sync(~0u, !tile.is_end());
 }
 
-// All boxes of a stage, by one thread: load(to, box, barrier, shared) for each. What the tiles of the cluster share, each
-// of its blocks loads a half of for both. Of the right operand the first `right_boxes` are wanted. `more_bytes` are announced
-// too; who asks for them loads them.
-template <int right_boxes = kRightBoxes, typename Shared, typename LoadLeft, typename LoadRight>
-__device__ __forceinline__ void fill_stage(Shared& shared, const Place<Shared>& place, int block,
-                                           bool same_columns, LoadLeft load_left, LoadRight load_right,
-                                           uint32_t more_bytes = 0) {
-  uint64_t* full = &shared.full[place.stage];
-  auto& stage = shared.stages[place.stage];
-  wait(&shared.empty[place.stage], place.parity ^ 1);
-  arrive_and_expect(full, sizeof(stage.left) + right_boxes * kBoxBytes + more_bytes);
-  if (same_columns) {
+// ---- Loads (producer)
+
+__device__ __forceinline__ void tma_load_or_multicast(bool multicast, void* to, const CUtensorMap& map,
+                                                      uint64_t* barrier, int x, int y, int z) {
+  multicast ? tma_load_multicast((1 << kCluster) - 1, to, map, barrier, x, y, z)
+            : tma_load(to, map, barrier, x, y, z);
+}
+
+// Waits until the stage is empty, then loads all of its boxes; called by one thread. load_a and load_b(to,
+// box, barrier, multicast) start the TMA load of one box. Of the operand that the CTAs share, each CTA loads
+// half with multicast. `b_boxes`: boxes of B to load, from the first on. `extra_bytes` are announced too; the
+// caller loads them.
+template <int b_boxes = kBBoxes, typename SharedStorage, typename LoadA, typename LoadB>
+__device__ __forceinline__ void producer_load(SharedStorage& shared,
+                                              const PipelineState<SharedStorage>& state, int cta_rank,
+                                              bool shares_b, LoadA load_a, LoadB load_b,
+                                              uint32_t extra_bytes = 0) {
+  uint64_t* full = &shared.full[state.stage];
+  auto& stage = shared.stages[state.stage];
+  mbarrier_wait(&shared.empty[state.stage], state.phase ^ 1);
+  mbarrier_arrive_expect_tx(full, sizeof(stage.a) + b_boxes * kBoxBytes + extra_bytes);
+  if (shares_b) {
 #pragma unroll
-    for (int box = 0; box < kLeftBoxes; ++box) load_left(stage.left[box], box, full, false);
+    for (int box = 0; box < kABoxes; ++box) load_a(stage.a[box], box, full, false);
 #pragma unroll
-    for (int i = 0; i < right_boxes / kCluster; ++i) {
-      const int box = block * (right_boxes / kCluster) + i;
-      load_right(stage.right[box], box, full, true);
+    for (int i = 0; i < b_boxes / kCluster; ++i) {
+      const int box = cta_rank * (b_boxes / kCluster) + i;
+      load_b(stage.b[box], box, full, true);
     }
   } else {
-    load_left(stage.left[block], block, full, true);
+    load_a(stage.a[cta_rank], cta_rank, full, true);
 #pragma unroll
-    for (int box = 0; box < right_boxes; ++box) load_right(stage.right[box], box, full, false);
+    for (int box = 0; box < b_boxes; ++box) load_b(stage.b[box], box, full, false);
   }
 }
-// The right operand's boxes alone.
-template <int right_boxes = kRightBoxes, typename LoadRight>
-__device__ __forceinline__ void fill_right(uint8_t (&boxes)[kRightBoxes][kBoxBytes], uint64_t* full,
-                                           int block, bool same_columns, LoadRight load_right) {
-  arrive_and_expect(full, right_boxes * kBoxBytes);
-  const int count = same_columns ? right_boxes / kCluster : right_boxes;
-  const int first = same_columns ? block * count : 0;
+// The same for B alone. The caller has waited for `empty`.
+template <int b_boxes = kBBoxes, typename LoadB>
+__device__ __forceinline__ void producer_load_b(uint8_t (&boxes)[kBBoxes][kBoxBytes], uint64_t* full,
+                                                int cta_rank, bool shares_b, LoadB load_b) {
+  mbarrier_arrive_expect_tx(full, b_boxes * kBoxBytes);
+  const int count = shares_b ? b_boxes / kCluster : b_boxes;
+  const int first = shares_b ? cta_rank * count : 0;
 #pragma unroll 1
-  for (int box = first; box < first + count; ++box) load_right(boxes[box], box, full, same_columns);
+  for (int box = first; box < first + count; ++box) load_b(boxes[box], box, full, shares_b);
 }
 
-// A box for this block, or for both.
-__device__ __forceinline__ void load(bool for_both, void* to, const CUtensorMap& map, uint64_t* barrier,
-                                     int x, int y, int z) {
-  for_both ? load_box_for((1 << kCluster) - 1, to, map, barrier, x, y, z)
-           : load_box(to, map, barrier, x, y, z);
-}
+// ---- Consumers
 
-// A warp has read what this barrier of both blocks is about.
-__device__ __forceinline__ void release(uint64_t* empty) {
+// Called by all lanes of a consumer warp when it has read a stage: arrives at the `empty` barrier of both
+// CTAs.
+__device__ __forceinline__ void consumer_release(uint64_t* empty) {
   const uint32_t lane = threadIdx.x % kWarpSize;
-  if (lane < kCluster) arrive_at(empty, lane);
+  if (lane < kCluster) mbarrier_arrive_cluster(empty, lane);
 }
 
-// 0, which the compiler takes for a number of each thread. What it knows to be the same in all threads it moves into a
-// uniform register as soon as it is loaded, and so waits for it.
-__device__ __forceinline__ int zero_of_thread() {
+// Address of a 16-byte chunk of a row of a box, under the 128-byte swizzle.
+__device__ __forceinline__ uint8_t* swizzled(uint8_t* box, int row, int chunk) {
+  return box + row * kSwizzleBytes + (chunk ^ row % 8) * 16;
+}
+
+// Zero, as a value that the compiler does not know to be uniform in the warp. It would move a value loaded at
+// a uniform address to a uniform register immediately, and so wait for the load.
+__device__ __forceinline__ int per_thread_zero() {
   int zero;
   asm("shr.u32 %0, %1, 31;" : "=r"(zero) : "r"(threadIdx.x));
   return zero;
 }
 
-// FP8 codes by rows: the products of a stage's 64 lines of `a` and a half of its lines of `b`, summed over the stage.
+// FP8: partial = A B over the K of one stage, for the consumer's 64 rows and one half (128 columns) of B. a
+// and b are K-major descriptors.
 template <DType a_type>
-__device__ __forceinline__ void multiply_stage(float (&products)[kSums / 2], uint64_t a, uint64_t b,
-                                               int half) {
-  begin_products();
+__device__ __forceinline__ void wgmma_fp8_stage(float (&partial)[kAccumulators / 2], uint64_t a, uint64_t b,
+                                                int half) {
+  wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < kLine / 32; ++i) {  // descriptors count 16 bytes
-    multiply_fp8<a_type>(products, a + i * 2, b + half * (kTileColumns / 2 * kLine / 16) + i * 2, i > 0);
+  for (int i = 0; i < kSwizzleBytes / 32; ++i) {  // K = 32 elements are 2 descriptor units
+    wgmma_fp8<a_type>(partial, a + i * 2, b + half * (kTileColumns / 2 * kSwizzleBytes / 16) + i * 2, i > 0);
   }
-  commit_products();
-  wait_for_products<0>();
+  wgmma_commit();
+  wgmma_wait<0>();
 }
 
-// Adds those of both halves, or of the first, in FP32; release() when the stage has been read.
-template <DType a_type, int halves = 2, typename Release>
-__device__ __forceinline__ void add_stage(float (&sums)[kSums], uint64_t a, uint64_t b, Release release) {
+// FP8: acc += A B over the K of one stage, added in FP32 outside of the tensor cores, which accumulate FP8
+// products with about 14 bits. Calls release() when the stage has been read.
+template <DType a_type, int n_halves = 2, typename Release>
+__device__ __forceinline__ void accumulate_fp8_stage(float (&acc)[kAccumulators], uint64_t a, uint64_t b,
+                                                     Release release) {
 #pragma unroll
-  for (int half = 0; half < halves; ++half) {
-    float products[kSums / 2];
-    multiply_stage<a_type>(products, a, b, half);
-    if (half == halves - 1) release();
+  for (int half = 0; half < n_halves; ++half) {
+    float partial[kAccumulators / 2];
+    wgmma_fp8_stage<a_type>(partial, a, b, half);
+    if (half == n_halves - 1) release();
 #pragma unroll
-    for (int i = 0; i < kSums / 2; ++i) sums[half * (kSums / 2) + i] += products[i];
-  }
-}
-
-// A matrix of so many tiles taken by two blocks at a time.
-struct Pairs {
-  int rows, columns;  // tiles
-  __device__ __forceinline__ int side_by_side() const { return rows / 2 * columns; }
-  __device__ __forceinline__ int count() const { return side_by_side() + rows % 2 * ((columns + 1) / 2); }
-};
-struct Tile {
-  int group;
-  int row, column;  // tiles, of the group's part of the output; the column may
-                    // be past the last
-  bool same_columns;
-};
-// Pairs are taken in bands of so many below each other, column by column: those that are worked on at a time are about
-// as many columns, so that together they read the least of both operands.
-inline constexpr int kBand = 8;
-
-__device__ __forceinline__ Tile tile_of(const Pairs& pairs, int index, int block) {
-  const int last_row = index - pairs.side_by_side();
-  if (last_row >= 0) return {0, pairs.rows - 1, last_row * 2 + block, false};
-  const int first = index / (kBand * pairs.columns) * kBand;  // of the band's rows of pairs
-  const int within = index - first * pairs.columns, height = min(kBand, pairs.rows / 2 - first);
-  return {0, (first + within % height) * 2 + block, within / height, true};
-}
-
-// A 16-byte piece of a row in shared memory, as the swizzle has it.
-__device__ __forceinline__ uint8_t* swizzled(uint8_t* box, int row, int piece) {
-  return box + row * kLine + (piece ^ row % 8) * 16;
-}
-
-template <typename T>
-__device__ __forceinline__ uint32_t two_rounded(float x, float y) {
-  uint32_t word;
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    const __nv_bfloat162 two = __floats2bfloat162_rn(x, y);
-    memcpy(&word, &two, sizeof(word));
-  } else {
-    const __half2 two = __floats2half2_rn(x, y);
-    memcpy(&word, &two, sizeof(word));
-  }
-  return word;
-}
-
-template <typename T>
-__device__ __forceinline__ float2 as_floats(uint32_t two) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {  // the upper half of a float
-    return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u));
-  } else {
-    __half2 values;
-    memcpy(&values, &two, sizeof(two));
-    return __half22float2(values);
+    for (int i = 0; i < kAccumulators / 2; ++i) acc[half * (kAccumulators / 2) + i] += partial[i];
   }
 }
 
-// A warpgroup's sums into a box in shared memory: 64 rows by the i-th line's worth of columns, rounded to T.
-template <typename T>
-__device__ __forceinline__ void write_box(const float (&sums)[kSums], int i, uint8_t* box) {
-  const int lane = threadIdx.x % kWarpSize;
-  const int first_row = threadIdx.x % kWarpgroup / kWarpSize * 16;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    if constexpr (sizeof(T) ==
-                  2) {  // four matrices of 8 x 8: rows 0 to 7 and 8 to 15, then the next 8 columns
-      const float* own = &sums[i * 32 + j * 8];
-      const uint32_t words[] = {two_rounded<T>(own[0], own[1]), two_rounded<T>(own[2], own[3]),
-                                two_rounded<T>(own[4], own[5]), two_rounded<T>(own[6], own[7])};
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                       shared_address(swizzled(box, first_row + lane % 16, j * 2 + lane / 16))),
-                   "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-                   : "memory");
-    } else {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float* own = &sums[i * 16 + j * 4 + half * 2];
-        uint8_t* piece = swizzled(box, first_row + half * 8 + lane / 4, j * 2 + lane % 4 / 2);
-        *reinterpret_cast<float2*>(piece + lane % 2 * 8) = make_float2(own[0], own[1]);
-      }
-    }
-  }
+inline unsigned grid_blocks(const Sm90Config& config) {
+  return static_cast<unsigned>(config.clusters * kCluster);
 }
-
-// A warpgroup's sums, or those of the first `columns`, to the output: box by box, or all at once where there are boxes for a
-// whole tile's. When a box is written, store(box, column) with the first of its columns, called by all threads.
-template <typename T, int columns = kTileColumns, int kBoxes, typename Store>
-__device__ __forceinline__ void store_sums(const float (&sums)[kSums], uint8_t (&boxes)[kBoxes][kBoxBytes],
-                                           int number, Store store) {
-  constexpr int kColumns = kStep<T>, kCount = columns / kColumns;
-  const bool first = threadIdx.x % kWarpgroup == 0;
-  if constexpr (kBoxes * kColumns >= kTileColumns) {
-    if (first) wait_until_stored<0>();
-    sync_threads(1 + number, kWarpgroup);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) write_box<T>(sums, i, boxes[i]);
-    fence_for_copies();
-    sync_threads(1 + number, kWarpgroup);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) store(boxes[i], i * kColumns);
-    if (first) commit_stores();
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      uint8_t* box = boxes[i % kBoxes];
-      if (first) wait_until_stored<kBoxes - 1>();
-      sync_threads(1 + number, kWarpgroup);
-      write_box<T>(sums, i, box);
-      fence_for_copies();
-      sync_threads(1 + number, kWarpgroup);
-      store(box, i * kColumns);
-      if (first) commit_stores();
-    }
-  }
-}
-
-// What the sums of a group are multiplied by: its alpha, and the scales of both operands where they are of whole groups.
-template <bool group_scales, typename Args>
-__device__ __forceinline__ float factor_of(const Args& args, int group) {
-  const float alpha = args.alpha ? args.alpha[group] : 1.0f;
-  if constexpr (group_scales) return args.a_scale[group] * args.b_scale[group] * alpha;
-  return alpha;
-}
-
-// The blocks of a launch.
-inline unsigned grid_of(const Sm90Config& plan) { return static_cast<unsigned>(plan.clusters * kCluster); }
 
 }  // namespace transformer_plugin::gemm::sm90

@@ -1,3 +1,10 @@
+// For a list of matrices: writes their addresses, and a tensor map for each, to device memory.
+//
+//   to[i] = addresses[i], maps[i] = map with global address addresses[i]   for i < count
+//
+// The addresses are kernel arguments, so no host-to-device copy is needed and a CUDA graph can contain the
+// launch. One warp for each matrix, 4 warps a block; 512 bytes of shared memory, where tensor maps are
+// modified (tensormap.replace).
 #include <algorithm>
 
 #include "common/launch.cuh"
@@ -7,18 +14,19 @@
 namespace transformer_plugin::gemm {
 namespace {
 
-static_assert(sizeof(CUtensorMap) == kTensorMapBytes, "the room for one");
+static_assert(sizeof(CUtensorMap) == kTensorMapBytes, "size of a tensor map");
 
 constexpr int kThreads = 128;
-constexpr int kMatricesPerBlock = kThreads / kWarpSize;  // a warp each
-constexpr int kFewPointers = 128;                        // arguments of an eighth of the size
+constexpr int kMatricesPerBlock = kThreads / kWarpSize;
+constexpr int kFewPointers = 128;  // up to so many, a kernel with 1 KiB of arguments instead of 8 KiB is used
 
-template <int most>
+template <int max_count>
 struct Addresses {
-  const void* at[most];
+  const void* at[max_count];
 };
 
-// The map with another address. Maps are changed in shared memory, and leave it in a way that makes them known to copies.
+// Writes a copy of `map` with another address, by one warp. tensormap.cp_fenceproxy publishes it to the
+// tensor map proxy.
 __device__ __forceinline__ void write_map(const CUtensorMap& map, const void* address, CUtensorMap* to) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   __shared__ alignas(128) CUtensorMap maps[kMatricesPerBlock];
@@ -41,12 +49,12 @@ __device__ __forceinline__ void write_map(const CUtensorMap& map, const void* ad
 #endif
 }
 
-template <int most>
+template <int max_count>
 __global__ void __launch_bounds__(kThreads)
     pointer_array_kernel(const __grid_constant__ CUtensorMap map,
-                         const __grid_constant__ Addresses<most> addresses, int count, const void** to,
+                         const __grid_constant__ Addresses<max_count> addresses, int count, const void** to,
                          CUtensorMap* maps) {
-  pdl_wait();  // it may read what this memory held for it
+  pdl_wait();  // the kernel before may still read the old contents
   pdl_launch_dependents();
   const int matrix = static_cast<int>(blockIdx.x) * kMatricesPerBlock + threadIdx.x / kWarpSize;
   if (matrix >= count) return;
@@ -55,12 +63,12 @@ __global__ void __launch_bounds__(kThreads)
   if (maps) write_map(map, address, maps + matrix);
 }
 
-template <int most>
+template <int max_count>
 void launch(const PointerArray& list, int64_t groups, const CUtensorMap& map, CUtensorMap* maps,
             void* stream) {
-  Addresses<most> addresses{};
+  Addresses<max_count> addresses{};
   std::copy_n(list.addresses, groups, addresses.at);
-  launch_pdl(pointer_array_kernel<most>, grid_size(groups, kMatricesPerBlock), kThreads, 0,
+  launch_pdl(pointer_array_kernel<max_count>, grid_size(groups, kMatricesPerBlock), kThreads, 0,
              static_cast<cudaStream_t>(stream), map, addresses, static_cast<int>(groups),
              static_cast<const void**>(list.room), maps);
   check_launch("pointer_array_kernel");

@@ -1,4 +1,4 @@
-// Tensor maps: how a matrix lies in memory, for copies of boxes of it.
+// Tensor maps (CUtensorMap): how a tensor lies in global memory and which boxes of it TMA copies.
 #pragma once
 
 #include <cuda.h>
@@ -10,8 +10,9 @@
 
 namespace transformer_plugin::gemm {
 
-// A stack of matrices whose rows have inner stride 1, and boxes of `box_rows` rows by 128 bytes, which lie in shared memory
-// under the swizzle of that width. Strides count elements; those in bytes are multiples of 16, as is the address.
+// A stack of row-major matrices [count, rows, columns]. A box has `box_rows` rows of 128 bytes, with the
+// 128-byte swizzle in shared memory. Strides count elements; in bytes they and the address are multiples of
+// 16.
 struct Stack {
   const void* data;
   DType dtype;
@@ -20,28 +21,29 @@ struct Stack {
 };
 CUtensorMap tensor_map(const Stack& stack, int box_rows);
 
-// Scales, float32 [count, rows, columns], and boxes of `box_rows` by `box_columns` of a matrix, row by row. Columns are a
-// multiple of 4, and so is the first of a box.
+// FP32 scales [count, rows, columns], and boxes of `box_rows` x `box_columns`, without swizzle. `columns` is
+// a multiple of 4, and a box begins at a multiple of 4 columns.
 struct Scales {
   const void* data;
   int64_t count, rows, columns;
 };
 CUtensorMap scale_map(const Scales& scales, int box_rows, int box_columns);
 
-// SwiGLU's [rows, 2 features], 16-bit, as pairs of columns that belong together: the gate's `features` columns, then the linear
-// part's, or `interleaved`, 32 columns of each in turn. A box is `box_rows` rows of 32 columns of the gate and of the 32 of the
-// linear part, 64 bytes each, which lie in shared memory under the swizzle of that width. Its coordinates are column, 0, row;
-// of interleaved columns 0, column / 16, row.
-struct Halves {
+// A 16-bit matrix [rows, 2 features] of gate and linear values (SwiGLU): the gate's `features` columns first,
+// or 32 of each in turn if `interleaved`. A box has 32 gate columns and the matching 32 linear columns of
+// `box_rows` rows, 64 bytes each, with the 64-byte swizzle. Its coordinates are (column, 0, row), or (0,
+// column / 16, row) if interleaved.
+struct GateLinearMatrix {
   const void* data;
   DType dtype;
   int64_t rows, features;
   bool interleaved;
 };
-CUtensorMap halves_map(const Halves& halves, int box_rows);
+CUtensorMap gate_linear_map(const GateLinearMatrix& matrix, int box_rows);
 
-// Launches what fills the room of a list; nothing for a stack. With `map`, of one matrix, that is also a copy of it for
-// each matrix, with its address. Those are returned: the kernel that is launched next acquires each before it uses it.
+// For a list of matrices: launches a kernel that writes the list's addresses to `list.room` and, if `map` is
+// not null, a copy of `map` with the address of each matrix. Returns these tensor maps; the next kernel calls
+// fence_tensormap_acquire before it uses one. For a stack: launches nothing and returns null.
 const CUtensorMap* launch_pointer_array(const PointerArray& list, int64_t groups, const CUtensorMap* map,
                                         void* stream);
 

@@ -1,127 +1,142 @@
-// How clusters find the tiles of ragged rows: from the offsets on the device, by themselves.
+// The persistent tile scheduler of GEMMs with ragged rows.
+//
+// The grid is fixed, and each cluster takes cluster tiles (tile_order.cuh) clusterid, clusterid + clusters,
+// ... of all groups in order. How many tiles a group has follows from `offsets` on the device, so the host
+// reads no group sizes and a CUDA graph can be replayed with other sizes.
 #pragma once
 
-#include "gemm/sm90/mainloop.cuh"
+#include "gemm/sm90/params.cuh"
+#include "gemm/sm90/pipeline.cuh"
 
 namespace transformer_plugin::gemm::sm90 {
 
-// The pairs of all groups one after the other. A lane knows one of 32 groups at a time; all lanes of a warp walk together.
-// `turned`: the tiles' rows are the columns of the output, and their columns its rows.
-template <bool turned>
-class WalkOf {
+// Finds the group and the place of a cluster tile. All lanes of a warp call its functions together. The
+// groups are read in batches of 32, one for each lane: an inclusive scan gives the tiles up to each group, a
+// ballot the group of a tile index. With `swap_ab`, tile rows are columns of the output and tile columns are
+// its rows (microscaled/grouped_gemm_mx_nv.cuh).
+template <bool swap_ab>
+class BasicTileScheduler {
  public:
-  __device__ __forceinline__ WalkOf(const RowsArgs& args, int block)
-      : args_(args), block_(block), lane_(threadIdx.x % kWarpSize) {
-    know_groups();
+  __device__ __forceinline__ BasicTileScheduler(const GroupedGemmParams& args, int cta_rank)
+      : args_(args), cta_rank_(cta_rank), lane_(threadIdx.x % kWarpSize) {
+    load_groups();
   }
 
-  // The tile of pair `index`, which never decreases; false past the last.
-  __device__ __forceinline__ bool find(int index, Tile& tile) {
-    while (index - before_ >= total_) {
-      if (base_ + kWarpSize >= args_.groups) return false;
-      before_ += total_;
-      base_ += kWarpSize;
-      know_groups();
+  // The CTA tile of cluster tile `index`. The index must not decrease between calls. Returns false past the
+  // last tile.
+  __device__ __forceinline__ bool find_tile(int index, CtaTile& tile) {
+    while (index - tiles_before_ >= batch_tiles_) {
+      if (first_group_ + kWarpSize >= args_.groups) return false;
+      tiles_before_ += batch_tiles_;
+      first_group_ += kWarpSize;
+      load_groups();
     }
-    const int within = index - before_;
-    const int owner = __ffs(__ballot_sync(~0u, end_ > within)) - 1;
-    const int first = owner == 0 ? 0 : __shfl_sync(~0u, end_, owner - 1);
-    begin_row = __shfl_sync(~0u, own_begin_, owner);
-    end_row = __shfl_sync(~0u, own_end_, owner);
-    tile = tile_of(pairs(begin_row, end_row), within - first, block_);
-    tile.group = base_ + owner;
+    const int within = index - tiles_before_;
+    const int owner = __ffs(__ballot_sync(~0u, tiles_end_ > within)) - 1;  // lane of the group
+    const int first = owner == 0 ? 0 : __shfl_sync(~0u, tiles_end_, owner - 1);
+    group_begin = __shfl_sync(~0u, own_begin_, owner);
+    group_end = __shfl_sync(~0u, own_end_, owner);
+    tile = cta_tile(cluster_tiles(group_begin, group_end), within - first, cta_rank_);
+    tile.group = first_group_ + owner;
     return true;
   }
 
-  // Clusters take pairs in turn, so many as they are. Those that are left in the end for half of the clusters or fewer are
-  // taken in two halves of their columns, as the other clusters would only look on: turns from this one on are of halves.
-  __device__ __forceinline__ int first_half() const {
-    const int clusters = static_cast<int>(gridDim.x) / kCluster, count = count_of_all(),
-              left = count % clusters;
-    return __shfl_sync(~0u, left * 2 <= clusters ? count - left : count, 0);
+  // The last wave is often incomplete. If at most half of the clusters have a tile in it, two clusters take
+  // each of its tiles: both take all of the rows and half of the columns (half-N tiles). Returns the index of
+  // the first cluster tile that is divided.
+  __device__ __forceinline__ int first_half_n_tile() const {
+    const int clusters = static_cast<int>(gridDim.x) / kCluster, count = count_all_tiles(),
+              remainder = count % clusters;
+    return __shfl_sync(~0u, remainder * 2 <= clusters ? count - remainder : count, 0);
   }
 
-  int begin_row = 0, end_row = 0;  // of the group of the tile
+  int group_begin = 0, group_end = 0;  // rows of the group of the last tile found
 
  private:
-  __device__ __forceinline__ Pairs pairs(int begin, int end) const {
-    const int rows = turned ? args_.n : end - begin, columns = turned ? end - begin : args_.n;
+  __device__ __forceinline__ ClusterTiles cluster_tiles(int begin, int end) const {
+    const int rows = swap_ab ? args_.n : end - begin, columns = swap_ab ? end - begin : args_.n;
     return {(rows + kTileRows - 1) / kTileRows, (columns + kTileColumns - 1) / kTileColumns};
   }
-  // Before find() is called, of a warp together.
-  __device__ __forceinline__ int count_of_all() const {
-    if (args_.groups <= kWarpSize) return total_;
-    int count = lane_ == 0 ? total_ : 0;
+  // The cluster tiles of all groups. Called before the first find_tile().
+  __device__ __forceinline__ int count_all_tiles() const {
+    if (args_.groups <= kWarpSize) return batch_tiles_;
+    int count = lane_ == 0 ? batch_tiles_ : 0;
 #pragma unroll 4
     for (int group = kWarpSize + lane_; group < args_.groups; group += kWarpSize) {
-      count += pairs(args_.offsets[group], args_.offsets[group + 1]).count();
+      count += cluster_tiles(args_.offsets[group], args_.offsets[group + 1]).count();
     }
     return __reduce_add_sync(~0u, count);
   }
-  __device__ __forceinline__ void know_groups() {
-    const int group = base_ + lane_;
-    end_ = 0;
+  // Reads the batch of groups from first_group_ on.
+  __device__ __forceinline__ void load_groups() {
+    const int group = first_group_ + lane_;
+    tiles_end_ = 0;
     if (group < args_.groups) {
       own_begin_ = args_.offsets ? args_.offsets[group] : 0;
       own_end_ = args_.offsets ? args_.offsets[group + 1] : args_.rows;
-      end_ = pairs(own_begin_, own_end_).count();
+      tiles_end_ = cluster_tiles(own_begin_, own_end_).count();
     }
 #pragma unroll
     for (int distance = 1; distance < kWarpSize; distance *= 2) {
-      const int other = __shfl_up_sync(~0u, end_, distance);
-      if (lane_ >= distance) end_ += other;
+      const int other = __shfl_up_sync(~0u, tiles_end_, distance);
+      if (lane_ >= distance) tiles_end_ += other;
     }
-    total_ = __shfl_sync(~0u, end_, kWarpSize - 1);
+    batch_tiles_ = __shfl_sync(~0u, tiles_end_, kWarpSize - 1);
   }
 
-  const RowsArgs& args_;
-  int block_, lane_;
-  int base_ = 0,
-      before_ = 0;  // the first group, and the pairs of those before it
-  int own_begin_ = 0, own_end_ = 0, end_ = 0, total_ = 0;
+  const GroupedGemmParams& args_;
+  int cta_rank_, lane_;
+  int first_group_ = 0,
+      tiles_before_ = 0;             // first group of the batch, and cluster tiles of the groups before it
+  int own_begin_ = 0, own_end_ = 0;  // rows of this lane's group
+  int tiles_end_ = 0,
+      batch_tiles_ = 0;  // cluster tiles of the batch up to this lane's group, and of all the batch
 };
-using RowsWalk = WalkOf<false>;
+using TileScheduler = BasicTileScheduler<false>;
 
-// Halves of a tile's columns that a block takes: both, or the one that is the `first`.
+// The columns of a tile that a CTA computes: both halves, or the half `first`.
 template <int taken>
-struct Halves {
-  static constexpr int kCount = taken, kBoxes = taken * kRightBoxes / 2;  // the right operand's
+struct NHalves {
+  static constexpr int kCount = taken, kBoxes = taken * kBBoxes / 2;  // halves, and boxes of B to load
   int first = 0;
-  __device__ __forceinline__ int first_box() const { return first * (kRightBoxes / 2); }
-  __device__ __forceinline__ int column(const Tile& tile) const {
-    return tile.column * kTileColumns + first_box() * kBoxLines;
+  __device__ __forceinline__ int first_box() const { return first * (kBBoxes / 2); }
+  __device__ __forceinline__ int column(const CtaTile& tile) const {
+    return tile.column * kTileColumns + first_box() * kBoxRows;
   }
 };
 
-// What is told of a tile to those that multiply.
-template <typename Own>
-__device__ __forceinline__ FoundTile found_tile(const RowsWalk& walk, const Tile& tile, const Own& halves) {
-  const int row = walk.begin_row + tile.row * kTileRows;
-  return FoundTile::of(tile.group, Own::kCount == 1, row, halves.column(tile), walk.end_row - row);
+template <typename NHalfRange>
+__device__ __forceinline__ TileInfo make_tile_info(const TileScheduler& scheduler, const CtaTile& tile,
+                                                   const NHalfRange& n_halves) {
+  const int row = scheduler.group_begin + tile.row * kTileRows;
+  return TileInfo::make(tile.group, NHalfRange::kCount == 1, row, n_halves.column(tile),
+                        scheduler.group_end - row);
 }
-// Whether a block takes all columns of the tile, as it does where tiles are not taken in halves.
-template <bool takes_halves>
-__device__ __forceinline__ bool is_whole(const FoundTile& tile) {
-  return !takes_halves || __all_sync(~0u, !tile.is_half());
+// Whether the CTA computes all columns of the tile, as it always does where half-N tiles are not allowed.
+template <bool allows_half_n>
+__device__ __forceinline__ bool is_full_n(const TileInfo& tile) {
+  return !allows_half_n || __all_sync(~0u, !tile.is_half_n());
 }
 
-// The tiles of a block, one after the other, of a warp together: take(tile, halves) for each.
-template <bool takes_halves, typename Take>
-__device__ __forceinline__ void take_tiles(RowsWalk& walk, Take take) {
+// Producer: calls take(tile, n_halves) for each tile of this CTA, by all lanes of a warp.
+template <bool allows_half_n, typename Take>
+__device__ __forceinline__ void for_each_tile(TileScheduler& scheduler, Take take) {
   const int clusters = static_cast<int>(gridDim.x) / kCluster;
-  Tile tile;
-  if constexpr (takes_halves) {
-    const int first_half = walk.first_half();
-    int turn = cluster_in_grid();
-    for (; turn < first_half; turn += clusters) {
-      walk.find(turn, tile);
-      take(tile, Halves<2>{});
+  CtaTile tile;
+  if constexpr (allows_half_n) {
+    const int first_half_n_tile = scheduler.first_half_n_tile();
+    int index = clusterid_x();
+    for (; index < first_half_n_tile; index += clusters) {
+      scheduler.find_tile(index, tile);
+      take(tile, NHalves<2>{});
     }
-    // One more at most.
-    const int half = turn - first_half;
-    if (walk.find(first_half + half / 2, tile)) take(tile, Halves<1>{half % 2});
+    // At most one half-N tile follows.
+    const int half = index - first_half_n_tile;
+    if (scheduler.find_tile(first_half_n_tile + half / 2, tile)) take(tile, NHalves<1>{half % 2});
   } else {
-    for (int turn = cluster_in_grid(); walk.find(turn, tile); turn += clusters) take(tile, Halves<2>{});
+    for (int index = clusterid_x(); scheduler.find_tile(index, tile); index += clusters) {
+      take(tile, NHalves<2>{});
+    }
   }
 }
 

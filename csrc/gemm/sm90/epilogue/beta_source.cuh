@@ -1,64 +1,64 @@
-// What a buffer holds where sums go: beta times that is added to them before the one rounding. Threads read it; each element is
-// written by the tile whose sums it is added to, after that, and by no other.
+// The source operand of the epilogue, out = acc + beta * out. Threads read the old values of the output
+// directly from global memory. Each element is read and then written by the same tile, and by no other.
 #pragma once
 
-#include "gemm/sm90/pipeline.cuh"
+#include "gemm/sm90/epilogue/store_accumulators.cuh"
 
 namespace transformer_plugin::gemm::sm90 {
 
-// Of a group; nothing is read of the buffer where it is 0, as it is without one.
-template <typename Args>
-__device__ __forceinline__ float beta_of(const Args& args, int group) {
+// beta of a group, 0 without beta. The output is not read where it is 0.
+template <typename Params>
+__device__ __forceinline__ float group_beta(const Params& args, int group) {
   return args.beta ? args.beta[group] : 0.0f;
 }
 
-// The elements at `at` in the place of a warpgroup's sums, of which `rows` by `columns` are there: of 64 by 256, or of 256 by 64
-// where tiles are turned (hopper_decoded.cuh).
+// The old output in the place of a consumer warpgroup's tile: 64 x 256, or 256 x 64 in kernels that swap A
+// and B. `rows` and `columns` count the elements that exist, from `at` on.
 template <typename T>
-struct Held {
+struct SourceTile {
   T* at;
   int64_t row_stride;
   int rows, columns;
 
-  // Sends for them into the second level cache, while products run: of each row the lines of 128 bytes that have a bit in
-  // `lines`. All threads of a warp come back together.
-  template <int most_rows = kBoxLines, int most_columns = kTileColumns>
-  __device__ __forceinline__ void send(uint32_t lines) const {
-    constexpr int kColumns = kStep<T>;
+  // Prefetches the tile into L2 while WGMMAs run. Only 128-byte segments of a row whose bit in `segments` is
+  // set. All lanes of a warp return together.
+  template <int max_rows = kBoxRows, int max_columns = kTileColumns>
+  __device__ __forceinline__ void prefetch(uint32_t segments) const {
+    constexpr int kColumns = kTileK<T>;
 #pragma unroll
-    for (int i = 0; i < most_rows * (most_columns / kColumns); i += kWarpgroup) {
-      const int own = i + threadIdx.x % kWarpgroup, row = own % most_rows, line = own / most_rows;
-      if (row < rows && lines >> line & 1 && line * kColumns < columns) {
-        prefetch_line(at + row * row_stride + line * kColumns);
+    for (int i = 0; i < max_rows * (max_columns / kColumns); i += kWarpgroupSize) {
+      const int own = i + threadIdx.x % kWarpgroupSize, row = own % max_rows, segment = own / max_rows;
+      if (row < rows && segments >> segment & 1 && segment * kColumns < columns) {
+        prefetch_l2(at + row * row_stride + segment * kColumns);
       }
     }
     __syncwarp();
   }
 
-  // Adds beta times each element to its sum. A thread's sums are pairs, as `multiply` tells (hopper_instructions.cuh); `columns`
-  // are even. In the place of elements that are not there it takes others that are, for sums that nobody stores: loads without
-  // conditions, of which many are under way at a time.
-  __device__ __forceinline__ void add(float (&sums)[kSums], float beta) const {
+  // acc += beta * source, for the accumulator layout of wgmma() (ptx/wgmma.cuh). `columns` is even. Rows and
+  // columns past the end read the last ones instead, and their accumulators are not stored: loads without
+  // conditions can overlap.
+  __device__ __forceinline__ void add_scaled(float (&acc)[kAccumulators], float beta) const {
     if (rows <= 0) return;
     using Pair = std::conditional_t<sizeof(T) == 4, float2, uint32_t>;
     const int lane = threadIdx.x % kWarpSize, column = lane % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = threadIdx.x % kWarpgroup / kWarpSize * 16 + half * 8 + lane / 4;
-      const T* line = at + min(row, rows - 1) * row_stride;
+      const int row = threadIdx.x % kWarpgroupSize / kWarpSize * 16 + half * 8 + lane / 4;
+      const T* source_row = at + min(row, rows - 1) * row_stride;
 #pragma unroll
-      for (int first = 0; first < kTileColumns / 8; first += kAtOnce) {
+      for (int first = 0; first < kTileColumns / 8; first += kLoadsInFlight) {
         if (first * 8 >= columns) break;
-        Pair pairs[kAtOnce];
+        Pair pairs[kLoadsInFlight];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
+        for (int i = 0; i < kLoadsInFlight; ++i) {
           const int own = min(column + (first + i) * 8, columns - 2);
-          pairs[i] = __ldcs(reinterpret_cast<const Pair*>(line + own));
+          pairs[i] = __ldcs(reinterpret_cast<const Pair*>(source_row + own));
         }
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          float* own = &sums[(first + i) * 4 + half * 2];
-          const float2 old = floats_of(pairs[i]);
+        for (int i = 0; i < kLoadsInFlight; ++i) {
+          float* own = &acc[(first + i) * 4 + half * 2];
+          const float2 old = to_float2(pairs[i]);
           own[0] = fmaf(beta, old.x, own[0]);
           own[1] = fmaf(beta, old.y, own[1]);
         }
@@ -66,32 +66,35 @@ struct Held {
     }
   }
 
-  // The same of turned sums, which lie as scale_and_add_bias_turned tells.
-  __device__ __forceinline__ void add_turned(float (&sums)[kSums], float beta) const {
+  // The same for accumulators of the transposed output (scale_and_add_bias_transposed describes their
+  // layout).
+  __device__ __forceinline__ void add_scaled_transposed(float (&acc)[kAccumulators], float beta) const {
     if (columns <= 0) return;
     const int lane = threadIdx.x % kWarpSize;
-    const int row = lane % 4 * 2, column = threadIdx.x % kWarpgroup / kWarpSize * 16 + lane / 4;
+    const int row = lane % 4 * 2, column = threadIdx.x % kWarpgroupSize / kWarpSize * 16 + lane / 4;
     const T* low = at + min(column, columns - 1);
     const T* high = at + min(column + 8, columns - 1);
 #pragma unroll
-    for (int first = 0; first < kSums; first += kAtOnce) {
+    for (int first = 0; first < kAccumulators; first += kLoadsInFlight) {
       if (first / 4 * 8 >= rows) break;
-      T old[kAtOnce];
+      T old[kLoadsInFlight];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
+      for (int i = 0; i < kLoadsInFlight; ++i) {
         const int own = min(row + (first + i) / 4 * 8 + i % 2, rows - 1);
         old[i] = __ldcs((i / 2 % 2 == 0 ? low : high) + own * row_stride);
       }
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) sums[first + i] = fmaf(beta, to_float(old[i]), sums[first + i]);
+      for (int i = 0; i < kLoadsInFlight; ++i) {
+        acc[first + i] = fmaf(beta, to_float(old[i]), acc[first + i]);
+      }
     }
   }
 
  private:
-  static constexpr int kAtOnce = 16;  // loads of a thread; more hold registers that the sums want
+  static constexpr int kLoadsInFlight = 16;  // of a thread; limited by the registers beside the accumulators
 
-  static __device__ __forceinline__ float2 floats_of(float2 pair) { return pair; }
-  static __device__ __forceinline__ float2 floats_of(uint32_t pair) { return as_floats<T>(pair); }
+  static __device__ __forceinline__ float2 to_float2(float2 pair) { return pair; }
+  static __device__ __forceinline__ float2 to_float2(uint32_t pair) { return unpack2<T>(pair); }
 };
 
 }  // namespace transformer_plugin::gemm::sm90

@@ -1,4 +1,14 @@
-// What becomes of sums that are SwiGLU's input: epilogues of hopper_rows.cuh.
+// SwiGLU epilogues of grouped_gemm.cuh. The accumulators are h = [gate, linear], the input of SwiGLU:
+//
+//   act[i, f] = silu(gate[i, f]) * linear[i, f] * probs[i]     (activation/swiglu.h)
+//
+// h is rounded to T before the activation, as if it had been stored and read. It is stored too if h_data is
+// not null.
+//
+// A thread needs the gate and the linear value of the same feature, so a tile's 256 columns are 128 of the
+// gate and the 128 matching ones of the linear part. If h is interleaved (32 columns of each in turn),
+// consecutive columns are already so. Otherwise a tile loads two TMA boxes of B from the gate's rows and two
+// from those of the linear part.
 #pragma once
 
 #include "activation/swiglu.h"
@@ -7,185 +17,186 @@
 
 namespace transformer_plugin::gemm::sm90 {
 
-inline constexpr int kHalfTile = kTileColumns / 2;
-inline constexpr int kWarpRows = 16;  // of a part
+inline constexpr int kHalfTileColumns = kTileColumns / 2;
+inline constexpr int kWarpRows = 16;  // rows of a warpgroup's tile that one warp has
 
-// As they were if they had gone to memory.
+// Two values after rounding to T.
 template <typename T>
-__device__ __forceinline__ float2 rounded(float x, float y) {
-  return as_floats<T>(two_rounded<T>(x, y));
+__device__ __forceinline__ float2 round_to(float x, float y) {
+  return unpack2<T>(pack2<T>(x, y));
 }
 
-// Those of the rows that a thread has sums of. Of the rows of other groups none is read.
-struct ProbsOfThread {
+// The probabilities of a thread's two rows; 1 for rows that are not of the group.
+struct ThreadProbs {
   float low = 1.0f, high = 1.0f;
 
-  __device__ __forceinline__ ProbsOfThread(const float* probs, int row, int end_row) {
+  __device__ __forceinline__ ThreadProbs(const float* probs, int row, int end_row) {
     if (!probs) return;
     if (row < end_row) low = probs[row];
     if (row + 8 < end_row) high = probs[row + 8];
   }
 };
 
-// The first of the rows of a thread; the other is 8 on.
-__device__ __forceinline__ int row_of_thread(const Part& part) {
-  return part.row + threadIdx.x % kWarpgroup / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
+// The first of the two rows of a thread's accumulators; the other is 8 further.
+__device__ __forceinline__ int thread_row(const WarpgroupTile& wg_tile) {
+  return wg_tile.row + threadIdx.x % kWarpgroupSize / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
 }
 
-// Columns of a matrix with the rows of the product, in its dtype.
-inline CUtensorMap rows_map(const GroupedGemmArgs& product, const void* data, int64_t columns,
-                            int64_t stride) {
-  return tensor_map({data, product.dtype, columns, product.rows, 1, stride, product.rows * stride},
-                    kBoxLines);
+// Tensor map of `columns` columns of a matrix that has the rows and the dtype of the GEMM.
+inline CUtensorMap rows_map(const GroupedGemmArgs& gemm, const void* data, int64_t columns, int64_t stride) {
+  return tensor_map({data, gemm.dtype, columns, gemm.rows, 1, stride, gemm.rows * stride}, kBoxRows);
 }
 
-// Four matrices of 8 x 8, as products have their sums; a lane tells where a row of one lies.
-__device__ __forceinline__ void read_matrices(uint32_t (&words)[4], const uint8_t* row) {
+// Four 8 x 8 matrices of 16-bit elements; each lane passes the address of one row. The register layout is
+// that of WGMMA accumulators.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&words)[4], const uint8_t* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                : "r"(shared_address(row))
                : "memory");
 }
-__device__ __forceinline__ void write_matrices(uint8_t* row, const uint32_t (&words)[4]) {
+__device__ __forceinline__ void stmatrix_x4(uint8_t* row, const uint32_t (&words)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
                "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
                : "memory");
 }
 
-// ---- SwiGLU of the sums, which are h: its columns of a tile are 128 of the gate and the 128 of the linear part that belong to
-// them, so a thread has both of each pair. Interleaved they lie side by side; else a tile takes two boxes of b's lines of each.
-
+// What the SwiGLU epilogues share.
 template <typename T, bool interleaved>
-struct SwigluOfSums {
-  static constexpr bool kTakesHalves = false;
-  CUtensorMap h, linear;  // of h all columns if interleaved, else the gate's; `linear` the others
-  T* h_data;              // or null: h is not kept
+struct SwigluEpilogueBase {
+  static constexpr bool kAllowsHalfN = false;
+  CUtensorMap h, linear;  // interleaved: all columns of h. Otherwise `h` has the gate's, `linear` the others
+  T* h_data;              // [T, 2 features], or null if h is not stored
   const float* probs;
   int features;
 
-  void fill(const SwigluKernelArgs& args) {
-    const GroupedGemmArgs& product = args.product;
-    const int64_t half = product.n / 2;
-    h_data = static_cast<T*>(product.out);
+  void set_swiglu(const SwigluKernelArgs& args) {
+    const GroupedGemmArgs& gemm = args.product;
+    const int64_t half = gemm.n / 2;
+    h_data = static_cast<T*>(gemm.out);
     probs = args.probs;
     features = static_cast<int>(half);
     if (!h_data) return;
-    h = rows_map(product, h_data, interleaved ? 2 * half : half, 2 * half);
-    if (!interleaved) linear = rows_map(product, h_data + half, half, 2 * half);
+    h = rows_map(gemm, h_data, interleaved ? 2 * half : half, 2 * half);
+    if (!interleaved) linear = rows_map(gemm, h_data + half, half, 2 * half);
   }
 
-  __device__ __forceinline__ void prefetch_maps() const {
+  __device__ __forceinline__ void prefetch_tensormaps() const {
     if (!h_data) return;
-    prefetch(h);
-    if (!interleaved) prefetch(linear);
+    prefetch_tensormap(h);
+    if (!interleaved) prefetch_tensormap(linear);
   }
-  template <typename Shared>
-  static __device__ __forceinline__ void init(Shared&) {}
+  template <typename SharedStorage>
+  static __device__ __forceinline__ void init_barriers(SharedStorage&) {}
 
-  static __device__ __forceinline__ int line(const RowsArgs& args, int tile_column, int box) {
-    if (interleaved) return tile_column * kTileColumns + box * kBoxLines;
-    constexpr int kBoxes = kRightBoxes / 2;  // of a half
-    return tile_column * kHalfTile + box % kBoxes * kBoxLines + box / kBoxes * (args.n / 2);
+  static __device__ __forceinline__ int b_row(const GroupedGemmParams& args, int tile_column, int box) {
+    if (interleaved) return tile_column * kTileColumns + box * kBoxRows;
+    constexpr int kHalfBoxes = kBBoxes / 2;  // boxes of the gate's columns
+    return tile_column * kHalfTileColumns + box % kHalfBoxes * kBoxRows + box / kHalfBoxes * (args.n / 2);
   }
-  static __device__ __forceinline__ int line_of_sums(const RowsArgs& args, const Part& part, int j) {
-    if (interleaved) return part.column + j * 8;
-    return part.column / 2 + j % (kHalfTile / 8) * 8 + j / (kHalfTile / 8) * (args.n / 2);
+  static __device__ __forceinline__ int b_row_of_acc(const GroupedGemmParams& args,
+                                                     const WarpgroupTile& wg_tile, int j) {
+    if (interleaved) return wg_tile.column + j * 8;
+    return wg_tile.column / 2 + j % (kHalfTileColumns / 8) * 8 + j / (kHalfTileColumns / 8) * (args.n / 2);
   }
 
-  template <typename Shared>
-  __device__ __forceinline__ void begin(const RowsArgs&, const Part&, Shared&) const {}
+  template <typename SharedStorage>
+  __device__ __forceinline__ void prefetch_source(const GroupedGemmParams&, const WarpgroupTile&,
+                                                  SharedStorage&) const {}
 
-  // A box to `columns` columns of a matrix, of which `data` is the first.
-  static __device__ __forceinline__ void leave(const CUtensorMap& map, uint8_t* box, T* data, int64_t stride,
-                                               int column, int columns, const Part& part) {
-    if (part.row + kBoxLines > part.end_row) {  // rows of the next group follow
-      store_own_rows<T>(box, data, stride, column, columns, part);
-    } else if (threadIdx.x % kWarpgroup == 0) {
-      store_box(map, box, column, part.row, 0);
+  // Stores a box to a matrix with `columns` columns, the first of which is at `data`.
+  static __device__ __forceinline__ void store_columns(const CUtensorMap& map, uint8_t* box, T* data,
+                                                       int64_t stride, int column, int columns,
+                                                       const WarpgroupTile& wg_tile) {
+    if (wg_tile.row + kBoxRows > wg_tile.end_row) {  // rows of the next group follow
+      store_rows_of_group<T>(box, data, stride, column, columns, wg_tile);
+    } else if (threadIdx.x % kWarpgroupSize == 0) {
+      tma_store(map, box, column, wg_tile.row, 0);
     }
   }
 
-  // The sums to h, if it is kept.
+  // Stores the accumulators as h, if that is wanted.
   template <int kBoxes>
-  __device__ __forceinline__ void keep(const Part& part, const float (&sums)[kSums],
-                                       uint8_t (&boxes)[kBoxes][kBoxBytes]) const {
+  __device__ __forceinline__ void store_h(const WarpgroupTile& wg_tile, const float (&acc)[kAccumulators],
+                                          uint8_t (&boxes)[kBoxes][kBoxBytes]) const {
     if (!h_data) return;
-    const int column = part.column / 2;  // of a half
+    const int column = wg_tile.column / 2;  // within the gate's or the linear columns
     const int64_t stride = int64_t{2} * features;
-    store_sums<T>(sums, boxes, part.number, [&](uint8_t* box, int offset) {
+    store_accumulators<T>(acc, boxes, wg_tile.consumer, [&](uint8_t* box, int offset) {
       if (interleaved) {
-        leave(h, box, h_data, stride, part.column + offset, 2 * features, part);
-      } else if (offset < kHalfTile) {
-        // It may reach into the linear part's columns, which are not its own.
-        leave(h, box, h_data, stride, column + offset, features, part);
+        store_columns(h, box, h_data, stride, wg_tile.column + offset, 2 * features, wg_tile);
+      } else if (offset < kHalfTileColumns) {
+        // `h` covers only the gate's columns, so TMA does not write past them into the linear ones.
+        store_columns(h, box, h_data, stride, column + offset, features, wg_tile);
       } else {
-        leave(linear, box, h_data + features, stride, column + offset - kHalfTile, features, part);
+        store_columns(linear, box, h_data + features, stride, column + offset - kHalfTileColumns, features,
+                      wg_tile);
       }
     });
   }
 
-  // Of h, if it is kept.
-  __device__ __forceinline__ void zero_tail_rows(const RowsArgs& args, int warps, int warp) const {
+  // Zeroes the rows of h past the groups.
+  __device__ __forceinline__ void zero_tail_rows(const GroupedGemmParams& args, int warps, int warp) const {
     if (h_data) sm90::zero_tail_rows(args, h_data, int64_t{2} * features, 2 * features, warps, warp);
   }
 
-  // In the place of the first half of the sums, in the order of columns.
-  static __device__ __forceinline__ void activate(const ProbsOfThread& prob, float (&sums)[kSums]) {
-    constexpr int kRun = interleaved ? 4 : kHalfTile / 8;  // eights of columns of the gate in a row
+  // Replaces the first half of the accumulators by the activation, in the order of features.
+  static __device__ __forceinline__ void activate(const ThreadProbs& prob, float (&acc)[kAccumulators]) {
+    constexpr int kRun = interleaved ? 4 : kHalfTileColumns / 8;  // consecutive blocks of 8 gate columns
 #pragma unroll
-    for (int j = 0; j < kHalfTile / 8; ++j) {
+    for (int j = 0; j < kHalfTileColumns / 8; ++j) {
       const int gate = (j / kRun * 2 * kRun + j % kRun) * 4, linear = gate + kRun * 4;
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
-        const float2 x = rounded<T>(sums[gate + i], sums[gate + i + 1]);
-        const float2 y = rounded<T>(sums[linear + i], sums[linear + i + 1]);
+        const float2 x = round_to<T>(acc[gate + i], acc[gate + i + 1]);
+        const float2 y = round_to<T>(acc[linear + i], acc[linear + i + 1]);
         const float own = i == 0 ? prob.low : prob.high;
-        sums[j * 4 + i] = activation::swiglu_value(x.x, y.x, own);
-        sums[j * 4 + i + 1] = activation::swiglu_value(x.y, y.y, own);
+        acc[j * 4 + i] = activation::swiglu_value(x.x, y.x, own);
+        acc[j * 4 + i + 1] = activation::swiglu_value(x.y, y.y, own);
       }
     }
   }
 
-  static __device__ __forceinline__ void drain() {
-    if (threadIdx.x % kWarpgroup == 0) wait_until_stored<0>();
+  static __device__ __forceinline__ void wait_stores() {
+    if (threadIdx.x % kWarpgroupSize == 0) tma_store_wait<0>();
   }
 };
 
-// ---- Stored as it is.
-
+// Stores act [T, features] in T.
 template <typename T, bool interleaved>
-struct SwigluRows : SwigluOfSums<T, interleaved> {
+struct SwigluEpilogue : SwigluEpilogueBase<T, interleaved> {
   CUtensorMap act;
   T* act_data;
 
   using Args = SwigluKernelArgs;
-  static const GroupedGemmArgs& problem(const Args& args) { return args.product; }
-  static SwigluRows of(const Args& args) {
-    SwigluRows epilogue{};
-    epilogue.fill(args);
+  static const GroupedGemmArgs& gemm_args(const Args& args) { return args.product; }
+  static SwigluEpilogue make(const Args& args) {
+    SwigluEpilogue epilogue{};
+    epilogue.set_swiglu(args);
     epilogue.act_data = static_cast<T*>(args.act);
     epilogue.act = rows_map(args.product, args.act, args.product.n / 2, args.product.n / 2);
     return epilogue;
   }
 
-  __device__ __forceinline__ void prefetch_maps() const {
-    prefetch(act);
-    SwigluOfSums<T, interleaved>::prefetch_maps();
+  __device__ __forceinline__ void prefetch_tensormaps() const {
+    prefetch_tensormap(act);
+    SwigluEpilogueBase<T, interleaved>::prefetch_tensormaps();
   }
-  __device__ __forceinline__ void zero_tail_rows(const RowsArgs& args, int warps, int warp) const {
-    SwigluOfSums<T, interleaved>::zero_tail_rows(args, warps, warp);
+  __device__ __forceinline__ void zero_tail_rows(const GroupedGemmParams& args, int warps, int warp) const {
+    SwigluEpilogueBase<T, interleaved>::zero_tail_rows(args, warps, warp);
     sm90::zero_tail_rows(args, act_data, this->features, this->features, warps, warp);
   }
 
-  template <typename Shared>
-  __device__ __forceinline__ void finish(const RowsArgs&, const Part& part, float (&sums)[kSums],
-                                         Shared& shared) const {
-    auto& boxes = shared.out[part.number];
-    const ProbsOfThread prob(this->probs, row_of_thread(part), part.end_row);
-    this->keep(part, sums, boxes);
-    this->activate(prob, sums);
-    store_sums<T, kHalfTile>(sums, boxes, part.number, [&](uint8_t* box, int offset) {
-      this->leave(act, box, act_data, this->features, part.column / 2 + offset, this->features, part);
+  template <typename SharedStorage>
+  __device__ __forceinline__ void store(const GroupedGemmParams&, const WarpgroupTile& wg_tile,
+                                        float (&acc)[kAccumulators], SharedStorage& shared) const {
+    auto& boxes = shared.out[wg_tile.consumer];
+    const ThreadProbs prob(this->probs, thread_row(wg_tile), wg_tile.end_row);
+    this->store_h(wg_tile, acc, boxes);
+    this->activate(prob, acc);
+    store_accumulators<T, kHalfTileColumns>(acc, boxes, wg_tile.consumer, [&](uint8_t* box, int offset) {
+      this->store_columns(act, box, act_data, this->features, wg_tile.column / 2 + offset, this->features,
+                          wg_tile);
     });
   }
 };

@@ -1,5 +1,5 @@
-// Grouped products on Hopper that end in SwiGLU or in its gradient (activation/swiglu.h), before sums leave registers. The
-// product is rounded first, as if it had gone to memory.
+// Grouped GEMMs on Hopper with a SwiGLU epilogue, forward or backward (activation/swiglu.h). The GEMM's
+// result is rounded before the activation, as if it had been stored and read.
 #pragma once
 
 #include "gemm/sm90/launch.h"
@@ -7,27 +7,27 @@
 
 namespace transformer_plugin::gemm {
 
-// act[i] = swiglu(h[i]) * probs[i] of h = a[i] @ b[g]^T + bias[g]. `interleaved`: h holds 32 columns of the gate and 32 of the
-// linear part in turn, else all of the gate first.
+// act[i] = swiglu(h[i]) * probs[i] with h = a[i] @ b[g]^T + bias[g]. Columns of h: `interleaved`, 32 of the
+// gate and 32 of the linear part in turn; otherwise the gate's first.
 struct SwigluKernelArgs {
-  GroupedGemmArgs product;  // kFprop; n is 2F, and `out` is h [T, 2F], or null where h is not kept
+  GroupedGemmArgs product;  // kFprop; n is 2F, and `out` is h [T, 2F], or null if h is not stored
   void* act;                // [T, F], in the dtype of h
   const float* probs;       // [T], or null for 1
   bool interleaved;
 };
 
-// The same, act as codes: its rows as one matrix quantized along rows, in blocks of 128 (ScaleMode::kRows) or of 32 (kMx).
+// The same with act quantized along rows, as one matrix, in blocks of 128 (ScaleMode::kRows) or of 32 (kMx).
 struct SwigluQuantizeKernelArgs {
   SwigluKernelArgs swiglu;  // without `act`
   quantize::QuantizeArgs codes;
 };
 
-// The gradients of h and probs from that of act, which is a[i] @ b[g].
+// The gradients of h and probs from the gradient of act, which is a[i] @ b[g].
 struct SwigluBackwardKernelArgs {
   GroupedGemmArgs product;  // kDgrad; n is F, and `out` the gradient of h [T, 2F]
   const void* h;            // [T, 2F]
   const float* probs;       // [T], or null for 1
-  float* partial;  // [ceil(F / 128), T]: the terms of probs' gradient, summed over 128 columns; or null
+  float* partial;  // [ceil(F / 128), T]: sums over 128 columns of the terms of probs' gradient; or null
   bool interleaved;
 };
 
@@ -36,8 +36,8 @@ using SwigluQuantizeLauncher = void (*)(const SwigluQuantizeKernelArgs& args, co
                                         void* stream);
 using SwigluBackwardLauncher = void (*)(const SwigluBackwardKernelArgs& args, const Sm90Config& config,
                                         void* stream);
-// By the order of columns and the scales; the gradient takes both orders. Each is in a file of its own in instantiate/, so that
-// they compile in parallel.
+// One launcher for each column order and scale format; the backward launcher takes both orders. Each is
+// instantiated in its own file in instantiate/, so that they compile in parallel.
 SwigluLauncher swiglu(DType dtype);
 SwigluLauncher swiglu_interleaved(DType dtype);
 SwigluQuantizeLauncher swiglu_fp8_block(DType dtype);

@@ -1,8 +1,11 @@
-// SwiGLU of the sums straight into codes and the scales of blocks along rows: another epilogue of hopper_rows.cuh. A row of a
-// tile is one block of 128 columns of act, or four of 32, and lies in a quad of lanes, which finds its scales. Codes leave
-// through the rows that a warp has in a box.
+// SwiGLU epilogues of grouped_gemm.cuh that quantize the activation. act [T, F] (epilogue/swiglu.cuh) is
+// stored as FP8 data and scales along rows, of 1x128 blocks (FP32) or of 1x32 blocks (E8M0, MXFP8), with the
+// bits that quantizing act would have.
 //
-// A thread has of two rows, l and l + 8 of its warp's 16 with l = lane / 4, two columns of each 8: its twos (hopper_rows.cuh).
+// A tile has 128 features of each row: one 1x128 block, or four 1x32 blocks. The four lanes of a quad have a
+// row (the layout of WGMMA accumulators, ptx/wgmma.cuh), so they find its scales with warp shuffles. Data
+// goes to global memory through shared memory: each warp uses its 16 rows of an output box and waits for no
+// other warp.
 #pragma once
 
 #include "gemm/sm90/epilogue/swiglu.cuh"
@@ -10,101 +13,104 @@
 
 namespace transformer_plugin::gemm::sm90 {
 
-inline constexpr int kQuad = 4;                                          // lanes that have a row
-inline constexpr int kEights = kHalfTile / 8, kPieces = kHalfTile / 16;  // of columns of a row
-static_assert(kHalfTile == quantize::kTile && kHalfTile == kLine,
-              "a row of a tile is a line of the tiles that are quantized, and its codes one of a box");
+inline constexpr int kQuadLanes = 4;                        // lanes that have the same rows
+inline constexpr int kColumnGroups = kHalfTileColumns / 8;  // 8 columns, of which a lane has two
+inline constexpr int kDataChunks = kHalfTileColumns / 16;   // 16 bytes of FP8 data of a row
+static_assert(kHalfTileColumns == quantize::kTile && kHalfTileColumns == kSwizzleBytes,
+              "a row of a tile is a row of a quantization tile, and its FP8 data is a row of a box");
 
-// act of a thread's rows as if it had been read from memory, zero past the last column: what a product with infinite operands
-// has there may be NaN.
+// act of a thread's two rows, rounded to T as if it had been stored and read. Zero past the last column,
+// where WGMMA may have produced NaN.
 template <typename T>
-struct TwosOfAct {
+struct ActPairs {
   using Two = quantize::Two<T>;
   using Order = quantize::MagnitudeOrder<T>;
-  Two at[2][kEights];  // of the first row and of the second
+  Two at[2][kColumnGroups];  // [row][group of 8 columns]
 
-  // Of activated sums, `columns` of which are left.
-  __device__ __forceinline__ TwosOfAct(const float (&sums)[kSums], int columns) {
+  // From activated accumulators; `columns` is the number of columns from the tile's first on.
+  __device__ __forceinline__ ActPairs(const float (&acc)[kAccumulators], int columns) {
 #pragma unroll
-    for (int j = 0; j < kEights; ++j) {
+    for (int j = 0; j < kColumnGroups; ++j) {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        const float* own = &sums[j * 4 + row * 2];
+        const float* own = &acc[j * 4 + row * 2];
         at[row][j] = j * 8 < columns ? quantize::two_from_floats<T>(own[0], own[1]) : quantize::zeros<T>();
       }
     }
   }
-  // The largest magnitudes of the first row, in so many blocks, then of the second.
-  template <int kBlock, typename Maxima>
-  __device__ __forceinline__ void find(Maxima& maxima) const {
-    constexpr int kOfBlock = kEights / kBlock;
+  // The lane's largest magnitude of each block: kBlocks blocks of the first row, then those of the second.
+  template <int kBlocks, typename Maxima>
+  __device__ __forceinline__ void find_maxima(Maxima& maxima) const {
+    constexpr int kGroupsPerBlock = kColumnGroups / kBlocks;
 #pragma unroll
-    for (int block = 0; block < 2 * kBlock; ++block) {
-      const Two* own = &at[block / kBlock][block % kBlock * kOfBlock];
+    for (int block = 0; block < 2 * kBlocks; ++block) {
+      const Two* own = &at[block / kBlocks][block % kBlocks * kGroupsPerBlock];
       Two largest = own[0];
 #pragma unroll
-      for (int j = 1; j < kOfBlock; ++j) largest = quantize::larger_magnitudes(largest, own[j]);
+      for (int j = 1; j < kGroupsPerBlock; ++j) largest = quantize::larger_magnitudes(largest, own[j]);
       maxima.at[block] = Order::of(largest);
     }
   }
-  // Of both values of an item. Where all are NaN, 0.
+  // The largest magnitude of both values of an item; 0 if both are NaN.
   static __device__ __forceinline__ float amax(typename Order::Item item) {
     const float2 two = quantize::to_floats(Order::two(item));
     return fmaxf(fmaxf(fabsf(two.x), fabsf(two.y)), 0.0f);
   }
 };
 
-// The row that a lane answers for, of the warp's: of its two the first where its number is even.
-__device__ __forceinline__ int answered_row(int lane) { return lane / kQuad + lane % 2 * 8; }
+// The row whose scales a lane computes: even lanes the first of their two rows, odd lanes the second.
+__device__ __forceinline__ int scale_row_of_lane(int lane) { return lane / kQuadLanes + lane % 2 * 8; }
 
-// FP32 scales of 1x128 blocks. Lanes of an even number find that of the first row, the others that of the second.
-struct BlockScales {
-  float of_rows[2];  // what values are multiplied by
+// FP32 scales of 1x128 blocks.
+struct Fp8BlockRowScales {
+  float row_scales[2];  // multipliers of the values of the lane's two rows
 
   template <typename T>
-  __device__ __forceinline__ BlockScales(const TwosOfAct<T>& act, const quantize::QuantizeArgs& args,
-                                         const quantize::Tile& tile, int lane) {
+  __device__ __forceinline__ Fp8BlockRowScales(const ActPairs<T>& act, const quantize::QuantizeArgs& args,
+                                               const quantize::Tile& tile, int lane) {
     using Order = quantize::MagnitudeOrder<T>;
     quantize::SharedOutMaxima<2, 2, Order> maxima;
-    act.template find<1>(maxima);
+    act.template find_maxima<1>(maxima);
     maxima.share_out(lane);
     const auto other_lanes = __shfl_xor_sync(~0u, maxima.at[0], 2);
-    const float amax = TwosOfAct<T>::amax(Order::larger(maxima.at[0], other_lanes));
+    const float amax = ActPairs<T>::amax(Order::larger(maxima.at[0], other_lanes));
     const float own = quantize::encode_scale(amax, args.rule);
     const float other = __shfl_xor_sync(~0u, own, 1);
-    of_rows[0] = lane % 2 == 0 ? own : other;
-    of_rows[1] = lane % 2 == 0 ? other : own;
-    if (lane % kQuad < 2 && answered_row(lane) < tile.rows) {
-      args.scale[quantize::scale_index(args.layout, tile, false, answered_row(lane), 0)] = 1.0f / own;
+    row_scales[0] = lane % 2 == 0 ? own : other;
+    row_scales[1] = lane % 2 == 0 ? other : own;
+    if (lane % kQuadLanes < 2 && scale_row_of_lane(lane) < tile.rows) {
+      args.scale[quantize::scale_index(args.layout, tile, false, scale_row_of_lane(lane), 0)] = 1.0f / own;
     }
   }
-  __device__ __forceinline__ float of(int row, int) const { return of_rows[row]; }
+  __device__ __forceinline__ float scale(int row, int) const { return row_scales[row]; }
 };
 
-// E8M0 scales of 1x32 blocks. A lane finds those of two blocks of one row, and all get the words of both rows.
-struct MxScales {
+// E8M0 scales of 1x32 blocks. Each lane computes the scales of two blocks of one row; shuffles give every
+// lane the four scales of both rows.
+struct Mxfp8RowScales {
   uint32_t words[2];
 
   template <typename T>
-  __device__ __forceinline__ MxScales(const TwosOfAct<T>& act, const quantize::QuantizeArgs& args,
-                                      const quantize::Tile& tile, int lane) {
-    using Maxima = quantize::SharedOutMaxima<kQuad, 2 * quantize::kMxBlocks, quantize::MagnitudeOrder<T>>;
+  __device__ __forceinline__ Mxfp8RowScales(const ActPairs<T>& act, const quantize::QuantizeArgs& args,
+                                            const quantize::Tile& tile, int lane) {
+    using Maxima =
+        quantize::SharedOutMaxima<kQuadLanes, 2 * quantize::kMxBlocks, quantize::MagnitudeOrder<T>>;
     static_assert(
         Maxima::kCount == 2 && Maxima::lane_of(0) == 0 && Maxima::lane_of(2) == 2 && Maxima::lane_of(4) == 1,
-        "the first bit of a lane's number tells the row, the second the half of the blocks");
+        "bit 0 of the lane is the row, bit 1 the half of the blocks");
     Maxima maxima;
-    act.template find<quantize::kMxBlocks>(maxima);
+    act.template find_maxima<quantize::kMxBlocks>(maxima);
     maxima.share_out(lane);
-    uint32_t own = exponent(args, TwosOfAct<T>::amax(maxima.at[0])) |
-                   exponent(args, TwosOfAct<T>::amax(maxima.at[1])) << 8;
-    own <<= lane % kQuad / 2 * 16;
+    uint32_t own = exponent(args, ActPairs<T>::amax(maxima.at[0])) |
+                   exponent(args, ActPairs<T>::amax(maxima.at[1])) << 8;
+    own <<= lane % kQuadLanes / 2 * 16;
     own |= __shfl_xor_sync(~0u, own, 2);
     const uint32_t other = __shfl_xor_sync(~0u, own, 1);
     words[0] = lane % 2 == 0 ? own : other;
     words[1] = lane % 2 == 0 ? other : own;
-    if (lane % kQuad < 2 && answered_row(lane) < tile.rows) {
+    if (lane % kQuadLanes < 2 && scale_row_of_lane(lane) < tile.rows) {
       const quantize::WordLines lines(args.layout, tile, false);
-      quantize::store_kept(args.exponents + lines.at(answered_row(lane)), own);
+      quantize::store_kept(args.exponents + lines.at(scale_row_of_lane(lane)), own);
     }
   }
   static __device__ __forceinline__ uint32_t exponent(const quantize::QuantizeArgs& args, float amax) {
@@ -113,102 +119,104 @@ struct MxScales {
                               : quantize::quick_e8m0_bits<DType::kFloat8E4M3>(amax);
     return bits >> 23;
   }
-  __device__ __forceinline__ float of(int row, int eight) const {
-    const int block = eight / (quantize::kMxBlock / 8);
+  __device__ __forceinline__ float scale(int row, int column_group) const {
+    const int block = column_group / (quantize::kMxBlock / 8);
     return quantize::quick_e8m0_multiplier((words[row] >> (8 * block) & 0xffu) << 23);
   }
 };
 
-// A warp's codes into its rows of a box. Of each 16 columns a row has 16 bytes, and a lane its twos of both eights side by side
-// in a word, which in_order() sets right.
+// Writes a warp's FP8 data to its rows of a box. stmatrix stores 16-bit elements: a word holds a lane's pairs
+// of two groups of 8 columns, so the 16 bytes of 16 columns are in an order that to_column_order() corrects.
 template <DType element, typename T, typename Scales>
-__device__ __forceinline__ void write_codes(const TwosOfAct<T>& act, const Scales& scales, uint8_t* rows,
-                                            int lane) {
-  const auto two = [&](int row, int eight) {
-    const float2 values = quantize::to_floats(act.at[row][eight]);
-    const float scale = scales.of(row, eight);
+__device__ __forceinline__ void quantize_to_smem(const ActPairs<T>& act, const Scales& scales, uint8_t* rows,
+                                                 int lane) {
+  const auto pair = [&](int row, int column_group) {
+    const float2 values = quantize::to_floats(act.at[row][column_group]);
+    const float scale = scales.scale(row, column_group);
     return quantize::encode2<element>(values.x * scale, values.y * scale);
   };
-  const auto word = [&](int row, int piece) { return two(row, piece * 2) | two(row, piece * 2 + 1) << 16; };
+  const auto word = [&](int row, int chunk) { return pair(row, chunk * 2) | pair(row, chunk * 2 + 1) << 16; };
 #pragma unroll
-  for (int piece = 0; piece < kPieces; piece += 2) {
-    const uint32_t words[] = {word(0, piece), word(1, piece), word(0, piece + 1), word(1, piece + 1)};
-    write_matrices(swizzled(rows, lane % 16, piece + lane / 16), words);
+  for (int chunk = 0; chunk < kDataChunks; chunk += 2) {
+    const uint32_t words[] = {word(0, chunk), word(1, chunk), word(0, chunk + 1), word(1, chunk + 1)};
+    stmatrix_x4(swizzled(rows, lane % 16, chunk + lane / 16), words);
   }
 }
 
-// 16 codes of a row as write_codes left them, in the order of columns.
-__device__ __forceinline__ uint4 in_order(uint4 piece) {
-  return make_uint4(__byte_perm(piece.x, piece.y, 0x5410), __byte_perm(piece.z, piece.w, 0x5410),
-                    __byte_perm(piece.x, piece.y, 0x7632), __byte_perm(piece.z, piece.w, 0x7632));
+// 16 bytes as quantize_to_smem() wrote them, in the order of columns.
+__device__ __forceinline__ uint4 to_column_order(uint4 chunk) {
+  return make_uint4(__byte_perm(chunk.x, chunk.y, 0x5410), __byte_perm(chunk.z, chunk.w, 0x5410),
+                    __byte_perm(chunk.x, chunk.y, 0x7632), __byte_perm(chunk.z, chunk.w, 0x7632));
 }
 
-// A warp's rows of a box to those of its tile, whole lines at a time.
-__device__ __forceinline__ void store_codes(const quantize::QuantizeArgs& args, const quantize::Tile& tile,
-                                            uint8_t* rows, int lane) {
-  constexpr int kRowsAtATime = kWarpSize / kPieces;
-  const bool whole = args.layout.cols % 16 == 0;  // else rows begin at multiples of 8 bytes
-  const int column = lane % kPieces * 16;
+// Copies a warp's rows of a box to global memory.
+__device__ __forceinline__ void store_quantized(const quantize::QuantizeArgs& args,
+                                                const quantize::Tile& tile, uint8_t* rows, int lane) {
+  constexpr int kRowsAtATime = kWarpSize / kDataChunks;
+  const bool whole = args.layout.cols % 16 == 0;  // otherwise rows begin at multiples of 8 bytes
+  const int column = lane % kDataChunks * 16;
 #pragma unroll
-  for (int row = lane / kPieces; row < kWarpRows; row += kRowsAtATime) {
-    const uint4 codes = in_order(*reinterpret_cast<const uint4*>(swizzled(rows, row, lane % kPieces)));
+  for (int row = lane / kDataChunks; row < kWarpRows; row += kRowsAtATime) {
+    const uint4 data =
+        to_column_order(*reinterpret_cast<const uint4*>(swizzled(rows, row, lane % kDataChunks)));
     if (row >= tile.rows || column >= tile.cols) continue;
     uint8_t* to = args.data + (tile.row + row) * args.layout.cols + tile.col + column;
     if (whole) {
-      *reinterpret_cast<uint4*>(to) = codes;
+      *reinterpret_cast<uint4*>(to) = data;
     } else {
-      *reinterpret_cast<uint2*>(to) = make_uint2(codes.x, codes.y);
-      if (column + 8 < tile.cols) *reinterpret_cast<uint2*>(to + 8) = make_uint2(codes.z, codes.w);
+      *reinterpret_cast<uint2*>(to) = make_uint2(data.x, data.y);
+      if (column + 8 < tile.cols) *reinterpret_cast<uint2*>(to + 8) = make_uint2(data.z, data.w);
     }
   }
 }
 
 template <typename T, bool interleaved, typename Scales>
-struct SwigluQuantizeRows : SwigluOfSums<T, interleaved> {
-  quantize::QuantizeArgs codes;  // of act [T, F] as one matrix, whose `input` is not
+struct SwigluQuantizeEpilogue : SwigluEpilogueBase<T, interleaved> {
+  quantize::QuantizeArgs quantize_args;  // of act [T, F] as one matrix; `input` is not read
 
   using Args = SwigluQuantizeKernelArgs;
-  static const GroupedGemmArgs& problem(const Args& args) { return args.swiglu.product; }
-  static SwigluQuantizeRows of(const Args& args) {
-    SwigluQuantizeRows epilogue{};
-    epilogue.fill(args.swiglu);
-    epilogue.codes = args.codes;
+  static const GroupedGemmArgs& gemm_args(const Args& args) { return args.swiglu.product; }
+  static SwigluQuantizeEpilogue make(const Args& args) {
+    SwigluQuantizeEpilogue epilogue{};
+    epilogue.set_swiglu(args.swiglu);
+    epilogue.quantize_args = args.codes;
     return epilogue;
   }
 
-  // A warp's rows of a part.
-  __device__ __forceinline__ quantize::Tile tile_of_warp(const Part& part) const {
+  // The 16 rows x 128 columns of act that a warp quantizes.
+  __device__ __forceinline__ quantize::Tile tile_of_warp(const WarpgroupTile& wg_tile) const {
     quantize::Tile tile{};
-    tile.row = part.row + threadIdx.x % kWarpgroup / kWarpSize * kWarpRows;
-    tile.rows = part.end_row - static_cast<int>(tile.row);  // may be more, or none
-    tile.col = part.column / 2;
-    tile.col_tile = part.column / kTileColumns;
-    tile.cols = min(this->features - part.column / 2, kHalfTile);
+    tile.row = wg_tile.row + threadIdx.x % kWarpgroupSize / kWarpSize * kWarpRows;
+    tile.rows = wg_tile.end_row - static_cast<int>(tile.row);  // may be more than 16, or none
+    tile.col = wg_tile.column / 2;
+    tile.col_tile = wg_tile.column / kTileColumns;
+    tile.cols = min(this->features - wg_tile.column / 2, kHalfTileColumns);
     return tile;
   }
 
-  template <typename Shared>
-  __device__ __forceinline__ void finish(const RowsArgs&, const Part& part, float (&sums)[kSums],
-                                         Shared& shared) const {
-    auto& boxes = shared.out[part.number];
-    const ProbsOfThread prob(this->probs, row_of_thread(part), part.end_row);
-    this->keep(part, sums, boxes);
-    this->activate(prob, sums);
+  template <typename SharedStorage>
+  __device__ __forceinline__ void store(const GroupedGemmParams&, const WarpgroupTile& wg_tile,
+                                        float (&acc)[kAccumulators], SharedStorage& shared) const {
+    auto& boxes = shared.out[wg_tile.consumer];
+    const ThreadProbs prob(this->probs, thread_row(wg_tile), wg_tile.end_row);
+    this->store_h(wg_tile, acc, boxes);
+    this->activate(prob, acc);
     const int lane = threadIdx.x % kWarpSize;
-    const quantize::Tile tile = tile_of_warp(part);
-    const TwosOfAct<T> act(sums, tile.cols);
-    const Scales scales(act, codes, tile, lane);
-    if (this->h_data) {  // which left through both boxes, the last of it through the second
-      if (threadIdx.x % kWarpgroup == 0) wait_until_stored<1>();
-      sync_threads(1 + part.number, kWarpgroup);
+    const quantize::Tile tile = tile_of_warp(wg_tile);
+    const ActPairs<T> act(acc, tile.cols);
+    const Scales scales(act, quantize_args, tile, lane);
+    if (this->h_data) {  // the last store of h used the second box; wait for the first
+      if (threadIdx.x % kWarpgroupSize == 0) tma_store_wait<1>();
+      named_barrier_sync(1 + wg_tile.consumer, kWarpgroupSize);
     } else {
-      __syncwarp();  // the codes before have been read
+      __syncwarp();  // the data of the previous tile has been read
     }
-    uint8_t* rows = boxes[0] + threadIdx.x % kWarpgroup / kWarpSize * (kWarpRows * kLine);
-    codes.element == DType::kFloat8E5M2 ? write_codes<DType::kFloat8E5M2>(act, scales, rows, lane)
-                                        : write_codes<DType::kFloat8E4M3>(act, scales, rows, lane);
+    uint8_t* rows = boxes[0] + threadIdx.x % kWarpgroupSize / kWarpSize * (kWarpRows * kSwizzleBytes);
+    quantize_args.element == DType::kFloat8E5M2
+        ? quantize_to_smem<DType::kFloat8E5M2>(act, scales, rows, lane)
+        : quantize_to_smem<DType::kFloat8E4M3>(act, scales, rows, lane);
     __syncwarp();
-    store_codes(codes, tile, rows, lane);
+    store_quantized(quantize_args, tile, rows, lane);
   }
 };
 

@@ -1,5 +1,5 @@
-// Grouped products on Hopper of rows that an index names (common/row_index_args.h), loaded through it: no copy of them is
-// made. The bits are those of a product of a copy.
+// Grouped products on Hopper of rows that an index names (common/row_index_args.h), loaded through it: no
+// copy of them is made. The bits are those of a product of a copy.
 #pragma once
 
 #include "common/row_index_args.h"

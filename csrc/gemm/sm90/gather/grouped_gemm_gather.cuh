@@ -1,8 +1,14 @@
-// Products of rows that an index names: hopper_rows.cuh with another way in for the left operand.
+// Grouped GEMM with ragged rows that gathers its A operand: sm90_grouped_gemm_kernel with a[index[i]] in
+// place of a[i].
 //
-// The copy engine takes boxes of rows that lie one below the other. Rows from anywhere come in pieces of 16 bytes, for which
-// all threads of the first warpgroup are wanted; one of them starts the boxes of the right operand besides. Pieces are not
-// told to a barrier when they come: a thread waits for those of the step before while those of this step are under way.
+// Formula, shapes, grid, shared memory and consumers are those of grouped_gemm.cuh; operands are 16-bit. Only
+// the producer differs. TMA loads boxes of consecutive rows, so it cannot load A here. All 128 threads of the
+// producer warpgroup copy A with cp.async, 16 bytes at a time, and one of them also starts the TMA loads of
+// B.
+//
+// cp.async does not arrive at an mbarrier here. A thread starts the copies of a step, waits for those of the
+// previous step, and its warp then arrives at the `full` barrier of the previous step's stage. So `full`
+// expects five arrivals: the thread that starts TMA, and four warps.
 #pragma once
 
 #include "common/row_index.cuh"
@@ -11,170 +17,178 @@
 
 namespace transformer_plugin::gemm::sm90 {
 
-inline constexpr int kCopyWarps = kWarpgroup / kWarpSize;
-inline constexpr int kPieces = kLine / 16;                  // of a line
-inline constexpr int kLinesAtOnce = kWarpgroup / kPieces;   // a warp reads four whole lines
-inline constexpr int kOwnLines = kTileRows / kLinesAtOnce;  // of a thread
-static_assert(kLinesAtOnce % 8 == 0, "the swizzle of a thread's lines is one");
+inline constexpr int kProducerWarps = kWarpgroupSize / kWarpSize;
+inline constexpr int kRowChunks = kSwizzleBytes / 16;             // 16-byte chunks of a row of a stage
+inline constexpr int kRowsPerPass = kWarpgroupSize / kRowChunks;  // 8 threads copy the 128 bytes of a row
+inline constexpr int kRowsPerThread = kTileRows / kRowsPerPass;
+static_assert(kRowsPerPass % 8 == 0, "the swizzle is the same for all rows of a thread");
 
-// A thread's part of the left operand: the same piece of every 16th line of a tile.
-class LeftPieces {
+// The part of A that a thread copies: the same chunk of every 16th row of a tile.
+class GatheredA {
  public:
-  __device__ __forceinline__ LeftPieces(const TakenRows& from)
-      : from_(from), line_(threadIdx.x / kPieces), piece_(threadIdx.x % kPieces) {}
+  __device__ __forceinline__ GatheredA(const TakenRows& from)
+      : from_(from), row_(threadIdx.x / kRowChunks), chunk_(threadIdx.x % kRowChunks) {}
 
-  // The rows at the places from `first` on, of those before `end`.
-  __device__ __forceinline__ void find(int first, int end, bool tell_wrong) {
-    from_.index.is_int64 ? find_in<int64_t>(first, end, tell_wrong)
-                         : find_in<int32_t>(first, end, tell_wrong);
+  // Reads the index entries of a tile: `first` is its first entry, `end` the end of the group.
+  __device__ __forceinline__ void load_indices(int first, int end, bool report_invalid) {
+    from_.index.is_int64 ? load_indices_as<int64_t>(first, end, report_invalid)
+                         : load_indices_as<int32_t>(first, end, report_invalid);
   }
 
-  // Columns k and on, of which those from args.k on are zero, as are rows that are not there.
-  __device__ __forceinline__ void start(Stage& stage, const RowsArgs& args, int k) const {
-    const int column = k + piece_ * 8;
+  // Starts the copies of columns k .. k + kTileK. Rows past the group, invalid entries and columns past the
+  // end are zeros.
+  __device__ __forceinline__ void load_async(Stage& stage, const GroupedGemmParams& args, int k) const {
+    const int column = k + chunk_ * 8;
     const bool before_end = column < args.k;
     const auto* matrix = static_cast<const uint8_t*>(from_.matrix) + (before_end ? column * 2 : 0);
-    const uint32_t to = shared_address(swizzled(stage.left[0], line_, piece_));
+    const uint32_t to = shared_address(swizzled(stage.a[0], row_, chunk_));
 #pragma unroll
-    for (int i = 0; i < kOwnLines; ++i) {
-      load_piece(to + i * kLinesAtOnce * kLine, matrix + max(rows_[i], 0) * from_.stride_bytes,
-                 before_end && rows_[i] >= 0);
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      cp_async_zfill(to + i * kRowsPerPass * kSwizzleBytes, matrix + max(rows_[i], 0) * from_.stride_bytes,
+                     before_end && rows_[i] >= 0);
     }
   }
 
  private:
   template <typename Entry>
-  __device__ __forceinline__ void find_in(int first, int end, bool tell_wrong) {
-    Entry entries[kOwnLines];
+  __device__ __forceinline__ void load_indices_as(int first, int end, bool report_invalid) {
+    Entry entries[kRowsPerThread];
 #pragma unroll
-    for (int i = 0; i < kOwnLines; ++i) {
-      const int place = first + line_ + i * kLinesAtOnce;
-      entries[i] = place < end ? static_cast<const Entry*>(from_.index.entries)[place] : 0;
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const int position = first + row_ + i * kRowsPerPass;
+      entries[i] = position < end ? static_cast<const Entry*>(from_.index.entries)[position] : 0;
     }
 #pragma unroll
-    for (int i = 0; i < kOwnLines; ++i) {
-      const int place = first + line_ + i * kLinesAtOnce;
+    for (int i = 0; i < kRowsPerThread; ++i) {
+      const int position = first + row_ + i * kRowsPerPass;
       const bool is_row = is_inside(from_.index, entries[i]);
-      rows_[i] = place < end && is_row ? static_cast<int>(entries[i]) : -1;
-      if (tell_wrong && place < end && !is_row && piece_ == 0) tell_wrong_row(from_.word, from_.index, place);
+      rows_[i] = position < end && is_row ? static_cast<int>(entries[i]) : -1;
+      if (report_invalid && position < end && !is_row && chunk_ == 0) {
+        tell_wrong_row(from_.word, from_.index, position);
+      }
     }
   }
 
   const TakenRows& from_;
-  int line_, piece_;
-  int rows_[kOwnLines];  // -1 for zeros
+  int row_, chunk_;
+  int rows_[kRowsPerThread];  // rows of A, or -1 for zeros
 };
 
-// A warp's pieces of a stage have come: products may read them.
-template <typename Shared>
-__device__ __forceinline__ void hand_over(Shared& shared, int stage) {
-  fence_for_copies();
+// A warp's copies of a stage have completed: makes them visible to WGMMA and arrives at `full`.
+template <typename SharedStorage>
+__device__ __forceinline__ void arrive_copied_stage(SharedStorage& shared, int stage) {
+  fence_proxy_async();
   __syncwarp();
-  if (threadIdx.x % kWarpSize == 0) arrive_here(&shared.full[stage]);
+  if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(&shared.full[stage]);
 }
 
-// All that the warpgroup does that copies.
-template <typename Kind, typename Epilogue, typename Shared>
-__device__ __forceinline__ void gather_tiles(const RowsArgs& args, const TakenRows& rows,
-                                             const CUtensorMap& b_map, const CUtensorMap* b_maps,
-                                             Shared& shared, Place<Shared>& place, int steps, int block) {
-  RowsWalk walk(args, block);
-  LeftPieces left(rows);
-  int entered = -1;  // the group of the tile before
-  int filled = -1;   // the stage of the step before
-  take_tiles<Epilogue::kTakesHalves>(walk, [&](const Tile& tile, auto halves) {
-    const int row = walk.begin_row + tile.row * kTileRows, column = halves.column(tile);
-    // What is past the last column wants no rows; each row is in one tile of the first columns, which tells of it.
-    left.find(row, column < args.n ? walk.end_row : row, column == 0);
-    const CUtensorMap& own_map = b_maps ? b_maps[tile.group] : b_map;
+// Producer warpgroup: loads all stages of all tiles of this CTA.
+template <typename Mainloop, typename Epilogue, typename SharedStorage>
+__device__ __forceinline__ void gather_producer_loop(const GroupedGemmParams& args, const TakenRows& rows,
+                                                     const CUtensorMap& b_map, const CUtensorMap* b_maps,
+                                                     SharedStorage& shared,
+                                                     PipelineState<SharedStorage>& state, int steps,
+                                                     int cta_rank) {
+  TileScheduler scheduler(args, cta_rank);
+  GatheredA gathered_a(rows);
+  int last_group = -1;
+  int previous = -1;  // stage of the previous step, whose copies are in flight
+  for_each_tile<Epilogue::kAllowsHalfN>(scheduler, [&](const CtaTile& tile, auto n_halves) {
+    const int row = scheduler.group_begin + tile.row * kTileRows, column = n_halves.column(tile);
+    // A tile past the last column reads no rows. Invalid entries are reported once, by the tile of the first
+    // columns.
+    gathered_a.load_indices(row, column < args.n ? scheduler.group_end : row, column == 0);
+    const CUtensorMap& group_map = b_maps ? b_maps[tile.group] : b_map;
     const int matrix = b_maps ? 0 : tile.group;
-    if (threadIdx.x == 0 && b_maps && tile.group != entered) acquire(&own_map);
-    entered = tile.group;
+    if (threadIdx.x == 0 && b_maps && tile.group != last_group) fence_tensormap_acquire(&group_map);
+    last_group = tile.group;
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step, place.next()) {
-      const int k = step * kStep<typename Kind::Element>;
-      Stage& stage = shared.stages[place.stage];
-      wait(&shared.empty[place.stage], place.parity ^ 1);
+    for (int step = 0; step < steps; ++step, state.advance()) {
+      const int k = step * kTileK<typename Mainloop::Element>;
+      Stage& stage = shared.stages[state.stage];
+      mbarrier_wait(&shared.empty[state.stage], state.phase ^ 1);
       if (threadIdx.x == 0) {
-        if (step == 0) tell_of(shared, place.stage, found_tile(walk, tile, halves));
-        fill_right<decltype(halves)::kBoxes>(
-            stage.right, &shared.full[place.stage], block, tile.same_columns,
-            [&](void* to, int box, uint64_t* barrier, bool for_both) {
-              const int line = Epilogue::line(args, tile.column, halves.first_box() + box);
-              Kind::b_by_columns ? load(for_both, to, own_map, barrier, line, k, matrix)
-                                 : load(for_both, to, own_map, barrier, k, line, matrix);
+        if (step == 0) store_tile_info(shared, state.stage, make_tile_info(scheduler, tile, n_halves));
+        producer_load_b<decltype(n_halves)::kBoxes>(
+            stage.b, &shared.full[state.stage], cta_rank, tile.shares_b,
+            [&](void* to, int box, uint64_t* barrier, bool multicast) {
+              const int b_row = Epilogue::b_row(args, tile.column, n_halves.first_box() + box);
+              Mainloop::kBMnMajor
+                  ? tma_load_or_multicast(multicast, to, group_map, barrier, b_row, k, matrix)
+                  : tma_load_or_multicast(multicast, to, group_map, barrier, k, b_row, matrix);
             });
       }
-      left.start(stage, args, k);
-      commit_pieces();
-      if (filled >= 0) {
-        wait_for_pieces<1>();
-        hand_over(shared, filled);
+      gathered_a.load_async(stage, args, k);
+      cp_async_commit();
+      if (previous >= 0) {
+        cp_async_wait<1>();
+        arrive_copied_stage(shared, previous);
       }
-      filled = place.stage;
+      previous = state.stage;
     }
   });
-  if (filled >= 0) {
-    wait_for_pieces<0>();
-    hand_over(shared, filled);
+  if (previous >= 0) {
+    cp_async_wait<0>();
+    arrive_copied_stage(shared, previous);
   }
-  // All warps, lest one arrives for the stage's turn before, which another has yet to hand over.
-  wait(&shared.empty[place.stage], place.parity ^ 1);
+  // All warps wait: otherwise a warp could arrive at `full` of the previous phase, for which another warp has
+  // yet to arrive.
+  mbarrier_wait(&shared.empty[state.stage], state.phase ^ 1);
   if (threadIdx.x == 0) {
-    tell_of(shared, place.stage, FoundTile::none());
-    arrive_here(&shared.full[place.stage]);
+    store_tile_info(shared, state.stage, TileInfo::end());
+    mbarrier_arrive(&shared.full[state.stage]);
   }
-  if (threadIdx.x % kWarpSize == 0) arrive_here(&shared.full[place.stage]);
+  if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(&shared.full[state.stage]);
 }
 
-// As sm90_grouped_gemm_kernel, whose multiplying half it has.
-template <typename Kind, typename Epilogue>
+template <typename Mainloop, typename Epilogue>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     sm90_grouped_gemm_gather_kernel(const __grid_constant__ TakenRows rows,
                                     const __grid_constant__ CUtensorMap b_map,
                                     const __grid_constant__ Epilogue epilogue,
-                                    const __grid_constant__ RowsArgs args, const CUtensorMap* b_maps) {
+                                    const __grid_constant__ GroupedGemmParams args,
+                                    const CUtensorMap* b_maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Element = typename Kind::Element;
+  using Element = typename Mainloop::Element;
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
-  using Shared = typename Kind::Shared;
-  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
-  const int block = static_cast<int>(block_in_cluster());
+  using SharedStorage = typename Mainloop::SharedStorage;
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(dynamic_shared);
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupSize, 0);
+  const int cta_rank = static_cast<int>(cluster_ctarank());
   if (threadIdx.x == 0) {
-    prefetch(b_map);
-    epilogue.prefetch_maps();
-    Epilogue::init(shared);
+    prefetch_tensormap(b_map);
+    epilogue.prefetch_tensormaps();
+    Epilogue::init_barriers(shared);
   }
-  init_stages(shared, kCopyWarps);
+  init_pipeline(shared, kProducerWarps);
   pdl_wait();
-  const int steps = (args.k + kStep<Element> - 1) / kStep<Element>;
-  Place<Shared> place;
+  const int steps = (args.k + kTileK<Element> - 1) / kTileK<Element>;
+  PipelineState<SharedStorage> state;
   if (warpgroup == 0) {
-    fewer_registers<kCopierRegisters>();
-    gather_tiles<Kind, Epilogue>(args, rows, b_map, b_maps, shared, place, steps, block);
-    zero_tail_rows<typename Kind::Out>(args, kCopyWarps, threadIdx.x / kWarpSize);
+    warpgroup_reg_dealloc<kProducerRegisters>();
+    gather_producer_loop<Mainloop, Epilogue>(args, rows, b_map, b_maps, shared, state, steps, cta_rank);
+    zero_tail_rows<typename Mainloop::Out>(args, kProducerWarps, threadIdx.x / kWarpSize);
   } else {
-    more_registers<kMultiplierRegisters>();
-    multiply_tiles<Kind>(args, epilogue, shared, place, steps, warpgroup - 1);
+    warpgroup_reg_alloc<kConsumerRegisters>();
+    consumer_loop<Mainloop>(args, epilogue, shared, state, steps, warpgroup - 1);
   }
-  sync_cluster();  // neither block leaves while the other may arrive at its barriers
+  cluster_sync();  // a CTA must not exit while the other may still arrive at its mbarriers
 #endif
 }
 
-template <typename Kind>
+template <typename Mainloop>
 void launch_grouped_gemm_gather(const GroupedGemmArgs& args, const TakenRows& rows, const Sm90Config& config,
                                 void* stream) {
-  using Epilogue = StoreRows<typename Kind::Out>;
-  constexpr auto kernel = sm90_grouped_gemm_gather_kernel<Kind, Epilogue>;
+  using Epilogue = StoreEpilogue<typename Mainloop::Out>;
+  constexpr auto kernel = sm90_grouped_gemm_gather_kernel<Mainloop, Epilogue>;
   static DynamicSharedMemory shared_memory;
-  constexpr int kShared = sizeof(typename Kind::Shared);
-  shared_memory.allow(kernel, kShared);
+  constexpr int kSharedBytes = sizeof(typename Mainloop::SharedStorage);
+  shared_memory.allow(kernel, kSharedBytes);
   const Epilogue epilogue{out_map(args)};
-  const CUtensorMap b = matrices_map<Kind>(args);
+  const CUtensorMap b = b_tensor_map<Mainloop>(args);
   const CUtensorMap* b_maps = launch_pointer_array(args.list, args.groups, &b, stream);
-  launch_pdl(kernel, grid_of(config), kThreads, kShared, static_cast<cudaStream_t>(stream), rows, b, epilogue,
-             rows_args(args), b_maps);
+  launch_pdl(kernel, grid_blocks(config), kThreads, kSharedBytes, static_cast<cudaStream_t>(stream), rows, b,
+             epilogue, make_params(args), b_maps);
   check_launch("sm90_grouped_gemm_gather_kernel");
 }
 

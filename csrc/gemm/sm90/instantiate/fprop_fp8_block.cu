@@ -2,6 +2,6 @@
 
 namespace transformer_plugin::gemm {
 
-Launcher fprop_fp8_block() { return sm90::launch_grouped_gemm<sm90::Blocks>; }
+Launcher fprop_fp8_block() { return sm90::launch_grouped_gemm<sm90::MainloopFp8Block>; }
 
 }  // namespace transformer_plugin::gemm

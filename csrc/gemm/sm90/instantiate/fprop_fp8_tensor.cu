@@ -3,8 +3,8 @@
 namespace transformer_plugin::gemm {
 
 Launcher fprop_fp8_tensor(DType dtype) {
-  return dtype == DType::kFloat8E4M3 ? sm90::launch_grouped_gemm<sm90::Codes<DType::kFloat8E4M3>>
-                                     : sm90::launch_grouped_gemm<sm90::Codes<DType::kFloat8E5M2>>;
+  return dtype == DType::kFloat8E4M3 ? sm90::launch_grouped_gemm<sm90::MainloopFp8Tensor<DType::kFloat8E4M3>>
+                                     : sm90::launch_grouped_gemm<sm90::MainloopFp8Tensor<DType::kFloat8E5M2>>;
 }
 
 }  // namespace transformer_plugin::gemm

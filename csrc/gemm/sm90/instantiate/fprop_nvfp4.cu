@@ -2,6 +2,6 @@
 
 namespace transformer_plugin::gemm {
 
-Launcher fprop_nvfp4() { return sm90::launch_grouped_gemm_mx_nv<sm90::NvCodes, sm90::NvCodes>; }
+Launcher fprop_nvfp4() { return sm90::launch_grouped_gemm_mx_nv<sm90::NvFormat, sm90::NvFormat>; }
 
 }  // namespace transformer_plugin::gemm

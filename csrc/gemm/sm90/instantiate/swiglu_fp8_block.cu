@@ -4,10 +4,12 @@ namespace transformer_plugin::gemm {
 
 SwigluQuantizeLauncher swiglu_fp8_block(DType dtype) {
   return dtype == DType::kBFloat16
-             ? sm90::launch_grouped_gemm<sm90::Plain<__nv_bfloat16, false>,
-                                         sm90::SwigluQuantizeRows<__nv_bfloat16, false, sm90::BlockScales>>
-             : sm90::launch_grouped_gemm<sm90::Plain<__half, false>,
-                                         sm90::SwigluQuantizeRows<__half, false, sm90::BlockScales>>;
+             ? sm90::launch_grouped_gemm<
+                   sm90::Mainloop16Bit<__nv_bfloat16, false>,
+                   sm90::SwigluQuantizeEpilogue<__nv_bfloat16, false, sm90::Fp8BlockRowScales>>
+             : sm90::launch_grouped_gemm<
+                   sm90::Mainloop16Bit<__half, false>,
+                   sm90::SwigluQuantizeEpilogue<__half, false, sm90::Fp8BlockRowScales>>;
 }
 
 }  // namespace transformer_plugin::gemm

@@ -4,10 +4,11 @@ namespace transformer_plugin::gemm {
 
 SwigluQuantizeLauncher swiglu_mxfp8_interleaved(DType dtype) {
   return dtype == DType::kBFloat16
-             ? sm90::launch_grouped_gemm<sm90::Plain<__nv_bfloat16, false>,
-                                         sm90::SwigluQuantizeRows<__nv_bfloat16, true, sm90::MxScales>>
-             : sm90::launch_grouped_gemm<sm90::Plain<__half, false>,
-                                         sm90::SwigluQuantizeRows<__half, true, sm90::MxScales>>;
+             ? sm90::launch_grouped_gemm<
+                   sm90::Mainloop16Bit<__nv_bfloat16, false>,
+                   sm90::SwigluQuantizeEpilogue<__nv_bfloat16, true, sm90::Mxfp8RowScales>>
+             : sm90::launch_grouped_gemm<sm90::Mainloop16Bit<__half, false>,
+                                         sm90::SwigluQuantizeEpilogue<__half, true, sm90::Mxfp8RowScales>>;
 }
 
 }  // namespace transformer_plugin::gemm

@@ -1,8 +1,18 @@
-// The rows of a product of microscaled codes to bfloat16, in the order in which hopper_decoded.cuh multiplies them.
+// The B operand of grouped_gemm_mx_nv.cuh, the ragged rows (activations): dequantized once to BF16 in global
+// memory.
 //
-// A thread of four that have one line of the product's other operand holds every fourth pair of values that a product takes; so
-// that these come from one chunk of 16 codes, the values of 64 codes lie as pieces of four pairs, piece j of the j-th pairs of
-// the four chunks.
+//   dequantized[i, j] = data[i, j] * scale[i, j / 32 or j / 16]   for the rows i of all groups
+//
+// as [rows, dequantized_columns(k)], with zeros past k.
+//
+// There are two ways. dequantize_rows_kernel does it before the GEMM: one warp for each unit of 4 rows x 8
+// steps of 64 elements, 256 threads a block, no shared memory. OverlappedDequantize does it within the GEMM
+// kernel, by warps that are otherwise idle. overlaps_dequantize (config.cpp) chooses.
+//
+// Order of K: the A operand of WGMMA is in registers, and a thread passes the 16 consecutive elements of its
+// chunk where WGMMA expects every fourth pair. So the elements of each step of 64 are permuted to match: word
+// j of the four chunks (2 elements each) form 16 bytes, for j = 0 .. 7. Four lanes exchange words to write
+// that order.
 #pragma once
 
 #include <cstddef>
@@ -14,37 +24,39 @@
 
 namespace transformer_plugin::gemm::sm90 {
 
-inline constexpr int kStepCodes = kStep<__nv_bfloat16>, kChunks = kStepCodes / kChunk;  // of a line in a step
-static_assert(kChunks == 4, "the threads that have a line of the left operand");
+// Elements and chunks of a row in one step of K.
+inline constexpr int kStepElements = kTileK<__nv_bfloat16>, kChunks = kStepElements / kChunk;
+static_assert(kChunks == 4, "the four lanes that have a row of A in WGMMA");
 
 template <typename Format>
-inline constexpr int kStepBytes = kChunks * static_cast<int>(sizeof(typename Format::Codes));
+inline constexpr int kStepBytes = kChunks * static_cast<int>(sizeof(typename Format::Packed));
+// Steps whose quantized elements are in one TMA box of A.
 template <typename Format>
-inline constexpr int kLineSteps =
-    kLine / kStepBytes<Format>;  // of the bytes of a line that are copied at once
+inline constexpr int kStepsPerBox = kSwizzleBytes / kStepBytes<Format>;
 
-// The rows of a product: codes, and room for their values, [rows, dequantized_columns(k)].
-struct CodeRows {
-  const uint8_t* codes;
+struct QuantizedRows {
+  const uint8_t* data;
   ByteScales scales;
-  uint4* values;
+  uint4* dequantized;  // output
 };
 
-// A warp widens 8 steps of 4 rows at a time, in blocks of 64 rows: four lanes a step, 16 codes each, in the order above; past k
-// zeros.
+// Rows are divided into blocks of 64, blocks into units. A warp dequantizes one unit: four lanes a step, a
+// chunk each, 4 rows.
 inline constexpr int kBlockRows = 64, kUnitRows = 4, kUnitSteps = kWarpSize / kChunks;
 
-__device__ __forceinline__ uint32_t steps_of(int k) {
-  return (static_cast<uint32_t>(k) + kStepCodes - 1) / kStepCodes;
+__device__ __forceinline__ uint32_t k_steps(int k) {
+  return (static_cast<uint32_t>(k) + kStepElements - 1) / kStepElements;
 }
-// Of a line of blocks' units.
-__device__ __forceinline__ uint32_t unit_columns(int k) {
-  return (steps_of(k) + kUnitSteps - 1) / kUnitSteps;
+// Units that cover all steps of the same 4 rows.
+__device__ __forceinline__ uint32_t units_per_row(int k) {
+  return (k_steps(k) + kUnitSteps - 1) / kUnitSteps;
 }
-__device__ __forceinline__ uint32_t units_of_block(int k) { return kBlockRows / kUnitRows * unit_columns(k); }
+__device__ __forceinline__ uint32_t units_per_block(int k) {
+  return kBlockRows / kUnitRows * units_per_row(k);
+}
 
-// Word i of lane q of four becomes word q of lane i.
-__device__ __forceinline__ void turn_words(uint32_t* words) {
+// Transposes words among four lanes: word i of lane q becomes word q of lane i.
+__device__ __forceinline__ void transpose_4x4_words(uint32_t* words) {
 #pragma unroll
   for (int distance = 1; distance < kChunks; distance *= 2) {
     const bool second = threadIdx.x & distance;
@@ -61,105 +73,111 @@ __device__ __forceinline__ void turn_words(uint32_t* words) {
   }
 }
 
+// Dequantizes unit `unit` of a block of rows, by one warp. `end`: the rows of all groups.
 template <typename Format>
-__device__ __forceinline__ void widen_unit(const CodeRows& rows, uint32_t block, uint32_t unit, int end,
-                                           int k) {
-  using Codes = typename Format::Codes;
-  constexpr int kStepScales = kStepCodes >> Format::kScaleShift, kWordSteps = 4 / kStepScales;
-  const uint32_t columns = unit_columns(k), steps = steps_of(k), lane = threadIdx.x % kWarpSize;
+__device__ __forceinline__ void dequantize_unit(const QuantizedRows& rows, uint32_t block, uint32_t unit,
+                                                int end, int k) {
+  using Packed = typename Format::Packed;
+  constexpr int kStepScales = kStepElements >> Format::kScaleShift, kWordSteps = 4 / kStepScales;
+  const uint32_t columns = units_per_row(k), steps = k_steps(k), lane = threadIdx.x % kWarpSize;
   const uint32_t chunk = lane % kChunks, step = unit % columns * kUnitSteps + lane / kChunks;
-  const int64_t first = block * kBlockRows + unit / columns * kUnitRows;
-  const uint32_t of_row = static_cast<uint32_t>(k) / kChunk, own = step * kChunks + chunk;
+  const int64_t first_row = block * kBlockRows + unit / columns * kUnitRows;
+  const uint32_t row_chunks = static_cast<uint32_t>(k) / kChunk, own = step * kChunks + chunk;
   const uint32_t own_scale = step / kWordSteps * static_cast<uint32_t>(rows.scales.word_stride()) +
                              step % kWordSteps * kStepScales + (chunk * kChunk >> Format::kScaleShift);
-  const int there = end - static_cast<int>(first);  // rows
-  Codes codes[kUnitRows] = {};
+  const int rows_left = end - static_cast<int>(first_row);
+  Packed packed[kUnitRows] = {};
   uint32_t scales[kUnitRows] = {};
-  const Codes* from = reinterpret_cast<const Codes*>(rows.codes) + first * of_row + own;
-  const uint8_t* scale = rows.scales.line(first) + own_scale;
+  const Packed* from = reinterpret_cast<const Packed*>(rows.data) + first_row * row_chunks + own;
+  const uint8_t* scale = rows.scales.row(first_row) + own_scale;
 #pragma unroll
-  for (int i = 0; i < kUnitRows; ++i, from += of_row, scale += rows.scales.line_stride()) {
-    if (i >= there || own >= of_row) continue;
-    codes[i] = *from;
+  for (int i = 0; i < kUnitRows; ++i, from += row_chunks, scale += rows.scales.row_stride()) {
+    if (i >= rows_left || own >= row_chunks) continue;
+    packed[i] = *from;
     scales[i] = *scale;
   }
-  uint4* to = rows.values + (first * steps + step) * (2 * kChunks) + chunk;
+  uint4* to = rows.dequantized + (first_row * steps + step) * (2 * kChunks) + chunk;
 #pragma unroll
   for (int i = 0; i < kUnitRows; ++i, to += steps * (2 * kChunks)) {
-    Values values;
-    Format::decode(codes[i], scales[i], values);
-    turn_words(values);
-    turn_words(values + kChunks);
-    if (i >= there || step >= steps) continue;
+    DequantizedChunk values;
+    Format::dequantize(packed[i], scales[i], values);
+    transpose_4x4_words(values);
+    transpose_4x4_words(values + kChunks);
+    if (i >= rows_left || step >= steps) continue;
     to[0] = {values[0], values[1], values[2], values[3]};
     to[kChunks] = {values[4], values[5], values[6], values[7]};
   }
 }
 
-inline constexpr int kWidenThreads = 256;
+inline constexpr int kDequantizeThreads = 256;
+// `end_of_rows`: the end of the last group, on the device, or null for `count` rows.
 template <typename Format>
-__global__ void __launch_bounds__(kWidenThreads)
-    widen_rows_kernel(const __grid_constant__ CodeRows rows, const int32_t* end_of_rows, int count, int k) {
-  constexpr uint32_t kWarps = kWidenThreads / kWarpSize;
+__global__ void __launch_bounds__(kDequantizeThreads)
+    dequantize_rows_kernel(const __grid_constant__ QuantizedRows rows, const int32_t* end_of_rows, int count,
+                           int k) {
+  constexpr uint32_t kWarps = kDequantizeThreads / kWarpSize;
   pdl_wait();
   pdl_launch_dependents();
-  const uint32_t warp = threadIdx.x / kWarpSize, number = blockIdx.x * kWarps + warp;
-  const uint32_t units = units_of_block(k);
+  const uint32_t warp = threadIdx.x / kWarpSize, warp_index = blockIdx.x * kWarps + warp;
+  const uint32_t units = units_per_block(k);
   const int end = end_of_rows ? *end_of_rows : count;
-  const uint32_t block = number / units;
+  const uint32_t block = warp_index / units;
   if (static_cast<int64_t>(block) * kBlockRows >= end) return;
-  widen_unit<Format>(rows, block, number % units, end, k);
+  dequantize_unit<Format>(rows, block, warp_index % units, end, k);
 }
 
-// ---- Beside the products, by warps that have nothing else to do. They take tasks in the order of rows, so that whoever waits
-// for a row waits for warps that run; how many of a block's tasks are done is counted in memory.
+// ---- Overlapped with the GEMM
 
 inline constexpr uint32_t kTaskUnits = 4;
 
-struct RowsBeside {
-  CodeRows rows;
-  // Tasks taken, and from kReadyBlocks on those done of each block of rows; null where all is widened before.
+// Warps of all CTAs take tasks (4 units) from a counter in the order of rows, so a CTA that waits for rows
+// waits only for warps that are running. Completed tasks are counted for each block of rows.
+struct OverlappedDequantize {
+  QuantizedRows rows;
+  // ready[0]: tasks taken. ready[kReadyBlocks + b]: tasks of block b that are complete. Null if the rows were
+  // dequantized before.
   uint32_t* ready;
-  bool is_e5m2;  // MXFP8
+  bool is_e5m2;  // MXFP8: the elements of the rows
 
-  static constexpr int kReadyBlocks = 32;  // in another line of memory
-  static __device__ __forceinline__ uint32_t tasks_of_block(int k) {
-    return (units_of_block(k) + kTaskUnits - 1) / kTaskUnits;
+  static constexpr int kReadyBlocks = 32;  // in another 128-byte line
+  static __device__ __forceinline__ uint32_t tasks_per_block(int k) {
+    return (units_per_block(k) + kTaskUnits - 1) / kTaskUnits;
   }
 
-  // By a whole warp, until no task is left. Format is the weights': that of rows in NVFP4, and in MXFP8 but for the element.
+  // Dequantizes until no task is left, by a whole warp. Format is that of the weights; the rows have the same
+  // one, except that MXFP8 rows may have the other element type.
   template <typename Format>
-  __device__ __forceinline__ void widen(int end, int k) const {
-    const uint32_t units = units_of_block(k), of_block = tasks_of_block(k);
+  __device__ __forceinline__ void run(int end, int k) const {
+    const uint32_t units = units_per_block(k), block_tasks = tasks_per_block(k);
     while (true) {
-      const uint32_t task = take(), block = task / of_block, first = task % of_block * kTaskUnits;
+      const uint32_t task = take(), block = task / block_tasks, first = task % block_tasks * kTaskUnits;
       if (block * kBlockRows >= static_cast<uint32_t>(end)) return;
       const uint32_t last = min(first + kTaskUnits, units);
 #pragma unroll 1
       for (uint32_t unit = first; unit < last; ++unit) {
-        if constexpr (std::is_same_v<Format, NvCodes>) {
-          widen_unit<NvCodes>(rows, block, unit, end, k);
+        if constexpr (std::is_same_v<Format, NvFormat>) {
+          dequantize_unit<NvFormat>(rows, block, unit, end, k);
         } else if (is_e5m2) {
-          widen_unit<MxCodes<DType::kFloat8E5M2>>(rows, block, unit, end, k);
+          dequantize_unit<MxFormat<DType::kFloat8E5M2>>(rows, block, unit, end, k);
         } else {
-          widen_unit<MxCodes<DType::kFloat8E4M3>>(rows, block, unit, end, k);
+          dequantize_unit<MxFormat<DType::kFloat8E4M3>>(rows, block, unit, end, k);
         }
       }
-      fence_for_copies_of_memory();
+      fence_proxy_async_global();  // TMA reads what the threads wrote
       __syncwarp();
-      if (threadIdx.x % kWarpSize == 0) add_released(ready + kReadyBlocks + block, 1);
+      if (threadIdx.x % kWarpSize == 0) red_release_add(ready + kReadyBlocks + block, 1);
     }
   }
 
-  // By a whole warp, until these rows may be copied.
-  __device__ __forceinline__ void wait(int row, int end_row, int k) const {
-    const uint32_t of_block = tasks_of_block(k), lane = threadIdx.x % kWarpSize;
-    const uint32_t block = static_cast<uint32_t>(row) / kBlockRows + lane;
-    const bool is_own = block <= static_cast<uint32_t>(end_row - 1) / kBlockRows;
-    while (!__all_sync(~0u, !is_own || load_acquired(ready + kReadyBlocks + block) >= of_block)) {
+  // Waits until rows `row` .. `end_row` - 1 can be loaded by TMA, by a whole warp.
+  __device__ __forceinline__ void wait_rows(int row, int end_row, int k) const {
+    const uint32_t block_tasks = tasks_per_block(k), lane = threadIdx.x % kWarpSize;
+    const uint32_t block = static_cast<uint32_t>(row) / kBlockRows + lane;  // a lane for each block
+    const bool needed = block <= static_cast<uint32_t>(end_row - 1) / kBlockRows;
+    while (!__all_sync(~0u, !needed || ld_acquire(ready + kReadyBlocks + block) >= block_tasks)) {
       __nanosleep(100);
     }
-    fence_for_copies_of_memory();
+    fence_proxy_async_global();
     __syncwarp();
   }
 
@@ -171,18 +189,20 @@ struct RowsBeside {
   }
 };
 static_assert(kTileColumns / kBlockRows + 1 <= kWarpSize, "a lane for each block of a tile's rows");
-static_assert(ready_counters(kBlockRows) == RowsBeside::kReadyBlocks + 1 &&
-                  ready_counters(kBlockRows + 1) == RowsBeside::kReadyBlocks + 2,
-              "room for all words");
+static_assert(ready_counters(kBlockRows) == OverlappedDequantize::kReadyBlocks + 1 &&
+                  ready_counters(kBlockRows + 1) == OverlappedDequantize::kReadyBlocks + 2,
+              "ready_counters() counts all words of `ready`");
 
-static __global__ void __launch_bounds__(kWidenThreads) clear_ready_kernel(uint32_t* ready, int64_t words) {
+// Zeroes the counters before the GEMM.
+static __global__ void __launch_bounds__(kDequantizeThreads)
+    clear_ready_kernel(uint32_t* ready, int64_t words) {
   pdl_wait();
   pdl_launch_dependents();
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kWidenThreads + threadIdx.x;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kDequantizeThreads + threadIdx.x;
   if (i < words) ready[i] = 0;
 }
 
-// Bytes of a line of scales.
+// Scales of a row, padded to words of four.
 template <typename Format>
 int64_t scale_width(int64_t k) {
   constexpr int64_t kScaled = int64_t{1} << Format::kScaleShift;
@@ -191,26 +211,27 @@ int64_t scale_width(int64_t k) {
 
 // Format is that of the rows.
 template <typename Format>
-CodeRows code_rows(const GroupedGemmArgs& args) {
+QuantizedRows make_quantized_rows(const GroupedGemmArgs& args) {
   const ByteScales scales{static_cast<const uint8_t*>(args.a_scale), scale_width<Format>(args.k),
                           args.a_tiled};
   return {static_cast<const uint8_t*>(args.a), scales, static_cast<uint4*>(args.a_dequantized)};
 }
 
 template <typename Format>
-void launch_widen_rows(const GroupedGemmArgs& args, cudaStream_t stream) {
-  const int64_t steps = dequantized_columns(args.k) / kStepCodes,
+void launch_dequantize_rows(const GroupedGemmArgs& args, cudaStream_t stream) {
+  const int64_t steps = dequantized_columns(args.k) / kStepElements,
                 blocks = (args.rows + kBlockRows - 1) / kBlockRows;
   const int64_t units = blocks * (kBlockRows / kUnitRows) * ((steps + kUnitSteps - 1) / kUnitSteps);
-  launch_pdl(widen_rows_kernel<Format>, grid_size(units, kWidenThreads / kWarpSize), kWidenThreads, 0, stream,
-             code_rows<Format>(args), args.offsets ? args.offsets + args.groups : nullptr,
-             static_cast<int>(args.rows), static_cast<int>(args.k));
-  check_launch("widen_rows_kernel");
+  launch_pdl(dequantize_rows_kernel<Format>, grid_size(units, kDequantizeThreads / kWarpSize),
+             kDequantizeThreads, 0, stream, make_quantized_rows<Format>(args),
+             args.offsets ? args.offsets + args.groups : nullptr, static_cast<int>(args.rows),
+             static_cast<int>(args.k));
+  check_launch("dequantize_rows_kernel");
 }
 
 inline void launch_clear_ready(const GroupedGemmArgs& args, cudaStream_t stream) {
   const int64_t words = ready_counters(args.rows);
-  launch_pdl(clear_ready_kernel, grid_size(words, kWidenThreads), kWidenThreads, 0, stream,
+  launch_pdl(clear_ready_kernel, grid_size(words, kDequantizeThreads), kDequantizeThreads, 0, stream,
              static_cast<uint32_t*>(args.a_ready_rows), words);
   check_launch("clear_ready_kernel");
 }

@@ -1,354 +1,258 @@
-// Products of ragged rows of microscaled codes on Hopper, whose tensor cores have no scales for 32 or 16 codes: codes become
-// bfloat16 on their way, so that widened weights are never in memory.
+// Grouped GEMM of MXFP8 or NVFP4 operands with ragged rows on Hopper. For the rows i of group g:
 //
-// Shared memory gives products what they read at half of its rate. Were both operands decoded there, one as it is written back,
-// the other half would not do, so that the two go different ways. The weights are the left operand, which products may take from
-// registers: a thread decodes what it multiplies by, while the products of the step before run. The rows are the right operand:
-// they go to memory in bfloat16 once (hopper_widen.cuh), by warps of these blocks that have nothing else to do and keep ahead of
-// the copies, or by a small kernel before. So tiles are turned: 128 columns of the output by 256 of its rows.
+//   out[i] = dequantize(a[i]) @ dequantize(b[g])^T * alpha[g] + bias_scale[i] * bias[g] + beta[g] * out[i]
+//
+//   a    [T, k], b [G, n, k]: K-major. MXFP8 (E4M3 or E5M2, one E8M0 scale for 32 elements), or
+//        NVFP4 (E2M1, one E4M3 scale for 16 elements)
+//   out  [T, n], BF16
+//
+// Hopper's tensor cores know no such scales, so both operands are dequantized to BF16, exactly. A and B are
+// swapped: the kernel computes out^T, with the weights b as operand A of WGMMA and the rows a as operand B.
+//   A (weights)  TMA loads quantized data to shared memory. Each thread dequantizes its WGMMA fragment into
+//                registers, while the WGMMAs of the previous step run (dequantize_a_operand.cuh). Global
+//                memory never has a BF16 copy of the weights.
+//   B (rows)     Dequantized once to global memory (dequantize_b_prepass.cuh), by a kernel before this one or
+//                by idle warps of this kernel, and loaded by TMA as BF16.
+// Dequantizing both operands through shared memory instead is slower: WGMMA takes half of the shared memory
+// bandwidth.
+//
+// Grid: persistent, at most one CTA for each SM, in clusters of 2 CTAs; each CTA computes tiles of 128
+// columns x 256 rows of the output. Block: 3 warpgroups of 128 threads.
+//   Warp 0            producer: runs the tile scheduler; lane 0 starts all TMA loads.
+//   Warps 1-3         dequantize rows if that is overlapped; then zero the rows past the last group.
+//   Warpgroups 1, 2   consumers: 64 columns x 256 rows each. They run the same tile scheduler.
+// Shared memory: 3 stages of 16 KiB of A, 4 stages of 32 KiB of B, 2 output boxes of 8 KiB for each consumer,
+// mbarriers.
 #pragma once
 
 #include "gemm/sm90/grouped_gemm.cuh"
-#include "gemm/sm90/microscaled/dequantize_a_operand.cuh"
-#include "gemm/sm90/microscaled/dequantize_b_prepass.cuh"
+#include "gemm/sm90/microscaled/mma_dequantized.cuh"
 
 namespace transformer_plugin::gemm::sm90 {
 
-// Two rings: the left operand's codes, which last for some steps, and the right one's values, for one each.
-struct DecodedShared {
-  static constexpr int kLefts = 3, kStages = 4, kBoxes = 2;
+using SwapAbTileScheduler = BasicTileScheduler<true>;
 
-  alignas(1024) uint8_t left[kLefts][kLeftBoxes][kBoxBytes];
-  alignas(1024) uint8_t right[kStages][kRightBoxes][kBoxBytes];
-  alignas(1024) uint8_t out[kMultipliers][kBoxes][kBoxBytes];
-  uint64_t left_full[kLefts], left_empty[kLefts];
-  uint64_t full[kStages], empty[kStages];
-};
-static_assert(sizeof(DecodedShared) <= 232448, "what a block may have");
-
-struct Lefts {
-  static constexpr int kStages = DecodedShared::kLefts;
-};
-using LeftPlace = Place<Lefts>;
-using RightPlace = Place<DecodedShared>;
-
-__device__ __forceinline__ void init_rings(DecodedShared& shared) {
-  if (threadIdx.x == 0) {
-    constexpr int kReaders = kCluster * kMultipliers * kWarpgroup / kWarpSize;
-    for (int i = 0; i < DecodedShared::kLefts; ++i) {
-      init_barrier(&shared.left_full[i], 1);
-      init_barrier(&shared.left_empty[i], kReaders);
-    }
-    for (int i = 0; i < DecodedShared::kStages; ++i) {
-      init_barrier(&shared.full[i], 1);
-      init_barrier(&shared.empty[i], kReaders);
-    }
-    publish_barriers();
-  }
-  sync_cluster();
-}
-
-// Where a warpgroup's part of a turned tile lies.
-struct TurnedPart {
-  int group, number;       // the warpgroup's, of those that multiply
-  int column, end_column;  // of the output, the first of its 64, and the output's end
-  int row, end_row;        // the first of its 256, and the group's end
-};
-
-// Starts the products of a step with so many halves of the rows.
-template <int halves>
-__device__ __forceinline__ void multiply_step(float (&sums)[kSums], const Values (&values)[2], uint64_t b) {
-  begin_products();
+// Scales and bias for accumulators of out^T. Of the 16 columns of its warp a thread has columns l = lane / 4
+// (acc[4 j], acc[4 j + 1]) and l + 8 (acc[4 j + 2], acc[4 j + 3]), in rows 8 j + 2 (lane % 4) and the next.
+__device__ __forceinline__ void scale_and_add_bias_transposed(const GroupedGemmParams& args,
+                                                              const SwapAbWarpgroupTile& wg_tile,
+                                                              float residual_scale,
+                                                              float (&acc)[kAccumulators]) {
+  const float factor = args.alpha ? args.alpha[wg_tile.group] : 1.0f;
 #pragma unroll
-  for (int i = 0; i < kStepCodes / 16; ++i) {  // descriptors count 16 bytes
-    const uint32_t a[] = {values[0][i * 2], values[1][i * 2], values[0][i * 2 + 1], values[1][i * 2 + 1]};
-    multiply_registers<halves>(sums, a, b + i * 2);
-  }
-  commit_products();
-}
-
-// Where decoding takes long, the two warpgroups start the products of their steps in turn: left to themselves they wait for their
-// products together, then decode together, and the tensor cores meanwhile for them. The second has its turn when the first has
-// started its products, and so on; which has none of a step takes its turn all the same.
-template <bool in_turn>
-struct Turns {
-  static constexpr int kFirstBarrier = 1 + kMultipliers, kBoth = kMultipliers * kWarpgroup;
-  int number;  // the warpgroup's
-
-  __device__ __forceinline__ explicit Turns(int own) : number(own) {
-    if (in_turn && number == 1) arrive_threads(kFirstBarrier, kBoth);
-  }
-  __device__ __forceinline__ void begin() const {
-    if (in_turn) sync_threads(kFirstBarrier + number, kBoth);
-  }
-  __device__ __forceinline__ void end() const {
-    if (in_turn) arrive_threads(kFirstBarrier + 1 - number, kBoth);
-  }
-  // After the last step: nobody is left who has arrived alone.
-  __device__ __forceinline__ void finish() const {
-    if (in_turn && number == 0) sync_threads(kFirstBarrier, kBoth);
-  }
-};
-static_assert(kMultipliers == 2, "two that take turns");
-
-// Sums a warpgroup's part of a tile, so many halves of its rows. The products of a step start while those of the one before run;
-// when these are done, the registers they read are free for what the next step multiplies by.
-template <typename Format, int halves>
-__device__ __forceinline__ void sum_decoded(const RowsArgs& args, const ByteScales& scales,
-                                            DecodedShared& shared, LeftPlace& left_place, RightPlace& place,
-                                            const Turns<Format::kInTurn>& turns, int steps,
-                                            const TurnedPart& part, float (&sums)[kSums]) {
-  using Step = typename LeftDecoder<Format>::Step;
-  LeftDecoder<Format> left(args, scales, part.group, part.column);
-  const auto decode = [&](int step, Step& values) {
-    if (step % kLineSteps<Format> == 0) wait(&shared.left_full[left_place.stage], left_place.parity);
-    left.decode(shared.left[left_place.stage][part.number], step, values);
-    if ((step + 1) % kLineSteps<Format> == 0 || step + 1 == steps) {
-      release(&shared.left_empty[left_place.stage]);
-      left_place.next();
-    }
-  };
-  int step = 0, read = -1;  // the stage of the step before
-  const auto take_step = [&](Step& own, Step& other) {
-    wait(&shared.full[place.stage], place.parity);
-    turns.begin();
-    multiply_step<halves>(sums, own, by_rows(shared.right[place.stage]));
-    turns.end();
-    wait_for_products<1>();
-    keep(other);
-    if (read >= 0) release(&shared.empty[read]);
-    read = place.stage;
-    place.next();
-    if (++step == steps) return false;
-    decode(step, other);
-    return true;
-  };
-  Step even = {}, odd = {};
-  decode(0, even);
-#pragma unroll 1
-  while (take_step(even, odd) && take_step(odd, even)) {
-  }
-  wait_for_products<0>();
-  keep(even);
-  keep(odd);
-  release(&shared.empty[read]);
-}
-
-// As many stages as sum_decoded reads.
-template <typename Format>
-__device__ __forceinline__ void skip_decoded(DecodedShared& shared, LeftPlace& left_place, RightPlace& place,
-                                             const Turns<Format::kInTurn>& turns, int steps) {
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step, place.next()) {
-    if (step % kLineSteps<Format> == 0) {
-      wait(&shared.left_full[left_place.stage], left_place.parity);
-      release(&shared.left_empty[left_place.stage]);
-      left_place.next();
-    }
-    wait(&shared.full[place.stage], place.parity);
-    turns.begin();
-    turns.end();
-    release(&shared.empty[place.stage]);
-  }
-}
-
-// As scale_and_add_bias, of turned sums: a thread has of the output's columns l = lane / 4 and l + 8 of its warp's 16 the rows
-// 8 j + 2 (lane % 4) and the next.
-__device__ __forceinline__ void scale_and_add_bias_turned(const RowsArgs& args, const TurnedPart& part,
-                                                          float left_over, float (&sums)[kSums]) {
-  const float factor = args.alpha ? args.alpha[part.group] : 1.0f;
-#pragma unroll
-  for (float& sum : sums) sum = sum * left_over * factor;
+  for (float& value : acc) value = value * residual_scale * factor;
   if (!args.bias) return;
   const int lane = threadIdx.x % kWarpSize;
-  const int column = part.column + threadIdx.x % kWarpgroup / kWarpSize * 16 + lane / 4;
-  const float* bias = args.bias + static_cast<int64_t>(part.group) * args.n;
+  const int column = wg_tile.column + threadIdx.x % kWarpgroupSize / kWarpSize * 16 + lane / 4;
+  const float* bias = args.bias + static_cast<int64_t>(wg_tile.group) * args.n;
   const float low = column < args.n ? bias[column] : 0.0f,
               high = column + 8 < args.n ? bias[column + 8] : 0.0f;
 #pragma unroll
   for (int j = 0; j < kTileColumns / 8; ++j) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = part.row + j * 8 + lane % 4 * 2 + i;
-      const float scale = args.bias_scale && row < part.end_row ? args.bias_scale[row] : 1.0f;
-      sums[j * 4 + i] = fmaf(scale, low, sums[j * 4 + i]);
-      sums[j * 4 + 2 + i] = fmaf(scale, high, sums[j * 4 + 2 + i]);
+      const int row = wg_tile.row + j * 8 + lane % 4 * 2 + i;
+      const float scale = args.bias_scale && row < wg_tile.end_row ? args.bias_scale[row] : 1.0f;
+      acc[j * 4 + i] = fmaf(scale, low, acc[j * 4 + i]);
+      acc[j * 4 + 2 + i] = fmaf(scale, high, acc[j * 4 + 2 + i]);
     }
   }
 }
 
-// Sums to the output, rounded, 64 of its rows at a time: matrices of 8 x 8 are turned on their way to shared memory.
-__device__ __forceinline__ void store_turned(const RowsArgs& args, const CUtensorMap& out_map,
-                                             const TurnedPart& part, const float (&sums)[kSums],
-                                             uint8_t (&boxes)[DecodedShared::kBoxes][kBoxBytes]) {
+// Rounds the accumulators and stores them, 64 rows of the output at a time. stmatrix transposes 8 x 8
+// matrices on the way.
+__device__ __forceinline__ void store_transposed(const GroupedGemmParams& args, const CUtensorMap& out_map,
+                                                 const SwapAbWarpgroupTile& wg_tile,
+                                                 const float (&acc)[kAccumulators],
+                                                 uint8_t (&boxes)[MxNvSharedStorage::kOutBoxes][kBoxBytes]) {
   using Out = __nv_bfloat16;
-  const bool first = threadIdx.x % kWarpgroup == 0;
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroup / kWarpSize;
+  const bool first = threadIdx.x % kWarpgroupSize == 0;
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
 #pragma unroll
-  for (int i = 0; i < kTileColumns / kBoxLines; ++i) {
-    const int row = part.row + i * kBoxLines;
-    if (row >= part.end_row) break;
-    uint8_t* box = boxes[i % DecodedShared::kBoxes];
-    if (first) wait_until_stored<DecodedShared::kBoxes - 1>();
-    sync_threads(1 + part.number, kWarpgroup);
+  for (int i = 0; i < kTileColumns / kBoxRows; ++i) {
+    const int row = wg_tile.row + i * kBoxRows;
+    if (row >= wg_tile.end_row) break;
+    uint8_t* box = boxes[i % MxNvSharedStorage::kOutBoxes];
+    if (first) tma_store_wait<MxNvSharedStorage::kOutBoxes - 1>();
+    named_barrier_sync(1 + wg_tile.consumer, kWarpgroupSize);
 #pragma unroll
-    for (int j = 0; j < kBoxLines / 8; j += 2) {
-      const float* own = &sums[i * 32 + j * 4];
-      const uint32_t words[] = {two_rounded<Out>(own[0], own[1]), two_rounded<Out>(own[2], own[3]),
-                                two_rounded<Out>(own[4], own[5]), two_rounded<Out>(own[6], own[7])};
+    for (int j = 0; j < kBoxRows / 8; j += 2) {
+      const float* own = &acc[i * 32 + j * 4];
+      const uint32_t words[] = {pack2<Out>(own[0], own[1]), pack2<Out>(own[2], own[3]),
+                                pack2<Out>(own[4], own[5]), pack2<Out>(own[6], own[7])};
       asm volatile(
           "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
               shared_address(swizzled(box, j * 8 + lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2))),
           "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
           : "memory");
     }
-    fence_for_copies();
-    sync_threads(1 + part.number, kWarpgroup);
-    if (row + kBoxLines <= part.end_row) {
-      if (first) store_box(out_map, box, part.column, row, 0);
+    fence_proxy_async();
+    named_barrier_sync(1 + wg_tile.consumer, kWarpgroupSize);
+    if (row + kBoxRows <= wg_tile.end_row) {
+      if (first) tma_store(out_map, box, wg_tile.column, row, 0);
     } else {  // rows of the next group follow
-      const Part own{part.group, part.number, row, part.end_row, part.column, part.end_column};
-      store_own_rows<Out>(box, args.out, args.out_row_stride, part.column, args.n, own);
-      fence_for_copies();
+      const WarpgroupTile own{wg_tile.group,   wg_tile.consumer, row,
+                              wg_tile.end_row, wg_tile.column,   wg_tile.end_column};
+      store_rows_of_group<Out>(box, args.out, args.out_row_stride, wg_tile.column, args.n, own);
+      fence_proxy_async();
     }
-    if (first) commit_stores();
+    if (first) tma_store_commit();
   }
 }
 
+// Producer warp: loads all stages of all tiles of this CTA.
+template <typename Format>
+__device__ __forceinline__ void mx_nv_producer_loop(const GroupedGemmParams& args, const CUtensorMap& a_map,
+                                                    const CUtensorMap& b_map,
+                                                    const OverlappedDequantize& overlapped,
+                                                    MxNvSharedStorage& shared, int steps, int cta_rank) {
+  const int clusters = static_cast<int>(gridDim.x) / kCluster;
+  APipelineState a_state;
+  BPipelineState b_state;
+  CtaTile tile;
+  SwapAbTileScheduler scheduler(args, cta_rank);
+  for (int index = clusterid_x(); scheduler.find_tile(index, tile); index += clusters) {
+    const int column = tile.row * kTileRows, row = scheduler.group_begin + tile.column * kTileColumns;
+    if (overlapped.ready && row < scheduler.group_end) {
+      overlapped.wait_rows(row, min(row + kTileColumns, scheduler.group_end), args.k);
+    }
+    if (threadIdx.x == 0) {
+#pragma unroll 1
+      for (int step = 0; step < steps; ++step, b_state.advance()) {
+        if (step % kStepsPerBox<Format> == 0) {
+          uint64_t* full = &shared.a_full[a_state.stage];
+          auto& boxes = shared.a[a_state.stage];
+          const int byte = step * kStepBytes<Format>;
+          mbarrier_wait(&shared.a_empty[a_state.stage], a_state.phase ^ 1);
+          mbarrier_arrive_expect_tx(full, sizeof(boxes));
+          for (int box = 0; box < kABoxes; ++box) {  // if the CTAs share A, each loads one box for both
+            if (!tile.shares_b && box != cta_rank) continue;
+            tma_load_or_multicast(!tile.shares_b, boxes[box], a_map, full, byte, column + box * kBoxRows,
+                                  tile.group);
+          }
+          a_state.advance();
+        }
+        mbarrier_wait(&shared.b_empty[b_state.stage], b_state.phase ^ 1);
+        producer_load_b(shared.b[b_state.stage], &shared.b_full[b_state.stage], cta_rank, tile.shares_b,
+                        [&](void* to, int box, uint64_t* barrier, bool multicast) {
+                          tma_load_or_multicast(multicast, to, b_map, barrier, step * kStepElements,
+                                                row + box * kBoxRows, 0);
+                        });
+      }
+    }
+    __syncwarp();
+  }
+}
+
+// Consumer warpgroup: mainloop and epilogue of all tiles of this CTA.
+template <typename Format>
+__device__ __forceinline__ void mx_nv_consumer_loop(const GroupedGemmParams& args, const CUtensorMap& out_map,
+                                                    const ByteScales& scales, MxNvSharedStorage& shared,
+                                                    int steps, int cta_rank, int consumer) {
+  using Out = __nv_bfloat16;
+  const int clusters = static_cast<int>(gridDim.x) / kCluster;
+  APipelineState a_state;
+  BPipelineState b_state;
+  CtaTile tile;
+  const WarpgroupOrder<Format::kOrderedWarpgroups> order(consumer);
+  SwapAbTileScheduler scheduler(args, cta_rank);
+  for (int index = clusterid_x(); scheduler.find_tile(index, tile); index += clusters) {
+    const SwapAbWarpgroupTile wg_tile{tile.group,
+                                      consumer,
+                                      tile.row * kTileRows + consumer * kBoxRows,
+                                      args.n,
+                                      scheduler.group_begin + tile.column * kTileColumns,
+                                      scheduler.group_end};
+    if (wg_tile.row >= wg_tile.end_row || wg_tile.column >= args.n) {
+      skip_tile<Format>(shared, a_state, b_state, order, steps);
+      continue;
+    }
+    if (group_beta(args, wg_tile.group) != 0.0f) {
+      source_tile<Out>(args, wg_tile).template prefetch<kTileColumns, kBoxRows>(~0u);
+    }
+    float acc[kAccumulators] = {};
+    if (wg_tile.row + kTileColumns / 2 < wg_tile.end_row) {
+      mma_dequantized<Format, 2>(args, scales, shared, a_state, b_state, order, steps, wg_tile, acc);
+    } else {
+      mma_dequantized<Format, 1>(args, scales, shared, a_state, b_state, order, steps, wg_tile, acc);
+    }
+    scale_and_add_bias_transposed(args, wg_tile, Format::kResidualScale * Format::kResidualScale, acc);
+    if (const float beta = group_beta(args, wg_tile.group); beta != 0.0f) {
+      source_tile<Out>(args, wg_tile).add_scaled_transposed(acc, beta);
+    }
+    store_transposed(args, out_map, wg_tile, acc, shared.out[consumer]);
+  }
+  order.finish();
+  if (threadIdx.x % kWarpgroupSize == 0) tma_store_wait<0>();
+}
+
+// Format is that of the weights.
 template <typename Format>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-    sm90_grouped_gemm_mx_nv_kernel(const __grid_constant__ CUtensorMap values_map,
-                                   const __grid_constant__ CUtensorMap codes_map,
+    sm90_grouped_gemm_mx_nv_kernel(const __grid_constant__ CUtensorMap b_map,
+                                   const __grid_constant__ CUtensorMap a_map,
                                    const __grid_constant__ CUtensorMap out_map,
                                    const __grid_constant__ ByteScales scales,
-                                   const __grid_constant__ RowsBeside beside,
-                                   const __grid_constant__ RowsArgs args) {
+                                   const __grid_constant__ OverlappedDequantize overlapped,
+                                   const __grid_constant__ GroupedGemmParams args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Out = __nv_bfloat16;
   extern __shared__ __align__(1024) uint8_t dynamic_shared[];
-  DecodedShared& shared = *reinterpret_cast<DecodedShared*>(dynamic_shared);
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
-  const int block = static_cast<int>(block_in_cluster());
+  MxNvSharedStorage& shared = *reinterpret_cast<MxNvSharedStorage*>(dynamic_shared);
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupSize, 0);
+  const int cta_rank = static_cast<int>(cluster_ctarank());
   if (threadIdx.x == 0) {
-    prefetch(values_map);
-    prefetch(codes_map);
-    prefetch(out_map);
+    prefetch_tensormap(b_map);
+    prefetch_tensormap(a_map);
+    prefetch_tensormap(out_map);
   }
-  init_rings(shared);
+  init_pipelines(shared);
   pdl_wait();
-  const int clusters = static_cast<int>(gridDim.x) / kCluster;
-  const int steps = (args.k + kStepCodes - 1) / kStepCodes;
-  Tile tile;
-  LeftPlace left_place;
-  RightPlace place;
+  const int steps = (args.k + kStepElements - 1) / kStepElements;
   if (warpgroup == 0) {
-    fewer_registers<kCopierRegisters>();
+    warpgroup_reg_dealloc<kProducerRegisters>();
     if (threadIdx.x >= kWarpSize) {
       const int warp = threadIdx.x / kWarpSize - 1;
-      if (beside.ready) {
+      if (overlapped.ready) {
         const int end = args.offsets ? args.offsets[args.groups] : args.rows;
-        beside.template widen<Format>(end, args.k);
+        overlapped.template run<Format>(end, args.k);
       }
-      zero_tail_rows<Out>(args, kWarpgroup / kWarpSize - 1, warp);
+      zero_tail_rows<__nv_bfloat16>(args, kWarpgroupSize / kWarpSize - 1, warp);
     } else {
-      WalkOf<true> walk(args, block);
-      for (int index = cluster_in_grid(); walk.find(index, tile); index += clusters) {
-        const int line = tile.row * kTileRows, row = walk.begin_row + tile.column * kTileColumns;
-        if (beside.ready && row < walk.end_row)
-          beside.wait(row, min(row + kTileColumns, walk.end_row), args.k);
-        if (threadIdx.x == 0) {
-#pragma unroll 1
-          for (int step = 0; step < steps; ++step, place.next()) {
-            if (step % kLineSteps<Format> == 0) {
-              uint64_t* full = &shared.left_full[left_place.stage];
-              auto& boxes = shared.left[left_place.stage];
-              const int byte = step * kStepBytes<Format>;
-              wait(&shared.left_empty[left_place.stage], left_place.parity ^ 1);
-              arrive_and_expect(full, sizeof(boxes));
-              for (int box = 0; box < kLeftBoxes;
-                   ++box) {  // of the same lines each block loads half for both
-                if (!tile.same_columns && box != block) continue;
-                load(!tile.same_columns, boxes[box], codes_map, full, byte, line + box * kBoxLines,
-                     tile.group);
-              }
-              left_place.next();
-            }
-            wait(&shared.empty[place.stage], place.parity ^ 1);
-            fill_right(shared.right[place.stage], &shared.full[place.stage], block, tile.same_columns,
-                       [&](void* to, int box, uint64_t* barrier, bool for_both) {
-                         load(for_both, to, values_map, barrier, step * kStepCodes, row + box * kBoxLines, 0);
-                       });
-          }
-        }
-        __syncwarp();
-      }
+      mx_nv_producer_loop<Format>(args, a_map, b_map, overlapped, shared, steps, cta_rank);
     }
   } else {
-    more_registers<kMultiplierRegisters>();
-    const int number = warpgroup - 1;
-    const Turns<Format::kInTurn> turns(number);
-    WalkOf<true> walk(args, block);
-    for (int index = cluster_in_grid(); walk.find(index, tile); index += clusters) {
-      const TurnedPart part{tile.group,
-                            number,
-                            tile.row * kTileRows + number * kBoxLines,
-                            args.n,
-                            walk.begin_row + tile.column * kTileColumns,
-                            walk.end_row};
-      if (part.row >= part.end_row || part.column >= args.n) {  // nothing of this warpgroup's
-        skip_decoded<Format>(shared, left_place, place, turns, steps);
-        continue;
-      }
-      if (beta_of(args, part.group) != 0.0f) {
-        held_by<Out>(args, part).template send<kTileColumns, kBoxLines>(~0u);
-      }
-      float sums[kSums] = {};
-      if (part.row + kTileColumns / 2 < part.end_row) {
-        sum_decoded<Format, 2>(args, scales, shared, left_place, place, turns, steps, part, sums);
-      } else {
-        sum_decoded<Format, 1>(args, scales, shared, left_place, place, turns, steps, part, sums);
-      }
-      scale_and_add_bias_turned(args, part, Format::kLeftOver * Format::kLeftOver, sums);
-      if (const float beta = beta_of(args, part.group); beta != 0.0f) {
-        held_by<Out>(args, part).add_turned(sums, beta);
-      }
-      store_turned(args, out_map, part, sums, shared.out[number]);
-    }
-    turns.finish();
-    if (threadIdx.x % kWarpgroup == 0) wait_until_stored<0>();
+    warpgroup_reg_alloc<kConsumerRegisters>();
+    mx_nv_consumer_loop<Format>(args, out_map, scales, shared, steps, cta_rank, warpgroup - 1);
   }
-  sync_cluster();  // neither block leaves while the other may arrive at its barriers
+  cluster_sync();  // a CTA must not exit while the other may still arrive at its mbarriers
 #endif
 }
 
-// AFormat and Format are those of the rows and of the weights.
-template <typename AFormat, typename Format>
+// RowFormat and WeightFormat are the formats of args.a and args.b.
+template <typename RowFormat, typename WeightFormat>
 void launch_grouped_gemm_mx_nv(const GroupedGemmArgs& args, const Sm90Config& config, void* stream_handle) {
   const auto stream = static_cast<cudaStream_t>(stream_handle);
   const bool overlaps = overlaps_dequantize(args, config);
-  overlaps ? launch_clear_ready(args, stream) : launch_widen_rows<AFormat>(args, stream);
-  constexpr auto kernel = sm90_grouped_gemm_mx_nv_kernel<Format>;
+  overlaps ? launch_clear_ready(args, stream) : launch_dequantize_rows<RowFormat>(args, stream);
+  constexpr auto kernel = sm90_grouped_gemm_mx_nv_kernel<WeightFormat>;
   static DynamicSharedMemory shared_memory;
-  constexpr int kShared = sizeof(DecodedShared);
-  shared_memory.allow(kernel, kShared);
+  constexpr int kSharedBytes = sizeof(MxNvSharedStorage);
+  shared_memory.allow(kernel, kSharedBytes);
   const int64_t padded = dequantized_columns(args.k);
-  const int64_t bytes = args.k * static_cast<int64_t>(sizeof(typename Format::Codes)) / kChunk;  // of a line
-  const CUtensorMap values = tensor_map(
-      {args.a_dequantized, DType::kBFloat16, padded, args.rows, 1, padded, args.rows * padded}, kBoxLines);
-  const CUtensorMap codes =
-      tensor_map({args.b, args.dtype, bytes, args.n, args.groups, bytes, args.n * bytes}, kBoxLines);
-  const CUtensorMap out = tensor_map(
-      {args.out, args.out_dtype, args.n, args.rows, 1, args.out_row_stride, args.rows * args.out_row_stride},
-      kBoxLines);
-  const ByteScales scales{static_cast<const uint8_t*>(args.b_scale), scale_width<Format>(args.k),
+  const int64_t row_bytes = args.k * static_cast<int64_t>(sizeof(typename WeightFormat::Packed)) / kChunk;
+  const CUtensorMap rows = tensor_map(
+      {args.a_dequantized, DType::kBFloat16, padded, args.rows, 1, padded, args.rows * padded}, kBoxRows);
+  const CUtensorMap weights = tensor_map(
+      {args.b, args.dtype, row_bytes, args.n, args.groups, row_bytes, args.n * row_bytes}, kBoxRows);
+  const ByteScales scales{static_cast<const uint8_t*>(args.b_scale), scale_width<WeightFormat>(args.k),
                           args.b_tiled};
-  RowsBeside beside{};
+  OverlappedDequantize overlapped{};
   if (overlaps) {
-    beside = {code_rows<Format>(args), static_cast<uint32_t*>(args.a_ready_rows),
-              args.dtype == DType::kFloat8E5M2};
+    overlapped = {make_quantized_rows<WeightFormat>(args), static_cast<uint32_t*>(args.a_ready_rows),
+                  args.dtype == DType::kFloat8E5M2};
   }
-  launch_pdl(kernel, grid_of(config), kThreads, kShared, stream, values, codes, out, scales, beside,
-             rows_args(args));
+  launch_pdl(kernel, grid_blocks(config), kThreads, kSharedBytes, stream, rows, weights, out_map(args),
+             scales, overlapped, make_params(args));
   check_launch("sm90_grouped_gemm_mx_nv_kernel");
 }
 

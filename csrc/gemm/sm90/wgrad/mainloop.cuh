@@ -1,4 +1,9 @@
-// How a warpgroup sums its part of a tile of a weight gradient on Hopper, for each kind of operands.
+// Mainloop policies of weight gradients: how the producer loads a stage, and how a consumer warpgroup
+// accumulates its 64 x 256 tile over the rows of a group, for each operand format.
+//
+// K of these GEMMs is the token dimension T. A policy defines SharedStorage; kRows, the rows (K) of a stage;
+// kGroupScales; kPublishesTiles (the producer publishes a TileInfo with each tile; otherwise all warps run
+// the scheduler); encode(), the tensor maps; load_stage(); and mma().
 #pragma once
 
 #include <tuple>
@@ -6,43 +11,16 @@
 #include "gemm/sm90/align_groups.h"
 #include "gemm/sm90/pipeline.cuh"
 #include "gemm/sm90/tensor_map.h"
+#include "gemm/sm90/wgrad/params.cuh"
 
 namespace transformer_plugin::gemm::sm90 {
 
-struct WeightGradArgs {
-  const int32_t* offsets;  // or null for one group of all rows
-  const float* alpha;
-  const float* beta;  // of what `out` holds
-  void* out;
-  const float *a_scale, *b_scale;  // of whole groups, of the gradient and of the input: [groups]
-  int64_t group_stride, row_stride;
-  int groups, rows, m, n;
-  uint32_t thread_boxes;
-  bool accumulate;
-  bool all_realigned;
-  // Of a list of outputs, one for each group, their maps and addresses; or null for the stack.
-  const CUtensorMap* out_maps;
-  void* const* outs;
-};
-
-struct WeightGradMaps {
-  CUtensorMap grad, input;
-  CUtensorMap grad_moved, input_moved;  // of operands with groups at multiples of 16 bytes
-  CUtensorMap grad_scale, input_scale;  // of blocks of 1x128: [row tiles, m] and [row tiles, n]
-  CUtensorMap out;
-};
-
-// The rows of a group that a tile sums over, and the number of the first of the matrix's row tiles that are the group's.
-struct Rows {
-  int begin, end;
-  int first_tile;
-};
-
-// Row tiles of groups, one group after the other: kRows rows each, and each group begins one.
+// Counts row tiles. The rows of each group are divided into tiles of kRows; scales are stored row tile by row
+// tile, those of a group after those of the groups before it.
 template <int kRows>
-class RowTiles {
+class ScaleRowTiles {
  public:
-  // Those of the groups before `group`, which never decreases.
+  // Row tiles of the groups before `group`, which must not decrease between calls.
   __device__ __forceinline__ int before(const int32_t* offsets, int group) {
 #pragma unroll 1
     for (; group_ < group; ++group_) tiles_ += (offsets[group_ + 1] - offsets[group_] + kRows - 1) / kRows;
@@ -55,247 +33,266 @@ class RowTiles {
 
 __device__ __forceinline__ int round_up(int size, int to) { return (size + to - 1) / to * to; }
 
-// The products of a stage, `most` as a rule, of a group's last maybe fewer: multiply(i) starts the i-th. Few are a loop of
-// its own, so that nothing is decided between many.
-template <int most, typename Multiply>
-__device__ __forceinline__ void multiply_each(int count, Multiply multiply) {
-  if (count >= most) {
-    begin_products();
+// Starts the WGMMAs of a stage: issue(i) for i < count. A full stage is unrolled without branches; the last
+// stage of a group, which may need fewer, is a loop.
+template <int max_count, typename Issue>
+__device__ __forceinline__ void wgmma_k_blocks(int count, Issue issue) {
+  if (count >= max_count) {
+    wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < most; ++i) multiply(i);
-    commit_products();
+    for (int i = 0; i < max_count; ++i) issue(i);
+    wgmma_commit();
     return;
   }
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
-    begin_products();
-    multiply(i);
-    commit_products();
+    wgmma_fence();
+    issue(i);
+    wgmma_commit();
   }
 }
 
-// Those that multiply have changed the stage.
-__device__ __forceinline__ void sync_changed_stage() {
-  fence_for_copies();
-  sync_threads(1 + kMultipliers, kMultipliers * kWarpgroup);
+// The consumers have written to a stage: makes that visible to WGMMA of both warpgroups.
+__device__ __forceinline__ void fence_and_sync_consumers() {
+  fence_proxy_async();
+  named_barrier_sync(1 + kConsumerWarpgroups, kConsumerWarpgroups * kWarpgroupSize);
 }
 
-// 16-bit operands [T, m] and [T, n].
+// BF16 or FP16 operands grad [T, m] and input [T, n], both MN-major.
 template <typename T>
-struct PlainColumns {
-  using Shared = PlainShared;
-  static constexpr int kRows = kBoxLines;  // of a stage
-  static constexpr bool group_scales = false;
-  static constexpr bool kIsTold = true;  // of tiles, by the copier
+struct WgradMainloop16Bit {
+  using SharedStorage = SharedStorageDefault;
+  static constexpr int kRows = kBoxRows;
+  static constexpr bool kGroupScales = false;
+  static constexpr bool kPublishesTiles = true;
 
-  static void encode(WeightGradMaps& maps, const GroupedGemmArgs& args) {
-    const auto map = [&](const void* data, int64_t lines) {
-      return tensor_map({data, args.dtype, lines, args.rows, 1, lines, args.rows * lines}, kRows);
+  static void encode(WgradTensorMaps& maps, const GroupedGemmArgs& args) {
+    const auto map = [&](const void* data, int64_t columns) {
+      return tensor_map({data, args.dtype, columns, args.rows, 1, columns, args.rows * columns}, kRows);
     };
     maps.grad = map(args.a, args.m);
     maps.input = map(args.b, args.n);
   }
 
-  static __device__ __forceinline__ void fill(const WeightGradMaps& maps, const WeightGradArgs&,
-                                              Shared& shared, const Place<Shared>& place, int block,
-                                              const Tile& tile, const Rows&, int row) {
-    fill_stage(
-        shared, place, block, tile.same_columns,
-        [&](void* to, int box, uint64_t* barrier, bool for_both) {
-          load(for_both, to, maps.grad, barrier, tile.row * kTileRows + box * kBoxLines, row, 0);
+  static __device__ __forceinline__ void load_stage(const WgradTensorMaps& maps, const WgradParams&,
+                                                    SharedStorage& shared,
+                                                    const PipelineState<SharedStorage>& state, int cta_rank,
+                                                    const CtaTile& tile, const GroupRows&, int row) {
+    producer_load(
+        shared, state, cta_rank, tile.shares_b,
+        [&](void* to, int box, uint64_t* barrier, bool multicast) {
+          tma_load_or_multicast(multicast, to, maps.grad, barrier, tile.row * kTileRows + box * kBoxRows, row,
+                                0);
         },
-        [&](void* to, int box, uint64_t* barrier, bool for_both) {
-          load(for_both, to, maps.input, barrier, tile.column * kTileColumns + box * kBoxLines, row, 0);
+        [&](void* to, int box, uint64_t* barrier, bool multicast) {
+          tma_load_or_multicast(multicast, to, maps.input, barrier,
+                                tile.column * kTileColumns + box * kBoxRows, row, 0);
         });
   }
 
-  // Zeroes the rows of a stage that are past the group's end, as far as products read them, by all that multiply.
-  static __device__ __forceinline__ void zero_rows(Stage& stage, int left) {
-    const int pieces = (round_up(left, kProductRows) - left) * (kLine / 16);  // of a box
-    constexpr int kBoxes = kLeftBoxes + kRightBoxes;
-    for (int i = static_cast<int>(threadIdx.x) - kWarpgroup; i < pieces * kBoxes;
-         i += kMultipliers * kWarpgroup) {
-      const int box = i / pieces;
-      uint8_t* to = box < kLeftBoxes ? stage.left[box] : stage.right[box - kLeftBoxes];
-      *reinterpret_cast<uint4*>(to + left * kLine + i % pieces * 16) = uint4{};
+  // Zeroes the rows of a stage that are past the end of the group, as far as WGMMAs read them: they belong to
+  // the next group and may contain NaN. Called by all consumers; the group has `remaining` rows in this
+  // stage.
+  static __device__ __forceinline__ void zero_rows(Stage& stage, int remaining) {
+    const int chunks = (round_up(remaining, kWgmmaK) - remaining) * (kSwizzleBytes / 16);  // of a box
+    constexpr int kBoxes = kABoxes + kBBoxes;
+    for (int i = static_cast<int>(threadIdx.x) - kWarpgroupSize; i < chunks * kBoxes;
+         i += kConsumerWarpgroups * kWarpgroupSize) {
+      const int box = i / chunks;
+      uint8_t* to = box < kABoxes ? stage.a[box] : stage.b[box - kABoxes];
+      *reinterpret_cast<uint4*>(to + remaining * kSwizzleBytes + i % chunks * 16) = uint4{};
     }
-    sync_changed_stage();
+    fence_and_sync_consumers();
   }
 
-  // Of so many rows; none are a stage without products.
-  static __device__ __forceinline__ void sum(Shared& shared, Place<Shared>& place, int left, int number,
-                                             float (&sums)[kSums]) {
-    int read = -1;  // the stage of the step before
+  // Accumulates `remaining` rows. A group without rows has one stage and no WGMMAs.
+  static __device__ __forceinline__ void mma(SharedStorage& shared, PipelineState<SharedStorage>& state,
+                                             int remaining, int consumer, float (&acc)[kAccumulators]) {
+    int previous = -1;  // stage that the WGMMAs of the previous step read
     do {
-      wait(&shared.full[place.stage], place.parity);
-      Stage& stage = shared.stages[place.stage];
-      if (left < kRows) zero_rows(stage, left);
-      const uint64_t a = by_columns(stage.left[number], kBoxBytes), b = by_columns(stage.right, kBoxBytes);
-      multiply_each<kRows / kProductRows>((left + kProductRows - 1) / kProductRows, [&](int i) {
-        multiply<T, true, true>(sums, a + i * kLine, b + i * kLine);  // descriptors count 16 bytes
+      mbarrier_wait(&shared.full[state.stage], state.phase);
+      Stage& stage = shared.stages[state.stage];
+      if (remaining < kRows) zero_rows(stage, remaining);
+      const uint64_t a = smem_desc_mn_major(stage.a[consumer], kBoxBytes),
+                     b = smem_desc_mn_major(stage.b, kBoxBytes);
+      wgmma_k_blocks<kRows / kWgmmaK>((remaining + kWgmmaK - 1) / kWgmmaK, [&](int i) {
+        wgmma<T, true, true>(acc, a + i * kSwizzleBytes, b + i * kSwizzleBytes);  // 16 rows of 128 bytes
       });
-      wait_for_products<1>();
-      if (read >= 0) release(&shared.empty[read]);
-      read = place.stage;
-      left -= kRows;
-      place.next();
-    } while (left > 0);
-    wait_for_products<0>();
-    release(&shared.empty[read]);
+      wgmma_wait<1>();
+      if (previous >= 0) consumer_release(&shared.empty[previous]);
+      previous = state.stage;
+      remaining -= kRows;
+      state.advance();
+    } while (remaining > 0);
+    wgmma_wait<0>();
+    consumer_release(&shared.empty[previous]);
   }
 };
 
-// FP8 codes [m, T] and [n, T], a row of T a line, however their scales lie.
-struct CodeLines {
-  static constexpr int kRows = kLine;  // of a stage
-  static constexpr bool kIsTold = false;
+// What both FP8 policies share. Operands are grad [m, T] and input [n, T], both K-major. TMA boxes begin at
+// multiples of 16 bytes, groups anywhere: groups that begin elsewhere are read from realigned copies
+// (align_groups.h).
+struct WgradFp8Operands {
+  static constexpr int kRows = kSwizzleBytes;
+  static constexpr bool kPublishesTiles = false;
 
-  static void encode(WeightGradMaps& maps, const GroupedGemmArgs& args) {
-    const auto map = [&](const void* data, int64_t rows, int64_t lines) {
-      return tensor_map({data, args.dtype, rows, lines, 1, rows, rows * lines}, kBoxLines);
+  static void encode(WgradTensorMaps& maps, const GroupedGemmArgs& args) {
+    const auto map = [&](const void* data, int64_t length, int64_t rows) {
+      return tensor_map({data, args.dtype, length, rows, 1, length, length * rows}, kBoxRows);
     };
     if (!args.all_realigned) {
       maps.grad = map(args.a, args.rows, args.m);
       maps.input = map(args.b, args.rows, args.n);
     }
     if (args.a_realigned) {
-      const int64_t columns = quantize::aligned_length(args.rows, args.groups);
-      maps.grad_moved = map(args.a_realigned, columns, args.m);
-      maps.input_moved = map(args.b_realigned, columns, args.n);
-      if (args.all_realigned) std::tie(maps.grad, maps.input) = std::tie(maps.grad_moved, maps.input_moved);
-    }
-  }
-
-  // `more_bytes` as of fill_stage.
-  template <typename Shared>
-  static __device__ __forceinline__ void fill_lines(const WeightGradMaps& maps, const WeightGradArgs& args,
-                                                    Shared& shared, const Place<Shared>& place, int block,
-                                                    const Tile& tile, const Rows& rows, int row,
-                                                    uint32_t more_bytes) {
-    const bool moved = is_moved(rows.begin, args.all_realigned);
-    const CUtensorMap& grad = moved ? maps.grad_moved : maps.grad;
-    const CUtensorMap& input = moved ? maps.input_moved : maps.input;
-    const int begin = moved ? static_cast<int>(quantize::aligned_begin(rows.begin, tile.group)) : rows.begin;
-    const int at = begin + row - rows.begin;
-    const int left = tile.row * kTileRows, right = tile.column * kTileColumns;
-    fill_stage(
-        shared, place, block, tile.same_columns,
-        [&](void* to, int box, uint64_t* barrier, bool for_both) {
-          load(for_both, to, grad, barrier, at, left + box * kBoxLines, 0);
-        },
-        [&](void* to, int box, uint64_t* barrier, bool for_both) {
-          load(for_both, to, input, barrier, at, right + box * kBoxLines, 0);
-        },
-        more_bytes);
-  }
-
-  // Zeroes the rows of a stage that are past the group's end, by all that multiply: the ends of its lines. The products of all
-  // of a stage are made; to leave out those of zeros would cost what the others take more than it spares.
-  static __device__ __forceinline__ void zero_rows(Stage& stage, int left) {
-    constexpr int kLines = (kLeftBoxes + kRightBoxes) * kBoxLines;
-    for (int i = static_cast<int>(threadIdx.x) - kWarpgroup; i < kLines; i += kMultipliers * kWarpgroup) {
-      const int box = i / kBoxLines, line = i % kBoxLines;
-      uint8_t* lines = box < kLeftBoxes ? stage.left[box] : stage.right[box - kLeftBoxes];
-      int piece = left / 16;
-      if (left % 16 != 0) {
-        uint8_t* end = swizzled(lines, line, piece++);
-        for (int byte = left % 16; byte < 16; ++byte) end[byte] = 0;
+      const int64_t length = quantize::aligned_length(args.rows, args.groups);
+      maps.grad_realigned = map(args.a_realigned, length, args.m);
+      maps.input_realigned = map(args.b_realigned, length, args.n);
+      if (args.all_realigned) {
+        std::tie(maps.grad, maps.input) = std::tie(maps.grad_realigned, maps.input_realigned);
       }
-      for (; piece < kLine / 16; ++piece) *reinterpret_cast<uint4*>(swizzled(lines, line, piece)) = uint4{};
     }
-    sync_changed_stage();
+  }
+
+  // Loads the operands of a stage. `extra_bytes` as in producer_load.
+  template <typename SharedStorage>
+  static __device__ __forceinline__ void load_operands(const WgradTensorMaps& maps, const WgradParams& args,
+                                                       SharedStorage& shared,
+                                                       const PipelineState<SharedStorage>& state,
+                                                       int cta_rank, const CtaTile& tile,
+                                                       const GroupRows& rows, int row, uint32_t extra_bytes) {
+    const bool realigned = is_realigned(rows.begin, args.all_realigned);
+    const CUtensorMap& grad = realigned ? maps.grad_realigned : maps.grad;
+    const CUtensorMap& input = realigned ? maps.input_realigned : maps.input;
+    const int begin =
+        realigned ? static_cast<int>(quantize::aligned_begin(rows.begin, tile.group)) : rows.begin;
+    const int k = begin + row - rows.begin;
+    const int a_row = tile.row * kTileRows, b_row = tile.column * kTileColumns;
+    producer_load(
+        shared, state, cta_rank, tile.shares_b,
+        [&](void* to, int box, uint64_t* barrier, bool multicast) {
+          tma_load_or_multicast(multicast, to, grad, barrier, k, a_row + box * kBoxRows, 0);
+        },
+        [&](void* to, int box, uint64_t* barrier, bool multicast) {
+          tma_load_or_multicast(multicast, to, input, barrier, k, b_row + box * kBoxRows, 0);
+        },
+        extra_bytes);
+  }
+
+  // Zeroes the K elements of a stage that are past the end of the group. Called by all consumers. All WGMMAs
+  // of the stage are executed: skipping those of zeros would slow down the others.
+  static __device__ __forceinline__ void zero_rows(Stage& stage, int remaining) {
+    constexpr int kOperandRows = (kABoxes + kBBoxes) * kBoxRows;
+    for (int i = static_cast<int>(threadIdx.x) - kWarpgroupSize; i < kOperandRows;
+         i += kConsumerWarpgroups * kWarpgroupSize) {
+      const int box = i / kBoxRows, row = i % kBoxRows;
+      uint8_t* rows = box < kABoxes ? stage.a[box] : stage.b[box - kABoxes];
+      int chunk = remaining / 16;
+      if (remaining % 16 != 0) {
+        uint8_t* end = swizzled(rows, row, chunk++);
+        for (int byte = remaining % 16; byte < 16; ++byte) end[byte] = 0;
+      }
+      for (; chunk < kSwizzleBytes / 16; ++chunk) {
+        *reinterpret_cast<uint4*>(swizzled(rows, row, chunk)) = uint4{};
+      }
+    }
+    fence_and_sync_consumers();
   }
 };
 
-// E4M3 under scales of blocks of 1x128, which begin anew in each group. The sum of each block leaves the tensor cores as in
-// `Blocks` of hopper_operands.cuh. A scale for every line comes with the stage.
+// E4M3 operands with FP32 scales of 1x128 blocks, which begin anew in each group. As in MainloopFp8Block, the
+// sum of each block of 128 leaves the tensor cores and is scaled in FP32. The scales of all rows of both
+// operands are loaded with the stage.
 template <typename Out>
-struct BlockColumns : CodeLines {
-  using Shared = LineScaledShared<Out>;
-  static constexpr bool group_scales = false;
-  static_assert(kRows == 128, "a stage is a block");
-  // Pairs of scales that are read before they are wanted, the first of them while products run. More hold registers that
-  // the order of what is added wants.
-  static constexpr int kAhead = 4;
+struct WgradMainloopFp8Block : WgradFp8Operands {
+  using SharedStorage = SharedStorageWgradFp8Block<Out>;
+  static constexpr bool kGroupScales = false;
+  static_assert(kRows == 128, "a stage is one block of K");
+  // Pairs of B scales that are read ahead of their use, the first of them while WGMMAs run. More would need
+  // more registers.
+  static constexpr int kScalesAhead = 4;
 
-  static void encode(WeightGradMaps& maps, const GroupedGemmArgs& args) {
-    CodeLines::encode(maps, args);
-    const auto map = [&](const void* scales, int64_t lines, int box) {
+  static void encode(WgradTensorMaps& maps, const GroupedGemmArgs& args) {
+    WgradFp8Operands::encode(maps, args);
+    const auto map = [&](const void* scales, int64_t rows, int box) {
       const int64_t row_tiles = quantize::Layout::row_tiles(args.rows, args.groups);
-      return scale_map({scales, 1, row_tiles, ceil_div(lines, 4) * 4}, 1, box);
+      return scale_map({scales, 1, row_tiles, ceil_div(rows, 4) * 4}, 1, box);
     };
     maps.grad_scale = map(args.a_scale, args.m, kTileRows);
     maps.input_scale = map(args.b_scale, args.n, kTileColumns);
   }
 
-  static __device__ __forceinline__ void fill(const WeightGradMaps& maps, const WeightGradArgs& args,
-                                              Shared& shared, const Place<Shared>& place, int block,
-                                              const Tile& tile, const Rows& rows, int row) {
-    LineScales& scales = shared.beside[place.stage];
-    fill_lines(maps, args, shared, place, block, tile, rows, row, sizeof(scales));
+  static __device__ __forceinline__ void load_stage(const WgradTensorMaps& maps, const WgradParams& args,
+                                                    SharedStorage& shared,
+                                                    const PipelineState<SharedStorage>& state, int cta_rank,
+                                                    const CtaTile& tile, const GroupRows& rows, int row) {
+    WgradBlockScales& scales = shared.stage_data[state.stage];
+    load_operands(maps, args, shared, state, cta_rank, tile, rows, row, sizeof(scales));
     const int row_tile = rows.first_tile + (row - rows.begin) / kRows;
-    uint64_t* full = &shared.full[place.stage];
-    load_box(scales.left, maps.grad_scale, full, tile.row * kTileRows, row_tile, 0);
-    load_box(scales.right, maps.input_scale, full, tile.column * kTileColumns, row_tile, 0);
+    uint64_t* full = &shared.full[state.stage];
+    tma_load(scales.a, maps.grad_scale, full, tile.row * kTileRows, row_tile, 0);
+    tma_load(scales.b, maps.input_scale, full, tile.column * kTileColumns, row_tile, 0);
   }
 
-  static __device__ __forceinline__ void sum(Shared& shared, Place<Shared>& place, int left, int number,
-                                             float (&sums)[kSums]) {
+  static __device__ __forceinline__ void mma(SharedStorage& shared, PipelineState<SharedStorage>& state,
+                                             int remaining, int consumer, float (&acc)[kAccumulators]) {
     const int lane = threadIdx.x % kWarpSize;
-    const int line = number * kBoxLines + threadIdx.x % kWarpgroup / kWarpSize * 16 + lane / 4;
-    for (; left > 0; left -= kRows, place.next()) {
-      wait(&shared.full[place.stage], place.parity);
-      Stage& stage = shared.stages[place.stage];
-      const LineScales& scales = shared.beside[place.stage];
-      if (left < kRows) zero_rows(stage, left);
-      const uint64_t a = by_rows(stage.left[number]), b = by_rows(stage.right);
-      const float low = scales.left[line], high = scales.left[line + 8];
+    const int tile_row = consumer * kBoxRows + threadIdx.x % kWarpgroupSize / kWarpSize * 16 + lane / 4;
+    for (; remaining > 0; remaining -= kRows, state.advance()) {
+      mbarrier_wait(&shared.full[state.stage], state.phase);
+      Stage& stage = shared.stages[state.stage];
+      const WgradBlockScales& scales = shared.stage_data[state.stage];
+      if (remaining < kRows) zero_rows(stage, remaining);
+      const uint64_t a = smem_desc_k_major(stage.a[consumer]), b = smem_desc_k_major(stage.b);
+      const float low = scales.a[tile_row], high = scales.a[tile_row + 8];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float* right = &scales.right[half * 128 + lane % 4 * 2];
-        const auto scale_of = [&](int j) { return *reinterpret_cast<const float2*>(right + j * 8); };
-        float2 ahead[kAhead];
+        const float* b_scales = &scales.b[half * 128 + lane % 4 * 2];
+        const auto b_scale = [&](int j) { return *reinterpret_cast<const float2*>(b_scales + j * 8); };
+        float2 ahead[kScalesAhead];
 #pragma unroll
-        for (int j = 0; j < kAhead; ++j) ahead[j] = scale_of(j);
-        float products[64];
-        multiply_stage<DType::kFloat8E4M3>(products, a, b, half);
-        float* own = &sums[half * 64];
+        for (int j = 0; j < kScalesAhead; ++j) ahead[j] = b_scale(j);
+        float partial[64];
+        wgmma_fp8_stage<DType::kFloat8E4M3>(partial, a, b, half);
+        float* own = &acc[half * 64];
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
-          const float2 scale = ahead[j % kAhead];
-          if (j + kAhead < 16) ahead[j % kAhead] = scale_of(j + kAhead);
-          own[j * 4] = fmaf(products[j * 4], low * scale.x, own[j * 4]);
-          own[j * 4 + 1] = fmaf(products[j * 4 + 1], low * scale.y, own[j * 4 + 1]);
-          own[j * 4 + 2] = fmaf(products[j * 4 + 2], high * scale.x, own[j * 4 + 2]);
-          own[j * 4 + 3] = fmaf(products[j * 4 + 3], high * scale.y, own[j * 4 + 3]);
+          const float2 scale = ahead[j % kScalesAhead];
+          if (j + kScalesAhead < 16) ahead[j % kScalesAhead] = b_scale(j + kScalesAhead);
+          own[j * 4] = fmaf(partial[j * 4], low * scale.x, own[j * 4]);
+          own[j * 4 + 1] = fmaf(partial[j * 4 + 1], low * scale.y, own[j * 4 + 1]);
+          own[j * 4 + 2] = fmaf(partial[j * 4 + 2], high * scale.x, own[j * 4 + 2]);
+          own[j * 4 + 3] = fmaf(partial[j * 4 + 3], high * scale.y, own[j * 4 + 3]);
         }
       }
       __syncwarp();  // all lanes have read the scales
-      release(&shared.empty[place.stage]);
+      consumer_release(&shared.empty[state.stage]);
     }
   }
 };
 
-// FP8 codes under one scale for each group, of the gradient in E4M3 or E5M2, as `Codes` of hopper_operands.cuh.
+// FP8 operands with one scale for each group, which the epilogue applies: grad is E4M3 or E5M2, input is
+// E4M3.
 template <DType grad_type>
-struct CodeColumns : CodeLines {
-  using Shared = ColumnsShared;
-  static constexpr bool group_scales = true;
+struct WgradMainloopFp8Tensor : WgradFp8Operands {
+  using SharedStorage = SharedStorageWgradFp8Tensor;
+  static constexpr bool kGroupScales = true;
 
-  static __device__ __forceinline__ void fill(const WeightGradMaps& maps, const WeightGradArgs& args,
-                                              Shared& shared, const Place<Shared>& place, int block,
-                                              const Tile& tile, const Rows& rows, int row) {
-    fill_lines(maps, args, shared, place, block, tile, rows, row, 0);
+  static __device__ __forceinline__ void load_stage(const WgradTensorMaps& maps, const WgradParams& args,
+                                                    SharedStorage& shared,
+                                                    const PipelineState<SharedStorage>& state, int cta_rank,
+                                                    const CtaTile& tile, const GroupRows& rows, int row) {
+    load_operands(maps, args, shared, state, cta_rank, tile, rows, row, 0);
   }
 
-  static __device__ __forceinline__ void sum(Shared& shared, Place<Shared>& place, int left, int number,
-                                             float (&sums)[kSums]) {
-    for (; left > 0; left -= kRows, place.next()) {
-      wait(&shared.full[place.stage], place.parity);
-      Stage& stage = shared.stages[place.stage];
-      if (left < kRows) zero_rows(stage, left);
-      add_stage<grad_type>(sums, by_rows(stage.left[number]), by_rows(stage.right),
-                           [&] { release(&shared.empty[place.stage]); });
+  static __device__ __forceinline__ void mma(SharedStorage& shared, PipelineState<SharedStorage>& state,
+                                             int remaining, int consumer, float (&acc)[kAccumulators]) {
+    for (; remaining > 0; remaining -= kRows, state.advance()) {
+      mbarrier_wait(&shared.full[state.stage], state.phase);
+      Stage& stage = shared.stages[state.stage];
+      if (remaining < kRows) zero_rows(stage, remaining);
+      accumulate_fp8_stage<grad_type>(acc, smem_desc_k_major(stage.a[consumer]), smem_desc_k_major(stage.b),
+                                      [&] { consumer_release(&shared.empty[state.stage]); });
     }
   }
 };

@@ -1,0 +1,103 @@
+// From accumulators to the output: scaling factor, conversion, swizzled boxes in shared memory, stores.
+#pragma once
+
+#include "gemm/sm90/pipeline.cuh"
+
+namespace transformer_plugin::gemm::sm90 {
+
+// Two values rounded to T (BF16 or FP16) in one word, and back.
+template <typename T>
+__device__ __forceinline__ uint32_t pack2(float x, float y) {
+  uint32_t word;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    const __nv_bfloat162 two = __floats2bfloat162_rn(x, y);
+    memcpy(&word, &two, sizeof(word));
+  } else {
+    const __half2 two = __floats2half2_rn(x, y);
+    memcpy(&word, &two, sizeof(word));
+  }
+  return word;
+}
+
+template <typename T>
+__device__ __forceinline__ float2 unpack2(uint32_t two) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {  // BF16 is the upper half of FP32
+    return make_float2(__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u));
+  } else {
+    __half2 values;
+    memcpy(&values, &two, sizeof(two));
+    return __half22float2(values);
+  }
+}
+
+// Writes the i-th 128 bytes of columns of a warpgroup's 64 rows, rounded to T, to a swizzled box.
+template <typename T>
+__device__ __forceinline__ void store_box_to_smem(const float (&acc)[kAccumulators], int i, uint8_t* box) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int first_row = threadIdx.x % kWarpgroupSize / kWarpSize * 16;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    // stmatrix stores four 8 x 8 matrices: rows 0..7 and 8..15 of 8 columns, then of the next 8 columns.
+    if constexpr (sizeof(T) == 2) {
+      const float* own = &acc[i * 32 + j * 8];
+      const uint32_t words[] = {pack2<T>(own[0], own[1]), pack2<T>(own[2], own[3]), pack2<T>(own[4], own[5]),
+                                pack2<T>(own[6], own[7])};
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                       shared_address(swizzled(box, first_row + lane % 16, j * 2 + lane / 16))),
+                   "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                   : "memory");
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* own = &acc[i * 16 + j * 4 + half * 2];
+        uint8_t* chunk = swizzled(box, first_row + half * 8 + lane / 4, j * 2 + lane % 4 / 2);
+        *reinterpret_cast<float2*>(chunk + lane % 2 * 8) = make_float2(own[0], own[1]);
+      }
+    }
+  }
+}
+
+// Stores the first `columns` columns of a consumer warpgroup's tile: box by box with the boxes in turn, or
+// all boxes at once where shared memory has room for a whole tile. When a box is in shared memory, all
+// threads call store(box, column), `column` being the first of the box.
+template <typename T, int columns = kTileColumns, int kOutBoxes, typename Store>
+__device__ __forceinline__ void store_accumulators(const float (&acc)[kAccumulators],
+                                                   uint8_t (&boxes)[kOutBoxes][kBoxBytes], int consumer,
+                                                   Store store) {
+  constexpr int kColumns = kTileK<T>, kCount = columns / kColumns;
+  const bool first = threadIdx.x % kWarpgroupSize == 0;
+  if constexpr (kOutBoxes * kColumns >= kTileColumns) {
+    if (first) tma_store_wait<0>();
+    named_barrier_sync(1 + consumer, kWarpgroupSize);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) store_box_to_smem<T>(acc, i, boxes[i]);
+    fence_proxy_async();
+    named_barrier_sync(1 + consumer, kWarpgroupSize);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) store(boxes[i], i * kColumns);
+    if (first) tma_store_commit();
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      uint8_t* box = boxes[i % kOutBoxes];
+      if (first) tma_store_wait<kOutBoxes - 1>();
+      named_barrier_sync(1 + consumer, kWarpgroupSize);
+      store_box_to_smem<T>(acc, i, box);
+      fence_proxy_async();
+      named_barrier_sync(1 + consumer, kWarpgroupSize);
+      store(box, i * kColumns);
+      if (first) tma_store_commit();
+    }
+  }
+}
+
+// The factor of a group's accumulators: alpha[g], times a_scale[g] * b_scale[g] if the operands have one
+// scale for each group.
+template <bool group_scales, typename Params>
+__device__ __forceinline__ float output_scale(const Params& args, int group) {
+  const float alpha = args.alpha ? args.alpha[group] : 1.0f;
+  if constexpr (group_scales) return args.a_scale[group] * args.b_scale[group] * alpha;
+  return alpha;
+}
+
+}  // namespace transformer_plugin::gemm::sm90

@@ -1,0 +1,47 @@
+// Arguments of the grouped GEMM kernels, and the part of a tile that a consumer warpgroup computes.
+#pragma once
+
+#include "gemm/args/kernel_args.h"
+
+namespace transformer_plugin::gemm::sm90 {
+
+// The fields of GroupedGemmArgs that kernels with ragged rows read, with 32-bit sizes.
+struct GroupedGemmParams {
+  const int32_t* offsets;   // [groups + 1]; null for one group of all rows
+  void* out;                // [rows, n], row stride out_row_stride
+  const float* alpha;       // [groups], or null for 1
+  const float* beta;        // [groups], factor of what `out` contains; or null for 0
+  const float* bias;        // [groups, n], or null
+  const float* bias_scale;  // [rows], or null for 1
+  const float* a_scale;     // kGroup: [groups]; kRow: [rows]
+  const float* b_scale;     // kGroup: [groups]; kRow: [groups, n]
+  int64_t out_row_stride;
+  int groups, rows, n, k;
+  bool zero_tail;  // write zeros to the rows past the last group
+};
+
+inline GroupedGemmParams make_params(const GroupedGemmArgs& args) {
+  return {args.offsets,
+          args.out,
+          args.alpha,
+          args.beta,
+          args.bias,
+          args.bias_scale,
+          static_cast<const float*>(args.a_scale),
+          static_cast<const float*>(args.b_scale),
+          args.out_row_stride,
+          static_cast<int>(args.groups),
+          static_cast<int>(args.rows),
+          static_cast<int>(args.n),
+          static_cast<int>(args.k),
+          args.zero_tail};
+}
+
+// The 64 x 256 part of a CTA tile that one consumer warpgroup computes, in rows and columns of the output.
+struct WarpgroupTile {
+  int group, consumer;     // consumer warpgroup: 0 or 1
+  int row, end_row;        // first row, and end of the group
+  int column, end_column;  // first column, and end of the columns that are stored
+};
+
+}  // namespace transformer_plugin::gemm::sm90
