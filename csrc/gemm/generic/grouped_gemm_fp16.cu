@@ -1,3 +1,4 @@
+// The grouped GEMM for any GPU, FP16 operands.
 #include "gemm/generic/mma_tensor_core.cuh"
 
 namespace transformer_plugin::gemm {

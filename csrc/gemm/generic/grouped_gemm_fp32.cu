@@ -1,3 +1,4 @@
+// The grouped GEMM for any GPU, FP32 operands.
 #include "gemm/generic/mma_fma.cuh"
 
 namespace transformer_plugin::gemm {

@@ -65,8 +65,9 @@ struct alignas(16) TileInfo {
 };
 static_assert(sizeof(TileInfo) == sizeof(int4), "written by one st.async");
 
-// Data that belongs to the stages in addition to the operands. One of:
-// - TileInfoStages: a TileInfo for each stage, valid for the first stage of a tile;
+// ---- StageData: what shared memory has for each stage in addition to the operands.
+
+// A TileInfo, valid for the first stage of a tile.
 template <int stages>
 class TileInfoStages {
  public:
@@ -75,9 +76,10 @@ class TileInfoStages {
  private:
   TileInfo tiles_[stages];
 };
-// - BlockScaleStages: TileInfo and FP32 block scales. rows() are the scales of A for the tile's rows; TMA
-//   needs 16-byte alignment, so they begin at a multiple of 4 rows. columns() are the scales of the two
-//   blocks of 128 columns of B for 4 steps of K. TMA destinations are 128-byte aligned;
+
+// A TileInfo and FP32 block scales. rows() are the scales of A for the tile's rows, from a multiple of 4 rows
+// on, because TMA copies multiples of 16 bytes. columns() are the scales of the two blocks of 128 columns of
+// B, for 4 steps of K.
 template <int stages>
 class BlockScaleStages {
  public:
@@ -103,14 +105,16 @@ class BlockScaleStages {
   RowScales rows_[stages];
   float columns_[(stages - 1) * kColumnsStride + 2 * kSteps];
 };
-// - WgradBlockScales: FP8 block scales of a weight gradient, one for each row of A and column of B. In FP8
-//   weight gradients all warps run the tile scheduler, so there is no TileInfo;
+
+// FP8 block scales of a weight gradient, one for each row of A and column of B. There is no TileInfo: in FP8
+// weight gradients all warps compute the tile order.
 struct WgradBlockScales {
   alignas(128) float a[kTileRows], b[kTileColumns];
 };
-// - NoStageData: nothing.
+
 struct NoStageData {};
 
+// Shared memory of a CTA.
 template <typename StageData, int stage_count, int box_count>
 struct PipelineSharedStorage {
   static constexpr int kStages = stage_count;

@@ -1,5 +1,5 @@
-// Grouped products on Hopper of rows that an index names (common/row_index_args.h), loaded through it: no
-// copy of them is made. The bits are those of a product of a copy.
+// Grouped GEMMs on Hopper whose rows of `a` are taken through an index (common/row_index_args.h), without a
+// copy of the rows. The result is the same as with a copy, bit for bit.
 #pragma once
 
 #include "common/row_index_args.h"
@@ -7,10 +7,10 @@
 
 namespace transformer_plugin::gemm {
 
-// `args.rows` counts the entries of the index, and `args.a` is not read.
+// `args.rows` is the number of index entries; `args.a` is not read.
 using GatherLauncher = void (*)(const GroupedGemmArgs& args, const TakenRows& rows, const Sm90Config& config,
                                 void* stream);
-// Each is in a file of its own in instantiate/, so that they compile in parallel.
+// Each is instantiated in its own file in instantiate/, so that they compile in parallel.
 GatherLauncher fprop_gather(DType dtype);
 GatherLauncher dgrad_gather(DType dtype);
 

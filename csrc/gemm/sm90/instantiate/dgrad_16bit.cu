@@ -1,3 +1,4 @@
+// Data gradient, BF16 or FP16: b is [G, k, n].
 #include "gemm/sm90/grouped_gemm.cuh"
 
 namespace transformer_plugin::gemm {

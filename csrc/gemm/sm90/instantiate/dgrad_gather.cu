@@ -1,3 +1,4 @@
+// Data gradient with gathered rows, BF16 or FP16.
 #include "gemm/sm90/gather/grouped_gemm_gather.cuh"
 
 namespace transformer_plugin::gemm {

@@ -1,3 +1,4 @@
+// Forward, BF16 or FP16: b is [G, n, k].
 #include "gemm/sm90/grouped_gemm.cuh"
 
 namespace transformer_plugin::gemm {

@@ -1,3 +1,4 @@
+// Forward, FP8 with scales of 1x128 and 128x128 blocks.
 #include "gemm/sm90/grouped_gemm.cuh"
 
 namespace transformer_plugin::gemm {

@@ -1,3 +1,4 @@
+// Forward, FP8 with one scale for each row. The dtype is that of a.
 #include "gemm/sm90/grouped_gemm.cuh"
 
 namespace transformer_plugin::gemm {

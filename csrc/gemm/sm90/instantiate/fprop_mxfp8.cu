@@ -1,3 +1,4 @@
+// Forward, MXFP8.
 #include "gemm/sm90/microscaled/grouped_gemm_mx_nv.cuh"
 
 namespace transformer_plugin::gemm {

@@ -1,3 +1,4 @@
+// Forward with SwiGLU, gate columns first.
 #include "gemm/sm90/epilogue/swiglu.cuh"
 
 namespace transformer_plugin::gemm {

@@ -1,3 +1,4 @@
+// Data gradient through SwiGLU.
 #include "gemm/sm90/epilogue/swiglu_backward.cuh"
 
 namespace transformer_plugin::gemm {

@@ -1,3 +1,4 @@
+// Forward with SwiGLU quantized to FP8, 1x128 blocks, gate columns first.
 #include "gemm/sm90/epilogue/swiglu_quantize.cuh"
 
 namespace transformer_plugin::gemm {

@@ -1,3 +1,4 @@
+// Forward with SwiGLU, gate and linear columns interleaved by 32.
 #include "gemm/sm90/epilogue/swiglu.cuh"
 
 namespace transformer_plugin::gemm {

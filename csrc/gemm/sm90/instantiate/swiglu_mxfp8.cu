@@ -1,3 +1,4 @@
+// Forward with SwiGLU quantized to MXFP8, gate columns first.
 #include "gemm/sm90/epilogue/swiglu_quantize.cuh"
 
 namespace transformer_plugin::gemm {

@@ -1,3 +1,4 @@
+// Forward with SwiGLU quantized to MXFP8, columns interleaved by 32.
 #include "gemm/sm90/epilogue/swiglu_quantize.cuh"
 
 namespace transformer_plugin::gemm {

@@ -1,3 +1,4 @@
+// Weight gradient, BF16 or FP16, in the dtype of the operands.
 #include "gemm/sm90/wgrad/grouped_wgrad.cuh"
 
 namespace transformer_plugin::gemm {

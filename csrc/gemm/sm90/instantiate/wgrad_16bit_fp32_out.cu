@@ -1,3 +1,4 @@
+// Weight gradient, BF16 or FP16 operands, FP32 output.
 #include "gemm/sm90/wgrad/grouped_wgrad.cuh"
 
 namespace transformer_plugin::gemm {

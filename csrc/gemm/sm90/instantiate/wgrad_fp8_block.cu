@@ -1,3 +1,4 @@
+// Weight gradient, FP8 with scales of 1x128 blocks.
 #include "gemm/sm90/wgrad/grouped_wgrad.cuh"
 
 namespace transformer_plugin::gemm {

@@ -1,3 +1,4 @@
+// Weight gradient, FP8 with one scale for each group.
 #include "gemm/sm90/wgrad/grouped_wgrad.cuh"
 
 namespace transformer_plugin::gemm {
