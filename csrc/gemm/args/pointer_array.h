@@ -9,11 +9,11 @@ namespace transformer_plugin::gemm {
 inline constexpr int64_t kMaxPointers = 1024;
 
 // One matrix for each group, all with the same sizes and row stride. launch_pointer_array
-// (gemm/sm90/tensor_map.h) fills `room` before the GEMM: the addresses, and on Hopper, from
+// (gemm/sm90/tensor_map.h) fills `workspace` before the GEMM: the addresses, and on Hopper, from
 // pointer_array_maps_offset on, a tensor map for each matrix.
 struct PointerArray {
   const void* const* addresses;  // [groups], on the host; null for a stack
-  void* room;  // workspace on the device: pointer_array_bytes(groups) bytes, 128-byte aligned
+  void* workspace;               // on the device: pointer_array_bytes(groups) bytes, 128-byte aligned
 };
 
 inline constexpr int64_t kTensorMapBytes = 128;  // size and alignment of a tensor map

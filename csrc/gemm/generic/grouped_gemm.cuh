@@ -119,7 +119,7 @@ struct Panel {
 template <typename T>
 __device__ __forceinline__ T* group_matrix(const PointerArray& list, T* stack, int64_t group,
                                            int64_t stride) {
-  return list.room ? static_cast<T* const*>(list.room)[group] : stack + group * stride;
+  return list.workspace ? static_cast<T* const*>(list.workspace)[group] : stack + group * stride;
 }
 
 // Epilogue of one element: alpha, bias, the old value of the output, one rounding.

@@ -70,7 +70,7 @@ void launch(const PointerArray& list, int64_t groups, const CUtensorMap& map, CU
   std::copy_n(list.addresses, groups, addresses.at);
   launch_pdl(pointer_array_kernel<max_count>, grid_size(groups, kMatricesPerBlock), kThreads, 0,
              static_cast<cudaStream_t>(stream), map, addresses, static_cast<int>(groups),
-             static_cast<const void**>(list.room), maps);
+             static_cast<const void**>(list.workspace), maps);
   check_launch("pointer_array_kernel");
 }
 
@@ -79,7 +79,7 @@ void launch(const PointerArray& list, int64_t groups, const CUtensorMap& map, CU
 const CUtensorMap* launch_pointer_array(const PointerArray& list, int64_t groups, const CUtensorMap* map,
                                         void* stream) {
   if (!list.addresses) return nullptr;
-  auto* maps = map ? reinterpret_cast<CUtensorMap*>(static_cast<uint8_t*>(list.room) +
+  auto* maps = map ? reinterpret_cast<CUtensorMap*>(static_cast<uint8_t*>(list.workspace) +
                                                     pointer_array_maps_offset(groups))
                    : nullptr;
   const auto start = groups <= kFewPointers ? launch<kFewPointers> : launch<kMaxPointers>;

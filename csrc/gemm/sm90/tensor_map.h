@@ -41,9 +41,9 @@ struct GateLinearMatrix {
 };
 CUtensorMap gate_linear_map(const GateLinearMatrix& matrix, int box_rows);
 
-// For a list of matrices: launches a kernel that writes the list's addresses to `list.room` and, if `map` is
-// not null, a copy of `map` with the address of each matrix. Returns these tensor maps; the next kernel calls
-// fence_tensormap_acquire before it uses one. For a stack: launches nothing and returns null.
+// For a list of matrices: launches a kernel that writes the list's addresses to `list.workspace` and, if
+// `map` is not null, a copy of `map` with the address of each matrix. Returns these tensor maps; the next
+// kernel calls fence_tensormap_acquire before it uses one. For a stack: launches nothing and returns null.
 const CUtensorMap* launch_pointer_array(const PointerArray& list, int64_t groups, const CUtensorMap* map,
                                         void* stream);
 

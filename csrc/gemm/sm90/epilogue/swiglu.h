@@ -19,7 +19,7 @@ struct SwigluKernelArgs {
 // The same with act quantized along rows, as one matrix, in blocks of 128 (ScaleMode::kRows) or of 32 (kMx).
 struct SwigluQuantizeKernelArgs {
   SwigluKernelArgs swiglu;  // without `act`
-  quantize::QuantizeArgs codes;
+  quantize::QuantizeArgs quantized_act;
 };
 
 // The gradients of h and probs from the gradient of act, which is a[i] @ b[g].

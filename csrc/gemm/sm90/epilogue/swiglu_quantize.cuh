@@ -179,7 +179,7 @@ struct SwigluQuantizeEpilogue : SwigluEpilogueBase<T, interleaved> {
   static SwigluQuantizeEpilogue make(const Args& args) {
     SwigluQuantizeEpilogue epilogue{};
     epilogue.set_swiglu(args.swiglu);
-    epilogue.quantize_args = args.codes;
+    epilogue.quantize_args = args.quantized_act;
     return epilogue;
   }
 

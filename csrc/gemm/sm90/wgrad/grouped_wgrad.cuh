@@ -1,7 +1,6 @@
-// Grouped GEMM of weight gradients on Hopper. For each group g, over its rows offsets[g] <= i < offsets[g +
-// 1]:
+// Grouped GEMM of weight gradients on Hopper. For each group g:
 //
-//   out[g] = sum over i of grad[i]^T input[i] * alpha[g] + beta[g] * out[g]
+//   out[g] = (sum of grad[i]^T input[i] over offsets[g] <= i < offsets[g + 1]) * alpha[g] + beta[g] * out[g]
 //
 // or, with `accumulate`, out[g] += the sum (FP32). FP32 accumulation, rounded once.
 //
@@ -211,7 +210,7 @@ void launch_grouped_wgrad(const GroupedGemmArgs& args, const Sm90Config& config,
                            args.accumulate,
                            args.all_realigned,
                            out_maps,
-                           is_list ? static_cast<void* const*>(args.list.room) : nullptr};
+                           is_list ? static_cast<void* const*>(args.list.workspace) : nullptr};
   launch_pdl(kernel, grid_blocks(config), kThreads, kSharedBytes, static_cast<cudaStream_t>(stream), maps,
              params);
   check_launch("sm90_grouped_wgrad_kernel");
