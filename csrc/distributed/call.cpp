@@ -93,16 +93,16 @@ void Call::check_planned_sizes(const int64_t* headers, int64_t ranks) const {
   for (size_t i = 1; i < fields_.size(); ++i) {
     if (fields_[i].kind != FieldKind::kPlanned) continue;
     const Field& size_field = fields_[i - 1];
-    std::string text;
+    std::string mismatches;
     for (int64_t r = 0; r < ranks; ++r) {
       const int64_t size = headers[r * kHeaderLength + size_field.index];
       const int64_t planned = headers[r * kHeaderLength + fields_[i].index];
       if (size < 0 || planned < 0 || size == planned) continue;
-      text += (text.empty() ? "" : ", ") + std::to_string(size) + " on rank " + std::to_string(r) +
-              ", whose plan has " + std::to_string(planned);
+      mismatches += (mismatches.empty() ? "" : ", ") + std::to_string(size) + " on rank " +
+                    std::to_string(r) + ", whose plan has " + std::to_string(planned);
     }
-    TP_CHECK_VALUE(text.empty(), phase_.op, size_field.name,
-                   "the " << size_field.name << " that the plan was made for", text,
+    TP_CHECK_VALUE(mismatches.empty(), phase_.op, size_field.name,
+                   "the " << size_field.name << " that the plan was made for", mismatches,
                    "Pass the plan of these " << size_field.name);
   }
 }

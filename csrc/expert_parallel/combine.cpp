@@ -1,7 +1,7 @@
 // combine: sums the rows of each token's slots on the token's rank. Each rank adds its own slots of a token
 // in ascending order in FP32 and rounds to the payload's dtype; an all-to-all moves these parts
-// [R * max_tokens, H] to the tokens' ranks, which add them in ascending order of ranks in FP32 and round once.
-// The gradient is dispatch without weights.
+// [R * max_tokens, H] to the tokens' ranks, which add them in ascending order of ranks in FP32 and round
+// once. The gradient is dispatch without weights.
 #include <ATen/ops/zeros.h>
 
 #include "common/autograd.h"
