@@ -33,7 +33,7 @@ struct Field {
   FieldKind kind;
 };
 
-// The header of one call: numbers of fixed count, whatever the family. Number 0 is the id of the phase; the
+// The header of one call: the same count of numbers for every family. Number 0 is the id of the phase; the
 // others are the fields of the family's table, -1 where the op has no such field.
 class Call {
  public:

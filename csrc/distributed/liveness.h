@@ -4,10 +4,12 @@
 // A rank that has waited for half a second writes a heartbeat under its own key twice a second: a counter,
 // the sequence number of the wait, and the phase. Nothing is written while nobody waits for long. When a wait
 // fails, each remaining rank keeps writing heartbeats for two seconds and reads the keys of the others. A
-// rank counts as alive
-// - if its counter changes, whatever it waits for: it may wait for the missing rank in another call; or
-// - if it has waited with a later sequence number of the same kind. Sequence numbers agree between ranks,
-//   because all ranks make the same calls in the same order. All other ranks are missing.
+// rank counts as alive in two cases:
+// - Its counter changes, whatever it waits for: it may wait for the missing rank in another call.
+// - It has waited with a later sequence number of the same kind. Sequence numbers agree between ranks,
+//   because all ranks make the same calls in the same order.
+//
+// All other ranks are missing.
 //
 // The first rank that has a list of missing ranks writes it to the store as the group's liveness report, and
 // the others take it over. So all remaining ranks name the same ranks, and a rank that ends after its own
