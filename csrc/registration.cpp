@@ -307,10 +307,10 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def("permute_weights(Tensor weights, Tensor slot, Tensor source) -> Tensor");
   m.def("permute_weights_backward(Tensor grad, Tensor slot) -> Tensor");
 
-  // expert_parallel: tokens to the experts of other ranks and back, over c10d collectives. The tensors of a
-  // plan are slot [R * max_tokens, K] and source [capacity] (expert_parallel/plan.cpp). timeout_ms <= 0 means
-  // the timeout of the group; group "" is this process alone. `wanted`: the gradients that will be asked for, which
-  // autograd fills in (1: of the rows, 2: of the weights).
+  // expert_parallel: sends tokens to the experts on other ranks and back, over c10d collectives. The tensors of a plan are
+  // slot [R * max_tokens, K] and source [capacity] (expert_parallel/plan.cpp). timeout_ms <= 0: the timeout of the group.
+  // group_name "": this process alone. wanted: the gradients that autograd will compute (1: of the rows, 2: of the
+  // weights), which autograd fills in.
   m.def(
       "plan(Tensor topk_idx, int num_experts, SymInt max_tokens, SymInt capacity, int alignment=1, int "
       "num_ranks=1, "
@@ -330,9 +330,9 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "combine_backward(Tensor grad, Tensor slot, Tensor source, str group_name=\"\", int timeout_ms=-1) -> "
       "Tensor");
-  // Every rank's text, through the group's store: to compare configurations. compare_call raises where
-  // ranks announce different ones. release_group lets go of what is kept for groups that are gone.
-  m.def("agree(str group_name, str text, int timeout_ms=-1) -> str[]");
+  // all_gather_text: every rank's text, through the group's store, to compare configurations. compare_call raises if ranks
+  // announce different calls. release_group frees the state of groups that have been destroyed.
+  m.def("all_gather_text(str group_name, str text, int timeout_ms=-1) -> str[]");
   m.def("compare_call(str group_name, ScalarType dtype, int width, int timeout_ms=-1) -> ()");
   m.def("release_group(str group_name) -> ()");
 

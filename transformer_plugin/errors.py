@@ -10,23 +10,24 @@ import torch.distributed as dist
 
 _Base: type[Exception] = dist.DistError if dist.is_available() else RuntimeError
 
-#: How the C++ side words it (csrc/distributed/liveness.cpp); torch shows it as ``DistBackendError``.
+#: The text of the C++ error (``peer_error`` in csrc/distributed/liveness.cpp); torch raises it as ``DistBackendError``.
 _TEXT = re.compile(
-    r"PeerTimeoutError: transformer_plugin::(?P<op>\w+): phase '(?P<phase>[^']*)': .*?rank\(s\) (?P<ranks>[\w,]+)"
+    r"PeerTimeoutError: transformer_plugin::(?P<op>\w+): phase '(?P<phase>[^']*)': .*?"
+    r"(rank\(s\) (?P<ranks>[\d,]+) did not take part|could not determine the missing ranks|no rank is missing)"
 )
 
 
 class PeerTimeoutError(_Base):  # type: ignore[valid-type, misc]
-    """A rank of the group did not take part in an op within its timeout, or is gone.
+    """A rank of the group did not take part in an op within the timeout, or has ended.
 
-    Raised on every rank that is left, within the timeout plus 5 seconds. The group cannot be used again; this
-    process, its tensors and its other groups can.
+    Raised on every remaining rank, within the timeout plus 5 seconds. The group cannot be used again; the process, its
+    tensors and its other groups can.
 
     Attributes:
-        rank: the rank of the group that is missing, the lowest of them; None when nobody could find out.
-        ranks: all ranks that are missing.
-        op: the op that waited, ``"dispatch"`` for one.
-        phase: what it waited for, ``"tokens"`` for one.
+        rank: the missing rank of the group, the lowest if there are several; None if it could not be determined.
+        ranks: all missing ranks.
+        op: the op that waited, for example ``"dispatch"``.
+        phase: what the op waited for, for example ``"tokens"``.
     """
 
     def __init__(
@@ -44,21 +45,20 @@ class PeerTimeoutError(_Base):  # type: ignore[valid-type, misc]
 
 
 def peer_timeout(error: BaseException) -> PeerTimeoutError | None:
-    """The :class:`PeerTimeoutError` that ``error`` carries from C++ in its text, or None."""
+    """The :class:`PeerTimeoutError` that the text of a C++ error describes, or None."""
     found = _TEXT.search(str(error))
     if found is None or isinstance(error, PeerTimeoutError):
         return None
-    named = found["ranks"]
-    ranks = () if named in ("unknown", "none") else tuple(int(rank) for rank in named.split(","))
+    ranks = tuple(int(rank) for rank in found["ranks"].split(",")) if found["ranks"] else ()
     text = str(error)[found.start() :]
     return PeerTimeoutError(ranks[0] if ranks else None, found["op"], found["phase"], text, ranks)
 
 
 class peer_errors:  # noqa: N801  a context manager, used like a function
-    """``with peer_errors(): loss.backward()`` raises :class:`PeerTimeoutError` where torch raises its own error.
+    """``with peer_errors(): loss.backward()`` converts torch's error into :class:`PeerTimeoutError`.
 
-    An op that runs inside a backward, in compiled code or in TorchScript raises ``torch.distributed.DistBackendError``
-    with the same text. Without this context that error passes as it is; it is a ``RuntimeError`` too.
+    In a backward, in compiled code and in TorchScript the ops raise ``torch.distributed.DistBackendError`` with the
+    same text, which is also a ``RuntimeError``.
     """
 
     def __enter__(self) -> None:

@@ -1,40 +1,29 @@
+// Call headers: how they are printed and compared.
 #include "distributed/call.h"
 
 #include "common/check.h"
 
-namespace transformer_plugin::expert_parallel {
+namespace transformer_plugin::distributed {
 namespace {
 
-constexpr int64_t index(Field field) { return static_cast<int64_t>(field); }
+// Every header begins with the id of the phase, printed as the op.
+constexpr Field kOpField{0, "op", FieldKind::kNumber};
 
-const char* name_of(int64_t field) {
-  switch (static_cast<Field>(field)) {
-    case Field::kOp: return "op";
-    case Field::kDtype: return "dtype";
-    case Field::kWidth: return "width";
-    case Field::kTopk: return "topk";
-    case Field::kMaxTokens: return "max_tokens";
-    case Field::kExperts: return "num_experts";
-    case Field::kCapacity: return "capacity";
-    case Field::kAlignment: return "alignment";
-    case Field::kRaise: return "raise_on_overflow";
-    case Field::kWeights: return "topk_weights";
-    case Field::kForTokens: return "the gradient of the rows";
-    case Field::kForWeights: return "the gradient of topk_weights";
-    case Field::kPlan: return "the plan";
-    default: return "tokens";
-  }
+bool is_in_signature(const Field& field) {
+  return field.kind != FieldKind::kPlan && field.kind != FieldKind::kPerRank &&
+         field.kind != FieldKind::kPlanned;
 }
 
-std::string value_of(int64_t field, int64_t value) {
-  switch (static_cast<Field>(field)) {
-    case Field::kOp: return phase_name(static_cast<Phase>(value)).op;
-    case Field::kDtype: return dtype_name(static_cast<at::ScalarType>(value));
-    case Field::kRaise: return value ? "True" : "False";
-    case Field::kWeights: return value ? "given" : "None";
-    case Field::kForTokens:
-    case Field::kForWeights: return value ? "wanted" : "not wanted";
-    case Field::kPlan: return "that of call " + std::to_string(value) + " of the group";
+int64_t unknown_value(const Field& field) { return field.kind == FieldKind::kPlan ? 0 : -1; }
+
+std::string value_text(const Field& field, int64_t value) {
+  if (field.index == kOpField.index) return find_phase(static_cast<int32_t>(value)).op;
+  switch (field.kind) {
+    case FieldKind::kDtype: return dtype_name(static_cast<at::ScalarType>(value));
+    case FieldKind::kFlag: return value ? "True" : "False";
+    case FieldKind::kGiven: return value ? "given" : "None";
+    case FieldKind::kWanted: return value ? "wanted" : "not wanted";
+    case FieldKind::kPlan: return "that of call " + std::to_string(value) + " of the group";
     default: return std::to_string(value);
   }
 }
@@ -45,85 +34,104 @@ std::string ranks_text(const std::vector<int64_t>& ranks) {
   return text;
 }
 
-// "width is 8 on rank 0, 16 on ranks 1,2", or "" where the ranks that know have one value.
-std::string difference(const int64_t* headers, int64_t ranks, int64_t field) {
-  std::vector<std::pair<int64_t, std::vector<int64_t>>> groups;  // by value, in the order of the first rank
-  for (int64_t r = 0; r < ranks; ++r) {
-    const int64_t value = headers[r * Call::kFields + field];
-    if (field == index(Field::kPlan) && value == 0) continue;
-    auto group = groups.begin();
-    while (group != groups.end() && group->first != value) ++group;
-    if (group == groups.end()) group = groups.insert(group, {value, {}});
-    group->second.push_back(r);
-  }
-  if (groups.size() < 2) return "";
-  std::string text = std::string(name_of(field)) + " is ";
-  for (size_t i = 0; i < groups.size(); ++i) {
-    text += (i ? ", " : "") + value_of(field, groups[i].first) + " on " + ranks_text(groups[i].second);
-  }
-  return text;
-}
-
 }  // namespace
 
-Call::Call(Phase phase) : phase_(phase) {
-  numbers_.fill(-1);
+Call::Call(const Phase& phase, std::span<const Field> fields) : phase_(phase), fields_(fields) {
+  header_.fill(-1);
   arguments_.fill("group_name");
-  numbers_[index(Field::kOp)] = static_cast<int64_t>(phase);
-  numbers_[index(Field::kPlan)] = 0;
+  header_[kOpField.index] = phase.id;
+  for (const Field& field : fields_) header_[field.index] = unknown_value(field);
 }
 
-Call& Call::set(Field field, int64_t value, const char* argument) {
-  numbers_[index(field)] = value;
-  arguments_[index(field)] = argument;
+Call& Call::set(const Field& field, int64_t value, const char* argument) {
+  header_[field.index] = value;
+  arguments_[field.index] = argument;
   return *this;
 }
 
 std::vector<int64_t> Call::signature() const {
-  return {numbers_.begin(), numbers_.begin() + index(Field::kPlan)};
+  std::vector<int64_t> numbers{header_[kOpField.index]};
+  for (const Field& field : fields_) {
+    if (is_in_signature(field)) numbers.push_back(header_[field.index]);
+  }
+  return numbers;
 }
 
 std::string Call::text() const {
-  std::string text = std::string(phase_name(phase_).op) + " with ";
+  std::string text = std::string(phase_.op) + " with ";
   bool first = true;
-  for (int64_t field = index(Field::kDtype); field < index(Field::kPlan); ++field) {
-    if (numbers_[field] < 0) continue;
-    text += (first ? "" : ", ") + std::string(name_of(field)) + " " + value_of(field, numbers_[field]);
+  for (const Field& field : fields_) {
+    const int64_t value = header_[field.index];
+    if (!is_in_signature(field) || value < 0) continue;
+    text += (first ? "" : ", ") + std::string(field.name) + " " + value_text(field, value);
     first = false;
   }
   return text;
 }
 
-std::string Call::different_tokens(const int64_t* headers, int64_t ranks) const {
-  std::string text;
+std::string Call::difference(const int64_t* headers, int64_t ranks, const Field& field) const {
+  std::vector<std::pair<int64_t, std::vector<int64_t>>>
+      ranks_by_value;  // in the order of each value's first rank
   for (int64_t r = 0; r < ranks; ++r) {
-    const int64_t tokens = headers[r * kFields + index(Field::kTokens)];
-    const int64_t planned = headers[r * kFields + index(Field::kPlanned)];
-    if (tokens < 0 || planned < 0 || tokens == planned) continue;
-    text += (text.empty() ? "" : ", ") + std::to_string(tokens) + " on rank " + std::to_string(r) +
-            ", whose plan has " + std::to_string(planned);
+    const int64_t value = headers[r * kHeaderLength + field.index];
+    if (field.kind == FieldKind::kPlan && value == unknown_value(field)) continue;
+    auto entry = ranks_by_value.begin();
+    while (entry != ranks_by_value.end() && entry->first != value) ++entry;
+    if (entry == ranks_by_value.end()) entry = ranks_by_value.insert(entry, {value, {}});
+    entry->second.push_back(r);
+  }
+  if (ranks_by_value.size() < 2) return "";
+  std::string text = std::string(field.name) + " is ";
+  for (size_t i = 0; i < ranks_by_value.size(); ++i) {
+    const auto& [value, with_value] = ranks_by_value[i];
+    text += (i ? ", " : "") + value_text(field, value) + " on " + ranks_text(with_value);
   }
   return text;
 }
 
+void Call::check_planned_sizes(const int64_t* headers, int64_t ranks) const {
+  for (size_t i = 1; i < fields_.size(); ++i) {
+    if (fields_[i].kind != FieldKind::kPlanned) continue;
+    const Field& size_field = fields_[i - 1];
+    std::string mismatches;
+    for (int64_t r = 0; r < ranks; ++r) {
+      const int64_t size = headers[r * kHeaderLength + size_field.index];
+      const int64_t planned = headers[r * kHeaderLength + fields_[i].index];
+      if (size < 0 || planned < 0 || size == planned) continue;
+      mismatches += (mismatches.empty() ? "" : ", ") + std::to_string(size) + " on rank " +
+                    std::to_string(r) + ", whose plan has " + std::to_string(planned);
+    }
+    TP_CHECK_VALUE(mismatches.empty(), phase_.op, size_field.name,
+                   "the " << size_field.name << " that the plan was made for", mismatches,
+                   "Pass the plan of these " << size_field.name);
+  }
+}
+
 void Call::compare(const int64_t* headers, int64_t ranks, const std::string& group) const {
-  const char* op = phase_name(phase_).op;
-  std::string differences;
-  const char* argument = nullptr;
-  for (int64_t field = 0; field <= index(Field::kPlan); ++field) {
+  std::string differences = difference(headers, ranks, kOpField);
+  const char* argument = arguments_[kOpField.index];
+  // Fields of different ops mean different things.
+  const auto fields = differences.empty() ? fields_ : std::span<const Field>();
+  for (const Field& field : fields) {
+    if (field.kind == FieldKind::kPerRank || field.kind == FieldKind::kPlanned) continue;
     const std::string text = difference(headers, ranks, field);
     if (text.empty()) continue;
-    if (!argument) argument = arguments_[field];
+    if (differences.empty()) argument = arguments_[field.index];
     differences += (differences.empty() ? "" : "; ") + text;
-    if (field == index(Field::kOp)) break;  // the fields of different ops are not to be compared
   }
-  TP_CHECK_VALUE(differences.empty(), op, argument,
+  TP_CHECK_VALUE(differences.empty(), phase_.op, argument,
                  "the same call on all " << ranks << " ranks of group '" << group << "'",
                  "different ones: " << differences,
                  "Make the same calls in the same order, with the same constants, on every rank");
-  const std::string tokens = different_tokens(headers, ranks);
-  TP_CHECK_VALUE(tokens.empty(), op, "tokens", "the tokens that the plan was made for", tokens,
-                 "Pass the plan of these tokens");
+  check_planned_sizes(headers, ranks);
 }
 
-}  // namespace transformer_plugin::expert_parallel
+void Call::compare_signatures(std::vector<int64_t> headers, int64_t ranks, const std::string& group) const {
+  for (const Field& field : fields_) {
+    if (is_in_signature(field)) continue;
+    for (int64_t r = 0; r < ranks; ++r) headers[r * kHeaderLength + field.index] = unknown_value(field);
+  }
+  compare(headers.data(), ranks, group);
+}
+
+}  // namespace transformer_plugin::distributed

@@ -1,66 +1,84 @@
-// What a rank says of a call before any payload moves, so that ranks which make different calls raise one error
-// instead of reading each other's bytes as something else.
+// The header that describes a call. Ranks compare their headers before any payload moves, so that ranks which
+// make different calls all raise an error and do not read each other's bytes as something else.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "distributed/phase.h"
 
-namespace transformer_plugin::expert_parallel {
+namespace transformer_plugin::distributed {
 
-// The fields of the header, in the order in which differences are reported.
-enum class Field : int64_t {
-  kOp,
-  kDtype,
-  kWidth,
-  kTopk,
-  kMaxTokens,
-  kExperts,
-  kCapacity,
-  kAlignment,
-  kRaise,
-  kWeights,
-  kForTokens,
-  kForWeights,
-  // These three differ from call to call and are no part of a signature. Which plan it is, counted in calls of
-  // the group; 0 where that is not known, which fits any.
-  kPlan,
-  // The tokens of this rank and those that its plan was made for; -1: not known. They may differ between ranks.
-  kTokens,
-  kPlanned,
-  kCount
+// How a field is printed and compared.
+enum class FieldKind : int32_t {
+  // The same on all ranks, and the same in all calls of one kind: the fields of a call's signature.
+  kNumber,
+  kDtype,   // an at::ScalarType
+  kFlag,    // printed as "True" or "False"
+  kGiven,   // whether an optional argument is present: "given" or "None"
+  kWanted,  // whether a gradient is computed: "wanted" or "not wanted"
+  // Not part of the signature, because they differ from call to call.
+  kPlan,     // which plan the call uses: the number of the call that made it; 0: unknown, equal to any
+  kPerRank,  // a size that may differ between ranks
+  kPlanned,  // the size that this rank's plan was made for; must equal the previous field (kPerRank)
 };
 
-// All numbers, -1 where the op has no such field, so that a header has one length whatever the call is.
+// One field of a family's calls.
+struct Field {
+  int32_t index;  // position in the header, from 1 in steps of 1
+  const char* name;
+  FieldKind kind;
+};
+
+// The header of one call: the same count of numbers for every family. Number 0 is the id of the phase; the
+// others are the fields of the family's table, -1 where the op has no such field.
 class Call {
  public:
-  static constexpr int64_t kFields = static_cast<int64_t>(Field::kCount);
-  using Numbers = std::array<int64_t, kFields>;
+  // The length is fixed because on a CPU the header travels before the ranks know that they make the same
+  // call.
+  static constexpr int64_t kHeaderLength = 15;
+  using Header = std::array<int64_t, kHeaderLength>;
 
-  // `phase`: where this call first waits for the others; the op follows from it.
-  explicit Call(Phase phase);
-  // `argument`: the one that an error about this field names.
-  Call& set(Field field, int64_t value, const char* argument);
+  // `phase`: where this call first waits for the others; it also names the op. `fields`: the table of the
+  // op's family, in the order in which errors report differences. It must be static.
+  Call(const Phase& phase, std::span<const Field> fields);
+  // `argument`: the argument of the op that an error about this field names.
+  Call& set(const Field& field, int64_t value, const char* argument);
 
-  Phase phase() const { return phase_; }
-  const Numbers& numbers() const { return numbers_; }
-  // The fields that calls of one kind share.
+  const Phase& phase() const { return phase_; }
+  const Header& header() const { return header_; }
+  // The numbers that calls of one kind share.
   std::vector<int64_t> signature() const;
   // "dispatch with dtype float32, width 8".
   std::string text() const;
 
-  // ValueError where the ranks' headers, kFields numbers for each, are not those of one call.
+  // Raises ValueError if the headers of `ranks` ranks, kHeaderLength numbers each, do not describe one call.
   void compare(const int64_t* headers, int64_t ranks, const std::string& group) const;
+  // The same for the signatures alone: the fields that differ from call to call are ignored.
+  void compare_signatures(std::vector<int64_t> headers, int64_t ranks, const std::string& group) const;
 
  private:
-  std::string different_tokens(const int64_t* headers, int64_t ranks) const;
+  // "width is 8 on rank 0, 16 on ranks 1,2", or "" where all ranks have one value.
+  std::string difference(const int64_t* headers, int64_t ranks, const Field& field) const;
+  // Raises ValueError if a rank's size (kPerRank) is not the one its plan was made for.
+  void check_planned_sizes(const int64_t* headers, int64_t ranks) const;
 
   Phase phase_;
-  Numbers numbers_;
-  std::array<const char*, kFields> arguments_{};
+  std::span<const Field> fields_;
+  Header header_;
+  std::array<const char*, kHeaderLength> arguments_{};
 };
 
-}  // namespace transformer_plugin::expert_parallel
+// For a static_assert on a family's table: the fields are in the order of their positions and fit into a
+// header.
+constexpr bool is_field_table(std::span<const Field> fields) {
+  for (size_t i = 0; i < fields.size(); ++i) {
+    if (fields[i].index != static_cast<int32_t>(i) + 1) return false;
+  }
+  return fields.size() < static_cast<size_t>(Call::kHeaderLength);
+}
+
+}  // namespace transformer_plugin::distributed

@@ -1,23 +1,26 @@
+// Creation of the separate Gloo backend, bounded in time.
 #include "distributed/gloo_connection.h"
 
 #include <condition_variable>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-namespace transformer_plugin::expert_parallel {
+namespace transformer_plugin::distributed {
 namespace {
 
-// What a connection may take beyond the timeout: TCP sends a lost first packet again after a second.
-constexpr Milliseconds kGrace{1500};
+// Time that connecting may take in addition to the timeout: TCP repeats a lost first packet only after a
+// second.
+constexpr Milliseconds kConnectGrace{1500};
 
-// The group's store over the connection that is there. It waits by asking again, so that nobody waits behind it.
-class AskingStore : public c10d::Store {
+// The group's store through the existing connection. wait() polls, so that it does not block the connection
+// for others.
+class PollingStore : public c10d::Store {
  public:
-  explicit AskingStore(c10::intrusive_ptr<c10d::Store> store, std::string prefix)
+  explicit PollingStore(c10::intrusive_ptr<c10d::Store> store, std::string prefix)
       : store_(std::move(store)), prefix_(std::move(prefix)) {}
 
   c10::intrusive_ptr<c10d::Store> clone() override {
-    return c10::make_intrusive<AskingStore>(store_, prefix_);
+    return c10::make_intrusive<PollingStore>(store_, prefix_);
   }
   void set(const std::string& key, const std::vector<uint8_t>& value) override {
     store_->set(prefix_ + key, value);
@@ -36,9 +39,9 @@ class AskingStore : public c10d::Store {
   int64_t getNumKeys() override { return store_->getNumKeys(); }
   void wait(const std::vector<std::string>& keys) override { wait(keys, kDefaultTimeout); }
   void wait(const std::vector<std::string>& keys, const Milliseconds& timeout) override {
-    const int64_t end = steady_ms() + timeout.count();
+    const int64_t end = steady_now_ms() + timeout.count();
     while (!check(keys)) {
-      if (steady_ms() >= end) C10_THROW_ERROR(DistStoreError, "no address of a rank in time");
+      if (steady_now_ms() >= end) C10_THROW_ERROR(DistStoreError, "no address of a rank in time");
       std::this_thread::sleep_for(Milliseconds(2));
     }
   }
@@ -48,54 +51,62 @@ class AskingStore : public c10d::Store {
   std::string prefix_;
 };
 
-struct Connecting {
+struct ConnectResult {
   std::mutex mutex;
-  std::condition_variable changed;
+  std::condition_variable finished;
   bool done = false;
-  c10::intrusive_ptr<c10d::Backend> made;
+  c10::intrusive_ptr<c10d::Backend> backend;
   std::string error;
 };
 
-}  // namespace
-
-c10::intrusive_ptr<c10d::Backend> open_transport(GroupState& state,
-                                                 const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                                 Phase phase, Milliseconds timeout) {
-  const c10::intrusive_ptr<c10d::Backend> parent = group->getBackend(at::kCPU);
-  if (parent->getBackendName() != "gloo" || !parent->supportsSplitting()) return parent;
-  const auto connecting = std::make_shared<Connecting>();
-  // On a thread, because Gloo's own bound is the timeout of the group. It is left alone when ours is over.
-  std::thread([connecting, parent, store = state.line->connection(), keys = state.keys(),
+// Creates the backend on a thread, because Gloo bounds this by the timeout of the group, not by ours. The
+// thread is abandoned when our time is over.
+std::shared_ptr<ConnectResult> start_connecting(GroupState& state,
+                                                const c10::intrusive_ptr<c10d::Backend>& parent) {
+  const auto result = std::make_shared<ConnectResult>();
+  std::thread([result, parent, store = state.store->connection(), prefix = state.key_prefix(),
                rank = static_cast<int>(state.rank), size = static_cast<int>(state.size)] {
-    c10::intrusive_ptr<c10d::Backend> made;
+    c10::intrusive_ptr<c10d::Backend> backend;
     std::string error;
     try {
       TORCH_CHECK(store, "no connection to the store of the group");
-      const auto own = c10::make_intrusive<AskingStore>(store, keys + "gloo/");
-      // A split would look the ranks up in a list that a group made again does not have.
-      made = parent->merge(own, parent->getBackendOptions(), rank, size);
+      const auto polling_store = c10::make_intrusive<PollingStore>(store, prefix + "gloo/");
+      // Not split(): it looks the ranks up in a list that a group created again does not have.
+      backend = parent->merge(polling_store, parent->getBackendOptions(), rank, size);
     } catch (const std::exception& e) {
-      error = cause_of(e);
+      error = first_line(e);
     }
-    const std::lock_guard<std::mutex> lock(connecting->mutex);
-    connecting->made = std::move(made);
-    connecting->error = error;
-    connecting->done = true;
-    connecting->changed.notify_all();
+    const std::lock_guard<std::mutex> lock(result->mutex);
+    result->backend = std::move(backend);
+    result->error = error;
+    result->done = true;
+    result->finished.notify_all();
   }).detach();
-  const int64_t turn = state.cpu_turn + 1;  // that of the first collective
-  const int64_t end = steady_ms() + (timeout + kGrace).count();
-  bool given = false;
-  std::unique_lock<std::mutex> lock(connecting->mutex);
-  while (!connecting->changed.wait_for(lock, kBeat, [&] { return connecting->done; })) {
-    if (given || steady_ms() >= end) {
-      raise_peer_error(state, state.roll("cpu"), turn, phase, timeout,
-                       given ? "another rank has given up" : "no connection");
-    }
-    given = state.roll("cpu").beat(turn, place_of(phase));
-  }
-  if (!connecting->made) raise_peer_error(state, state.roll("cpu"), turn, phase, timeout, connecting->error);
-  return std::move(connecting->made);
+  return result;
 }
 
-}  // namespace transformer_plugin::expert_parallel
+}  // namespace
+
+c10::intrusive_ptr<c10d::Backend> connect_cpu_backend(GroupState& state,
+                                                      const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                                      const Phase& phase, Milliseconds timeout) {
+  const c10::intrusive_ptr<c10d::Backend> parent = group->getBackend(at::kCPU);
+  if (parent->getBackendName() != "gloo" || !parent->supportsSplitting()) return parent;
+  const auto result = start_connecting(state, parent);
+  const int64_t sequence = state.cpu_sequence + 1;  // that of the first collective
+  const int64_t end = steady_now_ms() + (timeout + kConnectGrace).count();
+  bool has_report = false;
+  std::unique_lock<std::mutex> lock(result->mutex);
+  while (!result->finished.wait_for(lock, kHeartbeatInterval, [&] { return result->done; })) {
+    if (has_report || steady_now_ms() >= end) {
+      raise_peer_error(state, state.heartbeat("cpu"), sequence, phase, timeout,
+                       has_report ? "another rank has given up" : "no connection");
+    }
+    has_report = state.heartbeat("cpu").send(sequence, phase_text(phase));
+  }
+  if (!result->backend)
+    raise_peer_error(state, state.heartbeat("cpu"), sequence, phase, timeout, result->error);
+  return std::move(result->backend);
+}
+
+}  // namespace transformer_plugin::distributed

@@ -1,14 +1,15 @@
-// Connections of our own between the ranks of a Gloo group.
+// A separate Gloo backend over the ranks of a group, so that the program's own collectives on the group never
+// mix with those of this library, even if a rank leaves out a call.
 #pragma once
 
 #include "distributed/group_state.h"
 
-namespace transformer_plugin::expert_parallel {
+namespace transformer_plugin::distributed {
 
-// Makes them, within the timeout: all ranks of the group do so in their first call on a CPU. Collectives that the
-// program makes on its group then never meet ours, whatever a rank leaves out. A backend other than Gloo is used as it is.
-c10::intrusive_ptr<c10d::Backend> open_transport(GroupState& state,
-                                                 const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                                 Phase phase, Milliseconds timeout);
+// Connects the ranks within the timeout; collective, in the first call of the group on a CPU. If the group's
+// CPU backend is not Gloo, returns that backend itself.
+c10::intrusive_ptr<c10d::Backend> connect_cpu_backend(GroupState& state,
+                                                      const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                                      const Phase& phase, Milliseconds timeout);
 
-}  // namespace transformer_plugin::expert_parallel
+}  // namespace transformer_plugin::distributed

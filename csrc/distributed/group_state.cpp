@@ -1,3 +1,4 @@
+// The states of the process's groups, and waits on the CPU.
 #include "distributed/group_state.h"
 
 #include <c10/util/Exception.h>
@@ -10,7 +11,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <utility>
 
-namespace transformer_plugin::expert_parallel {
+namespace transformer_plugin::distributed {
 namespace {
 
 struct Registry {
@@ -18,31 +19,32 @@ struct Registry {
   std::map<std::string, std::shared_ptr<GroupState>> groups;
 };
 
-void close_transports();
+void close_cpu_backends();
 
-// Of this process: a forked child starts with an empty one, whatever locks the parent's threads held.
+// One for each process: a forked child starts with an empty one, because threads of the parent may have held
+// its locks.
 Registry& registry() {
   static std::atomic<Registry*> current{nullptr};
   static std::atomic<pid_t> owner{0};
-  static std::mutex making;
+  static std::mutex creation_mutex;
   if (owner.load(std::memory_order_acquire) != getpid()) {
-    const std::lock_guard<std::mutex> lock(making);
+    const std::lock_guard<std::mutex> lock(creation_mutex);
     if (owner.load() != getpid()) {
-      current.store(new Registry);  // never freed: threads may use it until the process is gone
-      std::atexit(close_transports);
+      current.store(new Registry);  // never freed: threads may use it until the process ends
+      std::atexit(close_cpu_backends);
       owner.store(getpid(), std::memory_order_release);
     }
   }
   return *current.load(std::memory_order_acquire);
 }
 
-// At the end of the process: the threads of the transports are joined before what they use is destroyed.
-void close_transports() {
-  Registry& groups = registry();
-  const std::lock_guard<std::mutex> lock(groups.mutex);
-  for (auto& [name, state] : groups.groups) {
-    const std::unique_lock<std::mutex> idle(state->calling, std::try_to_lock);
-    if (idle) state->transport.reset();
+// At exit: joins the threads of the CPU backends before the objects that they use are destroyed.
+void close_cpu_backends() {
+  Registry& all = registry();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  for (auto& [name, state] : all.groups) {
+    const std::unique_lock<std::mutex> idle(state->call_mutex, std::try_to_lock);
+    if (idle) state->cpu_backend.reset();
   }
 }
 
@@ -54,115 +56,116 @@ GroupState::GroupState(std::string name, const c10::intrusive_ptr<c10d::ProcessG
       size(group ? group->getSize() : 1),
       group(group),
       address(group.get()),
-      line(std::make_shared<StoreLine>(group ? group->getStore() : nullptr)) {}
+      store(std::make_shared<StoreClient>(group ? group->getStore() : nullptr)) {}
 
-bool GroupState::is(const c10::intrusive_ptr<c10d::ProcessGroup>& other) const {
+bool GroupState::is_of(const c10::intrusive_ptr<c10d::ProcessGroup>& other) const {
   return address == other.get() && (!address || !group.expired()) && (!other || other->getRank() == rank) &&
          (!other || other->getSize() == size);
 }
 
-bool GroupState::gone() const { return address && group.expired(); }
+bool GroupState::expired() const { return address && group.expired(); }
 
-const std::string& GroupState::keys() {
-  std::call_once(keys_made, [this] {
-    // How many groups of this name and size the store has seen at this rank: the same number at each of its ranks.
+const std::string& GroupState::key_prefix() {
+  std::call_once(key_prefix_once, [this] {
+    // Counts the groups of this size that this rank has had in the store: all ranks of the group count the
+    // same.
     const std::string base = "transformer_plugin/" + std::to_string(size) + "/";
     const auto count = std::make_shared<std::atomic<int64_t>>(0);
-    line->ask(kConnect, [key = base + "rank/" + std::to_string(rank), count](c10d::Store& store) {
-      *count = store.add(key, 1);
-    });
-    made_keys = base + std::to_string(count->load()) + "/";
+    store->request(kStoreConnectLimit, [key = base + "rank/" + std::to_string(rank),
+                                        count](c10d::Store& store) { *count = store.add(key, 1); });
+    made_key_prefix = base + std::to_string(count->load()) + "/";
   });
-  return made_keys;
+  return made_key_prefix;
 }
 
-Roll GroupState::roll(const char* kind) { return Roll(line, keys(), kind, rank, size, beats); }
+Heartbeat GroupState::heartbeat(const char* kind) {
+  return Heartbeat(store, key_prefix(), kind, rank, size, heartbeat_count);
+}
 
 std::shared_ptr<GroupState> group_state(const std::string& name,
                                         const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
-  forget_groups();
-  Registry& groups = registry();
-  std::shared_ptr<GroupState> old;  // let go of after the lock
-  const std::lock_guard<std::mutex> lock(groups.mutex);
-  std::shared_ptr<GroupState>& entry = groups.groups[name];
-  if (entry && entry->is(group)) return entry;
+  release_expired_groups();
+  Registry& all = registry();
+  std::shared_ptr<GroupState> old;  // destroyed after the lock is released
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  std::shared_ptr<GroupState>& entry = all.groups[name];
+  if (entry && entry->is_of(group)) return entry;
   old = std::exchange(entry, std::make_shared<GroupState>(name, group));
   return entry;
 }
 
-void forget_groups() {
-  Registry& groups = registry();
-  std::vector<std::shared_ptr<GroupState>> old;  // let go of after the lock: threads are joined
-  const std::lock_guard<std::mutex> lock(groups.mutex);
-  for (auto each = groups.groups.begin(); each != groups.groups.end();) {
-    if (!each->second->gone()) {
+void release_expired_groups() {
+  Registry& all = registry();
+  // Destroyed after the lock is released, because that joins threads.
+  std::vector<std::shared_ptr<GroupState>> old;
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  for (auto each = all.groups.begin(); each != all.groups.end();) {
+    if (!each->second->expired()) {
       ++each;
       continue;
     }
     old.push_back(std::move(each->second));
-    each = groups.groups.erase(each);
+    each = all.groups.erase(each);
   }
 }
 
-int64_t steady_ms() {
-  return std::chrono::duration_cast<Milliseconds>(std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
-
-std::string cause_of(const std::exception& error) {
+std::string first_line(const std::exception& error) {
   const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
   std::string text = torch_error ? torch_error->what_without_backtrace() : error.what();
   text = text.substr(0, text.find('\n'));
   return text.substr(0, 300);
 }
 
-void raise_peer_error(GroupState& state, Roll roll, int64_t turn, Phase phase, Milliseconds timeout,
-                      const std::string& cause, const std::string& place) {
-  Verdict verdict = roll.inquest(turn, place.empty() ? place_of(phase) : place);
+void raise_peer_error(GroupState& state, Heartbeat heartbeat, int64_t sequence, const Phase& phase,
+                      Milliseconds timeout, const std::string& backend_error, const std::string& waits_for) {
+  LivenessReport report =
+      heartbeat.find_missing_ranks(sequence, waits_for.empty() ? phase_text(phase) : waits_for);
   {
-    const std::lock_guard<std::mutex> lock(state.failing);
-    if (state.failed) {
-      verdict = *state.failed;
+    const std::lock_guard<std::mutex> lock(state.failure_mutex);
+    if (state.failure) {
+      report = *state.failure;
     } else {
-      state.failed = verdict;
+      state.failure = report;
     }
   }
   C10_THROW_ERROR(DistBackendError,
-                  peer_error(phase, state.name, state.rank, state.size, timeout, verdict, cause));
+                  peer_error(phase, state.name, state.rank, state.size, timeout, report, backend_error));
 }
 
-void refuse_failed(GroupState& state, Phase phase, Milliseconds timeout) {
-  const std::lock_guard<std::mutex> lock(state.failing);
-  if (!state.failed) return;
+void check_not_failed(GroupState& state, const Phase& phase, Milliseconds timeout) {
+  const std::lock_guard<std::mutex> lock(state.failure_mutex);
+  if (!state.failure) return;
   C10_THROW_ERROR(DistBackendError, peer_error(phase, state.name, state.rank, state.size, timeout,
-                                               *state.failed, "an earlier call on this group failed"));
+                                               *state.failure, "an earlier call on this group failed"));
 }
 
-void wait_on_cpu(GroupState& state, const c10::intrusive_ptr<c10d::Work>& work, Phase phase,
+void wait_on_cpu(GroupState& state, const c10::intrusive_ptr<c10d::Work>& work, const Phase& phase,
                  Milliseconds timeout) {
-  const int64_t turn = ++state.cpu_turn;
-  const int64_t end = steady_ms() + timeout.count();
-  bool given = false;
+  const int64_t sequence = ++state.cpu_sequence;
+  const int64_t end = steady_now_ms() + timeout.count();
+  bool has_report = false;
   for (;;) {
-    const int64_t left = std::max<int64_t>(1, end - steady_ms());
-    std::string cause = given ? "another rank has given up" : "no answer";
+    const int64_t left = std::max<int64_t>(1, end - steady_now_ms());
+    const std::string reason = has_report ? "another rank has given up" : "no answer";
     try {
-      work->wait(std::min(Milliseconds(left), kBeat));
+      work->wait(std::min(Milliseconds(left), kHeartbeatInterval));
       break;
     } catch (const std::exception& error) {
-      // The end of a slice of waiting is an exception too.
+      // Work::wait raises both when the interval is over and when the collective has failed.
       if (work->isCompleted()) {
         if (work->isSuccess()) break;
-        raise_peer_error(state, state.roll("cpu"), turn, phase, timeout, cause_of(error));
+        raise_peer_error(state, state.heartbeat("cpu"), sequence, phase, timeout, first_line(error));
       }
     }
-    if (given || steady_ms() >= end) raise_peer_error(state, state.roll("cpu"), turn, phase, timeout, cause);
-    given = state.roll("cpu").beat(turn, place_of(phase));
+    if (has_report || steady_now_ms() >= end)
+      raise_peer_error(state, state.heartbeat("cpu"), sequence, phase, timeout, reason);
+    has_report = state.heartbeat("cpu").send(sequence, phase_text(phase));
   }
-  // The thread of the transport lets go of the work, and so of the tensors, a little after it is done. If it were the
-  // last to hold one that Python knows, while Python ends, the process would abort.
+  // Gloo's thread releases the work, and with it the tensors, shortly after completion. If it held the last
+  // reference to a tensor that Python knows while Python shuts down, the process would abort, so this thread
+  // waits up to 100 ms for it.
   for (int64_t i = 0; i < 1000 && work.use_count() > 1; ++i)
     std::this_thread::sleep_for(std::chrono::microseconds(i < 100 ? 1 : 100));
 }
 
-}  // namespace transformer_plugin::expert_parallel
+}  // namespace transformer_plugin::distributed

@@ -1,39 +1,39 @@
+// Heartbeats, the liveness check, and the text of PeerTimeoutError.
 #include "distributed/liveness.h"
 
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <condition_variable>
-#include <exception>
-#include <mutex>
 #include <optional>
 #include <sstream>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-namespace transformer_plugin::expert_parallel {
+namespace transformer_plugin::distributed {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-// What a rank's key holds.
-struct Entry {
+// The value of a rank's key in the store.
+struct HeartbeatEntry {
   std::string kind;
-  int64_t turn = -1;
-  int64_t beat = -1;
-  std::string place;
+  int64_t sequence = -1;
+  int64_t count = -1;
+  std::string phase;
 
   std::string text() const {
-    return kind + " " + std::to_string(turn) + " " + std::to_string(beat) + " " + place;
+    return kind + " " + std::to_string(sequence) + " " + std::to_string(count) + " " + phase;
   }
-  static Entry parse(const std::string& text) {
-    Entry entry;
+  static HeartbeatEntry parse(const std::string& text) {
+    HeartbeatEntry entry;
     std::istringstream stream(text);
-    stream >> entry.kind >> entry.turn >> entry.beat >> std::ws;
-    std::getline(stream, entry.place);
+    stream >> entry.kind >> entry.sequence >> entry.count >> std::ws;
+    std::getline(stream, entry.phase);
     return entry;
   }
 };
+
+std::string heartbeat_key(const std::string& prefix, int64_t rank) {
+  return prefix + "heartbeat/" + std::to_string(rank);
+}
 
 std::string join(const std::vector<int64_t>& ranks) {
   std::string text;
@@ -48,210 +48,144 @@ std::vector<int64_t> split(const std::string& text) {
   return ranks;
 }
 
-// What is known of one other rank during an inquest.
-struct Suspect {
-  std::optional<int64_t> first_beat;
-  std::string place;
-  bool present = false;
+// What a liveness check knows of one rank.
+struct RankStatus {
+  std::optional<int64_t> first_count;
+  std::string phase;
+  bool alive = false;
 
-  void see(const Entry& entry, const std::string& kind, int64_t turn) {
-    place = entry.place;
-    present = present || (entry.kind == kind && entry.turn > turn);
-    present = present || (first_beat && *first_beat != entry.beat);
-    if (!first_beat) first_beat = entry.beat;
+  void update(const HeartbeatEntry& entry, const std::string& kind, int64_t sequence) {
+    phase = entry.phase;
+    alive = alive || (entry.kind == kind && entry.sequence > sequence);
+    alive = alive || (first_count && *first_count != entry.count);
+    if (!first_count) first_count = entry.count;
   }
 };
 
-// A verdict in the store: the missing ranks with commas, or "none"; then where everybody was waiting.
-Verdict parse_verdict(const std::string& text) {
+// A report in the store: the missing ranks with commas, or "none"; then what each rank waits for.
+LivenessReport parse_report(const std::string& text) {
   const size_t space = text.find(' ');
-  Verdict verdict;
-  verdict.missing = split(text.substr(0, space));
-  if (space != std::string::npos) verdict.places = text.substr(space + 1);
-  return verdict;
+  LivenessReport report;
+  report.missing = split(text.substr(0, space));
+  if (space != std::string::npos) report.waits = text.substr(space + 1);
+  return report;
 }
 
-struct Inquest {
+struct LivenessCheck {
   std::string prefix;
   std::string kind;
   int64_t rank;
   int64_t size;
-  int64_t turn;
-  std::string place;
-  std::shared_ptr<std::atomic<int64_t>> beats;
-  Verdict verdict;
+  int64_t sequence;
+  std::string phase;
+  std::shared_ptr<std::atomic<int64_t>> count;
+  LivenessReport report;
 
-  std::string key(int64_t of) const { return prefix + "waits/" + std::to_string(of); }
-  std::string verdict_key() const { return prefix + "verdict"; }
+  std::string report_key() const { return prefix + kReportKey; }
 
-  bool given(c10d::Store& store) {
-    if (!store.check({verdict_key()})) return false;
-    verdict = parse_verdict(store.get_to_str(verdict_key()));
+  bool read_report(c10d::Store& store) {
+    if (!store.check({report_key()})) return false;
+    report = parse_report(store.get_to_str(report_key()));
     return true;
   }
 
-  void hold(c10d::Store& store) {
-    std::vector<Suspect> suspects(size);
-    suspects[rank].present = true;
-    suspects[rank].place = place;
-    const auto end = Clock::now() + kInquest;
+  void run(c10d::Store& store) {
+    std::vector<RankStatus> statuses(size);
+    statuses[rank].alive = true;
+    statuses[rank].phase = phase;
+    const int64_t end = steady_now_ms() + kLivenessCheckDuration.count();
     for (bool last = false; !last;) {
-      last = Clock::now() >= end;
-      store.set(key(rank), Entry{kind, turn, ++*beats, place}.text());
-      if (given(store)) return;
+      last = steady_now_ms() >= end;
+      store.set(heartbeat_key(prefix, rank), HeartbeatEntry{kind, sequence, ++*count, phase}.text());
+      if (read_report(store)) return;
       for (int64_t r = 0; r < size; ++r) {
-        if (suspects[r].present || !store.check({key(r)})) continue;
-        suspects[r].see(Entry::parse(store.get_to_str(key(r))), kind, turn);
+        if (statuses[r].alive || !store.check({heartbeat_key(prefix, r)})) continue;
+        statuses[r].update(HeartbeatEntry::parse(store.get_to_str(heartbeat_key(prefix, r))), kind, sequence);
       }
-      const bool all =
-          std::all_of(suspects.begin(), suspects.end(), [](const Suspect& s) { return s.present; });
-      if (!last && !all) std::this_thread::sleep_for(Milliseconds(100));
-      last = last || all;
+      const bool all_alive =
+          std::all_of(statuses.begin(), statuses.end(), [](const RankStatus& s) { return s.alive; });
+      if (!last && !all_alive) std::this_thread::sleep_for(Milliseconds(100));
+      last = last || all_alive;
     }
-    settle(store, suspects);
+    publish_report(store, statuses);
   }
 
-  // The first verdict of the group holds.
-  void settle(c10d::Store& store, const std::vector<Suspect>& suspects) {
-    std::string places;
+  // Writes the report, or takes over one that another rank has written meanwhile.
+  void publish_report(c10d::Store& store, const std::vector<RankStatus>& statuses) {
+    std::string waits;
     bool differ = false;
     for (int64_t r = 0; r < size; ++r) {
-      if (!suspects[r].present) verdict.missing.push_back(r);
-      differ = differ || suspects[r].place != suspects[0].place;
-      places += (r ? ", rank " : "rank ") + std::to_string(r) + " in " + suspects[r].place;
+      if (!statuses[r].alive) report.missing.push_back(r);
+      differ = differ || statuses[r].phase != statuses[0].phase;
+      waits += (r ? ", rank " : "rank ") + std::to_string(r) + " in " + statuses[r].phase;
     }
-    std::string text = join(verdict.missing);
-    if (verdict.missing.empty() && differ) text += " " + (verdict.places = places);
+    std::string text = join(report.missing);
+    if (report.missing.empty() && differ) text += " " + (report.waits = waits);
     try {
-      const std::string first = store.compareSet(verdict_key(), "", text);
-      if (!first.empty()) verdict = parse_verdict(first);
-    } catch (const c10::NotImplementedError&) {  // a store of files has no such thing
-      store.set(verdict_key(), text);
+      const std::string first = store.compareSet(report_key(), "", text);
+      if (!first.empty()) report = parse_report(first);
+    } catch (const c10::NotImplementedError&) {  // FileStore has no compareSet
+      store.set(report_key(), text);
     }
   }
 };
 
 }  // namespace
 
-struct StoreLine::State {
-  std::mutex speaking;  // one question at a time
-  std::mutex mutex;     // guards what follows
-  std::condition_variable changed;
-  c10::intrusive_ptr<c10d::Store> store;
-  std::string broken;  // why it is not asked any more
-};
-
-StoreLine::StoreLine(const c10::intrusive_ptr<c10d::Store>& store) : state_(std::make_shared<State>()) {
-  if (!store) {
-    state_->broken = "the group has no store";
-    return;
-  }
-  // A connection of our own: nobody else waits behind us, and the store that hosts is not kept alive by us.
-  speak(kConnect, [state = state_, store](c10d::Store*) { state->store = store->clone(); });
-}
-
-std::string StoreLine::ask(Milliseconds limit, const std::function<void(c10d::Store&)>& talk) {
-  return speak(limit, [talk](c10d::Store* store) { talk(*store); });
-}
-
-c10::intrusive_ptr<c10d::Store> StoreLine::connection() const {
-  const std::lock_guard<std::mutex> lock(state_->mutex);
-  return state_->broken.empty() ? state_->store : nullptr;
-}
-
-std::string StoreLine::speak(Milliseconds limit, std::function<void(c10d::Store*)> talk) {
-  struct Answer {
-    bool done = false;
-    std::string error;
-  };
-  const auto answer = std::make_shared<Answer>();
-  const std::lock_guard<std::mutex> turn(state_->speaking);
-  std::unique_lock<std::mutex> lock(state_->mutex);
-  if (!state_->broken.empty()) return state_->broken;
-  std::thread([state = state_, answer, talk = std::move(talk)]() mutable {
-    std::string error;
-    try {
-      talk(state->store.get());
-    } catch (const std::exception& e) {
-      error = std::string(e.what()).substr(0, 200);
-      error = error.substr(0, error.find('\n'));
-      if (error.empty()) error = "unknown error";
-    }
-    talk = nullptr;
-    const std::lock_guard<std::mutex> guard(state->mutex);
-    answer->error = error;
-    answer->done = true;
-    state->changed.notify_all();
-  }).detach();
-  const bool done = state_->changed.wait_for(lock, limit, [&] { return answer->done; });
-  if (!done) {
-    state_->broken = "no answer within " + std::to_string(limit.count()) + " ms";
-  } else {
-    state_->broken = answer->error;
-  }
-  return state_->broken;
-}
-
-Roll::Roll(std::shared_ptr<StoreLine> line, std::string prefix, std::string kind, int64_t rank, int64_t size,
-           std::shared_ptr<std::atomic<int64_t>> beats)
-    : line_(std::move(line)),
+Heartbeat::Heartbeat(std::shared_ptr<StoreClient> store, std::string prefix, std::string kind, int64_t rank,
+                     int64_t size, std::shared_ptr<std::atomic<int64_t>> count)
+    : store_(std::move(store)),
       prefix_(std::move(prefix)),
       kind_(std::move(kind)),
       rank_(rank),
       size_(size),
-      beats_(std::move(beats)) {}
+      count_(std::move(count)) {}
 
-bool Roll::beat(c10d::Store& store, int64_t turn, const std::string& place) const {
-  store.set(prefix_ + "waits/" + std::to_string(rank_), Entry{kind_, turn, ++*beats_, place}.text());
-  return store.check({prefix_ + "verdict"});
+bool Heartbeat::send(c10d::Store& store, int64_t sequence, const std::string& phase) const {
+  store.set(heartbeat_key(prefix_, rank_), HeartbeatEntry{kind_, sequence, ++*count_, phase}.text());
+  return store.check({prefix_ + kReportKey});
 }
 
-bool Roll::beat(int64_t turn, const std::string& place) {
-  const auto given = std::make_shared<std::atomic<bool>>(false);
-  const std::string error = line_->ask(kAnswer, [self = *this, given, turn, place](c10d::Store& store) {
-    *given = self.beat(store, turn, place);
-  });
-  return error.empty() && *given;
-}
-
-Verdict Roll::inquest(int64_t turn, const std::string& place) {
-  const auto inquest =
-      std::make_shared<Inquest>(Inquest{prefix_, kind_, rank_, size_, turn, place, beats_, {}});
+bool Heartbeat::send(int64_t sequence, const std::string& phase) {
+  const auto has_report = std::make_shared<std::atomic<bool>>(false);
   const std::string error =
-      line_->ask(kInquest + kAnswer, [inquest](c10d::Store& store) { inquest->hold(store); });
-  // Unless there was an answer, the other thread may still be writing to it.
+      store_->request(kStoreRequestLimit, [self = *this, has_report, sequence, phase](c10d::Store& store) {
+        *has_report = self.send(store, sequence, phase);
+      });
+  return error.empty() && *has_report;
+}
+
+LivenessReport Heartbeat::find_missing_ranks(int64_t sequence, const std::string& phase) {
+  const auto check = std::make_shared<LivenessCheck>(
+      LivenessCheck{prefix_, kind_, rank_, size_, sequence, phase, count_, {}});
+  const std::string error = store_->request(kLivenessCheckDuration + kStoreRequestLimit,
+                                            [check](c10d::Store& store) { check->run(store); });
+  // After an error the abandoned thread may still write to `check`.
   if (!error.empty()) return {{}, "", error};
-  return inquest->verdict;
+  return check->report;
 }
 
-std::string place_of(Phase phase) {
-  const PhaseName name = phase_name(phase);
-  return std::string(name.op) + " (" + name.phase + ")";
-}
-
-std::string peer_error(Phase phase, const std::string& group, int64_t rank, int64_t size,
-                       Milliseconds timeout, const Verdict& verdict, const std::string& cause) {
-  const PhaseName name = phase_name(phase);
+std::string peer_error(const Phase& phase, const std::string& group, int64_t rank, int64_t size,
+                       Milliseconds timeout, const LivenessReport& report, const std::string& backend_error) {
   std::ostringstream text;
-  text << "PeerTimeoutError: transformer_plugin::" << name.op << ": phase '" << name.phase
+  text << "PeerTimeoutError: transformer_plugin::" << phase.op << ": phase '" << phase.name
        << "': expected all " << size << " ranks of group '" << group << "' within " << timeout.count()
        << " ms, ";
-  if (!verdict.store_error.empty()) {
-    text << "rank(s) unknown did not take part: the store, whose host is often rank 0, cannot be asked ("
-         << verdict.store_error << ")";
-  } else if (verdict.missing.empty()) {
-    text << "rank(s) unknown did not take part: all were waiting, "
-         << (verdict.places.empty() ? "so the transport itself failed" : "in different calls: ")
-         << verdict.places;
+  if (!report.store_error.empty()) {
+    text << "could not determine the missing ranks (store unreachable; rank 0 usually hosts it): "
+         << report.store_error;
+  } else if (report.missing.empty()) {
+    text << "no rank is missing: all were waiting, "
+         << (report.waits.empty() ? "so the backend itself failed" : "in different calls: ") << report.waits;
   } else {
-    text << "rank(s) " << join(verdict.missing) << " did not take part";
+    text << "rank(s) " << join(report.missing) << " did not take part";
   }
-  const bool late = std::count(verdict.missing.begin(), verdict.missing.end(), rank) > 0;
-  text << ". This is rank " << rank << (late ? ", which came too late or left out a call" : "")
-       << "; the transport says: " << (cause.empty() ? "nothing" : cause)
-       << ". Look at the output of those ranks; end this process, or make a new group of the ranks that are "
-          "left.";
+  const bool late = std::count(report.missing.begin(), report.missing.end(), rank) > 0;
+  text
+      << ". This is rank " << rank << (late ? ", which came too late or left out a call" : "")
+      << "; backend error: " << (backend_error.empty() ? "none" : backend_error)
+      << ". Look at the output of those ranks; end this process, or make a new group of the remaining ranks.";
   return text.str();
 }
 
-}  // namespace transformer_plugin::expert_parallel
+}  // namespace transformer_plugin::distributed

@@ -1,95 +1,71 @@
-// Who of a group is there: what this process tells the others while it waits, and how it finds out afterwards
-// which of them did not come.
+// Which ranks of a group are alive: the heartbeats that a waiting rank writes to the group's store, and the
+// liveness check that finds the missing ranks after a wait has failed.
 //
-// A wait that takes longer than half a second writes a line under the rank's own key of the group's store, twice a
-// second: a number that moves (the beat), and where it waits. When a wait fails, each survivor keeps writing for two
-// seconds and reads the others' keys. A rank whose beat moves is there, wherever it waits: it may wait for the lost
-// rank in another call. So is one that has waited in a later turn of the same kind. Turns count the waits of one kind
-// and agree between ranks, because all ranks make the same calls in the same order. The others are missing.
+// A rank that has waited for half a second writes a heartbeat under its own key twice a second: a counter,
+// the sequence number of the wait, and the phase. Nothing is written while nobody waits for long. When a wait
+// fails, each remaining rank keeps writing heartbeats for two seconds and reads the keys of the others. A
+// rank counts as alive in two cases:
+// - Its counter changes, whatever it waits for: it may wait for the missing rank in another call.
+// - It has waited with a later sequence number of the same kind. Sequence numbers agree between ranks,
+//   because all ranks make the same calls in the same order.
 //
-// The list of missing ranks is the verdict. There is one for a group, which is of no use after it: the first survivor
-// that has one writes it, the others take it over. So all survivors name the same ranks, and one that has left
-// meanwhile is not blamed. Nothing is written when nobody has to wait.
+// All other ranks are missing.
+//
+// The first rank that has a list of missing ranks writes it to the store as the group's liveness report, and
+// the others take it over. So all remaining ranks name the same ranks, and a rank that ends after its own
+// error is not named. A group has one report, because it is not used again afterwards.
 #pragma once
 
-#include <c10/util/intrusive_ptr.h>
-
 #include <atomic>
-#include <chrono>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "distributed/clock.h"
 #include "distributed/phase.h"
+#include "distributed/store_client.h"
 
-namespace c10d {
-class Store;
-}
+namespace transformer_plugin::distributed {
 
-namespace transformer_plugin::expert_parallel {
+inline constexpr Milliseconds kHeartbeatInterval{500};
+inline constexpr Milliseconds kLivenessCheckDuration{2000};
 
-using Milliseconds = std::chrono::milliseconds;
-
-// How long a wait is silent before it is told to the others, and how long they are asked after a failure.
-inline constexpr Milliseconds kBeat{500};
-inline constexpr Milliseconds kInquest{2000};
-// How long the store has to answer one question, and for the first connection.
-inline constexpr Milliseconds kAnswer{1000};
-inline constexpr Milliseconds kConnect{10000};
-
-// The store of a group, spoken to on threads of their own because its host may be stopped and then never answers.
-class StoreLine {
- public:
-  explicit StoreLine(const c10::intrusive_ptr<c10d::Store>& store);
-  // Runs `talk`; returns "" or why the store did not answer within `limit`. `talk` must own what it touches:
-  // it is left running when the time is over. After a failure the store is never asked again.
-  std::string ask(Milliseconds limit, const std::function<void(c10d::Store&)>& talk);
-  // The connection itself, for questions that take long; null when there is none.
-  c10::intrusive_ptr<c10d::Store> connection() const;
-
- private:
-  struct State;
-  std::string speak(Milliseconds limit, std::function<void(c10d::Store*)> talk);
-
-  std::shared_ptr<State> state_;
-};
-
-struct Verdict {
+struct LivenessReport {
   std::vector<int64_t> missing;
-  std::string places;       // where each rank waits, when nobody is missing and they are different calls
-  std::string store_error;  // not empty: the store did not answer, nobody could be asked
+  std::string waits;        // what each rank waits for, if no rank is missing and these differ
+  std::string store_error;  // not empty: the store did not answer, so nothing is known
 };
 
-// One kind of wait ("cpu", "gpu", "host", "store") of one rank.
-class Roll {
+// The heartbeats of one rank for one kind of wait ("cpu", "gpu", "host", ...).
+class Heartbeat {
  public:
-  // `prefix`: of the group's keys. `beats`: of this rank in this group, for all kinds.
-  Roll(std::shared_ptr<StoreLine> line, std::string prefix, std::string kind, int64_t rank, int64_t size,
-       std::shared_ptr<std::atomic<int64_t>> beats);
-  // This rank is waiting in `turn` at `place`. Quick, and silent about failures. Returns whether another rank has
-  // given a verdict, so that waiting is of no use.
-  bool beat(int64_t turn, const std::string& place);
-  // The same, by who speaks to the store already.
-  bool beat(c10d::Store& store, int64_t turn, const std::string& place) const;
-  // Asks for two seconds who else is there.
-  Verdict inquest(int64_t turn, const std::string& place);
+  // `prefix`: of the group's keys. `count`: the counter of this rank in this group, shared by all kinds.
+  Heartbeat(std::shared_ptr<StoreClient> store, std::string prefix, std::string kind, int64_t rank,
+            int64_t size, std::shared_ptr<std::atomic<int64_t>> count);
+  // Writes that this rank waits for `phase` with this sequence number. Returns whether the group has a
+  // liveness report, so that there is no use in waiting. Ignores failures of the store.
+  bool send(int64_t sequence, const std::string& phase);
+  // The same inside a request to the store.
+  bool send(c10d::Store& store, int64_t sequence, const std::string& phase) const;
+  // The liveness check; takes two seconds unless another rank has a report already.
+  LivenessReport find_missing_ranks(int64_t sequence, const std::string& phase);
 
  private:
-  std::shared_ptr<StoreLine> line_;
+  std::shared_ptr<StoreClient> store_;
   std::string prefix_;
   std::string kind_;
   int64_t rank_;
   int64_t size_;
-  std::shared_ptr<std::atomic<int64_t>> beats_;
+  std::shared_ptr<std::atomic<int64_t>> count_;
 };
 
-// "dispatch (tokens)".
-std::string place_of(Phase phase);
+// Key of the liveness report among the group's keys.
+inline constexpr const char* kReportKey = "missing_ranks";
 
-// The text of the error, which begins with "PeerTimeoutError: ".
-std::string peer_error(Phase phase, const std::string& group, int64_t rank, int64_t size,
-                       Milliseconds timeout, const Verdict& verdict, const std::string& cause);
+// The text of the error that transformer_plugin.errors.PeerTimeoutError parses. It begins with
+// "PeerTimeoutError: ".
+std::string peer_error(const Phase& phase, const std::string& group, int64_t rank, int64_t size,
+                       Milliseconds timeout, const LivenessReport& report, const std::string& backend_error);
 
-}  // namespace transformer_plugin::expert_parallel
+}  // namespace transformer_plugin::distributed

@@ -1,40 +1,34 @@
-// The points at which expert parallelism waits for other ranks, as its errors name them.
+// The points at which an op waits for other ranks. Each family of ops defines its phases in a table and
+// registers it.
 #pragma once
 
 #include <cstdint>
+#include <span>
+#include <string>
 
-namespace transformer_plugin::expert_parallel {
+namespace transformer_plugin::distributed {
 
-// Numbered because a CUDA kernel writes the number to host memory (watch_args.h).
-enum class Phase : int32_t {
-  kConfiguration,
-  kPlanIndices,
-  kDispatchTokens,
-  kDispatchWeights,
-  kDispatchBackwardRows,
-  kDispatchBackwardWeights,
-  kCombineRows,
-  kCombineBackwardRows,
-  kCount
+struct Phase {
+  // Unique in the library, because a CUDA kernel writes only this number to host memory (progress.h).
+  // Ranges: 0-99 this folder, 100-199 expert parallelism.
+  int32_t id;
+  const char* op;    // as errors name it
+  const char* name;  // what the op waits for, as errors name it
 };
 
-struct PhaseName {
-  const char* op;
-  const char* phase;
+inline constexpr Phase kConfigurationPhase{0, "all_gather_text", "configuration"};
+
+// Registers a family's phases when the library is loaded: a global variable in one of the family's source
+// files. The table must be static.
+class PhaseRegistration {
+ public:
+  explicit PhaseRegistration(std::span<const Phase> phases);
 };
 
-constexpr PhaseName phase_name(Phase phase) {
-  switch (phase) {
-    case Phase::kConfiguration: return {"agree", "configuration"};
-    case Phase::kPlanIndices: return {"plan", "indices"};
-    case Phase::kDispatchTokens: return {"dispatch", "tokens"};
-    case Phase::kDispatchWeights: return {"dispatch", "weights"};
-    case Phase::kDispatchBackwardRows: return {"dispatch_backward", "rows"};
-    case Phase::kDispatchBackwardWeights: return {"dispatch_backward", "weights"};
-    case Phase::kCombineRows: return {"combine", "rows"};
-    case Phase::kCombineBackwardRows: return {"combine_backward", "gradients"};
-    default: return {"unknown op", "unknown phase"};
-  }
-}
+// The phase with this id. A phase with the op "unknown op" where no family has registered the id.
+const Phase& find_phase(int32_t id);
 
-}  // namespace transformer_plugin::expert_parallel
+// "dispatch (tokens)".
+std::string phase_text(const Phase& phase);
+
+}  // namespace transformer_plugin::distributed

@@ -1,34 +1,37 @@
-// What the CUDA side of the watch shares with the host, without torch.
+// How far the collectives on a CUDA stream have come, in host memory. This header has no torch, for the CUDA
+// file.
 //
-// Kernels before and after each collective write to host memory, so that a host thread sees from a plain read
-// how far the stream has come: also inside a replayed graph, and also when a call into CUDA would block.
+// A kernel before each collective and one after it write to the stream's progress page. The watchdog thread
+// reads the page as plain memory, so it sees progress inside a replayed CUDA graph too, and when a CUDA call
+// would block.
 #pragma once
 
 #include <cstdint>
 
-#include "distributed/phase.h"
+namespace transformer_plugin::distributed {
 
-namespace transformer_plugin::expert_parallel {
-
-// Host memory that the device writes. Written in the order phase, begun, then ended.
-struct Board {
-  volatile int64_t begun;     // collectives that the stream has reached
-  volatile int64_t ended;     // collectives that the stream has left
-  volatile int32_t phase;     // of the last one begun
-  volatile int64_t required;  // not 0: rows that a plan under the "raise" policy had no room for
+// Pinned host memory that the device writes, in the order phase_id, begun, then ended.
+struct ProgressPage {
+  volatile int64_t begun;     // number of collectives that the stream has reached
+  volatile int64_t ended;     // number of collectives that the stream has completed
+  volatile int32_t phase_id;  // of the last one that has begun
+  // A number that a kernel leaves for the host, which reads it in a later call
+  // (RankGroup::take_device_report); 0: none.
+  volatile int64_t report;
 };
 
-struct BoardMemory {
-  Board* board;       // pinned, mapped
-  int64_t* counters;  // device: begun, ended
+struct StreamProgress {
+  ProgressPage* page;
+  int64_t* counters;  // device memory: begun, ended
 };
 
-// Allowed while a graph is being captured. Never freed: a graph that was captured may write to it at any
-// time.
-BoardMemory allocate_board();
-void launch_begin_turn(const BoardMemory& memory, Phase phase, void* stream);
-void launch_end_turn(const BoardMemory& memory, void* stream);
+// Can be called while a graph is captured. The memory is never freed, because a captured graph may write to
+// it at any time.
+StreamProgress allocate_progress();
+// Enqueue the kernel that belongs before a collective, and the one that belongs after it.
+void launch_begin_collective(const StreamProgress& progress, int32_t phase_id, void* stream);
+void launch_end_collective(const StreamProgress& progress, void* stream);
 // Whether a graph is being captured from the stream.
 bool stream_is_captured(void* stream);
 
-}  // namespace transformer_plugin::expert_parallel
+}  // namespace transformer_plugin::distributed

@@ -1,3 +1,10 @@
+// The kernels around a collective, which write how far the stream has come to pinned host memory
+// (progress.h).
+//
+// begin_collective_kernel: begun += 1 and phase_id = the collective's. end_collective_kernel: ended += 1.
+// Grid and block: one thread. The counts are kept in device memory, because a thread reads host memory
+// slowly; the host page gets copies. A system-wide fence after each write makes the host see the writes in
+// order.
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -5,30 +12,30 @@
 #include "common/launch.cuh"
 #include "distributed/progress.h"
 
-namespace transformer_plugin::expert_parallel {
+namespace transformer_plugin::distributed {
 namespace {
 
-__global__ void begin_turn_kernel(BoardMemory memory, int32_t phase) {
-  const int64_t turn = memory.counters[0] + 1;
-  memory.counters[0] = turn;
-  memory.board->phase = phase;
+__global__ void begin_collective_kernel(StreamProgress progress, int32_t phase_id) {
+  const int64_t sequence = progress.counters[0] + 1;
+  progress.counters[0] = sequence;
+  progress.page->phase_id = phase_id;
   __threadfence_system();
-  memory.board->begun = turn;
-  __threadfence_system();
-}
-
-__global__ void end_turn_kernel(BoardMemory memory) {
-  const int64_t turn = memory.counters[1] + 1;
-  memory.counters[1] = turn;
-  memory.board->ended = turn;
+  progress.page->begun = sequence;
   __threadfence_system();
 }
 
-// Lets this thread allocate while it or another captures a graph: the memory is not part of the graph.
-class RelaxedCapture {
+__global__ void end_collective_kernel(StreamProgress progress) {
+  const int64_t sequence = progress.counters[1] + 1;
+  progress.counters[1] = sequence;
+  progress.page->ended = sequence;
+  __threadfence_system();
+}
+
+// Allows this thread to allocate while a graph is captured: the memory is not part of the graph.
+class RelaxedCaptureMode {
  public:
-  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCaptureMode() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCaptureMode() { cudaThreadExchangeStreamCaptureMode(&mode_); }
 
  private:
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
@@ -36,39 +43,40 @@ class RelaxedCapture {
 
 void check(cudaError_t error) {
   if (error != cudaSuccess) {
-    throw std::runtime_error(std::string("transformer_plugin: no memory for the watch over the ranks: ") +
-                             cudaGetErrorString(error));
+    throw std::runtime_error(
+        std::string("transformer_plugin: could not set up the watchdog of collectives: ") +
+        cudaGetErrorString(error));
   }
 }
 
 }  // namespace
 
-BoardMemory allocate_board() {
-  const RelaxedCapture relaxed;
-  BoardMemory memory{};
-  void* board = nullptr;
+StreamProgress allocate_progress() {
+  const RelaxedCaptureMode relaxed;
+  StreamProgress progress{};
+  void* page = nullptr;
   void* counters = nullptr;
-  check(cudaHostAlloc(&board, sizeof(Board), cudaHostAllocPortable | cudaHostAllocMapped));
-  memory.board = new (board) Board{0, 0, 0, 0};
+  check(cudaHostAlloc(&page, sizeof(ProgressPage), cudaHostAllocPortable | cudaHostAllocMapped));
+  progress.page = new (page) ProgressPage{0, 0, 0, 0};
   check(cudaMalloc(&counters, 2 * sizeof(int64_t)));
-  memory.counters = static_cast<int64_t*>(counters);
-  // A stream of its own: the default stream would join a capture that is under way.
+  progress.counters = static_cast<int64_t*>(counters);
+  // A separate non-blocking stream: the default stream would join a capture that is in progress.
   cudaStream_t stream = nullptr;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   check(cudaMemsetAsync(counters, 0, 2 * sizeof(int64_t), stream));
   check(cudaStreamSynchronize(stream));
   check(cudaStreamDestroy(stream));
-  return memory;
+  return progress;
 }
 
-void launch_begin_turn(const BoardMemory& memory, Phase phase, void* stream) {
-  begin_turn_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(memory, static_cast<int32_t>(phase));
-  check_launch("begin_turn_kernel");
+void launch_begin_collective(const StreamProgress& progress, int32_t phase_id, void* stream) {
+  begin_collective_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(progress, phase_id);
+  check_launch("begin_collective_kernel");
 }
 
-void launch_end_turn(const BoardMemory& memory, void* stream) {
-  end_turn_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(memory);
-  check_launch("end_turn_kernel");
+void launch_end_collective(const StreamProgress& progress, void* stream) {
+  end_collective_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(progress);
+  check_launch("end_collective_kernel");
 }
 
 bool stream_is_captured(void* stream) {
@@ -77,4 +85,4 @@ bool stream_is_captured(void* stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-}  // namespace transformer_plugin::expert_parallel
+}  // namespace transformer_plugin::distributed

@@ -1,3 +1,4 @@
+// Collectives of a group on a CPU (Gloo) and on CUDA (NCCL), with their headers and timeouts.
 #include "distributed/rank_group.h"
 
 #include <ATen/ops/empty.h>
@@ -12,7 +13,7 @@
 #include "common/tensor.h"
 #include "distributed/gloo_connection.h"
 
-namespace transformer_plugin::expert_parallel {
+namespace transformer_plugin::distributed {
 namespace {
 
 using at::Tensor;
@@ -51,8 +52,8 @@ struct RankGroup::Connection {
   Tensor like;
   bool on_cuda;
   Milliseconds timeout;
-  // Exchanges that the others still expect of this call.
-  int64_t due = 0;
+  // Collectives of this call that the other ranks still expect.
+  int64_t remaining = 0;
 };
 
 RankGroup::RankGroup(const char* op, const std::string& name, int64_t timeout_ms, const Tensor& like)
@@ -69,93 +70,90 @@ RankGroup::RankGroup(const char* op, const std::string& name, int64_t timeout_ms
     state_ = group_state(name, to.group);
     if (timeout_ms <= 0) to.timeout = group_timeout(*to.group, to.on_cuda ? at::kCUDA : at::kCPU);
   }
-  const Board* board = state_->board.load();
-  if (!to.on_cuda || !board || board->required == 0) return;
-  const int64_t required = board->required;
-  state_->board.load()->required = 0;
-  TP_CHECK_VALUE(
-      false, "plan", "capacity", "room for " << required << " rows, which a rank of the group needed",
-      "less, in an earlier call on this GPU", "Raise the capacity, or use the overflow policy \"drop\"");
 }
 
-// A call that ends before its exchanges, for want of memory perhaps: what this rank sent next would be taken for them.
+// If a call ends before its collectives, because of an allocation failure for example, the other ranks would
+// take this rank's next message for theirs. So the group fails.
 RankGroup::~RankGroup() {
-  if (connection_->due <= 0 || connection_->on_cuda) return;
-  const std::lock_guard<std::mutex> lock(state_->failing);
-  if (!state_->failed) state_->failed = Verdict{{rank()}, "", ""};
+  if (connection_->remaining <= 0 || connection_->on_cuda) return;
+  const std::lock_guard<std::mutex> lock(state_->failure_mutex);
+  if (!state_->failure) state_->failure = LivenessReport{{rank()}, "", ""};
 }
 
-void RankGroup::meet(Call call, int64_t exchanges) {
+void RankGroup::begin_call(const Call& call, int64_t collectives) {
   if (size() == 1) return;
   Connection& to = *connection_;
   if (to.on_cuda) {
 #ifdef TRANSFORMER_PLUGIN_CUDA
     const CudaScope scope(to.like);
     if (stream_is_captured(scope.stream())) return;
-    const bool first = state_->settled == 0;
+    const bool first = state_->first_call_end_ms == 0;
     compare_signature(*state_, call, first ? std::max(to.timeout, Milliseconds(kFirstCallMs)) : to.timeout);
 #endif
     return;
   }
-  call_ = std::unique_lock<std::mutex>(state_->calling);
-  refuse_failed(*state_, call.phase(), to.timeout);
-  if (!state_->transport) state_->transport = open_transport(*state_, to.group, call.phase(), to.timeout);
-  if (state_->transport->getBackendName() == "fake") return;  // sends nothing
-  ++state_->calls;
-  meet_on_cpu(call);
-  to.due = exchanges;
+  call_lock_ = std::unique_lock<std::mutex>(state_->call_mutex);
+  check_not_failed(*state_, call.phase(), to.timeout);
+  if (!state_->cpu_backend)
+    state_->cpu_backend = connect_cpu_backend(*state_, to.group, call.phase(), to.timeout);
+  if (state_->cpu_backend->getBackendName() == "fake")
+    return;  // torch's backend for tests, which sends nothing
+  ++state_->call_count;
+  exchange_headers(call);
+  to.remaining = collectives;
 }
 
-void RankGroup::meet_on_cpu(const Call& call) {
+void RankGroup::exchange_headers(const Call& call) {
   const Connection& to = *connection_;
-  Tensor mine = at::empty({Call::kFields}, at::kLong);
-  Tensor all = at::empty({size() * Call::kFields}, at::kLong);
-  std::copy(call.numbers().begin(), call.numbers().end(), mine.mutable_data_ptr<int64_t>());
+  Tensor mine = at::empty({Call::kHeaderLength}, at::kLong);
+  Tensor all = at::empty({size() * Call::kHeaderLength}, at::kLong);
+  std::copy(call.header().begin(), call.header().end(), mine.mutable_data_ptr<int64_t>());
   c10d::AllgatherOptions options;
   options.timeout = to.timeout;
   options.asyncOp = true;
   c10::intrusive_ptr<c10d::Work> work;
   try {
-    work = state_->transport->_allgather_base(all, mine, options);
+    work = state_->cpu_backend->_allgather_base(all, mine, options);
   } catch (const c10::DistError& error) {
-    raise_peer_error(*state_, state_->roll("cpu"), ++state_->cpu_turn, call.phase(), to.timeout,
-                     cause_of(error));
+    raise_peer_error(*state_, state_->heartbeat("cpu"), ++state_->cpu_sequence, call.phase(), to.timeout,
+                     first_line(error));
   }
   wait_on_cpu(*state_, work, call.phase(), to.timeout);
   call.compare(all.const_data_ptr<int64_t>(), size(), state_->name);
 }
 
-void RankGroup::remember_plan(const Tensor& slot, int64_t tokens) const {
-  if (size() == 1 || connection_->on_cuda) return;
-  std::vector<KnownPlan>& plans = state_->plans;
-  std::erase_if(plans, [](const KnownPlan& plan) { return plan.slot.expired(); });
-  plans.push_back({slot.storage().getWeakStorageImpl(), state_->calls, tokens});
+void RankGroup::remember_plan(const Tensor& plan, int64_t size) const {
+  if (this->size() == 1 || connection_->on_cuda) return;
+  std::vector<PlanRecord>& plans = state_->plans;
+  std::erase_if(plans, [](const PlanRecord& record) { return record.storage.expired(); });
+  plans.push_back({plan.storage().getWeakStorageImpl(), state_->call_count, size});
 }
 
-void RankGroup::recall_plan(Call& call, const Tensor& slot) const {
-  if (size() == 1 || connection_->on_cuda) return;
-  const std::lock_guard<std::mutex> lock(state_->calling);
-  for (const KnownPlan& plan : state_->plans) {
-    if (plan.slot.expired() || plan.slot._unsafe_get_target() != slot.storage().unsafeGetStorageImpl())
-      continue;
-    call.set(Field::kPlan, plan.call, "slot").set(Field::kPlanned, plan.tokens, "tokens");
-  }
+std::optional<PlanRecord> RankGroup::find_plan(const Tensor& plan) const {
+  if (size() == 1 || connection_->on_cuda) return std::nullopt;
+  const c10::StorageImpl* storage = plan.storage().unsafeGetStorageImpl();
+  const std::lock_guard<std::mutex> lock(state_->call_mutex);
+  const auto found =
+      std::find_if(state_->plans.rbegin(), state_->plans.rend(), [&](const PlanRecord& record) {
+        return !record.storage.expired() && record.storage._unsafe_get_target() == storage;
+      });
+  return found == state_->plans.rend() ? std::nullopt : std::optional<PlanRecord>(*found);
 }
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
 namespace {
 
-// Tells the board that the collective is over, also when it was refused.
-struct Leave {
+// Marks the collective as ended on the progress page and on the host, also when NCCL has raised an error.
+struct EndCollective {
   GroupState& state;
-  const BoardMemory& memory;
+  const StreamProgress& progress;
   void* stream;
-  ~Leave() {
-    state.host_since = 0;
-    if (state.settled == 0) state.settled = steady_ms();
+  ~EndCollective() {
+    state.host_begin_ms = 0;
+    if (state.first_call_end_ms == 0) state.first_call_end_ms = steady_now_ms();
     try {
-      launch_end_turn(memory, stream);
-    } catch (const std::exception&) {  // the error of the collective is the one to hear of
+      launch_end_collective(progress, stream);
+    } catch (const std::exception&) {  // the error of the collective itself is more useful
     }
   }
 };
@@ -163,52 +161,53 @@ struct Leave {
 }  // namespace
 #endif
 
-Tensor Pending::wait() {
+Tensor PendingCollective::wait() {
   if (wait_) std::exchange(wait_, nullptr)();
   return output_;
 }
 
 template <typename Start>
-Pending RankGroup::exchange(Phase phase, const Tensor& output, Start&& start) const {
+PendingCollective RankGroup::run(const Phase& phase, const Tensor& output, Start&& start) const {
   Connection& to = *connection_;
-  Pending pending;
+  PendingCollective pending;
   pending.output_ = output;
   if (!to.on_cuda) {
     c10::intrusive_ptr<c10d::Work> work;
     try {
       work = start();
     } catch (const c10::DistError& error) {
-      raise_peer_error(*state_, state_->roll("cpu"), ++state_->cpu_turn, phase, to.timeout, cause_of(error));
+      raise_peer_error(*state_, state_->heartbeat("cpu"), ++state_->cpu_sequence, phase, to.timeout,
+                       first_line(error));
     }
     pending.wait_ = [state = state_, to = connection_, work, phase] {
       wait_on_cpu(*state, work, phase, to->timeout);
-      --to->due;
+      --to->remaining;
     };
     return pending;
   }
 #ifdef TRANSFORMER_PLUGIN_CUDA
   const CudaScope scope(output);
-  const BoardMemory& memory = group_board(*state_);
+  const StreamProgress& progress = group_progress(*state_);
   state_->timeout_ms = to.timeout.count();
   watch_group(state_);
   void* stream = scope.stream();
-  launch_begin_turn(memory, phase, stream);
-  const int64_t turn = ++state_->host_turn;
-  state_->host_phase = static_cast<int32_t>(phase);
-  state_->host_since = steady_ms();
-  const Leave leave{*state_, memory, stream};
+  launch_begin_collective(progress, phase.id, stream);
+  const int64_t sequence = ++state_->host_sequence;
+  state_->host_phase_id = phase.id;
+  state_->host_begin_ms = steady_now_ms();
+  const EndCollective end{*state_, progress, stream};
   try {
     const c10::intrusive_ptr<c10d::Work> work = start();
     if (work) work->wait();  // orders streams; does not block
   } catch (const c10::DistError& error) {
-    raise_peer_error(*state_, state_->roll("host"), turn, phase, to.timeout, cause_of(error));
+    raise_peer_error(*state_, state_->heartbeat("host"), sequence, phase, to.timeout, first_line(error));
   }
 #endif
   return pending;
 }
 
-Pending RankGroup::start_all_gather(const Tensor& part, Phase phase) const {
-  Pending pending;
+PendingCollective RankGroup::start_all_gather(const Tensor& part, const Phase& phase) const {
+  PendingCollective pending;
   pending.output_ = part;
   if (size() == 1) return pending;
   const Tensor input = part.contiguous();
@@ -216,31 +215,31 @@ Pending RankGroup::start_all_gather(const Tensor& part, Phase phase) const {
   sizes[0] = sizes[0] * size();
   pending.output_ = empty(input, sizes, input.scalar_type());
   if (input.numel() == 0) {
-    --connection_->due;
+    --connection_->remaining;
     return pending;
   }
-  return exchange(phase, pending.output_, [&] {
+  return run(phase, pending.output_, [&] {
     Tensor to = as_bytes(pending.output_);
     Tensor from = as_bytes(input);
     c10d::AllgatherOptions options;
     options.timeout = connection_->timeout;
     options.asyncOp = !connection_->on_cuda;
     return connection_->on_cuda ? connection_->group->_allgather_base(to, from, options)
-                                : state_->transport->_allgather_base(to, from, options);
+                                : state_->cpu_backend->_allgather_base(to, from, options);
   });
 }
 
-Pending RankGroup::start_all_to_all(const Tensor& parts, Phase phase) const {
-  Pending pending;
+PendingCollective RankGroup::start_all_to_all(const Tensor& parts, const Phase& phase) const {
+  PendingCollective pending;
   pending.output_ = parts;
   if (size() == 1) return pending;
   const Tensor input = parts.contiguous();
   pending.output_ = empty(input, input.sym_sizes(), input.scalar_type());
   if (input.numel() == 0) {
-    --connection_->due;
+    --connection_->remaining;
     return pending;
   }
-  return exchange(phase, pending.output_, [&] {
+  return run(phase, pending.output_, [&] {
     Tensor to = as_bytes(pending.output_);
     Tensor from = as_bytes(input);
     std::vector<int64_t> equal_splits;
@@ -249,26 +248,35 @@ Pending RankGroup::start_all_to_all(const Tensor& parts, Phase phase) const {
     options.asyncOp = !connection_->on_cuda;
     return connection_->on_cuda
                ? connection_->group->alltoall_base(to, from, equal_splits, equal_splits, options)
-               : state_->transport->alltoall_base(to, from, equal_splits, equal_splits, options);
+               : state_->cpu_backend->alltoall_base(to, from, equal_splits, equal_splits, options);
   });
 }
 
-std::vector<std::string> RankGroup::agree(const std::string& text) const {
+std::vector<std::string> RankGroup::all_gather_text(const std::string& text) const {
   if (size() == 1) return {text};
-  refuse_failed(*state_, Phase::kConfiguration, connection_->timeout);
-  return exchange_texts(*state_, "agree", state_->agreements++, text, Phase::kConfiguration,
-                        place_of(Phase::kConfiguration), connection_->timeout);
+  const Phase& phase = kConfigurationPhase;
+  check_not_failed(*state_, phase, connection_->timeout);
+  return all_gather_texts(*state_, "text", state_->text_sequence++, text, phase, phase_text(phase),
+                          connection_->timeout);
 }
 
-void RankGroup::compare(const Call& call) const {
+void RankGroup::compare_through_store(const Call& call) const {
   if (size() > 1) compare_signature(*state_, call, connection_->timeout);
 }
 
-int64_t* RankGroup::overflow_report() const {
+int64_t* RankGroup::device_report() const {
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  if (connection_->on_cuda) return const_cast<int64_t*>(&group_board(*state_).board->required);
+  if (connection_->on_cuda) return const_cast<int64_t*>(&group_progress(*state_).page->report);
 #endif
   return nullptr;
 }
 
-}  // namespace transformer_plugin::expert_parallel
+int64_t RankGroup::take_device_report() const {
+  ProgressPage* page = state_->page.load();
+  if (!connection_->on_cuda || !page) return 0;
+  const int64_t report = page->report;
+  if (report != 0) page->report = 0;
+  return report;
+}
+
+}  // namespace transformer_plugin::distributed

@@ -1,11 +1,11 @@
-// The two exchanges of expert parallelism over c10d, bounded in time: Gloo on a CPU, NCCL on CUDA. Payload
-// travels as bytes. Several may be under way; every rank starts them, and waits for them, in the same order. On CUDA
-// they run on the current stream, read nothing on the host and can be captured.
+// Collectives among the ranks of a c10d group, bounded in time: Gloo on a CPU, NCCL on CUDA. Payload travels
+// as bytes. Several collectives may be in flight; every rank starts them, and waits for them, in the same
+// order. On CUDA they run on the current stream, read nothing on the host, and can be captured in a graph.
 //
-// Before payload moves the ranks meet: each says which call it makes, and where these differ all raise. On a CPU that is
-// a small message before each call, because Gloo ends the process when a message is longer than the memory for it. It
-// travels, as the payload does, over connections of our own, so that the group's other collectives never meet ours.
-// On CUDA a kind of call is compared once, through the store.
+// Before payload moves, each rank describes its call in a header (call.h); if the headers differ, all ranks
+// raise an error. On a CPU the headers are exchanged before each call, because Gloo ends the process when a
+// message is longer than the receiver's buffer. On CUDA the headers of a new kind of call are compared once,
+// through the store.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,26 +16,26 @@
 
 #include "distributed/group_state.h"
 
-namespace transformer_plugin::expert_parallel {
+namespace transformer_plugin::distributed {
 
-// A collective under way.
-class Pending {
+// A collective that has been started.
+class PendingCollective {
  public:
-  // What arrives. On a CPU this waits, within the timeout, and raises PeerTimeoutError; on CUDA the collective is
-  // queued already and the stream waits.
+  // The result. On a CPU this waits for it, within the timeout, or raises PeerTimeoutError. On CUDA the
+  // collective is enqueued already and only the stream waits.
   at::Tensor wait();
 
  private:
   friend class RankGroup;
   at::Tensor output_;
-  std::function<void()> wait_;  // empty when there is nothing to wait for
+  std::function<void()> wait_;  // empty: nothing to wait for
 };
 
-// A c10d group by its name, as seen from this rank; "" is the group of this process alone.
+// A c10d group, given by its name, as one call of an op uses it. "" is the group of this process alone.
 class RankGroup {
  public:
-  // `timeout_ms` <= 0: the timeout of the group itself. A failure that a plan under the "raise" policy left
-  // behind on CUDA is raised here.
+  // `timeout_ms` <= 0: the timeout of the group. `like`: a tensor on the device of the payload; undefined: no
+  // payload.
   RankGroup(const char* op, const std::string& name, int64_t timeout_ms, const at::Tensor& like);
   ~RankGroup();
   RankGroup(const RankGroup&) = delete;
@@ -44,40 +44,46 @@ class RankGroup {
   int64_t size() const { return state_->size; }
   int64_t rank() const { return state_->rank; }
 
-  // To be called once, after all checks that a rank makes alone and before the `exchanges` that follow. ValueError, on
-  // every rank, where the others make another call.
-  void meet(Call call, int64_t exchanges);
-  // For the calls that follow: `slot` is of the plan that this call makes for `tokens` tokens.
-  void remember_plan(const at::Tensor& slot, int64_t tokens) const;
-  // Sets the fields of the plan that `slot` belongs to, where that is known.
-  void recall_plan(Call& call, const at::Tensor& slot) const;
+  // Compares the ranks' headers; raises ValueError on every rank where they differ. To be called once, after
+  // all checks that need no other rank and before the first of the call's `collectives` collectives.
+  void begin_call(const Call& call, int64_t collectives);
 
-  // [n, ...] of each rank -> [size * n, ...], by ascending rank.
-  at::Tensor all_gather(const at::Tensor& part, Phase phase) const {
+  // Records that this call has made `plan` for `size` items of this rank, and finds the record in later
+  // calls. Only on a CPU; on CUDA no plan is found.
+  void remember_plan(const at::Tensor& plan, int64_t size) const;
+  std::optional<PlanRecord> find_plan(const at::Tensor& plan) const;
+
+  // [n, ...] of each rank -> [size * n, ...], in ascending order of ranks.
+  at::Tensor all_gather(const at::Tensor& part, const Phase& phase) const {
     return start_all_gather(part, phase).wait();
   }
-  Pending start_all_gather(const at::Tensor& part, Phase phase) const;
-  // [size * n, ...]: the r-th n rows go to rank r -> [size * n, ...]: the r-th n rows came from rank r.
-  Pending start_all_to_all(const at::Tensor& parts, Phase phase) const;
-  // Every rank's text, by ascending rank, through the group's store.
-  std::vector<std::string> agree(const std::string& text) const;
-  // The comparison that meet() makes on CUDA, whatever the device.
-  void compare(const Call& call) const;
-  // Where a CUDA kernel reports rows that it had no room for; null on a CPU.
-  int64_t* overflow_report() const;
+  PendingCollective start_all_gather(const at::Tensor& part, const Phase& phase) const;
+  // [size * n, ...], of which the r-th n rows go to rank r -> [size * n, ...], of which the r-th n rows come
+  // from rank r.
+  PendingCollective start_all_to_all(const at::Tensor& parts, const Phase& phase) const;
+
+  // Every rank's text in ascending order of ranks, through the group's store.
+  std::vector<std::string> all_gather_text(const std::string& text) const;
+  // The comparison that begin_call() makes on CUDA, on any device.
+  void compare_through_store(const Call& call) const;
+
+  // Where a CUDA kernel may leave a number for a later call of the group on this GPU; null on a CPU.
+  int64_t* device_report() const;
+  // That number, and clears it; 0: none.
+  int64_t take_device_report() const;
 
  private:
   struct Connection;
-  void meet_on_cpu(const Call& call);
+  void exchange_headers(const Call& call);
   template <typename Start>
-  Pending exchange(Phase phase, const at::Tensor& output, Start&& start) const;
+  PendingCollective run(const Phase& phase, const at::Tensor& output, Start&& start) const;
 
   std::shared_ptr<GroupState> state_;
   std::shared_ptr<Connection> connection_;
-  std::unique_lock<std::mutex> call_;  // on a CPU, from meet() on
+  std::unique_lock<std::mutex> call_lock_;  // held on a CPU from begin_call() on
 };
 
-// A positive timeout that a clock can hold, or one of 0 or less.
+// Raises ValueError for a timeout that a clock in nanoseconds cannot represent; 0 or less is allowed.
 void check_timeout(const char* op, int64_t timeout_ms);
 
-}  // namespace transformer_plugin::expert_parallel
+}  // namespace transformer_plugin::distributed

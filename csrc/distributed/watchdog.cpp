@@ -1,5 +1,6 @@
-// The thread that watches the streams of this process's groups (watch.h). It makes no CUDA call, so nothing
-// that the program waits for in CUDA can stop it.
+// The watchdog: a thread that observes the streams of this process's groups through their progress pages
+// (progress.h) and ends the process when a collective exceeds its timeout. It makes no CUDA call, so CUDA
+// cannot block it.
 #ifdef TRANSFORMER_PLUGIN_CUDA
 #include <unistd.h>
 
@@ -11,24 +12,24 @@
 
 #include "distributed/group_state.h"
 
-namespace transformer_plugin::expert_parallel {
+namespace transformer_plugin::distributed {
 namespace {
 
-constexpr Milliseconds kLook{200};
+constexpr Milliseconds kPollInterval{200};
 
-// How one kind of wait of one group has been seen to go.
-struct Progress {
-  int64_t turn = 0;
-  int64_t since = 0;
-  int64_t told = 0;
-  bool given = false;  // another rank has given a verdict
-  std::shared_ptr<Roll> roll;
+// One kind of wait of one group, as the watchdog has last seen it. Times are in ms of the steady clock.
+struct WaitStatus {
+  int64_t sequence = 0;
+  int64_t begin_ms = 0;
+  int64_t last_heartbeat_ms = 0;
+  bool has_report = false;  // another rank has written a liveness report
+  std::shared_ptr<Heartbeat> heartbeat;
 };
 
-struct Watched {
+struct WatchedGroup {
   std::weak_ptr<GroupState> state;
-  Progress gpu;
-  Progress host;
+  WaitStatus gpu;
+  WaitStatus host;
 };
 
 [[noreturn]] void end_process(const std::string& text) {
@@ -38,58 +39,61 @@ struct Watched {
   _exit(1);
 }
 
-// `since`: when this wait began; tells the others after half a second, ends the process after the timeout.
-void look_at(GroupState& state, Progress& progress, const char* kind, int64_t turn, int64_t since,
-             Phase phase) {
-  if (!progress.roll) {
-    progress.roll = std::make_shared<Roll>(state.roll(kind));
+// Sends heartbeats once the wait has taken half a second; ends the process after the timeout.
+void check_wait(GroupState& state, WaitStatus& status, const char* kind, int64_t sequence, int64_t begin_ms,
+                const Phase& phase) {
+  if (!status.heartbeat) {
+    status.heartbeat = std::make_shared<Heartbeat>(state.heartbeat(kind));
   }
-  const int64_t now = steady_ms();
-  const int64_t settled = state.settled.load();
-  since = std::max(since, settled);
-  const Milliseconds timeout(settled ? state.timeout_ms.load()
-                                     : std::max(kFirstCallMs, state.timeout_ms.load()));
-  if (progress.given || now - since >= timeout.count()) {
-    const Verdict verdict = progress.roll->inquest(turn, place_of(phase));
-    end_process(peer_error(phase, state.name, state.rank, state.size, timeout, verdict,
+  const int64_t now = steady_now_ms();
+  const int64_t first_call_end = state.first_call_end_ms.load();
+  begin_ms = std::max(begin_ms, first_call_end);
+  const Milliseconds timeout(first_call_end ? state.timeout_ms.load()
+                                            : std::max(kFirstCallMs, state.timeout_ms.load()));
+  if (status.has_report || now - begin_ms >= timeout.count()) {
+    const LivenessReport report = status.heartbeat->find_missing_ranks(sequence, phase_text(phase));
+    end_process(peer_error(phase, state.name, state.rank, state.size, timeout, report,
                            std::string(kind) == "gpu" ? "the collective did not end on the GPU"
                                                       : "the call into NCCL did not return"));
   }
-  if (now - since >= kBeat.count() && now - progress.told >= kBeat.count()) {
-    progress.told = now;
-    progress.given = progress.roll->beat(turn, place_of(phase));
+  if (now - begin_ms >= kHeartbeatInterval.count() &&
+      now - status.last_heartbeat_ms >= kHeartbeatInterval.count()) {
+    status.last_heartbeat_ms = now;
+    status.has_report = status.heartbeat->send(sequence, phase_text(phase));
   }
 }
 
-void look_at_gpu(GroupState& state, Progress& progress) {
-  const Board* board = state.board.load();
-  if (!board) return;
-  const int64_t ended = board->ended;
-  const int64_t begun = board->begun;
+// The stream: is a collective running on the GPU?
+void check_gpu(GroupState& state, WaitStatus& status) {
+  const ProgressPage* page = state.page.load();
+  if (!page) return;
+  const int64_t ended = page->ended;
+  const int64_t begun = page->begun;
   if (begun <= ended) {
-    progress.turn = 0;
+    status.sequence = 0;
     return;
   }
-  if (progress.turn != begun) {
-    progress.turn = begun;
-    progress.since = steady_ms();
+  if (status.sequence != begun) {
+    status.sequence = begun;
+    status.begin_ms = steady_now_ms();
   }
-  look_at(state, progress, "gpu", begun, progress.since, static_cast<Phase>(board->phase));
+  check_wait(state, status, "gpu", begun, status.begin_ms, find_phase(page->phase_id));
 }
 
-void look_at_host(GroupState& state, Progress& progress) {
-  const int64_t since = state.host_since.load();
-  if (since == 0) return;
-  look_at(state, progress, "host", state.host_turn.load(), since,
-          static_cast<Phase>(state.host_phase.load()));
+// The host: is a thread inside a call of NCCL?
+void check_host(GroupState& state, WaitStatus& status) {
+  const int64_t begin_ms = state.host_begin_ms.load();
+  if (begin_ms == 0) return;
+  check_wait(state, status, "host", state.host_sequence.load(), begin_ms,
+             find_phase(state.host_phase_id.load()));
 }
 
-// Joined at exit. A forked child has no such thread and starts its own when it needs one.
-class WatchThread {
+// Joined at exit. A forked child has no such thread and starts one when it needs it.
+class Watchdog {
  public:
   void add(const std::shared_ptr<GroupState>& state) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (const Watched& watched : groups_) {
+    for (const WatchedGroup& watched : groups_) {
       if (watched.state.lock() == state) return;
     }
     groups_.push_back({state, {}, {}});
@@ -107,38 +111,39 @@ class WatchThread {
   }
 
  private:
-  // A collective that is under way when the program ends is waited for, within its timeout: after that nobody
-  // would be left to end a process that cannot take its GPU down.
-  bool under_way() const {
-    for (const Watched& watched : groups_) {
+  // At exit the watchdog waits for collectives that are still running, within their timeout: without it, a
+  // process that cannot shut its GPU down would hang.
+  bool is_collective_running() const {
+    for (const WatchedGroup& watched : groups_) {
       const std::shared_ptr<GroupState> state = watched.state.lock();
-      const Board* board = state ? state->board.load() : nullptr;
-      if (board && board->begun > board->ended) return true;
+      const ProgressPage* page = state ? state->page.load() : nullptr;
+      if (page && page->begun > page->ended) return true;
     }
     return false;
   }
 
   void run() {
     std::unique_lock<std::mutex> lock(mutex_);
-    while (!stopping_ || under_way()) {
-      std::erase_if(groups_, [](const Watched& watched) { return watched.state.expired(); });
-      // Only this thread removes entries, and the others only append: work on a copy of the list's pointers.
+    while (!stopping_ || is_collective_running()) {
+      std::erase_if(groups_, [](const WatchedGroup& watched) { return watched.state.expired(); });
+      // The lock is released during the checks. Only this thread removes entries and other threads only
+      // append, so index i stays valid.
       for (size_t i = 0; i < groups_.size(); ++i) {
         const std::shared_ptr<GroupState> state = groups_[i].state.lock();
         if (!state) continue;
-        Watched seen = groups_[i];
+        WatchedGroup copy = groups_[i];
         lock.unlock();
-        look_at_gpu(*state, seen.gpu);
-        look_at_host(*state, seen.host);
+        check_gpu(*state, copy.gpu);
+        check_host(*state, copy.host);
         lock.lock();
-        groups_[i] = seen;
+        groups_[i] = copy;
       }
       if (stopping_) {
         lock.unlock();
         std::this_thread::sleep_for(Milliseconds(10));
         lock.lock();
       } else {
-        wake_.wait_for(lock, kLook, [this] { return stopping_; });
+        wake_.wait_for(lock, kPollInterval, [this] { return stopping_; });
       }
     }
   }
@@ -146,17 +151,17 @@ class WatchThread {
   std::mutex mutex_;
   std::condition_variable wake_;
   std::thread thread_;
-  std::vector<Watched> groups_;
+  std::vector<WatchedGroup> groups_;
   bool stopping_ = false;
 };
 
-WatchThread& watch_thread() {
-  static std::atomic<WatchThread*> current{nullptr};
+Watchdog& watchdog() {
+  static std::atomic<Watchdog*> current{nullptr};
   static std::atomic<pid_t> owner{0};
-  static std::mutex making;
-  const std::lock_guard<std::mutex> lock(making);
+  static std::mutex creation_mutex;
+  const std::lock_guard<std::mutex> lock(creation_mutex);
   if (owner.load() != getpid()) {
-    current.store(new WatchThread);  // never freed; a forked child leaves its parent's alone
+    current.store(new Watchdog);  // never freed; a forked child does not touch its parent's
     owner.store(getpid());
     std::atexit([] {
       if (owner.load() == getpid()) current.load()->stop();
@@ -167,15 +172,15 @@ WatchThread& watch_thread() {
 
 }  // namespace
 
-void watch_group(const std::shared_ptr<GroupState>& state) { watch_thread().add(state); }
+void watch_group(const std::shared_ptr<GroupState>& state) { watchdog().add(state); }
 
-const BoardMemory& group_board(GroupState& state) {
-  std::call_once(state.board_made, [&] {
-    state.memory = allocate_board();
-    state.board.store(state.memory.board);
+const StreamProgress& group_progress(GroupState& state) {
+  std::call_once(state.progress_once, [&] {
+    state.progress = allocate_progress();
+    state.page.store(state.progress.page);
   });
-  return state.memory;
+  return state.progress;
 }
 
-}  // namespace transformer_plugin::expert_parallel
+}  // namespace transformer_plugin::distributed
 #endif

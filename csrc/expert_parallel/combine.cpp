@@ -1,10 +1,11 @@
-// combine: the rows of each token's slots back to its rank and summed. A rank adds its own slots in ascending
-// order in FP32 and rounds to the payload's dtype; the owner adds the ranks' parts in ascending order in FP32
-// and rounds once. The gradient is dispatch without weights.
+// combine: sums the rows of each token's slots on the token's rank. Each rank adds its own slots of a token
+// in ascending order in FP32 and rounds to the payload's dtype; an all-to-all moves these parts
+// [R * max_tokens, H] to the tokens' ranks, which add them in ascending order of ranks in FP32 and round
+// once. The gradient is dispatch without weights.
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include "common/autograd.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "expert_parallel/exchange.h"
 #include "routing/rows.h"
@@ -35,17 +36,17 @@ Tensor combine(const Tensor& rows, const Tensor& slot, const Tensor& source, int
                std::string group_name, int64_t timeout_ms, int64_t wanted) {
   constexpr const char* op = "combine";
   combine_output(rows, slot, source, num_tokens, timeout_ms);
-  RankGroup group(op, group_name, timeout_ms, rows);
+  ExpertParallelGroup group(op, group_name, timeout_ms, rows);
   const int64_t max_tokens = tokens_per_rank(op, group, slot);
   TP_CHECK_VALUE(num_tokens <= max_tokens, op, "num_tokens",
                  "from 0 to " << max_tokens << " (max_tokens of the plan)", num_tokens,
                  "Pass the number of tokens of this rank");
   if (group.size() == 1) return routing::sum_slots(rows, slot.narrow(0, 0, num_tokens), std::nullopt);
   const Tensor parts = routing::sum_slots(rows, slot, std::nullopt);
-  group.meet(exchange_call(group, Phase::kCombineRows, slot, "rows", rows.scalar_type(), rows.size(1))
-                 .set(Field::kForTokens, wanted > 0, "rows"),
-             1);
-  return sum_ranks(group, group.start_all_to_all(parts, Phase::kCombineRows).wait(), num_tokens);
+  group.begin_call(exchange_call(group, phases::kCombineRows, slot, "rows", rows.scalar_type(), rows.size(1))
+                       .set(fields::kRowsGradient, wanted > 0, "rows"),
+                   1);
+  return sum_ranks(group, group.start_all_to_all(parts, phases::kCombineRows).wait(), num_tokens);
 }
 
 Tensor combine_backward_output(const Tensor& grad, const Tensor& slot, const Tensor& source,
@@ -63,11 +64,11 @@ Tensor combine_backward(const Tensor& grad, const Tensor& slot, const Tensor& so
                         int64_t timeout_ms) {
   constexpr const char* op = "combine_backward";
   combine_backward_output(grad, slot, source, timeout_ms);
-  RankGroup group(op, group_name, timeout_ms, grad);
+  ExpertParallelGroup group(op, group_name, timeout_ms, grad);
   const Tensor local = pad_rows({op, "grad", grad}, tokens_per_rank(op, group, slot));
-  group.meet(
-      exchange_call(group, Phase::kCombineBackwardRows, slot, "grad", grad.scalar_type(), grad.size(1)), 1);
-  return routing::gather_rows(group.all_gather(local, Phase::kCombineBackwardRows), source);
+  group.begin_call(
+      exchange_call(group, phases::kCombineBackwardRows, slot, "grad", grad.scalar_type(), grad.size(1)), 1);
+  return routing::gather_rows(group.all_gather(local, phases::kCombineBackwardRows), source);
 }
 
 class CombineFunction : public CheckedFunction<CombineFunction> {
@@ -107,7 +108,7 @@ class CombineFunction : public CheckedFunction<CombineFunction> {
     const variable_list tensors = ctx->get_saved_variables();
     auto& saved = ctx->saved_data;
     Tensor grad = grads[0];
-    if (!grad.defined()) {  // zero here, but other ranks may have theirs
+    if (!grad.defined()) {  // counts as zero; other ranks may have gradients
       grad =
           at::zeros_symint({saved["num_tokens"].toSymInt(), saved["hidden_size"].toSymInt()},
                            tensors[0].options().dtype(static_cast<at::ScalarType>(saved["dtype"].toInt())));
@@ -128,7 +129,7 @@ Tensor combine_autograd(const Tensor& rows, const Tensor& slot, const Tensor& so
     return CombineFunction::apply(rows, slot, source, num_tokens, group_name, timeout_ms);
   }
   const BelowAutograd guard;
-  // A compiled graph says here what was wanted when it was traced.
+  // In a compiled graph `wanted` holds the value from the time of tracing.
   return CombineFunction::call(rows, slot, source, num_tokens, group_name, timeout_ms, wanted);
 }
 
@@ -149,28 +150,9 @@ Tensor combine_backward_meta(const Tensor& grad, const Tensor& slot, const Tenso
   return combine_backward_output(grad, slot, source, timeout_ms);
 }
 
-// One host function serves both devices.
-void register_kernels(torch::Library& m) {
-  m.impl("combine", combine);
-  m.impl("combine_backward", combine_backward);
-}
-
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { register_kernels(m); }
-
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { register_kernels(m); }
-#endif
-
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
-  m.impl("combine", combine_meta);
-  m.impl("combine_backward", combine_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
-  m.impl("combine", combine_autograd);
-  m.impl("combine_backward", combine_backward_autograd);
-}
+TP_IMPL("combine", combine, combine_meta, combine_autograd);
+TP_IMPL("combine_backward", combine_backward, combine_backward_meta, combine_backward_autograd);
 
 }  // namespace transformer_plugin::expert_parallel

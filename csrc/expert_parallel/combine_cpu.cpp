@@ -1,3 +1,4 @@
+// CPU kernel of the sum over ranks (SumRanksArgs).
 #include <ATen/Parallel.h>
 
 #include <algorithm>

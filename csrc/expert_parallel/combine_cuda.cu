@@ -1,3 +1,7 @@
+// The sum over ranks (SumRanksArgs): output[t, h] = sum over r of parts[r, t, h].
+//
+// Grid-stride loop over the tokens * width elements, 256 threads a block, one element a thread and step, no
+// shared memory. Each thread adds the ranks in ascending order in FP32 (FP64 for float64) and rounds once.
 #include "common/device_types.cuh"
 #include "common/launch.cuh"
 #include "expert_parallel/exchange_args.h"

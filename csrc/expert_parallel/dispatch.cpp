@@ -1,12 +1,13 @@
-// dispatch: every token's row to the slots of its experts, with one weight a slot. The gradient brings rows
-// back as combine does, and weights to their own (token, k).
+// dispatch: all-gathers the tokens (and weights) of all ranks; each rank copies the rows of its own experts
+// into their slots. The gradient of the tokens is combine; the gradient of a slot's weight goes back to its
+// (token, k).
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <limits>
 
 #include "common/autograd.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "expert_parallel/exchange.h"
 #include "routing/rows.h"
@@ -43,7 +44,7 @@ Pair dispatch_outputs(const Tensor& tokens, const OptionalTensor& topk_weights, 
           empty(tokens, {topk_weights ? source.sym_size(0) : SymInt(0)}, type)};
 }
 
-// What `wanted` says: which inputs' gradients autograd will ask for.
+// Bits of `wanted`: the inputs whose gradients autograd will compute.
 constexpr int64_t kTokensWanted = 1;
 constexpr int64_t kWeightsWanted = 2;
 
@@ -51,22 +52,22 @@ Pair dispatch(const Tensor& tokens, const OptionalTensor& topk_weights, const Te
               const Tensor& source, std::string group_name, int64_t timeout_ms, int64_t wanted) {
   constexpr const char* op = "dispatch";
   auto [recv, recv_weights] = dispatch_outputs(tokens, topk_weights, slot, source, timeout_ms);
-  RankGroup group(op, group_name, timeout_ms, tokens);
+  ExpertParallelGroup group(op, group_name, timeout_ms, tokens);
   const int64_t max_tokens = tokens_per_rank(op, group, slot);
   const Tensor local = pad_rows({op, "tokens", tokens}, max_tokens);
   Tensor local_weights;
   if (topk_weights) local_weights = pad_rows({op, "topk_weights", *topk_weights}, max_tokens);
   wanted = std::max<int64_t>(0, wanted);
-  group.meet(
-      exchange_call(group, Phase::kDispatchTokens, slot, "tokens", tokens.scalar_type(), tokens.size(1))
-          .set(Field::kWeights, topk_weights.has_value(), "topk_weights")
-          .set(Field::kForTokens, (wanted & kTokensWanted) != 0, "tokens")
-          .set(Field::kForWeights, (wanted & kWeightsWanted) != 0, "topk_weights")
-          .set(Field::kTokens, tokens.size(0), "tokens"),
+  group.begin_call(
+      exchange_call(group, phases::kDispatchTokens, slot, "tokens", tokens.scalar_type(), tokens.size(1))
+          .set(fields::kWeights, topk_weights.has_value(), "topk_weights")
+          .set(fields::kRowsGradient, (wanted & kTokensWanted) != 0, "tokens")
+          .set(fields::kWeightsGradient, (wanted & kWeightsWanted) != 0, "topk_weights")
+          .set(fields::kTokens, tokens.size(0), "tokens"),
       topk_weights ? 2 : 1);
-  Pending rows = group.start_all_gather(local, Phase::kDispatchTokens);
-  Pending weights;
-  if (topk_weights) weights = group.start_all_gather(local_weights, Phase::kDispatchWeights);
+  PendingCollective rows = group.start_all_gather(local, phases::kDispatchTokens);
+  PendingCollective weights;
+  if (topk_weights) weights = group.start_all_gather(local_weights, phases::kDispatchWeights);
   const Tensor gathered = rows.wait();
   const Tensor gathered_weights = weights.wait();
   recv = routing::gather_rows(gathered, source);
@@ -110,7 +111,7 @@ Pair dispatch_backward_outputs(const OptionalTensor& grad_recv, const OptionalTe
           empty(slot, {for_weights ? num_tokens : none, for_weights ? slot.sym_size(1) : none}, type)};
 }
 
-// A gradient that is not there counts as zero, but the exchange takes place: other ranks may have theirs.
+// An absent gradient counts as zero. The collectives still run, because other ranks may have gradients.
 Pair dispatch_backward(const OptionalTensor& grad_recv, const OptionalTensor& grad_recv_weights,
                        const Tensor& slot, int64_t num_tokens, int64_t hidden_size, at::ScalarType dtype,
                        bool for_tokens, bool for_weights, std::string group_name, int64_t timeout_ms) {
@@ -118,7 +119,7 @@ Pair dispatch_backward(const OptionalTensor& grad_recv, const OptionalTensor& gr
   auto [grad_tokens, grad_weights] =
       dispatch_backward_outputs(grad_recv, grad_recv_weights, slot, num_tokens, hidden_size, dtype,
                                 for_tokens, for_weights, timeout_ms);
-  RankGroup group(op, group_name, timeout_ms, slot);
+  ExpertParallelGroup group(op, group_name, timeout_ms, slot);
   const int64_t max_tokens = tokens_per_rank(op, group, slot);
   TP_CHECK_VALUE(num_tokens >= 0 && num_tokens <= max_tokens, op, "num_tokens",
                  "from 0 to " << max_tokens << " (max_tokens of the plan)", num_tokens,
@@ -132,13 +133,13 @@ Pair dispatch_backward(const OptionalTensor& grad_recv, const OptionalTensor& gr
   if (for_weights)
     weight_parts = grad_recv_weights ? routing::weights_from_slots(*grad_recv_weights, slot)
                                      : zeros(slot.size(1), weight_type(dtype));
-  group.meet(exchange_call(group, Phase::kDispatchBackwardRows, slot, "grad_recv", dtype, hidden_size)
-                 .set(Field::kForTokens, for_tokens, "for_tokens")
-                 .set(Field::kForWeights, for_weights, "for_weights"),
-             int64_t{for_tokens} + int64_t{for_weights});
-  Pending rows, weights;
-  if (for_tokens) rows = group.start_all_to_all(row_parts, Phase::kDispatchBackwardRows);
-  if (for_weights) weights = group.start_all_to_all(weight_parts, Phase::kDispatchBackwardWeights);
+  group.begin_call(exchange_call(group, phases::kDispatchBackwardRows, slot, "grad_recv", dtype, hidden_size)
+                       .set(fields::kRowsGradient, for_tokens, "for_tokens")
+                       .set(fields::kWeightsGradient, for_weights, "for_weights"),
+                   int64_t{for_tokens} + int64_t{for_weights});
+  PendingCollective rows, weights;
+  if (for_tokens) rows = group.start_all_to_all(row_parts, phases::kDispatchBackwardRows);
+  if (for_weights) weights = group.start_all_to_all(weight_parts, phases::kDispatchBackwardWeights);
   const Tensor received = rows.wait();
   const Tensor received_weights = weights.wait();
   if (for_tokens) grad_tokens = sum_ranks(group, received, num_tokens);
@@ -219,7 +220,7 @@ Pair dispatch_autograd(const Tensor& tokens, const OptionalTensor& topk_weights,
     return {out[0], out[1]};
   }
   const BelowAutograd guard;
-  // A compiled graph says here what was wanted when it was traced.
+  // In a compiled graph `wanted` holds the value from the time of tracing.
   return DispatchFunction::call(tokens, topk_weights, slot, source, group_name, timeout_ms, wanted);
 }
 
@@ -245,28 +246,9 @@ Pair dispatch_backward_meta(const OptionalTensor& grad_recv, const OptionalTenso
                                    for_tokens, for_weights, timeout_ms);
 }
 
-// One host function serves both devices.
-void register_kernels(torch::Library& m) {
-  m.impl("dispatch", dispatch);
-  m.impl("dispatch_backward", dispatch_backward);
-}
-
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { register_kernels(m); }
-
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { register_kernels(m); }
-#endif
-
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
-  m.impl("dispatch", dispatch_meta);
-  m.impl("dispatch_backward", dispatch_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
-  m.impl("dispatch", dispatch_autograd);
-  m.impl("dispatch_backward", dispatch_backward_autograd);
-}
+TP_IMPL("dispatch", dispatch, dispatch_meta, dispatch_autograd);
+TP_IMPL("dispatch_backward", dispatch_backward, dispatch_backward_meta, dispatch_backward_autograd);
 
 }  // namespace transformer_plugin::expert_parallel

@@ -1,4 +1,4 @@
-// What plan, dispatch and combine share: shapes and checks of a plan's tensors, and the two ways of a row.
+// Helpers of plan, dispatch and combine: checks of a plan's tensors, call headers, and the sum over ranks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -6,42 +6,54 @@
 #include "common/autograd.h"
 #include "common/check.h"
 #include "distributed/rank_group.h"
+#include "expert_parallel/phases.h"
 
 namespace transformer_plugin::expert_parallel {
+
+using distributed::check_timeout;
+using distributed::PendingCollective;
+using distributed::RankGroup;
+
+// The group of one call. The constructor also raises the ValueError of an earlier plan on this GPU whose rows
+// did not fit, which the host could not know at that time.
+class ExpertParallelGroup : public RankGroup {
+ public:
+  ExpertParallelGroup(const char* op, const std::string& name, int64_t timeout_ms, const at::Tensor& like);
+};
 
 inline constexpr std::initializer_list<at::ScalarType> kPayloadTypes = {at::kFloat, at::kBFloat16, at::kHalf,
                                                                         at::kDouble};
 
-// float32, or float64 where the payload is (so that gradients can be checked numerically).
+// dtype of routing weights: float32, or float64 for a float64 payload (for numerical checks of gradients).
 at::ScalarType weight_type(at::ScalarType payload);
 
-// slot [R * max_tokens, K] and source [capacity], int32 on the device of `data`.
+// Checks slot [R * max_tokens, K] and source [capacity]: int32, on the device of `data`.
 void check_plan(const char* op, const at::Tensor& slot, const at::Tensor& source, const at::Tensor& data);
 
-// "0 or more" of the rows and columns that are given to an op as numbers.
+// Checks that a number of rows or columns is in [0, largest].
 void check_count(const char* op, const char* argument, const c10::SymInt& count, const c10::SymInt& largest,
                  const char* advice);
 
-// What a call of dispatch, combine and their gradients says of itself. `argument` brings the rows.
-Call exchange_call(const RankGroup& group, Phase phase, const at::Tensor& slot, const char* argument,
+// The header of a call of dispatch, combine or their gradients. `argument`: the one that holds the rows.
+Call exchange_call(const RankGroup& group, const Phase& phase, const at::Tensor& slot, const char* argument,
                    at::ScalarType dtype, int64_t width);
 
-// The rows of `slot` that belong to one rank; ValueError when they cannot be shared out evenly.
+// max_tokens of the plan: the rows of `slot` for each rank. ValueError if they do not divide evenly.
 int64_t tokens_per_rank(const char* op, const RankGroup& group, const at::Tensor& slot);
 
-// [T, W] -> [max_tokens, W], zeros below; ValueError when T is larger.
+// [T, W] -> [max_tokens, W], padded with zero rows; ValueError if T is larger.
 at::Tensor pad_rows(const Argument& rows, int64_t max_tokens);
 
-// The gradients have none themselves.
+// For the backward ops, which are not differentiable.
 template <typename... Tensors>
 void check_once_differentiable(const char* op, const Tensors&... grads) {
   TORCH_CHECK_NOT_IMPLEMENTED(!any_wants_grad(grads...),
                               TP_FOUR_PARTS(op, "grad", "a gradient that requires none", "one that does",
-                                            "Second derivatives are not there"));
+                                            "Second derivatives are not implemented"));
 }
 
-// Rows back at their owners: [R * max_tokens, W], from every rank what it has for this rank's tokens, -> [tokens, W],
-// the sum over ranks in ascending order.
+// [R * max_tokens, W], the parts that the ranks have sent for this rank's tokens -> [tokens, W], their sum in
+// ascending order of ranks.
 at::Tensor sum_ranks(const RankGroup& group, const at::Tensor& received, int64_t tokens);
 
 }  // namespace transformer_plugin::expert_parallel

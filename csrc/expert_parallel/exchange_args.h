@@ -1,4 +1,4 @@
-// What the kernels of plan and of the exchange take, without torch.
+// Arguments of the kernels of plan and combine, without torch.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace transformer_plugin::expert_parallel {
 
-// packed[t, k] = indices[t, k] where it names an expert, else -1; rows from `tokens` to `max_tokens` are -1.
+// packed[t, k] = indices[t, k] if that is an expert, else -1; rows t >= tokens are -1.
 struct PackIndicesArgs {
   const void* indices;  // [tokens, topk] int32 or int64
   bool indices_are_int64;
@@ -19,8 +19,8 @@ struct PackIndicesArgs {
   int32_t* packed;  // [max_tokens, topk]
 };
 
-// The rows every rank needs, each expert's count rounded up to `alignment`, and whether any rank's exceed the
-// capacity. Every rank computes the same values from the same gathered indices.
+// The number of rows that each rank needs: the sum of its experts' counts, each rounded up to `alignment`.
+// Every rank computes the same values from the same gathered indices.
 struct CountRowsArgs {
   const int32_t* indices;  // [numel], each an expert or -1
   int64_t numel;
@@ -29,13 +29,13 @@ struct CountRowsArgs {
   int64_t capacity;
   int64_t alignment;
   int64_t* required;  // [ranks]
-  int32_t* overflow;  // [1]: 1 when any of `required` exceeds the capacity
-  int64_t* report;    // null, or where to store the largest of `required` when there is an overflow
-  int32_t* counts;    // [experts], scratch of the CUDA kernel
+  int32_t* overflow;  // [1]: 1 if any of `required` exceeds the capacity, else 0
+  int64_t* report;    // null, or where the largest of `required` is stored on overflow
+  int32_t* counts;    // [experts], scratch memory of the CUDA kernel
 };
 
-// output[t, h] = sum over ranks r = 0, 1, ... of parts[r, t, h], in FP32 (FP64 for float64) from zero,
-// rounded once.
+// output[t, h] = sum over ranks r = 0, 1, ... of parts[r, t, h], in FP32 (FP64 for float64), starting at
+// zero, rounded once.
 struct SumRanksArgs {
   const void* parts;  // [ranks, max_tokens, width]
   void* output;       // [tokens, width]

@@ -1,10 +1,11 @@
-// plan: which row of which rank every (token, k) goes to, computed alike on every rank from everybody's
-// indices. Row n = r * max_tokens + t of `slot` is token t of rank r.
-#include <torch/library.h>
+// plan: gathers the expert indices of all ranks and computes, identically on every rank, the row of each
+// (token, k) in the layout of the rank that holds its expert. Row r * max_tokens + t of `slot` is token t of
+// rank r.
 
 #include <bit>
 #include <limits>
 
+#include "common/register.h"
 #include "common/tensor.h"
 #include "expert_parallel/exchange.h"
 #include "expert_parallel/exchange_args.h"
@@ -29,7 +30,7 @@ struct Sizes {
   int64_t ranks;
 };
 
-constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();  // of what int32 counts
+constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();  // indices and counts are int32
 
 void check_sizes(const Sizes& sizes) {
   TP_CHECK_VALUE(sizes.ranks >= 1 && sizes.ranks <= kLargest, kOp, "num_ranks", "1 or more", sizes.ranks,
@@ -56,7 +57,7 @@ void check_sizes(const Sizes& sizes) {
                  "Split the call");
 }
 
-// Checks, and the outputs: the same for every backend. `topk_idx` is [..., K].
+// Checks the arguments and allocates the outputs, for all backends. `topk_idx` is [..., K].
 Plan plan_outputs(const Tensor& topk_idx, const Sizes& sizes, int64_t timeout_ms) {
   check_timeout(kOp, timeout_ms);
   check_sizes(sizes);
@@ -80,7 +81,7 @@ Plan plan_outputs(const Tensor& topk_idx, const Sizes& sizes, int64_t timeout_ms
           empty(topk_idx, {sizes.ranks}, at::kLong), empty(topk_idx, {1}, at::kInt)};
 }
 
-// [max_tokens, K] int32: this rank's indices as they are sent.
+// This rank's indices in the form in which they are sent: [max_tokens, K] int32, padded with -1.
 Tensor pack_indices(const Tensor& topk_idx, const Sizes& sizes, int64_t max_tokens) {
   const int64_t topk = topk_idx.size(-1);
   const Tensor packed = empty(topk_idx, {max_tokens, topk}, at::kInt);
@@ -128,23 +129,23 @@ Plan plan(const Tensor& topk_idx, int64_t num_experts, int64_t max_tokens, int64
           int64_t timeout_ms) {
   Sizes sizes{max_tokens, capacity, num_experts, alignment, num_ranks};
   check_sizes(sizes);
-  RankGroup group(kOp, group_name, timeout_ms, topk_idx);
+  ExpertParallelGroup group(kOp, group_name, timeout_ms, topk_idx);
   TP_CHECK_VALUE(group.size() == num_ranks, kOp, "num_ranks",
                  group.size() << ", the size of group '" << group_name << "'", num_ranks,
                  "Pass group.size()");
   auto [slot, source, tokens_per_expert, required, overflow] = plan_outputs(topk_idx, sizes, timeout_ms);
   sizes.alignment = std::max<int64_t>(1, alignment);
   const Tensor packed = pack_indices(topk_idx, sizes, max_tokens);
-  group.meet(Call(Phase::kPlanIndices)
-                 .set(Field::kTopk, topk_idx.size(-1), "topk_idx")
-                 .set(Field::kMaxTokens, max_tokens, "max_tokens")
-                 .set(Field::kExperts, num_experts, "num_experts")
-                 .set(Field::kCapacity, capacity, "capacity")
-                 .set(Field::kAlignment, sizes.alignment, "alignment")
-                 .set(Field::kRaise, raise_on_overflow, "raise_on_overflow"),
-             1);
-  const Tensor indices = group.all_gather(packed, Phase::kPlanIndices);
-  int64_t* report = raise_on_overflow ? group.overflow_report() : nullptr;
+  group.begin_call(make_call(phases::kPlanIndices)
+                       .set(fields::kTopk, topk_idx.size(-1), "topk_idx")
+                       .set(fields::kMaxTokens, max_tokens, "max_tokens")
+                       .set(fields::kExperts, num_experts, "num_experts")
+                       .set(fields::kCapacity, capacity, "capacity")
+                       .set(fields::kAlignment, sizes.alignment, "alignment")
+                       .set(fields::kRaise, raise_on_overflow, "raise_on_overflow"),
+                   1);
+  const Tensor indices = group.all_gather(packed, phases::kPlanIndices);
+  int64_t* report = raise_on_overflow ? group.device_report() : nullptr;
   count_rows(indices, sizes, capacity, report, required, overflow);
   if (raise_on_overflow && topk_idx.is_cpu() && *overflow.const_data_ptr<int32_t>()) {
     const int64_t* rows = required.const_data_ptr<int64_t>();
@@ -166,34 +167,18 @@ Plan plan_meta(const Tensor& topk_idx, int64_t num_experts, SymInt max_tokens, S
   return plan_outputs(topk_idx, {max_tokens, capacity, num_experts, alignment, num_ranks}, timeout_ms);
 }
 
-std::vector<std::string> agree(std::string group_name, std::string text, int64_t timeout_ms) {
-  return RankGroup("agree", group_name, timeout_ms, Tensor()).agree(text);
-}
-
-// What CUDA does for a call of a new kind, for a dispatch of `width` columns: so that it can be tried on any device.
+// Makes the comparison of a new kind of call on CUDA, for a dispatch of `width` columns, but on any device.
 void compare_call(std::string group_name, at::ScalarType dtype, int64_t width, int64_t timeout_ms) {
   RankGroup("compare_call", group_name, timeout_ms, Tensor())
-      .compare(Call(Phase::kDispatchTokens)
-                   .set(Field::kDtype, static_cast<int64_t>(dtype), "dtype")
-                   .set(Field::kWidth, width, "width"));
+      .compare_through_store(make_call(phases::kDispatchTokens)
+                                 .set(fields::kDtype, static_cast<int64_t>(dtype), "dtype")
+                                 .set(fields::kWidth, width, "width"));
 }
-
-void release_group(std::string) { forget_groups(); }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { m.impl("plan", plan); }
-
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl("plan", plan_meta); }
-
-TORCH_LIBRARY_IMPL(transformer_plugin, CompositeExplicitAutograd, m) {
-  m.impl("agree", agree);
-  m.impl("compare_call", compare_call);
-  m.impl("release_group", release_group);
-}
-
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { m.impl("plan", plan); }
-#endif
+TP_IMPL_CPU_CUDA("plan", plan);
+TP_IMPL_FOR(Meta, "plan", plan_meta);
+TP_IMPL_FOR(CompositeExplicitAutograd, "compare_call", compare_call);
 
 }  // namespace transformer_plugin::expert_parallel

@@ -1,3 +1,4 @@
+// CPU kernels of plan: packing of the indices (PackIndicesArgs) and counting of rows (CountRowsArgs).
 #include <algorithm>
 #include <vector>
 
@@ -9,10 +10,10 @@ namespace {
 template <typename Index>
 void pack(const PackIndicesArgs& args) {
   const Index* indices = static_cast<const Index*>(args.indices);
-  const int64_t real = args.tokens * args.topk;
-  for (int64_t i = 0; i < real; ++i)
+  const int64_t used = args.tokens * args.topk;
+  for (int64_t i = 0; i < used; ++i)
     args.packed[i] = packed_index(static_cast<int64_t>(indices[i]), args.experts);
-  std::fill(args.packed + real, args.packed + args.max_tokens * args.topk, -1);
+  std::fill(args.packed + used, args.packed + args.max_tokens * args.topk, -1);
 }
 
 }  // namespace

@@ -1,3 +1,10 @@
+// Kernels of plan: packing of the indices (PackIndicesArgs) and counting of rows (CountRowsArgs).
+//
+// pack_indices_kernel: one element of packed [max_tokens, topk] a thread and step, grid-stride, 256 threads a
+// block.
+// count_experts_kernel: counts[e] = number of indices equal to e, one index a thread and step, grid-stride.
+// require_rows_kernel: one block of 256 threads; required[r] = sum over rank r's experts of their counts,
+// each rounded up to the alignment. No shared memory.
 #include "common/launch.cuh"
 #include "expert_parallel/exchange_args.h"
 
@@ -8,17 +15,17 @@ constexpr int kThreads = 256;
 
 template <typename Index>
 __global__ void pack_indices_kernel(PackIndicesArgs args) {
-  const int64_t real = args.tokens * args.topk;
-  const int64_t all = args.max_tokens * args.topk;
+  const int64_t used = args.tokens * args.topk;
+  const int64_t total = args.max_tokens * args.topk;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < all; i += step) {
-    args.packed[i] = i < real ? packed_index(static_cast<int64_t>(static_cast<const Index*>(args.indices)[i]),
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < total; i += step) {
+    args.packed[i] = i < used ? packed_index(static_cast<int64_t>(static_cast<const Index*>(args.indices)[i]),
                                              args.experts)
                               : -1;
   }
 }
 
-// Integer atomics: the counts do not depend on their order.
+// Integer atomics: the result does not depend on their order.
 __global__ void count_experts_kernel(CountRowsArgs args) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < args.numel; i += step) {
@@ -27,7 +34,8 @@ __global__ void count_experts_kernel(CountRowsArgs args) {
   }
 }
 
-// One thread a rank; then the first thread compares. The report is host memory, written only on overflow.
+// One thread a rank; then thread 0 compares the largest with the capacity. `report` is host memory, written
+// only on overflow.
 __global__ void require_rows_kernel(CountRowsArgs args) {
   const int64_t local = args.experts / args.ranks;
   for (int64_t r = threadIdx.x; r < args.ranks; r += kThreads) {
@@ -49,20 +57,20 @@ __global__ void require_rows_kernel(CountRowsArgs args) {
 }  // namespace
 
 void launch_pack_indices(const PackIndicesArgs& args, void* stream) {
-  const int64_t all = args.max_tokens * args.topk;
-  if (all == 0) return;
+  const int64_t total = args.max_tokens * args.topk;
+  if (total == 0) return;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (args.indices_are_int64) {
-    pack_indices_kernel<int64_t><<<grid_size(all, kThreads), kThreads, 0, cuda_stream>>>(args);
+    pack_indices_kernel<int64_t><<<grid_size(total, kThreads), kThreads, 0, cuda_stream>>>(args);
   } else {
-    pack_indices_kernel<int32_t><<<grid_size(all, kThreads), kThreads, 0, cuda_stream>>>(args);
+    pack_indices_kernel<int32_t><<<grid_size(total, kThreads), kThreads, 0, cuda_stream>>>(args);
   }
   check_launch("pack_indices_kernel");
 }
 
 void launch_count_rows(const CountRowsArgs& args, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  // A memset is a node of a captured graph as well.
+  // cudaMemsetAsync can be captured in a graph.
   if (args.experts > 0) cudaMemsetAsync(args.counts, 0, sizeof(int32_t) * args.experts, cuda_stream);
   if (args.numel > 0) {
     count_experts_kernel<<<grid_size(args.numel, kThreads), kThreads, 0, cuda_stream>>>(args);

@@ -317,7 +317,9 @@ def test_other_arguments_out_of_range() -> None:
         "transformer_plugin::dispatch_backward: argument 'dtype': expected one of the dtypes float32, bfloat16, "
         "float16, float64, got int32. Pass the dtype of the tokens."
     )
-    assert error_of(lambda: ep.agree("a text", "", LONG)).startswith(f"transformer_plugin::agree: {LATE}")
+    assert error_of(lambda: ep.all_gather_text("a text", "", LONG)).startswith(
+        f"transformer_plugin::all_gather_text: {LATE}"
+    )
     assert error_of(lambda: ep.compare_call("", torch.float32, 3, LONG)).startswith(
         f"transformer_plugin::compare_call: {LATE}"
     )

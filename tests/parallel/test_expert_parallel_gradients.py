@@ -274,7 +274,7 @@ def check_second_derivatives(rank: Rank) -> None:
             torch.autograd.grad(loss, tokens, create_graph=True)
         assert str(caught.value) == (
             f"transformer_plugin::{op}: argument 'grad': expected a gradient that requires none, got one that does. "
-            "Second derivatives are not there."
+            "Second derivatives are not implemented."
         )
 
 

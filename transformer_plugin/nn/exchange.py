@@ -1,4 +1,4 @@
-"""How tokens reach their experts and come back: on one rank here, over a group in parallel/expert.py."""
+"""Dispatch to the experts and combine: on one rank (here), or over a group (parallel/expert.py)."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 class DispatchConfig:
     """How many rows the experts of one rank receive. All sizes are static; the defaults never drop a row."""
 
-    #: rows that the experts of this rank take; the rest is dropped, last expert first. None: room for all.
+    #: rows that this rank can receive; further rows are dropped, those of the last expert first. None: enough for all.
     capacity: int | None = None
-    #: the most tokens that any rank of the group brings in one call; needed with a group, unused without one.
+    #: the largest number of tokens of any rank in one call; required with a group, unused without one.
     max_tokens: int | None = None
-    #: the rows of each expert are padded with zero rows to a multiple of this. None: what the kernels of the
-    #: recipe like best, 1 on a CPU and ``Format.alignment`` on a GPU, where it changes no result; and 1 with a
-    #: ``capacity``, because padding takes room and a GPU would drop other rows than a CPU. With
-    #: ``NVFP4BlockScaling`` a multiple of 16, as the capacity; None is 16.
+    #: the rows of each expert are padded with zero rows to a multiple of this. None: the kernels' preferred alignment,
+    #: 1 on a CPU and the recipe's ``Format.alignment`` on a GPU (it changes no result); and 1 with a ``capacity``,
+    #: because padding takes up capacity and a GPU would drop other rows than a CPU. With ``NVFP4BlockScaling`` the
+    #: alignment and the capacity are multiples of 16, and None means 16.
     alignment: int | None = None
-    #: seconds that a wait for other ranks may take. None: the setting TRANSFORMER_PLUGIN_PEER_TIMEOUT, 60 unless set.
+    #: the longest wait for other ranks in seconds. None: the setting TRANSFORMER_PLUGIN_PEER_TIMEOUT, by default 60.
     timeout: float | None = None
 
     def __post_init__(self) -> None:
@@ -49,12 +49,12 @@ class DispatchConfig:
                 )
 
     def row_alignment(self, preferred: int, multiple: int) -> int:
-        """``alignment``, or where it is None the kernels' ``preferred`` one if that cannot drop a row, and at least
-        the ``multiple`` that the recipe wants. Both are powers of two."""
+        """``alignment`` if given; else the kernels' ``preferred`` alignment if it cannot cause a dropped row, at least
+        the ``multiple`` that the recipe requires. Both are powers of two."""
         return self.alignment or max(preferred if self.capacity is None else 1, multiple)
 
     def check_multiple(self, multiple: int) -> None:
-        """Refuses an alignment or a capacity after which an expert's rows are no multiple of what the recipe wants."""
+        """Raises if the alignment or the capacity is not a multiple of what the recipe requires of an expert's rows."""
         for name, value in (("alignment", self.alignment), ("capacity", self.capacity)):
             if value is not None and value % multiple:
                 raise ValueError(
@@ -65,43 +65,43 @@ class DispatchConfig:
 
 
 class Received(NamedTuple):
-    """What the experts of this rank are given."""
+    """The input of this rank's experts."""
 
-    #: ``[capacity, H]``, sorted by expert, each expert's rows padded with zeros. Eager calls over a group on a CPU
-    #: have only the rows in use.
+    #: ``[capacity, H]``, sorted by expert, each expert's rows padded with zeros. In eager calls over a group on a
+    #: CPU only the rows in use.
     rows: Tensor
     #: float32 ``[capacity]``, the weight of each row, 0 in padding.
     probs: Tensor
-    #: int64 ``[experts of this rank]``, rows with padding.
+    #: int64 ``[experts of this rank]``, rows including padding.
     group_sizes: Tensor
-    #: int64 ``[1]``, the rows before any was dropped.
+    #: int64 ``[1]``, the rows before any is dropped.
     total: Tensor
-    #: where the rows came from: what ``combine`` of the same exchange needs.
+    #: the plan, for ``combine`` of the same exchange.
     origin: Any
 
 
 @dataclass(frozen=True)
 class LocalExchange:
-    """All experts are here: rows are copied, not sent."""
+    """All experts are on this rank: rows are copied, not sent."""
 
     num_experts: int
     config: DispatchConfig
-    #: the alignment that the GPU's kernels like best.
+    #: the preferred alignment of the GPU's kernels.
     gpu_alignment: int
-    #: what each expert's rows must be a multiple of.
+    #: each expert's rows must be a multiple of this.
     row_multiple: int = 1
-    #: no ranks share the experts.
+    #: the experts are not distributed.
     group: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         self.config.check_multiple(self.row_multiple)
 
     def fitted(self, gpu_alignment: int, row_multiple: int) -> LocalExchange:
-        """The same for experts of another recipe."""
+        """A copy with the alignments of another recipe."""
         return LocalExchange(self.num_experts, self.config, gpu_alignment, row_multiple)
 
     def dispatch(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Received:
-        """Copies each token to its experts."""
+        """Copies each token to the rows of its experts."""
         multiple = self.row_multiple
         alignment = self.config.row_alignment(self.gpu_alignment if tokens.is_cuda else 1, multiple)
         capacity = self.config.capacity
@@ -121,7 +121,7 @@ class LocalExchange:
 
 
 class GroupExchange:
-    """The experts are spread over a group of ranks: tokens travel to them and back. Making it is collective."""
+    """The experts are distributed over a group of ranks. The constructor is collective."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class GroupExchange:
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The ranks that share the experts."""
+        """The ranks over which the experts are distributed."""
         return self.context.group
 
     def _row_alignment(self, gpu_alignment: int, row_multiple: int) -> int:
@@ -165,7 +165,7 @@ class GroupExchange:
         return self.config.row_alignment(gpu_alignment if on_gpu else 1, row_multiple)
 
     def fitted(self, gpu_alignment: int, row_multiple: int) -> GroupExchange:
-        """The same for experts of another recipe, which every rank's have: what the ranks agreed on holds."""
+        """A copy with the alignments of another recipe, the same on every rank. The context stays valid."""
         self.config.check_multiple(row_multiple)
         fitted = copy.copy(self)
         fitted.alignment = self._row_alignment(gpu_alignment, row_multiple)
@@ -188,17 +188,17 @@ class GroupExchange:
         return self.context.combine(received.origin, rows)
 
     def __copy__(self) -> GroupExchange:
-        """Another object on the same ranks."""
+        """A new object with the same context."""
         copied = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupExchange:
-        """The same: what the ranks agreed on holds for a copy of the module as well."""
+        """The same object: a copy of the module uses the same context."""
         return self
 
     def __reduce__(self) -> NoReturn:
-        """A group of processes cannot be written to a file, and to make one anew is collective."""
+        """Raises: a process group cannot be pickled."""
         raise TypeError(
             "transformer_plugin::MoE: argument 'group': expected a layer without one where the module itself is "
             f"pickled (torch.save of a module, for one), got the group '{self.context.group_name}' of "
@@ -211,9 +211,9 @@ class GroupExchange:
 
 
 def _rows_in_use(plan: EpPlan) -> EpPlan:
-    """The plan without the rows that nobody uses, where their number is at hand: on a CPU, outside of any graph.
+    """The plan without unused rows, if their number can be read without cost: on a CPU, not in a graph.
 
-    Room for the worst routing is R times what even routing needs, and every op writes its zeros there.
+    The worst-case capacity is R times the rows of a balanced routing, and every op would write zeros to unused rows.
     """
     if (
         torch.compiler.is_compiling()

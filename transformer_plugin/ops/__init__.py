@@ -12,7 +12,7 @@ from transformer_plugin.ops.delayed_scaling import (
     update_delayed_scale_,
 )
 from transformer_plugin.ops.expert_parallel import (
-    agree,
+    all_gather_text,
     combine,
     combine_backward,
     dispatch,
@@ -116,7 +116,7 @@ from transformer_plugin.ops.rowwise import gemm_rowwise, grouped_gemm_rowwise, q
 
 __all__ = [
     "GroupedGemmPlan",
-    "agree",
+    "all_gather_text",
     "amax",
     "amax_both",
     "amax_list_out",

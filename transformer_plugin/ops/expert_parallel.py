@@ -1,22 +1,22 @@
-"""Expert parallelism: tokens to the experts of other ranks and back.
+"""Expert parallelism: sends tokens to the experts on other ranks and back.
 
 Shapes: R ranks of the group, E experts (E / R on each rank), T tokens of this rank (may differ between ranks and be
-0), max_tokens an upper bound of T that all ranks share, K experts of each token, H hidden size, capacity rows of the
-layout that one rank receives.
+0), max_tokens an upper bound of T that is the same on all ranks, K experts per token, H hidden size, capacity rows of
+the layout that one rank receives.
 
 The layout is expert-major: all rows of this rank's first expert, padded with zero rows to a multiple of
-``alignment``, then all of the next. Inside an expert rows are in ascending order of (rank, token, k), so the layout
-does not depend on who comes first. All sizes are static and nothing is read on the host: a CUDA graph captured once,
-and a compiled function, stay right when the routing changes.
+``alignment``, then all rows of the next expert. Within an expert, rows are in ascending order of (rank, token, k), so
+the layout does not depend on timing. All sizes are static and nothing is read on the host: a captured CUDA graph and a
+compiled function stay valid when the routing changes.
 
-All ranks of the group must make the same calls in the same order, with the same constants. On a CPU every call says
-first which one it is, and where the ranks differ (in the op, dtype, width, plan, weights or gradients) every one of
-them raises ``ValueError``, which says what differs on which ranks, before payload moves; the group stays usable. On
-CUDA a kind of call is compared when it is new, through the store of the group and outside of captures. A rank that
-makes no call at all is a lost one: ``PeerTimeoutError``, after which the group is not used again. ``group_name`` is
-``group.group_name`` of a c10d process group (Gloo for CPU tensors, NCCL for CUDA tensors), or ``""`` for this process
-alone. ``timeout_ms`` bounds each wait, at most 10^12; 0 or less means the timeout of the group. For a layer that checks
-that the ranks agree, see :class:`transformer_plugin.parallel.EpContext`.
+All ranks of the group must make the same calls in the same order, with the same constants. On a CPU the ranks compare
+each call (op, dtype, width, plan, weights, gradients) before payload moves; if they differ, every rank raises a
+``ValueError`` that says what differs on which ranks, and the group stays usable. On CUDA each new kind of call is
+compared once, through the store of the group and not during graph capture. A rank that makes no call counts as lost:
+``PeerTimeoutError``, after which the group cannot be used again. ``group_name`` is ``group.group_name`` of a c10d
+process group (Gloo for CPU tensors, NCCL for CUDA tensors), or ``""`` for this process alone. ``timeout_ms`` bounds
+each wait, at most 10^12; 0 or less means the timeout of the group. For a layer that also compares the configurations of
+the ranks, see :class:`transformer_plugin.parallel.EpContext`.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _ops = torch.ops.transformer_plugin
 
 
 class Plan(NamedTuple):
-    """Where every (token, k) of the group goes. Plain tensors on the device of the indices; nothing else is kept."""
+    """The destination of every (token, k) of the group, as plain tensors on the device of the indices."""
 
-    #: int32 ``[R * max_tokens, K]``: the row of this rank's layout that (token t of rank r, k) has, at index
-    #: ``r * max_tokens + t``, or -1 where its expert is on another rank, masked, or the row was dropped.
+    #: int32 ``[R * max_tokens, K]``: at ``r * max_tokens + t`` the row of (token t of rank r, k) in this rank's
+    #: layout, or -1 if its expert is on another rank, it is masked, or the row was dropped.
     slot: Tensor
-    #: int32 ``[capacity]``: ``r * max_tokens + t`` of each row, or -1 in padding and in rows that nobody uses.
+    #: int32 ``[capacity]``: ``r * max_tokens + t`` of each row, or -1 in padding and in unused rows.
     source: Tensor
-    #: int64 ``[E / R]``: rows of each of this rank's experts, padding included; their sum is at most the capacity.
-    #: The group sizes of a grouped GEMM.
+    #: int64 ``[E / R]``: rows of each of this rank's experts including padding: the group sizes of a grouped GEMM.
+    #: Their sum is at most the capacity.
     tokens_per_expert: Tensor
-    #: int64 ``[R]``: the rows that each rank needs, padding included, before any is dropped.
+    #: int64 ``[R]``: the rows that each rank needs including padding, before any is dropped.
     required: Tensor
-    #: int32 ``[1]``: 1 when any rank needs more than the capacity, the same on every rank.
+    #: int32 ``[1]``: 1 if any rank needs more than the capacity, else 0; the same on every rank.
     overflow: Tensor
 
 
@@ -59,20 +59,20 @@ def plan(
     raise_on_overflow: bool = False,
     timeout_ms: int = -1,
 ) -> Plan:
-    """Gather everybody's choice of experts and give each (token, k) its row.
+    """Gather the expert indices of all ranks and assign a row to each (token, k).
 
     Args:
         topk_idx: ``[..., K]`` int32 or int64, contiguous, 2 dimensions or more: the experts of this rank's tokens. Any
-            value outside ``[0, num_experts)``, -1 for one, is masked: no row, no weight, no gradient. A token that
+            value outside ``[0, num_experts)``, for example -1, is masked: no row, no weight, no gradient. A token that
             names an expert twice gets two rows.
-        num_experts: E, a multiple of the ranks.
-        max_tokens: the most tokens that any rank brings, the same on every rank.
-        capacity: rows of the layout, the same on every rank. Rows past it are dropped (the last experts' first):
-            they take no part in dispatch, count 0 in combine and get no gradient.
+        num_experts: E, a multiple of R.
+        max_tokens: an upper bound of the tokens of each rank, the same on every rank.
+        capacity: rows of the layout, the same on every rank. Rows past it are dropped, those of the last expert first:
+            dispatch skips them, combine counts them as zero, and they get no gradient.
         alignment: 0, 1 or a power of two.
         num_ranks: R, the size of the group.
-        raise_on_overflow: on a CPU raises at once, on every rank; on CUDA, where reading would stop the host, the
-            next op of the group after the GPU has counted raises.
+        raise_on_overflow: raise an error if rows are dropped. On a CPU this call raises, on every rank. On CUDA, where
+            a read would synchronize, a later op on the group raises after the GPU has counted the rows.
 
     Returns:
         A :class:`Plan`. Not differentiable.
@@ -81,11 +81,11 @@ def plan(
         TypeError: indices of another dtype.
         ValueError: a constant out of range, too many tokens, an index tensor that is not contiguous or has fewer
             than 2 dimensions, a group of another size, rows that do not fit (``raise_on_overflow``), ranks that make
-            another call.
-        PeerTimeoutError: a rank did not come in time.
+            different calls.
+        PeerTimeoutError: a rank did not take part in time.
 
-    Source: the layout and semantics of TransformerEngine pull request 3035, with static sizes; duplicates and
-    out-of-range indices have a meaning here.
+    Source: the layout and semantics of TransformerEngine pull request 3035, with static sizes; duplicate and
+    out-of-range indices are defined here.
     """
     try:
         out = _ops.plan.default(
@@ -113,27 +113,27 @@ def dispatch(
     timeout_ms: int = -1,
     wanted: int = -1,
 ) -> tuple[Tensor, Tensor]:
-    """Send every token to the rows of its experts.
+    """Copy every token to the rows of its experts.
 
     Args:
         tokens: ``[T, H]`` float32, bfloat16, float16 (float64 on a CPU), any strides.
         topk_weights: ``[T, K]`` float32 (float64 with float64 tokens), or None.
         slot, source: of the plan of these tokens.
-        wanted: leave it. Autograd says here which gradients it will ask for (1: tokens, 2: weights), so that the ranks
-            can compare it, and a compiled graph keeps it.
+        wanted: internal; do not pass it. Autograd sets it to the gradients that it will compute (1: tokens, 2:
+            weights), so that the ranks can compare it, also in a compiled graph.
 
     Returns:
         ``recv [capacity, H]`` in the dtype of ``tokens``, copied bit for bit, zero in padding and past the last
-        expert; ``recv_weights [capacity]`` float32, the weight of each row's (token, k), 0 where there is none (``[0]``
+        expert; ``recv_weights [capacity]`` float32, the weight of each row's (token, k), 0 in padding (shape ``[0]``
         without weights).
 
-    Differentiable in ``tokens`` (the sum that :func:`combine` makes) and ``topk_weights`` (in the order of the
-    input). The backward exchanges with the other ranks whenever the forward was recorded, also where a gradient is
-    absent, which counts as zero; whether inputs require gradients must be the same on every rank.
+    Differentiable in ``tokens`` (the sum that :func:`combine` computes) and ``topk_weights`` (in the order of the
+    input). The backward is collective whenever autograd has recorded the forward: an absent gradient counts as zero.
+    Whether inputs require gradients must be the same on every rank.
 
     Raises:
-        TypeError, ValueError: dtypes, sizes or devices that do not agree, here or between the ranks.
-        PeerTimeoutError: a rank did not come.
+        TypeError, ValueError: dtypes, sizes or devices do not match, on this rank or between ranks.
+        PeerTimeoutError: a rank did not take part in time.
     """
     try:
         return _ops.dispatch.default(tokens, topk_weights, slot, source, group_name, timeout_ms, wanted)
@@ -153,9 +153,9 @@ def dispatch_backward(
     group_name: str = "",
     timeout_ms: int = -1,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of :func:`dispatch`: ``[T, H]`` in ``dtype`` and ``[T, K]`` float32, ``[0, 0]`` where not wanted.
+    """The gradients of :func:`dispatch`: ``[T, H]`` in ``dtype`` and ``[T, K]`` float32, ``[0, 0]`` if not wanted.
 
-    None counts as zero. Rows that no (token, k) has are not read, whatever they hold.
+    None counts as zero. Padding and unused rows are not read.
     """
     try:
         return _ops.dispatch_backward.default(
@@ -183,26 +183,26 @@ def combine(
     timeout_ms: int = -1,
     wanted: int = -1,
 ) -> Tensor:
-    """Bring the experts' rows back and sum them for each token, without weights.
+    """Send the experts' rows back and sum them for each token, without weights.
 
     Args:
         rows: ``[capacity, H]`` float32, bfloat16, float16 (float64 on a CPU), any strides. Padding and rows past the
-            last expert are not read, whatever they hold.
+            last expert are not read.
         slot, source: of the plan.
-        num_tokens: T of this rank. Tokens that the plan does not have get zeros.
+        num_tokens: T of this rank. Tokens without rows get zeros.
         wanted: as in :func:`dispatch`.
 
     Returns:
-        ``[num_tokens, H]``. The sum has one order, so it repeats bit for bit: each rank adds its own rows of a token
-        in ascending slot (so in ascending expert) in float32 from zero, and rounds to the dtype of ``rows``; the
-        token's rank adds these parts in ascending rank in float32 from zero, ranks without a row for it included as
-        zero, and rounds once. In float64 both sums are float64.
+        ``[num_tokens, H]``. The order of the sum is fixed, so the result is bitwise reproducible: each rank adds its
+        own rows of a token in ascending order of slots (so of experts) in float32, starting at zero, and rounds to the
+        dtype of ``rows``; the token's rank adds these parts in ascending order of ranks in float32, starting at zero,
+        and rounds once. A rank without a row for the token contributes zero. In float64 both sums are float64.
 
     Differentiable in ``rows``: each row gets its token's gradient, padding gets zero.
 
     Raises:
-        TypeError, ValueError: dtypes, sizes or devices that do not agree, here or between the ranks.
-        PeerTimeoutError: a rank did not come.
+        TypeError, ValueError: dtypes, sizes or devices do not match, on this rank or between ranks.
+        PeerTimeoutError: a rank did not take part in time.
     """
     try:
         return _ops.combine.default(rows, slot, source, num_tokens, group_name, timeout_ms, wanted)
@@ -220,25 +220,27 @@ def combine_backward(
         raise peer_timeout(error) or error from None
 
 
-def agree(text: str, group_name: str, timeout_ms: int = -1) -> list[str]:
-    """Every rank's ``text``, in ascending rank, through the store of the group: to compare configurations.
+def all_gather_text(text: str, group_name: str, timeout_ms: int = -1) -> list[str]:
+    """Return every rank's ``text`` in ascending order of ranks, through the store of the group.
+
+    For example to compare configurations.
 
     Raises:
-        PeerTimeoutError: a rank did not come in time.
+        PeerTimeoutError: a rank did not take part in time.
     """
     try:
-        return list(_ops.agree.default(group_name, text, timeout_ms))
+        return list(_ops.all_gather_text.default(group_name, text, timeout_ms))
     except RuntimeError as error:
         raise peer_timeout(error) or error from None
 
 
 def compare_call(group_name: str, dtype: torch.dtype, width: int, timeout_ms: int = -1) -> None:
-    """Announce a dispatch of ``width`` columns of ``dtype`` to the ranks, as CUDA does for a kind of call that is new.
+    """Compare a dispatch of ``width`` columns of ``dtype`` between the ranks, as CUDA does for each new kind of call.
 
-    Nothing is sent. For programs that want to know before the first step that their ranks agree.
+    No payload is sent. For programs that check before the first step that their ranks make the same calls.
 
     Raises:
-        ValueError: the ranks announced different calls. PeerTimeoutError: a rank announced none in time.
+        ValueError: the ranks announced different calls. PeerTimeoutError: a rank announced no call in time.
     """
     try:
         _ops.compare_call.default(group_name, dtype, width, timeout_ms)

@@ -1,4 +1,4 @@
-"""Over which ranks a layer is asked to spread its experts."""
+"""The arguments ``group`` and ``mesh`` of a layer: the ranks over which its experts are distributed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def group_and_mesh(
     group: ProcessGroup | DeviceMesh | Literal["local"] | None, mesh: DeviceMesh | None
 ) -> tuple[ProcessGroup | None, DeviceMesh | None]:
-    """The group, None for this process alone, and the mesh if one was given."""
+    """The group (None: this process alone), and the mesh if one is given."""
     if mesh is not None:
         if not _is_mesh(mesh):
             raise _refusal(
@@ -37,7 +37,7 @@ def group_and_mesh(
     if _is_mesh(group):
         return _group_of(group, "group"), group  # type: ignore[return-value]
     if not isinstance(group, dist.ProcessGroup):
-        # A rank outside of a new group is given a number in its place.
+        # On a rank that is not a member, new_group() returns a number, not a group.
         expected = "a process group of which this rank is a member, or a DeviceMesh"
         advice = "Make the layer on the ranks of the group only"
         raise _refusal("group", expected, repr(group), advice, TypeError)
@@ -72,7 +72,7 @@ def _group_of(mesh: Any, argument: str) -> ProcessGroup:
 
 
 def _check_none() -> None:
-    """Before ``init_process_group`` None is what ``dist.group.WORLD`` is: every rank would hold all experts."""
+    """Before ``init_process_group``, ``dist.group.WORLD`` is None too, and every rank would hold all experts."""
     if not dist.is_available() or dist.is_initialized():
         return
     expected = "a process group, or no argument for all experts here"

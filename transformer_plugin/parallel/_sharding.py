@@ -1,4 +1,4 @@
-"""How ``linear`` runs on DTensors, so that ``parallelize_module`` shards a ``transformer_plugin.nn.Linear``."""
+"""DTensor sharding rules of ``linear``, so that ``parallelize_module`` shards a ``transformer_plugin.nn.Linear``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def register() -> None:
-    """The rules of ``linear`` and of the gradient of its bias, for one dimension of a mesh."""
+    """Registers the rules of ``linear`` and of its bias gradient, for one dimension of a mesh."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
@@ -32,7 +32,7 @@ def register() -> None:
         last, has_bias = input.ndim - 1, bias is not None
         rules = [placements(whole, whole, whole, whole, has_bias)]
         if (input_format, weight_format) != ("none", "none"):
-            return rules  # scales are of a whole matrix, or of blocks that a shard may cut
+            return rules  # a scale covers the whole matrix, or blocks that a shard may cut
         rules.append(placements(Shard(last), whole, Shard(0), Shard(0), has_bias))
         rules.append(placements(Partial(), Shard(last), Shard(1), Partial(), has_bias))
         return rules + [placements(Shard(i), Shard(i), whole, whole, has_bias) for i in range(last)]

@@ -1,4 +1,7 @@
-"""Experts that are spread over ranks: parameters that say so, and this rank's part of them for the ops."""
+"""Experts distributed over ranks: marks on modules, ``DTensor`` parameters, and this rank's part of them for the ops.
+
+"Spread" in names means: distributed over ranks, each of which holds different experts.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,18 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-#: of a module that holds such experts, and of a router whose copies choose among them.
+#: Attributes: of a module that holds such experts; of a router that is replicated on the ranks of the experts.
 EXPERTS_OVER, COPIES_OVER = "_experts_over", "_copies_over"
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that share the experts of a layer, as wrappers of other libraries must know them."""
+    """The ranks over which the experts of a layer are distributed, for wrappers such as FSDP2 and DDP."""
 
-    #: of the world, in the order of the experts.
+    #: ranks of the world, in the order of their experts.
     ranks: tuple[int, ...]
     group_name: str
-    #: of the parameters; None where they are plain tensors of this rank's experts.
+    #: the mesh of the parameters; None if they are plain tensors with this rank's experts.
     mesh: DeviceMesh | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
@@ -32,12 +35,12 @@ class Ranks:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a ``DTensor``, differentiable; another tensor as it is."""
+    """This rank's part of a ``DTensor``, differentiable; any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class HoldsExperts(torch.nn.Module):
-    """A module that may be one of those whose experts are spread."""
+    """A module with the parameters of experts, which may be distributed over ranks."""
 
     weight: Tensor
     num_groups: int
@@ -45,12 +48,12 @@ class HoldsExperts(torch.nn.Module):
 
     @property
     def local_weight(self) -> Tensor:
-        """The weight, of what is on this rank."""
+        """This rank's part of the weight."""
         return self._local(self.weight)
 
     @property
     def local_bias(self) -> Tensor | None:
-        """The bias, of what is on this rank."""
+        """This rank's part of the bias."""
         bias: Tensor | None = self.bias  # type: ignore[assignment]
         return None if bias is None else self._local(bias)
 
@@ -77,10 +80,10 @@ class HoldsExperts(torch.nn.Module):
 
 
 def draw_uniform(module: HoldsExperts, parameter: Tensor, bound: float) -> None:
-    """Initial values, of experts that are spread over ranks one by one, those of other ranks' too.
+    """Draws initial values, for distributed experts one by one, including those of other ranks.
 
-    With one seed on all ranks no two experts are then alike, copies of an expert are, and what is drawn next is the
-    same everywhere; on a CPU the values are those of one process with all experts.
+    With the same seed on all ranks, all experts differ, copies of an expert are equal, and the generator's state is the
+    same on all ranks afterwards. On a CPU the values are those of a single process with all experts.
     """
     over, part = module._experts_over, module._local(parameter)
     if over is None:
@@ -96,7 +99,7 @@ def draw_uniform(module: HoldsExperts, parameter: Tensor, bound: float) -> None:
 
 
 def _first_expert(parameter: Tensor, over: Ranks) -> int:
-    """The number of the first expert that is here, FSDP2's sharding over copies taken in."""
+    """The index of this rank's first expert, taking FSDP2's sharding over the copies into account."""
     place = over.ranks.index(torch.distributed.get_rank())
     if over.mesh is None:
         return place * parameter.shape[0]
@@ -113,11 +116,11 @@ def _first_expert(parameter: Tensor, over: Ranks) -> int:
 def spread(
     experts: torch.nn.Module, router: torch.nn.Module, group: ProcessGroup, mesh: DeviceMesh | None
 ) -> None:
-    """Says of modules that they hold the experts of this rank of a group, or choose among those of all.
+    """Marks modules that hold the experts of this rank of a group, and the router that chooses among all experts.
 
-    With a mesh over the group's ranks the experts' parameters become ``DTensor`` s of all experts, ``Shard(0)``. Their
-    memory stays. So does delayed scaling's state of each expert in ``state_dict()``, see :func:`_give_state`.
-    ``load_state_dict`` takes plain tensors as well, of all experts or of this rank's.
+    With a mesh over the group's ranks, the experts' parameters become ``DTensor`` s of all experts, ``Shard(0)``,
+    without a copy. In ``state_dict()`` the state of delayed scaling of each expert does too, see :func:`_give_state`.
+    ``load_state_dict`` also accepts plain tensors, of all experts or of this rank's.
     """
     from transformer_plugin.parallel._spread_parameter import (  # with DTensor, slow to import
         mark_spread,
@@ -146,7 +149,7 @@ def _placed(part: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
 
 
 def _state_of_experts(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Buffers ``[..., 3 * G]`` of this rank's G experts: delayed scaling's, see TakesRecipe."""
+    """The buffers ``[..., 3 * G]`` of delayed scaling for this rank's G experts."""
     return {
         name: buffer
         for name, buffer in module.named_buffers(recurse=False)
@@ -155,7 +158,7 @@ def _state_of_experts(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _give_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """After a state is taken: the buffers in it are ``DTensor`` s ``[..., 3, E]``, ``Shard`` over the experts."""
+    """After ``state_dict()``: makes the buffers in it ``DTensor`` s ``[..., 3, E]``, sharded over the experts."""
     mesh = getattr(module, EXPERTS_OVER).mesh
     for name in _state_of_experts(module):
         part = state[prefix + name].unflatten(-1, (3, -1))
@@ -163,7 +166,7 @@ def _give_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_:
 
 
 def _take_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before a state is loaded: what is plain in it becomes as the parameters are, and the buffers' part plain."""
+    """Before ``load_state_dict``: plain tensors become ``DTensor`` s like the parameters, buffers local parts."""
     from torch.distributed.tensor import DTensor
 
     mesh: Any = getattr(module, EXPERTS_OVER).mesh
@@ -173,7 +176,7 @@ def _take_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_:
         if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
             continue
         if parameter.device_mesh.ndim > 1:
-            continue  # FSDP2's; it says what it takes
+            continue  # a parameter of FSDP2, which checks the value itself
         if value.shape == parameter.shape:
             value = value.chunk(ranks)[rank]
         if value.shape == parameter.to_local().shape:

@@ -1,4 +1,4 @@
-"""The parameters of experts that are spread over ranks."""
+"""The parameter class of experts distributed over ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.nn import Parameter
 
 
 class SpreadParameter(DTensor):
-    """A ``DTensor`` by another name.
+    """A subclass of ``DTensor`` without new behavior, so that optimizers do not use their ``foreach`` path.
 
-    On a GPU optimizers update all parameters in one call by default, which torch refuses for a list of plain tensors
-    and ``DTensor`` s. Where a parameter is of a class that they do not know, they update one by one. Moves, casts and
-    loads make a ``DTensor`` of it: :func:`as_dtensors` and :func:`mark_spread` bring the class back.
+    On a GPU optimizers by default update all parameters in one call, which torch refuses for a list that mixes plain
+    tensors and ``DTensor`` s. If a parameter has an unknown class, they update one by one. Moves, casts and loads turn
+    it into a ``DTensor``; :func:`as_dtensors` and :func:`mark_spread` restore the class.
     """
 
     __slots__ = ()
@@ -30,14 +30,14 @@ class SpreadParameter(DTensor):
 
 
 def spread_parameter(whole: Tensor, requires_grad: bool) -> Parameter:
-    """A parameter that shares the memory of a ``DTensor``."""
+    """A parameter of this class that shares the memory of a ``DTensor``."""
     parameter = Parameter(whole, requires_grad)
     parameter.__class__ = SpreadParameter  # type: ignore[assignment]
     return parameter
 
 
 def mark_spread(module: torch.nn.Module, *_: Any) -> None:
-    """Makes the module's own parameters of the class that they were made with. Those that FSDP2 shards are its."""
+    """Restores the class of the module's own parameters, except for those that FSDP2 has sharded."""
     for parameter in module._parameters.values():
         if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:
             parameter.__class__ = SpreadParameter
@@ -45,7 +45,7 @@ def mark_spread(module: torch.nn.Module, *_: Any) -> None:
 
 @contextmanager
 def as_dtensors(module: torch.nn.Module) -> Iterator[None]:
-    """Around what makes new parameters of the module's own: torch wants a class whose ``detach()`` is of it."""
+    """While torch replaces the module's parameters: it requires a class whose ``detach()`` returns the same class."""
     for parameter in module._parameters.values():
         if isinstance(parameter, SpreadParameter):
             parameter.__class__ = DTensor

@@ -1,9 +1,9 @@
-"""Wrappers of torch that take every rank's parameters for copies, or for parts of one: told what experts are.
+"""Checks for torch's data-parallel wrappers, which do not know that ranks hold different experts.
 
-``DistributedDataParallel`` sends rank 0's parameters to the others when it is made, and FSDP2 averages gradients over
-its own ranks only. Neither asks the module. So the first layer whose experts are spread over ranks adds two checks to
-the process: one where a module is put into a ``DistributedDataParallel`` (torch has a hook for that), and one where
-FSDP2 groups parameters (torch has none there, so its constructor is wrapped).
+``DistributedDataParallel`` broadcasts rank 0's parameters when it is constructed, and FSDP2 averages gradients over its
+own ranks only. Neither consults the module. So the first layer with distributed experts installs two checks in the
+process: one that runs when a module is put into a ``DistributedDataParallel`` (torch has a hook for this), and one that
+runs when FSDP2 groups parameters (torch has no hook there, so its constructor is wrapped).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformer_plugin.parallel._spread import COPIES_OVER, EXPERTS_OVER, Ranks
 
 
 def spread_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Ranks]]:
-    """The modules below a model whose own tensors belong to experts that are spread over ranks."""
+    """The modules of a model whose own tensors belong to distributed experts."""
     for name, module in model.named_modules():
         ranks = getattr(module, EXPERTS_OVER, None)
         if isinstance(ranks, Ranks):
@@ -32,7 +32,7 @@ def spread_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modul
 
 @functools.cache
 def know_spread_experts() -> None:
-    """Once for the process, when the first layer spreads its experts."""
+    """Installs the checks, once per process, when the first layer distributes its experts."""
     register_module_module_registration_hook(_before_data_parallel)
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -84,7 +84,7 @@ def _refusal_of_copies(expected: str, got: str) -> ValueError:
 
 
 def _check_sharded(params: list[Any], modules: Any, mesh: Any) -> Ranks | None:
-    """Refuses a group of FSDP2 that cannot be right, by name; the ranks of the experts in it, if there are any."""
+    """Raises if FSDP2 would group parameters wrongly; returns the ranks of the experts in the group, if any."""
     wanted = {id(parameter) for parameter in params}
     together = set(mesh.mesh.flatten().tolist())
     experts: dict[int, Ranks] = {}
@@ -121,10 +121,10 @@ def _check_experts(parameter: Tensor, ranks: Ranks, mesh: Any, together: set[int
     root = mesh._get_root_mesh()
     if spec.mesh._get_root_mesh() == root and spec.mesh.mesh_dim_names and mesh.mesh_dim_names:
         return
-    # FSDP2 wants both to be parts of one mesh. The layer was given a group: is it a dimension of that mesh?
+    # FSDP2 requires both to be parts of one mesh. A layer made with a group: is the group a dimension of that mesh?
     for name in root.mesh_dim_names or ():
         if root[name].get_group().group_name == ranks.group_name:
-            # Anew: specs are shared with other tensors by caches.
+            # A new spec, because torch's caches share specs between tensors.
             parameter._spec = replace(spec, mesh=root[name])  # type: ignore[attr-defined]
             return
     raise _refusal(
@@ -133,7 +133,7 @@ def _check_experts(parameter: Tensor, ranks: Ranks, mesh: Any, together: set[int
 
 
 def _divide_by_all(group: Any, mesh: Any, ranks: int) -> None:
-    """The experts' gradients are sums over their own ranks, and become means over these and the mesh's."""
+    """The experts' gradients, sums over their own ranks, become means over those ranks and the mesh's."""
     shards = mesh.get_group(mesh.ndim - 1).size()
     policy, first = group.mp_policy, group.fsdp_params[0].sharded_param
     if mesh.size() == 1 and (policy.reduce_dtype or policy.param_dtype or first.dtype) == torch.float16:

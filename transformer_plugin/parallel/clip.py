@@ -1,4 +1,4 @@
-"""The norm of a model's gradients, however its parameters are spread over ranks."""
+"""Gradient clipping by the norm of all gradients, for parameters that may be distributed over ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-#: the groups over whose ranks a gradient is spread, by name; none for copies.
+#: Names of the groups over which a gradient is sharded; empty for a replicated gradient.
 Place = tuple[str, ...]
 
 
@@ -24,20 +24,21 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scales gradients in place so that their norm, all together, is at most ``max_norm``.
+    """Scales gradients in place so that their total norm is at most ``max_norm``.
 
-    What ``torch.nn.utils.clip_grad_norm_`` is, for parameters of which some are spread over ranks: every element of
-    the whole model counts once. A ``DTensor`` counts by its placements: parts on all ranks of a ``Shard`` dimension
-    of its mesh together, copies on those of a ``Replicate`` dimension once. A plain tensor is a copy, the same on every
-    rank, and its gradient has been averaged already. All ranks call it, with the same parameters in the same order, and
-    get the same norm and the same factor; it waits for the ranks on the device, never on the host.
+    Like ``torch.nn.utils.clip_grad_norm_``, for models with parameters that are distributed over ranks: every element
+    of the whole model counts once. For a ``DTensor`` the placements decide: the parts on a ``Shard`` dimension of its
+    mesh are added, and the copies on a ``Replicate`` dimension count once. A plain tensor is a copy that is the same on
+    every rank, with an averaged gradient. All ranks call this function with the same parameters in the same order, and
+    get the same norm and factor. It waits for other ranks on the device, never on the host.
 
     Args:
-        parameters: a module, a tensor or tensors; those without a gradient are left out.
+        parameters: a module, a tensor or tensors; those without a gradient are skipped.
         max_norm: the largest norm.
         norm_type: p of the p-norm, above 0, or ``inf``.
-        error_if_nonfinite: raise where the norm is not finite, which the host must then read. Without it a norm of NaN
-            makes every gradient NaN, and an infinite one makes them 0, or NaN where they are infinite, as in torch.
+        error_if_nonfinite: raise an error if the norm is not finite; the host then reads the norm. Otherwise a NaN norm
+            makes every gradient NaN, and an infinite norm makes gradients 0, or NaN where they are infinite, as in
+            torch.
 
     Returns:
         The norm before clipping, a tensor of no dimensions: float64 if a gradient is, otherwise float32.
@@ -84,7 +85,7 @@ def _gradients(parameters: torch.nn.Module | Tensor | Iterable[Tensor]) -> list[
 
 
 def _groups_and_part(gradient: Tensor) -> tuple[list[ProcessGroup], Tensor]:
-    """The groups over which a gradient is spread, and what of it is here."""
+    """The groups over which a gradient is sharded, and this rank's part of it."""
     if not hasattr(gradient, "to_local"):
         return [], gradient
     from torch.distributed.tensor import Replicate
@@ -112,7 +113,7 @@ def _reduced(tensors: list[Tensor], groups: list[ProcessGroup], p: float) -> Ten
         return power
     largest = together.amax()
     for group in groups:
-        # The largest of a NaN and a number is either, depending on the backend.
+        # The maximum of a NaN and a number depends on the backend, so NaN is reduced separately.
         pair = torch.stack([largest.nan_to_num(0.0, posinf=math.inf), largest.isnan().double()])
         pair = _on_device_of(pair, group)
         dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
@@ -122,14 +123,14 @@ def _reduced(tensors: list[Tensor], groups: list[ProcessGroup], p: float) -> Ten
 
 def _norms(tensors: list[Tensor], p: float) -> list[Tensor]:
     wide = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
-    filled = [tensor for tensor in tensors if tensor.numel()]  # of nothing there is no largest element
+    filled = [tensor for tensor in tensors if tensor.numel()]  # an empty tensor has no largest element
     if not filled:
         return [torch.zeros((), dtype=wide, device=tensors[0].device)]
     return list(torch._foreach_norm(filled, p, dtype=wide))
 
 
 def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Lists of one device and dtype each, as the ops for lists of tensors like them."""
+    """Lists of one device and dtype each, as torch's ``_foreach`` ops require."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -137,7 +138,7 @@ def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _on_device_of(value: Tensor, group: ProcessGroup) -> Tensor:
-    """Where the group can send it: gradients may be on the CPU (offloaded) while the group is of GPUs."""
+    """Moves a value to a device of the group: offloaded gradients are on the CPU, while the group may be NCCL."""
     if value.device.type == "cpu" and dist.get_backend(group) == "nccl":
         return value.to(torch.device("cuda", torch.cuda.current_device()))
     return value

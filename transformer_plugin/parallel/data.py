@@ -1,4 +1,4 @@
-"""Data parallelism around layers whose experts are spread over ranks: torch's wrappers, told what experts are.
+"""Data parallelism for models with distributed experts, based on torch's wrappers.
 
 Every rank computes the mean loss of its own tokens; the gradients are those of the mean of the ranks' losses.
 """
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class ExpertDataParallel(DistributedDataParallel):
-    """What :func:`data_parallel` returns: a ``DistributedDataParallel`` that leaves experts to their own copies."""
+    """The result of :func:`data_parallel`: a ``DistributedDataParallel`` that reduces experts over their own copies."""
 
-    #: whether the last forward was outside of ``no_sync()``, which decides for its backward.
+    #: whether the last forward ran outside of ``no_sync()``; decides whether its backward reduces gradients.
     reduces_experts = True
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -37,21 +37,21 @@ class ExpertDataParallel(DistributedDataParallel):
 def data_parallel(
     model: torch.nn.Module, *, process_group: ProcessGroup | None = None, **options: Any
 ) -> ExpertDataParallel:
-    """Wraps a model with ``DistributedDataParallel``, right for experts that are spread over ranks.
+    """Wraps a model with ``DistributedDataParallel``, with correct gradients for distributed experts.
 
-    After a backward every gradient is that of the mean over all R ranks of the ranks' losses. Parameters that are
-    copies on all ranks are averaged by ``DistributedDataParallel``. Gradients of experts, which hold the tokens of all
-    ranks that share them, are divided by the number of these, and averaged over the ranks that hold the same experts,
-    if the experts' group is a part of the ranks. ``no_sync()`` is as ever. When the model is wrapped, the first of the
-    ranks that hold the same experts sends its own to the others, and rank 0 everything else to all.
+    After a backward every gradient is that of the mean of all R ranks' losses. ``DistributedDataParallel`` averages the
+    parameters that are replicated on all ranks. The gradient of an expert contains the tokens of all ranks of the
+    experts' group; it is divided by the size of that group, and averaged over the ranks that hold the same expert, if
+    there are several. ``no_sync()`` works as usual. When the model is wrapped, the first of the ranks that hold the
+    same experts broadcasts them to the others, and rank 0 broadcasts everything else.
 
     Args:
         model: holds :class:`~transformer_plugin.nn.MoE` layers, made with a ``group`` or a ``mesh``.
-        process_group: all ranks that train, None for the world. Every layer's experts are spread over all of them, or
-            over parts of one size.
+        process_group: all ranks that train; None for the world. The experts of every layer are distributed over all of
+            them, or over subgroups of equal size.
         options: of ``DistributedDataParallel``: ``device_ids`` and others.
 
-    Buffers of experts, such as the scales of delayed scaling, stay each rank's own.
+    Buffers of experts, such as the scales of delayed scaling, are not synchronized.
     """
     everyone = process_group if process_group is not None else dist.group.WORLD
     assert everyone is not None
@@ -74,7 +74,7 @@ def data_parallel(
 
 
 def _group_of_copies(everyone: ProcessGroup, ranks: Ranks) -> ProcessGroup | None:
-    """The ranks that hold the same experts as this one; None where it is alone."""
+    """The group of the ranks that hold the same experts as this one; None if there is no other."""
     world = dist.get_process_group_ranks(everyone)
     places: list[Any] = [None] * len(world)
     dist.all_gather_object(places, ranks.ranks, group=everyone)
@@ -119,18 +119,18 @@ def _divide_by(ranks: int) -> Callable[[Tensor], Tensor]:
 
 
 def fully_shard(module: torch.nn.Module, mesh: DeviceMesh, **options: Any) -> torch.nn.Module:
-    """Shards a module with FSDP2's ``torch.distributed.fsdp.fully_shard``, right for experts spread over ranks.
+    """Shards a module with FSDP2's ``fully_shard``, with correct gradients for distributed experts.
 
-    After a backward every gradient is that of the mean over all ranks of the ranks' losses. Experts are sharded over
-    the ranks that hold the same ones, everything else over all ranks of the mesh. As torch's function it is called for
-    the blocks of a model first and for the model last.
+    After a backward every gradient is that of the mean of all ranks' losses. Experts are sharded over the ranks that
+    hold the same experts, everything else over all ranks of the mesh. Like torch's function, it is called for the
+    blocks of a model first and for the model last.
 
     Args:
         module: holds :class:`~transformer_plugin.nn.MoE` layers, or none.
-        mesh: all ranks. Of two dimensions with names, one of them the experts' (the layers were made with
-            ``mesh=mesh["experts"]``, or with its group); or of one dimension, over all of which experts are spread:
-            these are then left as they are, and their gradients divided.
-        options: of torch's ``fully_shard``, for experts and everything else alike.
+        mesh: all ranks. Either of two named dimensions, one of them that of the experts (the layers were made with
+            ``mesh=mesh["experts"]``, or with its group); or of one dimension over which the experts are distributed:
+            they are then not sharded further, and their gradients are divided by its size.
+        options: of torch's ``fully_shard``, for experts and everything else.
 
     Returns:
         The module, changed in place.
@@ -153,7 +153,7 @@ def fully_shard(module: torch.nn.Module, mesh: DeviceMesh, **options: Any) -> to
 
 
 def _roots_of_experts(module: torch.nn.Module) -> list[tuple[torch.nn.Module, Ranks]]:
-    """The outermost modules whose parameters are all of spread experts."""
+    """The outermost modules whose parameters all belong to distributed experts."""
     ranks = getattr(module, EXPERTS_OVER, None)
     if isinstance(ranks, Ranks):
         return [(module, ranks)]
@@ -161,7 +161,7 @@ def _roots_of_experts(module: torch.nn.Module) -> list[tuple[torch.nn.Module, Ra
 
 
 def _mesh_of_copies(mesh: DeviceMesh, ranks: Ranks) -> DeviceMesh | None:
-    """The dimension of the mesh that is not the experts'; None where experts are spread over all of it."""
+    """The dimension of the mesh that is not the experts'; None if the experts are distributed over the whole mesh."""
     if mesh.ndim == 1 and set(mesh.mesh.flatten().tolist()) == set(ranks.ranks):
         return None
     names = mesh.mesh_dim_names or ()

@@ -1,7 +1,8 @@
-"""Expert parallelism for a layer: a context that the ranks have agreed on, and plans made in it.
+"""Expert parallelism for a layer: a context whose configuration is the same on all ranks, and plans made in it.
 
 ``EpContext`` is an object: a process may have several, over several groups or with several capacities. The functions
-at the end of the file (``ep_bootstrap`` and so on) are a facade with TransformerEngine's names over one of them.
+of :mod:`transformer_plugin.parallel.facade` (``ep_bootstrap`` and so on) offer one of them with TransformerEngine's
+names.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ Overflow = Literal["raise", "drop"]
 
 @dataclass(frozen=True)
 class EpConfig:
-    """What all ranks of a context must have alike."""
+    """The configuration of a context, the same on all its ranks."""
 
     #: E, the experts of all ranks together; a multiple of the ranks.
     num_experts: int
-    #: the most tokens that any rank brings in one call.
+    #: the largest number of tokens of any rank in one call.
     max_tokens_per_rank: int
     #: H, the columns of a token.
     hidden_dim: int
-    #: K, the experts of one token.
+    #: K, the number of experts of one token.
     num_topk: int
-    #: rows that the experts of one rank take in one call. None: room for any routing that names no expert twice
-    #: for a token, ``R * max_tokens_per_rank * min(K, E / R)`` rows and the padding.
+    #: rows that one rank can receive in one call. None: enough for any routing in which no token names an expert twice,
+    #: ``R * max_tokens_per_rank * min(K, E / R)`` rows plus padding.
     capacity: int | None = None
-    #: each expert's rows are padded with zero rows to a multiple of it: 0, 1 or a power of two.
+    #: each expert's rows are padded with zero rows to a multiple of this: 0, 1 or a power of two.
     alignment: int = 1
-    #: what happens to rows past the capacity: "raise" an error, or "drop" them.
+    #: how rows past the capacity are handled: "raise" an error, or "drop" them.
     overflow: Overflow = "raise"
 
 
 class EpPlan(NamedTuple):
-    """The routing of one call, made by :meth:`EpContext.plan`: plain tensors that are never written again."""
+    """The routing of one call, made by :meth:`EpContext.plan`: plain tensors that are not modified later."""
 
     #: int32 ``[R * max_tokens, K]``, see :class:`transformer_plugin.ops.expert_parallel.Plan`.
     slot: Tensor
@@ -73,26 +74,26 @@ class EpPlan(NamedTuple):
 class EpContext:
     """Expert parallelism over one group with one configuration.
 
-    Making it is collective: all ranks of the group make their contexts in the same order, and compare their
-    configurations. So is every call on it.
+    The constructor is collective: all ranks of the group create their contexts in the same order, and it compares their
+    configurations. Every call on the context is collective too.
 
     Args:
         group: the c10d process group, Gloo for CPU tensors or NCCL for CUDA tensors; None for this process alone.
         num_experts, max_tokens_per_rank, hidden_dim, num_topk, capacity, alignment, overflow: see
             :class:`EpConfig`.
-        timeout: seconds that any wait for other ranks may take; None for ``config.settings.peer_timeout``. On a CPU
-            the wait then raises
-            :class:`~transformer_plugin.errors.PeerTimeoutError`; on CUDA the process ends with its text, because a
-            stream that waits for a lost rank cannot be brought back. Choose it shorter than the group's own.
-        device: where the tensors will be; by default this process's GPU where the group has NCCL, else the CPU.
+        timeout: the longest wait for other ranks in seconds; None for ``config.settings.peer_timeout``. On a CPU a
+            longer wait raises :class:`~transformer_plugin.errors.PeerTimeoutError`; on CUDA the process prints the
+            text of that error and ends, because a stream that waits for a lost rank cannot be recovered. Choose a
+            timeout shorter than the group's own.
+        device: the device of the tensors; by default this process's GPU if the group has NCCL, else the CPU.
 
     Raises:
-        ValueError: a configuration that cannot be (``num_experts`` not a multiple of the ranks, for one), or that
-            differs between ranks: the error names the fields and the ranks.
-        PeerTimeoutError: a rank did not come in time.
+        ValueError: an invalid configuration (for example ``num_experts`` that is not a multiple of the ranks), or one
+            that differs between ranks: the error names the fields and the ranks.
+        PeerTimeoutError: a rank did not take part in time.
 
-    Leave it with :meth:`finalize` or as a context manager, before ``dist.destroy_process_group``; a captured CUDA
-    graph that holds its calls must be gone before that too. Leaving is local: it waits for nobody.
+    Close it with :meth:`finalize` or as a context manager, before ``dist.destroy_process_group``. Delete captured CUDA
+    graphs that contain its calls before that. finalize() is local and does not synchronize.
     """
 
     def __init__(
@@ -125,41 +126,41 @@ class EpContext:
         self._open = True
         self._compare()
         if self.num_ranks > 1:
-            # The ranks connect in the first call: NCCL makes its communicator, which no graph can hold.
+            # The ranks connect in the first call: NCCL creates its communicator, which cannot be captured.
             self.plan(torch.empty(0, num_topk, dtype=torch.int32, device=self.device))
 
     def _compare(self) -> None:
         mine = {**asdict(self.config), "ranks": self.num_ranks, "device": self.device.type}
-        texts = ops.agree(json.dumps(mine), self.group_name, self.timeout_ms)
+        texts = ops.all_gather_text(json.dumps(mine), self.group_name, self.timeout_ms)
         all_ranks: list[dict[str, Any]] = [json.loads(text) for text in texts]
         differing = [name for name in mine if any(other[name] != all_ranks[0][name] for other in all_ranks)]
         if not differing:
             return
-        told = "; ".join(
+        differences = "; ".join(
             f"{name} is " + ", ".join(f"{other[name]!r} on rank {r}" for r, other in enumerate(all_ranks))
             for name in differing
         )
         raise ValueError(
             f"transformer_plugin::EpContext: argument '{differing[0]}': expected the same configuration on all "
-            f"{self.num_ranks} ranks of group '{self.group_name}', got different ones: {told}. "
+            f"{self.num_ranks} ranks of group '{self.group_name}', got different ones: {differences}. "
             "Pass the same arguments on every rank."
         )
 
     def capacity_for(self, alignment: int) -> int:
-        """The rows of one call when none are asked for: the context's capacity, or room for the worst routing."""
+        """The default capacity of a call: the context's capacity, or the rows of the worst routing."""
         return self.config.capacity if self.config.capacity is not None else self._worst_case(alignment)
 
     def plan(self, topk_idx: Tensor, capacity: int | None = None, alignment: int | None = None) -> EpPlan:
-        """Decide where every token of the group goes.
+        """Compute the destination of every token of the group.
 
         Args:
             topk_idx: ``[..., K]`` int32 or int64, contiguous, at most ``max_tokens_per_rank`` tokens; -1 masks.
-            capacity: rows for this call, at most the context's and the same on every rank; None for the context's.
-            alignment: of this call, the same on every rank; None for the context's.
+            capacity: rows of this call, at most the context's and the same on every rank; None for the context's.
+            alignment: alignment of this call, the same on every rank; None for the context's.
 
         Raises:
-            ValueError: also when rows do not fit and the policy is "raise": on a CPU here, on every rank; on CUDA in
-                the next call on this group after the GPU has counted.
+            ValueError: also if rows do not fit and the policy is "raise": on a CPU in this call, on every rank; on CUDA
+                in a later call on this group, after the GPU has counted the rows.
         """
         self._check_open()
         if topk_idx.shape[-1] != self.config.num_topk:
@@ -204,7 +205,7 @@ class EpContext:
         return ops.combine(rows, plan.slot, plan.source, tokens, self.group_name, self.timeout_ms)
 
     def finalize(self) -> None:
-        """Close the context. Local, and harmless when repeated; calls on the context are errors after it."""
+        """Close the context. Local; may be repeated. Later calls on the context raise an error."""
         if not self._open:
             return
         self._open = False
@@ -248,7 +249,7 @@ class EpContext:
 
 
 def _is_there(group: ProcessGroup) -> bool:
-    """Whether the ops would find this very group, and not another that was made anew under its name."""
+    """Whether the name of the group still resolves to this group object, and not to a newer one of this name."""
     try:
         return torch._C._distributed_c10d._resolve_process_group(group.group_name) is group
     except RuntimeError:

@@ -1,9 +1,10 @@
 """Expert parallelism with TransformerEngine's names, over one :class:`~transformer_plugin.parallel.EpContext`.
 
-The names and signatures of its pull request 3035. What differs: a group of one rank works; tensors live on a CPU as
-well; payload may be float32, bfloat16 or float16; ``recv_capacity_per_rank=None`` is the static worst case, not a size
-read from the GPU in every step; overflow without ``drop_on_overflow`` raises instead of trapping; ``num_local_tokens``
-of ``ep_combine`` is the number of tokens that were dispatched. There is no zero-copy transport yet.
+The names and signatures are those of its pull request 3035. Differences: a group of one rank works; CPU tensors work;
+the payload may be float32, bfloat16 or float16; ``recv_capacity_per_rank=None`` is the static worst case, not a size
+read from the GPU in every step; overflow without ``drop_on_overflow`` raises an error and does not trap;
+``num_local_tokens`` of ``ep_combine`` defaults to the number of tokens that were dispatched. There is no zero-copy
+transport yet.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ def ep_bootstrap(
     *,
     timeout: float | None = None,
 ) -> None:
-    """Make the process's default context. Collective over ``ep_group``.
+    """Create the process's default context. Collective over ``ep_group``.
 
     Args:
         ep_group: the ranks that share the experts; None for this process alone.
         num_experts, max_tokens_per_rank, hidden_dim, num_topk: see :class:`~transformer_plugin.parallel.EpConfig`.
         recv_capacity_per_rank: rows of the receive layout; None for the static worst case.
-        max_num_sms: 0; no transport here takes multiprocessors of its own.
+        max_num_sms: 0; no transport here reserves multiprocessors.
         zero_copy: False; there is no symmetric-memory transport yet.
         drop_on_overflow: drop rows past the capacity instead of raising.
-        max_token_dtype: accepted; nothing is staged by size, so that every payload dtype works.
-        timeout: seconds that any wait may take; None for ``config.settings.peer_timeout``.
+        max_token_dtype: accepted and unused; every payload dtype works.
+        timeout: the longest wait for other ranks in seconds; None for ``config.settings.peer_timeout``.
 
     Raises:
         RuntimeError: already bootstrapped. ValueError, PeerTimeoutError: as
@@ -82,7 +83,7 @@ def ep_bootstrap(
 
 
 def ep_finalize() -> None:
-    """Drop the default context; nothing when there is none. Call it before ``dist.destroy_process_group``."""
+    """Close the default context, if there is one. Call it before ``dist.destroy_process_group``."""
     global _context
     context, _context = _context, None
     if context is not None:
@@ -95,14 +96,14 @@ def is_ep_bootstrapped() -> bool:
 
 
 class EpBuffer:
-    """The routing of one call in flight: what ``ep_prepare`` fills and the others use.
+    """The routing of one call: filled by ``ep_prepare`` and used by the other functions.
 
-    It holds no payload, and gradients keep the plan they were made with: preparing the buffer again while an earlier
-    call waits for its backward is safe.
+    It holds no payload, and a gradient keeps the plan of its forward: the buffer may be prepared again before the
+    backward of an earlier call.
 
     Attributes:
-        tokens_per_expert: int64 ``[E / R]``, a fresh tensor for each prepare; None before the first.
-        total_recv_tokens: int64 ``[1]``, rows needed before any was dropped; None before the first.
+        tokens_per_expert: int64 ``[E / R]``, a new tensor for each prepare; None before the first.
+        total_recv_tokens: int64 ``[1]``, rows needed before any is dropped; None before the first.
     """
 
     def __init__(
@@ -185,9 +186,9 @@ def ep_dispatch(
         topk_idx: ``[T, K]`` int32 or int64.
         topk_weights: ``[T, K]`` float32.
         recv_tokens, recv_topk_weights: ``[capacity, H]`` in the dtype of ``tokens`` and ``[capacity]`` float32,
-            contiguous, that do not require gradients: the results are written there and returned in the same memory.
-            They are valid until the next dispatch into it; a gradient that still needs the old values is then an
-            error of torch.
+            contiguous, without gradients: the results are written there and returned in the same memory. They are
+            valid until the next dispatch into these tensors; if a gradient still needs the old values, torch raises an
+            error.
 
     Returns:
         ``(recv_tokens [capacity, H], recv_topk_weights [capacity], tokens_per_expert int64 [E / R])``, the first two
@@ -232,9 +233,10 @@ def ep_combine(
 
     Args:
         buffer: as ``ep_dispatch`` left it.
-        num_local_tokens: rows of the result; by default the tokens that were dispatched. More are zero.
-        grad_out: ``[capacity, H]``, contiguous, that does not require gradients: the gradient of ``expert_out`` is
-            written there in the backward.
+        num_local_tokens: rows of the result; by default the number of tokens that were dispatched. Further rows are
+            zero.
+        grad_out: ``[capacity, H]``, contiguous, without gradients: the backward writes the gradient of ``expert_out``
+            there.
     """
     plan = buffer.prepared("ep_combine")
     _check_target(
@@ -246,7 +248,7 @@ def ep_combine(
 
 
 class _Into(torch.autograd.Function):
-    """The value in memory that the caller gave; the gradient passes."""
+    """Copies the value into the caller's tensor; the gradient passes through."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, target: Tensor) -> Tensor:
@@ -259,11 +261,11 @@ class _Into(torch.autograd.Function):
 
 
 class _GradInto(torch.autograd.Function):
-    """The value; its gradient in memory that the caller gave."""
+    """Returns the value; its backward copies the gradient into the caller's tensor."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, target: Tensor) -> Tensor:
-        # Write-only, and written again by a second backward: no saved tensor, whose version would be checked.
+        # Not a saved tensor: torch checks versions of those, but a second backward may write to the target again.
         ctx.target = target
         return value.view_as(value)
 

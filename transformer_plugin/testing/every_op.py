@@ -274,7 +274,7 @@ def _expert_parallel_calls(draw: Draw, indices: Tensor, experts: int, capacity: 
     yield "dispatch_backward", "", {**backward, "hidden_size": K, "dtype": FLOAT32, **group}
     yield "combine", "", {"rows": rows, **slots, "num_tokens": tokens, **group}
     yield "combine_backward", "", {"grad": draw(tokens, K), **slots, **group}
-    yield "agree", "", {"group_name": "", "text": "one configuration", "timeout_ms": 1000}
+    yield "all_gather_text", "", {"group_name": "", "text": "one configuration", "timeout_ms": 1000}
     yield "compare_call", "", {"group_name": "", "dtype": FLOAT32, "width": 8, "timeout_ms": 1000}
     yield "release_group", "", {"group_name": ""}
 
