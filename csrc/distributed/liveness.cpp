@@ -237,7 +237,7 @@ std::string peer_error(Phase phase, const std::string& group, int64_t rank, int6
        << "': expected all " << size << " ranks of group '" << group << "' within " << timeout.count()
        << " ms, ";
   if (!verdict.store_error.empty()) {
-    text << "rank(s) unknown did not take part: the store, whose host is often rank 0, cannot be asked ("
+    text << "rank(s) unknown did not take part: the store is unreachable (rank 0 usually hosts it; "
          << verdict.store_error << ")";
   } else if (verdict.missing.empty()) {
     text << "rank(s) unknown did not take part: all were waiting, "
@@ -248,7 +248,7 @@ std::string peer_error(Phase phase, const std::string& group, int64_t rank, int6
   }
   const bool late = std::count(verdict.missing.begin(), verdict.missing.end(), rank) > 0;
   text << ". This is rank " << rank << (late ? ", which came too late or left out a call" : "")
-       << "; the transport says: " << (cause.empty() ? "nothing" : cause)
+       << "; backend error: " << (cause.empty() ? "none" : cause)
        << ". Look at the output of those ranks; end this process, or make a new group of the ranks that are "
           "left.";
   return text.str();

@@ -230,8 +230,7 @@ def test_survivors_raise_the_named_error_in_time(played: dict[str, Future], name
         ), outcome
         if scenario.store_in_rank_0:
             assert (
-                outcome.rank is None
-                and "the store, whose host is often rank 0, cannot be asked" in outcome.text
+                outcome.rank is None and "the store is unreachable (rank 0 usually hosts it; " in outcome.text
             )
         else:
             assert outcome.ranks == scenario.victims, outcome

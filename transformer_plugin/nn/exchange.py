@@ -26,9 +26,9 @@ class DispatchConfig:
     capacity: int | None = None
     #: the most tokens that any rank of the group brings in one call; needed with a group, unused without one.
     max_tokens: int | None = None
-    #: the rows of each expert are padded with zero rows to a multiple of this. None: what the kernels of the
-    #: recipe like best, 1 on a CPU and ``Format.alignment`` on a GPU, where it changes no result; and 1 with a
-    #: ``capacity``, because padding takes room and a GPU would drop other rows than a CPU. With
+    #: the rows of each expert are padded with zero rows to a multiple of this. None: the
+    #: preferred alignment of the recipe's kernels, 1 on a CPU and ``Format.alignment`` on a GPU, where it changes no
+    #: result; and 1 with a ``capacity``, because padding takes room and a GPU would drop other rows than a CPU. With
     #: ``NVFP4BlockScaling`` a multiple of 16, as the capacity; None is 16.
     alignment: int | None = None
     #: seconds that a wait for other ranks may take. None: the setting TRANSFORMER_PLUGIN_PEER_TIMEOUT, 60 unless set.
@@ -86,7 +86,7 @@ class LocalExchange:
 
     num_experts: int
     config: DispatchConfig
-    #: the alignment that the GPU's kernels like best.
+    #: the preferred alignment of the GPU's kernels.
     gpu_alignment: int
     #: what each expert's rows must be a multiple of.
     row_multiple: int = 1
@@ -211,7 +211,7 @@ class GroupExchange:
 
 
 def _rows_in_use(plan: EpPlan) -> EpPlan:
-    """The plan without the rows that nobody uses, where their number is at hand: on a CPU, outside of any graph.
+    """The plan without unused rows, where their number is known: on a CPU, outside of any graph.
 
     Room for the worst routing is R times what even routing needs, and every op writes its zeros there.
     """

@@ -37,7 +37,7 @@ class Plan(NamedTuple):
     #: int32 ``[R * max_tokens, K]``: the row of this rank's layout that (token t of rank r, k) has, at index
     #: ``r * max_tokens + t``, or -1 where its expert is on another rank, masked, or the row was dropped.
     slot: Tensor
-    #: int32 ``[capacity]``: ``r * max_tokens + t`` of each row, or -1 in padding and in rows that nobody uses.
+    #: int32 ``[capacity]``: ``r * max_tokens + t`` of each row, or -1 in padding and in unused rows.
     source: Tensor
     #: int64 ``[E / R]``: rows of each of this rank's experts, padding included; their sum is at most the capacity.
     #: The group sizes of a grouped GEMM.

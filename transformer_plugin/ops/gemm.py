@@ -330,6 +330,6 @@ def check_group_sizes() -> None:
     ``input_rows`` that their matrix does not have.
 
     Raises:
-        ValueError: a call before this one had wrong sizes, or rows. It is told once.
+        ValueError: an earlier call had invalid group sizes or row indices. Raised once per error.
     """
     _ops.check_group_sizes.default()

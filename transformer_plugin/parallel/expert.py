@@ -92,7 +92,7 @@ class EpContext:
         PeerTimeoutError: a rank did not come in time.
 
     Leave it with :meth:`finalize` or as a context manager, before ``dist.destroy_process_group``; a captured CUDA
-    graph that holds its calls must be gone before that too. Leaving is local: it waits for nobody.
+    graph that holds its calls must be gone before that too. :meth:`finalize` is local and does not synchronize.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class EpContext:
         self._open = True
         self._compare()
         if self.num_ranks > 1:
-            # The ranks connect in the first call: NCCL makes its communicator, which no graph can hold.
+            # The ranks connect in the first call: NCCL creates its communicator, which cannot be captured.
             self.plan(torch.empty(0, num_topk, dtype=torch.int32, device=self.device))
 
     def _compare(self) -> None:
