@@ -49,8 +49,8 @@ CASES: list[tuple[tuple[str, str, str], list[Tensor], type[Exception], str]] = [
     (BLOCK, made(BLOCK, _0=torch.ones(32, 64).to(torch.float8_e5m2)), TypeError,
      "[0]': expected one of the dtypes float8_e4m3fn, got float8_e5m2. "),
     (BLOCK, made(BLOCK, _1=torch.ones(1, 4, requires_grad=True)), ValueError,
-     "[1]': expected a tensor with requires_grad=False, got float32[1, 4] on cpu with requires_grad=True. What is quantized "
-     "has no gradient: detach it."),
+     "[1]': expected a tensor with requires_grad=False, got float32[1, 4] on cpu with requires_grad=True. "
+     "What is quantized has no gradient: detach it."),
     (BF16, [ONES], TypeError, "[0]': expected one of the dtypes bfloat16, got float32. "),
     (MX, made(MX, _2=made(MX)[0].clone()), ValueError,
      "[2]': expected a contiguous tensor of sizes [64, 32] for 'weight', got float8_e4m3fn[32, 64] on cpu with "
