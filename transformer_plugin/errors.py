@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 _Base: type[Exception] = dist.DistError if dist.is_available() else RuntimeError
 
-#: How the C++ side words it (csrc/distributed/liveness.cpp); torch shows it as ``DistBackendError``.
+#: The text of the C++ side (csrc/distributed/liveness.cpp); torch shows it as ``DistBackendError``.
 _TEXT = re.compile(
     r"PeerTimeoutError: transformer_plugin::(?P<op>\w+): phase '(?P<phase>[^']*)': .*?rank\(s\) (?P<ranks>[\w,]+)"
 )
@@ -19,11 +19,11 @@ _TEXT = re.compile(
 class PeerTimeoutError(_Base):  # type: ignore[valid-type, misc]
     """A rank of the group did not take part in an op within its timeout, or is gone.
 
-    Raised on every rank that is left, within the timeout plus 5 seconds. The group cannot be used again; this
-    process, its tensors and its other groups can.
+    Raised on every surviving rank, within the timeout plus 5 seconds. The group cannot be used again; this process,
+    its tensors and its other groups can.
 
     Attributes:
-        rank: the rank of the group that is missing, the lowest of them; None when nobody could find out.
+        rank: the rank of the group that is missing, the lowest of them; None if it could not be determined.
         ranks: all ranks that are missing.
         op: the op that waited, ``"dispatch"`` for one.
         phase: what it waited for, ``"tokens"`` for one.
@@ -58,7 +58,7 @@ class peer_errors:  # noqa: N801  a context manager, used like a function
     """``with peer_errors(): loss.backward()`` raises :class:`PeerTimeoutError` where torch raises its own error.
 
     An op that runs inside a backward, in compiled code or in TorchScript raises ``torch.distributed.DistBackendError``
-    with the same text. Without this context that error passes as it is; it is a ``RuntimeError`` too.
+    with the same text. Without this context that error is not converted; it is a ``RuntimeError`` too.
     """
 
     def __enter__(self) -> None:

@@ -1,4 +1,4 @@
-"""How tokens reach their experts and come back: on one rank here, over a group in parallel/expert.py."""
+"""Moves tokens to their experts and back: on one rank here, over a group in parallel/expert.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class DispatchConfig:
     """How many rows the experts of one rank receive. All sizes are static; the defaults never drop a row."""
 
-    #: rows that the experts of this rank take; the rest is dropped, last expert first. None: room for all.
+    #: rows that the experts of this rank take; more are dropped, the last expert's first. None: room for all.
     capacity: int | None = None
     #: the most tokens that any rank of the group brings in one call; needed with a group, unused without one.
     max_tokens: int | None = None
@@ -65,7 +65,7 @@ class DispatchConfig:
 
 
 class Received(NamedTuple):
-    """What the experts of this rank are given."""
+    """The input of this rank's experts."""
 
     #: ``[capacity, H]``, sorted by expert, each expert's rows padded with zeros. Eager calls over a group on a CPU
     #: have only the rows in use.
@@ -82,7 +82,7 @@ class Received(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalExchange:
-    """All experts are here: rows are copied, not sent."""
+    """All experts are on this rank: rows are copied, not sent."""
 
     num_experts: int
     config: DispatchConfig
@@ -121,7 +121,7 @@ class LocalExchange:
 
 
 class GroupExchange:
-    """The experts are spread over a group of ranks: tokens travel to them and back. Making it is collective."""
+    """The experts are spread over a group of ranks, which exchange tokens. The constructor is collective."""
 
     def __init__(
         self,

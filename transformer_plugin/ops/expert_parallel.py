@@ -5,15 +5,15 @@ Shapes: R ranks of the group, E experts (E / R on each rank), T tokens of this r
 layout that one rank receives.
 
 The layout is expert-major: all rows of this rank's first expert, padded with zero rows to a multiple of
-``alignment``, then all of the next. Inside an expert rows are in ascending order of (rank, token, k), so the layout
-does not depend on who comes first. All sizes are static and nothing is read on the host: a CUDA graph captured once,
+``alignment``, then all of the next. Inside an expert rows are in ascending order of (rank, token, k), so the layout is
+deterministic. All sizes are static and nothing is read on the host: a CUDA graph captured once,
 and a compiled function, stay right when the routing changes.
 
-All ranks of the group must make the same calls in the same order, with the same constants. On a CPU every call says
-first which one it is, and where the ranks differ (in the op, dtype, width, plan, weights or gradients) every one of
-them raises ``ValueError``, which says what differs on which ranks, before payload moves; the group stays usable. On
-CUDA a kind of call is compared when it is new, through the store of the group and outside of captures. A rank that
-makes no call at all is a lost one: ``PeerTimeoutError``, after which the group is not used again. ``group_name`` is
+All ranks of the group must make the same calls in the same order, with the same constants. On a CPU every call is
+announced first, and where the ranks differ (in the op, dtype, width, plan, weights or gradients) every one of them
+raises ``ValueError``, which says what differs on which ranks, before payload moves; the group stays usable. On CUDA a
+kind of call is compared the first time, through the store of the group and outside of captures. A rank that makes no
+call at all is a lost rank: ``PeerTimeoutError``, after which the group cannot be used again. ``group_name`` is
 ``group.group_name`` of a c10d process group (Gloo for CPU tensors, NCCL for CUDA tensors), or ``""`` for this process
 alone. ``timeout_ms`` bounds each wait, at most 10^12; 0 or less means the timeout of the group. For a layer that checks
 that the ranks agree, see :class:`transformer_plugin.parallel.EpContext`.
@@ -32,7 +32,7 @@ _ops = torch.ops.transformer_plugin
 
 
 class Plan(NamedTuple):
-    """Where every (token, k) of the group goes. Plain tensors on the device of the indices; nothing else is kept."""
+    """Where every (token, k) of the group goes. Plain tensors on the device of the indices."""
 
     #: int32 ``[R * max_tokens, K]``: the row of this rank's layout that (token t of rank r, k) has, at index
     #: ``r * max_tokens + t``, or -1 where its expert is on another rank, masked, or the row was dropped.
@@ -59,7 +59,7 @@ def plan(
     raise_on_overflow: bool = False,
     timeout_ms: int = -1,
 ) -> Plan:
-    """Gather everybody's choice of experts and give each (token, k) its row.
+    """Gather every rank's choice of experts and give each (token, k) its row.
 
     Args:
         topk_idx: ``[..., K]`` int32 or int64, contiguous, 2 dimensions or more: the experts of this rank's tokens. Any
@@ -82,7 +82,7 @@ def plan(
         ValueError: a constant out of range, too many tokens, an index tensor that is not contiguous or has fewer
             than 2 dimensions, a group of another size, rows that do not fit (``raise_on_overflow``), ranks that make
             another call.
-        PeerTimeoutError: a rank did not come in time.
+        PeerTimeoutError: a rank did not take part in time.
 
     Source: the layout and semantics of TransformerEngine pull request 3035, with static sizes; duplicates and
     out-of-range indices have a meaning here.
@@ -119,8 +119,8 @@ def dispatch(
         tokens: ``[T, H]`` float32, bfloat16, float16 (float64 on a CPU), any strides.
         topk_weights: ``[T, K]`` float32 (float64 with float64 tokens), or None.
         slot, source: of the plan of these tokens.
-        wanted: leave it. Autograd says here which gradients it will ask for (1: tokens, 2: weights), so that the ranks
-            can compare it, and a compiled graph keeps it.
+        wanted: do not pass it. Autograd stores here which gradients it needs (1: tokens, 2: weights), so that the ranks
+            can compare them, and a compiled graph keeps it.
 
     Returns:
         ``recv [capacity, H]`` in the dtype of ``tokens``, copied bit for bit, zero in padding and past the last
@@ -133,7 +133,7 @@ def dispatch(
 
     Raises:
         TypeError, ValueError: dtypes, sizes or devices that do not agree, here or between the ranks.
-        PeerTimeoutError: a rank did not come.
+        PeerTimeoutError: a rank did not take part.
     """
     try:
         return _ops.dispatch.default(tokens, topk_weights, slot, source, group_name, timeout_ms, wanted)
@@ -155,7 +155,7 @@ def dispatch_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of :func:`dispatch`: ``[T, H]`` in ``dtype`` and ``[T, K]`` float32, ``[0, 0]`` where not wanted.
 
-    None counts as zero. Rows that no (token, k) has are not read, whatever they hold.
+    None counts as zero. Rows without a (token, k) are not read.
     """
     try:
         return _ops.dispatch_backward.default(
@@ -202,7 +202,7 @@ def combine(
 
     Raises:
         TypeError, ValueError: dtypes, sizes or devices that do not agree, here or between the ranks.
-        PeerTimeoutError: a rank did not come.
+        PeerTimeoutError: a rank did not take part.
     """
     try:
         return _ops.combine.default(rows, slot, source, num_tokens, group_name, timeout_ms, wanted)
@@ -224,7 +224,7 @@ def agree(text: str, group_name: str, timeout_ms: int = -1) -> list[str]:
     """Every rank's ``text``, in ascending rank, through the store of the group: to compare configurations.
 
     Raises:
-        PeerTimeoutError: a rank did not come in time.
+        PeerTimeoutError: a rank did not take part in time.
     """
     try:
         return list(_ops.agree.default(group_name, text, timeout_ms))
@@ -233,9 +233,9 @@ def agree(text: str, group_name: str, timeout_ms: int = -1) -> list[str]:
 
 
 def compare_call(group_name: str, dtype: torch.dtype, width: int, timeout_ms: int = -1) -> None:
-    """Announce a dispatch of ``width`` columns of ``dtype`` to the ranks, as CUDA does for a kind of call that is new.
+    """Compare a dispatch of ``width`` columns of ``dtype`` between the ranks, as CUDA does for a new kind of call.
 
-    Nothing is sent. For programs that want to know before the first step that their ranks agree.
+    No payload is sent. For programs that check before the first step that their ranks agree.
 
     Raises:
         ValueError: the ranks announced different calls. PeerTimeoutError: a rank announced none in time.

@@ -1,4 +1,4 @@
-"""Layers' view of the ranks: who shares what, and how it travels."""
+"""Expert parallelism and data parallelism for layers whose experts are spread over ranks."""
 
 from transformer_plugin.parallel.clip import clip_grad_norm_
 from transformer_plugin.parallel.data import ExpertDataParallel, data_parallel, fully_shard

@@ -1,4 +1,4 @@
-"""Wrappers of torch that take every rank's parameters for copies, or for parts of one: told what experts are.
+"""Makes torch's wrappers, which treat parameters as replicated or as shards of one tensor, aware of experts.
 
 ``DistributedDataParallel`` sends rank 0's parameters to the others when it is made, and FSDP2 averages gradients over
 its own ranks only. Neither asks the module. So the first layer whose experts are spread over ranks adds two checks to

@@ -26,17 +26,17 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales gradients in place so that their norm, all together, is at most ``max_norm``.
 
-    What ``torch.nn.utils.clip_grad_norm_`` is, for parameters of which some are spread over ranks: every element of
-    the whole model counts once. A ``DTensor`` counts by its placements: parts on all ranks of a ``Shard`` dimension
-    of its mesh together, copies on those of a ``Replicate`` dimension once. A plain tensor is a copy, the same on every
-    rank, and its gradient has been averaged already. All ranks call it, with the same parameters in the same order, and
-    get the same norm and the same factor; it waits for the ranks on the device, never on the host.
+    Like ``torch.nn.utils.clip_grad_norm_``, for models with parameters that are sharded over ranks: every element of
+    the whole model counts once. For a ``DTensor``, the parts on all ranks of a ``Shard`` dimension of its mesh are
+    summed, and copies on the ranks of a ``Replicate`` dimension count once. A plain tensor is treated as replicated,
+    with a gradient that has been averaged already. All ranks call it, with the same parameters in the same order, and
+    get the same norm and the same factor; it does not wait on the host.
 
     Args:
         parameters: a module, a tensor or tensors; those without a gradient are left out.
         max_norm: the largest norm.
         norm_type: p of the p-norm, above 0, or ``inf``.
-        error_if_nonfinite: raise where the norm is not finite, which the host must then read. Without it a norm of NaN
+        error_if_nonfinite: raise if the norm is not finite; the host must then read it. Without it a norm of NaN
             makes every gradient NaN, and an infinite one makes them 0, or NaN where they are infinite, as in torch.
 
     Returns:
@@ -129,7 +129,7 @@ def _norms(tensors: list[Tensor], p: float) -> list[Tensor]:
 
 
 def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Lists of one device and dtype each, as the ops for lists of tensors like them."""
+    """Lists of one device and dtype each, as the foreach ops need them."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)

@@ -1,4 +1,4 @@
-"""Data parallelism around layers whose experts are spread over ranks: torch's wrappers, told what experts are.
+"""Data parallelism for models with experts spread over ranks: torch's wrappers, adapted to experts.
 
 Every rank computes the mean loss of its own tokens; the gradients are those of the mean of the ranks' losses.
 """
@@ -39,11 +39,11 @@ def data_parallel(
 ) -> ExpertDataParallel:
     """Wraps a model with ``DistributedDataParallel``, right for experts that are spread over ranks.
 
-    After a backward every gradient is that of the mean over all R ranks of the ranks' losses. Parameters that are
-    copies on all ranks are averaged by ``DistributedDataParallel``. Gradients of experts, which hold the tokens of all
-    ranks that share them, are divided by the number of these, and averaged over the ranks that hold the same experts,
-    if the experts' group is a part of the ranks. ``no_sync()`` is as ever. When the model is wrapped, the first of the
-    ranks that hold the same experts sends its own to the others, and rank 0 everything else to all.
+    After a backward every gradient is that of the mean over all R ranks of the ranks' losses. Replicated
+    parameters are averaged by ``DistributedDataParallel``. Gradients of experts, which are sums over the tokens of all
+    ranks that share the experts, are divided by the number of these ranks, and averaged over the ranks that hold the
+    same experts, if the experts' group is a part of the ranks. ``no_sync()`` works as usual. When the model is wrapped,
+    experts are broadcast from the first of the ranks that hold the same ones, everything else from rank 0.
 
     Args:
         model: holds :class:`~transformer_plugin.nn.MoE` layers, made with a ``group`` or a ``mesh``.
@@ -129,7 +129,7 @@ def fully_shard(module: torch.nn.Module, mesh: DeviceMesh, **options: Any) -> to
         module: holds :class:`~transformer_plugin.nn.MoE` layers, or none.
         mesh: all ranks. Of two dimensions with names, one of them the experts' (the layers were made with
             ``mesh=mesh["experts"]``, or with its group); or of one dimension, over all of which experts are spread:
-            these are then left as they are, and their gradients divided.
+            these are then not sharded further, and their gradients divided.
         options: of torch's ``fully_shard``, for experts and everything else alike.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Expert parallelism for a layer: a context that the ranks have agreed on, and plans made in it.
+"""Expert parallelism for a layer: a context whose configuration the ranks have compared, and plans made in it.
 
 ``EpContext`` is an object: a process may have several, over several groups or with several capacities. The functions
 at the end of the file (``ep_bootstrap`` and so on) are a facade with TransformerEngine's names over one of them.
@@ -26,7 +26,7 @@ Overflow = Literal["raise", "drop"]
 
 @dataclass(frozen=True)
 class EpConfig:
-    """What all ranks of a context must have alike."""
+    """The configuration of a context, equal on all ranks."""
 
     #: E, the experts of all ranks together; a multiple of the ranks.
     num_experts: int
@@ -41,12 +41,12 @@ class EpConfig:
     capacity: int | None = None
     #: each expert's rows are padded with zero rows to a multiple of it: 0, 1 or a power of two.
     alignment: int = 1
-    #: what happens to rows past the capacity: "raise" an error, or "drop" them.
+    #: rows past the capacity "raise" an error, or are dropped ("drop").
     overflow: Overflow = "raise"
 
 
 class EpPlan(NamedTuple):
-    """The routing of one call, made by :meth:`EpContext.plan`: plain tensors that are never written again."""
+    """The routing of one call, made by :meth:`EpContext.plan`: plain tensors that are not modified later."""
 
     #: int32 ``[R * max_tokens, K]``, see :class:`transformer_plugin.ops.expert_parallel.Plan`.
     slot: Tensor
@@ -73,8 +73,8 @@ class EpPlan(NamedTuple):
 class EpContext:
     """Expert parallelism over one group with one configuration.
 
-    Making it is collective: all ranks of the group make their contexts in the same order, and compare their
-    configurations. So is every call on it.
+    The constructor is collective: all ranks of the group make their contexts in the same order, and compare their
+    configurations. Every call on it is collective too.
 
     Args:
         group: the c10d process group, Gloo for CPU tensors or NCCL for CUDA tensors; None for this process alone.
@@ -82,14 +82,14 @@ class EpContext:
             :class:`EpConfig`.
         timeout: seconds that any wait for other ranks may take; None for ``config.settings.peer_timeout``. On a CPU
             the wait then raises
-            :class:`~transformer_plugin.errors.PeerTimeoutError`; on CUDA the process ends with its text, because a
-            stream that waits for a lost rank cannot be brought back. Choose it shorter than the group's own.
-        device: where the tensors will be; by default this process's GPU where the group has NCCL, else the CPU.
+            :class:`~transformer_plugin.errors.PeerTimeoutError`; on CUDA the process exits with the same text,
+            because a stream that waits for a lost rank cannot be recovered. Choose it shorter than the group's own.
+        device: of the tensors; by default this process's GPU if the group has NCCL, else the CPU.
 
     Raises:
-        ValueError: a configuration that cannot be (``num_experts`` not a multiple of the ranks, for one), or that
+        ValueError: an invalid configuration (for example ``num_experts`` not a multiple of the ranks), or one that
             differs between ranks: the error names the fields and the ranks.
-        PeerTimeoutError: a rank did not come in time.
+        PeerTimeoutError: a rank did not take part in time.
 
     Leave it with :meth:`finalize` or as a context manager, before ``dist.destroy_process_group``; a captured CUDA
     graph that holds its calls must be gone before that too. :meth:`finalize` is local and does not synchronize.
@@ -146,11 +146,11 @@ class EpContext:
         )
 
     def capacity_for(self, alignment: int) -> int:
-        """The rows of one call when none are asked for: the context's capacity, or room for the worst routing."""
+        """The default rows of one call: the context's capacity, or room for the worst routing."""
         return self.config.capacity if self.config.capacity is not None else self._worst_case(alignment)
 
     def plan(self, topk_idx: Tensor, capacity: int | None = None, alignment: int | None = None) -> EpPlan:
-        """Decide where every token of the group goes.
+        """Compute where every token of the group goes.
 
         Args:
             topk_idx: ``[..., K]`` int32 or int64, contiguous, at most ``max_tokens_per_rank`` tokens; -1 masks.

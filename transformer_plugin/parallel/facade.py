@@ -1,9 +1,9 @@
 """Expert parallelism with TransformerEngine's names, over one :class:`~transformer_plugin.parallel.EpContext`.
 
-The names and signatures of its pull request 3035. What differs: a group of one rank works; tensors live on a CPU as
-well; payload may be float32, bfloat16 or float16; ``recv_capacity_per_rank=None`` is the static worst case, not a size
+Names and signatures follow its pull request 3035. Differences: a group of one rank works; tensors may be on a CPU;
+payload may be float32, bfloat16 or float16; ``recv_capacity_per_rank=None`` is the static worst case, not a size
 read from the GPU in every step; overflow without ``drop_on_overflow`` raises instead of trapping; ``num_local_tokens``
-of ``ep_combine`` is the number of tokens that were dispatched. There is no zero-copy transport yet.
+of ``ep_combine`` is the number of tokens that were dispatched. There is no zero-copy transport.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def ep_bootstrap(
         ep_group: the ranks that share the experts; None for this process alone.
         num_experts, max_tokens_per_rank, hidden_dim, num_topk: see :class:`~transformer_plugin.parallel.EpConfig`.
         recv_capacity_per_rank: rows of the receive layout; None for the static worst case.
-        max_num_sms: 0; no transport here takes multiprocessors of its own.
-        zero_copy: False; there is no symmetric-memory transport yet.
+        max_num_sms: 0; no transport here reserves multiprocessors.
+        zero_copy: False; there is no symmetric-memory transport.
         drop_on_overflow: drop rows past the capacity instead of raising.
-        max_token_dtype: accepted; nothing is staged by size, so that every payload dtype works.
+        max_token_dtype: ignored; every payload dtype works.
         timeout: seconds that any wait may take; None for ``config.settings.peer_timeout``.
 
     Raises:
