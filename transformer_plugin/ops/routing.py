@@ -9,11 +9,10 @@ two directions of the map; -1 means none. The capacity is an argument, so that n
 
 How :func:`topk_router` orders experts:
 
-- From the largest logit on: every score grows with its logit, and logits distinguish experts whose scores round to the
-same
-  number, for example 0 or 1. With a bias by the score, sigmoid ``1 / (1 + exp(-logit))`` or sqrtsoftplus
-  ``sqrt(log(1 + exp(logit)))``, plus the expert's bias, the sum rounded to float32's precision; where that is equal, by
-  the logit. So a bias of zeros chooses as None does.
+- Without a bias by the logit, the largest first: every score grows with its logit, and logits distinguish experts whose
+  scores round to the same number, for example 0 or 1. With a bias by the score, sigmoid ``1 / (1 + exp(-logit))`` or
+  sqrtsoftplus ``sqrt(log(1 + exp(logit)))``, plus the expert's bias, the sum rounded to float32's precision; where that
+  is equal, by the logit. So a bias of zeros chooses as None does.
 - An expert whose logit is -inf is masked: it ranks below all others, whatever its bias; a token with fewer than
   ``topk`` unmasked experts still gets ``topk`` distinct ones. NaN ranks highest, as in ``torch.topk``, so that it is
   seen in the weights. Ties go to the lowest index, of groups too.
@@ -56,7 +55,7 @@ def topk_router(
     order that the head of this page describes. The weights, without the bias:
 
     - softmax with ``pre_softmax``: the softmax over all experts, not renormalized; without: the softmax over the chosen
-    logits;
+      logits;
     - sigmoid and sqrtsoftplus: the score, when ``topk`` > 1 divided by the sum of the chosen scores plus 1e-20, as in
       Megatron-LM and transformers. Weights sum to 1 unless every chosen score is tiny: two experts with logits of -50
       have scores of 2e-22, and weights that sum to 0.04;
