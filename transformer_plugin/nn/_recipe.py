@@ -100,7 +100,7 @@ class TakesRecipe(HoldsQuantizedWeight):
                 continue
             text = (
                 f"transformer_plugin.nn.{type(self).__name__}: argument 'recipe': expected one that takes "
-                f"{name}={width}, got {recipe}, which wants a multiple of {block}. Use for example "
+                f"{name}={width}, got {recipe}, which needs a multiple of {block}. Use for example "
                 f"{name}={-(-width // block) * block}, or a recipe of another format."
             )
             if "_recipe" not in self.__dict__:

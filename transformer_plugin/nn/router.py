@@ -125,7 +125,7 @@ class RouterConfig:
             0.0 < self.scaling_factor < math.inf,
             "scaling_factor",
             "a positive number that is finite",
-            "Pass 1 for weights as they are",
+            "Pass 1 for unscaled weights",
         )
         self._expect(
             0.0 <= self.aux_loss_coeff < math.inf,

@@ -58,16 +58,14 @@ def ep_bootstrap(
             "Call ep_finalize() first, or use EpContext objects for several configurations."
         )
     if zero_copy:
-        _refuse(
-            "zero_copy", "False", zero_copy, "ep_bootstrap", "The symmetric-memory transport is not there yet"
-        )
+        _refuse("zero_copy", "False", zero_copy, "ep_bootstrap", "There is no symmetric-memory transport")
     if max_num_sms:
         _refuse(
             "max_num_sms",
             "0",
             max_num_sms,
             "ep_bootstrap",
-            "No transport here takes multiprocessors of its own",
+            "No transport here reserves multiprocessors",
         )
     _context = EpContext(
         ep_group,
