@@ -38,7 +38,7 @@ def opcheck(
     for name in written:
         if given[name].is_floating_point():
             leaf = given[name].detach().requires_grad_()
-            wanted = "expected a tensor that wants no gradient, got "
+            wanted = "expected a tensor with requires_grad=False, got "
             _refuses(op, {**given, name: leaf}, name, wanted, ValueError, written)
     for name, tensor in given.items() if not alone else []:
         if isinstance(tensor, Tensor) and tensor.is_cuda:

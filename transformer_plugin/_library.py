@@ -16,7 +16,7 @@ def load() -> None:
     """Loads ``_C.abi3.so``. A library built for another torch is an ImportError that says so."""
     if not LIBRARY.exists():
         raise ImportError(
-            f"transformer_plugin: expected the compiled library {LIBRARY.name} beside the package, found none. "
+            f"transformer_plugin: expected the compiled library {LIBRARY.name} next to the package, found none. "
             "Build it: `pip install --no-build-isolation .` in the source tree."
         )
     try:

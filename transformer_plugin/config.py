@@ -1,4 +1,4 @@
-"""The one settings page. Every environment variable that the package reads is here, read once, at import."""
+"""Settings. Every environment variable that the package reads is here, read once, at import."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Settings:
-    """What may be set from outside.
+    """Settings from the environment.
 
     Attributes:
-        peer_timeout: seconds that an expert-parallel group waits for a peer before it raises, where the call that
-            makes the group gives no timeout of its own. ``TRANSFORMER_PLUGIN_PEER_TIMEOUT``.
+        peer_timeout: seconds that an expert-parallel group waits for a peer before it raises, unless the call that
+            makes the group gives a timeout. ``TRANSFORMER_PLUGIN_PEER_TIMEOUT``.
     """
 
     peer_timeout: float = 60.0

@@ -26,7 +26,7 @@ BLOCK = 128
 MX_BLOCK = 32
 #: Length of a block of ``nvfp4``.
 NV_BLOCK = 16
-#: What aligned groups begin at multiples of in a line of transposed data, in elements of a byte: a sector of memory.
+#: Aligned groups begin at multiples of this in a row of transposed data, in one-byte elements: a memory sector.
 GROUP_ALIGNMENT = 32
 
 _QUANTIZED = ("fp8_tensor", "fp8_block", "mxfp8", "nvfp4")
@@ -53,7 +53,7 @@ class Format:
     """How the values of a matrix are stored.
 
     Attributes:
-        family: ``"none"`` (as they come), ``"bf16"``, ``"fp8_tensor"`` (one FP32 scale per tensor, from its
+        family: ``"none"`` (unchanged), ``"bf16"``, ``"fp8_tensor"`` (one FP32 scale per tensor, from its
             own amax now), ``"fp8_block"`` (one FP32 scale per 1x128 block along a row), ``"mxfp8"`` (one
             E8M0 scale, a byte, per 1x32 block along a row) or ``"nvfp4"`` (one E4M3 scale, a byte, per 1x16
             block along a row, under one FP32 amax that is an argument of the ops).
@@ -64,26 +64,26 @@ class Format:
             others.
         square_blocks: 128x128 blocks instead of 1x128 in ``fp8_block``, 32x32 instead of 1x32 in ``mxfp8``,
             16x16 instead of 1x16 in ``nvfp4``.
-        epsilon: an amax below it counts as it; kept as the float32 nearest to what was given. Not ``mxfp8``
+        epsilon: a lower bound of the amax; kept as the nearest float32. Not ``mxfp8``
             and ``nvfp4``.
-        random_hadamard: ``nvfp4``: the transposed copy is of the matrix whose rows, 16 at a time, were rotated by a
+        random_hadamard: ``nvfp4``: the transposed copy is of the matrix whose rows, 16 at a time, were multiplied by a
             Hadamard matrix with random signs. Not with square blocks.
-        stochastic_rounding: ``nvfp4``: elements are rounded up or down at random, right on average; the ops
+        stochastic_rounding: ``nvfp4``: elements are rounded up or down at random, without bias; the ops
             take a ``seed``.
         row_scaled: ``nvfp4``: an FP32 amax for each row instead of each matrix.
         four_over_six: ``nvfp4``: each block takes the scale that maps its amax to 6 or the one that maps it to
-            4, by the lesser mean absolute (``"mae"``) or squared (``"mse"``) error; ``""``: always 6.
-        tiled_scales: ``mxfp8`` and ``nvfp4``: scales in 128x4 tiles, the order that the matrix units of
-            Blackwell read, instead of row by row.
+            4, by the smaller mean absolute (``"mae"``) or squared (``"mse"``) error; ``""``: always 6.
+        tiled_scales: ``mxfp8`` and ``nvfp4``: scales in 128x4 tiles, the order that Blackwell's tensor cores
+            read, instead of row by row.
         aligned_groups: ``fp8_tensor`` and ``fp8_block``: each group of a ragged matrix begins at a multiple of 32 in a
-            line of transposed data (:meth:`line_length`, :meth:`line_begin`), with zeros between groups, so that weight
-            gradients on Hopper read groups of any sizes as they lie. Nothing else depends on it.
-        nonfinite_is_nan: all but ``none``: layers make outputs and gradients of an operand that holds a NaN or an
-            infinity NaN. Data and scales of the quantize ops do not depend on it.
+            row of transposed data (:meth:`line_length`, :meth:`line_begin`), with zeros between groups, so that weight
+            gradients on Hopper read groups of any sizes without a copy. Nothing else depends on it.
+        nonfinite_is_nan: all but ``none``: a NaN or an infinity in an operand makes the outputs and gradients of a
+            layer NaN. Data and scales of the quantize ops do not depend on it.
 
     Raises:
         ValueError: options that the family does not have or that exclude each other (``row_scaled`` and
-            ``four_over_six`` go with neither square blocks nor rotation nor stochastic rounding), or an
+            ``four_over_six`` exclude square blocks, the Hadamard transform and stochastic rounding), or an
             epsilon that is negative or not finite.
 
     Source: of ``mxfp8`` the OCP Microscaling Formats (MX) v1.0 specification, of ``nvfp4`` NVIDIA's
@@ -212,7 +212,7 @@ class Format:
 
     @property
     def key(self) -> str:
-        """What ops take. All options spelled out, so equal formats have equal keys."""
+        """The key that ops take, with all options written out, so equal formats have equal keys."""
         if not self.is_quantized:
             return self.family + (":nan" if self.nonfinite_is_nan else "")
         options: list[str] = [str(self.element)]
@@ -238,7 +238,7 @@ class Format:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the data; None for ``none``, which keeps what comes."""
+        """Of the data; None for ``none``, which changes nothing."""
         if self.family == "nvfp4":
             return torch.float4_e2m1fn_x2
         if self.is_quantized:
@@ -269,7 +269,7 @@ class Format:
 
     @property
     def alignment(self) -> int:
-        """Modules that lay out groups of rows pad each to a multiple of this, for the GPU's matrix kernels.
+        """Modules pad each group of rows to a multiple of this, for the GPU's GEMM kernels.
 
         Results do not depend on it, and ops take groups of any size, where :attr:`group_multiple` is 1. 16 bytes
         of a row of the transposed operand; for blocks, one block.
@@ -282,13 +282,13 @@ class Format:
         return NV_BLOCK if self.family == "nvfp4" else 1
 
     def line_length(self, rows: int, groups: int) -> int:
-        """Elements of a line of the transposed data of a ragged matrix of so many rows."""
+        """Elements in a row of the transposed data of a ragged matrix with ``rows`` rows."""
         if not self.aligned_groups:
             return rows
         return -(-rows // GROUP_ALIGNMENT) * GROUP_ALIGNMENT + GROUP_ALIGNMENT * (groups + 1)
 
     def line_begin(self, row: int, group: int) -> int:
-        """Where the group whose first row is ``row`` begins in such a line; the tail is a group after the last."""
+        """Where the group whose first row is ``row`` begins in such a row; the tail counts as one more group."""
         if not self.aligned_groups:
             return row
         return -(-row // GROUP_ALIGNMENT) * GROUP_ALIGNMENT + GROUP_ALIGNMENT * group

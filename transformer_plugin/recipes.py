@@ -1,4 +1,4 @@
-"""Recipes: which format each role of a product takes. Frozen data; modules take one as ``recipe=``.
+"""Recipes: the format of each operand of a product. Frozen data; modules take one as ``recipe=``.
 
 A product ``output = input @ weight^T`` has three operands in training: the input, the weight, and the
 gradient of the output. A recipe names a format for each, as a key (:mod:`transformer_plugin.formats`).
@@ -18,18 +18,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Base of the recipes: operands as they come. ``Recipe()`` is what ``"none"`` means.
+    """Base of the recipes: operands unchanged. ``Recipe()`` is the recipe named ``"none"``.
 
     Args:
-        nonfinite: of every recipe, by keyword: what a NaN or an infinity in an operand does to its products.
-            ``"round"``: what its format makes of it, which may be a finite number; ``"nan"``: the output becomes NaN
-            for such an input or weight, the gradients of the weight and the input that are products of it too, and all
-            gradients but the bias's for such a gradient of the output; the bias's is the sum. ``Recipe()`` rounds
-            nothing: there it changes nothing.
+        nonfinite: of every recipe, by keyword: the effect of a NaN or an infinity in an operand.
+            ``"round"``: that of its format, which may be a finite number. ``"nan"``: such an input or weight makes the
+            output NaN, and the gradients that are products of it; such a gradient of the output makes all gradients NaN
+            except the bias's, which is the plain sum. ``Recipe()`` quantizes nothing, so the option has no effect
+            there.
 
     Raises:
-        TypeError: of every recipe, where an argument is of another type than the class says. ValueError: a choice that
-            does not exist.
+        TypeError: an argument of another type. ValueError: an unknown choice.
     """
 
     nonfinite: Literal["round", "nan"] = field(default="round", kw_only=True)
@@ -102,12 +101,12 @@ class BFloat16(Recipe):
 
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
-    """FP8 with one scale per tensor (per group, where ragged), from the tensor's own amax now.
+    """FP8 with one scale per tensor (per group, where ragged), from the tensor's current amax.
 
     Args:
         hybrid: gradients in E5M2, the rest in E4M3; False: all in E4M3.
         power_of_two_scales: scales rounded down to a power of two.
-        amax_epsilon: an amax below it counts as it.
+        amax_epsilon: a lower bound of the amax.
     """
 
     hybrid: bool = True
@@ -150,16 +149,17 @@ class DelayedScaling(Recipe):
     Args:
         margin: scales are divided by ``2**margin``, from -100 to 100: room for values that grow.
         hybrid: gradients in E5M2, the rest in E4M3; False: all in E4M3.
-        amax_history_len: of how many steps amaxes are kept, at least 1.
-        amax_compute_algo: ``"max"``: the scale fits the largest amax that is kept; ``"most_recent"``: the last one.
-        amax_group: by keyword: the ranks that take the largest amaxes of all of them, and so the same scales: a process
-            group or its name, or ``""`` for none. It is kept as the name. Each layer reduces its amaxes at the start of
-            each forward in training, so all of the group call it equally often, in the same order; an evaluation
-            communicates nothing and takes the scales of the last training forward.
+        amax_history_len: the number of steps whose amaxes are kept, at least 1.
+        amax_compute_algo: ``"max"``: the scale from the largest amax of the history; ``"most_recent"``: from the last
+            one.
+        amax_group: by keyword: the ranks that reduce their amaxes with a maximum and so use the same scales: a process
+            group or its name, or ``""`` for none. It is stored as the name. Each layer reduces its amaxes at the start
+            of each forward in training, so all ranks of the group must call it equally often, in the same order; an
+            evaluation communicates nothing and takes the scales of the last training forward.
             :func:`transformer_plugin.nn.reduce_amax` does it for a whole model with one collective.
 
-    The keys say how the operands are stored, ``fp8_tensor``. :func:`transformer_plugin.ops.linear` would make scales of
-    the data from them: :func:`transformer_plugin.ops.linear_scaled` takes scales that are given.
+    The keys say how the operands are stored, ``fp8_tensor``. :func:`transformer_plugin.ops.linear` would compute scales
+    from the data; :func:`transformer_plugin.ops.linear_scaled` takes given scales.
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433; NVIDIA TransformerEngine's recipe of
     this name.
@@ -218,7 +218,7 @@ class Float8BlockScaling(Recipe):
 
     Args:
         power_of_two_scales: scales rounded down to a power of two.
-        amax_epsilon: an amax below it counts as it.
+        amax_epsilon: a lower bound of the amax.
 
     Source: DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.
     """
@@ -290,15 +290,15 @@ class NVFP4BlockScaling(Recipe):
     the number of rows, in ragged products of each group. :class:`~transformer_plugin.nn.MoE` pads its groups.
 
     Args:
-        random_hadamard: the two operands of the weight's gradient are rotated by one random orthogonal matrix along
-            the dimension that is summed, which spreads outliers; the product is the same.
-        stochastic_rounding: gradients are rounded up or down at random, right on average. The seed of each call is
+        random_hadamard: the two operands of the weight gradient are multiplied by one random orthogonal matrix along
+            the reduction dimension, which spreads outliers; the product is the same.
+        stochastic_rounding: gradients are rounded up or down at random, without bias. The seed of each call is
             drawn from torch's generator of the device.
         square_weights: one scale per 16x16 block of weights, so that a weight has the same values in the forward
             and in the backward. False: 1x16 blocks along the summed dimension of each product.
         row_scaled_activations: an FP32 amax for each row of the input; not with ``random_hadamard``.
-        four_over_six: ``"mae"`` or ``"mse"``: blocks of inputs and weights take the scale that maps their amax to 6
-            or the one that maps it to 4, by the lesser mean absolute or squared error; not with ``random_hadamard``
+        four_over_six: ``"mae"`` or ``"mse"``: blocks of inputs and weights use the scale that maps their amax to 6
+            or the one that maps it to 4, by the smaller mean absolute or squared error; not with ``random_hadamard``
             and ``square_weights``.
 
     Raises:

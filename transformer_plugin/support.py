@@ -16,7 +16,7 @@ def explain_support(recipe: Recipe | None, device: torch.device | str) -> str:
     """Says what runs where when ``recipe`` is used on ``device``, and why; makes nothing and starts no kernel.
 
     Args:
-        recipe: of a module; None for operands as they come.
+        recipe: of a module; None for unchanged operands.
         device: ``"cpu"``, or a CUDA device (asking for its name starts its context). Other kinds are explained too:
             nothing runs there.
 

@@ -16,9 +16,10 @@ std::string entry(const char* name, size_t index) {
 void check_no_gradient(const Argument& argument, const char* advice) {
   const bool has_one = has_tangent(argument.tensor);
   TP_CHECK_VALUE(!has_one && !(at::GradMode::is_enabled() && argument.tensor.requires_grad()), argument.op,
-                 argument.name, "a tensor that wants no gradient",
+                 argument.name,
+                 (has_one ? "a tensor without a forward-mode tangent" : "a tensor with requires_grad=False"),
                  describe(argument.tensor)
-                     << (has_one ? " with a tangent of forward mode" : " that requires one"),
+                     << (has_one ? " with a forward-mode tangent" : " with requires_grad=True"),
                  advice);
 }
 

@@ -53,7 +53,7 @@ void check_earlier_sizes(const char* op) {
   TP_CHECK_VALUE(false, op, "group_sizes", "sizes that fit their buffer in the calls before this one",
                  "a call with " << size << " rows for group " << group << " where " << left << " of " << rows
                                 << " are left",
-                 "That call left the rows out that do not fit: fix its sizes or enlarge its buffer");
+                 "Rows past the buffer were dropped: fix the sizes or enlarge the buffer");
 #endif
 }
 

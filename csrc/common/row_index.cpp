@@ -84,7 +84,7 @@ void check_earlier_rows(const char* op) {
   TP_CHECK_VALUE(
       false, op, "rows", "entries that are rows of their matrix in the calls before this one",
       "a call whose entry " << (found >> 32) - 1 << " is not one of its " << (found & 0xffffffff) << " rows",
-      "That call took zeros for such entries: fix its index");
+      "Out-of-range entries were treated as zeros: fix the index");
 #endif
 }
 

@@ -130,17 +130,17 @@ void check_family(const char* op, const char* argument, const Format& format, st
                   const OperandFormats& formats) {
   TP_CHECK_VALUE(format.family == formats.input.family, op, argument,
                  "a format of the family of input_format, '" << formats.input_key << "'", "'" << key << "'",
-                 "Take all three formats from one recipe");
+                 "Use the three formats of one recipe");
 }
 
 // A random Hadamard transform applies to both operands of the weight gradient, where it cancels, and to nothing else.
 void check_rotations(const char* op, const OperandFormats& formats) {
   TP_CHECK_VALUE(!formats.weight.random_hadamard, op, "weight_format",
                  "no 'rht', which only the other two formats may have together",
-                 "'" << formats.weight_key << "'", "Take all three formats from one recipe");
+                 "'" << formats.weight_key << "'", "Use the three formats of one recipe");
   TP_CHECK_VALUE(formats.grad.random_hadamard == formats.input.random_hadamard, op, "grad_format",
                  "'rht' if and only if input_format, '" << formats.input_key << "', has it",
-                 "'" << formats.grad_key << "'", "Take all three formats from one recipe");
+                 "'" << formats.grad_key << "'", "Use the three formats of one recipe");
 }
 
 }  // namespace

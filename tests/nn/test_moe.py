@@ -266,7 +266,7 @@ def test_errors_have_four_parts() -> None:
             MoE(32, 32, 4, 2, dispatch=DispatchConfig(**{name: given}), recipe=NVFP4BlockScaling())
         assert str(caught.value) == (
             f"transformer_plugin::MoE: argument 'dispatch': expected a DispatchConfig whose {name} is None or a "
-            f"multiple of 16, which the recipe wants each expert's rows to be, got {given}. "
+            f"multiple of 16, as the recipe requires for each expert's rows, got {given}. "
             f"Use for example {use}."
         )
 

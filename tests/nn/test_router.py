@@ -200,7 +200,7 @@ def test_widths_that_a_recipe_does_not_take(recipe: Recipe, block: int) -> None:
         Linear(bad, good, recipe=recipe)
     assert str(caught.value) == (
         f"transformer_plugin.nn.Linear: argument 'recipe': expected one that takes in_features={bad}, got {recipe}, "
-        f"which wants a multiple of {block}. Use for example in_features={good}, or a recipe of another format."
+        f"which needs a multiple of {block}. Use for example in_features={good}, or a recipe of another format."
     )
     layer = Linear(bad, bad, recipe=Float8BlockScaling())
     with pytest.warns(

@@ -177,14 +177,14 @@ ROWS = (
             "gemm",
             (A, B, None, True, None, torch.ones(1, requires_grad=True)),
             ValueError,
-            "'alpha': expected a tensor that wants no gradient, got float32[1] on cpu that requires one. "
+            "'alpha': expected a tensor with requires_grad=False, got float32[1] on cpu with requires_grad=True. "
             "It is a constant: detach it, or multiply the result.",
         ),
         (
             "gemm_out",
             (A.clone().requires_grad_(), B, torch.full((2, 3), 7.0)),
             ValueError,
-            "'a': expected a tensor that wants no gradient, got float32[2, 4] on cpu that requires one. "
+            "'a': expected a tensor with requires_grad=False, got float32[2, 4] on cpu with requires_grad=True. "
             "What is written into a buffer has none: call gemm, or detach it.",
         ),
         (

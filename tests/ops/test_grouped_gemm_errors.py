@@ -157,8 +157,8 @@ def test_a_refused_buffer_is_as_it_was(
 
 LATE = (
     "argument 'group_sizes': expected sizes that fit their buffer in the calls before this one, got a call with "
-    "{} rows for group {} where {} of 8 are left. That call left the rows out that do not fit: fix its sizes or "
-    "enlarge its buffer."
+    "{} rows for group {} where {} of 8 are left. Rows past the buffer were dropped: fix the sizes or "
+    "enlarge the buffer."
 )
 
 

@@ -108,7 +108,7 @@ WITH = "written at the same time"
             (A.clone().requires_grad_(), B, S),
             {"alpha": torch.ones(2, requires_grad=True)},
             ValueError,
-            "'alpha': expected a tensor that wants no gradient, got float32[2] on cpu that requires one. "
+            "'alpha': expected a tensor with requires_grad=False, got float32[2] on cpu with requires_grad=True. "
             "It is a constant: detach it, or multiply the result.",
         ),
         (

@@ -310,7 +310,7 @@ OUT, WEIGHT, ONES = torch.full((4, 5), 7.0), torch.full((2, 5, 6), 7.0), torch.o
             (A.clone().requires_grad_(), B, S),
             {"alpha": torch.ones(2, requires_grad=True)},
             ValueError,
-            "'alpha': expected a tensor that wants no gradient, got float32[2] on cpu that requires one. "
+            "'alpha': expected a tensor with requires_grad=False, got float32[2] on cpu with requires_grad=True. "
             "It is a constant: detach it, or multiply the result.",
         ),
         (
@@ -318,7 +318,7 @@ OUT, WEIGHT, ONES = torch.full((4, 5), 7.0), torch.full((2, 5, 6), 7.0), torch.o
             (GRAD, INPUT, S),
             {"alpha": torch.ones(2, requires_grad=True)},
             ValueError,
-            "'alpha': expected a tensor that wants no gradient, got float32[2] on cpu that requires one. "
+            "'alpha': expected a tensor with requires_grad=False, got float32[2] on cpu with requires_grad=True. "
             "It is a constant: detach it, or multiply the result.",
         ),
         (
@@ -350,7 +350,7 @@ OUT, WEIGHT, ONES = torch.full((4, 5), 7.0), torch.full((2, 5, 6), 7.0), torch.o
             (A, B.clone().requires_grad_(), S, OUT),
             {},
             ValueError,
-            "'b': expected a tensor that wants no gradient, got float32[2, 5, 6] on cpu that requires one. "
+            "'b': expected a tensor with requires_grad=False, got float32[2, 5, 6] on cpu with requires_grad=True. "
             "What is written into a buffer has none: call grouped_gemm, or detach it.",
         ),
         (

@@ -258,8 +258,8 @@ def test_wrong_rows_stay_in_bounds_and_are_told_later(wrong: int, index: torch.d
     rows = torch.tensor([0, 3, wrong, 1, 1, 99], device="cuda", dtype=index)
     text = (
         "transformer_plugin::{}: argument 'rows': expected entries that are rows of their matrix in the calls before "
-        "this one, got a call whose entry 2 is not one of its 4 rows. That call took zeros for such entries: fix its "
-        "index."
+        "this one, got a call whose entry 2 is not one of its 4 rows. Out-of-range entries were treated as zeros: fix "
+        "the index."
     )
     for dtype in (torch.float32, torch.bfloat16):
         got = ops.grouped_gemm(a.to(dtype), b.to(dtype), sizes, rows=rows)[:, 0]

@@ -125,7 +125,7 @@ CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
         formats((BLOCK[0], MX[1], BLOCK[2])),
         ValueError,
         "argument 'weight_format': expected a format of the family of input_format, 'fp8_block:e4m3,pow2', got "
-        "'mxfp8:e4m3'. Take all three formats from one recipe.",
+        "'mxfp8:e4m3'. Use the three formats of one recipe.",
     ),
     (
         formats(MX)

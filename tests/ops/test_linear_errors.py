@@ -33,7 +33,7 @@ X, W, G = torch.zeros(4, 6), torch.zeros(2, 5, 6), torch.tensor([1, 2])
             (X, torch.zeros(5, 6), None, "fp8_tensor", "bf16", "fp8_tensor"),
             ValueError,
             "'weight_format': expected a format of the family of input_format, 'fp8_tensor', got 'bf16'. "
-            "Take all three formats from one recipe.",
+            "Use the three formats of one recipe.",
         ),
         (
             "linear",

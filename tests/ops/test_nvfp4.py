@@ -69,8 +69,8 @@ def test_given_buffers_are_aligned_on_a_gpu() -> None:
     with pytest.raises(ValueError) as caught:
         ops.quantize_out(input, "nvfp4", odd, scale, amax)
     assert str(caught.value) == (
-        "transformer_plugin::quantize_out: argument 'data': expected buffers that begin at a multiple of 8 bytes, "
-        "got float4_e2m1fn_x2[16, 16] on cuda:0. Make them as the op without _out returns them."
+        "transformer_plugin::quantize_out: argument 'data': expected 8-byte-aligned buffers, "
+        "got float4_e2m1fn_x2[16, 16] on cuda:0. Allocate them as the op without _out does."
     )
     assert not bytes.any()
 
@@ -152,10 +152,10 @@ def missing(sizes: str, key: str, transposed: bool = False) -> str:
          "float4_e2m1fn_x2[16, 8] on cpu. Pass tensors whose sizes agree."),
         (ops.linear, (ONES, ONES, None, "nvfp4:rht", "nvfp4", "nvfp4"), ValueError,
          "linear: argument 'grad_format': expected 'rht' if and only if input_format, 'nvfp4:rht', has it, got "
-         "'nvfp4'. Take all three formats from one recipe."),
+         "'nvfp4'. Use the three formats of one recipe."),
         (ops.linear, (ONES, ONES, None, "nvfp4", "nvfp4:rht", "nvfp4"), ValueError,
          "linear: argument 'weight_format': expected no 'rht', which only the other two formats may have "
-         "together, got 'nvfp4:rht'. Take all three formats from one recipe."),
+         "together, got 'nvfp4:rht'. Use the three formats of one recipe."),
     ],
 )  # fmt: skip
 def test_errors_have_four_parts(

@@ -257,20 +257,20 @@ DATA, SCALE = (t.clone() for t in ops.quantize(ONES, "fp8_block"))
          "argument 'data': expected one of the dtypes float8_e4m3fn, got float32. Convert it with .to() first."),
         (ops.quantize_out, (ONES, "fp8_block", DATA[:3], SCALE), ValueError,
          "argument 'data': expected a contiguous tensor of sizes [4, 64], got float8_e4m3fn[3, 64] on cpu with strides "
-         "[64, 1]. Make it as the op without _out returns it."),
+         "[64, 1]. Allocate it as the op without _out does."),
         (ops.quantize_out, (ONES, "fp8_block", DATA.T.contiguous().T, SCALE), ValueError,
          "argument 'data': expected a contiguous tensor of sizes [4, 64], got float8_e4m3fn[4, 64] on cpu with strides "
-         "[1, 4]. Make it as the op without _out returns it."),
+         "[1, 4]. Allocate it as the op without _out does."),
         (ops.quantize_out, (ONES, "fp8_block", DATA, SCALE.double()), TypeError,
          "argument 'scale_inv': expected one of the dtypes float32, got float64. Convert it with .to() first."),
         (ops.quantize_out, (ONES, "mxfp8", DATA, SCALE), TypeError,
          "argument 'scale_inv': expected one of the dtypes float8_e8m0fnu, got float32. Convert it with .to() first."),
         (ops.quantize_transposed_out, (ONES, "fp8_block", DATA, SCALE), ValueError,
          "argument 'data': expected a contiguous tensor of sizes [64, 4], got float8_e4m3fn[4, 64] on cpu with strides "
-         "[64, 1]. Make it as the op without _out returns it."),
+         "[64, 1]. Allocate it as the op without _out does."),
         (ops.quantize_both_out, (ONES, "fp8_block", DATA, SCALE, DATA.T.contiguous(), SCALE), ValueError,
          "argument 'scale_t': expected a contiguous tensor of sizes [1, 64], got float32[1, 4] on cpu with strides "
-         "[4, 1]. Make it as the op without _out returns it."),
+         "[4, 1]. Allocate it as the op without _out does."),
         (ops.quantize_out, (ONES, "fp8_block", DATA, SCALE, None, None, torch.zeros(2)), ValueError,
          "argument 'noop': expected size 1 in dimension 0 (one flag: 1 leaves every byte as it is), got float32[2] on "
          "cpu. Pass tensors whose sizes agree."),

@@ -49,8 +49,8 @@ CASES: list[tuple[tuple[str, str, str], list[Tensor], type[Exception], str]] = [
     (BLOCK, made(BLOCK, _0=torch.ones(32, 64).to(torch.float8_e5m2)), TypeError,
      "[0]': expected one of the dtypes float8_e4m3fn, got float8_e5m2. "),
     (BLOCK, made(BLOCK, _1=torch.ones(1, 4, requires_grad=True)), ValueError,
-     "[1]': expected a tensor that wants no gradient, got float32[1, 4] on cpu that requires one. What is quantized "
-     "has no gradient: detach it."),
+     "[1]': expected a tensor with requires_grad=False, got float32[1, 4] on cpu with requires_grad=True. "
+     "What is quantized has no gradient: detach it."),
     (BF16, [ONES], TypeError, "[0]': expected one of the dtypes bfloat16, got float32. "),
     (MX, made(MX, _2=made(MX)[0].clone()), ValueError,
      "[2]': expected a contiguous tensor of sizes [64, 32] for 'weight', got float8_e4m3fn[32, 64] on cpu with "
@@ -121,7 +121,7 @@ def test_formats_that_round_nothing_take_none() -> None:
          "float32[32, 40] on cpu. Pad it with zeros, for example with torch.nn.functional.pad."),
         ((ONES, "fp8_block", "mxfp8", "fp8_block"), ValueError,
          "argument 'weight_format': expected a format of the family of input_format, 'fp8_block', got 'mxfp8'. "
-         "Take all three formats from one recipe."),
+         "Use the three formats of one recipe."),
     ],
 )  # fmt: skip
 def test_weights_that_cannot_be_quantized(

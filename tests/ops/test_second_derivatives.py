@@ -139,7 +139,8 @@ def test_forward_mode_is_refused_by_each_tensor() -> None:
             ),
         }
         for name, call in refused.items():
-            text = rf"argument '{re.escape(name)}': expected a tensor that wants no gradient, got .* with a tangent"
+            expected = "a tensor without a forward-mode tangent, got .* with a forward-mode tangent"
+            text = rf"argument '{re.escape(name)}': expected {expected}"
             with pytest.raises(ValueError, match=text):
                 call()
     assert not out.any()

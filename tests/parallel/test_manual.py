@@ -1,4 +1,4 @@
-"""The Python blocks of the page on experts over ranks run, in order, on two and on four ranks."""
+"""The Python blocks of the pages for several ranks run, in order, on two and on four ranks."""
 
 from __future__ import annotations
 
@@ -15,22 +15,28 @@ from tests.parallel.spread_model import everything
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "experts-over-ranks.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = DOCS / "experts-over-ranks.md"
 
 
-def run_page(rank: Rank, folder: str) -> None:
-    text = PAGE.read_text()
+def run_blocks(page: Path, count: int, folder: str) -> dict[str, Any]:
+    text = page.read_text()
     namespace: dict[str, Any] = {"__name__": "page"}
     blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    assert len(blocks) == 6
+    assert len(blocks) == count
     here = Path.cwd()
     os.chdir(folder)
     try:
         for block in blocks:
             line = text[: block.start(1)].count("\n")  # so that a traceback names the line of the page
-            exec(compile("\n" * line + block.group(1), str(PAGE), "exec"), namespace)
+            exec(compile("\n" * line + block.group(1), str(page), "exec"), namespace)
     finally:
         os.chdir(here)
+    return namespace
+
+
+def run_page(rank: Rank, folder: str) -> None:
+    namespace = run_blocks(PAGE, 6, folder)
     assert torch.isfinite(namespace["norm"]) and namespace["norm"] > 0
     parts = [dict(namespace[name].named_parameters()) for name in ("model", "loaded", "alone")]
     assert isinstance(parts[1]["moe.experts.fc1.weight"], DTensor)
@@ -44,3 +50,18 @@ def run_page(rank: Rank, folder: str) -> None:
 def test_page_runs(make_pool: Any, ranks: int, tmp_path: Path) -> None:
     pool: RankPool = make_pool(ranks, "gloo")
     pool.run(run_page, str(tmp_path), timeout=240)
+
+
+def run_howto(rank: Rank, name: str, count: int, folder: str) -> None:
+    namespace = run_blocks(DOCS / "howto" / name, count, folder)
+    for parameter in namespace["model"].parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        assert local.isfinite().all()
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="needs the source tree")
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("name", "count"), [("fsdp2.md", 3), ("checkpoints.md", 3)])
+def test_howto_runs(make_pool: Any, name: str, count: int, ranks: int, tmp_path: Path) -> None:
+    pool: RankPool = make_pool(ranks, "gloo")
+    pool.run(run_howto, name, count, str(tmp_path), timeout=240)

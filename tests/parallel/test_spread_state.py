@@ -200,7 +200,7 @@ def check_refusals(rank: Rank) -> None:
             ValueError, match="MoE: argument 'group': expected a mesh of one dimension, got DeviceMesh"
         ):
             MoE(8, 16, 4, 2, group=mesh)
-    with pytest.raises(ValueError, match="argument 'mesh': expected None beside a group"):
+    with pytest.raises(ValueError, match="argument 'mesh': expected None together with a group"):
         MoE(8, 16, 4, 2, group=rank.group, mesh=mesh["experts"])
     with pytest.raises(
         TypeError, match="argument 'group': expected a process group of which this rank is a member"

@@ -1,4 +1,4 @@
-"""Weights that a module rounds once for many forwards and backwards, instead of in each."""
+"""Weights that a module quantizes once for many forwards and backwards, instead of in each."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class _Origin(NamedTuple):
 
 
 class HoldsQuantizedWeight(HoldsExperts, PluginModule):
-    """A module that multiplies its weight in formats, or what it rounded the weight to beforehand."""
+    """A module that quantizes its weight, in each forward or once for many."""
 
     weight: Tensor
     recipe: Recipe | None
@@ -84,30 +84,32 @@ class HoldsQuantizedWeight(HoldsExperts, PluginModule):
     _quantized_from: _Origin | None = None
 
     def quantize_weights(self) -> None:
-        """Rounds the weight to the recipe's formats for every forward and backward until the next call.
+        """Quantizes the weight to the recipe's formats for every forward and backward until the next call.
 
         Call it after each optimizer step, before the first forward: with gradients accumulated over n micro-batches
-        the weight is then rounded once and not n times. Outputs and gradients have the same bits. What it is rounded
-        to, :func:`transformer_plugin.ops.quantize_weight`, is held in buffers ``quantized_weight_0``, ... of bytes that
-        are not in the ``state_dict``; later calls write into the same memory, so a CUDA graph of a step stays right,
-        and may hold the call itself.
+        the weight is then quantized once and not n times. Outputs and gradients have the same bits. The result of
+        :func:`transformer_plugin.ops.quantize_weight` is kept in byte buffers ``quantized_weight_0``, ..., which are
+        not in the ``state_dict``; later calls write into the same memory, so a CUDA graph of a step stays valid, and
+        may contain the call itself.
 
-        A forward whose weight was changed in place since (an optimizer step, ``load_state_dict``), lies elsewhere
-        (``weight.data = other``) or is another tensor, raises. That is seen in eager code only: compiled code and
-        replays of a CUDA graph take the buffers as they are, and so does eager code after changes that autograd does
-        not count (``weight.data.add_(1)``, of an inference tensor, by a kernel of another library outside of a
-        ``torch.optim.Optimizer``). Call this method itself outside of compiled code. A backward whose forward came
-        before this call raises, as for any tensor that is changed in place.
+        A forward raises if its weight was changed in place since (an optimizer step, ``load_state_dict``), has other
+        memory (``weight.data = other``) or is another tensor. Only eager code checks: compiled code and replays of a
+        CUDA graph use the buffers unchecked, and so does eager code after changes that autograd does not count
+        (``weight.data.add_(1)``, of an inference tensor, by a kernel of another library outside of a
+        ``torch.optim.Optimizer``). Call this method itself outside of compiled code. The backward of an earlier forward
+        raises, as for any tensor that is changed in place.
 
-        The weight is a plain tensor: one that is gathered for each forward (FSDP) or computed in it (parametrizations)
-        is another tensor each time.
+        The weight must be a plain tensor: one that is gathered for each forward (FSDP) or computed in it
+        (parametrizations) is another tensor each time.
 
-        Moves and casts of the module (``.to()``) and another recipe drop the buffers. ``DistributedDataParallel`` sends
-        buffers to other ranks in each forward, which have these bytes already: ``broadcast_buffers=False`` saves that.
-        In a copy whose parameters are averaged (``AveragedModel``) the weights change: forget them there.
+        Moves and casts of the module (``.to()``) and another recipe drop the buffers. ``DistributedDataParallel``
+        broadcasts buffers in each forward, although all ranks have these bytes already: ``broadcast_buffers=False``
+        avoids that. In a copy whose parameters are averaged (``AveragedModel``) the weights change: call
+        :meth:`forget_quantized_weights` there.
 
         Raises:
-            ValueError: no recipe, one that rounds nothing, or ``DelayedScaling``, whose scales change in each forward.
+            ValueError: no recipe, one that quantizes nothing, or ``DelayedScaling``, whose scales change in each
+                forward.
         """
         self._check_recipe()
         weight, held = self.weight, self._quantized_from
@@ -122,7 +124,7 @@ class HoldsQuantizedWeight(HoldsExperts, PluginModule):
         self._remember(weight)
 
     def forget_quantized_weights(self) -> None:
-        """Drops what :meth:`quantize_weights` made: each forward rounds the weight again."""
+        """Drops the quantized weight: each forward quantizes again."""
         for i in range(len(self._quantized)):
             delattr(self, f"quantized_weight_{i}")
         self._quantized = ()

@@ -43,7 +43,7 @@ class RoleFormats(NamedTuple):
 
 
 class TakesRecipe(HoldsQuantizedWeight):
-    """A module with a weight and a recipe. The keys are made when the recipe is set, not in every forward.
+    """A module with a weight and a recipe. The format keys are computed when the recipe is set, not in every forward.
 
     With :class:`~transformer_plugin.recipes.DelayedScaling` the scales of the input, the weight and the gradient, in
     this order and each once for every matrix of the weight, are state in buffers: ``delayed_scale [n]``,
@@ -63,9 +63,9 @@ class TakesRecipe(HoldsQuantizedWeight):
 
     @property
     def recipe(self) -> Recipe | None:
-        """The formats of input, weight and gradient; None for operands as they are. May be replaced: the state of
-        delayed scaling comes and goes with its recipe, and is kept while the history is as long; so do quantized
-        weights with their formats."""
+        """The formats of input, weight and gradient; None for unchanged operands. May be replaced: the state of delayed
+        scaling is created and dropped with its recipe, and kept while the history length is the same; cached quantized
+        weights are kept while the formats are the same."""
         return self._recipe
 
     @recipe.setter
@@ -100,7 +100,7 @@ class TakesRecipe(HoldsQuantizedWeight):
                 continue
             text = (
                 f"transformer_plugin.nn.{type(self).__name__}: argument 'recipe': expected one that takes "
-                f"{name}={width}, got {recipe}, which wants a multiple of {block}. Use for example "
+                f"{name}={width}, got {recipe}, which needs a multiple of {block}. Use for example "
                 f"{name}={-(-width // block) * block}, or a recipe of another format."
             )
             if "_recipe" not in self.__dict__:
@@ -206,11 +206,11 @@ def width_multiple(key: str) -> int:
 
 
 class RowRules(NamedTuple):
-    """What the rows of each group are padded to a multiple of."""
+    """The padding of the rows of each group."""
 
-    #: what the GPU's kernels like.
+    #: the preferred alignment of the GPU's kernels.
     alignment: int = 1
-    #: what must be, because a backward wants the rows along columns.
+    #: required, because a backward quantizes along the rows.
     multiple: int = 1
 
 

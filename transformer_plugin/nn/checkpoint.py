@@ -68,21 +68,21 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     """:func:`torch.utils.checkpoint.checkpoint` that keeps the scales of its forward.
 
     A layer with :class:`~transformer_plugin.recipes.DelayedScaling` updates its scales in every forward in training.
-    Run again in the backward, it takes here those that it had, and does not update: outputs, gradients and state have
-    the bits of a run without checkpointing, with any number of forwards before the first backward and layers used any
-    number of times. With torch's own function that holds if each layer's backward comes before its next forward. What
-    is kept is the scales, 12 bytes for a ``Linear``. Calls may be nested.
+    Recomputed in the backward, it uses the scales of its first run and does not update: outputs, gradients and state
+    have the bits of a run without checkpointing, with any number of forwards before the first backward and layers used
+    any number of times. With torch's own function that holds only if each layer's backward comes before its next
+    forward. The saved scales take 12 bytes for a ``Linear``. Calls may be nested.
 
     Args:
-        function: what runs again in the backward.
+        function: is recomputed in the backward.
         args, kwargs: of the function, and the options of torch's.
         use_reentrant: as in torch's; False is what torch recommends.
 
     Returns:
-        What the function returns.
+        The result of the function.
 
-    In code that ``torch.compile`` compiles it is torch's own, and the compiler keeps the scales. A compiled function
-    that is called through it in eager code takes the scales as they are when it runs again, as with torch's own.
+    In code that ``torch.compile`` compiles it is torch's own, and the compiler saves the scales. A compiled function
+    that is called through it in eager code uses the current scales when it is recomputed, as with torch's own.
     """
     if torch.compiler.is_compiling():
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)

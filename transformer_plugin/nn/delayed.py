@@ -14,18 +14,19 @@ if TYPE_CHECKING:
 
 
 def reduce_amax(model: torch.nn.Module, group: ProcessGroup | None = None) -> None:
-    """The largest amaxes of all ranks, so that they take the same scales: one collective for the whole model.
+    """Reduces the amaxes of all ranks with a maximum, so that they use the same scales: one collective for the whole
+    model.
 
-    Call it on every rank of the group after the backward and before the next forward, which takes the amaxes in.
+    Call it on every rank of the group after the backward and before the next forward, which uses the amaxes.
 
     Args:
         model: holds modules with :class:`~transformer_plugin.recipes.DelayedScaling`, the same on every rank of the
-            group: replicas, as in data-parallel training. Give experts that differ from rank to rank a group of their
-            own, or leave them out by passing the rest of the model.
+            group: replicas, as in data-parallel training. For experts that differ from rank to rank use a separate
+            group, or exclude them by passing the rest of the model.
         group: None for all ranks.
 
     Without such a module nothing happens. With the ``amax_group`` of
-    :class:`~transformer_plugin.recipes.DelayedScaling` the layers do it by themselves.
+    :class:`~transformer_plugin.recipes.DelayedScaling` the layers do it themselves.
     """
     layers = [module for module in model.modules() if isinstance(module, TakesRecipe)]
     amaxes = [layer._collects for layer in layers if isinstance(layer.recipe, DelayedScaling)]

@@ -21,7 +21,7 @@ from transformer_plugin.recipes import DelayedScaling, Recipe
 class GroupedLinear(TakesRecipe):
     """Rows sorted by group, each group times its own weight: ``output_g = input_g @ weight[g].T + bias[g]``.
 
-    The sizes of the groups are a tensor on the device of the data and are never read by the host: one
+    The sizes of the groups are a tensor on the device of the data, and the host does not read them on CUDA: one
     compiled graph or CUDA graph serves every routing. Rows past the last group are zero in the output and in
     the gradient.
 
@@ -36,12 +36,12 @@ class GroupedLinear(TakesRecipe):
         scale_bias: the bias of a row is multiplied by ``bias_scale`` of that row, which ``forward`` then
             needs.
 
-    Parameters: ``weight [G, N, K]`` and ``bias [G, N]``, plain and packed: every optimizer, ``state_dict``
-    and sharding takes them as they are. Their initial values are those of G layers ``torch.nn.Linear(K, N)``.
+    Parameters: ``weight [G, N, K]`` and ``bias [G, N]``, plain tensors, packed: every optimizer,
+    ``state_dict`` and sharding works with them. Their initial values are those of G layers ``torch.nn.Linear(K, N)``.
 
     Buffers: with ``DelayedScaling`` ``delayed_history [H, 3 * G]``, ``delayed_scale [3 * G]`` and
     ``delayed_amax [3 * G]``, float32, of the input's groups, the weights and the gradient's groups. After
-    :meth:`quantize_weights` what it makes, not in the ``state_dict``.
+    :meth:`quantize_weights` the quantized weight, not in the ``state_dict``.
     """
 
     weight: Parameter
@@ -101,8 +101,8 @@ class GroupedLinear(TakesRecipe):
             input: ``[T, K]``, the rows of group 0, then of group 1, and so on; rows past the last group are
                 ignored.
             group_sizes: int32 or int64 ``[G]`` on the device of ``input``, each at least 0, with a sum of at
-                most T. For a backward with ``NVFP4BlockScaling`` multiples of 16, as T. Integers in a list or a
-                tuple are made one tensor there, which on a GPU waits for a copy in each call.
+                most T. For a backward with ``NVFP4BlockScaling`` multiples of 16, as T. A list or a tuple of
+                integers is converted to a tensor, which on a GPU waits for a copy in each call.
             bias_scale: ``[T]``, only with ``scale_bias``: the factor of the bias in each row, in float32 or
                 converted to it.
 

@@ -31,7 +31,7 @@ class GroupedMLP(SharesRecipe):
     """``fc2(swiglu(fc1(input)) * probs)`` for each group with its own weights.
 
     The probability of a row scales it between the two products, and the bias of ``fc2`` too: the output is
-    the expert's output times the probability, and combining is then a plain sum.
+    the expert's output times the probability, so combining is a plain sum.
 
     Args:
         num_groups: G, the experts of this rank.
@@ -44,9 +44,9 @@ class GroupedMLP(SharesRecipe):
     Parameters: ``fc1.weight [G, 2F, H]``, ``fc2.weight [G, H, F]``, and with bias ``fc1.bias [G, 2F]``,
     ``fc2.bias [G, H]``.
 
-    Where ``fc1`` and ``fc2`` are as they were made, one op runs both, :func:`~transformer_plugin.ops.grouped_mlp`,
-    with the bits of the layers one after the other. Layers with hooks, of another class (sharded by themselves, for
-    example), of formats that differ, or with :class:`~transformer_plugin.recipes.DelayedScaling` are called, as is any
+    While ``fc1`` and ``fc2`` are unmodified, one op runs both, :func:`~transformer_plugin.ops.grouped_mlp`, with the
+    bits of the layers one after the other. Layers with hooks, of another class (for example sharded separately), with
+    different formats, or with :class:`~transformer_plugin.recipes.DelayedScaling` are called one by one, as is any
     module in their place: ``fc1(input, group_sizes)``, and ``fc2(activation, group_sizes, bias_scale)``, where
     ``bias_scale`` is ``probs`` with biases and None without.
     """
@@ -87,7 +87,7 @@ class GroupedMLP(SharesRecipe):
             layer.quantize_weights()
 
     def forget_quantized_weights(self) -> None:
-        """Each forward rounds the weights again."""
+        """Drops the quantized weights: each forward quantizes again."""
         for layer in recipe_layers(self):
             layer.forget_quantized_weights()
 

@@ -16,11 +16,11 @@ class Linear(TakesRecipe, torch.nn.Linear):
     """``input @ weight.T + bias``, with the operands in the formats of a recipe.
 
     A drop-in for :class:`torch.nn.Linear`: the same constructor, initial values, parameters and
-    ``state_dict``, and one keyword more. It is a ``torch.nn.Linear``, so code that looks for those finds it.
+    ``state_dict``, and one more keyword. It is a ``torch.nn.Linear``, so code that looks for those finds it.
 
     Args:
-        in_features: K, the last dimension of the input. With ``Float8BlockScaling`` any K is right; multiples
-            of 128 waste nothing. With ``MXFP8BlockScaling`` a multiple of 32, with ``NVFP4BlockScaling`` of 16.
+        in_features: K, the last dimension of the input. With ``Float8BlockScaling`` any K; multiples of 128
+            need no padding. With ``MXFP8BlockScaling`` a multiple of 32, with ``NVFP4BlockScaling`` of 16.
         out_features: N, the last dimension of the output; a multiple of the same.
         bias: whether to add a learned ``[N]``.
         device, dtype: of the parameters; ``device="meta"`` defers the initial values to
@@ -28,8 +28,8 @@ class Linear(TakesRecipe, torch.nn.Linear):
         recipe: the formats of input, weight and gradient; None multiplies in the dtype of the parameters.
 
     Buffers: with ``DelayedScaling`` ``delayed_history [H, 3]``, ``delayed_scale [3]`` and ``delayed_amax [3]``,
-    float32, of the input, the weight and the gradient. After :meth:`quantize_weights` what it makes, not in the
-    ``state_dict``. Nothing otherwise.
+    float32, of the input, the weight and the gradient. After :meth:`quantize_weights` the quantized weight, not in the
+    ``state_dict``. None otherwise.
 
     Shapes: input ``[..., K]``, output ``[..., N]`` in the dtype of the input, or under ``torch.autocast`` in that
     of autocast, to which input, weight and bias are cast first, as in ``torch.nn.Linear``. For a backward with

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @serializable
 class MoEOutput(NamedTuple):
-    """What :class:`MoE` returns. Nothing is kept in the module, so compiled and eager steps are alike."""
+    """What :class:`MoE` returns. Nothing is stored in the module, so compiled and eager steps are the same."""
 
     #: the shape and dtype of the input; under ``torch.autocast`` in its dtype.
     output: Tensor
@@ -36,7 +36,7 @@ class MoEOutput(NamedTuple):
     aux_loss: Tensor
     #: int64 ``[E]``, how many of this rank's tokens chose each expert.
     expert_load: Tensor
-    #: int64 ``[1]``, rows that this rank's experts were sent, padding included, before any was dropped.
+    #: int64 ``[1]``, rows that this rank's experts need, padding included, before any is dropped.
     received: Tensor
 
 
@@ -72,8 +72,8 @@ def _check_kinds(router: Any, dispatch: Any, recipe: Any, dtype: torch.dtype | N
 class MoE(SharesRecipe):
     """E SwiGLU experts: a token goes to ``topk`` of them and gets the weighted sum of their outputs.
 
-    With a ``group`` or a ``mesh`` of R ranks each rank holds E / R consecutive experts, and tokens travel to them and
-    back; without one, or with one rank, everything stays here.
+    With a ``group`` or a ``mesh`` of R ranks each rank holds E / R consecutive experts, and tokens are exchanged
+    between ranks; without one, or with one rank, nothing is communicated.
 
     Args:
         hidden: H, the columns of input and output.
@@ -81,28 +81,29 @@ class MoE(SharesRecipe):
         num_experts: E, the experts of all ranks together.
         topk: K, the experts of one token.
         group: the ranks that share the experts, a c10d process group of which this rank is a member, or a mesh.
-            "local": all experts are here. None is "local" too, but before ``init_process_group`` it is also what
-            ``torch.distributed.group.WORLD`` is: a warning then, and an error where a launcher such as torchrun has
-            started several processes.
+            "local": all experts on this rank. None means "local" too; because ``torch.distributed.group.WORLD`` is None
+            before ``init_process_group``, it then warns, and raises where a launcher such as torchrun has started
+            several processes.
         mesh: the same as a ``DeviceMesh`` of one dimension, ``mesh_2d["experts"]`` for example.
         dtensor: whether experts that are spread over several ranks are ``DTensor`` s, see below. False: plain tensors
-            of this rank's experts, for code that reduces, clips and saves each rank's parameters by itself.
+            of this rank's experts, for code that reduces, clips and saves each rank's parameters itself.
         router: how tokens choose.
         dispatch: how many rows the experts take.
         bias: whether the experts' linear layers have biases.
         device, dtype: of the parameters; ``device="meta"`` defers the initial values to
             ``reset_parameters()``.
-        recipe: the formats of the experts' linear layers. Set later, it is set in each of them, and the rows of an
-            expert are padded as it wants.
+        recipe: the formats of the experts' linear layers. Setting it later sets it in each of them, and the rows of an
+            expert are padded as it requires.
 
     Parameters: ``router.weight [E, H]``, the same on every rank: reduce its gradient as for any replicated parameter;
     and ``experts.*``. With several ranks these are ``DTensor`` s of all experts, ``Shard(0)`` over the mesh, so that
-    FSDP2, ``torch.distributed.checkpoint`` and optimizers know that ranks hold different experts; ``to_local()`` gives
-    this rank's. Their gradients are sums over the tokens of every rank. :func:`transformer_plugin.parallel.fully_shard`
-    and :func:`~transformer_plugin.parallel.data_parallel` make them means, as the others are.
+    FSDP2, ``torch.distributed.checkpoint`` and optimizers know that ranks hold different experts; ``to_local()``
+    returns this rank's. Their gradients are sums over the tokens of every rank.
+    :func:`transformer_plugin.parallel.fully_shard` and :func:`~transformer_plugin.parallel.data_parallel` make them
+    means, as the others are.
 
-    Under ``torch.autocast`` the tokens are cast before they travel; the router computes in float32 from what it was
-    given.
+    Under ``torch.autocast`` the tokens are cast before they are sent; the router computes in float32 from the original
+    input.
     """
 
     hidden: int = fixed("hidden")

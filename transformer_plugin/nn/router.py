@@ -27,10 +27,10 @@ MAX_EXPERTS = 1024
 class RouterConfig:
     """How scores become choices and weights. By default softmax over the chosen logits, no auxiliary loss.
 
-    :meth:`deepseek_v2` and :meth:`deepseek_v3` are what those models use.
+    :meth:`deepseek_v2` and :meth:`deepseek_v3` are the routers of those models.
 
     Raises:
-        TypeError: an argument of another type. ValueError: one that no router can have, whatever its experts.
+        TypeError: an argument of another type. ValueError: an impossible configuration.
     """
 
     score_function: ScoreFunction = "softmax"
@@ -45,7 +45,7 @@ class RouterConfig:
     expert_bias: bool = False
     #: the auxiliary load-balancing loss is multiplied by this; 0 leaves it out.
     aux_loss_coeff: float = 0.0
-    #: a group is worth the sum of this many of its best experts: 1 in DeepSeek-V2, 2 in DeepSeek-V3. None:
+    #: the score of a group is the sum of this many of its best experts: 1 in DeepSeek-V2, 2 in DeepSeek-V3. None:
     #: ``topk // group_topk``, as in Megatron-LM.
     group_score_topk: int | None = None
 
@@ -57,7 +57,7 @@ class RouterConfig:
         scaling_factor: float = 16.0,
         aux_loss_coeff: float = 0.0,
     ) -> RouterConfig:
-        """DeepSeek-V2 (arXiv:2405.04434): softmax over all experts; a group is worth its best expert.
+        """DeepSeek-V2 (arXiv:2405.04434): softmax over all experts; the score of a group is that of its best expert.
 
         The defaults are those of the model of 160 experts, of which a token takes 6. V2-Lite has
         ``num_groups=1, group_topk=1, scaling_factor=1.0``.
@@ -79,7 +79,8 @@ class RouterConfig:
         scaling_factor: float = 2.5,
         aux_loss_coeff: float = 0.0,
     ) -> RouterConfig:
-        """DeepSeek-V3 (arXiv:2412.19437): sigmoid, a bias of the choice; a group is worth its best two experts.
+        """DeepSeek-V3 (arXiv:2412.19437): sigmoid, an expert bias; the score of a group is that of its best two
+        experts.
 
         The defaults are those of the model of 256 experts, of which a token takes 8.
         """
@@ -124,7 +125,7 @@ class RouterConfig:
             0.0 < self.scaling_factor < math.inf,
             "scaling_factor",
             "a positive number that is finite",
-            "Pass 1 for weights as they are",
+            "Pass 1 for unscaled weights",
         )
         self._expect(
             0.0 <= self.aux_loss_coeff < math.inf,
@@ -134,7 +135,7 @@ class RouterConfig:
         )
 
     def check_experts(self, num_experts: int, topk: int) -> None:
-        """Refuses what ``topk`` of ``num_experts`` experts cannot be chosen by."""
+        """Refuses a configuration by which ``topk`` of ``num_experts`` experts cannot be chosen."""
         self._expect(
             num_experts % self.num_groups == 0,
             "num_groups",
@@ -211,8 +212,8 @@ class TopKRouter(PluginModule):
         config: how scores become choices and weights.
         device, dtype: of the parameter.
 
-    With ``topk=1`` and the softmax over the chosen experts the only weight is always 1, so that nothing but the
-    auxiliary loss would train the router: a warning says so.
+    With ``topk=1`` and the softmax over the chosen experts the only weight is always 1, so that only the auxiliary loss
+    would train the router; there is a warning.
 
     Raises:
         ValueError: a configuration that these experts cannot have.
@@ -255,7 +256,7 @@ class TopKRouter(PluginModule):
 
     @property
     def topk(self) -> int:
-        """How many experts a token goes to. May be replaced by what the configuration takes."""
+        """How many experts a token goes to. May be replaced by a value that the configuration allows."""
         return self._topk
 
     @topk.setter
@@ -265,7 +266,7 @@ class TopKRouter(PluginModule):
 
     @property
     def config(self) -> RouterConfig:
-        """How scores become choices and weights. May be replaced: ``expert_bias`` comes, as zeros, and goes with it."""
+        """How scores become choices and weights. May be replaced: ``expert_bias`` follows, created as zeros."""
         return self._config
 
     @config.setter

@@ -1,19 +1,19 @@
 """Delayed scaling: FP8 with one scale per tensor that comes from the amaxes of earlier steps.
 
-Quantizing with a scale that is known beforehand reads a tensor once, where ``fp8_tensor``'s own scale needs two
-passes. The amax of what went in is collected in the same pass and decides the scales of later steps. The state of n
+Quantizing with a known scale reads a tensor once, where ``fp8_tensor``'s own scale needs two passes. The amax of the
+input is collected in the same pass and determines the scales of later steps. The state of n
 tensors is three float32 tensors that the caller keeps: ``scale [n]``, at first 1; ``amax [n]``, at first 0, which
 collects; and ``history [H, n]``, at first 0, the amaxes of H steps. ``history[0]`` is 0 after an update.
 
-The update, for each tensor by itself, the same bits on CPU and CUDA:
+The update, for each tensor separately, the same bits on CPU and CUDA:
 
 1. ``last = amax``, or ``history[0]`` where ``amax`` is 0.
 2. If ``last`` is not 0, the history moves up by one: ``history[i] = history[i + 1]``, ``history[H - 1] = last``,
-   ``history[0] = 0``. A tensor that saw nothing keeps its history and its scale.
+   ``history[0] = 0``. An empty tensor keeps its history and its scale.
 3. ``a`` is the largest of the moved history, NaN left out, before its first entry became 0 (``"max"``), or ``last``
    (``"most_recent"``).
-4. ``scale = largest * 2**-margin / a`` when ``a`` is positive and finite, otherwise as it was; an infinite scale
-   becomes the largest float32. So an infinity keeps the scale of its tensor as it is until it has left the window.
+4. ``scale = largest * 2**-margin / a`` when ``a`` is positive and finite, otherwise unchanged; an infinite scale
+   becomes the largest float32. So an infinity freezes the scale of its tensor until it has left the history.
 5. ``amax = 0``.
 
 Source: NVIDIA TransformerEngine 2.20, delayed scaling; Micikevicius et al., "FP8 Formats for Deep Learning",
@@ -46,13 +46,13 @@ def quantize_scaled(
     group_sizes: Tensor | None = None,
     first: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Quantizes along rows with scales that are given, and collects the amax in the same pass.
+    """Quantizes along rows with given scales, and collects the amax in the same pass.
 
     Args:
         input: ``[M, K]``, ``[G, M, K]``, or ``[T, K]`` with ``group_sizes``; float32, bfloat16 or float16; any
             strides, any sizes including 0. Rows past the groups may hold anything.
-        scale: float32 ``[n]``, contiguous: what a value is multiplied by before it is rounded. Those from ``first`` on
-            count: one, or one for each matrix or group. They are taken as they are.
+        scale: float32 ``[n]``, contiguous: what a value is multiplied by before it is rounded. Those from ``first``
+            on are used: one, or one for each matrix or group. They are not checked.
         format: ``fp8_tensor:e4m3`` or ``fp8_tensor:e5m2``; ``pow2`` and ``eps`` are for scales from the data.
         amax: float32 ``[n]``, contiguous, with entries that are not negative: those from ``first`` on are raised to the
             largest magnitude of their matrix or group, NaN left out. Written through its pointer, its autograd version
@@ -115,11 +115,11 @@ def update_delayed_scale_(
             count, found by one collective first. ``""`` for this rank alone.
 
     All three are written through their pointers; their autograd version does not change. Inside a backward, where
-    activation checkpointing runs a forward again, nothing is written and ``scale`` is copied as it is: that of the
-    forward, unless the layer had another one since.
+    activation checkpointing recomputes a forward, nothing is written and the current ``scale`` is returned: that of the
+    first run, unless the layer had another forward since.
 
     Returns:
-        A copy of the new ``scale``, for the calls of this step: a later update does not reach it.
+        A copy of the new ``scale``, for the calls of this step: a later update does not change it.
 
     Raises:
         TypeError: another dtype. ValueError: sizes or devices that do not agree, a state that is not contiguous, a
@@ -136,7 +136,7 @@ def delayed_scale(
     margin: int = 0,
     algorithm: Algorithm = "max",
 ) -> Tensor:
-    """The scale that :func:`update_delayed_scale_` would make, and nothing is written: for an evaluation.
+    """The scale that :func:`update_delayed_scale_` would give, without writing anything: for evaluation.
 
     Args:
         history, scale, amax, formats, margin, algorithm: as in :func:`update_delayed_scale_`.
@@ -159,7 +159,7 @@ def linear_scaled(
     weight_format: str = "fp8_tensor:e4m3",
     grad_format: str = "fp8_tensor:e5m2",
 ) -> Tensor:
-    """:func:`~transformer_plugin.ops.linear` in ``fp8_tensor`` with scales that are given.
+    """:func:`~transformer_plugin.ops.linear` in ``fp8_tensor`` with given scales.
 
     Args:
         input: ``[..., K]`` float32, bfloat16 or float16.
@@ -170,7 +170,7 @@ def linear_scaled(
 
     Returns:
         ``[..., N]`` in the dtype of ``input``. Differentiable in ``input``, ``weight`` and ``bias``. The backward reads
-        ``scale`` as it is then, so pass the copy that :func:`update_delayed_scale_` returns.
+        ``scale`` again, so pass the copy that :func:`update_delayed_scale_` returns.
 
     Raises:
         TypeError: another dtype. ValueError: sizes or devices that do not agree, a state that is not contiguous,
@@ -193,7 +193,7 @@ def linear_scaled_(
 
     Args:
         amax: float32 ``[3]``, contiguous: raised to the amaxes of input and weight in the forward, unless activation
-            checkpointing runs that again inside a backward, and of the gradient in the backward. Written through its
+            checkpointing recomputes it inside a backward, and of the gradient in the backward. Written through its
             pointer, its autograd version does not change, and changes of it in between are no error.
         input, weight, scale, bias, input_format, weight_format, grad_format: as in :func:`linear_scaled`.
 
@@ -219,7 +219,7 @@ def grouped_linear_scaled(
     weight_format: str = "fp8_tensor:e4m3",
     grad_format: str = "fp8_tensor:e5m2",
 ) -> Tensor:
-    """:func:`~transformer_plugin.ops.grouped_linear` in ``fp8_tensor`` with scales that are given.
+    """:func:`~transformer_plugin.ops.grouped_linear` in ``fp8_tensor`` with given scales.
 
     Args:
         input: ``[T, K]`` float32, bfloat16 or float16.

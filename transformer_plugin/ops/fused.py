@@ -1,8 +1,8 @@
-"""Two steps in one pass over memory: quantizing what an activation gives, which itself is never in memory; and summing
-a gradient over its rows, the gradient of a bias, while it is quantized.
+"""Two steps in one pass over memory: an activation that is quantized without being written to memory; and a gradient
+that is summed over its rows, for a bias gradient, while it is quantized.
 
-Shapes: T rows (tokens), F features of the hidden layer, N columns of a gradient, G groups. Each op gives, bit for bit,
-what its steps give one after the other: the activation rounded to the dtype of its input, then quantized. Data and
+Shapes: T rows (tokens), F features of the hidden layer, N columns of a gradient, G groups. Each op gives bit for bit
+the result of its steps: the activation rounded to the dtype of its input, then quantized. Data and
 scales are laid out as in :mod:`transformer_plugin.ops.quantize`; with ``group_sizes`` as those of a ragged matrix,
 otherwise of a plain one.
 
@@ -54,7 +54,7 @@ def swiglu_quantize(
 
     Raises:
         TypeError: another dtype. ValueError: other dimensions, another device, a width that the format does not take, a
-            format without scales, an amax or a seed that the format needs or has no use for.
+            format without scales, an amax or a seed that is missing or that the format does not use.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202), equation 6 without biases.
     """
@@ -148,7 +148,7 @@ def bias_backward_quantize(
     amax: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`~transformer_plugin.ops.bias_backward`, and the gradient quantized along rows, from one reading.
+    """:func:`~transformer_plugin.ops.bias_backward`, and the gradient quantized along rows, in one pass.
 
     Args:
         grad: ``[T, N]`` float32, bfloat16 or float16, any strides. For ``mxfp8`` N is a multiple of 32, for
@@ -183,7 +183,7 @@ def bias_backward_quantize_transposed(
     amax: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`~transformer_plugin.ops.bias_backward`, and the gradient quantized along columns, from one reading.
+    """:func:`~transformer_plugin.ops.bias_backward`, and the gradient quantized along columns, in one pass.
 
     Args:
         grad, group_sizes, format, seed: as in :func:`bias_backward_quantize`. For ``nvfp4`` T, and the size of each
@@ -207,7 +207,7 @@ def bias_backward_quantize_both(
     amax_t: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """:func:`bias_backward_quantize` and :func:`bias_backward_quantize_transposed` from one reading.
+    """:func:`bias_backward_quantize` and :func:`bias_backward_quantize_transposed` in one pass.
 
     Args:
         grad, group_sizes, format, amax, seed: as in :func:`bias_backward_quantize`.

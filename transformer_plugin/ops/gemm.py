@@ -7,16 +7,17 @@ Rows past the last group, the tail, are never read and come out as zero.
 
 On CUDA, sizes that are negative count as 0 and rows past the buffer are cut; on a CPU both are a ValueError.
 
-Any N, K and strides are taken. Rows of whole 16 bytes are fast; operands that are not contiguous are copied first.
+Any N, K and strides are supported. 16-byte aligned rows are fast; operands that are not contiguous are copied first.
 
 ``alpha`` is float32 ``[G]``, ``[1]`` without groups: a factor of the FP32 sum, before a bias is added and the sum is
-rounded. It stays on the device and has no gradient: one that requires it is a ValueError.
+rounded. It stays on the device and has no gradient: an ``alpha`` that requires one is a ValueError.
 
-On a Hopper ``fp8_block`` (E4M3) and ``fp8_tensor`` (``b`` E4M3) are multiplied in FP8 units: into bfloat16, N a
-multiple of 8, K of 16; columns by columns also into float32. A unit sums 128 products; these sums are added in FP32:
-of either sign within ``20 * 2**-12`` of the root of the sum of squares. ``mxfp8`` and ``nvfp4`` are decoded on the way.
+On Hopper ``fp8_block`` (E4M3) and ``fp8_tensor`` (``b`` E4M3) go straight to FP8 tensor cores: bfloat16 output,
+N % 8 == 0, K % 16 == 0; weight gradients also into float32. Tensor cores sum 128 products, and these sums are added in
+FP32: with mixed signs within ``20 * 2**-12`` of the root of the sum of squares. ``mxfp8`` and ``nvfp4`` are
+dequantized in the mainloop.
 
-``max_sms`` and ``expected_rows`` say how a product over groups is laid out on a Hopper and never change its bits:
+``max_sms`` and ``expected_rows`` control the launch of a grouped product on Hopper and never change its bits:
 :mod:`transformer_plugin.ops.gemm_plan`. A negative ``max_sms`` and an ``expected_rows`` below -1 are a ValueError.
 
 Products into given buffers are in :mod:`transformer_plugin.ops.gemm_out`.
@@ -44,7 +45,7 @@ def gemm(
         a: ``[M, K]`` float32, bfloat16, float16 or float64.
         b: ``[N, K]``, or ``[K, N]`` when not ``transpose_b``; the dtype of ``a``.
         bias: ``[N]``, any float dtype, added to the sum before it is rounded.
-        dtype: of the output; that of ``a`` by default. float64 only beside float64.
+        dtype: of the output; that of ``a`` by default. float64 only with float64 inputs.
         alpha: float32 ``[1]``; 1 by default.
 
     Returns:
@@ -84,8 +85,8 @@ def gemm_quantized(
         alpha: float32 ``[1]``.
 
     Returns:
-        ``[M, N]``, an FP32 sum of exact products, but in FP8 units on a Hopper, rounded once. Not differentiable: see
-        :func:`linear`.
+        ``[M, N]``, an FP32 sum of exact products (on Hopper, sums of FP8 tensor cores), rounded once. Not
+        differentiable: see :func:`linear`.
 
     A matrix quantized along its columns (``quantize_transposed``) is the row-wise quantization of its transpose, so
     a weight gradient is ``gemm_quantized(grad_t, grad_t_scale, input_t, input_t_scale, ...)``.
@@ -115,8 +116,8 @@ def grouped_gemm(
 
     Args:
         a: ``[T, K]`` float32, bfloat16 or float16; float64 on a CPU.
-        b: ``[G, N, K]``, or ``[G, K, N]`` when not ``transpose_b`` (a weight ``[G, N, K]`` given to the gradient of
-            its output: ``grouped_gemm(grad, weight, group_sizes, transpose_b=False)``); the dtype of ``a``.
+        b: ``[G, N, K]``, or ``[G, K, N]`` when not ``transpose_b`` (a weight ``[G, N, K]`` in the data gradient:
+            ``grouped_gemm(grad, weight, group_sizes, transpose_b=False)``); the dtype of ``a``.
         group_sizes: int32 or int64 ``[G]``.
         bias: ``[G, N]``, any float dtype, added to the FP32 sum before it is rounded.
         bias_scale: float32 ``[T]``, a factor of the bias for each row; 1 by default.
@@ -124,7 +125,7 @@ def grouped_gemm(
         alpha: float32 ``[G]``; 1 by default.
         rows: int32 or int64 ``[T]``: row i of the product is of ``a[rows[i]]``, so that a permute can be skipped.
             ``a`` then has any number of rows, and a row may be taken several times. Entries of the tail are not
-            followed. On a Hopper 16-bit rows of whole 16 bytes into up to 8192 columns are loaded through the index;
+            used. On Hopper, 16-byte aligned 16-bit rows are gathered in the kernel, up to 8192 output columns;
             elsewhere, and for the gradient of ``b``, they are copied into a buffer first, with the same bits.
 
     Returns:
@@ -150,9 +151,9 @@ def gather_rows_backward(grad: Tensor, rows: Tensor, group_sizes: Tensor, num_ro
         num_rows: of the matrix that ``rows`` points into, at most ``2**31 - 1``.
 
     Returns:
-        ``[num_rows, K]`` in the dtype of ``grad``: for each row the sum of ``grad`` over the places before the tail
-        that it was taken to, in their order, in FP32, rounded once; the same bits on CPU and CUDA. Entries that are
-        no rows of the matrix count for nothing. Not differentiable.
+        ``[num_rows, K]`` in the dtype of ``grad``: for each row the sum of ``grad`` over the rows of the
+        product before the tail that used it, in their order, in FP32, rounded once; the same bits on CPU and CUDA.
+        Out-of-range entries are ignored. Not differentiable.
     """
     return _ops.gather_rows_backward.default(grad, rows, group_sizes, num_rows)
 
@@ -188,7 +189,7 @@ def grouped_gemm_quantized(
     Returns:
         ``[T, N]``, tail rows zero. Not differentiable: see :func:`grouped_linear`.
 
-    The sum is one in FP32 of exact products, but in FP8 units on a Hopper.
+    An FP32 sum of exact products; on Hopper, sums of FP8 tensor cores.
     """
     return _ops.grouped_gemm_quantized.default(
         a,
@@ -228,8 +229,8 @@ def grouped_gemm_wgrad(
         group_sizes: int32 or int64 ``[G]``.
         dtype: of the output; that of ``grad`` by default.
         alpha: float32 ``[G]``; 1 by default.
-        input_rows: int32 or int64 ``[T]``: ``input[input_rows[i]]`` beside ``grad[i]``, with the rules of ``rows`` in
-            :func:`grouped_gemm`.
+        input_rows: int32 or int64 ``[T]``: ``input[input_rows[i]]`` goes with ``grad[i]``, with the rules of ``rows``
+            in :func:`grouped_gemm`.
 
     Returns:
         ``[G, N, K]``. Not differentiable.
@@ -258,7 +259,7 @@ def grouped_gemm_wgrad_quantized(
 
     Args:
         grad_t, grad_t_scale: ``[N, T]`` as :func:`~transformer_plugin.ops.grouped_quantize_transposed` gives it.
-        input_t, input_t_scale: ``[K, T]``, likewise; both ``aligned`` or neither.
+        input_t, input_t_scale: ``[K, T]``, the same for the input; both ``aligned`` or neither.
         dtype: of the output: float32, bfloat16 or float16.
         grad_t_amax, input_t_amax: as ``a_amax`` in :func:`gemm_quantized`.
         alpha: float32 ``[G]``.
@@ -290,9 +291,9 @@ def bias_backward(grad: Tensor) -> Tensor:
         grad: ``[M, N]`` float32, bfloat16, float16 or float64; any strides.
 
     Returns:
-        ``[N]`` float32, ``sum over rows of grad[i, j]``; float64 for float64. In a written order, the same bits on CPU
-        and CUDA: neighbouring rows are added, then neighbouring sums, and so on until one is left; of an odd number the
-        last goes up as it is. A sum of 0 has no sign. Not differentiable.
+        ``[N]`` float32, ``sum over rows of grad[i, j]``; float64 for float64. In a fixed order, the same bits on CPU
+        and CUDA: neighbouring rows are added, then neighbouring sums, and so on until one is left; with an odd number
+        the last one moves up unchanged. A sum of 0 has no sign. Not differentiable.
 
     Raises:
         TypeError: another dtype. ValueError: other dimensions.
@@ -313,23 +314,22 @@ def grouped_bias_backward(
     Returns:
         ``grad_bias [G, N]`` float32, ``sum over a group's rows of bias_scale[i] * grad[i, j]``, and
         ``grad_bias_scale [T]`` float32 (``[0]`` without ``bias`` and ``bias_scale``),
-        ``sum over columns of grad[i, j] * bias[g, j]``, zero in the tail. Both in an order that is written down, the
-        same bits on CPU and CUDA; that of ``grad_bias`` is, over the rows of a group, the one of
-        :func:`bias_backward`. float64 for a float64 ``grad_bias``.
+        ``sum over columns of grad[i, j] * bias[g, j]``, zero in the tail. Both in a fixed order, the same bits on
+        CPU and CUDA; over the rows of a group, ``grad_bias`` has the order of :func:`bias_backward`. float64 for a
+        float64 ``grad_bias``.
     """
     return _ops.grouped_bias_backward.default(grad, group_sizes, bias, bias_scale)
 
 
 def check_group_sizes() -> None:
-    """Raises what a GPU noticed about the group sizes of earlier calls, without waiting for it.
+    """Raises errors that a GPU recorded about the group sizes of earlier calls, without waiting for it.
 
     On a CPU a call with wrong sizes (negative, or past the rows of their buffer) is an error itself. On a GPU the host
     does not read sizes: a negative size counts as 0, rows past the buffer are left out, and the next op with
-    group sizes raises, or this one does. After ``torch.cuda.synchronize()`` it knows of every call before. A graph
-    captured with wrong sizes, or replayed with them, is noticed in the same way. So are entries of ``rows`` and
-    ``input_rows`` that their matrix does not have.
+    group sizes raises, or this one does. After ``torch.cuda.synchronize()`` it covers every earlier call, also
+    captured and replayed graphs. It also covers out-of-range entries of ``rows`` and ``input_rows``.
 
     Raises:
-        ValueError: a call before this one had wrong sizes, or rows. It is told once.
+        ValueError: an earlier call had invalid group sizes or row indices. Raised once per error.
     """
     _ops.check_group_sizes.default()

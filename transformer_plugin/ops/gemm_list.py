@@ -1,14 +1,14 @@
-"""Products over groups whose matrices are separate tensors: experts that are parameters of their own, for example.
+"""Grouped products whose matrices are separate tensors, for example experts that are separate parameters.
 
 The ops of :mod:`transformer_plugin.ops.gemm` and :mod:`transformer_plugin.ops.gemm_out` with a list of G matrices in
-place of one tensor ``[G, .., ..]``, with the letters and rules of those pages. The matrices lie anywhere in memory,
-have one shape and one dtype, and are not copied (quantized ones on some devices: see the op): on CUDA a small launch
-before the product writes their addresses where its kernel finds them. They travel in the arguments of that launch,
-which is why a list has at most 1024 matrices. Where the matrices are views of one tensor at equal distances, the
+place of one tensor ``[G, .., ..]``, with the letters and rules of those pages. The matrices may be anywhere in
+memory, have one shape and one dtype, and are not copied (quantized ones on some devices: see the op): on CUDA a small
+launch before the product writes their addresses where its kernel finds them. The addresses are arguments of that
+launch, which is why a list has at most 1024 matrices. Where the matrices are equally spaced views of one tensor, the
 product is that of the tensor.
 
-A CUDA graph keeps the addresses that it was captured with. What lies there may change between replays, as may sizes; a
-matrix that has moved, a parameter whose ``data`` was replaced for example, is not followed.
+A CUDA graph keeps the addresses that it was captured with. Contents and sizes may change between replays; a matrix that
+has moved, for example a parameter whose ``data`` was replaced, is not followed.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def grouped_gemm_quantized_list(
     """:func:`~transformer_plugin.ops.grouped_gemm_quantized` with the groups' matrices as a list.
 
     Args:
-        b, b_scale: 1 to 1024 matrices ``[N, K]``, or ``[K, N]`` when not ``transpose_b``, each quantized by itself in
+        b, b_scale: 1 to 1024 matrices ``[N, K]``, or ``[K, N]`` when not ``transpose_b``, each quantized separately in
             ``b_format``, as :func:`~transformer_plugin.ops.quantize` or :func:`~transformer_plugin.ops.quantize_list`
             gives them; all of one shape, and as many scales.
         b_amax: of ``nvfp4``, what each matrix was quantized with; none for the other formats.
@@ -88,11 +88,9 @@ def grouped_gemm_quantized_list(
         ``[T, N]``, tail rows zero: the bits of :func:`~transformer_plugin.ops.grouped_gemm_quantized` with the matrices
         as one tensor. Not differentiable.
 
-    On CUDA the scales, which are small, are copied into one tensor first. Codes are not where a Hopper multiplies
-    ``fp8_block`` and ``fp8_tensor`` as they are, nor where the matrices are views of one tensor in turn; else they are
-    copied into one tensor too (a byte for each element, half of one in ``nvfp4``), before what
-    :func:`~transformer_plugin.ops.grouped_gemm_quantized` does with it. A CPU copies nothing and takes one matrix
-    apart at a time.
+    On CUDA the scales, which are small, are concatenated. Quantized data is concatenated too (a byte per element, half
+    a byte in ``nvfp4``), except for ``fp8_block`` and ``fp8_tensor`` on Hopper, which take pointers, and where the
+    matrices are consecutive views of one tensor. A CPU copies nothing and dequantizes one matrix at a time.
 
     Raises:
         TypeError: another dtype. ValueError: no matrix or more than 1024, another number of scales or amaxes, and as
@@ -136,7 +134,7 @@ def grouped_gemm_wgrad_list_out(
         grad, input, group_sizes, accumulate, alpha, beta, input_rows, max_sms, expected_rows: as for
             :func:`~transformer_plugin.ops.grouped_gemm_wgrad_out`.
         out: 1 to 1024 matrices ``[N, K]``, all float32 or all bfloat16, the ``main_grad`` of each expert for example.
-            Rows may be apart, as far in one as in the others.
+            Rows may be strided, with one stride for all.
 
     Raises:
         TypeError: another dtype. ValueError: no matrix or more than 1024, two that share memory, and as

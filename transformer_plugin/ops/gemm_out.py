@@ -1,13 +1,13 @@
 """Products written into given buffers: the ops of :mod:`transformer_plugin.ops.gemm`, with the letters of that page.
 
-``out`` is written through its pointer, never copied, and its autograd version does not change. Its rows may be apart:
-any strides that do not overlap, 1 in the last dimension. It may not lie in the memory of the operands. What does not
-fit is refused before anything is written. No op here is differentiable; operands that require a gradient are refused
-where an op without a buffer would give them one.
+``out`` is written through its pointer, never copied, and its autograd version does not change. Its rows may be
+strided: any strides that do not overlap, 1 in the last dimension. It may not share memory with the operands. Invalid
+arguments are refused before anything is written. No op here is differentiable; operands that require a gradient are
+refused where an op without a buffer would give them one.
 
-``beta`` is float32 ``[G]``, ``[1]`` without groups: what ``out`` holds, times ``beta``, is added to the FP32 sum before
-the only rounding. Where it is 0 what ``out`` holds counts for nothing, also when it is not finite. Like ``alpha`` it
-stays on the device and has no gradient.
+``beta`` is float32 ``[G]``, ``[1]`` without groups: ``beta`` times the old ``out`` is added to the FP32 sum before the
+only rounding. Where it is 0 the old ``out`` is ignored, also when it is not finite. Like ``alpha`` it stays on the
+device and has no gradient.
 
 ``max_sms`` and ``expected_rows`` are those of :mod:`transformer_plugin.ops.gemm_plan`. The bits are the same with any,
 also of sums into ``out``: each element is added to once.
@@ -34,7 +34,7 @@ def gemm_out(
 
     Args:
         a, b, bias, transpose_b, alpha: as for :func:`~transformer_plugin.ops.gemm`.
-        out: ``[M, N]`` float32, bfloat16 or float16; float64 beside float64.
+        out: ``[M, N]`` float32, bfloat16 or float16; float64 with float64 operands.
         beta: float32 ``[1]``; without it ``out`` is overwritten.
 
     With factors, or where torch's product would round twice, the sum is made in float32 memory first.
@@ -91,11 +91,11 @@ def grouped_gemm_out(
     Args:
         a, b, group_sizes, bias, bias_scale, transpose_b, alpha, rows: as for
             :func:`~transformer_plugin.ops.grouped_gemm`.
-        out: ``[T, N]`` float32, bfloat16 or float16; float64 beside float64. Tail rows become zero without ``beta``,
-            and stay as they are with it.
+        out: ``[T, N]`` float32, bfloat16 or float16; float64 with float64 operands. Tail rows become zero without
+            ``beta``, and stay unchanged with it.
         beta: float32 ``[G]``; without it ``out`` is overwritten.
 
-    On a CPU ``beta`` is applied to sums in float32 memory of their own; on CUDA by the kernel that makes them.
+    On a CPU ``beta`` is applied to sums in a separate float32 buffer; on CUDA in the epilogue.
 
     Raises:
         TypeError: another dtype. ValueError: as :func:`~transformer_plugin.ops.grouped_gemm`; strides or memory of
@@ -169,10 +169,10 @@ def grouped_gemm_wgrad_out(
     Args:
         out: float32 or bfloat16 ``[G, N, K]``, a ``main_grad`` for example. Added in FP32 and rounded once.
         accumulate: an empty group leaves its matrix unchanged.
-        beta: float32 ``[G]``, beside ``accumulate=False``: ``beta[g] * out[g]`` is added, also for an empty group.
+        beta: float32 ``[G]``, with ``accumulate=False``: ``beta[g] * out[g]`` is added, also for an empty group.
 
     Raises:
-        TypeError: another dtype. ValueError: sizes, strides, devices or memory that do not fit, ``beta`` beside
+        TypeError: another dtype. ValueError: sizes, strides, devices or memory that do not fit, ``beta`` with
         ``accumulate``, an ``out`` that requires a gradient; nothing is written then.
     """
     _ops.grouped_gemm_wgrad_out.default(

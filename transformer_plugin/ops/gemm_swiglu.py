@@ -1,20 +1,20 @@
-"""Products over groups that end in SwiGLU, or in its gradient: the two that meet it in an expert's MLP.
+"""Grouped products with SwiGLU, or its gradient, in the epilogue: the products before SwiGLU in an expert's MLP.
 
-The letters are those of :mod:`transformer_plugin.ops.gemm`; F is the number of features between the products, K and H
+Letters as in :mod:`transformer_plugin.ops.gemm`; F is the number of features between the products, K and H
 the widths before and after them. With weights ``W1 [G, 2F, K]`` and ``W2 [G, H, F]`` the MLP is ``h = x @ W1[g].T``,
 ``act = silu(gate(h)) * linear(h) * probs``, ``y = act @ W2[g].T``.
 
-On a Hopper each op is one kernel for bfloat16 and float16 with rows of whole 16 bytes (F, and what is summed over,
-multiples of 8): SwiGLU, or its gradient, is made of the sums while they are in registers. Elsewhere the steps run one
-after the other. What a step would write is rounded as if it were written, so the results are those of the steps bit for
-bit, wherever their product gives the bits of the kernel's: on one device always.
+On Hopper each op is one kernel for bfloat16 and float16 with 16-byte aligned rows (F and the reduction dimension
+multiples of 8): SwiGLU, or its gradient, is computed while the sums are in registers. Elsewhere the steps run one after
+the other. What a step would write is rounded as if it were written, so on one device the results are those of the steps
+bit for bit.
 
-``interleave`` says how the columns of ``h`` (the rows of ``W1``) lie. 0: the F of the gate, then the F of the linear
-part, as :func:`~transformer_plugin.ops.swiglu` has them. 32: 32 of the gate and the 32 of the linear part that belong
-to them in turn, F a multiple of 32 (TransformerEngine's ``glu_interleave_size``). Where the steps run, ``h`` is copied
-into the other order for SwiGLU.
+``interleave`` is the order of the columns of ``h`` (the rows of ``W1``). 0: F gate columns, then F linear columns, as
+in :func:`~transformer_plugin.ops.swiglu`. 32: blocks of 32 gate columns and their 32 linear columns, alternating; F is
+a multiple of 32 (TransformerEngine's ``glu_interleave_size``). Where the steps run, ``h`` is copied into the first
+order for SwiGLU.
 
-Tail rows are zero in every result and never looked at in what is given. ``max_sms`` and ``expected_rows`` are those of
+Tail rows are zero in every result and are not read in the inputs. ``max_sms`` and ``expected_rows`` are those of
 :mod:`transformer_plugin.ops.gemm_plan`.
 """
 
@@ -48,7 +48,7 @@ def grouped_gemm_swiglu(
         probs: float32 ``[T]``, or None for 1.
         bias: ``[G, 2F]``, any float dtype, added to the FP32 sum.
         interleave: 0 or 32, the order of the columns of ``h``.
-        keep_input: whether ``h`` is wanted. Without it a gradient makes the product again.
+        keep_input: whether to return ``h``. Without it a gradient recomputes the product.
 
     Returns:
         ``act [T, F]`` and ``h [T, 2F]`` (``[0, 2F]`` without ``keep_input``), in the dtype of ``a``. Differentiable in
@@ -56,7 +56,7 @@ def grouped_gemm_swiglu(
 
     Raises:
         TypeError: another dtype. ValueError: sizes or devices that do not agree, an odd number of columns of ``h``,
-        another ``interleave`` or one that F is no multiple of, and group sizes as of
+        another ``interleave``, or F not a multiple of it, and group sizes as in
         :func:`~transformer_plugin.ops.grouped_gemm`.
     """
     return _ops.grouped_gemm_swiglu.default(
@@ -79,7 +79,7 @@ def grouped_gemm_swiglu_quantize(
     """:func:`grouped_gemm_swiglu`, its result quantized along rows: an expert's first product, as the second takes it.
 
     Bit for bit ``swiglu_quantize(h, probs, group_sizes, format)`` of the same ``h``, the columns of the gate first. On
-    a Hopper ``act`` never lies in memory: the epilogue finds its scales and writes its codes.
+    Hopper ``act`` is never in memory: the epilogue computes its scales and writes quantized data.
 
     Args:
         a, b, group_sizes, probs, bias, interleave, keep_input: as :func:`grouped_gemm_swiglu`. For ``mxfp8`` F is a
@@ -89,7 +89,7 @@ def grouped_gemm_swiglu_quantize(
 
     Returns:
         ``data [T, F]`` and ``scale_inv``, as :func:`~transformer_plugin.ops.grouped_quantize` of ``act``, and
-        ``h [T, 2F]`` (``[0, 2F]`` without ``keep_input``) in the dtype of ``a``. Not differentiable, ``h`` neither.
+        ``h [T, 2F]`` (``[0, 2F]`` without ``keep_input``) in the dtype of ``a``. Neither is differentiable.
 
     Raises:
         TypeError, ValueError: as :func:`grouped_gemm_swiglu`. ValueError: another format, or an F it does not take.
@@ -112,7 +112,7 @@ def grouped_gemm_swiglu_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of ``h`` and ``probs`` from that of ``y = swiglu(h, probs)_g @ b[g].T``.
 
-    That of SwiGLU's result, ``grad_g @ b[g]``, is rounded first; on a Hopper it never lies in memory.
+    The gradient of SwiGLU's result, ``grad_g @ b[g]``, is rounded first; on Hopper it is never in memory.
 
     Args:
         grad: ``[T, H]`` float32, bfloat16 or float16, the gradient of ``y``.

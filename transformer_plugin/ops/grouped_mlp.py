@@ -47,17 +47,17 @@ def grouped_mlp(
         input_format, weight_format, grad_format: as for :func:`~transformer_plugin.ops.grouped_linear`, the same for
             both products. For ``mxfp8`` H and F are multiples of 32, for ``nvfp4`` of 16.
         quantized_fc1_weight, quantized_fc2_weight: what :func:`~transformer_plugin.ops.quantize_weight` made of the
-            weights with these formats, both, either or none: the same bits, without rounding them again. A weight
-            beside it is not read; its gradient is as ever.
+            weights with these formats, both, either or none: the same bits, without quantizing them again. The
+            weight is then not read; its gradient is the usual one.
 
     Returns:
         ``[T, H]`` in the dtype of ``input``, tail rows zero. Differentiable in ``input``, both weights, ``probs`` and
-        both biases. The gradient of ``probs`` is, with a second bias, the float32 sum of what the bias gives and what
-        SwiGLU gives, in this order.
+        both biases. With a second bias the gradient of ``probs`` is the float32 sum of the bias part and the SwiGLU
+        part, in this order.
 
-    In ``fp8_block`` and ``mxfp8`` the activation is rounded in the pass that computes it and is never in memory in
-    16 bits; so is the gradient of the first product, if F is a multiple of 128 and no gradient of ``fc1_bias`` is
-    wanted, which is a sum of what is not rounded.
+    In ``fp8_block`` and ``mxfp8`` the activation is quantized in the pass that computes it and is never in memory in
+    16 bits; so is the gradient of the first product, if F is a multiple of 128 and ``fc1_bias`` needs no gradient,
+    which sums the values before quantization.
 
     Raises:
         TypeError: another dtype. ValueError: sizes or devices that do not agree, a width that the format does not take,

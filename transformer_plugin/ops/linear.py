@@ -33,7 +33,7 @@ def linear(
             gradient likewise; the weight once when its format is the same along both (``bf16``, ``fp8_tensor``,
             square blocks). What no gradient needs is not computed or kept.
         quantized_weight: what :func:`quantize_weight` made of ``weight`` with these formats: the same bits, without
-            rounding the weight again. ``weight`` is then not read; its gradient is as ever.
+            quantizing the weight again. ``weight`` is then not read; its gradient is the usual one.
 
     Returns:
         ``[..., N]`` in the dtype of ``input``. Differentiable in ``input``, ``weight`` and ``bias``.
@@ -94,7 +94,7 @@ def grouped_linear(
 
 
 def quantize_weight(weight: Tensor, input_format: str, weight_format: str, grad_format: str) -> list[Tensor]:
-    """What :func:`linear`, :func:`grouped_linear` and :func:`~transformer_plugin.ops.grouped_mlp` round a weight to.
+    """The quantized weight of :func:`linear`, :func:`grouped_linear` and :func:`~transformer_plugin.ops.grouped_mlp`.
 
     Make it once after an optimizer step and pass it as ``quantized_weight`` to every call until the next.
 
@@ -105,12 +105,12 @@ def quantize_weight(weight: Tensor, input_format: str, weight_format: str, grad_
 
     Returns:
         ``[data, scale_inv]``, for ``nvfp4`` ``[data, scale_inv, amax]``, for ``bf16`` ``[data]``, as
-        :func:`~transformer_plugin.ops.quantize` gives them. Where the data gradient takes the weight along its columns,
-        those of :func:`~transformer_plugin.ops.quantize_transposed` follow: in blocks that are not square, and on a
-        Hopper, whose kernels want what is summed over in one line, in all formats but ``bf16``. Fresh, contiguous, and
-        not differentiable. The device decides how many there are: make them on that of the layer.
+        :func:`~transformer_plugin.ops.quantize` gives them. Where the data gradient needs the weight column-wise, those
+        of :func:`~transformer_plugin.ops.quantize_transposed` follow: with blocks that are not square, and on Hopper,
+        whose kernels need the reduction dimension contiguous, in all formats but ``bf16``. Fresh, contiguous, and not
+        differentiable. The number depends on the device: make them on the device of the layer.
 
-    Compiled under ``torch.inference_mode()`` a tracer cannot know the device: compile calls under ``torch.no_grad()``.
+    Under ``torch.inference_mode()`` a tracer cannot know the device: compile calls under ``torch.no_grad()``.
 
     Raises:
         TypeError: another dtype. ValueError: other dimensions, a width that the format does not take, formats of
@@ -122,14 +122,14 @@ def quantize_weight(weight: Tensor, input_format: str, weight_format: str, grad_
 def quantize_weight_out(
     weight: Tensor, input_format: str, weight_format: str, grad_format: str, out: Sequence[Tensor]
 ) -> None:
-    """:func:`quantize_weight` into tensors that are given, so that their addresses hold in a CUDA graph.
+    """:func:`quantize_weight` into given tensors, so that a CUDA graph may hold their addresses.
 
     Args:
         weight, input_format, weight_format, grad_format: as in :func:`quantize_weight`.
         out: what that returns, of an earlier call for example: as many contiguous tensors of these sizes and dtypes on
             the device of ``weight``. They must not share memory with each other or with ``weight``.
 
-    The tensors' autograd versions change: a backward whose forward took them before raises.
+    The tensors' autograd versions change: the backward of an earlier forward that used them raises.
 
     Raises:
         TypeError, ValueError: as :func:`quantize_weight`; tensors that do not fit. Nothing is written then.

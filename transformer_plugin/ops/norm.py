@@ -1,8 +1,8 @@
 """RMSNorm and LayerNorm, alone and into quantized rows. Shapes: T rows (tokens), H columns, which are normalised.
 
-Computed in float32, each operation rounded, the output rounded once to the dtype of the input. Sums over a row are
-added in a written order (``csrc/norm/norm.h``), so that the bits repeat and are the same on CPU and CUDA; only those of
-a NaN are the device's own. Gamma is the weight, or 1 + weight with ``zero_centered``.
+Computed in float32, each operation rounded, the output rounded once to the dtype of the input. Sums over a row have a
+fixed order (``csrc/norm/norm.h``), so that the bits repeat and are the same on CPU and CUDA, except those of a NaN.
+Gamma is the weight, or 1 + weight with ``zero_centered``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def rms_norm(input: Tensor, weight: Tensor | None, eps: float, zero_centered: bo
 def rms_norm_forward(
     input: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """:func:`rms_norm`, and what its backward wants.
+    """:func:`rms_norm`, and the statistics for its backward.
 
     Args:
         input, weight, eps, zero_centered: as in :func:`rms_norm`.
@@ -109,7 +109,7 @@ def rms_norm_quantize(
 
     Raises:
         TypeError, ValueError: as :func:`rms_norm`; ValueError: other dimensions, a width that the format does not take,
-            square blocks of FP8, an amax or a seed that the format needs or has no use for.
+            square blocks of FP8, an amax or a seed that is missing or that the format does not use.
     """
     return _ops.rms_norm_quantize.default(input, weight, eps, _key(format), zero_centered, amax, seed)
 

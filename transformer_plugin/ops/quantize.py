@@ -17,14 +17,14 @@ format                scale of rows, data [M, K]       scale of transposed data 
 
 A 3-D input [G, M, K] is G matrices, each with its own scales: [G] for ``fp8_tensor``, a leading G otherwise.
 A ragged matrix [T, K] with ``group_sizes [G]`` has scale [G] for ``fp8_tensor``; for ``fp8_block`` the
-transposed blocks begin anew at each group and lie back to back, [ceil(T/128) + G, up4(K)]: group g's first
+transposed blocks restart at each group and are stored one after another, [ceil(T/128) + G, up4(K)]: group g's first
 scale row is the sum of ceil(size/128) over the groups before it. For ``mxfp8`` the transposed scales are
 [up128(K), 4 * (ceil(T/128) + G)], and that sum times 4 is group g's first column. Rows past the groups are
 never read; their data and scales are 0.
 
 ``mxfp8`` has blocks of 32: ``scale_inv[row, k // 32]`` is the scale of ``data[row, k]``. K, the columns of the
 input in either direction, must be a multiple of 32; M may be anything. With ``square`` the scale of a 32x32
-block is there for each of its rows.
+block is repeated for each of its rows.
 
 ``nvfp4`` is two elements to a byte, the even one in the low half: data float4_e2m1fn_x2 ``[M, K/2]``, transposed
 ``[K, M/2]``, and scales float8_e4m3fn, ``scale_inv[row, k // 16]``, repeated for the 16 rows of a ``square`` block;
@@ -32,8 +32,8 @@ ragged and transposed ``[up128(K), 8 * (ceil(T/128) + G)]``, group g's first col
 more factor: ``value = data * ((scale_inv * amax) * (1 / 2688))``, where ``amax`` is an argument of the ops
 (:func:`amax`), float32 ``[1]``, or ``[G]`` for G matrices or groups; with ``row_scaled`` one for each row, ``[M]``,
 ``[G, M]`` or ``[T]``, and each column of the transposed copy, ``[K]`` or ``[G, K]``. K must be a multiple of 16, and
-for transposed data M and every group size too. On a GPU, where sizes are not seen, 16 rows that are not a block of
-one group have codes 0 and the scale NaN. With ``rht`` transposed data are those of the rotated matrix.
+for transposed data M and every group size too. On a GPU, where the host does not read sizes, a partial block of 16
+rows has data 0 and the scale NaN. With ``rht`` transposed data is that of the transformed matrix.
 
 ``tiled`` formats, of ``mxfp8`` and ``nvfp4``, have the bytes of their scales in tiles of 128x4 in the same shape: byte
 ``(r, c)`` at ``512 * (r // 128 * width / 4 + c // 4) + r % 32 * 16 + r % 128 // 32 * 4 + c % 4``.
@@ -66,15 +66,15 @@ def quantize(
     """Quantizes along rows.
 
     Args:
-        input: ``[M, K]``, or ``[G, M, K]`` for G matrices with scales of their own; float32, bfloat16 or
+        input: ``[M, K]``, or ``[G, M, K]`` for G matrices with separate scales; float32, bfloat16 or
             float16; any strides, any sizes including 0. K is a multiple of 32 for ``mxfp8``, of 16 for ``nvfp4``.
         format: a key of ``fp8_tensor``, ``fp8_block``, ``mxfp8`` or ``nvfp4``, or a
             :class:`~transformer_plugin.formats.Format`.
         amax: float32 on the device of ``input``, what :func:`amax` gives, or its maximum over several ranks. For
-            ``fp8_tensor`` it takes the place of a pass over the input, and ``nvfp4`` needs it; where it is less
-            than the input's own, values saturate. Other formats take none.
+            ``fp8_tensor`` it replaces a pass over the input; ``nvfp4`` requires it. If it is smaller than the
+            input's own, values saturate. Other formats take none.
         seed: int64 ``[1]`` on the device of ``input``, of the stochastic rounding of ``nvfp4:sr``; other formats
-            take none. Another in each step; a block's random numbers follow from it and the block's place.
+            take none. Use another one in each step; a block's random numbers depend on it and the block's position.
 
     Returns:
         ``data`` in the shape of ``input`` and ``scale_inv`` (table above). Not differentiable.
@@ -146,7 +146,7 @@ def dequantize(
         format: the key it was quantized with.
         dtype: float32, bfloat16 or float16.
         transposed: whether ``data`` is transposed; the result is not.
-        amax: of ``nvfp4``, what it was quantized with; none for the other formats, whose scales say all.
+        amax: of ``nvfp4``, what it was quantized with; none for the other formats.
 
     Returns:
         ``[M, K]`` or ``[G, M, K]``. Not differentiable.
@@ -165,7 +165,7 @@ def grouped_quantize(
     amax: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantizes the rows of several matrices that lie back to back.
+    """Quantizes the rows of several matrices that are stored one after another.
 
     Args:
         input: ``[T, K]``, float32, bfloat16 or float16, any strides; rows past the groups may hold anything.
@@ -254,7 +254,7 @@ def grouped_dequantize(
         scale_inv, group_sizes, format: what it was quantized with.
         dtype: float32, bfloat16 or float16.
         transposed: whether ``data`` is transposed; the result is not.
-        amax: of ``nvfp4``, what it was quantized with; none for the other formats, whose scales say all.
+        amax: of ``nvfp4``, what it was quantized with; none for the other formats.
 
     Returns:
         ``[T, K]``; rows past the groups are 0. Of transposed data in an ``aligned`` format T rounded up to a multiple
@@ -271,7 +271,7 @@ def grouped_dequantize(
 def amax(input: Tensor, format: str | Format, group_sizes: Tensor | None = None) -> Tensor:
     """The largest magnitudes that a format scales the rows of ``input`` by.
 
-    Between this and :func:`quantize` with ``amax=``, ranks can take the maximum of theirs, so that all scale alike.
+    Between this and :func:`quantize` with ``amax=``, ranks can reduce theirs with a maximum, to use the same scale.
 
     Args:
         input: as in :func:`quantize`, or with ``group_sizes`` as in :func:`grouped_quantize`.
@@ -280,7 +280,7 @@ def amax(input: Tensor, format: str | Format, group_sizes: Tensor | None = None)
 
     Returns:
         float32 ``[1]``, ``[G]`` for G matrices or G groups; with ``row_scaled`` ``[M]``, ``[G, M]`` or ``[T]``.
-        NaN is left out, an infinity is not; 0 where there is nothing. Not differentiable.
+        NaN is ignored, an infinity is not; 0 for an empty input. Not differentiable.
 
     Raises:
         TypeError: another dtype. ValueError: other dimensions, another format; on a CPU also sizes that are
@@ -296,8 +296,8 @@ def amax_transposed(input: Tensor, format: str | Format, group_sizes: Tensor | N
         input, format, group_sizes: as in :func:`amax`.
 
     Returns:
-        As :func:`amax`, of the transposed matrix, rotated before if the format has ``rht``. Without that and
-        ``row_scaled`` the same numbers; with ``row_scaled`` ``[K]`` or ``[G, K]``.
+        As :func:`amax`, of the transposed matrix, after the Hadamard transform if the format has ``rht``. Without that
+        and ``row_scaled`` the same numbers; with ``row_scaled`` ``[K]`` or ``[G, K]``.
 
     Raises:
         TypeError, ValueError: as :func:`amax`.

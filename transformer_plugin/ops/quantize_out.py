@@ -1,7 +1,7 @@
-"""Quantize into given buffers, many tensors at once, and from one direction to the other.
+"""Quantize into given buffers, many tensors at once, and requantize to the transposed direction.
 
-The ops of :mod:`transformer_plugin.ops.quantize` return fresh tensors. Those here write where they are told, so that a
-weight keeps its place in memory from step to step and a CUDA graph that was captured once stays right.
+The ops of :mod:`transformer_plugin.ops.quantize` return fresh tensors. The ``_out`` ops here write into given tensors,
+so that a weight keeps its address from step to step and a captured CUDA graph stays valid.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def quantize_out(
     seed: Tensor | None = None,
     noop: Tensor | None = None,
 ) -> None:
-    """:func:`~transformer_plugin.ops.quantize` into buffers that are given.
+    """:func:`~transformer_plugin.ops.quantize` into given buffers.
 
     Args:
         input, format, amax, seed: as in :func:`~transformer_plugin.ops.quantize`.
         data, scale_inv: what that returns, of an earlier call for example: contiguous tensors of exactly these sizes
-            and dtypes on the device of ``input``. Written in place, never moved or copied, so that their addresses hold
-            in a CUDA graph. They share memory with nothing that is read, nor with each other, and want no gradient.
+            and dtypes on the device of ``input``. Written in place, never moved or copied, so that a CUDA graph may
+            hold their addresses. They may not share memory with an input or with each other, nor require a gradient.
         noop: float32 ``[1]`` on the device of ``input``, read when the kernels run: with 1 every byte of the buffers
-            stays as it is. For weights that did not change since the last micro batch.
+            stays unchanged. For weights that did not change since the last micro-batch.
 
     Raises:
         TypeError, ValueError: as :func:`~transformer_plugin.ops.quantize`; buffers that do not fit, share memory or
@@ -192,7 +192,7 @@ def amax_list_out(
         amax: float32 ``[n]``, contiguous: written.
         amax_t: the same for the columns, ``[n]``: the same numbers. None leaves it out; for ``nvfp4`` with ``rht``,
             whose columns are rotated first, it must be.
-        noop: float32 ``[1]``, as in :func:`quantize_out`: with 1 ``amax`` and ``amax_t`` stay as they are.
+        noop: float32 ``[1]``, as in :func:`quantize_out`: with 1 ``amax`` and ``amax_t`` stay unchanged.
 
     Raises:
         TypeError: another dtype. ValueError: other dimensions or devices, a format with other scales, buffers that do
@@ -206,8 +206,8 @@ def quantize_list(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """:func:`~transformer_plugin.ops.quantize` of each of many matrices, all weights of a model for example.
 
-    A kernel takes 64 matrices, whose addresses travel in its arguments. ``fp8_tensor`` and ``nvfp4`` find all amaxes
-    first, as :func:`amax_list_out`.
+    A kernel takes 64 matrices, whose addresses are kernel arguments. ``fp8_tensor`` and ``nvfp4`` compute all amaxes
+    first, as :func:`amax_list_out` does.
 
     Args:
         inputs: n matrices ``[M, K]``, at least one, of one dtype, float32, bfloat16 or float16, any strides (those that
@@ -259,7 +259,7 @@ def requantize_transposed(
     amax_t: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The transposed copy of data that came quantized along its rows, from another rank for example.
+    """The transposed copy of row-wise quantized data, for example data from another rank.
 
     Args:
         data: ``[M, K]`` or ``[G, M, K]``, or ``[T, K]`` with ``group_sizes``, as
@@ -279,8 +279,8 @@ def requantize_transposed(
         Of ``fp8_block``, ``mxfp8`` and ``nvfp4`` exactly
         ``quantize_transposed(dequantize(data, scale_inv, format, dtype), format)``, of ``nvfp4`` with ``amax`` and then
         with ``amax_t`` and ``seed``, or of the grouped ops; the values between are never in memory. Of ``fp8_tensor``,
-        whose scale serves both directions, the same codes turned and a copy of the scale. The same bytes on CPU and
-        CUDA. Not differentiable.
+        whose scale serves both directions, the data transposed without requantization and a copy of the scale. The same
+        bytes on CPU and CUDA. Not differentiable.
 
     Raises:
         TypeError: data, scales or a dtype that are not the format's. ValueError: scales of another shape, a width that

@@ -9,17 +9,17 @@ two directions of the map; -1 means none. The capacity is an argument, so that n
 
 How :func:`topk_router` orders experts:
 
-- From the largest logit on: every score grows with its logit, and logits tell apart what rounds to the same score, 0 or
-  1 for example. With a bias by the score, sigmoid ``1 / (1 + exp(-logit))`` or sqrtsoftplus
-  ``sqrt(log(1 + exp(logit)))``, plus the expert's bias, the sum rounded to float32's precision; where that is equal, by
-  the logit. So a bias of zeros chooses as None does.
+- Without a bias by the logit, the largest first: every score grows with its logit, and logits distinguish experts whose
+  scores round to the same number, for example 0 or 1. With a bias by the score, sigmoid ``1 / (1 + exp(-logit))`` or
+  sqrtsoftplus ``sqrt(log(1 + exp(logit)))``, plus the expert's bias, the sum rounded to float32's precision; where that
+  is equal, by the logit. So a bias of zeros chooses as None does.
 - An expert whose logit is -inf is masked: it ranks below all others, whatever its bias; a token with fewer than
   ``topk`` unmasked experts still gets ``topk`` distinct ones. NaN ranks highest, as in ``torch.topk``, so that it is
   seen in the weights. Ties go to the lowest index, of groups too.
 - With ``num_groups`` > 1, groups of ``E / num_groups`` neighbouring experts are ranked by the sum of their best
   ``group_score_topk`` choice values, masked experts left out: the softmax with ``pre_softmax``, the logit with the
-  softmax without, or the score plus the bias. Sums are rounded to float32's precision; where those
-  of scores are smaller than float64 holds, the best logit tells. With one expert a group ranks as that does. Only
+  softmax without, or the score plus the bias. Sums are rounded to float32's precision; where sums
+  of scores underflow float64, the best logit decides. A group with one expert ranks as that expert. Only
   experts of the best ``group_topk`` groups can be chosen, also where all their values are negative.
 
 ``group_score_topk`` is 1 in DeepSeek-V2, with the softmax over all experts; 2 in DeepSeek-V3, with the sigmoid (256
@@ -54,7 +54,8 @@ def topk_router(
     Each row on its own, in float64, rounded to float32 at the end. The choice is the first ``topk`` experts in the
     order that the head of this page describes. The weights, without the bias:
 
-    - softmax with ``pre_softmax``: the softmax over all experts, as it is; without: the softmax over the chosen logits;
+    - softmax with ``pre_softmax``: the softmax over all experts, not renormalized; without: the softmax over the chosen
+      logits;
     - sigmoid and sqrtsoftplus: the score, when ``topk`` > 1 divided by the sum of the chosen scores plus 1e-20, as in
       Megatron-LM and transformers. Weights sum to 1 unless every chosen score is tiny: two experts with logits of -50
       have scores of 2e-22, and weights that sum to 0.04;
@@ -64,7 +65,7 @@ def topk_router(
 
     Args:
         logits: ``[T, E]`` float32, bfloat16 or float16, E at most 1024. Any strides. float64 is refused.
-        expert_bias: float32 ``[E]`` or None; not with softmax. It has no gradient: it is steered from outside.
+        expert_bias: float32 ``[E]`` or None; not with softmax. It has no gradient: training code updates it.
         topk: 1 to E, and at most the experts of ``group_topk`` groups.
         score_function: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``.
         pre_softmax: only with softmax.
@@ -168,8 +169,8 @@ def aux_loss(
         coeff: factor of the loss.
 
     Returns:
-        float32 scalar. The sums have a written order (csrc/routing/aux_loss.h): it repeats bit for bit, the same on
-        CPU and CUDA.
+        float32 scalar. The sums have a fixed order (csrc/routing/aux_loss.h): the result repeats bit for bit, the same
+        on CPU and CUDA.
 
     Differentiable in ``scores``.
 

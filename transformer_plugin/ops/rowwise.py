@@ -1,18 +1,17 @@
 """FP8 with a scale for each row, what ``torch._scaled_grouped_mm`` calls row-wise scaling: quantize, and products.
 
 Letters as in :mod:`transformer_plugin.ops.gemm`, whose words on ``group_sizes``, tails, ``alpha`` and
-``max_sms`` hold here too. Row-wise FP8 is no format of the quantize family and has no recipe: a matrix is codes
-``[..., K]`` and float32 scales ``[...]``, ``value = float(code) * scale`` along a row.
+``max_sms`` hold here too. Row-wise FP8 is not a format of the quantize family and has no recipe: a matrix is FP8 data
+``[..., K]`` and float32 scales ``[...]``, ``value = float(data) * scale`` along a row.
 
-The order of an output's steps is written down, the same on CPU and CUDA: an FP32 sum, times the product of both scales,
-times ``alpha``, then one fma adds the bias, then one rounding. On a Hopper codes are multiplied as they are into
-bfloat16, N a multiple of 8 and K of 16: sums of 128 products as FP8 units make them, added in FP32
-(:mod:`transformer_plugin.ops.gemm` says how far off these may be). Elsewhere, and into other dtypes, both operands are
-widened first, exactly, and the sum is one in FP32 of exact products; on CUDA the widened copies, in bfloat16, and the
-FP32 sums are in memory then.
+The order of operations is the same on CPU and CUDA: an FP32 sum, times the product of both scales, times ``alpha``,
+then one fma adds the bias, then one rounding. On Hopper, FP8 data goes straight to WGMMA (bfloat16 output, N % 8 == 0,
+K % 16 == 0): sums of 128 products of FP8 tensor cores, added in FP32 (:mod:`transformer_plugin.ops.gemm` has their
+accuracy). Elsewhere, and into other dtypes, both operands are converted to a wider type first, exactly, and the sum is
+an FP32 sum of exact products; on CUDA the bfloat16 copies and the FP32 sums are then in memory.
 
-Weight gradients by rows are not taken: they sum over the rows, whose scales no factor of the whole sum can be. Quantize
-their operands along the columns in ``fp8_tensor`` or ``fp8_block``
+There are no row-wise weight gradients: they sum over the rows, so a row's scale is not a factor of the whole sum.
+Quantize their operands along columns in ``fp8_tensor`` or ``fp8_block``
 (:func:`~transformer_plugin.ops.quantize_transposed`).
 """
 
@@ -27,7 +26,7 @@ _ops = torch.ops.transformer_plugin
 def quantize_rowwise(
     input: Tensor, *, element: str = "e4m3", power_of_two_scales: bool = False, epsilon: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """FP8 codes under one scale for each row.
+    """Quantizes to FP8 with one scale for each row.
 
     Args:
         input: ``[..., K]`` float32, bfloat16 or float16, at least 1 dimension; any strides, any sizes including 0.
@@ -36,9 +35,9 @@ def quantize_rowwise(
         epsilon: an amax below it counts as it.
 
     Returns:
-        ``codes`` float8 in the shape of ``input`` and ``scale`` float32 ``[...]``, of decoding: the arithmetic of
-        ``fp8_tensor`` (:mod:`transformer_plugin.ops.quantize`) with a row in place of the tensor. The same bytes on
-        CPU and CUDA. Not differentiable.
+        The data, float8 in the shape of ``input``, and ``scale`` float32 ``[...]``, to multiply by when dequantizing:
+        the arithmetic of ``fp8_tensor`` (:mod:`transformer_plugin.ops.quantize`) with a row in place of the tensor. The
+        same bytes on CPU and CUDA. Not differentiable.
 
     Raises:
         TypeError: another dtype. ValueError: no dimension, another element, an epsilon that is negative or not finite.
@@ -58,7 +57,7 @@ def gemm_rowwise(
     alpha: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """``alpha * (a_scale[:, None] * a) @ (b_scale[:, None] * b).T + bias`` of FP8 codes.
+    """``alpha * (a_scale[:, None] * a) @ (b_scale[:, None] * b).T + bias`` of FP8 data.
 
     Args:
         a, a_scale: ``[M, K]`` float8_e4m3fn or float8_e5m2, and float32 ``[M]``.
@@ -68,7 +67,7 @@ def gemm_rowwise(
         bias: ``[N]``, any float dtype.
 
     Returns:
-        ``[M, N]``. Not differentiable; no weight gradient is taken by rows.
+        ``[M, N]``. Not differentiable.
 
     Raises:
         TypeError: another dtype. ValueError: sizes or devices that do not agree.
@@ -105,7 +104,7 @@ def grouped_gemm_rowwise(
         bias_scale: float32 ``[T]``, a factor of the bias for each row; 1 by default.
 
     Returns:
-        ``[T, N]``, tail rows zero. Not differentiable; no weight gradient is taken by rows.
+        ``[T, N]``, tail rows zero. Not differentiable.
 
     Raises:
         TypeError: another dtype. ValueError: sizes or devices that do not agree, a scale without a bias, and on a CPU

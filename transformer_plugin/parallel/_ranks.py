@@ -25,7 +25,7 @@ def group_and_mesh(
                 "mesh", "a DeviceMesh or None", repr(mesh), "Pass a process group as group=", TypeError
             )
         if group is not None and group != "local":
-            raise _refusal("mesh", "None beside a group", repr(mesh), "Pass one of the two")
+            raise _refusal("mesh", "None together with a group", repr(mesh), "Pass one of the two")
         return _group_of(mesh, "mesh"), mesh
     if isinstance(group, str):
         if group != "local":

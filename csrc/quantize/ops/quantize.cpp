@@ -60,8 +60,7 @@ void run_fp8(const Call& call, const Format& format, const Tensor& x, const Layo
 void check_alignment(const Call& call, const Outputs& outputs) {
   for (const Tensor& buffer : {outputs.data, outputs.scale, outputs.data_t, outputs.scale_t}) {
     TP_CHECK_VALUE(reinterpret_cast<uintptr_t>(bytes(buffer)) % 8 == 0, call.op.name, "data",
-                   "buffers that begin at a multiple of 8 bytes", describe(buffer),
-                   "Make them as the op without _out returns them");
+                   "8-byte-aligned buffers", describe(buffer), "Allocate them as the op without _out does");
   }
 }
 

@@ -27,7 +27,7 @@ void check_buffer(const Argument& buffer, const Argument& input, at::ScalarType 
     fits = tensor.sym_size(static_cast<int64_t>(d)) == sizes[d];
   TP_CHECK_VALUE(fits, buffer.op, buffer.name, "a contiguous tensor of sizes " << c10::SymIntArrayRef(sizes),
                  describe(tensor) << " with strides " << tensor.sym_strides(),
-                 "Make it as the op without _out returns it");
+                 "Allocate it as the op without _out does");
   check_written(buffer);
 }
 
