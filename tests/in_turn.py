@@ -27,7 +27,7 @@ def key_of(item: pytest.Item) -> tuple[Any, ...]:
     for name, value in sorted(params.items()):
         if isinstance(value, torch.dtype):
             values.append((name, "dtype"))
-        elif hasattr(value, "name"):
+        elif isinstance(getattr(value, "name", None), str):
             values.append((name, DTYPE.sub("dtype", value.name)))
         else:
             values.append((name, repr(value)))
