@@ -100,18 +100,18 @@ std::optional<ThreeTensors> gemm_swiglu_quantize_cuda(const GroupedGemmSwiglu& p
   if (selection.backend != Backend::kSm90Swiglu) return std::nullopt;
   given.complete();
   // Along rows groups say nothing but where the tail begins.
-  const auto operand = quantize::matrix_operand(product.a.size(0), given.features(), std::nullopt);
+  const auto operand = quantize::matrix_shape(product.a.size(0), given.features(), std::nullopt);
   const auto outputs = quantize::make_outputs(given.rows(), operand, format, {true, false});
   const SwigluQuantizeKernelArgs args{
       given.args, quantize::quantize_args(given.rows(), outputs, quantize::make_layout(operand, format, {}),
                                           format, Tensor())};
-  const bool mx = args.codes.layout.mode == quantize::ScaleMode::kMx;
+  const bool mx = args.codes.layout.granularity == quantize::ScaleGranularity::k1x32;
   const bool interleaved = args.swiglu.interleaved;
   const auto launcher = mx ? (interleaved ? swiglu_mxfp8_interleaved : swiglu_mxfp8)
                            : (interleaved ? swiglu_fp8_block_interleaved : swiglu_fp8_block);
   const SwigluQuantizeLauncher launch = launcher(args.swiglu.product.dtype);
   launch(args, selection.config, scope.stream());
-  quantize::launch_quantize_tail(args.codes, args.swiglu.product.offsets + product.b.size(0), scope.stream());
+  quantize::launch_zero_tail(args.codes, args.swiglu.product.offsets + product.b.size(0), scope.stream());
   return ThreeTensors(outputs.data, outputs.scale, given.h);
 }
 

@@ -139,7 +139,7 @@ Tensor product_cpu(const Given& given, at::ScalarType dtype) {
     const Tensor& scale = given.b_scale[group];
     OptionalTensor amax = given.amax(group);
     if (amax && given.b_format.row_scaled) amax = amax->unsqueeze(0);
-    quantize::dequantize_member(given.b[group].unsqueeze(0), one_scale ? scale : scale.unsqueeze(0), amax,
+    quantize::dequantize_matrix(given.b[group].unsqueeze(0), one_scale ? scale : scale.unsqueeze(0), amax,
                                 given.b_format, 0, values);
   };
   const Codes codes{given.b[0].size(0), value_size(first, given.b_format, 1).expect_int(), exact, decode};

@@ -65,9 +65,9 @@ struct BlockScales {
   __device__ __forceinline__ BlockScales(const TwosOfAct<T>& act, const quantize::QuantizeArgs& args,
                                          const quantize::Tile& tile, int lane) {
     using Order = quantize::MagnitudeOrder<T>;
-    quantize::SharedOutMaxima<2, 2, Order> maxima;
+    quantize::DistributedMaxima<2, 2, Order> maxima;
     act.template find<1>(maxima);
-    maxima.share_out(lane);
+    maxima.distribute(lane);
     const auto other_lanes = __shfl_xor_sync(~0u, maxima.at[0], 2);
     const float amax = TwosOfAct<T>::amax(Order::larger(maxima.at[0], other_lanes));
     const float own = quantize::encode_scale(amax, args.rule);
@@ -88,13 +88,14 @@ struct MxScales {
   template <typename T>
   __device__ __forceinline__ MxScales(const TwosOfAct<T>& act, const quantize::QuantizeArgs& args,
                                       const quantize::Tile& tile, int lane) {
-    using Maxima = quantize::SharedOutMaxima<kQuad, 2 * quantize::kMxBlocks, quantize::MagnitudeOrder<T>>;
+    using Maxima =
+        quantize::DistributedMaxima<kQuad, 2 * quantize::kMxBlocksPerRow, quantize::MagnitudeOrder<T>>;
     static_assert(
         Maxima::kCount == 2 && Maxima::lane_of(0) == 0 && Maxima::lane_of(2) == 2 && Maxima::lane_of(4) == 1,
         "the first bit of a lane's number tells the row, the second the half of the blocks");
     Maxima maxima;
-    act.template find<quantize::kMxBlocks>(maxima);
-    maxima.share_out(lane);
+    act.template find<quantize::kMxBlocksPerRow>(maxima);
+    maxima.distribute(lane);
     uint32_t own = exponent(args, TwosOfAct<T>::amax(maxima.at[0])) |
                    exponent(args, TwosOfAct<T>::amax(maxima.at[1])) << 8;
     own <<= lane % kQuad / 2 * 16;
@@ -103,8 +104,8 @@ struct MxScales {
     words[0] = lane % 2 == 0 ? own : other;
     words[1] = lane % 2 == 0 ? other : own;
     if (lane % kQuad < 2 && answered_row(lane) < tile.rows) {
-      const quantize::WordLines lines(args.layout, tile, false);
-      quantize::store_kept(args.exponents + lines.at(answered_row(lane)), own);
+      const quantize::ScaleWords lines(args.layout, tile, false);
+      quantize::store_evict_last(args.exponents + lines.at(answered_row(lane)), own);
     }
   }
   static __device__ __forceinline__ uint32_t exponent(const quantize::QuantizeArgs& args, float amax) {
