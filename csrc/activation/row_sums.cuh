@@ -1,12 +1,13 @@
-// Sums of rows over lanes in the order of a tree, as the gradient of SwiGLU's probabilities has it.
+// Row sums over lanes, as a tree in the order of the gradient of SwiGLU's probabilities
+// (activation/swiglu.h).
 #pragma once
 
 #include "common/launch.cuh"
 
 namespace transformer_plugin::activation {
 
-// Adds each row over kLanes lanes of a warp side by side, neighbours first. Each exchange halves the rows that a lane is left
-// with; then lane l of them holds row row_of(l) in the first place.
+// Adds each row over kLanes neighbouring lanes of a warp, neighbours first. Each exchange halves the rows
+// that a lane keeps; in the end lane l holds row row_of(l) in the first place.
 template <int kRows, int kLanes>
 struct RowSums {
   float at[kRows];
@@ -20,8 +21,8 @@ struct RowSums {
 #pragma unroll
       for (int r = 0; r < half; ++r) {
         const float kept = upper ? at[half + r] : at[r];
-        const float given = upper ? at[r] : at[half + r];
-        at[r] = kept + __shfl_xor_sync(0xffffffffu, given, distance);
+        const float sent = upper ? at[r] : at[half + r];
+        at[r] = kept + __shfl_xor_sync(0xffffffffu, sent, distance);
       }
     }
   }

@@ -1,10 +1,10 @@
+// swiglu and swiglu_backward: checks, kernel arguments and gradients (activation/swiglu.h).
 #include "activation/swiglu.h"
-
-#include <torch/library.h>
 
 #include "activation/swiglu_checks.h"
 #include "common/autograd.h"
 #include "common/check.h"
+#include "common/register.h"
 #include "common/tensor.h"
 
 namespace transformer_plugin::activation {
@@ -30,19 +30,29 @@ std::tuple<Tensor, Tensor> swiglu_backward_outputs(const Tensor& grad, const Ten
   return {empty(input, input.sym_sizes(), input.scalar_type()), empty(input, {rows}, at::kFloat)};
 }
 
-template <typename Launch>
-Tensor swiglu(const Tensor& input, const OptionalTensor& probs, Launch&& launch) {
+Tensor swiglu(const Tensor& input, const OptionalTensor& probs) {
   const Tensor output = swiglu_output(input, probs);
   const Tensor x = input.contiguous();
   const Tensor p = probs ? probs->contiguous() : Tensor();
-  launch(SwigluArgs{x.const_data_ptr(), probs ? p.const_data_ptr<float>() : nullptr,
-                    output.mutable_data_ptr(), x.size(0), x.size(1) / 2, to_dtype(x.scalar_type())});
+  const SwigluArgs args{x.const_data_ptr(),
+                        probs ? p.const_data_ptr<float>() : nullptr,
+                        output.mutable_data_ptr(),
+                        x.size(0),
+                        x.size(1) / 2,
+                        to_dtype(x.scalar_type())};
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (x.is_cuda()) {
+    const CudaScope scope(x);
+    launch_swiglu(args, scope.stream());
+    return output;
+  }
+#endif
+  swiglu_cpu(args);
   return output;
 }
 
-template <typename Launch>
 std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad, const Tensor& input,
-                                           const OptionalTensor& probs, Launch&& launch) {
+                                           const OptionalTensor& probs) {
   auto outputs = swiglu_backward_outputs(grad, input, probs);
   const auto& [grad_input, grad_probs] = outputs;
   const Tensor g = grad.contiguous();
@@ -51,11 +61,23 @@ std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad, const Tensor& inp
   const int64_t tiles = (x.size(1) / 2 + kSumTile - 1) / kSumTile;
   Tensor partial;
   if (probs && !x.is_cpu()) partial = tiles == 1 ? grad_probs : empty(x, {tiles, x.size(0)}, at::kFloat);
-  launch(SwigluBackwardArgs{g.const_data_ptr(), x.const_data_ptr(),
-                            probs ? p.const_data_ptr<float>() : nullptr, grad_input.mutable_data_ptr(),
-                            probs ? grad_probs.mutable_data_ptr<float>() : nullptr,
-                            partial.defined() ? partial.mutable_data_ptr<float>() : nullptr, x.size(0),
-                            x.size(1) / 2, to_dtype(x.scalar_type())});
+  const SwigluBackwardArgs args{g.const_data_ptr(),
+                                x.const_data_ptr(),
+                                probs ? p.const_data_ptr<float>() : nullptr,
+                                grad_input.mutable_data_ptr(),
+                                probs ? grad_probs.mutable_data_ptr<float>() : nullptr,
+                                partial.defined() ? partial.mutable_data_ptr<float>() : nullptr,
+                                x.size(0),
+                                x.size(1) / 2,
+                                to_dtype(x.scalar_type())};
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (x.is_cuda()) {
+    const CudaScope scope(x);
+    launch_swiglu_backward(args, scope.stream());
+    return outputs;
+  }
+#endif
+  swiglu_backward_cpu(args);
   return outputs;
 }
 
@@ -122,34 +144,9 @@ void check_swiglu_grad(const char* op, const Tensor& grad, const Tensor& input) 
   check_size(argument, 1, input.sym_size(1) / 2, "half the columns of 'input'");
 }
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
-  m.impl("swiglu",
-         [](const Tensor& input, const OptionalTensor& probs) { return swiglu(input, probs, swiglu_cpu); });
-  m.impl("swiglu_backward", [](const Tensor& grad, const Tensor& input, const OptionalTensor& probs) {
-    return swiglu_backward(grad, input, probs, swiglu_backward_cpu);
-  });
-}
-
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
-  m.impl("swiglu", swiglu_output);
-  m.impl("swiglu_backward", swiglu_backward_outputs);
-}
-
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl("swiglu", swiglu_autograd); }
-
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
-  m.impl("swiglu", [](const Tensor& input, const OptionalTensor& probs) {
-    const CudaScope scope(input);
-    return swiglu(input, probs, [&](const SwigluArgs& args) { launch_swiglu(args, scope.stream()); });
-  });
-  m.impl("swiglu_backward", [](const Tensor& grad, const Tensor& input, const OptionalTensor& probs) {
-    const CudaScope scope(input);
-    return swiglu_backward(grad, input, probs, [&](const SwigluBackwardArgs& args) {
-      launch_swiglu_backward(args, scope.stream());
-    });
-  });
-}
-#endif
+TP_IMPL("swiglu", swiglu, swiglu_output, swiglu_autograd);
+// swiglu_backward has no Autograd registration.
+TP_IMPL_CPU_CUDA("swiglu_backward", swiglu_backward);
+TP_IMPL_FOR(Meta, "swiglu_backward", swiglu_backward_outputs);
 
 }  // namespace transformer_plugin::activation

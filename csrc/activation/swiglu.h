@@ -2,9 +2,10 @@
 //
 // input [rows, 2F] holds the gate in its first F columns and the linear part in its last F:
 //   output[i, j] = silu(input[i, j]) * input[i, F + j] * probs[i],   silu(a) = a / (1 + exp(-a)).
-// All in FP32, rounded once. The backward's row sum has a written order, so it repeats bit for bit and is the same
-// on CPU and CUDA: within each 128 columns neighbours are added, then the sums of neighbours, and so on, seven times (a
-// column that is not there counts as 0); then the sums of the 128s are added in turn, from zero.
+// All in FP32, rounded once. The row sums of the backward have a fixed order, so that they are deterministic
+// and the same on CPU and CUDA: within each 128 columns neighbours are added, then neighbours of the sums,
+// and so on, seven times (missing columns count as 0); then the sums of the 128s are added in order, from
+// zero.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +31,8 @@ struct SwigluBackwardArgs {
   const void* input;   // [rows, 2F]
   const float* probs;  // [rows], or null for 1
   void* grad_input;    // [rows, 2F]
-  float* grad_probs;   // [rows], or null when probs is
-  float* partial;      // of the row sums, [ceil(F / 128), rows]: scratch, or grad_probs; null when probs is
+  float* grad_probs;   // [rows], or null if probs is
+  float* partial;      // row sums of tiles, [ceil(F / 128), rows]: scratch, or grad_probs; null if probs is
   int64_t rows;
   int64_t features;
   DType dtype;
@@ -44,7 +45,7 @@ TP_HOST_DEVICE float swiglu_value(float gate, float linear, float prob) {
 struct SwigluGradient {
   float gate;
   float linear;
-  float activation;  // silu(gate) * linear: what the probability's gradient sums against grad
+  float activation;  // silu(gate) * linear: times grad, its row sum is the gradient of the probability
 };
 
 TP_HOST_DEVICE SwigluGradient swiglu_gradient_at(float sigmoid, float grad, float gate, float linear,
@@ -58,8 +59,8 @@ TP_HOST_DEVICE SwigluGradient swiglu_gradient(float grad, float gate, float line
   return swiglu_gradient_at(sigmoid_of_number_f32(gate), grad, gate, linear, prob);
 }
 
-// The sum of kCount terms, a power of two, in the written order. A level at a time between buffers of known sizes, which
-// a compiler turns into vectors.
+// The sum of kCount terms, a power of two, in the order above. Each level is an array of constant size, so
+// that compilers vectorise it.
 template <int kCount = kSumTile>
 TP_HOST_DEVICE float sum_of_tile(const float* terms) {
   if constexpr (kCount == 1) {
@@ -74,7 +75,7 @@ TP_HOST_DEVICE float sum_of_tile(const float* terms) {
 void swiglu_cpu(const SwigluArgs& args);
 void swiglu_backward_cpu(const SwigluBackwardArgs& args);
 void launch_swiglu(const SwigluArgs& args, void* stream);
-// The sums of each row from those of its tiles, which kernels have added to zero: of one tile they are the results.
+// Adds the row sums of tiles, starting from zero. With a single tile `partial` is already the result.
 void launch_add_row_sums(const SwigluBackwardArgs& args, void* stream);
 void launch_swiglu_backward(const SwigluBackwardArgs& args, void* stream);
 

@@ -1,3 +1,4 @@
+// CUDA kernels of the backward of SwiGLU.
 #include "activation/row_sums.cuh"
 #include "activation/swiglu.h"
 #include "common/math.h"
@@ -9,8 +10,8 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kRowsPerThread = 4;
 
-// 16 bytes of a row, of which `count` elements are there, all of them if they are `aligned`. The others are zeros, and are not
-// written.
+// Reads or writes 16 bytes of a row, of which `count` elements exist: all or none if `aligned`. Other
+// elements are zero and are not written.
 template <typename T, bool aligned>
 __device__ __forceinline__ uint4 read_vector(const T* at, int64_t count) {
   if constexpr (aligned) {
@@ -36,7 +37,11 @@ __device__ __forceinline__ void write_vector(T* at, int64_t count, uint4 vector)
   }
 }
 
-// kLanes lanes have kSumTile columns of kRowsPerThread rows, 16 bytes each of a row; `tiles` of those make a row.
+// The gradients of gate, linear part and probability (swiglu.h): grad [rows, F], input [rows, 2F].
+//
+// Grid: one-dimensional, 256 threads per block. A group of kLanes neighbouring lanes processes 4 rows of one
+// tile of 128 columns, 16 bytes per lane and row; `tiles` of those groups cover 4 rows. Row sums of a tile
+// are reduced by shuffles and go to `partial`. No shared memory.
 template <typename T, bool aligned>
 __global__ void __launch_bounds__(kThreads)
     swiglu_backward_kernel(const __grid_constant__ SwigluBackwardArgs args, uint32_t tiles) {
@@ -50,12 +55,12 @@ __global__ void __launch_bounds__(kThreads)
   const T* grad = static_cast<const T*>(args.grad) + first_row * f + column;
   const T* gate = static_cast<const T*>(args.input) + first_row * 2 * f + column;
   T* target = static_cast<T*>(args.grad_input) + first_row * 2 * f + column;
-  // The last threads' may be past the last.
+  // The rows of the last threads may be after the last row.
   const auto is_row = [&](int r) { return first_row + r < args.rows; };
   uint4 grads[kRowsPerThread], gates[kRowsPerThread], linears[kRowsPerThread];
   float probs[kRowsPerThread];
 #pragma unroll
-  for (int r = 0; r < kRowsPerThread; ++r) {  // all loads under way before a value is used
+  for (int r = 0; r < kRowsPerThread; ++r) {  // all loads are issued before the first use
     const int64_t count = is_row(r) ? f - column : 0;
     grads[r] = read_vector<T, aligned>(grad + r * f, count);
     gates[r] = read_vector<T, aligned>(gate + r * 2 * f, count);
@@ -88,11 +93,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Each thread waits for long columns of numbers, so blocks are small: all of the device is to have some.
+// One thread adds the sums of one row's tiles. Blocks are small, so that they spread over the device: threads
+// wait for long chains of loads.
 constexpr int kSumThreads = 64;
 
 __global__ void add_row_sums_kernel(const float* partial, int64_t tiles, int64_t rows, float* sums) {
-  constexpr int kAhead = 32;  // loads under way
+  constexpr int kAhead = 32;  // loads in flight
   pdl_wait();
   for (int64_t i = blockIdx.x * static_cast<int64_t>(kSumThreads) + threadIdx.x; i < rows;
        i += static_cast<int64_t>(gridDim.x) * kSumThreads) {

@@ -1,3 +1,4 @@
+// SwiGLU and its backward on a CPU, in parallel over rows.
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -17,8 +18,8 @@ TP_CPU_CLONES void forward_row(const T* gate, const T* linear, float prob, T* ou
   }
 }
 
-// Gradients of up to kSumTile columns. Returns their sum of grad * activation. Without __restrict the compiler gives up
-// on so many pointers of one type and handles one column at a time.
+// Gradients of up to kSumTile columns. Returns the sum of grad * activation. Without __restrict compilers do
+// not vectorise the loop.
 template <typename T>
 TP_CPU_CLONES float backward_tile(const T* __restrict grad, const T* __restrict gate,
                                   const T* __restrict linear, float prob, T* __restrict grad_gate,
@@ -55,7 +56,7 @@ int64_t rows_per_task(int64_t features) {
 }  // namespace
 
 void swiglu_cpu(const SwigluArgs& args) {
-  if (args.features == 0) return;  // there may be more rows than can be walked
+  if (args.features == 0) return;  // rows without columns may be more than a loop can visit
   visit_float(args.dtype, [&](auto element) {
     using T = decltype(element);
     const int64_t f = args.features;

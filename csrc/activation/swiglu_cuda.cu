@@ -1,3 +1,4 @@
+// CUDA kernels of SwiGLU.
 #include "activation/swiglu.h"
 #include "common/launch.cuh"
 #include "common/vectors.cuh"
@@ -8,7 +9,10 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kRowsPerThread = 4;
 
-// A thread has 16 bytes of the output's columns in each of kRowsPerThread rows. `vectors` of them make a row.
+// SwiGLU (swiglu.h): input [rows, 2F] to output [rows, F]. For rows of whole, aligned 16-byte vectors.
+//
+// Grid: one-dimensional, 256 threads per block. A thread processes 16 bytes of output columns in each of 4
+// rows; `vectors` threads cover 4 rows. No shared memory.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     swiglu_vector_kernel(const __grid_constant__ SwigluArgs args, uint32_t vectors) {
@@ -23,9 +27,9 @@ __global__ void __launch_bounds__(kThreads)
   uint4 gates[kRowsPerThread] = {}, linears[kRowsPerThread] = {};
   float probs[kRowsPerThread];
 #pragma unroll
-  for (int r = 0; r < kRowsPerThread; ++r) {  // all loads under way before a value is used
+  for (int r = 0; r < kRowsPerThread; ++r) {  // all loads are issued before the first use
     probs[r] = 1.0f;
-    if (r >= rows) continue;  // also in threads past the last row
+    if (r >= rows) continue;  // also in threads after the last row
     gates[r] = *reinterpret_cast<const uint4*>(gate + r * 2 * f);
     linears[r] = *reinterpret_cast<const uint4*>(gate + r * 2 * f + f);
     if (args.probs) probs[r] = args.probs[first_row + r];
@@ -41,7 +45,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Any width and any alignment.
+// The same for any width and alignment: a grid-stride loop over the elements of the output.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) swiglu_kernel(const __grid_constant__ SwigluArgs args) {
   const int64_t elements = args.rows * args.features;

@@ -1,3 +1,4 @@
+// The error for None in place of a required tensor of a differentiable op.
 #include "common/autograd.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>

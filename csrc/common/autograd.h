@@ -1,4 +1,4 @@
-// What the C++ gradients of the ops share.
+// Shared by the C++ gradients of the ops.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,7 +24,7 @@ inline bool wants_grad(at::TensorList tensors) {
                      [](const at::Tensor& tensor) { return wants_grad(tensor); });
 }
 
-// Of forward-mode differentiation.
+// For forward-mode differentiation.
 inline bool has_tangent(const at::Tensor& tensor) {
   return tensor.defined() && tensor._fw_grad(/*level=*/0).defined();
 }
@@ -34,8 +34,8 @@ inline bool has_tangent(at::TensorList tensors) {
                      [](const at::Tensor& tensor) { return has_tangent(tensor); });
 }
 
-// Whether the call must be recorded. When not, an op goes straight to its kernel and saves the node's cost. A tangent goes to
-// the node, which refuses it: the kernel would drop it.
+// Whether the call must be recorded. If not, an op calls its kernel directly, which saves the cost of a node.
+// A tensor with a tangent goes to the node, which refuses it: the kernel would ignore the tangent.
 template <typename... Tensors>
 bool any_wants_grad(const Tensors&... tensors) {
   return (at::GradMode::is_enabled() && (wants_grad(tensors) || ...)) || (has_tangent(tensors) || ...);
@@ -48,26 +48,27 @@ inline std::optional<at::Tensor> as_optional(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
 }
 
-// What an op calls keeps its dtypes under torch.autocast, whose keys the dispatcher asks before all others.
+// Excludes autocast, whose keys the dispatcher tries first: what an op calls must keep its dtypes.
 class WithoutAutocast {
   c10::impl::ExcludeDispatchKeyGuard guard_{c10::autocast_dispatch_keyset};
 };
 
-// Inside an Autograd kernel, or a backend's: what it calls goes to the backend's kernels, past autocast too.
+// For code inside an Autograd kernel or a backend's kernel: calls go to the backend's kernels directly,
+// without autograd and autocast.
 class BelowAutograd {
   c10::impl::ExcludeDispatchKeyGuard guard_{c10::autograd_dispatch_keyset_with_ADInplaceOrView |
                                             c10::autocast_dispatch_keyset};
 };
 
-// None in the place of the `index`-th tensor that this op cannot do without.
+// Raises the error for None in place of the `index`-th required tensor of the op.
 [[noreturn]] void refuse_none(const char* op, size_t index);
 
-// What torch makes the node of, so that the node has the name of the op (see CppNode below).
+// The type that torch makes the node of, so that the node gets the name of the op (see CppNode below).
 template <typename Self>
 class NodeOf : public Self {};
 
-// A torch::autograd::Function that takes no None for a tensor: torch asks all of them for their device. The arguments that are
-// no options come in the order of the op Self::kName.
+// A torch::autograd::Function that refuses None for a required tensor, of which torch would ask the device.
+// Required tensors come in the order of the op Self::kName.
 template <typename Self>
 class CheckedFunction : public torch::autograd::Function<Self> {
  public:
@@ -88,9 +89,9 @@ class CheckedFunction : public torch::autograd::Function<Self> {
   }
 };
 
-// One whose backward is Self::gradients(). Where its own gradients are wanted (create_graph=True) those results of it that have
-// none refuse to be differentiated, as they would count as constants otherwise: all of them, or, if what it calls can be
-// differentiated, those that were left without a graph.
+// A function whose backward is Self::gradients(). With create_graph=True, results that have no graph of their
+// own refuse to be differentiated again, because they would silently count as constants: all results, or with
+// `keeps_graphs`, where gradients() calls differentiable ops, those that were left without a graph.
 template <typename Self, bool keeps_graphs>
 class DifferentiableFunction : public CheckedFunction<Self> {
  public:
@@ -118,7 +119,7 @@ class DifferentiableFunction : public CheckedFunction<Self> {
         std::move(from));
     for (at::Tensor& result : results) {
       if (!result.defined() || result.requires_grad()) continue;
-      result = result.detach();  // it may be one that the caller holds
+      result = result.detach();  // the caller may hold the same tensor
       torch::autograd::set_history(result, refusal);
     }
   }
@@ -131,7 +132,8 @@ using DifferentiableTwice = DifferentiableFunction<Self, true>;
 
 }  // namespace transformer_plugin
 
-// The node of Self. Its name, which profiles and `grad_fn` show, would be that of a C++ type.
+// The node of Self. It overrides the name that profiles and `grad_fn` show, which would be that of a C++
+// type.
 template <typename Self>
 struct torch::autograd::CppNode<transformer_plugin::NodeOf<Self>> : torch::autograd::CppNode<Self> {
   std::string name() const override {

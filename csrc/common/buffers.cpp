@@ -1,3 +1,4 @@
+// Checks of buffers that ops write into (common/buffers.h).
 #include "common/buffers.h"
 
 #include <c10/util/SmallVector.h>
@@ -46,7 +47,7 @@ struct Bytes {
   uintptr_t begin, end;
 };
 
-// None of a tensor without elements.
+// Empty for a tensor without elements.
 Bytes bytes_of(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return {0, 0};
   int64_t elements = 1;
@@ -55,7 +56,7 @@ Bytes bytes_of(const at::Tensor& tensor) {
   return {begin, begin + static_cast<uintptr_t>(elements) * tensor.element_size()};
 }
 
-// Matrices that are different columns of one buffer.
+// Whether two matrices are different columns of one buffer.
 bool side_by_side(const at::Tensor& x, const at::Tensor& y) {
   if (x.dim() != 2 || y.dim() != 2 || x.stride(1) != 1 || y.stride(1) != 1) return false;
   const uintptr_t x_size = x.element_size(), y_size = y.element_size();
@@ -121,7 +122,7 @@ void check_apart(const char* op, const char* name, at::TensorList out, std::init
   }
   std::sort(buffers.begin(), buffers.end(),
             [](const Buffer& x, const Buffer& y) { return x.bytes.begin < y.bytes.begin; });
-  // Only those that begin before another's end may share memory with it.
+  // Only buffers that begin before another's end can overlap it.
   for (auto own = buffers.begin(); own != buffers.end(); ++own) {
     for (auto next = own + 1; next != buffers.end() && next->bytes.begin < own->bytes.end; ++next) {
       const size_t first = std::min(own->index, next->index), second = std::max(own->index, next->index);

@@ -1,4 +1,4 @@
-// What ops check of the buffers that a caller gives them to write into.
+// Checks of buffers that the caller passes to be written.
 #pragma once
 
 #include <initializer_list>
@@ -9,15 +9,16 @@
 
 namespace transformer_plugin {
 
-// "out[3]": of a list.
+// "out[3]": the name of a list's entry.
 std::string entry(const char* name, size_t index);
 
-// Where gradients are recorded, or in forward mode: for an argument that has none, or an op that writes into a buffer.
+// Refuses a tensor that requires a gradient while gradients are recorded, or has a tangent: for arguments
+// that are not differentiable and for buffers.
 void check_no_gradient(const Argument& argument, const char* advice);
-// The same of a buffer, and of those of a list; and its numbers are what lies in memory, not their negative or conjugate.
+// The same for one or more buffers, which also must not be negative or conjugate views.
 void check_written(const Argument& buffer);
 void check_written(const char* op, const char* name, at::TensorList out);
-// A tensor by the name that errors use, or none.
+// A tensor with the name that errors use, or none.
 struct Named {
   const char* name;
   const at::Tensor* tensor;
@@ -27,10 +28,10 @@ struct Named {
   Named(const char* name, const std::optional<at::Tensor>& tensor)
       : name(name), tensor(tensor ? &*tensor : nullptr) {}
 };
-// The buffers of a call: each in other memory than what is read while it is written, and than the others. A tensor without
-// elements has none. Different columns of one buffer are apart.
+// Checks that each buffer overlaps neither another buffer nor a tensor that is read. A tensor without
+// elements overlaps nothing; different columns of one matrix do not overlap.
 void check_apart(const char* op, std::initializer_list<Named> written, std::initializer_list<Named> read);
-// The same of the buffers of a list.
+// The same for the buffers of a list.
 void check_apart(const char* op, const char* name, at::TensorList out, std::initializer_list<Named> read);
 
 }  // namespace transformer_plugin

@@ -1,3 +1,4 @@
+// Argument checks of ops (common/check.h).
 #include "common/check.h"
 
 #include <sstream>
@@ -107,7 +108,7 @@ void check_contiguous(const Argument& argument) {
 
 namespace {
 
-// Kernels count what they do for groups, and multiples of it, in 32 bits.
+// Kernels count groups, and multiples of them, in 32 bits.
 constexpr int64_t kMostGroups = int64_t{1} << 24;
 
 }  // namespace

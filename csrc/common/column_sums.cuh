@@ -1,4 +1,5 @@
-// The sums of a tile of 128x128 that 256 threads hold: warp w the rows 16w .. 16w + 15, lane l the columns 4l .. 4l + 3.
+// Column sums of a tile of 128x128 that 256 threads hold: warp w rows 16w .. 16w + 15, lane l columns 4l ..
+// 4l + 3.
 #pragma once
 
 #include "common/column_sums.h"
@@ -9,7 +10,7 @@ namespace transformer_plugin {
 inline constexpr int kSumWarps = 8;
 inline constexpr int kSumLaneColumns = kSumRows / kWarpSize;
 
-// Terms first .. first + kCount - 1, a power of two of them, as a tree of neighbours.
+// The sum of terms first .. first + kCount - 1, a power of two, as a tree of neighbours.
 template <int kCount, typename Term>
 __device__ __forceinline__ float sum_as_tree(Term&& term, int first = 0) {
   if constexpr (kCount == 1) {
@@ -25,8 +26,8 @@ struct TileSums {
   alignas(16) float of_warps[kSumWarps][kSumRows];
 };
 
-// `term(i, c)`: what this thread has for its column c, 0 <= c < 4, as kTerms sums of neighbouring rows in turn. All
-// threads of the block call it; `target` takes the sums of the first `columns` columns.
+// `term(i, c)` returns the i-th of kTerms sums of neighbouring rows for this thread's column c, 0 <= c < 4.
+// Called by all threads of the block; `target` receives the sums of the first `columns` columns.
 template <int kTerms, typename Term>
 __device__ __forceinline__ void sum_tile(Term&& term, int columns, TileSums& shared, float* target) {
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;

@@ -1,3 +1,4 @@
+// Column sums on a CPU (common/column_sums.h), vectorized over columns.
 #include <ATen/Parallel.h>
 
 #include <algorithm>

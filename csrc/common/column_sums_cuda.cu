@@ -1,12 +1,14 @@
+// The kernel that adds the column sums of tiles (common/column_sums.h).
 #include "common/column_sums.cuh"
 
 namespace transformer_plugin {
 namespace {
 
-constexpr int kRun = 16;  // sums that a thread adds at once: all their loads are under way together
+constexpr int kRun = 16;  // sums that a thread adds at once; all their loads are issued together
 
-// A block adds up the tiles of 32 columns of a group, a run of 16 by each warp, then runs of 16 such sums, and so on: of
-// run i the sum takes the place of its first.
+// Adds the sums of tiles. One block of 8 warps per group and 32 columns: a warp adds 16 neighbouring sums at
+// a time; the result replaces the first of them. Then 16 such results are added, and so on. No shared memory;
+// `sums.partial` is overwritten.
 __global__ void __launch_bounds__(kSumWarps* kWarpSize)
     add_tile_sums_kernel(const __grid_constant__ ColumnSums sums, int64_t column_blocks) {
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;

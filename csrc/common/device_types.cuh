@@ -1,4 +1,4 @@
-// Element types on the device, and the visitor that picks one: the CUDA counterpart of common/dtype.h.
+// Element types on the device and the visitor of them: the CUDA counterpart of common/dtype.h.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,7 +12,7 @@ __device__ __forceinline__ float to_float(float value) { return value; }
 __device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
 __device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
 
-// Round to nearest even, once.
+// Rounds once, to nearest even.
 template <typename T>
 __device__ __forceinline__ T from_float(float value) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) return __float2bfloat16_rn(value);

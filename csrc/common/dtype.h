@@ -1,4 +1,4 @@
-// Element types of kernels, without torch: the host files turn at::ScalarType into these.
+// Element types of kernels, independent of torch: host files convert at::ScalarType to these.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -19,7 +19,7 @@ enum class DType : int32_t {
   kUInt8
 };
 
-// Calls fn with a value of the C++ type of `dtype`, for the three float types that activations come in.
+// Calls fn with a value of the C++ type of `dtype`, one of the three float types of activations.
 template <typename Fn>
 void visit_float(DType dtype, Fn&& fn) {
   switch (dtype) {

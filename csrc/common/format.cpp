@@ -1,3 +1,4 @@
+// The parser of format keys (common/format.h).
 #include "common/format.h"
 
 #include <charconv>
@@ -29,7 +30,7 @@ bool apply_nv_option(Format& format, std::string_view option) {
 }
 
 bool apply_option(Format& format, std::string_view option) {
-  if (option == "nan") return format.family != FormatFamily::kNone;  // for layers: linear/operands.h
+  if (option == "nan") return format.family != FormatFamily::kNone;  // used by layers: linear/operands.h
   if (!format.is_quantized()) return false;
   if (option == "square" && format.has_blocks()) {
     format.square_blocks = true;
@@ -42,7 +43,7 @@ bool apply_option(Format& format, std::string_view option) {
   } else if (option == "e5m2") {
     format.element = DType::kFloat8E5M2;
   } else if (format.family == FormatFamily::kMxFp8) {
-    return false;  // E8M0 leaves nothing else to choose
+    return false;  // no other options with E8M0 scales
   } else if (option == "pow2" || option == "fp32") {
     format.power_of_two_scales = option == "pow2";
   } else if (option == "aligned") {
@@ -58,7 +59,7 @@ bool apply_option(Format& format, std::string_view option) {
   return true;
 }
 
-// Whether the options may stand together.
+// Whether the options are compatible.
 bool agrees(const Format& format) {
   const bool alone = format.row_scaled || format.four_over_six != FourOverSix::kNever;
   const bool others = format.square_blocks || format.random_hadamard || format.stochastic_rounding;
@@ -95,7 +96,7 @@ Format parse_format(const char* op, const char* argument, std::string_view key) 
   while (valid && !rest.empty()) {
     const size_t comma = rest.find(',');
     valid = apply_option(format, rest.substr(0, comma));
-    valid = valid && comma != rest.size() - 1;  // nothing after the last comma
+    valid = valid && comma != rest.size() - 1;  // an empty option after the last comma
     rest = comma == std::string_view::npos ? std::string_view() : rest.substr(comma + 1);
   }
   valid = valid && agrees(format);

@@ -1,9 +1,9 @@
-// The two 8-bit floats, bit by bit, on a CPU.
+// The two 8-bit float types, with conversions for a CPU.
 //
 // E4M3 (torch.float8_e4m3fn): 4 exponent bits of bias 7, 3 mantissa bits, largest 448, no infinity, NaN 0x7F.
 // E5M2 (torch.float8_e5m2): 5 exponent bits of bias 15, 2 mantissa bits, largest finite 57344, infinity 0x7C.
-// Rounding to them is to nearest, ties to even, saturating: infinities become the largest finite value with
-// their sign, NaN of either sign becomes 0x7F. cvt.rn.satfinite of sm_89 and later does the same: CUDA kernels use it
+// Conversions round to nearest, ties to even, and saturate: infinity becomes the largest finite value with
+// its sign, NaN of either sign becomes 0x7F. CUDA kernels use cvt.rn.satfinite, which does the same
 // (quantize/cuda/tile/common.cuh).
 #pragma once
 
@@ -37,8 +37,9 @@ TP_HOST_DEVICE constexpr float largest_fp8() {
   return Fp8Traits<element>::kLargest;
 }
 
-// The portable conversion: no branch, so that a compiler can vectorise it. Adding the power of two whose last mantissa bit
-// weighs as much as that of the code rounds to it; above that power the sum counts in units of the code.
+// Branch-free, so that compilers vectorise it. Adding the power of two whose last mantissa bit has the weight
+// of the result's last bit rounds to it; the part of the sum above that power is the result in units of its
+// last bit.
 template <DType element>
 TP_HOST_DEVICE uint8_t float_to_fp8(float value) {
   using Traits = Fp8Traits<element>;
@@ -56,14 +57,14 @@ TP_HOST_DEVICE uint8_t float_to_fp8(float value) {
   return static_cast<uint8_t>(value != value ? 0x7Fu : code | ((bits >> 24) & 0x80u));
 }
 
-// Exact. NaN comes out as 0x7FC00000 whatever its sign was.
+// Exact. NaN becomes 0x7FC00000 regardless of its sign.
 template <DType element>
 TP_HOST_DEVICE float fp8_to_float(uint8_t code) {
   using Traits = Fp8Traits<element>;
   constexpr int shift = 23 - Traits::kMantissaBits;
   constexpr float smallest_normal = 2.0f / static_cast<float>(1u << Traits::kBias);
   const uint32_t magnitude = code & 0x7Fu;
-  // A subnormal, read as if it had a leading one, is too large by that one.
+  // A subnormal decoded with an implicit leading one is too large by that one.
   const bool is_subnormal = (magnitude >> Traits::kMantissaBits) == 0;
   const uint32_t normal = (magnitude << shift) + (static_cast<uint32_t>(127 - Traits::kBias) << 23);
   const float with_one = bits_to_float(normal + (is_subnormal ? 1u << 23 : 0u));
@@ -74,7 +75,7 @@ TP_HOST_DEVICE float fp8_to_float(uint8_t code) {
   return bits_to_float(is_nan ? 0x7fc00000u : bits);
 }
 
-// Calls fn with a std::integral_constant of the element, for either of the two.
+// Calls fn with the element as a std::integral_constant.
 template <typename Fn>
 void visit_fp8(DType element, Fn&& fn) {
   if (element == DType::kFloat8E5M2) return fn(std::integral_constant<DType, DType::kFloat8E5M2>{});

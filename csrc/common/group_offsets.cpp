@@ -1,3 +1,4 @@
+// Checks of group sizes, and group offsets as a tensor or on the host; the op check_group_sizes.
 #include "common/group_offsets.h"
 
 #include <torch/library.h>
@@ -18,7 +19,7 @@ void check_values(const Argument& argument, int64_t rows) {
   for (int64_t g = 0; g < argument.tensor.numel(); ++g) {
     TP_CHECK_VALUE(sizes[g] >= 0, argument.op, argument.name, "sizes that are not negative",
                    sizes[g] << " for group " << g, "Pass the number of rows of each group");
-    const int64_t size = sizes[g], left = rows - total;  // the sum itself may be past 2^63
+    const int64_t size = sizes[g], left = rows - total;  // the sum itself may exceed 2^63
     TP_CHECK_VALUE(
         size <= left, argument.op, argument.name,
         "sizes that sum to at most " << rows << ", the rows of the buffer",
@@ -35,7 +36,7 @@ void check_arguments(const Argument& group_sizes, const Argument& data, int64_t 
 }
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
-// Set by the first call with group sizes on a GPU, so that asking starts no CUDA context.
+// Set by the first call with group sizes on a GPU, so that checking starts no CUDA context.
 std::atomic<bool> has_word = false;
 #endif
 

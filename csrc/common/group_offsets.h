@@ -1,4 +1,4 @@
-// The torch side of common/offsets.h, for host files.
+// Group offsets for host files (common/offsets.h).
 #pragma once
 
 #include <c10/util/SmallVector.h>
@@ -8,16 +8,16 @@
 
 namespace transformer_plugin {
 
-// int32 [G + 1] on the device of `data`, whose first dimension holds the rows of all groups (or `rows` when given).
-// Checks the arguments; on a CPU also the values: negative or oversized sizes are a ValueError.
-// On a GPU, wrong sizes of an earlier call are one (check_earlier_sizes).
+// int32 [G + 1] on the device of `data`, whose first dimension has the rows of all groups (or `rows`). Checks
+// the arguments. On a CPU negative or oversized sizes are a ValueError; on a GPU, wrong sizes of an earlier
+// call are one (check_earlier_sizes).
 at::Tensor group_offsets(const Argument& group_sizes, const Argument& data, int64_t rows);
 
-// The same numbers for the host, of sizes on a CPU; a tensor would cost as much as a small op's kernel.
+// The same numbers on the host, for sizes on a CPU; allocating a tensor would cost as much as a small kernel.
 using HostOffsets = c10::SmallVector<int32_t, 65>;
 HostOffsets host_offsets(const Argument& group_sizes, const Argument& data, int64_t rows);
 
-// The same checks, for a kernel that finds the offsets itself: `group_sizes` on a GPU, and what it has to be given.
+// The same checks, for a kernel that computes the offsets itself from `group_sizes` on a GPU: its arguments.
 struct DeviceSizes {
   const void* sizes;
   bool is_int64;
@@ -25,8 +25,8 @@ struct DeviceSizes {
 };
 DeviceSizes device_sizes(const Argument& group_sizes, const Argument& data, int64_t rows);
 
-// A ValueError in the name of `op` if a GPU noticed wrong sizes, or rows (common/row_index.h), since the last one. Waits for
-// nothing.
+// Raises a ValueError in the name of `op` if a kernel has reported wrong sizes or row indices
+// (common/row_index.h) since the last error. Does not synchronize.
 void check_earlier_sizes(const char* op);
 
 }  // namespace transformer_plugin

@@ -19,7 +19,8 @@ inline void check_launch(const char* kernel) {
   }
 }
 
-// Blocks for `items` at `per_block` each, never more than a grid's x dimension holds; kernels stride over the rest.
+// Blocks for `items` at `per_block` each, at most the maximum x dimension of a grid; kernels loop over the
+// rest.
 inline unsigned grid_size(int64_t items, int64_t per_block) {
   const int64_t blocks = (items + per_block - 1) / per_block;
   return static_cast<unsigned>(blocks < 1 ? 1 : (blocks > 0x7fffffff ? 0x7fffffff : blocks));
@@ -33,15 +34,16 @@ __device__ __forceinline__ void pdl_launch_dependents() {
 #endif
 }
 
-// To be called before the first access to memory that earlier kernels write: waits until they have finished.
+// Waits until earlier kernels have finished. Call it before the first access to memory that they write.
 __device__ __forceinline__ void pdl_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Whether kernels on the current device contain griddepcontrol. PTX built for an older architecture and compiled by the
-// driver of a newer one does not, so such a kernel must not be launched before its predecessors have finished.
+// Whether kernels on the current device contain griddepcontrol. PTX built for an older architecture and
+// compiled by the driver of a newer one does not, so such a kernel must not be launched before its
+// predecessors have finished.
 bool supports_pdl();
 
 // Programmatic dependent launch: the launch overlaps with the end of the previous kernel.

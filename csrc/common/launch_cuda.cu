@@ -1,3 +1,4 @@
+// Whether the current device runs kernels with PDL instructions (common/launch.cuh).
 #include <array>
 #include <atomic>
 
@@ -6,9 +7,9 @@
 namespace transformer_plugin {
 namespace {
 
-constexpr int kFirstToWait = 90;  // the virtual architecture, as cudaFuncAttributes counts it
+constexpr int kFirstToWait = 90;  // virtual architecture, as in cudaFuncAttributes
 
-// Compiled for the architectures that all kernels are compiled for.
+// Compiled for the same architectures as all kernels.
 __global__ void probe_kernel() {}
 
 bool ask() {
@@ -21,7 +22,7 @@ bool ask() {
 
 bool supports_pdl() {
   enum : int8_t { kUnknown, kNo, kYes };
-  // Of devices, which never change; on those past the last nothing starts early.
+  // One answer per device, which never changes; devices past the last use no PDL.
   static std::array<std::atomic<int8_t>, 64> answers{};
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess || device >= static_cast<int>(answers.size())) return false;

@@ -1,5 +1,5 @@
-// Float arithmetic that gives the same bits on a CPU and on a GPU: only correctly rounded operations (add,
-// multiply, divide, fma) in a written order, never a library's exp.
+// Float arithmetic with the same bits on CPU and GPU: only correctly rounded operations (add, multiply,
+// divide, fma) in a fixed order, never a library's exp.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@
 #define TP_HOST_DEVICE inline __attribute__((always_inline))
 #endif
 
-// CPU kernels compile once per instruction set; the loader picks by what the CPU can do, not by its model's name.
+// CPU kernels are compiled for several instruction sets; the loader selects one by the features of the CPU.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && \
     !defined(__SANITIZE_ADDRESS__)
 #if __GNUC__ >= 12
@@ -40,10 +40,11 @@ TP_HOST_DEVICE uint32_t float_to_bits(float value) {
   return bits;
 }
 
-// exp(x) where it is a normal number, -87.33654 < x <= 88.72283; error below 1.5 ulp. x = n ln2 + r with |r| <= ln2/2,
-// then 1 + r + r^2 P(r), where the degree-5 P interpolates (exp(r) - 1 - r) / r^2 at the Chebyshev nodes.
+// exp(x) where it is a normal number, -87.33654 < x <= 88.72283; error below 1.5 ulp. x = n ln2 + r with |r|
+// <= ln2/2, then 1 + r + r^2 P(r), where the degree-5 P interpolates (exp(r) - 1 - r) / r^2 at the Chebyshev
+// nodes.
 TP_HOST_DEVICE float exp_in_range_f32(float x) {
-  // Adding and taking away 1.5 * 2^23 rounds to the nearest integer, which the low bits of the sum hold.
+  // Adding and subtracting 1.5 * 2^23 rounds to the nearest integer, which is in the low bits of the sum.
   const float shifted = fmaf(x, 1.44269504f, 12582912.0f);
   const float n = shifted - 12582912.0f;
   float r = fmaf(n, -0.693359375f, x);
@@ -67,8 +68,8 @@ TP_HOST_DEVICE float exp_f32(float x) {
   return x != x ? x : value;
 }
 
-// 1 / x for x far from the ends of the range of floats, rounded to nearest: the steps of a GPU's division without its test
-// for those.
+// 1 / x, rounded to nearest, for x far from the ends of the float range: the steps of a GPU's division
+// without its test for those ends.
 TP_HOST_DEVICE float reciprocal_by_steps(float x) {
 #if defined(__CUDA_ARCH__)
   float estimate;
@@ -79,8 +80,8 @@ TP_HOST_DEVICE float reciprocal_by_steps(float x) {
 #endif
 }
 
-// 1 / (1 + exp(-x)), one exp for either sign so that nothing overflows. 1 for NaN: for those whose next step is a product
-// with x.
+// 1 / (1 + exp(-x)), with one exp for either sign so that nothing overflows. Returns 1 for NaN: for callers
+// that next multiply by x.
 TP_HOST_DEVICE float sigmoid_of_number_f32(float x) {
   const float negative = x < 0.0f ? x : -x;
   const float in_range = exp_in_range_f32(negative);

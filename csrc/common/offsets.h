@@ -1,9 +1,9 @@
-// Ragged groups: where each group's rows begin, computed from group sizes on the device of the data.
+// Ragged groups: the first row of each group, computed from group sizes on the device of the data.
 //
-// Sizes may come from another rank or from a user's mistake, so they are never followed out of bounds: a negative
-// size counts as 0 and everything past the buffer's rows is cut. On a CPU, where reading them costs nothing, such
-// sizes are an error instead. On a GPU they leave word in memory of the host, which a later call finds without waiting
-// and raises.
+// Sizes may come from another rank or from a mistake, so they never cause accesses out of bounds: a negative
+// size counts as 0 and rows past the buffer are dropped. On a CPU, where reading sizes is cheap, wrong sizes
+// are an error. On a GPU the kernel reports them in pinned host memory; a later call reads the report without
+// synchronizing and raises.
 #pragma once
 
 #include <cstdint>
@@ -22,22 +22,22 @@ void group_offsets_cpu(const Size* sizes, int64_t groups, int64_t rows, int32_t*
   }
 }
 
-// What a GPU noticed about the sizes of a call.
+// A report about the sizes of a call on a GPU.
 struct WrongSizes {
-  int64_t group;  // the first that is wrong
+  int64_t group;  // the first wrong one
   int64_t size;
-  int64_t left;  // rows of the buffer that the groups before it leave
+  int64_t left;  // rows of the buffer that previous groups leave
   int64_t rows;  // of the buffer
 };
 
-// The word that kernels leave, in pinned memory of the host that every GPU can write. One for the process, as a graph
-// keeps its address; of calls that are wrong at the same time one is told.
+// The report that kernels write, in pinned host memory. One per process, because CUDA graphs keep its
+// address; of several errors at the same time one is reported.
 struct WrongSizesWord {
   volatile WrongSizes found;
-  volatile int32_t is_set;  // after `found`
+  volatile int32_t is_set;  // written after `found`
 };
 
-// Allocated at the first call, which starts a CUDA context if there is none.
+// Allocated at the first call, which creates a CUDA context if there is none.
 WrongSizesWord* wrong_sizes_word();
 
 void launch_group_offsets(const void* sizes, bool is_int64, int64_t groups, int64_t rows, int32_t* offsets,

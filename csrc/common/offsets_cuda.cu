@@ -1,3 +1,5 @@
+// The kernel that computes group offsets (common/offsets.h): one block of 256 threads scans 256 group sizes
+// per pass. Shared memory: the sums of 8 warps.
 #include "common/launch.cuh"
 #include "common/offsets.h"
 #include "common/pinned.cuh"

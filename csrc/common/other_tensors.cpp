@@ -1,3 +1,4 @@
+// Dispatch kernels for nested, sparse, quantized, negative and conjugate tensors (common/other_tensors.h).
 #include "common/other_tensors.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -33,7 +34,7 @@ bool is_written(const c10::Argument& argument) {
 }
 bool is_resolved(const at::Tensor& tensor) { return !tensor.is_neg() && !tensor.is_conj(); }
 
-// Calls use(name, tensor) with every tensor of an argument.
+// Calls use(name, tensor) for every tensor of an argument.
 template <typename Use>
 void for_each_tensor(const c10::Argument& argument, const IValue& value, Use&& use) {
   if (value.isTensor()) use(argument.name(), value.toTensor());
@@ -42,7 +43,7 @@ void for_each_tensor(const c10::Argument& argument, const IValue& value, Use&& u
   for (size_t i = 0; i < list.size(); ++i) use(entry(argument.name().c_str(), i), list.get(i));
 }
 
-// By each of the keys that such a tensor brings.
+// Called for the dispatch keys of nested, sparse and quantized tensors.
 void refuse_others(const c10::OperatorHandle& op, Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const std::string name = own_name(schema);

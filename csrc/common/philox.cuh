@@ -1,12 +1,12 @@
-// philox.h for threads that need several calls with one key: its round keys are found once for a block of threads, and calls
-// run beside each other.
+// Philox (philox.h) for threads that make several calls with one key: the round keys are computed once per
+// block, and calls are interleaved.
 #pragma once
 
 #include "common/philox.h"
 
 namespace transformer_plugin {
 
-// Two rounds a word of four: k0, k1, k0, k1.
+// Round keys, two rounds per vector: k0, k1, k0, k1.
 struct PhiloxKeys {
   uint4 rounds[5];
 
@@ -22,7 +22,7 @@ struct PhiloxKeys {
   }
 };
 
-// philox(key, counter, 0, c2, 0) of each counter.
+// philox(key, counter, 0, c2, 0) for each counter.
 template <int count>
 __device__ __forceinline__ void philox_small(const PhiloxKeys& keys, const uint32_t (&counters)[count],
                                              uint32_t c2, Philox4 (&out)[count]) {

@@ -1,5 +1,5 @@
-// Random bits from a counter: Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3",
-// SC 2011). The same bits on CPU and CUDA.
+// Random bits from a counter: Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as
+// 1, 2, 3", SC 2011). The same bits on CPU and CUDA.
 #pragma once
 
 #include <cstdint>

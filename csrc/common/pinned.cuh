@@ -1,4 +1,4 @@
-// Memory of the host that every GPU can write: where kernels leave word of what they noticed.
+// Pinned host memory that every GPU can write, for errors that kernels report.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,10 +9,10 @@
 
 namespace transformer_plugin {
 
-// Never freed: graphs keep its address.
+// Never freed: CUDA graphs keep its address.
 template <typename Word>
 Word* new_in_pinned_memory() {
-  // A capture under way is not to mind the allocation, which has nothing to do with it.
+  // Allows the allocation during a stream capture, of which it is not a part.
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   cudaThreadExchangeStreamCaptureMode(&mode);
   void* memory = nullptr;

@@ -1,7 +1,8 @@
-// Ragged groups cut into tiles of rows without a scan.
+// Ragged groups split into tiles of rows without a scan.
 //
-// Group g owns the tile slots from offsets[g] / tile + g on. Since floor(x) + 1 >= ceil(x), that is enough for its
-// rows wherever it begins, and the starts increase, so a slot finds its group by halving. A slot may hold no rows.
+// Group g has the tile slots from offsets[g] / tile + g on. Since floor(x) + 1 >= ceil(x), these suffice for
+// its rows wherever it begins, and their starts increase, so that a binary search finds the group of a slot.
+// A slot may hold no rows.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +14,10 @@ namespace transformer_plugin {
 struct RaggedTile {
   int64_t group;
   int64_t begin;  // first row
-  int64_t end;    // past the last; not above `begin` when the slot is empty
+  int64_t end;    // row after the last; not above `begin` for an empty slot
 };
 
-// Slots enough for any sizes whose sum is at most `rows`.
+// Enough slots for any sizes whose sum is at most `rows`.
 TP_HOST_DEVICE int64_t tile_slots(int64_t rows, int64_t groups, int64_t tile) { return rows / tile + groups; }
 
 TP_HOST_DEVICE int64_t first_slot(const int32_t* offsets, int64_t group, int64_t tile) {
@@ -41,7 +42,7 @@ TP_HOST_DEVICE RaggedTile ragged_tile(const int32_t* offsets, int64_t groups, in
 
 // The group of a row, or `groups` for a row of the tail.
 TP_HOST_DEVICE int64_t group_of_row(const int32_t* offsets, int64_t groups, int64_t row) {
-  int64_t low = 0, high = groups;  // the first group whose end is past the row
+  int64_t low = 0, high = groups;  // the first group that ends after the row
   while (low < high) {
     const int64_t middle = (low + high) / 2;
     if (offsets[middle + 1] > row) {

@@ -1,3 +1,4 @@
+// Rows gathered by an index: checks, the gather and its gradient (common/row_index.h).
 #include "common/row_index.h"
 
 #include <ATen/ops/index_select.h>
@@ -15,7 +16,7 @@ namespace {
 using at::Tensor;
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
-// Set by the first call with an index on a GPU, so that asking starts no CUDA context.
+// Set by the first call with an index on a GPU, so that checking starts no CUDA context.
 std::atomic<bool> has_word = false;
 #endif
 
@@ -35,7 +36,7 @@ void check_entries(const Argument& index, const Argument& matrix, int64_t end) {
   }
 }
 
-// Row numbers with those that are not followed last.
+// Row indices as sort keys; entries that are ignored come last.
 Tensor row_keys(const Tensor& index, const Tensor& offsets, int64_t rows) {
   const Tensor keys = empty(index, {index.size(0)}, at::kInt);
 #ifdef TRANSFORMER_PLUGIN_CUDA

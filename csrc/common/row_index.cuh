@@ -1,4 +1,4 @@
-// How a kernel follows an index of rows (row_index_args.h).
+// Reads of a row index in kernels (row_index_args.h).
 #pragma once
 
 #include "common/row_index_args.h"
@@ -14,7 +14,7 @@ __device__ __forceinline__ bool is_inside(const RowIndex& index, int64_t row) {
   return row >= 0 && row < index.rows;
 }
 
-// The entry at this place is no row.
+// Reports that the entry at this place is not a row.
 __device__ __forceinline__ void tell_wrong_row(WrongRowWord* word, const RowIndex& index, int64_t place) {
   word->found = static_cast<uint64_t>(place + 1) << 32 | static_cast<uint32_t>(index.rows);
 }

@@ -1,5 +1,5 @@
-// Rows of a matrix taken by an index, so that a product can skip a permute, and their gradient: the torch side of
-// common/row_index_args.h, for host files. CPU or CUDA, by the device of the tensors; on CUDA nothing is read on the host.
+// Rows of a matrix gathered by an index, so that a GEMM can skip a permutation, and their gradient: for host
+// files (common/row_index_args.h). On CUDA nothing is read on the host.
 #pragma once
 
 #include "common/check.h"
@@ -9,20 +9,22 @@ namespace transformer_plugin {
 
 // int32 or int64 [T], contiguous, on the device of `matrix`, which has at most 2^31 - 1 rows.
 void check_row_index(const Argument& index, const Argument& matrix);
-// On a CPU an entry outside of the matrix is a ValueError; on a GPU the kernel that follows it notices.
+// On a CPU an entry outside of the matrix is a ValueError; on a GPU the kernel reports it.
 void check_row_entries(const Argument& index, const Argument& matrix, const at::Tensor& offsets);
-// A ValueError in the name of `op` if a GPU noticed a wrong entry since the last one. Waits for nothing.
+// Raises a ValueError in the name of `op` if a kernel has reported a wrong entry since the last error. Does
+// not synchronize.
 void check_earlier_rows(const char* op);
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
-// What a kernel follows the index by. The rows of the matrix have inner stride 1.
+// The kernel arguments for gathering rows. The rows of the matrix have inner stride 1.
 TakenRows rows_by_index(const at::Tensor& matrix, const at::Tensor& index, const at::Tensor& offsets);
 #endif
 
-// [T, K]: matrix[index[i]] for the rows i of the groups, zeros where a GPU finds no such row; the tail is undefined.
+// [T, K]: matrix[index[i]] for rows i of the groups; zeros for a wrong entry on a GPU; the tail is undefined.
 at::Tensor take_rows(const at::Tensor& matrix, const at::Tensor& index, const at::Tensor& offsets);
 
-// [num_rows, K]: the sum of the rows of `taken` over the places that a row was taken to, in their order.
+// [num_rows, K]: for each row of the matrix, the sum of the rows of `taken` that were gathered from it, in
+// their order.
 at::Tensor sum_taken_rows(const at::Tensor& taken, const at::Tensor& index, const at::Tensor& offsets,
                           int64_t num_rows);
 

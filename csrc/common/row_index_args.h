@@ -1,8 +1,8 @@
-// What the kernels that take rows by an index work on, without torch.
+// The arguments of kernels that gather rows by an index.
 //
-// `index` [places] names the rows of a matrix. Places from `end` on are the tail: their entries are never followed. On a
-// GPU, where the host does not read the index, an entry outside the matrix counts as a row of zeros and leaves word in memory
-// of the host, as wrong group sizes do (offsets.h).
+// `index` [places] contains row numbers of a matrix. Places from `end` on are the tail and are ignored. On a
+// GPU, where the host does not read the index, an entry outside of the matrix counts as a row of zeros and is
+// reported in pinned host memory, like wrong group sizes (offsets.h).
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,8 @@
 
 namespace transformer_plugin {
 
-// What a GPU noticed about an index, in one store: the place of a wrong entry, plus 1, above the rows of the matrix.
+// A report about an index on a GPU, written by one store: the place of a wrong entry plus 1 in the upper
+// half, the rows of the matrix in the lower.
 struct WrongRowWord {
   volatile uint64_t found;
 };
@@ -25,7 +26,7 @@ struct RowIndex {
   const int32_t* end;  // on the device of the entries
 };
 
-// Rows of a matrix by an index, on a GPU.
+// Rows of a matrix gathered by an index, on a GPU.
 struct TakenRows {
   RowIndex index;
   const void* matrix;
@@ -33,15 +34,16 @@ struct TakenRows {
   int64_t stride_bytes;  // between rows of the matrix
   WrongRowWord* word;
 };
-// output[i] = matrix[index[i]] for the places before the tail, rows back to back; what is past them stays as it is.
+// output[i] = matrix[index[i]] for the places before the tail, contiguous rows; output after them is not
+// written.
 void launch_take_rows(const TakenRows& rows, void* output, void* stream);
 
-// keys[i] = index[i], or `rows` where it is not to be followed.
+// keys[i] = index[i], or `rows` if the entry is to be ignored.
 void launch_row_keys(const RowIndex& index, int32_t* keys, void* stream);
 
-// output[r] = the sum of taken[i] over the places i with index[i] = r, in ascending order of i, from zero, in FP32 (FP64
-// for float64), rounded once. `order` are the places in the order of their rows, those of row r from the first of
-// `sorted_keys` on that is r.
+// output[r] = the sum of taken[i] over the places i with index[i] = r, in ascending order of i, from zero, in
+// FP32 (FP64 for float64), rounded once. `order` lists the places sorted by row; those of row r begin where
+// `sorted_keys` first equals r.
 struct SumTakenRowsArgs {
   const void* taken;  // [places, width]
   const int32_t* sorted_keys;

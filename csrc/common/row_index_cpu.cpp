@@ -1,3 +1,4 @@
+// Sums of gathered rows on a CPU (common/row_index_args.h).
 #include <ATen/Parallel.h>
 
 #include <algorithm>

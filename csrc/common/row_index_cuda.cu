@@ -1,3 +1,5 @@
+// Kernels that gather rows by an index and sum gathered rows (common/row_index_args.h). Blocks of 256
+// threads, no shared memory.
 #include <algorithm>
 
 #include "common/device_types.cuh"
@@ -11,7 +13,8 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 
-// One warp a row, in words as wide as sizes and addresses allow.
+// output[i] = matrix[index[i]]. One warp per row, grid-stride loop, in the widest words that sizes and
+// addresses allow.
 template <typename Word>
 __global__ void take_rows_kernel(TakenRows rows, void* to) {
   const int lane = threadIdx.x % kWarpSize;
@@ -37,7 +40,7 @@ __global__ void row_keys_kernel(RowIndex index, int32_t* keys) {
   }
 }
 
-// The first place in the order whose key is not below `row`.
+// The first position in the order whose key is not below `row`.
 __device__ __forceinline__ int64_t first_of(const int32_t* keys, int64_t places, int64_t row) {
   int64_t low = 0, high = places;
   while (low < high) {
@@ -51,7 +54,7 @@ __device__ __forceinline__ int64_t first_of(const int32_t* keys, int64_t places,
   return low;
 }
 
-// One block a row of the output; every thread sums its own columns.
+// One block of 256 threads per row of the output; each thread sums its own columns.
 template <typename T>
 __global__ void sum_taken_rows_kernel(SumTakenRowsArgs args) {
   const T* taken = static_cast<const T*>(args.taken);

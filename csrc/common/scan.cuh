@@ -1,4 +1,4 @@
-// Running sums over a block of threads.
+// Prefix sums over a block of threads.
 #pragma once
 
 #include "common/launch.cuh"
@@ -11,7 +11,7 @@ struct BlockScan {
   static_assert(kThreads % kWarpSize == 0, "whole warps");
   T of_warp[kWarps];
 
-  // The sum of `value` over the threads up to this one; `total` becomes that over all. Every thread calls it.
+  // The inclusive prefix sum of `value`; `total` becomes the sum over all threads. Called by all threads.
   __device__ __forceinline__ T inclusive(T value, T& total) {
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
 #pragma unroll
@@ -19,7 +19,7 @@ struct BlockScan {
       const T left = __shfl_up_sync(0xffffffffu, value, distance);
       if (lane >= distance) value += left;
     }
-    __syncthreads();  // the sums of the call before have been read
+    __syncthreads();  // the previous call's sums have been read
     if (lane == kWarpSize - 1) of_warp[warp] = value;
     __syncthreads();
     total = 0;

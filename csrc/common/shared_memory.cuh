@@ -1,4 +1,4 @@
-// Shared memory: addresses in it, and more of it than a kernel has without asking.
+// Shared memory: addresses, and opting in to more dynamic shared memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,14 +9,14 @@
 namespace transformer_plugin {
 
 #ifdef __CUDACC__
-// What instructions take for a place in shared memory.
+// The address that PTX instructions take for shared memory.
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 #endif
 
-// Lets a kernel have so much dynamic shared memory, which CUDA is asked once for each device: of each call it would take
-// part of the time that a launch takes. One object for each kernel, static.
+// Opts a kernel in to `bytes` of dynamic shared memory, once per device: the call to CUDA takes a noticeable
+// part of the time of a launch. One static object per kernel.
 class DynamicSharedMemory {
  public:
   template <typename Kernel>

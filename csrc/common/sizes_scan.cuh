@@ -1,4 +1,4 @@
-// Where groups begin and end, by one block of threads.
+// First and last rows of groups, computed by one block of threads.
 #pragma once
 
 #include "common/offsets.h"
@@ -11,8 +11,9 @@ struct SizesScan {
   BlockScan<int64_t, kThreads> ends;
   int64_t first_wrong;
 
-  // Calls visit(g, begin, end) with the rows of each group, cut at the buffer's, all threads together: also with
-  // g >= groups, for no rows. Each pass takes kThreads sizes; the running end carries over.
+  // Calls visit(g, begin, end) for the rows of each group, cut at the end of the buffer, with all threads
+  // together; also with g >= groups, for no rows. Each pass takes kThreads sizes and adds the end of the
+  // previous pass.
   template <typename Size, typename Visit>
   __device__ __forceinline__ void visit(const Size* sizes, int64_t groups, int64_t rows, WrongSizesWord* word,
                                         Visit&& visit) {
@@ -21,7 +22,7 @@ struct SizesScan {
     for (int64_t start = 0; start < groups; start += kThreads) {
       const int64_t g = start + threadIdx.x;
       const int64_t size = g < groups ? static_cast<int64_t>(sizes[g]) : 0;
-      // One size past the buffer already cuts everything after it, so larger ones need not be told apart.
+      // One size past the buffer already cuts everything after it, so larger ones need not be distinguished.
       const int64_t counted = size < 0 ? 0 : (size > rows ? rows : size);
       int64_t total;
       const int64_t end = carried + ends.inclusive(counted, total);

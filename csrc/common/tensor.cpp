@@ -1,3 +1,4 @@
+// Allocation of new tensors (common/tensor.h).
 #include "common/tensor.h"
 
 #include <ATen/Context.h>
@@ -12,14 +13,14 @@
 namespace transformer_plugin {
 namespace {
 
-// at::empty fills what it allocates where torch is asked to be deterministic.
+// Whether torch's deterministic mode fills new tensors, as at::empty does.
 bool is_filled() {
   const at::Context& context = at::globalContext();
   return context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory();
 }
 
-// Memory of this many bytes is asked for in huge pages, as NumPy asks for as many: where the system has them for those who
-// ask, the kernel clears fresh memory in less than half of the time. It is a wish; without them nothing changes.
+// From this size on, huge pages are requested, as NumPy does: where the system grants them, the kernel clears
+// fresh memory in less than half the time.
 constexpr uintptr_t kLarge = uintptr_t{1} << 22, kPage = 4096;
 
 void ask_for_huge_pages(const at::Tensor& fresh) {
@@ -33,7 +34,7 @@ void ask_for_huge_pages(const at::Tensor& fresh) {
 
 }  // namespace
 
-// Kernels know their device, so they need not ask the dispatcher twice, as at::empty does: a fifth of its time.
+// Allocates without the dispatcher, which at::empty asks twice: a fifth of its time.
 at::Tensor empty(const at::Tensor& like, c10::SymIntArrayRef sizes, at::ScalarType dtype) {
   const auto numbers = c10::asIntArrayRefSlowOpt(sizes);
   if (numbers && !is_filled()) {
@@ -47,7 +48,7 @@ at::Tensor empty(const at::Tensor& like, c10::SymIntArrayRef sizes, at::ScalarTy
 #endif
   }
   const auto options = like.options().memory_format(std::nullopt);
-  // Two of them are a byte, and at::empty cannot fill them.
+  // at::empty cannot fill float4_e2m1fn_x2.
   if (dtype == at::kFloat4_e2m1fn_x2 && is_filled()) {
     return at::empty_symint(sizes, options.dtype(at::kByte)).view(dtype);
   }

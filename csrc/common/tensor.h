@@ -1,4 +1,4 @@
-// Between torch's world and the kernels': element types, streams, and the symbolic shapes that real and Meta share.
+// Conversions between torch and kernels: element types, streams, and allocation with symbolic shapes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,12 +30,13 @@ inline DType to_dtype(at::ScalarType dtype) {
   }
 }
 
-// A fresh contiguous tensor on the device of `like`; symbolic sizes stay symbolic.
+// A new contiguous tensor on the device of `like`; symbolic sizes stay symbolic.
 at::Tensor empty(const at::Tensor& like, c10::SymIntArrayRef sizes, at::ScalarType dtype);
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
-// The device of a tensor, made current, and its current stream. With None or a tensor of another kind of device, which an op
-// gets here when another argument is on a GPU, nothing changes: the op's checks come after and say what is wrong.
+// Makes the device of a tensor current, and provides its current stream. For None or a tensor on another kind
+// of device, which an op may get here if another argument is on a GPU, nothing changes: the op's checks raise
+// the error later.
 class CudaScope {
  public:
   explicit CudaScope(const at::Tensor& tensor)
@@ -51,7 +52,8 @@ class CudaScope {
 
 using OptionalTensorArg = const std::optional<at::Tensor>&;
 
-// The dispatcher's handle of one of our ops, found once: `static const auto op = find_op<Signature>("swiglu")`.
+// The dispatcher's handle of one of our ops, looked up once: `static const auto op =
+// find_op<Signature>("swiglu")`.
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> find_op(const char* name) {
   return c10::Dispatcher::singleton()

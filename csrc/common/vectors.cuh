@@ -1,4 +1,4 @@
-// 16 bytes at once: of a float type, and as floats.
+// 16-byte vectors of a float type, and their values as floats.
 #pragma once
 
 #include <cstring>
@@ -33,7 +33,7 @@ struct Floats {
     }
   }
 
-  // Each rounded to nearest, two in one instruction where there is one.
+  // Rounds to nearest, two values per instruction where there is one.
   __device__ __forceinline__ uint4 rounded() const {
     uint4 vector;
     if constexpr (std::is_same_v<T, float>) {

@@ -24,7 +24,7 @@ struct Expected {
 
 // What the list holds for one direction.
 std::vector<Expected> expected_along(const Tensor& weight, const Format& format, bool columns) {
-  const quantize::Operand operand = quantize::operand_of(weight, false, nullptr);
+  const quantize::MatrixShape operand = quantize::matrix_shape(weight, false, nullptr);
   if (format.family == FormatFamily::kBFloat16) return {{at::kBFloat16, operand.value_sizes()}};
   std::vector<Expected> expected{
       {quantize::element_dtype(format), operand.data_sizes(format, columns)},

@@ -1,9 +1,9 @@
+// rms_norm, layer_norm, their forms that return statistics, and their gradients (norm/norm.h).
 #include "norm/norm.h"
-
-#include <torch/library.h>
 
 #include "common/autograd.h"
 #include "common/check.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "norm/norm_call.h"
 
@@ -21,19 +21,19 @@ struct Forward {
   Stats stats;
 };
 
-// Checks and the outputs, the same for every backend.
-Forward forward_outputs(const Call& call) {
+// Checks and outputs, the same for every backend.
+Forward forward_outputs(const NormCall& call) {
   check_norm(call);
   return {empty(call.input, call.input.sym_sizes(), call.input.scalar_type()), make_stats(call)};
 }
 
-Tensor plain_output(const Call& call) {
+Tensor plain_output(const NormCall& call) {
   check_norm(call);
   return empty(call.input, call.input.sym_sizes(), call.input.scalar_type());
 }
 
-void launch(const Call& call, const Tensor& output, const Stats* stats) {
-  const Arguments arguments(call, stats);
+void launch(const NormCall& call, const Tensor& output, const Stats* stats) {
+  const NormArgsOwner arguments(call, stats);
   if (output.is_cpu()) return norm_cpu(arguments.get(), output.mutable_data_ptr());
 #ifdef TRANSFORMER_PLUGIN_CUDA
   const CudaScope scope(output);
@@ -41,13 +41,13 @@ void launch(const Call& call, const Tensor& output, const Stats* stats) {
 #endif
 }
 
-Forward run_forward(const Call& call) {
+Forward run_forward(const NormCall& call) {
   const Forward result = forward_outputs(call);
   launch(call, result.output, &result.stats);
   return result;
 }
 
-Tensor run_plain(const Call& call) {
+Tensor run_plain(const NormCall& call) {
   const Tensor output = plain_output(call);
   launch(call, output, nullptr);
   return output;
@@ -58,14 +58,14 @@ struct BackwardCall {
   const Tensor& grad;
   const Tensor& input;
   const OptionalTensor& weight;
-  const OptionalTensor& mean;  // given when centered
+  const OptionalTensor& mean;  // given if centered
   const Tensor& rstd;
   bool zero_centered;
   bool has_bias;
 };
 
 struct Gradients {
-  Tensor input, weight, bias;  // the last two of no elements where there is no parameter
+  Tensor input, weight, bias;  // weight and bias have no elements if there is no such parameter
 };
 
 void check_stats(const BackwardCall& call, const char* name, const Tensor& stats) {
@@ -95,7 +95,7 @@ Gradients backward_outputs(const BackwardCall& call) {
           empty(call.input, {call.has_bias ? cols : none}, dtype)};
 }
 
-// Sums over the rows, and what they need while they are made; of nothing when they are not asked for.
+// Column sums over the rows and their scratch memory; undefined if not requested.
 struct Sums {
   Tensor partial, sums;
 
@@ -110,7 +110,7 @@ struct Sums {
     if (!sums.defined()) return {nullptr, nullptr, nullptr, 1, rows, cols};
     return {partial.mutable_data_ptr<float>(), sums.mutable_data_ptr<float>(), nullptr, 1, rows, cols};
   }
-  // Rounded once.
+  // Rounds once to the dtype of the gradient.
   void round_into(Tensor& gradient) const {
     if (sums.defined()) gradient = sums.to(gradient.scalar_type());
   }
@@ -148,44 +148,47 @@ Gradients run_backward(const BackwardCall& call) {
   return gradients;
 }
 
-// The ops of one backend: `plain`, `forward` and `backward` of calls.
-template <auto plain, auto forward, auto backward>
-void register_ops(torch::Library& m) {
-  m.impl("rms_norm", [](const Tensor& input, const OptionalTensor& weight, double eps, bool zero_centered) {
-    return plain(Call{"rms_norm", false, input, weight, kNoTensor, eps, zero_centered});
-  });
-  m.impl("rms_norm_forward",
-         [](const Tensor& input, const OptionalTensor& weight, double eps, bool zero_centered) -> Two {
-           const Forward f =
-               forward(Call{"rms_norm_forward", false, input, weight, kNoTensor, eps, zero_centered});
-           return {f.output, f.stats.rstd};
-         });
-  m.impl("rms_norm_backward",
-         [](const Tensor& grad, const Tensor& input, const OptionalTensor& weight, const Tensor& rstd,
-            bool zero_centered) -> Two {
-           const Gradients g = backward(
-               BackwardCall{"rms_norm_backward", grad, input, weight, kNoTensor, rstd, zero_centered, false});
-           return {g.input, g.weight};
-         });
-  m.impl("layer_norm", [](const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                          double eps, bool zero_centered) {
-    return plain(Call{"layer_norm", true, input, weight, bias, eps, zero_centered});
-  });
-  m.impl("layer_norm_forward",
-         [](const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-            bool zero_centered) -> Three {
-           const Forward f =
-               forward(Call{"layer_norm_forward", true, input, weight, bias, eps, zero_centered});
-           return {f.output, f.stats.mean, f.stats.rstd};
-         });
-  m.impl("layer_norm_backward",
-         [](const Tensor& grad, const Tensor& input, const OptionalTensor& weight, const Tensor& mean,
-            const Tensor& rstd, bool zero_centered, bool has_bias) -> Three {
-           const OptionalTensor means = mean;
-           const Gradients g = backward(BackwardCall{"layer_norm_backward", grad, input, weight, means, rstd,
-                                                     zero_centered, has_bias});
-           return {g.input, g.weight, g.bias};
-         });
+// The registered functions. `plain`, `forward` and `backward` are those of the devices or of Meta.
+
+template <Tensor (*plain)(const NormCall&)>
+Tensor rms_norm(const Tensor& input, const OptionalTensor& weight, double eps, bool zero_centered) {
+  return plain({"rms_norm", false, input, weight, kNoTensor, eps, zero_centered});
+}
+
+template <Forward (*forward)(const NormCall&)>
+Two rms_norm_forward(const Tensor& input, const OptionalTensor& weight, double eps, bool zero_centered) {
+  const Forward f = forward({"rms_norm_forward", false, input, weight, kNoTensor, eps, zero_centered});
+  return {f.output, f.stats.rstd};
+}
+
+template <Gradients (*backward)(const BackwardCall&)>
+Two rms_norm_backward(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
+                      const Tensor& rstd, bool zero_centered) {
+  const Gradients g =
+      backward({"rms_norm_backward", grad, input, weight, kNoTensor, rstd, zero_centered, false});
+  return {g.input, g.weight};
+}
+
+template <Tensor (*plain)(const NormCall&)>
+Tensor layer_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                  bool zero_centered) {
+  return plain({"layer_norm", true, input, weight, bias, eps, zero_centered});
+}
+
+template <Forward (*forward)(const NormCall&)>
+Three layer_norm_forward(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                         double eps, bool zero_centered) {
+  const Forward f = forward({"layer_norm_forward", true, input, weight, bias, eps, zero_centered});
+  return {f.output, f.stats.mean, f.stats.rstd};
+}
+
+template <Gradients (*backward)(const BackwardCall&)>
+Three layer_norm_backward(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
+                          const Tensor& mean, const Tensor& rstd, bool zero_centered, bool has_bias) {
+  const OptionalTensor means = mean;
+  const Gradients g =
+      backward({"layer_norm_backward", grad, input, weight, means, rstd, zero_centered, has_bias});
+  return {g.input, g.weight, g.bias};
 }
 
 Two call_rms_norm_forward(const Tensor& input, const OptionalTensor& weight, double eps, bool zero_centered) {
@@ -201,8 +204,8 @@ Three call_layer_norm_forward(const Tensor& input, const OptionalTensor& weight,
   return op.call(input, weight, bias, eps, zero_centered);
 }
 
-// What is known of a call is the node's type, so that it keeps nothing but tensors. Statistics are outputs only of the ops
-// that return them: a node's outputs cost.
+// Flags are template parameters of the node, so that it saves only tensors. Only the ops that return
+// statistics have them as outputs of the node, because each output costs time.
 template <bool zero_centered>
 class RmsNormFunction : public DifferentiableOnce<RmsNormFunction<zero_centered>> {
  public:
@@ -326,20 +329,17 @@ Tensor layer_norm_autograd(const Tensor& input, const OptionalTensor& weight, co
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { register_ops<run_plain, run_forward, run_backward>(m); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
-  register_ops<plain_output, forward_outputs, backward_outputs>(m);
-}
+TP_IMPL("rms_norm", rms_norm<run_plain>, rms_norm<plain_output>, rms_norm_autograd);
+TP_IMPL("rms_norm_forward", rms_norm_forward<run_forward>, rms_norm_forward<forward_outputs>,
+        rms_norm_forward_autograd);
+TP_IMPL("layer_norm", layer_norm<run_plain>, layer_norm<plain_output>, layer_norm_autograd);
+TP_IMPL("layer_norm_forward", layer_norm_forward<run_forward>, layer_norm_forward<forward_outputs>,
+        layer_norm_forward_autograd);
 
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
-  m.impl("rms_norm", rms_norm_autograd);
-  m.impl("rms_norm_forward", rms_norm_forward_autograd);
-  m.impl("layer_norm", layer_norm_autograd);
-  m.impl("layer_norm_forward", layer_norm_forward_autograd);
-}
-
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { register_ops<run_plain, run_forward, run_backward>(m); }
-#endif
+// The backward ops have no Autograd registration.
+TP_IMPL_CPU_CUDA("rms_norm_backward", rms_norm_backward<run_backward>);
+TP_IMPL_FOR(Meta, "rms_norm_backward", rms_norm_backward<backward_outputs>);
+TP_IMPL_CPU_CUDA("layer_norm_backward", layer_norm_backward<run_backward>);
+TP_IMPL_FOR(Meta, "layer_norm_backward", layer_norm_backward<backward_outputs>);
 
 }  // namespace transformer_plugin::norm

@@ -1,3 +1,5 @@
+// The backward of the norms on a CPU: input gradients in parallel over rows, then column sums for weight and
+// bias.
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -19,7 +21,7 @@ Row row_of(const NormBackwardArgs& args, int64_t row) {
   return {args.mean ? args.mean[row] : 0.0f, args.rstd[row]};
 }
 
-// What reaches the normalised values.
+// The gradient of the normalised values.
 template <typename T>
 TP_CPU_CLONES void scaled_gradient(const T* grad, const T* weight, bool zero_centered, float* scaled,
                                    int64_t count) {
@@ -90,7 +92,7 @@ TP_CPU_CLONES void products(const T* grad, const T* input, Row row, float* terms
 
 constexpr int64_t kColumnsAtOnce = 128;
 
-// `terms(row, column, columns, target)` of all rows, summed.
+// Column sums over all rows of the terms that `terms(row, column, columns, target)` computes.
 template <typename Terms>
 void sum_columns(const ColumnSums& sums, Terms&& terms) {
   if (!sums.sums) return;

@@ -1,3 +1,11 @@
+// The backward of RMSNorm and LayerNorm (norm/norm.h): grad and input [rows, cols], any width, dtype and
+// alignment.
+//
+// norm_backward_kernel computes the input's gradients: one block of 128 threads per row, 8 columns per thread
+// and step; shared memory for the sums of 4 warps. sum_columns_kernel computes column sums for the gradients
+// of weight and bias: one block of 256 threads per tile of 128x128, in which warp w holds rows 16w .. 16w +
+// 15 and lane l columns 4l .. 4l + 3; shared memory for the sums of 8 warps. launch_add_tile_sums then adds
+// the sums of tiles (common/column_sums.h).
 #include "common/column_sums.cuh"
 #include "norm/norm_row.cuh"
 #include "quantize/cuda/tile/tile_fragment.cuh"
@@ -15,7 +23,7 @@ struct Row {
   __device__ __forceinline__ float normalised(float x) const { return (x - mean) * rstd; }
 };
 
-// A row a block: the sums over it, then the gradients of its input.
+// One block per row: the sums over the row, then the gradients of its input.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     norm_backward_kernel(const __grid_constant__ NormBackwardArgs args) {
@@ -44,10 +52,10 @@ __global__ void __launch_bounds__(kThreads)
       products[i] = products[i] + scaled[i] * row.normalised(x[i]);
     }
   });
-  int turn = 0;
+  int parity = 0;
   const float n = static_cast<float>(args.cols);
-  const float mean_grad = args.mean ? sum_of_partials(grads, buffers, turn) / n : 0.0f;
-  const float mean_product = sum_of_partials(products, buffers, turn) / n;
+  const float mean_grad = args.mean ? sum_of_partials(grads, buffers, parity) / n : 0.0f;
+  const float mean_product = sum_of_partials(products, buffers, parity) / n;
   for_each_unit(args.cols, [&](int64_t first, int count) {
     float scaled[kUnit], x[kUnit], of_input[kUnit];
     read(first, count, scaled, x);
@@ -62,7 +70,8 @@ __global__ void __launch_bounds__(kThreads)
 
 static_assert(quantize::kTile == kSumRows, "a tile is a whole branch of the sums' tree");
 
-// A block sums a tile of 128 rows and columns: the products of gradients with normalised values, and the gradients.
+// One block per tile of 128x128: column sums of the gradients times the normalised values, and of the
+// gradients.
 template <typename T>
 __global__ void __launch_bounds__(quantize::kThreads, 2)
     sum_columns_kernel(const __grid_constant__ NormBackwardArgs args, int64_t column_tiles) {
@@ -75,12 +84,12 @@ __global__ void __launch_bounds__(quantize::kThreads, 2)
   tile.col = (blockIdx.x - tile.row_tile * column_tiles) * quantize::kTile;
   tile.cols = static_cast<int>(min(args.cols - tile.col, static_cast<int64_t>(quantize::kTile)));
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const quantize::Part<T> grad(args.grad, args.cols, tile, warp, lane);
-  const quantize::Part<T> input(args.input, args.cols, tile, warp, lane);
-  // Lane r has row r of the warp's; a row that is not there has a gradient of 0.
-  const float own_mean = args.mean ? quantize::read_probs(args.mean, tile, warp, lane) : 0.0f;
-  const float own_rstd = quantize::read_probs(args.rstd, tile, warp, lane);
-  constexpr int kBatch = quantize::kRowsUnderWay<T>;
+  const quantize::FragmentReader<T> grad(args.grad, args.cols, tile, warp, lane);
+  const quantize::FragmentReader<T> input(args.input, args.cols, tile, warp, lane);
+  // Lane r holds the statistics of row r of the warp. Rows outside of the matrix have gradients of 0.
+  const float own_mean = args.mean ? quantize::load_row_scalar(args.mean, tile, warp, lane) : 0.0f;
+  const float own_rstd = quantize::load_row_scalar(args.rstd, tile, warp, lane);
+  constexpr int kBatch = quantize::kRowsInFlight<T>;
   constexpr int kBatches = quantize::kRowsPerThread / kBatch;
   float of_weight[kBatches][kColsPerThread], of_bias[kBatches][kColsPerThread];
 #pragma unroll

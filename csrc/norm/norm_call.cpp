@@ -1,3 +1,4 @@
+// Checks and kernel arguments of the norms (norm/norm_call.h).
 #include "norm/norm_call.h"
 
 #include "common/check.h"
@@ -27,7 +28,7 @@ void check_parameter(const char* op, const char* name, const OptionalTensor& par
   check_size(argument, 0, input.sym_size(-1), "the last dimension of 'input'");
 }
 
-void check_norm(const Call& call) {
+void check_norm(const NormCall& call) {
   check_dtype({call.op, "input", call.input}, kFloatTypes);
   TP_CHECK_VALUE(call.input.dim() >= 1 && call.input.sym_size(-1) >= 1, call.op, "input",
                  "a last dimension of at least 1", describe(call.input),
@@ -38,7 +39,7 @@ void check_norm(const Call& call) {
                  "Pass a small one, for example 1e-5");
 }
 
-Stats make_stats(const Call& call) {
+Stats make_stats(const NormCall& call) {
   const auto sizes = call.input.sym_sizes();
   const c10::SymIntArrayRef rows = sizes.slice(0, sizes.size() - 1);
   Stats stats;
@@ -47,7 +48,7 @@ Stats make_stats(const Call& call) {
   return stats;
 }
 
-Arguments::Arguments(const Call& call, const Stats* stats)
+NormArgsOwner::NormArgsOwner(const NormCall& call, const Stats* stats)
     : input_(call.input.contiguous()), weight_(contiguous(call.weight)), bias_(contiguous(call.bias)) {
   const int64_t cols = input_.size(-1);
   args_ = {input_.const_data_ptr(),

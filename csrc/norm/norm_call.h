@@ -1,4 +1,5 @@
-// The torch side that the norms share with the ops that quantize them: what a call is, its checks, its kernels' arguments.
+// Shared by the norms and the ops that quantize their results: the call, its checks, and the kernel
+// arguments.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +15,7 @@ using OptionalTensor = std::optional<at::Tensor>;
 inline const OptionalTensor kNoTensor = std::nullopt;
 
 // A call of one of the two norms: LayerNorm is centered.
-struct Call {
+struct NormCall {
   const char* op;
   bool centered;
   const at::Tensor& input;  // [..., cols]
@@ -24,22 +25,23 @@ struct Call {
   bool zero_centered;
 };
 
-// A mean and a reciprocal root for each row; no mean unless centered.
+// The mean and the reciprocal root of each row; no mean unless centered.
 struct Stats {
   at::Tensor mean, rstd;
 };
 
 // The checks of every backend.
-void check_norm(const Call& call);
+void check_norm(const NormCall& call);
 void check_parameter(const char* op, const char* name, const OptionalTensor& parameter,
                      const at::Tensor& input);
-// Fresh, over symbolic sizes: the same for every backend.
-Stats make_stats(const Call& call);
+// New tensors; sizes may be symbolic.
+Stats make_stats(const NormCall& call);
 
-// What kernels read, contiguous, and their arguments. Statistics are written where they are given.
-class Arguments {
+// The kernel arguments, and the contiguous tensors that they point to. Statistics are written if `stats` is
+// not null.
+class NormArgsOwner {
  public:
-  Arguments(const Call& call, const Stats* stats);
+  NormArgsOwner(const NormCall& call, const Stats* stats);
   const NormArgs& get() const { return args_; }
 
  private:

@@ -1,3 +1,4 @@
+// RMSNorm and LayerNorm on a CPU: rows in parallel, columns vectorized.
 #include "norm/norm_cpu.h"
 
 #include <ATen/Parallel.h>
@@ -24,14 +25,14 @@ TP_CPU_CLONES void add_squares(const T* input, float mean, float* partials, int6
   }
 }
 
-// A power of two that takes them all: what lies beyond is zero, and adds nothing.
+// The smallest power of two of partial sums that holds all columns: the others are zero and add nothing.
 int64_t used_partials(int64_t cols) {
   int64_t count = kPartialSums;
   while (count / 2 >= cols && count > 1) count /= 2;
   return count;
 }
 
-// Of a power of two of terms. Overwrites them.
+// The sum of a power of two of terms, which are overwritten.
 TP_CPU_CLONES float sum_of_neighbours(float* terms, int64_t count) {
   alignas(64) float other[kPartialSums / 2];
   float *from = terms, *to = other;
@@ -44,7 +45,7 @@ TP_CPU_CLONES float sum_of_neighbours(float* terms, int64_t count) {
   return from[0];
 }
 
-// `add(first column, columns, partials)` for each kPartialSums columns, then the sum.
+// Calls `add(first column, columns, partials)` for each kPartialSums columns and returns the sum.
 template <typename Add>
 float sum_over_row(int64_t cols, Add&& add) {
   alignas(64) float partials[kPartialSums];
@@ -106,7 +107,7 @@ void normalise_row(const NormArgs& args, const RowStats& stats, const T* input, 
   });
 }
 
-// What columns are multiplied by and what is added, converted once for all rows.
+// gamma and beta of the columns are converted once for all rows.
 template <typename T, bool kWeight, bool kBias>
 TP_CPU_CLONES void normalise_part(const T* input, int64_t stride, const T* weight, const T* bias,
                                   bool zero_centered, const RowStats* stats, int rows, int cols,
@@ -140,14 +141,15 @@ RowStats stats_of_row_cpu(const NormArgs& args, int64_t row) {
   return stats;
 }
 
-void normalise_cpu(const NormArgs& args, const RowStats* stats, const Part& part, quantize::Values& values) {
+void normalise_cpu(const NormArgs& args, const RowStats* stats, const Region& region,
+                   quantize::FloatTile& values) {
   visit_float(args.dtype, [&](auto element) {
     using T = decltype(element);
     visit_affine(args, [&](auto weight, auto bias) {
       normalise_part<T, weight.value, bias.value>(
-          static_cast<const T*>(args.input) + part.row * args.cols + part.first, args.cols,
-          columns_of<T>(args.weight, part.first), columns_of<T>(args.bias, part.first), args.zero_centered,
-          stats, part.rows, part.cols, values.at);
+          static_cast<const T*>(args.input) + region.row * args.cols + region.first, args.cols,
+          columns_of<T>(args.weight, region.first), columns_of<T>(args.bias, region.first),
+          args.zero_centered, stats, region.rows, region.cols, values.at);
     });
   });
 }

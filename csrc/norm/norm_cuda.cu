@@ -1,10 +1,12 @@
+// Launches the norm kernel (norm/norm_kernel.cuh) with a sink that stores the normalised values;
+// norm_loop_kernel for rows that do not fit registers.
 #include "norm/norm_kernel.cuh"
 #include "norm/norm_quantize.h"
 
 namespace transformer_plugin::norm {
 namespace {
 
-// The values as they are.
+// Stores the normalised values in their dtype.
 template <int kUnits>
 struct PlainSink {
   struct Shared {};
@@ -14,7 +16,7 @@ struct PlainSink {
   __device__ __forceinline__ void begin(Shared&) const {}
 
   template <typename Reload>
-  __device__ __forceinline__ void write(Shared&, const Units<kUnits>& x, const Part<kUnits>& part,
+  __device__ __forceinline__ void write(Shared&, const Units<kUnits>& x, const RowFragment<kUnits>& part,
                                         int64_t row, int, Reload&& reload) const {
     uint4* target = static_cast<uint4*>(output) + row * part.units + threadIdx.x;
 #pragma unroll

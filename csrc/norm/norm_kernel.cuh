@@ -1,5 +1,11 @@
-// Rows of bfloat16 that a block holds in registers: read once, whatever is done with them. A sink takes the rounded values
-// of each row; as it lets go of a unit, the same unit of the next row is on its way into its registers.
+// The fast norm kernel: rows of BF16 that fit into the registers of a block, so that each is read once.
+// Formulas: norm.h.
+//
+// Input: [rows, cols], cols a multiple of 8 up to 8192, 16-byte aligned. Grid: one block of 128 threads per 4
+// rows, which it processes in order. A unit is 8 neighbouring columns (16 bytes); thread t holds units t, t +
+// 128, ... of the row. A sink stores or quantizes the rounded values of each row; when it is done with a
+// unit, the same unit of the next row is loaded into its registers.
+// Shared memory: partial sums of 4 warps, and what the sink needs.
 #pragma once
 
 #include <type_traits>
@@ -10,10 +16,10 @@ namespace transformer_plugin::norm {
 
 using BFloat16 = __nv_bfloat16;
 
-inline constexpr int kMostUnits = 8;     // of a thread in a row
-inline constexpr int kRowsPerBlock = 4;  // one after the other
+inline constexpr int kMostUnits = 8;     // per thread in a row
+inline constexpr int kRowsPerBlock = 4;  // processed in order
 
-// Blocks that a multiprocessor should hold at once: as many as registers leave room for.
+// Blocks per multiprocessor, as many as registers allow.
 template <bool kCentered, int kUnits>
 inline constexpr int kBlocksPerSm = kCentered && kUnits > 5 ? 6 : 8;
 
@@ -22,13 +28,14 @@ inline bool fits_registers(const NormArgs& args) {
          is_vector_aligned(args.input) && is_vector_aligned(args.weight) && is_vector_aligned(args.bias);
 }
 
-// A thread's part of a row: unit k is unit `threadIdx.x + k * kThreads` of the row. Only the last may be missing.
+// A thread's part of a row: unit k is unit `threadIdx.x + k * kThreads` of the row. Only the last may be
+// outside of the row.
 template <int kUnits>
-struct Part {
+struct RowFragment {
   uint32_t units;  // of the row
   bool has_last;
 
-  __device__ __forceinline__ explicit Part(int64_t cols)
+  __device__ __forceinline__ explicit RowFragment(int64_t cols)
       : units(static_cast<uint32_t>(cols) / kUnit), has_last(threadIdx.x + (kUnits - 1) * kThreads < units) {}
   __device__ __forceinline__ bool has(int k) const { return k < kUnits - 1 || has_last; }
   __device__ __forceinline__ uint4 read(const void* row, int k) const {
@@ -36,13 +43,13 @@ struct Part {
   }
 };
 
-// The values of a thread, as they are stored. A unit that is missing is zeros.
+// The values of a thread in their dtype. A unit outside of the row is zero.
 template <int kUnits>
 struct Units {
   uint4 at[kUnits];
 };
 
-// Makes the compiler convert the values anew: kept as floats from one use to the next they take twice the registers.
+// Makes the compiler convert the values to floats again: kept as floats they would take twice the registers.
 template <int kUnits>
 __device__ __forceinline__ void forget_floats(Units<kUnits>& x) {
 #pragma unroll
@@ -51,10 +58,10 @@ __device__ __forceinline__ void forget_floats(Units<kUnits>& x) {
   }
 }
 
-// Of squares of differences to the mean. What is missing stays out of it.
+// The sum of squared differences to the mean. Units outside of the row are excluded.
 template <bool kCentered, int kUnits>
-__device__ __forceinline__ float sum_of_squares(const Units<kUnits>& x, const Part<kUnits>& part, float mean,
-                                                SumBuffers& buffers, int& turn) {
+__device__ __forceinline__ float sum_of_squares(const Units<kUnits>& x, const RowFragment<kUnits>& part,
+                                                float mean, SumBuffers& buffers, int& parity) {
   float partials[kUnit] = {};
 #pragma unroll
   for (int k = 0; k < kUnits; ++k) {
@@ -66,11 +73,11 @@ __device__ __forceinline__ float sum_of_squares(const Units<kUnits>& x, const Pa
       partials[i] = fmaf(difference, difference, partials[i]);
     }
   }
-  return sum_of_partials(partials, buffers, turn);
+  return sum_of_partials(partials, buffers, parity);
 }
 
 template <int kUnits>
-__device__ __forceinline__ float sum_of_values(const Units<kUnits>& x, SumBuffers& buffers, int& turn) {
+__device__ __forceinline__ float sum_of_values(const Units<kUnits>& x, SumBuffers& buffers, int& parity) {
   float partials[kUnit] = {};
 #pragma unroll
   for (int k = 0; k < kUnits; ++k) {
@@ -78,19 +85,19 @@ __device__ __forceinline__ float sum_of_values(const Units<kUnits>& x, SumBuffer
 #pragma unroll
     for (int i = 0; i < kUnit; ++i) partials[i] = partials[i] + values.at[i];
   }
-  return sum_of_partials(partials, buffers, turn);
+  return sum_of_partials(partials, buffers, parity);
 }
 
-// Vectors of parameters, a unit ahead of where they are used. Loads stay behind the fence of the unit before: were they all
-// to go first, as a compiler likes it, registers would not hold them.
+// Loads a vector of parameters one unit ahead of its use. fence_loads() keeps each load behind the previous
+// unit: the compiler would issue all loads first, for which there are not enough registers.
 template <int kUnits>
-struct Ahead {
+struct ParameterPrefetch {
   const void* vector;
   uint4 next;
 
-  __device__ __forceinline__ Ahead(const void* parameters, const Part<kUnits>& part)
+  __device__ __forceinline__ ParameterPrefetch(const void* parameters, const RowFragment<kUnits>& part)
       : vector(parameters), next(part.read(parameters, 0)) {}
-  __device__ __forceinline__ Floats<BFloat16> take(const Part<kUnits>& part, int k) {
+  __device__ __forceinline__ Floats<BFloat16> take(const RowFragment<kUnits>& part, int k) {
     const Floats<BFloat16> values(next);
     if (k + 1 < kUnits) next = part.read(vector, k + 1);
     return values;
@@ -101,12 +108,12 @@ __device__ __forceinline__ void fence_loads() { asm volatile("" ::: "memory"); }
 
 enum class Gamma { kOne, kWeight, kOnePlusWeight };
 
-// In place, rounded. What becomes of a unit that is missing is zero or NaN.
+// In place, rounded. A unit outside of the row becomes zero or NaN.
 template <bool kCentered, Gamma kGamma, bool kBias, int kUnits>
 __device__ __forceinline__ void normalise_units(const NormArgs& args, Units<kUnits>& x,
-                                                const Part<kUnits>& part, float mean, float rstd) {
-  Ahead<kUnits> weights(kGamma == Gamma::kOne ? args.input : args.weight, part);
-  Ahead<kUnits> biases(kBias ? args.bias : args.input, part);
+                                                const RowFragment<kUnits>& part, float mean, float rstd) {
+  ParameterPrefetch<kUnits> weights(kGamma == Gamma::kOne ? args.input : args.weight, part);
+  ParameterPrefetch<kUnits> biases(kBias ? args.bias : args.input, part);
 #pragma unroll
   for (int k = 0; k < kUnits; ++k) {
     Floats<BFloat16> values(x.at[k]);
@@ -132,10 +139,10 @@ __device__ __forceinline__ void normalise_units(const NormArgs& args, Units<kUni
   }
 }
 
-// By what is given.
+// Dispatches on whether there is a bias.
 template <bool kCentered, Gamma kGamma, int kUnits>
-__device__ __forceinline__ void normalise(const NormArgs& args, Units<kUnits>& x, const Part<kUnits>& part,
-                                          float mean, float rstd) {
+__device__ __forceinline__ void normalise(const NormArgs& args, Units<kUnits>& x,
+                                          const RowFragment<kUnits>& part, float mean, float rstd) {
   if (kCentered && args.bias) {
     normalise_units<kCentered, kGamma, true>(args, x, part, mean, rstd);
   } else {
@@ -144,16 +151,17 @@ __device__ __forceinline__ void normalise(const NormArgs& args, Units<kUnits>& x
 }
 
 // A sink has
-//   Shared                                       what its blocks need in shared memory
+//   Shared                                       its shared memory
 //   begin(shared)                                before the first row
-//   write(shared, x, part, row, index, reload)   a row, the index-th of the block; reload(k) once x.at[k] is done with
+//   write(shared, x, part, row, index, reload)   stores the index-th row of the block;
+//                                                calls reload(k) when x.at[k] is free
 //   finish(shared, first row, rows)              after the last row of the block
 template <bool kCentered, int kUnits, typename Sink>
 __global__ void __launch_bounds__(kThreads, (kBlocksPerSm<kCentered, kUnits>))
     norm_kernel(const __grid_constant__ NormArgs args, const __grid_constant__ Sink sink) {
   __shared__ SumBuffers buffers;
   __shared__ typename Sink::Shared shared;
-  const Part<kUnits> part(args.cols);
+  const RowFragment<kUnits> part(args.cols);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock;
   const int rows = static_cast<int>(min(static_cast<int64_t>(kRowsPerBlock), args.rows - first));
   const BFloat16* input = static_cast<const BFloat16*>(args.input) + first * args.cols;
@@ -162,11 +170,11 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerSm<kCentered, kUnits>))
 #pragma unroll
   for (int k = 0; k < kUnits; ++k) x.at[k] = part.read(input, k);
   sink.begin(shared);
-  int turn = 0;
+  int parity = 0;
   for (int r = 0; r < rows; ++r) {
-    const float mean = kCentered ? sum_of_values(x, buffers, turn) / count : 0.0f;
+    const float mean = kCentered ? sum_of_values(x, buffers, parity) / count : 0.0f;
     forget_floats(x);
-    const float squares = sum_of_squares<kCentered>(x, part, mean, buffers, turn);
+    const float squares = sum_of_squares<kCentered>(x, part, mean, buffers, parity);
     forget_floats(x);
     const float rstd = reciprocal_root(squares / count, args.eps);
     if (threadIdx.x == 0) {
@@ -189,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerSm<kCentered, kUnits>))
   sink.finish(shared, first, rows);
 }
 
-// Calls fn with the number of units of a thread that rows of so many columns take.
+// Calls fn with the number of units per thread for rows of `cols` columns, as a constant.
 template <typename Fn>
 void visit_units(int64_t cols, Fn&& fn) {
   switch ((cols + kPartialSums - 1) / kPartialSums) {

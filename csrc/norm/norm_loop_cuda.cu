@@ -1,4 +1,10 @@
-// Rows of any width, dtype and alignment: read once for each sum and once more, from the caches where these hold a row.
+// The general norm kernel: any width, dtype and alignment; the result is stored or quantized to FP8 or MXFP8.
+// Formulas: norm.h.
+//
+// Input: [rows, cols]. Grid: one block of 128 threads per row. A row is read once for each sum and once more
+// for the result, from the cache if it fits. A thread processes 8 neighbouring columns at a time; 16 lanes
+// share a 1x128 block, 4 lanes a 1x32 block.
+// Shared memory: partial sums of 4 warps.
 #include "norm/norm_quantize.h"
 #include "norm/norm_row.cuh"
 #include "norm/scales.cuh"
@@ -11,7 +17,7 @@ namespace {
 template <typename T>
 __device__ __forceinline__ float2 stats_of_row(const NormArgs& args, const Columns<T>& input,
                                                SumBuffers& buffers) {
-  int turn = 0;
+  int parity = 0;
   float mean = 0.0f;
   const float n = static_cast<float>(args.cols);
   if (args.centered) {
@@ -22,7 +28,7 @@ __device__ __forceinline__ float2 stats_of_row(const NormArgs& args, const Colum
 #pragma unroll
       for (int i = 0; i < kUnit; ++i) partials[i] = partials[i] + x[i];
     });
-    mean = sum_of_partials(partials, buffers, turn) / n;
+    mean = sum_of_partials(partials, buffers, parity) / n;
   }
   float partials[kUnit] = {};
   for_each_unit(args.cols, [&](int64_t first, int count) {
@@ -34,10 +40,10 @@ __device__ __forceinline__ float2 stats_of_row(const NormArgs& args, const Colum
       partials[i] = fmaf(difference, difference, partials[i]);
     }
   });
-  return make_float2(mean, reciprocal_root(sum_of_partials(partials, buffers, turn) / n, args.eps));
+  return make_float2(mean, reciprocal_root(sum_of_partials(partials, buffers, parity) / n, args.eps));
 }
 
-// Codes and scales of a unit, by all threads of its row.
+// Quantizes and stores a unit of 8 columns; called by all threads of the row.
 struct UnitQuantizer {
   const QuantizeArgs& output;
   int64_t row;
@@ -59,24 +65,24 @@ struct UnitQuantizer {
     return scale;
   }
 
-  // 1x32 blocks, four to a word.
+  // 1x32 blocks, four exponents per word.
   __device__ __forceinline__ float mx_scale(int64_t first, int count, float largest) const {
     const uint8_t exponent = e8m0_of_amax(max_over(largest, 4), output.rule.largest);
     uint32_t word = static_cast<uint32_t>(exponent) << (8 * (lane % 16 / 4));
     word |= __shfl_xor_sync(0xffffffffu, word, 4);
     word |= __shfl_xor_sync(0xffffffffu, word, 8);
     if (lane % 16 == 0 && count > 0) {
-      const int64_t place =
-          lines_of_matrix(output.layout).at(static_cast<int>(row), static_cast<int>(first / quantize::kTile));
+      const int64_t place = matrix_scale_words(output.layout)
+                                .at(static_cast<int>(row), static_cast<int>(first / quantize::kTile));
       *reinterpret_cast<uint32_t*>(output.exponents + place) = word;
     }
     return e8m0_multiplier(exponent);
   }
 
   __device__ __forceinline__ float scale_of(int64_t first, int count, float largest) const {
-    switch (output.layout.mode) {
-      case quantize::ScaleMode::kTensor: return quantize::tensor_scale(output, 0);
-      case quantize::ScaleMode::kMx: return mx_scale(first, count, largest);
+    switch (output.layout.granularity) {
+      case quantize::ScaleGranularity::kPerTensor: return quantize::tensor_scale(output, 0);
+      case quantize::ScaleGranularity::k1x32: return mx_scale(first, count, largest);
       default: return block_scale(first, count, largest);
     }
   }
@@ -87,9 +93,9 @@ struct UnitQuantizer {
     uint8_t* target = output.data + row * output.layout.cols + first;
 #pragma unroll
     for (int i = 0; i < kUnit; i += 4) {
-      const quantize::Codes4 codes =
+      const quantize::Bytes4 bytes =
           quantize::encode4<element>(y[i] * scale, y[i + 1] * scale, y[i + 2] * scale, y[i + 3] * scale);
-      quantize::store_codes(target + i, codes, count - i, output.layout.cols % 4 == 0);
+      quantize::store_bytes(target + i, bytes, count - i, output.layout.cols % 4 == 0);
     }
   }
 
@@ -103,7 +109,7 @@ struct UnitQuantizer {
   }
 };
 
-// A row a block.
+// One block per row.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) norm_loop_kernel(const __grid_constant__ NormArgs args, T* values,
                                                              const __grid_constant__ QuantizeArgs output) {
@@ -117,7 +123,7 @@ __global__ void __launch_bounds__(kThreads) norm_loop_kernel(const __grid_consta
     if (args.mean) args.mean[row] = mean;
     if (args.rstd) args.rstd[row] = rstd;
   }
-  if (!values && !output.data) return;  // the statistics alone
+  if (!values && !output.data) return;  // statistics only
   const UnitQuantizer quantizer{output, row, static_cast<int>(threadIdx.x % kWarpSize)};
   for_each_unit(args.cols, [&](int64_t first, int count) {
     float y[kUnit], factors[kUnit];
@@ -139,7 +145,7 @@ __global__ void __launch_bounds__(kThreads) norm_loop_kernel(const __grid_consta
     for (int i = 0; i < kUnit; ++i) y[i] = to_float(from_float<T>(y[i]));
     quantizer.write(first, count, y);
   });
-  if (!values && row == args.rows - 1) zero_scales_past(output);
+  if (!values && row == args.rows - 1) zero_scales_past_rows(output);
 }
 
 }  // namespace

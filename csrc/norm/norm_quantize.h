@@ -1,4 +1,5 @@
-// A norm, rounded to the dtype of its input, then quantized along rows: the rounded values exist only in registers.
+// A norm, rounded to the dtype of its input, then quantized along rows, with the rounded values in registers
+// only.
 #pragma once
 
 #include "norm/norm.h"
@@ -7,7 +8,7 @@
 
 namespace transformer_plugin::norm {
 
-// `output.input` counts for nothing; its layout is a plain matrix, of rows alone.
+// `output.input` is ignored; the layout is a plain matrix, row-wise data only.
 using quantize::NvArgs;
 using quantize::QuantizeArgs;
 
@@ -17,8 +18,8 @@ void launch_norm_quantize(const NormArgs& args, const QuantizeArgs& output, void
 void launch_norm_quantize_mx(const NormArgs& args, const QuantizeArgs& output, void* stream);
 void launch_norm_quantize_nv(const NormArgs& args, const NvArgs& output, void* stream);
 
-// Any width, dtype and alignment, and either result: values when they are not null, else `output`; with neither, the
-// statistics alone.
+// For any width, dtype and alignment. Writes `values` if it is not null, else quantizes to `output`; with
+// neither, only the statistics.
 void launch_norm_loop(const NormArgs& args, void* values, const QuantizeArgs& output, void* stream);
 
 }  // namespace transformer_plugin::norm

@@ -1,3 +1,4 @@
+// Norms quantized along rows on a CPU.
 #include <algorithm>
 
 #include "norm/norm_cpu.h"
@@ -8,22 +9,22 @@ namespace transformer_plugin::norm {
 
 namespace {
 
-// A band of rows at a time, a strip or a tile high: their sums, then the tiles of the band, from what the cache still
-// holds.
+// A strip of rows at a time, 8 or 128 rows high: the statistics of its rows, then its tiles, which are still
+// in the cache.
 template <typename Output>
-void quantize_bands(const NormArgs& args, const Output& output) {
+void quantize_strips(const NormArgs& args, const Output& output) {
   const quantize::Layout& layout = output.layout;
-  const bool strips = goes_by_strips(output);
-  const int64_t height = strips ? quantize::kStrip : quantize::kTile, col_tiles = layout.col_tiles();
+  const bool by_strips = uses_strips(output);
+  const int64_t height = by_strips ? quantize::kStripRows : quantize::kTile, col_tiles = layout.col_tiles();
   at::parallel_for(0, ceil_div(args.rows, height), 1, [&](int64_t begin, int64_t end) {
-    quantize::Values values;
+    quantize::FloatTile values;
     RowStats stats[quantize::kTile];
-    for (int64_t band = begin; band < end; ++band) {
-      const int64_t first = band * height, rows = std::min(height, args.rows - first);
+    for (int64_t strip = begin; strip < end; ++strip) {
+      const int64_t first = strip * height, rows = std::min(height, args.rows - first);
       for (int64_t r = 0; r < rows; ++r) stats[r] = stats_of_row_cpu(args, first + r);
       for (int64_t i = 0; i < col_tiles; ++i) {
         quantize::Tile tile = tile_at(layout, first / quantize::kTile * col_tiles + i);
-        if (strips) tile = strip_at(tile, first % quantize::kTile / quantize::kStrip);
+        if (by_strips) tile = strip_at(tile, first % quantize::kTile / quantize::kStripRows);
         normalise_cpu(args, stats, {tile.row, tile.col, tile.rows, tile.cols}, values);
         write_tile_cpu(output, tile, values);
       }
@@ -35,8 +36,8 @@ void quantize_bands(const NormArgs& args, const Output& output) {
 
 void norm_quantize_cpu(const NormArgs& args, const QuantizeArgs& output) {
   tensor_scales_cpu(output);
-  quantize_bands(args, output);
+  quantize_strips(args, output);
 }
-void norm_quantize_cpu(const NormArgs& args, const NvArgs& output) { quantize_bands(args, output); }
+void norm_quantize_cpu(const NormArgs& args, const NvArgs& output) { quantize_strips(args, output); }
 
 }  // namespace transformer_plugin::norm

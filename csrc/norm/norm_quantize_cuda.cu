@@ -1,3 +1,5 @@
+// Launches the norm kernel (norm/norm_kernel.cuh) with a sink that quantizes to FP8: 1x128 blocks or per-
+// tensor scales.
 #include "norm/norm_sinks.cuh"
 
 namespace transformer_plugin::norm {
@@ -6,8 +8,9 @@ namespace {
 constexpr int kLanesPerBlock = quantize::kTile / kUnit;  // 1x128
 constexpr int kBlocksPerUnit = kThreads / kLanesPerBlock;
 
-// 1x128 blocks, whose scales lie one row of blocks below the other: those of the rows of this block of threads are kept, and
-// written 16 bytes at once, with the zeros that pad them.
+// Sink for FP8 with 1x128 blocks or per-tensor scales. The scales of one block column are contiguous over
+// rows: those of the 4 rows of this block are collected in shared memory and stored 16 bytes at once,
+// including the zeros that pad them.
 template <int kUnits>
 struct Fp8Sink {
   static_assert(kRowsPerBlock == 4, "scale rows are padded to a multiple of 4");
@@ -18,18 +21,19 @@ struct Fp8Sink {
   uint8_t* data;  // [rows, cols]
   float* scale;   // [ceil(cols / 128), up4(rows)]
   int64_t scale_width;
-  int64_t blocks;  // of a row that have a scale: none where there is one for the tensor
+  int64_t blocks;  // of a row, with a scale each; 0 for a per-tensor scale
   quantize::ScaleRule rule;
   const float* tensor_amax;  // or null
 
-  // Before the barrier of the first row's sum, and so before any is written.
+  // The barrier of the first row's sum separates these stores from those of scales.
   __device__ __forceinline__ void begin(Shared& shared) const {
     for (int i = threadIdx.x; i < kMostUnits * kBlocksPerUnit; i += kThreads) shared.scales[i] = {};
   }
 
   template <typename Reload>
-  __device__ __forceinline__ void write(Shared& shared, const Units<kUnits>& x, const Part<kUnits>& part,
-                                        int64_t row, int index, Reload&& reload) const {
+  __device__ __forceinline__ void write(Shared& shared, const Units<kUnits>& x,
+                                        const RowFragment<kUnits>& part, int64_t row, int index,
+                                        Reload&& reload) const {
     const int lane = threadIdx.x % kWarpSize;
     using Maxima = UnitMaxima<kMostUnits>;
     const Maxima maxima(x, lane);
@@ -40,7 +44,7 @@ struct Fp8Sink {
       reinterpret_cast<float*>(&shared.scales[block])[index] = 1.0f / own;
     }
     const int group = lane & kLanesPerBlock;
-    write_codes(
+    store_encoded(
         data, x, part, row, [&](int k) { return __shfl_sync(0xffffffffu, own, group + Maxima::lane_of(k)); },
         reload);
   }
@@ -62,7 +66,7 @@ void launch_norm_quantize(const NormArgs& args, const QuantizeArgs& output, void
   const quantize::Layout& layout = output.layout;
   visit_units(args.cols, [&](auto units) {
     constexpr int kUnits = decltype(units)::value;
-    const bool per_tensor = layout.mode == quantize::ScaleMode::kTensor;
+    const bool per_tensor = layout.granularity == quantize::ScaleGranularity::kPerTensor;
     const Fp8Sink<kUnits> sink{output.data,
                                output.scale,
                                layout.scale_width(false),

@@ -1,3 +1,4 @@
+// Launches the norm kernel (norm/norm_kernel.cuh) with a sink that quantizes to MXFP8.
 #include "norm/norm_sinks.cuh"
 #include "norm/scales.cuh"
 #include "quantize/cuda/mxfp8/tile.cuh"
@@ -9,7 +10,7 @@ constexpr int kLanesPerBlock = quantize::kMxBlock / kUnit;  // 1x32
 constexpr int kLanesPerWord = quantize::kTile / kUnit;      // four blocks
 static_assert(kLanesPerBlock == 4 && kLanesPerWord == 16, "exponents meet over lanes 4 and 8 away");
 
-// 1x32 blocks with E8M0 scales, four to a word.
+// Sink for MXFP8: 1x32 blocks with E8M0 scales, four per word.
 template <int kUnits>
 struct MxSink {
   struct Shared {};
@@ -17,13 +18,13 @@ struct MxSink {
   uint8_t* data;       // [rows, cols]
   uint8_t* exponents;  // [up128(rows), 4 * ceil(cols / 128)]
   quantize::Layout layout;
-  quantize::WordLines lines;
-  int words;  // of a row
+  quantize::ScaleWords scale_words;
+  int words;  // per row
 
   __device__ __forceinline__ void begin(Shared&) const {}
 
   template <typename Reload>
-  __device__ __forceinline__ void write(Shared&, const Units<kUnits>& x, const Part<kUnits>& part,
+  __device__ __forceinline__ void write(Shared&, const Units<kUnits>& x, const RowFragment<kUnits>& part,
                                         int64_t row, int, Reload&& reload) const {
     const int lane = threadIdx.x % kWarpSize;
     using Maxima = UnitMaxima<kLanesPerBlock>;
@@ -39,11 +40,11 @@ struct MxSink {
       const int index = (Maxima::first_of(lane) + i) * (kThreads / kLanesPerWord) +
                         static_cast<int>(threadIdx.x) / kLanesPerWord;
       if (lane % kLanesPerWord < kLanesPerBlock && index < words) {
-        *reinterpret_cast<uint32_t*>(exponents + lines.at(static_cast<int>(row), index)) = word;
+        *reinterpret_cast<uint32_t*>(exponents + scale_words.at(static_cast<int>(row), index)) = word;
       }
     }
     const int quad = lane & ~(kLanesPerBlock - 1);
-    write_codes(
+    store_encoded(
         data, x, part, row,
         [&](int k) {
           return __shfl_sync(0xffffffffu, multipliers[k % Maxima::kCount], quad + Maxima::lane_of(k));
@@ -51,9 +52,9 @@ struct MxSink {
         reload);
   }
 
-  // Lines past the matrix, by the block of the last rows.
+  // The block of the last rows zeroes the scales after the matrix.
   __device__ __forceinline__ void finish(Shared&, int64_t first, int rows) const {
-    if (first + rows == layout.rows) zero_lines_past(layout, exponents);
+    if (first + rows == layout.rows) zero_scale_words_past_rows(layout, exponents);
   }
 };
 
@@ -65,7 +66,7 @@ void launch_norm_quantize_mx(const NormArgs& args, const QuantizeArgs& output, v
   visit_units(args.cols, [&](auto units) {
     constexpr int kUnits = decltype(units)::value;
     const quantize::Layout& layout = output.layout;
-    const MxSink<kUnits> sink{output.data, output.exponents, layout, lines_of_matrix(layout),
+    const MxSink<kUnits> sink{output.data, output.exponents, layout, matrix_scale_words(layout),
                               static_cast<int>(layout.col_tiles())};
     launch_rows<kUnits>(args, sink, stream);
   });

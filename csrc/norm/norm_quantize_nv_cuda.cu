@@ -1,5 +1,6 @@
-// Statistics of the rows first, then tiles of 128x128 of the normalised values: the input is read twice, and nothing else
-// is written.
+// Norms quantized to NVFP4, by two kernels: norm_loop_kernel computes the statistics of the rows, then
+// quantize_nv_source_kernel (quantize/cuda/nvfp4/runtime_options.cuh) quantizes tiles of 128x128 of the
+// normalised values. The input is read twice; no intermediate values are written.
 #include "norm/norm_quantize.h"
 #include "quantize/cuda/nvfp4/runtime_options.cuh"
 #include "quantize/cuda/tile/tile_fragment.cuh"
@@ -10,7 +11,7 @@ namespace {
 using quantize::kColsPerThread;
 using quantize::kRowsPerThread;
 
-// Four numbers of a vector of parameters, `missing` where it has none.
+// Four values of a vector of parameters; `missing` past its end or if there is none.
 template <typename T>
 __device__ __forceinline__ void read_parameters(const void* vector, int64_t first, int count, float missing,
                                                 float (&floats)[kColsPerThread]) {
@@ -24,12 +25,12 @@ template <typename T>
 struct NormSource {
   using Value = T;
 
-  NormArgs norm;  // with its statistics
+  NormArgs norm;  // with the statistics
 
   template <typename Args>
   __device__ __forceinline__ void load(const Args&, const quantize::Tile& tile, int warp, int lane,
-                                       quantize::Values<T>& values) const {
-    const quantize::Part<T> input(norm.input, norm.cols, tile, warp, lane);
+                                       quantize::TileFragment<T>& values) const {
+    const quantize::FragmentReader<T> input(norm.input, norm.cols, tile, warp, lane);
     const int own_row = warp * kRowsPerThread + lane;
     const bool has_row = lane < kRowsPerThread && own_row < tile.rows;
     const float own_rstd = has_row ? norm.rstd[tile.row + own_row] : 0.0f;
@@ -38,7 +39,7 @@ struct NormSource {
     float gamma[kColsPerThread], beta[kColsPerThread];
     read_parameters<T>(norm.weight, first, input.count, 0.0f, gamma);
     read_parameters<T>(norm.bias, first, input.count, 0.0f, beta);
-    constexpr int kBatch = quantize::kRowsUnderWay<T>;
+    constexpr int kBatch = quantize::kRowsInFlight<T>;
 #pragma unroll
     for (int start = 0; start < kRowsPerThread; start += kBatch) {
       quantize::Vector4<T> rows[kBatch];

@@ -1,9 +1,8 @@
 #include "routing/aux_loss.h"
 
-#include <torch/library.h>
-
 #include "common/autograd.h"
 #include "common/check.h"
+#include "common/register.h"
 #include "common/tensor.h"
 
 namespace transformer_plugin::routing {
@@ -49,28 +48,53 @@ Tensor aux_loss_backward_output(const Tensor& grad, const Tensor& counts, const 
   return empty(grad, {tokens, counts.sym_size(0)}, at::kFloat);
 }
 
-template <typename Launch>
-Tensor aux_loss(const Tensor& scores, const Tensor& counts, const Tensor& total, int64_t topk, double coeff,
-                Launch&& launch) {
+Tensor aux_loss(const Tensor& scores, const Tensor& counts, const Tensor& total, int64_t topk, double coeff) {
   const Tensor loss = aux_loss_output(scores, counts, total, topk, coeff);
   const Tensor s = scores.contiguous();
   const Tensor c = counts.contiguous();
   const int64_t chunks = (s.size(0) + kChunk - 1) / kChunk;
   const Tensor sums = empty(s, {chunks, s.size(1)}, at::kFloat);
-  launch(AuxLossArgs{s.const_data_ptr<float>(), c.const_data_ptr<int64_t>(), total.const_data_ptr<int64_t>(),
-                     loss.mutable_data_ptr<float>(), sums.mutable_data_ptr<float>(), s.size(0), s.size(1),
-                     chunks, topk, coeff});
+  const AuxLossArgs args{s.const_data_ptr<float>(),
+                         c.const_data_ptr<int64_t>(),
+                         total.const_data_ptr<int64_t>(),
+                         loss.mutable_data_ptr<float>(),
+                         sums.mutable_data_ptr<float>(),
+                         s.size(0),
+                         s.size(1),
+                         chunks,
+                         topk,
+                         coeff};
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (s.is_cuda()) {
+    const CudaScope scope(s);
+    launch_aux_loss(args, scope.stream());
+    return loss;
+  }
+#endif
+  aux_loss_cpu(args);
   return loss;
 }
 
-template <typename Launch>
 Tensor aux_loss_backward(const Tensor& grad, const Tensor& counts, const Tensor& total, int64_t tokens,
-                         int64_t topk, double coeff, Launch&& launch) {
+                         int64_t topk, double coeff) {
   const Tensor output = aux_loss_backward_output(grad, counts, total, tokens, topk, coeff);
   const Tensor c = counts.contiguous();
-  launch(AuxLossBackwardArgs{grad.const_data_ptr<float>(), c.const_data_ptr<int64_t>(),
-                             total.const_data_ptr<int64_t>(), output.mutable_data_ptr<float>(), tokens,
-                             c.size(0), topk, coeff});
+  const AuxLossBackwardArgs args{grad.const_data_ptr<float>(),
+                                 c.const_data_ptr<int64_t>(),
+                                 total.const_data_ptr<int64_t>(),
+                                 output.mutable_data_ptr<float>(),
+                                 tokens,
+                                 c.size(0),
+                                 topk,
+                                 coeff};
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (grad.is_cuda()) {
+    const CudaScope scope(grad);
+    launch_aux_loss_backward(args, scope.stream());
+    return output;
+  }
+#endif
+  aux_loss_backward_cpu(args);
   return output;
 }
 
@@ -115,38 +139,9 @@ Tensor aux_loss_autograd(const Tensor& scores, const Tensor& counts, const Tenso
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
-  m.impl("aux_loss", [](const Tensor& scores, const Tensor& counts, const Tensor& total, int64_t topk,
-                        double coeff) { return aux_loss(scores, counts, total, topk, coeff, aux_loss_cpu); });
-  m.impl("aux_loss_backward", [](const Tensor& grad, const Tensor& counts, const Tensor& total,
-                                 int64_t tokens, int64_t topk, double coeff) {
-    return aux_loss_backward(grad, counts, total, tokens, topk, coeff, aux_loss_backward_cpu);
-  });
-}
-
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
-  m.impl("aux_loss", aux_loss_output);
-  m.impl("aux_loss_backward", aux_loss_backward_output);
-}
-
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl("aux_loss", aux_loss_autograd); }
-
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
-  m.impl("aux_loss",
-         [](const Tensor& scores, const Tensor& counts, const Tensor& total, int64_t topk, double coeff) {
-           const CudaScope scope(scores);
-           return aux_loss(scores, counts, total, topk, coeff,
-                           [&](const AuxLossArgs& args) { launch_aux_loss(args, scope.stream()); });
-         });
-  m.impl("aux_loss_backward", [](const Tensor& grad, const Tensor& counts, const Tensor& total,
-                                 int64_t tokens, int64_t topk, double coeff) {
-    const CudaScope scope(grad);
-    return aux_loss_backward(grad, counts, total, tokens, topk, coeff, [&](const AuxLossBackwardArgs& args) {
-      launch_aux_loss_backward(args, scope.stream());
-    });
-  });
-}
-#endif
+TP_IMPL("aux_loss", aux_loss, aux_loss_output, aux_loss_autograd);
+// aux_loss_backward has no Autograd registration.
+TP_IMPL_CPU_CUDA("aux_loss_backward", aux_loss_backward);
+TP_IMPL_FOR(Meta, "aux_loss_backward", aux_loss_backward_output);
 
 }  // namespace transformer_plugin::routing

@@ -1,8 +1,8 @@
 // permute, unpermute and permute_weights: rows to their experts and back (slots_args.h, rows_args.h).
-#include <torch/library.h>
 
 #include "common/autograd.h"
 #include "common/check.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "routing/rows.h"
 #include "routing/rows_args.h"
@@ -283,37 +283,20 @@ Tensor permute_weights_autograd(const Tensor& weights, const Tensor& slot, const
   return PermuteWeightsFunction::call(weights, slot, source);
 }
 
-// One host function serves both devices: the functions of slots.h and rows.h choose by the tensors.
-void register_kernels(torch::Library& m) {
-  m.impl("permute", permute);
-  m.impl("permute_backward", permute_backward);
-  m.impl("unpermute", unpermute);
-  m.impl("unpermute_backward", unpermute_backward);
-  m.impl("permute_weights", permute_weights);
-  m.impl("permute_weights_backward", permute_weights_backward);
-}
-
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { register_kernels(m); }
+// One host function serves both devices: the functions of slots.h and rows.h choose by the device of the
+// tensors.
+TP_IMPL("permute", permute, permute_meta, permute_autograd);
+TP_IMPL("unpermute", unpermute, unpermute_meta, unpermute_autograd);
+TP_IMPL("permute_weights", permute_weights, permute_weights_meta, permute_weights_autograd);
 
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { register_kernels(m); }
-#endif
-
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
-  m.impl("permute", permute_meta);
-  m.impl("permute_backward", permute_backward_meta);
-  m.impl("unpermute", unpermute_meta);
-  m.impl("unpermute_backward", unpermute_backward_meta);
-  m.impl("permute_weights", permute_weights_meta);
-  m.impl("permute_weights_backward", permute_weights_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
-  m.impl("permute", permute_autograd);
-  m.impl("unpermute", unpermute_autograd);
-  m.impl("permute_weights", permute_weights_autograd);
-}
+// The backward ops have no Autograd registration.
+TP_IMPL_CPU_CUDA("permute_backward", permute_backward);
+TP_IMPL_FOR(Meta, "permute_backward", permute_backward_meta);
+TP_IMPL_CPU_CUDA("unpermute_backward", unpermute_backward);
+TP_IMPL_FOR(Meta, "unpermute_backward", unpermute_backward_meta);
+TP_IMPL_CPU_CUDA("permute_weights_backward", permute_weights_backward);
+TP_IMPL_FOR(Meta, "permute_weights_backward", permute_weights_backward_meta);
 
 }  // namespace transformer_plugin::routing

@@ -1,10 +1,9 @@
 #include "routing/router_scores.h"
 
-#include <torch/library.h>
-
 #include <limits>
 
 #include "common/autograd.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "routing/score_name.h"
 
@@ -36,24 +35,42 @@ Tensor router_scores_backward_output(const Tensor& grad, const Tensor& logits, s
   return empty(logits, logits.sym_sizes(), logits.scalar_type());
 }
 
-template <typename Launch>
-Tensor router_scores(const Tensor& logits, std::string_view name, Launch&& launch) {
+Tensor router_scores(const Tensor& logits, std::string_view name) {
   const Tensor scores = router_scores_output(logits, name);
   const Tensor x = logits.contiguous();
-  launch(RouterScoresArgs{x.const_data_ptr(), scores.mutable_data_ptr<float>(), x.size(0), x.size(1),
-                          parse_score_function("", name), to_dtype(x.scalar_type())});
+  const RouterScoresArgs args{
+      x.const_data_ptr(), scores.mutable_data_ptr<float>(), x.size(0),
+      x.size(1),          parse_score_function("", name),   to_dtype(x.scalar_type())};
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (x.is_cuda()) {
+    const CudaScope scope(x);
+    launch_router_scores(args, scope.stream());
+    return scores;
+  }
+#endif
+  router_scores_cpu(args);
   return scores;
 }
 
-template <typename Launch>
-Tensor router_scores_backward(const Tensor& grad, const Tensor& logits, std::string_view name,
-                              Launch&& launch) {
+Tensor router_scores_backward(const Tensor& grad, const Tensor& logits, std::string_view name) {
   const Tensor output = router_scores_backward_output(grad, logits, name);
   const Tensor g = grad.contiguous();
   const Tensor x = logits.contiguous();
-  launch(RouterScoresBackwardArgs{g.const_data_ptr<float>(), x.const_data_ptr(), output.mutable_data_ptr(),
-                                  x.size(0), x.size(1), parse_score_function("", name),
-                                  to_dtype(x.scalar_type())});
+  const RouterScoresBackwardArgs args{g.const_data_ptr<float>(),
+                                      x.const_data_ptr(),
+                                      output.mutable_data_ptr(),
+                                      x.size(0),
+                                      x.size(1),
+                                      parse_score_function("", name),
+                                      to_dtype(x.scalar_type())};
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (x.is_cuda()) {
+    const CudaScope scope(x);
+    launch_router_scores_backward(args, scope.stream());
+    return output;
+  }
+#endif
+  router_scores_backward_cpu(args);
   return output;
 }
 
@@ -90,36 +107,9 @@ Tensor router_scores_autograd(const Tensor& logits, std::string_view name) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
-  m.impl("router_scores", [](const Tensor& logits, std::string_view name) {
-    return router_scores(logits, name, router_scores_cpu);
-  });
-  m.impl("router_scores_backward", [](const Tensor& grad, const Tensor& logits, std::string_view name) {
-    return router_scores_backward(grad, logits, name, router_scores_backward_cpu);
-  });
-}
-
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
-  m.impl("router_scores", router_scores_output);
-  m.impl("router_scores_backward", router_scores_backward_output);
-}
-
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl("router_scores", router_scores_autograd); }
-
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
-  m.impl("router_scores", [](const Tensor& logits, std::string_view name) {
-    const CudaScope scope(logits);
-    return router_scores(logits, name,
-                         [&](const RouterScoresArgs& args) { launch_router_scores(args, scope.stream()); });
-  });
-  m.impl("router_scores_backward", [](const Tensor& grad, const Tensor& logits, std::string_view name) {
-    const CudaScope scope(logits);
-    return router_scores_backward(grad, logits, name, [&](const RouterScoresBackwardArgs& args) {
-      launch_router_scores_backward(args, scope.stream());
-    });
-  });
-}
-#endif
+TP_IMPL("router_scores", router_scores, router_scores_output, router_scores_autograd);
+// router_scores_backward has no Autograd registration.
+TP_IMPL_CPU_CUDA("router_scores_backward", router_scores_backward);
+TP_IMPL_FOR(Meta, "router_scores_backward", router_scores_backward_output);
 
 }  // namespace transformer_plugin::routing

@@ -1,10 +1,9 @@
 #include "routing/slots.h"
 
-#include <torch/library.h>
-
 #include <algorithm>
 #include <limits>
 
+#include "common/register.h"
 #include "common/tensor.h"
 
 namespace transformer_plugin::routing {
@@ -135,21 +134,10 @@ Tensor count_tokens(const Tensor& indices, int64_t experts) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
-  m.impl("assign_slots", assign_slots_op);
-  m.impl("count_tokens_per_expert", count_tokens);
-}
-
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
-  m.impl("assign_slots", assign_slots_meta);
-  m.impl("count_tokens_per_expert", count_output);
-}
-
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
-  m.impl("assign_slots", assign_slots_op);
-  m.impl("count_tokens_per_expert", count_tokens);
-}
-#endif
+// The results are integers: no Autograd registration.
+TP_IMPL_CPU_CUDA("assign_slots", assign_slots_op);
+TP_IMPL_FOR(Meta, "assign_slots", assign_slots_meta);
+TP_IMPL_CPU_CUDA("count_tokens_per_expert", count_tokens);
+TP_IMPL_FOR(Meta, "count_tokens_per_expert", count_output);
 
 }  // namespace transformer_plugin::routing

@@ -1,8 +1,7 @@
 #include "routing/topk_router.h"
 
-#include <torch/library.h>
-
 #include "common/autograd.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "routing/score_name.h"
 
@@ -65,19 +64,36 @@ Routed topk_router_outputs(const Tensor& logits, const OptionalTensor& bias, int
           empty(logits, {logits.sym_size(0), topk}, at::kInt)};
 }
 
-template <typename Launch>
 Routed topk_router(const Tensor& logits, const OptionalTensor& bias, int64_t topk, std::string_view name,
                    bool pre_softmax, int64_t groups, int64_t group_topk, double scaling,
-                   OptionalInt group_score_topk, Launch&& launch) {
+                   OptionalInt group_score_topk) {
   auto outputs = topk_router_outputs(logits, bias, topk, name, pre_softmax, groups, group_topk, scaling,
                                      group_score_topk);
   const auto& [weights, indices] = outputs;
   const Tensor x = logits.contiguous();
   const Tensor b = bias ? bias->contiguous() : Tensor();
-  launch(TopkRouterArgs{x.const_data_ptr(), bias ? b.const_data_ptr<float>() : nullptr,
-                        weights.mutable_data_ptr<float>(), indices.mutable_data_ptr<int32_t>(), x.size(0),
-                        x.size(1), topk, groups, group_topk, group_score_topk.value_or(topk / group_topk),
-                        scaling, parse_score_function("", name), pre_softmax, to_dtype(x.scalar_type())});
+  const TopkRouterArgs args{x.const_data_ptr(),
+                            bias ? b.const_data_ptr<float>() : nullptr,
+                            weights.mutable_data_ptr<float>(),
+                            indices.mutable_data_ptr<int32_t>(),
+                            x.size(0),
+                            x.size(1),
+                            topk,
+                            groups,
+                            group_topk,
+                            group_score_topk.value_or(topk / group_topk),
+                            scaling,
+                            parse_score_function("", name),
+                            pre_softmax,
+                            to_dtype(x.scalar_type())};
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (x.is_cuda()) {
+    const CudaScope scope(x);
+    launch_topk_router(args, scope.stream());
+    return outputs;
+  }
+#endif
+  topk_router_cpu(args);
   return outputs;
 }
 
@@ -104,16 +120,31 @@ Tensor topk_router_backward_output(const Tensor& grad, const Tensor& logits, con
   return empty(logits, logits.sym_sizes(), logits.scalar_type());
 }
 
-template <typename Launch>
 Tensor topk_router_backward(const Tensor& grad, const Tensor& logits, const Tensor& indices,
-                            std::string_view name, bool pre_softmax, double scaling, Launch&& launch) {
+                            std::string_view name, bool pre_softmax, double scaling) {
   const Tensor output = topk_router_backward_output(grad, logits, indices, name, pre_softmax, scaling);
   const Tensor g = grad.contiguous();
   const Tensor x = logits.contiguous();
   const Tensor i = indices.contiguous();
-  launch(TopkRouterBackwardArgs{g.const_data_ptr<float>(), x.const_data_ptr(), i.const_data_ptr<int32_t>(),
-                                output.mutable_data_ptr(), x.size(0), x.size(1), g.size(1), scaling,
-                                parse_score_function("", name), pre_softmax, to_dtype(x.scalar_type())});
+  const TopkRouterBackwardArgs args{g.const_data_ptr<float>(),
+                                    x.const_data_ptr(),
+                                    i.const_data_ptr<int32_t>(),
+                                    output.mutable_data_ptr(),
+                                    x.size(0),
+                                    x.size(1),
+                                    g.size(1),
+                                    scaling,
+                                    parse_score_function("", name),
+                                    pre_softmax,
+                                    to_dtype(x.scalar_type())};
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (x.is_cuda()) {
+    const CudaScope scope(x);
+    launch_topk_router_backward(args, scope.stream());
+    return output;
+  }
+#endif
+  topk_router_backward_cpu(args);
   return output;
 }
 
@@ -174,43 +205,9 @@ Routed topk_router_autograd(const Tensor& logits, const OptionalTensor& bias, in
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) {
-  m.impl("topk_router", [](const Tensor& logits, const OptionalTensor& bias, int64_t topk,
-                           std::string_view name, bool pre_softmax, int64_t groups, int64_t group_topk,
-                           double scaling, OptionalInt group_score_topk) {
-    return topk_router(logits, bias, topk, name, pre_softmax, groups, group_topk, scaling, group_score_topk,
-                       topk_router_cpu);
-  });
-  m.impl("topk_router_backward", [](const Tensor& grad, const Tensor& logits, const Tensor& indices,
-                                    std::string_view name, bool pre_softmax, double scaling) {
-    return topk_router_backward(grad, logits, indices, name, pre_softmax, scaling, topk_router_backward_cpu);
-  });
-}
-
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) {
-  m.impl("topk_router", topk_router_outputs);
-  m.impl("topk_router_backward", topk_router_backward_output);
-}
-
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl("topk_router", topk_router_autograd); }
-
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) {
-  m.impl("topk_router", [](const Tensor& logits, const OptionalTensor& bias, int64_t topk,
-                           std::string_view name, bool pre_softmax, int64_t groups, int64_t group_topk,
-                           double scaling, OptionalInt group_score_topk) {
-    const CudaScope scope(logits);
-    return topk_router(logits, bias, topk, name, pre_softmax, groups, group_topk, scaling, group_score_topk,
-                       [&](const TopkRouterArgs& args) { launch_topk_router(args, scope.stream()); });
-  });
-  m.impl("topk_router_backward", [](const Tensor& grad, const Tensor& logits, const Tensor& indices,
-                                    std::string_view name, bool pre_softmax, double scaling) {
-    const CudaScope scope(logits);
-    return topk_router_backward(
-        grad, logits, indices, name, pre_softmax, scaling,
-        [&](const TopkRouterBackwardArgs& args) { launch_topk_router_backward(args, scope.stream()); });
-  });
-}
-#endif
+TP_IMPL("topk_router", topk_router, topk_router_outputs, topk_router_autograd);
+// topk_router_backward has no Autograd registration.
+TP_IMPL_CPU_CUDA("topk_router_backward", topk_router_backward);
+TP_IMPL_FOR(Meta, "topk_router_backward", topk_router_backward_output);
 
 }  // namespace transformer_plugin::routing

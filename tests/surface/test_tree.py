@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,12 @@ from tests.surface.surface import ROOT
 
 FILE_LINES = 400
 FUNCTION_LINES = 60
+CPP_FUNCTION_LINES = 100
+#: Longer C++ functions, with their numbers of lines. Entries may only shrink or go.
+LONG_CPP_FUNCTIONS = {
+    "csrc/gemm/sm90/microscaled/grouped_gemm_mx_nv.cuh sm90_grouped_gemm_mx_nv_kernel": 105,
+    "csrc/gemm/sm90/wgrad/grouped_wgrad.cuh sm90_grouped_wgrad_kernel": 116,
+}
 SOURCE = {".py", ".cpp", ".h", ".cu", ".cuh", ".sh"}
 TEXT = SOURCE | {".md", ".toml", ".cfg", ".yml", ".json", ".txt", ""}
 # Spelled in pieces, so that this file is not found.
@@ -54,6 +61,68 @@ def test_functions_are_short() -> None:
             if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= FUNCTION_LINES:
                 long[f"{relative(path)}:{node.lineno} {node.name}"] = (node.end_lineno or 0) - node.lineno + 1
     assert long == {}
+
+
+LITERALS = re.compile(
+    r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])+'(?!\w)|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*""",
+    re.DOTALL | re.MULTILINE,
+)
+ATTRIBUTES = re.compile(r"__\w+__\s*\((?:[^()]|\([^()]*\))*\)|\[\[\w+\]\]")
+
+
+def cpp_functions(text: str) -> Iterator[tuple[str, int]]:
+    """Names and numbers of lines of the functions in a C++ file; lambdas count to the function that holds them.
+
+    A block is a function if its head, the code since the last semicolon or brace, has a parenthesis and it is not in
+    another. Comments, literals, preprocessor lines and attributes do not count.
+    """
+    code = LITERALS.sub(lambda match: "\n" * match.group(0).count("\n"), text)
+    head, head_line, line = "", 1, 1
+    blocks: list[tuple[str, int] | None] = []  # open blocks: a function's name and first line, or None
+    for character in code:
+        if character == "{":
+            name = re.search(r"([\w:~]+)\s*\(", ATTRIBUTES.sub("", head))
+            blocks.append((name.group(1), head_line) if name and not any(blocks) else None)
+        elif character == "}" and blocks and (function := blocks.pop()):
+            yield function[0], line - function[1] + 1
+        if character in ";{}":
+            head = ""
+        elif head or not character.isspace():
+            head_line = head_line if head else line
+            head += character
+        line += character == "\n"
+
+
+def test_cpp_functions_are_short() -> None:
+    long = {
+        f"{relative(path)} {name}": lines
+        for path in tracked()
+        if relative(path).startswith("csrc/") and path.suffix in SOURCE
+        for name, lines in cpp_functions(path.read_text())
+        if lines > CPP_FUNCTION_LINES and name != "TORCH_LIBRARY"  # registration.cpp: the list of schemas
+    }
+    assert {name: lines for name, lines in long.items() if lines > LONG_CPP_FUNCTIONS.get(name, 0)} == {}
+    assert sorted(set(LONG_CPP_FUNCTIONS) - set(long)) == []  # now short: take it off the list
+
+
+def test_cpp_functions_are_counted() -> None:
+    source = """
+namespace a {
+struct S {
+  int f(int x) const {  // }
+    const auto g = [&] { return '}'; };
+    return g();
+  }
+};
+template <typename T>
+__global__ void __launch_bounds__(256, (2))
+    kernel(const T* x) {
+#define B {
+  if (x) { *x = "}"; }
+}
+}
+"""
+    assert list(cpp_functions(source)) == [("f", 4), ("kernel", 6)]
 
 
 def test_environment_is_read_in_one_place() -> None:

@@ -55,7 +55,7 @@ Format check_quantized(const QuantizedArgument& argument, int64_t dim, const Ten
   check_dim(data, dim);
   quantize::check_packing(data, format);
   if (transposed) quantize::check_aligned(data, format, group_sizes);
-  const auto operand = quantize::operand_of_data(argument.data, format, transposed, group_sizes);
+  const auto operand = quantize::shape_of_data(argument.data, format, transposed, group_sizes);
   quantize::check_scale(scale, data, format, operand.scale_sizes(format, transposed));
   if (format.is_nv()) {
     quantize::check_amax(data, {argument.amax_name, argument.amax, transposed, true}, argument.key,
@@ -111,7 +111,7 @@ QuantizedStack quantized_stack(const QuantizedArgument& argument, const Format& 
                                at::ScalarType dtype) {
   return {argument.data.size(1), value_size(argument, format, 2).expect_int(), dtype,
           [&argument, format](int64_t group, const Tensor& values) {
-            quantize::dequantize_member(argument.data, argument.scale, argument.amax, format, group, values);
+            quantize::dequantize_matrix(argument.data, argument.scale, argument.amax, format, group, values);
           }};
 }
 

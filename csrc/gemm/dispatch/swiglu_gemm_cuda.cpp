@@ -100,19 +100,19 @@ std::optional<ThreeTensors> gemm_swiglu_quantize_cuda(const GroupedGemmSwiglu& p
   if (selection.backend != Backend::kSm90Swiglu) return std::nullopt;
   operands.complete();
   // Quantization along rows does not depend on the groups, except for where the tail begins.
-  const auto operand = quantize::matrix_operand(product.a.size(0), operands.features(), std::nullopt);
+  const auto operand = quantize::matrix_shape(product.a.size(0), operands.features(), std::nullopt);
   const auto outputs = quantize::make_outputs(operands.rows(), operand, format, {true, false});
   const SwigluQuantizeKernelArgs args{
       operands.args, quantize::quantize_args(operands.rows(), outputs,
                                              quantize::make_layout(operand, format, {}), format, Tensor())};
-  const bool mx = args.quantized_act.layout.mode == quantize::ScaleMode::kMx;
+  const bool mx = args.quantized_act.layout.granularity == quantize::ScaleGranularity::k1x32;
   const bool interleaved = args.swiglu.interleaved;
   const auto launcher = mx ? (interleaved ? swiglu_mxfp8_interleaved : swiglu_mxfp8)
                            : (interleaved ? swiglu_fp8_block_interleaved : swiglu_fp8_block);
   const SwigluQuantizeLauncher launch = launcher(args.swiglu.product.dtype);
   launch(args, selection.config, scope.stream());
-  quantize::launch_quantize_tail(args.quantized_act, args.swiglu.product.offsets + product.b.size(0),
-                                 scope.stream());
+  quantize::launch_zero_tail(args.quantized_act, args.swiglu.product.offsets + product.b.size(0),
+                             scope.stream());
   return ThreeTensors(outputs.data, outputs.scale, operands.h);
 }
 

@@ -37,9 +37,9 @@ __global__ void __launch_bounds__(kThreads, 4)
   tile.col = blockIdx.x % column_tiles * kTile;
   tile.cols = static_cast<int>(min(sums.columns - tile.col, static_cast<int64_t>(kTile)));
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const quantize::Part<T> grad(args.grad, sums.columns, tile, warp, lane);
-  const float own_scale = quantize::read_probs(args.bias_scale, tile, warp, lane);
-  constexpr int kBatch = quantize::kRowsUnderWay<T>;
+  const quantize::FragmentReader<T> grad(args.grad, sums.columns, tile, warp, lane);
+  const float own_scale = quantize::load_row_scalar(args.bias_scale, tile, warp, lane);
+  constexpr int kBatch = quantize::kRowsInFlight<T>;
   constexpr int kBatches = kRowsPerThread / kBatch;
   float of_batches[kBatches][kColsPerThread];
 #pragma unroll

@@ -138,7 +138,7 @@ Tensor product_cpu(const Arguments& args, at::ScalarType dtype) {
     const Tensor& scale = args.b_scale[group];
     OptionalTensor amax = args.amax(group);
     if (amax && args.b_format.row_scaled) amax = amax->unsqueeze(0);
-    quantize::dequantize_member(args.b[group].unsqueeze(0), one_scale ? scale : scale.unsqueeze(0), amax,
+    quantize::dequantize_matrix(args.b[group].unsqueeze(0), one_scale ? scale : scale.unsqueeze(0), amax,
                                 args.b_format, 0, values);
   };
   const QuantizedStack codes{args.b[0].size(0), value_size(first, args.b_format, 1).expect_int(), exact,

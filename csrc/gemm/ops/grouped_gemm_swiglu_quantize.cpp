@@ -40,7 +40,7 @@ ThreeTensors grouped_gemm_swiglu_quantize_meta(const Tensor& a, const Tensor& b,
                                                bool keep_input, int64_t max_sms, int64_t expected_rows) {
   const Format format = check(a, b, group_sizes, probs, key, bias, interleave, {max_sms, expected_rows});
   const c10::SymInt rows = a.sym_size(0), columns = b.sym_size(1);
-  const auto outputs = quantize::make_outputs(a, quantize::matrix_operand(rows, columns / 2, group_sizes),
+  const auto outputs = quantize::make_outputs(a, quantize::matrix_shape(rows, columns / 2, group_sizes),
                                               format, {true, false});
   return {outputs.data, outputs.scale,
           empty(a, {keep_input ? rows : c10::SymInt(0), columns}, a.scalar_type())};

@@ -27,7 +27,7 @@ struct Operands {
 
   Argument grad_argument() const { return {grad.op, grad.name, grad.data}; }
   int64_t rows() const {
-    return quantize::operand_of_data(grad.data, grad_format, true, &group_sizes).rows.expect_int();
+    return quantize::shape_of_data(grad.data, grad_format, true, &group_sizes).rows.expect_int();
   }
   Tensor offsets() const {
     const int64_t multiple = quantize::group_multiple(grad_format, true);

@@ -1,5 +1,5 @@
-// Largest magnitudes of more than a block: of each member or group, or of each of their rows and columns. NaN is left
-// out, an infinity is not; 0 where there is nothing.
+// The arguments of the amax kernels: largest magnitudes of each matrix or group, or of each of their rows and
+// columns. NaN is ignored, infinity is not; the amax of nothing is 0.
 #pragma once
 
 #include "common/dtype.h"
@@ -12,20 +12,21 @@ class Tensor;
 namespace transformer_plugin::quantize {
 
 struct AmaxArgs {
-  const void* input;  // [members, rows, cols] contiguous
-  float* amax;        // [members or groups]; with `row_scaled` [members, rows]. Null if not asked for
-  float* amax_t;      // [members or groups]; with `row_scaled` [members or groups, cols]. Null likewise
+  const void* input;  // [matrices, rows, cols], contiguous
+  float* amax;        // [matrices or groups]; with `row_scaled` [matrices, rows]. Null if not requested
+  float* amax_t;  // [matrices or groups]; with `row_scaled` [matrices or groups, cols]. Null if not requested
   Layout layout;
   DType dtype;
   bool row_scaled;
-  bool hadamard;  // of the columns in 16 rows each, before amax_t
+  bool hadamard;  // transform each 16 rows of a column before amax_t
 
-  // Whether each number is that of one tile, which then stores it. Others are raised from 0 by their tiles.
+  // Whether each amax comes from a single tile, which then stores it. Otherwise tiles raise it from 0 by an
+  // atomic maximum.
   TP_HOST_DEVICE bool one_tile_each() const {
     return !row_scaled && !layout.grouped() && layout.row_tiles() == 1 && layout.col_tiles() == 1;
   }
   TP_HOST_DEVICE int64_t count() const {
-    return row_scaled ? layout.members * layout.rows : layout.tensor_scales();
+    return row_scaled ? layout.matrices * layout.rows : layout.tensor_scales();
   }
   TP_HOST_DEVICE int64_t count_t() const { return layout.tensor_scales() * (row_scaled ? layout.cols : 1); }
 };
@@ -33,7 +34,7 @@ struct AmaxArgs {
 void amax_cpu(const AmaxArgs& args);
 void launch_amax(const AmaxArgs& args, void* stream);
 
-// Of each member or group of a contiguous input in this layout, on its device.
+// The amax of each matrix or group of a contiguous input, on the input's device.
 at::Tensor amax_of(const at::Tensor& input, const Layout& layout);
 
 }  // namespace transformer_plugin::quantize

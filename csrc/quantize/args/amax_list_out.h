@@ -1,4 +1,4 @@
-// The largest magnitude of each of many tensors, kListTensors at a time.
+// The arguments of amax_list_out: the amax of each of many tensors, kListTensors per launch.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace transformer_plugin::quantize {
 
-// Tensors of one launch: what fits a kernel's arguments, which a CUDA graph keeps. A table in memory would have to be
-// copied to the device and outlive the launch.
+// Tensors of one launch. Their pointers are kernel arguments, which a CUDA graph copies; a table in device
+// memory would have to be copied there and to outlive the launch.
 inline constexpr int kListTensors = 128;
 
 struct AmaxListArgs {
@@ -17,8 +17,8 @@ struct AmaxListArgs {
   int32_t first_block[kListTensors + 1];
   int tensors;
   float* amax;        // [tensors]
-  float* amax_t;      // the same numbers again, or null
-  const float* noop;  // 1: nothing is written. Or null
+  float* amax_t;      // [tensors], a second copy of the same numbers; or null
+  const float* noop;  // if *noop is 1, nothing is written; may be null
   DType dtype;
 };
 

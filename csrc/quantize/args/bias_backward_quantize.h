@@ -1,4 +1,5 @@
-// A gradient quantized, and summed over its rows on the way: the gradient of a bias, from one reading of both.
+// The arguments of bias_backward_quantize: the gradient of a linear layer's output is quantized and summed
+// over its rows (the gradient of the bias) in one pass over the input.
 #pragma once
 
 #include "common/column_sums.h"

@@ -1,5 +1,5 @@
-// Back to floats: float(q) * scale_inv in FP32, then rounded to the output's dtype; of NVFP4 as quantize_nv.h says. The
-// tail of a ragged matrix is zero.
+// Dequantization: float(q) * scale_inv in FP32, rounded to the output's dtype; for NVFP4 the formula is in
+// quantize_nv.h. The tail of a ragged matrix is zero.
 #pragma once
 
 #include "common/e8m0.h"
@@ -9,33 +9,34 @@
 namespace transformer_plugin::quantize {
 
 struct DequantizeArgs {
-  const uint8_t*
-      data;  // [members, rows, cols], or [members, cols, rows] when transposed; contiguous. kNv: two in a byte
-  const void* scale;  // float32, or E8M0 of ScaleMode::kMx, E4M3 of kNv
-  void* output;       // [members, rows, cols] either way
+  // [matrices, rows, cols], or [matrices, cols, rows] if transposed; contiguous. NVFP4: two elements per
+  // byte.
+  const uint8_t* data;
+  const void* scale;  // float32; E8M0 for k1x32, E4M3 for k1x16
+  void* output;       // [matrices, rows, cols] in both directions
   Layout layout;      // of the output
   bool transposed;
   DType dtype;
   DType element;
-  // Of ScaleMode::kNv.
-  const float*
-      amax;          // what the data was scaled by; null to leave it out, for products that bring it in later
-  float nv_inverse;  // 1 / (bound * 6)
+  // For ScaleGranularity::k1x16.
+  const float* amax;  // the amax that the data was scaled by; null for gemm ops that apply it later
+  float nv_inverse;   // 1 / (bound * 6)
   bool row_scaled;
 };
 
-// What line `line` of the tile was scaled by.
-TP_HOST_DEVICE float nv_amax(const DequantizeArgs& args, const Tile& tile, int line) {
+// The amax that row `data_row` of the tile's data was scaled by: a row of the tile, or a column for
+// transposed data.
+TP_HOST_DEVICE float nv_amax(const DequantizeArgs& args, const Tile& tile, int data_row) {
   int64_t index = tile.group;
   if (args.row_scaled) {
-    index = args.transposed ? tile.group * args.layout.cols + tile.col + line
-                            : tile.member * args.layout.rows + tile.row + line;
+    index = args.transposed ? tile.group * args.layout.cols + tile.col + data_row
+                            : tile.matrix * args.layout.rows + tile.row + data_row;
   }
   return args.amax[index];
 }
 
-// What a code is multiplied by, from its block's scale. A product that float32 cannot hold is taken in double: divided by
-// bound * 6 it is a float again, and 6 times it at most the amax.
+// The factor of a block's elements. If the product is not finite in float32 it is computed in double: divided
+// by bound * 6 it is a float again, and 6 times it at most the amax.
 TP_HOST_DEVICE float nv_factor(float scale, float amax, float inverse) {
   const float product = scale * amax;
   if (fabsf(product) <= kLargestFloat || !(fabsf(amax) <= kLargestFloat)) return product * inverse;
@@ -45,26 +46,26 @@ TP_HOST_DEVICE float nv_factor(float scale, float amax, float inverse) {
 TP_HOST_DEVICE float nv_factor(const DequantizeArgs& args, float amax, uint8_t scale) {
   return nv_factor(nv_e4m3_to_float(scale), amax, args.nv_inverse);
 }
-TP_HOST_DEVICE float nv_factor(const DequantizeArgs& args, const Tile& tile, int line, uint8_t scale) {
-  return args.amax ? nv_factor(args, nv_amax(args, tile, line), scale) : nv_e4m3_to_float(scale);
+TP_HOST_DEVICE float nv_factor(const DequantizeArgs& args, const Tile& tile, int data_row, uint8_t scale) {
+  return args.amax ? nv_factor(args, nv_amax(args, tile, data_row), scale) : nv_e4m3_to_float(scale);
 }
 
 // The scale of row `r`, column `c` of the tile.
 TP_HOST_DEVICE float scale_at(const DequantizeArgs& args, const Tile& tile, int r, int c) {
-  if (args.layout.mode != ScaleMode::kMx) {
+  if (args.layout.granularity != ScaleGranularity::k1x32) {
     return static_cast<const float*>(args.scale)[scale_index(args.layout, tile, args.transposed, r, c)];
   }
-  const int line = args.transposed ? c : r;
+  const int data_row = args.transposed ? c : r;
   const int block = (args.transposed ? r : c) / kMxBlock;
   return e8m0_to_float(static_cast<const uint8_t*>(
-      args.scale)[WordLines(args.layout, tile, args.transposed).at(line) + block]);
+      args.scale)[ScaleWords(args.layout, tile, args.transposed).at(data_row) + block]);
 }
 
 void dequantize_cpu(const DequantizeArgs& args);
-// Data along rows, not of the tail: the values of a tile, rounded to the output's dtype.
+// The values of a tile of row-wise data, rounded to the output's dtype. Not for the tail.
 void dequantize_tile_cpu(const DequantizeArgs& args, const Tile& tile, float (*values)[kTile]);
 void launch_dequantize(const DequantizeArgs& args, void* stream);
-// FP8 along rows, where they are whole vectors; false where it does not take them.
+// Row-wise FP8 data with rows of whole vectors. Returns false, without a launch, for other arguments.
 bool launch_dequantize_rows(const DequantizeArgs& args, void* stream);
 void launch_dequantize_nv(const DequantizeArgs& args, void* stream);
 

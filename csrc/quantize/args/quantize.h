@@ -1,10 +1,10 @@
-// Quantizing a matrix: the arithmetic of scales, and what its kernels are given.
+// Quantization to FP8: the arithmetic of scales, and the arguments of the kernels.
 //
-//   a = amax of the block, in the input's values, NaN left out;  a = max(a, epsilon)
-//   scale = 1 if a is 0 or infinite, else largest / a in FP32; an infinite scale becomes `overflow`
-//   power-of-two scales: the mantissa of scale cleared
-//   scale_inv = 1 / scale,  q = float_to_fp8(float(x) * scale)
-// Microscaled (ScaleMode::kMx): the E8M0 rule of common/e8m0.h in place of the first three lines.
+//   a = max(amax of the block in FP32, epsilon); NaN elements are ignored
+//   scale = largest / a, or 1 if a is 0 or infinite; a scale that FP32 cannot hold becomes `overflow`
+//   power-of-two scales: the mantissa of scale is cleared
+//   q = float_to_fp8(float(x) * scale),  stored scale_inv = 1 / scale
+// For MXFP8 (ScaleGranularity::k1x32) the E8M0 rule of common/e8m0.h replaces the first three lines.
 // Source: the published conventions of per-tensor current scaling and of 1x128 and 128x128 block scaling in
 // FP8 (DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3; NVIDIA TransformerEngine
 // recipe_common.cuh); OCP Microscaling Formats (MX) v1.0.
@@ -17,31 +17,31 @@
 namespace transformer_plugin::quantize {
 
 struct ScaleRule {
-  float largest;   // finite value of the element
-  float epsilon;   // an amax below it counts as it
-  float overflow;  // stands for a scale that FP32 cannot hold
+  float largest;   // finite value of the FP8 type
+  float epsilon;   // lower bound of an amax
+  float overflow;  // replaces a scale that FP32 cannot hold
   bool power_of_two;
 };
 
 struct QuantizeArgs {
-  const void* input;  // [members, rows, cols] contiguous
-  uint8_t* data;      // [members, rows, cols]
+  const void* input;  // [matrices, rows, cols], contiguous
+  uint8_t* data;      // [matrices, rows, cols]
   float* scale;
-  uint8_t* data_t;  // [members, cols, rows]
+  uint8_t* data_t;  // [matrices, cols, rows]
   float* scale_t;
-  uint8_t* exponents;    // E8M0, in place of `scale` for ScaleMode::kMx
-  uint8_t* exponents_t;  // in place of `scale_t`
-  const float* amax;     // [members or groups] of ScaleMode::kTensor
+  uint8_t* exponents;    // E8M0 scales: replace `scale` for ScaleGranularity::k1x32
+  uint8_t* exponents_t;  // replace `scale_t`
+  const float* amax;     // [matrices or groups], for ScaleGranularity::kPerTensor
   Layout layout;
   ScaleRule rule;
   DType dtype;
   DType element;
-  bool rowwise;     // whether data and scale are asked for: their pointers may be null for being empty
-  bool transposed;  // data_t and scale_t
-  // Delayed scaling, ScaleMode::kTensor only.
-  const float* given = nullptr;  // encode scales [members or groups], in place of those of `amax`
-  float* collected = nullptr;    // [members or groups], raised to the amax of what is read
-  const float* noop = nullptr;   // 1: nothing is written
+  bool rowwise;     // whether to write data and scale; a flag, because pointers of empty outputs may be null
+  bool transposed;  // whether to write data_t and scale_t
+  // Delayed scaling, for ScaleGranularity::kPerTensor only.
+  const float* encode_scales = nullptr;  // [matrices or groups]: replace the scales computed from `amax`
+  float* amax_out = nullptr;    // [matrices or groups]: becomes its maximum with the amax of the input
+  const float* noop = nullptr;  // if *noop is 1, nothing is written
 
   TP_HOST_DEVICE bool is_noop() const { return noop != nullptr && *noop == 1.0f; }
 };
@@ -56,21 +56,22 @@ TP_HOST_DEVICE float encode_scale(float amax, const ScaleRule& rule) {
   return rule.power_of_two ? bits_to_float(float_to_bits(scale) & 0xff800000u) : scale;
 }
 
-// The scale of a tensor, or of a group.
+// The scale of a matrix or group, for ScaleGranularity::kPerTensor.
 TP_HOST_DEVICE float tensor_scale(const QuantizeArgs& args, int64_t group) {
-  return args.given ? args.given[group] : encode_scale(args.amax[group], args.rule);
+  return args.encode_scales ? args.encode_scales[group] : encode_scale(args.amax[group], args.rule);
 }
 
-// The stored scale of each tensor or group, where there is one for all of it.
+// Store the inverse scale of each matrix or group; nothing for other granularities.
 void tensor_scales_cpu(const QuantizeArgs& args);
 void launch_tensor_scales(const QuantizeArgs& args, void* stream);
 
 void quantize_cpu(const QuantizeArgs& args);
-void launch_quantize(const QuantizeArgs& args, void* stream);
-// Transposed data of ragged groups, where its lines can be stored whole; false where it does not take them.
-bool launch_quantize_walk(const QuantizeArgs& args, void* stream);
-void launch_quantize_mx(const QuantizeArgs& args, void* stream);
-// Transposed data of ragged groups, by windows of the buffer; false where it does not take them.
-bool launch_quantize_mx_windows(const QuantizeArgs& args, void* stream);
+
+// The CUDA kernels. select_launcher.h says which one quantizes given arguments.
+void launch_quantize(const QuantizeArgs& args, void* stream);     // FP32 scales, any arguments
+void launch_quantize_mx(const QuantizeArgs& args, void* stream);  // E8M0 scales, any arguments
+// Ragged groups with transposed data: store whole cache lines although groups begin anywhere.
+void launch_ragged_transpose(const QuantizeArgs& args, void* stream);
+void launch_ragged_transpose_mx(const QuantizeArgs& args, void* stream);
 
 }  // namespace transformer_plugin::quantize

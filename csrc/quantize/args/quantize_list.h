@@ -1,4 +1,4 @@
-// Quantizing many matrices in one launch.
+// The arguments of quantize_list: many matrices in one launch.
 #pragma once
 
 #include "quantize/args/quantize.h"
@@ -6,11 +6,11 @@
 
 namespace transformer_plugin::quantize {
 
-// Matrices of one launch, whose addresses travel in the kernel's arguments: 4 KiB of them.
+// Matrices of one launch. Their pointers are kernel arguments, limited to 4 KiB.
 inline constexpr int kQuantizeListTensors = 64;
 
 struct QuantizeListEntry {
-  const void* input;  // [rows, cols] contiguous
+  const void* input;  // [rows, cols], contiguous
   uint8_t* data;
   void* scale;
   uint8_t* data_t;
@@ -21,21 +21,22 @@ struct QuantizeListEntry {
 
 struct QuantizeListArgs {
   QuantizeListEntry entries[kQuantizeListTensors];
-  int32_t first_block[kQuantizeListTensors + 1];  // one for each tile, and at least one for each matrix
+  int32_t
+      first_block[kQuantizeListTensors + 1];  // of each matrix: one block per tile, at least one per matrix
   int tensors;
-  const float* amax;  // [tensors] of ScaleMode::kTensor and kNv
-  Layout layout;      // of each, but for its rows and columns
+  const float* amax;  // [tensors], for kPerTensor and k1x16
+  Layout layout;      // of each matrix, except for rows and cols
   ScaleRule rule;
   DType dtype;
   DType element;
   bool rowwise;
   bool transposed;
-  NvMethod method;  // of ScaleMode::kNv; without random bits
+  NvMethod method;  // for k1x16; not stochastic
 
-  // The arguments of one matrix alone.
+  // The arguments of one matrix.
   TP_HOST_DEVICE QuantizeArgs of(int tensor) const {
     const QuantizeListEntry& entry = entries[tensor];
-    const bool mx = layout.mode == ScaleMode::kMx;
+    const bool mx = layout.granularity == ScaleGranularity::k1x32;
     QuantizeArgs args{};
     args.input = entry.input;
     args.data = entry.data;
@@ -76,11 +77,11 @@ struct QuantizeListArgs {
 };
 static_assert(sizeof(QuantizeListArgs) <= 4096, "a kernel's arguments");
 
-// Fills first_block.
+// Fill first_block.
 void launch_quantize_list(QuantizeListArgs& args, void* stream);
 void launch_quantize_list_mx(QuantizeListArgs& args, void* stream);
 void launch_quantize_list_nv(QuantizeListArgs& args, void* stream);
-// What both begin with: the blocks of each matrix; returns their sum.
+// Computes first_block and returns the number of blocks.
 int32_t count_list_blocks(QuantizeListArgs& args);
 
 }  // namespace transformer_plugin::quantize

@@ -1,19 +1,20 @@
-// NVFP4: the arithmetic of its scales and of its random Hadamard transform, and what its kernels are given.
+// NVFP4: the arithmetic of scales and of the random Hadamard transform, and the arguments of the kernels.
 //
-//   S     = min(bound * 6 / amax, largest float) of the whole matrix; 1 if amax or that is 0. bound = 448, or 256 of
-//           four-over-six
+//   S     = min(bound * 6 / amax, largest float) for the whole matrix, or 1 if amax or that minimum is 0;
+//           bound = 448, or 256 for four-over-six
 //   scale = E4M3(amax of the block * (S * (1 / 6))), saturating
 //   q     = E2M1(x * min(1 / (float(scale) * (1 / S)), largest float))
 //   value = q * ((float(scale) * amax) * (1 / (bound * 6)))
-// Four-over-six makes two codings of a block, with `scale` and with 1.5 times as much (so that the largest becomes 4),
-// and keeps the second where its summed error is less.
-// Source: the NVFP4 recipe of NVIDIA TransformerEngine 2.20 and "Pretraining Large Language Models with NVFP4",
-// arXiv:2509.25149; four-over-six: arXiv:2512.02010.
+// Four-over-six encodes a block twice, with `scale` and with 1.5 times as much (so that the largest magnitude
+// becomes 4), and keeps the second if its summed error is smaller.
+// Source: the NVFP4 recipe of NVIDIA TransformerEngine 2.20 and "Pretraining Large Language Models with
+// NVFP4", arXiv:2509.25149; four-over-six: arXiv:2512.02010.
 //
-// Transposed data has blocks of 16 rows, and groups of whole blocks. Group sizes on a GPU, which nobody can refuse, may
-// break that. Then 16 rows of the buffer, counted from its first, that are not one block of one group have codes 0, and a
-// block that is not such 16 rows has the scale NaN (0x7F). So nothing is silently wrong, and no byte has two writers:
-// the codes of 16 rows are written by the tile that holds their first.
+// Transposed data has blocks of 16 rows, so each group must have whole blocks. The host cannot check group
+// sizes in GPU memory. If they violate this, 16 rows of the buffer (counted from its start) that are not one
+// block of one group get data 0, and a block that is not such 16 rows gets the scale NaN (0x7F). Thus a
+// violation is visible in the result, and no byte is written by two tiles: the tile that holds the first of
+// the 16 rows writes their data.
 #pragma once
 
 #include "common/dtype.h"
@@ -40,23 +41,24 @@ TP_HOST_DEVICE bool is_four_over_six(NvMethod method) {
 }
 
 struct NvArgs {
-  const void* input;  // [members, rows, cols] contiguous
-  uint8_t* data;      // [members, rows, cols / 2]
+  const void* input;  // [matrices, rows, cols], contiguous
+  uint8_t* data;      // [matrices, rows, cols / 2]
   uint8_t* scale;
-  uint8_t* data_t;  // [members, cols, rows / 2]
+  uint8_t* data_t;  // [matrices, cols, rows / 2]
   uint8_t* scale_t;
-  const float* amax;  // of the rows: [members or groups], or of each row with `row_scaled`
-  const float*
-      amax_t;  // of the columns, after the transform: likewise, [members or groups, cols] with `row_scaled`
-  const int64_t* seed;  // of kStochastic
+  const float* amax;  // of the rows: [matrices or groups], or one per row with `row_scaled`
+  // Of the columns, after the transform: [matrices or groups], or [matrices or groups, cols] with
+  // `row_scaled`.
+  const float* amax_t;
+  const int64_t* seed;  // for kStochastic
   Layout layout;
   DType dtype;
   NvMethod method;
-  bool hadamard;  // of the columns
+  bool hadamard;  // transform the columns before quantizing them
   bool row_scaled;
-  bool rowwise;       // whether data and scale are asked for: their pointers may be null for being empty
-  bool transposed;    // data_t and scale_t
-  const float* noop;  // 1: nothing is written. Or null
+  bool rowwise;     // whether to write data and scale; a flag, because pointers of empty outputs may be null
+  bool transposed;  // whether to write data_t and scale_t
+  const float* noop;  // if *noop is 1, nothing is written; may be null
 
   TP_HOST_DEVICE bool is_noop() const { return noop != nullptr && *noop == 1.0f; }
 };
@@ -65,7 +67,7 @@ inline constexpr float kLargestFloat = 3.40282347e38f;
 
 TP_HOST_DEVICE float nv_bound(NvMethod method) { return is_four_over_six(method) ? 256.0f : 448.0f; }
 
-// What a matrix, or a row of a matrix, is scaled by before its blocks are.
+// The global scale of a matrix, or of a row with `row_scaled`, that is applied before the scales of blocks.
 struct NvGlobal {
   float sixth;    // S * (1 / 6)
   float inverse;  // 1 / S
@@ -86,47 +88,50 @@ TP_HOST_DEVICE uint8_t nv_e4m3(float value) {
 #endif
 }
 
-TP_HOST_DEVICE float nv_e4m3_to_float(uint8_t code) {
+TP_HOST_DEVICE float nv_e4m3_to_float(uint8_t bits) {
 #if defined(__CUDA_ARCH__)
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(bits, __NV_E4M3)));
 #else
-  return fp8_to_float<DType::kFloat8E4M3>(code);
+  return fp8_to_float<DType::kFloat8E4M3>(bits);
 #endif
 }
 
-// What a code is multiplied by to be near the input again, and its inverse, which the input is multiplied by.
+// The scale of a block: its E4M3 bits, the factor that decodes elements, and the inverse factor that encodes
+// them.
 struct NvScale {
-  uint8_t code;
+  uint8_t bits;
   float decode;
   float encode;
 };
 
 TP_HOST_DEVICE NvScale nv_scale(float target, const NvGlobal& global) {
   NvScale scale;
-  scale.code = nv_e4m3(target < kLargestFloat ? target : kLargestFloat);
-  scale.decode = nv_e4m3_to_float(scale.code) * global.inverse;
+  scale.bits = nv_e4m3(target < kLargestFloat ? target : kLargestFloat);
+  scale.decode = nv_e4m3_to_float(scale.bits) * global.inverse;
   const float encode = 1.0f / scale.decode;
   scale.encode = encode < kLargestFloat ? encode : kLargestFloat;
   return scale;
 }
 
-// What a value adds to the error of a block's coding; NaN adds nothing.
-TP_HOST_DEVICE float nv_error(float value, uint32_t code, float decode, bool squared) {
-  const float difference = e2m1_to_float(code) * decode - value;
+// What one element adds to the error of a block's encoding; NaN adds 0.
+TP_HOST_DEVICE float nv_error(float value, uint32_t bits, float decode, bool squared) {
+  const float difference = e2m1_to_float(bits) * decode - value;
   const float error = squared ? difference * difference : fabsf(difference);
   return value == value ? error : 0.0f;
 }
 
-// Random bytes of the 16 elements of a block: its number, and 0 for rows or 1 for transposed data. Element i takes byte
-// i % 4 of word i / 4.
+// Random bytes for the 16 elements of a block, from the number of the block and the direction (0 row-wise, 1
+// transposed). Element i uses byte i % 4 of word i / 4.
 TP_HOST_DEVICE Philox4 nv_random(uint64_t seed, int64_t block, uint32_t direction) {
   return philox(seed, static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), direction, 0u);
 }
 
-// The sign of element i of a chunk before its Hadamard transform.
+// The sign that element i of 16 is multiplied by before its Hadamard transform.
 TP_HOST_DEVICE constexpr bool nv_is_negated(int i) { return (0xd7e8 >> i) & 1; }
 
 void quantize_nv_cpu(const NvArgs& args);
+// On CUDA, for inputs of one dtype: kBFloat16, kFloat16 or kFloat32 (select_launcher.h).
+template <DType dtype>
 void launch_quantize_nv(const NvArgs& args, void* stream);
 
 }  // namespace transformer_plugin::quantize

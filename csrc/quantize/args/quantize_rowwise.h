@@ -1,5 +1,5 @@
-// FP8 rows under one FP32 scale each: the rule of quantize.h with a row as its block, and the largest float32 for a scale
-// that FP32 cannot hold.
+// The arguments of quantize_rowwise: FP8 data with one FP32 scale per row. The rule is that of quantize.h
+// with the row as the block; a scale that FP32 cannot hold becomes the largest float32.
 #pragma once
 
 #include "quantize/args/quantize.h"
@@ -7,9 +7,9 @@
 namespace transformer_plugin::quantize {
 
 struct QuantizeRowwiseArgs {
-  const void* input;  // [rows, cols] contiguous
-  uint8_t* codes;     // [rows, cols]
-  float* scale;       // [rows], of decoding
+  const void* input;  // [rows, cols], contiguous
+  uint8_t* data;      // [rows, cols]
+  float* scale;       // [rows], the inverse scales
   int64_t rows;
   int64_t cols;
   ScaleRule rule;

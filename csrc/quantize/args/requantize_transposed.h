@@ -1,7 +1,8 @@
-// Data that is quantized along its rows to data along its columns, tile by tile: the values between exist only in
-// registers. Where one scale serves both directions, codes are turned as they are.
+// The arguments of requantize_transposed: row-wise data to transposed data, tile by tile, with the
+// dequantized values in registers only. Where one scale serves both directions, the data is transposed
+// without requantization.
 //
-// Of NVFP4 `from.amax` is what the data was scaled by, `to.amax_t` what the new data is.
+// For NVFP4 `from.amax` is the amax that the data was scaled by, `to.amax_t` that of the new data.
 #pragma once
 
 #include "quantize/args/dequantize.h"
@@ -9,7 +10,7 @@
 
 namespace transformer_plugin::quantize {
 
-// `from` says what values are, `to` what they become, both in one layout: that of the same format. `to.input` is null.
+// `from` describes the values, `to` the result. Both have the same format and layout. `to.input` is null.
 struct RequantizeArgs {
   DequantizeArgs from;
   QuantizeArgs to;
@@ -25,7 +26,7 @@ void requantize_transposed_cpu(const RequantizeNvArgs& args);
 void launch_requantize_transposed(const RequantizeArgs& args, void* stream);
 void launch_requantize_transposed_mx(const RequantizeArgs& args, void* stream);
 void launch_requantize_transposed_nv(const RequantizeNvArgs& args, void* stream);
-// One scale for each tensor: codes alone.
-void launch_turn_codes(const RequantizeArgs& args, void* stream);
+// Per-tensor scales: transposes the data only.
+void launch_transpose_data(const RequantizeArgs& args, void* stream);
 
 }  // namespace transformer_plugin::quantize

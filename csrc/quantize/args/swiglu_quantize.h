@@ -1,6 +1,6 @@
-// SwiGLU times a probability per row, rounded to the dtype of its input, then quantized; and its backward, whose two
-// halves lie side by side in one matrix that is quantized in both directions. What is between the steps exists only in
-// registers.
+// SwiGLU times a probability per row, rounded to the dtype of its input, then quantized; and its backward,
+// whose two results (gradients of gate and linear part) are adjacent halves of one matrix that is quantized
+// in both directions. Intermediate values stay in registers.
 #pragma once
 
 #include "activation/swiglu.h"
@@ -9,14 +9,15 @@
 
 namespace transformer_plugin::quantize {
 
-// `args.input` is the activation's input, [rows, 2 * cols]; `probs` is [rows], or null for 1.
+// `args.input` is the input of the activation, [rows, 2 * cols]; `probs` is [rows], or null for 1.
 void swiglu_quantize_cpu(const QuantizeArgs& args, const float* probs);
 void swiglu_quantize_cpu(const NvArgs& args, const float* probs);
 void launch_swiglu_quantize(const QuantizeArgs& args, const float* probs, void* stream);
 void launch_swiglu_quantize_mx(const QuantizeArgs& args, const float* probs, void* stream);
 void launch_swiglu_quantize_nv(const NvArgs& args, const float* probs, void* stream);
 
-// Columns of `args` are 2F, F a multiple of kTile, so that both halves begin on a tile. `swiglu.grad_input` is null.
+// `args` has 2F columns, where F is a multiple of kTile so that both halves begin at a tile.
+// `swiglu.grad_input` is null.
 using SwigluBackwardArgs = activation::SwigluBackwardArgs;
 void swiglu_backward_quantize_cpu(const QuantizeArgs& args, const SwigluBackwardArgs& swiglu);
 void swiglu_backward_quantize_cpu(const NvArgs& args, const SwigluBackwardArgs& swiglu);
@@ -26,7 +27,8 @@ void launch_swiglu_backward_quantize_mx(const QuantizeArgs& args, const SwigluBa
                                         void* stream);
 void launch_swiglu_backward_quantize_nv(const NvArgs& args, const SwigluBackwardArgs& swiglu, void* stream);
 
-// The two tiles of one tile of F columns: of the gate's gradient, and of the linear part's.
+// A tile of F columns corresponds to two tiles of the result: of the gate's gradient, and of the linear
+// part's.
 TP_HOST_DEVICE Layout half_of(Layout layout) {
   layout.cols /= 2;
   return layout;

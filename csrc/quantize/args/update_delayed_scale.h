@@ -1,12 +1,13 @@
-// Delayed scaling: the scale of the next step from the amaxes of the last ones.
+// Delayed scaling: the scale for the next step from the amaxes of previous steps.
 //
-//   last = amax, or history[0] where amax is 0
-//   if last is not 0: the history moves up by one, history[H-1] = last, history[0] = 0
-//   a = the largest of that window (NaN left out) before history[0] became 0, or last ("most_recent"); 0 if last is 0
-//   scale = largest / a if a is positive and finite, else as it was; an infinite one becomes the largest float32
+//   last = amax, or history[0] if amax is 0
+//   if last is not 0: the history is shifted by one, history[H-1] = last, history[0] = 0
+//   a = the maximum of the history before history[0] became 0 (NaN ignored), or last ("most_recent");
+//       0 if last is 0
+//   scale = largest / a if a is positive and finite, else unchanged; infinity becomes the largest float32
 //   amax = 0
-// `largest` is the element's largest finite value times 2^-margin. So a tensor that saw nothing keeps its history, and
-// one infinity keeps the scale as it is until it has left the window.
+// `largest` is the element's largest finite value times 2^-margin. A tensor without data in this step keeps
+// its history. An infinite amax keeps the scale unchanged until it has left the history.
 // Source: NVIDIA TransformerEngine 2.20, delayed scaling (common/recipe/delayed_scaling.cu).
 #pragma once
 
@@ -22,13 +23,13 @@ struct DelayedScaleArgs {
   float* history;  // [length, tensors]
   float* scale;    // [tensors]
   float* amax;     // [tensors]
-  float* next;     // [tensors], the new scale
+  float* next;     // [tensors], the new scales
   int64_t length;
   int64_t tensors;
-  int64_t tensors_per_format;       // in a row
-  float largest[kMaxScaleFormats];  // of each format
+  int64_t tensors_per_format;       // consecutive tensors share a format
+  float largest[kMaxScaleFormats];  // one per format
   bool most_recent;
-  bool write;  // history, scale and amax; else only `next`
+  bool write;  // whether to update history, scale and amax; otherwise only `next`
 };
 
 TP_HOST_DEVICE float last_amax(const DelayedScaleArgs& args, int64_t tensor) {

@@ -1,5 +1,5 @@
-// Largest magnitudes of floats as they lie in memory: they order like their bits, and those of 16-bit floats fit twice as
-// many into a vector.
+// Largest magnitudes computed on the bits of floats, which order like the floats; twice as many 16-bit values
+// fit a vector.
 #pragma once
 
 #include <cstring>
@@ -13,7 +13,7 @@ namespace transformer_plugin::quantize {
 template <typename T>
 using Bits = std::conditional_t<sizeof(T) == 2, int16_t, int32_t>;
 
-// Of |value|; 0 of a NaN.
+// The bits of |value|; 0 for NaN.
 template <typename T>
 TP_HOST_DEVICE Bits<T> bits_of(T value) {
   constexpr int32_t infinity = std::is_same_v<T, float>       ? 0x7f800000
@@ -32,7 +32,7 @@ float float_of_bits(Bits<T> bits) {
   return static_cast<float>(value);
 }
 
-// For loops that are compiled for each instruction set.
+// Inlined into loops that are compiled for each instruction set.
 template <typename T>
 TP_HOST_DEVICE Bits<T> largest_bits(const T* values, int64_t count) {
   Bits<T> largest = 0;

@@ -1,3 +1,4 @@
+// amax_list_out on a CPU.
 #include <algorithm>
 
 #include "quantize/args/amax_list_out.h"
@@ -6,7 +7,7 @@
 namespace transformer_plugin::quantize {
 namespace {
 
-constexpr int64_t kStretch = 16384;  // elements of one piece of work
+constexpr int64_t kStretch = 16384;  // elements per task
 
 template <typename T>
 TP_CPU_CLONES int32_t magnitude_of_values(const T* values, int64_t count) {
@@ -20,7 +21,7 @@ int32_t magnitude_of_tensor(const T* values, int64_t count) {
   float largest = 0.0f;
   at::parallel_for(0, ceil_div(count, kStretch), 1, [&](int64_t begin, int64_t end) {
     const int64_t first = begin * kStretch;
-    raise_to(largest, magnitude_of_values<T>(values + first, std::min(end * kStretch, count) - first));
+    atomic_max(largest, magnitude_of_values<T>(values + first, std::min(end * kStretch, count) - first));
   });
   return static_cast<int32_t>(float_to_bits(largest));
 }

@@ -1,3 +1,4 @@
+// bias_backward_quantize on a CPU: each tile is quantized and its columns are summed.
 #include "quantize/args/bias_backward_quantize.h"
 
 #include <algorithm>
@@ -11,7 +12,7 @@ namespace {
 template <typename Args>
 void quantize_and_sum(const Args& args, const ColumnSums& sums) {
   at::parallel_for(0, args.layout.tiles(), 1, [&](int64_t begin, int64_t end) {
-    Values values;
+    FloatTile values;
     for (int64_t i = begin; i < end; ++i) {
       const Tile tile = tile_at(args.layout, i);
       if (!tile.tail) load_tile_cpu(args, tile, values);

@@ -1,5 +1,6 @@
-// NVFP4 on a CPU: 16 values of each of up to 128 lines at a time, in vectors of lines. Lines are rows of the tile, which is
-// turned for it, or its columns. `lines` are those of the tile, up to a multiple of 16.
+// NVFP4 on a CPU. Here a "row" is a row of the quantized data: a row of the tile, which is transposed first,
+// or a column of the tile for transposed data. Sixteen values of up to 128 rows are processed at once,
+// vectorized over rows. `rows` counts those of the tile, rounded up to a multiple of 16.
 #include <algorithm>
 #include <cstring>
 
@@ -10,168 +11,168 @@
 namespace transformer_plugin::quantize {
 namespace {
 
-using Lines = float[kTile];
-using Codes = uint32_t[2][kTile];  // eight codes of each line in a word
+using RowFloats = float[kTile];
+using PackedRows = uint32_t[2][kTile];  // eight elements of each row per word
 
-// What lines are scaled by before their blocks are.
-struct Globals {
-  alignas(64) Lines sixth;
-  alignas(64) Lines inverse;
+// The global scales of rows, applied before the scales of their blocks.
+struct RowGlobals {
+  alignas(64) RowFloats sixth;
+  alignas(64) RowFloats inverse;
 };
 
-struct Scales {
-  alignas(64) uint8_t code[kTile];
-  alignas(64) Lines decode;
-  alignas(64) Lines encode;
+struct RowScales {
+  alignas(64) uint8_t bits[kTile];
+  alignas(64) RowFloats decode;
+  alignas(64) RowFloats encode;
 };
 
-struct Coded {
-  alignas(64) Codes codes;
-  Scales scales;
+struct EncodedBlocks {
+  alignas(64) PackedRows data;
+  RowScales scales;
 };
 
 // One of the two directions of a tile.
 struct Direction {
   bool transposed;
-  int lines;             // of the tile
-  int values;            // of a line of the tile
-  const float* amax;     // of the lines, or of the tile
-  uint8_t* data;         // of line 0
-  int64_t stride;        // bytes between lines
-  int64_t first_block;   // its number, for random bits
-  int64_t block_stride;  // between lines
+  int rows;              // of the tile
+  int values;            // elements of a row of the tile
+  const float* amax;     // of the rows, or one for the tile
+  uint8_t* data;         // of row 0
+  int64_t stride;        // bytes between rows
+  int64_t first_block;   // its number in the matrix, for random bits
+  int64_t block_stride;  // blocks between rows
   uint8_t* scales;       // of the matrix
 };
 
-TP_CPU_CLONES void find_magnitudes(const Lines* values, int lines, int32_t* magnitudes) {
-  std::fill_n(magnitudes, lines, 0);
+TP_CPU_CLONES void find_magnitudes(const RowFloats* values, int rows, int32_t* magnitudes) {
+  std::fill_n(magnitudes, rows, 0);
   for (int i = 0; i < kNvBlock; ++i) {
-    for (int line = 0; line < lines; ++line) {
-      magnitudes[line] = std::max(magnitudes[line], magnitude(values[i][line]));
+    for (int row = 0; row < rows; ++row) {
+      magnitudes[row] = std::max(magnitudes[row], magnitude(values[i][row]));
     }
   }
 }
 
-// Targets are the largest magnitudes of the blocks in units of the whole matrix's scale.
-TP_CPU_CLONES void find_targets(const int32_t* magnitudes, int lines, const Globals& globals,
+// Targets: the amax of each block times the global scale.
+TP_CPU_CLONES void find_targets(const int32_t* magnitudes, int rows, const RowGlobals& globals,
                                 float* targets) {
-  for (int line = 0; line < lines; ++line) {
-    targets[line] = bits_to_float(static_cast<uint32_t>(magnitudes[line])) * globals.sixth[line];
+  for (int row = 0; row < rows; ++row) {
+    targets[row] = bits_to_float(static_cast<uint32_t>(magnitudes[row])) * globals.sixth[row];
   }
 }
 
-TP_CPU_CLONES void find_scales(const float* targets, int lines, float factor, float most,
-                               const Globals& globals, Scales& scales) {
-  for (int line = 0; line < lines; ++line) {
-    const float target = targets[line] * factor;
-    const NvScale scale = nv_scale(target < most ? target : most, {0.0f, globals.inverse[line]});
-    scales.code[line] = scale.code;
-    scales.decode[line] = scale.decode;
-    scales.encode[line] = scale.encode;
+TP_CPU_CLONES void find_scales(const float* targets, int rows, float factor, float most,
+                               const RowGlobals& globals, RowScales& scales) {
+  for (int row = 0; row < rows; ++row) {
+    const float target = targets[row] * factor;
+    const NvScale scale = nv_scale(target < most ? target : most, {0.0f, globals.inverse[row]});
+    scales.bits[row] = scale.bits;
+    scales.decode[row] = scale.decode;
+    scales.encode[row] = scale.encode;
   }
 }
 
-TP_CPU_CLONES void round_nearest(const Lines* values, int lines, const Scales& scales, Codes& codes) {
+TP_CPU_CLONES void round_nearest(const RowFloats* values, int rows, const RowScales& scales,
+                                 PackedRows& data) {
   for (int half = 0; half < 2; ++half) {
-    for (int line = 0; line < lines; ++line) {
+    for (int row = 0; row < rows; ++row) {
       uint32_t word = 0;
       for (int i = 0; i < 8; ++i) {
-        word |= e2m1_nearest(values[8 * half + i][line] * scales.encode[line]) << (4 * i);
+        word |= e2m1_nearest(values[8 * half + i][row] * scales.encode[row]) << (4 * i);
       }
-      codes[half][line] = word;
+      data[half][row] = word;
     }
   }
 }
 
-TP_CPU_CLONES void draw(uint64_t seed, const Direction& direction, int lines, int64_t block,
+TP_CPU_CLONES void draw(uint64_t seed, const Direction& direction, int rows, int64_t block,
                         uint32_t (*words)[kTile]) {
-  for (int line = 0; line < lines; ++line) {
+  for (int row = 0; row < rows; ++row) {
     const Philox4 random =
-        nv_random(seed, block + line * direction.block_stride, direction.transposed ? 1u : 0u);
-    for (int word = 0; word < 4; ++word) words[word][line] = random.word[word];
+        nv_random(seed, block + row * direction.block_stride, direction.transposed ? 1u : 0u);
+    for (int word = 0; word < 4; ++word) words[word][row] = random.word[word];
   }
 }
 
-TP_CPU_CLONES void round_stochastic(const Lines* values, int lines, const Scales& scales,
-                                    const uint32_t (*words)[kTile], Codes& codes) {
-  std::memset(codes, 0, sizeof(codes));
+TP_CPU_CLONES void round_stochastic(const RowFloats* values, int rows, const RowScales& scales,
+                                    const uint32_t (*words)[kTile], PackedRows& data) {
+  std::memset(data, 0, sizeof(data));
   for (int i = 0; i < kNvBlock; ++i) {
-    for (int line = 0; line < lines; ++line) {
-      codes[i / 8][line] |= e2m1_stochastic(values[i][line] * scales.encode[line], words[i / 4][line], i % 4)
-                            << (4 * (i % 8));
+    for (int row = 0; row < rows; ++row) {
+      data[i / 8][row] |= e2m1_stochastic(values[i][row] * scales.encode[row], words[i / 4][row], i % 4)
+                          << (4 * (i % 8));
     }
   }
 }
 
-TP_CPU_CLONES void find_errors(const Lines* values, int lines, const Coded& coded, bool squared,
+TP_CPU_CLONES void find_errors(const RowFloats* values, int rows, const EncodedBlocks& encoded, bool squared,
                                float* errors) {
-  std::fill_n(errors, lines, 0.0f);
+  std::fill_n(errors, rows, 0.0f);
   for (int i = 0; i < kNvBlock; ++i) {
-    for (int line = 0; line < lines; ++line) {
-      const uint32_t code = coded.codes[i / 8][line] >> (4 * (i % 8));
-      errors[line] += nv_error(values[i][line], code, coded.scales.decode[line], squared);
+    for (int row = 0; row < rows; ++row) {
+      const uint32_t bits = encoded.data[i / 8][row] >> (4 * (i % 8));
+      errors[row] += nv_error(values[i][row], bits, encoded.scales.decode[row], squared);
     }
   }
 }
 
-TP_CPU_CLONES void keep_better(const Coded& four, int lines, const float* errors4, const float* errors6,
-                               Coded& coded) {
-  for (int line = 0; line < lines; ++line) {
-    const bool better = errors4[line] < errors6[line];
-    coded.scales.code[line] = better ? four.scales.code[line] : coded.scales.code[line];
-    coded.codes[0][line] = better ? four.codes[0][line] : coded.codes[0][line];
-    coded.codes[1][line] = better ? four.codes[1][line] : coded.codes[1][line];
+TP_CPU_CLONES void keep_better(const EncodedBlocks& four, int rows, const float* errors4,
+                               const float* errors6, EncodedBlocks& encoded) {
+  for (int row = 0; row < rows; ++row) {
+    const bool better = errors4[row] < errors6[row];
+    encoded.scales.bits[row] = better ? four.scales.bits[row] : encoded.scales.bits[row];
+    encoded.data[0][row] = better ? four.data[0][row] : encoded.data[0][row];
+    encoded.data[1][row] = better ? four.data[1][row] : encoded.data[1][row];
   }
 }
 
-void round_four_over_six(const Lines* values, int lines, const float* targets, const Globals& globals,
-                         bool squared, Coded& coded) {
-  Coded four;
-  find_scales(targets, lines, 1.0f, 448.0f, globals, coded.scales);
-  find_scales(targets, lines, 1.5f, 448.0f, globals, four.scales);
-  round_nearest(values, lines, coded.scales, coded.codes);
-  round_nearest(values, lines, four.scales, four.codes);
-  alignas(64) Lines errors6, errors4;
-  find_errors(values, lines, coded, squared, errors6);
-  find_errors(values, lines, four, squared, errors4);
-  keep_better(four, lines, errors4, errors6, coded);
+void round_four_over_six(const RowFloats* values, int rows, const float* targets, const RowGlobals& globals,
+                         bool squared, EncodedBlocks& encoded) {
+  EncodedBlocks four;
+  find_scales(targets, rows, 1.0f, 448.0f, globals, encoded.scales);
+  find_scales(targets, rows, 1.5f, 448.0f, globals, four.scales);
+  round_nearest(values, rows, encoded.scales, encoded.data);
+  round_nearest(values, rows, four.scales, four.data);
+  alignas(64) RowFloats errors6, errors4;
+  find_errors(values, rows, encoded, squared, errors6);
+  find_errors(values, rows, four, squared, errors4);
+  keep_better(four, rows, errors4, errors6, encoded);
 }
 
-// `block` is the number of line 0's.
-void encode(const NvArgs& args, const Direction& direction, int lines, int64_t block, const Lines* values,
-            const Globals& globals, Coded& coded) {
+// `block` is the number of row 0's block.
+void encode(const NvArgs& args, const Direction& direction, int rows, int64_t block, const RowFloats* values,
+            const RowGlobals& globals, EncodedBlocks& encoded) {
   alignas(64) int32_t magnitudes[kTile];
-  find_magnitudes(values, lines, magnitudes);
-  for (int line = 0; args.layout.square && line < lines; line += kNvBlock) {
-    std::fill_n(magnitudes + line, kNvBlock,
-                *std::max_element(magnitudes + line, magnitudes + line + kNvBlock));
+  find_magnitudes(values, rows, magnitudes);
+  for (int row = 0; args.layout.square && row < rows; row += kNvBlock) {
+    std::fill_n(magnitudes + row, kNvBlock, *std::max_element(magnitudes + row, magnitudes + row + kNvBlock));
   }
-  alignas(64) Lines targets;
-  find_targets(magnitudes, lines, globals, targets);
+  alignas(64) RowFloats targets;
+  find_targets(magnitudes, rows, globals, targets);
   if (is_four_over_six(args.method)) {
     const bool squared = args.method == NvMethod::kFourOverSixMse;
-    return round_four_over_six(values, lines, targets, globals, squared, coded);
+    return round_four_over_six(values, rows, targets, globals, squared, encoded);
   }
-  find_scales(targets, lines, 1.0f, kLargestFloat, globals, coded.scales);
-  if (args.method == NvMethod::kNearest) return round_nearest(values, lines, coded.scales, coded.codes);
+  find_scales(targets, rows, 1.0f, kLargestFloat, globals, encoded.scales);
+  if (args.method == NvMethod::kNearest) return round_nearest(values, rows, encoded.scales, encoded.data);
   alignas(64) uint32_t words[4][kTile];
-  draw(static_cast<uint64_t>(*args.seed), direction, lines, block, words);
-  round_stochastic(values, lines, coded.scales, words, coded.codes);
+  draw(static_cast<uint64_t>(*args.seed), direction, rows, block, words);
+  round_stochastic(values, rows, encoded.scales, words, encoded.data);
 }
 
-void find_globals(const NvArgs& args, const Tile& tile, const Direction& direction, int lines,
-                  Globals& globals) {
-  for (int line = 0; line < lines; ++line) {
-    const bool own = args.row_scaled && line < direction.lines;
-    if (line > 0 && !own) {
-      globals.sixth[line] = globals.sixth[0];
-      globals.inverse[line] = globals.inverse[0];
+void find_globals(const NvArgs& args, const Tile& tile, const Direction& direction, int rows,
+                  RowGlobals& globals) {
+  for (int row = 0; row < rows; ++row) {
+    const bool own = args.row_scaled && row < direction.rows;
+    if (row > 0 && !own) {
+      globals.sixth[row] = globals.sixth[0];
+      globals.inverse[row] = globals.inverse[0];
       continue;
     }
     const NvGlobal global =
-        nv_global(tile.tail ? 0.0f : direction.amax[args.row_scaled ? line : 0], nv_bound(args.method));
-    globals.sixth[line] = global.sixth;
-    globals.inverse[line] = global.inverse;
+        nv_global(tile.tail ? 0.0f : direction.amax[args.row_scaled ? row : 0], nv_bound(args.method));
+    globals.sixth[row] = global.sixth;
+    globals.inverse[row] = global.inverse;
   }
 }
 
@@ -183,9 +184,9 @@ TP_HOST_DEVICE void interleave(const float* __restrict a, const float* __restric
   }
 }
 
-// Rows become columns, 16 at a time: those half of them apart are interleaved, four times. The columns are filled with
-// zeros up to a multiple of 16.
-TP_CPU_CLONES void turn(const Values& values, int rows, int cols, Values& turned) {
+// Transposes 16 rows at a time by interleaving rows that are half of them apart, four times. The columns are
+// padded with zeros up to a multiple of 16.
+TP_CPU_CLONES void transpose(const FloatTile& values, int rows, int cols, FloatTile& transposed) {
   constexpr int kRows = 16;
   with_width(
       cols, [&](auto width) __attribute__((always_inline)) {
@@ -202,44 +203,45 @@ TP_CPU_CLONES void turn(const Values& values, int rows, int cols, Values& turned
           }
           interleave(from, from + 8 * width, 8 * width, to);
           for (int c = 0; c < width; ++c) {
-            std::memcpy(turned.at[c] + first, to + c * kRows, kRows * sizeof(float));
+            std::memcpy(transposed.at[c] + first, to + c * kRows, kRows * sizeof(float));
           }
         }
         const int rest = -rows & (kRows - 1);
-        for (int c = 0; rest > 0 && c < width; ++c) std::fill_n(turned.at[c] + rows, rest, 0.0f);
+        for (int c = 0; rest > 0 && c < width; ++c) std::fill_n(transposed.at[c] + rows, rest, 0.0f);
       });
 }
 
-// `values` are those of each line.
-void write_direction(const NvArgs& args, const Tile& tile, const Direction& direction, const Values& values) {
-  const int lines = static_cast<int>(ceil_div(direction.lines, kNvBlock)) * kNvBlock;
+// `values` holds the elements of each row.
+void write_direction(const NvArgs& args, const Tile& tile, const Direction& direction,
+                     const FloatTile& values) {
+  const int rows = static_cast<int>(ceil_div(direction.rows, kNvBlock)) * kNvBlock;
   const bool hadamard = args.hadamard && direction.transposed;
-  Globals globals;
-  find_globals(args, tile, direction, lines, globals);
-  alignas(64) uint8_t scales[kTile][kNvBlocks] = {};
-  alignas(64) uint32_t codes[kTile][kTile / 8];
+  RowGlobals globals;
+  find_globals(args, tile, direction, rows, globals);
+  alignas(64) uint8_t scales[kTile][kNvBlocksPerRow] = {};
+  alignas(64) uint32_t data[kTile][kTile / 8];
   Chunk chunk;
-  Coded coded = {};  // of the tail
+  EncodedBlocks encoded = {};  // zero for the tail
   for (int first = 0; first < direction.values; first += kNvBlock) {
     const int block = first / kNvBlock;
     if (!tile.tail) {
-      if (hadamard) hadamard_cpu(values.at + first, lines, args.dtype, chunk);
-      encode(args, direction, lines, direction.first_block + block, hadamard ? chunk.at : values.at + first,
-             globals, coded);
+      if (hadamard) hadamard_cpu(values.at + first, rows, args.dtype, chunk);
+      encode(args, direction, rows, direction.first_block + block, hadamard ? chunk.at : values.at + first,
+             globals, encoded);
     }
-    for (int line = 0; line < direction.lines; ++line) {
-      codes[line][2 * block] = coded.codes[0][line];
-      codes[line][2 * block + 1] = coded.codes[1][line];
-      scales[line][block] = coded.scales.code[line];
+    for (int row = 0; row < direction.rows; ++row) {
+      data[row][2 * block] = encoded.data[0][row];
+      data[row][2 * block + 1] = encoded.data[1][row];
+      scales[row][block] = encoded.scales.bits[row];
     }
   }
-  for (int line = 0; line < direction.lines; ++line) {
-    std::memcpy(direction.data + line * direction.stride, codes[line], direction.values / 2);
+  for (int row = 0; row < direction.rows; ++row) {
+    std::memcpy(direction.data + row * direction.stride, data[row], direction.values / 2);
   }
-  const WordLines words(args.layout, tile, direction.transposed);
-  for (int line = 0; line < direction.lines; ++line) {
+  const ScaleWords words(args.layout, tile, direction.transposed);
+  for (int row = 0; row < direction.rows; ++row) {
     for (int word = 0; word < words.count; ++word) {
-      std::memcpy(direction.scales + words.at(line, word), scales[line] + 4 * word, 4);
+      std::memcpy(direction.scales + words.at(row, word), scales[row] + 4 * word, 4);
     }
   }
   zero_word_padding(args.layout, tile, direction.transposed, direction.scales);
@@ -247,7 +249,7 @@ void write_direction(const NvArgs& args, const Tile& tile, const Direction& dire
 
 Direction rows_of(const NvArgs& args, const Tile& tile) {
   const Layout& layout = args.layout;
-  const int64_t row = tile.member * layout.rows + tile.row;
+  const int64_t row = tile.matrix * layout.rows + tile.row;
   return {false,
           tile.rows,
           tile.cols,
@@ -261,7 +263,7 @@ Direction rows_of(const NvArgs& args, const Tile& tile) {
 
 Direction columns_of(const NvArgs& args, const Tile& tile) {
   const Layout& layout = args.layout;
-  const int64_t column = tile.member * layout.cols + tile.col;
+  const int64_t column = tile.matrix * layout.cols + tile.col;
   return {true,
           tile.cols,
           tile.rows,
@@ -275,18 +277,18 @@ Direction columns_of(const NvArgs& args, const Tile& tile) {
 
 }  // namespace
 
-void write_tile_cpu(const NvArgs& args, const Tile& tile, const Values& values) {
+void write_tile_cpu(const NvArgs& args, const Tile& tile, const FloatTile& values) {
   if (args.rowwise) {
-    Values turned;
-    if (!tile.tail) turn(values, tile.rows, tile.cols, turned);
-    write_direction(args, tile, rows_of(args, tile), turned);
+    FloatTile transposed;
+    if (!tile.tail) transpose(values, tile.rows, tile.cols, transposed);
+    write_direction(args, tile, rows_of(args, tile), transposed);
   }
   if (args.transposed) write_direction(args, tile, columns_of(args, tile), values);
 }
 
 void quantize_nv_cpu(const NvArgs& args) {
   if (args.is_noop()) return;
-  quantize_tiles_cpu(args, [&](const Tile& tile, Values& values) { load_tile_cpu(args, tile, values); });
+  quantize_tiles_cpu(args, [&](const Tile& tile, FloatTile& values) { load_tile_cpu(args, tile, values); });
 }
 
 }  // namespace transformer_plugin::quantize

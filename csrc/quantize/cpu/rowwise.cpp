@@ -1,10 +1,11 @@
+// quantize_rowwise on a CPU.
 #include "quantize/args/quantize_rowwise.h"
 #include "quantize/cpu/abs_max.h"
 
 namespace transformer_plugin::quantize {
 namespace {
 
-constexpr int64_t kWorth = 32768;  // elements that are worth a thread
+constexpr int64_t kWorth = 32768;  // elements for which a thread is worthwhile
 
 template <typename T>
 TP_CPU_CLONES Bits<T> largest_of(const T* values, int64_t count) {
@@ -13,13 +14,13 @@ TP_CPU_CLONES Bits<T> largest_of(const T* values, int64_t count) {
 
 template <DType element, typename T>
 TP_CPU_CLONES void convert_row(const T* __restrict values, int64_t count, float scale,
-                               uint8_t* __restrict codes) {
+                               uint8_t* __restrict data) {
   for (int64_t c = 0; c < count; ++c) {
-    codes[c] = float_to_fp8<element>(static_cast<float>(values[c]) * scale);
+    data[c] = float_to_fp8<element>(static_cast<float>(values[c]) * scale);
   }
 }
 
-// The second reading of a row finds it in a cache.
+// The second read of a row hits the cache.
 template <DType element, typename T>
 void quantize_rows(const QuantizeRowwiseArgs& args) {
   const int64_t grain = std::max<int64_t>(1, kWorth / std::max<int64_t>(1, args.cols));
@@ -27,7 +28,7 @@ void quantize_rows(const QuantizeRowwiseArgs& args) {
     for (int64_t row = begin; row < end; ++row) {
       const T* values = static_cast<const T*>(args.input) + row * args.cols;
       const float scale = encode_scale(float_of_bits<T>(largest_of(values, args.cols)), args.rule);
-      convert_row<element>(values, args.cols, scale, args.codes + row * args.cols);
+      convert_row<element>(values, args.cols, scale, args.data + row * args.cols);
       args.scale[row] = 1.0f / scale;
     }
   });

@@ -1,3 +1,4 @@
+// SwiGLU and its backward, quantized, on a CPU.
 #include "quantize/args/swiglu_quantize.h"
 
 #include <algorithm>
@@ -9,8 +10,8 @@ namespace {
 
 template <typename T>
 TP_CPU_CLONES void swiglu_row(const T* gate, const T* linear, float prob, int cols, float* values) {
-  fetch_next(gate);
-  fetch_next(linear);
+  prefetch_next(gate);
+  prefetch_next(linear);
   for (int c = 0; c < cols; ++c) {
     const float value =
         activation::swiglu_value(static_cast<float>(gate[c]), static_cast<float>(linear[c]), prob);
@@ -18,14 +19,14 @@ TP_CPU_CLONES void swiglu_row(const T* gate, const T* linear, float prob, int co
   }
 }
 
-// Returns the tile's part of the row's sum.
+// Returns the tile's part of the row sum.
 template <typename T>
 TP_CPU_CLONES float gradient_row(const T* __restrict grad, const T* __restrict gate,
                                  const T* __restrict linear, float prob, float* __restrict of_gate,
                                  float* __restrict of_linear) {
-  fetch_next(grad);
-  fetch_next(gate);
-  fetch_next(linear);
+  prefetch_next(grad);
+  prefetch_next(gate);
+  prefetch_next(linear);
   alignas(64) float terms[kTile];
   for (int c = 0; c < kTile; ++c) {
     const float g = static_cast<float>(grad[c]);
@@ -38,9 +39,10 @@ TP_CPU_CLONES float gradient_row(const T* __restrict grad, const T* __restrict g
   return activation::sum_of_tile<kTile>(terms);
 }
 
-// The gradients of a tile of features, and in `partial` the sums of its rows.
+// The gradients of a tile of features; the row sums of the tile go to `partial`.
 template <typename T>
-void gradient_tile(const SwigluBackwardArgs& swiglu, const Tile& tile, Values& of_gate, Values& of_linear) {
+void gradient_tile(const SwigluBackwardArgs& swiglu, const Tile& tile, FloatTile& of_gate,
+                   FloatTile& of_linear) {
   const int64_t features = swiglu.features;
   for (int r = 0; r < tile.rows; ++r) {
     const int64_t row = tile.row + r;
@@ -52,7 +54,7 @@ void gradient_tile(const SwigluBackwardArgs& swiglu, const Tile& tile, Values& o
   }
 }
 
-// Each row's sum over its tiles, from zero.
+// The sum of each row over its tiles, starting from zero.
 void add_row_sums(const SwigluBackwardArgs& swiglu) {
   for (int64_t row = 0; row < swiglu.rows; ++row) {
     float sum = 0.0f;
@@ -69,7 +71,7 @@ void quantize_gradients(const Args& args, const SwigluBackwardArgs& swiglu) {
   visit_float(args.dtype, [&](auto type) {
     using T = decltype(type);
     at::parallel_for(0, half.tiles(), 1, [&](int64_t begin, int64_t end) {
-      Values of_gate, of_linear;
+      FloatTile of_gate, of_linear;
       for (int64_t i = begin; i < end; ++i) {
         const Tile tile = tile_at(half, i);
         if (!tile.tail) {
@@ -89,7 +91,7 @@ template <typename Args>
 void quantize_activation(const Args& args, const float* probs) {
   visit_float(args.dtype, [&](auto type) {
     using T = decltype(type);
-    quantize_tiles_cpu(args, [&](const Tile& tile, Values& values) {
+    quantize_tiles_cpu(args, [&](const Tile& tile, FloatTile& values) {
       const int64_t features = args.layout.cols;
       for (int r = 0; r < tile.rows; ++r) {
         const int64_t row = tile.row + r;

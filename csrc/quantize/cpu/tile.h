@@ -1,6 +1,6 @@
-// What the CPU kernels of the quantize family share: a tile as floats, the walk over tiles, and storing one. A source is
-// a function `load(tile, values)` that fills the tile's rows and columns with what is to be quantized, already rounded to
-// the dtype of the input; it is not called for the tail.
+// Shared by the CPU kernels of the quantize family: a tile as floats, the loop over tiles, and the stores of
+// a tile. A source is a function `load(tile, values)` that fills the tile with the values to be quantized,
+// already rounded to the dtype of the input; it is not called for the tail.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -13,54 +13,54 @@
 
 namespace transformer_plugin::quantize {
 
-// One tile as floats, row by row. Only what the tile has is ever set, and read: clearing all of it costs as much as
-// everything else that a tiny matrix needs.
-struct Values {
+// One tile as floats, row by row. Only the rows and columns of the tile are written and read: clearing the
+// whole array would double the time for a tiny matrix.
+struct FloatTile {
   alignas(64) float at[kTile][kTile];
 };
 
-// The largest |x| as bits, which order like the floats they are. NaN elements are left out.
+// The bits of |x|, which order like the floats; 0 for NaN.
 TP_HOST_DEVICE int32_t magnitude(float value) {
   const int32_t bits = static_cast<int32_t>(float_to_bits(value) & 0x7fffffffu);
   return bits > 0x7f800000 ? 0 : bits;
 }
 
-// Whole tiles, which most are, have loops of a known length.
+// Full tiles, which most are, get loops of a constant length.
 template <typename Fn>
 TP_HOST_DEVICE void with_width(int cols, Fn&& fn) {
   cols == kTile ? fn(std::integral_constant<int, kTile>{}) : fn(cols);
 }
 
-// Asks for what lies to the right of a row of a tile, which comes next: rows are too far apart for a processor to foresee.
+// Prefetches the next tile of the row: rows are too far apart for the hardware prefetcher.
 template <typename T>
-TP_HOST_DEVICE void fetch_next(const T* row) {
-  constexpr int kLine = 64 / sizeof(T);
-  for (int c = kTile; c < 2 * kTile; c += kLine) __builtin_prefetch(row + c);
+TP_HOST_DEVICE void prefetch_next(const T* row) {
+  constexpr int kCacheLine = 64 / sizeof(T);
+  for (int c = kTile; c < 2 * kTile; c += kCacheLine) __builtin_prefetch(row + c);
 }
 
-// A tile's part of a matrix with as many columns as the layout says.
-void load_tile_cpu(const void* input, DType dtype, const Layout& layout, const Tile& tile, Values& values);
-// Of the kernels' input.
+// A tile of a matrix with as many columns as the layout.
+void load_tile_cpu(const void* input, DType dtype, const Layout& layout, const Tile& tile, FloatTile& values);
+// A tile of the kernel's input.
 template <typename Args>
-void load_tile_cpu(const Args& args, const Tile& tile, Values& values) {
+void load_tile_cpu(const Args& args, const Tile& tile, FloatTile& values) {
   load_tile_cpu(args.input, args.dtype, args.layout, tile, values);
 }
-// Codes of a tile, row by row, to its columns as lines `stride` apart.
-void transpose(const uint8_t (*codes)[kTile], int rows, int cols, uint8_t* output, int64_t stride);
-// The zeros around the tile in aligned lines of transposed data.
+// Stores the columns of a tile, given row by row, as rows that are `stride` apart.
+void transpose(const uint8_t (*data)[kTile], int rows, int cols, uint8_t* output, int64_t stride);
+// Zeroes the gaps around the tile in the `aligned` layout of transposed data.
 void zero_gaps(const QuantizeArgs& args, const Tile& tile);
-int32_t magnitude_of_tile(const Tile& tile, const Values& values);
-// Of several threads, the largest wins.
-void raise_to(float& target, int32_t magnitude);
-// The tile in the format of the arguments. Values of the tail count for nothing.
-void write_tile_cpu(const QuantizeArgs& args, const Tile& tile, const Values& values);
-void write_tile_cpu(const NvArgs& args, const Tile& tile, const Values& values);
+int32_t magnitude_of_tile(const Tile& tile, const FloatTile& values);
+// Atomic: the largest of the threads' values remains.
+void atomic_max(float& target, int32_t magnitude);
+// Stores the tile in the format of the arguments. `values` is not read for the tail.
+void write_tile_cpu(const QuantizeArgs& args, const Tile& tile, const FloatTile& values);
+void write_tile_cpu(const NvArgs& args, const Tile& tile, const FloatTile& values);
 
-// Every tile that holds values, on several threads.
+// Every tile of the matrix, on several threads.
 template <typename Load, typename Use>
 void for_each_tile_cpu(const Layout& layout, Load&& load, Use&& use) {
   at::parallel_for(0, layout.tiles(), 1, [&](int64_t begin, int64_t end) {
-    Values values;
+    FloatTile values;
     for (int64_t i = begin; i < end; ++i) {
       const Tile tile = tile_at(layout, i);
       if (!tile.tail) load(tile, values);
@@ -69,27 +69,27 @@ void for_each_tile_cpu(const Layout& layout, Load&& load, Use&& use) {
   });
 }
 
-// Row-wise data of 1xN blocks, whose rows do not depend on each other, is made strip by strip across the whole width, in
-// the order of memory. A strip has few rows, so that its values stay in the first cache and the processor sees each row as
-// a stream. NVFP4 works on vectors of rows, of which a strip has too few.
-inline constexpr int kStrip = 8;
+// Row-wise data of 1xN blocks, whose rows do not depend on each other, is computed in strips of 8 rows across
+// the whole width, in memory order: the values of a strip stay in the L1 cache, and each row is a stream for
+// the hardware prefetcher. NVFP4 is vectorized over rows, of which a strip has too few.
+inline constexpr int kStripRows = 8;
 
-inline bool goes_by_strips(const QuantizeArgs& args) {
-  return !args.transposed && !args.layout.square && args.layout.mode != ScaleMode::kSquare;
+inline bool uses_strips(const QuantizeArgs& args) {
+  return !args.transposed && !args.layout.square && args.layout.granularity != ScaleGranularity::k128x128;
 }
-inline bool goes_by_strips(const NvArgs&) { return false; }
+inline bool uses_strips(const NvArgs&) { return false; }
 
 // Of each row tile.
 inline int64_t strips_of(const Layout& layout) {
-  return ceil_div(std::min<int64_t>(layout.rows, kTile), kStrip);
+  return ceil_div(std::min<int64_t>(layout.rows, kTile), kStripRows);
 }
 
-// Strip `index` of a tile, as a tile whose row tile counts strips: the first begins the matrix.
+// Strip `index` of a tile, as a tile whose `row_tile` counts strips, so that strip 0 begins the matrix.
 inline Tile strip_at(Tile tile, int64_t index) {
-  const int first = static_cast<int>(index) * kStrip;
-  tile.row_tile = tile.row_tile * (kTile / kStrip) + static_cast<int32_t>(index);
+  const int first = static_cast<int>(index) * kStripRows;
+  tile.row_tile = tile.row_tile * (kTile / kStripRows) + static_cast<int32_t>(index);
   tile.row += first;
-  tile.rows = std::clamp(tile.rows - first, 0, kStrip);
+  tile.rows = std::clamp(tile.rows - first, 0, kStripRows);
   return tile;
 }
 
@@ -98,8 +98,8 @@ void quantize_strips_cpu(const Args& args, Load&& load) {
   const Layout& layout = args.layout;
   const int64_t strips = strips_of(layout), col_tiles = layout.col_tiles();
   if (col_tiles == 0) return;
-  at::parallel_for(0, layout.members * layout.row_tiles() * strips, 1, [&](int64_t begin, int64_t end) {
-    Values values;
+  at::parallel_for(0, layout.matrices * layout.row_tiles() * strips, 1, [&](int64_t begin, int64_t end) {
+    FloatTile values;
     for (int64_t i = begin; i < end; ++i) {
       for (int64_t j = 0; j < col_tiles; ++j) {
         const Tile strip = strip_at(tile_at(layout, i / strips * col_tiles + j), i % strips);
@@ -112,9 +112,9 @@ void quantize_strips_cpu(const Args& args, Load&& load) {
 
 template <typename Args, typename Load>
 void quantize_tiles_cpu(const Args& args, Load&& load) {
-  if (goes_by_strips(args)) return quantize_strips_cpu(args, load);
+  if (uses_strips(args)) return quantize_strips_cpu(args, load);
   for_each_tile_cpu(args.layout, load,
-                    [&](const Tile& tile, const Values& values) { write_tile_cpu(args, tile, values); });
+                    [&](const Tile& tile, const FloatTile& values) { write_tile_cpu(args, tile, values); });
 }
 
 }  // namespace transformer_plugin::quantize

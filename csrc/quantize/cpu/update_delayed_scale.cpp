@@ -1,3 +1,4 @@
+// update_delayed_scale_ on a CPU (quantize/args/update_delayed_scale.h).
 #include "quantize/args/update_delayed_scale.h"
 
 #include <ATen/Parallel.h>
@@ -7,21 +8,21 @@
 namespace transformer_plugin::quantize {
 namespace {
 
-constexpr int64_t kTensors = 64;  // at a time: a stretch of each row of the history
+constexpr int64_t kTensors = 64;  // per task: a range of each row of the history
 
 void update(const DelayedScaleArgs& args, int64_t begin, int64_t end) {
-  float last[kTensors], window[kTensors] = {};
+  float last[kTensors], history_max[kTensors] = {};
   for (int64_t t = begin; t < end; ++t) last[t - begin] = last_amax(args, t);
   for (int64_t i = 0; i < args.length; ++i) {
     for (int64_t t = begin; t < end; ++t) {
-      const float above = i + 1 < args.length ? args.history[(i + 1) * args.tensors + t] : last[t - begin];
-      window[t - begin] = fmaxf(window[t - begin], above);
-      if (args.write && last[t - begin] != 0.0f) args.history[i * args.tensors + t] = i > 0 ? above : 0.0f;
+      const float next_row = i + 1 < args.length ? args.history[(i + 1) * args.tensors + t] : last[t - begin];
+      history_max[t - begin] = fmaxf(history_max[t - begin], next_row);
+      if (args.write && last[t - begin] != 0.0f) args.history[i * args.tensors + t] = i > 0 ? next_row : 0.0f;
     }
   }
   for (int64_t t = begin; t < end; ++t) {
     const float newest = last[t - begin];
-    const float amax = args.most_recent || newest == 0.0f ? newest : window[t - begin];
+    const float amax = args.most_recent || newest == 0.0f ? newest : history_max[t - begin];
     const float scale = next_scale(args, t, amax);
     args.next[t] = scale;
     if (!args.write) continue;

@@ -1,9 +1,8 @@
-// amax, amax_transposed, amax_both: the largest magnitudes that a format scales by, so that ranks can take the largest of
-// theirs before they quantize.
+// amax, amax_transposed, amax_both: the largest magnitudes that a format scales by, so that ranks can
+// exchange them before they quantize.
 #include "quantize/args/amax.h"
 
-#include <torch/library.h>
-
+#include "common/register.h"
 #include "common/tensor.h"
 #include "quantize/ops/operand.h"
 
@@ -12,7 +11,7 @@ namespace {
 
 using at::Tensor;
 
-struct Call {
+struct AmaxCall {
   const char* op;
   const Tensor& input;
   c10::string_view key;
@@ -22,14 +21,14 @@ struct Call {
 
   Argument argument() const { return {op, "input", input}; }
   const Tensor* sizes() const { return group_sizes ? &*group_sizes : nullptr; }
-  Operand operand() const { return operand_of(input, false, sizes()); }
+  MatrixShape shape() const { return matrix_shape(input, false, sizes()); }
 };
 
-struct Outputs {
-  Tensor amax, amax_t;  // undefined in a direction that is not asked for
+struct AmaxOutputs {
+  Tensor amax, amax_t;  // undefined in a direction that is not requested
 };
 
-Format check_arguments(const Call& call) {
+Format check_arguments(const AmaxCall& call) {
   const Format format = quantized_format(call.op, "format", call.key, !call.group_sizes);
   TP_CHECK_VALUE(takes_amax(format), call.op, "format",
                  "a format that scales by the largest magnitude of more than a block, fp8_tensor or nvfp4",
@@ -38,16 +37,16 @@ Format check_arguments(const Call& call) {
   return format;
 }
 
-Outputs make_outputs(const Call& call, const Operand& operand, const Format& format) {
-  Outputs outputs;
-  if (call.rowwise) outputs.amax = empty(call.input, operand.amax_sizes(format, false), at::kFloat);
-  if (call.transposed) outputs.amax_t = empty(call.input, operand.amax_sizes(format, true), at::kFloat);
+AmaxOutputs make_outputs(const AmaxCall& call, const MatrixShape& shape, const Format& format) {
+  AmaxOutputs outputs;
+  if (call.rowwise) outputs.amax = empty(call.input, shape.amax_sizes(format, false), at::kFloat);
+  if (call.transposed) outputs.amax_t = empty(call.input, shape.amax_sizes(format, true), at::kFloat);
   return outputs;
 }
 
-Outputs meta(const Call& call) {
+AmaxOutputs meta(const AmaxCall& call) {
   const Format format = check_arguments(call);
-  return make_outputs(call, call.operand(), format);
+  return make_outputs(call, call.shape(), format);
 }
 
 float* floats(const Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_ptr<float>() : nullptr; }
@@ -60,40 +59,38 @@ void launch(const AmaxArgs& args, const Tensor& input) {
 #endif
 }
 
-Outputs run(const Call& call) {
+AmaxOutputs run(const AmaxCall& call) {
   const Format format = check_arguments(call);
-  const Operand operand = call.operand();
+  const MatrixShape shape = call.shape();
   const GroupTables tables = group_tables(call.argument(), call.sizes(), call.input.size(0),
                                           group_multiple(format, call.transposed));
-  const Outputs outputs = make_outputs(call, operand, format);
+  const AmaxOutputs outputs = make_outputs(call, shape, format);
   const Tensor x = call.input.contiguous();
-  // One number for a matrix is the same in both directions, but for the transform of one of them.
+  // A per-tensor amax is the same in both directions, unless one of them is transformed.
   const bool shared = !format.row_scaled && !format.random_hadamard;
   launch({x.const_data_ptr(), floats(call.rowwise || !shared ? outputs.amax : outputs.amax_t),
-          shared ? nullptr : floats(outputs.amax_t), make_layout(operand, format, tables),
+          shared ? nullptr : floats(outputs.amax_t), make_layout(shape, format, tables),
           to_dtype(x.scalar_type()), format.row_scaled, format.random_hadamard},
          x);
   if (shared && call.rowwise && call.transposed) outputs.amax_t.copy_(outputs.amax);
   return outputs;
 }
 
-using Run = Outputs (*)(const Call&);
+template <AmaxOutputs (*run_op)(const AmaxCall&)>
+Tensor amax(const Tensor& input, std::string_view format, OptionalTensorArg group_sizes) {
+  return run_op({"amax", input, format, group_sizes, true, false}).amax;
+}
 
-template <Run run_op>
-void register_ops(torch::Library& m) {
-  m.impl("amax", [](const Tensor& input, c10::string_view format, const OptionalTensor& group_sizes) {
-    return run_op({"amax", input, format, group_sizes, true, false}).amax;
-  });
-  m.impl("amax_transposed",
-         [](const Tensor& input, c10::string_view format, const OptionalTensor& group_sizes) {
-           return run_op({"amax_transposed", input, format, group_sizes, false, true}).amax_t;
-         });
-  m.impl("amax_both",
-         [](const Tensor& input, c10::string_view format,
-            const OptionalTensor& group_sizes) -> std::tuple<Tensor, Tensor> {
-           const Outputs o = run_op({"amax_both", input, format, group_sizes, true, true});
-           return {o.amax, o.amax_t};
-         });
+template <AmaxOutputs (*run_op)(const AmaxCall&)>
+Tensor amax_transposed(const Tensor& input, std::string_view format, OptionalTensorArg group_sizes) {
+  return run_op({"amax_transposed", input, format, group_sizes, false, true}).amax_t;
+}
+
+template <AmaxOutputs (*run_op)(const AmaxCall&)>
+std::tuple<Tensor, Tensor> amax_both(const Tensor& input, std::string_view format,
+                                     OptionalTensorArg group_sizes) {
+  const AmaxOutputs o = run_op({"amax_both", input, format, group_sizes, true, true});
+  return {o.amax, o.amax_t};
 }
 
 }  // namespace
@@ -106,18 +103,9 @@ Tensor amax_of(const Tensor& input, const Layout& layout) {
   return amax;
 }
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { register_ops<run>(m); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { register_ops<meta>(m); }
-
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { register_ops<run>(m); }
-#endif
-
-// A largest magnitude is for scales, which have no gradient.
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
-  for (const char* op : {"amax", "amax_transposed", "amax_both"}) {
-    m.impl(op, torch::CppFunction::makeFallthrough());
-  }
-}
+// An amax is used for scales, which have no gradient.
+TP_IMPL_NO_GRADIENT("amax", amax<run>, amax<meta>);
+TP_IMPL_NO_GRADIENT("amax_transposed", amax_transposed<run>, amax_transposed<meta>);
+TP_IMPL_NO_GRADIENT("amax_both", amax_both<run>, amax_both<meta>);
 
 }  // namespace transformer_plugin::quantize

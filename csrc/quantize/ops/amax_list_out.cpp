@@ -1,10 +1,10 @@
-// amax_list_out: the amaxes of many tensors at once, into given buffers.
+// amax_list_out: the amaxes of many tensors in one launch, into buffers of the caller.
 #include "quantize/args/amax_list_out.h"
 
 #include <ATen/core/List.h>
-#include <torch/library.h>
 
 #include "common/buffers.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "quantize/ops/operand.h"
 
@@ -15,7 +15,7 @@ using at::Tensor;
 
 constexpr const char* kOp = "amax_list_out";
 
-struct Call {
+struct AmaxListCall {
   at::TensorList inputs;
   c10::string_view key;
   const Tensor& amax;
@@ -23,7 +23,7 @@ struct Call {
   const OptionalTensor& noop;
 };
 
-void check_buffer(const char* name, const Tensor& buffer, const Call& call) {
+void check_buffer(const char* name, const Tensor& buffer, const AmaxListCall& call) {
   const Argument argument{kOp, name, buffer};
   check_dtype(argument, {at::kFloat});
   check_dim(argument, 1);
@@ -32,7 +32,7 @@ void check_buffer(const char* name, const Tensor& buffer, const Call& call) {
   check_written(argument);
 }
 
-void check_arguments(const Call& call) {
+void check_arguments(const AmaxListCall& call) {
   const Format format = quantized_format(kOp, "format", call.key, true);
   TP_CHECK_VALUE(
       takes_amax(format) && !format.row_scaled, kOp, "format",
@@ -59,29 +59,29 @@ void check_arguments(const Call& call) {
   }
 }
 
-void meta(const Call& call) { check_arguments(call); }
+void meta(const AmaxListCall& call) { check_arguments(call); }
 
-void run(const Call& call) {
+void run(const AmaxListCall& call) {
   check_arguments(call);
   check_apart(kOp, {{"amax", call.amax}, {"amax_t", call.amax_t}}, {{"noop", call.noop}});
   for (const Tensor& input : call.inputs) {
     check_apart(kOp, {{"amax", call.amax}, {"amax_t", call.amax_t}}, {{"inputs", input}});
   }
   const size_t count = call.inputs.size();
-  std::vector<Tensor> held;  // contiguous; until the launch
-  held.reserve(count);
-  for (const Tensor& input : call.inputs) held.push_back(input.contiguous());
+  std::vector<Tensor> contiguous_inputs;  // must live until the launch
+  contiguous_inputs.reserve(count);
+  for (const Tensor& input : call.inputs) contiguous_inputs.push_back(input.contiguous());
   for (size_t first = 0; first < count; first += kListTensors) {
     AmaxListArgs args{};
     args.tensors = static_cast<int>(std::min<size_t>(kListTensors, count - first));
     for (int t = 0; t < args.tensors; ++t) {
-      args.inputs[t] = held[first + t].const_data_ptr();
-      args.counts[t] = held[first + t].numel();
+      args.inputs[t] = contiguous_inputs[first + t].const_data_ptr();
+      args.counts[t] = contiguous_inputs[first + t].numel();
     }
     args.amax = call.amax.mutable_data_ptr<float>() + first;
     args.amax_t = call.amax_t ? call.amax_t->mutable_data_ptr<float>() + first : nullptr;
     args.noop = call.noop ? call.noop->const_data_ptr<float>() : nullptr;
-    args.dtype = to_dtype(held[0].scalar_type());
+    args.dtype = to_dtype(contiguous_inputs[0].scalar_type());
     if (call.amax.is_cpu()) {
       amax_list_cpu(args);
       continue;
@@ -93,22 +93,14 @@ void run(const Call& call) {
   }
 }
 
-template <void (*run_op)(const Call&)>
-void register_op(torch::Library& m) {
-  m.impl(kOp,
-         [](at::TensorList inputs, c10::string_view format, const Tensor& amax, const OptionalTensor& amax_t,
-            const OptionalTensor& noop) { run_op({inputs, format, amax, amax_t, noop}); });
+template <void (*run_op)(const AmaxListCall&)>
+void amax_list_out(at::TensorList inputs, std::string_view format, const Tensor& amax,
+                   OptionalTensorArg amax_t, OptionalTensorArg noop) {
+  run_op({inputs, format, amax, amax_t, noop});
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { register_op<run>(m); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { register_op<meta>(m); }
-
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { register_op<run>(m); }
-#endif
-
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl(kOp, torch::CppFunction::makeFallthrough()); }
+TP_IMPL_NO_GRADIENT(kOp, amax_list_out<run>, amax_list_out<meta>);
 
 }  // namespace transformer_plugin::quantize

@@ -8,7 +8,7 @@
 
 namespace transformer_plugin::quantize {
 
-// Those of one matrix, or of ragged rows when group sizes are given.
+// The grouped op is called if group sizes are given.
 
 namespace quantize_call {
 using Pair = std::tuple<at::Tensor, at::Tensor>;
@@ -54,7 +54,7 @@ inline quantize_call::Four call_quantize_both(const at::Tensor& x, OptionalTenso
                      : dense.call(x, key, amax, amax_t, seed);
 }
 
-// Into buffers, along rows and, where `data_t` is defined, along columns.
+// Into buffers: along rows, and along columns if `data_t` is defined.
 inline void call_quantize_out(const at::Tensor& x, std::string_view key, const at::Tensor& data,
                               const at::Tensor& scale, const at::Tensor& data_t, const at::Tensor& scale_t,
                               OptionalTensorArg amax, OptionalTensorArg amax_t, OptionalTensorArg seed) {
@@ -87,7 +87,7 @@ inline quantize_call::Pair call_amax_both(const at::Tensor& x, OptionalTensorArg
   return op.call(x, key, group_sizes);
 }
 
-// The gradient of a bias beside a quantized gradient: of its rows, its columns or both.
+// A quantized gradient, along rows, columns or both, and the gradient of the bias.
 struct BiasBackwardQuantized {
   at::Tensor data, scale, data_t, scale_t, bias;
 };
@@ -117,7 +117,7 @@ inline BiasBackwardQuantized call_bias_backward_quantize(const at::Tensor& grad,
   return r;
 }
 
-// Along the columns what is quantized along its rows.
+// Row-wise data to transposed data.
 inline quantize_call::Pair call_requantize_transposed(const at::Tensor& data, const at::Tensor& scale,
                                                       std::string_view key, at::ScalarType dtype,
                                                       OptionalTensorArg group_sizes) {
@@ -128,7 +128,7 @@ inline quantize_call::Pair call_requantize_transposed(const at::Tensor& data, co
   return op.call(data, scale, key, dtype, group_sizes, std::nullopt, std::nullopt, std::nullopt);
 }
 
-// With encode scales that are given, those of `scale` from `first` on; the amax of `x` is maxed into `amax`.
+// With the encode scales of `scale` from `first` on. The amax of `x` is combined into `amax` by a maximum.
 inline quantize_call::Pair call_quantize_scaled(const at::Tensor& x, OptionalTensorArg group_sizes,
                                                 const at::Tensor& scale, std::string_view key,
                                                 OptionalTensorArg amax, int64_t first) {
@@ -138,7 +138,7 @@ inline quantize_call::Pair call_quantize_scaled(const at::Tensor& x, OptionalTen
   return op.call(x, scale, key, amax, group_sizes, first);
 }
 
-// Of formats that find their scales in blocks: no amax is given, and no seed.
+// The calls below are for formats with block scales: they pass no amax and no seed.
 
 inline quantize_call::Pair call_swiglu_quantize(const at::Tensor& input, OptionalTensorArg probs,
                                                 OptionalTensorArg group_sizes, std::string_view key) {
@@ -157,7 +157,7 @@ inline quantize_call::Four call_swiglu_quantize_both(const at::Tensor& input, Op
   return op.call(input, probs, group_sizes, key, std::nullopt, std::nullopt, std::nullopt);
 }
 
-// Data and scales along rows, along columns, and the gradient of the probabilities.
+// Row-wise data and scales, transposed data and scales, and the gradient of the probabilities.
 using SwigluBackwardQuantized = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 inline SwigluBackwardQuantized call_swiglu_backward_quantize_both(const at::Tensor& grad,

@@ -1,37 +1,38 @@
-// The torch side of the ops that quantize what they compute.
+// Shared by the ops that quantize what they compute.
 #pragma once
 
 #include "quantize/ops/quantize_params.h"
 
 namespace transformer_plugin::quantize {
 
-// A matrix that is computed, ragged when group sizes are given.
-inline Operand matrix_operand(const c10::SymInt& rows, const c10::SymInt& cols,
-                              const OptionalTensor& group_sizes) {
-  Operand operand{std::nullopt, rows, cols, std::nullopt};
-  if (group_sizes) operand.groups = group_sizes->sym_size(0);
-  return operand;
+// The shape of a computed matrix, ragged if group sizes are given.
+inline MatrixShape matrix_shape(const c10::SymInt& rows, const c10::SymInt& cols,
+                                const OptionalTensor& group_sizes) {
+  MatrixShape shape{std::nullopt, rows, cols, std::nullopt};
+  if (group_sizes) shape.groups = group_sizes->sym_size(0);
+  return shape;
 }
 
-// Calls `run` with the arguments of the format's kernels, QuantizeArgs or NvArgs. For an amax per tensor that nobody gave
-// `find_amax` is called.
+// Calls `run` with the kernel arguments of the format, QuantizeArgs or NvArgs. `find_amax` is called for a
+// per-tensor amax that the caller did not pass.
 template <typename Run, typename FindAmax>
-void with_arguments(const at::Tensor& input, const Outputs& outputs, const Layout& layout,
-                    const Format& format, const GivenTensors& given, Run&& run, FindAmax&& find_amax) {
+void visit_quantize_args(const at::Tensor& input, const Outputs& outputs, const Layout& layout,
+                         const Format& format, const QuantizeParams& params, Run&& run,
+                         FindAmax&& find_amax) {
   if (format.is_nv()) {
-    const NvArguments arguments(input, outputs, layout, format, given);
+    const NvArgsOwner arguments(input, outputs, layout, format, params);
     return run(arguments.get());
   }
   at::Tensor amax;
-  if (takes_amax(format)) amax = given.amax ? given.amax->contiguous() : find_amax();
+  if (takes_amax(format)) amax = params.amax ? params.amax->contiguous() : find_amax();
   run(quantize_args(input, outputs, layout, format, amax));
 }
 
-// The same, where an amax is always given.
+// The same for ops that require an amax.
 template <typename Run>
-void with_arguments(const at::Tensor& input, const Outputs& outputs, const Layout& layout,
-                    const Format& format, const GivenTensors& given, Run&& run) {
-  with_arguments(input, outputs, layout, format, given, run, [] { return at::Tensor(); });
+void visit_quantize_args(const at::Tensor& input, const Outputs& outputs, const Layout& layout,
+                         const Format& format, const QuantizeParams& params, Run&& run) {
+  visit_quantize_args(input, outputs, layout, format, params, run, [] { return at::Tensor(); });
 }
 
 }  // namespace transformer_plugin::quantize

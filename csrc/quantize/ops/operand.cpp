@@ -1,3 +1,4 @@
+// Shapes, checks and layouts of quantized operands (quantize/ops/operand.h).
 #include "quantize/ops/operand.h"
 
 #include <limits>
@@ -8,7 +9,7 @@
 namespace transformer_plugin::quantize {
 namespace {
 
-// Sums of symbols cost, even of those that are numbers.
+// Arithmetic on SymInts is slow even if they hold plain integers.
 c10::SymInt blocks(const c10::SymInt& size) {
   if (const auto number = size.maybe_as_int()) return ceil_div(*number, kTile);
   return (size + (kTile - 1)) / kTile;
@@ -21,81 +22,81 @@ c10::SymInt up_to_4(const c10::SymInt& size) {
 c10::SymInt length_of_aligned(const c10::SymInt& rows, const c10::SymInt& groups) {
   const auto number = rows.maybe_as_int(), count = groups.maybe_as_int();
   if (number && count) return aligned_length(*number, *count);
-  return (rows + (kEvenRows - 1)) / kEvenRows * kEvenRows + (groups + 1) * kEvenRows;
+  return (rows + (kAlignedRows - 1)) / kAlignedRows * kAlignedRows + (groups + 1) * kAlignedRows;
 }
 
-ScaleMode scale_mode(const Format& format) {
-  if (format.family == FormatFamily::kFp8Tensor) return ScaleMode::kTensor;
-  if (format.family == FormatFamily::kMxFp8) return ScaleMode::kMx;
-  if (format.is_nv()) return ScaleMode::kNv;
-  return format.square_blocks ? ScaleMode::kSquare : ScaleMode::kRows;
+ScaleGranularity scale_granularity(const Format& format) {
+  if (format.family == FormatFamily::kFp8Tensor) return ScaleGranularity::kPerTensor;
+  if (format.family == FormatFamily::kMxFp8) return ScaleGranularity::k1x32;
+  if (format.is_nv()) return ScaleGranularity::k1x16;
+  return format.square_blocks ? ScaleGranularity::k128x128 : ScaleGranularity::k1x128;
 }
 
 }  // namespace
 
-SymSizes Operand::value_sizes() const {
+SymSizes MatrixShape::value_sizes() const {
   SymSizes sizes = {rows, cols};
-  if (members) sizes.insert(sizes.begin(), *members);
+  if (matrices) sizes.insert(sizes.begin(), *matrices);
   return sizes;
 }
 
-SymSizes Operand::data_sizes(const Format& format, bool transposed) const {
+SymSizes MatrixShape::data_sizes(const Format& format, bool transposed) const {
   SymSizes sizes = transposed ? SymSizes{cols, rows} : SymSizes{rows, cols};
   if (transposed && groups && format.aligned_groups) sizes[1] = length_of_aligned(rows, *groups);
   if (format.packing() > 1) sizes[1] = sizes[1] / format.packing();
-  if (members) sizes.insert(sizes.begin(), *members);
+  if (matrices) sizes.insert(sizes.begin(), *matrices);
   return sizes;
 }
 
-SymSizes Operand::scale_sizes(const Format& format, bool transposed) const {
-  const ScaleMode mode = scale_mode(format);
-  if (mode == ScaleMode::kTensor) return amax_sizes(format, transposed);
-  const c10::SymInt& line = transposed ? rows : cols;  // what blocks are cut along
+SymSizes MatrixShape::scale_sizes(const Format& format, bool transposed) const {
+  const ScaleGranularity granularity = scale_granularity(format);
+  if (granularity == ScaleGranularity::kPerTensor) return amax_sizes(format, transposed);
+  const c10::SymInt& length = transposed ? rows : cols;  // the dimension along which blocks lie
   const c10::SymInt& other = transposed ? cols : rows;
   SymSizes sizes;
-  if (mode == ScaleMode::kRows) {
-    sizes = {blocks(line), up_to_4(other)};
+  if (granularity == ScaleGranularity::k1x128) {
+    sizes = {blocks(length), up_to_4(other)};
     if (groups && transposed) sizes[0] = sizes[0] + *groups;
-  } else if (mode == ScaleMode::kMx) {
-    const c10::SymInt tiles = groups && transposed ? blocks(line) + *groups : blocks(line);
-    sizes = {blocks(other) * kTile, tiles * kMxBlocks};
-  } else if (mode == ScaleMode::kNv) {
-    const c10::SymInt width = groups && transposed ? (blocks(line) + *groups) * kNvBlocks
-                                                   : up_to_4((line + (kNvBlock - 1)) / kNvBlock);
+  } else if (granularity == ScaleGranularity::k1x32) {
+    const c10::SymInt tiles = groups && transposed ? blocks(length) + *groups : blocks(length);
+    sizes = {blocks(other) * kTile, tiles * kMxBlocksPerRow};
+  } else if (granularity == ScaleGranularity::k1x16) {
+    const c10::SymInt width = groups && transposed ? (blocks(length) + *groups) * kNvBlocksPerRow
+                                                   : up_to_4((length + (kNvBlock - 1)) / kNvBlock);
     sizes = {blocks(other) * kTile, width};
   } else {
-    sizes = {blocks(other), up_to_4(blocks(line))};
+    sizes = {blocks(other), up_to_4(blocks(length))};
   }
-  if (members) sizes.insert(sizes.begin(), *members);
+  if (matrices) sizes.insert(sizes.begin(), *matrices);
   return sizes;
 }
 
-SymSizes Operand::amax_sizes(const Format& format, bool transposed) const {
-  if (!format.row_scaled) return {groups ? *groups : (members ? *members : c10::SymInt(1))};
-  const c10::SymInt& lines = transposed ? cols : rows;
-  if (members) return {*members, lines};
-  return groups && transposed ? SymSizes{*groups, lines} : SymSizes{lines};
+SymSizes MatrixShape::amax_sizes(const Format& format, bool transposed) const {
+  if (!format.row_scaled) return {groups ? *groups : (matrices ? *matrices : c10::SymInt(1))};
+  const c10::SymInt& scaled_rows = transposed ? cols : rows;
+  if (matrices) return {*matrices, scaled_rows};
+  return groups && transposed ? SymSizes{*groups, scaled_rows} : SymSizes{scaled_rows};
 }
 
-Operand operand_of(const at::Tensor& tensor, bool transposed, const at::Tensor* group_sizes) {
+MatrixShape matrix_shape(const at::Tensor& tensor, bool transposed, const at::Tensor* group_sizes) {
   const int64_t dim = tensor.dim();
-  Operand operand{std::nullopt, tensor.sym_size(dim - 2), tensor.sym_size(dim - 1), std::nullopt};
-  if (transposed) std::swap(operand.rows, operand.cols);
-  if (dim == 3) operand.members = tensor.sym_size(0);
-  if (group_sizes) operand.groups = group_sizes->sym_size(0);
-  return operand;
+  MatrixShape shape{std::nullopt, tensor.sym_size(dim - 2), tensor.sym_size(dim - 1), std::nullopt};
+  if (transposed) std::swap(shape.rows, shape.cols);
+  if (dim == 3) shape.matrices = tensor.sym_size(0);
+  if (group_sizes) shape.groups = group_sizes->sym_size(0);
+  return shape;
 }
 
-Operand operand_of_data(const at::Tensor& data, const Format& format, bool transposed,
-                        const at::Tensor* group_sizes) {
-  Operand operand = operand_of(data, transposed, group_sizes);
-  c10::SymInt& packed = transposed ? operand.rows : operand.cols;
+MatrixShape shape_of_data(const at::Tensor& data, const Format& format, bool transposed,
+                          const at::Tensor* group_sizes) {
+  MatrixShape shape = matrix_shape(data, transposed, group_sizes);
+  c10::SymInt& packed = transposed ? shape.rows : shape.cols;
   if (format.packing() > 1) packed = packed * format.packing();
-  // Rows of the buffer, as many more as fill the last sector.
+  // An upper bound of the rows of the buffer: rounding to whole sectors cannot be undone.
   if (transposed && group_sizes && format.aligned_groups) {
-    operand.rows = operand.rows - length_of_aligned(0, *operand.groups);
+    shape.rows = shape.rows - length_of_aligned(0, *shape.groups);
   }
-  return operand;
+  return shape;
 }
 
 Format quantized_format(const char* op, const char* argument, std::string_view key, bool allow_square) {
@@ -132,19 +133,19 @@ void check_multiples(const int32_t* offsets, int64_t groups, int64_t multiple, c
 
 }  // namespace
 
-void check_walk(const Argument& argument, const Operand& operand) {
+void check_tile_count(const Argument& argument, const MatrixShape& shape) {
   constexpr int64_t most = std::numeric_limits<int32_t>::max();
-  double tiles = 1;  // of sizes up to `most` each, whose product 64 bits need not hold
+  double tiles = 1;  // a double: the product may not fit 64 bits
   const auto count = [&](const c10::SymInt& size, const char* what, int64_t of_each, int64_t more) {
     const auto number = size.maybe_as_int();
-    if (!number) return;  // of a trace: whoever runs it looks again
+    if (!number) return;  // symbolic while tracing: checked when the trace runs
     TP_CHECK_VALUE(*number >= 0 && *number <= most, argument.op, argument.name, "at most 2^31 - 1 " << what,
                    describe(argument.tensor), "Split the call");
     tiles *= static_cast<double>(ceil_div(*number, of_each) + more);
   };
-  if (operand.members) count(*operand.members, "matrices", 1, 0);
-  count(operand.rows, "rows", kTile, operand.groups ? operand.groups->maybe_as_int().value_or(0) : 0);
-  count(operand.cols, "columns", kTile, 0);
+  if (shape.matrices) count(*shape.matrices, "matrices", 1, 0);
+  count(shape.rows, "rows", kTile, shape.groups ? shape.groups->maybe_as_int().value_or(0) : 0);
+  count(shape.cols, "columns", kTile, 0);
   TP_CHECK_VALUE(tiles <= static_cast<double>(most), argument.op, argument.name,
                  "at most 2^31 - 1 tiles of " << kTile << " rows and columns", describe(argument.tensor),
                  "Split the call");
@@ -154,7 +155,7 @@ void check_matrix(const Argument& input, const at::Tensor* group_sizes, const Fo
                   bool transposed) {
   check_dtype(input, kFloatTypes);
   check_matrix_dim(input, group_sizes);
-  check_walk(input, operand_of(input.tensor, false, group_sizes));
+  check_tile_count(input, matrix_shape(input.tensor, false, group_sizes));
   const int64_t block = format.block_size();
   if (block == 1) return;
   TP_CHECK_VALUE(input.tensor.sym_size(-1) % block == 0, input.op, input.name,
@@ -178,15 +179,16 @@ void check_data(const Argument& data, const at::Tensor* group_sizes, const Forma
   check_matrix_dim(data, group_sizes);
   check_packing(data, format);
   if (transposed) check_aligned(data, format, group_sizes);
-  check_walk(data, operand_of_data(data.tensor, format, transposed, group_sizes));
+  check_tile_count(data, shape_of_data(data.tensor, format, transposed, group_sizes));
 }
 
 void check_aligned(const Argument& data, const Format& format, const at::Tensor* group_sizes) {
   if (!format.aligned_groups || !group_sizes) return;
   const c10::SymInt length = data.tensor.sym_size(-1), least = length_of_aligned(0, group_sizes->sym_size(0));
-  TP_CHECK_VALUE(length >= least && length % kEvenRows == 0, data.op, data.name,
-                 "lines of aligned groups, a multiple of " << kEvenRows << " elements and at least " << least,
-                 describe(data.tensor), "Pass data as the quantize ops return it for the same format");
+  TP_CHECK_VALUE(
+      length >= least && length % kAlignedRows == 0, data.op, data.name,
+      "lines of aligned groups, a multiple of " << kAlignedRows << " elements and at least " << least,
+      describe(data.tensor), "Pass data as the quantize ops return it for the same format");
 }
 
 void check_packing(const Argument& data, const Format& format) {
@@ -213,8 +215,9 @@ void check_group_values_of(const Argument& data, int64_t rows, const at::Tensor&
 }
 
 GroupUse group_use(const Format& format, bool transposed) {
-  const bool own_scale = format.family == FormatFamily::kFp8Tensor || (format.is_nv() && !format.row_scaled);
-  return transposed || own_scale ? GroupUse::kEach : GroupUse::kAll;
+  const bool scale_per_group =
+      format.family == FormatFamily::kFp8Tensor || (format.is_nv() && !format.row_scaled);
+  return transposed || scale_per_group ? GroupUse::kEach : GroupUse::kAll;
 }
 
 GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, int64_t rows, int64_t multiple,
@@ -223,18 +226,19 @@ GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, in
   const Argument sizes{data.op, "group_sizes", *group_sizes};
   const bool merged = use == GroupUse::kAll;
   const int64_t given_groups = group_sizes->numel(), groups = merged ? 1 : given_groups;
-  const bool windows = !merged && data.tensor.is_cuda();
+  const bool row_strips = !merged && data.tensor.is_cuda();
   const int64_t words = Layout::row_tiles(rows, groups) * (sizeof(RowTile) / sizeof(int32_t));
-  const int64_t of_windows =
-      windows ? Layout::window_count(rows) * static_cast<int64_t>(sizeof(Window) / sizeof(int32_t)) : 0;
-  const at::Tensor storage = empty(data.tensor, {words + of_windows + 2 * (groups + 1)}, at::kInt);
+  const int64_t strip_words =
+      row_strips ? Layout::row_strip_count(rows) * static_cast<int64_t>(sizeof(RowStrip) / sizeof(int32_t))
+                 : 0;
+  const at::Tensor storage = empty(data.tensor, {words + strip_words + 2 * (groups + 1)}, at::kInt);
   int32_t* begin = storage.mutable_data_ptr<int32_t>();
   const RowTables tables{groups,
                          rows,
                          reinterpret_cast<RowTile*>(begin),
-                         begin + words + of_windows,
+                         begin + words + strip_words,
                          merged,
-                         windows ? reinterpret_cast<Window*>(begin + words) : nullptr};
+                         row_strips ? reinterpret_cast<RowStrip*>(begin + words) : nullptr};
   if (data.tensor.is_cpu()) {
     const HostOffsets offsets = host_offsets(sizes, data, rows);
     check_multiples(offsets.data(), given_groups, multiple, data.op);
@@ -242,25 +246,25 @@ GroupTables group_tables(const Argument& data, const at::Tensor* group_sizes, in
   }
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (data.tensor.is_cuda()) {
-    const DeviceSizes given = device_sizes(sizes, data, rows);
+    const DeviceSizes device = device_sizes(sizes, data, rows);
     const CudaScope scope(data.tensor);
-    launch_row_tiles(given.sizes, given.is_int64, given_groups, tables, given.word, scope.stream());
+    launch_row_tiles(device.sizes, device.is_int64, given_groups, tables, device.word, scope.stream());
   }
 #endif
-  return {storage, groups, tables.offsets, tables.windows};
+  return {storage, groups, tables.offsets, tables.row_strips};
 }
 
-Layout make_layout(const Operand& operand, const Format& format, const GroupTables& tables) {
+Layout make_layout(const MatrixShape& shape, const Format& format, const GroupTables& tables) {
   const bool grouped = tables.storage.defined();
-  return {operand.members ? operand.members->expect_int() : 1,
-          operand.rows.expect_int(),
-          operand.cols.expect_int(),
+  return {shape.matrices ? shape.matrices->expect_int() : 1,
+          shape.rows.expect_int(),
+          shape.cols.expect_int(),
           tables.groups,
           grouped ? reinterpret_cast<const RowTile*>(tables.storage.const_data_ptr<int32_t>()) : nullptr,
-          scale_mode(format),
+          scale_granularity(format),
           format.square_blocks,
           format.tiled_scales,
-          format.aligned_groups ? nullptr : tables.windows,
+          format.aligned_groups ? nullptr : tables.row_strips,
           grouped && format.aligned_groups};
 }
 
@@ -295,7 +299,8 @@ void check_amax(const Argument& data, const AmaxArgument& amax, std::string_view
   };
   const auto advice = [&] {
     return std::string("Compute it with transformer_plugin.ops.amax") +
-           (amax.transposed ? "_transposed" : "") + (amax.made ? std::string(" of ") + amax.made : "");
+           (amax.transposed ? "_transposed" : "") +
+           (amax.intermediate ? std::string(" of ") + amax.intermediate : "");
   };
   TP_CHECK_VALUE(amax.tensor, data.op, amax.name, "a float32 tensor of " << wanted(), "None", advice());
   const Argument argument{data.op, amax.name, *amax.tensor};

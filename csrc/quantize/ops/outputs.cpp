@@ -1,3 +1,4 @@
+// Outputs and kernel arguments of ops that quantize (quantize/ops/outputs.h).
 #include "quantize/ops/outputs.h"
 
 #include <limits>
@@ -32,25 +33,25 @@ ScaleRule scale_rule(const Format& format, at::ScalarType dtype) {
           per_tensor ? std::numeric_limits<float>::max() : largest_finite(dtype), format.power_of_two_scales};
 }
 
-Outputs make_outputs(const Tensor& like, const Operand& operand, const Format& format,
+Outputs make_outputs(const Tensor& like, const MatrixShape& shape, const Format& format,
                      const Directions& directions) {
   const at::ScalarType element = element_dtype(format), scale = scale_dtype(format);
   Outputs outputs;
   if (directions.rowwise) {
-    outputs.data = empty(like, operand.data_sizes(format, false), element);
-    outputs.scale = empty(like, operand.scale_sizes(format, false), scale);
+    outputs.data = empty(like, shape.data_sizes(format, false), element);
+    outputs.scale = empty(like, shape.scale_sizes(format, false), scale);
   }
   if (directions.transposed) {
-    outputs.data_t = empty(like, operand.data_sizes(format, true), element);
-    outputs.scale_t = empty(like, operand.scale_sizes(format, true), scale);
-    zero_aligned_lines(like, operand, format, outputs);
+    outputs.data_t = empty(like, shape.data_sizes(format, true), element);
+    outputs.scale_t = empty(like, shape.scale_sizes(format, true), scale);
+    zero_empty_aligned_rows(like, shape, format, outputs);
   }
   return outputs;
 }
 
-void zero_aligned_lines(const Tensor& like, const Operand& operand, const Format& format,
-                        const Outputs& outputs, const OptionalTensor& noop) {
-  if (!operand.groups || !format.aligned_groups || like.is_meta() || like.numel() > 0) return;
+void zero_empty_aligned_rows(const Tensor& like, const MatrixShape& shape, const Format& format,
+                             const Outputs& outputs, const OptionalTensor& noop) {
+  if (!shape.groups || !format.aligned_groups || like.is_meta() || like.numel() > 0) return;
   const BelowAutograd guard;
   const Tensor bytes = outputs.data_t.view(at::kByte);
   if (noop) {

@@ -1,4 +1,4 @@
-// What an op that quantizes returns, and what its kernels are given of it.
+// The outputs of ops that quantize, and the kernel arguments built from them.
 #pragma once
 
 #include "quantize/args/quantize.h"
@@ -13,21 +13,23 @@ struct Directions {
 };
 
 struct Outputs {
-  at::Tensor data, scale, data_t, scale_t;  // undefined in a direction that is not asked for
+  at::Tensor data, scale, data_t, scale_t;  // undefined in a direction that is not requested
 };
 
-// On the device of `like`, over symbolic sizes: the same for every backend.
-Outputs make_outputs(const at::Tensor& like, const Operand& operand, const Format& format,
+// On the device of `like`; sizes may be symbolic.
+Outputs make_outputs(const at::Tensor& like, const MatrixShape& shape, const Format& format,
                      const Directions& directions);
 
-// Aligned lines of no rows, which no tile zeroes; those that a flag of 1 on the device keeps stay.
-void zero_aligned_lines(const at::Tensor& like, const Operand& operand, const Format& format,
-                        const Outputs& outputs, const OptionalTensor& noop = kNotGiven);
+// Zeroes transposed data of an empty buffer in the `aligned` layout, which no tile does. With *noop = 1 the
+// buffers stay unchanged.
+void zero_empty_aligned_rows(const at::Tensor& like, const MatrixShape& shape, const Format& format,
+                             const Outputs& outputs, const OptionalTensor& noop = kNotGiven);
 
-// How an input of this dtype is scaled.
+// The scale rule for an input of this dtype.
 ScaleRule scale_rule(const Format& format, at::ScalarType dtype);
 
-// Kernels read `input`, which is contiguous, and values have its dtype before they are quantized. `amax` may be undefined.
+// `input` is contiguous and may have any float dtype; values are rounded to that dtype before they are
+// quantized. `amax` may be undefined.
 QuantizeArgs quantize_args(const at::Tensor& input, const Outputs& outputs, const Layout& layout,
                            const Format& format, const at::Tensor& amax);
 

@@ -1,7 +1,7 @@
-// quantize_out and its kin: the ops of quantize.cpp into buffers that are given.
-#include <torch/library.h>
-
+// quantize_out and the other _out forms of the ops in quantize.cpp: the same results, written into buffers of
+// the caller.
 #include "common/buffers.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "quantize/ops/quantize_call.h"
 
@@ -9,13 +9,14 @@ namespace transformer_plugin::quantize {
 namespace {
 
 using at::Tensor;
+using Key = std::string_view;
 
-constexpr Op kQuantize{"quantize_out", true, false};
-constexpr Op kQuantizeTransposed{"quantize_transposed_out", false, true};
-constexpr Op kQuantizeBoth{"quantize_both_out", true, true};
-constexpr Op kGroupedQuantize{"grouped_quantize_out", true, false};
-constexpr Op kGroupedQuantizeTransposed{"grouped_quantize_transposed_out", false, true};
-constexpr Op kGroupedQuantizeBoth{"grouped_quantize_both_out", true, true};
+constexpr QuantizeOp kQuantize{"quantize_out", {true, false}};
+constexpr QuantizeOp kQuantizeTransposed{"quantize_transposed_out", {false, true}};
+constexpr QuantizeOp kQuantizeBoth{"quantize_both_out", {true, true}};
+constexpr QuantizeOp kGroupedQuantize{"grouped_quantize_out", {true, false}};
+constexpr QuantizeOp kGroupedQuantizeTransposed{"grouped_quantize_transposed_out", {false, true}};
+constexpr QuantizeOp kGroupedQuantizeBoth{"grouped_quantize_both_out", {true, true}};
 
 void check_buffer(const Argument& buffer, const Argument& input, at::ScalarType dtype,
                   const SymSizes& sizes) {
@@ -31,29 +32,30 @@ void check_buffer(const Argument& buffer, const Argument& input, at::ScalarType 
   check_written(buffer);
 }
 
-Format check_all(const Call& call, const Outputs& buffers, const OptionalTensor& noop) {
+Format check_all(const QuantizeCall& call, const Outputs& buffers, OptionalTensorArg noop) {
   const Format format = check_arguments(call);
   const Argument input = call.argument();
-  const Operand operand = call.operand();
+  const MatrixShape shape = call.shape();
   const char* op = call.op.name;
+  const Directions& directions = call.op.directions;
   const at::ScalarType element = element_dtype(format), scale = scale_dtype(format);
-  if (call.op.rowwise) {
-    check_buffer({op, "data", buffers.data}, input, element, operand.data_sizes(format, false));
-    check_buffer({op, "scale_inv", buffers.scale}, input, scale, operand.scale_sizes(format, false));
+  if (directions.rowwise) {
+    check_buffer({op, "data", buffers.data}, input, element, shape.data_sizes(format, false));
+    check_buffer({op, "scale_inv", buffers.scale}, input, scale, shape.scale_sizes(format, false));
   }
-  if (call.op.transposed) {
-    const bool only = !call.op.rowwise;
+  if (directions.transposed) {
+    const bool only = !directions.rowwise;
     check_buffer({op, only ? "data" : "data_t", buffers.data_t}, input, element,
-                 operand.data_sizes(format, true));
+                 shape.data_sizes(format, true));
     check_buffer({op, only ? "scale_inv" : "scale_t", buffers.scale_t}, input, scale,
-                 operand.scale_sizes(format, true));
+                 shape.scale_sizes(format, true));
   }
   if (noop) check_noop({op, "noop", *noop}, input);
   return format;
 }
 
-void check_apart_from_read(const Call& call, const Outputs& buffers, const OptionalTensor& noop) {
-  const bool only = !call.op.rowwise;
+void check_no_overlap(const QuantizeCall& call, const Outputs& buffers, OptionalTensorArg noop) {
+  const bool only = !call.op.directions.rowwise;
   const Tensor none;
   check_apart(call.op.name,
               {{"data", buffers.data},
@@ -62,84 +64,72 @@ void check_apart_from_read(const Call& call, const Outputs& buffers, const Optio
                {only ? "scale_inv" : "scale_t", buffers.scale_t}},
               {{"input", call.input},
                {"group_sizes", call.group_sizes ? *call.group_sizes : none},
-               {"amax", call.amax},
-               {"amax_t", call.amax_t},
-               {"seed", call.seed},
+               {"amax", call.params.amax},
+               {"amax_t", call.params.amax_t},
+               {"seed", call.params.seed},
                {"noop", noop}});
 }
 
-void meta(const Call& call, const Outputs& buffers, const OptionalTensor& noop) {
-  check_all(call, buffers, noop);
-}
+constexpr bool kMeta = true;
 
-void run(const Call& call, const Outputs& buffers, const OptionalTensor& noop) {
+// Checks and, unless on Meta, the kernel.
+template <bool is_meta>
+void quantize_into(const QuantizeCall& call, const Outputs& buffers, OptionalTensorArg noop) {
   const Format format = check_all(call, buffers, noop);
-  check_apart_from_read(call, buffers, noop);
+  if (is_meta) return;
+  const bool transposed = call.op.directions.transposed;
+  check_no_overlap(call, buffers, noop);
   if (call.group_sizes) {
-    check_group_values(call.argument(), *call.group_sizes, group_multiple(format, call.op.transposed));
+    check_group_values(call.argument(), *call.group_sizes, group_multiple(format, transposed));
   }
-  if (call.op.transposed) zero_aligned_lines(call.input, call.operand(), format, buffers, noop);
-  quantize_into(call, format, buffers, noop ? noop->const_data_ptr<float>() : nullptr);
+  if (transposed) zero_empty_aligned_rows(call.input, call.shape(), format, buffers, noop);
+  run_quantize(call, format, buffers, noop ? noop->const_data_ptr<float>() : nullptr);
 }
 
-using Run = void (*)(const Call&, const Outputs&, const OptionalTensor&);
-using Key = c10::string_view;
-using Given = const OptionalTensor&;
-using In = const Tensor&;
-
-template <Run run_op>
-void register_dense(torch::Library& m) {
-  m.impl("quantize_out", [](In input, Key format, In data, In scale, Given amax, Given seed, Given noop) {
-    run_op({kQuantize, input, nullptr, format, amax, kNotGiven, seed}, {data, scale, {}, {}}, noop);
-  });
-  m.impl("quantize_transposed_out", [](In input, Key format, In data, In scale, Given amax, Given seed,
-                                       Given noop) {
-    run_op({kQuantizeTransposed, input, nullptr, format, amax, kNotGiven, seed}, {{}, {}, data, scale}, noop);
-  });
-  m.impl("quantize_both_out", [](In input, Key format, In data, In scale, In data_t, In scale_t, Given amax,
-                                 Given amax_t, Given seed, Given noop) {
-    run_op({kQuantizeBoth, input, nullptr, format, amax, amax_t, seed}, {data, scale, data_t, scale_t}, noop);
-  });
+template <const QuantizeOp& op, bool is_meta = false>
+void quantize_one_out(const Tensor& input, Key key, const Tensor& data, const Tensor& scale,
+                      OptionalTensorArg amax, OptionalTensorArg seed, OptionalTensorArg noop) {
+  const Outputs buffers = op.directions.rowwise ? Outputs{data, scale, {}, {}} : Outputs{{}, {}, data, scale};
+  quantize_into<is_meta>({op, input, nullptr, key, {amax, kNotGiven, seed}}, buffers, noop);
 }
 
-template <Run run_op>
-void register_grouped(torch::Library& m) {
-  m.impl("grouped_quantize_out", [](In input, In sizes, Key format, In data, In scale, Given amax, Given seed,
-                                    Given noop) {
-    run_op({kGroupedQuantize, input, &sizes, format, amax, kNotGiven, seed}, {data, scale, {}, {}}, noop);
-  });
-  m.impl("grouped_quantize_transposed_out",
-         [](In input, In sizes, Key format, In data, In scale, Given amax, Given seed, Given noop) {
-           run_op({kGroupedQuantizeTransposed, input, &sizes, format, amax, kNotGiven, seed},
-                  {{}, {}, data, scale}, noop);
-         });
-  m.impl("grouped_quantize_both_out", [](In input, In sizes, Key format, In data, In scale, In data_t,
-                                         In scale_t, Given amax, Given amax_t, Given seed, Given noop) {
-    run_op({kGroupedQuantizeBoth, input, &sizes, format, amax, amax_t, seed}, {data, scale, data_t, scale_t},
-           noop);
-  });
+template <const QuantizeOp& op, bool is_meta = false>
+void quantize_two_out(const Tensor& input, Key key, const Tensor& data, const Tensor& scale,
+                      const Tensor& data_t, const Tensor& scale_t, OptionalTensorArg amax,
+                      OptionalTensorArg amax_t, OptionalTensorArg seed, OptionalTensorArg noop) {
+  quantize_into<is_meta>({op, input, nullptr, key, {amax, amax_t, seed}}, {data, scale, data_t, scale_t},
+                         noop);
 }
 
-template <Run run_op>
-void register_ops(torch::Library& m) {
-  register_dense<run_op>(m);
-  register_grouped<run_op>(m);
+template <const QuantizeOp& op, bool is_meta = false>
+void grouped_quantize_one_out(const Tensor& input, const Tensor& group_sizes, Key key, const Tensor& data,
+                              const Tensor& scale, OptionalTensorArg amax, OptionalTensorArg seed,
+                              OptionalTensorArg noop) {
+  const Outputs buffers = op.directions.rowwise ? Outputs{data, scale, {}, {}} : Outputs{{}, {}, data, scale};
+  quantize_into<is_meta>({op, input, &group_sizes, key, {amax, kNotGiven, seed}}, buffers, noop);
+}
+
+template <const QuantizeOp& op, bool is_meta = false>
+void grouped_quantize_two_out(const Tensor& input, const Tensor& group_sizes, Key key, const Tensor& data,
+                              const Tensor& scale, const Tensor& data_t, const Tensor& scale_t,
+                              OptionalTensorArg amax, OptionalTensorArg amax_t, OptionalTensorArg seed,
+                              OptionalTensorArg noop) {
+  quantize_into<is_meta>({op, input, &group_sizes, key, {amax, amax_t, seed}}, {data, scale, data_t, scale_t},
+                         noop);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { register_ops<run>(m); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { register_ops<meta>(m); }
-
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { register_ops<run>(m); }
-#endif
-
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
-  for (const Op& op : {kQuantize, kQuantizeTransposed, kQuantizeBoth, kGroupedQuantize,
-                       kGroupedQuantizeTransposed, kGroupedQuantizeBoth}) {
-    m.impl(op.name, torch::CppFunction::makeFallthrough());
-  }
-}
+TP_IMPL_NO_GRADIENT(kQuantize.name, quantize_one_out<kQuantize>, (quantize_one_out<kQuantize, kMeta>));
+TP_IMPL_NO_GRADIENT(kQuantizeTransposed.name, quantize_one_out<kQuantizeTransposed>,
+                    (quantize_one_out<kQuantizeTransposed, kMeta>));
+TP_IMPL_NO_GRADIENT(kQuantizeBoth.name, quantize_two_out<kQuantizeBoth>,
+                    (quantize_two_out<kQuantizeBoth, kMeta>));
+TP_IMPL_NO_GRADIENT(kGroupedQuantize.name, grouped_quantize_one_out<kGroupedQuantize>,
+                    (grouped_quantize_one_out<kGroupedQuantize, kMeta>));
+TP_IMPL_NO_GRADIENT(kGroupedQuantizeTransposed.name, grouped_quantize_one_out<kGroupedQuantizeTransposed>,
+                    (grouped_quantize_one_out<kGroupedQuantizeTransposed, kMeta>));
+TP_IMPL_NO_GRADIENT(kGroupedQuantizeBoth.name, grouped_quantize_two_out<kGroupedQuantizeBoth>,
+                    (grouped_quantize_two_out<kGroupedQuantizeBoth, kMeta>));
 
 }  // namespace transformer_plugin::quantize

@@ -1,3 +1,4 @@
+// Checks of the amax and seed parameters, and NVFP4 kernel arguments (quantize/ops/quantize_params.h).
 #include "quantize/ops/quantize_params.h"
 
 #include "common/tensor.h"
@@ -8,12 +9,12 @@ namespace {
 using at::Tensor;
 
 void check_seed(const Argument& argument, const Format& format, std::string_view key,
-                const OptionalTensor& given) {
-  if (!format.stochastic_rounding) return check_not_given(argument.op, "seed", given, key);
-  TP_CHECK_VALUE(given, argument.op, "seed",
+                const OptionalTensor& params) {
+  if (!format.stochastic_rounding) return check_not_given(argument.op, "seed", params, key);
+  TP_CHECK_VALUE(params, argument.op, "seed",
                  "an int64 tensor of size [1], which '" << key << "' draws its roundings from", "None",
                  "Pass another number in each step, for example of torch.randint");
-  const Argument seed{argument.op, "seed", *given};
+  const Argument seed{argument.op, "seed", *params};
   check_dtype(seed, {at::kLong});
   check_same_device(seed, argument);
   check_dim(seed, 1);
@@ -26,22 +27,22 @@ uint8_t* bytes(const Tensor& tensor) {
 
 }  // namespace
 
-void check_given(const Subject& subject, const Format& format, std::string_view key,
-                 const Directions& directions, const GivenTensors& given) {
-  const Argument& argument = subject.argument;
-  check_seed(argument, format, key, given.seed);
+void check_quantize_params(const QuantizeInput& input, const Format& format, std::string_view key,
+                           const Directions& directions, const QuantizeParams& params) {
+  const Argument& argument = input.argument;
+  check_seed(argument, format, key, params.seed);
   if (!takes_amax(format)) {
-    check_not_given(argument.op, "amax", given.amax, key);
-    return check_not_given(argument.op, "amax_t", given.amax_t, key);
+    check_not_given(argument.op, "amax", params.amax, key);
+    return check_not_given(argument.op, "amax_t", params.amax_t, key);
   }
-  const bool columns = !directions.rowwise, required = format.is_nv() || subject.made != nullptr;
-  check_amax(argument, {"amax", given.amax, columns, required, subject.made}, key,
-             subject.operand.amax_sizes(format, columns));
+  const bool columns = !directions.rowwise, required = format.is_nv() || input.intermediate != nullptr;
+  check_amax(argument, {"amax", params.amax, columns, required, input.intermediate}, key,
+             input.shape.amax_sizes(format, columns));
   if (!format.is_nv() || !directions.rowwise || !directions.transposed) {
-    return check_not_given(argument.op, "amax_t", given.amax_t, key);
+    return check_not_given(argument.op, "amax_t", params.amax_t, key);
   }
-  check_amax(argument, {"amax_t", given.amax_t, true, true, subject.made}, key,
-             subject.operand.amax_sizes(format, true));
+  check_amax(argument, {"amax_t", params.amax_t, true, true, input.intermediate}, key,
+             input.shape.amax_sizes(format, true));
 }
 
 NvMethod nv_method(const Format& format) {
@@ -53,15 +54,15 @@ NvMethod nv_method(const Format& format) {
   }
 }
 
-NvArguments::NvArguments(const Tensor& input, const Outputs& outputs, const Layout& layout,
-                         const Format& format, const GivenTensors& given)
-    : NvArguments(to_dtype(input.scalar_type()), outputs, layout, format, given) {
+NvArgsOwner::NvArgsOwner(const Tensor& input, const Outputs& outputs, const Layout& layout,
+                         const Format& format, const QuantizeParams& params)
+    : NvArgsOwner(to_dtype(input.scalar_type()), outputs, layout, format, params) {
   args_.input = input.const_data_ptr();
 }
 
-NvArguments::NvArguments(DType dtype, const Outputs& outputs, const Layout& layout, const Format& format,
-                         const GivenTensors& given)
-    : amax_(given.amax->contiguous()), amax_t_(given.amax_t ? given.amax_t->contiguous() : amax_) {
+NvArgsOwner::NvArgsOwner(DType dtype, const Outputs& outputs, const Layout& layout, const Format& format,
+                         const QuantizeParams& params)
+    : amax_(params.amax->contiguous()), amax_t_(params.amax_t ? params.amax_t->contiguous() : amax_) {
   args_ = {nullptr,
            bytes(outputs.data),
            bytes(outputs.scale),
@@ -69,7 +70,7 @@ NvArguments::NvArguments(DType dtype, const Outputs& outputs, const Layout& layo
            bytes(outputs.scale_t),
            amax_.const_data_ptr<float>(),
            amax_t_.const_data_ptr<float>(),
-           given.seed ? given.seed->const_data_ptr<int64_t>() : nullptr,
+           params.seed ? params.seed->const_data_ptr<int64_t>() : nullptr,
            layout,
            dtype,
            nv_method(format),

@@ -1,4 +1,4 @@
-// What an op that quantizes is given beside the matrix: the largest magnitudes of more than a block, and a seed.
+// Parameters of ops that quantize: per-tensor or per-row amaxes, and a seed for stochastic rounding.
 #pragma once
 
 #include "quantize/args/quantize_nv.h"
@@ -7,36 +7,36 @@
 namespace transformer_plugin::quantize {
 
 // As the caller passed them. `amax` is that of the rows, or of the only direction.
-struct GivenTensors {
+struct QuantizeParams {
   const OptionalTensor& amax;
   const OptionalTensor& amax_t;
   const OptionalTensor& seed;
 };
 
-// What is quantized: an argument of the op, or what the op makes of it on the way, which then has no amax of its own.
-// `made` says what that is and how to do without the op, or is null.
-struct Subject {
+// What is quantized: an argument of the op, or an intermediate result, whose amax the caller must know.
+// `intermediate` is text for errors that says what it is and how to do without the op, or null.
+struct QuantizeInput {
   Argument argument;
-  Operand operand;
-  const char* made = nullptr;
+  MatrixShape shape;
+  const char* intermediate = nullptr;
 };
 
-// Whether each is there just when the format takes it, with the right sizes.
-void check_given(const Subject& subject, const Format& format, std::string_view key,
-                 const Directions& directions, const GivenTensors& given);
+// Checks that each parameter is present exactly if the format uses it, with the right sizes.
+void check_quantize_params(const QuantizeInput& input, const Format& format, std::string_view key,
+                           const Directions& directions, const QuantizeParams& params);
 
-// How NVFP4 codes a block.
+// The encoding method of an NVFP4 format.
 NvMethod nv_method(const Format& format);
 
-// Kernels read `input`, which is contiguous, and values have its dtype before they are quantized. Checked amaxes, which
-// this keeps while kernels are launched.
-class NvArguments {
+// Kernel arguments for NVFP4, and the contiguous amaxes that they point to, which must live until the launch.
+// `input` is contiguous; values are rounded to its dtype before they are quantized.
+class NvArgsOwner {
  public:
-  NvArguments(const at::Tensor& input, const Outputs& outputs, const Layout& layout, const Format& format,
-              const GivenTensors& given);
-  // Without an input, of values that are made.
-  NvArguments(DType dtype, const Outputs& outputs, const Layout& layout, const Format& format,
-              const GivenTensors& given);
+  NvArgsOwner(const at::Tensor& input, const Outputs& outputs, const Layout& layout, const Format& format,
+              const QuantizeParams& params);
+  // Without an input pointer, for computed values.
+  NvArgsOwner(DType dtype, const Outputs& outputs, const Layout& layout, const Format& format,
+              const QuantizeParams& params);
   const NvArgs& get() const { return args_; }
 
  private:

@@ -1,11 +1,10 @@
-// quantize_rowwise: FP8 codes under one FP32 scale for each row.
+// quantize_rowwise: FP8 data with one FP32 scale per row.
 #include "quantize/args/quantize_rowwise.h"
-
-#include <torch/library.h>
 
 #include <limits>
 
 #include "common/format.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "quantize/ops/outputs.h"
 
@@ -16,7 +15,7 @@ using at::Tensor;
 
 constexpr const char* kOp = "quantize_rowwise";
 
-// A row is its tensor: the scales are those of fp8_tensor.
+// Each row has the scale that fp8_tensor would give it as a tensor.
 Format checked(const Tensor& input, std::string_view element, bool power_of_two_scales, double epsilon) {
   const Argument argument{kOp, "input", input};
   check_dtype(argument, kFloatTypes);
@@ -49,10 +48,10 @@ std::tuple<Tensor, Tensor> quantize_rowwise_meta(const Tensor& input, std::strin
 std::tuple<Tensor, Tensor> quantize_rowwise(const Tensor& input, std::string_view element,
                                             bool power_of_two_scales, double epsilon) {
   const Format format = checked(input, element, power_of_two_scales, epsilon);
-  const auto [codes, scale] = make_outputs(input, format);
+  const auto [data, scale] = make_outputs(input, format);
   const Tensor x = input.contiguous();
   const QuantizeRowwiseArgs args{x.const_data_ptr(),
-                                 static_cast<uint8_t*>(codes.mutable_data_ptr()),
+                                 static_cast<uint8_t*>(data.mutable_data_ptr()),
                                  scale.mutable_data_ptr<float>(),
                                  scale.numel(),
                                  x.size(-1),
@@ -63,21 +62,16 @@ std::tuple<Tensor, Tensor> quantize_rowwise(const Tensor& input, std::string_vie
   if (x.is_cuda()) {
     const CudaScope scope(x);
     launch_quantize_rowwise(args, scope.stream());
-    return {codes, scale};
+    return {data, scale};
   }
 #endif
   quantize_rowwise_cpu(args);
-  return {codes, scale};
+  return {data, scale};
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { m.impl(kOp, quantize_rowwise); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { m.impl(kOp, quantize_rowwise_meta); }
-// Not differentiable: results have no gradient.
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { m.impl(kOp, torch::CppFunction::makeFallthrough()); }
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { m.impl(kOp, quantize_rowwise); }
-#endif
+// Not differentiable: rounding has no gradient.
+TP_IMPL_NO_GRADIENT(kOp, quantize_rowwise, quantize_rowwise_meta);
 
 }  // namespace transformer_plugin::quantize

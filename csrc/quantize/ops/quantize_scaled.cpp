@@ -1,10 +1,9 @@
-// quantize_scaled: fp8_tensor with encode scales that were there before, for delayed scaling, and the amax of what
-// went in, from the same pass.
-#include <torch/library.h>
-
+// quantize_scaled: fp8_tensor with encode scales that the caller passes (delayed scaling), and the amax of
+// the input from the same pass.
 #include "common/buffers.h"
+#include "common/register.h"
 #include "common/tensor.h"
-#include "quantize/args/quantize.h"
+#include "quantize/args/select_launcher.h"
 #include "quantize/ops/operand.h"
 #include "quantize/ops/scaled.h"
 
@@ -15,9 +14,9 @@ using at::Tensor;
 using Pair = std::tuple<Tensor, Tensor>;
 using TwoPairs = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-struct Call {
+struct QuantizeScaledCall {
   const char* op;
-  bool transposed;  // whether that direction is asked for too
+  bool transposed;  // also transposed data
   const Tensor& input;
   const Tensor& scale;
   c10::string_view key;
@@ -27,22 +26,22 @@ struct Call {
 
   Argument argument() const { return {op, "input", input}; }
   const Tensor* groups() const { return group_sizes ? &*group_sizes : nullptr; }
-  Operand operand() const { return operand_of(input, false, groups()); }
+  MatrixShape shape() const { return matrix_shape(input, false, groups()); }
 };
 
 struct Outputs {
   Tensor data, scale, data_t, scale_t;
 };
 
-Format check_arguments(const Call& call) {
+Format check_arguments(const QuantizeScaledCall& call) {
   const Format format = given_scale_format(call.op, "format", call.key);
   const Argument input = call.argument();
   check_matrix(input, call.groups(), format);
   TP_CHECK_VALUE(call.first >= 0, call.op, "first", "an index that is not negative", call.first,
                  "Pass where the scales of this input begin");
   TP_CHECK_VALUE(call.first <= INT32_MAX, call.op, "first", "an index below 2**31", call.first,
-                 "Pass where the scales of this input begin");  // what is added to it below stays in range
-  const c10::SymInt count = call.operand().scale_sizes(format, false)[0];
+                 "Pass where the scales of this input begin");  // sums with it stay in range
+  const c10::SymInt count = call.shape().scale_sizes(format, false)[0];
   check_scale_run({call.op, "scale", call.scale}, input, call.first, count);
   if (call.amax) {
     const Argument amax{call.op, "amax", *call.amax};
@@ -52,23 +51,23 @@ Format check_arguments(const Call& call) {
   return format;
 }
 
-Outputs make_outputs(const Call& call, const Format& format) {
-  const Operand operand = call.operand();
+Outputs make_outputs(const QuantizeScaledCall& call, const Format& format) {
+  const MatrixShape shape = call.shape();
   const at::ScalarType element = element_dtype(format);
   Outputs outputs;
-  outputs.data = empty(call.input, operand.data_sizes(format, false), element);
-  outputs.scale = empty(call.input, operand.scale_sizes(format, false), at::kFloat);
+  outputs.data = empty(call.input, shape.data_sizes(format, false), element);
+  outputs.scale = empty(call.input, shape.scale_sizes(format, false), at::kFloat);
   if (call.transposed) {
-    outputs.data_t = empty(call.input, operand.data_sizes(format, true), element);
-    outputs.scale_t = empty(call.input, operand.scale_sizes(format, true), at::kFloat);
+    outputs.data_t = empty(call.input, shape.data_sizes(format, true), element);
+    outputs.scale_t = empty(call.input, shape.scale_sizes(format, true), at::kFloat);
   }
   return outputs;
 }
 
-Outputs meta(const Call& call) { return make_outputs(call, check_arguments(call)); }
+Outputs meta(const QuantizeScaledCall& call) { return make_outputs(call, check_arguments(call)); }
 
-QuantizeArgs make_args(const Call& call, const Tensor& x, const Format& format, const Outputs& outputs,
-                       const GroupTables& tables) {
+QuantizeArgs make_args(const QuantizeScaledCall& call, const Tensor& x, const Format& format,
+                       const Outputs& outputs, const GroupTables& tables) {
   QuantizeArgs args{};
   args.input = x.const_data_ptr();
   args.data = static_cast<uint8_t*>(outputs.data.mutable_data_ptr());
@@ -77,17 +76,17 @@ QuantizeArgs make_args(const Call& call, const Tensor& x, const Format& format, 
     args.data_t = static_cast<uint8_t*>(outputs.data_t.mutable_data_ptr());
     args.scale_t = outputs.scale_t.mutable_data_ptr<float>();
   }
-  args.layout = make_layout(call.operand(), format, tables);
+  args.layout = make_layout(call.shape(), format, tables);
   args.dtype = to_dtype(x.scalar_type());
   args.element = format.element;
   args.rowwise = true;
   args.transposed = call.transposed;
-  args.given = call.scale.const_data_ptr<float>() + call.first;
-  if (call.amax) args.collected = call.amax->mutable_data_ptr<float>() + call.first;
+  args.encode_scales = call.scale.const_data_ptr<float>() + call.first;
+  if (call.amax) args.amax_out = call.amax->mutable_data_ptr<float>() + call.first;
   return args;
 }
 
-Outputs run(const Call& call) {
+Outputs run(const QuantizeScaledCall& call) {
   const Format format = check_arguments(call);
   check_apart(call.op, {{"amax", call.amax}},
               {{"input", call.input}, {"scale", call.scale}, {"group_sizes", call.group_sizes}});
@@ -101,27 +100,23 @@ Outputs run(const Call& call) {
   }
 #ifdef TRANSFORMER_PLUGIN_CUDA
   const CudaScope scope(x);
-  launch_quantize(args, scope.stream());
+  select_launcher(args)(args, scope.stream());
 #endif
   return outputs;
 }
 
-template <Outputs (*run_op)(const Call&)>
-void register_ops(torch::Library& m) {
-  m.impl("quantize_scaled",
-         [](const Tensor& input, const Tensor& scale, c10::string_view format, const OptionalTensor& amax,
-            const OptionalTensor& group_sizes, int64_t first) -> Pair {
-           const Outputs o =
-               run_op({"quantize_scaled", false, input, scale, format, amax, group_sizes, first});
-           return {o.data, o.scale};
-         });
-  m.impl("quantize_scaled_both",
-         [](const Tensor& input, const Tensor& scale, c10::string_view format, const OptionalTensor& amax,
-            const OptionalTensor& group_sizes, int64_t first) -> TwoPairs {
-           const Outputs o =
-               run_op({"quantize_scaled_both", true, input, scale, format, amax, group_sizes, first});
-           return {o.data, o.scale, o.data_t, o.scale_t};
-         });
+template <Outputs (*run_op)(const QuantizeScaledCall&)>
+Pair quantize_scaled(const Tensor& input, const Tensor& scale, std::string_view format,
+                     OptionalTensorArg amax, OptionalTensorArg group_sizes, int64_t first) {
+  const Outputs o = run_op({"quantize_scaled", false, input, scale, format, amax, group_sizes, first});
+  return {o.data, o.scale};
+}
+
+template <Outputs (*run_op)(const QuantizeScaledCall&)>
+TwoPairs quantize_scaled_both(const Tensor& input, const Tensor& scale, std::string_view format,
+                              OptionalTensorArg amax, OptionalTensorArg group_sizes, int64_t first) {
+  const Outputs o = run_op({"quantize_scaled_both", true, input, scale, format, amax, group_sizes, first});
+  return {o.data, o.scale, o.data_t, o.scale_t};
 }
 
 }  // namespace
@@ -147,16 +142,7 @@ void check_scale_run(const Argument& scales, const Argument& data, int64_t first
       describe(scales.tensor), "Pass one for each tensor or group");
 }
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { register_ops<run>(m); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { register_ops<meta>(m); }
-
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { register_ops<run>(m); }
-#endif
-
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
-  m.impl("quantize_scaled", torch::CppFunction::makeFallthrough());
-  m.impl("quantize_scaled_both", torch::CppFunction::makeFallthrough());
-}
+TP_IMPL_NO_GRADIENT("quantize_scaled", quantize_scaled<run>, quantize_scaled<meta>);
+TP_IMPL_NO_GRADIENT("quantize_scaled_both", quantize_scaled_both<run>, quantize_scaled_both<meta>);
 
 }  // namespace transformer_plugin::quantize

@@ -1,7 +1,7 @@
+// delayed_scale and update_delayed_scale_: the next scales of delayed scaling.
 #include "quantize/args/update_delayed_scale.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/library.h>
 
 #include <cmath>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -9,6 +9,7 @@
 
 #include "common/autograd.h"
 #include "common/buffers.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "quantize/ops/scaled.h"
 
@@ -19,7 +20,7 @@ using at::Tensor;
 
 constexpr int64_t kMaxMargin = 100;  // largest * 2^-margin stays a normal float32
 
-struct Call {
+struct DelayedScaleCall {
   const char* op;
   const Tensor& history;
   const Tensor& scale;
@@ -27,7 +28,7 @@ struct Call {
   at::ArrayRef<std::string> formats;
   int64_t margin;
   c10::string_view algorithm;
-  c10::string_view group = {};  // c10d's name of the ranks that take the same scales; none for this one alone
+  c10::string_view group = {};  // name of the c10d group whose ranks use the same scales; empty for none
 };
 
 void check_state(const Argument& argument, int64_t dim, const Argument& history) {
@@ -37,7 +38,7 @@ void check_state(const Argument& argument, int64_t dim, const Argument& history)
   check_contiguous(argument);
 }
 
-void check_arguments(const Call& call) {
+void check_arguments(const DelayedScaleCall& call) {
   const Argument history{call.op, "history", call.history};
   const Argument scale{call.op, "scale", call.scale}, amax{call.op, "amax", call.amax};
   check_state(history, 2, history);
@@ -59,19 +60,20 @@ void check_arguments(const Call& call) {
                  "'max' or 'most_recent'", "'" << call.algorithm << "'", "Choose one of them");
 }
 
-void check_state_written(const Call& call) {
+void check_state_written(const DelayedScaleCall& call) {
   check_arguments(call);
   check_written({call.op, "history", call.history});
   check_written({call.op, "scale", call.scale});
   check_written({call.op, "amax", call.amax});
 }
 
-Tensor meta(const Call& call, bool write) {
+Tensor meta(const DelayedScaleCall& call, bool write) {
   write ? check_state_written(call) : check_arguments(call);
   return empty(call.scale, call.scale.sym_sizes(), at::kFloat);
 }
 
-// The largest of all ranks. The ops are torch's own, which know the groups; below autograd, for the version must not change.
+// The maximum over all ranks. Calls torch's functional collectives, which know the groups, below autograd,
+// because the tensor's version must not change.
 void reduce_amax(const char* op, const Tensor& amax, const std::string& group) {
   bool exists = true;
   try {
@@ -92,7 +94,7 @@ void reduce_amax(const char* op, const Tensor& amax, const std::string& group) {
   amax.copy_(stack.front().toTensor());
 }
 
-Tensor run(const Call& call, bool write) {
+Tensor run(const DelayedScaleCall& call, bool write) {
   if (write) {
     check_state_written(call);
     check_apart(call.op, {{"history", call.history}, {"scale", call.scale}, {"amax", call.amax}}, {});
@@ -104,7 +106,7 @@ Tensor run(const Call& call, bool write) {
   const Tensor next = empty(call.scale, call.scale.sym_sizes(), at::kFloat);
   const int64_t tensors = call.scale.numel();
   if (tensors == 0) return next;
-  // The pointers of a call that does not write are only read.
+  // Without `write` these tensors are only read.
   DelayedScaleArgs args{const_cast<float*>(call.history.const_data_ptr<float>()),
                         const_cast<float*>(call.scale.const_data_ptr<float>()),
                         const_cast<float*>(call.amax.const_data_ptr<float>()),
@@ -130,32 +132,24 @@ Tensor run(const Call& call, bool write) {
   return next;
 }
 
-template <Tensor (*run_op)(const Call&, bool)>
-void register_ops(torch::Library& m) {
-  using Keys = std::vector<std::string>;
-  m.impl("delayed_scale", [](const Tensor& history, const Tensor& scale, const Tensor& amax,
-                             const Keys& formats, int64_t margin, c10::string_view algorithm) {
-    return run_op({"delayed_scale", history, scale, amax, formats, margin, algorithm}, false);
-  });
-  m.impl("update_delayed_scale_", [](const Tensor& history, const Tensor& scale, const Tensor& amax,
-                                     const Keys& formats, int64_t margin, c10::string_view algorithm,
-                                     c10::string_view group) {
-    return run_op({"update_delayed_scale_", history, scale, amax, formats, margin, algorithm, group}, true);
-  });
+using Keys = std::vector<std::string>;
+
+template <Tensor (*run_op)(const DelayedScaleCall&, bool)>
+Tensor delayed_scale(const Tensor& history, const Tensor& scale, const Tensor& amax, const Keys& formats,
+                     int64_t margin, std::string_view algorithm) {
+  return run_op({"delayed_scale", history, scale, amax, formats, margin, algorithm}, false);
+}
+
+template <Tensor (*run_op)(const DelayedScaleCall&, bool)>
+Tensor update_delayed_scale(const Tensor& history, const Tensor& scale, const Tensor& amax,
+                            const Keys& formats, int64_t margin, std::string_view algorithm,
+                            std::string_view group) {
+  return run_op({"update_delayed_scale_", history, scale, amax, formats, margin, algorithm, group}, true);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { register_ops<run>(m); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { register_ops<meta>(m); }
-
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { register_ops<run>(m); }
-#endif
-
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) {
-  m.impl("delayed_scale", torch::CppFunction::makeFallthrough());
-  m.impl("update_delayed_scale_", torch::CppFunction::makeFallthrough());
-}
+TP_IMPL_NO_GRADIENT("delayed_scale", delayed_scale<run>, delayed_scale<meta>);
+TP_IMPL_NO_GRADIENT("update_delayed_scale_", update_delayed_scale<run>, update_delayed_scale<meta>);
 
 }  // namespace transformer_plugin::quantize

@@ -16,7 +16,7 @@ struct SwigluKernelArgs {
   bool interleaved;
 };
 
-// The same with act quantized along rows, as one matrix, in blocks of 128 (ScaleMode::kRows) or of 32 (kMx).
+// The same with act quantized along rows, as one matrix, in blocks of 1x128 or of 1x32.
 struct SwigluQuantizeKernelArgs {
   SwigluKernelArgs swiglu;  // without `act`
   quantize::QuantizeArgs quantized_act;

@@ -69,9 +69,9 @@ struct Fp8BlockRowScales {
   __device__ __forceinline__ Fp8BlockRowScales(const ActPairs<T>& act, const quantize::QuantizeArgs& args,
                                                const quantize::Tile& tile, int lane) {
     using Order = quantize::MagnitudeOrder<T>;
-    quantize::SharedOutMaxima<2, 2, Order> maxima;
+    quantize::DistributedMaxima<2, 2, Order> maxima;
     act.template find_maxima<1>(maxima);
-    maxima.share_out(lane);
+    maxima.distribute(lane);
     const auto other_lanes = __shfl_xor_sync(~0u, maxima.at[0], 2);
     const float amax = ActPairs<T>::amax(Order::larger(maxima.at[0], other_lanes));
     const float own = quantize::encode_scale(amax, args.rule);
@@ -94,13 +94,13 @@ struct Mxfp8RowScales {
   __device__ __forceinline__ Mxfp8RowScales(const ActPairs<T>& act, const quantize::QuantizeArgs& args,
                                             const quantize::Tile& tile, int lane) {
     using Maxima =
-        quantize::SharedOutMaxima<kQuadLanes, 2 * quantize::kMxBlocks, quantize::MagnitudeOrder<T>>;
+        quantize::DistributedMaxima<kQuadLanes, 2 * quantize::kMxBlocksPerRow, quantize::MagnitudeOrder<T>>;
     static_assert(
         Maxima::kCount == 2 && Maxima::lane_of(0) == 0 && Maxima::lane_of(2) == 2 && Maxima::lane_of(4) == 1,
         "bit 0 of the lane is the row, bit 1 the half of the blocks");
     Maxima maxima;
-    act.template find_maxima<quantize::kMxBlocks>(maxima);
-    maxima.share_out(lane);
+    act.template find_maxima<quantize::kMxBlocksPerRow>(maxima);
+    maxima.distribute(lane);
     uint32_t own = exponent(args, ActPairs<T>::amax(maxima.at[0])) |
                    exponent(args, ActPairs<T>::amax(maxima.at[1])) << 8;
     own <<= lane % kQuadLanes / 2 * 16;
@@ -109,8 +109,8 @@ struct Mxfp8RowScales {
     words[0] = lane % 2 == 0 ? own : other;
     words[1] = lane % 2 == 0 ? other : own;
     if (lane % kQuadLanes < 2 && scale_row_of_lane(lane) < tile.rows) {
-      const quantize::WordLines lines(args.layout, tile, false);
-      quantize::store_kept(args.exponents + lines.at(scale_row_of_lane(lane)), own);
+      const quantize::ScaleWords lines(args.layout, tile, false);
+      quantize::store_evict_last(args.exponents + lines.at(scale_row_of_lane(lane)), own);
     }
   }
   static __device__ __forceinline__ uint32_t exponent(const quantize::QuantizeArgs& args, float amax) {

@@ -1,4 +1,4 @@
-// What the dequantize kernels share: decoding, rounding and storing values.
+// Shared by the dequantize kernels: decoding, rounding and storing values.
 #pragma once
 
 #include "quantize/args/dequantize.h"
@@ -6,7 +6,7 @@
 
 namespace transformer_plugin::quantize {
 
-// Rounded to nearest even; a NaN is the one quiet NaN that the CPU writes too.
+// Rounds to nearest even; every NaN becomes the quiet NaN that the CPU kernels write too.
 template <typename T>
 __device__ __forceinline__ T round_to(float value) {
   if (value == value) return from_float<T>(value);
@@ -15,28 +15,30 @@ __device__ __forceinline__ T round_to(float value) {
   if constexpr (std::is_same_v<T, float>) return __uint_as_float(0x7fc00000u);
 }
 
-// Both element types are exact in half precision, to which the hardware converts two codes at once.
+// Both FP8 types are exact in half precision, to which the hardware converts two elements at once.
 template <DType element>
-__device__ __forceinline__ float2 decode2(uint32_t codes) {
+__device__ __forceinline__ float2 decode2(uint32_t bytes) {
   constexpr __nv_fp8_interpretation_t type = element == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2;
-  return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), type)));
+  return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(bytes), type)));
 }
 
-// What the columns of a row of the tile are scaled by: the bits of one float, or four E8M0 bytes.
+// The scales of a row of the tile: the bits of one float, or four E8M0 bytes.
 __device__ __forceinline__ uint32_t row_scales(const DequantizeArgs& args, const Tile& tile, int row) {
-  if (args.layout.mode != ScaleMode::kMx) return __float_as_uint(scale_at(args, tile, row, 0));
-  const uint8_t* word = static_cast<const uint8_t*>(args.scale) + WordLines(args.layout, tile, false).at(row);
-  return load_codes(word, kMxBlocks, is_word_aligned(word)).word;
+  if (args.layout.granularity != ScaleGranularity::k1x32)
+    return __float_as_uint(scale_at(args, tile, row, 0));
+  const uint8_t* word =
+      static_cast<const uint8_t*>(args.scale) + ScaleWords(args.layout, tile, false).at(row);
+  return load_bytes(word, kMxBlocksPerRow, is_word_aligned(word)).word;
 }
 
-// Four values of a row, in one store where they may.
+// Stores four values of a row, in one store if alignment allows.
 template <typename T>
 __device__ __forceinline__ void store_row(const DequantizeArgs& args, const Tile& tile, int row, int c0,
                                           float a, float b, float c, float d) {
   const Layout& layout = args.layout;
   const int count = tile.cols - c0;
   const T values[kColsPerThread] = {round_to<T>(a), round_to<T>(b), round_to<T>(c), round_to<T>(d)};
-  T* output = static_cast<T*>(args.output) + (tile.member * layout.rows + tile.row + row) * layout.cols +
+  T* output = static_cast<T*>(args.output) + (tile.matrix * layout.rows + tile.row + row) * layout.cols +
               tile.col + c0;
   const bool whole = count >= kColsPerThread && layout.cols % kColsPerThread == 0 &&
                      reinterpret_cast<uintptr_t>(args.output) % (kColsPerThread * sizeof(T)) == 0;

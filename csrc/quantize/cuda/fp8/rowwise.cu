@@ -1,5 +1,9 @@
-// Rows of whole 16 bytes that fit into registers are read once: short ones by a warp each, others by a block. The rest is
-// read twice, the second time from the caches as far as these hold a row.
+// Quantizes each row to FP8 with one FP32 scale.
+//
+//   scale = encode_scale(amax of row),  data = fp8(x * scale),  stored: 1 / scale;  input: [rows, cols]
+// Rows that are whole 16-byte vectors and fit into registers are read once: a short row by one warp, a longer
+// one by a block of 256 threads. Other rows are read twice, the second time from the cache if it holds them.
+// Grid: a grid-stride loop over rows. Shared memory: one partial maximum per warp.
 #include "common/vectors.cuh"
 #include "quantize/args/quantize_rowwise.h"
 #include "quantize/cuda/tile/common.cuh"
@@ -7,7 +11,7 @@
 namespace transformer_plugin::quantize {
 namespace {
 
-// 8 values of 16 bits, or 4 of 32: what a thread reads at once.
+// One vector: 8 values of 16 bits, or 4 of 32 bits.
 template <typename T>
 __device__ __forceinline__ float largest_of(uint4 vector) {
   const Floats<T> x(vector);
@@ -18,25 +22,25 @@ __device__ __forceinline__ float largest_of(uint4 vector) {
 }
 
 template <DType element, typename T>
-__device__ __forceinline__ void store_vector(uint4 vector, float scale, uint8_t* codes) {
+__device__ __forceinline__ void store_vector(uint4 vector, float scale, uint8_t* data) {
   const Floats<T> x(vector);
   const auto four = [&](int i) {
     return encode4<element>(x.at[i] * scale, x.at[i + 1] * scale, x.at[i + 2] * scale, x.at[i + 3] * scale)
         .word;
   };
   if constexpr (kVectorSize<T> == 8) {
-    *reinterpret_cast<uint2*>(codes) = make_uint2(four(0), four(4));
+    *reinterpret_cast<uint2*>(data) = make_uint2(four(0), four(4));
   } else {
-    *reinterpret_cast<uint32_t*>(codes) = four(0);
+    *reinterpret_cast<uint32_t*>(data) = four(0);
   }
 }
 
-// Over the threads of a row: a warp, or the block. `partial` is [kWarps] in shared memory.
+// The maximum over the threads of a row: a warp, or the block. `partial` is [kWarps] in shared memory.
 template <int kTeam>
 __device__ __forceinline__ float team_max(float value, float* partial) {
   value = warp_max(value);
   if constexpr (kTeam > kWarpSize) {
-    __syncthreads();  // the row before has been read
+    __syncthreads();  // the maxima of the previous row have been read
     if (threadIdx.x % kWarpSize == 0) partial[threadIdx.x / kWarpSize] = value;
     __syncthreads();
     value = partial[0];
@@ -46,12 +50,12 @@ __device__ __forceinline__ float team_max(float value, float* partial) {
   return value;
 }
 
-// Up to kTeam * kUnits vectors a row.
+// For up to kTeam * kUnits vectors per row.
 template <DType element, typename T, int kTeam, int kUnits>
 __global__ void __launch_bounds__(kThreads)
     quantize_rowwise_kernel(const __grid_constant__ QuantizeRowwiseArgs args) {
   __shared__ float partial[kWarps];
-  constexpr int kRows = kThreads / kTeam;  // of a block
+  constexpr int kRows = kThreads / kTeam;  // per block
   const int thread = threadIdx.x % kTeam, units = static_cast<int>(args.cols / kVectorSize<T>);
   const int64_t step = static_cast<int64_t>(gridDim.x) * kRows;
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kTeam; row < args.rows;
@@ -59,7 +63,7 @@ __global__ void __launch_bounds__(kThreads)
     const uint4* input = static_cast<const uint4*>(args.input) + row * units;
     uint4 vectors[kUnits];
 #pragma unroll
-    for (int i = 0; i < kUnits; ++i) {  // all loads under way before a value is used
+    for (int i = 0; i < kUnits; ++i) {  // all loads are issued before the first use
       const int at = i * kTeam + thread;
       vectors[i] = at < units ? input[at] : uint4{};
     }
@@ -67,31 +71,31 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) largest = fmaxf(largest, largest_of<T>(vectors[i]));
     const float scale = encode_scale(team_max<kTeam>(largest, partial), args.rule);
-    uint8_t* codes = args.codes + row * args.cols;
+    uint8_t* data = args.data + row * args.cols;
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
       const int at = i * kTeam + thread;
-      if (at < units) store_vector<element, T>(vectors[i], scale, codes + at * kVectorSize<T>);
+      if (at < units) store_vector<element, T>(vectors[i], scale, data + at * kVectorSize<T>);
     }
     if (thread == 0) args.scale[row] = 1.0f / scale;
   }
 }
 
-// Rows of any width and alignment, a block each.
+// For any width and alignment: one block per row.
 template <DType element, typename T>
 __global__ void __launch_bounds__(kThreads)
     quantize_rowwise_loop_kernel(const __grid_constant__ QuantizeRowwiseArgs args) {
   __shared__ float partial[kWarps];
   for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
     const T* input = static_cast<const T*>(args.input) + row * args.cols;
-    uint8_t* codes = args.codes + row * args.cols;
+    uint8_t* data = args.data + row * args.cols;
     float largest = 0.0f;
     for (int64_t c = threadIdx.x; c < args.cols; c += kThreads) {
       largest = fmaxf(largest, fabsf(to_float(input[c])));
     }
     const float scale = encode_scale(team_max<kThreads>(largest, partial), args.rule);
     for (int64_t c = threadIdx.x; c < args.cols; c += kThreads) {
-      codes[c] = static_cast<uint8_t>(encode2<element>(to_float(input[c]) * scale, 0.0f));
+      data[c] = static_cast<uint8_t>(encode2<element>(to_float(input[c]) * scale, 0.0f));
     }
     if (threadIdx.x == 0) args.scale[row] = 1.0f / scale;
   }
@@ -102,11 +106,11 @@ void launch(const QuantizeRowwiseArgs& args, cudaStream_t stream) {
   const auto start = [&](auto kernel, int rows_per_block) {
     kernel<<<grid_size(args.rows, rows_per_block), kThreads, 0, stream>>>(args);
   };
-  // Codes of a vector are stored at once too.
+  // The quantized bytes of a vector are stored at once too.
   const bool vectors = args.cols % kVectorSize<T> == 0 && is_vector_aligned(args.input) &&
-                       reinterpret_cast<uintptr_t>(args.codes) % kVectorSize<T> == 0;
+                       reinterpret_cast<uintptr_t>(args.data) % kVectorSize<T> == 0;
   const int64_t units = args.cols / kVectorSize<T>;
-  constexpr int kFew = 4 * kWarpSize;  // vectors of a row that a warp takes
+  constexpr int kFew = 4 * kWarpSize;  // vectors of a row that a warp holds
   if (!vectors || units > 8 * kThreads) return start(quantize_rowwise_loop_kernel<element, T>, 1);
   if (units <= kFew) return start(quantize_rowwise_kernel<element, T, kWarpSize, 4>, kWarps);
   if (units <= kThreads) return start(quantize_rowwise_kernel<element, T, kThreads, 1>, 1);
@@ -119,10 +123,8 @@ void launch(const QuantizeRowwiseArgs& args, cudaStream_t stream) {
 
 void launch_quantize_rowwise(const QuantizeRowwiseArgs& args, void* stream) {
   if (args.rows == 0) return;
-  visit_fp8(args.element, [&](auto element) {
-    visit_device_float(args.dtype, [&](auto type) {
-      launch<decltype(element)::value, decltype(type)>(args, static_cast<cudaStream_t>(stream));
-    });
+  visit_float_fp8(args.dtype, args.element, [&](auto type, auto element) {
+    launch<decltype(element)::value, decltype(type)>(args, static_cast<cudaStream_t>(stream));
   });
   check_launch("quantize_rowwise_kernel");
 }

@@ -1,4 +1,4 @@
-// Streamed rows (row_stream.cuh) quantized to FP8 under the FP32 scales of 1x128 blocks.
+// Row-streaming kernels (tile/streaming_rows.cuh) for FP8 with FP32 scales of 1x128 blocks.
 #pragma once
 
 #include "quantize/cuda/fp8/tile.cuh"
@@ -6,18 +6,18 @@
 
 namespace transformer_plugin::quantize {
 
-// encode_scale of an amax that is not below its epsilon. Of a power of two only the quotient's exponent counts, which is
-// a difference of bits whose borrow compares the mantissas: no quotient below 1 rounds up to it. For what is not tiny,
-// so that the exponent is in range.
+// encode_scale for an amax that is at least epsilon, faster for power-of-two scales: only the exponent of
+// largest / amax counts, which is a difference of bits whose borrow compares the mantissas (no quotient below
+// 1 rounds up to it). Not for tiny amaxes, whose exponents would leave the range.
 struct QuickScale {
-  float least;    // amax for which this holds
+  float least;    // smallest amax for which the fast path holds
   uint32_t bits;  // of the largest value times 2^127
 
   __device__ __forceinline__ explicit QuickScale(const ScaleRule& rule)
       : least(bits_to_float(rule.power_of_two ? 0x0d800000u : 0x7f800000u)),  // 2^-100, or never
         bits(float_to_bits(rule.largest) + 0x3f800000u) {
-    keep(least);
-    keep(bits);
+    keep_in_register(least);
+    keep_in_register(bits);
   }
 
   __device__ __forceinline__ float of(float amax, const ScaleRule& rule) const {
@@ -36,7 +36,7 @@ struct Fp8StreamRows {
 
   __device__ __forceinline__ Fp8StreamRows(const QuantizeArgs& args, int lane)
       : quick(args.rule), own(lane % kStreamLanes * kStreamRows) {
-    keep(own);
+    keep_in_register(own);
   }
 
   static __device__ __forceinline__ int row_of(int lane) {
@@ -49,16 +49,16 @@ struct Fp8StreamRows {
     return encode8<element>(values, scale);
   }
   __device__ __forceinline__ void finish(const QuantizeArgs& args, const Tile& tile,
-                                         const StreamPlace& place) const {
-    const int row = place.warp_row + row_of(place.lane);
-    if (row_of(place.lane) < kRowsPerThread && row < tile.rows) {
+                                         const StreamPosition& pos) const {
+    const int row = pos.warp_row + row_of(pos.lane);
+    if (row_of(pos.lane) < kRowsPerThread && row < tile.rows) {
       args.scale[scale_index(args.layout, tile, false, row, 0)] = tile.tail ? 0.0f : 1.0f / kept;
     }
   }
 };
 
 struct Fp8Stream {
-  static constexpr ScaleMode kMode = ScaleMode::kRows;
+  static constexpr ScaleGranularity kGranularity = ScaleGranularity::k1x128;
   template <DType element>
   using Rows = Fp8StreamRows<element>;
   using Columns = ColumnScales;
@@ -66,19 +66,19 @@ struct Fp8Stream {
   static __device__ __forceinline__ bool begin(const QuantizeArgs& args, const Tile& tile) {
     return begin_tile(args, tile);
   }
-  // The tile's values wait in `waiting`.
+  // The values of the tile are in `staged`.
   template <DType element, typename T>
   static __device__ __forceinline__ void write_transposed(const QuantizeArgs& args, const Tile& tile,
-                                                          const StreamPlace& place, Columns& columns,
-                                                          StreamTile<T>& waiting) {
+                                                          const StreamPosition& pos, Columns& columns,
+                                                          StreamTile<T>& staged) {
     const int warp = threadIdx.x / kWarpSize;
-    Values<T> values;
-    waiting.take(values, place);
-    find_column_scales(args, tile, values, warp, place.lane, columns);
+    TileFragment<T> values;
+    staged.take(values, pos);
+    find_column_scales(args, tile, values, warp, pos.lane, columns);
     float scales[kColsPerThread];
 #pragma unroll
-    for (int c = 0; c < kColsPerThread; ++c) scales[c] = columns.scales[place.lane * kColsPerThread + c];
-    write_columns<element>(args, tile, values, warp, place.lane, scales, waiting.turned);
+    for (int c = 0; c < kColsPerThread; ++c) scales[c] = columns.scales[pos.lane * kColsPerThread + c];
+    write_columns<element>(args, tile, values, warp, pos.lane, scales, staged.transposed_tile);
   }
 };
 

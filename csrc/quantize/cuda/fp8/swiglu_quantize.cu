@@ -1,3 +1,5 @@
+// Launches SwiGLU quantized to FP8: the row-streaming kernels (fused/swiglu_stream.cuh), or else the tile
+// kernel.
 #include "quantize/args/swiglu_quantize.h"
 #include "quantize/cuda/fp8/streaming.cuh"
 #include "quantize/cuda/fused/swiglu_source.cuh"
@@ -10,12 +12,10 @@ void launch_swiglu_quantize(const QuantizeArgs& args, const float* probs, void* 
   if (grid == 0) return launch_tensor_scales(args, stream);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (can_stream(args, args.input)) return launch_swiglu_stream<Fp8Stream>(args, probs, cuda_stream);
-  visit_device_float(args.dtype, [&](auto type) {
-    visit_fp8(args.element, [&](auto element) {
-      using Source = SwigluSource<decltype(type)>;
-      quantize_kernel<Source, decltype(element)::value>
-          <<<grid, kThreads, 0, cuda_stream>>>(args, Source{probs});
-    });
+  visit_float_fp8(args.dtype, args.element, [&](auto type, auto element) {
+    using Source = SwigluSource<decltype(type)>;
+    quantize_kernel<Source, decltype(element)::value>
+        <<<grid, kThreads, 0, cuda_stream>>>(args, Source{probs});
   });
   check_launch("quantize_kernel");
 }

@@ -1,17 +1,28 @@
-// A tile quantized to FP8 under FP32 scales: per tensor, 1x128 and 128x128 blocks.
+// The FP8 tile kernel: quantizes a matrix with FP32 scales per tensor, of 1x128 blocks or of 128x128 blocks.
+//
+//   data[row][column] = fp8(x * scale),  data_t[column][row] = fp8(x * scale_t),  stored scales are 1 / scale
+// Input: [matrices, rows, cols] in BF16, FP16 or FP32, or the values that a source computes. Output layouts:
+// quantize/args/layout.h.
+//
+// Grid: block_grid(layout) blocks of 256 threads; a block loops over tiles of 128x128 (one, or up to two of a
+// ragged matrix). Warp w holds rows 16w .. 16w + 15 of the tile in registers, lane l columns 4l .. 4l + 3.
+// Row-wise data is stored from registers; transposed data goes through shared memory so that a warp stores
+// whole rows of it.
+// Shared memory (Fp8Shared): maxima and scales of columns, and the transposed tile of bytes.
 #pragma once
 
 #include "quantize/cuda/tile/common.cuh"
 
 namespace transformer_plugin::quantize {
 
-// Row-wise codes, and the scales of the tile's rows.
+// Row-wise data, and the scales of the tile's rows.
 template <DType element, typename T>
 __device__ __forceinline__ void write_rows(const QuantizeArgs& args, const Tile& tile,
-                                           const Values<T>& values, int warp, int lane, float tile_scale) {
+                                           const TileFragment<T>& values, int warp, int lane,
+                                           float tile_scale) {
   const int first_row = warp * kRowsPerThread;
-  const bool own = args.layout.mode == ScaleMode::kRows;
-  float scale = tile_scale;  // of the row that this lane answers for
+  const bool own = args.layout.granularity == ScaleGranularity::k1x128;
+  float scale = tile_scale;  // of the row that this lane holds
   using Maxima = RowMaxima<kRowsPerThread, T>;
   if (own) {
     Maxima maxima;
@@ -25,7 +36,7 @@ __device__ __forceinline__ void write_rows(const QuantizeArgs& args, const Tile&
     }
   }
   const auto write = [&](auto scale_of) {
-    write_rows_of_codes<element>(args, tile, values, first_row, lane, scale_of);
+    store_encoded_rows<element>(args, tile, values, first_row, lane, scale_of);
   };
   if (own) {
     write([&](int r) { return __shfl_sync(0xffffffffu, scale, Maxima::lane_of(r)); });
@@ -34,8 +45,8 @@ __device__ __forceinline__ void write_rows(const QuantizeArgs& args, const Tile&
   }
 }
 
-// For 1x128 blocks along the transposed rows: the largest magnitude of each column over the rows of a warp, then the
-// scale of each column. Ends with the scales in `scales` for every thread.
+// For 1x128 blocks of transposed data: the maximum of each column over the rows of each warp, then the scale
+// of each column.
 struct ColumnScales {
   alignas(16) float partial[kWarps][kTile];
   alignas(16) float scales[kTile];
@@ -43,7 +54,7 @@ struct ColumnScales {
 
 template <typename T>
 __device__ __forceinline__ void find_column_scales(const QuantizeArgs& args, const Tile& tile,
-                                                   const Values<T>& values, int warp, int lane,
+                                                   const TileFragment<T>& values, int warp, int lane,
                                                    ColumnScales& columns) {
 #pragma unroll
   for (int i = 0; i < kColsPerThread / 2; ++i) {
@@ -64,25 +75,27 @@ __device__ __forceinline__ void find_column_scales(const QuantizeArgs& args, con
   __syncthreads();
 }
 
-// What a block needs in shared memory for one tile.
+// Shared memory for one tile.
 struct Fp8Shared {
   ColumnScales columns;
-  TransposedTile turned;
+  TransposedTile transposed_tile;
 };
 
-// Codes and scales of a tile in the directions that are asked for. All threads of the block call it.
+// Stores data and scales of a tile in the requested directions. Called by all threads of the block.
 template <DType element, typename T>
 __device__ __forceinline__ void write_tile(const QuantizeArgs& args, const Tile& tile,
-                                           const Values<T>& values, int warp, int lane, Fp8Shared& shared) {
+                                           const TileFragment<T>& values, int warp, int lane,
+                                           Fp8Shared& shared) {
   const Layout& layout = args.layout;
   float tile_scale = 1.0f;
-  if (layout.mode == ScaleMode::kTensor && !tile.tail) tile_scale = tensor_scale(args, tile.group);
+  if (layout.granularity == ScaleGranularity::kPerTensor && !tile.tail)
+    tile_scale = tensor_scale(args, tile.group);
   float amax = 0.0f;
-  if (layout.mode == ScaleMode::kSquare || args.collected) {
+  if (layout.granularity == ScaleGranularity::k128x128 || args.amax_out) {
     amax = tile_amax(values, warp, lane, shared.columns.partial[0]);
   }
-  if (args.collected && threadIdx.x == 0 && !tile.tail) raise_to(args.collected + tile.group, amax);
-  if (layout.mode == ScaleMode::kSquare) {
+  if (args.amax_out && threadIdx.x == 0 && !tile.tail) atomic_max(args.amax_out + tile.group, amax);
+  if (layout.granularity == ScaleGranularity::k128x128) {
     tile_scale = encode_scale(amax, args.rule);
     if (threadIdx.x == 0 && args.rowwise)
       args.scale[scale_index(layout, tile, false, 0, 0)] = 1.0f / tile_scale;
@@ -92,19 +105,19 @@ __device__ __forceinline__ void write_tile(const QuantizeArgs& args, const Tile&
   if (args.rowwise) write_rows<element>(args, tile, values, warp, lane, tile_scale);
   if (args.transposed) {
     float scales[kColsPerThread] = {tile_scale, tile_scale, tile_scale, tile_scale};
-    if (layout.mode == ScaleMode::kRows) {
+    if (layout.granularity == ScaleGranularity::k1x128) {
       find_column_scales(args, tile, values, warp, lane, shared.columns);
 #pragma unroll
       for (int c = 0; c < kColsPerThread; ++c) scales[c] = shared.columns.scales[lane * kColsPerThread + c];
     }
-    write_columns<element>(args, tile, values, warp, lane, scales, shared.turned);
+    write_columns<element>(args, tile, values, warp, lane, scales, shared.transposed_tile);
   }
 }
 
-// The stored scale of each tensor or group, where there is one for all of it, shared out over the grid: also of those that
-// have no tile. So it takes a launch of its own only where there is no tile at all.
+// Stores the inverse per-tensor scales, distributed over the grid, including those of matrices or groups
+// without a tile. A separate launch is needed only if there is no tile at all.
 __device__ __forceinline__ void store_tensor_scales(const QuantizeArgs& args) {
-  if (args.layout.mode != ScaleMode::kTensor || args.is_noop()) return;
+  if (args.layout.granularity != ScaleGranularity::kPerTensor || args.is_noop()) return;
   for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < args.layout.tensor_scales();
        i += static_cast<int64_t>(gridDim.x) * kThreads) {
     const float scale_inv = 1.0f / tensor_scale(args, i);
@@ -113,22 +126,23 @@ __device__ __forceinline__ void store_tensor_scales(const QuantizeArgs& args) {
   }
 }
 
-// Padding of the scales, and the scales of a tile past the last group. Says whether the tile is to be written.
+// Zeroes the padding of scales, and the scales of a tile after the last row tile in use. Returns whether the
+// tile holds rows.
 __device__ __forceinline__ bool begin_tile(const QuantizeArgs& args, const Tile& tile) {
   const Layout& layout = args.layout;
   if (args.is_noop()) return false;
   if (threadIdx.x == 0 && args.rowwise) zero_scale_padding(layout, tile, false, args.scale);
   if (threadIdx.x == 0 && args.transposed) zero_scale_padding(layout, tile, true, args.scale_t);
   if (tile.rows > 0) return true;
-  if (args.transposed && layout.mode == ScaleMode::kRows && threadIdx.x < tile.cols) {
+  if (args.transposed && layout.granularity == ScaleGranularity::k1x128 && threadIdx.x < tile.cols) {
     args.scale_t[scale_index(layout, tile, true, 0, threadIdx.x)] = 0.0f;
   }
   return false;
 }
 
-// The above as one type, for kernels that store tiles of either kind.
+// The functions above as a type, for kernels that are templates over the format.
 template <DType element>
-struct Fp8Family {
+struct Fp8TileOps {
   using Args = QuantizeArgs;
   using Shared = Fp8Shared;
   static __device__ __forceinline__ bool begin(const QuantizeArgs& args, const Tile& tile) {
@@ -137,7 +151,8 @@ struct Fp8Family {
   }
   template <typename T>
   static __device__ __forceinline__ void write(const QuantizeArgs& args, const Tile& tile,
-                                               const Values<T>& values, int warp, int lane, Shared& shared) {
+                                               const TileFragment<T>& values, int warp, int lane,
+                                               Shared& shared) {
     write_tile<element>(args, tile, values, warp, lane, shared);
   }
 };
@@ -151,7 +166,7 @@ __global__ void __launch_bounds__(kThreads, Source::kBlocks)
   const int lane = threadIdx.x % kWarpSize;
   for_each_tile(args.layout, [&](const Tile& tile) {
     if (!begin_tile(args, tile)) return;
-    Values<typename Source::Value> values;
+    TileFragment<typename Source::Value> values;
     source.load(args, tile, warp, lane, values);
     write_tile<element>(args, tile, values, warp, lane, shared);
   });

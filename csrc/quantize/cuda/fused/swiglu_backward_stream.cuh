@@ -1,5 +1,10 @@
-// The backward of SwiGLU, quantized, on rows that stream (row_stream.cuh): a block computes the gradients of 128x128
-// features, of the gate and of the linear part, quantizes the rows of both on the way and then their columns.
+// The backward of SwiGLU, quantized, for 16-bit values, in the row-streaming form (tile/streaming_rows.cuh):
+//
+//   gradients of gate and linear part (activation/swiglu.h), rounded to the input's dtype, then quantized
+// Input: grad [rows, F], input [rows, 2F]. Grid: block_grid of the [rows, F] layout, 256 threads. A block
+// computes the gradients of 128x128 features, two rows per warp and step; it quantizes rows immediately and
+// the columns afterwards.
+// Dynamic shared memory: both tiles of gradients, and maxima and scales of columns.
 #pragma once
 
 #include "common/shared_memory.cuh"
@@ -8,14 +13,15 @@
 
 namespace transformer_plugin::quantize {
 
-// Gradients of 8 features, rounded, and the sum of their terms of the probability's gradient as a tree.
+// Rounded gradients of 8 features, and the sum of their terms of the probability's gradient, added as a tree.
 template <typename T>
 struct EightGradients {
   Eight<T> gates, linears;
   float sum;
 };
 
-// Two features of EightGradients, given their sigmoids: gradients in the place of the values, and the sum of the terms.
+// Two features of EightGradients from their sigmoids: replaces the values by gradients and returns the sum of
+// the terms.
 template <typename T>
 __device__ __forceinline__ float gradients_of_two(float2 sigmoid, Two<T> grads, Two<T>& gates,
                                                   Two<T>& linears, float prob) {
@@ -52,42 +58,42 @@ __device__ __forceinline__ EightGradients<T> gradients_of(Eight<T> grads, Eight<
   return {gates, linears, (sums[0] + sums[1]) + (sums[2] + sums[3])};
 }
 
-// Two rows of the warp after two.
+// Computes two rows of the warp per step.
 template <typename T>
 struct SwigluBackwardStream {
   const T* grad;
   SwigluStream<T> input;
-  Eight<T> grads;  // of the next step
+  Eight<T> grads;  // for the next step
 
   __device__ __forceinline__ SwigluBackwardStream(const SwigluBackwardArgs& args, const Tile& tile,
-                                                  const StreamPlace& place)
-      : grad(static_cast<const T*>(args.grad) + place.row * args.features + place.col),
-        input(args.input, args.features, args.probs, tile, place) {
-    fetch(place.loads > 0);
+                                                  const StreamPosition& pos)
+      : grad(static_cast<const T*>(args.grad) + pos.row * args.features + pos.col),
+        input(args.input, args.features, args.probs, tile, pos) {
+    prefetch(pos.loads > 0);
   }
 
-  __device__ __forceinline__ void fetch(bool inside) {
+  __device__ __forceinline__ void prefetch(bool inside) {
     grads = load_eight(grad, inside);
     grad += kStreamRows * input.linear;
   }
 
-  __device__ __forceinline__ EightGradients<T> next(int r, const StreamPlace& place) {
+  __device__ __forceinline__ EightGradients<T> next(int r, const StreamPosition& pos) {
     const Eight<T> own_grads = grads;
-    fetch(r + kStreamRows < place.loads);
+    prefetch(r + kStreamRows < pos.loads);
     Eight<T> gates, linears;
-    const float prob = input.take(r, place, gates, linears);
+    const float prob = input.take(r, pos, gates, linears);
     return gradients_of(own_grads, gates, linears, prob);
   }
 };
 
-// Sums of rows over their lanes, each kept by the lane of its step.
+// Sums of rows over their lanes; the lane that corresponds to the step keeps the sum.
 struct StreamSums {
   int own;
   float kept = 0.0f;
 
-  __device__ __forceinline__ explicit StreamSums(const StreamPlace& place)
-      : own(place.lane % kStreamLanes * kStreamRows) {
-    keep(own);
+  __device__ __forceinline__ explicit StreamSums(const StreamPosition& pos)
+      : own(pos.lane % kStreamLanes * kStreamRows) {
+    keep_in_register(own);
   }
   __device__ __forceinline__ void add(float sum, int r) {
 #pragma unroll
@@ -97,69 +103,69 @@ struct StreamSums {
     if (own == r) kept = sum;
   }
   __device__ __forceinline__ void finish(const SwigluBackwardArgs& args, const Tile& tile,
-                                         const StreamPlace& place) const {
-    const int row = own + place.lane / kStreamLanes;
-    if (row < kRowsPerThread && place.warp_row + row < tile.rows) {
-      args.partial[tile.col_tile * args.rows + tile.row + place.warp_row + row] = kept + 0.0f;
+                                         const StreamPosition& pos) const {
+    const int row = own + pos.lane / kStreamLanes;
+    if (row < kRowsPerThread && pos.warp_row + row < tile.rows) {
+      args.partial[tile.col_tile * args.rows + tile.row + pos.warp_row + row] = kept + 0.0f;
     }
   }
 };
 
-inline constexpr int kBackwardBlocks = 3;  // what shared memory holds
+inline constexpr int kBackwardBlocks = 3;  // limited by shared memory
 
-template <typename T, typename Family>
+template <typename T, typename Stream>
 struct BackwardStreamShared {
   StreamTile<T> gates, linears;
-  typename Family::Columns columns;
+  typename Stream::Columns columns;
 };
 
-template <typename T, typename Family, DType element>
+template <typename T, typename Stream, DType element>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
-    swiglu_backward_stream_kernel(const __grid_constant__ QuantizeArgs given,
+    swiglu_backward_stream_kernel(const __grid_constant__ QuantizeArgs kernel_args,
                                   const __grid_constant__ SwigluBackwardArgs swiglu) {
-  using Writer = RowWriter<typename Family::template Rows<element>>;
+  using Writer = RowWriter<typename Stream::template Rows<element>>;
   pdl_wait();
   extern __shared__ __align__(16) uint8_t memory[];
-  auto& shared = *reinterpret_cast<BackwardStreamShared<T, Family>*>(memory);
-  const QuantizeArgs args = streamed(given, Family::kMode);
+  auto& shared = *reinterpret_cast<BackwardStreamShared<T, Stream>*>(memory);
+  const QuantizeArgs args = assume_streamable(kernel_args, Stream::kGranularity);
   for_each_tile(half_of(args.layout), [&](Tile tile) {
     const Tile second = linear_tile(tile, swiglu.features);
-    Family::begin(args, second);
-    if (!Family::begin(args, tile)) return;
-    const StreamPlace place(tile);
-    SwigluBackwardStream<T> source(swiglu, tile, place);
-    Writer of_gates(args, tile, place, 0), of_linears(args, tile, place, swiglu.features);
-    StreamSums sums(place);
+    Stream::begin(args, second);
+    if (!Stream::begin(args, tile)) return;
+    const StreamPosition pos(tile);
+    SwigluBackwardStream<T> source(swiglu, tile, pos);
+    Writer of_gates(args, tile, pos, 0), of_linears(args, tile, pos, swiglu.features);
+    StreamSums sums(pos);
 #pragma unroll 1
     for (int r = 0; r < kRowsPerThread; r += kStreamRows) {
-      const EightGradients<T> gradients = source.next(r, place);
-      shared.gates.put(gradients.gates, r, place);
-      shared.linears.put(gradients.linears, r, place);
-      if (args.rowwise) of_gates.add(args, gradients.gates, r, place);
-      if (args.rowwise) of_linears.add(args, gradients.linears, r, place);
+      const EightGradients<T> gradients = source.next(r, pos);
+      shared.gates.put(gradients.gates, r, pos);
+      shared.linears.put(gradients.linears, r, pos);
+      if (args.rowwise) of_gates.add(args, gradients.gates, r, pos);
+      if (args.rowwise) of_linears.add(args, gradients.linears, r, pos);
       if (swiglu.partial) sums.add(gradients.sum, r);
     }
-    if (swiglu.partial) sums.finish(swiglu, tile, place);
-    if (args.rowwise) of_gates.scales.finish(args, tile, place);
-    if (args.rowwise) of_linears.scales.finish(args, second, place);
+    if (swiglu.partial) sums.finish(swiglu, tile, pos);
+    if (args.rowwise) of_gates.scales.finish(args, tile, pos);
+    if (args.rowwise) of_linears.scales.finish(args, second, pos);
     if (!args.transposed) return;
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
-      StreamTile<T>& waiting = half == 0 ? shared.gates : shared.linears;
-      Family::template write_transposed<element>(args, tile, place, shared.columns, waiting);
+      StreamTile<T>& staged = half == 0 ? shared.gates : shared.linears;
+      Stream::template write_transposed<element>(args, tile, pos, shared.columns, staged);
       tile = second;
     }
   });
 }
 
-template <typename Family>
+template <typename Stream>
 void launch_backward_stream(const QuantizeArgs& args, const SwigluBackwardArgs& swiglu, unsigned grid,
                             cudaStream_t stream) {
   visit_fp8(args.element, [&](auto element) {
     const auto launch = [&](auto type) {
       using T = decltype(type);
-      const auto kernel = swiglu_backward_stream_kernel<T, Family, decltype(element)::value>;
-      constexpr int bytes = sizeof(BackwardStreamShared<T, Family>);
+      const auto kernel = swiglu_backward_stream_kernel<T, Stream, decltype(element)::value>;
+      constexpr int bytes = sizeof(BackwardStreamShared<T, Stream>);
       static DynamicSharedMemory memory;
       memory.allow(kernel, bytes);
       launch_pdl(kernel, grid, kThreads, bytes, stream, args, swiglu);

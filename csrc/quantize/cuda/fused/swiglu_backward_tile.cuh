@@ -14,15 +14,15 @@ using quantize::Tile;
 using quantize::Vector4;
 static_assert(kSumTile == quantize::kTile, "a tile holds whole trees of the row sums");
 
-// `args` without its outputs: the rows of a thread, their gradients handed to `use(row, grad of gate, grad of linear)`;
-// the loads of kBatch rows are under way together.
+// Computes the gradients of a thread's rows and calls `use(row, gradients of the gate, gradients of the
+// linear part)`. `args` has no outputs. The loads of kBatch rows are issued together.
 template <typename T, int kBatch, typename Use>
 __device__ __forceinline__ void for_each_gradient(const SwigluBackwardArgs& args, const Tile& tile, int warp,
                                                   int lane, Use&& use) {
   const int64_t features = args.features;
-  const quantize::Part<T> grad(args.grad, features, tile, warp, lane);
-  const quantize::Part<T> input(args.input, 2 * features, tile, warp, lane);
-  const float own_prob = quantize::read_probs(args.probs, tile, warp, lane);
+  const quantize::FragmentReader<T> grad(args.grad, features, tile, warp, lane);
+  const quantize::FragmentReader<T> input(args.input, 2 * features, tile, warp, lane);
+  const float own_prob = quantize::load_row_scalar(args.probs, tile, warp, lane);
 #pragma unroll
   for (int start = 0; start < kRowsPerThread; start += kBatch) {
     Vector4<T> grads[kBatch], gates[kBatch], linears[kBatch];

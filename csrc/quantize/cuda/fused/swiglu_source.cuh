@@ -1,4 +1,4 @@
-// The source of the fused forms of SwiGLU: values of silu(gate) * linear * prob, rounded to the input's dtype.
+// The source of the SwiGLU tile kernels: silu(gate) * linear * prob, rounded to the input's dtype.
 #pragma once
 
 #include "activation/swiglu.h"
@@ -15,11 +15,11 @@ struct SwigluSource {
 
   template <typename Args>
   __device__ __forceinline__ void load(const Args& args, const Tile& tile, int warp, int lane,
-                                       Values<T>& values) const {
+                                       TileFragment<T>& values) const {
     const int64_t features = args.layout.cols;
-    const Part<T> input(args.input, 2 * features, tile, warp, lane);
-    const float own_prob = read_probs(probs, tile, warp, lane);
-    constexpr int kBatch = kRowsUnderWay<T>;
+    const FragmentReader<T> input(args.input, 2 * features, tile, warp, lane);
+    const float own_prob = load_row_scalar(probs, tile, warp, lane);
+    constexpr int kBatch = kRowsInFlight<T>;
 #pragma unroll
     for (int start = 0; start < kRowsPerThread; start += kBatch) {
       Vector4<T> gates[kBatch], linears[kBatch];

@@ -1,4 +1,12 @@
-// SwiGLU, and its backward, on rows that stream (row_stream.cuh).
+// SwiGLU, quantized, for 16-bit values, in the row-streaming form (tile/streaming_rows.cuh); also the parts
+// that its backward shares.
+//
+//   y = silu(gate) * linear * prob, rounded to the input's dtype, then quantized
+// Input: [rows, 2F], y: [rows, F].
+// swiglu_quantize_rows_kernel: row-wise data only, one block of 256 threads per tile of 128x128, no shared
+// memory.
+// swiglu_quantize_columns_kernel: with transposed data, block_grid(layout) blocks; the tile of values is
+// staged in shared memory between its rows and its columns. In both a warp processes two rows per step.
 #pragma once
 
 #include "activation/swiglu.h"
@@ -6,9 +14,9 @@
 
 namespace transformer_plugin::quantize {
 
-inline constexpr float kSigmoidEnd = 87.33654f;  // beyond, exp is taken for 0
+inline constexpr float kSigmoidEnd = 87.33654f;  // for larger |x| exp(-|x|) is taken as 0
 
-// sigmoid_of_number_f32 of two where |x| < kSigmoidEnd. Their signs are told in one comparison.
+// sigmoid_of_number_f32 of two values with |x| < kSigmoidEnd. Both signs are tested by one instruction.
 template <typename T>
 __device__ __forceinline__ float2 sigmoids_in_range(Two<T> two) {
   const float2 x = to_floats(two);
@@ -30,15 +38,15 @@ __device__ __forceinline__ float2 sigmoids_in_range(Two<T> two) {
   return sigmoids;
 }
 
-// Whether sigmoids_in_range holds for all: one test in place of one for each. NaN passes it, whose next step is a
-// product with itself.
+// Whether sigmoids_in_range is valid for all 8: one test in place of 8. NaN passes the test, because the
+// sigmoid is next multiplied by the NaN.
 template <typename T>
 __device__ __forceinline__ bool are_in_range(const Eight<T>& gates) {
   const float2 largest = to_floats(gates.largest());
   return !(fmaxf(fabsf(largest.x), fabsf(largest.y)) >= kSigmoidEnd);
 }
 
-// Pairs one after another through the first place, so that the code of rare cases is short.
+// Rotates pairs through the first position, so that the code of the rare case is short.
 template <typename T>
 __device__ __forceinline__ Two<T> rotate(Eight<T>& eight, Two<T> last) {
   const Two<T> first = eight.at[0];
@@ -69,105 +77,105 @@ __device__ __forceinline__ Eight<T> swiglu_of(Eight<T> gates, Eight<T> linears, 
   return gates;
 }
 
-// The probability of each of a warp's rows, in the lane of its number.
+// Lane r loads the probability of row r of the warp.
 __device__ __forceinline__ float read_own_prob(const float* probs, const Tile& tile,
-                                               const StreamPlace& place) {
+                                               const StreamPosition& pos) {
   if (!probs) return 1.0f;
-  const int row = place.warp_row + place.lane;
+  const int row = pos.warp_row + pos.lane;
   return row < tile.rows && !tile.tail ? probs[tile.row + row] : 0.0f;
 }
 
-// Gates, linear parts and probabilities, two rows of the warp after two. The loads of a step are under way while the one
-// before it is computed.
+// Loads gates, linear parts and probabilities, two rows of the warp per step. The loads of a step are issued
+// while the previous one is computed.
 template <typename T>
 struct SwigluStream {
   const T* gate;
-  int64_t linear;  // from the gate
+  int64_t linear;  // offset from the gate
   float own_prob;
-  Eight<T> gates, linears;  // of the next step
+  Eight<T> gates, linears;  // for the next step
 
   __device__ __forceinline__ SwigluStream(const void* input, int64_t features, const float* probs,
-                                          const Tile& tile, const StreamPlace& place)
-      : gate(static_cast<const T*>(input) + place.row * 2 * features + place.col),
+                                          const Tile& tile, const StreamPosition& pos)
+      : gate(static_cast<const T*>(input) + pos.row * 2 * features + pos.col),
         linear(features),
-        own_prob(read_own_prob(probs, tile, place)) {
-    fetch(place.loads > 0);
+        own_prob(read_own_prob(probs, tile, pos)) {
+    prefetch(pos.loads > 0);
   }
 
-  __device__ __forceinline__ void fetch(bool inside) {
+  __device__ __forceinline__ void prefetch(bool inside) {
     gates = load_eight(gate, inside);
     linears = load_eight(gate + linear, inside);
     gate += kStreamRows * 2 * linear;
   }
   // Returns the probability.
-  __device__ __forceinline__ float take(int r, const StreamPlace& place, Eight<T>& own_gates,
+  __device__ __forceinline__ float take(int r, const StreamPosition& pos, Eight<T>& own_gates,
                                         Eight<T>& own_linears) {
     own_gates = gates;
     own_linears = linears;
-    fetch(r + kStreamRows < place.loads);
-    return __shfl_sync(0xffffffffu, own_prob, r + place.lane / kStreamLanes);
+    prefetch(r + kStreamRows < pos.loads);
+    return __shfl_sync(0xffffffffu, own_prob, r + pos.lane / kStreamLanes);
   }
-  // What swiglu_value gives.
-  __device__ __forceinline__ Eight<T> next(int r, const StreamPlace& place) {
+  // The result of swiglu_value.
+  __device__ __forceinline__ Eight<T> next(int r, const StreamPosition& pos) {
     Eight<T> own_gates, own_linears;
-    const float prob = take(r, place, own_gates, own_linears);
+    const float prob = take(r, pos, own_gates, own_linears);
     return swiglu_of(own_gates, own_linears, prob);
   }
 };
 
-// Blocks that a multiprocessor holds at once: as many as leave the loop its registers.
+// Blocks per multiprocessor that leave the loop enough registers.
 inline constexpr int kRowBlocks = 5;
 inline constexpr int kColumnBlocks = 4;
 
-template <typename T, typename Family, DType element>
+template <typename T, typename Stream, DType element>
 __global__ void __launch_bounds__(kThreads, kRowBlocks)
-    swiglu_quantize_rows_kernel(const __grid_constant__ QuantizeArgs given, const float* probs) {
+    swiglu_quantize_rows_kernel(const __grid_constant__ QuantizeArgs kernel_args, const float* probs) {
   pdl_wait();
-  const QuantizeArgs args = streamed(given, Family::kMode);
+  const QuantizeArgs args = assume_streamable(kernel_args, Stream::kGranularity);
   const Tile tile = block_tile(args.layout);
-  if (!Family::begin(args, tile)) return;
-  const StreamPlace place(tile);
-  SwigluStream<T> source(args.input, args.layout.cols, probs, tile, place);
-  RowWriter<typename Family::template Rows<element>> rows(args, tile, place, 0);
+  if (!Stream::begin(args, tile)) return;
+  const StreamPosition pos(tile);
+  SwigluStream<T> source(args.input, args.layout.cols, probs, tile, pos);
+  RowWriter<typename Stream::template Rows<element>> rows(args, tile, pos, 0);
 #pragma unroll 1
-  for (int r = 0; r < kRowsPerThread; r += kStreamRows) rows.add(args, source.next(r, place), r, place);
-  rows.scales.finish(args, tile, place);
+  for (int r = 0; r < kRowsPerThread; r += kStreamRows) rows.add(args, source.next(r, pos), r, pos);
+  rows.scales.finish(args, tile, pos);
 }
 
-template <typename T, typename Family, DType element>
+template <typename T, typename Stream, DType element>
 __global__ void __launch_bounds__(kThreads, kColumnBlocks)
-    swiglu_quantize_columns_kernel(const __grid_constant__ QuantizeArgs given, const float* probs) {
+    swiglu_quantize_columns_kernel(const __grid_constant__ QuantizeArgs kernel_args, const float* probs) {
   pdl_wait();
-  __shared__ typename Family::Columns columns;
-  __shared__ StreamTile<T> waiting;
-  const QuantizeArgs args = streamed(given, Family::kMode);
+  __shared__ typename Stream::Columns columns;
+  __shared__ StreamTile<T> staged;
+  const QuantizeArgs args = assume_streamable(kernel_args, Stream::kGranularity);
   for_each_tile(args.layout, [&](const Tile& tile) {
-    if (!Family::begin(args, tile)) return;
-    const StreamPlace place(tile);
-    SwigluStream<T> source(args.input, args.layout.cols, probs, tile, place);
-    RowWriter<typename Family::template Rows<element>> rows(args, tile, place, 0);
+    if (!Stream::begin(args, tile)) return;
+    const StreamPosition pos(tile);
+    SwigluStream<T> source(args.input, args.layout.cols, probs, tile, pos);
+    RowWriter<typename Stream::template Rows<element>> rows(args, tile, pos, 0);
 #pragma unroll 1
     for (int r = 0; r < kRowsPerThread; r += kStreamRows) {
-      const Eight<T> values = source.next(r, place);
-      waiting.put(values, r, place);
-      if (args.rowwise) rows.add(args, values, r, place);
+      const Eight<T> values = source.next(r, pos);
+      staged.put(values, r, pos);
+      if (args.rowwise) rows.add(args, values, r, pos);
     }
-    if (args.rowwise) rows.scales.finish(args, tile, place);
-    Family::template write_transposed<element>(args, tile, place, columns, waiting);
+    if (args.rowwise) rows.scales.finish(args, tile, pos);
+    Stream::template write_transposed<element>(args, tile, pos, columns, staged);
   });
 }
 
-template <typename Family>
+template <typename Stream>
 void launch_swiglu_stream(const QuantizeArgs& args, const float* probs, cudaStream_t stream) {
   visit_fp8(args.element, [&](auto element) {
     const auto launch = [&](auto type) {
       using T = decltype(type);
       constexpr DType e = decltype(element)::value;
       if (args.transposed) {
-        launch_pdl(swiglu_quantize_columns_kernel<T, Family, e>, block_grid(args.layout), kThreads, 0, stream,
+        launch_pdl(swiglu_quantize_columns_kernel<T, Stream, e>, block_grid(args.layout), kThreads, 0, stream,
                    args, probs);
       } else {
-        launch_pdl(swiglu_quantize_rows_kernel<T, Family, e>, tile_grid(args.layout), kThreads, 0, stream,
+        launch_pdl(swiglu_quantize_rows_kernel<T, Stream, e>, tile_grid(args.layout), kThreads, 0, stream,
                    args, probs);
       }
     };

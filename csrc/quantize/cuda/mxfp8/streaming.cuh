@@ -1,4 +1,4 @@
-// Streamed rows (row_stream.cuh) quantized by microscaling, 1x32 blocks.
+// Row-streaming kernels (tile/streaming_rows.cuh) for MXFP8, 1x32 blocks.
 #pragma once
 
 #include "quantize/cuda/mxfp8/tile.cuh"
@@ -8,13 +8,15 @@ namespace transformer_plugin::quantize {
 
 template <DType element>
 struct MxStreamRows {
-  static constexpr int kLanes = kMxBlock / kStreamCols;  // of a block
-  static constexpr int kWords = kStreamSteps / kLanes;   // steps of which a lane keeps the exponents
-  static_assert(kLanes == kMxBlocks && kWords == 2, "a lane stores a word of four blocks at most");
-  int own;            // the lane in its block
-  uint32_t kept = 0;  // of the lane's block, the last of these steps in the lowest byte
+  static constexpr int kLanes = kMxBlock / kStreamCols;  // per block
+  static constexpr int kWords = kStreamSteps / kLanes;   // steps whose exponents a lane keeps
+  static_assert(kLanes == kMxBlocksPerRow && kWords == 2, "a lane stores a word of four blocks at most");
+  int own;            // the lane's number in its block
+  uint32_t kept = 0;  // exponents of the lane's block, the latest in the lowest byte
 
-  __device__ __forceinline__ MxStreamRows(const QuantizeArgs&, int lane) : own(lane % kLanes) { keep(own); }
+  __device__ __forceinline__ MxStreamRows(const QuantizeArgs&, int lane) : own(lane % kLanes) {
+    keep_in_register(own);
+  }
 
   template <typename T>
   __device__ __forceinline__ uint2 encode(const QuantizeArgs& args, const Eight<T>& values, int r) {
@@ -22,10 +24,10 @@ struct MxStreamRows {
     if (own == r / kStreamRows % kLanes) kept = kept << 8 | bits >> 23;
     return encode8<element>(values, quick_e8m0_multiplier(bits));
   }
-  // The four blocks of a row to one word, stored by one of them.
+  // Combines the exponents of a row's four blocks into one word, which one lane stores.
   __device__ __forceinline__ void finish(const QuantizeArgs& args, const Tile& tile,
-                                         const StreamPlace& place) const {
-    const int block = place.lane / kLanes % kMxBlocks;
+                                         const StreamPosition& pos) const {
+    const int block = pos.lane / kLanes % kMxBlocksPerRow;
     uint32_t stored = 0;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
@@ -35,15 +37,15 @@ struct MxStreamRows {
       if (block == i) stored = word;
     }
     const int step = block * kLanes + own;
-    const int row = place.warp_row + kStreamRows * step + place.lane / kStreamLanes;
+    const int row = pos.warp_row + kStreamRows * step + pos.lane / kStreamLanes;
     if (block < kWords && row < tile.rows) {
-      store_kept(args.exponents + WordLines(args.layout, tile, false).at(row), stored);
+      store_evict_last(args.exponents + ScaleWords(args.layout, tile, false).at(row), stored);
     }
   }
 };
 
 struct MxStream {
-  static constexpr ScaleMode kMode = ScaleMode::kMx;
+  static constexpr ScaleGranularity kGranularity = ScaleGranularity::k1x32;
   template <DType element>
   using Rows = MxStreamRows<element>;
   struct Columns {
@@ -54,15 +56,15 @@ struct MxStream {
   static __device__ __forceinline__ bool begin(const QuantizeArgs& args, const Tile& tile) {
     return begin_mx_tile(args, tile);
   }
-  // The tile's values wait in `waiting`.
+  // The values of the tile are in `staged`.
   template <DType element, typename T>
   static __device__ __forceinline__ void write_transposed(const QuantizeArgs& args, const Tile& tile,
-                                                          const StreamPlace& place, Columns& columns,
-                                                          StreamTile<T>& waiting) {
+                                                          const StreamPosition& pos, Columns& columns,
+                                                          StreamTile<T>& staged) {
     const int warp = threadIdx.x / kWarpSize;
-    const int lane = place.lane;
-    Values<T> values;
-    waiting.take(values, place);
+    const int lane = pos.lane;
+    TileFragment<T> values;
+    staged.take(values, pos);
     find_partial(values, warp, lane, columns.partial);
     __syncthreads();
     find_column_exponents<element>(false, columns.partial, columns.exponents);
@@ -75,7 +77,7 @@ struct MxStream {
       scales[c] = e8m0_multiplier(static_cast<uint8_t>(of_columns >> (8 * c)));
     }
     write_column_exponents(args, tile, columns.exponents);
-    write_columns<element, false>(args, tile, values, warp, lane, scales, waiting.turned);
+    write_columns<element, false>(args, tile, values, warp, lane, scales, staged.transposed_tile);
   }
 };
 

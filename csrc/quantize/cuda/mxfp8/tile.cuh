@@ -1,5 +1,12 @@
-// A tile quantized by microscaling: E8M0 scales of 1x32 or 32x32 blocks. The tail of a ragged matrix needs no case of its
-// own: its values are zero, whose scale is 0.
+// The MXFP8 tile kernel: quantizes a matrix with E8M0 scales of 1x32 or 32x32 blocks.
+//
+//   data[row][column] = fp8(x * 2^(127 - e)),  data_t[column][row] with the exponent of the column's block
+// Input: [matrices, rows, cols] in BF16, FP16 or FP32, or the values that a source computes. Output layouts:
+// quantize/args/layout.h. The tail of a ragged matrix needs no special case: its values are loaded as zero,
+// whose exponent is 0.
+//
+// Grid, block and division of work are those of fp8/tile.cuh. Shared memory (MxShared): maxima of columns and
+// of 32x32 blocks, exponents of columns, and the transposed tile of bytes.
 #pragma once
 
 #include "quantize/cuda/tile/common.cuh"
@@ -10,7 +17,7 @@ inline constexpr int kLanesPerBlock = kMxBlock / kColsPerThread;
 inline constexpr int kWarpsPerBlock = kMxBlock / kRowsPerThread;
 static_assert(kWarpsPerBlock == 2 && kLanesPerBlock == 8, "a 32x32 block is 2 warps of 8 lanes");
 
-// The maximum over the lanes whose columns lie in one block, in each of them.
+// The maximum over the 8 lanes whose columns form one block, in each of them.
 __device__ __forceinline__ float block_max(float value) {
 #pragma unroll
   for (int distance = kLanesPerBlock / 2; distance > 0; distance /= 2) {
@@ -19,28 +26,29 @@ __device__ __forceinline__ float block_max(float value) {
   return value;
 }
 
-// The largest value as a constant, whose reciprocal the compiler then takes.
+// `largest_fp8` is a constant, so that the compiler multiplies by its reciprocal.
 template <DType element>
 __device__ __forceinline__ uint8_t exponent_of(float amax) {
   return e8m0_of_amax(amax, largest_fp8<element>());
 }
 
-// The exponent of a block in its place in a float's bits: e8m0_of_amax without branches, of a number.
+// The exponent of a block, shifted to its position in a float's bits: e8m0_of_amax without branches, for an
+// amax that is not NaN.
 template <DType element>
 __device__ __forceinline__ uint32_t quick_e8m0_bits(float amax) {
   const uint32_t bits = float_to_bits(amax * (1.0f / largest_fp8<element>()));
   const uint32_t up = bits > 0x400000u ? bits + 0x7fffffu : 0u;  // 2^-127 is 0x400000
   return min(up & 0x7f800000u, 0x7f000000u);                     // infinity counts as the largest
 }
-// e8m0_multiplier of it.
+// e8m0_multiplier of such bits.
 __device__ __forceinline__ float quick_e8m0_multiplier(uint32_t bits) {
   return bits_to_float(max(0x7f000000u - bits, 0x00400000u));
 }
 
-// Largest magnitudes: of each column over the rows of a warp, and of each warp's part of a 32x32 block.
+// Partial maxima: of each column over the rows of a warp, and of each warp's part of a 32x32 block.
 struct MxPartial {
   alignas(16) float of_columns[kWarps][kTile];
-  float of_squares[kWarps][kMxBlocks];
+  float of_squares[kWarps][kMxBlocksPerRow];
 
   __device__ __forceinline__ float column(int row_block, int column) const {
     return fmaxf(of_columns[2 * row_block][column], of_columns[2 * row_block + 1][column]);
@@ -51,7 +59,7 @@ struct MxPartial {
 };
 
 template <typename T>
-__device__ __forceinline__ void find_partial(const Values<T>& values, int warp, int lane,
+__device__ __forceinline__ void find_partial(const TileFragment<T>& values, int warp, int lane,
                                              MxPartial& partial) {
   float largest = 0.0f;
 #pragma unroll
@@ -64,10 +72,10 @@ __device__ __forceinline__ void find_partial(const Values<T>& values, int warp, 
   if (lane % kLanesPerBlock == 0) partial.of_squares[warp][lane / kLanesPerBlock] = largest;
 }
 
-// A lane answers for two rows of its block.
+// A lane holds the maxima of two rows of its block.
 template <DType element, typename T>
 __device__ __forceinline__ void write_mx_rows(const QuantizeArgs& args, const Tile& tile,
-                                              const Values<T>& values, int warp, int lane,
+                                              const TileFragment<T>& values, int warp, int lane,
                                               const MxPartial& partial) {
   const Layout& layout = args.layout;
   const int block = lane / kLanesPerBlock;
@@ -76,7 +84,7 @@ __device__ __forceinline__ void write_mx_rows(const QuantizeArgs& args, const Ti
   float multipliers[Maxima::kCount];
   Maxima maxima;
   if (!layout.square) maxima.find(values, lane);
-  const WordLines lines(layout, tile, false);
+  const ScaleWords scale_words(layout, tile, false);
 #pragma unroll
   for (int i = 0; i < Maxima::kCount; ++i) {
     const float amax = layout.square ? partial.square(warp / kWarpsPerBlock, block) : maxima.amax(i);
@@ -87,26 +95,26 @@ __device__ __forceinline__ void write_mx_rows(const QuantizeArgs& args, const Ti
     word |= __shfl_xor_sync(0xffffffffu, word, 2 * kLanesPerBlock);
     const int row = first_row + Maxima::first_of(lane) + i;
     if (lane < kLanesPerBlock && row < tile.rows) {
-      store_kept(args.exponents + lines.at(row), word);
+      store_evict_last(args.exponents + scale_words.at(row), word);
     }
   }
-  write_rows_of_codes<element>(args, tile, values, first_row, lane, [&](int r) {
+  store_encoded_rows<element>(args, tile, values, first_row, lane, [&](int r) {
     const int holder = block * kLanesPerBlock + Maxima::lane_of(r);
     return __shfl_sync(0xffffffffu, multipliers[r % Maxima::kCount], holder);
   });
 }
 
-// The exponents of the blocks along each column, [row block][column].
+// Exponents of the blocks of columns, [row block][column].
 struct ColumnExponents {
-  alignas(4) uint8_t at[kMxBlocks][kTile];
+  alignas(4) uint8_t at[kMxBlocksPerRow][kTile];
 };
 
-// Each of them by one thread, and kept for all; the word of a column is written by the thread of its number.
+// Each thread computes its share of the exponents; thread c stores the word of column c.
 template <DType element>
 __device__ __forceinline__ void find_column_exponents(bool square, const MxPartial& partial,
                                                       ColumnExponents& exponents) {
 #pragma unroll
-  for (int i = 0; i < kMxBlocks * kTile / kThreads; ++i) {
+  for (int i = 0; i < kMxBlocksPerRow * kTile / kThreads; ++i) {
     const int row_block = (i * kThreads + threadIdx.x) / kTile, column = threadIdx.x % kTile;
     const float amax =
         square ? partial.square(row_block, column / kMxBlock) : partial.column(row_block, column);
@@ -118,23 +126,24 @@ __device__ __forceinline__ void write_column_exponents(const QuantizeArgs& args,
                                                        const ColumnExponents& exponents) {
   const int column = threadIdx.x;
   if (column >= tile.cols) return;
-  Codes4 word;
+  Bytes4 word;
 #pragma unroll
-  for (int b = 0; b < kMxBlocks; ++b) word.set(b, exponents.at[b][column]);
-  store_kept(args.exponents_t + WordLines(args.layout, tile, true).at(column), word.word);
+  for (int b = 0; b < kMxBlocksPerRow; ++b) word.set(b, exponents.at[b][column]);
+  store_evict_last(args.exponents_t + ScaleWords(args.layout, tile, true).at(column), word.word);
 }
 
-// What a block needs in shared memory for one tile.
+// Shared memory for one tile.
 struct MxShared {
   MxPartial partial;
   ColumnExponents exponents;
-  TransposedTile turned;
+  TransposedTile transposed_tile;
 };
 
-// Codes and scales of a tile in the directions that are asked for. All threads of the block call it.
+// Stores data and scales of a tile in the requested directions. Called by all threads of the block.
 template <DType element, typename T>
 __device__ __forceinline__ void write_mx_tile(const QuantizeArgs& args, const Tile& tile,
-                                              const Values<T>& values, int warp, int lane, MxShared& shared) {
+                                              const TileFragment<T>& values, int warp, int lane,
+                                              MxShared& shared) {
   const Layout& layout = args.layout;
   const MxPartial& partial = shared.partial;
   if (args.transposed || layout.square) {
@@ -154,11 +163,12 @@ __device__ __forceinline__ void write_mx_tile(const QuantizeArgs& args, const Ti
       scales[c] = e8m0_multiplier(static_cast<uint8_t>(of_columns >> (8 * c)));
     }
     write_column_exponents(args, tile, shared.exponents);
-    write_columns<element, false>(args, tile, values, warp, lane, scales, shared.turned);
+    write_columns<element, false>(args, tile, values, warp, lane, scales, shared.transposed_tile);
   }
 }
 
-// Padding of the scales, and the scales of a tile past the last group. Says whether the tile is to be written.
+// Zeroes the padding of scales, and the scales of a tile after the last row tile in use. Returns whether the
+// tile holds rows.
 __device__ __forceinline__ bool begin_mx_tile(const QuantizeArgs& args, const Tile& tile) {
   const Layout& layout = args.layout;
   if (args.is_noop()) return false;
@@ -169,9 +179,9 @@ __device__ __forceinline__ bool begin_mx_tile(const QuantizeArgs& args, const Ti
   return false;
 }
 
-// The above as one type, for kernels that store tiles of either kind.
+// The functions above as a type, for kernels that are templates over the format.
 template <DType element>
-struct MxFamily {
+struct MxTileOps {
   using Args = QuantizeArgs;
   using Shared = MxShared;
   static __device__ __forceinline__ bool begin(const QuantizeArgs& args, const Tile& tile) {
@@ -179,7 +189,8 @@ struct MxFamily {
   }
   template <typename T>
   static __device__ __forceinline__ void write(const QuantizeArgs& args, const Tile& tile,
-                                               const Values<T>& values, int warp, int lane, Shared& shared) {
+                                               const TileFragment<T>& values, int warp, int lane,
+                                               Shared& shared) {
     write_mx_tile<element>(args, tile, values, warp, lane, shared);
   }
 };
@@ -192,7 +203,7 @@ __global__ void __launch_bounds__(kThreads, Source::kBlocks)
   const int lane = threadIdx.x % kWarpSize;
   for_each_tile(args.layout, [&](const Tile& tile) {
     if (!begin_mx_tile(args, tile)) return;
-    Values<typename Source::Value> values;
+    TileFragment<typename Source::Value> values;
     source.load(args, tile, warp, lane, values);
     write_mx_tile<element>(args, tile, values, warp, lane, shared);
   });

@@ -1,33 +1,34 @@
-// 16 values under one scale to E2M1: what a thread does with them.
+// Encodes 16 values that share a scale to E2M1, in one thread.
 //
-// A GPU has half as many units for minima, shifts and bytes as for products and sums, so codes are found and put
-// together by products and sums where that can be. Values that are NaN, or not below 7 in units of their scale, which no
-// scale found from their own largest magnitude leaves them unless it is subnormal, go a longer way, out of line.
+// A GPU has half as many units for minima, shifts and byte permutations as for FP32 multiplications and
+// additions, so elements are encoded and packed by the latter where possible. Values that are NaN, or not
+// below 7 in units of their scale, take a slower path that is not inlined. A scale computed from the values'
+// own amax leaves no such value, unless it is subnormal.
 #pragma once
 
 #include "quantize/cuda/nvfp4/hadamard.cuh"
 
 namespace transformer_plugin::quantize {
 
-// kAny: as the method says when the kernel runs. For kernels that are not worth an instance of each.
-enum class NvCoding { kNearest, kStochastic, kFourOverSix, kAny };
+// kRuntime: the method is read from the arguments. For kernels that do not justify one instance per method.
+enum class NvEncoding { kNearest, kStochastic, kFourOverSix, kRuntime };
 
-// Eight codes in each word.
+// Eight elements per word.
 struct NvBlock {
-  uint2 codes;
+  uint2 data;
   uint8_t scale;
 };
 
-// Values, and the sign of each where bit 3 of its code will be.
-struct NvValues {
+// Values, and their signs at the positions of bit 3 of the encoded elements.
+struct NvBlockValues {
   float at[kNvBlock];
   uint2 signs;
 };
 
-// Below it the nearest place is at most 7.
+// Below it the nearest position in the list of E2M1 values is at most 7.
 inline constexpr float kNvFastBound = 7.0f;
 
-// Bit 7 of bytes: those of values 0, 2, 4 and 6, and of values 1, 3, 5 and 7.
+// Takes bit 7 of each byte: from values 0, 2, 4 and 6, and from values 1, 3, 5 and 7.
 __device__ __forceinline__ uint32_t place_signs(uint32_t even, uint32_t odd) {
   return ((even >> 4) & 0x08080808u) | (odd & 0x80808080u);
 }
@@ -41,14 +42,15 @@ __device__ __forceinline__ uint32_t signs_of(const float* x) {
   return place_signs(top_bytes(x[0], x[2], x[4], x[6]), top_bytes(x[1], x[3], x[5], x[7]));
 }
 
-// Of four words, each of two neighbours.
+// From four words of two neighbouring values each.
 __device__ __forceinline__ uint32_t signs_of(const uint32_t* pairs) {
   const uint32_t low = __byte_perm(pairs[0], pairs[1], 0x7351),
                  high = __byte_perm(pairs[2], pairs[3], 0x7351);
   return place_signs(__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
 }
 
-// Largest magnitudes of which a NaN is one; of two neighbours with a sign that means nothing.
+// Maximum of magnitudes that propagates NaN. For pairs of 16-bit values the sign of the result is
+// meaningless.
 __device__ __forceinline__ float max_abs_nan(float largest, float value) {
   float result;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(largest), "f"(fabsf(value)));
@@ -75,9 +77,9 @@ __device__ __forceinline__ Two<T> max_abs_nan(Two<T> largest, Two<T> values) {
 #endif
 }
 
-// 16 neighbours that lie in pairs. Returns their largest magnitude, NaN if one is.
+// Unpacks 16 neighbouring values. Returns the maximum of their magnitudes, NaN if one of them is.
 template <typename T>
-__device__ __forceinline__ float unpack(const NvPairs<T>& pairs, NvValues& values) {
+__device__ __forceinline__ float unpack(const NvPairs<T>& pairs, NvBlockValues& values) {
   Two<T> largest = zeros<T>();
 #pragma unroll
   for (int i = 0; i < kNvBlock / 2; ++i) {
@@ -105,7 +107,7 @@ __device__ __forceinline__ uint2 pack(const float (&x)[kNvBlock], float factor, 
   return {words[0], words[1]};
 }
 
-// Of any values.
+// For any values.
 __device__ __forceinline__ uint2 pack_any(const float (&x)[kNvBlock], float factor) {
   return pack(x, factor, [](float value, int) { return e2m1_nearest(value); });
 }
@@ -114,13 +116,14 @@ __device__ __forceinline__ uint2 pack_any(const float (&x)[kNvBlock], float fact
               [&](float value, int i) { return e2m1_stochastic(value, random.word[i / 4], i % 4); });
 }
 
-// The least of three floats that are not negative: they order like their bits, for which there is one instruction.
+// The minimum of three non-negative floats. They order like their bits, for which there is one instruction.
 __device__ __forceinline__ uint32_t least_bits(float a, float b, float c) {
   return __vimin3_u32(__float_as_uint(a), __float_as_uint(b), __float_as_uint(c));
 }
 
-// Eight codes. Places are the last bits of floats (fp4.h), which add up as integers: of the bits above them those of the
-// first two codes are left, and taken away.
+// Encodes eight values. The position of a magnitude is in the last bits of a float (fp4.h); these are added
+// as integers. Of the constant bits above them, those of the first two elements remain in the word and are
+// subtracted.
 __device__ __forceinline__ uint32_t pack_nearest(const float* x, float factor, uint32_t signs) {
   uint32_t word = 0;
 #pragma unroll
@@ -133,21 +136,22 @@ __device__ __forceinline__ uint32_t pack_nearest(const float* x, float factor, u
   return word + signs - (kE2m1ShiftBits + (kE2m1ShiftBits << 4));
 }
 
-// Two codes rounded at random, from bit 9 of each half on, of magnitudes in units of four times their scale, and of their
-// bytes in the low parts of the halves.
+// Encodes two magnitudes, given in units of 4 times their scale, with stochastic rounding; the result begins
+// at bit 9 of each half. The low parts of the halves of `bytes` hold the random bytes.
 //
-// E2M1 of at least 1 is a float that is cut off behind the first bit of its mantissa; below 1 its steps are even, as those of
-// (p + 1) / 2 are, which is the larger one there and the smaller one above. A quarter of that as a half has the place above
-// 9 bits, of which the random byte takes the upper 8: what is cut off below them could not carry.
+// E2M1 of at least 1 is a float truncated after the first mantissa bit. Below 1 its steps are uniform, as
+// those of (p + 1) / 2 are, which is the larger expression there and the smaller one above 1. A quarter of
+// that, as a half-precision float, has the encoded position above 9 bits, to which the random byte adds its
+// bits from bit 1 on: the truncated bits below them could not cause a carry.
 __device__ __forceinline__ uint32_t random_places(float low, float high, uint32_t bytes) {
   const float a = fmaxf(low, __fmaf_rd(low, 0.5f, 0.125f)), b = fmaxf(high, __fmaf_rd(high, 0.5f, 0.125f));
   uint32_t halves;
   asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(b), "f"(a));
-  constexpr uint32_t kMost = 0x3fff3fffu;  // of magnitudes past 6
+  constexpr uint32_t kMost = 0x3fff3fffu;  // for magnitudes above 6
   return __vminu2(halves + 2u * bytes, kMost);
 }
 
-// Four codes in bytes 0 and 2.
+// Encodes four values into bytes 0 and 2.
 __device__ __forceinline__ uint32_t pack_random4(const float* x, float quarter, uint32_t random) {
   const uint32_t even = random_places(fabsf(x[0]) * quarter, fabsf(x[2]) * quarter, random & 0x00ff00ffu);
   const uint32_t odd =
@@ -161,13 +165,13 @@ __device__ __forceinline__ uint32_t pack_random(const float* x, float quarter, u
   return __byte_perm(low, high, 0x6420) | signs;
 }
 
-__device__ __forceinline__ float error_of(const float (&x)[kNvBlock], uint2 codes, float decode,
+__device__ __forceinline__ float error_of(const float (&x)[kNvBlock], uint2 data, float decode,
                                           bool squared) {
   float error = 0.0f;
 #pragma unroll
   for (int i = 0; i < kNvBlock; ++i) {
-    const uint32_t code = (i < 8 ? codes.x : codes.y) >> (4 * (i % 8));
-    error += nv_error(x[i], code, decode, squared);
+    const uint32_t bits = (i < 8 ? data.x : data.y) >> (4 * (i % 8));
+    error += nv_error(x[i], bits, decode, squared);
   }
   return error;
 }
@@ -176,102 +180,104 @@ __device__ __forceinline__ NvBlock encode_four_over_six(const float (&x)[kNvBloc
                                                         const NvGlobal& global, bool squared) {
   const NvScale six = nv_scale(fminf(target, 448.0f), global);
   const NvScale four = nv_scale(fminf(target * 1.5f, 448.0f), global);
-  const uint2 codes6 = pack_any(x, six.encode), codes4 = pack_any(x, four.encode);
-  const bool better = error_of(x, codes4, four.decode, squared) < error_of(x, codes6, six.decode, squared);
-  return better ? NvBlock{codes4, four.code} : NvBlock{codes6, six.code};
+  const uint2 data6 = pack_any(x, six.encode), data4 = pack_any(x, four.encode);
+  const bool better = error_of(x, data4, four.decode, squared) < error_of(x, data6, six.decode, squared);
+  return better ? NvBlock{data4, four.bits} : NvBlock{data6, six.bits};
 }
 
-// Whether any scale's inverse can be found by steps that hold for floats far from the ends of their range.
+// Whether the inverse of every scale of the matrix can be computed by reciprocal_by_steps, which requires
+// floats far from the ends of their range.
 __device__ __forceinline__ bool is_fast(const NvGlobal& global) {
   return global.inverse > 1e-30f && global.inverse < 1e30f;
 }
 
-// nv_scale, of a matrix for which is_fast and of a target that is a number. The steps make a NaN of the inverse of 0, which
-// the minimum leaves out.
+// nv_scale for a matrix for which is_fast holds and a target that is not NaN. The inverse of 0 becomes NaN,
+// which fminf ignores.
 __device__ __forceinline__ NvScale nv_scale_fast(float target, const NvGlobal& global) {
-  uint16_t code;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(code) : "f"(0.0f), "f"(target));
+  uint16_t bits;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(0.0f), "f"(target));
   uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(code));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(bits));
   __half2 value;
   memcpy(&value, &halves, sizeof(value));
   NvScale scale;
-  scale.code = static_cast<uint8_t>(code);
+  scale.bits = static_cast<uint8_t>(bits);
   scale.decode = __low2float(value) * global.inverse;
   scale.encode = fminf(reciprocal_by_steps(scale.decode), kLargestFloat);
   return scale;
 }
 
-// The largest magnitude that is a number.
+// The maximum of the magnitudes, NaN ignored.
 __device__ __forceinline__ float largest_number(const float (&x)[kNvBlock]) {
   float largest = 0.0f;
   for (int i = 0; i < kNvBlock; ++i) largest = fmaxf(largest, fabsf(x[i]));
   return largest;
 }
 
-// Any block, out of line. Values and all else come in registers.
-template <NvCoding coding>
-__device__ __noinline__ NvBlock encode_rare(const NvValues values, float amax, const NvGlobal global,
-                                            const Philox4 random) {
+// Encodes any block. Not inlined; all arguments are in registers.
+template <NvEncoding encoding>
+__device__ __noinline__ NvBlock encode_any_values(const NvBlockValues values, float amax,
+                                                  const NvGlobal global, const Philox4 random) {
   const float known = amax == amax ? amax : largest_number(values.at);
   const NvScale scale = nv_scale(known * global.sixth, global);
-  if constexpr (coding == NvCoding::kStochastic)
-    return {pack_any(values.at, scale.encode, random), scale.code};
-  return {pack_any(values.at, scale.encode), scale.code};
+  if constexpr (encoding == NvEncoding::kStochastic)
+    return {pack_any(values.at, scale.encode, random), scale.bits};
+  return {pack_any(values.at, scale.encode), scale.bits};
 }
 
-// `amax` is what the scale is found from, `check` at least the largest magnitude of the values; either is NaN if a value is
-// and it was found from them.
-template <NvCoding coding>
-__device__ __forceinline__ NvBlock encode_with(NvMethod method, const NvValues& values, float amax,
+// `amax` determines the scale; `check` is at least the maximum of the values' magnitudes. Either is NaN if it
+// was computed from values with a NaN.
+template <NvEncoding encoding>
+__device__ __forceinline__ NvBlock encode_with(NvMethod method, const NvBlockValues& values, float amax,
                                                float check, const NvGlobal& global, const Philox4& random) {
   const float(&x)[kNvBlock] = values.at;
-  if constexpr (coding == NvCoding::kFourOverSix) {
+  if constexpr (encoding == NvEncoding::kFourOverSix) {
     const float known = amax == amax ? amax : largest_number(x);
     return encode_four_over_six(x, known * global.sixth, global, method == NvMethod::kFourOverSixMse);
   }
   const NvScale scale = nv_scale_fast(amax * global.sixth, global);
   const bool is_common = check * scale.encode < kNvFastBound && is_fast(global);
-  if (!is_common) return encode_rare<coding>(values, amax, global, random);
+  if (!is_common) return encode_any_values<encoding>(values, amax, global, random);
   const uint2 signs = values.signs;
-  uint2 codes;
-  if constexpr (coding == NvCoding::kStochastic) {
+  uint2 data;
+  if constexpr (encoding == NvEncoding::kStochastic) {
     const float quarter = scale.encode * 0.25f;
-    codes.x = pack_random(x, quarter, random.word[0], random.word[1], signs.x);
-    codes.y = pack_random(x + 8, quarter, random.word[2], random.word[3], signs.y);
+    data.x = pack_random(x, quarter, random.word[0], random.word[1], signs.x);
+    data.y = pack_random(x + 8, quarter, random.word[2], random.word[3], signs.y);
   } else {
-    codes.x = pack_nearest(x, scale.encode, signs.x);
-    codes.y = pack_nearest(x + 8, scale.encode, signs.y);
+    data.x = pack_nearest(x, scale.encode, signs.x);
+    data.y = pack_nearest(x + 8, scale.encode, signs.y);
   }
-  return {codes, scale.code};
+  return {data, scale.bits};
 }
 
-// What is not kNearest, by the method: out of line, for its size.
-__device__ __noinline__ inline NvBlock encode_by_method(NvMethod method, const NvValues values, float amax,
-                                                        float check, const NvGlobal global,
+// Methods other than kNearest, selected at run time. Not inlined because of its size.
+__device__ __noinline__ inline NvBlock encode_by_method(NvMethod method, const NvBlockValues values,
+                                                        float amax, float check, const NvGlobal global,
                                                         const Philox4 random) {
   if (method == NvMethod::kStochastic) {
-    return encode_with<NvCoding::kStochastic>(method, values, amax, check, global, random);
+    return encode_with<NvEncoding::kStochastic>(method, values, amax, check, global, random);
   }
-  return encode_with<NvCoding::kFourOverSix>(method, values, amax, check, global, random);
+  return encode_with<NvEncoding::kFourOverSix>(method, values, amax, check, global, random);
 }
 
-// Likewise, with any coding.
-template <NvCoding coding>
-__device__ __forceinline__ NvBlock encode_block(NvMethod method, const NvValues& values, float amax,
+// The same for any encoding.
+template <NvEncoding encoding>
+__device__ __forceinline__ NvBlock encode_block(NvMethod method, const NvBlockValues& values, float amax,
                                                 float check, const NvGlobal& global, const Philox4& random) {
-  if constexpr (coding != NvCoding::kAny) {
-    return encode_with<coding>(method, values, amax, check, global, random);
+  if constexpr (encoding != NvEncoding::kRuntime) {
+    return encode_with<encoding>(method, values, amax, check, global, random);
   } else {
     if (method != NvMethod::kNearest) return encode_by_method(method, values, amax, check, global, random);
-    return encode_with<NvCoding::kNearest>(method, values, amax, check, global, random);
+    return encode_with<NvEncoding::kNearest>(method, values, amax, check, global, random);
   }
 }
 
-// The random bits of a block, where they are needed.
-template <NvCoding coding>
+// The random bits of a block, if the method needs them.
+template <NvEncoding encoding>
 __device__ __forceinline__ Philox4 block_random(const NvArgs& args, int64_t number, uint32_t direction) {
-  if (coding == NvCoding::kStochastic || (coding == NvCoding::kAny && args.method == NvMethod::kStochastic)) {
+  if (encoding == NvEncoding::kStochastic ||
+      (encoding == NvEncoding::kRuntime && args.method == NvMethod::kStochastic)) {
     return nv_random(static_cast<uint64_t>(*args.seed), number, direction);
   }
   return {};

@@ -1,9 +1,8 @@
+// The NVFP4 kernels for one input dtype, in a file of its own so that the three compile in parallel.
 #include "quantize/cuda/nvfp4/kernels.cuh"
 
 namespace transformer_plugin::quantize {
 
-void launch_quantize_nv_fp16(const NvArgs& args, void* stream) {
-  launch_quantize_nv_of<__half>(args, stream);
-}
+template void launch_quantize_nv<DType::kFloat16>(const NvArgs& args, void* stream);
 
 }  // namespace transformer_plugin::quantize

@@ -1,49 +1,50 @@
-// NVFP4 tiles as the kernels that fuse store them: any values, any method, known when the kernel runs. So that one kernel of
-// a dtype is enough, where those of quantize_nv have one for each method.
+// NVFP4 tiles with any method, selected at run time: for fused kernels, so that one instance per dtype
+// suffices. Grid, block and division of work are those of fp8/tile.cuh; shared memory is NvShared
+// (nvfp4/tile.cuh).
 #pragma once
 
 #include "quantize/cuda/nvfp4/tile.cuh"
 
 namespace transformer_plugin::quantize {
 
-// As Fp8Family and MxFamily.
+// Like Fp8TileOps and MxTileOps.
 template <typename T>
-struct NvFamily {
+struct NvTileOps {
   using Args = NvArgs;
   using Shared = NvShared<T>;
 
   static __device__ __forceinline__ bool begin(const NvArgs& args, const Tile& tile) {
     return begin_nv_tile(args, tile);
   }
-  static __device__ __forceinline__ void write(const NvArgs& args, const Tile& tile, Values<T>& values,
+  static __device__ __forceinline__ void write(const NvArgs& args, const Tile& tile, TileFragment<T>& values,
                                                int warp, int lane, Shared& shared) {
     if (args.hadamard && args.transposed) {
-      write_nv_tile<NvCoding::kAny, true>(args, tile, values, warp, lane, shared);
+      write_nv_tile<NvEncoding::kRuntime, true>(args, tile, values, warp, lane, shared);
     } else {
-      write_nv_tile<NvCoding::kAny, false>(args, tile, values, warp, lane, shared);
+      write_nv_tile<NvEncoding::kRuntime, false>(args, tile, values, warp, lane, shared);
     }
   }
 };
 
-// Blocks that a multiprocessor should hold at once: a third would leave them too few registers.
-inline constexpr int kNvFamilyBlocks = 2;
+// Blocks per multiprocessor: a third would leave too few registers.
+inline constexpr int kNvTileOpsBlocks = 2;
 
 template <typename Source>
-__global__ void __launch_bounds__(kThreads, kNvFamilyBlocks)
+__global__ void __launch_bounds__(kThreads, kNvTileOpsBlocks)
     quantize_nv_source_kernel(const __grid_constant__ NvArgs args, const __grid_constant__ Source source) {
-  using Family = NvFamily<typename Source::Value>;
-  __shared__ typename Family::Shared shared;
+  using TileOps = NvTileOps<typename Source::Value>;
+  __shared__ typename TileOps::Shared shared;
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
   for_each_tile(args.layout, [&](const Tile& tile) {
-    if (!Family::begin(args, tile)) return;
-    Values<typename Source::Value> values;
+    if (!TileOps::begin(args, tile)) return;
+    TileFragment<typename Source::Value> values;
     source.load(args, tile, warp, lane, values);
-    Family::write(args, tile, values, warp, lane, shared);
+    TileOps::write(args, tile, values, warp, lane, shared);
   });
 }
 
-// What `make_source(T{})` gives for the dtype of the arguments.
+// The source is `make_source(T{})` for the dtype of the arguments.
 template <typename MakeSource>
 void launch_quantize_nv_source(const NvArgs& args, MakeSource&& make_source, void* stream) {
   const unsigned grid = block_grid(args.layout);

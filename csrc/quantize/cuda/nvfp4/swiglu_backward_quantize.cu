@@ -1,3 +1,4 @@
+// Launches the backward of SwiGLU, quantized to NVFP4 (fused/swiglu_backward_quantize.cuh).
 #include "quantize/cuda/fused/swiglu_backward_quantize.cuh"
 #include "quantize/cuda/nvfp4/runtime_options.cuh"
 
@@ -8,7 +9,7 @@ void launch_swiglu_backward_quantize_nv(const NvArgs& args, const SwigluBackward
   if (grid > 0) {
     visit_device_float(args.dtype, [&](auto type) {
       using T = decltype(type);
-      launch_backward_as<T, NvFamily<T>>(args, swiglu, grid, static_cast<cudaStream_t>(stream));
+      launch_swiglu_backward_tiles<T, NvTileOps<T>>(args, swiglu, grid, static_cast<cudaStream_t>(stream));
     });
   }
   if (swiglu.grad_probs) activation::launch_add_row_sums(swiglu, stream);

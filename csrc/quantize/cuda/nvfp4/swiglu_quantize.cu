@@ -1,3 +1,4 @@
+// Launches SwiGLU quantized to NVFP4: quantize_nv_source_kernel with the SwiGLU source.
 #include "quantize/args/swiglu_quantize.h"
 #include "quantize/cuda/fused/swiglu_source.cuh"
 #include "quantize/cuda/nvfp4/runtime_options.cuh"

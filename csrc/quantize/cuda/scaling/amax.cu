@@ -1,10 +1,15 @@
+// The amax ops (quantize/args/amax.h): input [matrices, rows, cols] in BF16, FP16 or FP32.
+//
+// Grid: block_grid(layout) blocks of 256 threads; a block loops over tiles of 128x128. Warp w holds rows 16w
+// .. 16w + 15, lane l columns 4l .. 4l + 3. Maxima of a tile are reduced by shuffles and one partial maximum
+// per warp in shared memory, then combined by atomics, which zero_amax_kernel prepares.
 #include "quantize/args/amax.h"
 #include "quantize/cuda/nvfp4/hadamard.cuh"
 
 namespace transformer_plugin::quantize {
 namespace {
 
-// The largest of the values that threads bring, in every thread. `partial` is [kWarps] in shared memory.
+// The maximum over all threads of the block, in every thread. `partial` is [kWarps] in shared memory.
 __device__ __forceinline__ float block_max(float value, int warp, int lane, float* partial) {
   value = warp_max(value);
   __syncthreads();
@@ -16,47 +21,47 @@ __device__ __forceinline__ float block_max(float value, int warp, int lane, floa
   return largest;
 }
 
-// One number for each row of the tile.
+// One amax per row of the tile.
 template <typename T>
-__device__ __forceinline__ void raise_rows(const AmaxArgs& args, const Tile& tile, const Values<T>& values,
-                                           int warp, int lane) {
+__device__ __forceinline__ void update_row_amax(const AmaxArgs& args, const Tile& tile,
+                                                const TileFragment<T>& values, int warp, int lane) {
   using Maxima = RowMaxima<kRowsPerThread, T>;
   Maxima maxima;
   maxima.find(values, lane);
   const float own_half = maxima.amax(0), other_half = __shfl_xor_sync(0xffffffffu, own_half, kRowsPerThread);
   const int row = warp * kRowsPerThread + Maxima::first_of(lane);
   if (lane < kRowsPerThread && row < tile.rows) {
-    raise_to(args.amax + tile.member * args.layout.rows + tile.row + row, fmaxf(own_half, other_half));
+    atomic_max(args.amax + tile.matrix * args.layout.rows + tile.row + row, fmaxf(own_half, other_half));
   }
 }
 
-// One number for each column, from this warp's rows.
+// One amax per column, from this warp's rows.
 template <typename T>
-__device__ __forceinline__ void raise_columns(const AmaxArgs& args, const Tile& tile, const Values<T>& values,
-                                              int lane) {
+__device__ __forceinline__ void update_column_amax(const AmaxArgs& args, const Tile& tile,
+                                                   const TileFragment<T>& values, int lane) {
   float* target = args.amax_t + tile.group * args.layout.cols + tile.col;
 #pragma unroll
   for (int i = 0; i < kColsPerThread / 2; ++i) {
     const float2 largest = values.column_max(i);
     const int column = lane * kColsPerThread + 2 * i;
-    if (column < tile.cols) raise_to(target + column, largest.x);
-    if (column + 1 < tile.cols) raise_to(target + column + 1, largest.y);
+    if (column < tile.cols) atomic_max(target + column, largest.x);
+    if (column + 1 < tile.cols) atomic_max(target + column + 1, largest.y);
   }
 }
 
-// Of the whole tile.
+// One amax for the tile.
 __device__ __forceinline__ void put(const AmaxArgs& args, float* target, float amax) {
   if (threadIdx.x != 0) return;
   if (args.one_tile_each()) {
     *target = amax;
   } else {
-    raise_to(target, amax);
+    atomic_max(target, amax);
   }
 }
 
-// The largest of a thread's values after the random Hadamard transform of its columns.
+// The maximum of a thread's magnitudes after the random Hadamard transform of its columns.
 template <typename T>
-__device__ __forceinline__ float transformed_max(const Values<T>& values) {
+__device__ __forceinline__ float transformed_max(const TileFragment<T>& values) {
   float largest = 0.0f;
 #pragma unroll
   for (int c = 0; c < kColsPerThread; ++c) {
@@ -81,18 +86,18 @@ __global__ void __launch_bounds__(kThreads) amax_kernel(const __grid_constant__ 
   const int lane = threadIdx.x % kWarpSize;
   for_each_tile(args.layout, [&](const Tile& tile) {
     if (tile.tail || tile.rows == 0) return;
-    Values<T> values;
+    TileFragment<T> values;
     PlainSource<T>{}.load(args, tile, warp, lane, values);
     if (args.row_scaled) {
-      if (args.amax) raise_rows(args, tile, values, warp, lane);
-      if (args.amax_t) raise_columns(args, tile, values, lane);
+      if (args.amax) update_row_amax(args, tile, values, warp, lane);
+      if (args.amax_t) update_column_amax(args, tile, values, lane);
       return;
     }
     if (args.amax) {
       const float amax = tile_amax(values, warp, lane, partial);
       put(args, args.amax + tile.group, amax);
     }
-    if (args.amax_t) {  // only asked for beside the other where they differ
+    if (args.amax_t) {  // requested together with `amax` only if the two differ
       const float largest = is_block(tile, warp) ? transformed_max(values) : 0.0f;
       const float amax = block_max(largest, warp, lane, partial);
       put(args, args.amax_t + tile.group, amax);
@@ -100,7 +105,7 @@ __global__ void __launch_bounds__(kThreads) amax_kernel(const __grid_constant__ 
   });
 }
 
-// `count` and `count_t` of them.
+// Zeroes both arrays, `count` and `count_t` elements.
 __global__ void zero_amax_kernel(float* amax, int64_t count, float* amax_t, int64_t count_t) {
   for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < count + count_t;
        i += static_cast<int64_t>(gridDim.x) * kThreads) {

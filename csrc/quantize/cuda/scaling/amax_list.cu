@@ -1,10 +1,13 @@
+// The amax of each of many tensors in one launch (quantize/args/amax_list_out.h). Grid: one block of 256
+// threads per 32 KiB of a tensor; a block finds its tensor by a binary search. Shared memory: one partial
+// maximum per warp. Results are combined by atomics, which zero_amax_list_kernel prepares.
 #include "quantize/args/amax_list_out.h"
 #include "quantize/cuda/tile/common.cuh"
 
 namespace transformer_plugin::quantize {
 namespace {
 
-constexpr int kVectors = 8;  // of 16 bytes, for each thread of a block
+constexpr int kVectors = 8;  // of 16 bytes per thread
 constexpr int kBytesPerBlock = kThreads * kVectors * 16;
 
 __device__ __forceinline__ bool is_noop(const AmaxListArgs& args) { return args.noop && *args.noop == 1.0f; }
@@ -24,7 +27,7 @@ __device__ __forceinline__ float max_of(const uint4& vector, float largest) {
   return largest;
 }
 
-// A block has kBytesPerBlock of one tensor.
+// A block reads kBytesPerBlock of one tensor.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) amax_list_kernel(const __grid_constant__ AmaxListArgs args) {
   if (is_noop(args)) return;
@@ -44,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) amax_list_kernel(const __grid_consta
   const int64_t count = args.counts[low] - first;
   float largest = 0.0f;
   if (count >= kPerBlock && (reinterpret_cast<uintptr_t>(input) & 15u) == 0) {
-    uint4 vectors[kVectors];  // all loads under way before a value is used
+    uint4 vectors[kVectors];  // all loads are issued before the first use
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       vectors[v] = reinterpret_cast<const uint4*>(input)[v * kThreads + threadIdx.x];
@@ -64,8 +67,8 @@ __global__ void __launch_bounds__(kThreads) amax_list_kernel(const __grid_consta
   if (threadIdx.x != 0) return;
 #pragma unroll
   for (int w = 1; w < kWarps; ++w) largest = fmaxf(largest, partial[w]);
-  raise_to(args.amax + low, largest);
-  if (args.amax_t) raise_to(args.amax_t + low, largest);
+  atomic_max(args.amax + low, largest);
+  if (args.amax_t) atomic_max(args.amax_t + low, largest);
 }
 
 }  // namespace

@@ -1,11 +1,14 @@
+// Delayed scaling (quantize/args/update_delayed_scale.h): history [length, tensors]. Grid: one block of 256
+// threads per 8 tensors. Shared memory: 32 partial maxima per tensor.
 #include "common/launch.cuh"
 #include "quantize/args/update_delayed_scale.h"
 
 namespace transformer_plugin::quantize {
 namespace {
 
-// A block has 8 tensors, which are 32 bytes of each row of the history, and 32 rows at a time. A thread holds
-// kUnroll values of its tensor while the block waits for every other thread to have read: rows move up in place.
+// A block handles 8 tensors, which are 32 bytes of each row of the history, and 32 rows at a time. A thread
+// holds kUnroll values of its tensor in registers until all threads have read, because rows are shifted in
+// place.
 constexpr int kTensors = 8;
 constexpr int kRows = 32;
 constexpr int kUnroll = 16;
@@ -18,31 +21,31 @@ __global__ void __launch_bounds__(kTensors* kRows)
   const bool used = tensor < args.tensors;
   const float last = used ? last_amax(args, tensor) : 0.0f;
   const bool advances = args.write && last != 0.0f;
-  float window = 0.0f;
+  float history_max = 0.0f;
   __syncthreads();  // history[0] is read before it is written
   for (int64_t first = 0; first < args.length; first += kRows * kUnroll) {
-    float above[kUnroll];
+    float next_row[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int64_t i = first + u * kRows + row;
-      above[u] = 0.0f;
+      next_row[u] = 0.0f;
       if (used && i < args.length) {
-        above[u] = i + 1 < args.length ? args.history[(i + 1) * args.tensors + tensor] : last;
+        next_row[u] = i + 1 < args.length ? args.history[(i + 1) * args.tensors + tensor] : last;
       }
-      window = fmaxf(window, above[u]);
+      history_max = fmaxf(history_max, next_row[u]);
     }
     __syncthreads();
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int64_t i = first + u * kRows + row;
-      if (advances && i < args.length) args.history[i * args.tensors + tensor] = i > 0 ? above[u] : 0.0f;
+      if (advances && i < args.length) args.history[i * args.tensors + tensor] = i > 0 ? next_row[u] : 0.0f;
     }
   }
-  partial[row][column] = window;
+  partial[row][column] = history_max;
   __syncthreads();
   if (row != 0 || !used) return;
-  for (int r = 1; r < kRows; ++r) window = fmaxf(window, partial[r][column]);
-  const float scale = next_scale(args, tensor, args.most_recent || last == 0.0f ? last : window);
+  for (int r = 1; r < kRows; ++r) history_max = fmaxf(history_max, partial[r][column]);
+  const float scale = next_scale(args, tensor, args.most_recent || last == 0.0f ? last : history_max);
   args.next[tensor] = scale;
   if (!args.write) return;
   args.scale[tensor] = scale;

@@ -1,14 +1,16 @@
-// What the quantize kernels share: a tile in registers and the sources that fill it, maxima, and storing codes.
+// Shared by the quantize kernels: a tile in registers, the sources that fill it, maxima, and stores of
+// quantized data.
 #pragma once
 
 #include <type_traits>
 
 #include "quantize/args/quantize.h"
 #include "quantize/cuda/tile/aligned_groups.cuh"
+#include "quantize/cuda/tile/visit.cuh"
 
 namespace transformer_plugin::quantize {
 
-// Two neighbouring values as they come, and their maximum of magnitudes. max leaves NaN out.
+// Two neighbouring values in their dtype, and maxima of their magnitudes. NaN is ignored.
 template <typename T>
 struct Two {
   T x, y;
@@ -39,7 +41,7 @@ __device__ __forceinline__ Two<T> max_abs(Two<T> largest, Two<T> values) {
   return {__hmax2(largest, __habs2(values))};
 }
 
-// Of each the one whose magnitude is larger, NaN left out, with a sign that means nothing.
+// Element-wise, the value with the larger magnitude; NaN is ignored. The sign of the result is meaningless.
 __device__ __forceinline__ Two<float> larger_magnitudes(Two<float> a, Two<float> b) {
   return {fmaxf(fabsf(a.x), fabsf(b.x)), fmaxf(fabsf(a.y), fabsf(b.y))};
 }
@@ -61,7 +63,7 @@ __device__ __forceinline__ Two<T> larger_magnitudes(Two<T> a, Two<T> b) {
 #endif
 }
 
-// A bfloat16 is the upper half of its float; taken as a number of its own the second would cost twice as much.
+// A bfloat16 is the upper half of a float. Converting the second one separately would cost twice as much.
 template <typename T>
 __device__ __forceinline__ float2 to_floats(Two<T> two) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -72,7 +74,7 @@ __device__ __forceinline__ float2 to_floats(Two<T> two) {
   return {to_float(two.x), to_float(two.y)};
 }
 
-// Two floats rounded to nearest.
+// Rounds two floats to nearest.
 template <typename T>
 __device__ __forceinline__ Two<T> two_from_floats(float x, float y) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) return {__floats2bfloat162_rn(x, y)};
@@ -80,9 +82,9 @@ __device__ __forceinline__ Two<T> two_from_floats(float x, float y) {
   if constexpr (std::is_same_v<T, float>) return {x, y};
 }
 
-// A thread's part of a tile, in the input's dtype: zero outside the matrix and in the tail.
+// A thread's fragment of a tile, in the input's dtype; zero outside the matrix and in the tail.
 template <typename T>
-struct Values {
+struct TileFragment {
   Two<T> at[kRowsPerThread][kColsPerThread / 2];
 
   __device__ __forceinline__ float get(int r, int c) const {
@@ -93,7 +95,7 @@ struct Values {
     const float2 two = to_floats(larger_magnitudes(larger_magnitudes(zeros<T>(), at[r][0]), at[r][1]));
     return fmaxf(fabsf(two.x), fabsf(two.y));
   }
-  // Of columns 2i and 2i + 1 over the thread's rows.
+  // Of columns 2i and 2i + 1, over the thread's rows.
   __device__ __forceinline__ float2 column_max(int i) const {
     Two<T> largest = zeros<T>();
 #pragma unroll
@@ -103,7 +105,7 @@ struct Values {
   }
 };
 
-// Blocks that a multiprocessor should hold at once: as many as the registers of Values leave room for.
+// Blocks per multiprocessor, as many as the registers of a fragment allow.
 template <typename T>
 inline constexpr int kBlocksPerSm = sizeof(T) == 2 ? 4 : 2;
 
@@ -111,11 +113,11 @@ inline constexpr int kBlocksPerSm = sizeof(T) == 2 ? 4 : 2;
 template <typename T>
 using Vector4 = std::conditional_t<sizeof(T) == 2, uint2, uint4>;
 
-// A source gives a thread its values of a tile: 16 rows of 4 columns, zero outside the matrix and in the tail. Kernels
-// take one as an argument beside their own, which have an `input` and a `layout`; `Value` is what values are rounded to
-// before they are quantized.
+// A source fills a thread's fragment of a tile: 16 rows of 4 columns, zero outside the matrix and in the
+// tail. It is a kernel argument next to the format's own arguments, which have an `input` and a `layout`.
+// `Value` is the dtype to which values are rounded before they are quantized.
 //
-// The plain source: the input as it lies in memory.
+// PlainSource reads the input unchanged.
 template <typename T>
 struct PlainSource {
   using Value = T;
@@ -123,15 +125,15 @@ struct PlainSource {
 
   template <typename Args>
   __device__ __forceinline__ void load(const Args& args, const Tile& tile, int warp, int lane,
-                                       Values<T>& values) const {
+                                       TileFragment<T>& values) const {
     const int64_t cols = args.layout.cols;
     const int c0 = lane * kColsPerThread;
     const int first_row = warp * kRowsPerThread;
     const T* input = static_cast<const T*>(args.input) +
-                     (tile.member * args.layout.rows + tile.row + first_row) * cols + tile.col + c0;
+                     (tile.matrix * args.layout.rows + tile.row + first_row) * cols + tile.col + c0;
     const bool aligned = cols % 4 == 0 && reinterpret_cast<uintptr_t>(args.input) % sizeof(Vector4<T>) == 0;
     const int rows = tile.tail ? 0 : tile.rows - first_row;
-    if (aligned && tile.cols == kTile) {  // all loads under way before a value is used
+    if (aligned && tile.cols == kTile) {  // all loads are issued before the first use
       const char* row = reinterpret_cast<const char*>(input);
       const int64_t stride = cols * static_cast<int64_t>(sizeof(T));
 #pragma unroll
@@ -165,7 +167,8 @@ __device__ __forceinline__ float warp_max(float value) {
 
 // The amax of the whole tile, in every thread. `partial` is [kWarps] in shared memory.
 template <typename T>
-__device__ __forceinline__ float tile_amax(const Values<T>& values, int warp, int lane, float* partial) {
+__device__ __forceinline__ float tile_amax(const TileFragment<T>& values, int warp, int lane,
+                                           float* partial) {
   float largest = 0.0f;
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) largest = fmaxf(largest, values.row_max(r));
@@ -178,21 +181,22 @@ __device__ __forceinline__ float tile_amax(const Values<T>& values, int warp, in
   return largest;
 }
 
-// Floats that are not negative order like their bits, and a maximum does not depend on its order, so the atomics
-// repeat bit for bit.
-__device__ __forceinline__ void raise_to(float* target, float amax) {
+// Non-negative floats order like their bits, and a maximum does not depend on the order, so the atomics are
+// deterministic.
+__device__ __forceinline__ void atomic_max(float* target, float amax) {
   atomicMax(reinterpret_cast<int*>(target), __float_as_int(amax));
 }
 
-// Maxima of kItems things that each of kLanes neighbouring lanes has a part of, shared out: each exchange with another lane
-// halves the items that a lane is left with. Lane l ends up with the items first_of(l) .. first_of(l) + kCount - 1 in the
-// first places, over all kLanes lanes. What follows from a maximum is then computed once, not in every lane. Items are as
-// Order has them, in one register each.
+// Maxima of kItems items over kLanes neighbouring lanes, distributed over those lanes: each exchange with
+// another lane halves the items that a lane keeps. In the end lane l holds items first_of(l) .. first_of(l) +
+// kCount - 1 in its first places, so that what follows from a maximum is computed once and not in every lane.
+// `Order` defines the type of an item, one register, and its maximum.
 struct FloatOrder {
   using Item = float;
   static __device__ __forceinline__ Item larger(Item a, Item b) { return fmaxf(a, b); }
 };
-// Two 16-bit values whose magnitudes count. As a number: a choice between two of a class would be made in memory.
+// Two 16-bit values compared by magnitude. Stored as an integer, because the compiler would select between
+// two class objects in local memory.
 template <typename T>
 struct MagnitudeOrder {
   using Item = uint32_t;
@@ -213,13 +217,13 @@ struct MagnitudeOrder {
 };
 
 template <int kLanes, int kItems, typename Order = FloatOrder>
-struct SharedOutMaxima {
+struct DistributedMaxima {
   using Item = typename Order::Item;
   static constexpr int kCount = kItems / kLanes;
   static_assert(kCount * kLanes == kItems, "lanes share the items out evenly");
   Item at[kItems];
 
-  __device__ __forceinline__ void share_out(int lane) {
+  __device__ __forceinline__ void distribute(int lane) {
 #pragma unroll
     for (int distance = 1; distance < kLanes; distance *= 2) {
       const bool upper = lane & distance;
@@ -227,8 +231,8 @@ struct SharedOutMaxima {
 #pragma unroll
       for (int i = 0; i < half; ++i) {
         const Item kept = upper ? at[half + i] : at[i];
-        const Item given = upper ? at[i] : at[half + i];
-        at[i] = Order::larger(kept, __shfl_xor_sync(0xffffffffu, given, distance));
+        const Item sent = upper ? at[i] : at[half + i];
+        at[i] = Order::larger(kept, __shfl_xor_sync(0xffffffffu, sent, distance));
       }
     }
   }
@@ -241,7 +245,7 @@ struct SharedOutMaxima {
     }
     return item;
   }
-  // The lane, of kLanes, that has the item.
+  // The lane, of kLanes, that holds the item.
   static __host__ __device__ constexpr int lane_of(int item) {
     int lane = 0;
     for (int distance = 1; distance < kLanes; distance *= 2) {
@@ -251,13 +255,14 @@ struct SharedOutMaxima {
   }
 };
 
-// Of a warp's 16 rows, in the columns that kLanes lanes hold. 16-bit values stay in twos until the end.
+// Maxima of a warp's 16 rows, over the columns that kLanes lanes hold. 16-bit values stay packed in pairs
+// until the end.
 template <typename T>
 using RowOrder = std::conditional_t<sizeof(T) == 2, MagnitudeOrder<T>, FloatOrder>;
 
 template <int kLanes, typename T>
-struct RowMaxima : SharedOutMaxima<kLanes, kRowsPerThread, RowOrder<T>> {
-  __device__ __forceinline__ void find(const Values<T>& values, int lane) {
+struct RowMaxima : DistributedMaxima<kLanes, kRowsPerThread, RowOrder<T>> {
+  __device__ __forceinline__ void find(const TileFragment<T>& values, int lane) {
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
       if constexpr (sizeof(T) == 2) {
@@ -266,9 +271,9 @@ struct RowMaxima : SharedOutMaxima<kLanes, kRowsPerThread, RowOrder<T>> {
         this->at[r] = values.row_max(r);
       }
     }
-    this->share_out(lane);
+    this->distribute(lane);
   }
-  // Item i of the lane. Where all values are NaN, 0.
+  // The maximum of the lane's item i; 0 if all values are NaN.
   __device__ __forceinline__ float amax(int i) const {
     if constexpr (sizeof(T) == 2) {
       const float2 two = to_floats(RowOrder<T>::two(this->at[i]));
@@ -279,82 +284,84 @@ struct RowMaxima : SharedOutMaxima<kLanes, kRowsPerThread, RowOrder<T>> {
   }
 };
 
-// Two codes, and four in a word; the conversion takes two values at once.
+// Convert two values, or four into one word; the hardware converts two at once.
 template <DType element>
 __device__ __forceinline__ uint32_t encode2(float a, float b) {
   constexpr __nv_fp8_interpretation_t type = element == DType::kFloat8E4M3 ? __NV_E4M3 : __NV_E5M2;
   return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, type);
 }
 template <DType element>
-__device__ __forceinline__ Codes4 encode4(float a, float b, float c, float d) {
-  Codes4 codes;
-  codes.word = encode2<element>(a, b) | encode2<element>(c, d) << 16;
-  return codes;
+__device__ __forceinline__ Bytes4 encode4(float a, float b, float c, float d) {
+  Bytes4 bytes;
+  bytes.word = encode2<element>(a, b) | encode2<element>(c, d) << 16;
+  return bytes;
 }
 
-// A warp's rows of codes, each under the scale that `scale_of(r)` gives in all lanes. `rows` of them, counted from the first
-// of `values`, lie in the matrix.
+// Stores a warp's rows of quantized data. `scale_of(r)` returns the scale of row r in all lanes.
 template <DType element, typename T, typename ScaleOf>
-__device__ __forceinline__ void write_rows_of_codes(const QuantizeArgs& args, const Tile& tile,
-                                                    const Values<T>& values, int first_row, int lane,
-                                                    ScaleOf scale_of) {
+__device__ __forceinline__ void store_encoded_rows(const QuantizeArgs& args, const Tile& tile,
+                                                   const TileFragment<T>& values, int first_row, int lane,
+                                                   ScaleOf scale_of) {
   const Layout& layout = args.layout;
   const int count = tile.cols - lane * kColsPerThread;
-  // Where rows are whole words, a lane's four columns are all in the matrix or none.
+  // If rows are whole words, a lane's four columns are all inside or all outside of the matrix.
   const bool words = layout.cols % kColsPerThread == 0;
   const int rows = words && count <= 0 ? 0 : tile.rows - first_row;
-  uint8_t* target = args.data + (tile.member * layout.rows + tile.row + first_row) * layout.cols + tile.col +
+  uint8_t* target = args.data + (tile.matrix * layout.rows + tile.row + first_row) * layout.cols + tile.col +
                     lane * kColsPerThread;
 #pragma unroll
   for (int r = 0; r < kRowsPerThread; ++r) {
     const float scale = scale_of(r);
-    const Codes4 codes = encode4<element>(values.get(r, 0) * scale, values.get(r, 1) * scale,
+    const Bytes4 bytes = encode4<element>(values.get(r, 0) * scale, values.get(r, 1) * scale,
                                           values.get(r, 2) * scale, values.get(r, 3) * scale);
-    if (r < rows) store_codes(target, codes, count, words);
+    if (r < rows) store_bytes(target, bytes, count, words);
     target += layout.cols;
   }
 }
 
-// A turned tile to memory: 4 lines of 128 bytes a step of a warp, or one where 16 bytes are not aligned.
-__device__ __forceinline__ void store_lines(const QuantizeArgs& args, const Tile& tile, int warp, int lane,
-                                            TransposedTile& turned) {
-  const TransposedLines lines(args.layout, tile, args.data_t);
-  uint8_t* target = args.data_t + lines.first;
-  if (lines.vectors) {
+// Stores a transposed tile: a warp stores 4 rows of 128 bytes per step, or one if 16-byte stores are not
+// aligned.
+__device__ __forceinline__ void store_transposed_rows(const QuantizeArgs& args, const Tile& tile, int warp,
+                                                      int lane, TransposedTile& transposed_tile) {
+  const TransposedRows transposed_rows(args.layout, tile, args.data_t);
+  uint8_t* target = args.data_t + transposed_rows.first;
+  if (transposed_rows.vectors) {
     constexpr int kLines = kWarpSize / TransposedTile::kChunks;
 #pragma unroll
     for (int i = 0; i < kTile / kWarps / kLines; ++i) {
       const int column = (warp * (kTile / kWarps / kLines) + i) * kLines + lane / TransposedTile::kChunks;
       const int chunk = lane % TransposedTile::kChunks;
       if (column < tile.cols) {
-        *reinterpret_cast<uint4*>(target + column * lines.stride + chunk * 16) = turned.chunk(column, chunk);
+        *reinterpret_cast<uint4*>(target + column * transposed_rows.stride + chunk * 16) =
+            transposed_tile.chunk(column, chunk);
       }
     }
     return;
   }
   for (int column = warp; column < tile.cols; column += kWarps) {
-    uint8_t* line = target + column * lines.stride + lane * 4;
-    Codes4 codes;
-    codes.word = turned.word(column, lane);
-    store_codes(line, codes, tile.rows - lane * 4, is_word_aligned(line));
+    uint8_t* transposed_row = target + column * transposed_rows.stride + lane * 4;
+    Bytes4 bytes;
+    bytes.word = transposed_tile.word(column, lane);
+    store_bytes(transposed_row, bytes, tile.rows - lane * 4, is_word_aligned(transposed_row));
   }
 }
 
-// As the layout has it.
-__device__ __forceinline__ void store_turned(const QuantizeArgs& args, const Tile& tile, int warp, int lane,
-                                             TransposedTile& turned) {
+// In the layout of the arguments.
+__device__ __forceinline__ void store_transposed(const QuantizeArgs& args, const Tile& tile, int warp,
+                                                 int lane, TransposedTile& transposed_tile) {
   const Layout& layout = args.layout;
-  if (!layout.aligned) return store_lines(args, tile, warp, lane, turned);
-  store_aligned_lines(args.data_t, layout.row_tile_table, static_cast<int>(layout.rows),
-                      static_cast<int>(layout.cols), static_cast<int>(layout.groups), tile.row_tile,
-                      tile.col_tile, turned);
+  if (!layout.aligned) return store_transposed_rows(args, tile, warp, lane, transposed_tile);
+  store_aligned_rows(args.data_t, layout.row_tile_table, static_cast<int>(layout.rows),
+                     static_cast<int>(layout.cols), static_cast<int>(layout.groups), tile.row_tile,
+                     tile.col_tile, transposed_tile);
 }
 
-// Transposed codes: packed by the rows a thread holds, turned in shared memory, written a line at a time.
+// Transposed data: a thread packs its rows, the tile is transposed in shared memory, and warps store rows of
+// it.
 template <DType element, bool may_align = true, typename T>
 __device__ __forceinline__ void write_columns(const QuantizeArgs& args, const Tile& tile,
-                                              const Values<T>& values, int warp, int lane,
-                                              const float* scales, TransposedTile& turned) {
+                                              const TileFragment<T>& values, int warp, int lane,
+                                              const float* scales, TransposedTile& transposed_tile) {
   const bool holds_rows = warp * kRowsPerThread < tile.rows;
 #pragma unroll
   for (int c = 0; c < kColsPerThread && holds_rows; ++c) {
@@ -366,10 +373,12 @@ __device__ __forceinline__ void write_columns(const QuantizeArgs& args, const Ti
                                      values.get(r + 2, c) * scales[c], values.get(r + 3, c) * scales[c])
                         .word;
     }
-    turned.chunk(lane * kColsPerThread + c, warp) = make_uint4(words[0], words[1], words[2], words[3]);
+    transposed_tile.chunk(lane * kColsPerThread + c, warp) =
+        make_uint4(words[0], words[1], words[2], words[3]);
   }
   __syncthreads();
-  may_align ? store_turned(args, tile, warp, lane, turned) : store_lines(args, tile, warp, lane, turned);
+  may_align ? store_transposed(args, tile, warp, lane, transposed_tile)
+            : store_transposed_rows(args, tile, warp, lane, transposed_tile);
 }
 
 }  // namespace transformer_plugin::quantize

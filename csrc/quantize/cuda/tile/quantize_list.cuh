@@ -1,4 +1,4 @@
-// Which matrix of a list a block works on.
+// Finds the matrix of a list that a block works on.
 #pragma once
 
 #include "quantize/args/quantize_list.h"

@@ -1,25 +1,26 @@
-// Rows that stream through a warp: the form of the quantize kernels for sources that compute their values. What keeps
-// them at the memory's rate is many warps and a short loop: few registers, code that stays in the instruction cache.
+// The row-streaming form of the quantize kernels, for sources that compute their values. It is limited by
+// memory bandwidth, for which it needs many resident warps and a short loop: few registers and code that fits
+// the instruction cache.
 //
-// A warp has the 16 rows of a tile that it has in tile_device.cuh too, and takes two a step: 16 lanes to a row, 8
-// neighbouring columns to a lane. Rows are quantized in the step. Where columns are quantized too, values also go to
-// shared memory, from where the same warp takes them in the form of `Values`.
+// A warp processes the same 16 rows of a tile as in tile.cuh, two per step: 16 lanes per row, 8 neighbouring
+// columns per lane. Rows are quantized within the step. With transposed data the values also go to shared
+// memory, from which the same warp then reads them as a TileFragment.
 //
-// For values of 16 bits, rows of whole vectors and blocks along a row; the rest takes the kernels of fp8_tile.cuh and
-// mx_tile.cuh.
+// Only for 16-bit values, rows of whole vectors, and blocks along a row; other inputs use fp8/tile.cuh and
+// mxfp8/tile.cuh.
 #pragma once
 
 #include "quantize/cuda/tile/common.cuh"
 
 namespace transformer_plugin::quantize {
 
-inline constexpr int kStreamCols = 8;  // of a lane
+inline constexpr int kStreamCols = 8;  // per lane
 inline constexpr int kStreamLanes = kTile / kStreamCols;
-inline constexpr int kStreamRows = kWarpSize / kStreamLanes;  // of a step
+inline constexpr int kStreamRows = kWarpSize / kStreamLanes;  // per step
 inline constexpr int kStreamSteps = kRowsPerThread / kStreamRows;
 static_assert(kStreamSteps <= kStreamLanes, "a lane keeps the scale of one row");
 
-// Neighbouring values of one row.
+// Eight neighbouring values of one row.
 template <typename T>
 struct Eight {
   Two<T> at[kStreamCols / 2];
@@ -42,7 +43,8 @@ __device__ __forceinline__ Eight<T> load_eight(const T* source, bool inside) {
   return eight;
 }
 
-// The largest magnitude over `kLanes` neighbouring lanes and `least`, in each of them; NaN is left out.
+// The maximum of magnitudes over `kLanes` neighbouring lanes, and of `least`, in each of them; NaN is
+// ignored.
 template <int kLanes, typename T>
 __device__ __forceinline__ float amax_of_lanes(const Eight<T>& values, float least) {
   Two<T> largest = values.largest();
@@ -59,7 +61,7 @@ __device__ __forceinline__ float amax_of_lanes(const Eight<T>& values, float lea
   return fmaxf(fmaxf(fabsf(two.x), fabsf(two.y)), least);
 }
 
-// Codes of 8 values.
+// Quantizes 8 values.
 template <DType element, typename T>
 __device__ __forceinline__ uint2 encode8(const Eight<T>& values, float scale) {
   float scaled[kStreamCols];
@@ -69,16 +71,16 @@ __device__ __forceinline__ uint2 encode8(const Eight<T>& values, float scale) {
           encode4<element>(scaled[4], scaled[5], scaled[6], scaled[7]).word};
 }
 
-// Where a lane stands: its columns, and the first of its rows.
-struct StreamPlace {
+// The position of a lane: its columns, and the first of its rows.
+struct StreamPosition {
   int warp_row;  // the warp's first row in the tile
   int lane;
   int64_t row;  // of the matrix
   int64_t col;
-  int rows;   // of the matrix in the tile from `row` on, none where the columns are not the matrix's
-  int loads;  // of the warp, the same where there are values
+  int rows;   // rows of the tile from `row` on; 0 if the columns are outside of the matrix
+  int loads;  // rows of the warp to load: 0 in the tail
 
-  __device__ __forceinline__ explicit StreamPlace(const Tile& tile)
+  __device__ __forceinline__ explicit StreamPosition(const Tile& tile)
       : warp_row(threadIdx.x / kWarpSize * kRowsPerThread), lane(threadIdx.x % kWarpSize) {
     const int first = warp_row + lane / kStreamLanes;
     const int column = lane % kStreamLanes * kStreamCols;
@@ -86,73 +88,74 @@ struct StreamPlace {
     col = tile.col + column;
     rows = column < tile.cols ? tile.rows - first : 0;
     loads = tile.tail ? 0 : min(rows, kRowsPerThread - lane / kStreamLanes);
-    keep(rows);
-    keep(loads);
+    keep_in_register(rows);
+    keep_in_register(loads);
   }
 };
 
-// Row-wise codes of streamed rows; `Rows` finds and stores their scales. `r` is the first row of a step, of the warp's.
+// Stores row-wise data of streamed rows; `Rows` computes and stores their scales. `r` is the first row of a
+// step, counted from the warp's first.
 template <typename Rows>
 struct RowWriter {
   Rows scales;
   uint8_t* target;
   int64_t stride;
 
-  // `offset` columns to the right of the place.
-  __device__ __forceinline__ RowWriter(const QuantizeArgs& args, const Tile& tile, const StreamPlace& place,
+  // `offset` columns to the right of the position.
+  __device__ __forceinline__ RowWriter(const QuantizeArgs& args, const Tile& tile, const StreamPosition& pos,
                                        int64_t offset)
-      : scales(args, place.lane),
-        target(args.data + (tile.member * args.layout.rows + place.row) * args.layout.cols + place.col +
-               offset),
+      : scales(args, pos.lane),
+        target(args.data + (tile.matrix * args.layout.rows + pos.row) * args.layout.cols + pos.col + offset),
         stride(kStreamRows * args.layout.cols) {}
 
   template <typename T>
   __device__ __forceinline__ void add(const QuantizeArgs& args, const Eight<T>& values, int r,
-                                      const StreamPlace& place) {
-    const uint2 codes = scales.encode(args, values, r);
-    if (r < place.rows) *reinterpret_cast<uint2*>(target) = codes;
+                                      const StreamPosition& pos) {
+    const uint2 bytes = scales.encode(args, values, r);
+    if (r < pos.rows) *reinterpret_cast<uint2*>(target) = bytes;
     target += stride;
   }
 };
 
-// A tile of values on its way from rows to columns, then its codes, turned. A warp reads what it wrote itself, and
-// accesses of both forms are to whole lines.
+// A tile of values that is written by rows and read by columns, and then holds the transposed quantized tile.
+// A warp reads only what it wrote, and accesses of both forms cover whole rows.
 template <typename T>
 union StreamTile {
   uint4 rows[kTile][kStreamLanes];
   uint2 parts[kTile][kWarpSize];
-  TransposedTile turned;
+  TransposedTile transposed_tile;
 
-  __device__ __forceinline__ void put(const Eight<T>& values, int r, const StreamPlace& place) {
+  __device__ __forceinline__ void put(const Eight<T>& values, int r, const StreamPosition& pos) {
     static_assert(sizeof(Eight<T>) == sizeof(uint4), "values of 16 bits");
-    memcpy(&rows[place.warp_row + r + place.lane / kStreamLanes][place.lane % kStreamLanes], &values,
+    memcpy(&rows[pos.warp_row + r + pos.lane / kStreamLanes][pos.lane % kStreamLanes], &values,
            sizeof(values));
   }
-  __device__ __forceinline__ void take(Values<T>& values, const StreamPlace& place) const {
+  __device__ __forceinline__ void take(TileFragment<T>& values, const StreamPosition& pos) const {
     __syncwarp();
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
-      memcpy(values.at[r], &parts[place.warp_row + r][place.lane], sizeof(uint2));
+      memcpy(values.at[r], &parts[pos.warp_row + r][pos.lane], sizeof(uint2));
     }
   }
 };
 
-// Whether a matrix of 16-bit values goes this way. `sources` are what is read in vectors.
+// Whether the row-streaming form supports the arguments. `sources` are the pointers that are read in vectors.
 template <typename... Sources>
 bool can_stream(const QuantizeArgs& args, Sources... sources) {
   const bool aligned = ((reinterpret_cast<uintptr_t>(sources) % 16 == 0) && ...);
-  const bool along_rows = args.layout.mode == ScaleMode::kRows || args.layout.mode == ScaleMode::kMx;
-  return args.dtype != DType::kFloat32 && along_rows && !args.layout.square && args.layout.members == 1 &&
-         !args.collected && !args.noop && args.layout.cols % kStreamCols == 0 && aligned &&
+  const bool along_rows = args.layout.granularity == ScaleGranularity::k1x128 ||
+                          args.layout.granularity == ScaleGranularity::k1x32;
+  return args.dtype != DType::kFloat32 && along_rows && !args.layout.square && args.layout.matrices == 1 &&
+         !args.amax_out && !args.noop && args.layout.cols % kStreamCols == 0 && aligned &&
          reinterpret_cast<uintptr_t>(args.data) % kStreamCols == 0;
 }
 
-// What can_stream says, told to the compiler.
-__device__ __forceinline__ QuantizeArgs streamed(QuantizeArgs args, ScaleMode mode) {
-  args.layout.mode = mode;
+// Sets what can_stream guarantees as constants, for the compiler.
+__device__ __forceinline__ QuantizeArgs assume_streamable(QuantizeArgs args, ScaleGranularity granularity) {
+  args.layout.granularity = granularity;
   args.layout.square = false;
-  args.layout.members = 1;
-  args.collected = nullptr;
+  args.layout.matrices = 1;
+  args.amax_out = nullptr;
   args.noop = nullptr;
   return args;
 }

@@ -1,14 +1,13 @@
-// A thread's part of a tile of any matrix, in batches of rows whose loads are under way together: what sources that compute
-// their values are made of.
+// Loads of a thread's fragment of a tile in batches of rows, for sources that compute their values.
 #pragma once
 
 #include "quantize/cuda/tile/common.cuh"
 
 namespace transformer_plugin::quantize {
 
-// Rows of a thread whose loads are under way together: what registers hold.
+// Rows whose loads are issued together, limited by registers.
 template <typename T>
-inline constexpr int kRowsUnderWay = sizeof(T) == 2 ? 8 : 4;
+inline constexpr int kRowsInFlight = sizeof(T) == 2 ? 8 : 4;
 
 template <typename T>
 struct Floats4 {
@@ -21,16 +20,17 @@ struct Floats4 {
   }
 };
 
-// A thread's part of a tile in a matrix of `width` columns.
+// Reads a thread's fragment of a tile from a matrix of `width` columns.
 template <typename T>
-struct Part {
+struct FragmentReader {
   const T* begin;
   int64_t width;
-  int rows;      // of kRowsPerThread; not positive when there are none
-  int count;     // of kColsPerThread; not positive when there are none
-  bool vectors;  // whether every row is read in one vector: the same in all threads
+  int rows;      // of kRowsPerThread; zero or less if there are none
+  int count;     // of kColsPerThread; zero or less if there are none
+  bool vectors;  // whether every row is read as one vector: the same in all threads
 
-  __device__ __forceinline__ Part(const void* matrix, int64_t columns, const Tile& tile, int warp, int lane)
+  __device__ __forceinline__ FragmentReader(const void* matrix, int64_t columns, const Tile& tile, int warp,
+                                            int lane)
       : begin(static_cast<const T*>(matrix) + (tile.row + warp * kRowsPerThread) * columns + tile.col +
               lane * kColsPerThread),
         width(columns),
@@ -39,7 +39,7 @@ struct Part {
         vectors(tile.cols == kTile && columns % kColsPerThread == 0 &&
                 reinterpret_cast<uintptr_t>(matrix) % sizeof(Vector4<T>) == 0) {}
 
-  // Rows `start` and after, `offset` columns to the right; zero where there are none.
+  // Rows from `start` on, `offset` columns to the right; zero outside of the matrix.
   template <int kBatch>
   __device__ __forceinline__ void read(int start, int64_t offset, Vector4<T> (&batch)[kBatch]) const {
     const T* source = begin + start * width + offset;
@@ -64,7 +64,7 @@ struct Part {
   }
 };
 
-// Four values to a row, in one store where `vectors` says so.
+// Stores four values of a row, as one vector if `vectors`.
 template <typename T>
 __device__ __forceinline__ void store4(T* target, Vector4<T> vector, int count, bool vectors) {
   if (vectors) {
@@ -87,8 +87,8 @@ __device__ __forceinline__ Vector4<T> rounded4(const float (&floats)[kColsPerThr
   return vector;
 }
 
-// The probability of row `r` of the warp's 16, given what the lane of that number read.
-__device__ __forceinline__ float read_probs(const float* probs, const Tile& tile, int warp, int lane) {
+// One value per row: lane r reads that of row r of the warp. 1 if `probs` is null, 0 outside of the matrix.
+__device__ __forceinline__ float load_row_scalar(const float* probs, const Tile& tile, int warp, int lane) {
   const int row = warp * kRowsPerThread + lane;
   if (!probs) return 1.0f;
   return lane < kRowsPerThread && row < tile.rows && !tile.tail ? probs[tile.row + row] : 0.0f;
