@@ -16,10 +16,7 @@ FILE_LINES = 400
 FUNCTION_LINES = 60
 CPP_FUNCTION_LINES = 100
 #: Longer C++ functions, with their numbers of lines. Entries may only shrink or go.
-LONG_CPP_FUNCTIONS = {
-    "csrc/gemm/sm90/microscaled/grouped_gemm_mx_nv.cuh sm90_grouped_gemm_mx_nv_kernel": 105,
-    "csrc/gemm/sm90/wgrad/grouped_wgrad.cuh sm90_grouped_wgrad_kernel": 116,
-}
+LONG_CPP_FUNCTIONS: dict[str, int] = {}
 SOURCE = {".py", ".cpp", ".h", ".cu", ".cuh", ".sh"}
 TEXT = SOURCE | {".md", ".toml", ".cfg", ".yml", ".json", ".txt", ""}
 # Spelled in pieces, so that this file is not found.
