@@ -22,4 +22,4 @@ def test_opcheck(call: Call) -> None:
 
 
 def test_every_op_is_checked() -> None:
-    assert {call.op for call in FIRST} >= set(registered()) - HOST_OPS - {"agree", "release_group"}
+    assert {call.op for call in FIRST} >= set(registered()) - HOST_OPS - {"all_gather_text", "release_group"}
