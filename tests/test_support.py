@@ -56,6 +56,9 @@ def test_products_are_those_of_the_plan() -> None:
     ours = "this package's Hopper kernels on FP8 tensor cores, every 128 products added in FP32"
     why = "dtypes, sizes and alignment are those of the Hopper kernels"
     assert lines == [f"  {product}: {ours} ({why})" for product in ("forward", "data_grad", "weight_grad")]
+    for recipe in (None, recipe_from_name("bf16")):  # without quantized operands
+        first = tp.explain_support(recipe, "cuda").splitlines()[-3]
+        assert first == f"  forward: this package's Hopper kernels ({why})"
     last = tp.explain_support(MXFP8BlockScaling(), "cuda").splitlines()[-1]
     assert last == (
         "  weight_grad: operands are dequantized, then multiplied as without a recipe "

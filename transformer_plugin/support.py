@@ -91,7 +91,7 @@ def _where(device: torch.device) -> str:
 def _products(formats: list[Format], device: torch.device) -> str:
     if device.type == "cpu":
         return _products_on_cpu(formats)
-    input, weight, grad = (f.key for f in formats)
+    input, weight, grad = (f.key if f.is_quantized else "none" for f in formats)
     pairs = {"forward": (input, weight), "data_grad": (grad, weight), "weight_grad": (grad, input)}
     lines = [_product(product, *keys, device) for product, keys in pairs.items()]
     return "FP32 sums, rounded once\n" + "\n".join(lines)
