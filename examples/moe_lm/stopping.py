@@ -73,7 +73,9 @@ class StopRequest:
         self.seconds[self.what].append(time.monotonic() - self.since)
 
     def leave(self) -> NoReturn:
-        """Ends the process now, from any thread, with a last line."""
+        """Ends the process now, from any thread, with a last line: one for all the ranks of a launcher."""
+        if self.launcher is not None and self.rank > 0:
+            os._exit(INTERRUPTED)
         rank = f"rank {self.rank}: " if "RANK" in os.environ else ""
         kept = f"; --resume goes on after step {self.resumable}" if self.resumable else ""
         self._say(f"train_moe: {rank}interrupted during {self.what}, left at once{kept}")

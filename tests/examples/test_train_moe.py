@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import statistics
 import subprocess
 import time
 from pathlib import Path
@@ -175,14 +176,16 @@ def test_float32_follows_plain_pytorch_within_rounding(comparisons: dict[str, di
 
 
 def test_bfloat16_follows_plain_pytorch_within_rounding(comparisons: dict[str, dict]) -> None:
-    """Within one unit of bfloat16, and no further from the float32 curve than plain PyTorch in bfloat16 is. The latter
-    for the steps in which the curves differ by rounding: chaos has added to it after about 25."""
+    """Within one unit of bfloat16, and no further from the float32 curve than plain PyTorch in bfloat16 is: in the
+    steps in which the curves differ by rounding (chaos adds to it after about 25) its gaps are not larger by more than
+    three standard errors of their paired differences."""
     plain, plugin = comparisons["bfloat16"]["losses"].values()
     assert max(gaps(plain, plugin)) < 2**-7
     exact, _ = comparisons["float32"]["losses"].values()
     early = slice(20)
     assert max(gaps(plain, plugin)[early]) < 2**-12
-    assert sum(gaps(exact, plugin)[early]) < 1.05 * sum(gaps(exact, plain)[early])
+    further = [a - b for a, b in zip(gaps(exact, plugin)[early], gaps(exact, plain)[early], strict=True)]
+    assert statistics.mean(further) < 3 * statistics.stdev(further) / len(further) ** 0.5
 
 
 def test_fp8_block_ends_within_one_percent_of_bfloat16(comparisons: dict[str, dict]) -> None:
