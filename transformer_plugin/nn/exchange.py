@@ -59,7 +59,7 @@ class DispatchConfig:
             if value is not None and value % multiple:
                 raise ValueError(
                     f"transformer_plugin::MoE: argument 'dispatch': expected a DispatchConfig whose {name} is None "
-                    f"or a multiple of {multiple}, which the recipe wants each expert's rows to be, got {value}. "
+                    f"or a multiple of {multiple}, as the recipe requires for each expert's rows, got {value}. "
                     f"Use for example {-(-value // multiple) * multiple}."
                 )
 
