@@ -24,7 +24,7 @@ FORMATS = {
     "nvfp4": ("nvfp4", "nvfp4:square"),
 }
 
-#: Made with what the plan may be told, ``max_sms`` for one.
+#: Computed with launch options, for example ``max_sms``.
 Product = Callable[..., Tensor]
 
 

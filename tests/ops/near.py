@@ -82,7 +82,7 @@ class Near:
         return Near(value, error, self.certain)
 
     def within(self, got: Tensor, name: str) -> None:
-        """Each element is one of these rounded to its dtype; three of four, at least, can be told."""
+        """Each element is one of these rounded to its dtype; the bound decides at least three of four."""
         certain = torch.from_numpy(np.ascontiguousarray(self.certain))
         with np.errstate(invalid="ignore"):
             ends = [torch.from_numpy(np.asarray(self.value + s * self.error)).to(got.dtype) for s in (-1, 1)]
@@ -93,7 +93,7 @@ class Near:
             f"{name}: {bad.shape[0]} elements, first {bad[0].tolist()}: {got[tuple(bad[0])].item()}, "
             f"expected {ends[0][tuple(bad[0])].item()} to {ends[1][tuple(bad[0])].item()}"
         )
-        assert int((~certain).sum()) <= max(2, certain.numel() // 4), f"{name}: too few can be told"
+        assert int((~certain).sum()) <= max(2, certain.numel() // 4), f"{name}: the bound decides too few"
 
 
 def concatenated(*parts: Near) -> Near:

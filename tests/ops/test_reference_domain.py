@@ -126,14 +126,14 @@ def test_sums_for_a_bias(kind: str, dtype: torch.dtype) -> None:
         columns = sums_of(grad.float() * scale[:, None], sizes)
         terms = (grad[: len(group)].float() * bias[group].float()).double()
         exact, size = terms.sum(1), terms.abs().sum(1)
-        told = ~((size >= 2.0**127) & terms.isfinite().all(1))
+        decided = ~((size >= 2.0**127) & terms.isfinite().all(1))
         bound = (terms.shape[1] + 2) * (2.0**-24 * size + 2.0**-150)
         for function in sources(call):
             grad_bias, grad_scale = function(**arguments)
             assert_same_numbers(grad_bias, columns, name)
             got = grad_scale[: len(group)].double()
             good = ((got - exact).abs() <= bound) | (got == exact) | (got.isnan() & exact.isnan())
-            assert (good | ~told).all() and told.sum() >= len(told) // 4, name
+            assert (good | ~decided).all() and decided.sum() >= len(decided) // 4, name
             assert not grad_scale[len(group) :].any(), name
 
 
