@@ -21,17 +21,22 @@ inline at::Tensor call_gemm(const at::Tensor& a, const at::Tensor& b, OptionalTe
   return op.call(a, b, bias, transpose_b, dtype, alpha);
 }
 
+// The handle itself, for callers on the path of every call.
+inline const auto& grouped_gemm_op() {
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, OptionalTensorArg,
+                               OptionalTensorArg, bool, std::optional<at::ScalarType>, OptionalTensorArg,
+                               OptionalTensorArg, int64_t, int64_t);
+  static const auto op = find_op<Signature>("grouped_gemm");
+  return op;
+}
+
 inline at::Tensor call_grouped_gemm(const at::Tensor& a, const at::Tensor& b, const at::Tensor& group_sizes,
                                     OptionalTensorArg bias, OptionalTensorArg bias_scale, bool transpose_b,
                                     std::optional<at::ScalarType> dtype,
                                     OptionalTensorArg alpha = std::nullopt,
                                     OptionalTensorArg rows = std::nullopt, LaunchOptions options = {}) {
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, OptionalTensorArg,
-                               OptionalTensorArg, bool, std::optional<at::ScalarType>, OptionalTensorArg,
-                               OptionalTensorArg, int64_t, int64_t);
-  static const auto op = find_op<Signature>("grouped_gemm");
-  return op.call(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows, options.max_sms,
-                 options.expected_rows);
+  return grouped_gemm_op().call(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows,
+                                options.max_sms, options.expected_rows);
 }
 
 inline at::Tensor call_grouped_gemm_list(const at::Tensor& a, at::TensorList b, const at::Tensor& group_sizes,

@@ -195,8 +195,8 @@ Tensor grouped_gemm_autograd(const Tensor& a, const Tensor& b, const Tensor& gro
                                       max_sms, expected_rows);
   }
   const BelowAutograd guard;
-  return call_grouped_gemm(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows,
-                           {max_sms, expected_rows});
+  return grouped_gemm_op().call(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows, max_sms,
+                                expected_rows);
 }
 
 }  // namespace

@@ -95,16 +95,19 @@ bool run_fp8_kernel(const Arguments& args, ScaleGranularity scales, const Tensor
                     const OptionalTensor& beta, const Tensor& out) {
   const OptionalTensor groups = offsets;
   const OptionalTensor alpha = alpha_and_amaxes(args.alpha, args.a, args.a_format, args.b, args.b_format);
-  return run_quantized_gemm_out({scales,
-                                 {args.a.data, args.a.scale, args.a_format.tiled_scales},
-                                 {args.b.data, args.b.scale, args.b_format.tiled_scales},
-                                 groups,
-                                 args.bias,
-                                 args.bias_scale,
-                                 alpha,
-                                 beta,
-                                 args.options},
-                                out);
+  const QuantizedGemm problem{scales,
+                              {args.a.data, args.a.scale, args.a_format.tiled_scales},
+                              {args.b.data, args.b.scale, args.b_format.tiled_scales},
+                              groups,
+                              args.bias,
+                              args.bias_scale,
+                              alpha,
+                              beta,
+                              args.options};
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  if (args.a.data.is_cuda()) return quantized_gemm_out_cuda(problem, out);
+#endif
+  return false;
 }
 
 Tensor grouped_quantized_meta(const Tensor& a, const Tensor& a_scale, const Tensor& b, const Tensor& b_scale,
