@@ -70,8 +70,7 @@ def weight_gradient_quantized(out: bool, format: str = FP8) -> None:
 def scaled(name: str) -> None:
     grouped = name.startswith("grouped")
     weight, scale = of(G, N, K) if grouped else of(N, K), torch.ones(3 * G if grouped else 3)
-    amax = (torch.zeros_like(scale),) if name.endswith("_") else ()
-    getattr(ops, name)(of(T, K), weight, *((SIZES,) if grouped else ()), scale, *amax)
+    getattr(ops, name)(of(T, K), weight, *((SIZES,) if grouped else ()), scale, torch.zeros_like(scale))
 
 
 TABLE: dict[str, tuple[Callable[[], object], int]] = {
@@ -117,10 +116,8 @@ TABLE: dict[str, tuple[Callable[[], object], int]] = {
     ),
     "linear": (lambda: ops.linear(of(2, T // 2, K), of(N, K), of(N)), PRODUCT),
     "linear_scaled": (lambda: scaled("linear_scaled"), PRODUCT),
-    "linear_scaled_": (lambda: scaled("linear_scaled_"), PRODUCT),
     "grouped_linear": (lambda: ops.grouped_linear(of(T, K), of(G, N, K), SIZES, of(G, N)), PRODUCT),
     "grouped_linear_scaled": (lambda: scaled("grouped_linear_scaled"), PRODUCT),
-    "grouped_linear_scaled_": (lambda: scaled("grouped_linear_scaled_"), PRODUCT),
     "grouped_mlp": (
         lambda: ops.grouped_mlp(of(T, K), of(G, 2 * N, K), of(G, K, N), SIZES, torch.rand(T)),
         3 * PRODUCT,

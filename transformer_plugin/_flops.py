@@ -147,10 +147,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "grouped_gemm_swiglu_backward": _swiglu_backward,
     "linear": _linear,
     "linear_scaled": _linear,
-    "linear_scaled_": _linear,
     "grouped_linear": _linear,
     "grouped_linear_scaled": _linear,
-    "grouped_linear_scaled_": _linear,
     "grouped_mlp": _mlp,
 }
 

@@ -1,10 +1,10 @@
 // linear_scaled and grouped_linear_scaled: linear and grouped_linear in fp8_tensor with delayed scaling. One state
-// tensor holds the scales of the input (of each group), then of the weight, then of the gradient. The ops that end in
-// an underscore collect amaxes in another one, that of the gradient inside the backward.
+// tensor holds the scales of the input (of each group), then of the weight, then of the gradient. Another one, if it is
+// passed, collects amaxes, that of the gradient inside the backward.
 #include <ATen/ops/mul.h>
-#include <torch/library.h>
 
 #include "common/autograd.h"
+#include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/dispatch/quantized_gemm.h"
@@ -195,9 +195,9 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
       const Layer layer{"",           grad,     w.data,       group_sizes, std::nullopt,
                         std::nullopt, saved[7], std::nullopt, keys};
       if (wants_input) {
-        const bool lines = has_quantized_kernels(w.data);
-        grad_input = gemm_of(g, grad_key, lines ? transposed_data(w, weight_key, std::nullopt) : w,
-                             weight_key, layer, lines);
+        const bool k_major = has_quantized_kernels(w.data);
+        grad_input = gemm_of(g, grad_key, k_major ? transposed_data(w, weight_key, std::nullopt) : w,
+                             weight_key, layer, k_major);
       }
       if (wants_weight) {
         grad_weight =
@@ -273,52 +273,24 @@ using Key = c10::string_view;
 using Optional = const OptionalTensor&;
 
 template <Tensor (*run_op)(const Layer&)>
-void register_dense(torch::Library& m) {
-  m.impl("linear_scaled", [](const Tensor& input, const Tensor& weight, const Tensor& scale, Optional bias,
+Tensor linear_scaled(const Tensor& input, const Tensor& weight, const Tensor& scale, Optional amax,
+                     Optional bias, Key input_format, Key weight_format, Key grad_format) {
+  const Keys keys{input_format, weight_format, grad_format};
+  return run_op({"linear_scaled", input, weight, std::nullopt, bias, std::nullopt, scale, amax, keys});
+}
+
+template <Tensor (*run_op)(const Layer&)>
+Tensor grouped_linear_scaled(const Tensor& input, const Tensor& weight, const Tensor& sizes,
+                             const Tensor& scale, Optional amax, Optional bias, Optional bias_scale,
                              Key input_format, Key weight_format, Key grad_format) {
-    const Keys keys{input_format, weight_format, grad_format};
-    return run_op(
-        {"linear_scaled", input, weight, std::nullopt, bias, std::nullopt, scale, std::nullopt, keys});
-  });
-  m.impl(
-      "linear_scaled_", [](const Tensor& input, const Tensor& weight, const Tensor& scale, const Tensor& amax,
-                           Optional bias, Key input_format, Key weight_format, Key grad_format) {
-        const Keys keys{input_format, weight_format, grad_format};
-        return run_op({"linear_scaled_", input, weight, std::nullopt, bias, std::nullopt, scale, amax, keys});
-      });
-}
-
-template <Tensor (*run_op)(const Layer&)>
-void register_grouped(torch::Library& m) {
-  m.impl("grouped_linear_scaled",
-         [](const Tensor& input, const Tensor& weight, const Tensor& sizes, const Tensor& scale,
-            Optional bias, Optional bias_scale, Key input_format, Key weight_format, Key grad_format) {
-           const Keys keys{input_format, weight_format, grad_format};
-           return run_op(
-               {"grouped_linear_scaled", input, weight, sizes, bias, bias_scale, scale, std::nullopt, keys});
-         });
-  m.impl("grouped_linear_scaled_", [](const Tensor& input, const Tensor& weight, const Tensor& sizes,
-                                      const Tensor& scale, const Tensor& amax, Optional bias,
-                                      Optional bias_scale, Key input_format, Key weight_format,
-                                      Key grad_format) {
-    const Keys keys{input_format, weight_format, grad_format};
-    return run_op({"grouped_linear_scaled_", input, weight, sizes, bias, bias_scale, scale, amax, keys});
-  });
-}
-
-template <Tensor (*run_op)(const Layer&)>
-void register_ops(torch::Library& m) {
-  register_dense<run_op>(m);
-  register_grouped<run_op>(m);
+  const Keys keys{input_format, weight_format, grad_format};
+  return run_op({"grouped_linear_scaled", input, weight, sizes, bias, bias_scale, scale, amax, keys});
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(transformer_plugin, CPU, m) { register_ops<run>(m); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Meta, m) { register_ops<meta>(m); }
-TORCH_LIBRARY_IMPL(transformer_plugin, Autograd, m) { register_ops<differentiable>(m); }
-#ifdef TRANSFORMER_PLUGIN_CUDA
-TORCH_LIBRARY_IMPL(transformer_plugin, CUDA, m) { register_ops<run>(m); }
-#endif
+TP_IMPL("linear_scaled", linear_scaled<run>, linear_scaled<meta>, linear_scaled<differentiable>);
+TP_IMPL("grouped_linear_scaled", grouped_linear_scaled<run>, grouped_linear_scaled<meta>,
+        grouped_linear_scaled<differentiable>);
 
 }  // namespace transformer_plugin::gemm

@@ -102,11 +102,7 @@ PRODUCTS = {
         [("t g", "n")],
     ),
     "linear_scaled": Product(_SCALED, [("t", "n")], _SCALED_POWERS, [("A D",)], nan_only=True),
-    "linear_scaled_": Product(_SCALED, [("t", "n")], _SCALED_POWERS, [("A D",)], nan_only=True),
     "grouped_linear_scaled": Product(
-        _GROUPED_SCALED, [("t", "n")], _GROUPED_SCALED_POWERS, [("g b", "")], nan_only=True
-    ),
-    "grouped_linear_scaled_": Product(
         _GROUPED_SCALED, [("t", "n")], _GROUPED_SCALED_POWERS, [("g b", "")], nan_only=True
     ),
     "grouped_gemm_swiglu": _SWIGLU,

@@ -289,7 +289,7 @@ def test_products_without_a_format_have_the_same_order(device: torch.device) -> 
     for product in (
         lambda bias: ops.linear(x, w, bias),
         lambda bias: ops.gemm(x, w, bias),
-        lambda bias: ops.linear_scaled(x, w, scale, bias),
+        lambda bias: ops.linear_scaled(x, w, scale, None, bias),
     ):
         bias = torch.zeros(24, device=device, requires_grad=True)
         product(bias).backward(grad)

@@ -68,7 +68,7 @@ def test_linear_scaled(shape: tuple[int, int, int], dtype: torch.dtype, device: 
     scale = torch.tensor(SCALES, device=device)
     leaves = [t.clone().requires_grad_() for t in (x, w, bias)]
     amax = torch.tensor([0.0, 100.0, 0.0], device=device)
-    output = ops.linear_scaled_(*leaves[:2], scale, amax, leaves[2], *KEYS)
+    output = ops.linear_scaled(*leaves[:2], scale, amax, leaves[2], *KEYS)
     tops = [t.float().abs().amax().item() for t in (x, w, grad)]
     assert amax.tolist() == [tops[0], 100.0, 0.0]
     got = (output.detach(), *torch.autograd.grad(output, leaves, grad))
@@ -80,9 +80,11 @@ def test_linear_scaled(shape: tuple[int, int, int], dtype: torch.dtype, device: 
     assert_rounded_sum(got[1], exact[1], magnitude[1], n, "grad_input", units[1] * away[1])
     assert_rounded_sum(got[2], exact[2], magnitude[2], m, "grad_weight", units[2] * away[2])
     assert_rounded_sum(got[3], grad.double().sum(0), grad.double().abs().sum(0), m, "grad_bias")
-    meant = reference.linear_scaled(x, w, scale, bias, *KEYS)
+    meant = reference.linear_scaled(x, w, scale, None, bias, *KEYS)
     assert_rounded_sum(meant, *with_bias, k, "reference")
-    assert_same_bits(ops.linear_scaled(x, w, scale, bias, *KEYS), got[0], "without a gradient or a state")
+    assert_same_bits(
+        ops.linear_scaled(x, w, scale, None, bias, *KEYS), got[0], "without a gradient or a state"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -99,12 +101,12 @@ def test_grouped_linear_scaled(n: int, k: int, dtype: torch.dtype, device: torch
     scale = torch.cat([torch.rand(count, generator=generator) * s + s / 2 for s in SCALES]).to(device)
     amax = torch.zeros(3 * count, device=device)
     leaves = [t.clone().requires_grad_() for t in (x, w, bias, row_scale)]
-    output = ops.grouped_linear_scaled_(leaves[0], leaves[1], sizes, scale, amax, leaves[2], leaves[3], *KEYS)
+    output = ops.grouped_linear_scaled(leaves[0], leaves[1], sizes, scale, amax, leaves[2], leaves[3], *KEYS)
     assert not amax[2 * count :].any()
     grad_x, grad_w, grad_bias, grad_row_scale = torch.autograd.grad(output, leaves, grad)
     for tensor in (output, grad_x, grad_row_scale):
         assert_same_bits(tensor[total:].detach(), torch.zeros_like(tensor[total:]), "tail")
-    meant = reference.grouped_linear_scaled(x, w, sizes, scale, bias, row_scale, *KEYS)
+    meant = reference.grouped_linear_scaled(x, w, sizes, scale, None, bias, row_scale, *KEYS)
     wanted_amax, begin = torch.zeros(3, count), 0
     units = units_of(None, n, k, dtype, device)
     for g, size in enumerate(SIZES):
@@ -129,7 +131,7 @@ def test_leading_dimensions(device: torch.device) -> None:
     for shape in ((8,), (2, 8), (2, 3, 8), (2, 0, 8)):
         x = torch.randn(shape, device=device, requires_grad=True)
         amax = torch.zeros(3, device=device)
-        got = ops.linear_scaled_(x, w, scale, amax)
+        got = ops.linear_scaled(x, w, scale, amax)
         assert got.shape == (*shape[:-1], 5)
         flat = x.detach().reshape(-1, 8).requires_grad_()
         expected = ops.linear_scaled(flat, w, scale)
@@ -145,17 +147,19 @@ def test_only_what_is_wanted(device: torch.device) -> None:
     scale = torch.tensor(SCALES, device=device)
     x, w, b = (torch.randn(s, device=device) for s in ((6, 8), (5, 8), (5,)))
     everything = [t.clone().requires_grad_() for t in (x, w, b)]
-    full = torch.autograd.grad(ops.linear_scaled(*everything[:2], scale, everything[2]).sum(), everything)
+    full = torch.autograd.grad(
+        ops.linear_scaled(*everything[:2], scale, None, everything[2]).sum(), everything
+    )
     for i in range(3):
         leaves = [t.clone().requires_grad_(i == j) for j, t in enumerate((x, w, b))]
         amax = torch.zeros(3, device=device)
-        output = ops.linear_scaled_(*leaves[:2], scale, amax, leaves[2])
+        output = ops.linear_scaled(*leaves[:2], scale, amax, leaves[2])
         (got,) = torch.autograd.grad(output.sum(), leaves[i])
         assert_same_bits(got, full[i])
         assert (amax[2].item() == 1.0) == (i < 2)
     amax = torch.zeros(3, device=device)
     with torch.no_grad():
-        ops.linear_scaled_(everything[0], everything[1], scale, amax)
+        ops.linear_scaled(everything[0], everything[1], scale, amax)
     assert amax[0] > 0 and amax[1] > 0 and amax[2] == 0
 
 
@@ -167,7 +171,7 @@ def test_two_forwards_before_two_backwards(device: torch.device) -> None:
     outputs = []
     for i in range(2):
         now = ops.update_delayed_scale_(history, scale, amax, list(KEYS))
-        outputs.append((ops.linear_scaled_(torch.ones(3, 8, device=device) * (i + 1), w, now, amax), now))
+        outputs.append((ops.linear_scaled(torch.ones(3, 8, device=device) * (i + 1), w, now, amax), now))
     for i, (output, now) in enumerate(outputs):
         (got,) = torch.autograd.grad((output * (i + 2)).sum(), w)
         alone = ops.linear_scaled(torch.ones(3, 8, device=device) * (i + 1), w, now)
@@ -200,8 +204,7 @@ def test_opcheck(grouped: bool, wants: bool, state: bool, device: torch.device) 
         del arguments["amax"]
     for name in ("input", "weight", "bias"):
         arguments[name].requires_grad_(wants)
-    pure = OPS.grouped_linear_scaled if grouped else OPS.linear_scaled
-    op = (OPS.grouped_linear_scaled_ if grouped else OPS.linear_scaled_) if state else pure
+    op = OPS.grouped_linear_scaled if grouped else OPS.linear_scaled
     opcheck(op.default, (), arguments)
 
 
@@ -212,30 +215,30 @@ GROUPED = layer("cpu", grouped=True)
 @pytest.mark.parametrize(
     ("op", "changed", "error", "text"),
     [
-        (ops.linear_scaled_, {"input": ARGUMENTS["input"].double()}, TypeError,
+        (ops.linear_scaled, {"input": ARGUMENTS["input"].double()}, TypeError,
          "argument 'input': expected one of the dtypes float32, bfloat16, float16, got float64. Convert it with "
          ".to() first."),
-        (ops.linear_scaled_, {"weight": ARGUMENTS["weight"][:, :7]}, ValueError,
+        (ops.linear_scaled, {"weight": ARGUMENTS["weight"][:, :7]}, ValueError,
          "argument 'weight': expected size 8 in dimension 1 (the last dimension of 'input'), got float32[5, 7] on "
          "cpu. Pass tensors whose sizes agree."),
-        (ops.linear_scaled_, {"scale": torch.ones(2)}, ValueError,
+        (ops.linear_scaled, {"scale": torch.ones(2)}, ValueError,
          "argument 'scale': expected at least 3 entries, of which this call has those from 0 on, got float32[2] on "
          "cpu. Pass one for each tensor or group."),
-        (ops.linear_scaled_, {"amax": torch.ones(4)}, ValueError,
+        (ops.linear_scaled, {"amax": torch.ones(4)}, ValueError,
          "argument 'amax': expected size 3 in dimension 0 (those of input, weight and gradient, one for each group), "
          "got float32[4] on cpu. Pass tensors whose sizes agree."),
-        (ops.linear_scaled_, {"amax": torch.ones(6)[::2]}, ValueError,
+        (ops.linear_scaled, {"amax": torch.ones(6)[::2]}, ValueError,
          "argument 'amax': expected a contiguous tensor, got float32[3] on cpu with strides [2]. Call .contiguous() on "
          "it first."),
-        (ops.linear_scaled_, {"grad_format": "fp8_block"}, ValueError,
+        (ops.linear_scaled, {"grad_format": "fp8_block"}, ValueError,
          "argument 'grad_format': expected fp8_tensor:e4m3 or fp8_tensor:e5m2, without pow2 or eps, got 'fp8_block'. "
          "The scale is given: pow2 and eps are for scales that come from the data."),
-        (ops.grouped_linear_scaled_, {"scale": torch.ones(3)}, ValueError,
+        (ops.grouped_linear_scaled, {"scale": torch.ones(3)}, ValueError,
          "argument 'scale': expected at least 6 entries, of which this call has those from 0 on, got float32[3] on "
          "cpu. Pass one for each tensor or group."),
-        (ops.grouped_linear_scaled_, {"weight": GROUPED["weight"][0]}, ValueError,
+        (ops.grouped_linear_scaled, {"weight": GROUPED["weight"][0]}, ValueError,
          "argument 'weight': expected 3 dimensions, got float32[5, 8] on cpu. Reshape it first."),
-        (ops.grouped_linear_scaled_, {"group_sizes": torch.tensor([6])}, ValueError,
+        (ops.grouped_linear_scaled, {"group_sizes": torch.tensor([6])}, ValueError,
          "argument 'group_sizes': expected size 2 in dimension 0 (the matrices of 'weight'), got int64[1] on cpu. "
          "Pass tensors whose sizes agree."),
     ],
@@ -244,7 +247,7 @@ GROUPED = layer("cpu", grouped=True)
 def test_errors(
     op: Callable[..., Tensor], changed: dict[str, Any], error: type[Exception], text: str, wants: bool
 ) -> None:
-    arguments = {**(GROUPED if op is ops.grouped_linear_scaled_ else ARGUMENTS), **changed}
+    arguments = {**(GROUPED if op is ops.grouped_linear_scaled else ARGUMENTS), **changed}
     arguments["bias"] = arguments["bias"].clone().requires_grad_(wants)
     amax = arguments["amax"].clone()
     with pytest.raises(error) as caught:

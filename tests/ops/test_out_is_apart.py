@@ -142,7 +142,7 @@ def test_an_amax_is_apart_from_what_is_read() -> None:
         "inputs ": ("amax_t", lambda: ops.amax_list_out([wide, wide], key, torch.zeros(2), first_row)),
         "scale ": (
             "amax",
-            lambda: ops.linear_scaled_(wide, torch.ones(3, 4), state, state, None, *[key] * 3),
+            lambda: ops.linear_scaled(wide, torch.ones(3, 4), state, state, None, *[key] * 3),
         ),
     }
     held, kept = wide.clone(), state.clone()

@@ -125,11 +125,10 @@ class GroupedLinear(TakesRecipe):
         input, weight, bias = operands(input, self.local_weight, self.local_bias)
         if isinstance(self.recipe, DelayedScaling):
             takes = self._takes(input, weight, bias) and self._takes_rows(input, group_sizes, bias_scale)
-            scale, amax = self._delayed_scales(self.recipe, takes), self._collects
-            layer = (bias, bias_scale, *self._formats)
-            if self.training:
-                return ops.grouped_linear_scaled_(input, weight, group_sizes, scale, amax, *layer)
-            return ops.grouped_linear_scaled(input, weight, group_sizes, scale, *layer)
+            scale = self._delayed_scales(self.recipe, takes)
+            amax = self._collects if self.training else None
+            layer = (scale, amax, bias, bias_scale, *self._formats)
+            return ops.grouped_linear_scaled(input, weight, group_sizes, *layer)
         return ops.grouped_linear(
             input, weight, group_sizes, bias, bias_scale, *self._formats, quantized_weight
         )

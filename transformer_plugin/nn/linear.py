@@ -61,9 +61,8 @@ class Linear(TakesRecipe, torch.nn.Linear):
         input, weight, bias = operands(input, self.weight, self.bias)
         if isinstance(self.recipe, DelayedScaling):
             scale = self._delayed_scales(self.recipe, self._takes(input, weight, bias))
-            if self.training:
-                return ops.linear_scaled_(input, weight, scale, self._collects, bias, *self._formats)
-            return ops.linear_scaled(input, weight, scale, bias, *self._formats)
+            amax = self._collects if self.training else None
+            return ops.linear_scaled(input, weight, scale, amax, bias, *self._formats)
         return ops.linear(input, weight, bias, *self._formats, quantized_weight)
 
     def extra_repr(self) -> str:

@@ -154,17 +154,22 @@ def linear_scaled(
     input: Tensor,
     weight: Tensor,
     scale: Tensor,
+    amax: Tensor | None = None,
     bias: Tensor | None = None,
     input_format: str = "fp8_tensor:e4m3",
     weight_format: str = "fp8_tensor:e4m3",
     grad_format: str = "fp8_tensor:e5m2",
 ) -> Tensor:
-    """:func:`~transformer_plugin.ops.linear` in ``fp8_tensor`` with given scales.
+    """:func:`~transformer_plugin.ops.linear` in ``fp8_tensor`` with the scales that are passed.
 
     Args:
         input: ``[..., K]`` float32, bfloat16 or float16.
         weight: ``[N, K]`` in the dtype of ``input``.
         scale: float32 ``[3]``, contiguous: of the input, the weight and the gradient of the output.
+        amax: float32 ``[3]``, contiguous, or None to collect nothing. In training it is raised to the amaxes of input
+            and weight in the forward, unless activation checkpointing recomputes it inside a backward, and of the
+            gradient in the backward. Written through its pointer: its autograd version does not change, and changes of
+            it between forward and backward are no error.
         bias: ``[N]``, any float dtype.
         input_format, weight_format, grad_format: ``fp8_tensor:e4m3`` or ``fp8_tensor:e5m2``.
 
@@ -174,36 +179,9 @@ def linear_scaled(
 
     Raises:
         TypeError: another dtype. ValueError: sizes or devices that do not agree, a state that is not contiguous,
-        another format.
+        another format. Nothing is written then.
     """
-    return _ops.linear_scaled.default(input, weight, scale, bias, input_format, weight_format, grad_format)
-
-
-def linear_scaled_(
-    input: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    amax: Tensor,
-    bias: Tensor | None = None,
-    input_format: str = "fp8_tensor:e4m3",
-    weight_format: str = "fp8_tensor:e4m3",
-    grad_format: str = "fp8_tensor:e5m2",
-) -> Tensor:
-    """:func:`linear_scaled` that collects amaxes, for training.
-
-    Args:
-        amax: float32 ``[3]``, contiguous: raised to the amaxes of input and weight in the forward, unless activation
-            checkpointing recomputes it inside a backward, and of the gradient in the backward. Written through its
-            pointer, its autograd version does not change, and changes of it in between are no error.
-        input, weight, scale, bias, input_format, weight_format, grad_format: as in :func:`linear_scaled`.
-
-    Returns:
-        As :func:`linear_scaled`.
-
-    Raises:
-        TypeError, ValueError: as :func:`linear_scaled`. Nothing is written then.
-    """
-    return _ops.linear_scaled_.default(
+    return _ops.linear_scaled.default(
         input, weight, scale, amax, bias, input_format, weight_format, grad_format
     )
 
@@ -213,19 +191,21 @@ def grouped_linear_scaled(
     weight: Tensor,
     group_sizes: Tensor,
     scale: Tensor,
+    amax: Tensor | None = None,
     bias: Tensor | None = None,
     bias_scale: Tensor | None = None,
     input_format: str = "fp8_tensor:e4m3",
     weight_format: str = "fp8_tensor:e4m3",
     grad_format: str = "fp8_tensor:e5m2",
 ) -> Tensor:
-    """:func:`~transformer_plugin.ops.grouped_linear` in ``fp8_tensor`` with given scales.
+    """:func:`~transformer_plugin.ops.grouped_linear` in ``fp8_tensor`` with the scales that are passed.
 
     Args:
         input: ``[T, K]`` float32, bfloat16 or float16.
         weight: ``[G, N, K]`` in the dtype of ``input``.
         group_sizes: int32 or int64 ``[G]``.
         scale: float32 ``[3 * G]``, contiguous: of the input's groups, the weights, and the gradient's groups.
+        amax: float32 ``[3 * G]``, contiguous, or None: as for :func:`linear_scaled`, of each group and weight.
         bias: ``[G, N]``, any float dtype.
         bias_scale: float32 ``[T]``, a factor of the bias for each row.
         input_format, weight_format, grad_format: as for :func:`linear_scaled`.
@@ -238,35 +218,5 @@ def grouped_linear_scaled(
         TypeError, ValueError: as :func:`linear_scaled` and :func:`~transformer_plugin.ops.grouped_linear`.
     """
     return _ops.grouped_linear_scaled.default(
-        input, weight, group_sizes, scale, bias, bias_scale, input_format, weight_format, grad_format
-    )
-
-
-def grouped_linear_scaled_(
-    input: Tensor,
-    weight: Tensor,
-    group_sizes: Tensor,
-    scale: Tensor,
-    amax: Tensor,
-    bias: Tensor | None = None,
-    bias_scale: Tensor | None = None,
-    input_format: str = "fp8_tensor:e4m3",
-    weight_format: str = "fp8_tensor:e4m3",
-    grad_format: str = "fp8_tensor:e5m2",
-) -> Tensor:
-    """:func:`grouped_linear_scaled` that collects amaxes, for training.
-
-    Args:
-        amax: float32 ``[3 * G]``, contiguous, as for :func:`linear_scaled_`: of each group and weight.
-        input, weight, group_sizes, scale, bias, bias_scale, input_format, weight_format, grad_format: as in
-            :func:`grouped_linear_scaled`.
-
-    Returns:
-        As :func:`grouped_linear_scaled`.
-
-    Raises:
-        TypeError, ValueError: as :func:`grouped_linear_scaled`. Nothing is written then.
-    """
-    return _ops.grouped_linear_scaled_.default(
         input, weight, group_sizes, scale, amax, bias, bias_scale, input_format, weight_format, grad_format
     )

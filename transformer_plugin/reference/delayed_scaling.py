@@ -109,27 +109,14 @@ def linear_scaled(
     input: Tensor,
     weight: Tensor,
     scale: Tensor,
+    amax: Tensor | None = None,
     bias: Tensor | None = None,
     input_format: str = "fp8_tensor:e4m3",
     weight_format: str = "fp8_tensor:e4m3",
     grad_format: str = "fp8_tensor:e5m2",
 ) -> Tensor:
-    """The product of the operands' values in FP8; ``grad_format`` is for the backward, which this does not have."""
-    amax = torch.zeros_like(scale)
-    return linear_scaled_(input, weight, scale, amax, bias, input_format, weight_format, grad_format)
-
-
-def linear_scaled_(
-    input: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    amax: Tensor,
-    bias: Tensor | None = None,
-    input_format: str = "fp8_tensor:e4m3",
-    weight_format: str = "fp8_tensor:e4m3",
-    grad_format: str = "fp8_tensor:e5m2",
-) -> Tensor:
-    """The same, and the amaxes of input and weight."""
+    """The product of the operands' values in FP8, and the amaxes of input and weight; ``grad_format`` is for the
+    backward, which this does not have."""
     x = quantize_scaled(input.flatten(0, -2), scale, input_format, amax)
     w = quantize_scaled(weight, scale, weight_format, amax, first=1)
     output = gemm(dequantize(*x, input_format), dequantize(*w, weight_format), bias, dtype=input.dtype)
@@ -141,31 +128,14 @@ def grouped_linear_scaled(
     weight: Tensor,
     group_sizes: Tensor,
     scale: Tensor,
+    amax: Tensor | None = None,
     bias: Tensor | None = None,
     bias_scale: Tensor | None = None,
     input_format: str = "fp8_tensor:e4m3",
     weight_format: str = "fp8_tensor:e4m3",
     grad_format: str = "fp8_tensor:e5m2",
 ) -> Tensor:
-    """The same for each group, each with scales of its own."""
-    formats = (input_format, weight_format, grad_format)
-    amax = torch.zeros_like(scale)
-    return grouped_linear_scaled_(input, weight, group_sizes, scale, amax, bias, bias_scale, *formats)
-
-
-def grouped_linear_scaled_(
-    input: Tensor,
-    weight: Tensor,
-    group_sizes: Tensor,
-    scale: Tensor,
-    amax: Tensor,
-    bias: Tensor | None = None,
-    bias_scale: Tensor | None = None,
-    input_format: str = "fp8_tensor:e4m3",
-    weight_format: str = "fp8_tensor:e4m3",
-    grad_format: str = "fp8_tensor:e5m2",
-) -> Tensor:
-    """The same, and the amaxes of input and weights."""
+    """The same for each group, which has its own scales."""
     data, scale_inv = quantize_scaled(input, scale, input_format, amax, group_sizes)
     x = grouped_dequantize(data, scale_inv, group_sizes, input_format)
     w = quantize_scaled(weight, scale, weight_format, amax, first=len(weight))

@@ -200,11 +200,9 @@ def scaled_calls(draw: Draw) -> Calls:
     for op in ("update_delayed_scale_", "delayed_scale"):
         for algorithm in ("max", "most_recent"):
             yield op, algorithm, {**history, "margin": 1, "algorithm": algorithm}
-    for collect in (False, True):
-        name, more = ("_", {"amax": draw.zeros(3 * G)}) if collect else ("", {})
+    for name, dense_amax, amax in (("", draw.zeros(3), draw.zeros(3 * G)), ("no amax", None, None)):
         dense = {"input": draw(T, K), "weight": draw(N, K), "scale": draw.rand(3), "bias": draw(N)}
-        dense_more = {"amax": draw.zeros(3)} if collect else {}
-        yield f"linear_scaled{name}", "", {**dense, **dense_more, **roles}
+        yield "linear_scaled", name, {**dense, "amax": dense_amax, **roles}
         grouped = {"input": draw(T, K), "weight": draw(G, N, K), "group_sizes": sizes, "scale": scale}
         bias = {"bias": draw(G, N), "bias_scale": draw(T)}
-        yield f"grouped_linear_scaled{name}", "", {**grouped, **bias, **more, **roles}
+        yield "grouped_linear_scaled", name, {**grouped, **bias, "amax": amax, **roles}
