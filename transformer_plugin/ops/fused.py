@@ -55,9 +55,9 @@ def swiglu_quantize(
         rowwise, columnwise: as in :func:`~transformer_plugin.ops.quantize`.
 
     Returns:
-        What :func:`~transformer_plugin.ops.quantize` returns of ``swiglu(input, probs)``: ``data [T, F]`` (``[T, F / 2]``
-        bytes of ``nvfp4``) and ``scale_inv``, then ``data_transposed [F, T]`` and its scale. The same bytes on CPU and
-        CUDA. Not differentiable.
+        What :func:`~transformer_plugin.ops.quantize` returns of ``swiglu(input, probs)``: ``data [T, F]``
+        (``[T, F / 2]`` bytes of ``nvfp4``) and ``scale_inv``, then ``data_transposed [F, T]`` and its scale. The same
+        bytes on CPU and CUDA. Not differentiable.
 
     Raises:
         TypeError: another dtype. ValueError: other dimensions, another device, a width that the format does not take,
@@ -67,9 +67,7 @@ def swiglu_quantize(
     """
     key = _key(format)
     return tuple(
-        _ops.swiglu_quantize.default(
-            input, probs, group_sizes, key, amax, amax_t, seed, rowwise, columnwise
-        )
+        _ops.swiglu_quantize.default(input, probs, group_sizes, key, amax, amax_t, seed, rowwise, columnwise)
     )
 
 
@@ -116,7 +114,7 @@ def bias_backward_quantize(
     rowwise: bool = True,
     columnwise: bool = False,
 ) -> tuple[Tensor, ...]:
-    """:func:`~transformer_plugin.ops.bias_backward`, and the gradient quantized along rows, columns or both, in one pass.
+    """:func:`~transformer_plugin.ops.bias_backward`, and the gradient quantized in either or both directions.
 
     Args:
         grad: ``[T, N]`` float32, bfloat16 or float16, any strides. For ``mxfp8`` N is a multiple of 32, for
@@ -143,7 +141,5 @@ def bias_backward_quantize(
     """
     key = _key(format)
     return tuple(
-        _ops.bias_backward_quantize.default(
-            grad, group_sizes, key, amax, amax_t, seed, rowwise, columnwise
-        )
+        _ops.bias_backward_quantize.default(grad, group_sizes, key, amax, amax_t, seed, rowwise, columnwise)
     )

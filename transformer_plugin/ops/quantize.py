@@ -79,8 +79,8 @@ def quantize(
 
     Args:
         input: ``[M, K]``, or ``[G, M, K]`` for G matrices with separate scales, or a ragged ``[T, K]`` with
-            ``group_sizes``, whose rows past the groups may hold anything; float32, bfloat16 or float16; any strides, any
-            sizes including 0. K is a multiple of 32 for ``mxfp8``, of 16 for ``nvfp4``; for ``nvfp4`` with
+            ``group_sizes``, whose rows past the groups may hold anything; float32, bfloat16 or float16; any strides,
+            any sizes including 0. K is a multiple of 32 for ``mxfp8``, of 16 for ``nvfp4``; for ``nvfp4`` with
             ``columnwise`` M and every group size is a multiple of 16 too.
         format: a key of ``fp8_tensor``, ``fp8_row``, ``fp8_block``, ``mxfp8`` or ``nvfp4``, or a
             :class:`~transformer_plugin.formats.Format`; not ``square`` with ``group_sizes``.
@@ -112,9 +112,7 @@ def quantize(
     Microscaling Formats (MX) v1.0 specification, with the scale conventions of NVIDIA TransformerEngine 2.20.
     """
     key = _key(format)
-    return tuple(
-        _ops.quantize.default(input, key, group_sizes, amax, amax_t, seed, rowwise, columnwise)
-    )
+    return tuple(_ops.quantize.default(input, key, group_sizes, amax, amax_t, seed, rowwise, columnwise))
 
 
 def dequantize(

@@ -48,9 +48,7 @@ def quantize_out(
         require a gradient. Nothing is written then.
     """
     buffers, key = list(out), _key(format)
-    _ops.quantize_out.default(
-        input, key, buffers, group_sizes, amax, amax_t, seed, noop, rowwise, columnwise
-    )
+    _ops.quantize_out.default(input, key, buffers, group_sizes, amax, amax_t, seed, noop, rowwise, columnwise)
 
 
 def amax_list_out(

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_plugin.formats import Format
-from transformer_plugin.reference.quantize import quantize
 from transformer_plugin.reference.gemm import sum_rows
+from transformer_plugin.reference.quantize import quantize
 
 #: columns that lie so far apart are added in turn before anything else.
 PARTIAL_SUMS = 1024

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -255,6 +256,40 @@ def _grouped_dequantize(
     return output
 
 
+@overload
+def amax(
+    input: Tensor,
+    format: str | Format,
+    group_sizes: Tensor | None = None,
+    rowwise: Literal[True] = True,
+    columnwise: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def amax(
+    input: Tensor,
+    format: str | Format,
+    group_sizes: Tensor | None = None,
+    *,
+    rowwise: Literal[False],
+    columnwise: Literal[True],
+) -> Tensor: ...
+@overload
+def amax(
+    input: Tensor,
+    format: str | Format,
+    group_sizes: Tensor | None = None,
+    rowwise: Literal[True] = True,
+    *,
+    columnwise: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def amax(
+    input: Tensor,
+    format: str | Format,
+    group_sizes: Tensor | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def amax(
     input: Tensor,
     format: str | Format,

@@ -72,9 +72,7 @@ def quantize_list(
     outputs = []
     for input, one in zip(inputs, _amaxes(inputs, format, amax), strict=True):
         amax_t = one if fmt.family == "nvfp4" else None
-        outputs.append(
-            quantize(input, fmt, amax=one, amax_t=amax_t, rowwise=rowwise, columnwise=columnwise)
-        )
+        outputs.append(quantize(input, fmt, amax=one, amax_t=amax_t, rowwise=rowwise, columnwise=columnwise))
     return outputs
 
 
