@@ -86,7 +86,7 @@ class Data:
         self.sizes = {kind: group_sizes(shape, kind, device) for kind in shape.kinds}
         self.rows = torch.randperm(shape.rows, device=device)
         self.ends = {kind: sizes.cumsum(0, dtype=torch.int32) for kind, sizes in self.sizes.items()}
-        both = ops.quantize_both(self.weight, WEIGHT_FORMAT)
+        both = ops.quantize(self.weight, WEIGHT_FORMAT, columnwise=True)
         self.weight8, self.weight8_t = both[:2], both[2:]
         self.x8, self.x8_t = self._quantized(self.x, INPUT_FORMAT)
         self.grad8, self.grad8_t = self._quantized(self.grad, GRAD_FORMAT)
@@ -94,7 +94,7 @@ class Data:
         _, self.grad8_aligned = self._quantized(self.grad, ALIGNED_GRAD_FORMAT)
         self.weight8_whole = ops.quantize(self.weight, TENSOR_FORMAT)
         self.x8_whole = {
-            kind: ops.grouped_quantize(self.x, sizes, TENSOR_FORMAT) for kind, sizes in self.sizes.items()
+            kind: ops.quantize(self.x, TENSOR_FORMAT, sizes) for kind, sizes in self.sizes.items()
         }
         # of each row, as torch wants them
         self.x8_row_scale = {
@@ -104,21 +104,19 @@ class Data:
         self.weight8_row_scale = self.weight8_whole[1].unsqueeze(1).expand(-1, shape.n).contiguous()
         self.x8_rows, self.weight8_rows = ops.quantize_rowwise(self.x), ops.quantize_rowwise(self.weight)
         self.weight_mx = ops.quantize(self.weight, MX_FORMAT)
-        self.x_mx = {
-            kind: ops.grouped_quantize(self.x, sizes, MX_FORMAT) for kind, sizes in self.sizes.items()
-        }
+        self.x_mx = {kind: ops.quantize(self.x, MX_FORMAT, sizes) for kind, sizes in self.sizes.items()}
         self.weight_amax = ops.amax(self.weight, NV_FORMAT)
-        self.weight_nv = ops.quantize(self.weight, NV_FORMAT, self.weight_amax)
+        self.weight_nv = ops.quantize(self.weight, NV_FORMAT, amax=self.weight_amax)
         self.x_amax = {kind: ops.amax(self.x, NV_FORMAT, sizes) for kind, sizes in self.sizes.items()}
         self.x_nv = {
-            kind: ops.grouped_quantize(self.x, sizes, NV_FORMAT, self.x_amax[kind])
+            kind: ops.quantize(self.x, NV_FORMAT, sizes, amax=self.x_amax[kind])
             for kind, sizes in self.sizes.items()
         }
         torch._dynamo.reset()  # what was compiled for other shapes counts against its limit
         self.add = torch.compile(_add, dynamic=False, fullgraph=True)
 
     def _quantized(self, matrix: Tensor, key: str) -> tuple[dict[str, Quantized], dict[str, Quantized]]:
-        both = {kind: ops.grouped_quantize_both(matrix, sizes, key) for kind, sizes in self.sizes.items()}
+        both = {kind: ops.quantize(matrix, key, sizes, columnwise=True) for kind, sizes in self.sizes.items()}
         return {kind: four[:2] for kind, four in both.items()}, {
             kind: four[2:] for kind, four in both.items()
         }
@@ -278,7 +276,7 @@ def _fp8_rows_forward_factors(data: Data, kind: str, group: int) -> Factors:
 
 
 def _mx_forward_factors(data: Data, kind: str, group: int) -> Factors:
-    x = ops.grouped_dequantize(*data.x_mx[kind], data.sizes[kind], MX_FORMAT, torch.float32)
+    x = ops.dequantize(*data.x_mx[kind], MX_FORMAT, torch.float32, data.sizes[kind])
     weight, scale = data.weight_mx
     return x[data.rows_of(kind, group)], ops.dequantize(
         weight[group], scale[group], MX_FORMAT, torch.float32
@@ -287,7 +285,7 @@ def _mx_forward_factors(data: Data, kind: str, group: int) -> Factors:
 
 def _nv_forward_factors(data: Data, kind: str, group: int) -> Factors:
     sizes, amax = data.sizes[kind], data.x_amax[kind]
-    x = ops.grouped_dequantize(*data.x_nv[kind], sizes, NV_FORMAT, torch.float32, amax=amax)
+    x = ops.dequantize(*data.x_nv[kind], NV_FORMAT, torch.float32, sizes, amax=amax)
     weight, scale = data.weight_nv
     own = ops.dequantize(
         weight[group], scale[group], NV_FORMAT, torch.float32, amax=data.weight_amax[group : group + 1]
@@ -311,9 +309,7 @@ def _fp8_data_gradient_factors(data: Data, kind: str, group: int) -> Factors:
 def _fp8_weight_gradient_factors(data: Data, kind: str, group: int) -> Factors:
     def values(codes: Quantized, key: str) -> Tensor:
         sizes = data.sizes[kind]
-        return ops.grouped_dequantize(*codes, sizes, key, torch.float32, transposed=True)[
-            data.rows_of(kind, group)
-        ]
+        return ops.dequantize(*codes, key, torch.float32, sizes, True)[data.rows_of(kind, group)]
 
     return values(data.grad8_t[kind], GRAD_FORMAT).T, values(data.x8_t[kind], INPUT_FORMAT)
 

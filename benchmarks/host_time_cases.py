@@ -65,7 +65,7 @@ def _activation(device: torch.device) -> Iterator[Pair]:
     yield Pair(
         "swiglu_backward_quantize_both",
         "mul, mul, cat, sum, two times " + QUANTIZE,
-        lambda grad: ops.swiglu_backward_quantize_both(grad, wide, one, None, BLOCKS),
+        lambda grad: ops.swiglu_backward_quantize(grad, wide, one, None, BLOCKS),
         torch_backward,
         grad,
         differentiable=False,
@@ -114,7 +114,7 @@ def _quantize(device: torch.device) -> Iterator[Pair]:
 
     def both(key: str, *given: Tensor) -> Pair:
         def call(x: Tensor) -> tuple[Tensor, ...]:
-            return ops.quantize_both(x, key, *given)
+            return ops.quantize(x, key, *given, columnwise=True)
 
         name, least = f"quantize_both {key}", square if given else x
         return Pair(name, "two times " + QUANTIZE, call, _torch_quantize_both, least, differentiable=False)
@@ -150,7 +150,7 @@ def _around_quantize(device: torch.device) -> Iterator[Pair]:
         (
             "grouped_quantize",
             QUANTIZE,
-            lambda x: ops.grouped_quantize(x, sizes, BLOCKS),
+            lambda x: ops.quantize(x, BLOCKS, sizes),
             _torch_quantize,
         ),
         (

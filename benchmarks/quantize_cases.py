@@ -59,7 +59,7 @@ def _with_amax(label: str, key: str, direction: str) -> Case:
     names = ["amax", "amax_t"] if direction == "both" else ["amax"]
 
     def prepare(x: Tensor) -> Tensors:
-        amaxes = ops.amax_both(x, fmt.key)[: len(names)]
+        amaxes = ops.amax(x, fmt.key, columnwise=True)[: len(names)]
         return x, *amaxes, *([torch.tensor([7], device=x.device)] if fmt.stochastic_rounding else [])
 
     names += ["seed"] if fmt.stochastic_rounding else []
@@ -104,7 +104,7 @@ def _swiglu_backward(label: str, key: str) -> Case:
 
     def steps(grad: Tensor, x: Tensor, probs: Tensor) -> Tensors:
         grad_input, grad_probs = ops.swiglu_backward(grad, x, probs)
-        return *ops.quantize_both(grad_input, fmt.key), grad_probs
+        return *ops.quantize(grad_input, fmt.key, columnwise=True), grad_probs
 
     def plain(grad: Tensor, x: Tensor, probs: Tensor) -> Tensors:
         *halves, grad_probs = peers.swiglu_backward(grad, x, probs, width)
@@ -114,8 +114,8 @@ def _swiglu_backward(label: str, key: str) -> Case:
         f"swiglu backward into {label} both",
         fmt,
         prepare=_swiglu_arguments,
-        op=lambda grad, x, probs: ops.swiglu_backward_quantize_both(grad, x, probs, None, fmt.key),
-        reference=lambda grad, x, probs: reference.swiglu_backward_quantize_both(grad, x, probs, None, fmt),
+        op=lambda grad, x, probs: ops.swiglu_backward_quantize(grad, x, probs, None, fmt.key),
+        reference=lambda grad, x, probs: reference.swiglu_backward_quantize(grad, x, probs, None, fmt),
         steps=steps,
         compiled=plain,
     )
@@ -182,7 +182,7 @@ def _given(x: Tensor, fmt: Format, direction: str) -> dict[str, Tensor]:
     """What a format scales by, of this matrix, and a seed where it rounds at random; by the name of its argument."""
     if fmt.family == "fp8_tensor":
         return {"amax": ops.amax(x, fmt.key)}
-    given = dict(zip(("amax", "amax_t"), ops.amax_both(x, fmt.key), strict=True))
+    given = dict(zip(("amax", "amax_t"), ops.amax(x, fmt.key, columnwise=True), strict=True))
     if direction == "rows":
         del given["amax_t"]
     return given | ({"seed": torch.tensor([7], device=x.device)} if fmt.stochastic_rounding else {})
@@ -249,7 +249,7 @@ def _fused_cases_with_amax() -> Iterator[Case]:
             "both",
             _swiglu_arguments,
             ops.swiglu_backward,
-            lambda module, grad, x, probs, format, given: module.swiglu_backward_quantize_both(
+            lambda module, grad, x, probs, format, given: module.swiglu_backward_quantize(
                 grad, x, probs, None, format, **given
             ),
             False,
@@ -275,8 +275,8 @@ def _fused_cases_with_amax() -> Iterator[Case]:
             "both",
             lambda grad: (grad,),
             lambda grad: (grad, ops.bias_backward(grad)),
-            lambda module, grad, format, given: module.bias_backward_quantize_both(
-                grad, None, format, **given
+            lambda module, grad, format, given: module.bias_backward_quantize(
+                grad, None, format, **given, columnwise=True
             ),
             True,
         )
@@ -313,7 +313,7 @@ def _requantize(label: str, key: str) -> Case:
 
     def steps(data: Tensor, scale: Tensor) -> Tensors:
         matrix = ops.dequantize(data, scale.view(dtype), fmt.key, torch.bfloat16)
-        return ops.quantize_transposed(matrix, fmt.key)
+        return ops.quantize(matrix, fmt.key, rowwise=False, columnwise=True)
 
     return Case(
         f"requantize {label} transposed",

@@ -38,8 +38,8 @@ def _grouped(label: str, key: str, direction: str, groups: int, multiple: int) -
         return (
             x,
             group_sizes,
-            *ops.amax_both(x, fmt.key, group_sizes)[:count],
-            *ops.amax_both(x, fmt.key)[:count],
+            *ops.amax(x, fmt.key, group_sizes, columnwise=True)[:count],
+            *ops.amax(x, fmt.key, columnwise=True)[:count],
         )
 
     def of_groups(amaxes: Tensors) -> dict[str, Tensor]:

@@ -9,105 +9,58 @@
 #include "common/other_tensors.h"
 
 TORCH_LIBRARY(transformer_plugin, m) {
-  // quantize: values to (data, scale_inv), along rows, along columns (returned transposed), or both. "amax" are
-  // largest magnitudes found beforehand, by the ops of that name, and "seed" is what stochastic rounding draws from.
-  m.def("quantize(Tensor input, str format, Tensor? amax=None, Tensor? seed=None) -> (Tensor, Tensor)");
+  // quantize: values to data and scales, along rows, along columns (the data is then transposed), or both. Results
+  // are a list: rowwise data and scale, columnwise data and scale, without those of a direction that is False.
+  // "amax" and "amax_t" are the largest magnitudes of both directions, from the op amax; "seed" is what stochastic
+  // rounding draws from.
   m.def(
-      "quantize_transposed(Tensor input, str format, Tensor? amax=None, Tensor? seed=None) -> (Tensor, Tensor)");
+      "quantize(Tensor input, str format, Tensor? group_sizes=None, Tensor? amax=None, Tensor? amax_t=None, "
+      "Tensor? seed=None, bool rowwise=True, bool columnwise=False) -> Tensor[]");
+  // Into buffers of the caller, in the order of the results; with noop = 1 on the device every byte of them stays.
   m.def(
-      "quantize_both(Tensor input, str format, Tensor? amax=None, Tensor? amax_t=None, Tensor? seed=None) -> "
-      "(Tensor, Tensor, Tensor, Tensor)");
+      "quantize_out(Tensor input, str format, Tensor(a!)[] out, Tensor? group_sizes=None, Tensor? amax=None, "
+      "Tensor? amax_t=None, Tensor? seed=None, Tensor? noop=None, bool rowwise=True, bool columnwise=False) -> ()");
+  // All results of the first matrix, then of the second.
   m.def(
-      "dequantize(Tensor data, Tensor scale_inv, str format, ScalarType dtype, bool transposed=False, "
-      "Tensor? amax=None) -> Tensor");
+      "quantize_list(Tensor[] inputs, str format, Tensor? amax=None, bool rowwise=True, bool columnwise=False) -> "
+      "Tensor[]");
   m.def(
-      "grouped_quantize(Tensor input, Tensor group_sizes, str format, Tensor? amax=None, Tensor? seed=None) -> "
-      "(Tensor, Tensor)");
-  m.def(
-      "grouped_quantize_transposed(Tensor input, Tensor group_sizes, str format, Tensor? amax=None, "
-      "Tensor? seed=None) -> (Tensor, Tensor)");
-  m.def(
-      "grouped_quantize_both(Tensor input, Tensor group_sizes, str format, Tensor? amax=None, "
-      "Tensor? amax_t=None, Tensor? seed=None) -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def(
-      "grouped_dequantize(Tensor data, Tensor scale_inv, Tensor group_sizes, str format, ScalarType dtype, "
+      "dequantize(Tensor data, Tensor scale_inv, str format, ScalarType dtype, Tensor? group_sizes=None, "
       "bool transposed=False, Tensor? amax=None) -> Tensor");
-  m.def("amax(Tensor input, str format, Tensor? group_sizes=None) -> Tensor");
-  m.def("amax_transposed(Tensor input, str format, Tensor? group_sizes=None) -> Tensor");
-  m.def("amax_both(Tensor input, str format, Tensor? group_sizes=None) -> (Tensor, Tensor)");
-  // Into given buffers; with noop = 1 on the device every byte of them stays.
   m.def(
-      "quantize_out(Tensor input, str format, Tensor(a!) data, Tensor(b!) scale_inv, Tensor? amax=None, "
-      "Tensor? seed=None, Tensor? noop=None) -> ()");
-  m.def(
-      "quantize_transposed_out(Tensor input, str format, Tensor(a!) data, Tensor(b!) scale_inv, Tensor? amax=None, "
-      "Tensor? seed=None, Tensor? noop=None) -> ()");
-  m.def(
-      "quantize_both_out(Tensor input, str format, Tensor(a!) data, Tensor(b!) scale_inv, Tensor(c!) data_t, "
-      "Tensor(d!) scale_t, Tensor? amax=None, Tensor? amax_t=None, Tensor? seed=None, Tensor? noop=None) -> ()");
-  m.def(
-      "grouped_quantize_out(Tensor input, Tensor group_sizes, str format, Tensor(a!) data, Tensor(b!) scale_inv, "
-      "Tensor? amax=None, Tensor? seed=None, Tensor? noop=None) -> ()");
-  m.def(
-      "grouped_quantize_transposed_out(Tensor input, Tensor group_sizes, str format, Tensor(a!) data, "
-      "Tensor(b!) scale_inv, Tensor? amax=None, Tensor? seed=None, Tensor? noop=None) -> ()");
-  m.def(
-      "grouped_quantize_both_out(Tensor input, Tensor group_sizes, str format, Tensor(a!) data, "
-      "Tensor(b!) scale_inv, Tensor(c!) data_t, Tensor(d!) scale_t, Tensor? amax=None, Tensor? amax_t=None, "
-      "Tensor? seed=None, Tensor? noop=None) -> ()");
+      "amax(Tensor input, str format, Tensor? group_sizes=None, bool rowwise=True, bool columnwise=False) -> "
+      "Tensor[]");
   m.def(
       "amax_list_out(Tensor[] inputs, str format, Tensor(a!) amax, Tensor(b!)? amax_t=None, Tensor? noop=None) -> "
       "()");
-  m.def("quantize_list(Tensor[] inputs, str format, Tensor? amax=None) -> (Tensor[], Tensor[])");
-  m.def(
-      "quantize_list_both(Tensor[] inputs, str format, Tensor? amax=None) -> "
-      "(Tensor[], Tensor[], Tensor[], Tensor[])");
   m.def(
       "requantize_transposed(Tensor data, Tensor scale_inv, str format, ScalarType dtype, "
       "Tensor? group_sizes=None, Tensor? amax=None, Tensor? amax_t=None, Tensor? seed=None) -> (Tensor, Tensor)");
-  // Rows of FP8 codes under one scale each; no format of its own.
-  m.def(
-      "quantize_rowwise(Tensor input, *, str element=\"e4m3\", bool power_of_two_scales=False, "
-      "float epsilon=0.0) -> (Tensor codes, Tensor scale)");
-  // Delayed scaling: encode scales from earlier steps, at `first` of a state tensor that holds many; the amax of
-  // what goes in is maxed into `amax`. The update makes scales of the amaxes; delayed_scale only says which.
+  // Delayed scaling: encode scales from earlier steps, from index `first` on of a state tensor that holds many; the
+  // amax of the input is combined into `amax` by a maximum. The update computes scales from the amaxes;
+  // delayed_scale only returns them.
   m.def(
       "quantize_scaled(Tensor input, Tensor scale, str format, Tensor(a!)? amax=None, Tensor? group_sizes=None, "
-      "int first=0) -> (Tensor, Tensor)");
-  m.def(
-      "quantize_scaled_both(Tensor input, Tensor scale, str format, Tensor(a!)? amax=None, "
-      "Tensor? group_sizes=None, int first=0) -> (Tensor, Tensor, Tensor, Tensor)");
+      "int first=0, bool rowwise=True, bool columnwise=False) -> Tensor[]");
   m.def(
       "update_delayed_scale_(Tensor(a!) history, Tensor(b!) scale, Tensor(c!) amax, str[] formats, int margin=0, "
       "str algorithm=\"max\", str group=\"\") -> Tensor");
   m.def(
       "delayed_scale(Tensor history, Tensor scale, Tensor amax, str[] formats, int margin=0, "
       "str algorithm=\"max\") -> Tensor");
-  // Fused with what comes before: the bytes of the steps one after the other, in one pass.
-  // "amax", "amax_t" and "seed" as for quantize, but that of fp8_tensor is not found here.
+  // Fused with the step before: the bytes of the two steps, in one pass. fp8_tensor needs an amax here, except in
+  // bias_backward_quantize.
   m.def(
       "swiglu_quantize(Tensor input, Tensor? probs, Tensor? group_sizes, str format, Tensor? amax=None, "
-      "Tensor? seed=None) -> (Tensor, Tensor)");
+      "Tensor? amax_t=None, Tensor? seed=None, bool rowwise=True, bool columnwise=False) -> Tensor[]");
+  // Always in both directions, then grad_probs.
   m.def(
-      "swiglu_quantize_transposed(Tensor input, Tensor? probs, Tensor? group_sizes, str format, "
-      "Tensor? amax=None, Tensor? seed=None) -> (Tensor, Tensor)");
-  m.def(
-      "swiglu_quantize_both(Tensor input, Tensor? probs, Tensor? group_sizes, str format, Tensor? amax=None, "
-      "Tensor? amax_t=None, Tensor? seed=None) -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def(
-      "swiglu_backward_quantize_both(Tensor grad, Tensor input, Tensor? probs, Tensor? group_sizes, str format, "
-      "Tensor? amax=None, Tensor? amax_t=None, Tensor? seed=None) -> "
-      "(Tensor, Tensor, Tensor, Tensor, Tensor grad_probs)");
-  // The gradient of a bias, the sums over the rows, beside the gradient's bytes.
+      "swiglu_backward_quantize(Tensor grad, Tensor input, Tensor? probs, Tensor? group_sizes, str format, "
+      "Tensor? amax=None, Tensor? amax_t=None, Tensor? seed=None) -> Tensor[]");
+  // The gradient of a bias, the sums over the rows, is the last result.
   m.def(
       "bias_backward_quantize(Tensor grad, Tensor? group_sizes, str format, Tensor? amax=None, "
-      "Tensor? seed=None) -> (Tensor, Tensor, Tensor grad_bias)");
-  m.def(
-      "bias_backward_quantize_transposed(Tensor grad, Tensor? group_sizes, str format, Tensor? amax=None, "
-      "Tensor? seed=None) -> (Tensor, Tensor, Tensor grad_bias)");
-  m.def(
-      "bias_backward_quantize_both(Tensor grad, Tensor? group_sizes, str format, Tensor? amax=None, "
-      "Tensor? amax_t=None, Tensor? seed=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor grad_bias)");
+      "Tensor? amax_t=None, Tensor? seed=None, bool rowwise=True, bool columnwise=False) -> Tensor[]");
 
   // gemm: products with FP32 sums. linear and grouped_linear are the differentiable ones in low precision.
   m.def(

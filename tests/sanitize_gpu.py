@@ -70,31 +70,31 @@ def _quantize(input: torch.Tensor, format: str) -> None:
     more = extras(input, format)
     rows, columns = rows_of(more), columns_of(more)
     ops.quantize(input, format, **rows)
-    ops.quantize_transposed(input, format, **columns)
-    data, scale, data_t, scale_t = ops.quantize_both(input, format, **more)
+    ops.quantize(input, format, **columns, rowwise=False, columnwise=True)
+    data, scale, data_t, scale_t = ops.quantize(input, format, **more, columnwise=True)
     amax, amax_t = rows.get("amax"), columns.get("amax")
     ops.dequantize(data, scale, format, torch.bfloat16, amax=amax)
     ops.requantize_transposed(data, scale, format, torch.bfloat16, **more)
     ops.dequantize(data_t, scale_t, format, torch.bfloat16, transposed=True, amax=amax_t)
     if Format.parse(format).family in ("fp8_tensor", "nvfp4"):
-        ops.amax_both(input, format)
+        ops.amax(input, format, columnwise=True)
 
 
 def _grouped(input: torch.Tensor, sizes: torch.Tensor, format: str) -> None:
     more = extras(input, format, sizes)
     amax, amax_t = more.get("amax"), more.get("amax_t")
-    data, scale, data_t, scale_t = ops.grouped_quantize_both(input, sizes, format, **more)
-    ops.grouped_dequantize(data, scale, sizes, format, torch.bfloat16, amax=amax)
+    data, scale, data_t, scale_t = ops.quantize(input, format, sizes, **more, columnwise=True)
+    ops.dequantize(data, scale, format, torch.bfloat16, sizes, amax=amax)
     ops.requantize_transposed(data, scale, format, torch.bfloat16, sizes, **more)
-    ops.grouped_dequantize(data_t, scale_t, sizes, format, torch.bfloat16, transposed=True, amax=amax_t)
+    ops.dequantize(data_t, scale_t, format, torch.bfloat16, sizes, True, amax_t)
     family = Format.parse(format).family
     if family in ("fp8_tensor", "nvfp4"):
-        ops.amax_both(input, format, sizes)
+        ops.amax(input, format, sizes, columnwise=True)
     if family in ("fp8_tensor", "fp8_block") and "square" not in format:
         aligned = format + ("," if ":" in format else ":") + "aligned"
-        ops.grouped_quantize_both(input, sizes, aligned)
+        ops.quantize(input, aligned, sizes, columnwise=True)
         many = sizes.new_ones(min(64, input.shape[0]))  # short groups have a kernel of their own
-        ops.grouped_quantize_both(input, many, aligned)
+        ops.quantize(input, aligned, many, columnwise=True)
 
 
 def _swiglu(input: torch.Tensor, probs: Any) -> None:
@@ -104,19 +104,19 @@ def _swiglu(input: torch.Tensor, probs: Any) -> None:
 def _fused(input: torch.Tensor, probs: Any, sizes: Any, format: str) -> None:
     more = given(ops.swiglu(input, probs), format, sizes)
     ops.swiglu_quantize(input, probs, sizes, format, **rows_of(more))
-    ops.swiglu_quantize_both(input, probs, sizes, format, **more)
+    ops.swiglu_quantize(input, probs, sizes, format, **more, columnwise=True)
 
 
 def _fused_backward(input: torch.Tensor, probs: Any, sizes: Any, format: str) -> None:
     grad = torch.ones(input.shape[0], input.shape[1] // 2, dtype=input.dtype, device=input.device)
     grad_input, _ = ops.swiglu_backward(grad, input, probs)
-    ops.swiglu_backward_quantize_both(grad, input, probs, sizes, format, **given(grad_input, format, sizes))
+    ops.swiglu_backward_quantize(grad, input, probs, sizes, format, **given(grad_input, format, sizes))
 
 
 def _bias_backward(grad: torch.Tensor, sizes: Any, format: str) -> None:
     more = given(grad, format, sizes)
     ops.bias_backward_quantize(grad, sizes, format, **rows_of(more))
-    ops.bias_backward_quantize_both(grad, sizes, format, **more)
+    ops.bias_backward_quantize(grad, sizes, format, **more, columnwise=True)
     ops.bias_backward(grad) if sizes is None else ops.grouped_bias_backward(grad, sizes)
 
 
@@ -128,7 +128,7 @@ def _list(input: torch.Tensor, format: str) -> None:
         and not refused
         and all(m.shape[0] % Format.parse(format).group_multiple == 0 for m in matrices)
     ):
-        ops.quantize_list_both(matrices, format)
+        ops.quantize_list(matrices, format, columnwise=True)
 
 
 def _norm(*arguments: Any) -> None:
@@ -156,7 +156,7 @@ def _grouped_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, *more: 
     ops.gather_rows_backward(taken, rows, sizes, a.shape[0])
     if transpose_b:
         formats = "fp8_block", "fp8_block:square"
-        operands = *ops.grouped_quantize(a, sizes, formats[0]), *ops.quantize(b, formats[1])
+        operands = *ops.quantize(a, formats[0], sizes), *ops.quantize(b, formats[1])
         quantized = ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16, *extra)
         ops.grouped_gemm_quantized_out(*operands, sizes, *formats, quantized, *extra, beta=beta)
         for format, block in (
@@ -167,7 +167,7 @@ def _grouped_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, *more: 
         ):
             if a.shape[1] % block == 0:
                 of_a, of_b = rows_of(extras(a, format, sizes)), rows_of(extras(b, format))
-                operands = *ops.grouped_quantize(a, sizes, format, **of_a), *ops.quantize(b, format, **of_b)
+                operands = *ops.quantize(a, format, sizes, **of_a), *ops.quantize(b, format, **of_b)
                 amaxes = {"a_amax": of_a.get("amax"), "b_amax": of_b.get("amax")}
                 arguments = (*operands, sizes, format, format)
                 quantized = ops.grouped_gemm_quantized(*arguments, torch.bfloat16, *extra, **amaxes)
@@ -189,7 +189,7 @@ def _grouped_gemm_list(a: torch.Tensor, b: list[torch.Tensor], sizes: torch.Tens
     *extra, transpose_b = more
     if transpose_b:
         formats = "fp8_block", "fp8_block:square"
-        operands = *ops.grouped_quantize(a, sizes, formats[0]), *ops.quantize_list(b, formats[1])
+        operands = *ops.quantize(a, formats[0], sizes), *ops.quantize_list(b, formats[1])
         ops.grouped_gemm_quantized_list(*operands, sizes, *formats, torch.bfloat16, *extra)
 
 
@@ -202,8 +202,8 @@ def _grouped_wgrad(grad: torch.Tensor, input: torch.Tensor, sizes: torch.Tensor)
         ops.grouped_gemm_wgrad_out(grad, input, sizes, out, False, beta=beta)
     for format in ("fp8_block", "fp8_block:aligned"):
         operands = (
-            *ops.grouped_quantize_transposed(grad, sizes, format),
-            *ops.grouped_quantize_transposed(input, sizes, format),
+            *ops.quantize(grad, format, sizes, rowwise=False, columnwise=True),
+            *ops.quantize(input, format, sizes, rowwise=False, columnwise=True),
         )
         ops.grouped_gemm_wgrad_quantized(*operands, sizes, format, format, torch.bfloat16)
         ops.grouped_gemm_wgrad_quantized_out(*operands, sizes, format, format, main_grad)
@@ -239,7 +239,7 @@ def _long_sums(group_sizes: list[int], n: int, k: int, device: torch.device) -> 
     recipe = Float8BlockScaling()
     input, weight, sizes = _input_weight_sizes(group_sizes, n, k, device)
     operands = (
-        *ops.grouped_quantize(input, sizes, recipe.input_format),
+        *ops.quantize(input, recipe.input_format, sizes),
         *ops.quantize(weight, recipe.weight_format),
     )
     formats = recipe.input_format, recipe.weight_format
@@ -260,7 +260,7 @@ def _in_turn(max_sms: int, device: torch.device) -> None:
     ops.grouped_gemm(product, weight, sizes, transpose_b=False, rows=rows, **plan)
     recipe = Float8BlockScaling()
     operands = (
-        *ops.grouped_quantize(input, sizes, recipe.input_format),
+        *ops.quantize(input, recipe.input_format, sizes),
         *ops.quantize(weight, recipe.weight_format),
     )
     formats = recipe.input_format, recipe.weight_format
@@ -279,8 +279,8 @@ def _overlapped_dequantize(format: str, device: torch.device) -> None:
     if Format.parse(format).family == "nvfp4":
         amaxes = {"a_amax": ops.amax(input, format, sizes), "b_amax": ops.amax(weight, format)}
     operands = (
-        *ops.grouped_quantize(input, sizes, format, amaxes.get("a_amax")),
-        *ops.quantize(weight, format, amaxes.get("b_amax")),
+        *ops.quantize(input, format, sizes, amax=amaxes.get("a_amax")),
+        *ops.quantize(weight, format, amax=amaxes.get("b_amax")),
     )
     formats = format, format
     ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16, **amaxes, max_sms=4)

@@ -36,7 +36,7 @@ def rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pair(format: str, *sizes: int) -> tuple[Tensor, Tensor]:
-    return ops.quantize(of(*sizes), format, amax_of(format, of(*sizes)))
+    return ops.quantize(of(*sizes), format, amax=amax_of(format, of(*sizes)))
 
 
 def amax_of(format: str, x: Tensor) -> Tensor | None:
@@ -46,7 +46,7 @@ def amax_of(format: str, x: Tensor) -> Tensor | None:
 def quantized(out: bool, grouped: bool, lists: bool = False, format: str = FP8) -> None:
     left, right = of(T, K), of(G, N, K) if grouped else of(N, K)
     amaxes = [amax_of(format, left), amax_of(format, right)]
-    a, b = ops.quantize(left, format, amaxes[0]), ops.quantize(right, format, amaxes[1])
+    a, b = ops.quantize(left, format, amax=amaxes[0]), ops.quantize(right, format, amax=amaxes[1])
     name = "grouped_gemm_quantized" if grouped else "gemm_quantized"
     given = {"a_amax": amaxes[0], "b_amax": amaxes[1]} if format == NVFP4 else {}
     sizes = (SIZES,) if grouped else ()
@@ -59,7 +59,7 @@ def quantized(out: bool, grouped: bool, lists: bool = False, format: str = FP8) 
 
 
 def weight_gradient_quantized(out: bool, format: str = FP8) -> None:
-    given = [ops.grouped_quantize_transposed(x, SIZES, format) for x in (of(T, N), of(T, K))]
+    given = [ops.quantize(x, format, SIZES, rowwise=False, columnwise=True) for x in (of(T, N), of(T, K))]
     name = "grouped_gemm_wgrad_quantized"
     if out:
         getattr(ops, name + "_out")(*given[0], *given[1], SIZES, format, format, of(G, N, K))

@@ -144,10 +144,10 @@ def test_keys_read_as_cpp_does(key: str, format: Format) -> None:
     assert Format.parse(format.key) == format, "a key reads back as what wrote it"
     input = torch.randn(144, 160, generator=torch.Generator().manual_seed(0))
     more = extras(input, key)
-    got = ops.quantize_both(input, key, **more)
-    assert_all_same(got, ops.quantize_both(input, format.key, **more))
+    got = ops.quantize(input, key, **more, columnwise=True)
+    assert_all_same(got, ops.quantize(input, format.key, **more, columnwise=True))
     assert tuple(output.dtype for output in got) == (format.dtype, format.scale_dtype) * 2
-    assert_all_same(got, reference.quantize_both(input, format, **more))
+    assert_all_same(got, reference.quantize(input, format, **more, columnwise=True))
 
 
 @pytest.mark.parametrize("key", REFUSED)

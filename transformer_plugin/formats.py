@@ -15,11 +15,11 @@ from typing import Literal
 
 import torch
 
-Family = Literal["none", "bf16", "fp8_tensor", "fp8_block", "mxfp8", "nvfp4"]
+Family = Literal["none", "bf16", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4"]
 Element = Literal["e4m3", "e5m2", "e2m1"]
 FourOverSix = Literal["", "mae", "mse"]
 
-FAMILIES: tuple[Family, ...] = ("none", "bf16", "fp8_tensor", "fp8_block", "mxfp8", "nvfp4")
+FAMILIES: tuple[Family, ...] = ("none", "bf16", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4")
 #: Length of a block of ``fp8_block``, along a row or along both sides.
 BLOCK = 128
 #: Length of a block of ``mxfp8``: k of the OCP Microscaling Formats (MX) v1.0 specification.
@@ -29,7 +29,7 @@ NV_BLOCK = 16
 #: Aligned groups begin at multiples of this in a row of transposed data, in one-byte elements: a memory sector.
 GROUP_ALIGNMENT = 32
 
-_QUANTIZED = ("fp8_tensor", "fp8_block", "mxfp8", "nvfp4")
+_QUANTIZED = ("fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4")
 _WIDTHS = {"fp8_block": BLOCK, "mxfp8": MX_BLOCK, "nvfp4": NV_BLOCK}
 #: Options of ``nvfp4`` and the fields that they set, in the order of a key.
 _NV_OPTIONS: dict[str, tuple[str, object]] = {
@@ -54,14 +54,14 @@ class Format:
 
     Attributes:
         family: ``"none"`` (unchanged), ``"bf16"``, ``"fp8_tensor"`` (one FP32 scale per tensor, from its
-            own amax now), ``"fp8_block"`` (one FP32 scale per 1x128 block along a row), ``"mxfp8"`` (one
-            E8M0 scale, a byte, per 1x32 block along a row) or ``"nvfp4"`` (one E4M3 scale, a byte, per 1x16
-            block along a row, under one FP32 amax that is an argument of the ops).
+            own amax now), ``"fp8_row"`` (one FP32 scale per row), ``"fp8_block"`` (one FP32 scale per 1x128 block
+            along a row), ``"mxfp8"`` (one E8M0 scale, a byte, per 1x32 block along a row) or ``"nvfp4"`` (one E4M3
+            scale, a byte, per 1x16 block along a row, under one FP32 amax that is an argument of the ops).
         element: ``"e4m3"`` (largest 448) or ``"e5m2"`` (57344) for the FP8 families, ``"e2m1"`` (6), two to a
             byte, for ``nvfp4``. None takes the family's default, E4M3 or E2M1.
         power_of_two_scales: scales that are powers of two. None takes the family's default: False for
-            ``fp8_tensor`` and ``nvfp4``, which has no others; True for ``fp8_block`` and ``mxfp8``, which has no
-            others.
+            ``fp8_tensor``, ``fp8_row`` and ``nvfp4``, which has no others; True for ``fp8_block`` and ``mxfp8``, which
+            has no others.
         square_blocks: 128x128 blocks instead of 1x128 in ``fp8_block``, 32x32 instead of 1x32 in ``mxfp8``,
             16x16 instead of 1x16 in ``nvfp4``.
         epsilon: a lower bound of the amax; kept as the nearest float32. Not ``mxfp8``
@@ -123,7 +123,7 @@ class Format:
         if not self.is_quantized and (self.element != "e4m3" or self.power_of_two_scales or self.epsilon > 0):
             raise _error(
                 "family",
-                "fp8_tensor, fp8_block, mxfp8 or nvfp4, which have scales",
+                "fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4, which have scales",
                 repr(self.family),
                 "Leave the rest out",
             )
@@ -205,8 +205,8 @@ class Format:
         if not valid:
             raise ValueError(
                 "transformer_plugin.Format.parse: argument 'key': expected a format key: none, bf16, "
-                "fp8_tensor, fp8_block, mxfp8 or nvfp4, then options like fp8_block:e4m3,pow2,square,eps=1e-12, "
-                f"got '{key}'. transformer_plugin.formats lists them."
+                "fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4, then options like "
+                f"fp8_block:e4m3,pow2,square,eps=1e-12, got '{key}'. transformer_plugin.formats lists them."
             )
         return cls(family, **values)  # type: ignore[arg-type]
 
@@ -216,7 +216,7 @@ class Format:
         if not self.is_quantized:
             return self.family + (":nan" if self.nonfinite_is_nan else "")
         options: list[str] = [str(self.element)]
-        if self.family in ("fp8_tensor", "fp8_block"):
+        if self.family in ("fp8_tensor", "fp8_row", "fp8_block"):
             options += ["pow2" if self.power_of_two_scales else "fp32"]
         options += ["square"] if self.square_blocks else []
         options += [f"eps={_shortest(self.epsilon)}"] if self.epsilon > 0 else []
@@ -261,7 +261,7 @@ class Format:
 
     @property
     def block(self) -> tuple[int, int] | None:
-        """Rows and columns that share a scale; None where there is one for the whole tensor, or none."""
+        """Rows and columns that share a scale; None where there is one for the tensor or for each row, or none."""
         if self.family not in _WIDTHS:
             return None
         width = _WIDTHS[self.family]
@@ -274,7 +274,7 @@ class Format:
         Results do not depend on it, and ops take groups of any size, where :attr:`group_multiple` is 1. 16 bytes
         of a row of the transposed operand; for blocks, one block.
         """
-        return {"none": 8, "bf16": 8, "fp8_tensor": 16, **_WIDTHS}[self.family]
+        return {"none": 8, "bf16": 8, "fp8_tensor": 16, "fp8_row": 16, **_WIDTHS}[self.family]
 
     @property
     def group_multiple(self) -> int:
@@ -326,7 +326,7 @@ def _read_option(family: str, option: str) -> tuple[str, object] | None:
             return "tiled_scales", True
         return _NV_OPTIONS.get(option) if family == "nvfp4" else None
     if option == "aligned":
-        return "aligned_groups", True
+        return ("aligned_groups", True) if family != "fp8_row" else None
     if option in ("pow2", "fp32"):
         return "power_of_two_scales", option == "pow2"
     if option.startswith("eps=") and _is_epsilon(option[4:]):

@@ -11,7 +11,7 @@
 #include "linear/grouped_mlp_activation.h"
 #include "linear/quantized_weight.h"
 #include "linear/saved_tensor_release.h"
-#include "quantize/ops/operand.h"
+#include "quantize/ops/checks.h"
 
 namespace transformer_plugin::gemm {
 namespace {

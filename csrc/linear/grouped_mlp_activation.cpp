@@ -70,14 +70,8 @@ Hidden product_then_activation(QuantizedOperand input, QuantizedWeight weight, c
                                       formats.input, formats.input_key, true, columns);
     return hidden;
   }
-  auto& [row, column] = hidden.activation;
-  if (columns) {
-    std::tie(row.data, row.scale, column.data, column.scale) =
-        quantize::call_swiglu_quantize_both(hidden.linear, mlp.probs, mlp.group_sizes, formats.input_key);
-  } else {
-    std::tie(row.data, row.scale) =
-        quantize::call_swiglu_quantize(hidden.linear, mlp.probs, mlp.group_sizes, formats.input_key);
-  }
+  hidden.activation = operand_of(quantize::call_swiglu_quantize(hidden.linear, mlp.probs, mlp.group_sizes,
+                                                                formats.input_key, {true, columns}));
   return hidden;
 }
 
@@ -114,9 +108,10 @@ HiddenGradient data_gradient_then_activation_backward(QuantizedTensor grad, cons
   grad = {};
   HiddenGradient result;
   if (fuses_gradient_quantize(linear, formats, wanted)) {
-    auto& [row, column] = result.linear.values;
-    std::tie(row.data, row.scale, column.data, column.scale, result.probs) =
-        quantize::call_swiglu_backward_quantize_both(grad_activation, linear, probs, group_sizes, key);
+    quantize::SwigluBackwardQuantized quantized =
+        quantize::call_swiglu_backward_quantize(grad_activation, linear, probs, group_sizes, key);
+    result.linear.values = operand_of(std::move(quantized.values));
+    result.probs = std::move(quantized.probs);
     return result;
   }
   Tensor grad_linear;

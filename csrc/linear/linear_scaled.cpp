@@ -12,7 +12,8 @@
 #include "gemm/ops/leading_dims.h"
 #include "linear/nonfinite.h"
 #include "quantize/ops/calls.h"
-#include "quantize/ops/operand.h"
+#include "quantize/ops/checks.h"
+#include "quantize/ops/group_tables.h"
 #include "quantize/ops/scaled.h"
 
 namespace transformer_plugin::gemm {
@@ -87,9 +88,9 @@ struct QuantizedOperand {
 
 QuantizedOperand quantize_role(const Tensor& x, const OptionalTensor& group_sizes, const Tensor& scale,
                                std::string_view key, const OptionalTensor& amax, int64_t first) {
-  QuantizedOperand result;
-  std::tie(result.data, result.scale) =
-      quantize::call_quantize_scaled(x, group_sizes, scale, key, amax, first);
+  quantize::Outputs rounded =
+      quantize::call_quantize_scaled(x, scale, key, amax, group_sizes, first, {true, false});
+  QuantizedOperand result{std::move(rounded.data), std::move(rounded.scale)};
   if (marks_nonfinite(key)) result.scale = at::mul(result.scale, nonfinite_factor(x, group_sizes));
   return result;
 }

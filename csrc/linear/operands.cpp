@@ -33,13 +33,9 @@ Nvfp4Inputs nvfp4_inputs(const Tensor& x, const OptionalTensor& group_sizes, con
                          std::string_view key, bool rows, bool columns) {
   Nvfp4Inputs given;
   if (!format.is_nv()) return given;
-  if (rows && columns) {
-    std::tie(given.amax, given.amax_t) = quantize::call_amax_both(x, group_sizes, key);
-  } else if (rows) {
-    given.amax = quantize::call_amax(x, group_sizes, key);
-  } else {
-    given.amax_t = quantize::call_amax_transposed(x, group_sizes, key);
-  }
+  quantize::AmaxPair amaxes = quantize::call_amax(x, key, group_sizes, {rows, columns});
+  given.amax = std::move(amaxes.amax);
+  given.amax_t = std::move(amaxes.amax_t);
   if (format.stochastic_rounding) {
     given.seed = at::randint(std::numeric_limits<int64_t>::max(), {1}, x.options().dtype(at::kLong));
   }
@@ -48,22 +44,12 @@ Nvfp4Inputs nvfp4_inputs(const Tensor& x, const OptionalTensor& group_sizes, con
 
 QuantizedOperand quantize_directions(const Tensor& x, const OptionalTensor& group_sizes, const Format& format,
                                      std::string_view key, bool rows, bool columns) {
-  QuantizedOperand result;
   const Nvfp4Inputs given = nvfp4_inputs(x, group_sizes, format, key, rows, columns);
-  const OptionalTensor amax = as_optional(given.amax), amax_t = as_optional(given.amax_t),
-                       seed = as_optional(given.seed);
-  auto& [row, column] = result;
-  if (rows && columns) {
-    std::tie(row.data, row.scale, column.data, column.scale) =
-        quantize::call_quantize_both(x, group_sizes, key, amax, amax_t, seed);
-  } else if (rows) {
-    std::tie(row.data, row.scale) = quantize::call_quantize(x, group_sizes, key, amax, seed);
-  } else {
-    std::tie(column.data, column.scale) =
-        quantize::call_quantize_transposed(x, group_sizes, key, amax_t, seed);
-  }
-  row.amax = given.amax;
-  column.amax = given.amax_t;
+  QuantizedOperand result =
+      operand_of(quantize::call_quantize(x, key, group_sizes, {rows, columns}, as_optional(given.amax),
+                                         as_optional(given.amax_t), as_optional(given.seed)));
+  result.rowwise.amax = given.amax;
+  result.columnwise.amax = given.amax_t;
   return result;
 }
 
@@ -89,6 +75,11 @@ void mark_nonfinite_scales(const QuantizedOperand& rounded, const Tensor& x,
 
 }  // namespace
 
+QuantizedOperand operand_of(quantize::Outputs&& outputs) {
+  return {{std::move(outputs.data), std::move(outputs.scale), Tensor()},
+          {std::move(outputs.data_t), std::move(outputs.scale_t), Tensor()}};
+}
+
 // Not by a .to() that changes nothing: an op below autograd must not return its argument.
 Tensor as_bfloat16(const Tensor& x, const OptionalTensor& group_sizes, std::string_view key) {
   const Tensor rounded = x.scalar_type() == at::kBFloat16 ? x : x.to(at::kBFloat16);
@@ -111,7 +102,7 @@ QuantizedOperand quantize_operand(const Tensor& x, const OptionalTensor& group_s
     result.rowwise.data = as_bfloat16(x, group_sizes, key);
     result.columnwise.data = result.rowwise.data.t();
   } else if (columns_are_views(format, x)) {
-    std::tie(result.rowwise.data, result.rowwise.scale) = quantize::call_quantize(x, group_sizes, key);
+    result = operand_of(quantize::call_quantize(x, key, group_sizes, {true, false}));
     result.columnwise = {result.rowwise.data.t(), result.rowwise.scale, Tensor()};
   } else if (rows || columns) {
     result = quantize_directions(x, group_sizes, format, key, rows, columns);
@@ -127,11 +118,10 @@ QuantizedGradient quantize_gradient(const Tensor& grad, const OptionalTensor& gr
     return {quantize_operand(grad, group_sizes, format, key, rows, columns), Tensor()};
   }
   const bool one = columns_are_views(format, grad);
-  const quantize::BiasBackwardQuantized quantized =
-      quantize::call_bias_backward_quantize(grad, group_sizes, key, rows || one, columns && !one);
-  QuantizedOperand values{{quantized.data, quantized.scale, Tensor()},
-                          {quantized.data_t, quantized.scale_t, Tensor()}};
-  if (one) values.columnwise = {quantized.data.t(), quantized.scale, Tensor()};
+  quantize::BiasBackwardQuantized quantized =
+      quantize::call_bias_backward_quantize(grad, group_sizes, key, {rows || one, columns && !one});
+  QuantizedOperand values = operand_of(std::move(quantized.values));
+  if (one) values.columnwise = {values.rowwise.data.t(), values.rowwise.scale, Tensor()};
   mark_nonfinite_scales(values, grad, group_sizes, key);
   return {values, quantized.bias};
 }
@@ -168,9 +158,10 @@ void quantize_weight_operand_out(const Tensor& weight, const OperandFormats& for
   const bool both = quantizes_weight_columnwise(weight, formats);
   const Nvfp4Inputs given =
       nvfp4_inputs(weight, std::nullopt, formats.weight, formats.weight_key, true, both);
-  quantize::call_quantize_out(weight, formats.weight_key, row.data, row.scale, both ? column.data : Tensor(),
-                              both ? column.scale : Tensor(), as_optional(given.amax),
-                              as_optional(given.amax_t), as_optional(given.seed));
+  quantize::call_quantize_out(
+      weight, formats.weight_key,
+      {row.data, row.scale, both ? column.data : Tensor(), both ? column.scale : Tensor()},
+      as_optional(given.amax), as_optional(given.amax_t), as_optional(given.seed));
   if (given.amax.defined()) row.amax.copy_(given.amax);
   if (given.amax_t.defined()) column.amax.copy_(given.amax_t);
   mark_nonfinite_scales({row, both ? column : QuantizedTensor{}}, weight, std::nullopt, formats.weight_key);

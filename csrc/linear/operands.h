@@ -10,6 +10,7 @@
 
 #include "common/format.h"
 #include "linear/quantized_linear.h"
+#include "quantize/ops/directions.h"
 
 namespace transformer_plugin::gemm {
 
@@ -27,6 +28,9 @@ std::string layer_format_key(std::string_view key, const at::Tensor& like,
 struct QuantizedOperand {
   QuantizedTensor rowwise, columnwise;
 };
+
+// The tensors that a quantize op returned; amaxes are undefined.
+QuantizedOperand operand_of(quantize::Outputs&& outputs);
 
 QuantizedOperand quantize_operand(const at::Tensor& x, const std::optional<at::Tensor>& group_sizes,
                                   const Format& format, std::string_view key, bool rows, bool columns);

@@ -10,7 +10,8 @@
 #include "gemm/ops/calls.h"
 #include "linear/operands.h"
 #include "linear/quantized_weight.h"
-#include "quantize/ops/operand.h"
+#include "quantize/ops/checks.h"
+#include "quantize/ops/group_tables.h"
 
 namespace transformer_plugin::gemm {
 namespace {

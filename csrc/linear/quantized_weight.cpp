@@ -3,7 +3,7 @@
 #include <string>
 
 #include "gemm/dispatch/checks.h"
-#include "quantize/ops/operand.h"
+#include "quantize/ops/checks.h"
 
 namespace transformer_plugin::gemm {
 namespace {

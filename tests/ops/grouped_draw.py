@@ -191,11 +191,11 @@ def codes_of(x: Tensor, key: str, groups: Groups | None = None, columns: bool = 
         amax = (ops.amax_transposed if columns else ops.amax)(x, key, sizes)
     if sizes is None:
         data, scale = (ops.quantize_transposed if columns else ops.quantize)(x, key, amax)
-        values = ops.dequantize(data, scale, key, torch.float32, columns, amax)
+        values = ops.dequantize(data, scale, key, torch.float32, amax=amax, transposed=columns)
     else:
         grouped = ops.grouped_quantize_transposed if columns else ops.grouped_quantize
         data, scale = grouped(x, sizes, key, amax)
-        values = ops.grouped_dequantize(data, scale, sizes, key, torch.float32, columns, amax)
+        values = ops.dequantize(data, scale, key, torch.float32, sizes, columns, amax)
     return Codes(data, scale, amax, values.double())
 
 

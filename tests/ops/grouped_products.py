@@ -84,11 +84,11 @@ def quantized_rows(capacity: int, device: torch.device, formats: tuple[str, str]
 
     def rows(matrix: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
         amax = ops.amax(matrix, key, sizes) if nv else None
-        return ops.grouped_quantize(matrix, sizes, key, amax), amax
+        return ops.quantize(matrix, key, sizes, amax=amax), amax
 
     weight_amax = ops.amax(weight, weight_key) if nv else None
-    w_rows = ops.quantize(weight, weight_key, weight_amax)
-    w_columns = ops.quantize_transposed(weight, weight_key, weight_amax)
+    w_rows = ops.quantize(weight, weight_key, amax=weight_amax)
+    w_columns = ops.quantize(weight, weight_key, amax_t=weight_amax, rowwise=False, columnwise=True)
 
     def product(
         a: tuple[tuple[Tensor, ...], Tensor | None], b: tuple[Tensor, ...], bias: Tensor | None = None
@@ -129,7 +129,7 @@ def rowwise_products(capacity: int, device: torch.device) -> dict[str, Product]:
 def fp8_products(capacity: int, device: torch.device, formats: tuple[str, str]) -> dict[str, Product]:
     x, grad, weight, _ = (t.float() for t in inputs(capacity, device))
     sizes, key = torch.tensor(SIZES, device=device), formats[0]
-    x_columns, grad_columns = (ops.grouped_quantize_transposed(t, sizes, key) for t in (x, grad))
+    x_columns, grad_columns = (ops.quantize(t, key, sizes, rowwise=False, columnwise=True) for t in (x, grad))
     bf16, fp32 = torch.bfloat16, torch.float32
     columns = (*grad_columns, *x_columns, sizes, key, key)
     held = torch.ones(weight.shape, device=device)

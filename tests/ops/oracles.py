@@ -12,7 +12,7 @@ FORMATS = (*quantize_oracle.SPECS, *nvfp4_oracle.SPECS)
 
 
 def both(input: Tensor, format: str, extras: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """The four outputs of ``quantize_both``. A stack of no matrices gives nothing, in the shapes of one."""
+    """The four outputs of ``quantize``. A stack of no matrices gives nothing, in the shapes of one."""
     if input.dim() == 3 and input.shape[0] == 0:
         one = {
             name: value if name == "seed" else value.new_zeros(1, *value.shape[1:])
@@ -20,7 +20,7 @@ def both(input: Tensor, format: str, extras: dict[str, Tensor]) -> tuple[Tensor,
         }
         return tuple(output[:0] for output in both(torch.zeros(1, *input.shape[1:]), format, one))
     if format not in nvfp4_oracle.SPECS:
-        return quantize_oracle.quantize_both(input, quantize_oracle.SPECS[format])
+        return quantize_oracle.both_directions(input, quantize_oracle.SPECS[format])
     spec, seed = nvfp4_oracle.SPECS[format], _seed(extras)
     rows = nvfp4_oracle.quantize_direction(input, spec, extras["amax"], seed, 0)
     return *rows, *nvfp4_oracle.quantize_direction(input, spec, extras["amax_t"], seed, 1)
@@ -29,9 +29,9 @@ def both(input: Tensor, format: str, extras: dict[str, Tensor]) -> tuple[Tensor,
 def grouped_both(
     input: Tensor, sizes: list[int], format: str, extras: dict[str, Tensor]
 ) -> tuple[Tensor, ...]:
-    """The four outputs of ``grouped_quantize_both``."""
+    """The same of a ragged matrix."""
     if format not in nvfp4_oracle.SPECS:
-        return quantize_oracle.grouped_quantize_both(input, sizes, quantize_oracle.SPECS[format])
+        return quantize_oracle.grouped_both_directions(input, sizes, quantize_oracle.SPECS[format])
     spec, seed = nvfp4_oracle.SPECS[format], _seed(extras)
     rows = nvfp4_oracle.grouped_quantize_direction(input, sizes, spec, extras["amax"], seed, 0)
     return *rows, *nvfp4_oracle.grouped_quantize_direction(input, sizes, spec, extras["amax_t"], seed, 1)

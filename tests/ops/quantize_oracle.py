@@ -166,8 +166,8 @@ def overflow_of(spec: Spec, dtype: torch.dtype) -> float:
     return float(FLT_MAX if spec.block is None else LARGEST_INPUT[dtype])
 
 
-def quantize_both(input: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four outputs of ``quantize_both`` for a 2-D or 3-D tensor, on the CPU."""
+def both_directions(input: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four outputs of ``quantize`` in both directions for a 2-D or 3-D tensor, on the CPU."""
     overflow = overflow_of(spec, input.dtype)
     matrices = [as_numpy(m) for m in (input if input.dim() == 3 else [input])]
     outputs: list[Tensor] = []
@@ -183,10 +183,10 @@ def quantize_both(input: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Te
     return outputs[0], outputs[1], outputs[2], outputs[3]
 
 
-def grouped_quantize_both(
+def grouped_both_directions(
     input: Tensor, sizes: list[int], spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four outputs of ``grouped_quantize_both``, on the CPU: each group by itself, zeros elsewhere."""
+    """The same of a ragged matrix: each group by itself, zeros elsewhere."""
     total, columns = input.shape
     values, overflow = as_numpy(input), overflow_of(spec, input.dtype)
     codes, codes_t = np.zeros((total, columns), np.uint8), np.zeros((columns, total), np.uint8)
@@ -250,8 +250,8 @@ def assert_all_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> No
 def oracle_both(input: Tensor, spec: Spec) -> tuple[Tensor, ...]:
     """The oracle, and what a stack of no matrices must be: nothing, in the shapes of one."""
     if input.dim() == 2 or input.shape[0] > 0:
-        return quantize_both(input, spec)
-    one = quantize_both(torch.zeros(1, *input.shape[1:]), spec)
+        return both_directions(input, spec)
+    one = both_directions(torch.zeros(1, *input.shape[1:]), spec)
     return tuple(output[:0] for output in one)
 
 

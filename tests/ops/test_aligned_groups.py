@@ -64,17 +64,17 @@ def amax_of(input: Tensor, sizes: Tensor, format: str) -> Tensor | None:
 def test_lines(format: str, rows: int, sizes: list[int], device: torch.device) -> None:
     input, group_sizes = matrix(rows, 192, device), torch.tensor(sizes, device=device)
     input[sum(sizes) :] = float("nan")  # past the groups nothing counts
-    data, scale, data_t, scale_t = ops.grouped_quantize_both(input, group_sizes, format)
+    data, scale, data_t, scale_t = ops.quantize(input, format, group_sizes, columnwise=True)
     expected = (data, scale, lines_of(data_t, sizes, rows), scale_t)
     for got, want in zip(
-        ops.grouped_quantize_both(input, group_sizes, aligned(format)), expected, strict=True
+        ops.quantize(input, aligned(format), group_sizes, columnwise=True), expected, strict=True
     ):
         assert_same_bits(got, want)
-    transposed = ops.grouped_quantize_transposed(input, group_sizes, aligned(format))
+    transposed = ops.quantize(input, aligned(format), group_sizes, rowwise=False, columnwise=True)
     for got, want in zip(transposed, expected[2:], strict=True):
         assert_same_bits(got, want)
-    meaning = reference.grouped_quantize_both(
-        input, group_sizes, aligned(format), amax_of(input, group_sizes, format)
+    meaning = reference.quantize(
+        input, aligned(format), group_sizes, amax=amax_of(input, group_sizes, format), columnwise=True
     )
     for got, want in zip(meaning, expected, strict=True):
         assert_same_bits(got, want)
@@ -86,12 +86,12 @@ def test_lines_into_given_buffers(format: str, device: torch.device) -> None:
     """Every byte is written, also those between groups; a flag leaves all as they are."""
     rows, sizes = CASES[0]
     input, group_sizes = matrix(rows, 192, device), torch.tensor(sizes, device=device)
-    expected = ops.grouped_quantize_both(input, group_sizes, aligned(format))
+    expected = ops.quantize(input, aligned(format), group_sizes, columnwise=True)
     buffers = [torch.full_like(tensor.view(torch.uint8), 0x5A).view(tensor.dtype) for tensor in expected]
     noop = torch.ones(1, device=device)
-    ops.grouped_quantize_both_out(input, group_sizes, aligned(format), *buffers, noop=noop)
+    ops.quantize_out(input, aligned(format), buffers, group_sizes, noop=noop, columnwise=True)
     assert all((buffer.view(torch.uint8) == 0x5A).all() for buffer in buffers)
-    ops.grouped_quantize_both_out(input, group_sizes, aligned(format), *buffers, noop=noop.zero_())
+    ops.quantize_out(input, aligned(format), buffers, group_sizes, noop=noop.zero_(), columnwise=True)
     for got, want in zip(buffers, expected, strict=True):
         assert_same_bits(got, want)
 
@@ -119,7 +119,7 @@ def test_lines_of_many_groups(
     rows = sum(sizes) + tail
     input = matrix(rows, columns, torch.device("cpu")).to(dtype)
     group_sizes = torch.tensor(sizes)
-    data, scale, data_t, scale_t = ops.grouped_quantize_both(input, group_sizes, format)
+    data, scale, data_t, scale_t = ops.quantize(input, format, group_sizes, columnwise=True)
     expected = (data, scale, lines_of(data_t, sizes, rows), scale_t)
     buffers = [
         torch.full(want.shape, 0x5A, dtype=torch.uint8, device=device).view(want.dtype)
@@ -129,10 +129,10 @@ def test_lines_of_many_groups(
     ]
     input[sum(sizes) :] = float("nan")
     there = input.to(device), group_sizes.to(device)
-    ops.grouped_quantize_both_out(*there, aligned(format), *buffers)
+    ops.quantize_out(there[0], aligned(format), buffers, there[1], columnwise=True)
     for got, want in zip(buffers, expected, strict=True):
         assert_same_bits(got.cpu(), want)
-    transposed = ops.grouped_quantize_transposed(*there, aligned(format))
+    transposed = ops.quantize(there[0], aligned(format), there[1], rowwise=False, columnwise=True)
     for got, want in zip(transposed, expected[2:], strict=True):
         assert_same_bits(got.cpu(), want)
 
@@ -142,13 +142,13 @@ def test_lines_of_many_groups(
 def test_values_come_back(format: str, rows: int, sizes: list[int], device: torch.device) -> None:
     """Rows of the buffer, and as many more as fill the last multiple of 32, which are zero."""
     input, group_sizes = matrix(rows, 192, device), torch.tensor(sizes, device=device)
-    plain = ops.grouped_quantize_transposed(input, group_sizes, format)
-    lines = ops.grouped_quantize_transposed(input, group_sizes, aligned(format))
-    values = ops.grouped_dequantize(*plain, group_sizes, format, transposed=True)
-    got = ops.grouped_dequantize(*lines, group_sizes, aligned(format), transposed=True)
+    plain = ops.quantize(input, format, group_sizes, rowwise=False, columnwise=True)
+    lines = ops.quantize(input, aligned(format), group_sizes, rowwise=False, columnwise=True)
+    values = ops.dequantize(*plain, format, group_sizes=group_sizes, transposed=True)
+    got = ops.dequantize(*lines, aligned(format), group_sizes=group_sizes, transposed=True)
     assert_same_bits(got[:rows], values)
     assert got.shape[0] == -(-rows // 32) * 32 and not got[rows:].any()
-    meaning = reference.grouped_dequantize(*lines, group_sizes, aligned(format), transposed=True)
+    meaning = reference.dequantize(*lines, aligned(format), group_sizes=group_sizes, transposed=True)
     assert_same_bits(got, meaning)
 
 
@@ -162,8 +162,8 @@ def test_weight_gradients_have_the_same_bits(
 
     def product(format: str, out: Tensor | None = None) -> Tensor:
         operands = [
-            *ops.grouped_quantize_transposed(grad, group_sizes, format),
-            *ops.grouped_quantize_transposed(input, group_sizes, format),
+            *ops.quantize(grad, format, group_sizes, rowwise=False, columnwise=True),
+            *ops.quantize(input, format, group_sizes, rowwise=False, columnwise=True),
         ]
         if out is None:
             return ops.grouped_gemm_wgrad_quantized(*operands, group_sizes, format, format, torch.bfloat16)
@@ -181,9 +181,9 @@ def test_fused_ops(format: str, device: torch.device) -> None:
     group_sizes, probs = torch.tensor(sizes, device=device), torch.rand(rows, device=device)
     h, grad = matrix(rows, 512, device), matrix(rows, 256, device, seed=1)
     calls: list[Callable[[str], tuple[Tensor, ...]]] = [
-        lambda key: ops.swiglu_quantize_both(h, probs, group_sizes, key),
-        lambda key: ops.swiglu_backward_quantize_both(grad, h, probs, group_sizes, key),
-        lambda key: ops.bias_backward_quantize_both(grad, group_sizes, key),
+        lambda key: ops.swiglu_quantize(h, probs, group_sizes, key, columnwise=True),
+        lambda key: ops.swiglu_backward_quantize(grad, h, probs, group_sizes, key),
+        lambda key: ops.bias_backward_quantize(grad, group_sizes, key, columnwise=True),
     ]
     for call in calls:
         data, scale, data_t, *rest = call(format)
@@ -196,7 +196,7 @@ def test_fused_ops(format: str, device: torch.device) -> None:
 def test_requantize(format: str, device: torch.device) -> None:
     rows, sizes = CASES[0]
     group_sizes = torch.tensor(sizes, device=device)
-    data, scale = ops.grouped_quantize(matrix(rows, 192, device), group_sizes, format)
+    data, scale = ops.quantize(matrix(rows, 192, device), format, group_sizes)
     data_t, scale_t = ops.requantize_transposed(data, scale, format, torch.bfloat16, group_sizes)
     got = ops.requantize_transposed(data, scale, aligned(format), torch.bfloat16, group_sizes)
     assert_same_bits(got[0], lines_of(data_t, sizes, rows))
@@ -206,15 +206,19 @@ def test_requantize(format: str, device: torch.device) -> None:
 def test_without_groups_nothing_changes(device: torch.device) -> None:
     input = matrix(300, 192, device)
     for got, want in zip(
-        ops.quantize_both(input, "fp8_block:aligned"), ops.quantize_both(input, "fp8_block"), strict=True
+        ops.quantize(input, "fp8_block:aligned", columnwise=True),
+        ops.quantize(input, "fp8_block", columnwise=True),
+        strict=True,
     ):
         assert_same_bits(got, want)
 
 
 def test_operands_that_do_not_go_together(device: torch.device) -> None:
     group_sizes = torch.tensor([40, 20], device=device)
-    plain = ops.grouped_quantize_transposed(matrix(64, 64, device), group_sizes, "fp8_block")
-    lines = ops.grouped_quantize_transposed(matrix(64, 64, device), group_sizes, "fp8_block:aligned")
+    plain = ops.quantize(matrix(64, 64, device), "fp8_block", group_sizes, rowwise=False, columnwise=True)
+    lines = ops.quantize(
+        matrix(64, 64, device), "fp8_block:aligned", group_sizes, rowwise=False, columnwise=True
+    )
     with pytest.raises(ValueError, match="'input_format': expected 'aligned' if and only if grad_format"):
         ops.grouped_gemm_wgrad_quantized(
             *plain, *lines, group_sizes, "fp8_block", "fp8_block:aligned", torch.bfloat16
@@ -224,7 +228,7 @@ def test_operands_that_do_not_go_together(device: torch.device) -> None:
             *plain, *lines, group_sizes, "fp8_block:aligned", "fp8_block:aligned", torch.bfloat16
         )
     with pytest.raises(ValueError, match="expected a format key"):
-        ops.grouped_quantize_transposed(matrix(64, 64, device), group_sizes, "mxfp8:aligned")
+        ops.quantize(matrix(64, 64, device), "mxfp8:aligned", group_sizes, rowwise=False, columnwise=True)
 
 
 @pytest.mark.gpu
@@ -232,14 +236,14 @@ def test_operands_that_do_not_go_together(device: torch.device) -> None:
 def test_a_graph_follows_the_sizes(format: str) -> None:
     device = torch.device("cuda")
     input, group_sizes = matrix(300, 192, device), torch.tensor([100, 100, 50], device=device)
-    ops.grouped_quantize_transposed(input, group_sizes, aligned(format))
+    ops.quantize(input, aligned(format), group_sizes, rowwise=False, columnwise=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        data_t, scale_t = ops.grouped_quantize_transposed(input, group_sizes, aligned(format))
+        data_t, scale_t = ops.quantize(input, aligned(format), group_sizes, rowwise=False, columnwise=True)
     for seed, sizes in enumerate(([0, 299, 1], [33, 0, 128], [0, 0, 0])):
         input.copy_(matrix(300, 192, device, seed))
         group_sizes.copy_(torch.tensor(sizes))
         graph.replay()
-        plain, scale = ops.grouped_quantize_transposed(input, group_sizes, format)
+        plain, scale = ops.quantize(input, format, group_sizes, rowwise=False, columnwise=True)
         assert_same_bits(data_t, lines_of(plain, sizes, 300))
         assert_same_bits(scale_t, scale)

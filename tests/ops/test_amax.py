@@ -43,8 +43,8 @@ def test_amax(case: Case, device: torch.device) -> None:
     expected = largest([oracle.as_numpy(m) for m in (input if input.dim() == 3 else [input])])
     assert_same_bits(reference.amax(input.cpu(), format), expected)
     assert_same_bits(ops.amax(input, format), expected)
-    assert_same_bits(ops.amax_transposed(input, format), expected)
-    both = ops.amax_both(input, format)
+    assert_same_bits(ops.amax(input, format, rowwise=False, columnwise=True), expected)
+    both = ops.amax(input, format, columnwise=True)
     assert_all_same(both, (expected, expected))
     assert both[0].data_ptr() != both[1].data_ptr() or both[0].numel() == 0
 
@@ -56,26 +56,28 @@ def test_grouped_amax(case: Case, device: torch.device) -> None:
     expected = largest([oracle.as_numpy(part) for part in parts])
     assert_same_bits(reference.amax(input.cpu(), format, sizes.cpu()), expected)
     assert_same_bits(ops.amax(input, format, sizes), expected)
-    assert_same_bits(ops.amax_transposed(input, format, sizes), expected)
-    assert_all_same(ops.amax_both(input, format, sizes), (expected, expected))
+    assert_same_bits(ops.amax(input, format, sizes, rowwise=False, columnwise=True), expected)
+    assert_all_same(ops.amax(input, format, sizes, columnwise=True), (expected, expected))
 
 
 @by_case
 def test_quantize_with_the_amax_that_it_would_find(case: Case, device: torch.device) -> None:
     input, format = case.arguments(device)
-    amax, expected = ops.amax(input, format), ops.quantize_both(input, format)
-    assert_all_same(ops.quantize(input, format, amax), expected[:2])
-    assert_all_same(ops.quantize_transposed(input, format, amax), expected[2:])
-    assert_all_same(ops.quantize_both(input, format, amax), expected)
+    amax, expected = ops.amax(input, format), ops.quantize(input, format, columnwise=True)
+    assert_all_same(ops.quantize(input, format, amax=amax), expected[:2])
+    assert_all_same(ops.quantize(input, format, amax_t=amax, rowwise=False, columnwise=True), expected[2:])
+    assert_all_same(ops.quantize(input, format, amax=amax, columnwise=True), expected)
 
 
 @by_grouped_case
 def test_grouped_quantize_with_the_amax_that_it_would_find(case: Case, device: torch.device) -> None:
     input, sizes, format = case.arguments(device)
-    amax, expected = ops.amax(input, format, sizes), ops.grouped_quantize_both(input, sizes, format)
-    assert_all_same(ops.grouped_quantize(input, sizes, format, amax), expected[:2])
-    assert_all_same(ops.grouped_quantize_transposed(input, sizes, format, amax), expected[2:])
-    assert_all_same(ops.grouped_quantize_both(input, sizes, format, amax), expected)
+    amax, expected = ops.amax(input, format, sizes), ops.quantize(input, format, sizes, columnwise=True)
+    assert_all_same(ops.quantize(input, format, sizes, amax=amax), expected[:2])
+    assert_all_same(
+        ops.quantize(input, format, sizes, amax_t=amax, rowwise=False, columnwise=True), expected[2:]
+    )
+    assert_all_same(ops.quantize(input, format, sizes, amax=amax, columnwise=True), expected)
 
 
 @pytest.mark.parametrize("given", [0.0, 1e-45, 0.37, 3.0, 1e30, float("inf"), float("nan")])
@@ -93,23 +95,25 @@ def test_quantize_with_another_amax(given: float, device: torch.device) -> None:
     scale_inv = torch.tensor([np.float32(1) / scale])
     expected = (data, scale_inv, data.T.contiguous(), scale_inv)
     amax = torch.tensor([given])
-    assert_all_same(reference.quantize_both(input, "fp8_tensor", amax), expected)
-    assert_all_same(ops.quantize_both(input.to(device), "fp8_tensor", amax.to(device)), expected)
+    assert_all_same(reference.quantize(input, "fp8_tensor", amax=amax, columnwise=True), expected)
+    assert_all_same(
+        ops.quantize(input.to(device), "fp8_tensor", amax=amax.to(device), columnwise=True), expected
+    )
 
 
 def test_each_matrix_and_each_group_takes_its_own(device: torch.device) -> None:
     stack = torch.randn(3, 40, 24, device=device)
     amax = torch.tensor([0.5, 4.0, 100.0], device=device)
-    got = ops.quantize_both(stack, "fp8_tensor", amax)
-    assert_all_same(got, reference.quantize_both(stack.cpu(), "fp8_tensor", amax.cpu()))
+    got = ops.quantize(stack, "fp8_tensor", amax=amax, columnwise=True)
+    assert_all_same(got, reference.quantize(stack.cpu(), "fp8_tensor", amax=amax.cpu(), columnwise=True))
     for g in range(3):
-        one = ops.quantize(stack[g], "fp8_tensor", amax[g : g + 1])
+        one = ops.quantize(stack[g], "fp8_tensor", amax=amax[g : g + 1])
         assert_all_same((got[0][g], got[1][g : g + 1]), one)
     input, sizes = stack.reshape(120, 24), torch.tensor([17, 0, 90], device=device)
-    grouped = ops.grouped_quantize_both(input, sizes, "fp8_tensor", amax)
-    expected = reference.grouped_quantize_both(input.cpu(), sizes.cpu(), "fp8_tensor", amax.cpu())
+    grouped = ops.quantize(input, "fp8_tensor", sizes, amax=amax, columnwise=True)
+    expected = reference.quantize(input.cpu(), "fp8_tensor", sizes.cpu(), amax=amax.cpu(), columnwise=True)
     assert_all_same(grouped, expected)
-    one = ops.quantize(input[17:107], "fp8_tensor", amax[2:])
+    one = ops.quantize(input[17:107], "fp8_tensor", amax=amax[2:])
     assert_all_same((grouped[0][17:107], grouped[1][2:]), one)
 
 
@@ -118,7 +122,7 @@ def test_ranks_that_share_an_amax_scale_alike(device: torch.device) -> None:
     input = torch.randn(256, 96, device=device).bfloat16()
     halves = input.split(128)
     shared = torch.maximum(*(ops.amax(half, "fp8_tensor") for half in halves))
-    parts = [ops.quantize(half, "fp8_tensor", shared) for half in halves]
+    parts = [ops.quantize(half, "fp8_tensor", amax=shared) for half in halves]
     whole = ops.quantize(input, "fp8_tensor")
     for half, part in zip(whole[0].split(128), parts, strict=True):
         assert_all_same(part, (half, whole[1]))
@@ -127,8 +131,8 @@ def test_ranks_that_share_an_amax_scale_alike(device: torch.device) -> None:
 def test_a_strided_amax_is_taken(device: torch.device) -> None:
     stack = torch.randn(3, 16, 32, device=device)
     amax = torch.rand(3, 2, device=device)
-    got = ops.quantize(stack, "fp8_tensor", amax[:, 1])
-    assert_all_same(got, ops.quantize(stack, "fp8_tensor", amax[:, 1].contiguous()))
+    got = ops.quantize(stack, "fp8_tensor", amax=amax[:, 1])
+    assert_all_same(got, ops.quantize(stack, "fp8_tensor", amax=amax[:, 1].contiguous()))
 
 
 @by_case
@@ -161,7 +165,7 @@ def test_grouped_opcheck(case: Case, device: torch.device) -> None:
 def test_compiles_whole(device: torch.device) -> None:
     def split(input: Tensor) -> tuple[Tensor, ...]:
         amax = ops.amax(input, "fp8_tensor") * 2
-        return ops.quantize_both(input, "fp8_tensor", amax)
+        return ops.quantize(input, "fp8_tensor", amax=amax, columnwise=True)
 
     compiled = torch.compile(split, fullgraph=True, dynamic=True)
     for rows in (130, 40):

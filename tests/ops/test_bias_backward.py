@@ -69,27 +69,19 @@ def given(grad: Tensor, sizes: Tensor | None, format: str) -> dict[str, Tensor]:
     return given_for(grad, format, sizes) if format.startswith("nvfp4") else {}
 
 
-def quantize_both(
-    grad: Tensor, sizes: Tensor | None, format: str, more: dict[str, Tensor]
-) -> tuple[Tensor, ...]:
-    if sizes is None:
-        return ops.quantize_both(grad, format, **more)
-    return ops.grouped_quantize_both(grad, sizes, format, **more)
-
-
 @by_case
 def test_bytes_and_sums(case: Case, device: torch.device) -> None:
     grad, sizes, format = case.arguments(device)
     counts = None if sizes is None else sizes.tolist()
     more = given(grad, sizes, format)
     if more:
-        expected = quantize_both(grad, sizes, format, more)
+        expected = ops.quantize(grad, format, sizes, **more, columnwise=True)
     elif counts is None:
-        expected = oracle.quantize_both(grad, SPECS[format])
+        expected = oracle.both_directions(grad, SPECS[format])
     else:
-        expected = oracle.grouped_quantize_both(grad, counts, SPECS[format])
+        expected = oracle.grouped_both_directions(grad, counts, SPECS[format])
     sums = sums_of(grad, counts)
-    *both, grad_bias = ops.bias_backward_quantize_both(grad, sizes, format, **more)
+    *both, grad_bias = ops.bias_backward_quantize(grad, sizes, format, **more, columnwise=True)
     assert_all_same(tuple(both), expected)
     assert_same_sums(grad_bias.cpu(), sums)
     assert_same_sums(bias_gradient(grad, sizes).cpu(), sums)  # the step alone
@@ -106,8 +98,8 @@ def test_bytes_and_sums(case: Case, device: torch.device) -> None:
 def test_reference(case: Case) -> None:
     grad, sizes, format = case.arguments()
     more = given(grad, sizes, format)
-    *expected, sums = ops.bias_backward_quantize_both(grad, sizes, format, **more)
-    *got, got_sums = reference.bias_backward_quantize_both(grad, sizes, format, **more)
+    *expected, sums = ops.bias_backward_quantize(grad, sizes, format, **more, columnwise=True)
+    *got, got_sums = reference.bias_backward_quantize(grad, sizes, format, **more, columnwise=True)
     assert_all_same(tuple(got), tuple(expected))
     assert_same_sums(got_sums, sums)
     for op, quantized, own in (
@@ -157,17 +149,13 @@ def test_given_amax(format: str, sizes: list[int] | None, device: torch.device) 
     grad = torch.randn(140, 96, generator=torch.Generator().manual_seed(2)).to(device)
     groups = None if sizes is None else torch.tensor(sizes, device=device)
     amax = torch.tensor([3.0] if sizes is None else [2.0, 1.0, 9.0], device=device)
-    *got, grad_bias = ops.bias_backward_quantize_both(grad, groups, format, amax)
-    steps = (
-        ops.quantize_both(grad, format, amax)
-        if groups is None
-        else ops.grouped_quantize_both(grad, groups, format, amax)
-    )
+    *got, grad_bias = ops.bias_backward_quantize(grad, groups, format, amax=amax, columnwise=True)
+    steps = ops.quantize(grad, format, groups, amax=amax, columnwise=True)
     assert_all_same(tuple(got), steps)
     assert_same_bits(grad_bias, bias_gradient(grad, groups))
-    *got, _ = ops.bias_backward_quantize(grad, groups, format, amax)
+    *got, _ = ops.bias_backward_quantize(grad, groups, format, amax=amax)
     assert_all_same(tuple(got), steps[:2])
-    *meant, _ = reference.bias_backward_quantize_both(grad, groups, format, amax)
+    *meant, _ = reference.bias_backward_quantize(grad, groups, format, amax=amax, columnwise=True)
     assert_all_same(tuple(meant), steps)
 
 
@@ -177,8 +165,8 @@ def test_inputs_of_any_strides(device: torch.device) -> None:
     one = torch.ones((), device=device).expand(200, 64)  # stride 0
     for grad in (wide[:, ::2], flat[1:].view(24, 512), wide[3:17, 5:517], one):
         copy = grad.clone(memory_format=torch.contiguous_format)
-        *got, sums = ops.bias_backward_quantize_both(grad, None, "mxfp8")
-        *expected, wanted = ops.bias_backward_quantize_both(copy, None, "mxfp8")
+        *got, sums = ops.bias_backward_quantize(grad, None, "mxfp8", columnwise=True)
+        *expected, wanted = ops.bias_backward_quantize(copy, None, "mxfp8", columnwise=True)
         assert_all_same(tuple(got), tuple(expected))
         assert_same_bits(sums, wanted)
         assert_same_bits(ops.bias_backward(grad), wanted)
@@ -305,7 +293,7 @@ def test_compiles_whole(recipe: Recipe, device: torch.device) -> None:
         return ops.linear(x, w, bias, *keys).square().sum()
 
     def quantize(grad: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
-        return *ops.bias_backward_quantize_both(grad, sizes, keys[2]), ops.bias_backward(grad)
+        return *ops.bias_backward_quantize(grad, sizes, keys[2], columnwise=True), ops.bias_backward(grad)
 
     compiled = torch.compile(train, fullgraph=True, backend="aot_eager", dynamic=True)
     both = torch.compile(quantize, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -333,16 +321,16 @@ def test_graph_replays_with_other_sizes(format: str) -> None:
     sizes = torch.tensor([96, 208, 48], device="cuda")
     more = {"amax": torch.ones(3), "amax_t": torch.ones(3)} if format.startswith("nvfp4") else {}
     there = {name: value.cuda() for name, value in more.items()}
-    ops.bias_backward_quantize_both(grad, sizes, format, **there)
+    ops.bias_backward_quantize(grad, sizes, format, **there, columnwise=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = ops.bias_backward_quantize_both(grad, sizes, format, **there)
+        captured = ops.bias_backward_quantize(grad, sizes, format, **there, columnwise=True)
     for turn, counts in enumerate(([0, 512, 0], [144, 0, 16], [0, 0, 0])):
         sizes.copy_(torch.tensor(counts))
         grad.copy_(torch.randn(512, 160))
         for name, value in more.items():
             there[name].copy_(value.fill_(1.0 + turn))
         graph.replay()
-        *expected, sums = ops.bias_backward_quantize_both(grad.cpu(), sizes.cpu(), format, **more)
+        *expected, sums = ops.bias_backward_quantize(grad.cpu(), sizes.cpu(), format, **more, columnwise=True)
         assert_all_same(tuple(t.cpu() for t in captured[:4]), tuple(expected))
         assert_same_bits(captured[4], sums)

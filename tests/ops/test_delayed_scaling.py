@@ -83,7 +83,7 @@ def test_every_bfloat16(format: str, factor: float, device: torch.device) -> Non
     input = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16).view(256, 256).to(device)
     scale, amax = torch.tensor([factor], device=device), torch.zeros(1, device=device)
     expected, _ = quantized(input, scale, format, amax, None, 0)
-    assert_all_same(ops.quantize_scaled_both(input, scale, format, amax), expected)
+    assert_all_same(ops.quantize_scaled(input, scale, format, amax, columnwise=True), expected)
     assert amax.item() == INF
 
 
@@ -93,13 +93,18 @@ def test_with_the_scale_of_the_data_it_is_quantize(device: torch.device) -> None
     for format in (E4M3, E5M2):
         largest = 448.0 if format == E4M3 else 57344.0
         scale = torch.full((1,), largest, device=device) / input.abs().amax()
-        assert_all_same(ops.quantize_scaled_both(input, scale, format), ops.quantize_both(input, format))
+        assert_all_same(
+            ops.quantize_scaled(input, scale, format, columnwise=True),
+            ops.quantize(input, format, columnwise=True),
+        )
         tops = torch.stack(
             [input[:100].abs().amax(), torch.tensor(largest).to(device), input[100:250].abs().amax()]
         )
         assert_all_same(
-            ops.quantize_scaled_both(input, torch.full_like(tops, largest) / tops, format, group_sizes=sizes),
-            ops.grouped_quantize_both(input, sizes, format),
+            ops.quantize_scaled(
+                input, torch.full_like(tops, largest) / tops, format, group_sizes=sizes, columnwise=True
+            ),
+            ops.quantize(input, format, sizes, columnwise=True),
         )
 
 
@@ -108,10 +113,12 @@ def test_inputs_of_any_strides(device: torch.device) -> None:
     scale = torch.tensor([17.0], device=device)
     for input in (wide[:, ::2], wide.T, torch.ones((), device=device).expand(130, 36), wide[3:17, 5:200]):
         amax, wanted = torch.zeros(1, device=device), torch.zeros(1, device=device)
-        got = ops.quantize_scaled_both(input, scale, E4M3, amax)
+        got = ops.quantize_scaled(input, scale, E4M3, amax, columnwise=True)
         assert_all_same(
             got,
-            ops.quantize_scaled_both(input.clone(memory_format=torch.contiguous_format), scale, E4M3, wanted),
+            ops.quantize_scaled(
+                input.clone(memory_format=torch.contiguous_format), scale, E4M3, wanted, columnwise=True
+            ),
         )
         assert_same_bits(amax, wanted)
 
@@ -120,7 +127,7 @@ def test_the_autograd_version_stays(device: torch.device) -> None:
     """The amax may be saved for a backward that writes it."""
     amax = torch.zeros(3, device=device)
     input = torch.randn(4, 8, device=device, requires_grad=True)
-    outputs = ops.quantize_scaled_both(input, torch.ones(3, device=device), E5M2, amax, first=1)
+    outputs = ops.quantize_scaled(input, torch.ones(3, device=device), E5M2, amax, first=1, columnwise=True)
     assert amax[1] > 0 and amax._version == 0 and not any(o.requires_grad for o in outputs)
 
 

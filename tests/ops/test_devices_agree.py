@@ -138,7 +138,7 @@ def dequantize(random: Random) -> Call:
     format, transposed = random.choice(DENSE), random.random() < 0.5
     input = dense(random, format)
     more = given(random, input, format)
-    data, scale = ops.quantize_both(input, format, **more)[2 * transposed : 2 * transposed + 2]
+    data, scale = ops.quantize(input, format, **more, columnwise=True)[2 * transposed : 2 * transposed + 2]
     arguments = data, scale, format, random.choice(FLOAT_DTYPES), transposed
     return ops.dequantize, arguments, amax_of(more, transposed)
 
@@ -147,7 +147,9 @@ def grouped_dequantize(random: Random) -> Call:
     format, transposed = random.choice(GROUPED), random.random() < 0.5
     input, sizes = ragged(random, format)
     more = given(random, input, format, sizes)
-    data, scale = ops.grouped_quantize_both(input, sizes, format, **more)[2 * transposed : 2 * transposed + 2]
+    data, scale = ops.quantize(input, format, sizes, **more, columnwise=True)[
+        2 * transposed : 2 * transposed + 2
+    ]
     arguments = data, scale, sizes, format, random.choice(FLOAT_DTYPES), transposed
     return ops.grouped_dequantize, arguments, amax_of(more, transposed)
 
@@ -162,7 +164,7 @@ def requantize_transposed(random: Random) -> Call:
         format = random.choice(GROUPED)
         input, sizes = ragged(random, format)
         more = given(random, input, format, sizes)
-        data, scale = ops.grouped_quantize(input, sizes, format, **rows_of(more))
+        data, scale = ops.quantize(input, format, sizes, **rows_of(more))
     if "amax_t" in more:  # need not be its own
         more["amax_t"] = more["amax_t"] * random.choice([1.0, 0.75, 2.0 ** random.randint(-20, 20)])
     return ops.requantize_transposed, (data, scale, format, random.choice(FLOAT_DTYPES), sizes), more
@@ -255,9 +257,9 @@ OPS: dict[str, Make] = {
     "quantize": quantize("quantize", rows_of),
     "quantize_transposed": quantize("quantize_transposed", columns_of),
     "quantize_both": quantize("quantize_both", dict),
-    "grouped_quantize": grouped_quantize("grouped_quantize", rows_of),
-    "grouped_quantize_transposed": grouped_quantize("grouped_quantize_transposed", columns_of),
-    "grouped_quantize_both": grouped_quantize("grouped_quantize_both", dict),
+    "grouped_quantize": quantize("grouped_quantize", group_sizes=rows_of),
+    "grouped_quantize_transposed": quantize("grouped_quantize_transposed", group_sizes=columns_of),
+    "grouped_quantize_both": quantize("grouped_quantize_both", group_sizes=dict),
     **{name: amax(name) for name in ("amax", "amax_transposed", "amax_both")},
     "dequantize": dequantize,
     "grouped_dequantize": grouped_dequantize,

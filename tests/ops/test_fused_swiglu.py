@@ -27,12 +27,10 @@ def steps(
 ) -> tuple[Tensor, ...]:
     """Both directions, from the oracle; with a given amax from the ops, which have their own tests against it."""
     if more:
-        if group_sizes is None:
-            return ops.quantize_both(matrix, format, **more)
-        return ops.grouped_quantize_both(matrix, group_sizes, format, **more)
+        return ops.quantize(matrix, format, group_sizes, **more, columnwise=True)
     if group_sizes is None:
-        return oracle.quantize_both(matrix, SPECS[format])
-    return oracle.grouped_quantize_both(matrix, group_sizes.tolist(), SPECS[format])
+        return oracle.both_directions(matrix, SPECS[format])
+    return oracle.grouped_both_directions(matrix, group_sizes.tolist(), SPECS[format])
 
 
 def grad_like(input: Tensor) -> Tensor:
@@ -46,9 +44,11 @@ def test_swiglu_quantize(case: Case, device: torch.device) -> None:
     arguments, activation = (input, probs, sizes, format), ops.swiglu(input, probs)
     more = given(activation, format, sizes)
     expected = steps(activation, sizes, format, more)
-    assert_all_same(ops.swiglu_quantize_both(*arguments, **more), expected)
+    assert_all_same(ops.swiglu_quantize(*arguments, **more, columnwise=True), expected)
     assert_all_same(ops.swiglu_quantize(*arguments, **rows_of(more)), expected[:2])
-    assert_all_same(ops.swiglu_quantize_transposed(*arguments, **columns_of(more)), expected[2:])
+    assert_all_same(
+        ops.swiglu_quantize(*arguments, **columns_of(more), rowwise=False, columnwise=True), expected[2:]
+    )
 
 
 @by_backward_case
@@ -57,7 +57,7 @@ def test_swiglu_backward_quantize(case: Case, device: torch.device) -> None:
     grad = grad_like(input)
     grad_input, grad_probs = ops.swiglu_backward(grad, input, probs)
     more = given(grad_input, format, sizes)
-    *got, got_probs = ops.swiglu_backward_quantize_both(grad, input, probs, sizes, format, **more)
+    *got, got_probs = ops.swiglu_backward_quantize(grad, input, probs, sizes, format, **more)
     assert_all_same(tuple(got), steps(grad_input, sizes, format, more))
     if sizes is not None and probs is not None:
         grad_probs[int(sizes.sum()) :] = 0.0
@@ -82,11 +82,7 @@ def test_rows_of_nvfp4_in_any_number(format: str, sizes: list[int] | None, devic
     groups = None if sizes is None else torch.tensor(sizes, device=device)
     activation = ops.swiglu(input)
     more = rows_of(given(activation, format, groups))
-    expected = (
-        ops.quantize(activation, format, **more)
-        if groups is None
-        else ops.grouped_quantize(activation, groups, format, **more)
-    )
+    expected = ops.quantize(activation, format, groups, **more)
     assert_all_same(ops.swiglu_quantize(input, None, groups, format, **more), expected)
 
 
@@ -126,13 +122,15 @@ def test_reference_is_the_steps(format: str, sizes: list[int] | None) -> None:
     arguments = (input, probs, None if sizes is None else torch.tensor(sizes), format)
     grad = grad_like(input)
     more = given(ops.swiglu(input, probs), format, arguments[2])
-    got = ops.swiglu_quantize_both(*arguments, **more)
-    meaning = reference.swiglu_quantize_both(*arguments, **more)
+    got = ops.swiglu_quantize(*arguments, **more, columnwise=True)
+    meaning = reference.swiglu_quantize(*arguments, **more, columnwise=True)
     assert_all_same(meaning[:2], reference.swiglu_quantize(*arguments, **rows_of(more)))
-    assert_all_same(meaning[2:], reference.swiglu_quantize_transposed(*arguments, **columns_of(more)))
+    assert_all_same(
+        meaning[2:], reference.swiglu_quantize(*arguments, **columns_of(more), rowwise=False, columnwise=True)
+    )
     more = given(ops.swiglu_backward(grad, input, probs)[0], format, arguments[2])
-    *got_b, got_p = ops.swiglu_backward_quantize_both(grad, *arguments, **more)
-    *meaning_b, meaning_p = reference.swiglu_backward_quantize_both(grad, *arguments, **more)
+    *got_b, got_p = ops.swiglu_backward_quantize(grad, *arguments, **more)
+    *meaning_b, meaning_p = reference.swiglu_backward_quantize(grad, *arguments, **more)
     for a, b in zip([*got, *got_b], [*meaning, *meaning_b], strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
         same = (a.view(torch.uint8) == b.view(torch.uint8)).float().mean()
@@ -146,11 +144,11 @@ def test_inputs_of_any_strides(device: torch.device) -> None:
     probs = torch.rand(80, device=device)[::2]
     for input in (wide[:, ::2], flat[1:].view(24, 512), wide[3:17, 5:517]):
         copy, p = input.clone(memory_format=torch.contiguous_format), probs[: input.shape[0]]
-        got = ops.swiglu_quantize_both(input, p, None, "fp8_block")
-        assert_all_same(got, ops.swiglu_quantize_both(copy, p.contiguous(), None, "fp8_block"))
+        got = ops.swiglu_quantize(input, p, None, "fp8_block", columnwise=True)
+        assert_all_same(got, ops.swiglu_quantize(copy, p.contiguous(), None, "fp8_block", columnwise=True))
         one = torch.ones((), device=device, dtype=input.dtype).expand(input.shape[0], 256)  # stride 0
-        *got_b, got_p = ops.swiglu_backward_quantize_both(one, input, p, None, "mxfp8")
-        *expected, expected_p = ops.swiglu_backward_quantize_both(one.contiguous(), copy, p, None, "mxfp8")
+        *got_b, got_p = ops.swiglu_backward_quantize(one, input, p, None, "mxfp8")
+        *expected, expected_p = ops.swiglu_backward_quantize(one.contiguous(), copy, p, None, "mxfp8")
         assert_all_same(tuple(got_b), tuple(expected))
         assert_same_bits(got_p, expected_p)
 
@@ -162,12 +160,12 @@ def test_cuda_gives_the_bytes_of_the_cpu(case: Case) -> None:
     input, probs, sizes, format = arguments
     more = given(ops.swiglu(input, probs), format, sizes)
     there = {name: value.cuda() for name, value in more.items()}
-    expected = ops.swiglu_quantize_both(*arguments, **more)
-    assert_all_same(ops.swiglu_quantize_both(*on_device, **there), expected)
+    expected = ops.swiglu_quantize(*arguments, **more, columnwise=True)
+    assert_all_same(ops.swiglu_quantize(*on_device, **there, columnwise=True), expected)
     more = given(ops.swiglu_backward(grad_like(input), input, probs)[0], format, sizes)
     there = {name: value.cuda() for name, value in more.items()}
-    *got, _ = ops.swiglu_backward_quantize_both(grad_like(on_device[0]), *on_device, **there)
-    *expected_b, _ = ops.swiglu_backward_quantize_both(grad_like(input), *arguments, **more)
+    *got, _ = ops.swiglu_backward_quantize(grad_like(on_device[0]), *on_device, **there)
+    *expected_b, _ = ops.swiglu_backward_quantize(grad_like(input), *arguments, **more)
     assert_all_same(tuple(got), tuple(expected_b))
 
 
@@ -199,8 +197,8 @@ def fused_step(
         kind = format.split(":")[0]
         one = {} if kind == "fp8_block" else {"amax": amax}
         both = {**one, "amax_t": 2 * amax, "seed": seed} if kind == "nvfp4" else one
-        outputs += ops.swiglu_quantize_both(input, probs, sizes, format, **both)
-        outputs += ops.swiglu_backward_quantize_both(grad, input, probs, sizes, format, **both)
+        outputs += ops.swiglu_quantize(input, probs, sizes, format, **both, columnwise=True)
+        outputs += ops.swiglu_backward_quantize(grad, input, probs, sizes, format, **both)
     return tuple(outputs)
 
 
@@ -362,8 +360,8 @@ def test_errors_of_what_is_given(more: dict, text: str) -> None:
         "seed": seed,
     }
     with pytest.raises(ValueError) as caught:
-        ops.swiglu_quantize_both(**(arguments | more))
-    assert str(caught.value) == f"transformer_plugin::swiglu_quantize_both: {text}"
+        ops.swiglu_quantize(**arguments | more, columnwise=True)
+    assert str(caught.value) == f"transformer_plugin::swiglu_quantize: {text}"
 
 
 @pytest.mark.parametrize(
@@ -372,7 +370,7 @@ def test_errors_of_what_is_given(more: dict, text: str) -> None:
         (
             (GRAD[:, :64], X[:, :128], None, None, "fp8_block"),
             "argument 'input': expected a last dimension that is a multiple of 256: two halves of whole tiles of 128, "
-            "got float32[4, 128] on cpu. Use swiglu_backward and quantize_both, which take any width.",
+            "got float32[4, 128] on cpu. Use swiglu_backward and quantize, which take any width.",
         ),
         (
             (GRAD, X, None, None, "fp8_tensor"),
@@ -389,5 +387,5 @@ def test_errors_of_what_is_given(more: dict, text: str) -> None:
 )
 def test_errors_of_the_backward(arguments: tuple, text: str) -> None:
     with pytest.raises(ValueError) as caught:
-        ops.swiglu_backward_quantize_both(*arguments)
-    assert str(caught.value) == f"transformer_plugin::swiglu_backward_quantize_both: {text}"
+        ops.swiglu_backward_quantize(*arguments)
+    assert str(caught.value) == f"transformer_plugin::swiglu_backward_quantize: {text}"

@@ -113,8 +113,8 @@ def group_values(
 ) -> list[Tensor]:
     """Of each group [rows, columns], as the reference takes them back."""
     sizes = group_sizes(shape, x.device)
-    back = reference.grouped_dequantize(
-        *quantized.pair, sizes, key, torch.float32, transposed, quantized.amax
+    back = reference.dequantize(
+        *quantized.pair, key, torch.float32, sizes, transposed, quantized.amax
     ).double()
     return list(back[: sum(shape.sizes)].split(list(shape.sizes)))
 
@@ -264,9 +264,9 @@ def test_opcheck(shape: GroupedShape, formats: tuple[str, str], device: torch.de
 KEY = "fp8_block"
 X, W = torch.randn(4, 130), torch.randn(2, 5, 130)
 SIZES = torch.tensor([1, 2])
-QX, QG, QW = ops.quantize(X, KEY), ops.grouped_quantize(X, SIZES, KEY), ops.quantize(W, KEY)
+QX, QG, QW = ops.quantize(X, KEY), ops.quantize(X, KEY, SIZES), ops.quantize(W, KEY)
 Q0 = ops.quantize(W[0], KEY)
-QT = ops.grouped_quantize_transposed(X, SIZES, KEY)
+QT = ops.quantize(X, KEY, SIZES, rowwise=False, columnwise=True)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def products(x: Tensor, weight: Tensor, sizes: Tensor) -> Iterator[tuple[str, Pr
         ("mxfp8", "mxfp8", "mxfp8"),
     ):
         codes = (
-            *ops.grouped_quantize(x, sizes, key),
+            *ops.quantize(x, key, sizes),
             *ops.quantize(weight, weight_key),
             sizes,
             key,

@@ -219,7 +219,7 @@ def test_the_product_of_the_values(formats: tuple[str, str], threads: int, trans
     exact = all(Format.parse(key).power_of_two_scales for key in formats)
     dtype = torch.bfloat16 if exact else torch.float32
     torch.set_num_threads(threads)
-    x = ops.grouped_dequantize(*a.pair, sizes, formats[0], dtype, amax=a.amax)
+    x = ops.dequantize(*a.pair, formats[0], dtype, sizes, amax=a.amax)
     weight = ops.dequantize(*b.pair, formats[1], dtype, amax=b.amax)
     for to in (torch.float32, torch.bfloat16):
         got = ops.grouped_gemm_quantized(

@@ -189,10 +189,10 @@ def test_wrong_sizes_of_a_graph_are_told() -> None:
     x = torch.ones(8, 128, device="cuda")
     sizes = torch.zeros(600, dtype=torch.int64, device="cuda")
     sizes[300] = 8
-    ops.grouped_quantize(x, sizes, "fp8_block")  # before the capture: libraries load
+    ops.quantize(x, "fp8_block", sizes)  # before the capture: libraries load
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        data, _ = ops.grouped_quantize(x, sizes, "fp8_block")
+        data, _ = ops.quantize(x, "fp8_block", sizes)
     graph.replay()
     torch.cuda.synchronize()
     ops.check_group_sizes()

@@ -196,10 +196,10 @@ def test_quantized(
 ) -> None:
     generator, sizes = torch.Generator().manual_seed(1), torch.tensor([32, 0, 65], device=device)
     weight_key = {"fp8_block": "fp8_block:square"}.get(key, key)
-    a = ops.grouped_quantize(normals((100, 128), torch.float32, device, generator), sizes, key)
+    a = ops.quantize(normals((100, 128), torch.float32, device, generator), key, sizes)
     b_shape = (3, 24, 128) if transpose_b else (3, 128, 32)
     b = ops.quantize(normals(b_shape, torch.float32, device, generator), weight_key)
-    x = reference.grouped_dequantize(*a, sizes, key, torch.float32)
+    x = reference.dequantize(*a, key, torch.float32, sizes)
     y = reference.dequantize(*b, weight_key, torch.float32)
     n = 24 if transpose_b else 32
     bias, scale = (normals(s, torch.float32, device, generator) for s in ((3, n), (100,)))
@@ -224,10 +224,12 @@ def test_quantized(
 def test_wgrad_quantized(key: str, device: torch.device) -> None:
     generator, sizes = torch.Generator().manual_seed(1), torch.tensor([32, 0, 64], device=device)
     grad, input = (
-        ops.grouped_quantize_transposed(normals((128, m), torch.float32, device, generator), sizes, key)
+        ops.quantize(
+            normals((128, m), torch.float32, device, generator), key, sizes, rowwise=False, columnwise=True
+        )
         for m in (32, 64)
     )
-    x, y = (reference.grouped_dequantize(*q, sizes, key, torch.float32, True) for q in (grad, input))
+    x, y = (reference.dequantize(*q, key, torch.float32, sizes, True) for q in (grad, input))
     alpha, beta = (normals((3,), torch.float32, device, generator) for _ in range(2))
     exact, magnitude = wgrad_fp64(x, y, sizes, alpha), wgrad_fp64(x.abs(), y.abs(), sizes, alpha.abs())
     arguments = (*grad, *input, sizes, key, key)
@@ -261,12 +263,12 @@ def test_opcheck(device: torch.device) -> None:
         opcheck(_ops.grouped_gemm_wgrad.default, (grad, input, sizes, None, alpha))
         opcheck(_ops.grouped_gemm_wgrad_out.default, (grad, input, sizes, out, False, alpha, beta))
     sizes, key = torch.tensor([2, 1], device=device), "fp8_block"
-    q = ops.grouped_quantize(torch.randn(4, 128, device=device), sizes, key)
+    q = ops.quantize(torch.randn(4, 128, device=device), key, sizes)
     w = ops.quantize(torch.randn(2, 16, 128, device=device), key)
     out = torch.zeros(4, 24, device=device)[:, :16]
     more = {"alpha": torch.ones(2, device=device), "beta": torch.ones(2, device=device)}
     opcheck(_ops.grouped_gemm_quantized_out.default, (*q, *w, sizes, key, key, out), more)
-    t = ops.grouped_quantize_transposed(torch.randn(4, 16, device=device), sizes, key)
+    t = ops.quantize(torch.randn(4, 16, device=device), key, sizes, rowwise=False, columnwise=True)
     out = torch.zeros(2, 16, 16, device=device)
     opcheck(_ops.grouped_gemm_wgrad_quantized_out.default, (*t, *t, sizes, key, key, out, False), more)
 

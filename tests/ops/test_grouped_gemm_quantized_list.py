@@ -164,7 +164,7 @@ def test_compiled(key: str, device: torch.device) -> None:
         amax = [ops.amax(w, key) for w in weights] if key == "nvfp4" else None
         whole = torch.cat(amax) if amax else None
         x_amax = ops.amax(x, key, sizes) if amax else None
-        rows = ops.grouped_quantize(x, sizes, key, x_amax)
+        rows = ops.quantize(x, key, sizes, amax=x_amax)
         b = ops.quantize_list(weights, key, whole)
         return ops.grouped_gemm_quantized_list(
             *rows, *b, sizes, key, key, torch.float32, a_amax=x_amax, b_amax=amax
@@ -221,7 +221,7 @@ def test_no_copies_of_codes_and_no_host_reads(formats: tuple[str, str]) -> None:
 
 KEY = "fp8_block"
 SIZES = torch.tensor([1, 2])
-X = ops.grouped_quantize(torch.randn(4, 130), SIZES, KEY)
+X = ops.quantize(torch.randn(4, 130), KEY, SIZES)
 W, WS = ops.quantize_list([torch.randn(5, 130) for _ in range(2)], KEY)
 T = ops.quantize_list([torch.randn(5, 130) for _ in range(2)], "fp8_tensor")
 AGREE = "Pass tensors whose sizes agree."

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.opcheck import opcheck
 from tests.ops.gemm_oracle import rows_fp64
 from tests.ops.on_gpu import captured, most_memory
-from tests.ops.quantize_oracle import SPECS, assert_all_same, grouped_quantize_both
+from tests.ops.quantize_oracle import SPECS, assert_all_same, grouped_both_directions
 from transformer_plugin import ops, reference
 from transformer_plugin.formats import Format
 from transformer_plugin.reference.gemm_swiglu import halves_apart, halves_in_turn
@@ -47,7 +47,7 @@ def steps(
 
 
 def oracle(act: Tensor, sizes: Tensor, format: str) -> tuple[Tensor, ...]:
-    return grouped_quantize_both(act.cpu(), sizes.tolist(), SPECS[format])[:2]
+    return grouped_both_directions(act.cpu(), sizes.tolist(), SPECS[format])[:2]
 
 
 def poison_outputs(outputs: tuple[Tensor, ...]) -> None:
@@ -278,7 +278,7 @@ def test_the_second_product_takes_it(device: torch.device) -> None:
     x, w1, w2 = (normals(s, torch.bfloat16, device, generator) / 4 for s in shapes)
     sizes, probs = torch.tensor([70, 0, 65], device=device), torch.rand(150, generator=generator).to(device)
     act, _ = ops.grouped_gemm_swiglu(x, w1, sizes, probs)
-    operands = *ops.grouped_quantize(act, sizes, "fp8_block"), *ops.quantize(w2, "fp8_block:square")
+    operands = *ops.quantize(act, "fp8_block", sizes), *ops.quantize(w2, "fp8_block:square")
     formats = "fp8_block", "fp8_block:square"
     expected = ops.grouped_gemm_quantized(*operands, sizes, *formats, x.dtype)
     assert_same_bits(quantized_experts((x, w1, sizes, probs, w2)), expected)

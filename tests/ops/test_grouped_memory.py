@@ -85,7 +85,7 @@ def test_quantized_weights(columns: bool, key: str, weight_key: str) -> None:
     a_amax, b_amax = (
         (ops.amax(x, key, sizes), ops.amax(weight, weight_key)) if "nvfp4" in key else (None, None)
     )
-    a = ops.grouped_quantize(x, sizes, key, a_amax)
+    a = ops.quantize(x, key, sizes, amax=a_amax)
     b = (ops.quantize_transposed if columns else ops.quantize)(weight, weight_key, b_amax)
     out = torch.empty_like(x)
     most = weight.numel() // 2
@@ -107,7 +107,7 @@ def test_a_quantized_matrix(key: str, weight_key: str) -> None:
     x, _, weights, _ = inputs(WEIGHTS)
     weight = weights[0]
     a_amax, b_amax = (ops.amax(x, key), ops.amax(weight, weight_key)) if "nvfp4" in key else (None, None)
-    a, b = ops.quantize(x, key, a_amax), ops.quantize(weight, weight_key, b_amax)
+    a, b = ops.quantize(x, key, amax=a_amax), ops.quantize(weight, weight_key, amax=b_amax)
     amaxes = {"a_amax": a_amax, "b_amax": b_amax}
     most = 2 * (x.numel() + x.shape[0] * weight.shape[0]) + weight.numel() // 2
     assert peak(lambda: ops.gemm_quantized(*a, *b, key, weight_key, torch.bfloat16, **amaxes)) < most
@@ -122,7 +122,7 @@ def test_a_quantized_matrix(key: str, weight_key: str) -> None:
 @pytest.mark.gpu
 def test_quantized_rows_of_a_weight_gradient() -> None:
     x, grad, weight, sizes = inputs(ROWS)
-    grad_t, x_t = (ops.grouped_quantize_transposed(t, sizes, KEY) for t in (grad, x))
+    grad_t, x_t = (ops.quantize(t, KEY, sizes, rowwise=False, columnwise=True) for t in (grad, x))
     out = torch.zeros_like(weight, dtype=torch.float32)
     most = 5 * x.numel() // 2  # codes of both, one byte each, in aligned groups
     arguments = (*grad_t, *x_t, sizes, KEY, KEY)
@@ -131,9 +131,7 @@ def test_quantized_rows_of_a_weight_gradient() -> None:
     assert peak(lambda: ops.grouped_gemm_wgrad_quantized_out(*arguments, out)) < most
 
     def decoded() -> Tensor:
-        values = [
-            ops.grouped_dequantize(*q, sizes, KEY, torch.bfloat16, transposed=True) for q in (grad_t, x_t)
-        ]
+        values = [ops.dequantize(*q, KEY, torch.bfloat16, sizes, True) for q in (grad_t, x_t)]
         return ops.grouped_gemm_wgrad(*values, sizes)
 
     assert peak(decoded) > most, "the measure sees no copy"

@@ -37,8 +37,8 @@ def quantized_calls(device: torch.device) -> dict[str, Callable[..., Tensor]]:
     """Each quantized op as a function of the options."""
     a, b, sizes, grad = operands(device, FP32)
     keys = ("fp8_block", "fp8_block:square")
-    rows, weight = ops.grouped_quantize(a, sizes, keys[0]), ops.quantize(b, keys[1])
-    columns = [ops.grouped_quantize_transposed(x, sizes, keys[0]) for x in (grad, a)]
+    rows, weight = ops.quantize(a, keys[0], sizes), ops.quantize(b, keys[1])
+    columns = [ops.quantize(x, keys[0], sizes, rowwise=False, columnwise=True) for x in (grad, a)]
     forward = (*rows, *weight, sizes, *keys)
     wgrad = (*columns[0], *columns[1], sizes, keys[0], keys[0])
 
@@ -165,11 +165,11 @@ def test_opcheck(device: torch.device) -> None:
     leaves = (a.clone().requires_grad_(), b.clone().requires_grad_())
     opcheck(_ops.grouped_gemm.default, (*leaves, sizes), options)
     key = "fp8_block"
-    rows, matrices = ops.grouped_quantize(a, sizes, key), ops.quantize(b, key)
+    rows, matrices = ops.quantize(a, key, sizes), ops.quantize(b, key)
     forward = (*rows, *matrices, sizes, key, key)
     opcheck(_ops.grouped_gemm_quantized.default, (*forward, BF16), options)
     opcheck(_ops.grouped_gemm_quantized_out.default, (*forward, out), options)
-    columns = [ops.grouped_quantize_transposed(x, sizes, key) for x in (grad, a)]
+    columns = [ops.quantize(x, key, sizes, rowwise=False, columnwise=True) for x in (grad, a)]
     wgrad = (*columns[0], *columns[1], sizes, key, key)
     opcheck(_ops.grouped_gemm_wgrad_quantized.default, (*wgrad, FP32), options)
     opcheck(_ops.grouped_gemm_wgrad_quantized_out.default, (*wgrad, weight), options)

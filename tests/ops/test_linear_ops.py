@@ -82,7 +82,7 @@ def along_columns(x: Tensor, key: str) -> Tensor:
     if key in ("none", "bf16"):
         return along_rows(x, key)
     more = extras(x, key)
-    quantized = reference.quantize_transposed(x, key, **columns_of(more))
+    quantized = reference.quantize(x, key, **columns_of(more), rowwise=False, columnwise=True)
     back = reference.dequantize(*quantized, key, torch.float32, True, **amax_of(more, transposed=True))
     return back.double()
 

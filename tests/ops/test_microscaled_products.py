@@ -171,9 +171,7 @@ def test_either_element_gives_the_bits_of_the_values(order: str, device: torch.d
         name: torch.exp2(torch.randint(-9, 9, (*s[:-1], 1), generator=generator)) for name, s in sizes.items()
     }
     scales = {
-        "rows": ops.grouped_quantize(
-            drawn(*sizes["rows"]).mul(spread["rows"]).to(device), groups.device, key
-        )[1],
+        "rows": ops.quantize(drawn(*sizes["rows"]).mul(spread["rows"]).to(device), key, groups.device)[1],
         "weights": ops.quantize(drawn(*sizes["weights"]).mul(spread["weights"]).to(device), key)[1],
     }
     values = {name: drawn(*s).to(device) for name, s in sizes.items()}

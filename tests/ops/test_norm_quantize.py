@@ -42,7 +42,7 @@ def test_is_the_steps(case: Case, centered: bool, device: torch.device) -> None:
     data, scale, *got_stats = op(centered, "_quantize")(*arguments, **more)
     assert_all_same((data, scale), ops.quantize(output, format, **more))
     if not more:
-        assert_all_same((data, scale), oracle.quantize_both(output, SPECS[format])[:2])
+        assert_all_same((data, scale), oracle.both_directions(output, SPECS[format])[:2])
     for got, expected in zip(got_stats, stats, strict=True):
         assert_same_numbers(got, expected, "statistics")
 

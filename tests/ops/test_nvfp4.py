@@ -29,19 +29,21 @@ def test_groups_of_broken_blocks_on_a_gpu(format: str) -> None:
     else:
         amax, amax_t = torch.full((6,), 4.0), torch.full((6,), 4.0)
     given = {"seed": torch.tensor([7])} if "sr" in format else {}
-    expected = reference.grouped_quantize(input, sizes, format, amax, **given)
+    expected = reference.quantize(input, format, sizes, amax=amax, **given)
     cuda = {name: value.cuda() for name, value in given.items()}
-    got = ops.grouped_quantize_both(input.cuda(), sizes.cuda(), format, amax.cuda(), amax_t.cuda(), **cuda)
+    got = ops.quantize(
+        input.cuda(), format, sizes.cuda(), amax=amax.cuda(), amax_t=amax_t.cuda(), **cuda, columnwise=True
+    )
     assert_all_same(got[:2], expected)
     groups = torch.tensor([16, 32, 0, 0, 0, 0])
-    whole = reference.grouped_quantize_transposed(input, groups, format, amax_t, **given)
+    whole = reference.quantize(input, format, groups, amax_t=amax_t, **given, rowwise=False, columnwise=True)
     codes = got[2].view(torch.uint8).cpu()
     assert torch.equal(codes[:, :24], whole[0].view(torch.uint8)[:, :24]), "rows 0 to 47"
     assert not codes[:, 24:].any()
-    values = ops.grouped_dequantize(
-        got[2], got[3], sizes.cuda(), format, transposed=True, amax=amax_t.cuda()
+    values = ops.dequantize(
+        got[2], got[3], format, group_sizes=sizes.cuda(), amax=amax_t.cuda(), transposed=True
     ).cpu()
-    expected_values = reference.grouped_dequantize(*whole, groups, format, transposed=True, amax=amax_t)
+    expected_values = reference.dequantize(*whole, format, group_sizes=groups, amax=amax_t, transposed=True)
     assert_same_bits(values[:48], expected_values[:48])
     assert values[48:228].isnan().all() and (values[228:] == 0).all()
 
@@ -50,24 +52,24 @@ def test_groups_of_broken_blocks_on_a_gpu(format: str) -> None:
 def test_into_given_buffers(format: str, device: torch.device) -> None:
     input = torch.randn(48, 64, device=device)
     more = extras(input, format)
-    expected = ops.quantize_both(input, format, **more)
+    expected = ops.quantize(input, format, **more, columnwise=True)
     buffers = [torch.full_like(t.view(torch.uint8), 0xA5).view(t.dtype) for t in expected]
     kept = [t.view(torch.uint8).clone() for t in buffers]
-    ops.quantize_both_out(input, format, *buffers, **more, noop=torch.ones(1, device=device))
+    ops.quantize_out(input, format, buffers, noop=torch.ones(1, device=device), **more, columnwise=True)
     for buffer, before in zip(buffers, kept, strict=True):
         assert torch.equal(buffer.view(torch.uint8), before)
-    ops.quantize_both_out(input, format, *buffers, **more, noop=torch.zeros(1, device=device))
+    ops.quantize_out(input, format, buffers, noop=torch.zeros(1, device=device), **more, columnwise=True)
     assert_all_same(tuple(buffers), expected)
 
 
 @pytest.mark.gpu
 def test_given_buffers_are_aligned_on_a_gpu() -> None:
     input, amax = torch.randn(16, 32, device="cuda"), torch.ones(1, device="cuda")
-    scale = ops.quantize(input, "nvfp4", amax)[1]
+    scale = ops.quantize(input, "nvfp4", amax=amax)[1]
     bytes = torch.zeros(16 * 16 + 4, dtype=torch.uint8, device="cuda")
     odd = bytes[4:].view(16, 16).view(torch.float4_e2m1fn_x2)
     with pytest.raises(ValueError) as caught:
-        ops.quantize_out(input, "nvfp4", odd, scale, amax)
+        ops.quantize_out(input, "nvfp4", [odd, scale], amax=amax)
     assert str(caught.value) == (
         "transformer_plugin::quantize_out: argument 'data': expected 8-byte-aligned buffers, "
         "got float4_e2m1fn_x2[16, 16] on cuda:0. Allocate them as the op without _out does."
@@ -169,10 +171,10 @@ def test_errors_have_four_parts(
 def test_where_torch_fills_what_it_allocates(device: torch.device) -> None:
     """Under deterministic algorithms, which torch cannot do for FP4 itself."""
     input, amax = torch.randn(16, 32, device=device), torch.ones(1, device=device)
-    expected = ops.quantize(input, "nvfp4", amax)
+    expected = ops.quantize(input, "nvfp4", amax=amax)
     torch.use_deterministic_algorithms(True)
     try:
-        got = ops.quantize(input, "nvfp4", amax)
+        got = ops.quantize(input, "nvfp4", amax=amax)
     finally:
         torch.use_deterministic_algorithms(False)
     assert_all_same(got, expected)

@@ -25,9 +25,11 @@ NOT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatc
 def test_amax(case: Case, device: torch.device) -> None:
     input, format = case.arguments(device)
     expected = tuple(nvfp4_oracle.amax(input, SPECS[format], None, direction) for direction in (0, 1))
-    assert_all_same(reference.amax_both(input.cpu(), format), expected)
-    assert_all_same((ops.amax(input, format), ops.amax_transposed(input, format)), expected)
-    assert_all_same(ops.amax_both(input, format), expected)
+    assert_all_same(reference.amax(input.cpu(), format, columnwise=True), expected)
+    assert_all_same(
+        (ops.amax(input, format), ops.amax(input, format, rowwise=False, columnwise=True)), expected
+    )
+    assert_all_same(ops.amax(input, format, columnwise=True), expected)
 
 
 @pytest.mark.parametrize("case", GROUPED_CASES, ids=lambda case: case.name)
@@ -35,9 +37,12 @@ def test_grouped_amax(case: Case, device: torch.device) -> None:
     input, sizes, format = case.arguments(device)
     spec, counts = SPECS[format], sizes.tolist()
     expected = tuple(nvfp4_oracle.amax(input, spec, counts, direction) for direction in (0, 1))
-    assert_all_same(reference.amax_both(input.cpu(), format, sizes.cpu()), expected)
-    assert_all_same((ops.amax(input, format, sizes), ops.amax_transposed(input, format, sizes)), expected)
-    assert_all_same(ops.amax_both(input, format, sizes), expected)
+    assert_all_same(reference.amax(input.cpu(), format, sizes.cpu(), columnwise=True), expected)
+    assert_all_same(
+        (ops.amax(input, format, sizes), ops.amax(input, format, sizes, rowwise=False, columnwise=True)),
+        expected,
+    )
+    assert_all_same(ops.amax(input, format, sizes, columnwise=True), expected)
 
 
 @pytest.mark.parametrize("case", CASES[:9] + GROUPED_CASES[:9], ids=lambda case: case.name)
@@ -60,4 +65,7 @@ def test_strided_inputs(device: torch.device) -> None:
     wide = torch.randn(64, 160, device=device).bfloat16()
     for input in (wide.T, wide[:, ::2], wide[16:48, 16:128], torch.ones((), device=device).expand(32, 64)):
         for format in KEYS:
-            assert_all_same(ops.amax_both(input, format), ops.amax_both(input.contiguous(), format))
+            assert_all_same(
+                ops.amax(input, format, columnwise=True),
+                ops.amax(input.contiguous(), format, columnwise=True),
+            )

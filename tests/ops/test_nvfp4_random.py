@@ -52,7 +52,7 @@ def halves(rows: int) -> Tensor:
 def draws(of: ModuleType, values: Tensor, seed: int, device: str | torch.device = "cpu") -> Tensor:
     """The values of the elements, which under the scale 1 are what the values were rounded to."""
     given = torch.tensor([seed], device=device)
-    data, scale = of.quantize(values.to(device), "nvfp4:sr", UNIT.to(device), given)
+    data, scale = of.quantize(values.to(device), "nvfp4:sr", amax=UNIT.to(device), seed=given)
     rows, columns = values.shape
     assert (scale.view(torch.uint8)[:rows, : columns // 16] == 0x38).all()
     codes = codes_of(data)
@@ -109,7 +109,9 @@ def test_directions_draw_for_themselves(device: torch.device) -> None:
     values = torch.full((64, 64), 2.5)
     values[::16] = values[:, ::16] = 6.0
     amax, seed = UNIT.to(device), torch.tensor([5], device=device)
-    data, _, data_t, _ = ops.quantize_both(values.to(device), "nvfp4:sr", amax, amax, seed)
+    data, _, data_t, _ = ops.quantize(
+        values.to(device), "nvfp4:sr", amax=amax, amax_t=amax, seed=seed, columnwise=True
+    )
     rows, columns = codes_of(data), codes_of(data_t)
     assert not torch.equal(rows, columns), "the matrix is symmetric, the draws are not"
     assert not torch.equal(rows, columns.T)
@@ -170,13 +172,13 @@ def test_transposed_copies_are_of_the_rotated_matrix(device: torch.device) -> No
     x[::7] *= 20.0
     products, decoded = [], []
     for m in (x, y):
-        amax, amax_t = ops.amax_both(m, "nvfp4:rht")
-        data, scale, data_t, scale_t = ops.quantize_both(m, "nvfp4:rht", amax, amax_t)
+        amax, amax_t = ops.amax(m, "nvfp4:rht", columnwise=True)
+        data, scale, data_t, scale_t = ops.quantize(m, "nvfp4:rht", amax=amax, amax_t=amax_t, columnwise=True)
         rotated = reference_rotation(m.T.contiguous())
         assert_same_bits(amax_t.cpu(), rotated.abs().max().reshape(1).cpu(), "amax after the rotation")
-        for got, expected in zip((data_t, scale_t), ops.quantize(rotated, "nvfp4", amax_t), strict=True):
+        for got, expected in zip((data_t, scale_t), ops.quantize(rotated, "nvfp4", amax=amax_t), strict=True):
             assert_same_bits(got, expected)
-        for got, expected in zip((data, scale), ops.quantize(m, "nvfp4", amax), strict=True):
+        for got, expected in zip((data, scale), ops.quantize(m, "nvfp4", amax=amax), strict=True):
             assert_same_bits(got, expected)
         decoded.append(ops.dequantize(data_t, scale_t, "nvfp4:rht", transposed=True, amax=amax_t).double())
         products.append(m.double())
@@ -191,16 +193,16 @@ def test_rotated_sums_of_large_16_bit_values_stay_finite(of: ModuleType, device:
     signs = torch.from_numpy(nvfp4_oracle.SIGNS)
     x = (signs[:, None] * 2.0**125).repeat(1, 16).bfloat16().to(device)
     x[:, 1:] *= 2.0**-3
-    assert of.amax_transposed(x, "nvfp4:rht").item() == 2.0**127, "of a sum of 2^129"
+    assert of.amax(x, "nvfp4:rht", rowwise=False, columnwise=True).item() == 2.0**127, "of a sum of 2^129"
 
 
 @by_implementation
 def test_a_rotated_nan_or_infinity_takes_its_chunk(of: ModuleType) -> None:
     x = torch.ones(32, 16)
     x[3, 5], x[20, 6] = float("nan"), float("inf")
-    amax = of.amax_transposed(x, "nvfp4:rht")
+    amax = of.amax(x, "nvfp4:rht", rowwise=False, columnwise=True)
     assert amax.item() == float("inf")
-    data, scale = of.quantize_transposed(x, "nvfp4:rht", torch.tensor([2688.0]))
+    data, scale = of.quantize(x, "nvfp4:rht", amax_t=torch.tensor([2688.0]), rowwise=False, columnwise=True)
     codes = codes_of(data)
     assert (codes[5, :16] == 7).all() and scale.view(torch.uint8)[5, 0] == 0, "all of the chunk is NaN"
     assert ((codes[6, 16:] & 7) == 7).all() and scale.view(torch.uint8)[6, 1] == 0x7E
@@ -218,7 +220,10 @@ def test_tiles_hold_the_same_scales(of: ModuleType, format: str) -> None:
     nvfp4 = format.startswith("nvfp4")
     both = {"amax": torch.tensor([6.0]), "amax_t": torch.tensor([5.0])} if nvfp4 else {}
     tiled_key = f"{format}{',' if ':' in format else ':'}tiled"
-    plain, tiled = of.quantize_both(x, format, **both), of.quantize_both(x, tiled_key, **both)
+    plain, tiled = (
+        of.quantize(x, format, **both, columnwise=True),
+        of.quantize(x, tiled_key, **both, columnwise=True),
+    )
     for i in (1, 3):
         assert_same_bits(tiled[i - 1], plain[i - 1])
         assert tiled[i].shape == plain[i].shape and tiled[i].dtype == plain[i].dtype

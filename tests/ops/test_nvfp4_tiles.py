@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.ops.quantize_oracle import assert_all_same
 from transformer_plugin import ops, reference
-from transformer_plugin.testing.quantize_cases import extras
+from transformer_plugin.testing.quantize_cases import columns_of, extras
 
 FORMATS = ["nvfp4", "nvfp4:rht", "nvfp4:sr,tiled", "nvfp4:rht,sr", "nvfp4:rht,sr,tiled"]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -39,11 +39,11 @@ def test_whole_tiles_and_edges(
 ) -> None:
     input = matrix(rows, columns, dtype)
     given = {name: finite(t) if "amax" in name else t for name, t in extras(input, format).items()}
-    expected = reference.quantize_both(input, format, **given)
+    expected = reference.quantize(input, format, **given, columnwise=True)
     there = {name: t.to(device) for name, t in given.items()}
-    assert_all_same(ops.quantize_both(input.to(device), format, **there), expected)
-    there["amax"] = there.pop("amax_t")
-    assert_all_same(ops.quantize_transposed(input.to(device), format, **there), expected[2:])
+    assert_all_same(ops.quantize(input.to(device), format, **there, columnwise=True), expected)
+    got = ops.quantize(input.to(device), format, **columns_of(there), rowwise=False, columnwise=True)
+    assert_all_same(got, expected[2:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
@@ -57,13 +57,16 @@ def test_groups_with_whole_tiles(
     groups = torch.tensor(sizes)
     given = {"seed": torch.tensor([11])} if "sr" in format else {}
     amax, amax_t = torch.tensor([4.0, 5.0, 6.0, 7.0]), torch.tensor([14.0, 5.5, 16.0, 7.0])
-    expected = (
-        *reference.grouped_quantize(input, groups, format, amax, **given),
-        *reference.grouped_quantize_transposed(input, groups, format, amax_t, **given),
-    )
+    expected = reference.quantize(input, format, groups, amax, amax_t, **given, columnwise=True)
     there = {name: t.to(device) for name, t in given.items()}
-    got = ops.grouped_quantize_both(
-        input.to(device), groups.to(device), format, amax.to(device), amax_t.to(device), **there
+    got = ops.quantize(
+        input.to(device),
+        format,
+        groups.to(device),
+        amax=amax.to(device),
+        amax_t=amax_t.to(device),
+        **there,
+        columnwise=True,
     )
     assert_all_same(got, expected)
 
@@ -77,19 +80,16 @@ def test_replays_with_other_groups_and_seeds(format: str) -> None:
     groups = torch.tensor([128, 128, 128, 128], device=device)
     amax = torch.full((4,), 5.0, device=device)
     given = {"seed": seed} if "sr" in format else {}
-    ops.grouped_quantize_both(input, groups, format, amax, amax, **given)
+    ops.quantize(input, format, groups, amax=amax, amax_t=amax, **given, columnwise=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = ops.grouped_quantize_both(input, groups, format, amax, amax, **given)
+        got = ops.quantize(input, format, groups, amax=amax, amax_t=amax, **given, columnwise=True)
     for i, sizes in enumerate(([256, 0, 128, 128], [16, 240, 0, 32], [0, 512, 0, 0], [144, 128, 112, 0])):
         input.copy_(matrix(512, 256, torch.bfloat16) * (i + 1))
         groups.copy_(torch.tensor(sizes))
         seed.fill_(i)
         graph.replay()
-        rows = [t.cpu() for t in (input, groups)]
+        amaxes = {"amax": amax.cpu(), "amax_t": amax.cpu()}
         own = {name: t.cpu() for name, t in given.items()}
-        expected = (
-            *reference.grouped_quantize(*rows, format, amax.cpu(), **own),
-            *reference.grouped_quantize_transposed(*rows, format, amax.cpu(), **own),
-        )
+        expected = reference.quantize(input.cpu(), format, groups.cpu(), **amaxes, **own, columnwise=True)
         assert_all_same(got, expected)

@@ -26,8 +26,8 @@ by_implementation = pytest.mark.parametrize("of", [reference, ops], ids=["refere
 def check(values: Tensor, format: str, amax: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Rows in a format under a given amax, equal to the oracle's, of the reference and the op."""
     expected = nvfp4_oracle.quantize_direction(values, SPECS[format], amax, None, 0)
-    assert_all_same(reference.quantize(values, format, amax), expected)
-    assert_all_same(ops.quantize(values.to(device), format, amax.to(device)), expected)
+    assert_all_same(reference.quantize(values, format, amax=amax), expected)
+    assert_all_same(ops.quantize(values.to(device), format, amax=amax.to(device)), expected)
     return expected
 
 
@@ -60,7 +60,7 @@ def test_elements_by_hand(of: ModuleType) -> None:
     known = elements_by_hand()
     assert len(known) == 2 * (8 + 3 * 7 + 2)
     rows = torch.tensor([[value] + [0.0] * 14 + [6.0] for value, _ in known])
-    data, scale = of.quantize(rows, "nvfp4", torch.tensor([2688.0]))
+    data, scale = of.quantize(rows, "nvfp4", amax=torch.tensor([2688.0]))
     assert (scale.view(torch.uint8)[: len(known), 0] == 0x38).all(), "E4M3 of 1"
     assert codes_of(data)[:, 0].tolist() == [code for _, code in known]
     assert (codes_of(data)[:, 1:15] == 0).all() and (codes_of(data)[:, 15] == 7).all()
@@ -73,7 +73,7 @@ def test_elements_by_hand(of: ModuleType) -> None:
 def test_two_elements_to_a_byte(of: ModuleType) -> None:
     """The even element in the low half."""
     row = torch.tensor([MAGNITUDES + [-m for m in MAGNITUDES]])
-    data, _ = of.quantize(row, "nvfp4", torch.tensor([2688.0]))
+    data, _ = of.quantize(row, "nvfp4", amax=torch.tensor([2688.0]))
     assert data.view(torch.uint8).tolist() == [[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]]
 
 
@@ -113,7 +113,7 @@ def test_scales_by_hand(
     of: ModuleType, first: float, amax: float, format: str, code: int, scale: int
 ) -> None:
     row = torch.tensor([[first] + [0.0] * 15])
-    data, scales = of.quantize(row, format, torch.tensor([amax]))
+    data, scales = of.quantize(row, format, amax=torch.tensor([amax]))
     assert (codes_of(data)[0, 0].item(), scales.view(torch.uint8)[0, 0].item()) == (code, scale)
     assert not scales.view(torch.uint8).flatten()[1:].any()
 
@@ -123,12 +123,14 @@ def test_four_over_six_by_hand(of: ModuleType) -> None:
     """Under the amax 6 (S = 256) a block of amax 4 takes 4 -> 4 with all of its values exact; 6 -> 6 would miss 3."""
     row = torch.tensor([[4.0, 3.0, 2.0, 1.0] + [0.0] * 12])
     for format in ("nvfp4:4over6", "nvfp4:4over6_mse,tiled"):
-        data, scale = of.quantize(row, format, torch.tensor([6.0]))
+        data, scale = of.quantize(row, format, amax=torch.tensor([6.0]))
         assert codes_of(data)[0, :4].tolist() == [6, 5, 4, 2]
         assert scale.view(torch.uint8)[0, 0].item() == 0x78  # 4 * 256 / 6 * 1.5 = 256
-    data, scale = of.quantize(row, "nvfp4", torch.tensor([6.0]))
+    data, scale = of.quantize(row, "nvfp4", amax=torch.tensor([6.0]))
     assert codes_of(data)[0, :4].tolist() == [7, 6, 5, 3]  # 4 / 6 of everything: 6, 4.5, 3, 1.5
-    back = of.dequantize(*of.quantize(row, format, torch.tensor([6.0])), format, amax=torch.tensor([6.0]))
+    back = of.dequantize(
+        *of.quantize(row, format, amax=torch.tensor([6.0])), format, amax=torch.tensor([6.0])
+    )
     torch.testing.assert_close(back, row, rtol=1e-6, atol=0)
 
 
@@ -205,7 +207,7 @@ def test_values_come_back_within_half_a_step(of: ModuleType) -> None:
     values = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)) * 3
     for format in ("nvfp4", "nvfp4:square", "nvfp4:row_scaled", "nvfp4:4over6"):
         amax = of.amax(values, format)
-        back = of.dequantize(*of.quantize(values, format, amax), format, amax=amax)
+        back = of.dequantize(*of.quantize(values, format, amax=amax), format, amax=amax)
         block = values.abs().unflatten(1, (-1, 16)).amax(-1)
         if "square" in format:
             block = block.unflatten(0, (-1, 16)).amax(1).repeat_interleave(16, 0)
@@ -231,7 +233,7 @@ def test_finite_values_stay_finite(of: ModuleType, format: str, largest: float, 
     results = []
     for values in (small, large):
         amax = of.amax(values, format)
-        data, scale = of.quantize(values, format, amax)
+        data, scale = of.quantize(values, format, amax=amax)
         back = of.dequantize(data, scale, format, amax=amax)
         assert back.isfinite().all() and (back.abs().amax(-1) <= amax.amax()).all()
         results.append((data, scale, amax, back))

@@ -51,11 +51,11 @@ def calls() -> Iterator[tuple[str, Call]]:
             f"gemm_quantized_out {key}",
             (ops.gemm_quantized_out, operands, rows, {"alpha": normals(1), "beta": normals(1)}),
         )
-        operands = [*ops.grouped_quantize(a, sizes, key), *ops.quantize(b, square), sizes, key, square]
+        operands = [*ops.quantize(a, key, sizes), *ops.quantize(b, square), sizes, key, square]
         yield f"grouped_gemm_quantized_out {key}", (ops.grouped_gemm_quantized_out, operands, rows, factors)
         operands = [
-            *ops.grouped_quantize_transposed(wgrad[0], sizes, key),
-            *ops.grouped_quantize_transposed(a, sizes, key),
+            *ops.quantize(wgrad[0], key, sizes, rowwise=False, columnwise=True),
+            *ops.quantize(a, key, sizes, rowwise=False, columnwise=True),
             *(sizes, key, key),
         ]
         yield (
@@ -95,9 +95,9 @@ def quantize_calls() -> Iterator[tuple[str, tuple[Callable[..., Any], str, dict[
         more: dict[str, Tensor] = {}
         if key.startswith("nvfp4"):
             more = {"amax": ops.amax(input, key), "amax_t": ops.amax(input, key), "seed": torch.tensor([7])}
-        outputs = list(ops.quantize_both(input, key, **more))
+        outputs = list(ops.quantize(input, key, **more, columnwise=True))
         yield key, (ops.quantize_both_out, key, {"input": input, **more, **noop}, outputs)
-    outputs = list(ops.grouped_quantize_both(input, sizes, "fp8_block"))
+    outputs = list(ops.quantize(input, "fp8_block", sizes, columnwise=True))
     read = {"input": input, "group_sizes": sizes, **noop}
     yield "grouped fp8_block", (ops.grouped_quantize_both_out, "fp8_block", read, outputs)
 
@@ -137,7 +137,7 @@ def test_an_amax_is_apart_from_what_is_read() -> None:
     first_row = wide.view(-1)[:2]
     refused: dict[str, tuple[str, Callable[[], object]]] = {
         "scale": ("amax", lambda: ops.quantize_scaled(wide, state, key, state)),
-        "input": ("amax", lambda: ops.quantize_scaled_both(wide, state, key, wide.view(-1)[4:7])),
+        "input": ("amax", lambda: ops.quantize_scaled(wide, state, key, wide.view(-1)[4:7], columnwise=True)),
         "inputs": ("amax", lambda: ops.amax_list_out([wide, wide], key, first_row)),
         "inputs ": ("amax_t", lambda: ops.amax_list_out([wide, wide], key, torch.zeros(2), first_row)),
         "scale ": (

@@ -34,7 +34,9 @@ by_grouped_case = pytest.mark.parametrize("case", GROUPED_CASES, ids=lambda case
 def test_reference_agrees_with_the_oracle(case: Case) -> None:
     input, format = case.arguments()
     more = extras(input, format)
-    assert_all_same(reference.quantize_both(input, format, **more), oracles.both(input, format, more))
+    assert_all_same(
+        reference.quantize(input, format, **more, columnwise=True), oracles.both(input, format, more)
+    )
 
 
 @by_grouped_case
@@ -42,7 +44,7 @@ def test_grouped_reference_agrees_with_the_oracle(case: Case) -> None:
     input, sizes, format = case.arguments()
     more = extras(input, format, sizes)
     expected = oracles.grouped_both(input, sizes.tolist(), format, more)
-    assert_all_same(reference.grouped_quantize_both(input, sizes, format, **more), expected)
+    assert_all_same(reference.quantize(input, format, sizes, **more, columnwise=True), expected)
 
 
 @by_case
@@ -50,9 +52,11 @@ def test_quantize(case: Case, device: torch.device) -> None:
     input, format = case.arguments(device)
     more = extras(input, format)
     expected = oracles.both(input, format, more)
-    assert_all_same(ops.quantize_both(input, format, **more), expected)
+    assert_all_same(ops.quantize(input, format, **more, columnwise=True), expected)
     assert_all_same(ops.quantize(input, format, **rows_of(more)), expected[:2])
-    assert_all_same(ops.quantize_transposed(input, format, **columns_of(more)), expected[2:])
+    assert_all_same(
+        ops.quantize(input, format, **columns_of(more), rowwise=False, columnwise=True), expected[2:]
+    )
 
 
 @by_grouped_case
@@ -60,9 +64,9 @@ def test_grouped_quantize(case: Case, device: torch.device) -> None:
     input, sizes, format = case.arguments(device)
     more = extras(input, format, sizes)
     expected = oracles.grouped_both(input, sizes.tolist(), format, more)
-    assert_all_same(ops.grouped_quantize_both(input, sizes, format, **more), expected)
-    assert_all_same(ops.grouped_quantize(input, sizes, format, **rows_of(more)), expected[:2])
-    got = ops.grouped_quantize_transposed(input, sizes, format, **columns_of(more))
+    assert_all_same(ops.quantize(input, format, sizes, **more, columnwise=True), expected)
+    assert_all_same(ops.quantize(input, format, sizes, **rows_of(more)), expected[:2])
+    got = ops.quantize(input, format, sizes, **columns_of(more), rowwise=False, columnwise=True)
     assert_all_same(got, expected[2:])
 
 
@@ -76,12 +80,12 @@ def test_dequantize(case: Case, device: torch.device) -> None:
     input, format = case.arguments(device)
     dtype = FLOAT_DTYPES[CASES.index(case) % 3]
     more = extras(input, format)
-    quantized = ops.quantize_both(input, format, **more)
+    quantized = ops.quantize(input, format, **more, columnwise=True)
     for transposed, data, scale in ((False, *quantized[:2]), (True, *quantized[2:])):
         amax = amax_of(more, transposed)
-        got = ops.dequantize(data, scale, format, dtype, transposed, **amax)
+        got = ops.dequantize(data, scale, format, dtype, transposed=transposed, **amax)
         here = {name: value.cpu() for name, value in amax.items()}
-        expected = reference.dequantize(data.cpu(), scale.cpu(), format, dtype, transposed, **here)
+        expected = reference.dequantize(data.cpu(), scale.cpu(), format, dtype, transposed=transposed, **here)
         assert_same_bits(got, expected, f"transposed={transposed}")
         stack = input.dim() == 3
         for g in range(input.shape[0] if stack else 1):
@@ -99,10 +103,10 @@ def test_grouped_dequantize(case: Case, device: torch.device) -> None:
     """As each group as a matrix of its own; not where the place in the buffer decides how elements are rounded."""
     input, sizes, format = case.arguments(device)
     more = extras(input, format, sizes)
-    data, scale, data_t, scale_t = ops.grouped_quantize_both(input, sizes, format, **more)
-    got = ops.grouped_dequantize(data, scale, sizes, format, torch.bfloat16, **amax_of(more))
+    data, scale, data_t, scale_t = ops.quantize(input, format, sizes, **more, columnwise=True)
+    got = ops.dequantize(data, scale, format, torch.bfloat16, sizes, **amax_of(more))
     turned = (data_t, scale_t, sizes, format, torch.bfloat16, True)
-    got_t = ops.grouped_dequantize(*turned, **amax_of(more, transposed=True))
+    got_t = ops.dequantize(*turned, **amax_of(more, transposed=True))
     expected = torch.zeros(input.shape, dtype=torch.bfloat16)
     expected_t = expected.clone()
     first = 0
@@ -110,7 +114,7 @@ def test_grouped_dequantize(case: Case, device: torch.device) -> None:
         rows = slice(first, first + size)
         group = input[rows].cpu()
         own = extras(group, format)
-        one = reference.quantize_both(group, format, **own)
+        one = reference.quantize(group, format, **own, columnwise=True)
         expected[rows] = reference.dequantize(*one[:2], format, torch.bfloat16, **amax_of(own))
         back = reference.dequantize(*one[2:], format, torch.bfloat16, True, **amax_of(own, transposed=True))
         expected_t[rows] = back
@@ -127,7 +131,9 @@ def test_transposed_is_rowwise_of_the_transpose(device: torch.device) -> None:
         input = torch.randn(rows, columns, device=device)
         more = extras(input, format)
         turned = ops.quantize(input.T.contiguous(), format, **columns_of(more))
-        assert_all_same(ops.quantize_transposed(input, format, **columns_of(more)), turned)
+        assert_all_same(
+            ops.quantize(input, format, **columns_of(more), rowwise=False, columnwise=True), turned
+        )
 
 
 def test_layouts(device: torch.device) -> None:
@@ -137,14 +143,27 @@ def test_layouts(device: torch.device) -> None:
         return [list(output.shape) for output in outputs]
 
     input = torch.ones(257, 130, device=device)
-    assert shapes(ops.quantize_both(input, "fp8_tensor")) == [[257, 130], [1], [130, 257], [1]]
-    assert shapes(ops.quantize_both(input, "fp8_block")) == [[257, 130], [2, 260], [130, 257], [3, 132]]
-    assert shapes(ops.quantize_both(input, "fp8_block:square")) == [[257, 130], [3, 4], [130, 257], [2, 4]]
+    assert shapes(ops.quantize(input, "fp8_tensor", columnwise=True)) == [[257, 130], [1], [130, 257], [1]]
+    assert shapes(ops.quantize(input, "fp8_block", columnwise=True)) == [
+        [257, 130],
+        [2, 260],
+        [130, 257],
+        [3, 132],
+    ]
+    assert shapes(ops.quantize(input, "fp8_block:square", columnwise=True)) == [
+        [257, 130],
+        [3, 4],
+        [130, 257],
+        [2, 4],
+    ]
     stack = torch.ones(5, 257, 130, device=device)
     assert shapes(ops.quantize(stack, "fp8_tensor")) == [[5, 257, 130], [5]]
-    assert shapes(ops.quantize_transposed(stack, "fp8_block:square")) == [[5, 130, 257], [5, 2, 4]]
+    assert shapes(ops.quantize(stack, "fp8_block:square", rowwise=False, columnwise=True)) == [
+        [5, 130, 257],
+        [5, 2, 4],
+    ]
     sizes = torch.tensor([1, 128, 0], device=device)
-    grouped = ops.grouped_quantize_both(input, sizes, "fp8_block")
+    grouped = ops.quantize(input, "fp8_block", sizes, columnwise=True)
     assert shapes(grouped) == [[257, 130], [2, 260], [130, 257], [3 + 3, 132]]
     scale, scale_t = grouped[1].cpu(), grouped[3].cpu()
     assert (scale[:, :129] == 2.0**-8).all() and (scale[:, 129:] == 0).all()
@@ -163,15 +182,15 @@ def test_layouts_of_mxfp8(device: torch.device) -> None:
 
     input = torch.ones(257, 160, device=device)
     for format in ("mxfp8", "mxfp8:square"):
-        data, scale, data_t, scale_t = ops.quantize_both(input, format)
+        data, scale, data_t, scale_t = ops.quantize(input, format, columnwise=True)
         assert (tuple(data.shape), tuple(data_t.shape)) == ((257, 160), (160, 257))
         check(scale, (384, 8), (slice(257), slice(5)))
         check(scale_t, (256, 12), (slice(160), slice(9)))
-        stack = ops.quantize_both(input.expand(5, 257, 160), format)
+        stack = ops.quantize(input.expand(5, 257, 160), format, columnwise=True)
         check(stack[1], (5, 384, 8), (slice(None), slice(257), slice(5)))
         check(stack[3], (5, 256, 12), (slice(None), slice(160), slice(9)))
     sizes = torch.tensor([1, 0, 129, 64], device=device)
-    data, scale, data_t, scale_t = ops.grouped_quantize_both(input, sizes, "mxfp8")
+    data, scale, data_t, scale_t = ops.quantize(input, "mxfp8", sizes, columnwise=True)
     assert not data[194:].view(torch.uint8).any() and not data_t[:, 194:].view(torch.uint8).any()
     check(scale, (384, 8), (slice(194), slice(5)))
     # Groups of 1, 0, 129 and 64 rows have 1, 0, 5 and 2 blocks, from the columns 0, 4, 4 and 12 on.
@@ -186,7 +205,7 @@ def test_layouts_of_mxfp8(device: torch.device) -> None:
 def test_square_blocks_have_the_same_values_in_both_directions(format: str, device: torch.device) -> None:
     input = torch.randn(80 if format.startswith("nvfp4") else 70, 96, device=device)
     more, block = extras(input, format), 16 if format.startswith("nvfp4") else 32
-    data, scale, data_t, scale_t = ops.quantize_both(input, format, **more)
+    data, scale, data_t, scale_t = ops.quantize(input, format, **more, columnwise=True)
     bytes, bytes_t = (s.cpu().view(torch.uint8) for s in (scale, scale_t))
     across, down = -(-96 // block), -(-input.shape[0] // block)
     corner = bytes[: input.shape[0] : block, :across].contiguous()
@@ -207,16 +226,20 @@ def test_layouts_of_nvfp4(device: torch.device) -> None:
 
     input, amax = torch.ones(272, 160, device=device), torch.ones(5, device=device)
     for format in ("nvfp4", "nvfp4:square"):
-        data, scale, data_t, scale_t = ops.quantize_both(input, format, amax[:1], amax[:1])
+        data, scale, data_t, scale_t = ops.quantize(
+            input, format, amax=amax[:1], amax_t=amax[:1], columnwise=True
+        )
         assert (tuple(data.shape), tuple(data_t.shape)) == ((272, 80), (160, 136))
         assert data.dtype == data_t.dtype == torch.float4_e2m1fn_x2
         check(scale, (384, 12), (slice(272), slice(10)))
         check(scale_t, (256, 20), (slice(160), slice(17)))
-        stack = ops.quantize_both(input.expand(5, 272, 160), format, amax, amax)
+        stack = ops.quantize(input.expand(5, 272, 160), format, amax=amax, amax_t=amax, columnwise=True)
         check(stack[1], (5, 384, 12), (slice(None), slice(272), slice(10)))
         check(stack[3], (5, 256, 20), (slice(None), slice(160), slice(17)))
     sizes = torch.tensor([16, 0, 144, 64], device=device)
-    data, scale, data_t, scale_t = ops.grouped_quantize_both(input, sizes, "nvfp4", amax[:4], amax[:4])
+    data, scale, data_t, scale_t = ops.quantize(
+        input, "nvfp4", sizes, amax=amax[:4], amax_t=amax[:4], columnwise=True
+    )
     assert not data[224:].cpu().view(torch.uint8).any()
     assert not data_t[:, 112:].cpu().view(torch.uint8).any()
     check(scale, (384, 12), (slice(224), slice(10)))
@@ -236,14 +259,14 @@ def test_rows_of_nvfp4_may_be_any_number(device: torch.device) -> None:
             amax = reference.amax(input.cpu(), format)
             seed = torch.tensor([3], device=device) if spec.sr else None
             expected = nvfp4_oracle.quantize_direction(input, spec, amax, 3 if spec.sr else None, 0)
-            assert_all_same(ops.quantize(input, format, amax.to(device), seed), expected)
+            assert_all_same(ops.quantize(input, format, amax=amax.to(device), seed=seed), expected)
     sizes = torch.tensor([3, 0, 14], device=device)
     for format in ("nvfp4", "nvfp4:row_scaled"):
         amax = reference.amax(input.cpu(), format, sizes.cpu())
         expected = nvfp4_oracle.grouped_quantize_direction(
             input, [3, 0, 14], nvfp4_oracle.SPECS[format], amax, None, 0
         )
-        assert_all_same(ops.grouped_quantize(input, sizes, format, amax.to(device)), expected)
+        assert_all_same(ops.quantize(input, format, sizes, amax=amax.to(device)), expected)
 
 
 def test_inputs_of_any_strides(device: torch.device) -> None:
@@ -268,12 +291,15 @@ def test_inputs_of_any_strides(device: torch.device) -> None:
                 continue
             tried.add(format)
             more = extras(copy, format)
-            assert_all_same(ops.quantize_both(input, format, **more), ops.quantize_both(copy, format, **more))
+            assert_all_same(
+                ops.quantize(input, format, **more, columnwise=True),
+                ops.quantize(copy, format, **more, columnwise=True),
+            )
             if "square" not in format:
                 sizes = torch.tensor([16, 0, 0] if format.startswith("nvfp4") else [3, 0, 8], device=device)
                 more = extras(copy, format, sizes)
-                got = ops.grouped_quantize_both(input, sizes, format, **more)
-                assert_all_same(got, ops.grouped_quantize_both(copy, sizes, format, **more))
+                got = ops.quantize(input, format, sizes, **more, columnwise=True)
+                assert_all_same(got, ops.quantize(copy, format, sizes, **more, columnwise=True))
     assert tried == set(FORMATS)
     data, scale = ops.quantize(wide.T, "fp8_block")
     strided_data, strided_scale = data.T.contiguous().T, scale.T.contiguous().T
@@ -291,9 +317,9 @@ def test_groups_that_are_aligned_equal_separate_matrices(device: torch.device) -
             continue
         input = torch.randn(384, width_for(200, format), device=device)
         longer = torch.cat([input, torch.full_like(input, 1e4)])
-        got = ops.grouped_quantize_both(longer, sizes, format, **extras(longer, format, sizes))
+        got = ops.quantize(longer, format, sizes, **extras(longer, format, sizes), columnwise=True)
         for rows in (slice(0, 128), slice(128, 384)):
-            one = ops.quantize_both(input[rows], format, **extras(input[rows], format))
+            one = ops.quantize(input[rows], format, **extras(input[rows], format), columnwise=True)
             columns = slice(rows.start // 2, rows.stop // 2) if format.startswith("nvfp4") else rows
             assert_same_bits(got[0][rows].contiguous(), one[0])
             assert_same_bits(got[2][:, columns].contiguous(), one[2])
@@ -301,7 +327,7 @@ def test_groups_that_are_aligned_equal_separate_matrices(device: torch.device) -
 
 def test_not_differentiable(device: torch.device) -> None:
     input = torch.randn(4, 8, device=device, requires_grad=True)
-    outputs = ops.quantize_both(input, "fp8_block")
+    outputs = ops.quantize(input, "fp8_block", columnwise=True)
     assert not any(output.requires_grad for output in outputs)
     assert not ops.dequantize(outputs[0], outputs[1].requires_grad_(), "fp8_block").requires_grad
 
@@ -311,8 +337,8 @@ def test_a_format_may_be_an_object() -> None:
     format = Format("fp8_block", "e5m2", power_of_two_scales=False)
     assert_all_same(ops.quantize(input, format), ops.quantize(input, "fp8_block:e5m2,fp32"))
     sizes = torch.tensor([2, 1])
-    data, scale = ops.grouped_quantize(input, sizes, format)
+    data, scale = ops.quantize(input, format, sizes)
     assert_same_bits(
-        ops.grouped_dequantize(data, scale, sizes, format),
-        ops.grouped_dequantize(data, scale, sizes, "fp8_block:e5m2,fp32"),
+        ops.dequantize(data, scale, format, group_sizes=sizes),
+        ops.dequantize(data, scale, "fp8_block:e5m2,fp32", group_sizes=sizes),
     )

@@ -45,7 +45,7 @@ NOT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatc
 def test_opcheck(case: Case, device: torch.device) -> None:
     input, format = case.arguments(device)
     more = extras(input, format)
-    data, scale, data_t, scale_t = ops.quantize_both(input, format, **more)
+    data, scale, data_t, scale_t = ops.quantize(input, format, **more, columnwise=True)
     check = opcheck
     check(OPS.quantize_both.default, (input, format), more)
     check(OPS.quantize.default, (input, format), rows_of(more))
@@ -59,7 +59,7 @@ def test_opcheck(case: Case, device: torch.device) -> None:
 def test_grouped_opcheck(case: Case, device: torch.device) -> None:
     input, sizes, format = case.arguments(device)
     more = extras(input, format, sizes)
-    data, scale, data_t, scale_t = ops.grouped_quantize_both(input, sizes, format, **more)
+    data, scale, data_t, scale_t = ops.quantize(input, format, sizes, **more, columnwise=True)
     check, given = opcheck, (input, sizes, format)
     check(OPS.grouped_quantize.default, given, rows_of(more), test_utils=NOT_DISPATCH)
     check(OPS.grouped_quantize_transposed.default, given, columns_of(more), test_utils=NOT_DISPATCH)
@@ -74,15 +74,15 @@ def test_grouped_opcheck(case: Case, device: torch.device) -> None:
 def test_dequantize_leaves_its_inputs_alone(format: str, device: torch.device) -> None:
     input = torch.randn(144, width_for(140, format), device=device)
     more = extras(input, format)
-    data, scale, data_t, scale_t = ops.quantize_both(input, format, **more)
+    data, scale, data_t, scale_t = ops.quantize(input, format, **more, columnwise=True)
     before = [tensor.clone() for tensor in (data, scale, data_t, scale_t)]
     ops.dequantize(data, scale, format, **amax_of(more))
     ops.dequantize(data_t, scale_t, format, transposed=True, **amax_of(more, transposed=True))
     sizes = torch.tensor([16, 112], device=device)
     more = extras(input, format, sizes)
-    grouped = ops.grouped_quantize(input, sizes, format, **rows_of(more))
+    grouped = ops.quantize(input, format, sizes, **rows_of(more))
     kept = [tensor.clone() for tensor in grouped]
-    ops.grouped_dequantize(*grouped, sizes, format, **amax_of(more))
+    ops.dequantize(*grouped, format, group_sizes=sizes, **amax_of(more))
     for now, then in zip((data, scale, data_t, scale_t, *grouped), before + kept, strict=True):
         assert_same_bits(now, then)
 
@@ -93,7 +93,7 @@ def given_on_the_device(
     """As :func:`extras`, by the ops: what a graph can hold."""
     if not format.startswith("nvfp4"):
         return {}
-    both = dict(zip(("amax", "amax_t"), ops.amax_both(input, format, sizes), strict=True))
+    both = dict(zip(("amax", "amax_t"), ops.amax(input, format, sizes, columnwise=True), strict=True))
     return both if seed is None else {**both, "seed": seed}
 
 
@@ -103,10 +103,10 @@ def test_compiles_whole(format: str, device: torch.device) -> None:
     def round_trip(input: Tensor, sizes: Tensor) -> Tensor:
         double = input * 2
         more = given_on_the_device(double, format, sizes)
-        data, scale, data_t, scale_t = ops.grouped_quantize_both(double, sizes, format, **more)
-        rows = ops.grouped_dequantize(data, scale, sizes, format, torch.bfloat16, **amax_of(more))
+        data, scale, data_t, scale_t = ops.quantize(double, format, sizes, **more, columnwise=True)
+        rows = ops.dequantize(data, scale, format, torch.bfloat16, sizes, **amax_of(more))
         turned = (data_t, scale_t, sizes, format, torch.bfloat16, True)
-        return rows + ops.grouped_dequantize(*turned, **amax_of(more, transposed=True))
+        return rows + ops.dequantize(*turned, **amax_of(more, transposed=True))
 
     compiled = torch.compile(round_trip, fullgraph=True, dynamic=True)
     for rows in (144, 48):
@@ -122,8 +122,8 @@ def test_sizes_on_a_gpu_are_cut_at_the_buffer() -> None:
     input = torch.randn(200, 96, device="cuda")
     for sizes, cut in [([150, 100, 7], [150, 50, 0]), ([-5, 60, -1], [0, 60, 0]), ([2**40, 3], [200, 0])]:
         for format in ("fp8_tensor", "fp8_block", "mxfp8"):
-            got = ops.grouped_quantize_both(input, torch.tensor(sizes, device="cuda"), format)
-            assert_all_same(got, ops.grouped_quantize_both(input.cpu(), torch.tensor(cut), format))
+            got = ops.quantize(input, format, torch.tensor(sizes, device="cuda"), columnwise=True)
+            assert_all_same(got, ops.quantize(input.cpu(), format, torch.tensor(cut), columnwise=True))
             with pytest.raises(ValueError, match="sizes that fit their buffer in the calls before this one"):
                 ops.check_group_sizes()
 
@@ -138,11 +138,11 @@ def test_cuda_graph_replays_with_other_sizes_and_data(format: str) -> None:
 
     def step() -> tuple[Tensor, ...]:
         more = given_on_the_device(input, format, sizes, seed)
-        outputs = ops.grouped_quantize_both(input, sizes, format, **more)
+        outputs = ops.quantize(input, format, sizes, **more, columnwise=True)
         return (
             *outputs,
-            ops.grouped_dequantize(*outputs[:2], sizes, format, **amax_of(more)),
-            *(more.values() if nvfp4 else ops.quantize_both(input, format)),
+            ops.dequantize(*outputs[:2], format, group_sizes=sizes, **amax_of(more)),
+            *(more.values() if nvfp4 else ops.quantize(input, format, columnwise=True)),
         )
 
     stream = torch.cuda.Stream()
@@ -169,7 +169,7 @@ def test_cuda_graph_replays_with_other_sizes_and_data(format: str) -> None:
             assert_same_bits(got, wanted)
         here = [None if seed is None else seed.cpu(), torch.tensor(now)]
         more = given_on_the_device(input.cpu(), format, here[1], here[0])
-        assert_all_same(captured[:4], ops.grouped_quantize_both(input.cpu(), here[1], format, **more))
+        assert_all_same(captured[:4], ops.quantize(input.cpu(), format, here[1], **more, columnwise=True))
 
 
 # What bad input gets: the whole text of each error.
@@ -303,7 +303,7 @@ def test_errors_have_four_parts(
 @pytest.mark.gpu
 def test_sizes_on_another_device() -> None:
     with pytest.raises(ValueError) as caught:
-        ops.grouped_quantize(ONES.cuda(), SIZES, "fp8_block")
+        ops.quantize(ONES.cuda(), "fp8_block", SIZES)
     assert str(caught.value) == (
         "transformer_plugin::grouped_quantize: argument 'group_sizes': expected a tensor on cuda:0, like "
         "input, "

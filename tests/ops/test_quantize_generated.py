@@ -73,8 +73,8 @@ def check_dense(data: st.DataObject, device: torch.device) -> None:
         input = data.draw(matrices(width_for(rows, spec.key), columns)).T
     else:
         input = data.draw(matrices(rows, width_for(columns, spec.key)))
-    got = ops.quantize_both(input.to(device), spec.key)
-    for g, e in zip(got, oracle.quantize_both(input, spec), strict=True):
+    got = ops.quantize(input.to(device), spec.key, columnwise=True)
+    for g, e in zip(got, oracle.both_directions(input, spec), strict=True):
         assert_same_bits(g, e)
 
 
@@ -85,8 +85,8 @@ def check_grouped(data: st.DataObject, device: torch.device) -> None:
     input = data.draw(matrices(sum(groups) + data.draw(sizes), columns))
     index = data.draw(st.sampled_from([torch.int32, torch.int64]))
     group_sizes = torch.tensor(groups, dtype=index)
-    got = ops.grouped_quantize_both(input.to(device), group_sizes.to(device), spec.key)
-    for g, e in zip(got, oracle.grouped_quantize_both(input, groups, spec), strict=True):
+    got = ops.quantize(input.to(device), spec.key, group_sizes.to(device), columnwise=True)
+    for g, e in zip(got, oracle.grouped_both_directions(input, groups, spec), strict=True):
         assert_same_bits(g, e)
 
 
@@ -95,14 +95,14 @@ def check_dense_nvfp4(data: st.DataObject, device: torch.device) -> None:
     rows, columns = (16 * data.draw(st.integers(0, 18)) for _ in range(2))
     turned = data.draw(st.booleans())
     input = data.draw(matrices(columns, rows)).T if turned else data.draw(matrices(rows, columns))
-    amax, amax_t = (draw_amax(data, a) for a in reference.amax_both(input, spec.key))
+    amax, amax_t = (draw_amax(data, a) for a in reference.amax(input, spec.key, columnwise=True))
     seed = data.draw(st.integers(-(2**63), 2**63 - 1)) if spec.sr else None
     given = (
         amax.to(device),
         amax_t.to(device),
         None if seed is None else torch.tensor([seed], device=device),
     )
-    got = ops.quantize_both(input.to(device), spec.key, *given)
+    got = ops.quantize(input.to(device), spec.key, *given, columnwise=True)
     for direction, of in ((0, amax), (1, amax_t)):
         expected = nvfp4_oracle.quantize_direction(input, spec, of, seed, direction)
         for g, e in zip(got[2 * direction :], expected, strict=False):
@@ -115,14 +115,14 @@ def check_grouped_nvfp4(data: st.DataObject, device: torch.device) -> None:
     columns = 16 * data.draw(st.integers(0, 18))
     input = data.draw(matrices(sum(groups) + 16 * data.draw(st.integers(0, 9)), columns))
     sizes = torch.tensor(groups, dtype=data.draw(st.sampled_from([torch.int32, torch.int64])))
-    amax, amax_t = (draw_amax(data, a) for a in reference.amax_both(input, spec.key, sizes))
+    amax, amax_t = (draw_amax(data, a) for a in reference.amax(input, spec.key, sizes, columnwise=True))
     seed = data.draw(st.integers(-(2**63), 2**63 - 1)) if spec.sr else None
     given = (
         amax.to(device),
         amax_t.to(device),
         None if seed is None else torch.tensor([seed], device=device),
     )
-    got = ops.grouped_quantize_both(input.to(device), sizes.to(device), spec.key, *given)
+    got = ops.quantize(input.to(device), spec.key, sizes.to(device), *given, columnwise=True)
     for direction, of in ((0, amax), (1, amax_t)):
         expected = nvfp4_oracle.grouped_quantize_direction(input, groups, spec, of, seed, direction)
         for g, e in zip(got[2 * direction :], expected, strict=False):

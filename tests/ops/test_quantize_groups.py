@@ -117,17 +117,19 @@ def test_a_graph_follows_the_sizes(format: str) -> None:
     """Groups that end with sectors and groups that do not are stored in different ways by the same launch."""
     input = matrix(2048, 384, torch.bfloat16)
     device_input, sizes = input.cuda(), sizes_of(2048, 33, 1, 100).cuda()
-    ops.grouped_quantize_both(device_input, sizes, format)
+    ops.quantize(device_input, format, sizes, columnwise=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = ops.grouped_quantize_both(device_input, sizes, format)
+        captured = ops.quantize(device_input, format, sizes, columnwise=True)
     for multiple, tail in ((1, 0), (128, 0), (32, 500), (1, 2048), (16, 3)):
         host_sizes = sizes_of(2048, 33, multiple, tail)
         input = matrix(2048, 384, torch.bfloat16) * (tail + 1)
         device_input.copy_(input)
         sizes.copy_(host_sizes)
         graph.replay()
-        for got, expected in zip(captured, ops.grouped_quantize_both(input, host_sizes, format), strict=True):
+        for got, expected in zip(
+            captured, ops.quantize(input, format, host_sizes, columnwise=True), strict=True
+        ):
             assert_same_bits(got, expected)
 
 
@@ -136,8 +138,8 @@ def test_sizes_past_the_buffer_are_cut(format: str) -> None:
     """Sizes are on the device: what does not fit is not followed, and the next call says so."""
     input = matrix(1024, 256, torch.bfloat16).cuda()
     sizes = torch.tensor([100, 5000, 3], device="cuda")
-    got = ops.grouped_quantize_both(input, sizes, format)
-    expected = ops.grouped_quantize_both(input.cpu(), torch.tensor([100, 924, 0]), format)
+    got = ops.quantize(input, format, sizes, columnwise=True)
+    expected = ops.quantize(input.cpu(), format, torch.tensor([100, 924, 0]), columnwise=True)
     torch.cuda.synchronize()
     with pytest.raises(ValueError, match="group_sizes"):
         ops.check_group_sizes()

@@ -49,11 +49,16 @@ def list_of(count: int, format: str, dtype: torch.dtype, device: torch.device) -
 def test_list(count: int, format: str, device: torch.device) -> None:
     dtype = FLOAT_DTYPES[(count + FORMATS.index(format)) % 3]
     tensors = list_of(count, format, dtype, device)
-    both, rows = ops.quantize_list_both(tensors, format), ops.quantize_list(tensors, format)
+    both, rows = ops.quantize_list(tensors, format, columnwise=True), ops.quantize_list(tensors, format)
     assert all(len(output) == count for output in (*both, *rows))
-    meant = reference.quantize_list_both(tensors, format), reference.quantize_list(tensors, format)
+    meant = (
+        reference.quantize_list(tensors, format, columnwise=True),
+        reference.quantize_list(tensors, format),
+    )
     for i, tensor in enumerate(tensors):
-        expected = oracle_both(tensor, SPECS[format]) if i < 20 else ops.quantize_both(tensor, format)
+        expected = (
+            oracle_both(tensor, SPECS[format]) if i < 20 else ops.quantize(tensor, format, columnwise=True)
+        )
         assert_all_same(tuple(output[i] for output in both), expected)
         assert_all_same(tuple(output[i] for output in rows), expected[:2])
         if i < 20:
@@ -87,13 +92,16 @@ def test_list_of_nvfp4(count: int, format: str, device: torch.device) -> None:
     own = torch.cat([ops.amax(tensor, format) for tensor in tensors])
     for given in (None, own * 1.5 + 1):
         amax = own if given is None else given
-        both, rows = ops.quantize_list_both(tensors, format, given), ops.quantize_list(tensors, format, given)
+        both, rows = (
+            ops.quantize_list(tensors, format, given, columnwise=True),
+            ops.quantize_list(tensors, format, given),
+        )
         of_six = (tensors[:6], format, None if given is None else given[:6])
-        meant = reference.quantize_list_both(*of_six) if device.type == "cpu" else both
+        meant = reference.quantize_list(*of_six, columnwise=True) if device.type == "cpu" else both
         assert all(len(output) == count for output in (*both, *rows))
         for i, tensor in enumerate(tensors):
             one = amax[i : i + 1]
-            expected = ops.quantize_both(tensor, format, one, one)
+            expected = ops.quantize(tensor, format, amax=one, amax_t=one, columnwise=True)
             assert_all_same(tuple(output[i] for output in both), expected)
             assert_all_same(tuple(output[i] for output in rows), expected[:2])
             if i < 6:
@@ -110,17 +118,19 @@ def test_rows_of_nvfp4_alone(device: torch.device) -> None:
     for family in (ops, reference):
         data, scale = family.quantize_list(tensors, "nvfp4")
         for i, tensor in enumerate(tensors):
-            assert_all_same((data[i], scale[i]), ops.quantize(tensor, "nvfp4", ops.amax(tensor, "nvfp4")))
+            assert_all_same(
+                (data[i], scale[i]), ops.quantize(tensor, "nvfp4", amax=ops.amax(tensor, "nvfp4"))
+            )
 
 
 def test_any_strides(device: torch.device) -> None:
     wide = torch.randn(40, 64 * 3, device=device).bfloat16()
     tensors = [wide[:, ::2], wide.T[:, :32], wide[3:9, 5:37], wide.flatten()[1:4097].view(64, 64)]
     for format in ("fp8_tensor", "fp8_block", "mxfp8"):
-        got = ops.quantize_list_both(tensors, format)
+        got = ops.quantize_list(tensors, format, columnwise=True)
         for i, tensor in enumerate(tensors):
             assert_all_same(
-                tuple(output[i] for output in got), ops.quantize_both(tensor.contiguous(), format)
+                tuple(output[i] for output in got), ops.quantize(tensor.contiguous(), format, columnwise=True)
             )
 
 
@@ -130,7 +140,7 @@ def test_given_amaxes(device: torch.device) -> None:
     for family in (ops, reference):
         data, scale = family.quantize_list(tensors, "fp8_tensor", amax)
         for i, tensor in enumerate(tensors):
-            assert_all_same((data[i], scale[i]), ops.quantize(tensor, "fp8_tensor", amax[i : i + 1]))
+            assert_all_same((data[i], scale[i]), ops.quantize(tensor, "fp8_tensor", amax=amax[i : i + 1]))
 
 
 @pytest.mark.parametrize("format", ["fp8_tensor", "fp8_block", "mxfp8", "nvfp4:square"])
@@ -156,17 +166,19 @@ def test_compiles_whole(device: torch.device) -> None:
 @pytest.mark.parametrize("format", ["fp8_tensor", "fp8_block", "mxfp8"])
 def test_cuda_graph(format: str) -> None:
     tensors = [torch.randn(100 + i, 64, device="cuda") for i in range(70)]
-    ops.quantize_list_both(tensors, format)
+    ops.quantize_list(tensors, format, columnwise=True)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = ops.quantize_list_both(list(tensors), format)
+        captured = ops.quantize_list(list(tensors), format, columnwise=True)
     for seed in range(2):
         for i, tensor in enumerate(tensors):
             tensor.copy_(torch.randn(100 + i, 64, generator=torch.Generator().manual_seed(seed * 200 + i)))
         graph.replay()
         for i, tensor in enumerate(tensors):
-            assert_all_same(tuple(output[i] for output in captured), ops.quantize_both(tensor, format))
+            assert_all_same(
+                tuple(output[i] for output in captured), ops.quantize(tensor, format, columnwise=True)
+            )
 
 
 ONES = torch.ones(4, 40)

@@ -68,7 +68,7 @@ def test_into_buffers(case: Case, device: torch.device) -> None:
 @by_grouped_case
 def test_grouped_into_buffers(case: Case, device: torch.device) -> None:
     arguments = case.arguments(device)
-    expected = ops.grouped_quantize_both(*arguments)  # whose bytes other tests compare with an oracle
+    expected = ops.quantize(*arguments, columnwise=True)  # whose bytes other tests compare with an oracle
     for family in (ops, reference):
         if family is reference and device.type != "cpu":
             continue
@@ -79,9 +79,9 @@ def test_grouped_into_buffers(case: Case, device: torch.device) -> None:
 
 def test_a_given_amax(device: torch.device) -> None:
     input, amax = torch.randn(40, 32, device=device), torch.tensor([2.5], device=device)
-    expected = ops.quantize_both(input, "fp8_tensor", amax)
+    expected = ops.quantize(input, "fp8_tensor", amax=amax, columnwise=True)
     buffers = buffers_like(expected)
-    ops.quantize_both_out(input, "fp8_tensor", *buffers, amax)
+    ops.quantize_out(input, "fp8_tensor", buffers, amax=amax, columnwise=True)
     assert_all_same(tuple(buffers), expected)
 
 
@@ -92,7 +92,7 @@ def test_a_given_amax(device: torch.device) -> None:
 def test_opcheck(case: Case, device: torch.device) -> None:
     input, format = case.arguments(device)
     flag = torch.zeros(1, device=device)
-    both = ops.quantize_both(input, format)
+    both = ops.quantize(input, format, columnwise=True)
     opcheck(OPS.quantize_both_out.default, (input, format, *both), {"noop": flag})
     opcheck(OPS.quantize_out.default, (input, format, *both[:2]))
     opcheck(OPS.quantize_transposed_out.default, (input, format, *both[2:]))
@@ -102,7 +102,7 @@ def test_opcheck(case: Case, device: torch.device) -> None:
 @pytest.mark.usefixtures("schema_checks_take_fp8")
 def test_grouped_opcheck(case: Case, device: torch.device) -> None:
     arguments = case.arguments(device)
-    both = ops.grouped_quantize_both(*arguments)
+    both = ops.quantize(*arguments, columnwise=True)
     opcheck(OPS.grouped_quantize_both_out.default, (*arguments, *both))
     opcheck(OPS.grouped_quantize_out.default, (*arguments, *both[:2]))
     opcheck(OPS.grouped_quantize_transposed_out.default, (*arguments, *both[2:]))
@@ -115,7 +115,7 @@ def test_compiles_whole(format: str, device: torch.device) -> None:
     flag = torch.zeros(1, device=device)
 
     def fill(x: Tensor, data: Tensor, scale: Tensor, noop: Tensor) -> Tensor:
-        ops.quantize_out(x * 2, format, data, scale, noop=noop)
+        ops.quantize_out(x * 2, format, [data, scale], noop=noop)
         return ops.dequantize(data, scale, format)
 
     # torch 2.11's Inductor does not take E8M0 tensors that an op writes ("auto_functionalized_v2 was not removed").
@@ -136,23 +136,23 @@ def test_cuda_graph_with_stable_addresses(format: str) -> None:
     """A graph fills the same buffers from other data, or leaves them, as the flag says at each replay."""
     weight = torch.randn(300, 160, device="cuda")
     flag = torch.zeros(1, device="cuda")
-    buffers = buffers_like(ops.quantize_both(weight, format))
+    buffers = buffers_like(ops.quantize(weight, format, columnwise=True))
     addresses = [b.data_ptr() for b in buffers]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        ops.quantize_both_out(weight, format, *buffers, noop=flag)
+        ops.quantize_out(weight, format, buffers, noop=flag, columnwise=True)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ops.quantize_both_out(weight, format, *buffers, noop=flag)
+        ops.quantize_out(weight, format, buffers, noop=flag, columnwise=True)
     expected = None
     for seed, now in enumerate([0.0, 1.0, 0.0, 1.0]):
         weight.copy_(torch.randn(300, 160, generator=torch.Generator().manual_seed(seed)))
         flag.fill_(now)
         graph.replay()
         if now == 0.0:
-            expected = ops.quantize_both(weight.cpu(), format)
+            expected = ops.quantize(weight.cpu(), format, columnwise=True)
         assert_all_same(tuple(buffers), expected)
     assert [b.data_ptr() for b in buffers] == addresses
 
@@ -206,7 +206,7 @@ def test_amax_list_of_nvfp4(format: str, device: torch.device) -> None:
     for family in (ops, reference):
         family.amax_list_out(tensors, format, amax, amax_t)
         for i, tensor in enumerate(tensors):
-            one, one_t = ops.amax_both(tensor, format)
+            one, one_t = ops.amax(tensor, format, columnwise=True)
             assert_same_bits(amax[i : i + 1], one)
             assert_same_bits(amax_t[i : i + 1], one_t)
     rotated = torch.zeros(140, device=device)

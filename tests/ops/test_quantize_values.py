@@ -38,8 +38,8 @@ def test_every_value_at_scale_one(dtype: torch.dtype, element: str, device: torc
     values = every_value(dtype)
     values[0, 0] = float("inf")  # an infinite amax makes the scale 1
     spec = Spec(element, False, None)
-    got = ops.quantize_both(values.to(device), spec.key)
-    assert_all_same(got, oracle.quantize_both(values, spec))
+    got = ops.quantize(values.to(device), spec.key, columnwise=True)
+    assert_all_same(got, oracle.both_directions(values, spec))
     assert got[1].item() == 1.0
     codes, nan = got[0].cpu().view(torch.uint8), values.isnan()
     assert (codes[nan] == 0x7F).all(), "NaN of either sign is 0x7F"
@@ -59,7 +59,7 @@ def test_every_value_at_other_scales(
     values = values[~(values.abs() > largest)]
     values = torch.cat([values, values.new_zeros(-values.numel() % 128)]).reshape(-1, 128)
     for spec in (Spec(element, False, None, largest), Spec(element, True, ROW, largest)):
-        assert_all_same(ops.quantize(values.to(device), spec.key), oracle.quantize_both(values, spec)[:2])
+        assert_all_same(ops.quantize(values.to(device), spec.key), oracle.both_directions(values, spec)[:2])
 
 
 def every_bfloat16_under(amax: float) -> Tensor:
@@ -76,12 +76,12 @@ def every_bfloat16_under(amax: float) -> Tensor:
 def test_every_bfloat16_in_blocks_of_mxfp8(amax: float, element: str, device: torch.device) -> None:
     """Blocks of one amax hold every value that such a block may hold: all 65536 at the infinite one."""
     values, spec = every_bfloat16_under(amax), Spec(element, True, MX_ROW)
-    expected = oracle.quantize_both(values, spec)
+    expected = oracle.both_directions(values, spec)
     got = reference.quantize(values, spec.key)
     assert_all_same(got, expected[:2])
     exponents = got[1].view(torch.uint8)[: values.shape[0], 0]
     assert (exponents == exponents[0]).all()
-    assert_all_same(ops.quantize_both(values.to(device), spec.key), expected)
+    assert_all_same(ops.quantize(values.to(device), spec.key, columnwise=True), expected)
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
@@ -93,7 +93,7 @@ def test_every_value_as_the_amax_of_a_block_of_mxfp8(
     values = every_value(dtype).reshape(-1, 1)
     values = torch.cat([values, values.new_zeros(values.shape[0], 31)], 1)
     spec = Spec(element, True, MX_ROW)
-    expected = oracle.quantize_both(values, spec)[:2]
+    expected = oracle.both_directions(values, spec)[:2]
     assert_all_same(reference.quantize(values, spec.key), expected)
     assert_all_same(ops.quantize(values.to(device), spec.key), expected)
 

@@ -152,17 +152,21 @@ def test_quantized_bytes(format: str, kind: str, dtype: torch.dtype) -> None:
             extras: dict[str, Tensor] = {}
             if of_nv:
                 extras = dict(
-                    zip(("amax", "amax_t"), reference.amax_both(input, format, of_groups), strict=True)
+                    zip(
+                        ("amax", "amax_t"),
+                        reference.amax(input, format, of_groups, columnwise=True),
+                        strict=True,
+                    )
                 )
                 extras = {k: v * (1.0, 0.25, 64.0)[seed % 3] for k, v in extras.items()}
                 if Format.parse(format).stochastic_rounding:
                     extras["seed"] = torch.tensor([seed])
             if of_groups is None:
                 expected = oracles.both(input, format, extras)
-                got = reference.quantize_both(input, format, **extras)
+                got = reference.quantize(input, format, **extras, columnwise=True)
             else:
                 expected = oracles.grouped_both(input, list(groups), format, extras)
-                got = reference.grouped_quantize_both(input, sizes, format, **extras)
+                got = reference.quantize(input, format, sizes, **extras, columnwise=True)
             quantize_oracle.assert_all_same(got, expected)
 
 

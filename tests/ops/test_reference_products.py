@@ -106,7 +106,7 @@ def results(function: Callable[..., Any], call: Call, arguments: dict[str, Any])
     given = copied(arguments)
     found = flat(function(given))
     if call.op == "grouped_gemm_swiglu_quantize":
-        found = [reference.grouped_dequantize(*found[:2], given["group_sizes"], "mxfp8"), found[2]]
+        found = [reference.dequantize(*found[:2], "mxfp8", group_sizes=given["group_sizes"]), found[2]]
     for name in BUFFERS[call.op]:
         value = given.get(name)
         found += [torch.stack(value)] if isinstance(value, list) else flat(value)

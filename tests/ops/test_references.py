@@ -82,9 +82,9 @@ def test_requantized_lines_of_groups_are_aligned(family: str) -> None:
     sizes = torch.tensor([5, 0, 40, 3])
     input = torch.randn(60, 33, generator=torch.Generator().manual_seed(1))
     plain = reference.requantize_transposed(
-        *reference.grouped_quantize(input, sizes, family), family, torch.float32, sizes
+        *reference.quantize(input, family, sizes), family, torch.float32, sizes
     )
-    rows = reference.grouped_quantize(input, sizes, f"{family}:aligned")
+    rows = reference.quantize(input, f"{family}:aligned", sizes)
     expected = torch.zeros(33, 64 + 32 * 5, dtype=torch.uint8)
     begin = 0
     for group, size in enumerate(sizes.tolist()):

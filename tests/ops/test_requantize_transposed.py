@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.opcheck import opcheck
 from tests.ops import nvfp4_oracle
-from tests.ops.quantize_oracle import SPECS, assert_all_same, grouped_quantize_both, oracle_both
+from tests.ops.quantize_oracle import SPECS, assert_all_same, grouped_both_directions, oracle_both
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import FLOAT_DTYPES, Case
 from transformer_plugin.testing.numerics import assert_same_bits
@@ -66,21 +66,21 @@ def test_groups(case: Case, device: torch.device) -> None:
     input, sizes, format = case.arguments(device)
     dtype = FLOAT_DTYPES[GROUPED.index(case) % 3]
     given = extras(input, format, sizes)
-    data, scale = ops.grouped_quantize(input, sizes, format, **rows_of(given))
+    data, scale = ops.quantize(input, format, sizes, **rows_of(given))
     used = int(sizes.sum())
     data.view(torch.uint8)[used:] = 0x5A  # the tail must reach nothing
     if "row_scaled" in format:
         given["amax"][used:] = float("nan")
     cpu = on_cpu(given)
     arguments = data.cpu(), scale.cpu(), sizes.cpu()
-    values = reference.grouped_dequantize(*arguments, format, dtype, **amax_of(cpu))
+    values = reference.dequantize(*arguments[:2], format, dtype, arguments[2], **amax_of(cpu))
     if format.startswith("fp8_tensor"):
         expected: tuple[Tensor, ...] = turned(data, used), scale.cpu()
     elif format in nvfp4_oracle.SPECS:
         spec = nvfp4_oracle.SPECS[format]
         expected = nvfp4_oracle.grouped_quantize_direction(values, sizes.tolist(), spec, *after(cpu), 1)
     else:
-        expected = grouped_quantize_both(values, sizes.tolist(), SPECS[format])[2:]
+        expected = grouped_both_directions(values, sizes.tolist(), SPECS[format])[2:]
     assert_all_same(ops.requantize_transposed(data, scale, format, dtype, sizes, **given), expected)
     meant = reference.requantize_transposed(*arguments[:2], format, dtype, arguments[2], **cpu)
     assert_all_same(meant, expected)
@@ -100,7 +100,7 @@ def test_every_code_under_any_scale(format: str, dtype: torch.dtype, device: tor
         scale = torch.randint(256, scale.shape, generator=generator, dtype=torch.uint8).view(scale.dtype)
     data, scale = data.to(device), scale.to(device)
     got = ops.requantize_transposed(data, scale, format, dtype)
-    steps = ops.quantize_transposed(ops.dequantize(data, scale, format, dtype), format)
+    steps = ops.quantize(ops.dequantize(data, scale, format, dtype), format, rowwise=False, columnwise=True)
     assert_all_same(got, steps)
     assert_all_same(got, ops.requantize_transposed(data.cpu(), scale.cpu(), format, dtype))
 
@@ -143,9 +143,9 @@ def test_groups_of_broken_blocks_on_a_gpu(format: str) -> None:
     given = {"seed": torch.tensor([7], device="cuda")} if "sr" in format else {}
     lines, columns = ((256,), (6, 144)) if "row_scaled" in format else ((6,), (6,))
     amax, amax_t = torch.full(lines, 4.0, device="cuda"), torch.full(columns, 5.0, device="cuda")
-    data, scale = ops.grouped_quantize(input, sizes, format, amax, **given)
-    values = ops.grouped_dequantize(data, scale, sizes, format, torch.bfloat16, amax=amax)
-    expected = ops.grouped_quantize_transposed(values, sizes, format, amax_t, **given)
+    data, scale = ops.quantize(input, format, sizes, amax=amax, **given)
+    values = ops.dequantize(data, scale, format, torch.bfloat16, sizes, amax=amax)
+    expected = ops.quantize(values, format, sizes, amax_t=amax_t, **given, rowwise=False, columnwise=True)
     got = ops.requantize_transposed(data, scale, format, torch.bfloat16, sizes, amax, amax_t, **given)
     assert_all_same(got, expected)
 
@@ -195,7 +195,7 @@ def test_opcheck(format: str, device: torch.device) -> None:
     if "square" not in format:
         sizes = torch.tensor([16, 0, 32], device=device)
         given = extras(input, format, sizes)
-        data, scale = ops.grouped_quantize(input, sizes, format, **rows_of(given))
+        data, scale = ops.quantize(input, format, sizes, **rows_of(given))
         arguments = (data, scale, format, torch.float16, sizes)
         opcheck(OPS.requantize_transposed.default, arguments, given)
 
@@ -210,7 +210,7 @@ def test_compiles_whole(format: str, device: torch.device) -> None:
     for counts in ([16, 16], [0, 48]):
         sizes = torch.tensor(counts, device=device)
         given = extras(input, format, sizes)
-        data, scale = ops.grouped_quantize(input, sizes, format, **rows_of(given))
+        data, scale = ops.quantize(input, format, sizes, **rows_of(given))
         assert_all_same(compiled(data, scale, sizes, given), turn(data, scale, sizes, given))
 
 
@@ -231,7 +231,7 @@ def test_no_tensor_of_the_values(format: str) -> None:
 
 DATA, SCALE = (t.clone() for t in ops.quantize(torch.ones(4, 64), "fp8_block"))
 AMAX, SEED = torch.ones(1), torch.zeros(1, dtype=torch.int64)
-NV_DATA, NV_SCALE = (t.clone() for t in ops.quantize(torch.ones(32, 64), "nvfp4", AMAX))
+NV_DATA, NV_SCALE = (t.clone() for t in ops.quantize(torch.ones(32, 64), "nvfp4", amax=AMAX))
 
 
 def nv(format: str, sizes: Tensor | None, *given: Tensor | None) -> tuple:

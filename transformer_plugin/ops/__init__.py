@@ -6,7 +6,6 @@ from transformer_plugin.ops.delayed_scaling import (
     grouped_linear_scaled,
     linear_scaled,
     quantize_scaled,
-    quantize_scaled_both,
     update_delayed_scale_,
 )
 from transformer_plugin.ops.expert_parallel import (
@@ -19,12 +18,8 @@ from transformer_plugin.ops.expert_parallel import (
 )
 from transformer_plugin.ops.fused import (
     bias_backward_quantize,
-    bias_backward_quantize_both,
-    bias_backward_quantize_transposed,
-    swiglu_backward_quantize_both,
+    swiglu_backward_quantize,
     swiglu_quantize,
-    swiglu_quantize_both,
-    swiglu_quantize_transposed,
 )
 from transformer_plugin.ops.gemm import (
     bias_backward,
@@ -71,27 +66,13 @@ from transformer_plugin.ops.norm import (
 )
 from transformer_plugin.ops.quantize import (
     amax,
-    amax_both,
-    amax_transposed,
     dequantize,
-    grouped_dequantize,
-    grouped_quantize,
-    grouped_quantize_both,
-    grouped_quantize_transposed,
     quantize,
-    quantize_both,
-    quantize_transposed,
 )
 from transformer_plugin.ops.quantize_out import (
     amax_list_out,
-    grouped_quantize_both_out,
-    grouped_quantize_out,
-    grouped_quantize_transposed_out,
-    quantize_both_out,
     quantize_list,
-    quantize_list_both,
     quantize_out,
-    quantize_transposed_out,
     requantize_transposed,
 )
 from transformer_plugin.ops.routing import (
@@ -110,22 +91,18 @@ from transformer_plugin.ops.routing import (
     unpermute,
     unpermute_backward,
 )
-from transformer_plugin.ops.rowwise import gemm_rowwise, grouped_gemm_rowwise, quantize_rowwise
+from transformer_plugin.ops.rowwise import gemm_rowwise, grouped_gemm_rowwise
 
 __all__ = [
     "GroupedGemmPlan",
     "all_gather_text",
     "amax",
-    "amax_both",
     "amax_list_out",
-    "amax_transposed",
     "assign_slots",
     "aux_loss",
     "aux_loss_backward",
     "bias_backward",
     "bias_backward_quantize",
-    "bias_backward_quantize_both",
-    "bias_backward_quantize_transposed",
     "check_group_sizes",
     "combine",
     "combine_backward",
@@ -141,7 +118,6 @@ __all__ = [
     "gemm_quantized_out",
     "gemm_rowwise",
     "grouped_bias_backward",
-    "grouped_dequantize",
     "grouped_gemm",
     "grouped_gemm_list",
     "grouped_gemm_out",
@@ -161,12 +137,6 @@ __all__ = [
     "grouped_linear",
     "grouped_linear_scaled",
     "grouped_mlp",
-    "grouped_quantize",
-    "grouped_quantize_both",
-    "grouped_quantize_both_out",
-    "grouped_quantize_out",
-    "grouped_quantize_transposed",
-    "grouped_quantize_transposed_out",
     "layer_norm",
     "layer_norm_backward",
     "layer_norm_forward",
@@ -179,16 +149,9 @@ __all__ = [
     "permute_weights_backward",
     "plan",
     "quantize",
-    "quantize_both",
-    "quantize_both_out",
     "quantize_list",
-    "quantize_list_both",
     "quantize_out",
-    "quantize_rowwise",
     "quantize_scaled",
-    "quantize_scaled_both",
-    "quantize_transposed",
-    "quantize_transposed_out",
     "quantize_weight",
     "quantize_weight_out",
     "requantize_transposed",
@@ -200,10 +163,8 @@ __all__ = [
     "router_scores_backward",
     "swiglu",
     "swiglu_backward",
-    "swiglu_backward_quantize_both",
+    "swiglu_backward_quantize",
     "swiglu_quantize",
-    "swiglu_quantize_both",
-    "swiglu_quantize_transposed",
     "topk_router",
     "topk_router_backward",
     "unpermute",

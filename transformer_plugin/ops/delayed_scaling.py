@@ -45,8 +45,10 @@ def quantize_scaled(
     amax: Tensor | None = None,
     group_sizes: Tensor | None = None,
     first: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """Quantizes along rows with given scales, and collects the amax in the same pass.
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> tuple[Tensor, ...]:
+    """Quantizes along rows, columns or both with known scales, and collects the amax in the same pass.
 
     Args:
         input: ``[M, K]``, ``[G, M, K]``, or ``[T, K]`` with ``group_sizes``; float32, bfloat16 or float16; any
@@ -59,39 +61,21 @@ def quantize_scaled(
             does not change. None collects nothing.
         group_sizes: int32 or int64 ``[G]`` on the device of ``input``; never read on the host when on a GPU.
         first: where the scales of this input begin.
+        rowwise, columnwise: as in :func:`~transformer_plugin.ops.quantize`.
 
     Returns:
         ``data`` in the shape of ``input``, ``round(float(x) * scale)`` as :func:`~transformer_plugin.ops.quantize`
-        rounds, 0 past the groups; and ``scale_inv = 1 / scale``, ``[1]`` or ``[G]``. Not differentiable.
+        rounds, 0 past the groups; and ``scale_inv = 1 / scale``, ``[1]`` or ``[G]``. With ``columnwise`` then the
+        transposed data, ``[K, M]``, ``[G, K, M]`` or ``[K, T]``, contiguous, and the same scales. Not differentiable.
 
     Raises:
         TypeError: another dtype. ValueError: other dimensions or devices, a state that is too short or not contiguous,
         another format; on a CPU also group sizes that are negative or sum to more than T. Nothing is written then.
     """
-    return _ops.quantize_scaled.default(input, scale, _key(format), amax, group_sizes, first)
-
-
-def quantize_scaled_both(
-    input: Tensor,
-    scale: Tensor,
-    format: str | Format,
-    amax: Tensor | None = None,
-    group_sizes: Tensor | None = None,
-    first: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`quantize_scaled` along rows, and transposed, in one pass over the input.
-
-    Args:
-        input, scale, format, amax, group_sizes, first: as in :func:`quantize_scaled`.
-
-    Returns:
-        ``data, scale_inv, data_transposed, scale_inv_transposed``: the transposed data is ``[K, M]``, ``[G, K, M]`` or
-        ``[K, T]``, contiguous; the scales are equal.
-
-    Raises:
-        TypeError, ValueError: as :func:`quantize_scaled`.
-    """
-    return _ops.quantize_scaled_both.default(input, scale, _key(format), amax, group_sizes, first)
+    key = _key(format)
+    return tuple(
+        _ops.quantize_scaled.default(input, scale, key, amax, group_sizes, first, rowwise, columnwise)
+    )
 
 
 def update_delayed_scale_(

@@ -31,85 +31,47 @@ def swiglu_quantize(
     group_sizes: Tensor | None,
     format: str | Format,
     amax: Tensor | None = None,
+    amax_t: Tensor | None = None,
     seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """:func:`~transformer_plugin.ops.swiglu`, quantized along rows.
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> tuple[Tensor, ...]:
+    """:func:`~transformer_plugin.ops.swiglu`, quantized along rows, along columns, or both.
 
     Args:
         input: ``[T, 2F]`` float32, bfloat16 or float16, any strides; the gate is the first F columns. For ``mxfp8``
-            F is a multiple of 32, for ``nvfp4`` of 16.
+            F is a multiple of 32, for ``nvfp4`` of 16; for ``nvfp4`` with ``columnwise`` T, and the size of each group,
+            is a multiple of 16.
         probs: float32 ``[T]``, what each row is multiplied by, or None for 1.
         group_sizes: int32 or int64 ``[G]`` on the device of ``input``, or None for one matrix. Rows past the groups are
             not read.
-        format: a key of a format with scales, or a :class:`~transformer_plugin.formats.Format`. Square blocks only
-            without groups.
-        amax: what ``fp8_tensor`` and ``nvfp4`` scale by, float32 in the sizes that :func:`~transformer_plugin.ops.amax`
-            gives for the activation. It need not be that of this activation: larger values saturate.
+        format: a key of a format with scales except ``fp8_row``, or a :class:`~transformer_plugin.formats.Format`.
+            Square blocks only without groups.
+        amax: what ``fp8_tensor`` and, with ``rowwise``, ``nvfp4`` scale by, float32 in the sizes that
+            :func:`~transformer_plugin.ops.amax` gives for the activation. It need not be that of this activation:
+            larger values saturate. That of ``fp8_tensor`` serves both directions.
+        amax_t: of ``nvfp4`` with ``columnwise`` only, the amax of the columns.
         seed: int64 ``[1]`` on the device of ``input``, of ``nvfp4`` with ``sr`` only.
+        rowwise, columnwise: as in :func:`~transformer_plugin.ops.quantize`.
 
     Returns:
-        ``data [T, F]`` (``[T, F / 2]`` bytes of ``nvfp4``) and ``scale_inv``, as
-        :func:`~transformer_plugin.ops.quantize` or :func:`~transformer_plugin.ops.grouped_quantize` of
-        ``swiglu(input, probs)``. The same bytes on CPU and CUDA. Not differentiable.
+        What :func:`~transformer_plugin.ops.quantize` returns of ``swiglu(input, probs)``: ``data [T, F]``
+        (``[T, F / 2]`` bytes of ``nvfp4``) and ``scale_inv``, then ``data_transposed [F, T]`` and its scale. The same
+        bytes on CPU and CUDA. Not differentiable.
 
     Raises:
-        TypeError: another dtype. ValueError: other dimensions, another device, a width that the format does not take, a
-            format without scales, an amax or a seed that is missing or that the format does not use.
+        TypeError: another dtype. ValueError: other dimensions, another device, a width that the format does not take,
+            another format, an amax or a seed that is missing or that the format does not use, no direction.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202), equation 6 without biases.
     """
-    return _ops.swiglu_quantize.default(input, probs, group_sizes, _key(format), amax, seed)
+    key = _key(format)
+    return tuple(
+        _ops.swiglu_quantize.default(input, probs, group_sizes, key, amax, amax_t, seed, rowwise, columnwise)
+    )
 
 
-def swiglu_quantize_transposed(
-    input: Tensor,
-    probs: Tensor | None,
-    group_sizes: Tensor | None,
-    format: str | Format,
-    amax: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """:func:`~transformer_plugin.ops.swiglu`, quantized along columns.
-
-    Args:
-        input, probs, group_sizes, format, seed: as in :func:`swiglu_quantize`. For ``nvfp4`` T, and the size of each
-            group, is a multiple of 16.
-        amax: as in :func:`swiglu_quantize`, of the columns: :func:`~transformer_plugin.ops.amax_transposed`.
-
-    Returns:
-        ``data [F, T]``, contiguous, and its ``scale_inv``.
-
-    Raises:
-        TypeError, ValueError: as :func:`swiglu_quantize`.
-    """
-    return _ops.swiglu_quantize_transposed.default(input, probs, group_sizes, _key(format), amax, seed)
-
-
-def swiglu_quantize_both(
-    input: Tensor,
-    probs: Tensor | None,
-    group_sizes: Tensor | None,
-    format: str | Format,
-    amax: Tensor | None = None,
-    amax_t: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`swiglu_quantize` and :func:`swiglu_quantize_transposed` in one pass over the input.
-
-    Args:
-        input, probs, group_sizes, format, amax, seed: as in :func:`swiglu_quantize`.
-        amax_t: of ``nvfp4`` only, the amax of :func:`swiglu_quantize_transposed`. That of ``fp8_tensor`` serves both.
-
-    Returns:
-        ``data, scale_inv, data_transposed, scale_inv_transposed``.
-
-    Raises:
-        TypeError, ValueError: as :func:`swiglu_quantize`.
-    """
-    return _ops.swiglu_quantize_both.default(input, probs, group_sizes, _key(format), amax, amax_t, seed)
-
-
-def swiglu_backward_quantize_both(
+def swiglu_backward_quantize(
     grad: Tensor,
     input: Tensor,
     probs: Tensor | None,
@@ -119,12 +81,12 @@ def swiglu_backward_quantize_both(
     amax_t: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """:func:`~transformer_plugin.ops.swiglu_backward`, its gradient of the input quantized in both directions.
+    """:func:`~transformer_plugin.ops.swiglu_backward`, its gradient of the input quantized, always in both directions.
 
     Args:
         grad: ``[T, F]``, the gradient of the activation, in the dtype of ``input``; any strides.
         input: ``[T, 2F]``; F is a multiple of 128.
-        probs, group_sizes, format, seed: as in :func:`swiglu_quantize_both`.
+        probs, group_sizes, format, seed: as in :func:`swiglu_quantize`.
         amax, amax_t: likewise, but of the gradient of ``input``.
 
     Returns:
@@ -136,9 +98,10 @@ def swiglu_backward_quantize_both(
         TypeError, ValueError: as :func:`swiglu_quantize`; ValueError: F that is not a multiple of 128.
     """
     key = _key(format)
-    return _ops.swiglu_backward_quantize_both.default(
+    data, scale, data_t, scale_t, grad_probs = _ops.swiglu_backward_quantize.default(
         grad, input, probs, group_sizes, key, amax, amax_t, seed
     )
+    return data, scale, data_t, scale_t, grad_probs
 
 
 def bias_backward_quantize(
@@ -146,77 +109,37 @@ def bias_backward_quantize(
     group_sizes: Tensor | None,
     format: str | Format,
     amax: Tensor | None = None,
+    amax_t: Tensor | None = None,
     seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`~transformer_plugin.ops.bias_backward`, and the gradient quantized along rows, in one pass.
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> tuple[Tensor, ...]:
+    """:func:`~transformer_plugin.ops.bias_backward`, and the gradient quantized in either or both directions.
 
     Args:
         grad: ``[T, N]`` float32, bfloat16 or float16, any strides. For ``mxfp8`` N is a multiple of 32, for
-            ``nvfp4`` of 16.
+            ``nvfp4`` of 16; for ``nvfp4`` with ``columnwise`` T, and the size of each group, is a multiple of 16.
         group_sizes: int32 or int64 ``[G]`` on the device of ``grad``, or None for one matrix. Rows past the groups are
             not read.
-        format: a key of a format with scales, or a :class:`~transformer_plugin.formats.Format`. Square blocks only
-            without groups.
-        amax: as in :func:`~transformer_plugin.ops.quantize`: of ``nvfp4`` it is needed; of ``fp8_tensor`` it may be
-            None for that of ``grad``, which then is read twice.
+        format: a key of a format with scales except ``fp8_row``, or a :class:`~transformer_plugin.formats.Format`.
+            Square blocks only without groups.
+        amax, amax_t: as in :func:`~transformer_plugin.ops.quantize`: ``nvfp4`` requires those of the directions;
+            ``amax`` of ``fp8_tensor`` may be None for that of ``grad``, which then is read twice.
         seed: int64 ``[1]`` on the device of ``grad``, of ``nvfp4`` with ``sr`` only.
+        rowwise, columnwise: as in :func:`~transformer_plugin.ops.quantize`.
 
     Returns:
-        ``data [T, N]`` (``[T, N / 2]`` bytes of ``nvfp4``) and ``scale_inv``, as
-        :func:`~transformer_plugin.ops.quantize` or
-        :func:`~transformer_plugin.ops.grouped_quantize` of ``grad``; and ``grad_bias`` float32, ``[N]`` as
-        :func:`~transformer_plugin.ops.bias_backward`, or ``[G, N]`` as
+        What :func:`~transformer_plugin.ops.quantize` returns of ``grad``: ``data [T, N]`` (``[T, N / 2]`` bytes of
+        ``nvfp4``) and ``scale_inv``, then ``data_transposed [N, T]`` and its scale; and last ``grad_bias`` float32,
+        ``[N]`` as :func:`~transformer_plugin.ops.bias_backward`, or ``[G, N]`` as
         :func:`~transformer_plugin.ops.grouped_bias_backward`. The same bits on CPU and CUDA. Not differentiable.
 
     Raises:
-        TypeError: another dtype. ValueError: other dimensions, a width that the format does not take, a format
-            without scales, an amax or a seed that is not the format's; on a CPU also sizes that are negative or sum to
+        TypeError: another dtype. ValueError: other dimensions, a width that the format does not take, another format,
+            an amax or a seed that is not the format's, no direction; on a CPU also sizes that are negative or sum to
             more than T.
     """
-    return _ops.bias_backward_quantize.default(grad, group_sizes, _key(format), amax, seed)
-
-
-def bias_backward_quantize_transposed(
-    grad: Tensor,
-    group_sizes: Tensor | None,
-    format: str | Format,
-    amax: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`~transformer_plugin.ops.bias_backward`, and the gradient quantized along columns, in one pass.
-
-    Args:
-        grad, group_sizes, format, seed: as in :func:`bias_backward_quantize`. For ``nvfp4`` T, and the size of each
-            group, is a multiple of 16.
-        amax: likewise, of the columns.
-
-    Returns:
-        ``data [N, T]``, contiguous, its ``scale_inv``, and ``grad_bias``.
-
-    Raises:
-        TypeError, ValueError: as :func:`bias_backward_quantize`.
-    """
-    return _ops.bias_backward_quantize_transposed.default(grad, group_sizes, _key(format), amax, seed)
-
-
-def bias_backward_quantize_both(
-    grad: Tensor,
-    group_sizes: Tensor | None,
-    format: str | Format,
-    amax: Tensor | None = None,
-    amax_t: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """:func:`bias_backward_quantize` and :func:`bias_backward_quantize_transposed` in one pass.
-
-    Args:
-        grad, group_sizes, format, amax, seed: as in :func:`bias_backward_quantize`.
-        amax_t: of ``nvfp4`` only, the amax of :func:`bias_backward_quantize_transposed`.
-
-    Returns:
-        ``data, scale_inv, data_transposed, scale_inv_transposed, grad_bias``.
-
-    Raises:
-        TypeError, ValueError: as :func:`bias_backward_quantize`.
-    """
-    return _ops.bias_backward_quantize_both.default(grad, group_sizes, _key(format), amax, amax_t, seed)
+    key = _key(format)
+    return tuple(
+        _ops.bias_backward_quantize.default(grad, group_sizes, key, amax, amax_t, seed, rowwise, columnwise)
+    )

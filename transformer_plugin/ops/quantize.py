@@ -8,6 +8,7 @@ float8_e8m0fnu, bytes e that mean ``2**(e - 127)``, 255 NaN), with ``value = flo
 format                scale of rows, data [M, K]       scale of transposed data [K, M]
 ====================  ===============================  ===============================
 ``fp8_tensor``        [1]                              [1]
+``fp8_row``           [M]                              [K]
 ``fp8_block``         [ceil(K/128), up4(M)]            [ceil(M/128), up4(K)]
 ``fp8_block:square``  [ceil(M/128), up4(ceil(K/128))]  [ceil(K/128), up4(ceil(M/128))]
 ``mxfp8``             [up128(M), 4 * ceil(K/128)]      [up128(K), 4 * ceil(M/128)]
@@ -16,6 +17,8 @@ format                scale of rows, data [M, K]       scale of transposed data 
 ====================  ===============================  ===============================
 
 A 3-D input [G, M, K] is G matrices, each with its own scales: [G] for ``fp8_tensor``, a leading G otherwise.
+The results of an op are a tuple: data and scale of the rows with ``rowwise``, then of the columns with ``columnwise``,
+whose data is transposed.
 A ragged matrix [T, K] with ``group_sizes [G]`` has scale [G] for ``fp8_tensor``; for ``fp8_block`` the
 transposed blocks restart at each group and are stored one after another, [ceil(T/128) + G, up4(K)]: group g's first
 scale row is the sum of ceil(size/128) over the groups before it. For ``mxfp8`` the transposed scales are
@@ -40,13 +43,15 @@ rows has data 0 and the scale NaN. With ``rht`` transposed data is that of the t
 
 Arithmetic, the same bytes on CPU and CUDA: with ``a`` the amax of the block (NaN left out, at least ``eps``),
 ``scale = largest / a`` in float32, 1 when a is 0 or infinite, and when it overflows the largest float32
-(``fp8_tensor``) or the largest finite value of the input's dtype (``fp8_block``); ``pow2`` clears its
+(``fp8_tensor``, ``fp8_row``) or the largest finite value of the input's dtype (``fp8_block``); ``pow2`` clears its
 mantissa; ``scale_inv = 1 / scale``; ``data = round(float(x) * scale)`` to nearest even, saturating, NaN of
 either sign to 0x7F. For ``mxfp8`` ``scale_inv`` is ``a * (1 / largest)``, in float32, rounded up to a power of
 two, at least 2^-127; 2^127 when a is infinite; ``scale = 1 / scale_inv``.
 """
 
 from __future__ import annotations
+
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -61,72 +66,53 @@ def _key(format: str | Format) -> str:
 
 
 def quantize(
-    input: Tensor, format: str | Format, amax: Tensor | None = None, seed: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Quantizes along rows.
+    input: Tensor,
+    format: str | Format,
+    group_sizes: Tensor | None = None,
+    amax: Tensor | None = None,
+    amax_t: Tensor | None = None,
+    seed: Tensor | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> tuple[Tensor, ...]:
+    """Quantizes along rows, along columns, or both in one pass over the input.
 
     Args:
-        input: ``[M, K]``, or ``[G, M, K]`` for G matrices with separate scales; float32, bfloat16 or
-            float16; any strides, any sizes including 0. K is a multiple of 32 for ``mxfp8``, of 16 for ``nvfp4``.
-        format: a key of ``fp8_tensor``, ``fp8_block``, ``mxfp8`` or ``nvfp4``, or a
-            :class:`~transformer_plugin.formats.Format`.
-        amax: float32 on the device of ``input``, what :func:`amax` gives, or its maximum over several ranks. For
-            ``fp8_tensor`` it replaces a pass over the input; ``nvfp4`` requires it. If it is smaller than the
-            input's own, values saturate. Other formats take none.
+        input: ``[M, K]``, or ``[G, M, K]`` for G matrices with separate scales, or a ragged ``[T, K]`` with
+            ``group_sizes``, whose rows past the groups may hold anything; float32, bfloat16 or float16; any strides,
+            any sizes including 0. K is a multiple of 32 for ``mxfp8``, of 16 for ``nvfp4``; for ``nvfp4`` with
+            ``columnwise`` M and every group size is a multiple of 16 too.
+        format: a key of ``fp8_tensor``, ``fp8_row``, ``fp8_block``, ``mxfp8`` or ``nvfp4``, or a
+            :class:`~transformer_plugin.formats.Format`; not ``square`` with ``group_sizes``.
+        group_sizes: ``[G]`` int32 or int64 on the device of ``input``, contiguous: rows of each group, 0 allowed, any
+            number of groups. Never read on the host when on a GPU, where sizes are cut at T rows.
+        amax: float32 on the device of ``input``, what :func:`amax` gives for the rows, or its maximum over several
+            ranks. For ``fp8_tensor`` it replaces a pass over the input, and serves both directions; ``nvfp4`` requires
+            it with ``rowwise``. If it is smaller than the input's, values saturate. Other formats take none.
+        amax_t: the same for the columns: ``nvfp4`` requires it with ``columnwise``. Other formats take none.
         seed: int64 ``[1]`` on the device of ``input``, of the stochastic rounding of ``nvfp4:sr``; other formats
             take none. Use another one in each step; a block's random numbers depend on it and the block's position.
+        rowwise: whether to return data and scale along rows.
+        columnwise: whether to return those along columns: of the transposed matrix, contiguous. Not for ``fp8_row``
+            with ``group_sizes``. For ``fp8_row`` the input is transposed into a temporary first.
 
     Returns:
-        ``data`` in the shape of ``input`` and ``scale_inv`` (table above). Not differentiable.
+        ``data, scale_inv`` with ``rowwise``, then ``data_transposed, scale_inv_transposed`` with ``columnwise``; the
+        first in the shape of ``input``, the third ``[K, M]``, ``[G, K, M]`` or ``[K, T]``, where group g is the columns
+        from its first row to its last. Data and scales past the groups are 0. In an ``aligned`` format the third is
+        ``[K, round_up(T, 32) + 32 * (G + 1)]`` and group g, from row b on, begins at ``round_up(b, 32) + 32 * g``
+        (:meth:`transformer_plugin.formats.Format.line_begin`), with zeros between groups. Not differentiable.
 
     Raises:
-        TypeError: another dtype. ValueError: other dimensions, a format without scales, no format, for
-            ``mxfp8`` or ``nvfp4`` another width, or an amax or a seed that is not the format's.
+        TypeError: another dtype. ValueError: other dimensions, a format without scales, no format, for ``mxfp8`` or
+            ``nvfp4`` another width, an amax or a seed that is not the format's, no direction; on a CPU also group sizes
+            that are negative or sum to more than T.
 
     Source: per-tensor current scaling, DeepSeek-V3's block scaling (arXiv:2412.19437, section 3.3) and the OCP
     Microscaling Formats (MX) v1.0 specification, with the scale conventions of NVIDIA TransformerEngine 2.20.
     """
-    return _ops.quantize.default(input, _key(format), amax, seed)
-
-
-def quantize_transposed(
-    input: Tensor, format: str | Format, amax: Tensor | None = None, seed: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Quantizes along columns: :func:`quantize` of the transposed matrix, contiguous.
-
-    Args:
-        input, format, seed: as in :func:`quantize`; for ``nvfp4`` M is a multiple of 16 too.
-        amax: as there, of the transposed matrix: what :func:`amax_transposed` gives.
-
-    Returns:
-        ``data [K, M]`` (``[G, K, M]``), contiguous, and its ``scale_inv``.
-
-    Raises:
-        TypeError, ValueError: as :func:`quantize`.
-    """
-    return _ops.quantize_transposed.default(input, _key(format), amax, seed)
-
-
-def quantize_both(
-    input: Tensor,
-    format: str | Format,
-    amax: Tensor | None = None,
-    amax_t: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`quantize` and :func:`quantize_transposed` in one pass over the input.
-
-    Args:
-        input, format, amax, seed: as in :func:`quantize`.
-        amax_t: as ``amax``, of the transposed matrix; none for ``fp8_tensor``, whose one amax serves both.
-
-    Returns:
-        ``data, scale_inv, data_transposed, scale_inv_transposed``.
-
-    Raises:
-        TypeError, ValueError: as :func:`quantize`.
-    """
-    return _ops.quantize_both.default(input, _key(format), amax, amax_t, seed)
+    key = _key(format)
+    return tuple(_ops.quantize.default(input, key, group_sizes, amax, amax_t, seed, rowwise, columnwise))
 
 
 def dequantize(
@@ -134,189 +120,94 @@ def dequantize(
     scale_inv: Tensor,
     format: str | Format,
     dtype: torch.dtype = torch.float32,
+    group_sizes: Tensor | None = None,
     transposed: bool = False,
     amax: Tensor | None = None,
 ) -> Tensor:
     """``float(data) * scale_inv`` in float32, then rounded to ``dtype``.
 
     Args:
-        data: ``[M, K]`` or ``[G, M, K]`` as :func:`quantize` returns it, or with ``transposed`` ``[K, M]`` or
-            ``[G, K, M]`` as :func:`quantize_transposed` does; in the element's dtype.
+        data: ``[M, K]``, ``[G, M, K]`` or, with ``group_sizes``, ``[T, K]`` as :func:`quantize` returns it, or with
+            ``transposed`` ``[K, M]``, ``[G, K, M]`` or ``[K, T]``; in the element's dtype.
         scale_inv: the scales that came with it: float32, float8_e8m0fnu of ``mxfp8``, float8_e4m3fn of ``nvfp4``.
         format: the key it was quantized with.
         dtype: float32, bfloat16 or float16.
-        transposed: whether ``data`` is transposed; the result is not.
-        amax: of ``nvfp4``, what it was quantized with; none for the other formats.
+        group_sizes: what it was quantized with.
+        transposed: whether ``data`` is transposed; the result is not. Not for ``fp8_row`` with ``group_sizes``.
+        amax: of ``nvfp4``, what it was quantized with (``amax_t`` for transposed data); none for the other formats.
 
     Returns:
-        ``[M, K]`` or ``[G, M, K]``. Not differentiable.
+        ``[M, K]``, ``[G, M, K]`` or ``[T, K]``, whose rows past the groups are 0. Of transposed data in an ``aligned``
+        format T rounded up to a multiple of 32. Not differentiable.
 
     Raises:
         TypeError: a dtype that is not the format's, or another output dtype. ValueError: scales of another
-            shape, an amax that is missing or not the format's.
+            shape, an amax that is missing or not the format's; on a CPU also group sizes that are negative or sum to
+            more than T.
     """
-    return _ops.dequantize.default(data, scale_inv, _key(format), dtype, transposed, amax)
+    return _ops.dequantize.default(data, scale_inv, _key(format), dtype, group_sizes, transposed, amax)
 
 
-def grouped_quantize(
+@overload
+def amax(
     input: Tensor,
-    group_sizes: Tensor,
     format: str | Format,
-    amax: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Quantizes the rows of several matrices that are stored one after another.
-
-    Args:
-        input: ``[T, K]``, float32, bfloat16 or float16, any strides; rows past the groups may hold anything.
-            K is a multiple of 32 for ``mxfp8``, of 16 for ``nvfp4``.
-        group_sizes: ``[G]`` int32 or int64 on the device of ``input``, contiguous: rows of each group, 0
-            allowed, any number of groups. Never read on the host when on a GPU, where sizes are cut at T
-            rows.
-        format: a key of ``fp8_tensor``, ``fp8_block``, ``mxfp8`` or ``nvfp4``; not ``square``.
-        amax: as in :func:`quantize`, ``[G]`` for ``fp8_tensor`` and ``nvfp4``, ``[T]`` with ``row_scaled``.
-        seed: as there.
-
-    Returns:
-        ``data [T, K]`` and ``scale_inv``: ``[G]``, ``[ceil(K/128), up4(T)]``, or for ``mxfp8``
-        ``[up128(T), 4 * ceil(K/128)]``. Not differentiable.
-
-    Raises:
-        TypeError: another dtype. ValueError: other dimensions, a format without scales or with square
-            blocks, for ``mxfp8`` or ``nvfp4`` another width, an amax or a seed that is not the format's; on a CPU also
-            sizes that are negative or sum to more than T.
-    """
-    return _ops.grouped_quantize.default(input, group_sizes, _key(format), amax, seed)
-
-
-def grouped_quantize_transposed(
+    group_sizes: Tensor | None = None,
+    rowwise: Literal[True] = True,
+    columnwise: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def amax(
     input: Tensor,
-    group_sizes: Tensor,
     format: str | Format,
-    amax: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Quantizes each group along its columns, transposed.
-
-    Args:
-        input, group_sizes, format, seed: as in :func:`grouped_quantize`.
-        amax: as there, of the transposed groups.
-
-    Returns:
-        ``data [K, T]``, where group g is the columns from its first row to its last, columns past the groups
-        0; and ``scale_inv``: ``[G]``, ``[ceil(T/128) + G, up4(K)]``, or for ``mxfp8``
-        ``[up128(K), 4 * (ceil(T/128) + G)]``; what no group uses is 0. In an ``aligned`` format ``data`` is
-        ``[K, round_up(T, 32) + 32 * (G + 1)]`` and group g, from row b on, begins at ``round_up(b, 32) + 32 * g``
-        (:meth:`transformer_plugin.formats.Format.line_begin`), with zeros between groups.
-
-    Raises:
-        TypeError, ValueError: as :func:`grouped_quantize`.
-    """
-    return _ops.grouped_quantize_transposed.default(input, group_sizes, _key(format), amax, seed)
-
-
-def grouped_quantize_both(
+    group_sizes: Tensor | None = None,
+    *,
+    rowwise: Literal[False],
+    columnwise: Literal[True],
+) -> Tensor: ...
+@overload
+def amax(
     input: Tensor,
-    group_sizes: Tensor,
     format: str | Format,
-    amax: Tensor | None = None,
-    amax_t: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`grouped_quantize` and :func:`grouped_quantize_transposed` in one pass over the input.
-
-    Args:
-        input, group_sizes, format, amax, seed: as in :func:`grouped_quantize`.
-        amax_t: as ``amax``, of the transposed matrix; none for ``fp8_tensor``, whose one amax serves both.
-
-    Returns:
-        ``data, scale_inv, data_transposed, scale_inv_transposed``.
-
-    Raises:
-        TypeError, ValueError: as :func:`grouped_quantize`.
-    """
-    return _ops.grouped_quantize_both.default(input, group_sizes, _key(format), amax, amax_t, seed)
-
-
-def grouped_dequantize(
-    data: Tensor,
-    scale_inv: Tensor,
-    group_sizes: Tensor,
+    group_sizes: Tensor | None = None,
+    rowwise: Literal[True] = True,
+    *,
+    columnwise: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def amax(
+    input: Tensor,
     format: str | Format,
-    dtype: torch.dtype = torch.float32,
-    transposed: bool = False,
-    amax: Tensor | None = None,
-) -> Tensor:
-    """``float(data) * scale_inv`` of each group in float32, then rounded to ``dtype``.
-
-    Args:
-        data: ``[T, K]`` as :func:`grouped_quantize` returns it, or with ``transposed`` ``[K, T]``.
-        scale_inv, group_sizes, format: what it was quantized with.
-        dtype: float32, bfloat16 or float16.
-        transposed: whether ``data`` is transposed; the result is not.
-        amax: of ``nvfp4``, what it was quantized with; none for the other formats.
-
-    Returns:
-        ``[T, K]``; rows past the groups are 0. Of transposed data in an ``aligned`` format T rounded up to a multiple
-        of 32. Not differentiable.
-
-    Raises:
-        TypeError, ValueError: as :func:`dequantize` and :func:`grouped_quantize`.
-    """
-    return _ops.grouped_dequantize.default(
-        data, scale_inv, group_sizes, _key(format), dtype, transposed, amax
-    )
-
-
-def amax(input: Tensor, format: str | Format, group_sizes: Tensor | None = None) -> Tensor:
-    """The largest magnitudes that a format scales the rows of ``input`` by.
+    group_sizes: Tensor | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def amax(
+    input: Tensor,
+    format: str | Format,
+    group_sizes: Tensor | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The largest magnitudes that a format scales the rows of ``input`` by, its columns, or both in one pass.
 
     Between this and :func:`quantize` with ``amax=``, ranks can reduce theirs with a maximum, to use the same scale.
 
     Args:
-        input: as in :func:`quantize`, or with ``group_sizes`` as in :func:`grouped_quantize`.
+        input, group_sizes: as in :func:`quantize`.
         format: a key of ``fp8_tensor`` or ``nvfp4``.
-        group_sizes: ``[G]`` int32 or int64 on the device of ``input``, contiguous: ``input`` is ragged.
+        rowwise: whether to return those of the rows.
+        columnwise: whether to return those of the columns: of the transposed matrix, after the Hadamard transform if
+            the format has ``rht``. Without that and ``row_scaled`` the same numbers.
 
     Returns:
-        float32 ``[1]``, ``[G]`` for G matrices or G groups; with ``row_scaled`` ``[M]``, ``[G, M]`` or ``[T]``.
-        NaN is ignored, an infinity is not; 0 for an empty input. Not differentiable.
+        float32 ``[1]``, ``[G]`` for G matrices or G groups; with ``row_scaled`` ``[M]``, ``[G, M]`` or ``[T]`` for the
+        rows, ``[K]`` or ``[G, K]`` for the columns. A pair with both directions. NaN is ignored, an infinity is not; 0
+        for an empty input. Not differentiable.
 
     Raises:
-        TypeError: another dtype. ValueError: other dimensions, another format; on a CPU also sizes that are
-            negative or sum to more than T.
+        TypeError: another dtype. ValueError: other dimensions, another format, no direction; on a CPU also sizes that
+            are negative or sum to more than T.
     """
-    return _ops.amax.default(input, _key(format), group_sizes)
-
-
-def amax_transposed(input: Tensor, format: str | Format, group_sizes: Tensor | None = None) -> Tensor:
-    """The largest magnitudes that a format scales the columns of ``input`` by.
-
-    Args:
-        input, format, group_sizes: as in :func:`amax`.
-
-    Returns:
-        As :func:`amax`, of the transposed matrix, after the Hadamard transform if the format has ``rht``. Without that
-        and ``row_scaled`` the same numbers; with ``row_scaled`` ``[K]`` or ``[G, K]``.
-
-    Raises:
-        TypeError, ValueError: as :func:`amax`.
-    """
-    return _ops.amax_transposed.default(input, _key(format), group_sizes)
-
-
-def amax_both(
-    input: Tensor, format: str | Format, group_sizes: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """:func:`amax` and :func:`amax_transposed` in one pass over the input.
-
-    Args:
-        input, format, group_sizes: as in :func:`amax`.
-
-    Returns:
-        ``amax, amax_transposed``.
-
-    Raises:
-        TypeError, ValueError: as :func:`amax`.
-    """
-    return _ops.amax_both.default(input, _key(format), group_sizes)
+    first, *rest = _ops.amax.default(input, _key(format), group_sizes, rowwise, columnwise)
+    return (first, rest[0]) if rest else first

@@ -1,10 +1,12 @@
-"""Quantize into given buffers, many tensors at once, and requantize to the transposed direction.
+"""Quantize into buffers of the caller, many tensors at once, and requantize to the transposed direction.
 
-The ops of :mod:`transformer_plugin.ops.quantize` return fresh tensors. The ``_out`` ops here write into given tensors,
-so that a weight keeps its address from step to step and a captured CUDA graph stays valid.
+The ops of :mod:`transformer_plugin.ops.quantize` return fresh tensors. The ``_out`` ops here write into tensors of the
+caller, so that a weight keeps its address from step to step and a captured CUDA graph stays valid.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,31 +20,26 @@ def _key(format: str | Format) -> str:
     return format if isinstance(format, str) else format.key
 
 
-def _check_not_empty(op: str, inputs: list[Tensor]) -> None:
-    """In the op's words: torch calls it only where it is given a tensor."""
-    if not inputs:
-        raise ValueError(
-            f"transformer_plugin::{op}: argument 'inputs': expected at least one matrix, which says on what device, "
-            "got none. Leave out the call."
-        )
-
-
 def quantize_out(
     input: Tensor,
     format: str | Format,
-    data: Tensor,
-    scale_inv: Tensor,
+    out: Sequence[Tensor],
+    group_sizes: Tensor | None = None,
     amax: Tensor | None = None,
+    amax_t: Tensor | None = None,
     seed: Tensor | None = None,
     noop: Tensor | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
 ) -> None:
-    """:func:`~transformer_plugin.ops.quantize` into given buffers.
+    """:func:`~transformer_plugin.ops.quantize` into buffers of the caller.
 
     Args:
-        input, format, amax, seed: as in :func:`~transformer_plugin.ops.quantize`.
-        data, scale_inv: what that returns, of an earlier call for example: contiguous tensors of exactly these sizes
-            and dtypes on the device of ``input``. Written in place, never moved or copied, so that a CUDA graph may
-            hold their addresses. They may not share memory with an input or with each other, nor require a gradient.
+        input, format, group_sizes, amax, amax_t, seed, rowwise, columnwise: as in
+            :func:`~transformer_plugin.ops.quantize`.
+        out: what that returns, of an earlier call for example: contiguous tensors of exactly these sizes and dtypes on
+            the device of ``input``. Written in place, never moved or copied, so that a CUDA graph may hold their
+            addresses. They may not share memory with an input or with each other, nor require a gradient.
         noop: float32 ``[1]`` on the device of ``input``, read when the kernels run: with 1 every byte of the buffers
             stays unchanged. For weights that did not change since the last micro-batch.
 
@@ -50,127 +47,8 @@ def quantize_out(
         TypeError, ValueError: as :func:`~transformer_plugin.ops.quantize`; buffers that do not fit, share memory or
         require a gradient. Nothing is written then.
     """
-    _ops.quantize_out.default(input, _key(format), data, scale_inv, amax, seed, noop)
-
-
-def quantize_transposed_out(
-    input: Tensor,
-    format: str | Format,
-    data: Tensor,
-    scale_inv: Tensor,
-    amax: Tensor | None = None,
-    seed: Tensor | None = None,
-    noop: Tensor | None = None,
-) -> None:
-    """:func:`~transformer_plugin.ops.quantize_transposed` into buffers that are given.
-
-    Args:
-        input, format, amax, seed: as in :func:`~transformer_plugin.ops.quantize_transposed`.
-        data, scale_inv, noop: as in :func:`quantize_out`.
-
-    Raises:
-        TypeError, ValueError: as :func:`quantize_out`.
-    """
-    _ops.quantize_transposed_out.default(input, _key(format), data, scale_inv, amax, seed, noop)
-
-
-def quantize_both_out(
-    input: Tensor,
-    format: str | Format,
-    data: Tensor,
-    scale_inv: Tensor,
-    data_t: Tensor,
-    scale_t: Tensor,
-    amax: Tensor | None = None,
-    amax_t: Tensor | None = None,
-    seed: Tensor | None = None,
-    noop: Tensor | None = None,
-) -> None:
-    """:func:`~transformer_plugin.ops.quantize_both` into buffers that are given.
-
-    Args:
-        input, format, amax, amax_t, seed: as in :func:`~transformer_plugin.ops.quantize_both`.
-        data, scale_inv, data_t, scale_t, noop: as in :func:`quantize_out`.
-
-    Raises:
-        TypeError, ValueError: as :func:`quantize_out`.
-    """
-    _ops.quantize_both_out.default(
-        input, _key(format), data, scale_inv, data_t, scale_t, amax, amax_t, seed, noop
-    )
-
-
-def grouped_quantize_out(
-    input: Tensor,
-    group_sizes: Tensor,
-    format: str | Format,
-    data: Tensor,
-    scale_inv: Tensor,
-    amax: Tensor | None = None,
-    seed: Tensor | None = None,
-    noop: Tensor | None = None,
-) -> None:
-    """:func:`~transformer_plugin.ops.grouped_quantize` into buffers that are given.
-
-    Args:
-        input, group_sizes, format, amax, seed: as in :func:`~transformer_plugin.ops.grouped_quantize`.
-        data, scale_inv, noop: as in :func:`quantize_out`.
-
-    Raises:
-        TypeError, ValueError: as :func:`quantize_out`.
-    """
-    _ops.grouped_quantize_out.default(input, group_sizes, _key(format), data, scale_inv, amax, seed, noop)
-
-
-def grouped_quantize_transposed_out(
-    input: Tensor,
-    group_sizes: Tensor,
-    format: str | Format,
-    data: Tensor,
-    scale_inv: Tensor,
-    amax: Tensor | None = None,
-    seed: Tensor | None = None,
-    noop: Tensor | None = None,
-) -> None:
-    """:func:`~transformer_plugin.ops.grouped_quantize_transposed` into buffers that are given.
-
-    Args:
-        input, group_sizes, format, amax, seed: as in :func:`~transformer_plugin.ops.grouped_quantize_transposed`.
-        data, scale_inv, noop: as in :func:`quantize_out`.
-
-    Raises:
-        TypeError, ValueError: as :func:`quantize_out`.
-    """
-    _ops.grouped_quantize_transposed_out.default(
-        input, group_sizes, _key(format), data, scale_inv, amax, seed, noop
-    )
-
-
-def grouped_quantize_both_out(
-    input: Tensor,
-    group_sizes: Tensor,
-    format: str | Format,
-    data: Tensor,
-    scale_inv: Tensor,
-    data_t: Tensor,
-    scale_t: Tensor,
-    amax: Tensor | None = None,
-    amax_t: Tensor | None = None,
-    seed: Tensor | None = None,
-    noop: Tensor | None = None,
-) -> None:
-    """:func:`~transformer_plugin.ops.grouped_quantize_both` into buffers that are given.
-
-    Args:
-        input, group_sizes, format, amax, amax_t, seed: as in :func:`~transformer_plugin.ops.grouped_quantize_both`.
-        data, scale_inv, data_t, scale_t, noop: as in :func:`quantize_out`.
-
-    Raises:
-        TypeError, ValueError: as :func:`quantize_out`.
-    """
-    _ops.grouped_quantize_both_out.default(
-        input, group_sizes, _key(format), data, scale_inv, data_t, scale_t, amax, amax_t, seed, noop
-    )
+    buffers, key = list(out), _key(format)
+    _ops.quantize_out.default(input, key, buffers, group_sizes, amax, amax_t, seed, noop, rowwise, columnwise)
 
 
 def amax_list_out(
@@ -190,8 +68,8 @@ def amax_list_out(
             contiguous are copied first), any sizes including 0; for ``nvfp4`` K is a multiple of 16.
         format: a key of ``fp8_tensor``, or of ``nvfp4`` without ``row_scaled``.
         amax: float32 ``[n]``, contiguous: written.
-        amax_t: the same for the columns, ``[n]``: the same numbers. None leaves it out; for ``nvfp4`` with ``rht``,
-            whose columns are rotated first, it must be.
+        amax_t: the same for the columns, ``[n]``: the same numbers. None leaves it out; required to be None for
+            ``nvfp4`` with ``rht``, whose columns are rotated first.
         noop: float32 ``[1]``, as in :func:`quantize_out`: with 1 ``amax`` and ``amax_t`` stay unchanged.
 
     Raises:
@@ -202,51 +80,42 @@ def amax_list_out(
 
 
 def quantize_list(
-    inputs: list[Tensor], format: str | Format, amax: Tensor | None = None
-) -> tuple[list[Tensor], list[Tensor]]:
+    inputs: list[Tensor],
+    format: str | Format,
+    amax: Tensor | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> list[tuple[Tensor, ...]]:
     """:func:`~transformer_plugin.ops.quantize` of each of many matrices, all weights of a model for example.
 
-    A kernel takes 64 matrices, whose addresses are kernel arguments. ``fp8_tensor`` and ``nvfp4`` compute all amaxes
-    first, as :func:`amax_list_out` does.
+    A kernel takes 64 matrices, whose addresses are kernel arguments; ``fp8_row`` launches one for each matrix.
+    ``fp8_tensor`` and ``nvfp4`` compute all amaxes first, as :func:`amax_list_out` does.
 
     Args:
         inputs: n matrices ``[M, K]``, at least one, of one dtype, float32, bfloat16 or float16, any strides (those that
             are not contiguous are copied first), any sizes including 0; for ``mxfp8`` every K is a multiple of 32, for
-            ``nvfp4`` of 16.
-        format: a key of ``fp8_tensor``, ``fp8_block`` or ``mxfp8``, or of ``nvfp4`` without ``rht``, ``sr`` and
-            ``row_scaled``.
+            ``nvfp4`` of 16, and with ``columnwise`` every M too.
+        format: a key of ``fp8_tensor``, ``fp8_row``, ``fp8_block`` or ``mxfp8``, or of ``nvfp4`` without ``rht``,
+            ``sr`` and ``row_scaled``.
         amax: float32 ``[n]``, contiguous, only for ``fp8_tensor`` and ``nvfp4``: takes the place of the matrices' own.
+            One amax serves both directions.
+        rowwise, columnwise: as in :func:`~transformer_plugin.ops.quantize`.
 
     Returns:
-        The n ``data`` and the n ``scale_inv``. Not differentiable.
+        For each matrix what :func:`~transformer_plugin.ops.quantize` returns. Not differentiable.
 
     Raises:
         TypeError: another dtype. ValueError: an empty list, other dimensions or devices, a width or an amax that does
-        not fit the format.
+        not fit the format, no direction.
     """
-    _check_not_empty("quantize_list", inputs)
-    data, scale_inv = _ops.quantize_list.default(inputs, _key(format), amax)
-    return data, scale_inv
-
-
-def quantize_list_both(
-    inputs: list[Tensor], format: str | Format, amax: Tensor | None = None
-) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """:func:`~transformer_plugin.ops.quantize_both` of each of many matrices.
-
-    Args:
-        inputs, format, amax: as in :func:`quantize_list`; for ``nvfp4`` every M is a multiple of 16 too. One amax
-            serves both directions.
-
-    Returns:
-        Four lists of n: ``data, scale_inv, data_transposed, scale_inv_transposed``.
-
-    Raises:
-        TypeError, ValueError: as :func:`quantize_list`.
-    """
-    _check_not_empty("quantize_list_both", inputs)
-    data, scale_inv, data_t, scale_t = _ops.quantize_list_both.default(inputs, _key(format), amax)
-    return data, scale_inv, data_t, scale_t
+    if not inputs:  # torch calls the op only if an argument holds a tensor
+        raise ValueError(
+            "transformer_plugin::quantize_list: argument 'inputs': expected at least one matrix, which says on what "
+            "device, got none. Leave out the call."
+        )
+    outputs = _ops.quantize_list.default(inputs, _key(format), amax, rowwise, columnwise)
+    each = len(outputs) // len(inputs)
+    return [tuple(outputs[i : i + each]) for i in range(0, len(outputs), each)]
 
 
 def requantize_transposed(
@@ -265,20 +134,19 @@ def requantize_transposed(
         data: ``[M, K]`` or ``[G, M, K]``, or ``[T, K]`` with ``group_sizes``, as
             :func:`~transformer_plugin.ops.quantize` gives it; of ``nvfp4`` two elements to a byte, M or T a multiple of
             16. Rows past the groups are not read.
-        scale_inv, format: what came with it; any format with scales.
+        scale_inv, format: what came with it; any format with scales but ``fp8_row``.
         dtype: of the values between, float32, bfloat16 or float16.
         group_sizes: int32 or int64 ``[G]`` on the device of ``data``; for ``nvfp4`` multiples of 16.
         amax: of ``nvfp4``, what ``data`` was quantized with, as in :func:`~transformer_plugin.ops.dequantize`; none for
             the other formats.
-        amax_t: of ``nvfp4``, what the result is quantized with, the ``amax`` of
-            :func:`~transformer_plugin.ops.quantize_transposed`: what :func:`~transformer_plugin.ops.amax_transposed`
-            gave of the matrix that became ``data``; none for the other formats.
-        seed: as in :func:`~transformer_plugin.ops.quantize_transposed`, of ``nvfp4`` with ``sr`` alone.
+        amax_t: of ``nvfp4``, what the result is quantized with: what :func:`~transformer_plugin.ops.amax` with
+            ``columnwise`` gave of the matrix that became ``data``; none for the other formats.
+        seed: as in :func:`~transformer_plugin.ops.quantize`, of ``nvfp4`` with ``sr`` alone.
 
     Returns:
-        Of ``fp8_block``, ``mxfp8`` and ``nvfp4`` exactly
-        ``quantize_transposed(dequantize(data, scale_inv, format, dtype), format)``, of ``nvfp4`` with ``amax`` and then
-        with ``amax_t`` and ``seed``, or of the grouped ops; the values between are never in memory. Of ``fp8_tensor``,
+        Of ``fp8_block``, ``mxfp8`` and ``nvfp4`` exactly what quantize with ``columnwise`` alone gives of
+        ``dequantize(data, scale_inv, format, dtype, group_sizes)``, of ``nvfp4`` with ``amax`` and then with ``amax_t``
+        and ``seed``; the values between are never in memory. Of ``fp8_tensor``,
         whose scale serves both directions, the data transposed without requantization and a copy of the scale. The same
         bytes on CPU and CUDA. Not differentiable.
 

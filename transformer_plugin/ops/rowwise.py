@@ -1,8 +1,8 @@
-"""FP8 with a scale for each row, what ``torch._scaled_grouped_mm`` calls row-wise scaling: quantize, and products.
+"""Products of the format ``fp8_row``, what ``torch._scaled_grouped_mm`` calls row-wise scaling.
 
 Letters as in :mod:`transformer_plugin.ops.gemm`, whose words on ``group_sizes``, tails, ``alpha`` and
-``max_sms`` hold here too. Row-wise FP8 is not a format of the quantize family and has no recipe: a matrix is FP8 data
-``[..., K]`` and float32 scales ``[...]``, ``value = float(data) * scale`` along a row.
+``max_sms`` hold here too. A matrix is FP8 data ``[..., K]`` and float32 scales ``[...]`` as
+:func:`~transformer_plugin.ops.quantize` returns them for ``fp8_row``.
 
 The order of operations is the same on CPU and CUDA: an FP32 sum, times the product of both scales, times ``alpha``,
 then one fma adds the bias, then one rounding. On Hopper, FP8 data goes straight to WGMMA (bfloat16 output, N % 8 == 0,
@@ -11,8 +11,7 @@ accuracy). Elsewhere, and into other dtypes, both operands are converted to a wi
 an FP32 sum of exact products; on CUDA the bfloat16 copies and the FP32 sums are then in memory.
 
 There are no row-wise weight gradients: they sum over the rows, so a row's scale is not a factor of the whole sum.
-Quantize their operands along columns in ``fp8_tensor`` or ``fp8_block``
-(:func:`~transformer_plugin.ops.quantize_transposed`).
+Quantize their operands along columns in ``fp8_tensor`` or ``fp8_block``.
 """
 
 from __future__ import annotations
@@ -21,30 +20,6 @@ import torch
 from torch import Tensor
 
 _ops = torch.ops.transformer_plugin
-
-
-def quantize_rowwise(
-    input: Tensor, *, element: str = "e4m3", power_of_two_scales: bool = False, epsilon: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Quantizes to FP8 with one scale for each row.
-
-    Args:
-        input: ``[..., K]`` float32, bfloat16 or float16, at least 1 dimension; any strides, any sizes including 0.
-        element: ``"e4m3"`` (largest 448) or ``"e5m2"`` (57344).
-        power_of_two_scales: clears the mantissa of the factor before rounding.
-        epsilon: an amax below it counts as it.
-
-    Returns:
-        The data, float8 in the shape of ``input``, and ``scale`` float32 ``[...]``, to multiply by when dequantizing:
-        the arithmetic of ``fp8_tensor`` (:mod:`transformer_plugin.ops.quantize`) with a row in place of the tensor. The
-        same bytes on CPU and CUDA. Not differentiable.
-
-    Raises:
-        TypeError: another dtype. ValueError: no dimension, another element, an epsilon that is negative or not finite.
-    """
-    return _ops.quantize_rowwise.default(
-        input, element=element, power_of_two_scales=power_of_two_scales, epsilon=epsilon
-    )
 
 
 def gemm_rowwise(

@@ -49,6 +49,25 @@ class _OneScale:
         return ragged[g : g + 1]
 
 
+class _RowScales:
+    """fp8_row: ``[M]``, one for each row of the data."""
+
+    def __init__(self, format: Format) -> None:
+        self.format = format
+
+    def store(self, scale: Tensor, rows: int) -> Tensor:
+        return scale.reshape(rows)
+
+    def spread(self, stored: Tensor, rows: int, columns: int) -> Tensor:
+        return stored[..., None]
+
+    def ragged(self, rows: int, columns: int, groups: int, transposed: bool) -> Tensor:
+        return torch.zeros(rows)
+
+    def of_group(self, ragged: Tensor, g: int, begin: int, end: int, block: int, transposed: bool) -> Tensor:
+        return ragged[begin:end]
+
+
 class _BlockScales:
     """fp8_block: ``[ceil(K/128), up4(M)]``, the scales of one block of columns together; square blocks
     ``[ceil(M/128), up4(ceil(K/128))]``."""
@@ -117,6 +136,7 @@ def layout_of(format: Format) -> Layout:
     """The layout of a format's scales, before any tiling."""
     layouts: dict[str, Callable[[Format], Layout]] = {
         "fp8_tensor": _OneScale,
+        "fp8_row": _RowScales,
         "fp8_block": _BlockScales,
         "mxfp8": _ByteScales,
         "nvfp4": _ByteScales,

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformer_plugin.formats import Format
 from transformer_plugin.reference._fp8 import round_to_fp8
 from transformer_plugin.reference.gemm import gemm, grouped_gemm
-from transformer_plugin.reference.quantize import dequantize, grouped_dequantize
+from transformer_plugin.reference.quantize import dequantize
 
 
 def _amax(values: Tensor) -> Tensor:
@@ -32,8 +32,11 @@ def quantize_scaled(
     amax: Tensor | None = None,
     group_sizes: Tensor | None = None,
     first: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """Each matrix, or group of rows, times its scale and rounded; its amax maxed into ``amax``."""
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> tuple[Tensor, ...]:
+    """Each matrix, or group of rows, times its scale and rounded; its amax combined into ``amax`` by a maximum. A scale
+    per tensor is the same in both directions."""
     fmt = Format.parse(format) if isinstance(format, str) else format
     assert fmt.dtype is not None
     data = torch.zeros(input.shape, dtype=torch.uint8, device=input.device)
@@ -44,21 +47,10 @@ def quantize_scaled(
         if amax is not None:
             amax[first + i] = torch.maximum(amax[first + i], _amax(part))
     count = len(_parts(input, group_sizes))
-    return data.view(fmt.dtype), 1 / scale[first : first + count]
-
-
-def quantize_scaled_both(
-    input: Tensor,
-    scale: Tensor,
-    format: str | Format,
-    amax: Tensor | None = None,
-    group_sizes: Tensor | None = None,
-    first: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same, and its transpose: a scale per tensor is the same in both directions."""
-    data, scale_inv = quantize_scaled(input, scale, format, amax, group_sizes, first)
-    turned = data.view(torch.uint8).mT.contiguous().view(data.dtype)
-    return data, scale_inv, turned, scale_inv.clone()
+    scale_inv = 1 / scale[first : first + count]
+    along_rows = (data.view(fmt.dtype), scale_inv) if rowwise else ()
+    along_columns = (data.mT.contiguous().view(fmt.dtype), scale_inv.clone()) if columnwise else ()
+    return along_rows + along_columns
 
 
 def delayed_scale(
@@ -117,9 +109,10 @@ def linear_scaled(
 ) -> Tensor:
     """The product of the operands' values in FP8, and the amaxes of input and weight; ``grad_format`` is for the
     backward, which this does not have."""
-    x = quantize_scaled(input.flatten(0, -2), scale, input_format, amax)
-    w = quantize_scaled(weight, scale, weight_format, amax, first=1)
-    output = gemm(dequantize(*x, input_format), dequantize(*w, weight_format), bias, dtype=input.dtype)
+    x, x_scale = quantize_scaled(input.flatten(0, -2), scale, input_format, amax)
+    w, w_scale = quantize_scaled(weight, scale, weight_format, amax, first=1)
+    a, b = dequantize(x, x_scale, input_format), dequantize(w, w_scale, weight_format)
+    output = gemm(a, b, bias, dtype=input.dtype)
     return output.unflatten(0, input.shape[:-1])
 
 
@@ -137,6 +130,7 @@ def grouped_linear_scaled(
 ) -> Tensor:
     """The same for each group, which has its own scales."""
     data, scale_inv = quantize_scaled(input, scale, input_format, amax, group_sizes)
-    x = grouped_dequantize(data, scale_inv, group_sizes, input_format)
-    w = quantize_scaled(weight, scale, weight_format, amax, first=len(weight))
-    return grouped_gemm(x, dequantize(*w, weight_format), group_sizes, bias, bias_scale, dtype=input.dtype)
+    x = dequantize(data, scale_inv, input_format, group_sizes=group_sizes)
+    data, scale_inv = quantize_scaled(weight, scale, weight_format, amax, first=len(weight))
+    w = dequantize(data, scale_inv, weight_format)
+    return grouped_gemm(x, w, group_sizes, bias, bias_scale, dtype=input.dtype)

@@ -6,47 +6,7 @@ from torch import Tensor
 
 from transformer_plugin.formats import Format
 from transformer_plugin.reference import activation, gemm
-from transformer_plugin.reference import quantize as _quantize
-
-
-def quantize_rows(
-    matrix: Tensor,
-    group_sizes: Tensor | None,
-    format: str | Format,
-    amax: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Along rows, of a plain or a ragged matrix."""
-    if group_sizes is None:
-        return _quantize.quantize(matrix, format, amax, seed)
-    return _quantize.grouped_quantize(matrix, group_sizes, format, amax, seed)
-
-
-def quantize_columns(
-    matrix: Tensor,
-    group_sizes: Tensor | None,
-    format: str | Format,
-    amax: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Along columns, of a plain or a ragged matrix."""
-    if group_sizes is None:
-        return _quantize.quantize_transposed(matrix, format, amax, seed)
-    return _quantize.grouped_quantize_transposed(matrix, group_sizes, format, amax, seed)
-
-
-def quantize_both(
-    matrix: Tensor,
-    group_sizes: Tensor | None,
-    format: str | Format,
-    amax: Tensor | None = None,
-    amax_t: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both directions, of a plain or a ragged matrix."""
-    if group_sizes is None:
-        return _quantize.quantize_both(matrix, format, amax, amax_t, seed)
-    return _quantize.grouped_quantize_both(matrix, group_sizes, format, amax, amax_t, seed)
+from transformer_plugin.reference.quantize import quantize
 
 
 def swiglu_quantize(
@@ -55,38 +15,17 @@ def swiglu_quantize(
     group_sizes: Tensor | None,
     format: str | Format,
     amax: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The activation in the dtype of its input, quantized along rows."""
-    return quantize_rows(activation.swiglu(input, probs), group_sizes, format, amax, seed)
-
-
-def swiglu_quantize_transposed(
-    input: Tensor,
-    probs: Tensor | None,
-    group_sizes: Tensor | None,
-    format: str | Format,
-    amax: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The activation in the dtype of its input, quantized along columns."""
-    return quantize_columns(activation.swiglu(input, probs), group_sizes, format, amax, seed)
-
-
-def swiglu_quantize_both(
-    input: Tensor,
-    probs: Tensor | None,
-    group_sizes: Tensor | None,
-    format: str | Format,
-    amax: Tensor | None = None,
     amax_t: Tensor | None = None,
     seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both directions."""
-    return quantize_both(activation.swiglu(input, probs), group_sizes, format, amax, amax_t, seed)
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> tuple[Tensor, ...]:
+    """The activation in the dtype of its input, quantized."""
+    act = activation.swiglu(input, probs)
+    return quantize(act, format, group_sizes, amax, amax_t, seed, rowwise, columnwise)
 
 
-def swiglu_backward_quantize_both(
+def swiglu_backward_quantize(
     grad: Tensor,
     input: Tensor,
     probs: Tensor | None,
@@ -100,7 +39,10 @@ def swiglu_backward_quantize_both(
     grad_input, grad_probs = activation.swiglu_backward(grad, input, probs)
     if group_sizes is not None and probs is not None:
         grad_probs[int(group_sizes.sum()) :] = 0.0
-    return *quantize_both(grad_input, group_sizes, format, amax, amax_t, seed), grad_probs
+    data, scale, data_t, scale_t = quantize(
+        grad_input, format, group_sizes, amax, amax_t, seed, columnwise=True
+    )
+    return data, scale, data_t, scale_t, grad_probs
 
 
 def _bias_gradient(grad: Tensor, group_sizes: Tensor | None) -> Tensor:
@@ -114,31 +56,11 @@ def bias_backward_quantize(
     group_sizes: Tensor | None,
     format: str | Format,
     amax: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient quantized along rows, and the bias's gradient."""
-    return *quantize_rows(grad, group_sizes, format, amax, seed), _bias_gradient(grad, group_sizes)
-
-
-def bias_backward_quantize_transposed(
-    grad: Tensor,
-    group_sizes: Tensor | None,
-    format: str | Format,
-    amax: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient quantized along columns, and the bias's gradient."""
-    return *quantize_columns(grad, group_sizes, format, amax, seed), _bias_gradient(grad, group_sizes)
-
-
-def bias_backward_quantize_both(
-    grad: Tensor,
-    group_sizes: Tensor | None,
-    format: str | Format,
-    amax: Tensor | None = None,
     amax_t: Tensor | None = None,
     seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Both directions, and the bias's gradient."""
-    both = quantize_both(grad, group_sizes, format, amax, amax_t, seed)
-    return *both, _bias_gradient(grad, group_sizes)
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> tuple[Tensor, ...]:
+    """The gradient quantized, and the bias's gradient."""
+    values = quantize(grad, format, group_sizes, amax, amax_t, seed, rowwise, columnwise)
+    return *values, _bias_gradient(grad, group_sizes)

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.formats import Format
-from transformer_plugin.reference import activation, fused
+from transformer_plugin.reference import activation
 from transformer_plugin.reference.gemm import grouped_gemm
+from transformer_plugin.reference.quantize import quantize
 
 
 def halves_apart(h: Tensor, interleave: int) -> Tensor:
@@ -52,7 +53,8 @@ def grouped_gemm_swiglu_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """swiglu(h, probs) of h = a_g @ b[g].T + bias[g], quantized along rows, and h."""
     act, h = grouped_gemm_swiglu(a, b, group_sizes, probs, bias, interleave, keep_input)
-    return *fused.quantize_rows(act, group_sizes, format), h
+    data, scale_inv = quantize(act, format, group_sizes)
+    return data, scale_inv, h
 
 
 def grouped_gemm_swiglu_backward(

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_plugin.formats import Format
-from transformer_plugin.reference import quantize as _quantize
 from transformer_plugin.reference.gemm import sum_rows
+from transformer_plugin.reference.quantize import quantize
 
 #: columns that lie so far apart are added in turn before anything else.
 PARTIAL_SUMS = 1024
@@ -123,7 +123,8 @@ def rms_norm_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output in the dtype of the input, quantized along rows."""
     output, rstd = rms_norm_forward(input, weight, eps, zero_centered)
-    return *_quantize.quantize(output, format, amax, seed), rstd
+    data, scale_inv = quantize(output, format, amax=amax, seed=seed)
+    return data, scale_inv, rstd
 
 
 def layer_norm(
@@ -166,4 +167,5 @@ def layer_norm_quantize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The output in the dtype of the input, quantized along rows."""
     output, mean, rstd = layer_norm_forward(input, weight, bias, eps, zero_centered)
-    return *_quantize.quantize(output, format, amax, seed), mean, rstd
+    data, scale_inv = quantize(output, format, amax=amax, seed=seed)
+    return data, scale_inv, mean, rstd

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -50,10 +51,14 @@ def _quantize_matrix(
         codes, scale = _nvfp4.quantize_matrix(matrix, format, amax, bytes)
         return codes, layout.store(scale, m)
     values, magnitudes = matrix.float().contiguous(), _magnitudes(matrix)
-    if format.block is None:
+    if format.family == "fp8_row":
+        factor = encode_scale(_largest(magnitudes, 1), format, torch.finfo(torch.float32).max)
+        return round_to_fp8(values * factor[:, None], format).view(torch.uint8), layout.store(1 / factor, m)
+    if format.family == "fp8_tensor":
         amax = _largest(magnitudes) if amax is None else amax
         factor = encode_scale(amax, format, torch.finfo(torch.float32).max)
         return round_to_fp8(values * factor, format).view(torch.uint8), layout.store(1 / factor, m)
+    assert format.block is not None
     amax = _blocks(magnitudes, *format.block).amax((2, 3))
     if format.family == "mxfp8":
         scale = encode_exponent(amax, format)
@@ -99,7 +104,7 @@ def _quantize(
         data, scale = _quantize_matrix(
             one, format, one.new_zeros(1, dtype=torch.float32), None if random is None else one.byte()
         )
-        scale = scale.squeeze(0) if format.block is None else scale
+        scale = scale.squeeze(0) if format.family == "fp8_tensor" else scale
         return _finished(data.new_empty(0, *data.shape), scale.new_empty(0, *scale.shape), format)
     members = [
         _quantize_matrix(
@@ -112,34 +117,34 @@ def _quantize(
     ]
     datas, scales = zip(*members, strict=True)
     return _finished(
-        torch.stack(datas), torch.cat(scales) if format.block is None else torch.stack(scales), format
+        torch.stack(datas),
+        torch.cat(scales) if format.family == "fp8_tensor" else torch.stack(scales),
+        format,
     )
 
 
 def quantize(
-    input: Tensor, format: str | Format, amax: Tensor | None = None, seed: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Along rows; each matrix of a 3-D input by itself."""
-    return _quantize(input, _format(format), amax, seed, transposed=False)
-
-
-def quantize_transposed(
-    input: Tensor, format: str | Format, amax: Tensor | None = None, seed: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Along rows of the transposed matrix, which ``rht`` rotates before."""
-    return _quantize(input, _format(format), amax, seed, transposed=True)
-
-
-def quantize_both(
     input: Tensor,
     format: str | Format,
+    group_sizes: Tensor | None = None,
     amax: Tensor | None = None,
     amax_t: Tensor | None = None,
     seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both directions; the one amax of ``fp8_tensor`` serves both."""
-    amax_t = amax if _format(format).family == "fp8_tensor" else amax_t
-    return *quantize(input, format, amax, seed), *quantize_transposed(input, format, amax_t, seed)
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> tuple[Tensor, ...]:
+    """Along rows, and along rows of the transposed matrix, which ``rht`` rotates before; each matrix of a 3-D input and
+    each group by itself, the tail zero. The one amax of ``fp8_tensor`` serves both directions."""
+    fmt = _format(format)
+    assert not (fmt.family == "fp8_row" and columnwise and group_sizes is not None), "a scale spans groups"
+    outputs: tuple[Tensor, ...] = ()
+    for transposed in [False] * rowwise + [True] * columnwise:
+        of_direction = amax_t if transposed and fmt.family == "nvfp4" else amax
+        if group_sizes is None:
+            outputs += _quantize(input, fmt, of_direction, seed, transposed)
+        else:
+            outputs += _grouped_quantize(input, group_sizes, fmt, of_direction, seed, transposed)
+    return outputs
 
 
 def dequantize(
@@ -147,11 +152,15 @@ def dequantize(
     scale_inv: Tensor,
     format: str | Format,
     dtype: torch.dtype = torch.float32,
+    group_sizes: Tensor | None = None,
     transposed: bool = False,
     amax: Tensor | None = None,
 ) -> Tensor:
-    """float(data) * scale_inv, of nvfp4 with the amax; with ``rht`` the rotated matrix."""
+    """float(data) * scale_inv, of nvfp4 with the amax; with ``rht`` the rotated matrix. Each group by itself; the tail
+    is zero."""
     fmt = _format(format)
+    if group_sizes is not None:
+        return _grouped_dequantize(data, scale_inv, group_sizes, fmt, dtype, transposed, amax)
     scale_inv = untile(scale_inv.view(torch.uint8)) if fmt.tiled_scales else scale_inv
     if fmt.family == "nvfp4":
         assert amax is not None, "nvfp4 takes the amax that it was quantized with"
@@ -182,28 +191,6 @@ def _group_amax(amax: Tensor | None, format: Format, g: int, rows: slice, transp
     if format.row_scaled:
         return amax[g] if transposed else amax[rows]
     return amax[g : g + 1]
-
-
-def grouped_quantize(
-    input: Tensor,
-    group_sizes: Tensor,
-    format: str | Format,
-    amax: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Each group along its rows; the tail is zero."""
-    return _grouped_quantize(input, group_sizes, _format(format), amax, seed, transposed=False)
-
-
-def grouped_quantize_transposed(
-    input: Tensor,
-    group_sizes: Tensor,
-    format: str | Format,
-    amax: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Each group along the rows of its transposed matrix; blocks begin anew at each group."""
-    return _grouped_quantize(input, group_sizes, _format(format), amax, seed, transposed=True)
 
 
 def _grouped_quantize(
@@ -240,33 +227,15 @@ def _grouped_quantize(
     return _finished(data, scale, format)
 
 
-def grouped_quantize_both(
-    input: Tensor,
-    group_sizes: Tensor,
-    format: str | Format,
-    amax: Tensor | None = None,
-    amax_t: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both directions; the amaxes of ``fp8_tensor`` serve both."""
-    amax_t = amax if _format(format).family == "fp8_tensor" else amax_t
-    return (
-        *grouped_quantize(input, group_sizes, format, amax, seed),
-        *grouped_quantize_transposed(input, group_sizes, format, amax_t, seed),
-    )
-
-
-def grouped_dequantize(
+def _grouped_dequantize(
     data: Tensor,
     scale_inv: Tensor,
     group_sizes: Tensor,
-    format: str | Format,
-    dtype: torch.dtype = torch.float32,
-    transposed: bool = False,
-    amax: Tensor | None = None,
+    fmt: Format,
+    dtype: torch.dtype,
+    transposed: bool,
+    amax: Tensor | None,
 ) -> Tensor:
-    """Each group by itself; the tail is zero."""
-    fmt = _format(format)
     scale_inv = untile(scale_inv.view(torch.uint8)) if fmt.tiled_scales else scale_inv
     fmt = replace(fmt, tiled_scales=False)
     per_byte = 2 if fmt.family == "nvfp4" else 1
@@ -281,26 +250,60 @@ def grouped_dequantize(
         group_data = data[:, line] if transposed else data[begin:end]
         group_scale = layout_of(fmt).of_group(scale_inv, g, begin, end, block, transposed)
         group_amax = _group_amax(amax, fmt, g, slice(begin, end), transposed)
-        output[begin:end] = dequantize(group_data, group_scale, fmt, dtype, transposed, group_amax)
+        output[begin:end] = dequantize(
+            group_data, group_scale, fmt, dtype, transposed=transposed, amax=group_amax
+        )
     return output
 
 
-def amax(input: Tensor, format: str | Format, group_sizes: Tensor | None = None) -> Tensor:
+@overload
+def amax(
+    input: Tensor,
+    format: str | Format,
+    group_sizes: Tensor | None = None,
+    rowwise: Literal[True] = True,
+    columnwise: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def amax(
+    input: Tensor,
+    format: str | Format,
+    group_sizes: Tensor | None = None,
+    *,
+    rowwise: Literal[False],
+    columnwise: Literal[True],
+) -> Tensor: ...
+@overload
+def amax(
+    input: Tensor,
+    format: str | Format,
+    group_sizes: Tensor | None = None,
+    rowwise: Literal[True] = True,
+    *,
+    columnwise: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def amax(
+    input: Tensor,
+    format: str | Format,
+    group_sizes: Tensor | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def amax(
+    input: Tensor,
+    format: str | Format,
+    group_sizes: Tensor | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """The largest magnitudes that one amax of the format stands for: of each matrix, group or, with ``row_scaled``,
-    row. float32; NaN is left out, and of nothing it is 0."""
-    return _amax(input, _format(format), group_sizes, transposed=False)
-
-
-def amax_transposed(input: Tensor, format: str | Format, group_sizes: Tensor | None = None) -> Tensor:
-    """Of the transposed matrix, after the rotation if the format has one."""
-    return _amax(input, _format(format), group_sizes, transposed=True)
-
-
-def amax_both(
-    input: Tensor, format: str | Format, group_sizes: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Both directions."""
-    return amax(input, format, group_sizes), amax_transposed(input, format, group_sizes)
+    row; of the columns after the rotation if the format has one. float32; NaN is left out, and of nothing it is 0."""
+    first, *rest = (
+        _amax(input, _format(format), group_sizes, transposed)
+        for transposed in [False] * rowwise + [True] * columnwise
+    )
+    return (first, rest[0]) if rest else first
 
 
 def _amax(input: Tensor, format: Format, group_sizes: Tensor | None, transposed: bool) -> Tensor:

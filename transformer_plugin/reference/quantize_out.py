@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from transformer_plugin.formats import Format
 from transformer_plugin.reference.quantize import amax as _amax
-from transformer_plugin.reference.quantize import (
-    dequantize,
-    grouped_dequantize,
-    grouped_quantize,
-    grouped_quantize_both,
-    grouped_quantize_transposed,
-    quantize,
-    quantize_both,
-    quantize_transposed,
-)
+from transformer_plugin.reference.quantize import dequantize, quantize
 
 
-def _write(buffers: tuple[Tensor, ...], values: tuple[Tensor, ...], noop: Tensor | None) -> None:
+def _write(buffers: Sequence[Tensor], values: tuple[Tensor, ...], noop: Tensor | None) -> None:
     """Every byte, or none."""
     if noop is not None and noop.item() == 1:
         return
@@ -30,92 +24,17 @@ def _write(buffers: tuple[Tensor, ...], values: tuple[Tensor, ...], noop: Tensor
 def quantize_out(
     input: Tensor,
     format: str | Format,
-    data: Tensor,
-    scale_inv: Tensor,
+    out: Sequence[Tensor],
+    group_sizes: Tensor | None = None,
     amax: Tensor | None = None,
+    amax_t: Tensor | None = None,
     seed: Tensor | None = None,
     noop: Tensor | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
 ) -> None:
     """:func:`quantize` into buffers."""
-    _write((data, scale_inv), quantize(input, format, amax, seed), noop)
-
-
-def quantize_transposed_out(
-    input: Tensor,
-    format: str | Format,
-    data: Tensor,
-    scale_inv: Tensor,
-    amax: Tensor | None = None,
-    seed: Tensor | None = None,
-    noop: Tensor | None = None,
-) -> None:
-    """:func:`quantize_transposed` into buffers."""
-    _write((data, scale_inv), quantize_transposed(input, format, amax, seed), noop)
-
-
-def quantize_both_out(
-    input: Tensor,
-    format: str | Format,
-    data: Tensor,
-    scale_inv: Tensor,
-    data_t: Tensor,
-    scale_t: Tensor,
-    amax: Tensor | None = None,
-    amax_t: Tensor | None = None,
-    seed: Tensor | None = None,
-    noop: Tensor | None = None,
-) -> None:
-    """:func:`quantize_both` into buffers."""
-    _write((data, scale_inv, data_t, scale_t), quantize_both(input, format, amax, amax_t, seed), noop)
-
-
-def grouped_quantize_out(
-    input: Tensor,
-    group_sizes: Tensor,
-    format: str | Format,
-    data: Tensor,
-    scale_inv: Tensor,
-    amax: Tensor | None = None,
-    seed: Tensor | None = None,
-    noop: Tensor | None = None,
-) -> None:
-    """:func:`grouped_quantize` into buffers."""
-    _write((data, scale_inv), grouped_quantize(input, group_sizes, format, amax, seed), noop)
-
-
-def grouped_quantize_transposed_out(
-    input: Tensor,
-    group_sizes: Tensor,
-    format: str | Format,
-    data: Tensor,
-    scale_inv: Tensor,
-    amax: Tensor | None = None,
-    seed: Tensor | None = None,
-    noop: Tensor | None = None,
-) -> None:
-    """:func:`grouped_quantize_transposed` into buffers."""
-    _write((data, scale_inv), grouped_quantize_transposed(input, group_sizes, format, amax, seed), noop)
-
-
-def grouped_quantize_both_out(
-    input: Tensor,
-    group_sizes: Tensor,
-    format: str | Format,
-    data: Tensor,
-    scale_inv: Tensor,
-    data_t: Tensor,
-    scale_t: Tensor,
-    amax: Tensor | None = None,
-    amax_t: Tensor | None = None,
-    seed: Tensor | None = None,
-    noop: Tensor | None = None,
-) -> None:
-    """:func:`grouped_quantize_both` into buffers."""
-    _write(
-        (data, scale_inv, data_t, scale_t),
-        grouped_quantize_both(input, group_sizes, format, amax, amax_t, seed),
-        noop,
-    )
+    _write(out, quantize(input, format, group_sizes, amax, amax_t, seed, rowwise, columnwise), noop)
 
 
 def amax_list_out(
@@ -126,7 +45,7 @@ def amax_list_out(
     noop: Tensor | None = None,
 ) -> None:
     """The amax of each tensor."""
-    values = torch.cat([amax.new_zeros(0), *(_amax(input, format) for input in inputs)])
+    values = torch.cat([amax.new_zeros(0), *(cast(Tensor, _amax(input, format)) for input in inputs)])
     _write((amax,), (values,), noop)
     if amax_t is not None:
         _write((amax_t,), (values,), noop)
@@ -137,27 +56,24 @@ def _amaxes(inputs: list[Tensor], format: str | Format, amax: Tensor | None) -> 
     if amax is not None:
         return list(amax.split(1))
     if (format if isinstance(format, Format) else Format.parse(format)).family in ("fp8_tensor", "nvfp4"):
-        return [_amax(input, format) for input in inputs]
+        return [cast(Tensor, _amax(input, format)) for input in inputs]
     return [None] * len(inputs)
 
 
 def quantize_list(
-    inputs: list[Tensor], format: str | Format, amax: Tensor | None = None
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Each by itself."""
-    given = _amaxes(inputs, format, amax)
-    outputs = [quantize(input, format, one) for input, one in zip(inputs, given, strict=True)]
-    return [data for data, _ in outputs], [scale for _, scale in outputs]
-
-
-def quantize_list_both(
-    inputs: list[Tensor], format: str | Format, amax: Tensor | None = None
-) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """Each by itself, both directions, for which one amax serves."""
-    given = _amaxes(inputs, format, amax)
-    outputs = [quantize_both(input, format, one, one) for input, one in zip(inputs, given, strict=True)]
-    data, scale_inv, data_t, scale_t = ([output[i] for output in outputs] for i in range(4))
-    return data, scale_inv, data_t, scale_t
+    inputs: list[Tensor],
+    format: str | Format,
+    amax: Tensor | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> list[tuple[Tensor, ...]]:
+    """Each by itself; one amax serves both directions."""
+    fmt = format if isinstance(format, Format) else Format.parse(format)
+    outputs = []
+    for input, one in zip(inputs, _amaxes(inputs, format, amax), strict=True):
+        amax_t = one if fmt.family == "nvfp4" else None
+        outputs.append(quantize(input, fmt, amax=one, amax_t=amax_t, rowwise=rowwise, columnwise=columnwise))
+    return outputs
 
 
 def requantize_transposed(
@@ -184,8 +100,8 @@ def requantize_transposed(
             lines[:, first : first + size] = codes[:, begin : begin + size]
             begin += size
         return lines.view(data.dtype), scale_inv.clone()
-    if group_sizes is not None:
-        values = grouped_dequantize(data, scale_inv, group_sizes, format, dtype, amax=amax)
-        return grouped_quantize_transposed(values, group_sizes, format, amax_t, seed)
-    values = dequantize(data, scale_inv, format, dtype, amax=amax)
-    return quantize_transposed(values, format, amax_t, seed)
+    values = dequantize(data, scale_inv, format, dtype, group_sizes, amax=amax)
+    data_t, scale_t = quantize(
+        values, format, group_sizes, amax_t=amax_t, seed=seed, rowwise=False, columnwise=True
+    )
+    return data_t, scale_t

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.formats import Format
-from transformer_plugin.reference.quantize import amax, amax_transposed, quantize, quantize_transposed
+from transformer_plugin.reference.quantize import amax, quantize
 
 
 def quantize_weight(
@@ -23,11 +23,19 @@ def quantize_weight(
     if columns is None:
         columns = format.block is not None and not format.square_blocks
     nv = format.family == "nvfp4"
-    largest = [amax(weight, format)] if nv else []
-    tensors = [*quantize(weight, format, *largest), *largest]
-    if columns:
-        largest = [amax_transposed(weight, format)] if nv else []
-        tensors += [*quantize_transposed(weight, format, *largest), *largest]
+    tensors: list[Tensor] = []
+    for rowwise in [True, False] if columns else [True]:
+        of_direction = amax(weight, format, rowwise=rowwise, columnwise=not rowwise) if nv else None
+        assert not isinstance(of_direction, tuple)
+        tensors += quantize(
+            weight,
+            format,
+            amax=of_direction if rowwise else None,
+            amax_t=None if rowwise else of_direction,
+            rowwise=rowwise,
+            columnwise=not rowwise,
+        )
+        tensors += [] if of_direction is None else [of_direction]
     if mark.isnan():
         for tensor in tensors:  # what the values are scaled by: of nvfp4 the amaxes
             if tensor.dtype in (torch.float32, torch.float8_e8m0fnu):

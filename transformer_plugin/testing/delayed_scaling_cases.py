@@ -27,7 +27,7 @@ def _state(count: int, first: int, generator: torch.Generator, device: torch.dev
 
 
 def quantize_scaled_cases() -> Iterator[Case]:
-    """Arguments of quantize_scaled and quantize_scaled_both: input, scale, format, amax, group_sizes, first."""
+    """Arguments of quantize_scaled: input, scale, format, amax, group_sizes, first."""
     for i, shape in enumerate(SHAPES + STACKS):
         for j, format in enumerate(FORMATS):
             dtype, first = FLOAT_DTYPES[(i + j) % 3], (i + j) % 2 * 3

@@ -17,6 +17,7 @@ from transformer_plugin.formats import Format
 from transformer_plugin.testing.every_op_quantize import (
     BFLOAT16,
     DENSE,
+    DIRECTIONS,
     FLOAT32,
     GROUPED,
     ROLES,
@@ -24,7 +25,7 @@ from transformer_plugin.testing.every_op_quantize import (
     Calls,
     Draw,
     Sizes,
-    given_beside,
+    amaxes_and_seed,
     list_calls,
     ops,
     quantize_calls,
@@ -102,11 +103,12 @@ def _gemm_calls(draw: Draw) -> Calls:
 
 
 def _operand(
-    name: str, x: Tensor, key: str, op: str, *sizes: Tensor, transposed: bool = False
+    name: str, x: Tensor, key: str, sizes: Tensor | None = None, *, transposed: bool = False
 ) -> dict[str, Tensor]:
-    more = given_beside(x, key, "columns" if transposed else "rows", *sizes)
-    data, scale = getattr(ops, op)(x, *sizes, key, **more)
-    amax = {f"{name}_amax": more["amax"]} if Format.parse(key).needs_amax else {}
+    direction = "columns" if transposed else "rows"
+    more = amaxes_and_seed(x, key, direction, sizes)
+    data, scale = ops.quantize(x, key, sizes, **more, **DIRECTIONS[direction])
+    amax = {f"{name}_amax": more["amax_t" if transposed else "amax"]} if Format.parse(key).needs_amax else {}
     return {name: data, f"{name}_scale": scale, **amax}
 
 
@@ -115,12 +117,12 @@ def _quantized_product_calls(draw: Draw, out: dict[str, Tensor], each: dict[str,
     sizes, kept = draw.group_sizes(), {"alpha": each["alpha"]}
     for a_key, b_key in (("fp8_tensor", "fp8_tensor"), ("fp8_block", "fp8_block:square"), ("nvfp4", "nvfp4")):
         formats = {"a_format": a_key, "b_format": b_key}
-        b = _operand("b", draw(N, K), b_key, "quantize")
-        dense = {**_operand("a", draw(T, K), a_key, "quantize"), **b, **formats, "bias": draw(N)}
+        b = _operand("b", draw(N, K), b_key)
+        dense = {**_operand("a", draw(T, K), a_key), **b, **formats, "bias": draw(N)}
         yield "gemm_quantized", a_key, {**dense, "dtype": BFLOAT16}
         yield "gemm_quantized_out", a_key, {**dense, "out": draw.zeros(T, N), "beta": draw.rand(1)}
-        a = _operand("a", draw(T, K), a_key, "grouped_quantize", sizes)
-        b = _operand("b", draw(G, N, K), b_key, "quantize")
+        a = _operand("a", draw(T, K), a_key, sizes)
+        b = _operand("b", draw(G, N, K), b_key)
         grouped = {**a, **b, "group_sizes": sizes, **formats, **each}
         yield "grouped_gemm_quantized", a_key, {**grouped, "dtype": BFLOAT16}
         yield "grouped_gemm_quantized_out", a_key, {**grouped, **out}
@@ -131,9 +133,8 @@ def _quantized_product_calls(draw: Draw, out: dict[str, Tensor], each: dict[str,
         if G > 0:
             of_list = {**grouped, **members, "b_scale": scales, "dtype": BFLOAT16}
             yield "grouped_gemm_quantized_list", a_key, of_list
-        lines = "grouped_quantize_transposed"
-        grad = _operand("grad_t", draw(T, N), a_key, lines, sizes, transposed=True)
-        input = _operand("input_t", draw(T, K), a_key, lines, sizes, transposed=True)
+        grad = _operand("grad_t", draw(T, N), a_key, sizes, transposed=True)
+        input = _operand("input_t", draw(T, K), a_key, sizes, transposed=True)
         of_grad: dict[str, Any] = {"grad_format": a_key, "input_format": a_key, "group_sizes": sizes}
         yield "grouped_gemm_wgrad_quantized", a_key, {**grad, **input, **of_grad, **kept, "dtype": BFLOAT16}
         into = {"out": draw.zeros(G, N, K), "accumulate": False, "beta": draw.rand(G)}
@@ -142,13 +143,12 @@ def _quantized_product_calls(draw: Draw, out: dict[str, Tensor], each: dict[str,
 
 def _rowwise_calls(draw: Draw, each: dict[str, Any]) -> Calls:
     T, N, K, G = draw.TNKG
-    yield "quantize_rowwise", "", {"input": draw(T, K), "element": "e4m3", "epsilon": 1e-3}
-    a = dict(zip(("a", "a_scale"), ops.quantize_rowwise(draw(T, K)), strict=True))
+    a = dict(zip(("a", "a_scale"), ops.quantize(draw(T, K), "fp8_row"), strict=True))
     for op, b, more in (
         ("gemm_rowwise", draw(N, K), {"alpha": draw.rand(1), "bias": draw(N)}),
         ("grouped_gemm_rowwise", draw(G, N, K), {**each, "group_sizes": draw.group_sizes()}),
     ):
-        operand = dict(zip(("b", "b_scale"), ops.quantize_rowwise(b), strict=True))
+        operand = dict(zip(("b", "b_scale"), ops.quantize(b, "fp8_row"), strict=True))
         yield op, "", {**a, **operand, **more, "dtype": FLOAT32}
 
 
@@ -218,7 +218,7 @@ def _norm_calls(draw: Draw) -> Calls:
     yield "rms_norm_backward", "", grads
     yield "layer_norm_backward", "", {**grads, **mean, "has_bias": True}
     for key in ("fp8_block", "mxfp8", "nvfp4:sr"):
-        more = given_beside(x, key, "rows")
+        more = amaxes_and_seed(x, key, "rows")
         yield "rms_norm_quantize", key, {"input": x, **weight, **options, "format": key, **more}
         yield "layer_norm_quantize", key, {"input": x, **weight, **bias, **options, "format": key, **more}
 

@@ -16,6 +16,7 @@ from transformer_plugin.formats import Format
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 DENSE = (
     "fp8_tensor",
+    "fp8_row:e5m2,pow2,eps=1e-3",
     "fp8_block",
     "fp8_block:square",
     "mxfp8:tiled",
@@ -23,7 +24,7 @@ DENSE = (
     "nvfp4:rht",
     "nvfp4:row_scaled",
 )
-GROUPED = ("fp8_tensor", "fp8_block:aligned", "mxfp8", "nvfp4:sr", "nvfp4:row_scaled")
+GROUPED = ("fp8_tensor", "fp8_row", "fp8_block:aligned", "mxfp8", "nvfp4:sr", "nvfp4:row_scaled")
 #: Formats of the input, the weight and the gradient of a layer.
 ROLES = (
     ("none", "none", "none"),
@@ -91,99 +92,91 @@ class Draw:
         return chosen.to(self.device) if few == tokens else chosen[:1].to(self.device).expand(tokens, topk)
 
 
-_KEPT = {"": ("amax", "amax_t", "seed"), "rows": ("amax", "seed"), "columns": ("amax_t", "seed")}
+#: What the flags of an op say.
+DIRECTIONS = {
+    "rows": {"rowwise": True, "columnwise": False},
+    "columns": {"rowwise": False, "columnwise": True},
+    "both": {"rowwise": True, "columnwise": True},
+}
 
 
-def given_beside(x: Tensor, key: str, direction: str = "", sizes: Tensor | None = None) -> dict[str, Tensor]:
-    """What an op that quantizes ``x`` in this direction takes beside it."""
+def amaxes_and_seed(
+    x: Tensor, key: str, direction: str = "both", sizes: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The arguments of an op that quantizes ``x`` in these directions, besides ``x``."""
     format, more = Format.parse(key), dict[str, Tensor]()
     if format.needs_amax:
-        more = {"amax": ops.amax(x, key, sizes), "amax_t": ops.amax_transposed(x, key, sizes)}
+        names = {"rows": ["amax"], "columns": ["amax_t"], "both": ["amax", "amax_t"]}[direction]
+        more = dict(zip(names, ops.amax(x, key, sizes, **DIRECTIONS[direction]), strict=True))
     elif format.family == "fp8_tensor":
-        more = {"amax": ops.amax(x, key, sizes)}
+        more = {"amax": ops.amax(x, key, sizes)[0]}
     if format.stochastic_rounding:
         more["seed"] = torch.tensor([7], device=x.device)
-    kept = {name: more[name] for name in _KEPT[direction] if name in more}
-    if direction == "columns" and "amax" in more:
-        kept["amax"] = kept.pop("amax_t", more["amax"])
-    return kept
+    return more
 
 
 def quantize_calls(draw: Draw, key: str, is_grouped: bool) -> Calls:
     """Of one format."""
     T, _, K, _ = draw.TNKG
-    noop = draw.zeros(1)
-    directions = {"": "rows", "_transposed": "columns", "_both": ""}
-    prefix, sizes = ("grouped_", draw.group_sizes()) if is_grouped else ("", None)
-    x = draw(T, K, dtype=BFLOAT16)
-    grouped = {} if sizes is None else {"group_sizes": sizes}
-    for suffix, direction in directions.items():
-        more = given_beside(x, key, direction, sizes)
-        arguments = {"input": x, **grouped, "format": key, **more}
-        op = f"{prefix}quantize{suffix}"
-        yield op, key, arguments
-        outputs = [
-            torch.full_like(o.view(torch.uint8), 7).view(o.dtype) for o in getattr(ops, op)(**arguments)
-        ]
-        buffers = dict(zip(("data", "scale_inv", "data_t", "scale_t"), outputs, strict=False))
-        yield f"{op}_out", key, {**arguments, **buffers, "noop": noop}
-        optional = {"group_sizes": sizes}
-        if Format.parse(key).needs_amax or key.startswith("fp8_tensor"):
-            yield f"amax{suffix}", f"{prefix}{key}", {"input": x, "format": key, **optional}
-        yield (
-            f"swiglu_quantize{suffix}",
-            f"{prefix}{key}",
-            {
-                **{"input": draw(T, 2 * K, dtype=BFLOAT16), "probs": draw(T), "format": key},
-                **{**optional, **more},
-            },
-        )
-        yield (
-            f"bias_backward_quantize{suffix}",
-            f"{prefix}{key}",
-            {
-                **{"grad": x, "format": key},
-                **{**optional, **more},
-            },
-        )
+    format, sizes = Format.parse(key), draw.group_sizes() if is_grouped else None
+    name = f"grouped {key}" if is_grouped else key
+    x, grouped = draw(T, K, dtype=BFLOAT16), {"group_sizes": sizes}
+    is_row = format.family == "fp8_row"
+    for direction in ("rows",) if is_row and is_grouped else DIRECTIONS:
+        flags = DIRECTIONS[direction]
+        more = {**amaxes_and_seed(x, key, direction, sizes), **flags}
+        arguments = {"input": x, "format": key, **grouped, **more}
+        yield "quantize", f"{name} {direction}", arguments
+        out = [torch.full_like(o.view(torch.uint8), 7).view(o.dtype) for o in ops.quantize(**arguments)]
+        yield "quantize_out", f"{name} {direction}", {**arguments, "out": out, "noop": draw.zeros(1)}
+        if is_row:
+            continue
+        if format.needs_amax or format.family == "fp8_tensor":
+            yield "amax", f"{name} {direction}", {"input": x, "format": key, **grouped, **flags}
+        wide = {"input": draw(T, 2 * K, dtype=BFLOAT16), "probs": draw(T)}
+        yield "swiglu_quantize", f"{name} {direction}", {**wide, "format": key, **grouped, **more}
+        yield "bias_backward_quantize", f"{name} {direction}", {"grad": x, "format": key, **grouped, **more}
+    if not is_row:
+        yield _swiglu_backward_call(draw, key, name, sizes)
+    yield from _dequantize_calls(x, key, name, sizes)
+
+
+def _swiglu_backward_call(
+    draw: Draw, key: str, name: str, sizes: Tensor | None
+) -> tuple[str, str, dict[str, Any]]:
+    T = draw.TNKG[0]
     wide = draw(T, 256, dtype=BFLOAT16)
-    yield (
-        "swiglu_backward_quantize_both",
-        f"{prefix}{key}",
-        {
-            **{"grad": wide[:, :128].contiguous(), "input": wide, "probs": draw(T), "group_sizes": sizes},
-            **{"format": key, **given_beside(wide, key, "", sizes)},
-        },
-    )
-    yield from _dequantize_calls(x, key, sizes)
+    arguments = {"grad": wide[:, :128].contiguous(), "input": wide, "probs": draw(T), "group_sizes": sizes}
+    more = amaxes_and_seed(wide, key, "both", sizes)
+    return "swiglu_backward_quantize", name, {**arguments, "format": key, **more}
 
 
-def _dequantize_calls(x: Tensor, key: str, sizes: Tensor | None) -> Calls:
-    prefix, grouped = ("", {}) if sizes is None else ("grouped_", {"group_sizes": sizes})
-    needs_amax = Format.parse(key).needs_amax
-    for direction, suffix in (("rows", ""), ("columns", "_transposed")):
-        more = given_beside(x, key, direction, sizes)
-        data, scale = getattr(ops, f"{prefix}quantize{suffix}")(x, *grouped.values(), key, **more)
-        amax = {"amax": more["amax"]} if needs_amax else {}
-        arguments = {"data": data, "scale_inv": scale, **grouped, "format": key, "dtype": BFLOAT16, **amax}
-        yield f"{prefix}dequantize", key, {**arguments, "transposed": direction == "columns"}
-        if direction == "rows" and "rht" not in key:
-            both = given_beside(x, key, "", sizes) if needs_amax else {}
-            again = {**arguments, **both, "dtype": FLOAT32, "group_sizes": sizes}
-            yield "requantize_transposed", f"{prefix}{key}", again
+def _dequantize_calls(x: Tensor, key: str, name: str, sizes: Tensor | None) -> Calls:
+    format = Format.parse(key)
+    is_row = format.family == "fp8_row"
+    for direction in ("rows",) if is_row and sizes is not None else ("rows", "columns"):
+        transposed = direction == "columns"
+        more = amaxes_and_seed(x, key, direction, sizes)
+        data, scale = ops.quantize(x, key, sizes, **more, **DIRECTIONS[direction])
+        amax = {"amax": more["amax_t" if transposed else "amax"]} if format.needs_amax else {}
+        arguments = {"data": data, "scale_inv": scale, "group_sizes": sizes, "format": key, **amax}
+        yield "dequantize", f"{name} {direction}", {**arguments, "dtype": BFLOAT16, "transposed": transposed}
+        if not transposed and not is_row and "rht" not in key:
+            both = amaxes_and_seed(x, key, "both", sizes) if format.needs_amax else {}
+            yield "requantize_transposed", name, {**arguments, **both, "dtype": FLOAT32}
 
 
 def list_calls(draw: Draw) -> Calls:
     T, _, K, _ = draw.TNKG
     matrices = [draw(T, K, dtype=BFLOAT16), draw(16, K, dtype=BFLOAT16)]
-    for key in ("fp8_tensor", "fp8_block:square", "mxfp8", "nvfp4"):
+    for key in ("fp8_tensor", "fp8_row", "fp8_block:square", "mxfp8", "nvfp4"):
         needs_amax = Format.parse(key).needs_amax
         if needs_amax or key == "fp8_tensor":
             amax = {"amax": draw.zeros(2), "amax_t": draw.zeros(2), "noop": draw.zeros(1)}
             yield "amax_list_out", key, {"inputs": matrices, "format": key, **amax}
         amax = {"amax": draw.rand(2)} if needs_amax else {}
-        for op in ("quantize_list", "quantize_list_both"):
-            yield op, key, {"inputs": matrices, "format": key, **amax}
+        for direction, flags in DIRECTIONS.items():
+            yield "quantize_list", f"{key} {direction}", {"inputs": matrices, "format": key, **amax, **flags}
 
 
 def scaled_calls(draw: Draw) -> Calls:
@@ -191,11 +184,11 @@ def scaled_calls(draw: Draw) -> Calls:
     scale, sizes = draw.rand(3 * G), draw.group_sizes()
     formats = list(SCALED)
     roles = dict(zip(("input_format", "weight_format", "grad_format"), SCALED, strict=True))
-    for op in ("quantize_scaled", "quantize_scaled_both"):
-        arguments = {"input": draw(T, K), "format": SCALED[0], "first": 1}
-        yield op, "", {**arguments, "scale": draw.rand(3), "amax": draw.zeros(3)}
+    for direction, flags in DIRECTIONS.items():
+        arguments = {"input": draw(T, K), "format": SCALED[0], "first": 1, **flags}
+        yield "quantize_scaled", direction, {**arguments, "scale": draw.rand(3), "amax": draw.zeros(3)}
         state = {"scale": draw.rand(G + 1), "amax": draw.zeros(G + 1)}
-        yield op, "grouped", {**arguments, **state, "group_sizes": sizes}
+        yield "quantize_scaled", f"grouped {direction}", {**arguments, **state, "group_sizes": sizes}
     history = {"history": draw.rand(4, 3), "scale": draw.rand(3), "amax": draw.rand(3), "formats": formats}
     for op in ("update_delayed_scale_", "delayed_scale"):
         for algorithm in ("max", "most_recent"):

@@ -109,29 +109,32 @@ def rows_for(rows: int, *formats: str) -> int:
 
 
 def extras(input: Tensor, format: str, group_sizes: Tensor | None = None) -> dict[str, Tensor]:
-    """What ``quantize_both`` takes beside the input, by name: the amaxes of both directions (of the transposed where
-    the rows are whole blocks) and a seed, on the device of the input; nothing for formats without."""
+    """The arguments of ``quantize`` in both directions besides the input, by name: the amaxes (of the columns where the
+    rows are whole blocks) and a seed, on the device of the input; nothing for formats without."""
     fmt, more = Format.parse(format), dict[str, Tensor]()
     if fmt.needs_amax:
         sizes = None if group_sizes is None else group_sizes.cpu()
         here = input.detach().cpu()
         more["amax"] = reference.amax(here, format, sizes).to(input.device)
         if here.shape[-2] % fmt.group_multiple == 0:
-            more["amax_t"] = reference.amax_transposed(here, format, sizes).to(input.device)
+            more["amax_t"] = reference.amax(here, format, sizes, rowwise=False, columnwise=True).to(
+                input.device
+            )
     if fmt.stochastic_rounding:
         more["seed"] = torch.tensor([0x0123456789ABCDEF], device=input.device)
     return more
 
 
 def rows_of(extras: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The part of :func:`extras` that ``quantize`` takes."""
+    """The part of :func:`extras` that ``quantize`` takes for the rows alone."""
     return {name: value for name, value in extras.items() if name != "amax_t"}
 
 
 def columns_of(extras: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The part of :func:`extras` that ``quantize_transposed`` takes. One amax alone serves both directions."""
+    """The part of :func:`extras` that ``quantize`` takes for the columns alone. One amax without another serves both
+    directions."""
     rows_alone = "amax" if "amax_t" in extras else ""
-    return {name.removesuffix("_t"): value for name, value in extras.items() if name != rows_alone}
+    return {name: value for name, value in extras.items() if name != rows_alone}
 
 
 def amax_of(extras: dict[str, Tensor], transposed: bool = False) -> dict[str, Tensor]:
@@ -179,8 +182,8 @@ def _case(name: str, shape: tuple[int, ...], dtype: torch.dtype, format: str, sc
 
 
 def quantize_cases() -> Iterator[Case]:
-    """Arguments of quantize, quantize_transposed and quantize_both: shapes by formats, dtypes in turn. What nvfp4 takes
-    beside them, :func:`extras` gives."""
+    """Input and format of quantize in any directions: shapes by formats, dtypes in turn. :func:`extras` gives the
+    amaxes and seeds of nvfp4."""
     for shapes, formats in (
         (SHAPES + STACKS, FORMATS),
         (MX_SHAPES + MX_STACKS, MX_FORMATS),

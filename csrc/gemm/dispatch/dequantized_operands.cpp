@@ -4,7 +4,9 @@
 #include <ATen/ops/ones_like.h>
 
 #include "common/tensor.h"
-#include "quantize/ops/operand.h"
+#include "quantize/ops/calls.h"
+#include "quantize/ops/checks.h"
+#include "quantize/ops/dequantize.h"
 
 namespace transformer_plugin::gemm {
 namespace {
@@ -24,17 +26,9 @@ bool exact_in_bf16(const QuantizedArgument& argument, const Format& format) {
 
 Tensor call_dequantize(const QuantizedArgument& argument, const Tensor* group_sizes, bool transposed,
                        at::ScalarType dtype) {
-  using OptionalTensor = std::optional<Tensor>;
-  using Dense =
-      Tensor(const Tensor&, const Tensor&, std::string_view, at::ScalarType, bool, const OptionalTensor&);
-  using Grouped = Tensor(const Tensor&, const Tensor&, const Tensor&, std::string_view, at::ScalarType, bool,
-                         const OptionalTensor&);
-  static const auto dense = find_op<Dense>("dequantize");
-  static const auto grouped = find_op<Grouped>("grouped_dequantize");
-  return group_sizes
-             ? grouped.call(argument.data, argument.scale, *group_sizes, argument.key, dtype, transposed,
-                            argument.amax)
-             : dense.call(argument.data, argument.scale, argument.key, dtype, transposed, argument.amax);
+  const std::optional<Tensor> sizes = group_sizes ? std::optional<Tensor>(*group_sizes) : std::nullopt;
+  return quantize::call_dequantize(argument.data, argument.scale, argument.key, dtype, sizes, transposed,
+                                   argument.amax);
 }
 
 // The scale that the amax of NVFP4 means, for each group or matrix.

@@ -113,9 +113,9 @@ ThreeTensors run_gemm_swiglu_quantize(const GroupedGemmSwiglu& product, const Sw
   }
 #endif
   const Tensor h = product_of(product);
-  const auto [data, scale] = quantize::call_swiglu_quantize(deinterleave(h, product.interleave),
-                                                            product.probs, codes.group_sizes, codes.key);
-  return {data, scale, kept(product, h)};
+  const quantize::Outputs act = quantize::call_swiglu_quantize(
+      deinterleave(h, product.interleave), product.probs, codes.group_sizes, codes.key, {true, false});
+  return {act.data, act.scale, kept(product, h)};
 }
 
 TwoTensors run_gemm_swiglu_backward(const GroupedGemmSwigluBackward& product) {

@@ -7,7 +7,7 @@
 #include "gemm/dispatch/select.h"
 #include "gemm/dispatch/swiglu_gemm.h"
 #include "gemm/sm90/epilogue/swiglu.h"
-#include "quantize/args/quantize_tail.h"
+#include "quantize/args/zero_tail.h"
 #include "quantize/ops/fused.h"
 
 namespace transformer_plugin::gemm {

@@ -12,7 +12,7 @@
 #include "gemm/dispatch/checks.h"
 #include "gemm/dispatch/quantized_gemm.h"
 #include "gemm/dispatch/select.h"
-#include "quantize/ops/operand.h"
+#include "quantize/ops/checks.h"
 
 namespace transformer_plugin::gemm {
 namespace {

@@ -8,7 +8,7 @@
 #include "gemm/dispatch/dequantized_operands.h"
 #include "gemm/dispatch/grouped_gemm.h"
 #include "gemm/dispatch/quantized_gemm.h"
-#include "quantize/ops/operand.h"
+#include "quantize/ops/group_tables.h"
 
 namespace transformer_plugin::gemm {
 namespace {

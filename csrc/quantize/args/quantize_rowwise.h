@@ -1,4 +1,4 @@
-// The arguments of quantize_rowwise: FP8 data with one FP32 scale per row. The rule is that of quantize.h
+// The arguments of the fp8_row kernels: FP8 data with one FP32 scale per row. The rule is that of quantize.h
 // with the row as the block; a scale that FP32 cannot hold becomes the largest float32.
 #pragma once
 
@@ -15,6 +15,11 @@ struct QuantizeRowwiseArgs {
   ScaleRule rule;
   DType dtype;
   DType element;
+  const int32_t* end;  // rows from `*end` on get data and scales of zero; null if there are none
+  const float* noop;   // if *noop is 1, nothing is written; may be null
+
+  TP_HOST_DEVICE int64_t used_rows() const { return end != nullptr ? *end : rows; }
+  TP_HOST_DEVICE bool is_noop() const { return noop != nullptr && *noop == 1.0f; }
 };
 
 void quantize_rowwise_cpu(const QuantizeRowwiseArgs& args);

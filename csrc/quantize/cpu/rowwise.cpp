@@ -1,4 +1,4 @@
-// quantize_rowwise on a CPU.
+// fp8_row on a CPU.
 #include "quantize/args/quantize_rowwise.h"
 #include "quantize/cpu/abs_max.h"
 
@@ -24,8 +24,14 @@ TP_CPU_CLONES void convert_row(const T* __restrict values, int64_t count, float 
 template <DType element, typename T>
 void quantize_rows(const QuantizeRowwiseArgs& args) {
   const int64_t grain = std::max<int64_t>(1, kWorth / std::max<int64_t>(1, args.cols));
+  const int64_t used = args.used_rows();
   at::parallel_for(0, args.rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
+      if (row >= used) {
+        std::fill_n(args.data + row * args.cols, args.cols, uint8_t{0});
+        args.scale[row] = 0.0f;
+        continue;
+      }
       const T* values = static_cast<const T*>(args.input) + row * args.cols;
       const float scale = encode_scale(float_of_bits<T>(largest_of(values, args.cols)), args.rule);
       convert_row<element>(values, args.cols, scale, args.data + row * args.cols);
@@ -37,6 +43,7 @@ void quantize_rows(const QuantizeRowwiseArgs& args) {
 }  // namespace
 
 void quantize_rowwise_cpu(const QuantizeRowwiseArgs& args) {
+  if (args.is_noop()) return;
   visit_fp8(args.element, [&](auto element) {
     visit_float(args.dtype,
                 [&](auto type) { quantize_rows<decltype(element)::value, decltype(type)>(args); });

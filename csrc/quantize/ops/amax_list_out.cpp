@@ -6,7 +6,7 @@
 #include "common/buffers.h"
 #include "common/register.h"
 #include "common/tensor.h"
-#include "quantize/ops/operand.h"
+#include "quantize/ops/checks.h"
 
 namespace transformer_plugin::quantize {
 namespace {
@@ -38,10 +38,10 @@ void check_arguments(const AmaxListCall& call) {
       takes_amax(format) && !format.row_scaled, kOp, "format",
       "one that scales by the largest magnitude of a matrix, fp8_tensor, or nvfp4 without row_scaled",
       "'" << call.key << "'",
-      "Other formats find their scales on the way, or take those of transformer_plugin.ops.amax");
+      "Other formats find their scales themselves, or take those of transformer_plugin.ops.amax");
   TP_CHECK_VALUE(!call.amax_t || !format.random_hadamard, kOp, "amax_t",
                  "None for '" << call.key << "', whose columns are rotated first", describe(*call.amax_t),
-                 "Take those of transformer_plugin.ops.amax_transposed");
+                 "Take those of transformer_plugin.ops.amax with columnwise=True");
   check_buffer("amax", call.amax, call);
   const Argument amax{kOp, "amax", call.amax};
   if (call.amax_t) {

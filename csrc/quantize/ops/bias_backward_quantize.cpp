@@ -1,4 +1,4 @@
-// bias_backward_quantize and its forms: a quantized gradient and the gradient of the bias from one pass.
+// bias_backward_quantize: a quantized gradient and the gradient of the bias from one pass.
 #include "quantize/args/bias_backward_quantize.h"
 
 #include "common/register.h"
@@ -11,49 +11,46 @@ namespace {
 
 using at::Tensor;
 
-struct OpVariant {
-  const char* name;
-  Directions directions;
-};
-
-constexpr OpVariant kRows{"bias_backward_quantize", {true, false}};
-constexpr OpVariant kColumns{"bias_backward_quantize_transposed", {false, true}};
-constexpr OpVariant kBoth{"bias_backward_quantize_both", {true, true}};
+constexpr const char* kOp = "bias_backward_quantize";
 
 struct BiasBackwardCall {
-  const OpVariant& op;
   const Tensor& grad;
   const OptionalTensor& group_sizes;
   std::string_view key;
   QuantizeParams params;
+  Directions directions;
 
-  Argument argument() const { return {op.name, "grad", grad}; }
-  const Tensor* groups() const { return group_sizes ? &*group_sizes : nullptr; }
+  Argument argument() const { return {kOp, "grad", grad}; }
+  const Tensor* groups() const { return pointer_to(group_sizes); }
   MatrixShape shape() const { return matrix_shape(grad.sym_size(0), grad.sym_size(1), group_sizes); }
 };
 
 Format check_arguments(const BiasBackwardCall& call) {
-  const char* op = call.op.name;
-  const Format format = quantized_format(op, "format", call.key, !call.group_sizes);
+  check_directions(kOp, call.directions);
+  const Format format = quantized_format(kOp, "format", call.key, !call.group_sizes);
   check_dim(call.argument(), 2);
-  check_matrix(call.argument(), call.groups(), format, call.op.directions.transposed);
-  check_quantize_params({call.argument(), call.shape()}, format, call.key, call.op.directions, call.params);
+  check_matrix(call.argument(), call.groups(), format, call.directions.columnwise);
+  check_quantize_params({call.argument(), call.shape()}, format, call.key, call.directions, call.params);
   return format;
 }
 
 struct BiasBackwardResult {
   Outputs outputs;
   Tensor grad_bias;
+
+  Tensors list() && {
+    Tensors list = as_list(std::move(outputs));
+    list.push_back(std::move(grad_bias));
+    return list;
+  }
 };
 
 BiasBackwardResult make(const BiasBackwardCall& call, const Format& format) {
   SymSizes sizes{call.grad.sym_size(1)};
   if (call.group_sizes) sizes.insert(sizes.begin(), call.group_sizes->sym_size(0));
-  return {make_outputs(call.grad, call.shape(), format, call.op.directions),
+  return {make_outputs(call.grad, call.shape(), format, call.directions),
           empty(call.grad, sizes, at::kFloat)};
 }
-
-BiasBackwardResult meta(const BiasBackwardCall& call) { return make(call, check_arguments(call)); }
 
 void launch(const QuantizeArgs& args, const ColumnSums& sums, void* stream) {
   const bool mx = args.layout.granularity == ScaleGranularity::k1x32;
@@ -66,9 +63,9 @@ void launch(const NvArgs& args, const ColumnSums& sums, void* stream) {
 BiasBackwardResult run(const BiasBackwardCall& call) {
   const Format format = check_arguments(call);
   const int64_t rows = call.grad.size(0), columns = call.grad.size(1);
-  const GroupTables tables = group_tables(call.argument(), call.groups(), rows,
-                                          group_multiple(format, call.op.directions.transposed));
-  const BiasBackwardResult result = make(call, format);
+  const GroupTables tables =
+      group_tables(call.argument(), call.groups(), rows, group_multiple(format, call.directions.columnwise));
+  BiasBackwardResult result = make(call, format);
   const Tensor grad = call.grad.contiguous();
   const Layout layout = make_layout(call.shape(), format, tables);
   const int64_t groups = call.group_sizes ? layout.groups : 1;
@@ -95,34 +92,23 @@ BiasBackwardResult run(const BiasBackwardCall& call) {
 }
 
 using Key = std::string_view;
-using Three = std::tuple<Tensor, Tensor, Tensor>;
-using Five = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-using Run = BiasBackwardResult (*)(const BiasBackwardCall&);
 
-// One direction.
-template <const OpVariant& op, Run run_op>
-Three bias_backward_one(const Tensor& grad, OptionalTensorArg sizes, Key key, OptionalTensorArg amax,
-                        OptionalTensorArg seed) {
-  const BiasBackwardResult result = run_op({op, grad, sizes, key, {amax, kNotGiven, seed}});
-  const Outputs& o = result.outputs;
-  return op.directions.rowwise ? Three{o.data, o.scale, result.grad_bias}
-                               : Three{o.data_t, o.scale_t, result.grad_bias};
+Tensors bias_backward_quantize(const Tensor& grad, OptionalTensorArg group_sizes, Key key,
+                               OptionalTensorArg amax, OptionalTensorArg amax_t, OptionalTensorArg seed,
+                               bool rowwise, bool columnwise) {
+  return run({grad, group_sizes, key, {amax, amax_t, seed}, {rowwise, columnwise}}).list();
 }
 
-// Both directions.
-template <Run run_op>
-Five bias_backward_both(const Tensor& grad, OptionalTensorArg sizes, Key key, OptionalTensorArg amax,
-                        OptionalTensorArg amax_t, OptionalTensorArg seed) {
-  const BiasBackwardResult result = run_op({kBoth, grad, sizes, key, {amax, amax_t, seed}});
-  const Outputs& o = result.outputs;
-  return {o.data, o.scale, o.data_t, o.scale_t, result.grad_bias};
+Tensors bias_backward_quantize_meta(const Tensor& grad, OptionalTensorArg group_sizes, Key key,
+                                    OptionalTensorArg amax, OptionalTensorArg amax_t, OptionalTensorArg seed,
+                                    bool rowwise, bool columnwise) {
+  const BiasBackwardCall call{grad, group_sizes, key, {amax, amax_t, seed}, {rowwise, columnwise}};
+  return make(call, check_arguments(call)).list();
 }
 
 }  // namespace
 
 // Not differentiable: the results are themselves gradients.
-TP_IMPL_NO_GRADIENT(kRows.name, (bias_backward_one<kRows, run>), (bias_backward_one<kRows, meta>));
-TP_IMPL_NO_GRADIENT(kColumns.name, (bias_backward_one<kColumns, run>), (bias_backward_one<kColumns, meta>));
-TP_IMPL_NO_GRADIENT(kBoth.name, bias_backward_both<run>, bias_backward_both<meta>);
+TP_IMPL_NO_GRADIENT(kOp, bias_backward_quantize, bias_backward_quantize_meta);
 
 }  // namespace transformer_plugin::quantize

@@ -5,171 +5,129 @@
 #include <tuple>
 
 #include "common/tensor.h"
+#include "quantize/ops/directions.h"
 
 namespace transformer_plugin::quantize {
 
-// The grouped op is called if group sizes are given.
-
-namespace quantize_call {
-using Pair = std::tuple<at::Tensor, at::Tensor>;
-using Four = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-template <typename Result>
-using Dense = Result(const at::Tensor&, std::string_view, OptionalTensorArg, OptionalTensorArg);
-template <typename Result>
-using Grouped = Result(const at::Tensor&, const at::Tensor&, std::string_view, OptionalTensorArg,
-                       OptionalTensorArg);
-using DenseBoth = Four(const at::Tensor&, std::string_view, OptionalTensorArg, OptionalTensorArg,
-                       OptionalTensorArg);
-using GroupedBoth = Four(const at::Tensor&, const at::Tensor&, std::string_view, OptionalTensorArg,
-                         OptionalTensorArg, OptionalTensorArg);
-template <typename Result>
-using Amax = Result(const at::Tensor&, std::string_view, OptionalTensorArg);
-}  // namespace quantize_call
-
-inline quantize_call::Pair call_quantize(const at::Tensor& x, OptionalTensorArg group_sizes,
-                                         std::string_view key, OptionalTensorArg amax = std::nullopt,
-                                         OptionalTensorArg seed = std::nullopt) {
-  static const auto dense = find_op<quantize_call::Dense<quantize_call::Pair>>("quantize");
-  static const auto grouped = find_op<quantize_call::Grouped<quantize_call::Pair>>("grouped_quantize");
-  return group_sizes ? grouped.call(x, *group_sizes, key, amax, seed) : dense.call(x, key, amax, seed);
+inline Outputs call_quantize(const at::Tensor& x, std::string_view key, OptionalTensorArg group_sizes,
+                             const Directions& directions, OptionalTensorArg amax = std::nullopt,
+                             OptionalTensorArg amax_t = std::nullopt, OptionalTensorArg seed = std::nullopt) {
+  using Signature = Tensors(const at::Tensor&, std::string_view, OptionalTensorArg, OptionalTensorArg,
+                            OptionalTensorArg, OptionalTensorArg, bool, bool);
+  static const auto op = find_op<Signature>("quantize");
+  return outputs_of(
+      op.call(x, key, group_sizes, amax, amax_t, seed, directions.rowwise, directions.columnwise),
+      directions);
 }
 
-inline quantize_call::Pair call_quantize_transposed(const at::Tensor& x, OptionalTensorArg group_sizes,
-                                                    std::string_view key,
-                                                    OptionalTensorArg amax = std::nullopt,
-                                                    OptionalTensorArg seed = std::nullopt) {
-  static const auto dense = find_op<quantize_call::Dense<quantize_call::Pair>>("quantize_transposed");
-  static const auto grouped =
-      find_op<quantize_call::Grouped<quantize_call::Pair>>("grouped_quantize_transposed");
-  return group_sizes ? grouped.call(x, *group_sizes, key, amax, seed) : dense.call(x, key, amax, seed);
-}
-
-inline quantize_call::Four call_quantize_both(const at::Tensor& x, OptionalTensorArg group_sizes,
-                                              std::string_view key, OptionalTensorArg amax = std::nullopt,
-                                              OptionalTensorArg amax_t = std::nullopt,
-                                              OptionalTensorArg seed = std::nullopt) {
-  static const auto dense = find_op<quantize_call::DenseBoth>("quantize_both");
-  static const auto grouped = find_op<quantize_call::GroupedBoth>("grouped_quantize_both");
-  return group_sizes ? grouped.call(x, *group_sizes, key, amax, amax_t, seed)
-                     : dense.call(x, key, amax, amax_t, seed);
-}
-
-// Into buffers: along rows, and along columns if `data_t` is defined.
-inline void call_quantize_out(const at::Tensor& x, std::string_view key, const at::Tensor& data,
-                              const at::Tensor& scale, const at::Tensor& data_t, const at::Tensor& scale_t,
+// Into buffers, for the directions whose buffers are defined.
+inline void call_quantize_out(const at::Tensor& x, std::string_view key, Outputs&& out,
                               OptionalTensorArg amax, OptionalTensorArg amax_t, OptionalTensorArg seed) {
-  using Tensor = at::Tensor;
-  using One = void(const Tensor&, std::string_view, const Tensor&, const Tensor&, OptionalTensorArg,
-                   OptionalTensorArg, OptionalTensorArg);
-  using Both =
-      void(const Tensor&, std::string_view, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-           OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg);
-  static const auto one = find_op<One>("quantize_out");
-  static const auto both = find_op<Both>("quantize_both_out");
-  data_t.defined() ? both.call(x, key, data, scale, data_t, scale_t, amax, amax_t, seed, std::nullopt)
-                   : one.call(x, key, data, scale, amax, seed, std::nullopt);
+  using Signature =
+      void(const at::Tensor&, std::string_view, at::TensorList, OptionalTensorArg, OptionalTensorArg,
+           OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, bool, bool);
+  static const auto op = find_op<Signature>("quantize_out");
+  const bool rowwise = out.data.defined(), columnwise = out.data_t.defined();
+  op.call(x, key, as_list(std::move(out)), std::nullopt, amax, amax_t, seed, std::nullopt, rowwise,
+          columnwise);
 }
 
-inline at::Tensor call_amax(const at::Tensor& x, OptionalTensorArg group_sizes, std::string_view key) {
-  static const auto op = find_op<quantize_call::Amax<at::Tensor>>("amax");
-  return op.call(x, key, group_sizes);
+inline at::Tensor call_dequantize(const at::Tensor& data, const at::Tensor& scale_inv, std::string_view key,
+                                  at::ScalarType dtype, OptionalTensorArg group_sizes, bool transposed,
+                                  OptionalTensorArg amax) {
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, std::string_view, at::ScalarType,
+                               OptionalTensorArg, bool, OptionalTensorArg);
+  static const auto op = find_op<Signature>("dequantize");
+  return op.call(data, scale_inv, key, dtype, group_sizes, transposed, amax);
 }
 
-inline at::Tensor call_amax_transposed(const at::Tensor& x, OptionalTensorArg group_sizes,
-                                       std::string_view key) {
-  static const auto op = find_op<quantize_call::Amax<at::Tensor>>("amax_transposed");
-  return op.call(x, key, group_sizes);
+// The amaxes of the requested directions.
+struct AmaxPair {
+  at::Tensor amax, amax_t;
+};
+
+inline AmaxPair call_amax(const at::Tensor& x, std::string_view key, OptionalTensorArg group_sizes,
+                          const Directions& directions) {
+  using Signature = Tensors(const at::Tensor&, std::string_view, OptionalTensorArg, bool, bool);
+  static const auto op = find_op<Signature>("amax");
+  Tensors list = op.call(x, key, group_sizes, directions.rowwise, directions.columnwise);
+  AmaxPair result;
+  if (directions.columnwise) result.amax_t = std::move(list.back());
+  if (directions.rowwise) result.amax = std::move(list.front());
+  return result;
 }
 
-inline quantize_call::Pair call_amax_both(const at::Tensor& x, OptionalTensorArg group_sizes,
-                                          std::string_view key) {
-  static const auto op = find_op<quantize_call::Amax<quantize_call::Pair>>("amax_both");
-  return op.call(x, key, group_sizes);
-}
-
-// A quantized gradient, along rows, columns or both, and the gradient of the bias.
+// A quantized gradient, and the gradient of the bias.
 struct BiasBackwardQuantized {
-  at::Tensor data, scale, data_t, scale_t, bias;
+  Outputs values;
+  at::Tensor bias;
 };
 
 inline BiasBackwardQuantized call_bias_backward_quantize(const at::Tensor& grad,
                                                          OptionalTensorArg group_sizes, std::string_view key,
-                                                         bool rows, bool columns) {
-  using Tensor = at::Tensor;
-  using One = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, OptionalTensorArg, std::string_view,
-                                                 OptionalTensorArg, OptionalTensorArg);
-  using Both = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(const Tensor&, OptionalTensorArg,
-                                                                  std::string_view, OptionalTensorArg,
-                                                                  OptionalTensorArg, OptionalTensorArg);
-  static const auto of_rows = find_op<One>("bias_backward_quantize");
-  static const auto of_columns = find_op<One>("bias_backward_quantize_transposed");
-  static const auto of_both = find_op<Both>("bias_backward_quantize_both");
-  BiasBackwardQuantized r;
-  if (rows && columns) {
-    std::tie(r.data, r.scale, r.data_t, r.scale_t, r.bias) =
-        of_both.call(grad, group_sizes, key, std::nullopt, std::nullopt, std::nullopt);
-  } else if (rows) {
-    std::tie(r.data, r.scale, r.bias) = of_rows.call(grad, group_sizes, key, std::nullopt, std::nullopt);
-  } else {
-    std::tie(r.data_t, r.scale_t, r.bias) =
-        of_columns.call(grad, group_sizes, key, std::nullopt, std::nullopt);
-  }
-  return r;
+                                                         const Directions& directions) {
+  using Signature = Tensors(const at::Tensor&, OptionalTensorArg, std::string_view, OptionalTensorArg,
+                            OptionalTensorArg, OptionalTensorArg, bool, bool);
+  static const auto op = find_op<Signature>("bias_backward_quantize");
+  const Tensors list = op.call(grad, group_sizes, key, std::nullopt, std::nullopt, std::nullopt,
+                               directions.rowwise, directions.columnwise);
+  return {outputs_of(list, directions), list.back()};
 }
 
 // Row-wise data to transposed data.
-inline quantize_call::Pair call_requantize_transposed(const at::Tensor& data, const at::Tensor& scale,
-                                                      std::string_view key, at::ScalarType dtype,
-                                                      OptionalTensorArg group_sizes) {
-  using Signature =
-      quantize_call::Pair(const at::Tensor&, const at::Tensor&, std::string_view, at::ScalarType,
-                          OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg);
+inline std::tuple<at::Tensor, at::Tensor> call_requantize_transposed(const at::Tensor& data,
+                                                                     const at::Tensor& scale,
+                                                                     std::string_view key,
+                                                                     at::ScalarType dtype,
+                                                                     OptionalTensorArg group_sizes) {
+  using Signature = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, std::string_view,
+                                                       at::ScalarType, OptionalTensorArg, OptionalTensorArg,
+                                                       OptionalTensorArg, OptionalTensorArg);
   static const auto op = find_op<Signature>("requantize_transposed");
   return op.call(data, scale, key, dtype, group_sizes, std::nullopt, std::nullopt, std::nullopt);
 }
 
 // With the encode scales of `scale` from `first` on. The amax of `x` is combined into `amax` by a maximum.
-inline quantize_call::Pair call_quantize_scaled(const at::Tensor& x, OptionalTensorArg group_sizes,
-                                                const at::Tensor& scale, std::string_view key,
-                                                OptionalTensorArg amax, int64_t first) {
-  using Signature = quantize_call::Pair(const at::Tensor&, const at::Tensor&, std::string_view,
-                                        OptionalTensorArg, OptionalTensorArg, int64_t);
+inline Outputs call_quantize_scaled(const at::Tensor& x, const at::Tensor& scale, std::string_view key,
+                                    OptionalTensorArg amax, OptionalTensorArg group_sizes, int64_t first,
+                                    const Directions& directions) {
+  using Signature = Tensors(const at::Tensor&, const at::Tensor&, std::string_view, OptionalTensorArg,
+                            OptionalTensorArg, int64_t, bool, bool);
   static const auto op = find_op<Signature>("quantize_scaled");
-  return op.call(x, scale, key, amax, group_sizes, first);
+  return outputs_of(
+      op.call(x, scale, key, amax, group_sizes, first, directions.rowwise, directions.columnwise),
+      directions);
 }
 
 // The calls below are for formats with block scales: they pass no amax and no seed.
 
-inline quantize_call::Pair call_swiglu_quantize(const at::Tensor& input, OptionalTensorArg probs,
-                                                OptionalTensorArg group_sizes, std::string_view key) {
-  using Signature = quantize_call::Pair(const at::Tensor&, OptionalTensorArg, OptionalTensorArg,
-                                        std::string_view, OptionalTensorArg, OptionalTensorArg);
+inline Outputs call_swiglu_quantize(const at::Tensor& input, OptionalTensorArg probs,
+                                    OptionalTensorArg group_sizes, std::string_view key,
+                                    const Directions& directions) {
+  using Signature = Tensors(const at::Tensor&, OptionalTensorArg, OptionalTensorArg, std::string_view,
+                            OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, bool, bool);
   static const auto op = find_op<Signature>("swiglu_quantize");
-  return op.call(input, probs, group_sizes, key, std::nullopt, std::nullopt);
+  return outputs_of(op.call(input, probs, group_sizes, key, std::nullopt, std::nullopt, std::nullopt,
+                            directions.rowwise, directions.columnwise),
+                    directions);
 }
 
-inline quantize_call::Four call_swiglu_quantize_both(const at::Tensor& input, OptionalTensorArg probs,
-                                                     OptionalTensorArg group_sizes, std::string_view key) {
-  using Signature =
-      quantize_call::Four(const at::Tensor&, OptionalTensorArg, OptionalTensorArg, std::string_view,
-                          OptionalTensorArg, OptionalTensorArg, OptionalTensorArg);
-  static const auto op = find_op<Signature>("swiglu_quantize_both");
-  return op.call(input, probs, group_sizes, key, std::nullopt, std::nullopt, std::nullopt);
-}
+// The quantized gradient of the input in both directions, and the gradient of the probabilities.
+struct SwigluBackwardQuantized {
+  Outputs values;
+  at::Tensor probs;
+};
 
-// Row-wise data and scales, transposed data and scales, and the gradient of the probabilities.
-using SwigluBackwardQuantized = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-
-inline SwigluBackwardQuantized call_swiglu_backward_quantize_both(const at::Tensor& grad,
-                                                                  const at::Tensor& input,
-                                                                  OptionalTensorArg probs,
-                                                                  OptionalTensorArg group_sizes,
-                                                                  std::string_view key) {
-  using Signature =
-      SwigluBackwardQuantized(const at::Tensor&, const at::Tensor&, OptionalTensorArg, OptionalTensorArg,
-                              std::string_view, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg);
-  static const auto op = find_op<Signature>("swiglu_backward_quantize_both");
-  return op.call(grad, input, probs, group_sizes, key, std::nullopt, std::nullopt, std::nullopt);
+inline SwigluBackwardQuantized call_swiglu_backward_quantize(const at::Tensor& grad, const at::Tensor& input,
+                                                             OptionalTensorArg probs,
+                                                             OptionalTensorArg group_sizes,
+                                                             std::string_view key) {
+  using Signature = Tensors(const at::Tensor&, const at::Tensor&, OptionalTensorArg, OptionalTensorArg,
+                            std::string_view, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg);
+  static const auto op = find_op<Signature>("swiglu_backward_quantize");
+  const Tensors list =
+      op.call(grad, input, probs, group_sizes, key, std::nullopt, std::nullopt, std::nullopt);
+  return {outputs_of(list, {true, true}), list.back()};
 }
 
 }  // namespace transformer_plugin::quantize

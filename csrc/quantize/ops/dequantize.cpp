@@ -1,50 +1,60 @@
-// dequantize and grouped_dequantize.
+// dequantize: data and scales back to values.
 #include "quantize/args/dequantize.h"
 
+#include "common/autograd.h"
 #include "common/register.h"
 #include "common/tensor.h"
-#include "quantize/ops/operand.h"
+#include "quantize/ops/checks.h"
+#include "quantize/ops/dequantize.h"
+#include "quantize/ops/group_tables.h"
 
 namespace transformer_plugin::quantize {
 namespace {
 
 using at::Tensor;
+using Key = std::string_view;
+
+constexpr const char* kOp = "dequantize";
 
 struct DequantizeCall {
-  const char* op;
   const Tensor& data;
   const Tensor& scale_inv;
-  const Tensor* group_sizes;  // null unless grouped
-  c10::string_view key;
+  Key key;
   at::ScalarType dtype;
+  const Tensor* group_sizes;  // null unless grouped
   bool transposed;
   const OptionalTensor& amax;
 
-  Argument argument() const { return {op, "data", data}; }
+  Argument argument() const { return {kOp, "data", data}; }
   MatrixShape shape(const Format& format) const {
     return shape_of_data(data, format, transposed, group_sizes);
   }
 };
 
 Format check_arguments(const DequantizeCall& call) {
-  const Format format = quantized_format(call.op, "format", call.key, call.group_sizes == nullptr);
+  const Format format = quantized_format(kOp, "format", call.key, !call.group_sizes, RowScales::kTaken);
+  check_row_scales(kOp, "transposed", format, call.transposed, call.group_sizes);
   const Argument data = call.argument();
   check_data(data, call.group_sizes, format, call.transposed);
   const MatrixShape shape = call.shape(format);
-  check_scale({call.op, "scale_inv", call.scale_inv}, data, format,
-              shape.scale_sizes(format, call.transposed));
+  check_scale({kOp, "scale_inv", call.scale_inv}, data, format, shape.scale_sizes(format, call.transposed));
   const bool known = call.dtype == at::kFloat || call.dtype == at::kBFloat16 || call.dtype == at::kHalf;
-  TP_CHECK_TYPE(known, call.op, "dtype", "one of the dtypes float32, bfloat16, float16",
-                dtype_name(call.dtype), "Convert the result with .to()");
+  TP_CHECK_TYPE(known, kOp, "dtype", "one of the dtypes float32, bfloat16, float16", dtype_name(call.dtype),
+                "Convert the result with .to()");
   format.is_nv() ? check_amax(data, {"amax", call.amax, call.transposed, true}, call.key,
                               shape.amax_sizes(format, call.transposed))
-                 : check_not_given(call.op, "amax", call.amax, call.key);
+                 : check_not_given(kOp, "amax", call.amax, call.key);
   return format;
 }
 
-Tensor meta(const DequantizeCall& call) {
-  const Format format = check_arguments(call);
-  return empty(call.data, call.shape(format).value_sizes(), call.dtype);
+// The scales of fp8_row as those of fp8_block: the scale of a row repeated for each of its blocks.
+Tensor block_scales(const Tensor& scale, const MatrixShape& shape, bool transposed) {
+  const BelowAutograd guard;
+  Format blocks;
+  blocks.family = FormatFamily::kFp8Block;
+  const Tensor repeated = empty(scale, shape.scale_sizes(blocks, transposed), at::kFloat);
+  repeated.narrow(-1, 0, scale.size(-1)).copy_(scale.unsqueeze(-2));
+  return repeated;
 }
 
 // Into a new tensor, or into `output`: contiguous, with as many elements.
@@ -57,7 +67,8 @@ Tensor run_format(const DequantizeCall& call, const Format& format, const Tensor
   if (output.numel() == 0) return output;  // an empty output may have more tiles than the grid can hold
   // torch cannot copy float4_e2m1fn_x2.
   const Tensor data = (format.is_nv() ? call.data.view(at::kByte) : call.data).contiguous();
-  const Tensor scale = call.scale_inv.contiguous();
+  const Tensor scale = format.is_fp8_row() ? block_scales(call.scale_inv, shape, call.transposed)
+                                           : call.scale_inv.contiguous();
   const Tensor matrix_amax = amax ? amax->contiguous() : Tensor();
   const float bound = format.four_over_six == FourOverSix::kNever ? 448.0f : 256.0f;
   const DequantizeArgs args{static_cast<const uint8_t*>(data.const_data_ptr()),
@@ -81,42 +92,35 @@ Tensor run_format(const DequantizeCall& call, const Format& format, const Tensor
   return output;
 }
 
-Tensor run(const DequantizeCall& call) {
+Tensor dequantize(const Tensor& data, const Tensor& scale_inv, Key key, at::ScalarType dtype,
+                  OptionalTensorArg group_sizes, bool transposed, OptionalTensorArg amax) {
+  const DequantizeCall call{data, scale_inv, key, dtype, pointer_to(group_sizes), transposed, amax};
   const Format format = check_arguments(call);
-  return run_format(call, format, call.amax ? &*call.amax : nullptr);
+  return run_format(call, format, pointer_to(amax));
 }
 
-template <Tensor (*run_op)(const DequantizeCall&)>
-Tensor dequantize(const Tensor& data, const Tensor& scale_inv, std::string_view format, at::ScalarType dtype,
-                  bool transposed, OptionalTensorArg amax) {
-  return run_op({"dequantize", data, scale_inv, nullptr, format, dtype, transposed, amax});
-}
-
-template <Tensor (*run_op)(const DequantizeCall&)>
-Tensor grouped_dequantize(const Tensor& data, const Tensor& scale_inv, const Tensor& group_sizes,
-                          std::string_view format, at::ScalarType dtype, bool transposed,
-                          OptionalTensorArg amax) {
-  return run_op({"grouped_dequantize", data, scale_inv, &group_sizes, format, dtype, transposed, amax});
+Tensor dequantize_meta(const Tensor& data, const Tensor& scale_inv, Key key, at::ScalarType dtype,
+                       OptionalTensorArg group_sizes, bool transposed, OptionalTensorArg amax) {
+  const DequantizeCall call{data, scale_inv, key, dtype, pointer_to(group_sizes), transposed, amax};
+  const Format format = check_arguments(call);
+  return empty(data, call.shape(format).value_sizes(), dtype);
 }
 
 }  // namespace
 
 Tensor dequantize_without_amax(const Tensor& data, const Tensor& scale_inv, const Tensor* group_sizes,
                                const Format& format, at::ScalarType dtype, bool transposed) {
-  const DequantizeCall call{"dequantize", data, scale_inv, group_sizes, "", dtype, transposed, kNotGiven};
-  return run_format(call, format, nullptr);
+  return run_format({data, scale_inv, "", dtype, group_sizes, transposed, kNotGiven}, format, nullptr);
 }
 
 void dequantize_matrix(const Tensor& data, const Tensor& scale_inv, const OptionalTensor& amax,
                        const Format& format, int64_t matrix, const Tensor& values) {
   const Tensor matrix_data = data.narrow(0, matrix, 1), scale = scale_inv.narrow(0, matrix, 1);
   const OptionalTensor matrix_amax = amax ? OptionalTensor(amax->narrow(0, matrix, 1)) : std::nullopt;
-  const DequantizeCall call{"dequantize", matrix_data,          scale, nullptr,
-                            "",           values.scalar_type(), false, matrix_amax};
-  run_format(call, format, matrix_amax ? &*matrix_amax : nullptr, values);
+  const DequantizeCall call{matrix_data, scale, "", values.scalar_type(), nullptr, false, matrix_amax};
+  run_format(call, format, pointer_to(matrix_amax), values);
 }
 
-TP_IMPL_NO_GRADIENT("dequantize", dequantize<run>, dequantize<meta>);
-TP_IMPL_NO_GRADIENT("grouped_dequantize", grouped_dequantize<run>, grouped_dequantize<meta>);
+TP_IMPL_NO_GRADIENT(kOp, dequantize, dequantize_meta);
 
 }  // namespace transformer_plugin::quantize

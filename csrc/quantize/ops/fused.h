@@ -5,14 +5,6 @@
 
 namespace transformer_plugin::quantize {
 
-// The shape of a computed matrix, ragged if group sizes are given.
-inline MatrixShape matrix_shape(const c10::SymInt& rows, const c10::SymInt& cols,
-                                const OptionalTensor& group_sizes) {
-  MatrixShape shape{std::nullopt, rows, cols, std::nullopt};
-  if (group_sizes) shape.groups = group_sizes->sym_size(0);
-  return shape;
-}
-
 // Calls `run` with the kernel arguments of the format, QuantizeArgs or NvArgs. `find_amax` is called for a
 // per-tensor amax that the caller did not pass.
 template <typename Run, typename FindAmax>

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "common/autograd.h"
+#include "common/check.h"
 #include "common/tensor.h"
 
 namespace transformer_plugin::quantize {
@@ -27,10 +28,16 @@ float* floats(const Tensor& tensor) { return tensor.defined() ? tensor.mutable_d
 
 }  // namespace
 
+void check_directions(const char* op, const Directions& directions) {
+  TP_CHECK_VALUE(directions.rowwise || directions.columnwise, op, "rowwise",
+                 "True unless 'columnwise' is, so that there is a result", "False for both",
+                 "Pass True for one of them");
+}
+
 ScaleRule scale_rule(const Format& format, at::ScalarType dtype) {
-  const bool per_tensor = format.family == FormatFamily::kFp8Tensor;
-  return {format.max(), format.epsilon,
-          per_tensor ? std::numeric_limits<float>::max() : largest_finite(dtype), format.power_of_two_scales};
+  const bool in_blocks = format.has_blocks();
+  return {format.max(), format.epsilon, in_blocks ? largest_finite(dtype) : std::numeric_limits<float>::max(),
+          format.power_of_two_scales};
 }
 
 Outputs make_outputs(const Tensor& like, const MatrixShape& shape, const Format& format,
@@ -41,7 +48,7 @@ Outputs make_outputs(const Tensor& like, const MatrixShape& shape, const Format&
     outputs.data = empty(like, shape.data_sizes(format, false), element);
     outputs.scale = empty(like, shape.scale_sizes(format, false), scale);
   }
-  if (directions.transposed) {
+  if (directions.columnwise) {
     outputs.data_t = empty(like, shape.data_sizes(format, true), element);
     outputs.scale_t = empty(like, shape.scale_sizes(format, true), scale);
     zero_empty_aligned_rows(like, shape, format, outputs);

@@ -2,19 +2,13 @@
 #pragma once
 
 #include "quantize/args/quantize.h"
-#include "quantize/ops/operand.h"
+#include "quantize/ops/directions.h"
+#include "quantize/ops/matrix_shape.h"
 
 namespace transformer_plugin::quantize {
 
-// The directions that an op returns.
-struct Directions {
-  bool rowwise;
-  bool transposed;
-};
-
-struct Outputs {
-  at::Tensor data, scale, data_t, scale_t;  // undefined in a direction that is not requested
-};
+// Refuses a call for no direction.
+void check_directions(const char* op, const Directions& directions);
 
 // On the device of `like`; sizes may be symbolic.
 Outputs make_outputs(const at::Tensor& like, const MatrixShape& shape, const Format& format,

@@ -1,5 +1,4 @@
-// quantize, quantize_transposed, quantize_both and their grouped forms: values to data and scales, along
-// rows, along columns, or both.
+// quantize: values to data and scales, along rows, along columns, or both.
 #include "quantize/args/quantize.h"
 
 #include "common/register.h"
@@ -12,40 +11,35 @@ namespace transformer_plugin::quantize {
 namespace {
 
 using at::Tensor;
-using Pair = std::tuple<Tensor, Tensor>;
-using TwoPairs = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Key = std::string_view;
 
-constexpr QuantizeOp kQuantize{"quantize", {true, false}};
-constexpr QuantizeOp kQuantizeTransposed{"quantize_transposed", {false, true}};
-constexpr QuantizeOp kQuantizeBoth{"quantize_both", {true, true}};
-constexpr QuantizeOp kGroupedQuantize{"grouped_quantize", {true, false}};
-constexpr QuantizeOp kGroupedQuantizeTransposed{"grouped_quantize_transposed", {false, true}};
-constexpr QuantizeOp kGroupedQuantizeBoth{"grouped_quantize_both", {true, true}};
+constexpr const char* kOp = "quantize";
 
 // NVFP4 kernels store 8 bytes at once. Only buffers of the caller can begin elsewhere.
 void check_alignment(const QuantizeCall& call, const Outputs& outputs) {
   for (const Tensor& buffer : {outputs.data, outputs.scale, outputs.data_t, outputs.scale_t}) {
     const void* begin = buffer.defined() ? buffer.mutable_data_ptr() : nullptr;
-    TP_CHECK_VALUE(reinterpret_cast<uintptr_t>(begin) % 8 == 0, call.op.name, "data",
-                   "8-byte-aligned buffers", describe(buffer), "Allocate them as the op without _out does");
+    TP_CHECK_VALUE(reinterpret_cast<uintptr_t>(begin) % 8 == 0, call.op, "out", "8-byte-aligned buffers",
+                   describe(buffer), "Allocate them as quantize does");
   }
 }
 
 }  // namespace
 
 Format check_arguments(const QuantizeCall& call) {
-  const char* op = call.op.name;
-  const Format format = quantized_format(op, "format", call.key, call.group_sizes == nullptr);
-  check_matrix(call.argument(), call.group_sizes, format, call.op.directions.transposed);
-  check_quantize_params({call.argument(), call.shape()}, format, call.key, call.op.directions, call.params);
+  check_directions(call.op, call.directions);
+  const Format format = quantized_format(call.op, "format", call.key, !call.group_sizes, RowScales::kTaken);
+  check_row_scales(call.op, "columnwise", format, call.directions.columnwise, call.groups());
+  check_matrix(call.argument(), call.groups(), format, call.directions.columnwise);
+  check_quantize_params({call.argument(), call.shape()}, format, call.key, call.directions, call.params);
   return format;
 }
 
 void run_quantize(const QuantizeCall& call, const Format& format, const Outputs& outputs, const float* noop) {
-  const bool transposed = call.op.directions.transposed;
-  const GroupTables tables = group_tables(call.argument(), call.group_sizes, call.input.size(0),
-                                          group_multiple(format, transposed), group_use(format, transposed));
+  if (format.is_fp8_row()) return run_quantize_rows(call.argument(), call.groups(), format, outputs, noop);
+  const bool columnwise = call.directions.columnwise;
+  const GroupTables tables = group_tables(call.argument(), call.groups(), call.input.size(0),
+                                          group_multiple(format, columnwise), group_use(format, columnwise));
   const Tensor x = call.input.contiguous();
   const Layout layout = make_layout(call.shape(), format, tables);
   if (format.is_nv()) {
@@ -73,61 +67,24 @@ void run_quantize(const QuantizeCall& call, const Format& format, const Outputs&
 
 namespace {
 
-constexpr bool kMeta = true;
-
-// Below: checks, outputs and, unless on Meta, the kernel. `_one` returns one direction, `_two` both.
-
-template <const QuantizeOp& op, bool is_meta = false>
-Pair quantize_one(const Tensor& input, Key key, OptionalTensorArg amax, OptionalTensorArg seed) {
-  const QuantizeCall call{op, input, nullptr, key, {amax, kNotGiven, seed}};
+Tensors quantize(const Tensor& input, Key key, OptionalTensorArg group_sizes, OptionalTensorArg amax,
+                 OptionalTensorArg amax_t, OptionalTensorArg seed, bool rowwise, bool columnwise) {
+  const QuantizeCall call{kOp, input, key, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise}};
   const Format format = check_arguments(call);
-  const Outputs o = make_outputs(input, call.shape(), format, op.directions);
-  if (!is_meta) run_quantize(call, format, o, nullptr);
-  return op.directions.rowwise ? Pair{o.data, o.scale} : Pair{o.data_t, o.scale_t};
+  Outputs outputs = make_outputs(input, call.shape(), format, call.directions);
+  run_quantize(call, format, outputs, nullptr);
+  return as_list(std::move(outputs));
 }
 
-template <const QuantizeOp& op, bool is_meta = false>
-TwoPairs quantize_two(const Tensor& input, Key key, OptionalTensorArg amax, OptionalTensorArg amax_t,
-                      OptionalTensorArg seed) {
-  const QuantizeCall call{op, input, nullptr, key, {amax, amax_t, seed}};
-  const Format format = check_arguments(call);
-  const Outputs o = make_outputs(input, call.shape(), format, op.directions);
-  if (!is_meta) run_quantize(call, format, o, nullptr);
-  return {o.data, o.scale, o.data_t, o.scale_t};
-}
-
-template <const QuantizeOp& op, bool is_meta = false>
-Pair grouped_quantize_one(const Tensor& input, const Tensor& group_sizes, Key key, OptionalTensorArg amax,
-                          OptionalTensorArg seed) {
-  const QuantizeCall call{op, input, &group_sizes, key, {amax, kNotGiven, seed}};
-  const Format format = check_arguments(call);
-  const Outputs o = make_outputs(input, call.shape(), format, op.directions);
-  if (!is_meta) run_quantize(call, format, o, nullptr);
-  return op.directions.rowwise ? Pair{o.data, o.scale} : Pair{o.data_t, o.scale_t};
-}
-
-template <const QuantizeOp& op, bool is_meta = false>
-TwoPairs grouped_quantize_two(const Tensor& input, const Tensor& group_sizes, Key key, OptionalTensorArg amax,
-                              OptionalTensorArg amax_t, OptionalTensorArg seed) {
-  const QuantizeCall call{op, input, &group_sizes, key, {amax, amax_t, seed}};
-  const Format format = check_arguments(call);
-  const Outputs o = make_outputs(input, call.shape(), format, op.directions);
-  if (!is_meta) run_quantize(call, format, o, nullptr);
-  return {o.data, o.scale, o.data_t, o.scale_t};
+Tensors quantize_meta(const Tensor& input, Key key, OptionalTensorArg group_sizes, OptionalTensorArg amax,
+                      OptionalTensorArg amax_t, OptionalTensorArg seed, bool rowwise, bool columnwise) {
+  const QuantizeCall call{kOp, input, key, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise}};
+  return as_list(make_outputs(input, call.shape(), check_arguments(call), call.directions));
 }
 
 }  // namespace
 
 // Rounding has no gradient; the gemm ops that quantize their operands define their own gradients.
-TP_IMPL_NO_GRADIENT(kQuantize.name, quantize_one<kQuantize>, (quantize_one<kQuantize, kMeta>));
-TP_IMPL_NO_GRADIENT(kQuantizeTransposed.name, quantize_one<kQuantizeTransposed>,
-                    (quantize_one<kQuantizeTransposed, kMeta>));
-TP_IMPL_NO_GRADIENT(kQuantizeBoth.name, quantize_two<kQuantizeBoth>, (quantize_two<kQuantizeBoth, kMeta>));
-TP_IMPL_NO_GRADIENT(kGroupedQuantize.name, grouped_quantize_one<kGroupedQuantize>,
-                    (grouped_quantize_one<kGroupedQuantize, kMeta>));
-TP_IMPL_NO_GRADIENT(kGroupedQuantizeTransposed.name, grouped_quantize_one<kGroupedQuantizeTransposed>,
-                    (grouped_quantize_one<kGroupedQuantizeTransposed, kMeta>));
-TP_IMPL_NO_GRADIENT(kGroupedQuantizeBoth.name, grouped_quantize_two<kGroupedQuantizeBoth>,
-                    (grouped_quantize_two<kGroupedQuantizeBoth, kMeta>));
+TP_IMPL_NO_GRADIENT(kOp, quantize, quantize_meta);
 
 }  // namespace transformer_plugin::quantize

@@ -1,4 +1,4 @@
-// quantize_list and quantize_list_both: many matrices in one launch, with the results of quantize for each.
+// quantize_list: many matrices in one launch, with the results of quantize for each.
 #include "quantize/args/quantize_list.h"
 
 #include <limits>
@@ -11,45 +11,40 @@ namespace transformer_plugin::quantize {
 namespace {
 
 using at::Tensor;
-using Tensors = std::vector<Tensor>;
-using Pair = std::tuple<Tensors, Tensors>;
-using TwoPairs = std::tuple<Tensors, Tensors, Tensors, Tensors>;
+
+constexpr const char* kOp = "quantize_list";
 
 struct QuantizeListCall {
-  const char* op;
-  bool transposed;  // also transposed data
   at::TensorList inputs;
-  c10::string_view key;
+  std::string_view key;
   const OptionalTensor& amax;
-};
-
-struct ListOutputs {
-  Tensors data, scale, data_t, scale_t;
+  Directions directions;
 };
 
 void check_list_amax(const QuantizeListCall& call, const Format& format) {
   if (!call.amax) return;
-  if (!takes_amax(format)) return check_not_given(call.op, "amax", call.amax, call.key);
-  const Argument amax{call.op, "amax", *call.amax};
+  if (!takes_amax(format)) return check_not_given(kOp, "amax", call.amax, call.key);
+  const Argument amax{kOp, "amax", *call.amax};
   check_dtype(amax, {at::kFloat});
   check_dim(amax, 1);
   check_size(amax, 0, static_cast<int64_t>(call.inputs.size()), "one for each of 'inputs'");
   check_contiguous(amax);
-  check_same_device(amax, {call.op, "the first of inputs", call.inputs[0]});
+  check_same_device(amax, {kOp, "the first of inputs", call.inputs[0]});
 }
 
 Format check_list(const QuantizeListCall& call) {
-  const Format format = quantized_format(call.op, "format", call.key, true);
+  check_directions(kOp, call.directions);
+  const Format format = quantized_format(kOp, "format", call.key, true, RowScales::kTaken);
   const bool has_list = !format.random_hadamard && !format.stochastic_rounding && !format.row_scaled;
-  TP_CHECK_VALUE(has_list, call.op, "format",
-                 "fp8_tensor, fp8_block, mxfp8, or nvfp4 without rht, sr and row_scaled",
+  TP_CHECK_VALUE(has_list, kOp, "format",
+                 "fp8_tensor, fp8_row, fp8_block, mxfp8, or nvfp4 without rht, sr and row_scaled",
                  "'" << call.key << "'", "Quantize the matrices one by one");
-  TP_CHECK_VALUE(!call.inputs.empty(), call.op, "inputs", "at least one matrix, which says on what device",
+  TP_CHECK_VALUE(!call.inputs.empty(), kOp, "inputs", "at least one matrix, which says on what device",
                  "none", "Leave out the call");
   for (const Tensor& input : call.inputs) {
-    const Argument argument{call.op, "inputs", input}, first{call.op, "the first", call.inputs[0]};
+    const Argument argument{kOp, "inputs", input}, first{kOp, "the first", call.inputs[0]};
     check_dim(argument, 2);
-    check_matrix(argument, nullptr, format, call.transposed);
+    check_matrix(argument, nullptr, format, call.directions.columnwise);
     check_same_dtype(argument, first);
     check_same_device(argument, first);
   }
@@ -57,21 +52,22 @@ Format check_list(const QuantizeListCall& call) {
   return format;
 }
 
-ListOutputs make_list_outputs(const QuantizeListCall& call, const Format& format) {
-  ListOutputs outputs;
-  const at::ScalarType element = element_dtype(format), scale = scale_dtype(format);
+std::vector<Outputs> make_list_outputs(const QuantizeListCall& call, const Format& format) {
+  std::vector<Outputs> outputs;
+  outputs.reserve(call.inputs.size());
   for (const Tensor& input : call.inputs) {
-    const MatrixShape shape = matrix_shape(input, false, nullptr);
-    outputs.data.push_back(empty(input, shape.data_sizes(format, false), element));
-    outputs.scale.push_back(empty(input, shape.scale_sizes(format, false), scale));
-    if (!call.transposed) continue;
-    outputs.data_t.push_back(empty(input, shape.data_sizes(format, true), element));
-    outputs.scale_t.push_back(empty(input, shape.scale_sizes(format, true), scale));
+    outputs.push_back(make_outputs(input, matrix_shape(input, false, nullptr), format, call.directions));
   }
   return outputs;
 }
 
-ListOutputs meta(const QuantizeListCall& call) { return make_list_outputs(call, check_list(call)); }
+// All outputs of the first matrix, then of the next.
+Tensors flat(std::vector<Outputs>&& outputs) {
+  Tensors list;
+  list.reserve(4 * outputs.size());
+  for (Outputs& one : outputs) append_outputs(std::move(one), list);
+  return list;
+}
 
 // The amaxes of all matrices, computed in a first launch unless the caller passed them.
 Tensor amax_of_list(const QuantizeListCall& call, const Tensors& contiguous_inputs) {
@@ -85,24 +81,24 @@ Tensor amax_of_list(const QuantizeListCall& call, const Tensors& contiguous_inpu
   return amax;
 }
 
-uint8_t* bytes_at(const Tensors& tensors, size_t index) {
-  return tensors.empty() ? nullptr : static_cast<uint8_t*>(tensors[index].mutable_data_ptr());
+uint8_t* bytes(const Tensor& tensor) {
+  return tensor.defined() ? static_cast<uint8_t*>(tensor.mutable_data_ptr()) : nullptr;
 }
 
-void fill_entries(QuantizeListArgs& args, const QuantizeListCall& call, const Tensors& contiguous_inputs,
-                  const ListOutputs& outputs, size_t first) {
+void fill_entries(QuantizeListArgs& args, const Tensors& contiguous_inputs,
+                  const std::vector<Outputs>& outputs, size_t first) {
   constexpr int64_t most = std::numeric_limits<int32_t>::max();
   args.tensors = static_cast<int>(std::min<size_t>(kQuantizeListTensors, contiguous_inputs.size() - first));
   for (int t = 0; t < args.tensors; ++t) {
     const size_t i = first + t;
-    TP_CHECK_VALUE(contiguous_inputs[i].size(0) <= most && contiguous_inputs[i].size(1) <= most, call.op,
+    TP_CHECK_VALUE(contiguous_inputs[i].size(0) <= most && contiguous_inputs[i].size(1) <= most, kOp,
                    "inputs", "at most 2^31 - 1 rows and columns", describe(contiguous_inputs[i]),
                    "Quantize it alone");
     args.entries[t] = {contiguous_inputs[i].const_data_ptr(),
-                       bytes_at(outputs.data, i),
-                       bytes_at(outputs.scale, i),
-                       bytes_at(outputs.data_t, i),
-                       bytes_at(outputs.scale_t, i),
+                       bytes(outputs[i].data),
+                       bytes(outputs[i].scale),
+                       bytes(outputs[i].data_t),
+                       bytes(outputs[i].scale_t),
                        static_cast<int32_t>(contiguous_inputs[i].size(0)),
                        static_cast<int32_t>(contiguous_inputs[i].size(1))};
   }
@@ -126,10 +122,15 @@ void launch_chunk(QuantizeListArgs& args, const Tensor& like) {
 #endif
 }
 
-ListOutputs run(const QuantizeListCall& call) {
-  const Format format = check_list(call);
-  ListOutputs outputs = make_list_outputs(call, format);
-  Tensors contiguous_inputs;  // contiguous
+void run(const QuantizeListCall& call, const Format& format, const std::vector<Outputs>& outputs) {
+  if (format.is_fp8_row()) {  // one launch for each matrix
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      run_quantize_rows({kOp, "inputs", call.inputs[i]}, nullptr, format, outputs[i], nullptr);
+    }
+    return;
+  }
+  Tensors contiguous_inputs;
+  contiguous_inputs.reserve(call.inputs.size());
   for (const Tensor& input : call.inputs) contiguous_inputs.push_back(input.contiguous());
   Tensor amax;
   if (takes_amax(format)) amax = amax_of_list(call, contiguous_inputs);
@@ -138,32 +139,33 @@ ListOutputs run(const QuantizeListCall& call) {
   args.layout = make_layout(matrix_shape(contiguous_inputs[0], false, nullptr), format, {});
   args.dtype = to_dtype(contiguous_inputs[0].scalar_type());
   args.element = format.element;
-  args.rowwise = true;
-  args.transposed = call.transposed;
+  args.rowwise = call.directions.rowwise;
+  args.transposed = call.directions.columnwise;
   args.method = nv_method(format);
   for (size_t first = 0; first < contiguous_inputs.size(); first += kQuantizeListTensors) {
-    fill_entries(args, call, contiguous_inputs, outputs, first);
+    fill_entries(args, contiguous_inputs, outputs, first);
     args.amax = amax.defined() ? amax.const_data_ptr<float>() + first : nullptr;
     launch_chunk(args, contiguous_inputs[0]);
   }
-  return outputs;
 }
 
-template <ListOutputs (*run_op)(const QuantizeListCall&)>
-Pair quantize_list(at::TensorList inputs, std::string_view format, OptionalTensorArg amax) {
-  ListOutputs o = run_op({"quantize_list", false, inputs, format, amax});
-  return {std::move(o.data), std::move(o.scale)};
+Tensors quantize_list(at::TensorList inputs, std::string_view key, OptionalTensorArg amax, bool rowwise,
+                      bool columnwise) {
+  const QuantizeListCall call{inputs, key, amax, {rowwise, columnwise}};
+  const Format format = check_list(call);
+  std::vector<Outputs> outputs = make_list_outputs(call, format);
+  run(call, format, outputs);
+  return flat(std::move(outputs));
 }
 
-template <ListOutputs (*run_op)(const QuantizeListCall&)>
-TwoPairs quantize_list_both(at::TensorList inputs, std::string_view format, OptionalTensorArg amax) {
-  ListOutputs o = run_op({"quantize_list_both", true, inputs, format, amax});
-  return {std::move(o.data), std::move(o.scale), std::move(o.data_t), std::move(o.scale_t)};
+Tensors quantize_list_meta(at::TensorList inputs, std::string_view key, OptionalTensorArg amax, bool rowwise,
+                           bool columnwise) {
+  const QuantizeListCall call{inputs, key, amax, {rowwise, columnwise}};
+  return flat(make_list_outputs(call, check_list(call)));
 }
 
 }  // namespace
 
-TP_IMPL_NO_GRADIENT("quantize_list", quantize_list<run>, quantize_list<meta>);
-TP_IMPL_NO_GRADIENT("quantize_list_both", quantize_list_both<run>, quantize_list_both<meta>);
+TP_IMPL_NO_GRADIENT(kOp, quantize_list, quantize_list_meta);
 
 }  // namespace transformer_plugin::quantize

@@ -21,6 +21,15 @@ void check_seed(const Argument& argument, const Format& format, std::string_view
   check_size(seed, 0, 1, "one seed for the call");
 }
 
+// That of one direction, which is required exactly if the direction is requested.
+void check_nv_amax(const QuantizeInput& input, const AmaxArgument& amax, const Format& format,
+                   std::string_view key) {
+  const char* direction = amax.transposed ? "columnwise" : "rowwise";
+  TP_CHECK_VALUE(amax.required || !amax.tensor, input.argument.op, amax.name,
+                 "None unless '" << direction << "' is True", describe(*amax.tensor), "Leave it out");
+  check_amax(input.argument, amax, key, input.shape.amax_sizes(format, amax.transposed));
+}
+
 uint8_t* bytes(const Tensor& tensor) {
   return tensor.defined() ? static_cast<uint8_t*>(tensor.mutable_data_ptr()) : nullptr;
 }
@@ -35,14 +44,14 @@ void check_quantize_params(const QuantizeInput& input, const Format& format, std
     check_not_given(argument.op, "amax", params.amax, key);
     return check_not_given(argument.op, "amax_t", params.amax_t, key);
   }
-  const bool columns = !directions.rowwise, required = format.is_nv() || input.intermediate != nullptr;
-  check_amax(argument, {"amax", params.amax, columns, required, input.intermediate}, key,
-             input.shape.amax_sizes(format, columns));
-  if (!format.is_nv() || !directions.rowwise || !directions.transposed) {
+  if (!format.is_nv()) {
+    check_amax(argument, {"amax", params.amax, false, input.intermediate != nullptr, input.intermediate}, key,
+               input.shape.amax_sizes(format, false));
     return check_not_given(argument.op, "amax_t", params.amax_t, key);
   }
-  check_amax(argument, {"amax_t", params.amax_t, true, true, input.intermediate}, key,
-             input.shape.amax_sizes(format, true));
+  check_nv_amax(input, {"amax", params.amax, false, directions.rowwise, input.intermediate}, format, key);
+  check_nv_amax(input, {"amax_t", params.amax_t, true, directions.columnwise, input.intermediate}, format,
+                key);
 }
 
 NvMethod nv_method(const Format& format) {
@@ -62,7 +71,8 @@ NvArgsOwner::NvArgsOwner(const Tensor& input, const Outputs& outputs, const Layo
 
 NvArgsOwner::NvArgsOwner(DType dtype, const Outputs& outputs, const Layout& layout, const Format& format,
                          const QuantizeParams& params)
-    : amax_(params.amax->contiguous()), amax_t_(params.amax_t ? params.amax_t->contiguous() : amax_) {
+    : amax_((params.amax ? params.amax : params.amax_t)->contiguous()),
+      amax_t_(params.amax_t ? params.amax_t->contiguous() : amax_) {
   args_ = {nullptr,
            bytes(outputs.data),
            bytes(outputs.scale),

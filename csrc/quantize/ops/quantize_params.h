@@ -2,11 +2,13 @@
 #pragma once
 
 #include "quantize/args/quantize_nv.h"
+#include "quantize/ops/checks.h"
+#include "quantize/ops/group_tables.h"
 #include "quantize/ops/outputs.h"
 
 namespace transformer_plugin::quantize {
 
-// As the caller passed them. `amax` is that of the rows, or of the only direction.
+// As the caller passed them: `amax` of the rows, `amax_t` of the columns. fp8_tensor has one amax, `amax`.
 struct QuantizeParams {
   const OptionalTensor& amax;
   const OptionalTensor& amax_t;

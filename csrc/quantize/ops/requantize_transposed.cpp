@@ -23,7 +23,7 @@ struct RequantizeCall {
   QuantizeParams params;  // `amax` is that of the data, `amax_t` that of the new data
 
   Argument argument() const { return {kOp, "data", data}; }
-  const Tensor* groups() const { return group_sizes ? &*group_sizes : nullptr; }
+  const Tensor* groups() const { return pointer_to(group_sizes); }
   MatrixShape shape(const Format& format) const { return shape_of_data(data, format, false, groups()); }
 };
 
@@ -100,7 +100,7 @@ void run_fp8(const DequantizeArgs& from, const Tensor& data, const Format& forma
 void run_nv(const DequantizeArgs& from, const Tensor& data, const Format& format,
             const QuantizeParams& params, const Outputs& outputs) {
   const Tensor amax = params.amax->contiguous();
-  const QuantizeParams to{params.amax_t, kNotGiven, params.seed};
+  const QuantizeParams to{kNotGiven, params.amax_t, params.seed};
   const NvArgsOwner arguments(from.dtype, outputs, from.layout, format, to);
   RequantizeNvArgs args{from, arguments.get()};
   args.from.amax = amax.const_data_ptr<float>();

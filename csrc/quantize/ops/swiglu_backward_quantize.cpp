@@ -1,4 +1,4 @@
-// swiglu_backward_quantize_both: the backward of SwiGLU, quantized in both directions.
+// swiglu_backward_quantize: the backward of SwiGLU, quantized in both directions.
 #include "activation/swiglu_checks.h"
 #include "common/register.h"
 #include "common/tensor.h"
@@ -9,9 +9,8 @@ namespace transformer_plugin::quantize {
 namespace {
 
 using at::Tensor;
-using Result = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-constexpr const char* kOp = "swiglu_backward_quantize_both";
+constexpr const char* kOp = "swiglu_backward_quantize";
 
 constexpr const char* kIntermediate =
     "what swiglu_backward gave in earlier steps, or use swiglu_backward, and quantize its first result";
@@ -26,7 +25,7 @@ struct SwigluBackwardCall {
   QuantizeParams params;
 
   Argument argument() const { return {kOp, "input", input}; }
-  const Tensor* groups() const { return group_sizes ? &*group_sizes : nullptr; }
+  const Tensor* groups() const { return pointer_to(group_sizes); }
   MatrixShape shape() const { return matrix_shape(input.sym_size(0), input.sym_size(1), group_sizes); }
 };
 
@@ -38,7 +37,7 @@ Format check_arguments(const SwigluBackwardCall& call) {
   if (call.group_sizes) check_group_sizes({kOp, "group_sizes", *call.group_sizes}, call.argument());
   TP_CHECK_VALUE(input.sym_size(1) % (2 * kTile) == 0, kOp, "input",
                  "a last dimension that is a multiple of 256: two halves of whole tiles of 128",
-                 describe(input), "Use swiglu_backward and quantize_both, which take any width");
+                 describe(input), "Use swiglu_backward and quantize, which take any width");
   check_block_rows(call.argument(), format);
   check_tile_count(call.argument(), call.shape());
   check_quantize_params({call.argument(), call.shape(), kIntermediate}, format, call.key, kDirections,
@@ -49,15 +48,18 @@ Format check_arguments(const SwigluBackwardCall& call) {
 struct SwigluBackwardResult {
   Outputs outputs;
   Tensor grad_probs;
-  Result result() const { return {outputs.data, outputs.scale, outputs.data_t, outputs.scale_t, grad_probs}; }
+
+  Tensors list() && {
+    Tensors list = as_list(std::move(outputs));
+    list.push_back(std::move(grad_probs));
+    return list;
+  }
 };
 
 SwigluBackwardResult make(const SwigluBackwardCall& call, const Format& format) {
   const c10::SymInt rows = call.probs ? call.input.sym_size(0) : c10::SymInt(0);
   return {make_outputs(call.input, call.shape(), format, kDirections), empty(call.input, {rows}, at::kFloat)};
 }
-
-SwigluBackwardResult meta(const SwigluBackwardCall& call) { return make(call, check_arguments(call)); }
 
 void launch(const QuantizeArgs& args, const SwigluBackwardArgs& swiglu, void* stream) {
   const bool mx = args.layout.granularity == ScaleGranularity::k1x32;
@@ -71,7 +73,7 @@ SwigluBackwardResult run(const SwigluBackwardCall& call) {
   const Format format = check_arguments(call);
   const GroupTables tables =
       group_tables(call.argument(), call.groups(), call.input.size(0), group_multiple(format, true));
-  const SwigluBackwardResult result = make(call, format);
+  SwigluBackwardResult result = make(call, format);
   const Tensor g = call.grad.contiguous();
   const Tensor x = call.input.contiguous();
   const bool has_probs = call.probs.has_value();
@@ -99,17 +101,23 @@ SwigluBackwardResult run(const SwigluBackwardCall& call) {
   return result;
 }
 
-template <SwigluBackwardResult (*run_op)(const SwigluBackwardCall&)>
-Result swiglu_backward_quantize_both(const Tensor& grad, const Tensor& input, const OptionalTensor& probs,
-                                     const OptionalTensor& group_sizes, std::string_view key,
-                                     const OptionalTensor& amax, const OptionalTensor& amax_t,
-                                     const OptionalTensor& seed) {
-  return run_op({grad, input, probs, group_sizes, key, {amax, amax_t, seed}}).result();
+Tensors swiglu_backward_quantize(const Tensor& grad, const Tensor& input, OptionalTensorArg probs,
+                                 OptionalTensorArg group_sizes, std::string_view key, OptionalTensorArg amax,
+                                 OptionalTensorArg amax_t, OptionalTensorArg seed) {
+  return run({grad, input, probs, group_sizes, key, {amax, amax_t, seed}}).list();
+}
+
+Tensors swiglu_backward_quantize_meta(const Tensor& grad, const Tensor& input, OptionalTensorArg probs,
+                                      OptionalTensorArg group_sizes, std::string_view key,
+                                      OptionalTensorArg amax, OptionalTensorArg amax_t,
+                                      OptionalTensorArg seed) {
+  const SwigluBackwardCall call{grad, input, probs, group_sizes, key, {amax, amax_t, seed}};
+  return make(call, check_arguments(call)).list();
 }
 
 }  // namespace
 
 // Not differentiable: the results are themselves gradients.
-TP_IMPL_NO_GRADIENT(kOp, swiglu_backward_quantize_both<run>, swiglu_backward_quantize_both<meta>);
+TP_IMPL_NO_GRADIENT(kOp, swiglu_backward_quantize, swiglu_backward_quantize_meta);
 
 }  // namespace transformer_plugin::quantize

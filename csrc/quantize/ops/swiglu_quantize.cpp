@@ -1,4 +1,4 @@
-// swiglu_quantize and its forms: SwiGLU whose result is quantized in the same pass.
+// swiglu_quantize: SwiGLU whose result is quantized in the same pass.
 #include "quantize/args/swiglu_quantize.h"
 
 #include "activation/swiglu_checks.h"
@@ -11,25 +11,18 @@ namespace {
 
 using at::Tensor;
 
-struct OpVariant {
-  const char* name;
-  Directions directions;
-};
-
-constexpr OpVariant kRows{"swiglu_quantize", {true, false}};
-constexpr OpVariant kColumns{"swiglu_quantize_transposed", {false, true}};
-constexpr OpVariant kBoth{"swiglu_quantize_both", {true, true}};
+constexpr const char* kOp = "swiglu_quantize";
 
 struct SwigluQuantizeCall {
-  const OpVariant& op;
   const Tensor& input;
   const OptionalTensor& probs;
   const OptionalTensor& group_sizes;
   std::string_view key;
   QuantizeParams params;
+  Directions directions;
 
-  Argument argument() const { return {op.name, "input", input}; }
-  const Tensor* groups() const { return group_sizes ? &*group_sizes : nullptr; }
+  Argument argument() const { return {kOp, "input", input}; }
+  const Tensor* groups() const { return pointer_to(group_sizes); }
   // The shape of the activation's output, which is quantized.
   MatrixShape shape() const { return matrix_shape(input.sym_size(0), input.sym_size(1) / 2, group_sizes); }
 };
@@ -38,29 +31,27 @@ constexpr const char* kIntermediate =
     "what swiglu gave in earlier steps, or use swiglu, and quantize its result";
 
 Format check_arguments(const SwigluQuantizeCall& call) {
-  const char* op = call.op.name;
   const Tensor& input = call.input;
-  const Format format = quantized_format(op, "format", call.key, !call.group_sizes);
-  activation::check_swiglu(op, input, call.probs);
-  if (call.group_sizes) check_group_sizes({op, "group_sizes", *call.group_sizes}, call.argument());
+  check_directions(kOp, call.directions);
+  const Format format = quantized_format(kOp, "format", call.key, !call.group_sizes);
+  activation::check_swiglu(kOp, input, call.probs);
+  if (call.group_sizes) check_group_sizes({kOp, "group_sizes", *call.group_sizes}, call.argument());
   const int64_t block = format.block_size();
-  TP_CHECK_VALUE(input.sym_size(1) % (2 * block) == 0, op, "input",
+  TP_CHECK_VALUE(input.sym_size(1) % (2 * block) == 0, kOp, "input",
                  "a last dimension that is a multiple of " << 2 * block << ": two halves in blocks of "
                                                            << (format.is_nv() ? "nvfp4" : "mxfp8") << ", "
                                                            << block,
                  describe(input), "Pad each half with zeros");
-  if (call.op.directions.transposed) check_block_rows(call.argument(), format);
+  if (call.directions.columnwise) check_block_rows(call.argument(), format);
   check_tile_count(call.argument(), call.shape());
-  check_quantize_params({call.argument(), call.shape(), kIntermediate}, format, call.key, call.op.directions,
+  check_quantize_params({call.argument(), call.shape(), kIntermediate}, format, call.key, call.directions,
                         call.params);
   return format;
 }
 
 Outputs make(const SwigluQuantizeCall& call, const Format& format) {
-  return make_outputs(call.input, call.shape(), format, call.op.directions);
+  return make_outputs(call.input, call.shape(), format, call.directions);
 }
-
-Outputs meta(const SwigluQuantizeCall& call) { return make(call, check_arguments(call)); }
 
 void launch(const QuantizeArgs& args, const float* probs, void* stream) {
   const bool mx = args.layout.granularity == ScaleGranularity::k1x32;
@@ -72,10 +63,10 @@ void launch(const NvArgs& args, const float* probs, void* stream) {
 
 Outputs run(const SwigluQuantizeCall& call) {
   const Format format = check_arguments(call);
+  const bool columnwise = call.directions.columnwise;
   const GroupTables tables = group_tables(call.argument(), call.groups(), call.input.size(0),
-                                          group_multiple(format, call.op.directions.transposed),
-                                          group_use(format, call.op.directions.transposed));
-  const Outputs outputs = make(call, format);
+                                          group_multiple(format, columnwise), group_use(format, columnwise));
+  Outputs outputs = make(call, format);
   const Tensor x = call.input.contiguous();
   const Tensor p = call.probs ? call.probs->contiguous() : Tensor();
   const float* prob = call.probs ? p.const_data_ptr<float>() : nullptr;
@@ -91,32 +82,23 @@ Outputs run(const SwigluQuantizeCall& call) {
 }
 
 using Key = std::string_view;
-using Pair = std::tuple<Tensor, Tensor>;
-using TwoPairs = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-using Run = Outputs (*)(const SwigluQuantizeCall&);
 
-// One direction.
-template <const OpVariant& op, Run run_op>
-Pair swiglu_quantize_one(const Tensor& input, OptionalTensorArg probs, OptionalTensorArg sizes, Key key,
-                         OptionalTensorArg amax, OptionalTensorArg seed) {
-  const Outputs o = run_op({op, input, probs, sizes, key, {amax, kNotGiven, seed}});
-  return op.directions.rowwise ? Pair{o.data, o.scale} : Pair{o.data_t, o.scale_t};
+Tensors swiglu_quantize(const Tensor& input, OptionalTensorArg probs, OptionalTensorArg group_sizes, Key key,
+                        OptionalTensorArg amax, OptionalTensorArg amax_t, OptionalTensorArg seed,
+                        bool rowwise, bool columnwise) {
+  return as_list(run({input, probs, group_sizes, key, {amax, amax_t, seed}, {rowwise, columnwise}}));
 }
 
-// Both directions.
-template <Run run_op>
-TwoPairs swiglu_quantize_both(const Tensor& input, OptionalTensorArg probs, OptionalTensorArg sizes, Key key,
-                              OptionalTensorArg amax, OptionalTensorArg amax_t, OptionalTensorArg seed) {
-  const Outputs o = run_op({kBoth, input, probs, sizes, key, {amax, amax_t, seed}});
-  return {o.data, o.scale, o.data_t, o.scale_t};
+Tensors swiglu_quantize_meta(const Tensor& input, OptionalTensorArg probs, OptionalTensorArg group_sizes,
+                             Key key, OptionalTensorArg amax, OptionalTensorArg amax_t,
+                             OptionalTensorArg seed, bool rowwise, bool columnwise) {
+  const SwigluQuantizeCall call{input, probs, group_sizes, key, {amax, amax_t, seed}, {rowwise, columnwise}};
+  return as_list(make(call, check_arguments(call)));
 }
 
 }  // namespace
 
 // Rounding has no gradient.
-TP_IMPL_NO_GRADIENT(kRows.name, (swiglu_quantize_one<kRows, run>), (swiglu_quantize_one<kRows, meta>));
-TP_IMPL_NO_GRADIENT(kColumns.name, (swiglu_quantize_one<kColumns, run>),
-                    (swiglu_quantize_one<kColumns, meta>));
-TP_IMPL_NO_GRADIENT(kBoth.name, swiglu_quantize_both<run>, swiglu_quantize_both<meta>);
+TP_IMPL_NO_GRADIENT(kOp, swiglu_quantize, swiglu_quantize_meta);
 
 }  // namespace transformer_plugin::quantize

@@ -1,9 +1,10 @@
-// Quantizes each row to FP8 with one FP32 scale.
+// Quantizes each row to FP8 with one FP32 scale (fp8_row).
 //
 //   scale = encode_scale(amax of row),  data = fp8(x * scale),  stored: 1 / scale;  input: [rows, cols]
 // Rows that are whole 16-byte vectors and fit into registers are read once: a short row by one warp, a longer
 // one by a block of 256 threads. Other rows are read twice, the second time from the cache if it holds them.
-// Grid: a grid-stride loop over rows. Shared memory: one partial maximum per warp.
+// Rows past the groups of a ragged matrix are not read. Grid: a grid-stride loop over rows. Shared memory: one
+// partial maximum per warp.
 #include "common/vectors.cuh"
 #include "quantize/args/quantize_rowwise.h"
 #include "quantize/cuda/tile/common.cuh"
@@ -58,14 +59,17 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kRows = kThreads / kTeam;  // per block
   const int thread = threadIdx.x % kTeam, units = static_cast<int>(args.cols / kVectorSize<T>);
   const int64_t step = static_cast<int64_t>(gridDim.x) * kRows;
+  if (args.is_noop()) return;
+  const int64_t used = args.used_rows();
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kTeam; row < args.rows;
        row += step) {
     const uint4* input = static_cast<const uint4*>(args.input) + row * units;
+    const int here = row < used ? units : 0;  // vectors to read
     uint4 vectors[kUnits];
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {  // all loads are issued before the first use
       const int at = i * kTeam + thread;
-      vectors[i] = at < units ? input[at] : uint4{};
+      vectors[i] = at < here ? input[at] : uint4{};
     }
     float largest = 0.0f;
 #pragma unroll
@@ -77,7 +81,7 @@ __global__ void __launch_bounds__(kThreads)
       const int at = i * kTeam + thread;
       if (at < units) store_vector<element, T>(vectors[i], scale, data + at * kVectorSize<T>);
     }
-    if (thread == 0) args.scale[row] = 1.0f / scale;
+    if (thread == 0) args.scale[row] = row < used ? 1.0f / scale : 0.0f;
   }
 }
 
@@ -86,18 +90,21 @@ template <DType element, typename T>
 __global__ void __launch_bounds__(kThreads)
     quantize_rowwise_loop_kernel(const __grid_constant__ QuantizeRowwiseArgs args) {
   __shared__ float partial[kWarps];
+  if (args.is_noop()) return;
+  const int64_t used = args.used_rows();
   for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
     const T* input = static_cast<const T*>(args.input) + row * args.cols;
     uint8_t* data = args.data + row * args.cols;
     float largest = 0.0f;
-    for (int64_t c = threadIdx.x; c < args.cols; c += kThreads) {
+    for (int64_t c = threadIdx.x; row < used && c < args.cols; c += kThreads) {
       largest = fmaxf(largest, fabsf(to_float(input[c])));
     }
     const float scale = encode_scale(team_max<kThreads>(largest, partial), args.rule);
     for (int64_t c = threadIdx.x; c < args.cols; c += kThreads) {
-      data[c] = static_cast<uint8_t>(encode2<element>(to_float(input[c]) * scale, 0.0f));
+      const float value = row < used ? to_float(input[c]) * scale : 0.0f;
+      data[c] = static_cast<uint8_t>(encode2<element>(value, 0.0f));
     }
-    if (threadIdx.x == 0) args.scale[row] = 1.0f / scale;
+    if (threadIdx.x == 0) args.scale[row] = row < used ? 1.0f / scale : 0.0f;
   }
 }
 

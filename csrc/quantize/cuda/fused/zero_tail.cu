@@ -1,9 +1,9 @@
-// Zeroes data and scales of rows from *end on, and the padding of scales (quantize/args/quantize_tail.h).
+// Zeroes data and scales of rows from *end on, and the padding of scales (quantize/args/zero_tail.h).
 // Grid-stride loops, 256 threads per block, no shared memory.
 #include <algorithm>
 
 #include "common/launch.cuh"
-#include "quantize/args/quantize_tail.h"
+#include "quantize/args/zero_tail.h"
 
 namespace transformer_plugin::quantize {
 namespace {
