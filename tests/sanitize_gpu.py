@@ -53,11 +53,13 @@ from transformer_plugin.testing.norm_cases import norm_cases, norm_quantize_case
 from transformer_plugin.testing.quantize_cases import (
     columns_of,
     extras,
+    grouped_per_row_cases,
     grouped_quantize_cases,
+    per_row_cases,
     quantize_cases,
     rows_of,
 )
-from transformer_plugin.testing.rowwise_cases import grouped_gemm_rowwise_cases, quantize_rowwise_cases
+from transformer_plugin.testing.rowwise_cases import grouped_gemm_rowwise_cases
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 Call = Callable[[], Any]
@@ -72,7 +74,7 @@ def _quantize(input: torch.Tensor, format: str) -> None:
     ops.quantize(input, format, **rows)
     ops.quantize(input, format, **columns, rowwise=False, columnwise=True)
     data, scale, data_t, scale_t = ops.quantize(input, format, **more, columnwise=True)
-    amax, amax_t = rows.get("amax"), columns.get("amax")
+    amax, amax_t = rows.get("amax"), columns.get("amax_t")
     ops.dequantize(data, scale, format, torch.bfloat16, amax=amax)
     ops.requantize_transposed(data, scale, format, torch.bfloat16, **more)
     ops.dequantize(data_t, scale_t, format, torch.bfloat16, transposed=True, amax=amax_t)
@@ -174,8 +176,15 @@ def _grouped_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, *more: 
                 ops.grouped_gemm_quantized_out(*arguments, quantized, *extra, **amaxes, beta=beta)
 
 
-def _quantize_rowwise(input: torch.Tensor, options: dict[str, Any]) -> None:
-    ops.quantize_rowwise(input, **options)
+def _quantize_rows(input: torch.Tensor, format: str) -> None:
+    data, scale, data_t, scale_t = ops.quantize(input, format, columnwise=True)
+    ops.dequantize(data, scale, format, torch.bfloat16)
+    ops.dequantize(data_t, scale_t, format, torch.bfloat16, transposed=True)
+
+
+def _grouped_rows(input: torch.Tensor, sizes: torch.Tensor, format: str) -> None:
+    data, scale = ops.quantize(input, format, sizes)
+    ops.dequantize(data, scale, format, torch.bfloat16, sizes)
 
 
 def _grouped_gemm_rowwise(*arguments: Any) -> None:
@@ -265,7 +274,7 @@ def _in_turn(max_sms: int, device: torch.device) -> None:
     )
     formats = recipe.input_format, recipe.weight_format
     ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16, **plan)
-    codes = *ops.quantize_rowwise(input[:, :256]), *ops.quantize_rowwise(weight[..., :256])
+    codes = *ops.quantize(input[:, :256], "fp8_row"), *ops.quantize(weight[..., :256], "fp8_row")
     ops.grouped_gemm_rowwise(*codes, sizes, **plan)
     _, h = ops.grouped_gemm_swiglu(input, weight[:, :768], sizes, None, **plan)
     ops.grouped_gemm_swiglu_quantize(input, weight[:, :768], sizes, None, "fp8_block", **plan)
@@ -295,9 +304,13 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
     """Every call, by its name."""
     for name, cases, call in (
         ("quantize", quantize_cases(), _quantize),
-        ("grouped_quantize", grouped_quantize_cases(), _grouped),
-        ("quantize_scaled", quantize_scaled_cases(), ops.quantize_scaled_both),
-        ("grouped_quantize_scaled", grouped_quantize_scaled_cases(), ops.quantize_scaled_both),
+        ("grouped quantize", grouped_quantize_cases(), _grouped),
+        ("quantize_scaled", quantize_scaled_cases(), partial(ops.quantize_scaled, columnwise=True)),
+        (
+            "grouped quantize_scaled",
+            grouped_quantize_scaled_cases(),
+            partial(ops.quantize_scaled, columnwise=True),
+        ),
         ("quantize_list", quantize_cases(), _list),
         ("swiglu", swiglu_cases(), _swiglu),
         ("swiglu_quantize", swiglu_quantize_cases(), _fused),
@@ -308,7 +321,8 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
         ("grouped_gemm", grouped_gemm_cases(), _grouped_gemm),
         ("grouped_gemm_wgrad", grouped_wgrad_cases(), _grouped_wgrad),
         ("grouped_gemm_list", grouped_gemm_list_cases(), _grouped_gemm_list),
-        ("quantize_rowwise", quantize_rowwise_cases(), _quantize_rowwise),
+        ("quantize rows", per_row_cases(), _quantize_rows),
+        ("grouped quantize rows", grouped_per_row_cases(), _grouped_rows),
         ("grouped_gemm_rowwise", grouped_gemm_rowwise_cases(), _grouped_gemm_rowwise),
         ("grouped_gemm_wgrad_list_out", grouped_wgrad_list_cases(), _grouped_wgrad_list),
         ("grouped_gemm_swiglu", grouped_gemm_swiglu_cases(), ops.grouped_gemm_swiglu),

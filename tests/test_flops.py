@@ -32,7 +32,7 @@ def of(*sizes: int) -> Tensor:
 
 
 def rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
-    return ops.quantize_rowwise(x)
+    return ops.quantize(x, "fp8_row")
 
 
 def pair(format: str, *sizes: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from transformer_plugin.testing.every_op import Call
 
 #: Every element of its own exponent; every row of its own; either, with infinities and NaN among them.
 KINDS = ("elements", "rows", "nonfinite")
-DELAYED = ("delayed_scale", "update_delayed_scale_", "quantize_scaled", "quantize_scaled_both")
+DELAYED = ("delayed_scale", "update_delayed_scale_", "quantize_scaled")
 #: What is float32 beside operands of any dtype.
 FLOAT32_ONLY = ("probs", "rstd", "mean", "bias_scale", "amax", "amax_t", "scale", "scale_inv", "history")
 

@@ -14,7 +14,7 @@ from transformer_plugin import ops
 from transformer_plugin.formats import Format
 from transformer_plugin.testing.cases import FLOAT_DTYPES
 from transformer_plugin.testing.numerics import assert_same_bits
-from transformer_plugin.testing.quantize_cases import rows_for, width_for
+from transformer_plugin.testing.quantize_cases import COLUMNS, rows_for, width_for
 
 COUNTS = [0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 8, 8, 16, 16, 40, 40]
 ROWS = [0, 0, 1, 2, 3, 7, 8, 16, 17, 31, 63, 64, 65, 100, 127, 128, 129, 192, 255, 257]
@@ -185,17 +185,13 @@ def is_whole(tensor: Tensor) -> bool:
 
 def codes_of(x: Tensor, key: str, groups: Groups | None = None, columns: bool = False) -> Codes:
     """A matrix, a stack of them or rows of groups in a format, along rows or along columns."""
-    amax = None
     sizes = None if groups is None else groups.device
+    flags, amax = COLUMNS if columns else {}, None
     if Format.parse(key).needs_amax:
-        amax = (ops.amax_transposed if columns else ops.amax)(x, key, sizes)
-    if sizes is None:
-        data, scale = (ops.quantize_transposed if columns else ops.quantize)(x, key, amax)
-        values = ops.dequantize(data, scale, key, torch.float32, amax=amax, transposed=columns)
-    else:
-        grouped = ops.grouped_quantize_transposed if columns else ops.grouped_quantize
-        data, scale = grouped(x, sizes, key, amax)
-        values = ops.dequantize(data, scale, key, torch.float32, sizes, columns, amax)
+        amax = ops.amax(x, key, sizes, **flags)
+    amaxes = {"amax_t" if columns else "amax": amax}
+    data, scale = ops.quantize(x, key, sizes, **amaxes, **flags)
+    values = ops.dequantize(data, scale, key, torch.float32, sizes, columns, amax)
     return Codes(data, scale, amax, values.double())
 
 

@@ -98,11 +98,12 @@ def quantized_rows(capacity: int, device: torch.device, formats: tuple[str, str]
         return lambda **plan: ops.grouped_gemm_quantized(*arguments, **amaxes, **plan)
 
     x_rows, grad_rows = rows(x), rows(grad)
-    matrices = ops.quantize_list(list(weight), weight_key, weight_amax)
+    matrices = zip(*ops.quantize_list(list(weight), weight_key, weight_amax), strict=True)
+    w_data, w_scales = (list(tensors) for tensors in matrices)
     own_amaxes = None if weight_amax is None else list(weight_amax.split(1))
 
     def forward_of_a_list(**plan: int) -> Tensor:
-        arguments = (*x_rows[0], *matrices, sizes, *formats, torch.bfloat16)
+        arguments = (*x_rows[0], w_data, w_scales, sizes, *formats, torch.bfloat16)
         return ops.grouped_gemm_quantized_list(*arguments, a_amax=x_rows[1], b_amax=own_amaxes, **plan)
 
     return {
@@ -116,8 +117,8 @@ def quantized_rows(capacity: int, device: torch.device, formats: tuple[str, str]
 def rowwise_products(capacity: int, device: torch.device) -> dict[str, Product]:
     x, grad, weight, bias = (t.float() for t in inputs(capacity, device))
     sizes = torch.tensor(SIZES, device=device)
-    forward = *ops.quantize_rowwise(x), *ops.quantize_rowwise(weight), sizes
-    backward = *ops.quantize_rowwise(grad, element="e5m2"), *ops.quantize_rowwise(weight.mT), sizes
+    forward = *ops.quantize(x, "fp8_row"), *ops.quantize(weight, "fp8_row"), sizes
+    backward = *ops.quantize(grad, "fp8_row:e5m2"), *ops.quantize(weight.mT, "fp8_row"), sizes
     return {
         "forward": lambda **plan: ops.grouped_gemm_rowwise(*forward, **plan),
         "forward with bias": lambda **plan: ops.grouped_gemm_rowwise(*forward, bias=bias, **plan),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.numerics import assert_same_bits
 from transformer_plugin.testing.quantize_cases import (
+    BOTH,
+    COLUMNS,
     TENSOR_FORMATS,
     grouped_quantize_cases,
     quantize_cases,
@@ -65,7 +68,7 @@ def test_quantize_with_the_amax_that_it_would_find(case: Case, device: torch.dev
     input, format = case.arguments(device)
     amax, expected = ops.amax(input, format), ops.quantize(input, format, columnwise=True)
     assert_all_same(ops.quantize(input, format, amax=amax), expected[:2])
-    assert_all_same(ops.quantize(input, format, amax_t=amax, rowwise=False, columnwise=True), expected[2:])
+    assert_all_same(ops.quantize(input, format, amax=amax, rowwise=False, columnwise=True), expected[2:])
     assert_all_same(ops.quantize(input, format, amax=amax, columnwise=True), expected)
 
 
@@ -75,7 +78,7 @@ def test_grouped_quantize_with_the_amax_that_it_would_find(case: Case, device: t
     amax, expected = ops.amax(input, format, sizes), ops.quantize(input, format, sizes, columnwise=True)
     assert_all_same(ops.quantize(input, format, sizes, amax=amax), expected[:2])
     assert_all_same(
-        ops.quantize(input, format, sizes, amax_t=amax, rowwise=False, columnwise=True), expected[2:]
+        ops.quantize(input, format, sizes, amax=amax, rowwise=False, columnwise=True), expected[2:]
     )
     assert_all_same(ops.quantize(input, format, sizes, amax=amax, columnwise=True), expected)
 
@@ -141,14 +144,14 @@ def test_opcheck(case: Case, device: torch.device) -> None:
     special = case.name.startswith("special")
     checks = {"test_utils": NOT_SCHEMA} if special else {}
     opcheck(OPS.amax.default, (input, format), **checks)
-    opcheck(OPS.amax_transposed.default, (input, format), **checks)
-    opcheck(OPS.amax_both.default, (input.clone().requires_grad_(), format), **checks)
+    opcheck(OPS.amax.default, (input, format), COLUMNS, **checks)
+    opcheck(OPS.amax.default, (input.clone().requires_grad_(), format), BOTH, **checks)
     if special:
         return
     amax = ops.amax(input, format)
-    opcheck(OPS.quantize.default, (input, format, amax))
-    opcheck(OPS.quantize_transposed.default, (input, format, amax), test_utils=NOT_SCHEMA)
-    opcheck(OPS.quantize_both.default, (input, format, amax.requires_grad_()))
+    opcheck(OPS.quantize.default, (input, format, None, amax))
+    opcheck(OPS.quantize.default, (input, format, None, amax), COLUMNS, test_utils=NOT_SCHEMA)
+    opcheck(OPS.quantize.default, (input, format, None, amax.requires_grad_()), BOTH)
 
 
 @by_grouped_case
@@ -156,10 +159,9 @@ def test_grouped_opcheck(case: Case, device: torch.device) -> None:
     input, sizes, format = case.arguments(device)
     input = input.nan_to_num()
     amax = ops.amax(input, format, sizes)
-    for op in (OPS.amax, OPS.amax_transposed, OPS.amax_both):
-        opcheck(op.default, (input, format, sizes))
-    for op in (OPS.grouped_quantize, OPS.grouped_quantize_transposed, OPS.grouped_quantize_both):
-        opcheck(op.default, (input, sizes, format, amax), test_utils=NOT_SCHEMA)
+    for flags in ({}, COLUMNS, BOTH):
+        opcheck(OPS.amax.default, (input, format, sizes), flags)
+        opcheck(OPS.quantize.default, (input, format, sizes, amax), flags, test_utils=NOT_SCHEMA)
 
 
 def test_compiles_whole(device: torch.device) -> None:
@@ -194,11 +196,11 @@ def no_use(key: str, got: str) -> str:
         (ops.amax, (ONES, "fp8_block"), ValueError,
          "amax: argument 'format': expected a format that scales by the largest magnitude of more than a "
          "block, fp8_tensor or nvfp4, got 'fp8_block'. Other formats find their scales on the way."),
-        (ops.amax_transposed, (ONES, "mxfp8"), ValueError,
-         "amax_transposed: argument 'format': expected a format that scales by the largest magnitude of more "
+        (partial(ops.amax, **COLUMNS), (ONES, "mxfp8"), ValueError,
+         "amax: argument 'format': expected a format that scales by the largest magnitude of more "
          "than a block, fp8_tensor or nvfp4, got 'mxfp8'. Other formats find their scales on the way."),
-        (ops.amax_both, (ONES, "bf16"), ValueError,
-         "amax_both: argument 'format': expected a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4, got "
+        (partial(ops.amax, **BOTH), (ONES, "bf16"), ValueError,
+         "amax: argument 'format': expected a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4, got "
          "'bf16'. Use the tensor as it is, or convert it with .to()."),
         (ops.amax, (ONES.double(), "fp8_tensor"), TypeError,
          "amax: argument 'input': expected one of the dtypes float32, bfloat16, float16, got float64. "
@@ -210,37 +212,37 @@ def no_use(key: str, got: str) -> str:
         (ops.amax, (ONES, "fp8_tensor", SIZES.float()), TypeError,
          "amax: argument 'group_sizes': expected one of the dtypes int32, int64, got float32. "
          "Convert it with .to() first."),
-        (ops.amax_both, (ONES, "fp8_tensor", torch.tensor([2, 3])), ValueError,
-         "amax_both: argument 'group_sizes': expected sizes that sum to at most 4, the rows of the buffer, "
+        (partial(ops.amax, **BOTH), (ONES, "fp8_tensor", torch.tensor([2, 3])), ValueError,
+         "amax: argument 'group_sizes': expected sizes that sum to at most 4, the rows of the buffer, "
          "got a sum of 5 at group 1. Enlarge the buffer or fix the sizes."),
-        (ops.quantize, (ONES, "fp8_tensor", AMAX.double()), TypeError,
+        (ops.quantize, (ONES, "fp8_tensor", None, AMAX.double()), TypeError,
          "quantize: argument 'amax': expected one of the dtypes float32, got float64. "
          "Convert it with .to() first."),
-        (ops.quantize_transposed, (ONES, "fp8_tensor", torch.ones(2)), ValueError,
-         f"quantize_transposed: argument 'amax': expected sizes [1], {SCALES_BY}, got float32[2] on cpu. "
+        (partial(ops.quantize, **COLUMNS), (ONES, "fp8_tensor", None, torch.ones(2)), ValueError,
+         f"quantize: argument 'amax': expected sizes [1], {SCALES_BY}, got float32[2] on cpu. "
          "Compute it with transformer_plugin.ops.amax_transposed."),
-        (ops.quantize_both, (ONES[None, :2], "fp8_tensor", torch.ones(())), ValueError,
-         f"quantize_both: argument 'amax': expected sizes [1], {SCALES_BY}, got float32[] on cpu. {COMPUTE}"),
-        (ops.grouped_quantize, (ONES, SIZES, "fp8_tensor", AMAX), ValueError,
-         f"grouped_quantize: argument 'amax': expected sizes [2], {SCALES_BY}, got float32[1] on cpu. "
+        (partial(ops.quantize, **BOTH), (ONES[None, :2], "fp8_tensor", None, torch.ones(())), ValueError,
+         f"quantize: argument 'amax': expected sizes [1], {SCALES_BY}, got float32[] on cpu. {COMPUTE}"),
+        (ops.quantize, (ONES, "fp8_tensor", SIZES, AMAX), ValueError,
+         f"quantize: argument 'amax': expected sizes [2], {SCALES_BY}, got float32[1] on cpu. "
          f"{COMPUTE}"),
-        (ops.grouped_quantize_both, (ONES, SIZES, "fp8_tensor", AMAX.to("meta").expand(2)), ValueError,
-         "grouped_quantize_both: argument 'amax': expected a tensor on cpu, like input, got float32[2] on "
+        (partial(ops.quantize, **BOTH), (ONES, "fp8_tensor", SIZES, AMAX.to("meta").expand(2)), ValueError,
+         "quantize: argument 'amax': expected a tensor on cpu, like input, got float32[2] on "
          'meta. Move it with .to("cpu") first.'),
-        (ops.quantize_both, (ONES, "fp8_tensor", AMAX, AMAX), ValueError,
-         f"quantize_both: argument 'amax_t': {no_use('fp8_tensor', 'float32[1]')}"),
-        (ops.quantize, (ONES, "fp8_block", AMAX), ValueError,
+        (partial(ops.quantize, **BOTH), (ONES, "fp8_tensor", None, AMAX, AMAX), ValueError,
+         f"quantize: argument 'amax_t': {no_use('fp8_tensor', 'float32[1]')}"),
+        (ops.quantize, (ONES, "fp8_block", None, AMAX), ValueError,
          f"quantize: argument 'amax': {no_use('fp8_block', 'float32[1]')}"),
-        (ops.quantize_both, (ONES, "mxfp8", None, AMAX), ValueError,
-         f"quantize_both: argument 'amax_t': {no_use('mxfp8', 'float32[1]')}"),
-        (ops.quantize, (ONES, "fp8_tensor", None, SEED), ValueError,
+        (partial(ops.quantize, **BOTH), (ONES, "mxfp8", None, None, AMAX), ValueError,
+         f"quantize: argument 'amax_t': {no_use('mxfp8', 'float32[1]')}"),
+        (ops.quantize, (ONES, "fp8_tensor", None, None, None, SEED), ValueError,
          f"quantize: argument 'seed': {no_use('fp8_tensor', 'int64[1]')}"),
-        (ops.grouped_quantize_transposed, (ONES, SIZES, "fp8_block", None, SEED), ValueError,
-         f"grouped_quantize_transposed: argument 'seed': {no_use('fp8_block', 'int64[1]')}"),
+        (partial(ops.quantize, **COLUMNS), (ONES, "fp8_block", SIZES, None, None, SEED), ValueError,
+         f"quantize: argument 'seed': {no_use('fp8_block', 'int64[1]')}"),
         (ops.dequantize, (*PER_TENSOR, torch.float32, False, AMAX), ValueError,
          f"dequantize: argument 'amax': {no_use('fp8_tensor', 'float32[1]')}"),
-        (ops.grouped_dequantize, (E4M3, torch.ones(2), SIZES, "fp8_tensor", torch.float32, False, AMAX),
-         ValueError, f"grouped_dequantize: argument 'amax': {no_use('fp8_tensor', 'float32[1]')}"),
+        (ops.dequantize, (E4M3, torch.ones(2), "fp8_tensor", torch.float32, SIZES, False, AMAX),
+         ValueError, f"dequantize: argument 'amax': {no_use('fp8_tensor', 'float32[1]')}"),
         (ops.gemm_quantized,
          (*BLOCKS, *BLOCKS, "fp8_block", "fp8_block", torch.float32, None, True, AMAX), ValueError,
          f"gemm_quantized: argument 'a_amax': {no_use('fp8_block', 'float32[1]')}"),

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.compile.model import of_any_rows
 from tests.opcheck import opcheck
 from tests.ops import quantize_oracle as oracle
+from tests.ops.op_names import name_of
 from tests.ops.quantize_oracle import SPECS, assert_all_same
 from transformer_plugin import ops, reference
 from transformer_plugin.recipes import (
@@ -28,7 +29,7 @@ from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.fused_cases import bias_backward_quantize_cases
 from transformer_plugin.testing.fused_cases import given as given_for
 from transformer_plugin.testing.numerics import assert_same_bits
-from transformer_plugin.testing.quantize_cases import columns_of, rows_of
+from transformer_plugin.testing.quantize_cases import BOTH, COLUMNS, columns_of, rows_of
 
 OPS = torch.ops.transformer_plugin
 CASES = list(bias_backward_quantize_cases())
@@ -85,11 +86,11 @@ def test_bytes_and_sums(case: Case, device: torch.device) -> None:
     assert_all_same(tuple(both), expected)
     assert_same_sums(grad_bias.cpu(), sums)
     assert_same_sums(bias_gradient(grad, sizes).cpu(), sums)  # the step alone
-    for op, quantized, own in (
-        (ops.bias_backward_quantize, expected[:2], rows_of(more)),
-        (ops.bias_backward_quantize_transposed, expected[2:], columns_of(more)),
+    for flags, quantized, own in (
+        ({}, expected[:2], rows_of(more)),
+        (COLUMNS, expected[2:], columns_of(more)),
     ):
-        *got, grad_bias = op(grad, sizes, format, **own)
+        *got, grad_bias = ops.bias_backward_quantize(grad, sizes, format, **own, **flags)
         assert_all_same(tuple(got), quantized)
         assert_same_sums(grad_bias.cpu(), sums)
 
@@ -102,11 +103,11 @@ def test_reference(case: Case) -> None:
     *got, got_sums = reference.bias_backward_quantize(grad, sizes, format, **more, columnwise=True)
     assert_all_same(tuple(got), tuple(expected))
     assert_same_sums(got_sums, sums)
-    for op, quantized, own in (
-        (reference.bias_backward_quantize, expected[:2], rows_of(more)),
-        (reference.bias_backward_quantize_transposed, expected[2:], columns_of(more)),
+    for flags, quantized, own in (
+        ({}, expected[:2], rows_of(more)),
+        (COLUMNS, expected[2:], columns_of(more)),
     ):
-        *got, got_sums = op(grad, sizes, format, **own)
+        *got, got_sums = reference.bias_backward_quantize(grad, sizes, format, **own, **flags)
         assert_all_same(tuple(got), tuple(quantized))
         assert_same_sums(got_sums, sums)
 
@@ -179,8 +180,8 @@ def test_opcheck(case: Case, device: torch.device) -> None:
     grad, sizes, format = case.arguments(device)
     more = given(grad, sizes, format)
     arguments = (grad.nan_to_num().requires_grad_(), sizes, format)
-    for name, own in (("", rows_of(more)), ("_transposed", columns_of(more)), ("_both", more)):
-        opcheck(getattr(OPS, f"bias_backward_quantize{name}").default, arguments, own)
+    for flags, own in (({}, rows_of(more)), (COLUMNS, columns_of(more)), (BOTH, more)):
+        opcheck(OPS.bias_backward_quantize.default, arguments, {**own, **flags})
     opcheck(OPS.bias_backward.default, arguments[:1])
 
 
@@ -193,7 +194,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "transformer_plugin":
-            self.names.append(func._schema.name.removeprefix("transformer_plugin::"))
+            self.names.append(name_of(func, args, kwargs))
         return func(*args, **(kwargs or {}))
 
 
@@ -239,12 +240,12 @@ def test_layers_read_the_gradient_once(
 ) -> None:
     grad, names, got = step(recipe, grouped, wanted, device)
     fused = [name for name in names if name.startswith("bias_backward_quantize")]
-    direction = {"input weight bias": "_both", "weight bias": "_transposed", "input bias": ""}[wanted]
+    direction = {"input weight bias": " both", "weight bias": " columns", "input bias": ""}[wanted]
     if recipe.grad_format.startswith("fp8_tensor") and not multiplies_codes(device):
         direction = ""  # one rounding serves both directions
     assert fused == [f"bias_backward_quantize{direction}"]
     assert not {"bias_backward", "grouped_bias_backward"} & set(names)
-    assert not [name for name in names if name.startswith(("quantize", "grouped_quantize"))]
+    assert not [name for name in names if name.startswith(("quantize", "grouped quantize"))]
     sums = bias_gradient(grad, groups_of(device) if grouped else None)
     assert_same_bits(got["bias"], sums.bfloat16())
     # the other gradients do not depend on whether the bias's is wanted

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from transformer_plugin import ops
+from transformer_plugin.testing.quantize_cases import BOTH, COLUMNS
 
 X = torch.zeros(4, 64)
 
@@ -28,7 +29,7 @@ X = torch.zeros(4, 64)
             (X.repeat(4, 1), None, "nvfp4"),
             ValueError,
             "argument 'amax': expected a float32 tensor of sizes [1], the largest magnitudes that 'nvfp4' scales by, "
-            "got None. Compute it with transformer_plugin.ops.amax{columns}.",
+            "got None. Compute it with transformer_plugin.ops.amax.",
         ),
         (
             (X, None, "bf16"),
@@ -57,7 +58,7 @@ X = torch.zeros(4, 64)
             (X, torch.tensor([2, 2]), "fp8_tensor", torch.ones(1)),
             ValueError,
             "argument 'amax': expected sizes [2], the largest magnitudes that 'fp8_tensor' scales by, got float32[1] "
-            "on cpu. Compute it with transformer_plugin.ops.amax{columns}.",
+            "on cpu. Compute it with transformer_plugin.ops.amax.",
         ),
         (
             (X, torch.tensor([5]), "mxfp8"),
@@ -68,12 +69,13 @@ X = torch.zeros(4, 64)
     ],
 )
 def test_errors_have_four_parts(arguments: tuple, error: type[Exception], text: str) -> None:
-    for name in ("", "_transposed", "_both"):
+    for flags in ({}, COLUMNS, BOTH):
         with pytest.raises(error) as caught:
-            getattr(ops, f"bias_backward_quantize{name}")(*arguments)
-        columns = name if name == "_transposed" else ""
-        expected = text.replace("{columns}", columns)
-        assert str(caught.value) == f"transformer_plugin::bias_backward_quantize{name}: {expected}"
+            ops.bias_backward_quantize(*arguments, **flags)
+        expected = text
+        if flags == COLUMNS and arguments[2] == "nvfp4":
+            expected = text.replace("'amax'", "'amax_t'").replace("ops.amax", "ops.amax and columnwise=True")
+        assert str(caught.value) == f"transformer_plugin::bias_backward_quantize: {expected}"
 
 
 def test_errors_of_the_step() -> None:

@@ -20,6 +20,7 @@ from transformer_plugin.testing.delayed_scaling_cases import (
     quantize_scaled_cases,
 )
 from transformer_plugin.testing.numerics import assert_same_bits
+from transformer_plugin.testing.quantize_cases import BOTH, COLUMNS
 
 CASES = [*quantize_scaled_cases(), *grouped_quantize_scaled_cases()]
 STATES = list(delayed_scale_cases())
@@ -63,16 +64,12 @@ def quantized(
 def test_quantize_scaled(case: Case, device: torch.device) -> None:
     input, scale, format, amax, group_sizes, first = case.arguments(device)
     expected, after = quantized(input, scale, format, amax, group_sizes, first)
-    for function, count in (
-        (ops.quantize_scaled, 2),
-        (ops.quantize_scaled_both, 4),
-        (reference.quantize_scaled, 2),
-        (reference.quantize_scaled_both, 4),
-    ):
-        state = amax.clone()
-        got = function(input, scale, format, state, group_sizes, first)
-        assert_all_same(got, expected[:count])
-        assert_same_bits(state.cpu(), after, "amax")
+    for flags, wanted in (({}, expected[:2]), (COLUMNS, expected[2:]), (BOTH, expected)):
+        for family in (ops, reference):
+            state = amax.clone()
+            got = family.quantize_scaled(input, scale, format, state, group_sizes, first, **flags)
+            assert_all_same(got, wanted)
+            assert_same_bits(state.cpu(), after, "amax")
     assert_all_same(ops.quantize_scaled(input, scale, format, None, group_sizes, first), expected[:2])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from transformer_plugin.testing.delayed_scaling_cases import (
     quantize_scaled_cases,
 )
 from transformer_plugin.testing.numerics import assert_same_bits
+from transformer_plugin.testing.quantize_cases import BOTH
 
 OPS = torch.ops.transformer_plugin
 # torch 2.11 finds an FP8 NaN different from itself, so the cases with NaN stay out.
@@ -32,7 +34,7 @@ NOT_DISPATCH = ("test_schema", "test_autograd_registration", "test_faketensor")
 def test_opcheck(case: Case, device: torch.device) -> None:
     arguments = case.arguments(device)
     opcheck(OPS.quantize_scaled.default, arguments, test_utils=NOT_DISPATCH)
-    opcheck(OPS.quantize_scaled_both.default, arguments)
+    opcheck(OPS.quantize_scaled.default, arguments, BOTH)
     stateless = (arguments[0].requires_grad_(), *arguments[1:3], None, *arguments[4:])
     opcheck(OPS.quantize_scaled.default, stateless)
 
@@ -104,7 +106,7 @@ HISTORY = torch.zeros(3, 2)
         (ops.quantize_scaled, (ONES.double(), TWO, E4M3), TypeError,
          "argument 'input': expected one of the dtypes float32, bfloat16, float16, got float64. Convert it with .to() "
          "first."),
-        (ops.quantize_scaled_both, (ONES[0], TWO, E4M3), ValueError,
+        (partial(ops.quantize_scaled, **BOTH), (ONES[0], TWO, E4M3), ValueError,
          "argument 'input': expected 2 or 3 dimensions, got float32[6] on cpu. Reshape it first."),
         (ops.quantize_scaled, (ONES[None], TWO, E4M3, None, torch.tensor([1])), ValueError,
          "argument 'input': expected 2 dimensions, got float32[1, 4, 6] on cpu. Reshape it first."),
@@ -133,7 +135,7 @@ HISTORY = torch.zeros(3, 2)
         (ops.quantize_scaled, (ONES, TWO, "fp8_tensor:pow2"), ValueError,
          "argument 'format': expected fp8_tensor:e4m3 or fp8_tensor:e5m2, without pow2 or eps, got 'fp8_tensor:pow2'. "
          "The scale is given: pow2 and eps are for scales that come from the data."),
-        (ops.quantize_scaled_both, (ONES, TWO, E4M3, None, torch.tensor([1, 9])), ValueError,
+        (partial(ops.quantize_scaled, **BOTH), (ONES, TWO, E4M3, None, torch.tensor([1, 9])), ValueError,
          "argument 'group_sizes': expected sizes that sum to at most 4, the rows of the buffer, got a sum of 10 at "
          "group 1. Enlarge the buffer or fix the sizes."),
         (ops.update_delayed_scale_, (HISTORY[0], TWO, TWO, [E4M3]), ValueError,

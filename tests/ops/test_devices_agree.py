@@ -17,12 +17,15 @@ from transformer_plugin import ops
 from transformer_plugin.testing.cases import FLOAT_DTYPES
 from transformer_plugin.testing.numerics import assert_same_bits
 from transformer_plugin.testing.quantize_cases import (
+    BOTH,
+    COLUMNS,
     FORMATS,
     GROUPED_FORMATS,
     GROUPED_MX_FORMATS,
     GROUPED_NV_FORMATS,
     MX_FORMATS,
     NV_FORMATS,
+    PER_ROW_FORMATS,
     ROW_FORMATS,
     TENSOR_FORMATS,
     amax_of,
@@ -32,7 +35,6 @@ from transformer_plugin.testing.quantize_cases import (
     rows_of,
     width_for,
 )
-from transformer_plugin.testing.rowwise_cases import ROWWISE_OPTIONS
 
 PARTS, CASES = 5, 2000  # of each op; parts can run on several workers
 EDGES = [0, 1, 2, 15, 16, 17, 31, 33, 64, 127, 128, 129, 200, 255, 256, 257, 300]
@@ -107,39 +109,37 @@ def given_fused(random: Random, made: Tensor, format: str, sizes: Tensor | None 
     return {key: value if key == "seed" else value * factor for key, value in more.items()}
 
 
-def quantize(name: str, only: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Make:
-    def make(random: Random) -> Call:
-        format = random.choice(DENSE)
-        input = dense(random, format)
-        return getattr(ops, name), (input, format), only(given(random, input, format))
-
-    return make
+def direction_of(random: Random, more: dict[str, Tensor]) -> dict[str, Any]:
+    """Flags, and what an op takes with them."""
+    return random.choice([rows_of(more), {**columns_of(more), **COLUMNS}, {**more, **BOTH}])
 
 
-def grouped_quantize(name: str, only: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Make:
-    def make(random: Random) -> Call:
-        format = random.choice(GROUPED)
-        input, sizes = ragged(random, format)
-        return getattr(ops, name), (input, sizes, format), only(given(random, input, format, sizes))
-
-    return make
+def quantize(random: Random) -> Call:
+    format = random.choice((*DENSE, *PER_ROW_FORMATS))
+    input = dense(random, format)
+    return ops.quantize, (input, format), direction_of(random, given(random, input, format))
 
 
-def amax(name: str) -> Make:
-    def make(random: Random) -> Call:
-        format = random.choice(TENSOR_FORMATS + GROUPED_NV_FORMATS)
-        input, sizes = ragged(random, format) if random.random() < 0.5 else (dense(random, format), None)
-        return getattr(ops, name), (input, format, sizes), {}
+def grouped_quantize(random: Random) -> Call:
+    format = random.choice((*GROUPED, PER_ROW_FORMATS[0]))
+    input, sizes = ragged(random, format)
+    more = given(random, input, format, sizes)
+    only = {} if format.startswith("fp8_row") else direction_of(random, more)
+    return ops.quantize, (input, format, sizes), only
 
-    return make
+
+def amax(random: Random) -> Call:
+    format = random.choice(TENSOR_FORMATS + GROUPED_NV_FORMATS)
+    input, sizes = ragged(random, format) if random.random() < 0.5 else (dense(random, format), None)
+    return ops.amax, (input, format, sizes), random.choice([{}, COLUMNS, BOTH])
 
 
 def dequantize(random: Random) -> Call:
-    format, transposed = random.choice(DENSE), random.random() < 0.5
+    format, transposed = random.choice((*DENSE, *PER_ROW_FORMATS)), random.random() < 0.5
     input = dense(random, format)
     more = given(random, input, format)
     data, scale = ops.quantize(input, format, **more, columnwise=True)[2 * transposed : 2 * transposed + 2]
-    arguments = data, scale, format, random.choice(FLOAT_DTYPES), transposed
+    arguments = data, scale, format, random.choice(FLOAT_DTYPES), None, transposed
     return ops.dequantize, arguments, amax_of(more, transposed)
 
 
@@ -147,11 +147,10 @@ def grouped_dequantize(random: Random) -> Call:
     format, transposed = random.choice(GROUPED), random.random() < 0.5
     input, sizes = ragged(random, format)
     more = given(random, input, format, sizes)
-    data, scale = ops.quantize(input, format, sizes, **more, columnwise=True)[
-        2 * transposed : 2 * transposed + 2
-    ]
-    arguments = data, scale, sizes, format, random.choice(FLOAT_DTYPES), transposed
-    return ops.grouped_dequantize, arguments, amax_of(more, transposed)
+    both = ops.quantize(input, format, sizes, **more, columnwise=True)
+    data, scale = both[2 * transposed : 2 * transposed + 2]
+    arguments = data, scale, format, random.choice(FLOAT_DTYPES), sizes, transposed
+    return ops.dequantize, arguments, amax_of(more, transposed)
 
 
 def requantize_transposed(random: Random) -> Call:
@@ -170,34 +169,22 @@ def requantize_transposed(random: Random) -> Call:
     return ops.requantize_transposed, (data, scale, format, random.choice(FLOAT_DTYPES), sizes), more
 
 
-def quantize_scaled(name: str) -> Make:
-    def make(random: Random) -> Call:
-        format = random.choice(["fp8_tensor:e4m3", "fp8_tensor:e5m2"])
-        input, sizes = maybe_ragged(random, format)
-        first = random.randint(0, 2)
-        state = torch.Generator().manual_seed(random.getrandbits(32))
-        scale, collected = torch.rand(2, first + 6, generator=state) * 2.0 ** random.randint(-30, 30)
-        return getattr(ops, name), (input, scale, format, collected, sizes, first), {}
-
-    return make
+def quantize_scaled(random: Random) -> Call:
+    format = random.choice(["fp8_tensor:e4m3", "fp8_tensor:e5m2"])
+    input, sizes = maybe_ragged(random, format)
+    first = random.randint(0, 2)
+    state = torch.Generator().manual_seed(random.getrandbits(32))
+    scale, collected = torch.rand(2, first + 6, generator=state) * 2.0 ** random.randint(-30, 30)
+    flags = random.choice([{}, COLUMNS, BOTH])
+    return ops.quantize_scaled, (input, scale, format, collected, sizes, first), flags
 
 
-def direction_of(name: str, more: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The part that the op of this name takes."""
-    if name.endswith("_both"):
-        return more
-    return columns_of(more) if name.endswith("_transposed") else rows_of(more)
-
-
-def swiglu_quantize(name: str) -> Make:
-    def make(random: Random) -> Call:
-        format = random.choice(FUSED)
-        input, sizes = maybe_ragged(random, format, 2 * width_for(size(random), format))
-        probs = random.choice([None, matrix(random, 1, input.shape[0], torch.float32)[0].contiguous()])
-        more = given_fused(random, ops.swiglu(input, probs), format, sizes)
-        return getattr(ops, name), (input, probs, sizes, format), direction_of(name, more)
-
-    return make
+def swiglu_quantize(random: Random) -> Call:
+    format = random.choice(FUSED)
+    input, sizes = maybe_ragged(random, format, 2 * width_for(size(random), format))
+    probs = random.choice([None, matrix(random, 1, input.shape[0], torch.float32)[0].contiguous()])
+    more = given_fused(random, ops.swiglu(input, probs), format, sizes)
+    return ops.swiglu_quantize, (input, probs, sizes, format), direction_of(random, more)
 
 
 def swiglu_backward(random: Random) -> Call:
@@ -206,19 +193,16 @@ def swiglu_backward(random: Random) -> Call:
     grad = matrix(random, input.shape[0], features, input.dtype)
     probs = random.choice([None, matrix(random, 1, input.shape[0], torch.float32)[0].contiguous()])
     more = given_fused(random, ops.swiglu_backward(grad, input, probs)[0], format, sizes)
-    return ops.swiglu_backward_quantize_both, (grad, input, probs, sizes, format), more
+    return ops.swiglu_backward_quantize, (grad, input, probs, sizes, format), more
 
 
-def bias_backward(name: str) -> Make:
-    def make(random: Random) -> Call:
-        format = random.choice(FUSED)
-        input, sizes = maybe_ragged(random, format)
-        more = given_fused(random, input, format, sizes)
-        if format in TENSOR_FORMATS and random.random() < 0.5:
-            more = {}  # that of the gradient
-        return getattr(ops, name), (input, sizes, format), direction_of(name, more)
-
-    return make
+def bias_backward(random: Random) -> Call:
+    format = random.choice(FUSED)
+    input, sizes = maybe_ragged(random, format)
+    more = given_fused(random, input, format, sizes)
+    if format in TENSOR_FORMATS and random.random() < 0.5:
+        more = {}  # that of the gradient
+    return ops.bias_backward_quantize, (input, sizes, format), direction_of(random, more)
 
 
 def norm(name: str, vectors: int) -> Make:
@@ -235,46 +219,36 @@ def norm(name: str, vectors: int) -> Make:
     return make
 
 
-def quantize_list(name: str) -> Make:
-    def make(random: Random) -> Call:
-        format, dtype = random.choice(LISTED), random.choice(FLOAT_DTYPES)
-        shapes = [
-            (rows_for(size(random), format), width_for(size(random), format))
-            for _ in range(random.choice([1, 2, 5, 65]))
-        ]
-        return getattr(ops, name), ([matrix(random, *shape, dtype) for shape in shapes], format), {}
-
-    return make
+def quantize_list(random: Random) -> Call:
+    format, dtype = random.choice(LISTED), random.choice(FLOAT_DTYPES)
+    shapes = [
+        (rows_for(size(random), format), width_for(size(random), format))
+        for _ in range(random.choice([1, 2, 5, 65]))
+    ]
+    matrices = [matrix(random, *shape, dtype) for shape in shapes]
+    return ops.quantize_list, (matrices, format), random.choice([{}, COLUMNS, BOTH])
 
 
-def quantize_rowwise(random: Random) -> Call:
+def quantize_wide_rows(random: Random) -> Call:
     input = matrix(random, size(random), random.choice([*EDGES, 1024, 2056, 4100, 8200]))
-    names = ("element", "power_of_two_scales", "epsilon")
-    return ops.quantize_rowwise, (input,), dict(zip(names, random.choice(ROWWISE_OPTIONS), strict=True))
+    return ops.quantize, (input, random.choice(PER_ROW_FORMATS)), {}
 
 
 OPS: dict[str, Make] = {
-    "quantize": quantize("quantize", rows_of),
-    "quantize_transposed": quantize("quantize_transposed", columns_of),
-    "quantize_both": quantize("quantize_both", dict),
-    "grouped_quantize": quantize("grouped_quantize", group_sizes=rows_of),
-    "grouped_quantize_transposed": quantize("grouped_quantize_transposed", group_sizes=columns_of),
-    "grouped_quantize_both": quantize("grouped_quantize_both", group_sizes=dict),
-    **{name: amax(name) for name in ("amax", "amax_transposed", "amax_both")},
+    "quantize": quantize,
+    "grouped quantize": grouped_quantize,
+    "quantize wide rows": quantize_wide_rows,
+    "amax": amax,
     "dequantize": dequantize,
-    "grouped_dequantize": grouped_dequantize,
+    "grouped dequantize": grouped_dequantize,
     "requantize_transposed": requantize_transposed,
-    **{name: quantize_scaled(name) for name in ("quantize_scaled", "quantize_scaled_both")},
-    **{f"swiglu_quantize{d}": swiglu_quantize(f"swiglu_quantize{d}") for d in ("", "_transposed", "_both")},
-    "swiglu_backward_quantize_both": swiglu_backward,
-    **{
-        f"bias_backward_quantize{d}": bias_backward(f"bias_backward_quantize{d}")
-        for d in ("", "_transposed", "_both")
-    },
+    "quantize_scaled": quantize_scaled,
+    "swiglu_quantize": swiglu_quantize,
+    "swiglu_backward_quantize": swiglu_backward,
+    "bias_backward_quantize": bias_backward,
     "rms_norm_quantize": norm("rms_norm_quantize", 1),
     "layer_norm_quantize": norm("layer_norm_quantize", 2),
-    "quantize_rowwise": quantize_rowwise,
-    **{name: quantize_list(name) for name in ("quantize_list", "quantize_list_both")},
+    "quantize_list": quantize_list,
 }
 
 

@@ -13,7 +13,7 @@ from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.fused_cases import given, swiglu_quantize_cases
 from transformer_plugin.testing.numerics import assert_same_bits
-from transformer_plugin.testing.quantize_cases import columns_of, rows_of
+from transformer_plugin.testing.quantize_cases import BOTH, COLUMNS, columns_of, rows_of
 
 OPS = torch.ops.transformer_plugin
 CASES = list(swiglu_quantize_cases())
@@ -177,12 +177,12 @@ def test_opcheck(case: Case, device: torch.device) -> None:
     more = given(ops.swiglu(input, probs), format, sizes)
     arguments = (input.requires_grad_(), probs, sizes, format)
     opcheck(OPS.swiglu_quantize.default, arguments, rows_of(more))
-    opcheck(OPS.swiglu_quantize_transposed.default, arguments, columns_of(more))
-    opcheck(OPS.swiglu_quantize_both.default, arguments, more)
+    opcheck(OPS.swiglu_quantize.default, arguments, {**columns_of(more), **COLUMNS})
+    opcheck(OPS.swiglu_quantize.default, arguments, {**more, **BOTH})
     if input.shape[1] % 256 == 0:
         grad = grad_like(input.detach())
         more = given(ops.swiglu_backward(grad, input.detach(), probs)[0], format, sizes)
-        opcheck(OPS.swiglu_backward_quantize_both.default, (grad, *arguments), more)
+        opcheck(OPS.swiglu_backward_quantize.default, (grad, *arguments), more)
 
 
 GIVEN_FORMATS = ["fp8_tensor", "nvfp4:rht,sr"]
@@ -252,14 +252,14 @@ GRAD = torch.zeros(4, 128)
             (X, None, None, "fp8_tensor"),
             ValueError,
             "argument 'amax': expected a float32 tensor of sizes [1], the largest magnitudes that 'fp8_tensor' scales "
-            "by, got None. Compute it with transformer_plugin.ops.amax{columns} of what swiglu gave in "
+            "by, got None. Compute it with transformer_plugin.ops.amax of what swiglu gave in "
             "earlier steps, or use swiglu, and quantize its result.",
         ),
         (
             (X.repeat(4, 1), None, torch.tensor([16, 0]), "nvfp4"),
             ValueError,
             "argument 'amax': expected a float32 tensor of sizes [2], the largest magnitudes that 'nvfp4' scales "
-            "by, got None. Compute it with transformer_plugin.ops.amax{columns} of what swiglu gave in "
+            "by, got None. Compute it with transformer_plugin.ops.amax of what swiglu gave in "
             "earlier steps, or use swiglu, and quantize its result.",
         ),
         (
@@ -306,11 +306,13 @@ GRAD = torch.zeros(4, 128)
     ],
 )
 def test_errors_have_four_parts(arguments: tuple, error: type[Exception], text: str) -> None:
-    for name in ("swiglu_quantize", "swiglu_quantize_transposed", "swiglu_quantize_both"):
+    for flags in ({}, COLUMNS, BOTH):
         with pytest.raises(error) as caught:
-            getattr(ops, name)(*arguments)
-        columns = "_transposed" if name.endswith("transposed") else ""
-        assert str(caught.value) == f"transformer_plugin::{name}: {text.replace('{columns}', columns)}"
+            ops.swiglu_quantize(*arguments, **flags)
+        expected = text
+        if flags == COLUMNS and arguments[3] == "nvfp4":
+            expected = text.replace("'amax'", "'amax_t'").replace("ops.amax", "ops.amax and columnwise=True")
+        assert str(caught.value) == f"transformer_plugin::swiglu_quantize: {expected}"
 
 
 @pytest.mark.parametrize(
@@ -319,8 +321,8 @@ def test_errors_have_four_parts(arguments: tuple, error: type[Exception], text: 
         (
             {"amax": torch.ones(1)},
             "argument 'amax_t': expected a float32 tensor of sizes [1], the largest magnitudes that 'nvfp4:sr' scales "
-            "by, got None. Compute it with transformer_plugin.ops.amax_transposed of what swiglu gave in earlier "
-            "steps, or use swiglu, and quantize its result.",
+            "by, got None. Compute it with transformer_plugin.ops.amax and columnwise=True of what swiglu "
+            "gave in earlier steps, or use swiglu, and quantize its result.",
         ),
         (
             {"amax": torch.ones(1), "amax_t": torch.ones(1), "seed": None},

@@ -22,6 +22,8 @@ from transformer_plugin.testing.gemm_cases import (
 )
 from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits, fp8_sums
 from transformer_plugin.testing.quantize_cases import (
+    COLUMNS,
+    amax_of,
     columns_of,
     extras,
     rows_for,
@@ -83,12 +85,9 @@ class Operand(NamedTuple):
 def operand(x: Tensor, key: str, sizes: Tensor | None = None, transposed: bool = False) -> Operand:
     """Rows of a matrix, a stack or a ragged matrix, or its columns."""
     more = extras(x, key, sizes)
-    given = columns_of(more) if transposed else rows_of(more)
-    if sizes is None:
-        op = ops.quantize_transposed if transposed else ops.quantize
-        return Operand(*op(x, key, **given), given.get("amax"))
-    grouped = ops.grouped_quantize_transposed if transposed else ops.grouped_quantize
-    return Operand(*grouped(x, sizes, key, **given), given.get("amax"))
+    given = {**columns_of(more), **COLUMNS} if transposed else rows_of(more)
+    data, scale = ops.quantize(x, key, sizes, **given)
+    return Operand(data, scale, amax_of(more, transposed).get("amax"))
 
 
 def amaxes(a: Operand, b: Operand, names: tuple[str, str] = ("a_amax", "b_amax")) -> dict[str, Tensor | None]:

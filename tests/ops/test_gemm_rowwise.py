@@ -170,7 +170,7 @@ def test_operands_of_quantize_rowwise(device: torch.device) -> None:
     x, w = (t * 2.0 ** torch.arange(t.shape[-2], device=device).remainder(20)[:, None] for t in (x, w))
     sizes = torch.tensor([30, 33], device=device)
     got = ops.grouped_gemm_rowwise(
-        *ops.quantize_rowwise(x), *ops.quantize_rowwise(w), sizes, dtype=torch.float32
+        *ops.quantize(x, "fp8_row"), *ops.quantize(w, "fp8_row"), sizes, dtype=torch.float32
     )
     for g, rows in enumerate((slice(0, 30), slice(30, 63))):
         exact, size = x[rows].double() @ w[g].double().T, x[rows].double().square() @ w[g].double().T.square()
@@ -209,7 +209,7 @@ def test_compiled(device: torch.device) -> None:
     sizes = torch.tensor([2, 0, 3], device=device)
 
     def step(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = ops.quantize_rowwise(x), ops.quantize_rowwise(w)
+        a, b = ops.quantize(x, "fp8_row"), ops.quantize(w, "fp8_row")
         dense = ops.gemm_rowwise(*a, b[0][0], b[1][0])
         return ops.grouped_gemm_rowwise(*a, *b, sizes), dense
 

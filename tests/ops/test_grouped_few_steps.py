@@ -53,7 +53,7 @@ def products(x: Tensor, weight: Tensor, sizes: Tensor) -> Iterator[tuple[str, Pr
             weight_key,
         )
         yield name, lambda codes=codes, **plan: (ops.grouped_gemm_quantized(*codes, bf16, **plan),), True
-    by_row = [t for m in (x, weight) for t in ops.quantize_rowwise(m, power_of_two_scales=True)]
+    by_row = [t for m in (x, weight) for t in ops.quantize(m, "fp8_row:pow2")]
     yield "codes by row", lambda **plan: (ops.grouped_gemm_rowwise(*by_row, sizes, **plan),), True
     swiglu = ops.grouped_gemm_swiglu
     yield "SwiGLU", lambda **plan: swiglu(x, weight, sizes, None, **plan), False

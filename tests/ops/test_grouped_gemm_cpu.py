@@ -241,7 +241,7 @@ codes, scale = (t.view(torch.uint8).repeat(groups, *[1] * (t.dim() - 1)).view(t.
 def multiply(groups):
     sizes = torch.full((groups,), 2)
     amax = torch.ones(groups) if key == "nvfp4" else None
-    x = ops.grouped_quantize(torch.randn(2 * groups, k), sizes, key, amax=amax)
+    x = ops.quantize(torch.randn(2 * groups, k), key, sizes, amax=amax)
     weight = codes[:groups], scale[:groups]
     ops.grouped_gemm_quantized(*x, *weight, sizes, key, key, torch.float32, a_amax=amax, b_amax=amax)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -86,7 +86,8 @@ def test_quantized_weights(columns: bool, key: str, weight_key: str) -> None:
         (ops.amax(x, key, sizes), ops.amax(weight, weight_key)) if "nvfp4" in key else (None, None)
     )
     a = ops.quantize(x, key, sizes, amax=a_amax)
-    b = (ops.quantize_transposed if columns else ops.quantize)(weight, weight_key, b_amax)
+    amaxes = {"amax_t" if columns else "amax": b_amax}
+    b = ops.quantize(weight, weight_key, **amaxes, rowwise=not columns, columnwise=columns)
     out = torch.empty_like(x)
     most = weight.numel() // 2
     arguments, amaxes = (*a, *b, sizes, key, weight_key), {"a_amax": a_amax, "b_amax": b_amax}

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.ops.op_names import name_of
 from tests.ops.test_grouped_memory import peak
 from tests.ops.test_grouped_mlp import (
     FORMATS,
@@ -41,9 +42,8 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        namespace, name = func.name().split("::")
-        if namespace == "transformer_plugin":
-            self.names.append(name.split(".")[0])
+        if func.namespace == "transformer_plugin":
+            self.names.append(name_of(func, args, kwargs))
         return func(*args, **(kwargs or {}))
 
 
@@ -58,21 +58,21 @@ def calls_of(formats: Formats, biases: tuple[bool, bool], wanted: tuple[str, ...
 def test_the_activation_is_rounded_where_it_is_computed(name: str) -> None:
     """A rounding for each operand of the six products, none of them of a matrix that another op wrote for it."""
     formats = FORMATS[name]
-    weight = "quantize_both" if name == "mx" else "quantize"  # square blocks on a CPU are the same both ways
+    weight = "quantize both" if name == "mx" else "quantize"  # square blocks on a CPU are the same both ways
     product, gradient = "grouped_gemm_quantized", "grouped_gemm_wgrad_quantized"
     assert calls_of(formats, (False, False)) == [
-        *("grouped_quantize_both", weight, product, "swiglu_quantize_both", weight, product),
-        *("grouped_quantize_both", product, "swiglu_backward_quantize_both", gradient, product, gradient),
+        *("grouped quantize both", weight, product, "swiglu_quantize both", weight, product),
+        *("grouped quantize both", product, "swiglu_backward_quantize", gradient, product, gradient),
     ]
     assert calls_of(formats, (True, False))[-5:] == [  # a bias wants the sums of what is not rounded
-        *("swiglu_backward", "bias_backward_quantize_both", gradient, product, gradient),
+        *("swiglu_backward", "bias_backward_quantize both", gradient, product, gradient),
     ]
     assert calls_of(formats, (False, False), ("fc2_weight",)) == [
-        *("grouped_quantize", "quantize", product, "swiglu_quantize_both", "quantize", product),
-        *("grouped_quantize_transposed", gradient),
+        *("grouped quantize", "quantize", product, "swiglu_quantize both", "quantize", product),
+        *("grouped quantize columns", gradient),
     ]
     assert calls_of(formats, (False, False), ("probs",))[-3:] == [
-        *("grouped_quantize", product, "swiglu_backward"),
+        *("grouped quantize", product, "swiglu_backward"),
     ]
 
 
@@ -85,7 +85,7 @@ def test_gradients_of_weights_come_when_they_take_least_memory() -> None:
         run(ops.grouped_mlp, arguments, FORMATS["block"])
     product, gradient = "grouped_gemm_quantized", "grouped_gemm_wgrad_quantized"
     assert calls.names[-6:] == [
-        *("grouped_quantize_both", gradient, product, "swiglu_backward_quantize_both", gradient, product)
+        *("grouped quantize both", gradient, product, "swiglu_backward_quantize", gradient, product)
     ]
 
 
@@ -125,9 +125,9 @@ class Freed(Calls):
     ) -> Any:
         there = {name for name, storage in self.kept.items() if not storage.expired()}
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        name = func.name().split("::")[1]
+        name = name_of(func, args, kwargs)
         self.there.append((name, there))
-        which = {"swiglu_quantize_both": 2, "quantize": 0, "grouped_gemm_quantized": None, "swiglu": None}
+        which = {"swiglu_quantize both": 2, "quantize": 0, "grouped_gemm_quantized": None, "swiglu": None}
         if name in which and len(self.kept) < 4:
             index = which[name]
             made = result if index is None else result[index]
@@ -147,12 +147,12 @@ def test_what_is_kept_is_freed_when_it_is_used(retain: bool) -> None:
     assert list(freed.kept) == [
         "quantize 1",
         "grouped_gemm_quantized 1",
-        "swiglu_quantize_both 1",
+        "swiglu_quantize both 1",
         "quantize 2",
     ]
     there = {name: held for name, held in freed.there if name in freed.names[-5:]}  # of the last of each name
     first_weight, linear, activation, second_weight = freed.kept
-    assert there["swiglu_backward_quantize_both"] >= {linear, activation, first_weight}
+    assert there["swiglu_backward_quantize"] >= {linear, activation, first_weight}
     assert first_weight in there["grouped_gemm_quantized"]
     for gone in (linear, activation, second_weight):
         assert (gone in there["grouped_gemm_quantized"]) == retain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,7 @@ import torch
 from tests.ops.quantize_oracle import assert_all_same
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.numerics import assert_same_bits
-from transformer_plugin.testing.quantize_cases import (
-    GROUPED_NV_FORMATS,
-    extras,
-)
+from transformer_plugin.testing.quantize_cases import BOTH, COLUMNS, GROUPED_NV_FORMATS, extras
 
 
 @pytest.mark.gpu
@@ -99,41 +97,41 @@ def missing(sizes: str, key: str, transposed: bool = False) -> str:
     ("op", "arguments", "error", "text"),
     [
         (ops.quantize, (ONES, "nvfp4"), ValueError, f"quantize: argument 'amax': {missing('[1]', 'nvfp4')}"),
-        (ops.quantize_transposed, (ONES[None], "nvfp4:rht"), ValueError,
-         f"quantize_transposed: argument 'amax': {missing('[1]', 'nvfp4:rht', True)}"),
-        (ops.quantize_both, (ONES, "nvfp4:row_scaled", torch.ones(16)), ValueError,
-         f"quantize_both: argument 'amax_t': {missing('[32]', 'nvfp4:row_scaled', True)}"),
-        (ops.grouped_quantize_transposed, (ONES, SIZES, "nvfp4:row_scaled"), ValueError,
-         "grouped_quantize_transposed: argument 'amax': "
+        (partial(ops.quantize, **COLUMNS), (ONES[None], "nvfp4:rht"), ValueError,
+         f"quantize: argument 'amax': {missing('[1]', 'nvfp4:rht', True)}"),
+        (partial(ops.quantize, **BOTH), (ONES, "nvfp4:row_scaled", None, torch.ones(16)), ValueError,
+         f"quantize: argument 'amax_t': {missing('[32]', 'nvfp4:row_scaled', True)}"),
+        (partial(ops.quantize, **COLUMNS), (ONES, "nvfp4:row_scaled", SIZES), ValueError,
+         "quantize: argument 'amax': "
          f"{missing('[2, 32]', 'nvfp4:row_scaled', True)}"),
-        (ops.quantize, (ONES, "nvfp4", torch.ones(16)), ValueError,
+        (ops.quantize, (ONES, "nvfp4", None, torch.ones(16)), ValueError,
          "quantize: argument 'amax': expected sizes [1], the largest magnitudes that 'nvfp4' scales by, got "
          "float32[16] on cpu. Compute it with transformer_plugin.ops.amax."),
-        (ops.quantize, (ONES, "nvfp4", AMAX, SEED), ValueError,
+        (ops.quantize, (ONES, "nvfp4", None, AMAX, None, SEED), ValueError,
          "quantize: argument 'seed': expected None for 'nvfp4', which has no use for it, got int64[1] on cpu. "
          "Leave it out."),
-        (ops.quantize, (ONES, "nvfp4:sr", AMAX), ValueError,
+        (ops.quantize, (ONES, "nvfp4:sr", None, AMAX), ValueError,
          "quantize: argument 'seed': expected an int64 tensor of size [1], which 'nvfp4:sr' draws its roundings "
          "from, got None. Pass another number in each step, for example of torch.randint."),
-        (ops.quantize, (ONES, "nvfp4:sr", AMAX, SEED.int()), TypeError,
+        (ops.quantize, (ONES, "nvfp4:sr", None, AMAX, None, SEED.int()), TypeError,
          "quantize: argument 'seed': expected one of the dtypes int64, got int32. Convert it with .to() first."),
-        (ops.quantize, (ONES, "nvfp4:sr", AMAX, SEED.expand(2)), ValueError,
+        (ops.quantize, (ONES, "nvfp4:sr", None, AMAX, None, SEED.expand(2)), ValueError,
          "quantize: argument 'seed': expected size 1 in dimension 0 (one seed for the call), got int64[2] on "
          "cpu. Pass tensors whose sizes agree."),
-        (ops.quantize, (ONES[:, :24], "nvfp4", AMAX), ValueError,
+        (ops.quantize, (ONES[:, :24], "nvfp4", None, AMAX), ValueError,
          "quantize: argument 'input': expected a last dimension that is a multiple of 16, the block of nvfp4, "
          f"got float32[16, 24] on cpu. {PAD}"),
-        (ops.quantize_both, (ONES[:8], "nvfp4", AMAX, AMAX), ValueError,
-         "quantize_both: argument 'input': expected a number of rows that is a multiple of 16, the block of "
+        (partial(ops.quantize, **BOTH), (ONES[:8], "nvfp4", None, AMAX, AMAX), ValueError,
+         "quantize: argument 'input': expected a number of rows that is a multiple of 16, the block of "
          f"nvfp4 in transposed data, got float32[8, 32] on cpu. {PAD}"),
-        (ops.amax_transposed, (ONES[:8], "nvfp4"), ValueError,
-         "amax_transposed: argument 'input': expected a number of rows that is a multiple of 16, the block of "
+        (partial(ops.amax, **COLUMNS), (ONES[:8], "nvfp4"), ValueError,
+         "amax: argument 'input': expected a number of rows that is a multiple of 16, the block of "
          f"nvfp4 in transposed data, got float32[8, 32] on cpu. {PAD}"),
-        (ops.grouped_quantize_transposed, (ONES, SIZES, "nvfp4", torch.ones(2)), ValueError,
-         "grouped_quantize_transposed: argument 'group_sizes': expected sizes that are multiples of 16, the "
+        (partial(ops.quantize, **COLUMNS), (ONES, "nvfp4", SIZES, None, torch.ones(2)), ValueError,
+         "quantize: argument 'group_sizes': expected sizes that are multiples of 16, the "
          "block of nvfp4 in transposed data, got 8 for group 0. Pad the rows of each group with zeros."),
-        (ops.amax_both, (ONES, "nvfp4", SIZES), ValueError,
-         "amax_both: argument 'group_sizes': expected sizes that are multiples of 16, the block of nvfp4 in "
+        (partial(ops.amax, **BOTH), (ONES, "nvfp4", SIZES), ValueError,
+         "amax: argument 'group_sizes': expected sizes that are multiples of 16, the block of nvfp4 in "
          "transposed data, got 8 for group 0. Pad the rows of each group with zeros."),
         (ops.dequantize, (E2M1, SCALE, "nvfp4"), ValueError,
          f"dequantize: argument 'amax': {missing('[1]', 'nvfp4')}"),

@@ -1,4 +1,4 @@
-"""amax, amax_transposed and amax_both of nvfp4: each matrix, group or row, before and after the rotation."""
+"""amax of nvfp4 in every direction: each matrix, group or row, before and after the rotation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.ops.nvfp4_oracle import SPECS
 from tests.ops.quantize_oracle import assert_all_same
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
-from transformer_plugin.testing.quantize_cases import grouped_quantize_cases, quantize_cases
+from transformer_plugin.testing.quantize_cases import BOTH, COLUMNS, grouped_quantize_cases, quantize_cases
 
 OPS = torch.ops.transformer_plugin
 KEYS = ("nvfp4", "nvfp4:rht", "nvfp4:row_scaled")  # the other options have the amax of one of these
@@ -48,8 +48,8 @@ def test_grouped_amax(case: Case, device: torch.device) -> None:
 @pytest.mark.parametrize("case", CASES[:9] + GROUPED_CASES[:9], ids=lambda case: case.name)
 def test_opcheck(case: Case, device: torch.device) -> None:
     input, *sizes, format = case.arguments(device)
-    for op in (OPS.amax, OPS.amax_transposed, OPS.amax_both):
-        opcheck(op.default, (input, format, *sizes), test_utils=NOT_SCHEMA)
+    for flags in ({}, COLUMNS, BOTH):
+        opcheck(OPS.amax.default, (input, format, *sizes), flags, test_utils=NOT_SCHEMA)
 
 
 def test_rows_of_any_number(device: torch.device) -> None:

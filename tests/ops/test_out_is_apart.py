@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
+from transformer_plugin.testing.quantize_cases import BOTH
 
 SIZES = (4, 3, 5)
 G, T, N, K = len(SIZES), sum(SIZES), 32, 64
@@ -86,8 +87,8 @@ def test_refused(name: str) -> None:
         assert torch.equal(buffer.view(torch.uint8), held.view(torch.uint8))
 
 
-def quantize_calls() -> Iterator[tuple[str, tuple[Callable[..., Any], str, dict[str, Tensor], list[Tensor]]]]:
-    """An op that quantizes into four buffers, its format, what it reads by name, and what it writes."""
+def quantize_calls() -> Iterator[tuple[str, tuple[str, dict[str, Tensor], list[Tensor]]]]:
+    """Calls of quantize_out with four buffers: the format, what it reads by name, and what it writes."""
     generator = torch.Generator().manual_seed(3)
     input, sizes = torch.randn(256, 128, generator=generator), torch.tensor([100, 0, 140])
     noop = {"noop": torch.zeros(1)}
@@ -96,21 +97,27 @@ def quantize_calls() -> Iterator[tuple[str, tuple[Callable[..., Any], str, dict[
         if key.startswith("nvfp4"):
             more = {"amax": ops.amax(input, key), "amax_t": ops.amax(input, key), "seed": torch.tensor([7])}
         outputs = list(ops.quantize(input, key, **more, columnwise=True))
-        yield key, (ops.quantize_both_out, key, {"input": input, **more, **noop}, outputs)
+        yield key, (key, {"input": input, **more, **noop}, outputs)
     outputs = list(ops.quantize(input, "fp8_block", sizes, columnwise=True))
     read = {"input": input, "group_sizes": sizes, **noop}
-    yield "grouped fp8_block", (ops.grouped_quantize_both_out, "fp8_block", read, outputs)
+    yield "grouped fp8_block", ("fp8_block", read, outputs)
 
 
 QUANTIZE_CALLS = dict(quantize_calls())
-BUFFERS = ("data", "scale_inv", "data_t", "scale_t")
+BUFFERS = ("out[0]", "out[1]", "out[2]", "out[3]")
 
 
 @pytest.mark.parametrize("name", list(QUANTIZE_CALLS))
 def test_buffers_of_quantize_are_apart(name: str) -> None:
-    op, key, read, outputs = QUANTIZE_CALLS[name]
+    key, read, outputs = QUANTIZE_CALLS[name]
     written = dict(zip(BUFFERS, outputs, strict=True))
-    op(format=key, **read, **written)  # with memory of its own each
+
+    def quantize(arguments: dict[str, Tensor]) -> None:
+        out = [arguments[name] for name in BUFFERS]
+        others = {name: value for name, value in arguments.items() if name not in BUFFERS}
+        ops.quantize_out(format=key, out=out, **others, **BOTH)
+
+    quantize({**read, **written})  # with memory of its own each
     everything = {**read, **written}
     refused = 0
     for i, (later, own) in enumerate(everything.items()):
@@ -123,7 +130,7 @@ def test_buffers_of_quantize_are_apart(name: str) -> None:
             becomes = "read while it is written" if earlier in read else "written at the same time"
             text = f"argument '{later}': expected a buffer apart from '{earlier}', which is {becomes}, got "
             with pytest.raises(ValueError, match=re.escape(text)):
-                op(format=key, **arguments)
+                quantize(arguments)
             assert torch.equal(shared.view(-1).view(torch.uint8), held)
             refused += 1
     assert refused >= 5

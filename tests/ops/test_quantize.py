@@ -105,7 +105,7 @@ def test_grouped_dequantize(case: Case, device: torch.device) -> None:
     more = extras(input, format, sizes)
     data, scale, data_t, scale_t = ops.quantize(input, format, sizes, **more, columnwise=True)
     got = ops.dequantize(data, scale, format, torch.bfloat16, sizes, **amax_of(more))
-    turned = (data_t, scale_t, sizes, format, torch.bfloat16, True)
+    turned = (data_t, scale_t, format, torch.bfloat16, sizes, True)
     got_t = ops.dequantize(*turned, **amax_of(more, transposed=True))
     expected = torch.zeros(input.shape, dtype=torch.bfloat16)
     expected_t = expected.clone()
@@ -116,7 +116,8 @@ def test_grouped_dequantize(case: Case, device: torch.device) -> None:
         own = extras(group, format)
         one = reference.quantize(group, format, **own, columnwise=True)
         expected[rows] = reference.dequantize(*one[:2], format, torch.bfloat16, **amax_of(own))
-        back = reference.dequantize(*one[2:], format, torch.bfloat16, True, **amax_of(own, transposed=True))
+        amax = amax_of(own, transposed=True)
+        back = reference.dequantize(*one[2:], format, torch.bfloat16, transposed=True, **amax)
         expected_t[rows] = back
         first += size
     assert_same_bits(got, expected)
@@ -130,7 +131,8 @@ def test_transposed_is_rowwise_of_the_transpose(device: torch.device) -> None:
         rows, columns = rows_for(width_for(300, format), format), width_for(140, format)
         input = torch.randn(rows, columns, device=device)
         more = extras(input, format)
-        turned = ops.quantize(input.T.contiguous(), format, **columns_of(more))
+        amax = amax_of(more, transposed=True)
+        turned = ops.quantize(input.T.contiguous(), format, **amax)
         assert_all_same(
             ops.quantize(input, format, **columns_of(more), rowwise=False, columnwise=True), turned
         )

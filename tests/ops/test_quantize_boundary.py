@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from transformer_plugin import ops
 from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.numerics import assert_same_bits
 from transformer_plugin.testing.quantize_cases import (
+    BOTH,
+    COLUMNS,
     amax_of,
     columns_of,
     extras,
@@ -47,10 +50,10 @@ def test_opcheck(case: Case, device: torch.device) -> None:
     more = extras(input, format)
     data, scale, data_t, scale_t = ops.quantize(input, format, **more, columnwise=True)
     check = opcheck
-    check(OPS.quantize_both.default, (input, format), more)
+    check(OPS.quantize.default, (input, format), {**more, **BOTH})
     check(OPS.quantize.default, (input, format), rows_of(more))
-    check(OPS.quantize_transposed.default, (input.requires_grad_(), format), columns_of(more))
-    rows, turned = (data, scale, format, torch.bfloat16), (data_t, scale_t, format, torch.float32, True)
+    check(OPS.quantize.default, (input.requires_grad_(), format), {**columns_of(more), **COLUMNS})
+    rows, turned = (data, scale, format, torch.bfloat16), (data_t, scale_t, format, torch.float32, None, True)
     check(OPS.dequantize.default, rows, amax_of(more), test_utils=NOT_SCHEMA)
     check(OPS.dequantize.default, turned, amax_of(more, transposed=True), test_utils=NOT_SCHEMA)
 
@@ -60,14 +63,14 @@ def test_grouped_opcheck(case: Case, device: torch.device) -> None:
     input, sizes, format = case.arguments(device)
     more = extras(input, format, sizes)
     data, scale, data_t, scale_t = ops.quantize(input, format, sizes, **more, columnwise=True)
-    check, given = opcheck, (input, sizes, format)
-    check(OPS.grouped_quantize.default, given, rows_of(more), test_utils=NOT_DISPATCH)
-    check(OPS.grouped_quantize_transposed.default, given, columns_of(more), test_utils=NOT_DISPATCH)
-    check(OPS.grouped_quantize_both.default, (input.requires_grad_(), sizes, format), more)
-    rows = (data, scale, sizes, format, torch.bfloat16)
-    turned = (data_t, scale_t, sizes, format, torch.float32, True)
-    check(OPS.grouped_dequantize.default, rows, amax_of(more), test_utils=NOT_SCHEMA[:2])
-    check(OPS.grouped_dequantize.default, turned, amax_of(more, transposed=True), test_utils=NOT_SCHEMA)
+    check, given = opcheck, (input, format, sizes)
+    check(OPS.quantize.default, given, rows_of(more), test_utils=NOT_DISPATCH)
+    check(OPS.quantize.default, given, {**columns_of(more), **COLUMNS}, test_utils=NOT_DISPATCH)
+    check(OPS.quantize.default, (input.requires_grad_(), format, sizes), {**more, **BOTH})
+    rows = (data, scale, format, torch.bfloat16, sizes)
+    turned = (data_t, scale_t, format, torch.float32, sizes, True)
+    check(OPS.dequantize.default, rows, amax_of(more), test_utils=NOT_SCHEMA[:2])
+    check(OPS.dequantize.default, turned, amax_of(more, transposed=True), test_utils=NOT_SCHEMA)
 
 
 @pytest.mark.parametrize("format", ["fp8_block", "mxfp8", "nvfp4:rht,sr"])
@@ -195,11 +198,11 @@ PAD = "Pad it with zeros, for example with torch.nn.functional.pad."
     [
         (ops.quantize, (ONES.double(), "fp8_block"), TypeError,
          f"quantize: argument 'input': expected {FLOATS}, got float64. Convert it with .to() first."),
-        (ops.quantize_transposed, (ONES[0], "fp8_block"), ValueError,
-         "quantize_transposed: argument 'input': expected 2 or 3 dimensions, got float32[256] on cpu. "
+        (partial(ops.quantize, **COLUMNS), (ONES[0], "fp8_block"), ValueError,
+         "quantize: argument 'input': expected 2 or 3 dimensions, got float32[256] on cpu. "
          "Reshape it first."),
-        (ops.quantize_both, (ONES[None, None], "fp8_tensor"), ValueError,
-         "quantize_both: argument 'input': expected 2 or 3 dimensions, got float32[1, 1, 4, 256] on cpu. "
+        (partial(ops.quantize, **BOTH), (ONES[None, None], "fp8_tensor"), ValueError,
+         "quantize: argument 'input': expected 2 or 3 dimensions, got float32[1, 1, 4, 256] on cpu. "
          "Reshape it first."),
         (ops.quantize, (ONES, "fp9"), ValueError,
          f"quantize: argument 'format': expected {KEYS}, got 'fp9'. transformer_plugin.formats lists them."),
@@ -211,37 +214,37 @@ PAD = "Pad it with zeros, for example with torch.nn.functional.pad."
          "transformer_plugin.formats lists them."),
         (ops.quantize, (ODD, "mxfp8"), ValueError,
          f"quantize: argument 'input': expected {WIDTH}, got float32[4, 40] on cpu. {PAD}"),
-        (ops.quantize_transposed, (ODD[None], "mxfp8:square"), ValueError,
-         f"quantize_transposed: argument 'input': expected {WIDTH}, got float32[1, 4, 40] on cpu. {PAD}"),
-        (ops.quantize_both, (ODD.bfloat16(), "mxfp8:e5m2"), ValueError,
-         f"quantize_both: argument 'input': expected {WIDTH}, got bfloat16[4, 40] on cpu. {PAD}"),
-        (ops.grouped_quantize, (ODD, SIZES, "mxfp8"), ValueError,
-         f"grouped_quantize: argument 'input': expected {WIDTH}, got float32[4, 40] on cpu. {PAD}"),
-        (ops.grouped_quantize_transposed, (ODD, SIZES, "mxfp8"), ValueError,
-         f"grouped_quantize_transposed: argument 'input': expected {WIDTH}, got float32[4, 40] on cpu. {PAD}"),
-        (ops.grouped_quantize_both, (ODD, SIZES, "mxfp8"), ValueError,
-         f"grouped_quantize_both: argument 'input': expected {WIDTH}, got float32[4, 40] on cpu. {PAD}"),
-        (ops.grouped_quantize, (ONES, SIZES, "fp8_block:square"), ValueError,
-         "grouped_quantize: argument 'format': expected blocks along a row for a ragged matrix, whose groups "
+        (partial(ops.quantize, **COLUMNS), (ODD[None], "mxfp8:square"), ValueError,
+         f"quantize: argument 'input': expected {WIDTH}, got float32[1, 4, 40] on cpu. {PAD}"),
+        (partial(ops.quantize, **BOTH), (ODD.bfloat16(), "mxfp8:e5m2"), ValueError,
+         f"quantize: argument 'input': expected {WIDTH}, got bfloat16[4, 40] on cpu. {PAD}"),
+        (ops.quantize, (ODD, "mxfp8", SIZES), ValueError,
+         f"quantize: argument 'input': expected {WIDTH}, got float32[4, 40] on cpu. {PAD}"),
+        (partial(ops.quantize, **COLUMNS), (ODD, "mxfp8", SIZES), ValueError,
+         f"quantize: argument 'input': expected {WIDTH}, got float32[4, 40] on cpu. {PAD}"),
+        (partial(ops.quantize, **BOTH), (ODD, "mxfp8", SIZES), ValueError,
+         f"quantize: argument 'input': expected {WIDTH}, got float32[4, 40] on cpu. {PAD}"),
+        (ops.quantize, (ONES, "fp8_block:square", SIZES), ValueError,
+         "quantize: argument 'format': expected blocks along a row for a ragged matrix, whose groups "
          "do not end "
          "on square blocks, got 'fp8_block:square'. Leave out 'square'."),
-        (ops.grouped_quantize_transposed, (ONES[None], SIZES, "fp8_block"), ValueError,
-         "grouped_quantize_transposed: argument 'input': expected 2 dimensions, got float32[1, 4, 256] "
+        (partial(ops.quantize, **COLUMNS), (ONES[None], "fp8_block", SIZES), ValueError,
+         "quantize: argument 'input': expected 2 dimensions, got float32[1, 4, 256] "
          "on cpu. "
          "Reshape it first."),
-        (ops.grouped_quantize_both, (ONES, SIZES.float(), "fp8_block"), TypeError,
-         "grouped_quantize_both: argument 'group_sizes': expected one of the dtypes int32, int64, got "
+        (partial(ops.quantize, **BOTH), (ONES, "fp8_block", SIZES.float()), TypeError,
+         "quantize: argument 'group_sizes': expected one of the dtypes int32, int64, got "
          "float32. "
          "Convert it with .to() first."),
-        (ops.grouped_quantize, (ONES, SIZES[None], "fp8_block"), ValueError,
-         "grouped_quantize: argument 'group_sizes': expected 1 dimensions, got int64[1, 2] on cpu. "
+        (ops.quantize, (ONES, "fp8_block", SIZES[None]), ValueError,
+         "quantize: argument 'group_sizes': expected 1 dimensions, got int64[1, 2] on cpu. "
          "Reshape it first."),
-        (ops.grouped_quantize, (ONES, torch.tensor([2, -1]), "fp8_block"), ValueError,
-         "grouped_quantize: argument 'group_sizes': expected sizes that are not negative, got -1 for "
+        (ops.quantize, (ONES, "fp8_block", torch.tensor([2, -1])), ValueError,
+         "quantize: argument 'group_sizes': expected sizes that are not negative, got -1 for "
          "group 1. "
          "Pass the number of rows of each group."),
-        (ops.grouped_quantize, (ONES, torch.tensor([2, 3]), "fp8_tensor"), ValueError,
-         "grouped_quantize: argument 'group_sizes': expected sizes that sum to at most 4, the rows of "
+        (ops.quantize, (ONES, "fp8_tensor", torch.tensor([2, 3])), ValueError,
+         "quantize: argument 'group_sizes': expected sizes that sum to at most 4, the rows of "
          "the buffer, "
          "got a sum of 5 at group 1. Enlarge the buffer or fix the sizes."),
         (ops.dequantize, (ONES, SCALE, "fp8_block"), TypeError,
@@ -268,8 +271,8 @@ PAD = "Pad it with zeros, for example with torch.nn.functional.pad."
         (ops.dequantize, (E4M3, E8M0[:, :4], "mxfp8"), ValueError,
          "dequantize: argument 'scale_inv': expected size 8 in dimension 1 (what the format gives data "
          "of this size), got float8_e8m0fnu[128, 4] on cpu. Pass tensors whose sizes agree."),
-        (ops.grouped_dequantize, (E4M3, E8M0[:, :4], SIZES, "mxfp8"), ValueError,
-         "grouped_dequantize: argument 'scale_inv': expected size 8 in dimension 1 (what the format gives "
+        (ops.dequantize, (E4M3, E8M0[:, :4], "mxfp8", torch.float32, SIZES), ValueError,
+         "dequantize: argument 'scale_inv': expected size 8 in dimension 1 (what the format gives "
          "data of this size), got float8_e8m0fnu[128, 4] on cpu. Pass tensors whose sizes agree."),
         (ops.dequantize, (E4M3, SCALE, "fp8_tensor"), ValueError,
          "dequantize: argument 'scale_inv': expected 1 dimensions, got float32[2, 4] on cpu. Reshape it "
@@ -283,12 +286,12 @@ PAD = "Pad it with zeros, for example with torch.nn.functional.pad."
         (ops.dequantize, (E4M3[0], SCALE, "fp8_block"), ValueError,
          "dequantize: argument 'data': expected 2 or 3 dimensions, got float8_e4m3fn[256] on cpu. "
          "Reshape it first."),
-        (ops.grouped_dequantize, (E4M3, torch.ones(3), SIZES, "fp8_tensor"), ValueError,
-         "grouped_dequantize: argument 'scale_inv': expected size 2 in dimension 0 (what the format "
+        (ops.dequantize, (E4M3, torch.ones(3), "fp8_tensor", torch.float32, SIZES), ValueError,
+         "dequantize: argument 'scale_inv': expected size 2 in dimension 0 (what the format "
          "gives data of "
          "this size), got float32[3] on cpu. Pass tensors whose sizes agree."),
-        (ops.grouped_dequantize, (E4M3, SCALE, torch.tensor([9]), "fp8_block"), ValueError,
-         "grouped_dequantize: argument 'group_sizes': expected sizes that sum to at most 4, the rows of the "
+        (ops.dequantize, (E4M3, SCALE, "fp8_block", torch.float32, torch.tensor([9])), ValueError,
+         "dequantize: argument 'group_sizes': expected sizes that sum to at most 4, the rows of the "
          "buffer, got a sum of 9 at group 0. Enlarge the buffer or fix the sizes."),
     ],
 )  # fmt: skip
@@ -305,7 +308,7 @@ def test_sizes_on_another_device() -> None:
     with pytest.raises(ValueError) as caught:
         ops.quantize(ONES.cuda(), "fp8_block", SIZES)
     assert str(caught.value) == (
-        "transformer_plugin::grouped_quantize: argument 'group_sizes': expected a tensor on cuda:0, like "
+        "transformer_plugin::quantize: argument 'group_sizes': expected a tensor on cuda:0, like "
         "input, "
         'got int64[2] on cpu. Move it with .to("cuda:0") first.'
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from transformer_plugin import ops
 from transformer_plugin.testing.numerics import assert_same_bits
+from transformer_plugin.testing.quantize_cases import BOTH, COLUMNS
 
 pytestmark = pytest.mark.gpu
 
@@ -67,8 +68,9 @@ def check_bytes(input: Tensor, sizes: Tensor, format: str) -> None:
     poisoned = input.cuda()
     poisoned[int(sizes.sum()) :] = float("nan")  # past the groups nothing counts
     poisoned[int(sizes.sum()) :, ::2] = 60000.0
-    for op in (ops.grouped_quantize_both, ops.grouped_quantize_transposed):
-        for got, expected in zip(op(poisoned, sizes.cuda(), format), op(input, sizes, format), strict=True):
+    for flags in (BOTH, COLUMNS):
+        there = ops.quantize(poisoned, format, sizes.cuda(), **flags)
+        for got, expected in zip(there, ops.quantize(input, format, sizes, **flags), strict=True):
             assert_same_bits(got, expected)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tests.ops.quantize_oracle import SPECS, assert_all_same, oracle_both
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import FLOAT_DTYPES, randn
 from transformer_plugin.testing.numerics import assert_same_bits
-from transformer_plugin.testing.quantize_cases import special_matrix, width_for
+from transformer_plugin.testing.quantize_cases import BOTH, special_matrix, width_for
 
 OPS = torch.ops.transformer_plugin
 FORMATS = (
@@ -50,7 +51,7 @@ def test_list(count: int, format: str, device: torch.device) -> None:
     dtype = FLOAT_DTYPES[(count + FORMATS.index(format)) % 3]
     tensors = list_of(count, format, dtype, device)
     both, rows = ops.quantize_list(tensors, format, columnwise=True), ops.quantize_list(tensors, format)
-    assert all(len(output) == count for output in (*both, *rows))
+    assert len(both) == len(rows) == count
     meant = (
         reference.quantize_list(tensors, format, columnwise=True),
         reference.quantize_list(tensors, format),
@@ -59,11 +60,11 @@ def test_list(count: int, format: str, device: torch.device) -> None:
         expected = (
             oracle_both(tensor, SPECS[format]) if i < 20 else ops.quantize(tensor, format, columnwise=True)
         )
-        assert_all_same(tuple(output[i] for output in both), expected)
-        assert_all_same(tuple(output[i] for output in rows), expected[:2])
+        assert_all_same(both[i], expected)
+        assert_all_same(rows[i], expected[:2])
         if i < 20:
-            assert_all_same(tuple(output[i] for output in meant[0]), expected)
-            assert_all_same(tuple(output[i] for output in meant[1]), expected[:2])
+            assert_all_same(meant[0][i], expected)
+            assert_all_same(meant[1][i], expected[:2])
 
 
 NV_SPECS = {
@@ -98,14 +99,14 @@ def test_list_of_nvfp4(count: int, format: str, device: torch.device) -> None:
         )
         of_six = (tensors[:6], format, None if given is None else given[:6])
         meant = reference.quantize_list(*of_six, columnwise=True) if device.type == "cpu" else both
-        assert all(len(output) == count for output in (*both, *rows))
+        assert len(both) == len(rows) == count
         for i, tensor in enumerate(tensors):
             one = amax[i : i + 1]
             expected = ops.quantize(tensor, format, amax=one, amax_t=one, columnwise=True)
-            assert_all_same(tuple(output[i] for output in both), expected)
-            assert_all_same(tuple(output[i] for output in rows), expected[:2])
+            assert_all_same(both[i], expected)
+            assert_all_same(rows[i], expected[:2])
             if i < 6:
-                assert_all_same(tuple(output[i] for output in meant), expected)
+                assert_all_same(meant[i], expected)
                 oracle = (
                     quantize_direction(tensor, NV_SPECS[format], one, None, direction) for direction in (0, 1)
                 )
@@ -116,11 +117,8 @@ def test_rows_of_nvfp4_alone(device: torch.device) -> None:
     """Only transposed copies want rows in whole blocks."""
     tensors = [torch.randn(rows, 32, device=device) for rows in (1, 9, 130)]
     for family in (ops, reference):
-        data, scale = family.quantize_list(tensors, "nvfp4")
-        for i, tensor in enumerate(tensors):
-            assert_all_same(
-                (data[i], scale[i]), ops.quantize(tensor, "nvfp4", amax=ops.amax(tensor, "nvfp4"))
-            )
+        for tensor, one in zip(tensors, family.quantize_list(tensors, "nvfp4"), strict=True):
+            assert_all_same(one, ops.quantize(tensor, "nvfp4", amax=ops.amax(tensor, "nvfp4")))
 
 
 def test_any_strides(device: torch.device) -> None:
@@ -129,18 +127,16 @@ def test_any_strides(device: torch.device) -> None:
     for format in ("fp8_tensor", "fp8_block", "mxfp8"):
         got = ops.quantize_list(tensors, format, columnwise=True)
         for i, tensor in enumerate(tensors):
-            assert_all_same(
-                tuple(output[i] for output in got), ops.quantize(tensor.contiguous(), format, columnwise=True)
-            )
+            assert_all_same(got[i], ops.quantize(tensor.contiguous(), format, columnwise=True))
 
 
 def test_given_amaxes(device: torch.device) -> None:
     tensors = [torch.randn(9, 33, device=device) for _ in range(70)]
     amax = torch.rand(70, device=device) + 1
     for family in (ops, reference):
-        data, scale = family.quantize_list(tensors, "fp8_tensor", amax)
+        got = family.quantize_list(tensors, "fp8_tensor", amax)
         for i, tensor in enumerate(tensors):
-            assert_all_same((data[i], scale[i]), ops.quantize(tensor, "fp8_tensor", amax=amax[i : i + 1]))
+            assert_all_same(got[i], ops.quantize(tensor, "fp8_tensor", amax=amax[i : i + 1]))
 
 
 @pytest.mark.parametrize("format", ["fp8_tensor", "fp8_block", "mxfp8", "nvfp4:square"])
@@ -149,13 +145,13 @@ def test_given_amaxes(device: torch.device) -> None:
 def test_opcheck(count: int, format: str, device: torch.device) -> None:
     tensors = [torch.randn(16 * i, 64, device=device) for i in range(count)]
     opcheck(OPS.quantize_list.default, (tensors, format))
-    opcheck(OPS.quantize_list_both.default, (tensors, format))
+    opcheck(OPS.quantize_list.default, (tensors, format), BOTH)
 
 
 def test_compiles_whole(device: torch.device) -> None:
     def both(tensors: list[Tensor]) -> list[Tensor]:
-        data, scale = ops.quantize_list([t * 2 for t in tensors], "fp8_block")
-        return [ops.dequantize(d, s, "fp8_block") for d, s in zip(data, scale, strict=True)]
+        pairs = ops.quantize_list([t * 2 for t in tensors], "fp8_block")
+        return [ops.dequantize(data, scale, "fp8_block") for data, scale in pairs]
 
     tensors = [torch.randn(5 + i, 64, device=device) for i in range(3)]
     for got, expected in zip(torch.compile(both, fullgraph=True)(tensors), both(tensors), strict=True):
@@ -176,9 +172,7 @@ def test_cuda_graph(format: str) -> None:
             tensor.copy_(torch.randn(100 + i, 64, generator=torch.Generator().manual_seed(seed * 200 + i)))
         graph.replay()
         for i, tensor in enumerate(tensors):
-            assert_all_same(
-                tuple(output[i] for output in captured), ops.quantize(tensor, format, columnwise=True)
-            )
+            assert_all_same(captured[i], ops.quantize(tensor, format, columnwise=True))
 
 
 ONES = torch.ones(4, 40)
@@ -192,7 +186,7 @@ ONES = torch.ones(4, 40)
         (ops.quantize_list, ([ONES.double()], "fp8_block"), TypeError,
          "argument 'inputs': expected one of the dtypes float32, bfloat16, float16, got float64. Convert it with .to() "
          "first."),
-        (ops.quantize_list_both, ([ONES[None]], "fp8_block"), ValueError,
+        (partial(ops.quantize_list, **BOTH), ([ONES[None]], "fp8_block"), ValueError,
          "argument 'inputs': expected 2 dimensions, got float32[1, 4, 40] on cpu. Reshape it first."),
         (ops.quantize_list, ([ONES], "mxfp8"), ValueError,
          "argument 'inputs': expected a last dimension that is a multiple of 32, the block of mxfp8, got float32[4, 40]"
@@ -200,7 +194,7 @@ ONES = torch.ones(4, 40)
         (ops.quantize_list, ([ONES], "nvfp4:sr"), ValueError,
          "argument 'format': expected fp8_tensor, fp8_block, mxfp8, or nvfp4 without rht, sr and row_scaled, got "
          "'nvfp4:sr'. Quantize the matrices one by one."),
-        (ops.quantize_list_both, ([ONES[:, :32]], "nvfp4"), ValueError,
+        (partial(ops.quantize_list, **BOTH), ([ONES[:, :32]], "nvfp4"), ValueError,
          "argument 'inputs': expected a number of rows that is a multiple of 16, the block of nvfp4 in transposed "
          "data, got float32[4, 32] on cpu. Pad it with zeros, for example with torch.nn.functional.pad."),
         (ops.quantize_list, ([ONES], "fp8_tensor", torch.ones(2)), ValueError,
@@ -210,7 +204,7 @@ ONES = torch.ones(4, 40)
          "argument 'inputs': expected at least one matrix, which says on what device, got none. Leave out the call."),
         (ops.quantize_list, ([], "fp8_block"), ValueError,
          "argument 'inputs': expected at least one matrix, which says on what device, got none. Leave out the call."),
-        (ops.quantize_list_both, ([], "mxfp8"), ValueError,
+        (partial(ops.quantize_list, **BOTH), ([], "mxfp8"), ValueError,
          "argument 'inputs': expected at least one matrix, which says on what device, got none. Leave out the call."),
         (ops.quantize_list, ([ONES], "fp8_block", torch.ones(1)), ValueError,
          "argument 'amax': expected None for 'fp8_block', which has no use for it, got float32[1] on cpu. Leave it "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests.ops.quantize_oracle import SPECS, assert_all_same, oracle_both
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case, randn
 from transformer_plugin.testing.numerics import assert_same_bits
-from transformer_plugin.testing.quantize_cases import grouped_quantize_cases, quantize_cases
+from transformer_plugin.testing.quantize_cases import BOTH, COLUMNS, grouped_quantize_cases, quantize_cases
 
 OPS = torch.ops.transformer_plugin
 CASES = [case for case in quantize_cases() if not ("nvfp4" in case.name or "tiled" in case.name)]
@@ -36,18 +37,23 @@ def raw(tensors: tuple[Tensor, ...] | list[Tensor]) -> list[Tensor]:
 
 
 def check(
-    function: Callable[..., None], before: tuple[Any, ...], expected: tuple[Tensor, ...], device: torch.device
+    function: Callable[..., None],
+    case: tuple[Any, ...],
+    expected: tuple[Tensor, ...],
+    device: torch.device,
+    **flags: bool,
 ) -> None:
     """Writes every byte, in place; with the flag writes none."""
+    input, *sizes, format = case
     for flag in (None, torch.full((1,), 0.5, device=device)):
         buffers = buffers_like(expected)
         addresses = [b.data_ptr() for b in buffers]
-        function(*before, *buffers, noop=flag)
+        function(input, format, buffers, *sizes, noop=flag, **flags)
         assert_all_same(tuple(buffers), expected)
         assert [b.data_ptr() for b in buffers] == addresses
     buffers = buffers_like(expected)
     kept = raw(buffers)
-    function(*before, *buffers, noop=torch.ones(1, device=device))
+    function(input, format, buffers, *sizes, noop=torch.ones(1, device=device), **flags)
     for now, then in zip(raw(buffers), kept, strict=True):
         assert torch.equal(now, then)
 
@@ -60,21 +66,23 @@ def test_into_buffers(case: Case, device: torch.device) -> None:
     for family in (ops, reference):
         if family is reference and device.type != "cpu":
             continue
-        check(family.quantize_both_out, (input, format), expected, device)
+        check(family.quantize_out, (input, format), expected, device, **BOTH)
         check(family.quantize_out, (input, format), expected[:2], device)
-        check(family.quantize_transposed_out, (input, format), expected[2:], device)
+        check(family.quantize_out, (input, format), expected[2:], device, **COLUMNS)
 
 
 @by_grouped_case
 def test_grouped_into_buffers(case: Case, device: torch.device) -> None:
-    arguments = case.arguments(device)
-    expected = ops.quantize(*arguments, columnwise=True)  # whose bytes other tests compare with an oracle
+    input, sizes, format = arguments = case.arguments(device)
+    expected = ops.quantize(
+        input, format, sizes, columnwise=True
+    )  # whose bytes other tests compare with an oracle
     for family in (ops, reference):
         if family is reference and device.type != "cpu":
             continue
-        check(family.grouped_quantize_both_out, arguments, expected, device)
-        check(family.grouped_quantize_out, arguments, expected[:2], device)
-        check(family.grouped_quantize_transposed_out, arguments, expected[2:], device)
+        check(family.quantize_out, arguments, expected, device, **BOTH)
+        check(family.quantize_out, arguments, expected[:2], device)
+        check(family.quantize_out, arguments, expected[2:], device, **COLUMNS)
 
 
 def test_a_given_amax(device: torch.device) -> None:
@@ -92,20 +100,20 @@ def test_a_given_amax(device: torch.device) -> None:
 def test_opcheck(case: Case, device: torch.device) -> None:
     input, format = case.arguments(device)
     flag = torch.zeros(1, device=device)
-    both = ops.quantize(input, format, columnwise=True)
-    opcheck(OPS.quantize_both_out.default, (input, format, *both), {"noop": flag})
-    opcheck(OPS.quantize_out.default, (input, format, *both[:2]))
-    opcheck(OPS.quantize_transposed_out.default, (input, format, *both[2:]))
+    both = list(ops.quantize(input, format, columnwise=True))
+    opcheck(OPS.quantize_out.default, (input, format, both), {"noop": flag, **BOTH})
+    opcheck(OPS.quantize_out.default, (input, format, both[:2]))
+    opcheck(OPS.quantize_out.default, (input, format, both[2:]), COLUMNS)
 
 
 @pytest.mark.parametrize("case", GROUPED[::7], ids=lambda case: case.name)
 @pytest.mark.usefixtures("schema_checks_take_fp8")
 def test_grouped_opcheck(case: Case, device: torch.device) -> None:
-    arguments = case.arguments(device)
-    both = ops.quantize(*arguments, columnwise=True)
-    opcheck(OPS.grouped_quantize_both_out.default, (*arguments, *both))
-    opcheck(OPS.grouped_quantize_out.default, (*arguments, *both[:2]))
-    opcheck(OPS.grouped_quantize_transposed_out.default, (*arguments, *both[2:]))
+    input, sizes, format = case.arguments(device)
+    both = list(ops.quantize(input, format, sizes, columnwise=True))
+    opcheck(OPS.quantize_out.default, (input, format, both, sizes), BOTH)
+    opcheck(OPS.quantize_out.default, (input, format, both[:2], sizes))
+    opcheck(OPS.quantize_out.default, (input, format, both[2:], sizes), COLUMNS)
 
 
 @pytest.mark.parametrize("format", ["fp8_tensor", "fp8_block", "mxfp8"])
@@ -253,30 +261,30 @@ DATA, SCALE = (t.clone() for t in ops.quantize(ONES, "fp8_block"))
 @pytest.mark.parametrize(
     ("op", "arguments", "error", "text"),
     [
-        (ops.quantize_out, (ONES, "fp8_block", DATA.float(), SCALE), TypeError,
+        (ops.quantize_out, (ONES, "fp8_block", [DATA.float(), SCALE]), TypeError,
          "argument 'data': expected one of the dtypes float8_e4m3fn, got float32. Convert it with .to() first."),
-        (ops.quantize_out, (ONES, "fp8_block", DATA[:3], SCALE), ValueError,
+        (ops.quantize_out, (ONES, "fp8_block", [DATA[:3], SCALE]), ValueError,
          "argument 'data': expected a contiguous tensor of sizes [4, 64], got float8_e4m3fn[3, 64] on cpu with strides "
          "[64, 1]. Allocate it as the op without _out does."),
-        (ops.quantize_out, (ONES, "fp8_block", DATA.T.contiguous().T, SCALE), ValueError,
+        (ops.quantize_out, (ONES, "fp8_block", [DATA.T.contiguous().T, SCALE]), ValueError,
          "argument 'data': expected a contiguous tensor of sizes [4, 64], got float8_e4m3fn[4, 64] on cpu with strides "
          "[1, 4]. Allocate it as the op without _out does."),
-        (ops.quantize_out, (ONES, "fp8_block", DATA, SCALE.double()), TypeError,
+        (ops.quantize_out, (ONES, "fp8_block", [DATA, SCALE.double()]), TypeError,
          "argument 'scale_inv': expected one of the dtypes float32, got float64. Convert it with .to() first."),
-        (ops.quantize_out, (ONES, "mxfp8", DATA, SCALE), TypeError,
+        (ops.quantize_out, (ONES, "mxfp8", [DATA, SCALE]), TypeError,
          "argument 'scale_inv': expected one of the dtypes float8_e8m0fnu, got float32. Convert it with .to() first."),
-        (ops.quantize_transposed_out, (ONES, "fp8_block", DATA, SCALE), ValueError,
+        (partial(ops.quantize_out, **COLUMNS), (ONES, "fp8_block", [DATA, SCALE]), ValueError,
          "argument 'data': expected a contiguous tensor of sizes [64, 4], got float8_e4m3fn[4, 64] on cpu with strides "
          "[64, 1]. Allocate it as the op without _out does."),
-        (ops.quantize_both_out, (ONES, "fp8_block", DATA, SCALE, DATA.T.contiguous(), SCALE), ValueError,
+        (partial(ops.quantize_out, **BOTH), (ONES, "fp8_block", [DATA, SCALE, DATA.T.contiguous(), SCALE]), ValueError,
          "argument 'scale_t': expected a contiguous tensor of sizes [1, 64], got float32[1, 4] on cpu with strides "
          "[4, 1]. Allocate it as the op without _out does."),
-        (ops.quantize_out, (ONES, "fp8_block", DATA, SCALE, None, None, torch.zeros(2)), ValueError,
+        (ops.quantize_out, (ONES, "fp8_block", [DATA, SCALE], None, None, None, None, torch.zeros(2)), ValueError,
          "argument 'noop': expected size 1 in dimension 0 (one flag: 1 leaves every byte as it is), got float32[2] on "
          "cpu. Pass tensors whose sizes agree."),
-        (ops.quantize_out, (ONES, "fp8_block", DATA, SCALE, None, None, torch.zeros(1).int()), TypeError,
+        (ops.quantize_out, (ONES, "fp8_block", [DATA, SCALE], None, None, None, None, torch.zeros(1).int()), TypeError,
          "argument 'noop': expected one of the dtypes float32, got int32. Convert it with .to() first."),
-        (ops.grouped_quantize_out, (ONES, torch.tensor([2, 9]), "fp8_block", DATA, SCALE), ValueError,
+        (ops.quantize_out, (ONES, "fp8_block", [DATA, SCALE], torch.tensor([2, 9])), ValueError,
          "argument 'group_sizes': expected sizes that sum to at most 4, the rows of the buffer, got a sum of 11 at "
          "group 1. Enlarge the buffer or fix the sizes."),
         (ops.amax_list_out, ([ONES, ONES.half()], "fp8_tensor", torch.zeros(2)), TypeError,

@@ -25,6 +25,7 @@ from transformer_plugin.formats import Format
 from transformer_plugin.reference import activation
 from transformer_plugin.testing.cases import FLOAT_DTYPES
 from transformer_plugin.testing.every_op import Call
+from transformer_plugin.testing.quantize_cases import COLUMNS
 
 OPS = torch.ops.transformer_plugin
 #: The calls of each reference at every size.
@@ -279,7 +280,8 @@ def test_largest_magnitudes(kind: str, dtype: torch.dtype) -> None:
             return max((abs(x) for x in part.flatten().tolist() if x == x), default=0.0)
 
         parts = list(input[: sum(groups)].split(list(groups))) if groups else []
-        for function in (reference.amax, reference.amax_transposed):
-            assert function(input, "fp8_tensor").tolist() == [largest(input)]
-            sizes = torch.tensor(groups, dtype=torch.int64)
-            assert function(input, "fp8_tensor", sizes).tolist() == [largest(part) for part in parts]
+        sizes = torch.tensor(groups, dtype=torch.int64)
+        for flags in ({}, COLUMNS):
+            assert reference.amax(input, "fp8_tensor", **flags).tolist() == [largest(input)]
+            found = reference.amax(input, "fp8_tensor", sizes, **flags)
+            assert found.tolist() == [largest(part) for part in parts]

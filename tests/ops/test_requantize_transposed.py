@@ -1,4 +1,4 @@
-"""Data quantized along rows to data along columns: the bytes of dequantize and quantize_transposed in turn."""
+"""Data quantized along rows to data along columns: the bytes of dequantize and quantize in turn."""
 
 from __future__ import annotations
 
@@ -281,9 +281,9 @@ def no_use(key: str, got: str) -> str:
          f"argument 'seed': {no_use('nvfp4', 'int64[1]')}"),
         (nv("nvfp4", None), ValueError, f"argument 'amax': {missing('[1]', 'nvfp4', 'amax')}"),
         (nv("nvfp4:row_scaled", None, torch.ones(32)), ValueError,
-         f"argument 'amax_t': {missing('[64]', 'nvfp4:row_scaled', 'amax_transposed')}"),
+         f"argument 'amax_t': {missing('[64]', 'nvfp4:row_scaled', 'amax and columnwise=True')}"),
         (nv("nvfp4:row_scaled", torch.tensor([16, 16]), torch.ones(32)), ValueError,
-         f"argument 'amax_t': {missing('[2, 64]', 'nvfp4:row_scaled', 'amax_transposed')}"),
+         f"argument 'amax_t': {missing('[2, 64]', 'nvfp4:row_scaled', 'amax and columnwise=True')}"),
         (nv("nvfp4", None, torch.ones(2), AMAX), ValueError,
          "argument 'amax': expected sizes [1], the largest magnitudes that 'nvfp4' scales by, got float32[2] on cpu. "
          "Compute it with transformer_plugin.ops.amax of the matrix that was quantized."),

@@ -15,6 +15,13 @@ from transformer_plugin.testing.cases import FLOAT_DTYPES, Case, randn
 TENSOR_FORMATS = ("fp8_tensor", "fp8_tensor:e5m2,pow2", "fp8_tensor:e5m2,eps=0.25")
 ROW_FORMATS = ("fp8_block", "fp8_block:e5m2,fp32", "fp8_block:fp32,eps=1e-3")
 SQUARE_FORMATS = ("fp8_block:square", "fp8_block:e5m2,fp32,square")
+PER_ROW_FORMATS = (
+    "fp8_row",
+    "fp8_row:e5m2",
+    "fp8_row:pow2",
+    "fp8_row:e5m2,pow2,eps=1e-3",
+    "fp8_row:eps=0.25",
+)
 MX_FORMATS = ("mxfp8", "mxfp8:e5m2", "mxfp8:square", "mxfp8:tiled", "mxfp8:e5m2,square,tiled")
 NV_FORMATS = (
     "nvfp4",
@@ -68,6 +75,12 @@ NV_SHAPES: list[tuple[int, ...]] = [
 ]
 NV_STACKS: list[tuple[int, ...]] = [(0, 16, 32), (2, 0, 64), (3, 144, 16), (2, 16, 272)]
 
+#: Of fp8_row, whose scales are those of the last dimension; from 1024 on, widths at which a GPU takes other kernels.
+PER_ROW_SHAPES: tuple[tuple[int, ...], ...] = (
+    (1, 5), (1, 0), (0, 7), (3, 0), (1, 1), (17, 127), (9, 128), (3, 5, 40), (2, 0, 8), (9, 512), (5, 516), (9, 1024),
+    (5, 1032), (3, 2056), (3, 4100), (2, 8192), (2, 8200), (2, 16384), (2, 16392), (1, 16385),
+)  # fmt: skip
+
 # Sizes, and rows of the buffer past their sum.
 GROUPS = [
     ([], 0),
@@ -106,6 +119,11 @@ def width_for(columns: int, *formats: str) -> int:
 def rows_for(rows: int, *formats: str) -> int:
     """``rows``, or the next multiple of them of which all of the formats have a transposed copy."""
     return -(-rows // NV_BLOCK) * NV_BLOCK if any(f.startswith("nvfp4") for f in formats) else rows
+
+
+#: The flags of ops that quantize, for the columns alone and for both directions. Without any, rows alone.
+COLUMNS = {"rowwise": False, "columnwise": True}
+BOTH = {"columnwise": True}
 
 
 def extras(input: Tensor, format: str, group_sizes: Tensor | None = None) -> dict[str, Tensor]:
@@ -235,3 +253,32 @@ def grouped_quantize_cases() -> Iterator[Case]:
                 if format not in GROUPED_FORMATS:
                     columns = (32, 96, 0 if tail in (3, 16) else 128, 160)[(i + j) % 4]
                 yield _grouped_case(sizes, tail, columns, format, dtype, index)
+
+
+def per_row_cases() -> Iterator[Case]:
+    """Input and format of quantize with fp8_row: every shape, dtype and option, rows of magnitudes that differ."""
+    for dtype in FLOAT_DTYPES:
+        for index, shape in enumerate(PER_ROW_SHAPES):
+            for format in PER_ROW_FORMATS[index % 2 :: 2]:
+
+                def make(
+                    device: torch.device,
+                    generator: torch.Generator,
+                    shape: tuple[int, ...] = shape,
+                    dtype: torch.dtype = dtype,
+                    format: str = format,
+                ) -> tuple[Any, ...]:
+                    values = randn(shape, torch.float32, torch.device("cpu"), generator)
+                    values *= 2.0 ** torch.randint(-12, 12, (*shape[:-1], 1), generator=generator)
+                    return values.to(dtype).to(device), format
+
+                yield Case(f"{str(dtype)[6:]}-{'x'.join(map(str, shape))}-{format}", make)
+
+
+def grouped_per_row_cases() -> Iterator[Case]:
+    """The same of ragged matrices, whose tails hold NaN and 1e4."""
+    for i, (sizes, tail) in enumerate(GROUPS):
+        for j, format in enumerate(PER_ROW_FORMATS):
+            columns = (130, 16, 33, 0 if tail == 3 else 257, 1032)[(i + j) % 5]
+            index = torch.int32 if (i + j) % 2 else torch.int64
+            yield _grouped_case(sizes, tail, columns, format, FLOAT_DTYPES[(i + j) % 3], index)

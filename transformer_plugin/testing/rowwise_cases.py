@@ -1,4 +1,4 @@
-"""Inputs that FP8 with a scale for each row must get right."""
+"""Inputs that products of FP8 with a scale for each row must get right."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_plugin.testing.cases import FLOAT_DTYPES, Case, randn
+from transformer_plugin.testing.cases import Case, randn
 from transformer_plugin.testing.gemm_cases import (
     GROUPED_SHAPES,
     GroupedShape,
@@ -16,42 +16,6 @@ from transformer_plugin.testing.gemm_cases import (
     normals,
     poison_tail,
 )
-
-#: The last is what a row is; from 1024 on, widths at which a GPU takes other kernels.
-ROWWISE_SHAPES: tuple[tuple[int, ...], ...] = (
-    (5,), (0,), (0, 7), (3, 0), (1, 1), (17, 127), (9, 128), (3, 5, 40), (2, 0, 3, 8), (9, 512), (5, 516), (9, 1024),
-    (5, 1032), (3, 2056), (3, 4100), (2, 8192), (2, 8200), (2, 16384), (2, 16392), (1, 16385),
-)  # fmt: skip
-#: element, power-of-two scales, epsilon.
-ROWWISE_OPTIONS = (
-    ("e4m3", False, 0.0),
-    ("e5m2", False, 0.0),
-    ("e4m3", True, 0.0),
-    ("e5m2", True, 1e-3),
-    ("e4m3", False, 0.25),
-)
-
-
-def quantize_rowwise_cases() -> Iterator[Case]:
-    """(input, options by name): every shape, dtype and option, rows of magnitudes that differ."""
-    for dtype in FLOAT_DTYPES:
-        for index, shape in enumerate(ROWWISE_SHAPES):
-            for element, pow2, epsilon in ROWWISE_OPTIONS[index % 2 :: 2]:
-
-                def make(
-                    device: torch.device,
-                    generator: torch.Generator,
-                    shape: tuple[int, ...] = shape,
-                    dtype: torch.dtype = dtype,
-                    options: tuple[str, bool, float] = (element, pow2, epsilon),
-                ) -> tuple[Any, ...]:
-                    values = randn(shape, torch.float32, torch.device("cpu"), generator)
-                    values *= 2.0 ** torch.randint(-12, 12, (*shape[:-1], 1), generator=generator)
-                    names = ("element", "power_of_two_scales", "epsilon")
-                    return values.to(dtype).to(device), dict(zip(names, options, strict=True))
-
-                size = "x".join(map(str, shape))
-                yield Case(f"{str(dtype)[6:]}-{size}-{element}-{pow2}-{epsilon}", make)
 
 
 def row_codes(
