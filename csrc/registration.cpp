@@ -182,9 +182,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "Tensor input_t_scale, Tensor group_sizes, str grad_format, str input_format, Tensor(a!) out, "
       "bool accumulate=True, Tensor? grad_t_amax=None, Tensor? input_t_amax=None, Tensor? alpha=None, "
       "Tensor? beta=None, int max_sms=0, int expected_rows=-1) -> ()");
-  // The first product of an expert and SwiGLU times a probability; and from the data gradient of the second to the
-  // gradients of SwiGLU's input and of the probability. "interleave" says how gate and linear part lie in h: 0, one after
-  // the other; 32, so many columns of each in turn.
+  // The first product of an expert and SwiGLU times a probability. "interleave" says how gate and linear part lie in h:
+  // 0, one after the other; 32, so many columns of each in turn.
   m.def(
       "grouped_gemm_swiglu(Tensor a, Tensor b, Tensor group_sizes, Tensor? probs, Tensor? bias=None, "
       "int interleave=0, bool keep_input=True, int max_sms=0, int expected_rows=-1) -> (Tensor act, Tensor h)");
@@ -193,9 +192,6 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "grouped_gemm_swiglu_quantize(Tensor a, Tensor b, Tensor group_sizes, Tensor? probs, str format, "
       "Tensor? bias=None, int interleave=0, bool keep_input=True, int max_sms=0, int expected_rows=-1) -> "
       "(Tensor data, Tensor scale, Tensor h)");
-  m.def(
-      "grouped_gemm_swiglu_backward(Tensor grad, Tensor b, Tensor group_sizes, Tensor h, Tensor? probs, "
-      "int interleave=0, int max_sms=0, int expected_rows=-1) -> (Tensor grad_h, Tensor grad_probs)");
   // Which kernel a GPU would run for a weight [G, n, k], why, and its configuration (gemm/dispatch/select.h,
   // gemm/sm90/config.h). Needs no GPU.
   m.def(

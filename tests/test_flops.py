@@ -111,10 +111,6 @@ TABLE: dict[str, tuple[Callable[[], object], int]] = {
         ),
         PRODUCT,
     ),
-    "grouped_gemm_swiglu_backward": (
-        lambda: ops.grouped_gemm_swiglu_backward(of(T, N), of(G, N, K), SIZES, of(T, 2 * K), None),
-        PRODUCT,
-    ),
     "linear": (lambda: ops.linear(of(2, T // 2, K), of(N, K), of(N)), PRODUCT),
     "linear_scaled": (lambda: scaled("linear_scaled"), PRODUCT),
     "linear_scaled_": (lambda: scaled("linear_scaled_"), PRODUCT),

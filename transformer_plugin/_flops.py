@@ -111,10 +111,6 @@ def _swiglu(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
     return 2 * a[0] * a[1] * b[1]
 
 
-def _swiglu_backward(grad: Shape, b: Shape, *_: Any, **__: Any) -> int:
-    return 2 * grad[0] * grad[1] * b[2]
-
-
 def _linear(input: Shape, weight: Shape, *_: Any, **__: Any) -> int:
     return 2 * prod(input) * weight[-2]
 
@@ -144,7 +140,6 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "grouped_gemm_wgrad_quantized_out": _quantized_weight_gradient,
     "grouped_gemm_swiglu": _swiglu,
     "grouped_gemm_swiglu_quantize": _swiglu,
-    "grouped_gemm_swiglu_backward": _swiglu_backward,
     "linear": _linear,
     "linear_scaled": _linear,
     "linear_scaled_": _linear,

@@ -11,7 +11,7 @@ namespace transformer_plugin {
 namespace {
 
 constexpr const char* kGrammar =
-    "a format key: none, bf16, fp8_tensor, fp8_block, mxfp8 or nvfp4, then options like "
+    "a format key: none, bf16, fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4, then options like "
     "fp8_block:e4m3,pow2,square,eps=1e-12";
 
 bool apply_nv_option(Format& format, std::string_view option) {
@@ -46,7 +46,7 @@ bool apply_option(Format& format, std::string_view option) {
     return false;  // no other options with E8M0 scales
   } else if (option == "pow2" || option == "fp32") {
     format.power_of_two_scales = option == "pow2";
-  } else if (option == "aligned") {
+  } else if (option == "aligned" && !format.is_fp8_row()) {
     format.aligned_groups = true;
   } else if (option.starts_with("eps=")) {
     const std::string_view number = option.substr(4);
@@ -79,6 +79,8 @@ Format parse_format(const char* op, const char* argument, std::string_view key) 
     format.family = FormatFamily::kBFloat16;
   } else if (family == "fp8_tensor") {
     format.family = FormatFamily::kFp8Tensor;
+  } else if (family == "fp8_row") {
+    format.family = FormatFamily::kFp8Row;
   } else if (family == "fp8_block") {
     format.family = FormatFamily::kFp8Block;
     format.power_of_two_scales = true;

@@ -4,6 +4,7 @@
 //   none                  operands in their own dtype
 //   bf16                  element bfloat16, no scale
 //   fp8_tensor            one FP32 scale per tensor, from its current amax
+//   fp8_row               one FP32 scale per row
 //   fp8_block             one FP32 scale per 1x128 block along a row, or per 128x128 block with `square`
 //   mxfp8                 one E8M0 scale per 1x32 block along a row, or per 32x32 block with `square`
 //   nvfp4                 E2M1 with one E4M3 scale per 1x16 block along a row, or per 16x16 block with
@@ -11,8 +12,8 @@
 // Options:
 //   e4m3 | e5m2           FP8 families: the element, default e4m3
 //   square                square blocks
-//   pow2 | fp32           fp8_tensor and fp8_block: scales; default fp32 for fp8_tensor, pow2 for fp8_block
-//   eps=<float>           fp8_tensor and fp8_block: lower bound of an amax, default 0
+//   pow2 | fp32           fp8_tensor, fp8_row and fp8_block: scales; default pow2 for fp8_block, fp32 for the others
+//   eps=<float>           fp8_tensor, fp8_row and fp8_block: lower bound of an amax, default 0
 //   aligned               fp8_tensor and fp8_block: each group of a ragged matrix begins at a multiple of
 //                         32 in the rows of transposed data, with zeros between groups
 //   tiled                 mxfp8 and nvfp4: scales in tiles of 128x4
@@ -34,7 +35,7 @@
 
 namespace transformer_plugin {
 
-enum class FormatFamily : int32_t { kNone, kBFloat16, kFp8Tensor, kFp8Block, kMxFp8, kNvFp4 };
+enum class FormatFamily : int32_t { kNone, kBFloat16, kFp8Tensor, kFp8Row, kFp8Block, kMxFp8, kNvFp4 };
 enum class FourOverSix : int32_t { kNever, kMae, kMse };
 
 struct Format {
@@ -50,7 +51,8 @@ struct Format {
   bool tiled_scales = false;
   bool aligned_groups = false;  // for transposed data of a ragged matrix
 
-  bool is_quantized() const { return family == FormatFamily::kFp8Tensor || has_blocks(); }
+  bool is_quantized() const { return family == FormatFamily::kFp8Tensor || is_fp8_row() || has_blocks(); }
+  bool is_fp8_row() const { return family == FormatFamily::kFp8Row; }
   bool has_blocks() const { return family == FormatFamily::kFp8Block || has_byte_scales(); }
   bool has_byte_scales() const { return family == FormatFamily::kMxFp8 || is_nv(); }
   bool is_nv() const { return family == FormatFamily::kNvFp4; }

@@ -56,7 +56,6 @@ from transformer_plugin.ops.gemm_out import (
 from transformer_plugin.ops.gemm_plan import GroupedGemmPlan, grouped_gemm_plan
 from transformer_plugin.ops.gemm_swiglu import (
     grouped_gemm_swiglu,
-    grouped_gemm_swiglu_backward,
     grouped_gemm_swiglu_quantize,
 )
 from transformer_plugin.ops.grouped_mlp import grouped_mlp
@@ -153,7 +152,6 @@ __all__ = [
     "grouped_gemm_quantized_out",
     "grouped_gemm_rowwise",
     "grouped_gemm_swiglu",
-    "grouped_gemm_swiglu_backward",
     "grouped_gemm_swiglu_quantize",
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_list_out",

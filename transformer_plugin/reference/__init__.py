@@ -36,7 +36,6 @@ from transformer_plugin.reference.gemm import (
 from transformer_plugin.reference.gemm_list import grouped_gemm_list, grouped_gemm_wgrad_list_out
 from transformer_plugin.reference.gemm_swiglu import (
     grouped_gemm_swiglu,
-    grouped_gemm_swiglu_backward,
     grouped_gemm_swiglu_quantize,
 )
 from transformer_plugin.reference.grouped_mlp import grouped_mlp
@@ -116,7 +115,6 @@ __all__ = [
     "grouped_gemm_out",
     "grouped_gemm_rowwise",
     "grouped_gemm_swiglu",
-    "grouped_gemm_swiglu_backward",
     "grouped_gemm_swiglu_quantize",
     "grouped_gemm_wgrad",
     "grouped_gemm_wgrad_list_out",

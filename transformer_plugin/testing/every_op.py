@@ -195,8 +195,6 @@ def _layer_calls(draw: Draw) -> Calls:
     }
     yield "grouped_gemm_swiglu", "", {**product, "keep_input": True}
     yield "grouped_gemm_swiglu_quantize", "", {**product, "keep_input": True, "format": "mxfp8"}
-    backward = {"grad": draw(T, K), "b": draw(G, K, N), **sizes, "h": draw(T, 2 * N), **probs}
-    yield "grouped_gemm_swiglu_backward", "", {**backward, "interleave": 0}
     yield "check_group_sizes", "", {}
     yield "swiglu", "", {"input": draw(T, K), **probs}
     yield "swiglu_backward", "", {"grad": draw(T, K // 2), "input": draw(T, K), **probs}
