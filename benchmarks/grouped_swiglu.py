@@ -1,4 +1,4 @@
-"""Products that end in SwiGLU, in its quantized rows or in its gradient, beside their steps: what an epilogue saves.
+"""Products that end in SwiGLU or in its quantized rows, next to their steps: what an epilogue saves.
 
 Experts of known mixtures, groups of equal sizes, bfloat16, probabilities. Results are compared with those of the steps
 first. Device time is that of a CUDA graph. On a CPU, where the op runs the steps, shapes are small.
@@ -55,28 +55,19 @@ def quantized_steps(
     return *ops.swiglu_quantize(h, probs, sizes, format), h
 
 
-def backward_steps(
-    grad: Tensor, w2: Tensor, sizes: Tensor, h: Tensor, probs: Tensor
-) -> tuple[Tensor, Tensor]:
-    return ops.swiglu_backward(ops.grouped_gemm(grad, w2, sizes, transpose_b=False), h, probs)
-
-
 def calls_of(shape: Experts, device: torch.device) -> dict[str, dict[str, Call]]:
     """The op, in both orders of columns, and the steps, by direction."""
     hidden, features = shape.hidden, shape.features
-    x, grad, w1, w2, h = (
+    x, w1 = (
         torch.randn(size, dtype=BF16, device=device)
         for size in (
             (shape.rows, hidden),
-            (shape.rows, hidden),
             (shape.groups, 2 * features, hidden),
-            (shape.groups, hidden, features),
-            (shape.rows, 2 * features),
         )
     )
     probs = torch.rand(shape.rows, device=device)
     sizes = torch.full((shape.groups,), shape.rows // shape.groups, device=device)
-    forward, backward = (x, w1, sizes, probs), (grad, w2, sizes, h, probs)
+    forward = x, w1, sizes, probs
     return {
         "forward": {
             "fused": partial(ops.grouped_gemm_swiglu, *forward),
@@ -94,12 +85,6 @@ def calls_of(shape: Experts, device: torch.device) -> dict[str, dict[str, Call]]
                 "product": lambda: (ops.grouped_gemm(x, w1, sizes),),
             }
             for format in (BLOCKS, MX)
-        },
-        "backward": {
-            "fused": partial(ops.grouped_gemm_swiglu_backward, *backward),
-            "interleaved": partial(ops.grouped_gemm_swiglu_backward, *backward, interleave=32),
-            "steps": partial(backward_steps, *backward),
-            "product": lambda: (ops.grouped_gemm(grad, w2, sizes, transpose_b=False),),
         },
     }
 

@@ -62,82 +62,41 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "bias_backward_quantize(Tensor grad, Tensor? group_sizes, str format, Tensor? amax=None, "
       "Tensor? amax_t=None, Tensor? seed=None, bool rowwise=True, bool columnwise=False) -> Tensor[]");
 
-  // gemm: products with FP32 sums. linear and grouped_linear are the differentiable ones in low precision.
+  // gemm: products with FP32 sums. linear and grouped_linear are the differentiable ones in low precision. A quantized
+  // operand has a format and its scales, [scale_inv], or of nvfp4 [scale_inv, amax]; those of a weight gradient are
+  // quantized along columns. `b` of a grouped product, and `out` of its weight gradient, is one tensor [G, .., ..] or G
+  // matrices at any addresses; the scales of a list are one for each matrix, then the amaxes.
   m.def(
       "gemm(Tensor a, Tensor b, Tensor? bias=None, bool transpose_b=True, ScalarType? dtype=None, "
-      "Tensor? alpha=None) -> Tensor");
+      "Tensor? alpha=None, Tensor[]? a_scale=None, Tensor[]? b_scale=None, str a_format=\"none\", "
+      "str b_format=\"none\") -> Tensor");
   m.def(
       "gemm_out(Tensor a, Tensor b, Tensor(a!) out, Tensor? bias=None, bool transpose_b=True, Tensor? alpha=None, "
-      "Tensor? beta=None) -> ()");
+      "Tensor? beta=None, Tensor[]? a_scale=None, Tensor[]? b_scale=None, str a_format=\"none\", "
+      "str b_format=\"none\") -> ()");
   m.def(
-      "gemm_quantized(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, str a_format, str b_format, "
-      "ScalarType dtype, Tensor? bias=None, bool transpose_b=True, Tensor? a_amax=None, "
-      "Tensor? b_amax=None, Tensor? alpha=None) -> Tensor");
-  m.def(
-      "gemm_quantized_out(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, str a_format, str b_format, "
-      "Tensor(a!) out, Tensor? bias=None, bool transpose_b=True, Tensor? a_amax=None, Tensor? b_amax=None, "
-      "Tensor? alpha=None, Tensor? beta=None) -> ()");
-  m.def(
-      "grouped_gemm(Tensor a, Tensor b, Tensor group_sizes, Tensor? bias=None, Tensor? bias_scale=None, "
+      "grouped_gemm(Tensor a, Tensor[] b, Tensor group_sizes, Tensor? bias=None, Tensor? bias_scale=None, "
       "bool transpose_b=True, ScalarType? dtype=None, Tensor? alpha=None, Tensor? rows=None, "
-      "int max_sms=0, int expected_rows=-1) -> Tensor");
+      "int max_sms=0, int expected_rows=-1, Tensor[]? a_scale=None, Tensor[]? b_scale=None, str a_format=\"none\", "
+      "str b_format=\"none\") -> Tensor");
   m.def(
-      "grouped_gemm_out(Tensor a, Tensor b, Tensor group_sizes, Tensor(a!) out, Tensor? bias=None, "
+      "grouped_gemm_out(Tensor a, Tensor[] b, Tensor group_sizes, Tensor(a!) out, Tensor? bias=None, "
       "Tensor? bias_scale=None, bool transpose_b=True, Tensor? alpha=None, Tensor? beta=None, "
-      "Tensor? rows=None, int max_sms=0, int expected_rows=-1) -> ()");
-  m.def(
-      "grouped_gemm_quantized(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor group_sizes, "
-      "str a_format, str b_format, ScalarType dtype, Tensor? bias=None, Tensor? bias_scale=None, "
-      "bool transpose_b=True, Tensor? a_amax=None, Tensor? b_amax=None, Tensor? alpha=None, "
-      "int max_sms=0, int expected_rows=-1) -> Tensor");
-  m.def(
-      "grouped_gemm_quantized_out(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor group_sizes, "
-      "str a_format, str b_format, Tensor(a!) out, Tensor? bias=None, Tensor? bias_scale=None, "
-      "bool transpose_b=True, Tensor? a_amax=None, Tensor? b_amax=None, Tensor? alpha=None, "
-      "Tensor? beta=None, int max_sms=0, int expected_rows=-1) -> ()");
-  // Operands of quantize_rowwise.
-  m.def(
-      "gemm_rowwise(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, *, ScalarType dtype=bfloat16, "
-      "Tensor? alpha=None, Tensor? bias=None) -> Tensor");
-  m.def(
-      "grouped_gemm_rowwise(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor group_sizes, *, "
-      "ScalarType dtype=bfloat16, Tensor? alpha=None, Tensor? bias=None, Tensor? bias_scale=None, "
-      "int max_sms=0, int expected_rows=-1) -> Tensor");
-  // The groups' matrices as a list, each anywhere in memory.
-  m.def(
-      "grouped_gemm_list(Tensor a, Tensor[] b, Tensor group_sizes, Tensor? bias=None, Tensor? bias_scale=None, "
-      "bool transpose_b=True, ScalarType? dtype=None, Tensor? alpha=None, Tensor? rows=None, "
-      "int max_sms=0, int expected_rows=-1) -> Tensor");
-  m.def(
-      "grouped_gemm_quantized_list(Tensor a, Tensor a_scale, Tensor[] b, Tensor[] b_scale, Tensor group_sizes, "
-      "str a_format, str b_format, ScalarType dtype, Tensor? bias=None, Tensor? bias_scale=None, "
-      "bool transpose_b=True, Tensor? a_amax=None, Tensor[]? b_amax=None, Tensor? alpha=None, "
-      "int max_sms=0, int expected_rows=-1) -> Tensor");
+      "Tensor? rows=None, int max_sms=0, int expected_rows=-1, Tensor[]? a_scale=None, Tensor[]? b_scale=None, "
+      "str a_format=\"none\", str b_format=\"none\") -> ()");
   m.def("gather_rows_backward(Tensor grad, Tensor rows, Tensor group_sizes, SymInt num_rows) -> Tensor");
   m.def(
       "grouped_gemm_wgrad(Tensor grad, Tensor input, Tensor group_sizes, ScalarType? dtype=None, "
-      "Tensor? alpha=None, Tensor? input_rows=None, int max_sms=0, int expected_rows=-1) -> Tensor");
+      "Tensor? alpha=None, Tensor? input_rows=None, int max_sms=0, int expected_rows=-1, "
+      "Tensor[]? grad_scale=None, Tensor[]? input_scale=None, str grad_format=\"none\", str input_format=\"none\") -> "
+      "Tensor");
   m.def(
-      "grouped_gemm_wgrad_out(Tensor grad, Tensor input, Tensor group_sizes, Tensor(a!) out, "
+      "grouped_gemm_wgrad_out(Tensor grad, Tensor input, Tensor group_sizes, Tensor(a!)[] out, "
       "bool accumulate=True, Tensor? alpha=None, Tensor? beta=None, Tensor? input_rows=None, "
-      "int max_sms=0, int expected_rows=-1) -> ()");
-  m.def(
-      "grouped_gemm_wgrad_list_out(Tensor grad, Tensor input, Tensor group_sizes, Tensor(a!)[] out, "
-      "bool accumulate=True, Tensor? alpha=None, Tensor? beta=None, Tensor? input_rows=None, "
-      "int max_sms=0, int expected_rows=-1) -> ()");
-  m.def(
-      "grouped_gemm_wgrad_quantized(Tensor grad_t, Tensor grad_t_scale, Tensor input_t, Tensor "
-      "input_t_scale, "
-      "Tensor group_sizes, str grad_format, str input_format, ScalarType dtype, Tensor? grad_t_amax=None, "
-      "Tensor? input_t_amax=None, Tensor? alpha=None, int max_sms=0, int expected_rows=-1) -> Tensor");
-  m.def(
-      "grouped_gemm_wgrad_quantized_out(Tensor grad_t, Tensor grad_t_scale, Tensor input_t, "
-      "Tensor input_t_scale, Tensor group_sizes, str grad_format, str input_format, Tensor(a!) out, "
-      "bool accumulate=True, Tensor? grad_t_amax=None, Tensor? input_t_amax=None, Tensor? alpha=None, "
-      "Tensor? beta=None, int max_sms=0, int expected_rows=-1) -> ()");
-  // The first product of an expert and SwiGLU times a probability; and from the data gradient of the second to the
-  // gradients of SwiGLU's input and of the probability. "interleave" says how gate and linear part lie in h: 0, one after
-  // the other; 32, so many columns of each in turn.
+      "int max_sms=0, int expected_rows=-1, Tensor[]? grad_scale=None, Tensor[]? input_scale=None, "
+      "str grad_format=\"none\", str input_format=\"none\") -> ()");
+  // The first product of an expert and SwiGLU times a probability. "interleave" says how gate and linear part lie in h:
+  // 0, one after the other; 32, so many columns of each in turn.
   m.def(
       "grouped_gemm_swiglu(Tensor a, Tensor b, Tensor group_sizes, Tensor? probs, Tensor? bias=None, "
       "int interleave=0, bool keep_input=True, int max_sms=0, int expected_rows=-1) -> (Tensor act, Tensor h)");
@@ -146,9 +105,6 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "grouped_gemm_swiglu_quantize(Tensor a, Tensor b, Tensor group_sizes, Tensor? probs, str format, "
       "Tensor? bias=None, int interleave=0, bool keep_input=True, int max_sms=0, int expected_rows=-1) -> "
       "(Tensor data, Tensor scale, Tensor h)");
-  m.def(
-      "grouped_gemm_swiglu_backward(Tensor grad, Tensor b, Tensor group_sizes, Tensor h, Tensor? probs, "
-      "int interleave=0, int max_sms=0, int expected_rows=-1) -> (Tensor grad_h, Tensor grad_probs)");
   // Which kernel a GPU would run for a weight [G, n, k], why, and its configuration (gemm/dispatch/select.h,
   // gemm/sm90/config.h). Needs no GPU.
   m.def(

@@ -45,7 +45,6 @@ from transformer_plugin.testing.gemm_cases import (
     grouped_wgrad_list_cases,
 )
 from transformer_plugin.testing.gemm_swiglu_cases import (
-    grouped_gemm_swiglu_backward_cases,
     grouped_gemm_swiglu_cases,
     grouped_gemm_swiglu_quantize_cases,
 )
@@ -276,9 +275,8 @@ def _in_turn(max_sms: int, device: torch.device) -> None:
     ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16, **plan)
     codes = *ops.quantize(input[:, :256], "fp8_row"), *ops.quantize(weight[..., :256], "fp8_row")
     ops.grouped_gemm_rowwise(*codes, sizes, **plan)
-    _, h = ops.grouped_gemm_swiglu(input, weight[:, :768], sizes, None, **plan)
+    ops.grouped_gemm_swiglu(input, weight[:, :768], sizes, None, **plan)
     ops.grouped_gemm_swiglu_quantize(input, weight[:, :768], sizes, None, "fp8_block", **plan)
-    ops.grouped_gemm_swiglu_backward(input, weight.mT[..., :384].contiguous(), sizes, h, None, **plan)
 
 
 def _overlapped_dequantize(format: str, device: torch.device) -> None:
@@ -327,11 +325,6 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
         ("grouped_gemm_wgrad_list_out", grouped_wgrad_list_cases(), _grouped_wgrad_list),
         ("grouped_gemm_swiglu", grouped_gemm_swiglu_cases(), ops.grouped_gemm_swiglu),
         ("grouped_gemm_swiglu_quantize", grouped_gemm_swiglu_quantize_cases(), _swiglu_product_quantized),
-        (
-            "grouped_gemm_swiglu_backward",
-            grouped_gemm_swiglu_backward_cases(),
-            ops.grouped_gemm_swiglu_backward,
-        ),
     ):
         for case in cases:
             yield f"{name} {case.name}", partial(_call_with_arguments, call, case, device)

@@ -110,10 +110,6 @@ TABLE: dict[str, tuple[Callable[[], object], int]] = {
         ),
         PRODUCT,
     ),
-    "grouped_gemm_swiglu_backward": (
-        lambda: ops.grouped_gemm_swiglu_backward(of(T, N), of(G, N, K), SIZES, of(T, 2 * K), None),
-        PRODUCT,
-    ),
     "linear": (lambda: ops.linear(of(2, T // 2, K), of(N, K), of(N)), PRODUCT),
     "linear_scaled": (lambda: scaled("linear_scaled"), PRODUCT),
     "grouped_linear": (lambda: ops.grouped_linear(of(T, K), of(G, N, K), SIZES, of(G, N)), PRODUCT),

@@ -21,98 +21,52 @@ from transformer_plugin.formats import GROUP_ALIGNMENT, Format
 Shape = Sequence[int]
 
 
+def _argument(name: str, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A format of a call; defaults at the end of a call are left out."""
+    return args[position] if len(args) > position else kwargs.get(name, "none")
+
+
 def _columns(data: Shape, format: str) -> int:
-    """The elements in a row of quantized data."""
-    return data[-1] * (2 if Format.parse(format).family == "nvfp4" else 1)
+    """The elements in a row of data."""
+    return data[-1] * (2 if format.startswith("nvfp4") else 1)
 
 
-def _product(a: Shape, *_: Any, out_shape: Shape, **__: Any) -> int:
-    return 2 * prod(out_shape) * a[-1]
+def _product(position: int) -> Callable[..., int]:
+    """Of an op whose argument ``a_format`` is at a position."""
+
+    def formula(*args: Any, out_shape: Shape, **kwargs: Any) -> int:
+        return 2 * prod(out_shape) * _columns(args[0], _argument("a_format", position, args, kwargs))
+
+    return formula
 
 
-def _product_out(a: Shape, b: Shape, out: Shape, *_: Any, **__: Any) -> int:
-    return 2 * prod(out) * a[-1]
+def _product_out(out: int, position: int) -> Callable[..., int]:
+    """The same, into a buffer that is an argument."""
+
+    def formula(*args: Any, **kwargs: Any) -> int:
+        buffer = args[out] if len(args) > out else kwargs["out"]
+        return 2 * prod(buffer) * _columns(args[0], _argument("a_format", position, args, kwargs))
+
+    return formula
 
 
-def _grouped_product_out(a: Shape, b: Any, group_sizes: Shape, out: Shape, *_: Any, **__: Any) -> int:
-    return 2 * prod(out) * a[-1]
+def _weight_gradient(position: int) -> Callable[..., int]:
+    """Of an op whose argument ``grad_format`` is at a position."""
 
+    def formula(grad: Shape, input: Shape, group_sizes: Shape, *args: Any, **kwargs: Any) -> int:
+        key = _argument("grad_format", position - 3, args, kwargs)
+        if key == "none":
+            return 2 * grad[0] * grad[1] * input[1]
+        rows = _columns(grad, key)
+        if Format.parse(key).aligned_groups:  # T comes back rounded up to a multiple of the alignment
+            rows -= GROUP_ALIGNMENT * (group_sizes[0] + 1)
+        return 2 * grad[0] * input[0] * rows
 
-def _quantized(
-    a: Shape, a_scale: Shape, b: Shape, b_scale: Shape, a_format: str, *_: Any, out_shape: Shape, **__: Any
-) -> int:
-    return 2 * prod(out_shape) * _columns(a, a_format)
-
-
-def _quantized_out(
-    a: Shape,
-    a_scale: Shape,
-    b: Shape,
-    b_scale: Shape,
-    a_format: str,
-    b_format: str,
-    out: Shape,
-    *_: Any,
-    **__: Any,
-) -> int:
-    return 2 * prod(out) * _columns(a, a_format)
-
-
-def _grouped_quantized(
-    a: Shape,
-    a_scale: Shape,
-    b: Any,
-    b_scale: Any,
-    group_sizes: Shape,
-    a_format: str,
-    *_: Any,
-    out_shape: Shape,
-    **__: Any,
-) -> int:
-    return 2 * prod(out_shape) * _columns(a, a_format)
-
-
-def _grouped_quantized_out(
-    a: Shape,
-    a_scale: Shape,
-    b: Shape,
-    b_scale: Shape,
-    group_sizes: Shape,
-    a_format: str,
-    b_format: str,
-    out: Shape,
-    *_: Any,
-    **__: Any,
-) -> int:
-    return 2 * prod(out) * _columns(a, a_format)
-
-
-def _weight_gradient(grad: Shape, input: Shape, *_: Any, **__: Any) -> int:
-    return 2 * grad[0] * grad[1] * input[1]
-
-
-def _quantized_weight_gradient(
-    grad_t: Shape,
-    grad_t_scale: Shape,
-    input_t: Shape,
-    input_t_scale: Shape,
-    group_sizes: Shape,
-    grad_format: str,
-    *_: Any,
-    **__: Any,
-) -> int:
-    rows = _columns(grad_t, grad_format)
-    if Format.parse(grad_format).aligned_groups:  # T comes back rounded up to a multiple of the alignment
-        rows -= GROUP_ALIGNMENT * (group_sizes[0] + 1)
-    return 2 * grad_t[0] * input_t[0] * rows
+    return formula
 
 
 def _swiglu(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
     return 2 * a[0] * a[1] * b[1]
-
-
-def _swiglu_backward(grad: Shape, b: Shape, *_: Any, **__: Any) -> int:
-    return 2 * grad[0] * grad[1] * b[2]
 
 
 def _linear(input: Shape, weight: Shape, *_: Any, **__: Any) -> int:
@@ -125,26 +79,14 @@ def _mlp(input: Shape, fc1_weight: Shape, fc2_weight: Shape, *_: Any, **__: Any)
 
 #: of each op that multiplies.
 FORMULAS: dict[str, Callable[..., int]] = {
-    "gemm": _product,
-    "grouped_gemm": _product,
-    "grouped_gemm_list": _product,
-    "gemm_rowwise": _product,
-    "grouped_gemm_rowwise": _product,
-    "gemm_out": _product_out,
-    "grouped_gemm_out": _grouped_product_out,
-    "gemm_quantized": _quantized,
-    "gemm_quantized_out": _quantized_out,
-    "grouped_gemm_quantized": _grouped_quantized,
-    "grouped_gemm_quantized_list": _grouped_quantized,
-    "grouped_gemm_quantized_out": _grouped_quantized_out,
-    "grouped_gemm_wgrad": _weight_gradient,
-    "grouped_gemm_wgrad_out": _weight_gradient,
-    "grouped_gemm_wgrad_list_out": _weight_gradient,
-    "grouped_gemm_wgrad_quantized": _quantized_weight_gradient,
-    "grouped_gemm_wgrad_quantized_out": _quantized_weight_gradient,
+    "gemm": _product(8),
+    "gemm_out": _product_out(2, 9),
+    "grouped_gemm": _product(13),
+    "grouped_gemm_out": _product_out(3, 14),
+    "grouped_gemm_wgrad": _weight_gradient(10),
+    "grouped_gemm_wgrad_out": _weight_gradient(12),
     "grouped_gemm_swiglu": _swiglu,
     "grouped_gemm_swiglu_quantize": _swiglu,
-    "grouped_gemm_swiglu_backward": _swiglu_backward,
     "linear": _linear,
     "linear_scaled": _linear,
     "grouped_linear": _linear,

@@ -95,8 +95,7 @@ QuantizedGradient round_hidden_gradient(const Tensor& grad, const Tensor& group_
 
 }  // namespace
 
-// Two steps in every format: grouped_gemm_swiglu_backward, with SwiGLU's gradient in the epilogue, needs less memory but takes
-// longer.
+// Two steps in every format: SwiGLU's gradient in the epilogue of the product takes longer.
 HiddenGradient data_gradient_then_activation_backward(QuantizedTensor grad, const QuantizedTensor& weight,
                                                       bool transpose_b, const Tensor& linear,
                                                       const Tensor& group_sizes, const Tensor& probs,

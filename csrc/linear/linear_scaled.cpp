@@ -98,12 +98,11 @@ QuantizedOperand quantize_role(const Tensor& x, const OptionalTensor& group_size
 Tensor gemm_of(const QuantizedOperand& a, std::string_view a_key, const QuantizedOperand& b,
                std::string_view b_key, const Layer& layer, bool transpose_b) {
   const at::ScalarType dtype = layer.input.scalar_type();
-  if (!layer.group_sizes) {
-    return call_gemm_quantized(a.data, a.scale, b.data, b.scale, a_key, b_key, dtype, layer.bias,
-                               transpose_b);
-  }
-  return call_grouped_gemm_quantized(a.data, a.scale, b.data, b.scale, *layer.group_sizes, a_key, b_key,
-                                     dtype, layer.bias, layer.bias_scale, transpose_b);
+  const QuantizedKeys keys{a.scale, b.scale, a_key, b_key};
+  const OptionalTensor none;
+  if (!layer.group_sizes) return call_gemm(a.data, b.data, layer.bias, transpose_b, dtype, none, keys);
+  return call_grouped_gemm(a.data, b.data, *layer.group_sizes, layer.bias, layer.bias_scale, transpose_b,
+                           dtype, none, none, {}, keys);
 }
 
 // The transposed operand: a view, unless the FP8 kernels run, which need K-major data.
@@ -121,10 +120,11 @@ Tensor wgrad_of(const QuantizedOperand& grad, std::string_view grad_key, const Q
                 std::string_view input_key, const OptionalTensor& group_sizes, at::ScalarType dtype) {
   const QuantizedOperand g = transposed_data(grad, grad_key, group_sizes),
                          x = transposed_data(input, input_key, group_sizes);
-  return group_sizes ? call_grouped_gemm_wgrad_quantized(g.data, g.scale, x.data, x.scale, *group_sizes,
-                                                         grad_key, input_key, dtype)
-                     : call_gemm_quantized(g.data, g.scale, x.data, x.scale, grad_key, input_key, dtype,
-                                           std::nullopt, true);
+  const QuantizedKeys keys{g.scale, x.scale, grad_key, input_key};
+  const OptionalTensor none;
+  return group_sizes
+             ? call_grouped_gemm_wgrad(g.data, x.data, *group_sizes, dtype, none, none, {}, keys)
+             : call_gemm(g.data, x.data, none, true, dtype, none, keys);
 }
 
 struct Operands {

@@ -73,6 +73,25 @@ void mark_nonfinite_scales(const QuantizedOperand& rounded, const Tensor& x,
   mark_nonfinite_scales(rounded.columnwise, mark);
 }
 
+// [scale_inv], or of NVFP4 [scale_inv, amax], as the GEMM ops take it; none of unquantized values.
+class Scales {
+ public:
+  explicit Scales(const QuantizedTensor& values)
+      : tensors_{values.scale, values.amax}, count_(values.amax.defined() ? 2 : values.scale.defined()) {}
+  at::TensorList get() const { return {tensors_, count_}; }
+
+ private:
+  const Tensor tensors_[2];
+  const size_t count_;
+};
+
+// Unquantized values, in bfloat16, have no format for the GEMM ops.
+QuantizedKeys keys_of(const GemmOperand& a, const Scales& a_scale, const GemmOperand& b,
+                      const Scales& b_scale) {
+  if (a_scale.get().empty()) return {};
+  return {a_scale.get(), b_scale.get(), a.key, b.key};
+}
+
 }  // namespace
 
 QuantizedOperand operand_of(quantize::Outputs&& outputs) {
@@ -170,18 +189,12 @@ void quantize_weight_operand_out(const Tensor& weight, const OperandFormats& for
 Tensor gemm_of(const GemmOperand& a, const GemmOperand& b, const OptionalTensor& group_sizes,
                const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
                at::ScalarType dtype) {
-  const QuantizedTensor &left = a.values, &right = b.values;
-  if (!left.scale.defined()) {
-    return group_sizes
-               ? call_grouped_gemm(left.data, right.data, *group_sizes, bias, bias_scale, transpose_b, dtype)
-               : call_gemm(left.data, right.data, bias, transpose_b, dtype);
-  }
-  return group_sizes
-             ? call_grouped_gemm_quantized(left.data, left.scale, right.data, right.scale, *group_sizes,
-                                           a.key, b.key, dtype, bias, bias_scale, transpose_b,
-                                           as_optional(left.amax), as_optional(right.amax))
-             : call_gemm_quantized(left.data, left.scale, right.data, right.scale, a.key, b.key, dtype, bias,
-                                   transpose_b, as_optional(left.amax), as_optional(right.amax));
+  const Scales a_scale(a.values), b_scale(b.values);
+  const QuantizedKeys keys = keys_of(a, a_scale, b, b_scale);
+  const OptionalTensor none;
+  return group_sizes ? call_grouped_gemm(a.values.data, b.values.data, *group_sizes, bias, bias_scale,
+                                         transpose_b, dtype, none, none, {}, keys)
+                     : call_gemm(a.values.data, b.values.data, bias, transpose_b, dtype, none, keys);
 }
 
 Tensor wgrad_of(const GemmOperand& grad, const GemmOperand& input, const OptionalTensor& group_sizes,
@@ -189,8 +202,10 @@ Tensor wgrad_of(const GemmOperand& grad, const GemmOperand& input, const Optiona
   if (!group_sizes) return gemm_of(grad, input, std::nullopt, std::nullopt, std::nullopt, true, dtype);
   const QuantizedTensor &g = grad.values, &x = input.values;
   if (!g.scale.defined()) return call_grouped_gemm_wgrad(g.data.t(), x.data.t(), *group_sizes, dtype);
-  return call_grouped_gemm_wgrad_quantized(g.data, g.scale, x.data, x.scale, *group_sizes, grad.key,
-                                           input.key, dtype, as_optional(g.amax), as_optional(x.amax));
+  const Scales grad_scale(g), input_scale(x);
+  const OptionalTensor none;
+  return call_grouped_gemm_wgrad(g.data, x.data, *group_sizes, dtype, none, none, {},
+                                 keys_of(grad, grad_scale, input, input_scale));
 }
 
 }  // namespace transformer_plugin::gemm

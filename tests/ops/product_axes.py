@@ -112,13 +112,6 @@ PRODUCTS = {
         {**_SWIGLU.powers, "b": ("", "L", "-k"), "bias": ("", "L")},
         [("t J", ""), ("", "L")],
     ),
-    "grouped_gemm_swiglu_backward": Product(
-        {"grad": ("t", "k"), "b": ("G", "k", "j"), "probs": ("p",)},
-        [("t", "j2"), ("t",)],
-        {"grad": ("t", "k"), "b": ("", "-k", "j"), "h": ("", "-l"), "probs": ("p",)},
-        [("t p", "l"), ("t",)],
-        nan_only=True,
-    ),
     "grouped_mlp": Product(
         {
             **{"input": ("t", "k"), "fc1_weight": ("G", "l", "k"), "fc1_bias": ("G", "l"), "probs": ("p",)},

@@ -62,12 +62,6 @@ def products(x: Tensor, weight: Tensor, sizes: Tensor) -> Iterator[tuple[str, Pr
         lambda **plan: ops.grouped_gemm_swiglu_quantize(x, weight, sizes, None, "fp8_block", **plan),
         False,
     )
-    h, probs = signs(x.shape[0], 2 * N, device=x.device, seed=2), torch.ones(x.shape[0], device=x.device)
-    yield (
-        "gradient of SwiGLU",
-        lambda **plan: ops.grouped_gemm_swiglu_backward(x, weight_t, sizes, h, probs, **plan),
-        False,
-    )
 
 
 @pytest.mark.parametrize("length", LENGTHS)

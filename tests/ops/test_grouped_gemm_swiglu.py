@@ -1,4 +1,4 @@
-"""grouped_gemm_swiglu and its backward: against float64, against their steps bit for bit, gradients, graphs."""
+"""grouped_gemm_swiglu and its gradients: against float64, against their steps bit for bit, gradients, graphs."""
 
 from __future__ import annotations
 
@@ -12,21 +12,14 @@ from torch import Tensor
 from tests.opcheck import opcheck
 from tests.ops.gemm_oracle import poison, rows_fp64
 from transformer_plugin import ops, reference
-from transformer_plugin.reference.gemm_swiglu import halves_apart, halves_in_turn
+from transformer_plugin.reference.gemm_swiglu import halves_apart
 from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.gemm_cases import normals, poison_tail
-from transformer_plugin.testing.gemm_swiglu_cases import (
-    grouped_gemm_swiglu_backward_cases,
-    grouped_gemm_swiglu_cases,
-)
+from transformer_plugin.testing.gemm_swiglu_cases import grouped_gemm_swiglu_cases
 from transformer_plugin.testing.numerics import assert_close_in_ulp, assert_rounded_sum, assert_same_bits
 
 pytestmark = pytest.mark.dtypes_in_turn
 EXACT, RANDOM = list(grouped_gemm_swiglu_cases()), list(grouped_gemm_swiglu_cases(normals))
-BACKWARD, BACKWARD_RANDOM = (
-    list(grouped_gemm_swiglu_backward_cases()),
-    list(grouped_gemm_swiglu_backward_cases(normals)),
-)
 _ops = torch.ops.transformer_plugin
 
 
@@ -92,72 +85,6 @@ def test_bits_of_the_steps(case: Case, device: torch.device) -> None:
     exact = rows_fp64(a, b, sizes, bias, None, True)
     magnitude = rows_fp64(a.abs(), b.abs(), sizes, None if bias is None else bias.abs(), None, True)
     assert_rounded_sum(h, exact, magnitude, a.shape[1] + 1, "h")
-
-
-@each(BACKWARD)
-def test_backward_against_float64(case: Case, device: torch.device) -> None:
-    grad, b, sizes, h, probs, interleave = case.arguments()
-    grad_act = rows_fp64(grad, b, sizes, None, None, False).to(grad.dtype).double()
-    leaf = h.double().requires_grad_()
-    factor = None if probs is None else probs.double().requires_grad_()
-    end = int(sizes.sum())
-    leaves = [leaf] if factor is None else [leaf, factor]
-    act = swiglu_fp64(leaf[:end], None if factor is None else factor[:end], interleave)
-    exact = torch.autograd.grad(act, leaves, grad_act[:end], materialize_grads=True)
-    terms = (grad_act * cleared(swiglu_fp64(h, None, interleave), sizes)).abs().sum(1)
-    ulp, floor = (32, 1e-5) if h.dtype == torch.float32 else (1, 1e-2 * torch.finfo(h.dtype).eps)
-    arguments = case.arguments(device)
-    poison(tuple(h.shape), h.dtype, device)
-    for got, where in (
-        (reference.grouped_gemm_swiglu_backward(grad, b, sizes, h, probs, interleave), "reference"),
-        (ops.grouped_gemm_swiglu_backward(*arguments), "op"),
-    ):
-        grad_h, grad_probs = (tensor.cpu() for tensor in got)
-        assert_close_in_ulp(grad_h, exact[0], ulp=ulp, floor=floor * 64, name=f"grad_h of the {where}")
-        assert not grad_h[end:].any() and not grad_probs[end:].any()
-        if probs is None:
-            assert grad_probs.shape == (0,)
-        else:
-            assert ((grad_probs.double() - exact[1]).abs() <= 2e-6 * terms + 1e-12).all(), where
-
-
-def backward_steps(
-    grad: Tensor, b: Tensor, sizes: Tensor, h: Tensor, probs: Tensor | None, interleave: int
-) -> tuple[Tensor, Tensor]:
-    grad_act = ops.grouped_gemm(grad, b, sizes, transpose_b=False)
-    grad_h, grad_probs = ops.swiglu_backward(grad_act, halves_apart(h, interleave), probs)
-    grad_probs = grad_probs if probs is None else cleared(grad_probs, sizes)
-    return cleared(halves_in_turn(grad_h, interleave), sizes), grad_probs
-
-
-def assert_steps(arguments: tuple[Any, ...]) -> None:
-    expected = backward_steps(*arguments)
-    for more in ((), (6, 10)):
-        got = ops.grouped_gemm_swiglu_backward(*arguments, *more)
-        for tensor, wanted, name in zip(got, expected, ("grad_h", "grad_probs"), strict=True):
-            assert_same_bits(tensor, wanted, name)
-
-
-@each(BACKWARD_RANDOM)
-def test_bits_of_the_steps_backward(case: Case, device: torch.device) -> None:
-    assert_steps(case.arguments(device))
-
-
-@pytest.mark.parametrize("features", [8, 40, 136, 256 + 24])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_infinite_gradients_stay_in_their_columns(
-    features: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    """What a kernel computes past the last column, zero times infinity, does not come into a row's sum."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = (70, 64), (2, 64, features), (70, 2 * features)
-    grad, b, h = (normals(s, dtype, device, generator).abs() + 0.5 for s in shapes)
-    grad[3, 5] = float("inf")
-    arguments = grad, b, torch.tensor([40, 30], device=device), h, torch.ones(70, device=device), 0
-    _, grad_probs = ops.grouped_gemm_swiglu_backward(*arguments)
-    assert float(grad_probs[3]) == float("inf")
-    assert grad_probs[torch.arange(70, device=device) != 3].isfinite().all()
-    assert_steps(arguments)
 
 
 def steps(
@@ -252,24 +179,13 @@ def swiglu_fp64_of(doubles: list[Tensor]) -> Tensor:
 
 def test_any_strides(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(3)
-    wide = [
-        normals(s, torch.bfloat16, device, generator) for s in ((12, 64), (2, 32, 64), (12, 72), (2, 72, 32))
-    ]
-    a, b, h, w = wide[0][::2, ::2], wide[1].transpose(1, 2)[:, :, :32], wide[2][::2, 8:], wide[3][:, :, ::2]
+    wide = [normals(s, torch.bfloat16, device, generator) for s in ((12, 64), (2, 32, 64))]
+    a, b = wide[0][::2, ::2], wide[1].transpose(1, 2)[:, :, :32]
     probs = torch.rand(12, generator=generator).to(device)[::2]
     sizes = torch.tensor([3, 2], device=device)
     for got, expected in zip(
         ops.grouped_gemm_swiglu(a, b, sizes, probs, None, 32),
         ops.grouped_gemm_swiglu(a.contiguous(), b.contiguous(), sizes, probs.contiguous(), None, 32),
-        strict=True,
-    ):
-        assert_same_bits(got, expected)
-    grad, h = wide[2][::2], h[:, :32]
-    for got, expected in zip(
-        ops.grouped_gemm_swiglu_backward(grad, w, sizes, h, probs),
-        ops.grouped_gemm_swiglu_backward(
-            grad.contiguous(), w.contiguous(), sizes, h.contiguous(), probs.contiguous()
-        ),
         strict=True,
     ):
         assert_same_bits(got, expected)
@@ -289,11 +205,6 @@ def test_opcheck(case: Case, device: torch.device) -> None:
         if arguments[i] is not None:
             arguments[i].requires_grad_()
     opcheck(_ops.grouped_gemm_swiglu.default, arguments)
-
-
-@each(some(BACKWARD))
-def test_backward_opcheck(case: Case, device: torch.device) -> None:
-    opcheck(_ops.grouped_gemm_swiglu_backward.default, case.arguments(device))
 
 
 def mlp(x: Tensor, w1: Tensor, w2: Tensor, sizes: Tensor, probs: Tensor, interleave: int) -> Tensor:
@@ -324,27 +235,22 @@ def test_compiles_whole(interleave: int, device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("interleave", [0, 32])
 def test_graph_follows_new_sizes_and_data(interleave: int) -> None:
-    device, rows, features, k, width = torch.device("cuda"), 700, 160, 136, 72
+    device, rows, features, k = torch.device("cuda"), 700, 160, 136
 
     def draw(seed: int, sizes: tuple[int, ...]) -> tuple[Any, ...]:
         generator = torch.Generator().manual_seed(seed)
-        shapes = (rows, k), (4, 2 * features, k), (rows, width), (4, width, features)
-        a, b, grad, w = (normals(s, torch.bfloat16, device, generator) for s in shapes)
+        shapes = (rows, k), (4, 2 * features, k)
+        a, b = (normals(s, torch.bfloat16, device, generator) for s in shapes)
         probs = poison_tail(torch.rand(rows, generator=generator), sizes).to(device)
         return (
             poison_tail(a, sizes),
             b,
-            poison_tail(grad, sizes),
-            w,
             torch.tensor(sizes, device=device),
             probs,
         )
 
-    def run(
-        a: Tensor, b: Tensor, grad: Tensor, w: Tensor, sizes: Tensor, probs: Tensor
-    ) -> tuple[Tensor, ...]:
-        act, h = ops.grouped_gemm_swiglu(a, b, sizes, probs, None, interleave)
-        return act, h, *ops.grouped_gemm_swiglu_backward(grad, w, sizes, h, probs, interleave)
+    def run(a: Tensor, b: Tensor, sizes: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.grouped_gemm_swiglu(a, b, sizes, probs, None, interleave)
 
     held = draw(0, (100, 0, 300, 57))
     side = torch.cuda.Stream()
@@ -363,11 +269,10 @@ def test_graph_follows_new_sizes_and_data(interleave: int) -> None:
         for tensor in captured:
             tensor.fill_(float("nan"))
         graph.replay()
-        a, b, grad, w, group_sizes, probs = new
+        a, b, group_sizes, probs = new
         h = ops.grouped_gemm(a, b, group_sizes)
         act = cleared(ops.swiglu(halves_apart(h, interleave), probs), group_sizes)
-        expected = act, h, *backward_steps(grad, w, group_sizes, h, probs, interleave)
-        for got, exact, name in zip(captured, expected, ("act", "h", "grad_h", "grad_probs"), strict=True):
+        for got, exact, name in zip(captured, (act, h), ("act", "h"), strict=True):
             assert_same_bits(got, exact, name)
 
 
@@ -380,12 +285,11 @@ def test_no_host_read(dtype: torch.dtype) -> None:
     x, w1, w2 = (normals(s, dtype, device, generator).requires_grad_() for s in shapes)
     probs = torch.rand(96, device=device, requires_grad=True)
     sizes = torch.tensor([32, 0, 48], device=device)
-    grad, h = torch.ones(96, 64, dtype=dtype, device=device), torch.ones(96, 128, dtype=dtype, device=device)
+    grad = torch.ones(96, 64, dtype=dtype, device=device)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for interleave in (0, 32):
             mlp(x, w1, w2, sizes, probs, interleave).backward(grad)
-            ops.grouped_gemm_swiglu_backward(grad, w2.detach(), sizes, h, probs.detach(), interleave)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

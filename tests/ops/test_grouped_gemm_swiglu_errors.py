@@ -10,7 +10,6 @@ import torch
 from transformer_plugin import ops
 
 A, B, S, P = torch.zeros(4, 6), torch.zeros(2, 16, 6), torch.tensor([1, 2]), torch.ones(4)
-GRAD, W, H = torch.zeros(4, 5), torch.zeros(2, 5, 8), torch.zeros(4, 16)
 AGREE = "Pass tensors whose sizes agree."
 ORDER = (
     "expected 0 (the gate's columns first) or 32 (32 of the gate, 32 of the linear part, in turn), got 16. "
@@ -20,8 +19,7 @@ BLOCKS = (
     "expected whole blocks of 32 columns of the gate and of the linear part, got {} for 8 of each. "
     "Take a multiple of 32, or interleave=0."
 )
-FORWARD, BACKWARD = "grouped_gemm_swiglu", "grouped_gemm_swiglu_backward"
-QUANTIZE = "grouped_gemm_swiglu_quantize"
+FORWARD, QUANTIZE = "grouped_gemm_swiglu", "grouped_gemm_swiglu_quantize"
 FORMAT = (
     "expected a format that finds its scales in blocks along a row, fp8_block or mxfp8, got '{}'. "
     "Take one of those, or grouped_gemm_swiglu, and quantize its result."
@@ -106,8 +104,8 @@ FORMAT = (
             QUANTIZE,
             (A, B, S, P, "fp8"),
             ValueError,
-            "'format': expected a format key: none, bf16, fp8_tensor, fp8_block, mxfp8 or nvfp4, then options like "
-            "fp8_block:e4m3,pow2,square,eps=1e-12, got 'fp8'. transformer_plugin.formats lists them.",
+            "'format': expected a format key: none, bf16, fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4, then options "
+            "like fp8_block:e4m3,pow2,square,eps=1e-12, got 'fp8'. transformer_plugin.formats lists them.",
         ),
         (
             QUANTIZE,
@@ -130,52 +128,6 @@ FORMAT = (
             "got a sum of 5 at group 1. Enlarge the buffer or fix the sizes.",
         ),
         (QUANTIZE, (A, B, S, P, "fp8_block", None, 16), ValueError, "'interleave': " + ORDER),
-        (
-            BACKWARD,
-            (GRAD, W[:, :4], S, H, P),
-            ValueError,
-            "'b': expected size 5 in dimension 1 (the columns of 'grad', summed over), got float32[2, 4, 8] on cpu. "
-            + AGREE,
-        ),
-        (
-            BACKWARD,
-            (GRAD, W, S, H[:3], P),
-            ValueError,
-            "'h': expected size 4 in dimension 0 (the rows of 'grad'), got float32[3, 16] on cpu. " + AGREE,
-        ),
-        (
-            BACKWARD,
-            (GRAD, W, S, H[:, :8], P),
-            ValueError,
-            "'h': expected size 16 in dimension 1 (gate and linear part for each column of 'b'), "
-            "got float32[4, 8] on cpu. " + AGREE,
-        ),
-        (
-            BACKWARD,
-            (GRAD, W, S, H.bfloat16(), P),
-            TypeError,
-            "'h': expected float32, like grad, got bfloat16. Convert one of them with .to() first.",
-        ),
-        (BACKWARD, (GRAD, W, S, H, P, 16), ValueError, "'interleave': " + ORDER),
-        (
-            BACKWARD,
-            (GRAD, W, S, H, P, 32),
-            ValueError,
-            "'h': " + BLOCKS.format("float32[4, 16] on cpu"),
-        ),
-        (
-            BACKWARD,
-            (GRAD, W, torch.tensor([1, -1]), H, P),
-            ValueError,
-            "'group_sizes': expected sizes that are not negative, got -1 for group 1. "
-            "Pass the number of rows of each group.",
-        ),
-        (
-            BACKWARD,
-            (GRAD, W, S, H, P[:2]),
-            ValueError,
-            "'probs': expected size 4 in dimension 0 (the rows of 'grad'), got float32[2] on cpu. " + AGREE,
-        ),
     ],
 )
 def test_errors(op: str, arguments: tuple[Any, ...], error: type[Exception], text: str) -> None:

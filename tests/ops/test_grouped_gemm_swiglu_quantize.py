@@ -14,7 +14,7 @@ from tests.ops.on_gpu import captured, most_memory
 from tests.ops.quantize_oracle import SPECS, assert_all_same, grouped_both_directions
 from transformer_plugin import ops, reference
 from transformer_plugin.formats import Format
-from transformer_plugin.reference.gemm_swiglu import halves_apart, halves_in_turn
+from transformer_plugin.reference.gemm_swiglu import halves_apart
 from transformer_plugin.testing.cases import BLOCK_FORMATS, Case
 from transformer_plugin.testing.gemm_cases import normals, poison_tail
 from transformer_plugin.testing.gemm_swiglu_cases import grouped_gemm_swiglu_quantize_cases
@@ -26,6 +26,11 @@ EXACT = list(grouped_gemm_swiglu_quantize_cases())
 RANDOM = list(grouped_gemm_swiglu_quantize_cases(normals))
 SIXTEEN_BITS = [case for case in RANDOM if not case.name.startswith("float32")]
 _op = torch.ops.transformer_plugin.grouped_gemm_swiglu_quantize.default
+
+
+def halves_in_turn(h: Tensor, interleave: int) -> Tensor:
+    """``interleave`` columns of the gate and of the linear part in turn."""
+    return h.unflatten(1, (2, -1, interleave)).transpose(1, 2).flatten(1) if interleave else h
 
 
 def each(cases: list[Case]) -> pytest.MarkDecorator:

@@ -26,30 +26,18 @@ from transformer_plugin.ops.gemm import (
     check_group_sizes,
     gather_rows_backward,
     gemm,
-    gemm_quantized,
     grouped_bias_backward,
     grouped_gemm,
-    grouped_gemm_quantized,
     grouped_gemm_wgrad,
-    grouped_gemm_wgrad_quantized,
-)
-from transformer_plugin.ops.gemm_list import (
-    grouped_gemm_list,
-    grouped_gemm_quantized_list,
-    grouped_gemm_wgrad_list_out,
 )
 from transformer_plugin.ops.gemm_out import (
     gemm_out,
-    gemm_quantized_out,
     grouped_gemm_out,
-    grouped_gemm_quantized_out,
     grouped_gemm_wgrad_out,
-    grouped_gemm_wgrad_quantized_out,
 )
 from transformer_plugin.ops.gemm_plan import GroupedGemmPlan, grouped_gemm_plan
 from transformer_plugin.ops.gemm_swiglu import (
     grouped_gemm_swiglu,
-    grouped_gemm_swiglu_backward,
     grouped_gemm_swiglu_quantize,
 )
 from transformer_plugin.ops.grouped_mlp import grouped_mlp
@@ -91,7 +79,6 @@ from transformer_plugin.ops.routing import (
     unpermute,
     unpermute_backward,
 )
-from transformer_plugin.ops.rowwise import gemm_rowwise, grouped_gemm_rowwise
 
 __all__ = [
     "GroupedGemmPlan",
@@ -114,26 +101,14 @@ __all__ = [
     "gather_rows_backward",
     "gemm",
     "gemm_out",
-    "gemm_quantized",
-    "gemm_quantized_out",
-    "gemm_rowwise",
     "grouped_bias_backward",
     "grouped_gemm",
-    "grouped_gemm_list",
     "grouped_gemm_out",
     "grouped_gemm_plan",
-    "grouped_gemm_quantized",
-    "grouped_gemm_quantized_list",
-    "grouped_gemm_quantized_out",
-    "grouped_gemm_rowwise",
     "grouped_gemm_swiglu",
-    "grouped_gemm_swiglu_backward",
     "grouped_gemm_swiglu_quantize",
     "grouped_gemm_wgrad",
-    "grouped_gemm_wgrad_list_out",
     "grouped_gemm_wgrad_out",
-    "grouped_gemm_wgrad_quantized",
-    "grouped_gemm_wgrad_quantized_out",
     "grouped_linear",
     "grouped_linear_scaled",
     "grouped_mlp",

@@ -12,21 +12,44 @@ Any N, K and strides are supported. 16-byte aligned rows are fast; operands that
 ``alpha`` is float32 ``[G]``, ``[1]`` without groups: a factor of the FP32 sum, before a bias is added and the sum is
 rounded. It stays on the device and has no gradient: an ``alpha`` that requires one is a ValueError.
 
-On Hopper ``fp8_block`` (E4M3) and ``fp8_tensor`` (``b`` E4M3) go straight to FP8 tensor cores: bfloat16 output,
-N % 8 == 0, K % 16 == 0; weight gradients also into float32. Tensor cores sum 128 products, and these sums are added in
-FP32: with mixed signs within ``20 * 2**-12`` of the root of the sum of squares. ``mxfp8`` and ``nvfp4`` are
-dequantized in the mainloop.
+A quantized operand has a format, a key or a :class:`~transformer_plugin.formats.Format`, and its scales:
+``scale_inv``, or of ``nvfp4`` ``[scale_inv, amax]``, as the quantize ops return them. The values of both operands are
+multiplied, ``alpha * (dequantize(a) @ dequantize(b).T) + bias``. Such a product has no gradient
+(:func:`~transformer_plugin.ops.linear` has), takes no ``rows``, and returns bfloat16 unless ``dtype`` is float32,
+bfloat16 or float16. Without a format, ``"none"``, an operand is multiplied as it is. A matrix that is quantized along
+its columns is the rowwise quantization of its transpose, so that a weight gradient without groups is
+``gemm(grad_t, input_t, a_scale=..., ...)``.
+
+- ``fp8_block`` (E4M3) and ``fp8_tensor`` (``b`` E4M3) go straight to FP8 tensor cores on Hopper: bfloat16 output,
+  N % 8 == 0, K % 16 == 0; weight gradients also into float32. Tensor cores sum 128 products, and these sums are added
+  in FP32: with mixed signs within ``20 * 2**-12`` of the root of the sum of squares.
+- ``fp8_row``: both operands, ``b`` E4M3 and with ``transpose_b``; the same tensor cores. The sum is multiplied by
+  ``a_scale[i] * b_scale[g, n]``, then by ``alpha``; one fma adds the bias. There is no weight gradient: it sums over
+  rows, so a row's scale is not a factor of the whole sum.
+- ``mxfp8`` and ``nvfp4`` are dequantized in the mainloop on Hopper.
+- Everything else is an FP32 sum of exact products.
+
+Where the matrices of the groups are separate tensors, for example experts that are separate parameters, ``b`` is a
+sequence of them in place of one tensor ``[G, .., ..]``: 1 to 1024 of one shape and one dtype, anywhere in memory. Their
+scales are one for each, then of ``nvfp4`` one amax for each. They are not copied, except where one is not contiguous,
+and quantized ones other than ``fp8_block`` and ``fp8_tensor`` on Hopper: on CUDA a small launch before the product
+writes their addresses where its kernel finds them. Equally spaced views of one tensor are multiplied as that tensor. A
+CUDA graph keeps the addresses that it was captured with: contents may change between replays, a matrix that has moved
+is not followed.
 
 ``max_sms`` and ``expected_rows`` control the launch of a grouped product on Hopper and never change its bits:
 :mod:`transformer_plugin.ops.gemm_plan`. A negative ``max_sms`` and an ``expected_rows`` below -1 are a ValueError.
 
-Products into given buffers are in :mod:`transformer_plugin.ops.gemm_out`.
+Products into buffers are in :mod:`transformer_plugin.ops.gemm_out`.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from transformer_plugin.formats import Format
+from transformer_plugin.ops._operands import Tensors, key_of, listed, listed_or_none
 
 _ops = torch.ops.transformer_plugin
 
@@ -38,70 +61,49 @@ def gemm(
     transpose_b: bool = True,
     dtype: torch.dtype | None = None,
     alpha: Tensor | None = None,
+    a_scale: Tensors | None = None,
+    b_scale: Tensors | None = None,
+    a_format: str | Format = "none",
+    b_format: str | Format = "none",
 ) -> Tensor:
     """``alpha * (a @ b.T) + bias``, or ``alpha * (a @ b) + bias``.
 
     Args:
-        a: ``[M, K]`` float32, bfloat16, float16 or float64.
-        b: ``[N, K]``, or ``[K, N]`` when not ``transpose_b``; the dtype of ``a``.
+        a: ``[M, K]`` float32, bfloat16, float16 or float64; or data in ``a_format``.
+        b: ``[N, K]``, or ``[K, N]`` when not ``transpose_b``; the dtype of ``a``, or data in ``b_format``.
         bias: ``[N]``, any float dtype, added to the sum before it is rounded.
-        dtype: of the output; that of ``a`` by default. float64 only with float64 inputs.
+        dtype: of the output; that of ``a`` by default, and bfloat16 of quantized operands. float64 only with float64
+            inputs.
         alpha: float32 ``[1]``; 1 by default.
+        a_scale, b_scale, a_format, b_format: of quantized operands: fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4.
 
     Returns:
-        ``[M, N]``. Differentiable in ``a``, ``b`` and ``bias``.
+        ``[M, N]``. Differentiable in ``a``, ``b`` and ``bias``, unless operands are quantized.
 
-    On CUDA torch's matrix product runs, and its settings hold (TF32, reduced-precision reductions).
-
-    Raises:
-        TypeError: another dtype. ValueError: sizes or devices that do not agree.
-    """
-    return _ops.gemm.default(a, b, bias, transpose_b, dtype, alpha)
-
-
-def gemm_quantized(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    a_format: str,
-    b_format: str,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-    transpose_b: bool = True,
-    a_amax: Tensor | None = None,
-    b_amax: Tensor | None = None,
-    alpha: Tensor | None = None,
-) -> Tensor:
-    """The product of the values of two quantized matrices: ``alpha * (dequantize(a) @ dequantize(b).T) + bias``.
-
-    Args:
-        a, a_scale: ``[M, K]`` as :func:`~transformer_plugin.ops.quantize` gives it, in ``a_format``.
-        b, b_scale: ``[N, K]``, or ``[K, N]`` when not ``transpose_b``, in ``b_format``.
-        a_format, b_format: format keys: fp8_tensor, fp8_block, mxfp8 or nvfp4.
-        dtype: of the output: float32, bfloat16 or float16.
-        bias: ``[N]``, any float dtype.
-        a_amax, b_amax: of ``nvfp4``, what the operand was quantized with; none for the other formats.
-        alpha: float32 ``[1]``.
-
-    Returns:
-        ``[M, N]``, an FP32 sum of exact products (on Hopper, sums of FP8 tensor cores), rounded once. Not
-        differentiable: see :func:`linear`.
-
-    A matrix quantized along its columns (``quantize_transposed``) is the row-wise quantization of its transpose, so
-    a weight gradient is ``gemm_quantized(grad_t, grad_t_scale, input_t, input_t_scale, ...)``.
+    On CUDA torch's matrix product runs, and its settings hold (TF32, reduced-precision reductions); with quantized
+    operands, on Hopper, FP8 tensor cores.
 
     Raises:
-        TypeError: another dtype. ValueError: sizes, scales or devices that do not agree; a format without scales.
+        TypeError: another dtype. ValueError: sizes, scales or devices that do not agree; formats that do not go
+        together.
     """
-    return _ops.gemm_quantized.default(
-        a, a_scale, b, b_scale, a_format, b_format, dtype, bias, transpose_b, a_amax, b_amax, alpha
+    return _ops.gemm.default(
+        a,
+        b,
+        bias,
+        transpose_b,
+        dtype,
+        alpha,
+        listed_or_none(a_scale),
+        listed_or_none(b_scale),
+        key_of(a_format),
+        key_of(b_format),
     )
 
 
 def grouped_gemm(
     a: Tensor,
-    b: Tensor,
+    b: Tensors,
     group_sizes: Tensor,
     bias: Tensor | None = None,
     bias_scale: Tensor | None = None,
@@ -111,34 +113,58 @@ def grouped_gemm(
     rows: Tensor | None = None,
     max_sms: int = 0,
     expected_rows: int = -1,
+    a_scale: Tensors | None = None,
+    b_scale: Tensors | None = None,
+    a_format: str | Format = "none",
+    b_format: str | Format = "none",
 ) -> Tensor:
     """Each group's rows times the group's matrix: ``alpha[g] * (a_g @ b[g].T) + bias_scale_g * bias[g]``.
 
     Args:
-        a: ``[T, K]`` float32, bfloat16 or float16; float64 on a CPU.
+        a: ``[T, K]`` float32, bfloat16 or float16; float64 on a CPU; or data in ``a_format``, as
+            :func:`~transformer_plugin.ops.grouped_quantize` gives it.
         b: ``[G, N, K]``, or ``[G, K, N]`` when not ``transpose_b`` (a weight ``[G, N, K]`` in the data gradient:
-            ``grouped_gemm(grad, weight, group_sizes, transpose_b=False)``); the dtype of ``a``.
+            ``grouped_gemm(grad, weight, group_sizes, transpose_b=False)``); or G matrices. The dtype of ``a``, or data
+            in ``b_format``.
         group_sizes: int32 or int64 ``[G]``.
         bias: ``[G, N]``, any float dtype, added to the FP32 sum before it is rounded.
         bias_scale: float32 ``[T]``, a factor of the bias for each row; 1 by default.
-        dtype: of the output; that of ``a`` by default.
+        dtype: of the output; that of ``a`` by default, and bfloat16 of quantized operands.
         alpha: float32 ``[G]``; 1 by default.
         rows: int32 or int64 ``[T]``: row i of the product is of ``a[rows[i]]``, so that a permute can be skipped.
             ``a`` then has any number of rows, and a row may be taken several times. Entries of the tail are not
             used. On Hopper, 16-byte aligned 16-bit rows are gathered in the kernel, up to 8192 output columns;
             elsewhere, and for the gradient of ``b``, they are copied into a buffer first, with the same bits.
+        a_scale, b_scale, a_format, b_format: of quantized operands, as for :func:`gemm`; of a sequence ``b``, a scale
+            for each matrix.
 
     Returns:
-        ``[T, N]``, tail rows zero. Differentiable in ``a``, ``b``, ``bias`` and ``bias_scale``. With ``rows`` the
-        gradient of ``a`` is :func:`gather_rows_backward` of that of the rows, rounded to the dtype of ``a``.
+        ``[T, N]``, tail rows zero. Differentiable in ``a``, every matrix of ``b``, ``bias`` and ``bias_scale``, unless
+        operands are quantized; the gradients of a sequence are views of one tensor. With ``rows`` the gradient of
+        ``a`` is :func:`gather_rows_backward` of that of the rows, rounded to the dtype of ``a``.
 
     Raises:
-        TypeError: another dtype. ValueError: sizes or devices that do not agree, a scale without a bias, and on a CPU
-        group sizes that are negative or sum to more than T, and rows that ``a`` does not have. On CUDA such a row
-        counts as zeros, and a later call raises, as for sizes: :func:`check_group_sizes`.
+        TypeError: another dtype. ValueError: sizes, scales or devices that do not agree, no matrix or more than 1024 in
+        a sequence, a bias scale without a bias, and on a CPU group sizes that are negative or sum to more than T, and
+        rows that ``a`` does not have. On CUDA such a row counts as zeros, and a later call raises, as for sizes:
+        :func:`check_group_sizes`.
     """
     return _ops.grouped_gemm.default(
-        a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows, max_sms, expected_rows
+        a,
+        listed(b),
+        group_sizes,
+        bias,
+        bias_scale,
+        transpose_b,
+        dtype,
+        alpha,
+        rows,
+        max_sms,
+        expected_rows,
+        listed_or_none(a_scale),
+        listed_or_none(b_scale),
+        key_of(a_format),
+        key_of(b_format),
     )
 
 
@@ -220,67 +246,41 @@ def grouped_gemm_wgrad(
     input_rows: Tensor | None = None,
     max_sms: int = 0,
     expected_rows: int = -1,
+    grad_scale: Tensors | None = None,
+    input_scale: Tensors | None = None,
+    grad_format: str | Format = "none",
+    input_format: str | Format = "none",
 ) -> Tensor:
     """The weight gradient of each group: ``alpha[g] * (grad_g.T @ input_g)``, zero for an empty group.
 
     Args:
-        grad: ``[T, N]`` float32, bfloat16 or float16; float64 on a CPU.
-        input: ``[T, K]`` in the dtype of ``grad``.
+        grad: ``[T, N]`` float32, bfloat16 or float16; float64 on a CPU; or transposed data ``[N, T]``, quantized along
+            columns, as :func:`~transformer_plugin.ops.grouped_quantize_transposed` gives it in ``grad_format``.
+        input: ``[T, K]`` in the dtype of ``grad``; or ``[K, T]`` in ``input_format``. Both formats are ``aligned`` or
+            neither is.
         group_sizes: int32 or int64 ``[G]``.
-        dtype: of the output; that of ``grad`` by default.
+        dtype: of the output; that of ``grad`` by default, and bfloat16 of quantized operands.
         alpha: float32 ``[G]``; 1 by default.
         input_rows: int32 or int64 ``[T]``: ``input[input_rows[i]]`` goes with ``grad[i]``, with the rules of ``rows``
             in :func:`grouped_gemm`.
+        grad_scale, input_scale, grad_format, input_format: of quantized operands, as for :func:`gemm`; not fp8_row.
 
     Returns:
         ``[G, N, K]``. Not differentiable.
     """
     return _ops.grouped_gemm_wgrad.default(
-        grad, input, group_sizes, dtype, alpha, input_rows, max_sms, expected_rows
-    )
-
-
-def grouped_gemm_wgrad_quantized(
-    grad_t: Tensor,
-    grad_t_scale: Tensor,
-    input_t: Tensor,
-    input_t_scale: Tensor,
-    group_sizes: Tensor,
-    grad_format: str,
-    input_format: str,
-    dtype: torch.dtype,
-    grad_t_amax: Tensor | None = None,
-    input_t_amax: Tensor | None = None,
-    alpha: Tensor | None = None,
-    max_sms: int = 0,
-    expected_rows: int = -1,
-) -> Tensor:
-    """:func:`grouped_gemm_wgrad` of the values of operands quantized along their columns.
-
-    Args:
-        grad_t, grad_t_scale: ``[N, T]`` as :func:`~transformer_plugin.ops.grouped_quantize_transposed` gives it.
-        input_t, input_t_scale: ``[K, T]``, the same for the input; both ``aligned`` or neither.
-        dtype: of the output: float32, bfloat16 or float16.
-        grad_t_amax, input_t_amax: as ``a_amax`` in :func:`gemm_quantized`.
-        alpha: float32 ``[G]``.
-
-    Returns:
-        ``[G, N, K]``, sums as of :func:`grouped_gemm_quantized`.
-    """
-    return _ops.grouped_gemm_wgrad_quantized.default(
-        grad_t,
-        grad_t_scale,
-        input_t,
-        input_t_scale,
+        grad,
+        input,
         group_sizes,
-        grad_format,
-        input_format,
         dtype,
-        grad_t_amax,
-        input_t_amax,
         alpha,
+        input_rows,
         max_sms,
         expected_rows,
+        listed_or_none(grad_scale),
+        listed_or_none(input_scale),
+        key_of(grad_format),
+        key_of(input_format),
     )
 
 

@@ -98,36 +98,3 @@ def grouped_gemm_swiglu_quantize(
     return _ops.grouped_gemm_swiglu_quantize.default(
         a, b, group_sizes, probs, key, bias, interleave, keep_input, max_sms, expected_rows
     )
-
-
-def grouped_gemm_swiglu_backward(
-    grad: Tensor,
-    b: Tensor,
-    group_sizes: Tensor,
-    h: Tensor,
-    probs: Tensor | None,
-    interleave: int = 0,
-    max_sms: int = 0,
-    expected_rows: int = -1,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of ``h`` and ``probs`` from that of ``y = swiglu(h, probs)_g @ b[g].T``.
-
-    The gradient of SwiGLU's result, ``grad_g @ b[g]``, is rounded first; on Hopper it is never in memory.
-
-    Args:
-        grad: ``[T, H]`` float32, bfloat16 or float16, the gradient of ``y``.
-        b: ``[G, H, F]``, the weight of the second product, in the dtype of ``grad``.
-        group_sizes: int32 or int64 ``[G]``.
-        h: ``[T, 2F]`` in the dtype of ``grad``, what :func:`grouped_gemm_swiglu` returned.
-        probs, interleave: what it was given.
-
-    Returns:
-        ``grad_h [T, 2F]`` in the dtype of ``grad`` and ``grad_probs [T]`` float32 (``[0]`` when ``probs`` is None),
-        summed in the order of :func:`~transformer_plugin.ops.swiglu_backward`. Not differentiable.
-
-    Raises:
-        TypeError, ValueError: as :func:`grouped_gemm_swiglu`.
-    """
-    return _ops.grouped_gemm_swiglu_backward.default(
-        grad, b, group_sizes, h, probs, interleave, max_sms, expected_rows
-    )

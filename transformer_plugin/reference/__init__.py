@@ -26,10 +26,8 @@ from transformer_plugin.reference.gemm import (
     grouped_linear,
     linear,
 )
-from transformer_plugin.reference.gemm_list import grouped_gemm_list, grouped_gemm_wgrad_list_out
 from transformer_plugin.reference.gemm_swiglu import (
     grouped_gemm_swiglu,
-    grouped_gemm_swiglu_backward,
     grouped_gemm_swiglu_quantize,
 )
 from transformer_plugin.reference.grouped_mlp import grouped_mlp
@@ -68,7 +66,6 @@ from transformer_plugin.reference.routing import (
     unpermute,
     unpermute_backward,
 )
-from transformer_plugin.reference.rowwise import gemm_rowwise, grouped_gemm_rowwise
 
 __all__ = [
     "amax",
@@ -83,17 +80,12 @@ __all__ = [
     "gather_rows_backward",
     "gemm",
     "gemm_out",
-    "gemm_rowwise",
     "grouped_bias_backward",
     "grouped_gemm",
-    "grouped_gemm_list",
     "grouped_gemm_out",
-    "grouped_gemm_rowwise",
     "grouped_gemm_swiglu",
-    "grouped_gemm_swiglu_backward",
     "grouped_gemm_swiglu_quantize",
     "grouped_gemm_wgrad",
-    "grouped_gemm_wgrad_list_out",
     "grouped_gemm_wgrad_out",
     "grouped_linear",
     "grouped_linear_scaled",

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+from transformer_plugin.formats import Format
+from transformer_plugin.ops._operands import Tensors, listed
+from transformer_plugin.reference._operands import Operand, is_stack, operand, output_dtype, stack, wide
 
 
 def _groups(group_sizes: Tensor) -> Iterator[tuple[int, slice]]:
@@ -27,8 +27,12 @@ def _mixed(product: Tensor, held: Tensor, beta: Tensor | None) -> Tensor:
     return product + torch.where(beta == 0, 0.0, beta * held.to(product.dtype))
 
 
-def _wide_gemm(a: Tensor, b: Tensor, bias: Tensor | None, transpose_b: bool, alpha: Tensor | None) -> Tensor:
-    output = _wide(a) @ (_wide(b).T if transpose_b else _wide(b))
+def _wide_gemm(
+    a: Operand, b: Operand, bias: Tensor | None, transpose_b: bool, alpha: Tensor | None
+) -> Tensor:
+    output = a[0] @ (b[0].T if transpose_b else b[0])
+    if a[1] is not None and b[1] is not None:
+        output = output * (a[1][:, None] * b[1])
     if alpha is not None:
         output = output * alpha
     return output if bias is None else output + bias.to(output.dtype)
@@ -41,9 +45,14 @@ def gemm(
     transpose_b: bool = True,
     dtype: torch.dtype | None = None,
     alpha: Tensor | None = None,
+    a_scale: Tensors | None = None,
+    b_scale: Tensors | None = None,
+    a_format: str | Format = "none",
+    b_format: str | Format = "none",
 ) -> Tensor:
     """alpha * (a @ b.T) + bias."""
-    return _wide_gemm(a, b, bias, transpose_b, alpha).to(dtype or a.dtype)
+    left, right = operand(a, a_scale, a_format), operand(b, b_scale, b_format)
+    return _wide_gemm(left, right, bias, transpose_b, alpha).to(output_dtype(a, a_format, dtype))
 
 
 def gemm_out(
@@ -54,9 +63,14 @@ def gemm_out(
     transpose_b: bool = True,
     alpha: Tensor | None = None,
     beta: Tensor | None = None,
+    a_scale: Tensors | None = None,
+    b_scale: Tensors | None = None,
+    a_format: str | Format = "none",
+    b_format: str | Format = "none",
 ) -> None:
     """out = alpha * (a @ b.T) + beta * out + bias."""
-    out.copy_(_mixed(_wide_gemm(a, b, bias, transpose_b, alpha), out, beta))
+    left, right = operand(a, a_scale, a_format), operand(b, b_scale, b_format)
+    out.copy_(_mixed(_wide_gemm(left, right, bias, transpose_b, alpha), out, beta))
 
 
 def _taken(matrix: Tensor, rows: Tensor | None, group_sizes: Tensor) -> Tensor:
@@ -70,19 +84,20 @@ def _taken(matrix: Tensor, rows: Tensor | None, group_sizes: Tensor) -> Tensor:
 
 
 def _wide_grouped_gemm(
-    a: Tensor,
-    b: Tensor,
+    a: Operand,
+    b: Operand,
     group_sizes: Tensor,
     bias: Tensor | None,
     bias_scale: Tensor | None,
     transpose_b: bool,
     alpha: Tensor | None,
 ) -> Tensor:
-    output = _wide(a).new_zeros(a.shape[0], b.shape[1 if transpose_b else 2])
+    output = a[0].new_zeros(a[0].shape[0], b[0].shape[1 if transpose_b else 2])
     for group, rows in _groups(group_sizes):
-        output[rows] = _wide(a)[rows] @ (_wide(b)[group].T if transpose_b else _wide(b)[group])
-        if alpha is not None:
-            output[rows] *= alpha[group]
+        left = a[0][rows], None if a[1] is None else a[1][rows]
+        right = b[0][group], None if b[1] is None else b[1][group]
+        factor = None if alpha is None else alpha[group]
+        output[rows] = _wide_gemm(left, right, None, transpose_b, factor)
         if bias is not None:
             added = bias[group].to(output.dtype)
             output[rows] += added if bias_scale is None else bias_scale[rows, None].to(output.dtype) * added
@@ -91,7 +106,7 @@ def _wide_grouped_gemm(
 
 def grouped_gemm(
     a: Tensor,
-    b: Tensor,
+    b: Tensors,
     group_sizes: Tensor,
     bias: Tensor | None = None,
     bias_scale: Tensor | None = None,
@@ -99,16 +114,23 @@ def grouped_gemm(
     dtype: torch.dtype | None = None,
     alpha: Tensor | None = None,
     rows: Tensor | None = None,
+    max_sms: int = 0,
+    expected_rows: int = -1,
+    a_scale: Tensors | None = None,
+    b_scale: Tensors | None = None,
+    a_format: str | Format = "none",
+    b_format: str | Format = "none",
 ) -> Tensor:
     """alpha[g] * (a_g @ b[g].T) + bias_scale_g * bias[g] for each group; zero past the last."""
-    taken = _taken(a, rows, group_sizes)
-    output = _wide_grouped_gemm(taken, b, group_sizes, bias, bias_scale, transpose_b, alpha)
-    return output.to(dtype or a.dtype)
+    left = operand(_taken(a, rows, group_sizes), a_scale, a_format, group_sizes)
+    right = stack(b, b_scale, b_format)
+    output = _wide_grouped_gemm(left, right, group_sizes, bias, bias_scale, transpose_b, alpha)
+    return output.to(output_dtype(a, a_format, dtype))
 
 
 def grouped_gemm_out(
     a: Tensor,
-    b: Tensor,
+    b: Tensors,
     group_sizes: Tensor,
     out: Tensor,
     bias: Tensor | None = None,
@@ -117,10 +139,17 @@ def grouped_gemm_out(
     alpha: Tensor | None = None,
     beta: Tensor | None = None,
     rows: Tensor | None = None,
+    max_sms: int = 0,
+    expected_rows: int = -1,
+    a_scale: Tensors | None = None,
+    b_scale: Tensors | None = None,
+    a_format: str | Format = "none",
+    b_format: str | Format = "none",
 ) -> None:
     """The same and beta[g] * out_g; past the last group zero, or with ``beta`` what was there."""
-    taken = _taken(a, rows, group_sizes)
-    output = _wide_grouped_gemm(taken, b, group_sizes, bias, bias_scale, transpose_b, alpha)
+    left = operand(_taken(a, rows, group_sizes), a_scale, a_format, group_sizes)
+    right = stack(b, b_scale, b_format)
+    output = _wide_grouped_gemm(left, right, group_sizes, bias, bias_scale, transpose_b, alpha)
     if beta is None:
         out.copy_(output)
         return
@@ -130,11 +159,11 @@ def grouped_gemm_out(
 
 def gather_rows_backward(grad: Tensor, rows: Tensor, group_sizes: Tensor, num_rows: int) -> Tensor:
     """The sum of ``grad`` over the places that each row was taken to, in their order."""
-    sums = _wide(grad).new_zeros(num_rows, grad.shape[1])
+    sums = wide(grad).new_zeros(num_rows, grad.shape[1])
     for place in range(int(group_sizes.sum())):
         row = int(rows[place])
         if 0 <= row < num_rows:
-            sums[row] += _wide(grad)[place]
+            sums[row] += wide(grad)[place]
     return sums.to(grad.dtype)
 
 
@@ -145,31 +174,60 @@ def grouped_gemm_wgrad(
     dtype: torch.dtype | None = None,
     alpha: Tensor | None = None,
     input_rows: Tensor | None = None,
+    max_sms: int = 0,
+    expected_rows: int = -1,
+    grad_scale: Tensors | None = None,
+    input_scale: Tensors | None = None,
+    grad_format: str | Format = "none",
+    input_format: str | Format = "none",
 ) -> Tensor:
     """alpha[g] * (grad_g.T @ input_g) for each group; zero for an empty one, whatever its alpha."""
-    taken = _taken(input, input_rows, group_sizes)
-    products = [_wide(grad)[rows].T @ _wide(taken)[rows] for _, rows in _groups(group_sizes)]
+    g, _ = operand(grad, grad_scale, grad_format, group_sizes, True)
+    x, _ = operand(_taken(input, input_rows, group_sizes), input_scale, input_format, group_sizes, True)
+    to = output_dtype(grad, grad_format, dtype)
+    products = [g[rows].T @ x[rows] for _, rows in _groups(group_sizes)]
     if not products:
-        return grad.new_zeros(0, grad.shape[1], input.shape[1], dtype=dtype or grad.dtype)
+        return grad.new_zeros(0, g.shape[1], x.shape[1], dtype=to)
     factors = 1.0 if alpha is None else torch.where(group_sizes == 0, 1.0, alpha)[:, None, None]
-    return (torch.stack(products) * factors).to(dtype or grad.dtype)
+    return (torch.stack(products) * factors).to(to)
 
 
 def grouped_gemm_wgrad_out(
     grad: Tensor,
     input: Tensor,
     group_sizes: Tensor,
-    out: Tensor,
+    out: Tensors,
     accumulate: bool = True,
     alpha: Tensor | None = None,
     beta: Tensor | None = None,
     input_rows: Tensor | None = None,
+    max_sms: int = 0,
+    expected_rows: int = -1,
+    grad_scale: Tensors | None = None,
+    input_scale: Tensors | None = None,
+    grad_format: str | Format = "none",
+    input_format: str | Format = "none",
 ) -> None:
     """The same, and in float32 what ``out`` holds, or beta[g] times that."""
-    product = grouped_gemm_wgrad(grad, input, group_sizes, torch.float32, alpha, input_rows)
+    product = grouped_gemm_wgrad(
+        grad,
+        input,
+        group_sizes,
+        torch.float32,
+        alpha,
+        input_rows,
+        grad_scale=grad_scale,
+        input_scale=input_scale,
+        grad_format=grad_format,
+        input_format=input_format,
+    )
+    buffers = listed(out)
+    held = buffers[0] if is_stack(buffers) else torch.stack(buffers)
     if accumulate:
-        product = product + out.float()
-    out.copy_(_mixed(product, out, None if beta is None else beta[:, None, None]))
+        product = product + held.float()
+    results = _mixed(product, held, None if beta is None else beta[:, None, None])
+    for buffer, result in zip(buffers, [results] if is_stack(buffers) else results, strict=True):
+        buffer.copy_(result)
 
 
 def sum_rows(rows: Tensor) -> Tensor:
@@ -183,21 +241,21 @@ def sum_rows(rows: Tensor) -> Tensor:
 
 def bias_backward(grad: Tensor) -> Tensor:
     """Column sums."""
-    return sum_rows(_wide(grad))
+    return sum_rows(wide(grad))
 
 
 def grouped_bias_backward(
     grad: Tensor, group_sizes: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Column sums of each group and weighted row sums."""
-    scaled = _wide(grad) if bias_scale is None else _wide(grad) * bias_scale[:, None]
+    scaled = wide(grad) if bias_scale is None else wide(grad) * bias_scale[:, None]
     grad_bias = scaled.new_zeros(group_sizes.shape[0], grad.shape[1])
     with_scale = bias is not None and bias_scale is not None
     grad_scale = torch.zeros(grad.shape[0] if with_scale else 0, dtype=torch.float32, device=grad.device)
     for group, rows in _groups(group_sizes):
         grad_bias[group] = sum_rows(scaled[rows])
         if bias is not None and bias_scale is not None:
-            grad_scale[rows] = (_wide(grad)[rows] * _wide(bias)[group]).sum(1).float()
+            grad_scale[rows] = (wide(grad)[rows] * wide(bias)[group]).sum(1).float()
     return grad_bias, grad_scale
 
 

@@ -16,11 +16,6 @@ def halves_apart(h: Tensor, interleave: int) -> Tensor:
     return h.unflatten(1, (-1, 2, interleave)).transpose(1, 2).flatten(1) if interleave else h
 
 
-def halves_in_turn(h: Tensor, interleave: int) -> Tensor:
-    """``interleave`` columns of the gate and of the linear part in turn."""
-    return h.unflatten(1, (2, -1, interleave)).transpose(1, 2).flatten(1) if interleave else h
-
-
 def _before_tail(rows: Tensor, group_sizes: Tensor) -> Tensor:
     index = torch.arange(rows.shape[0], device=rows.device)
     return torch.where((index < group_sizes.sum()).view(-1, *[1] * (rows.dim() - 1)), rows, 0.0)
@@ -55,19 +50,3 @@ def grouped_gemm_swiglu_quantize(
     act, h = grouped_gemm_swiglu(a, b, group_sizes, probs, bias, interleave, keep_input)
     data, scale_inv = quantize(act, format, group_sizes)
     return data, scale_inv, h
-
-
-def grouped_gemm_swiglu_backward(
-    grad: Tensor,
-    b: Tensor,
-    group_sizes: Tensor,
-    h: Tensor,
-    probs: Tensor | None,
-    interleave: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of h and probs from that of swiglu(h, probs)_g @ b[g].T."""
-    grad_act = grouped_gemm(grad, b, group_sizes, transpose_b=False)
-    grad_h, grad_probs = activation.swiglu_backward(grad_act, halves_apart(h, interleave), probs)
-    if probs is not None:
-        grad_probs = _before_tail(grad_probs, group_sizes)
-    return _before_tail(halves_in_turn(grad_h, interleave), group_sizes), grad_probs

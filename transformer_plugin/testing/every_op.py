@@ -48,7 +48,7 @@ def _gemm_calls(draw: Draw) -> Calls:
     dense = {"a": draw(T, K), "b": draw(N, K), "bias": draw(N), "transpose_b": True, **one}
     yield "gemm", "", dense
     yield "gemm_out", "", {**dense, "out": draw.zeros(T, N), "beta": draw.rand(1)}
-    each = {
+    each: dict[str, Any] = {
         "alpha": draw.rand(G),
         "bias": draw(G, N),
         "bias_scale": draw(T),
@@ -57,13 +57,15 @@ def _gemm_calls(draw: Draw) -> Calls:
     }
     sizes = {"group_sizes": draw.group_sizes()}
     rows = {"rows": draw.rows()}
-    grouped = {"a": draw(T, K), "b": draw(G, N, K), **sizes, "transpose_b": True, **each}
+    grouped = {"a": draw(T, K), "b": [draw(G, N, K)], **sizes, "transpose_b": True, **each}
     out = {"out": draw.zeros(T, N), "beta": draw.rand(G)}
     yield "grouped_gemm", "", {**grouped, **rows}
-    yield "grouped_gemm", "b is not transposed", {**grouped, "b": draw(G, K, N), "transpose_b": False}
+    yield "grouped_gemm", "b is not transposed", {**grouped, "b": [draw(G, K, N)], "transpose_b": False}
     yield "grouped_gemm_out", "", {**grouped, **rows, **out}
     if G > 0:
-        yield "grouped_gemm_list", "", {**grouped, **rows, "b": [draw(N, K) for _ in draw.groups]}
+        matrices = {"b": [draw(N, K) for _ in draw.groups]}
+        yield "grouped_gemm", "a list", {**grouped, **rows, **matrices}
+        yield "grouped_gemm_out", "a list", {**grouped, **rows, **out, **matrices}
     yield "gather_rows_backward", "", {"grad": draw(T, K), **rows, **sizes, "num_rows": T}
     wgrad = {
         "grad": draw(T, N),
@@ -74,12 +76,12 @@ def _gemm_calls(draw: Draw) -> Calls:
     }
     yield "grouped_gemm_wgrad", "", {**wgrad, "dtype": FLOAT32}
     into = {"accumulate": False, "beta": draw.rand(G)}
-    yield "grouped_gemm_wgrad_out", "", {**wgrad, "out": draw.zeros(G, N, K), **into}
+    yield "grouped_gemm_wgrad_out", "", {**wgrad, "out": [draw.zeros(G, N, K)], **into}
     if G > 0:
         out_list = [draw.zeros(N, K) for _ in draw.groups]
-        yield "grouped_gemm_wgrad_list_out", "", {**wgrad, "out": out_list, **into}
+        yield "grouped_gemm_wgrad_out", "a list", {**wgrad, "out": out_list, **into}
     yield from _quantized_product_calls(draw, out, each)
-    yield from _rowwise_calls(draw, each)
+    yield from _fp8_row_calls(draw, out, each)
     plan = {"rows": T, "groups": G, "n": N, "k": K, "multiprocessors": 132}
     for product in ("forward", "data_grad", "weight_grad"):
         yield (
@@ -104,52 +106,61 @@ def _gemm_calls(draw: Draw) -> Calls:
 
 def _operand(
     name: str, x: Tensor, key: str, sizes: Tensor | None = None, *, transposed: bool = False
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     direction = "columns" if transposed else "rows"
     more = amaxes_and_seed(x, key, direction, sizes)
     data, scale = ops.quantize(x, key, sizes, **more, **DIRECTIONS[direction])
-    amax = {f"{name}_amax": more["amax_t" if transposed else "amax"]} if Format.parse(key).needs_amax else {}
-    return {name: data, f"{name}_scale": scale, **amax}
+    amax = [more["amax_t" if transposed else "amax"]] if Format.parse(key).needs_amax else []
+    return {name: data, f"{name}_scale": [scale, *amax], f"{name}_format": key}
 
 
-def _quantized_product_calls(draw: Draw, out: dict[str, Tensor], each: dict[str, Any]) -> Calls:
+def _separate(b: dict[str, Any]) -> dict[str, Any]:
+    """The matrices of a quantized stack, each with scales of its own."""
+    scales = [scale.view(1) if scale.dim() == 0 else scale for part in b["b_scale"] for scale in part]
+    return {**b, "b": list(b["b"]), "b_scale": scales}
+
+
+def _quantized_product_calls(draw: Draw, out: dict[str, Any], each: dict[str, Any]) -> Calls:
     T, N, K, G = draw.TNKG
     sizes, kept = draw.group_sizes(), {"alpha": each["alpha"]}
     for a_key, b_key in (("fp8_tensor", "fp8_tensor"), ("fp8_block", "fp8_block:square"), ("nvfp4", "nvfp4")):
-        formats = {"a_format": a_key, "b_format": b_key}
         b = _operand("b", draw(N, K), b_key)
-        dense = {**_operand("a", draw(T, K), a_key), **b, **formats, "bias": draw(N)}
-        yield "gemm_quantized", a_key, {**dense, "dtype": BFLOAT16}
-        yield "gemm_quantized_out", a_key, {**dense, "out": draw.zeros(T, N), "beta": draw.rand(1)}
+        dense = {**_operand("a", draw(T, K), a_key), **b, "bias": draw(N)}
+        yield "gemm", a_key, {**dense, "dtype": BFLOAT16}
+        yield "gemm_out", a_key, {**dense, "out": draw.zeros(T, N), "beta": draw.rand(1)}
         a = _operand("a", draw(T, K), a_key, sizes)
         b = _operand("b", draw(G, N, K), b_key)
-        grouped = {**a, **b, "group_sizes": sizes, **formats, **each}
-        yield "grouped_gemm_quantized", a_key, {**grouped, "dtype": BFLOAT16}
-        yield "grouped_gemm_quantized_out", a_key, {**grouped, **out}
-        members = {name: list(value) for name, value in b.items() if name != "b_scale"}
-        if "b_amax" in members:
-            members["b_amax"] = [amax.view(1) for amax in members["b_amax"]]
-        scales = [s.view(1) if s.dim() == 0 else s for s in b["b_scale"]]
+        grouped = {**a, **b, "group_sizes": sizes, **each}
+        one = {**grouped, "b": [b["b"]]}
+        yield "grouped_gemm", a_key, {**one, "dtype": BFLOAT16}
+        yield "grouped_gemm_out", a_key, {**one, **out}
         if G > 0:
-            of_list = {**grouped, **members, "b_scale": scales, "dtype": BFLOAT16}
-            yield "grouped_gemm_quantized_list", a_key, of_list
-        grad = _operand("grad_t", draw(T, N), a_key, sizes, transposed=True)
-        input = _operand("input_t", draw(T, K), a_key, sizes, transposed=True)
-        of_grad: dict[str, Any] = {"grad_format": a_key, "input_format": a_key, "group_sizes": sizes}
-        yield "grouped_gemm_wgrad_quantized", a_key, {**grad, **input, **of_grad, **kept, "dtype": BFLOAT16}
-        into = {"out": draw.zeros(G, N, K), "accumulate": False, "beta": draw.rand(G)}
-        yield "grouped_gemm_wgrad_quantized_out", a_key, {**grad, **input, **of_grad, **kept, **into}
+            of_list = {**grouped, **_separate(b)}
+            yield "grouped_gemm", f"{a_key}, a list", {**of_list, "dtype": BFLOAT16}
+            yield "grouped_gemm_out", f"{a_key}, a list", {**of_list, **out}
+        grad = _operand("grad", draw(T, N), a_key, sizes, transposed=True)
+        input = _operand("input", draw(T, K), a_key, sizes, transposed=True)
+        of_grad: dict[str, Any] = {**grad, **input, "group_sizes": sizes, **kept}
+        yield "grouped_gemm_wgrad", a_key, {**of_grad, "dtype": BFLOAT16}
+        into = {"accumulate": False, "beta": draw.rand(G)}
+        yield "grouped_gemm_wgrad_out", a_key, {**of_grad, "out": [draw.zeros(G, N, K)], **into}
+        if G > 0:
+            buffers = [draw.zeros(N, K) for _ in draw.groups]
+            yield "grouped_gemm_wgrad_out", f"{a_key}, a list", {**of_grad, "out": buffers, **into}
 
 
-def _rowwise_calls(draw: Draw, each: dict[str, Any]) -> Calls:
+def _fp8_row_calls(draw: Draw, out: dict[str, Any], each: dict[str, Any]) -> Calls:
     T, N, K, G = draw.TNKG
-    a = dict(zip(("a", "a_scale"), ops.quantize(draw(T, K), "fp8_row"), strict=True))
-    for op, b, more in (
-        ("gemm_rowwise", draw(N, K), {"alpha": draw.rand(1), "bias": draw(N)}),
-        ("grouped_gemm_rowwise", draw(G, N, K), {**each, "group_sizes": draw.group_sizes()}),
-    ):
-        operand = dict(zip(("b", "b_scale"), ops.quantize(b, "fp8_row"), strict=True))
-        yield op, "", {**a, **operand, **more, "dtype": FLOAT32}
+    a, one = _operand("a", draw(T, K), "fp8_row"), {"alpha": draw.rand(1), "bias": draw(N)}
+    dense = {**a, **_operand("b", draw(N, K), "fp8_row"), **one}
+    yield "gemm", "fp8_row", {**dense, "dtype": FLOAT32}
+    yield "gemm_out", "fp8_row", {**dense, "out": draw.zeros(T, N), "beta": draw.rand(1)}
+    b = _operand("b", draw(G, N, K), "fp8_row")
+    grouped = {**a, **b, **each, "group_sizes": draw.group_sizes()}
+    yield "grouped_gemm", "fp8_row", {**grouped, "b": [b["b"]], "dtype": FLOAT32}
+    yield "grouped_gemm_out", "fp8_row", {**grouped, "b": [b["b"]], **out}
+    if G > 0:
+        yield "grouped_gemm", "fp8_row, a list", {**grouped, **_separate(b), "dtype": FLOAT32}
 
 
 def _layer_calls(draw: Draw) -> Calls:
@@ -195,8 +206,6 @@ def _layer_calls(draw: Draw) -> Calls:
     }
     yield "grouped_gemm_swiglu", "", {**product, "keep_input": True}
     yield "grouped_gemm_swiglu_quantize", "", {**product, "keep_input": True, "format": "mxfp8"}
-    backward = {"grad": draw(T, K), "b": draw(G, K, N), **sizes, "h": draw(T, 2 * N), **probs}
-    yield "grouped_gemm_swiglu_backward", "", {**backward, "interleave": 0}
     yield "check_group_sizes", "", {}
     yield "swiglu", "", {"input": draw(T, K), **probs}
     yield "swiglu_backward", "", {"grad": draw(T, K // 2), "input": draw(T, K), **probs}

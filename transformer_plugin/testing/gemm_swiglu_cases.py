@@ -92,29 +92,3 @@ def grouped_gemm_swiglu_quantize_cases(
                 return a, b, sizes, probs, format, bias, interleave
 
             yield Case(f"{case.name}-{format}", make)
-
-
-def grouped_gemm_swiglu_backward_cases(
-    draw: Any = integers, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
-) -> Iterator[Case]:
-    """(grad, b, group_sizes, h, probs, interleave), tail rows of ``grad``, ``h`` and ``probs`` NaN."""
-    for name, shape, dtype, interleave, index in _walk(dtypes):
-
-        def make(
-            device: torch.device,
-            generator: torch.Generator,
-            shape: GroupedShape = shape,
-            dtype: torch.dtype = dtype,
-            interleave: int = interleave,
-            index: int = index,
-        ) -> tuple[Any, ...]:
-            grad = poison_tail(draw((shape.rows, shape.k), dtype, device, generator), shape.sizes)
-            b = draw((len(shape.sizes), shape.k, shape.n), dtype, device, generator) / 4
-            h = torch.randn((shape.rows, 2 * shape.n), generator=generator).to(dtype)
-            probs = None
-            if index % 3 != 0:
-                probs = poison_tail(torch.rand(shape.rows, generator=generator), shape.sizes).to(device)
-            sizes = group_sizes(shape, device, (torch.int32, torch.int64)[index % 2])
-            return grad, b, sizes, poison_tail(h, shape.sizes).to(device), probs, interleave
-
-        yield Case(name, make)

@@ -33,13 +33,42 @@ void check_grouped_operand(const Argument& operand, int64_t dim) {
   check_dim(operand, dim);
 }
 
-void check_groups(const Argument& group_sizes, const Argument& rows, const Argument& matrices) {
+void check_groups(const Argument& group_sizes, const Argument& rows, const char* matrices,
+                  const c10::SymInt& groups) {
   check_group_sizes(group_sizes, rows);
-  const std::string meaning = std::string("the matrices of '") + matrices.name + "'";
-  check_size(group_sizes, 0, matrices.tensor.sym_size(0), meaning.c_str());
+  const std::string meaning = std::string("the matrices of '") + matrices + "'";
+  check_size(group_sizes, 0, groups, meaning.c_str());
   const auto count = rows.tensor.sym_size(0).maybe_as_int();
   TP_CHECK_VALUE(!count || *count <= std::numeric_limits<int32_t>::max(), rows.op, rows.name,
                  "at most 2^31 - 1 rows", describe(rows.tensor), "Split the call");
+}
+
+void check_groups(const Argument& group_sizes, const Argument& rows, const Argument& matrices) {
+  check_groups(group_sizes, rows, matrices.name, matrices.tensor.sym_size(0));
+}
+
+bool is_stack(at::TensorList matrices) {
+  return matrices.size() == 1 && matrices[0].defined() && matrices[0].dim() != 2;
+}
+
+c10::SymInt group_count(at::TensorList matrices) {
+  return is_stack(matrices) ? matrices[0].sym_size(0) : c10::SymInt(static_cast<int64_t>(matrices.size()));
+}
+
+bool is_alike(const at::Tensor& x, const at::Tensor& y) {
+  return x.scalar_type() == y.scalar_type() && x.device() == y.device() && x.sym_sizes() == y.sym_sizes();
+}
+
+void check_apart_from_list(const char* op, const at::Tensor& out, const char* name, at::TensorList read) {
+  if (read.size() == 1) return check_apart(op, {{"out", out}}, {{name, read[0]}});
+  for (size_t i = 0; i < read.size(); ++i) {
+    check_apart(op, {{"out", out}}, {{entry(name, i).c_str(), read[i]}});
+  }
+}
+
+void check_no_gradients(const char* op, const char* name, at::TensorList list, const char* advice) {
+  if (list.size() == 1) return check_no_gradient({op, name, list[0]}, advice);
+  for (size_t i = 0; i < list.size(); ++i) check_no_gradient({op, entry(name, i).c_str(), list[i]}, advice);
 }
 
 void check_pair(const Argument& second, const Argument& first, int64_t dim) {
@@ -98,15 +127,11 @@ bool has_whole_rows(const at::Tensor& matrix, int64_t row_dim) {
          (matrix.sym_size(row_dim) <= 1 || matrix.sym_stride(row_dim) >= columns);
 }
 
-bool is_alike(const at::Tensor& x, const at::Tensor& y) {
-  return x.scalar_type() == y.scalar_type() && x.device() == y.device() && x.sym_sizes() == y.sym_sizes();
-}
-
 }  // namespace
 
 void check_list(const char* op, const char* name, at::TensorList list) {
   TP_CHECK_VALUE(!list.empty() && list.size() <= kMaxPointers, op, name,
-                 "1 to " << kMaxPointers << " matrices, whose addresses fit beside a launch",
+                 "1 to " << kMaxPointers << " matrices, as many as a launch takes addresses",
                  list.size() << " of them", "Pass more groups than that as one tensor");
   const std::string first_name = entry(name, 0);
   const Argument first{op, first_name.c_str(), list[0]};

@@ -13,7 +13,7 @@ namespace transformer_plugin::gemm {
 inline constexpr std::initializer_list<at::ScalarType> kGemmTypes = {at::kFloat, at::kBFloat16, at::kHalf,
                                                                      at::kDouble};
 
-// The output's dtype: the given one, or that of the operands. float64 combines with float64 only.
+// The output's dtype: `dtype`, or that of the operands. float64 combines with float64 only.
 at::ScalarType output_dtype(const Argument& operand, std::optional<at::ScalarType> dtype);
 // A dtype argument for the output: float32, bfloat16 or float16.
 void check_rounded_dtype(const char* op, at::ScalarType dtype);
@@ -23,9 +23,16 @@ void check_operand(const Argument& operand, int64_t dim);
 void check_grouped_operand(const Argument& operand, int64_t dim);
 // Group sizes on the device of `rows`, one for each matrix of `matrices` [G, .., ..].
 void check_groups(const Argument& group_sizes, const Argument& rows, const Argument& matrices);
+void check_groups(const Argument& group_sizes, const Argument& rows, const char* matrices,
+                  const c10::SymInt& groups);
+// The matrices of a grouped op: one tensor, the stack [G, .., ..], or a matrix for each group.
+bool is_stack(at::TensorList matrices);
+c10::SymInt group_count(at::TensorList matrices);
+// Same dtype, device and sizes.
+bool is_alike(const at::Tensor& x, const at::Tensor& y);
 // The second operand: of the dtype and device of the first.
 void check_pair(const Argument& second, const Argument& first, int64_t dim);
-// Any float dtype; [N], or [G, N] when `groups` is given.
+// Any float dtype; [N], or [G, N] with `groups`.
 void check_bias(const Argument& bias, const Argument& operand, const std::optional<c10::SymInt>& groups,
                 const c10::SymInt& columns);
 // float32 [T], only together with a bias.
@@ -42,6 +49,9 @@ void check_accumulator(const Argument& out, const Argument& operand, c10::SymInt
 // A buffer for a result: float32, bfloat16 or float16 (float64 with float64 operands) [rows, columns], with such rows.
 void check_result(const Argument& out, const Argument& operand, const c10::SymInt& rows,
                   const c10::SymInt& columns);
+// check_apart and check_no_gradient of the entries of a list that is read; of a single entry, `name` without an index.
+void check_apart_from_list(const char* op, const at::Tensor& out, const char* name, at::TensorList read);
+void check_no_gradients(const char* op, const char* name, at::TensorList list, const char* advice);
 // Matrices of groups as a list: 1 to kMaxPointers, all of the sizes, the dtype and the device of the first.
 void check_list(const char* op, const char* name, at::TensorList list);
 // A list of buffers for weight gradients: float32 or bfloat16 [N, K] each, rows as in check_accumulator, all of one row stride.

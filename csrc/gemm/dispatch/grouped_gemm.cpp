@@ -86,22 +86,14 @@ Tensor run_grouped_wgrad(const GroupedWgrad& args, at::ScalarType dtype) {
   return out;
 }
 
-void run_grouped_wgrad_out(const GroupedWgrad& args, const Tensor& out, bool accumulate) {
-  const Tensor input = taken_rows(args.input, args.input_rows, args.offsets);
-  const GroupedWgrad product = with_rows(args, input);
-#ifdef TRANSFORMER_PLUGIN_CUDA
-  if (input.is_cuda()) return grouped_wgrad_out_cuda(product, {&out, 1}, accumulate);
-#endif
-  grouped_wgrad_cpu(product, out.unbind(), accumulate);
-}
-
-void run_grouped_wgrad_list_out(const GroupedWgrad& args, at::TensorList out, bool accumulate) {
+void run_grouped_wgrad_out(const GroupedWgrad& args, at::TensorList out, bool accumulate) {
   const Tensor input = taken_rows(args.input, args.input_rows, args.offsets);
   const GroupedWgrad product = with_rows(args, input);
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (input.is_cuda()) return grouped_wgrad_out_cuda(product, out, accumulate);
 #endif
-  grouped_wgrad_cpu(product, out, accumulate);
+  if (out[0].dim() == 2) return grouped_wgrad_cpu(product, out, accumulate);
+  grouped_wgrad_cpu(product, out[0].unbind(), accumulate);
 }
 
 std::optional<Tensor> as_stack(at::TensorList matrices) {
@@ -118,6 +110,11 @@ std::optional<Tensor> as_stack(at::TensorList matrices) {
   const auto groups = static_cast<int64_t>(matrices.size());
   return first.as_strided({groups, first.size(0), first.size(1)},
                           {distance, first.stride(0), first.stride(1)}, begin);
+}
+
+std::optional<Tensor> as_contiguous_stack(at::TensorList matrices) {
+  std::optional<Tensor> stack = as_stack(matrices);
+  return stack && stack->is_contiguous() ? std::move(stack) : std::nullopt;
 }
 
 }  // namespace transformer_plugin::gemm

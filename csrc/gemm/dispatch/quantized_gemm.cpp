@@ -13,6 +13,8 @@ bool are_whole(const Format& a, const Format& b) {
   return a.family == FormatFamily::kFp8Tensor && b.family == a.family && is_e4m3(b);
 }
 
+bool are_rows(const Format& a, const Format& b) { return a.is_fp8_row() && b.is_fp8_row() && is_e4m3(b); }
+
 // E4M3 or E5M2, with scales row by row or tiled.
 bool are_microscaled(const Format& a, const Format& b, FormatFamily family) {
   return a.family == family && b.family == family && !a.row_scaled && !b.row_scaled;
@@ -22,6 +24,7 @@ bool are_microscaled(const Format& a, const Format& b, FormatFamily family) {
 
 std::optional<ScaleGranularity> quantized_gemm_scales(const Format& a, const Format& b) {
   if (are_whole(a, b)) return ScaleGranularity::kGroup;
+  if (are_rows(a, b)) return ScaleGranularity::kRow;
   if (are_blocks(a, b) && !a.square_blocks && b.square_blocks) return ScaleGranularity::kBlock;
   if (are_microscaled(a, b, FormatFamily::kMxFp8)) return ScaleGranularity::kMx;
   if (are_microscaled(a, b, FormatFamily::kNvFp4)) return ScaleGranularity::kNv;
@@ -48,7 +51,7 @@ bool run_quantized_gemm_out(const QuantizedGemm& product, const at::Tensor& out)
   return false;
 }
 
-bool run_quantized_wgrad_out(const QuantizedWgrad& reduction, const at::Tensor& out, bool accumulate) {
+bool run_quantized_wgrad_out(const QuantizedWgrad& reduction, at::TensorList out, bool accumulate) {
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (reduction.grad.data.is_cuda()) return quantized_wgrad_out_cuda(reduction, out, accumulate);
 #endif

@@ -7,29 +7,25 @@
 
 #include <optional>
 
-#include "common/format.h"
+#include "common/quantized.h"
 #include "gemm/args/kernel_args.h"
 
 namespace transformer_plugin::gemm {
 
-// K-major data with scales as in quantize/args/layout.h; scales of groups are [G], or [1] without offsets. The amaxes of NVFP4 are
-// part of alpha.
-struct QuantizedMatrix {
-  const at::Tensor &data, &scale;
-  bool tiled = false;  // the scales of MXFP8 and NVFP4 are tiled
-};
+// Operands are K-major, with scales as in quantize/args/layout.h; scales of groups are [G], or [1] without offsets, and those of
+// rows [T] and [G, N], or [N]. The amaxes of NVFP4 are part of alpha.
 
 // out[i] = a[i] @ b[g]^T * alpha[g] + bias_scale[i] * bias[g] for the rows i of group g, rounded once; zero past the last
 // group. With `beta`, beta[g] * out[i] is added before the rounding, and rows past the last group stay unchanged. With `list`,
 // its matrices replace those of `b`, which then is the first of them; not for MXFP8 and NVFP4.
 struct QuantizedGemm {
   ScaleGranularity scales;
-  QuantizedMatrix a;                            // [T, K], blocks of 1x128
-  QuantizedMatrix b;                            // [G, N, K], blocks of 128x128; or [N, K] without offsets
+  const Quantized& a;                           // [T, K], blocks of 1x128
+  const Quantized& b;                           // [G, N, K], blocks of 128x128; or [N, K] without offsets
   const std::optional<at::Tensor>& offsets;     // int32 [G + 1]; without, all rows are one group
   const std::optional<at::Tensor>& bias;        // [G, N] or [N], any float dtype
   const std::optional<at::Tensor>& bias_scale;  // float32 [T]
-  const std::optional<at::Tensor>& alpha;       // float32 [G]
+  std::optional<at::Tensor> alpha;              // float32 [G]
   const std::optional<at::Tensor>& beta;        // float32 [G]; what `out` holds is not read where it is 0
   LaunchOptions options = {};
   at::TensorList list = {};  // [N, K] of each group, or none; the scales of `b` are then those of all
@@ -39,13 +35,15 @@ struct QuantizedGemm {
 // columns of the group.
 struct QuantizedWgrad {
   ScaleGranularity scales;
-  QuantizedMatrix grad;                      // [N, T], blocks of 1x128 that begin at each group
-  QuantizedMatrix input;                     // [K, T], the same
+  const Quantized& grad;                     // [N, T], blocks of 1x128 that begin at each group
+  const Quantized& input;                    // [K, T], the same
   const std::optional<at::Tensor>& offsets;  // int32 [G + 1]; without, all columns are one group
-  const std::optional<at::Tensor>& alpha;    // float32 [G]
-  const std::optional<at::Tensor>& beta;     // float32 [G], not beside `accumulate`
+  std::optional<at::Tensor> alpha;           // float32 [G]
+  const std::optional<at::Tensor>& beta;     // float32 [G], not together with `accumulate`
   LaunchOptions options = {};
-  bool aligned = false;  // groups are aligned (quantize/args/layout.h); T is the aligned length
+
+  // Groups are aligned (quantize/args/layout.h); T is the aligned length.
+  bool aligned() const { return offsets && grad.format.aligned_groups; }
 };
 
 // The scale granularity if the formats are a pair that QuantizedGemm, or QuantizedWgrad, supports.
@@ -57,11 +55,11 @@ bool has_quantized_kernels(const at::Tensor& like);
 
 // Returns false, and writes nothing, if no kernel supports the problem. `out` [T, N] has inner stride 1,
 bool run_quantized_gemm_out(const QuantizedGemm& product, const at::Tensor& out);
-// as [G, N, K], or [N, K] without offsets.
-bool run_quantized_wgrad_out(const QuantizedWgrad& reduction, const at::Tensor& out, bool accumulate);
+// as [G, N, K], or [N, K] without offsets; or one [N, K] for each group, all with one row stride.
+bool run_quantized_wgrad_out(const QuantizedWgrad& reduction, at::TensorList out, bool accumulate);
 
 bool has_quantized_kernels_cuda(const at::Tensor& like);
 bool quantized_gemm_out_cuda(const QuantizedGemm& product, const at::Tensor& out);
-bool quantized_wgrad_out_cuda(const QuantizedWgrad& reduction, const at::Tensor& out, bool accumulate);
+bool quantized_wgrad_out_cuda(const QuantizedWgrad& reduction, at::TensorList out, bool accumulate);
 
 }  // namespace transformer_plugin::gemm

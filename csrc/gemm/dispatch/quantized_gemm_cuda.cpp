@@ -32,11 +32,11 @@ struct Contiguous {
   Tensor data, scale;
   DType dtype;
   bool tiled;
-  explicit Contiguous(const QuantizedMatrix& operand)
+  explicit Contiguous(const Quantized& operand)
       : data(contiguous_data(operand.data)),
         scale(operand.scale.contiguous()),
         dtype(dtype_of(operand.data)),
-        tiled(operand.tiled) {}
+        tiled(operand.format.tiled_scales) {}
 };
 
 GroupedGemmArgs arguments_of(const Contiguous& a, const Contiguous& b, const std::optional<Tensor>& offsets,
@@ -115,30 +115,35 @@ bool quantized_gemm_out_cuda(const QuantizedGemm& product, const Tensor& out) {
   return true;
 }
 
-bool quantized_wgrad_out_cuda(const QuantizedWgrad& reduction, const Tensor& out, bool accumulate) {
+bool quantized_wgrad_out_cuda(const QuantizedWgrad& reduction, at::TensorList buffers, bool accumulate) {
   const CudaScope scope(reduction.grad.data);
   const Contiguous grad(reduction.grad), input(reduction.input);
+  const Tensor& out = buffers[0];
+  const bool is_list = reduction.offsets && out.dim() == 2;
+  for (const Tensor& buffer : buffers) buffer.mutable_data_ptr();  // makes copy-on-write tensors writable
+  const DevicePointerArray list(is_list ? buffers : at::TensorList(), grad.data);
   const auto alpha = as_float(reduction.alpha), beta = as_float(reduction.beta);
   GroupedGemmArgs args = arguments_of(grad, input, reduction.offsets, reduction.scales);
+  args.list = list.get();
   args.options = reduction.options;
   args.alpha = float_or_null(alpha);
   args.beta = float_or_null(beta);
   args.out = out.mutable_data_ptr();
-  args.rows = grad.data.size(1) - (reduction.aligned ? quantize::aligned_length(0, args.groups) : 0);
+  args.rows = grad.data.size(1) - (reduction.aligned() ? quantize::aligned_length(0, args.groups) : 0);
   args.m = grad.data.size(0);
   args.n = input.data.size(0);
   args.out_row_stride = out.dim() == 3 ? out.stride(1) : row_stride(out);
   args.out_group_stride = out.dim() == 3 ? out.stride(0) : args.m * args.out_row_stride;
   args.out_dtype = to_dtype(out.scalar_type());
   args.accumulate = accumulate;
-  if (reduction.aligned && !args.rows_16_byte_aligned) return false;
-  args.all_realigned = reduction.aligned || !args.rows_16_byte_aligned;
+  if (reduction.aligned() && !args.rows_16_byte_aligned) return false;
+  args.all_realigned = reduction.aligned() || !args.rows_16_byte_aligned;
   args.rows_16_byte_aligned = true;
   const Selection selection =
       select_gemm({GemmDirection::kWgrad, args, pointers_aligned(args)}, current_gpu());
   if (selection.backend != Backend::kSm90) return false;
   Tensor grad_aligned, input_aligned;  // must live until the kernels are launched
-  if (reduction.aligned) {
+  if (reduction.aligned()) {
     args.a_realigned = args.a;
     args.b_realigned = args.b;
   } else if (reduction.offsets || args.all_realigned) {

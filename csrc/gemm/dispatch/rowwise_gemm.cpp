@@ -1,12 +1,12 @@
 #include "gemm/dispatch/rowwise_gemm.h"
 
-#include "common/autograd.h"
-#include "common/group_offsets.h"
+#include <ATen/ops/arange.h>
+#include <ATen/ops/searchsorted.h>
+#include <ATen/ops/where.h>
+
 #include "common/tensor.h"
 #include "gemm/args/rowwise_scales.h"
-#include "gemm/dispatch/checks.h"
 #include "gemm/dispatch/grouped_gemm.h"
-#include "gemm/dispatch/quantized_gemm.h"
 #include "gemm/generic/dense_gemm.h"
 
 namespace transformer_plugin::gemm {
@@ -15,36 +15,22 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// float32, one for each row.
-void check_row_scale(const Argument& scale, const Argument& codes, const char* meaning) {
-  check_dtype(scale, {at::kFloat});
-  const int64_t dim = codes.tensor.dim() - 1;
-  check_dim(scale, dim);
-  for (int64_t d = 0; d < dim; ++d) check_size(scale, d, codes.tensor.sym_size(d), meaning);
-  check_same_device(scale, codes);
-}
-
-OptionalTensor offsets_of(const RowwiseProduct& product) {
-  if (!product.group_sizes) return std::nullopt;
-  return group_offsets({product.op, "group_sizes", *product.group_sizes}, product.a_argument(),
-                       product.a.size(0));
-}
-
 // FP32 sums of exact products. On a CPU the matrix of one group is converted at a time.
-Tensor sums_of(const RowwiseProduct& product, const OptionalTensor& offsets) {
-  const at::ScalarType exact = product.a.is_cpu() ? at::kFloat : at::kBFloat16;
-  const Tensor a = product.a.to(exact);
-  if (!offsets) return dense_gemm(a, transposed_view(product.b.to(exact)), std::nullopt, at::kFloat);
+Tensor sums_of(const RowwiseProduct& product) {
+  const Tensor& b = product.b.data;
+  const at::ScalarType exact = b.is_cpu() ? at::kFloat : at::kBFloat16;
+  const Tensor a = product.a.data.to(exact);
+  if (!product.offsets) return dense_gemm(a, transposed_view(b.to(exact)), std::nullopt, at::kFloat);
   const OptionalTensor none;
-  if (product.a.is_cpu()) {
-    const QuantizedStack codes{
-        product.b.size(1), product.b.size(2), exact,
-        [&](int64_t group, const Tensor& values) { values.copy_(product.b.select(0, group)); }};
+  if (b.is_cpu()) {
+    const QuantizedStack stack{
+        b.size(1), b.size(2), exact,
+        [&](int64_t group, const Tensor& values) { values.copy_(b.select(0, group)); }};
     return run_grouped_gemm(
-        {a, product.b, *offsets, none, none, true, none, none, none, product.options, &codes}, at::kFloat);
+        {a, b, *product.offsets, none, none, true, none, none, none, product.options, &stack}, at::kFloat);
   }
   return run_grouped_gemm(
-      {a, product.b.to(exact), *offsets, none, none, true, none, none, none, product.options}, at::kFloat);
+      {a, b.to(exact), *product.offsets, none, none, true, none, none, none, product.options}, at::kFloat);
 }
 
 const float* floats(const OptionalTensor& tensor) {
@@ -55,11 +41,11 @@ OptionalTensor contiguous_floats(const OptionalTensor& tensor) {
   return tensor ? OptionalTensor(tensor->to(at::kFloat).contiguous()) : std::nullopt;
 }
 
-Tensor scaled(const RowwiseProduct& product, const OptionalTensor& offsets, const Tensor& sums) {
-  const Tensor a_scale = product.a_scale.contiguous(), b_scale = product.b_scale.contiguous();
+Tensor scaled(const RowwiseProduct& product, const Tensor& sums, at::ScalarType dtype) {
+  const Tensor a_scale = product.a.scale.contiguous(), b_scale = product.b.scale.contiguous();
   const OptionalTensor alpha = contiguous_floats(product.alpha), bias = contiguous_floats(product.bias),
                        bias_scale = contiguous_floats(product.bias_scale);
-  const Tensor out = product.dtype == at::kFloat ? sums : empty(sums, sums.sym_sizes(), product.dtype);
+  const Tensor out = dtype == at::kFloat ? sums : empty(sums, sums.sym_sizes(), dtype);
   const RowwiseScaleArgs args{sums.const_data_ptr<float>(),
                               out.mutable_data_ptr(),
                               a_scale.const_data_ptr<float>(),
@@ -67,11 +53,11 @@ Tensor scaled(const RowwiseProduct& product, const OptionalTensor& offsets, cons
                               floats(alpha),
                               floats(bias),
                               floats(bias_scale),
-                              offsets ? offsets->const_data_ptr<int32_t>() : nullptr,
+                              product.offsets ? product.offsets->const_data_ptr<int32_t>() : nullptr,
                               sums.size(0),
-                              offsets ? offsets->size(0) - 1 : 1,
+                              product.offsets ? product.offsets->size(0) - 1 : 1,
                               sums.size(1),
-                              to_dtype(product.dtype)};
+                              to_dtype(dtype)};
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (sums.is_cuda()) {
     const CudaScope scope(sums);
@@ -83,53 +69,37 @@ Tensor scaled(const RowwiseProduct& product, const OptionalTensor& offsets, cons
   return out;
 }
 
+// sums + beta * out, where a beta of 0 takes nothing of `out`.
+Tensor mixed(const Tensor& sums, const Tensor& beta, const Tensor& out) {
+  return at::where(beta.eq(0), sums, sums.addcmul(beta, out.to(at::kFloat)));
+}
+
+// The group of each row, and G past the last group.
+Tensor group_of_rows(const Tensor& offsets, int64_t rows) {
+  const Tensor index = at::arange(rows, offsets.options());
+  return at::searchsorted(offsets.narrow(0, 1, offsets.size(0) - 1), index, /*out_int32=*/false,
+                          /*right=*/true);
+}
+
 }  // namespace
 
-void check_rowwise(const RowwiseProduct& product) {
-  const char* op = product.op;
-  const Argument a = product.a_argument(), b{op, "b", product.b};
-  check_dtype(a, {at::kFloat8_e4m3fn, at::kFloat8_e5m2});
-  check_dim(a, 2);
-  check_dtype(b, {at::kFloat8_e4m3fn});
-  check_dim(b, product.group_sizes ? 3 : 2);
-  check_same_device(b, a);
-  if (product.group_sizes) check_groups({op, "group_sizes", *product.group_sizes}, a, b);
-  check_size(b, product.b.dim() - 1, product.a.sym_size(1), "the columns of 'a', summed over");
-  check_row_scale({op, "a_scale", product.a_scale}, a, "one scale for each row of 'a'");
-  check_row_scale({op, "b_scale", product.b_scale}, b, "one scale for each row of 'b'");
-  check_rounded_dtype(op, product.dtype);
-  const auto groups = product.group_sizes ? std::optional<c10::SymInt>(product.b.sym_size(0)) : std::nullopt;
-  if (product.alpha) check_factor({op, "alpha", *product.alpha}, a, groups.value_or(1));
-  if (product.bias) check_bias({op, "bias", *product.bias}, a, groups, product.columns());
-  if (product.bias_scale) {
-    check_bias_scale({op, "bias_scale", *product.bias_scale}, product.bias.has_value(), a);
-  }
-  check_launch_options(op, product.options);
+Tensor rowwise_product(const RowwiseProduct& product, at::ScalarType dtype) {
+  return scaled(product, sums_of(product), dtype);
 }
 
-Tensor rowwise_product_meta(const RowwiseProduct& product) {
-  check_rowwise(product);
-  return empty(product.a, {product.a.sym_size(0), product.columns()}, product.dtype);
-}
-
-Tensor rowwise_product(const RowwiseProduct& product) {
-  check_rowwise(product);
-  const BelowAutograd guard;
-  const OptionalTensor offsets = offsets_of(product), none;
-  if (has_quantized_kernels(product.a)) {
-    const Tensor out = empty(product.a, {product.a.size(0), product.columns()}, product.dtype);
-    const QuantizedGemm codes{ScaleGranularity::kRow,
-                              {product.a, product.a_scale},
-                              {product.b, product.b_scale},
-                              offsets,
-                              product.bias,
-                              product.bias_scale,
-                              product.alpha,
-                              none,
-                              product.options};
-    if (run_quantized_gemm_out(codes, out)) return out;
+void rowwise_product_out(const RowwiseProduct& product, const OptionalTensor& beta, const Tensor& out) {
+  const Tensor sums = scaled(product, sums_of(product), at::kFloat);
+  Tensor target = out;
+  if (!beta) {
+    target.copy_(sums);
+  } else if (!product.offsets) {
+    target.copy_(mixed(sums, *beta, out));
+  } else if (beta->size(0) > 0) {
+    const Tensor group = group_of_rows(*product.offsets, out.size(0)).unsqueeze(1);
+    const int64_t groups = beta->size(0);
+    const Tensor factors = beta->index_select(0, group.clamp_max(groups - 1).squeeze(1)).unsqueeze(1);
+    target.copy_(at::where(group.eq(groups), out.to(at::kFloat), mixed(sums, factors, out)));
   }
-  return scaled(product, offsets, sums_of(product, offsets));
 }
 
 }  // namespace transformer_plugin::gemm

@@ -41,7 +41,7 @@ Selection on_sm90(Backend backend, const GemmDesc& desc, const GpuDesc& gpu) {
 }
 
 Selection select_swiglu(const GemmDesc& desc, const GpuDesc& gpu) {
-  const int64_t features = desc.epilogue == Epilogue::kSwiglu ? desc.args.n / 2 : desc.args.n;
+  const int64_t features = desc.args.n / 2;
   if (const char* reason = why_not_sm90(desc, gpu)) return {Backend::kSteps, reason, {}};
   if (features % (desc.interleaved ? 32 : 8) != 0) {
     return {Backend::kSteps, "the features are not a multiple of 8 (32 when interleaved)", {}};

@@ -10,12 +10,12 @@ enum class Backend : int32_t {
   kTorch,       // at::_grouped_mm
   kSm90,        // gemm/sm90: TMA and WGMMA
   kSm90Gather,  // the same, rows of `a` loaded through an index
-  kSm90Swiglu,  // the same, SwiGLU or its gradient in the epilogue
+  kSm90Swiglu,  // the same, SwiGLU in the epilogue
   kGeneric,     // gemm/generic: mma.sync or FMA; any shape, FP32, BF16 and FP16
   kSteps,  // no kernel computes it as a whole: operands are dequantized first, or SwiGLU follows the product
 };
 
-enum class Epilogue : int32_t { kStore, kSwiglu, kSwigluBackward };
+enum class Epilogue : int32_t { kStore, kSwiglu };
 
 struct GpuDesc {
   int capability;  // major and minor, for example 90
@@ -28,7 +28,7 @@ struct GemmDesc {
   const GroupedGemmArgs& args;  // of its pointers none is read
   bool pointers_aligned;        // every pointer of `args`, those of a list too, is a multiple of 16 bytes
   Epilogue epilogue = Epilogue::kStore;
-  bool interleaved = false;           // kSwiglu, kSwigluBackward: 32 columns of gate and linear part in turn
+  bool interleaved = false;           // kSwiglu: 32 columns of gate and linear part in turn
   bool index = false;                 // rows of `a` are named by an index
   bool index_matrix_aligned = false;  // the rows of the matrix that it names begin at multiples of 16 bytes
   bool torch_computes_it =

@@ -118,22 +118,4 @@ ThreeTensors run_gemm_swiglu_quantize(const GroupedGemmSwiglu& product, const Sw
   return {act.data, act.scale, kept(product, h)};
 }
 
-TwoTensors run_gemm_swiglu_backward(const GroupedGemmSwigluBackward& product) {
-#ifdef TRANSFORMER_PLUGIN_CUDA
-  if (product.grad.is_cuda()) {
-    if (auto made = gemm_swiglu_backward_cuda(product)) return *std::move(made);
-  }
-#endif
-  const OptionalTensor none;
-  const Tensor grad_act = run_grouped_gemm(
-      {product.grad, product.b, product.offsets, none, none, false, none, none, none, product.options},
-      product.grad.scalar_type());
-  const auto [grad_halves, grad_probs] =
-      activation::call_swiglu_backward(grad_act, deinterleave(product.h, product.interleave), product.probs);
-  const Tensor grad_h = interleave_columns(grad_halves, product.interleave);
-  clear_tail(grad_h, product.offsets);
-  if (product.probs) clear_tail(grad_probs, product.offsets);
-  return {grad_h, grad_probs};
-}
-
 }  // namespace transformer_plugin::gemm

@@ -1,4 +1,4 @@
-// Grouped GEMM followed by SwiGLU or its gradient: one kernel on a Hopper, separate steps elsewhere. The bits are the same wherever
+// Grouped GEMM followed by SwiGLU: one kernel on a Hopper, separate steps elsewhere. The bits are the same wherever
 // those of the GEMM are.
 #pragma once
 
@@ -51,27 +51,15 @@ struct SwigluQuantize {
   const at::Tensor& group_sizes;
 };
 
-struct GroupedGemmSwigluBackward {
-  const at::Tensor& grad;     // [T, H]
-  const at::Tensor& b;        // [G, H, F]
-  const at::Tensor& offsets;  // int32 [G + 1]
-  const at::Tensor& h;        // [T, 2F]
-  const std::optional<at::Tensor>& probs;
-  int64_t interleave;
-  LaunchOptions options;
-};
-
 using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
 using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 TwoTensors run_gemm_swiglu(const GroupedGemmSwiglu& product);
 // Data, scales and h.
 ThreeTensors run_gemm_swiglu_quantize(const GroupedGemmSwiglu& product, const SwigluQuantize& codes);
-TwoTensors run_gemm_swiglu_backward(const GroupedGemmSwigluBackward& product);
 
 // nullopt if the Hopper kernel does not support the problem.
 std::optional<TwoTensors> gemm_swiglu_cuda(const GroupedGemmSwiglu& product);
 std::optional<ThreeTensors> gemm_swiglu_quantize_cuda(const GroupedGemmSwiglu& product, const Format& format);
-std::optional<TwoTensors> gemm_swiglu_backward_cuda(const GroupedGemmSwigluBackward& product);
 
 }  // namespace transformer_plugin::gemm

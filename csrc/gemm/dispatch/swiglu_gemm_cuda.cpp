@@ -1,7 +1,6 @@
-// The Hopper kernels with SwiGLU, or its gradient, in the epilogue.
+// The Hopper kernels with SwiGLU in the epilogue.
 #ifdef TRANSFORMER_PLUGIN_CUDA
 
-#include "activation/swiglu.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/cuda_args.h"
 #include "gemm/dispatch/select.h"
@@ -33,10 +32,9 @@ GroupedGemmArgs arguments_of(const Tensor& a, const Tensor& b, const Tensor& off
   return args;
 }
 
-Selection select(GemmDirection direction, const GroupedGemmArgs& args, Epilogue epilogue, bool interleaved,
-                 const void* h = nullptr) {
-  const bool aligned = pointers_aligned(args) && reinterpret_cast<uintptr_t>(h) % 16 == 0;
-  return select_gemm({direction, args, aligned, epilogue, interleaved}, current_gpu());
+Selection select(const GroupedGemmArgs& args, bool interleaved) {
+  return select_gemm({GemmDirection::kFprop, args, pointers_aligned(args), Epilogue::kSwiglu, interleaved},
+                     current_gpu());
 }
 
 std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
@@ -79,8 +77,7 @@ class SwigluOperands {
 std::optional<TwoTensors> gemm_swiglu_cuda(const GroupedGemmSwiglu& product) {
   const CudaScope scope(product.a);
   SwigluOperands operands(product);
-  const Selection selection =
-      select(GemmDirection::kFprop, operands.args.product, Epilogue::kSwiglu, operands.args.interleaved);
+  const Selection selection = select(operands.args.product, operands.args.interleaved);
   if (selection.backend != Backend::kSm90Swiglu) return std::nullopt;
   operands.complete();
   const Tensor act = operands.make({product.a.size(0), operands.features()});
@@ -95,8 +92,7 @@ std::optional<ThreeTensors> gemm_swiglu_quantize_cuda(const GroupedGemmSwiglu& p
                                                       const Format& format) {
   const CudaScope scope(product.a);
   SwigluOperands operands(product);
-  const Selection selection =
-      select(GemmDirection::kFprop, operands.args.product, Epilogue::kSwiglu, operands.args.interleaved);
+  const Selection selection = select(operands.args.product, operands.args.interleaved);
   if (selection.backend != Backend::kSm90Swiglu) return std::nullopt;
   operands.complete();
   // Quantization along rows does not depend on the groups, except for where the tail begins.
@@ -114,41 +110,6 @@ std::optional<ThreeTensors> gemm_swiglu_quantize_cuda(const GroupedGemmSwiglu& p
   quantize::launch_zero_tail(args.quantized_act, args.swiglu.product.offsets + product.b.size(0),
                              scope.stream());
   return ThreeTensors(outputs.data, outputs.scale, operands.h);
-}
-
-std::optional<TwoTensors> gemm_swiglu_backward_cuda(const GroupedGemmSwigluBackward& product) {
-  const CudaScope scope(product.grad);
-  const Tensor grad = product.grad.contiguous(), b = product.b.contiguous(), h = product.h.contiguous();
-  const int64_t rows = grad.size(0), features = b.size(2);
-  SwigluBackwardKernelArgs args{};
-  args.product = arguments_of(grad, b, product.offsets, features, features, product.options);
-  args.h = h.const_data_ptr();
-  args.interleaved = product.interleave != 0;
-  const Selection selection =
-      select(GemmDirection::kDgrad, args.product, Epilogue::kSwigluBackward, args.interleaved, args.h);
-  if (selection.backend != Backend::kSm90Swiglu) return std::nullopt;
-  const auto probs = contiguous(product.probs);
-  const Tensor grad_h = empty(h, {rows, 2 * features}, h.scalar_type());
-  const Tensor grad_probs = empty(h, {probs ? rows : 0}, at::kFloat);
-  activation::SwigluBackwardArgs sums{};
-  Tensor partial;
-  if (probs) {
-    const int64_t trees = (features + activation::kSumTile - 1) / activation::kSumTile;
-    partial = trees == 1 ? grad_probs : empty(h, {trees, rows}, at::kFloat);
-    sums.grad_probs = grad_probs.mutable_data_ptr<float>();
-    sums.partial = args.partial = partial.mutable_data_ptr<float>();
-    sums.rows = rows;
-    sums.features = features;
-  }
-  args.product.out = grad_h.mutable_data_ptr();
-  args.probs = float_or_null(probs);
-  const SwigluBackwardLauncher launch = swiglu_backward(args.product.dtype);
-  launch(args, selection.config, scope.stream());
-  if (probs) {
-    activation::launch_add_row_sums(sums, scope.stream());
-    zero_tail_rows(grad_probs.unsqueeze(1), product.offsets, scope.stream());
-  }
-  return TwoTensors(grad_h, grad_probs);
 }
 
 }  // namespace transformer_plugin::gemm

@@ -6,62 +6,63 @@
 #include <utility>
 
 #include "common/autograd.h"
+#include "common/quantized.h"
 #include "common/tensor.h"
 #include "gemm/args/launch_options.h"
 #include "gemm/generic/dense_gemm.h"
 
 namespace transformer_plugin::gemm {
 
+// The scales and format keys of quantized operands; none of the default.
+struct QuantizedKeys {
+  OptionalList a_scale = {}, b_scale = {};
+  std::string_view a = "none", b = "none";
+};
+
 inline at::Tensor call_gemm(const at::Tensor& a, const at::Tensor& b, OptionalTensorArg bias,
                             bool transpose_b, std::optional<at::ScalarType> dtype,
-                            OptionalTensorArg alpha = std::nullopt) {
+                            OptionalTensorArg alpha = std::nullopt, const QuantizedKeys& keys = {}) {
   using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, OptionalTensorArg, bool,
-                               std::optional<at::ScalarType>, OptionalTensorArg);
+                               std::optional<at::ScalarType>, OptionalTensorArg, OptionalList, OptionalList,
+                               std::string_view, std::string_view);
   static const auto op = find_op<Signature>("gemm");
-  return op.call(a, b, bias, transpose_b, dtype, alpha);
+  return op.call(a, b, bias, transpose_b, dtype, alpha, keys.a_scale, keys.b_scale, keys.a, keys.b);
 }
 
 // The handle itself, for callers on the path of every call.
 inline const auto& grouped_gemm_op() {
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, OptionalTensorArg,
-                               OptionalTensorArg, bool, std::optional<at::ScalarType>, OptionalTensorArg,
-                               OptionalTensorArg, int64_t, int64_t);
+  using Signature =
+      at::Tensor(const at::Tensor&, at::TensorList, const at::Tensor&, OptionalTensorArg, OptionalTensorArg,
+                 bool, std::optional<at::ScalarType>, OptionalTensorArg, OptionalTensorArg, int64_t, int64_t,
+                 OptionalList, OptionalList, std::string_view, std::string_view);
   static const auto op = find_op<Signature>("grouped_gemm");
   return op;
 }
 
-inline at::Tensor call_grouped_gemm(const at::Tensor& a, const at::Tensor& b, const at::Tensor& group_sizes,
+// `b`: one tensor [G, .., ..], or a matrix for each group.
+inline at::Tensor call_grouped_gemm(const at::Tensor& a, at::TensorList b, const at::Tensor& group_sizes,
                                     OptionalTensorArg bias, OptionalTensorArg bias_scale, bool transpose_b,
                                     std::optional<at::ScalarType> dtype,
                                     OptionalTensorArg alpha = std::nullopt,
-                                    OptionalTensorArg rows = std::nullopt, LaunchOptions options = {}) {
+                                    OptionalTensorArg rows = std::nullopt, LaunchOptions options = {},
+                                    const QuantizedKeys& keys = {}) {
   return grouped_gemm_op().call(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows,
-                                options.max_sms, options.expected_rows);
-}
-
-inline at::Tensor call_grouped_gemm_list(const at::Tensor& a, at::TensorList b, const at::Tensor& group_sizes,
-                                         OptionalTensorArg bias, OptionalTensorArg bias_scale,
-                                         bool transpose_b, std::optional<at::ScalarType> dtype,
-                                         OptionalTensorArg alpha = std::nullopt,
-                                         OptionalTensorArg rows = std::nullopt, LaunchOptions options = {}) {
-  using Signature =
-      at::Tensor(const at::Tensor&, at::TensorList, const at::Tensor&, OptionalTensorArg, OptionalTensorArg,
-                 bool, std::optional<at::ScalarType>, OptionalTensorArg, OptionalTensorArg, int64_t, int64_t);
-  static const auto op = find_op<Signature>("grouped_gemm_list");
-  return op.call(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows, options.max_sms,
-                 options.expected_rows);
+                                options.max_sms, options.expected_rows, keys.a_scale, keys.b_scale, keys.a,
+                                keys.b);
 }
 
 inline at::Tensor call_grouped_gemm_wgrad(const at::Tensor& grad, const at::Tensor& input,
                                           const at::Tensor& group_sizes, std::optional<at::ScalarType> dtype,
                                           OptionalTensorArg alpha = std::nullopt,
                                           OptionalTensorArg input_rows = std::nullopt,
-                                          LaunchOptions options = {}) {
+                                          LaunchOptions options = {}, const QuantizedKeys& keys = {}) {
   using Signature =
       at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, std::optional<at::ScalarType>,
-                 OptionalTensorArg, OptionalTensorArg, int64_t, int64_t);
+                 OptionalTensorArg, OptionalTensorArg, int64_t, int64_t, OptionalList, OptionalList,
+                 std::string_view, std::string_view);
   static const auto op = find_op<Signature>("grouped_gemm_wgrad");
-  return op.call(grad, input, group_sizes, dtype, alpha, input_rows, options.max_sms, options.expected_rows);
+  return op.call(grad, input, group_sizes, dtype, alpha, input_rows, options.max_sms, options.expected_rows,
+                 keys.a_scale, keys.b_scale, keys.a, keys.b);
 }
 
 inline at::Tensor call_gather_rows_backward(const at::Tensor& grad, const at::Tensor& rows,
@@ -96,52 +97,6 @@ inline at::Tensor call_bias_backward(const at::Tensor& grad) {
   static const auto op = find_op<at::Tensor(const at::Tensor&)>("bias_backward");
   return op.call(grad);
 }
-
-// ---- products of quantized operands -------------------------------------------------------------------------
-
-inline at::Tensor call_gemm_quantized(const at::Tensor& a, const at::Tensor& a_scale, const at::Tensor& b,
-                                      const at::Tensor& b_scale, std::string_view a_key,
-                                      std::string_view b_key, at::ScalarType dtype, OptionalTensorArg bias,
-                                      bool transpose_b, OptionalTensorArg a_amax = std::nullopt,
-                                      OptionalTensorArg b_amax = std::nullopt,
-                                      OptionalTensorArg alpha = std::nullopt) {
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                               std::string_view, std::string_view, at::ScalarType, OptionalTensorArg, bool,
-                               OptionalTensorArg, OptionalTensorArg, OptionalTensorArg);
-  static const auto op = find_op<Signature>("gemm_quantized");
-  return op.call(a, a_scale, b, b_scale, a_key, b_key, dtype, bias, transpose_b, a_amax, b_amax, alpha);
-}
-
-inline at::Tensor call_grouped_gemm_quantized(
-    const at::Tensor& a, const at::Tensor& a_scale, const at::Tensor& b, const at::Tensor& b_scale,
-    const at::Tensor& group_sizes, std::string_view a_key, std::string_view b_key, at::ScalarType dtype,
-    OptionalTensorArg bias, OptionalTensorArg bias_scale, bool transpose_b,
-    OptionalTensorArg a_amax = std::nullopt, OptionalTensorArg b_amax = std::nullopt,
-    OptionalTensorArg alpha = std::nullopt, LaunchOptions options = {}) {
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                               const at::Tensor&, std::string_view, std::string_view, at::ScalarType,
-                               OptionalTensorArg, OptionalTensorArg, bool, OptionalTensorArg,
-                               OptionalTensorArg, OptionalTensorArg, int64_t, int64_t);
-  static const auto op = find_op<Signature>("grouped_gemm_quantized");
-  return op.call(a, a_scale, b, b_scale, group_sizes, a_key, b_key, dtype, bias, bias_scale, transpose_b,
-                 a_amax, b_amax, alpha, options.max_sms, options.expected_rows);
-}
-
-inline at::Tensor call_grouped_gemm_wgrad_quantized(
-    const at::Tensor& grad_t, const at::Tensor& grad_t_scale, const at::Tensor& input_t,
-    const at::Tensor& input_t_scale, const at::Tensor& group_sizes, std::string_view grad_key,
-    std::string_view input_key, at::ScalarType dtype, OptionalTensorArg grad_t_amax = std::nullopt,
-    OptionalTensorArg input_t_amax = std::nullopt, OptionalTensorArg alpha = std::nullopt,
-    LaunchOptions options = {}) {
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                               const at::Tensor&, std::string_view, std::string_view, at::ScalarType,
-                               OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, int64_t, int64_t);
-  static const auto op = find_op<Signature>("grouped_gemm_wgrad_quantized");
-  return op.call(grad_t, grad_t_scale, input_t, input_t_scale, group_sizes, grad_key, input_key, dtype,
-                 grad_t_amax, input_t_amax, alpha, options.max_sms, options.expected_rows);
-}
-
-// ---- what the gradients share -------------------------------------------------------------------------------
 
 // A gradient and an operand in one dtype: unchanged, or both converted without loss if they differ.
 inline std::pair<at::Tensor, at::Tensor> same_dtype(const at::Tensor& grad, const at::Tensor& operand) {

@@ -1,4 +1,4 @@
-// gemm: a [M, K] times b, with its gradient, or into a given buffer.
+// gemm: a [M, K] times b, with its gradient, or into a buffer. Quantized operands: dense_quantized.cpp.
 
 #include "common/autograd.h"
 #include "common/register.h"
@@ -6,6 +6,7 @@
 #include "gemm/dispatch/checks.h"
 #include "gemm/generic/dense_gemm.h"
 #include "gemm/ops/calls.h"
+#include "gemm/ops/dense_quantized.h"
 
 namespace transformer_plugin::gemm {
 namespace {
@@ -31,21 +32,31 @@ void check_gemm(const char* op, const Tensor& a, const Tensor& b, const Optional
 }
 
 Tensor gemm_meta(const Tensor& a, const Tensor& b, const OptionalTensor& bias, bool transpose_b,
-                 OptionalDtype dtype, const OptionalTensor& alpha) {
+                 OptionalDtype dtype, const OptionalTensor& alpha, OptionalList a_scale,
+                 OptionalList b_scale, std::string_view a_key, std::string_view b_key) {
+  if (is_quantized(a_key, b_key)) {
+    return quantized_product_meta({kOp, {a, a_scale, a_key}, {b, b_scale, b_key}, bias, alpha, transpose_b}, dtype);
+  }
+  check_plain(kOp, a_scale, b_scale);
   check_gemm(kOp, a, b, bias, transpose_b, alpha);
   return empty(a, {a.sym_size(0), b.sym_size(transpose_b ? 0 : 1)}, output_dtype({kOp, "a", a}, dtype));
 }
 
 Tensor gemm(const Tensor& a, const Tensor& b, const OptionalTensor& bias, bool transpose_b,
-            OptionalDtype dtype, const OptionalTensor& alpha) {
+            OptionalDtype dtype, const OptionalTensor& alpha, OptionalList a_scale, OptionalList b_scale,
+            std::string_view a_key, std::string_view b_key) {
+  if (is_quantized(a_key, b_key)) {
+    return quantized_product({kOp, {a, a_scale, a_key}, {b, b_scale, b_key}, bias, alpha, transpose_b}, dtype);
+  }
+  check_plain(kOp, a_scale, b_scale);
   check_gemm(kOp, a, b, bias, transpose_b, alpha);
   const at::ScalarType to = output_dtype({kOp, "a", a}, dtype);
   const BelowAutograd guard;
   return dense_gemm(a, transpose_b ? transposed_view(b) : b, bias, to, alpha);
 }
 
-void gemm_out_meta(const Tensor& a, const Tensor& b, const Tensor& out, const OptionalTensor& bias,
-                   bool transpose_b, const OptionalTensor& alpha, const OptionalTensor& beta) {
+void check_gemm_out(const Tensor& a, const Tensor& b, const Tensor& out, const OptionalTensor& bias,
+                    bool transpose_b, const OptionalTensor& alpha, const OptionalTensor& beta) {
   check_gemm(kOutOp, a, b, bias, transpose_b, alpha);
   const Argument a_argument{kOutOp, "a", a};
   check_result({kOutOp, "out", out}, a_argument, a.sym_size(0), b.sym_size(transpose_b ? 0 : 1));
@@ -56,9 +67,28 @@ void gemm_out_meta(const Tensor& a, const Tensor& b, const Tensor& out, const Op
   if (bias) check_no_gradient({kOutOp, "bias", *bias}, advice);
 }
 
+void gemm_out_meta(const Tensor& a, const Tensor& b, const Tensor& out, const OptionalTensor& bias,
+                   bool transpose_b, const OptionalTensor& alpha, const OptionalTensor& beta,
+                   OptionalList a_scale, OptionalList b_scale, std::string_view a_key,
+                   std::string_view b_key) {
+  if (is_quantized(a_key, b_key)) {
+    return quantized_product_out_meta(
+        {kOutOp, {a, a_scale, a_key}, {b, b_scale, b_key}, bias, alpha, transpose_b}, beta, out);
+  }
+  check_plain(kOutOp, a_scale, b_scale);
+  check_gemm_out(a, b, out, bias, transpose_b, alpha, beta);
+}
+
 void gemm_out(const Tensor& a, const Tensor& b, const Tensor& out, const OptionalTensor& bias,
-              bool transpose_b, const OptionalTensor& alpha, const OptionalTensor& beta) {
-  gemm_out_meta(a, b, out, bias, transpose_b, alpha, beta);
+              bool transpose_b, const OptionalTensor& alpha, const OptionalTensor& beta,
+              OptionalList a_scale, OptionalList b_scale, std::string_view a_key,
+              std::string_view b_key) {
+  if (is_quantized(a_key, b_key)) {
+    return quantized_product_out({kOutOp, {a, a_scale, a_key}, {b, b_scale, b_key}, bias, alpha, transpose_b},
+                              beta, out);
+  }
+  check_plain(kOutOp, a_scale, b_scale);
+  check_gemm_out(a, b, out, bias, transpose_b, alpha, beta);
   check_apart(kOutOp, {{"out", out}}, {{"a", a}, {"b", b}, {"bias", bias}, {"alpha", alpha}, {"beta", beta}});
   const BelowAutograd guard;
   dense_gemm_out(a, transpose_b ? transposed_view(b) : b, bias, alpha, beta, out);
@@ -101,12 +131,17 @@ class GemmFunction : public DifferentiableTwice<GemmFunction> {
   }
 };
 
+// Quantized operands have no gradient.
 Tensor gemm_autograd(const Tensor& a, const Tensor& b, const OptionalTensor& bias, bool transpose_b,
-                     OptionalDtype dtype, const OptionalTensor& alpha) {
+                     OptionalDtype dtype, const OptionalTensor& alpha, OptionalList a_scale,
+                     OptionalList b_scale, std::string_view a_key, std::string_view b_key) {
   if (alpha) check_no_gradient({kOp, "alpha", *alpha}, kConstantFactor);
-  if (any_wants_grad(a, b, bias)) return GemmFunction::apply(a, b, bias, transpose_b, dtype, alpha);
+  if (!is_quantized(a_key, b_key) && any_wants_grad(a, b, bias)) {
+    check_plain(kOp, a_scale, b_scale);
+    return GemmFunction::apply(a, b, bias, transpose_b, dtype, alpha);
+  }
   const BelowAutograd guard;
-  return call_gemm(a, b, bias, transpose_b, dtype, alpha);
+  return call_gemm(a, b, bias, transpose_b, dtype, alpha, {a_scale, b_scale, a_key, b_key});
 }
 
 }  // namespace

@@ -1,5 +1,8 @@
-// grouped_gemm: the rows of each group times the group's matrix, with its gradient, into a new or a given buffer.
+// grouped_gemm: the rows of each group times the group's matrix, with its gradient, or into a buffer. Quantized operands:
+// grouped_quantized.cpp.
 #include "gemm/dispatch/grouped_gemm.h"
+
+#include <tuple>
 
 #include "common/autograd.h"
 #include "common/group_offsets.h"
@@ -8,6 +11,7 @@
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/ops/calls.h"
+#include "gemm/ops/grouped_quantized.h"
 
 namespace transformer_plugin::gemm {
 namespace {
@@ -21,122 +25,200 @@ using torch::autograd::variable_list;
 constexpr const char* kOp = "grouped_gemm";
 constexpr const char* kOutOp = "grouped_gemm_out";
 
-// The arguments of both ops.
+// The arguments of both ops, of operands that are not quantized.
 struct Arguments {
   const char* op;
-  const Tensor &a, &b, &group_sizes;
+  const Tensor& a;
+  at::TensorList b;
+  const Tensor& group_sizes;
   const OptionalTensor &bias, &bias_scale, &alpha, &rows;
   bool transpose_b;
   LaunchOptions options;
 
   Argument a_argument() const { return {op, "a", a}; }
+  Argument sizes_argument() const { return {op, "group_sizes", group_sizes}; }
   // The argument whose first dimension is the capacity: the buffer, or the index into it.
   Argument capacity_argument() const { return rows ? Argument{op, "rows", *rows} : a_argument(); }
   c10::SymInt capacity() const { return capacity_argument().tensor.sym_size(0); }
-  c10::SymInt columns() const { return b.sym_size(transpose_b ? 1 : 2); }
+  c10::SymInt columns() const { return b[0].sym_size(transpose_b ? -2 : -1); }
 
   void check() const {
-    const Argument b_argument{op, "b", b};
+    const bool stack = is_stack(b);
     check_grouped_operand(a_argument(), 2);
-    check_pair(b_argument, a_argument(), 3);
-    check_size(b_argument, transpose_b ? 2 : 1, a.sym_size(1), "the columns of 'a', summed over");
+    if (!stack) check_list(op, "b", b);
+    const Argument b_argument{op, stack ? "b" : "b[0]", b[0]};
+    check_pair(b_argument, a_argument(), stack ? 3 : 2);
+    check_size(b_argument, (transpose_b ? 1 : 0) + (stack ? 1 : 0), a.sym_size(1),
+               "the columns of 'a', summed over");
     if (rows) check_row_index({op, "rows", *rows}, a_argument());
-    check_groups({op, "group_sizes", group_sizes}, a_argument(), b_argument);
-    if (bias) check_bias({op, "bias", *bias}, a_argument(), b.sym_size(0), columns());
+    check_groups(sizes_argument(), a_argument(), "b", group_count(b));
+    if (bias) check_bias({op, "bias", *bias}, a_argument(), group_count(b), columns());
     if (bias_scale) check_bias_scale({op, "bias_scale", *bias_scale}, bias.has_value(), capacity_argument());
-    if (alpha) check_factor({op, "alpha", *alpha}, a_argument(), b.sym_size(0));
+    if (alpha) check_factor({op, "alpha", *alpha}, a_argument(), group_count(b));
     check_launch_options(op, options);
   }
 
   // On a CPU also checks the values of sizes and index.
   Tensor offsets() const {
     const Argument buffer = capacity_argument();
-    const Tensor result = group_offsets({op, "group_sizes", group_sizes}, buffer, buffer.tensor.size(0));
+    const Tensor result = group_offsets(sizes_argument(), buffer, buffer.tensor.size(0));
     if (rows) check_row_entries({op, "rows", *rows}, a_argument(), result);
     return result;
   }
+
+  // Matrices that are members of a contiguous stack are passed as the stack. `stack` must outlive the result.
+  GroupedGemm product(const Tensor& offsets, const OptionalTensor& beta, OptionalTensor& stack) const {
+    if (!is_stack(b)) stack = as_contiguous_stack(b);
+    const bool list = !is_stack(b) && !stack;
+    return {a,    stack ? *stack : b[0], offsets, bias,    bias_scale,         transpose_b, alpha,
+            beta, rows,                  options, nullptr, list ? b : at::TensorList()};
+  }
 };
 
-Tensor grouped_gemm_meta(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
+Tensor grouped_gemm_meta(const Tensor& a, at::TensorList b, const Tensor& group_sizes,
                          const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
                          OptionalDtype dtype, const OptionalTensor& alpha, const OptionalTensor& rows,
-                         int64_t max_sms, int64_t expected_rows) {
+                         int64_t max_sms, int64_t expected_rows, OptionalList a_scale,
+                         OptionalList b_scale, std::string_view a_key, std::string_view b_key) {
   const LaunchOptions options{max_sms, expected_rows};
+  if (is_quantized(a_key, b_key)) {
+    const QuantizedGrouped args(kOp, {a, a_scale, a_key}, b, b_scale, b_key, group_sizes, bias, bias_scale,
+                                alpha, rows, transpose_b, options);
+    return empty(a, {args.capacity(), args.columns()}, quantized_output_dtype(kOp, dtype));
+  }
+  check_plain(kOp, a_scale, b_scale);
   const Arguments args{kOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options};
   args.check();
   return empty(a, {args.capacity(), args.columns()}, output_dtype(args.a_argument(), dtype));
 }
 
-Tensor grouped_gemm(const Tensor& a, const Tensor& b, const Tensor& group_sizes, const OptionalTensor& bias,
+Tensor grouped_gemm(const Tensor& a, at::TensorList b, const Tensor& group_sizes, const OptionalTensor& bias,
                     const OptionalTensor& bias_scale, bool transpose_b, OptionalDtype dtype,
                     const OptionalTensor& alpha, const OptionalTensor& rows, int64_t max_sms,
-                    int64_t expected_rows) {
+                    int64_t expected_rows, OptionalList a_scale, OptionalList b_scale,
+                    std::string_view a_key, std::string_view b_key) {
   const LaunchOptions options{max_sms, expected_rows};
+  const OptionalTensor none;
+  if (is_quantized(a_key, b_key)) {
+    QuantizedGrouped args(kOp, {a, a_scale, a_key}, b, b_scale, b_key, group_sizes, bias, bias_scale, alpha,
+                          rows, transpose_b, options);
+    const at::ScalarType to = quantized_output_dtype(kOp, dtype);
+    const BelowAutograd guard;
+    const OptionalTensor offsets = args.offsets();
+#ifdef TRANSFORMER_PLUGIN_CUDA
+    if (const auto scales = args.kernel_scales()) {
+      const Tensor out = empty(a, {args.capacity(), args.columns()}, to);
+      if (quantized_gemm_out_cuda(args.product(*scales, offsets, none), out)) return out;
+    }
+#endif
+    return args.dequantized_product(offsets, to);
+  }
+  check_plain(kOp, a_scale, b_scale);
   const Arguments args{kOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options};
   args.check();
   const at::ScalarType to = output_dtype(args.a_argument(), dtype);
   const BelowAutograd guard;
   const Tensor offsets = args.offsets();
-  const GroupedGemm problem{a,           b,     offsets,      bias, bias_scale,
-                            transpose_b, alpha, std::nullopt, rows, args.options};
+  OptionalTensor stack;
+  const GroupedGemm product = args.product(offsets, none, stack);
 #ifdef TRANSFORMER_PLUGIN_CUDA
-  if (a.is_cuda()) return grouped_gemm_cuda(problem, to);
+  if (a.is_cuda()) return grouped_gemm_cuda(product, to);
 #endif
-  return run_grouped_gemm(problem, to);
+  return run_grouped_gemm(product, to);
 }
 
 void check_out(const Arguments& args, const Tensor& out, const OptionalTensor& beta) {
   args.check();
   check_result({kOutOp, "out", out}, args.a_argument(), args.capacity(), args.columns());
-  if (beta) check_factor({kOutOp, "beta", *beta}, args.a_argument(), args.b.sym_size(0));
+  if (beta) check_factor({kOutOp, "beta", *beta}, args.a_argument(), group_count(args.b));
   constexpr const char* advice = "What is written into a buffer has none: call grouped_gemm, or detach it";
   check_no_gradient(args.a_argument(), advice);
-  check_no_gradient({kOutOp, "b", args.b}, advice);
+  check_no_gradients(kOutOp, "b", args.b, advice);
   if (args.bias) check_no_gradient({kOutOp, "bias", *args.bias}, advice);
   if (args.bias_scale) check_no_gradient({kOutOp, "bias_scale", *args.bias_scale}, advice);
 }
 
-void grouped_gemm_out_meta(const Tensor& a, const Tensor& b, const Tensor& group_sizes, const Tensor& out,
+void check_out(const QuantizedGrouped& args, const Tensor& out, const OptionalTensor& beta) {
+  check_result({kOutOp, "out", out}, args.a_argument(), args.capacity(), args.columns());
+  if (beta) check_factor({kOutOp, "beta", *beta}, args.a_argument(), args.groups());
+}
+
+void grouped_gemm_out_meta(const Tensor& a, at::TensorList b, const Tensor& group_sizes, const Tensor& out,
                            const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
                            const OptionalTensor& alpha, const OptionalTensor& beta,
-                           const OptionalTensor& rows, int64_t max_sms, int64_t expected_rows) {
-  check_out({kOutOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, {max_sms, expected_rows}},
-            out, beta);
+                           const OptionalTensor& rows, int64_t max_sms, int64_t expected_rows,
+                           OptionalList a_scale, OptionalList b_scale, std::string_view a_key,
+                           std::string_view b_key) {
+  const LaunchOptions options{max_sms, expected_rows};
+  if (is_quantized(a_key, b_key)) {
+    const QuantizedGrouped args(kOutOp, {a, a_scale, a_key}, b, b_scale, b_key, group_sizes, bias, bias_scale,
+                                alpha, rows, transpose_b, options);
+    return check_out(args, out, beta);
+  }
+  check_plain(kOutOp, a_scale, b_scale);
+  check_out({kOutOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options}, out, beta);
 }
 
-void grouped_gemm_out(const Tensor& a, const Tensor& b, const Tensor& group_sizes, const Tensor& out,
+void grouped_gemm_out(const Tensor& a, at::TensorList b, const Tensor& group_sizes, const Tensor& out,
                       const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
                       const OptionalTensor& alpha, const OptionalTensor& beta, const OptionalTensor& rows,
-                      int64_t max_sms, int64_t expected_rows) {
+                      int64_t max_sms, int64_t expected_rows, OptionalList a_scale, OptionalList b_scale,
+                      std::string_view a_key, std::string_view b_key) {
   const LaunchOptions options{max_sms, expected_rows};
+  const auto check_memory = [&] {
+    check_apart(kOutOp, {{"out", out}},
+                {{"a", a},
+                 {"bias", bias},
+                 {"bias_scale", bias_scale},
+                 {"group_sizes", group_sizes},
+                 {"rows", rows},
+                 {"alpha", alpha},
+                 {"beta", beta}});
+    check_apart_from_list(kOutOp, out, "b", b);
+    check_apart_from_list(kOutOp, out, "a_scale", list_or_none(a_scale));
+    check_apart_from_list(kOutOp, out, "b_scale", list_or_none(b_scale));
+  };
+  if (is_quantized(a_key, b_key)) {
+    QuantizedGrouped args(kOutOp, {a, a_scale, a_key}, b, b_scale, b_key, group_sizes, bias, bias_scale,
+                          alpha, rows, transpose_b, options);
+    check_out(args, out, beta);
+    check_memory();
+    const BelowAutograd guard;
+    const OptionalTensor offsets = args.offsets();
+#ifdef TRANSFORMER_PLUGIN_CUDA
+    const auto scales = args.kernel_scales();
+    if (scales && quantized_gemm_out_cuda(args.product(*scales, offsets, beta), out)) return;
+#endif
+    return args.dequantized_product_out(offsets, beta, out);
+  }
+  check_plain(kOutOp, a_scale, b_scale);
   const Arguments args{kOutOp, a, b, group_sizes, bias, bias_scale, alpha, rows, transpose_b, options};
   check_out(args, out, beta);
-  check_apart(kOutOp, {{"out", out}},
-              {{"a", a},
-               {"b", b},
-               {"bias", bias},
-               {"bias_scale", bias_scale},
-               {"group_sizes", group_sizes},
-               {"rows", rows},
-               {"alpha", alpha},
-               {"beta", beta}});
+  check_memory();
   const BelowAutograd guard;
   const Tensor offsets = args.offsets();
-  run_grouped_gemm_out({a, b, offsets, bias, bias_scale, transpose_b, alpha, beta, rows, args.options}, out);
+  OptionalTensor stack;
+  run_grouped_gemm_out(args.product(offsets, beta, stack), out);
 }
 
+// The node of a stack, one tensor, and of a list, one tensor for each group.
 class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
  public:
   static constexpr const char* kName = "grouped_gemm";
   static constexpr bool is_traceable = true;
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, const Tensor& group_sizes,
+  // Saves what every gradient needs, then the matrices.
+  static Tensor forward(AutogradContext* ctx, const Tensor& a, at::TensorList b, const Tensor& group_sizes,
                         const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
                         OptionalDtype dtype, const OptionalTensor& alpha, const OptionalTensor& rows,
                         int64_t max_sms, int64_t expected_rows) {
-    ctx->save_for_backward({b.requires_grad() ? a : Tensor(), a.requires_grad() ? b : Tensor(), group_sizes,
-                            wants_grad(bias_scale) ? *bias : Tensor(), or_undefined(bias_scale),
-                            or_undefined(alpha), or_undefined(rows)});
+    variable_list saved{
+        wants_grad(b) ? a : Tensor(), group_sizes,         wants_grad(bias_scale) ? *bias : Tensor(),
+        or_undefined(bias_scale),     or_undefined(alpha), or_undefined(rows)};
+    if (a.requires_grad()) saved.insert(saved.end(), b.begin(), b.end());
+    ctx->save_for_backward(std::move(saved));
+    ctx->saved_data["matrices"] = static_cast<int64_t>(b.size());
+    ctx->saved_data["is_stack"] = is_stack(b);
     ctx->saved_data["transpose_b"] = transpose_b;
     ctx->saved_data["has_bias"] = bias.has_value();
     ctx->saved_data["num_rows"] = a.sym_size(0);
@@ -147,12 +229,16 @@ class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
   }
 
   // A row that the index names several times gets the sum of their gradients.
-  static Tensor gradient_of_a(AutogradContext* ctx, const Tensor& grad, const Tensor& matrices,
+  static Tensor gradient_of_a(AutogradContext* ctx, const Tensor& grad, variable_list matrices,
                               const Tensor& sizes, const OptionalTensor& alpha, const OptionalTensor& rows) {
-    const auto [g, b] = same_dtype(grad, matrices);
+    const at::ScalarType dtype = matrices[0].scalar_type();
+    const at::ScalarType common = grad.scalar_type() == dtype ? dtype : sum_dtype(dtype);
+    if (common != dtype) {
+      for (Tensor& matrix : matrices) matrix = matrix.to(common);
+    }
     const bool transpose_b = ctx->saved_data["transpose_b"].toBool();
-    const Tensor taken = call_grouped_gemm(g, b, sizes, std::nullopt, std::nullopt, !transpose_b,
-                                           matrices.scalar_type(), alpha, std::nullopt, saved_options(ctx));
+    const Tensor taken = call_grouped_gemm(grad.to(common), matrices, sizes, std::nullopt, std::nullopt,
+                                           !transpose_b, dtype, alpha, std::nullopt, saved_options(ctx));
     return rows ? call_gather_rows_backward(taken, *rows, sizes, ctx->saved_data["num_rows"].toSymInt())
                 : taken;
   }
@@ -171,32 +257,49 @@ class GroupedGemmFunction : public DifferentiableTwice<GroupedGemmFunction> {
     return transpose_b ? gradient : gradient.transpose(1, 2);
   }
 
+  // The gradients of a list are views of one tensor.
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
-    const Tensor &grad = grads[0], &sizes = saved[2];
-    const OptionalTensor alpha = as_optional(saved[5]), rows = as_optional(saved[6]);
-    Tensor grad_a, grad_b;
-    if (ctx->needs_input_grad(0)) grad_a = gradient_of_a(ctx, grad, saved[1], sizes, alpha, rows);
-    if (ctx->needs_input_grad(1)) grad_b = gradient_of_b(ctx, grad, saved[0], sizes, alpha, rows);
+    const auto matrices = static_cast<size_t>(ctx->saved_data["matrices"].toInt());
+    const Tensor &grad = grads[0], &sizes = saved[1];
+    const OptionalTensor alpha = as_optional(saved[4]), rows = as_optional(saved[5]);
+    variable_list result(matrices + 10);  // one for each argument, and each matrix of `b`
+    if (ctx->needs_input_grad(0)) {
+      result[0] = gradient_of_a(ctx, grad, {saved.begin() + 6, saved.end()}, sizes, alpha, rows);
+    }
+    if (saved[0].defined()) {
+      const Tensor stack = gradient_of_b(ctx, grad, saved[0], sizes, alpha, rows);
+      if (ctx->saved_data["is_stack"].toBool()) {
+        result[1] = stack;
+      } else {
+        const variable_list each = stack.unbind();
+        for (size_t g = 0; g < matrices; ++g) {
+          if (ctx->needs_input_grad(1 + g)) result[1 + g] = each[g];
+        }
+      }
+    }
     const bool has_bias = ctx->saved_data["has_bias"].toBool();
-    const auto [grad_bias, grad_scale] = bias_gradients(ctx, has_bias, grad, sizes, saved[3], saved[4]);
-    return {grad_a,   grad_b,   Tensor(), grad_bias, grad_scale, Tensor(),
-            Tensor(), Tensor(), Tensor(), Tensor(),  Tensor()};
+    std::tie(result[matrices + 2], result[matrices + 3]) =
+        bias_gradients(ctx, has_bias, grad, sizes, saved[2], saved[3], matrices + 2);
+    return result;
   }
 };
 
-Tensor grouped_gemm_autograd(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
+// Quantized operands have no gradient.
+Tensor grouped_gemm_autograd(const Tensor& a, at::TensorList b, const Tensor& group_sizes,
                              const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
                              OptionalDtype dtype, const OptionalTensor& alpha, const OptionalTensor& rows,
-                             int64_t max_sms, int64_t expected_rows) {
+                             int64_t max_sms, int64_t expected_rows, OptionalList a_scale,
+                             OptionalList b_scale, std::string_view a_key, std::string_view b_key) {
   if (alpha) check_no_gradient({kOp, "alpha", *alpha}, kConstantFactor);
-  if (any_wants_grad(a, b, bias, bias_scale)) {
+  if (!is_quantized(a_key, b_key) && any_wants_grad(a, b, bias, bias_scale)) {
+    check_plain(kOp, a_scale, b_scale);
     return GroupedGemmFunction::apply(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows,
                                       max_sms, expected_rows);
   }
   const BelowAutograd guard;
   return grouped_gemm_op().call(a, b, group_sizes, bias, bias_scale, transpose_b, dtype, alpha, rows, max_sms,
-                                expected_rows);
+                                expected_rows, a_scale, b_scale, a_key, b_key);
 }
 
 }  // namespace

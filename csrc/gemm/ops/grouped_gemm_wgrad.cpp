@@ -1,4 +1,5 @@
-// grouped_gemm_wgrad: each group's gradient^T @ input, into a new or given buffers.
+// grouped_gemm_wgrad: each group's gradient^T @ input, into a new tensor or into buffers. Quantized operands:
+// wgrad_quantized.cpp.
 
 #include "common/autograd.h"
 #include "common/group_offsets.h"
@@ -7,6 +8,7 @@
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
 #include "gemm/dispatch/grouped_gemm.h"
+#include "gemm/ops/wgrad_quantized.h"
 
 namespace transformer_plugin::gemm {
 namespace {
@@ -17,9 +19,8 @@ using OptionalDtype = std::optional<at::ScalarType>;
 
 constexpr const char* kOp = "grouped_gemm_wgrad";
 constexpr const char* kOutOp = "grouped_gemm_wgrad_out";
-constexpr const char* kListOp = "grouped_gemm_wgrad_list_out";
 
-// The arguments of all of the ops.
+// The arguments of both ops, of operands that are not quantized.
 struct Arguments {
   const char* op;
   const Tensor &grad, &input, &group_sizes;
@@ -53,90 +54,123 @@ struct Arguments {
 
 Tensor wgrad_meta(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, OptionalDtype dtype,
                   const OptionalTensor& alpha, const OptionalTensor& input_rows, int64_t max_sms,
-                  int64_t expected_rows) {
-  const Arguments args{kOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}};
+                  int64_t expected_rows, OptionalList grad_scale, OptionalList input_scale,
+                  std::string_view grad_key, std::string_view input_key) {
+  const LaunchOptions options{max_sms, expected_rows};
+  if (is_quantized(grad_key, input_key)) {
+    const QuantizedWgradCall call(kOp, {grad, grad_scale, grad_key}, {input, input_scale, input_key},
+                                  group_sizes, alpha, input_rows, options);
+    return empty(grad, call.sizes(), quantized_output_dtype(kOp, dtype));
+  }
+  check_plain(kOp, grad_scale, input_scale, "grad_scale", "input_scale");
+  const Arguments args{kOp, grad, input, group_sizes, alpha, input_rows, options};
   args.check();
   return empty(grad, args.sizes(), output_dtype(args.grad_argument(), dtype));
 }
 
 Tensor wgrad(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, OptionalDtype dtype,
              const OptionalTensor& alpha, const OptionalTensor& input_rows, int64_t max_sms,
-             int64_t expected_rows) {
-  const Arguments args{kOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}};
+             int64_t expected_rows, OptionalList grad_scale, OptionalList input_scale,
+             std::string_view grad_key, std::string_view input_key) {
+  const LaunchOptions options{max_sms, expected_rows};
+  const OptionalTensor none;
+  if (is_quantized(grad_key, input_key)) {
+    const QuantizedWgradCall call(kOp, {grad, grad_scale, grad_key}, {input, input_scale, input_key},
+                                  group_sizes, alpha, input_rows, options);
+    const at::ScalarType to = quantized_output_dtype(kOp, dtype);
+    const BelowAutograd guard;
+    const OptionalTensor offsets = call.offsets();
+    if (const auto scales = call.kernel_scales()) {
+      const Tensor out = empty(grad, call.sizes(), to);
+      if (run_quantized_wgrad_out(call.product(*scales, offsets, none), out, false)) return out;
+    }
+    return call.dequantized_product(*offsets, to);
+  }
+  check_plain(kOp, grad_scale, input_scale, "grad_scale", "input_scale");
+  const Arguments args{kOp, grad, input, group_sizes, alpha, input_rows, options};
   args.check();
   const at::ScalarType to = output_dtype(args.grad_argument(), dtype);
   const BelowAutograd guard;
   const Tensor offsets = args.offsets();
-  return run_grouped_wgrad({grad, input, offsets, alpha, std::nullopt, input_rows, args.options}, to);
+  return run_grouped_wgrad({grad, input, offsets, alpha, none, input_rows, options}, to);
 }
 
-void check_wgrad_out(const Arguments& args, const Tensor& out, bool accumulate, const OptionalTensor& beta) {
+// `out`: a buffer [G, N, K], or a buffer [N, K] for each group.
+void check_buffers(const Argument& grad, at::TensorList out, const Tensor& group_sizes,
+                   const std::vector<c10::SymInt>& sizes, bool accumulate, const OptionalTensor& beta) {
+  if (is_stack(out)) {
+    check_accumulator({kOutOp, "out", out[0]}, grad, sizes);
+  } else {
+    check_accumulators(kOutOp, "out", out, grad, {sizes[1], sizes[2]});
+    check_size({kOutOp, "group_sizes", group_sizes}, 0, group_count(out), "the matrices of 'out'");
+  }
+  if (beta) check_beta({kOutOp, "beta", *beta}, grad, group_sizes, accumulate);
+}
+
+void check_out(const Arguments& args, at::TensorList out, bool accumulate, const OptionalTensor& beta) {
   args.check();
   check_dtype(args.grad_argument(), kFloatTypes);
-  check_accumulator({kOutOp, "out", out}, args.grad_argument(), args.sizes());
-  if (beta) check_beta({kOutOp, "beta", *beta}, args.grad_argument(), args.group_sizes, accumulate);
+  check_buffers(args.grad_argument(), out, args.group_sizes, args.sizes(), accumulate, beta);
 }
 
-void wgrad_out_meta(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, const Tensor& out,
+void wgrad_out_meta(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, at::TensorList out,
                     bool accumulate, const OptionalTensor& alpha, const OptionalTensor& beta,
-                    const OptionalTensor& input_rows, int64_t max_sms, int64_t expected_rows) {
-  check_wgrad_out({kOutOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}}, out,
-                  accumulate, beta);
+                    const OptionalTensor& input_rows, int64_t max_sms, int64_t expected_rows,
+                    OptionalList grad_scale, OptionalList input_scale, std::string_view grad_key,
+                    std::string_view input_key) {
+  const LaunchOptions options{max_sms, expected_rows};
+  if (is_quantized(grad_key, input_key)) {
+    const QuantizedWgradCall call(kOutOp, {grad, grad_scale, grad_key}, {input, input_scale, input_key},
+                                  group_sizes, alpha, input_rows, options);
+    return check_buffers(call.grad_argument(), out, group_sizes, call.sizes(), accumulate, beta);
+  }
+  check_plain(kOutOp, grad_scale, input_scale, "grad_scale", "input_scale");
+  check_out({kOutOp, grad, input, group_sizes, alpha, input_rows, options}, out, accumulate, beta);
 }
 
-void wgrad_out(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, const Tensor& out,
+// Buffers that are members of a stack are passed as the stack.
+void wgrad_out(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, at::TensorList out,
                bool accumulate, const OptionalTensor& alpha, const OptionalTensor& beta,
-               const OptionalTensor& input_rows, int64_t max_sms, int64_t expected_rows) {
-  const Arguments args{kOutOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}};
-  check_wgrad_out(args, out, accumulate, beta);
-  check_apart(kOutOp, {{"out", out}},
-              {{"grad", grad},
-               {"input", input},
-               {"group_sizes", group_sizes},
-               {"input_rows", input_rows},
-               {"alpha", alpha},
-               {"beta", beta}});
+               const OptionalTensor& input_rows, int64_t max_sms, int64_t expected_rows,
+               OptionalList grad_scale, OptionalList input_scale, std::string_view grad_key,
+               std::string_view input_key) {
+  const LaunchOptions options{max_sms, expected_rows};
+  const auto check_memory = [&](const Quantized& g, const Quantized& x) {
+    const std::initializer_list<Named> read{{"grad", grad},
+                                            {"input", input},
+                                            {"group_sizes", group_sizes},
+                                            {"input_rows", input_rows},
+                                            {"grad_scale[0]", g.scale},
+                                            {"input_scale[0]", x.scale},
+                                            {"grad_scale[1]", g.amax},
+                                            {"input_scale[1]", x.amax},
+                                            {"alpha", alpha},
+                                            {"beta", beta}};
+    is_stack(out) ? check_apart(kOutOp, {{"out", out[0]}}, read) : check_apart(kOutOp, "out", out, read);
+  };
+  const auto written = [&] {
+    const OptionalTensor stack = is_stack(out) ? OptionalTensor(out[0]) : as_stack(out);
+    return stack ? std::vector<Tensor>{*stack} : out.vec();
+  };
+  if (is_quantized(grad_key, input_key)) {
+    const QuantizedWgradCall call(kOutOp, {grad, grad_scale, grad_key}, {input, input_scale, input_key},
+                                  group_sizes, alpha, input_rows, options);
+    check_buffers(call.grad_argument(), out, group_sizes, call.sizes(), accumulate, beta);
+    check_memory(call.grad(), call.input());
+    const BelowAutograd guard;
+    const std::vector<Tensor> buffers = written();
+    const OptionalTensor offsets = call.offsets();
+    const auto scales = call.kernel_scales();
+    if (scales && run_quantized_wgrad_out(call.product(*scales, offsets, beta), buffers, accumulate)) return;
+    return call.dequantized_product_out(*offsets, beta, buffers, accumulate);
+  }
+  check_plain(kOutOp, grad_scale, input_scale, "grad_scale", "input_scale");
+  const Arguments args{kOutOp, grad, input, group_sizes, alpha, input_rows, options};
+  check_out(args, out, accumulate, beta);
+  check_memory({}, {});
   const BelowAutograd guard;
   const Tensor offsets = args.offsets();
-  run_grouped_wgrad_out({grad, input, offsets, alpha, beta, input_rows, args.options}, out, accumulate);
-}
-
-void check_wgrad_list_out(const Arguments& args, at::TensorList out, bool accumulate,
-                          const OptionalTensor& beta) {
-  args.check();
-  check_dtype(args.grad_argument(), kFloatTypes);
-  const std::vector<c10::SymInt> sizes = args.sizes();
-  check_accumulators(kListOp, "out", out, args.grad_argument(), {sizes[1], sizes[2]});
-  check_size({kListOp, "group_sizes", args.group_sizes}, 0, static_cast<int64_t>(out.size()),
-             "the matrices of 'out'");
-  if (beta) check_beta({kListOp, "beta", *beta}, args.grad_argument(), args.group_sizes, accumulate);
-}
-
-void wgrad_list_out_meta(const Tensor& grad, const Tensor& input, const Tensor& group_sizes,
-                         at::TensorList out, bool accumulate, const OptionalTensor& alpha,
-                         const OptionalTensor& beta, const OptionalTensor& input_rows, int64_t max_sms,
-                         int64_t expected_rows) {
-  check_wgrad_list_out({kListOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}}, out,
-                       accumulate, beta);
-}
-
-void wgrad_list_out(const Tensor& grad, const Tensor& input, const Tensor& group_sizes, at::TensorList out,
-                    bool accumulate, const OptionalTensor& alpha, const OptionalTensor& beta,
-                    const OptionalTensor& input_rows, int64_t max_sms, int64_t expected_rows) {
-  const Arguments args{kListOp, grad, input, group_sizes, alpha, input_rows, {max_sms, expected_rows}};
-  check_wgrad_list_out(args, out, accumulate, beta);
-  check_apart(kListOp, "out", out,
-              {{"grad", grad},
-               {"input", input},
-               {"group_sizes", group_sizes},
-               {"input_rows", input_rows},
-               {"alpha", alpha},
-               {"beta", beta}});
-  const BelowAutograd guard;
-  const Tensor offsets = args.offsets();
-  const GroupedWgrad product{grad, input, offsets, alpha, beta, input_rows, args.options};
-  if (const auto stack = as_stack(out)) return run_grouped_wgrad_out(product, *stack, accumulate);
-  run_grouped_wgrad_list_out(product, out, accumulate);
+  run_grouped_wgrad_out({grad, input, offsets, alpha, beta, input_rows, options}, written(), accumulate);
 }
 
 }  // namespace
@@ -144,6 +178,5 @@ void wgrad_list_out(const Tensor& grad, const Tensor& input, const Tensor& group
 // Not differentiable: the results have no gradient.
 TP_IMPL_NO_GRADIENT(kOp, wgrad, wgrad_meta);
 TP_IMPL_NO_GRADIENT(kOutOp, wgrad_out, wgrad_out_meta);
-TP_IMPL_NO_GRADIENT(kListOp, wgrad_list_out, wgrad_list_out_meta);
 
 }  // namespace transformer_plugin::gemm

@@ -1,4 +1,4 @@
-// Grouped GEMMs on Hopper with a SwiGLU epilogue, forward or backward (activation/swiglu.h). The GEMM's
+// Grouped GEMMs on Hopper with a SwiGLU epilogue (activation/swiglu.h). The GEMM's
 // result is rounded before the activation, as if it had been stored and read.
 #pragma once
 
@@ -22,28 +22,16 @@ struct SwigluQuantizeKernelArgs {
   quantize::QuantizeArgs quantized_act;
 };
 
-// The gradients of h and probs from the gradient of act, which is a[i] @ b[g].
-struct SwigluBackwardKernelArgs {
-  GroupedGemmArgs product;  // kDgrad; n is F, and `out` the gradient of h [T, 2F]
-  const void* h;            // [T, 2F]
-  const float* probs;       // [T], or null for 1
-  float* partial;  // [ceil(F / 128), T]: sums over 128 columns of the terms of probs' gradient; or null
-  bool interleaved;
-};
-
 using SwigluLauncher = void (*)(const SwigluKernelArgs& args, const Sm90Config& config, void* stream);
 using SwigluQuantizeLauncher = void (*)(const SwigluQuantizeKernelArgs& args, const Sm90Config& config,
                                         void* stream);
-using SwigluBackwardLauncher = void (*)(const SwigluBackwardKernelArgs& args, const Sm90Config& config,
-                                        void* stream);
-// One launcher for each column order and scale format; the backward launcher takes both orders. Each is
-// instantiated in its own file in instantiate/, so that they compile in parallel.
+// One launcher for each column order and scale format, each instantiated in its own file in instantiate/, so
+// that they compile in parallel.
 SwigluLauncher swiglu(DType dtype);
 SwigluLauncher swiglu_interleaved(DType dtype);
 SwigluQuantizeLauncher swiglu_fp8_block(DType dtype);
 SwigluQuantizeLauncher swiglu_fp8_block_interleaved(DType dtype);
 SwigluQuantizeLauncher swiglu_mxfp8(DType dtype);
 SwigluQuantizeLauncher swiglu_mxfp8_interleaved(DType dtype);
-SwigluBackwardLauncher swiglu_backward(DType dtype);
 
 }  // namespace transformer_plugin::gemm

@@ -1,0 +1,174 @@
+#include "gemm/dispatch/quantized_operands.h"
+
+#include <ATen/ops/mul.h>
+#include <ATen/ops/ones_like.h>
+
+#include "common/autograd.h"
+#include "common/tensor.h"
+#include "gemm/dispatch/checks.h"
+#include "quantize/ops/calls.h"
+#include "quantize/ops/checks.h"
+#include "quantize/ops/dequantize.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// On CUDA a scale per tensor that is not a power of two, and the amax of NVFP4, are applied to the sum, so that the elements are
+// exact in bfloat16 and the GEMM runs on tensor cores.
+bool scale_stays_outside(const Quantized& operand) {
+  const Format& format = operand.format;
+  const bool per_tensor = format.family == FormatFamily::kFp8Tensor && !format.power_of_two_scales;
+  return operand.data.is_cuda() && (per_tensor || (format.is_nv() && !format.row_scaled));
+}
+
+bool exact_in_bf16(const Quantized& operand) {
+  return operand.format.power_of_two_scales || scale_stays_outside(operand);
+}
+
+Tensor call_dequantize(const Quantized& operand, const Tensor& scale, const Tensor* group_sizes,
+                       at::ScalarType dtype) {
+  const OptionalTensor sizes = group_sizes ? OptionalTensor(*group_sizes) : std::nullopt;
+  return quantize::call_dequantize(operand.data, scale, operand.key, dtype, sizes, operand.transposed,
+                                   as_optional(operand.amax));
+}
+
+// The scale that the amax of NVFP4 means, for each group or matrix.
+Tensor amax_factor(const Quantized& operand) {
+  const float bound = operand.format.four_over_six == FourOverSix::kNever ? 448.0f : 256.0f;
+  return at::mul(operand.amax, 1.0f / (bound * 6.0f));
+}
+
+OptionalTensor product_of(const OptionalTensor& x, const OptionalTensor& y) {
+  if (x && y) return at::mul(*x, *y);
+  return x ? x : y;
+}
+
+}  // namespace
+
+void check_plain(const char* op, OptionalList a_scale, OptionalList b_scale, const char* a_name,
+                 const char* b_name) {
+  const auto check = [&](const char* name, OptionalList scales) {
+    TP_CHECK_VALUE(!scales || scales->empty(), op, name, "no tensors for format 'none'",
+                   scales->size() << " of them", "Name the format that the operand was quantized to");
+  };
+  check(a_name, a_scale);
+  check(b_name, b_scale);
+}
+
+Format checked_format(const OperandNames& names, std::string_view key, at::TensorList scales, size_t matrices,
+                      bool allow_square) {
+  const Format format =
+      quantize::quantized_format(names.op, names.format, key, allow_square, quantize::RowScales::kTaken);
+  const size_t count = format.is_nv() ? 2 * matrices : matrices;
+  const auto wanted = [&] {
+    const bool one = matrices == 1;
+    std::ostringstream text;
+    text << (one ? "scale_inv" : "scale_inv of each matrix");
+    if (format.is_nv()) text << (one ? " and amax" : ", then amax of each matrix");
+    text << ", " << count << (count == 1 ? " tensor" : " tensors");
+    return text.str();
+  };
+  TP_CHECK_VALUE(scales.size() == count, names.op, names.scales, wanted() << " for '" << key << "'",
+                 scales.size(), "Pass what the operand was quantized to");
+  return format;
+}
+
+void check_quantized(const OperandNames& names, const Quantized& operand, int64_t dim,
+                     const Tensor* group_sizes) {
+  const Format& format = operand.format;
+  const Argument data{names.op, names.data, operand.data}, scale{names.op, names.scale, operand.scale};
+  check_dtype(data, {quantize::element_dtype(format)});
+  check_dim(data, dim);
+  quantize::check_packing(data, format);
+  if (operand.transposed) quantize::check_aligned(data, format, group_sizes);
+  const auto shape = quantize::shape_of_data(operand.data, format, operand.transposed, group_sizes);
+  quantize::check_scale(scale, data, format, shape.scale_sizes(format, operand.transposed));
+  if (!format.is_nv()) return;
+  const OptionalTensor amax = as_optional(operand.amax);
+  quantize::check_amax(data, {names.amax, amax, operand.transposed, true}, operand.key,
+                       shape.amax_sizes(format, operand.transposed));
+}
+
+Quantized checked_operand(const OperandNames& names, const OperandArguments& operand, int64_t dim,
+                          const Tensor* group_sizes, bool transposed) {
+  const at::TensorList scales = list_or_none(operand.scales);
+  const Format format = checked_format(names, operand.key, scales, 1, group_sizes == nullptr);
+  Quantized result{operand.data, scales[0],   format.is_nv() ? scales[1] : Tensor(),
+                   format,       operand.key, transposed};
+  check_quantized(names, result, dim, group_sizes);
+  return result;
+}
+
+void check_formats(const OperandNames& a_names, const Quantized& a, const OperandNames& b_names,
+                   const Quantized& b, bool transpose_b) {
+  const bool rows = a.format.is_fp8_row();
+  if (!rows && !b.format.is_fp8_row()) return;
+  TP_CHECK_VALUE(rows == b.format.is_fp8_row() && b.format.element == DType::kFloat8E4M3, b_names.op,
+                 b_names.format,
+                 (rows ? "fp8_row with e4m3, because " : "no fp8_row unless ")
+                     << a_names.format << " is '" << a.key << "'",
+                 "'" << b.key << "'", "Quantize both operands to fp8_row, the second one to e4m3");
+  TP_CHECK_VALUE(transpose_b, b_names.op, "transpose_b",
+                 "True with fp8_row, whose scales are those of rows of 'b'", "False",
+                 "Pass the transposed matrix, quantized along its rows");
+}
+
+void check_value_size(const OperandNames& names, const Quantized& operand, int64_t dim,
+                      const c10::SymInt& expected, const char* meaning) {
+  const int64_t packing = dim + 1 == operand.data.dim() ? operand.format.packing() : 1;
+  const c10::SymInt size = operand.data.sym_size(dim);
+  TP_CHECK_VALUE((packing > 1 ? size * packing : size) == expected, names.op, names.data,
+                 "size " << (packing > 1 ? expected / packing : expected) << " in dimension " << dim << " ("
+                         << meaning << ")",
+                 describe(operand.data), "Pass tensors whose sizes agree");
+}
+
+at::ScalarType quantized_output_dtype(const char* op, std::optional<at::ScalarType> dtype) {
+  if (!dtype) return at::kBFloat16;
+  check_rounded_dtype(op, *dtype);
+  return *dtype;
+}
+
+at::ScalarType dequantized_dtype(const Quantized& a, const Quantized& b) {
+  return exact_in_bf16(a) && exact_in_bf16(b) ? at::kBFloat16 : at::kFloat;
+}
+
+Quantized dequantized_operand(const Quantized& operand, const Tensor* group_sizes, at::ScalarType dtype) {
+  const Format& format = operand.format;
+  if (dtype != at::kBFloat16 || !scale_stays_outside(operand)) {
+    return {call_dequantize(operand, operand.scale, group_sizes, dtype), {}, {}};
+  }
+  if (format.is_nv()) {
+    return {quantize::dequantize_without_amax(operand.data, operand.scale, group_sizes, format, dtype,
+                                              operand.transposed),
+            amax_factor(operand),
+            {}};
+  }
+  if (operand.transposed && group_sizes &&
+      format.aligned_groups) {  // the data is aligned, so its columns are not those of the values
+    return {call_dequantize(operand, at::ones_like(operand.scale), group_sizes, dtype), operand.scale, {}};
+  }
+  const Tensor values = operand.data.to(dtype);
+  return {operand.transposed ? values.transpose(-2, -1) : values, operand.scale, {}};
+}
+
+QuantizedStack quantized_stack(const Quantized& operand, at::ScalarType dtype) {
+  return {operand.rows().expect_int(), operand.columns().expect_int(), dtype,
+          [&operand, amax = as_optional(operand.amax)](int64_t group, const Tensor& values) {
+            quantize::dequantize_matrix(operand.data, operand.scale, amax, operand.format, group, values);
+          }};
+}
+
+OptionalTensor alpha_and_factors(const OptionalTensor& alpha, const Quantized& a, const Quantized& b) {
+  return product_of(product_of(as_optional(a.scale), as_optional(b.scale)), alpha);
+}
+
+OptionalTensor alpha_and_amaxes(const OptionalTensor& alpha, const Quantized& a, const Quantized& b) {
+  if (!a.format.is_nv()) return alpha;
+  return product_of(at::mul(amax_factor(a), amax_factor(b)), alpha);
+}
+
+}  // namespace transformer_plugin::gemm

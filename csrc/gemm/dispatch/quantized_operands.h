@@ -1,0 +1,85 @@
+// Quantized operands of ops: checks, and dequantization for GEMMs that have no kernel for the formats.
+#pragma once
+
+#include <optional>
+#include <string_view>
+
+#include "common/check.h"
+#include "common/quantized.h"
+#include "gemm/dispatch/grouped_gemm.h"
+
+namespace transformer_plugin::gemm {
+
+// The names of an operand's arguments, for errors.
+struct OperandNames {
+  const char *op, *data, *scales, *scale, *amax, *format;
+};
+
+constexpr OperandNames names_of_a(const char* op) {
+  return {op, "a", "a_scale", "a_scale[0]", "a_scale[1]", "a_format"};
+}
+constexpr OperandNames names_of_b(const char* op) {
+  return {op, "b", "b_scale", "b_scale[0]", "b_scale[1]", "b_format"};
+}
+constexpr OperandNames names_of_grad(const char* op) {
+  return {op, "grad", "grad_scale", "grad_scale[0]", "grad_scale[1]", "grad_format"};
+}
+constexpr OperandNames names_of_input(const char* op) {
+  return {op, "input", "input_scale", "input_scale[0]", "input_scale[1]", "input_format"};
+}
+
+// An operand's data and, if it is quantized, [scale_inv] or [scale_inv, amax] and its format key.
+struct OperandArguments {
+  const at::Tensor& data;
+  OptionalList scales;
+  std::string_view key;
+};
+
+inline bool is_quantized(std::string_view a_key, std::string_view b_key) {
+  return a_key != "none" || b_key != "none";
+}
+// Operands of format 'none' have no scales.
+void check_plain(const char* op, OptionalList a_scale, OptionalList b_scale,
+                 const char* a_name = "a_scale", const char* b_name = "b_scale");
+
+// Parses the format and checks dtypes, sizes and devices. `group_sizes`: of ragged rows, or of columns if `transposed`; else
+// null.
+Quantized checked_operand(const OperandNames& names, const OperandArguments& operand, int64_t dim,
+                          const at::Tensor* group_sizes, bool transposed);
+// The format of an operand, which must have scales, and how many tensors its scales are, in all: `matrices`, and as many amaxes.
+Format checked_format(const OperandNames& names, std::string_view key, at::TensorList scales, size_t matrices,
+                      bool allow_square);
+// Of an operand whose format is parsed.
+void check_quantized(const OperandNames& names, const Quantized& operand, int64_t dim,
+                     const at::Tensor* group_sizes);
+// Formats that multiply: operands with a scale for each row go together, `b` with E4M3 elements and transposed.
+void check_formats(const OperandNames& a_names, const Quantized& a, const OperandNames& b_names,
+                   const Quantized& b, bool transpose_b);
+
+// Checks that the size of dimension `dim` of the data, in elements, equals `expected`, which the error calls `meaning`.
+void check_value_size(const OperandNames& names, const Quantized& operand, int64_t dim,
+                      const c10::SymInt& expected, const char* meaning);
+
+// The dtype of the output: bfloat16 by default.
+at::ScalarType quantized_output_dtype(const char* op, std::optional<at::ScalarType> dtype);
+
+// The dtype in which both dequantized operands are exact: bfloat16 if their scales are powers of two (except values below 2^-133)
+// or, on CUDA, if the remaining scale, that of a tensor or the amax of NVFP4, is applied to the sum; else float32.
+at::ScalarType dequantized_dtype(const Quantized& a, const Quantized& b);
+
+// alpha times, for NVFP4, the scales that both amaxes mean: the factor that a kernel applies to its sums.
+std::optional<at::Tensor> alpha_and_amaxes(const std::optional<at::Tensor>& alpha, const Quantized& a,
+                                           const Quantized& b);
+
+// The dequantized operand, rows first also if it was transposed, in no format. Its scale is the factor that is applied to the
+// sum instead of to the elements, float32, one for each group or matrix; undefined if there is none.
+Quantized dequantized_operand(const Quantized& operand, const at::Tensor* group_sizes, at::ScalarType dtype);
+
+// For a CPU: dequantizes one matrix of a stack at a time. The operand must outlive the result.
+QuantizedStack quantized_stack(const Quantized& operand, at::ScalarType dtype);
+
+// alpha times the factors of two dequantized operands, if any.
+std::optional<at::Tensor> alpha_and_factors(const std::optional<at::Tensor>& alpha, const Quantized& a,
+                                            const Quantized& b);
+
+}  // namespace transformer_plugin::gemm

@@ -1,0 +1,83 @@
+#include "gemm/ops/wgrad_quantized.h"
+
+#include "common/autograd.h"
+#include "common/group_offsets.h"
+#include "gemm/dispatch/checks.h"
+#include "quantize/ops/group_tables.h"
+
+namespace transformer_plugin::gemm {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+void check_columnwise(const OperandNames& names, std::string_view key) {
+  TP_CHECK_VALUE(!key.starts_with("fp8_row"), names.op, names.format,
+                 "a format with scales along the rows that are summed over, not one for each of them",
+                 "'" << key << "'", "Pass the operands in bfloat16, without a format");
+}
+
+}  // namespace
+
+QuantizedWgradCall::QuantizedWgradCall(const char* op, const OperandArguments& grad,
+                                       const OperandArguments& input, const Tensor& group_sizes,
+                                       const OptionalTensor& alpha, const OptionalTensor& input_rows,
+                                       const LaunchOptions& options)
+    : op_(op), group_sizes_(group_sizes), alpha_(alpha), options_(options) {
+  const OperandNames grad_names = names_of_grad(op), input_names = names_of_input(op);
+  const Argument grad_argument{op, "grad", grad.data}, input_argument{op, "input", input.data};
+  check_dim(grad_argument, 2);
+  check_dim(input_argument, 2);
+  check_group_sizes({op, "group_sizes", group_sizes}, grad_argument);
+  check_columnwise(grad_names, grad.key);
+  check_columnwise(input_names, input.key);
+  grad_ = checked_operand(grad_names, grad, 2, &group_sizes, true);
+  input_ = checked_operand(input_names, input, 2, &group_sizes, true);
+  check_same_device(input_argument, grad_argument);
+  TP_CHECK_VALUE(grad_.format.aligned_groups == input_.format.aligned_groups, op, "input_format",
+                 "'aligned' if and only if grad_format, '" << grad.key << "', has it",
+                 "'" << input.key << "'", "Quantize both operands with it or both without");
+  check_value_size(input_names, input_, 1, grad_.row_length(),
+                   "the columns of 'grad', the rows of the buffer");
+  TP_CHECK_VALUE(!input_rows, op, "input_rows", "None with quantized operands", describe(*input_rows),
+                 "Take the rows before they are quantized");
+  if (alpha) check_factor({op, "alpha", *alpha}, grad_argument, group_sizes.sym_size(0));
+  check_launch_options(op, options);
+}
+
+Tensor QuantizedWgradCall::offsets() const {
+  const auto shape = quantize::shape_of_data(grad_.data, grad_.format, true, &group_sizes_);
+  const int64_t rows = shape.rows.expect_int();
+  const int64_t multiple = quantize::group_multiple(grad_.format, true);
+  quantize::check_group_values_of(grad_argument(), rows, group_sizes_, multiple);
+  return group_offsets({op_, "group_sizes", group_sizes_}, grad_argument(), rows);
+}
+
+std::optional<ScaleGranularity> QuantizedWgradCall::kernel_scales() const {
+  if (!has_quantized_kernels(grad_.data)) return std::nullopt;
+  return quantized_wgrad_scales(grad_.format, input_.format);
+}
+
+// Calls multiply(GroupedWgrad) with the dequantized operands.
+template <typename Multiply>
+auto QuantizedWgradCall::with_values(const Tensor& offsets, const OptionalTensor& beta,
+                                     Multiply&& multiply) const {
+  const at::ScalarType exact = dequantized_dtype(grad_, input_);
+  const Quantized grad = dequantized_operand(grad_, &group_sizes_, exact);
+  const Quantized input = dequantized_operand(input_, &group_sizes_, exact);
+  return multiply(GroupedWgrad{grad.data, input.data, offsets, alpha_and_factors(alpha_, grad, input), beta,
+                               std::nullopt, options_});
+}
+
+Tensor QuantizedWgradCall::dequantized_product(const Tensor& offsets, at::ScalarType dtype) const {
+  return with_values(offsets, std::nullopt,
+                     [&](const GroupedWgrad& product) { return run_grouped_wgrad(product, dtype); });
+}
+
+void QuantizedWgradCall::dequantized_product_out(const Tensor& offsets, const OptionalTensor& beta,
+                                                 at::TensorList out, bool accumulate) const {
+  with_values(offsets, beta,
+              [&](const GroupedWgrad& product) { run_grouped_wgrad_out(product, out, accumulate); });
+}
+
+}  // namespace transformer_plugin::gemm
