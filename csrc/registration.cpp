@@ -121,13 +121,13 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "grouped_linear(Tensor input, Tensor weight, Tensor group_sizes, Tensor? bias=None, "
       "Tensor? bias_scale=None, str input_format=\"none\", str weight_format=\"none\", "
-      "str grad_format=\"none\", Tensor[]? quantized_weight=None) -> Tensor");
+      "str grad_format=\"none\", Tensor[]? quantized_weight=None, int max_sms=0, int expected_rows=-1) -> Tensor");
   // Two grouped_linears with swiglu between them, `probs` scaling it and the second bias.
   m.def(
       "grouped_mlp(Tensor input, Tensor fc1_weight, Tensor fc2_weight, Tensor group_sizes, Tensor probs, "
       "Tensor? fc1_bias=None, Tensor? fc2_bias=None, str input_format=\"none\", str weight_format=\"none\", "
-      "str grad_format=\"none\", Tensor[]? quantized_fc1_weight=None, Tensor[]? quantized_fc2_weight=None) -> "
-      "Tensor");
+      "str grad_format=\"none\", Tensor[]? quantized_fc1_weight=None, Tensor[]? quantized_fc2_weight=None, "
+      "int interleave=0, int max_sms=0, int expected_rows=-1) -> Tensor");
   // A weight in its format, once for many calls of the three above: data, scale_inv and, of nvfp4, amax, along rows;
   // then along columns, if the data gradient takes those. bf16 has data alone.
   m.def("quantize_weight(Tensor weight, str input_format, str weight_format, str grad_format) -> Tensor[]");

@@ -20,7 +20,9 @@ constexpr const char* kOp = "grouped_linear";
 OperandFormats check_grouped_linear(const Tensor& input, const Tensor& weight, const Tensor& group_sizes,
                                     const OptionalTensor& bias, const OptionalTensor& bias_scale,
                                     std::string_view input_format, std::string_view weight_format,
-                                    std::string_view grad_format, OptionalList quantized_weight) {
+                                    std::string_view grad_format, OptionalList quantized_weight,
+                                    int64_t max_sms, int64_t expected_rows) {
+  check_launch_options(kOp, {max_sms, expected_rows});
   const OperandFormats formats = operand_formats(kOp, input_format, weight_format, grad_format);
   const Argument input_argument{kOp, "input", input};
   const Argument weight_argument{kOp, "weight", weight};
@@ -44,7 +46,9 @@ OperandFormats check_grouped_linear(const Tensor& input, const Tensor& weight, c
 Tensor grouped_linear_meta(const Tensor& input, const Tensor& weight, const Tensor& group_sizes,
                            const OptionalTensor& bias, const OptionalTensor& bias_scale,
                            std::string_view input_format, std::string_view weight_format,
-                           std::string_view grad_format, OptionalList quantized_weight) {
+                           std::string_view grad_format, OptionalList quantized_weight, int64_t max_sms,
+                           int64_t expected_rows) {
+  check_launch_options(kOp, {max_sms, expected_rows});
   check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format, weight_format, grad_format,
                        quantized_weight);
   return empty(input, {input.sym_size(0), weight.sym_size(1)}, input.scalar_type());
@@ -53,40 +57,48 @@ Tensor grouped_linear_meta(const Tensor& input, const Tensor& weight, const Tens
 Tensor grouped_linear(const Tensor& input, const Tensor& weight, const Tensor& group_sizes,
                       const OptionalTensor& bias, const OptionalTensor& bias_scale,
                       std::string_view input_format, std::string_view weight_format,
-                      std::string_view grad_format, OptionalList quantized_weight) {
+                      std::string_view grad_format, OptionalList quantized_weight, int64_t max_sms,
+                      int64_t expected_rows) {
+  check_launch_options(kOp, {max_sms, expected_rows});
   const OperandFormats formats =
       check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format, weight_format,
                            grad_format, quantized_weight);
   const OptionalTensor sizes = group_sizes;
-  const LinearArguments layer{input, weight, sizes, bias, bias_scale, quantized_weight};
+  const LinearArguments layer{
+      input, weight, sizes, bias, bias_scale, quantized_weight, {max_sms, expected_rows}};
   check_quantizable(kOp, layer, formats, false);
   const BelowAutograd guard;
   if (formats.native())
-    return call_grouped_gemm(input, weight, group_sizes, bias, bias_scale, true, std::nullopt);
+    return call_grouped_gemm(input, weight, group_sizes, bias, bias_scale, true, std::nullopt, std::nullopt,
+                             std::nullopt, layer.options);
   return quantized_linear_forward(layer, formats);
 }
 
 Tensor grouped_linear_autograd(const Tensor& input, const Tensor& weight, const Tensor& group_sizes,
                                const OptionalTensor& bias, const OptionalTensor& bias_scale,
                                std::string_view input_format, std::string_view weight_format,
-                               std::string_view grad_format, OptionalList quantized_weight) {
+                               std::string_view grad_format, OptionalList quantized_weight, int64_t max_sms,
+                               int64_t expected_rows) {
   if (!any_wants_grad(input, weight, bias, bias_scale)) {
     using Signature =
         Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-               std::string_view, std::string_view, std::string_view, OptionalList);
+               std::string_view, std::string_view, std::string_view, OptionalList, int64_t, int64_t);
     static const auto op = find_op<Signature>(kOp);
     const BelowAutograd guard;
     return op.call(input, weight, group_sizes, bias, bias_scale, input_format, weight_format, grad_format,
-                   quantized_weight);
+                   quantized_weight, max_sms, expected_rows);
   }
+  check_launch_options(kOp, {max_sms, expected_rows});
   const OperandFormats formats =
       check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format, weight_format,
                            grad_format, quantized_weight);
   const OptionalTensor sizes = group_sizes;
-  const LinearArguments layer{input, weight, sizes, bias, bias_scale, quantized_weight};
+  const LinearArguments layer{
+      input, weight, sizes, bias, bias_scale, quantized_weight, {max_sms, expected_rows}};
   check_quantizable(kOp, layer, formats, weight.requires_grad());
   if (formats.native())
-    return call_grouped_gemm(input, weight, group_sizes, bias, bias_scale, true, std::nullopt);
+    return call_grouped_gemm(input, weight, group_sizes, bias, bias_scale, true, std::nullopt, std::nullopt,
+                             std::nullopt, layer.options);
   return quantized_linear_autograd(layer, formats);
 }
 

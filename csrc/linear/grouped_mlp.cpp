@@ -7,6 +7,7 @@
 #include "common/register.h"
 #include "common/tensor.h"
 #include "gemm/dispatch/checks.h"
+#include "gemm/dispatch/swiglu_gemm.h"
 #include "gemm/ops/calls.h"
 #include "linear/grouped_mlp_activation.h"
 #include "linear/quantized_weight.h"
@@ -53,6 +54,9 @@ OperandFormats check_grouped_mlp(const MlpArguments& mlp, std::string_view input
   check_same_device(probs, input);
   if (mlp.fc1_bias) check_bias({kOp, "fc1_bias", *mlp.fc1_bias}, input, groups, linear);
   if (mlp.fc2_bias) check_bias({kOp, "fc2_bias", *mlp.fc2_bias}, input, groups, mlp.fc2_weight.sym_size(1));
+  check_interleave(kOp, mlp.interleave);
+  check_interleaved_columns(fc1_weight, linear / 2, mlp.interleave);
+  check_launch_options(kOp, mlp.options);
   check_ragged_formats(kOp, formats);
   check_widths(input, fc2_weight, formats);
   check_quantized_weight("quantized_fc1_weight", mlp.quantized_fc1, fc1_weight, formats);
@@ -76,19 +80,10 @@ struct NeedsGrad {
 };
 
 struct SavedTensors {
-  QuantizedTensor input, activation;  // columnwise, for the weight gradients
-  QuantizedTensor fc1, fc2;           // the weights, for the data gradients
-  Tensor linear;                      // the output of fc1
+  Quantized input, activation;  // columnwise, for the weight gradients
+  Quantized fc1, fc2;           // the weights, for the data gradients
+  Tensor linear;                // the output of fc1
 };
-
-// What the weight gradient reads of a matrix. Without a scale this is the matrix itself and not a view of it, so that autograd
-// detects in-place changes.
-QuantizedTensor columnwise_to_save(const QuantizedOperand& matrix) {
-  return matrix.rowwise.scale.defined() ? matrix.columnwise : matrix.rowwise;
-}
-QuantizedTensor columnwise_of(const QuantizedTensor& kept) {
-  return kept.scale.defined() ? kept : QuantizedTensor{kept.data.t(), Tensor(), Tensor()};
-}
 
 // The order of the steps is the order in which stochastic rounding draws its seeds. Operands that are not saved are freed before
 // the next allocation.
@@ -97,18 +92,18 @@ Tensor forward_of(const MlpArguments& mlp, const OperandFormats& formats, const 
   QuantizedOperand input =
       quantize_role(mlp.input, mlp.group_sizes, formats.input, formats.input_key, true, wanted.fc1_weight);
   QuantizedWeight fc1 = quantize_role_weight(mlp.fc1_weight, mlp.quantized_fc1, formats, wanted.input);
-  if (wanted.fc1_weight) kept.input = columnwise_to_save(input);
+  if (wanted.fc1_weight) kept.input = input.columnwise;
   kept.fc1 = fc1.backward;
   Hidden hidden = product_then_activation(std::move(input), std::move(fc1), mlp, formats, wanted.fc2_weight,
                                           wanted.linear);
   if (wanted.linear) kept.linear = hidden.linear;
-  if (wanted.fc2_weight) kept.activation = columnwise_to_save(hidden.activation);
+  if (wanted.fc2_weight) kept.activation = hidden.activation.columnwise;
   hidden.linear.reset();
   const QuantizedWeight fc2 = quantize_role_weight(mlp.fc2_weight, mlp.quantized_fc2, formats, wanted.linear);
   kept.fc2 = fc2.backward;
   const OptionalTensor bias_scale = mlp.fc2_bias ? OptionalTensor(mlp.probs) : std::nullopt;
-  return gemm_of({hidden.activation.rowwise, formats.input_key}, {fc2.forward, formats.weight_key},
-                 mlp.group_sizes, mlp.fc2_bias, bias_scale, true, mlp.input.scalar_type());
+  return gemm_of(hidden.activation.rowwise, fc2.forward, mlp.group_sizes, mlp.fc2_bias, bias_scale, true,
+                 mlp.input.scalar_type(), mlp.options);
 }
 
 class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
@@ -119,13 +114,12 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& fc1_weight,
                         const Tensor& fc2_weight, const Tensor& group_sizes, const Tensor& probs,
                         const OptionalTensor& fc1_bias, const OptionalTensor& fc2_bias,
-                        std::string_view given_input_key, std::string_view weight_key,
-                        std::string_view given_grad_key, const OptionalList& quantized_fc1,
-                        const OptionalList& quantized_fc2) {
-    const MlpArguments mlp{input,    fc1_weight, fc2_weight,    group_sizes,  probs,
-                           fc1_bias, fc2_bias,   quantized_fc1, quantized_fc2};
-    const std::string input_key = layer_format_key(given_input_key, input, group_sizes),
-                      grad_key = layer_format_key(given_grad_key, input, group_sizes);
+                        std::string_view input_key, std::string_view weight_key, std::string_view grad_key,
+                        const OptionalList& quantized_fc1, const OptionalList& quantized_fc2,
+                        int64_t interleave, int64_t max_sms, int64_t expected_rows) {
+    const LaunchOptions options{max_sms, expected_rows};
+    const MlpArguments mlp{input,    fc1_weight,    fc2_weight,    group_sizes, probs,  fc1_bias,
+                           fc2_bias, quantized_fc1, quantized_fc2, interleave,  options};
     const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
     NeedsGrad wanted{input.requires_grad(), fc1_weight.requires_grad(), fc2_weight.requires_grad()};
     wanted.linear = wanted.input || wanted.fc1_weight || wants_grad(fc1_bias) || probs.requires_grad();
@@ -137,9 +131,11 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
                             kept.activation.scale, kept.activation.amax, kept.fc1.data, kept.fc1.scale,
                             kept.fc1.amax, kept.fc2.data, kept.fc2.scale, kept.fc2.amax, kept.linear,
                             group_sizes, probs, scales_bias ? *fc2_bias : Tensor()});
-    ctx->saved_data["input_format"] = input_key;
+    ctx->saved_data["input_format"] = std::string(input_key);
     ctx->saved_data["weight_format"] = std::string(weight_key);
-    ctx->saved_data["grad_format"] = grad_key;
+    ctx->saved_data["grad_format"] = std::string(grad_key);
+    if (interleave != 0) ctx->saved_data["interleave"] = interleave;
+    save_options(ctx, options);
     ctx->saved_data["fc1_columns"] = !formats.native() && quantizes_weight_columnwise(fc1_weight, formats);
     ctx->saved_data["fc2_columns"] = !formats.native() && quantizes_weight_columnwise(fc2_weight, formats);
     if (quantized_fc1) ctx->saved_data["fc1_given"] = true;
@@ -150,12 +146,16 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     return output;
   }
 
-  static SavedTensors unpack(const variable_list& saved) {
-    return {{saved[0], saved[1], saved[2]},
-            {saved[3], saved[4], saved[5]},
-            {saved[6], saved[7], saved[8]},
-            {saved[9], saved[10], saved[11]},
-            saved[12]};
+  static SavedTensors unpack(const variable_list& saved, const OperandFormats& formats, bool fc1_columns,
+                             bool fc2_columns) {
+    const auto input = [&](size_t i) {
+      const bool transposed = saved[i + 1].defined();  // values without scales are not
+      return Quantized{saved[i], saved[i + 1], saved[i + 2], formats.input, formats.input_key, transposed};
+    };
+    const auto weight = [&](size_t i, bool transposed) {
+      return Quantized{saved[i], saved[i + 1], saved[i + 2], formats.weight, formats.weight_key, transposed};
+    };
+    return {input(0), input(3), weight(6, fc1_columns), weight(9, fc2_columns), saved[12]};
   }
 
   // Lowers the peak of memory: a weight gradient that is larger than the tensors freed after it is computed late. That of fc2
@@ -166,7 +166,11 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
     const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
     const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
-    const SavedTensors kept = unpack(saved);
+    const bool fc1_columns = ctx->saved_data["fc1_columns"].toBool(),
+               fc2_columns = ctx->saved_data["fc2_columns"].toBool();
+    const SavedTensors kept = unpack(saved, formats, fc1_columns, fc2_columns);
+    const LaunchOptions options = saved_options(ctx);
+    const auto interleave = ctx->saved_data.find("interleave");
     const Tensor &grad = grads[0], &group_sizes = saved[13], &probs = saved[14];
     const at::ScalarType dtype = grad.scalar_type();
     const bool wants_input = ctx->needs_input_grad(0), wants_fc1 = ctx->needs_input_grad(1),
@@ -184,16 +188,14 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     QuantizedOperand linear;  // the gradient of the output of fc1
     const auto compute_fc2_wgrad = [&] {
       if (wants_fc2) {
-        grad_fc2 = wgrad_of({g.columnwise, grad_key}, {columnwise_of(kept.activation), input_key},
-                            group_sizes, dtype);
+        grad_fc2 = wgrad_of(g.columnwise, kept.activation, group_sizes, dtype, options);
       }
       g.columnwise = {};
       release(kept.activation.data);
     };
     const auto compute_fc1_wgrad = [&] {
       if (wants_fc1) {
-        grad_fc1 = wgrad_of({linear.columnwise, grad_key}, {columnwise_of(kept.input), input_key},
-                            group_sizes, dtype);
+        grad_fc1 = wgrad_of(linear.columnwise, kept.input, group_sizes, dtype, options);
       }
       linear.columnwise = {};
       if (kept.input.scale.defined()) release(kept.input.data);
@@ -201,10 +203,10 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     const bool fc2_is_late = wants_fc2 && grows(g.columnwise, kept.activation, group_sizes, dtype);
     if (!fc2_is_late) compute_fc2_wgrad();
     if (wants_linear) {
-      const bool fc2_columns = ctx->saved_data["fc2_columns"].toBool();
       HiddenGradient hidden = data_gradient_then_activation_backward(
           std::move(g.rowwise), kept.fc2, fc2_columns, kept.linear, group_sizes, probs, formats,
-          {wants_input, wants_fc1, wants_fc1_bias});
+          {wants_input, wants_fc1, wants_fc1_bias},
+          interleave == ctx->saved_data.end() ? 0 : interleave->second.toInt(), options);
       release(kept.linear);
       if (quantized_in_forward(ctx, kept.fc2, "fc2_given")) release(kept.fc2.data);
       linear = std::move(hidden.linear.values);
@@ -218,28 +220,24 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
                              grows(linear.columnwise, kept.input, group_sizes, dtype);
     if (!fc1_is_late) compute_fc1_wgrad();
     if (wants_input) {
-      const bool fc1_columns = ctx->saved_data["fc1_columns"].toBool();
-      grad_input = gemm_of({linear.rowwise, grad_key}, {kept.fc1, weight_key}, group_sizes, std::nullopt,
-                           std::nullopt, fc1_columns, dtype);
+      grad_input = gemm_of(linear.rowwise, kept.fc1, group_sizes, std::nullopt, std::nullopt, fc1_columns,
+                           dtype, options);
     }
     linear.rowwise = {};
     if (quantized_in_forward(ctx, kept.fc1, "fc1_given")) release(kept.fc1.data);
     if (fc1_is_late) compute_fc1_wgrad();
-    return {grad_input,    grad_fc1, grad_fc2, Tensor(), grad_probs, grad_fc1_bias,
-            grad_fc2_bias, Tensor(), Tensor(), Tensor(), Tensor(),   Tensor()};
+    return {grad_input, grad_fc1, grad_fc2, Tensor(), grad_probs, grad_fc1_bias, grad_fc2_bias, Tensor(),
+            Tensor(),   Tensor(), Tensor(), Tensor(), Tensor(),   Tensor(),      Tensor()};
   }
 
   // Whether a weight gradient is larger than the operands that are freed after it, as it is where experts have fewer rows than
   // their weights are wide. False where a tracer does not know the sizes.
-  static bool grows(const QuantizedTensor& grad, const QuantizedTensor& activation, const Tensor& group_sizes,
+  static bool grows(const Quantized& grad, const Quantized& activation, const Tensor& group_sizes,
                     at::ScalarType dtype) {
-    const auto elements = [](const QuantizedTensor& matrix) {
-      return matrix.data.sym_numel().maybe_as_int();
-    };
-    const auto lines = [](const Tensor& matrix) { return matrix.sym_size(0).maybe_as_int(); };
+    const auto elements = [](const Quantized& matrix) { return matrix.data.sym_numel().maybe_as_int(); };
     const auto freed = elements(grad), kept = elements(activation);
-    const auto rows = lines(grad.data), columns = lines(columnwise_of(activation).data),
-               groups = lines(group_sizes);
+    const auto rows = grad.columns().maybe_as_int(), columns = activation.columns().maybe_as_int(),
+               groups = group_sizes.sym_size(0).maybe_as_int();
     if (!freed || !kept || !rows || !columns || !groups) return false;
     const int64_t own = *groups * *rows * *columns * static_cast<int64_t>(c10::elementSize(dtype));
     const int64_t of_grad = grad.scale.defined()
@@ -249,8 +247,7 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
   }
 
   // Whether the forward made the quantized weight: without a scale it is the parameter, and with `given` the caller's.
-  static bool quantized_in_forward(const AutogradContext* ctx, const QuantizedTensor& weight,
-                                   const char* given) {
+  static bool quantized_in_forward(const AutogradContext* ctx, const Quantized& weight, const char* given) {
     return weight.scale.defined() && ctx->saved_data.find(given) == ctx->saved_data.end();
   }
 
@@ -273,9 +270,19 @@ Tensor grouped_mlp_meta(const Tensor& input, const Tensor& fc1_weight, const Ten
                         const Tensor& group_sizes, const Tensor& probs, const OptionalTensor& fc1_bias,
                         const OptionalTensor& fc2_bias, std::string_view input_format,
                         std::string_view weight_format, std::string_view grad_format,
-                        OptionalList quantized_fc1, OptionalList quantized_fc2) {
-  const MlpArguments mlp{input,    fc1_weight, fc2_weight,    group_sizes,  probs,
-                         fc1_bias, fc2_bias,   quantized_fc1, quantized_fc2};
+                        OptionalList quantized_fc1, OptionalList quantized_fc2, int64_t interleave,
+                        int64_t max_sms, int64_t expected_rows) {
+  const MlpArguments mlp{input,
+                         fc1_weight,
+                         fc2_weight,
+                         group_sizes,
+                         probs,
+                         fc1_bias,
+                         fc2_bias,
+                         quantized_fc1,
+                         quantized_fc2,
+                         interleave,
+                         {max_sms, expected_rows}};
   check_grouped_mlp(mlp, input_format, weight_format, grad_format);
   return empty(input, input.sym_sizes(), input.scalar_type());
 }
@@ -284,9 +291,18 @@ Tensor grouped_mlp(const Tensor& input, const Tensor& fc1_weight, const Tensor& 
                    const Tensor& group_sizes, const Tensor& probs, const OptionalTensor& fc1_bias,
                    const OptionalTensor& fc2_bias, std::string_view input_format,
                    std::string_view weight_format, std::string_view grad_format, OptionalList quantized_fc1,
-                   OptionalList quantized_fc2) {
-  const MlpArguments mlp{input,    fc1_weight, fc2_weight,    group_sizes,  probs,
-                         fc1_bias, fc2_bias,   quantized_fc1, quantized_fc2};
+                   OptionalList quantized_fc2, int64_t interleave, int64_t max_sms, int64_t expected_rows) {
+  const MlpArguments mlp{input,
+                         fc1_weight,
+                         fc2_weight,
+                         group_sizes,
+                         probs,
+                         fc1_bias,
+                         fc2_bias,
+                         quantized_fc1,
+                         quantized_fc2,
+                         interleave,
+                         {max_sms, expected_rows}};
   const OperandFormats formats = check_grouped_mlp(mlp, input_format, weight_format, grad_format);
   check_quantizable(mlp, formats, false);
   const BelowAutograd guard;
@@ -298,22 +314,34 @@ Tensor grouped_mlp_autograd(const Tensor& input, const Tensor& fc1_weight, const
                             const Tensor& group_sizes, const Tensor& probs, const OptionalTensor& fc1_bias,
                             const OptionalTensor& fc2_bias, std::string_view input_format,
                             std::string_view weight_format, std::string_view grad_format,
-                            OptionalList quantized_fc1, OptionalList quantized_fc2) {
+                            OptionalList quantized_fc1, OptionalList quantized_fc2, int64_t interleave,
+                            int64_t max_sms, int64_t expected_rows) {
   if (!any_wants_grad(input, fc1_weight, fc2_weight, probs, fc1_bias, fc2_bias)) {
     using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                              const OptionalTensor&, const OptionalTensor&, std::string_view, std::string_view,
-                             std::string_view, OptionalList, OptionalList);
+                             std::string_view, OptionalList, OptionalList, int64_t, int64_t, int64_t);
     static const auto op = find_op<Signature>(kOp);
     const BelowAutograd guard;
     return op.call(input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias, input_format,
-                   weight_format, grad_format, quantized_fc1, quantized_fc2);
+                   weight_format, grad_format, quantized_fc1, quantized_fc2, interleave, max_sms,
+                   expected_rows);
   }
-  const MlpArguments mlp{input,    fc1_weight, fc2_weight,    group_sizes,  probs,
-                         fc1_bias, fc2_bias,   quantized_fc1, quantized_fc2};
+  const MlpArguments mlp{input,
+                         fc1_weight,
+                         fc2_weight,
+                         group_sizes,
+                         probs,
+                         fc1_bias,
+                         fc2_bias,
+                         quantized_fc1,
+                         quantized_fc2,
+                         interleave,
+                         {max_sms, expected_rows}};
   const OperandFormats formats = check_grouped_mlp(mlp, input_format, weight_format, grad_format);
   check_quantizable(mlp, formats, fc1_weight.requires_grad() || fc2_weight.requires_grad());
   return GroupedMlpFunction::apply(input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias,
-                                   input_format, weight_format, grad_format, quantized_fc1, quantized_fc2);
+                                   input_format, weight_format, grad_format, quantized_fc1, quantized_fc2,
+                                   interleave, max_sms, expected_rows);
 }
 
 }  // namespace

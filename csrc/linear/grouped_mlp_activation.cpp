@@ -1,6 +1,7 @@
 #include "linear/grouped_mlp_activation.h"
 
 #include "activation/calls.h"
+#include "gemm/dispatch/swiglu_gemm.h"
 #include "gemm/ops/calls.h"
 #include "linear/nonfinite.h"
 #include "linear/quantized_weight.h"
@@ -17,17 +18,17 @@ bool fuses_quantize(const Format& format, std::string_view key) {
   return format.has_blocks() && !format.is_nv() && !marks_nonfinite(key);
 }
 
-// Both halves of the gradient must begin at a tile. The gradient of a bias is summed before quantization, so it needs the steps.
+// Both halves of the gradient must begin at a tile, so they must not be interleaved. The gradient of a bias is summed before quantization, so it needs the steps.
 bool fuses_gradient_quantize(const Tensor& linear, const OperandFormats& formats,
-                             const HiddenNeedsGrad& wanted) {
+                             const HiddenNeedsGrad& wanted, int64_t interleave) {
   constexpr int64_t kTwoTiles = 256;
   const c10::SymInt columns = linear.sym_size(1);
-  return fuses_quantize(formats.grad, formats.grad_key) && (wanted.input || wanted.weight) && !wanted.bias &&
-         columns > 0 && columns % kTwoTiles == 0;
+  return interleave == 0 && fuses_quantize(formats.grad, formats.grad_key) &&
+         (wanted.input || wanted.weight) && !wanted.bias && columns > 0 && columns % kTwoTiles == 0;
 }
 
 // Whether grouped_gemm_swiglu takes these operands: no scales, and the dtype of the layer.
-bool is_unquantized(const QuantizedTensor& values, const QuantizedTensor& weight, at::ScalarType dtype) {
+bool is_unquantized(const Quantized& values, const Quantized& weight, at::ScalarType dtype) {
   return !values.scale.defined() && values.data.scalar_type() == dtype && weight.data.scalar_type() == dtype;
 }
 
@@ -36,7 +37,7 @@ bool is_unquantized(const QuantizedTensor& values, const QuantizedTensor& weight
 QuantizedOperand quantize_role(const Tensor& x, const Tensor& group_sizes, const Format& format,
                                std::string_view key, bool rows, bool columns) {
   if (format.family == FormatFamily::kNone) {
-    return {{x, Tensor(), Tensor()}, {x.t(), Tensor(), Tensor()}};
+    return {{x, Tensor(), Tensor()}, {x, Tensor(), Tensor()}};
   }
   return quantize_operand(x, group_sizes, format, key, rows, columns);
 }
@@ -45,8 +46,8 @@ QuantizedWeight quantize_role_weight(const Tensor& weight, const OptionalList& q
                                      const OperandFormats& formats, bool backward) {
   if (quantized) return as_quantized_weight(*quantized, formats, backward);
   if (!formats.native()) return quantize_weight_operand(weight, formats, backward);
-  const QuantizedTensor as_it_is{weight, Tensor(), Tensor()};
-  return {as_it_is, backward ? as_it_is : QuantizedTensor{}};
+  const Quantized unquantized{weight, Tensor(), Tensor()};
+  return {unquantized, backward ? unquantized : Quantized{}};
 }
 
 Hidden product_then_activation(QuantizedOperand input, QuantizedWeight weight, const MlpArguments& mlp,
@@ -56,22 +57,24 @@ Hidden product_then_activation(QuantizedOperand input, QuantizedWeight weight, c
     Tensor activation;
     std::tie(activation, hidden.linear) =
         call_grouped_gemm_swiglu(input.rowwise.data, weight.forward.data, mlp.group_sizes, mlp.probs,
-                                 mlp.fc1_bias, /*interleave=*/0, /*keep_input=*/keep_linear);
+                                 mlp.fc1_bias, mlp.interleave, /*keep_input=*/keep_linear, mlp.options);
     hidden.activation =
         quantize_role(activation, mlp.group_sizes, formats.input, formats.input_key, true, columns);
     return hidden;
   }
-  hidden.linear = gemm_of({input.rowwise, formats.input_key}, {weight.forward, formats.weight_key},
-                          mlp.group_sizes, mlp.fc1_bias, std::nullopt, true, mlp.input.scalar_type());
+  hidden.linear = gemm_of(input.rowwise, weight.forward, mlp.group_sizes, mlp.fc1_bias, std::nullopt, true,
+                          mlp.input.scalar_type(), mlp.options);
   input = {};
   weight = {};
+  const Tensor halves = deinterleave(hidden.linear, mlp.interleave);
   if (!fuses_quantize(formats.input, formats.input_key)) {
-    hidden.activation = quantize_role(activation::call_swiglu(hidden.linear, mlp.probs), mlp.group_sizes,
+    hidden.activation = quantize_role(activation::call_swiglu(halves, mlp.probs), mlp.group_sizes,
                                       formats.input, formats.input_key, true, columns);
     return hidden;
   }
-  hidden.activation = operand_of(quantize::call_swiglu_quantize(hidden.linear, mlp.probs, mlp.group_sizes,
-                                                                formats.input_key, {true, columns}));
+  hidden.activation = operand_of(
+      quantize::call_swiglu_quantize(halves, mlp.probs, mlp.group_sizes, formats.input_key, {true, columns}),
+      formats.input, formats.input_key);
   return hidden;
 }
 
@@ -96,26 +99,28 @@ QuantizedGradient round_hidden_gradient(const Tensor& grad, const Tensor& group_
 }  // namespace
 
 // Two steps in every format: SwiGLU's gradient in the epilogue of the product takes longer.
-HiddenGradient data_gradient_then_activation_backward(QuantizedTensor grad, const QuantizedTensor& weight,
+HiddenGradient data_gradient_then_activation_backward(Quantized grad, const Quantized& weight,
                                                       bool transpose_b, const Tensor& linear,
                                                       const Tensor& group_sizes, const Tensor& probs,
                                                       const OperandFormats& formats,
-                                                      const HiddenNeedsGrad& wanted) {
-  const std::string_view key = formats.grad_key;
-  Tensor grad_activation = gemm_of({grad, key}, {weight, formats.weight_key}, group_sizes, std::nullopt,
-                                   std::nullopt, transpose_b, linear.scalar_type());
+                                                      const HiddenNeedsGrad& wanted, int64_t interleave,
+                                                      const LaunchOptions& options) {
+  Tensor grad_activation = gemm_of(grad, weight, group_sizes, std::nullopt, std::nullopt, transpose_b,
+                                   linear.scalar_type(), options);
   grad = {};
   HiddenGradient result;
-  if (fuses_gradient_quantize(linear, formats, wanted)) {
-    quantize::SwigluBackwardQuantized quantized =
-        quantize::call_swiglu_backward_quantize(grad_activation, linear, probs, group_sizes, key);
-    result.linear.values = operand_of(std::move(quantized.values));
+  if (fuses_gradient_quantize(linear, formats, wanted, interleave)) {
+    quantize::SwigluBackwardQuantized quantized = quantize::call_swiglu_backward_quantize(
+        grad_activation, linear, probs, group_sizes, formats.grad_key);
+    result.linear.values = operand_of(std::move(quantized.values), formats.grad, formats.grad_key);
     result.probs = std::move(quantized.probs);
     return result;
   }
   Tensor grad_linear;
-  std::tie(grad_linear, result.probs) = activation::call_swiglu_backward(grad_activation, linear, probs);
+  std::tie(grad_linear, result.probs) =
+      activation::call_swiglu_backward(grad_activation, deinterleave(linear, interleave), probs);
   grad_activation.reset();
+  grad_linear = interleave_columns(grad_linear, interleave);
   result.linear = round_hidden_gradient(grad_linear, group_sizes, formats, wanted);
   return result;
 }

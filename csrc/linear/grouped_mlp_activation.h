@@ -16,10 +16,12 @@ struct MlpArguments {
   const std::optional<at::Tensor>& fc2_bias;  // [G, H]
   // The weights as quantize_weight returned them (linear/quantized_weight.h), read instead of the weights.
   const std::optional<at::TensorList>&quantized_fc1, &quantized_fc2;
+  int64_t interleave =
+      0;  // columns of gate and linear part in turn in the rows of fc1_weight; 0: the gate first
+  LaunchOptions options = {};
 };
 
-// An operand in the format of its role (input, weight or gradient): quantized, or unchanged with the format "none". `columnwise`
-// is a view where one copy serves both directions.
+// An operand in the format of its role (input, weight or gradient): quantized, or unchanged with the format "none".
 QuantizedOperand quantize_role(const at::Tensor& x, const at::Tensor& group_sizes, const Format& format,
                                std::string_view key, bool rows, bool columns);
 // The same for a weight, or its quantized copy if that is given.
@@ -27,7 +29,7 @@ QuantizedWeight quantize_role_weight(const at::Tensor& weight, const std::option
                                      const OperandFormats& formats, bool backward);
 
 struct Hidden {
-  at::Tensor linear;            // [T, 2F], the output of fc1 with its bias
+  at::Tensor linear;            // [T, 2F], the output of fc1 with its bias, interleaved as the weight
   QuantizedOperand activation;  // [T, F], SwiGLU of it, in the format of fc2's input
 };
 
@@ -49,10 +51,11 @@ struct HiddenGradient {
 
 // From the rowwise gradient of the output, of which it takes ownership, and fc2's weight for data gradients, which is columnwise
 // if `transpose_b`. `linear` is the output of fc1.
-HiddenGradient data_gradient_then_activation_backward(QuantizedTensor grad, const QuantizedTensor& weight,
+HiddenGradient data_gradient_then_activation_backward(Quantized grad, const Quantized& weight,
                                                       bool transpose_b, const at::Tensor& linear,
                                                       const at::Tensor& group_sizes, const at::Tensor& probs,
                                                       const OperandFormats& formats,
-                                                      const HiddenNeedsGrad& wanted);
+                                                      const HiddenNeedsGrad& wanted, int64_t interleave,
+                                                      const LaunchOptions& options);
 
 }  // namespace transformer_plugin::gemm

@@ -11,6 +11,7 @@
 #include "gemm/ops/calls.h"
 #include "gemm/ops/leading_dims.h"
 #include "linear/nonfinite.h"
+#include "linear/operands.h"
 #include "quantize/ops/calls.h"
 #include "quantize/ops/checks.h"
 #include "quantize/ops/group_tables.h"
@@ -81,54 +82,26 @@ void check_layer(const Layer& layer) {
   quantize::given_scale_format(layer.op, "grad_format", layer.keys.grad);
 }
 
-// FP8 data and its decode scales.
-struct QuantizedOperand {
-  Tensor data, scale;
-};
-
-QuantizedOperand quantize_role(const Tensor& x, const OptionalTensor& group_sizes, const Tensor& scale,
-                               std::string_view key, const OptionalTensor& amax, int64_t first) {
+Quantized quantize_role(const Tensor& x, const OptionalTensor& group_sizes, const Tensor& scale,
+                        std::string_view key, const OptionalTensor& amax, int64_t first) {
   quantize::Outputs rounded =
       quantize::call_quantize_scaled(x, scale, key, amax, group_sizes, first, {true, false});
-  QuantizedOperand result{std::move(rounded.data), std::move(rounded.scale)};
+  Quantized result{std::move(rounded.data), std::move(rounded.scale), Tensor(), {}, key};
   if (marks_nonfinite(key)) result.scale = at::mul(result.scale, nonfinite_factor(x, group_sizes));
   return result;
 }
 
-Tensor gemm_of(const QuantizedOperand& a, std::string_view a_key, const QuantizedOperand& b,
-               std::string_view b_key, const Layer& layer, bool transpose_b) {
-  const at::ScalarType dtype = layer.input.scalar_type();
-  const QuantizedKeys keys{a.scale, b.scale, a_key, b_key};
-  const OptionalTensor none;
-  if (!layer.group_sizes) return call_gemm(a.data, b.data, layer.bias, transpose_b, dtype, none, keys);
-  return call_grouped_gemm(a.data, b.data, *layer.group_sizes, layer.bias, layer.bias_scale, transpose_b,
-                           dtype, none, none, {}, keys);
-}
-
 // The transposed operand: a view, unless the FP8 kernels run, which need K-major data.
-QuantizedOperand transposed_data(const QuantizedOperand& x, std::string_view key,
-                                 const OptionalTensor& group_sizes) {
-  if (!has_quantized_kernels(x.data)) return {x.data.t(), x.scale};
-  QuantizedOperand result;
+Quantized transposed_data(const Quantized& x, const OptionalTensor& group_sizes) {
+  if (!has_quantized_kernels(x.data)) return {x.data.t(), x.scale, Tensor(), {}, x.key, true};
+  Quantized result{Tensor(), Tensor(), Tensor(), {}, x.key, true};
   std::tie(result.data, result.scale) =
-      quantize::call_requantize_transposed(x.data, x.scale, key, at::kFloat, group_sizes);
+      quantize::call_requantize_transposed(x.data, x.scale, x.key, at::kFloat, group_sizes);
   return result;
 }
 
-// grad^T @ input: [N, K], or [G, N, K].
-Tensor wgrad_of(const QuantizedOperand& grad, std::string_view grad_key, const QuantizedOperand& input,
-                std::string_view input_key, const OptionalTensor& group_sizes, at::ScalarType dtype) {
-  const QuantizedOperand g = transposed_data(grad, grad_key, group_sizes),
-                         x = transposed_data(input, input_key, group_sizes);
-  const QuantizedKeys keys{g.scale, x.scale, grad_key, input_key};
-  const OptionalTensor none;
-  return group_sizes
-             ? call_grouped_gemm_wgrad(g.data, x.data, *group_sizes, dtype, none, none, {}, keys)
-             : call_gemm(g.data, x.data, none, true, dtype, none, keys);
-}
-
 struct Operands {
-  QuantizedOperand input, weight;
+  Quantized input, weight;
 };
 
 Operands quantize_operands(const Layer& layer) {
@@ -139,7 +112,8 @@ Operands quantize_operands(const Layer& layer) {
 }
 
 Tensor forward_of(const Layer& layer, const Operands& operands) {
-  return gemm_of(operands.input, layer.keys.input, operands.weight, layer.keys.weight, layer, true);
+  return gemm_of(operands.input, operands.weight, layer.group_sizes, layer.bias, layer.bias_scale, true,
+                 layer.input.scalar_type());
 }
 
 // The backward writes the amax but does not read it, so changes in between, such as DDP's broadcast of buffers, are no error. A
@@ -189,20 +163,19 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
     const bool wants_input = ctx->needs_input_grad(0), wants_weight = ctx->needs_input_grad(1);
     Tensor grad_input, grad_weight;
     if (wants_input || wants_weight) {
-      const QuantizedOperand g = quantize_role(grad, group_sizes, saved[7], grad_key, as_optional(saved[8]),
-                                               ctx->saved_data["first"].toInt());
-      const QuantizedOperand x{saved[0], saved[1]}, w{saved[2], saved[3]};
-      const Keys keys{input_key, weight_key, grad_key};
-      const Layer layer{"",           grad,     w.data,       group_sizes, std::nullopt,
-                        std::nullopt, saved[7], std::nullopt, keys};
+      const Quantized g = quantize_role(grad, group_sizes, saved[7], grad_key, as_optional(saved[8]),
+                                        ctx->saved_data["first"].toInt());
+      const Quantized x{saved[0], saved[1], Tensor(), {}, input_key};
+      const Quantized w{saved[2], saved[3], Tensor(), {}, weight_key};
+      const OptionalTensor none;
       if (wants_input) {
         const bool k_major = has_quantized_kernels(w.data);
-        grad_input = gemm_of(g, grad_key, k_major ? transposed_data(w, weight_key, std::nullopt) : w,
-                             weight_key, layer, k_major);
+        grad_input = gemm_of(g, k_major ? transposed_data(w, none) : w, group_sizes, none, none, k_major,
+                             grad.scalar_type());
       }
       if (wants_weight) {
-        grad_weight =
-            wgrad_of(g, grad_key, x, input_key, group_sizes, ctx->saved_data["weight_dtype"].toScalarType());
+        grad_weight = wgrad_of(transposed_data(g, group_sizes), transposed_data(x, group_sizes), group_sizes,
+                               ctx->saved_data["weight_dtype"].toScalarType());
       }
     }
     const auto [grad_bias, grad_bias_scale] = bias_gradients_of(ctx, grad, group_sizes, saved[5], saved[6]);

@@ -21,7 +21,12 @@ using OptionalTensor = std::optional<Tensor>;
 // With one scale per tensor the columnwise operand can be a transposed view of the rowwise one; not for the FP8 kernels, which
 // need K-major data.
 bool columns_are_views(const Format& format, const Tensor& like) {
-  return !format.has_blocks() && !has_quantized_kernels(like);
+  return format.family == FormatFamily::kFp8Tensor && !has_quantized_kernels(like);
+}
+
+// A transposed view of rowwise data with one scale.
+Quantized transposed_view_of(const Quantized& rowwise) {
+  return {rowwise.data.t(), rowwise.scale, Tensor(), rowwise.format, rowwise.key, true};
 }
 
 // What quantizing to NVFP4 needs besides the matrix: its amaxes, and a seed from torch's generator for stochastic rounding.
@@ -47,14 +52,15 @@ QuantizedOperand quantize_directions(const Tensor& x, const OptionalTensor& grou
   const Nvfp4Inputs given = nvfp4_inputs(x, group_sizes, format, key, rows, columns);
   QuantizedOperand result =
       operand_of(quantize::call_quantize(x, key, group_sizes, {rows, columns}, as_optional(given.amax),
-                                         as_optional(given.amax_t), as_optional(given.seed)));
+                                         as_optional(given.amax_t), as_optional(given.seed)),
+                 format, key);
   result.rowwise.amax = given.amax;
   result.columnwise.amax = given.amax_t;
   return result;
 }
 
 // In place. bf16 has no scale.
-void mark_nonfinite_scales(const QuantizedTensor& values, const Tensor& mark) {
+void mark_nonfinite_scales(const Quantized& values, const Tensor& mark) {
   if (values.amax.defined()) {
     values.amax.mul_(mark);
   } else if (values.scale.defined() && values.scale.scalar_type() == at::kFloat) {
@@ -76,7 +82,7 @@ void mark_nonfinite_scales(const QuantizedOperand& rounded, const Tensor& x,
 // [scale_inv], or of NVFP4 [scale_inv, amax], as the GEMM ops take it; none of unquantized values.
 class Scales {
  public:
-  explicit Scales(const QuantizedTensor& values)
+  explicit Scales(const Quantized& values)
       : tensors_{values.scale, values.amax}, count_(values.amax.defined() ? 2 : values.scale.defined()) {}
   at::TensorList get() const { return {tensors_, count_}; }
 
@@ -86,17 +92,16 @@ class Scales {
 };
 
 // Unquantized values, in bfloat16, have no format for the GEMM ops.
-QuantizedKeys keys_of(const GemmOperand& a, const Scales& a_scale, const GemmOperand& b,
-                      const Scales& b_scale) {
+QuantizedKeys keys_of(const Quantized& a, const Scales& a_scale, const Quantized& b, const Scales& b_scale) {
   if (a_scale.get().empty()) return {};
   return {a_scale.get(), b_scale.get(), a.key, b.key};
 }
 
 }  // namespace
 
-QuantizedOperand operand_of(quantize::Outputs&& outputs) {
-  return {{std::move(outputs.data), std::move(outputs.scale), Tensor()},
-          {std::move(outputs.data_t), std::move(outputs.scale_t), Tensor()}};
+QuantizedOperand operand_of(quantize::Outputs&& outputs, const Format& format, std::string_view key) {
+  return {{std::move(outputs.data), std::move(outputs.scale), Tensor(), format, key, false},
+          {std::move(outputs.data_t), std::move(outputs.scale_t), Tensor(), format, key, true}};
 }
 
 // Not by a .to() that changes nothing: an op below autograd must not return its argument.
@@ -105,24 +110,20 @@ Tensor as_bfloat16(const Tensor& x, const OptionalTensor& group_sizes, std::stri
   return marks_nonfinite(key) ? at::mul(rounded, nonfinite_factor(x, group_sizes)) : rounded;
 }
 
-std::string layer_format_key(std::string_view key, const Tensor& like, const OptionalTensor& group_sizes) {
-  std::string result(key);
-  if (!group_sizes || !has_quantized_kernels(like)) return result;
-  const Format format = parse_format("grouped_linear", "format", key);
-  const bool fp8 = format.family == FormatFamily::kFp8Tensor || format.family == FormatFamily::kFp8Block;
-  if (!fp8 || format.aligned_groups) return result;
-  return result + (key.find(':') == std::string_view::npos ? ":aligned" : ",aligned");
-}
-
 QuantizedOperand quantize_operand(const Tensor& x, const OptionalTensor& group_sizes, const Format& format,
                                   std::string_view key, bool rows, bool columns) {
   QuantizedOperand result;
   if (format.family == FormatFamily::kBFloat16) {
-    result.rowwise.data = as_bfloat16(x, group_sizes, key);
-    result.columnwise.data = result.rowwise.data.t();
+    result.rowwise.data = result.columnwise.data = as_bfloat16(x, group_sizes, key);
+  } else if (format.is_fp8_row()) {
+    if (rows) result = operand_of(quantize::call_quantize(x, key, group_sizes, {true, false}), format, key);
+    result.columnwise = {};
+    if (columns) {
+      result.columnwise.data = marks_nonfinite(key) ? at::mul(x, nonfinite_factor(x, group_sizes)) : x;
+    }
   } else if (columns_are_views(format, x)) {
-    result = operand_of(quantize::call_quantize(x, key, group_sizes, {true, false}));
-    result.columnwise = {result.rowwise.data.t(), result.rowwise.scale, Tensor()};
+    result = operand_of(quantize::call_quantize(x, key, group_sizes, {true, false}), format, key);
+    result.columnwise = transposed_view_of(result.rowwise);
   } else if (rows || columns) {
     result = quantize_directions(x, group_sizes, format, key, rows, columns);
   }
@@ -133,14 +134,14 @@ QuantizedOperand quantize_operand(const Tensor& x, const OptionalTensor& group_s
 QuantizedGradient quantize_gradient(const Tensor& grad, const OptionalTensor& group_sizes,
                                     const Format& format, std::string_view key, bool rows, bool columns,
                                     bool with_bias) {
-  if (!with_bias || !format.is_quantized() || format.is_nv()) {
+  if (!with_bias || !format.is_quantized() || format.is_nv() || format.is_fp8_row()) {
     return {quantize_operand(grad, group_sizes, format, key, rows, columns), Tensor()};
   }
   const bool one = columns_are_views(format, grad);
   quantize::BiasBackwardQuantized quantized =
       quantize::call_bias_backward_quantize(grad, group_sizes, key, {rows || one, columns && !one});
-  QuantizedOperand values = operand_of(std::move(quantized.values));
-  if (one) values.columnwise = {values.rowwise.data.t(), values.rowwise.scale, Tensor()};
+  QuantizedOperand values = operand_of(std::move(quantized.values), format, key);
+  if (one) values.columnwise = transposed_view_of(values.rowwise);
   mark_nonfinite_scales(values, grad, group_sizes, key);
   return {values, quantized.bias};
 }
@@ -153,8 +154,8 @@ bool quantizes_weight_columnwise(const Tensor& weight, const OperandFormats& for
 QuantizedWeight quantize_weight_operand(const Tensor& weight, const OperandFormats& formats, bool backward) {
   const bool both = backward && quantizes_weight_columnwise(weight, formats);
   if (formats.weight.family == FormatFamily::kBFloat16) {
-    const QuantizedTensor rounded{as_bfloat16(weight, std::nullopt, formats.weight_key), Tensor(), Tensor()};
-    return {rounded, backward ? rounded : QuantizedTensor{}};
+    const Quantized rounded{as_bfloat16(weight, std::nullopt, formats.weight_key), Tensor(), Tensor()};
+    return {rounded, backward ? rounded : Quantized{}};
   }
   QuantizedWeight result;
   QuantizedOperand rounded =
@@ -183,28 +184,31 @@ void quantize_weight_operand_out(const Tensor& weight, const OperandFormats& for
       as_optional(given.amax), as_optional(given.amax_t), as_optional(given.seed));
   if (given.amax.defined()) row.amax.copy_(given.amax);
   if (given.amax_t.defined()) column.amax.copy_(given.amax_t);
-  mark_nonfinite_scales({row, both ? column : QuantizedTensor{}}, weight, std::nullopt, formats.weight_key);
+  mark_nonfinite_scales({row, both ? column : Quantized{}}, weight, std::nullopt, formats.weight_key);
 }
 
-Tensor gemm_of(const GemmOperand& a, const GemmOperand& b, const OptionalTensor& group_sizes,
+Tensor gemm_of(const Quantized& a, const Quantized& b, const OptionalTensor& group_sizes,
                const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
-               at::ScalarType dtype) {
-  const Scales a_scale(a.values), b_scale(b.values);
+               at::ScalarType dtype, const LaunchOptions& options) {
+  const Scales a_scale(a), b_scale(b);
   const QuantizedKeys keys = keys_of(a, a_scale, b, b_scale);
   const OptionalTensor none;
-  return group_sizes ? call_grouped_gemm(a.values.data, b.values.data, *group_sizes, bias, bias_scale,
-                                         transpose_b, dtype, none, none, {}, keys)
-                     : call_gemm(a.values.data, b.values.data, bias, transpose_b, dtype, none, keys);
+  return group_sizes ? call_grouped_gemm(a.data, b.data, *group_sizes, bias, bias_scale, transpose_b, dtype,
+                                         none, none, options, keys)
+                     : call_gemm(a.data, b.data, bias, transpose_b, dtype, none, keys);
 }
 
-Tensor wgrad_of(const GemmOperand& grad, const GemmOperand& input, const OptionalTensor& group_sizes,
-                at::ScalarType dtype) {
-  if (!group_sizes) return gemm_of(grad, input, std::nullopt, std::nullopt, std::nullopt, true, dtype);
-  const QuantizedTensor &g = grad.values, &x = input.values;
-  if (!g.scale.defined()) return call_grouped_gemm_wgrad(g.data.t(), x.data.t(), *group_sizes, dtype);
-  const Scales grad_scale(g), input_scale(x);
+Tensor wgrad_of(const Quantized& grad, const Quantized& input, const OptionalTensor& group_sizes,
+                at::ScalarType dtype, const LaunchOptions& options) {
   const OptionalTensor none;
-  return call_grouped_gemm_wgrad(g.data, x.data, *group_sizes, dtype, none, none, {},
+  if (!grad.scale.defined()) {
+    return group_sizes
+               ? call_grouped_gemm_wgrad(grad.data, input.data, *group_sizes, dtype, none, none, options)
+               : call_gemm(grad.data.t(), input.data.t(), none, true, dtype);
+  }
+  if (!group_sizes) return gemm_of(grad, input, none, none, none, true, dtype);
+  const Scales grad_scale(grad), input_scale(input);
+  return call_grouped_gemm_wgrad(grad.data, input.data, *group_sizes, dtype, none, none, options,
                                  keys_of(grad, grad_scale, input, input_scale));
 }
 

@@ -8,29 +8,21 @@
 #include <string>
 #include <string_view>
 
-#include "common/format.h"
+#include "common/quantized.h"
+#include "gemm/args/launch_options.h"
 #include "linear/quantized_linear.h"
 #include "quantize/ops/directions.h"
 
 namespace transformer_plugin::gemm {
 
-// One direction of a quantized matrix. Members are undefined where the direction is not needed or the format has none.
-struct QuantizedTensor {
-  at::Tensor data, scale, amax;
-};
-
-// The format key that a grouped layer uses on the device of `like`: where the FP8 kernels run, with aligned groups, so that the
-// weight gradient need not copy groups to aligned addresses.
-std::string layer_format_key(std::string_view key, const at::Tensor& like,
-                             const std::optional<at::Tensor>& group_sizes);
-
-// A matrix quantized along rows, and along columns (stored transposed).
+// A matrix quantized along rows, and along columns (stored transposed); undefined where a direction is not needed. Where a
+// direction is not quantized (formats none and bf16, and the columns of fp8_row) it is the matrix itself, not transposed.
 struct QuantizedOperand {
-  QuantizedTensor rowwise, columnwise;
+  Quantized rowwise, columnwise;
 };
 
 // The tensors that a quantize op returned; amaxes are undefined.
-QuantizedOperand operand_of(quantize::Outputs&& outputs);
+QuantizedOperand operand_of(quantize::Outputs&& outputs, const Format& format, std::string_view key);
 
 QuantizedOperand quantize_operand(const at::Tensor& x, const std::optional<at::Tensor>& group_sizes,
                                   const Format& format, std::string_view key, bool rows, bool columns);
@@ -47,8 +39,8 @@ QuantizedGradient quantize_gradient(const at::Tensor& grad, const std::optional<
 
 // A weight [.., N, K]: operand b of the forward, with transpose_b; and of the data gradient.
 struct QuantizedWeight {
-  QuantizedTensor forward;
-  QuantizedTensor backward;  // with transpose_b if it is columnwise
+  Quantized forward;
+  Quantized backward;  // with transpose_b if it is columnwise
 };
 
 // Whether the data gradient needs the columnwise weight: because its values differ from the rowwise ones, or because the FP8
@@ -60,17 +52,13 @@ QuantizedWeight quantize_weight_operand(const at::Tensor& weight, const OperandF
 void quantize_weight_operand_out(const at::Tensor& weight, const OperandFormats& formats,
                                  const QuantizedWeight& out);
 
-struct GemmOperand {
-  const QuantizedTensor& values;
-  std::string_view key;
-};
-
 // a @ b, or a @ b^T; for each group if group sizes are given.
-at::Tensor gemm_of(const GemmOperand& a, const GemmOperand& b, const std::optional<at::Tensor>& group_sizes,
+at::Tensor gemm_of(const Quantized& a, const Quantized& b, const std::optional<at::Tensor>& group_sizes,
                    const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& bias_scale,
-                   bool transpose_b, at::ScalarType dtype);
+                   bool transpose_b, at::ScalarType dtype, const LaunchOptions& options = {});
 // grad^T @ input from columnwise operands: [N, K], or [G, N, K].
-at::Tensor wgrad_of(const GemmOperand& grad, const GemmOperand& input,
-                    const std::optional<at::Tensor>& group_sizes, at::ScalarType dtype);
+at::Tensor wgrad_of(const Quantized& grad, const Quantized& input,
+                    const std::optional<at::Tensor>& group_sizes, at::ScalarType dtype,
+                    const LaunchOptions& options = {});
 
 }  // namespace transformer_plugin::gemm

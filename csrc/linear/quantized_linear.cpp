@@ -34,8 +34,8 @@ OptionalTensor column_groups(const Tensor& input, const OptionalTensor& group_si
 
 Tensor forward_gemm(const LinearArguments& layer, const OperandFormats& formats,
                     const QuantizedOperand& input, const QuantizedWeight& weight) {
-  return gemm_of({input.rowwise, formats.input_key}, {weight.forward, formats.weight_key}, layer.group_sizes,
-                 layer.bias, layer.bias_scale, true, layer.input.scalar_type());
+  return gemm_of(input.rowwise, weight.forward, layer.group_sizes, layer.bias, layer.bias_scale, true,
+                 layer.input.scalar_type(), layer.options);
 }
 
 QuantizedWeight weight_of(const Tensor& weight, const OptionalList& quantized, const OperandFormats& formats,
@@ -52,34 +52,32 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& group_sizes, const OptionalTensor& bias,
-                        const OptionalTensor& bias_scale, std::string_view given_input_key,
-                        std::string_view weight_key, std::string_view given_grad_key,
-                        const OptionalList& quantized_weight) {
+                        const OptionalTensor& bias_scale, std::string_view input_key,
+                        std::string_view weight_key, std::string_view grad_key,
+                        const OptionalList& quantized_weight, int64_t max_sms, int64_t expected_rows) {
     const bool wants_input = input.requires_grad(), wants_weight = weight.requires_grad();
     const BelowAutograd guard;
-    const OptionalTensor column_sizes =
-        wants_weight ? column_groups(input, group_sizes,
-                                     operand_formats("linear", given_input_key, weight_key, given_grad_key))
-                     : group_sizes;
-    const std::string input_key = layer_format_key(given_input_key, input, column_sizes),
-                      grad_key = layer_format_key(given_grad_key, input, column_sizes);
     const OperandFormats formats = operand_formats("linear", input_key, weight_key, grad_key);
+    const OptionalTensor column_sizes =
+        wants_weight ? column_groups(input, group_sizes, formats) : group_sizes;
     const QuantizedOperand x =
         quantize_operand(input, column_sizes, formats.input, input_key, true, wants_weight);
     const QuantizedWeight w = weight_of(weight, quantized_weight, formats, wants_input);
     ctx->saved_data["weight_columns"] = quantizes_weight_columnwise(weight, formats);
     // The backward needs the columnwise input only.
-    const QuantizedTensor columns = wants_weight ? x.columnwise : QuantizedTensor{};
+    const Quantized columns = wants_weight ? x.columnwise : Quantized{};
     ctx->save_for_backward({columns.data, columns.scale, columns.amax, w.backward.data, w.backward.scale,
                             w.backward.amax, or_undefined(group_sizes),
                             wants_grad(bias_scale) ? *bias : Tensor(), or_undefined(bias_scale),
                             or_undefined(column_sizes)});
-    ctx->saved_data["input_format"] = input_key;
+    ctx->saved_data["input_format"] = std::string(input_key);
     ctx->saved_data["weight_format"] = std::string(weight_key);
-    ctx->saved_data["grad_format"] = grad_key;
+    ctx->saved_data["grad_format"] = std::string(grad_key);
     ctx->saved_data["weight_dtype"] = weight.scalar_type();
     ctx->saved_data["has_bias"] = bias.has_value();
-    return forward_gemm({input, weight, group_sizes, bias, bias_scale, std::nullopt}, formats, x, w);
+    const LaunchOptions options{max_sms, expected_rows};
+    save_options(ctx, options);
+    return forward_gemm({input, weight, group_sizes, bias, bias_scale, std::nullopt, options}, formats, x, w);
   }
 
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
@@ -88,7 +86,10 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
     const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
     const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
     const OperandFormats formats = operand_formats("linear", input_key, weight_key, grad_key);
-    const QuantizedTensor input{saved[0], saved[1], saved[2]}, weight{saved[3], saved[4], saved[5]};
+    const bool weight_columns = ctx->saved_data["weight_columns"].toBool();
+    const Quantized input{saved[0], saved[1], saved[2], formats.input, input_key, true},
+        weight{saved[3], saved[4], saved[5], formats.weight, weight_key, weight_columns};
+    const LaunchOptions options = saved_options(ctx);
     const OptionalTensor group_sizes = as_optional(saved[6]), column_sizes = as_optional(saved[9]);
     const Tensor& grad = grads[0];
     const bool wants_input = ctx->needs_input_grad(0), wants_weight = ctx->needs_input_grad(1);
@@ -100,12 +101,12 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
                                                wants_weight, wants_bias && !saved[8].defined());
       grad_bias = bias;
       if (wants_input) {
-        grad_input = gemm_of({g.rowwise, grad_key}, {weight, weight_key}, group_sizes, std::nullopt,
-                             std::nullopt, ctx->saved_data["weight_columns"].toBool(), grad.scalar_type());
+        grad_input = gemm_of(g.rowwise, weight, group_sizes, std::nullopt, std::nullopt, weight_columns,
+                             grad.scalar_type(), options);
       }
       if (wants_weight) {
-        grad_weight = wgrad_of({g.columnwise, grad_key}, {input, input_key}, column_sizes,
-                               ctx->saved_data["weight_dtype"].toScalarType());
+        grad_weight = wgrad_of(g.columnwise, input, column_sizes,
+                               ctx->saved_data["weight_dtype"].toScalarType(), options);
         if (column_sizes && !group_sizes) grad_weight = grad_weight.squeeze(0);
       }
       if (grad_bias.defined() && column_sizes && !group_sizes) grad_bias = grad_bias.squeeze(0);
@@ -113,7 +114,8 @@ class QuantizedLinearFunction : public DifferentiableOnce<QuantizedLinearFunctio
     if (!grad_bias.defined()) {
       std::tie(grad_bias, grad_scale) = bias_gradients_of(ctx, grad, group_sizes, saved[7], saved[8]);
     }
-    return {grad_input, grad_weight, Tensor(), grad_bias, grad_scale, Tensor(), Tensor(), Tensor(), Tensor()};
+    return {grad_input, grad_weight, Tensor(), grad_bias, grad_scale, Tensor(),
+            Tensor(),   Tensor(),    Tensor(), Tensor(),  Tensor()};
   }
 
   // From the gradient before quantization.
@@ -132,6 +134,13 @@ void check_family(const char* op, const char* argument, const Format& format, st
   TP_CHECK_VALUE(format.family == formats.input.family, op, argument,
                  "a format of the family of input_format, '" << formats.input_key << "'", "'" << key << "'",
                  "Use the three formats of one recipe");
+}
+
+// FP8 tensor cores have the second operand in E4M3 where rows of both have scales.
+void check_row_scaled_weight(const char* op, const OperandFormats& formats) {
+  TP_CHECK_VALUE(!formats.weight.is_fp8_row() || formats.weight.element == DType::kFloat8E4M3, op,
+                 "weight_format", "fp8_row with e4m3", "'" << formats.weight_key << "'",
+                 "Quantize the weight to e4m3");
 }
 
 // A random Hadamard transform applies to both operands of the weight gradient, where it cancels, and to nothing else.
@@ -158,6 +167,7 @@ OperandFormats operand_formats(const char* op, std::string_view input, std::stri
   check_family(op, "weight_format", formats.weight, weight, formats);
   check_family(op, "grad_format", formats.grad, grad, formats);
   check_rotations(op, formats);
+  check_row_scaled_weight(op, formats);
   return formats;
 }
 
@@ -192,9 +202,10 @@ void check_quantizable(const char* op, const LinearArguments& layer, const Opera
   const Tensor* group_sizes = layer.group_sizes ? &*layer.group_sizes : nullptr;
   int64_t multiple = 1;
   if (formats.input.is_quantized()) {
-    quantize::check_matrix(input, group_sizes, formats.input, columns);
+    const bool quantizes_columns = columns && !formats.input.is_fp8_row();
+    quantize::check_matrix(input, group_sizes, formats.input, quantizes_columns);
     quantize::check_matrix({op, "weight", layer.weight}, nullptr, formats.weight);
-    multiple = quantize::group_multiple(formats.input, columns);
+    multiple = quantize::group_multiple(formats.input, quantizes_columns);
   }
   if (group_sizes) quantize::check_group_values(input, *group_sizes, multiple);
 }
@@ -209,7 +220,8 @@ template <bool is_grouped>
 Tensor apply_quantized_linear(const LinearArguments& layer, const OperandFormats& formats) {
   return QuantizedLinearFunction<is_grouped>::apply(layer.input, layer.weight, layer.group_sizes, layer.bias,
                                                     layer.bias_scale, formats.input_key, formats.weight_key,
-                                                    formats.grad_key, layer.quantized_weight);
+                                                    formats.grad_key, layer.quantized_weight,
+                                                    layer.options.max_sms, layer.options.expected_rows);
 }
 
 Tensor quantized_linear_autograd(const LinearArguments& layer, const OperandFormats& formats) {

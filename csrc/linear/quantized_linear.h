@@ -9,6 +9,7 @@
 
 #include "common/check.h"
 #include "common/format.h"
+#include "gemm/args/launch_options.h"
 
 namespace transformer_plugin::gemm {
 
@@ -19,7 +20,9 @@ struct OperandFormats {
 
   bool native() const { return input.family == FormatFamily::kNone; }
   // Whether the rowwise and columnwise weight have the same values, so that one copy serves both directions.
-  bool symmetric_weight() const { return !weight.has_blocks() || weight.square_blocks; }
+  bool symmetric_weight() const {
+    return weight.square_blocks || !(weight.has_blocks() || weight.is_fp8_row());
+  }
 };
 
 OperandFormats operand_formats(const char* op, std::string_view input, std::string_view weight,
@@ -41,6 +44,7 @@ struct LinearArguments {
   const std::optional<at::Tensor>& bias;
   const std::optional<at::Tensor>& bias_scale;
   const std::optional<at::TensorList>& quantized_weight;
+  LaunchOptions options = {};  // of the grouped GEMMs
 };
 
 // Refuses, in the name of `op`, what the ops called below would refuse. `columns`: quantized columnwise too, for the weight

@@ -54,7 +54,7 @@ void check_entry(const Argument& entry, const Argument& weight, const Expected& 
 
 void check_unquantized_weight(const Argument& weight, const OperandFormats& formats, bool columns) {
   TP_CHECK_VALUE(!formats.native(), weight.op, "weight_format", "a format that rounds the weight",
-                 "'" << formats.weight_key << "'", "Multiply the weight as it is");
+                 "'" << formats.weight_key << "'", "Multiply the weight without quantizing it");
   quantize::check_matrix(weight, nullptr, formats.weight, columns);
 }
 
@@ -88,7 +88,7 @@ void check_quantized_weight(const char* name, const OptionalList& given, const A
 std::vector<Tensor> as_list(const QuantizedWeight& weight, const OperandFormats& formats, bool columns) {
   const size_t one = tensors_along_one(formats.weight);
   std::vector<Tensor> list;
-  const auto append = [&](const QuantizedTensor& values) {
+  const auto append = [&](const Quantized& values) {
     const Tensor parts[] = {values.data, values.scale, values.amax};
     list.insert(list.end(), parts, parts + one);
   };
@@ -100,10 +100,14 @@ std::vector<Tensor> as_list(const QuantizedWeight& weight, const OperandFormats&
 QuantizedWeight as_quantized_weight(at::TensorList list, const OperandFormats& formats, bool backward) {
   const size_t one = tensors_along_one(formats.weight);
   const auto part = [&](size_t first) {
-    return QuantizedTensor{list[first], one > 1 ? list[first + 1] : Tensor(),
-                           one > 2 ? list[first + 2] : Tensor()};
+    return Quantized{list[first],
+                     one > 1 ? list[first + 1] : Tensor(),
+                     one > 2 ? list[first + 2] : Tensor(),
+                     formats.weight,
+                     formats.weight_key,
+                     first > 0};
   };
-  return {part(0), backward ? part(list.size() > one ? one : 0) : QuantizedTensor{}};
+  return {part(0), backward ? part(list.size() > one ? one : 0) : Quantized{}};
 }
 
 }  // namespace transformer_plugin::gemm

@@ -10,8 +10,6 @@
 
 namespace transformer_plugin::gemm {
 
-using OptionalList = std::optional<at::TensorList>;
-
 // Any float dtype, [N, K] or [G, N, K], with sizes that the format supports along rows and, with `columns`, along columns.
 void check_unquantized_weight(const Argument& weight, const OperandFormats& formats, bool columns);
 
