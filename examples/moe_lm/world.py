@@ -24,7 +24,7 @@ class World:
     size: int
     device: torch.device
     group: ProcessGroup
-    #: "copies" of the same experts, here one, by the "experts" that are spread over ranks.
+    #: "copies" of the same experts, here one, by the "experts" that are sharded over ranks.
     mesh: DeviceMesh
 
     @property

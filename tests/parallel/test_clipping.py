@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import transformer_plugin as tp
-from tests.parallel.spread_model import (
+from tests.parallel.sharded_model import (
     assert_gradients,
     everything,
     one_step,
-    spread_block,
+    sharded_block,
     wanted_gradients,
     whole_block,
 )
@@ -28,7 +28,7 @@ from transformer_plugin.testing.numerics import assert_same_bits
 def check_clipping(rank: Rank) -> None:
     whole = whole_block(rank.device)
     for norm_type in (1.0, 2.0, 3.5, math.inf):
-        block = spread_block(whole, rank.device, group=rank.group)
+        block = sharded_block(whole, rank.device, group=rank.group)
         model = tp.parallel.data_parallel(block)
         one_step(rank, model)
         wanted = wanted_gradients(whole, rank.size)

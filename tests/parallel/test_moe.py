@@ -33,7 +33,7 @@ def tokens_of(rank: int, count: int) -> Tensor:
 
 
 def whole_and_part(rank: Rank, recipe: str, dispatch: DispatchConfig) -> tuple[MoE, MoE]:
-    """A mixture with all experts here, and the same spread over the ranks."""
+    """A mixture with all experts here, and the same sharded over the ranks."""
     torch.manual_seed(0)
     options = {"router": ROUTER, "bias": True, "device": rank.device, "recipe": recipe_of(recipe)}
     whole = MoE(HIDDEN, FFN, EXPERTS, TOPK, dispatch=DispatchConfig(alignment=dispatch.alignment), **options)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from transformer_plugin.nn._module import PluginModule
-from transformer_plugin.nn._recipe import RowRules, TakesRecipe
+from transformer_plugin.nn._recipe import RowRules, RecipeModule
 from transformer_plugin.recipes import Recipe
 
 
@@ -33,9 +33,9 @@ def fixed(name: str, read: Callable[[Any], Any] | None = None) -> Any:
     return property(get, set, doc=f"``{name}`` of the constructor. Another value cannot be set.")
 
 
-def recipe_layers(module: torch.nn.Module) -> Iterator[TakesRecipe]:
+def recipe_layers(module: torch.nn.Module) -> Iterator[RecipeModule]:
     """The layers in a module that multiply in the formats of a recipe, those inside of wrappers too."""
-    return (layer for layer in module.modules() if isinstance(layer, TakesRecipe))
+    return (layer for layer in module.modules() if isinstance(layer, RecipeModule))
 
 
 def row_rules_in(*modules: torch.nn.Module) -> RowRules:
@@ -43,14 +43,14 @@ def row_rules_in(*modules: torch.nn.Module) -> RowRules:
     alignment, multiple = RowRules()
     for module in modules:
         # The first by far the most frequent, and asked in every forward.
-        layers = [module] if isinstance(module, TakesRecipe) else list(recipe_layers(module))
+        layers = [module] if isinstance(module, RecipeModule) else list(recipe_layers(module))
         for layer in layers:
             alignment = max(alignment, layer._row_rules.alignment)
             multiple = max(multiple, layer._row_rules.multiple)
     return RowRules(alignment, multiple)
 
 
-class SharesRecipe(PluginModule):
+class SharedRecipeModule(PluginModule):
     """A module whose layers take recipes, and share one unless they were given others."""
 
     @property
@@ -61,7 +61,7 @@ class SharesRecipe(PluginModule):
         recipes = [layer.recipe for layer in recipe_layers(self)]
         if any(recipe != recipes[0] for recipe in recipes):
             names = {
-                name: layer.recipe for name, layer in self.named_modules() if isinstance(layer, TakesRecipe)
+                name: layer.recipe for name, layer in self.named_modules() if isinstance(layer, RecipeModule)
             }
             raise ValueError(
                 f"transformer_plugin::{type(self).__name__}: attribute 'recipe': expected layers of one recipe, got "
@@ -81,12 +81,12 @@ class SharesRecipe(PluginModule):
         try:
             for layer in layers:
                 layer.recipe = recipe
-            self._recipe_was_set()
+            self._on_recipe_change()
         except Exception:
             for layer, held in zip(layers, before, strict=True):
                 if layer.recipe is not held:
                     layer.recipe = held
             raise
 
-    def _recipe_was_set(self) -> None:
+    def _on_recipe_change(self) -> None:
         """What else follows the recipe; raises where it cannot."""

@@ -44,7 +44,7 @@ def layer_forward(forward: Forward) -> Forward:
             with profiler.record_function(name):
                 return forward(self, *args, **kwargs)
         except (ValueError, TypeError, RuntimeError) as error:
-            _say_where(error, self)
+            _add_layer_note(error, self)
             raise
 
     return cast(Forward, call)
@@ -56,7 +56,7 @@ def serializable(output: type[Output]) -> type[Output]:
     return output
 
 
-def _say_where(error: Exception, module: torch.nn.Module) -> None:
+def _add_layer_note(error: Exception, module: torch.nn.Module) -> None:
     """Adds the note, once: the innermost layer knows best."""
     notes: list[str] = getattr(error, "__notes__", [])
     if any(note.startswith(_NOTE) for note in notes):

@@ -15,29 +15,29 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from transformer_plugin import ops
 from transformer_plugin.nn._module import PluginModule
-from transformer_plugin.parallel._spread import HoldsExperts, local
+from transformer_plugin.parallel._shard_experts import ExpertShardMixin, local
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
 #: Modules that hold what their weight was rounded to. No weight is referred to weakly: torch swaps no such tensor.
-_holders: WeakSet[HoldsQuantizedWeight] = WeakSet()
+_modules_with_cached_weight: WeakSet[QuantizedWeightMixin] = WeakSet()
 
 
-def _count_step(optimizer: Optimizer, *_: Any) -> None:
+def _increment_weight_versions(optimizer: Optimizer, *_: Any) -> None:
     """After a step of any optimizer: ``fused=True`` changes parameters and leaves their versions as they are."""
     if torch.compiler.is_compiling():  # a compiled step counts
         return
-    held = {id(holder._quantized_from.weight) for holder in list(_holders) if holder._quantized_from}
+    held = {id(holder._quantized_from.weight) for holder in list(_modules_with_cached_weight) if holder._quantized_from}
     for group in optimizer.param_groups:
         increment_version([parameter for parameter in group["params"] if id(parameter) in held])
 
 
 @cache
-def _hook_steps() -> None:
+def _register_step_hook() -> None:
     """Once for the process, if any module quantizes its weight."""
-    register_optimizer_step_post_hook(_count_step)
+    register_optimizer_step_post_hook(_increment_weight_versions)
 
 
-def _part(weight: Tensor) -> Tensor:
+def _local_part(weight: Tensor) -> Tensor:
     """What of a weight lies on this rank."""
     with torch.no_grad():
         return local(weight)
@@ -47,11 +47,11 @@ def _version(weight: Tensor) -> int:
     """How often a tensor, or the part of it that is here, was changed in place; inference tensors do not count."""
     if weight.is_inference():
         return 0
-    part = _part(weight)
+    part = _local_part(weight)
     return weight._version + (0 if part is weight else part._version)
 
 
-class _Origin(NamedTuple):
+class _SourceWeight(NamedTuple):
     """What was rounded: a tensor, its version, and where its values lay. The memory may be freed meanwhile; an address
     that is used again is told by the storage, which is another."""
 
@@ -62,18 +62,18 @@ class _Origin(NamedTuple):
     address: int
 
     @staticmethod
-    def of(weight: Tensor, behind: int = 0) -> _Origin:
-        kind, part = (weight.shape, weight.device), _part(weight)
+    def of(weight: Tensor, versions_behind: int = 0) -> _SourceWeight:
+        kind, part = (weight.shape, weight.device), _local_part(weight)
         storage = StorageWeakRef(part.untyped_storage())
-        return _Origin(weight, _version(weight) - behind, kind, storage, part.data_ptr())
+        return _SourceWeight(weight, _version(weight) - versions_behind, kind, storage, part.data_ptr())
 
-    def has_moved(self) -> bool:
+    def has_new_storage(self) -> bool:
         """Whether the tensor has other memory: ``weight.data = other``."""
-        part = _part(self.weight)
+        part = _local_part(self.weight)
         return self.address != part.data_ptr() or self.storage != StorageWeakRef(part.untyped_storage())
 
 
-class HoldsQuantizedWeight(HoldsExperts, PluginModule):
+class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
     """A module that quantizes its weight, in each forward or once for many."""
 
     weight: Tensor
@@ -81,7 +81,7 @@ class HoldsQuantizedWeight(HoldsExperts, PluginModule):
     _formats: tuple[str, str, str]
     #: what ops.quantize_weight gave; nothing while each forward rounds the weight.
     _quantized: tuple[Tensor, ...] = ()
-    _quantized_from: _Origin | None = None
+    _quantized_from: _SourceWeight | None = None
 
     def quantize_weights(self) -> None:
         """Quantizes the weight to the recipe's formats for every forward and backward until the next call.
@@ -121,7 +121,7 @@ class HoldsQuantizedWeight(HoldsExperts, PluginModule):
             else:
                 self._quantized = tuple(ops.quantize_weight(self.local_weight, *self._formats))
                 self._register_bytes()
-        self._remember(weight)
+        self._record_source(weight)
 
     def forget_quantized_weights(self) -> None:
         """Drops the quantized weight: each forward quantizes again."""
@@ -136,10 +136,10 @@ class HoldsQuantizedWeight(HoldsExperts, PluginModule):
         for i, tensor in enumerate(self._quantized):
             self.register_buffer(f"quantized_weight_{i}", tensor.view(torch.uint8).data, persistent=False)
 
-    def _remember(self, weight: Tensor, behind: int = 0) -> None:
-        self._quantized_from = _Origin.of(weight, behind)
-        _hook_steps()
-        _holders.add(self)
+    def _record_source(self, weight: Tensor, versions_behind: int = 0) -> None:
+        self._quantized_from = _SourceWeight.of(weight, versions_behind)
+        _register_step_hook()
+        _modules_with_cached_weight.add(self)
 
     def _quantized_weight(self) -> list[Tensor] | None:
         """For the ops of a forward."""
@@ -156,7 +156,7 @@ class HoldsQuantizedWeight(HoldsExperts, PluginModule):
             got = "another tensor"
         elif origin.version != _version(origin.weight):
             got = "one that was changed in place since"
-        elif origin.has_moved():
+        elif origin.has_new_storage():
             got = "one whose data is another tensor's since"
         else:
             return
@@ -179,11 +179,11 @@ class HoldsQuantizedWeight(HoldsExperts, PluginModule):
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies, whose weight has versions of its own: how far it is behind, in place of its origin."""
+        """For copies, whose weight has versions of its own: how far it is versions_behind, in place of its origin."""
         state, origin = self.__dict__.copy(), self._quantized_from
         if origin is not None:
-            behind = -1 if origin.has_moved() else _version(origin.weight) - origin.version
-            state["_quantized_from"] = (origin.weight, behind)
+            versions_behind = -1 if origin.has_new_storage() else _version(origin.weight) - origin.version
+            state["_quantized_from"] = (origin.weight, versions_behind)
             names = [
                 f"quantized_weight_{i}" for i in range(len(self._quantized))
             ]  # torch.save takes one dtype
@@ -193,6 +193,6 @@ class HoldsQuantizedWeight(HoldsExperts, PluginModule):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if state.get("_quantized_from") is not None:
-            weight, behind = state["_quantized_from"]
+            weight, versions_behind = state["_quantized_from"]
             self._register_bytes()
-            self._remember(weight, behind)
+            self._record_source(weight, versions_behind)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformer_plugin import ops
 from transformer_plugin.formats import Format
 from transformer_plugin.nn import _tracing
-from transformer_plugin.nn._quantized_weight import HoldsQuantizedWeight
+from transformer_plugin.nn._quantized_weight import QuantizedWeightMixin
 from transformer_plugin.nn.checkpoint import scales_of
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @contextmanager
-def keeps_float32(module: torch.nn.Module, *names: str) -> Iterator[None]:
+def keep_float32(module: torch.nn.Module, *names: str) -> Iterator[None]:
     """Around a move or a cast of a module: these buffers of it are moved, and keep their float32 and its bits."""
     before = {name: module._buffers.get(name) for name in names}
     yield
@@ -42,7 +42,7 @@ class RoleFormats(NamedTuple):
     grad: str = "none"
 
 
-class TakesRecipe(HoldsQuantizedWeight):
+class RecipeModule(QuantizedWeightMixin):
     """A module with a weight and a recipe. The format keys are computed when the recipe is set, not in every forward.
 
     With :class:`~transformer_plugin.recipes.DelayedScaling` the scales of the input, the weight and the gradient, in
@@ -138,12 +138,12 @@ class TakesRecipe(HoldsQuantizedWeight):
             torch.nn.init.zeros_(self._rank_amax)
 
     @property
-    def _collects(self) -> Tensor:
+    def _current_amax(self) -> Tensor:
         """What amaxes are collected in."""
         return self.delayed_amax if self._rank_amax is None else self._rank_amax
 
     @staticmethod
-    def _takes(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    def _op_accepts(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether the op takes an input of this kind, and the parameters. It says why where it does not."""
         if bias is not None and (
             bias.shape != weight.shape[:-1]
@@ -164,7 +164,7 @@ class TakesRecipe(HoldsQuantizedWeight):
         return scales_of(self, lambda: self._next_scales(recipe))
 
     def _next_scales(self, recipe: DelayedScaling) -> Tensor:
-        state = (self.delayed_history, self.delayed_scale, self._collects)
+        state = (self.delayed_history, self.delayed_scale, self._current_amax)
         rule = (list(self._formats), recipe.margin, recipe.amax_compute_algo)
         if _tracing.is_tracing():
             update = _tracing.update_delayed_scale_ if self.training else _tracing.delayed_scale
@@ -184,7 +184,7 @@ class TakesRecipe(HoldsQuantizedWeight):
             self._rank_amax = self.delayed_amax.clone()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        with keeps_float32(self, *STATE):
+        with keep_float32(self, *STATE):
             super()._apply(fn, recurse)
         if self._rank_amax is not None:
             now = fn(self._rank_amax)

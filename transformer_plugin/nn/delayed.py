@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from transformer_plugin.nn._recipe import TakesRecipe
+from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.recipes import DelayedScaling
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ def reduce_amax(model: torch.nn.Module, group: ProcessGroup | None = None) -> No
     Without such a module nothing happens. With the ``amax_group`` of
     :class:`~transformer_plugin.recipes.DelayedScaling` the layers do it themselves.
     """
-    layers = [module for module in model.modules() if isinstance(module, TakesRecipe)]
-    amaxes = [layer._collects for layer in layers if isinstance(layer.recipe, DelayedScaling)]
+    layers = [module for module in model.modules() if isinstance(module, RecipeModule)]
+    amaxes = [layer._current_amax for layer in layers if isinstance(layer.recipe, DelayedScaling)]
     if not amaxes:
         return
     together = torch.cat(amaxes)

@@ -96,7 +96,7 @@ class LocalExchange:
     def __post_init__(self) -> None:
         self.config.check_multiple(self.row_multiple)
 
-    def fitted(self, gpu_alignment: int, row_multiple: int) -> LocalExchange:
+    def with_alignment(self, gpu_alignment: int, row_multiple: int) -> LocalExchange:
         """A copy with the alignments of another recipe."""
         return LocalExchange(self.num_experts, self.config, gpu_alignment, row_multiple)
 
@@ -164,12 +164,12 @@ class GroupExchange:
         on_gpu = self.context.device.type == "cuda"
         return self.config.row_alignment(gpu_alignment if on_gpu else 1, row_multiple)
 
-    def fitted(self, gpu_alignment: int, row_multiple: int) -> GroupExchange:
+    def with_alignment(self, gpu_alignment: int, row_multiple: int) -> GroupExchange:
         """A copy with the alignments of another recipe, the same on every rank. The context stays valid."""
         self.config.check_multiple(row_multiple)
-        fitted = copy.copy(self)
-        fitted.alignment = self._row_alignment(gpu_alignment, row_multiple)
-        return fitted
+        with_alignment = copy.copy(self)
+        with_alignment.alignment = self._row_alignment(gpu_alignment, row_multiple)
+        return with_alignment
 
     def dispatch(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Received:
         """Sends each token to the ranks of its experts."""

@@ -13,12 +13,12 @@ from transformer_plugin import ops
 from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._autocast import as_float32, operands
 from transformer_plugin.nn._module import layer_forward
-from transformer_plugin.nn._recipe import TakesRecipe
-from transformer_plugin.parallel._spread import draw_uniform
+from transformer_plugin.nn._recipe import RecipeModule
+from transformer_plugin.parallel._shard_experts import draw_uniform
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
 
-class GroupedLinear(TakesRecipe):
+class GroupedLinear(RecipeModule):
     """Rows sorted by group, each group times its own weight: ``output_g = input_g @ weight[g].T + bias[g]``.
 
     The sizes of the groups are a tensor on the device of the data, and the host does not read them on CUDA: one
@@ -124,16 +124,16 @@ class GroupedLinear(TakesRecipe):
         bias_scale = None if bias_scale is None else as_float32(bias_scale)
         input, weight, bias = operands(input, self.local_weight, self.local_bias)
         if isinstance(self.recipe, DelayedScaling):
-            takes = self._takes(input, weight, bias) and self._takes_rows(input, group_sizes, bias_scale)
+            takes = self._op_accepts(input, weight, bias) and self._op_accepts_rows(input, group_sizes, bias_scale)
             scale = self._delayed_scales(self.recipe, takes)
-            amax = self._collects if self.training else None
+            amax = self._current_amax if self.training else None
             layer = (scale, amax, bias, bias_scale, *self._formats)
             return ops.grouped_linear_scaled(input, weight, group_sizes, *layer)
         return ops.grouped_linear(
             input, weight, group_sizes, bias, bias_scale, *self._formats, quantized_weight
         )
 
-    def _takes_rows(self, input: Tensor, group_sizes: Tensor, bias_scale: Tensor | None) -> bool:
+    def _op_accepts_rows(self, input: Tensor, group_sizes: Tensor, bias_scale: Tensor | None) -> bool:
         """Whether the op takes these beside the input; of the sizes' values, which a CPU has at hand, too."""
         if input.dim() != 2 or group_sizes.shape != (self.num_groups,) or group_sizes.device != input.device:
             return False

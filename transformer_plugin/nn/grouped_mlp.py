@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from transformer_plugin import ops
-from transformer_plugin.nn._attributes import SharesRecipe, fixed, recipe_layers
+from transformer_plugin.nn._attributes import SharedRecipeModule, fixed, recipe_layers
 from transformer_plugin.nn._autocast import as_float32, operands
 from transformer_plugin.nn._module import layer_forward
 from transformer_plugin.nn.grouped_linear import GroupedLinear
@@ -27,7 +27,7 @@ def _is_plain(layer: torch.nn.Module) -> bool:
     )
 
 
-class GroupedMLP(SharesRecipe):
+class GroupedMLP(SharedRecipeModule):
     """``fc2(swiglu(fc1(input)) * probs)`` for each group with its own weights.
 
     The probability of a row scales it between the two products, and the bias of ``fc2`` too: the output is
@@ -106,7 +106,7 @@ class GroupedMLP(SharesRecipe):
             Rows past the last group are zero.
         """
         fc1, fc2, probs = self.fc1, self.fc2, as_float32(probs)
-        if self._runs_as_one(fc1, fc2):
+        if self._can_fuse(fc1, fc2):
             quantized = (fc1._quantized_weight(), fc2._quantized_weight())
             _, fc2_weight, fc2_bias = operands(input, fc2.local_weight, fc2.local_bias)
             input, fc1_weight, fc1_bias = operands(input, fc1.local_weight, fc1.local_bias)
@@ -125,7 +125,7 @@ class GroupedMLP(SharesRecipe):
         return f"num_groups={self.num_groups}, hidden={self.hidden}, ffn_hidden={self.ffn_hidden}, bias={self.bias}"
 
     @staticmethod
-    def _runs_as_one(fc1: GroupedLinear, fc2: GroupedLinear) -> bool:
+    def _can_fuse(fc1: GroupedLinear, fc2: GroupedLinear) -> bool:
         """Asked in every forward: hooks and recipes come and go."""
         return (
             not _has_any_global_hook()

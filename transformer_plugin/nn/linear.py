@@ -8,11 +8,11 @@ from torch import Tensor
 from transformer_plugin import ops
 from transformer_plugin.nn._autocast import operands
 from transformer_plugin.nn._module import layer_forward
-from transformer_plugin.nn._recipe import TakesRecipe
+from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
 
-class Linear(TakesRecipe, torch.nn.Linear):
+class Linear(RecipeModule, torch.nn.Linear):
     """``input @ weight.T + bias``, with the operands in the formats of a recipe.
 
     A drop-in for :class:`torch.nn.Linear`: the same constructor, initial values, parameters and
@@ -60,8 +60,8 @@ class Linear(TakesRecipe, torch.nn.Linear):
         quantized_weight = self._quantized_weight()
         input, weight, bias = operands(input, self.weight, self.bias)
         if isinstance(self.recipe, DelayedScaling):
-            scale = self._delayed_scales(self.recipe, self._takes(input, weight, bias))
-            amax = self._collects if self.training else None
+            scale = self._delayed_scales(self.recipe, self._op_accepts(input, weight, bias))
+            amax = self._current_amax if self.training else None
             return ops.linear_scaled(input, weight, scale, amax, bias, *self._formats)
         return ops.linear(input, weight, bias, *self._formats, quantized_weight)
 

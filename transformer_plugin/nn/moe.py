@@ -1,4 +1,4 @@
-"""MoE: a mixture of experts, on one rank or spread over a group of ranks."""
+"""MoE: a mixture of experts, on one rank or sharded over a group of ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.nn import _tracing
-from transformer_plugin.nn._attributes import SharesRecipe, fixed, row_rules_in
+from transformer_plugin.nn._attributes import SharedRecipeModule, fixed, row_rules_in
 from transformer_plugin.nn._autocast import operand
 from transformer_plugin.nn._module import layer_forward, serializable
 from transformer_plugin.nn._recipe import DTYPES, RowRules, formats_of, row_rules
@@ -16,8 +16,8 @@ from transformer_plugin.nn.exchange import DispatchConfig, GroupExchange, LocalE
 from transformer_plugin.nn.grouped_mlp import GroupedMLP
 from transformer_plugin.nn.router import RouterConfig, TopKRouter
 from transformer_plugin.parallel._ranks import group_and_mesh, mesh_of
-from transformer_plugin.parallel._spread import spread
-from transformer_plugin.parallel._wrapping import know_spread_experts
+from transformer_plugin.parallel._shard_experts import shard_experts
+from transformer_plugin.parallel._wrapping import install_wrapper_checks
 from transformer_plugin.recipes import Recipe
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _reset(module: torch.nn.Module) -> None:
         _reset(child)
 
 
-def _check_kinds(router: Any, dispatch: Any, recipe: Any, dtype: torch.dtype | None) -> None:
+def _check_types(router: Any, dispatch: Any, recipe: Any, dtype: torch.dtype | None) -> None:
     """Of the constructor's arguments, before anything is made of them."""
     for name, value, kind in (
         ("router", router, RouterConfig),
@@ -69,7 +69,7 @@ def _check_kinds(router: Any, dispatch: Any, recipe: Any, dtype: torch.dtype | N
         )
 
 
-class MoE(SharesRecipe):
+class MoE(SharedRecipeModule):
     """E SwiGLU experts: a token goes to ``topk`` of them and gets the weighted sum of their outputs.
 
     With a ``group`` or a ``mesh`` of R ranks each rank holds E / R consecutive experts, and tokens are exchanged
@@ -85,7 +85,7 @@ class MoE(SharesRecipe):
             before ``init_process_group``, it then warns, and raises where a launcher such as torchrun has started
             several processes.
         mesh: the same as a ``DeviceMesh`` of one dimension, ``mesh_2d["experts"]`` for example.
-        dtensor: whether experts that are spread over several ranks are ``DTensor`` s, see below. False: plain tensors
+        dtensor: whether experts that are sharded over several ranks are ``DTensor`` s, see below. False: plain tensors
             of this rank's experts, for code that reduces, clips and saves each rank's parameters itself.
         router: how tokens choose.
         dispatch: how many rows the experts take.
@@ -132,7 +132,7 @@ class MoE(SharesRecipe):
         dtensor: bool = True,
     ) -> None:
         super().__init__()
-        _check_kinds(router, dispatch, recipe, dtype)
+        _check_types(router, dispatch, recipe, dtype)
         self.hidden, self.ffn_hidden, self.num_experts, self.bias = hidden, ffn_hidden, num_experts, bias
         self.dispatch, self.mesh = dispatch, mesh
         self.exchange: LocalExchange | GroupExchange
@@ -151,13 +151,13 @@ class MoE(SharesRecipe):
         self.experts = GroupedMLP(
             num_experts // ranks, hidden, ffn_hidden, bias, device=first, dtype=dtype, recipe=recipe
         )
-        self._fitted_to = RowRules(alignment, multiple)
+        self._exchange_rules = RowRules(alignment, multiple)
         if found is not None and isinstance(self.exchange, GroupExchange):
             self.experts.to_empty(device=torch.get_default_device() if device is None else device)
             over = expert_mesh or mesh_of(found, self.exchange.context.device)
-            spread(self.experts, self.router, found, over if dtensor else None)
+            shard_experts(self.experts, self.router, found, over if dtensor else None)
             self.experts.reset_parameters()
-            know_spread_experts()
+            install_wrapper_checks()
 
     def reset_parameters(self) -> None:
         """Fresh initial values for router and experts. One seed on all ranks of a group gives every expert its own."""
@@ -170,17 +170,17 @@ class MoE(SharesRecipe):
         tokens = self._tokens(input)
         self._check_router()
         routing = self.router(tokens)
-        received = self._fitted_exchange().dispatch(operand(tokens), routing.indices, routing.weights)
+        received = self._aligned_exchange().dispatch(operand(tokens), routing.indices, routing.weights)
         rows = self.experts(received.rows, received.group_sizes, received.probs)
         output = self.exchange.combine(rows, received)
         if input.dim() != 2:
-            output = self._shaped(output, input)
+            output = self._restore_shape(output, input)
         return MoEOutput(output, routing.aux_loss, routing.expert_load, received.total)
 
     @property
     def topk(self) -> int:
         """The experts of one token, as the router has it."""
-        return self._own_router().topk
+        return self._unwrapped_router().topk
 
     @topk.setter
     def topk(self, topk: int) -> None:
@@ -189,28 +189,28 @@ class MoE(SharesRecipe):
                 f"transformer_plugin::MoE: attribute 'topk': expected to stay {self.topk}, on which the ranks of the "
                 f"group agreed, got {topk}. Make a new layer."
             )
-        self._own_router().topk = topk
+        self._unwrapped_router().topk = topk
 
-    def _own_router(self) -> TopKRouter:
+    def _unwrapped_router(self) -> TopKRouter:
         """That in ``router``, where a wrapper may have been put around it."""
         return next(module for module in self.router.modules() if isinstance(module, TopKRouter))
 
-    def _recipe_was_set(self) -> None:
-        self._fitted_exchange()
+    def _on_recipe_change(self) -> None:
+        self._aligned_exchange()
 
-    def _fitted_exchange(self) -> LocalExchange | GroupExchange:
+    def _aligned_exchange(self) -> LocalExchange | GroupExchange:
         """The exchange, which pads rows as the experts' formats want. Asked in every forward: recipes may be set in
         the experts and in their layers."""
         experts = self.experts
         layers = (experts.fc1, experts.fc2) if isinstance(experts, GroupedMLP) else (experts,)
         rules = row_rules_in(*layers)
-        if rules != self._fitted_to:
-            self.exchange = self.exchange.fitted(*rules)
-            self._fitted_to = rules
+        if rules != self._exchange_rules:
+            self.exchange = self.exchange.with_alignment(*rules)
+            self._exchange_rules = rules
         return self.exchange
 
     @staticmethod
-    def _shaped(output: Tensor, input: Tensor) -> Tensor:
+    def _restore_shape(output: Tensor, input: Tensor) -> Tensor:
         """In the shape of the input, and not a view: pipeline schedules detach outputs in place."""
         if _tracing.is_tracing():  # which would write the shape down as constants
             return output.view(input.shape)

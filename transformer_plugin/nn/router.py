@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from transformer_plugin import ops
 from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._module import PluginModule, layer_forward, serializable
-from transformer_plugin.nn._recipe import keeps_float32
+from transformer_plugin.nn._recipe import keep_float32
 from transformer_plugin.ops.routing import ScoreFunction
 
 #: What :func:`transformer_plugin.ops.topk_router` takes.
@@ -312,7 +312,7 @@ class TopKRouter(PluginModule):
             self.expert_bias = self.expert_bias.float()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        with keeps_float32(self, "expert_bias"):
+        with keep_float32(self, "expert_bias"):
             return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:

@@ -21,15 +21,15 @@ def group_and_mesh(
     """The group (None: this process alone), and the mesh if one is given."""
     if mesh is not None:
         if not _is_mesh(mesh):
-            raise _refusal(
+            raise _error(
                 "mesh", "a DeviceMesh or None", repr(mesh), "Pass a process group as group=", TypeError
             )
         if group is not None and group != "local":
-            raise _refusal("mesh", "None together with a group", repr(mesh), "Pass one of the two")
+            raise _error("mesh", "None together with a group", repr(mesh), "Pass one of the two")
         return _group_of(mesh, "mesh"), mesh
     if isinstance(group, str):
         if group != "local":
-            raise _refusal("group", '"local" or a process group', repr(group), "Pass the group, not its name")
+            raise _error("group", '"local" or a process group', repr(group), "Pass the group, not its name")
         return None, None
     if group is None:
         _check_none()
@@ -40,7 +40,7 @@ def group_and_mesh(
         # On a rank that is not a member, new_group() returns a number, not a group.
         expected = "a process group of which this rank is a member, or a DeviceMesh"
         advice = "Make the layer on the ranks of the group only"
-        raise _refusal("group", expected, repr(group), advice, TypeError)
+        raise _error("group", expected, repr(group), advice, TypeError)
     return group, None
 
 
@@ -63,10 +63,10 @@ def _group_of(mesh: Any, argument: str) -> ProcessGroup:
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
         example = f"mesh[{names[-1]!r}]" if names else "a mesh whose dimensions have names, and mesh[name]"
-        raise _refusal(argument, "a mesh of one dimension", repr(mesh), f"Pass {example}, for example")
+        raise _error(argument, "a mesh of one dimension", repr(mesh), f"Pass {example}, for example")
     if mesh.get_coordinate() is None:
         expected = "a mesh of which this rank is a member"
-        raise _refusal(argument, expected, repr(mesh), "Make the layer on the ranks of the mesh only")
+        raise _error(argument, expected, repr(mesh), "Make the layer on the ranks of the mesh only")
     group: ProcessGroup = mesh.get_group()
     return group
 
@@ -79,17 +79,17 @@ def _check_none() -> None:
     if launched_ranks() > 1:
         got = f"None in one of {launched_ranks()} launched processes, before torch.distributed.init_process_group()"
         advice = 'Call init_process_group() before the layer is made, or pass group="local"'
-        raise _refusal("group", expected, got, advice)
+        raise _error("group", expected, got, advice)
     text = (
         f"transformer_plugin::MoE: argument 'group': expected {expected}, got None, which "
         "torch.distributed.group.WORLD also is before torch.distributed.init_process_group(): all experts are here. "
-        "If they are to be spread over ranks, call init_process_group() first; otherwise leave group out, or pass "
+        "If they are to be sharded over ranks, call init_process_group() first; otherwise leave group out, or pass "
         'group="local".'
     )
     warnings.warn(text, UserWarning, stacklevel=4)
 
 
-def _refusal(
+def _error(
     argument: str, expected: str, got: str, advice: str, kind: type[Exception] = ValueError
 ) -> Exception:
     return kind(f"transformer_plugin::MoE: argument '{argument}': expected {expected}, got {got}. {advice}.")

@@ -19,21 +19,21 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from transformer_plugin.parallel._spread import COPIES_OVER, EXPERTS_OVER, Ranks
+from transformer_plugin.parallel._shard_experts import ROUTER_RANKS, EXPERT_RANKS, Ranks
 
 
-def spread_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Ranks]]:
+def sharded_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Ranks]]:
     """The modules of a model whose own tensors belong to distributed experts."""
     for name, module in model.named_modules():
-        ranks = getattr(module, EXPERTS_OVER, None)
+        ranks = getattr(module, EXPERT_RANKS, None)
         if isinstance(ranks, Ranks):
             yield name, module, ranks
 
 
 @functools.cache
-def know_spread_experts() -> None:
+def install_wrapper_checks() -> None:
     """Installs the checks, once per process, when the first layer distributes its experts."""
-    register_module_module_registration_hook(_before_data_parallel)
+    register_module_module_registration_hook(_check_ddp)
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     except ImportError:  # a build of torch without it
@@ -42,48 +42,48 @@ def know_spread_experts() -> None:
 
     @functools.wraps(original)
     def init(self: Any, params: list[Any], modules: Any, mesh_info: Any, *rest: Any, **named: Any) -> None:
-        ranks = _check_sharded(params, modules, mesh_info.mesh)
+        ranks = _check_fsdp_group(params, modules, mesh_info.mesh)
         original(self, params, modules, mesh_info, *rest, **named)
         if ranks is not None:
-            _divide_by_all(self, mesh_info.mesh, len(ranks.ranks))
+            _average_over_all_ranks(self, mesh_info.mesh, len(ranks.ranks))
 
     FSDPParamGroup.__init__ = init  # type: ignore[method-assign]
 
 
-def _before_data_parallel(wrapper: torch.nn.Module, name: str, model: torch.nn.Module | None) -> None:
+def _check_ddp(wrapper: torch.nn.Module, name: str, model: torch.nn.Module | None) -> None:
     if not isinstance(wrapper, DistributedDataParallel) or name != "module" or model is None:
         return
     together = set(dist.get_process_group_ranks(wrapper.process_group))
     for prefix, module in model.named_modules():
-        spread, copies = getattr(module, EXPERTS_OVER, None), getattr(module, COPIES_OVER, None)
+        expert_ranks, router_ranks = getattr(module, EXPERT_RANKS, None), getattr(module, ROUTER_RANKS, None)
         for key, parameter in module.named_parameters(recurse=False):
             full = f"{prefix}.{key}" if prefix else key
             if full in wrapper.parameters_to_ignore:
                 continue
-            if isinstance(spread, Ranks) and (
-                len(together.intersection(spread.ranks)) > 1 or hasattr(parameter, "to_local")
+            if isinstance(expert_ranks, Ranks) and (
+                len(together.intersection(expert_ranks.ranks)) > 1 or hasattr(parameter, "to_local")
             ):
-                raise _refusal_of_copies(
+                raise _ddp_error(
                     "parameters that are copies on every rank",
-                    f"'{full}', of experts that are spread over the ranks {list(spread.ranks)}: rank 0's would "
+                    f"'{full}', of experts that are sharded over the ranks {list(expert_ranks.ranks)}: rank 0's would "
                     "overwrite the others",
                 )
-            if isinstance(copies, Ranks) and not together.issuperset(copies.ranks):
-                raise _refusal_of_copies(
+            if isinstance(router_ranks, Ranks) and not together.issuperset(router_ranks.ranks):
+                raise _ddp_error(
                     "all ranks with copies of a parameter",
-                    f"the ranks {sorted(together)} for '{full}' of a layer whose experts are spread over "
-                    f"{list(copies.ranks)}: its copies there would drift apart",
+                    f"the ranks {sorted(together)} for '{full}' of a layer whose experts are sharded over "
+                    f"{list(router_ranks.ranks)}: its copies there would drift apart",
                 )
 
 
-def _refusal_of_copies(expected: str, got: str) -> ValueError:
+def _ddp_error(expected: str, got: str) -> ValueError:
     return ValueError(
         f"transformer_plugin::MoE: argument 'module' of DistributedDataParallel: expected {expected}, got {got}. Use "
         "transformer_plugin.parallel.data_parallel(model) in place of DistributedDataParallel(model)."
     )
 
 
-def _check_sharded(params: list[Any], modules: Any, mesh: Any) -> Ranks | None:
+def _check_fsdp_group(params: list[Any], modules: Any, mesh: Any) -> Ranks | None:
     """Raises if FSDP2 would group parameters wrongly; returns the ranks of the experts in the group, if any."""
     wanted = {id(parameter) for parameter in params}
     together = set(mesh.mesh.flatten().tolist())
@@ -91,29 +91,29 @@ def _check_sharded(params: list[Any], modules: Any, mesh: Any) -> Ranks | None:
     for root in modules:
         for module in root.modules():
             own = [p for p in module.parameters(recurse=False) if id(p) in wanted]
-            spread, copies = getattr(module, EXPERTS_OVER, None), getattr(module, COPIES_OVER, None)
-            if own and isinstance(spread, Ranks):
+            expert_ranks, router_ranks = getattr(module, EXPERT_RANKS, None), getattr(module, ROUTER_RANKS, None)
+            if own and isinstance(expert_ranks, Ranks):
                 for parameter in own:
-                    _check_experts(parameter, spread, mesh, together)
-                    experts[id(parameter)] = spread
-            elif own and isinstance(copies, Ranks) and not together.issuperset(copies.ranks):
-                raise _refusal(
-                    f"ranks {sorted(together)} for the router of a layer whose experts are spread over "
-                    f"{list(copies.ranks)}: its copies there would drift apart"
+                    _check_experts(parameter, expert_ranks, mesh, together)
+                    experts[id(parameter)] = expert_ranks
+            elif own and isinstance(router_ranks, Ranks) and not together.issuperset(router_ranks.ranks):
+                raise _fsdp_error(
+                    f"ranks {sorted(together)} for the router of a layer whose experts are sharded over "
+                    f"{list(router_ranks.ranks)}: its copies there would drift apart"
                 )
     if experts and len(experts) < len(wanted):
-        raise _refusal("experts that are spread over ranks in one group with other parameters")
+        raise _fsdp_error("experts that are sharded over ranks in one group with other parameters")
     sizes = {len(ranks.ranks): ranks for ranks in experts.values()}
     if len(sizes) > 1:
-        raise _refusal(f"experts that are spread over {sorted(sizes)} ranks in one group")
+        raise _fsdp_error(f"experts that are sharded over {sorted(sizes)} ranks in one group")
     return next(iter(sizes.values()), None)
 
 
 def _check_experts(parameter: Tensor, ranks: Ranks, mesh: Any, together: set[int]) -> None:
     shared = sorted(together.intersection(ranks.ranks))
     if len(shared) > 1:
-        raise _refusal(
-            f"the ranks {shared}, over which the experts are spread already: they hold different ones"
+        raise _fsdp_error(
+            f"the ranks {shared}, over which the experts are sharded already: they hold different ones"
         )
     spec = getattr(parameter, "_spec", None)
     if spec is None:
@@ -127,12 +127,12 @@ def _check_experts(parameter: Tensor, ranks: Ranks, mesh: Any, together: set[int
             # A new spec, because torch's caches share specs between tensors.
             parameter._spec = replace(spec, mesh=root[name])  # type: ignore[attr-defined]
             return
-    raise _refusal(
+    raise _fsdp_error(
         f"{mesh}, which is no part of one mesh together with the experts' ranks {list(ranks.ranks)}"
     )
 
 
-def _divide_by_all(group: Any, mesh: Any, ranks: int) -> None:
+def _average_over_all_ranks(group: Any, mesh: Any, ranks: int) -> None:
     """The experts' gradients, sums over their own ranks, become means over those ranks and the mesh's."""
     shards = mesh.get_group(mesh.ndim - 1).size()
     policy, first = group.mp_policy, group.fsdp_params[0].sharded_param
@@ -146,7 +146,7 @@ def _divide_by_all(group: Any, mesh: Any, ranks: int) -> None:
         group.force_sum_reduction_for_comms = True  # Gloo cannot scale while it sums
 
 
-def _refusal(got: str) -> ValueError:
+def _fsdp_error(got: str) -> ValueError:
     return ValueError(
         "transformer_plugin::MoE: argument 'mesh' of fully_shard: expected experts sharded by themselves, over the "
         "ranks that hold the same experts, and everything else over all ranks, "

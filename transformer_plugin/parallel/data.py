@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from transformer_plugin.parallel._spread import EXPERTS_OVER, Ranks, local
-from transformer_plugin.parallel._wrapping import spread_modules
+from transformer_plugin.parallel._shard_experts import EXPERT_RANKS, Ranks, local
+from transformer_plugin.parallel._wrapping import sharded_modules
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -56,7 +56,7 @@ def data_parallel(
     everyone = process_group if process_group is not None else dist.group.WORLD
     assert everyone is not None
     mine: dict[str, tuple[torch.nn.Module, Ranks]] = {
-        prefix: (module, ranks) for prefix, module, ranks in spread_modules(model)
+        prefix: (module, ranks) for prefix, module, ranks in sharded_modules(model)
     }
     ignored = list(getattr(model, "_ddp_params_and_buffers_to_ignore", []))
     for prefix, (module, _) in mine.items():
@@ -84,7 +84,7 @@ def _group_of_copies(everyone: ProcessGroup, ranks: Ranks) -> ProcessGroup | Non
     if outside or len(copies) * len(ranks.ranks) != len(world):
         raise ValueError(
             "transformer_plugin::data_parallel: argument 'process_group': expected ranks over all of which, or over "
-            f"parts of one size of which, the experts are spread, got {world} with experts spread over {places}. "
+            f"parts of one size of which, the experts are sharded, got {world} with experts sharded over {places}. "
             "Pass the group of all ranks that train."
         )
     if len(copies) == 1:
@@ -146,7 +146,7 @@ def fully_shard(module: torch.nn.Module, mesh: DeviceMesh, **options: Any) -> to
             _divide_once(experts, ranks)
         elif not any(isinstance(each, FSDPModule) for each in experts.modules()):
             shard(experts, mesh=copies, **options)
-    if getattr(module, EXPERTS_OVER, None) is None:
+    if getattr(module, EXPERT_RANKS, None) is None:
         whole = mesh if mesh.ndim == 1 else mesh._flatten()
         shard(module, mesh=whole, ignored_params=ignored or None, **options)
     return module
@@ -154,7 +154,7 @@ def fully_shard(module: torch.nn.Module, mesh: DeviceMesh, **options: Any) -> to
 
 def _roots_of_experts(module: torch.nn.Module) -> list[tuple[torch.nn.Module, Ranks]]:
     """The outermost modules whose parameters all belong to distributed experts."""
-    ranks = getattr(module, EXPERTS_OVER, None)
+    ranks = getattr(module, EXPERT_RANKS, None)
     if isinstance(ranks, Ranks):
         return [(module, ranks)]
     return [found for child in module.children() for found in _roots_of_experts(child)]
@@ -169,7 +169,7 @@ def _mesh_of_copies(mesh: DeviceMesh, ranks: Ranks) -> DeviceMesh | None:
     if mesh.ndim != 2 or len(others) != 1:
         raise ValueError(
             "transformer_plugin::fully_shard: argument 'mesh': expected all ranks as a mesh of two dimensions with "
-            f"names, of which one is the ranks {list(ranks.ranks)} over which experts are spread, or of one dimension "
+            f"names, of which one is the ranks {list(ranks.ranks)} over which experts are sharded, or of one dimension "
             f"that is just these ranks, got {mesh}. Make it with init_device_mesh(device, (copies, "
             f'{len(ranks.ranks)}), mesh_dim_names=("copies", "experts")), and the layers with mesh=mesh["experts"].'
         )

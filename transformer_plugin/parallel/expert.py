@@ -231,7 +231,7 @@ class EpContext:
                 "transformer_plugin::EpContext: expected an open context, got one after finalize(). "
                 "Make a new EpContext on every rank."
             )
-        if self.group is None or torch.compiler.is_compiling() or _is_there(self.group):
+        if self.group is None or torch.compiler.is_compiling() or _group_exists(self.group):
             return
         raise RuntimeError(
             f"transformer_plugin::EpContext: expected group '{self.group_name}', which the context was made for, got "
@@ -248,7 +248,7 @@ class EpContext:
             )
 
 
-def _is_there(group: ProcessGroup) -> bool:
+def _group_exists(group: ProcessGroup) -> bool:
     """Whether the name of the group still resolves to this group object, and not to a newer one of this name."""
     try:
         return torch._C._distributed_c10d._resolve_process_group(group.group_name) is group

@@ -1,4 +1,4 @@
-"""States of experts that are spread over ranks: checkpoints, refusals, compiled."""
+"""States of experts that are sharded over ranks: checkpoints, refusals, compiled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import transformer_plugin as tp
-from tests.parallel.spread_model import (
+from tests.parallel.sharded_model import (
     EXPERTS,
     Block,
     assert_gradients,
@@ -25,7 +25,7 @@ from tests.parallel.spread_model import (
     mesh_of,
     one_step,
     rows_of,
-    spread_block,
+    sharded_block,
     wanted_gradients,
     whole_block,
 )
@@ -35,7 +35,7 @@ from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
 
 
-def test_one_rank_has_nothing_to_spread(pair: RankPool) -> None:
+def test_one_rank_shards_nothing(pair: RankPool) -> None:
     pair.run(check_one_rank)
 
 
@@ -80,7 +80,7 @@ def load_into(
 
 def check_checkpoint(rank: Rank, path: str) -> None:
     whole, mesh = whole_block(rank.device), mesh_of(rank)
-    block = spread_block(whole, rank.device, mesh=mesh["experts"])
+    block = sharded_block(whole, rank.device, mesh=mesh["experts"])
     fully_shard(block.moe.experts, mesh=mesh["copies"])
     fully_shard(block, mesh=everyone(mesh))
     state = saved(block, stepped(rank, block))
@@ -112,7 +112,7 @@ def check_delayed(rank: Rank, path: str) -> None:
     loss_of(whole, rows).backward()
     loss_of(whole, rows).backward()
     options = {"group": rank.group, "recipe": recipe}
-    block = spread_block(whole, rank.device, **options)
+    block = sharded_block(whole, rank.device, **options)
     layer, other = block.moe.experts.fc1, whole.moe.experts.fc1
     mine = slice(rank.rank * EXPERTS // rank.size, (rank.rank + 1) * EXPERTS // rank.size)
     assert other.delayed_scale.unique().numel() > EXPERTS
@@ -145,7 +145,7 @@ def test_state_of_delayed_scaling(ranks: RankPool, tmp_path: Path) -> None:
 def check_quantized_weights(rank: Rank) -> None:
     options = {"recipe": Float8BlockScaling()}
     whole = whole_block(rank.device, **options)
-    block = spread_block(whole, rank.device, group=rank.group, **options)
+    block = sharded_block(whole, rank.device, group=rank.group, **options)
     expected = block(rows_of(rank.rank).to(rank.device))
     block.moe.experts.quantize_weights()
     assert_same_bits(block(rows_of(rank.rank).to(rank.device)), expected)
@@ -172,7 +172,7 @@ def check_refusals(rank: Rank) -> None:
     several = rank.size > 2
     for dtensor in (True, False):
         with pytest.raises(
-            ValueError, match=named.format(r"the ranks \[0, .*, over which the experts are spread")
+            ValueError, match=named.format(r"the ranks \[0, .*, over which the experts are sharded")
         ):
             fully_shard(Block(device, group=rank.group, dtensor=dtensor), mesh=everyone(mesh))
         with pytest.raises(ValueError, match=named.format(r"the ranks \[\d, \d\], over which")):
@@ -187,7 +187,7 @@ def check_refusals(rank: Rank) -> None:
     both = Block(device, mesh=mesh["experts"])
     both.moe.experts.extra = torch.nn.Linear(2, 2, device=device)
     with pytest.raises(
-        ValueError, match=named.format("experts that are spread over ranks in one group with other")
+        ValueError, match=named.format("experts that are sharded over ranks in one group with other")
     ):
         fully_shard(both.moe.experts, mesh=mesh["copies"])
     if several:
@@ -227,8 +227,8 @@ def test_refusals(ranks: RankPool) -> None:
 def check_ours_over_one_dimension(rank: Rank) -> None:
     whole = whole_block(rank.device)
     mesh = init_device_mesh(rank.device.type, (rank.size,), mesh_dim_names=("ranks",))
-    for spread in ({"group": rank.group}, {"mesh": mesh["ranks"]}):
-        block = spread_block(whole, rank.device, **spread)
+    for placement in ({"group": rank.group}, {"mesh": mesh["ranks"]}):
+        block = sharded_block(whole, rank.device, **placement)
         tp.parallel.fully_shard(block.moe, mesh)
         tp.parallel.fully_shard(block, mesh)
         one_step(rank, block)
@@ -243,7 +243,7 @@ def test_ours_over_one_dimension(ranks: RankPool) -> None:
 def check_compiled(rank: Rank) -> None:
     torch._dynamo.reset()
     whole = whole_block(rank.device)
-    block = spread_block(whole, rank.device, group=rank.group, recipe=None)
+    block = sharded_block(whole, rank.device, group=rank.group, recipe=None)
     model = tp.parallel.data_parallel(torch.compile(block, fullgraph=True, backend="aot_eager"))
     one_step(rank, model)
     wanted = wanted_gradients(whole, rank.size)

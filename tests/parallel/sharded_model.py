@@ -1,4 +1,4 @@
-"""A model whose experts are spread over ranks, and what one process with all ranks' rows makes of it."""
+"""A model whose experts are sharded over ranks, and what one process with all ranks' rows makes of it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Block(torch.nn.Module):
     """Something that is the same on every rank before and after a mixture."""
 
     def __init__(
-        self, device: torch.device | str = "cpu", recipe: Recipe | None = None, **spread: Any
+        self, device: torch.device | str = "cpu", recipe: Recipe | None = None, **placement: Any
     ) -> None:
         super().__init__()
-        dispatch = DispatchConfig(max_tokens=ROWS, alignment=1) if spread else DispatchConfig(alignment=1)
+        dispatch = DispatchConfig(max_tokens=ROWS, alignment=1) if placement else DispatchConfig(alignment=1)
         self.first = torch.nn.Linear(HIDDEN, HIDDEN, device=device)
         self.moe = MoE(
-            HIDDEN, FFN, EXPERTS, TOPK, dispatch=dispatch, bias=True, device=device, recipe=recipe, **spread
+            HIDDEN, FFN, EXPERTS, TOPK, dispatch=dispatch, bias=True, device=device, recipe=recipe, **placement
         )
         self.last = torch.nn.Linear(HIDDEN, HIDDEN, device=device)
 
@@ -43,10 +43,10 @@ def whole_block(device: torch.device | str = "cpu", **options: Any) -> Block:
     return Block(device, **options)
 
 
-def spread_block(whole: Block, device: torch.device | str = "cpu", **spread: Any) -> Block:
-    """The same model with its experts spread over ranks."""
+def sharded_block(whole: Block, device: torch.device | str = "cpu", **placement: Any) -> Block:
+    """The same model with its experts sharded over ranks."""
     torch.manual_seed(1 + dist.get_rank())  # what every rank draws for itself must not matter
-    block = Block(device, **spread)
+    block = Block(device, **placement)
     block.load_state_dict(whole.state_dict())
     return block
 
