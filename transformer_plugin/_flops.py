@@ -1,11 +1,11 @@
-"""How many floating-point operations each product is, for ``torch.utils.flop_counter.FlopCounterMode``.
+"""The number of floating-point operations of each product, for ``torch.utils.flop_counter.FlopCounterMode``.
 
-As torch counts its own: two for every multiplication and addition of a product, nothing for a bias, an activation or a
-conversion between formats. A grouped product counts all the rows of its buffer, those past the last group too, because
-the sizes of the groups are on the device: with a buffer of twice the rows in use it says twice what is multiplied.
+The formulas follow torch's: two operations for every multiply-add of a product, none for a bias, an activation or a
+conversion between formats. A grouped product counts all rows of its buffer, also those past the last group, because the
+group sizes are on the device. If the buffer has twice the rows in use, the count is twice the actual number.
 
-The counter sees what is below autograd: one op of these for a product without a gradient, and for one with a gradient
-those that its forward and its backward call.
+The counter sees ops below autograd: for a product without a gradient one of these ops, otherwise the ops that its
+forward and backward call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Shape = Sequence[int]
 
 
 def _columns(data: Shape, format: str) -> int:
-    """The elements in a row of quantized data."""
+    """The number of elements in a row of quantized data."""
     return data[-1] * (2 if Format.parse(format).family == "nvfp4" else 1)
 
 
@@ -102,7 +102,7 @@ def _quantized_weight_gradient(
     **__: Any,
 ) -> int:
     rows = _columns(grad_t, grad_format)
-    if Format.parse(grad_format).aligned_groups:  # T comes back rounded up to a multiple of the alignment
+    if Format.parse(grad_format).aligned_groups:  # the rows include the padding of each group
         rows -= GROUP_ALIGNMENT * (group_sizes[0] + 1)
     return 2 * grad_t[0] * input_t[0] * rows
 
@@ -123,7 +123,7 @@ def _mlp(input: Shape, fc1_weight: Shape, fc2_weight: Shape, *_: Any, **__: Any)
     return 2 * prod(input) * (fc1_weight[1] + fc2_weight[2])
 
 
-#: of each op that multiplies.
+#: The formula of each op that multiplies matrices.
 FORMULAS: dict[str, Callable[..., int]] = {
     "gemm": _product,
     "grouped_gemm": _product,
@@ -154,7 +154,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
 
 
 def register() -> None:
-    """Tells torch's counter."""
+    """Registers the formulas with torch's counter."""
     from torch.utils.flop_counter import register_flop_formula
 
     for name, formula in FORMULAS.items():

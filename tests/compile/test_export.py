@@ -102,8 +102,8 @@ def test_ahead_of_time_compiled(tmp_path: Path) -> None:
 def test_modules_are_not_scripted(make: Callable[[], torch.nn.Module], within: bool) -> None:
     module = make()
     expected = (
-        f"transformer_plugin.nn.{type(module).__name__}: expected another way into a graph than torch.jit.script, "
-        "which does not take the modules of this package. Use torch.export or torch.jit.trace"
+        f"transformer_plugin.nn.{type(module).__name__}: expected torch.export, torch.compile or "
+        "torch.jit.trace, got torch.jit.script, which does not support the modules of this package."
     )
     with pytest.raises(TypeError, match=re.escape(expected)):
         torch.jit.script(torch.nn.Sequential(module) if within else module)

@@ -101,6 +101,6 @@ def test_over_ranks_it_is_refused() -> None:
     with RankPool(2) as pool:
         for text in pool.run(trace_over_ranks):
             assert text == (
-                "transformer_plugin::MoE: argument 'group': expected None under torch.jit.trace, which would keep the "
-                "number of tokens of its example, got a group of 2 ranks. Use torch.export or torch.compile."
+                "transformer_plugin::MoE: argument 'group': expected None under torch.jit.trace, which would record "
+                "the example's number of tokens, got a group of 2 ranks. Use torch.export or torch.compile."
             )

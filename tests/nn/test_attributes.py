@@ -84,8 +84,8 @@ def test_recipes_that_differ_or_cannot_be() -> None:
             _ = one.recipe
         name = "experts.fc2" if one is module else "fc2"
         assert str(error.value) == (
-            f"transformer_plugin::{type(one).__name__}: attribute 'recipe': expected layers of one recipe, got "
-            f"{name.replace('2', '1')} with None, {name} with {BFloat16()}. Ask each layer for its own."
+            f"transformer_plugin::{type(one).__name__}: attribute 'recipe': expected the same recipe in all "
+            f"layers, got {name.replace('2', '1')} with None, {name} with {BFloat16()}. Read the recipe of each layer."
         )
         with pytest.raises(TypeError, match=r"argument 'recipe': expected a recipe of"):
             one.recipe = "bf16"
@@ -109,7 +109,7 @@ def test_recipes_that_differ_or_cannot_be() -> None:
     replaced = GroupedMLP(2, 64, 32)
     replaced.fc1 = replaced.fc2 = torch.nn.Identity()
     assert replaced.recipe is None
-    with pytest.raises(ValueError, match="attribute 'recipe': expected layers that take a recipe, got"):
+    with pytest.raises(ValueError, match="attribute 'recipe': expected layers that have a recipe, got"):
         replaced.recipe = BFloat16()
 
 
@@ -212,14 +212,14 @@ def test_what_the_router_cannot_be_is_refused_when_it_is_set() -> None:
             module.router.topk = topk
     assert module.topk == module.router.topk == 4
     module = MoE(64, 64, 8, 4)
-    with pytest.warns(UserWarning, match="a gradient of 0"):
+    with pytest.warns(UserWarning, match="gradient does not reach the router"):
         module.topk = 1
     module = MoE(64, 64, 8, 1, router=RouterConfig("sigmoid"))
-    with pytest.warns(UserWarning, match="a gradient of 0"):
+    with pytest.warns(UserWarning, match="gradient does not reach the router"):
         module.router.config = RouterConfig()
     module = MoE(64, 64, 4, 2)
     module.router = TopKRouter(64, 8, 2)
-    with pytest.raises(ValueError, match="attribute 'router': expected one of 4 experts, got one of 8"):
+    with pytest.raises(ValueError, match="attribute 'router': expected a router of 4 experts, got one of 8"):
         module(torch.randn(5, 64))
 
 

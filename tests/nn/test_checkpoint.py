@@ -148,8 +148,8 @@ def test_arguments_and_errors() -> None:
     with pytest.raises(RuntimeError) as caught:
         output.sum().backward()
     assert str(caught.value) == (
-        "transformer_plugin.checkpoint: argument 'function': expected to call Linear 1 times, as in its forward, got "
-        "one more when it ran again. Let it do the same each time."
+        "transformer_plugin.checkpoint: argument 'function': expected to call Linear 1 times, as in its first "
+        "forward, got one more call when it was recomputed. Make the function deterministic."
     )
 
 

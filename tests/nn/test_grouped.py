@@ -198,13 +198,13 @@ def test_errors_have_four_parts() -> None:
         GroupedLinear(2, 4, 4, scale_bias=True)(torch.zeros(3, 4), sizes)
     assert str(caught.value) == (
         "transformer_plugin::GroupedLinear: argument 'bias_scale': expected a tensor [T] with "
-        "scale_bias=True, got None. Make the constructor and the call agree."
+        "scale_bias=True, got None. Use the same choice in the constructor and the call."
     )
     with pytest.raises(ValueError) as caught:
         GroupedLinear(2, 4, 4)(torch.zeros(3, 4), sizes, torch.ones(3))
     assert str(caught.value) == (
         "transformer_plugin::GroupedLinear: argument 'bias_scale': expected None with scale_bias=False, got "
-        "a tensor. Make the constructor and the call agree."
+        "a tensor. Use the same choice in the constructor and the call."
     )
 
 

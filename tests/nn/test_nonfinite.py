@@ -257,7 +257,7 @@ def test_choices() -> None:
         MXFP8BlockScaling(nonfinite="zero")  # type: ignore[arg-type]
     assert str(caught.value) == (
         "transformer_plugin.MXFP8BlockScaling: argument 'nonfinite': expected 'round' or 'nan', got 'zero'. "
-        "'round' is the default."
+        "The default is 'round'."
     )
     assert Recipe(nonfinite="nan").input_format == "none"
     assert NVFP4BlockScaling() == NVFP4BlockScaling(nonfinite="round")

@@ -180,15 +180,15 @@ def test_stale_weights_are_refused(kind: str, change: Callable[[torch.nn.Module]
     change(module)
     with pytest.raises(ValueError) as caught:
         step(module)
-    got = "one that was changed in place since"
+    got = "one that was changed in place afterwards"
     if change in (loaded_by_assignment, replaced):
         got = "another tensor"
     elif change in (moved_to_other_memory, moved_to_memory_of_before):
-        got = "one whose data is another tensor's since"
+        got = "one whose .data was replaced afterwards"
     layer = "Linear" if kind == "Linear" else "GroupedLinear"
     assert str(caught.value) == (
-        f"transformer_plugin::{layer}: argument 'weight': expected the weight that quantize_weights() rounded, got "
-        f"{got}. Call quantize_weights() again after each change of the weight, or forget_quantized_weights()."
+        f"transformer_plugin::{layer}: argument 'weight': expected the weight that quantize_weights() quantized, "
+        f"got {got}. Call quantize_weights() again after each change of the weight, or forget_quantized_weights()."
     )
     module.quantize_weights()
     fresh = make(kind)
@@ -302,8 +302,8 @@ def test_recipes_without(kind: str, recipe: DelayedScaling | None) -> None:
         module.quantize_weights()
     layer = "Linear" if kind == "Linear" else "GroupedLinear"
     assert str(caught.value) == (
-        f"transformer_plugin::{layer}: argument 'recipe': expected a recipe that rounds the weight by the weight "
-        f"alone, got {recipe}. Leave out quantize_weights(), or set another recipe."
+        f"transformer_plugin::{layer}: argument 'recipe': expected a recipe that quantizes the weight from its "
+        f"current values, got {recipe}. Leave out quantize_weights(), or set another recipe."
     )
     module.forget_quantized_weights()
 

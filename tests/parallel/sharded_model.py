@@ -28,7 +28,15 @@ class Block(torch.nn.Module):
         dispatch = DispatchConfig(max_tokens=ROWS, alignment=1) if placement else DispatchConfig(alignment=1)
         self.first = torch.nn.Linear(HIDDEN, HIDDEN, device=device)
         self.moe = MoE(
-            HIDDEN, FFN, EXPERTS, TOPK, dispatch=dispatch, bias=True, device=device, recipe=recipe, **placement
+            HIDDEN,
+            FFN,
+            EXPERTS,
+            TOPK,
+            dispatch=dispatch,
+            bias=True,
+            device=device,
+            recipe=recipe,
+            **placement,
         )
         self.last = torch.nn.Linear(HIDDEN, HIDDEN, device=device)
 

@@ -195,7 +195,7 @@ def check_errors(rank: Rank) -> None:
         MoE(8, 16, 4, 2, group=rank.group)
     assert str(caught.value) == (
         "transformer_plugin::MoE: argument 'dispatch': expected max_tokens with a group of several ranks, "
-        "got None. Pass dispatch=DispatchConfig(max_tokens=the most tokens of any rank in one call)."
+        "got None. Pass dispatch=DispatchConfig(max_tokens=the largest number of tokens of a rank in one call)."
     )
     with pytest.raises(
         ValueError, match=r"argument 'num_experts': expected a multiple of the 2 ranks, got 5"

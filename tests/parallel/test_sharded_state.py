@@ -172,7 +172,7 @@ def check_refusals(rank: Rank) -> None:
     several = rank.size > 2
     for dtensor in (True, False):
         with pytest.raises(
-            ValueError, match=named.format(r"the ranks \[0, .*, over which the experts are sharded")
+            ValueError, match=named.format(r"the ranks \[0, .*, over which the experts are already sharded")
         ):
             fully_shard(Block(device, group=rank.group, dtensor=dtensor), mesh=everyone(mesh))
         with pytest.raises(ValueError, match=named.format(r"the ranks \[\d, \d\], over which")):
@@ -182,18 +182,16 @@ def check_refusals(rank: Rank) -> None:
     block = Block(device, group=dist.new_group([0, 1]) if not several else mesh["experts"].get_group())
     stranger = init_device_mesh(device.type, (rank.size // 2, 2), mesh_dim_names=("x", "y"))
     if block.moe.exchange.context.group_name != stranger["y"].get_group().group_name:
-        with pytest.raises(ValueError, match=named.format("DeviceMesh.*no part of one mesh")):
+        with pytest.raises(ValueError, match=named.format("DeviceMesh.*not part of the same mesh")):
             fully_shard(block.moe.experts, mesh=stranger["x"])
     both = Block(device, mesh=mesh["experts"])
     both.moe.experts.extra = torch.nn.Linear(2, 2, device=device)
-    with pytest.raises(
-        ValueError, match=named.format("experts that are sharded over ranks in one group with other")
-    ):
+    with pytest.raises(ValueError, match=named.format("sharded experts in one group with other")):
         fully_shard(both.moe.experts, mesh=mesh["copies"])
     if several:
         flat = init_device_mesh(device.type, (rank.size,))
         with pytest.raises(
-            ValueError, match="fully_shard: argument 'mesh': expected all ranks as a mesh of two"
+            ValueError, match="fully_shard: argument 'mesh': expected a mesh of all ranks, with two named"
         ):
             tp.parallel.fully_shard(Block(device, mesh=mesh["experts"]), flat)
         with pytest.raises(
@@ -262,8 +260,8 @@ def test_none_before_init(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError) as caught:
         MoE(8, 16, 4, 2, group=None)
     assert str(caught.value) == (
-        "transformer_plugin::MoE: argument 'group': expected a process group, or no argument for all experts here, got "
-        "None in one of 4 launched processes, before torch.distributed.init_process_group(). Call "
+        "transformer_plugin::MoE: argument 'group': expected a process group, or no argument for all experts on this "
+        "rank, got None in one of 4 launched processes, before torch.distributed.init_process_group(). Call "
         'init_process_group() before the layer is made, or pass group="local".'
     )
     assert MoE(8, 16, 4, 2)(torch.ones(3, 8)).output.shape == (3, 8)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def group_and_mesh(
     group: ProcessGroup | DeviceMesh | Literal["local"] | None, mesh: DeviceMesh | None
 ) -> tuple[ProcessGroup | None, DeviceMesh | None]:
-    """The group (None: this process alone), and the mesh if one is given."""
+    """Returns the process group (None: this process alone), and the mesh if one was passed."""
     if mesh is not None:
         if not _is_mesh(mesh):
             raise _error(
@@ -45,7 +45,7 @@ def group_and_mesh(
 
 
 def mesh_of(group: ProcessGroup, device: torch.device) -> DeviceMesh:
-    """A mesh of one dimension over the ranks of a group."""
+    """Returns a one-dimensional mesh over the ranks of a group."""
     from torch.distributed.device_mesh import DeviceMesh
 
     return DeviceMesh.from_group(group, device.type, mesh_dim_names=("experts",))
@@ -62,7 +62,7 @@ def _is_mesh(value: Any) -> bool:
 def _group_of(mesh: Any, argument: str) -> ProcessGroup:
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
-        example = f"mesh[{names[-1]!r}]" if names else "a mesh whose dimensions have names, and mesh[name]"
+        example = f"mesh[{names[-1]!r}]" if names else "a mesh with mesh_dim_names, and mesh[name]"
         raise _error(argument, "a mesh of one dimension", repr(mesh), f"Pass {example}, for example")
     if mesh.get_coordinate() is None:
         expected = "a mesh of which this rank is a member"
@@ -72,18 +72,18 @@ def _group_of(mesh: Any, argument: str) -> ProcessGroup:
 
 
 def _check_none() -> None:
-    """Before ``init_process_group``, ``dist.group.WORLD`` is None too, and every rank would hold all experts."""
+    """Warns or raises for None before ``init_process_group``: ``dist.group.WORLD`` is then None, too."""
     if not dist.is_available() or dist.is_initialized():
         return
-    expected = "a process group, or no argument for all experts here"
+    expected = "a process group, or no argument for all experts on this rank"
     if launched_ranks() > 1:
         got = f"None in one of {launched_ranks()} launched processes, before torch.distributed.init_process_group()"
         advice = 'Call init_process_group() before the layer is made, or pass group="local"'
         raise _error("group", expected, got, advice)
     text = (
-        f"transformer_plugin::MoE: argument 'group': expected {expected}, got None, which "
-        "torch.distributed.group.WORLD also is before torch.distributed.init_process_group(): all experts are here. "
-        "If they are to be sharded over ranks, call init_process_group() first; otherwise leave group out, or pass "
+        f"transformer_plugin::MoE: argument 'group': expected {expected}, got None. Before "
+        "torch.distributed.init_process_group(), torch.distributed.group.WORLD is None, too: all experts are on this "
+        "rank. To shard the experts over ranks, call init_process_group() first; otherwise leave group out, or pass "
         'group="local".'
     )
     warnings.warn(text, UserWarning, stacklevel=4)

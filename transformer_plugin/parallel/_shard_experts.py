@@ -1,7 +1,4 @@
-"""Experts distributed over ranks: marks on modules, ``DTensor`` parameters, and this rank's part of them for the ops.
-
-"Spread" in names means: distributed over ranks, each of which holds different experts.
-"""
+"""Experts sharded over ranks: marks on modules, ``DTensor`` parameters, and access to this rank's shard for the ops."""
 
 from __future__ import annotations
 
@@ -16,18 +13,18 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-#: Attributes: of a module that holds such experts; of a router that is replicated on the ranks of the experts.
+#: Attributes that hold :class:`Ranks`: of modules with sharded experts, and of a router replicated on these ranks.
 EXPERT_RANKS, ROUTER_RANKS = "_expert_ranks", "_router_ranks"
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks over which the experts of a layer are distributed, for wrappers such as FSDP2 and DDP."""
+    """The ranks over which a layer's experts are sharded, for wrappers such as FSDP2 and DDP."""
 
-    #: ranks of the world, in the order of their experts.
+    #: global ranks, in the order of their experts.
     ranks: tuple[int, ...]
     group_name: str
-    #: the mesh of the parameters; None if they are plain tensors with this rank's experts.
+    #: the mesh of the parameters; None if the parameters are plain tensors with this rank's experts.
     mesh: DeviceMesh | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
@@ -40,7 +37,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class ExpertShardMixin(torch.nn.Module):
-    """A module with the parameters of experts, which may be distributed over ranks."""
+    """A module with the parameters of experts, which may be sharded over ranks."""
 
     weight: Tensor
     num_groups: int
@@ -70,20 +67,20 @@ class ExpertShardMixin(torch.nn.Module):
             return parameter
         if not torch.compiler.is_compiling() and not hasattr(parameter, "to_local"):
             raise ValueError(
-                f"transformer_plugin::{type(self).__name__}: argument 'group': expected the parameters of experts that "
-                f"are sharded over the ranks {list(self._expert_ranks.ranks)} to be DTensors as they were made, got a "
-                "plain one: a wrapper that takes them for copies put it there. Use transformer_plugin.parallel."
-                "data_parallel() or fully_shard(), or make the layer with dtensor=False."
+                f"transformer_plugin::{type(self).__name__}: argument 'group': expected DTensor parameters, as the "
+                f"experts are sharded over the ranks {list(self._expert_ranks.ranks)}, got a plain tensor: a "
+                "data-parallel wrapper has replaced them. Use transformer_plugin.parallel.data_parallel() or "
+                "fully_shard(), or make the layer with dtensor=False."
             )
         part: Tensor = parameter.to_local()  # type: ignore[attr-defined]
         return part
 
 
 def draw_uniform(module: ExpertShardMixin, parameter: Tensor, bound: float) -> None:
-    """Draws initial values, for distributed experts one by one, including those of other ranks.
+    """Draws initial values. For sharded experts it draws those of all experts, one by one, and keeps this rank's.
 
-    With the same seed on all ranks, all experts differ, copies of an expert are equal, and the generator's state is the
-    same on all ranks afterwards. On a CPU the values are those of a single process with all experts.
+    With the same seed on all ranks, all experts differ, copies of an expert are equal, and the generator has the same
+    state on all ranks afterwards. On a CPU the values are those of a single process with all experts.
     """
     over, part = module._expert_ranks, module._local(parameter)
     if over is None:
@@ -99,7 +96,7 @@ def draw_uniform(module: ExpertShardMixin, parameter: Tensor, bound: float) -> N
 
 
 def _first_expert(parameter: Tensor, over: Ranks) -> int:
-    """The index of this rank's first expert, taking FSDP2's sharding over the copies into account."""
+    """Returns the index of this rank's first expert, including FSDP2's sharding over the copies of the experts."""
     place = over.ranks.index(torch.distributed.get_rank())
     if over.mesh is None:
         return place * parameter.shape[0]
@@ -116,11 +113,11 @@ def _first_expert(parameter: Tensor, over: Ranks) -> int:
 def shard_experts(
     experts: torch.nn.Module, router: torch.nn.Module, group: ProcessGroup, mesh: DeviceMesh | None
 ) -> None:
-    """Marks modules that hold the experts of this rank of a group, and the router that chooses among all experts.
+    """Marks the modules that hold this rank's experts, and the router that chooses among all experts.
 
     With a mesh over the group's ranks, the experts' parameters become ``DTensor`` s of all experts, ``Shard(0)``,
-    without a copy. In ``state_dict()`` the state of delayed scaling of each expert does too, see :func:`_shard_saved_state`.
-    ``load_state_dict`` also accepts plain tensors, of all experts or of this rank's.
+    without a copy. So do the buffers of delayed scaling in ``state_dict()``, see :func:`_shard_saved_state`.
+    ``load_state_dict`` also accepts plain tensors of all experts or of this rank's.
     """
     from transformer_plugin.parallel._sharded_parameter import (  # with DTensor, slow to import
         restore_sharded_class,
@@ -158,7 +155,7 @@ def _delayed_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _shard_saved_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """After ``state_dict()``: makes the buffers in it ``DTensor`` s ``[..., 3, E]``, sharded over the experts."""
+    """After ``state_dict()``: turns the buffers in it into ``DTensor`` s ``[..., 3, E]``, sharded over the experts."""
     mesh = getattr(module, EXPERT_RANKS).mesh
     for name in _delayed_buffers(module):
         part = state[prefix + name].unflatten(-1, (3, -1))
@@ -166,7 +163,7 @@ def _shard_saved_state(module: torch.nn.Module, state: dict[str, Any], prefix: s
 
 
 def _localize_loaded_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before ``load_state_dict``: plain tensors become ``DTensor`` s like the parameters, buffers local parts."""
+    """Before ``load_state_dict``: turns plain parameters into ``DTensor`` s, and buffers into this rank's shard."""
     from torch.distributed.tensor import DTensor
 
     mesh: Any = getattr(module, EXPERT_RANKS).mesh
@@ -176,7 +173,7 @@ def _localize_loaded_state(module: torch.nn.Module, state: dict[str, Any], prefi
         if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
             continue
         if parameter.device_mesh.ndim > 1:
-            continue  # a parameter of FSDP2, which checks the value itself
+            continue  # sharded by FSDP2, which checks the value itself
         if value.shape == parameter.shape:
             value = value.chunk(ranks)[rank]
         if value.shape == parameter.to_local().shape:

@@ -1,4 +1,4 @@
-"""The parameter class of experts distributed over ranks."""
+"""The parameter class of sharded experts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.nn import Parameter
 class ShardedParameter(DTensor):
     """A subclass of ``DTensor`` without new behavior, so that optimizers do not use their ``foreach`` path.
 
-    On a GPU optimizers by default update all parameters in one call, which torch refuses for a list that mixes plain
-    tensors and ``DTensor`` s. If a parameter has an unknown class, they update one by one. Moves, casts and loads turn
-    it into a ``DTensor``; :func:`as_dtensors` and :func:`restore_sharded_class` restore the class.
+    On a GPU optimizers by default update all parameters in one ``foreach`` call, and torch rejects a list that mixes
+    plain tensors and ``DTensor`` s. If a parameter has an unknown class, they update one by one. Moves, casts and loads
+    turn it into a ``DTensor``; :func:`as_dtensors` and :func:`restore_sharded_class` restore the class.
     """
 
     __slots__ = ()
@@ -45,7 +45,7 @@ def restore_sharded_class(module: torch.nn.Module, *_: Any) -> None:
 
 @contextmanager
 def as_dtensors(module: torch.nn.Module) -> Iterator[None]:
-    """While torch replaces the module's parameters: it requires a class whose ``detach()`` returns the same class."""
+    """Context in which torch replaces parameters: it requires that ``detach()`` returns the parameter's own class."""
     for parameter in module._parameters.values():
         if isinstance(parameter, ShardedParameter):
             parameter.__class__ = DTensor

@@ -1,4 +1,4 @@
-"""Inputs that FP8 with a scale for each row must get right."""
+"""Inputs of FP8 with one scale per row."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from transformer_plugin.testing.gemm_cases import (
     poison_tail,
 )
 
-#: The last is what a row is; from 1024 on, widths at which a GPU takes other kernels.
+#: The last dimension is quantized as a row. From 1024 columns on a GPU uses other kernels.
 ROWWISE_SHAPES: tuple[tuple[int, ...], ...] = (
     (5,), (0,), (0, 7), (3, 0), (1, 1), (17, 127), (9, 128), (3, 5, 40), (2, 0, 3, 8), (9, 512), (5, 516), (9, 1024),
     (5, 1032), (3, 2056), (3, 4100), (2, 8192), (2, 8200), (2, 16384), (2, 16392), (1, 16385),
 )  # fmt: skip
-#: element, power-of-two scales, epsilon.
+#: element format, power-of-two scales, amax epsilon.
 ROWWISE_OPTIONS = (
     ("e4m3", False, 0.0),
     ("e5m2", False, 0.0),
@@ -33,7 +33,7 @@ ROWWISE_OPTIONS = (
 
 
 def quantize_rowwise_cases() -> Iterator[Case]:
-    """(input, options by name): every shape, dtype and option, rows of magnitudes that differ."""
+    """(input, options by name): every shape, dtype and option, rows with different magnitudes."""
     for dtype in FLOAT_DTYPES:
         for index, shape in enumerate(ROWWISE_SHAPES):
             for element, pow2, epsilon in ROWWISE_OPTIONS[index % 2 :: 2]:
@@ -60,20 +60,22 @@ def row_codes(
     generator: torch.Generator,
     dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> tuple[Tensor, Tensor]:
-    """Codes of normal values and any scale for each row, so that float16 holds their products."""
+    """Quantized normal values with one scale per row, chosen so that float16 can hold the products."""
     codes = (normals(shape, torch.float32, torch.device("cpu"), generator) * 8).to(dtype).to(device)
     return codes, 2.0 ** (randn(shape[:-1], torch.float32, device, generator, 2.0) - 6)
 
 
 def poison_codes(codes: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """NaN in every row past the groups."""
+    """Sets every row past the groups to NaN."""
     codes.view(torch.uint8)[sum(sizes) :] = 0x7F
     return codes
 
 
 def grouped_gemm_rowwise_cases() -> Iterator[Case]:
-    """(a, a_scale, b, b_scale, group_sizes, options by name): every shape, both elements of ``a``, alone, with a bias,
-    and with a scaled one and factors. Tail rows are NaN."""
+    """(a, a_scale, b, b_scale, group_sizes, options by name): every shape and both element formats of ``a``.
+
+    Each without options, with a bias, and with a bias, ``bias_scale`` and ``alpha``. Tail rows are NaN.
+    """
     for index, shape in enumerate(GROUPED_SHAPES):
         for extra in ("plain", "bias", "scaled"):
 
