@@ -61,7 +61,7 @@ def test_interrupted_and_resumed_is_bit_for_bit_the_whole_run(whole_run, tmp_pat
     assert run.returncode == 130, output
     stopped = max(losses_of(out))
     assert 3 <= stopped < STEPS, "the run was over before the signal"
-    assert f"stopped after step {stopped} of {STEPS}; go on with --resume" in output
+    assert f"stopped after step {stopped} of {STEPS}; continue with --resume" in output
     assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{stopped:08d}"]
 
     train(out, *options, "--resume")
@@ -97,7 +97,7 @@ def test_resumed_on_gpus_is_bit_for_bit_the_whole_run(number: str, text_file: Pa
     done = train(tmp_path / "whole", *options, gpu=True)
     assert "2 ranks on cuda" in done.stdout
     done = train(tmp_path / "run", *options, "--stop-at", "17", gpu=True)
-    assert f"stopped after step 17 of {STEPS}; go on with --resume" in done.stdout
+    assert f"stopped after step 17 of {STEPS}; continue with --resume" in done.stdout
     train(tmp_path / "run", *options, "--resume", gpu=True)
     assert_same_results(tmp_path / "run", tmp_path / "whole")
 

@@ -76,11 +76,11 @@ def test_numbers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("--experts 2000", "argument '--experts': expected at most 1024, got 2000. Lower it."),
         (
             "--compare --resume",
-            "argument '--resume': expected no --compare beside it, got both. A comparison starts anew.",
+            "argument '--resume': expected no --compare, got both. A comparison always starts anew.",
         ),
         (
             "--reference --format mxfp8",
-            "argument '--format': expected none, as plain PyTorch has no other, got mxfp8. "
+            "argument '--format': expected none, because plain PyTorch supports no other, got mxfp8. "
             "Leave out one of them, or --compare the two.",
         ),
         (

@@ -75,7 +75,7 @@ def test_no_checkpoint(tmp_path: Path) -> None:
 def corrupt(folder: Path, got: str) -> str:
     return (
         f"train_moe: checkpoint '{folder}': expected the files that its manifest.json lists, unchanged, "
-        f"got {got}. Remove this folder: --resume then takes the checkpoint before it."
+        f"got {got}. Remove this folder: --resume then uses the previous checkpoint."
     )
 
 
@@ -289,8 +289,8 @@ def test_a_disk_that_refuses_a_checkpoint(text_file: Path, tmp_path: Path, ranks
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1] == (
-        f"train_moe: checkpoint '{out}/checkpoints/step-00000004': expected to be written, got on rank 0: File "
-        "too large. Make room for it, or give another --out; the checkpoints before it are whole."
+        f"train_moe: checkpoint '{out}/checkpoints/step-00000004': expected a complete write, got on rank 0: File "
+        "too large. Free some space, or give another --out; the earlier checkpoints are complete."
     )
     assert "Traceback" not in done.stderr and "terminate" not in done.stderr
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000002"]
@@ -319,7 +319,7 @@ def test_a_full_disk(text_file: Path, tmp_path: Path, ranks: str, size: str) -> 
         timeout=240,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
-    assert "expected to be written, got on rank 0: No space left on device" in done.stderr, done.stderr
+    assert "expected a complete write, got on rank 0: No space left on device" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and "terminate" not in done.stderr
     saved = sorted(path.name for path in (kept / "checkpoints").iterdir())
     assert saved == ([] if size == "100k" else ["step-00000005", "step-00000010"])
@@ -337,6 +337,6 @@ def test_a_disk_that_refuses_a_line(text_file: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1] == (
-        f"train_moe: '{out}': expected a disk that takes the results, got File too large. Make room; --resume goes on "
-        "from the last checkpoint."
+        f"train_moe: '{out}': expected a writable disk with free space, got File too large. Free some space; "
+        "--resume continues from the last checkpoint."
     )

@@ -156,7 +156,7 @@ def test_previous_of_somebody_else(tmp_path: Path, kind: str) -> None:
         make_run(tmp_path / "other", 2)
         previous.symlink_to("other")
     text = refused(tmp_path / "run", tmp_path)
-    assert str(previous) in text or "beside which" in text
+    assert str(previous) in text or "a name for which" in text
 
 
 def test_names_that_are_no_folder_for_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,8 +175,8 @@ def test_names_that_are_no_folder_for_results(tmp_path: Path, monkeypatch: pytes
     for name in ("link", "dangling", "loop"):
         assert "a symbolic link" in refused(tmp_path / name, home)
     for name in ("file", "pipe"):
-        assert "which is not one" in refused(tmp_path / name, home)
-    assert f"'{tmp_path / 'file'}' is not one" in refused(tmp_path / "file/run", home)
+        assert "which is not a folder" in refused(tmp_path / name, home)
+    assert f"'{tmp_path / 'file'}' is not a folder" in refused(tmp_path / "file/run", home)
     refused(Path("a" * 300), home)
     with pytest.raises(UserError, match="a folder that can be made and written to, got '/proc/run'"):
         RunFolder.new(Path("/proc/run"), Config())
@@ -229,7 +229,7 @@ def test_two_commands_at_a_time(tmp_path: Path, text_file: Path) -> None:
     os.close(folder.lock)
     assert done.stderr == (
         f"train_moe: argument '--out': expected a folder that no other run writes to, got '{tmp_path / 'run'}', "
-        "which one does. Give another --out.\n"
+        "to which another run writes. Give another --out.\n"
     )
     assert os.listdir(tmp_path) == ["run"]
 

@@ -100,7 +100,7 @@ def test_the_step_is_finished_and_saved(begun, who: str, number: signal.Signals)
         os.kill(run.pid if who == "launcher" else ranks[1], number)
     output = finish(run, list(ranks.values()), SOON)
     stopped = max(losses_of(out))
-    assert f"stopped after step {stopped} of 10000; go on with --resume" in output
+    assert f"stopped after step {stopped} of 10000; continue with --resume" in output
     assert (out / f"checkpoints/step-{stopped:08d}/manifest.json").exists()
     assert not list((out / "checkpoints").glob("*.tmp"))
 
@@ -123,7 +123,7 @@ def test_a_rank_that_does_not_answer(begun, twice: bool) -> None:
     assert twice or time.monotonic() - began > 1
     saved = max(int(path.name[5:]) for path in (out / "checkpoints").glob("step-*[0-9]"))
     assert "train_moe: stopping after " in output
-    line = rf"rank 0: interrupted during (a step|saving), left at once; --resume goes on after step {saved}\n"
+    line = rf"rank 0: interrupted during (a step|saving), exited at once; --resume continues after step {saved}\n"
     assert re.search(line, output), output
 
 
@@ -131,7 +131,7 @@ def test_a_rank_that_is_lost_ends_the_others(begun) -> None:
     _, run, ranks = begun
     os.kill(ranks[1], signal.SIGKILL)
     output, _ = run.communicate(timeout=60)
-    assert run.returncode == 1 and "train_moe: rank 1 was ended by SIGKILL" in output
+    assert run.returncode == 1 and "train_moe: rank 1 was killed by SIGKILL" in output
     assert_gone(list(ranks.values()))
 
 
@@ -150,7 +150,7 @@ def test_a_wait_for_a_rank_that_never_comes(number: signal.Signals, tmp_path: Pa
     wait_for(lambda: listens(run.pid), run)
     run.send_signal(number)
     output = finish(run, [run.pid], SOON)
-    assert "rank 0: interrupted during the start, left at once" in output
+    assert "rank 0: interrupted during the start, exited at once" in output
     assert not (tmp_path / "run").exists()
 
 
@@ -174,7 +174,7 @@ def test_the_start_is_left_at_once(ranks: str, tmp_path: Path, text_file: Path) 
     wait_for(lambda: "libtorch" in Path(f"/proc/{run.pid}/maps").read_text(), run)
     run.send_signal(signal.SIGINT)
     output = finish(run, [run.pid], SOON)
-    assert "train_moe: interrupted during the start, left at once" in output
+    assert "train_moe: interrupted during the start, exited at once" in output
 
 
 def test_one_rank_ends_with_the_same_status_and_goes_on(tmp_path: Path, text_file: Path) -> None:
@@ -185,7 +185,7 @@ def test_one_rank_ends_with_the_same_status_and_goes_on(tmp_path: Path, text_fil
     run.send_signal(signal.SIGTERM)
     output = finish(run, [run.pid], SOON)
     stopped = max(losses_of(out))
-    assert f"stopped after step {stopped} of 40; go on with --resume" in output
+    assert f"stopped after step {stopped} of 40; continue with --resume" in output
     train(out, *options, "--steps", "40", "--resume")
     assert list(losses_of(out)) == list(range(1, 41))
 
@@ -214,5 +214,5 @@ def test_under_torchrun(tmp_path: Path, text_file: Path) -> None:
     os.killpg(run.pid, signal.SIGINT)
     output, _ = run.communicate(timeout=60)
     assert run.returncode != 0
-    assert f"stopped after step {max(losses_of(out))} of 10000; go on with --resume" in output
+    assert f"stopped after step {max(losses_of(out))} of 10000; continue with --resume" in output
     assert_gone(list(ranks.values()))
