@@ -1,4 +1,4 @@
-"""Recipes: which formats they name, and that every argument takes effect."""
+"""Recipes: their format keys, and the effect of every argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""explain_support: true of each recipe and device, and honest where nothing runs."""
+"""explain_support: correct for each recipe and device, also where nothing runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformer_plugin.recipes import (
 
 @dataclass(frozen=True)
 class Keys(Recipe):
-    """Any three formats."""
+    """A recipe with any three format keys."""
 
     input_format: str = "none"
     weight_format: str = "none"
@@ -47,7 +47,7 @@ def test_every_recipe_on_every_device(name: str, device: torch.device) -> None:
 
 
 def test_products_are_those_of_the_plan() -> None:
-    """Each line is what grouped_gemm_plan says of the pair of formats that the layer multiplies."""
+    """Each line agrees with grouped_gemm_plan for the layer's pair of formats."""
     if "this build has no CUDA kernels" in tp.explain_support(None, "cuda"):
         pytest.skip("what a GPU does is said where there are kernels for one")
     if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
@@ -70,7 +70,7 @@ def test_products_are_those_of_the_plan() -> None:
 
 
 def test_what_the_operands_become() -> None:
-    """The words follow the scales: only powers of two are exact in bfloat16."""
+    """Only power-of-two scales are exact in bfloat16, and the text says so."""
     exact = "operands are dequantized exactly to bfloat16"
     assert exact in tp.explain_support(Float8BlockScaling(), "cpu")
     assert exact in tp.explain_support(MXFP8BlockScaling(), "cpu")
@@ -110,7 +110,7 @@ def test_where_the_scales_come_from() -> None:
     ],
 )
 def test_formats_that_hopper_kernels_dequantize(recipe: Recipe, decodes: bool) -> None:
-    """In either element and order of scales; not under an amax for each row."""
+    """For either element and layout of scales, but not with an amax per row."""
     text = tp.explain_support(recipe, "cuda")
     if "this build has no CUDA kernels" in text:
         pytest.skip("what a GPU does is said where there are kernels for one")

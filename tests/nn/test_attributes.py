@@ -1,4 +1,4 @@
-"""Attributes of modules: what is set has its effect, reaches the layers below, or is refused."""
+"""Attributes of modules: setting one takes effect, also in the layers inside, or raises an error."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_recipe_set_later_is_that_of_the_constructor(
     assert not torch.equal(got[0], before[0])
     for g, e in zip(got, expected, strict=True):
         assert_same_bits(g, e)
-    assert moe_of(recipe, device).exchange == module.exchange  # rows are padded as for that recipe
+    assert moe_of(recipe, device).exchange == module.exchange  # the padding is that of the recipe
     set_in(module, where, NVFP4)
     for g, e in zip(results(copy.deepcopy(module)), results(moe_of(NVFP4, device)), strict=True):
         assert_same_bits(g, e)
@@ -71,7 +71,7 @@ def test_a_compiled_layer_follows_its_recipe() -> None:
     compiled(x)
     module.experts.recipe = NVFP4
     assert_same_bits(compiled(x).output.detach(), moe_of(NVFP4)(x).output.detach())
-    compiled.recipe = None  # the module of torch.compile hands attributes on
+    compiled.recipe = None  # torch.compile's module forwards attributes
     assert module.recipe is None
     assert_same_bits(compiled(x).output.detach(), moe_of(None)(x).output.detach())
 
@@ -100,7 +100,7 @@ def test_recipes_that_differ_or_cannot_be() -> None:
         padded.recipe = NVFP4
     assert padded.recipe is None
     padded(torch.randn(3, 64))
-    padded.experts.recipe = NVFP4  # the experts know of no padding: the next call says it
+    padded.experts.recipe = NVFP4  # the experts do not know the padding: the next call raises
     with pytest.raises(
         ValueError, match="expected a DispatchConfig whose alignment is None or a multiple of 16"
     ):
@@ -188,7 +188,7 @@ def test_the_bias_of_a_router_stays_float32(cast: str, device: torch.device) -> 
     assert module.router.expert_bias.device == weight.device
     if not weight.is_meta:
         assert_same_bits(module.router.expert_bias, bias)
-    if weight.dtype != torch.float64:  # which experts do not take
+    if weight.dtype != torch.float64:  # experts do not support it
         output = module(torch.randn(6, 64, device=weight.device, dtype=weight.dtype)).output
         assert output.dtype == weight.dtype
 

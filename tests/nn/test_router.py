@@ -1,4 +1,4 @@
-"""RouterConfig and TopKRouter: what cannot be or cannot learn is said when it is made; presets; widths of recipes."""
+"""RouterConfig and TopKRouter: errors and warnings of the constructors, presets, widths that recipes support."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_experts_that_cannot_be_chosen(experts: int, topk: int, config: RouterCo
 
 
 def test_a_router_that_cannot_learn_is_warned_of() -> None:
-    """What the warning says, and that it is right: the gradient is 0, and not what the warning names instead."""
+    """The warning is right: the gradient is 0, and with the settings that it recommends it is not."""
     text = (
         r"TopKRouter: argument 'topk': expected 2 or more .* got 1: .* Pass RouterConfig\(pre_softmax=True\)"
     )
@@ -149,7 +149,7 @@ def test_a_router_that_cannot_learn_is_warned_of() -> None:
             MoE(16, 16, 4, 1, router=RouterConfig("sigmoid")),
             MoE(16, 16, 4, 2),
         ]
-        MoE(16, 16, 1, 1)  # nothing to choose
+        MoE(16, 16, 1, 1)  # one expert: there is no choice
     input = torch.randn(20, 16, generator=torch.Generator().manual_seed(0))
     for each in (layer, *others):
         (grad,) = torch.autograd.grad(each(input).output.square().sum(), each.router.weight)

@@ -1,4 +1,4 @@
-"""The norm of gradients over ranks, against torch's on one process."""
+"""The norm of gradients over ranks, compared with torch's on one process."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_clipping(ranks: RankPool) -> None:
 
 
 def check_clipping_of_placements(rank: Rank) -> None:
-    """Each element once, and each copy once, on meshes of one and two dimensions."""
+    """Each element and each copy counts once, on meshes of one and two dimensions."""
     mesh = init_device_mesh(rank.device.type, (2, 2), mesh_dim_names=("a", "b"))
     whole = torch.arange(1.0, 33.0, device=rank.device).view(8, 4)
     total = 0.0
@@ -87,7 +87,7 @@ def check_clipping_of_placements(rank: Rank) -> None:
             total += float(whole.double().square().sum())
     norm = tp.clip_grad_norm_(
         iter(parameters + parameters), 1.0
-    )  # a parameter that is named twice counts once
+    )  # a parameter that is passed twice counts once
     assert norm.dtype == torch.float64
     assert float(norm) == pytest.approx(math.sqrt(total), rel=1e-6)
     for parameter in parameters:
@@ -110,7 +110,7 @@ def test_clipping_of_placements(four: RankPool) -> None:
 
 
 def test_clipping_reads_nothing() -> None:
-    with FakeTensorMode():  # whose values nobody can read
+    with FakeTensorMode():  # its tensors have no values to read
         parameters = [torch.nn.Parameter(torch.empty(3, dtype=d)) for d in (torch.float32, torch.bfloat16)]
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)

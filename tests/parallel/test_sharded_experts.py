@@ -1,4 +1,4 @@
-"""Experts sharded over ranks under the wrappers of torch, against one process with the rows of all ranks."""
+"""Experts sharded over ranks in torch's wrappers, compared with one process that has the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_parameters(rank: Rank) -> None:
         weight = block.moe.experts.fc1.weight
         assert weight.placements == (Shard(0),) and weight.shape == (EXPERTS, 2 * FFN, HIDDEN)
         assert_same_bits(weight.full_tensor(), whole.moe.experts.fc1.weight)
-        # Another state of this rank's experts, as each rank may have saved it by itself.
+        # Another state dict of this rank's experts, as each rank may have saved it separately.
         local = {
             name: p.to_local() + 1 if isinstance(p, DTensor) else p for name, p in block.state_dict().items()
         }
@@ -83,7 +83,7 @@ def test_parameters_are_sharded(ranks: RankPool) -> None:
 
 
 def check_optimizers(rank: Rank) -> None:
-    """One list of parameters with the default; groups of one kind with the others."""
+    """One list of all parameters with default settings; separate groups of plain and DTensor parameters otherwise."""
     whole = whole_block(rank.device)
     results = []
     for options in ({}, {"foreach": True}, {"fused": True}):
@@ -104,7 +104,7 @@ def test_optimizers(ranks: RankPool) -> None:
 
 
 def check_moved_and_recast(rank: Rank) -> None:
-    """Moves, casts and loads keep the class of the parameters, which optimizers take beside plain ones."""
+    """Moves, casts and loads keep the parameters' class, which optimizers accept together with plain parameters."""
     whole = whole_block(rank.device)
     kind = type(sharded_block(whole, rank.device, group=rank.group).moe.experts.fc1.weight)
     assert issubclass(kind, DTensor) and kind is not DTensor
@@ -138,7 +138,7 @@ def test_moved_and_recast(ranks: RankPool) -> None:
 
 
 def check_recipes_set_later(rank: Rank) -> None:
-    """As if the layer had been made with them; rows are padded as they want."""
+    """The same as if the layer had been made with the recipe; rows are padded as it requires."""
     rows = torch.randn(9, 64, generator=torch.Generator().manual_seed(rank.rank)).to(rank.device)
     options = {"group": rank.group, "device": rank.device, "dispatch": tp.nn.DispatchConfig(max_tokens=64)}
     for recipe in (tp.recipes.MXFP8BlockScaling(), tp.recipes.Float8BlockScaling(), None):
@@ -177,14 +177,14 @@ def check_data_parallel(rank: Rank) -> None:
             ), name
         if plain:
             continue
-        with torch.no_grad():  # copies that differ become those of the first of them
+        with torch.no_grad():  # copies that differ are overwritten by the first copy
             for parameter in block.parameters():
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 local.add_(0.0 if rank.rank < (rank.size if "group" in placement else 2) else 1.0)
         model = tp.parallel.data_parallel(block)
         one_step(rank, model, 0)
         assert_gradients(model, wanted_gradients(whole, rank.size))
-        one_step(rank, model, 1)  # adds, as in DistributedDataParallel
+        one_step(rank, model, 1)  # accumulates, as in DistributedDataParallel
         assert_gradients(model, wanted_gradients(whole, rank.size, 2))
         model.zero_grad()
         with model.no_sync():
@@ -216,7 +216,7 @@ def shard_by_hand(block: Block, mesh: Any) -> None:
 
 def shard_hybrid(block: Block, mesh: Any) -> None:
     fully_shard(block.moe.experts, mesh=mesh["copies"])
-    block.moe.experts.set_gradient_divide_factor(mesh.size())  # what it is already
+    block.moe.experts.set_gradient_divide_factor(mesh.size())  # the value that it has already
     fully_shard(block, mesh=mesh)
 
 
@@ -252,7 +252,7 @@ def test_fully_shard(ranks: RankPool, shard: Any, with_group: bool) -> None:
 
 
 def check_float16(rank: Rank) -> None:
-    """FSDP2 divides before and after a sum in float16."""
+    """In float16, FSDP2 divides before and after the sum."""
     whole, mesh = whole_block(rank.device), mesh_of(rank)
     block = sharded_block(whole, rank.device, mesh=mesh["experts"])
     half = MixedPrecisionPolicy(reduce_dtype=torch.float16)

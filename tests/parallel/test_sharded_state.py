@@ -1,4 +1,4 @@
-"""States of experts that are sharded over ranks: checkpoints, refusals, compiled."""
+"""State of sharded experts: checkpoints, errors, compiled models."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ def check_checkpoint(rank: Rank, path: str) -> None:
     again = tp.parallel.fully_shard(Block(rank.device, mesh=mesh["experts"]), mesh)
     load_into(rank, f"{path}/sharded", again, expected, False)
     load_into(rank, f"{path}/sharded", Block(rank.device), expected, True)
-    # From one process to many.
+    # From one process to several.
     alone = Block(rank.device)
     state = saved(alone, stepped(rank, alone)) if rank.rank == 0 else None
     if state is not None:
         dcp.save(state, checkpoint_id=f"{path}/alone", no_dist=True)
-    told = [flat(state)]
-    dist.broadcast_object_list(told)
-    load_into(rank, f"{path}/alone", Block(rank.device, mesh=mesh["experts"]), told[0], False)
+    states = [flat(state)]
+    dist.broadcast_object_list(states)
+    load_into(rank, f"{path}/alone", Block(rank.device, mesh=mesh["experts"]), states[0], False)
 
 
 def test_checkpoints_of_other_numbers_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
@@ -215,7 +215,9 @@ def check_refusals(rank: Rank) -> None:
     torch.save(block.state_dict(), file)
     file.seek(0)
     block.load_state_dict(torch.load(file, weights_only=True))
-    assert isinstance(MoE(8, 16, 4, 2, group=None), MoE)  # there is a world, and this layer is not of it
+    assert isinstance(
+        MoE(8, 16, 4, 2, group=None), MoE
+    )  # a world group exists, but this layer does not use it
 
 
 def test_refusals(ranks: RankPool) -> None:
@@ -274,7 +276,7 @@ def test_output_is_no_view(shape: tuple[int, ...]) -> None:
     output = MoE(8, 16, 4, 2)(input).output
     assert output.shape == input.shape and not output._is_view()
     output.sum().backward()
-    output.detach_()  # what zero-bubble schedules do
+    output.detach_()  # as zero-bubble schedules do
     assert input.grad is not None and input.grad.shape == input.shape
 
 
