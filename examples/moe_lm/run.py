@@ -242,6 +242,6 @@ def say(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        nobody = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nobody, sys.stdout.fileno())
-        os.close(nobody)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+        os.close(devnull)

@@ -125,15 +125,15 @@ FIXED = [
 def test_what_cannot_change_is_refused(make: object, names: tuple[str, ...]) -> None:
     module = make()
     for name in names:
-        held = getattr(module, name)
-        setattr(module, name, held)
+        value = getattr(module, name)
+        setattr(module, name, value)
         with pytest.raises(ValueError) as error:
             setattr(module, name, 7)
         assert str(error.value) == (
-            f"transformer_plugin::{type(module).__name__}: attribute '{name}': expected to stay {held!r}, with which "
-            "the layer was made, got 7. Make a new layer."
+            f"transformer_plugin::{type(module).__name__}: attribute '{name}': expected {value!r}, as in the "
+            "constructor, got 7. Make a new layer."
         )
-        assert getattr(module, name) == held
+        assert getattr(module, name) == value
 
 
 def test_what_can_change_has_its_effect() -> None:

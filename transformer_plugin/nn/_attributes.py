@@ -23,11 +23,11 @@ def fixed(name: str, read: Callable[[Any], Any] | None = None) -> Any:
         return read(self) if read else getattr(self, key)
 
     def set(self: torch.nn.Module, value: Any) -> None:
-        held = read(self) if read else self.__dict__.setdefault(key, value)
-        if held is not value and held != value:
+        current = read(self) if read else self.__dict__.setdefault(key, value)
+        if current is not value and current != value:
             raise ValueError(
-                f"transformer_plugin::{type(self).__name__}: attribute '{name}': expected to stay {held!r}, with "
-                f"which the layer was made, got {value!r}. Make a new layer."
+                f"transformer_plugin::{type(self).__name__}: attribute '{name}': expected {current!r}, as in the "
+                f"constructor, got {value!r}. Make a new layer."
             )
 
     return property(get, set, doc=f"``{name}`` of the constructor. Another value cannot be set.")
@@ -86,9 +86,9 @@ class SharedRecipeModule(PluginModule):
                 layer.recipe = recipe
             self._on_recipe_change()
         except Exception:
-            for layer, held in zip(layers, before, strict=True):
-                if layer.recipe is not held:
-                    layer.recipe = held
+            for layer, previous in zip(layers, before, strict=True):
+                if layer.recipe is not previous:
+                    layer.recipe = previous
             raise
 
     def _on_recipe_change(self) -> None:

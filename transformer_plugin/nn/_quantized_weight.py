@@ -27,13 +27,13 @@ def _increment_weight_versions(optimizer: Optimizer, *_: Any) -> None:
     """Runs after a step of any optimizer. ``fused=True`` updates parameters without incrementing their versions."""
     if torch.compiler.is_compiling():  # compiled steps increment the versions
         return
-    held = {
+    cached = {
         id(holder._quantized_from.weight)
         for holder in list(_modules_with_cached_weight)
         if holder._quantized_from
     }
     for group in optimizer.param_groups:
-        increment_version([parameter for parameter in group["params"] if id(parameter) in held])
+        increment_version([parameter for parameter in group["params"] if id(parameter) in cached])
 
 
 @cache
@@ -119,8 +119,8 @@ class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
                 change in each forward.
         """
         self._check_recipe()
-        weight, held = self.weight, self._quantized_from
-        if held is not None and held.kind != (weight.shape, weight.device):
+        weight, source = self.weight, self._quantized_from
+        if source is not None and source.kind != (weight.shape, weight.device):
             self.forget_quantized_weights()
         with torch.no_grad():
             if self._quantized:
@@ -196,7 +196,7 @@ class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
             state["_quantized_from"] = (origin.weight, versions_behind)
             # Left out of the state, because torch.save requires one dtype per storage.
             names = [f"quantized_weight_{i}" for i in range(len(self._quantized))]
-            state["_buffers"] = {name: held for name, held in self._buffers.items() if name not in names}
+            state["_buffers"] = {name: buffer for name, buffer in self._buffers.items() if name not in names}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -28,10 +28,10 @@ def keep_float32(module: torch.nn.Module, *names: str) -> Iterator[None]:
     """Context for a module's move or cast: the named buffers change their device, but stay float32, bit for bit."""
     before = {name: module._buffers.get(name) for name in names}
     yield
-    for name, held in before.items():
+    for name, old in before.items():
         now = module._buffers.get(name)
-        if held is not None and now is not None and now.dtype != held.dtype:
-            module._buffers[name] = held.to(now.device)
+        if old is not None and now is not None and now.dtype != old.dtype:
+            module._buffers[name] = old.to(now.device)
 
 
 class RoleFormats(NamedTuple):
@@ -113,16 +113,16 @@ class RecipeModule(QuantizedWeightMixin):
             warnings.warn(text, UserWarning, stacklevel=4)
 
     def _make_state(self) -> None:
-        recipe, held = self._recipe, self._buffers.get(STATE[0])
+        recipe, history = self._recipe, self._buffers.get(STATE[0])
         if self._rank_amax is not None:
             self.delayed_amax.copy_(self._rank_amax)
             self._rank_amax = None
         if isinstance(recipe, DelayedScaling):
-            if held is None or held.shape[0] != recipe.amax_history_len:
+            if history is None or history.shape[0] != recipe.amax_history_len:
                 self._register_state(recipe)
             if recipe.amax_group:
                 self._rank_amax = self.delayed_amax.clone()
-        elif held is not None:
+        elif history is not None:
             for name in STATE:
                 delattr(self, name)
 
