@@ -1,7 +1,7 @@
-"""The amaxes of many weights at once, beside a call for each: what one launch saves.
+"""One launch for the amaxes of many weights, compared with one call for each weight.
 
-Weights of one size, float32 amaxes into one buffer. Compared first, bit for bit. Device time is that of a CUDA graph,
-which has no host in it; host time is that of the calls.
+The weights have one size; the float32 amaxes are written into one buffer. Results are first compared bit for bit.
+Device time is measured with a CUDA graph, which excludes the host; host time is that of the calls.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SIZES = ((256, 256), (1024, 1024), (2048, 1408))
 
 
 def measure(shape: tuple[int, int], device: torch.device) -> dict[str, Any]:
-    """One row of the result."""
+    """Returns one row of the result."""
     weights = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(WEIGHTS)]
     amax = torch.zeros(WEIGHTS, device=device)
 
@@ -30,7 +30,9 @@ def measure(shape: tuple[int, int], device: torch.device) -> dict[str, Any]:
         return [ops.amax(weight, "fp8_tensor") for weight in weights]
 
     together()
-    assert torch.equal(amax, torch.cat(one_by_one())), "the list's amaxes are not those of its members"
+    assert torch.equal(amax, torch.cat(one_by_one())), (
+        "amaxes of the list differ from those of separate calls"
+    )
     calls = {"list": together, "separate": one_by_one}
     times = {"host": host_times(calls, device, rounds=9, repeat=2)}
     if device.type == "cuda":
@@ -43,7 +45,7 @@ def measure(shape: tuple[int, int], device: torch.device) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures on every device here."""
+    """Measures on every device of this machine."""
     for device in devices():
         rows = [measure(shape, device) for shape in SIZES]
         for row in rows:

@@ -1,11 +1,11 @@
-"""What every benchmark shares: where and with what it ran, timing, and the JSON it writes.
+"""Shared by all benchmarks: a description of machine and versions, timing, and writing JSON.
 
-How to time (each rule answers a way in which figures went wrong):
+How to time (each rule prevents an error that has occurred):
 
-- Competitors alternate in one run; only ratios taken in one run are compared. The median, with the quartiles beside it.
-- Host time: calls in a row without waiting for the device, few enough that its queue never fills, one wait at the end.
-- Device time: the same calls replayed from a CUDA graph after a rest, so that neither the host nor a card that has
-  lowered its clock is what is measured; the clock is noted.
+- Competitors alternate in one run, and only ratios from one run are compared. Report the median and the quartiles.
+- Host time: several calls without waiting for the device, few enough that its queue never fills, then one wait.
+- Device time: the same calls replayed from a CUDA graph after a pause, so that neither the host nor a GPU that has
+  lowered its clock is measured. The clock is recorded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RESULTS = Path(__file__).with_name("results")
 
 @dataclass(frozen=True)
 class Time:
-    """Microseconds of one call: the median of the rounds and the middle half of them."""
+    """Microseconds per call: the median of the rounds, and their quartiles."""
 
     median: float
     low: float
@@ -39,13 +39,13 @@ class Time:
 
     @staticmethod
     def of(samples: list[float]) -> Time:
-        """From one figure per round, in microseconds."""
+        """Computes it from one value per round, in microseconds."""
         low, median, high = statistics.quantiles(samples, n=4) if len(samples) > 1 else samples * 3
         return Time(round(median, 4), round(low, 4), round(high, 4))
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for the device, where there is something to wait for."""
+    """Waits for the device if it is asynchronous."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -57,8 +57,10 @@ def host_times(
     repeat: int = 200,
     seldom: Collection[str] = (),
 ) -> dict[str, Time]:
-    """Host time of each call, the calls alternating. ``repeat`` calls are made between waits; one, and only in every
-    third turn, of those that are called ``seldom`` because they are slow."""
+    """Returns the host time of each call; the calls alternate. There is one wait after ``repeat`` calls.
+
+    The calls named in ``seldom`` are slow: they run once, in every third round.
+    """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 3):
         for name, call in calls.items():
@@ -70,7 +72,7 @@ def host_times(
             for _ in range(times):
                 call()
             seconds = time.perf_counter() - begin
-            if turn >= 3:  # the first turns load code and fill caches
+            if turn >= 3:  # the first rounds load code and fill caches
                 samples[name].append(seconds / times * 1e6)
     synchronize(device)
     return {name: Time.of(values) for name, values in samples.items()}
@@ -79,7 +81,7 @@ def host_times(
 def device_times(
     calls: dict[str, Callable[[], Any]], rounds: int = 9, repeat: int = 8, rest: float = 0.1
 ) -> dict[str, Time]:
-    """Device time of each call on CUDA: ``repeat`` calls in one graph, replayed after a rest, the calls alternating."""
+    """Returns the device time of each CUDA call: a graph of ``repeat`` calls, replayed after a pause, alternating."""
     graphs = {name: _graph_of(call, repeat) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
@@ -98,8 +100,10 @@ def device_times(
 def sustained_times(
     calls: dict[str, Callable[[], Any]], rounds: int = 18, warm: float = 0.3
 ) -> dict[str, Time]:
-    """Device time of each call on CUDA at the clock that work without a rest leaves: the calls alternate back to back,
-    and are timed after ``warm`` seconds of that."""
+    """Returns the device time of each CUDA call under sustained load, at the clock to which the GPU then falls.
+
+    The calls alternate without pauses, and are timed after ``warm`` seconds.
+    """
     graphs = {name: _graph_of(call, 1) for name, call in calls.items()}
     begin = time.perf_counter()
     while time.perf_counter() - begin < warm:
@@ -154,7 +158,7 @@ def _gpu(device: torch.device) -> dict[str, Any]:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, device and clocks: what a figure means nothing without."""
+    """Describes versions, device and clocks, without which timings cannot be interpreted."""
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "transformer_plugin": transformer_plugin.__version__,
@@ -169,7 +173,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def write(benchmark: str, device: torch.device, rows: list[dict[str, Any]], **more: Any) -> Path:
-    """Writes ``results/<benchmark>_<device>.json``; a :class:`Time` in a row becomes its three numbers."""
+    """Writes ``results/<benchmark>_<device>.json``. A :class:`Time` in a row becomes three numbers."""
     plain = [
         {key: asdict(value) if isinstance(value, Time) else value for key, value in row.items()}
         for row in rows
@@ -189,5 +193,5 @@ def write(benchmark: str, device: torch.device, rows: list[dict[str, Any]], **mo
 
 
 def devices() -> list[torch.device]:
-    """The CPU, and the GPU where there is one."""
+    """Returns the CPU, and the GPU if there is one."""
     return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]

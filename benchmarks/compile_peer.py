@@ -1,10 +1,10 @@
-"""torch.compile of a case in plain PyTorch, as a peer: for its shape alone, within a time limit, its bytes compared.
-So is the reference as it stands, on a CPU.
+"""Compiles a case in plain PyTorch with torch.compile, as a peer: for one shape, within a time limit, bytes compared.
+On a CPU the unmodified reference is compiled too.
 
-"max-autotune" tries configurations one after the other, a minute for some kernels. On a GPU the chosen cases are
-therefore compiled beforehand, several at once, in processes of their own that fill Inductor's cache
-(``python -m benchmarks.compile_peer`` is one of them). What they found fastest on a shared GPU is forgotten: the
-benchmark measures all configurations again on a quiet one, with the binaries at hand.
+"max-autotune" tries configurations one after the other, which takes a minute for some kernels. So on a GPU the chosen
+cases are compiled in advance, several at once, in separate processes that fill Inductor's cache (``python -m
+benchmarks.compile_peer`` runs one of them). Their autotuning results are discarded, because they shared the GPU: the
+benchmark measures all configurations again on an idle GPU, with cached binaries.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from benchmarks.quantize_case import Call, Case
 from benchmarks.quantize_cases import cases
 
 ROOT = Path(__file__).resolve().parents[1]
-START = 60.0  # seconds that a process may take beside compiling
-GROUP = 0.4  # seconds at least that compiling a reference takes for each group of its loop: 256 took 107
+START = 60.0  # seconds that a process may take in addition to compiling
+GROUP = 0.4  # least seconds to compile one group of a reference's unrolled loop: 256 groups took 107 s
 NOTE = "peer: "
 
 
 def as_tuple(result: Tensor | Tensors) -> Tensors:
-    """What an op returned, one tensor or several."""
+    """Converts the result of an op, one tensor or several, to a tuple."""
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 def equal_bytes(got: Tensors, expected: Tensors) -> bool:
-    """Whether shapes and every byte agree; a compiler may give bytes where an op names their dtype."""
+    """Whether shapes and all bytes are equal; a compiled function may return uint8 for a dtype it does not know."""
     return len(got) == len(expected) and all(
         a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
         for a, b in zip(got, expected, strict=True)
@@ -53,12 +53,12 @@ def equal_bytes(got: Tensors, expected: Tensors) -> bool:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """TimeoutError after so many seconds, and once more each 5 s where something inside swallows it."""
+    """Raises TimeoutError after so many seconds, and again every 5 s in case something catches it."""
 
     def stop(*_: object) -> None:
         raise TimeoutError
 
-    logging.disable(logging.CRITICAL)  # compilers print whole graphs when they are interrupted
+    logging.disable(logging.CRITICAL)  # interrupted compilers print whole graphs
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds, 5.0)
     try:
@@ -70,8 +70,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def compile_peer(case: Case, inputs: Tensors, limit: float) -> tuple[Call | None, str]:
-    """What was compiled, or None, and what is to be said of it. What was compiled before would count against dynamo's
-    limit."""
+    """Returns the compiled function or None, and a note. Resets dynamo, whose recompile limit counts earlier cases."""
     torch._dynamo.reset()
     if case.groups:
         return None, "not compiled: it reads the sizes on the host"
@@ -86,25 +85,24 @@ def compile_peer(case: Case, inputs: Tensors, limit: float) -> tuple[Call | None
                 if time.monotonic() - begin >= limit or len(as_tuple(case.op(*inputs))) <= 2:
                     raise
                 torch._dynamo.reset()
-                # One graph for each direction: what a half does not return, its compiler leaves out.
+                # One graph for each direction, because a compiler removes outputs that are not returned.
                 halves = [lambda *x: whole(*x)[:2], lambda *x: whole(*x)[2:]]
                 call, got = _compile(halves, mode, inputs)
                 mode += " in 2 graphs"
-    except Exception as error:  # a compiler's failure is a result, whatever it raises
+    except Exception as error:  # any failure of a compiler is a result
         torch._dynamo.reset()
         return None, _refusal(error, begin, limit)
     return call, f"{mode}, {same_bytes(case, inputs, got)}"
 
 
 def compile_reference(case: Case, inputs: Tensors, limit: float) -> tuple[Call | None, str]:
-    """The reference as it is written, in as many graphs as it falls into, and what is to be said of it. A compiled
-    peer stays so."""
+    """Returns the compiled reference or None, and a note. It may have several graphs. Keeps a compiled peer."""
     if case.groups * GROUP > limit:
         return None, f"not compiled: {case.groups} groups unrolled take more than {limit:g} s"
     begin = time.monotonic()
     call = torch.compile(case.reference, dynamic=False)
     try:
-        # In this thread: a C++ compiler that another one waits for would outlive the limit.
+        # In this thread: a C++ compiler for which another thread waits would outlive the limit.
         with time_limit(limit), torch._inductor.config.patch(compile_threads=1):
             got = as_tuple(call(*inputs))
     except Exception as error:
@@ -120,12 +118,12 @@ def _refusal(error: Exception, begin: float, limit: float) -> str:
 
 
 def same_bytes(case: Case, inputs: Tensors, got: Tensors) -> str:
-    """Whether they are the op's."""
+    """Says whether these are the op's bytes."""
     return "the same bytes" if equal_bytes(got, as_tuple(case.op(*inputs))) else "other bytes"
 
 
 def _compile(parts: list[Call], mode: str, inputs: Tensors) -> tuple[Call, Tensors]:
-    """Compiled for this shape alone and called once."""
+    """Compiles for this shape alone, and calls once."""
     graphs = [torch.compile(part, dynamic=False, fullgraph=True, mode=mode) for part in parts]
 
     def call(*tensors: Tensor) -> Tensors:
@@ -136,10 +134,10 @@ def _compile(parts: list[Call], mode: str, inputs: Tensors) -> tuple[Call, Tenso
     return call, got
 
 
-def compile_beforehand(
+def precompile(
     chosen: list[Case], shape: tuple[int, int], device: torch.device, limit: float, jobs: int
 ) -> dict[str, str]:
-    """Fills Inductor's cache, which this process uses from now on; the reasons of those that cannot be compiled."""
+    """Fills Inductor's cache, which this process then uses. Returns why cases cannot be compiled."""
     cache = tempfile.mkdtemp(prefix="inductor_")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -176,7 +174,7 @@ def compile_beforehand(
 
 
 def main() -> None:
-    """Compiles one case and says how it went."""
+    """Compiles one case and prints the outcome."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--name", required=True)
     parser.add_argument("--device", required=True)

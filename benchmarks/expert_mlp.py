@@ -1,12 +1,12 @@
-"""The experts of a mixture, fc1, SwiGLU times probability, fc2, forward and backward, beside stock PyTorch in one run.
+"""The experts of a mixture (fc1, SwiGLU times probability, fc2), forward and backward, compared with stock PyTorch.
 
-``GroupedMLP`` in bfloat16 and with ``Float8BlockScaling``, which quantizes weights in every call, or has them quantized
-beforehand (``quantize_weights()``, as between the micro-batches of a step); the peer is ``torch._grouped_mm`` with its
-offsets made beforehand and a compiled SwiGLU. All have even groups, one set of weights, and give the gradients of the
-input, the probabilities and both weights, in bfloat16. Memory is the peak of one step run by itself, weights and their
-gradients included, also in what they were quantized to beforehand. Times are those after a rest, of as many steps as a
-card keeps its clock for; beside them sustained ones, of steps that alternate back to back at the clock that leaves.
-Outputs and gradients are compared before anything is timed.
+``GroupedMLP`` runs in bfloat16 and with ``Float8BlockScaling``. The latter quantizes weights in every call, or uses
+cached quantized weights (``quantize_weights()``, as for the micro-batches of a step). The peer is ``torch._grouped_mm``
+with precomputed offsets and a compiled SwiGLU. All use even groups and one set of weights, and compute the gradients of
+the input, the probabilities and both weights, in bfloat16. Memory is the peak of one step alone, including weights,
+cached quantized weights and gradients. Times are measured after a pause, with as many steps as the GPU runs before it
+lowers its clock; sustained times are measured with steps that alternate without pauses. Outputs and gradients are
+compared before timing.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from transformer_plugin.recipes import Float8BlockScaling, Recipe
 from transformer_plugin.testing.numerics import relative_error
 
 ROUNDS = 5
-#: microseconds of such work that a card does after a rest before it lowers its clock, which it did after 30 to 40 ms.
+#: microseconds of work that the GPU does after a pause before it lowers its clock, which took 30 to 40 ms.
 RESTED_US = 30e3
 MOST_REPEATS = 8
-BEFOREHAND = "fp8_block, weights quantized beforehand"
+CACHED_WEIGHTS = "fp8_block, weights quantized beforehand"
 RECIPES: dict[str, Recipe | None] = {
     "bf16": None,
     "fp8_block": Float8BlockScaling(),
-    BEFOREHAND: Float8BlockScaling(),
+    CACHED_WEIGHTS: Float8BlockScaling(),
 }
-#: norms of differences that a result in bfloat16 may show, several roundings behind one another.
+#: relative error (norm) that is allowed for a bfloat16 result after several roundings.
 BF16_BOUND = 2**-6
 
 
 @dataclass(frozen=True)
 class Workload:
-    """``rows`` of ``hidden`` for ``groups`` experts with ``ffn_hidden`` columns between the products."""
+    """``rows`` of ``hidden`` columns for ``groups`` experts with ``ffn_hidden`` columns between the products."""
 
     name: str
     groups: int
@@ -67,7 +67,7 @@ def _swiglu(x: Tensor, probs: Tensor) -> Tensor:
 
 
 class Data:
-    """Inputs and weights of a workload, and the steps over them."""
+    """Inputs and weights of a workload, and its training steps."""
 
     def __init__(self, work: Workload, device: torch.device) -> None:
         def leaf(*size: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -80,7 +80,7 @@ class Data:
         self.grad = torch.randn(work.rows, hidden, device=device, dtype=torch.bfloat16)
         self.sizes = torch.full((work.groups,), work.rows // work.groups, dtype=torch.int32, device=device)
         self.ends = self.sizes.cumsum(0, dtype=torch.int32)
-        torch._dynamo.reset()  # what was compiled for other shapes counts against its limit
+        torch._dynamo.reset()  # dynamo's recompile limit counts earlier shapes
         self.swiglu = torch.compile(_swiglu, dynamic=False, fullgraph=True)
         self.modules = {name: self._module(work, recipe, device) for name, recipe in RECIPES.items()}
 
@@ -91,24 +91,24 @@ class Data:
         module.fc2.weight = torch.nn.Parameter(self.fc2.detach())
         return module
 
-    def hold(self, name: str) -> None:
-        """Before a step of this name: what is quantized beforehand."""
-        if name == BEFOREHAND:
+    def cache_weights(self, name: str) -> None:
+        """Caches quantized weights if the step of this name uses them."""
+        if name == CACHED_WEIGHTS:
             self.modules[name].quantize_weights()
 
-    def forget(self) -> None:
-        """Frees it, so that it is in no other step's peak."""
-        self.modules[BEFOREHAND].forget_quantized_weights()
+    def drop_cached_weights(self) -> None:
+        """Frees cached quantized weights, so that they do not count in the memory of other steps."""
+        self.modules[CACHED_WEIGHTS].forget_quantized_weights()
 
     def leaves(self, name: str) -> list[Tensor]:
-        """What gradients are of."""
+        """Returns the tensors whose gradients are computed."""
         if name == "torch":
             return [self.input, self.probs, self.fc1, self.fc2]
         module = self.modules[name]
         return [self.input, self.probs, module.fc1.weight, module.fc2.weight]
 
     def step(self, name: str) -> tuple[Tensor, ...]:
-        """Output, and gradients of the leaves."""
+        """Returns the output, and the gradients of the leaves."""
         if name == "torch":
             middle = torch._grouped_mm(self.input, self.fc1.mT, offs=self.ends)
             output = torch._grouped_mm(self.swiglu(middle, self.probs), self.fc2.mT, offs=self.ends)
@@ -118,30 +118,30 @@ class Data:
 
 
 def verify(data: Data, name: str) -> None:
-    """Outputs and gradients are those of the peer but for the roundings of the format."""
+    """Checks that outputs and gradients equal the peer's, except for the format's rounding."""
     recipe = RECIPES[name]
-    data.hold(name)
+    data.cache_weights(name)
     bound = BF16_BOUND if recipe is None else 3 * Format.parse(recipe.input_format).gemm_tolerance
     names = ("output", "gradient of input", "of probs", "of fc1", "of fc2")
     for what, got, wanted in zip(names, data.step(name), data.step("torch"), strict=True):
         error = relative_error(got, wanted.double())
         if not error < bound:
-            raise AssertionError(f"{name}, {what}: {error:.2e} away from stock PyTorch's")
-    data.forget()
+            raise AssertionError(f"{name}, {what}: relative error {error:.2e} against stock PyTorch")
+    data.drop_cached_weights()
 
 
 def peaks(data: Data, calls: dict[str, Callable[[], Any]], device: torch.device) -> dict[str, int]:
-    """Of each call, with nothing quantized beforehand but what is its own."""
+    """Returns the peak memory of each call in bytes; only the call's own quantized weights are cached."""
     memory = {}
     for name, call in calls.items():
-        data.hold(name)
+        data.cache_weights(name)
         memory[name] = peak(call, device)
-        data.forget()
+        data.drop_cached_weights()
     return memory
 
 
 def peak(call: Callable[[], Any], device: torch.device) -> int:
-    """Bytes, with all that was there before."""
+    """Returns the peak memory of a call in bytes, including what was allocated before."""
     call()
     synchronize(device)
     gc.collect()
@@ -153,19 +153,19 @@ def peak(call: Callable[[], Any], device: torch.device) -> int:
 
 
 def repeats(calls: dict[str, Callable[[], Any]]) -> int:
-    """Steps that follow one another after a rest: so many of the slowest as a card keeps its clock for."""
+    """Returns how many steps to run after a pause, so that the slowest does not exceed the time at a full clock."""
     slowest = max(time.median for time in device_times(calls, rounds=2, repeat=1).values())
     return max(1, min(MOST_REPEATS, int(RESTED_US / slowest)))
 
 
 def measure(work: Workload, device: torch.device, rounds: int) -> list[dict[str, Any]]:
-    """A row for each recipe."""
+    """Returns a row for each recipe."""
     data = Data(work, device)
     for name in RECIPES:
         verify(data, name)
     calls = {name: partial(data.step, name) for name in ("torch", *RECIPES)}
     memory = peaks(data, calls, device)
-    data.hold(BEFOREHAND)
+    data.cache_weights(CACHED_WEIGHTS)
     repeat = repeats(calls)
     times, sustained = device_times(calls, rounds, repeat), sustained_times(calls)
     return [
@@ -192,13 +192,13 @@ def measure(work: Workload, device: torch.device, rounds: int) -> list[dict[str,
 
 
 def main() -> None:
-    """Measures on the GPU; on a CPU a tiny workload is checked and nothing is timed."""
+    """Measures on the GPU. On a CPU it checks a tiny workload and times nothing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="the GPU where there is one unless given")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: the GPU if there is one")
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="only workloads with the text in their name"
+        "--only", default="", metavar="TEXT", help="only workloads whose name contains the text"
     )
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"{ROUNDS} unless given")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default: {ROUNDS}")
     arguments = parser.parse_args()
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.manual_seed(0)
@@ -206,7 +206,7 @@ def main() -> None:
         data = Data(Workload("tiny", 4, 256, 128, 512), device)
         for name in RECIPES:
             verify(data, name)
-        print("checked on a CPU; times are taken on a GPU only")
+        print("checked on a CPU; only a GPU is timed")
         return
     chosen = [work for work in WORKLOADS if arguments.only.lower() in work.name.lower()]
     if not chosen:

@@ -1,16 +1,15 @@
-"""Speed of the grouped products beside torch._grouped_mm, in the same run, at the sizes of known mixtures of experts.
+"""Speed of grouped products compared with torch._grouped_mm, in one run, at the sizes of known mixtures of experts.
 
-Group sizes are "even", "skewed" (in multiples of 128, as modules lay groups out) or "any": skewed to single rows, every
-tenth group empty. All have the same number of rows, which is what rates count. The peer of "any" is the op's own rate
-with even groups. torch gets its offsets made beforehand; the ops make them from the sizes. The peer of a weight
-gradient that is added to a main gradient in float32 is torch's product and a compiled addition; that of FP8 operands,
-quantized beforehand, is torch's product of bfloat16. Times are those after a rest; a GPU's sustained ratio, of calls
-that alternate back to back at the clock that leaves, stands beside them. Data are normal numbers: what a GPU multiplies
-decides its clock.
+Group sizes are "even", "skewed" (multiples of 128, as modules pad groups) or "any" (skewed without padding, every tenth
+group empty). All have the same number of rows, from which rates are computed. The peer of "any" is the same op with
+even groups. torch gets precomputed offsets; the ops compute them from the sizes. The peer of a weight gradient that is
+added to a float32 main gradient is torch's product and a compiled addition. The peer of FP8 operands, which are
+quantized before timing, is torch's bfloat16 product. Times are measured after a pause. On a GPU a sustained ratio is
+added, from calls that alternate without pauses. Data is normally distributed, because the data affects the GPU's clock.
 
-Before it is timed a result is compared with the float64 product of some groups. Host time is that of tiny groups. A CPU
-has shapes and a peer of its own (grouped_gemm_cpu.py); with ``--tiny`` the shapes here are tiny, on any device, and
-nothing is written: to try it, not to quote it.
+Results are compared with the float64 product of some groups before timing. Host time is measured with tiny groups. A
+CPU has other shapes and another peer (grouped_gemm_cpu.py). With ``--tiny`` the shapes are tiny, on any device, and
+nothing is written: use it to try the benchmark, not for results.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ from transformer_plugin.testing.numerics import assert_rounded_sum, fp8_sums, re
 
 ROUNDS = 5
 REPEAT = 4
-#: of bfloat16: norms of differences are below that, and above it where one block of a sum is missing.
+#: allowed relative error (norm) of bfloat16 results; one missing block of a sum exceeds it.
 ROUNDING = 2**-8
 HOST = "host time"
 
 
 def verify(data: Data, work: Work, kind: str) -> None:
-    """The op's result is the product rounded once in the largest, the smallest (or an empty), the last group and
-    the last with rows; the peer's is near it."""
+    """Checks that the op's result is the product rounded once, in the largest, the smallest (or an empty), the last and
+    the last nonempty group, and that the peer's is near it."""
     sizes = data.sizes[kind]
     last = int(sizes.nonzero()[-1])
     groups = sorted({int(sizes.argmax()), int(sizes.argmin()), last, sizes.numel() - 1})
@@ -71,7 +70,7 @@ def verify(data: Data, work: Work, kind: str) -> None:
             name, exact = f"{work.name}, {kind} sizes, group {group}, {whose}", before + product
             error = relative_error(got, exact)
             if not error < ROUNDING:
-                raise AssertionError(f"{name}: {error:.2e} away from the float64 product")
+                raise AssertionError(f"{name}: relative error {error:.2e} against the float64 product")
             if whose != "torch":
                 more = fp8_sums(a, b) if work.name.startswith("FP8") else 0.0
                 terms = a.shape[1] + 1
@@ -81,7 +80,7 @@ def verify(data: Data, work: Work, kind: str) -> None:
 def _parts(
     data: Data, work: Work, call: Call, kind: str, groups: list[int]
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """What the product of each of these groups was added to, in float64, and the result."""
+    """Returns the rows of these groups before the product was added, in float64, and the result."""
     nothing = torch.zeros((), dtype=torch.float64, device=data.x.device)
     before = {group: data.main_grad[group].double() if work.added else nothing for group in groups}
     result = call(data, kind)
@@ -90,7 +89,7 @@ def _parts(
 
 
 def measure(shape: Shape, data: Data, works: list[Work], rounds: int) -> list[dict[str, Any]]:
-    """Works with one peer, with groups of each kind, alternating in one run."""
+    """Measures works with the same peer, for each kind of group sizes, alternating in one run."""
     calls: dict[str, Callable[[], Any]] = {}
     for kind in shape.kinds:
         for work in works:
@@ -98,7 +97,7 @@ def measure(shape: Shape, data: Data, works: list[Work], rounds: int) -> list[di
             calls[f"{work.name}, {kind}"] = partial(work.op, data, kind)
         if kind != "any":
             calls[f"peer, {kind}"] = partial(works[0].peer, data, kind)
-    torch.cuda.empty_cache()  # graphs have memory of their own
+    torch.cuda.empty_cache()  # graphs allocate from separate memory pools
     sustained: dict[str, Time] = {}
     if data.x.is_cuda:
         times = device_times(calls, rounds, REPEAT)
@@ -111,7 +110,7 @@ def measure(shape: Shape, data: Data, works: list[Work], rounds: int) -> list[di
 def row(
     shape: Shape, work: Work, kind: str, times: dict[str, Time], sustained: dict[str, Time]
 ) -> dict[str, Any]:
-    """One line of the result; ``sustained`` is empty on a CPU."""
+    """Returns one row of the result; ``sustained`` is empty on a CPU."""
     op_name = f"{work.name}, {kind}"
     peer_name = f"{work.name}, even" if kind == "any" else f"peer, {kind}"
     op, peer = times[op_name], times[peer_name]
@@ -142,7 +141,7 @@ def _sustained(op: Time | None, peer: Time | None) -> dict[str, Any]:
 
 
 def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Geometric means of the ratios over the models' shapes, of each work and kind of sizes."""
+    """Returns geometric means of the ratios over the models' shapes, for each work and kind of sizes."""
     names = {shape.name for shape in MODELS}
     alike: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
@@ -160,7 +159,7 @@ def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def host(device: torch.device) -> dict[str, Time]:
-    """Of one eager call, on groups so small that the device does not matter."""
+    """Returns the host time of one eager call, with groups so small that device time is negligible."""
     data = Data(Shape("tiny", 8, BLOCK, BLOCK, 128, ("even",)), device)
     both = {"op": forward, "torch": torch_forward}
     return host_times({name: partial(call, data, "even") for name, call in both.items()}, device)
@@ -169,7 +168,7 @@ def host(device: torch.device) -> dict[str, Time]:
 def measure_shape(
     shape: Shape, works: list[Work], device: torch.device, rounds: int, bar: tqdm
 ) -> list[dict[str, Any]]:
-    """All that was chosen of one shape, whose tensors are gone afterwards."""
+    """Measures the chosen works of one shape. Its tensors are freed afterwards."""
     data = Data(shape, device)
     results: list[dict[str, Any]] = []
     by_peer: dict[Call, list[Work]] = {}
@@ -198,7 +197,7 @@ def _line(row: dict[str, Any]) -> str:
 def updated(
     device: torch.device, rows: list[dict[str, Any]], more: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What the device's file will hold: these rows in the place of those of their names, and what else it has."""
+    """Returns the new content of the device's file: these rows replace those of the same names."""
     path = RESULTS / f"grouped_gemm_{device.type}.json"
     if not path.exists():
         return rows, more
@@ -208,7 +207,7 @@ def updated(
 
 
 def run(device: torch.device, chosen: dict[Shape, list[Work]], arguments: argparse.Namespace) -> None:
-    """Measures, prints, and writes the file unless all is tiny."""
+    """Measures, prints, and writes the file unless ``--tiny``."""
     torch.manual_seed(0)
     more: dict[str, Any] = {"options": {key: getattr(arguments, key) for key in ("only", "rounds", "update")}}
     if arguments.only.lower() in HOST:
@@ -243,14 +242,14 @@ def run(device: torch.device, chosen: dict[Shape, list[Work]], arguments: argpar
 
 
 def main() -> None:
-    """Measures on the GPU, or on the device asked for."""
+    """Measures on the GPU, or on the requested device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="the GPU where there is one unless given")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only where the text is in 'SHAPE WORK'")
-    rounds = f"{ROUNDS} unless given, {grouped_gemm_cpu.ROUNDS} on a CPU"
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: the GPU if there is one")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only if 'SHAPE WORK' contains the text")
+    rounds = f"default: {ROUNDS}, {grouped_gemm_cpu.ROUNDS} on a CPU"
     parser.add_argument("--rounds", type=int, help=rounds)
     parser.add_argument("--update", action="store_true", help="keep the other rows of the result file")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try it")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the benchmark")
     arguments = parser.parse_args()
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cpu" and not arguments.tiny:

@@ -1,10 +1,10 @@
-"""Grouped products on a CPU beside a loop of ``torch.mm`` over the groups, in the same run.
+"""Grouped products on a CPU compared with a loop of ``torch.mm`` over the groups, in one run.
 
-The loop knows its slices beforehand and writes into one output, made anew as the op makes its own; with "out="
-both write to one that is there. Few long groups, whose products torch spreads over all threads by itself, and many
-short ones, even or skewed: long ones to single rows, some of them empty, short ones to at most as many rows as even
-ones. Sizes stay what they are from call to call, which suits the loop: for bfloat16 oneDNN compiles a kernel for each
-size of a group that it has not met, and in training sizes are new in every step.
+The loop has precomputed slices and writes into one output, which it allocates as the op does; with "out=" both write
+into an existing output. There are few long groups, for which torch uses all threads in each product, and many short
+ones. Sizes are even or skewed: skewed long groups have any number of rows, some none; skewed short groups have at most
+as many rows as even ones. Sizes are the same in every call, which favors the loop: for bfloat16 oneDNN compiles a
+kernel for each new group size, and in training sizes are new in every step.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from transformer_plugin import ops
 from transformer_plugin.testing.numerics import relative_error
 
 CPU = torch.device("cpu")
-#: of the outputs' norm: rounding of outputs, and of FP32 sums.
+#: allowed relative error (norm): rounding of outputs, and of FP32 sums.
 BOUNDS = {torch.bfloat16: 2**-8, torch.float32: 2**-18}
-#: rows of a group.
+#: rows per group.
 SHORT = 64
 ROUNDS = 21
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Groups of so many rows, when they are even, each multiplied by its ``[n, k]``."""
+    """The number of groups, the rows of each if even, and the matrix ``[n, k]`` of each."""
 
     groups: int
     rows: int
@@ -67,7 +67,7 @@ SHAPES = (
 
 
 class Data:
-    """The tensors of a shape, and the slices that the loop takes."""
+    """The tensors of a shape, and the slices for the loop."""
 
     def __init__(self, shape: Shape, kind: str, dtype: torch.dtype) -> None:
         self.sizes = shape.sizes(kind)
@@ -101,7 +101,7 @@ def _into_buffer(data: Data) -> Tensor:
 
 
 Call = Callable[[Data], Tensor]
-#: the op and the loop, by what they do.
+#: (op, loop) by the name of the work.
 WORKS: dict[str, tuple[Call, Call]] = {
     "forward": (
         lambda data: ops.grouped_gemm(data.x, data.weight, data.sizes),
@@ -123,7 +123,7 @@ WORKS: dict[str, tuple[Call, Call]] = {
 
 
 def verify(data: Data, work: str) -> None:
-    """Both results are near the float64 product."""
+    """Checks that both results are near the float64 product."""
     double = {name: getattr(data, name).double() for name in ("x", "grad", "weight")}
     wide = object.__new__(Data)
     wide.__dict__.update(data.__dict__, **double, loop_buffer=torch.empty_like(double["weight"]))
@@ -131,13 +131,13 @@ def verify(data: Data, work: str) -> None:
     for whose, call in zip(("transformer_plugin", "torch"), WORKS[work], strict=True):
         error = relative_error(call(data), exact)
         if not error < BOUNDS[data.x.dtype]:
-            raise AssertionError(f"{work}, {whose}: {error:.2e} away from the float64 product")
+            raise AssertionError(f"{work}, {whose}: relative error {error:.2e} against the float64 product")
 
 
 def measure(
     shape: Shape, kind: str, dtype: torch.dtype, works: list[str], rounds: int
 ) -> list[dict[str, Any]]:
-    """A line of the result for each work, op and loop alternating."""
+    """Returns a row for each work; op and loop alternate."""
     data, calls = Data(shape, kind, dtype), dict[str, Callable[[], Any]]()
     for work in works:
         verify(data, work)
@@ -150,7 +150,7 @@ def measure(
 def row(
     shape: Shape, data: Data, kind: str, dtype: torch.dtype, work: str, times: dict[str, Time]
 ) -> dict[str, Any]:
-    """One line of the result."""
+    """Returns one row of the result."""
     op, loop = times[f"{work}, op"], times[f"{work}, loop"]
     operations = 2 * data.rows * shape.n * shape.k
     name = str(dtype).removeprefix("torch.")
@@ -173,7 +173,7 @@ def row(
 
 
 def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Geometric means of the ratios, of each work, dtype, and short or long groups."""
+    """Returns geometric means of the ratios, for each work, dtype, and short or long groups."""
     ratios: dict[tuple[str, str], list[float]] = {}
     for line in rows:
         length = "long" if line["rows"] > SHORT * line["groups"] else "short"
@@ -190,7 +190,7 @@ def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def run(only: str, rounds: int) -> None:
-    """Measures the works whose name contains the text, prints, and writes the file when they are all."""
+    """Measures the works whose name contains the text, prints, and writes the file if all were measured."""
     works = [work for work in WORKS if only.lower() in work]
     rows: list[dict[str, Any]] = []
     cases = [(s, kind, dtype) for dtype in BOUNDS for s in SHAPES for kind in ("even", "skewed")]

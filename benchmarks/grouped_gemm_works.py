@@ -1,4 +1,4 @@
-"""What is multiplied to measure grouped products: shapes, their tensors, and each product with its peer's."""
+"""The grouped products to measure: shapes, their tensors, and the calls of each op and its peer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from transformer_plugin.recipes import Float8BlockScaling, Float8CurrentScaling,
 RECIPE = Float8BlockScaling()
 INPUT_FORMAT, WEIGHT_FORMAT, GRAD_FORMAT = RECIPE.input_format, RECIPE.weight_format, RECIPE.grad_format
 TENSOR_FORMAT = Float8CurrentScaling().weight_format
-#: In which grouped layers on Hopper keep what weight gradients read.
+#: The format in which grouped layers on Hopper save the operands of weight gradients.
 ALIGNED_INPUT_FORMAT, ALIGNED_GRAD_FORMAT = (key + ",aligned" for key in (INPUT_FORMAT, GRAD_FORMAT))
 MX_FORMAT, NV_FORMAT = MXFP8BlockScaling().input_format, "nvfp4"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """``rows`` in groups, each multiplied by its ``[n, k]``, with sizes of these kinds."""
+    """``rows`` in groups, each multiplied by its ``[n, k]``, and the kinds of group sizes to measure."""
 
     name: str
     groups: int
@@ -33,7 +33,7 @@ class Shape:
     kinds: tuple[str, ...] = ("even", "skewed", "any")
 
 
-MODELS = (  # what means are taken over
+MODELS = (  # the shapes of the geometric means
     Shape("Qwen3-30B fc1", 128, 1536, 2048, 65536),
     Shape("Qwen3-30B fc2", 128, 2048, 768, 65536),
     Shape("DeepSeek-V3 fc1", 32, 4096, 7168, 32768),
@@ -49,13 +49,13 @@ SHAPES = (
 
 
 def tiny(shape: Shape) -> Shape:
-    """What a CPU multiplies in no time."""
+    """Returns a shape that a CPU multiplies in a moment."""
     rows = 8 * min(shape.rows // shape.groups, BLOCK)
     return replace(shape, groups=8, n=2 * BLOCK, k=BLOCK, rows=rows)
 
 
 def group_sizes(shape: Shape, kind: str, device: torch.device) -> Tensor:
-    """int32 ``[groups]``, the sum of which is the shape's rows."""
+    """Returns int32 ``[groups]``, whose sum is the shape's rows."""
     if kind == "even":
         sizes = torch.full((shape.groups,), shape.rows // shape.groups, dtype=torch.int32, device=device)
     elif kind == "skewed":
@@ -73,7 +73,7 @@ Quantized = tuple[Tensor, Tensor]
 
 
 class Data:
-    """The tensors of a shape. Sizes, their ends and the quantized input are of each kind."""
+    """The tensors of a shape. Sizes, their cumulative sums and the quantized input exist for each kind of sizes."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         def normals(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -96,7 +96,7 @@ class Data:
         self.x8_whole = {
             kind: ops.quantize(self.x, TENSOR_FORMAT, sizes) for kind, sizes in self.sizes.items()
         }
-        # of each row, as torch wants them
+        # one scale per row, as torch requires
         self.x8_row_scale = {
             kind: self.x8_whole[kind][1].repeat_interleave(sizes, output_size=shape.rows)
             for kind, sizes in self.sizes.items()
@@ -112,7 +112,7 @@ class Data:
             kind: ops.quantize(self.x, NV_FORMAT, sizes, amax=self.x_amax[kind])
             for kind, sizes in self.sizes.items()
         }
-        torch._dynamo.reset()  # what was compiled for other shapes counts against its limit
+        torch._dynamo.reset()  # dynamo's recompile limit counts earlier shapes
         self.add = torch.compile(_add, dynamic=False, fullgraph=True)
 
     def _quantized(self, matrix: Tensor, key: str) -> tuple[dict[str, Quantized], dict[str, Quantized]]:
@@ -122,7 +122,7 @@ class Data:
         }
 
     def rows_of(self, kind: str, group: int) -> slice:
-        """The group's rows."""
+        """Returns the rows of a group."""
         end = int(self.ends[kind][group])
         return slice(end - int(self.sizes[kind][group]), end)
 
@@ -321,18 +321,18 @@ def _weight_gradient_factors(data: Data, kind: str, group: int) -> Factors:
 
 @dataclass(frozen=True)
 class Work:
-    """An op's call on groups of a kind, the peer's, and the two matrices whose product a group's result is."""
+    """An op's call for a kind of group sizes, the peer's call, and the two matrices of a group's product."""
 
     name: str
     op: Call
     peer: Call
     peer_name: str
     factors: Callable[[Data, str, int], Factors]
-    #: whether the product is added to the main gradient.
+    #: whether the product is added to a main gradient.
     added: bool = False
-    #: whether the peer multiplies the same numbers.
+    #: whether the peer multiplies the same values.
     same_numbers: bool = True
-    #: whether the peer is for a GPU only.
+    #: whether the peer needs a GPU.
     gpu_peer: bool = False
 
 

@@ -1,7 +1,8 @@
-"""Products that end in SwiGLU or in its quantized rows, next to their steps: what an epilogue saves.
+"""Grouped GEMMs with SwiGLU in the epilogue (plain or quantized) compared with separate ops.
 
-Experts of known mixtures, groups of equal sizes, bfloat16, probabilities. Results are compared with those of the steps
-first. Device time is that of a CUDA graph. On a CPU, where the op runs the steps, shapes are small.
+Shapes of known mixtures of experts, even groups, bfloat16, with probabilities. Results are first compared with those of
+the separate ops. Device time is measured with a CUDA graph. On a CPU, where the op runs the same steps, shapes are
+small.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def quantized_steps(
 
 
 def calls_of(shape: Experts, device: torch.device) -> dict[str, dict[str, Call]]:
-    """The op, in both orders of columns, and the steps, by direction."""
+    """Returns, by direction, the calls: the op in both column orders, and the separate ops."""
     hidden, features = shape.hidden, shape.features
     x, w1 = (
         torch.randn(size, dtype=BF16, device=device)
@@ -90,12 +91,12 @@ def calls_of(shape: Experts, device: torch.device) -> dict[str, dict[str, Call]]
 
 
 def measure(shape: Experts, device: torch.device) -> list[dict[str, Any]]:
-    """A row for each direction."""
+    """Returns a row for each direction."""
     rows = []
     for direction, calls in calls_of(shape, device).items():
         for got, expected in zip(calls["fused"](), calls["steps"](), strict=True):
             assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8)), (
-                f"{shape.name} {direction}: not what the steps give"
+                f"{shape.name} {direction}: differs from the separate ops"
             )
         times = device_times(calls) if device.type == "cuda" else host_times(calls, device, 5, 2)
         row: dict[str, Any] = {"experts": shape.name, "direction": direction}
@@ -105,10 +106,10 @@ def measure(shape: Experts, device: torch.device) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measures on every device here."""
+    """Measures on every device of this machine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--tiny", action="store_true", help="small shapes on any device, nothing written: to try it"
+        "--tiny", action="store_true", help="small shapes, nothing is written: to try the benchmark"
     )
     tiny = parser.parse_args().tiny
     for device in devices():

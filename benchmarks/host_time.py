@@ -1,9 +1,9 @@
-"""Host time of one op call, without and with its gradient, beside torch.mul and the torch call that the op replaces.
+"""Host time of one op call, without and with its gradient, compared with torch.mul and the torch calls it replaces.
 
-Tensors are tiny, so that what is measured is the way from the Python call to the kernel's launch. "With gradient" is
-the forward of an input that requires one: it records the graph. Goal: a small op, one that runs one kernel, with its
-gradient within 2.5 times torch.mul with its own, in the same run. permute, the grouped ops and fp8_tensor run several:
-they count beside what they replace.
+Tensors are tiny, so the time from the Python call to the kernel launch is measured. "With gradient" means a forward
+whose input requires a gradient, so that it records the graph. Goal for an op that runs one kernel: with gradient, at
+most 2.5 times torch.mul with gradient, in the same run. permute, the grouped ops and fp8_tensor run several kernels;
+compare them with the calls that they replace.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GOAL = 2.5
 
 
 def measure(pair: Pair) -> dict[str, Any]:
-    """torch.mul, the op and the torch call, alternating in one run, each without and with a gradient."""
+    """Measures torch.mul, the op and the torch calls, alternating in one run, each without and with a gradient."""
     leaf = pair.input.detach().clone().requires_grad_(pair.differentiable)
     calls: dict[str, Callable[[], Any]] = {}
     for name, call in (("mul", lambda x: torch.mul(x, x)), ("op", pair.call), ("torch", pair.torch_call)):
@@ -54,8 +54,8 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measures on every device here and writes one file for each."""
-    torch.set_num_threads(1)  # tiny tensors: a second thread would only be waited for
+    """Measures on every device of this machine and writes one file for each."""
+    torch.set_num_threads(1)  # tensors are tiny: waiting for a second thread would only add time
     for device in devices():
         print(
             f"{device.type}: us per call\n{'':30s}      mul    +grad       op    +grad    torch    +grad   op/mul"

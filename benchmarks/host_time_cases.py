@@ -1,4 +1,4 @@
-"""What :mod:`benchmarks.host_time` measures: an op's call, the torch calls that it replaces, and their tensor."""
+"""The cases of :mod:`benchmarks.host_time`: an op's call, the torch calls that it replaces, and their tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCKS = "fp8_block:e4m3,pow2"
 
 @dataclass(frozen=True)
 class Pair:
-    """An op's call and the torch call that it replaces, each a function of the leading tensor."""
+    """An op's call and the torch calls that it replaces, each a function of the first tensor."""
 
     op: str
     torch_name: str
@@ -28,7 +28,7 @@ class Pair:
 
 
 def _torch_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """With one scale: the least that torch has to launch."""
+    """With one scale: the fewest launches with which torch can do it."""
     amax = x.abs().amax()
     scale = torch.where(amax > 0, 448.0 / amax, torch.ones_like(amax))
     return (x * scale).to(torch.float8_e4m3fn), 1 / scale
@@ -43,7 +43,7 @@ QUANTIZE = "abs, amax, where, mul, to, div"
 
 def _activation(device: torch.device) -> Iterator[Pair]:
     x, probs = torch.randn(4, 32, device=device), torch.rand(4, device=device)
-    grad, wide = torch.randn(1, 128, device=device), torch.randn(1, 256, device=device)  # whole tiles
+    grad, wide = torch.randn(1, 128, device=device), torch.randn(1, 256, device=device)  # full tiles
     one = torch.rand(1, device=device)
 
     def torch_swiglu(x: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def _norm(device: torch.device) -> Iterator[Pair]:
 
 def _quantize(device: torch.device) -> Iterator[Pair]:
     x = torch.randn(4, 32, device=device)
-    square = torch.randn(16, 16, device=device)  # the least that nvfp4 takes in both directions
+    square = torch.randn(16, 16, device=device)  # the smallest input of nvfp4 in both directions
     found = torch.ones(1, device=device)
 
     def rows(key: str, *given: Tensor) -> Pair:
@@ -237,7 +237,7 @@ def _routing(device: torch.device) -> Iterator[Pair]:
 
 
 def pairs(device: torch.device) -> Iterator[Pair]:
-    """Every small op with what it replaces."""
+    """Yields every small op with the calls that it replaces."""
     yield from _activation(device)
     yield from _norm(device)
     yield from _quantize(device)

@@ -1,4 +1,4 @@
-"""Draws every file of benchmarks/results/ that has a drawing here, into docs/images/."""
+"""Draws the files of benchmarks/results/ for which there is a plot here, into docs/images/."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OURS, TORCH, MUL = "#2458a6", "#c9741f", "#9a9a9a"
 
 
 def host_time(result: dict[str, Any]) -> Figure:
-    """Bars of each op's host time beside the torch calls it replaces and torch.mul; with the gradient if it has one."""
+    """Bars of each op's host time, of torch.mul and of the torch calls it replaces; with gradient if there is one."""
     rows = result["rows"]
     figure, axes = pyplot.subplots(figsize=(8.5, 0.45 * len(rows) + 1.6), layout="constrained")
     suffixes = ["_grad_us" if "op_grad_us" in row else "_us" for row in rows]
@@ -33,7 +33,7 @@ def host_time(result: dict[str, Any]) -> Figure:
             axes.barh(
                 place + offset, time["median"], height=0.24, color=color, xerr=error, error_kw={"lw": 0.8}
             )
-            if time["median"] > end:  # the bar leaves the picture
+            if time["median"] > end:  # the bar is longer than the axis
                 axes.text(end, place + offset, f"{time['median']:.0f} ", fontsize=7, ha="right", va="center")
         ratio = row["op" + suffix]["median"] / row["mul" + suffix]["median"]
         axes.annotate(
@@ -57,7 +57,7 @@ def host_time(result: dict[str, Any]) -> Figure:
 
 
 def train_moe(result: dict[str, Any]) -> Figure:
-    """Tokens per second of training, each configuration beside plain PyTorch in the same run."""
+    """Tokens per second in training, each configuration and plain PyTorch in the same run."""
     rows = result["rows"]
     figure, axes = pyplot.subplots(figsize=(8.5, 0.8 * len(rows) + 1.6), layout="constrained")
     for place, row in enumerate(reversed(rows)):
@@ -83,7 +83,7 @@ def train_moe(result: dict[str, Any]) -> Figure:
 
 
 def quantize(result: dict[str, Any]) -> Figure:
-    """Bars of each op's speed and the compiled reference's, as fractions of a copy's that moves as many bytes."""
+    """Bars of each op's and the compiled reference's speed, as fractions of the speed of a copy of as many bytes."""
     rows = result["rows"]
     figure, axes = pyplot.subplots(figsize=(8.5, 0.45 * len(rows) + 1.8), layout="constrained")
     for place, row in enumerate(reversed(rows)):
@@ -108,8 +108,8 @@ def quantize(result: dict[str, Any]) -> Figure:
     axes.axvline(1.0, color=MUL, lw=1, zorder=0)
     axes.set_yticks(range(len(rows)), [row["name"] for row in reversed(rows)])
     axes.set_xlabel(
-        "fraction of a copy's speed (dotted: what two reads of the input allow)\n"
-        "after a comma: of the speed without groups, without the bias, or in steps"
+        "fraction of a copy's speed (dotted: limit of an op that reads its input twice)\n"
+        "after a comma: fraction of the speed without groups, without the bias, or in separate steps"
     )
     axes.margins(y=0.01)
     for color, name in ((OURS, "transformer_plugin"), (TORCH, "torch.compile of plain PyTorch")):
@@ -121,7 +121,7 @@ def quantize(result: dict[str, Any]) -> Figure:
 
 
 def grouped_gemm(result: dict[str, Any]) -> Figure:
-    """Bars of each shape's speed as a multiple of the peer's in the same run, a panel for each work."""
+    """Bars of each shape's speed as a multiple of the peer's in the same run, one panel for each work."""
     rows = result["rows"]
     works, shapes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("work", "name"))
     lines = 1 if len(works) < 8 else 2
@@ -134,11 +134,11 @@ def grouped_gemm(result: dict[str, Any]) -> Figure:
         axes.set_visible(False)
     peer = "a loop of torch.mm"
     if result["device"] == "cuda":
-        peer = "torch's (of MXFP8 and NVFP4 our own in bfloat16)"
+        peer = "torch's (for MXFP8 and NVFP4: our bfloat16 kernel)"
     looks = {
-        "even": (0.27, OURS, f"even groups, of {peer}"),
-        "skewed": (0.0, "#7da0d4", f"skewed groups, of {peer}"),
-        "any": (-0.27, MUL, "groups of any sizes, of the same op with even ones"),
+        "even": (0.27, OURS, f"even groups, relative to {peer}"),
+        "skewed": (0.0, "#7da0d4", f"skewed groups, relative to {peer}"),
+        "any": (-0.27, MUL, "groups of any sizes, relative to the same op with even groups"),
     }
     looks = {kind: look for kind, look in looks.items() if any(row["sizes"] == kind for row in rows)}
     for axes, work in zip(panels.flat, works, strict=False):
@@ -193,7 +193,7 @@ def expert_mlp(result: dict[str, Any]) -> Figure:
             )
         axes.axvline(1.0, color="black", lw=1, ls=":", zorder=0)
         axes.margins(x=0.15)
-        axes.set_xlabel(f"{text}, of stock PyTorch's")
+        axes.set_xlabel(f"{text}, relative to stock PyTorch")
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(range(len(names)), reversed(names))
     for recipe, color in looks.items():
@@ -204,7 +204,7 @@ def expert_mlp(result: dict[str, Any]) -> Figure:
 
 
 def recipes(result: dict[str, Any]) -> Figure:
-    """Loss curves averaged over the seeds, how far each is from the first, and where every seed ends."""
+    """Loss curves averaged over the seeds, their differences from the first recipe, and the final loss of each seed."""
     first, *others = rows = result["rows"]
     figure, panels = pyplot.subplot_mosaic(
         [["loss", "loss"], ["way", "end"]], figsize=(9, 7), layout="constrained", height_ratios=(3, 2)
@@ -243,7 +243,7 @@ def recipes(result: dict[str, Any]) -> Figure:
 
 
 def _smooth(losses: list[float], weight: float = 0.9) -> list[float]:
-    """A running mean that forgets a tenth each step."""
+    """Returns an exponential moving average with weight 0.9."""
     smooth, mean = [], losses[0]
     for loss in losses:
         mean = weight * mean + (1 - weight) * loss
@@ -257,7 +257,7 @@ def _title(text: str, result: dict[str, Any]) -> str:
     return f"{text}: {where}, torch {environment['torch']}"
 
 
-# By the `benchmark` of a result file.
+# By the key "benchmark" of a result file.
 DRAWINGS: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "expert_mlp": expert_mlp,
     "grouped_gemm": grouped_gemm,
@@ -269,13 +269,13 @@ DRAWINGS: dict[str, Callable[[dict[str, Any]], Figure]] = {
 
 
 def main() -> None:
-    """Draws what has a drawing; says what has none."""
+    """Draws all files that have a plot, and lists the others."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     for path in sorted(RESULTS.glob("*.json")):
         result = json.loads(path.read_text())
         drawing = DRAWINGS.get(result.get("benchmark", ""))
         if drawing is None:
-            print(f"{path.name}: no drawing")
+            print(f"{path.name}: no plot")
             continue
         image = Path(IMAGES, f"{path.stem}.png")
         figure = drawing(result)

@@ -1,17 +1,16 @@
-"""Speed of the quantize family as a fraction of a copy's, beside torch.compile of plain PyTorch, in the same run.
+"""Speed of the quantize ops as a fraction of a copy's, compared with torch.compile of plain PyTorch, in one run.
 
-Quantizing is memory-bound: a copy that moves as many bytes (the op's input once and its outputs once, half of the sum
-read and half written) is what it is held against. Inputs and the copy's buffers rotate, so that no cache serves them.
-Before an op is timed its bytes are compared with the reference's, a fused op's with those of its steps, on the first
-rows of the same data. A grouped op, its skewed sizes on the device ("padded": in multiples of 128, as modules lay
-groups out), also stands beside the single op on the same rows. A call that returns fresh tensors pays for their pages
-on a CPU, which the copy does not. ``--compile`` names the rows beside which something is compiled, ``--limit`` ends a
-compilation.
+Quantizing is memory-bound, so the yardstick is a copy of as many bytes (the op's input once plus its outputs once; half
+of the sum read, half written). Inputs and the copy's buffers rotate, so that no cache contains them. Before timing, an
+op's bytes are compared with the reference's, and a fused op's with those of its separate steps, on the first rows of
+the same data. A grouped op (skewed sizes on the device; "padded": multiples of 128, as modules pad groups) is also
+compared with the op without groups on the same rows. On a CPU, a call that returns new tensors includes page faults,
+which the copy does not. ``--compile`` names the rows for which a peer is compiled, ``--limit`` ends a compilation.
 
-On a CPU the reference stands beside the op as well, as :mod:`transformer_plugin.reference` has it: run eagerly, and by
-``torch.compile(dynamic=False)`` in as many graphs as that makes of it, or why it made none. "x ref." and "x comp." are
-how many times as fast the op is. "eager" is what else there is to run eagerly: the package's own ops in turn, or
-torch's norm before the reference's quantizing. What is slow is called less often; a row says what was.
+On a CPU the reference (:mod:`transformer_plugin.reference`) is measured too: eager, and with
+``torch.compile(dynamic=False)`` in as many graphs as needed; a note says why if it cannot be compiled. "x ref." and
+"x comp." are the op's speedup over them. "eager" is the best other eager code: the package's separate ops, or torch's
+norm followed by the reference's quantization. Slow calls run less often; the row says which.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from torch import Tensor
 from benchmarks.common import RESULTS, Time, device_times, devices, host_times, write
 from benchmarks.compile_peer import (
     as_tuple,
-    compile_beforehand,
     compile_peer,
     compile_reference,
     equal_bytes,
+    precompile,
     same_bytes,
 )
 from benchmarks.peers import Tensors
@@ -42,34 +41,34 @@ from benchmarks.quantize_cases import cases
 
 SHAPES = {"cuda": (32768, 7168), "cpu": (2048, 2048)}
 QUICK_ROWS = {"cuda": 4096, "cpu": 256}
-CHECKED_ROWS = 4096  # of these bytes are compared; enough for several tiles and groups
-ROTATION = 2**28  # bytes of inputs that calls in a row go through: five times the L2 cache of an H200
-SLOW = 0.05  # seconds: what takes longer on a CPU is called once in every third round
-PAGE = 2**20  # of a copy: one of odd sizes can be a third slower
+CHECKED_ROWS = 4096  # rows whose bytes are compared; enough for several tiles and groups
+ROTATION = 2**28  # bytes of rotating inputs: five times the L2 cache of an H200
+SLOW = 0.05  # seconds: on a CPU slower calls run once in every third round
+PAGE = 2**20  # the copy's size is a multiple of this; odd sizes can be a third slower
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes that the tensors hold."""
+    """Returns the number of bytes of the tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def verify(case: Case, matrix: Tensor) -> None:
-    """The op's bytes are those of its steps, or the reference's."""
+    """Checks that the op's bytes are those of its separate steps, or of the reference."""
     slab = case.prepare(matrix[:CHECKED_ROWS])
     meaning = case.steps or case.reference
     got, expected = as_tuple(case.op(*slab)), as_tuple(meaning(*slab))
     same = equal_bytes(got, expected) and [t.dtype for t in got] == [t.dtype for t in expected]
-    assert same, f"{case.name}: the op's bytes are not those that it stands for"
+    assert same, f"{case.name}: the op's bytes differ from those of its steps or of the reference"
 
 
 def rotating(call: Call, arguments: Sequence[Tensors]) -> Call:
-    """``call`` on the next arguments each time."""
+    """Returns a function that calls ``call`` with the next arguments each time."""
     turns = itertools.cycle(arguments)
     return lambda: call(*next(turns))
 
 
 def copy_of(size: int, device: torch.device) -> Call:
-    """Reads half of ``size`` bytes and writes the other half, in whole pages."""
+    """Returns a copy that reads half of ``size`` bytes and writes the other half, in whole pages."""
     half = -(-size // 2 // PAGE) * PAGE
     pairs = [
         tuple(torch.randint(256, (half,), dtype=torch.uint8, device=device) for _ in range(2))
@@ -79,11 +78,11 @@ def copy_of(size: int, device: torch.device) -> Call:
 
 
 def measure(case: Case, matrices: list[Tensor], note: str, limit: float, quick: bool) -> dict[str, Any]:
-    """The op, the copy and the peers, alternating in one run; a ``note`` says why none is compiled."""
+    """Measures the op, the copy and the peers, alternating in one run. A ``note`` says why no peer is compiled."""
     device = matrices[0].device
     verify(case, matrices[0])
     inputs = [case.prepare(matrix) for matrix in matrices]
-    data = inputs[0] if case.single is None else inputs[0][:1]  # the sizes are no data
+    data = inputs[0] if case.single is None else inputs[0][:1]  # the group sizes do not count as data
     read = bytes_of(data)
     total = read + bytes_of(as_tuple(case.op(*inputs[0])))
     calls = {"op": rotating(case.op, inputs), "copy": copy_of(total, device)}
@@ -112,7 +111,7 @@ def measure(case: Case, matrices: list[Tensor], note: str, limit: float, quick: 
         **{f"{name}_us": time for name, time in times.items()},
         "gigabytes_per_second": round(total / times["op"].median / 1e3, 1),
         "fraction_of_copy": round(times["copy"].median / times["op"].median, 3),
-        # of a kernel that moves bytes as fast as the copy and reads the input as often as it has to
+        # of a kernel that reads the input as often as necessary and moves bytes as fast as the copy
         "fraction_in_reach": round(total / (total + (case.reads - 1) * read), 3),
         **ratios(times),
     }
@@ -121,8 +120,8 @@ def measure(case: Case, matrices: list[Tensor], note: str, limit: float, quick: 
 def cpu_peers(
     case: Case, inputs: list[Tensors], limit: float | None
 ) -> tuple[dict[str, Call], dict[str, str]]:
-    """What only a CPU compares: the reference, compiled if there is a ``limit``, what else is eager, and what is to
-    be said of the reference."""
+    """Returns the peers that only a CPU measures, with a note on the reference: the reference, its compiled version if
+    there is a ``limit``, and other eager code."""
     notes = {"reference_eager": same_bytes(case, inputs[0], as_tuple(case.reference(*inputs[0])))}
     calls = {"reference_eager": rotating(case.reference, inputs)}
     other, note = case.peer or case.steps, "not asked for"
@@ -136,14 +135,14 @@ def cpu_peers(
 
 
 def seconds_of(call: Call) -> float:
-    """Of one call on a CPU."""
+    """Times one call on a CPU."""
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
 
 
 def ratios(times: dict[str, Time]) -> dict[str, float]:
-    """How fast the peers are beside the copy, and the op beside the rest."""
+    """Returns the speed of each peer relative to the copy, and of the op relative to the others."""
     op, copy, figures = times["op"].median, times["copy"].median, {}
     for name in ("compiled", "eager"):
         if name in times:
@@ -156,7 +155,7 @@ def ratios(times: dict[str, Time]) -> dict[str, float]:
     return figures
 
 
-# Of the table: what it is called, the key in a row, and how it is written.
+# Columns of the table: title, key in a row, format.
 COLUMNS = (
     ("op", "fraction_of_copy", ".3f"),
     ("compiled", "compiled_fraction_of_copy", ".3f"),
@@ -176,7 +175,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def write_rows(device: torch.device, results: list[dict[str, Any]], update: bool, **more: Any) -> None:
-    """Writes the file of a device; with ``update`` the rows in it that were not measured now stay."""
+    """Writes the file of a device. With ``update`` it keeps the rows that were not measured now."""
     path = RESULTS / f"quantize_{device.type}.json"
     if update and path.exists():
         rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
@@ -192,7 +191,7 @@ def run(device: torch.device, chosen: list[Case], arguments: argparse.Namespace)
     notes = {case.name: "not asked for" for case in chosen if not among(arguments.compile, case)}
     if device.type == "cuda":
         compiled = [case for case in chosen if case.name not in notes and not case.groups]
-        notes |= compile_beforehand(compiled, (rows, columns), device, arguments.limit, arguments.jobs)
+        notes |= precompile(compiled, (rows, columns), device, arguments.limit, arguments.jobs)
     torch.manual_seed(0)
     count = max(2, -(-ROTATION // (rows * columns * 2)))
     matrices = [torch.randn(rows, columns, device=device, dtype=torch.bfloat16) for _ in range(count)]
@@ -214,26 +213,22 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def among(patterns: list[str], case: Case) -> bool:
-    """Whether one of the shell patterns is the case's name."""
+    """Whether one of the shell patterns matches the case's name."""
     return any(fnmatchcase(case.name, pattern) for pattern in patterns)
 
 
 def main() -> None:
-    """Measures on every device here, or on the one asked for."""
+    """Measures on every device of this machine, or on the requested one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     names = {"nargs": "*", "default": ["*"], "metavar": "NAME"}
-    parser.add_argument("--only", **names, help="only rows of these names, which may hold *")
-    parser.add_argument(
-        "--compile", **names, help="rows beside which something is compiled, all unless given"
-    )
-    parser.add_argument("--limit", type=float, default=60, help="seconds of one compilation, 60")
-    parser.add_argument("--jobs", type=int, default=12, help="processes that compile for a GPU at once, 12")
+    parser.add_argument("--only", **names, help="only rows with these names; * matches any text")
+    parser.add_argument("--compile", **names, help="rows for which a peer is compiled (default: all)")
+    parser.add_argument("--limit", type=float, default=60, help="seconds per compilation (default: 60)")
+    parser.add_argument("--jobs", type=int, default=12, help="parallel compilations for a GPU (default: 12)")
     parser.add_argument("--update", action="store_true", help="keep the other rows of the result file")
     parser.add_argument("--rows", type=int, default=0, help="rows of the input")
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer rows and rounds: to try it, not to quote it"
-    )
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="every device here unless given")
+    parser.add_argument("--quick", action="store_true", help="fewer rows and rounds: to try the benchmark")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: every device of this machine")
     arguments = parser.parse_args()
     chosen = [case for case in cases() if among(arguments.only, case)]
     if not chosen:

@@ -1,4 +1,4 @@
-"""What a row of :mod:`benchmarks.quantize` consists of."""
+"""The parts of a row of :mod:`benchmarks.quantize`."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Case:
-    """An op in one format. Its calls take what ``prepare`` makes of a bfloat16 matrix."""
+    """An op in one format. ``prepare`` makes the arguments of all its calls from a bfloat16 matrix."""
 
     name: str
     format: Format
     prepare: Callable[[Tensor], Tensors]
     op: Call
-    #: of :mod:`transformer_plugin.reference`.
+    #: the function of :mod:`transformer_plugin.reference`.
     reference: Call
-    #: the package's own ops in turn: a fused op has their bytes, also where the reference's exponential is torch's.
+    #: the package's separate ops. A fused op has their bytes, also if the reference uses torch's exponential.
     steps: Call | None = None
-    #: what stands beside the op instead, where the reference's order of additions is not a compiler's to choose.
+    #: a peer for comparison instead of the reference, if the compiler must not choose the order of additions.
     peer: Call | None = None
-    #: what a compiler is given instead of any of them: the same bytes of ordinary values, in dtypes that it knows.
+    #: the function to compile instead of these: the same bytes for finite values, in dtypes that Inductor supports.
     compiled: Call | None = None
-    #: the op without groups on the same rows, or what a fused op is measured beside.
+    #: the op without groups on the same rows, or another op to which a fused op is compared.
     single: Call | None = None
-    #: how often the input has to be read: an amax of a whole tensor takes a pass of its own.
+    #: how often the input must be read: the amax of a whole tensor needs an additional pass.
     reads: int = 1
-    #: its inputs have the sizes of so many groups.
+    #: the number of groups of the inputs.
     groups: int = 0

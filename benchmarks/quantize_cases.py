@@ -1,4 +1,4 @@
-"""What :mod:`benchmarks.quantize` measures: an op, its arguments and what its bytes are compared with."""
+"""The cases of :mod:`benchmarks.quantize`: an op, its arguments, and the code with which its bytes are compared."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from benchmarks.quantize_grouped import grouped_cases
 from transformer_plugin import ops, reference
 from transformer_plugin.formats import BLOCK, FAMILIES, Format
 
-FEATURES = 2048  # of SwiGLU's output, or a third of the matrix where that is less
+FEATURES = 2048  # columns of SwiGLU's output; at most a third of the matrix
 
 
 def _width(fmt: Format) -> int:
-    """Of its blocks."""
+    """Returns the width of the format's blocks."""
     assert fmt.block is not None
     return fmt.block[1]
 
@@ -38,7 +38,7 @@ def _single(label: str, key: str, direction: str) -> Case:
 
 
 def _scaled(direction: str) -> Case:
-    """Delayed scaling: the scale is given, the amax collected in the same pass. What it collects is not an output."""
+    """Delayed scaling: the scale is an argument, and the amax is computed in the same pass. It is not an output."""
     fmt = Format.parse("fp8_tensor:e4m3")
     suffix = {"rows": "", "both": "_both"}[direction]
     op, meaning = (getattr(module, "quantize_scaled" + suffix) for module in (ops, reference))
@@ -53,7 +53,7 @@ def _scaled(direction: str) -> Case:
 
 
 def _with_amax(label: str, key: str, direction: str) -> Case:
-    """A format that scales by a given amax; with a seed where it rounds at random."""
+    """A format whose amax is an argument; with a seed if it rounds at random."""
     fmt = Format.parse(key)
     op, meaning = (getattr(module, "quantize" + DIRECTIONS[direction]) for module in (ops, reference))
     names = ["amax", "amax_t"] if direction == "both" else ["amax"]
@@ -75,14 +75,14 @@ def _with_amax(label: str, key: str, direction: str) -> Case:
 
 
 def _swiglu_arguments(x: Tensor) -> Tensors:
-    """A gradient [T, F], an input [T, 2F] and probabilities [T], from the columns of a matrix."""
+    """Splits a matrix into a gradient [T, F], an input [T, 2F] and probabilities [T]."""
     features = min(FEATURES, x.shape[1] // 3 // BLOCK * BLOCK)
     grad, wide, _ = x.split((features, 2 * features, x.shape[1] - 3 * features), dim=1)
     return grad.contiguous(), wide.contiguous(), torch.rand(x.shape[0], device=x.device)
 
 
 def _swiglu(label: str, key: str, direction: str) -> Case:
-    """SwiGLU times a probability, quantized in the same pass; its bytes are those of the two ops in turn."""
+    """SwiGLU times a probability, quantized in the same pass; the bytes are those of the two separate ops."""
     fmt = Format.parse(key)
     op, meaning = (getattr(module, "swiglu_quantize" + DIRECTIONS[direction]) for module in (ops, reference))
     step = getattr(ops, "quantize" + DIRECTIONS[direction])
@@ -122,7 +122,7 @@ def _swiglu_backward(label: str, key: str) -> Case:
 
 
 def _bias_backward(label: str, key: str, direction: str) -> Case:
-    """A gradient quantized and summed over its rows in one reading; beside it the two ops in turn."""
+    """A gradient quantized and summed over its rows in one pass, compared with the two separate ops."""
     fmt = Format.parse(key)
     name = "bias_backward_quantize" + DIRECTIONS[direction]
     op, meaning = (getattr(module, name) for module in (ops, reference))
@@ -141,7 +141,7 @@ def _bias_backward(label: str, key: str, direction: str) -> Case:
 
 
 def _bias_backward_alone() -> Case:
-    """Only the sums: bytes in, next to nothing out."""
+    """Only the column sums: almost no output."""
     return Case(
         "bias gradient",
         Format.parse("bf16"),
@@ -153,7 +153,7 @@ def _bias_backward_alone() -> Case:
 
 
 def _norm(name: str, label: str, key: str) -> Case:
-    """A norm into quantized rows; peers add in another order."""
+    """A norm with quantized rows as output; peers add in another order."""
     fmt = Format.parse(key)
     op, meaning, plain = (
         getattr(ops, name + "_quantize"),
@@ -161,7 +161,7 @@ def _norm(name: str, label: str, key: str) -> Case:
         getattr(torch.nn.functional, name),
     )
     forward, peer = getattr(peers, name), peers.quantizer(fmt, "rows")
-    vectors = 2 if name == "layer_norm" else 1  # a weight, and a bias
+    vectors = 2 if name == "layer_norm" else 1  # the weight, and the bias of layer_norm
 
     def compiled(x: Tensor, *parameters: Tensor) -> Tensors:
         output, *moments = forward(x, *parameters, 1e-5)
@@ -178,8 +178,8 @@ def _norm(name: str, label: str, key: str) -> Case:
     )
 
 
-def _given(x: Tensor, fmt: Format, direction: str) -> dict[str, Tensor]:
-    """What a format scales by, of this matrix, and a seed where it rounds at random; by the name of its argument."""
+def _scaling_arguments(x: Tensor, fmt: Format, direction: str) -> dict[str, Tensor]:
+    """Returns the amaxes that a format needs for this matrix, and a seed if it rounds at random, by argument name."""
     if fmt.family == "fp8_tensor":
         return {"amax": ops.amax(x, fmt.key)}
     given = dict(zip(("amax", "amax_t"), ops.amax(x, fmt.key, columnwise=True), strict=True))
@@ -191,18 +191,18 @@ def _given(x: Tensor, fmt: Format, direction: str) -> dict[str, Tensor]:
 def _fused_with_amax(
     name: str, label: str, key: str, direction: str, arguments: Call, made: Call, fused: Call, compared: bool
 ) -> Case:
-    """An op that quantizes what it makes, by a given amax; as ``single`` its steps in turn, if those are ``compared``.
+    """An op that computes a matrix and quantizes it with a given amax. ``single`` are its separate ops if ``compared``.
 
-    ``arguments`` of a matrix, what is ``made`` of them (first of what is quantized), and what is ``fused``: of
-    ``ops`` or ``reference``, on them, a format and what it is given.
+    ``arguments`` makes the inputs from a matrix. ``made`` computes from them the outputs, first the one to quantize.
+    ``fused`` is the op of ``ops`` or ``reference``, with the inputs, a format, and the amaxes and seed.
     """
     fmt = Format.parse(key)
     step = getattr(ops, "quantize" + DIRECTIONS[direction])
-    names = list(_given(torch.ones(16, 16), fmt, direction))
+    names = list(_scaling_arguments(torch.ones(16, 16), fmt, direction))
 
     def prepare(x: Tensor) -> Tensors:
         own = arguments(x)
-        return *own, *_given(made(*own)[0], fmt, direction).values()
+        return *own, *_scaling_arguments(made(*own)[0], fmt, direction).values()
 
     def steps(*inputs: Tensor) -> Tensors:
         own, given = split(inputs)
@@ -295,7 +295,7 @@ def _dequantize(label: str, key: str) -> Case:
 
 
 def _requantize(label: str, key: str) -> Case:
-    """Codes along rows to codes along columns. Scales of a dtype that a compiler does not know come as bytes."""
+    """Row-wise data to transposed data. Scales of dtypes that Inductor does not support are passed as bytes."""
     fmt = Format.parse(key)
     peer, dtype = peers.quantizer(fmt, "transposed"), fmt.scale_dtype
     assert dtype is not None
@@ -327,7 +327,7 @@ def _requantize(label: str, key: str) -> Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every row of the result."""
+    """Yields every row of the result."""
     for direction in DIRECTIONS:
         yield _single("fp8_block", "fp8_block:e4m3", direction)
     for direction in ("rows", "both"):

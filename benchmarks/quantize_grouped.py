@@ -1,4 +1,4 @@
-"""Groups of rows, their skewed sizes on the device, beside the same op without groups."""
+"""Groups of rows with skewed sizes on the device, compared with the same op without groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformer_plugin.formats import BLOCK, Format
 
 
 def skewed_sizes(rows: int, groups: int, multiple: int, device: torch.device) -> Tensor:
-    """Sizes in the proportions of a Dirichlet(1) sample, some of them 0, that take all whole multiples in ``rows``."""
+    """Returns sizes in the proportions of a Dirichlet(1) sample, multiples of ``multiple``; their sum is ``rows``."""
     generator = torch.Generator().manual_seed(groups)
     weights = torch.empty(groups, dtype=torch.float64).exponential_(generator=generator)
     ends = (weights.cumsum(0) / weights.sum() * (rows // multiple)).round().long() * multiple
@@ -27,7 +27,7 @@ def _grouped(label: str, key: str, direction: str, groups: int, multiple: int) -
     op, meaning = (getattr(module, "grouped_quantize" + suffix) for module in (ops, reference))
     single = getattr(ops, "quantize" + suffix)
     sizes = "any sizes" if multiple == 1 else "padded"
-    # What nvfp4 scales by: of each group, and of all for the single op.
+    # The amaxes of nvfp4: one per group, and one for the op without groups.
     names = (["amax", "amax_t"] if direction == "both" else ["amax"]) if fmt.family == "nvfp4" else []
 
     def prepare(x: Tensor) -> Tensors:
@@ -60,7 +60,7 @@ def _grouped(label: str, key: str, direction: str, groups: int, multiple: int) -
 
 
 def grouped_cases() -> Iterator[Case]:
-    """Padded groups and those of any sizes."""
+    """Yields padded and unpadded groups."""
     for groups, multiple in ((8, BLOCK), (256, BLOCK), (8, 1), (256, 1)):  # modules pad groups to blocks
         for direction in ("rows", "both"):
             yield _grouped("fp8_block", "fp8_block:e4m3", direction, groups, multiple)

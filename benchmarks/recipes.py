@@ -1,12 +1,12 @@
-"""What a recipe costs in loss: examples/train_moe.py with each recipe, same data and steps, beside bfloat16 operands.
+"""The effect of each recipe on the loss: examples/train_moe.py, same data and steps, compared with bfloat16 operands.
 
-Runs of one seed start from the same weights and read the same batches, so their curves differ by the numbers that the
-experts multiply in, and by chaos: a model that starts with one weight 1 % off ends up to 1.8 % elsewhere. Chaos has no
-preferred sign, a recipe that loses something has: each run is compared with bfloat16's of its seed, and the mean over
-the seeds has a bound, beside its standard error. The last tenth of the steps is compared, and the mean of the last
-validations.
+Runs of one seed start from the same weights and read the same batches, so their curves differ by the number format of
+the experts' products, and by chaos: if one initial weight changes by 1 %, the final loss changes by up to 1.8 %. Chaos
+has no preferred sign, but a recipe that loses accuracy has. So each run is compared with the bfloat16 run of its seed,
+and the mean over the seeds has a bound; its standard error is reported. The last tenth of the steps is compared, and
+the mean of the last validations.
 
-A training this small waits for its host, so several share a GPU (``--jobs``) and the cores are divided among them.
+A training this small mostly waits for the host, so several share a GPU (``--jobs``) and divide the cores among them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.common import write
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "train_moe.py"
 BASE = "bf16"
-#: relative difference of the loss over the last tenth of the steps, mean over the seeds, by format.
+#: bound of the loss's relative difference over the last tenth of the steps, mean over the seeds, by format.
 BOUNDS = {
     BASE: 0.0,
     "fp8_tensor": 0.01,
@@ -46,19 +46,19 @@ VALIDATIONS = 3
 
 @dataclass(frozen=True)
 class Curves:
-    """The losses of one run, step by step, and its validations."""
+    """The losses of one run at each step, and its validation losses."""
 
     losses: list[float]
     validations: list[float]
 
     @property
     def final(self) -> float:
-        """The mean over the last tenth."""
+        """The mean over the last tenth of the steps."""
         return statistics.fmean(self.losses[-max(1, len(self.losses) // 10) :])
 
     @property
     def validation(self) -> float:
-        """The mean of the last validations."""
+        """The mean of the last validation losses."""
         return statistics.fmean(self.validations[-VALIDATIONS:])
 
 
@@ -67,7 +67,7 @@ Run = tuple[str, int]  # a format and a seed
 
 @dataclass(frozen=True)
 class Training:
-    """How every run trains: ``threads`` for each of its ranks, ``options`` as the example knows them."""
+    """The settings of all runs: ``threads`` for each rank, and ``options`` of the example."""
 
     ranks: int
     steps: int
@@ -75,7 +75,7 @@ class Training:
     options: tuple[str, ...]
 
     def curves(self, run: Run) -> Curves:
-        """Trains to the end in a process of its own."""
+        """Trains to the end in a separate process."""
         with tempfile.TemporaryDirectory() as out:
             given = {"format": run[0], "seed": run[1], "ranks": self.ranks, "steps": self.steps}
             named = [word for name, value in given.items() for word in (f"--{name}", str(value))]
@@ -95,7 +95,7 @@ class Training:
 
 
 def train(runs: list[Run], training: Training, jobs: int) -> dict[Run, Curves]:
-    """All runs, ``jobs`` at once. Where one fails, those not yet begun are dropped."""
+    """Trains all runs, ``jobs`` at once. If one fails, those that have not begun are cancelled."""
     curves: dict[Run, Curves] = {}
     pool = ThreadPoolExecutor(jobs)
     bar = tqdm(total=len(runs), unit="run", dynamic_ncols=True, file=sys.stderr)
@@ -113,7 +113,7 @@ def train(runs: list[Run], training: Training, jobs: int) -> dict[Run, Curves]:
 
 
 def compared(values: list[float], base: list[float], name: str) -> dict[str, Any]:
-    """Relative differences from the base's, seed by seed, their mean and its standard error (None of one seed)."""
+    """Returns the relative difference from the base for each seed, their mean and standard error (one seed: None)."""
     differences = [value / other - 1 for value, other in zip(values, base, strict=True)]
     error = statistics.stdev(differences) / len(values) ** 0.5 if len(values) > 1 else None
     return {
@@ -125,7 +125,7 @@ def compared(values: list[float], base: list[float], name: str) -> dict[str, Any
 
 
 def row(format: str, runs: list[Curves], base: list[Curves]) -> dict[str, Any]:
-    """One format, each seed beside the base's; the curve is the mean over the seeds."""
+    """Returns the row of one format; each seed is compared with the base's. The curve is the mean over the seeds."""
     return {
         "name": format,
         "bound": BOUNDS[format],
@@ -149,13 +149,15 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Trains, writes ``results/recipes_<device>.json``, and fails where a recipe's mean is too far from bfloat16."""
+    """Trains, writes ``results/recipes_<device>.json``, and fails if a recipe's mean exceeds its bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=0, help="of a run: 1 on a GPU, 2 on a CPU unless given")
-    parser.add_argument("--steps", type=int, default=0, help=f"of a run: {STEPS} unless given")
+    parser.add_argument(
+        "--ranks", type=int, default=0, help="ranks per run (default: 1 on a GPU, 2 on a CPU)"
+    )
+    parser.add_argument("--steps", type=int, default=0, help=f"steps per run (default: {STEPS})")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument(
-        "--jobs", type=int, default=0, help="runs at once: 12 on a GPU, 1 on a CPU unless given"
+        "--jobs", type=int, default=0, help="parallel runs (default: 12 on a GPU, 1 on a CPU)"
     )
     parser.add_argument("--formats", nargs="*", default=list(BOUNDS), choices=list(BOUNDS))
     parser.add_argument("--options", default="", help="more options of the example, in one string")
@@ -174,7 +176,7 @@ def main() -> None:
     write("recipes", torch.device(device), rows, ranks=ranks, steps=steps, seeds=arguments.seeds, jobs=jobs)
     far = [row["name"] for row in rows if abs(row["final_difference"]) > row["bound"]]
     if far:
-        sys.exit(f"further from {BASE} than its bound, in the mean over the seeds: {', '.join(far)}")
+        sys.exit(f"the mean difference from {BASE} over the seeds exceeds the bound: {', '.join(far)}")
 
 
 if __name__ == "__main__":

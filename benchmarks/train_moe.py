@@ -1,8 +1,8 @@
-"""Tokens per second of examples/train_moe.py beside the same model in plain PyTorch, in the same run.
+"""Tokens per second of examples/train_moe.py compared with the same model in plain PyTorch, in one run.
 
-Both models train in turn, step by step, on the same ranks and the same data (``--compare``): the medians of their
-steps are compared. The run also checks what it times: the two loss curves begin alike and end near each other.
-FP8 on a CPU is there for its numbers, not for its speed.
+Both models train alternately, step by step, on the same ranks and the same data (``--compare``), and the medians of
+their steps are compared. The run also checks both loss curves: they must begin equal and end near each other. FP8 on a
+CPU is included to check its numbers, not its speed.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from benchmarks.common import write
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "train_moe.py"
 WARM_UP = 5
-EARLY = 5  # steps in which differences of rounding have not grown yet; then they do, tenfold in two or three steps
+EARLY = 5  # steps before rounding differences grow; then they grow tenfold in two or three steps
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Relative differences between the two loss curves."""
+    """Bounds of the relative difference between the two loss curves."""
 
-    #: at any of the first steps.
+    #: in each of the first steps.
     early: float
     #: between the means over the last tenth of the steps.
     final: float
 
 
-#: by the coarser of the two dtypes or formats. Late differences are chaos more than rounding: plain PyTorch in bfloat16
-#: ends up to 1.8 % away from itself after 60 steps of the medium model when one weight starts 1 % off.
+#: by the coarser of the two dtypes or formats. Late differences are more chaos than rounding: plain PyTorch in bfloat16
+#: differs from itself by up to 1.8 % after 60 steps of the medium model if one initial weight changes by 1 %.
 BOUNDS = {
     "float32": Bound(1e-5, 1e-3),
     "bfloat16": Bound(2**-8, 0.03),  # the unit roundoff
@@ -48,7 +48,7 @@ Spread = dict[str, float]
 
 
 def runs(cuda: bool) -> dict[str, list[str]]:
-    """Options of the runs on this machine, by name."""
+    """Returns the options of the runs on this machine, by name."""
     if not cuda:
         return {
             "float32": [],
@@ -64,13 +64,13 @@ def runs(cuda: bool) -> dict[str, list[str]]:
 
 
 def spread(seconds: list[float], tokens: int) -> Spread:
-    """Tokens per second: the median step and the middle half."""
+    """Returns tokens per second: the median step and the quartiles."""
     low, median, high = statistics.quantiles(seconds[WARM_UP:], n=4)
     return {"median": round(tokens / median), "low": round(tokens / high), "high": round(tokens / low)}
 
 
 def measure(name: str, options: list[str], ranks: int, steps: int) -> dict[str, Any]:
-    """One paired run."""
+    """Runs one comparison."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, str(SCRIPT), "--compare", "--ranks", str(ranks), "--steps", str(steps)]
         subprocess.run([*command, "--out", f"{out}/run", *options], check=True)
@@ -107,7 +107,7 @@ def is_near(row: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    """Measures, writes ``results/train_moe_<device>.json``, and fails where the curves are too far apart."""
+    """Measures, writes ``results/train_moe_<device>.json``, and fails if the curves differ too much."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=30)
@@ -120,7 +120,7 @@ def main() -> None:
     write("train_moe", torch.device("cuda" if cuda else "cpu"), rows, ranks=arguments.ranks)
     far = [row["name"] for row in rows if not is_near(row)]
     if far:
-        sys.exit(f"losses further from plain PyTorch's than their bound: {', '.join(far)}")
+        sys.exit(f"losses differ from plain PyTorch's by more than the bound: {', '.join(far)}")
 
 
 if __name__ == "__main__":

@@ -5,14 +5,14 @@
     python examples/train_moe.py --text book.txt --format fp8_block --steps 500
     python examples/train_moe.py --reference          # the same model and data in plain PyTorch
     python examples/train_moe.py --compare            # both, step by step
-    python examples/train_moe.py --resume             # goes on where it was stopped, bit for bit
-    torchrun --nproc_per_node 2 examples/train_moe.py # the same as the first, under your own launcher
+    python examples/train_moe.py --resume             # continues a stopped run, bit for bit
+    torchrun --nproc_per_node 2 examples/train_moe.py # the same as the first, with another launcher
 
-Every rank reads different data (FSDP2) and holds its share of the experts (expert parallel). It runs
-on GPUs where each rank has one, else on the CPU. Results are in --out: loss.png, metrics.jsonl, sample.txt,
-checkpoints. An earlier run that is there becomes <out>.previous; other files are never moved or deleted.
-Other numbers of ranks resume a run as well, with a --batch-size that makes as many sequences in each step.
-Ctrl-C finishes the step, saves and exits; a second one, or a rank that does not answer, ends it without saving.
+Every rank reads different data (FSDP2) and has its share of the experts (expert parallelism). It runs on GPUs if there
+is one for each rank, otherwise on the CPU. Results are in --out: loss.png, metrics.jsonl, sample.txt, checkpoints. A
+new run renames an earlier one to <out>.previous; it never moves or deletes other files. A run can be resumed with
+another number of ranks if --batch-size gives the same number of sequences per step. Ctrl-C finishes the step, saves and
+exits. After a second Ctrl-C, or if a rank does not respond, the run ends without saving.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from moe_lm.config import PRESETS, Config, Options, UserError, memory_here, shor
 from moe_lm.stopping import INTERRUPTED, StopRequest
 
 FORMATS = ("none", "bf16", "fp8_tensor", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
-CPU_STEPS = 400  # of a CPU: three to four minutes on two cores
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # what a disk refuses
+CPU_STEPS = 400  # default on a CPU: three to four minutes on two cores
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # the disk failed, not the program
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors as everywhere here: one line, and the exit status that :func:`main` gives."""
+    """Raises errors in the form of the other errors here: one line, and the exit status 2 from :func:`main`."""
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument (--[\w-]+)", r"argument '\1'", message).rstrip(".")
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(kind: Callable[[str], float], name: str) -> Callable[[str], float]:
-    """Reads an option's value; its limits are in ``config.py``."""
+    """Returns a parser of option values. ``config.py`` checks their limits."""
 
     def read(text: str) -> float:
         try:
@@ -61,27 +61,29 @@ INTEGER, FLOAT = number(int, "a whole number"), number(float, "a number")
 
 
 def parse(arguments: list[str]) -> tuple[Config, Options]:
-    """Command line to configuration. What the preset says, options override."""
+    """Converts the command line to a configuration. Options override the preset."""
     parser = Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)  # "-1e3", "-inf": values
+    parser._negative_number_matcher = re.compile(
+        r"-(\.?\d|inf|nan)", re.IGNORECASE
+    )  # "-1e3" and "-inf" are values
     flag = argparse.BooleanOptionalAction
     parser.add_argument("--preset", choices=PRESETS, default="small", help="model size (default: small)")
     parser.add_argument(
-        "--format", choices=FORMATS, help="numbers that the experts multiply in (default: none)"
+        "--format", choices=FORMATS, help="number format of the experts' products (default: none)"
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="of parameters (default: float32 on CPU)"
+        "--dtype", choices=("float32", "bfloat16"), help="dtype of parameters (default: float32 on CPU)"
     )
     parser.add_argument(
         "--steps", type=INTEGER, metavar="INT", help=f"default {Config.steps}, {CPU_STEPS} on a CPU"
     )
     parser.add_argument("--text", help="file or folder (default: the standard library of this Python)")
-    parser.add_argument("--reference", action=flag, help="the experts in plain PyTorch")
+    parser.add_argument("--reference", action=flag, help="run the experts in plain PyTorch")
     parser.add_argument("--compile", action=flag, help="torch.compile the model")
-    parser.add_argument("--compare", action=flag, help="train both implementations in turn")
-    parser.add_argument("--resume", action=flag, help="go on from the last checkpoint in --out")
+    parser.add_argument("--compare", action=flag, help="train both implementations, alternating step by step")
+    parser.add_argument("--resume", action=flag, help="continue from the last checkpoint in --out")
     parser.add_argument("--out", help=f"folder for the results (default: {Options.out})")
     for field in (*fields(Config), *fields(Options)):
         option = "--" + field.name.replace("_", "-")
@@ -101,7 +103,7 @@ def parse(arguments: list[str]) -> tuple[Config, Options]:
     options = Options(**{name: value for name, value in values.items() if name in option_names})
     options.check()
     values = {name: value for name, value in values.items() if name not in option_names}
-    Config(**values).check()  # before torch is imported, which takes seconds
+    Config(**values).check()  # before the import of torch, which takes seconds
     here = launched["LOCAL_WORLD_SIZE"] or values.get("ranks", Config.ranks)
     on_gpus = _gpus() >= here
     values.setdefault("dtype", "bfloat16" if on_gpus else "float32")
@@ -122,11 +124,11 @@ def _from_launcher(name: str) -> int | None:
 def _gpus() -> int:
     import torch
 
-    return torch.cuda.device_count()  # starts no CUDA context
+    return torch.cuda.device_count()  # does not start a CUDA context
 
 
 def work(config: Config, options: Options, stop: StopRequest) -> int:
-    """What every rank does. Returns the exit status."""
+    """The main function of every rank. Returns the exit status."""
     import torch
     from moe_lm.run import Run, say
     from moe_lm.world import joined_world
@@ -142,26 +144,29 @@ def work(config: Config, options: Options, stop: StopRequest) -> int:
             if run.train():
                 run.finish()
             elif world.first:
-                say(f"stopped after step {run.step} of {config.steps}; go on with --resume (same options)")
+                say(f"stopped after step {run.step} of {config.steps}; continue with --resume (same options)")
             return INTERRUPTED if run.interrupted else 0
     except UserError:
         raise
     except Exception as error:
-        if stop.requested:  # a peer has left already, and what was asked of it failed
+        if stop.requested:  # another rank has exited, so a collective with it failed
             stop.leave()
         if isinstance(error, OSError) and error.errno in DISK:
-            got, do = os.strerror(error.errno), "Make room; --resume goes on from the last checkpoint."
-            raise UserError(f"'{options.out}'", "a disk that takes the results", got, do) from None
+            got, do = (
+                os.strerror(error.errno),
+                "Free some space; --resume continues from the last checkpoint.",
+            )
+            raise UserError(f"'{options.out}'", "a writable disk with free space", got, do) from None
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             do = "Lower --batch-size, --seq-len or the sizes of the model."
             got = str(error).partition("\n")[0].rstrip(".")
-            print(UserError("the model and its batch", "what the memory holds", got, do), file=sys.stderr)
+            print(UserError("the model and its batch", "enough memory", got, do), file=sys.stderr)
             return 2
         raise
 
 
 def launch(config: Config, options: Options, arguments: list[str], stop: StopRequest) -> int:
-    """Starts the ranks, after checking here what can be checked once."""
+    """Checks here what can be checked once, then starts the ranks. Returns the exit status."""
     from moe_lm import checkpoint
     from moe_lm.data import load_corpus
     from moe_lm.folder import check_new
@@ -173,14 +178,14 @@ def launch(config: Config, options: Options, arguments: list[str], stop: StopReq
     else:
         check_new(Path(options.out))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // config.ranks)))
-    # glibc gives freed megabytes back to the system, and each step would ask for them again, a page fault per 4 KiB.
+    # By default glibc returns freed memory to the system, and each step would get it again with a page fault per 4 KiB.
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**30))
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))
     return run_ranks([sys.executable, str(Path(__file__).resolve()), *arguments], config.ranks, stop)
 
 
 def main(arguments: list[str], stop: StopRequest | None = None) -> int:
-    """Returns the exit status: 0 done, 1 failed, 2 what the user can put right, 130 interrupted."""
+    """Returns the exit status: 0 done, 1 failed, 2 an error that the user can fix, 130 interrupted."""
     try:
         config, options = parse(arguments)
         under_launcher = "RANK" in os.environ and "WORLD_SIZE" in os.environ

@@ -1,4 +1,4 @@
-"""Devices of the tests: the same test runs on CPU and, marked `gpu`, on CUDA."""
+"""The `device` fixture: the same test runs on CPU and, marked `gpu`, on CUDA. Also settings for all tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Workers of one machine share its cores; without this each would start a thread for every core."""
+    """Parallel test workers share the cores of the machine; by default each would start a thread for every core."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
 
@@ -44,7 +44,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture
 def schema_checks_take_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """opcheck looks for changed inputs with torch.allclose, which has no FP8; bytes are what matters there."""
+    """opcheck compares inputs with torch.allclose, which does not support FP8, so FP8 is compared as bytes."""
     original = torch.allclose
 
     def allclose(a: Tensor, b: Tensor, **options: Any) -> bool:

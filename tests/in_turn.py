@@ -1,9 +1,9 @@
-"""``dtypes_in_turn``: on a CPU each case of a marked test runs in one dtype of three, the next case in the next dtype.
+"""The mark ``dtypes_in_turn``: on a CPU each case of a test runs in only one of three dtypes, alternating.
 
-For tests whose CPU path is one code for every dtype (operands are converted, then multiplied by torch), so that the
-dtype and the other parameters do not interact. A case that is left out is covered twice: the same shape, formats and
-options in another dtype, and its dtype with other shapes, formats and options. ``pytest --all-dtypes`` runs them all,
-as do the tests on a GPU, where each dtype has a kernel of its own.
+It is for tests whose CPU path is the same code for every dtype (operands are converted, then multiplied by torch), so
+that the dtype and the other parameters do not interact. A case that is skipped is covered twice: the same shape,
+formats and options run in another dtype, and its dtype runs with other shapes, formats and options. ``pytest
+--all-dtypes`` runs all cases, as do the tests on a GPU, where each dtype has its own kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DTYPE = re.compile(r"b?float(64|32|16)")
 
 
 def key_of(item: pytest.Item) -> tuple[Any, ...]:
-    """A test with its parameters, but for dtypes: those given as such, and those in the name of a case."""
+    """Identifies a test and its parameters except for dtypes, given as a parameter or in the name of a case."""
     callspec = getattr(item, "callspec", None)
     params = {} if callspec is None else callspec.params
     values = []
@@ -35,7 +35,7 @@ def key_of(item: pytest.Item) -> tuple[Any, ...]:
 
 
 def left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Of the marked tests on a CPU, the dtypes whose turn it is not."""
+    """Yields the marked CPU tests to skip."""
     groups: dict[tuple[Any, ...], list[pytest.Item]] = {}
     for item in items:
         callspec = getattr(item, "callspec", None)

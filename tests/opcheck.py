@@ -1,4 +1,4 @@
-"""torch.library.opcheck, and besides it what every op of the package promises of tensors that are not fit."""
+"""torch.library.opcheck, and additional checks that every op rejects unsuitable tensors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def opcheck(
     options: dict[str, Any] | None = None,
     test_utils: tuple[str, ...] | None = None,
 ) -> None:
-    """Of a call that is right: the op is whole, and refuses None for a tensor, a buffer that wants a gradient and, on a
-    GPU, each tensor that is not there.
+    """Checks an op with a valid call: torch's opcheck passes, and the op rejects None for a tensor, a buffer that
+    requires a gradient and, on a GPU, each tensor that is on the CPU.
 
-    What is refused is named, and leaves every buffer as it was.
+    Each error must name the argument, and no buffer may change.
     """
     torch.library.opcheck(op, arguments, options or {}, **({"test_utils": test_utils} if test_utils else {}))
     schema = op._schema.arguments
@@ -32,7 +32,9 @@ def opcheck(
         and argument.alias_info.is_write
         and _is_tensor(given, argument.name)
     ]
-    alone = sum(_holds_tensors(value) for value in given.values()) == 1  # then torch finds no kernel to call
+    alone = (
+        sum(_holds_tensors(value) for value in given.values()) == 1
+    )  # without it torch finds no kernel to call
     for name in required if not alone else []:
         _refuses(op, {**given, name: None}, name, "expected a tensor, got None.", TypeError, written)
     for name in written:

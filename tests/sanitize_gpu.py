@@ -1,11 +1,11 @@
-"""Every case of the quantize family and of grouped products on a GPU under compute-sanitizer: accesses out of bounds,
-races in shared memory, barriers.
+"""Runs the cases of the quantize ops and of grouped products on a GPU under compute-sanitizer, which finds accesses out
+of bounds, races in shared memory, and wrong barriers.
 
-    python -m tests.sanitize_gpu            # memcheck, racecheck, synccheck; fails where one has a report
-    python -m tests.sanitize_gpu --jobs 6   # six processes on the same GPU, each takes the next case that none has
+    python -m tests.sanitize_gpu            # memcheck, racecheck, synccheck; fails if one reports an error
+    python -m tests.sanitize_gpu --jobs 6   # six processes on the same GPU share the cases
 
-Under memcheck torch's allocator caches no memory, so that an access past a tensor is one past an allocation. Results
-are not looked at: the tests do that.
+Under memcheck torch's allocator does not cache, so that an access past a tensor is one past an allocation. Results are
+not checked here; the tests do that.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from transformer_plugin.testing.rowwise_cases import grouped_gemm_rowwise_cases
 TOOLS = ("memcheck", "racecheck", "synccheck")
 Call = Callable[[], Any]
 RAGGED = [300, 0, 7, 130, 290]
-#: Sizes, n and k of products in which every stage of shared memory is filled again, within a tile and by the next.
+#: Sizes, n and k of products for which every pipeline stage is reused, within a tile and by the next tile.
 LONG_SUMS = (([300, 0, 1, 129, 77], 520, 1408), ([5] * 150, 264, 640), ([700], 776, 2064))
 
 
@@ -94,7 +94,7 @@ def _grouped(input: torch.Tensor, sizes: torch.Tensor, format: str) -> None:
     if family in ("fp8_tensor", "fp8_block") and "square" not in format:
         aligned = format + ("," if ":" in format else ":") + "aligned"
         ops.quantize(input, aligned, sizes, columnwise=True)
-        many = sizes.new_ones(min(64, input.shape[0]))  # short groups have a kernel of their own
+        many = sizes.new_ones(min(64, input.shape[0]))  # short groups have a separate kernel
         ops.quantize(input, aligned, many, columnwise=True)
 
 
@@ -237,7 +237,7 @@ def _swiglu_product_quantized(
 def _input_weight_sizes(
     sizes: list[int], n: int, k: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Bfloat16 rows, three of them past the groups, and their weights."""
+    """bfloat16 rows, three of them past the groups, and their weights."""
     input = torch.randn(sum(sizes) + 3, k, dtype=torch.bfloat16, device=device)
     weight = torch.randn(len(sizes), n, k, dtype=torch.bfloat16, device=device)
     return input, weight, torch.tensor(sizes, dtype=torch.int32, device=device)
@@ -255,7 +255,7 @@ def _long_sums(group_sizes: list[int], n: int, k: int, device: torch.device) -> 
 
 
 def _in_turn(max_sms: int, device: torch.device) -> None:
-    """By so few blocks that each takes several tiles of ragged rows."""
+    """Few blocks, so that each processes several tiles of ragged rows."""
     input, weight, sizes = _input_weight_sizes(RAGGED, 776, 264, device)
     rows = torch.arange(input.shape[0], device=device) // 2
     plan = {"max_sms": max_sms}
@@ -280,7 +280,7 @@ def _in_turn(max_sms: int, device: torch.device) -> None:
 
 
 def _overlapped_dequantize(format: str, device: torch.device) -> None:
-    """So few SMs that rows are dequantized within the GEMM kernel."""
+    """Few SMs, so that rows are dequantized within the GEMM kernel."""
     input, weight, sizes = _input_weight_sizes(RAGGED, 1032, 352, device)
     amaxes = {}
     if Format.parse(format).family == "nvfp4":
@@ -294,12 +294,12 @@ def _overlapped_dequantize(format: str, device: torch.device) -> None:
 
 
 def _call_with_arguments(call: Callable[..., Any], case: Any, device: torch.device) -> None:
-    """Arguments are made late: by the one process that takes the case."""
+    """Makes the arguments only in the process that runs the case."""
     call(*case.arguments(device))
 
 
 def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
-    """Every call, by its name."""
+    """Yields the name and the function of every call."""
     for name, cases, call in (
         ("quantize", quantize_cases(), _quantize),
         ("grouped quantize", grouped_quantize_cases(), _grouped),
@@ -337,12 +337,12 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
 
 
 def chosen(only: str) -> Iterator[tuple[str, Call]]:
-    """The calls with `only` in their name."""
+    """Yields the calls whose name contains `only`."""
     return ((name, call) for name, call in calls(torch.device("cuda")) if only in name)
 
 
 def take(cases: Path, number: int) -> bool:
-    """Whether nobody else has taken the case: each leaves a file in `cases`, which only one process can make."""
+    """Claims a case; returns False if another process has it. The claim is a file in `cases`."""
     try:
         (cases / str(number)).touch(exist_ok=False)
     except FileExistsError:
@@ -350,49 +350,51 @@ def take(cases: Path, number: int) -> bool:
     return True
 
 
-def walk(only: str, cases: Path) -> None:
-    """Makes every call that no other process takes."""
+def run_cases(only: str, cases: Path) -> None:
+    """Makes every call that no other process has claimed."""
     count = 0
     for number, (_, call) in enumerate(chosen(only)):
         if take(cases, number):
             call()
             count += 1
     torch.cuda.synchronize()
-    print(f"walked {count} cases", flush=True)
+    print(f"ran {count} cases", flush=True)
 
 
 def run_under(tool: str, jobs: int, only: str, number_of_cases: int) -> None:
-    """Starts this module `jobs` times under the tool; exits where one has a report."""
+    """Starts `jobs` processes of this module under the tool; exits if one reports an error."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
     environment = dict(os.environ)
     if tool == "memcheck":
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    else:  # kernels of torch are not what is looked at
+    else:  # do not check torch's kernels
         command += ["--kernel-name", "kernel_substring=transformer_plugin"]
     with (
         tempfile.TemporaryDirectory() as cases,
         tqdm(total=number_of_cases, desc=tool, unit="case") as progress,
     ):
-        walker = [sys.executable, "-m", __spec__.name, "--walk", cases, "--only", only]
-        running = [subprocess.Popen([*command, *walker], env=environment) for _ in range(jobs)]
+        worker = [sys.executable, "-m", __spec__.name, "--cases", cases, "--only", only]
+        running = [subprocess.Popen([*command, *worker], env=environment) for _ in range(jobs)]
         while any(process.poll() is None for process in running):
             time.sleep(1)
             progress.update(len(os.listdir(cases)) - progress.n)
         missing = number_of_cases - len(os.listdir(cases))
     if missing or any(process.returncode for process in running):
-        sys.exit(f"{tool}: a report, above, or {missing} cases that nobody took")
+        sys.exit(f"{tool}: errors, see above, or {missing} cases that did not run")
 
 
 def main() -> None:
-    """Walks the cases, or starts itself under each tool."""
+    """Runs the cases, or starts this module under each tool."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--walk", type=Path, metavar="FOLDER", help="walk the cases not taken in this folder")
+    parser.add_argument(
+        "--cases", type=Path, metavar="FOLDER", help="run the cases that are not claimed in this folder"
+    )
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="cases with this in their name")
     parser.add_argument("--tools", nargs="*", default=list(TOOLS), choices=TOOLS)
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     arguments = parser.parse_args()
-    if arguments.walk:
-        walk(arguments.only, arguments.walk)
+    if arguments.cases:
+        run_cases(arguments.only, arguments.cases)
         return
     number_of_cases = sum(1 for _ in chosen(arguments.only))
     if not number_of_cases:

@@ -1,4 +1,4 @@
-"""The settings page: defaults, what the environment sets, and its error."""
+"""The settings: defaults, values from the environment, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FlopCounterMode counts what a product multiplies, forward and backward, once."""
+"""FlopCounterMode counts the operations of each product once, forward and backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformer_plugin.nn import GroupedLinear, GroupedMLP, Linear, MoE
 from transformer_plugin.recipes import DelayedScaling
 
 T, N, K, G = 64, 96, 128, 3
-SIZES = torch.tensor([16, 0, 32])  # of a buffer of T rows, which all count
+SIZES = torch.tensor([16, 0, 32])  # group sizes in a buffer of T rows, all of which count
 FP8, NVFP4 = "fp8_block:e4m3", "nvfp4"
 PRODUCT = 2 * T * N * K
 
@@ -146,7 +146,7 @@ ALL_RECIPES = {name: recipe for name, (recipe, _) in RECIPES.items()} | {"fp8_de
 @pytest.mark.parametrize("name", list(ALL_RECIPES))
 @pytest.mark.parametrize("kind", ["Linear", "GroupedLinear", "GroupedMLP", "layers of GroupedMLP", "MoE"])
 def test_modules(kind: str, name: str, backward: bool) -> None:
-    """A backward is two products for each of the forward."""
+    """A backward has two products for each product of the forward."""
     recipe, x = ALL_RECIPES[name], of(T, K).requires_grad_(backward)
     expected = PRODUCT
     if kind == "Linear":

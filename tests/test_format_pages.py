@@ -1,4 +1,4 @@
-"""The manual's pages on formats: their Python blocks run, their pictures are the script's, and none is missing."""
+"""The manual's pages on formats: their Python blocks run, their pictures are the script's, no page is missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_blocks_run(name: str) -> None:
     assert blocks
     namespace: dict[str, object] = {"__name__": name}
     for block in blocks:
-        line = text[: block.start(1)].count("\n")  # so that a traceback names the line of the page
+        line = text[: block.start(1)].count("\n")  # so that tracebacks have the line number of the page
         exec(compile("\n" * line + block.group(1), str(page), "exec"), namespace)
 
 

@@ -1,4 +1,4 @@
-"""Format: keys read and written as C++ does, and refused as C++ does."""
+"""Format: keys are parsed, written and rejected as in C++."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ QUANTIZED = [
     ("mxfp8:square,e5m2,e4m3", Format("mxfp8", square_blocks=True)),
     ("mxfp8:e5m2,square", Format("mxfp8", "e5m2", True, True)),
 ]
-#: With the key that all options spelled out give.
+#: Each key with its canonical form, in which all options are written.
 CANONICAL = [
     ("mxfp8:tiled", Format("mxfp8", tiled_scales=True), "mxfp8:e4m3,tiled"),
     (
@@ -250,7 +250,7 @@ def test_what_nvfp4_says() -> None:
     ids=lambda format: format.key,
 )
 def test_gemm_tolerance_is_the_error_of_rounding_both_operands(format: Format) -> None:
-    """And not so wide that a format of fewer bits would pass."""
+    """The tolerance is not so wide that a format with fewer bits would pass."""
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randn(128, 512, generator=generator) for _ in range(2))
 

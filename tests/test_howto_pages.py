@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 HOWTO = ROOT / "docs" / "howto"
-#: Pages for several ranks: tests/parallel/test_manual.py runs them.
+#: Pages for several ranks; tests/parallel/test_manual.py runs them.
 FOR_RANKS = {"fsdp2.md", "checkpoints.md"}
 #: Pages whose blocks need several nodes.
 NOT_RUN = {"multi-node.md"}
@@ -27,7 +27,7 @@ def test_blocks_run(page: Path) -> None:
     assert blocks
     namespace: dict[str, object] = {"__name__": page.stem}
     for block in blocks:
-        line = text[: block.start(1)].count("\n")  # so that a traceback names the line of the page
+        line = text[: block.start(1)].count("\n")  # so that tracebacks have the line number of the page
         exec(compile("\n" * line + block.group(1), str(page), "exec"), namespace)
 
 

@@ -1,4 +1,4 @@
-"""Recipes: which formats they name, and that every argument takes effect."""
+"""Recipes: their format keys, and the effect of every argument."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_names() -> None:
         recipe_from_name("int4")
     assert str(caught.value) == (
         "transformer_plugin.recipe_from_name: argument 'name': expected one of none, bf16, fp8_tensor, "
-        "fp8_delayed, fp8_block, mxfp8, nvfp4, got 'int4'. Choose one of them, or make a recipe yourself."
+        "fp8_delayed, fp8_block, mxfp8, nvfp4, got 'int4'. Choose one of them, or construct a recipe."
     )
 
 
@@ -139,8 +139,8 @@ def test_a_bad_epsilon_is_refused_when_the_recipe_is_made() -> None:
             with pytest.raises(ValueError) as caught:
                 make(amax_epsilon=epsilon)
             assert str(caught.value) == (
-                f"transformer_plugin.{make.__name__}: argument 'amax_epsilon': expected 0 or a positive number that "
-                f"float32 holds, got {epsilon}. Use 0 for none."
+                f"transformer_plugin.{make.__name__}: argument 'amax_epsilon': expected 0 or a positive number in "
+                f"float32's range, got {epsilon}. Use 0 for no lower bound."
             )
         assert make(amax_epsilon=1).input_format == make(amax_epsilon=1.0).input_format
 
@@ -148,24 +148,24 @@ def test_a_bad_epsilon_is_refused_when_the_recipe_is_made() -> None:
 @pytest.mark.parametrize(
     ("make", "fields", "text"),
     [
-        (DelayedScaling, {"amax_history_len": 2.5}, "expected an integer, got 2.5. 1024 is the default."),
-        (DelayedScaling, {"margin": 0.5}, "expected an integer, got 0.5. 0 is the default."),
-        (DelayedScaling, {"margin": True}, "expected an integer, got True. 0 is the default."),
+        (DelayedScaling, {"amax_history_len": 2.5}, "expected an integer, got 2.5. The default is 1024."),
+        (DelayedScaling, {"margin": 0.5}, "expected an integer, got 0.5. The default is 0."),
+        (DelayedScaling, {"margin": True}, "expected an integer, got True. The default is 0."),
         (
             Float8CurrentScaling,
             {"hybrid": "e5m2"},
-            "expected True or False, got 'e5m2'. True is the default.",
+            "expected True or False, got 'e5m2'. The default is True.",
         ),
-        (Float8BlockScaling, {"amax_epsilon": "x"}, "expected a number, got 'x'. 0.0 is the default."),
+        (Float8BlockScaling, {"amax_epsilon": "x"}, "expected a number, got 'x'. The default is 0.0."),
         (
             MXFP8BlockScaling,
             {"square_weights": "no"},
-            "expected True or False, got 'no'. False is the default.",
+            "expected True or False, got 'no'. The default is False.",
         ),
         (
             NVFP4BlockScaling,
             {"random_hadamard": None},
-            "expected True or False, got None. True is the default.",
+            "expected True or False, got None. The default is True.",
         ),
     ],
     ids=str,

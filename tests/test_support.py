@@ -1,4 +1,4 @@
-"""explain_support: true of each recipe and device, and honest where nothing runs."""
+"""explain_support: correct for each recipe and device, also where nothing runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformer_plugin.recipes import (
 
 @dataclass(frozen=True)
 class Keys(Recipe):
-    """Any three formats."""
+    """A recipe with any three format keys."""
 
     input_format: str = "none"
     weight_format: str = "none"
@@ -47,13 +47,16 @@ def test_every_recipe_on_every_device(name: str, device: torch.device) -> None:
 
 
 def test_products_are_those_of_the_plan() -> None:
-    """Each line is what grouped_gemm_plan says of the pair of formats that the layer multiplies."""
+    """Each line agrees with grouped_gemm_plan for the layer's pair of formats."""
     if "this build has no CUDA kernels" in tp.explain_support(None, "cuda"):
         pytest.skip("what a GPU does is said where there are kernels for one")
     if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("what follows is of a Hopper")
     lines = tp.explain_support(Float8BlockScaling(), "cuda").splitlines()[-3:]
-    ours = "this package's Hopper kernels on FP8 tensor cores, every 128 products added in FP32"
+    ours = (
+        "this package's Hopper kernels on FP8 tensor cores; "
+        "after every 128 products the partial sum is added in FP32"
+    )
     why = "dtypes, sizes and alignment are those of the Hopper kernels"
     assert lines == [f"  {product}: {ours} ({why})" for product in ("forward", "data_grad", "weight_grad")]
     for recipe in (None, recipe_from_name("bf16")):  # without quantized operands
@@ -67,7 +70,7 @@ def test_products_are_those_of_the_plan() -> None:
 
 
 def test_what_the_operands_become() -> None:
-    """The words follow the scales: only powers of two are exact in bfloat16."""
+    """Only power-of-two scales are exact in bfloat16, and the text says so."""
     exact = "operands are dequantized exactly to bfloat16"
     assert exact in tp.explain_support(Float8BlockScaling(), "cpu")
     assert exact in tp.explain_support(MXFP8BlockScaling(), "cpu")
@@ -87,7 +90,7 @@ def test_where_the_scales_come_from() -> None:
         (DelayedScaling(), "scales: from the largest amax of 1024 steps; each tensor is read once"),
         (
             DelayedScaling(margin=2, amax_compute_algo="most_recent"),
-            "scales: from the amax of the step before, over 2^2; each tensor is read once",
+            "scales: from the amax of the previous step, divided by 2^2; each tensor is read once",
         ),
     ):
         assert f"\n{words}, and the module's buffers keep the state\n" in tp.explain_support(recipe, "cpu")
@@ -107,7 +110,7 @@ def test_where_the_scales_come_from() -> None:
     ],
 )
 def test_formats_that_hopper_kernels_dequantize(recipe: Recipe, decodes: bool) -> None:
-    """In either element and order of scales; not under an amax for each row."""
+    """For either element and layout of scales, but not with an amax per row."""
     text = tp.explain_support(recipe, "cuda")
     if "this build has no CUDA kernels" in text:
         pytest.skip("what a GPU does is said where there are kernels for one")
@@ -117,7 +120,7 @@ def test_formats_that_hopper_kernels_dequantize(recipe: Recipe, decodes: bool) -
 
 def test_where_nothing_runs() -> None:
     assert tp.explain_support(None, "mps") == (
-        "no recipe on mps: nothing of this package runs there; use a CPU or a CUDA device"
+        "no recipe on mps: this package does not run there; use a CPU or a CUDA device"
     )
 
 
@@ -126,5 +129,5 @@ def test_error() -> None:
         tp.explain_support("fp8_block", "cpu")  # type: ignore[arg-type]
     assert str(error.value) == (
         "transformer_plugin.explain_support: argument 'recipe': expected a Recipe or None, got str. "
-        "Use transformer_plugin.recipes.recipe_from_name for a name."
+        "Use transformer_plugin.recipes.recipe_from_name to get one from a name."
     )

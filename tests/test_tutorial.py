@@ -17,7 +17,7 @@ def test_tutorial_runs() -> None:
     blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     assert len(blocks) >= 7
     for block in blocks:
-        line = text[: block.start(1)].count("\n")  # so that a traceback names the line of the page
+        line = text[: block.start(1)].count("\n")  # so that tracebacks have the line number of the page
         with contextlib.redirect_stdout(printed):
             exec(compile("\n" * line + block.group(1), str(TUTORIAL), "exec"), namespace)
     shown = " ".join(line[2:] for line in text.splitlines() if line.startswith("# transformer_plugin::"))

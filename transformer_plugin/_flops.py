@@ -1,11 +1,11 @@
-"""How many floating-point operations each product is, for ``torch.utils.flop_counter.FlopCounterMode``.
+"""The number of floating-point operations of each product, for ``torch.utils.flop_counter.FlopCounterMode``.
 
-As torch counts its own: two for every multiplication and addition of a product, nothing for a bias, an activation or a
-conversion between formats. A grouped product counts all the rows of its buffer, those past the last group too, because
-the sizes of the groups are on the device: with a buffer of twice the rows in use it says twice what is multiplied.
+The formulas follow torch's: two operations for every multiply-add of a product, none for a bias, an activation or a
+conversion between formats. A grouped product counts all rows of its buffer, also those past the last group, because the
+group sizes are on the device. If the buffer has twice the rows in use, the count is twice the actual number.
 
-The counter sees what is below autograd: one op of these for a product without a gradient, and for one with a gradient
-those that its forward and its backward call.
+The counter sees ops below autograd: for a product without a gradient one of these ops, otherwise the ops that its
+forward and backward call.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Shape = Sequence[int]
 
 
 def _argument(name: str, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A format of a call; defaults at the end of a call are left out."""
+    """The format that a call passes; "none" where the call leaves it out."""
     return args[position] if len(args) > position else kwargs.get(name, "none")
 
 
 def _columns(data: Shape, format: str) -> int:
-    """The elements in a row of data."""
+    """The number of elements in a row of quantized data."""
     return data[-1] * (2 if format.startswith("nvfp4") else 1)
 
 
 def _product(position: int) -> Callable[..., int]:
-    """Of an op whose argument ``a_format`` is at a position."""
+    """The formula of an op whose argument ``a_format`` has this position."""
 
     def formula(*args: Any, out_shape: Shape, **kwargs: Any) -> int:
         return 2 * prod(out_shape) * _columns(args[0], _argument("a_format", position, args, kwargs))
@@ -41,7 +41,7 @@ def _product(position: int) -> Callable[..., int]:
 
 
 def _product_out(out: int, position: int) -> Callable[..., int]:
-    """The same, into a buffer that is an argument."""
+    """The same for an op that writes into its argument ``out``."""
 
     def formula(*args: Any, **kwargs: Any) -> int:
         buffer = args[out] if len(args) > out else kwargs["out"]
@@ -51,14 +51,14 @@ def _product_out(out: int, position: int) -> Callable[..., int]:
 
 
 def _weight_gradient(position: int) -> Callable[..., int]:
-    """Of an op whose argument ``grad_format`` is at a position."""
+    """The formula of an op whose argument ``grad_format`` has this position."""
 
     def formula(grad: Shape, input: Shape, group_sizes: Shape, *args: Any, **kwargs: Any) -> int:
         key = _argument("grad_format", position - 3, args, kwargs)
         if key == "none":
             return 2 * grad[0] * grad[1] * input[1]
         rows = _columns(grad, key)
-        if Format.parse(key).aligned_groups:  # T comes back rounded up to a multiple of the alignment
+        if Format.parse(key).aligned_groups:  # the rows include the padding of each group
             rows -= GROUP_ALIGNMENT * (group_sizes[0] + 1)
         return 2 * grad[0] * input[0] * rows
 
@@ -77,7 +77,7 @@ def _mlp(input: Shape, fc1_weight: Shape, fc2_weight: Shape, *_: Any, **__: Any)
     return 2 * prod(input) * (fc1_weight[1] + fc2_weight[2])
 
 
-#: of each op that multiplies.
+#: The formula of each op that multiplies matrices.
 FORMULAS: dict[str, Callable[..., int]] = {
     "gemm": _product(8),
     "gemm_out": _product_out(2, 9),
@@ -96,7 +96,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
 
 
 def register() -> None:
-    """Tells torch's counter."""
+    """Registers the formulas with torch's counter."""
     from torch.utils.flop_counter import register_flop_formula
 
     for name, formula in FORMULAS.items():

@@ -1,7 +1,7 @@
-"""Recipes: the format of each operand of a product. Frozen data; modules take one as ``recipe=``.
+"""Recipes: the number format of each operand of a product. They are frozen data; modules have a ``recipe=`` argument.
 
 A product ``output = input @ weight^T`` has three operands in training: the input, the weight, and the
-gradient of the output. A recipe names a format for each, as a key (:mod:`transformer_plugin.formats`).
+gradient of the output. A recipe gives a format key (:mod:`transformer_plugin.formats`) for each.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Base of the recipes: operands unchanged. ``Recipe()`` is the recipe named ``"none"``.
+    """Base class of the recipes. ``Recipe()`` leaves operands unchanged; it is the recipe named ``"none"``.
 
     Args:
-        nonfinite: of every recipe, by keyword: the effect of a NaN or an infinity in an operand.
-            ``"round"``: that of its format, which may be a finite number. ``"nan"``: such an input or weight makes the
-            output NaN, and the gradients that are products of it; such a gradient of the output makes all gradients NaN
-            except the bias's, which is the plain sum. ``Recipe()`` quantizes nothing, so the option has no effect
-            there.
+        nonfinite: keyword of every recipe: the effect of a NaN or an infinity in an operand.
+            ``"round"``: the format's own, which may be a finite number. ``"nan"``: in an input or a weight, it makes
+            the output NaN, and the gradients that are computed from that operand; in a gradient of the output, it makes
+            all gradients NaN except the bias's, which is the plain sum. ``Recipe()`` quantizes nothing, so the option
+            has no effect there.
 
     Raises:
         TypeError: an argument of another type. ValueError: an unknown choice.
@@ -47,19 +47,19 @@ class Recipe:
             ):
                 raise TypeError(
                     f"transformer_plugin.{type(self).__name__}: argument '{argument.name}': expected {expected}, got "
-                    f"{value!r}. {argument.default!r} is the default."
+                    f"{value!r}. The default is {argument.default!r}."
                 )
         if self.nonfinite not in ("round", "nan"):
             raise ValueError(
                 f"transformer_plugin.{type(self).__name__}: argument 'nonfinite': expected 'round' or 'nan', got "
-                f"{self.nonfinite!r}. 'round' is the default."
+                f"{self.nonfinite!r}. The default is 'round'."
             )
 
     def _check_epsilon(self, epsilon: float) -> None:
         if epsilon != 0.0 and not 2.0**-149 <= epsilon < 2.0**128:
             raise ValueError(
                 f"transformer_plugin.{type(self).__name__}: argument 'amax_epsilon': expected 0 or a positive number "
-                f"that float32 holds, got {epsilon}. Use 0 for none."
+                f"in float32's range, got {epsilon}. Use 0 for no lower bound."
             )
 
     @property
@@ -68,17 +68,17 @@ class Recipe:
 
     @property
     def input_format(self) -> str:
-        """Key of the format that the input is rounded to."""
+        """Format key of the input."""
         return "none"
 
     @property
     def weight_format(self) -> str:
-        """Key of the format that the weight is rounded to."""
+        """Format key of the weight."""
         return "none"
 
     @property
     def grad_format(self) -> str:
-        """Key of the format that the gradient of the output is rounded to in the backward."""
+        """Format key of the output's gradient in the backward."""
         return "none"
 
 
@@ -101,11 +101,11 @@ class BFloat16(Recipe):
 
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
-    """FP8 with one scale per tensor (per group, where ragged), from the tensor's current amax.
+    """FP8 with one scale per tensor (per group in grouped products), from the tensor's current amax.
 
     Args:
-        hybrid: gradients in E5M2, the rest in E4M3; False: all in E4M3.
-        power_of_two_scales: scales rounded down to a power of two.
+        hybrid: True: E5M2 for gradients, E4M3 otherwise; False: E4M3 for all operands.
+        power_of_two_scales: whether scales are rounded down to a power of two.
         amax_epsilon: a lower bound of the amax.
     """
 
@@ -115,7 +115,7 @@ class Float8CurrentScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_epsilon(self.amax_epsilon)  # now, not in the first step
+        self._check_epsilon(self.amax_epsilon)  # here, so that the error is not first raised in a forward
 
     def _format(self, element: Element) -> str:
         return Format(
@@ -141,25 +141,26 @@ class Float8CurrentScaling(Recipe):
 
 @dataclass(frozen=True)
 class DelayedScaling(Recipe):
-    """FP8 with one scale per tensor (per group, where ragged), from the amaxes of earlier steps.
+    """FP8 with one scale per tensor (per group in grouped products), from the amaxes of earlier steps.
 
-    The modules keep scales and amaxes as buffers, in their ``state_dict``, and update them at the start of each
-    forward in training; :func:`transformer_plugin.ops.update_delayed_scale_` says how. The first step has a scale of 1.
+    The modules keep scales and amaxes as buffers in their ``state_dict``, and update them at the start of each training
+    forward, see :func:`transformer_plugin.ops.update_delayed_scale_`. In the first step the scale is 1.
 
     Args:
-        margin: scales are divided by ``2**margin``, from -100 to 100: room for values that grow.
-        hybrid: gradients in E5M2, the rest in E4M3; False: all in E4M3.
+        margin: scales are divided by ``2**margin``, from -100 to 100, to leave room for values that grow.
+        hybrid: True: E5M2 for gradients, E4M3 otherwise; False: E4M3 for all operands.
         amax_history_len: the number of steps whose amaxes are kept, at least 1.
-        amax_compute_algo: ``"max"``: the scale from the largest amax of the history; ``"most_recent"``: from the last
-            one.
-        amax_group: by keyword: the ranks that reduce their amaxes with a maximum and so use the same scales: a process
-            group or its name, or ``""`` for none. It is stored as the name. Each layer reduces its amaxes at the start
-            of each forward in training, so all ranks of the group must call it equally often, in the same order; an
-            evaluation communicates nothing and takes the scales of the last training forward.
-            :func:`transformer_plugin.nn.reduce_amax` does it for a whole model with one collective.
+        amax_compute_algo: ``"max"``: the scale comes from the largest amax of the history; ``"most_recent"``: from the
+            latest one.
+        amax_group: keyword: the ranks that reduce their amaxes to the maximum and so use the same scales: a process
+            group or its name, or ``""`` for none. The name is stored. Each layer reduces its amaxes at the start of
+            each training forward, so all ranks of the group must call it equally often and in the same order. An
+            evaluation does not communicate and uses the scales of the last training forward.
+            :func:`transformer_plugin.nn.reduce_amax` instead reduces a whole model with one collective.
 
-    The keys say how the operands are stored, ``fp8_tensor``. :func:`transformer_plugin.ops.linear` would compute scales
-    from the data; :func:`transformer_plugin.ops.linear_scaled` takes given scales.
+    The format keys are ``fp8_tensor``, which says how the operands are stored. With these keys
+    :func:`transformer_plugin.ops.linear` computes scales from the data; :func:`transformer_plugin.ops.linear_scaled`
+    has scales as arguments.
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433; NVIDIA TransformerEngine's recipe of
     this name.
@@ -217,7 +218,7 @@ class Float8BlockScaling(Recipe):
     """FP8 E4M3 with one scale per 1x128 block of inputs and gradients and per 128x128 block of weights.
 
     Args:
-        power_of_two_scales: scales rounded down to a power of two.
+        power_of_two_scales: whether scales are rounded down to a power of two.
         amax_epsilon: a lower bound of the amax.
 
     Source: DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.
@@ -257,11 +258,11 @@ class Float8BlockScaling(Recipe):
 class MXFP8BlockScaling(Recipe):
     """MXFP8: FP8 E4M3 with one power-of-two scale (E8M0) per 1x32 block.
 
-    Widths must be multiples of 32: the input's, the weight's and the output's last dimension.
+    The last dimensions of input, weight and output must be multiples of 32.
 
     Args:
-        square_weights: one scale per 32x32 block of weights, so that a weight has the same values in the
-            forward and in the backward. False: 1x32 blocks along the summed dimension of each product.
+        square_weights: True: one scale per 32x32 block of weights, so that a weight has the same values in the
+            forward and the backward. False: 1x32 blocks along the reduction dimension of each product.
 
     Source: OCP Microscaling Formats (MX) v1.0 specification, with the conventions of NVIDIA
     TransformerEngine's recipe of this name (``square_weights`` is its ``enable_2d_quantization``).
@@ -284,22 +285,22 @@ class MXFP8BlockScaling(Recipe):
 
 @dataclass(frozen=True)
 class NVFP4BlockScaling(Recipe):
-    """NVFP4: 4-bit E2M1 with one E4M3 scale per 1x16 block, under one FP32 amax per tensor (per group, where ragged).
+    """NVFP4: 4-bit E2M1 with one E4M3 scale per 1x16 block and one FP32 amax per tensor (or per group).
 
-    Widths must be multiples of 16: the input's, the weight's and the output's last dimension, and for the backward
-    the number of rows, in ragged products of each group. :class:`~transformer_plugin.nn.MoE` pads its groups.
+    The last dimensions of input, weight and output must be multiples of 16. For the backward the number of rows, in
+    grouped products of each group, must be a multiple of 16, too. :class:`~transformer_plugin.nn.MoE` pads its groups.
 
     Args:
-        random_hadamard: the two operands of the weight gradient are multiplied by one random orthogonal matrix along
-            the reduction dimension, which spreads outliers; the product is the same.
+        random_hadamard: the two operands of the weight gradient are multiplied by the same random orthogonal matrix
+            along the reduction dimension. This spreads outliers over neighboring elements; the product is the same.
         stochastic_rounding: gradients are rounded up or down at random, without bias. The seed of each call is
             drawn from torch's generator of the device.
-        square_weights: one scale per 16x16 block of weights, so that a weight has the same values in the forward
-            and in the backward. False: 1x16 blocks along the summed dimension of each product.
-        row_scaled_activations: an FP32 amax for each row of the input; not with ``random_hadamard``.
-        four_over_six: ``"mae"`` or ``"mse"``: blocks of inputs and weights use the scale that maps their amax to 6
-            or the one that maps it to 4, by the smaller mean absolute or squared error; not with ``random_hadamard``
-            and ``square_weights``.
+        square_weights: True: one scale per 16x16 block of weights, so that a weight has the same values in the
+            forward and the backward. False: 1x16 blocks along the reduction dimension of each product.
+        row_scaled_activations: an FP32 amax for each row of the input. It excludes ``random_hadamard``.
+        four_over_six: ``"mae"`` or ``"mse"``: each block of inputs and weights uses either the scale that maps its amax
+            to 6 or the one that maps it to 4, whichever has the smaller mean absolute or squared error. It excludes
+            ``random_hadamard`` and ``square_weights``.
 
     Raises:
         ValueError: arguments that exclude each other.
@@ -372,8 +373,10 @@ class NVFP4BlockScaling(Recipe):
 
 
 def recipe_from_name(name: str) -> Recipe | None:
-    """The recipe of a name, with its defaults: none (gives None), bf16, fp8_tensor, fp8_delayed,
-    fp8_block, mxfp8 or nvfp4."""
+    """Returns the recipe of a name, with default arguments: bf16, fp8_tensor, fp8_delayed, fp8_block, mxfp8 or nvfp4.
+
+    Returns None for "none".
+    """
     recipes: dict[str, Recipe | None] = {
         "none": None,
         "bf16": BFloat16(),
@@ -386,6 +389,6 @@ def recipe_from_name(name: str) -> Recipe | None:
     if name not in recipes:
         raise ValueError(
             "transformer_plugin.recipe_from_name: argument 'name': expected one of "
-            f"{', '.join(recipes)}, got '{name}'. Choose one of them, or make a recipe yourself."
+            f"{', '.join(recipes)}, got '{name}'. Choose one of them, or construct a recipe."
         )
     return recipes[name]

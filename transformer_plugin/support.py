@@ -1,4 +1,4 @@
-"""What a recipe does on a device, in words: which kernels run, and what the numbers are."""
+"""Describes a recipe on a device in words: which kernels run, and with which numbers."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from transformer_plugin.formats import Format
 from transformer_plugin.ops.gemm_plan import grouped_gemm_plan
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
-#: the compute capability that the kernels are built for and tested on.
+#: the compute capability for which the kernels are built and on which they are tested.
 TESTED = (9, 0)
 
 
 def explain_support(recipe: Recipe | None, device: torch.device | str) -> str:
-    """Says what runs where when ``recipe`` is used on ``device``, and why; makes nothing and starts no kernel.
+    """Describes which kernels run if ``recipe`` is used on ``device``, and why. Allocates nothing, launches no kernel.
 
     Args:
-        recipe: of a module; None for unchanged operands.
-        device: ``"cpu"``, or a CUDA device (asking for its name starts its context). Other kinds are explained too:
-            nothing runs there.
+        recipe: the recipe of a module; None for unchanged operands.
+        device: ``"cpu"``, or a CUDA device (reading its name starts its context). For other device types the answer is
+            that nothing runs there.
 
     Returns:
-        Lines: the device, the formats of the three operands, quantization, products.
+        One line each: the device, the formats of the three operands, quantization; then the products.
 
     Raises:
         TypeError: ``recipe`` is neither None nor a Recipe.
@@ -29,7 +29,7 @@ def explain_support(recipe: Recipe | None, device: torch.device | str) -> str:
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(
             "transformer_plugin.explain_support: argument 'recipe': expected a Recipe or None, got "
-            f"{type(recipe).__name__}. Use transformer_plugin.recipes.recipe_from_name for a name."
+            f"{type(recipe).__name__}. Use transformer_plugin.recipes.recipe_from_name to get one from a name."
         )
     device = torch.device(device)
     used = recipe if recipe is not None else Recipe()
@@ -48,16 +48,16 @@ def explain_support(recipe: Recipe | None, device: torch.device | str) -> str:
         lines.append(
             f"scales: from the largest amax of {recipe.amax_history_len} steps"
             if recipe.amax_compute_algo == "max"
-            else "scales: from the amax of the step before"
+            else "scales: from the amax of the previous step"
         )
-        lines[-1] += f", over 2^{recipe.margin}" if recipe.margin else ""
+        lines[-1] += f", divided by 2^{recipe.margin}" if recipe.margin else ""
         lines[-1] += "; each tensor is read once, and the module's buffers keep the state"
     lines.append("products: " + _products(formats, device))
     return "\n".join(lines)
 
 
 def _conditions(formats: list[Format]) -> str:
-    """What the operands' sizes must be, and what draws random numbers."""
+    """Describes the required sizes of the operands, and what is random."""
     if formats[0].family == "mxfp8":
         return "; widths must be multiples of 32"
     if formats[0].family == "nvfp4":
@@ -76,16 +76,16 @@ def _where(device: torch.device) -> str:
     if device.type == "cpu":
         return "complete, forward and backward"
     if device.type != "cuda":
-        return "nothing of this package runs there; use a CPU or a CUDA device"
+        return "this package does not run there; use a CPU or a CUDA device"
     if not _has_kernels(device):
-        return "this build has no CUDA kernels; build it where nvcc and a CUDA torch are"
+        return "this build has no CUDA kernels; build with nvcc and a CUDA build of torch"
     if not torch.cuda.is_available():
         return "complete, forward and backward, but torch finds no CUDA device here"
     major, minor = torch.cuda.get_device_capability(device)
     gpu = f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
     if (major, minor) == TESTED:
         return f"complete, forward and backward, on {gpu}"
-    return f"{gpu} is untested; kernels are for sm_90a unless TORCH_CUDA_ARCH_LIST said otherwise when they were built"
+    return f"{gpu} is untested; the kernels are built for sm_90a unless TORCH_CUDA_ARCH_LIST was set in the build"
 
 
 def _products(formats: list[Format], device: torch.device) -> str:
@@ -107,7 +107,7 @@ def _products_on_cpu(formats: list[Format]) -> str:
 
 
 def _product(product: str, a: str, b: str, device: torch.device) -> str:
-    """One product of typical sizes, as :func:`~transformer_plugin.ops.grouped_gemm_plan` decides it."""
+    """Describes one product of typical sizes, from :func:`~transformer_plugin.ops.grouped_gemm_plan`."""
     bfloat16, capability = torch.bfloat16, 10 * TESTED[0] + TESTED[1]
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability(device)
@@ -130,5 +130,5 @@ def _how(backend: str, key: str) -> str:
     if backend != "sm90" or key == "none":
         return ""
     if Format.parse(key).family in ("mxfp8", "nvfp4"):
-        return ", which dequantize to bfloat16, as Hopper has no instructions for this format"
-    return " on FP8 tensor cores, every 128 products added in FP32"
+        return ", which dequantize to bfloat16, because Hopper has no instructions for this format"
+    return " on FP8 tensor cores; after every 128 products the partial sum is added in FP32"

@@ -19,7 +19,7 @@ TP_CPU_CLONES void forward_row(const T* gate, const T* linear, float prob, T* ou
 }
 
 // Gradients of up to kSumTile columns. Returns the sum of grad * activation. Without __restrict compilers do
-// not vectorise the loop.
+// not vectorize the loop.
 template <typename T>
 TP_CPU_CLONES float backward_tile(const T* __restrict grad, const T* __restrict gate,
                                   const T* __restrict linear, float prob, T* __restrict grad_gate,

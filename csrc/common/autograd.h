@@ -35,7 +35,7 @@ inline bool has_tangent(at::TensorList tensors) {
 }
 
 // Whether the call must be recorded. If not, an op calls its kernel directly, which saves the cost of a node.
-// A tensor with a tangent goes to the node, which refuses it: the kernel would ignore the tangent.
+// A tensor with a tangent goes to the node, which rejects it: the kernel would ignore the tangent.
 template <typename... Tensors>
 bool any_wants_grad(const Tensors&... tensors) {
   return (at::GradMode::is_enabled() && (wants_grad(tensors) || ...)) || (has_tangent(tensors) || ...);
@@ -63,12 +63,12 @@ class BelowAutograd {
 // Raises the error for None in place of the `index`-th required tensor of the op.
 [[noreturn]] void refuse_none(const char* op, size_t index);
 
-// The type that torch makes the node of, so that the node gets the name of the op (see CppNode below).
+// The type from which torch makes the node, so that the node gets the name of the op (see CppNode below).
 template <typename Self>
 class NodeOf : public Self {};
 
-// A torch::autograd::Function that refuses None for a required tensor, of which torch would ask the device.
-// Required tensors come in the order of the op Self::kName.
+// A torch::autograd::Function that rejects None for a required tensor, before torch asks it for its device.
+// Required tensors are in the order of the op Self::kName.
 template <typename Self>
 class CheckedFunction : public torch::autograd::Function<Self> {
  public:
@@ -89,9 +89,10 @@ class CheckedFunction : public torch::autograd::Function<Self> {
   }
 };
 
-// A function whose backward is Self::gradients(). With create_graph=True, results that have no graph of their
-// own refuse to be differentiated again, because they would silently count as constants: all results, or with
-// `keeps_graphs`, where gradients() calls differentiable ops, those that were left without a graph.
+// A function whose backward is Self::gradients(). With create_graph=True, results without a graph raise an
+// error when they are differentiated again, because they would silently count as constants. Without
+// `keeps_graphs` these are all results; with it, gradients() calls differentiable ops, and these are the
+// results that still have no graph.
 template <typename Self, bool keeps_graphs>
 class DifferentiableFunction : public CheckedFunction<Self> {
  public:
@@ -119,7 +120,7 @@ class DifferentiableFunction : public CheckedFunction<Self> {
         std::move(from));
     for (at::Tensor& result : results) {
       if (!result.defined() || result.requires_grad()) continue;
-      result = result.detach();  // the caller may hold the same tensor
+      result = result.detach();  // the caller may have the same tensor
       torch::autograd::set_history(result, refusal);
     }
   }

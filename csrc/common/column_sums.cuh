@@ -1,5 +1,5 @@
-// Column sums of a tile of 128x128 that 256 threads hold: warp w rows 16w .. 16w + 15, lane l columns 4l ..
-// 4l + 3.
+// Column sums of a 128x128 tile that is distributed over 256 threads: warp w has rows 16w .. 16w + 15, lane l
+// has columns 4l .. 4l + 3.
 #pragma once
 
 #include "common/column_sums.h"

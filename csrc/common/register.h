@@ -1,9 +1,10 @@
-// Registration of an op whose schema is in registration.cpp: one line an op.
+// Registration of an op whose schema is in registration.cpp: one line per op.
 //
 //   TP_IMPL("swiglu", swiglu, swiglu_meta, swiglu_autograd);
 //   TP_IMPL_NO_GRADIENT("swiglu_backward", swiglu_backward, swiglu_backward_meta);
 //
-// `kernel` serves both devices and chooses by that of its tensors; a build without CUDA registers it for CPU alone.
+// `kernel` serves both devices and checks the device of its tensors. A build without CUDA registers it for
+// the CPU only.
 #pragma once
 
 #include <torch/library.h>
@@ -25,5 +26,6 @@
   TP_IMPL_FOR(Meta, op, meta);              \
   TP_IMPL_FOR(Autograd, op, autograd)
 
-// Autograd passes through: the kernel itself refuses tensors that require a gradient, or its outputs have none.
+// Autograd falls through: the kernel itself rejects tensors that require a gradient, or its outputs have
+// none.
 #define TP_IMPL_NO_GRADIENT(op, kernel, meta) TP_IMPL(op, kernel, meta, torch::CppFunction::makeFallthrough())

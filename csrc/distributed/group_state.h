@@ -88,19 +88,19 @@ std::shared_ptr<GroupState> group_state(const std::string& name,
 // Releases the states of groups that have been destroyed.
 void release_expired_groups();
 
-// Waits on the CPU for a collective. Raises the error that peer_error words if a rank is lost or does not
-// join within `timeout`.
+// Waits on the CPU for a collective. Raises the error of peer_error() if a rank is lost or does not join
+// within `timeout`.
 void wait_on_cpu(GroupState& state, const c10::intrusive_ptr<c10d::Work>& work, const Phase& phase,
                  Milliseconds timeout);
-// Runs the liveness check and raises the error. The group is not used again. `waits_for`: what heartbeats say
-// of this rank; empty: the phase.
+// Runs the liveness check and raises the error. The group is not used again. `waits_for`: the text that this
+// rank's heartbeats contain; empty: the phase.
 [[noreturn]] void raise_peer_error(GroupState& state, Heartbeat heartbeat, int64_t sequence,
                                    const Phase& phase, Milliseconds timeout, const std::string& backend_error,
                                    const std::string& waits_for = "");
 // Raises the error again if an earlier call has failed.
 void check_not_failed(GroupState& state, const Phase& phase, Milliseconds timeout);
-// Every rank's text in ascending order of ranks, through the group's store. `kind` names the exchanges of
-// this sort, `sequence` counts them.
+// Every rank's text in ascending order of ranks, through the group's store. `kind` names a sequence of
+// exchanges, and `sequence` is the number of this one in it.
 std::vector<std::string> all_gather_texts(GroupState& state, const char* kind, int64_t sequence,
                                           const std::string& text, const Phase& phase,
                                           const std::string& waits_for, Milliseconds timeout);

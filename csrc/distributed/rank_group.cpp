@@ -72,8 +72,8 @@ RankGroup::RankGroup(const char* op, const std::string& name, int64_t timeout_ms
   }
 }
 
-// If a call ends before its collectives, because of an allocation failure for example, the other ranks would
-// take this rank's next message for theirs. So the group fails.
+// If a call ends before its collectives, for example because an allocation failed, the other ranks would take
+// this rank's next message for the missing one. So the group is marked as failed.
 RankGroup::~RankGroup() {
   if (connection_->remaining <= 0 || connection_->on_cuda) return;
   const std::lock_guard<std::mutex> lock(state_->failure_mutex);

@@ -13,7 +13,7 @@
 namespace transformer_plugin::norm {
 namespace {
 
-// The mean and the reciprocal root of a row.
+// The mean and the reciprocal standard deviation of a row.
 struct Row {
   float mean;
   float rstd;

@@ -25,7 +25,7 @@ struct NormCall {
   bool zero_centered;
 };
 
-// The mean and the reciprocal root of each row; no mean unless centered.
+// The mean and the reciprocal standard deviation of each row; no mean for RMSNorm.
 struct Stats {
   at::Tensor mean, rstd;
 };

@@ -7,7 +7,7 @@
 namespace transformer_plugin::norm {
 
 struct RowStats {
-  float mean;  // 0 unless centered
+  float mean;  // 0 for RMSNorm
   float rstd;
 };
 

@@ -88,7 +88,7 @@ __device__ __forceinline__ float sum_of_values(const Units<kUnits>& x, SumBuffer
   return sum_of_partials(partials, buffers, parity);
 }
 
-// Loads a vector of parameters one unit ahead of its use. fence_loads() keeps each load behind the previous
+// Loads a vector of parameters one unit ahead of its use. fence_loads() keeps each load after the previous
 // unit: the compiler would issue all loads first, for which there are not enough registers.
 template <int kUnits>
 struct ParameterPrefetch {

@@ -13,7 +13,7 @@
 namespace transformer_plugin::norm {
 namespace {
 
-// The mean and the reciprocal root of a row, in every thread.
+// The mean and the reciprocal standard deviation of a row, in every thread.
 template <typename T>
 __device__ __forceinline__ float2 stats_of_row(const NormArgs& args, const Columns<T>& input,
                                                SumBuffers& buffers) {

@@ -18,8 +18,8 @@ void launch_norm_quantize(const NormArgs& args, const QuantizeArgs& output, void
 void launch_norm_quantize_mx(const NormArgs& args, const QuantizeArgs& output, void* stream);
 void launch_norm_quantize_nv(const NormArgs& args, const NvArgs& output, void* stream);
 
-// For any width, dtype and alignment. Writes `values` if it is not null, else quantizes to `output`; with
-// neither, only the statistics.
+// For any width, dtype and alignment. Writes `values` if it is not null, otherwise quantizes to `output`; if
+// `output.data` is null, too, it computes only the statistics.
 void launch_norm_loop(const NormArgs& args, void* values, const QuantizeArgs& output, void* stream);
 
 }  // namespace transformer_plugin::norm

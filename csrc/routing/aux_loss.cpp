@@ -1,3 +1,4 @@
+// aux_loss and aux_loss_backward: checks, kernel arguments and the gradient (routing/aux_loss.h).
 #include "routing/aux_loss.h"
 
 #include "common/autograd.h"

@@ -1,9 +1,10 @@
-// The auxiliary loss of load balancing:
-//   loss = coeff * E / (topk * total^2) * sum_e counts[e] * sum_t scores[t, e],   0 when total is 0.
+// The auxiliary loss that balances the load of the experts:
+//   loss = coeff * E / (topk * total^2) * sum_e counts[e] * sum_t scores[t, e],   0 if total is 0.
 //
-// The order of the sums is written, so that the loss repeats: an expert's scores are summed over chunks of kChunk
-// tokens, each from the first token on, then over the chunks from the first on; lane l of kScoreLanes adds the
-// products of experts l, l + kScoreLanes, ... in turn; then the lanes are folded in halves. FP32, the factor in FP64.
+// The sums have a fixed order, so that the loss is deterministic and the same on CPU and CUDA. The scores of
+// an expert are summed over chunks of kChunk tokens, each in ascending order, then over the chunks in
+// ascending order. Lane l of kScoreLanes adds the products of experts l, l + kScoreLanes, ...; then the lanes
+// are added as a tree of halves. FP32; the factor is FP64.
 #pragma once
 
 #include <cstdint>

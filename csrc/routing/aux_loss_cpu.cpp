@@ -1,3 +1,4 @@
+// The auxiliary loss and its gradient on a CPU (routing/aux_loss.h).
 #include <ATen/Parallel.h>
 
 #include <algorithm>

@@ -1,3 +1,6 @@
+// CUDA kernels of the auxiliary loss and its gradient (routing/aux_loss.h): scores [tokens, experts] FP32,
+// counts [experts] int64. The loss takes three kernels: chunk_sums_kernel, column_kernel, loss_kernel. Blocks
+// of 256 threads, one element per thread and step; no shared memory.
 #include "routing/aux_loss.h"
 #include "routing/score_cuda.cuh"
 
@@ -6,7 +9,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// A thread sums one expert over one chunk; neighbouring threads read neighbouring experts.
+// chunk_sums[c, e] = sum of scores[t, e] over the tokens t of chunk c. Grid-stride over chunks * experts;
+// neighboring threads read neighboring experts.
 __global__ void chunk_sums_kernel(AuxLossArgs args) {
   const int64_t items = args.chunks * args.experts;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
@@ -20,7 +24,7 @@ __global__ void chunk_sums_kernel(AuxLossArgs args) {
   }
 }
 
-// One expert a thread: the sum over chunks times the count, left in the first chunk's place.
+// chunk_sums[0, e] = counts[e] * sum over chunks of chunk_sums[c, e]. One thread per expert.
 __global__ void column_kernel(AuxLossArgs args) {
   const int64_t e = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (e >= args.experts) return;
@@ -30,7 +34,7 @@ __global__ void column_kernel(AuxLossArgs args) {
   args.chunk_sums[e] = column * static_cast<float>(args.counts[e]);
 }
 
-// One warp.
+// The loss from the products of all experts. One warp.
 __global__ void loss_kernel(AuxLossArgs args) {
   float sum = 0.0f;
   const int64_t experts = args.chunks > 0 ? args.experts : 0;

@@ -1,4 +1,4 @@
-// permute, unpermute and permute_weights: rows to their experts and back (slots_args.h, rows_args.h).
+// permute, unpermute and permute_weights: copies rows to their experts and back (slots_args.h, rows_args.h).
 
 #include "common/autograd.h"
 #include "common/check.h"
@@ -50,7 +50,7 @@ void check_weights(const Argument& weights, const Argument& slot, const Argument
 
 constexpr const char* kPermute = "permute";
 
-// But for what slots ask of their indices.
+// The checks that assign_slots does not make.
 void check_permute(const Tensor& tokens, const Tensor& indices) {
   const Argument tokens_argument{kPermute, "tokens", tokens};
   const Argument indices_argument{kPermute, "indices", indices};

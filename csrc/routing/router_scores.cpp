@@ -1,3 +1,5 @@
+// router_scores and router_scores_backward: checks, kernel arguments and the gradient
+// (routing/router_scores.h).
 #include "routing/router_scores.h"
 
 #include <limits>

@@ -1,5 +1,5 @@
-// Scores of every expert, normalised over all experts: softmax, or sigmoid / sqrtsoftplus over their sum.
-// Sums in the written order of score.h; FP64, rounded once.
+// The scores of all experts, normalized over all experts: softmax, or sigmoid / sqrtsoftplus divided by the
+// sum over the experts. Sums have the order of score.h. FP64, rounded once.
 #pragma once
 
 #include <cstdint>

@@ -1,3 +1,4 @@
+// Scores of all experts and their gradient on a CPU, in parallel over tokens (routing/router_scores.h).
 #include <ATen/Parallel.h>
 
 #include <vector>
@@ -15,14 +16,14 @@ TP_CPU_CLONES void load_row(const T* source, int64_t experts, float* row) {
   for (int64_t e = 0; e < experts; ++e) row[e] = static_cast<float>(source[e]);
 }
 
-// `terms` is room for a row.
+// `terms`: scratch, [experts].
 TP_CPU_CLONES void forward_row(ScoreFunction function, const float* logits, int64_t experts, double* terms,
                                float* scores) {
   const RowScale row = row_terms(function, logits, experts, terms);
   for (int64_t e = 0; e < experts; ++e) scores[e] = static_cast<float>(weight_of(terms[e], row));
 }
 
-// `terms` and `products` are room for a row each.
+// `terms` and `products`: scratch, [experts] each.
 template <typename T>
 TP_CPU_CLONES void backward_row(ScoreFunction function, const float* grad, const float* logits,
                                 int64_t experts, double* terms, double* products, T* output) {
@@ -36,7 +37,7 @@ TP_CPU_CLONES void backward_row(ScoreFunction function, const float* grad, const
 }  // namespace
 
 void router_scores_cpu(const RouterScoresArgs& args) {
-  if (args.experts == 0) return;  // there may be more tokens than can be walked
+  if (args.experts == 0) return;  // rows without columns may be more than a loop can visit
   visit_float(args.dtype, [&](auto element) {
     using T = decltype(element);
     at::parallel_for(0, args.tokens, kTokensPerTask, [&](int64_t begin, int64_t end) {

@@ -1,3 +1,5 @@
+// CUDA kernels of the scores of all experts and their gradient (routing/router_scores.h): logits and scores
+// [tokens, experts]. Grid-stride over tokens, 256 threads per block, one warp per token; no shared memory.
 #include "routing/router_scores.h"
 #include "routing/score_cuda.cuh"
 
@@ -7,7 +9,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 
-// One warp a token.
+// scores[t, e] = score of expert e, normalized over the row.
 template <typename T>
 __global__ void router_scores_kernel(RouterScoresArgs args) {
   const int lane = threadIdx.x % kWarpSize;

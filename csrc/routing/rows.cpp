@@ -1,3 +1,4 @@
+// Functions that copy and sum rows between tokens and slots (routing/rows.h).
 #include "routing/rows.h"
 
 #include <type_traits>
@@ -16,7 +17,7 @@ at::ScalarType weight_type(const Tensor& rows) {
   return rows.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// Runs the CPU kernel, or the CUDA kernel on the current stream, by the device of `like`.
+// Runs the CPU kernel, or the CUDA kernel on the current stream, depending on the device of `like`.
 template <typename Args>
 using Launch = std::type_identity_t<void (*)(const Args&, void*)>;
 

@@ -1,8 +1,8 @@
-// What the row kernels take, without torch, and the arithmetic that CPU and CUDA share.
+// Arguments of the row kernels, without torch, and the arithmetic that CPU and CUDA share.
 //
-// "Rows" are rows of H elements in slots (slots_args.h); `slot` [tokens, topk] and `source` [capacity] are
-// the two directions of the same map. Values of either outside their range mean "none" and are never
-// followed. Sums are in FP32 (FP64 for float64) with a written order and are rounded once.
+// "Rows" are rows of H elements in slots (slots_args.h). `slot` [tokens, topk] and `source` [capacity] are
+// the two directions of the same map. Values of either outside of their range mean "none" and are never used
+// as an index. Sums are in FP32 (FP64 for float64) in a fixed order and are rounded once.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 namespace transformer_plugin::routing {
 
 inline constexpr int kLanes = 32;
-inline constexpr int64_t kMaxTopk = 1024;  // bounds the table of slots that one thread block keeps
+inline constexpr int64_t kMaxTopk = 1024;  // limit of the slots of a token in a block's shared memory
 
 // output[s] = rows[source[s]], or zeros.
 struct GatherRowsArgs {
@@ -25,7 +25,7 @@ struct GatherRowsArgs {
   int64_t row_bytes;
 };
 
-// output[s] = weights[n, k] * rows[n] where n = source[s] and slot[n, k] = s, or zeros.
+// output[s] = weights[n, k] * rows[n] if n = source[s] and slot[n, k] = s, otherwise zeros.
 struct GatherScaledRowsArgs {
   const void* rows;       // [tokens, H]
   const int32_t* source;  // [capacity]
@@ -39,8 +39,8 @@ struct GatherScaledRowsArgs {
   DType dtype;
 };
 
-// output[n] = sum of weights[n, k] * rows[slot[n, k]] over k in ascending order of slot[n, k], one fma at a
-// time, starting from zero; without weights a sum of the rows.
+// output[n] = sum of weights[n, k] * rows[slot[n, k]] over k in ascending order of slot[n, k], one fma after
+// the other, starting from zero. Without weights, the plain sum of the rows.
 struct SumSlotsArgs {
   const void* rows;     // [capacity, H]
   const int32_t* slot;  // [tokens, topk]
@@ -53,9 +53,8 @@ struct SumSlotsArgs {
   DType dtype;
 };
 
-// output[n, k] = sum over h of rows[slot[n, k], h] * grad[n, h], or 0: lane l of kLanes adds columns l, l +
-// kLanes,
-// ... in turn by fma, then the lanes are folded in halves.
+// output[n, k] = sum over h of rows[slot[n, k], h] * grad[n, h], or 0 without a slot. Lane l of kLanes adds
+// the columns l, l + kLanes, ... by fma; then the lanes are added as a tree of halves.
 struct DotSlotsArgs {
   const void* rows;     // [capacity, H]
   const int32_t* slot;  // [tokens, topk]
@@ -68,8 +67,8 @@ struct DotSlotsArgs {
   DType dtype;
 };
 
-// to_slots: output[s] = weights[source[s], k] where slot[source[s], k] = s, or 0.
-// else:     output[n, k] = weights[slot[n, k]], or 0.
+// to_slots: output[s] = weights[source[s], k] if slot[source[s], k] = s, otherwise 0.
+// else:     output[n, k] = weights[slot[n, k]], or 0 without a slot.
 struct MoveWeightsArgs {
   const void* weights;
   const int32_t* slot;    // [tokens, topk]

@@ -1,3 +1,4 @@
+// Row kernels on a CPU (routing/rows_args.h).
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -64,7 +65,7 @@ TP_CPU_CLONES Sum<T> dot_rows(const T* a, const T* b, int64_t width) {
   return lanes[0];
 }
 
-// The token's slots that exist, ascending, each with its k.
+// The token's valid slots in ascending order, each with its k.
 void order_slots(const int32_t* slots, int64_t topk, int64_t capacity,
                  std::vector<std::pair<int32_t, int32_t>>& out) {
   out.clear();

@@ -1,3 +1,9 @@
+// CUDA row kernels (routing/rows_args.h): rows [capacity, H] or [tokens, H], slot [tokens, topk], source
+// [capacity]. Blocks of 256 threads.
+//   gather_rows_kernel, gather_scaled_rows_kernel   one warp per slot
+//   sum_slots_kernel                                one block per token; shared memory for its slots
+//   dot_slots_kernel                                one warp per (token, k)
+//   move_weights_kernel                             one thread per element
 #include <type_traits>
 
 #include "common/device_types.cuh"
@@ -37,7 +43,7 @@ void visit_device_real(DType dtype, Fn&& fn) {
   return dtype == DType::kFloat64 ? fn(double{}) : visit_device_float(dtype, fn);
 }
 
-// One warp a row, in words as wide as the rows' size and addresses allow.
+// output[s] = rows[source[s]]. One warp per row, in the widest words that sizes and addresses allow.
 template <typename Word>
 __global__ void gather_rows_kernel(GatherRowsArgs args) {
   const int lane = threadIdx.x % kWarpSize;
@@ -53,7 +59,7 @@ __global__ void gather_rows_kernel(GatherRowsArgs args) {
   }
 }
 
-// One warp a row.
+// output[s] = weights[n, k] * rows[n]. One warp per row.
 template <typename T>
 __global__ void gather_scaled_rows_kernel(GatherScaledRowsArgs args) {
   const int lane = threadIdx.x % kWarpSize;
@@ -72,7 +78,8 @@ __global__ void gather_scaled_rows_kernel(GatherScaledRowsArgs args) {
   }
 }
 
-// One block a token. Its slots are put in order by rank, then every thread sums its own columns.
+// The weighted sum of a token's slots. One block per token: it sorts the token's slots by rank counting, then
+// every thread sums its own columns.
 template <typename T>
 __global__ void sum_slots_kernel(SumSlotsArgs args) {
   __shared__ int32_t slots[kMaxTopk];
@@ -104,7 +111,7 @@ __global__ void sum_slots_kernel(SumSlotsArgs args) {
   }
 }
 
-// One warp a (token, k).
+// One warp per (token, k).
 template <typename T>
 __global__ void dot_slots_kernel(DotSlotsArgs args) {
   const int lane = threadIdx.x % kWarpSize;

@@ -1,11 +1,12 @@
-// Scores of experts from logits, their weights and their slopes: FP64, the same bits on CPU and CUDA, rounded to FP32
-// by whoever writes them.
+// Scores of experts from logits, their weights and derivatives. FP64, the same bits on CPU and CUDA; the
+// kernels round to FP32 when they write.
 //
-// A softmax is taken relative to the largest logit, RowScale's shift. The other scores are divided by their sum plus
-// kSumFloor, as in Megatron-LM and transformers: where all scores are tiny, their weights are small too.
+// A softmax is computed relative to the largest logit (RowScale::shift). The other scores are divided by
+// their sum plus kSumFloor, as in Megatron-LM and transformers: if all scores are tiny, the weights are
+// small, too.
 //
-// Sums over all experts have a written order: lane l of kScoreLanes adds experts l, l + kScoreLanes, ... in turn, then
-// the lanes are folded in halves. Sums over the chosen experts go in the order of choice.
+// Sums over all experts have a fixed order: lane l of kScoreLanes adds experts l, l + kScoreLanes, ...; then
+// the lanes are added as a tree of halves. Sums over the chosen experts are in the order of choice.
 #pragma once
 
 #include <cstdint>
@@ -17,11 +18,11 @@ namespace transformer_plugin::routing {
 enum class ScoreFunction : int32_t { kSoftmax, kSigmoid, kSqrtSoftplus };
 
 inline constexpr int kScoreLanes = 32;
-// exp is 0 from here down.
+// At this exponent and below, exp is taken as 0.
 inline constexpr double kLeastExponent = -708.0;
-// Below it 1 + exp(x) is 1, and log(1 + exp(x)) is exp(x), to the last bit.
+// Below this, 1 + exp(x) is 1, and log(1 + exp(x)) is exp(x), to the last bit.
 inline constexpr double kSmallLogit = -40.0;
-// Added to sums of scores that do not compete.
+// Added to sums of sigmoid and sqrtsoftplus scores.
 inline constexpr double kSumFloor = 1e-20;
 
 TP_HOST_DEVICE double bits_to_double(uint64_t bits) {
@@ -38,7 +39,7 @@ TP_HOST_DEVICE uint64_t double_to_bits(double value) {
 
 // exp(x) for x <= 709; error about 1 ulp. x = n ln2 + r with |r| <= ln2/2, then the series of exp(r).
 TP_HOST_DEVICE double exp_f64(double x) {
-  // Adding and taking away 1.5 * 2^52 rounds to the nearest integer, which the low bits of the sum hold.
+  // Adding and subtracting 1.5 * 2^52 rounds to the nearest integer, which is in the low bits of the sum.
   const double shifted = fma(x, 1.4426950408889634, 6755399441055744.0);
   const double n = shifted - 6755399441055744.0;
   double r = fma(n, -6.93147180369123816490e-01, x);
@@ -86,13 +87,13 @@ TP_HOST_DEVICE double log1p_f64(double y) {
   return fma(s2 * q, p, s2);
 }
 
-// What the weights of a row, or of its chosen experts, need of all of them.
+// Normalization of the weights of a row or of its chosen experts.
 struct RowScale {
-  double shift;    // -inf: every expert is masked, and every weight 0
-  double inverse;  // 1 / the sum of score_term, and of kSumFloor where scores do not compete
+  double shift;    // of a softmax; -inf: every expert is masked, and every weight is 0
+  double inverse;  // 1 / the sum of score_term (plus kSumFloor for sigmoid and sqrtsoftplus)
 };
 
-// The shift for these experts, whose largest logit is `max`, and no sum yet. Scores that do not compete need none.
+// The shift for experts with the largest logit `max`, without a sum. Only a softmax has a shift.
 TP_HOST_DEVICE RowScale shift_to(ScoreFunction function, float max) {
   return {function == ScoreFunction::kSoftmax ? static_cast<double>(max) : 0.0, 1.0};
 }
@@ -101,10 +102,10 @@ TP_HOST_DEVICE double inverse_of(ScoreFunction function, double sum) {
   return 1.0 / (function == ScoreFunction::kSoftmax ? sum : sum + kSumFloor);
 }
 
-// Neither shift nor sum: score_term is the score itself.
+// No shift and no sum: score_term is then the score itself.
 TP_HOST_DEVICE RowScale no_scale() { return {0.0, 1.0}; }
 
-// score_term in a row where an expert is not masked.
+// score_term in a row in which not every expert is masked.
 TP_HOST_DEVICE double live_term(ScoreFunction function, float logit, double shift) {
   const double x = logit;
   const double e = exp_f64(function == ScoreFunction::kSoftmax ? x - shift : x > 0.0 ? -x : x);
@@ -113,7 +114,7 @@ TP_HOST_DEVICE double live_term(ScoreFunction function, float logit, double shif
   return sqrt((x > 0.0 ? x : 0.0) + log1p_f64(e));
 }
 
-// The score, of a softmax over exp(shift).
+// The score; for a softmax divided by exp(shift).
 TP_HOST_DEVICE double score_term(ScoreFunction function, float logit, RowScale row) {
   return row.shift == -INFINITY ? 0.0 : live_term(function, logit, row.shift);
 }
@@ -132,14 +133,14 @@ TP_HOST_DEVICE double log_slope(ScoreFunction function, float logit) {
   return x < kSmallLogit ? 0.5 : sigmoid / (2.0 * softplus);
 }
 
-// The gradient of a logit from that of its weight: `dot` is the sum of gradient times weight over all that were
-// normalised together, 0 without.
+// The gradient of a logit from the gradient of its weight. `dot`: the sum of gradient times weight over all
+// experts that were normalized together; 0 without normalization.
 TP_HOST_DEVICE double weight_gradient(ScoreFunction function, float logit, double weight, double grad,
                                       double dot) {
   return weight * log_slope(function, logit) * (grad - dot);
 }
 
-// The larger of the two; NaN stays.
+// The larger value, or NaN if one is NaN.
 TP_HOST_DEVICE float max_or_nan(float a, float b) { return b > a || b != b ? b : a; }
 
 }  // namespace transformer_plugin::routing

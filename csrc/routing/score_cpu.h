@@ -1,12 +1,12 @@
-// The CPU side of score.h: what one row's scores need of the whole row. Always inlined, into functions that are
-// compiled once for each instruction set.
+// Scores of a whole row on a CPU (score.h). These functions are always inlined into functions that are
+// compiled for several instruction sets.
 #pragma once
 
 #include "routing/score.h"
 
 namespace transformer_plugin::routing {
 
-// Adds values[e] over all experts in the written order.
+// Adds values[e] over all experts in the order of score.h.
 template <typename T>
 TP_HOST_DEVICE T sum_in_lanes(const T* values, int64_t experts) {
   T lanes[kScoreLanes] = {};
@@ -27,7 +27,7 @@ TP_HOST_DEVICE float largest(const float* logits, int64_t experts) {
   return max;
 }
 
-// score_term of every expert. A loop for each function, so that each is simple enough to be vectorised.
+// score_term of every expert. One loop per score function, so that each is simple enough to vectorize.
 TP_HOST_DEVICE void fill_terms(ScoreFunction function, const float* logits, int64_t experts, double shift,
                                double* terms) {
   if (shift == -INFINITY) {
@@ -42,7 +42,7 @@ TP_HOST_DEVICE void fill_terms(ScoreFunction function, const float* logits, int6
   }
 }
 
-// weight_gradient of every expert, `gradients` being the weights before.
+// weight_gradient of every expert. `gradients` contains the weights before the call.
 TP_HOST_DEVICE void fill_gradients(ScoreFunction function, const float* logits, const float* grad,
                                    int64_t experts, double dot, double* gradients) {
   if (function == ScoreFunction::kSoftmax) {
@@ -60,7 +60,7 @@ TP_HOST_DEVICE void fill_gradients(ScoreFunction function, const float* logits, 
   }
 }
 
-// Fills `terms` with score_term of every expert, and returns what makes weights of them.
+// Fills `terms` with score_term of every expert, and returns the scale that turns them into weights.
 TP_HOST_DEVICE RowScale row_terms(ScoreFunction function, const float* logits, int64_t experts,
                                   double* terms) {
   RowScale row = shift_to(function, largest(logits, experts));

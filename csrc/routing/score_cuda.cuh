@@ -1,4 +1,4 @@
-// The CUDA side of score.h: what one row's scores need of the whole row, one warp a row.
+// Scores of a whole row on CUDA, one warp per row (score.h).
 #pragma once
 
 #include "common/device_types.cuh"
@@ -9,14 +9,14 @@ namespace transformer_plugin::routing {
 
 static_assert(kScoreLanes == kWarpSize, "a lane of the written sum is a lane of the warp");
 
-// Folds the lanes in halves; every lane gets the sum.
+// Adds the lanes of a warp as a tree of halves; every lane gets the sum.
 template <typename T>
 __device__ __forceinline__ T fold_lanes(T sum) {
   for (int half = kWarpSize / 2; half > 0; half /= 2) sum = sum + __shfl_down_sync(0xffffffffu, sum, half);
   return __shfl_sync(0xffffffffu, sum, 0);
 }
 
-// The scale of a whole row, without its sum.
+// The shift of a whole row, without the sum.
 template <typename T>
 __device__ __forceinline__ RowScale row_shift(ScoreFunction function, const T* logits, int64_t experts) {
   float max = -INFINITY;

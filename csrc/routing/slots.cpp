@@ -1,3 +1,4 @@
+// assign_slots and count_tokens_per_expert: checks, outputs and kernel arguments (routing/slots.h).
 #include "routing/slots.h"
 
 #include <algorithm>
@@ -18,8 +19,8 @@ void check_experts(const char* op, int64_t experts) {
                  experts, "Give each rank fewer experts");
 }
 
-// Chunks of at least 512 indices, and never more than about a thousand of them, because one thread scans an
-// expert's.
+// At least 512 indices per chunk, and at most about a thousand chunks, because one thread scans an expert's
+// counts over the chunks.
 [[maybe_unused]] int64_t chunk_size(int64_t items) {
   return std::max<int64_t>(512, (items / 1024 + 32) / 32 * 32);
 }

@@ -1,5 +1,5 @@
-// Where each (token, k) of a routing goes in an expert-major layout of fixed capacity: shared by permute and
-// by expert_parallel. The layout is described in slots_args.h.
+// The slot of each (token, k) in an expert-major layout of fixed capacity: shared by permute and
+// expert_parallel. The layout is described in slots_args.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,23 +10,22 @@
 
 namespace transformer_plugin::routing {
 
-// All on the device of the indices.
+// All tensors are on the device of the indices.
 struct Slots {
   at::Tensor slot;      // int32 [tokens, topk]: row of the layout, or -1 (masked, or past the capacity)
-  at::Tensor source;    // int32 [capacity]: token of each row, or -1 (padding, or no row)
-  at::Tensor source_k;  // int32 [capacity]: k of each row, or -1; undefined where it is not asked for
+  at::Tensor source;    // int32 [capacity]: token of each row, or -1 (padding or unused)
+  at::Tensor source_k;  // int32 [capacity]: k of each row, or -1; undefined if not requested
   at::Tensor
       group_sizes;   // int64 [experts]: rows of each expert with padding; their sum is at most the capacity
-  at::Tensor total;  // int64 [1]: the sum of the padded sizes before anything was cut
+  at::Tensor total;  // int64 [1]: the sum of the padded sizes before rows were dropped
 };
 
-// Checks, and the tensors unfilled: the same for every backend.
+// Checks the arguments and allocates the outputs, for every backend.
 Slots empty_slots(const Argument& indices, int64_t first, int64_t experts, const c10::SymInt& capacity,
                   int64_t alignment, bool with_k);
 
-// `indices` [tokens, topk], int32 or int64. Only experts first, ..., first + experts - 1 get rows. CPU or
-// CUDA, by the device of the indices; on CUDA nothing is read on the host, and the work can be captured in a
-// graph.
+// `indices` [tokens, topk], int32 or int64. Only experts first, ..., first + experts - 1 get rows. Runs on
+// the device of the indices; on CUDA the host reads nothing, and the work can be captured in a graph.
 Slots assign_slots(const Argument& indices, int64_t first, int64_t experts, int64_t capacity,
                    int64_t alignment, bool with_k);
 

@@ -1,8 +1,9 @@
-// What the slot kernels take, without torch.
+// Arguments of the slot kernels, without torch.
 //
-// Slots are the rows of an expert-major layout of fixed capacity: all rows of the first expert, padded up to
-// `alignment`, then all of the second, and so on. Inside an expert the order is that of the indices: token,
-// then k. The order is counted, never sorted or raced for, so it repeats bit for bit.
+// Slots are the rows of an expert-major layout of fixed capacity: all rows of the first expert, padded to a
+// multiple of `alignment`, then all rows of the second, and so on. The rows of an expert are in the order of
+// the indices: by token, then by k. Positions are counted, without sorting or races, so they are
+// deterministic.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,7 @@
 
 namespace transformer_plugin::routing {
 
-// Bounds the table of counts that one thread block keeps.
+// Limit of the counters of one thread block in shared memory.
 inline constexpr int64_t kMaxExperts = 1024;
 
 struct AssignSlotsArgs {
@@ -20,15 +21,15 @@ struct AssignSlotsArgs {
   int64_t tokens;
   int64_t topk;
   int64_t first;    // the first expert of the layout
-  int64_t experts;  // how many it holds
+  int64_t experts;  // number of experts in the layout
   int64_t capacity;
   int64_t alignment;
-  int32_t* slot;         // [tokens, topk]: row of the layout, or -1 when masked or dropped
+  int32_t* slot;         // [tokens, topk]: row of the layout, or -1 if masked or dropped
   int32_t* source;       // [capacity]: token of the row, or -1
   int32_t* source_k;     // [capacity]: k of the row, or -1. Or null
-  int64_t* group_sizes;  // [experts]: rows with padding, cut where the capacity ends
-  int64_t* total;        // [1]: rows with padding before anything was cut
-  // CUDA only, and not of few: chunks of the indices are counted side by side, then scanned.
+  int64_t* group_sizes;  // [experts]: rows with padding, without those past the capacity
+  int64_t* total;        // [1]: rows with padding before any is dropped
+  // CUDA only, unless are_few(): chunks of the indices are counted in parallel, then scanned.
   int32_t* chunk_counts;  // [chunks, experts]
   int64_t* starts;        // [experts]: first row of each expert
   int64_t chunks;
@@ -38,12 +39,12 @@ struct AssignSlotsArgs {
   TP_HOST_DEVICE int64_t chunk_end(int64_t begin) const {
     return begin + chunk_size < items() ? begin + chunk_size : items();
   }
-  // Whether one thread block is soon done with all of it.
+  // Whether one thread block can do all the work in a short time.
   TP_HOST_DEVICE bool are_few() const { return items() <= 512 && capacity <= 16384; }
 };
 
 struct CountTokensArgs {
-  const void* indices;  // as above, any shape
+  const void* indices;  // int32 or int64, any shape
   bool indices_are_int64;
   int64_t numel;
   int64_t experts;

@@ -1,3 +1,4 @@
+// Slots on a CPU: counts the rows of each expert, then assigns slots in order (routing/slots_args.h).
 #include <algorithm>
 #include <vector>
 
@@ -6,7 +7,7 @@
 namespace transformer_plugin::routing {
 namespace {
 
-// The expert's place in the layout, or -1.
+// The index of the expert in the layout, or -1.
 template <typename Index>
 int64_t local_expert(Index index, int64_t first, int64_t experts) {
   const int64_t expert = static_cast<int64_t>(index);
@@ -18,7 +19,7 @@ void assign_slots(const AssignSlotsArgs& args) {
   const Index* indices = static_cast<const Index*>(args.indices);
   const int64_t items = args.tokens * args.topk;
   std::vector<int64_t> next(args.experts,
-                            0);  // first the count of each expert, then the row its next token gets
+                            0);  // first the count of each expert, then the row of its next token
   for (int64_t i = 0; i < items; ++i) {
     const int64_t expert = local_expert(indices[i], args.first, args.experts);
     if (expert >= 0) ++next[expert];

@@ -1,7 +1,13 @@
-// Three passes, none of which sorts: count the experts in each chunk of the indices; scan the counts over
-// chunks and the padded totals over experts; give each index its row, which is its expert's first row, plus
-// the expert's count in earlier chunks, plus its rank inside the chunk. Where there is little to do one block makes all
-// three.
+// CUDA kernels that assign slots (routing/slots_args.h) and count tokens per expert: indices [tokens, topk]
+// of int32 or int64.
+//
+// Slots are assigned without sorting, in three kernels:
+//   count_chunks_kernel   one block of 256 threads per chunk of the indices: counts of each expert
+//   scan_kernel           one block of 1024 threads, one per expert: scans the counts over the chunks and the
+//                         padded totals over the experts
+//   assign_kernel         one warp per chunk: row = first row of the expert + its count in earlier chunks
+//                         + its rank in the chunk
+// A small problem runs these steps in one block (assign_few_kernel). Shared memory: one counter per expert.
 #include <algorithm>
 
 #include "common/launch.cuh"
@@ -21,7 +27,7 @@ __device__ __forceinline__ int local_expert(Index index, int64_t first, int64_t 
   return expert >= first && expert - first < experts ? static_cast<int>(expert - first) : -1;
 }
 
-// Rows that no index gets say so.
+// Marks all rows as unused; assign_chunk then overwrites the used ones.
 __device__ __forceinline__ void clear_sources(const AssignSlotsArgs& args) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < args.capacity;
@@ -31,7 +37,7 @@ __device__ __forceinline__ void clear_sources(const AssignSlotsArgs& args) {
   }
 }
 
-// All threads of the block together. Integer atomics: the counts do not depend on their order.
+// Counts the experts in a chunk; called by all threads of the block. Integer atomics are deterministic.
 template <typename Index>
 __device__ __forceinline__ void count_chunk(const AssignSlotsArgs& args, int64_t begin, int64_t end,
                                             int32_t* counts) {
@@ -44,7 +50,7 @@ __device__ __forceinline__ void count_chunk(const AssignSlotsArgs& args, int64_t
   __syncthreads();
 }
 
-// One block a chunk.
+// One block per chunk.
 template <typename Index>
 __global__ void count_chunks_kernel(AssignSlotsArgs args) {
   __shared__ int32_t counts[kMaxExperts];
@@ -59,8 +65,8 @@ __global__ void count_chunks_kernel(AssignSlotsArgs args) {
   }
 }
 
-// Replaces the counts of expert `e` by their exclusive sums over chunks; returns the whole sum. Loads come
-// several at a time, because each waits long.
+// Replaces the counts of expert `e` by their exclusive sums over the chunks; returns the total. Several loads
+// are issued together, because their latency is long.
 __device__ int64_t scan_chunks(const AssignSlotsArgs& args, int e) {
   int32_t sum = 0;
   for (int64_t start = 0; start < args.chunks; start += kScanUnroll) {
@@ -78,7 +84,8 @@ __device__ int64_t scan_chunks(const AssignSlotsArgs& args, int e) {
   return sum;
 }
 
-// Where experts begin, and how many rows they have: a block of kScanThreads threads, each with the count of its expert.
+// The first row and the number of rows of each expert; called by a block of kScanThreads threads, one per
+// expert.
 __device__ __forceinline__ void scan_experts(const AssignSlotsArgs& args, int64_t count, int64_t* starts) {
   __shared__ int64_t ends[kScanThreads];
   const int e = threadIdx.x;
@@ -101,13 +108,14 @@ __device__ __forceinline__ void scan_experts(const AssignSlotsArgs& args, int64_
   if (e == kScanThreads - 1) *args.total = end;
 }
 
-// One block.
+// Scans the counts over the chunks, then over the experts. One block.
 __global__ void scan_kernel(AssignSlotsArgs args) {
   const int e = threadIdx.x;
   scan_experts(args, e < args.experts ? scan_chunks(args, e) : 0, args.starts);
 }
 
-// One warp, 32 indices at a time in order; `next` holds how many of each expert came before in all chunks.
+// Assigns slots to a chunk in one warp, 32 indices at a time, in order. `next[e]`: how many indices before
+// these, in all chunks, have expert e.
 template <typename Index>
 __device__ __forceinline__ void assign_chunk(const AssignSlotsArgs& args, int64_t begin, int64_t end,
                                              const int64_t* starts, int32_t* next) {
@@ -122,7 +130,7 @@ __device__ __forceinline__ void assign_chunk(const AssignSlotsArgs& args, int64_
     __syncwarp();
     if (expert >= 0 && earlier == 0) next[expert] = before + __popc(same);
     __syncwarp();
-    if (i >= end) continue;  // only in the last round of the chunk, and nothing below is collective
+    if (i >= end) continue;  // only in the last iteration of a chunk; no warp-wide operation follows
     const int64_t row = expert >= 0 ? starts[expert] + before + __popc(earlier) : args.capacity;
     const bool kept = row < args.capacity;
     args.slot[i] = kept ? static_cast<int32_t>(row) : -1;
@@ -133,7 +141,7 @@ __device__ __forceinline__ void assign_chunk(const AssignSlotsArgs& args, int64_
   }
 }
 
-// One warp a chunk.
+// One warp per chunk.
 template <typename Index>
 __global__ void assign_kernel(AssignSlotsArgs args) {
   __shared__ int32_t next[kMaxExperts];
@@ -147,7 +155,7 @@ __global__ void assign_kernel(AssignSlotsArgs args) {
   }
 }
 
-// One block, all indices as one chunk: the three passes in turn.
+// All three steps in one block; all indices are one chunk.
 template <typename Index>
 __global__ void __launch_bounds__(kScanThreads) assign_few_kernel(AssignSlotsArgs args) {
   __shared__ int32_t counts[kMaxExperts];
@@ -189,7 +197,7 @@ void zero(int64_t* counts, int64_t count, cudaStream_t stream) {
   }
 }
 
-// Rows that a thread clears.
+// Rows of `source` that a thread clears.
 constexpr int64_t kRowsPerThread = 16;
 
 template <typename Index>

@@ -1,3 +1,4 @@
+// topk_router and topk_router_backward: checks, kernel arguments and the gradient (routing/topk_router.h).
 #include "routing/topk_router.h"
 
 #include "common/autograd.h"
@@ -40,7 +41,7 @@ void check_groups(const char* op, const c10::SymInt& experts, int64_t topk, int6
                  *group_score_topk, "Pass 1 for DeepSeek-V2, 2 for DeepSeek-V3, None for topk / group_topk");
 }
 
-// Checks and the outputs, the same for every backend.
+// Checks the arguments and allocates the outputs, for every backend.
 Routed topk_router_outputs(const Tensor& logits, const OptionalTensor& bias, int64_t topk,
                            std::string_view name, bool pre_softmax, int64_t groups, int64_t group_topk,
                            double scaling, OptionalInt group_score_topk) {

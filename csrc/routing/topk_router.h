@@ -1,11 +1,12 @@
-// The choice of experts and their weights, one row of logits a token.
+// The choice of experts and their weights; one row of logits per token.
 //
-// Experts are ranked by their logits, since every score grows with its logit: so the order is right where scores round to
-// the same number. With a bias they are ranked by score plus bias, found in FP64 and rounded to 24 bits, and by their
-// logits where those are equal. NaN ranks highest, an expert masked with a logit of -inf lowest whatever its bias, and
-// what is still equal goes to the lowest index. With groups, each group of neighbouring experts is ranked by the sum of
-// its best group_score_topk choice values, masked experts left out, or as its best expert where that is one, and only the
-// experts of the best group_topk groups can be chosen.
+// Without a bias experts are ranked by their logits: every score is increasing in its logit, and logits also
+// decide where scores round to the same number. With a bias experts are ranked by score plus bias, computed
+// in FP64 and rounded to 24 bits, and by their logits if those are equal. NaN ranks highest. An expert masked
+// with a logit of -inf ranks lowest for any bias. Remaining ties go to the lowest index. With groups, each
+// group of neighboring experts is ranked by the sum of its group_score_topk best values, without masked
+// experts (if that number is 1, as its best expert), and only experts of the group_topk best groups can be
+// chosen.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,7 @@ struct TopkRouterArgs {
   const void* logits;  // [tokens, experts]
   const float* bias;   // [experts], or null
   float* weights;      // [tokens, topk]
-  int32_t* indices;    // [tokens, topk], from the best on
+  int32_t* indices;    // [tokens, topk], best first
   int64_t tokens;
   int64_t experts;
   int64_t topk;
@@ -36,7 +37,7 @@ struct TopkRouterArgs {
 struct TopkRouterBackwardArgs {
   const float* grad;       // [tokens, topk]
   const void* logits;      // [tokens, experts]
-  const int32_t* indices;  // [tokens, topk]; values outside the experts are left out
+  const int32_t* indices;  // [tokens, topk]; values that are not an expert are ignored
   void* grad_logits;       // [tokens, experts]
   int64_t tokens;
   int64_t experts;
@@ -47,7 +48,7 @@ struct TopkRouterBackwardArgs {
   DType dtype;
 };
 
-// An order-preserving integer of a float: NaN highest, both zeros equal, never 0.
+// An integer in the order of the floats: NaN highest, both zeros equal, never 0.
 TP_HOST_DEVICE uint32_t rank_of(float value) {
   if (value != value) return 0xffffffffu;
   const uint32_t bits = float_to_bits(value + 0.0f);
@@ -58,7 +59,7 @@ TP_HOST_DEVICE float value_of(uint32_t rank) {
   return bits_to_float(rank & 0x80000000u ? rank ^ 0x80000000u : ~rank);
 }
 
-// The same of a double, 0 for none.
+// The same for a double.
 TP_HOST_DEVICE uint64_t rank_of(double value) {
   if (value != value) return ~uint64_t{0};
   const uint64_t bits = double_to_bits(value + 0.0);
@@ -69,7 +70,8 @@ TP_HOST_DEVICE double value_of(uint64_t rank) {
   return bits_to_double(rank >> 63 ? rank ^ uint64_t{1} << 63 : ~rank);
 }
 
-// Unique in a row and larger for the better: rank (0 when masked), then the lower index. Never 0.
+// A sort key, unique in a row and larger for better experts: rank (0 if masked), then the lower index. Never
+// 0.
 TP_HOST_DEVICE uint64_t make_key(uint32_t rank, int64_t index) {
   return static_cast<uint64_t>(rank) << 32 | static_cast<uint64_t>(kMaxExperts - index);
 }
@@ -82,7 +84,7 @@ TP_HOST_DEVICE uint64_t expert_key(float logit, int64_t expert) {
   return make_key(logit == -INFINITY ? 0 : rank_of(logit), expert);
 }
 
-// The place of an expert or of a group in the order of choice: by value, then by key. {0, 0} is below all.
+// The position of an expert or a group in the order of choice: by value, then by key. {0, 0} is below all.
 struct Place {
   uint64_t value;
   uint64_t key;
@@ -94,14 +96,14 @@ TP_HOST_DEVICE bool is_below(uint64_t value, uint64_t key, Place bound) {
   return value < bound.value || (value == bound.value && key < bound.key);
 }
 
-// A row's experts or groups. Without values, those of all are the same.
+// A row's experts or groups. `values` is null if all have the same value.
 struct Places {
   const uint64_t* values;
   const uint64_t* keys;
 };
 
-// The best place below `bound` among begin, begin + step, ...; {0, 0} when there is none. The largest value comes first,
-// then the largest key with that value: two loops that a compiler can vectorise.
+// The best entry below `bound` among begin, begin + step, ...; {0, 0} if there is none. Finds the largest
+// value, then the largest key with that value: two loops that compilers vectorize.
 TP_HOST_DEVICE Place best_below(Places places, int64_t begin, int64_t end, int64_t step, Place bound) {
   Place best{0, 0};
   if (!places.values) {
@@ -123,22 +125,22 @@ TP_HOST_DEVICE Place best_below(Places places, int64_t begin, int64_t end, int64
   return best;
 }
 
-// Rounded to the precision of FP32 but with the range of FP64: what differs only by how FP64 rounds becomes equal, and
-// nothing becomes 0 or infinite.
+// Rounds to the precision of FP32 but keeps the range of FP64: values that differ only by FP64 rounding
+// become equal, and nothing becomes 0 or infinite.
 TP_HOST_DEVICE double to_24_bits(double value) {
   const uint64_t bits = double_to_bits(value);
   const uint64_t rounded = (bits + 0x0fffffffu + (bits >> 29 & 1)) & ~uint64_t{0x1fffffff};
   return value - value == 0.0 ? bits_to_double(rounded) : value;
 }
 
-// The rank of an expert with a bias, 0 when it is masked.
+// The rank of an expert with a bias; 0 if it is masked.
 TP_HOST_DEVICE uint64_t biased_value(float logit, double score, float bias) {
   const uint64_t rank = rank_of(to_24_bits(score + static_cast<double>(bias)));
   return logit == -INFINITY ? 0 : rank;
 }
 
-// The value of the group of experts begin, ..., end - 1, 0 when all are masked. With pre_softmax `row` has the shift of
-// the whole row. Scores too small for FP64 are 0: then the largest logit tells, below every other group.
+// The value of the group of experts begin, ..., end - 1; 0 if all are masked. With pre_softmax `row` has the
+// shift of the whole row. If the scores underflow FP64, the largest logit decides, below all other groups.
 TP_HOST_DEVICE uint64_t group_value(const TopkRouterArgs& args, Places places, int64_t begin, int64_t end,
                                     RowScale row) {
   const bool logits = args.function == ScoreFunction::kSoftmax && !args.pre_softmax;
@@ -164,7 +166,7 @@ TP_HOST_DEVICE uint64_t group_value(const TopkRouterArgs& args, Places places, i
   return rank_of(underflows ? largest : to_24_bits(sum));
 }
 
-// The place of a group.
+// The position of a group.
 TP_HOST_DEVICE Place group_place(const TopkRouterArgs& args, Places places, int64_t group, RowScale row) {
   const int64_t size = args.experts / args.groups;
   const int64_t begin = group * size;
@@ -172,20 +174,20 @@ TP_HOST_DEVICE Place group_place(const TopkRouterArgs& args, Places places, int6
   return {group_value(args, places, begin, begin + size, row), make_key(0, group)};
 }
 
-// The place of the last group chosen: a group below it is left out.
+// The position of the last chosen group; groups below it are excluded.
 TP_HOST_DEVICE Place last_group(Places groups, int64_t count, int64_t group_topk) {
   Place bound = above_all();
   for (int64_t i = 0; i < group_topk; ++i) bound = best_below(groups, 0, count, 1, bound);
   return bound;
 }
 
-// Whether the weights of the chosen are their scores as they are.
+// Whether the weight of the only chosen expert is its score, without normalization.
 TP_HOST_DEVICE bool is_alone(ScoreFunction function, int64_t topk) {
   return function != ScoreFunction::kSoftmax && topk == 1;
 }
 
-// The scale of the weights of the chosen, without its sum; `row` is that of the whole row with pre_softmax, whole.
-// `logits` are those of the chosen.
+// The scale of the chosen experts' weights, without its sum. With pre_softmax it is `row`, the scale of the
+// whole row. `logits` are those of the chosen experts.
 TP_HOST_DEVICE RowScale chosen_shift(ScoreFunction function, bool pre_softmax, const float* logits,
                                      int64_t topk, RowScale row) {
   if (function == ScoreFunction::kSoftmax && pre_softmax) return row;
@@ -195,7 +197,8 @@ TP_HOST_DEVICE RowScale chosen_shift(ScoreFunction function, bool pre_softmax, c
   return shift_to(function, max);
 }
 
-// Adds the sum to what chosen_shift gave. `terms` are score_term of the chosen, in the order of choice.
+// Adds the sum to the result of chosen_shift. `terms`: score_term of the chosen experts, in the order of
+// choice.
 TP_HOST_DEVICE RowScale chosen_scale(ScoreFunction function, bool pre_softmax, const double* terms,
                                      int64_t topk, RowScale shifted) {
   if (pre_softmax || is_alone(function, topk) || shifted.shift == -INFINITY) return shifted;
@@ -205,7 +208,7 @@ TP_HOST_DEVICE RowScale chosen_scale(ScoreFunction function, bool pre_softmax, c
   return shifted;
 }
 
-// The sum over the chosen of weight times gradient; 0 where no weight depends on another's score.
+// The sum of weight times gradient over the chosen experts; 0 if no weight depends on another expert's score.
 TP_HOST_DEVICE double chosen_dot(ScoreFunction function, const double* products, int64_t topk) {
   double dot = 0.0;
   if (is_alone(function, topk)) return dot;
@@ -213,7 +216,7 @@ TP_HOST_DEVICE double chosen_dot(ScoreFunction function, const double* products,
   return dot;
 }
 
-// The gradient of one logit; grad is that of its weight, scaled, and 0 when it was not chosen.
+// The gradient of one logit. `grad`: the gradient of its weight times the scaling; 0 if it was not chosen.
 TP_HOST_DEVICE float logit_gradient(const TopkRouterBackwardArgs& args, double grad, float logit, bool chosen,
                                     RowScale scale, double dot) {
   if (!chosen && !args.pre_softmax) return 0.0f;

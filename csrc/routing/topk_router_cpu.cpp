@@ -1,3 +1,4 @@
+// The top-k router and its gradient on a CPU, in parallel over tokens (routing/topk_router.h).
 #include <ATen/Parallel.h>
 
 #include <vector>
@@ -10,7 +11,7 @@ namespace {
 
 constexpr int64_t kTokensPerTask = 64;
 
-// Room for one row.
+// Scratch memory for one row.
 struct Scratch {
   Scratch(int64_t experts, int64_t topk, int64_t groups)
       : logits(experts),
@@ -33,7 +34,7 @@ TP_CPU_CLONES void load_row(const T* source, int64_t experts, float* row) {
   for (int64_t e = 0; e < experts; ++e) row[e] = static_cast<float>(source[e]);
 }
 
-// The places of a row's experts before groups; values only with a bias. Returns the scale of the whole row, with
+// Fills the keys of a row's experts, and with a bias their values. Returns the scale of the whole row if
 // pre_softmax.
 TP_CPU_CLONES RowScale rank_row(const TopkRouterArgs& args, const float* logits, double* terms,
                                 uint64_t* values, uint64_t* keys) {
@@ -45,7 +46,7 @@ TP_CPU_CLONES RowScale rank_row(const TopkRouterArgs& args, const float* logits,
   return args.pre_softmax ? row_terms(args.function, logits, args.experts, terms) : no_scale();
 }
 
-// Puts the experts whose groups were not chosen below all others.
+// Moves the experts of groups that were not chosen below all others.
 void keep_best_groups(const TopkRouterArgs& args, RowScale row, Scratch& s) {
   const Places experts{args.bias ? s.values.data() : nullptr, s.keys.data()};
   for (int64_t g = 0; g < args.groups; ++g) {
@@ -60,7 +61,7 @@ void keep_best_groups(const TopkRouterArgs& args, RowScale row, Scratch& s) {
   }
 }
 
-// The experts of a row, from the best on.
+// Chooses the experts of a row, best first.
 TP_CPU_CLONES void choose(const TopkRouterArgs& args, Places experts, int32_t* indices) {
   Place bound = above_all();
   for (int64_t k = 0; k < args.topk; ++k) {
@@ -69,7 +70,7 @@ TP_CPU_CLONES void choose(const TopkRouterArgs& args, Places experts, int32_t* i
   }
 }
 
-// `terms` is room for those of the chosen.
+// `terms`: scratch, [topk].
 TP_CPU_CLONES RowScale scale_chosen(ScoreFunction function, bool pre_softmax, const float* chosen,
                                     int64_t topk, RowScale row, double* terms) {
   const RowScale shifted = chosen_shift(function, pre_softmax, chosen, topk, row);
@@ -92,7 +93,7 @@ void forward_row(const TopkRouterArgs& args, int64_t t, Scratch& s) {
   }
 }
 
-// `place` holds the k of each expert, or -1; `terms` is room for a row, `products` for the chosen.
+// `place` has the k of each expert, or -1. Scratch: `terms` [experts], `products` [topk].
 template <typename T>
 TP_CPU_CLONES void gradient_row(const TopkRouterBackwardArgs& args, const float* grad, const float* logits,
                                 const float* chosen, const int64_t* place, double* terms, double* products,

@@ -1,3 +1,6 @@
+// CUDA kernels of the top-k router and its gradient (routing/topk_router.h): logits [tokens, experts],
+// weights and indices [tokens, topk]. Grid-stride over tokens, one warp per token, up to 4 warps per block,
+// as many as their shared memory (keys, values, terms; at most 48 KiB) allows.
 #include "routing/score_cuda.cuh"
 #include "routing/topk_router.h"
 
@@ -20,8 +23,8 @@ __device__ __forceinline__ Place warp_best(Place place) {
   return {value, warp_max(place.value == value ? place.key : 0)};
 }
 
-// Puts the experts whose groups were not chosen below all others. A lane ranks whole groups; `values` is null without a
-// bias.
+// Moves the experts of groups that were not chosen below all others. Each lane ranks whole groups. `values`
+// is null without a bias.
 __device__ void keep_best_groups(const TopkRouterArgs& args, RowScale row, uint64_t* values, uint64_t* keys,
                                  uint64_t* group_values, uint64_t* group_keys, int lane) {
   for (int64_t g = lane; g < args.groups; g += kWarpSize) {
@@ -40,8 +43,8 @@ __device__ void keep_best_groups(const TopkRouterArgs& args, RowScale row, uint6
   __syncwarp();
 }
 
-// Words of shared memory of a warp: the keys of experts, their values with a bias, the values and keys of groups, terms
-// and logits of the chosen.
+// 8-byte words of shared memory per warp: the keys of the experts, their values if there is a bias, the
+// values and keys of the groups, and the terms and logits of the chosen experts.
 constexpr int64_t shared_words(int64_t experts, bool bias, int64_t groups, int64_t topk) {
   return experts * (bias ? 2 : 1) + 2 * groups + topk + (topk + 1) / 2;
 }
@@ -49,7 +52,7 @@ constexpr int64_t shared_words(int64_t experts, bool bias, int64_t groups, int64
 static_assert(kSharedBytes / (shared_words(kMaxExperts, true, kMaxExperts, kMaxExperts) * 8) >= 1,
               "the largest row fits one warp");
 
-// The scale of the chosen, whose terms a lane each finds. Every lane gets it.
+// The scale of the chosen experts' weights, in every lane. Each lane computes some of the terms.
 __device__ __forceinline__ RowScale scale_chosen(ScoreFunction function, bool pre_softmax,
                                                  const float* chosen, int64_t topk, RowScale row,
                                                  double* terms, int lane) {
@@ -59,7 +62,7 @@ __device__ __forceinline__ RowScale scale_chosen(ScoreFunction function, bool pr
   return chosen_scale(function, pre_softmax, terms, topk, shifted);
 }
 
-// One warp a token.
+// One warp per token.
 template <typename T>
 __global__ void topk_router_kernel(TopkRouterArgs args, int64_t words_per_warp) {
   extern __shared__ uint64_t shared[];
@@ -109,7 +112,7 @@ __device__ __forceinline__ int64_t find_expert(const int32_t* indices, int64_t t
   return -1;
 }
 
-// One warp a token. Shared memory: of each warp the terms of the chosen, then their logits.
+// One warp per token. Shared memory per warp: the terms of the chosen experts, then their logits.
 template <typename T>
 __global__ void topk_router_backward_kernel(TopkRouterBackwardArgs args, int64_t words_per_warp) {
   extern __shared__ uint64_t shared[];

@@ -1,7 +1,7 @@
 // Trains a grouped expert MLP from C++, with no Python in the process:
 //   expert_mlp path/to/transformer_plugin/_C.abi3.so
 // For each of three recipes it takes a few steps of SGD on a fixed batch and prints the loss before and
-// after. The gradients are the ops' own: the library registers them with torch's autograd.
+// after. The gradients come from the library, which registers them with torch's autograd.
 #include <torch/torch.h>
 
 #include <cstdio>

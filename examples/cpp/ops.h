@@ -1,5 +1,4 @@
-// Loading transformer_plugin in a C++ program, and the ops the examples call, found by name in torch's
-// dispatcher.
+// Loads transformer_plugin in a C++ program, and finds the ops of the examples by name in torch's dispatcher.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,7 +1,8 @@
 // Runs a scripted module that uses transformer_plugin's ops, saved from Python, and compares its numbers:
 //   scripted path/to/_C.abi3.so module.pt data.pt
-// data.pt is a scripted module as well: a box of the tensors input, group_sizes, probs, output and grad that
-// Python computed. The output and the gradient of sum(output^2) to the input must agree bit for bit.
+// data.pt is a scripted module, too. It contains the tensors input, group_sizes, probs, output and grad that
+// Python computed. The output, and the gradient of sum(output^2) with respect to the input, must be
+// bit-identical.
 #include <torch/script.h>
 
 #include <cstdio>

@@ -1,10 +1,10 @@
-"""Checkpoints of ``torch.distributed.checkpoint``: one folder per saved step, whole or not there at all.
+"""Checkpoints of ``torch.distributed.checkpoint``: one folder per saved step, which is complete or does not exist.
 
     OUT/checkpoints/step-00000100/manifest.json           step, config, size and SHA-256 of every other file
-                                 /.metadata, __0_0.distcp, ...   torch's: every weight once, for any number of ranks
+                                 /.metadata, __0_0.distcp, ...   torch's: every weight once, readable by any rank count
 
-A folder is written under a temporary name and renamed once every rank's file is on disk. The last two are kept.
-torch's files hold pickles: resume from what you trust.
+A folder is written under a temporary name and renamed when the files of all ranks are on disk. The last two are kept.
+torch's files contain pickles: resume only from checkpoints that you trust.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def save(out: Path, step: int, config: Config, state: Stateful, world: World) ->
     """Saves ``state`` after ``step`` steps. A collective call, which succeeds on all ranks or on none."""
     final = out / "checkpoints" / f"step-{step:08d}"
     temporary = final.with_suffix(".tmp")
-    with world.together(), _told(final):
+    with world.together(), _one_line_errors(final):
         if world.first:
             temporary.mkdir(parents=True)
-    with world.together(), _told(final):
+    with world.together(), _one_line_errors(final):
         try:
             dcp.save({"trainer": state}, storage_writer=_Writer(temporary), process_group=world.group)
-            if world.first:  # every rank has written
+            if world.first:  # all ranks have written
                 files = {path.name: _entry(path) for path in temporary.iterdir()}
                 manifest = {"version": VERSION, "step": step, "config": asdict(config), "files": files}
                 (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
@@ -58,7 +58,7 @@ def save(out: Path, step: int, config: Config, state: Stateful, world: World) ->
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Raises what the disk said. torch.save instead tells of the place in the file at which it stopped."""
+    """Raises the disk's error. torch.save instead raises a RuntimeError about the position in the file."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
@@ -71,21 +71,21 @@ class _Writer(dcp.FileSystemWriter):
 
 
 @contextmanager
-def _told(folder: Path) -> Iterator[None]:
-    """What the disk refuses, in one line."""
+def _one_line_errors(folder: Path) -> Iterator[None]:
+    """Context that turns errors of writing a checkpoint into one line."""
     try:
         yield
     except (OSError, CheckpointException) as error:
         raise UserError(
             f"checkpoint '{folder}'",
-            "to be written",
+            "a complete write",
             shortened(_cause(error), 300),
-            "Make room for it, or give another --out; the checkpoints before it are whole.",
+            "Free some space, or give another --out; the earlier checkpoints are complete.",
         ) from None
 
 
 def _cause(error: BaseException) -> str:
-    """Of what a rank raised, the disk's part."""
+    """Describes the cause of a failed write, with the rank on which it occurred."""
     if isinstance(error, CheckpointException):
         rank, (error, _) = next(iter(error.failures.items()))
         return f"on rank {rank}: {_cause(error)}"
@@ -95,7 +95,7 @@ def _cause(error: BaseException) -> str:
 
 
 def check(out: Path, config: Config) -> Path:
-    """The newest checkpoint, every byte of it checked; :class:`UserError` if it cannot be used."""
+    """Returns the newest checkpoint after verifying every byte; raises :class:`UserError` if it cannot be used."""
     folders = _folders(out)
     if not folders:
         raise UserError(
@@ -128,7 +128,7 @@ def check(out: Path, config: Config) -> Path:
 
 
 def load(folder: Path, state: Stateful, world: World) -> int:
-    """Puts what a folder holds that :func:`check` returned into ``state``; returns the step. A collective call."""
+    """Loads a folder that :func:`check` returned into ``state``; returns the step. A collective call."""
     with world.together():
         try:
             dcp.load({"trainer": state}, checkpoint_id=folder, process_group=world.group)
@@ -147,7 +147,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
     if not path.exists():
         raise _corrupt(folder, "no file 'manifest.json'")
     try:
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # opening a pipe would block
             raise ValueError
         manifest = json.loads(path.read_text())
         version = manifest["version"]
@@ -161,7 +161,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_shape(folder: Path, manifest: dict[str, Any]) -> None:
-    """Refuses what :func:`save` does not write."""
+    """Raises if the manifest is not of the form that :func:`save` writes."""
     step, config, files = manifest["step"], manifest["config"], manifest["files"]
     if type(step) is not int or f"step-{step:08d}" != folder.name:
         raise _corrupt(folder, "a file 'manifest.json' of another step")
@@ -180,7 +180,7 @@ def _corrupt(folder: Path, got: str) -> UserError:
         f"checkpoint '{folder}'",
         "the files that its manifest.json lists, unchanged",
         got,
-        "Remove this folder: --resume then takes the checkpoint before it.",
+        "Remove this folder: --resume then uses the previous checkpoint.",
     )
 
 

@@ -1,4 +1,4 @@
-"""The same model in plain PyTorch and from this package: same weights, same data, step by step in turn."""
+"""Trains the plain PyTorch model and this package's with the same weights and data, alternating step by step."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from moe_lm.trainer import Trainer
 from moe_lm.world import World
 
 NAMES = ("plain PyTorch", "transformer_plugin")
-WARM_UP = 3  # steps whose time is not counted
+WARM_UP = 3  # steps that are not timed
 
 
 def compare(config: Config, options: Options, world: World, stop: StopRequest) -> dict[str, Any]:
-    """Trains both for ``config.steps`` steps, plots both curves, prints their distance and both speeds.
+    """Trains both for ``config.steps`` steps, plots both curves, prints their difference and both speeds.
 
-    The order within a step alternates, so that neither is always the one that runs on warm caches.
+    The order within a step alternates, so that neither always runs with warm caches.
     """
     corpus = load_text(config, options, world)
     owned = claim_folder(Path(options.out), config, world)

@@ -1,4 +1,4 @@
-"""What a run is (:class:`Config`: what the numbers depend on) and how it is run (:class:`Options`)."""
+"""The configuration of a run (:class:`Config`: what the losses depend on) and its execution (:class:`Options`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """Something the user can put right: printed as one line, without a traceback."""
+    """An error that the user can fix. It is printed as one line, without a traceback."""
 
     def __init__(self, what: str, expected: str, got: str, do: str) -> None:
         line = f"train_moe: {what}: expected {expected}, got {got}. {do}"
@@ -19,14 +19,14 @@ class UserError(ValueError):
 
     @classmethod
     def of_line(cls, line: str) -> UserError:
-        """An error that is already worded."""
+        """Makes an error from a complete line."""
         error = cls.__new__(cls)
         ValueError.__init__(error, line)
         return error
 
 
-#: what an integer option may be, both ends included. The upper ends are far from any run; they keep a slip of the
-#: finger from an overflow.
+#: limits of integer options, both ends included. The upper limits are far above any run; they turn a typing error into
+#: a message instead of an overflow.
 INTEGERS: dict[str, tuple[int, int]] = {
     "layers": (1, 10_000),
     "dim": (1, 2**20),
@@ -39,7 +39,7 @@ INTEGERS: dict[str, tuple[int, int]] = {
     "seq_len": (1, 2**20),
     "batch_size": (1, 2**20),
     "ranks": (1, 1024),
-    "steps": (1, 99_999_999),  # as many as the name of a checkpoint's folder has digits for
+    "steps": (1, 99_999_999),  # a checkpoint's folder name has 8 digits
     "warmup_steps": (0, 99_999_999),
     "seed": (-(2**63), 2**63 - 1),
     "eval_every": (1, 10**9),
@@ -48,7 +48,7 @@ INTEGERS: dict[str, tuple[int, int]] = {
     "checkpoint_every": (1, 10**9),
     "sample_length": (0, 10**6),
 }
-#: what a float option may be, both ends included. Infinity and NaN are refused for all.
+#: limits of float options, both ends included. Infinity and NaN are never valid.
 FLOATS: dict[str, tuple[float, float]] = {
     "capacity_factor": (0.0, 1e4),
     "lr": (0.0, 1e3),
@@ -59,7 +59,7 @@ FLOATS: dict[str, tuple[float, float]] = {
 
 
 def check_limits(options: Any) -> None:
-    """Refuses the first number of a :class:`Config` or :class:`Options` that is outside its limits."""
+    """Raises for the first number of a :class:`Config` or :class:`Options` that is outside its limits."""
     for field in fields(options):
         low, high = {**INTEGERS, **FLOATS}.get(field.name, (None, None))
         if low is None or high is None:
@@ -77,46 +77,46 @@ def check_limits(options: Any) -> None:
 
 
 def shortened(text: str, length: int = 60) -> str:
-    """What came, for a message of one line."""
+    """Shortens a value for a message of one line."""
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def option(name: str) -> str:
-    """A field as the command line calls it."""
+    """Returns a field's name on the command line."""
     return f"argument '--{name.replace('_', '-')}'"
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that the losses depend on. A checkpoint is resumed only under an equal Config.
+    """Everything that the losses depend on. A checkpoint can only be resumed with an equal Config.
 
-    But for ranks and batch_size: other numbers with the same product see the same text.
+    Exception: ranks and batch_size may change if their product is the same, because the text is then the same.
     """
 
-    # The model. hidden is the width inside one expert; sizes are numbers of float values.
+    # The model. hidden is the width inside one expert; all sizes count elements.
     layers: int = 4
     dim: int = 256
     heads: int = 4
     hidden: int = 256
     experts: int = 8
     topk: int = 2
-    #: rows that a rank's experts take, as a multiple of the even share; 0: room for every row, none dropped.
+    #: capacity of a rank's experts in rows, as a multiple of the even share; 0: enough for all rows, none is dropped.
     capacity_factor: float = 0.0
-    #: an expert's rows are padded to a multiple of this; 0: what the kernels like best (no plain PyTorch).
+    #: an expert's rows are padded to a multiple of this; 0: the kernels' preferred alignment (not in plain PyTorch).
     alignment: int = 0
-    #: the numbers that the experts multiply in: none (those of dtype), bf16, fp8_tensor, fp8_delayed,
+    #: the number format of the experts' products: none (operands in dtype), bf16, fp8_tensor, fp8_delayed,
     #: fp8_block, mxfp8, nvfp4.
     format: str = "none"
     #: dtype of parameters and activations, float32 or bfloat16; the optimizer always keeps float32 copies.
     dtype: str = "float32"
-    #: the experts in plain PyTorch instead of transformer_plugin.
+    #: whether the experts run in plain PyTorch instead of transformer_plugin.
     reference: bool = False
     compile: bool = False
     # The data.
     text: str | None = None
     text_bytes: int = 8_000_000
     seq_len: int = 256
-    #: sequences of one rank in one step.
+    #: sequences per rank and step.
     batch_size: int = 4
     ranks: int = 2
     # The training.
@@ -131,7 +131,7 @@ class Config:
     eval_batches: int = 4
 
     def check(self) -> None:
-        """Refuses what cannot run, before anything is started."""
+        """Raises for a configuration that cannot run, before anything is started."""
         check_limits(self)
         if self.ranks > self.experts:
             raise UserError(
@@ -161,10 +161,12 @@ class Config:
         self._check_blocks()
         if self.reference and self.format != "none":
             do = "Leave out one of them, or --compare the two."
-            raise UserError(option("format"), "none, as plain PyTorch has no other", self.format, do)
+            raise UserError(
+                option("format"), "none, because plain PyTorch supports no other", self.format, do
+            )
 
     def _check_blocks(self) -> None:
-        """The widths, and of nvfp4 an expert's rows, are whole blocks."""
+        """Checks that the widths, and for nvfp4 the rows of an expert, are multiples of the format's block."""
         block = {"mxfp8": 32, "nvfp4": 16}.get(self.format, 1)
         sizes = ("dim", "hidden", "alignment") if self.format == "nvfp4" else ("dim", "hidden")
         for name in sizes:
@@ -178,9 +180,9 @@ class Config:
                 )
 
     def least_memory(self, ranks_here: int) -> int:
-        """Bytes that ``ranks_here`` ranks need at the very least: weights, gradients, moments, the largest activations.
+        """A lower bound of the bytes for ``ranks_here`` ranks: weights, gradients, moments, the largest activations.
 
-        Less than a run takes. It tells sizes that cannot be from those that might.
+        A run needs more. The bound rejects sizes that are certainly impossible.
         """
         tokens = self.batch_size * self.seq_len
         layer = 4 * self.dim**2 + self.experts * self.dim + self.experts * 3 * self.hidden * self.dim
@@ -191,7 +193,7 @@ class Config:
         return ranks_here * (PROCESS_BYTES + 16 * parameters + activations)
 
     def check_memory(self, available: int, ranks_here: int) -> None:
-        """Refuses a model that cannot fit into ``available`` bytes."""
+        """Raises if the model certainly needs more than ``available`` bytes."""
         needed = self.least_memory(ranks_here)
         if needed > available:
             raise UserError(
@@ -203,19 +205,19 @@ class Config:
 
 
 def memory_here() -> int:
-    """Bytes of this machine, or of the container."""
+    """Returns the bytes of memory of this machine, or of the container."""
     sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with suppress(OSError, ValueError):
         sizes.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return min(sizes)
 
 
-PROCESS_BYTES = 2**27  # a Python process that has imported torch has more memory of its own than this
+PROCESS_BYTES = 2**27  # a Python process that has imported torch needs more memory than this
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a run is carried out; nothing here changes a loss."""
+    """How a run is executed; nothing here changes a loss."""
 
     out: str = "runs/train_moe"
     resume: bool = False
@@ -226,10 +228,10 @@ class Options:
     compare: bool = False
 
     def check(self) -> None:
-        """Refuses what cannot be."""
+        """Raises for options that exclude each other."""
         check_limits(self)
         if self.compare and self.resume:
-            raise UserError(option("resume"), "no --compare beside it", "both", "A comparison starts anew.")
+            raise UserError(option("resume"), "no --compare", "both", "A comparison always starts anew.")
         if not self.out:
             raise UserError(option("out"), "the name of a folder", "''", f"The default is {Options.out}.")
 
@@ -265,17 +267,17 @@ PRESETS: dict[str, dict[str, Any]] = {
 SHARED_OUT = (
     "ranks",
     "batch_size",
-)  # a step's sequences are shared out among the ranks: only the product matters
+)  # the ranks divide the sequences of a step, so only the product matters
 
 
 def difference(old: dict[str, Any], new: Config) -> list[str]:
-    """Lines ``name: old, now new`` for every value that is not equal."""
+    """Returns lines ``name was OLD and is NEW`` for all values that differ."""
     before, now = (
         {**each, "ranks * batch_size": each["ranks"] * each["batch_size"]} for each in (old, asdict(new))
     )
     free = set(SHARED_OUT)
     if new.format == "fp8_delayed" and 1 in (old["ranks"], new.ranks):
-        free.remove("ranks")  # one rank's state of the scales has another shape
+        free.remove("ranks")  # the state of delayed scaling has another shape with one rank
     return [
         f"{name} was {before.get(name)!r} and is {value!r}"
         for name, value in now.items()

@@ -1,4 +1,4 @@
-"""Text as bytes: reading it, splitting it, and drawing batches that depend on (seed, step, rank) alone."""
+"""Text as bytes: reading and splitting it, and drawing batches that depend only on (seed, step, rank)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_lm.config import UserError, option
 
-#: folders of the standard library that are not its source, or are mostly tables.
+#: folders of the standard library that are skipped: not its source, or mostly tables.
 SKIPPED = {
     "test",
     "tests",
@@ -32,7 +32,7 @@ VALIDATION_EVERY = 20
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two texts, uint8, and where they came from."""
+    """Two texts (uint8) for training and validation, and a description of their source."""
 
     train: Tensor
     validation: Tensor
@@ -40,13 +40,13 @@ class Corpus:
 
 
 def load_corpus(text: str | None, limit: int, shortest: int, out: str | None = None) -> Corpus:
-    """Reads up to ``limit`` bytes and holds back about a twentieth for validation.
+    """Reads up to ``limit`` bytes and sets about a twentieth aside for validation.
 
     Args:
         text: a file or a folder; None: the source of this Python's standard library.
-        limit: bytes to take, whole files in sorted order. No more is read.
-        shortest: bytes that each of the two parts needs at least.
-        out: the folder of the run, whose files are not text, also where ``text`` holds it.
+        limit: bytes to use, whole files in sorted order. No more is read.
+        shortest: the least number of bytes of each of the two parts.
+        out: the run's folder, whose files are excluded even if ``text`` contains it.
     """
     root = Path(sysconfig.get_path("stdlib") if text is None else text)
     if text != "" and os.path.isdir(root):
@@ -67,7 +67,7 @@ def load_corpus(text: str | None, limit: int, shortest: int, out: str | None = N
 
 
 def _is_text(content: bytes, cut: bool) -> bool:
-    """Whether ``content`` is UTF-8 without zeros; where it is ``cut``, its last character may be incomplete."""
+    """Whether ``content`` is UTF-8 without zero bytes. If it was ``cut``, its last character may be incomplete."""
     if b"\0" in content:
         return False
     try:
@@ -82,7 +82,7 @@ def _refused(expected: str, got: str, do: str) -> UserError:
 
 
 def _read(path: Path, limit: int) -> tuple[bytes, bool]:
-    """The first ``limit`` bytes of a regular file, and whether it has more. Waits for nothing."""
+    """Returns the first ``limit`` bytes of a regular file, and whether it has more. Never blocks."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -111,19 +111,19 @@ def _read_file(path: Path | None, limit: int) -> bytes:
 
 
 def _results(out: str | None) -> set[str]:
-    """Where a run and the one before it write."""
+    """Returns the folders of this run and the previous one."""
     return set() if out is None else {os.path.realpath(out), os.path.realpath(out) + ".previous"}
 
 
 def _walk(folder: Path, without: set[str]) -> Iterator[Path]:
-    """Files under ``folder``, one at a time, in the order of their paths' parts; links to folders are not followed."""
+    """Yields the files under ``folder``, sorted by the parts of their paths. It does not follow links to folders."""
     if without and os.path.realpath(folder) in without:
         return
     try:
         with os.scandir(folder) as entries:
             found = sorted(entries, key=lambda entry: entry.name)
     except OSError:
-        return  # as if it was empty
+        return  # an unreadable folder counts as empty
     for entry in found:
         if entry.name in SKIPPED:
             continue
@@ -160,7 +160,7 @@ def _read_folder(root: Path, limit: int, ending: str, without: set[str]) -> tupl
 
 
 def _split(pieces: list[bytes]) -> tuple[bytes, bytes]:
-    """Whole files for validation where there are enough; otherwise the end of the text."""
+    """Splits off whole files for validation if there are enough; otherwise the end of the text."""
     if len(pieces) >= VALIDATION_EVERY:
         held = pieces[VALIDATION_EVERY // 2 :: VALIDATION_EVERY]
         kept = [piece for i, piece in enumerate(pieces) if i % VALIDATION_EVERY != VALIDATION_EVERY // 2]
@@ -177,10 +177,10 @@ def _tensor(content: bytes) -> Tensor:
 def draw_batch(
     text: Tensor, batch_size: int, seq_len: int, *, seed: int, step: int, rank: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Random windows: inputs and the bytes that follow them, int64 ``[batch_size, seq_len]`` each.
+    """Draws random windows: inputs and the bytes that follow them, int64 ``[batch_size, seq_len]`` each.
 
-    The windows of all ranks are a function of seed and step, so a resumed run sees the data it would have seen, also
-    where other numbers of ranks share them.
+    The windows of all ranks depend only on seed and step, so a resumed run sees the same data, even if another number
+    of ranks shares them.
     """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
     first = rank * batch_size

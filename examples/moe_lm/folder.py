@@ -1,10 +1,10 @@
-"""The folder of a run: whose it is, who writes to it, and what may be moved or deleted.
+"""The folder of a run: which program owns it, which process writes to it, and what may be moved or deleted.
 
-    OUT/config.json      the configuration, with "program": "examples/train_moe.py"; says that the folder is a run's
+    OUT/config.json      the configuration, with "program": "examples/train_moe.py"; marks the folder as a run's
        /metrics.jsonl, loss.png, sample.txt, compare.json, compare.png, checkpoints/step-*
 
-A new run moves an earlier one to ``OUT.previous`` and deletes what was there, so both must be runs and hold nothing
-else. While a run writes to its folder it holds a lock on it, which ends with the process.
+A new run moves an earlier one to ``OUT.previous`` and deletes what was there, so both must be runs and contain nothing
+else. While a run writes to its folder it has a lock on it, which ends with the process.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ MARKER = "config.json"
 RESULTS = {MARKER, "metrics.jsonl", "loss.png", "sample.txt", "compare.json", "compare.png", "checkpoints"}
 RESULTS |= {"metrics.jsonl.tmp"}
 CHECKPOINT = re.compile(r"step-\d{8}(\.tmp)?")
-#: the files of a checkpoint; rank*.pt in runs from before torch.distributed.checkpoint.
+#: the files of a checkpoint; older versions wrote rank*.pt.
 SAVED = re.compile(r"manifest\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp|rank\d+\.pt")
 ANOTHER = "Give another --out."
 
 
 def check_new(out: Path) -> None:
-    """Refuses a folder that a new run cannot have. Changes nothing."""
+    """Raises if a new run cannot use this folder. Changes nothing."""
     _refuse_special(out)
     previous, holder = _previous(out), out.absolute()
     if not _is_empty(out):
@@ -41,7 +41,7 @@ def check_new(out: Path) -> None:
             raise _refused("a folder that can be renamed", f"'{out}', where a file system is mounted")
         holder = holder.parent
         if os.path.lexists(previous):
-            _refuse_foreign(previous, f"is deleted, as '{out}' takes its place")
+            _refuse_foreign(previous, f"would be deleted, as '{out}' takes its place")
     try:
         parent = next(parent for parent in (holder, *holder.parents) if os.path.lexists(parent))
         if not os.access(parent, os.W_OK | os.X_OK) or not parent.is_dir():
@@ -53,7 +53,7 @@ def check_new(out: Path) -> None:
 
 
 class RunFolder:
-    """A folder that this process alone writes to, until it ends."""
+    """A folder to which only this process writes, until it ends."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -61,13 +61,13 @@ class RunFolder:
 
     @classmethod
     def new(cls, out: Path, config: Config) -> RunFolder:
-        """An empty folder for a new run; an earlier run is kept beside it as ``<out>.previous``."""
+        """Makes an empty folder for a new run. An earlier run is renamed to ``<out>.previous``."""
         check_new(out)
         try:
             out.mkdir(parents=True, exist_ok=True)
             folder = cls(out)
             if not _is_empty(out):
-                check_new(out)  # again, under the lock
+                check_new(out)  # again, now that the lock is held
                 folder._move_away()
                 out.mkdir()
                 moved, folder.lock = folder.lock, _lock(out)
@@ -80,14 +80,14 @@ class RunFolder:
 
     @classmethod
     def old(cls, out: Path) -> RunFolder | None:
-        """The folder of a run that goes on; None where there is none."""
+        """Opens the folder of a run that continues; None if there is none."""
         try:
             if not out.is_dir():
                 return None
             folder = cls(out.resolve())
             _refuse_other_kinds(folder.out)
             for step in (folder.out / "checkpoints").glob("step-*.tmp"):
-                if is_saved(step):  # a save that was cut short
+                if is_saved(step):  # a save that was interrupted
                     shutil.rmtree(step)
             return folder
         except OSError as error:
@@ -100,11 +100,11 @@ class RunFolder:
             for name in (
                 *sorted(RESULTS - {MARKER}),
                 MARKER,
-            ):  # the marker last: what is cut short stays a run's
+            ):  # config.json last, so that an interrupted move leaves a folder of a run
                 with suppress(FileNotFoundError):
                     path = previous / name
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-            previous.rmdir()  # fails, and deletes nothing, if somebody has put something there just now
+            previous.rmdir()  # fails, and deletes nothing, if it contains something else now
             os.close(held)
         self.out.rename(previous)
         print(f"the earlier run is now {previous}", flush=True)
@@ -115,23 +115,23 @@ def _previous(out: Path) -> Path:
 
 
 def _refuse_special(out: Path) -> None:
-    """Links, files, and folders that hold the ones in use."""
+    """Raises for links, files, and folders that contain the current or the home folder."""
     try:
         if out.is_symlink():
             raise _refused("a folder", f"'{out}', which is a symbolic link")
         real = out.resolve()
         if os.path.lexists(out) and not out.is_dir():
-            raise _refused("a folder", f"'{out}', which is not one")
+            raise _refused("a folder", f"'{out}', which is not a folder")
         home = Path(os.path.expanduser("~")).resolve()
         if out.name in ("", "..") or any(path.is_relative_to(real) for path in (Path.cwd(), home)):
             raise _refused(
-                "a folder of its own", f"'{out}', which is or holds the current or the home folder"
+                "a separate folder", f"'{out}', which is or contains the current or the home folder"
             )
         for parent in out.absolute().parents:
             if os.path.lexists(parent) and not parent.is_dir():
-                raise _refused("a folder", f"'{out}', but '{parent}' is not one")
+                raise _refused("a folder", f"'{out}', but '{parent}' is not a folder")
         _previous(out).is_symlink()
-    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that form a loop
         raise _unusable(out, error) from None
 
 
@@ -143,9 +143,9 @@ def _is_empty(folder: Path) -> bool:
 
 
 def _refuse_foreign(folder: Path, fate: str) -> None:
-    """Passes if ``folder`` is one of an earlier run and all in it was written by it."""
+    """Raises unless ``folder`` belongs to an earlier run and contains only files that it wrote."""
     if folder.is_symlink() or not folder.is_dir():
-        raise _refused(f"a name beside which '{folder}' is free or an earlier run", "what is none")
+        raise _refused(f"a name for which '{folder}' is free or an earlier run", "another file there")
     if not is_run(folder):
         raise _refused(
             "a new or an empty folder, or one of an earlier run", f"'{folder}', which holds other files"
@@ -164,7 +164,7 @@ def _refuse_foreign(folder: Path, fate: str) -> None:
 
 
 def _entries(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """All that a run's folder holds, down to the files of checkpoints, and whether a run may have written it."""
+    """Yields all entries of a run's folder and of its checkpoints, and whether a run may have written them."""
     for path in sorted(folder.iterdir()):
         yield path, path.name in RESULTS and _is_kind(path, is_folder=path.name == "checkpoints")
     checkpoints = folder / "checkpoints"
@@ -178,7 +178,7 @@ def _entries(folder: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def is_saved(step: Path) -> bool:
-    """Whether a run has written this folder of a checkpoint, whole or cut short, and all in it."""
+    """Whether a run has written this folder of a checkpoint, complete or not, and everything in it."""
     return _is_checkpoint(step) and all(_is_part(path) for path in step.iterdir())
 
 
@@ -191,12 +191,12 @@ def _is_part(path: Path) -> bool:
 
 
 def _is_kind(path: Path, is_folder: bool) -> bool:
-    """A folder, or a file of bytes: no link, pipe or device."""
+    """Whether the path is a folder or a regular file as requested: no link, pipe or device."""
     return not path.is_symlink() and (path.is_dir() if is_folder else path.is_file())
 
 
 def _refuse_other_kinds(folder: Path) -> None:
-    """Of the names that a run writes to. What a link leads to is not the run's, and a pipe waits for a reader."""
+    """Raises if a name that a run writes to is a link, pipe or device: writing could change other files or block."""
     for name in sorted(RESULTS):
         path = folder / name
         if os.path.lexists(path) and not _is_kind(path, is_folder=name == "checkpoints"):
@@ -210,7 +210,7 @@ def _refuse_other_kinds(folder: Path) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether ``config.json`` is one that this program has written."""
+    """Whether this program has written ``config.json``."""
     try:
         path = folder / MARKER
         if path.is_symlink() or not path.is_file() or path.stat().st_size > 1 << 20:
@@ -222,12 +222,12 @@ def is_run(folder: Path) -> bool:
         return False
     unnamed = {
         field.name for field in fields(Config)
-    }  # all of them, in runs from before the program wrote its name
+    }  # older versions did not write the program's name, only all of these fields
     return content.get("program") == PROGRAM or content.keys() == unnamed
 
 
 def _lock(folder: Path) -> int:
-    """Holds ``folder`` until this process ends, or refuses because another run does."""
+    """Locks ``folder`` until this process ends; raises if another run has the lock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -239,10 +239,10 @@ def _lock(folder: Path) -> int:
     except BlockingIOError:
         moved = True
     except OSError:
-        return descriptor  # a file system without locks
+        return descriptor  # the file system has no locks
     if moved:
         os.close(descriptor)
-        raise _refused("a folder that no other run writes to", f"'{folder}', which one does")
+        raise _refused("a folder that no other run writes to", f"'{folder}', to which another run writes")
     return descriptor
 
 

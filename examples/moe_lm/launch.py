@@ -1,4 +1,4 @@
-"""Starts one process per rank on this machine, and leaves none behind."""
+"""Starts one process per rank on this machine, and ends all of them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.distributed import TCPStore
 
 from moe_lm.stopping import INTERRUPTED, LAUNCHER, NEVER, SIGNALS, StopRequest
 
-GRACE = 5.0  # seconds that the other ranks have once one has failed or left,
-GRACE_AGAIN = 2.0  # and that all have after a second Ctrl-C
+GRACE = 5.0  # seconds until the other ranks are killed after one has failed or exited
+GRACE_AGAIN = 2.0  # seconds until all ranks are killed after a second Ctrl-C
 
 
 def run_ranks(command: list[str], ranks: int, stop: StopRequest) -> int:
-    """Runs ``command`` on each rank, with the environment that torchrun gives. Returns the first status that is not 0.
+    """Runs ``command`` on each rank, with torchrun's environment. Returns the first exit status that is not 0.
 
-    A signal is handed on to the ranks, which decide together when to stop. When one fails the others are stopped.
+    Signals are forwarded to the ranks, which decide together when to stop. If one fails, the others are stopped.
     """
     store = TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
-    )  # a free port, held for the whole run
+    )  # uses a free port, which stays open for the whole run
     shared = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
@@ -35,7 +35,7 @@ def run_ranks(command: list[str], ranks: int, stop: StopRequest) -> int:
     }
     stop.during("the run", NEVER)
     processes: list[subprocess.Popen[bytes]] = []
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a rank inherits this until it can hear them
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # ranks inherit this until they have installed handlers
     try:
         for rank in range(ranks):
             environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -51,15 +51,15 @@ def run_ranks(command: list[str], ranks: int, stop: StopRequest) -> int:
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], stop: StopRequest) -> int:
-    told, told_again, status, deadline = False, False, 0, NEVER
+    signaled, interrupted_again, status, deadline = False, False, 0, NEVER
     while running := [process for process in processes if process.poll() is None]:
-        if stop.requested and not told:
-            told = _tell(running, stop.number)
+        if stop.requested and not signaled:
+            signaled = _signal_all(running, stop.number)
         if status == 0 and (failed := next((p for p in processes if p.returncode not in (None, 0)), None)):
             status, deadline = failed.returncode, time.monotonic() + GRACE
-            told = told or _tell(running, signal.SIGTERM)
-        if stop.again and not told_again:
-            told_again = _tell(running, signal.SIGINT)
+            signaled = signaled or _signal_all(running, signal.SIGTERM)
+        if stop.again and not interrupted_again:
+            interrupted_again = _signal_all(running, signal.SIGINT)
             deadline = min(deadline, time.monotonic() + GRACE_AGAIN)
         if time.monotonic() > deadline:
             status = status or INTERRUPTED
@@ -69,7 +69,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], stop: StopRequest) -> int:
     return _as_exit_status(status, processes, stop)
 
 
-def _tell(processes: list[subprocess.Popen[bytes]], number: int) -> bool:
+def _signal_all(processes: list[subprocess.Popen[bytes]], number: int) -> bool:
     for process in processes:
         process.send_signal(number)
     return True
@@ -81,5 +81,5 @@ def _as_exit_status(status: int, processes: list[subprocess.Popen[bytes]], stop:
     if stop.requested:
         return INTERRUPTED
     rank = next(i for i, process in enumerate(processes) if process.returncode == status)
-    print(f"train_moe: rank {rank} was ended by {signal.Signals(-status).name}", file=sys.stderr)
+    print(f"train_moe: rank {rank} was killed by {signal.Signals(-status).name}", file=sys.stderr)
     return 1

@@ -1,8 +1,8 @@
 """A decoder-only transformer whose feed-forward layers are mixtures of experts.
 
 Shapes: B sequences of T bytes, D model width, V = 256 byte values. Attention, norms and embeddings are
-torch's; the mixture is ``transformer_plugin.nn.MoE`` or ``reference.PlainMoE``, which have the same
-parameters under the same names.
+torch's. The mixture is ``transformer_plugin.nn.MoE`` or ``reference.PlainMoE``; both have the same parameters under the
+same names.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Attention(nn.Module):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Su et al., "RoFormer", 2021: pairs (i, i + half) turned by an angle that grows with the position."""
+    """Su et al., "RoFormer", 2021: rotates the pairs (i, i + half) by an angle proportional to the position."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
 
@@ -60,13 +60,13 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Bytes in, logits over the next byte out.
+    """Computes logits over the next byte from bytes.
 
     Args:
         config: the sizes.
         mesh: the ranks that share the experts.
-        device: of the parameters, which are float32.
-        dtype: of the activations.
+        device: the device of the parameters, which are float32.
+        dtype: the dtype of the activations.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class LanguageModel(nn.Module):
 
 
 def build_moe(config: Config, mesh: DeviceMesh, **factory: object) -> nn.Module:
-    """One mixture: ``.output`` like its input and ``.aux_loss``, already times its coefficient."""
+    """Makes one mixture. It returns ``.output``, shaped like its input, and ``.aux_loss``, already times its factor."""
     if config.reference:
         from moe_lm.reference import PlainMoE
 
@@ -109,11 +109,11 @@ def build_moe(config: Config, mesh: DeviceMesh, **factory: object) -> nn.Module:
     from transformer_plugin.recipes import recipe_from_name
 
     tokens = config.batch_size * config.seq_len
-    even_share = tokens * config.topk  # rows of one rank when every expert gets as many
+    even_share = tokens * config.topk  # rows per rank if all experts get the same number
     recipe = recipe_from_name(config.format)
     rows = (
         Format.parse(recipe.input_format).group_multiple if recipe else 1
-    )  # what an expert's are a multiple of
+    )  # the multiple to which an expert's rows are padded
     capacity = -(-int(config.capacity_factor * even_share) // rows) * rows
     return tpnn.MoE(
         config.dim,
@@ -134,7 +134,7 @@ def build_moe(config: Config, mesh: DeviceMesh, **factory: object) -> nn.Module:
 
 @torch.no_grad()
 def initialise(model: nn.Module, config: Config) -> None:
-    """Weights as a function of (seed, name) alone: equal for both implementations and any number of ranks."""
+    """Sets weights that depend only on (seed, name): equal for both implementations and any number of ranks."""
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
             parameter.fill_(1.0)
@@ -146,7 +146,7 @@ def initialise(model: nn.Module, config: Config) -> None:
         if name.startswith(("embedding", "head")):
             std = 0.02
         value = torch.randn(parameter.shape, generator=generator) * std
-        if isinstance(parameter, DTensor):  # experts, of which this rank holds its own
+        if isinstance(parameter, DTensor):  # experts, of which this rank has a shard
             mesh = parameter.device_mesh
             parameter.to_local().copy_(value.chunk(mesh.size())[mesh.get_local_rank()])
         else:

@@ -15,7 +15,7 @@ BLUE, ORANGE, GREY = "#2b6cb0", "#dd6b20", "#718096"
 
 
 def smoothed(values: list[float], width: float = 0.02) -> list[float]:
-    """An exponential mean over about ``width`` of the curve, without a bias at its start."""
+    """Returns an exponential moving average over about ``width`` of the curve, without a bias at its start."""
     keep = 1 - 1 / max(1.0, width * len(values))
     total, weight, result = 0.0, 0.0, []
     for value in values:
@@ -32,7 +32,7 @@ def _style(axes: Axes, ylabel: str) -> None:
 
 
 def loss_curve(path: Path, losses: dict[int, float], validation: dict[int, float], title: str) -> None:
-    """Training loss, raw and smoothed, and validation loss, over steps."""
+    """Plots training loss, raw and smoothed, and validation loss, over steps."""
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=150)
     steps, values = list(losses), list(losses.values())
     axes.plot(steps, values, color=BLUE, alpha=0.25, linewidth=0.8, label="training")
@@ -51,7 +51,7 @@ def loss_curve(path: Path, losses: dict[int, float], validation: dict[int, float
 
 
 def compare_curves(path: Path, curves: dict[str, list[float]], title: str) -> None:
-    """Two training curves over each other, and below them how far they are apart."""
+    """Plots two training curves, and below them their difference."""
     (first, first_values), (second, second_values) = curves.items()
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(8, 6), dpi=150, sharex=True, height_ratios=[3, 1.2], layout="constrained"

@@ -1,8 +1,8 @@
-"""The mixture of experts in plain PyTorch: what one would write without this package, done with care.
+"""The mixture of experts in plain PyTorch: a careful implementation without this package.
 
-Tokens are sorted by expert, travel in one all-to-all with exact sizes, go through a loop over the local
-experts, and travel back. The sizes are read by the host. Nothing here imports transformer_plugin.
-Shapes: N tokens of this rank, K choices per token, D width, E experts, L = E / R local ones on R ranks.
+Tokens are sorted by expert and sent with one all-to-all of exact sizes. A loop runs the local experts, and another
+all-to-all returns the rows. The host reads the sizes. This file does not import transformer_plugin.
+Shapes: N tokens of this rank, K choices per token, D width, E experts, L = E / R local experts on R ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class MixtureOutput(NamedTuple):
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to the ranks of their experts; the gradient goes the same way back."""
+    """Sends rows to the ranks of their experts; the backward sends the gradient back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: ProcessGroup, send: list[int], receive: list[int]) -> Tensor:
@@ -42,7 +42,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Expand(torch.autograd.Function):
-    """Row n of the input for each of its K choices, sorted; the gradient is a gather and a sum."""
+    """Copies row n of the input for each of its K choices, in sorted order; the backward is a gather and a sum."""
 
     @staticmethod
     def forward(ctx: Any, rows_ND: Tensor, order: Tensor, topk: int) -> Tensor:
@@ -57,7 +57,7 @@ class _Expand(torch.autograd.Function):
 
 
 class _Permute(torch.autograd.Function):
-    """Rows in another order, with a gather for the gradient too."""
+    """Reorders rows; the backward is a gather too."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 class Router(nn.Module):
-    """Softmax over the K best logits (Shazeer et al. 2017), balance loss of Switch (Fedus et al. 2021)."""
+    """Softmax over the K largest logits (Shazeer et al. 2017), balance loss of Switch (Fedus et al. 2021)."""
 
     def __init__(self, dim: int, experts: int, topk: int, aux_loss_coeff: float, **factory: Any) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Router(nn.Module):
 
 
 class Weights(nn.Module):
-    """One packed parameter ``weight [E, out, in]``, of which a rank holds ``[L, out, in]``."""
+    """One packed parameter ``weight [E, out, in]``, of which a rank has the shard ``[L, out, in]``."""
 
     def __init__(self, mesh: DeviceMesh, experts: int, outputs: int, inputs: int, **factory: Any) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Weights(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU networks, one after another over the rows of each."""
+    """SwiGLU networks, run one after another, each on its rows."""
 
     def __init__(self, mesh: DeviceMesh, experts: int, dim: int, hidden: int, **factory: Any) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Experts(nn.Module):
 
 
 class PlainMoE(nn.Module):
-    """Route, send, run the experts, bring back, weight. Parameters as in ``transformer_plugin.nn.MoE``."""
+    """Routes, sends, runs the experts, returns and weights rows. Parameters as in ``transformer_plugin.nn.MoE``."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class PlainMoE(nn.Module):
         return MixtureOutput(output.view_as(input), aux_loss)
 
     def _run(self, rows: Tensor, counts_E: Tensor) -> Tensor:
-        """Rows sorted by global expert, through their experts wherever they are, in the same order."""
+        """Runs rows, sorted by global expert, through their experts on all ranks. Returns them in the same order."""
         if self.ranks == 1:
             return self.experts(rows, counts_E.tolist())
         incoming_E = torch.empty_like(counts_E)

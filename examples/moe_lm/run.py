@@ -1,4 +1,4 @@
-"""The training loop: progress, metrics, checkpoints, and what is left at the end."""
+"""The training loop: progress, metrics, checkpoints, and the final results."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from moe_lm.stopping import SAVING, STEP, StopRequest
 from moe_lm.trainer import Trainer
 from moe_lm.world import World
 
-READ_EVERY = {"cpu": 1, "cuda": 10}  # steps between reads of the losses, which wait for the device
+READ_EVERY = {"cpu": 1, "cuda": 10}  # steps between reads of the losses; a read waits for the device
 
 
 def describe(config: Config, trainer: Trainer) -> str:
-    """One line on what is trained, for the terminal and the plots."""
+    """Describes the model in one line, for the terminal and the plots."""
     experts = sum(p.numel() for n, p in trainer.model.named_parameters() if ".experts." in n)
     shared = sum(p.numel() for n, p in trainer.model.named_parameters() if ".experts." not in n)
     active = shared + experts * config.topk // config.experts
@@ -41,13 +41,13 @@ def describe(config: Config, trainer: Trainer) -> str:
 
 
 class Metrics:
-    """Rank 0's record: JSON lines in a file, and the curves in memory."""
+    """Rank 0's metrics: JSON lines in a file, and the curves in memory."""
 
     def __init__(self, path: Path, upto: int) -> None:
         self.losses: dict[int, float] = {}
         self.validation: dict[int, float] = {}
-        if os.path.lexists(path) and not path.is_file():  # a pipe would be waited for
-            raise UserError(f"'{path}'", "a file", "what is none", "Remove it.")
+        if os.path.lexists(path) and not path.is_file():  # opening a pipe would block
+            raise UserError(f"'{path}'", "a file", "something else", "Remove it.")
         kept = read_records(path.read_bytes(), upto) if upto and path.exists() else []
         whole = path.with_name(path.name + ".tmp")
         self.file = whole.open("w")
@@ -56,7 +56,7 @@ class Metrics:
         whole.replace(path)
 
     def write(self, record: dict[str, float]) -> None:
-        """Adds one line."""
+        """Appends one line."""
         step = int(record["step"])
         if "loss" in record:
             self.losses[step] = record["loss"]
@@ -67,7 +67,7 @@ class Metrics:
 
 
 def read_records(content: bytes, upto: int) -> list[dict[str, Any]]:
-    """The records of steps up to ``upto``. Lines that a full disk has cut are passed over."""
+    """Returns the records of steps up to ``upto``. Skips lines that a full disk has truncated."""
     records = []
     for line in content.split(b"\n"):
         try:
@@ -77,14 +77,14 @@ def read_records(content: bytes, upto: int) -> list[dict[str, Any]]:
         if not isinstance(record, dict) or any(type(value) not in (int, float) for value in record.values()):
             continue
         if any(type(value) is int and abs(value) >= 1 << 63 for value in record.values()):
-            continue  # no float holds some of them
+            continue  # an integer too large for a float
         if type(record.get("step")) is int and record["step"] <= upto:
             records.append(record)
     return records
 
 
 class Run:
-    """Training of one model from its start or a checkpoint to its end or a request to stop."""
+    """Training of one model, from its start or a checkpoint to its end or a stop request."""
 
     def __init__(self, config: Config, options: Options, world: World, stop: StopRequest) -> None:
         self.config, self.options, self.world, self.stop = config, options, world, stop
@@ -119,7 +119,7 @@ class Run:
             )  # fmt: skip
 
     def train(self) -> bool:
-        """Trains; returns whether the end was reached. Leaves a checkpoint either way."""
+        """Trains; returns whether the end was reached. Saves a checkpoint in both cases."""
         try:
             return self._train()
         finally:
@@ -150,7 +150,7 @@ class Run:
         return self.step == config.steps
 
     def _read(self) -> bool:
-        """Brings the numbers of the last steps to the host; every rank sees the same and decides the same."""
+        """Copies the numbers of the last steps to the host. All ranks get the same numbers, so all decide alike."""
         rows = [(step, numbers.tolist()) for step, numbers in self.pending]
         now = time.perf_counter()
         seconds = (now - self.read_at) / len(rows)
@@ -193,7 +193,7 @@ class Run:
         self.stop.during(STEP)
 
     def finish(self) -> None:
-        """The plot, the sample, and where everything is."""
+        """Writes the plot and the sample, and prints the paths of the results."""
         self.stop.during("the sample", 0.0)
         text = generate(self.trainer, self.options.sample_length)
         if not self.world.first:
@@ -219,16 +219,16 @@ class Run:
 
 
 def load_text(config: Config, options: Options, world: World) -> Corpus:
-    """The text, on all ranks or none. A collective call."""
+    """Loads the text, on all ranks or on none. A collective call."""
     with world.together():
         corpus = load_corpus(config.text, config.text_bytes, config.seq_len + 1, options.out)
     return corpus
 
 
 def claim_folder(out: Path, config: Config | None, world: World) -> RunFolder | None:
-    """Makes ``out`` this run's: a new one with ``config``, or with None the one that is there. A collective call.
+    """Makes or opens the run's folder: a new one with ``config``, the existing one with None. A collective call.
 
-    Returns what the first rank has to keep while the run lasts.
+    The first rank must keep the returned object until the run ends.
     """
     owned = None
     with world.together():
@@ -238,10 +238,10 @@ def claim_folder(out: Path, config: Config | None, world: World) -> RunFolder | 
 
 
 def say(text: str) -> None:
-    """Prints, and goes on if nobody reads: Ctrl-C also ends a ``| tee`` behind this."""
+    """Prints, and continues if the reader has exited: Ctrl-C also ends ``| tee`` in a pipeline."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        nobody = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nobody, sys.stdout.fileno())
-        os.close(nobody)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+        os.close(devnull)

@@ -1,4 +1,4 @@
-"""Text from a trained model, one byte at a time."""
+"""Generates text with a trained model, byte by byte."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ PROMPT = "def "
 
 @torch.no_grad()
 def generate(trainer: Trainer, length: int, temperature: float = 0.7) -> str:
-    """Continues ``PROMPT`` by ``length`` bytes. Every rank must call it, at the end: each holds some of the model.
+    """Continues ``PROMPT`` by ``length`` bytes, at the end of a run. All ranks must call it, as each has a shard.
 
-    The window has a fixed size, filled up on the right: attention is causal, so what follows a byte does not change
-    what comes after it.
+    The window has a fixed size and is padded on the right. Attention is causal, so the padding does not change the
+    prediction.
     """
     config, world, model = trainer.config, trainer.world, trainer.model
     window = min(CONTEXT, config.seq_len)
     model.eval()
-    model.set_reshard_after_forward(False)  # the parameters are gathered once
+    model.set_reshard_after_forward(False)  # gather the parameters once
     generator = torch.Generator().manual_seed((config.seed * 4099 + world.rank) % 2**63)
     text = list(PROMPT.encode())
-    with torch.compiler.set_stance("force_eager"):  # no graphs for one short sequence
+    with torch.compiler.set_stance("force_eager"):  # compiling is slower than one short sequence
         for _ in range(length):
             recent = text[-window:]
             padded = torch.tensor([recent + [0] * (window - len(recent))], device=world.device)

@@ -1,4 +1,4 @@
-"""One model under training: a step, an evaluation, and everything needed to go on later."""
+"""One model in training: steps, evaluations, and the state to save."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def shard(model: LanguageModel, config: Config, mesh: DeviceMesh) -> None:
-    """FSDP2: every rank keeps its part of the float32 parameters, and computes in ``config.dtype``."""
+    """FSDP2: every rank stores a shard of the float32 parameters, and computes in ``config.dtype``."""
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[config.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for block in model.blocks:
-        if config.reference and mesh.size() > 1:  # what tp.parallel.fully_shard does with tp.nn.MoE
+        if config.reference and mesh.size() > 1:  # as tp.parallel.fully_shard does for tp.nn.MoE
             fully_shard(block.moe.experts, mesh=mesh["copies"], mp_policy=policy)
             block.moe.experts.set_gradient_divide_factor(mesh.size())
         tp.parallel.fully_shard(block, mesh, mp_policy=policy)
@@ -37,15 +37,15 @@ def shard(model: LanguageModel, config: Config, mesh: DeviceMesh) -> None:
 
 
 def compile_blocks(model: LanguageModel, config: Config) -> None:
-    """Before :func:`shard`, so that what FSDP2 does around a block stays outside of its graphs."""
+    """Compiles each block. Call it before :func:`shard`, so that FSDP2's hooks stay outside of the graphs."""
     for block in model.blocks:
-        if config.reference:  # its exchange reads sizes on the host
+        if config.reference:  # the host reads the sizes of its exchange
             block.moe.forward = torch.compiler.disable(block.moe.forward)
         block.forward = torch.compile(block.forward)
 
 
 class Trainer:
-    """Model, optimizer and data of one run on this rank: a ``Stateful`` of ``torch.distributed.checkpoint``."""
+    """Model, optimizer and data of a run on this rank: a ``Stateful`` of ``torch.distributed.checkpoint``."""
 
     def __init__(self, config: Config, world: World, corpus: Corpus) -> None:
         self.config, self.world, self.corpus = config, world, corpus
@@ -65,11 +65,11 @@ class Trainer:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all ranks."""
+        """Tokens of all ranks together."""
         return self.config.batch_size * self.config.seq_len * self.world.size
 
     def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then half a cosine down to a twentieth."""
+        """Linear warm-up, then a half cosine down to a twentieth."""
         config = self.config
         if step < config.warmup_steps:
             return config.lr * (step + 1) / config.warmup_steps
@@ -85,7 +85,7 @@ class Trainer:
         """
         config, world = self.config, self.world
         inputs, targets = self._batch(self.corpus.train, config.seed, step)
-        # nvfp4 rounds at random: a function of the step, as the data is, so that no checkpoint need hold it.
+        # nvfp4 rounds at random. The seed depends on the step, so checkpoints need not save generator states.
         torch.manual_seed(((config.seed * 1_000_003 + step) * 4099 + world.rank) % 2**63)
         logits, balance = self.model(inputs)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -102,9 +102,9 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, before_each: Callable[[], None] = lambda: None) -> float:
-        """Mean cross entropy over fixed windows of the validation text, nats per byte."""
+        """Returns the mean cross entropy over fixed windows of the validation text, nats per byte."""
         losses = []
-        self.model.eval()  # no state of a recipe is written
+        self.model.eval()  # the recipe's state is not updated
         for i in range(self.config.eval_batches):
             before_each()
             inputs, targets = self._batch(self.corpus.validation, 123, i)
@@ -128,12 +128,12 @@ class Trainer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's parts. The place in the data is the step, which the checkpoint's manifest holds."""
+        """Returns this rank's shards. The position in the data is the step, which is in the checkpoint's manifest."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Puts back what :meth:`state_dict` gave, bit for bit."""
+        """Restores a result of :meth:`state_dict`, bit for bit."""
         set_state_dict(
             self.model,
             self.optimizer,

@@ -1,4 +1,4 @@
-"""The ranks: where this process runs and whom it talks to."""
+"""The ranks: this process's device and the groups in which it communicates."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from moe_lm.config import UserError
 
 @dataclass(frozen=True)
 class World:
-    """This process among the ranks. Each rank trains on its own data and holds its share of the experts."""
+    """This process among the ranks. Each rank trains on different data and has its share of the experts."""
 
     rank: int
     size: int
     device: torch.device
     group: ProcessGroup
-    #: "copies" of the same experts, here one, by the "experts" that are spread over ranks.
+    #: ("copies", "experts"): ranks with the same experts (here one each), by ranks over which experts are sharded.
     mesh: DeviceMesh
 
     @property
@@ -38,14 +38,14 @@ class World:
             torch.cuda.synchronize(self.device)
 
     def meet(self) -> None:
-        """Waits for the device and the other ranks, so that what is timed next does not wait for what was before."""
+        """Waits for the device and the other ranks, so that the next timing includes no earlier work."""
         self.synchronize()
         if self.size > 1:
             dist.barrier(group=self.group)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What some ranks or all do inside: a :class:`UserError` of one is raised on all, so that none goes on."""
+        """Context in which a :class:`UserError` of one rank is raised on all ranks, so that none continues."""
         error = None
         try:
             yield
@@ -65,9 +65,9 @@ def under_torchrun() -> bool:
 
 @contextmanager
 def joined_world(repeatable: bool = True, timeout: timedelta = timedelta(minutes=5)) -> Iterator[World]:
-    """Joins the group of all ranks: NCCL where each rank has a GPU of its own, else Gloo on the CPU.
+    """Joins the group of all ranks: NCCL if there is a GPU for each rank, otherwise Gloo on the CPU.
 
-    ``repeatable`` asks torch for algorithms that give the same bits each time, for runs that are resumed.
+    ``repeatable`` asks torch for deterministic algorithms, so that resumed runs have the same bits.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", size))

@@ -38,7 +38,7 @@ class Everything(torch.nn.Module):
         )
 
     def forward(self, x: Tensor, group_sizes: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """``x [T, HIDDEN]``, the rows of GROUPS groups; gives as many rows, and the auxiliary loss."""
+        """Takes ``x [T, HIDDEN]``, the rows of GROUPS groups. Returns as many rows, and the auxiliary loss."""
         x = x + self.linear(x)
         x = x + self.grouped(x, group_sizes, probs)
         x = x + self.mlp(x, group_sizes, probs)
@@ -53,8 +53,8 @@ class Batch(NamedTuple):
 
 
 def batch(tokens: int, seed: int, device: torch.device | str = "cpu", unit: int = 1) -> Batch:
-    """Rows, routing and group sizes differ from seed to seed; some groups are empty, some rows in none. The rows and
-    the sizes are multiples of ``unit``."""
+    """Rows, routing and group sizes depend on the seed; some groups are empty, and some rows are in no group. The rows
+    and the sizes are multiples of ``unit``."""
     tokens = -(-tokens // unit) * unit
     generator = torch.Generator().manual_seed(seed)
     cuts = torch.randint(0, tokens // unit + 1, (GROUPS,), generator=generator).sort().values * unit
@@ -67,7 +67,7 @@ def batch(tokens: int, seed: int, device: torch.device | str = "cpu", unit: int 
 
 
 def step(model: torch.nn.Module, data: Batch) -> dict[str, Tensor]:
-    """Output, auxiliary loss and every gradient of one training step. What is drawn, torch's seed decides."""
+    """Returns output, auxiliary loss and all gradients of one training step. Random numbers depend on torch's seed."""
     x, probs = data.x.clone().requires_grad_(), data.probs.clone().requires_grad_()
     output, aux_loss = model(x, data.group_sizes, probs)
     leaves = {"x": x, "probs": probs} | dict(model.named_parameters())
@@ -79,7 +79,7 @@ def step(model: torch.nn.Module, data: Batch) -> dict[str, Tensor]:
 
 
 def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> None:
-    """Same bits with a limit of 0, otherwise a relative error."""
+    """With a limit of 0 the bits must be equal; otherwise the limit bounds the relative error."""
     for (name, g), e in zip(got.items(), expected.values(), strict=True):
         name = name.replace("_orig_mod.", "")
         if limit == 0:
@@ -89,6 +89,6 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], limit: floa
 
 
 def of_any_rows(name: str, device: torch.device) -> float:
-    """How far a graph for any number of rows may be from eager. On a GPU the weight gradient of a dense layer in
-    blocks comes from another kernel there, which adds in another order."""
+    """The allowed error of a graph for any number of rows, relative to eager. On a GPU such a graph uses another kernel
+    for the weight gradient of a dense layer with block scales, which adds in another order."""
     return 1e-5 if name == "fp8_block" and device.type == "cuda" else 0

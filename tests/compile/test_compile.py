@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) of every module: no graph break, eager's numbers, no needless recompile."""
+"""torch.compile(fullgraph=True) of every module: no graph break, eager's results, no unnecessary recompilation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make(name: str, device: torch.device | str = "cpu") -> Everything:
 
 
 def seeded_step(model: torch.nn.Module, data: Batch) -> dict[str, Tensor]:
-    """A step whose random numbers are those of the last."""
+    """A step with the same random numbers each time."""
     torch.manual_seed(7)
     return step(model, data)
 
@@ -42,7 +42,7 @@ def seeded_step(model: torch.nn.Module, data: Batch) -> dict[str, Tensor]:
     [("aot_eager", name) for name in RECIPES] + [("inductor", "none"), ("inductor", "fp8_block")],
 )
 def test_equals_eager(name: str, backend: str, device: torch.device) -> None:
-    """AOT eager runs the kernels of eager: the same bits. Inductor fuses what is between the ops."""
+    """aot_eager runs the kernels of eager: the same bits. Inductor fuses the code between the ops."""
     model = make(name, device)
     fast, counter = compiled(model, backend)
     for seed in range(3):
@@ -60,7 +60,7 @@ def test_equals_eager(name: str, backend: str, device: torch.device) -> None:
     ("backend", "name"), [("aot_eager", "none"), ("aot_eager", "fp8_block"), ("inductor", "none")]
 )
 def test_autocast(name: str, backend: str, inside: bool, device: torch.device) -> None:
-    """Around the compiled model, or in it. A graph for each dtype. Inductor keeps what eager rounds between two ops."""
+    """Autocast around the compiled model, or inside. One graph per dtype. Inductor does not round between two ops."""
     model = make(name, device)
 
     def region(dtype: torch.dtype) -> torch.autocast:
@@ -108,7 +108,7 @@ def test_inference_equals_eager(device: torch.device) -> None:
 
 
 def test_routing_and_group_sizes_do_not_recompile(device: torch.device) -> None:
-    """Other tokens, other experts, other sizes, all rows in one group, no rows in any: one graph."""
+    """Other tokens, experts and sizes, all rows in one group, no rows in any: one graph."""
     model = make("fp8_block", device)
     fast, counter = compiled(model, "aot_eager")
     step(fast, batch(24, 0, device))
@@ -122,12 +122,12 @@ def test_routing_and_group_sizes_do_not_recompile(device: torch.device) -> None:
             data = batch(24, 9, device)._replace(group_sizes=torch.tensor(sizes, device=device))
             assert_same(step(fast, data), step(model, data), 0)
     assert counter.frame_count == 1
-    assert len(loads) == 4  # the routings did differ
+    assert len(loads) == 4  # the routings were different
 
 
 @pytest.mark.parametrize("name", ["none", "fp8_tensor", "fp8_block", "nvfp4"])
 def test_the_number_of_tokens_recompiles_at_most_once(name: str, device: torch.device) -> None:
-    """Also where the tokens begin or cease to fit one block of 128."""
+    """Also if the number of tokens crosses one block of 128."""
     model = make(name, device)
     fast, counter = compiled(model, "aot_eager")
     for tokens in (24, 40, 17, 130, 24, 300, 128):
@@ -147,7 +147,7 @@ def test_dynamic_from_the_start_never_recompiles(device: torch.device) -> None:
 
 
 def test_a_training_loop(device: torch.device) -> None:
-    """Ten compiled steps of SGD follow ten eager steps, and the loss falls."""
+    """Ten compiled SGD steps equal ten eager steps, and the loss decreases."""
     models = [make("bf16", device), make("bf16", device)]
     forwards = [models[0], compiled(models[1], "inductor")[0]]
     losses: list[list[float]] = [[], []]

@@ -32,7 +32,7 @@ def test_replays_with_changing_sizes(name: str) -> None:
             data.group_sizes.zero_()
         for target, source in zip(held, data, strict=True):
             target.copy_(source)
-        torch.manual_seed(seed)  # the seeds of rounding at random are drawn in the graph
+        torch.manual_seed(seed)  # the graph draws the seeds of stochastic rounding
         graph.replay()
         torch.manual_seed(seed)
         for (key, got), expected in zip(captured.items(), step(model, data).values(), strict=True):
@@ -42,7 +42,7 @@ def test_replays_with_changing_sizes(name: str) -> None:
 @pytest.mark.gpu
 @by_recipe
 def test_no_host_read(name: str) -> None:
-    """A training step with synchronization forbidden."""
+    """A training step while synchronization is an error."""
     torch.manual_seed(0)
     model = Everything(RECIPES[name][0], device="cuda")
     data = batch(48, 0, "cuda", row_unit(name))

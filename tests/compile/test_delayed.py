@@ -1,4 +1,4 @@
-"""Delayed scaling under torch.compile(fullgraph=True) and in CUDA graphs: eager's numbers and eager's state."""
+"""Delayed scaling under torch.compile(fullgraph=True) and in CUDA graphs: the results and the state of eager code."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def assert_same_state(compiled: torch.nn.Module, eager: torch.nn.Module, limit: 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_steps_equal_eager(backend: str, device: torch.device) -> None:
-    """Several steps, so that each takes scales of the ones before; the same bits where nothing is fused."""
+    """Several steps, so that each uses scales of earlier steps; the same bits if nothing is fused."""
     eager, model = pair(device)
     counter = CompileCounterWithBackend(backend)
     fast = torch.compile(model, fullgraph=True, backend=counter)
@@ -76,7 +76,7 @@ def test_any_number_of_rows(device: torch.device) -> None:
 
 
 def test_a_module_used_twice_in_one_graph(device: torch.device) -> None:
-    """The second use takes the amaxes of the first; both gradients are in one backward."""
+    """The second use depends on the amaxes of the first; one backward computes both gradients."""
 
     class Twice(torch.nn.Module):
         def __init__(self) -> None:
@@ -102,7 +102,7 @@ def test_a_module_used_twice_in_one_graph(device: torch.device) -> None:
 
 
 def test_two_compiled_forwards_before_two_backwards_are_refused(device: torch.device) -> None:
-    """The first backward would write amaxes over those of the second forward; torch says so."""
+    """The first backward would overwrite the amaxes of the second forward, so torch raises an error."""
     fast = torch.compile(Linear(16, 24, device=device, recipe=RECIPE), fullgraph=True, backend="aot_eager")
     outputs = [fast(torch.ones(8, 16, device=device)) for _ in range(2)]
     outputs[1].sum().backward()
@@ -114,7 +114,7 @@ def test_two_compiled_forwards_before_two_backwards_are_refused(device: torch.de
     "checkpoint", [torch.utils.checkpoint.checkpoint, tp.checkpoint], ids=["torch", "tp"]
 )
 def test_activation_checkpointing(checkpoint: Callable[..., Any], device: torch.device) -> None:
-    """A recomputed forward gives the same gradients and does not update twice."""
+    """A recomputed forward gives the same gradients and does not update the state again."""
     eager, model = pair(device)
 
     def checkpointed(*args: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,7 +136,7 @@ def test_activation_checkpointing(checkpoint: Callable[..., Any], device: torch.
 
 @pytest.mark.gpu
 def test_cuda_graph_of_a_training_step() -> None:
-    """Replays carry the state on, with other data and group sizes, as eager steps do."""
+    """Replays update the state as eager steps do, with other data and group sizes."""
     eager, model = pair(torch.device("cuda"))
     held = batch(48, 0, "cuda")
     start = {name: value.clone() for name, value in model.state_dict().items()}

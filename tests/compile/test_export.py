@@ -1,4 +1,4 @@
-"""torch.export and TorchScript of models with these ops."""
+"""torch.export and TorchScript of models with the package's ops."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def test_ahead_of_time_compiled(tmp_path: Path) -> None:
 def test_modules_are_not_scripted(make: Callable[[], torch.nn.Module], within: bool) -> None:
     module = make()
     expected = (
-        f"transformer_plugin.nn.{type(module).__name__}: expected another way into a graph than torch.jit.script, "
-        "which does not take the modules of this package. Use torch.export or torch.jit.trace"
+        f"transformer_plugin.nn.{type(module).__name__}: expected torch.export, torch.compile or "
+        "torch.jit.trace, got torch.jit.script, which does not support the modules of this package."
     )
     with pytest.raises(TypeError, match=re.escape(expected)):
         torch.jit.script(torch.nn.Sequential(module) if within else module)
@@ -120,7 +120,7 @@ def test_script_with_gradient(name: str) -> None:
     formats = (recipe.input_format, recipe.weight_format) if recipe else ("none", "none")
     script = torch.jit.script(half_mlp)
     weight = torch.randn(3, 64, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    for seed in range(4):  # TorchScript rewrites a graph after it has profiled it
+    for seed in range(4):  # TorchScript rewrites a graph after some profiled runs
         x, sizes, probs = batch(24, seed, unit=row_unit(name))
         x.requires_grad_()
         results = []
@@ -132,7 +132,7 @@ def test_script_with_gradient(name: str) -> None:
 
 
 class Scripted(torch.nn.Module):
-    """A module that TorchScript takes whole."""
+    """A module that TorchScript supports."""
 
     def __init__(self) -> None:
         super().__init__()

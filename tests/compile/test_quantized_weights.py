@@ -1,4 +1,4 @@
-"""A model whose weights are quantized once for several micro-batches, compiled: one graph for all steps."""
+"""A compiled model with cached quantized weights for several micro-batches: one graph for all steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make(name: str, device: torch.device) -> Everything:
     ("name", "backend"), [("fp8_block", "inductor"), ("mxfp8", "aot_eager"), ("fp8_tensor", "aot_eager")]
 )
 def test_a_training_loop(name: str, backend: str, device: torch.device) -> None:
-    """Beside the same model that rounds its weights in every forward, in eager code."""
+    """Compared with the same model in eager code, which quantizes its weights in every forward."""
     model, plain = make(name, device), make(name, device)
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(model, fullgraph=True, backend=counter)

@@ -1,4 +1,4 @@
-"""torch.jit.trace of every module: right for other sizes than those of its example."""
+"""torch.jit.trace of every module: correct for other sizes than those of the example."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def arguments(kind: str, rows: int, device: torch.device) -> tuple[Tensor, ...]:
 
 
 class AsTuple(torch.nn.Module):
-    """A trace gives tuples, and a name to none of their parts."""
+    """Returns a plain tuple, because traces do not support named tuples."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -73,7 +73,9 @@ def test_other_sizes(kind: str, name: str, training: bool, device: torch.device)
     module = AsTuple(MODULES[kind](recipe=recipe_of(name)).to(device)).train(training)
     eager = copy.deepcopy(module)
     traced = torch.jit.trace(module, arguments(kind, 32, device), check_trace=False)
-    eager(*arguments(kind, 32, device))  # as the trace did; delayed scaling remembers it
+    eager(
+        *arguments(kind, 32, device)
+    )  # the trace made this call, which has updated the state of delayed scaling
     for rows in (96, 48, 32):
         given = arguments(kind, rows, device)
         for got, expected in zip(traced(*given), eager(*given), strict=True):
@@ -101,6 +103,6 @@ def test_over_ranks_it_is_refused() -> None:
     with RankPool(2) as pool:
         for text in pool.run(trace_over_ranks):
             assert text == (
-                "transformer_plugin::MoE: argument 'group': expected None under torch.jit.trace, which would keep the "
-                "number of tokens of its example, got a group of 2 ranks. Use torch.export or torch.compile."
+                "transformer_plugin::MoE: argument 'group': expected None under torch.jit.trace, which would record "
+                "the example's number of tokens, got a group of 2 ranks. Use torch.export or torch.compile."
             )

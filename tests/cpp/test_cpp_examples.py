@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not (ROOT / "examples" / "cpp").is_dir(), reason
 
 @pytest.fixture(scope="module")
 def programs() -> Path:
-    """Builds both, once: make looks at what changed."""
+    """Builds both once; make checks what has changed."""
     assert shutil.which("make"), "the C++ examples are built by make: install it"
     command = ["make", "-C", str(ROOT / "examples" / "cpp"), f"PYTHON={sys.executable}", f"OUT={OUT}"]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -32,7 +32,7 @@ def programs() -> Path:
 
 
 def run(program: Path, *arguments: object, **environment: str) -> str:
-    """The output; the environment holds nothing of Python."""
+    """Runs a program without Python's environment variables; returns its output."""
     done = subprocess.run(
         [str(program), *map(str, arguments)],
         capture_output=True,
@@ -64,13 +64,15 @@ def test_no_python_in_the_process(programs: Path, program: str, tmp_path: Path) 
     assert "libtorch_cpu" in linked and "not found" not in linked
     assert not re.search(r"libpython|libtorch_python", linked)
     arguments = [LIBRARY] if program == "expert_mlp" else [LIBRARY, *save_scripted(tmp_path)]
-    loaded = run(programs / program, *arguments, LD_DEBUG="files")  # every library the process opens, by name
+    loaded = run(
+        programs / program, *arguments, LD_DEBUG="files"
+    )  # prints the name of every library that is opened
     assert re.search(rf"{re.escape(LIBRARY.name)}", loaded) and "libtorch_cpu" in loaded
     assert not re.search(r"file=\S*(libpython|torch_python)", loaded)
 
 
 class Experts(torch.nn.Module):
-    """A scriptable expert MLP: two grouped products in FP8 blocks around SwiGLU."""
+    """A scriptable expert MLP: two grouped products in FP8 with block scales, and SwiGLU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +92,7 @@ class Experts(torch.nn.Module):
 
 
 class Box(torch.nn.Module):
-    """A scripted module without a meaning: how tensors with names travel to C++."""
+    """A scripted module that only contains tensors, to pass them to C++ by name."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         super().__init__()
@@ -98,12 +100,12 @@ class Box(torch.nn.Module):
             self.register_buffer(name, tensor)
 
     def forward(self) -> int:
-        """A scripted module needs one."""
+        """A scripted module must have a forward."""
         return 0
 
 
 def save_scripted(folder: Path, spoil: bool = False) -> tuple[Path, Path]:
-    """A scripted module and the numbers it gives here; with ``spoil`` one bit of the output is changed."""
+    """Saves a scripted module and its results; with ``spoil`` one bit of the output is changed."""
     torch.manual_seed(0)
     module = torch.jit.script(Experts())
     input = torch.randn(50, 64, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Runs of examples/train_moe.py as a user starts them."""
+"""Runs examples/train_moe.py as a user would."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if str(EXAMPLES) not in sys.path:
 
 
 def arguments(out: Path, *more: str) -> list[str]:
-    """A command line of a run of the smallest model on the CPU."""
+    """The command line of a run of the smallest model on the CPU."""
     return [sys.executable, str(SCRIPT), "--preset", "tiny", "--sample-length", "8", "--out", str(out), *more]
 
 
 def environment(gpu: bool = False) -> dict[str, str]:
-    """One thread a rank, no GPU unless asked for, and the package of this tree."""
+    """One thread per rank, no GPU unless requested, and the package of this tree."""
     paths = [str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
@@ -56,7 +56,7 @@ def losses_of(out: Path) -> dict[int, float]:
 
 
 def read_checkpoint(out: Path, step: int) -> dict[str, Any]:
-    """What a run has saved, whole, on one rank."""
+    """Loads a complete checkpoint on one rank."""
     with tempfile.NamedTemporaryFile() as file:
         dcp_to_torch_save(out / f"checkpoints/step-{step:08d}", file.name)
         content: dict[str, Any] = torch.load(file.name, weights_only=True)["trainer"]
@@ -65,7 +65,7 @@ def read_checkpoint(out: Path, step: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text that does not depend on the Python that runs the tests."""
+    """Text that is the same for every version of Python."""
     path = tmp_path_factory.mktemp("text") / "text.py"
     lines = [
         f"def f{i}(x, y):\n    if x > {i % 7}:\n        return x * {i % 13} + y\n"

@@ -1,4 +1,4 @@
-"""examples/train_moe.py, run as a user runs it: two ranks over Gloo, the smallest model, a few steps."""
+"""examples/train_moe.py as a user runs it: two ranks over Gloo, the smallest model, a few steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IMPLEMENTATIONS = [pytest.param("--no-reference", id="plugin")]
 
 @pytest.fixture(scope="module", params=IMPLEMENTATIONS)
 def whole_run(request: pytest.FixtureRequest, text_file: Path, tmp_path_factory: pytest.TempPathFactory):
-    """A run from start to end: its folder, its options, what it printed."""
+    """A complete run: its folder, options and output."""
     out = tmp_path_factory.mktemp("whole") / "run"
     options = ["--text", str(text_file), "--steps", str(STEPS), "--eval-every", "20", request.param]
     done = train(out, *options)
@@ -34,7 +34,7 @@ def test_it_learns_and_leaves_its_results(whole_run) -> None:
     out, _, done = whole_run
     losses = losses_of(out)
     assert list(losses) == list(range(1, STEPS + 1))
-    assert 5.3 < losses[1] < 5.8  # near log(256) = 5.55: nothing known yet
+    assert 5.3 < losses[1] < 5.8  # near log(256) = 5.55, the loss of an untrained model
     last = sum(losses[step] for step in range(STEPS - 4, STEPS + 1)) / 5
     assert last < losses[1] - 3.0, f"from {losses[1]:.2f} to {last:.2f} nats per byte"
     validation = [record["validation_loss"] for record in read_metrics(out) if "validation_loss" in record]
@@ -61,7 +61,7 @@ def test_interrupted_and_resumed_is_bit_for_bit_the_whole_run(whole_run, tmp_pat
     assert run.returncode == 130, output
     stopped = max(losses_of(out))
     assert 3 <= stopped < STEPS, "the run was over before the signal"
-    assert f"stopped after step {stopped} of {STEPS}; go on with --resume" in output
+    assert f"stopped after step {stopped} of {STEPS}; continue with --resume" in output
     assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{stopped:08d}"]
 
     train(out, *options, "--resume")
@@ -70,7 +70,7 @@ def test_interrupted_and_resumed_is_bit_for_bit_the_whole_run(whole_run, tmp_pat
 
 
 def assert_same_results(out: Path, expected_out: Path) -> None:
-    """Equal metrics, but for the time, and equal bits in the last checkpoints."""
+    """Equal metrics except for times, and equal bits in the last checkpoints."""
     got_metrics, expected_metrics = (
         [
             {name: value for name, value in record.items() if name not in UNTIMED}
@@ -97,13 +97,13 @@ def test_resumed_on_gpus_is_bit_for_bit_the_whole_run(number: str, text_file: Pa
     done = train(tmp_path / "whole", *options, gpu=True)
     assert "2 ranks on cuda" in done.stdout
     done = train(tmp_path / "run", *options, "--stop-at", "17", gpu=True)
-    assert f"stopped after step 17 of {STEPS}; go on with --resume" in done.stdout
+    assert f"stopped after step 17 of {STEPS}; continue with --resume" in done.stdout
     train(tmp_path / "run", *options, "--resume", gpu=True)
     assert_same_results(tmp_path / "run", tmp_path / "whole")
 
 
 def test_a_checkpoint_holds_every_weight_once(whole_run) -> None:
-    """Experts of both ranks, no two of them alike; float32 of everything, by names that both implementations have."""
+    """The experts of both ranks, which are all different; all float32, with the names of both implementations."""
     out, _, _ = whole_run
     model = read_checkpoint(out, STEPS)["model"]
     config = json.loads((out / "config.json").read_text())
@@ -115,14 +115,14 @@ def test_a_checkpoint_holds_every_weight_once(whole_run) -> None:
     assert {value.dtype for value in model.values()} == {torch.float32}
     size = sum(path.stat().st_size for path in (out / f"checkpoints/step-{STEPS:08d}").iterdir())
     weights = sum(value.numel() for value in model.values())
-    assert 12 * weights < size < 13 * weights + 200_000  # weights, two moments, and names
+    assert 12 * weights < size < 13 * weights + 200_000  # weights, two moments, and metadata
 
 
 @pytest.fixture(scope="module")
 def half_a_run(
     text_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[str], list[float]]:
-    """A run of two ranks that was stopped halfway: its folder, its options, the losses of one that was not."""
+    """A run of two ranks that was stopped halfway: its folder, options, and the losses of an uninterrupted run."""
     root = tmp_path_factory.mktemp("half")
     options = ["--text", str(text_file), "--steps", "20", "--aux-loss-coeff", "0"]
     train(root / "whole", *options)
@@ -132,7 +132,7 @@ def half_a_run(
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_resumed_on_another_number_of_ranks(half_a_run, tmp_path: Path, ranks: int) -> None:
-    """Equal but for the order of sums, as the ranks share the same text; the balance loss is of each rank alone."""
+    """Equal except for the order of sums, as the ranks share the same text; each rank has its own balance loss."""
     half, options, expected = half_a_run
     out = tmp_path / "run"
     shutil.copytree(half, out)
@@ -146,7 +146,7 @@ def test_resumed_on_another_number_of_ranks(half_a_run, tmp_path: Path, ranks: i
 
 @pytest.fixture(scope="module")
 def comparisons(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """The reports of runs of both implementations, each in three kinds of numbers."""
+    """The reports of runs with both implementations, in three number formats."""
     runs = {
         "float32": ["--dtype", "float32"],
         "bfloat16": ["--dtype", "bfloat16"],
@@ -176,9 +176,9 @@ def test_float32_follows_plain_pytorch_within_rounding(comparisons: dict[str, di
 
 
 def test_bfloat16_follows_plain_pytorch_within_rounding(comparisons: dict[str, dict]) -> None:
-    """Within one unit of bfloat16, and no further from the float32 curve than plain PyTorch in bfloat16 is: in the
-    steps in which the curves differ by rounding (chaos adds to it after about 25) its gaps are not larger by more than
-    three standard errors of their paired differences."""
+    """Differences are within one unit of bfloat16, and not further from the float32 curve than those of plain PyTorch
+    in bfloat16. In the steps in which rounding dominates (chaos adds to it after about 25), the differences are not
+    larger by more than three standard errors of their paired differences."""
     plain, plugin = comparisons["bfloat16"]["losses"].values()
     assert max(gaps(plain, plugin)) < 2**-7
     exact, _ = comparisons["float32"]["losses"].values()

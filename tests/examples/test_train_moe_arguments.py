@@ -1,4 +1,4 @@
-"""Options of examples/train_moe.py that no run can have: one line, exit status 2, and nothing started or written."""
+"""Invalid options of examples/train_moe.py: one line, exit status 2, and nothing is started or written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line of a refused command."""
+    """Returns the error line of a rejected command."""
     assert train_moe.main(list(arguments)) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1 and len(printed.err) < 300
@@ -76,11 +76,11 @@ def test_numbers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("--experts 2000", "argument '--experts': expected at most 1024, got 2000. Lower it."),
         (
             "--compare --resume",
-            "argument '--resume': expected no --compare beside it, got both. A comparison starts anew.",
+            "argument '--resume': expected no --compare, got both. A comparison always starts anew.",
         ),
         (
             "--reference --format mxfp8",
-            "argument '--format': expected none, as plain PyTorch has no other, got mxfp8. "
+            "argument '--format': expected none, because plain PyTorch supports no other, got mxfp8. "
             "Leave out one of them, or --compare the two.",
         ),
         (
@@ -104,7 +104,7 @@ def test_what_is_right_is_taken() -> None:
 def test_sizes_that_no_memory_holds() -> None:
     """A layer of width 1024 has 4 * 1024**2 weights in its attention, and AdamW in float32 takes 16 bytes for each."""
     config = Config(layers=2, dim=1024, heads=4, hidden=1024, experts=8, ranks=2)
-    experts = 2 * (4 * 3 * 1024 * 1024) * 16  # of one rank: layers, experts of three matrices
+    experts = 2 * (4 * 3 * 1024 * 1024) * 16  # per rank: layers, experts with three matrices
     attention = 2 * 4 * 1024 * 1024 * 16 // 2
     config.check_memory(2 * (experts + attention) * 2, 2)
     with pytest.raises(UserError, match=r"expected what fits into this machine's 0.9 GiB .* for 2 ranks"):
@@ -115,7 +115,7 @@ def test_sizes_that_no_memory_holds() -> None:
 def test_a_command_that_no_memory_holds(
     arguments: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_moe, "_gpus", lambda: 0)  # with GPUs the machine's memory is no bound
+    monkeypatch.setattr(train_moe, "_gpus", lambda: 0)  # with GPUs the machine's memory is not a limit
     line = refusal(capsys, *arguments.split(), "--dtype", "float32")
     assert line.startswith("train_moe: the sizes of the model, its batch and its ranks: expected what fits")
 

@@ -1,4 +1,4 @@
-"""Checkpoints of examples/train_moe.py: whole or not there, checked before use, and no litter."""
+"""Checkpoints of examples/train_moe.py: complete or absent, verified before use, without leftover files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def text_of(call, *arguments) -> str:
 
 
 class State:
-    """The least that can be saved."""
+    """The smallest state that can be saved."""
 
     def __init__(self, value: int) -> None:
         self.value = torch.tensor(value)
@@ -46,7 +46,7 @@ class State:
 
 @pytest.fixture
 def saved(tmp_path: Path):
-    """Two checkpoints of one rank, saved by the code under test."""
+    """Two checkpoints of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     world = World(0, 1, torch.device("cpu"), dist.group.WORLD, init_device_mesh("cpu", (1,)))
     config = replace(Config(), ranks=1)
@@ -75,7 +75,7 @@ def test_no_checkpoint(tmp_path: Path) -> None:
 def corrupt(folder: Path, got: str) -> str:
     return (
         f"train_moe: checkpoint '{folder}': expected the files that its manifest.json lists, unchanged, "
-        f"got {got}. Remove this folder: --resume then takes the checkpoint before it."
+        f"got {got}. Remove this folder: --resume then uses the previous checkpoint."
     )
 
 
@@ -106,7 +106,7 @@ def test_checkpoint_cut_short_missing_or_without_manifest(saved) -> None:
     assert text_of(checkpoint.check, out, config) == corrupt(
         folder, "a file 'manifest.json' that cannot be read"
     )
-    for version in (1, 99):  # 1: a file of each rank, before torch.distributed.checkpoint
+    for version in (1, 99):  # 1: one file per rank, before torch.distributed.checkpoint
         manifest.write_text(json.dumps({**json.loads(good), "version": version}))
         assert text_of(checkpoint.check, out, config) == corrupt(folder, f"version {version}")
     manifest.unlink()
@@ -142,7 +142,7 @@ def test_manifest_that_is_none(saved, content: str) -> None:
     expected = corrupt(manifest.parent, "a file 'manifest.json' that cannot be read")
     assert text_of(checkpoint.check, out, config) == expected
     manifest.unlink()
-    os.mkfifo(manifest)  # would be waited for
+    os.mkfifo(manifest)  # opening it would block
     assert text_of(checkpoint.check, out, config) == expected
 
 
@@ -190,7 +190,7 @@ def test_ranks_that_share_the_same_sequences(
 
 
 def test_files_that_somebody_has_added_stay(saved) -> None:
-    """Of a checkpoint that has had its time."""
+    """They stay in a checkpoint that would otherwise be deleted as old."""
     out, config, world = saved
     (out / "checkpoints/step-00000020/notes").write_text("mine")
     for step in (40, 50):
@@ -251,7 +251,7 @@ def test_what_no_save_has_left_stays(tmp_path: Path, name: str) -> None:
 
 
 def assert_resumes(out: Path, options: list[str], saved: int) -> None:
-    """From the checkpoint of this step, which is whole."""
+    """The run resumes from the checkpoint of this step, which is complete."""
     done = train(out, *options, "--resume", "--stop-at", str(saved + 2))
     assert f"resumed from {out / f'checkpoints/step-{saved:08d}'}" in done.stdout
     assert list(losses_of(out)) == list(range(1, saved + 3))
@@ -273,13 +273,13 @@ def test_a_killed_save_leaves_the_one_before(text_file: Path, tmp_path: Path, ra
         os.killpg(run.pid, signal.SIGKILL)
         run.wait()
     saved = max(int(path.name[5:]) for path in out.glob("checkpoints/step-*[0-9]"))
-    time.sleep(1)  # ranks have a second to notice
+    time.sleep(1)  # ranks have a second to react
     assert_resumes(out, options, saved)
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_a_disk_that_refuses_a_checkpoint(text_file: Path, tmp_path: Path, ranks: str) -> None:
-    """A limit on the size of a file is a full disk that needs no file system of its own."""
+    """A limit of the file size simulates a full disk without a separate file system."""
     out = tmp_path / "run"
     options = ["--text", str(text_file), "--steps", "20", "--ranks", ranks, "--eval-batches", "1"]
     train(out, *options, "--stop-at", "2")
@@ -289,8 +289,8 @@ def test_a_disk_that_refuses_a_checkpoint(text_file: Path, tmp_path: Path, ranks
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1] == (
-        f"train_moe: checkpoint '{out}/checkpoints/step-00000004': expected to be written, got on rank 0: File "
-        "too large. Make room for it, or give another --out; the checkpoints before it are whole."
+        f"train_moe: checkpoint '{out}/checkpoints/step-00000004': expected a complete write, got on rank 0: File "
+        "too large. Free some space, or give another --out; the earlier checkpoints are complete."
     )
     assert "Traceback" not in done.stderr and "terminate" not in done.stderr
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000002"]
@@ -304,7 +304,7 @@ SMALL_DISK = (
 
 @pytest.mark.parametrize(("ranks", "size"), [("1", "5200k"), ("2", "4600k"), ("2", "100k")])
 def test_a_full_disk(text_file: Path, tmp_path: Path, ranks: str, size: str) -> None:
-    """Two checkpoints of 2.2 MB fit, or none. What is left on the disk is copied off it, and goes on there."""
+    """Two checkpoints of 2.2 MB fit, or none. The remaining files are copied to another disk and resumed there."""
     alone = ["unshare", "-rm", "bash", "-c"]
     disk, kept = tmp_path / "disk", tmp_path / "kept"
     disk.mkdir()
@@ -319,7 +319,7 @@ def test_a_full_disk(text_file: Path, tmp_path: Path, ranks: str, size: str) -> 
         timeout=240,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
-    assert "expected to be written, got on rank 0: No space left on device" in done.stderr, done.stderr
+    assert "expected a complete write, got on rank 0: No space left on device" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and "terminate" not in done.stderr
     saved = sorted(path.name for path in (kept / "checkpoints").iterdir())
     assert saved == ([] if size == "100k" else ["step-00000005", "step-00000010"])
@@ -328,7 +328,7 @@ def test_a_full_disk(text_file: Path, tmp_path: Path, ranks: str, size: str) -> 
 
 
 def test_a_disk_that_refuses_a_line(text_file: Path, tmp_path: Path) -> None:
-    """Of metrics.jsonl, between two checkpoints."""
+    """The failed write is to metrics.jsonl, between two checkpoints."""
     out = tmp_path / "run"
     options = ["--text", str(text_file), "--steps", "200", "--ranks", "1", "--eval-batches", "1"]
     done = subprocess.run(
@@ -337,6 +337,6 @@ def test_a_disk_that_refuses_a_line(text_file: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1] == (
-        f"train_moe: '{out}': expected a disk that takes the results, got File too large. Make room; --resume goes on "
-        "from the last checkpoint."
+        f"train_moe: '{out}': expected a writable disk with free space, got File too large. Free some space; "
+        "--resume continues from the last checkpoint."
     )

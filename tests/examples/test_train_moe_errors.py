@@ -1,4 +1,4 @@
-"""Bad input to examples/train_moe.py: the exact text, before anything is started or changed."""
+"""Invalid input to examples/train_moe.py: the exact text, before anything is started or changed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_text_that_would_be_waited_for(tmp_path: Path, kind: str) -> None:
             server.bind(os.path.relpath(path))
     text = text_of(load_corpus, str(path), 100, 10)
     assert text.startswith("train_moe: argument '--text': expected a file") and f"got '{path}'" in text
-    (tmp_path / "b.txt").write_text("b" * 50)  # in a folder it is passed over
+    (tmp_path / "b.txt").write_text("b" * 50)  # in a folder, unreadable files are skipped
     assert load_corpus(str(tmp_path), 100, 2).source.startswith(f"1 files of {tmp_path}")
 
 
@@ -90,7 +90,7 @@ def test_text_that_cannot_be_read(text_file: Path, tmp_path: Path, monkeypatch: 
     (tmp_path / "b.txt").write_text("b" * 50)
     really = os.open
 
-    def no_access(path, flags, *more):  # root may read everything, so no mode of a file does this
+    def no_access(path, flags, *more):  # root may read every file, whatever its mode
         if Path(path).name == "a.txt":
             raise PermissionError(13, "Permission denied", str(path))
         return really(path, flags, *more)
@@ -107,7 +107,7 @@ def test_text_that_cannot_be_read(text_file: Path, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("folder", [False, True])
 def test_no_more_is_read_than_is_taken(tmp_path: Path, folder: bool) -> None:
-    """A file of 64 GiB, of which the disk holds the first kilobyte; the rest would be zeros, which are no text."""
+    """A file of 64 GiB of which only the first kilobyte is on disk; the rest would be zeros, which are not text."""
     path = tmp_path / "huge.txt"
     path.write_bytes("é".encode() * 512)
     os.truncate(path, 2**36)

@@ -1,4 +1,4 @@
-"""--out of examples/train_moe.py: what is moved and deleted is a run's, and one run at a time writes."""
+"""--out of examples/train_moe.py: only files of a run are moved and deleted, and only one run at a time writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.examples.conftest import EXAMPLES, environment, read_metrics, train
 
 
 def tree(root: Path) -> dict[str, str | None]:
-    """All that is under ``root``."""
+    """Returns everything under ``root``."""
     return {
         str(path.relative_to(root)): path.read_text() if path.is_file() else None
         for path in sorted(root.rglob("*"))
@@ -27,7 +27,7 @@ def tree(root: Path) -> dict[str, str | None]:
 
 
 def make_run(out: Path, step: int) -> None:
-    """What a run of so many steps leaves."""
+    """Makes the files of a run of so many steps."""
     folder = RunFolder.new(out, Config(seed=step))
     os.close(folder.lock)
     (out / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
@@ -37,7 +37,7 @@ def make_run(out: Path, step: int) -> None:
 
 
 def refused(out: Path, below: Path) -> str:
-    """The message; nothing under ``below`` has changed."""
+    """Returns the error; nothing under ``below`` may change."""
     before = tree(below)
     with pytest.raises(UserError) as checked:
         check_new(out)
@@ -156,7 +156,7 @@ def test_previous_of_somebody_else(tmp_path: Path, kind: str) -> None:
         make_run(tmp_path / "other", 2)
         previous.symlink_to("other")
     text = refused(tmp_path / "run", tmp_path)
-    assert str(previous) in text or "beside which" in text
+    assert str(previous) in text or "a name for which" in text
 
 
 def test_names_that_are_no_folder_for_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,8 +175,8 @@ def test_names_that_are_no_folder_for_results(tmp_path: Path, monkeypatch: pytes
     for name in ("link", "dangling", "loop"):
         assert "a symbolic link" in refused(tmp_path / name, home)
     for name in ("file", "pipe"):
-        assert "which is not one" in refused(tmp_path / name, home)
-    assert f"'{tmp_path / 'file'}' is not one" in refused(tmp_path / "file/run", home)
+        assert "which is not a folder" in refused(tmp_path / name, home)
+    assert f"'{tmp_path / 'file'}' is not a folder" in refused(tmp_path / "file/run", home)
     refused(Path("a" * 300), home)
     with pytest.raises(UserError, match="a folder that can be made and written to, got '/proc/run'"):
         RunFolder.new(Path("/proc/run"), Config())
@@ -199,7 +199,7 @@ def test_the_command_leaves_a_folder_of_somebody_else(
 
 
 def test_two_at_a_time(tmp_path: Path) -> None:
-    """The second of two runs is refused while the first is there, also where the folder held an earlier run."""
+    """The second of two runs is rejected while the first runs, also if the folder had an earlier run."""
     out = tmp_path / "run"
     make_run(out, 1)
     code = (
@@ -223,19 +223,19 @@ def test_two_at_a_time(tmp_path: Path) -> None:
 
 
 def test_two_commands_at_a_time(tmp_path: Path, text_file: Path) -> None:
-    """Every rank of the second one ends, with one line for all."""
+    """Every rank of the second command exits; one line is printed."""
     folder = RunFolder.new(tmp_path / "run", Config())
     done = train(tmp_path / "run", "--text", str(text_file), status=2)
     os.close(folder.lock)
     assert done.stderr == (
         f"train_moe: argument '--out': expected a folder that no other run writes to, got '{tmp_path / 'run'}', "
-        "which one does. Give another --out.\n"
+        "to which another run writes. Give another --out.\n"
     )
     assert os.listdir(tmp_path) == ["run"]
 
 
 def test_many_at_once(tmp_path: Path) -> None:
-    """Of eight runs that begin together each one is refused or has the folder, and no folder is lost or doubled."""
+    """Of eight runs that start together each one is rejected or gets the folder; no folder is lost or duplicated."""
     out = tmp_path / "run"
     code = (
         "import sys, pathlib; from moe_lm.config import Config, UserError; from moe_lm.folder import RunFolder\n"

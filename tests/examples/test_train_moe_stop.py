@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in examples/train_moe.py: heard at once, answered by status 130, and no process left behind."""
+"""Ctrl-C and SIGTERM in examples/train_moe.py: immediate, exit status 130, and no process is left."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from tests.examples.conftest import SCRIPT, arguments, environment, losses_of, train
 
-SOON = 20.0  # seconds: one or two on an idle machine, and far below what a wait for a peer may take
+SOON = 20.0  # seconds: one or two on an idle machine, and much less than the longest wait for another rank
 DEADLINE = 120.0
 
 
@@ -28,7 +28,7 @@ def wait_for(condition: Callable[[], object], run: subprocess.Popen[str], second
 
 
 def start(command: list[str], **more: str) -> subprocess.Popen[str]:
-    """The command as a shell with job control starts it: a process group of its own."""
+    """Starts a command as a shell with job control does: in a separate process group."""
     return subprocess.Popen(
         command, env={**environment(), **more}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
@@ -36,7 +36,7 @@ def start(command: list[str], **more: str) -> subprocess.Popen[str]:
 
 
 def state(process: int) -> str:
-    """Letter of /proc, or nothing for a process that is gone."""
+    """Returns the state letter of /proc, or "" if the process has ended."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -44,7 +44,7 @@ def state(process: int) -> str:
 
 
 def ranks_of(run: subprocess.Popen[str]) -> dict[int, int]:
-    """Process by rank."""
+    """Returns the process ids by rank."""
     found = {}
     for child in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split():
         content = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
@@ -60,7 +60,7 @@ def assert_gone(processes: list[int]) -> None:
 
 
 def finish(run: subprocess.Popen[str], processes: list[int], seconds: float) -> str:
-    """The output of a run that ends in time with status 130, leaving nothing behind."""
+    """Waits for a run that must end in time with status 130 and without remaining processes; returns its output."""
     began = time.monotonic()
     output, _ = run.communicate(timeout=60)
     assert run.returncode == 130, output
@@ -72,7 +72,7 @@ def finish(run: subprocess.Popen[str], processes: list[int], seconds: float) -> 
 
 @pytest.fixture
 def begun(text_file: Path, tmp_path: Path):
-    """A run of two ranks that has taken a few steps of very many, and a checkpoint: its folder, itself, its ranks."""
+    """A run of two ranks that has done a few of very many steps, with a checkpoint: its folder, process and ranks."""
     out = tmp_path / "run"
     more = ["--checkpoint-every", "2", "--eval-every", "1000", "--steps", "10000", "--text", str(text_file)]
     run = start(arguments(out, *more))
@@ -94,20 +94,20 @@ def begun(text_file: Path, tmp_path: Path):
 )
 def test_the_step_is_finished_and_saved(begun, who: str, number: signal.Signals) -> None:
     out, run, ranks = begun
-    if who == "group":  # as a terminal does
+    if who == "group":  # a terminal signals the process group
         os.killpg(run.pid, number)
     else:
         os.kill(run.pid if who == "launcher" else ranks[1], number)
     output = finish(run, list(ranks.values()), SOON)
     stopped = max(losses_of(out))
-    assert f"stopped after step {stopped} of 10000; go on with --resume" in output
+    assert f"stopped after step {stopped} of 10000; continue with --resume" in output
     assert (out / f"checkpoints/step-{stopped:08d}/manifest.json").exists()
     assert not list((out / "checkpoints").glob("*.tmp"))
 
 
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
 def test_a_rank_that_does_not_answer(begun, twice: bool) -> None:
-    """Rank 0 waits for rank 1, which is stopped; the wait would end after five minutes."""
+    """Rank 0 waits for rank 1, which is suspended; the wait would end after five minutes."""
     out, run, ranks = begun
     os.kill(ranks[1], signal.SIGSTOP)
     time.sleep(1)
@@ -123,7 +123,7 @@ def test_a_rank_that_does_not_answer(begun, twice: bool) -> None:
     assert twice or time.monotonic() - began > 1
     saved = max(int(path.name[5:]) for path in (out / "checkpoints").glob("step-*[0-9]"))
     assert "train_moe: stopping after " in output
-    line = rf"rank 0: interrupted during (a step|saving), left at once; --resume goes on after step {saved}\n"
+    line = rf"rank 0: interrupted during (a step|saving), exited at once; --resume continues after step {saved}\n"
     assert re.search(line, output), output
 
 
@@ -131,7 +131,7 @@ def test_a_rank_that_is_lost_ends_the_others(begun) -> None:
     _, run, ranks = begun
     os.kill(ranks[1], signal.SIGKILL)
     output, _ = run.communicate(timeout=60)
-    assert run.returncode == 1 and "train_moe: rank 1 was ended by SIGKILL" in output
+    assert run.returncode == 1 and "train_moe: rank 1 was killed by SIGKILL" in output
     assert_gone(list(ranks.values()))
 
 
@@ -143,19 +143,19 @@ def test_a_launcher_that_is_lost_ends_its_ranks(begun) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 def test_a_wait_for_a_rank_that_never_comes(number: signal.Signals, tmp_path: Path, text_file: Path) -> None:
-    """As under a launcher whose second machine is missing."""
+    """As with a launcher whose second machine is missing."""
     command = [*arguments(tmp_path / "run"), "--text", str(text_file)]
     one = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     run = start(command, **one, LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
     wait_for(lambda: listens(run.pid), run)
     run.send_signal(number)
     output = finish(run, [run.pid], SOON)
-    assert "rank 0: interrupted during the start, left at once" in output
+    assert "rank 0: interrupted during the start, exited at once" in output
     assert not (tmp_path / "run").exists()
 
 
 def listens(process: int) -> bool:
-    """Whether a process has a socket that waits for others."""
+    """Whether a process has a listening socket."""
     try:
         links = [os.readlink(entry) for entry in Path(f"/proc/{process}/fd").iterdir()]
         tables = [
@@ -169,12 +169,12 @@ def listens(process: int) -> bool:
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_the_start_is_left_at_once(ranks: str, tmp_path: Path, text_file: Path) -> None:
-    """While torch is imported, which takes seconds."""
+    """The signal comes while torch is imported, which takes seconds."""
     run = start([*arguments(tmp_path / "run"), "--text", str(text_file), "--ranks", ranks])
     wait_for(lambda: "libtorch" in Path(f"/proc/{run.pid}/maps").read_text(), run)
     run.send_signal(signal.SIGINT)
     output = finish(run, [run.pid], SOON)
-    assert "train_moe: interrupted during the start, left at once" in output
+    assert "train_moe: interrupted during the start, exited at once" in output
 
 
 def test_one_rank_ends_with_the_same_status_and_goes_on(tmp_path: Path, text_file: Path) -> None:
@@ -185,13 +185,13 @@ def test_one_rank_ends_with_the_same_status_and_goes_on(tmp_path: Path, text_fil
     run.send_signal(signal.SIGTERM)
     output = finish(run, [run.pid], SOON)
     stopped = max(losses_of(out))
-    assert f"stopped after step {stopped} of 40; go on with --resume" in output
+    assert f"stopped after step {stopped} of 40; continue with --resume" in output
     train(out, *options, "--steps", "40", "--resume")
     assert list(losses_of(out)) == list(range(1, 41))
 
 
 def test_nobody_reads_the_output_any_more(tmp_path: Path, text_file: Path) -> None:
-    """Ctrl-C also ends the ``tee`` behind ``train_moe.py 2>&1 | tee log``."""
+    """Ctrl-C also ends the ``tee`` of ``train_moe.py 2>&1 | tee log``."""
     out = tmp_path / "run"
     options = ["--ranks", "1", "--text", str(text_file), "--steps", "10000"]
     run = start(arguments(out, *options))
@@ -214,5 +214,5 @@ def test_under_torchrun(tmp_path: Path, text_file: Path) -> None:
     os.killpg(run.pid, signal.SIGINT)
     output, _ = run.communicate(timeout=60)
     assert run.returncode != 0
-    assert f"stopped after step {max(losses_of(out))} of 10000; go on with --resume" in output
+    assert f"stopped after step {max(losses_of(out))} of 10000; continue with --resume" in output
     assert_gone(list(ranks.values()))

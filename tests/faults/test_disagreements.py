@@ -1,7 +1,8 @@
-"""Ranks that make different calls (Gloo): every rank hears it by name and in time, and no payload is taken for another.
+"""Ranks that make different calls (Gloo): all ranks get an error that names the ranks, in time, and no payload is
+mistaken for another.
 
-A draw is one disagreement: its kind, the op and turn in which it happens, and the rank that is out of step. The ranks
-run three turns of plan, dispatch, combine and backward and one plan more, in a group made for this draw alone.
+A draw is one disagreement: its kind, the op and turn in which it happens, and the rank that differs. The ranks run
+three turns of plan, dispatch, combine and backward and one more plan, in a separate group for each draw.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PROMISE = TIMEOUT + 5.0
 TURNS = 3
 EXPERTS, MAX_TOKENS, TOPK, HIDDEN, CAPACITY = 4, 5, 2, 6, 20
 
-#: By op: the kinds, and what the error says differs.
+#: For each op: the kinds of disagreement, and the difference that the error names.
 KINDS = {
     "plan": {
         "max_tokens": "max_tokens is",
@@ -71,14 +72,14 @@ class Draw(NamedTuple):
 
 
 class OwnError(Exception):
-    """What a rank raises between two calls."""
+    """An error that the program raises between two calls."""
 
 
 def draws(count: int, seed: int) -> Iterator[Draw]:
     draw = random.Random(seed)
     pairs = [(op, kind) for op, kinds in KINDS.items() for kind in kinds]
     for number in range(count):
-        # Every pair before any comes again, in an order that is drawn.
+        # Every pair occurs before any is repeated, in random order.
         if number % len(pairs) == 0:
             draw.shuffle(pairs)
         op, kind = pairs[number % len(pairs)]
@@ -88,7 +89,7 @@ def draws(count: int, seed: int) -> Iterator[Draw]:
 
 
 class Program:
-    """The calls of one rank. ``self.kind`` is that of the draw where this rank is out of step now, else ""."""
+    """The calls of one rank. ``self.kind`` is the draw's kind while this rank differs, otherwise ""."""
 
     def __init__(self, rank: int, draw: Draw, group_name: str) -> None:
         self.rank, self.draw, self.group_name = rank, draw, group_name
@@ -194,7 +195,7 @@ class Program:
 
 
 def play(rank: Rank, some: list[Draw]) -> list[tuple[str, str, str, float]]:
-    """Of each draw: the error, its text, where it came, and the seconds that it took."""
+    """Returns for each draw: the error's type, its text, the op that raised it, and the seconds it took."""
     store = dist.distributed_c10d._get_default_store()
     outcomes = []
     for draw in some:
@@ -219,7 +220,7 @@ def play(rank: Rank, some: list[Draw]) -> list[tuple[str, str, str, float]]:
 
 
 def check(draw: Draw, outcomes: list[tuple[str, str, str, float]]) -> None:
-    told = KINDS[draw.op][draw.kind]
+    expected_text = KINDS[draw.op][draw.kind]
     for rank, (error, text, where, seconds) in enumerate(outcomes):
         case = f"{draw}: rank {rank}: {error} in {where} after {seconds:.1f} s: {text}"
         assert seconds < PROMISE + 2, case
@@ -231,7 +232,7 @@ def check(draw: Draw, outcomes: list[tuple[str, str, str, float]]) -> None:
             assert f"rank(s) {draw.rank} did not take part. This is rank {rank};" in text, case
             continue
         assert error == "ValueError", case
-        assert text.startswith("transformer_plugin::") and told in text, case
+        assert text.startswith("transformer_plugin::") and expected_text in text, case
         assert "rank 0" in text or draw.kind == "tokens", case
         if draw.kind not in ("skip", "twice"):
             assert where == f"{draw.op} {draw.turn}", case

@@ -1,4 +1,4 @@
-"""A rank that dies, stops or never comes: every rank that is left hears who, where, and in time (Gloo)."""
+"""A rank that exits, stops or never comes (Gloo): every remaining rank gets an error with who and where, in time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from transformer_plugin.parallel import EpContext
 from transformer_plugin.testing.distributed import Rank, RankError, RankPool
 
 TIMEOUT = 2.0
-#: What the survivors may take: the promise is the timeout plus 5 s.
+#: The longest time of the remaining ranks: the timeout plus the promised 5 s.
 PROMISE = TIMEOUT + 5.0
 
 
 class Outcome(NamedTuple):
-    """What a survivor saw."""
+    """The result of a remaining rank."""
 
     error: str
     rank: int | None
@@ -57,7 +57,7 @@ def observe(action: Callable[[], Any]) -> Outcome:
 
 
 def lose_in_phase(rank: Rank, phase: str, how: str, victim: int) -> Outcome:
-    """Everybody comes as far as ``phase``; there the victim leaves and the others go on."""
+    """All ranks get as far as ``phase``; there the lost rank exits and the others continue."""
     context = EpContext(
         rank.group,
         num_experts=2 * rank.size,
@@ -105,7 +105,7 @@ def lose_in_compiled(rank: Rank, how: str, victim: int) -> Outcome:
 
 
 def lose_while_waiting(rank: Rank) -> Outcome:
-    """Rank 2 never comes, and rank 1 dies after it has waited a while, so that its key in the store goes stale."""
+    """Rank 2 never comes, and rank 1 exits after it has waited a while, so that its heartbeat stops."""
     if rank.rank == 2:
         time.sleep(60)
     if rank.rank == 1:
@@ -116,7 +116,7 @@ def lose_while_waiting(rank: Rank) -> Outcome:
 
 
 def lose_while_others_lag(rank: Rank) -> Outcome:
-    """The last rank stops while the others come to the next call at other times: some have beaten for long by then."""
+    """The last rank stops while the others reach the next call at different times; some have sent heartbeats before."""
     indices = torch.zeros(3, 1, dtype=torch.int32)
     last = rank.size - 1
 
@@ -131,7 +131,7 @@ def lose_while_others_lag(rank: Rank) -> Outcome:
 
 
 def lose_in_different_calls(rank: Rank) -> Outcome:
-    """Rank 0 waits in another call than rank 1: both are there, and only the rank that stopped is missing."""
+    """Rank 0 waits in another call than rank 1: both are alive, and only the rank that stopped is missing."""
     indices = torch.zeros(3, 1, dtype=torch.int32)
     ep.plan(indices, 3, 3, 9, 1, 3, rank.group_name, False, 2000)
     if rank.rank == 2:
@@ -149,7 +149,7 @@ def lose_at_setup(rank: Rank, how: str, victim: int) -> Outcome:
 
 
 def go_on_after(rank: Rank, how: str, victim: int) -> Outcome:
-    """After the error the group is refused at once, and a group of the ranks that are left works."""
+    """After the error the group raises at once, and a group of the remaining ranks works."""
     outcome = lose_in_phase(rank, "plan", how, victim)
     alone = ep.plan(torch.zeros(3, 1, dtype=torch.int32), 2, 3, 4)
     assert alone.tokens_per_expert.tolist() == [3, 0]
@@ -170,7 +170,7 @@ PHASES = {
 
 
 class Scenario(NamedTuple):
-    """A pool, what it runs, and who leaves."""
+    """A pool, the function that it runs, and the ranks that are lost."""
 
     size: int
     victims: tuple[int, ...]
@@ -200,7 +200,7 @@ SCENARIOS = dict(scenarios())
 
 
 def play(scenario: Scenario) -> tuple[list[Outcome], dict[int, int | None]]:
-    """The survivors' outcomes, and how their processes ended afterwards."""
+    """Returns the outcomes of the remaining ranks, and the exit codes of their processes."""
     with RankPool(scenario.size, store_in_rank_0=scenario.store_in_rank_0) as pool:
         pool.start(scenario.function, *scenario.arguments)
         survivors = [rank for rank in range(scenario.size) if rank not in scenario.victims]
@@ -211,7 +211,7 @@ def play(scenario: Scenario) -> tuple[list[Outcome], dict[int, int | None]]:
 
 @pytest.fixture(scope="module")
 def played() -> Iterator[dict[str, Future]]:
-    """All scenarios side by side: they mostly wait."""
+    """Runs all scenarios in parallel, because they mostly wait."""
     with ThreadPoolExecutor(4) as threads:
         yield {name: threads.submit(play, scenario) for name, scenario in SCENARIOS.items()}
 
@@ -281,7 +281,7 @@ def divide_by_zero(rank: Rank) -> float:
 
 
 def fork_and_plan(rank: Rank) -> int:
-    """A forked child has none of the parent's groups, and may use the ops alone."""
+    """A forked child has none of the parent's groups, and may use the local ops."""
     ep.plan(torch.zeros(3, 1, dtype=torch.int32), 2, 3, 9, 1, 2, rank.group_name)
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""A rank that dies or stops, over NCCL: every other process ends in time, and its last words name op and rank."""
+"""A rank that exits or stops, over NCCL: every other process exits in time, and its last line names op and rank."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from transformer_plugin.parallel import EpContext
 from transformer_plugin.testing.distributed import Rank, RankPool
 
 TIMEOUT = 4.0
-#: What the first call on a group has at least, because NCCL connects in it.
+#: The least timeout of the first call on a group, because NCCL connects in it.
 FIRST_CALL = 30.0
 VICTIM = 1
 
 
-def speak_into(path: str, rank: Rank) -> None:
-    """What this process says to stderr goes to a file, also what it says at its end."""
+def redirect_stderr(path: str, rank: Rank) -> None:
+    """Redirects this process's stderr to a file, also for output at exit."""
     file = os.open(f"{path}.{rank.rank}", os.O_CREAT | os.O_WRONLY)
     os.dup2(file, 2)
 
 
 def lose_in_phase(rank: Rank, phase: str, how: str, path: str) -> None:
-    speak_into(path, rank)
+    redirect_stderr(path, rank)
     context = EpContext(
         rank.group, num_experts=4, max_tokens_per_rank=6, hidden_dim=8, num_topk=2, timeout=TIMEOUT
     )
@@ -65,8 +65,8 @@ def lose_in_phase(rank: Rank, phase: str, how: str, path: str) -> None:
 
 
 def lose_before_the_first_call(rank: Rank, phase: str, how: str, path: str) -> None:
-    """Before the first call is queued the ranks compare it, on the host: there it is an error that can be caught."""
-    speak_into(path, rank)
+    """Before the first call is enqueued, the ranks compare it on the host, where an error can be caught."""
+    redirect_stderr(path, rank)
     if rank.rank == VICTIM:
         leave(how)
     Path(f"{path}.begun").write_text(str(time.time()))
@@ -102,7 +102,7 @@ def test_survivors_end_in_time_with_the_name(tmp_path: Path, phase: str, how: st
 
 
 def disagree(rank: Rank) -> list[str]:
-    """A kind of call that is new on both ranks is compared before it is queued; the group stays usable."""
+    """A kind of call that is new on both ranks is compared before it is enqueued; the group stays usable."""
     context = EpContext(
         rank.group, num_experts=4, max_tokens_per_rank=6, hidden_dim=8, num_topk=2, timeout=TIMEOUT
     )
@@ -139,7 +139,7 @@ def test_ranks_that_disagree_raise_before_anything_is_queued() -> None:
 
 
 def new_here_known_there(rank: Rank, path: str) -> str:
-    speak_into(path, rank)
+    redirect_stderr(path, rank)
     context = EpContext(
         rank.group, num_experts=4, max_tokens_per_rank=6, hidden_dim=8, num_topk=2, timeout=TIMEOUT
     )

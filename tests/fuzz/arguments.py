@@ -1,4 +1,4 @@
-"""Arguments that an op may be called with: right calls with some of their arguments changed, and anything at all."""
+"""Arguments for an op: valid calls with some arguments changed, and arbitrary values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformer_plugin.testing.every_op import Sizes, calls, registered
 
 BIG = 2**40
-#: Devices and sizes of the right calls that others are made of. Big ones have no elements, or are on meta.
+#: Devices and sizes of the valid calls. Large tensors have no elements, or are on meta.
 TABLES = (
     ("cpu", Sizes()),
     ("cpu", Sizes(T=0, groups=(0, 0, 0))),
@@ -87,7 +87,7 @@ Mutation = Callable[[random.Random, Tensor, list[Tensor]], Any]
 
 
 def random_tensor(rng: random.Random) -> Tensor:
-    """Of any dtype, shape, strides and device, small or without elements."""
+    """A tensor of any dtype, shape, strides and device, small or without elements."""
     sizes = [rng.choice(LENGTHS) for _ in range(rng.choice((0, 1, 1, 2, 2, 2, 3, 3, 4)))]
     if sizes and rng.random() < 0.2:
         sizes[rng.randrange(len(sizes))] = rng.choice(HUGE)
@@ -103,7 +103,7 @@ def random_tensor(rng: random.Random) -> Tensor:
 
 
 def fill(rng: random.Random, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Numbers, or edges of an integer's range, or any bits."""
+    """Fills a tensor with numbers, limits of an integer's range, or random bits."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     tensor = torch.empty(sizes, dtype=dtype)
     if tensor.numel() == 0:
@@ -125,7 +125,7 @@ def fill(rng: random.Random, sizes: tuple[int, ...], dtype: torch.dtype) -> Tens
 
 
 def wrapped(value: int, dtype: torch.dtype) -> int:
-    """The integer in 32 bits, for tensors of those."""
+    """Wraps the integer to 32 bits for 32-bit dtypes."""
     return value if dtype == torch.int64 else (value + 2**31) % 2**32 - 2**31
 
 
@@ -178,7 +178,7 @@ def other_strides(rng: random.Random, tensor: Tensor, others: list[Tensor]) -> T
 
 
 def negated(rng: random.Random, tensor: Tensor, others: list[Tensor]) -> Tensor:
-    """With a negative or a conjugate bit."""
+    """Sets the negative or the conjugate bit."""
     if (
         tensor.is_meta
         or tensor.numel() > 2**20
@@ -237,7 +237,7 @@ MUTATIONS: tuple[Mutation, ...] = (
 
 
 def mutate(rng: random.Random, value: Any, type_name: str, others: list[Tensor]) -> Any:
-    """Another value of the argument, mostly of its type."""
+    """Returns another value of the argument, mostly of its type."""
     if isinstance(value, Tensor):
         return rng.choice(MUTATIONS)(rng, value, others)
     if isinstance(value, list) and value and isinstance(value[0], Tensor):
@@ -261,7 +261,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def anything(rng: random.Random, type_name: str) -> Any:
-    """A value of this type of a schema."""
+    """Returns any value of this type of a schema."""
     if type_name.startswith("Optional[") and rng.random() < 0.3:
         return None
     base = type_name.removeprefix("Optional[").rstrip("]") if type_name.startswith("Optional[") else type_name
@@ -283,7 +283,7 @@ def anything(rng: random.Random, type_name: str) -> Any:
 
 
 class Tables:
-    """Right calls of every op, of several sizes and devices, to start from."""
+    """Valid calls of every op, with several sizes and devices, from which others are derived."""
 
     def __init__(self) -> None:
         self.schemas = registered()
@@ -296,7 +296,7 @@ class Tables:
                 self.calls[op].append(ones)
 
     def draw(self, op: str, seed: int) -> dict[str, Any]:
-        """Arguments by name: the same for the same seed."""
+        """Returns arguments by name, which depend only on the seed."""
         rng = random.Random(f"{op} {seed}")
         arguments = self.schemas[op].arguments
         if rng.random() < 0.15:
@@ -313,7 +313,7 @@ class Tables:
 
 
 def copied(value: Any) -> Any:
-    """A copy that a call may write into; of one value everywhere, the tensor itself."""
+    """Returns a copy to which a call may write; a tensor with one value everywhere is returned itself."""
     if isinstance(value, list):
         return [copied(item) for item in value]
     return value.clone() if isinstance(value, Tensor) and value.numel() <= 2**24 else value

@@ -1,7 +1,7 @@
-"""Calls every op with each of its sizes at the edges of 32 and 64 bits: an error, or nothing to do.
+"""Calls every op with each of its sizes at the limits of 32 and 64 bits: it must raise or have nothing to do.
 
-Of tensors on meta; on a CPU where they take no memory, for having no elements or one value everywhere; and of each
-integer argument of a right call. The call that ended the process is the last line.
+The tensors are on meta, or on a CPU if they need no memory because they have no elements or one value everywhere. Each
+integer argument of a valid call is varied, too. If a call ends the process, it is the last line of the output.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EMPTY = Sizes(T=0, N=0, K=0, groups=(0, 0, 0))
 
 
 def tables() -> Iterator[Call]:
-    """Right calls, where they are right, with one or two sizes at an edge."""
+    """Valid calls, except that one or two sizes are at a limit."""
     for size in SIZES:
         for dimension in ("T", "N", "K"):
             for device, others in (("meta", Sizes()), ("cpu", EMPTY), ("cpu", Sizes(T=0, groups=(0, 0, 0)))):
@@ -31,7 +31,7 @@ def tables() -> Iterator[Call]:
 
 
 def integers() -> Iterator[Call]:
-    """Right calls with one integer at an edge, or below 0."""
+    """Valid calls with one integer at a limit, or negative."""
     schemas = registered()
     for own in calls():
         for argument in schemas[own.op].arguments:

@@ -1,6 +1,6 @@
-"""Calls ops with drawn arguments, in forked children: whatever the arguments, a call returns or raises.
+"""Calls ops with random arguments, in forked children: for any arguments, a call must return or raise.
 
-``python -m tests.fuzz.run --op swiglu --seed 17`` makes one call in this process, and prints its arguments before.
+``python -m tests.fuzz.run --op swiglu --seed 17`` makes one call in this process, after printing its arguments.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from tests.fuzz.arguments import Tables
 
-SECONDS = 10.0  # of a processor, for one call; a machine may be busy, so by the clock more
+SECONDS = 10.0  # CPU time of one call; elapsed time may be longer on a busy machine
 CLOCK_SECONDS = 120.0
-MEMORY = 3 << 30  # beside what the process has
+MEMORY = 3 << 30  # in addition to what the process already uses
 
 
 def describe(value: Any) -> str:
@@ -44,7 +44,7 @@ def marked(tensor: Tensor, mark: str) -> bool:
 
 
 def call(op: str, arguments: dict[str, Any]) -> str:
-    """What came of it: "" or the error. Gradients of outputs that have any are taken too."""
+    """Returns the error, or "" without one. Also computes the gradients of outputs that have any."""
     try:
         found = getattr(torch.ops.transformer_plugin, op)(**arguments)
         outputs = [found] if isinstance(found, Tensor) else list(found or ())
@@ -64,7 +64,7 @@ def limit_memory() -> None:
 
 
 def child(tables: Tables, op: str, seeds: list[int], pipe: int) -> None:
-    """Says each seed before its call, and what came of it."""
+    """Writes each seed to the pipe before its call, then the result."""
     limit_memory()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -78,7 +78,7 @@ def child(tables: Tables, op: str, seeds: list[int], pipe: int) -> None:
 
 
 def run(tables: Tables, op: str, seeds: Iterable[int]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Results, and a line for each call that ended its process. After one, a new child goes on."""
+    """Returns the results, and a line for each call that ended its process. A new child then continues."""
     left, results, failures = list(seeds), list[dict[str, Any]](), list[str]()
     while left:
         reading, writing = os.pipe()
@@ -90,8 +90,8 @@ def run(tables: Tables, op: str, seeds: Iterable[int]) -> tuple[list[dict[str, A
             finally:
                 os._exit(0)
         os.close(writing)
-        with os.fdopen(reading) as heard:
-            lines = [json.loads(line) for line in heard]
+        with os.fdopen(reading) as output:
+            lines = [json.loads(line) for line in output]
         status = os.waitpid(pid, 0)[1]
         results += [line for line in lines if "result" in line]
         done = {line["seed"] for line in lines}
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="one set, in this process")
     parser.add_argument("--results", action="store_true", help="print what came of each call")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # before any work: a child of a process with threads cannot wait for them
+    torch.set_num_threads(1)  # before any work: a forked child of a process with threads would hang
     tables = Tables()
     if arguments.seed is not None:
         [op] = arguments.op

@@ -1,4 +1,4 @@
-"""Any arguments at all: an op returns or raises. No signal, no call that does not end."""
+"""With arbitrary arguments an op returns or raises: no signal, no endless call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.surface.surface import ROOT
 
 
 def run(sets: int) -> None:
-    """Children are forked from a process that has done no work on several threads: this one may have."""
+    """Children are forked from a process that has no threads; the pytest process may have some."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.fuzz.run", "--sets", str(sets)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"

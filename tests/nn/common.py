@@ -1,4 +1,4 @@
-"""What the module tests share: the recipes, how far each may be from fp64, how state is kept."""
+"""Shared by the module tests: the recipes, the allowed error of each against FP64, and checks of module state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformer_plugin.testing.quantize_cases import width_for
 class Bound:
     """Relative errors (Frobenius norm) of one product of normal values, forward and backward.
 
-    At most what the formats state; at least ``low``, which shows that the format was used.
+    At most what the formats promise, and at least ``low``, which shows that the format was used.
     """
 
     low: float
@@ -30,7 +30,7 @@ class Bound:
 
 
 def bound_of(recipe: Recipe | None, low: float) -> Bound:
-    """From the formats of the recipe."""
+    """Computes the bound from the recipe's formats."""
     if recipe is None:
         return Bound(low, 1e-6, 1e-6)
     keys = (recipe.input_format, recipe.weight_format, recipe.grad_format)
@@ -45,19 +45,19 @@ RECIPES: dict[str, tuple[Recipe | None, Bound]] = {
 
 
 def width_of(name: str, columns: int) -> int:
-    """``columns``, or the next number of them that the formats of the recipe take."""
+    """``columns``, rounded up to a width that the recipe's formats support."""
     recipe = RECIPES[name][0]
     return width_for(columns, recipe.input_format) if recipe else columns
 
 
 def row_unit(name: str) -> int:
-    """What rows, of each group where there are groups, must be a multiple of for a backward."""
+    """The multiple that the number of rows (of each group) must be for a backward."""
     recipe = RECIPES[name][0]
     return Format.parse(recipe.input_format).group_multiple if recipe else 1
 
 
 def rows_of(name: str, rows: int) -> int:
-    """``rows``, or the next number of them of which the recipe has a backward."""
+    """``rows``, rounded up to a number for which the recipe has a backward."""
     return -(-rows // row_unit(name)) * row_unit(name)
 
 
@@ -67,7 +67,7 @@ by_recipe = pytest.mark.parametrize("name", list(RECIPES))
 def outputs_and_gradients(
     function: Callable[[dict[str, Tensor]], Tensor], leaves: dict[str, Tensor], grad: Tensor
 ) -> dict[str, Tensor]:
-    """``function(leaves)`` as "output", and the gradient of each leaf by its name, zeros where none."""
+    """Returns ``function(leaves)`` as "output", and the gradient of each leaf by name, zeros if it has none."""
     output = function(leaves)
     gradients = torch.autograd.grad(output, list(leaves.values()), grad, allow_unused=True)
     named = zip(leaves.items(), gradients, strict=True)
@@ -77,14 +77,14 @@ def outputs_and_gradients(
 
 
 def in_fp64(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    """New leaves of the same values."""
+    """New leaf tensors with the same values."""
     return {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
 
 
 def check_module_state(
     make: Callable[..., torch.nn.Module], call: Callable[[torch.nn.Module], Tensor]
 ) -> None:
-    """Deep copies, state dicts and deferred initial values, as for any module of torch.
+    """Checks deep copies, state dicts and deferred initialization, as for any torch module.
 
     ``make(**factory)`` builds the module; ``call`` runs it on fixed data.
     """

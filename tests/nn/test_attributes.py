@@ -1,4 +1,4 @@
-"""Attributes of modules: what is set has its effect, reaches the layers below, or is refused."""
+"""Attributes of modules: setting one takes effect, also in the layers inside, or raises an error."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_recipe_set_later_is_that_of_the_constructor(
     assert not torch.equal(got[0], before[0])
     for g, e in zip(got, expected, strict=True):
         assert_same_bits(g, e)
-    assert moe_of(recipe, device).exchange == module.exchange  # rows are padded as for that recipe
+    assert moe_of(recipe, device).exchange == module.exchange  # the padding is that of the recipe
     set_in(module, where, NVFP4)
     for g, e in zip(results(copy.deepcopy(module)), results(moe_of(NVFP4, device)), strict=True):
         assert_same_bits(g, e)
@@ -71,7 +71,7 @@ def test_a_compiled_layer_follows_its_recipe() -> None:
     compiled(x)
     module.experts.recipe = NVFP4
     assert_same_bits(compiled(x).output.detach(), moe_of(NVFP4)(x).output.detach())
-    compiled.recipe = None  # the module of torch.compile hands attributes on
+    compiled.recipe = None  # torch.compile's module forwards attributes
     assert module.recipe is None
     assert_same_bits(compiled(x).output.detach(), moe_of(None)(x).output.detach())
 
@@ -84,8 +84,8 @@ def test_recipes_that_differ_or_cannot_be() -> None:
             _ = one.recipe
         name = "experts.fc2" if one is module else "fc2"
         assert str(error.value) == (
-            f"transformer_plugin::{type(one).__name__}: attribute 'recipe': expected layers of one recipe, got "
-            f"{name.replace('2', '1')} with None, {name} with {BFloat16()}. Ask each layer for its own."
+            f"transformer_plugin::{type(one).__name__}: attribute 'recipe': expected the same recipe in all "
+            f"layers, got {name.replace('2', '1')} with None, {name} with {BFloat16()}. Read the recipe of each layer."
         )
         with pytest.raises(TypeError, match=r"argument 'recipe': expected a recipe of"):
             one.recipe = "bf16"
@@ -100,7 +100,7 @@ def test_recipes_that_differ_or_cannot_be() -> None:
         padded.recipe = NVFP4
     assert padded.recipe is None
     padded(torch.randn(3, 64))
-    padded.experts.recipe = NVFP4  # the experts know of no padding: the next call says it
+    padded.experts.recipe = NVFP4  # the experts do not know the padding: the next call raises
     with pytest.raises(
         ValueError, match="expected a DispatchConfig whose alignment is None or a multiple of 16"
     ):
@@ -109,7 +109,7 @@ def test_recipes_that_differ_or_cannot_be() -> None:
     replaced = GroupedMLP(2, 64, 32)
     replaced.fc1 = replaced.fc2 = torch.nn.Identity()
     assert replaced.recipe is None
-    with pytest.raises(ValueError, match="attribute 'recipe': expected layers that take a recipe, got"):
+    with pytest.raises(ValueError, match="attribute 'recipe': expected layers that have a recipe, got"):
         replaced.recipe = BFloat16()
 
 
@@ -125,15 +125,15 @@ FIXED = [
 def test_what_cannot_change_is_refused(make: object, names: tuple[str, ...]) -> None:
     module = make()
     for name in names:
-        held = getattr(module, name)
-        setattr(module, name, held)
+        value = getattr(module, name)
+        setattr(module, name, value)
         with pytest.raises(ValueError) as error:
             setattr(module, name, 7)
         assert str(error.value) == (
-            f"transformer_plugin::{type(module).__name__}: attribute '{name}': expected to stay {held!r}, with which "
-            "the layer was made, got 7. Make a new layer."
+            f"transformer_plugin::{type(module).__name__}: attribute '{name}': expected {value!r}, as in the "
+            "constructor, got 7. Make a new layer."
         )
-        assert getattr(module, name) == held
+        assert getattr(module, name) == value
 
 
 def test_what_can_change_has_its_effect() -> None:
@@ -188,7 +188,7 @@ def test_the_bias_of_a_router_stays_float32(cast: str, device: torch.device) -> 
     assert module.router.expert_bias.device == weight.device
     if not weight.is_meta:
         assert_same_bits(module.router.expert_bias, bias)
-    if weight.dtype != torch.float64:  # which experts do not take
+    if weight.dtype != torch.float64:  # experts do not support it
         output = module(torch.randn(6, 64, device=weight.device, dtype=weight.dtype)).output
         assert output.dtype == weight.dtype
 
@@ -212,14 +212,14 @@ def test_what_the_router_cannot_be_is_refused_when_it_is_set() -> None:
             module.router.topk = topk
     assert module.topk == module.router.topk == 4
     module = MoE(64, 64, 8, 4)
-    with pytest.warns(UserWarning, match="a gradient of 0"):
+    with pytest.warns(UserWarning, match="gradient does not reach the router"):
         module.topk = 1
     module = MoE(64, 64, 8, 1, router=RouterConfig("sigmoid"))
-    with pytest.warns(UserWarning, match="a gradient of 0"):
+    with pytest.warns(UserWarning, match="gradient does not reach the router"):
         module.router.config = RouterConfig()
     module = MoE(64, 64, 4, 2)
     module.router = TopKRouter(64, 8, 2)
-    with pytest.raises(ValueError, match="attribute 'router': expected one of 4 experts, got one of 8"):
+    with pytest.raises(ValueError, match="attribute 'router': expected a router of 4 experts, got one of 8"):
         module(torch.randn(5, 64))
 
 

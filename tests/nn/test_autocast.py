@@ -1,4 +1,4 @@
-"""Under torch.autocast the modules do as torch.nn.Linear does, and the ops keep their dtypes."""
+"""Under torch.autocast the modules behave as torch.nn.Linear does, and the ops keep their dtypes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ by_kind = pytest.mark.parametrize("kind", ["Linear", "GroupedLinear", "GroupedML
 
 
 def recipe_of(name: str) -> Recipe | None:
-    """Without what is drawn at random in each call."""
+    """The recipe of a name, without random rounding."""
     return NVFP4BlockScaling(stochastic_rounding=False) if name == "nvfp4" else recipe_from_name(name)
 
 
 def module_of(
     kind: str, recipe: Recipe | None, device: torch.device
 ) -> tuple[torch.nn.Module, Callable[[torch.nn.Module, Tensor], Tensor]]:
-    """A module, and a call of one like it for an input [ROWS, 64]."""
+    """Returns a module, and a function that calls a module of this kind with an input [ROWS, 64]."""
     sizes = torch.tensor(SIZES, device=device)
     if kind == "Linear":
         return Linear(64, 96, device=device, recipe=recipe), lambda module, x: module(x)
@@ -57,8 +57,10 @@ def step(call: Callable[..., Tensor], module: torch.nn.Module, x: Tensor) -> lis
 
 
 def check_casts(call: Callable[..., Tensor], module: torch.nn.Module, x: Tensor, narrow: torch.dtype) -> None:
-    """Under autocast: what the module gives whose parameters were cast, for an input that was cast. Twice, because
-    delayed scaling remembers."""
+    """Checks that under autocast the module gives the same as a module with cast parameters for a cast input.
+
+    Two steps, because delayed scaling has state.
+    """
     cast = copy.deepcopy(module).to(narrow)
     for _ in range(2):
         expected = step(call, cast, x.to(narrow))
@@ -112,11 +114,11 @@ def test_dtypes_are_those_of_torch_nn_linear(narrow: torch.dtype, device: torch.
     assert [compare(dtype) for dtype in (torch.float32, narrow, other)] == [narrow] * 3
     assert compare(torch.float32, enabled=False) == torch.float32
     ours.double(), theirs.double()
-    assert compare(torch.float64) == torch.float64  # autocast leaves it
+    assert compare(torch.float64) == torch.float64  # autocast does not cast float64
     ours.float()
     x = torch.randn(ROWS, 64, device=device, dtype=torch.float64)
     with torch.autocast(device.type, narrow), pytest.raises((TypeError, ValueError), match="float64"):
-        ours(x)  # as torch.nn.Linear refuses it
+        ours(x)  # torch.nn.Linear raises, too
 
 
 def test_values_past_float16_overflow_as_in_torch_nn_linear(device: torch.device) -> None:
@@ -167,7 +169,7 @@ def test_probabilities_of_any_float_dtype(dtype: torch.dtype, bias: bool, device
     assert_same_bits(results[0][0], results[1][0])
     assert results[0][1].dtype == dtype
     assert_same_bits(results[0][1], results[1][1].to(dtype))
-    if bias:  # the second layer alone, which a framework may cast for
+    if bias:  # the second layer alone, for which a framework may cast
         row = mlp.fc2(x[:, :32], sizes, probs)
         assert_same_bits(row, mlp.fc2(x[:, :32], sizes, probs.float()))
     with pytest.raises(TypeError, match="probs"):

@@ -1,4 +1,4 @@
-"""tp.checkpoint: outputs, gradients and state of delayed scaling have the bits of a run without checkpointing."""
+"""tp.checkpoint: outputs, gradients and the state of delayed scaling have the bits of a run without checkpointing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Call = Callable[..., Any]
 
 
 class Block(torch.nn.Module):
-    """One layer used twice, and experts."""
+    """One layer that is used twice, and experts."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def test_bits_without_checkpointing(
 
 
 def test_evaluations_between(device: torch.device) -> None:
-    """Without gradients, and in eval mode with them, between a forward and its backward."""
+    """Evaluations without gradients, and in eval mode with gradients, between a forward and its backward."""
     results = []
     for call in (directly, tp.checkpoint):
         block, x = Block(device), torch.randn(24, 32, generator=torch.Generator().manual_seed(1)).to(device)
@@ -103,7 +103,7 @@ def test_evaluations_between(device: torch.device) -> None:
         block.train()
         call(block, x * 128)
         output.sum().backward()
-        block.eval()  # as in its forward
+        block.eval()  # the mode of its forward
         evaluated.sum().backward()
         results[-1] += [output.detach(), evaluated.detach(), *(p.grad for p in block.parameters())]
     for got, expected in zip(*results, strict=True):
@@ -148,13 +148,13 @@ def test_arguments_and_errors() -> None:
     with pytest.raises(RuntimeError) as caught:
         output.sum().backward()
     assert str(caught.value) == (
-        "transformer_plugin.checkpoint: argument 'function': expected to call Linear 1 times, as in its forward, got "
-        "one more when it ran again. Let it do the same each time."
+        "transformer_plugin.checkpoint: argument 'function': expected to call Linear 1 times, as in its first "
+        "forward, got one more call when it was recomputed. Make the function deterministic."
     )
 
 
 def test_other_recipes_and_modules() -> None:
-    """Where nothing is delayed it is torch's."""
+    """Without delayed scaling it is torch's function."""
     layer = torch.nn.Linear(8, 8)
     x = torch.randn(4, 8, requires_grad=True)
     tp.checkpoint(layer, x).sum().backward()

@@ -1,4 +1,4 @@
-"""Modules with delayed scaling: which scales each step takes, what is kept, and across ranks."""
+"""Modules with delayed scaling: which scales each step uses, their state, and several ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = (5, 0, 9)
 
 
 class Plain:
-    """One role's scale by the rule of the contract, for one tensor, with Python's numbers."""
+    """The scale of one operand, one tensor, computed by the documented rule in plain Python."""
 
     def __init__(self, largest: float, recipe: DelayedScaling) -> None:
         self.largest, self.recipe = largest, recipe
@@ -30,7 +30,7 @@ class Plain:
         self.scale = torch.tensor(1.0)
 
     def take(self, amax: float) -> None:
-        """The end of a step."""
+        """Ends a step."""
         if amax == 0:
             return
         self.window = [*self.window, amax][-self.recipe.amax_history_len :]
@@ -43,7 +43,7 @@ def top(tensor: Tensor) -> float:
 
 
 def calls(device: torch.device, kind: str, recipe: DelayedScaling) -> tuple[torch.nn.Module, Any]:
-    """A module and what calls it."""
+    """Returns a module and a function that calls it."""
     torch.manual_seed(0)
     if kind == "linear":
         return Linear(16, 24, device=device, recipe=recipe), lambda module, x: module(x)
@@ -65,7 +65,7 @@ def calls(device: torch.device, kind: str, recipe: DelayedScaling) -> tuple[torc
 def test_every_step_takes_the_scales_of_the_steps_before(
     kind: str, recipe: DelayedScaling, device: torch.device
 ) -> None:
-    """Values that grow and shrink; the sizes of input, weight and gradient decide the scales of the next step."""
+    """Values grow and shrink. The sizes of input, weight and gradient decide the scales of the next step."""
     module, call = calls(device, kind, recipe)
     count = 1 if kind == "linear" else GROUPS
     largest = (448.0, 448.0, 57344.0 if recipe.hybrid else 448.0)
@@ -123,7 +123,7 @@ def test_arguments_have_effect(device: torch.device) -> None:
 
 
 def test_accuracy_after_the_first_step(device: torch.device) -> None:
-    """Once scales fit, products are as near as FP8 is: the bound of the format."""
+    """After the first step, errors of products are within the bound of the format."""
     torch.manual_seed(0)
     module = Linear(256, 128, bias=False, device=device, recipe=RECIPE)
     generator = torch.Generator().manual_seed(1)
@@ -147,7 +147,7 @@ def everything(device: torch.device | str = "cpu", recipe: Any = RECIPE) -> torc
 
 
 def train(model: torch.nn.Module, steps: range, device: torch.device | str = "cpu") -> list[Tensor]:
-    """Losses, and what the model then holds."""
+    """Returns the losses, and then the model's state."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for step in steps:
@@ -235,7 +235,7 @@ def test_from_meta() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_forwards_take_the_same_scales(reentrant: bool, device: torch.device) -> None:
-    """Activation checkpointing runs a forward again inside the backward: it must not update again."""
+    """Activation checkpointing runs a forward again in the backward, which must not update the state again."""
     direct, recomputed = everything(device), everything(device)
 
     def again(x: Tensor) -> Tensor:
@@ -256,7 +256,7 @@ def test_recomputed_forwards_take_the_same_scales(reentrant: bool, device: torch
 
 
 def refused_calls() -> list[tuple[Any, tuple[Tensor, ...]]]:
-    """Modules that have trained a step, or not, and arguments that their ops refuse."""
+    """Modules, some of which have trained a step, and arguments that their ops reject."""
     linear, grouped = Linear(64, 32, recipe=RECIPE), GroupedLinear(2, 64, 32, recipe=RECIPE)
     mlp, x, sizes = GroupedMLP(2, 64, 32, recipe=RECIPE), torch.randn(8, 64), torch.tensor([3, 4])
     linear(x).sum().backward()

@@ -1,4 +1,4 @@
-"""GroupedLinear and GroupedMLP against a loop over torch layers in fp64."""
+"""GroupedLinear and GroupedMLP, compared with a loop over torch layers in FP64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.nn.common import (
 from transformer_plugin.nn import GroupedLinear, GroupedMLP
 from transformer_plugin.testing.numerics import assert_same_bits, relative_error
 
-# Group sizes and the rows of the buffer: empty groups first, in the middle and last, rows past the end.
+# Group sizes and buffer rows: empty groups at the beginning, middle and end, and rows past the end.
 SIZES = {
     "even": ([64, 64, 64], 192),
     "empty": ([0, 100, 0, 60, 0], 160),
@@ -33,7 +33,7 @@ by_sizes = pytest.mark.parametrize("sizes", list(SIZES))
 
 
 def sizes_for(name: str, sizes: str) -> tuple[list[int], int]:
-    """As above, or as many more rows as a backward with the recipe wants."""
+    """As above, with more rows if the recipe's backward requires it."""
     counts, rows = SIZES[sizes]
     more = [rows_of(name, count) for count in counts]
     return more, rows_of(name, rows + sum(more) - sum(counts))
@@ -131,13 +131,13 @@ def test_grouped_mlp(name: str, sizes: str, bias: bool, device: torch.device) ->
     expected = outputs_and_gradients(
         lambda x: swiglu_mlp_fp64(x["input"], counts, x["probs"], x), in_fp64(leaves), grad.double()
     )
-    # Two products deep, with SwiGLU's product of two erring factors between: at most four errors of one.
+    # Two products, and SwiGLU multiplies two factors with errors between them: at most four errors of one product.
     limits = {key: 4 * max(bound.forward, bound.backward) for key in got}
     compare(got, expected, limits, bound.low)
 
 
 def test_a_factor_of_zero_hides_the_row(device: torch.device) -> None:
-    """Padding rows have probability 0: whatever their expert's biases, they give 0 and take no gradient."""
+    """Padding rows have probability 0: for any biases of their expert, their output and gradient are 0."""
     module = GroupedMLP(2, 16, 32, True, device=device)
     torch.nn.init.ones_(module.fc2.bias)
     input = torch.randn(10, 16, device=device, requires_grad=True)
@@ -198,13 +198,13 @@ def test_errors_have_four_parts() -> None:
         GroupedLinear(2, 4, 4, scale_bias=True)(torch.zeros(3, 4), sizes)
     assert str(caught.value) == (
         "transformer_plugin::GroupedLinear: argument 'bias_scale': expected a tensor [T] with "
-        "scale_bias=True, got None. Make the constructor and the call agree."
+        "scale_bias=True, got None. Use the same choice in the constructor and the call."
     )
     with pytest.raises(ValueError) as caught:
         GroupedLinear(2, 4, 4)(torch.zeros(3, 4), sizes, torch.ones(3))
     assert str(caught.value) == (
         "transformer_plugin::GroupedLinear: argument 'bias_scale': expected None with scale_bias=False, got "
-        "a tensor. Make the constructor and the call agree."
+        "a tensor. Use the same choice in the constructor and the call."
     )
 
 

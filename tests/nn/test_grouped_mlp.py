@@ -1,4 +1,4 @@
-"""GroupedMLP runs as one op where its layers are as they were made, and calls them elsewhere: the same bits."""
+"""GroupedMLP runs as one op if its layers are unmodified, and otherwise calls the layers: the same bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUPS, FEATURES = 3, 128
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The ops that the module asks for, in their order."""
+    """Records the ops that the module calls, in order."""
     names: list[str] = []
 
     def counted(name: str) -> Callable[..., Any]:
@@ -52,7 +52,7 @@ def make(name: str = "none", bias: bool = True, device: torch.device | str = "cp
 def step(
     module: torch.nn.Module, name: str = "none", run: Callable[..., Tensor] | None = None
 ) -> list[Tensor]:
-    """Output and every gradient; what is drawn, a seed decides."""
+    """Returns the output and all gradients; random numbers come from a fixed seed."""
     parameters = list(module.parameters())
     device = parameters[0].device
     generator = torch.Generator().manual_seed(3)
@@ -86,7 +86,7 @@ def test_one_op_has_the_bits_of_the_layers(
 
 @by_recipe
 def test_under_deterministic_algorithms(name: str) -> None:
-    """There torch fills what it allocates, which it cannot do for FP4."""
+    """In deterministic mode torch fills new tensors, which it does not support for FP4."""
     module = make(name)
     expected = step(module, name)
     torch.use_deterministic_algorithms(True)
@@ -158,7 +158,7 @@ class Doubled(GroupedLinear):
 
 
 class Wrapped(torch.nn.Module):
-    """A layer in the place of another, as adapters are put."""
+    """A layer that wraps another, as adapters do."""
 
     def __init__(self, layer: GroupedLinear) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def parametrized(module: GroupedMLP) -> None:
 
 @pytest.mark.parametrize("change", [subclassed, wrapped, replaced_forward, parametrized])
 def test_changed_layers_are_called(change: Callable[[GroupedMLP], None], calls: list[str]) -> None:
-    """Twice the first product: the gate too, so that nothing but a call of the changed layer gives it."""
+    """The wrapper doubles the first product including the gate, which only a call of the changed layer can give."""
     module = make(bias=False)
     weight = 2 * module.fc1.weight.detach()
     change(module)
@@ -204,13 +204,13 @@ def test_changed_layers_are_called(change: Callable[[GroupedMLP], None], calls: 
 
 
 def test_other_layers(calls: list[str]) -> None:
-    """Formats of their own, biases other than those of the constructor, delayed scaling."""
+    """Layers with different formats, biases other than those of the constructor, delayed scaling."""
     module = make("fp8_block")
     one = step(module, "fp8_block")
     module.fc2.recipe = BFloat16()
     assert (step(module, "fp8_block")[0] != one[0]).any()
     assert calls == ONE + LAYERS
-    module.fc2.recipe = Float8BlockScaling()  # equal, not the same
+    module.fc2.recipe = Float8BlockScaling()  # an equal recipe, another object
     assert_all_same(step(module, "fp8_block"), one)
     assert calls == ONE + LAYERS + ONE
 
@@ -253,7 +253,7 @@ def one_rank() -> Iterator[None]:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("each", [False, True], ids=["the mlp", "its layers"])
 def test_sharded(each: bool, calls: list[str]) -> None:
-    """Layers that are sharded by themselves are called, so that their weights are gathered in time."""
+    """Layers that are sharded separately are called, so that their weights are gathered first."""
     module = make("fp8_block")
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
     if each:
@@ -280,7 +280,7 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("name", ["none", "fp8_block"])
 def test_compiled(name: str, device: torch.device) -> None:
-    """One graph while nothing changes; a layer of another class makes another one, with what it does."""
+    """One graph while nothing changes; a layer of another class gives another graph, with its behavior."""
     module = make(name, device=device)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, fullgraph=True, backend=counter)
@@ -299,6 +299,6 @@ def test_compiled(name: str, device: torch.device) -> None:
 
 
 def test_the_check_is_of_the_module() -> None:
-    """What decides reads attributes that every module has."""
+    """The check for one op reads only attributes that every module has."""
     assert not module_of_mlp._is_plain(torch.nn.Identity())
     assert module_of_mlp._is_plain(GroupedLinear(1, 2, 3))

@@ -1,4 +1,4 @@
-"""Linear: the constructor, numbers and state of torch.nn.Linear, and the formats of its recipe."""
+"""Linear: the constructor, values and state of torch.nn.Linear, and the formats of its recipe."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ SHAPES = [(48,), (1, 48), (33, 48), (0, 48), (3, 5, 48), (2, 0, 48)]
 
 
 def ours(module: torch.nn.Linear, input: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    """Output and gradients of input, weight and bias."""
+    """Returns the output and the gradients of input, weight and bias."""
     leaves = {"input": input.requires_grad_()} | dict(module.named_parameters())
     return outputs_and_gradients(lambda _: module(input), leaves, grad)
 
 
 def fp64(module: torch.nn.Linear, input: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    """The same by torch in fp64."""
+    """The same, computed by torch in FP64."""
     leaves = {"input": input} | dict(module.named_parameters())
     return outputs_and_gradients(
         lambda x: torch.nn.functional.linear(x["input"], x["weight"], x["bias"]),
@@ -79,7 +79,7 @@ def test_numbers(name: str, shape: tuple[int, ...], device: torch.device) -> Non
     torch.manual_seed(0)
     k, n = width_of(name, 48), width_of(name, 80)
     module = Linear(k, n, device=device, recipe=recipe)
-    if row_unit(name) > 1:  # a backward wants whole blocks of rows
+    if row_unit(name) > 1:  # the backward requires whole blocks of rows
         shape = (*(shape[:-2]), rows_of(name, shape[-2] if len(shape) > 1 else 1), k)
     input, grad = data((*shape[:-1], k), n, device)
     got, expected = ours(module, input, grad), fp64(module, input, grad)
@@ -87,7 +87,7 @@ def test_numbers(name: str, shape: tuple[int, ...], device: torch.device) -> Non
     for what, limit in limits.items():
         g, e = got[what], expected[what]
         assert g.dtype == torch.float32 and g.shape == e.shape
-        # One row has no average to bound: its error may be the largest of its few terms.
+        # With one row there is no average: its error may be the largest of its few terms.
         assert relative_error(g, e) <= (limit if input.numel() > 100 else 2 * limit), what
         if what != "bias" and input.numel() > 100:
             assert relative_error(g, e) >= bound.low, f"{what}: too exact for {name}"
@@ -128,7 +128,7 @@ def test_no_gradient_where_none_is_wanted(device: torch.device) -> None:
 
 
 def test_trains(device: torch.device) -> None:
-    """One step of AdamW gives what it gives with torch.nn.Linear."""
+    """One step of AdamW gives the same as with torch.nn.Linear."""
     torch.manual_seed(0)
     mine, theirs = Linear(16, 8, device=device), torch.nn.Linear(16, 8, device=device)
     theirs.load_state_dict(mine.state_dict())

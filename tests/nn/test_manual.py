@@ -19,9 +19,9 @@ def test_blocks_run() -> None:
     blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     assert len(blocks) >= 8
     for block in blocks:
-        line = text[: block.start(1)].count("\n")  # so that a traceback names the line of the page
+        line = text[: block.start(1)].count("\n")  # so that tracebacks have the line number of the page
         exec(compile("\n" * line + block.group(1), str(PAGE), "exec"), namespace)
     assert namespace["loss"].requires_grad and int(namespace["expert_load"].sum()) == 200
-    model = namespace["model"]  # the last block: from nothing to initial values
+    model = namespace["model"]  # of the last block, which initializes a model on "meta"
     assert all(not p.is_meta and p.std() > 0 for p in model.parameters())
     assert model(torch.ones(3, 64)).output.shape == (3, 64)

@@ -1,4 +1,4 @@
-"""MoE and TopKRouter on one rank, against a loop over tokens and experts in fp64."""
+"""MoE and TopKRouter on one rank, compared with a loop over tokens and experts in FP64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tokens_of(shape: tuple[int, ...], device: torch.device | str = "cpu", seed: 
 def route_fp64(
     tokens: Tensor, weight: Tensor, topk: int, config: RouterConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choices, weights and auxiliary loss, written out."""
+    """Choices, weights and auxiliary loss, computed step by step."""
     logits = tokens @ weight.T
     scores = logits.softmax(-1) if config.score_function == "softmax" else logits.sigmoid()
     indices = logits.topk(topk, dim=-1).indices
@@ -116,7 +116,7 @@ def test_moe_with_a_recipe(name: str, alignment: int, device: torch.device) -> N
     module = MoE(
         HIDDEN, FFN, EXPERTS, 2, router=config, dispatch=dispatch, bias=True, device=device, recipe=recipe
     )
-    # Two products deep, as in the tests of GroupedMLP; 1e-5 for FP32 sums of the router.
+    # Two products, as in the tests of GroupedMLP; 1e-5 for the router's FP32 sums.
     limit = 4 * max(bound.forward, bound.backward, 2.5e-6)
     compare_with_fp64(module, tokens_of((120,), device), 2, config, limit, bound.low)
 
@@ -160,7 +160,7 @@ def test_loads_and_received_rows(device: torch.device) -> None:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """A CPU's BLAS shares rows out over threads, and how many a thread has may change the last bit of a product."""
+    """A CPU's BLAS divides rows among threads, and the number of rows per thread may change a product's last bit."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -168,7 +168,7 @@ def one_thread() -> Iterator[None]:
 
 
 def test_capacity_drops_the_last_experts(device: torch.device, one_thread: None) -> None:
-    """Rows past the capacity give nothing and take no gradient; the others keep their bits."""
+    """Rows past the capacity have no output and no gradient; the others keep their bits."""
     torch.manual_seed(0)
     full = MoE(HIDDEN, FFN, EXPERTS, 1, dispatch=DispatchConfig(alignment=1), device=device)
     small = MoE(HIDDEN, FFN, EXPERTS, 1, dispatch=DispatchConfig(capacity=40), device=device)
@@ -188,7 +188,7 @@ def test_capacity_drops_the_last_experts(device: torch.device, one_thread: None)
 
 
 def test_router_weights_receive_gradients_where_outputs_differ(device: torch.device) -> None:
-    """The gradient of the router is that of finite differences in fp64: it is not cut anywhere."""
+    """The router's gradient equals finite differences in FP64: no path is missing."""
     torch.manual_seed(0)
     module = MoE(HIDDEN, FFN, EXPERTS, 2, device=device)
     input = tokens_of((40,), device)
@@ -273,7 +273,7 @@ def test_errors_have_four_parts() -> None:
 
 @pytest.mark.parametrize("capacity", [None, 64])
 def test_groups_are_what_nvfp4_wants(capacity: int | None, device: torch.device) -> None:
-    """Padded to its blocks when nobody says how, also where rows are dropped; and the buffer too."""
+    """The default padding is a multiple of nvfp4's block, also if rows are dropped, and so is the buffer."""
     torch.manual_seed(0)
     dispatch = DispatchConfig(capacity=capacity)
     module = MoE(HIDDEN, FFN, EXPERTS, 2, dispatch=dispatch, device=device, recipe=NVFP4BlockScaling())

@@ -1,4 +1,4 @@
-"""``nonfinite="nan"``: NaN and infinities in an operand reach outputs, gradients and an unmodified loss scaler."""
+"""``nonfinite="nan"``: NaN and infinity in an operand reach outputs, gradients and an unmodified loss scaler."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make(kind: str, recipe: Recipe, device: torch.device | str = "cpu") -> torch
 
 
 def batch(kind: str, device: torch.device | str = "cpu") -> list[Tensor]:
-    """Rows past the groups hold NaN, which nobody may see."""
+    """Rows past the groups are NaN, which must not affect anything."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(ROWS + TAIL, WIDTH, generator=generator)
     if kind == "Linear":
@@ -73,7 +73,7 @@ def gradient(kind: str, device: torch.device | str = "cpu") -> Tensor:
 
 
 def in_use(kind: str, name: str, value: Tensor) -> Tensor:
-    """Rows in groups, and weights of groups that have rows."""
+    """The rows that belong to groups, and the weights of groups with rows."""
     if kind == "Linear":
         return value
     if name in ("output", "input"):
@@ -125,7 +125,7 @@ def test_each_operand(kind: str, name: str, where: str, value: float, device: to
 
 @by_name
 def test_an_activation_that_overflows(name: str, device: torch.device) -> None:
-    """Between the two products of GroupedMLP, which no caller sees."""
+    """An overflow between the two products of GroupedMLP, which is not visible to the caller."""
     module, arguments, grad = make("GroupedMLP", recipe_of(name), device), batch("GroupedMLP", device), None
     assert isinstance(module, GroupedMLP)
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_an_activation_that_overflows(name: str, device: torch.device) -> None:
 
 @by_name
 @pytest.mark.parametrize("kind", ["Linear", "GroupedLinear", "GroupedMLP"])
-def test_weights_quantized_beforehand(kind: str, name: str, device: torch.device) -> None:
+def test_cached_quantized_weights(kind: str, name: str, device: torch.device) -> None:
     if name == "fp8_delayed":
         pytest.skip("has none")
     module, arguments, grad = make(kind, recipe_of(name), device), batch(kind, device), gradient(kind, device)
@@ -146,7 +146,7 @@ def test_weights_quantized_beforehand(kind: str, name: str, device: torch.device
         assert_same_bits(value, expected[key], key)
     with torch.no_grad():
         next(iter(module.parameters())).view(-1)[-5] = float("nan")
-    for _ in range(2):  # into the buffers, and made anew
+    for _ in range(2):  # new cache buffers first, then the same buffers again
         module.quantize_weights()
         got = step(module, arguments, grad)
         assert in_use(kind, "output", got["output"]).isnan().all()
@@ -157,7 +157,7 @@ def test_weights_quantized_beforehand(kind: str, name: str, device: torch.device
 @by_name
 @pytest.mark.parametrize("kind", [*KINDS, "MoE"])
 def test_an_unmodified_loss_scaler_skips_the_step(kind: str, name: str) -> None:
-    """A gradient overflows behind the layer; nothing else tells the scaler."""
+    """A gradient overflows after the layer; the NaN is the scaler's only information."""
     torch.manual_seed(0)
     if kind == "MoE":
         module: torch.nn.Module = MoE(WIDTH, WIDTH, 4, 2, recipe=recipe_of(name))
@@ -259,7 +259,7 @@ def test_choices() -> None:
         MXFP8BlockScaling(nonfinite="zero")  # type: ignore[arg-type]
     assert str(caught.value) == (
         "transformer_plugin.MXFP8BlockScaling: argument 'nonfinite': expected 'round' or 'nan', got 'zero'. "
-        "'round' is the default."
+        "The default is 'round'."
     )
     assert Recipe(nonfinite="nan").input_format == "none"
     assert NVFP4BlockScaling() == NVFP4BlockScaling(nonfinite="round")

@@ -1,4 +1,4 @@
-"""Modules that round their weights once for many steps: the same bits, and no stale ones."""
+"""Modules that quantize their weights once for many steps: the same bits, and an error for stale weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def step(
     run: Callable[..., Tensor] | None = None,
     seed: int = 3,
 ) -> list[Tensor]:
-    """Output and every gradient."""
+    """Returns the output and all gradients."""
     parameters = list(module.parameters())
     device, generator = parameters[0].device, torch.Generator().manual_seed(seed)
     counts = [rows_of(name, size) for size in (40, 0, 50)]
@@ -65,7 +65,7 @@ def layers(module: torch.nn.Module) -> list[Linear | GroupedLinear]:
 
 
 def hide_values(module: torch.nn.Module) -> None:
-    """NaN in the weights, behind autograd's back: what reads them shows."""
+    """Sets the weights to NaN without autograd's knowledge, so that any read of them is visible."""
     for layer in layers(module):
         layer.weight.data.fill_(float("nan"))
 
@@ -110,7 +110,7 @@ def optimized(module: torch.nn.Module, **options: bool) -> None:
 
 
 def optimized_by_one_kernel(module: torch.nn.Module) -> None:
-    optimized(module, fused=True)  # torch counts no change there
+    optimized(module, fused=True)  # torch does not count a fused step as a change
 
 
 def optimized_compiled(module: torch.nn.Module) -> None:
@@ -141,7 +141,7 @@ def moved_to_other_memory(module: torch.nn.Module) -> None:
 
 
 def moved_to_memory_of_before(module: torch.nn.Module) -> None:
-    """Freed first: the allocator may hand out the same address."""
+    """The old memory is freed first, so that the allocator may return the same address."""
     weight = layers(module)[-1].weight
     sizes = weight.shape
     weight.data = weight.new_empty(0)
@@ -180,15 +180,15 @@ def test_stale_weights_are_refused(kind: str, change: Callable[[torch.nn.Module]
     change(module)
     with pytest.raises(ValueError) as caught:
         step(module)
-    got = "one that was changed in place since"
+    got = "one that was changed in place afterwards"
     if change in (loaded_by_assignment, replaced):
         got = "another tensor"
     elif change in (moved_to_other_memory, moved_to_memory_of_before):
-        got = "one whose data is another tensor's since"
+        got = "one whose .data was replaced afterwards"
     layer = "Linear" if kind == "Linear" else "GroupedLinear"
     assert str(caught.value) == (
-        f"transformer_plugin::{layer}: argument 'weight': expected the weight that quantize_weights() rounded, got "
-        f"{got}. Call quantize_weights() again after each change of the weight, or forget_quantized_weights()."
+        f"transformer_plugin::{layer}: argument 'weight': expected the weight that quantize_weights() quantized, "
+        f"got {got}. Call quantize_weights() again after each change of the weight, or forget_quantized_weights()."
     )
     module.quantize_weights()
     fresh = make(kind)
@@ -259,7 +259,7 @@ def test_moves_casts_and_recipes_drop_the_buffers(
 ) -> None:
     module = make(kind)
     module.quantize_weights()
-    set_recipe(module, Float8BlockScaling())  # equal, not the same
+    set_recipe(module, Float8BlockScaling())  # an equal recipe, another object
     assert list(module.buffers())
     change(module)
     assert not list(module.buffers())
@@ -268,7 +268,7 @@ def test_moves_casts_and_recipes_drop_the_buffers(
 @by_module
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies(kind: str, how: str) -> None:
-    """A copy is as fresh, or as stale, as what it is of, and has buffers of its own."""
+    """A copy is as fresh or as stale as the original, and has separate buffers."""
     module = make(kind)
     changed_in_place(module)
     module.quantize_weights()
@@ -302,15 +302,15 @@ def test_recipes_without(kind: str, recipe: DelayedScaling | None) -> None:
         module.quantize_weights()
     layer = "Linear" if kind == "Linear" else "GroupedLinear"
     assert str(caught.value) == (
-        f"transformer_plugin::{layer}: argument 'recipe': expected a recipe that rounds the weight by the weight "
-        f"alone, got {recipe}. Leave out quantize_weights(), or set another recipe."
+        f"transformer_plugin::{layer}: argument 'recipe': expected a recipe that quantizes the weight from its "
+        f"current values, got {recipe}. Leave out quantize_weights(), or set another recipe."
     )
     module.forget_quantized_weights()
 
 
 @by_module
 def test_inference_mode(kind: str) -> None:
-    """Inference tensors have no version to look at."""
+    """Inference tensors have no version."""
     with torch.inference_mode():
         module = make(kind)
         module.quantize_weights()

@@ -1,4 +1,4 @@
-"""RouterConfig and TopKRouter: what cannot be or cannot learn is said when it is made; presets; widths of recipes."""
+"""RouterConfig and TopKRouter: errors and warnings of the constructors, presets, widths that recipes support."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from transformer_plugin.recipes import Float8BlockScaling, MXFP8BlockScaling, NV
         (
             {"score_function": "sigmoid", "pre_softmax": True},
             ValueError,
-            "'pre_softmax': expected False with this score function, got True. Only the softmax can come before or "
-            "after the choice.",
+            "'pre_softmax': expected False with this score function, got True. Only the softmax can be applied "
+            "before or after the choice.",
         ),
         (
             {"expert_bias": True},
             ValueError,
-            "'expert_bias': expected False with the softmax, got True. A bias of the choice goes with scores that do "
-            "not compete: sigmoid or sqrtsoftplus.",
+            "'expert_bias': expected False with the softmax, got True. Use sigmoid or sqrtsoftplus with an expert "
+            "bias.",
         ),
         (
             {"num_groups": 0},
@@ -45,22 +45,22 @@ from transformer_plugin.recipes import Float8BlockScaling, MXFP8BlockScaling, NV
         (
             {"group_score_topk": 0},
             ValueError,
-            "'group_score_topk': expected None or 1 and more, got 0. Pass 1 for DeepSeek-V2, 2 for DeepSeek-V3.",
+            "'group_score_topk': expected None, or 1 or more, got 0. Pass 1 for DeepSeek-V2, 2 for DeepSeek-V3.",
         ),
         (
             {"aux_loss_coeff": -0.1},
             ValueError,
-            "'aux_loss_coeff': expected 0 or a positive number that is finite, got -0.1. Pass 0 for no auxiliary loss.",
+            "'aux_loss_coeff': expected 0 or a finite positive number, got -0.1. Pass 0 for no auxiliary loss.",
         ),
         (
             {"num_groups": 2.0},
             TypeError,
-            "'num_groups': expected an integer, got 2.0. 1 is the default.",
+            "'num_groups': expected an integer, got 2.0. The default is 1.",
         ),
         (
             {"pre_softmax": 1},
             TypeError,
-            "'pre_softmax': expected True or False, got 1. False is the default.",
+            "'pre_softmax': expected True or False, got 1. The default is False.",
         ),
     ],
 )
@@ -73,7 +73,7 @@ def test_configurations_that_cannot_be(options: dict, error: type[Exception], te
 @pytest.mark.parametrize("name", ["scaling_factor", "aux_loss_coeff"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0])
 def test_factors_are_numbers(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"argument '{name}': expected .* finite, got {value}. Pass "):
+    with pytest.raises(ValueError, match=f"argument '{name}': expected .* finite .*, got {value}. Pass "):
         RouterConfig(**{name: value})
 
 
@@ -91,14 +91,14 @@ def test_factors_are_numbers(name: str, value: float) -> None:
             8,
             5,
             RouterConfig(num_groups=2),
-            "RouterConfig: argument 'group_topk': expected groups of 4 experts that hold the 5 of a token (topk), got "
+            "RouterConfig: argument 'group_topk': expected enough groups of 4 experts to hold topk=5 experts, got "
             "1. Choose more groups or fewer experts.",
         ),
         (
             8,
             1,
             RouterConfig("sigmoid", num_groups=4, group_topk=2),
-            "RouterConfig: argument 'group_topk': expected at most topk, 1, where group_score_topk is None, got 2. "
+            "RouterConfig: argument 'group_topk': expected at most topk=1 if group_score_topk is None, got 2. "
             "Pass group_score_topk: 1 for DeepSeek-V2, 2 for DeepSeek-V3.",
         ),
         (
@@ -131,13 +131,15 @@ def test_experts_that_cannot_be_chosen(experts: int, topk: int, config: RouterCo
         with pytest.raises(ValueError) as caught:
             make()
         assert str(caught.value) == "transformer_plugin::" + text
-    with pytest.raises(TypeError, match=r"argument 'topk': expected an integer, got 2\.0\. Pass how many\."):
+    with pytest.raises(TypeError, match=r"argument 'topk': expected an integer, got 2\.0\. Pass an int\."):
         TopKRouter(32, 8, 2.0)  # type: ignore[arg-type]
 
 
 def test_a_router_that_cannot_learn_is_warned_of() -> None:
-    """What the warning says, and that it is right: the gradient is 0, and not what the warning names instead."""
-    text = r"TopKRouter: argument 'topk': expected 2 or more .* got 1. Pass RouterConfig\(pre_softmax=True\)"
+    """The warning is right: the gradient is 0, and with the settings that it recommends it is not."""
+    text = (
+        r"TopKRouter: argument 'topk': expected 2 or more .* got 1: .* Pass RouterConfig\(pre_softmax=True\)"
+    )
     with pytest.warns(UserWarning, match=text):
         layer = MoE(16, 16, 4, 1)
     with warnings.catch_warnings():
@@ -147,7 +149,7 @@ def test_a_router_that_cannot_learn_is_warned_of() -> None:
             MoE(16, 16, 4, 1, router=RouterConfig("sigmoid")),
             MoE(16, 16, 4, 2),
         ]
-        MoE(16, 16, 1, 1)  # nothing to choose
+        MoE(16, 16, 1, 1)  # one expert: there is no choice
     input = torch.randn(20, 16, generator=torch.Generator().manual_seed(0))
     for each in (layer, *others):
         (grad,) = torch.autograd.grad(each(input).output.square().sum(), each.router.weight)
@@ -193,17 +195,17 @@ def test_widths_that_a_recipe_does_not_take(recipe: Recipe, block: int) -> None:
     for name, makers in calls.items():
         for make in makers:
             with pytest.raises(
-                ValueError, match=rf"argument 'recipe': expected one that takes {name}={bad}, got "
+                ValueError, match=rf"argument 'recipe': expected one that supports {name}={bad}, got "
             ):
                 make()
     with pytest.raises(ValueError) as caught:
         Linear(bad, good, recipe=recipe)
     assert str(caught.value) == (
-        f"transformer_plugin.nn.Linear: argument 'recipe': expected one that takes in_features={bad}, got {recipe}, "
+        f"transformer_plugin.nn.Linear: argument 'recipe': expected one that supports in_features={bad}, got {recipe}, "
         f"which needs a multiple of {block}. Use for example in_features={good}, or a recipe of another format."
     )
     layer = Linear(bad, bad, recipe=Float8BlockScaling())
     with pytest.warns(
-        UserWarning, match=rf"argument 'recipe': expected one that takes in_features={bad}, got "
+        UserWarning, match=rf"argument 'recipe': expected one that supports in_features={bad}, got "
     ):
         layer.recipe = recipe

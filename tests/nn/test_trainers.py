@@ -1,4 +1,4 @@
-"""Mixed precision by the trainers of Hugging Face, where they are installed."""
+"""Mixed precision in Hugging Face's trainers, if they are installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAMPLES = [{"input_ids": (row := torch.arange(i, i + 16) % 64), "labels": row} f
 
 
 class Mixture(torch.nn.Module):
-    """In the place of a Llama's feed-forward network."""
+    """Replaces a Llama's feed-forward network."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Layers that were wrapped or replaced: what holds them asks for nothing but a forward."""
+"""Wrapped or replaced layers: the modules that contain them require only a forward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Plus(torch.nn.Module):
 
 
 class Wrapper(torch.nn.Module):
-    """As adapters of parameters do it: a module that holds the layer, and adds to its weight for a call."""
+    """A module that contains the layer and adds to its weight during a call, as parameter adapters do."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_wrappers_that_pass_on(bias: bool) -> None:
 
 
 class Dense(torch.nn.Module):
-    """Another layer for all groups, with a forward and nothing else."""
+    """One layer for all groups that has only a forward."""
 
     def __init__(self, columns: int, rows: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The built library: what it needs, what it must not contain, what importing it does."""
+"""The built library: its dependencies, what it must not contain, and the effects of an import."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tool(name: str, *arguments: str) -> str:
 
 def test_needs_no_symbol_of_python_or_pybind() -> None:
     undefined = [line.split()[-1] for line in tool("nm", "-D", "--undefined-only").splitlines()]
-    assert len(undefined) > 100  # the listing was read
+    assert len(undefined) > 100  # the list was read
     python = re.compile(r"^(_?Py[A-Z_]|.*pybind|_ZN5torch6python|_ZN3c104impl.*PyInterpreter.*)")
     assert [symbol for symbol in undefined if python.match(symbol)] == []
 

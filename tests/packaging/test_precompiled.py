@@ -1,4 +1,4 @@
-"""torch's headers are precompiled where that helps, and a build goes on where it does not."""
+"""torch's headers are precompiled if that helps, and the build continues without them otherwise."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_helps_gcc_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def real_gcc() -> str:
-    """One that is not behind ccache."""
+    """A GCC that is not wrapped by ccache."""
     for folder in os.get_exec_path():
         compiler = shutil.which("g++", path=folder)
         if compiler and precompiled.helps(compiler):
@@ -62,7 +62,7 @@ def test_a_header(text: str, given: bool, tmp_path: Path, monkeypatch: pytest.Mo
     assert extension.extra_compile_args["cxx"][1:] == (
         ["-Wno-sign-compare", "-include", header] if given else []
     )
-    if given:  # once for the same flags, anew for others
+    if given:  # once for the same flags, again for others
         times = []
         for flags in (["-std=c++20"], ["-std=c++20", "-O1"]):
             os.utime(made, (1, 1))

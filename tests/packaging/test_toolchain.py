@@ -1,4 +1,4 @@
-"""Every reason not to build: one clear error each, with the versions seen and the command to use."""
+"""Every reason why a build cannot start: one clear error each, with the detected versions and the command to use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty machine: nothing on the PATH but what a test puts there, no CUDA settings."""
+    """An empty machine: the PATH has only what a test puts there, and there are no CUDA settings."""
     for name in ("CXX", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST", "TRANSFORMER_PLUGIN_CPU_ONLY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))

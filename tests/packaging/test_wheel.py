@@ -1,4 +1,4 @@
-"""The wheel: its name, what is in it, and that one build serves every Python."""
+"""The wheel: its name and contents, and that one build works with every Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PYTHONS = ("python3.10", "python3.11", "python3.12", "python3.13")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as a user builds it. The object files are those of the library under test, so this mostly links."""
+    """Builds the wheel as a user does. It reuses the object files of the library under test, so it mostly links."""
     pytest.importorskip("pip")
     pytest.importorskip("wheel")
     folder = tmp_path_factory.mktemp("wheel")
@@ -51,7 +51,7 @@ def test_holds_the_package_and_nothing_else(wheel: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("python", PYTHONS)
 def test_one_wheel_loads_under_every_python(wheel: Path, tmp_path: Path, python: str) -> None:
-    """Other Pythons with torch: on the PATH, or in the folders of TRANSFORMER_PLUGIN_TEST_PYTHONS."""
+    """Other Pythons that have torch: on the PATH, or in the folders of TRANSFORMER_PLUGIN_TEST_PYTHONS."""
     folders = os.environ.get("TRANSFORMER_PLUGIN_TEST_PYTHONS", "")
     mine = python == f"python3.{sys.version_info[1]}"
     found = (
@@ -82,12 +82,12 @@ def test_one_wheel_loads_under_every_python(wheel: Path, tmp_path: Path, python:
 
 @pytest.mark.timeout(900)
 def test_readme_runs_in_a_new_environment(wheel: Path, tmp_path: Path) -> None:
-    """Installed by pip into an environment that has torch and nothing else of this folder."""
+    """pip installs the wheel into an environment that has torch and nothing else of this folder."""
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     python = environment / "bin" / "python"
     (site,) = environment.glob("lib/python*/site-packages")
-    # Files that end in .pth, which make this folder's package importable, are not read through a .pth of another.
+    # .pth files make this folder's package importable; Python does not process .pth files of a folder added by another.
     (site / "torch.pth").write_text(str(Path(torch.__file__).parent.parent) + "\n")
     pip = [
         sys.executable,

@@ -8,7 +8,7 @@ import pytest
 
 from transformer_plugin.testing.distributed import RankPool
 
-#: (ranks, backend): Gloo on CPUs everywhere, NCCL where there are enough GPUs.
+#: (ranks, backend): Gloo on CPUs always, NCCL if there are enough GPUs.
 PLACES = [
     pytest.param((1, "gloo"), id="cpu-1"),
     pytest.param((2, "gloo"), id="cpu-2"),
@@ -21,7 +21,7 @@ PLACES = [
 
 @pytest.fixture(scope="session")
 def make_pool() -> Iterator[Callable[[int, str], RankPool]]:
-    """Pools by size and backend, made once. One that lost a rank is replaced."""
+    """Returns pools by size and backend, which are created once. A pool that lost a rank is replaced."""
     pools: dict[tuple[int, str], RankPool] = {}
 
     def pool(size: int, backend: str = "gloo") -> RankPool:
@@ -37,7 +37,7 @@ def make_pool() -> Iterator[Callable[[int, str], RankPool]]:
 
 @pytest.fixture(params=PLACES)
 def pool(request: pytest.FixtureRequest, make_pool: Callable[[int, str], RankPool]) -> RankPool:
-    """Every size on the CPU, and on GPUs where there are enough."""
+    """Every size on the CPU, and on GPUs if there are enough."""
     return make_pool(*request.param)
 
 

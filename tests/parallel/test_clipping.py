@@ -1,4 +1,4 @@
-"""The norm of gradients over ranks, against torch's on one process."""
+"""The norm of gradients over ranks, compared with torch's on one process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import transformer_plugin as tp
-from tests.parallel.spread_model import (
+from tests.parallel.sharded_model import (
     assert_gradients,
     everything,
     one_step,
-    spread_block,
+    sharded_block,
     wanted_gradients,
     whole_block,
 )
@@ -28,7 +28,7 @@ from transformer_plugin.testing.numerics import assert_same_bits
 def check_clipping(rank: Rank) -> None:
     whole = whole_block(rank.device)
     for norm_type in (1.0, 2.0, 3.5, math.inf):
-        block = spread_block(whole, rank.device, group=rank.group)
+        block = sharded_block(whole, rank.device, group=rank.group)
         model = tp.parallel.data_parallel(block)
         one_step(rank, model)
         wanted = wanted_gradients(whole, rank.size)
@@ -63,7 +63,7 @@ def test_clipping(ranks: RankPool) -> None:
 
 
 def check_clipping_of_placements(rank: Rank) -> None:
-    """Each element once, and each copy once, on meshes of one and two dimensions."""
+    """Each element and each copy counts once, on meshes of one and two dimensions."""
     mesh = init_device_mesh(rank.device.type, (2, 2), mesh_dim_names=("a", "b"))
     whole = torch.arange(1.0, 33.0, device=rank.device).view(8, 4)
     total = 0.0
@@ -87,7 +87,7 @@ def check_clipping_of_placements(rank: Rank) -> None:
             total += float(whole.double().square().sum())
     norm = tp.clip_grad_norm_(
         iter(parameters + parameters), 1.0
-    )  # a parameter that is named twice counts once
+    )  # a parameter that is passed twice counts once
     assert norm.dtype == torch.float64
     assert float(norm) == pytest.approx(math.sqrt(total), rel=1e-6)
     for parameter in parameters:
@@ -96,7 +96,7 @@ def check_clipping_of_placements(rank: Rank) -> None:
             everything(parameter.grad).float(), whole / norm.float(), rtol=limit, atol=0
         )
     parameters[0].grad = DTensor.from_local(whole, mesh["a"], [torch.distributed.tensor.Partial()])
-    with pytest.raises(ValueError, match="expected gradients that are sums already"):
+    with pytest.raises(ValueError, match="expected gradients without Partial placements"):
         tp.clip_grad_norm_(parameters, 1.0)
     with pytest.raises(
         ValueError, match=r"argument 'norm_type': expected a number above 0, or inf, got 0\.0"
@@ -110,7 +110,7 @@ def test_clipping_of_placements(four: RankPool) -> None:
 
 
 def test_clipping_reads_nothing() -> None:
-    with FakeTensorMode():  # whose values nobody can read
+    with FakeTensorMode():  # its tensors have no values to read
         parameters = [torch.nn.Parameter(torch.empty(3, dtype=d)) for d in (torch.float32, torch.bfloat16)]
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)

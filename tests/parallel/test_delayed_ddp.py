@@ -1,4 +1,4 @@
-"""Delayed scaling under DistributedDataParallel as it comes, and amaxes that a group of ranks has in common."""
+"""Delayed scaling under DistributedDataParallel with defaults, and amaxes that a group of ranks shares."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def same_on_all(rank: Rank, value: Tensor) -> bool:
 
 
 def defaults(rank: Rank) -> None:
-    """Two forwards before a backward; buffers are broadcast before each. The gradients are those of the scales that the
-    forwards took, averaged over the ranks."""
+    """Two forwards before a backward; DDP broadcasts buffers before each. The gradients are those of the scales that
+    the forwards used, averaged over the ranks."""
     model = Model(rank)
     ddp = DistributedDataParallel(model, process_group=rank.group)
     plain = Model(rank)
@@ -74,7 +74,7 @@ def defaults(rank: Rank) -> None:
 
 
 def common_amaxes(rank: Rank) -> None:
-    """With the argument the scales are those of reduce_amax after every backward, under DDP's broadcasts too."""
+    """With amax_group the scales are those of reduce_amax after every backward, also with DDP's broadcasts."""
     for broadcasts in (False, True):
         by_argument = Model(rank, amax_group=rank.group)
         by_hand = Model(rank)
@@ -92,12 +92,12 @@ def common_amaxes(rank: Rank) -> None:
             reduce_amax(by_hand, rank.group)
         by_argument.eval()
         scale = by_argument.linear.delayed_scale.clone()
-        by_argument(rows(rank, 9))  # alone: evaluations communicate nothing
+        by_argument(rows(rank, 9))  # on one rank only: evaluations do not communicate
         assert_same_bits(by_argument.linear.delayed_scale, scale)
 
 
 def state_dicts(rank: Rank) -> None:
-    """What a rank collected is in its state_dict; copies, moves and another recipe keep it."""
+    """A rank's collected amaxes are in its state_dict, and survive copies, moves and another recipe."""
     model = Model(rank, amax_group=rank.group)
     for step in range(2):
         model(rows(rank, step)).square().sum().backward()
@@ -121,7 +121,7 @@ def state_dicts(rank: Rank) -> None:
 
 
 def checkpointed(rank: Rank) -> None:
-    """A forward that runs again communicates nothing: ranks may run theirs in another order."""
+    """A recomputed forward does not communicate, so ranks may recompute in different orders."""
     results = []
     for call in (lambda function, x: function(x), tp.checkpoint):
         model = Model(rank, amax_group=rank.group)

@@ -1,4 +1,4 @@
-"""EpContext: agreement of the ranks, capacities, several groups, and errors by their text."""
+"""EpContext: equal configurations on all ranks, capacities, several groups, and the text of errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_disagreement(rank: Rank) -> None:
     both = {**SIZES, "num_topk": 1 + rank.rank, "overflow": ("raise", "drop")[rank.rank]}
     text = error_of(lambda: EpContext(rank.group, **both))
     assert "num_topk is 1 on rank 0, 2 on rank 1; overflow is 'raise' on rank 0, 'drop' on rank 1" in text
-    EpContext(rank.group, **SIZES).finalize()  # and the group is as good as before
+    EpContext(rank.group, **SIZES).finalize()  # the group still works
 
 
 def test_ranks_that_disagree(pair: RankPool) -> None:
@@ -75,7 +75,7 @@ def check_overflow(rank: Rank) -> None:
         plan = fits.plan(indices)
         assert plan.required.tolist() == [need] + [0] * (rank.size - 1)
         assert plan.total.tolist() == [need if rank.rank == 0 else 0] and plan.overflow.tolist() == [0]
-        # Less, for one call. On every rank, also those with room.
+        # A smaller capacity for one call: an error on every rank, also on those with enough.
         text = (
             f"transformer_plugin::plan: argument 'capacity': expected room for {need} rows, which rank 0 needs, got "
             f'{need - 1}. Raise the capacity on every rank, or use the overflow policy "drop".'
@@ -91,7 +91,7 @@ def check_overflow(rank: Rank) -> None:
                 'policy "drop".'
             )
             assert late.overflow.tolist() == [1]
-        assert fits.plan(indices).overflow.tolist() == [0]  # said once
+        assert fits.plan(indices).overflow.tolist() == [0]  # the error is raised once
     with EpContext(rank.group, **sizes, capacity=need - 1, overflow="drop") as drops:
         plan = drops.plan(indices)
         assert plan.required.tolist()[0] == need and plan.overflow.tolist() == [1]
@@ -100,7 +100,7 @@ def check_overflow(rank: Rank) -> None:
         recv, _ = drops.dispatch(plan, tokens)
         output = drops.combine(plan, recv)
         output.sum().backward()
-        lost = rank.rank == rank.size - 1  # the last rank's last token
+        lost = rank.rank == rank.size - 1  # the last rank's last token is dropped
         expected = torch.ones(5, 3)
         expected[4] = 0.0 if lost else 1.0
         assert output.tolist() == tokens.grad.tolist() == expected.tolist()
@@ -112,7 +112,7 @@ def test_overflow(pool: RankPool) -> None:
 
 def test_worst_case_capacity() -> None:
     context = EpContext(None, **{**SIZES, "num_experts": 1}, alignment=16)
-    assert context.capacity == 32  # 8 tokens in one expert, and up to 15 of padding, in whole multiples
+    assert context.capacity == 32  # 8 tokens in one expert and up to 15 padding rows, as a multiple of 16
     with pytest.raises(ValueError, match="capacity"):
         EpContext(None, **SIZES, capacity=-1)
     for timeout in (0.0, float("nan"), float("inf"), 1e300):
@@ -326,7 +326,7 @@ def test_other_arguments_out_of_range() -> None:
 
 
 def test_a_plan_that_lies_is_not_followed_out_of_bounds() -> None:
-    """Values that no plan has, as from a corrupted tensor: neither read nor written through."""
+    """Values that no plan has, as in a corrupted tensor, cause no read or write out of bounds."""
     slot = torch.tensor([[5, 2**31 - 1], [-7, 0]], dtype=torch.int32)
     source = torch.tensor([1, 99, -9, 2**31 - 1], dtype=torch.int32)
     tokens, weights = torch.ones(2, 3), torch.ones(2, 2)
@@ -337,7 +337,7 @@ def test_a_plan_that_lies_is_not_followed_out_of_bounds() -> None:
 
 
 def check_two_groups(rank: Rank) -> None:
-    """Contexts over different groups of the same ranks, one after the other and mixed."""
+    """Contexts over different groups of the same ranks, one after the other and interleaved."""
     group = torch.distributed.new_group(list(range(rank.size)))
     contexts = [context_of(rank), EpContext(group, **{**SIZES, "num_experts": 4}, device=rank.device)]
     case = EpCase("other", hidden=3, tokens=(4, 8))
@@ -359,7 +359,7 @@ def test_two_groups(pair: RankPool) -> None:
 
 
 def check_collected_contexts(rank: Rank) -> None:
-    """Contexts that nobody finalized, collected on one rank and kept on the other, do not part the ranks."""
+    """Contexts that were never finalized and are collected on one rank only do not desynchronize the ranks."""
     kept = [EpContext(rank.group, **SIZES, timeout=5.0) for _ in range(2)]
     if rank.rank == 0:
         kept.clear()

@@ -1,4 +1,4 @@
-"""TransformerEngine's names over a context: life, caller's memory, and errors by their text."""
+"""TransformerEngine's names over a context: lifetime, buffers of the caller, and the text of errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_facade_life(rank: Rank) -> None:
         "transformer_plugin::EpContext: expected an open context, got one after finalize(). "
         "Make a new EpContext on every rank."
     )
-    ep_bootstrap(rank.group, CASE.experts(rank.size), 8, 3, 2)  # another configuration now
+    ep_bootstrap(rank.group, CASE.experts(rank.size), 8, 3, 2)  # now another configuration
     ep_finalize()
 
 
@@ -61,7 +61,7 @@ def check_facade(rank: Rank) -> None:
     output = ep_combine(buffer, recv * recv_weights[:, None])
     scale = (weights * (indices >= 0)).sum(1, keepdim=True)
     torch.testing.assert_close(output, tokens * scale)
-    # Fewer and more rows than were dispatched.
+    # Fewer and more rows than the number of dispatched tokens.
     longer = ep_combine(buffer, recv, num_local_tokens=CASE.max_tokens)
     assert longer.shape[0] == CASE.max_tokens and not longer[len(tokens) :].any()
     shorter = ep_combine(buffer, recv, num_local_tokens=1)
@@ -73,7 +73,7 @@ def check_facade(rank: Rank) -> None:
 
 
 def check_callers_memory(rank: Rank) -> None:
-    """The results and the gradient in the caller's memory, twice, and then overwritten."""
+    """Results and gradient in the caller's memory, twice; then the memory is overwritten."""
     buffer = facade_buffer(rank)
     indices, tokens, weights = drawn_leaves(rank)
     recv, recv_weights, _ = ep_dispatch(buffer, tokens, indices, weights)
@@ -96,7 +96,7 @@ def check_callers_memory(rank: Rank) -> None:
         assert_same_bits(got[0], expected[0])
         assert_same_bits(got[1], expected[1])
         assert grad_memory.tolist() == (buffer.plan.source >= 0).float()[:, None].expand_as(memory).tolist()
-    # A later dispatch into the same memory makes the earlier gradient an error, not a wrong number.
+    # After a later dispatch into the same memory, the earlier gradient raises an error instead of being wrong.
     ep_dispatch(buffer, tokens, indices, weights, recv_tokens=memory)
     text = error_of(lambda: torch.autograd.grad(output.sum(), (tokens, weights)), RuntimeError)
     assert "modified by an inplace operation" in text
@@ -111,7 +111,7 @@ def test_facade(pool: RankPool, check: Callable[[Rank], None]) -> None:
 
 def check_facade_errors(rank: Rank) -> None:
     text = error_of(lambda: EpBuffer(2, 8, 3, 4), RuntimeError)
-    assert text.startswith("transformer_plugin::EpBuffer: expected ep_bootstrap() before, got none.")
+    assert text.startswith("transformer_plugin::EpBuffer: expected a call of ep_bootstrap() first, got none.")
     for option in ({"zero_copy": True}, {"max_num_sms": 8}):
         assert "transformer_plugin::ep_bootstrap: argument" in error_of(
             lambda o=option: ep_bootstrap(rank.group, 4, 8, 3, 2, **o)

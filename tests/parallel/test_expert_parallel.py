@@ -1,4 +1,4 @@
-"""plan, dispatch, combine and their gradients: bit for bit what the reference, which plays all ranks, says."""
+"""plan, dispatch, combine and their gradients: bit for bit those of the reference, which simulates all ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_plan(rank: Rank, case: EpCase, indices: torch.Tensor, **options: object
 
 
 def with_nan_outside(rows: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Padding and slack hold NaN: whoever reads them shows it."""
+    """Sets padding and unused rows to NaN, so that any use of them is visible."""
     return torch.where((source >= 0)[:, None], rows, torch.nan)
 
 
@@ -62,7 +62,7 @@ def check_case(rank: Rank, case: EpCase) -> None:
     assert_same_bits(recv, expected[0], "recv")
     assert_same_bits(recv_weights, expected[1], "recv_weights")
 
-    # Every rank's rows, the same on every rank, with NaN where nobody may look.
+    # Every rank's rows, the same on every rank, with NaN in rows that must not be read.
     generator = torch.Generator().manual_seed(5)
     shape = (case.capacity, case.hidden)
     draws = [torch.randn(shape, generator=generator).to(case.dtype) for _ in range(rank.size)]
@@ -101,8 +101,8 @@ def test_bits_of_the_reference(pool: RankPool, part: int) -> None:
     pool.run(check_cases, CASES[part::6])
 
 
-# The layout by hand: (indices of each rank, experts, max_tokens, capacity, alignment) and, for each rank, slot,
-# source, tokens_per_expert; then required and overflow. N stands for -1.
+# Layouts by hand: (indices of each rank, experts, max_tokens, capacity, alignment) and, for each rank, slot,
+# source, tokens_per_expert; then required and overflow. N means -1.
 N = -1
 TWO = [[[0, 1], [2, 0], [3, N]], [[1, 2], [0, 0]]]
 FOUR = [[[3, 0]], [], [[0, 1], [0, 3]], [[N, 2], [2, 2]]]
@@ -139,7 +139,7 @@ TABLES = {
         ],
         ([6, 3], 0),
     ),
-    # Six real rows fit in seven, but with padding expert 1 would begin at row 4 and end at 8.
+    # Six rows would fit into seven, but with padding expert 1 would begin at row 4 and end at 8.
     "2-alignment-pushes-over": (
         (TWO, 4, 3, 7, 4),
         [
@@ -224,7 +224,7 @@ def test_reference_combine_is_near_the_exact_sum() -> None:
         for t in range(len(each)):
             slots = [(q, s) for q in range(4) for s in plans[q].slot[r * 7 + t].tolist() if s >= 0]
             terms = torch.stack([rows[q][s].double() for q, s in slots])
-            # One rounding a rank and one at the end, each half an ulp (2^-9) of what was added.
+            # One rounding per rank and one at the end, each half an ulp (2^-9) of the sum.
             bound = (4 + 1) * 2.0**-9 * terms.abs().sum(0)
             assert (each[t].double() - terms.sum(0)).abs().le(bound).all()
 

@@ -58,7 +58,7 @@ def test_opcheck_two_ranks(pair: RankPool) -> None:
 
 
 def check_compiled(rank: Rank) -> None:
-    """fullgraph, forward and backward, equal to eager; other routings and other sizes of the same function."""
+    """fullgraph, forward and backward, equal to eager, also with other routings and sizes."""
     torch._dynamo.reset()
     context = context_of(rank)
 
@@ -70,7 +70,7 @@ def check_compiled(rank: Rank) -> None:
 
     compiled = torch.compile(layer, fullgraph=True)
     graphs = torch._dynamo.utils.counters["stats"]
-    graphs.clear()  # what other tests compiled in these processes
+    graphs.clear()  # graphs of other tests in these processes
     for seed in range(4):
         indices, tokens, weights = drawn_leaves(rank, seed=seed)
         expected = layer(tokens, weights, indices)
@@ -79,7 +79,7 @@ def check_compiled(rank: Rank) -> None:
         grads = torch.autograd.grad(output.sum(), (tokens, weights))
         expected_grads = torch.autograd.grad(expected.sum(), (tokens, weights))
         assert_same_bits(grads[0], expected_grads[0])
-        torch.testing.assert_close(grads[1], expected_grads[1])  # a row sum in another order
+        torch.testing.assert_close(grads[1], expected_grads[1])  # the row sum has another order
     assert graphs["unique_graphs"] == 1, "compiled again for another routing"
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     graphs.clear()
@@ -96,7 +96,7 @@ def test_compile(pair: RankPool) -> None:
 
 
 def check_graph(rank: Rank) -> None:
-    """Forward and backward captured once; replayed with other routings, tokens and counts of masked entries."""
+    """Forward and backward are captured once and replayed with other routings, tokens and masked entries."""
     context = context_of(rank)
     indices, tokens, weights = drawn_leaves(rank)
     static = [each.detach().clone() for each in (indices, tokens, weights)]
@@ -124,7 +124,7 @@ def check_graph(rank: Rank) -> None:
                 to.copy_(drawn)
         graph.replay()
         got = [each.detach().clone() for each in captured]
-        for first, second in zip(got, step(), strict=True):  # eager between replays
+        for first, second in zip(got, step(), strict=True):  # an eager step between replays
             assert_same_bits(first, second)
     del graph, captured
     torch.cuda.synchronize()
@@ -151,7 +151,7 @@ def check_scripted(rank: Rank) -> None:
     indices, tokens, weights = drawn_leaves(rank)
     args = (indices, CASE.experts(rank.size), rank.size, rank.group_name)
     output = scripted_layer(tokens, weights, *args)
-    # One expert gives back what it was given, so the output is the token times its weights' sum.
+    # One expert returns its input, so the output is the token times the sum of its weights.
     scale = (weights * (indices >= 0)).sum(1, keepdim=True)
     torch.testing.assert_close(output, tokens * scale)
     grads = torch.autograd.grad(output.sum(), (tokens, weights))
@@ -163,8 +163,8 @@ def test_torchscript(pool: RankPool) -> None:
     pool.run(check_scripted)
 
 
-def check_compiled_beside_eager(rank: Rank) -> None:
-    """One rank compiled, the other not: the same calls. Gradients that only one wants are found in both."""
+def check_compiled_with_eager(rank: Rank) -> None:
+    """One rank is compiled, the other is eager: they make the same calls, also if only one needs a gradient."""
     context = context_of(rank)
     indices, tokens, weights = drawn_leaves(rank)
     plan = context.plan(indices)
@@ -188,5 +188,5 @@ def check_compiled_beside_eager(rank: Rank) -> None:
                 run(mine, weights)
 
 
-def test_a_compiled_rank_beside_an_eager_one(make_pool) -> None:
-    make_pool(2).run(check_compiled_beside_eager)
+def test_a_compiled_rank_with_an_eager_one(make_pool) -> None:
+    make_pool(2).run(check_compiled_with_eager)

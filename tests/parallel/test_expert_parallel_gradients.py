@@ -1,4 +1,4 @@
-"""Gradients beyond the bits: numerically, with gradients that are absent, twice, of odd strides, in any order."""
+"""Gradients: numerical checks, absent gradients, twice, unusual strides, any order of backwards."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ def drawn_leaves(
 
 
 def check_numerically(rank: Rank) -> None:
-    """Finite differences of the whole way, by hand because every evaluation is collective: all ranks move together.
+    """Compares with finite differences of plan, dispatch and combine. Every evaluation is collective, so all ranks
+    change their inputs together.
 
-    The loss is the sum over all ranks of a function of every output, so a rank's gradient holds what its tokens did
-    on the others.
+    The loss is the sum over all ranks of a function of every output, so a rank's gradient includes the effect of its
+    tokens on other ranks.
     """
     case = EpCase("double", duplicated, tokens=(3, 2), topk=3, capacity=11, hidden=3, dtype=torch.float64)
     context = context_of(rank, case)
@@ -84,7 +85,7 @@ def test_gradients_numerically(make_pool, size: int) -> None:
 
 
 def check_absent_gradients(rank: Rank) -> None:
-    """What the loss uses, on each rank differently: absent parts count as zero, and nobody waits for anybody."""
+    """The loss uses different outputs on each rank: absent gradients count as zero, and no rank waits for ever."""
     context = context_of(rank)
     uses = list(itertools.product((True, False), repeat=2))
     for mine, shift in itertools.product(range(4), (0, 1)):
@@ -92,10 +93,10 @@ def check_absent_gradients(rank: Rank) -> None:
         indices, tokens, weights = drawn_leaves(rank)
         plan = context.plan(indices)
         recv, recv_weights = context.dispatch(plan, tokens, weights)
-        # Through one more node, so that the engine comes by even where nothing is used.
+        # Through one more node, so that the engine runs the backward even if no output is used.
         rows, factors = Passing.apply(recv, recv_weights, use_rows, use_weights)
         (rows.sum() + factors.sum()).backward()
-        # Whoever receives a row decides whether it has a gradient: 1 for each of my rows on such a rank.
+        # The rank that receives a row decides whether the row has a gradient: 1 for each of my rows on such a rank.
         slots = [(indices.cpu() // CASE.local_experts == r) & (indices.cpu() >= 0) for r in range(rank.size)]
         per_rank = [uses[(mine + shift * r) % 4] for r in range(rank.size)]
         in_rows = sum(s * float(u[0]) for s, u in zip(slots, per_rank, strict=True))
@@ -108,7 +109,7 @@ def check_absent_gradients(rank: Rank) -> None:
 
 
 class Passing(torch.autograd.Function):
-    """Passes gradients, or leaves them out."""
+    """Passes gradients on, or returns None."""
 
     @staticmethod
     def forward(ctx, a, b, pass_a, pass_b):
@@ -142,7 +143,7 @@ def test_an_absent_gradient_of_combine_counts_as_zero(pool: RankPool) -> None:
 
 
 def check_what_is_wanted(rank: Rank) -> None:
-    """Only inputs that require gradients get one; without any, nothing is recorded."""
+    """Only inputs that require gradients get one; if none does, no graph is recorded."""
     context = context_of(rank)
     for for_tokens, for_weights in itertools.product((True, False), repeat=2):
         indices, tokens, weights = drawn_leaves(rank)
@@ -193,7 +194,7 @@ def test_strides_and_repeats(pool: RankPool) -> None:
 
 
 def check_interleaved(rank: Rank) -> None:
-    """Two contexts and three microbatches in the order F0 F1 B0 F2 B1 B2; then the same one after the other."""
+    """Two contexts and three microbatches in the order F0 F1 B0 F2 B1 B2, compared with one after the other."""
     contexts = [context_of(rank), context_of(rank, alignment=8, capacity=96), context_of(rank)]
     leaves = [drawn_leaves(rank, seed=m) for m in range(3)]
 
@@ -242,7 +243,7 @@ def test_repeats_bit_for_bit(pool: RankPool) -> None:
 
 
 def check_checkpointed(rank: Rank) -> None:
-    """Recomputed in the backward, plan and all: the same gradients."""
+    """With plan, dispatch and combine recomputed in the backward, the gradients are the same."""
     context = context_of(rank)
 
     def layer(tokens: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

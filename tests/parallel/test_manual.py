@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.parallel.spread_model import everything
+from tests.parallel.sharded_model import everything
 from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -28,7 +28,7 @@ def run_blocks(page: Path, count: int, folder: str) -> dict[str, Any]:
     os.chdir(folder)
     try:
         for block in blocks:
-            line = text[: block.start(1)].count("\n")  # so that a traceback names the line of the page
+            line = text[: block.start(1)].count("\n")  # so that tracebacks have the line number of the page
             exec(compile("\n" * line + block.group(1), str(page), "exec"), namespace)
     finally:
         os.chdir(here)

@@ -1,4 +1,4 @@
-"""MoE over a group: what one rank computes from everybody's tokens with all experts, forward and backward."""
+"""MoE over a group equals one rank with all experts and everybody's tokens, forward and backward."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from transformer_plugin.testing.numerics import assert_same_bits, relative_error
 
 HIDDEN, FFN, EXPERTS, TOPK = 32, 64, 8, 2
 ROUTER = RouterConfig(aux_loss_coeff=0.1)
-#: The same arithmetic on the same rows, but the router's product over more tokens may sum in another order: where
-#: that moves a weight by a bit, a quantized value may fall on the other side of a rounding boundary.
+#: The same arithmetic on the same rows, but the router's product over more tokens may add in another order. If that
+#: changes the last bit of a weight, a quantized value may be on the other side of a rounding boundary.
 LIMITS = {"none": 2e-6, "bf16": 1e-3, "fp8_tensor": 1e-2, "fp8_block": 1e-2, "mxfp8": 1e-2, "nvfp4": 3e-2}
 
 
 def recipe_of(name: str) -> Recipe | None:
-    """The recipe of a name; nothing at random, which every rank would draw for itself."""
+    """The recipe of a name, without random rounding, because ranks would draw different numbers."""
     return NVFP4BlockScaling(stochastic_rounding=False) if name == "nvfp4" else recipe_from_name(name)
 
 
 def tokens_of(rank: int, count: int) -> Tensor:
-    """Every rank has its own tokens, and every rank can draw them."""
+    """The tokens of a rank, which every rank can compute."""
     return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(100 + rank))
 
 
 def whole_and_part(rank: Rank, recipe: str, dispatch: DispatchConfig) -> tuple[MoE, MoE]:
-    """A mixture with all experts here, and the same spread over the ranks."""
+    """Returns a mixture with all experts, and the same mixture with its experts sharded over the ranks."""
     torch.manual_seed(0)
     options = {"router": ROUTER, "bias": True, "device": rank.device, "recipe": recipe_of(recipe)}
     whole = MoE(HIDDEN, FFN, EXPERTS, TOPK, dispatch=DispatchConfig(alignment=dispatch.alignment), **options)
@@ -65,7 +65,7 @@ def check_against_one_rank(rank: Rank, recipe: str, counts: list[int], alignment
     grad = torch.randn(everything.shape, generator=generator).to(rank.device)
 
     expected = whole(everything)
-    # The auxiliary loss is of a rank's own tokens.
+    # The auxiliary loss is computed from a rank's own tokens.
     losses = [whole(each).aux_loss for each in everything.split(counts)]
     wanted = gradients(expected.output, sum(losses), grad, everything, whole)
 
@@ -110,7 +110,7 @@ def test_no_tokens_anywhere(pool: RankPool) -> None:
 
 
 def kept_weights(weights: list[Tensor], indices: list[Tensor], capacity: int, local: int) -> list[Tensor]:
-    """The weights of all ranks with those of dropped rows at 0: each rank keeps its first ``capacity`` rows."""
+    """The weights of all ranks, 0 for dropped rows: each rank keeps its first ``capacity`` rows."""
     kept = [torch.zeros_like(each) for each in weights]
     rows: dict[int, int] = {}
     for expert in range(EXPERTS):
@@ -137,7 +137,7 @@ def check_capacity(rank: Rank) -> None:
     )
     result = small(tokens[rank.rank])
     assert relative_error(result.output.detach(), expected.detach()) <= 1e-6
-    assert int(result.received) > 20  # dropped, and told
+    assert int(result.received) > 20  # more than the capacity: rows were dropped, and the result shows it
 
 
 def test_capacity_drops_rows(pair: RankPool) -> None:
@@ -145,7 +145,7 @@ def test_capacity_drops_rows(pair: RankPool) -> None:
 
 
 def check_rows_in_use(rank: Rank) -> None:
-    """Eager calls on a CPU carry the rows in use; fake tensors, whose values nobody knows, the whole capacity."""
+    """Eager calls on a CPU have only the rows in use; fake tensors, which have no values, the whole capacity."""
     _, part = whole_and_part(rank, "none", DispatchConfig(max_tokens=20, alignment=1))
     capacity = part.exchange.context.capacity
 
@@ -195,7 +195,7 @@ def check_errors(rank: Rank) -> None:
         MoE(8, 16, 4, 2, group=rank.group)
     assert str(caught.value) == (
         "transformer_plugin::MoE: argument 'dispatch': expected max_tokens with a group of several ranks, "
-        "got None. Pass dispatch=DispatchConfig(max_tokens=the most tokens of any rank in one call)."
+        "got None. Pass dispatch=DispatchConfig(max_tokens=the largest number of tokens of a rank in one call)."
     )
     with pytest.raises(
         ValueError, match=r"argument 'num_experts': expected a multiple of the 2 ranks, got 5"

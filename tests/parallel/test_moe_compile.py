@@ -1,4 +1,4 @@
-"""The model of the compile tests with its experts on two ranks, compiled whole."""
+"""The model of the compile tests with its experts on two ranks, compiled in one graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_compiled(rank: Rank, recipe: str, backend: str) -> None:
     model = Everything(recipe_from_name(recipe), rank.group, DispatchConfig(max_tokens=64), rank.device)
     counter = CompileCounterWithBackend(backend)
     fast = torch.compile(model, fullgraph=True, backend=counter)
-    # Every rank its own routing, the same number of tokens first, then numbers that differ between ranks.
+    # The ranks have different routings; first the same number of tokens, then different numbers.
     counts = (
         [24, 24, 24] if backend == "inductor" else [24, 24, 24, 40, 17 + rank.rank, 64, 1 + 40 * rank.rank]
     )
@@ -29,7 +29,7 @@ def check_compiled(rank: Rank, recipe: str, backend: str) -> None:
         assert_same(step(fast, data), expected, limit)
         if seed == 2:
             assert counter.frame_count == 1
-    assert counter.frame_count <= 2 + (rank.rank == 0)  # a size of 1 is a graph of its own in torch
+    assert counter.frame_count <= 2 + (rank.rank == 0)  # torch compiles a size of 1 separately
 
 
 @pytest.mark.parametrize(

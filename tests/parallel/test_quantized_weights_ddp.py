@@ -1,4 +1,4 @@
-"""Weights quantized beforehand under DistributedDataParallel, each rank with rows of its own."""
+"""Cached quantized weights under DistributedDataParallel, with different rows on each rank."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from transformer_plugin.testing.numerics import assert_same_bits
 STEPS, MICRO_BATCHES = 3, 2
 
 
-def train(rank: Rank, layer: GroupedMLP, beforehand: bool) -> list[torch.Tensor]:
-    """The parameters after some steps."""
+def train(rank: Rank, layer: GroupedMLP, cached: bool) -> list[torch.Tensor]:
+    """Returns the parameters after some steps."""
     model = DistributedDataParallel(layer, process_group=rank.group, broadcast_buffers=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(rank.rank)
     for _ in range(STEPS):
-        if beforehand:
+        if cached:
             layer.quantize_weights()
         for micro_batch in range(MICRO_BATCHES):
             sizes = torch.tensor([5 + rank.rank, 0, 11 + micro_batch], dtype=torch.int32)
@@ -50,13 +50,13 @@ def same_steps(rank: Rank) -> None:
 
 
 def two_forwards_with_defaults(rank: Rank) -> None:
-    """DDP broadcasts buffers before each forward, into what a backward keeps."""
+    """DDP broadcasts buffers before each forward, into memory that a backward has saved."""
     results = []
-    for beforehand in (True, False):
+    for cached in (True, False):
         torch.manual_seed(0)
         layer = GroupedMLP(3, 128, 256, recipe=Float8BlockScaling()).to(rank.device)
         model = DistributedDataParallel(layer, process_group=rank.group)
-        if beforehand:
+        if cached:
             layer.quantize_weights()
         generator, outputs = torch.Generator().manual_seed(rank.rank), []
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""reduce_amax: one collective, the largest of every rank, and equal scales from then on."""
+"""reduce_amax: one collective, the maximum over the ranks, and equal scales from then on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reduce_once(rank: Rank) -> None:
         layers[1](layers[0](x.to(rank.device)), sizes).square().sum().backward()
 
     everyone = []
-    for other in range(rank.size):  # what each rank sees alone
+    for other in range(rank.size):  # the amaxes that each rank collects alone
         step(other)
         everyone.append([layer.delayed_amax.clone() for layer in layers[:2]])
         for layer in layers[:2]:
@@ -44,7 +44,7 @@ def reduce_once(rank: Rank) -> None:
     dist.all_reduce = counted
     try:
         reduce_amax(layers, rank.group)
-        reduce_amax(layers[2], rank.group)  # nothing of the kind: no collective
+        reduce_amax(layers[2], rank.group)  # no layer with delayed scaling: no collective
     finally:
         dist.all_reduce = all_reduce
     assert len(calls) == 1

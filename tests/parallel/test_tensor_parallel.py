@@ -1,4 +1,4 @@
-"""Linear under torch's tensor parallelism: parallelize_module on two ranks, against one process."""
+"""Linear under torch's tensor parallelism: parallelize_module on two ranks, compared with one process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def compare(rank: Rank, plan: str, bias: bool, shape: tuple[int, ...]) -> None:
 
 
 def with_a_recipe(rank: Rank) -> tuple[bool, str]:
-    """Without a gradient on gathered operands, right; with one refused by the op that has no rule."""
+    """Without a gradient it is correct on gathered operands; with one, the op without a sharding rule raises."""
     mesh = init_device_mesh("cpu", (rank.size,))
     torch.manual_seed(0)
     x, layer = torch.randn(8, 32), Linear(32, 64, recipe=Float8BlockScaling())
@@ -96,7 +96,7 @@ def test_two_ranks() -> None:
 
 @pytest.mark.parametrize("first", ["transformer_plugin", "torch.distributed.tensor"])
 def test_either_import_may_come_first(first: str) -> None:
-    """What is registered with a part of torch is not imported with the package."""
+    """A registration with a part of torch does not import that part when the package is imported."""
     other = ({"transformer_plugin", "torch.distributed.tensor"} - {first}).pop()
     program = f"""
 import importlib, sys

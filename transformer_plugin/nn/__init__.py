@@ -1,4 +1,4 @@
-"""Modules: plain parameters, ordinary state dicts, and a recipe for the formats of their products."""
+"""Modules with plain parameters and ordinary state dicts. A recipe selects the number formats of their products."""
 
 from transformer_plugin.nn.delayed import reduce_amax
 from transformer_plugin.nn.exchange import DispatchConfig

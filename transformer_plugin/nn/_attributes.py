@@ -1,4 +1,4 @@
-"""Attributes of a module that a user may set: each has its effect, or says that it cannot have one."""
+"""Module attributes that a user may try to set: the assignment takes effect, or it raises an error."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from transformer_plugin.nn._module import PluginModule
-from transformer_plugin.nn._recipe import RowRules, TakesRecipe
+from transformer_plugin.nn._recipe import RecipeModule, RowRules
 from transformer_plugin.recipes import Recipe
 
 
 def fixed(name: str, read: Callable[[Any], Any] | None = None) -> Any:
-    """An attribute that the constructor sets, and that nothing would follow afterwards: another value raises.
+    """A property set by the constructor. Assigning another value later raises, because nothing would follow it.
 
-    With ``read`` the constructor need not set it: that finds the value.
+    With ``read``, the value is computed by ``read(module)`` and not stored.
     """
     key = f"_{name}"
 
@@ -23,49 +23,52 @@ def fixed(name: str, read: Callable[[Any], Any] | None = None) -> Any:
         return read(self) if read else getattr(self, key)
 
     def set(self: torch.nn.Module, value: Any) -> None:
-        held = read(self) if read else self.__dict__.setdefault(key, value)
-        if held is not value and held != value:
+        current = read(self) if read else self.__dict__.setdefault(key, value)
+        if current is not value and current != value:
             raise ValueError(
-                f"transformer_plugin::{type(self).__name__}: attribute '{name}': expected to stay {held!r}, with "
-                f"which the layer was made, got {value!r}. Make a new layer."
+                f"transformer_plugin::{type(self).__name__}: attribute '{name}': expected {current!r}, as in the "
+                f"constructor, got {value!r}. Make a new layer."
             )
 
     return property(get, set, doc=f"``{name}`` of the constructor. Another value cannot be set.")
 
 
-def recipe_layers(module: torch.nn.Module) -> Iterator[TakesRecipe]:
-    """The layers in a module that multiply in the formats of a recipe, those inside of wrappers too."""
-    return (layer for layer in module.modules() if isinstance(layer, TakesRecipe))
+def recipe_layers(module: torch.nn.Module) -> Iterator[RecipeModule]:
+    """Yields the layers of a module that have a recipe, including those inside wrappers."""
+    return (layer for layer in module.modules() if isinstance(layer, RecipeModule))
 
 
 def row_rules_in(*modules: torch.nn.Module) -> RowRules:
-    """What the rows of a group are padded to for all the layers in these modules."""
+    """Returns the strictest padding rules that any layer in these modules has for the rows of a group."""
     alignment, multiple = RowRules()
     for module in modules:
-        # The first by far the most frequent, and asked in every forward.
-        layers = [module] if isinstance(module, TakesRecipe) else list(recipe_layers(module))
+        # A layer with a recipe is the common case; this runs in every forward.
+        layers = [module] if isinstance(module, RecipeModule) else list(recipe_layers(module))
         for layer in layers:
             alignment = max(alignment, layer._row_rules.alignment)
             multiple = max(multiple, layer._row_rules.multiple)
     return RowRules(alignment, multiple)
 
 
-class SharesRecipe(PluginModule):
-    """A module whose layers take recipes, and share one unless they were given others."""
+class SharedRecipeModule(PluginModule):
+    """A module that contains layers with recipes. Its ``recipe`` gets and sets the recipe of all of them."""
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe of the layers; None where they have none. To set it sets that of every layer, and raises, with
-        nothing changed, if one does not take it. To read it raises a ValueError where the layers' recipes differ: ask
-        the layers themselves."""
+        """The recipe of the layers, or None if they have none.
+
+        Setting it sets the recipe of every layer; if one layer rejects it, nothing changes and an error is raised.
+        Reading it raises a ValueError if the layers have different recipes.
+        """
         recipes = [layer.recipe for layer in recipe_layers(self)]
         if any(recipe != recipes[0] for recipe in recipes):
             names = {
-                name: layer.recipe for name, layer in self.named_modules() if isinstance(layer, TakesRecipe)
+                name: layer.recipe for name, layer in self.named_modules() if isinstance(layer, RecipeModule)
             }
             raise ValueError(
-                f"transformer_plugin::{type(self).__name__}: attribute 'recipe': expected layers of one recipe, got "
-                f"{', '.join(f'{name} with {recipe}' for name, recipe in names.items())}. Ask each layer for its own."
+                f"transformer_plugin::{type(self).__name__}: attribute 'recipe': expected the same recipe in all "
+                f"layers, got {', '.join(f'{name} with {recipe}' for name, recipe in names.items())}. "
+                "Read the recipe of each layer."
             )
         return recipes[0] if recipes else None
 
@@ -74,19 +77,19 @@ class SharesRecipe(PluginModule):
         layers = list(recipe_layers(self))
         if not layers and recipe is not None:
             raise ValueError(
-                f"transformer_plugin::{type(self).__name__}: attribute 'recipe': expected layers that take a recipe, "
-                f"got {[type(child).__name__ for child in self.children()]}. Set that of the layers in their place."
+                f"transformer_plugin::{type(self).__name__}: attribute 'recipe': expected layers that have a "
+                f"recipe, got {[type(child).__name__ for child in self.children()]}. Set their formats instead."
             )
         before = [layer.recipe for layer in layers]
         try:
             for layer in layers:
                 layer.recipe = recipe
-            self._recipe_was_set()
+            self._on_recipe_change()
         except Exception:
-            for layer, held in zip(layers, before, strict=True):
-                if layer.recipe is not held:
-                    layer.recipe = held
+            for layer, previous in zip(layers, before, strict=True):
+                if layer.recipe is not previous:
+                    layer.recipe = previous
             raise
 
-    def _recipe_was_set(self) -> None:
-        """What else follows the recipe; raises where it cannot."""
+    def _on_recipe_change(self) -> None:
+        """Called after the recipe of the layers was set. Subclasses update what depends on it, or raise."""

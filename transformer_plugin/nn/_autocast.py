@@ -1,4 +1,4 @@
-"""What ``torch.autocast`` means for a module here: its operands are cast as those of ``torch.nn.Linear`` are."""
+"""``torch.autocast`` support: modules cast their operands under the same rules as ``torch.nn.Linear``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def operands(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of a layer, as autocast casts those of ``aten::linear``; as they are outside of a region."""
+    """Casts a layer's operands as autocast does for ``aten::linear``. Outside of autocast, returns them unchanged."""
     dtype = _dtype(input)
     if dtype is None:
         return input, weight, bias
@@ -16,30 +16,32 @@ def operands(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor
 
 
 def operand(input: Tensor) -> Tensor:
-    """The input alone."""
+    """Casts the input alone."""
     dtype = _dtype(input)
     return input if dtype is None else _cast(input, input, dtype)
 
 
 def as_float32(factor: Tensor) -> Tensor:
-    """A factor of rows, which the ops take in float32: mixed precision hands it over in the parameters' dtype. Its
-    gradient comes back in the dtype that it had."""
+    """Converts a per-row factor to float32, as the ops require.
+
+    Mixed-precision wrappers may pass it in the parameters' dtype. Its gradient has the original dtype.
+    """
     return factor.float() if factor.is_floating_point() else factor
 
 
 def _dtype(input: Tensor) -> torch.dtype | None:
-    """That of the region for tensors of this device."""
-    if not isinstance(input, Tensor):  # the op says what it expected
+    """Returns the autocast dtype for the input's device, or None outside of autocast."""
+    if not isinstance(input, Tensor):  # the op raises the error
         return None
     device = input.device.type
-    # Tensors on other devices, "meta" among them, have no regions, and torch refuses the question.
+    # Other devices, such as "meta", have no autocast; torch raises an error if asked.
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
 
 
 def _cast(tensor: Tensor, input: Tensor, dtype: torch.dtype) -> Tensor:
-    """Floating tensors on the device of the input, but no float64."""
+    """Casts floating-point tensors on the input's device, except float64."""
     if tensor.device.type != input.device.type or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -1,4 +1,4 @@
-"""What every module here does around its forward: errors say which layer raised them, and profiles show it."""
+"""The base class of the modules, and the wrapper around their forward that annotates errors and profiles."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ _NOTE = "raised in the layer "
 
 
 class PluginModule(torch.nn.Module):
-    """A module of the package."""
+    """Base class of the package's modules."""
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Asked by ``torch.jit.script`` of a module and of those within."""
+        """Raises an error. ``torch.jit.script`` calls this method on a module and on its submodules."""
         raise TypeError(
-            f"transformer_plugin.nn.{type(self).__name__}: expected another way into a graph than torch.jit.script, "
-            "which does not take the modules of this package. Use torch.export or torch.jit.trace; functions "
-            "of torch.ops.transformer_plugin can be scripted."
+            f"transformer_plugin.nn.{type(self).__name__}: expected torch.export, torch.compile or torch.jit.trace, "
+            "got torch.jit.script, which does not support the modules of this package. Use one of those; functions "
+            "that call torch.ops.transformer_plugin can be scripted."
         )
 
 
 def layer_forward(forward: Forward) -> Forward:
-    """Of a module: an error that leaves it carries a note with the layer's name and sizes, and while torch's profiler
-    runs the call is a range. Compiled code has neither, and pays for neither."""
+    """Decorates a module's forward.
+
+    An error that leaves it gets a note with the layer's name and sizes. While torch's profiler runs, the call is a
+    profiler range. Compiled code has neither and no overhead.
+    """
     name = f"transformer_plugin.nn.{forward.__qualname__.split('.')[0]}"
 
     @functools.wraps(forward)
@@ -44,20 +47,20 @@ def layer_forward(forward: Forward) -> Forward:
             with profiler.record_function(name):
                 return forward(self, *args, **kwargs)
         except (ValueError, TypeError, RuntimeError) as error:
-            _say_where(error, self)
+            _add_layer_note(error, self)
             raise
 
     return cast(Forward, call)
 
 
 def serializable(output: type[Output]) -> type[Output]:
-    """A named tuple that modules return: ``torch.export.save`` and AOTInductor write its name down."""
+    """Registers a named tuple that modules return, so that ``torch.export.save`` and AOTInductor can serialize it."""
     _register_namedtuple(output, serialized_type_name=f"{output.__module__}.{output.__qualname__}")
     return output
 
 
-def _say_where(error: Exception, module: torch.nn.Module) -> None:
-    """Adds the note, once: the innermost layer knows best."""
+def _add_layer_note(error: Exception, module: torch.nn.Module) -> None:
+    """Adds the layer's note to an error, unless an inner layer has added one."""
     notes: list[str] = getattr(error, "__notes__", [])
     if any(note.startswith(_NOTE) for note in notes):
         return
@@ -67,12 +70,15 @@ def _say_where(error: Exception, module: torch.nn.Module) -> None:
         error.add_note(note)
     else:
         error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
-        if error.args and isinstance(error.args[0], str):  # nothing else would show it
+        if error.args and isinstance(error.args[0], str):  # tracebacks of Python 3.10 do not show notes
             error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
 
 
 def _qualified_name(module: torch.nn.Module) -> str:
-    """As in ``named_modules()`` of the outermost module whose call this is in. A module does not know where it is."""
+    """Returns the module's name in the outermost module whose forward is running.
+
+    A module does not know its parents, so they are found in the call stack.
+    """
     outermost, frame = module, sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

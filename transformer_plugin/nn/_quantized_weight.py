@@ -1,4 +1,4 @@
-"""Weights that a module quantizes once for many forwards and backwards, instead of in each."""
+"""Cached quantized weights: a module quantizes its weight once for many forwards and backwards."""
 
 from __future__ import annotations
 
@@ -15,45 +15,52 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from transformer_plugin import ops
 from transformer_plugin.nn._module import PluginModule
-from transformer_plugin.parallel._spread import HoldsExperts, local
+from transformer_plugin.parallel._shard_experts import ExpertShardMixin, local
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
-#: Modules that hold what their weight was rounded to. No weight is referred to weakly: torch swaps no such tensor.
-_holders: WeakSet[HoldsQuantizedWeight] = WeakSet()
+#: Modules with a cached quantized weight. The set refers weakly to modules, not to weights: torch cannot swap a tensor
+#: that has weak references.
+_modules_with_cached_weight: WeakSet[QuantizedWeightMixin] = WeakSet()
 
 
-def _count_step(optimizer: Optimizer, *_: Any) -> None:
-    """After a step of any optimizer: ``fused=True`` changes parameters and leaves their versions as they are."""
-    if torch.compiler.is_compiling():  # a compiled step counts
+def _increment_weight_versions(optimizer: Optimizer, *_: Any) -> None:
+    """Runs after a step of any optimizer. ``fused=True`` updates parameters without incrementing their versions."""
+    if torch.compiler.is_compiling():  # compiled steps increment the versions
         return
-    held = {id(holder._quantized_from.weight) for holder in list(_holders) if holder._quantized_from}
+    cached = {
+        id(holder._quantized_from.weight)
+        for holder in list(_modules_with_cached_weight)
+        if holder._quantized_from
+    }
     for group in optimizer.param_groups:
-        increment_version([parameter for parameter in group["params"] if id(parameter) in held])
+        increment_version([parameter for parameter in group["params"] if id(parameter) in cached])
 
 
 @cache
-def _hook_steps() -> None:
-    """Once for the process, if any module quantizes its weight."""
-    register_optimizer_step_post_hook(_count_step)
+def _register_step_hook() -> None:
+    """Registers the optimizer hook, once per process, when the first module caches a quantized weight."""
+    register_optimizer_step_post_hook(_increment_weight_versions)
 
 
-def _part(weight: Tensor) -> Tensor:
-    """What of a weight lies on this rank."""
+def _local_part(weight: Tensor) -> Tensor:
+    """Returns this rank's part of a weight, without a gradient."""
     with torch.no_grad():
         return local(weight)
 
 
 def _version(weight: Tensor) -> int:
-    """How often a tensor, or the part of it that is here, was changed in place; inference tensors do not count."""
+    """Counts the in-place changes of a tensor and of its local part. Inference tensors have no version: 0."""
     if weight.is_inference():
         return 0
-    part = _part(weight)
+    part = _local_part(weight)
     return weight._version + (0 if part is weight else part._version)
 
 
-class _Origin(NamedTuple):
-    """What was rounded: a tensor, its version, and where its values lay. The memory may be freed meanwhile; an address
-    that is used again is told by the storage, which is another."""
+class _SourceWeight(NamedTuple):
+    """Identifies the weight that was quantized: the tensor, its version, and its memory.
+
+    The memory may be freed and its address reused later; the reference to the storage detects that.
+    """
 
     weight: Tensor
     version: int
@@ -62,58 +69,58 @@ class _Origin(NamedTuple):
     address: int
 
     @staticmethod
-    def of(weight: Tensor, behind: int = 0) -> _Origin:
-        kind, part = (weight.shape, weight.device), _part(weight)
+    def of(weight: Tensor, versions_behind: int = 0) -> _SourceWeight:
+        kind, part = (weight.shape, weight.device), _local_part(weight)
         storage = StorageWeakRef(part.untyped_storage())
-        return _Origin(weight, _version(weight) - behind, kind, storage, part.data_ptr())
+        return _SourceWeight(weight, _version(weight) - versions_behind, kind, storage, part.data_ptr())
 
-    def has_moved(self) -> bool:
-        """Whether the tensor has other memory: ``weight.data = other``."""
-        part = _part(self.weight)
+    def has_new_storage(self) -> bool:
+        """Whether the tensor has other memory now, as after ``weight.data = other``."""
+        part = _local_part(self.weight)
         return self.address != part.data_ptr() or self.storage != StorageWeakRef(part.untyped_storage())
 
 
-class HoldsQuantizedWeight(HoldsExperts, PluginModule):
+class QuantizedWeightMixin(ExpertShardMixin, PluginModule):
     """A module that quantizes its weight, in each forward or once for many."""
 
     weight: Tensor
     recipe: Recipe | None
     _formats: tuple[str, str, str]
-    #: what ops.quantize_weight gave; nothing while each forward rounds the weight.
+    #: the result of ops.quantize_weight; empty if each forward quantizes the weight.
     _quantized: tuple[Tensor, ...] = ()
-    _quantized_from: _Origin | None = None
+    _quantized_from: _SourceWeight | None = None
 
     def quantize_weights(self) -> None:
         """Quantizes the weight to the recipe's formats for every forward and backward until the next call.
 
-        Call it after each optimizer step, before the first forward: with gradients accumulated over n micro-batches
-        the weight is then quantized once and not n times. Outputs and gradients have the same bits. The result of
-        :func:`transformer_plugin.ops.quantize_weight` is kept in byte buffers ``quantized_weight_0``, ..., which are
-        not in the ``state_dict``; later calls write into the same memory, so a CUDA graph of a step stays valid, and
-        may contain the call itself.
+        Call it after each optimizer step, before the first forward. With gradients accumulated over n micro-batches,
+        the weight is then quantized once, not n times. Outputs and gradients have the same bits. The result of
+        :func:`transformer_plugin.ops.quantize_weight` is stored in byte buffers ``quantized_weight_0``, ..., which are
+        not in the ``state_dict``. Later calls write into the same memory, so CUDA graphs that use it stay valid, and
+        a CUDA graph may contain the call itself.
 
-        A forward raises if its weight was changed in place since (an optimizer step, ``load_state_dict``), has other
-        memory (``weight.data = other``) or is another tensor. Only eager code checks: compiled code and replays of a
-        CUDA graph use the buffers unchecked, and so does eager code after changes that autograd does not count
-        (``weight.data.add_(1)``, of an inference tensor, by a kernel of another library outside of a
-        ``torch.optim.Optimizer``). Call this method itself outside of compiled code. The backward of an earlier forward
-        raises, as for any tensor that is changed in place.
+        A forward raises an error if the weight has been changed in place since (an optimizer step,
+        ``load_state_dict``), has other memory (``weight.data = other``) or is another tensor. Only eager code checks
+        this. Compiled code and replays of a CUDA graph use the buffers unchecked. Eager code does not notice changes
+        that autograd does not count: ``weight.data.add_(1)``, changes of an inference tensor, and writes by a kernel
+        of another library outside of a ``torch.optim.Optimizer``. Call this method outside of compiled code. As for
+        any saved tensor that is changed in place, the backward of an earlier forward raises an error.
 
-        The weight must be a plain tensor: one that is gathered for each forward (FSDP) or computed in it
+        The weight must be a plain tensor. A weight that is gathered for each forward (FSDP) or computed in it
         (parametrizations) is another tensor each time.
 
-        Moves and casts of the module (``.to()``) and another recipe drop the buffers. ``DistributedDataParallel``
-        broadcasts buffers in each forward, although all ranks have these bytes already: ``broadcast_buffers=False``
-        avoids that. In a copy whose parameters are averaged (``AveragedModel``) the weights change: call
-        :meth:`forget_quantized_weights` there.
+        Moving or casting the module (``.to()``) and setting another recipe drop the buffers.
+        ``DistributedDataParallel`` broadcasts buffers in each forward, although all ranks have the same bytes;
+        ``broadcast_buffers=False`` avoids that. In a copy whose parameters are averaged (``AveragedModel``) the
+        weights change: call :meth:`forget_quantized_weights` there.
 
         Raises:
-            ValueError: no recipe, one that quantizes nothing, or ``DelayedScaling``, whose scales change in each
-                forward.
+            ValueError: there is no recipe, the recipe quantizes nothing, or it is ``DelayedScaling``, whose scales
+                change in each forward.
         """
         self._check_recipe()
-        weight, held = self.weight, self._quantized_from
-        if held is not None and held.kind != (weight.shape, weight.device):
+        weight, source = self.weight, self._quantized_from
+        if source is not None and source.kind != (weight.shape, weight.device):
             self.forget_quantized_weights()
         with torch.no_grad():
             if self._quantized:
@@ -121,31 +128,34 @@ class HoldsQuantizedWeight(HoldsExperts, PluginModule):
             else:
                 self._quantized = tuple(ops.quantize_weight(self.local_weight, *self._formats))
                 self._register_bytes()
-        self._remember(weight)
+        self._record_source(weight)
 
     def forget_quantized_weights(self) -> None:
-        """Drops the quantized weight: each forward quantizes again."""
+        """Drops the cached quantized weight: each forward quantizes again."""
         for i in range(len(self._quantized)):
             delattr(self, f"quantized_weight_{i}")
         self._quantized = ()
         self._quantized_from = None
 
     def _register_bytes(self) -> None:
-        """The same memory as buffers: bytes, which every backend of collectives sends, and without the versions of what
-        a backward keeps, which a broadcast of equal bytes does not change."""
+        """Registers the same memory as byte buffers.
+
+        Every collective backend supports bytes. The buffers do not share version counters with the tensors that a
+        backward saves, so a broadcast of equal bytes does not invalidate a backward.
+        """
         for i, tensor in enumerate(self._quantized):
             self.register_buffer(f"quantized_weight_{i}", tensor.view(torch.uint8).data, persistent=False)
 
-    def _remember(self, weight: Tensor, behind: int = 0) -> None:
-        self._quantized_from = _Origin.of(weight, behind)
-        _hook_steps()
-        _holders.add(self)
+    def _record_source(self, weight: Tensor, versions_behind: int = 0) -> None:
+        self._quantized_from = _SourceWeight.of(weight, versions_behind)
+        _register_step_hook()
+        _modules_with_cached_weight.add(self)
 
     def _quantized_weight(self) -> list[Tensor] | None:
-        """For the ops of a forward."""
+        """Returns the cached tensors for the ops of a forward, or None."""
         if not self._quantized:
             return None
-        if not torch.compiler.is_compiling():  # a graph is not made anew for every version
+        if not torch.compiler.is_compiling():  # checking in a graph would recompile for every version
             self._check_fresh()
         return list(self._quantized)
 
@@ -155,14 +165,14 @@ class HoldsQuantizedWeight(HoldsExperts, PluginModule):
         if origin.weight is not self.weight:
             got = "another tensor"
         elif origin.version != _version(origin.weight):
-            got = "one that was changed in place since"
-        elif origin.has_moved():
-            got = "one whose data is another tensor's since"
+            got = "one that was changed in place afterwards"
+        elif origin.has_new_storage():
+            got = "one whose .data was replaced afterwards"
         else:
             return
         raise ValueError(
             f"transformer_plugin::{type(self).__name__}: argument 'weight': expected the weight that "
-            f"quantize_weights() rounded, got {got}. Call quantize_weights() again after each change of the weight, "
+            f"quantize_weights() quantized, got {got}. Call quantize_weights() again after each change of the weight, "
             "or forget_quantized_weights()."
         )
 
@@ -170,8 +180,8 @@ class HoldsQuantizedWeight(HoldsExperts, PluginModule):
         if self._formats[1] != "none" and not isinstance(self.recipe, DelayedScaling):
             return
         raise ValueError(
-            f"transformer_plugin::{type(self).__name__}: argument 'recipe': expected a recipe that rounds the weight "
-            f"by the weight alone, got {self.recipe}. Leave out quantize_weights(), or set another recipe."
+            f"transformer_plugin::{type(self).__name__}: argument 'recipe': expected a recipe that quantizes the "
+            f"weight from its current values, got {self.recipe}. Leave out quantize_weights(), or set another recipe."
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -179,20 +189,19 @@ class HoldsQuantizedWeight(HoldsExperts, PluginModule):
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies, whose weight has versions of its own: how far it is behind, in place of its origin."""
+        """For copies and pickles: stores by how many versions the cache is outdated, as the copy has other versions."""
         state, origin = self.__dict__.copy(), self._quantized_from
         if origin is not None:
-            behind = -1 if origin.has_moved() else _version(origin.weight) - origin.version
-            state["_quantized_from"] = (origin.weight, behind)
-            names = [
-                f"quantized_weight_{i}" for i in range(len(self._quantized))
-            ]  # torch.save takes one dtype
-            state["_buffers"] = {name: held for name, held in self._buffers.items() if name not in names}
+            versions_behind = -1 if origin.has_new_storage() else _version(origin.weight) - origin.version
+            state["_quantized_from"] = (origin.weight, versions_behind)
+            # Left out of the state, because torch.save requires one dtype per storage.
+            names = [f"quantized_weight_{i}" for i in range(len(self._quantized))]
+            state["_buffers"] = {name: buffer for name, buffer in self._buffers.items() if name not in names}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if state.get("_quantized_from") is not None:
-            weight, behind = state["_quantized_from"]
+            weight, versions_behind = state["_quantized_from"]
             self._register_bytes()
-            self._remember(weight, behind)
+            self._record_source(weight, versions_behind)

@@ -1,4 +1,4 @@
-"""From a recipe to the format keys that the ops take, and the state that delayed scaling keeps."""
+"""Modules with a recipe: the format keys that they pass to the ops, and the state of delayed scaling."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch import Tensor
 from transformer_plugin import ops
 from transformer_plugin.formats import Format
 from transformer_plugin.nn import _tracing
-from transformer_plugin.nn._quantized_weight import HoldsQuantizedWeight
+from transformer_plugin.nn._quantized_weight import QuantizedWeightMixin
 from transformer_plugin.nn.checkpoint import scales_of
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
-#: Buffers of the state, in the order in which the ops take them.
+#: The state's buffers, in the order of the ops' arguments.
 STATE = ("delayed_history", "delayed_scale", "delayed_amax")
-#: What is rounded.
+#: The dtypes that the ops quantize.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @contextmanager
-def keeps_float32(module: torch.nn.Module, *names: str) -> Iterator[None]:
-    """Around a move or a cast of a module: these buffers of it are moved, and keep their float32 and its bits."""
+def keep_float32(module: torch.nn.Module, *names: str) -> Iterator[None]:
+    """Context for a module's move or cast: the named buffers change their device, but stay float32, bit for bit."""
     before = {name: module._buffers.get(name) for name in names}
     yield
-    for name, held in before.items():
+    for name, old in before.items():
         now = module._buffers.get(name)
-        if held is not None and now is not None and now.dtype != held.dtype:
-            module._buffers[name] = held.to(now.device)
+        if old is not None and now is not None and now.dtype != old.dtype:
+            module._buffers[name] = old.to(now.device)
 
 
 class RoleFormats(NamedTuple):
@@ -42,12 +42,12 @@ class RoleFormats(NamedTuple):
     grad: str = "none"
 
 
-class TakesRecipe(HoldsQuantizedWeight):
+class RecipeModule(QuantizedWeightMixin):
     """A module with a weight and a recipe. The format keys are computed when the recipe is set, not in every forward.
 
-    With :class:`~transformer_plugin.recipes.DelayedScaling` the scales of the input, the weight and the gradient, in
-    this order and each once for every matrix of the weight, are state in buffers: ``delayed_scale [n]``,
-    ``delayed_amax [n]`` and ``delayed_history [H, n]``, float32 whatever the module is cast to.
+    With :class:`~transformer_plugin.recipes.DelayedScaling` it has the buffers ``delayed_scale [n]``,
+    ``delayed_amax [n]`` and ``delayed_history [H, n]``, float32 even if the module is cast. They hold the values of
+    the input, then of the weight, then of the gradient; each of the three has one entry per matrix of the weight.
     """
 
     weight: Tensor
@@ -57,15 +57,18 @@ class TakesRecipe(HoldsQuantizedWeight):
     _recipe: Recipe | None
     _formats: RoleFormats
     _row_rules: RowRules
-    #: with an ``amax_group`` what this rank saw since its last update, in place of ``delayed_amax``: no buffer, because
-    #: frameworks that broadcast those would lose it before it is reduced.
+    #: with an ``amax_group``, this rank's amaxes since its last update, used in place of ``delayed_amax``. It is not a
+    #: buffer, because frameworks that broadcast buffers would overwrite it before it is reduced.
     _rank_amax: Tensor | None = None
 
     @property
     def recipe(self) -> Recipe | None:
-        """The formats of input, weight and gradient; None for unchanged operands. May be replaced: the state of delayed
-        scaling is created and dropped with its recipe, and kept while the history length is the same; cached quantized
-        weights are kept while the formats are the same."""
+        """The formats of input, weight and gradient; None for unchanged operands.
+
+        It may be replaced. The state of delayed scaling is created with the first ``DelayedScaling`` and dropped with
+        another recipe; it is kept while the history length is the same. Cached quantized weights are kept while the
+        formats are the same.
+        """
         return self._recipe
 
     @recipe.setter
@@ -73,8 +76,8 @@ class TakesRecipe(HoldsQuantizedWeight):
         if recipe is not None and not isinstance(recipe, Recipe):
             raise TypeError(
                 f"transformer_plugin.nn.{type(self).__name__}: argument 'recipe': expected a recipe of "
-                f"transformer_plugin.recipes or None, got {recipe!r}. Make one, or take "
-                "transformer_plugin.recipes.recipe_from_name() of a name."
+                f"transformer_plugin.recipes or None, got {recipe!r}. Construct one, or call "
+                "transformer_plugin.recipes.recipe_from_name() with a name."
             )
         formats = formats_of(recipe)
         self._check_widths(recipe, formats)
@@ -85,13 +88,15 @@ class TakesRecipe(HoldsQuantizedWeight):
         self._row_rules = row_rules(formats)
         self._make_state()
 
-    if TYPE_CHECKING:  # each has it
+    if TYPE_CHECKING:  # every subclass defines it
 
         def reset_parameters(self) -> None: ...
 
     def _check_widths(self, recipe: Recipe | None, formats: RoleFormats) -> None:
-        """Refuses a recipe whose blocks do not fit the widths of the weight: every forward would. Of a recipe set later
-        it only warns, because the weight may follow."""
+        """Raises if the recipe's blocks do not divide the weight's widths, because every forward would raise.
+
+        For a recipe that is set later it only warns, because the weight may be replaced next.
+        """
         block = max(width_multiple(key) for key in formats)
         for name, width in zip(
             ("in_features", "out_features"), reversed(self.weight.shape[-2:]), strict=False
@@ -99,7 +104,7 @@ class TakesRecipe(HoldsQuantizedWeight):
             if width % block == 0:
                 continue
             text = (
-                f"transformer_plugin.nn.{type(self).__name__}: argument 'recipe': expected one that takes "
+                f"transformer_plugin.nn.{type(self).__name__}: argument 'recipe': expected one that supports "
                 f"{name}={width}, got {recipe}, which needs a multiple of {block}. Use for example "
                 f"{name}={-(-width // block) * block}, or a recipe of another format."
             )
@@ -108,16 +113,16 @@ class TakesRecipe(HoldsQuantizedWeight):
             warnings.warn(text, UserWarning, stacklevel=4)
 
     def _make_state(self) -> None:
-        recipe, held = self._recipe, self._buffers.get(STATE[0])
+        recipe, history = self._recipe, self._buffers.get(STATE[0])
         if self._rank_amax is not None:
             self.delayed_amax.copy_(self._rank_amax)
             self._rank_amax = None
         if isinstance(recipe, DelayedScaling):
-            if held is None or held.shape[0] != recipe.amax_history_len:
+            if history is None or history.shape[0] != recipe.amax_history_len:
                 self._register_state(recipe)
             if recipe.amax_group:
                 self._rank_amax = self.delayed_amax.clone()
-        elif held is not None:
+        elif history is not None:
             for name in STATE:
                 delattr(self, name)
 
@@ -138,13 +143,13 @@ class TakesRecipe(HoldsQuantizedWeight):
             torch.nn.init.zeros_(self._rank_amax)
 
     @property
-    def _collects(self) -> Tensor:
-        """What amaxes are collected in."""
+    def _current_amax(self) -> Tensor:
+        """The tensor in which the ops collect amaxes."""
         return self.delayed_amax if self._rank_amax is None else self._rank_amax
 
     @staticmethod
-    def _takes(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether the op takes an input of this kind, and the parameters. It says why where it does not."""
+    def _op_accepts(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether the op will accept the input and the parameters. If not, the op raises the error."""
         if bias is not None and (
             bias.shape != weight.shape[:-1]
             or bias.device != weight.device
@@ -155,8 +160,10 @@ class TakesRecipe(HoldsQuantizedWeight):
         return fits and input.dtype == weight.dtype and input.device == weight.device
 
     def _delayed_scales(self, recipe: DelayedScaling, takes: bool) -> Tensor:
-        """Of this call: what an update at the end of the last one makes of its amaxes. Only training writes them, and
-        not before an op that will refuse the call."""
+        """Returns the scales for this call, from the amaxes of earlier calls.
+
+        In training this updates the state. The state must not change if the op is going to reject the call.
+        """
         if not takes:
             return self.delayed_scale
         if torch.compiler.is_compiling():
@@ -164,7 +171,7 @@ class TakesRecipe(HoldsQuantizedWeight):
         return scales_of(self, lambda: self._next_scales(recipe))
 
     def _next_scales(self, recipe: DelayedScaling) -> Tensor:
-        state = (self.delayed_history, self.delayed_scale, self._collects)
+        state = (self.delayed_history, self.delayed_scale, self._current_amax)
         rule = (list(self._formats), recipe.margin, recipe.amax_compute_algo)
         if _tracing.is_tracing():
             update = _tracing.update_delayed_scale_ if self.training else _tracing.delayed_scale
@@ -184,7 +191,7 @@ class TakesRecipe(HoldsQuantizedWeight):
             self._rank_amax = self.delayed_amax.clone()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        with keeps_float32(self, *STATE):
+        with keep_float32(self, *STATE):
             super()._apply(fn, recurse)
         if self._rank_amax is not None:
             now = fn(self._rank_amax)
@@ -193,29 +200,29 @@ class TakesRecipe(HoldsQuantizedWeight):
 
 
 def formats_of(recipe: Recipe | None) -> RoleFormats:
-    """The keys of a recipe; "none" three times when there is no recipe."""
+    """Returns the keys of a recipe: "none" three times if there is no recipe."""
     if recipe is None:
         return RoleFormats()
     return RoleFormats(recipe.input_format, recipe.weight_format, recipe.grad_format)
 
 
 def width_multiple(key: str) -> int:
-    """What the widths of a product with an operand in this format must be a multiple of."""
+    """Returns the number of which a product's widths must be a multiple if an operand has this format."""
     format = Format.parse(key)
     return format.block[1] if format.block and format.family in ("mxfp8", "nvfp4") else 1
 
 
 class RowRules(NamedTuple):
-    """The padding of the rows of each group."""
+    """How the rows of each group are padded."""
 
     #: the preferred alignment of the GPU's kernels.
     alignment: int = 1
-    #: required, because a backward quantizes along the rows.
+    #: required multiple, because a backward quantizes along the rows.
     multiple: int = 1
 
 
 def row_rules(formats: RoleFormats) -> RowRules:
-    """Of a layer with these formats."""
+    """Returns the padding rules of a layer with these formats."""
     parsed = [Format.parse(key) for key in formats]
     return RowRules(
         max(format.alignment for format in parsed), max(format.group_multiple for format in parsed)

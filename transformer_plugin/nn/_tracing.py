@@ -1,7 +1,8 @@
-"""What ``torch.jit.trace`` would write down as constants, in TorchScript, which it takes over as it is.
+"""TorchScript versions of functions that ``torch.jit.trace`` would record with constants.
 
-A trace records the calls of ops with the integers among their arguments as constants, even those computed from sizes
-of the example, and takes no list of strings. The functions here are compiled once, in the first trace.
+A trace records the ops' integer arguments as constants, even those computed from the example's sizes, and does not
+support lists of strings. A trace includes TorchScript functions as they are. The functions here are compiled once, in
+the first trace.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from torch import Tensor
 
 
 def is_tracing() -> bool:
-    """Whether calls are recorded by ``torch.jit.trace``."""
+    """Whether ``torch.jit.trace`` is recording."""
     return not torch.compiler.is_compiling() and torch.jit.is_tracing()  # type: ignore[attr-defined]
 
 
 def permute_all(
     tokens: Tensor, indices: Tensor, num_experts: int, alignment: int, multiple: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``ops.permute`` with room for every row of these tokens, and not of the example's."""
+    """``ops.permute`` with capacity for all rows of the actual tokens, not of the example's tokens."""
     result: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = _script(_permute_all)(
         tokens, indices, num_experts, alignment, multiple
     )
@@ -31,13 +32,13 @@ def permute_all(
 
 
 def delayed_scale(state: tuple[Tensor, Tensor, Tensor], rule: tuple[list[str], int, str]) -> Tensor:
-    """``ops.delayed_scale``."""
+    """``ops.delayed_scale`` in TorchScript."""
     result: Tensor = _script(_delayed_scale)(*state, *rule[0], *rule[1:])
     return result
 
 
 def update_delayed_scale_(state: tuple[Tensor, Tensor, Tensor], rule: tuple[list[str], int, str]) -> Tensor:
-    """``ops.update_delayed_scale_``."""
+    """``ops.update_delayed_scale_`` in TorchScript."""
     result: Tensor = _script(_update_delayed_scale_)(*state, *rule[0], *rule[1:])
     return result
 
@@ -45,7 +46,7 @@ def update_delayed_scale_(state: tuple[Tensor, Tensor, Tensor], rule: tuple[list
 @cache
 def _script(function: Callable[..., Any]) -> Callable[..., Any]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # whoever traces has seen it
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit.trace has warned already
         scripted: Callable[..., Any] = torch.jit.script(function)
     return scripted
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing that keeps the scales of delayed scaling."""
+"""Activation checkpointing that reuses the scales of the first forward with delayed scaling."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Scales:
-    """Which scales the delayed layers of one function took: call by call of each layer, in one forward."""
+    """The scales that the layers of one checkpointed function used in its first forward, per layer and call."""
 
     def __init__(self) -> None:
         self._taken: dict[torch.nn.Module, list[Tensor]] = {}
@@ -22,7 +22,7 @@ class Scales:
 
     @contextmanager
     def of_this_run(self) -> Iterator[None]:
-        """The first run takes notes, those after it read them."""
+        """Context of one run of the function: the first run records scales, later runs read them."""
         self._given = {}
         token = _runs.set((*_runs.get(), self))
         try:
@@ -32,28 +32,29 @@ class Scales:
             self._replays = True
 
     def note(self, layer: torch.nn.Module, scale: Tensor) -> None:
-        """Of the next call of the layer."""
+        """Records the scales of the layer's next call, in the first run."""
         self._taken.setdefault(layer, []).append(scale)
 
     def next(self, layer: torch.nn.Module) -> Tensor:
-        """Of the next call of the layer in a run after the first."""
+        """Returns the recorded scales of the layer's next call, in a later run."""
         call = self._given.get(layer, 0)
         taken = self._taken.get(layer, [])
         if call == len(taken):
             raise RuntimeError(
                 f"transformer_plugin.checkpoint: argument 'function': expected to call {type(layer).__name__} "
-                f"{call} times, as in its forward, got one more when it ran again. Let it do the same each time."
+                f"{call} times, as in its first forward, got one more call when it was recomputed. Make the function "
+                "deterministic."
             )
         self._given[layer] = call + 1
         return taken[call]
 
 
-#: Of the functions that this thread is running under :func:`checkpoint`, the outer first.
+#: The functions that this thread runs under :func:`checkpoint`, outermost first.
 _runs: ContextVar[tuple[Scales, ...]] = ContextVar("transformer_plugin_checkpoints", default=())
 
 
 def scales_of(layer: torch.nn.Module, find: Callable[[], Tensor]) -> Tensor:
-    """Of this call of a delayed layer: those of the forward if that runs again, else what ``find`` gives."""
+    """Returns the scales of this call of a layer: the recorded ones in a recomputation, otherwise ``find()``."""
     runs = _runs.get()
     if not runs:
         return find()
@@ -65,24 +66,24 @@ def scales_of(layer: torch.nn.Module, find: Callable[[], Tensor]) -> Tensor:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
-    """:func:`torch.utils.checkpoint.checkpoint` that keeps the scales of its forward.
+    """:func:`torch.utils.checkpoint.checkpoint` that reuses the scales of the first forward.
 
-    A layer with :class:`~transformer_plugin.recipes.DelayedScaling` updates its scales in every forward in training.
-    Recomputed in the backward, it uses the scales of its first run and does not update: outputs, gradients and state
-    have the bits of a run without checkpointing, with any number of forwards before the first backward and layers used
-    any number of times. With torch's own function that holds only if each layer's backward comes before its next
-    forward. The saved scales take 12 bytes for a ``Linear``. Calls may be nested.
+    A layer with :class:`~transformer_plugin.recipes.DelayedScaling` updates its scales in every training forward.
+    When the function is recomputed in the backward, the layer uses the scales of its first run and does not update.
+    Outputs, gradients and state then have the same bits as without checkpointing, for any number of forwards before
+    the first backward and any number of calls of a layer. With torch's own function that is true only if each layer's
+    backward comes before its next forward. The saved scales take 12 bytes for a ``Linear``. Calls may be nested.
 
     Args:
-        function: is recomputed in the backward.
-        args, kwargs: of the function, and the options of torch's.
-        use_reentrant: as in torch's; False is what torch recommends.
+        function: the function to recompute in the backward.
+        args, kwargs: arguments of the function, and options of torch's checkpoint function.
+        use_reentrant: as in torch's checkpoint function; torch recommends False.
 
     Returns:
         The result of the function.
 
-    In code that ``torch.compile`` compiles it is torch's own, and the compiler saves the scales. A compiled function
-    that is called through it in eager code uses the current scales when it is recomputed, as with torch's own.
+    In code that ``torch.compile`` compiles this is torch's own function, and the compiler saves the scales. If eager
+    code calls a compiled function through it, the recomputation uses the current scales, as with torch's own function.
     """
     if torch.compiler.is_compiling():
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)

@@ -1,4 +1,4 @@
-"""Dispatch to the experts and combine: on one rank (here), or over a group (parallel/expert.py)."""
+"""Dispatch of tokens to experts and combine: on one rank (here), or over a group (``parallel/expert.py``)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 class DispatchConfig:
     """How many rows the experts of one rank receive. All sizes are static; the defaults never drop a row."""
 
-    #: rows that this rank can receive; further rows are dropped, those of the last expert first. None: enough for all.
+    #: rows that this rank can receive; further rows are dropped, the last expert's first. None: enough for all rows.
     capacity: int | None = None
     #: the largest number of tokens of any rank in one call; required with a group, unused without one.
     max_tokens: int | None = None
-    #: the rows of each expert are padded with zero rows to a multiple of this. None: the kernels' preferred alignment,
-    #: 1 on a CPU and the recipe's ``Format.alignment`` on a GPU (it changes no result); and 1 with a ``capacity``,
-    #: because padding takes up capacity and a GPU would drop other rows than a CPU. With ``NVFP4BlockScaling`` the
-    #: alignment and the capacity are multiples of 16, and None means 16.
+    #: the rows of each expert are padded with zero rows to a multiple of this. None: 1 on a CPU, and on a GPU the
+    #: kernels' preferred alignment, ``Format.alignment`` of the recipe (results are the same). With a ``capacity`` None
+    #: means 1, because padding uses capacity and a GPU would drop other rows than a CPU. With ``NVFP4BlockScaling`` the
+    #: alignment and the capacity must be multiples of 16, and None means 16.
     alignment: int | None = None
     #: the longest wait for other ranks in seconds. None: the setting TRANSFORMER_PLUGIN_PEER_TIMEOUT, by default 60.
     timeout: float | None = None
@@ -49,12 +49,15 @@ class DispatchConfig:
                 )
 
     def row_alignment(self, preferred: int, multiple: int) -> int:
-        """``alignment`` if given; else the kernels' ``preferred`` alignment if it cannot cause a dropped row, at least
-        the ``multiple`` that the recipe requires. Both are powers of two."""
+        """Returns the alignment of each expert's rows; ``preferred`` and ``multiple`` are powers of two.
+
+        It is ``alignment`` if given, otherwise the kernels' ``preferred`` alignment unless padding could cause a
+        dropped row. It is at least the ``multiple`` that the recipe requires.
+        """
         return self.alignment or max(preferred if self.capacity is None else 1, multiple)
 
     def check_multiple(self, multiple: int) -> None:
-        """Raises if the alignment or the capacity is not a multiple of what the recipe requires of an expert's rows."""
+        """Raises if the alignment or the capacity is not a multiple of what the recipe requires for expert rows."""
         for name, value in (("alignment", self.alignment), ("capacity", self.capacity)):
             if value is not None and value % multiple:
                 raise ValueError(
@@ -68,15 +71,15 @@ class Received(NamedTuple):
     """The input of this rank's experts."""
 
     #: ``[capacity, H]``, sorted by expert, each expert's rows padded with zeros. In eager calls over a group on a
-    #: CPU only the rows in use.
+    #: CPU it has only the rows in use.
     rows: Tensor
     #: float32 ``[capacity]``, the weight of each row, 0 in padding.
     probs: Tensor
     #: int64 ``[experts of this rank]``, rows including padding.
     group_sizes: Tensor
-    #: int64 ``[1]``, the rows before any is dropped.
+    #: int64 ``[1]``, the number of rows before any is dropped.
     total: Tensor
-    #: the plan, for ``combine`` of the same exchange.
+    #: the plan, for the same exchange's ``combine``.
     origin: Any
 
 
@@ -90,14 +93,14 @@ class LocalExchange:
     gpu_alignment: int
     #: each expert's rows must be a multiple of this.
     row_multiple: int = 1
-    #: the experts are not distributed.
+    #: None, because the experts are not distributed.
     group: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         self.config.check_multiple(self.row_multiple)
 
-    def fitted(self, gpu_alignment: int, row_multiple: int) -> LocalExchange:
-        """A copy with the alignments of another recipe."""
+    def with_alignment(self, gpu_alignment: int, row_multiple: int) -> LocalExchange:
+        """Returns a copy with the alignments of another recipe."""
         return LocalExchange(self.num_experts, self.config, gpu_alignment, row_multiple)
 
     def dispatch(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Received:
@@ -138,7 +141,7 @@ class GroupExchange:
         if config.max_tokens is None:
             raise ValueError(
                 "transformer_plugin::MoE: argument 'dispatch': expected max_tokens with a group of several ranks, "
-                "got None. Pass dispatch=DispatchConfig(max_tokens=the most tokens of any rank in one call)."
+                "got None. Pass dispatch=DispatchConfig(max_tokens=the largest number of tokens of a rank in one call)."
             )
         self.config = config
         self.context = EpContext(
@@ -164,19 +167,19 @@ class GroupExchange:
         on_gpu = self.context.device.type == "cuda"
         return self.config.row_alignment(gpu_alignment if on_gpu else 1, row_multiple)
 
-    def fitted(self, gpu_alignment: int, row_multiple: int) -> GroupExchange:
-        """A copy with the alignments of another recipe, the same on every rank. The context stays valid."""
+    def with_alignment(self, gpu_alignment: int, row_multiple: int) -> GroupExchange:
+        """Returns a copy with the alignments of another recipe, the same on every rank. The context stays valid."""
         self.config.check_multiple(row_multiple)
-        fitted = copy.copy(self)
-        fitted.alignment = self._row_alignment(gpu_alignment, row_multiple)
-        return fitted
+        with_alignment = copy.copy(self)
+        with_alignment.alignment = self._row_alignment(gpu_alignment, row_multiple)
+        return with_alignment
 
     def dispatch(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Received:
         """Sends each token to the ranks of its experts."""
         if is_tracing():
             raise ValueError(
-                "transformer_plugin::MoE: argument 'group': expected None under torch.jit.trace, which would keep the "
-                f"number of tokens of its example, got a group of {self.context.num_ranks} ranks. Use torch.export or "
+                "transformer_plugin::MoE: argument 'group': expected None under torch.jit.trace, which would record "
+                f"the example's number of tokens, got a group of {self.context.num_ranks} ranks. Use torch.export or "
                 "torch.compile."
             )
         plan = _rows_in_use(self.context.plan(indices, alignment=self.alignment))
@@ -200,10 +203,10 @@ class GroupExchange:
     def __reduce__(self) -> NoReturn:
         """Raises: a process group cannot be pickled."""
         raise TypeError(
-            "transformer_plugin::MoE: argument 'group': expected a layer without one where the module itself is "
-            f"pickled (torch.save of a module, for one), got the group '{self.context.group_name}' of "
-            f"{self.context.num_ranks} ranks. Save state_dict(), with torch.distributed.checkpoint for another number "
-            "of ranks to read, and load it into a layer made with the group of the new processes."
+            "transformer_plugin::MoE: argument 'group': expected a layer without a group when the module itself is "
+            f"pickled (as by torch.save of a module), got the group '{self.context.group_name}' of "
+            f"{self.context.num_ranks} ranks. Save state_dict(), with torch.distributed.checkpoint if another number "
+            "of ranks will load it, and load it into a layer made with the group of the new processes."
         )
 
     def __repr__(self) -> str:
@@ -211,14 +214,14 @@ class GroupExchange:
 
 
 def _rows_in_use(plan: EpPlan) -> EpPlan:
-    """The plan without unused rows, if their number can be read without cost: on a CPU, not in a graph.
+    """Returns the plan without unused rows where reading their number costs nothing: on a CPU, outside of a graph.
 
     The worst-case capacity is R times the rows of a balanced routing, and every op would write zeros to unused rows.
     """
     if (
         torch.compiler.is_compiling()
         or plan.source.device.type != "cpu"
-        or is_in_torch_dispatch_mode()  # fake tensors have no values, and a traced number would be a constant
+        or is_in_torch_dispatch_mode()  # fake tensors have no values, and tracing would record a constant
     ):
         return plan
     return plan._replace(source=plan.source[: int(plan.tokens_per_expert.sum())])

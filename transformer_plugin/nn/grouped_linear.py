@@ -1,4 +1,4 @@
-"""GroupedLinear: one linear layer per group of rows, in one packed parameter."""
+"""GroupedLinear: one linear layer per group of rows, with the weights packed into one parameter."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from transformer_plugin import ops
 from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._autocast import as_float32, operands
 from transformer_plugin.nn._module import layer_forward
-from transformer_plugin.nn._recipe import TakesRecipe
-from transformer_plugin.parallel._spread import draw_uniform
+from transformer_plugin.nn._recipe import RecipeModule
+from transformer_plugin.parallel._shard_experts import draw_uniform
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
 
-class GroupedLinear(TakesRecipe):
-    """Rows sorted by group, each group times its own weight: ``output_g = input_g @ weight[g].T + bias[g]``.
+class GroupedLinear(RecipeModule):
+    """Multiplies each group of rows by its own weight: ``output_g = input_g @ weight[g].T + bias[g]``.
 
-    The sizes of the groups are a tensor on the device of the data, and the host does not read them on CUDA: one
-    compiled graph or CUDA graph serves every routing. Rows past the last group are zero in the output and in
-    the gradient.
+    The rows are sorted by group. The group sizes are a tensor on the data's device, and the host does not read them on
+    CUDA, so one compiled graph or CUDA graph serves every routing. Rows past the last group are zero in the output and
+    in the gradient.
 
     Args:
-        num_groups: G, for example the experts of this rank. Any number.
+        num_groups: G, for example this rank's experts. Any number.
         in_features: K, the columns of the input.
         out_features: N, the columns of the output.
         bias: whether each group adds a learned ``[N]``.
         device, dtype: of the parameters; ``device="meta"`` defers the initial values to
             ``reset_parameters()``.
         recipe: the formats of input, weight and gradient; None multiplies in the dtype of the parameters.
-        scale_bias: the bias of a row is multiplied by ``bias_scale`` of that row, which ``forward`` then
-            needs.
+        scale_bias: whether the bias of each row is multiplied by ``bias_scale`` of that row, an argument that
+            ``forward`` then requires.
 
-    Parameters: ``weight [G, N, K]`` and ``bias [G, N]``, plain tensors, packed: every optimizer,
-    ``state_dict`` and sharding works with them. Their initial values are those of G layers ``torch.nn.Linear(K, N)``.
+    Parameters: ``weight [G, N, K]`` and ``bias [G, N]``, plain packed tensors that work with every optimizer,
+    ``state_dict`` and sharding. Their initial values are those of G layers ``torch.nn.Linear(K, N)``.
 
     Buffers: with ``DelayedScaling`` ``delayed_history [H, 3 * G]``, ``delayed_scale [3 * G]`` and
-    ``delayed_amax [3 * G]``, float32, of the input's groups, the weights and the gradient's groups. After
-    :meth:`quantize_weights` the quantized weight, not in the ``state_dict``.
+    ``delayed_amax [3 * G]``, float32: first the input's groups, then the weights, then the gradient's groups. After
+    :meth:`quantize_weights` also the quantized weight, which is not in the ``state_dict``.
     """
 
     weight: Parameter
@@ -83,7 +83,7 @@ class GroupedLinear(TakesRecipe):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform within ``1 / sqrt(K)``, as ``torch.nn.Linear``; with delayed scaling also a fresh state."""
+        """Uniform within ``1 / sqrt(K)``, as in ``torch.nn.Linear``. Also resets the state of delayed scaling."""
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
         with torch.no_grad():
             draw_uniform(self, self.weight, bound)
@@ -101,40 +101,41 @@ class GroupedLinear(TakesRecipe):
             input: ``[T, K]``, the rows of group 0, then of group 1, and so on; rows past the last group are
                 ignored.
             group_sizes: int32 or int64 ``[G]`` on the device of ``input``, each at least 0, with a sum of at
-                most T. For a backward with ``NVFP4BlockScaling`` multiples of 16, as T. A list or a tuple of
-                integers is converted to a tensor, which on a GPU waits for a copy in each call.
-            bias_scale: ``[T]``, only with ``scale_bias``: the factor of the bias in each row, in float32 or
-                converted to it.
+                most T. For a backward with ``NVFP4BlockScaling`` the sizes and T are multiples of 16. A list or a
+                tuple of integers is converted to a tensor in each call; on a GPU this waits for a copy.
+            bias_scale: ``[T]``, only with ``scale_bias``: the factor of each row's bias. It is converted to
+                float32 if it has another dtype.
 
         Returns:
-            ``[T, N]`` in the dtype of ``input`` (under ``torch.autocast`` in that of autocast, to which input,
-            weight and bias are cast first), differentiable in ``input``, the parameters and
-            ``bias_scale``.
+            ``[T, N]`` in the dtype of ``input``, differentiable in ``input``, the parameters and ``bias_scale``.
+            Under ``torch.autocast`` input, weight and bias are cast first, and the output has autocast's dtype.
         """
         if not isinstance(group_sizes, Tensor) and group_sizes is not None:
-            whole = None if group_sizes else torch.int64  # of what is no integer the op tells
+            whole = None if group_sizes else torch.int64  # if a value is no integer, the op raises
             group_sizes = torch.tensor(group_sizes, dtype=whole, device=input.device)
         if (bias_scale is not None) != self.scale_bias:
             raise ValueError(
                 "transformer_plugin::GroupedLinear: argument 'bias_scale': expected "
                 f"{'a tensor [T]' if self.scale_bias else 'None'} with scale_bias={self.scale_bias}, got "
-                f"{'None' if self.scale_bias else 'a tensor'}. Make the constructor and the call agree."
+                f"{'None' if self.scale_bias else 'a tensor'}. Use the same choice in the constructor and the call."
             )
         quantized_weight = self._quantized_weight()
         bias_scale = None if bias_scale is None else as_float32(bias_scale)
         input, weight, bias = operands(input, self.local_weight, self.local_bias)
         if isinstance(self.recipe, DelayedScaling):
-            takes = self._takes(input, weight, bias) and self._takes_rows(input, group_sizes, bias_scale)
+            takes = self._op_accepts(input, weight, bias) and self._op_accepts_rows(
+                input, group_sizes, bias_scale
+            )
             scale = self._delayed_scales(self.recipe, takes)
-            amax = self._collects if self.training else None
+            amax = self._current_amax if self.training else None
             layer = (scale, amax, bias, bias_scale, *self._formats)
             return ops.grouped_linear_scaled(input, weight, group_sizes, *layer)
         return ops.grouped_linear(
             input, weight, group_sizes, bias, bias_scale, *self._formats, quantized_weight
         )
 
-    def _takes_rows(self, input: Tensor, group_sizes: Tensor, bias_scale: Tensor | None) -> bool:
-        """Whether the op takes these beside the input; of the sizes' values, which a CPU has at hand, too."""
+    def _op_accepts_rows(self, input: Tensor, group_sizes: Tensor, bias_scale: Tensor | None) -> bool:
+        """Whether the op will accept these arguments. On a CPU this includes the values of the group sizes."""
         if input.dim() != 2 or group_sizes.shape != (self.num_groups,) or group_sizes.device != input.device:
             return False
         if group_sizes.dtype not in (torch.int32, torch.int64) or not group_sizes.is_contiguous():

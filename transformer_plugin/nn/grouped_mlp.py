@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from transformer_plugin import ops
-from transformer_plugin.nn._attributes import SharesRecipe, fixed, recipe_layers
+from transformer_plugin.nn._attributes import SharedRecipeModule, fixed, recipe_layers
 from transformer_plugin.nn._autocast import as_float32, operands
 from transformer_plugin.nn._module import layer_forward
 from transformer_plugin.nn.grouped_linear import GroupedLinear
@@ -15,8 +15,10 @@ from transformer_plugin.recipes import DelayedScaling, Recipe
 
 
 def _is_plain(layer: torch.nn.Module) -> bool:
-    """Whether a call of the layer is its own ``forward`` and nothing else: not one of a subclass, as a sharded or a
-    parametrized layer is, not one put in its place, and without hooks."""
+    """Whether calling the layer runs exactly ``GroupedLinear.forward``.
+
+    False for a subclass (as sharded and parametrized layers are), a replaced forward, and a layer with hooks.
+    """
     return type(layer) is GroupedLinear and not (
         layer._forward_pre_hooks
         or layer._forward_hooks
@@ -27,28 +29,29 @@ def _is_plain(layer: torch.nn.Module) -> bool:
     )
 
 
-class GroupedMLP(SharesRecipe):
-    """``fc2(swiglu(fc1(input)) * probs)`` for each group with its own weights.
+class GroupedMLP(SharedRecipeModule):
+    """``fc2(swiglu(fc1(input)) * probs)`` for each group, with its own weights.
 
-    The probability of a row scales it between the two products, and the bias of ``fc2`` too: the output is
-    the expert's output times the probability, so combining is a plain sum.
+    The probability of a row scales the row between the two products, and also the bias of ``fc2``. The output is the
+    expert's output times the probability, so combining is a plain sum.
 
     Args:
         num_groups: G, the experts of this rank.
         hidden: H, the columns of input and output.
-        ffn_hidden: F, the columns between the products; ``fc1`` gives 2F, the gate first.
+        ffn_hidden: F, the columns between the products. ``fc1`` has 2F output columns, the gate's first.
         bias: whether both products add a learned bias.
         device, dtype: as in :class:`GroupedLinear`.
-        recipe: the formats of both products. Set later, it is set in both layers.
+        recipe: the formats of both products. Setting it later sets it in both layers.
 
     Parameters: ``fc1.weight [G, 2F, H]``, ``fc2.weight [G, H, F]``, and with bias ``fc1.bias [G, 2F]``,
     ``fc2.bias [G, H]``.
 
-    While ``fc1`` and ``fc2`` are unmodified, one op runs both, :func:`~transformer_plugin.ops.grouped_mlp`, with the
-    bits of the layers one after the other. Layers with hooks, of another class (for example sharded separately), with
-    different formats, or with :class:`~transformer_plugin.recipes.DelayedScaling` are called one by one, as is any
-    module in their place: ``fc1(input, group_sizes)``, and ``fc2(activation, group_sizes, bias_scale)``, where
-    ``bias_scale`` is ``probs`` with biases and None without.
+    While ``fc1`` and ``fc2`` are unmodified, one op, :func:`~transformer_plugin.ops.grouped_mlp`, runs both; the result
+    has the same bits as calling the layers. The layers are called one by one if they have hooks, are of another class
+    (for example sharded separately), have different formats, or use
+    :class:`~transformer_plugin.recipes.DelayedScaling`. Modules that replace them are called in the same way:
+    ``fc1(input, group_sizes)``, and ``fc2(activation, group_sizes, bias_scale)``, where ``bias_scale`` is ``probs``
+    with biases and None without.
     """
 
     num_groups: int = fixed("num_groups")
@@ -82,7 +85,7 @@ class GroupedMLP(SharesRecipe):
             layer.reset_parameters()
 
     def quantize_weights(self) -> None:
-        """:meth:`GroupedLinear.quantize_weights` of both layers: call it after each optimizer step."""
+        """Calls :meth:`GroupedLinear.quantize_weights` of both layers. Call it after each optimizer step."""
         for layer in recipe_layers(self):
             layer.quantize_weights()
 
@@ -98,15 +101,15 @@ class GroupedMLP(SharesRecipe):
         Args:
             input: ``[T, H]``, sorted by group.
             group_sizes: int32 or int64 ``[G]`` on the device of ``input``.
-            probs: ``[T]``, the weight of each row, in float32 or converted to it.
+            probs: ``[T]``, the weight of each row. It is converted to float32 if it has another dtype.
 
         Returns:
-            ``[T, H]`` in the dtype of ``input`` (under ``torch.autocast`` in that of autocast, to which input,
-            weights and biases are cast first), differentiable in ``input``, ``probs`` and the parameters.
+            ``[T, H]`` in the dtype of ``input``, differentiable in ``input``, ``probs`` and the parameters. Under
+            ``torch.autocast`` input, weights and biases are cast first, and the output has autocast's dtype.
             Rows past the last group are zero.
         """
         fc1, fc2, probs = self.fc1, self.fc2, as_float32(probs)
-        if self._runs_as_one(fc1, fc2):
+        if self._can_fuse(fc1, fc2):
             quantized = (fc1._quantized_weight(), fc2._quantized_weight())
             _, fc2_weight, fc2_bias = operands(input, fc2.local_weight, fc2.local_bias)
             input, fc1_weight, fc1_bias = operands(input, fc1.local_weight, fc1.local_bias)
@@ -115,7 +118,7 @@ class GroupedMLP(SharesRecipe):
         if input.dim() == 2 and (
             probs.shape != input.shape[:1] or probs.dtype != torch.float32 or probs.device != input.device
         ):
-            # Refused here, before the first layer's state of delayed scaling has changed.
+            # The op rejects these here, before the first layer changes its state of delayed scaling.
             ops.swiglu(input.new_empty(()).expand(input.shape[0], 2 * self.ffn_hidden), probs)
         activation = ops.swiglu(fc1(input, group_sizes), probs)
         return fc2(activation, group_sizes, probs if getattr(fc2, "scale_bias", self.bias) else None)
@@ -125,8 +128,8 @@ class GroupedMLP(SharesRecipe):
         return f"num_groups={self.num_groups}, hidden={self.hidden}, ffn_hidden={self.ffn_hidden}, bias={self.bias}"
 
     @staticmethod
-    def _runs_as_one(fc1: GroupedLinear, fc2: GroupedLinear) -> bool:
-        """Asked in every forward: hooks and recipes come and go."""
+    def _can_fuse(fc1: GroupedLinear, fc2: GroupedLinear) -> bool:
+        """Whether one op can run both layers. Checked in every forward, because hooks and recipes may change."""
         return (
             not _has_any_global_hook()
             and _is_plain(fc1)

@@ -8,32 +8,32 @@ from torch import Tensor
 from transformer_plugin import ops
 from transformer_plugin.nn._autocast import operands
 from transformer_plugin.nn._module import layer_forward
-from transformer_plugin.nn._recipe import TakesRecipe
+from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
 
-class Linear(TakesRecipe, torch.nn.Linear):
+class Linear(RecipeModule, torch.nn.Linear):
     """``input @ weight.T + bias``, with the operands in the formats of a recipe.
 
-    A drop-in for :class:`torch.nn.Linear`: the same constructor, initial values, parameters and
-    ``state_dict``, and one more keyword. It is a ``torch.nn.Linear``, so code that looks for those finds it.
+    A drop-in replacement for :class:`torch.nn.Linear`, of which it is a subclass: the same constructor, initial values,
+    parameters and ``state_dict``, and one more keyword argument.
 
     Args:
         in_features: K, the last dimension of the input. With ``Float8BlockScaling`` any K; multiples of 128
             need no padding. With ``MXFP8BlockScaling`` a multiple of 32, with ``NVFP4BlockScaling`` of 16.
-        out_features: N, the last dimension of the output; a multiple of the same.
+        out_features: N, the last dimension of the output. The same multiples are required.
         bias: whether to add a learned ``[N]``.
         device, dtype: of the parameters; ``device="meta"`` defers the initial values to
             ``reset_parameters()``.
         recipe: the formats of input, weight and gradient; None multiplies in the dtype of the parameters.
 
     Buffers: with ``DelayedScaling`` ``delayed_history [H, 3]``, ``delayed_scale [3]`` and ``delayed_amax [3]``,
-    float32, of the input, the weight and the gradient. After :meth:`quantize_weights` the quantized weight, not in the
-    ``state_dict``. None otherwise.
+    float32, of the input, the weight and the gradient. After :meth:`quantize_weights` the quantized weight, which is
+    not in the ``state_dict``. Otherwise none.
 
-    Shapes: input ``[..., K]``, output ``[..., N]`` in the dtype of the input, or under ``torch.autocast`` in that
-    of autocast, to which input, weight and bias are cast first, as in ``torch.nn.Linear``. For a backward with
-    ``NVFP4BlockScaling`` the rows of the input, all leading dimensions together, are a multiple of 16.
+    Shapes: input ``[..., K]``, output ``[..., N]`` in the dtype of the input. Under ``torch.autocast`` input, weight
+    and bias are cast first, as in ``torch.nn.Linear``, and the output has autocast's dtype. For a backward with
+    ``NVFP4BlockScaling`` the number of input rows (the product of all leading dimensions) is a multiple of 16.
     """
 
     def __init__(
@@ -50,18 +50,18 @@ class Linear(TakesRecipe, torch.nn.Linear):
         self.recipe = recipe
 
     def reset_parameters(self) -> None:
-        """Fresh initial values, as in :class:`torch.nn.Linear`, and with delayed scaling a fresh state."""
+        """Fresh initial values, as in :class:`torch.nn.Linear`. Also resets the state of delayed scaling."""
         super().reset_parameters()
         self._reset_state()
 
     @layer_forward
     def forward(self, input: Tensor) -> Tensor:
-        """See the class."""
+        """Computes ``input @ weight.T + bias``. See the class for the shapes."""
         quantized_weight = self._quantized_weight()
         input, weight, bias = operands(input, self.weight, self.bias)
         if isinstance(self.recipe, DelayedScaling):
-            scale = self._delayed_scales(self.recipe, self._takes(input, weight, bias))
-            amax = self._collects if self.training else None
+            scale = self._delayed_scales(self.recipe, self._op_accepts(input, weight, bias))
+            amax = self._current_amax if self.training else None
             return ops.linear_scaled(input, weight, scale, amax, bias, *self._formats)
         return ops.linear(input, weight, bias, *self._formats, quantized_weight)
 

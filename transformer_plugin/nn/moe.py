@@ -1,4 +1,4 @@
-"""MoE: a mixture of experts, on one rank or spread over a group of ranks."""
+"""MoE: a mixture of experts, on one rank or sharded over a group of ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.nn import _tracing
-from transformer_plugin.nn._attributes import SharesRecipe, fixed, row_rules_in
+from transformer_plugin.nn._attributes import SharedRecipeModule, fixed, row_rules_in
 from transformer_plugin.nn._autocast import operand
 from transformer_plugin.nn._module import layer_forward, serializable
 from transformer_plugin.nn._recipe import DTYPES, RowRules, formats_of, row_rules
@@ -16,8 +16,8 @@ from transformer_plugin.nn.exchange import DispatchConfig, GroupExchange, LocalE
 from transformer_plugin.nn.grouped_mlp import GroupedMLP
 from transformer_plugin.nn.router import RouterConfig, TopKRouter
 from transformer_plugin.parallel._ranks import group_and_mesh, mesh_of
-from transformer_plugin.parallel._spread import spread
-from transformer_plugin.parallel._wrapping import know_spread_experts
+from transformer_plugin.parallel._shard_experts import shard_experts
+from transformer_plugin.parallel._wrapping import install_wrapper_checks
 from transformer_plugin.recipes import Recipe
 
 if TYPE_CHECKING:
@@ -27,12 +27,11 @@ if TYPE_CHECKING:
 
 @serializable
 class MoEOutput(NamedTuple):
-    """What :class:`MoE` returns. Nothing is stored in the module, so compiled and eager steps are the same."""
+    """The result of :class:`MoE`. The module stores nothing, so compiled and eager steps are the same."""
 
     #: the shape and dtype of the input; under ``torch.autocast`` in its dtype.
     output: Tensor
-    #: float32 scalar, the auxiliary load-balancing loss times its coefficient: add it to the loss. 0 without
-    #: one.
+    #: float32 scalar, the auxiliary load-balancing loss times its coefficient; 0 without one. Add it to the loss.
     aux_loss: Tensor
     #: int64 ``[E]``, how many of this rank's tokens chose each expert.
     expert_load: Tensor
@@ -41,7 +40,7 @@ class MoEOutput(NamedTuple):
 
 
 def _reset(module: torch.nn.Module) -> None:
-    """Fresh initial values, of what is wrapped where a wrapper has none."""
+    """Sets fresh initial values. A wrapper without ``reset_parameters`` is searched for modules that have it."""
     reset: Any = getattr(module, "reset_parameters", None)
     if reset is not None:
         reset()
@@ -50,8 +49,8 @@ def _reset(module: torch.nn.Module) -> None:
         _reset(child)
 
 
-def _check_kinds(router: Any, dispatch: Any, recipe: Any, dtype: torch.dtype | None) -> None:
-    """Of the constructor's arguments, before anything is made of them."""
+def _check_types(router: Any, dispatch: Any, recipe: Any, dtype: torch.dtype | None) -> None:
+    """Checks the types of the constructor's arguments before they are used."""
     for name, value, kind in (
         ("router", router, RouterConfig),
         ("dispatch", dispatch, DispatchConfig),
@@ -59,8 +58,8 @@ def _check_kinds(router: Any, dispatch: Any, recipe: Any, dtype: torch.dtype | N
     ):
         if not isinstance(value, kind) and not (name == "recipe" and value is None):
             raise TypeError(
-                f"transformer_plugin::MoE: argument '{name}': expected a {kind.__name__}, got {value!r}. Make one, or "
-                "leave it out."
+                f"transformer_plugin::MoE: argument '{name}': expected a {kind.__name__}, got {value!r}. Construct "
+                "one, or leave the argument out."
             )
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(
@@ -69,11 +68,11 @@ def _check_kinds(router: Any, dispatch: Any, recipe: Any, dtype: torch.dtype | N
         )
 
 
-class MoE(SharesRecipe):
-    """E SwiGLU experts: a token goes to ``topk`` of them and gets the weighted sum of their outputs.
+class MoE(SharedRecipeModule):
+    """A mixture of E SwiGLU experts: each token goes to ``topk`` of them and gets the weighted sum of their outputs.
 
-    With a ``group`` or a ``mesh`` of R ranks each rank holds E / R consecutive experts, and tokens are exchanged
-    between ranks; without one, or with one rank, nothing is communicated.
+    With a ``group`` or a ``mesh`` of R ranks each rank holds E / R consecutive experts, and the ranks exchange tokens.
+    Without one, or with one rank, nothing is communicated.
 
     Args:
         hidden: H, the columns of input and output.
@@ -81,29 +80,29 @@ class MoE(SharesRecipe):
         num_experts: E, the experts of all ranks together.
         topk: K, the experts of one token.
         group: the ranks that share the experts, a c10d process group of which this rank is a member, or a mesh.
-            "local": all experts on this rank. None means "local" too; because ``torch.distributed.group.WORLD`` is None
-            before ``init_process_group``, it then warns, and raises where a launcher such as torchrun has started
-            several processes.
-        mesh: the same as a ``DeviceMesh`` of one dimension, ``mesh_2d["experts"]`` for example.
-        dtensor: whether experts that are spread over several ranks are ``DTensor`` s, see below. False: plain tensors
-            of this rank's experts, for code that reduces, clips and saves each rank's parameters itself.
-        router: how tokens choose.
-        dispatch: how many rows the experts take.
+            "local": all experts are on this rank. None has the same effect, but ``torch.distributed.group.WORLD`` is
+            also None before ``init_process_group``. So None before that call warns, and raises an error if a launcher
+            such as torchrun has started several processes.
+        mesh: the ranks as a ``DeviceMesh`` of one dimension, for example ``mesh_2d["experts"]``, instead of a group.
+        dtensor: whether experts that are sharded over several ranks are ``DTensor`` s, see below. False: plain tensors
+            with this rank's experts, for code that reduces, clips and saves each rank's parameters itself.
+        router: how tokens choose experts.
+        dispatch: how many rows the experts of a rank receive.
         bias: whether the experts' linear layers have biases.
         device, dtype: of the parameters; ``device="meta"`` defers the initial values to
             ``reset_parameters()``.
-        recipe: the formats of the experts' linear layers. Setting it later sets it in each of them, and the rows of an
-            expert are padded as it requires.
+        recipe: the formats of the experts' linear layers. Setting it later sets it in each layer, and changes the
+            padding of the experts' rows as the recipe requires.
 
-    Parameters: ``router.weight [E, H]``, the same on every rank: reduce its gradient as for any replicated parameter;
-    and ``experts.*``. With several ranks these are ``DTensor`` s of all experts, ``Shard(0)`` over the mesh, so that
+    Parameters: ``router.weight [E, H]``, the same on every rank; reduce its gradient as for any replicated parameter.
+    And ``experts.*``. With several ranks these are ``DTensor`` s of all experts, ``Shard(0)`` over the mesh, so that
     FSDP2, ``torch.distributed.checkpoint`` and optimizers know that ranks hold different experts; ``to_local()``
     returns this rank's. Their gradients are sums over the tokens of every rank.
-    :func:`transformer_plugin.parallel.fully_shard` and :func:`~transformer_plugin.parallel.data_parallel` make them
-    means, as the others are.
+    :func:`transformer_plugin.parallel.fully_shard` and :func:`~transformer_plugin.parallel.data_parallel` turn them
+    into means, like the gradients of other parameters.
 
-    Under ``torch.autocast`` the tokens are cast before they are sent; the router computes in float32 from the original
-    input.
+    Under ``torch.autocast`` the tokens are cast before they are sent. The router computes in float32 from the input
+    before the cast.
     """
 
     hidden: int = fixed("hidden")
@@ -132,7 +131,7 @@ class MoE(SharesRecipe):
         dtensor: bool = True,
     ) -> None:
         super().__init__()
-        _check_kinds(router, dispatch, recipe, dtype)
+        _check_types(router, dispatch, recipe, dtype)
         self.hidden, self.ffn_hidden, self.num_experts, self.bias = hidden, ffn_hidden, num_experts, bias
         self.dispatch, self.mesh = dispatch, mesh
         self.exchange: LocalExchange | GroupExchange
@@ -146,91 +145,93 @@ class MoE(SharesRecipe):
                 found, num_experts, hidden, topk, dispatch, alignment, multiple, device
             )
         self.router = TopKRouter(hidden, num_experts, topk, router, device=device, dtype=dtype)
-        # Experts that are spread are drawn once it is known which they are.
+        # Sharded experts are initialized below, when it is known which experts this rank holds.
         first = device if ranks == 1 else "meta"
         self.experts = GroupedMLP(
             num_experts // ranks, hidden, ffn_hidden, bias, device=first, dtype=dtype, recipe=recipe
         )
-        self._fitted_to = RowRules(alignment, multiple)
+        self._exchange_rules = RowRules(alignment, multiple)
         if found is not None and isinstance(self.exchange, GroupExchange):
             self.experts.to_empty(device=torch.get_default_device() if device is None else device)
             over = expert_mesh or mesh_of(found, self.exchange.context.device)
-            spread(self.experts, self.router, found, over if dtensor else None)
+            shard_experts(self.experts, self.router, found, over if dtensor else None)
             self.experts.reset_parameters()
-            know_spread_experts()
+            install_wrapper_checks()
 
     def reset_parameters(self) -> None:
-        """Fresh initial values for router and experts. One seed on all ranks of a group gives every expert its own."""
+        """Sets fresh initial values. With the same seed on all ranks of a group, all experts differ."""
         for module in (self.router, self.experts):
             _reset(module)
 
     @layer_forward
     def forward(self, input: Tensor) -> MoEOutput:
-        """Runs ``input [..., H]`` through the mixture. The weight of a row is applied by its expert."""
+        """Runs ``input [..., H]`` through the mixture. The experts multiply each row by its routing weight."""
         tokens = self._tokens(input)
         self._check_router()
         routing = self.router(tokens)
-        received = self._fitted_exchange().dispatch(operand(tokens), routing.indices, routing.weights)
+        received = self._aligned_exchange().dispatch(operand(tokens), routing.indices, routing.weights)
         rows = self.experts(received.rows, received.group_sizes, received.probs)
         output = self.exchange.combine(rows, received)
         if input.dim() != 2:
-            output = self._shaped(output, input)
+            output = self._restore_shape(output, input)
         return MoEOutput(output, routing.aux_loss, routing.expert_load, received.total)
 
     @property
     def topk(self) -> int:
-        """The experts of one token, as the router has it."""
-        return self._own_router().topk
+        """The number of experts per token."""
+        return self._unwrapped_router().topk
 
     @topk.setter
     def topk(self, topk: int) -> None:
         if self.group is not None and topk != self.topk:
             raise ValueError(
-                f"transformer_plugin::MoE: attribute 'topk': expected to stay {self.topk}, on which the ranks of the "
-                f"group agreed, got {topk}. Make a new layer."
+                f"transformer_plugin::MoE: attribute 'topk': expected {self.topk}, which all ranks of the group use, "
+                f"got {topk}. Make a new layer."
             )
-        self._own_router().topk = topk
+        self._unwrapped_router().topk = topk
 
-    def _own_router(self) -> TopKRouter:
-        """That in ``router``, where a wrapper may have been put around it."""
+    def _unwrapped_router(self) -> TopKRouter:
+        """Returns the router inside any wrapper around it."""
         return next(module for module in self.router.modules() if isinstance(module, TopKRouter))
 
-    def _recipe_was_set(self) -> None:
-        self._fitted_exchange()
+    def _on_recipe_change(self) -> None:
+        self._aligned_exchange()
 
-    def _fitted_exchange(self) -> LocalExchange | GroupExchange:
-        """The exchange, which pads rows as the experts' formats want. Asked in every forward: recipes may be set in
-        the experts and in their layers."""
+    def _aligned_exchange(self) -> LocalExchange | GroupExchange:
+        """Returns the exchange, with the row padding that the experts' formats require.
+
+        Checked in every forward, because recipes may be set in the experts and in their layers.
+        """
         experts = self.experts
         layers = (experts.fc1, experts.fc2) if isinstance(experts, GroupedMLP) else (experts,)
         rules = row_rules_in(*layers)
-        if rules != self._fitted_to:
-            self.exchange = self.exchange.fitted(*rules)
-            self._fitted_to = rules
+        if rules != self._exchange_rules:
+            self.exchange = self.exchange.with_alignment(*rules)
+            self._exchange_rules = rules
         return self.exchange
 
     @staticmethod
-    def _shaped(output: Tensor, input: Tensor) -> Tensor:
-        """In the shape of the input, and not a view: pipeline schedules detach outputs in place."""
-        if _tracing.is_tracing():  # which would write the shape down as constants
+    def _restore_shape(output: Tensor, input: Tensor) -> Tensor:
+        """Returns the output in the input's shape, not as a view: pipeline schedules detach outputs in place."""
+        if _tracing.is_tracing():  # a trace would record the shape of _unsafe_view as constants
             return output.view(input.shape)
         shaped: Tensor = torch.ops.aten._unsafe_view.default(output, input.shape)
         return shaped
 
     def _check_router(self) -> None:
-        """One that was put in place of the layer's own may choose among experts that are not there."""
+        """Raises if a replaced router chooses among another number of experts."""
         experts = getattr(self.router, "num_experts", self.num_experts)
         if experts != self.num_experts:
             raise ValueError(
-                f"transformer_plugin::MoE: attribute 'router': expected one of {self.num_experts} experts, got one of "
-                f"{experts}. Make it with num_experts={self.num_experts}, or make a new layer."
+                f"transformer_plugin::MoE: attribute 'router': expected a router of {self.num_experts} experts, got "
+                f"one of {experts}. Make it with num_experts={self.num_experts}, or make a new layer."
             )
 
     def _tokens(self, input: Tensor) -> Tensor:
         if not isinstance(input, Tensor):
             raise TypeError(
-                f"transformer_plugin::MoE: argument 'input': expected a tensor, got {type(input).__name__}. Make "
-                "one of it with torch.as_tensor()."
+                f"transformer_plugin::MoE: argument 'input': expected a tensor, got {type(input).__name__}. Convert it "
+                "with torch.as_tensor()."
             )
         if input.dim() == 0 or input.shape[-1] != self.hidden:
             raise ValueError(
@@ -240,6 +241,6 @@ class MoE(SharesRecipe):
         return input.reshape(-1, self.hidden)
 
     def extra_repr(self) -> str:
-        """The sizes, and where the tokens go."""
+        """The sizes and the exchange."""
         sizes = f"hidden={self.hidden}, ffn_hidden={self.ffn_hidden}, num_experts={self.num_experts}"
         return f"{sizes}, {self.exchange}"

@@ -1,4 +1,4 @@
-"""TopKRouter: which experts a token goes to, and with what weight."""
+"""TopKRouter: chooses the experts of each token, and their weights."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torch.nn import Parameter
 from transformer_plugin import ops
 from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._module import PluginModule, layer_forward, serializable
-from transformer_plugin.nn._recipe import keeps_float32
+from transformer_plugin.nn._recipe import keep_float32
 from transformer_plugin.ops.routing import ScoreFunction
 
-#: What :func:`transformer_plugin.ops.topk_router` takes.
+#: The largest number of experts that :func:`transformer_plugin.ops.topk_router` supports.
 MAX_EXPERTS = 1024
 
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """How scores become choices and weights. By default softmax over the chosen logits, no auxiliary loss.
+    """How a router gets choices and weights from scores. Default: softmax over the chosen logits, no auxiliary loss.
 
     :meth:`deepseek_v2` and :meth:`deepseek_v3` are the routers of those models.
 
@@ -36,17 +36,17 @@ class RouterConfig:
     score_function: ScoreFunction = "softmax"
     #: softmax over all experts before choosing (the weights then sum to less than 1), instead of after.
     pre_softmax: bool = False
-    #: choose ``group_topk`` of ``num_groups`` groups of experts first, then experts within them.
+    #: first choose ``group_topk`` of ``num_groups`` groups of experts, then experts within them.
     num_groups: int = 1
     group_topk: int = 1
-    #: multiplies the weights.
+    #: a factor of the weights.
     scaling_factor: float = 1.0
-    #: a buffer ``expert_bias [E]`` is added to the scores when choosing, not when weighting.
+    #: whether a buffer ``expert_bias [E]`` is added to the scores for the choice, but not for the weights.
     expert_bias: bool = False
-    #: the auxiliary load-balancing loss is multiplied by this; 0 leaves it out.
+    #: the factor of the auxiliary load-balancing loss; 0: no such loss.
     aux_loss_coeff: float = 0.0
-    #: the score of a group is the sum of this many of its best experts: 1 in DeepSeek-V2, 2 in DeepSeek-V3. None:
-    #: ``topk // group_topk``, as in Megatron-LM.
+    #: the score of a group is the sum of its best experts' scores; this is their number: 1 in DeepSeek-V2, 2 in
+    #: DeepSeek-V3. None: ``topk // group_topk``, as in Megatron-LM.
     group_score_topk: int | None = None
 
     @classmethod
@@ -59,7 +59,7 @@ class RouterConfig:
     ) -> RouterConfig:
         """DeepSeek-V2 (arXiv:2405.04434): softmax over all experts; the score of a group is that of its best expert.
 
-        The defaults are those of the model of 160 experts, of which a token takes 6. V2-Lite has
+        The defaults are those of the model with 160 experts and 6 experts per token. V2-Lite has
         ``num_groups=1, group_topk=1, scaling_factor=1.0``.
         """
         return cls(
@@ -79,10 +79,10 @@ class RouterConfig:
         scaling_factor: float = 2.5,
         aux_loss_coeff: float = 0.0,
     ) -> RouterConfig:
-        """DeepSeek-V3 (arXiv:2412.19437): sigmoid, an expert bias; the score of a group is that of its best two
+        """DeepSeek-V3 (arXiv:2412.19437): sigmoid and an expert bias; the score of a group is the sum of its two best
         experts.
 
-        The defaults are those of the model of 256 experts, of which a token takes 8.
+        The defaults are those of the model with 256 experts and 8 experts per token.
         """
         return cls(
             "sigmoid",
@@ -103,10 +103,10 @@ class RouterConfig:
             "Pass one of the three names",
         )
         if self.score_function != "softmax":
-            advice = "Only the softmax can come before or after the choice"
+            advice = "Only the softmax can be applied before or after the choice"
             self._expect(not self.pre_softmax, "pre_softmax", "False with this score function", advice)
         else:
-            advice = "A bias of the choice goes with scores that do not compete: sigmoid or sqrtsoftplus"
+            advice = "Use sigmoid or sqrtsoftplus with an expert bias"
             self._expect(not self.expert_bias, "expert_bias", "False with the softmax", advice)
         self._expect(self.num_groups >= 1, "num_groups", "1 or more", "Pass 1 for no groups")
         self._expect(
@@ -118,24 +118,24 @@ class RouterConfig:
         self._expect(
             self.group_score_topk is None or self.group_score_topk >= 1,
             "group_score_topk",
-            "None or 1 and more",
+            "None, or 1 or more",
             "Pass 1 for DeepSeek-V2, 2 for DeepSeek-V3",
         )
         self._expect(
             0.0 < self.scaling_factor < math.inf,
             "scaling_factor",
-            "a positive number that is finite",
+            "a finite positive number",
             "Pass 1 for unscaled weights",
         )
         self._expect(
             0.0 <= self.aux_loss_coeff < math.inf,
             "aux_loss_coeff",
-            "0 or a positive number that is finite",
+            "0 or a finite positive number",
             "Pass 0 for no auxiliary loss",
         )
 
     def check_experts(self, num_experts: int, topk: int) -> None:
-        """Refuses a configuration by which ``topk`` of ``num_experts`` experts cannot be chosen."""
+        """Raises if ``topk`` of ``num_experts`` experts cannot be chosen with this configuration."""
         self._expect(
             num_experts % self.num_groups == 0,
             "num_groups",
@@ -151,12 +151,12 @@ class RouterConfig:
         )
         if topk > size * self.group_topk:
             raise ValueError(
-                f"transformer_plugin::RouterConfig: argument 'group_topk': expected groups of {size} experts that "
-                f"hold the {topk} of a token (topk), got {self.group_topk}. Choose more groups or fewer experts."
+                f"transformer_plugin::RouterConfig: argument 'group_topk': expected enough groups of {size} experts to "
+                f"hold topk={topk} experts, got {self.group_topk}. Choose more groups or fewer experts."
             )
         if self.group_score_topk is None and topk < self.group_topk:
             raise ValueError(
-                f"transformer_plugin::RouterConfig: argument 'group_topk': expected at most topk, {topk}, where "
+                f"transformer_plugin::RouterConfig: argument 'group_topk': expected at most topk={topk} if "
                 f"group_score_topk is None, got {self.group_topk}. Pass group_score_topk: 1 for DeepSeek-V2, 2 for "
                 "DeepSeek-V3."
             )
@@ -177,7 +177,7 @@ class RouterConfig:
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 raise TypeError(
                     f"transformer_plugin::RouterConfig: argument '{name}': expected {expected}, got {value!r}. "
-                    f"{getattr(type(self), name)!r} is the default."
+                    f"The default is {getattr(type(self), name)!r}."
                 )
 
     def _expect(self, condition: bool, name: str, expected: str, advice: str) -> None:
@@ -190,13 +190,13 @@ class RouterConfig:
 
 @serializable
 class Routing(NamedTuple):
-    """The choice for T tokens."""
+    """The routing of T tokens."""
 
     #: int32 ``[T, topk]``, the experts of each token.
     indices: Tensor
     #: float32 ``[T, topk]``, their weights, differentiable.
     weights: Tensor
-    #: float32 scalar, already times its coefficient; 0 without one. Add it to the loss.
+    #: float32 scalar, the auxiliary loss times its coefficient; 0 without one. Add it to the loss.
     aux_loss: Tensor
     #: int64 ``[E]``, how many of these tokens chose each expert.
     expert_load: Tensor
@@ -208,18 +208,18 @@ class TopKRouter(PluginModule):
     Args:
         hidden: H, the columns of the tokens.
         num_experts: E, the experts of all ranks.
-        topk: K, how many experts a token goes to.
+        topk: K, the number of experts per token.
         config: how scores become choices and weights.
         device, dtype: of the parameter.
 
-    With ``topk=1`` and the softmax over the chosen experts the only weight is always 1, so that only the auxiliary loss
-    would train the router; there is a warning.
+    With ``topk=1`` and the softmax over the chosen experts, the only weight is always 1, so only the auxiliary loss
+    would train the router. The constructor warns about this.
 
     Raises:
-        ValueError: a configuration that these experts cannot have.
+        ValueError: a configuration that is impossible with these numbers of experts.
 
-    Parameters: ``weight [E, H]``. Buffers: ``expert_bias`` ``[E]`` when the config asks for it, float32
-    whatever the module is cast to.
+    Parameters: ``weight [E, H]``. Buffers: ``expert_bias [E]`` if the config asks for it; it stays float32 when the
+    module is cast.
     """
 
     weight: Parameter
@@ -248,7 +248,7 @@ class TopKRouter(PluginModule):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The weight as in ``torch.nn.Linear``, the bias of the choice zero."""
+        """Initializes the weight as in ``torch.nn.Linear``, and the expert bias with zeros."""
         bound = self.weight.shape[1] ** -0.5 if self.weight.shape[1] else 0.0
         torch.nn.init.uniform_(self.weight, -bound, bound)
         if self.expert_bias is not None:
@@ -256,7 +256,7 @@ class TopKRouter(PluginModule):
 
     @property
     def topk(self) -> int:
-        """How many experts a token goes to. May be replaced by a value that the configuration allows."""
+        """The number of experts per token. It may be set to another value that the configuration allows."""
         return self._topk
 
     @topk.setter
@@ -266,7 +266,7 @@ class TopKRouter(PluginModule):
 
     @property
     def config(self) -> RouterConfig:
-        """How scores become choices and weights. May be replaced: ``expert_bias`` follows, created as zeros."""
+        """How choices and weights are computed. May be replaced; ``expert_bias`` is then created (zeros) or dropped."""
         return self._config
 
     @config.setter
@@ -302,17 +302,17 @@ class TopKRouter(PluginModule):
             return torch.zeros((), dtype=torch.float32, device=logits.device)
         scores = ops.router_scores(logits, self.config.score_function)
         tokens: int | Tensor = logits.shape[0]
-        if isinstance(tokens, Tensor):  # torch.jit.trace counts with tensors, on the CPU
+        if isinstance(tokens, Tensor):  # torch.jit.trace returns sizes as CPU tensors
             tokens = tokens.to(logits.device)
         return ops.aux_loss(scores, load, tokens, self.topk, self.config.aux_loss_coeff)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], *arguments: Any) -> None:
         super()._load_from_state_dict(state_dict, *arguments)
-        if self.expert_bias is not None:  # assigned from a checkpoint that was cast
+        if self.expert_bias is not None:  # load_state_dict(assign=True) may assign another dtype
             self.expert_bias = self.expert_bias.float()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        with keeps_float32(self, "expert_bias"):
+        with keep_float32(self, "expert_bias"):
             return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
@@ -323,16 +323,16 @@ class TopKRouter(PluginModule):
 
 
 def _check_experts(num_experts: int, topk: int, config: RouterConfig) -> None:
-    """Refuses what the op would, and warns of what cannot learn."""
+    """Raises for what the op would reject, and warns of a router that cannot learn."""
     if not isinstance(config, RouterConfig):
         raise TypeError(
-            f"transformer_plugin::TopKRouter: argument 'config': expected a RouterConfig, got {config!r}. Make one, "
-            'RouterConfig("sigmoid") for example.'
+            f"transformer_plugin::TopKRouter: argument 'config': expected a RouterConfig, got {config!r}. Construct "
+            'one, for example RouterConfig("sigmoid").'
         )
     for name, value in (("num_experts", num_experts), ("topk", topk)):
         if not isinstance(value, numbers.Integral) or isinstance(value, bool):
             raise TypeError(
-                f"transformer_plugin::TopKRouter: argument '{name}': expected an integer, got {value!r}. Pass how many."
+                f"transformer_plugin::TopKRouter: argument '{name}': expected an integer, got {value!r}. Pass an int."
             )
     if num_experts > MAX_EXPERTS:
         raise ValueError(
@@ -348,8 +348,8 @@ def _check_experts(num_experts: int, topk: int, config: RouterConfig) -> None:
     if topk == 1 and num_experts > 1 and config.score_function == "softmax" and not config.pre_softmax:
         warnings.warn(
             "transformer_plugin::TopKRouter: argument 'topk': expected 2 or more with the softmax over the chosen "
-            "experts, whose weight is always 1 for a single one, so that the output gives the router a gradient of 0, "
-            'got 1. Pass RouterConfig(pre_softmax=True) or RouterConfig("sigmoid").',
+            "experts, got 1: the only weight is always 1, so the output's gradient does not reach the router. "
+            'Pass RouterConfig(pre_softmax=True) or RouterConfig("sigmoid").',
             UserWarning,
             stacklevel=3,
         )

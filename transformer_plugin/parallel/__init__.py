@@ -1,4 +1,4 @@
-"""Parallel layers: expert parallelism over a group of ranks, and data parallelism around it."""
+"""Expert parallelism over a group of ranks, and data parallelism around it."""
 
 from transformer_plugin.parallel.clip import clip_grad_norm_
 from transformer_plugin.parallel.data import ExpertDataParallel, data_parallel, fully_shard

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 def group_and_mesh(
     group: ProcessGroup | DeviceMesh | Literal["local"] | None, mesh: DeviceMesh | None
 ) -> tuple[ProcessGroup | None, DeviceMesh | None]:
-    """The group (None: this process alone), and the mesh if one is given."""
+    """Returns the process group (None: this process alone), and the mesh if one was passed."""
     if mesh is not None:
         if not _is_mesh(mesh):
-            raise _refusal(
+            raise _error(
                 "mesh", "a DeviceMesh or None", repr(mesh), "Pass a process group as group=", TypeError
             )
         if group is not None and group != "local":
-            raise _refusal("mesh", "None together with a group", repr(mesh), "Pass one of the two")
+            raise _error("mesh", "None together with a group", repr(mesh), "Pass one of the two")
         return _group_of(mesh, "mesh"), mesh
     if isinstance(group, str):
         if group != "local":
-            raise _refusal("group", '"local" or a process group', repr(group), "Pass the group, not its name")
+            raise _error("group", '"local" or a process group', repr(group), "Pass the group, not its name")
         return None, None
     if group is None:
         _check_none()
@@ -40,12 +40,12 @@ def group_and_mesh(
         # On a rank that is not a member, new_group() returns a number, not a group.
         expected = "a process group of which this rank is a member, or a DeviceMesh"
         advice = "Make the layer on the ranks of the group only"
-        raise _refusal("group", expected, repr(group), advice, TypeError)
+        raise _error("group", expected, repr(group), advice, TypeError)
     return group, None
 
 
 def mesh_of(group: ProcessGroup, device: torch.device) -> DeviceMesh:
-    """A mesh of one dimension over the ranks of a group."""
+    """Returns a one-dimensional mesh over the ranks of a group."""
     from torch.distributed.device_mesh import DeviceMesh
 
     return DeviceMesh.from_group(group, device.type, mesh_dim_names=("experts",))
@@ -62,34 +62,34 @@ def _is_mesh(value: Any) -> bool:
 def _group_of(mesh: Any, argument: str) -> ProcessGroup:
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
-        example = f"mesh[{names[-1]!r}]" if names else "a mesh whose dimensions have names, and mesh[name]"
-        raise _refusal(argument, "a mesh of one dimension", repr(mesh), f"Pass {example}, for example")
+        example = f"mesh[{names[-1]!r}]" if names else "a mesh with mesh_dim_names, and mesh[name]"
+        raise _error(argument, "a mesh of one dimension", repr(mesh), f"Pass {example}, for example")
     if mesh.get_coordinate() is None:
         expected = "a mesh of which this rank is a member"
-        raise _refusal(argument, expected, repr(mesh), "Make the layer on the ranks of the mesh only")
+        raise _error(argument, expected, repr(mesh), "Make the layer on the ranks of the mesh only")
     group: ProcessGroup = mesh.get_group()
     return group
 
 
 def _check_none() -> None:
-    """Before ``init_process_group``, ``dist.group.WORLD`` is None too, and every rank would hold all experts."""
+    """Warns or raises for None before ``init_process_group``: ``dist.group.WORLD`` is then None, too."""
     if not dist.is_available() or dist.is_initialized():
         return
-    expected = "a process group, or no argument for all experts here"
+    expected = "a process group, or no argument for all experts on this rank"
     if launched_ranks() > 1:
         got = f"None in one of {launched_ranks()} launched processes, before torch.distributed.init_process_group()"
         advice = 'Call init_process_group() before the layer is made, or pass group="local"'
-        raise _refusal("group", expected, got, advice)
+        raise _error("group", expected, got, advice)
     text = (
-        f"transformer_plugin::MoE: argument 'group': expected {expected}, got None, which "
-        "torch.distributed.group.WORLD also is before torch.distributed.init_process_group(): all experts are here. "
-        "If they are to be spread over ranks, call init_process_group() first; otherwise leave group out, or pass "
+        f"transformer_plugin::MoE: argument 'group': expected {expected}, got None. Before "
+        "torch.distributed.init_process_group(), torch.distributed.group.WORLD is None, too: all experts are on this "
+        "rank. To shard the experts over ranks, call init_process_group() first; otherwise leave group out, or pass "
         'group="local".'
     )
     warnings.warn(text, UserWarning, stacklevel=4)
 
 
-def _refusal(
+def _error(
     argument: str, expected: str, got: str, advice: str, kind: type[Exception] = ValueError
 ) -> Exception:
     return kind(f"transformer_plugin::MoE: argument '{argument}': expected {expected}, got {got}. {advice}.")

@@ -8,7 +8,7 @@ import torch
 
 
 def register() -> None:
-    """Registers the rules of ``linear`` and of its bias gradient, for one dimension of a mesh."""
+    """Registers the rules of ``linear`` and of ``bias_backward``, for a one-dimensional mesh."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
@@ -32,7 +32,7 @@ def register() -> None:
         last, has_bias = input.ndim - 1, bias is not None
         rules = [placements(whole, whole, whole, whole, has_bias)]
         if (input_format, weight_format) != ("none", "none"):
-            return rules  # a scale covers the whole matrix, or blocks that a shard may cut
+            return rules  # a scale covers the whole matrix, or blocks that a shard may split
         rules.append(placements(Shard(last), whole, Shard(0), Shard(0), has_bias))
         rules.append(placements(Partial(), Shard(last), Shard(1), Partial(), has_bias))
         return rules + [placements(Shard(i), Shard(i), whole, whole, has_bias) for i in range(last)]

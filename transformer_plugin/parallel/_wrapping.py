@@ -1,9 +1,9 @@
 """Checks for torch's data-parallel wrappers, which do not know that ranks hold different experts.
 
 ``DistributedDataParallel`` broadcasts rank 0's parameters when it is constructed, and FSDP2 averages gradients over its
-own ranks only. Neither consults the module. So the first layer with distributed experts installs two checks in the
-process: one that runs when a module is put into a ``DistributedDataParallel`` (torch has a hook for this), and one that
-runs when FSDP2 groups parameters (torch has no hook there, so its constructor is wrapped).
+own ranks only. Neither consults the module. So the first layer with sharded experts installs two checks in the
+process. One runs when a module is put into a ``DistributedDataParallel`` (torch has a hook for this). The other runs
+when FSDP2 groups parameters (torch has no hook for this, so its constructor is wrapped).
 """
 
 from __future__ import annotations
@@ -19,101 +19,104 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from transformer_plugin.parallel._spread import COPIES_OVER, EXPERTS_OVER, Ranks
+from transformer_plugin.parallel._shard_experts import EXPERT_RANKS, ROUTER_RANKS, Ranks
 
 
-def spread_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Ranks]]:
-    """The modules of a model whose own tensors belong to distributed experts."""
+def sharded_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Ranks]]:
+    """Yields the modules of a model whose own tensors belong to sharded experts, with their names and ranks."""
     for name, module in model.named_modules():
-        ranks = getattr(module, EXPERTS_OVER, None)
+        ranks = getattr(module, EXPERT_RANKS, None)
         if isinstance(ranks, Ranks):
             yield name, module, ranks
 
 
 @functools.cache
-def know_spread_experts() -> None:
-    """Installs the checks, once per process, when the first layer distributes its experts."""
-    register_module_module_registration_hook(_before_data_parallel)
+def install_wrapper_checks() -> None:
+    """Installs the checks, once per process, when the first layer shards its experts."""
+    register_module_module_registration_hook(_check_ddp)
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    except ImportError:  # a build of torch without it
+    except ImportError:  # this build of torch has no FSDP2
         return
     original = FSDPParamGroup.__init__
 
     @functools.wraps(original)
     def init(self: Any, params: list[Any], modules: Any, mesh_info: Any, *rest: Any, **named: Any) -> None:
-        ranks = _check_sharded(params, modules, mesh_info.mesh)
+        ranks = _check_fsdp_group(params, modules, mesh_info.mesh)
         original(self, params, modules, mesh_info, *rest, **named)
         if ranks is not None:
-            _divide_by_all(self, mesh_info.mesh, len(ranks.ranks))
+            _average_over_all_ranks(self, mesh_info.mesh, len(ranks.ranks))
 
     FSDPParamGroup.__init__ = init  # type: ignore[method-assign]
 
 
-def _before_data_parallel(wrapper: torch.nn.Module, name: str, model: torch.nn.Module | None) -> None:
+def _check_ddp(wrapper: torch.nn.Module, name: str, model: torch.nn.Module | None) -> None:
     if not isinstance(wrapper, DistributedDataParallel) or name != "module" or model is None:
         return
     together = set(dist.get_process_group_ranks(wrapper.process_group))
     for prefix, module in model.named_modules():
-        spread, copies = getattr(module, EXPERTS_OVER, None), getattr(module, COPIES_OVER, None)
+        expert_ranks, router_ranks = getattr(module, EXPERT_RANKS, None), getattr(module, ROUTER_RANKS, None)
         for key, parameter in module.named_parameters(recurse=False):
             full = f"{prefix}.{key}" if prefix else key
             if full in wrapper.parameters_to_ignore:
                 continue
-            if isinstance(spread, Ranks) and (
-                len(together.intersection(spread.ranks)) > 1 or hasattr(parameter, "to_local")
+            if isinstance(expert_ranks, Ranks) and (
+                len(together.intersection(expert_ranks.ranks)) > 1 or hasattr(parameter, "to_local")
             ):
-                raise _refusal_of_copies(
-                    "parameters that are copies on every rank",
-                    f"'{full}', of experts that are spread over the ranks {list(spread.ranks)}: rank 0's would "
-                    "overwrite the others",
+                raise _ddp_error(
+                    "parameters that are replicated on all ranks",
+                    f"'{full}' of experts that are sharded over the ranks {list(expert_ranks.ranks)}: rank 0's values "
+                    "would overwrite the others",
                 )
-            if isinstance(copies, Ranks) and not together.issuperset(copies.ranks):
-                raise _refusal_of_copies(
-                    "all ranks with copies of a parameter",
-                    f"the ranks {sorted(together)} for '{full}' of a layer whose experts are spread over "
-                    f"{list(copies.ranks)}: its copies there would drift apart",
+            if isinstance(router_ranks, Ranks) and not together.issuperset(router_ranks.ranks):
+                raise _ddp_error(
+                    "all ranks that hold copies of a parameter",
+                    f"the ranks {sorted(together)} for '{full}' of a layer whose experts are sharded over "
+                    f"{list(router_ranks.ranks)}: the copies on the other ranks would diverge",
                 )
 
 
-def _refusal_of_copies(expected: str, got: str) -> ValueError:
+def _ddp_error(expected: str, got: str) -> ValueError:
     return ValueError(
         f"transformer_plugin::MoE: argument 'module' of DistributedDataParallel: expected {expected}, got {got}. Use "
         "transformer_plugin.parallel.data_parallel(model) in place of DistributedDataParallel(model)."
     )
 
 
-def _check_sharded(params: list[Any], modules: Any, mesh: Any) -> Ranks | None:
-    """Raises if FSDP2 would group parameters wrongly; returns the ranks of the experts in the group, if any."""
+def _check_fsdp_group(params: list[Any], modules: Any, mesh: Any) -> Ranks | None:
+    """Raises if FSDP2 would group parameters wrongly. Returns the ranks of the group's experts, or None."""
     wanted = {id(parameter) for parameter in params}
     together = set(mesh.mesh.flatten().tolist())
     experts: dict[int, Ranks] = {}
     for root in modules:
         for module in root.modules():
             own = [p for p in module.parameters(recurse=False) if id(p) in wanted]
-            spread, copies = getattr(module, EXPERTS_OVER, None), getattr(module, COPIES_OVER, None)
-            if own and isinstance(spread, Ranks):
+            expert_ranks, router_ranks = (
+                getattr(module, EXPERT_RANKS, None),
+                getattr(module, ROUTER_RANKS, None),
+            )
+            if own and isinstance(expert_ranks, Ranks):
                 for parameter in own:
-                    _check_experts(parameter, spread, mesh, together)
-                    experts[id(parameter)] = spread
-            elif own and isinstance(copies, Ranks) and not together.issuperset(copies.ranks):
-                raise _refusal(
-                    f"ranks {sorted(together)} for the router of a layer whose experts are spread over "
-                    f"{list(copies.ranks)}: its copies there would drift apart"
+                    _check_experts(parameter, expert_ranks, mesh, together)
+                    experts[id(parameter)] = expert_ranks
+            elif own and isinstance(router_ranks, Ranks) and not together.issuperset(router_ranks.ranks):
+                raise _fsdp_error(
+                    f"ranks {sorted(together)} for the router of a layer whose experts are sharded over "
+                    f"{list(router_ranks.ranks)}: the copies on the other ranks would diverge"
                 )
     if experts and len(experts) < len(wanted):
-        raise _refusal("experts that are spread over ranks in one group with other parameters")
+        raise _fsdp_error("sharded experts in one group with other parameters")
     sizes = {len(ranks.ranks): ranks for ranks in experts.values()}
     if len(sizes) > 1:
-        raise _refusal(f"experts that are spread over {sorted(sizes)} ranks in one group")
+        raise _fsdp_error(f"experts that are sharded over {sorted(sizes)} ranks in one group")
     return next(iter(sizes.values()), None)
 
 
 def _check_experts(parameter: Tensor, ranks: Ranks, mesh: Any, together: set[int]) -> None:
     shared = sorted(together.intersection(ranks.ranks))
     if len(shared) > 1:
-        raise _refusal(
-            f"the ranks {shared}, over which the experts are spread already: they hold different ones"
+        raise _fsdp_error(
+            f"the ranks {shared}, over which the experts are already sharded: they hold different experts"
         )
     spec = getattr(parameter, "_spec", None)
     if spec is None:
@@ -121,34 +124,33 @@ def _check_experts(parameter: Tensor, ranks: Ranks, mesh: Any, together: set[int
     root = mesh._get_root_mesh()
     if spec.mesh._get_root_mesh() == root and spec.mesh.mesh_dim_names and mesh.mesh_dim_names:
         return
-    # FSDP2 requires both to be parts of one mesh. A layer made with a group: is the group a dimension of that mesh?
+    # FSDP2 requires both meshes to be parts of one. For a layer made with a group, look for the mesh dimension that is
+    # this group.
     for name in root.mesh_dim_names or ():
         if root[name].get_group().group_name == ranks.group_name:
             # A new spec, because torch's caches share specs between tensors.
             parameter._spec = replace(spec, mesh=root[name])  # type: ignore[attr-defined]
             return
-    raise _refusal(
-        f"{mesh}, which is no part of one mesh together with the experts' ranks {list(ranks.ranks)}"
-    )
+    raise _fsdp_error(f"{mesh}, which is not part of the same mesh as the experts' ranks {list(ranks.ranks)}")
 
 
-def _divide_by_all(group: Any, mesh: Any, ranks: int) -> None:
-    """The experts' gradients, sums over their own ranks, become means over those ranks and the mesh's."""
+def _average_over_all_ranks(group: Any, mesh: Any, ranks: int) -> None:
+    """Makes the experts' gradients, which are sums over the experts' ranks, means over these and the mesh's ranks."""
     shards = mesh.get_group(mesh.ndim - 1).size()
     policy, first = group.mp_policy, group.fsdp_params[0].sharded_param
     if mesh.size() == 1 and (policy.reduce_dtype or policy.param_dtype or first.dtype) == torch.float16:
         group._all_reduce_hook = lambda gradient: gradient.div_(
             ranks
-        )  # torch would divide by the factor twice
+        )  # torch would divide by gradient_divide_factor twice
         return
     group.gradient_divide_factor = float(mesh.size() * ranks)
     if shards > 1 and dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo":
-        group.force_sum_reduction_for_comms = True  # Gloo cannot scale while it sums
+        group.force_sum_reduction_for_comms = True  # Gloo has no averaging reduction
 
 
-def _refusal(got: str) -> ValueError:
+def _fsdp_error(got: str) -> ValueError:
     return ValueError(
-        "transformer_plugin::MoE: argument 'mesh' of fully_shard: expected experts sharded by themselves, over the "
+        "transformer_plugin::MoE: argument 'mesh' of fully_shard: expected experts in their own FSDP group, over the "
         "ranks that hold the same experts, and everything else over all ranks, "
         f"got {got}. Use transformer_plugin.parallel.fully_shard(model, mesh) with the mesh of (copies, experts), or "
         "fully_shard(moe.experts, mesh=mesh['copies']) before fully_shard(model)."

@@ -1,4 +1,4 @@
-"""Gradient clipping by the norm of all gradients, for parameters that may be distributed over ranks."""
+"""Gradient clipping by the norm of all gradients, for parameters that may be sharded over ranks."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales gradients in place so that their total norm is at most ``max_norm``.
 
-    Like ``torch.nn.utils.clip_grad_norm_``, for models with parameters that are distributed over ranks: every element
-    of the whole model counts once. For a ``DTensor`` the placements decide: the parts on a ``Shard`` dimension of its
-    mesh are added, and the copies on a ``Replicate`` dimension count once. A plain tensor is a copy that is the same on
-    every rank, with an averaged gradient. All ranks call this function with the same parameters in the same order, and
-    get the same norm and factor. It waits for other ranks on the device, never on the host.
+    Like ``torch.nn.utils.clip_grad_norm_``, for models with parameters that are sharded over ranks: every element of
+    the whole model counts once. For a ``DTensor`` the placements decide: shards on a ``Shard`` dimension of its mesh
+    are added, and copies on a ``Replicate`` dimension count once. A plain tensor counts as a replicated parameter with
+    an averaged gradient. All ranks call this function with the same parameters in the same order, and get the same norm
+    and factor. Communication is enqueued on the device; the host does not wait for it.
 
     Args:
-        parameters: a module, a tensor or tensors; those without a gradient are skipped.
+        parameters: a module, a tensor or tensors; parameters without a gradient are skipped.
         max_norm: the largest norm.
         norm_type: p of the p-norm, above 0, or ``inf``.
-        error_if_nonfinite: raise an error if the norm is not finite; the host then reads the norm. Otherwise a NaN norm
-            makes every gradient NaN, and an infinite norm makes gradients 0, or NaN where they are infinite, as in
-            torch.
+        error_if_nonfinite: raise an error if the norm is not finite; the host then reads the norm. Otherwise, as in
+            torch, a NaN norm makes every gradient NaN, and an infinite norm makes finite gradients 0 and infinite ones
+            NaN.
 
     Returns:
-        The norm before clipping, a tensor of no dimensions: float64 if a gradient is, otherwise float32.
+        The norm before clipping, a scalar tensor: float64 if any gradient is float64, otherwise float32.
     """
     norm_type = float(norm_type)
     if not norm_type > 0:
@@ -85,7 +85,7 @@ def _gradients(parameters: torch.nn.Module | Tensor | Iterable[Tensor]) -> list[
 
 
 def _groups_and_part(gradient: Tensor) -> tuple[list[ProcessGroup], Tensor]:
-    """The groups over which a gradient is sharded, and this rank's part of it."""
+    """Returns the groups over which a gradient is sharded, and this rank's shard of it."""
     if not hasattr(gradient, "to_local"):
         return [], gradient
     from torch.distributed.tensor import Replicate
@@ -93,8 +93,8 @@ def _groups_and_part(gradient: Tensor) -> tuple[list[ProcessGroup], Tensor]:
     whole: Any = gradient
     if any(placement.is_partial() for placement in whole.placements):
         raise ValueError(
-            "transformer_plugin::clip_grad_norm_: argument 'parameters': expected gradients that are sums already, got "
-            f"a DTensor with the placements {whole.placements}. Redistribute Partial gradients first."
+            "transformer_plugin::clip_grad_norm_: argument 'parameters': expected gradients without Partial "
+            f"placements, got a DTensor with the placements {whole.placements}. Redistribute Partial gradients first."
         )
     dimensions = [d for d, placement in enumerate(whole.placements) if not isinstance(placement, Replicate)]
     mesh = whole.device_mesh
@@ -102,7 +102,7 @@ def _groups_and_part(gradient: Tensor) -> tuple[list[ProcessGroup], Tensor]:
 
 
 def _reduced(tensors: list[Tensor], groups: list[ProcessGroup], p: float) -> Tensor:
-    """The sum of the elements' p-th powers over all ranks of the groups, or the largest element for p = inf."""
+    """Returns the sum of the elements' p-th powers over all ranks of the groups, or for p = inf the largest element."""
     norms = [norm for some in _by_kind(tensors) for norm in _norms(some, p)]
     together = torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])
     if not math.isinf(p):
@@ -130,7 +130,7 @@ def _norms(tensors: list[Tensor], p: float) -> list[Tensor]:
 
 
 def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Lists of one device and dtype each, as torch's ``_foreach`` ops require."""
+    """Splits tensors into lists of one device and dtype each, as torch's ``_foreach`` ops require."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -138,7 +138,7 @@ def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _on_device_of(value: Tensor, group: ProcessGroup) -> Tensor:
-    """Moves a value to a device of the group: offloaded gradients are on the CPU, while the group may be NCCL."""
+    """Moves a value to the group's device type: offloaded gradients are on the CPU, while the group may be NCCL."""
     if value.device.type == "cpu" and dist.get_backend(group) == "nccl":
         return value.to(torch.device("cuda", torch.cuda.current_device()))
     return value

@@ -1,6 +1,6 @@
-"""Data parallelism for models with distributed experts, based on torch's wrappers.
+"""Data parallelism for models with sharded experts, based on torch's wrappers.
 
-Every rank computes the mean loss of its own tokens; the gradients are those of the mean of the ranks' losses.
+Every rank computes the mean loss of its own tokens. The gradients are those of the mean of the ranks' losses.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from transformer_plugin.parallel._spread import EXPERTS_OVER, Ranks, local
-from transformer_plugin.parallel._wrapping import spread_modules
+from transformer_plugin.parallel._shard_experts import EXPERT_RANKS, Ranks, local
+from transformer_plugin.parallel._wrapping import sharded_modules
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class ExpertDataParallel(DistributedDataParallel):
-    """The result of :func:`data_parallel`: a ``DistributedDataParallel`` that reduces experts over their own copies."""
+    """The result of :func:`data_parallel`: a ``DistributedDataParallel`` that reduces experts over their copies."""
 
-    #: whether the last forward ran outside of ``no_sync()``; decides whether its backward reduces gradients.
+    #: whether the last forward ran outside of ``no_sync()``: only then does its backward reduce gradients.
     reduces_experts = True
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -37,26 +37,26 @@ class ExpertDataParallel(DistributedDataParallel):
 def data_parallel(
     model: torch.nn.Module, *, process_group: ProcessGroup | None = None, **options: Any
 ) -> ExpertDataParallel:
-    """Wraps a model with ``DistributedDataParallel``, with correct gradients for distributed experts.
+    """Wraps a model with ``DistributedDataParallel``, with correct gradients for sharded experts.
 
     After a backward every gradient is that of the mean of all R ranks' losses. ``DistributedDataParallel`` averages the
     parameters that are replicated on all ranks. The gradient of an expert contains the tokens of all ranks of the
-    experts' group; it is divided by the size of that group, and averaged over the ranks that hold the same expert, if
-    there are several. ``no_sync()`` works as usual. When the model is wrapped, the first of the ranks that hold the
-    same experts broadcasts them to the others, and rank 0 broadcasts everything else.
+    experts' group; it is divided by the size of that group. If several ranks hold the same expert, it is also averaged
+    over them. ``no_sync()`` works as usual. When the model is wrapped, the first of the ranks that hold the same
+    experts broadcasts them to the others, and rank 0 broadcasts everything else.
 
     Args:
-        model: holds :class:`~transformer_plugin.nn.MoE` layers, made with a ``group`` or a ``mesh``.
-        process_group: all ranks that train; None for the world. The experts of every layer are distributed over all of
+        model: contains :class:`~transformer_plugin.nn.MoE` layers, made with a ``group`` or a ``mesh``.
+        process_group: all ranks that train; None for the world. The experts of every layer are sharded over all of
             them, or over subgroups of equal size.
-        options: of ``DistributedDataParallel``: ``device_ids`` and others.
+        options: options of ``DistributedDataParallel``, such as ``device_ids``.
 
     Buffers of experts, such as the scales of delayed scaling, are not synchronized.
     """
     everyone = process_group if process_group is not None else dist.group.WORLD
     assert everyone is not None
     mine: dict[str, tuple[torch.nn.Module, Ranks]] = {
-        prefix: (module, ranks) for prefix, module, ranks in spread_modules(model)
+        prefix: (module, ranks) for prefix, module, ranks in sharded_modules(model)
     }
     ignored = list(getattr(model, "_ddp_params_and_buffers_to_ignore", []))
     for prefix, (module, _) in mine.items():
@@ -74,7 +74,7 @@ def data_parallel(
 
 
 def _group_of_copies(everyone: ProcessGroup, ranks: Ranks) -> ProcessGroup | None:
-    """The group of the ranks that hold the same experts as this one; None if there is no other."""
+    """Returns the group of the ranks that hold the same experts as this one; None if there is no other."""
     world = dist.get_process_group_ranks(everyone)
     places: list[Any] = [None] * len(world)
     dist.all_gather_object(places, ranks.ranks, group=everyone)
@@ -83,8 +83,8 @@ def _group_of_copies(everyone: ProcessGroup, ranks: Ranks) -> ProcessGroup | Non
     outside = set(ranks.ranks).difference(world)
     if outside or len(copies) * len(ranks.ranks) != len(world):
         raise ValueError(
-            "transformer_plugin::data_parallel: argument 'process_group': expected ranks over all of which, or over "
-            f"parts of one size of which, the experts are spread, got {world} with experts spread over {places}. "
+            "transformer_plugin::data_parallel: argument 'process_group': expected experts that are sharded over all "
+            f"of its ranks, or over subgroups of equal size, got the ranks {world} with experts sharded over {places}. "
             "Pass the group of all ranks that train."
         )
     if len(copies) == 1:
@@ -119,18 +119,18 @@ def _divide_by(ranks: int) -> Callable[[Tensor], Tensor]:
 
 
 def fully_shard(module: torch.nn.Module, mesh: DeviceMesh, **options: Any) -> torch.nn.Module:
-    """Shards a module with FSDP2's ``fully_shard``, with correct gradients for distributed experts.
+    """Shards a module with FSDP2's ``fully_shard``, with correct gradients for sharded experts.
 
-    After a backward every gradient is that of the mean of all ranks' losses. Experts are sharded over the ranks that
-    hold the same experts, everything else over all ranks of the mesh. Like torch's function, it is called for the
+    After a backward every gradient is that of the mean of all ranks' losses. Experts are sharded further over the ranks
+    that hold the same experts, everything else over all ranks of the mesh. Like torch's function, call it for the
     blocks of a model first and for the model last.
 
     Args:
-        module: holds :class:`~transformer_plugin.nn.MoE` layers, or none.
-        mesh: all ranks. Either of two named dimensions, one of them that of the experts (the layers were made with
-            ``mesh=mesh["experts"]``, or with its group); or of one dimension over which the experts are distributed:
+        module: contains :class:`~transformer_plugin.nn.MoE` layers, or none.
+        mesh: all ranks. Either a mesh of two named dimensions, one of them the experts' (the layers were made with
+            ``mesh=mesh["experts"]``, or with its group). Or a mesh of one dimension over which the experts are sharded:
             they are then not sharded further, and their gradients are divided by its size.
-        options: of torch's ``fully_shard``, for experts and everything else.
+        options: options of torch's ``fully_shard``, for experts and everything else.
 
     Returns:
         The module, changed in place.
@@ -146,31 +146,31 @@ def fully_shard(module: torch.nn.Module, mesh: DeviceMesh, **options: Any) -> to
             _divide_once(experts, ranks)
         elif not any(isinstance(each, FSDPModule) for each in experts.modules()):
             shard(experts, mesh=copies, **options)
-    if getattr(module, EXPERTS_OVER, None) is None:
+    if getattr(module, EXPERT_RANKS, None) is None:
         whole = mesh if mesh.ndim == 1 else mesh._flatten()
         shard(module, mesh=whole, ignored_params=ignored or None, **options)
     return module
 
 
 def _roots_of_experts(module: torch.nn.Module) -> list[tuple[torch.nn.Module, Ranks]]:
-    """The outermost modules whose parameters all belong to distributed experts."""
-    ranks = getattr(module, EXPERTS_OVER, None)
+    """Returns the outermost modules whose parameters all belong to sharded experts, with their ranks."""
+    ranks = getattr(module, EXPERT_RANKS, None)
     if isinstance(ranks, Ranks):
         return [(module, ranks)]
     return [found for child in module.children() for found in _roots_of_experts(child)]
 
 
 def _mesh_of_copies(mesh: DeviceMesh, ranks: Ranks) -> DeviceMesh | None:
-    """The dimension of the mesh that is not the experts'; None if the experts are distributed over the whole mesh."""
+    """Returns the mesh dimension that is not the experts'; None if the experts are sharded over the whole mesh."""
     if mesh.ndim == 1 and set(mesh.mesh.flatten().tolist()) == set(ranks.ranks):
         return None
     names = mesh.mesh_dim_names or ()
     others = [n for n in names if set(mesh[n].mesh.flatten().tolist()) != set(ranks.ranks)]
     if mesh.ndim != 2 or len(others) != 1:
         raise ValueError(
-            "transformer_plugin::fully_shard: argument 'mesh': expected all ranks as a mesh of two dimensions with "
-            f"names, of which one is the ranks {list(ranks.ranks)} over which experts are spread, or of one dimension "
-            f"that is just these ranks, got {mesh}. Make it with init_device_mesh(device, (copies, "
+            "transformer_plugin::fully_shard: argument 'mesh': expected a mesh of all ranks, with two named "
+            f"dimensions, one of them the ranks {list(ranks.ranks)} over which the experts are sharded, or with one "
+            f"dimension of exactly these ranks, got {mesh}. Make it with init_device_mesh(device, (copies, "
             f'{len(ranks.ranks)}), mesh_dim_names=("copies", "experts")), and the layers with mesh=mesh["experts"].'
         )
     return mesh[others[0]]

@@ -1,7 +1,7 @@
-"""Expert parallelism for a layer: a context whose configuration is the same on all ranks, and plans made in it.
+"""Expert parallelism for a layer: a context whose configuration is the same on all ranks, and the plans of its calls.
 
-``EpContext`` is an object: a process may have several, over several groups or with several capacities. The functions
-of :mod:`transformer_plugin.parallel.facade` (``ep_bootstrap`` and so on) offer one of them with TransformerEngine's
+A process may have several ``EpContext`` objects, over several groups or with several capacities. The functions of
+:mod:`transformer_plugin.parallel.facade` (``ep_bootstrap`` and so on) wrap one context under TransformerEngine's
 names.
 """
 
@@ -29,7 +29,7 @@ Overflow = Literal["raise", "drop"]
 class EpConfig:
     """The configuration of a context, the same on all its ranks."""
 
-    #: E, the experts of all ranks together; a multiple of the ranks.
+    #: E, the number of experts of all ranks together; a multiple of the number of ranks.
     num_experts: int
     #: the largest number of tokens of any rank in one call.
     max_tokens_per_rank: int
@@ -37,7 +37,7 @@ class EpConfig:
     hidden_dim: int
     #: K, the number of experts of one token.
     num_topk: int
-    #: rows that one rank can receive in one call. None: enough for any routing in which no token names an expert twice,
+    #: rows that one rank can receive in one call. None: enough for any routing in which the experts of a token differ,
     #: ``R * max_tokens_per_rank * min(K, E / R)`` rows plus padding.
     capacity: int | None = None
     #: each expert's rows are padded with zero rows to a multiple of this: 0, 1 or a power of two.
@@ -53,16 +53,16 @@ class EpPlan(NamedTuple):
     slot: Tensor
     #: int32 ``[capacity]``.
     source: Tensor
-    #: int64 ``[E / R]``: rows of each local expert, padding included, at most the capacity together: the group
-    #: sizes of a grouped GEMM.
+    #: int64 ``[E / R]``: rows of each local expert, padding included. Their sum is at most the capacity. These are the
+    #: group sizes of a grouped GEMM.
     tokens_per_expert: Tensor
     #: int64 ``[R]``: rows that each rank needs before any is dropped.
     required: Tensor
     #: int32 ``[1]``: 1 when any rank needs more than the capacity.
     overflow: Tensor
-    #: T of this rank.
+    #: T, the number of tokens of this rank.
     num_tokens: int
-    #: this rank in the group.
+    #: the index of this rank in the group.
     rank: int
 
     @property
@@ -74,17 +74,17 @@ class EpPlan(NamedTuple):
 class EpContext:
     """Expert parallelism over one group with one configuration.
 
-    The constructor is collective: all ranks of the group create their contexts in the same order, and it compares their
-    configurations. Every call on the context is collective too.
+    The constructor is collective: all ranks of the group create their contexts in the same order, and the constructor
+    checks that their configurations are equal. Every call on the context is collective too.
 
     Args:
         group: the c10d process group, Gloo for CPU tensors or NCCL for CUDA tensors; None for this process alone.
         num_experts, max_tokens_per_rank, hidden_dim, num_topk, capacity, alignment, overflow: see
             :class:`EpConfig`.
         timeout: the longest wait for other ranks in seconds; None for ``config.settings.peer_timeout``. On a CPU a
-            longer wait raises :class:`~transformer_plugin.errors.PeerTimeoutError`; on CUDA the process prints the
-            text of that error and ends, because a stream that waits for a lost rank cannot be recovered. Choose a
-            timeout shorter than the group's own.
+            longer wait raises :class:`~transformer_plugin.errors.PeerTimeoutError`. On CUDA the process prints the
+            text of that error and exits, because a stream that waits for a lost rank cannot be recovered. Choose a
+            timeout shorter than the group's.
         device: the device of the tensors; by default this process's GPU if the group has NCCL, else the CPU.
 
     Raises:
@@ -92,8 +92,8 @@ class EpContext:
             that differs between ranks: the error names the fields and the ranks.
         PeerTimeoutError: a rank did not take part in time.
 
-    Close it with :meth:`finalize` or as a context manager, before ``dist.destroy_process_group``. Delete captured CUDA
-    graphs that contain its calls before that. finalize() is local and does not synchronize.
+    Close it with :meth:`finalize` or as a context manager, before ``dist.destroy_process_group``. Before that, delete
+    captured CUDA graphs that contain its calls. :meth:`finalize` is local and does not synchronize.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class EpContext:
         self._open = True
         self._compare()
         if self.num_ranks > 1:
-            # The ranks connect in the first call: NCCL creates its communicator, which cannot be captured.
+            # The first call connects the ranks: NCCL creates its communicator, which cannot be captured in a graph.
             self.plan(torch.empty(0, num_topk, dtype=torch.int32, device=self.device))
 
     def _compare(self) -> None:
@@ -147,20 +147,20 @@ class EpContext:
         )
 
     def capacity_for(self, alignment: int) -> int:
-        """The default capacity of a call: the context's capacity, or the rows of the worst routing."""
+        """Returns the capacity of a call without its own: the context's, or enough rows for any routing."""
         return self.config.capacity if self.config.capacity is not None else self._worst_case(alignment)
 
     def plan(self, topk_idx: Tensor, capacity: int | None = None, alignment: int | None = None) -> EpPlan:
         """Compute the destination of every token of the group.
 
         Args:
-            topk_idx: ``[..., K]`` int32 or int64, contiguous, at most ``max_tokens_per_rank`` tokens; -1 masks.
+            topk_idx: ``[..., K]`` int32 or int64, contiguous, at most ``max_tokens_per_rank`` tokens; -1: no expert.
             capacity: rows of this call, at most the context's and the same on every rank; None for the context's.
             alignment: alignment of this call, the same on every rank; None for the context's.
 
         Raises:
-            ValueError: also if rows do not fit and the policy is "raise": on a CPU in this call, on every rank; on CUDA
-                in a later call on this group, after the GPU has counted the rows.
+            ValueError: an invalid argument; or rows do not fit and the policy is "raise". The latter is raised on a CPU
+                in this call, on every rank; on CUDA in a later call on this group, after the GPU has counted the rows.
         """
         self._check_open()
         if topk_idx.shape[-1] != self.config.num_topk:
@@ -205,7 +205,7 @@ class EpContext:
         return ops.combine(rows, plan.slot, plan.source, tokens, self.group_name, self.timeout_ms)
 
     def finalize(self) -> None:
-        """Close the context. Local; may be repeated. Later calls on the context raise an error."""
+        """Closes the context. It is local and may be repeated. Later calls on the context raise an error."""
         if not self._open:
             return
         self._open = False
@@ -231,25 +231,25 @@ class EpContext:
                 "transformer_plugin::EpContext: expected an open context, got one after finalize(). "
                 "Make a new EpContext on every rank."
             )
-        if self.group is None or torch.compiler.is_compiling() or _is_there(self.group):
+        if self.group is None or torch.compiler.is_compiling() or _group_exists(self.group):
             return
         raise RuntimeError(
             f"transformer_plugin::EpContext: expected group '{self.group_name}', which the context was made for, got "
-            "a group that is destroyed. Make a new EpContext on every rank, for the new group."
+            "a destroyed group. Make a new EpContext on every rank, for the new group."
         )
 
     def _check_tokens(self, name: str, tokens: Tensor, rows: int, op: str) -> None:
         if tokens.dim() != 2 or tokens.shape[0] != rows or tokens.shape[1] != self.config.hidden_dim:
             _refuse(
                 name,
-                f"[{rows}, {self.config.hidden_dim}], like the plan and hidden_dim",
+                f"[{rows}, {self.config.hidden_dim}], as in the plan and hidden_dim",
                 tuple(tokens.shape),
                 op,
             )
 
 
-def _is_there(group: ProcessGroup) -> bool:
-    """Whether the name of the group still resolves to this group object, and not to a newer one of this name."""
+def _group_exists(group: ProcessGroup) -> bool:
+    """Whether the group's name still refers to this group object, and not to a newer group of the same name."""
     try:
         return torch._C._distributed_c10d._resolve_process_group(group.group_name) is group
     except RuntimeError:
@@ -295,7 +295,11 @@ def _check_config(config: EpConfig, ranks: int, timeout: float) -> None:
         _refuse("alignment", "0, 1 or a power of two", config.alignment, op, "Pass 1 for no padding")
     if config.capacity is not None and config.capacity < 0:
         _refuse(
-            "capacity", "0 or more rows, or None", config.capacity, op, "Pass None for room for every row"
+            "capacity",
+            "0 or more rows, or None",
+            config.capacity,
+            op,
+            "Pass None for enough rows for any routing",
         )
     if config.overflow not in ("raise", "drop"):
         _refuse("overflow", "'raise' or 'drop'", repr(config.overflow), op, "Choose one of them")

@@ -1,10 +1,9 @@
 """Expert parallelism with TransformerEngine's names, over one :class:`~transformer_plugin.parallel.EpContext`.
 
 The names and signatures are those of its pull request 3035. Differences: a group of one rank works; CPU tensors work;
-the payload may be float32, bfloat16 or float16; ``recv_capacity_per_rank=None`` is the static worst case, not a size
+the payload may be float32, bfloat16 or float16; ``recv_capacity_per_rank=None`` means the static worst case, not a size
 read from the GPU in every step; overflow without ``drop_on_overflow`` raises an error and does not trap;
-``num_local_tokens`` of ``ep_combine`` defaults to the number of tokens that were dispatched. There is no zero-copy
-transport yet.
+``num_local_tokens`` of ``ep_combine`` defaults to the number of dispatched tokens. There is no zero-copy transport yet.
 """
 
 from __future__ import annotations
@@ -59,17 +58,11 @@ def ep_bootstrap(
             "Call ep_finalize() first, or use EpContext objects for several configurations."
         )
     if zero_copy:
-        _refuse(
-            "zero_copy", "False", zero_copy, "ep_bootstrap", "The symmetric-memory transport is not there yet"
-        )
+        advice = "The symmetric-memory transport is not implemented"
+        _refuse("zero_copy", "False", zero_copy, "ep_bootstrap", advice)
     if max_num_sms:
-        _refuse(
-            "max_num_sms",
-            "0",
-            max_num_sms,
-            "ep_bootstrap",
-            "No transport here takes multiprocessors of its own",
-        )
+        advice = "The transport here reserves no multiprocessors"
+        _refuse("max_num_sms", "0", max_num_sms, "ep_bootstrap", advice)
     _context = EpContext(
         ep_group,
         num_experts=num_experts,
@@ -98,7 +91,7 @@ def is_ep_bootstrapped() -> bool:
 class EpBuffer:
     """The routing of one call: filled by ``ep_prepare`` and used by the other functions.
 
-    It holds no payload, and a gradient keeps the plan of its forward: the buffer may be prepared again before the
+    It holds no payload. A gradient keeps the plan of its forward, so the buffer may be prepared again before the
     backward of an earlier call.
 
     Attributes:
@@ -119,7 +112,7 @@ class EpBuffer:
     ) -> None:
         if _context is None:
             raise RuntimeError(
-                "transformer_plugin::EpBuffer: expected ep_bootstrap() before, got none. Call it on every rank first."
+                "transformer_plugin::EpBuffer: expected a call of ep_bootstrap() first, got none. Call it on each rank."
             )
         given: dict[str, Any] = {
             "top_k": (top_k, _context.config.num_topk),
@@ -154,7 +147,7 @@ class EpBuffer:
         return None if self.plan is None else self.plan.total
 
     def prepared(self, op: str) -> EpPlan:
-        """The plan of the last prepare."""
+        """Returns the plan of the last prepare."""
         if self.plan is None:
             raise RuntimeError(
                 f"transformer_plugin::{op}: expected a buffer after ep_prepare() or ep_dispatch(), got one before. "
@@ -187,7 +180,7 @@ def ep_dispatch(
         topk_weights: ``[T, K]`` float32.
         recv_tokens, recv_topk_weights: ``[capacity, H]`` in the dtype of ``tokens`` and ``[capacity]`` float32,
             contiguous, without gradients: the results are written there and returned in the same memory. They are
-            valid until the next dispatch into these tensors; if a gradient still needs the old values, torch raises an
+            valid until the next dispatch into these tensors; if a backward still needs the old values, torch raises an
             error.
 
     Returns:
@@ -265,7 +258,7 @@ class _GradInto(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, target: Tensor) -> Tensor:
-        # Not a saved tensor: torch checks versions of those, but a second backward may write to the target again.
+        # Not a saved tensor: torch checks the versions of those, but a second backward may write to the target again.
         ctx.target = target
         return value.view_as(value)
 

@@ -1,7 +1,7 @@
-"""Inputs that every op must get right. Tests, opcheck, sanitizer runs and benchmarks walk the same lists.
+"""Inputs that every op must handle. Tests, opcheck, sanitizer runs and benchmarks use the same lists.
 
-A case is a name and a function ``make(device, generator) -> tuple of arguments``: data is drawn on the CPU, so
-that every device sees the same values.
+A case is a name and a function ``make(device, generator) -> tuple of arguments``. It draws data on the CPU, so that
+every device gets the same values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Formats that find their scales in blocks along a row.
+#: Formats that compute their scales from blocks along a row.
 BLOCK_FORMATS = (
     "fp8_block",
     "fp8_block:e5m2,fp32",
@@ -33,7 +33,7 @@ class Case:
     make: Callable[[torch.device, torch.Generator], tuple[Any, ...]]
 
     def arguments(self, device: str | torch.device = "cpu", seed: int = 0) -> tuple[Any, ...]:
-        """The arguments, the same values for every device at one seed."""
+        """The arguments; for one seed the values are the same on every device."""
         return self.make(torch.device(device), torch.Generator().manual_seed(seed))
 
 
@@ -49,7 +49,7 @@ def randn(
 
 
 def swiglu_cases() -> Iterator[Case]:
-    """Zero rows, one row, odd widths, wide rows, no probabilities, values from tiny to overflowing the exponent."""
+    """Zero rows, one row, odd widths, wide rows, no probabilities, values from tiny to overflowing in exp."""
     shapes = [(0, 16), (1, 2), (3, 34), (5, 66), (129, 128), (7, 2048)]
     for dtype in FLOAT_DTYPES:
         for rows, columns in shapes:

@@ -1,4 +1,4 @@
-"""Inputs of the ops of delayed scaling."""
+"""Inputs of the delayed-scaling ops."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from transformer_plugin.testing.quantize_cases import GROUPS, SHAPES, STACKS, sp
 
 E4M3, E5M2 = "fp8_tensor:e4m3", "fp8_tensor:e5m2"
 FORMATS = (E4M3, E5M2)
-#: Histories: how long, and of how many tensors.
+#: (length, number of tensors) of the histories.
 HISTORIES = ((1, 1), (1, 5), (2, 3), (3, 9), (16, 6), (515, 3), (1024, 12), (1030, 8))
 
 
 def _state(count: int, first: int, generator: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Scales from tiny to huge, and amaxes that some tensors pass and others do not; two entries more than asked."""
+    """Scales from tiny to huge; amaxes that the data exceeds for some tensors only. Both have two unused entries."""
     scale = torch.exp2(torch.randint(-6, 8, (first + count + 2,), generator=generator).float())
     scale *= 1 + torch.rand(first + count + 2, generator=generator)
     amax = torch.rand(first + count + 2, generator=generator) * 20
@@ -60,7 +60,7 @@ def quantize_scaled_cases() -> Iterator[Case]:
 
 
 def grouped_quantize_scaled_cases() -> Iterator[Case]:
-    """The same with group sizes. The tail is poisoned with NaN and 1e4, which must reach no amax."""
+    """The same with group sizes. The tail rows are NaN and 1e4, which must not reach any amax."""
     for i, (sizes, tail) in enumerate(GROUPS):
         for j, format in enumerate(FORMATS):
             dtype = FLOAT_DTYPES[(i + j) % 3]
@@ -86,8 +86,10 @@ def grouped_quantize_scaled_cases() -> Iterator[Case]:
 
 
 def delayed_scale_cases() -> Iterator[Case]:
-    """Arguments of delayed_scale and update_delayed_scale_: states in the middle of training, with tensors that saw
-    nothing, an infinity, a NaN, tiny values; history, scale, amax, formats, margin, algorithm."""
+    """Arguments of delayed_scale and update_delayed_scale_: history, scale, amax, formats, margin, algorithm.
+
+    The states are those in the middle of a training. Some tensors have an amax of zero, infinity, NaN or a tiny value.
+    """
     for i, (length, tensors) in enumerate(HISTORIES):
         for algorithm in ("max", "most_recent"):
             formats = [E4M3, E4M3, E5M2] if tensors % 3 == 0 else [FORMATS[i % 2]]
@@ -108,7 +110,7 @@ def delayed_scale_cases() -> Iterator[Case]:
                 edges = torch.tensor([0.0, 1e-44, 3e38, float("inf"), 0.0, float("nan"), 1e-45, 7.0, 0.0])
                 count = min(tensors, len(edges))
                 amax[tensors - count :] = edges[:count]
-                history[0, -1] = 5.0 if tensors > 2 else 0.0  # what an older state may hold
+                history[0, -1] = 5.0 if tensors > 2 else 0.0  # an older state may have a value here
                 if tensors > 4:
                     history[length // 2, 1] = float("inf")
                     history[-1, 2] = float("nan")

@@ -1,8 +1,8 @@
-"""Ranks for tests: processes that stay, so that many cases share the seconds that starting them takes.
+"""Ranks for tests: processes that are reused by many cases, because starting them takes seconds.
 
 ``RankPool(4)`` starts four processes with a Gloo (or NCCL) group. ``pool.run(function, *arguments)`` calls
-``function(rank, *arguments)`` on every one, where ``rank`` is a :class:`Rank`, and returns the results in order. The
-store lives in this process, as it lives in torchrun's agent, unless a test wants it in rank 0.
+``function(rank, *arguments)`` on every rank, where ``rank`` is a :class:`Rank`, and returns the results in order. The
+parent process hosts the store, as torchrun's agent does, unless a test puts it into rank 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 @dataclass(frozen=True)
 class Rank:
-    """A process's place, as functions run by a pool see it."""
+    """The rank, group size and device of a process; the first argument of functions that a pool runs."""
 
     rank: int
     size: int
@@ -40,16 +40,16 @@ class Rank:
 
     @property
     def group_name(self) -> str:
-        """Its c10d name."""
+        """The c10d name of that group."""
         return self.group.group_name
 
 
 class RankError(AssertionError):
-    """A rank raised: the text holds its traceback."""
+    """An error on a rank; the text contains its traceback."""
 
 
 class RankPool:
-    """Processes that form one group. Close it, or use it as a context manager."""
+    """Processes that form one group. Close the pool, or use it as a context manager."""
 
     def __init__(
         self, size: int, backend: str = "gloo", group_timeout: float = 120.0, store_in_rank_0: bool = False
@@ -57,7 +57,7 @@ class RankPool:
         self.size = size
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "transformer_plugin"])
-        # The parent's store chooses its own port; with the store in rank 0 the port is only borrowed from it.
+        # The parent's store chooses a free port. With the store in rank 0, only the port number is taken from it.
         self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         port = self._store.port
         if store_in_rank_0:
@@ -74,25 +74,25 @@ class RankPool:
         self.run(_nothing)
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Begins ``function(rank, *arguments)`` on every rank."""
+        """Starts ``function(rank, *arguments)`` on every rank, without waiting."""
         for pipe in self._pipes:
             pipe.send((function, arguments))
 
     def result(self, rank: int, timeout: float = 120.0) -> Any:
-        """What one rank returned. A :class:`RankError` if it raised, left, or does not answer."""
+        """Returns one rank's result. Raises :class:`RankError` if it raised, exited, or does not answer in time."""
         pipe = self._pipes[rank]
         if not pipe.poll(timeout):
-            raise RankError(f"rank {rank} does not answer within {timeout} s")
+            raise RankError(f"rank {rank} did not answer within {timeout} s")
         try:
             raised, value = pipe.recv()
         except EOFError:
-            raise RankError(f"rank {rank} has left with code {self.wait(rank)}") from None
+            raise RankError(f"rank {rank} exited with code {self.wait(rank)}") from None
         if raised:
             raise RankError(f"rank {rank} raised:\n{value}")
         return value
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0) -> list[Any]:
-        """:meth:`start` and every :meth:`result`."""
+        """Calls :meth:`start`, then :meth:`result` for every rank."""
         self.start(function, *arguments)
         end = time.monotonic() + timeout
         outcomes: list[Any] = []
@@ -107,27 +107,27 @@ class RankPool:
         return outcomes
 
     def kill(self, rank: int) -> None:
-        """Ends one rank's process at once."""
+        """Kills one rank's process."""
         self.processes[rank].kill()
 
     def stop(self, rank: int) -> None:
-        """Stops one rank's process: it is there, but does nothing more."""
+        """Suspends one rank's process with SIGSTOP."""
         pid = self.processes[rank].pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
 
     def wait(self, rank: int, timeout: float = 30.0) -> int | None:
-        """Waits for a rank's process to end; its exit code, None if it has not ended."""
+        """Waits for a rank's process to end; returns its exit code, or None if it still runs."""
         self.processes[rank].join(timeout)
         return self.processes[rank].exitcode
 
     def dismiss(self) -> None:
-        """Tells the processes to destroy their group and leave; :meth:`wait` for each."""
+        """Tells the processes to destroy their group and exit; call :meth:`wait` for each afterwards."""
         for pipe in self._pipes:
             pipe.close()
 
     def close(self) -> None:
-        """Ends the processes that are left: politely, then not."""
+        """Ends all processes: asks them to exit, then kills those that still run."""
         self.dismiss()
         for process in self.processes:
             process.join(0.1 if _stopped(process.pid) else 10)
@@ -159,7 +159,7 @@ def _nothing(rank: Rank) -> None:
 def _serve(
     pipe: Any, rank: int, size: int, backend: str, port: int, group_timeout: float, store_in_rank_0: bool
 ) -> None:
-    """The life of one process: make the group, run what comes through the pipe, leave when it closes."""
+    """The main function of one process: joins the group and runs what the pipe sends until the pipe closes."""
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":

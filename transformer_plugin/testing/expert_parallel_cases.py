@@ -1,7 +1,7 @@
-"""Routings that expert parallelism must get right, for any number of ranks.
+"""Routings that expert parallelism must handle, for any number of ranks.
 
-Data is drawn from the seed and the rank, different on every rank, and every rank can draw every other rank's: so
-that each can work out alone what it should receive.
+Data is drawn from the seed and the rank, so it is different on every rank. Every rank can also draw the data of the
+other ranks, and so compute alone what it should receive.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ Routing = Callable[[torch.Generator, int, int, int], Tensor]
 
 
 def uniform(generator: torch.Generator, tokens: int, topk: int, experts: int) -> Tensor:
-    """Different experts for each token, any of them."""
+    """Random experts, all different within a token."""
     if tokens == 0:
         return torch.empty(0, topk, dtype=torch.int64)
     scores = torch.rand(tokens, max(experts, topk), generator=generator)
     return scores.argsort(1)[
         :, :topk
-    ].contiguous()  # with more columns than experts the surplus is out of range
+    ].contiguous()  # if there are more columns than experts, the rest is out of range
 
 
 def duplicated(generator: torch.Generator, tokens: int, topk: int, experts: int) -> Tensor:
@@ -31,7 +31,7 @@ def duplicated(generator: torch.Generator, tokens: int, topk: int, experts: int)
 
 
 def masked(generator: torch.Generator, tokens: int, topk: int, experts: int) -> Tensor:
-    """A third of the entries -1, and the first token entirely."""
+    """A third of the entries are -1, and all entries of the first token."""
     indices = uniform(generator, tokens, topk, experts)
     indices[torch.rand(tokens, topk, generator=generator) < 0.33] = -1
     indices[:1] = -1
@@ -39,7 +39,7 @@ def masked(generator: torch.Generator, tokens: int, topk: int, experts: int) -> 
 
 
 def out_of_range(generator: torch.Generator, tokens: int, topk: int, experts: int) -> Tensor:
-    """Values that are no expert, among them some that look like one in 32 bits."""
+    """Values outside of the valid range, some of which look valid if truncated to 32 bits."""
     indices = uniform(generator, tokens, topk, experts)
     strange = torch.tensor([experts, experts + 7, -5, 2**32, 2**32 + 1, -(2**62), 2**62])
     chosen = torch.rand(tokens, topk, generator=generator) < 0.4
@@ -48,7 +48,7 @@ def out_of_range(generator: torch.Generator, tokens: int, topk: int, experts: in
 
 
 def one_expert(generator: torch.Generator, tokens: int, topk: int, experts: int) -> Tensor:
-    """Every token to the last expert (and its neighbours): the other ranks receive nothing."""
+    """Every token goes to the last expert (and its neighbors), so the other ranks receive nothing."""
     return (experts - 1 - torch.arange(topk)).expand(tokens, topk).clamp(min=0).contiguous()
 
 
@@ -83,7 +83,7 @@ class EpCase:
 
 
 def ep_cases() -> Iterator[EpCase]:
-    """Dtypes, widths, K, experts a rank, uneven and absent tokens, masks, duplicates, capacities, alignments."""
+    """Dtypes, widths, K, experts per rank, uneven and missing tokens, masks, duplicates, capacities, alignments."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         yield EpCase(f"{str(dtype)[6:]}", dtype=dtype, topk=4, local_experts=4, capacity=128)
     yield EpCase("int32", index_dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Inputs of the ops that quantize what they compute."""
+"""Inputs of ops that compute a matrix and quantize it in one pass."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from transformer_plugin.testing.quantize_cases import GROUPED_NV_FORMATS, NV_FOR
 ROW_FORMATS = ("fp8_block", "fp8_block:e5m2,fp32", "mxfp8", "mxfp8:e5m2")
 SQUARE_FORMATS = ("fp8_block:square", "mxfp8:square")
 TENSOR_FORMATS = ("fp8_tensor", "fp8_tensor:e5m2,pow2", "fp8_tensor:eps=0.25")
-# Rows and features of the activation; the first kind of widths for fp8_block, the second for mxfp8.
+# Rows, features for fp8_block, features for mxfp8.
 SHAPES = [(0, 5, 32), (1, 1, 32), (17, 127, 96), (129, 130, 160), (130, 256, 256)]
-# Sizes of groups, and rows past their sum.
+# Group sizes, and the number of rows past their sum.
 GROUPS = [([], 7), ([0, 17, 128], 3), ([129, 0, 257], 130), ([2, 0, 1, 3] * 16, 0)]
-# Of nvfp4: whole blocks in both directions.
+# For nvfp4: whole blocks in both directions.
 NV_SHAPES = [(0, 16), (16, 16), (48, 112), (144, 160), (272, 256)]
 NV_GROUPS = [([], 16), ([0, 16, 128], 16), ([144, 0, 272], 144), ([32, 0, 16, 16] * 16, 0)]
 
 
 def given(matrix: Tensor, format: str, group_sizes: Tensor | None = None) -> dict[str, Tensor]:
-    """What an op that quantizes this matrix on the way takes beside it, by name, as
-    :func:`~transformer_plugin.testing.quantize_cases.extras`. Amaxes are those of a matrix a quarter smaller, and none
-    is infinite, as if they were of an earlier step."""
+    """Returns, by name, the amaxes and seed that a fused op needs to quantize this matrix.
+
+    As :func:`~transformer_plugin.testing.quantize_cases.extras`, but the amaxes are 0.75 times those of the matrix and
+    finite, as if they came from an earlier step.
+    """
     more = extras(matrix, format, group_sizes)
     if Format.parse(format).family == "fp8_tensor":
         sizes = None if group_sizes is None else group_sizes.cpu()
@@ -55,7 +57,7 @@ def _case(
         input[:used] *= torch.rand(used, 1, generator=generator) * 4
         if rows > 2 and features > 1:
             input[0, 1], input[1, features] = float("nan"), float("inf")
-        input[used:] = float("nan")  # the tail must reach nothing
+        input[used:] = float("nan")  # the tail must not affect anything
         probs = torch.rand(rows, generator=generator) if with_probs else None
         if probs is not None:
             probs[used:] = float("nan")
@@ -68,8 +70,10 @@ def _case(
 
 
 def swiglu_quantize_cases(widths: tuple[int, ...] = ()) -> Iterator[Case]:
-    """Arguments of swiglu_quantize and its kin: shapes by formats, dtypes and probabilities in turn. ``widths`` takes
-    the place of the features."""
+    """Arguments of swiglu_quantize and its variants: shapes by formats, with alternating dtypes and probabilities.
+
+    ``widths`` replaces the numbers of features.
+    """
     for i, (rows, *features) in enumerate(SHAPES):
         for j, format in enumerate(ROW_FORMATS + SQUARE_FORMATS):
             width = widths[i % len(widths)] if widths else features[format.startswith("mxfp8")]
@@ -84,7 +88,7 @@ def swiglu_quantize_cases(widths: tuple[int, ...] = ()) -> Iterator[Case]:
 
 
 def _given_amax_cases(widths: tuple[int, ...]) -> Iterator[Case]:
-    """Of formats that scale by a given amax."""
+    """Cases of formats whose amax is an argument."""
     of_shapes: tuple[tuple[Any, tuple[str, ...]], ...] = ((SHAPES, TENSOR_FORMATS), (NV_SHAPES, NV_FORMATS))
     for shapes, formats in of_shapes:
         for i, (rows, features, *_) in enumerate(shapes):
@@ -101,7 +105,7 @@ def _given_amax_cases(widths: tuple[int, ...]) -> Iterator[Case]:
 
 
 BIAS_FORMATS = ("fp8_tensor", "fp8_tensor:e5m2,pow2", *ROW_FORMATS, "mxfp8:tiled")
-# Rows and columns of a gradient. The sums of 16 tiles of 128 rows, and of 256, are added in steps of their own.
+# Rows and columns of a gradient. Column sums have additional steps above 16 tiles of 128 rows, and above 256 tiles.
 BIAS_SHAPES = [(0, 32), (5, 0), (1, 32), (17, 96), (127, 160), (260, 288), (2200, 64)]
 BIAS_GROUPS: list[tuple[list[int], int, int]] = [
     ([], 7, 32),
@@ -123,7 +127,7 @@ def _bias_case(rows: int, columns: int, dtype: torch.dtype, format: str, sizes: 
         if rows > 2 and columns > 2:
             grad[0, 0], grad[1, 1], grad[2, 2] = float("nan"), float("inf"), -float("inf")
         grad[:, -1:] = -0.0
-        grad[used:] = float("nan")  # the tail must reach nothing
+        grad[used:] = float("nan")  # the tail must not affect anything
         groups = None if sizes is None else torch.tensor(sizes, device=device, dtype=torch.int32)
         return grad.to(dtype).to(device), groups, format
 
@@ -132,7 +136,7 @@ def _bias_case(rows: int, columns: int, dtype: torch.dtype, format: str, sizes: 
 
 
 def bias_backward_quantize_cases() -> Iterator[Case]:
-    """Arguments of bias_backward_quantize and its kin: shapes and groups by formats, dtypes in turn."""
+    """Arguments of bias_backward_quantize and its variants: shapes and groups by formats, with alternating dtypes."""
     for i, (rows, columns) in enumerate(BIAS_SHAPES):
         for j, format in enumerate((*BIAS_FORMATS, *SQUARE_FORMATS)):
             yield _bias_case(rows, columns, FLOAT_DTYPES[(i + j) % 3], format, None)
@@ -147,6 +151,6 @@ def bias_backward_quantize_cases() -> Iterator[Case]:
         for j, format in enumerate(GROUPED_NV_FORMATS):
             columns = (32, 80)[(i + j) % 2]
             yield _bias_case(sum(groups) + tail, columns, FLOAT_DTYPES[(i + j) % 3], format, groups)
-    for format in ("fp8_tensor", "fp8_block"):  # widths that are not whole blocks
+    for format in ("fp8_tensor", "fp8_block"):  # widths that are not multiples of the block
         for sizes in (None, [7, 128]):
             yield _bias_case(140, 133, torch.bfloat16, format, sizes)

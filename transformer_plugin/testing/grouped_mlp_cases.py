@@ -1,4 +1,4 @@
-"""Inputs that the experts' op must get right."""
+"""Inputs that grouped_mlp must handle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformer_plugin.testing.quantize_cases import rows_for, width_for
 
 @dataclass(frozen=True)
 class MlpShape:
-    """Rows of each group, rows of the buffer, columns of the input and between the products."""
+    """Group sizes, buffer rows, and the columns of the input and between the products."""
 
     name: str
     sizes: tuple[int, ...]
@@ -25,14 +25,14 @@ class MlpShape:
     features: int
 
     def fitted(self, formats: tuple[str, str, str]) -> MlpShape:
-        """The next larger one that the formats take, forward and backward."""
+        """Returns the shape with sizes rounded up to what the formats require, forward and backward."""
         sizes = tuple(rows_for(size, *formats) for size in self.sizes)
         rows = rows_for(self.rows + sum(sizes) - sum(self.sizes), *formats)
         widths = (width_for(width, *formats) for width in (self.hidden, self.features))
         return MlpShape(self.name, sizes, rows, *widths)
 
 
-# Both halves of the gradient begin on a tile of 128 columns in some and not in others.
+# In some shapes both halves of the SwiGLU gradient begin at a multiple of 128 columns, in others not.
 MLP_SHAPES = (
     MlpShape("odd-widths", (5, 3, 130), 140, 33, 17),
     MlpShape("empty-groups", (0, 70, 0, 0, 129, 5, 0), 230, 64, 128),
@@ -55,8 +55,10 @@ def mlp_arguments(
     generator: torch.Generator,
     size_dtype: torch.dtype = torch.int64,
 ) -> tuple[Any, ...]:
-    """(input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias). Values between the products and after
-    them are near 1; tail rows of ``input`` and ``probs`` are NaN."""
+    """Returns (input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias).
+
+    Values between the products and after them are near 1. Tail rows of ``input`` and ``probs`` are NaN.
+    """
     groups, hidden, features = len(shape.sizes), shape.hidden, shape.features
 
     def weight(n: int, k: int) -> Tensor:
@@ -75,8 +77,8 @@ def mlp_arguments(
 
 
 def grouped_mlp_cases(formats: tuple[str, str, str]) -> Iterator[Case]:
-    """Arguments of grouped_mlp but for its formats, which they fit: every shape with every choice of biases, dtypes and
-    dtypes of the sizes in turn."""
+    """Arguments of grouped_mlp without its formats: every shape, rounded up for the formats, with every choice of
+    biases, and alternating dtypes of data and group sizes."""
     for i, plain in enumerate(MLP_SHAPES):
         for j, biases in enumerate(((False, False), (True, True), (True, False), (False, True))):
             shape, dtype = plain.fitted(formats), FLOAT_DTYPES[(i + j) % 3]

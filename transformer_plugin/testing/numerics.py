@@ -1,4 +1,4 @@
-"""Error measures. Quantized bytes are equal or wrong; floats are compared in units of their own precision."""
+"""Error measures. Quantized bytes must be equal; floats are compared in units of their own precision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def element_bytes(tensor: Tensor) -> Tensor:
 
 
 def _element(tensor: Tensor, index: int) -> str:
-    """As torch shows it; it cannot show packed four-bit floats."""
+    """Formats one element; torch cannot print packed 4-bit floats."""
     if tensor.dtype == torch.float4_e2m1fn_x2:
         return "two codes"
     return repr(tensor.detach().cpu().reshape(-1)[index])
@@ -38,7 +38,7 @@ def assert_same_bits(got: Tensor, expected: Tensor, name: str = "output") -> Non
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """``||got - expected|| / ||expected||`` in float64; NaN anywhere gives inf, so that it never passes a bound."""
+    """``||got - expected|| / ||expected||`` in float64; inf if there is a NaN, so that no bound accepts it."""
     difference = (got.double() - expected.double()).norm()
     scale = expected.double().norm()
     error = float(difference / scale) if float(scale) > 0 else float(difference)
@@ -48,9 +48,9 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 def assert_close_in_ulp(
     got: Tensor, expected: Tensor, ulp: float, floor: float = 0.0, name: str = "output"
 ) -> None:
-    """Every element within ``ulp`` units in the last place of ``got``'s dtype at the size of ``expected``.
+    """Asserts that every element is within ``ulp`` units in the last place (of ``got``'s dtype, at ``expected``).
 
-    ``floor`` is an absolute error always allowed, for sums whose terms cancel.
+    ``floor`` is an absolute error that is always allowed, for sums whose terms cancel.
     """
     assert got.shape == expected.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
     if got.numel() == 0:
@@ -66,13 +66,14 @@ def assert_close_in_ulp(
 
 
 def fp8_sums(a: Tensor, b: Tensor) -> Tensor:
-    """What the sums of Hopper's matrix units may be away from ``a @ b``, E4M3 values of either sign in float64.
+    """Bounds the error of Hopper's FP8 tensor cores in ``a @ b``, for E4M3 values of either sign stored in float64.
 
-    Such a unit adds 32 products and what it has of a sum of 128 after it cut each of these at some 2**-13 of the
-    largest. The largest, a product or the sum so far, is below twice the root ``r`` of the sum of the products'
-    squares but for rare elements. So 132 errors of up to ``u = 2**-12 * r`` and of either sign, with a standard
-    deviation of ``u / sqrt(12)`` each: six of their sum's are ``20 * u``. Sums of 128 that are added have their ``r``
-    and their errors added alike."""
+    A tensor core instruction adds 32 products to the partial sum of up to 128 products, and truncates each of these
+    terms at about 2**-13 of the largest. Except for rare elements the largest term, a product or the partial sum, is
+    below ``2 * r``, where ``r`` is the root of the sum of the products' squares. So there are 132 errors of up to
+    ``u = 2**-12 * r`` and of either sign, each with a standard deviation of ``u / sqrt(12)``. Six standard deviations
+    of their sum are ``20 * u``. When such sums of 128 products are added, ``r`` and the errors grow in the same way.
+    """
     return 20 * 2.0**-12 * (a.square() @ b.square()).sqrt()
 
 
@@ -84,10 +85,13 @@ def assert_rounded_sum(
     name: str = "output",
     more: Tensor | float = 0.0,
 ) -> None:
-    """An FP32 sum of ``terms`` products, rounded once: half a unit in the last place of ``got`` beside the sum's own
-    error, at most ``terms * 2**-24`` of ``magnitude``, the sum of the products' absolute values (Higham, "Accuracy
-    and Stability of Numerical Algorithms", 2002, section 3.1), and ``more`` where FP32 sums are not all there is
-    (:func:`fp8_sums`). ``exact`` and ``magnitude`` are float64."""
+    """Asserts that ``got`` is an FP32 sum of ``terms`` products, rounded once.
+
+    The bound is half a unit in the last place of ``got``, plus the error of the sum, at most ``terms * 2**-24`` of
+    ``magnitude``, the sum of the products' absolute values (Higham, "Accuracy and Stability of Numerical Algorithms",
+    2002, section 3.1), plus ``more`` if the sum is not purely FP32 (:func:`fp8_sums`). ``exact`` and ``magnitude`` are
+    float64.
+    """
     assert got.shape == exact.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
     info = torch.finfo(got.dtype)
     rounding = (exact.abs() + more) * info.eps / 2

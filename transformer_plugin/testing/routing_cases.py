@@ -1,4 +1,4 @@
-"""Routings that every routing op must get right."""
+"""Routings that every routing op must handle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformer_plugin.testing.cases import Case, randn
 
 @dataclass(frozen=True)
 class Routing:
-    """Tokens to experts: sizes, the layout, and how the experts are drawn."""
+    """One routing: sizes, layout, and the distribution of the experts."""
 
     name: str
     tokens: int
@@ -21,16 +21,16 @@ class Routing:
     experts: int
     capacity: int
     alignment: int = 1
-    skew: float = 0.0  # weight of expert 0 among the drawn, beside 1 for each other
-    masked: float = 0.0  # share of -1 and of numbers past the last expert
+    skew: float = 0.0  # additional weight of expert 0 in the random draw; each expert has weight 1
+    masked: float = 0.0  # fraction of entries that are -1 or past the last expert
     dtype: torch.dtype = torch.int32
 
     def indices(self, device: torch.device, generator: torch.Generator) -> Tensor:
-        """``[tokens, topk]``; experts repeat inside a token now and then."""
+        """``[tokens, topk]``; some tokens name an expert twice."""
         odds = torch.ones(max(self.experts, 1))
         odds[0] += self.skew
         if self.experts > 4:
-            odds[[1, self.experts // 2, self.experts - 1]] = 0.0  # empty experts near the edges and inside
+            odds[[1, self.experts // 2, self.experts - 1]] = 0.0  # experts without tokens
         drawn = torch.multinomial(
             odds, max(self.tokens * self.topk, 1), replacement=True, generator=generator
         )
@@ -64,7 +64,7 @@ ROUTINGS = (
 
 
 def assign_slots_cases() -> Iterator[Case]:
-    """Each routing for all experts, and for a window of them as a rank of an expert group sees it."""
+    """Each routing for all experts, and for a range of experts, as on one rank of an expert-parallel group."""
     for routing in ROUTINGS:
 
         def all_experts(device: torch.device, generator: torch.Generator, r: Routing = routing) -> tuple:
@@ -79,7 +79,7 @@ def assign_slots_cases() -> Iterator[Case]:
 
 
 def permute_cases() -> Iterator[Case]:
-    """Arguments of permute: every routing, widths that fit no vector, every kind of element."""
+    """Arguments of permute: every routing, widths that are not multiples of a vector, every dtype."""
     layouts = [(r, 20, torch.float32) for r in ROUTINGS]
     plain, skewed, cut = (
         next(r for r in ROUTINGS if r.name == n) for n in ("aligned_4", "skewed", "capacity_cuts")
@@ -110,7 +110,7 @@ def permute_cases() -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class Router:
-    """One way to route, and the logits it sees."""
+    """One router configuration, and the size of its logits."""
 
     name: str
     tokens: int
@@ -122,7 +122,7 @@ class Router:
     scaling: float = 1.0
     bias: bool = False
     dtype: torch.dtype = torch.float32
-    masked: float = 0.0  # share of logits at -inf
+    masked: float = 0.0  # fraction of logits that are -inf
 
     def make(self, device: torch.device, generator: torch.Generator) -> tuple:
         """The arguments of topk_router."""
@@ -161,7 +161,7 @@ def topk_router_cases() -> Iterator[Case]:
         yield Case(router.name, router.make)
 
 
-#: name, routing, how many of its experts a group is worth.
+#: name, router, ``group_score_topk``.
 GROUP_RULES = (
     ("no_tokens", Router("", 0, 16, 2, "sigmoid", groups=(4, 2), bias=True), 2),
     ("deepseek_v2", Router("", 30, 160, 6, pre_softmax=True, groups=(8, 3), scaling=16.0), 1),
@@ -175,7 +175,7 @@ GROUP_RULES = (
 
 
 def group_rule_cases() -> Iterator[Case]:
-    """Arguments of topk_router, ``group_score_topk`` too."""
+    """Arguments of topk_router including ``group_score_topk``."""
     for name, router, score_topk in GROUP_RULES:
 
         def make(
@@ -190,7 +190,7 @@ def group_rule_cases() -> Iterator[Case]:
 
 
 def aux_loss_cases() -> Iterator[Case]:
-    """Arguments of aux_loss: no tokens, one chunk of the sum, several, expert counts around a warp."""
+    """Arguments of aux_loss: no tokens, one and several chunks of the sum, numbers of experts around a warp's 32."""
     for tokens, experts in ((0, 4), (1, 1), (5, 3), (128, 32), (129, 33), (700, 256), (300, 1500)):
 
         def make(

@@ -24,20 +24,22 @@ def row_codes(
     generator: torch.Generator,
     dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> tuple[Tensor, Tensor]:
-    """Codes of normal values and any scale for each row, so that float16 holds their products."""
+    """Quantized normal values with one scale per row, chosen so that float16 can hold the products."""
     codes = (normals(shape, torch.float32, torch.device("cpu"), generator) * 8).to(dtype).to(device)
     return codes, 2.0 ** (randn(shape[:-1], torch.float32, device, generator, 2.0) - 6)
 
 
 def poison_codes(codes: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """NaN in every row past the groups."""
+    """Sets every row past the groups to NaN."""
     codes.view(torch.uint8)[sum(sizes) :] = 0x7F
     return codes
 
 
 def grouped_gemm_rowwise_cases() -> Iterator[Case]:
-    """(a, a_scale, b, b_scale, group_sizes, options by name): every shape, both elements of ``a``, alone, with a bias,
-    and with a scaled one and factors. Tail rows are NaN."""
+    """(a, a_scale, b, b_scale, group_sizes, options by name): every shape and both element formats of ``a``.
+
+    Each without options, with a bias, and with a bias, ``bias_scale`` and ``alpha``. Tail rows are NaN.
+    """
     for index, shape in enumerate(GROUPED_SHAPES):
         for extra in ("plain", "bias", "scaled"):
 

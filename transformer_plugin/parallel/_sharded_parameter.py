@@ -1,4 +1,4 @@
-"""The parameter class of experts distributed over ranks."""
+"""The parameter class of sharded experts."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 
-class SpreadParameter(DTensor):
+class ShardedParameter(DTensor):
     """A subclass of ``DTensor`` without new behavior, so that optimizers do not use their ``foreach`` path.
 
-    On a GPU optimizers by default update all parameters in one call, which torch refuses for a list that mixes plain
-    tensors and ``DTensor`` s. If a parameter has an unknown class, they update one by one. Moves, casts and loads turn
-    it into a ``DTensor``; :func:`as_dtensors` and :func:`mark_spread` restore the class.
+    On a GPU optimizers by default update all parameters in one ``foreach`` call, and torch rejects a list that mixes
+    plain tensors and ``DTensor`` s. If a parameter has an unknown class, they update one by one. Moves, casts and loads
+    turn it into a ``DTensor``; :func:`as_dtensors` and :func:`restore_sharded_class` restore the class.
     """
 
     __slots__ = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            memo[id(self)] = spread_parameter(self.detach().clone(), self.requires_grad)
+            memo[id(self)] = sharded_parameter(self.detach().clone(), self.requires_grad)
         copied: Tensor = memo[id(self)]
         return copied
 
 
-def spread_parameter(whole: Tensor, requires_grad: bool) -> Parameter:
+def sharded_parameter(whole: Tensor, requires_grad: bool) -> Parameter:
     """A parameter of this class that shares the memory of a ``DTensor``."""
     parameter = Parameter(whole, requires_grad)
-    parameter.__class__ = SpreadParameter  # type: ignore[assignment]
+    parameter.__class__ = ShardedParameter  # type: ignore[assignment]
     return parameter
 
 
-def mark_spread(module: torch.nn.Module, *_: Any) -> None:
+def restore_sharded_class(module: torch.nn.Module, *_: Any) -> None:
     """Restores the class of the module's own parameters, except for those that FSDP2 has sharded."""
     for parameter in module._parameters.values():
         if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:
-            parameter.__class__ = SpreadParameter
+            parameter.__class__ = ShardedParameter
 
 
 @contextmanager
 def as_dtensors(module: torch.nn.Module) -> Iterator[None]:
-    """While torch replaces the module's parameters: it requires a class whose ``detach()`` returns the same class."""
+    """Context in which torch replaces parameters: it requires that ``detach()`` returns the parameter's own class."""
     for parameter in module._parameters.values():
-        if isinstance(parameter, SpreadParameter):
+        if isinstance(parameter, ShardedParameter):
             parameter.__class__ = DTensor
     try:
         yield
     finally:
-        mark_spread(module)
+        restore_sharded_class(module)

@@ -1,4 +1,4 @@
-"""Experts spread over ranks under the wrappers of torch, against one process with the rows of all ranks."""
+"""Experts sharded over ranks in torch's wrappers, compared with one process that has the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import transformer_plugin as tp
-from tests.parallel.spread_model import (
+from tests.parallel.sharded_model import (
     EXPERTS,
     FFN,
     HIDDEN,
@@ -25,7 +25,7 @@ from tests.parallel.spread_model import (
     mesh_of,
     one_step,
     rows_of,
-    spread_block,
+    sharded_block,
     wanted_gradients,
     whole_block,
 )
@@ -35,14 +35,14 @@ from transformer_plugin.testing.numerics import assert_same_bits, relative_error
 
 def check_parameters(rank: Rank) -> None:
     whole, mesh = whole_block(rank.device), mesh_of(rank)
-    for spread in ({"group": rank.group}, {"mesh": mesh["experts"]}, {"group": mesh["experts"]}):
-        block = spread_block(whole, rank.device, **spread)
+    for placement in ({"group": rank.group}, {"mesh": mesh["experts"]}, {"group": mesh["experts"]}):
+        block = sharded_block(whole, rank.device, **placement)
         for name, parameter in block.named_parameters():
             assert isinstance(parameter, DTensor) == (".experts." in name)
         weight = block.moe.experts.fc1.weight
         assert weight.placements == (Shard(0),) and weight.shape == (EXPERTS, 2 * FFN, HIDDEN)
         assert_same_bits(weight.full_tensor(), whole.moe.experts.fc1.weight)
-        # Another state of this rank's experts, as each rank may have saved it by itself.
+        # Another state dict of this rank's experts, as each rank may have saved it separately.
         local = {
             name: p.to_local() + 1 if isinstance(p, DTensor) else p for name, p in block.state_dict().items()
         }
@@ -61,9 +61,9 @@ def check_parameters(rank: Rank) -> None:
         block.moe.experts.reset_parameters()
         assert float(weight.to_local().detach().abs().max()) <= HIDDEN**-0.5
     if rank.device.type == "cpu":
-        for spread in ({"group": rank.group}, {"mesh": mesh["experts"]}):
+        for placement in ({"group": rank.group}, {"mesh": mesh["experts"]}):
             torch.manual_seed(0)
-            block = Block(**spread)
+            block = Block(**placement)
             for name, parameter in whole.named_parameters():
                 assert_same_bits(everything(block.get_parameter(name)), parameter)
     sharded = tp.parallel.fully_shard(Block(rank.device, mesh=mesh["experts"]), mesh)
@@ -78,16 +78,16 @@ def check_parameters(rank: Rank) -> None:
     assert type(plain) is torch.nn.Parameter and plain.shape[0] == EXPERTS // rank.size
 
 
-def test_parameters_are_spread(ranks: RankPool) -> None:
+def test_parameters_are_sharded(ranks: RankPool) -> None:
     ranks.run(check_parameters)
 
 
 def check_optimizers(rank: Rank) -> None:
-    """One list of parameters with the default; groups of one kind with the others."""
+    """One list of all parameters with default settings; separate groups of plain and DTensor parameters otherwise."""
     whole = whole_block(rank.device)
     results = []
     for options in ({}, {"foreach": True}, {"fused": True}):
-        block = spread_block(whole, rank.device, group=rank.group)
+        block = sharded_block(whole, rank.device, group=rank.group)
         one_step(rank, block)
         experts = list(block.moe.experts.parameters())
         others = [p for name, p in block.named_parameters() if ".experts." not in name]
@@ -104,9 +104,9 @@ def test_optimizers(ranks: RankPool) -> None:
 
 
 def check_moved_and_recast(rank: Rank) -> None:
-    """Moves, casts and loads keep the class of the parameters, which optimizers take beside plain ones."""
+    """Moves, casts and loads keep the parameters' class, which optimizers accept together with plain parameters."""
     whole = whole_block(rank.device)
-    kind = type(spread_block(whole, rank.device, group=rank.group).moe.experts.fc1.weight)
+    kind = type(sharded_block(whole, rank.device, group=rank.group).moe.experts.fc1.weight)
     assert issubclass(kind, DTensor) and kind is not DTensor
 
     def loaded(block: torch.nn.Module) -> torch.nn.Module:
@@ -121,16 +121,16 @@ def check_moved_and_recast(rank: Rank) -> None:
         lambda block: loaded(block),
         lambda block: block.to_empty(device=rank.device),
     ):
-        block = change(spread_block(whole, rank.device, group=rank.group))
+        block = change(sharded_block(whole, rank.device, group=rank.group))
         weights = [layer.weight for layer in (block.moe.experts.fc1, block.moe.experts.fc2)]
         assert all(type(w) is kind and isinstance(w, torch.nn.Parameter) for w in weights)
         assert weights[0].placements == (Shard(0),) and weights[0].shape == (EXPERTS, 2 * FFN, HIDDEN)
         for parameter in block.parameters():
             parameter.grad = torch.zeros_like(parameter)
         torch.optim.AdamW(block.parameters()).step()
-    block = spread_block(whole, rank.device, group=rank.group).to(rank.device)
+    block = sharded_block(whole, rank.device, group=rank.group).to(rank.device)
     rows = rows_of(rank.rank).to(rank.device)
-    assert_same_bits(block(rows), spread_block(whole, rank.device, group=rank.group)(rows))
+    assert_same_bits(block(rows), sharded_block(whole, rank.device, group=rank.group)(rows))
 
 
 def test_moved_and_recast(ranks: RankPool) -> None:
@@ -138,7 +138,7 @@ def test_moved_and_recast(ranks: RankPool) -> None:
 
 
 def check_recipes_set_later(rank: Rank) -> None:
-    """As if the layer had been made with them; rows are padded as they want."""
+    """The same as if the layer had been made with the recipe; rows are padded as it requires."""
     rows = torch.randn(9, 64, generator=torch.Generator().manual_seed(rank.rank)).to(rank.device)
     options = {"group": rank.group, "device": rank.device, "dispatch": tp.nn.DispatchConfig(max_tokens=64)}
     for recipe in (tp.recipes.MXFP8BlockScaling(), tp.recipes.Float8BlockScaling(), None):
@@ -156,33 +156,35 @@ def test_recipes_set_later(ranks: RankPool) -> None:
 
 def check_data_parallel(rank: Rank) -> None:
     whole, mesh = whole_block(rank.device), mesh_of(rank)
-    for spread in ({"group": rank.group}, {"mesh": mesh["experts"]}, {"group": rank.group, "dtensor": False}):
-        plain = not spread.get("dtensor", True)
-        block = Block(rank.device, **spread) if plain else spread_block(whole, rank.device, **spread)
+    for placement in (
+        {"group": rank.group},
+        {"mesh": mesh["experts"]},
+        {"group": rank.group, "dtensor": False},
+    ):
+        plain = not placement.get("dtensor", True)
+        block = Block(rank.device, **placement) if plain else sharded_block(whole, rank.device, **placement)
         before = copy.deepcopy(block.state_dict())
         for wrapped in (block, block.moe):
-            named = r"got '(moe\.)?experts\.fc1\.weight', of experts .*data_parallel\(model\)"
+            named = r"got '(moe\.)?experts\.fc1\.weight' of experts .*data_parallel\(model\)"
             with pytest.raises(ValueError, match=named):
                 DistributedDataParallel(wrapped)
-        if rank.size > 2 and "mesh" in spread:
-            with pytest.raises(
-                ValueError, match=r"for 'moe\.router\.weight' of a layer .* would drift apart"
-            ):
-                DistributedDataParallel(Block(rank.device, **spread), device_mesh=mesh["copies"])
+        if rank.size > 2 and "mesh" in placement:
+            with pytest.raises(ValueError, match=r"for 'moe\.router\.weight' of a layer .* would diverge"):
+                DistributedDataParallel(Block(rank.device, **placement), device_mesh=mesh["copies"])
         for name, value in block.state_dict().items():
             assert torch.equal(
                 *(v.to_local() if isinstance(v, DTensor) else v for v in (value, before[name]))
             ), name
         if plain:
             continue
-        with torch.no_grad():  # copies that differ become those of the first of them
+        with torch.no_grad():  # copies that differ are overwritten by the first copy
             for parameter in block.parameters():
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                local.add_(0.0 if rank.rank < (rank.size if "group" in spread else 2) else 1.0)
+                local.add_(0.0 if rank.rank < (rank.size if "group" in placement else 2) else 1.0)
         model = tp.parallel.data_parallel(block)
         one_step(rank, model, 0)
         assert_gradients(model, wanted_gradients(whole, rank.size))
-        one_step(rank, model, 1)  # adds, as in DistributedDataParallel
+        one_step(rank, model, 1)  # accumulates, as in DistributedDataParallel
         assert_gradients(model, wanted_gradients(whole, rank.size, 2))
         model.zero_grad()
         with model.no_sync():
@@ -193,9 +195,7 @@ def check_data_parallel(rank: Rank) -> None:
 
 def check_replicate(rank: Rank) -> None:
     model = replicate(Block(rank.device, group=rank.group))
-    with pytest.raises(
-        ValueError, match=r"GroupedLinear: .* to be DTensors as they were made.*data_parallel\(\)"
-    ):
+    with pytest.raises(ValueError, match=r"GroupedLinear: .* expected DTensor parameters.*data_parallel\(\)"):
         one_step(rank, model)
 
 
@@ -214,7 +214,7 @@ def shard_by_hand(block: Block, mesh: Any) -> None:
 
 def shard_hybrid(block: Block, mesh: Any) -> None:
     fully_shard(block.moe.experts, mesh=mesh["copies"])
-    block.moe.experts.set_gradient_divide_factor(mesh.size())  # what it is already
+    block.moe.experts.set_gradient_divide_factor(mesh.size())  # the value that it has already
     fully_shard(block, mesh=mesh)
 
 
@@ -231,8 +231,8 @@ def shard_with_ours(block: Block, mesh: Any) -> None:
 
 def check_fully_shard(rank: Rank, shard: Any, with_group: bool) -> None:
     whole, mesh = whole_block(rank.device), mesh_of(rank)
-    spread = {"group": mesh["experts"].get_group()} if with_group else {"mesh": mesh["experts"]}
-    block = spread_block(whole, rank.device, **spread)
+    placement = {"group": mesh["experts"].get_group()} if with_group else {"mesh": mesh["experts"]}
+    block = sharded_block(whole, rank.device, **placement)
     shard(block, mesh)
     one_step(rank, block)
     wanted = wanted_gradients(whole, rank.size)
@@ -250,9 +250,9 @@ def test_fully_shard(ranks: RankPool, shard: Any, with_group: bool) -> None:
 
 
 def check_float16(rank: Rank) -> None:
-    """FSDP2 divides before and after a sum in float16."""
+    """In float16, FSDP2 divides before and after the sum."""
     whole, mesh = whole_block(rank.device), mesh_of(rank)
-    block = spread_block(whole, rank.device, mesh=mesh["experts"])
+    block = sharded_block(whole, rank.device, mesh=mesh["experts"])
     half = MixedPrecisionPolicy(reduce_dtype=torch.float16)
     fully_shard(block.moe.experts, mesh=mesh["copies"], mp_policy=half)
     fully_shard(block, mesh=everyone(mesh))

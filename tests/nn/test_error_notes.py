@@ -1,4 +1,4 @@
-"""Errors say which layer raised them, profiles which one ran."""
+"""Errors name the layer that raised them, profiles the layer that ran."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Model(torch.nn.Module):
 
 
 def note_of(function: object, *arguments: object) -> str:
-    """What the error says after its text, which stays as the op wrote it."""
+    """Returns the note of the error; its text must be unchanged."""
     with pytest.raises((ValueError, TypeError)) as error:
         function(*arguments)
     text = "".join(traceback.format_exception_only(error.value))

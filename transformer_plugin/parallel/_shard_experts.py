@@ -1,7 +1,4 @@
-"""Experts distributed over ranks: marks on modules, ``DTensor`` parameters, and this rank's part of them for the ops.
-
-"Spread" in names means: distributed over ranks, each of which holds different experts.
-"""
+"""Experts sharded over ranks: marks on modules, ``DTensor`` parameters, and access to this rank's shard for the ops."""
 
 from __future__ import annotations
 
@@ -16,18 +13,18 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-#: Attributes: of a module that holds such experts; of a router that is replicated on the ranks of the experts.
-EXPERTS_OVER, COPIES_OVER = "_experts_over", "_copies_over"
+#: Attributes that hold :class:`Ranks`: of modules with sharded experts, and of a router replicated on these ranks.
+EXPERT_RANKS, ROUTER_RANKS = "_expert_ranks", "_router_ranks"
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks over which the experts of a layer are distributed, for wrappers such as FSDP2 and DDP."""
+    """The ranks over which a layer's experts are sharded, for wrappers such as FSDP2 and DDP."""
 
-    #: ranks of the world, in the order of their experts.
+    #: global ranks, in the order of their experts.
     ranks: tuple[int, ...]
     group_name: str
-    #: the mesh of the parameters; None if they are plain tensors with this rank's experts.
+    #: the mesh of the parameters; None if the parameters are plain tensors with this rank's experts.
     mesh: DeviceMesh | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
@@ -39,12 +36,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-class HoldsExperts(torch.nn.Module):
-    """A module with the parameters of experts, which may be distributed over ranks."""
+class ExpertShardMixin(torch.nn.Module):
+    """A module with the parameters of experts, which may be sharded over ranks."""
 
     weight: Tensor
     num_groups: int
-    _experts_over: Ranks | None = None
+    _expert_ranks: Ranks | None = None
 
     @property
     def local_weight(self) -> Tensor:
@@ -58,34 +55,34 @@ class HoldsExperts(torch.nn.Module):
         return None if bias is None else self._local(bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        if self._experts_over is None or self._experts_over.mesh is None:
+        if self._expert_ranks is None or self._expert_ranks.mesh is None:
             return super()._apply(fn, recurse)
-        from transformer_plugin.parallel._spread_parameter import as_dtensors
+        from transformer_plugin.parallel._sharded_parameter import as_dtensors
 
         with as_dtensors(self):
             return super()._apply(fn, recurse)
 
     def _local(self, parameter: Tensor) -> Tensor:
-        if self._experts_over is None or self._experts_over.mesh is None:
+        if self._expert_ranks is None or self._expert_ranks.mesh is None:
             return parameter
         if not torch.compiler.is_compiling() and not hasattr(parameter, "to_local"):
             raise ValueError(
-                f"transformer_plugin::{type(self).__name__}: argument 'group': expected the parameters of experts that "
-                f"are spread over the ranks {list(self._experts_over.ranks)} to be DTensors as they were made, got a "
-                "plain one: a wrapper that takes them for copies put it there. Use transformer_plugin.parallel."
-                "data_parallel() or fully_shard(), or make the layer with dtensor=False."
+                f"transformer_plugin::{type(self).__name__}: argument 'group': expected DTensor parameters, as the "
+                f"experts are sharded over the ranks {list(self._expert_ranks.ranks)}, got a plain tensor: a "
+                "data-parallel wrapper has replaced them. Use transformer_plugin.parallel.data_parallel() or "
+                "fully_shard(), or make the layer with dtensor=False."
             )
         part: Tensor = parameter.to_local()  # type: ignore[attr-defined]
         return part
 
 
-def draw_uniform(module: HoldsExperts, parameter: Tensor, bound: float) -> None:
-    """Draws initial values, for distributed experts one by one, including those of other ranks.
+def draw_uniform(module: ExpertShardMixin, parameter: Tensor, bound: float) -> None:
+    """Draws initial values. For sharded experts it draws those of all experts, one by one, and keeps this rank's.
 
-    With the same seed on all ranks, all experts differ, copies of an expert are equal, and the generator's state is the
-    same on all ranks afterwards. On a CPU the values are those of a single process with all experts.
+    With the same seed on all ranks, all experts differ, copies of an expert are equal, and the generator has the same
+    state on all ranks afterwards. On a CPU the values are those of a single process with all experts.
     """
-    over, part = module._experts_over, module._local(parameter)
+    over, part = module._expert_ranks, module._local(parameter)
     if over is None:
         torch.nn.init.uniform_(parameter, -bound, bound)
         return
@@ -99,7 +96,7 @@ def draw_uniform(module: HoldsExperts, parameter: Tensor, bound: float) -> None:
 
 
 def _first_expert(parameter: Tensor, over: Ranks) -> int:
-    """The index of this rank's first expert, taking FSDP2's sharding over the copies into account."""
+    """Returns the index of this rank's first expert, including FSDP2's sharding over the copies of the experts."""
     place = over.ranks.index(torch.distributed.get_rank())
     if over.mesh is None:
         return place * parameter.shape[0]
@@ -113,42 +110,42 @@ def _first_expert(parameter: Tensor, over: Ranks) -> int:
     return int(first)
 
 
-def spread(
+def shard_experts(
     experts: torch.nn.Module, router: torch.nn.Module, group: ProcessGroup, mesh: DeviceMesh | None
 ) -> None:
-    """Marks modules that hold the experts of this rank of a group, and the router that chooses among all experts.
+    """Marks the modules that hold this rank's experts, and the router that chooses among all experts.
 
     With a mesh over the group's ranks, the experts' parameters become ``DTensor`` s of all experts, ``Shard(0)``,
-    without a copy. In ``state_dict()`` the state of delayed scaling of each expert does too, see :func:`_give_state`.
-    ``load_state_dict`` also accepts plain tensors, of all experts or of this rank's.
+    without a copy. So do the buffers of delayed scaling in ``state_dict()``, see :func:`_shard_saved_state`.
+    ``load_state_dict`` also accepts plain tensors of all experts or of this rank's.
     """
-    from transformer_plugin.parallel._spread_parameter import (  # with DTensor, slow to import
-        mark_spread,
-        spread_parameter,
+    from transformer_plugin.parallel._sharded_parameter import (  # with DTensor, slow to import
+        restore_sharded_class,
+        sharded_parameter,
     )
 
     ranks = Ranks(tuple(torch.distributed.get_process_group_ranks(group)), group.group_name, mesh)
-    setattr(router, COPIES_OVER, ranks)
+    setattr(router, ROUTER_RANKS, ranks)
     for module in experts.modules():
-        setattr(module, EXPERTS_OVER, ranks)
+        setattr(module, EXPERT_RANKS, ranks)
         own = list(module.named_parameters(recurse=False))
         if mesh is None or not own:
             continue
         for name, parameter in own:
-            whole = _placed(parameter.detach(), mesh, 0)
-            module.register_parameter(name, spread_parameter(whole, parameter.requires_grad))
-        module.register_state_dict_post_hook(_give_state)
-        module.register_load_state_dict_pre_hook(_take_state)
-        module.register_load_state_dict_post_hook(mark_spread)
+            whole = _as_dtensor(parameter.detach(), mesh, 0)
+            module.register_parameter(name, sharded_parameter(whole, parameter.requires_grad))
+        module.register_state_dict_post_hook(_shard_saved_state)
+        module.register_load_state_dict_pre_hook(_localize_loaded_state)
+        module.register_load_state_dict_post_hook(restore_sharded_class)
 
 
-def _placed(part: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+def _as_dtensor(part: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     from torch.distributed.tensor import DTensor, Shard
 
     return DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
 
 
-def _state_of_experts(module: torch.nn.Module) -> dict[str, Tensor]:
+def _delayed_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
     """The buffers ``[..., 3 * G]`` of delayed scaling for this rank's G experts."""
     return {
         name: buffer
@@ -157,31 +154,31 @@ def _state_of_experts(module: torch.nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _give_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """After ``state_dict()``: makes the buffers in it ``DTensor`` s ``[..., 3, E]``, sharded over the experts."""
-    mesh = getattr(module, EXPERTS_OVER).mesh
-    for name in _state_of_experts(module):
+def _shard_saved_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """After ``state_dict()``: turns the buffers in it into ``DTensor`` s ``[..., 3, E]``, sharded over the experts."""
+    mesh = getattr(module, EXPERT_RANKS).mesh
+    for name in _delayed_buffers(module):
         part = state[prefix + name].unflatten(-1, (3, -1))
-        state[prefix + name] = _placed(part, mesh, part.dim() - 1)
+        state[prefix + name] = _as_dtensor(part, mesh, part.dim() - 1)
 
 
-def _take_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before ``load_state_dict``: plain tensors become ``DTensor`` s like the parameters, buffers local parts."""
+def _localize_loaded_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before ``load_state_dict``: turns plain parameters into ``DTensor`` s, and buffers into this rank's shard."""
     from torch.distributed.tensor import DTensor
 
-    mesh: Any = getattr(module, EXPERTS_OVER).mesh
+    mesh: Any = getattr(module, EXPERT_RANKS).mesh
     rank, ranks = mesh.get_local_rank(), mesh.size()
     for name, parameter in module.named_parameters(recurse=False):
         value = state.get(prefix + name)
         if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
             continue
         if parameter.device_mesh.ndim > 1:
-            continue  # a parameter of FSDP2, which checks the value itself
+            continue  # sharded by FSDP2, which checks the value itself
         if value.shape == parameter.shape:
             value = value.chunk(ranks)[rank]
         if value.shape == parameter.to_local().shape:
-            state[prefix + name] = _placed(value.detach(), parameter.device_mesh, 0)
-    for name, buffer in _state_of_experts(module).items():
+            state[prefix + name] = _as_dtensor(value.detach(), parameter.device_mesh, 0)
+    for name, buffer in _delayed_buffers(module).items():
         value = state.get(prefix + name)
         if isinstance(value, DTensor):
             state[prefix + name] = value.to_local().flatten(-2)

@@ -1,4 +1,4 @@
-"""A model whose experts are spread over ranks, and what one process with all ranks' rows makes of it."""
+"""A model whose experts are sharded over ranks, and the results of one process with the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -19,16 +19,24 @@ HIDDEN, FFN, EXPERTS, TOPK, ROWS = 16, 32, 8, 2, 12
 
 
 class Block(torch.nn.Module):
-    """Something that is the same on every rank before and after a mixture."""
+    """A mixture between two layers that are replicated on every rank."""
 
     def __init__(
-        self, device: torch.device | str = "cpu", recipe: Recipe | None = None, **spread: Any
+        self, device: torch.device | str = "cpu", recipe: Recipe | None = None, **placement: Any
     ) -> None:
         super().__init__()
-        dispatch = DispatchConfig(max_tokens=ROWS, alignment=1) if spread else DispatchConfig(alignment=1)
+        dispatch = DispatchConfig(max_tokens=ROWS, alignment=1) if placement else DispatchConfig(alignment=1)
         self.first = torch.nn.Linear(HIDDEN, HIDDEN, device=device)
         self.moe = MoE(
-            HIDDEN, FFN, EXPERTS, TOPK, dispatch=dispatch, bias=True, device=device, recipe=recipe, **spread
+            HIDDEN,
+            FFN,
+            EXPERTS,
+            TOPK,
+            dispatch=dispatch,
+            bias=True,
+            device=device,
+            recipe=recipe,
+            **placement,
         )
         self.last = torch.nn.Linear(HIDDEN, HIDDEN, device=device)
 
@@ -38,21 +46,21 @@ class Block(torch.nn.Module):
 
 
 def whole_block(device: torch.device | str = "cpu", **options: Any) -> Block:
-    """The same on every rank, with all experts."""
+    """The model with all experts, the same on every rank."""
     torch.manual_seed(0)
     return Block(device, **options)
 
 
-def spread_block(whole: Block, device: torch.device | str = "cpu", **spread: Any) -> Block:
-    """The same model with its experts spread over ranks."""
-    torch.manual_seed(1 + dist.get_rank())  # what every rank draws for itself must not matter
-    block = Block(device, **spread)
+def sharded_block(whole: Block, device: torch.device | str = "cpu", **placement: Any) -> Block:
+    """The same model with its experts sharded over ranks."""
+    torch.manual_seed(1 + dist.get_rank())  # random values that differ between ranks must not matter
+    block = Block(device, **placement)
     block.load_state_dict(whole.state_dict())
     return block
 
 
 def rows_of(rank: int, step: int = 0) -> Tensor:
-    """Every rank has its own rows, and every rank can draw them."""
+    """The rows of a rank, which every rank can compute."""
     return torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
@@ -62,7 +70,7 @@ def loss_of(model: torch.nn.Module, rows: Tensor) -> Tensor:
 
 
 def wanted_gradients(whole: Block, ranks: int, steps: int = 1) -> dict[str, Tensor]:
-    """Of one process with the rows of all ranks, summed over the steps."""
+    """Returns the gradients of one process with the rows of all ranks, summed over the steps."""
     model = copy.deepcopy(whole)
     device = model.first.weight.device
     for step in range(steps):
@@ -71,7 +79,7 @@ def wanted_gradients(whole: Block, ranks: int, steps: int = 1) -> dict[str, Tens
 
 
 def everything(tensor: Tensor) -> Tensor:
-    """The whole of a tensor, wherever its parts are."""
+    """Returns the full tensor of a DTensor; other tensors unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -89,12 +97,12 @@ def assert_gradients(model: torch.nn.Module, wanted: dict[str, Tensor]) -> None:
 
 
 def mesh_of(rank: Rank) -> Any:
-    """(copies, experts): 1 x 2 of two ranks, 2 x 2 of four."""
+    """(copies, experts): 1 x 2 for two ranks, 2 x 2 for four."""
     return init_device_mesh(rank.device.type, (rank.size // 2, 2), mesh_dim_names=("copies", "experts"))
 
 
 def everyone(mesh: Any) -> Any:
-    """What is fully_shard's default too, but on this device."""
+    """The default mesh of fully_shard, but on this device."""
     return init_device_mesh(mesh.device_type, (mesh.size(),))
 
 

@@ -1,4 +1,4 @@
-"""Grouped products beside an all-reduce on another stream: the same bits as alone."""
+"""Grouped products during an all-reduce on another stream: the same bits as alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.ops.grouped_products import END, FAMILIES, assert_all_same
 from transformer_plugin.testing.distributed import Rank, RankPool
 
 
-def products_beside_an_all_reduce(rank: Rank, family: str) -> None:
+def products_during_an_all_reduce(rank: Rank, family: str) -> None:
     on_cuda = rank.device.type == "cuda"
     stream = torch.cuda.Stream() if on_cuda else None
     reduced = torch.ones(2**26 if on_cuda else 2**18, device=rank.device)
@@ -33,4 +33,4 @@ def products_beside_an_all_reduce(rank: Rank, family: str) -> None:
 
 def test_same_bits(pair: RankPool) -> None:
     for family in FAMILIES:
-        pair.run(products_beside_an_all_reduce, family)
+        pair.run(products_during_an_all_reduce, family)

@@ -1,4 +1,4 @@
-"""States of experts that are spread over ranks: checkpoints, refusals, compiled."""
+"""State of sharded experts: checkpoints, errors, compiled models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import transformer_plugin as tp
-from tests.parallel.spread_model import (
+from tests.parallel.sharded_model import (
     EXPERTS,
     Block,
     assert_gradients,
@@ -25,7 +25,7 @@ from tests.parallel.spread_model import (
     mesh_of,
     one_step,
     rows_of,
-    spread_block,
+    sharded_block,
     wanted_gradients,
     whole_block,
 )
@@ -35,7 +35,7 @@ from transformer_plugin.testing.distributed import Rank, RankPool
 from transformer_plugin.testing.numerics import assert_same_bits
 
 
-def test_one_rank_has_nothing_to_spread(pair: RankPool) -> None:
+def test_one_rank_shards_nothing(pair: RankPool) -> None:
     pair.run(check_one_rank)
 
 
@@ -80,7 +80,7 @@ def load_into(
 
 def check_checkpoint(rank: Rank, path: str) -> None:
     whole, mesh = whole_block(rank.device), mesh_of(rank)
-    block = spread_block(whole, rank.device, mesh=mesh["experts"])
+    block = sharded_block(whole, rank.device, mesh=mesh["experts"])
     fully_shard(block.moe.experts, mesh=mesh["copies"])
     fully_shard(block, mesh=everyone(mesh))
     state = saved(block, stepped(rank, block))
@@ -91,14 +91,14 @@ def check_checkpoint(rank: Rank, path: str) -> None:
     again = tp.parallel.fully_shard(Block(rank.device, mesh=mesh["experts"]), mesh)
     load_into(rank, f"{path}/sharded", again, expected, False)
     load_into(rank, f"{path}/sharded", Block(rank.device), expected, True)
-    # From one process to many.
+    # From one process to several.
     alone = Block(rank.device)
     state = saved(alone, stepped(rank, alone)) if rank.rank == 0 else None
     if state is not None:
         dcp.save(state, checkpoint_id=f"{path}/alone", no_dist=True)
-    told = [flat(state)]
-    dist.broadcast_object_list(told)
-    load_into(rank, f"{path}/alone", Block(rank.device, mesh=mesh["experts"]), told[0], False)
+    states = [flat(state)]
+    dist.broadcast_object_list(states)
+    load_into(rank, f"{path}/alone", Block(rank.device, mesh=mesh["experts"]), states[0], False)
 
 
 def test_checkpoints_of_other_numbers_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def check_delayed(rank: Rank, path: str) -> None:
     loss_of(whole, rows).backward()
     loss_of(whole, rows).backward()
     options = {"group": rank.group, "recipe": recipe}
-    block = spread_block(whole, rank.device, **options)
+    block = sharded_block(whole, rank.device, **options)
     layer, other = block.moe.experts.fc1, whole.moe.experts.fc1
     mine = slice(rank.rank * EXPERTS // rank.size, (rank.rank + 1) * EXPERTS // rank.size)
     assert other.delayed_scale.unique().numel() > EXPERTS
@@ -145,7 +145,7 @@ def test_state_of_delayed_scaling(ranks: RankPool, tmp_path: Path) -> None:
 def check_quantized_weights(rank: Rank) -> None:
     options = {"recipe": Float8BlockScaling()}
     whole = whole_block(rank.device, **options)
-    block = spread_block(whole, rank.device, group=rank.group, **options)
+    block = sharded_block(whole, rank.device, group=rank.group, **options)
     expected = block(rows_of(rank.rank).to(rank.device))
     block.moe.experts.quantize_weights()
     assert_same_bits(block(rows_of(rank.rank).to(rank.device)), expected)
@@ -155,7 +155,7 @@ def check_quantized_weights(rank: Rank) -> None:
         block.moe.experts.quantize_weights()
         with torch.set_grad_enabled(change is changes[2]):
             change()
-        with pytest.raises(ValueError, match="changed in place since"):
+        with pytest.raises(ValueError, match="changed in place afterwards"):
             block(rows_of(rank.rank).to(rank.device))
     block.moe.experts.quantize_weights()
     assert not torch.equal(block(rows_of(rank.rank).to(rank.device)), expected)
@@ -172,7 +172,7 @@ def check_refusals(rank: Rank) -> None:
     several = rank.size > 2
     for dtensor in (True, False):
         with pytest.raises(
-            ValueError, match=named.format(r"the ranks \[0, .*, over which the experts are spread")
+            ValueError, match=named.format(r"the ranks \[0, .*, over which the experts are already sharded")
         ):
             fully_shard(Block(device, group=rank.group, dtensor=dtensor), mesh=everyone(mesh))
         with pytest.raises(ValueError, match=named.format(r"the ranks \[\d, \d\], over which")):
@@ -182,18 +182,16 @@ def check_refusals(rank: Rank) -> None:
     block = Block(device, group=dist.new_group([0, 1]) if not several else mesh["experts"].get_group())
     stranger = init_device_mesh(device.type, (rank.size // 2, 2), mesh_dim_names=("x", "y"))
     if block.moe.exchange.context.group_name != stranger["y"].get_group().group_name:
-        with pytest.raises(ValueError, match=named.format("DeviceMesh.*no part of one mesh")):
+        with pytest.raises(ValueError, match=named.format("DeviceMesh.*not part of the same mesh")):
             fully_shard(block.moe.experts, mesh=stranger["x"])
     both = Block(device, mesh=mesh["experts"])
     both.moe.experts.extra = torch.nn.Linear(2, 2, device=device)
-    with pytest.raises(
-        ValueError, match=named.format("experts that are spread over ranks in one group with other")
-    ):
+    with pytest.raises(ValueError, match=named.format("sharded experts in one group with other")):
         fully_shard(both.moe.experts, mesh=mesh["copies"])
     if several:
         flat = init_device_mesh(device.type, (rank.size,))
         with pytest.raises(
-            ValueError, match="fully_shard: argument 'mesh': expected all ranks as a mesh of two"
+            ValueError, match="fully_shard: argument 'mesh': expected a mesh of all ranks, with two named"
         ):
             tp.parallel.fully_shard(Block(device, mesh=mesh["experts"]), flat)
         with pytest.raises(
@@ -217,7 +215,9 @@ def check_refusals(rank: Rank) -> None:
     torch.save(block.state_dict(), file)
     file.seek(0)
     block.load_state_dict(torch.load(file, weights_only=True))
-    assert isinstance(MoE(8, 16, 4, 2, group=None), MoE)  # there is a world, and this layer is not of it
+    assert isinstance(
+        MoE(8, 16, 4, 2, group=None), MoE
+    )  # a world group exists, but this layer does not use it
 
 
 def test_refusals(ranks: RankPool) -> None:
@@ -227,8 +227,8 @@ def test_refusals(ranks: RankPool) -> None:
 def check_ours_over_one_dimension(rank: Rank) -> None:
     whole = whole_block(rank.device)
     mesh = init_device_mesh(rank.device.type, (rank.size,), mesh_dim_names=("ranks",))
-    for spread in ({"group": rank.group}, {"mesh": mesh["ranks"]}):
-        block = spread_block(whole, rank.device, **spread)
+    for placement in ({"group": rank.group}, {"mesh": mesh["ranks"]}):
+        block = sharded_block(whole, rank.device, **placement)
         tp.parallel.fully_shard(block.moe, mesh)
         tp.parallel.fully_shard(block, mesh)
         one_step(rank, block)
@@ -243,7 +243,7 @@ def test_ours_over_one_dimension(ranks: RankPool) -> None:
 def check_compiled(rank: Rank) -> None:
     torch._dynamo.reset()
     whole = whole_block(rank.device)
-    block = spread_block(whole, rank.device, group=rank.group, recipe=None)
+    block = sharded_block(whole, rank.device, group=rank.group, recipe=None)
     model = tp.parallel.data_parallel(torch.compile(block, fullgraph=True, backend="aot_eager"))
     one_step(rank, model)
     wanted = wanted_gradients(whole, rank.size)
@@ -262,8 +262,8 @@ def test_none_before_init(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError) as caught:
         MoE(8, 16, 4, 2, group=None)
     assert str(caught.value) == (
-        "transformer_plugin::MoE: argument 'group': expected a process group, or no argument for all experts here, got "
-        "None in one of 4 launched processes, before torch.distributed.init_process_group(). Call "
+        "transformer_plugin::MoE: argument 'group': expected a process group, or no argument for all experts on this "
+        "rank, got None in one of 4 launched processes, before torch.distributed.init_process_group(). Call "
         'init_process_group() before the layer is made, or pass group="local".'
     )
     assert MoE(8, 16, 4, 2)(torch.ones(3, 8)).output.shape == (3, 8)
@@ -276,7 +276,7 @@ def test_output_is_no_view(shape: tuple[int, ...]) -> None:
     output = MoE(8, 16, 4, 2)(input).output
     assert output.shape == input.shape and not output._is_view()
     output.sum().backward()
-    output.detach_()  # what zero-bubble schedules do
+    output.detach_()  # as zero-bubble schedules do
     assert input.grad is not None and input.grad.shape == input.shape
 
 

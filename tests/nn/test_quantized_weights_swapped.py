@@ -1,4 +1,4 @@
-"""Modules with quantized weights whose parameters torch swaps or averages."""
+"""Modules with cached quantized weights whose parameters torch swaps or averages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.nn.test_quantized_weights import assert_all_same, by_format, by_modul
 @by_module
 @pytest.mark.parametrize("forget", [False, True])
 def test_moves_that_swap_parameters(kind: str, forget: bool) -> None:
-    """Nothing refers weakly to a weight, which torch would not swap then."""
+    """There is no weak reference to a weight, with which torch could not swap it."""
     module, plain = make(kind), make(kind).bfloat16().float()
     module.quantize_weights()
     step(module)
@@ -30,7 +30,7 @@ def test_moves_that_swap_parameters(kind: str, forget: bool) -> None:
 @by_module
 @by_format
 def test_averaged_models(kind: str, name: str) -> None:
-    """The average of two equal models is the model; its weights changed, and that is said."""
+    """The average of two equal models equals the model, but its weights have changed, which raises an error."""
     module = make(kind, name)
     module.quantize_weights()
     averaged = torch.optim.swa_utils.AveragedModel(module, use_buffers=True)

@@ -1,4 +1,4 @@
-"""Groups that are destroyed and made again under their name, with other ranks or another size, are new ones."""
+"""Groups that are destroyed and created again under the same name, with other ranks or another size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES = {"num_experts": 12, "max_tokens_per_rank": 2, "hidden_dim": 3, "num_topk
 
 
 def remake(store: dist.Store, name: str, rank: int, size: int) -> str:
-    """The world anew; its name in c10d, which is the old one's."""
+    """Creates the world group again; returns its c10d name, which is the old group's."""
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=size)
     assert dist.group.WORLD is not None
@@ -25,7 +25,7 @@ def remake(store: dist.Store, name: str, rank: int, size: int) -> str:
 
 
 def exchange(name: str, rank: int, size: int) -> None:
-    """Two tokens of each rank to the first expert of the next rank, through the ops alone."""
+    """Sends two tokens of each rank to the first expert of the next rank, through the ops alone."""
     experts = 12
     to = (rank + 1) % size * (experts // size)
     indices = torch.full((2, 1), to, dtype=torch.int32)
@@ -41,10 +41,10 @@ def exchange(name: str, rank: int, size: int) -> None:
     assert torch.equal(tokens.grad, torch.full((2, 3), 2.0))
 
 
-def check_made_again(rank: Rank, with_context: bool) -> None:
+def check_recreated(rank: Rank, with_context: bool) -> None:
     store = dist.distributed_c10d._get_default_store()
     names = set()
-    # (ranks of the two processes, size); the third place says that a process sits out.
+    # (ranks of the two processes, size); None: the process is not in the group.
     worlds = [(0, 1), (1, 0), (0, None), (1, 0), (None, 0), (0, 1)]
     for number, places in enumerate(worlds):
         place = places[rank.rank]
@@ -63,9 +63,9 @@ def check_made_again(rank: Rank, with_context: bool) -> None:
 
 
 @pytest.mark.parametrize("with_context", [True, False], ids=["context", "ops"])
-def test_groups_made_again(with_context: bool) -> None:
+def test_recreated_groups(with_context: bool) -> None:
     with RankPool(2) as pool:
-        pool.run(check_made_again, with_context)
+        pool.run(check_recreated, with_context)
         pool.dismiss()
         assert [pool.wait(rank, 20) for rank in range(2)] == [0, 0]
 
@@ -74,7 +74,7 @@ def check_stale_context(rank: Rank) -> None:
     store = dist.distributed_c10d._get_default_store()
     context = EpContext(rank.group, **SIZES)
     remake(store, "stale", 1 - rank.rank, 2)
-    with pytest.raises(RuntimeError, match="got a group that is destroyed"):
+    with pytest.raises(RuntimeError, match="got a destroyed group"):
         context.plan(torch.zeros(2, 1, dtype=torch.int32))
 
 
@@ -84,7 +84,7 @@ def test_a_context_does_not_take_another_group_for_its_own() -> None:
 
 
 def check_own_connections(rank: Rank) -> None:
-    """Collectives of the program meet none of ours, also where a rank leaves a call out."""
+    """Collectives of the program never mix with those of this library, also if a rank leaves out a call."""
     indices = torch.zeros(3, 1, dtype=torch.int32)
     arguments = (2, 3, 6, 1, 2, rank.group_name, False, 2000)
     plan = ep.plan(indices, *arguments)
@@ -116,7 +116,7 @@ def error_of(action, kind: type[Exception]) -> str:
 def check_compared(rank: Rank) -> None:
     name, me = rank.group_name, rank.rank
     ep.compare_call(name, torch.float32, 8, 2000)
-    ep.compare_call(name, torch.float32, 8, 2000)  # known: nobody is asked
+    ep.compare_call(name, torch.float32, 8, 2000)  # already compared: no communication
     if me == 0:
         ep.compare_call(name, torch.float32, 8, 2000)
     text = error_of(
@@ -132,9 +132,9 @@ def check_compared(rank: Rank) -> None:
         "got different ones: dtype is bfloat16 on rank 0, float32 on rank 1; width is 8 on rank 0, 16 on rank 1. "
         "Make the same calls in the same order, with the same constants, on every rank."
     )
-    ep.compare_call(name, torch.float16, 8, 2000)  # the group is as good as before
+    ep.compare_call(name, torch.float16, 8, 2000)  # the group still works
     begun = time.monotonic()
-    if me == 0:  # new here, known there
+    if me == 0:  # new on this rank, already compared on the other
         text = error_of(lambda: ep.compare_call(name, torch.float64, 8, 2000), PeerTimeoutError)
         assert "transformer_plugin::dispatch" in text and "rank(s) 1 did not take part" in text, text
         assert time.monotonic() - begun < 7.0
@@ -146,6 +146,6 @@ def check_compared(rank: Rank) -> None:
 
 
 def test_kinds_of_calls_are_compared_once_through_the_store() -> None:
-    """What CUDA does on the host, without one."""
+    """What the host does for CUDA calls, without a GPU."""
     with RankPool(2) as pool:
         pool.run(check_compared)
