@@ -21,8 +21,7 @@ OperandFormats check_grouped_linear(const Tensor& input, const Tensor& weight, c
                                     const OptionalTensor& bias, const OptionalTensor& bias_scale,
                                     std::string_view input_format, std::string_view weight_format,
                                     std::string_view grad_format, OptionalList quantized_weight,
-                                    int64_t max_sms, int64_t expected_rows) {
-  check_launch_options(kOp, {max_sms, expected_rows});
+                                    const LaunchOptions& options) {
   const OperandFormats formats = operand_formats(kOp, input_format, weight_format, grad_format);
   const Argument input_argument{kOp, "input", input};
   const Argument weight_argument{kOp, "weight", weight};
@@ -38,6 +37,7 @@ OperandFormats check_grouped_linear(const Tensor& input, const Tensor& weight, c
   check_groups({kOp, "group_sizes", group_sizes}, input_argument, weight_argument);
   if (bias) check_bias({kOp, "bias", *bias}, input_argument, weight.sym_size(0), weight.sym_size(1));
   if (bias_scale) check_bias_scale({kOp, "bias_scale", *bias_scale}, bias.has_value(), input_argument);
+  check_launch_options(kOp, options);
   check_ragged_formats(kOp, formats);
   check_quantized_weight("quantized_weight", quantized_weight, weight_argument, formats);
   return formats;
@@ -48,9 +48,8 @@ Tensor grouped_linear_meta(const Tensor& input, const Tensor& weight, const Tens
                            std::string_view input_format, std::string_view weight_format,
                            std::string_view grad_format, OptionalList quantized_weight, int64_t max_sms,
                            int64_t expected_rows) {
-  check_launch_options(kOp, {max_sms, expected_rows});
   check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format, weight_format, grad_format,
-                       quantized_weight);
+                       quantized_weight, {max_sms, expected_rows});
   return empty(input, {input.sym_size(0), weight.sym_size(1)}, input.scalar_type());
 }
 
@@ -59,10 +58,9 @@ Tensor grouped_linear(const Tensor& input, const Tensor& weight, const Tensor& g
                       std::string_view input_format, std::string_view weight_format,
                       std::string_view grad_format, OptionalList quantized_weight, int64_t max_sms,
                       int64_t expected_rows) {
-  check_launch_options(kOp, {max_sms, expected_rows});
   const OperandFormats formats =
       check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format, weight_format,
-                           grad_format, quantized_weight);
+                           grad_format, quantized_weight, {max_sms, expected_rows});
   const OptionalTensor sizes = group_sizes;
   const LinearArguments layer{
       input, weight, sizes, bias, bias_scale, quantized_weight, {max_sms, expected_rows}};
@@ -88,10 +86,9 @@ Tensor grouped_linear_autograd(const Tensor& input, const Tensor& weight, const 
     return op.call(input, weight, group_sizes, bias, bias_scale, input_format, weight_format, grad_format,
                    quantized_weight, max_sms, expected_rows);
   }
-  check_launch_options(kOp, {max_sms, expected_rows});
   const OperandFormats formats =
       check_grouped_linear(input, weight, group_sizes, bias, bias_scale, input_format, weight_format,
-                           grad_format, quantized_weight);
+                           grad_format, quantized_weight, {max_sms, expected_rows});
   const OptionalTensor sizes = group_sizes;
   const LinearArguments layer{
       input, weight, sizes, bias, bias_scale, quantized_weight, {max_sms, expected_rows}};
