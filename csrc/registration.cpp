@@ -95,7 +95,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "str a_format, str b_format, Tensor(a!) out, Tensor? bias=None, Tensor? bias_scale=None, "
       "bool transpose_b=True, Tensor? a_amax=None, Tensor? b_amax=None, Tensor? alpha=None, "
       "Tensor? beta=None, int max_sms=0, int expected_rows=-1) -> ()");
-  // Operands of quantize_rowwise.
+  // Operands in fp8_row.
   m.def(
       "gemm_rowwise(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, *, ScalarType dtype=bfloat16, "
       "Tensor? alpha=None, Tensor? bias=None) -> Tensor");

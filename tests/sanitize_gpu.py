@@ -176,15 +176,13 @@ def _grouped_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, *more: 
                 ops.grouped_gemm_quantized_out(*arguments, quantized, *extra, **amaxes, beta=beta)
 
 
-def _quantize_rows(input: torch.Tensor, format: str) -> None:
-    data, scale, data_t, scale_t = ops.quantize(input, format, columnwise=True)
-    ops.dequantize(data, scale, format, torch.bfloat16)
-    ops.dequantize(data_t, scale_t, format, torch.bfloat16, transposed=True)
-
-
-def _grouped_rows(input: torch.Tensor, sizes: torch.Tensor, format: str) -> None:
-    data, scale = ops.quantize(input, format, sizes)
-    ops.dequantize(data, scale, format, torch.bfloat16, sizes)
+def _rows(input: torch.Tensor, *sizes_and_format: Any) -> None:
+    *sizes, format = sizes_and_format
+    data, scale = ops.quantize(input, format, *sizes)
+    ops.dequantize(data, scale, format, torch.bfloat16, *sizes)
+    if not sizes:
+        data_t, scale_t = ops.quantize(input, format, rowwise=False, columnwise=True)
+        ops.dequantize(data_t, scale_t, format, torch.bfloat16, transposed=True)
 
 
 def _grouped_gemm_rowwise(*arguments: Any) -> None:
@@ -198,7 +196,10 @@ def _grouped_gemm_list(a: torch.Tensor, b: list[torch.Tensor], sizes: torch.Tens
     *extra, transpose_b = more
     if transpose_b:
         formats = "fp8_block", "fp8_block:square"
-        operands = *ops.quantize(a, formats[0], sizes), *ops.quantize_list(b, formats[1])
+        operands = (
+            *ops.quantize(a, formats[0], sizes),
+            *map(list, zip(*ops.quantize_list(b, formats[1]), strict=True)),
+        )
         ops.grouped_gemm_quantized_list(*operands, sizes, *formats, torch.bfloat16, *extra)
 
 
@@ -302,15 +303,11 @@ def _call_with_arguments(call: Callable[..., Any], case: Any, device: torch.devi
 
 def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
     """Every call, by its name."""
+    scaled = partial(ops.quantize_scaled, columnwise=True)
     for name, cases, call in (
         ("quantize", quantize_cases(), _quantize),
         ("grouped quantize", grouped_quantize_cases(), _grouped),
-        ("quantize_scaled", quantize_scaled_cases(), partial(ops.quantize_scaled, columnwise=True)),
-        (
-            "grouped quantize_scaled",
-            grouped_quantize_scaled_cases(),
-            partial(ops.quantize_scaled, columnwise=True),
-        ),
+        ("quantize_scaled", [*quantize_scaled_cases(), *grouped_quantize_scaled_cases()], scaled),
         ("quantize_list", quantize_cases(), _list),
         ("swiglu", swiglu_cases(), _swiglu),
         ("swiglu_quantize", swiglu_quantize_cases(), _fused),
@@ -321,8 +318,7 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
         ("grouped_gemm", grouped_gemm_cases(), _grouped_gemm),
         ("grouped_gemm_wgrad", grouped_wgrad_cases(), _grouped_wgrad),
         ("grouped_gemm_list", grouped_gemm_list_cases(), _grouped_gemm_list),
-        ("quantize rows", per_row_cases(), _quantize_rows),
-        ("grouped quantize rows", grouped_per_row_cases(), _grouped_rows),
+        ("fp8_row", [*per_row_cases(), *grouped_per_row_cases()], _rows),
         ("grouped_gemm_rowwise", grouped_gemm_rowwise_cases(), _grouped_gemm_rowwise),
         ("grouped_gemm_wgrad_list_out", grouped_wgrad_list_cases(), _grouped_wgrad_list),
         ("grouped_gemm_swiglu", grouped_gemm_swiglu_cases(), ops.grouped_gemm_swiglu),

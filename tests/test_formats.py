@@ -153,7 +153,7 @@ def test_keys_read_as_cpp_does(key: str, format: Format) -> None:
 @pytest.mark.parametrize("key", REFUSED)
 def test_keys_refused_as_cpp_does(key: str) -> None:
     text = (
-        "expected a format key: none, bf16, fp8_tensor, fp8_block, mxfp8 or nvfp4, then options like "
+        "expected a format key: none, bf16, fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4, then options like "
         f"fp8_block:e4m3,pow2,square,eps=1e-12, got '{key}'. transformer_plugin.formats lists them."
     )
     with pytest.raises(ValueError) as caught:
@@ -270,7 +270,7 @@ def test_gemm_tolerance_is_the_error_of_rounding_both_operands(format: Format) -
     [
         (
             {"family": "fp4"},
-            "'family': expected one of none, bf16, fp8_tensor, fp8_block, mxfp8, nvfp4, got 'fp4'. {choose}",
+            "'family': expected one of none, bf16, fp8_tensor, fp8_row, fp8_block, mxfp8, nvfp4, got 'fp4'. {choose}",
         ),
         (
             {"family": "fp8_block", "element": "e8"},
@@ -361,6 +361,6 @@ def test_errors_have_four_parts(arguments: dict, text: str) -> None:
     text = text.format(
         choose="Choose one of them.",
         epsilon="'epsilon': expected a finite number that is not negative, got",
-        scales="'family': expected fp8_tensor, fp8_block, mxfp8 or nvfp4, which have scales,",
+        scales="'family': expected fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4, which have scales,",
     )
     assert str(caught.value) == f"transformer_plugin.Format: argument {text}"

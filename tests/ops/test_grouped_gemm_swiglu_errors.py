@@ -106,8 +106,8 @@ FORMAT = (
             QUANTIZE,
             (A, B, S, P, "fp8"),
             ValueError,
-            "'format': expected a format key: none, bf16, fp8_tensor, fp8_block, mxfp8 or nvfp4, then options like "
-            "fp8_block:e4m3,pow2,square,eps=1e-12, got 'fp8'. transformer_plugin.formats lists them.",
+            "'format': expected a format key: none, bf16, fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4, then options "
+            "like fp8_block:e4m3,pow2,square,eps=1e-12, got 'fp8'. transformer_plugin.formats lists them.",
         ),
         (
             QUANTIZE,

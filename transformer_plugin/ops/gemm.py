@@ -88,7 +88,7 @@ def gemm_quantized(
         ``[M, N]``, an FP32 sum of exact products (on Hopper, sums of FP8 tensor cores), rounded once. Not
         differentiable: see :func:`linear`.
 
-    A matrix quantized along its columns (``quantize_transposed``) is the row-wise quantization of its transpose, so
+    A matrix quantized columnwise is the row-wise quantization of its transpose, so
     a weight gradient is ``gemm_quantized(grad_t, grad_t_scale, input_t, input_t_scale, ...)``.
 
     Raises:
@@ -179,7 +179,7 @@ def grouped_gemm_quantized(
     """:func:`grouped_gemm` of the values of quantized operands.
 
     Args:
-        a, a_scale: ``[T, K]`` as :func:`~transformer_plugin.ops.grouped_quantize` gives it, in ``a_format``.
+        a, a_scale: ``[T, K]`` as :func:`~transformer_plugin.ops.quantize` gives it, in ``a_format``.
         b, b_scale: ``[G, N, K]`` (or ``[G, K, N]``) as :func:`~transformer_plugin.ops.quantize` gives it, in
             ``b_format``.
         dtype: of the output: float32, bfloat16 or float16.
@@ -258,7 +258,7 @@ def grouped_gemm_wgrad_quantized(
     """:func:`grouped_gemm_wgrad` of the values of operands quantized along their columns.
 
     Args:
-        grad_t, grad_t_scale: ``[N, T]`` as :func:`~transformer_plugin.ops.grouped_quantize_transposed` gives it.
+        grad_t, grad_t_scale: ``[N, T]`` as :func:`~transformer_plugin.ops.quantize` gives it columnwise.
         input_t, input_t_scale: ``[K, T]``, the same for the input; both ``aligned`` or neither.
         dtype: of the output: float32, bfloat16 or float16.
         grad_t_amax, input_t_amax: as ``a_amax`` in :func:`gemm_quantized`.
