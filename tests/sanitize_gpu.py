@@ -51,6 +51,7 @@ from transformer_plugin.testing.gemm_swiglu_cases import (
 )
 from transformer_plugin.testing.norm_cases import norm_cases, norm_quantize_cases, without_bias
 from transformer_plugin.testing.quantize_cases import (
+    COLUMNS,
     columns_of,
     extras,
     grouped_per_row_cases,
@@ -125,11 +126,8 @@ def _bias_backward(grad: torch.Tensor, sizes: Any, format: str) -> None:
 def _list(input: torch.Tensor, format: str) -> None:
     matrices = list(input) if input.dim() == 3 else [input, input[: input.shape[0] // 2]]
     refused = any(option in format for option in ("rht", "sr", "row_scaled"))
-    if (
-        matrices
-        and not refused
-        and all(m.shape[0] % Format.parse(format).group_multiple == 0 for m in matrices)
-    ):
+    whole = all(m.shape[0] % Format.parse(format).group_multiple == 0 for m in matrices)
+    if matrices and not refused and whole:
         ops.quantize_list(matrices, format, columnwise=True)
 
 
@@ -161,13 +159,8 @@ def _grouped_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, *more: 
         operands = *ops.quantize(a, formats[0], sizes), *ops.quantize(b, formats[1])
         quantized = ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16, *extra)
         ops.grouped_gemm_quantized_out(*operands, sizes, *formats, quantized, *extra, beta=beta)
-        for format, block in (
-            ("mxfp8", MX_BLOCK),
-            ("mxfp8:e5m2,tiled", MX_BLOCK),
-            ("nvfp4", NV_BLOCK),
-            ("nvfp4:tiled", NV_BLOCK),
-        ):
-            if a.shape[1] % block == 0:
+        for format in ("mxfp8", "mxfp8:e5m2,tiled", "nvfp4", "nvfp4:tiled"):
+            if a.shape[1] % (MX_BLOCK if format.startswith("mxfp8") else NV_BLOCK) == 0:
                 of_a, of_b = rows_of(extras(a, format, sizes)), rows_of(extras(b, format))
                 operands = *ops.quantize(a, format, sizes, **of_a), *ops.quantize(b, format, **of_b)
                 amaxes = {"a_amax": of_a.get("amax"), "b_amax": of_b.get("amax")}
@@ -212,8 +205,8 @@ def _grouped_wgrad(grad: torch.Tensor, input: torch.Tensor, sizes: torch.Tensor)
         ops.grouped_gemm_wgrad_out(grad, input, sizes, out, False, beta=beta)
     for format in ("fp8_block", "fp8_block:aligned"):
         operands = (
-            *ops.quantize(grad, format, sizes, rowwise=False, columnwise=True),
-            *ops.quantize(input, format, sizes, rowwise=False, columnwise=True),
+            *ops.quantize(grad, format, sizes, **COLUMNS),
+            *ops.quantize(input, format, sizes, **COLUMNS),
         )
         ops.grouped_gemm_wgrad_quantized(*operands, sizes, format, format, torch.bfloat16)
         ops.grouped_gemm_wgrad_quantized_out(*operands, sizes, format, format, main_grad)
