@@ -171,11 +171,9 @@ def _grouped_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, *more: 
 
 def _rows(input: torch.Tensor, *sizes_and_format: Any) -> None:
     *sizes, format = sizes_and_format
-    data, scale = ops.quantize(input, format, *sizes)
-    ops.dequantize(data, scale, format, torch.bfloat16, *sizes)
+    ops.dequantize(*ops.quantize(input, format, *sizes), format, torch.bfloat16, *sizes)
     if not sizes:
-        data_t, scale_t = ops.quantize(input, format, rowwise=False, columnwise=True)
-        ops.dequantize(data_t, scale_t, format, torch.bfloat16, transposed=True)
+        ops.dequantize(*ops.quantize(input, format, **COLUMNS), format, torch.bfloat16, transposed=True)
 
 
 def _grouped_gemm_rowwise(*arguments: Any) -> None:
