@@ -102,7 +102,10 @@ class Data:
             for kind, sizes in self.sizes.items()
         }
         self.weight8_row_scale = self.weight8_whole[1].unsqueeze(1).expand(-1, shape.n).contiguous()
-        self.x8_rows, self.weight8_rows = ops.quantize_rowwise(self.x), ops.quantize_rowwise(self.weight)
+        self.x8_rows, self.weight8_rows = (
+            ops.quantize(self.x, "fp8_row"),
+            ops.quantize(self.weight, "fp8_row"),
+        )
         self.weight_mx = ops.quantize(self.weight, MX_FORMAT)
         self.x_mx = {kind: ops.quantize(self.x, MX_FORMAT, sizes) for kind, sizes in self.sizes.items()}
         self.weight_amax = ops.amax(self.weight, NV_FORMAT)

@@ -63,7 +63,7 @@ def _activation(device: torch.device) -> Iterator[Pair]:
         differentiable=False,
     )
     yield Pair(
-        "swiglu_backward_quantize_both",
+        "swiglu_backward_quantize",
         "mul, mul, cat, sum, two times " + QUANTIZE,
         lambda grad: ops.swiglu_backward_quantize(grad, wide, one, None, BLOCKS),
         torch_backward,
@@ -108,15 +108,15 @@ def _quantize(device: torch.device) -> Iterator[Pair]:
 
     def rows(key: str, *given: Tensor) -> Pair:
         def call(x: Tensor) -> tuple[Tensor, ...]:
-            return ops.quantize(x, key, *given)
+            return ops.quantize(x, key, None, *given)
 
         return Pair(f"quantize {key}", QUANTIZE, call, _torch_quantize, x, differentiable=False)
 
     def both(key: str, *given: Tensor) -> Pair:
         def call(x: Tensor) -> tuple[Tensor, ...]:
-            return ops.quantize(x, key, *given, columnwise=True)
+            return ops.quantize(x, key, None, *given, columnwise=True)
 
-        name, least = f"quantize_both {key}", square if given else x
+        name, least = f"quantize, both directions, {key}", square if given else x
         return Pair(name, "two times " + QUANTIZE, call, _torch_quantize_both, least, differentiable=False)
 
     for key in ("fp8_tensor:e4m3", BLOCKS, "mxfp8:e4m3"):
@@ -148,7 +148,7 @@ def _around_quantize(device: torch.device) -> Iterator[Pair]:
         ),
         ("amax", "abs, amax", lambda x: ops.amax(x, "nvfp4:e2m1"), lambda x: x.abs().amax()),
         (
-            "grouped_quantize",
+            "quantize of groups",
             QUANTIZE,
             lambda x: ops.quantize(x, BLOCKS, sizes),
             _torch_quantize,

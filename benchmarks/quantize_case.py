@@ -11,7 +11,12 @@ from torch import Tensor
 from benchmarks.peers import Tensors
 from transformer_plugin.formats import Format
 
-DIRECTIONS = {"rows": "", "transposed": "_transposed", "both": "_both"}
+#: The flags of an op.
+DIRECTIONS = {
+    "rows": {"rowwise": True, "columnwise": False},
+    "transposed": {"rowwise": False, "columnwise": True},
+    "both": {"rowwise": True, "columnwise": True},
+}
 
 Call = Callable[..., Any]
 

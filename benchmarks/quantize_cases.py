@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ def _width(fmt: Format) -> int:
 
 def _single(label: str, key: str, direction: str) -> Case:
     fmt = Format.parse(key)
-    op, meaning = (getattr(module, "quantize" + DIRECTIONS[direction]) for module in (ops, reference))
+    op, meaning = (partial(module.quantize, **DIRECTIONS[direction]) for module in (ops, reference))
     return Case(
         f"{label} {direction}",
         fmt,
@@ -40,8 +41,7 @@ def _single(label: str, key: str, direction: str) -> Case:
 def _scaled(direction: str) -> Case:
     """Delayed scaling: the scale is an argument, and the amax is computed in the same pass. It is not an output."""
     fmt = Format.parse("fp8_tensor:e4m3")
-    suffix = {"rows": "", "both": "_both"}[direction]
-    op, meaning = (getattr(module, "quantize_scaled" + suffix) for module in (ops, reference))
+    op, meaning = (partial(module.quantize_scaled, **DIRECTIONS[direction]) for module in (ops, reference))
     return Case(
         f"fp8_tensor, given scale {direction}",
         fmt,
@@ -55,12 +55,16 @@ def _scaled(direction: str) -> Case:
 def _with_amax(label: str, key: str, direction: str) -> Case:
     """A format whose amax is an argument; with a seed if it rounds at random."""
     fmt = Format.parse(key)
-    op, meaning = (getattr(module, "quantize" + DIRECTIONS[direction]) for module in (ops, reference))
+    op, meaning = (partial(module.quantize, **DIRECTIONS[direction]) for module in (ops, reference))
     names = ["amax", "amax_t"] if direction == "both" else ["amax"]
 
     def prepare(x: Tensor) -> Tensors:
-        amaxes = ops.amax(x, fmt.key, columnwise=True)[: len(names)]
-        return x, *amaxes, *([torch.tensor([7], device=x.device)] if fmt.stochastic_rounding else [])
+        amaxes = ops.amax(x, fmt.key, columnwise=True)
+        return (
+            x,
+            *amaxes[: 1 + (direction == "both")],
+            *([torch.tensor([7], device=x.device)] if fmt.stochastic_rounding else []),
+        )
 
     names += ["seed"] if fmt.stochastic_rounding else []
 
@@ -84,8 +88,8 @@ def _swiglu_arguments(x: Tensor) -> Tensors:
 def _swiglu(label: str, key: str, direction: str) -> Case:
     """SwiGLU times a probability, quantized in the same pass; the bytes are those of the two separate ops."""
     fmt = Format.parse(key)
-    op, meaning = (getattr(module, "swiglu_quantize" + DIRECTIONS[direction]) for module in (ops, reference))
-    step = getattr(ops, "quantize" + DIRECTIONS[direction])
+    op, meaning = (partial(module.swiglu_quantize, **DIRECTIONS[direction]) for module in (ops, reference))
+    step = partial(ops.quantize, **DIRECTIONS[direction])
     peer = peers.quantizer(fmt, direction)
     return Case(
         f"swiglu into {label} {direction}",
@@ -124,9 +128,10 @@ def _swiglu_backward(label: str, key: str) -> Case:
 def _bias_backward(label: str, key: str, direction: str) -> Case:
     """A gradient quantized and summed over its rows in one pass, compared with the two separate ops."""
     fmt = Format.parse(key)
-    name = "bias_backward_quantize" + DIRECTIONS[direction]
-    op, meaning = (getattr(module, name) for module in (ops, reference))
-    step = getattr(ops, "quantize" + DIRECTIONS[direction])
+    op, meaning = (
+        partial(module.bias_backward_quantize, **DIRECTIONS[direction]) for module in (ops, reference)
+    )
+    step = partial(ops.quantize, **DIRECTIONS[direction])
     peer, width = peers.quantizer(fmt, direction), _width(fmt)
     return Case(
         f"bias gradient with {label} {direction}",
@@ -197,7 +202,7 @@ def _fused_with_amax(
     ``fused`` is the op of ``ops`` or ``reference``, with the inputs, a format, and the amaxes and seed.
     """
     fmt = Format.parse(key)
-    step = getattr(ops, "quantize" + DIRECTIONS[direction])
+    step = partial(ops.quantize, **DIRECTIONS[direction])
     names = list(_scaling_arguments(torch.ones(16, 16), fmt, direction))
 
     def prepare(x: Tensor) -> Tensors:
@@ -229,7 +234,7 @@ def _fused_cases_with_amax() -> Iterator[Case]:
     labels = {"nvfp4": "nvfp4:e2m1", "nvfp4 random": "nvfp4:e2m1,rht,sr", "fp8_tensor": "fp8_tensor:e4m3"}
     for label, key in labels.items():
         for direction in ("rows", "both"):
-            op = "swiglu_quantize" + DIRECTIONS[direction]
+            flags = DIRECTIONS[direction]
             yield _fused_with_amax(
                 "swiglu into",
                 label,
@@ -237,8 +242,8 @@ def _fused_cases_with_amax() -> Iterator[Case]:
                 direction,
                 lambda x: _swiglu_arguments(x)[1:],
                 lambda *own: (ops.swiglu(*own),),
-                lambda module, x, probs, format, given, op=op: getattr(module, op)(
-                    x, probs, None, format, **given
+                lambda module, x, probs, format, given, flags=flags: module.swiglu_quantize(
+                    x, probs, None, format, **given, **flags
                 ),
                 True,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,9 +24,10 @@ def skewed_sizes(rows: int, groups: int, multiple: int, device: torch.device) ->
 
 def _grouped(label: str, key: str, direction: str, groups: int, multiple: int) -> Case:
     fmt = Format.parse(key)
-    suffix = DIRECTIONS[direction]
-    op, meaning = (getattr(module, "grouped_quantize" + suffix) for module in (ops, reference))
-    single = getattr(ops, "quantize" + suffix)
+    op, meaning, single = (
+        partial(quantize, **DIRECTIONS[direction])
+        for quantize in (ops.quantize, reference.quantize, ops.quantize)
+    )
     sizes = "any sizes" if multiple == 1 else "padded"
     # The amaxes of nvfp4: one per group, and one for the op without groups.
     names = (["amax", "amax_t"] if direction == "both" else ["amax"]) if fmt.family == "nvfp4" else []
@@ -52,8 +54,8 @@ def _grouped(label: str, key: str, direction: str, groups: int, multiple: int) -
         f"grouped {label} {direction}, {groups}, {sizes}",
         fmt,
         prepare=prepare,
-        op=lambda x, group_sizes, *amaxes: op(x, group_sizes, fmt.key, **of_groups(amaxes)),
-        reference=lambda x, group_sizes, *amaxes: meaning(x, group_sizes, fmt, **of_groups(amaxes)),
+        op=lambda x, group_sizes, *amaxes: op(x, fmt.key, group_sizes, **of_groups(amaxes)),
+        reference=lambda x, group_sizes, *amaxes: meaning(x, fmt, group_sizes, **of_groups(amaxes)),
         single=lambda x, group_sizes, *amaxes: single(x, fmt.key, **of_all(amaxes)),
         groups=groups,
     )

@@ -50,6 +50,7 @@ from transformer_plugin.testing.gemm_swiglu_cases import (
 )
 from transformer_plugin.testing.norm_cases import norm_cases, norm_quantize_cases, without_bias
 from transformer_plugin.testing.quantize_cases import (
+    COLUMNS,
     columns_of,
     extras,
     grouped_per_row_cases,
@@ -124,11 +125,8 @@ def _bias_backward(grad: torch.Tensor, sizes: Any, format: str) -> None:
 def _list(input: torch.Tensor, format: str) -> None:
     matrices = list(input) if input.dim() == 3 else [input, input[: input.shape[0] // 2]]
     refused = any(option in format for option in ("rht", "sr", "row_scaled"))
-    if (
-        matrices
-        and not refused
-        and all(m.shape[0] % Format.parse(format).group_multiple == 0 for m in matrices)
-    ):
+    whole = all(m.shape[0] % Format.parse(format).group_multiple == 0 for m in matrices)
+    if matrices and not refused and whole:
         ops.quantize_list(matrices, format, columnwise=True)
 
 
@@ -160,13 +158,8 @@ def _grouped_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, *more: 
         operands = *ops.quantize(a, formats[0], sizes), *ops.quantize(b, formats[1])
         quantized = ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16, *extra)
         ops.grouped_gemm_quantized_out(*operands, sizes, *formats, quantized, *extra, beta=beta)
-        for format, block in (
-            ("mxfp8", MX_BLOCK),
-            ("mxfp8:e5m2,tiled", MX_BLOCK),
-            ("nvfp4", NV_BLOCK),
-            ("nvfp4:tiled", NV_BLOCK),
-        ):
-            if a.shape[1] % block == 0:
+        for format in ("mxfp8", "mxfp8:e5m2,tiled", "nvfp4", "nvfp4:tiled"):
+            if a.shape[1] % (MX_BLOCK if format.startswith("mxfp8") else NV_BLOCK) == 0:
                 of_a, of_b = rows_of(extras(a, format, sizes)), rows_of(extras(b, format))
                 operands = *ops.quantize(a, format, sizes, **of_a), *ops.quantize(b, format, **of_b)
                 amaxes = {"a_amax": of_a.get("amax"), "b_amax": of_b.get("amax")}
@@ -175,15 +168,11 @@ def _grouped_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, *more: 
                 ops.grouped_gemm_quantized_out(*arguments, quantized, *extra, **amaxes, beta=beta)
 
 
-def _quantize_rows(input: torch.Tensor, format: str) -> None:
-    data, scale, data_t, scale_t = ops.quantize(input, format, columnwise=True)
-    ops.dequantize(data, scale, format, torch.bfloat16)
-    ops.dequantize(data_t, scale_t, format, torch.bfloat16, transposed=True)
-
-
-def _grouped_rows(input: torch.Tensor, sizes: torch.Tensor, format: str) -> None:
-    data, scale = ops.quantize(input, format, sizes)
-    ops.dequantize(data, scale, format, torch.bfloat16, sizes)
+def _rows(input: torch.Tensor, *sizes_and_format: Any) -> None:
+    *sizes, format = sizes_and_format
+    ops.dequantize(*ops.quantize(input, format, *sizes), format, torch.bfloat16, *sizes)
+    if not sizes:
+        ops.dequantize(*ops.quantize(input, format, **COLUMNS), format, torch.bfloat16, transposed=True)
 
 
 def _grouped_gemm_rowwise(*arguments: Any) -> None:
@@ -197,7 +186,10 @@ def _grouped_gemm_list(a: torch.Tensor, b: list[torch.Tensor], sizes: torch.Tens
     *extra, transpose_b = more
     if transpose_b:
         formats = "fp8_block", "fp8_block:square"
-        operands = *ops.quantize(a, formats[0], sizes), *ops.quantize_list(b, formats[1])
+        operands = (
+            *ops.quantize(a, formats[0], sizes),
+            *map(list, zip(*ops.quantize_list(b, formats[1]), strict=True)),
+        )
         ops.grouped_gemm_quantized_list(*operands, sizes, *formats, torch.bfloat16, *extra)
 
 
@@ -210,8 +202,8 @@ def _grouped_wgrad(grad: torch.Tensor, input: torch.Tensor, sizes: torch.Tensor)
         ops.grouped_gemm_wgrad_out(grad, input, sizes, out, False, beta=beta)
     for format in ("fp8_block", "fp8_block:aligned"):
         operands = (
-            *ops.quantize(grad, format, sizes, rowwise=False, columnwise=True),
-            *ops.quantize(input, format, sizes, rowwise=False, columnwise=True),
+            *ops.quantize(grad, format, sizes, **COLUMNS),
+            *ops.quantize(input, format, sizes, **COLUMNS),
         )
         ops.grouped_gemm_wgrad_quantized(*operands, sizes, format, format, torch.bfloat16)
         ops.grouped_gemm_wgrad_quantized_out(*operands, sizes, format, format, main_grad)
@@ -300,15 +292,11 @@ def _call_with_arguments(call: Callable[..., Any], case: Any, device: torch.devi
 
 def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
     """Yields the name and the function of every call."""
+    scaled = partial(ops.quantize_scaled, columnwise=True)
     for name, cases, call in (
         ("quantize", quantize_cases(), _quantize),
         ("grouped quantize", grouped_quantize_cases(), _grouped),
-        ("quantize_scaled", quantize_scaled_cases(), partial(ops.quantize_scaled, columnwise=True)),
-        (
-            "grouped quantize_scaled",
-            grouped_quantize_scaled_cases(),
-            partial(ops.quantize_scaled, columnwise=True),
-        ),
+        ("quantize_scaled", [*quantize_scaled_cases(), *grouped_quantize_scaled_cases()], scaled),
         ("quantize_list", quantize_cases(), _list),
         ("swiglu", swiglu_cases(), _swiglu),
         ("swiglu_quantize", swiglu_quantize_cases(), _fused),
@@ -319,8 +307,7 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
         ("grouped_gemm", grouped_gemm_cases(), _grouped_gemm),
         ("grouped_gemm_wgrad", grouped_wgrad_cases(), _grouped_wgrad),
         ("grouped_gemm_list", grouped_gemm_list_cases(), _grouped_gemm_list),
-        ("quantize rows", per_row_cases(), _quantize_rows),
-        ("grouped quantize rows", grouped_per_row_cases(), _grouped_rows),
+        ("fp8_row", [*per_row_cases(), *grouped_per_row_cases()], _rows),
         ("grouped_gemm_rowwise", grouped_gemm_rowwise_cases(), _grouped_gemm_rowwise),
         ("grouped_gemm_wgrad_list_out", grouped_wgrad_list_cases(), _grouped_wgrad_list),
         ("grouped_gemm_swiglu", grouped_gemm_swiglu_cases(), ops.grouped_gemm_swiglu),

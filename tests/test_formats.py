@@ -19,6 +19,8 @@ QUANTIZED = [
     ("fp8_tensor:e5m2,eps=0.5", Format("fp8_tensor", "e5m2", epsilon=0.5)),
     ("fp8_tensor:eps=1e-12", Format("fp8_tensor", epsilon=1e-12)),
     ("fp8_tensor:eps=.5E1,e5m2,e4m3", Format("fp8_tensor", epsilon=5.0)),
+    ("fp8_row", Format("fp8_row")),
+    ("fp8_row:e5m2,pow2,eps=0.25", Format("fp8_row", "e5m2", True, epsilon=0.25)),
     ("fp8_block", Format("fp8_block")),
     ("fp8_block:fp32", Format("fp8_block", power_of_two_scales=False)),
     ("fp8_block:square,e5m2", Format("fp8_block", "e5m2", square_blocks=True)),
@@ -79,6 +81,12 @@ REFUSED = [
     "fp8_block: e4m3",
     "fp8_block:e3m4",
     "fp8_tensor:square",
+    "fp8_row:square",
+    "fp8_row:aligned",
+    "fp8_row:tiled",
+    "fp8_row:rht",
+    "fp8_row:e2m1",
+    "fp8_row:",
     "fp8_block:eps",
     "fp8_block:eps=",
     "fp8_block:eps=-1",
@@ -153,7 +161,7 @@ def test_keys_read_as_cpp_does(key: str, format: Format) -> None:
 @pytest.mark.parametrize("key", REFUSED)
 def test_keys_refused_as_cpp_does(key: str) -> None:
     text = (
-        "expected a format key: none, bf16, fp8_tensor, fp8_block, mxfp8 or nvfp4, then options like "
+        "expected a format key: none, bf16, fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4, then options like "
         f"fp8_block:e4m3,pow2,square,eps=1e-12, got '{key}'. transformer_plugin.formats lists them."
     )
     with pytest.raises(ValueError) as caught:
@@ -270,7 +278,7 @@ def test_gemm_tolerance_is_the_error_of_rounding_both_operands(format: Format) -
     [
         (
             {"family": "fp4"},
-            "'family': expected one of none, bf16, fp8_tensor, fp8_block, mxfp8, nvfp4, got 'fp4'. {choose}",
+            "'family': expected one of none, bf16, fp8_tensor, fp8_row, fp8_block, mxfp8, nvfp4, got 'fp4'. {choose}",
         ),
         (
             {"family": "fp8_block", "element": "e8"},
@@ -361,6 +369,6 @@ def test_errors_have_four_parts(arguments: dict, text: str) -> None:
     text = text.format(
         choose="Choose one of them.",
         epsilon="'epsilon': expected a finite number that is not negative, got",
-        scales="'family': expected fp8_tensor, fp8_block, mxfp8 or nvfp4, which have scales,",
+        scales="'family': expected fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4, which have scales,",
     )
     assert str(caught.value) == f"transformer_plugin.Format: argument {text}"

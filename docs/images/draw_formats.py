@@ -140,6 +140,37 @@ def fp8_tensor() -> str:
     )
 
 
+def fp8_row() -> str:
+    rows = Matrix("data [M, K], one byte each", [], evenly(10), (0, 0.3, 1, 0.1), "one scale for each row")
+    columns = Matrix(
+        "columnwise data [K, M]",
+        [],
+        evenly(7),
+        (0, 3 / 7, 1, 1 / 7),
+        "of the transposed matrix, one for each row",
+    )
+    scales = Scales(
+        "scale_inv [M], FP32",
+        (1, 1),
+        evenly(10),
+        [],
+        (0.3, 0, 0.1, 1),
+        ("one number for each row;", "[T] of a ragged matrix"),
+        height=22,
+    )
+    return picture(
+        "fp8_row: value = float(data) * scale_inv of its row",
+        [
+            rows.draw(40),
+            columns.draw(320),
+            scales.draw(630),
+            bits(40, 268, "an element, E4M3 (to 448)", E4M3, ""),
+            bits(260, 268, "or E5M2 (to 57344)", E5M2, ""),
+            bits(480, 268, "a scale, FP32", FP32, ""),
+        ],
+    )
+
+
 def fp8_block() -> str:
     rows = Matrix(
         "1x128 blocks: inputs, gradients",
@@ -225,5 +256,5 @@ def nvfp4() -> str:
 
 if __name__ == "__main__":
     folder = Path(__file__).resolve().parent
-    for draw in (fp8_tensor, fp8_block, mxfp8, nvfp4):
+    for draw in (fp8_tensor, fp8_row, fp8_block, mxfp8, nvfp4):
         (folder / f"format_{draw.__name__}.svg").write_text(draw())

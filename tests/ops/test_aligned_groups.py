@@ -223,7 +223,7 @@ def test_operands_that_do_not_go_together(device: torch.device) -> None:
         ops.grouped_gemm_wgrad_quantized(
             *plain, *lines, group_sizes, "fp8_block", "fp8_block:aligned", torch.bfloat16
         )
-    with pytest.raises(ValueError, match="'grad_t': expected lines of aligned groups, a multiple of 32"):
+    with pytest.raises(ValueError, match="'grad_t': expected rows of aligned groups, a multiple of 32"):
         ops.grouped_gemm_wgrad_quantized(
             *plain, *lines, group_sizes, "fp8_block:aligned", "fp8_block:aligned", torch.bfloat16
         )

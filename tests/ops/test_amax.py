@@ -195,12 +195,14 @@ def no_use(key: str, got: str) -> str:
     [
         (ops.amax, (ONES, "fp8_block"), ValueError,
          "amax: argument 'format': expected a format that scales by the largest magnitude of more than a "
-         "block, fp8_tensor or nvfp4, got 'fp8_block'. Other formats find their scales on the way."),
+         "block, fp8_tensor or nvfp4, got 'fp8_block'. Other formats take no amax: quantize "
+         "finds their scales itself."),
         (partial(ops.amax, **COLUMNS), (ONES, "mxfp8"), ValueError,
          "amax: argument 'format': expected a format that scales by the largest magnitude of more "
-         "than a block, fp8_tensor or nvfp4, got 'mxfp8'. Other formats find their scales on the way."),
+         "than a block, fp8_tensor or nvfp4, got 'mxfp8'. Other formats take no amax: quantize "
+         "finds their scales itself."),
         (partial(ops.amax, **BOTH), (ONES, "bf16"), ValueError,
-         "amax: argument 'format': expected a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4, got "
+         "amax: argument 'format': expected a format with scales, fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4, got "
          "'bf16'. Use the tensor as it is, or convert it with .to()."),
         (ops.amax, (ONES.double(), "fp8_tensor"), TypeError,
          "amax: argument 'input': expected one of the dtypes float32, bfloat16, float16, got float64. "
@@ -219,8 +221,7 @@ def no_use(key: str, got: str) -> str:
          "quantize: argument 'amax': expected one of the dtypes float32, got float64. "
          "Convert it with .to() first."),
         (partial(ops.quantize, **COLUMNS), (ONES, "fp8_tensor", None, torch.ones(2)), ValueError,
-         f"quantize: argument 'amax': expected sizes [1], {SCALES_BY}, got float32[2] on cpu. "
-         "Compute it with transformer_plugin.ops.amax_transposed."),
+         f"quantize: argument 'amax': expected sizes [1], {SCALES_BY}, got float32[2] on cpu. {COMPUTE}"),
         (partial(ops.quantize, **BOTH), (ONES[None, :2], "fp8_tensor", None, torch.ones(())), ValueError,
          f"quantize: argument 'amax': expected sizes [1], {SCALES_BY}, got float32[] on cpu. {COMPUTE}"),
         (ops.quantize, (ONES, "fp8_tensor", SIZES, AMAX), ValueError,
@@ -239,7 +240,7 @@ def no_use(key: str, got: str) -> str:
          f"quantize: argument 'seed': {no_use('fp8_tensor', 'int64[1]')}"),
         (partial(ops.quantize, **COLUMNS), (ONES, "fp8_block", SIZES, None, None, SEED), ValueError,
          f"quantize: argument 'seed': {no_use('fp8_block', 'int64[1]')}"),
-        (ops.dequantize, (*PER_TENSOR, torch.float32, False, AMAX), ValueError,
+        (ops.dequantize, (*PER_TENSOR, torch.float32, None, False, AMAX), ValueError,
          f"dequantize: argument 'amax': {no_use('fp8_tensor', 'float32[1]')}"),
         (ops.dequantize, (E4M3, torch.ones(2), "fp8_tensor", torch.float32, SIZES, False, AMAX),
          ValueError, f"dequantize: argument 'amax': {no_use('fp8_tensor', 'float32[1]')}"),

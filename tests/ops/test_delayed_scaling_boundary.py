@@ -174,6 +174,6 @@ def test_errors_have_four_parts(
     before = [t.clone() for t in tensors]
     with pytest.raises(error) as caught:
         op(*arguments)
-    assert str(caught.value) == f"transformer_plugin::{op.__name__}: {text}"
+    assert str(caught.value) == f"transformer_plugin::{getattr(op, 'func', op).__name__}: {text}"
     for now, then in zip(tensors, before, strict=True):
         assert torch.equal(now, then)

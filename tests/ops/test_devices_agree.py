@@ -120,7 +120,7 @@ def quantize(random: Random) -> Call:
     return ops.quantize, (input, format), direction_of(random, given(random, input, format))
 
 
-def grouped_quantize(random: Random) -> Call:
+def quantize_groups(random: Random) -> Call:
     format = random.choice((*GROUPED, PER_ROW_FORMATS[0]))
     input, sizes = ragged(random, format)
     more = given(random, input, format, sizes)
@@ -143,7 +143,7 @@ def dequantize(random: Random) -> Call:
     return ops.dequantize, arguments, amax_of(more, transposed)
 
 
-def grouped_dequantize(random: Random) -> Call:
+def dequantize_groups(random: Random) -> Call:
     format, transposed = random.choice(GROUPED), random.random() < 0.5
     input, sizes = ragged(random, format)
     more = given(random, input, format, sizes)
@@ -236,11 +236,11 @@ def quantize_wide_rows(random: Random) -> Call:
 
 OPS: dict[str, Make] = {
     "quantize": quantize,
-    "grouped quantize": grouped_quantize,
+    "grouped quantize": quantize_groups,
     "quantize wide rows": quantize_wide_rows,
     "amax": amax,
     "dequantize": dequantize,
-    "grouped dequantize": grouped_dequantize,
+    "grouped dequantize": dequantize_groups,
     "requantize_transposed": requantize_transposed,
     "quantize_scaled": quantize_scaled,
     "swiglu_quantize": swiglu_quantize,

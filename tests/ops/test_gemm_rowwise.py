@@ -163,7 +163,7 @@ def test_order_of_the_factors(
     assert_same_bits(got + 0, expected.to(dtype).to(device) + 0)
 
 
-def test_operands_of_quantize_rowwise(device: torch.device) -> None:
+def test_operands_that_quantize_gives(device: torch.device) -> None:
     """Rows and weights of any magnitudes come out within what rounding both to E4M3 costs."""
     generator = torch.Generator().manual_seed(0)
     x, w = (normals(size, torch.float32, device, generator) for size in ((70, 256), (2, 64, 256)))

@@ -165,7 +165,7 @@ def test_compiled(key: str, device: torch.device) -> None:
         whole = torch.cat(amax) if amax else None
         x_amax = ops.amax(x, key, sizes) if amax else None
         rows = ops.quantize(x, key, sizes, amax=x_amax)
-        b = ops.quantize_list(weights, key, whole)
+        b = map(list, zip(*ops.quantize_list(weights, key, whole), strict=True))
         return ops.grouped_gemm_quantized_list(
             *rows, *b, sizes, key, key, torch.float32, a_amax=x_amax, b_amax=amax
         )
@@ -222,8 +222,10 @@ def test_no_copies_of_codes_and_no_host_reads(formats: tuple[str, str]) -> None:
 KEY = "fp8_block"
 SIZES = torch.tensor([1, 2])
 X = ops.quantize(torch.randn(4, 130), KEY, SIZES)
-W, WS = ops.quantize_list([torch.randn(5, 130) for _ in range(2)], KEY)
-T = ops.quantize_list([torch.randn(5, 130) for _ in range(2)], "fp8_tensor")
+W, WS = map(list, zip(*ops.quantize_list([torch.randn(5, 130) for _ in range(2)], KEY), strict=True))
+T = tuple(
+    map(list, zip(*ops.quantize_list([torch.randn(5, 130) for _ in range(2)], "fp8_tensor"), strict=True))
+)
 AGREE = "Pass tensors whose sizes agree."
 
 

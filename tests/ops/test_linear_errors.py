@@ -39,7 +39,7 @@ X, W, G = torch.zeros(4, 6), torch.zeros(2, 5, 6), torch.tensor([1, 2])
             "linear",
             (X, torch.zeros(5, 6), None, "fp9", "none", "none"),
             ValueError,
-            "'input_format': expected a format key: none, bf16, fp8_tensor, fp8_block, mxfp8 or nvfp4, then "
+            "'input_format': expected a format key: none, bf16, fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4, then "
             "options like fp8_block:e4m3,pow2,square,eps=1e-12, got 'fp9'. transformer_plugin.formats lists them.",
         ),
         (

@@ -83,7 +83,9 @@ def along_columns(x: Tensor, key: str) -> Tensor:
         return along_rows(x, key)
     more = extras(x, key)
     quantized = reference.quantize(x, key, **columns_of(more), rowwise=False, columnwise=True)
-    back = reference.dequantize(*quantized, key, torch.float32, True, **amax_of(more, transposed=True))
+    back = reference.dequantize(
+        *quantized, key, torch.float32, transposed=True, **amax_of(more, transposed=True)
+    )
     return back.double()
 
 

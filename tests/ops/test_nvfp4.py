@@ -89,7 +89,7 @@ SCALE = torch.zeros(128, 4, dtype=torch.uint8).view(torch.float8_e4m3fn)
 def missing(sizes: str, key: str, transposed: bool = False) -> str:
     return (
         f"expected a float32 tensor of sizes {sizes}, the largest magnitudes that '{key}' scales by, got None. "
-        f"Compute it with transformer_plugin.ops.amax{'_transposed' if transposed else ''}."
+        f"Compute it with transformer_plugin.ops.amax{' and columnwise=True' if transposed else ''}."
     )
 
 
@@ -98,12 +98,16 @@ def missing(sizes: str, key: str, transposed: bool = False) -> str:
     [
         (ops.quantize, (ONES, "nvfp4"), ValueError, f"quantize: argument 'amax': {missing('[1]', 'nvfp4')}"),
         (partial(ops.quantize, **COLUMNS), (ONES[None], "nvfp4:rht"), ValueError,
-         f"quantize: argument 'amax': {missing('[1]', 'nvfp4:rht', True)}"),
+         f"quantize: argument 'amax_t': {missing('[1]', 'nvfp4:rht', True)}"),
+        (partial(ops.quantize, **COLUMNS), (ONES, "nvfp4", None, AMAX, AMAX), ValueError,
+         "quantize: argument 'amax': expected None unless 'rowwise' is True, got float32[1] on cpu. Leave it out."),
+        (ops.quantize, (ONES, "nvfp4", None, AMAX, AMAX), ValueError,
+         "quantize: argument 'amax_t': expected None unless 'columnwise' is True, got float32[1] on cpu. Leave it "
+         "out."),
         (partial(ops.quantize, **BOTH), (ONES, "nvfp4:row_scaled", None, torch.ones(16)), ValueError,
          f"quantize: argument 'amax_t': {missing('[32]', 'nvfp4:row_scaled', True)}"),
         (partial(ops.quantize, **COLUMNS), (ONES, "nvfp4:row_scaled", SIZES), ValueError,
-         "quantize: argument 'amax': "
-         f"{missing('[2, 32]', 'nvfp4:row_scaled', True)}"),
+         f"quantize: argument 'amax_t': {missing('[2, 32]', 'nvfp4:row_scaled', True)}"),
         (ops.quantize, (ONES, "nvfp4", None, torch.ones(16)), ValueError,
          "quantize: argument 'amax': expected sizes [1], the largest magnitudes that 'nvfp4' scales by, got "
          "float32[16] on cpu. Compute it with transformer_plugin.ops.amax."),

@@ -60,7 +60,7 @@ def test_quantize(case: Case, device: torch.device) -> None:
 
 
 @by_grouped_case
-def test_grouped_quantize(case: Case, device: torch.device) -> None:
+def test_quantize_groups(case: Case, device: torch.device) -> None:
     input, sizes, format = case.arguments(device)
     more = extras(input, format, sizes)
     expected = oracles.grouped_both(input, sizes.tolist(), format, more)
@@ -99,7 +99,7 @@ def test_dequantize(case: Case, device: torch.device) -> None:
 @pytest.mark.parametrize(
     "case", [case for case in GROUPED_CASES if "sr" not in case.name], ids=lambda case: case.name
 )
-def test_grouped_dequantize(case: Case, device: torch.device) -> None:
+def test_dequantize_groups(case: Case, device: torch.device) -> None:
     """As each group as a matrix of its own; not where the place in the buffer decides how elements are rounded."""
     input, sizes, format = case.arguments(device)
     more = extras(input, format, sizes)

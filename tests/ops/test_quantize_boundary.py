@@ -108,7 +108,7 @@ def test_compiles_whole(format: str, device: torch.device) -> None:
         more = given_on_the_device(double, format, sizes)
         data, scale, data_t, scale_t = ops.quantize(double, format, sizes, **more, columnwise=True)
         rows = ops.dequantize(data, scale, format, torch.bfloat16, sizes, **amax_of(more))
-        turned = (data_t, scale_t, sizes, format, torch.bfloat16, True)
+        turned = (data_t, scale_t, format, torch.bfloat16, sizes, True)
         return rows + ops.dequantize(*turned, **amax_of(more, transposed=True))
 
     compiled = torch.compile(round_trip, fullgraph=True, dynamic=True)
@@ -179,7 +179,7 @@ def test_cuda_graph_replays_with_other_sizes_and_data(format: str) -> None:
 
 FLOATS = "one of the dtypes float32, bfloat16, float16"
 KEYS = (
-    "a format key: none, bf16, fp8_tensor, fp8_block, mxfp8 or nvfp4, "
+    "a format key: none, bf16, fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4, "
     "then options like fp8_block:e4m3,pow2,square,eps=1e-12"
 )
 ONES = torch.ones(4, 256)
@@ -207,8 +207,8 @@ PAD = "Pad it with zeros, for example with torch.nn.functional.pad."
         (ops.quantize, (ONES, "fp9"), ValueError,
          f"quantize: argument 'format': expected {KEYS}, got 'fp9'. transformer_plugin.formats lists them."),
         (ops.quantize, (ONES, "bf16"), ValueError,
-         "quantize: argument 'format': expected a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4, got "
-         "'bf16'. Use the tensor as it is, or convert it with .to()."),
+         "quantize: argument 'format': expected a format with scales, fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4, "
+         "got 'bf16'. Use the tensor as it is, or convert it with .to()."),
         (ops.quantize, (ONES, "mxfp8:pow2"), ValueError,
          f"quantize: argument 'format': expected {KEYS}, got 'mxfp8:pow2'. "
          "transformer_plugin.formats lists them."),

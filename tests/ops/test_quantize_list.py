@@ -192,8 +192,8 @@ ONES = torch.ones(4, 40)
          "argument 'inputs': expected a last dimension that is a multiple of 32, the block of mxfp8, got float32[4, 40]"
          " on cpu. Pad it with zeros, for example with torch.nn.functional.pad."),
         (ops.quantize_list, ([ONES], "nvfp4:sr"), ValueError,
-         "argument 'format': expected fp8_tensor, fp8_block, mxfp8, or nvfp4 without rht, sr and row_scaled, got "
-         "'nvfp4:sr'. Quantize the matrices one by one."),
+         "argument 'format': expected fp8_tensor, fp8_row, fp8_block, mxfp8, or nvfp4 without rht, sr and row_scaled, "
+         "got 'nvfp4:sr'. Quantize the matrices one by one."),
         (partial(ops.quantize_list, **BOTH), ([ONES[:, :32]], "nvfp4"), ValueError,
          "argument 'inputs': expected a number of rows that is a multiple of 16, the block of nvfp4 in transposed "
          "data, got float32[4, 32] on cpu. Pad it with zeros, for example with torch.nn.functional.pad."),
@@ -216,4 +216,4 @@ def test_errors_have_four_parts(
 ) -> None:
     with pytest.raises(error) as caught:
         op(*arguments)
-    assert str(caught.value) == f"transformer_plugin::{op.__name__}: {text}"
+    assert str(caught.value) == f"transformer_plugin::{getattr(op, 'func', op).__name__}: {text}"

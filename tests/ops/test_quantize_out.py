@@ -262,23 +262,32 @@ DATA, SCALE = (t.clone() for t in ops.quantize(ONES, "fp8_block"))
     ("op", "arguments", "error", "text"),
     [
         (ops.quantize_out, (ONES, "fp8_block", [DATA.float(), SCALE]), TypeError,
-         "argument 'data': expected one of the dtypes float8_e4m3fn, got float32. Convert it with .to() first."),
+         "argument 'out[0]': expected one of the dtypes float8_e4m3fn, got float32. Convert it with .to() first."),
         (ops.quantize_out, (ONES, "fp8_block", [DATA[:3], SCALE]), ValueError,
-         "argument 'data': expected a contiguous tensor of sizes [4, 64], got float8_e4m3fn[3, 64] on cpu with strides "
-         "[64, 1]. Allocate it as the op without _out does."),
+         "argument 'out[0]': expected a contiguous tensor of sizes [4, 64], got float8_e4m3fn[3, 64] on cpu with "
+         "strides [64, 1]. Allocate it as quantize does."),
         (ops.quantize_out, (ONES, "fp8_block", [DATA.T.contiguous().T, SCALE]), ValueError,
-         "argument 'data': expected a contiguous tensor of sizes [4, 64], got float8_e4m3fn[4, 64] on cpu with strides "
-         "[1, 4]. Allocate it as the op without _out does."),
+         "argument 'out[0]': expected a contiguous tensor of sizes [4, 64], got float8_e4m3fn[4, 64] on cpu with "
+         "strides [1, 4]. Allocate it as quantize does."),
         (ops.quantize_out, (ONES, "fp8_block", [DATA, SCALE.double()]), TypeError,
-         "argument 'scale_inv': expected one of the dtypes float32, got float64. Convert it with .to() first."),
+         "argument 'out[1]': expected one of the dtypes float32, got float64. Convert it with .to() first."),
         (ops.quantize_out, (ONES, "mxfp8", [DATA, SCALE]), TypeError,
-         "argument 'scale_inv': expected one of the dtypes float8_e8m0fnu, got float32. Convert it with .to() first."),
+         "argument 'out[1]': expected one of the dtypes float8_e8m0fnu, got float32. Convert it with .to() first."),
+        (partial(ops.quantize_out, **BOTH), (ONES, "fp8_block", [DATA, SCALE]), ValueError,
+         "argument 'out': expected 4 tensors, data and scale of each direction, got 2. Pass the tensors that quantize "
+         "returns for the same directions."),
+        (ops.quantize_out, (ONES, "fp8_block", [DATA, SCALE, DATA]), ValueError,
+         "argument 'out': expected 2 tensors, data and scale of each direction, got 3. Pass the tensors that quantize "
+         "returns for the same directions."),
+        (partial(ops.quantize_out, rowwise=False), (ONES, "fp8_block", []), ValueError,
+         "argument 'rowwise': expected True unless 'columnwise' is, so that there is a result, got False for both. "
+         "Pass True for one of them."),
         (partial(ops.quantize_out, **COLUMNS), (ONES, "fp8_block", [DATA, SCALE]), ValueError,
-         "argument 'data': expected a contiguous tensor of sizes [64, 4], got float8_e4m3fn[4, 64] on cpu with strides "
-         "[64, 1]. Allocate it as the op without _out does."),
+         "argument 'out[0]': expected a contiguous tensor of sizes [64, 4], got float8_e4m3fn[4, 64] on cpu with "
+         "strides [64, 1]. Allocate it as quantize does."),
         (partial(ops.quantize_out, **BOTH), (ONES, "fp8_block", [DATA, SCALE, DATA.T.contiguous(), SCALE]), ValueError,
-         "argument 'scale_t': expected a contiguous tensor of sizes [1, 64], got float32[1, 4] on cpu with strides "
-         "[4, 1]. Allocate it as the op without _out does."),
+         "argument 'out[3]': expected a contiguous tensor of sizes [1, 64], got float32[1, 4] on cpu with strides "
+         "[4, 1]. Allocate it as quantize does."),
         (ops.quantize_out, (ONES, "fp8_block", [DATA, SCALE], None, None, None, None, torch.zeros(2)), ValueError,
          "argument 'noop': expected size 1 in dimension 0 (one flag: 1 leaves every byte as it is), got float32[2] on "
          "cpu. Pass tensors whose sizes agree."),
@@ -296,11 +305,11 @@ DATA, SCALE = (t.clone() for t in ops.quantize(ONES, "fp8_block"))
          "tensors whose sizes agree."),
         (ops.amax_list_out, ([ONES], "mxfp8", torch.zeros(1)), ValueError,
          "argument 'format': expected one that scales by the largest magnitude of a matrix, fp8_tensor, or nvfp4 "
-         "without row_scaled, got 'mxfp8'. Other formats find their scales on the way, or take those of "
+         "without row_scaled, got 'mxfp8'. Other formats find their scales themselves, or take those of "
          "transformer_plugin.ops.amax."),
         (ops.amax_list_out, ([ONES], "nvfp4:rht", torch.zeros(1), torch.zeros(1)), ValueError,
          "argument 'amax_t': expected None for 'nvfp4:rht', whose columns are rotated first, got float32[1] on cpu. "
-         "Take those of transformer_plugin.ops.amax_transposed."),
+         "Take those of transformer_plugin.ops.amax with columnwise=True."),
         (ops.amax_list_out, ([ONES[:, :24]], "nvfp4", torch.zeros(1)), ValueError,
          "argument 'inputs': expected a last dimension that is a multiple of 16, the block of nvfp4, got "
          "float32[4, 24] on cpu. Pad it with zeros, for example with torch.nn.functional.pad."),
@@ -309,10 +318,10 @@ DATA, SCALE = (t.clone() for t in ops.quantize(ONES, "fp8_block"))
 def test_errors_have_four_parts(
     op: Callable[..., None], arguments: tuple[Any, ...], error: type[Exception], text: str
 ) -> None:
-    buffers = [a for a in arguments[2:] if isinstance(a, Tensor)]
+    buffers = [b for a in arguments[2:] for b in (a if isinstance(a, list) else [a]) if isinstance(b, Tensor)]
     kept = [b.clone() for b in buffers]
     with pytest.raises(error) as caught:
         op(*arguments)
-    assert str(caught.value) == f"transformer_plugin::{op.__name__}: {text}"
+    assert str(caught.value) == f"transformer_plugin::{getattr(op, 'func', op).__name__}: {text}"
     for now, then in zip(buffers, kept, strict=True):
         assert_same_bits(now, then)

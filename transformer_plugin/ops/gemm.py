@@ -205,7 +205,7 @@ def grouped_gemm_quantized(
     """:func:`grouped_gemm` of the values of quantized operands.
 
     Args:
-        a, a_scale: ``[T, K]`` as :func:`~transformer_plugin.ops.grouped_quantize` gives it, in ``a_format``.
+        a, a_scale: ``[T, K]`` as :func:`~transformer_plugin.ops.quantize` gives it, in ``a_format``.
         b, b_scale: ``[G, N, K]`` (or ``[G, K, N]``) as :func:`~transformer_plugin.ops.quantize` gives it, in
             ``b_format``.
         dtype: of the output: float32, bfloat16 or float16.

@@ -88,7 +88,7 @@ def grouped_gemm_swiglu_quantize(
             :class:`~transformer_plugin.formats.Format`: formats that find each scale in a block.
 
     Returns:
-        ``data [T, F]`` and ``scale_inv``, as :func:`~transformer_plugin.ops.grouped_quantize` of ``act``, and
+        ``data [T, F]`` and ``scale_inv``, as :func:`~transformer_plugin.ops.quantize` of ``act``, and
         ``h [T, 2F]`` (``[0, 2F]`` without ``keep_input``) in the dtype of ``a``. Neither is differentiable.
 
     Raises:

@@ -106,7 +106,7 @@ def quantize_weight(weight: Tensor, input_format: str, weight_format: str, grad_
     Returns:
         ``[data, scale_inv]``, for ``nvfp4`` ``[data, scale_inv, amax]``, for ``bf16`` ``[data]``, as
         :func:`~transformer_plugin.ops.quantize` gives them. Where the data gradient needs the weight column-wise, those
-        of :func:`~transformer_plugin.ops.quantize_transposed` follow: with blocks that are not square, and on Hopper,
+        of :func:`~transformer_plugin.ops.quantize` columnwise follow: with blocks that are not square, and on Hopper,
         whose kernels need the reduction dimension contiguous, in all formats but ``bf16``. Fresh, contiguous, and not
         differentiable. The number depends on the device: make them on the device of the layer.
 

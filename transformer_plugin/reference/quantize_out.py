@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -45,7 +44,7 @@ def amax_list_out(
     noop: Tensor | None = None,
 ) -> None:
     """The amax of each tensor."""
-    values = torch.cat([amax.new_zeros(0), *(cast(Tensor, _amax(input, format)) for input in inputs)])
+    values = torch.cat([amax.new_zeros(0), *(_amax(input, format) for input in inputs)])
     _write((amax,), (values,), noop)
     if amax_t is not None:
         _write((amax_t,), (values,), noop)
@@ -56,7 +55,7 @@ def _amaxes(inputs: list[Tensor], format: str | Format, amax: Tensor | None) -> 
     if amax is not None:
         return list(amax.split(1))
     if (format if isinstance(format, Format) else Format.parse(format)).family in ("fp8_tensor", "nvfp4"):
-        return [cast(Tensor, _amax(input, format)) for input in inputs]
+        return [_amax(input, format) for input in inputs]
     return [None] * len(inputs)
 
 

@@ -1,8 +1,9 @@
 // quantize for fp8_row: one FP32 scale per row. Columns are transposed into a temporary and quantized along
 // its rows.
+#include "quantize/args/quantize_rows.h"
+
 #include "common/autograd.h"
 #include "common/tensor.h"
-#include "quantize/args/quantize_rowwise.h"
 #include "quantize/ops/quantize_call.h"
 
 namespace transformer_plugin::quantize {
@@ -13,20 +14,20 @@ using at::Tensor;
 // `end` is the number of rows in groups, and may be null.
 void launch(const Tensor& x, const Format& format, const Tensor& data, const Tensor& scale,
             const int32_t* end, const float* noop) {
-  const QuantizeRowwiseArgs args{x.const_data_ptr(),
-                                 static_cast<uint8_t*>(data.mutable_data_ptr()),
-                                 scale.mutable_data_ptr<float>(),
-                                 scale.numel(),
-                                 x.size(-1),
-                                 scale_rule(format, x.scalar_type()),
-                                 to_dtype(x.scalar_type()),
-                                 format.element,
-                                 end,
-                                 noop};
-  if (x.is_cpu()) return quantize_rowwise_cpu(args);
+  const QuantizeRowsArgs args{x.const_data_ptr(),
+                              static_cast<uint8_t*>(data.mutable_data_ptr()),
+                              scale.mutable_data_ptr<float>(),
+                              scale.numel(),
+                              x.size(-1),
+                              scale_rule(format, x.scalar_type()),
+                              to_dtype(x.scalar_type()),
+                              format.element,
+                              end,
+                              noop};
+  if (x.is_cpu()) return quantize_rows_cpu(args);
 #ifdef TRANSFORMER_PLUGIN_CUDA
   const CudaScope scope(x);
-  launch_quantize_rowwise(args, scope.stream());
+  launch_quantize_rows(args, scope.stream());
 #endif
 }
 

@@ -1,5 +1,6 @@
 // fp8_row on a CPU.
-#include "quantize/args/quantize_rowwise.h"
+#include "quantize/args/quantize_rows.h"
+
 #include "quantize/cpu/abs_max.h"
 
 namespace transformer_plugin::quantize {
@@ -22,7 +23,7 @@ TP_CPU_CLONES void convert_row(const T* __restrict values, int64_t count, float 
 
 // The second read of a row hits the cache.
 template <DType element, typename T>
-void quantize_rows(const QuantizeRowwiseArgs& args) {
+void quantize_each_row(const QuantizeRowsArgs& args) {
   const int64_t grain = std::max<int64_t>(1, kWorth / std::max<int64_t>(1, args.cols));
   const int64_t used = args.used_rows();
   at::parallel_for(0, args.rows, grain, [&](int64_t begin, int64_t end) {
@@ -42,11 +43,11 @@ void quantize_rows(const QuantizeRowwiseArgs& args) {
 
 }  // namespace
 
-void quantize_rowwise_cpu(const QuantizeRowwiseArgs& args) {
+void quantize_rows_cpu(const QuantizeRowsArgs& args) {
   if (args.is_noop()) return;
   visit_fp8(args.element, [&](auto element) {
     visit_float(args.dtype,
-                [&](auto type) { quantize_rows<decltype(element)::value, decltype(type)>(args); });
+                [&](auto type) { quantize_each_row<decltype(element)::value, decltype(type)>(args); });
   });
 }
 

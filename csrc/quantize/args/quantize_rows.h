@@ -6,7 +6,7 @@
 
 namespace transformer_plugin::quantize {
 
-struct QuantizeRowwiseArgs {
+struct QuantizeRowsArgs {
   const void* input;  // [rows, cols], contiguous
   uint8_t* data;      // [rows, cols]
   float* scale;       // [rows], the inverse scales
@@ -22,7 +22,7 @@ struct QuantizeRowwiseArgs {
   TP_HOST_DEVICE bool is_noop() const { return noop != nullptr && *noop == 1.0f; }
 };
 
-void quantize_rowwise_cpu(const QuantizeRowwiseArgs& args);
-void launch_quantize_rowwise(const QuantizeRowwiseArgs& args, void* stream);
+void quantize_rows_cpu(const QuantizeRowsArgs& args);
+void launch_quantize_rows(const QuantizeRowsArgs& args, void* stream);
 
 }  // namespace transformer_plugin::quantize

@@ -6,7 +6,7 @@
 // Rows past the groups of a ragged matrix are not read. Grid: a grid-stride loop over rows. Shared memory: one
 // partial maximum per warp.
 #include "common/vectors.cuh"
-#include "quantize/args/quantize_rowwise.h"
+#include "quantize/args/quantize_rows.h"
 #include "quantize/cuda/tile/common.cuh"
 
 namespace transformer_plugin::quantize {
@@ -54,7 +54,7 @@ __device__ __forceinline__ float team_max(float value, float* partial) {
 // For up to kTeam * kUnits vectors per row.
 template <DType element, typename T, int kTeam, int kUnits>
 __global__ void __launch_bounds__(kThreads)
-    quantize_rowwise_kernel(const __grid_constant__ QuantizeRowwiseArgs args) {
+    quantize_rows_kernel(const __grid_constant__ QuantizeRowsArgs args) {
   __shared__ float partial[kWarps];
   constexpr int kRows = kThreads / kTeam;  // per block
   const int thread = threadIdx.x % kTeam, units = static_cast<int>(args.cols / kVectorSize<T>);
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads)
 // For any width and alignment: one block per row.
 template <DType element, typename T>
 __global__ void __launch_bounds__(kThreads)
-    quantize_rowwise_loop_kernel(const __grid_constant__ QuantizeRowwiseArgs args) {
+    quantize_rows_loop_kernel(const __grid_constant__ QuantizeRowsArgs args) {
   __shared__ float partial[kWarps];
   if (args.is_noop()) return;
   const int64_t used = args.used_rows();
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <DType element, typename T>
-void launch(const QuantizeRowwiseArgs& args, cudaStream_t stream) {
+void launch(const QuantizeRowsArgs& args, cudaStream_t stream) {
   const auto start = [&](auto kernel, int rows_per_block) {
     kernel<<<grid_size(args.rows, rows_per_block), kThreads, 0, stream>>>(args);
   };
@@ -118,22 +118,22 @@ void launch(const QuantizeRowwiseArgs& args, cudaStream_t stream) {
                        reinterpret_cast<uintptr_t>(args.data) % kVectorSize<T> == 0;
   const int64_t units = args.cols / kVectorSize<T>;
   constexpr int kFew = 4 * kWarpSize;  // vectors of a row that a warp holds
-  if (!vectors || units > 8 * kThreads) return start(quantize_rowwise_loop_kernel<element, T>, 1);
-  if (units <= kFew) return start(quantize_rowwise_kernel<element, T, kWarpSize, 4>, kWarps);
-  if (units <= kThreads) return start(quantize_rowwise_kernel<element, T, kThreads, 1>, 1);
-  if (units <= 2 * kThreads) return start(quantize_rowwise_kernel<element, T, kThreads, 2>, 1);
-  if (units <= 4 * kThreads) return start(quantize_rowwise_kernel<element, T, kThreads, 4>, 1);
-  start(quantize_rowwise_kernel<element, T, kThreads, 8>, 1);
+  if (!vectors || units > 8 * kThreads) return start(quantize_rows_loop_kernel<element, T>, 1);
+  if (units <= kFew) return start(quantize_rows_kernel<element, T, kWarpSize, 4>, kWarps);
+  if (units <= kThreads) return start(quantize_rows_kernel<element, T, kThreads, 1>, 1);
+  if (units <= 2 * kThreads) return start(quantize_rows_kernel<element, T, kThreads, 2>, 1);
+  if (units <= 4 * kThreads) return start(quantize_rows_kernel<element, T, kThreads, 4>, 1);
+  start(quantize_rows_kernel<element, T, kThreads, 8>, 1);
 }
 
 }  // namespace
 
-void launch_quantize_rowwise(const QuantizeRowwiseArgs& args, void* stream) {
+void launch_quantize_rows(const QuantizeRowsArgs& args, void* stream) {
   if (args.rows == 0) return;
   visit_float_fp8(args.dtype, args.element, [&](auto type, auto element) {
     launch<decltype(element)::value, decltype(type)>(args, static_cast<cudaStream_t>(stream));
   });
-  check_launch("quantize_rowwise_kernel");
+  check_launch("quantize_rows_kernel");
 }
 
 }  // namespace transformer_plugin::quantize
