@@ -70,6 +70,7 @@ def group_sizes(shape: Shape, kind: str, device: torch.device) -> Tensor:
 
 
 Quantized = tuple[Tensor, Tensor]
+ROW_FORMAT = "fp8_row"
 
 
 class Data:
@@ -155,20 +156,24 @@ def _torch_forward_by_rows(data: Data, kind: str) -> Tensor:
     return torch._grouped_mm(taken, data.weight.mT, offs=data.ends[kind])
 
 
+def _quantized_product(
+    data: Data, kind: str, a: tuple[Tensor, ...], b: tuple[Tensor, ...], a_format: str, b_format: str
+) -> Tensor:
+    scales = {"a_scale": a[1:], "b_scale": b[1:]}
+    return ops.grouped_gemm(a[0], b[0], data.sizes[kind], **scales, a_format=a_format, b_format=b_format)
+
+
 def _fp8_forward(data: Data, kind: str) -> Tensor:
-    sizes, formats = data.sizes[kind], (INPUT_FORMAT, WEIGHT_FORMAT)
-    return ops.grouped_gemm_quantized(*data.x8[kind], *data.weight8, sizes, *formats, torch.bfloat16)
+    return _quantized_product(data, kind, data.x8[kind], data.weight8, INPUT_FORMAT, WEIGHT_FORMAT)
 
 
 def _fp8_data_gradient(data: Data, kind: str) -> Tensor:
-    sizes, formats = data.sizes[kind], (GRAD_FORMAT, WEIGHT_FORMAT)
-    return ops.grouped_gemm_quantized(*data.grad8[kind], *data.weight8_t, sizes, *formats, torch.bfloat16)
+    return _quantized_product(data, kind, data.grad8[kind], data.weight8_t, GRAD_FORMAT, WEIGHT_FORMAT)
 
 
 def _fp8_whole_forward(data: Data, kind: str) -> Tensor:
-    sizes, formats = data.sizes[kind], (TENSOR_FORMAT, TENSOR_FORMAT)
-    return ops.grouped_gemm_quantized(
-        *data.x8_whole[kind], *data.weight8_whole, sizes, *formats, torch.bfloat16
+    return _quantized_product(
+        data, kind, data.x8_whole[kind], data.weight8_whole, TENSOR_FORMAT, TENSOR_FORMAT
     )
 
 
@@ -185,7 +190,7 @@ def _torch_fp8_forward(data: Data, kind: str) -> Tensor:
 
 
 def _fp8_rows_forward(data: Data, kind: str) -> Tensor:
-    return ops.grouped_gemm_rowwise(*data.x8_rows, *data.weight8_rows, data.sizes[kind])
+    return _quantized_product(data, kind, data.x8_rows, data.weight8_rows, ROW_FORMAT, ROW_FORMAT)
 
 
 def _torch_fp8_rows_forward(data: Data, kind: str) -> Tensor:
@@ -202,14 +207,12 @@ def _torch_fp8_rows_forward(data: Data, kind: str) -> Tensor:
 
 
 def _mx_forward(data: Data, kind: str) -> Tensor:
-    sizes, formats = data.sizes[kind], (MX_FORMAT, MX_FORMAT)
-    return ops.grouped_gemm_quantized(*data.x_mx[kind], *data.weight_mx, sizes, *formats, torch.bfloat16)
+    return _quantized_product(data, kind, data.x_mx[kind], data.weight_mx, MX_FORMAT, MX_FORMAT)
 
 
 def _nv_forward(data: Data, kind: str) -> Tensor:
-    operands, formats = (*data.x_nv[kind], *data.weight_nv), (NV_FORMAT, NV_FORMAT)
-    amaxes = {"a_amax": data.x_amax[kind], "b_amax": data.weight_amax}
-    return ops.grouped_gemm_quantized(*operands, data.sizes[kind], *formats, torch.bfloat16, **amaxes)
+    a, b = (*data.x_nv[kind], data.x_amax[kind]), (*data.weight_nv, data.weight_amax)
+    return _quantized_product(data, kind, a, b, NV_FORMAT, NV_FORMAT)
 
 
 def _data_gradient(data: Data, kind: str) -> Tensor:
@@ -233,17 +236,22 @@ def _weight_gradient_added(data: Data, kind: str) -> Tensor:
     return data.main_grad
 
 
-def _fp8_weight_gradient_added(data: Data, kind: str) -> Tensor:
-    operands, formats = (*data.grad8_t[kind], *data.x8_t[kind]), (GRAD_FORMAT, INPUT_FORMAT)
-    ops.grouped_gemm_wgrad_quantized_out(*operands, data.sizes[kind], *formats, data.main_grad)
+def _quantized_wgrad(
+    data: Data, kind: str, grad: Quantized, input: Quantized, grad_format: str, input_format: str
+) -> Tensor:
+    formats = {"grad_format": grad_format, "input_format": input_format}
+    scales = {"grad_scale": grad[1], "input_scale": input[1]}
+    ops.grouped_gemm_wgrad_out(grad[0], input[0], data.sizes[kind], data.main_grad, **scales, **formats)
     return data.main_grad
+
+
+def _fp8_weight_gradient_added(data: Data, kind: str) -> Tensor:
+    return _quantized_wgrad(data, kind, data.grad8_t[kind], data.x8_t[kind], GRAD_FORMAT, INPUT_FORMAT)
 
 
 def _fp8_weight_gradient_aligned(data: Data, kind: str) -> Tensor:
-    operands = (*data.grad8_aligned[kind], *data.x8_aligned[kind])
-    formats = (ALIGNED_GRAD_FORMAT, ALIGNED_INPUT_FORMAT)
-    ops.grouped_gemm_wgrad_quantized_out(*operands, data.sizes[kind], *formats, data.main_grad)
-    return data.main_grad
+    operands = data.grad8_aligned[kind], data.x8_aligned[kind]
+    return _quantized_wgrad(data, kind, *operands, ALIGNED_GRAD_FORMAT, ALIGNED_INPUT_FORMAT)
 
 
 def _torch_weight_gradient_added(data: Data, kind: str) -> Tensor:

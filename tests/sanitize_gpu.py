@@ -43,6 +43,8 @@ from transformer_plugin.testing.gemm_cases import (
     grouped_gemm_list_cases,
     grouped_wgrad_cases,
     grouped_wgrad_list_cases,
+    quantized_arguments,
+    wgrad_arguments,
 )
 from transformer_plugin.testing.gemm_swiglu_cases import (
     grouped_gemm_swiglu_cases,
@@ -155,17 +157,22 @@ def _grouped_gemm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, *more: 
     ops.gather_rows_backward(taken, rows, sizes, a.shape[0])
     if transpose_b:
         formats = "fp8_block", "fp8_block:square"
-        operands = *ops.quantize(a, formats[0], sizes), *ops.quantize(b, formats[1])
-        quantized = ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16, *extra)
-        ops.grouped_gemm_quantized_out(*operands, sizes, *formats, quantized, *extra, beta=beta)
-        for format in ("mxfp8", "mxfp8:e5m2,tiled", "nvfp4", "nvfp4:tiled"):
-            if a.shape[1] % (MX_BLOCK if format.startswith("mxfp8") else NV_BLOCK) == 0:
+        operands = ops.quantize(a, formats[0], sizes), ops.quantize(b, formats[1])
+        given = quantized_arguments(*operands, *formats) | {"group_sizes": sizes, "bias": extra[0]}
+        given |= {"bias_scale": extra[1]}
+        ops.grouped_gemm_out(**given, out=ops.grouped_gemm(**given), beta=beta)
+        for format, block in (
+            ("mxfp8", MX_BLOCK),
+            ("mxfp8:e5m2,tiled", MX_BLOCK),
+            ("nvfp4", NV_BLOCK),
+            ("nvfp4:tiled", NV_BLOCK),
+        ):
+            if a.shape[1] % block == 0:
                 of_a, of_b = rows_of(extras(a, format, sizes)), rows_of(extras(b, format))
-                operands = *ops.quantize(a, format, sizes, **of_a), *ops.quantize(b, format, **of_b)
-                amaxes = {"a_amax": of_a.get("amax"), "b_amax": of_b.get("amax")}
-                arguments = (*operands, sizes, format, format)
-                quantized = ops.grouped_gemm_quantized(*arguments, torch.bfloat16, *extra, **amaxes)
-                ops.grouped_gemm_quantized_out(*arguments, quantized, *extra, **amaxes, beta=beta)
+                rows_of_a = (*ops.quantize(a, format, sizes, **of_a), of_a.get("amax"))
+                stack = (*ops.quantize(b, format, **of_b), of_b.get("amax"))
+                given |= quantized_arguments(rows_of_a, stack, format, format)
+                ops.grouped_gemm_out(**given, out=ops.grouped_gemm(**given), beta=beta)
 
 
 def _rows(input: torch.Tensor, *sizes_and_format: Any) -> None:
@@ -176,21 +183,23 @@ def _rows(input: torch.Tensor, *sizes_and_format: Any) -> None:
 
 
 def _grouped_gemm_rowwise(*arguments: Any) -> None:
-    *operands, more = arguments
+    a, a_scale, b, b_scale, sizes, more = arguments
+    key = "fp8_row:e5m2" if a.dtype == torch.float8_e5m2 else "fp8_row"
+    given = quantized_arguments((a, a_scale), (b, b_scale), key, "fp8_row") | {"group_sizes": sizes} | more
     for dtype in (torch.bfloat16, torch.float32):
-        ops.grouped_gemm_rowwise(*operands, dtype=dtype, **more)
+        out, beta = ops.grouped_gemm(**given, dtype=dtype), torch.ones(sizes.numel(), device=a.device)
+        ops.grouped_gemm_out(**given, out=out, beta=beta)
 
 
 def _grouped_gemm_list(a: torch.Tensor, b: list[torch.Tensor], sizes: torch.Tensor, *more: Any) -> None:
-    ops.grouped_gemm_list(a, b, sizes, *more)
+    ops.grouped_gemm(a, b, sizes, *more)
     *extra, transpose_b = more
     if transpose_b:
         formats = "fp8_block", "fp8_block:square"
-        operands = (
-            *ops.quantize(a, formats[0], sizes),
-            *map(list, zip(*ops.quantize_list(b, formats[1]), strict=True)),
-        )
-        ops.grouped_gemm_quantized_list(*operands, sizes, *formats, torch.bfloat16, *extra)
+        matrices = tuple(map(list, zip(*ops.quantize_list(b, formats[1]), strict=True)))
+        operands = ops.quantize(a, formats[0], sizes), matrices
+        given = quantized_arguments(*operands, *formats)
+        ops.grouped_gemm(**given, group_sizes=sizes, bias=extra[0], bias_scale=extra[1])
 
 
 def _grouped_wgrad(grad: torch.Tensor, input: torch.Tensor, sizes: torch.Tensor) -> None:
@@ -201,22 +210,22 @@ def _grouped_wgrad(grad: torch.Tensor, input: torch.Tensor, sizes: torch.Tensor)
     for out in (main_grad, rounded) if rounded.dtype != torch.float16 else (main_grad,):
         ops.grouped_gemm_wgrad_out(grad, input, sizes, out, False, beta=beta)
     for format in ("fp8_block", "fp8_block:aligned"):
-        operands = (
-            *ops.quantize(grad, format, sizes, **COLUMNS),
-            *ops.quantize(input, format, sizes, **COLUMNS),
-        )
-        ops.grouped_gemm_wgrad_quantized(*operands, sizes, format, format, torch.bfloat16)
-        ops.grouped_gemm_wgrad_quantized_out(*operands, sizes, format, format, main_grad)
-        ops.grouped_gemm_wgrad_quantized_out(*operands, sizes, format, format, main_grad, False, beta=beta)
+        operands = [ops.quantize(x, format, sizes, rowwise=False, columnwise=True) for x in (grad, input)]
+        given = wgrad_arguments(operands[0], operands[1], format, format) | {"group_sizes": sizes}
+        ops.grouped_gemm_wgrad(**given)
+        ops.grouped_gemm_wgrad_out(**given, out=main_grad)
+        ops.grouped_gemm_wgrad_out(**given, out=main_grad, accumulate=False, beta=beta)
+        if 0 < sizes.numel() <= 1024:
+            ops.grouped_gemm_wgrad_out(**given, out=apart(main_grad))
 
 
 def _grouped_wgrad_list(grad: torch.Tensor, input: torch.Tensor, sizes: torch.Tensor) -> None:
     out = apart(torch.zeros(sizes.numel(), grad.shape[1], input.shape[1], device=grad.device))
     for buffers in (out, [matrix.bfloat16() for matrix in out]):
-        ops.grouped_gemm_wgrad_list_out(grad, input, sizes, buffers)
-        ops.grouped_gemm_wgrad_list_out(grad, input, sizes, buffers, accumulate=False)
+        ops.grouped_gemm_wgrad_out(grad, input, sizes, buffers)
+        ops.grouped_gemm_wgrad_out(grad, input, sizes, buffers, accumulate=False)
         beta = torch.ones(len(buffers), device=grad.device)
-        ops.grouped_gemm_wgrad_list_out(grad, input, sizes, buffers, accumulate=False, beta=beta)
+        ops.grouped_gemm_wgrad_out(grad, input, sizes, buffers, accumulate=False, beta=beta)
 
 
 def _swiglu_product_quantized(
@@ -239,11 +248,11 @@ def _long_sums(group_sizes: list[int], n: int, k: int, device: torch.device) -> 
     recipe = Float8BlockScaling()
     input, weight, sizes = _input_weight_sizes(group_sizes, n, k, device)
     operands = (
-        *ops.quantize(input, recipe.input_format, sizes),
-        *ops.quantize(weight, recipe.weight_format),
+        ops.quantize(input, recipe.input_format, sizes),
+        ops.quantize(weight, recipe.weight_format),
     )
-    formats = recipe.input_format, recipe.weight_format
-    ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16)
+    given = quantized_arguments(*operands, recipe.input_format, recipe.weight_format)
+    ops.grouped_gemm(**given, group_sizes=sizes)
 
 
 def _in_turn(max_sms: int, device: torch.device) -> None:
@@ -260,13 +269,14 @@ def _in_turn(max_sms: int, device: torch.device) -> None:
     ops.grouped_gemm(product, weight, sizes, transpose_b=False, rows=rows, **plan)
     recipe = Float8BlockScaling()
     operands = (
-        *ops.quantize(input, recipe.input_format, sizes),
-        *ops.quantize(weight, recipe.weight_format),
+        ops.quantize(input, recipe.input_format, sizes),
+        ops.quantize(weight, recipe.weight_format),
     )
-    formats = recipe.input_format, recipe.weight_format
-    ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16, **plan)
-    codes = *ops.quantize(input[:, :256], "fp8_row"), *ops.quantize(weight[..., :256], "fp8_row")
-    ops.grouped_gemm_rowwise(*codes, sizes, **plan)
+    given = quantized_arguments(*operands, recipe.input_format, recipe.weight_format)
+    ops.grouped_gemm(**given, group_sizes=sizes, **plan)
+    operands = ops.quantize(input[:, :256], "fp8_row"), ops.quantize(weight[..., :256], "fp8_row")
+    given = quantized_arguments(*operands, "fp8_row", "fp8_row")
+    ops.grouped_gemm(**given, group_sizes=sizes, **plan)
     ops.grouped_gemm_swiglu(input, weight[:, :768], sizes, None, **plan)
     ops.grouped_gemm_swiglu_quantize(input, weight[:, :768], sizes, None, "fp8_block", **plan)
 
@@ -277,12 +287,9 @@ def _overlapped_dequantize(format: str, device: torch.device) -> None:
     amaxes = {}
     if Format.parse(format).family == "nvfp4":
         amaxes = {"a_amax": ops.amax(input, format, sizes), "b_amax": ops.amax(weight, format)}
-    operands = (
-        *ops.quantize(input, format, sizes, amax=amaxes.get("a_amax")),
-        *ops.quantize(weight, format, amax=amaxes.get("b_amax")),
-    )
-    formats = format, format
-    ops.grouped_gemm_quantized(*operands, sizes, *formats, torch.bfloat16, **amaxes, max_sms=4)
+    a = (*ops.quantize(input, format, sizes, amaxes.get("a_amax")), amaxes.get("a_amax"))
+    b = (*ops.quantize(weight, format, None, amaxes.get("b_amax")), amaxes.get("b_amax"))
+    ops.grouped_gemm(**quantized_arguments(a, b, format, format), group_sizes=sizes, max_sms=4)
 
 
 def _call_with_arguments(call: Callable[..., Any], case: Any, device: torch.device) -> None:
@@ -306,10 +313,10 @@ def calls(device: torch.device) -> Iterator[tuple[str, Call]]:
         ("norm_quantize", norm_quantize_cases(), _norm_quantize),
         ("grouped_gemm", grouped_gemm_cases(), _grouped_gemm),
         ("grouped_gemm_wgrad", grouped_wgrad_cases(), _grouped_wgrad),
-        ("grouped_gemm_list", grouped_gemm_list_cases(), _grouped_gemm_list),
+        ("grouped_gemm of lists", grouped_gemm_list_cases(), _grouped_gemm_list),
         ("fp8_row", [*per_row_cases(), *grouped_per_row_cases()], _rows),
-        ("grouped_gemm_rowwise", grouped_gemm_rowwise_cases(), _grouped_gemm_rowwise),
-        ("grouped_gemm_wgrad_list_out", grouped_wgrad_list_cases(), _grouped_wgrad_list),
+        ("grouped_gemm of rows", grouped_gemm_rowwise_cases(), _grouped_gemm_rowwise),
+        ("grouped_gemm_wgrad_out of lists", grouped_wgrad_list_cases(), _grouped_wgrad_list),
         ("grouped_gemm_swiglu", grouped_gemm_swiglu_cases(), ops.grouped_gemm_swiglu),
         ("grouped_gemm_swiglu_quantize", grouped_gemm_swiglu_quantize_cases(), _swiglu_product_quantized),
     ):

@@ -14,6 +14,7 @@ from tests.nn.common import RECIPES
 from transformer_plugin import ops
 from transformer_plugin.nn import GroupedLinear, GroupedMLP, Linear, MoE
 from transformer_plugin.recipes import DelayedScaling
+from transformer_plugin.testing.gemm_cases import quantized_arguments, wgrad_arguments
 
 T, N, K, G = 64, 96, 128, 3
 SIZES = torch.tensor([16, 0, 32])  # group sizes in a buffer of T rows, all of which count
@@ -46,25 +47,33 @@ def amax_of(format: str, x: Tensor) -> Tensor | None:
 def quantized(out: bool, grouped: bool, lists: bool = False, format: str = FP8) -> None:
     left, right = of(T, K), of(G, N, K) if grouped else of(N, K)
     amaxes = [amax_of(format, left), amax_of(format, right)]
-    a, b = ops.quantize(left, format, amax=amaxes[0]), ops.quantize(right, format, amax=amaxes[1])
-    name = "grouped_gemm_quantized" if grouped else "gemm_quantized"
-    given = {"a_amax": amaxes[0], "b_amax": amaxes[1]} if format == NVFP4 else {}
-    sizes = (SIZES,) if grouped else ()
-    if lists:
-        ops.grouped_gemm_quantized_list(*a, list(b[0]), list(b[1]), *sizes, format, format, torch.float32)
-    elif out:
-        getattr(ops, name + "_out")(*a, *b, *sizes, format, format, of(T, N), **given)
+    a, b = ops.quantize(left, format, None, amaxes[0]), ops.quantize(right, format, None, amaxes[1])
+    stack = (list(b[0]), list(b[1])) if lists else (*b, amaxes[1])
+    given = quantized_arguments((*a, amaxes[0]), stack, format, format)
+    given |= {"group_sizes": SIZES} if grouped else {}
+    if out:
+        (ops.grouped_gemm_out if grouped else ops.gemm_out)(**given, out=of(T, N))
     else:
-        getattr(ops, name)(*a, *b, *sizes, format, format, torch.float32, **given)
+        (ops.grouped_gemm if grouped else ops.gemm)(**given)
+
+
+def of_rows(grouped: bool) -> None:
+    given = quantized_arguments(rowwise(of(T, K)), rowwise(of(G, N, K)), "fp8_row", "fp8_row")
+    if grouped:
+        ops.grouped_gemm(**given, group_sizes=SIZES)
+    else:
+        ops.gemm(**given | {"b": given["b"][0], "b_scale": given["b_scale"][0][0]})
 
 
 def weight_gradient_quantized(out: bool, format: str = FP8) -> None:
-    given = [ops.quantize(x, format, SIZES, rowwise=False, columnwise=True) for x in (of(T, N), of(T, K))]
-    name = "grouped_gemm_wgrad_quantized"
+    grad, input = (
+        ops.quantize(x, format, SIZES, rowwise=False, columnwise=True) for x in (of(T, N), of(T, K))
+    )
+    given = wgrad_arguments(grad, input, format, format) | {"group_sizes": SIZES}
     if out:
-        getattr(ops, name + "_out")(*given[0], *given[1], SIZES, format, format, of(G, N, K))
+        ops.grouped_gemm_wgrad_out(**given, out=of(G, N, K))
     else:
-        getattr(ops, name)(*given[0], *given[1], SIZES, format, format, torch.float32)
+        ops.grouped_gemm_wgrad(**given)
 
 
 def scaled(name: str) -> None:
@@ -76,30 +85,27 @@ def scaled(name: str) -> None:
 TABLE: dict[str, tuple[Callable[[], object], int]] = {
     "gemm": (lambda: ops.gemm(of(T, K), of(N, K)), PRODUCT),
     "gemm_out": (lambda: ops.gemm_out(of(T, K), of(K, N), of(T, N), transpose_b=False), PRODUCT),
-    "gemm_quantized": (lambda: quantized(False, False), PRODUCT),
-    "gemm_quantized_out": (lambda: quantized(True, False, format=NVFP4), PRODUCT),
-    "gemm_rowwise": (lambda: ops.gemm_rowwise(*rowwise(of(T, K)), *rowwise(of(N, K))), PRODUCT),
+    "gemm of blocks": (lambda: quantized(False, False), PRODUCT),
+    "gemm_out of nvfp4": (lambda: quantized(True, False, format=NVFP4), PRODUCT),
+    "gemm of rows": (lambda: of_rows(False), PRODUCT),
     "grouped_gemm": (lambda: ops.grouped_gemm(of(T, K), of(G, N, K), SIZES), PRODUCT),
     "grouped_gemm_out": (lambda: ops.grouped_gemm_out(of(T, K), of(G, N, K), SIZES, of(T, N)), PRODUCT),
-    "grouped_gemm_list": (lambda: ops.grouped_gemm_list(of(T, K), list(of(G, N, K)), SIZES), PRODUCT),
-    "grouped_gemm_quantized": (lambda: quantized(False, True), PRODUCT),
-    "grouped_gemm_quantized_out": (lambda: quantized(True, True), PRODUCT),
-    "grouped_gemm_quantized_list": (lambda: quantized(False, True, True), PRODUCT),
-    "grouped_gemm_rowwise": (
-        lambda: ops.grouped_gemm_rowwise(*rowwise(of(T, K)), *rowwise(of(G, N, K)), SIZES),
-        PRODUCT,
-    ),
+    "grouped_gemm of a list": (lambda: ops.grouped_gemm(of(T, K), list(of(G, N, K)), SIZES), PRODUCT),
+    "grouped_gemm of blocks": (lambda: quantized(False, True), PRODUCT),
+    "grouped_gemm_out of blocks": (lambda: quantized(True, True), PRODUCT),
+    "grouped_gemm of a list of blocks": (lambda: quantized(False, True, True), PRODUCT),
+    "grouped_gemm of rows": (lambda: of_rows(True), PRODUCT),
     "grouped_gemm_wgrad": (lambda: ops.grouped_gemm_wgrad(of(T, N), of(T, K), SIZES), PRODUCT),
     "grouped_gemm_wgrad_out": (
         lambda: ops.grouped_gemm_wgrad_out(of(T, N), of(T, K), SIZES, of(G, N, K)),
         PRODUCT,
     ),
-    "grouped_gemm_wgrad_list_out": (
-        lambda: ops.grouped_gemm_wgrad_list_out(of(T, N), of(T, K), SIZES, list(of(G, N, K))),
+    "grouped_gemm_wgrad_out of a list": (
+        lambda: ops.grouped_gemm_wgrad_out(of(T, N), of(T, K), SIZES, list(of(G, N, K))),
         PRODUCT,
     ),
-    "grouped_gemm_wgrad_quantized": (lambda: weight_gradient_quantized(False), PRODUCT),
-    "grouped_gemm_wgrad_quantized_out": (
+    "grouped_gemm_wgrad of blocks": (lambda: weight_gradient_quantized(False), PRODUCT),
+    "grouped_gemm_wgrad_out of blocks": (
         lambda: weight_gradient_quantized(True, FP8 + ",aligned"),
         PRODUCT,
     ),

@@ -18,6 +18,7 @@ from tests.nn.common import by_recipe
 from transformer_plugin import ops
 from transformer_plugin.nn import GroupedLinear, GroupedMLP, Linear, MoE, RouterConfig
 from transformer_plugin.recipes import DelayedScaling, NVFP4BlockScaling, Recipe, recipe_from_name
+from transformer_plugin.testing.gemm_cases import quantized_arguments
 from transformer_plugin.testing.numerics import assert_same_bits, relative_error
 
 SIZES = (32, 0, 16)
@@ -255,8 +256,9 @@ def test_dense_products(dtype: torch.dtype, device: torch.device) -> None:
         return [
             ops.gemm(a, b, dtype=torch.float32),
             ops.gemm(a, b, bias, alpha=alpha),
-            ops.gemm_quantized(
-                *ops.quantize(a, "mxfp8"), *ops.quantize(b, "mxfp8"), "mxfp8", "mxfp8", torch.float32
+            ops.gemm(
+                **quantized_arguments(ops.quantize(a, "mxfp8"), ops.quantize(b, "mxfp8"), "mxfp8", "mxfp8"),
+                dtype=torch.float32,
             ),
             out.clone(),
         ]

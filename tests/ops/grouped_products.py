@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from transformer_plugin import ops
-from transformer_plugin.testing.gemm_cases import apart, normals
+from transformer_plugin.testing.gemm_cases import (
+    apart,
+    normals,
+    quantized_arguments,
+    wgrad_arguments,
+)
 from transformer_plugin.testing.numerics import assert_same_bits
 
 SIZES = (300, 1, 0, 513, 128, 385)
@@ -55,13 +61,13 @@ def plain_products(dtype: torch.dtype, capacity: int, device: torch.device) -> d
 
     def added_to_a_list(**plan: int) -> Tensor:
         out = apart(held[torch.float32])
-        ops.grouped_gemm_wgrad_list_out(grad, x, sizes, out, **plan)
+        ops.grouped_gemm_wgrad_out(grad, x, sizes, out, **plan)
         return torch.stack(out)
 
     return {
         "forward": lambda **plan: ops.grouped_gemm(x, weight, sizes, **plan),
-        "forward of a list": lambda **plan: ops.grouped_gemm_list(x, matrices, sizes, **plan),
-        "data gradient of a list": lambda **plan: ops.grouped_gemm_list(
+        "forward of a list": lambda **plan: ops.grouped_gemm(x, matrices, sizes, **plan),
+        "data gradient of a list": lambda **plan: ops.grouped_gemm(
             grad, matrices, sizes, transpose_b=False, **plan
         ),
         "weight gradient added to a list": added_to_a_list,
@@ -93,18 +99,16 @@ def quantized_rows(capacity: int, device: torch.device, formats: tuple[str, str]
     def product(
         a: tuple[tuple[Tensor, ...], Tensor | None], b: tuple[Tensor, ...], bias: Tensor | None = None
     ) -> Product:
-        amaxes = {"a_amax": a[1], "b_amax": weight_amax}
-        arguments = (*a[0], *b, sizes, *formats, torch.bfloat16, bias)
-        return lambda **plan: ops.grouped_gemm_quantized(*arguments, **amaxes, **plan)
+        given = quantized_arguments((*a[0], a[1]), (*b, weight_amax), *formats)
+        return lambda **plan: ops.grouped_gemm(**given, group_sizes=sizes, bias=bias, **plan)
 
     x_rows, grad_rows = rows(x), rows(grad)
-    matrices = zip(*ops.quantize_list(list(weight), weight_key, weight_amax), strict=True)
-    w_data, w_scales = (list(tensors) for tensors in matrices)
+    matrices = [list(t) for t in zip(*ops.quantize_list(list(weight), weight_key, weight_amax), strict=True)]
     own_amaxes = None if weight_amax is None else list(weight_amax.split(1))
 
     def forward_of_a_list(**plan: int) -> Tensor:
-        arguments = (*x_rows[0], w_data, w_scales, sizes, *formats, torch.bfloat16)
-        return ops.grouped_gemm_quantized_list(*arguments, a_amax=x_rows[1], b_amax=own_amaxes, **plan)
+        given = quantized_arguments((*x_rows[0], x_rows[1]), (*matrices, own_amaxes), *formats)
+        return ops.grouped_gemm(**given, group_sizes=sizes, **plan)
 
     return {
         "forward": product(x_rows, w_rows),
@@ -114,16 +118,21 @@ def quantized_rows(capacity: int, device: torch.device, formats: tuple[str, str]
     }
 
 
+def of_rows(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], sizes: Tensor) -> dict[str, Any]:
+    element = "e5m2" if a[0].dtype == torch.float8_e5m2 else "e4m3"
+    return quantized_arguments(a, b, f"fp8_row:{element}", "fp8_row") | {"group_sizes": sizes}
+
+
 def rowwise_products(capacity: int, device: torch.device) -> dict[str, Product]:
     x, grad, weight, bias = (t.float() for t in inputs(capacity, device))
     sizes = torch.tensor(SIZES, device=device)
-    forward = *ops.quantize(x, "fp8_row"), *ops.quantize(weight, "fp8_row"), sizes
-    backward = *ops.quantize(grad, "fp8_row:e5m2"), *ops.quantize(weight.mT, "fp8_row"), sizes
+    forward = of_rows(ops.quantize(x, "fp8_row"), ops.quantize(weight, "fp8_row"), sizes)
+    backward = of_rows(ops.quantize(grad, "fp8_row:e5m2"), ops.quantize(weight.mT, "fp8_row"), sizes)
     return {
-        "forward": lambda **plan: ops.grouped_gemm_rowwise(*forward, **plan),
-        "forward with bias": lambda **plan: ops.grouped_gemm_rowwise(*forward, bias=bias, **plan),
-        "forward in float32": lambda **plan: ops.grouped_gemm_rowwise(*forward, dtype=torch.float32, **plan),
-        "data gradient": lambda **plan: ops.grouped_gemm_rowwise(*backward, **plan),
+        "forward": lambda **plan: ops.grouped_gemm(**forward, **plan),
+        "forward with bias": lambda **plan: ops.grouped_gemm(**forward, bias=bias, **plan),
+        "forward in float32": lambda **plan: ops.grouped_gemm(**forward, dtype=torch.float32, **plan),
+        "data gradient": lambda **plan: ops.grouped_gemm(**backward, **plan),
     }
 
 
@@ -131,18 +140,19 @@ def fp8_products(capacity: int, device: torch.device, formats: tuple[str, str]) 
     x, grad, weight, _ = (t.float() for t in inputs(capacity, device))
     sizes, key = torch.tensor(SIZES, device=device), formats[0]
     x_columns, grad_columns = (ops.quantize(t, key, sizes, rowwise=False, columnwise=True) for t in (x, grad))
-    bf16, fp32 = torch.bfloat16, torch.float32
-    columns = (*grad_columns, *x_columns, sizes, key, key)
+    columns = wgrad_arguments(grad_columns, x_columns, key, key) | {"group_sizes": sizes}
     held = torch.ones(weight.shape, device=device)
 
     def added(**plan: int) -> Tensor:
         out = held.clone()
-        ops.grouped_gemm_wgrad_quantized_out(*columns, out, **plan)
+        ops.grouped_gemm_wgrad_out(**columns, out=out, **plan)
         return out
 
     return quantized_rows(capacity, device, formats) | {
-        "weight gradient": lambda **plan: ops.grouped_gemm_wgrad_quantized(*columns, bf16, **plan),
-        "weight gradient in float32": lambda **plan: ops.grouped_gemm_wgrad_quantized(*columns, fp32, **plan),
+        "weight gradient": lambda **plan: ops.grouped_gemm_wgrad(**columns, **plan),
+        "weight gradient in float32": lambda **plan: ops.grouped_gemm_wgrad(
+            **columns, dtype=torch.float32, **plan
+        ),
         "weight gradient added": added,
     }
 

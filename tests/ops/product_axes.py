@@ -61,6 +61,43 @@ _SWIGLU = Product(
     [("t", "j"), ("", "l")],
     nan_only=True,
 )
+_GEMM_ROWS = Product(
+    {
+        "a_scale": ("t",),
+        "b_scale": ("n",),
+        "alpha": ("1",),
+        "bias": ("n",),
+        "out": ("t", "n"),
+        "beta": ("1",),
+    },
+    [("t", "n")],
+    {"a_scale": ("t",), "b_scale": ("n",), "alpha": ("A",), "bias": ("n T A",), "out": ("t A", "n")},
+    [("t A", "n")],
+)
+_GROUPED_ROWS = Product(
+    {
+        **{
+            "a_scale": ("t",),
+            "b_scale": ("G", "n"),
+            "alpha": ("G",),
+            "bias": ("G", "n"),
+            "bias_scale": ("t",),
+        },
+        **{"out": ("t", "n"), "beta": ("G",)},
+    },
+    [("t", "n")],
+    {
+        **{
+            "a_scale": ("t",),
+            "b_scale": ("", "n"),
+            "alpha": ("G",),
+            "bias": ("G", "n"),
+            "bias_scale": ("t",),
+        },
+        "out": ("t g", "n"),
+    },
+    [("t g", "n")],
+)
 _SCALED = {"input": ("t", "k"), "weight": ("n", "k"), "bias": ("n",)}
 _SCALED_POWERS = {"input": ("A",), "weight": ("D",), "bias": ("A D",), "scale": ("s",), "amax": ("-s",)}
 _GROUPED_SCALED = {"input": ("t", "k"), "weight": ("G", "n", "k"), "bias": ("G", "n"), "bias_scale": ("t",)}
@@ -78,7 +115,6 @@ PRODUCTS = {
     ),
     "grouped_gemm": _GROUPED,
     "grouped_gemm_out": _GROUPED,
-    "grouped_gemm_list": _GROUPED,
     "grouped_linear": Product(
         {"input": ("t", "k"), "weight": ("G", "n", "k"), "bias": ("G", "n"), "bias_scale": ("t",)},
         [("t", "n")],
@@ -87,20 +123,11 @@ PRODUCTS = {
     ),
     "grouped_gemm_wgrad": _WGRAD,
     "grouped_gemm_wgrad_out": _WGRAD,
-    "grouped_gemm_wgrad_list_out": _WGRAD,
     "gather_rows_backward": Product({"grad": ("t", "k")}, [("u", "k")], {"grad": ("c", "m")}, [("c", "m")]),
-    "gemm_rowwise": Product(
-        {"a_scale": ("t",), "b_scale": ("n",), "alpha": ("1",), "bias": ("n",)},
-        [("t", "n")],
-        {"a_scale": ("t",), "b_scale": ("n",), "alpha": ("A",), "bias": ("n T A",)},
-        [("t A", "n")],
-    ),
-    "grouped_gemm_rowwise": Product(
-        {"a_scale": ("t",), "b_scale": ("G", "n"), "alpha": ("G",), "bias": ("G", "n"), "bias_scale": ("t",)},
-        [("t", "n")],
-        {"a_scale": ("t",), "b_scale": ("", "n"), "alpha": ("G",), "bias": ("G", "n"), "bias_scale": ("t",)},
-        [("t g", "n")],
-    ),
+    "gemm fp8_row": _GEMM_ROWS,
+    "gemm_out fp8_row": _GEMM_ROWS,
+    "grouped_gemm fp8_row": _GROUPED_ROWS,
+    "grouped_gemm_out fp8_row": _GROUPED_ROWS,
     "linear_scaled": Product(_SCALED, [("t", "n")], _SCALED_POWERS, [("A D",)], nan_only=True),
     "grouped_linear_scaled": Product(
         _GROUPED_SCALED, [("t", "n")], _GROUPED_SCALED_POWERS, [("g b", "")], nan_only=True
@@ -153,6 +180,16 @@ def groups_of(rows: int, sizes: Tensor | None) -> Tensor:
         return torch.zeros(rows, dtype=torch.int64)
     group = torch.arange(len(sizes)).repeat_interleave(sizes)
     return torch.cat([group, torch.full((rows - len(group),), -1)])
+
+
+def whole(tensors: list[Tensor]) -> Tensor:
+    """One tensor, or what is a tensor for each group as a stack."""
+    return tensors[0] if len(tensors) == 1 else torch.stack(tensors)
+
+
+def parted(tensor: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """As ``whole`` found it."""
+    return [tensor] if len(like) == 1 else list(tensor.unbind())
 
 
 class Powers:
@@ -217,7 +254,7 @@ class Powers:
     def times(self, value: Any, axes: Axes) -> Any:
         """A tensor, or a list of what is a stack otherwise, by the powers along its axes."""
         if isinstance(value, list):
-            return list(self.times(torch.stack(value), axes).unbind())
+            return parted(self.times(whole(value), axes), value)
         total = torch.zeros((), dtype=torch.int64)
         for axis, letters in enumerate(axes):
             for letter in letters.split():

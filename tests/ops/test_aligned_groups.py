@@ -14,6 +14,7 @@ from torch import Tensor
 
 from transformer_plugin import ops, reference
 from transformer_plugin.formats import Format
+from transformer_plugin.testing.gemm_cases import wgrad_arguments
 from transformer_plugin.testing.numerics import assert_same_bits
 
 FORMATS = ["fp8_block:e4m3", "fp8_block:e5m2,fp32", "fp8_tensor:e4m3"]
@@ -162,12 +163,12 @@ def test_weight_gradients_have_the_same_bits(
 
     def product(format: str, out: Tensor | None = None) -> Tensor:
         operands = [
-            *ops.quantize(grad, format, group_sizes, rowwise=False, columnwise=True),
-            *ops.quantize(input, format, group_sizes, rowwise=False, columnwise=True),
+            ops.quantize(x, format, group_sizes, rowwise=False, columnwise=True) for x in (grad, input)
         ]
+        given = wgrad_arguments(operands[0], operands[1], format, format) | {"group_sizes": group_sizes}
         if out is None:
-            return ops.grouped_gemm_wgrad_quantized(*operands, group_sizes, format, format, torch.bfloat16)
-        ops.grouped_gemm_wgrad_quantized_out(*operands, group_sizes, format, format, out, accumulate=True)
+            return ops.grouped_gemm_wgrad(**given)
+        ops.grouped_gemm_wgrad_out(**given, out=out)
         return out
 
     assert_same_bits(product(aligned(format)), product(format))
@@ -220,13 +221,11 @@ def test_operands_that_do_not_go_together(device: torch.device) -> None:
         matrix(64, 64, device), "fp8_block:aligned", group_sizes, rowwise=False, columnwise=True
     )
     with pytest.raises(ValueError, match="'input_format': expected 'aligned' if and only if grad_format"):
-        ops.grouped_gemm_wgrad_quantized(
-            *plain, *lines, group_sizes, "fp8_block", "fp8_block:aligned", torch.bfloat16
-        )
-    with pytest.raises(ValueError, match="'grad_t': expected rows of aligned groups, a multiple of 32"):
-        ops.grouped_gemm_wgrad_quantized(
-            *plain, *lines, group_sizes, "fp8_block:aligned", "fp8_block:aligned", torch.bfloat16
-        )
+        given = wgrad_arguments(plain, lines, "fp8_block", "fp8_block:aligned")
+        ops.grouped_gemm_wgrad(**given, group_sizes=group_sizes)
+    with pytest.raises(ValueError, match="'grad': expected lines of aligned groups, a multiple of 32"):
+        given = wgrad_arguments(plain, lines, "fp8_block:aligned", "fp8_block:aligned")
+        ops.grouped_gemm_wgrad(**given, group_sizes=group_sizes)
     with pytest.raises(ValueError, match="expected a format key"):
         ops.quantize(matrix(64, 64, device), "mxfp8:aligned", group_sizes, rowwise=False, columnwise=True)
 

@@ -16,6 +16,7 @@ from tests.ops import quantize_oracle as oracle
 from tests.ops.quantize_oracle import assert_all_same
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
+from transformer_plugin.testing.gemm_cases import quantized_arguments, wgrad_arguments
 from transformer_plugin.testing.numerics import assert_same_bits
 from transformer_plugin.testing.quantize_cases import (
     BOTH,
@@ -186,6 +187,10 @@ SCALES_BY = "the largest magnitudes that 'fp8_tensor' scales by"
 COMPUTE = "Compute it with transformer_plugin.ops.amax."
 
 
+def one_scale(key: str) -> str:
+    return f"expected scale_inv, 1 tensor for '{key}', got 2. Pass what the operand was quantized to."
+
+
 def no_use(key: str, got: str) -> str:
     return f"expected None for '{key}', which has no use for it, got {got} on cpu. Leave it out."
 
@@ -244,24 +249,19 @@ def no_use(key: str, got: str) -> str:
          f"dequantize: argument 'amax': {no_use('fp8_tensor', 'float32[1]')}"),
         (ops.dequantize, (E4M3, torch.ones(2), "fp8_tensor", torch.float32, SIZES, False, AMAX),
          ValueError, f"dequantize: argument 'amax': {no_use('fp8_tensor', 'float32[1]')}"),
-        (ops.gemm_quantized,
-         (*BLOCKS, *BLOCKS, "fp8_block", "fp8_block", torch.float32, None, True, AMAX), ValueError,
-         f"gemm_quantized: argument 'a_amax': {no_use('fp8_block', 'float32[1]')}"),
-        (ops.gemm_quantized,
-         (*BLOCKS, *BLOCKS, "fp8_block", "fp8_block", torch.float32, None, True, None, AMAX), ValueError,
-         f"gemm_quantized: argument 'b_amax': {no_use('fp8_block', 'float32[1]')}"),
-        (ops.grouped_gemm_quantized,
-         (E4M3, torch.ones(2), E4M3.expand(2, 4, 256), torch.ones(2), SIZES, "fp8_tensor", "fp8_tensor",
-          torch.float32, None, None, True, None, AMAX), ValueError,
-         f"grouped_gemm_quantized: argument 'b_amax': {no_use('fp8_tensor', 'float32[1]')}"),
-        (ops.grouped_gemm_wgrad_quantized,
-         (E4M3, torch.ones(2), E4M3, torch.ones(2), SIZES, "fp8_tensor", "fp8_tensor", torch.float32, AMAX),
-         ValueError,
-         f"grouped_gemm_wgrad_quantized: argument 'grad_t_amax': {no_use('fp8_tensor', 'float32[1]')}"),
-        (ops.grouped_gemm_wgrad_quantized_out,
-         (E4M3, torch.ones(2), E4M3, torch.ones(2), SIZES, "fp8_tensor", "fp8_tensor", torch.ones(2, 4, 4),
-          True, None, AMAX), ValueError,
-         f"grouped_gemm_wgrad_quantized_out: argument 'input_t_amax': {no_use('fp8_tensor', 'float32[1]')}"),
+        (partial(ops.gemm, **quantized_arguments((*BLOCKS, AMAX), BLOCKS, "fp8_block", "fp8_block")), (),
+         ValueError, f"gemm: argument 'a_scale': {one_scale('fp8_block')}"),
+        (partial(ops.gemm, **quantized_arguments(BLOCKS, (*BLOCKS, AMAX), "fp8_block", "fp8_block")), (),
+         ValueError, f"gemm: argument 'b_scale': {one_scale('fp8_block')}"),
+        (partial(ops.grouped_gemm, group_sizes=SIZES, **quantized_arguments(
+            (E4M3, torch.ones(2)), (E4M3.expand(2, 4, 256), torch.ones(2), AMAX), "fp8_tensor", "fp8_tensor")), (),
+         ValueError, f"grouped_gemm: argument 'b_scale': {one_scale('fp8_tensor')}"),
+        (partial(ops.grouped_gemm_wgrad, group_sizes=SIZES, **wgrad_arguments(
+            (E4M3, torch.ones(2), AMAX), (E4M3, torch.ones(2)), "fp8_tensor", "fp8_tensor")), (),
+         ValueError, f"grouped_gemm_wgrad: argument 'grad_scale': {one_scale('fp8_tensor')}"),
+        (partial(ops.grouped_gemm_wgrad_out, group_sizes=SIZES, out=torch.ones(2, 4, 4), **wgrad_arguments(
+            (E4M3, torch.ones(2)), (E4M3, torch.ones(2), AMAX), "fp8_tensor", "fp8_tensor")), (),
+         ValueError, f"grouped_gemm_wgrad_out: argument 'input_scale': {one_scale('fp8_tensor')}"),
     ],
 )  # fmt: skip
 def test_errors_have_four_parts(

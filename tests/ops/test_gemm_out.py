@@ -13,7 +13,12 @@ from tests.ops.gemm_oracle import row_buffers, whole
 from tests.ops.test_gemm import EXACT, exact_cases, product_fp64
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
-from transformer_plugin.testing.gemm_cases import in_fp8_units, integers, normals
+from transformer_plugin.testing.gemm_cases import (
+    in_fp8_units,
+    integers,
+    normals,
+    quantized_arguments,
+)
 from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits, fp8_sums
 
 pytestmark = pytest.mark.dtypes_in_turn
@@ -109,16 +114,16 @@ def test_quantized(
     factor = 1 if alpha is None else alpha.double()
     product = x @ y.T * factor + bias.double()
     magnitude = (x.abs() @ y.abs().T * factor).abs() + bias.double().abs()
-    arguments = (*a, *b, key, key)
+    given = quantized_arguments(a, b, key, key) | {"bias": bias, "alpha": alpha}
     units = in_fp8_units(key, key, dtype, 24, 96, device)
     away = fp8_sums(x, y.T) * abs(factor) if units else 0.0
     if beta is None:
-        got = ops.gemm_quantized(*arguments, dtype, bias, alpha=alpha)
+        got = ops.gemm(**given, dtype=dtype)
         assert_rounded_sum(got, product, magnitude, 97, more=away)
     for out in row_buffers((33, 24), dtype, device):
         out.copy_(normals((33, 24), torch.float32, device, generator))
         held = 0 * product if beta is None else out.double() * beta.double()
-        ops.gemm_quantized_out(*arguments, out, bias, alpha=alpha, beta=beta)
+        ops.gemm_out(**given, out=out, beta=beta)
         assert_rounded_sum(out, product + held, magnitude + held.abs(), 97, more=away)
 
 
@@ -133,8 +138,8 @@ def test_opcheck(device: torch.device) -> None:
         opcheck(_ops.gemm.default, (*leaves, bias, transpose_b, dtype, alpha))
     q = ops.quantize(torch.randn(4, 130, device=device), "fp8_block")
     out = torch.zeros(4, 9, device=device)[:, :4]
-    more = {"alpha": alpha, "beta": beta}
-    opcheck(_ops.gemm_quantized_out.default, (*q, *q, "fp8_block", "fp8_block", out), more)
+    given = quantized_arguments(q, q, "fp8_block", "fp8_block")
+    opcheck(_ops.gemm_out.default, (), given | {"out": out, "alpha": alpha, "beta": beta})
 
 
 def test_compiled(device: torch.device) -> None:

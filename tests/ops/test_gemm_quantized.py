@@ -19,6 +19,8 @@ from transformer_plugin.testing.gemm_cases import (
     in_fp8_units,
     normals,
     poison_tail,
+    quantized_arguments,
+    wgrad_arguments,
 )
 from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits, fp8_sums
 from transformer_plugin.testing.quantize_cases import (
@@ -90,10 +92,6 @@ def operand(x: Tensor, key: str, sizes: Tensor | None = None, transposed: bool =
     return Operand(data, scale, amax_of(more, transposed).get("amax"))
 
 
-def amaxes(a: Operand, b: Operand, names: tuple[str, str] = ("a_amax", "b_amax")) -> dict[str, Tensor | None]:
-    return dict(zip(names, (a.amax, b.amax), strict=True))
-
-
 def values(a: Operand, key: str) -> Tensor:
     """float64, of a matrix along its rows."""
     return reference.dequantize(*a.pair, key, torch.float32, amax=a.amax).double()
@@ -148,7 +146,8 @@ def test_gemm_quantized(
     b64 = b64.T if transpose_b else b64
     for bias in (None, normals((n,), torch.bfloat16, device, generator)):
         added = 0 if bias is None else bias.double()
-        got = ops.gemm_quantized(*a.pair, *b.pair, *formats, dtype, bias, transpose_b, **amaxes(a, b))
+        given = quantized_arguments(a, b, *formats)
+        got = ops.gemm(**given, bias=bias, transpose_b=transpose_b, dtype=dtype)
         assert got.dtype == dtype
         magnitude = a64.abs() @ b64.abs() + abs(added)
         columns = bias is None and in_fp8_units(*formats, dtype, n, None, device)
@@ -175,8 +174,8 @@ def test_grouped_gemm_quantized(
         weight = normals((len(shape.sizes), *b_shape), torch.float32, device, generator)
         b = operand(weight, formats[1])
         for extra in ((None, None), (bias, scale)):
-            arguments = (*a.pair, *b.pair, sizes, *formats, dtype, *extra, transpose_b)
-            got = ops.grouped_gemm_quantized(*arguments, **amaxes(a, b))
+            given = quantized_arguments(a, b, *formats) | {"bias": extra[0], "bias_scale": extra[1]}
+            got = ops.grouped_gemm(**given, group_sizes=sizes, transpose_b=transpose_b, dtype=dtype)
             begin, back = 0, reference.dequantize(*b.pair, formats[1], torch.float32, amax=b.amax)
             for g, (rows, size) in enumerate(zip(a_values, shape.sizes, strict=True)):
                 member = back[g].double()
@@ -203,15 +202,14 @@ def test_grouped_wgrad_quantized(shape: GroupedShape, formats: tuple[str, str], 
     size = (len(shape.sizes), shape.n, shape.k)
     before = normals(size, torch.float32, device, torch.Generator().manual_seed(2))
     for dtype in (torch.float32, torch.bfloat16):
-        more = amaxes(grad, input, ("grad_t_amax", "input_t_amax"))
-        arguments = (*grad.pair, *input.pair, sizes, *formats)
-        got = ops.grouped_gemm_wgrad_quantized(*arguments, dtype, **more)
+        given = wgrad_arguments(grad, input, *formats) | {"group_sizes": sizes}
+        got = ops.grouped_gemm_wgrad(**given, dtype=dtype)
         assert got.shape == size
         assert got.dtype == dtype
         added = before.to(dtype, copy=True)
         over = torch.full(size, float("nan"), dtype=dtype, device=device)
-        ops.grouped_gemm_wgrad_quantized_out(*arguments, added, **more)
-        ops.grouped_gemm_wgrad_quantized_out(*arguments, over, accumulate=False, **more)
+        ops.grouped_gemm_wgrad_out(**given, out=added)
+        ops.grouped_gemm_wgrad_out(**given, out=over, accumulate=False)
         for g, (x, y) in enumerate(zip(grad_values, input_values, strict=True)):
             exact, magnitude, rows = x.T @ y, x.T.abs() @ y.abs(), shape.sizes[g]
             start = before[g].to(dtype).double()
@@ -242,22 +240,17 @@ def test_opcheck(shape: GroupedShape, formats: tuple[str, str], device: torch.de
     bias = torch.randn(groups, shape.n, device=device)
     scale = torch.randn(shape.rows, device=device)
     b = operand(weight, formats[1])
-    check, more = opcheck, amaxes(a, b)
-    for extra in ((None, None), (bias, scale)):
-        check(
-            _ops.grouped_gemm_quantized.default,
-            (*a.pair, *b.pair, sizes, *formats, torch.bfloat16, *extra),
-            more,
-        )
-    arguments = (*grad_t.pair, *a_t.pair, sizes, ragged_key, formats[0])
-    more = amaxes(grad_t, a_t, ("grad_t_amax", "input_t_amax"))
-    check(_ops.grouped_gemm_wgrad_quantized.default, (*arguments, torch.bfloat16), more)
+    given = quantized_arguments(a, b, *formats) | {"b": [b.data], "group_sizes": sizes}
+    for extra in ({}, {"bias": bias, "bias_scale": scale}):
+        opcheck(_ops.grouped_gemm.default, (), given | extra)
+    given = wgrad_arguments(grad_t, a_t, ragged_key, formats[0]) | {"group_sizes": sizes}
+    opcheck(_ops.grouped_gemm_wgrad.default, (), given)
     out = torch.zeros(groups, shape.n, shape.k, device=device)
-    check(_ops.grouped_gemm_wgrad_quantized_out.default, (*arguments, out), more)
+    opcheck(_ops.grouped_gemm_wgrad_out.default, (), given | {"out": [out]})
     dense = operand(torch.randn(shape.rows, shape.k, device=device), formats[0])
     other = operand(torch.randn(shape.n, shape.k, device=device), formats[1])
-    arguments = (*dense.pair, *other.pair, *formats, torch.float16)
-    check(_ops.gemm_quantized.default, arguments, amaxes(dense, other))
+    given = quantized_arguments(dense, other, *formats)
+    opcheck(_ops.gemm.default, (), given | {"dtype": torch.float16})
 
 
 KEY = "fp8_block"
@@ -268,70 +261,68 @@ Q0 = ops.quantize(W[0], KEY)
 QT = ops.quantize(X, KEY, SIZES, rowwise=False, columnwise=True)
 
 
+def rows(a: tuple[Tensor, ...], b: tuple[Tensor, ...], *formats: str, **more: Any) -> dict[str, Any]:
+    return quantized_arguments(a, b, formats[0], formats[1]) | more
+
+
+def columns(grad: tuple[Tensor, ...], input: tuple[Tensor, ...], **more: Any) -> dict[str, Any]:
+    return wgrad_arguments(grad, input, KEY, KEY) | {"group_sizes": SIZES} | more
+
+
+WITHOUT = "Pass what the operand was quantized to."
+
+
 @pytest.mark.parametrize(
     ("op", "arguments", "error", "text"),
     [
-        (
-            "gemm_quantized",
-            (*QX, *Q0, "bf16", KEY, torch.float32),
-            ValueError,
-            "'a_format': expected a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4, got 'bf16'. "
-            "Use the tensor as it is, or convert it with .to().",
-        ),
-        (
-            "gemm_quantized",
-            (*QX, *Q0, KEY, KEY + ":e5m2", torch.float32),
-            TypeError,
-            "'b': expected one of the dtypes float8_e5m2, got float8_e4m3fn. Convert it with .to() first.",
-        ),
-        (
-            "gemm_quantized",
-            (QX[0], QX[1][:1], *Q0, KEY, KEY, torch.float32),
-            ValueError,
-            "'a_scale': expected size 2 in dimension 0 (what the format gives data of this size), "
-            "got float32[1, 4] on cpu. Pass tensors whose sizes agree.",
-        ),
-        (
-            "gemm_quantized",
-            (*QX, *Q0, KEY, KEY, torch.float64),
-            TypeError,
-            "'dtype': expected one of float32, bfloat16, float16, got float64. "
-            "Convert the result with .to() instead.",
-        ),
-        (
-            "grouped_gemm_quantized",
-            (*QG, *QW, torch.tensor([4]), KEY, KEY, torch.float32),
-            ValueError,
-            "'group_sizes': expected size 2 in dimension 0 (the matrices of 'b'), got int64[1] on cpu. "
-            "Pass tensors whose sizes agree.",
-        ),
-        (
-            "grouped_gemm_quantized",
-            (*QG, *QW, SIZES, KEY + ":square", KEY, torch.float32),
-            ValueError,
-            "'a_format': expected blocks along a row for a ragged matrix, whose groups do not end on square blocks, "
-            "got 'fp8_block:square'. Leave out 'square'.",
-        ),
-        (
-            "grouped_gemm_wgrad_quantized",
-            (QT[0], QT[1][1:], *QT, SIZES, KEY, KEY, torch.float32),
-            ValueError,
-            "'grad_t_scale': expected size 3 in dimension 0 (what the format gives data of this size), "
-            "got float32[2, 132] on cpu. Pass tensors whose sizes agree.",
-        ),
-        (
-            "grouped_gemm_wgrad_quantized_out",
-            (*QT, *QT, SIZES, KEY, KEY, torch.zeros(2, 130, 130).transpose(1, 2)),
-            ValueError,
-            "'out': expected a buffer whose last dimension has stride 1 and whose rows do not overlap, "
-            "got float32[2, 130, 130] on cpu with strides [16900, 1, 130]. It is written in place and never copied: "
-            "pass a contiguous buffer, or one with strided rows or groups.",
-        ),
+        ("gemm", rows(QX, Q0, "bf16", KEY), ValueError,
+         "'a_format': expected a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4, got 'bf16'. "
+         "Use the tensor as it is, or convert it with .to()."),
+        ("gemm", rows(QX, Q0, "none", KEY), ValueError,
+         "'a_format': expected a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4, got 'none'. "
+         "Use the tensor as it is, or convert it with .to()."),
+        ("gemm", {"a": X, "b": X, "b_scale": QX[1]}, ValueError,
+         "'b_scale': expected no tensors for format 'none', got 1 of them. "
+         "Name the format that the operand was quantized to."),
+        ("gemm", rows(QX, Q0[:1], KEY, KEY), ValueError,
+         f"'b_scale': expected scale_inv, 1 tensor for 'fp8_block', got 0. {WITHOUT}"),
+        ("gemm", rows((*QX, QX[1]), Q0, KEY, KEY), ValueError,
+         f"'a_scale': expected scale_inv, 1 tensor for 'fp8_block', got 2. {WITHOUT}"),
+        ("gemm", rows(QX, Q0, KEY, KEY + ":e5m2"), TypeError,
+         "'b': expected one of the dtypes float8_e5m2, got float8_e4m3fn. Convert it with .to() first."),
+        ("gemm", rows((QX[0], QX[1][:1]), Q0, KEY, KEY), ValueError,
+         "'a_scale[0]': expected size 2 in dimension 0 (what the format gives data of this size), "
+         "got float32[1, 4] on cpu. Pass tensors whose sizes agree."),
+        ("gemm", rows(QX, Q0, KEY, KEY, dtype=torch.float64), TypeError,
+         "'dtype': expected one of float32, bfloat16, float16, got float64. "
+         "Convert the result with .to() instead."),
+        ("grouped_gemm", rows(QG, QW, KEY, KEY, group_sizes=torch.tensor([4])), ValueError,
+         "'group_sizes': expected size 2 in dimension 0 (the matrices of 'b'), got int64[1] on cpu. "
+         "Pass tensors whose sizes agree."),
+        ("grouped_gemm", rows(QG, QW, KEY + ":square", KEY, group_sizes=SIZES), ValueError,
+         "'a_format': expected blocks along a row for a ragged matrix, whose groups do not end on square blocks, "
+         "got 'fp8_block:square'. Leave out 'square'."),
+        ("grouped_gemm", rows(QG, QW, KEY, KEY, group_sizes=SIZES, rows=SIZES), ValueError,
+         "'rows': expected None with quantized operands, got int64[2] on cpu. "
+         "Take the rows before they are quantized."),
+        ("grouped_gemm_wgrad", columns((QT[0], QT[1][1:]), QT), ValueError,
+         "'grad_scale[0]': expected size 3 in dimension 0 (what the format gives data of this size), "
+         "got float32[2, 132] on cpu. Pass tensors whose sizes agree."),
+        ("grouped_gemm_wgrad", columns(QT, QT, input_rows=SIZES), ValueError,
+         "'input_rows': expected None with quantized operands, got int64[2] on cpu. "
+         "Take the rows before they are quantized."),
+        ("grouped_gemm_wgrad", {"grad": X, "input": X, "group_sizes": SIZES, "grad_scale": QX[1]}, ValueError,
+         "'grad_scale': expected no tensors for format 'none', got 1 of them. "
+         "Name the format that the operand was quantized to."),
+        ("grouped_gemm_wgrad_out", columns(QT, QT, out=torch.zeros(2, 130, 130).transpose(1, 2)), ValueError,
+         "'out': expected a buffer whose last dimension has stride 1 and whose rows do not overlap, "
+         "got float32[2, 130, 130] on cpu with strides [16900, 1, 130]. It is written in place and never copied: "
+         "pass a contiguous buffer, or one with strided rows or groups."),
     ],
-)
-def test_errors(op: str, arguments: tuple[Any, ...], error: type[Exception], text: str) -> None:
+)  # fmt: skip
+def test_errors(op: str, arguments: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error) as caught:
-        getattr(ops, op)(*arguments)
+        getattr(ops, op)(**arguments)
     assert str(caught.value) == f"transformer_plugin::{op}: argument {text}"
 
 
@@ -348,7 +339,7 @@ def test_every_code_and_scale_of_mxfp8(device: torch.device) -> None:
     codes[0][3, 70], codes[1][11, 255], scales[0][129, 1] = 127, 255, 255
     a, b = (code.to(device).view(torch.float8_e4m3fn) for code in codes)
     a_scale, b_scale = (scale.byte().to(device).view(torch.float8_e8m0fnu) for scale in scales)
-    got = ops.gemm_quantized(a, a_scale, b, b_scale, "mxfp8", "mxfp8", torch.bfloat16)
+    got = ops.gemm(**quantized_arguments((a, a_scale), (b, b_scale), "mxfp8", "mxfp8"))
     x, y = (
         code.double() * scale[: code.shape[0]].float().double().repeat_interleave(32, 1)
         for code, scale in ((a, a_scale), (b, b_scale))

@@ -21,6 +21,7 @@ from transformer_plugin.testing.gemm_cases import (
     integers,
     normals,
     poison_tail,
+    quantized_arguments,
 )
 from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits, fp8_sums
 from transformer_plugin.testing.rowwise_cases import grouped_gemm_rowwise_cases, poison_codes, row_codes
@@ -31,6 +32,17 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CASES = list(grouped_gemm_rowwise_cases())
 _ops = torch.ops.transformer_plugin
+
+
+def operands(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, sizes: Tensor | None = None, **more: Any
+) -> dict[str, Any]:
+    """The arguments of a product, by name."""
+    key = "fp8_row:e5m2" if a.dtype == E5M2 else "fp8_row"
+    given = quantized_arguments((a, a_scale), (b, b_scale), key, "fp8_row") | more
+    return given if sizes is None else given | {"group_sizes": sizes}
+
+
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 by_output = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
@@ -70,8 +82,8 @@ def assert_product(
 def test_grouped(case: Case, dtype: torch.dtype, device: torch.device) -> None:
     a, a_scale, b, b_scale, sizes, more = case.arguments(device)
     poison((a.shape[0], b.shape[1]), dtype, device)
-    got = ops.grouped_gemm_rowwise(a, a_scale, b, b_scale, sizes, dtype=dtype, **more)
-    meant = reference.grouped_gemm_rowwise(a, a_scale, b, b_scale, sizes, dtype=dtype, **more)
+    got = ops.grouped_gemm(**operands(a, a_scale, b, b_scale, sizes, dtype=dtype, **more))
+    meant = reference.grouped_gemm(**operands(a, a_scale, b, b_scale, sizes, dtype=dtype, **more))
     assert got.dtype == dtype
     assert got.shape == (a.shape[0], b.shape[1])
     begin = 0
@@ -80,10 +92,10 @@ def test_grouped(case: Case, dtype: torch.dtype, device: torch.device) -> None:
         own = dict(more)
         if "bias_scale" in more:
             own["bias_scale"] = more["bias_scale"][rows]
-        operands = (a[rows], a_scale[rows]), (b[g], b_scale[g]), own
-        assert_product(got[rows], *operands, in_fp8_units(a, b, dtype), g)
+        of_group = (a[rows], a_scale[rows]), (b[g], b_scale[g]), own
+        assert_product(got[rows], *of_group, in_fp8_units(a, b, dtype), g)
         if device.type == "cpu":
-            assert_product(meant[rows], *operands, False, g)
+            assert_product(meant[rows], *of_group, False, g)
         begin += size
     for result in (got, meant):
         assert_same_bits(result[begin:], torch.zeros_like(result[begin:]), "tail")
@@ -106,11 +118,65 @@ def test_dense(
     units = in_fp8_units(a[0], b[0], dtype)
     for names in ((), ("alpha",), ("bias",), ("alpha", "bias")):
         more = {name: extras[name] for name in names}
-        got = ops.gemm_rowwise(*a, *b, dtype=dtype, **more)
+        got = ops.gemm(**operands(*a, *b, dtype=dtype, **more))
         assert got.dtype == dtype
         assert_product(got, a, b, more, units)
         if device.type == "cpu":
-            assert_product(reference.gemm_rowwise(*a, *b, dtype=dtype, **more), a, b, more, False)
+            assert_product(reference.gemm(**operands(*a, *b, dtype=dtype, **more)), a, b, more, False)
+
+
+@by_output
+@pytest.mark.parametrize("shape", [*GROUPED_SHAPES[:9], GROUPED_SHAPES[14]], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("with_beta", [False, True])
+def test_into_a_buffer(
+    with_beta: bool, shape: GroupedShape, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Sums of whole numbers are exact, under scales of powers of two: one rounding; a beta of 0 reads nothing."""
+    generator, groups = torch.Generator().manual_seed(0), len(shape.sizes)
+    a, b = (
+        integers(size, torch.float32, CPU, generator, 2).to(E4M3)
+        for size in ((shape.rows, shape.k), (groups, shape.n, shape.k))
+    )
+    a_scale, b_scale = (2.0 ** torch.randint(-2, 3, t.shape[:-1], generator=generator) for t in (a, b))
+    bias = integers((groups, shape.n), torch.float32, CPU, generator)
+    beta = torch.tensor([0.5, 0.0, 2.0, 1.0])[torch.arange(groups) % 4] if with_beta else None
+    before = integers((shape.rows, shape.n), torch.float32, CPU, generator).to(dtype)
+    expected = before.clone() if with_beta else torch.zeros_like(before)
+    begin = 0
+    for g, size in enumerate(shape.sizes):
+        rows = slice(begin, begin + size)
+        values = (a[rows].double() * a_scale[rows, None].double()) @ (
+            b[g].double() * b_scale[g, :, None].double()
+        ).T
+        held = 0.0 if beta is None else before[rows].double() * float(beta[g])
+        expected[rows] = (values + bias[g].double() + held).to(dtype)
+        if beta is not None and beta[g] == 0:
+            before[rows] = float("nan")
+        begin += size
+    tensors = (t.to(device) for t in (a, a_scale, b, b_scale, group_sizes(shape, CPU)))
+    given = operands(*tensors, bias=bias.to(device), beta=None if beta is None else beta.to(device))
+    wide = torch.full((shape.rows, shape.n + 8), 7.0, dtype=dtype, device=device)
+    for out in (before.to(device), wide[:, : shape.n]):
+        out.copy_(before)
+        version = out._version
+        ops.grouped_gemm_out(**given, out=out)
+        assert out._version == version
+        assert_same_bits(out + 0, expected.to(device) + 0)
+    assert (wide[:, shape.n :] == 7.0).all()
+    if groups > 0:
+        matrices = {
+            "b": list(given["b"].view(torch.uint8).clone().view(E4M3)),
+            "b_scale": list(given["b_scale"][0]),
+        }
+        out = before.to(device)
+        ops.grouped_gemm_out(**given | matrices, out=out)
+        assert_same_bits(out + 0, expected.to(device) + 0, "a list")
+    if groups == 1 and begin == shape.rows:
+        dense = {name: value for name, value in given.items() if name != "group_sizes"}
+        dense |= {"b": given["b"][0], "b_scale": given["b_scale"][0][0], "bias": given["bias"][0]}
+        out = before.to(device)
+        ops.gemm_out(**dense, out=out)
+        assert_same_bits(out + 0, expected.to(device) + 0, "dense")
 
 
 def in_order(sums: Tensor, a_scale: Tensor, b_scale: Tensor, more: dict[str, Tensor], group: int) -> Tensor:
@@ -157,9 +223,8 @@ def test_order_of_the_factors(
     poison_codes(a, shape.sizes)
     poison_tail(a_scale, shape.sizes)
     arguments = (t.to(device) for t in (a, a_scale, b, b_scale, group_sizes(shape, CPU)))
-    got = ops.grouped_gemm_rowwise(
-        *arguments, dtype=dtype, **{name: value.to(device) for name, value in more.items()}
-    )
+    given = operands(*arguments, dtype=dtype, **{name: value.to(device) for name, value in more.items()})
+    got = ops.grouped_gemm(**given)
     assert_same_bits(got + 0, expected.to(dtype).to(device) + 0)
 
 
@@ -169,9 +234,8 @@ def test_operands_that_quantize_gives(device: torch.device) -> None:
     x, w = (normals(size, torch.float32, device, generator) for size in ((70, 256), (2, 64, 256)))
     x, w = (t * 2.0 ** torch.arange(t.shape[-2], device=device).remainder(20)[:, None] for t in (x, w))
     sizes = torch.tensor([30, 33], device=device)
-    got = ops.grouped_gemm_rowwise(
-        *ops.quantize(x, "fp8_row"), *ops.quantize(w, "fp8_row"), sizes, dtype=torch.float32
-    )
+    quantized = *ops.quantize(x, "fp8_row"), *ops.quantize(w, "fp8_row")
+    got = ops.grouped_gemm(**operands(*quantized, sizes, dtype=torch.float32))
     for g, rows in enumerate((slice(0, 30), slice(30, 63))):
         exact, size = x[rows].double() @ w[g].double().T, x[rows].double().square() @ w[g].double().T.square()
         assert ((got[rows] - exact).abs() <= 6 * 2**-4 * 2**0.5 * size.sqrt()).all()
@@ -182,14 +246,14 @@ def test_any_strides(dtype: torch.dtype, device: torch.device) -> None:
     generator, sizes = torch.Generator().manual_seed(0), torch.tensor([4, 0, 5], device=device)
     a, a_scale = row_codes((11, 64), device, generator)
     b, b_scale = row_codes((3, 16, 64), device, generator)
-    expected = ops.grouped_gemm_rowwise(a, a_scale, b, b_scale, sizes, dtype=dtype)
+    expected = ops.grouped_gemm(**operands(a, a_scale, b, b_scale, sizes, dtype=dtype))
     turned = [t.mT.contiguous().mT for t in (a, b)]
     apart = [torch.stack([t, t], -1)[..., 0] for t in (a_scale, b_scale)]
-    got = ops.grouped_gemm_rowwise(turned[0], apart[0], turned[1], apart[1], sizes, dtype=dtype)
+    got = ops.grouped_gemm(**operands(turned[0], apart[0], turned[1], apart[1], sizes, dtype=dtype))
     assert_same_bits(got, expected)
     shifted = torch.cat([b_scale.flatten(), b_scale.flatten()])[3 : 3 + b_scale.numel()].view(3, 16)
-    got = ops.grouped_gemm_rowwise(a, a_scale, b, shifted, sizes, dtype=dtype)
-    meant = reference.grouped_gemm_rowwise(a, a_scale, b, shifted, sizes, dtype=torch.float32)
+    got = ops.grouped_gemm(**operands(a, a_scale, b, shifted, sizes, dtype=dtype))
+    meant = reference.grouped_gemm(**operands(a, a_scale, b, shifted, sizes, dtype=torch.float32))
     assert torch.allclose(got.float(), meant, rtol=0.02, atol=1e-3 * float(meant.abs().max()))
 
 
@@ -197,12 +261,14 @@ def test_any_strides(dtype: torch.dtype, device: torch.device) -> None:
 @pytest.mark.usefixtures("schema_checks_take_fp8")
 def test_opcheck(case: Case, device: torch.device) -> None:
     *arguments, more = case.arguments(device)
-    check = opcheck
-    check(_ops.grouped_gemm_rowwise.default, tuple(arguments), more)
+    given = operands(*arguments, **more)
+    opcheck(_ops.grouped_gemm.default, (), given | {"b": [given["b"]]})
     generator = torch.Generator().manual_seed(0)
     dense = (*row_codes((5, 24), device, generator), *row_codes((7, 24), device, generator))
-    check(_ops.gemm_rowwise.default, dense, {"dtype": torch.float32})
-    check(_ops.gemm_rowwise.default, dense, {"bias": torch.ones(7, device=device)})
+    opcheck(_ops.gemm.default, (), operands(*dense, dtype=torch.float32))
+    opcheck(_ops.gemm.default, (), operands(*dense, bias=torch.ones(7, device=device)))
+    out = torch.ones(5, 7, device=device)
+    opcheck(_ops.gemm_out.default, (), operands(*dense, out=out, beta=torch.ones(1, device=device)))
 
 
 def test_compiled(device: torch.device) -> None:
@@ -210,8 +276,8 @@ def test_compiled(device: torch.device) -> None:
 
     def step(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         a, b = ops.quantize(x, "fp8_row"), ops.quantize(w, "fp8_row")
-        dense = ops.gemm_rowwise(*a, b[0][0], b[1][0])
-        return ops.grouped_gemm_rowwise(*a, *b, sizes), dense
+        dense = ops.gemm(**operands(*a, b[0][0], b[1][0]))
+        return ops.grouped_gemm(**operands(*a, *b, sizes)), dense
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
     for rows in (6, 9):
@@ -225,12 +291,12 @@ def test_compiled(device: torch.device) -> None:
 def test_graph_follows_sizes_and_data(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = torch.tensor([60, 70, 80, 0, 90], device=CUDA)
-    operands = (*row_codes((333, 192), CUDA, generator), *row_codes((5, 160, 192), CUDA, generator))
-    ops.grouped_gemm_rowwise(*operands, sizes, dtype=dtype)
+    held = (*row_codes((333, 192), CUDA, generator), *row_codes((5, 160, 192), CUDA, generator))
+    ops.grouped_gemm(**operands(*held, sizes, dtype=dtype))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = ops.grouped_gemm_rowwise(*operands, sizes, dtype=dtype)
+        captured = ops.grouped_gemm(**operands(*held, sizes, dtype=dtype))
     for new in [
         (0, 0, 0, 0, 0),
         (333, 0, 0, 0, 0),
@@ -239,11 +305,11 @@ def test_graph_follows_sizes_and_data(dtype: torch.dtype) -> None:
         (127, 1, 128, 0, 77),
     ]:
         given = (*row_codes((333, 192), CPU, generator), *row_codes((5, 160, 192), CPU, generator))
-        for tensor, value in zip((*operands, sizes), (*given, torch.tensor(new)), strict=True):
+        for tensor, value in zip((*held, sizes), (*given, torch.tensor(new)), strict=True):
             tensor.copy_(value)
         captured.fill_(float("nan"))
         graph.replay()
-        begin, (a, a_scale, b, b_scale) = 0, operands
+        begin, (a, a_scale, b, b_scale) = 0, held
         for g, size in enumerate(new):
             rows = slice(begin, begin + size)
             units = in_fp8_units(a, b, dtype)
@@ -259,12 +325,12 @@ def test_same_bits_with_any_plan_and_tail() -> None:
     a, a_scale = row_codes((shape.rows, shape.k), CUDA, generator)
     b, b_scale = row_codes((6, shape.n, shape.k), CUDA, generator)
     sizes, end = group_sizes(shape, CUDA), sum(shape.sizes)
-    expected = ops.grouped_gemm_rowwise(a, a_scale, b, b_scale, sizes)
+    expected = ops.grouped_gemm(**operands(a, a_scale, b, b_scale, sizes))
     for options in ({"max_sms": 2}, {"max_sms": 57}, {"expected_rows": 100}):
         for _ in range(20):
-            got = ops.grouped_gemm_rowwise(a, a_scale, b, b_scale, sizes, **options)
+            got = ops.grouped_gemm(**operands(a, a_scale, b, b_scale, sizes, **options))
             assert_same_bits(got, expected, str(options))
-    short = ops.grouped_gemm_rowwise(a[:end], a_scale[:end], b, b_scale, sizes)
+    short = ops.grouped_gemm(**operands(a[:end], a_scale[:end], b, b_scale, sizes))
     assert_same_bits(short, expected[:end])
 
 
@@ -273,91 +339,18 @@ def test_no_widened_copies_and_no_host_reads() -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("codes are multiplied as they are on a Hopper")
     generator, sizes = torch.Generator().manual_seed(0), torch.full((8,), 15, device=CUDA)
-    operands = (*row_codes((128, 1024), CUDA, generator), *row_codes((8, 1024, 1024), CUDA, generator))
-    ops.grouped_gemm_rowwise(*operands, sizes)
+    given = operands(
+        *row_codes((128, 1024), CUDA, generator), *row_codes((8, 1024, 1024), CUDA, generator), sizes
+    )
+    ops.grouped_gemm(**given)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        ops.grouped_gemm_rowwise(*operands, sizes)
-        ops.grouped_gemm_rowwise(*operands, sizes, dtype=torch.float16)  # widened, but not read by the host
+        ops.grouped_gemm(**given)
+        ops.grouped_gemm(**given, dtype=torch.float16)  # widened, but not read by the host
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    ops.grouped_gemm_rowwise(*operands, sizes)
+    ops.grouped_gemm(**given)
     assert torch.cuda.max_memory_allocated() - before < 2 * 1024 * 1024, "a quarter of the codes"
-
-
-A, AS = torch.zeros(4, 16).to(E4M3), torch.ones(4)
-B, BS = torch.zeros(2, 8, 16).to(E4M3), torch.ones(2, 8)
-S = torch.tensor([1, 2])
-AGREE = "Pass tensors whose sizes agree."
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "text"),
-    [
-        ((A.float(), AS, B, BS, S), {}, TypeError,
-         "'a': expected one of the dtypes float8_e4m3fn, float8_e5m2, got float32. Convert it with .to() first."),
-        ((A, AS, B.float().to(E5M2), BS, S), {}, TypeError,
-         "'b': expected one of the dtypes float8_e4m3fn, got float8_e5m2. Convert it with .to() first."),
-        ((A[0], AS, B, BS, S), {}, ValueError,
-         "'a': expected 2 dimensions, got float8_e4m3fn[16] on cpu. Reshape it first."),
-        ((A, AS, B[0], BS, S), {}, ValueError,
-         "'b': expected 3 dimensions, got float8_e4m3fn[8, 16] on cpu. Reshape it first."),
-        ((A, AS.double(), B, BS, S), {}, TypeError,
-         "'a_scale': expected one of the dtypes float32, got float64. Convert it with .to() first."),
-        ((A, AS[:3], B, BS, S), {}, ValueError,
-         f"'a_scale': expected size 4 in dimension 0 (one scale for each row of 'a'), got float32[3] on cpu. {AGREE}"),
-        ((A, AS[:, None], B, BS, S), {}, ValueError,
-         "'a_scale': expected 1 dimensions, got float32[4, 1] on cpu. Reshape it first."),
-        ((A, AS, B, BS[:, :7], S), {}, ValueError,
-         "'b_scale': expected size 8 in dimension 1 (one scale for each row of 'b'), got float32[2, 7] on cpu. "
-         f"{AGREE}"),
-        ((A[:, :8], AS, B, BS, S), {}, ValueError,
-         "'b': expected size 8 in dimension 2 (the columns of 'a', summed over), got float8_e4m3fn[2, 8, 16] on cpu. "
-         f"{AGREE}"),
-        ((A, AS, B, BS, S[:1]), {}, ValueError,
-         f"'group_sizes': expected size 2 in dimension 0 (the matrices of 'b'), got int64[1] on cpu. {AGREE}"),
-        ((A, AS, B, BS, S + 1), {}, ValueError,
-         "'group_sizes': expected sizes that sum to at most 4, the rows of the buffer, got a sum of 5 at group 1. "
-         "Enlarge the buffer or fix the sizes."),
-        ((A, AS, B, BS, S), {"dtype": torch.float64}, TypeError,
-         "'dtype': expected one of float32, bfloat16, float16, got float64. Convert the result with .to() instead."),
-        ((A, AS, B, BS, S), {"alpha": torch.ones(1)}, ValueError,
-         f"'alpha': expected size 2 in dimension 0 (one factor for each product), got float32[1] on cpu. {AGREE}"),
-        ((A, AS, B, BS, S), {"bias": torch.ones(8)}, ValueError,
-         "'bias': expected 2 dimensions, got float32[8] on cpu. Reshape it first."),
-        ((A, AS, B, BS, S), {"bias_scale": AS}, ValueError,
-         "'bias_scale': expected no scale without a bias, got float32[4] on cpu. "
-         "Pass the bias that it scales, or leave it out."),
-        ((A, AS, B, BS, S), {"expected_rows": -2}, ValueError,
-         "'expected_rows': expected the rows of all groups together, or -1 for the rows of the buffer, got -2. "
-         "Leave it out where it is not known."),
-    ],
-)  # fmt: skip
-def test_errors(
-    arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error) as caught:
-        ops.grouped_gemm_rowwise(*arguments, **options)
-    assert str(caught.value) == f"transformer_plugin::grouped_gemm_rowwise: argument {text}"
-
-
-def test_errors_of_dense() -> None:
-    with pytest.raises(ValueError, match=r"gemm_rowwise: argument 'b': expected 2 dimensions"):
-        ops.gemm_rowwise(A, AS, B, BS)
-    with pytest.raises(ValueError, match=r"gemm_rowwise: argument 'b_scale': expected size 8 in dimension 0"):
-        ops.gemm_rowwise(A, AS, B[0], AS)
-    with pytest.raises(ValueError, match=r"gemm_rowwise: argument 'bias': expected size 8 in dimension 0"):
-        ops.gemm_rowwise(A, AS, B[0], BS[0], bias=AS)
-
-
-@pytest.mark.gpu
-def test_operands_of_another_device() -> None:
-    a, a_scale, b, b_scale, sizes = (t.cuda() for t in (A, AS, B, BS, S))
-    for i, name in enumerate(("a_scale", "b", "b_scale", "group_sizes")):
-        given = [a_scale, b, b_scale, sizes]
-        given[i] = given[i].cpu()
-        with pytest.raises(ValueError, match=rf"'{name}': expected .* cuda:0"):
-            ops.grouped_gemm_rowwise(a, *given)

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
-from transformer_plugin.testing.gemm_cases import apart
+from transformer_plugin.testing.gemm_cases import (
+    apart,
+    quantized_arguments,
+)
 from transformer_plugin.testing.numerics import assert_same_bits
 
 N = 544
@@ -31,7 +34,6 @@ def products(x: Tensor, weight: Tensor, sizes: Tensor) -> Iterator[tuple[str, Pr
     """Each by its name, and whether its result is the product."""
     turned, rows = x.flip(0), torch.arange(x.shape[0], device=x.device).flip(0)
     matrices, weight_t = apart(weight), weight.mT.contiguous()
-    bf16 = torch.bfloat16
     yield "forward", lambda **plan: (ops.grouped_gemm(x, weight, sizes, **plan),), True
     yield (
         "data gradient",
@@ -39,22 +41,18 @@ def products(x: Tensor, weight: Tensor, sizes: Tensor) -> Iterator[tuple[str, Pr
         True,
     )
     yield "indexed rows", lambda **plan: (ops.grouped_gemm(turned, weight, sizes, rows=rows, **plan),), True
-    yield "a list", lambda **plan: (ops.grouped_gemm_list(x, matrices, sizes, **plan),), True
+    yield "a list", lambda **plan: (ops.grouped_gemm(x, matrices, sizes, **plan),), True
     for name, key, weight_key in (
         ("blocks", "fp8_block:pow2", "fp8_block:square,pow2"),
         ("whole groups", "fp8_tensor:pow2", "fp8_tensor:pow2"),
         ("mxfp8", "mxfp8", "mxfp8"),
     ):
-        codes = (
-            *ops.quantize(x, key, sizes),
-            *ops.quantize(weight, weight_key),
-            sizes,
-            key,
-            weight_key,
-        )
-        yield name, lambda codes=codes, **plan: (ops.grouped_gemm_quantized(*codes, bf16, **plan),), True
-    by_row = [t for m in (x, weight) for t in ops.quantize(m, "fp8_row:pow2")]
-    yield "codes by row", lambda **plan: (ops.grouped_gemm_rowwise(*by_row, sizes, **plan),), True
+        a, b = ops.quantize(x, key, sizes), ops.quantize(weight, weight_key)
+        given = quantized_arguments(a, b, key, weight_key) | {"group_sizes": sizes}
+        yield name, lambda given=given, **plan: (ops.grouped_gemm(**given, **plan),), True
+    by_row = [ops.quantize(m, "fp8_row:pow2") for m in (x, weight)]
+    of_rows = quantized_arguments(by_row[0], by_row[1], "fp8_row", "fp8_row") | {"group_sizes": sizes}
+    yield "a scale for each row", lambda **plan: (ops.grouped_gemm(**of_rows, **plan),), True
     swiglu = ops.grouped_gemm_swiglu
     yield "SwiGLU", lambda **plan: swiglu(x, weight, sizes, None, **plan), False
     yield (

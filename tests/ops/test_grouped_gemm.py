@@ -255,11 +255,11 @@ def one_of_each_kind(cases: list[Case]) -> list[Case]:
 @each(one_of_each_kind(EXACT))
 def test_opcheck(case: Case, device: torch.device) -> None:
     arguments = case.arguments(device)
-    opcheck(_ops.grouped_gemm.default, arguments)
+    opcheck(_ops.grouped_gemm.default, (arguments[0], [arguments[1]], *arguments[2:]))
     for i in (0, 1, 3, 4):
         if arguments[i] is not None:
             arguments[i].requires_grad_()
-    opcheck(_ops.grouped_gemm.default, arguments)
+    opcheck(_ops.grouped_gemm.default, (arguments[0], [arguments[1]], *arguments[2:]))
 
 
 @each(one_of_each_kind(WGRAD_EXACT))
@@ -267,7 +267,7 @@ def test_wgrad_opcheck(case: Case, device: torch.device) -> None:
     grad, input, sizes = case.arguments(device)
     opcheck(_ops.grouped_gemm_wgrad.default, (grad, input, sizes))
     out = torch.zeros(sizes.numel(), grad.shape[1], input.shape[1], device=device)
-    opcheck(_ops.grouped_gemm_wgrad_out.default, (grad, input, sizes, out))
+    opcheck(_ops.grouped_gemm_wgrad_out.default, (grad, input, sizes, [out]))
     bias = torch.ones(sizes.numel(), grad.shape[1], dtype=grad.dtype, device=device)
     scale = torch.ones(grad.shape[0], device=device)
     for extra in ((None, None), (None, scale), (bias, scale)):

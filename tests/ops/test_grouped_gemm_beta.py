@@ -13,7 +13,15 @@ from tests.ops.gemm_oracle import row_buffers, rows_fp64, wgrad_fp64, whole
 from tests.ops.grouped_draw import Codes, Groups, codes_of
 from tests.ops.test_grouped_gemm import strided_buffers
 from transformer_plugin import ops
-from transformer_plugin.testing.gemm_cases import factors, integers, normals, poison_tail
+from transformer_plugin.testing.gemm_cases import (
+    apart,
+    factors,
+    integers,
+    normals,
+    poison_tail,
+    quantized_arguments,
+    wgrad_arguments,
+)
 from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -147,9 +155,7 @@ def test_wgrad(
             matrices = [matrix[:, :k] for matrix in wide]
             for matrix, value in zip(matrices, out, strict=True):
                 matrix.copy_(value)
-            ops.grouped_gemm_wgrad_list_out(
-                grad, input, sizes, matrices, False, alpha, there, max_sms=max_sms
-            )
+            ops.grouped_gemm_wgrad_out(grad, input, sizes, matrices, False, alpha, there, max_sms=max_sms)
             assert not any(matrix[:, k:].any() for matrix in wide)
             out.copy_(torch.stack(matrices))
 
@@ -215,21 +221,12 @@ def test_rows_of_codes(
     bias = integers((of.count, n), FP32, CPU, generator)
     scale = poison_tail(integers((of.capacity,), FP32, CPU, generator) / 4, groups)
     product = rows_fp64(a.values.cpu(), b.values.cpu(), of.host, bias, scale, True, alpha)
-    more: dict[str, Any] = {"alpha": alpha.to(device), "beta": beta.to(device)}
+    given = quantized_arguments(a[:2], b[:2], *formats) | {"group_sizes": of.device, "bias": bias.to(device)}
+    given |= {"bias_scale": scale.to(device), "alpha": alpha.to(device), "beta": beta.to(device)}
     for max_sms in (0, 2):
 
         def call(out: Tensor, max_sms: int = max_sms) -> None:
-            ops.grouped_gemm_quantized_out(
-                *a[:2],
-                *b[:2],
-                of.device,
-                *formats,
-                out,
-                bias.to(device),
-                scale.to(device),
-                max_sms=max_sms,
-                **more,
-            )
+            ops.grouped_gemm_out(**given, out=out, max_sms=max_sms)
 
         check_rows(product, beta, of, row_buffers((of.capacity, n), BF16, device), call)
 
@@ -252,15 +249,19 @@ def test_wgrad_of_codes(
     )
     alpha, beta = (factors(of.count, CPU, generator) for _ in range(2))
     product = wgrad_fp64(grad.values.cpu(), input.values.cpu(), of.host, alpha)
-    more: dict[str, Any] = {"alpha": alpha.to(device), "beta": beta.to(device)}
+    given = wgrad_arguments(grad[:2], input[:2], *keys) | {"group_sizes": of.device, "accumulate": False}
+    given |= {"alpha": alpha.to(device), "beta": beta.to(device)}
     for max_sms in (0, 2):
 
         def call(out: Tensor, max_sms: int = max_sms) -> None:
-            ops.grouped_gemm_wgrad_quantized_out(
-                *grad[:2], *input[:2], of.device, *keys, out, False, max_sms=max_sms, **more
-            )
+            ops.grouped_gemm_wgrad_out(**given, out=out, max_sms=max_sms)
 
         check_wgrad(product, beta, strided_buffers((of.count, n, k), out_dtype, device), call)
+        stack = normals((of.count, n, k), out_dtype, device, generator)
+        matrices = apart(stack)
+        call(stack)
+        ops.grouped_gemm_wgrad_out(**given, out=matrices, max_sms=max_sms)
+        assert_same_bits(torch.stack(matrices), stack, "a list of buffers")
 
 
 @by_groups
@@ -278,9 +279,8 @@ def test_rows_of_nvfp4(groups: tuple[int, ...], n: int, k: int, device: torch.de
     held = out[: of.end].double() * each
     out[: of.end].masked_fill_((each == 0).expand(of.end, n), float("nan"))
     tail = out[of.end :].clone()
-    ops.grouped_gemm_quantized_out(
-        *a[:2], *b[:2], of.device, key, key, out, a_amax=a.amax, b_amax=b.amax, alpha=alpha, beta=beta
-    )
+    given = quantized_arguments(a[:3], b[:3], key, key)
+    ops.grouped_gemm_out(**given, group_sizes=of.device, out=out, alpha=alpha, beta=beta)
     exact = rows_fp64(a.values, b.values, of.host, None, None, True, alpha)[: of.end] + held
     above = rows_fp64(a.values.abs(), b.values.abs(), of.host, None, None, True, alpha.abs())[: of.end]
     assert_rounded_sum(out[: of.end], exact, above + held.abs(), k + 8)

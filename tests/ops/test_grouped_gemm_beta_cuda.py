@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +11,16 @@ from tests.ops.grouped_draw import Groups, codes_of
 from tests.ops.on_gpu import captured, most_memory
 from tests.ops.test_grouped_gemm_beta import check_rows, check_wgrad, of_rows, sizes_of
 from transformer_plugin import ops
-from transformer_plugin.testing.gemm_cases import apart, factors, integers, normals, poison_tail, row_index
+from transformer_plugin.testing.gemm_cases import (
+    apart,
+    factors,
+    integers,
+    normals,
+    poison_tail,
+    quantized_arguments,
+    row_index,
+    wgrad_arguments,
+)
 from transformer_plugin.testing.numerics import assert_same_bits
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -47,7 +54,7 @@ def test_a_beta_of_zero_has_the_bits_of_none(dtype: torch.dtype) -> None:
         ops.grouped_gemm_wgrad_out(grad, x, sizes, out, False, beta=zero)
         assert_same_bits(out, weights, f"weight gradient into {out_dtype}")
         matrices = apart(torch.full_like(weights, float("nan")))
-        ops.grouped_gemm_wgrad_list_out(grad, x, sizes, matrices, False, beta=zero)
+        ops.grouped_gemm_wgrad_out(grad, x, sizes, matrices, False, beta=zero)
         assert_same_bits(torch.stack(matrices), weights, f"weight gradients into {out_dtype}")
 
 
@@ -80,10 +87,10 @@ def test_codes_of_weights_are_not_widened(formats: tuple[str, str]) -> None:
     a = codes_of(normals((128, 1024), FP32, CUDA, generator), formats[0], groups)
     b = codes_of(normals((8, 1024, 1024), FP32, CUDA, generator), formats[1])
     out, beta = torch.zeros(128, 1024, dtype=BF16, device=CUDA), torch.ones(8, device=CUDA)
-    amaxes: dict[str, Any] = {"a_amax": a.amax, "b_amax": b.amax}
+    given = quantized_arguments(a[:3], b[:3], *formats)
 
     def call() -> None:
-        ops.grouped_gemm_quantized_out(*a[:2], *b[:2], groups.device, *formats, out, beta=beta, **amaxes)
+        ops.grouped_gemm_out(**given, group_sizes=groups.device, out=out, beta=beta)
 
     assert most_memory(call) < 8 * 1024 * 1024 // 2, "a quarter of the values of the weights"
 
@@ -101,8 +108,8 @@ def test_codes_of_a_weight_gradient_are_not_widened(key: str, out_dtype: torch.d
     out, beta = torch.zeros(8, 512, 512, dtype=out_dtype, device=CUDA), torch.ones(8, device=CUDA)
 
     def call() -> None:
-        operands = (*grad[:2], *input[:2], groups.device, key, key)
-        ops.grouped_gemm_wgrad_quantized_out(*operands, out, False, beta=beta)
+        given = wgrad_arguments(grad[:2], input[:2], key, key)
+        ops.grouped_gemm_wgrad_out(**given, group_sizes=groups.device, out=out, accumulate=False, beta=beta)
 
     assert most_memory(call) < 8192 * 512 // 2, "a quarter of the values of one operand"
 

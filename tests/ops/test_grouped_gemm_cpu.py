@@ -14,7 +14,11 @@ from tests.ops.test_gemm_quantized import Operand, operand
 from tests.ops.test_grouped_gemm import rows_fp64, wgrad_fp64
 from transformer_plugin import ops
 from transformer_plugin.formats import Format
-from transformer_plugin.testing.gemm_cases import integers, normals
+from transformer_plugin.testing.gemm_cases import (
+    integers,
+    normals,
+    quantized_arguments,
+)
 from transformer_plugin.testing.numerics import assert_same_bits
 
 CPU = torch.device("cpu")
@@ -222,9 +226,8 @@ def test_the_product_of_the_values(formats: tuple[str, str], threads: int, trans
     x = ops.dequantize(*a.pair, formats[0], dtype, sizes, amax=a.amax)
     weight = ops.dequantize(*b.pair, formats[1], dtype, amax=b.amax)
     for to in (torch.float32, torch.bfloat16):
-        got = ops.grouped_gemm_quantized(
-            *a.pair, *b.pair, sizes, *formats, to, transpose_b=transpose_b, a_amax=a.amax, b_amax=b.amax
-        )
+        given = quantized_arguments(a, b, *formats)
+        got = ops.grouped_gemm(**given, group_sizes=sizes, transpose_b=transpose_b, dtype=to)
         assert_same_bits(got, ops.grouped_gemm(x, weight, sizes, transpose_b=transpose_b, dtype=to))
 
 
@@ -241,9 +244,10 @@ codes, scale = (t.view(torch.uint8).repeat(groups, *[1] * (t.dim() - 1)).view(t.
 def multiply(groups):
     sizes = torch.full((groups,), 2)
     amax = torch.ones(groups) if key == "nvfp4" else None
-    x = ops.quantize(torch.randn(2 * groups, k), key, sizes, amax=amax)
-    weight = codes[:groups], scale[:groups]
-    ops.grouped_gemm_quantized(*x, *weight, sizes, key, key, torch.float32, a_amax=amax, b_amax=amax)
+    x, x_scale = ops.quantize(torch.randn(2 * groups, k), key, sizes, amax=amax)
+    more = [] if amax is None else [amax]
+    ops.grouped_gemm(x, codes[:groups], sizes, dtype=torch.float32, a_scale=[x_scale, *more],
+                     b_scale=[scale[:groups], *more], a_format=key, b_format=key)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 torch.set_num_threads(2)

@@ -13,7 +13,13 @@ from tests.ops.gemm_oracle import rows_fp64, rows_in_units, wgrad_fp64, wgrad_in
 from tests.ops.grouped_draw import Groups, codes_of
 from tests.ops.test_linear_ops import NONE, RECIPES, keys
 from transformer_plugin import ops
-from transformer_plugin.testing.gemm_cases import in_fp8_units, normals, poison_tail
+from transformer_plugin.testing.gemm_cases import (
+    in_fp8_units,
+    normals,
+    poison_tail,
+    quantized_arguments,
+    wgrad_arguments,
+)
 from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits
 
 CUDA = torch.device("cuda")
@@ -56,18 +62,21 @@ def quantized_products(given: dict[str, Tensor], main_grad: Tensor) -> dict[str,
     sizes = given["sizes"]
 
     def rows(a: str, b: str, **more: Any) -> Tensor:
-        operands = (given[a], given[a + "_scale"], given[b], given[b + "_scale"])
-        return ops.grouped_gemm_quantized(*operands, sizes, KEY, SQUARE, BF16, **more)
+        operands = [(given[name], given[name + "_scale"]) for name in (a, b)]
+        return ops.grouped_gemm(
+            **quantized_arguments(operands[0], operands[1], KEY, SQUARE), group_sizes=sizes, **more
+        )
 
-    columns = (*(given[name] for name in ("grad_t", "grad_t_scale", "x_t", "x_t_scale")), sizes, KEY, KEY)
-    ops.grouped_gemm_wgrad_quantized_out(*columns, main_grad)
+    grad, x = ((given[name], given[name + "_scale"]) for name in ("grad_t", "x_t"))
+    columns = wgrad_arguments(grad, x, KEY, KEY) | {"group_sizes": sizes}
+    ops.grouped_gemm_wgrad_out(**columns, out=main_grad)
     return {
         "forward": rows("x", "w"),
         "with bias": rows("x", "w", bias=given["bias"], alpha=given["alpha"]),
         "data gradient": rows("grad", "w_t"),
         "data gradient by rows": rows("grad", "w", transpose_b=False),
-        "weight gradient": ops.grouped_gemm_wgrad_quantized(*columns, BF16, alpha=given["alpha"]),
-        "weight gradient in float32": ops.grouped_gemm_wgrad_quantized(*columns, FP32),
+        "weight gradient": ops.grouped_gemm_wgrad(**columns, alpha=given["alpha"]),
+        "weight gradient in float32": ops.grouped_gemm_wgrad(**columns, dtype=FP32),
         "added": main_grad,
     }
 
@@ -177,16 +186,16 @@ def quantized_calls(formats: tuple[str, str]) -> Iterator[Callable[[], Any]]:
     a, b = codes_of(x, formats[0], groups), codes_of(w, formats[1])
     x_t, grad_t = (codes_of(t, formats[0], groups, columns=True) for t in (x, grad))
     out, main_grad = torch.zeros(ROWS, N, device=CUDA), torch.zeros(3, N, K, device=CUDA)
-    rows = (*a[:2], *b[:2], groups.device, *formats)
-    columns = (*grad_t[:2], *x_t[:2], groups.device, formats[0], formats[0])
-    amaxes = {"a_amax": a.amax, "b_amax": b.amax}
-    amaxes_t = {"grad_t_amax": grad_t.amax, "input_t_amax": x_t.amax}
+    rows = quantized_arguments(a[:3], b[:3], *formats)
+    rows |= {"group_sizes": groups.device, "bias": bias, "alpha": alpha}
+    columns = wgrad_arguments(grad_t[:3], x_t[:3], formats[0], formats[0]) | {"group_sizes": groups.device}
     for dtype in (BF16, FP32):
-        yield lambda dtype=dtype: ops.grouped_gemm_quantized(*rows, dtype, bias, alpha=alpha, **amaxes)
-        yield lambda dtype=dtype: ops.grouped_gemm_wgrad_quantized(*columns, dtype, alpha=alpha, **amaxes_t)
-    yield lambda: ops.grouped_gemm_quantized_out(*rows, out, bias, alpha=alpha, beta=beta, **amaxes)
-    yield lambda: ops.grouped_gemm_wgrad_quantized_out(*columns, main_grad, **amaxes_t)
-    yield lambda: ops.grouped_gemm_wgrad_quantized_out(*columns, main_grad, False, beta=beta, **amaxes_t)
+        yield lambda dtype=dtype: ops.grouped_gemm(**rows, dtype=dtype)
+        yield lambda dtype=dtype: ops.grouped_gemm_wgrad(**columns, dtype=dtype, alpha=alpha)
+    yield lambda: ops.grouped_gemm_out(**rows, out=out, beta=beta)
+    yield lambda: ops.grouped_gemm_wgrad_out(**columns, out=main_grad)
+    yield lambda: ops.grouped_gemm_wgrad_out(**columns, out=main_grad, accumulate=False, beta=beta)
+    yield lambda: ops.grouped_gemm_wgrad_out(**columns, out=list(main_grad.clone().unbind()))
 
 
 def linear_calls(formats: tuple[str, str, str]) -> Iterator[Callable[[], Any]]:

@@ -35,11 +35,11 @@ _ops = torch.ops.transformer_plugin
 def test_exact_sums(case: Case, device: torch.device) -> None:
     a, b, sizes, bias, scale, transpose_b = case.arguments()
     expected = rows_fp64(a, torch.stack(b), sizes, bias, scale, transpose_b).to(a.dtype)
-    got = reference.grouped_gemm_list(a, b, sizes, bias, scale, transpose_b)
+    got = reference.grouped_gemm(a, b, sizes, bias, scale, transpose_b)
     assert_same_bits(got + 0, expected, "reference")
     arguments = case.arguments(device)
     poison(tuple(expected.shape), a.dtype, device)
-    assert_same_bits(ops.grouped_gemm_list(*arguments) + 0, expected.to(device))
+    assert_same_bits(ops.grouped_gemm(*arguments) + 0, expected.to(device))
 
 
 @each(EXACT[::2])
@@ -56,7 +56,7 @@ def test_factors_rows_and_dtype(case: Case, device: torch.device) -> None:
     _, b, sizes, bias, scale, transpose_b = case.arguments(device)
     arguments = (more.to(device), b, sizes, bias, scale, transpose_b)
     for dtype in (a.dtype, torch.float32):
-        got = ops.grouped_gemm_list(*arguments, dtype, alpha.to(device), rows.to(device))
+        got = ops.grouped_gemm(*arguments, dtype, alpha.to(device), rows.to(device))
         assert_same_bits(got + 0, exact.to(dtype).to(device))
 
 
@@ -66,7 +66,7 @@ def test_the_bits_of_the_stack(case: Case, device: torch.device) -> None:
     a, b, *rest = case.arguments(device)
     if device.type == "cuda" and torch.cuda.get_device_capability()[0] == 10:
         pytest.skip("torch multiplies stacks there")
-    assert_same_bits(ops.grouped_gemm_list(a, b, *rest), ops.grouped_gemm(a, torch.stack(b), *rest))
+    assert_same_bits(ops.grouped_gemm(a, b, *rest), ops.grouped_gemm(a, torch.stack(b), *rest))
 
 
 def layouts(stack: Tensor) -> dict[str, list[Tensor]]:
@@ -97,14 +97,14 @@ def test_matrices_anywhere(transpose_b: bool, dtype: torch.dtype, device: torch.
     expected = rows_fp64(a, b, sizes, None, None, transpose_b).to(dtype).to(device)
     a, b, sizes = a.to(device), b.to(device), sizes.to(device)
     for name, matrices in layouts(b).items():
-        got = ops.grouped_gemm_list(a, matrices, sizes, transpose_b=transpose_b)
+        got = ops.grouped_gemm(a, matrices, sizes, transpose_b=transpose_b)
         assert_same_bits(got + 0, expected, name)
 
 
 def test_one_matrix_for_all_groups(device: torch.device) -> None:
     generator, sizes = torch.Generator().manual_seed(0), torch.tensor([3, 2, 4], device=device)
     a, b = (integers(s, torch.float32, device, generator).requires_grad_() for s in ((9, 16), (8, 16)))
-    output = ops.grouped_gemm_list(a, [b, b, b], sizes)
+    output = ops.grouped_gemm(a, [b, b, b], sizes)
     assert_same_bits(output + 0, (a.detach().double() @ b.detach().double().T).float() + 0)
     output.sum().backward()
     assert b.grad is not None
@@ -121,9 +121,9 @@ def test_as_many_as_fit(groups: int, device: torch.device) -> None:
     expected = rows_fp64(a, b, sizes, None, None, True).to(torch.bfloat16)
     product = wgrad_fp64(grad, a, sizes)
     a, b, grad, sizes = (t.to(device) for t in (a, b, grad, sizes))
-    assert_same_bits(ops.grouped_gemm_list(a, apart(b), sizes) + 0, expected.to(device))
+    assert_same_bits(ops.grouped_gemm(a, apart(b), sizes) + 0, expected.to(device))
     out = apart(torch.ones(b.shape, device=device))
-    ops.grouped_gemm_wgrad_list_out(grad, a, sizes, out)
+    ops.grouped_gemm_wgrad_out(grad, a, sizes, out)
     assert_same_bits(torch.stack(out), (product + 1).float().to(device))
 
 
@@ -134,7 +134,7 @@ def test_gradient(case: Case, device: torch.device) -> None:
     leaves = [a, *extra, *b]
     for leaf in leaves:
         leaf.requires_grad_()
-    output = ops.grouped_gemm_list(a, b, sizes, bias, scale, transpose_b)
+    output = ops.grouped_gemm(a, b, sizes, bias, scale, transpose_b)
     grad = normals(tuple(output.shape), a.dtype, device, torch.Generator().manual_seed(2))
     got = list(torch.autograd.grad(output, leaves, grad))
     of_b = got[1 + len(extra) :]
@@ -177,7 +177,7 @@ def test_only_wanted_gradients(
     doubles = {name: t.double().requires_grad_(name in wanted) for name, t in drawn.items()}
     leaves = {name: t.requires_grad_(name in wanted) for name, t in drawn.items()}
     b = [leaves[f"b{i}"] for i in range(3)]
-    output = ops.grouped_gemm_list(
+    output = ops.grouped_gemm(
         leaves["a"], b, sizes, leaves["bias"], leaves["scale"], transpose_b, torch.float32, alpha, rows
     )
     x = doubles["a"] if rows is None else doubles["a"][rows.clamp(max=8)]
@@ -223,7 +223,7 @@ def test_wgrad_out(case: Case, dtype: torch.dtype, mode: str, device: torch.devi
             matrix.copy_(value)
         storages = [whole(matrix).clone() for matrix in out]
         places = [(matrix.data_ptr(), matrix._version) for matrix in out]
-        ops.grouped_gemm_wgrad_list_out(*case.arguments(device), out, **more)
+        ops.grouped_gemm_wgrad_out(*case.arguments(device), out, **more)
         assert [(matrix.data_ptr(), matrix._version) for matrix in out] == places
         assert_same_bits(torch.stack(out) + 0, expected.to(device), name)
         for matrix, value in zip(out, before, strict=True):
@@ -232,7 +232,7 @@ def test_wgrad_out(case: Case, dtype: torch.dtype, mode: str, device: torch.devi
             assert_same_bits(whole(matrix), storage, name)
     out = list(before.to(dtype).unbind())
     more = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in more.items()}
-    reference.grouped_gemm_wgrad_list_out(grad, input, sizes, out, **more)
+    reference.grouped_gemm_wgrad_out(grad, input, sizes, out, **more)
     assert_same_bits(torch.stack(out) + 0, expected, "reference")
 
 
@@ -247,7 +247,7 @@ def test_wgrad_out_by_all_ways_of_adding(accumulate: bool, dtype: torch.dtype, d
     for expected_rows in (-1, 0, 2**30):
         for max_sms in (0, 2):
             out = apart(torch.ones(product.shape, device=device))
-            ops.grouped_gemm_wgrad_list_out(
+            ops.grouped_gemm_wgrad_out(
                 grad, input, sizes, out, accumulate, max_sms=max_sms, expected_rows=expected_rows
             )
             assert_same_bits(torch.stack(out) + 0, (product + accumulate).float().to(device))
@@ -262,20 +262,18 @@ def test_wgrad_of_rows_by_an_index(device: torch.device) -> None:
     rows = row_index(sizes, 9, 5, CPU, generator)
     expected = wgrad_fp64(grad[:7], input[rows[:7]], sizes).float().to(device)
     out = apart(torch.zeros(3, 8, 16, device=device))
-    ops.grouped_gemm_wgrad_list_out(
-        *(t.to(device) for t in (grad, input, sizes)), out, input_rows=rows.to(device)
-    )
+    ops.grouped_gemm_wgrad_out(*(t.to(device) for t in (grad, input, sizes)), out, input_rows=rows.to(device))
     assert_same_bits(torch.stack(out) + 0, expected)
 
 
 @each(one_of_each_kind(EXACT)[::3])
 def test_opcheck(case: Case, device: torch.device) -> None:
     arguments = case.arguments(device)
-    opcheck(_ops.grouped_gemm_list.default, arguments)
+    opcheck(_ops.grouped_gemm.default, arguments)
     for tensor in (arguments[0], *arguments[1], *arguments[3:5]):
         if tensor is not None:
             tensor.requires_grad_()
-    opcheck(_ops.grouped_gemm_list.default, arguments)
+    opcheck(_ops.grouped_gemm.default, arguments)
 
 
 @each(one_of_each_kind(WGRAD_EXACT)[::3])
@@ -283,7 +281,7 @@ def test_wgrad_opcheck(case: Case, device: torch.device) -> None:
     grad, input, sizes = case.arguments(device)
     out = apart(torch.zeros(sizes.numel(), grad.shape[1], input.shape[1], device=device))
     ones = torch.ones(sizes.numel(), device=device)
-    op = _ops.grouped_gemm_wgrad_list_out.default
+    op = _ops.grouped_gemm_wgrad_out.default
     opcheck(op, (grad, input, sizes, out))
     opcheck(op, (grad, input, sizes, out, False, ones, ones))
 
@@ -295,9 +293,9 @@ def test_compiled(device: torch.device) -> None:
     b = [integers((16, 8), torch.float32, device, generator).requires_grad_() for _ in range(3)]
 
     def step(a: Tensor, b: list[Tensor]) -> tuple[Tensor, ...]:
-        output = ops.grouped_gemm_list(a, b, sizes)
+        output = ops.grouped_gemm(a, b, sizes)
         main_grads = [torch.ones_like(matrix) for matrix in b]
-        ops.grouped_gemm_wgrad_list_out(output.detach(), a.detach(), sizes, main_grads)
+        ops.grouped_gemm_wgrad_out(output.detach(), a.detach(), sizes, main_grads)
         return output, *main_grads
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
@@ -322,9 +320,9 @@ def test_graph_follows_sizes_and_data(dtype: torch.dtype) -> None:
     dx = torch.zeros_like(x)
 
     def products() -> None:
-        y.copy_(ops.grouped_gemm_list(x, b, sizes))
-        dx.copy_(ops.grouped_gemm_list(grad, b, sizes, transpose_b=False))
-        ops.grouped_gemm_wgrad_list_out(grad, x, sizes, main)
+        y.copy_(ops.grouped_gemm(x, b, sizes))
+        dx.copy_(ops.grouped_gemm(grad, b, sizes, transpose_b=False))
+        ops.grouped_gemm_wgrad_out(grad, x, sizes, main)
 
     graph = captured(products)
     for new in [
@@ -357,7 +355,7 @@ def test_lists_one_after_another() -> None:
     stacks = [integers((4, 256, 256), torch.bfloat16, CUDA, generator) for _ in range(8)]
     lists = [apart(stack) for stack in stacks]
     torch.cuda.synchronize()
-    results = [ops.grouped_gemm_list(a, lists[i % 8], sizes) for i in range(200)]
+    results = [ops.grouped_gemm(a, lists[i % 8], sizes) for i in range(200)]
     expected = [rows_fp64(a, stack, sizes, None, None, True).bfloat16() for stack in stacks]
     for i, result in enumerate(results):
         assert_same_bits(result + 0, expected[i % 8], f"product {i}")
@@ -371,8 +369,8 @@ def test_no_copies_and_no_host_reads() -> None:
     out = apart(torch.zeros(8, 1024, 1024, device=CUDA))
 
     def products() -> None:
-        ops.grouped_gemm_list(x, b, sizes)
-        ops.grouped_gemm_list(grad, b, sizes, transpose_b=False)
-        ops.grouped_gemm_wgrad_list_out(grad, x, sizes, out)
+        ops.grouped_gemm(x, b, sizes)
+        ops.grouped_gemm(grad, b, sizes, transpose_b=False)
+        ops.grouped_gemm_wgrad_out(grad, x, sizes, out)
 
     assert most_memory(products) < 8 * 1024 * 1024, "less than half of the weights"

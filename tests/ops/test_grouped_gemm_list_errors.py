@@ -20,7 +20,7 @@ BUFFER = (
     "buffers, or all with one stride of rows."
 )
 LIST = (
-    "expected 1 to 1024 matrices, whose addresses fit beside a launch, got {} of them. Pass more groups than that as "
+    "expected 1 to 1024 matrices, as many as a launch takes addresses, got {} of them. Pass more groups than that as "
     "one tensor."
 )
 APART = (
@@ -33,24 +33,24 @@ WITH = "written at the same time"
 @pytest.mark.parametrize(
     ("op", "arguments", "options", "error", "text"),
     [
-        ("grouped_gemm_list", (A, [], S), {}, ValueError, "'b': " + LIST.format(0)),
-        ("grouped_gemm_list", (A, [B[0]] * 1025, S), {}, ValueError, "'b': " + LIST.format(1025)),
+        ("grouped_gemm", (A, [], S), {}, ValueError, "'b': " + LIST.format(0)),
+        ("grouped_gemm", (A, [B[0]] * 1025, S), {}, ValueError, "'b': " + LIST.format(1025)),
         (
-            "grouped_gemm_list",
-            (A, [torch.zeros(2, 5, 6)], S),
+            "grouped_gemm",
+            (A, [torch.zeros(2, 5, 6)] * 2, S),
             {},
             ValueError,
             "'b[0]': expected 2 dimensions, got float32[2, 5, 6] on cpu. Reshape it first.",
         ),
         (
-            "grouped_gemm_list",
+            "grouped_gemm",
             (A, [B[0], torch.zeros(6)], S),
             {},
             ValueError,
             "'b[1]': expected 2 dimensions, got float32[6] on cpu. Reshape it first.",
         ),
         (
-            "grouped_gemm_list",
+            "grouped_gemm",
             (A, [B[0], torch.zeros(4, 6)], S),
             {},
             ValueError,
@@ -58,21 +58,21 @@ WITH = "written at the same time"
             "Pass tensors whose sizes agree.",
         ),
         (
-            "grouped_gemm_list",
+            "grouped_gemm",
             (A, [B[0], B[1].half()], S),
             {},
             TypeError,
             "'b[1]': expected float32, like b[0], got float16. Convert one of them with .to() first.",
         ),
         (
-            "grouped_gemm_list",
+            "grouped_gemm",
             (A.half(), B, S),
             {},
             TypeError,
             "'b[0]': expected float16, like a, got float32. Convert one of them with .to() first.",
         ),
         (
-            "grouped_gemm_list",
+            "grouped_gemm",
             (A, B, S, None, None, False),
             {},
             ValueError,
@@ -80,7 +80,7 @@ WITH = "written at the same time"
             "Pass tensors whose sizes agree.",
         ),
         (
-            "grouped_gemm_list",
+            "grouped_gemm",
             (A, B, torch.tensor([1, 2, 1])),
             {},
             ValueError,
@@ -88,7 +88,7 @@ WITH = "written at the same time"
             "Pass tensors whose sizes agree.",
         ),
         (
-            "grouped_gemm_list",
+            "grouped_gemm",
             (A, B, torch.tensor([3, 2])),
             {},
             ValueError,
@@ -96,7 +96,7 @@ WITH = "written at the same time"
             "got a sum of 5 at group 1. Enlarge the buffer or fix the sizes.",
         ),
         (
-            "grouped_gemm_list",
+            "grouped_gemm",
             (A, B, S, torch.zeros(2, 6)),
             {},
             ValueError,
@@ -104,7 +104,7 @@ WITH = "written at the same time"
             "Pass tensors whose sizes agree.",
         ),
         (
-            "grouped_gemm_list",
+            "grouped_gemm",
             (A.clone().requires_grad_(), B, S),
             {"alpha": torch.ones(2, requires_grad=True)},
             ValueError,
@@ -112,37 +112,37 @@ WITH = "written at the same time"
             "It is a constant: detach it, or multiply the result.",
         ),
         (
-            "grouped_gemm_list",
+            "grouped_gemm",
             (A, B, S),
             {"max_sms": -1},
             ValueError,
             "'max_sms': expected a number of multiprocessors, or 0 for all, got -1. "
             "Pass how many the product may take.",
         ),
-        ("grouped_gemm_wgrad_list_out", (GRAD, INPUT, S, []), {}, ValueError, "'out': " + LIST.format(0)),
+        ("grouped_gemm_wgrad_out", (GRAD, INPUT, S, []), {}, ValueError, "'out': " + LIST.format(0)),
         (
-            "grouped_gemm_wgrad_list_out",
+            "grouped_gemm_wgrad_out",
             (GRAD, INPUT, S, [WHOLE[0]] * 1025),
             {},
             ValueError,
             "'out': " + LIST.format(1025),
         ),
         (
-            "grouped_gemm_wgrad_list_out",
+            "grouped_gemm_wgrad_out",
             (GRAD, INPUT, S, [out.half() for out in OUT]),
             {},
             TypeError,
             "'out[0]': expected one of the dtypes float32, bfloat16, got float16. Convert it with .to() first.",
         ),
         (
-            "grouped_gemm_wgrad_list_out",
+            "grouped_gemm_wgrad_out",
             (GRAD, INPUT, S, [OUT[0], OUT[1].bfloat16()]),
             {},
             TypeError,
             "'out[1]': expected float32, like out[0], got bfloat16. Convert one of them with .to() first.",
         ),
         (
-            "grouped_gemm_wgrad_list_out",
+            "grouped_gemm_wgrad_out",
             (INPUT, GRAD, S, OUT),
             {},
             ValueError,
@@ -150,7 +150,7 @@ WITH = "written at the same time"
             "Pass tensors whose sizes agree.",
         ),
         (
-            "grouped_gemm_wgrad_list_out",
+            "grouped_gemm_wgrad_out",
             (GRAD, INPUT, S, [*OUT, WHOLE[2]]),
             {},
             ValueError,
@@ -158,42 +158,42 @@ WITH = "written at the same time"
             "Pass tensors whose sizes agree.",
         ),
         (
-            "grouped_gemm_wgrad_list_out",
+            "grouped_gemm_wgrad_out",
             (GRAD, INPUT, S, [OUT[0], torch.full((6, 5), 7.0).T]),
             {},
             ValueError,
             "'out[1]': " + BUFFER.format("[1, 5]"),
         ),
         (
-            "grouped_gemm_wgrad_list_out",
+            "grouped_gemm_wgrad_out",
             (GRAD, INPUT, S, [OUT[0], WIDE[:, :6]]),
             {},
             ValueError,
             "'out[1]': " + BUFFER.format("[8, 1]"),
         ),
         (
-            "grouped_gemm_wgrad_list_out",
+            "grouped_gemm_wgrad_out",
             (GRAD, INPUT, S, [OUT[0], OUT[0]]),
             {},
             ValueError,
             "'out[1]': " + APART.format("out[0]", WITH) + ".",
         ),
         (
-            "grouped_gemm_wgrad_list_out",
+            "grouped_gemm_wgrad_out",
             (GRAD, INPUT, S, [SHARED[9:39].view(5, 6), SHARED[:30].view(5, 6)]),
             {},
             ValueError,
             "'out[1]': " + APART.format("out[0]", WITH) + ".",
         ),
         (
-            "grouped_gemm_wgrad_list_out",
+            "grouped_gemm_wgrad_out",
             (GRAD, WHOLE[0, :4], S, [OUT[1], OUT[0]]),
             {},
             ValueError,
             "'out[1]': " + APART.format("input", "read while it is written") + ".",
         ),
         (
-            "grouped_gemm_wgrad_list_out",
+            "grouped_gemm_wgrad_out",
             (GRAD, INPUT, S, OUT),
             {"beta": torch.ones(2)},
             ValueError,
@@ -201,7 +201,7 @@ WITH = "written at the same time"
             "accumulate=True. Pass one of them, accumulate=False with beta.",
         ),
         (
-            "grouped_gemm_wgrad_list_out",
+            "grouped_gemm_wgrad_out",
             (GRAD, INPUT, torch.tensor([5, 0]), OUT),
             {},
             ValueError,
@@ -224,8 +224,8 @@ def test_errors(
 def test_matrices_of_another_device() -> None:
     a, sizes = A.cuda(), S.cuda()
     with pytest.raises(ValueError, match=r"'b\[1\]': expected .* cuda:0"):
-        ops.grouped_gemm_list(a, [B[0].cuda(), B[1]], sizes)
+        ops.grouped_gemm(a, [B[0].cuda(), B[1]], sizes)
     out = [WHOLE[0].cuda(), WHOLE[1]]
     with pytest.raises(ValueError, match=r"'out\[1\]': expected .* cuda:0"):
-        ops.grouped_gemm_wgrad_list_out(GRAD.cuda(), INPUT.cuda(), sizes, out)
+        ops.grouped_gemm_wgrad_out(GRAD.cuda(), INPUT.cuda(), sizes, out)
     assert all((matrix == 7.0).all() for matrix in out)

@@ -21,7 +21,15 @@ from tests.ops.gemm_oracle import (
 from tests.ops.test_grouped_gemm import EXACT, WGRAD_EXACT, each, strided_buffers
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
-from transformer_plugin.testing.gemm_cases import factors, grouped_gemm_cases, in_fp8_units, integers, normals
+from transformer_plugin.testing.gemm_cases import (
+    factors,
+    grouped_gemm_cases,
+    in_fp8_units,
+    integers,
+    normals,
+    quantized_arguments,
+    wgrad_arguments,
+)
 from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits
 
 pytestmark = pytest.mark.dtypes_in_turn
@@ -206,17 +214,21 @@ def test_quantized(
     alpha, beta = (normals((3,), torch.float32, device, generator) for _ in range(2))
     product = rows_fp64(x, y, sizes, bias, scale, transpose_b, alpha)
     magnitude = rows_fp64(x.abs(), y.abs(), sizes, bias.abs(), scale.abs(), transpose_b, alpha.abs())
-    arguments = (*a, *b, sizes, key, weight_key)
-    more = {"bias": bias, "bias_scale": scale, "transpose_b": transpose_b, "alpha": alpha}
+    more = quantized_arguments(a, b, key, weight_key) | {
+        "group_sizes": sizes,
+        "bias": bias,
+        "bias_scale": scale,
+    }
+    more |= {"transpose_b": transpose_b, "alpha": alpha}
     units = transpose_b and in_fp8_units(key, weight_key, dtype, n, 128, device)
     away = rows_in_units(x, y, sizes, transpose_b, alpha) if units else 0.0
-    got = ops.grouped_gemm_quantized(*arguments, dtype, **more)
+    got = ops.grouped_gemm(**more, dtype=dtype)
     assert_rounded_sum(got, product, magnitude, 130, more=away)
     for out in row_buffers((100, n), dtype, device):
         out.copy_(normals((100, n), torch.float32, device, generator))
         exact = with_held(product, out.double(), sizes, beta if with_beta else None)
         bound = with_held(magnitude, out.double().abs(), sizes, beta.abs() if with_beta else None)
-        ops.grouped_gemm_quantized_out(*arguments, out, **more, **({"beta": beta} if with_beta else {}))
+        ops.grouped_gemm_out(**more, out=out, beta=beta if with_beta else None)
         assert_rounded_sum(out, exact, bound, 130, more=away)
 
 
@@ -232,15 +244,15 @@ def test_wgrad_quantized(key: str, device: torch.device) -> None:
     x, y = (reference.dequantize(*q, key, torch.float32, sizes, True) for q in (grad, input))
     alpha, beta = (normals((3,), torch.float32, device, generator) for _ in range(2))
     exact, magnitude = wgrad_fp64(x, y, sizes, alpha), wgrad_fp64(x.abs(), y.abs(), sizes, alpha.abs())
-    arguments = (*grad, *input, sizes, key, key)
+    given = wgrad_arguments(grad, input, key, key) | {"group_sizes": sizes, "alpha": alpha}
     units = in_fp8_units(key, key, torch.float32, 64, None, device)
     away = wgrad_in_units(x, y, sizes, alpha) if units else 0.0
-    got = ops.grouped_gemm_wgrad_quantized(*arguments, torch.float32, alpha=alpha)
+    got = ops.grouped_gemm_wgrad(**given, dtype=torch.float32)
     assert_rounded_sum(got, exact, magnitude, 66, more=away)
     for more in ({"accumulate": True}, {"accumulate": False, "beta": beta}):
         out = normals((3, 32, 64), torch.bfloat16, device, generator)
         held = out.double() * (1 if more["accumulate"] else beta.double()[:, None, None])
-        ops.grouped_gemm_wgrad_quantized_out(*arguments, out, alpha=alpha, **more)
+        ops.grouped_gemm_wgrad_out(**given, out=out, **more)
         more_away = 0.0 if more["accumulate"] else away  # what is added to 16 bits is no sum of these units
         assert_rounded_sum(out, exact + held, magnitude + held.abs(), 66, more=more_away)
 
@@ -251,26 +263,28 @@ def test_opcheck(device: torch.device) -> None:
         a, b, sizes, bias, scale, transpose_b = case.arguments(device)
         alpha, beta = (f.to(device) for f in drawn(sizes.numel()))
         out = torch.zeros(a.shape[0], b.shape[1 if transpose_b else 2], dtype=a.dtype, device=device)
-        arguments = (a, b, sizes, out, bias, scale, transpose_b, alpha)
+        arguments = (a, [b], sizes, out, bias, scale, transpose_b, alpha)
         for more in ((), (beta,)):
             opcheck(_ops.grouped_gemm_out.default, (*arguments, *more))
-        leaves = (a.requires_grad_(), b.requires_grad_(), sizes, bias, scale, transpose_b, None, alpha)
+        leaves = (a.requires_grad_(), [b.requires_grad_()], sizes, bias, scale, transpose_b, None, alpha)
         opcheck(_ops.grouped_gemm.default, leaves)
     for case in WGRAD_EXACT[::11]:
         grad, input, sizes = case.arguments(device)
         alpha, beta = (f.to(device) for f in drawn(sizes.numel()))
         out = torch.zeros(sizes.numel(), grad.shape[1], input.shape[1], device=device)
         opcheck(_ops.grouped_gemm_wgrad.default, (grad, input, sizes, None, alpha))
-        opcheck(_ops.grouped_gemm_wgrad_out.default, (grad, input, sizes, out, False, alpha, beta))
+        opcheck(_ops.grouped_gemm_wgrad_out.default, (grad, input, sizes, [out], False, alpha, beta))
     sizes, key = torch.tensor([2, 1], device=device), "fp8_block"
     q = ops.quantize(torch.randn(4, 128, device=device), key, sizes)
     w = ops.quantize(torch.randn(2, 16, 128, device=device), key)
     out = torch.zeros(4, 24, device=device)[:, :16]
     more = {"alpha": torch.ones(2, device=device), "beta": torch.ones(2, device=device)}
-    opcheck(_ops.grouped_gemm_quantized_out.default, (*q, *w, sizes, key, key, out), more)
+    given = quantized_arguments(q, w, key, key) | {"b": [w[0]], "group_sizes": sizes, "out": out}
+    opcheck(_ops.grouped_gemm_out.default, (), given | more)
     t = ops.quantize(torch.randn(4, 16, device=device), key, sizes, rowwise=False, columnwise=True)
     out = torch.zeros(2, 16, 16, device=device)
-    opcheck(_ops.grouped_gemm_wgrad_quantized_out.default, (*t, *t, sizes, key, key, out, False), more)
+    given = wgrad_arguments(t, t, key, key) | {"group_sizes": sizes, "out": [out], "accumulate": False}
+    opcheck(_ops.grouped_gemm_wgrad_out.default, (), given | more)
 
 
 def test_compiled(device: torch.device) -> None:

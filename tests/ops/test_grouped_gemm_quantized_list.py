@@ -29,6 +29,7 @@ from transformer_plugin.testing.gemm_cases import (
     in_fp8_units,
     normals,
     poison_tail,
+    quantized_arguments,
 )
 from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits, fp8_sums
 
@@ -45,13 +46,12 @@ def matrices(stack: Tensor, key: str) -> list[Operand]:
     return [operand(matrix, key) for matrix in apart(stack)]
 
 
-def lists(b: list[Operand]) -> tuple[list[Tensor], list[Tensor]]:
-    return [m.data for m in b], [m.scale for m in b]
+def lists(b: list[Operand]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    return [m.data for m in b], [m.scale for m in b], [m.amax for m in b if m.amax is not None]
 
 
-def amaxes(a: Operand, b: list[Operand]) -> dict[str, Any]:
-    given = [m.amax for m in b if m.amax is not None]
-    return {"a_amax": a.amax, "b_amax": given or None}
+def arguments_of(a: Operand, b: list[Operand], formats: tuple[str, str], **more: Any) -> dict[str, Any]:
+    return quantized_arguments(a, lists(b), *formats) | more
 
 
 def stacked(tensors: list[Tensor]) -> Tensor:
@@ -60,19 +60,16 @@ def stacked(tensors: list[Tensor]) -> Tensor:
     return torch.stack([t.view(torch.uint8) if t.element_size() == 1 else t for t in tensors]).view(dtype)
 
 
-def product_of_stack(
-    a: Operand, b: list[Operand], sizes: Tensor, formats: tuple[str, str], *rest: Any
-) -> Tensor:
-    """What grouped_gemm_quantized makes of the same bytes as one tensor."""
-    data, scale = (stacked(part) for part in lists(b))
+def product_of_stack(a: Operand, b: list[Operand], formats: tuple[str, str], **more: Any) -> Tensor:
+    """Of the same bytes as one tensor."""
+    data, scale = (stacked(part) for part in lists(b)[:2])
     per_tensor = formats[1].startswith("fp8_tensor")
     amax = None
     if b[0].amax is not None:
         amax = stacked([m.amax for m in b if m.amax is not None])
         amax = amax if "row_scaled" in formats[1] else amax.flatten()
-    return ops.grouped_gemm_quantized(
-        *a.pair, data, scale.flatten() if per_tensor else scale, sizes, *formats, *rest, a_amax=a.amax, b_amax=amax
-    )  # fmt: skip
+    stack = data, scale.flatten() if per_tensor else scale, amax
+    return ops.grouped_gemm(**quantized_arguments(a, stack, *formats), **more)
 
 
 @by_ragged_pair
@@ -91,9 +88,14 @@ def test_values(
     for transpose_b, extra in ((True, (bias, scale)), (False, (None, None)), (True, (None, None))):
         b_shape = (shape.n, shape.k) if transpose_b else (shape.k, shape.n)
         b = matrices(normals((len(shape.sizes), *b_shape), torch.float32, device, generator), formats[1])
-        rest = (dtype, *extra, transpose_b)
-        got = ops.grouped_gemm_quantized_list(*a.pair, *lists(b), sizes, *formats, *rest, **amaxes(a, b))
-        assert_same_bits(got, product_of_stack(a, b, sizes, formats, *rest), "the stack's")
+        more = {"group_sizes": sizes, "bias": extra[0], "bias_scale": extra[1]}
+        more |= {"transpose_b": transpose_b, "dtype": dtype}
+        got = ops.grouped_gemm(**arguments_of(a, b, formats, **more))
+        assert_same_bits(got, product_of_stack(a, b, formats, **more), "the stack's")
+        into = torch.full_like(got, float("nan"))
+        del more["dtype"]
+        ops.grouped_gemm_out(**arguments_of(a, b, formats, **more, out=into))
+        assert_same_bits(into, got, "into a buffer")
         begin = 0
         for g, (rows, size) in enumerate(zip(a_values, shape.sizes, strict=True)):
             own = values(b[g], formats[1])
@@ -138,11 +140,10 @@ def test_codes_anywhere(formats: tuple[str, str], device: torch.device) -> None:
     a, _, _, _ = ragged(shape, shape.k, formats[0], device, 0)
     b = matrices(normals((4, shape.n, shape.k), torch.float32, device, generator), formats[1])
     alpha = normals((4,), torch.float32, device, generator)
-    arguments, more = (sizes, *formats, torch.bfloat16), amaxes(a, b) | {"alpha": alpha}
-    scales = lists(b)[1]
-    expected = ops.grouped_gemm_quantized_list(*a.pair, *lists(b), *arguments, **more)
+    given = arguments_of(a, b, formats, group_sizes=sizes, alpha=alpha)
+    expected = ops.grouped_gemm(**given)
     for name, data in layouts(b).items():
-        got = ops.grouped_gemm_quantized_list(*a.pair, data, scales, *arguments, **more)
+        got = ops.grouped_gemm(**{**given, "b": data})
         assert_same_bits(got, expected, name)
 
 
@@ -152,8 +153,8 @@ def test_opcheck(formats: tuple[str, str], device: torch.device) -> None:
     shape = fitted(GROUPED_SHAPES[3], formats)
     a, _, _, _ = ragged(shape, shape.k, formats[0], device, 0)
     b = matrices(torch.randn(len(shape.sizes), shape.n, shape.k, device=device), formats[1])
-    arguments = (*a.pair, *lists(b), group_sizes(shape, device), *formats, torch.bfloat16)
-    opcheck(_ops.grouped_gemm_quantized_list.default, arguments, amaxes(a, b))
+    given = arguments_of(a, b, formats, group_sizes=group_sizes(shape, device))
+    opcheck(_ops.grouped_gemm.default, (), given)
 
 
 @pytest.mark.parametrize("key", ["fp8_tensor", "nvfp4"])
@@ -164,11 +165,10 @@ def test_compiled(key: str, device: torch.device) -> None:
         amax = [ops.amax(w, key) for w in weights] if key == "nvfp4" else None
         whole = torch.cat(amax) if amax else None
         x_amax = ops.amax(x, key, sizes) if amax else None
-        rows = ops.quantize(x, key, sizes, amax=x_amax)
-        b = map(list, zip(*ops.quantize_list(weights, key, whole), strict=True))
-        return ops.grouped_gemm_quantized_list(
-            *rows, *b, sizes, key, key, torch.float32, a_amax=x_amax, b_amax=amax
-        )
+        rows = ops.quantize(x, key, sizes, x_amax)
+        b = tuple(list(t) for t in zip(*ops.quantize_list(weights, key, whole), strict=True))
+        given = quantized_arguments((*rows, x_amax), (*b, amax), key, key)
+        return ops.grouped_gemm(**given, group_sizes=sizes, dtype=torch.float32)
 
     weights = [torch.randn(16, 32, device=device) for _ in range(3)]
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
@@ -186,7 +186,7 @@ def test_graph_follows_sizes_and_data(formats: tuple[str, str]) -> None:
     b = matrices(normals((5, shape.n, shape.k), torch.float32, CUDA, generator), formats[1])
 
     def product() -> Tensor:
-        return ops.grouped_gemm_quantized_list(*a.pair, *lists(b), sizes, *formats, torch.bfloat16)
+        return ops.grouped_gemm(**arguments_of(a, b, formats, group_sizes=sizes))
 
     product()
     torch.cuda.synchronize()
@@ -203,7 +203,7 @@ def test_graph_follows_sizes_and_data(formats: tuple[str, str]) -> None:
             held.scale.copy_(given.scale)
         captured.fill_(float("nan"))
         graph.replay()
-        assert_same_bits(captured, product_of_stack(other, weights, sizes, formats, torch.bfloat16), str(new))
+        assert_same_bits(captured, product_of_stack(other, weights, formats, group_sizes=sizes), str(new))
 
 
 @pytest.mark.gpu
@@ -214,8 +214,8 @@ def test_no_copies_of_codes_and_no_host_reads(formats: tuple[str, str]) -> None:
     shape = GroupedShape("", (15,) * 8, 128, 1024, 1024)
     a, _, _, _ = ragged(shape, shape.k, formats[0], CUDA, 0)
     b = matrices(torch.randn(8, shape.n, shape.k, device=CUDA), formats[1])
-    arguments = (*a.pair, *lists(b), group_sizes(shape, CUDA), *formats, torch.bfloat16)
-    taken = most_memory(lambda: ops.grouped_gemm_quantized_list(*arguments))
+    given = arguments_of(a, b, formats, group_sizes=group_sizes(shape, CUDA))
+    taken = most_memory(lambda: ops.grouped_gemm(**given))
     assert taken < 2 * 1024 * 1024, "a quarter of the codes"
 
 
@@ -223,9 +223,16 @@ KEY = "fp8_block"
 SIZES = torch.tensor([1, 2])
 X = ops.quantize(torch.randn(4, 130), KEY, SIZES)
 W, WS = map(list, zip(*ops.quantize_list([torch.randn(5, 130) for _ in range(2)], KEY), strict=True))
-T = tuple(
-    map(list, zip(*ops.quantize_list([torch.randn(5, 130) for _ in range(2)], "fp8_tensor"), strict=True))
-)
+T = [
+    list(t)
+    for t in zip(*ops.quantize_list([torch.randn(5, 130) for _ in range(2)], "fp8_tensor"), strict=True)
+]
+N = [
+    list(t)
+    for t in zip(
+        *ops.quantize_list([torch.randn(5, 144) for _ in range(2)], "nvfp4", torch.ones(2)), strict=True
+    )
+]
 AGREE = "Pass tensors whose sizes agree."
 
 
@@ -233,10 +240,11 @@ AGREE = "Pass tensors whose sizes agree."
     ("b", "b_scale", "sizes", "key", "more", "error", "text"),
     [
         ([], [], SIZES, KEY, {}, ValueError,
-         "'b': expected 1 to 1024 matrices, whose addresses fit beside a launch, got 0 of them. "
+         "'b': expected 1 to 1024 matrices, as many as a launch takes addresses, got 0 of them. "
          "Pass more groups than that as one tensor."),
         (W, WS[:1], SIZES, KEY, {}, ValueError,
-         "'b_scale': expected 2 of them, one for each matrix of 'b', got 1. Pass what each matrix was quantized to."),
+         "'b_scale': expected scale_inv of each matrix, 2 tensors for 'fp8_block', got 1. "
+         "Pass what the operand was quantized to."),
         (W, [WS[0], WS[1][:1]], SIZES, KEY, {}, ValueError,
          "'b_scale[1]': expected size 2 in dimension 0 (what the format gives data of this size), "
          f"got float32[1, 8] on cpu. {AGREE}"),
@@ -257,10 +265,15 @@ AGREE = "Pass tensors whose sizes agree."
         (W, WS, SIZES, KEY, {"transpose_b": False}, ValueError,
          "'b[0]': expected size 130 in dimension 0 (the columns of 'a', summed over), got float8_e4m3fn[5, 130] on "
          f"cpu. {AGREE}"),
-        (*T, SIZES, "fp8_tensor", {"b_amax": [torch.ones(1)] * 2}, ValueError,
-         "'b_amax[0]': expected None for 'fp8_tensor', which has no use for it, got float32[1] on cpu. Leave it out."),
-        (*T, SIZES, "fp8_tensor", {"b_amax": [torch.ones(1)]}, ValueError,
-         "'b_amax': expected 2 of them, one for each matrix of 'b', got 1. Pass what each matrix was quantized to."),
+        (T[0], [*T[1], torch.ones(1), torch.ones(1)], SIZES, "fp8_tensor", {}, ValueError,
+         "'b_scale': expected scale_inv of each matrix, 2 tensors for 'fp8_tensor', got 4. "
+         "Pass what the operand was quantized to."),
+        (N[0], N[1], SIZES, "nvfp4", {}, ValueError,
+         "'b_scale': expected scale_inv of each matrix, then amax of each matrix, 4 tensors for 'nvfp4', got 2. "
+         "Pass what the operand was quantized to."),
+        (N[0], [*N[1], torch.ones(1), torch.ones(2)], SIZES, "nvfp4", {}, ValueError,
+         "'b_scale[3]': expected sizes [1], the largest magnitudes that 'nvfp4' scales by, got float32[2] on cpu. "
+         "Compute it with transformer_plugin.ops.amax."),
         (*T, SIZES, "fp8_tensor", {"alpha": torch.ones(3)}, ValueError,
          f"'alpha': expected size 2 in dimension 0 (one factor for each product), got float32[3] on cpu. {AGREE}"),
         (W, WS, SIZES, "bf16", {}, ValueError,
@@ -278,5 +291,5 @@ def test_errors(
     text: str,
 ) -> None:
     with pytest.raises(error) as caught:
-        ops.grouped_gemm_quantized_list(*X, b, b_scale, sizes, KEY, key, torch.float32, **more)
-    assert str(caught.value) == f"transformer_plugin::grouped_gemm_quantized_list: argument {text}"
+        ops.grouped_gemm(**quantized_arguments(X, (b, b_scale), KEY, key), group_sizes=sizes, **more)
+    assert str(caught.value) == f"transformer_plugin::grouped_gemm: argument {text}"

@@ -131,11 +131,11 @@ def test_gather_rows_backward(
 def test_opcheck(case: Case, device: torch.device) -> None:
     (a, b, sizes, bias, scale, transpose_b), rows, _ = indexed(case, device, 0)
     a[a.isnan()] = 0.0
-    arguments = (a.requires_grad_(), b.requires_grad_(), sizes, bias, scale, transpose_b, None, None, rows)
+    arguments = (a.requires_grad_(), [b.requires_grad_()], sizes, bias, scale, transpose_b, None, None, rows)
     opcheck(_ops.grouped_gemm.default, arguments)
     n = b.shape[1 if transpose_b else 2]
     out = torch.zeros(rows.shape[0], n, device=device)
-    arguments = (a.detach(), b.detach(), sizes, out, bias, scale, transpose_b, None, None, rows)
+    arguments = (a.detach(), [b.detach()], sizes, out, bias, scale, transpose_b, None, None, rows)
     opcheck(_ops.grouped_gemm_out.default, arguments)
     grad = torch.zeros(rows.shape[0], n, dtype=a.dtype, device=device)
     arguments = (grad, a.detach(), sizes, None, None, rows)

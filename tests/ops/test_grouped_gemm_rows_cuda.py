@@ -74,7 +74,7 @@ def test_exact_sums(
         poison(tuple(expected.shape), dtype, CUDA)
         got = ops.grouped_gemm(a, b, sizes, transpose_b=transpose_b, rows=rows, max_sms=max_sms)
         assert_same_bits(got + 0, expected, f"stack, max_sms {max_sms}")
-        got = ops.grouped_gemm_list(a, apart(b), sizes, transpose_b=transpose_b, rows=rows, max_sms=max_sms)
+        got = ops.grouped_gemm(a, apart(b), sizes, transpose_b=transpose_b, rows=rows, max_sms=max_sms)
         assert_same_bits(got + 0, expected, f"list, max_sms {max_sms}")
 
 
@@ -174,7 +174,7 @@ def test_no_buffer_and_no_host_read(transpose_b: bool, listed: bool) -> None:
 
     def product() -> Tensor:
         if listed:
-            return ops.grouped_gemm_list(a, matrices, sizes, transpose_b=transpose_b, rows=rows)
+            return ops.grouped_gemm(a, matrices, sizes, transpose_b=transpose_b, rows=rows)
         return ops.grouped_gemm(a, b, sizes, transpose_b=transpose_b, rows=rows)
 
     output, copy = places * n * 2, places * k * 2

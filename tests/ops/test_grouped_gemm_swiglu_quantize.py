@@ -16,7 +16,11 @@ from transformer_plugin import ops, reference
 from transformer_plugin.formats import Format
 from transformer_plugin.reference.gemm_swiglu import halves_apart
 from transformer_plugin.testing.cases import BLOCK_FORMATS, Case
-from transformer_plugin.testing.gemm_cases import normals, poison_tail
+from transformer_plugin.testing.gemm_cases import (
+    normals,
+    poison_tail,
+    quantized_arguments,
+)
 from transformer_plugin.testing.gemm_swiglu_cases import grouped_gemm_swiglu_quantize_cases
 from transformer_plugin.testing.numerics import assert_same_bits
 
@@ -270,10 +274,9 @@ def test_devices_agree_on_exact_products() -> None:
 def quantized_experts(arguments: tuple[Any, ...]) -> Tensor:
     x, w1, sizes, probs, w2 = arguments
     data, scale, _ = ops.grouped_gemm_swiglu_quantize(x, w1, sizes, probs, "fp8_block", keep_input=False)
-    weight, weight_scale = ops.quantize(w2, "fp8_block:square")
-    return ops.grouped_gemm_quantized(
-        data, scale, weight, weight_scale, sizes, "fp8_block", "fp8_block:square", x.dtype
-    )
+    weight = ops.quantize(w2, "fp8_block:square")
+    given = quantized_arguments((data, scale), weight, "fp8_block", "fp8_block:square")
+    return ops.grouped_gemm(**given, group_sizes=sizes, dtype=x.dtype)
 
 
 def test_the_second_product_takes_it(device: torch.device) -> None:
@@ -283,7 +286,7 @@ def test_the_second_product_takes_it(device: torch.device) -> None:
     x, w1, w2 = (normals(s, torch.bfloat16, device, generator) / 4 for s in shapes)
     sizes, probs = torch.tensor([70, 0, 65], device=device), torch.rand(150, generator=generator).to(device)
     act, _ = ops.grouped_gemm_swiglu(x, w1, sizes, probs)
-    operands = *ops.quantize(act, "fp8_block", sizes), *ops.quantize(w2, "fp8_block:square")
-    formats = "fp8_block", "fp8_block:square"
-    expected = ops.grouped_gemm_quantized(*operands, sizes, *formats, x.dtype)
+    operands = ops.quantize(act, "fp8_block", sizes), ops.quantize(w2, "fp8_block:square")
+    given = quantized_arguments(*operands, "fp8_block", "fp8_block:square")
+    expected = ops.grouped_gemm(**given, group_sizes=sizes, dtype=x.dtype)
     assert_same_bits(quantized_experts((x, w1, sizes, probs, w2)), expected)

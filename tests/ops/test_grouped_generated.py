@@ -15,12 +15,16 @@ import torch
 from torch import Tensor
 
 from tests.ops.gemm_oracle import rows_fp64, rows_in_units, wgrad_fp64, wgrad_in_units
-from tests.ops.grouped_draw import Codes, Draw, Groups, assert_bits, beside, codes_of, is_whole, values_of
+from tests.ops.grouped_draw import Draw, Groups, assert_bits, beside, codes_of, is_whole, values_of
 from tests.ops.test_linear_ops import NONE, RECIPES, keys
 from transformer_plugin import ops
 from transformer_plugin.formats import Format
 from transformer_plugin.testing.cases import FLOAT_DTYPES
-from transformer_plugin.testing.gemm_cases import in_fp8_units
+from transformer_plugin.testing.gemm_cases import (
+    in_fp8_units,
+    quantized_arguments,
+    wgrad_arguments,
+)
 from transformer_plugin.testing.numerics import assert_rounded_sum
 
 FEW, PARTS, CASES = 30, 20, 100  # by default; and, of each product, parts that can run on several workers
@@ -212,46 +216,39 @@ def grouped_gemm_wgrad(draw: Draw) -> tuple[Product, Groups]:
     return wgrad_product("grouped_gemm_wgrad", operands, options, (grad, copy), groups, to, never), groups
 
 
-def named_amaxes(a: Codes, b: Codes, *names: str) -> dict[str, Tensor]:
-    return {name: c.amax for name, c in zip(names, (a, b), strict=True) if c.amax is not None}
-
-
-def grouped_gemm_quantized(draw: Draw) -> tuple[Product, Groups]:
+def grouped_gemm_of_formats(draw: Draw) -> tuple[Product, Groups]:
     formats = draw.random.choice(PAIRS)
     groups, n, k = draw.groups(*formats), draw.width(*formats), draw.width(*formats)
     transpose_b = draw.maybe(0.7)
     a = codes_of(draw.matrix(groups, k, torch.float32), formats[0], groups)
     b = codes_of(draw.tensor(groups.count, *((n, k) if transpose_b else (k, n))), formats[1])
-    options = {**with_bias(draw, groups, n), "transpose_b": transpose_b}
-    options |= named_amaxes(a, b, "a_amax", "b_amax")
+    options: dict[str, Any] = {**with_bias(draw, groups, n), "transpose_b": transpose_b}
+    options |= quantized_arguments(a[:3], b[:3], *formats) | {"group_sizes": groups.device}
 
     def units(dtype: torch.dtype) -> bool:
         return transpose_b and in_fp8_units(*formats, dtype, n, k, draw.device)
 
-    operands = (a.data, a.scale, b.data, b.scale, groups.device, *formats)
     to = draw.random.choice([torch.bfloat16, torch.bfloat16, *draw.dtypes])
     values = (a.values, b.values)
-    return rows_product("grouped_gemm_quantized", operands, options, values, groups, to, units), groups
+    return rows_product("grouped_gemm", (), options, values, groups, to, units), groups
 
 
-def grouped_gemm_wgrad_quantized(draw: Draw) -> tuple[Product, Groups]:
+def grouped_gemm_wgrad_of_formats(draw: Draw) -> tuple[Product, Groups]:
     keys = [replace(Format.parse(key), square_blocks=False).key for key in draw.random.choice(PAIRS)]
     groups, n, k = draw.groups(*keys), draw.width(*keys), draw.width(*keys)
     grad, input = (
         codes_of(draw.matrix(groups, width, torch.float32), key, groups, columns=True)
         for width, key in zip((n, k), keys, strict=True)
     )
-    options = {"alpha": draw.factors(groups.count)}
-    options |= named_amaxes(grad, input, "grad_t_amax", "input_t_amax")
+    options: dict[str, Any] = {"alpha": draw.factors(groups.count), "group_sizes": groups.device}
+    options |= wgrad_arguments(grad[:3], input[:3], *keys)
 
     def units(dtype: torch.dtype) -> bool:
         return in_fp8_units(*keys, dtype, k, None, draw.device)
 
-    operands = (grad.data, grad.scale, input.data, input.scale, groups.device, *keys)
     to = draw.random.choice(draw.dtypes)
     values = (grad.values, input.values)
-    op = "grouped_gemm_wgrad_quantized"
-    return wgrad_product(op, operands, options, values, groups, to, units), groups
+    return wgrad_product("grouped_gemm_wgrad", (), options, values, groups, to, units), groups
 
 
 def check_linear(draw: Draw) -> None:
@@ -321,7 +318,7 @@ def check_bias(
 
 PRODUCTS = {
     make.__name__: make
-    for make in (grouped_gemm, grouped_gemm_wgrad, grouped_gemm_quantized, grouped_gemm_wgrad_quantized)
+    for make in (grouped_gemm, grouped_gemm_wgrad, grouped_gemm_of_formats, grouped_gemm_wgrad_of_formats)
 }
 KINDS = [*PRODUCTS, "grouped_linear"]
 
@@ -367,7 +364,8 @@ def test_one_wrong_element_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch
         if changed[-1]:
             result[tuple(n // 2 for n in result.shape)] += largest / 8
 
-    for name in (kind, kind + "_out"):
+    op = kind.removesuffix("_of_formats")
+    for name in (op, op + "_out"):
         if hasattr(ops, name):
             monkeypatch.setattr(ops, name, spoiled(getattr(ops, name), spoil))
     for case in range(FEW):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.ops.test_linear_ops import RECIPES, keys
 from transformer_plugin import ops
+from transformer_plugin.testing.gemm_cases import apart, quantized_arguments, wgrad_arguments
 
 CUDA = torch.device("cuda")
 KEY, SQUARE = "fp8_block", "fp8_block:square"
@@ -90,9 +91,9 @@ def test_quantized_weights(columns: bool, key: str, weight_key: str) -> None:
     b = ops.quantize(weight, weight_key, **amaxes, rowwise=not columns, columnwise=columns)
     out = torch.empty_like(x)
     most = weight.numel() // 2
-    arguments, amaxes = (*a, *b, sizes, key, weight_key), {"a_amax": a_amax, "b_amax": b_amax}
-    assert peak(lambda: ops.grouped_gemm_quantized(*arguments, torch.bfloat16, **amaxes)) < most
-    assert peak(lambda: ops.grouped_gemm_quantized_out(*arguments, out, **amaxes)) < most
+    given = quantized_arguments((*a, a_amax), (*b, b_amax), key, weight_key) | {"group_sizes": sizes}
+    assert peak(lambda: ops.grouped_gemm(**given)) < most
+    assert peak(lambda: ops.grouped_gemm_out(**given, out=out)) < most
 
     def decoded() -> Tensor:
         values = ops.dequantize(*b, weight_key, torch.bfloat16, amax=b_amax)
@@ -108,10 +109,10 @@ def test_a_quantized_matrix(key: str, weight_key: str) -> None:
     x, _, weights, _ = inputs(WEIGHTS)
     weight = weights[0]
     a_amax, b_amax = (ops.amax(x, key), ops.amax(weight, weight_key)) if "nvfp4" in key else (None, None)
-    a, b = ops.quantize(x, key, amax=a_amax), ops.quantize(weight, weight_key, amax=b_amax)
-    amaxes = {"a_amax": a_amax, "b_amax": b_amax}
+    a, b = ops.quantize(x, key, None, a_amax), ops.quantize(weight, weight_key, None, b_amax)
+    given = quantized_arguments((*a, a_amax), (*b, b_amax), key, weight_key)
     most = 2 * (x.numel() + x.shape[0] * weight.shape[0]) + weight.numel() // 2
-    assert peak(lambda: ops.gemm_quantized(*a, *b, key, weight_key, torch.bfloat16, **amaxes)) < most
+    assert peak(lambda: ops.gemm(**given)) < most
 
     def decoded() -> Tensor:
         values = ops.dequantize(*b, weight_key, torch.bfloat16, amax=b_amax)
@@ -126,10 +127,11 @@ def test_quantized_rows_of_a_weight_gradient() -> None:
     grad_t, x_t = (ops.quantize(t, KEY, sizes, rowwise=False, columnwise=True) for t in (grad, x))
     out = torch.zeros_like(weight, dtype=torch.float32)
     most = 5 * x.numel() // 2  # codes of both, one byte each, in aligned groups
-    arguments = (*grad_t, *x_t, sizes, KEY, KEY)
+    given = wgrad_arguments(grad_t, x_t, KEY, KEY) | {"group_sizes": sizes}
     for dtype in (torch.bfloat16, torch.float32):
-        assert peak(lambda dtype=dtype: ops.grouped_gemm_wgrad_quantized(*arguments, dtype)) < most
-    assert peak(lambda: ops.grouped_gemm_wgrad_quantized_out(*arguments, out)) < most
+        assert peak(lambda dtype=dtype: ops.grouped_gemm_wgrad(**given, dtype=dtype)) < most
+    for buffers in (out, apart(out)):
+        assert peak(lambda buffers=buffers: ops.grouped_gemm_wgrad_out(**given, out=buffers)) < most
 
     def decoded() -> Tensor:
         values = [ops.dequantize(*q, KEY, torch.bfloat16, sizes, True) for q in (grad_t, x_t)]

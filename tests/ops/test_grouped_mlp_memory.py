@@ -59,7 +59,7 @@ def test_the_activation_is_rounded_where_it_is_computed(name: str) -> None:
     """A rounding for each operand of the six products, none of them of a matrix that another op wrote for it."""
     formats = FORMATS[name]
     weight = "quantize both" if name == "mx" else "quantize"  # square blocks on a CPU are the same both ways
-    product, gradient = "grouped_gemm_quantized", "grouped_gemm_wgrad_quantized"
+    product, gradient = "grouped_gemm", "grouped_gemm_wgrad"
     assert calls_of(formats, (False, False)) == [
         *("grouped quantize both", weight, product, "swiglu_quantize both", weight, product),
         *("grouped quantize both", product, "swiglu_backward_quantize", gradient, product, gradient),
@@ -83,7 +83,7 @@ def test_gradients_of_weights_come_when_they_take_least_memory() -> None:
     arguments = mlp_arguments(shape, torch.bfloat16, (False, False), torch.device("cpu"), generator)
     with Calls() as calls:
         run(ops.grouped_mlp, arguments, FORMATS["block"])
-    product, gradient = "grouped_gemm_quantized", "grouped_gemm_wgrad_quantized"
+    product, gradient = "grouped_gemm", "grouped_gemm_wgrad"
     assert calls.names[-6:] == [
         *("grouped quantize both", gradient, product, "swiglu_backward_quantize", gradient, product)
     ]
@@ -127,7 +127,7 @@ class Freed(Calls):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         name = name_of(func, args, kwargs)
         self.there.append((name, there))
-        which = {"swiglu_quantize both": 2, "quantize": 0, "grouped_gemm_quantized": None, "swiglu": None}
+        which = {"swiglu_quantize_both": 2, "quantize": 0, "grouped_gemm": None, "swiglu": None}
         if name in which and len(self.kept) < 4:
             index = which[name]
             made = result if index is None else result[index]
@@ -146,18 +146,18 @@ def test_what_is_kept_is_freed_when_it_is_used(retain: bool) -> None:
         first = torch.autograd.grad(output, leaves, torch.ones_like(output), retain_graph=retain)
     assert list(freed.kept) == [
         "quantize 1",
-        "grouped_gemm_quantized 1",
-        "swiglu_quantize both 1",
+        "grouped_gemm 1",
+        "swiglu_quantize_both 1",
         "quantize 2",
     ]
     there = {name: held for name, held in freed.there if name in freed.names[-5:]}  # of the last of each name
     first_weight, linear, activation, second_weight = freed.kept
-    assert there["swiglu_backward_quantize"] >= {linear, activation, first_weight}
-    assert first_weight in there["grouped_gemm_quantized"]
+    assert there["swiglu_backward_quantize_both"] >= {linear, activation, first_weight}
+    assert first_weight in there["grouped_gemm"]
     for gone in (linear, activation, second_weight):
-        assert (gone in there["grouped_gemm_quantized"]) == retain
+        assert (gone in there["grouped_gemm"]) == retain
     for gone in freed.kept:  # beside the gradient of the first weight nothing of it is
-        assert (gone in there["grouped_gemm_wgrad_quantized"]) == retain
+        assert (gone in there["grouped_gemm_wgrad"]) == retain
     if retain:
         again = torch.autograd.grad(output, leaves, torch.ones_like(output))
         for a, b in zip(again, first, strict=True):

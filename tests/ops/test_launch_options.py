@@ -11,7 +11,11 @@ from torch import Tensor
 
 from tests.opcheck import opcheck
 from transformer_plugin import ops
-from transformer_plugin.testing.gemm_cases import normals
+from transformer_plugin.testing.gemm_cases import (
+    normals,
+    quantized_arguments,
+    wgrad_arguments,
+)
 from transformer_plugin.testing.numerics import assert_same_bits
 
 _ops = torch.ops.transformer_plugin
@@ -34,28 +38,28 @@ def operands(device: torch.device, dtype: torch.dtype = BF16) -> tuple[Tensor, T
 
 
 def quantized_calls(device: torch.device) -> dict[str, Callable[..., Tensor]]:
-    """Each quantized op as a function of the options."""
+    """Each op of quantized operands as a function of the options."""
     a, b, sizes, grad = operands(device, FP32)
     keys = ("fp8_block", "fp8_block:square")
     rows, weight = ops.quantize(a, keys[0], sizes), ops.quantize(b, keys[1])
     columns = [ops.quantize(x, keys[0], sizes, rowwise=False, columnwise=True) for x in (grad, a)]
-    forward = (*rows, *weight, sizes, *keys)
-    wgrad = (*columns[0], *columns[1], sizes, keys[0], keys[0])
+    forward = quantized_arguments(rows, weight, *keys) | {"group_sizes": sizes}
+    wgrad = wgrad_arguments(columns[0], columns[1], keys[0], keys[0]) | {"group_sizes": sizes}
 
     def forward_out(**options: int) -> Tensor:
         out = torch.zeros(700, 520, dtype=BF16, device=device)
-        ops.grouped_gemm_quantized_out(*forward, out, **options)
+        ops.grouped_gemm_out(**forward, out=out, **options)
         return out
 
     def wgrad_out(**options: int) -> Tensor:
         out = torch.ones(5, 520, 264, device=device)
-        ops.grouped_gemm_wgrad_quantized_out(*wgrad, out, **options)
+        ops.grouped_gemm_wgrad_out(**wgrad, out=out, **options)
         return out
 
     return {
-        "forward": lambda **options: ops.grouped_gemm_quantized(*forward, BF16, **options),
+        "forward": lambda **options: ops.grouped_gemm(**forward, **options),
         "forward_out": forward_out,
-        "wgrad": lambda **options: ops.grouped_gemm_wgrad_quantized(*wgrad, FP32, **options),
+        "wgrad": lambda **options: ops.grouped_gemm_wgrad(**wgrad, dtype=FP32, **options),
         "wgrad_out": wgrad_out,
     }
 
@@ -159,27 +163,27 @@ def test_opcheck(device: torch.device) -> None:
     sizes = torch.tensor([2, 1], device=device)
     a, b, grad = (normals(s, FP32, device, generator) for s in ((4, 128), (2, 16, 128), (4, 16)))
     out, weight = torch.zeros(4, 16, device=device), torch.zeros(2, 16, 128, device=device)
-    opcheck(_ops.grouped_gemm_out.default, (a, b, sizes, out), options)
+    opcheck(_ops.grouped_gemm_out.default, (a, [b], sizes, out), options)
     opcheck(_ops.grouped_gemm_wgrad.default, (grad, a, sizes), options)
-    opcheck(_ops.grouped_gemm_wgrad_out.default, (grad, a, sizes, weight), options)
-    leaves = (a.clone().requires_grad_(), b.clone().requires_grad_())
+    opcheck(_ops.grouped_gemm_wgrad_out.default, (grad, a, sizes, [weight]), options)
+    leaves = (a.clone().requires_grad_(), [b.clone().requires_grad_()])
     opcheck(_ops.grouped_gemm.default, (*leaves, sizes), options)
     key = "fp8_block"
     rows, matrices = ops.quantize(a, key, sizes), ops.quantize(b, key)
-    forward = (*rows, *matrices, sizes, key, key)
-    opcheck(_ops.grouped_gemm_quantized.default, (*forward, BF16), options)
-    opcheck(_ops.grouped_gemm_quantized_out.default, (*forward, out), options)
+    forward = quantized_arguments(rows, matrices, key, key) | {"b": [matrices[0]], "group_sizes": sizes}
+    opcheck(_ops.grouped_gemm.default, (), forward | options)
+    opcheck(_ops.grouped_gemm_out.default, (), forward | options | {"out": out})
     columns = [ops.quantize(x, key, sizes, rowwise=False, columnwise=True) for x in (grad, a)]
-    wgrad = (*columns[0], *columns[1], sizes, key, key)
-    opcheck(_ops.grouped_gemm_wgrad_quantized.default, (*wgrad, FP32), options)
-    opcheck(_ops.grouped_gemm_wgrad_quantized_out.default, (*wgrad, weight), options)
+    wgrad = wgrad_arguments(columns[0], columns[1], key, key) | {"group_sizes": sizes}
+    opcheck(_ops.grouped_gemm_wgrad.default, (), wgrad | options | {"dtype": FP32})
+    opcheck(_ops.grouped_gemm_wgrad_out.default, (), wgrad | options | {"out": [weight]})
 
 
 @pytest.mark.parametrize("made_by", [calls, quantized_calls])
 def test_errors(made_by: Callable[..., Any], device: torch.device) -> None:
     for name, call in made_by(device).items():
         op = "grouped_gemm" + ("_wgrad" if "wgrad" in name else "")
-        op += ("_quantized" if made_by is quantized_calls else "") + ("_out" if "out" in name else "")
+        op += "_out" if "out" in name else ""
         with pytest.raises(ValueError) as caught:
             call(max_sms=-2)
         assert str(caught.value) == (

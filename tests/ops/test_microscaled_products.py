@@ -14,7 +14,11 @@ from tests.ops.gemm_oracle import rows_fp64
 from tests.ops.grouped_draw import Codes, Groups, codes_of
 from tests.ops.on_gpu import captured
 from transformer_plugin import ops, reference
-from transformer_plugin.testing.gemm_cases import normals, poison_tail
+from transformer_plugin.testing.gemm_cases import (
+    normals,
+    poison_tail,
+    quantized_arguments,
+)
 from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -71,22 +75,21 @@ def calls(
     a: Codes, b: Codes, formats: tuple[str, str], groups: Groups, bias: Tensor, alpha: Tensor
 ) -> dict[str, Call]:
     """Every op over groups of rows, with a bias and factors; the last with the sum over the weights' rows."""
-    amaxes = {"a_amax": a.amax, "b_amax": b.amax}
-    operands = (a.data, a.scale, b.data, b.scale, groups.device, *formats)
+    more = {"group_sizes": groups.device, "bias": bias, "alpha": alpha}
+    given = quantized_arguments(a[:3], b[:3], *formats) | more
 
     def into() -> Tensor:
         out = torch.full((groups.capacity, bias.shape[1]), float("nan"), dtype=BF16, device=bias.device)
-        ops.grouped_gemm_quantized_out(*operands, out, bias, alpha=alpha, **amaxes)
+        ops.grouped_gemm_out(**given, out=out)
         return out
 
     def listed() -> Tensor:
         own = None if b.amax is None else list(b.amax.split(1))
-        matrices = (apart(b.data), apart(b.scale))
-        given = (a.data, a.scale, *matrices, groups.device, *formats, BF16, bias)
-        return ops.grouped_gemm_quantized_list(*given, alpha=alpha, a_amax=a.amax, b_amax=own)
+        matrices = (apart(b.data), apart(b.scale), own)
+        return ops.grouped_gemm(**quantized_arguments(a[:3], matrices, *formats) | more)
 
     return {
-        "fresh": lambda: ops.grouped_gemm_quantized(*operands, BF16, bias, alpha=alpha, **amaxes),
+        "fresh": lambda: ops.grouped_gemm(**given),
         "into": into,
         "listed": listed,
     }
@@ -138,10 +141,10 @@ def test_matrices_with_scales_in_either_order(
     expected: dict[str, Tensor] = {}
     for formats in product(rows, weights):
         a, b = rows[formats[0]], weights[formats[1]]
-        given, amaxes = (*a[:2], *b[:2], *formats), {"a_amax": a.amax, "b_amax": b.amax}
+        given = quantized_arguments(a[:3], b[:3], *formats) | {"bias": bias}
         into = torch.full((m, n), float("nan"), dtype=dtype, device=device)
-        ops.gemm_quantized_out(*given, into, bias, **amaxes)
-        made = {"fresh": ops.gemm_quantized(*given, dtype, bias, **amaxes), "into": into}
+        ops.gemm_out(**given, out=into)
+        made = {"fresh": ops.gemm(**given, dtype=dtype), "into": into}
         for name, got in made.items():
             assert_rounded_sum(
                 got, a64 @ b64.T + bias.double(), magnitude, k + ROUNDED, f"{name} of {formats}"
@@ -181,9 +184,8 @@ def test_either_element_gives_the_bits_of_the_values(order: str, device: torch.d
     for formats in product(ELEMENTS, ELEMENTS):
         keys = [tiled(f) if order == "tiles" else f for f in formats]
         a, b = (values[name].to(ELEMENTS[f]) for name, f in zip(values, formats, strict=True))
-        results[formats] = ops.grouped_gemm_quantized(
-            a, scales["rows"], b, scales["weights"], groups.device, *keys, BF16
-        )
+        given = quantized_arguments((a, scales["rows"]), (b, scales["weights"]), keys[0], keys[1])
+        results[formats] = ops.grouped_gemm(**given, group_sizes=groups.device)
     expected = results["mxfp8", "mxfp8"]
     assert expected[: groups.end].count_nonzero() > groups.end * shape.n / 2
     for formats, got in results.items():
@@ -222,7 +224,7 @@ def test_every_code_under_scales_of_all_magnitudes(
     if side == "weights":
         given, exact = given[::-1], exact.T
     (a, a_scale), (b, b_scale) = ((c.to(device), s.to(device).view(torch.float8_e8m0fnu)) for c, s in given)
-    got = ops.gemm_quantized(a, a_scale, b, b_scale, key, key, BF16).cpu()
+    got = ops.gemm(**quantized_arguments((a, a_scale), (b, b_scale), key, key)).cpu()
     compared = ~((exact.abs() < torch.finfo(FP32).tiny) & (exact != 0))
     assert compared.sum() > 0.98 * exact.numel() and exact.isnan().any()
     assert exact.isinf().any() and exact.count_nonzero() > 1000
@@ -308,8 +310,8 @@ def test_rows_widened_beside_products_give_the_same_bits(pair: tuple[str, str]) 
         a = codes_of(x, pair[0], groups)
 
         def call(max_sms: int = 0, a: Codes = a) -> Tensor:
-            given = (a.data, a.scale, b.data, b.scale, groups.device, *pair, BF16, bias)
-            return ops.grouped_gemm_quantized(*given, a_amax=a.amax, b_amax=b.amax, max_sms=max_sms)
+            given = quantized_arguments(a[:3], b[:3], *pair) | {"bias": bias}
+            return ops.grouped_gemm(**given, group_sizes=groups.device, max_sms=max_sms)
 
         results = {max_sms: call(max_sms) for max_sms in BESIDE}
         expected = call()
@@ -338,8 +340,8 @@ def test_graph_widens_rows_beside_products_of_new_sizes(formats: tuple[str, str]
         return [t for t in (*a[:3], *b[:3], groups.device) if t is not None]
 
     def call(a: Codes, b: Codes, groups: Groups, max_sms: int) -> Tensor:
-        given = (a.data, a.scale, b.data, b.scale, groups.device, *formats, BF16)
-        return ops.grouped_gemm_quantized(*given, a_amax=a.amax, b_amax=b.amax, max_sms=max_sms)
+        given = quantized_arguments(a[:3], b[:3], *formats)
+        return ops.grouped_gemm(**given, group_sizes=groups.device, max_sms=max_sms)
 
     given = drawn(WIDE.sizes, 0)
     results: list[Tensor] = []

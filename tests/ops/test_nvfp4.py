@@ -11,6 +11,7 @@ import torch
 
 from tests.ops.quantize_oracle import assert_all_same
 from transformer_plugin import ops, reference
+from transformer_plugin.testing.gemm_cases import quantized_arguments
 from transformer_plugin.testing.numerics import assert_same_bits
 from transformer_plugin.testing.quantize_cases import BOTH, COLUMNS, GROUPED_NV_FORMATS, extras
 
@@ -148,11 +149,14 @@ def missing(sizes: str, key: str, transposed: bool = False) -> str:
         (ops.dequantize, (E2M1[:, :12], SCALE, "nvfp4"), ValueError,
          "dequantize: argument 'data': expected a last dimension that is a multiple of 8 bytes, the block of "
          "nvfp4, got float4_e2m1fn_x2[16, 12] on cpu. Pass data as the quantize ops return it."),
-        (ops.gemm_quantized, (E2M1, SCALE, E2M1, SCALE, "nvfp4", "nvfp4", torch.float32, None, True, AMAX),
-         ValueError, f"gemm_quantized: argument 'b_amax': {missing('[1]', 'nvfp4')}"),
-        (ops.gemm_quantized,
-         (E2M1, SCALE, E2M1[:, :8], SCALE, "nvfp4", "nvfp4", torch.float32, None, True, AMAX, AMAX), ValueError,
-         "gemm_quantized: argument 'b': expected size 16 in dimension 1 (the columns of 'a', summed over), got "
+        (partial(ops.gemm, **quantized_arguments((E2M1, SCALE, AMAX), (E2M1, SCALE), "nvfp4", "nvfp4")), (),
+         ValueError, "gemm: argument 'b_scale': expected scale_inv and amax, 2 tensors for 'nvfp4', got 1. "
+         "Pass what the operand was quantized to."),
+        (partial(ops.gemm, **quantized_arguments((E2M1, SCALE, AMAX), (E2M1, SCALE, torch.ones(2)), *["nvfp4"] * 2)),
+         (), ValueError, "gemm: argument 'b_scale[1]': expected sizes [1], the largest magnitudes that 'nvfp4' scales "
+         "by, got float32[2] on cpu. Compute it with transformer_plugin.ops.amax."),
+        (partial(ops.gemm, **quantized_arguments((E2M1, SCALE, AMAX), (E2M1[:, :8], SCALE, AMAX), *["nvfp4"] * 2)),
+         (), ValueError, "gemm: argument 'b': expected size 16 in dimension 1 (the columns of 'a', summed over), got "
          "float4_e2m1fn_x2[16, 8] on cpu. Pass tensors whose sizes agree."),
         (ops.linear, (ONES, ONES, None, "nvfp4:rht", "nvfp4", "nvfp4"), ValueError,
          "linear: argument 'grad_format': expected 'rht' if and only if input_format, 'nvfp4:rht', has it, got "

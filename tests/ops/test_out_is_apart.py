@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
+from transformer_plugin.testing.gemm_cases import quantized_arguments, wgrad_arguments
 from transformer_plugin.testing.quantize_cases import BOTH
 
 SIZES = (4, 3, 5)
@@ -24,66 +25,71 @@ def inside(out: Tensor, values: Tensor) -> Tensor:
     return held.view(values.shape)
 
 
-Call = tuple[Callable[..., Any], list[Any], Tensor, dict[str, Tensor]]
+#: An op, what it reads by name, and the buffer.
+Call = tuple[Callable[..., Any], dict[str, Any], Tensor]
 
 
 def calls() -> Iterator[tuple[str, Call]]:
-    """An op, what comes before the buffer and is read, the buffer, and more that is read, by name."""
     generator = torch.Generator().manual_seed(2)
 
     def normals(*size: int) -> Tensor:
         return torch.randn(size, generator=generator)
 
-    sizes, a, b = torch.tensor(SIZES), normals(T, K), normals(G, N, K)
-    factors = {"alpha": normals(G), "beta": normals(G)}
-    rows, main_grad = torch.zeros(T, N), torch.zeros(G, N, K)
-    yield "gemm_out", (ops.gemm_out, [a, b[0]], rows, {"alpha": normals(1), "beta": normals(1)})
-    more = {**factors, "bias": normals(G, N), "bias_scale": normals(T), "rows": torch.arange(T)}
-    yield "grouped_gemm_out", (ops.grouped_gemm_out, [a, b, sizes], rows, more)
-    wgrad = [normals(T, N), a, sizes]
-    yield (
-        "grouped_gemm_wgrad_out",
-        (ops.grouped_gemm_wgrad_out, wgrad, main_grad, {**factors, "input_rows": torch.arange(T)}),
-    )
+    sizes, a, b = {"group_sizes": torch.tensor(SIZES)}, normals(T, K), normals(G, N, K)
+    factors, one = {"alpha": normals(G), "beta": normals(G)}, {"alpha": normals(1), "beta": normals(1)}
+    rows, main_grad, grad = torch.zeros(T, N), torch.zeros(G, N, K), normals(T, N)
+    yield "gemm_out", (ops.gemm_out, {"a": a, "b": b[0], **one}, rows)
+    more = {**sizes, **factors, "bias": normals(G, N), "bias_scale": normals(T), "rows": torch.arange(T)}
+    yield "grouped_gemm_out", (ops.grouped_gemm_out, {"a": a, "b": b, **more}, rows)
+    yield "grouped_gemm_out of a list", (ops.grouped_gemm_out, {"a": a, "b": list(b.clone()), **more}, rows)
+    more = {**sizes, **factors, "input_rows": torch.arange(T), "accumulate": False}
+    wgrad_out = ops.grouped_gemm_wgrad_out
+    yield "grouped_gemm_wgrad_out", (wgrad_out, {"grad": grad, "input": a, **more}, main_grad)
+    more = {**sizes, **factors, "accumulate": False}
     for key in ("fp8_tensor", "fp8_block"):
         square = key + (":square" if key == "fp8_block" else "")
-        operands = [*ops.quantize(a, key), *ops.quantize(b[0], square), key, square]
-        yield (
-            f"gemm_quantized_out {key}",
-            (ops.gemm_quantized_out, operands, rows, {"alpha": normals(1), "beta": normals(1)}),
-        )
-        operands = [*ops.quantize(a, key, sizes), *ops.quantize(b, square), sizes, key, square]
-        yield f"grouped_gemm_quantized_out {key}", (ops.grouped_gemm_quantized_out, operands, rows, factors)
-        operands = [
-            *ops.quantize(wgrad[0], key, sizes, rowwise=False, columnwise=True),
-            *ops.quantize(a, key, sizes, rowwise=False, columnwise=True),
-            *(sizes, key, key),
+        dense = quantized_arguments(ops.quantize(a, key), ops.quantize(b[0], square), key, square)
+        yield f"gemm_out {key}", (ops.gemm_out, dense | one, rows)
+        operands = ops.quantize(a, key, sizes["group_sizes"]), ops.quantize(b, square)
+        grouped = quantized_arguments(*operands, key, square) | sizes | factors
+        yield f"grouped_gemm_out {key}", (ops.grouped_gemm_out, grouped, rows)
+        columns = [
+            ops.quantize(x, key, sizes["group_sizes"], rowwise=False, columnwise=True) for x in (grad, a)
         ]
-        yield (
-            f"grouped_gemm_wgrad_quantized_out {key}",
-            (ops.grouped_gemm_wgrad_quantized_out, operands, main_grad, factors),
-        )
+        of_weight = wgrad_arguments(columns[0], columns[1], key, key) | more
+        yield f"grouped_gemm_wgrad_out {key}", (wgrad_out, of_weight, main_grad)
 
 
 CALLS = dict(calls())
 
 
+def places(arguments: dict[str, Any]) -> Iterator[tuple[Tensor, Callable[[Tensor], dict[str, Any]]]]:
+    """Each tensor that is read, and the arguments with another in its place."""
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            yield value, lambda other, name=name: {**arguments, name: other}
+        for i, tensor in enumerate(value if isinstance(value, list) else []):
+            yield (
+                tensor,
+                lambda other, name=name, value=value, i=i: {
+                    **arguments,
+                    name: [*value[:i], other, *value[i + 1 :]],
+                },
+            )
+
+
 @pytest.mark.parametrize("name", list(CALLS))
 def test_refused(name: str) -> None:
-    op, before, out, more = CALLS[name]
-    wgrad = {"accumulate": False} if "wgrad" in name else {}
-    op(*before, out, **more, **wgrad)  # with memory of its own
-    read = [(i, value) for i, value in enumerate(before) if isinstance(value, Tensor)]
-    for place, value in [*read, *more.items()]:
+    op, read, out = CALLS[name]
+    op(**read, out=out)  # with memory of its own
+    for value, with_other in places(read):
         buffer = torch.zeros_like(out)
         if value.numel() * value.element_size() > buffer.numel() * buffer.element_size():
             continue
         own = inside(buffer, value)
         held = buffer.clone()
-        positional = [own if i == place else x for i, x in enumerate(before)]
-        named = {key: own if key == place else x for key, x in more.items()}
         with pytest.raises(ValueError, match="argument 'out': expected a buffer apart from '"):
-            op(*positional, buffer, **named, **wgrad)
+            op(**with_other(own), out=buffer)
         assert torch.equal(buffer.view(torch.uint8), held.view(torch.uint8))
 
 

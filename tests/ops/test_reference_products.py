@@ -27,7 +27,9 @@ from tests.ops.product_axes import (
     Product,
     groups_of,
     multiplied,
+    parted,
     reached,
+    whole,
 )
 from tests.ops.test_norm import assert_same_numbers
 from tests.ops.test_references import CASES, of_reference
@@ -54,8 +56,13 @@ EVERYWHERE: list[dict[str, int]] = [
 ]
 CALLS: dict[str, list[tuple[str, Call]]] = {}
 for _case in CASES:
-    if _case.values[0].op in PRODUCTS:
-        CALLS.setdefault(_case.values[0].op, []).append((str(_case.id), _case.values[0]))
+    _call = _case.values[0]
+    _format = _call.arguments.get("a_format", _call.arguments.get("grad_format", "none"))
+    if "linear" in _call.op or "mlp" in _call.op:
+        _format = "none"
+    _product = _call.op if _format == "none" else f"{_call.op} {_format}"
+    if _product in PRODUCTS:
+        CALLS.setdefault(_product, []).append((str(_case.id), _call))
 by_product = pytest.mark.parametrize("op", list(PRODUCTS))
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -109,7 +116,7 @@ def results(function: Callable[..., Any], call: Call, arguments: dict[str, Any])
         found = [reference.dequantize(*found[:2], "mxfp8", group_sizes=given["group_sizes"]), found[2]]
     for name in BUFFERS[call.op]:
         value = given.get(name)
-        found += [torch.stack(value)] if isinstance(value, list) else flat(value)
+        found += [whole(value)] if isinstance(value, list) else flat(value)
     return found
 
 
@@ -151,16 +158,16 @@ def test_what_is_not_finite_reaches_what_it_is_used_for(op: str, dtype: torch.dt
             continue
         for argument, axes in product.arguments.items():
             value = given.get(argument)
-            if value is None or (torch.stack(value) if isinstance(value, list) else value).numel() == 0:
+            if value is None or (whole(value) if isinstance(value, list) else value).numel() == 0:
                 continue
             if argument == "b" and axes[0] == "G" and given.get("transpose_b") is False:
                 axes = (axes[0], axes[2], axes[1])
             for number in (math.nan,) if product.nan_only else (math.nan, next(infinities)):
                 spoilt = copied(given)
-                whole = torch.stack(value) if isinstance(value, list) else spoilt[argument]
-                place = tuple(int(torch.randint(0, n, (), generator=draw)) for n in whole.shape)
-                whole[place] = number
-                spoilt[argument] = list(whole) if isinstance(value, list) else whole
+                tensor = whole(spoilt[argument]) if isinstance(value, list) else spoilt[argument]
+                place = tuple(int(torch.randint(0, n, (), generator=draw)) for n in tensor.shape)
+                tensor[place] = number
+                spoilt[argument] = parted(tensor, value) if isinstance(value, list) else tensor
                 where = f"{name}, {number} in {argument}{list(place)}"
                 assert_reaches(product, argument, axes, place, call, given, spoilt, where)
 
@@ -205,7 +212,7 @@ def spread(call: Call, dtype: torch.dtype, seed: int) -> dict[str, Any]:
 
 def in_float64(op: str, given: dict[str, Any], wide: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
     """The product of what ``wide`` makes of every argument, and how many terms each sum has."""
-    x = {k: torch.stack(v) if isinstance(v, list) else v for k, v in given.items()}
+    x = {k: whole(v) if isinstance(v, list) and v else v for k, v in given.items()}
     x = {k: wide(v.double()) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in x.items()}
     sizes, rows = x.get("group_sizes"), x.get("rows", x.get("input_rows"))
     if op == "gather_rows_backward":
@@ -219,7 +226,7 @@ def in_float64(op: str, given: dict[str, Any], wide: Callable[[Tensor], Tensor])
         added = 0.0 if out is None else out if beta is None else beta[:, None, None] * out
         return product + added, len(x["grad"])
     a, b = (x.get(name, x.get(other)) for name, other in (("a", "input"), ("b", "weight")))
-    if "rowwise" in op:
+    if "fp8_row" in op:
         a, b = a * x["a_scale"][:, None], b * x["b_scale"][..., None]
     if rows is not None:
         a = a[rows.clamp(min=0)] if len(rows) else a

@@ -33,7 +33,7 @@ ONCE: dict[str, OnceOrTwice] = {
     "rms_norm": (lambda t: ops.rms_norm(t["x"], t["row"], 1e-5), ("x", "row")),
     "layer_norm": (lambda t: ops.layer_norm(t["x"], t["row"], t["row"], 1e-5), ("x", "row")),
     "grouped_gemm": (lambda t: ops.grouped_gemm(t["x"], t["w"], SIZES), ("w",)),
-    "grouped_gemm_list": (lambda t: ops.grouped_gemm_list(t["x"], [*t["w"]], SIZES), ("w",)),
+    "grouped_gemm of a list": (lambda t: ops.grouped_gemm(t["x"], [*t["w"]], SIZES), ("w",)),
     "grouped_gemm_swiglu": (
         lambda t: ops.grouped_gemm_swiglu(t["x"], t["w"], SIZES, t["rows"])[0],
         ("x", "w", "rows"),
@@ -129,12 +129,12 @@ def test_forward_mode_is_refused_by_each_tensor() -> None:
             return forward_ad.make_dual(tensor, torch.ones_like(tensor))
 
         with pytest.raises(RuntimeError, match="jvp is not implemented"):
-            ops.grouped_gemm_list(x, [weights[0], dual(weights[1]), weights[2]], sizes)
+            ops.grouped_gemm(x, [weights[0], dual(weights[1]), weights[2]], sizes)
         refused: dict[str, Callable[[], object]] = {
             "alpha": lambda: ops.grouped_gemm(x, t["w"], sizes, alpha=dual(alpha)),
             "a": lambda: ops.grouped_gemm_out(dual(x), t["w"], sizes, out),
             "out": lambda: ops.grouped_gemm_out(x, t["w"], sizes, dual(out)),
-            "out[0]": lambda: ops.grouped_gemm_wgrad_list_out(
+            "out[0]": lambda: ops.grouped_gemm_wgrad_out(
                 out, x, sizes, [dual(weights[0]), weights[1], weights[2]]
             ),
         }

@@ -122,7 +122,7 @@ def grouped_gemm(
 
     Args:
         a: ``[T, K]`` float32, bfloat16 or float16; float64 on a CPU; or data in ``a_format``, as
-            :func:`~transformer_plugin.ops.grouped_quantize` gives it.
+            :func:`~transformer_plugin.ops.quantize` gives it with group sizes.
         b: ``[G, N, K]``, or ``[G, K, N]`` when not ``transpose_b`` (a weight ``[G, N, K]`` in the data gradient:
             ``grouped_gemm(grad, weight, group_sizes, transpose_b=False)``); or G matrices. The dtype of ``a``, or data
             in ``b_format``.
@@ -184,59 +184,6 @@ def gather_rows_backward(grad: Tensor, rows: Tensor, group_sizes: Tensor, num_ro
     return _ops.gather_rows_backward.default(grad, rows, group_sizes, num_rows)
 
 
-def grouped_gemm_quantized(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    group_sizes: Tensor,
-    a_format: str,
-    b_format: str,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-    bias_scale: Tensor | None = None,
-    transpose_b: bool = True,
-    a_amax: Tensor | None = None,
-    b_amax: Tensor | None = None,
-    alpha: Tensor | None = None,
-    max_sms: int = 0,
-    expected_rows: int = -1,
-) -> Tensor:
-    """:func:`grouped_gemm` of the values of quantized operands.
-
-    Args:
-        a, a_scale: ``[T, K]`` as :func:`~transformer_plugin.ops.quantize` gives it, in ``a_format``.
-        b, b_scale: ``[G, N, K]`` (or ``[G, K, N]``) as :func:`~transformer_plugin.ops.quantize` gives it, in
-            ``b_format``.
-        dtype: of the output: float32, bfloat16 or float16.
-        a_amax, b_amax: as in :func:`gemm_quantized`.
-        alpha: float32 ``[G]``.
-
-    Returns:
-        ``[T, N]``, tail rows zero. Not differentiable: see :func:`grouped_linear`.
-
-    An FP32 sum of exact products; on Hopper, sums of FP8 tensor cores.
-    """
-    return _ops.grouped_gemm_quantized.default(
-        a,
-        a_scale,
-        b,
-        b_scale,
-        group_sizes,
-        a_format,
-        b_format,
-        dtype,
-        bias,
-        bias_scale,
-        transpose_b,
-        a_amax,
-        b_amax,
-        alpha,
-        max_sms,
-        expected_rows,
-    )
-
-
 def grouped_gemm_wgrad(
     grad: Tensor,
     input: Tensor,
@@ -255,7 +202,7 @@ def grouped_gemm_wgrad(
 
     Args:
         grad: ``[T, N]`` float32, bfloat16 or float16; float64 on a CPU; or transposed data ``[N, T]``, quantized along
-            columns, as :func:`~transformer_plugin.ops.grouped_quantize_transposed` gives it in ``grad_format``.
+            columns, as :func:`~transformer_plugin.ops.quantize` gives it columnwise in ``grad_format``.
         input: ``[T, K]`` in the dtype of ``grad``; or ``[K, T]`` in ``input_format``. Both formats are ``aligned`` or
             neither is.
         group_sizes: int32 or int64 ``[G]``.

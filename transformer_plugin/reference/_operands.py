@@ -7,7 +7,7 @@ from torch import Tensor
 
 from transformer_plugin.formats import Format
 from transformer_plugin.ops._operands import Tensors, key_of, listed
-from transformer_plugin.reference.quantize import dequantize, grouped_dequantize
+from transformer_plugin.reference.quantize import dequantize
 
 #: Values, and for fp8_row the scale of each row, a factor of the sum.
 Operand = tuple[Tensor, Tensor | None]
@@ -34,9 +34,7 @@ def operand(
     assert scale is not None
     if key.startswith("fp8_row"):
         return data.float(), scale
-    if group_sizes is None:
-        return dequantize(data, scale, key, torch.float32, transposed, amax), None
-    return grouped_dequantize(data, scale, group_sizes, key, torch.float32, transposed, amax), None
+    return dequantize(data, scale, key, torch.float32, group_sizes, transposed, amax), None
 
 
 def is_stack(matrices: list[Tensor]) -> bool:

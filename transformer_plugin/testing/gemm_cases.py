@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.formats import Format
+from transformer_plugin.ops._operands import listed
 from transformer_plugin.testing.cases import FLOAT_DTYPES, Case
 
 
@@ -232,3 +233,22 @@ def gemm_cases(draw: Any = integers) -> Iterator[Case]:
 
                     name = f"{str(dtype)[6:]}-{m}x{n}x{k}-{str(output)[-8:]}-{variant}"
                     yield Case(name, make)
+
+
+def quantized_arguments(
+    a: tuple[Any, ...], b: tuple[Any, ...], a_format: str, b_format: str, names: tuple[str, str] = ("a", "b")
+) -> dict[str, Any]:
+    """What products take of two operands ``(data, scale)`` or ``(data, scale, amax)``, each a tensor or a list of them,
+    by the names of arguments."""
+    given: dict[str, Any] = {}
+    for name, (data, *scales), format in zip(names, (a, b), (a_format, b_format), strict=True):
+        tensors = [t for scale in scales if scale is not None for t in listed(scale)]
+        given |= {name: data, f"{name}_scale": tensors, f"{name}_format": format}
+    return given
+
+
+def wgrad_arguments(
+    grad: tuple[Any, ...], input: tuple[Any, ...], grad_format: str, input_format: str
+) -> dict[str, Any]:
+    """The same of the operands of a weight gradient, quantized along columns."""
+    return quantized_arguments(grad, input, grad_format, input_format, ("grad", "input"))
