@@ -144,7 +144,7 @@ def test_why() -> None:
             "the Hopper kernels do not take operands of this dtype or format"
         )
         assert plan(product, n=2044).reason == (
-            "a size is 0 or above 2^30, or a row is not a multiple of 16 bytes"
+            "a size is 0, or 2^30 - 1 or more, or a row is not a multiple of 16 bytes"
         )
         assert plan(product, dtype=FP8, capability=100).backend == "steps"
     assert plan(out_dtype=FP32).reason == "the dtype of the output is not one that the Hopper kernels write"

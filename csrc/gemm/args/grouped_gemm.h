@@ -19,10 +19,10 @@ struct QuantizedStack {
 };
 
 // out[i] = a[i] @ B_g * alpha[g] + bias_scale[i] * bias[g] for the rows i of group g, rounded once; zero past
-// the last group, whose rows of `a` are not read. B_g is b[g] transposed (b [G, N, K]) or as stored (b [G, K,
-// N]). With `beta`, beta[g] * out[i] is added before the rounding, and rows past the last group stay
-// unchanged. With `rows`, a[rows[i]] replaces a[i]. With `list`, its matrices replace those of `b`, which
-// then is the first of them.
+// the last group: those rows of `a` do not affect the result. B_g is b[g] transposed (b [G, N, K]) or as
+// stored (b [G, K, N]). With `beta`, beta[g] * out[i] is added before the rounding, and rows past the last
+// group stay unchanged. With `rows`, a[rows[i]] replaces a[i]. With `list`, its matrices replace those of
+// `b`, which then is the first of them.
 struct GroupedGemm {
   const at::Tensor& a;                          // [T, K], or any rows of K
   const at::Tensor& b;                          // [G, N, K] or [G, K, N]
@@ -46,8 +46,8 @@ struct GroupedGemm {
   }
 };
 
-// out[g] = grad_g^T @ input_g * alpha[g], added to out[g] if `accumulate`, or to beta[g] * out[g]; the sum
-// runs over the group's rows. With `input_rows`, input[input_rows[i]] replaces input[i].
+// out[g] [N, K] = grad_g^T @ input_g * alpha[g], added to out[g] if `accumulate`, or to beta[g] * out[g]; the
+// sum runs over the group's rows. With `input_rows`, input[input_rows[i]] replaces input[i].
 struct GroupedWgrad {
   const at::Tensor& grad;                               // [T, N]
   const at::Tensor& input;                              // [T, K], or any rows of K

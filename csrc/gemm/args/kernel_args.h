@@ -15,11 +15,16 @@ namespace transformer_plugin::gemm {
 enum class GemmDirection : int32_t {
   kFprop,  // a [T, k], b [G, n, k]: rows are ragged
   kDgrad,  // a [T, k], b [G, k, n]: rows are ragged
-  kWgrad,  // a [T, m], b [T, n]: each group sums over its own rows
+  // a = grad [T, m] and b = input [T, n], FP8: [m, T] and [n, T]. Each group sums over its own rows of T. m
+  // and n are N and K of the host structs (grouped_gemm.h).
+  kWgrad,
 };
 
 // Scale granularity of quantized operands: one FP32 scale for each block of 128, each group or each row;
 // MXFP8: one E8M0 scale for 32 elements; NVFP4: one E4M3 scale for 16 elements.
+// quantize::ScaleGranularity (quantize/args/layout.h) describes how one matrix is quantized. A GEMM combines
+// two matrices: kBlock is k1x128 with k128x128 (kWgrad: with k1x128), kGroup kPerTensor (the fp8_tensor
+// format, one scale per group of a ragged matrix), kMx k1x32 and kNv k1x16. The quantize ops have no kRow.
 enum class ScaleGranularity : int32_t { kBlock, kGroup, kRow, kMx, kNv };
 
 struct GroupedGemmArgs {
@@ -33,8 +38,9 @@ struct GroupedGemmArgs {
   const float* bias_scale;  // [T], or null for 1; not kWgrad
   const void* a_scale;      // FP8 and FP4 operands (gemm/sm90 only), otherwise null
   const void* b_scale;
-  const void* a_realigned;  // FP8 kWgrad: realigned copies of a and b (gemm/sm90/align_groups.h), or null
-  const void* b_realigned;
+  // FP8 kWgrad: a and b in the `aligned` layout of groups (gemm/sm90/align_groups.h), or null
+  const void* a_group_aligned;
+  const void* b_group_aligned;
   void* a_dequantized;  // MXFP8 and NVFP4: workspace for `a` in BF16, [T, dequantized_columns(k)]
   void* a_ready_rows;   // MXFP8 and NVFP4: ready_counters(T) words (microscaled/dequantize_b_prepass.cuh)
   PointerArray list;  // matrices that replace `b`, or `out` of kWgrad; `b` or `out` is then the first of them
@@ -50,7 +56,7 @@ struct GroupedGemmArgs {
   DType out_dtype;
   ScaleGranularity scale_granularity;  // of a_scale and b_scale
   bool accumulate;                     // add to what `out` contains; a group without rows leaves it unchanged
-  bool all_realigned;                  // kWgrad reads only a_realigned and b_realigned
+  bool read_all_group_aligned;         // FP8 kWgrad reads only a_group_aligned and b_group_aligned
   bool zero_tail;                      // not kWgrad: write zeros to the rows past the groups
   bool a_tiled, b_tiled;               // one-byte scales are tiled (gemm/sm90/microscaled/scale_layout.h)
   bool rows_16_byte_aligned;           // every row of a and b begins at a multiple of 16 bytes

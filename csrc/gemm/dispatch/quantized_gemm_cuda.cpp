@@ -62,7 +62,7 @@ Tensor aligned_copy(const Tensor& lines, int64_t groups) {
   return empty(lines, {lines.size(0), quantize::aligned_length(lines.size(1), groups)}, lines.scalar_type());
 }
 
-RealignedRows realigned_rows(const Tensor& from, const Tensor& to) {
+OperandCopy operand_copy(const Tensor& from, const Tensor& to) {
   return {static_cast<const uint8_t*>(from.const_data_ptr()), static_cast<uint8_t*>(to.mutable_data_ptr()),
           from.size(0)};
 }
@@ -137,22 +137,22 @@ bool quantized_wgrad_out_cuda(const QuantizedWgrad& reduction, at::TensorList bu
   args.out_dtype = to_dtype(out.scalar_type());
   args.accumulate = accumulate;
   if (reduction.aligned() && !args.rows_16_byte_aligned) return false;
-  args.all_realigned = reduction.aligned() || !args.rows_16_byte_aligned;
-  args.rows_16_byte_aligned = true;
+  args.read_all_group_aligned = reduction.aligned() || !args.rows_16_byte_aligned;
+  args.rows_16_byte_aligned = true;  // the kernel reads aligned copies
   const Selection selection =
       select_gemm({GemmDirection::kWgrad, args, pointers_aligned(args)}, current_gpu());
   if (selection.backend != Backend::kSm90) return false;
   Tensor grad_aligned, input_aligned;  // must live until the kernels are launched
   if (reduction.aligned()) {
-    args.a_realigned = args.a;
-    args.b_realigned = args.b;
-  } else if (reduction.offsets || args.all_realigned) {
+    args.a_group_aligned = args.a;
+    args.b_group_aligned = args.b;
+  } else if (reduction.offsets || args.read_all_group_aligned) {
     grad_aligned = aligned_copy(grad.data, args.groups);
     input_aligned = aligned_copy(input.data, args.groups);
-    args.a_realigned = grad_aligned.const_data_ptr();
-    args.b_realigned = input_aligned.const_data_ptr();
-    launch_align_groups(realigned_rows(grad.data, grad_aligned), realigned_rows(input.data, input_aligned),
-                        args.offsets, args.groups, args.rows, args.all_realigned, scope.stream());
+    args.a_group_aligned = grad_aligned.const_data_ptr();
+    args.b_group_aligned = input_aligned.const_data_ptr();
+    launch_align_groups(operand_copy(grad.data, grad_aligned), operand_copy(input.data, input_aligned),
+                        args.offsets, args.groups, args.rows, args.read_all_group_aligned, scope.stream());
   }
   const Launcher launch = sm90_launcher(GemmDirection::kWgrad, args);
   launch(args, selection.config, scope.stream());

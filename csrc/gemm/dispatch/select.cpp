@@ -37,7 +37,7 @@ bool gathers(const GemmDesc& desc) {
 
 Selection on_sm90(Backend backend, const GemmDesc& desc, const GpuDesc& gpu) {
   return {backend, "dtypes, sizes and alignment are those of the Hopper kernels",
-          sm90_config(desc.direction, desc.args, gpu.multiprocessors)};
+          sm90_config(desc.direction, desc.args, gpu.multiprocessors, desc.epilogue == Epilogue::kStore)};
 }
 
 Selection select_swiglu(const GemmDesc& desc, const GpuDesc& gpu) {

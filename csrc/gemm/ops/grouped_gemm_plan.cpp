@@ -45,10 +45,10 @@ using Plan = std::tuple<std::string, std::string, std::vector<int64_t>>;
 Plan plan_of(const GemmDesc& desc, const GpuDesc& gpu) {
   const Selection selection = select_gemm(desc, gpu);
   const Sm90Config& config = selection.config;
-  return {
-      backend_name(selection.backend),
-      selection.reason,
-      {config.clusters, static_cast<int64_t>(config.thread_boxes), overlaps_dequantize(desc.args, config)}};
+  return {backend_name(selection.backend),
+          selection.reason,
+          {config.clusters, static_cast<int64_t>(config.boxes_added_by_threads),
+           overlaps_dequantize(desc.args, config)}};
 }
 
 // Of a weight [G, n, k]. The data gradient of quantized operands reads the transposed data of the weight, so that both are

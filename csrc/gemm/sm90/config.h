@@ -9,15 +9,15 @@ namespace transformer_plugin::gemm {
 namespace sm90 {
 inline constexpr int kTileRows = 128, kTileColumns = 256;  // output tile of a CTA
 inline constexpr int kCluster = 2;                         // CTAs, one for each SM
-// Weight gradients added to memory (wgrad/accumulate_epilogue.cuh): bit i is set if threads add the i-th box
-// of 32 columns; TMA adds the others.
-inline constexpr uint32_t kHalfOfBoxes = 0b10101010, kMostBoxes = 0b11101110;
+// Weight gradients with `accumulate` (wgrad/accumulate_epilogue.cuh): bit i is set if threads add the i-th
+// box of 32 columns; TMA adds the others.
+inline constexpr uint32_t kThreadsAddHalf = 0b10101010, kThreadsAdd6Of8 = 0b11101110;
 }  // namespace sm90
 
 struct Sm90Config {
-  bool takes = false;  // whether the kernels support the problem; if not, the other fields are 0
+  bool supported = false;  // whether the kernels support the problem; if not, the other fields are 0
   int clusters = 0;
-  uint32_t thread_boxes = 0;  // 0, kHalfOfBoxes or kMostBoxes
+  uint32_t boxes_added_by_threads = 0;  // 0, kThreadsAddHalf or kThreadsAdd6Of8
 };
 
 int64_t bytes_of(DType dtype);
@@ -37,7 +37,9 @@ int64_t bytes_of(DType dtype);
 // Without offsets all rows are one group.
 const char* sm90_unsupported_shape(GemmDirection direction, const GroupedGemmArgs& args);
 
-Sm90Config sm90_config(GemmDirection mode, const GroupedGemmArgs& args, int multiprocessors);
+// `allows_half_n`: the epilogue allows half-N tiles (Epilogue::kAllowsHalfN; not SwiGLU).
+Sm90Config sm90_config(GemmDirection direction, const GroupedGemmArgs& args, int multiprocessors,
+                       bool allows_half_n = true);
 
 // MXFP8 and NVFP4: whether the rows are dequantized within the GEMM kernel, by warps that are otherwise idle,
 // or by a kernel before it (microscaled/dequantize_b_prepass.cuh). False for other formats.

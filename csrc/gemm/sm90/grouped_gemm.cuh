@@ -2,11 +2,12 @@
 //
 //   out[i] = a[i] @ B_g * alpha[g] + bias_scale[i] * bias[g] + beta[g] * out[i]
 //
-// computed in FP32 and rounded once; other epilogues replace the last term and the store (epilogue/).
+// (the product times the operands' scales; alpha does not multiply the bias), computed in FP32 and rounded
+// once. Other epilogues replace the last term and the store (epilogue/).
 //
-//   a    [T, k], K-major (row-major)
-//   B_g  b[g]^T for b [G, n, k] (forward), b[g] for b [G, k, n] (data gradient, 16-bit only); b is a stack or
-//        a list of G matrices
+//   a    [T, k], K-major (row-major); T rows of all groups and of the tail after them (args.rows)
+//   B_g  b[g]^T for b [G, n, k] (kFprop), b[g] for b [G, k, n] (kDgrad, 16-bit only: FP8 data gradients are
+//        kFprop on a transposed quantized weight); b is a stack or a list of G matrices
 //   out  [T, n], row stride out_row_stride
 //
 // Operand formats are mainloop policies (mainloop.cuh): BF16, FP16, FP8 with scales of blocks, groups or
@@ -33,24 +34,25 @@
 
 namespace transformer_plugin::gemm::sm90 {
 
-// Multiplies by the scales of the rows of both operands (args/rowwise_scales.h).
+// Multiplies by a_scale of the output row times b_scale of the output column, which is a row of B [n, k]
+// (args/rowwise_scales.h).
 template <typename Epilogue>
 __device__ __forceinline__ void apply_row_scales(const GroupedGemmParams& args, const WarpgroupTile& wg_tile,
                                                  float (&acc)[kAccumulators]) {
   const int lane = threadIdx.x % kWarpSize;
-  const int low = wg_tile.row + threadIdx.x % kWarpgroupSize / kWarpSize * 16 + lane / 4, high = low + 8;
-  const float scale_low = low < wg_tile.end_row ? args.a_scale[low] : 0.0f;
-  const float scale_high = high < wg_tile.end_row ? args.a_scale[high] : 0.0f;
+  const int row0 = thread_row(wg_tile.row, lane), row1 = row0 + 8;
+  const float scale0 = row0 < wg_tile.group_end ? args.a_scale[row0] : 0.0f;
+  const float scale1 = row1 < wg_tile.group_end ? args.a_scale[row1] : 0.0f;
   const float* b_scale = args.b_scale + static_cast<int64_t>(wg_tile.group) * args.n;
 #pragma unroll
   for (int j = 0; j < kTileColumns / 8; ++j) {
-    const int own = Epilogue::b_row_of_acc(args, wg_tile, j) + lane % 4 * 2;
-    if (own < args.n) {
-      const float2 scale = *reinterpret_cast<const float2*>(b_scale + own);  // n is a multiple of 8
-      acc[j * 4] = acc[j * 4] * (scale_low * scale.x);
-      acc[j * 4 + 1] = acc[j * 4 + 1] * (scale_low * scale.y);
-      acc[j * 4 + 2] = acc[j * 4 + 2] * (scale_high * scale.x);
-      acc[j * 4 + 3] = acc[j * 4 + 3] * (scale_high * scale.y);
+    const int column = Epilogue::output_column(args, wg_tile, j) + lane % 4 * 2;
+    if (column < args.n) {
+      const float2 scale = *reinterpret_cast<const float2*>(b_scale + column);  // n is a multiple of 8
+      acc[j * 4] = acc[j * 4] * (scale0 * scale.x);
+      acc[j * 4 + 1] = acc[j * 4 + 1] * (scale0 * scale.y);
+      acc[j * 4 + 2] = acc[j * 4 + 2] * (scale1 * scale.x);
+      acc[j * 4 + 3] = acc[j * 4 + 3] * (scale1 * scale.y);
     }
   }
 }
@@ -62,31 +64,32 @@ __device__ __forceinline__ void scale_and_add_bias(const GroupedGemmParams& args
                                                    float (&acc)[kAccumulators]) {
   if constexpr (Mainloop::kRowScales) apply_row_scales<Epilogue>(args, wg_tile, acc);
   if (Mainloop::kGroupScales || args.alpha) {
-    const float factor = output_scale<Mainloop::kGroupScales>(args, wg_tile.group);
+    const float factor =
+        output_scale<Mainloop::kGroupScales>(args.alpha, args.a_scale, args.b_scale, wg_tile.group);
 #pragma unroll
     for (float& value : acc) value = value * factor;
   }
   if (!args.bias) return;
   const int lane = threadIdx.x % kWarpSize;
-  const int low = wg_tile.row + threadIdx.x % kWarpgroupSize / kWarpSize * 16 + lane / 4, high = low + 8;
-  const float scale_low = args.bias_scale && low < wg_tile.end_row ? args.bias_scale[low] : 1.0f;
-  const float scale_high = args.bias_scale && high < wg_tile.end_row ? args.bias_scale[high] : 1.0f;
+  const int row0 = thread_row(wg_tile.row, lane), row1 = row0 + 8;
+  const float scale0 = args.bias_scale && row0 < wg_tile.group_end ? args.bias_scale[row0] : 1.0f;
+  const float scale1 = args.bias_scale && row1 < wg_tile.group_end ? args.bias_scale[row1] : 1.0f;
   const float* bias = args.bias + static_cast<int64_t>(wg_tile.group) * args.n;
 #pragma unroll
   for (int j = 0; j < kTileColumns / 8; ++j) {
-    const int own = Epilogue::b_row_of_acc(args, wg_tile, j) + lane % 4 * 2;
-    if (own < args.n) {
-      const float x = bias[own], y = bias[own + 1];
-      acc[j * 4] = fmaf(scale_low, x, acc[j * 4]);
-      acc[j * 4 + 1] = fmaf(scale_low, y, acc[j * 4 + 1]);
-      acc[j * 4 + 2] = fmaf(scale_high, x, acc[j * 4 + 2]);
-      acc[j * 4 + 3] = fmaf(scale_high, y, acc[j * 4 + 3]);
+    const int column = Epilogue::output_column(args, wg_tile, j) + lane % 4 * 2;
+    if (column < args.n) {
+      const float x = bias[column], y = bias[column + 1];
+      acc[j * 4] = fmaf(scale0, x, acc[j * 4]);
+      acc[j * 4 + 1] = fmaf(scale0, y, acc[j * 4 + 1]);
+      acc[j * 4 + 2] = fmaf(scale1, x, acc[j * 4 + 2]);
+      acc[j * 4 + 3] = fmaf(scale1, y, acc[j * 4 + 3]);
     }
   }
 }
 
-// Producer warp: loads all stages of all tiles of this CTA. `b_maps` are the tensor maps of a list of B
-// matrices, one for each group, or null; then `b_map` describes the stack [G, ..].
+// Producer warp: loads all stages of all tiles of this CTA. `b_maps`: one tensor map per group for a list of
+// B matrices. Null for a stack, which `b_map` describes.
 template <typename Mainloop, typename Epilogue, typename SharedStorage>
 __device__ __forceinline__ void producer_loop(const GroupedGemmParams& args, const CUtensorMap& a_map,
                                               const CUtensorMap& b_map, const CUtensorMap* b_maps,
@@ -96,10 +99,10 @@ __device__ __forceinline__ void producer_loop(const GroupedGemmParams& args, con
   using Element = typename Mainloop::Element;
   TileScheduler scheduler(args, cta_rank);
   int last_group = -1;
-  for_each_tile<Epilogue::kAllowsHalfN>(scheduler, [&](const CtaTile& tile, auto n_halves) {
-    const int row = scheduler.group_begin + tile.row * kTileRows;
+  for_each_tile<Epilogue::kAllowsHalfN>(scheduler, [&](const CtaTile& tile, auto halves) {
+    const int row = scheduler.group_begin + tile.tile_row * kTileRows;
     if (threadIdx.x == 0) {
-      publish_tile(shared, state, make_tile_info(scheduler, tile, n_halves));
+      publish_tile(shared, state, make_tile_info(scheduler, tile, halves));
       const bool is_list = b_maps != nullptr;
       const CUtensorMap& group_map = is_list ? b_maps[tile.group] : b_map;
       const int matrix = is_list ? 0 : tile.group;
@@ -108,24 +111,24 @@ __device__ __forceinline__ void producer_loop(const GroupedGemmParams& args, con
 #pragma unroll 1
       for (int step = 0; step < steps; ++step, state.advance()) {
         const int k = step * kTileK<Element>;
-        producer_load<decltype(n_halves)::kBoxes>(
+        producer_load<decltype(halves)::kBoxes>(
             shared, state, cta_rank, tile.shares_b,
             [&](void* to, int box, uint64_t* barrier, bool multicast) {
               tma_load_or_multicast(multicast, to, a_map, barrier, k, row + box * kBoxRows, 0);
             },
             [&](void* to, int box, uint64_t* barrier, bool multicast) {
-              const int b_row = Epilogue::b_row(args, tile.column, n_halves.first_box() + box);
+              const int b_row = Epilogue::b_row(args, tile.tile_column, halves.first_box() + box);
               Mainloop::kBMnMajor
                   ? tma_load_or_multicast(multicast, to, group_map, barrier, b_row, k, matrix)
                   : tma_load_or_multicast(multicast, to, group_map, barrier, k, b_row, matrix);
             },
             Mainloop::ScaleMaps::kBytes);
-        scale_maps.load_stage(shared, state, tile.group, row, n_halves.column(tile), step);
+        scale_maps.load_stage(shared, state, tile.group, row, halves.column(tile), step);
       }
     }
     __syncwarp();
   });
-  if (threadIdx.x == 0) publish_end(shared, state);
+  if (threadIdx.x == 0) publish_end(shared, state);  // not read if the last tile was half-N
 }
 
 // Consumer warpgroup: mainloop and epilogue of all tiles of this CTA.
@@ -133,17 +136,19 @@ template <typename Mainloop, typename Epilogue, typename SharedStorage>
 __device__ __forceinline__ void consumer_loop(const GroupedGemmParams& args, const Epilogue& epilogue,
                                               SharedStorage& shared, PipelineState<SharedStorage>& state,
                                               int steps, int consumer) {
-  const auto compute = [&](const TileInfo& tile, auto n_halves) {
-    using NHalfRange = decltype(n_halves);
+  const auto compute = [&](const TileInfo& tile, auto halves) {
+    using Halves = decltype(halves);
     const WarpgroupTile wg_tile{
-        tile.group(),
-        consumer,
-        tile.row + consumer * kBoxRows,
-        tile.row + tile.rows,
-        tile.column,
-        NHalfRange::kCount == 2 ? args.n : min(tile.column + NHalfRange::kBoxes * kBoxRows, args.n)};
+        .group = tile.group(),
+        .consumer = consumer,
+        .row = tile.row + consumer * kBoxRows,
+        .group_end = tile.row + tile.rows,
+        .column = tile.column,
+        // The end of a full tile is not cut: the stores test against n only.
+        .store_end_column =
+            Halves::kCount == 2 ? args.n : min(tile.column + Halves::kBoxes * kBoxRows, args.n)};
     // The warpgroup has no rows of the group, or no columns: it only releases the stages.
-    if (wg_tile.row >= wg_tile.end_row || wg_tile.column >= args.n) {
+    if (wg_tile.row >= wg_tile.group_end || wg_tile.column >= args.n) {
 #pragma unroll 1
       for (int step = 0; step < steps; ++step, state.advance()) {
         mbarrier_wait(&shared.full[state.stage], state.phase);
@@ -153,18 +158,18 @@ __device__ __forceinline__ void consumer_loop(const GroupedGemmParams& args, con
     }
     epilogue.prefetch_source(args, wg_tile, shared);
     float acc[kAccumulators] = {};
-    Mainloop::template mma<NHalfRange::kCount>(args, shared, state, steps, wg_tile, acc);
+    Mainloop::template mma<Halves::kCount>(args, shared, state, steps, wg_tile, acc);
     scale_and_add_bias<Mainloop, Epilogue>(args, wg_tile, acc);
     epilogue.store(args, wg_tile, acc, shared);
   };
   TileInfo tile;
   bool found = fetch_tile(shared, state, tile);
   for (; found && is_full_n<Epilogue::kAllowsHalfN>(tile); found = fetch_tile(shared, state, tile)) {
-    compute(tile, NHalves<2>{});
+    compute(tile, ColumnHalves<2>{});
   }
-  // At most one half-N tile, the last. It is code outside of the loop, so that the loop keeps its uniform
-  // registers.
-  if (Epilogue::kAllowsHalfN && found) compute(tile, NHalves<1>{});
+  // At most one half-N tile, the last. It is code outside of the loop, which keeps WGMMA descriptors in
+  // uniform registers.
+  if (Epilogue::kAllowsHalfN && found) compute(tile, ColumnHalves<1>{});
   Epilogue::wait_stores();
 }
 
@@ -189,8 +194,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     Epilogue::init_barriers(shared);
   }
   init_pipeline(shared);
+  // No pdl_launch_dependents(): this CTA has the shared memory and nearly all registers of its SM, so a CTA
+  // of the next kernel would find no room before it exits.
   pdl_wait();
-  const int steps = (args.k + kTileK<Element> - 1) / kTileK<Element>;
+  const int steps = (args.k + kTileK<Element> - 1) / kTileK<Element>;  // k > 0 (sm90_unsupported_shape)
   PipelineState<SharedStorage> state;
   if (warpgroup == 0) {
     warpgroup_reg_dealloc<kProducerRegisters>();
@@ -200,6 +207,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       producer_loop<Mainloop, Epilogue>(args, a_map, b_map, b_maps, scale_maps, shared, state, steps,
                                         cta_rank);
     }
+    __syncwarp();  // cluster_sync() needs converged warps
   } else {
     warpgroup_reg_alloc<kConsumerRegisters>();
     consumer_loop<Mainloop>(args, epilogue, shared, state, steps, warpgroup - 1);
@@ -211,9 +219,17 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 // Tensor map of B: of the stack, or of the first matrix of a list.
 template <typename Mainloop>
 CUtensorMap b_tensor_map(const GroupedGemmArgs& args) {
+  static_assert(!Mainloop::kBMnMajor || kTileK<typename Mainloop::Element> == kBoxRows,
+                "a box of MN-major B is the K of one stage");
   const int64_t columns = Mainloop::kBMnMajor ? args.n : args.k, rows = Mainloop::kBMnMajor ? args.k : args.n;
-  const int64_t count = args.list.addresses ? 1 : args.groups;
-  return tensor_map({args.b, args.dtype, columns, rows, count, columns, rows * columns}, kBoxRows);
+  return tensor_map({.data = args.b,
+                     .dtype = args.dtype,
+                     .columns = columns,
+                     .rows = rows,
+                     .count = args.list.addresses ? 1 : args.groups,
+                     .row_stride = columns,
+                     .matrix_stride = rows * columns},
+                    kBoxRows);
 }
 
 template <typename Mainloop, typename Epilogue = StoreEpilogue<typename Mainloop::Out>>
@@ -224,8 +240,14 @@ void launch_grouped_gemm(const typename Epilogue::Args& epilogue_args, const Sm9
   static DynamicSharedMemory shared_memory;
   shared_memory.allow(kernel, kSharedBytes);
   const GroupedGemmArgs& args = Epilogue::gemm_args(epilogue_args);
-  const CUtensorMap a =
-      tensor_map({args.a, args.dtype, args.k, args.rows, 1, args.k, args.rows * args.k}, kBoxRows);
+  const CUtensorMap a = tensor_map({.data = args.a,
+                                    .dtype = args.dtype,
+                                    .columns = args.k,
+                                    .rows = args.rows,
+                                    .count = 1,
+                                    .row_stride = args.k,
+                                    .matrix_stride = args.rows * args.k},
+                                   kBoxRows);
   const CUtensorMap b = b_tensor_map<Mainloop>(args);
   const CUtensorMap* b_maps = launch_pointer_array(args.list, args.groups, &b, stream);
   launch_pdl(kernel, grid_blocks(config), kThreads, kSharedBytes, static_cast<cudaStream_t>(stream), a, b,

@@ -51,6 +51,8 @@ CUtensorMap encode_tensor_map(const TensorMapDesc& desc) {
   std::copy_n(desc.sizes, 3, sizes);
   std::copy_n(desc.strides, 2, strides);
   const cuuint32_t steps[] = {1, 1, 1};
+  // L2 promotion: a miss fetches 256 bytes. The next 128 bytes of a row are used soon, by the next step of K
+  // (K-major operands) or by the next box (MN-major operands).
   CUtensorMap map;
   const CUresult error = encode(&map, tensor_map_dtype(desc.dtype), 3, const_cast<void*>(desc.data), sizes,
                                 strides, desc.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, desc.swizzle,

@@ -32,4 +32,10 @@ Launcher wgrad_16bit_fp32_out(DType dtype);
 Launcher wgrad_fp8_block(DType out);
 Launcher wgrad_fp8_tensor(DType grad, DType out);
 
+namespace sm90 {
+inline unsigned grid_blocks(const Sm90Config& config) {
+  return static_cast<unsigned>(config.clusters * kCluster);
+}
+}  // namespace sm90
+
 }  // namespace transformer_plugin::gemm

@@ -6,9 +6,16 @@
 // accumulators. Two CTAs form a cluster (tile_order.cuh).
 //
 // Shared memory is a ring of stages. A stage holds kTileK of A (128 rows) and B (256 columns), as boxes of 64
-// rows x 128 bytes with the 128-byte swizzle. Each stage has two mbarriers:
+// rows x 128 bytes (MN-major: 64 of K x 64 columns) with the 128-byte swizzle. Each stage has two mbarriers:
 //   full   the producer has announced the stage's bytes and all of them have arrived;
 //   empty  all consumer warps of both CTAs have read the stage (both, because of multicast).
+//
+// Multicast. Each CTA announces all bytes of its own stage, also those that the other CTA loads for it.
+// - The other CTA's bytes may arrive before this CTA announces them. The transaction count is then negative;
+//   the phase cannot complete, because the producer's arrival is still missing.
+// - They cannot arrive a phase early: the other producer first waits for its `empty`, which this CTA's
+//   consumers arrive at too.
+// - Both CTAs of a cluster must run the same number of stages, also for tiles outside of the output.
 #pragma once
 
 #include <cstddef>
@@ -29,9 +36,18 @@ inline constexpr int kBoxRows = 64;        // rows of a TMA box of an operand or
 inline constexpr int kBoxBytes = kBoxRows * kSwizzleBytes;
 inline constexpr int kABoxes = kTileRows / kBoxRows, kBBoxes = kTileColumns / kBoxRows;
 inline constexpr int kAccumulators = kTileColumns / 2;  // FP32 accumulators of a thread: 64 x 256 / 128
-static_assert(kTileRows == kConsumerWarpgroups * kBoxRows && kCluster == 2, "assumed by the code below");
+static_assert(kTileRows == kConsumerWarpgroups * kBoxRows, "a consumer warpgroup has one box of A");
+static_assert(kCluster == 2 && kABoxes == kCluster, "CTAs that share A load one box of it each");
 
-// Registers of a thread after setmaxnreg. The sum is what the CTA starts with: 168 for each of its threads.
+// Named barriers (bar.sync). Barrier 0 is that of __syncthreads.
+//   1, 2   the threads of one consumer warpgroup (kBarrierOfConsumer + consumer)
+//   3      the threads of both, in weight gradients (kBarrierOfBothConsumers)
+//   3, 4   MXFP8 and NVFP4: the turn of consumer 0 and of consumer 1 (microscaled/mma_dequantized.cuh)
+inline constexpr int kBarrierOfConsumer = 1;
+inline constexpr int kBarrierOfBothConsumers = kBarrierOfConsumer + kConsumerWarpgroups;
+
+// Registers of a thread after setmaxnreg. The CTA starts with 168 for each of its threads: 65536 / 384,
+// rounded down to a multiple of 8.
 inline constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 static_assert(kProducerRegisters + kConsumerWarpgroups * kConsumerRegisters ==
                   168 * (1 + kConsumerWarpgroups),
@@ -40,6 +56,11 @@ static_assert(kProducerRegisters + kConsumerWarpgroups * kConsumerRegisters ==
 // K of one stage, in elements.
 template <typename T>
 inline constexpr int kTileK = kSwizzleBytes / static_cast<int>(sizeof(T));
+
+// From the operands of one WGMMA to those of the next K, in units of descriptors (16 bytes). MN-major: 16
+// rows of 128 bytes. K-major: 32 bytes of each row (16 elements of 2 bytes, or 32 of 1 byte).
+inline constexpr int kMnMajorDescStep = kWgmmaK * kSwizzleBytes / 16;
+inline constexpr int kKMajorDescStep = 32 / 16;
 
 struct Stage {
   alignas(1024) uint8_t a[kABoxes][kBoxBytes];
@@ -52,7 +73,8 @@ struct Stage {
 struct alignas(16) TileInfo {
   int packed_group;  // 2 * group + is_half_n, or -1 for the end
   int row, column;   // first row and column of the tile in the output
-  int rows;          // rows of the group from `row` on; may be zero or negative
+  int rows;          // GEMM: rows of the group from `row` on, above 0 (may exceed the tile).
+                     // Weight gradient: rows (K) of the group, may be 0.
 
   static __device__ __forceinline__ TileInfo end() { return {-1, 0, 0, 0}; }
   static __device__ __forceinline__ TileInfo make(int group, bool is_half_n, int row, int column, int rows) {
@@ -77,37 +99,41 @@ class TileInfoStages {
   TileInfo tiles_[stages];
 };
 
-// A TileInfo and FP32 block scales. rows() are the scales of A for the tile's rows, from a multiple of 4 rows
-// on, because TMA copies multiples of 16 bytes. columns() are the scales of the two blocks of 128 columns of
-// B, for 4 steps of K.
+// A TileInfo and FP32 block scales (MainloopFp8Block). TMA boxes begin at multiples of 4 scales
+// (tensor_map.h).
+//   a_scales()  132 scales of A, from the multiple of 4 at or before the tile's first row.
+//   b_scales()  [2 blocks of 128 columns][4 steps of K], from the multiple of 4 at or before the step. A
+//               stage uses one of the four steps, and each stage loads all four again.
 template <int stages>
 class BlockScaleStages {
  public:
   static constexpr int kRows = kTileRows + 4, kSteps = 4;
   static constexpr int kBytes = (kRows + 2 * kSteps) * sizeof(float);  // of one stage
+  using BScales = float[2][kSteps];
 
-  __device__ __forceinline__ float* rows(int stage) { return rows_[stage].scales; }
-  __device__ __forceinline__ float (&columns(int stage))[2][kSteps] {
-    return *reinterpret_cast<float(*)[2][kSteps]>(columns_ + stage * kColumnsStride);
+  __device__ __forceinline__ float* a_scales(int stage) { return a_scales_[stage].scales; }
+  __device__ __forceinline__ BScales& b_scales(int stage) {
+    return *reinterpret_cast<BScales*>(b_scales_ + stage * kBScalesStride);
   }
-  __device__ __forceinline__ TileInfo& tile(int stage) { return rows_[stage].tile; }
+  __device__ __forceinline__ TileInfo& tile(int stage) { return a_scales_[stage].tile; }
 
  private:
-  static constexpr int kColumnsStride = 32;  // floats: 128 bytes
-  // The TileInfo fills a part of the padding.
-  struct RowScales {
+  // sizeof(SharedStorageFp8Block), rounded up to 1024, is exactly kMaxSharedBytes: hence the TileInfo in the
+  // padding, and no padding after the last stage's scales of B.
+  static constexpr int kBScalesStride = 32;  // floats: 128 bytes
+  struct AScales {
     alignas(16) float scales[kRows];
     TileInfo tile;
     float unused[24];
   };
-  static_assert(sizeof(RowScales) % 128 == 0, "TMA destinations are 128-byte aligned");
+  static_assert(sizeof(AScales) % 128 == 0, "TMA destinations are 128-byte aligned");
 
-  RowScales rows_[stages];
-  float columns_[(stages - 1) * kColumnsStride + 2 * kSteps];
+  AScales a_scales_[stages];
+  float b_scales_[(stages - 1) * kBScalesStride + 2 * kSteps];
 };
 
 // FP8 block scales of a weight gradient, one for each row of A and column of B. There is no TileInfo: in FP8
-// weight gradients all warps compute the tile order.
+// weight gradients all warps compute the tile order (kPublishesTiles in wgrad/mainloop.cuh says why).
 struct WgradBlockScales {
   alignas(128) float a[kTileRows], b[kTileColumns];
 };
@@ -118,7 +144,8 @@ struct NoStageData {};
 template <typename StageData, int stage_count, int box_count>
 struct PipelineSharedStorage {
   static constexpr int kStages = stage_count;
-  static constexpr int kOutBoxes = box_count;  // output boxes of a consumer warpgroup, used in turn
+  // Output boxes of a consumer warpgroup: used in turn, or all at once if they hold a whole tile.
+  static constexpr int kOutBoxes = box_count;
 
   Stage stages[kStages];
   alignas(1024) uint8_t out[kConsumerWarpgroups][kOutBoxes][kBoxBytes];
@@ -127,14 +154,21 @@ struct PipelineSharedStorage {
 
   __device__ __forceinline__ TileInfo& tile(int stage) { return stage_data.tile(stage); }
 };
-using SharedStorageDefault = PipelineSharedStorage<TileInfoStages<4>, 4, 2>;
+using SharedStorageNoScales = PipelineSharedStorage<TileInfoStages<4>, 4, 2>;
 using SharedStorageFp8Block = PipelineSharedStorage<BlockScaleStages<4>, 4, 2>;
 using SharedStorageWgradFp8Tensor = PipelineSharedStorage<NoStageData, 4, 2>;
-// A 16-bit output leaves fastest when all four boxes of a warpgroup's tile have room, at the cost of one
-// stage. An FP32 output that threads and TMA add to memory in turn needs one box.
-template <typename Out, int stages = sizeof(Out) == 4 ? 4 : 3>
+
+// A 16-bit output is stored fastest when all four boxes of a warpgroup's tile have room, at the cost of one
+// stage. An FP32 output has one box: threads and TMA add to memory in turn. FP32 outputs that are not
+// accumulated have the same storage, so their boxes are stored one after the other.
+template <typename Out>
+struct WgradFp8BlockCounts {
+  static constexpr int kStages = sizeof(Out) == 4 ? 4 : 3, kOutBoxes = sizeof(Out) == 4 ? 1 : 4;
+};
+template <typename Out>
 using SharedStorageWgradFp8Block =
-    PipelineSharedStorage<WgradBlockScales[stages], stages, sizeof(Out) == 4 ? 1 : 4>;
+    PipelineSharedStorage<WgradBlockScales[WgradFp8BlockCounts<Out>::kStages],
+                          WgradFp8BlockCounts<Out>::kStages, WgradFp8BlockCounts<Out>::kOutBoxes>;
 
 inline constexpr size_t kMaxSharedBytes = 232448;  // of a CTA on sm_90
 static_assert(sizeof(SharedStorageFp8Block) <= kMaxSharedBytes &&
@@ -144,12 +178,12 @@ static_assert(offsetof(SharedStorageFp8Block, stage_data) % 128 == 0,
               "TMA destinations are 128-byte aligned");
 
 // Position of a thread in a ring of kStages stages.
-template <typename Ring>
+template <typename SharedStorage>
 struct PipelineState {
   int stage = 0;
   uint32_t phase = 0;
   __device__ __forceinline__ void advance() {
-    if (++stage == Ring::kStages) {
+    if (++stage == SharedStorage::kStages) {
       stage = 0;
       phase ^= 1;
     }
@@ -249,9 +283,9 @@ __device__ __forceinline__ void producer_load_b(uint8_t (&boxes)[kBBoxes][kBoxBy
                                                 int cta_rank, bool shares_b, LoadB load_b) {
   mbarrier_arrive_expect_tx(full, b_boxes * kBoxBytes);
   const int count = shares_b ? b_boxes / kCluster : b_boxes;
-  const int first = shares_b ? cta_rank * count : 0;
+  const int first_box = shares_b ? cta_rank * count : 0;
 #pragma unroll 1
-  for (int box = first; box < first + count; ++box) load_b(boxes[box], box, full, shares_b);
+  for (int box = first_box; box < first_box + count; ++box) load_b(boxes[box], box, full, shares_b);
 }
 
 // ---- Consumers
@@ -268,8 +302,18 @@ __device__ __forceinline__ uint8_t* swizzled(uint8_t* box, int row, int chunk) {
   return box + row * kSwizzleBytes + (chunk ^ row % 8) * 16;
 }
 
-// Zero, as a value that the compiler does not know to be uniform in the warp. It would move a value loaded at
-// a uniform address to a uniform register immediately, and so wait for the load.
+// The first of the two rows of a thread's accumulators, of 64 rows that begin at `first_row`; the other is 8
+// further (accumulator layout: ptx/wgmma.cuh).
+__device__ __forceinline__ int thread_row(int first_row, int lane) {
+  return first_row + threadIdx.x % kWarpgroupSize / kWarpSize * 16 + lane / 4;
+}
+// The same for callers without `lane`. One form for all would change the registers of some kernels.
+__device__ __forceinline__ int thread_row(int first_row) {
+  return first_row + threadIdx.x % kWarpgroupSize / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
+}
+
+// Zero, as a value that the compiler does not know to be uniform in the warp. The compiler would otherwise
+// copy a value loaded from a warp-uniform address into a uniform register at once and stall on the load.
 __device__ __forceinline__ int per_thread_zero() {
   int zero;
   asm("shr.u32 %0, %1, 31;" : "=r"(zero) : "r"(threadIdx.x));
@@ -283,30 +327,28 @@ __device__ __forceinline__ void wgmma_fp8_stage(float (&partial)[kAccumulators /
                                                 int half) {
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < kSwizzleBytes / 32; ++i) {  // K = 32 elements are 2 descriptor units
-    wgmma_fp8<a_type>(partial, a + i * 2, b + half * (kTileColumns / 2 * kSwizzleBytes / 16) + i * 2, i > 0);
+  for (int i = 0; i < kSwizzleBytes / 32; ++i) {  // K = 32 elements
+    wgmma_fp8<a_type>(partial, a + i * kKMajorDescStep,
+                      b + half * (kTileColumns / 2 * kSwizzleBytes / 16) + i * kKMajorDescStep, i > 0);
   }
   wgmma_commit();
   wgmma_wait<0>();
 }
 
-// FP8: acc += A B over the K of one stage, added in FP32 outside of the tensor cores, which accumulate FP8
-// products with about 14 bits. Calls release() when the stage has been read.
-template <DType a_type, int n_halves = 2, typename Release>
+// FP8: acc += A B over the K of one stage. The sum of the stage is promoted: added to the FP32 accumulators
+// outside of the tensor cores, which accumulate FP8 products with about 14 bits. Calls release() when the
+// stage has been read.
+template <DType a_type, int half_count = 2, typename Release>
 __device__ __forceinline__ void accumulate_fp8_stage(float (&acc)[kAccumulators], uint64_t a, uint64_t b,
                                                      Release release) {
 #pragma unroll
-  for (int half = 0; half < n_halves; ++half) {
+  for (int half = 0; half < half_count; ++half) {
     float partial[kAccumulators / 2];
     wgmma_fp8_stage<a_type>(partial, a, b, half);
-    if (half == n_halves - 1) release();
+    if (half == half_count - 1) release();
 #pragma unroll
     for (int i = 0; i < kAccumulators / 2; ++i) acc[half * (kAccumulators / 2) + i] += partial[i];
   }
-}
-
-inline unsigned grid_blocks(const Sm90Config& config) {
-  return static_cast<unsigned>(config.clusters * kCluster);
 }
 
 }  // namespace transformer_plugin::gemm::sm90

@@ -22,7 +22,7 @@ constexpr int kFewPointers = 128;  // up to so many, a kernel with 1 KiB of argu
 
 template <int max_count>
 struct Addresses {
-  const void* at[max_count];
+  const void* values[max_count];
 };
 
 // Writes a copy of `map` with another address, by one warp. tensormap.cp_fenceproxy publishes it to the
@@ -31,20 +31,20 @@ __device__ __forceinline__ void write_map(const CUtensorMap& map, const void* ad
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   __shared__ alignas(128) CUtensorMap maps[kMatricesPerBlock];
   const int lane = threadIdx.x % kWarpSize;
-  CUtensorMap* own = &maps[threadIdx.x / kWarpSize];
-  reinterpret_cast<uint32_t*>(own)[lane] = reinterpret_cast<const uint32_t*>(&map)[lane];
+  CUtensorMap* shared_map = &maps[threadIdx.x / kWarpSize];
+  reinterpret_cast<uint32_t*>(shared_map)[lane] = reinterpret_cast<const uint32_t*>(&map)[lane];
   __syncwarp();
   if (lane == 0) {
-    asm volatile(
-        "tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%0], %1;" ::"r"(shared_address(own)),
-        "l"(address)
-        : "memory");
+    asm volatile("tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%0], %1;" ::"r"(
+                     shared_address(shared_map)),
+                 "l"(address)
+                 : "memory");
   }
   __syncwarp();
   asm volatile(
       "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%0], [%1], "
       "128;" ::"l"(to),
-      "r"(shared_address(own))
+      "r"(shared_address(shared_map))
       : "memory");
 #endif
 }
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads)
   pdl_launch_dependents();
   const int matrix = static_cast<int>(blockIdx.x) * kMatricesPerBlock + threadIdx.x / kWarpSize;
   if (matrix >= count) return;
-  const void* address = addresses.at[matrix];
+  const void* address = addresses.values[matrix];
   if (threadIdx.x % kWarpSize == 0) to[matrix] = address;
   if (maps) write_map(map, address, maps + matrix);
 }
@@ -67,7 +67,7 @@ template <int max_count>
 void launch(const PointerArray& list, int64_t groups, const CUtensorMap& map, CUtensorMap* maps,
             void* stream) {
   Addresses<max_count> addresses{};
-  std::copy_n(list.addresses, groups, addresses.at);
+  std::copy_n(list.addresses, groups, addresses.values);
   launch_pdl(pointer_array_kernel<max_count>, grid_size(groups, kMatricesPerBlock), kThreads, 0,
              static_cast<cudaStream_t>(stream), map, addresses, static_cast<int>(groups),
              static_cast<const void**>(list.workspace), maps);

@@ -1,4 +1,8 @@
 // Tensor maps (CUtensorMap): how a tensor lies in global memory and which boxes of it TMA copies.
+//
+// A box begins at a multiple of 16 bytes in memory: not only the address and the strides are such multiples,
+// but also the innermost start coordinate, in bytes. The PTX ISA does not say so; measured on an H200, a load
+// from another coordinate fails with an illegal instruction (CUDA error 715).
 #pragma once
 
 #include <cuda.h>

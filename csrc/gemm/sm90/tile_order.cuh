@@ -14,27 +14,29 @@ namespace transformer_plugin::gemm::sm90 {
 struct ClusterTiles {
   int rows, columns;
   // Cluster tiles that share B: all but those of an odd last row.
-  __device__ __forceinline__ int sharing_b() const { return rows / 2 * columns; }
-  __device__ __forceinline__ int count() const { return sharing_b() + rows % 2 * ((columns + 1) / 2); }
+  __device__ __forceinline__ int count_sharing_b() const { return rows / 2 * columns; }
+  __device__ __forceinline__ int count() const { return count_sharing_b() + rows % 2 * ((columns + 1) / 2); }
 };
 
 struct CtaTile {
   int group;
-  int row, column;  // in tiles, within the group's output; the column may be past the last one
-  bool shares_b;    // the CTAs of the cluster share B; otherwise they share A
+  int tile_row, tile_column;  // in tiles, within the group's output; the column may be past the last one
+  bool shares_b;              // the CTAs of the cluster share B; otherwise they share A
 };
 
-// Cluster tiles are taken in bands of this many rows, column by column within a band. The tiles that run at
-// the same time then form about a square, which minimizes the bytes of A and B that are read.
-inline constexpr int kRasterGroup = 8;
+// Cluster tiles are taken in bands of 8 cluster-tile rows (2048 output rows), column by column within a band.
+// The tiles that run at the same time then form about a square, which minimizes the bytes of A and B that are
+// read.
+inline constexpr int kBandRows = 8;
 
 // The CTA tile that CTA `cta_rank` has of cluster tile `index`. `group` is left 0.
 __device__ __forceinline__ CtaTile cta_tile(const ClusterTiles& tiles, int index, int cta_rank) {
-  const int last_row = index - tiles.sharing_b();
-  if (last_row >= 0) return {0, tiles.rows - 1, last_row * 2 + cta_rank, false};
-  const int first = index / (kRasterGroup * tiles.columns) * kRasterGroup;  // first row of the band
-  const int within = index - first * tiles.columns, height = min(kRasterGroup, tiles.rows / 2 - first);
-  return {0, (first + within % height) * 2 + cta_rank, within / height, true};
+  const int index_in_last_row = index - tiles.count_sharing_b();
+  if (index_in_last_row >= 0) return {0, tiles.rows - 1, index_in_last_row * 2 + cta_rank, false};
+  const int band_begin = index / (kBandRows * tiles.columns) * kBandRows;  // in cluster-tile rows
+  const int index_in_band = index - band_begin * tiles.columns;
+  const int band_height = min(kBandRows, tiles.rows / 2 - band_begin);
+  return {0, (band_begin + index_in_band % band_height) * 2 + cta_rank, index_in_band / band_height, true};
 }
 
 }  // namespace transformer_plugin::gemm::sm90

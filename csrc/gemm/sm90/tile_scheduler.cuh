@@ -2,7 +2,8 @@
 //
 // The grid is fixed, and each cluster takes cluster tiles (tile_order.cuh) clusterid, clusterid + clusters,
 // ... of all groups in order. How many tiles a group has follows from `offsets` on the device, so the host
-// reads no group sizes and a CUDA graph can be replayed with other sizes.
+// reads no group sizes and a CUDA graph can be replayed with other sizes. Offsets are non-decreasing and at
+// most `rows` (common/offsets.h), also if the caller's group sizes are wrong.
 #pragma once
 
 #include "gemm/sm90/params.cuh"
@@ -31,12 +32,12 @@ class BasicTileScheduler {
       first_group_ += kWarpSize;
       load_groups();
     }
-    const int within = index - tiles_before_;
-    const int owner = __ffs(__ballot_sync(~0u, tiles_end_ > within)) - 1;  // lane of the group
-    const int first = owner == 0 ? 0 : __shfl_sync(~0u, tiles_end_, owner - 1);
-    group_begin = __shfl_sync(~0u, own_begin_, owner);
-    group_end = __shfl_sync(~0u, own_end_, owner);
-    tile = cta_tile(cluster_tiles(group_begin, group_end), within - first, cta_rank_);
+    const int index_in_batch = index - tiles_before_;
+    const int owner = __ffs(__ballot_sync(~0u, tiles_end_ > index_in_batch)) - 1;  // lane of the group
+    const int tiles_before_owner = owner == 0 ? 0 : __shfl_sync(~0u, tiles_end_, owner - 1);
+    group_begin = __shfl_sync(~0u, lane_group_begin_, owner);
+    group_end = __shfl_sync(~0u, lane_group_end_, owner);
+    tile = cta_tile(cluster_tiles(group_begin, group_end), index_in_batch - tiles_before_owner, cta_rank_);
     tile.group = first_group_ + owner;
     return true;
   }
@@ -57,7 +58,7 @@ class BasicTileScheduler {
     const int rows = swap_ab ? args_.n : end - begin, columns = swap_ab ? end - begin : args_.n;
     return {(rows + kTileRows - 1) / kTileRows, (columns + kTileColumns - 1) / kTileColumns};
   }
-  // The cluster tiles of all groups. Called before the first find_tile().
+  // The cluster tiles of all groups. Called before the first find_tile() (needs the first batch).
   __device__ __forceinline__ int count_all_tiles() const {
     if (args_.groups <= kWarpSize) return batch_tiles_;
     int count = lane_ == 0 ? batch_tiles_ : 0;
@@ -72,9 +73,9 @@ class BasicTileScheduler {
     const int group = first_group_ + lane_;
     tiles_end_ = 0;
     if (group < args_.groups) {
-      own_begin_ = args_.offsets ? args_.offsets[group] : 0;
-      own_end_ = args_.offsets ? args_.offsets[group + 1] : args_.rows;
-      tiles_end_ = cluster_tiles(own_begin_, own_end_).count();
+      lane_group_begin_ = args_.offsets ? args_.offsets[group] : 0;
+      lane_group_end_ = args_.offsets ? args_.offsets[group + 1] : args_.rows;
+      tiles_end_ = cluster_tiles(lane_group_begin_, lane_group_end_).count();
     }
 #pragma unroll
     for (int distance = 1; distance < kWarpSize; distance *= 2) {
@@ -86,31 +87,30 @@ class BasicTileScheduler {
 
   const GroupedGemmParams& args_;
   int cta_rank_, lane_;
-  int first_group_ = 0,
-      tiles_before_ = 0;             // first group of the batch, and cluster tiles of the groups before it
-  int own_begin_ = 0, own_end_ = 0;  // rows of this lane's group
-  int tiles_end_ = 0,
-      batch_tiles_ = 0;  // cluster tiles of the batch up to this lane's group, and of all the batch
+  int first_group_ = 0;                            // first group of the batch
+  int tiles_before_ = 0;                           // cluster tiles of the groups before the batch
+  int lane_group_begin_ = 0, lane_group_end_ = 0;  // rows of this lane's group
+  int tiles_end_ = 0;    // cluster tiles of the batch up to and with this lane's group
+  int batch_tiles_ = 0;  // cluster tiles of all of the batch
 };
 using TileScheduler = BasicTileScheduler<false>;
 
-// The columns of a tile that a CTA computes: both halves, or the half `first`.
-template <int taken>
-struct NHalves {
-  static constexpr int kCount = taken, kBoxes = taken * kBBoxes / 2;  // halves, and boxes of B to load
-  int first = 0;
-  __device__ __forceinline__ int first_box() const { return first * (kBBoxes / 2); }
+// The columns of a tile that a CTA computes: both halves (count 2), or one of them (count 1).
+template <int count>
+struct ColumnHalves {
+  static constexpr int kCount = count, kBoxes = count * kBBoxes / 2;  // halves, and boxes of B to load
+  int half = 0;                                                       // the first or only half
+  __device__ __forceinline__ int first_box() const { return half * (kBBoxes / 2); }
   __device__ __forceinline__ int column(const CtaTile& tile) const {
-    return tile.column * kTileColumns + first_box() * kBoxRows;
+    return tile.tile_column * kTileColumns + first_box() * kBoxRows;
   }
 };
 
-template <typename NHalfRange>
+template <typename Halves>
 __device__ __forceinline__ TileInfo make_tile_info(const TileScheduler& scheduler, const CtaTile& tile,
-                                                   const NHalfRange& n_halves) {
-  const int row = scheduler.group_begin + tile.row * kTileRows;
-  return TileInfo::make(tile.group, NHalfRange::kCount == 1, row, n_halves.column(tile),
-                        scheduler.group_end - row);
+                                                   const Halves& halves) {
+  const int row = scheduler.group_begin + tile.tile_row * kTileRows;
+  return TileInfo::make(tile.group, Halves::kCount == 1, row, halves.column(tile), scheduler.group_end - row);
 }
 // Whether the CTA computes all columns of the tile, as it always does where half-N tiles are not allowed.
 template <bool allows_half_n>
@@ -118,7 +118,7 @@ __device__ __forceinline__ bool is_full_n(const TileInfo& tile) {
   return !allows_half_n || __all_sync(~0u, !tile.is_half_n());
 }
 
-// Producer: calls take(tile, n_halves) for each tile of this CTA, by all lanes of a warp.
+// Producer: calls take(tile, halves) for each tile of this CTA, by all lanes of a warp.
 template <bool allows_half_n, typename Take>
 __device__ __forceinline__ void for_each_tile(TileScheduler& scheduler, Take take) {
   const int clusters = static_cast<int>(gridDim.x) / kCluster;
@@ -128,14 +128,16 @@ __device__ __forceinline__ void for_each_tile(TileScheduler& scheduler, Take tak
     int index = clusterid_x();
     for (; index < first_half_n_tile; index += clusters) {
       scheduler.find_tile(index, tile);
-      take(tile, NHalves<2>{});
+      take(tile, ColumnHalves<2>{});
     }
     // At most one half-N tile follows.
-    const int half = index - first_half_n_tile;
-    if (scheduler.find_tile(first_half_n_tile + half / 2, tile)) take(tile, NHalves<1>{half % 2});
+    const int half_index = index - first_half_n_tile;
+    if (scheduler.find_tile(first_half_n_tile + half_index / 2, tile)) {
+      take(tile, ColumnHalves<1>{half_index % 2});
+    }
   } else {
     for (int index = clusterid_x(); scheduler.find_tile(index, tile); index += clusters) {
-      take(tile, NHalves<2>{});
+      take(tile, ColumnHalves<2>{});
     }
   }
 }

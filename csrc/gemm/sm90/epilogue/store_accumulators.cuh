@@ -1,4 +1,4 @@
-// From accumulators to the output: scaling factor, conversion, swizzled boxes in shared memory, stores.
+// From accumulators to the output: conversion, swizzled boxes in shared memory, stores.
 #pragma once
 
 #include "gemm/sm90/pipeline.cuh"
@@ -39,9 +39,9 @@ __device__ __forceinline__ void store_box_to_smem(const float (&acc)[kAccumulato
   for (int j = 0; j < 4; ++j) {
     // stmatrix stores four 8 x 8 matrices: rows 0..7 and 8..15 of 8 columns, then of the next 8 columns.
     if constexpr (sizeof(T) == 2) {
-      const float* own = &acc[i * 32 + j * 8];
-      const uint32_t words[] = {pack2<T>(own[0], own[1]), pack2<T>(own[2], own[3]), pack2<T>(own[4], own[5]),
-                                pack2<T>(own[6], own[7])};
+      const float* values = &acc[i * 32 + j * 8];
+      const uint32_t words[] = {pack2<T>(values[0], values[1]), pack2<T>(values[2], values[3]),
+                                pack2<T>(values[4], values[5]), pack2<T>(values[6], values[7])};
       asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                        shared_address(swizzled(box, first_row + lane % 16, j * 2 + lane / 16))),
                    "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
@@ -49,9 +49,9 @@ __device__ __forceinline__ void store_box_to_smem(const float (&acc)[kAccumulato
     } else {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float* own = &acc[i * 16 + j * 4 + half * 2];
+        const float* values = &acc[i * 16 + j * 4 + half * 2];
         uint8_t* chunk = swizzled(box, first_row + half * 8 + lane / 4, j * 2 + lane % 4 / 2);
-        *reinterpret_cast<float2*>(chunk + lane % 2 * 8) = make_float2(own[0], own[1]);
+        *reinterpret_cast<float2*>(chunk + lane % 2 * 8) = make_float2(values[0], values[1]);
       }
     }
   }
@@ -65,39 +65,30 @@ __device__ __forceinline__ void store_accumulators(const float (&acc)[kAccumulat
                                                    uint8_t (&boxes)[kOutBoxes][kBoxBytes], int consumer,
                                                    Store store) {
   constexpr int kColumns = kTileK<T>, kCount = columns / kColumns;
-  const bool first = threadIdx.x % kWarpgroupSize == 0;
+  const bool is_leader = threadIdx.x % kWarpgroupSize == 0;
   if constexpr (kOutBoxes * kColumns >= kTileColumns) {
-    if (first) tma_store_wait<0>();
-    named_barrier_sync(1 + consumer, kWarpgroupSize);
+    if (is_leader) tma_store_wait<0>();
+    named_barrier_sync(kBarrierOfConsumer + consumer, kWarpgroupSize);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) store_box_to_smem<T>(acc, i, boxes[i]);
     fence_proxy_async();
-    named_barrier_sync(1 + consumer, kWarpgroupSize);
+    named_barrier_sync(kBarrierOfConsumer + consumer, kWarpgroupSize);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) store(boxes[i], i * kColumns);
-    if (first) tma_store_commit();
+    if (is_leader) tma_store_commit();
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       uint8_t* box = boxes[i % kOutBoxes];
-      if (first) tma_store_wait<kOutBoxes - 1>();
-      named_barrier_sync(1 + consumer, kWarpgroupSize);
+      if (is_leader) tma_store_wait<kOutBoxes - 1>();
+      named_barrier_sync(kBarrierOfConsumer + consumer, kWarpgroupSize);
       store_box_to_smem<T>(acc, i, box);
       fence_proxy_async();
-      named_barrier_sync(1 + consumer, kWarpgroupSize);
+      named_barrier_sync(kBarrierOfConsumer + consumer, kWarpgroupSize);
       store(box, i * kColumns);
-      if (first) tma_store_commit();
+      if (is_leader) tma_store_commit();
     }
   }
-}
-
-// The factor of a group's accumulators: alpha[g], times a_scale[g] * b_scale[g] if the operands have one
-// scale for each group.
-template <bool group_scales, typename Params>
-__device__ __forceinline__ float output_scale(const Params& args, int group) {
-  const float alpha = args.alpha ? args.alpha[group] : 1.0f;
-  if constexpr (group_scales) return args.a_scale[group] * args.b_scale[group] * alpha;
-  return alpha;
 }
 
 }  // namespace transformer_plugin::gemm::sm90

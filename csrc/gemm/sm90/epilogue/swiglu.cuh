@@ -28,23 +28,25 @@ __device__ __forceinline__ float2 round_to(float x, float y) {
 
 // The probabilities of a thread's two rows; 1 for rows that are not of the group.
 struct ThreadProbs {
-  float low = 1.0f, high = 1.0f;
+  float low = 1.0f, high = 1.0f;  // of row0 and of row0 + 8
 
-  __device__ __forceinline__ ThreadProbs(const float* probs, int row, int end_row) {
+  __device__ __forceinline__ ThreadProbs(const float* probs, int row0, int group_end) {
     if (!probs) return;
-    if (row < end_row) low = probs[row];
-    if (row + 8 < end_row) high = probs[row + 8];
+    if (row0 < group_end) low = probs[row0];
+    if (row0 + 8 < group_end) high = probs[row0 + 8];
   }
 };
 
-// The first of the two rows of a thread's accumulators; the other is 8 further.
-__device__ __forceinline__ int thread_row(const WarpgroupTile& wg_tile) {
-  return wg_tile.row + threadIdx.x % kWarpgroupSize / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
-}
-
 // Tensor map of `columns` columns of a matrix that has the rows and the dtype of the GEMM.
 inline CUtensorMap rows_map(const GroupedGemmArgs& gemm, const void* data, int64_t columns, int64_t stride) {
-  return tensor_map({data, gemm.dtype, columns, gemm.rows, 1, stride, gemm.rows * stride}, kBoxRows);
+  return tensor_map({.data = data,
+                     .dtype = gemm.dtype,
+                     .columns = columns,
+                     .rows = gemm.rows,
+                     .count = 1,
+                     .row_stride = stride,
+                     .matrix_stride = gemm.rows * stride},
+                    kBoxRows);
 }
 
 // Four 8 x 8 matrices of 16-bit elements; each lane passes the address of one row. The register layout is
@@ -94,8 +96,8 @@ struct SwigluEpilogueBase {
     constexpr int kHalfBoxes = kBBoxes / 2;  // boxes of the gate's columns
     return tile_column * kHalfTileColumns + box % kHalfBoxes * kBoxRows + box / kHalfBoxes * (args.n / 2);
   }
-  static __device__ __forceinline__ int b_row_of_acc(const GroupedGemmParams& args,
-                                                     const WarpgroupTile& wg_tile, int j) {
+  static __device__ __forceinline__ int output_column(const GroupedGemmParams& args,
+                                                      const WarpgroupTile& wg_tile, int j) {
     if (interleaved) return wg_tile.column + j * 8;
     return wg_tile.column / 2 + j % (kHalfTileColumns / 8) * 8 + j / (kHalfTileColumns / 8) * (args.n / 2);
   }
@@ -108,7 +110,7 @@ struct SwigluEpilogueBase {
   static __device__ __forceinline__ void store_columns(const CUtensorMap& map, uint8_t* box, T* data,
                                                        int64_t stride, int column, int columns,
                                                        const WarpgroupTile& wg_tile) {
-    if (wg_tile.row + kBoxRows > wg_tile.end_row) {  // rows of the next group follow
+    if (wg_tile.row + kBoxRows > wg_tile.group_end) {  // rows of the next group follow
       store_rows_of_group<T>(box, data, stride, column, columns, wg_tile);
     } else if (threadIdx.x % kWarpgroupSize == 0) {
       tma_store(map, box, column, wg_tile.row, 0);
@@ -150,9 +152,9 @@ struct SwigluEpilogueBase {
       for (int i = 0; i < 4; i += 2) {
         const float2 x = round_to<T>(acc[gate + i], acc[gate + i + 1]);
         const float2 y = round_to<T>(acc[linear + i], acc[linear + i + 1]);
-        const float own = i == 0 ? prob.low : prob.high;
-        acc[j * 4 + i] = activation::swiglu_value(x.x, y.x, own);
-        acc[j * 4 + i + 1] = activation::swiglu_value(x.y, y.y, own);
+        const float row_prob = i == 0 ? prob.low : prob.high;
+        acc[j * 4 + i] = activation::swiglu_value(x.x, y.x, row_prob);
+        acc[j * 4 + i + 1] = activation::swiglu_value(x.y, y.y, row_prob);
       }
     }
   }
@@ -191,7 +193,7 @@ struct SwigluEpilogue : SwigluEpilogueBase<T, interleaved> {
   __device__ __forceinline__ void store(const GroupedGemmParams&, const WarpgroupTile& wg_tile,
                                         float (&acc)[kAccumulators], SharedStorage& shared) const {
     auto& boxes = shared.out[wg_tile.consumer];
-    const ThreadProbs prob(this->probs, thread_row(wg_tile), wg_tile.end_row);
+    const ThreadProbs prob(this->probs, thread_row(wg_tile.row), wg_tile.group_end);
     this->store_h(wg_tile, acc, boxes);
     this->activate(prob, acc);
     store_accumulators<T, kHalfTileColumns>(acc, boxes, wg_tile.consumer, [&](uint8_t* box, int offset) {

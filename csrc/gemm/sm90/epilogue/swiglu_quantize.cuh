@@ -25,7 +25,7 @@ template <typename T>
 struct ActPairs {
   using Two = quantize::Two<T>;
   using Order = quantize::MagnitudeOrder<T>;
-  Two at[2][kColumnGroups];  // [row][group of 8 columns]
+  Two pairs[2][kColumnGroups];  // [row][group of 8 columns]
 
   // From activated accumulators; `columns` is the number of columns from the tile's first on.
   __device__ __forceinline__ ActPairs(const float (&acc)[kAccumulators], int columns) {
@@ -33,8 +33,9 @@ struct ActPairs {
     for (int j = 0; j < kColumnGroups; ++j) {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        const float* own = &acc[j * 4 + row * 2];
-        at[row][j] = j * 8 < columns ? quantize::two_from_floats<T>(own[0], own[1]) : quantize::zeros<T>();
+        const float* values = &acc[j * 4 + row * 2];
+        pairs[row][j] =
+            j * 8 < columns ? quantize::two_from_floats<T>(values[0], values[1]) : quantize::zeros<T>();
       }
     }
   }
@@ -44,10 +45,12 @@ struct ActPairs {
     constexpr int kGroupsPerBlock = kColumnGroups / kBlocks;
 #pragma unroll
     for (int block = 0; block < 2 * kBlocks; ++block) {
-      const Two* own = &at[block / kBlocks][block % kBlocks * kGroupsPerBlock];
-      Two largest = own[0];
+      const Two* block_pairs = &pairs[block / kBlocks][block % kBlocks * kGroupsPerBlock];
+      Two largest = block_pairs[0];
 #pragma unroll
-      for (int j = 1; j < kGroupsPerBlock; ++j) largest = quantize::larger_magnitudes(largest, own[j]);
+      for (int j = 1; j < kGroupsPerBlock; ++j) {
+        largest = quantize::larger_magnitudes(largest, block_pairs[j]);
+      }
       maxima.at[block] = Order::of(largest);
     }
   }
@@ -74,12 +77,13 @@ struct Fp8BlockRowScales {
     maxima.distribute(lane);
     const auto other_lanes = __shfl_xor_sync(~0u, maxima.at[0], 2);
     const float amax = ActPairs<T>::amax(Order::larger(maxima.at[0], other_lanes));
-    const float own = quantize::encode_scale(amax, args.rule);
-    const float other = __shfl_xor_sync(~0u, own, 1);
-    row_scales[0] = lane % 2 == 0 ? own : other;
-    row_scales[1] = lane % 2 == 0 ? other : own;
+    const float lane_scale = quantize::encode_scale(amax, args.rule);  // of the row scale_row_of_lane()
+    const float other_scale = __shfl_xor_sync(~0u, lane_scale, 1);
+    row_scales[0] = lane % 2 == 0 ? lane_scale : other_scale;
+    row_scales[1] = lane % 2 == 0 ? other_scale : lane_scale;
     if (lane % kQuadLanes < 2 && scale_row_of_lane(lane) < tile.rows) {
-      args.scale[quantize::scale_index(args.layout, tile, false, scale_row_of_lane(lane), 0)] = 1.0f / own;
+      args.scale[quantize::scale_index(args.layout, tile, false, scale_row_of_lane(lane), 0)] =
+          1.0f / lane_scale;
     }
   }
   __device__ __forceinline__ float scale(int row, int) const { return row_scales[row]; }
@@ -101,16 +105,16 @@ struct Mxfp8RowScales {
     Maxima maxima;
     act.template find_maxima<quantize::kMxBlocksPerRow>(maxima);
     maxima.distribute(lane);
-    uint32_t own = exponent(args, ActPairs<T>::amax(maxima.at[0])) |
-                   exponent(args, ActPairs<T>::amax(maxima.at[1])) << 8;
-    own <<= lane % kQuadLanes / 2 * 16;
-    own |= __shfl_xor_sync(~0u, own, 2);
-    const uint32_t other = __shfl_xor_sync(~0u, own, 1);
-    words[0] = lane % 2 == 0 ? own : other;
-    words[1] = lane % 2 == 0 ? other : own;
+    uint32_t lane_word = exponent(args, ActPairs<T>::amax(maxima.at[0])) |
+                         exponent(args, ActPairs<T>::amax(maxima.at[1])) << 8;
+    lane_word <<= lane % kQuadLanes / 2 * 16;
+    lane_word |= __shfl_xor_sync(~0u, lane_word, 2);
+    const uint32_t other_word = __shfl_xor_sync(~0u, lane_word, 1);
+    words[0] = lane % 2 == 0 ? lane_word : other_word;
+    words[1] = lane % 2 == 0 ? other_word : lane_word;
     if (lane % kQuadLanes < 2 && scale_row_of_lane(lane) < tile.rows) {
-      const quantize::ScaleWords lines(args.layout, tile, false);
-      quantize::store_evict_last(args.exponents + lines.at(scale_row_of_lane(lane)), own);
+      const quantize::ScaleWords scale_words(args.layout, tile, false);
+      quantize::store_evict_last(args.exponents + scale_words.at(scale_row_of_lane(lane)), lane_word);
     }
   }
   static __device__ __forceinline__ uint32_t exponent(const quantize::QuantizeArgs& args, float amax) {
@@ -131,7 +135,7 @@ template <DType element, typename T, typename Scales>
 __device__ __forceinline__ void quantize_to_smem(const ActPairs<T>& act, const Scales& scales, uint8_t* rows,
                                                  int lane) {
   const auto pair = [&](int row, int column_group) {
-    const float2 values = quantize::to_floats(act.at[row][column_group]);
+    const float2 values = quantize::to_floats(act.pairs[row][column_group]);
     const float scale = scales.scale(row, column_group);
     return quantize::encode2<element>(values.x * scale, values.y * scale);
   };
@@ -187,7 +191,7 @@ struct SwigluQuantizeEpilogue : SwigluEpilogueBase<T, interleaved> {
   __device__ __forceinline__ quantize::Tile tile_of_warp(const WarpgroupTile& wg_tile) const {
     quantize::Tile tile{};
     tile.row = wg_tile.row + threadIdx.x % kWarpgroupSize / kWarpSize * kWarpRows;
-    tile.rows = wg_tile.end_row - static_cast<int>(tile.row);  // may be more than 16, or none
+    tile.rows = wg_tile.group_end - static_cast<int>(tile.row);  // may be more than 16, or none
     tile.col = wg_tile.column / 2;
     tile.col_tile = wg_tile.column / kTileColumns;
     tile.cols = min(this->features - wg_tile.column / 2, kHalfTileColumns);
@@ -198,7 +202,7 @@ struct SwigluQuantizeEpilogue : SwigluEpilogueBase<T, interleaved> {
   __device__ __forceinline__ void store(const GroupedGemmParams&, const WarpgroupTile& wg_tile,
                                         float (&acc)[kAccumulators], SharedStorage& shared) const {
     auto& boxes = shared.out[wg_tile.consumer];
-    const ThreadProbs prob(this->probs, thread_row(wg_tile), wg_tile.end_row);
+    const ThreadProbs prob(this->probs, thread_row(wg_tile.row), wg_tile.group_end);
     this->store_h(wg_tile, acc, boxes);
     this->activate(prob, acc);
     const int lane = threadIdx.x % kWarpSize;
@@ -207,7 +211,7 @@ struct SwigluQuantizeEpilogue : SwigluEpilogueBase<T, interleaved> {
     const Scales scales(act, quantize_args, tile, lane);
     if (this->h_data) {  // the last store of h used the second box; wait for the first
       if (threadIdx.x % kWarpgroupSize == 0) tma_store_wait<1>();
-      named_barrier_sync(1 + wg_tile.consumer, kWarpgroupSize);
+      named_barrier_sync(kBarrierOfConsumer + wg_tile.consumer, kWarpgroupSize);
     } else {
       __syncwarp();  // the data of the previous tile has been read
     }

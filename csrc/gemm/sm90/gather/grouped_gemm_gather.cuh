@@ -29,10 +29,10 @@ class GatheredA {
   __device__ __forceinline__ GatheredA(const TakenRows& from)
       : from_(from), row_(threadIdx.x / kRowChunks), chunk_(threadIdx.x % kRowChunks) {}
 
-  // Reads the index entries of a tile: `first` is its first entry, `end` the end of the group.
-  __device__ __forceinline__ void load_indices(int first, int end, bool report_invalid) {
-    from_.index.is_int64 ? load_indices_as<int64_t>(first, end, report_invalid)
-                         : load_indices_as<int32_t>(first, end, report_invalid);
+  // Reads the index entries of a tile: `begin` is its first entry, `end` the end of the group.
+  __device__ __forceinline__ void load_indices(int begin, int end, bool report_invalid) {
+    from_.index.is_int64 ? load_indices_as<int64_t>(begin, end, report_invalid)
+                         : load_indices_as<int32_t>(begin, end, report_invalid);
   }
 
   // Starts the copies of columns k .. k + kTileK. Rows past the group, invalid entries and columns past the
@@ -51,16 +51,16 @@ class GatheredA {
 
  private:
   template <typename Entry>
-  __device__ __forceinline__ void load_indices_as(int first, int end, bool report_invalid) {
+  __device__ __forceinline__ void load_indices_as(int begin, int end, bool report_invalid) {
     Entry entries[kRowsPerThread];
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
-      const int position = first + row_ + i * kRowsPerPass;
+      const int position = begin + row_ + i * kRowsPerPass;
       entries[i] = position < end ? static_cast<const Entry*>(from_.index.entries)[position] : 0;
     }
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
-      const int position = first + row_ + i * kRowsPerPass;
+      const int position = begin + row_ + i * kRowsPerPass;
       const bool is_row = is_inside(from_.index, entries[i]);
       rows_[i] = position < end && is_row ? static_cast<int>(entries[i]) : -1;
       if (report_invalid && position < end && !is_row && chunk_ == 0) {
@@ -93,8 +93,8 @@ __device__ __forceinline__ void gather_producer_loop(const GroupedGemmParams& ar
   GatheredA gathered_a(rows);
   int last_group = -1;
   int previous = -1;  // stage of the previous step, whose copies are in flight
-  for_each_tile<Epilogue::kAllowsHalfN>(scheduler, [&](const CtaTile& tile, auto n_halves) {
-    const int row = scheduler.group_begin + tile.row * kTileRows, column = n_halves.column(tile);
+  for_each_tile<Epilogue::kAllowsHalfN>(scheduler, [&](const CtaTile& tile, auto halves) {
+    const int row = scheduler.group_begin + tile.tile_row * kTileRows, column = halves.column(tile);
     // A tile past the last column reads no rows. Invalid entries are reported once, by the tile of the first
     // columns.
     gathered_a.load_indices(row, column < args.n ? scheduler.group_end : row, column == 0);
@@ -108,11 +108,11 @@ __device__ __forceinline__ void gather_producer_loop(const GroupedGemmParams& ar
       Stage& stage = shared.stages[state.stage];
       mbarrier_wait(&shared.empty[state.stage], state.phase ^ 1);
       if (threadIdx.x == 0) {
-        if (step == 0) store_tile_info(shared, state.stage, make_tile_info(scheduler, tile, n_halves));
-        producer_load_b<decltype(n_halves)::kBoxes>(
+        if (step == 0) store_tile_info(shared, state.stage, make_tile_info(scheduler, tile, halves));
+        producer_load_b<decltype(halves)::kBoxes>(
             stage.b, &shared.full[state.stage], cta_rank, tile.shares_b,
             [&](void* to, int box, uint64_t* barrier, bool multicast) {
-              const int b_row = Epilogue::b_row(args, tile.column, n_halves.first_box() + box);
+              const int b_row = Epilogue::b_row(args, tile.tile_column, halves.first_box() + box);
               Mainloop::kBMnMajor
                   ? tma_load_or_multicast(multicast, to, group_map, barrier, b_row, k, matrix)
                   : tma_load_or_multicast(multicast, to, group_map, barrier, k, b_row, matrix);
@@ -168,6 +168,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     warpgroup_reg_dealloc<kProducerRegisters>();
     gather_producer_loop<Mainloop, Epilogue>(args, rows, b_map, b_maps, shared, state, steps, cta_rank);
     zero_tail_rows<typename Mainloop::Out>(args, kProducerWarps, threadIdx.x / kWarpSize);
+    __syncwarp();  // cluster_sync() needs converged warps
   } else {
     warpgroup_reg_alloc<kConsumerRegisters>();
     consumer_loop<Mainloop>(args, epilogue, shared, state, steps, warpgroup - 1);

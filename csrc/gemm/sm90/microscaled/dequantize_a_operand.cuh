@@ -56,12 +56,12 @@ class ADequantizer {
   __device__ __forceinline__ ADequantizer(const GroupedGemmParams& args, const ByteScales& scales, int group,
                                           int first_row)
       : stride_(scales.word_stride()), chunk_(threadIdx.x % 4) {
-    const int own = threadIdx.x % kWarpgroupSize / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
+    const int row0 = thread_row(0);
     // With the 128-byte swizzle, byte b of the row is at swizzle_base_ ^ b.
-    swizzle_base_ = own * kSwizzleBytes + own % 8 * 16;
+    swizzle_base_ = row0 * kSwizzleBytes + row0 % 8 * 16;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = first_row + own + i * 8;
+      const int row = first_row + row0 + i * 8;
       const int64_t row_of_stack = static_cast<int64_t>(group) * ((args.n + 127) / 128 * 128) + row;
       scales_[i].begin(row < args.n ? scales.row(row_of_stack) : nullptr, args.k);
     }

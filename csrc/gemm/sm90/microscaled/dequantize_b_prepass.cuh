@@ -82,17 +82,17 @@ __device__ __forceinline__ void dequantize_unit(const QuantizedRows& rows, uint3
   const uint32_t columns = units_per_row(k), steps = k_steps(k), lane = threadIdx.x % kWarpSize;
   const uint32_t chunk = lane % kChunks, step = unit % columns * kUnitSteps + lane / kChunks;
   const int64_t first_row = block * kBlockRows + unit / columns * kUnitRows;
-  const uint32_t row_chunks = static_cast<uint32_t>(k) / kChunk, own = step * kChunks + chunk;
-  const uint32_t own_scale = step / kWordSteps * static_cast<uint32_t>(rows.scales.word_stride()) +
-                             step % kWordSteps * kStepScales + (chunk * kChunk >> Format::kScaleShift);
+  const uint32_t row_chunks = static_cast<uint32_t>(k) / kChunk, row_chunk = step * kChunks + chunk;
+  const uint32_t scale_offset = step / kWordSteps * static_cast<uint32_t>(rows.scales.word_stride()) +
+                                step % kWordSteps * kStepScales + (chunk * kChunk >> Format::kScaleShift);
   const int rows_left = end - static_cast<int>(first_row);
   Packed packed[kUnitRows] = {};
   uint32_t scales[kUnitRows] = {};
-  const Packed* from = reinterpret_cast<const Packed*>(rows.data) + first_row * row_chunks + own;
-  const uint8_t* scale = rows.scales.row(first_row) + own_scale;
+  const Packed* from = reinterpret_cast<const Packed*>(rows.data) + first_row * row_chunks + row_chunk;
+  const uint8_t* scale = rows.scales.row(first_row) + scale_offset;
 #pragma unroll
   for (int i = 0; i < kUnitRows; ++i, from += row_chunks, scale += rows.scales.row_stride()) {
-    if (i >= rows_left || own >= row_chunks) continue;
+    if (i >= rows_left || row_chunk >= row_chunks) continue;
     packed[i] = *from;
     scales[i] = *scale;
   }

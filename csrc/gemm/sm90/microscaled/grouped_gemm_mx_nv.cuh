@@ -43,18 +43,19 @@ __device__ __forceinline__ void scale_and_add_bias_transposed(const GroupedGemmP
   for (float& value : acc) value = value * residual_scale * factor;
   if (!args.bias) return;
   const int lane = threadIdx.x % kWarpSize;
-  const int column = wg_tile.column + threadIdx.x % kWarpgroupSize / kWarpSize * 16 + lane / 4;
+  const int column =
+      thread_row(wg_tile.column, lane);  // A and B are swapped: rows of the accumulators are columns
   const float* bias = args.bias + static_cast<int64_t>(wg_tile.group) * args.n;
-  const float low = column < args.n ? bias[column] : 0.0f,
-              high = column + 8 < args.n ? bias[column + 8] : 0.0f;
+  const float bias0 = column < args.n ? bias[column] : 0.0f;
+  const float bias1 = column + 8 < args.n ? bias[column + 8] : 0.0f;
 #pragma unroll
   for (int j = 0; j < kTileColumns / 8; ++j) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = wg_tile.row + j * 8 + lane % 4 * 2 + i;
-      const float scale = args.bias_scale && row < wg_tile.end_row ? args.bias_scale[row] : 1.0f;
-      acc[j * 4 + i] = fmaf(scale, low, acc[j * 4 + i]);
-      acc[j * 4 + 2 + i] = fmaf(scale, high, acc[j * 4 + 2 + i]);
+      const float scale = args.bias_scale && row < wg_tile.group_end ? args.bias_scale[row] : 1.0f;
+      acc[j * 4 + i] = fmaf(scale, bias0, acc[j * 4 + i]);
+      acc[j * 4 + 2 + i] = fmaf(scale, bias1, acc[j * 4 + 2 + i]);
     }
   }
 }
@@ -66,20 +67,20 @@ __device__ __forceinline__ void store_transposed(const GroupedGemmParams& args, 
                                                  const float (&acc)[kAccumulators],
                                                  uint8_t (&boxes)[MxNvSharedStorage::kOutBoxes][kBoxBytes]) {
   using Out = __nv_bfloat16;
-  const bool first = threadIdx.x % kWarpgroupSize == 0;
+  const bool is_leader = threadIdx.x % kWarpgroupSize == 0;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x % kWarpgroupSize / kWarpSize;
 #pragma unroll
   for (int i = 0; i < kTileColumns / kBoxRows; ++i) {
     const int row = wg_tile.row + i * kBoxRows;
-    if (row >= wg_tile.end_row) break;
+    if (row >= wg_tile.group_end) break;
     uint8_t* box = boxes[i % MxNvSharedStorage::kOutBoxes];
-    if (first) tma_store_wait<MxNvSharedStorage::kOutBoxes - 1>();
-    named_barrier_sync(1 + wg_tile.consumer, kWarpgroupSize);
+    if (is_leader) tma_store_wait<MxNvSharedStorage::kOutBoxes - 1>();
+    named_barrier_sync(kBarrierOfConsumer + wg_tile.consumer, kWarpgroupSize);
 #pragma unroll
     for (int j = 0; j < kBoxRows / 8; j += 2) {
-      const float* own = &acc[i * 32 + j * 4];
-      const uint32_t words[] = {pack2<Out>(own[0], own[1]), pack2<Out>(own[2], own[3]),
-                                pack2<Out>(own[4], own[5]), pack2<Out>(own[6], own[7])};
+      const float* values = &acc[i * 32 + j * 4];
+      const uint32_t words[] = {pack2<Out>(values[0], values[1]), pack2<Out>(values[2], values[3]),
+                                pack2<Out>(values[4], values[5]), pack2<Out>(values[6], values[7])};
       asm volatile(
           "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
               shared_address(swizzled(box, j * 8 + lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2))),
@@ -87,16 +88,20 @@ __device__ __forceinline__ void store_transposed(const GroupedGemmParams& args, 
           : "memory");
     }
     fence_proxy_async();
-    named_barrier_sync(1 + wg_tile.consumer, kWarpgroupSize);
-    if (row + kBoxRows <= wg_tile.end_row) {
-      if (first) tma_store(out_map, box, wg_tile.column, row, 0);
+    named_barrier_sync(kBarrierOfConsumer + wg_tile.consumer, kWarpgroupSize);
+    if (row + kBoxRows <= wg_tile.group_end) {
+      if (is_leader) tma_store(out_map, box, wg_tile.column, row, 0);
     } else {  // rows of the next group follow
-      const WarpgroupTile own{wg_tile.group,   wg_tile.consumer, row,
-                              wg_tile.end_row, wg_tile.column,   wg_tile.end_column};
-      store_rows_of_group<Out>(box, args.out, args.out_row_stride, wg_tile.column, args.n, own);
-      fence_proxy_async();
+      const WarpgroupTile box_tile{.group = wg_tile.group,
+                                   .consumer = wg_tile.consumer,
+                                   .row = row,
+                                   .group_end = wg_tile.group_end,
+                                   .column = wg_tile.column,
+                                   .store_end_column = wg_tile.store_end_column};
+      store_rows_of_group<Out>(box, args.out, args.out_row_stride, wg_tile.column, args.n, box_tile);
+      fence_proxy_async();  // redundant: threads write the box next, not TMA (store_rows_of_group)
     }
-    if (first) tma_store_commit();
+    if (is_leader) tma_store_commit();
   }
 }
 
@@ -112,7 +117,8 @@ __device__ __forceinline__ void mx_nv_producer_loop(const GroupedGemmParams& arg
   CtaTile tile;
   SwapAbTileScheduler scheduler(args, cta_rank);
   for (int index = clusterid_x(); scheduler.find_tile(index, tile); index += clusters) {
-    const int column = tile.row * kTileRows, row = scheduler.group_begin + tile.column * kTileColumns;
+    const int column = tile.tile_row * kTileRows;
+    const int row = scheduler.group_begin + tile.tile_column * kTileColumns;
     if (overlapped.ready && row < scheduler.group_end) {
       overlapped.wait_rows(row, min(row + kTileColumns, scheduler.group_end), args.k);
     }
@@ -157,28 +163,28 @@ __device__ __forceinline__ void mx_nv_consumer_loop(const GroupedGemmParams& arg
   const WarpgroupOrder<Format::kOrderedWarpgroups> order(consumer);
   SwapAbTileScheduler scheduler(args, cta_rank);
   for (int index = clusterid_x(); scheduler.find_tile(index, tile); index += clusters) {
-    const SwapAbWarpgroupTile wg_tile{tile.group,
-                                      consumer,
-                                      tile.row * kTileRows + consumer * kBoxRows,
-                                      args.n,
-                                      scheduler.group_begin + tile.column * kTileColumns,
-                                      scheduler.group_end};
-    if (wg_tile.row >= wg_tile.end_row || wg_tile.column >= args.n) {
+    const SwapAbWarpgroupTile wg_tile{.group = tile.group,
+                                      .consumer = consumer,
+                                      .column = tile.tile_row * kTileRows + consumer * kBoxRows,
+                                      .store_end_column = args.n,
+                                      .row = scheduler.group_begin + tile.tile_column * kTileColumns,
+                                      .group_end = scheduler.group_end};
+    if (wg_tile.row >= wg_tile.group_end || wg_tile.column >= args.n) {
       skip_tile<Format>(shared, a_state, b_state, order, steps);
       continue;
     }
     if (group_beta(args, wg_tile.group) != 0.0f) {
-      source_tile<Out>(args, wg_tile).template prefetch<kTileColumns, kBoxRows>(~0u);
+      output_view<Out>(args, wg_tile).template prefetch<kTileColumns, kBoxRows>(~0u);
     }
     float acc[kAccumulators] = {};
-    if (wg_tile.row + kTileColumns / 2 < wg_tile.end_row) {
+    if (wg_tile.row + kTileColumns / 2 < wg_tile.group_end) {
       mma_dequantized<Format, 2>(args, scales, shared, a_state, b_state, order, steps, wg_tile, acc);
     } else {
       mma_dequantized<Format, 1>(args, scales, shared, a_state, b_state, order, steps, wg_tile, acc);
     }
     scale_and_add_bias_transposed(args, wg_tile, Format::kResidualScale * Format::kResidualScale, acc);
     if (const float beta = group_beta(args, wg_tile.group); beta != 0.0f) {
-      source_tile<Out>(args, wg_tile).add_scaled_transposed(acc, beta);
+      output_view<Out>(args, wg_tile).add_scaled_transposed(acc, beta);
     }
     store_transposed(args, out_map, wg_tile, acc, shared.out[consumer]);
   }
@@ -240,10 +246,22 @@ void launch_grouped_gemm_mx_nv(const GroupedGemmArgs& args, const Sm90Config& co
   shared_memory.allow(kernel, kSharedBytes);
   const int64_t padded = dequantized_columns(args.k);
   const int64_t row_bytes = args.k * static_cast<int64_t>(sizeof(typename WeightFormat::Packed)) / kChunk;
-  const CUtensorMap rows = tensor_map(
-      {args.a_dequantized, DType::kBFloat16, padded, args.rows, 1, padded, args.rows * padded}, kBoxRows);
-  const CUtensorMap weights = tensor_map(
-      {args.b, args.dtype, row_bytes, args.n, args.groups, row_bytes, args.n * row_bytes}, kBoxRows);
+  const CUtensorMap rows = tensor_map({.data = args.a_dequantized,
+                                       .dtype = DType::kBFloat16,
+                                       .columns = padded,
+                                       .rows = args.rows,
+                                       .count = 1,
+                                       .row_stride = padded,
+                                       .matrix_stride = args.rows * padded},
+                                      kBoxRows);
+  const CUtensorMap weights = tensor_map({.data = args.b,
+                                          .dtype = args.dtype,
+                                          .columns = row_bytes,
+                                          .rows = args.n,
+                                          .count = args.groups,
+                                          .row_stride = row_bytes,
+                                          .matrix_stride = args.n * row_bytes},
+                                         kBoxRows);
   const ByteScales scales{static_cast<const uint8_t*>(args.b_scale), scale_width<WeightFormat>(args.k),
                           args.b_tiled};
   OverlappedDequantize overlapped{};

@@ -43,9 +43,9 @@ __device__ __forceinline__ void init_pipelines(MxNvSharedStorage& shared) {
 
 // The part of a tile that a consumer warpgroup computes: 64 columns x 256 rows of the output.
 struct SwapAbWarpgroupTile {
-  int group, consumer;     // consumer warpgroup: 0 or 1
-  int column, end_column;  // first column, and columns of the output
-  int row, end_row;        // first row, and end of the group
+  int group, consumer;           // consumer warpgroup: 0 or 1
+  int column, store_end_column;  // first column, and columns of the output
+  int row, group_end;            // first row, and end of the group's rows
 };
 
 // Orders the WGMMAs of the two consumer warpgroups (as CUTLASS's OrderedSequenceBarrier): they start those of
@@ -53,10 +53,11 @@ struct SwapAbWarpgroupTile {
 // dequantization takes long (MXFP8). A warpgroup without WGMMAs in a step takes its turn all the same.
 template <bool ordered>
 struct WarpgroupOrder {
-  static constexpr int kFirstBarrier = 1 + kConsumerWarpgroups, kBoth = kConsumerWarpgroups * kWarpgroupSize;
+  // Barriers of consumer 0 and of consumer 1 (pipeline.cuh), and their threads.
+  static constexpr int kFirstBarrier = kBarrierOfBothConsumers, kBoth = kConsumerWarpgroups * kWarpgroupSize;
   int consumer;
 
-  __device__ __forceinline__ explicit WarpgroupOrder(int own) : consumer(own) {
+  __device__ __forceinline__ explicit WarpgroupOrder(int consumer_index) : consumer(consumer_index) {
     if (ordered && consumer == 1) named_barrier_arrive(kFirstBarrier, kBoth);
   }
   __device__ __forceinline__ void wait_turn() const {
@@ -72,15 +73,15 @@ struct WarpgroupOrder {
 };
 static_assert(kConsumerWarpgroups == 2, "two warpgroups alternate");
 
-// Starts the WGMMAs of one step: M = 64 weights' rows, N = n_halves * 128 rows of the buffer, K = 64.
-template <int n_halves>
+// Starts the WGMMAs of one step: M = 64 weights' rows, N = half_count * 128 rows of the buffer, K = 64.
+template <int half_count>
 __device__ __forceinline__ void wgmma_step(float (&acc)[kAccumulators], const DequantizedChunk (&values)[2],
                                            uint64_t b) {
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < kStepElements / kWgmmaK; ++i) {  // K = 16 is 32 bytes: 2 descriptor units
     const uint32_t a[] = {values[0][i * 2], values[1][i * 2], values[0][i * 2 + 1], values[1][i * 2 + 1]};
-    wgmma_a_in_registers<n_halves>(acc, a, b + i * 2);
+    wgmma_a_in_registers<half_count>(acc, a, b + i * 2);
   }
   wgmma_commit();
 }
@@ -88,7 +89,7 @@ __device__ __forceinline__ void wgmma_step(float (&acc)[kAccumulators], const De
 // Accumulates a warpgroup's tile. The WGMMAs of a step start before those of the previous step have finished;
 // when these have, the registers of their A fragment are free for the fragment of the next step, which is
 // dequantized while the WGMMAs run.
-template <typename Format, int n_halves>
+template <typename Format, int half_count>
 __device__ __forceinline__ void mma_dequantized(const GroupedGemmParams& args, const ByteScales& scales,
                                                 MxNvSharedStorage& shared, APipelineState& a_state,
                                                 BPipelineState& b_state,
@@ -106,19 +107,20 @@ __device__ __forceinline__ void mma_dequantized(const GroupedGemmParams& args, c
     }
   };
   int step = 0, previous = -1;  // stage that the WGMMAs of the previous step read
-  // One step with fragment `own`; dequantizes the next step into `other`. Returns false after the last step.
-  const auto run_step = [&](Fragment& own, Fragment& other) {
+  // One step with fragment `current`; dequantizes the next step into `next`. Returns false after the last
+  // step.
+  const auto run_step = [&](Fragment& current, Fragment& next) {
     mbarrier_wait(&shared.b_full[b_state.stage], b_state.phase);
     order.wait_turn();
-    wgmma_step<n_halves>(acc, own, smem_desc_k_major(shared.b[b_state.stage]));
+    wgmma_step<half_count>(acc, current, smem_desc_k_major(shared.b[b_state.stage]));
     order.pass_turn();
     wgmma_wait<1>();
-    keep_alive(other);
+    keep_alive(next);
     if (previous >= 0) consumer_release(&shared.b_empty[previous]);
     previous = b_state.stage;
     b_state.advance();
     if (++step == steps) return false;
-    dequantize(step, other);
+    dequantize(step, next);
     return true;
   };
   Fragment even = {}, odd = {};

@@ -37,8 +37,10 @@ __device__ __forceinline__ void mbarrier_expect_tx(uint64_t* barrier, uint32_t b
                : "memory");
 }
 // Arrives at the same mbarrier of CTA `cta_rank` of the cluster. The arrival has no .release.cluster: that
-// fence would wait for all outstanding global stores of the thread. It is not needed here, because an `empty`
-// barrier only hands over shared memory that WGMMA has finished reading.
+// fence would wait for all outstanding global stores of the thread. It is not needed here: an `empty` barrier
+// hands over shared memory that WGMMA has finished reading. Stages that threads also read (scales, TileInfo:
+// only the own producer overwrites them) or wrote (zero_tokens_past_group: fenced by fence_proxy_async and
+// read by WGMMA since) need no more.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint64_t* barrier, uint32_t cta_rank) {
   asm volatile(
       "{\n.reg .b32 remote;\n"

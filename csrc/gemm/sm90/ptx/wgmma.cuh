@@ -33,10 +33,15 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// Shared memory descriptors of operands with the 128-byte swizzle: rows of 128 bytes, 8 rows are 1024 bytes.
-// The low 14 bits count 16 bytes, so adding 1 to a descriptor moves it by 16 bytes. K-major: a row of shared
-// memory holds 128 bytes of K of one row (A) or column (B) of the operand. MN-major (2-byte elements): a row
-// of shared memory holds 64 consecutive M or N indices at one k; the next 64 begin `mn_stride` bytes further.
+// Shared memory descriptors of operands with the 128-byte swizzle: rows of 128 bytes, in groups of 8 rows,
+// 1024 bytes apart.
+//   bits 62-63  1: 128-byte swizzle
+//   bits 32-45  stride between groups of 8 rows / 16
+//   bits 16-29  leading stride / 16 (ignored for K-major)
+//   bits 0-13   address / 16, so adding 1 to a descriptor moves it by 16 bytes
+// K-major: a row of shared memory holds 128 bytes of K of one row (A) or column (B) of the operand. MN-major
+// (2-byte elements): a row of shared memory holds 64 consecutive M or N indices at one k; the next 64 begin
+// `mn_stride` bytes further, which is the leading stride.
 __device__ __forceinline__ uint64_t smem_desc_k_major(const void* operand) {
   return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 16 |
          (shared_address(operand) & 0x3ffff) >> 4;
@@ -65,14 +70,14 @@ __device__ __forceinline__ uint64_t smem_desc_mn_major(const void* operand, uint
 
 inline constexpr int kWgmmaK = 16;  // K of one WGMMA of 2-byte elements
 
-// acc += A B for one warpgroup: M = 64, N = 256 (or 128, into acc[0..63], with n_halves == 1), K = 16. T is
+// acc += A B for one warpgroup: M = 64, N = 256 (or 128, into acc[0..63], with half_count == 1), K = 16. T is
 // BF16 or FP16. Accumulator layout: warp w of the warpgroup has rows 16 w .. 16 w + 15. With l = lane / 4 a
 // thread has, for each j, columns 8 j + 2 (lane % 4) and the next one of row l (acc[4 j], acc[4 j + 1]) and
 // of row l + 8 (acc[4 j + 2], acc[4 j + 3]).
-template <typename T, bool a_mn_major, bool b_mn_major, int n_halves = 2>
+template <typename T, bool a_mn_major, bool b_mn_major, int half_count = 2>
 __device__ __forceinline__ void wgmma(float (&acc)[128], uint64_t a, uint64_t b) {
 #define TP_WGMMA(type)                                                                             \
-  if constexpr (n_halves == 2) {                                                                   \
+  if constexpr (half_count == 2) {                                                                 \
     asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" TP_ACC_REGS_128 \
                  "}, %128, %129, 1, 1, 1, %130, %131;"                                             \
                  : TP_ACC_64(0), TP_ACC_64(64)                                                     \
@@ -94,9 +99,9 @@ __device__ __forceinline__ void wgmma(float (&acc)[128], uint64_t a, uint64_t b)
 
 // The same in BF16 with A in registers. a[0] holds k = 2 (lane % 4) and the next one of row l, a[1] of row l
 // + 8; a[2] and a[3] hold k + 8 of both rows.
-template <int n_halves>
+template <int half_count>
 __device__ __forceinline__ void wgmma_a_in_registers(float (&acc)[128], const uint32_t (&a)[4], uint64_t b) {
-  if constexpr (n_halves == 2) {
+  if constexpr (half_count == 2) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" TP_ACC_REGS_128
                  "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 0;"
                  : TP_ACC_64(0), TP_ACC_64(64)

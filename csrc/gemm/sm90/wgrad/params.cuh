@@ -7,17 +7,18 @@
 
 namespace transformer_plugin::gemm::sm90 {
 
+// a = grad and b = input in GroupedGemmArgs; the sum runs over tokens (T).
 struct WgradParams {
-  const int32_t* offsets;          // [groups + 1]; null for one group of all rows
-  const float* alpha;              // [groups], or null for 1
-  const float* beta;               // [groups], factor of what `out` contains; or null for 0
-  void* out;                       // [groups, m, n], strides in elements below
-  const float *a_scale, *b_scale;  // FP8 with one scale for each group: [groups], of grad and of input
+  const int32_t* offsets;                 // [groups + 1]; null for one group of all tokens
+  const float* alpha;                     // [groups], or null for 1
+  const float* beta;                      // [groups], factor of what `out` contains; or null for 0
+  void* out;                              // [groups, m, n], strides in elements below
+  const float *grad_scale, *input_scale;  // FP8 with one scale for each group (kGroup): [groups]
   int64_t group_stride, row_stride;
-  int groups, rows, m, n;
-  uint32_t thread_boxes;  // Sm90Config::thread_boxes
-  bool accumulate;        // add to what `out` contains
-  bool all_realigned;     // FP8: all groups are read from the realigned copies of the operands
+  int groups, tokens, m, n;         // tokens: T
+  uint32_t boxes_added_by_threads;  // Sm90Config::boxes_added_by_threads
+  bool accumulate;                  // add to what `out` contains
+  bool read_all_group_aligned;  // FP8: all groups are read from grad_group_aligned and input_group_aligned
   // Outputs that are a list of matrices instead of `out`: their tensor maps and addresses; or null.
   const CUtensorMap* out_maps;
   void* const* outs;
@@ -25,15 +26,16 @@ struct WgradParams {
 
 struct WgradTensorMaps {
   CUtensorMap grad, input;
-  CUtensorMap grad_realigned, input_realigned;  // FP8: copies in which groups begin at multiples of 16 bytes
-  CUtensorMap grad_scale, input_scale;          // FP8 block scales: [row tiles, m] and [row tiles, n]
+  // FP8: the operands in the `aligned` layout (align_groups.h), in which groups begin at multiples of 32
+  // bytes.
+  CUtensorMap grad_group_aligned, input_group_aligned;
+  CUtensorMap grad_scale, input_scale;  // FP8 block scales: [token blocks, m] and [token blocks, n]
   CUtensorMap out;
 };
 
-// The rows of a group, and the index of the group's first row tile (ScaleRowTiles).
-struct GroupRows {
+// The tokens of a group.
+struct GroupTokens {
   int begin, end;
-  int first_tile;
 };
 
 }  // namespace transformer_plugin::gemm::sm90
