@@ -32,7 +32,7 @@ void check_written(const Argument& buffer) {
       !tensor.is_neg() && !tensor.is_conj(), buffer.op, buffer.name,
       "a buffer whose numbers are those in its memory",
       describe(tensor) << ", a view that stands for their " << (tensor.is_neg() ? "negative" : "conjugate"),
-      "Pass a buffer of its own");
+      "Pass a separate buffer");
 }
 
 void check_written(const char* op, const char* name, at::TensorList out) {
@@ -76,7 +76,7 @@ constexpr const char *kRead = "', which is read while it is written",
 [[noreturn]] void refuse(const char* op, const std::string& name, const at::Tensor& buffer,
                          const std::string& other, const char* what_becomes_of_it) {
   TP_CHECK_VALUE(false, op, name, "a buffer apart from '" << other << what_becomes_of_it,
-                 describe(buffer) << " in the same memory", "Pass a buffer of its own");
+                 describe(buffer) << " in the same memory", "Pass a separate buffer");
 }
 
 using Ranges = c10::SmallVector<Bytes, 8>;

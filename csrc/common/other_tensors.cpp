@@ -76,7 +76,7 @@ void resolve(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* sta
                     [&](const std::string& argument, const at::Tensor& tensor) {
                       const bool is_code = tensor.element_size() == 1 && tensor.is_floating_point();
                       TP_CHECK_VALUE(!tensor.is_neg() || !is_code, name, argument,
-                                     "quantized values as they are stored", "a view of their negatives",
+                                     "quantized values without a lazy negation", "a view of their negatives",
                                      "Quantize the negative values instead");
                     });
     IValue& value = (*stack)[first + i];

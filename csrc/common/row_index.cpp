@@ -90,7 +90,7 @@ void check_earlier_rows(const char* op) {
 }
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
-TakenRows rows_by_index(const Tensor& matrix, const Tensor& index, const Tensor& offsets) {
+GatheredRows rows_by_index(const Tensor& matrix, const Tensor& index, const Tensor& offsets) {
   has_word = true;
   const auto bytes = static_cast<int64_t>(matrix.element_size());
   return {row_index(index, offsets, matrix.size(0)), matrix.const_data_ptr(), matrix.size(1) * bytes,

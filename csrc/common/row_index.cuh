@@ -15,7 +15,7 @@ __device__ __forceinline__ bool is_inside(const RowIndex& index, int64_t row) {
 }
 
 // Reports that the entry at this position is not a row of the matrix.
-__device__ __forceinline__ void tell_wrong_row(WrongRowWord* word, const RowIndex& index, int64_t place) {
+__device__ __forceinline__ void report_wrong_row(WrongRowWord* word, const RowIndex& index, int64_t place) {
   word->found = static_cast<uint64_t>(place + 1) << 32 | static_cast<uint32_t>(index.rows);
 }
 

@@ -17,7 +17,7 @@ void check_earlier_rows(const char* op);
 
 #ifdef TRANSFORMER_PLUGIN_CUDA
 // The kernel arguments for gathering rows. The rows of the matrix have inner stride 1.
-TakenRows rows_by_index(const at::Tensor& matrix, const at::Tensor& index, const at::Tensor& offsets);
+GatheredRows rows_by_index(const at::Tensor& matrix, const at::Tensor& index, const at::Tensor& offsets);
 #endif
 
 // [T, K]: matrix[index[i]] for rows i of the groups; zeros for a wrong entry on a GPU; the tail is undefined.

@@ -27,7 +27,7 @@ struct RowIndex {
 };
 
 // Rows of a matrix gathered by an index, on a GPU.
-struct TakenRows {
+struct GatheredRows {
   RowIndex index;
   const void* matrix;
   int64_t row_bytes;
@@ -36,7 +36,7 @@ struct TakenRows {
 };
 // output[i] = matrix[index[i]] for the places before the tail, contiguous rows; output after them is not
 // written.
-void launch_take_rows(const TakenRows& rows, void* output, void* stream);
+void launch_take_rows(const GatheredRows& rows, void* output, void* stream);
 
 // keys[i] = index[i], or `rows` if the entry is to be ignored.
 void launch_row_keys(const RowIndex& index, int32_t* keys, void* stream);

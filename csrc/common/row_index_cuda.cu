@@ -16,7 +16,7 @@ constexpr int kWarps = kThreads / kWarpSize;
 // output[i] = matrix[index[i]]. One warp per row, grid-stride loop, in the widest words that sizes and
 // addresses allow.
 template <typename Word>
-__global__ void take_rows_kernel(TakenRows rows, void* to) {
+__global__ void take_rows_kernel(GatheredRows rows, void* to) {
   const int lane = threadIdx.x % kWarpSize;
   const int64_t words = rows.row_bytes / static_cast<int64_t>(sizeof(Word));
   const int64_t stride = rows.stride_bytes / static_cast<int64_t>(sizeof(Word));
@@ -25,7 +25,7 @@ __global__ void take_rows_kernel(TakenRows rows, void* to) {
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpSize; i < end; i += step) {
     const int64_t row = entry(rows.index, i);
     const bool inside = is_inside(rows.index, row);
-    if (!inside && lane == 0) tell_wrong_row(rows.word, rows.index, i);
+    if (!inside && lane == 0) report_wrong_row(rows.word, rows.index, i);
     const Word* source = static_cast<const Word*>(rows.matrix) + (inside ? row : 0) * stride;
     Word* output = static_cast<Word*>(to) + i * words;
     for (int64_t w = lane; w < words; w += kWarpSize) output[w] = inside ? source[w] : Word{};
@@ -70,7 +70,7 @@ __global__ void sum_taken_rows_kernel(SumTakenRowsArgs args) {
   }
 }
 
-bool fits(const TakenRows& rows, const void* output, int64_t bytes) {
+bool fits(const GatheredRows& rows, const void* output, int64_t bytes) {
   return rows.row_bytes % bytes == 0 && rows.stride_bytes % bytes == 0 &&
          reinterpret_cast<uint64_t>(rows.matrix) % bytes == 0 &&
          reinterpret_cast<uint64_t>(output) % bytes == 0;
@@ -83,7 +83,7 @@ WrongRowWord* wrong_row_word() {
   return word;
 }
 
-void launch_take_rows(const TakenRows& rows, void* output, void* stream) {
+void launch_take_rows(const GatheredRows& rows, void* output, void* stream) {
   if (rows.index.places == 0) return;
   const unsigned blocks = grid_size(rows.index.places, kWarps);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);

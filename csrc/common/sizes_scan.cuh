@@ -32,13 +32,13 @@ struct SizesScan {
       }
       visit(g, begin > rows ? rows : begin, end > rows ? rows : end);
       __syncthreads();
-      if (g == first_wrong && g < groups) tell(word, {g, size, rows - begin, rows});
+      if (g == first_wrong && g < groups) report(word, {g, size, rows - begin, rows});
       carried += total;
     }
   }
 
  private:
-  static __device__ __forceinline__ void tell(WrongSizesWord* word, const WrongSizes& wrong) {
+  static __device__ __forceinline__ void report(WrongSizesWord* word, const WrongSizes& wrong) {
     word->found.group = wrong.group;
     word->found.size = wrong.size;
     word->found.left = wrong.left;

@@ -20,7 +20,7 @@ namespace transformer_plugin::distributed {
 inline constexpr Milliseconds kStoreRequestLimit{1000};
 inline constexpr Milliseconds kStoreConnectLimit{10000};
 
-// Every request runs on a thread of its own, which is abandoned when it exceeds its limit.
+// Every request runs on a separate thread, which is abandoned when it exceeds its limit.
 class StoreClient {
  public:
   // Opens a connection separate from that of the group. Null: the group has no store.

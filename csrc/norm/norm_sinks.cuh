@@ -16,7 +16,7 @@ inline bool fits_registers(const NormArgs& args, const QuantizeArgs& output) {
 
 // NaN is ignored.
 __device__ __forceinline__ float max_of_unit(uint4 unit) {
-  quantize::Two<BFloat16> twos[kUnit / 2], largest = quantize::zeros<BFloat16>();
+  quantize::Packed2<BFloat16> twos[kUnit / 2], largest = quantize::zeros<BFloat16>();
   memcpy(twos, &unit, sizeof(unit));
 #pragma unroll
   for (int i = 0; i < kUnit / 2; ++i) largest = quantize::max_abs(largest, twos[i]);

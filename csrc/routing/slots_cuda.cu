@@ -7,7 +7,7 @@
 //                         padded totals over the experts
 //   assign_kernel         one warp per chunk: row = first row of the expert + its count in earlier chunks
 //                         + its rank in the chunk
-// A small problem runs these steps in one block (assign_few_kernel). Shared memory: one counter per expert.
+// A small problem runs these steps in one block (assign_small_kernel). Shared memory: one counter per expert.
 #include <algorithm>
 
 #include "common/launch.cuh"
@@ -157,7 +157,7 @@ __global__ void assign_kernel(AssignSlotsArgs args) {
 
 // All three steps in one block; all indices are one chunk.
 template <typename Index>
-__global__ void __launch_bounds__(kScanThreads) assign_few_kernel(AssignSlotsArgs args) {
+__global__ void __launch_bounds__(kScanThreads) assign_small_kernel(AssignSlotsArgs args) {
   __shared__ int32_t counts[kMaxExperts];
   __shared__ int64_t starts[kMaxExperts];
   const int e = threadIdx.x;
@@ -203,8 +203,8 @@ constexpr int64_t kRowsPerThread = 16;
 template <typename Index>
 void launch_assign(const AssignSlotsArgs& args, cudaStream_t stream) {
   if (args.are_few()) {
-    assign_few_kernel<Index><<<1, kScanThreads, 0, stream>>>(args);
-    return check_launch("assign_few_kernel");
+    assign_small_kernel<Index><<<1, kScanThreads, 0, stream>>>(args);
+    return check_launch("assign_small_kernel");
   }
   const unsigned blocks = grid_size(args.chunks, 1);
   const unsigned clearing_blocks = grid_size(args.capacity, kCountThreads * kRowsPerThread);

@@ -85,27 +85,28 @@ TP_HOST_DEVICE uint64_t expert_key(float logit, int64_t expert) {
 }
 
 // The position of an expert or a group in the order of choice: by value, then by key. {0, 0} is below all.
-struct Place {
+struct RankedScore {
   uint64_t value;
   uint64_t key;
 };
 
-TP_HOST_DEVICE Place above_all() { return {~uint64_t{0}, ~uint64_t{0}}; }
+TP_HOST_DEVICE RankedScore above_all() { return {~uint64_t{0}, ~uint64_t{0}}; }
 
-TP_HOST_DEVICE bool is_below(uint64_t value, uint64_t key, Place bound) {
+TP_HOST_DEVICE bool is_below(uint64_t value, uint64_t key, RankedScore bound) {
   return value < bound.value || (value == bound.value && key < bound.key);
 }
 
 // A row's experts or groups. `values` is null if all have the same value.
-struct Places {
+struct RankedScores {
   const uint64_t* values;
   const uint64_t* keys;
 };
 
 // The best entry below `bound` among begin, begin + step, ...; {0, 0} if there is none. Finds the largest
 // value, then the largest key with that value: two loops that compilers vectorize.
-TP_HOST_DEVICE Place best_below(Places places, int64_t begin, int64_t end, int64_t step, Place bound) {
-  Place best{0, 0};
+TP_HOST_DEVICE RankedScore best_below(RankedScores places, int64_t begin, int64_t end, int64_t step,
+                                      RankedScore bound) {
+  RankedScore best{0, 0};
   if (!places.values) {
     for (int64_t i = begin; i < end; i += step) {
       const uint64_t key = places.keys[i];
@@ -141,10 +142,10 @@ TP_HOST_DEVICE uint64_t biased_value(float logit, double score, float bias) {
 
 // The value of the group of experts begin, ..., end - 1; 0 if all are masked. With pre_softmax `row` has the
 // shift of the whole row. If the scores underflow FP64, the largest logit decides, below all other groups.
-TP_HOST_DEVICE uint64_t group_value(const TopkRouterArgs& args, Places places, int64_t begin, int64_t end,
+TP_HOST_DEVICE uint64_t group_value(const TopkRouterArgs& args, RankedScores places, int64_t begin, int64_t end,
                                     RowScale row) {
   const bool logits = args.function == ScoreFunction::kSoftmax && !args.pre_softmax;
-  Place bound = above_all();
+  RankedScore bound = above_all();
   double sum = 0.0;
   double largest = 0.0;
   for (int64_t i = 0; i < args.group_score_topk; ++i) {
@@ -167,7 +168,8 @@ TP_HOST_DEVICE uint64_t group_value(const TopkRouterArgs& args, Places places, i
 }
 
 // The position of a group.
-TP_HOST_DEVICE Place group_place(const TopkRouterArgs& args, Places places, int64_t group, RowScale row) {
+TP_HOST_DEVICE RankedScore group_place(const TopkRouterArgs& args, RankedScores places, int64_t group,
+                                       RowScale row) {
   const int64_t size = args.experts / args.groups;
   const int64_t begin = group * size;
   if (args.group_score_topk == 1) return best_below(places, begin, begin + size, 1, above_all());
@@ -175,8 +177,8 @@ TP_HOST_DEVICE Place group_place(const TopkRouterArgs& args, Places places, int6
 }
 
 // The position of the last chosen group; groups below it are excluded.
-TP_HOST_DEVICE Place last_group(Places groups, int64_t count, int64_t group_topk) {
-  Place bound = above_all();
+TP_HOST_DEVICE RankedScore last_group(RankedScores groups, int64_t count, int64_t group_topk) {
+  RankedScore bound = above_all();
   for (int64_t i = 0; i < group_topk; ++i) bound = best_below(groups, 0, count, 1, bound);
   return bound;
 }

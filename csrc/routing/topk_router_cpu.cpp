@@ -48,13 +48,14 @@ TP_CPU_CLONES RowScale rank_row(const TopkRouterArgs& args, const float* logits,
 
 // Moves the experts of groups that were not chosen below all others.
 void keep_best_groups(const TopkRouterArgs& args, RowScale row, Scratch& s) {
-  const Places experts{args.bias ? s.values.data() : nullptr, s.keys.data()};
+  const RankedScores experts{args.bias ? s.values.data() : nullptr, s.keys.data()};
   for (int64_t g = 0; g < args.groups; ++g) {
-    const Place place = group_place(args, experts, g, row);
+    const RankedScore place = group_place(args, experts, g, row);
     s.group_values[g] = place.value;
     s.group_keys[g] = place.key;
   }
-  const Place last = last_group({s.group_values.data(), s.group_keys.data()}, args.groups, args.group_topk);
+  const RankedScore last =
+      last_group({s.group_values.data(), s.group_keys.data()}, args.groups, args.group_topk);
   const int64_t size = args.experts / args.groups;
   for (int64_t e = 0; e < args.experts; ++e) {
     if (is_below(s.group_values[e / size], s.group_keys[e / size], last)) s.values[e] = s.keys[e] = 0;
@@ -62,8 +63,8 @@ void keep_best_groups(const TopkRouterArgs& args, RowScale row, Scratch& s) {
 }
 
 // Chooses the experts of a row, best first.
-TP_CPU_CLONES void choose(const TopkRouterArgs& args, Places experts, int32_t* indices) {
-  Place bound = above_all();
+TP_CPU_CLONES void choose(const TopkRouterArgs& args, RankedScores experts, int32_t* indices) {
+  RankedScore bound = above_all();
   for (int64_t k = 0; k < args.topk; ++k) {
     bound = best_below(experts, 0, args.experts, 1, bound);
     indices[k] = static_cast<int32_t>(index_in(bound.key));

@@ -18,7 +18,7 @@ __device__ __forceinline__ uint64_t warp_max(uint64_t value) {
   return value;
 }
 
-__device__ __forceinline__ Place warp_best(Place place) {
+__device__ __forceinline__ RankedScore warp_best(RankedScore place) {
   const uint64_t value = warp_max(place.value);
   return {value, warp_max(place.value == value ? place.key : 0)};
 }
@@ -28,12 +28,12 @@ __device__ __forceinline__ Place warp_best(Place place) {
 __device__ void keep_best_groups(const TopkRouterArgs& args, RowScale row, uint64_t* values, uint64_t* keys,
                                  uint64_t* group_values, uint64_t* group_keys, int lane) {
   for (int64_t g = lane; g < args.groups; g += kWarpSize) {
-    const Place place = group_place(args, {values, keys}, g, row);
+    const RankedScore place = group_place(args, {values, keys}, g, row);
     group_values[g] = place.value;
     group_keys[g] = place.key;
   }
   __syncwarp();
-  const Place last = last_group({group_values, group_keys}, args.groups, args.group_topk);
+  const RankedScore last = last_group({group_values, group_keys}, args.groups, args.group_topk);
   const int64_t size = args.experts / args.groups;
   for (int64_t e = lane; e < args.experts; e += kWarpSize) {
     if (!is_below(group_values[e / size], group_keys[e / size], last)) continue;
@@ -87,7 +87,7 @@ __global__ void topk_router_kernel(TopkRouterArgs args, int64_t words_per_warp) 
     }
     __syncwarp();
     if (args.groups > 1) keep_best_groups(args, row, values, keys, group_values, group_keys, lane);
-    Place bound = above_all();
+    RankedScore bound = above_all();
     for (int64_t k = 0; k < args.topk; ++k) {
       bound = warp_best(best_below({values, keys}, lane, args.experts, kWarpSize, bound));
       if (lane == 0) {

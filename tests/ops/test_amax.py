@@ -208,7 +208,7 @@ def no_use(key: str, got: str) -> str:
          "finds their scales itself."),
         (partial(ops.amax, **BOTH), (ONES, "bf16"), ValueError,
          "amax: argument 'format': expected a format with scales, fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4, got "
-         "'bf16'. Use the tensor as it is, or convert it with .to()."),
+         "'bf16'. Use the unquantized tensor, or convert it with .to()."),
         (ops.amax, (ONES.double(), "fp8_tensor"), TypeError,
          "amax: argument 'input': expected one of the dtypes float32, bfloat16, float16, got float64. "
          "Convert it with .to() first."),

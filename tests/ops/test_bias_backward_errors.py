@@ -35,7 +35,7 @@ X = torch.zeros(4, 64)
             (X, None, "bf16"),
             ValueError,
             "argument 'format': expected a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4, got 'bf16'. Use "
-            "the tensor as it is, or convert it with .to().",
+            "the unquantized tensor, or convert it with .to().",
         ),
         (
             (X, torch.tensor([4]), "fp8_block:square"),

@@ -277,7 +277,7 @@ GRAD = torch.zeros(4, 128)
             (X, None, None, "bf16"),
             ValueError,
             "argument 'format': expected a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4, got 'bf16'. Use "
-            "the tensor as it is, or convert it with .to().",
+            "the unquantized tensor, or convert it with .to().",
         ),
         (
             (X, None, torch.tensor([4]), "mxfp8:square"),

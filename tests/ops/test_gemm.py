@@ -137,7 +137,7 @@ PREFIX = "transformer_plugin::gemm: argument "
         (
             (F32, F32, None, True, torch.float64),
             TypeError,
-            "'dtype': expected one of float32, bfloat16, float16 beside a in float32, got float64. "
+            "'dtype': expected one of float32, bfloat16, float16 with a in float32, got float64. "
             "Convert the result with .to() instead.",
         ),
         (

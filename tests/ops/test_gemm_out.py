@@ -242,6 +242,6 @@ def test_a_buffer_in_the_memory_of_an_operand() -> None:
         assert str(caught.value) == (
             f"transformer_plugin::gemm_out: argument 'out': expected a buffer apart from '{name}', which is read while "
             f"it is written, got float32[{', '.join(map(str, out.shape))}] on cpu in the same memory. "
-            "Pass a buffer of its own."
+            "Pass a separate buffer."
         )
         assert torch.equal(memory, before)

@@ -277,10 +277,10 @@ WITHOUT = "Pass what the operand was quantized to."
     [
         ("gemm", rows(QX, Q0, "bf16", KEY), ValueError,
          "'a_format': expected a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4, got 'bf16'. "
-         "Use the tensor as it is, or convert it with .to()."),
+         "Use the unquantized tensor, or convert it with .to()."),
         ("gemm", rows(QX, Q0, "none", KEY), ValueError,
          "'a_format': expected a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4, got 'none'. "
-         "Use the tensor as it is, or convert it with .to()."),
+         "Use the unquantized tensor, or convert it with .to()."),
         ("gemm", {"a": X, "b": X, "b_scale": QX[1]}, ValueError,
          "'b_scale': expected no tensors for format 'none', got 1 of them. "
          "Name the format that the operand was quantized to."),

@@ -94,7 +94,7 @@ BUFFER = (
             "grouped_gemm_wgrad",
             (GRAD, INPUT, S, torch.int32),
             TypeError,
-            "'dtype': expected one of float32, bfloat16, float16 beside grad in float32, got int32. "
+            "'dtype': expected one of float32, bfloat16, float16 with grad in float32, got int32. "
             "Convert the result with .to() instead.",
         ),
         (

@@ -25,7 +25,7 @@ LIST = (
 )
 APART = (
     "expected a buffer apart from '{}', which is {}, got float32[5, 6] on cpu in the same memory. "
-    "Pass a buffer of its own"
+    "Pass a separate buffer"
 )
 WITH = "written at the same time"
 

@@ -375,7 +375,7 @@ OUT, WEIGHT, ONES = torch.full((4, 5), 7.0), torch.full((2, 5, 6), 7.0), torch.o
             {},
             ValueError,
             "'out': expected a buffer apart from 'a', which is read while it is written, got float32[4, 5] on cpu in "
-            "the same memory. Pass a buffer of its own.",
+            "the same memory. Pass a separate buffer.",
         ),
         (
             "grouped_gemm_out",
@@ -383,7 +383,7 @@ OUT, WEIGHT, ONES = torch.full((4, 5), 7.0), torch.full((2, 5, 6), 7.0), torch.o
             {"bias": OUT[:2]},
             ValueError,
             "'out': expected a buffer apart from 'bias', which is read while it is written, got float32[4, 5] on cpu "
-            "in the same memory. Pass a buffer of its own.",
+            "in the same memory. Pass a separate buffer.",
         ),
         (
             "grouped_gemm_wgrad_out",
@@ -399,7 +399,7 @@ OUT, WEIGHT, ONES = torch.full((4, 5), 7.0), torch.full((2, 5, 6), 7.0), torch.o
             {},
             ValueError,
             "'out': expected a buffer apart from 'grad', which is read while it is written, got float32[2, 5, 6] on "
-            "cpu in the same memory. Pass a buffer of its own.",
+            "cpu in the same memory. Pass a separate buffer.",
         ),
     ],
 )

@@ -278,7 +278,7 @@ AGREE = "Pass tensors whose sizes agree."
          f"'alpha': expected size 2 in dimension 0 (one factor for each product), got float32[3] on cpu. {AGREE}"),
         (W, WS, SIZES, "bf16", {}, ValueError,
          "'b_format': expected a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4, got 'bf16'. "
-         "Use the tensor as it is, or convert it with .to()."),
+         "Use the unquantized tensor, or convert it with .to()."),
     ],
 )  # fmt: skip
 def test_errors(

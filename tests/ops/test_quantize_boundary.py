@@ -208,7 +208,7 @@ PAD = "Pad it with zeros, for example with torch.nn.functional.pad."
          f"quantize: argument 'format': expected {KEYS}, got 'fp9'. transformer_plugin.formats lists them."),
         (ops.quantize, (ONES, "bf16"), ValueError,
          "quantize: argument 'format': expected a format with scales, fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4, "
-         "got 'bf16'. Use the tensor as it is, or convert it with .to()."),
+         "got 'bf16'. Use the unquantized tensor, or convert it with .to()."),
         (ops.quantize, (ONES, "mxfp8:pow2"), ValueError,
          f"quantize: argument 'format': expected {KEYS}, got 'mxfp8:pow2'. "
          "transformer_plugin.formats lists them."),

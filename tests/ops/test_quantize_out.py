@@ -289,7 +289,7 @@ DATA, SCALE = (t.clone() for t in ops.quantize(ONES, "fp8_block"))
          "argument 'out[3]': expected a contiguous tensor of sizes [1, 64], got float32[1, 4] on cpu with strides "
          "[4, 1]. Allocate it as quantize does."),
         (ops.quantize_out, (ONES, "fp8_block", [DATA, SCALE], None, None, None, None, torch.zeros(2)), ValueError,
-         "argument 'noop': expected size 1 in dimension 0 (one flag: 1 leaves every byte as it is), got float32[2] on "
+         "argument 'noop': expected size 1 in dimension 0 (one flag: 1 leaves every byte unchanged), got float32[2] on "
          "cpu. Pass tensors whose sizes agree."),
         (ops.quantize_out, (ONES, "fp8_block", [DATA, SCALE], None, None, None, None, torch.zeros(1).int()), TypeError,
          "argument 'noop': expected one of the dtypes float32, got int32. Convert it with .to() first."),

@@ -205,7 +205,7 @@ FUSED = (
     "have."
 )
 GROUPED_COLUMNS = (
-    "expected False for fp8_row with group sizes, got True. Compute weight gradients from the matrix as it is, or "
+    "expected False for fp8_row with group sizes, got True. Compute weight gradients from the unquantized matrix, or "
     "quantize it to another format."
 )
 

@@ -11,7 +11,7 @@ at::ScalarType output_dtype(const Argument& operand, std::optional<at::ScalarTyp
   const at::ScalarType to = dtype.value_or(from);
   const bool known = to == at::kFloat || to == at::kBFloat16 || to == at::kHalf || to == at::kDouble;
   TP_CHECK_TYPE(known && (to == at::kDouble) == (from == at::kDouble), operand.op, "dtype",
-                (from == at::kDouble ? "float64, like " : "one of float32, bfloat16, float16 beside ")
+                (from == at::kDouble ? "float64, like " : "one of float32, bfloat16, float16 with ")
                     << operand.name << " in " << dtype_name(from),
                 dtype_name(to), "Convert the result with .to() instead");
   return to;

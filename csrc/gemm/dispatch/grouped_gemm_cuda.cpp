@@ -65,7 +65,7 @@ GroupedGemmArgs args_of(const GroupedWgrad& problem, const Tensor& grad, const T
   return args;
 }
 
-bool is_aligned(const TakenRows& rows) {
+bool is_aligned(const GatheredRows& rows) {
   return rows.index.rows > 0 && reinterpret_cast<uintptr_t>(rows.matrix) % 16 == 0 &&
          rows.stride_bytes % 16 == 0;
 }
@@ -91,7 +91,7 @@ Tensor grouped_gemm_cuda(const GroupedGemm& problem, at::ScalarType dtype,
   GemmDesc desc{direction, args, pointers_aligned(args)};
   desc.torch_computes_it = !given_out && !problem.bias && !problem.alpha && problem.list.empty();
   if (problem.rows && problem.a.stride(1) == 1) {
-    const TakenRows rows = rows_by_index(problem.a, *problem.rows, problem.offsets);
+    const GatheredRows rows = rows_by_index(problem.a, *problem.rows, problem.offsets);
     desc.index = true;
     desc.index_matrix_aligned = is_aligned(rows);
     const Selection selection = select_gemm(desc, current_gpu());

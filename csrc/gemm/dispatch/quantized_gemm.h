@@ -53,9 +53,10 @@ std::optional<ScaleGranularity> quantized_wgrad_scales(const Format& grad, const
 // Whether the device of `like` has such kernels.
 bool has_quantized_kernels(const at::Tensor& like);
 
-// Returns false, and writes nothing, if no kernel supports the problem. `out` [T, N] has inner stride 1,
+// Both return false, and write nothing, if no kernel supports the problem.
+// `out` [T, N] has inner stride 1.
 bool run_quantized_gemm_out(const QuantizedGemm& product, const at::Tensor& out);
-// as [G, N, K], or [N, K] without offsets; or one [N, K] for each group, all with one row stride.
+// `out`: [G, N, K], or [N, K] without offsets; or one [N, K] for each group, all with one row stride.
 bool run_quantized_wgrad_out(const QuantizedWgrad& reduction, at::TensorList out, bool accumulate);
 
 bool has_quantized_kernels_cuda(const at::Tensor& like);

@@ -27,7 +27,7 @@ Format quantized_format(const char* op, const char* argument, std::string_view k
   TP_CHECK_VALUE(
       format.is_quantized(), op, argument,
       "a format with scales, fp8_tensor, " << (takes_rows ? "fp8_row, " : "") << "fp8_block, mxfp8 or nvfp4",
-      "'" << key << "'", "Use the tensor as it is, or convert it with .to()");
+      "'" << key << "'", "Use the unquantized tensor, or convert it with .to()");
   TP_CHECK_VALUE(takes_rows || !format.is_fp8_row(), op, argument, "fp8_tensor, fp8_block, mxfp8 or nvfp4",
                  "'" << key << "'", "Use quantize for fp8_row, which this op does not have");
   TP_CHECK_VALUE(allow_square || !format.square_blocks, op, argument,
@@ -40,7 +40,7 @@ void check_row_scales(const char* op, const char* argument, const Format& format
                       const at::Tensor* group_sizes) {
   TP_CHECK_VALUE(!format.is_fp8_row() || !columns || !group_sizes, op, argument,
                  "False for fp8_row with group sizes", "True",
-                 "Compute weight gradients from the matrix as it is, or quantize it to another format");
+                 "Compute weight gradients from the unquantized matrix, or quantize it to another format");
 }
 
 void check_tile_count(const Argument& argument, const MatrixShape& shape) {
@@ -149,7 +149,7 @@ void check_noop(const Argument& noop, const Argument& data) {
   check_dtype(noop, {at::kFloat});
   check_same_device(noop, data);
   check_dim(noop, 1);
-  check_size(noop, 0, 1, "one flag: 1 leaves every byte as it is");
+  check_size(noop, 0, 1, "one flag: 1 leaves every byte unchanged");
 }
 
 }  // namespace transformer_plugin::quantize

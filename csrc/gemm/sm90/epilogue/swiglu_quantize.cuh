@@ -23,9 +23,9 @@ static_assert(kHalfTileColumns == quantize::kTile && kHalfTileColumns == kSwizzl
 // where WGMMA may have produced NaN.
 template <typename T>
 struct ActPairs {
-  using Two = quantize::Two<T>;
+  using Packed2 = quantize::Packed2<T>;
   using Order = quantize::MagnitudeOrder<T>;
-  Two pairs[2][kColumnGroups];  // [row][group of 8 columns]
+  Packed2 pairs[2][kColumnGroups];  // [row][group of 8 columns]
 
   // From activated accumulators; `columns` is the number of columns from the tile's first on.
   __device__ __forceinline__ ActPairs(const float (&acc)[kAccumulators], int columns) {
@@ -45,8 +45,8 @@ struct ActPairs {
     constexpr int kGroupsPerBlock = kColumnGroups / kBlocks;
 #pragma unroll
     for (int block = 0; block < 2 * kBlocks; ++block) {
-      const Two* block_pairs = &pairs[block / kBlocks][block % kBlocks * kGroupsPerBlock];
-      Two largest = block_pairs[0];
+      const Packed2* block_pairs = &pairs[block / kBlocks][block % kBlocks * kGroupsPerBlock];
+      Packed2 largest = block_pairs[0];
 #pragma unroll
       for (int j = 1; j < kGroupsPerBlock; ++j) {
         largest = quantize::larger_magnitudes(largest, block_pairs[j]);

@@ -8,8 +8,8 @@
 namespace transformer_plugin::gemm {
 
 // `args.rows` is the number of index entries; `args.a` is not read.
-using GatherLauncher = void (*)(const GroupedGemmArgs& args, const TakenRows& rows, const Sm90Config& config,
-                                void* stream);
+using GatherLauncher = void (*)(const GroupedGemmArgs& args, const GatheredRows& rows,
+                                const Sm90Config& config, void* stream);
 // Each is instantiated in its own file in instantiate/, so that they compile in parallel.
 GatherLauncher fprop_gather(DType dtype);
 GatherLauncher dgrad_gather(DType dtype);

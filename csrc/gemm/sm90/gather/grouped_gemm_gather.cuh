@@ -26,7 +26,7 @@ static_assert(kRowsPerPass % 8 == 0, "the swizzle is the same for all rows of a 
 // The part of A that a thread copies: the same chunk of every 16th row of a tile.
 class GatheredA {
  public:
-  __device__ __forceinline__ GatheredA(const TakenRows& from)
+  __device__ __forceinline__ GatheredA(const GatheredRows& from)
       : from_(from), row_(threadIdx.x / kRowChunks), chunk_(threadIdx.x % kRowChunks) {}
 
   // Reads the index entries of a tile: `begin` is its first entry, `end` the end of the group.
@@ -64,12 +64,12 @@ class GatheredA {
       const bool is_row = is_inside(from_.index, entries[i]);
       rows_[i] = position < end && is_row ? static_cast<int>(entries[i]) : -1;
       if (report_invalid && position < end && !is_row && chunk_ == 0) {
-        tell_wrong_row(from_.word, from_.index, position);
+        report_wrong_row(from_.word, from_.index, position);
       }
     }
   }
 
-  const TakenRows& from_;
+  const GatheredRows& from_;
   int row_, chunk_;
   int rows_[kRowsPerThread];  // rows of A, or -1 for zeros
 };
@@ -84,7 +84,7 @@ __device__ __forceinline__ void arrive_copied_stage(SharedStorage& shared, int s
 
 // Producer warpgroup: loads all stages of all tiles of this CTA.
 template <typename Mainloop, typename Epilogue, typename SharedStorage>
-__device__ __forceinline__ void gather_producer_loop(const GroupedGemmParams& args, const TakenRows& rows,
+__device__ __forceinline__ void gather_producer_loop(const GroupedGemmParams& args, const GatheredRows& rows,
                                                      const CUtensorMap& b_map, const CUtensorMap* b_maps,
                                                      SharedStorage& shared,
                                                      PipelineState<SharedStorage>& state, int steps,
@@ -143,7 +143,7 @@ __device__ __forceinline__ void gather_producer_loop(const GroupedGemmParams& ar
 
 template <typename Mainloop, typename Epilogue>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-    sm90_grouped_gemm_gather_kernel(const __grid_constant__ TakenRows rows,
+    sm90_grouped_gemm_gather_kernel(const __grid_constant__ GatheredRows rows,
                                     const __grid_constant__ CUtensorMap b_map,
                                     const __grid_constant__ Epilogue epilogue,
                                     const __grid_constant__ GroupedGemmParams args,
@@ -178,8 +178,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 }
 
 template <typename Mainloop>
-void launch_grouped_gemm_gather(const GroupedGemmArgs& args, const TakenRows& rows, const Sm90Config& config,
-                                void* stream) {
+void launch_grouped_gemm_gather(const GroupedGemmArgs& args, const GatheredRows& rows,
+                                const Sm90Config& config, void* stream) {
   using Epilogue = StoreEpilogue<typename Mainloop::Out>;
   constexpr auto kernel = sm90_grouped_gemm_gather_kernel<Mainloop, Epilogue>;
   static DynamicSharedMemory shared_memory;

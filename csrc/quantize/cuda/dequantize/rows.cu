@@ -18,7 +18,7 @@ __device__ __forceinline__ uint32_t nonfinite_bits(uint32_t bytes) {
 
 template <typename T>
 struct EightValues {
-  Two<T> twos[kStreamCols / 2];
+  Packed2<T> twos[kStreamCols / 2];
 };
 
 // With `finite` all elements and scales are finite, so that no product is NaN.

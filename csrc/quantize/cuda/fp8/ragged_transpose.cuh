@@ -9,7 +9,7 @@
 //
 // Problem: a row of transposed data holds the rows of all groups one after the other. A kernel that stores
 // one tile at a time leaves parts of 32-byte sectors to two blocks wherever a group does not begin at a
-// multiple of 32, and each part is a memory transaction of its own. This kernel stores whole 128-byte cache
+// multiple of 32, and each part is a separate memory transaction. This kernel stores whole 128-byte cache
 // lines.
 //
 // Grid: one-dimensional, column tiles (128 columns) times parts. A part is a range of consecutive row tiles;

@@ -43,7 +43,7 @@ struct Fp8StreamRows {
     return lane % kStreamLanes * kStreamRows + lane / kStreamLanes;
   }
   template <typename T>
-  __device__ __forceinline__ uint2 encode(const QuantizeArgs& args, const Eight<T>& values, int r) {
+  __device__ __forceinline__ uint2 encode(const QuantizeArgs& args, const Packed8<T>& values, int r) {
     const float scale = quick.of(amax_of_lanes<kStreamLanes>(values, args.rule.epsilon), args.rule);
     if (own == r) kept = scale;
     return encode8<element>(values, scale);

@@ -15,16 +15,16 @@ namespace transformer_plugin::quantize {
 
 // Rounded gradients of 8 features, and the sum of their terms of the probability's gradient, added as a tree.
 template <typename T>
-struct EightGradients {
-  Eight<T> gates, linears;
+struct Packed8Gradients {
+  Packed8<T> gates, linears;
   float sum;
 };
 
 // Two features of EightGradients from their sigmoids: replaces the values by gradients and returns the sum of
 // the terms.
 template <typename T>
-__device__ __forceinline__ float gradients_of_two(float2 sigmoid, Two<T> grads, Two<T>& gates,
-                                                  Two<T>& linears, float prob) {
+__device__ __forceinline__ float gradients_of_two(float2 sigmoid, Packed2<T> grads, Packed2<T>& gates,
+                                                  Packed2<T>& linears, float prob) {
   const float2 grad = to_floats(grads), gate = to_floats(gates), linear = to_floats(linears);
   const auto x = activation::swiglu_gradient_at(sigmoid.x, grad.x, gate.x, linear.x, prob);
   const auto y = activation::swiglu_gradient_at(sigmoid.y, grad.y, gate.y, linear.y, prob);
@@ -34,8 +34,8 @@ __device__ __forceinline__ float gradients_of_two(float2 sigmoid, Two<T> grads, 
 }
 
 template <typename T>
-__device__ __forceinline__ EightGradients<T> gradients_of(Eight<T> grads, Eight<T> gates, Eight<T> linears,
-                                                          float prob) {
+__device__ __forceinline__ Packed8Gradients<T> gradients_of(Packed8<T> grads, Packed8<T> gates,
+                                                            Packed8<T> linears, float prob) {
   float sums[kStreamCols / 2] = {};
   if (are_in_range(gates)) {
 #pragma unroll
@@ -48,7 +48,7 @@ __device__ __forceinline__ EightGradients<T> gradients_of(Eight<T> grads, Eight<
     for (int i = 0; i < kStreamCols / 2; ++i) {
       const float2 gate = to_floats(gates.at[0]);
       const float2 sigmoid = {sigmoid_of_number_f32(gate.x), sigmoid_of_number_f32(gate.y)};
-      Two<T> of_gates = gates.at[0], of_linears = linears.at[0];
+      Packed2<T> of_gates = gates.at[0], of_linears = linears.at[0];
       const float sum = gradients_of_two<T>(sigmoid, rotate(grads, zeros<T>()), of_gates, of_linears, prob);
       rotate(gates, of_gates);
       rotate(linears, of_linears);
@@ -63,7 +63,7 @@ template <typename T>
 struct SwigluBackwardStream {
   const T* grad;
   SwigluStream<T> input;
-  Eight<T> grads;  // for the next step
+  Packed8<T> grads;  // for the next step
 
   __device__ __forceinline__ SwigluBackwardStream(const SwigluBackwardArgs& args, const Tile& tile,
                                                   const StreamPosition& pos)
@@ -77,10 +77,10 @@ struct SwigluBackwardStream {
     grad += kStreamRows * input.linear;
   }
 
-  __device__ __forceinline__ EightGradients<T> next(int r, const StreamPosition& pos) {
-    const Eight<T> own_grads = grads;
+  __device__ __forceinline__ Packed8Gradients<T> next(int r, const StreamPosition& pos) {
+    const Packed8<T> own_grads = grads;
     prefetch(r + kStreamRows < pos.loads);
-    Eight<T> gates, linears;
+    Packed8<T> gates, linears;
     const float prob = input.take(r, pos, gates, linears);
     return gradients_of(own_grads, gates, linears, prob);
   }
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
     StreamSums sums(pos);
 #pragma unroll 1
     for (int r = 0; r < kRowsPerThread; r += kStreamRows) {
-      const EightGradients<T> gradients = source.next(r, pos);
+      const Packed8Gradients<T> gradients = source.next(r, pos);
       shared.gates.put(gradients.gates, r, pos);
       shared.linears.put(gradients.linears, r, pos);
       if (args.rowwise) of_gates.add(args, gradients.gates, r, pos);

@@ -18,7 +18,7 @@ inline constexpr float kSigmoidEnd = 87.33654f;  // for larger |x| exp(-|x|) is 
 
 // sigmoid_of_number_f32 of two values with |x| < kSigmoidEnd. Both signs are tested by one instruction.
 template <typename T>
-__device__ __forceinline__ float2 sigmoids_in_range(Two<T> two) {
+__device__ __forceinline__ float2 sigmoids_in_range(Packed2<T> two) {
   const float2 x = to_floats(two);
   const float2 e = {exp_in_range_f32(-fabsf(x.x)), exp_in_range_f32(-fabsf(x.y))};
   float2 sigmoids = {reciprocal_by_steps(1.0f + e.x), reciprocal_by_steps(1.0f + e.y)};
@@ -41,15 +41,15 @@ __device__ __forceinline__ float2 sigmoids_in_range(Two<T> two) {
 // Whether sigmoids_in_range is valid for all 8: one test in place of 8. NaN passes the test, because the
 // sigmoid is next multiplied by the NaN.
 template <typename T>
-__device__ __forceinline__ bool are_in_range(const Eight<T>& gates) {
+__device__ __forceinline__ bool are_in_range(const Packed8<T>& gates) {
   const float2 largest = to_floats(gates.largest());
   return !(fmaxf(fabsf(largest.x), fabsf(largest.y)) >= kSigmoidEnd);
 }
 
 // Rotates pairs through the first position, so that the code of the rare case is short.
 template <typename T>
-__device__ __forceinline__ Two<T> rotate(Eight<T>& eight, Two<T> last) {
-  const Two<T> first = eight.at[0];
+__device__ __forceinline__ Packed2<T> rotate(Packed8<T>& eight, Packed2<T> last) {
+  const Packed2<T> first = eight.at[0];
 #pragma unroll
   for (int i = 1; i < kStreamCols / 2; ++i) eight.at[i - 1] = eight.at[i];
   eight.at[kStreamCols / 2 - 1] = last;
@@ -57,7 +57,7 @@ __device__ __forceinline__ Two<T> rotate(Eight<T>& eight, Two<T> last) {
 }
 
 template <typename T>
-__device__ __forceinline__ Eight<T> swiglu_of(Eight<T> gates, Eight<T> linears, float prob) {
+__device__ __forceinline__ Packed8<T> swiglu_of(Packed8<T> gates, Packed8<T> linears, float prob) {
   if (are_in_range(gates)) {
 #pragma unroll
     for (int i = 0; i < kStreamCols / 2; ++i) {
@@ -92,7 +92,7 @@ struct SwigluStream {
   const T* gate;
   int64_t linear;  // offset from the gate
   float own_prob;
-  Eight<T> gates, linears;  // for the next step
+  Packed8<T> gates, linears;  // for the next step
 
   __device__ __forceinline__ SwigluStream(const void* input, int64_t features, const float* probs,
                                           const Tile& tile, const StreamPosition& pos)
@@ -108,16 +108,16 @@ struct SwigluStream {
     gate += kStreamRows * 2 * linear;
   }
   // Returns the probability.
-  __device__ __forceinline__ float take(int r, const StreamPosition& pos, Eight<T>& own_gates,
-                                        Eight<T>& own_linears) {
+  __device__ __forceinline__ float take(int r, const StreamPosition& pos, Packed8<T>& own_gates,
+                                        Packed8<T>& own_linears) {
     own_gates = gates;
     own_linears = linears;
     prefetch(r + kStreamRows < pos.loads);
     return __shfl_sync(0xffffffffu, own_prob, r + pos.lane / kStreamLanes);
   }
   // The result of swiglu_value.
-  __device__ __forceinline__ Eight<T> next(int r, const StreamPosition& pos) {
-    Eight<T> own_gates, own_linears;
+  __device__ __forceinline__ Packed8<T> next(int r, const StreamPosition& pos) {
+    Packed8<T> own_gates, own_linears;
     const float prob = take(r, pos, own_gates, own_linears);
     return swiglu_of(own_gates, own_linears, prob);
   }
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, kColumnBlocks)
     RowWriter<typename Stream::template Rows<element>> rows(args, tile, pos, 0);
 #pragma unroll 1
     for (int r = 0; r < kRowsPerThread; r += kStreamRows) {
-      const Eight<T> values = source.next(r, pos);
+      const Packed8<T> values = source.next(r, pos);
       staged.put(values, r, pos);
       if (args.rowwise) rows.add(args, values, r, pos);
     }

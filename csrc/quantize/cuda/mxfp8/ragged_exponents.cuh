@@ -11,14 +11,14 @@ namespace transformer_plugin::quantize {
 template <typename T>
 struct ColumnMaxima {
   static_assert(sizeof(T) == 2, "two of them in a register");
-  Two<T> at[kColsPerThread / 2] = {zeros<T>(), zeros<T>()};
+  Packed2<T> at[kColsPerThread / 2] = {zeros<T>(), zeros<T>()};
 
-  __device__ __forceinline__ void add(const Two<T> (&values)[kColsPerThread / 2]) {
+  __device__ __forceinline__ void add(const Packed2<T> (&values)[kColsPerThread / 2]) {
 #pragma unroll
     for (int i = 0; i < kColsPerThread / 2; ++i) at[i] = larger_magnitudes(at[i], values[i]);
   }
   __device__ __forceinline__ void add(const uint2& vector) {
-    Two<T> values[kColsPerThread / 2];
+    Packed2<T> values[kColsPerThread / 2];
     memcpy(values, &vector, sizeof(vector));
     add(values);
   }

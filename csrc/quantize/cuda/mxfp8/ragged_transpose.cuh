@@ -7,7 +7,7 @@
 // its group.
 //
 // Problem: a row of transposed data holds the rows of all groups one after the other. Tiles that begin with
-// groups would leave parts of 32-byte sectors to two blocks, each part a memory transaction of its own. This
+// groups would leave parts of 32-byte sectors to two blocks, each part a separate memory transaction. This
 // kernel processes strips of 128 rows counted from the start of the buffer, so that it stores whole cache
 // lines wherever groups begin. A 1x32 block of a column may extend beyond the strip, by up to 31 rows before
 // it and as many after it: those rows are read only for their maxima. The strip that holds the first row of a

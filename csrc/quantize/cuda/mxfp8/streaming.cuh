@@ -19,7 +19,7 @@ struct MxStreamRows {
   }
 
   template <typename T>
-  __device__ __forceinline__ uint2 encode(const QuantizeArgs& args, const Eight<T>& values, int r) {
+  __device__ __forceinline__ uint2 encode(const QuantizeArgs& args, const Packed8<T>& values, int r) {
     const uint32_t bits = quick_e8m0_bits<element>(amax_of_lanes<kLanes>(values, 0.0f));
     if (own == r / kStreamRows % kLanes) kept = kept << 8 | bits >> 23;
     return encode8<element>(values, quick_e8m0_multiplier(bits));

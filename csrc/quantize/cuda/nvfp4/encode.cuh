@@ -56,11 +56,11 @@ __device__ __forceinline__ float max_abs_nan(float largest, float value) {
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(largest), "f"(fabsf(value)));
   return result;
 }
-__device__ __forceinline__ Two<float> max_abs_nan(Two<float> largest, Two<float> values) {
+__device__ __forceinline__ Packed2<float> max_abs_nan(Packed2<float> largest, Packed2<float> values) {
   return {max_abs_nan(largest.x, values.x), max_abs_nan(largest.y, values.y)};
 }
 template <typename T>
-__device__ __forceinline__ Two<T> max_abs_nan(Two<T> largest, Two<T> values) {
+__device__ __forceinline__ Packed2<T> max_abs_nan(Packed2<T> largest, Packed2<T> values) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
   uint32_t x, y;
   memcpy(&x, &largest, sizeof(x));
@@ -80,7 +80,7 @@ __device__ __forceinline__ Two<T> max_abs_nan(Two<T> largest, Two<T> values) {
 // Unpacks 16 neighbouring values. Returns the maximum of their magnitudes, NaN if one of them is.
 template <typename T>
 __device__ __forceinline__ float unpack(const NvPairs<T>& pairs, NvBlockValues& values) {
-  Two<T> largest = zeros<T>();
+  Packed2<T> largest = zeros<T>();
 #pragma unroll
   for (int i = 0; i < kNvBlock / 2; ++i) {
     largest = max_abs_nan(largest, pairs[i]);

@@ -171,7 +171,7 @@ __device__ __forceinline__ void signs_of_two(const uint32_t* rows, uint32_t& lef
 // Sixteen rows of two neighbouring columns.
 template <bool hadamard, typename T>
 struct NvTwoColumns {
-  Two<T> rows[kNvBlock];
+  Packed2<T> rows[kNvBlock];
   float check[2];
   uint2 signs[2];
 
@@ -181,7 +181,7 @@ struct NvTwoColumns {
       memcpy(&rows[r], source + r * NvFullTileShared<T>::kPitch, sizeof(rows[r]));
     }
     if constexpr (!hadamard) {
-      Two<T> largest = zeros<T>();
+      Packed2<T> largest = zeros<T>();
 #pragma unroll
       for (int r = 0; r < kNvBlock; ++r) largest = max_abs_nan(largest, rows[r]);
       const float2 two = to_floats(largest);

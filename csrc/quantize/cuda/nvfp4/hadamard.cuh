@@ -9,7 +9,7 @@ namespace transformer_plugin::quantize {
 
 // 16 neighbouring values.
 template <typename T>
-using NvPairs = Two<T>[kNvBlock / 2];
+using NvPairs = Packed2<T>[kNvBlock / 2];
 
 // Whether a warp's rows are one block of transposed data: not if the matrix or the group has fewer rows
 // there, or if the group does not begin with a block (quantize_nv.h).

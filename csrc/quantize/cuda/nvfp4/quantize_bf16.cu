@@ -1,4 +1,4 @@
-// The NVFP4 kernels for one input dtype, in a file of its own so that the three compile in parallel.
+// The NVFP4 kernels for one input dtype, in a separate file so that the three compile in parallel.
 #include "quantize/cuda/nvfp4/kernels.cuh"
 
 namespace transformer_plugin::quantize {

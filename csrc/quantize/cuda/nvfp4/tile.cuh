@@ -145,7 +145,7 @@ __device__ __forceinline__ void check_columns(const TileFragment<T>& values,
                                               float (&checks)[kColsPerThread]) {
 #pragma unroll
   for (int i = 0; i < kColsPerThread / 2; ++i) {
-    Two<T> largest = zeros<T>();
+    Packed2<T> largest = zeros<T>();
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) largest = max_abs_nan(largest, values.at[r][i]);
     const float2 two = to_floats(largest);

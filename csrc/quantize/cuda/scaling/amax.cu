@@ -70,7 +70,7 @@ __device__ __forceinline__ float transformed_max(const TileFragment<T>& values) 
     for (int r = 0; r < kNvBlock; ++r) x[r] = values.get(r, c);
     NvPairs<T> pairs;
     transform<T>(x, pairs);
-    Two<T> most = zeros<T>();
+    Packed2<T> most = zeros<T>();
 #pragma unroll
     for (int i = 0; i < kNvBlock / 2; ++i) most = max_abs(most, pairs[i]);
     const float2 two = to_floats(most);

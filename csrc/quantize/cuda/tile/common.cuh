@@ -12,41 +12,41 @@ namespace transformer_plugin::quantize {
 
 // Two neighbouring values in their dtype, and maxima of their magnitudes. NaN is ignored.
 template <typename T>
-struct Two {
+struct Packed2 {
   T x, y;
 };
 template <>
-struct Two<__nv_bfloat16> : __nv_bfloat162 {};
+struct Packed2<__nv_bfloat16> : __nv_bfloat162 {};
 template <>
-struct Two<__half> : __half2 {};
+struct Packed2<__half> : __half2 {};
 
 template <typename T>
-__device__ __forceinline__ Two<T> zeros() {
+__device__ __forceinline__ Packed2<T> zeros() {
   return {T(0.0f), T(0.0f)};
 }
 template <>
-__device__ __forceinline__ Two<__nv_bfloat16> zeros() {
+__device__ __forceinline__ Packed2<__nv_bfloat16> zeros() {
   return {__float2bfloat162_rn(0.0f)};
 }
 template <>
-__device__ __forceinline__ Two<__half> zeros() {
+__device__ __forceinline__ Packed2<__half> zeros() {
   return {__float2half2_rn(0.0f)};
 }
 
-__device__ __forceinline__ Two<float> max_abs(Two<float> largest, Two<float> values) {
+__device__ __forceinline__ Packed2<float> max_abs(Packed2<float> largest, Packed2<float> values) {
   return {fmaxf(largest.x, fabsf(values.x)), fmaxf(largest.y, fabsf(values.y))};
 }
 template <typename T>
-__device__ __forceinline__ Two<T> max_abs(Two<T> largest, Two<T> values) {
+__device__ __forceinline__ Packed2<T> max_abs(Packed2<T> largest, Packed2<T> values) {
   return {__hmax2(largest, __habs2(values))};
 }
 
 // Element-wise, the value with the larger magnitude; NaN is ignored. The sign of the result is meaningless.
-__device__ __forceinline__ Two<float> larger_magnitudes(Two<float> a, Two<float> b) {
+__device__ __forceinline__ Packed2<float> larger_magnitudes(Packed2<float> a, Packed2<float> b) {
   return {fmaxf(fabsf(a.x), fabsf(b.x)), fmaxf(fabsf(a.y), fabsf(b.y))};
 }
 template <typename T>
-__device__ __forceinline__ Two<T> larger_magnitudes(Two<T> a, Two<T> b) {
+__device__ __forceinline__ Packed2<T> larger_magnitudes(Packed2<T> a, Packed2<T> b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
   uint32_t x, y;
   memcpy(&x, &a, sizeof(x));
@@ -65,7 +65,7 @@ __device__ __forceinline__ Two<T> larger_magnitudes(Two<T> a, Two<T> b) {
 
 // A bfloat16 is the upper half of a float. Converting the second one separately would cost twice as much.
 template <typename T>
-__device__ __forceinline__ float2 to_floats(Two<T> two) {
+__device__ __forceinline__ float2 to_floats(Packed2<T> two) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     uint32_t word;
     memcpy(&word, &two, sizeof(word));
@@ -76,7 +76,7 @@ __device__ __forceinline__ float2 to_floats(Two<T> two) {
 
 // Rounds two floats to nearest.
 template <typename T>
-__device__ __forceinline__ Two<T> two_from_floats(float x, float y) {
+__device__ __forceinline__ Packed2<T> two_from_floats(float x, float y) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) return {__floats2bfloat162_rn(x, y)};
   if constexpr (std::is_same_v<T, __half>) return {__floats2half2_rn(x, y)};
   if constexpr (std::is_same_v<T, float>) return {x, y};
@@ -85,7 +85,7 @@ __device__ __forceinline__ Two<T> two_from_floats(float x, float y) {
 // A thread's fragment of a tile, in the input's dtype; zero outside the matrix and in the tail.
 template <typename T>
 struct TileFragment {
-  Two<T> at[kRowsPerThread][kColsPerThread / 2];
+  Packed2<T> at[kRowsPerThread][kColsPerThread / 2];
 
   __device__ __forceinline__ float get(int r, int c) const {
     const float2 two = to_floats(at[r][c / 2]);
@@ -97,7 +97,7 @@ struct TileFragment {
   }
   // Of columns 2i and 2i + 1, over the thread's rows.
   __device__ __forceinline__ float2 column_max(int i) const {
-    Two<T> largest = zeros<T>();
+    Packed2<T> largest = zeros<T>();
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) largest = larger_magnitudes(largest, at[r][i]);
     const float2 two = to_floats(largest);
@@ -200,14 +200,14 @@ struct FloatOrder {
 template <typename T>
 struct MagnitudeOrder {
   using Item = uint32_t;
-  static __device__ __forceinline__ Item of(Two<T> two) {
+  static __device__ __forceinline__ Item of(Packed2<T> two) {
     Item item;
     static_assert(sizeof(two) == sizeof(item), "one register");
     memcpy(&item, &two, sizeof(item));
     return item;
   }
-  static __device__ __forceinline__ Two<T> two(Item item) {
-    Two<T> two;
+  static __device__ __forceinline__ Packed2<T> two(Item item) {
+    Packed2<T> two;
     memcpy(&two, &item, sizeof(item));
     return two;
   }

@@ -22,23 +22,23 @@ static_assert(kStreamSteps <= kStreamLanes, "a lane keeps the scale of one row")
 
 // Eight neighbouring values of one row.
 template <typename T>
-struct Eight {
-  Two<T> at[kStreamCols / 2];
+struct Packed8 {
+  Packed2<T> at[kStreamCols / 2];
 
   __device__ __forceinline__ float get(int c) const {
     const float2 two = to_floats(at[c / 2]);
     return c % 2 == 0 ? two.x : two.y;
   }
-  __device__ __forceinline__ Two<T> largest() const {
+  __device__ __forceinline__ Packed2<T> largest() const {
     return larger_magnitudes(larger_magnitudes(at[0], at[1]), larger_magnitudes(at[2], at[3]));
   }
 };
 
 template <typename T>
-__device__ __forceinline__ Eight<T> load_eight(const T* source, bool inside) {
+__device__ __forceinline__ Packed8<T> load_eight(const T* source, bool inside) {
   uint4 vector = {};
   if (inside) vector = __ldg(reinterpret_cast<const uint4*>(source));
-  Eight<T> eight;
+  Packed8<T> eight;
   memcpy(&eight, &vector, sizeof(vector));
   return eight;
 }
@@ -46,14 +46,14 @@ __device__ __forceinline__ Eight<T> load_eight(const T* source, bool inside) {
 // The maximum of magnitudes over `kLanes` neighbouring lanes, and of `least`, in each of them; NaN is
 // ignored.
 template <int kLanes, typename T>
-__device__ __forceinline__ float amax_of_lanes(const Eight<T>& values, float least) {
-  Two<T> largest = values.largest();
+__device__ __forceinline__ float amax_of_lanes(const Packed8<T>& values, float least) {
+  Packed2<T> largest = values.largest();
 #pragma unroll
   for (int distance = 1; distance < kLanes; distance *= 2) {
     uint32_t word;
     memcpy(&word, &largest, sizeof(word));
     word = __shfl_xor_sync(0xffffffffu, word, distance);
-    Two<T> other;
+    Packed2<T> other;
     memcpy(&other, &word, sizeof(word));
     largest = larger_magnitudes(largest, other);
   }
@@ -63,7 +63,7 @@ __device__ __forceinline__ float amax_of_lanes(const Eight<T>& values, float lea
 
 // Quantizes 8 values.
 template <DType element, typename T>
-__device__ __forceinline__ uint2 encode8(const Eight<T>& values, float scale) {
+__device__ __forceinline__ uint2 encode8(const Packed8<T>& values, float scale) {
   float scaled[kStreamCols];
 #pragma unroll
   for (int c = 0; c < kStreamCols; ++c) scaled[c] = values.get(c) * scale;
@@ -109,7 +109,7 @@ struct RowWriter {
         stride(kStreamRows * args.layout.cols) {}
 
   template <typename T>
-  __device__ __forceinline__ void add(const QuantizeArgs& args, const Eight<T>& values, int r,
+  __device__ __forceinline__ void add(const QuantizeArgs& args, const Packed8<T>& values, int r,
                                       const StreamPosition& pos) {
     const uint2 bytes = scales.encode(args, values, r);
     if (r < pos.rows) *reinterpret_cast<uint2*>(target) = bytes;
@@ -125,8 +125,8 @@ union StreamTile {
   uint2 parts[kTile][kWarpSize];
   TransposedTile transposed_tile;
 
-  __device__ __forceinline__ void put(const Eight<T>& values, int r, const StreamPosition& pos) {
-    static_assert(sizeof(Eight<T>) == sizeof(uint4), "values of 16 bits");
+  __device__ __forceinline__ void put(const Packed8<T>& values, int r, const StreamPosition& pos) {
+    static_assert(sizeof(Packed8<T>) == sizeof(uint4), "values of 16 bits");
     memcpy(&rows[pos.warp_row + r + pos.lane / kStreamLanes][pos.lane % kStreamLanes], &values,
            sizeof(values));
   }

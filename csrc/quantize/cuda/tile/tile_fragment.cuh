@@ -81,7 +81,8 @@ __device__ __forceinline__ void store4(T* target, Vector4<T> vector, int count, 
 
 template <typename T>
 __device__ __forceinline__ Vector4<T> rounded4(const float (&floats)[kColsPerThread]) {
-  const Two<T> twos[2] = {two_from_floats<T>(floats[0], floats[1]), two_from_floats<T>(floats[2], floats[3])};
+  const Packed2<T> twos[2] = {two_from_floats<T>(floats[0], floats[1]),
+                              two_from_floats<T>(floats[2], floats[3])};
   Vector4<T> vector;
   memcpy(&vector, twos, sizeof(vector));
   return vector;
