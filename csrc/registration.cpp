@@ -143,7 +143,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "grouped_linear_scaled(Tensor input, Tensor weight, Tensor group_sizes, Tensor scale, Tensor(a!)? amax=None, "
       "Tensor? bias=None, Tensor? bias_scale=None, str input_format=\"fp8_tensor:e4m3\", "
-      "str weight_format=\"fp8_tensor:e4m3\", str grad_format=\"fp8_tensor:e5m2\") -> Tensor");
+      "str weight_format=\"fp8_tensor:e4m3\", str grad_format=\"fp8_tensor:e5m2\", int max_sms=0, "
+      "int expected_rows=-1) -> Tensor");
 
   // Raises what a GPU noticed about the group sizes of earlier calls; calls with group sizes do so too.
   m.def("check_group_sizes() -> ()");

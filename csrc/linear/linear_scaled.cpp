@@ -40,6 +40,7 @@ struct Layer {
   const Tensor& scale;
   const OptionalTensor& amax;
   const Keys& keys;
+  LaunchOptions options = {};  // of the grouped GEMMs
 };
 
 // The index of a role's first scale; roles are 0 input, 1 weight, 2 gradient.
@@ -77,6 +78,7 @@ void check_layer(const Layer& layer) {
     check_state("amax", *layer.amax);
     check_written({layer.op, "amax", *layer.amax});
   }
+  check_launch_options(layer.op, layer.options);
   quantize::given_scale_format(layer.op, "input_format", layer.keys.input);
   quantize::given_scale_format(layer.op, "weight_format", layer.keys.weight);
   quantize::given_scale_format(layer.op, "grad_format", layer.keys.grad);
@@ -113,7 +115,7 @@ Operands quantize_operands(const Layer& layer) {
 
 Tensor forward_of(const Layer& layer, const Operands& operands) {
   return gemm_of(operands.input, operands.weight, layer.group_sizes, layer.bias, layer.bias_scale, true,
-                 layer.input.scalar_type());
+                 layer.input.scalar_type(), layer.options);
 }
 
 // The backward writes the amax but does not read it, so changes in between, such as DDP's broadcast of buffers, are no error. A
@@ -132,11 +134,14 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight,
                         const OptionalTensor& group_sizes, const OptionalTensor& bias,
                         const OptionalTensor& bias_scale, const Tensor& scale, const OptionalTensor& amax,
-                        std::string_view input_key, std::string_view weight_key, std::string_view grad_key) {
+                        std::string_view input_key, std::string_view weight_key, std::string_view grad_key,
+                        int64_t max_sms, int64_t expected_rows) {
     const bool wants_input = input.requires_grad(), wants_weight = weight.requires_grad();
     const BelowAutograd guard;
     const Keys keys{input_key, weight_key, grad_key};
-    const Layer layer{"", input, weight, group_sizes, bias, bias_scale, scale, amax, keys};
+    const LaunchOptions options{max_sms, expected_rows};
+    const Layer layer{"", input, weight, group_sizes, bias, bias_scale, scale, amax, keys, options};
+    save_options(ctx, options);
     const Operands operands = quantize_operands(layer);
     const Tensor none;
     ctx->save_for_backward(
@@ -168,19 +173,20 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
       const Quantized x{saved[0], saved[1], Tensor(), {}, input_key};
       const Quantized w{saved[2], saved[3], Tensor(), {}, weight_key};
       const OptionalTensor none;
+      const LaunchOptions options = saved_options(ctx);
       if (wants_input) {
         const bool k_major = has_quantized_kernels(w.data);
         grad_input = gemm_of(g, k_major ? transposed_data(w, none) : w, group_sizes, none, none, k_major,
-                             grad.scalar_type());
+                             grad.scalar_type(), options);
       }
       if (wants_weight) {
         grad_weight = wgrad_of(transposed_data(g, group_sizes), transposed_data(x, group_sizes), group_sizes,
-                               ctx->saved_data["weight_dtype"].toScalarType());
+                               ctx->saved_data["weight_dtype"].toScalarType(), options);
       }
     }
     const auto [grad_bias, grad_bias_scale] = bias_gradients_of(ctx, grad, group_sizes, saved[5], saved[6]);
-    return {grad_input, grad_weight, Tensor(), grad_bias, grad_bias_scale,
-            Tensor(),   Tensor(),    Tensor(), Tensor(),  Tensor()};
+    return {grad_input, grad_weight, Tensor(), grad_bias, grad_bias_scale, Tensor(),
+            Tensor(),   Tensor(),    Tensor(), Tensor(),  Tensor(),        Tensor()};
   }
 
   // From the gradient before quantization.
@@ -218,7 +224,7 @@ Tensor run(const Layer& layer) {
   const Tensor x = as_matrix(layer.input);
   check_quantizable(layer, x);
   const Layer flat{layer.op,         x,           layer.weight, layer.group_sizes, layer.bias,
-                   layer.bias_scale, layer.scale, layer.amax,   layer.keys};
+                   layer.bias_scale, layer.scale, layer.amax,   layer.keys,        layer.options};
   return from_matrix(forward_of(flat, quantize_operands(flat)), layer.input);
 }
 
@@ -231,7 +237,8 @@ template <bool is_grouped>
 Tensor apply_scaled(const Layer& layer, const Tensor& x) {
   return LinearScaledFunction<is_grouped>::apply(x, layer.weight, layer.group_sizes, layer.bias,
                                                  layer.bias_scale, layer.scale, layer.amax, layer.keys.input,
-                                                 layer.keys.weight, layer.keys.grad);
+                                                 layer.keys.weight, layer.keys.grad, layer.options.max_sms,
+                                                 layer.options.expected_rows);
 }
 
 Tensor differentiable(const Layer& layer) {
@@ -256,9 +263,11 @@ Tensor linear_scaled(const Tensor& input, const Tensor& weight, const Tensor& sc
 template <Tensor (*run_op)(const Layer&)>
 Tensor grouped_linear_scaled(const Tensor& input, const Tensor& weight, const Tensor& sizes,
                              const Tensor& scale, Optional amax, Optional bias, Optional bias_scale,
-                             Key input_format, Key weight_format, Key grad_format) {
+                             Key input_format, Key weight_format, Key grad_format, int64_t max_sms,
+                             int64_t expected_rows) {
   const Keys keys{input_format, weight_format, grad_format};
-  return run_op({"grouped_linear_scaled", input, weight, sizes, bias, bias_scale, scale, amax, keys});
+  return run_op({"grouped_linear_scaled", input, weight, sizes, bias, bias_scale, scale, amax, keys,
+                 LaunchOptions{max_sms, expected_rows}});
 }
 
 }  // namespace
