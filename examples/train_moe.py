@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from moe_lm.config import PRESETS, Config, Options, UserError, memory_here, shortened
 from moe_lm.stopping import INTERRUPTED, StopRequest
 
-FORMATS = ("none", "bf16", "fp8_tensor", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
+FORMATS = ("none", "bf16", "fp8_tensor", "fp8_row", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
 CPU_STEPS = 400  # default on a CPU: three to four minutes on two cores
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)  # the disk failed, not the program
 

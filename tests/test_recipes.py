@@ -17,6 +17,7 @@ from transformer_plugin.recipes import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowwiseScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
@@ -44,6 +45,11 @@ def roles(recipe: Recipe) -> tuple[str, str, str]:
         (
             Float8CurrentScaling(amax_epsilon=0.5),
             ("fp8_tensor:e4m3,fp32,eps=0.5", "fp8_tensor:e4m3,fp32,eps=0.5", "fp8_tensor:e5m2,fp32,eps=0.5"),
+        ),
+        (Float8RowwiseScaling(), ("fp8_row:e4m3,pow2",) * 3),
+        (
+            Float8RowwiseScaling(hybrid=True, power_of_two_scales=False, amax_epsilon=0.5),
+            ("fp8_row:e4m3,fp32,eps=0.5", "fp8_row:e4m3,fp32,eps=0.5", "fp8_row:e5m2,fp32,eps=0.5"),
         ),
         (DelayedScaling(), ("fp8_tensor:e4m3,fp32", "fp8_tensor:e4m3,fp32", "fp8_tensor:e5m2,fp32")),
         (DelayedScaling(hybrid=False), ("fp8_tensor:e4m3,fp32",) * 3),
@@ -121,6 +127,7 @@ def test_names() -> None:
     assert recipe_from_name("none") is None
     assert recipe_from_name("bf16") == BFloat16()
     assert recipe_from_name("fp8_tensor") == Float8CurrentScaling()
+    assert recipe_from_name("fp8_row") == Float8RowwiseScaling()
     assert recipe_from_name("fp8_delayed") == DelayedScaling()
     assert recipe_from_name("fp8_block") == Float8BlockScaling()
     assert recipe_from_name("mxfp8") == MXFP8BlockScaling()
@@ -129,12 +136,12 @@ def test_names() -> None:
         recipe_from_name("int4")
     assert str(caught.value) == (
         "transformer_plugin.recipe_from_name: argument 'name': expected one of none, bf16, fp8_tensor, "
-        "fp8_delayed, fp8_block, mxfp8, nvfp4, got 'int4'. Choose one of them, or construct a recipe."
+        "fp8_row, fp8_delayed, fp8_block, mxfp8, nvfp4, got 'int4'. Choose one of them, or construct a recipe."
     )
 
 
 def test_a_bad_epsilon_is_refused_when_the_recipe_is_made() -> None:
-    for make in (Float8CurrentScaling, Float8BlockScaling):
+    for make in (Float8CurrentScaling, Float8RowwiseScaling, Float8BlockScaling):
         for epsilon in (-1.0, 1e-60, 1e60, math.inf, math.nan):  # in float32 1e-60 is zero
             with pytest.raises(ValueError) as caught:
                 make(amax_epsilon=epsilon)

@@ -28,7 +28,9 @@ class Keys(Recipe):
     grad_format: str = "none"
 
 
-@pytest.mark.parametrize("name", ["none", "bf16", "fp8_tensor", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    "name", ["none", "bf16", "fp8_tensor", "fp8_row", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"]
+)
 def test_every_recipe_on_every_device(name: str, device: torch.device) -> None:
     recipe = recipe_from_name(name)
     text = tp.explain_support(recipe, device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -309,6 +309,27 @@ class Format:
         if self.is_quantized:
             return 0.05 if self.element == "e4m3" else 0.1
         return 0.01 if self.family == "bf16" else 1e-5
+
+
+def resolve(format: str | Format, device: torch.device | str) -> str:
+    """The key that a layer passes for an input or a gradient in this format on this device.
+
+    Where this package's FP8 kernels run (CUDA devices of compute capability 9.0), ragged operands in ``fp8_tensor`` and
+    ``fp8_block`` get the option ``aligned``, so that weight gradients read groups of any sizes without a copy.
+    Everywhere else, and for other formats, the key is unchanged. Results have the same bits either way. The modules
+    call this; callers of ``ops.grouped_linear`` and ``ops.grouped_mlp`` may.
+
+    Args:
+        format: a format or its key.
+        device: of the operands. A CUDA device's context is started.
+    """
+    key = format if isinstance(format, str) else format.key
+    if torch.device(device).type != "cuda" or not torch.cuda.is_available():
+        return key
+    parsed = Format.parse(key)
+    if parsed.family not in ("fp8_tensor", "fp8_block") or torch.cuda.get_device_capability(device) != (9, 0):
+        return key
+    return replace(parsed, aligned_groups=True).key
 
 
 def _read_option(family: str, option: str) -> tuple[str, object] | None:

@@ -140,6 +140,51 @@ class Float8CurrentScaling(Recipe):
 
 
 @dataclass(frozen=True)
+class Float8RowwiseScaling(Recipe):
+    """FP8 with one scale per row: per token of inputs and gradients, per output feature of weights.
+
+    The data gradient quantizes the weight again, with one scale per input feature. Weight gradients sum over the rows,
+    so no scale of a row is a factor of the sum: they are computed from the unquantized operands, in their dtype.
+
+    Args:
+        hybrid: gradients in E5M2, the rest in E4M3; False: all in E4M3.
+        power_of_two_scales: scales rounded down to a power of two.
+        amax_epsilon: a lower bound of the amax.
+
+    Source: the recipe ``rowwise_with_gw_hp`` of torchao, with its defaults.
+    """
+
+    hybrid: bool = False
+    power_of_two_scales: bool = True
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_epsilon(self.amax_epsilon)
+
+    def _format(self, element: Element) -> str:
+        return Format(
+            "fp8_row",
+            element,
+            self.power_of_two_scales,
+            epsilon=self.amax_epsilon,
+            nonfinite_is_nan=self._nan,
+        ).key
+
+    @property
+    def input_format(self) -> str:
+        return self._format("e4m3")
+
+    @property
+    def weight_format(self) -> str:
+        return self._format("e4m3")
+
+    @property
+    def grad_format(self) -> str:
+        return self._format("e5m2" if self.hybrid else "e4m3")
+
+
+@dataclass(frozen=True)
 class DelayedScaling(Recipe):
     """FP8 with one scale per tensor (per group in grouped products), from the amaxes of earlier steps.
 
@@ -373,7 +418,9 @@ class NVFP4BlockScaling(Recipe):
 
 
 def recipe_from_name(name: str) -> Recipe | None:
-    """Returns the recipe of a name, with default arguments: bf16, fp8_tensor, fp8_delayed, fp8_block, mxfp8 or nvfp4.
+    """Returns the recipe of a name, with default arguments.
+
+    Names: none, bf16, fp8_tensor, fp8_row, fp8_delayed, fp8_block, mxfp8, nvfp4.
 
     Returns None for "none".
     """
@@ -381,6 +428,7 @@ def recipe_from_name(name: str) -> Recipe | None:
         "none": None,
         "bf16": BFloat16(),
         "fp8_tensor": Float8CurrentScaling(),
+        "fp8_row": Float8RowwiseScaling(),
         "fp8_delayed": DelayedScaling(),
         "fp8_block": Float8BlockScaling(),
         "mxfp8": MXFP8BlockScaling(),

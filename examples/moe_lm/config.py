@@ -104,7 +104,7 @@ class Config:
     capacity_factor: float = 0.0
     #: an expert's rows are padded to a multiple of this; 0: the kernels' preferred alignment (not in plain PyTorch).
     alignment: int = 0
-    #: the number format of the experts' products: none (operands in dtype), bf16, fp8_tensor, fp8_delayed,
+    #: the number format of the experts' products: none (operands in dtype), bf16, fp8_tensor, fp8_row, fp8_delayed,
     #: fp8_block, mxfp8, nvfp4.
     format: str = "none"
     #: dtype of parameters and activations, float32 or bfloat16; the optimizer always keeps float32 copies.

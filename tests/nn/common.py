@@ -27,6 +27,12 @@ class Bound:
     low: float
     forward: float
     backward: float
+    #: whether the gradients of weights are products of quantized operands.
+    quantizes_weight_gradient: bool = True
+
+    def least(self, name: str) -> float:
+        """The least error of a result of this name."""
+        return self.low if self.quantizes_weight_gradient or not name.endswith("weight") else 0.0
 
 
 def bound_of(recipe: Recipe | None, low: float) -> Bound:
@@ -35,10 +41,19 @@ def bound_of(recipe: Recipe | None, low: float) -> Bound:
         return Bound(low, 1e-6, 1e-6)
     keys = (recipe.input_format, recipe.weight_format, recipe.grad_format)
     input, weight, grad = (Format.parse(key).gemm_tolerance for key in keys)
-    return Bound(low, max(input, weight), max(input, weight, grad))
+    quantizes_columns = not recipe.input_format.startswith("fp8_row")
+    return Bound(low, max(input, weight), max(input, weight, grad), quantizes_columns)
 
 
-_LOW = {"none": 0.0, "bf16": 1e-4, "fp8_tensor": 1e-2, "fp8_block": 1e-2, "mxfp8": 1e-2, "nvfp4": 5e-2}
+_LOW = {
+    "none": 0.0,
+    "bf16": 1e-4,
+    "fp8_tensor": 1e-2,
+    "fp8_row": 1e-2,
+    "fp8_block": 1e-2,
+    "mxfp8": 1e-2,
+    "nvfp4": 5e-2,
+}
 RECIPES: dict[str, tuple[Recipe | None, Bound]] = {
     name: (recipe_from_name(name), bound_of(recipe_from_name(name), low)) for name, low in _LOW.items()
 }

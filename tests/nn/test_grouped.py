@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.nn.common import (
+    Bound,
     RECIPES,
     by_recipe,
     check_module_state,
@@ -66,13 +67,13 @@ def data(shape: tuple[int, ...], device: torch.device, seed: int = 3) -> Tensor:
 
 
 def compare(
-    got: dict[str, Tensor], expected: dict[str, Tensor], limits: dict[str, float], low: float
+    got: dict[str, Tensor], expected: dict[str, Tensor], limits: dict[str, float], bound: Bound
 ) -> None:
     for name, limit in limits.items():
         error = relative_error(got[name], expected[name])
         assert error <= limit, f"{name}: {error:.3g} > {limit}"
         if "bias" not in name and limit > 1e-5 and expected[name].count_nonzero() > 4000:
-            assert error >= low, f"{name}: {error:.3g}, too exact for the recipe"
+            assert error >= bound.least(name), f"{name}: {error:.3g}, too exact for the recipe"
 
 
 @by_recipe
@@ -101,7 +102,7 @@ def test_grouped_linear(name: str, sizes: str, bias: str, device: torch.device) 
     )
     limits = dict.fromkeys(got, bound.backward) | {"output": bound.forward}
     limits |= {key: 1e-5 for key in ("bias", "scale") if key in got}
-    compare(got, expected, limits, bound.low)
+    compare(got, expected, limits, bound)
     assert not got["output"][sum(counts) :].any() and not got["input"][sum(counts) :].any()
 
 
@@ -133,7 +134,7 @@ def test_grouped_mlp(name: str, sizes: str, bias: bool, device: torch.device) ->
     )
     # Two products, and SwiGLU multiplies two factors with errors between them: at most four errors of one product.
     limits = {key: 4 * max(bound.forward, bound.backward) for key in got}
-    compare(got, expected, limits, bound.low)
+    compare(got, expected, limits, bound)
 
 
 def test_a_factor_of_zero_hides_the_row(device: torch.device) -> None:

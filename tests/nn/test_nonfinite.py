@@ -21,7 +21,7 @@ from transformer_plugin.recipes import (
 )
 from transformer_plugin.testing.numerics import assert_same_bits
 
-NAMES = ("bf16", "fp8_tensor", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
+NAMES = ("bf16", "fp8_tensor", "fp8_row", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
 KINDS = ("Linear", "GroupedLinear", "GroupedMLP")
 GROUPS, ROWS, TAIL, WIDTH = 3, 96, 16, 64
 by_name = pytest.mark.parametrize("name", NAMES)

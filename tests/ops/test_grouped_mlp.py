@@ -29,7 +29,7 @@ from transformer_plugin.testing.quantize_cases import rows_for
 Formats = tuple[str, str, str]
 FORMATS: dict[str, Formats] = {"none": NONE, **{name: keys(recipe) for name, recipe in RECIPES.items()}}
 FORMATS["nv-random"] = keys(NVFP4BlockScaling())  # every draw of a seed in its turn
-ONE_OF_A_FAMILY = {name: FORMATS[name] for name in ("none", "bf16", "current", "block", "mx", "nv")}
+ONE_OF_A_FAMILY = {name: FORMATS[name] for name in ("none", "bf16", "current", "row", "block", "mx", "nv")}
 NAMES = ("input", "fc1_weight", "fc2_weight", "probs", "fc1_bias", "fc2_bias")
 _op = torch.ops.transformer_plugin.grouped_mlp.default
 by_formats = pytest.mark.parametrize("formats", ONE_OF_A_FAMILY.values(), ids=ONE_OF_A_FAMILY.keys())

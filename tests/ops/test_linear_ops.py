@@ -17,6 +17,7 @@ from transformer_plugin.recipes import (
     BFloat16,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowwiseScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
@@ -37,6 +38,8 @@ RECIPES = {
     "bf16": BFloat16(),
     "current": Float8CurrentScaling(),
     "current-pow2": Float8CurrentScaling(power_of_two_scales=True),
+    "row": Float8RowwiseScaling(),
+    "row-hybrid": Float8RowwiseScaling(hybrid=True, power_of_two_scales=False),
     "block": Float8BlockScaling(),
     "block-fp32": Float8BlockScaling(power_of_two_scales=False),
     "mx": MXFP8BlockScaling(),
@@ -89,6 +92,11 @@ def along_columns(x: Tensor, key: str) -> Tensor:
     return back.double()
 
 
+def reduced(x: Tensor, key: str) -> Tensor:
+    """The values that a weight gradient reads: of ``fp8_row`` those before quantization."""
+    return x.double() if key.startswith("fp8_row") else along_columns(x, key)
+
+
 def groups(sizes: tuple[int, ...]) -> list[tuple[int, slice]]:
     ends = [sum(sizes[: g + 1]) for g in range(len(sizes))]
     return [(g, slice(end - size, end)) for g, (end, size) in enumerate(zip(ends, sizes, strict=True))]
@@ -108,7 +116,7 @@ def step_fp64(x: Tensor, w: Tensor, bias: Tensor, grad: Tensor, formats: tuple[s
     products = (
         (along_rows(x, input_key), along_rows(w, weight_key).T),
         (along_rows(grad, grad_key), along_columns(w, weight_key)),
-        (along_columns(grad, grad_key).T, along_columns(x, input_key)),
+        (reduced(grad, grad_key).T, reduced(x, input_key)),
     )
     results = []
     for f in (lambda t: t, torch.abs):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin import ops
-from transformer_plugin.formats import Format
+from transformer_plugin.formats import Format, resolve
 from transformer_plugin.nn import _tracing
 from transformer_plugin.nn._quantized_weight import QuantizedWeightMixin
 from transformer_plugin.nn.checkpoint import scales_of
@@ -79,7 +79,7 @@ class RecipeModule(QuantizedWeightMixin):
                 f"transformer_plugin.recipes or None, got {recipe!r}. Construct one, or call "
                 "transformer_plugin.recipes.recipe_from_name() with a name."
             )
-        formats = formats_of(recipe)
+        formats = self._formats_here(recipe)
         self._check_widths(recipe, formats)
         if self._quantized and formats != self._formats:
             self.forget_quantized_weights()
@@ -87,6 +87,18 @@ class RecipeModule(QuantizedWeightMixin):
         self._formats = formats
         self._row_rules = row_rules(formats)
         self._make_state()
+
+    def _formats_here(self, recipe: Recipe | None) -> RoleFormats:
+        """The recipe's formats on the device of the weight. The scales of delayed scaling have a fixed layout."""
+        formats = formats_of(recipe)
+        if recipe is None or isinstance(recipe, DelayedScaling):
+            return formats
+        device = self.weight.device
+        return RoleFormats(resolve(formats.input, device), formats.weight, resolve(formats.grad, device))
+
+    def _resolve_formats(self) -> None:
+        """Called after the weight may have moved to another device."""
+        self._formats = self._formats_here(self._recipe)
 
     if TYPE_CHECKING:  # every subclass defines it
 
@@ -187,6 +199,7 @@ class RecipeModule(QuantizedWeightMixin):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self._resolve_formats()
         if self._rank_amax is not None and prefix + STATE[2] in state_dict:
             self._rank_amax = self.delayed_amax.clone()
 
@@ -196,6 +209,7 @@ class RecipeModule(QuantizedWeightMixin):
         if self._rank_amax is not None:
             now = fn(self._rank_amax)
             self._rank_amax = now if now.dtype == torch.float32 else self._rank_amax.to(now.device)
+        self._resolve_formats()
         return self
 
 

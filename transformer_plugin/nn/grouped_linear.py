@@ -14,6 +14,7 @@ from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._autocast import as_float32, operands
 from transformer_plugin.nn._module import layer_forward
 from transformer_plugin.nn._recipe import RecipeModule
+from transformer_plugin.nn.launch import LaunchOptions
 from transformer_plugin.parallel._shard_experts import draw_uniform
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
@@ -35,6 +36,7 @@ class GroupedLinear(RecipeModule):
         recipe: the formats of input, weight and gradient; None multiplies in the dtype of the parameters.
         scale_bias: whether the bias of each row is multiplied by ``bias_scale`` of that row, an argument that
             ``forward`` then requires.
+        launch_options: of the GEMMs of forward and backward; an attribute that may be set later.
 
     Parameters: ``weight [G, N, K]`` and ``bias [G, N]``, plain packed tensors that work with every optimizer,
     ``state_dict`` and sharding. Their initial values are those of G layers ``torch.nn.Linear(K, N)``.
@@ -61,6 +63,7 @@ class GroupedLinear(RecipeModule):
         dtype: torch.dtype | None = None,
         recipe: Recipe | None = None,
         scale_bias: bool = False,
+        launch_options: LaunchOptions = LaunchOptions(),  # noqa: B008 immutable
     ) -> None:
         super().__init__()
         if scale_bias and not bias:
@@ -72,6 +75,7 @@ class GroupedLinear(RecipeModule):
         self.in_features = in_features
         self.out_features = out_features
         self.scale_bias = scale_bias
+        self.launch_options = launch_options
         self.weight = Parameter(
             torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype)
         )
@@ -128,10 +132,17 @@ class GroupedLinear(RecipeModule):
             )
             scale = self._delayed_scales(self.recipe, takes)
             amax = self._current_amax if self.training else None
-            layer = (scale, amax, bias, bias_scale, *self._formats)
+            layer = (scale, amax, bias, bias_scale, *self._formats, *self.launch_options)
             return ops.grouped_linear_scaled(input, weight, group_sizes, *layer)
         return ops.grouped_linear(
-            input, weight, group_sizes, bias, bias_scale, *self._formats, quantized_weight
+            input,
+            weight,
+            group_sizes,
+            bias,
+            bias_scale,
+            *self._formats,
+            quantized_weight,
+            *self.launch_options,
         )
 
     def _op_accepts_rows(self, input: Tensor, group_sizes: Tensor, bias_scale: Tensor | None) -> bool:

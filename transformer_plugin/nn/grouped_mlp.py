@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
@@ -11,6 +13,7 @@ from transformer_plugin.nn._attributes import SharedRecipeModule, fixed, recipe_
 from transformer_plugin.nn._autocast import as_float32, operands
 from transformer_plugin.nn._module import layer_forward
 from transformer_plugin.nn.grouped_linear import GroupedLinear
+from transformer_plugin.nn.launch import LaunchOptions
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
 
@@ -29,6 +32,19 @@ def _is_plain(layer: torch.nn.Module) -> bool:
     )
 
 
+def _check_interleave(interleave: int, ffn_hidden: int) -> None:
+    if interleave not in (0, 32) or (interleave and ffn_hidden % interleave):
+        raise ValueError(
+            "transformer_plugin::GroupedMLP: argument 'glu_interleave': expected 0, or 32 with a ffn_hidden that is a "
+            f"multiple of 32, got {interleave} with ffn_hidden={ffn_hidden}. Reorder the rows of the weight, or use 0."
+        )
+
+
+def _gate_first(linear: Tensor, interleave: int) -> Tensor:
+    """Reorders the columns of fc1's output ``[T, 2F]`` from alternating blocks to gate, then linear part."""
+    return linear.unflatten(1, (-1, 2, interleave)).transpose(1, 2).flatten(1) if interleave else linear
+
+
 class GroupedMLP(SharedRecipeModule):
     """``fc2(swiglu(fc1(input)) * probs)`` for each group, with its own weights.
 
@@ -42,6 +58,10 @@ class GroupedMLP(SharedRecipeModule):
         bias: whether both products add a learned bias.
         device, dtype: as in :class:`GroupedLinear`.
         recipe: the formats of both products. Setting it later sets it in both layers.
+        glu_interleave: the order of the 2F rows of ``fc1.weight`` and ``fc1.bias``. 0: the gate's F rows first. 32:
+            blocks of 32 rows of gate and linear part alternate, as some checkpoints store them; F is then a multiple of
+            32. With a recipe each forward and backward copies the output of ``fc1`` into the other order.
+        launch_options: of the GEMMs of both layers; an attribute that may be set later.
 
     Parameters: ``fc1.weight [G, 2F, H]``, ``fc2.weight [G, H, F]``, and with bias ``fc1.bias [G, 2F]``,
     ``fc2.bias [G, H]``.
@@ -58,6 +78,7 @@ class GroupedMLP(SharedRecipeModule):
     hidden: int = fixed("hidden")
     ffn_hidden: int = fixed("ffn_hidden")
     bias: bool = fixed("bias")
+    glu_interleave: int = fixed("glu_interleave")
 
     def __init__(
         self,
@@ -69,15 +90,29 @@ class GroupedMLP(SharedRecipeModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         recipe: Recipe | None = None,
+        glu_interleave: int = 0,
+        launch_options: LaunchOptions = LaunchOptions(),  # noqa: B008 immutable
     ) -> None:
         super().__init__()
+        _check_interleave(glu_interleave, ffn_hidden)
         self.num_groups, self.hidden, self.ffn_hidden, self.bias = num_groups, hidden, ffn_hidden, bias
-        self.fc1 = GroupedLinear(
-            num_groups, hidden, 2 * ffn_hidden, bias, device=device, dtype=dtype, recipe=recipe
-        )
-        self.fc2 = GroupedLinear(
-            num_groups, ffn_hidden, hidden, bias, device=device, dtype=dtype, recipe=recipe, scale_bias=bias
-        )
+        self.glu_interleave = glu_interleave
+        of_layers: dict[str, Any] = {"device": device, "dtype": dtype, "recipe": recipe}
+        of_layers["launch_options"] = launch_options
+        self.fc1 = GroupedLinear(num_groups, hidden, 2 * ffn_hidden, bias, **of_layers)
+        self.fc2 = GroupedLinear(num_groups, ffn_hidden, hidden, bias, scale_bias=bias, **of_layers)
+
+    @property
+    def launch_options(self) -> LaunchOptions:
+        """The launch options of the first layer. Setting them sets those of both layers."""
+        layers = (layer for layer in recipe_layers(self) if isinstance(layer, GroupedLinear))
+        return next((layer.launch_options for layer in layers), LaunchOptions())
+
+    @launch_options.setter
+    def launch_options(self, options: LaunchOptions) -> None:
+        for layer in recipe_layers(self):
+            if isinstance(layer, GroupedLinear):
+                layer.launch_options = options
 
     def reset_parameters(self) -> None:
         """Fresh initial values for both products."""
@@ -114,18 +149,22 @@ class GroupedMLP(SharedRecipeModule):
             _, fc2_weight, fc2_bias = operands(input, fc2.local_weight, fc2.local_bias)
             input, fc1_weight, fc1_bias = operands(input, fc1.local_weight, fc1.local_bias)
             weights, biases = (fc1_weight, fc2_weight), (fc1_bias, fc2_bias)
-            return ops.grouped_mlp(input, *weights, group_sizes, probs, *biases, *fc1._formats, *quantized)
+            options = (self.glu_interleave, *fc1.launch_options)
+            return ops.grouped_mlp(
+                input, *weights, group_sizes, probs, *biases, *fc1._formats, *quantized, *options
+            )
         if input.dim() == 2 and (
             probs.shape != input.shape[:1] or probs.dtype != torch.float32 or probs.device != input.device
         ):
             # The op rejects these here, before the first layer changes its state of delayed scaling.
             ops.swiglu(input.new_empty(()).expand(input.shape[0], 2 * self.ffn_hidden), probs)
-        activation = ops.swiglu(fc1(input, group_sizes), probs)
+        activation = ops.swiglu(_gate_first(fc1(input, group_sizes), self.glu_interleave), probs)
         return fc2(activation, group_sizes, probs if getattr(fc2, "scale_bias", self.bias) else None)
 
     def extra_repr(self) -> str:
         """The sizes."""
-        return f"num_groups={self.num_groups}, hidden={self.hidden}, ffn_hidden={self.ffn_hidden}, bias={self.bias}"
+        text = f"num_groups={self.num_groups}, hidden={self.hidden}, ffn_hidden={self.ffn_hidden}, bias={self.bias}"
+        return text + (f", glu_interleave={self.glu_interleave}" if self.glu_interleave else "")
 
     @staticmethod
     def _can_fuse(fc1: GroupedLinear, fc2: GroupedLinear) -> bool:
@@ -135,6 +174,7 @@ class GroupedMLP(SharedRecipeModule):
             and _is_plain(fc1)
             and _is_plain(fc2)
             and fc1._formats == fc2._formats
+            and fc1.launch_options == fc2.launch_options
             and not fc1.scale_bias
             and fc2.scale_bias == (fc2.bias is not None)
         )

@@ -14,6 +14,7 @@ from transformer_plugin.nn._module import layer_forward, serializable
 from transformer_plugin.nn._recipe import DTYPES, RowRules, formats_of, row_rules
 from transformer_plugin.nn.exchange import DispatchConfig, GroupExchange, LocalExchange
 from transformer_plugin.nn.grouped_mlp import GroupedMLP
+from transformer_plugin.nn.launch import LaunchOptions
 from transformer_plugin.nn.router import RouterConfig, TopKRouter
 from transformer_plugin.parallel._ranks import group_and_mesh, mesh_of
 from transformer_plugin.parallel._shard_experts import shard_experts
@@ -93,6 +94,7 @@ class MoE(SharedRecipeModule):
             ``reset_parameters()``.
         recipe: the formats of the experts' linear layers. Setting it later sets it in each layer, and changes the
             padding of the experts' rows as the recipe requires.
+        glu_interleave, launch_options: of the experts, as in :class:`GroupedMLP`.
 
     Parameters: ``router.weight [E, H]``, the same on every rank; reduce its gradient as for any replicated parameter.
     And ``experts.*``. With several ranks these are ``DTensor`` s of all experts, ``Shard(0)`` over the mesh, so that
@@ -129,6 +131,8 @@ class MoE(SharedRecipeModule):
         dtype: torch.dtype | None = None,
         recipe: Recipe | None = None,
         dtensor: bool = True,
+        glu_interleave: int = 0,
+        launch_options: LaunchOptions = LaunchOptions(),  # noqa: B008 immutable
     ) -> None:
         super().__init__()
         _check_types(router, dispatch, recipe, dtype)
@@ -148,7 +152,15 @@ class MoE(SharedRecipeModule):
         # Sharded experts are initialized below, when it is known which experts this rank holds.
         first = device if ranks == 1 else "meta"
         self.experts = GroupedMLP(
-            num_experts // ranks, hidden, ffn_hidden, bias, device=first, dtype=dtype, recipe=recipe
+            num_experts // ranks,
+            hidden,
+            ffn_hidden,
+            bias,
+            device=first,
+            dtype=dtype,
+            recipe=recipe,
+            glu_interleave=glu_interleave,
+            launch_options=launch_options,
         )
         self._exchange_rules = RowRules(alignment, multiple)
         if found is not None and isinstance(self.exchange, GroupExchange):

@@ -181,6 +181,8 @@ def grouped_linear_scaled(
     input_format: str = "fp8_tensor:e4m3",
     weight_format: str = "fp8_tensor:e4m3",
     grad_format: str = "fp8_tensor:e5m2",
+    max_sms: int = 0,
+    expected_rows: int = -1,
 ) -> Tensor:
     """:func:`~transformer_plugin.ops.grouped_linear` in ``fp8_tensor`` with the scales that are passed.
 
@@ -193,6 +195,8 @@ def grouped_linear_scaled(
         bias: ``[G, N]``, any float dtype.
         bias_scale: float32 ``[T]``, a factor of the bias for each row.
         input_format, weight_format, grad_format: as for :func:`linear_scaled`.
+        max_sms, expected_rows: as for :func:`~transformer_plugin.ops.grouped_gemm`, for all products of forward and
+            backward.
 
     Returns:
         ``[T, N]`` in the dtype of ``input``, tail rows zero. Differentiable in ``input``, ``weight``, ``bias`` and
@@ -201,6 +205,7 @@ def grouped_linear_scaled(
     Raises:
         TypeError, ValueError: as :func:`linear_scaled` and :func:`~transformer_plugin.ops.grouped_linear`.
     """
+    formats = (input_format, weight_format, grad_format)
     return _ops.grouped_linear_scaled.default(
-        input, weight, group_sizes, scale, amax, bias, bias_scale, input_format, weight_format, grad_format
+        input, weight, group_sizes, scale, amax, bias, bias_scale, *formats, max_sms, expected_rows
     )

@@ -27,6 +27,9 @@ def grouped_mlp(
     grad_format: str = "none",
     quantized_fc1_weight: Sequence[Tensor] | None = None,
     quantized_fc2_weight: Sequence[Tensor] | None = None,
+    interleave: int = 0,
+    max_sms: int = 0,
+    expected_rows: int = -1,
 ) -> Tensor:
     """``fc2(swiglu(fc1(input)) * probs)`` for each group of rows with the group's own weights and biases.
 
@@ -49,6 +52,13 @@ def grouped_mlp(
         quantized_fc1_weight, quantized_fc2_weight: what :func:`~transformer_plugin.ops.quantize_weight` made of the
             weights with these formats, both, either or none: the same bits, without quantizing them again. The
             weight is then not read; its gradient is the usual one.
+        interleave: 0, or 32: gate and linear part alternate in blocks of 32 rows of ``fc1_weight`` (and entries of
+            ``fc1_bias``), as some checkpoints store them; F is then a multiple of 32. Without formats the kernel reads
+            this order; with formats each forward and backward copies ``[T, 2F]`` into the other order.
+        max_sms, expected_rows: as for :func:`~transformer_plugin.ops.grouped_gemm`, for all products of forward and
+            backward.
+
+    On Hopper pass :func:`transformer_plugin.formats.resolve` of the formats of input and gradient.
 
     Returns:
         ``[T, H]`` in the dtype of ``input``, tail rows zero. Differentiable in ``input``, both weights, ``probs`` and
@@ -64,7 +74,7 @@ def grouped_mlp(
         formats of different families, a quantized weight that does not fit the weight and the formats.
     """
     formats = (input_format, weight_format, grad_format)
-    quantized = (quantized_fc1_weight, quantized_fc2_weight)
+    options = (quantized_fc1_weight, quantized_fc2_weight, interleave, max_sms, expected_rows)
     return _ops.grouped_mlp.default(
-        input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias, *formats, *quantized
+        input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias, *formats, *options
     )

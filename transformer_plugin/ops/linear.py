@@ -60,6 +60,8 @@ def grouped_linear(
     weight_format: str = "none",
     grad_format: str = "none",
     quantized_weight: Sequence[Tensor] | None = None,
+    max_sms: int = 0,
+    expected_rows: int = -1,
 ) -> Tensor:
     """:func:`linear` for each group of rows with the group's own weight and bias.
 
@@ -71,6 +73,11 @@ def grouped_linear(
         bias_scale: float32 ``[T]``, a factor of the bias for each row.
         input_format, weight_format, grad_format: as for :func:`linear`; each group has its own scales.
         quantized_weight: as for :func:`linear`.
+        max_sms, expected_rows: as for :func:`~transformer_plugin.ops.grouped_gemm`, for all products of forward and
+            backward.
+
+    On Hopper pass :func:`transformer_plugin.formats.resolve` of the formats of input and gradient: weight gradients of
+    groups that begin at any row then need no copy.
 
     Returns:
         ``[T, N]`` in the dtype of ``input``, tail rows zero. Differentiable in ``input``, ``weight``, ``bias`` and
@@ -90,6 +97,8 @@ def grouped_linear(
         weight_format,
         grad_format,
         quantized_weight,
+        max_sms,
+        expected_rows,
     )
 
 

@@ -28,6 +28,7 @@ GROUPED = ("fp8_tensor", "fp8_row", "fp8_block:aligned", "mxfp8", "nvfp4:sr", "n
 #: Formats of the input, the weight and the gradient of a layer.
 ROLES = (
     ("none", "none", "none"),
+    ("fp8_row", "fp8_row", "fp8_row:e5m2"),
     ("fp8_block", "fp8_block:square", "fp8_block"),
     ("nvfp4", "nvfp4:square", "nvfp4"),
 )
