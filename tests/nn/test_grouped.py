@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.nn.common import (
-    Bound,
     RECIPES,
+    Bound,
     by_recipe,
     check_module_state,
     in_fp64,

@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+__all__ = [
+    "swiglu",
+    "swiglu_backward",
+]
+
 _ops = torch.ops.transformer_plugin
 
 

@@ -29,6 +29,14 @@ from torch import Tensor
 
 from transformer_plugin.formats import Format
 
+__all__ = [
+    "delayed_scale",
+    "grouped_linear_scaled",
+    "linear_scaled",
+    "quantize_scaled",
+    "update_delayed_scale_",
+]
+
 Algorithm = Literal["max", "most_recent"]
 
 _ops = torch.ops.transformer_plugin

@@ -28,6 +28,15 @@ from torch import Tensor
 
 from transformer_plugin.errors import peer_timeout
 
+__all__ = [
+    "all_gather_text",
+    "combine",
+    "combine_backward",
+    "dispatch",
+    "dispatch_backward",
+    "plan",
+]
+
 _ops = torch.ops.transformer_plugin
 
 

@@ -18,6 +18,12 @@ from torch import Tensor
 
 from transformer_plugin.formats import Format
 
+__all__ = [
+    "bias_backward_quantize",
+    "swiglu_backward_quantize",
+    "swiglu_quantize",
+]
+
 _ops = torch.ops.transformer_plugin
 
 

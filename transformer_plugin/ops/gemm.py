@@ -51,6 +51,16 @@ from torch import Tensor
 from transformer_plugin.formats import Format
 from transformer_plugin.ops._operands import Tensors, key_of, listed, listed_or_none
 
+__all__ = [
+    "bias_backward",
+    "check_group_sizes",
+    "gather_rows_backward",
+    "gemm",
+    "grouped_bias_backward",
+    "grouped_gemm",
+    "grouped_gemm_wgrad",
+]
+
 _ops = torch.ops.transformer_plugin
 
 

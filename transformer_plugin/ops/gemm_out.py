@@ -22,6 +22,12 @@ from torch import Tensor
 from transformer_plugin.formats import Format
 from transformer_plugin.ops._operands import Tensors, key_of, listed, listed_or_none
 
+__all__ = [
+    "gemm_out",
+    "grouped_gemm_out",
+    "grouped_gemm_wgrad_out",
+]
+
 _ops = torch.ops.transformer_plugin
 
 

@@ -24,6 +24,11 @@ from typing import NamedTuple
 
 import torch
 
+__all__ = [
+    "GroupedGemmPlan",
+    "grouped_gemm_plan",
+]
+
 _ops = torch.ops.transformer_plugin
 
 

@@ -25,6 +25,11 @@ from torch import Tensor
 
 from transformer_plugin.formats import Format
 
+__all__ = [
+    "grouped_gemm_swiglu",
+    "grouped_gemm_swiglu_quantize",
+]
+
 _ops = torch.ops.transformer_plugin
 
 

@@ -11,6 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+__all__ = [
+    "grouped_mlp",
+]
+
 _ops = torch.ops.transformer_plugin
 
 

@@ -10,6 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+__all__ = [
+    "grouped_linear",
+    "linear",
+    "quantize_weight",
+    "quantize_weight_out",
+]
+
 _ops = torch.ops.transformer_plugin
 
 

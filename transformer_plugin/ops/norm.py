@@ -12,6 +12,17 @@ from torch import Tensor
 
 from transformer_plugin.formats import Format
 
+__all__ = [
+    "layer_norm",
+    "layer_norm_backward",
+    "layer_norm_forward",
+    "layer_norm_quantize",
+    "rms_norm",
+    "rms_norm_backward",
+    "rms_norm_forward",
+    "rms_norm_quantize",
+]
+
 _ops = torch.ops.transformer_plugin
 
 

@@ -58,6 +58,12 @@ from torch import Tensor
 
 from transformer_plugin.formats import Format
 
+__all__ = [
+    "amax",
+    "dequantize",
+    "quantize",
+]
+
 _ops = torch.ops.transformer_plugin
 
 

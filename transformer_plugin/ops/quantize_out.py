@@ -13,6 +13,13 @@ from torch import Tensor
 
 from transformer_plugin.formats import Format
 
+__all__ = [
+    "amax_list_out",
+    "quantize_list",
+    "quantize_out",
+    "requantize_transposed",
+]
+
 _ops = torch.ops.transformer_plugin
 
 

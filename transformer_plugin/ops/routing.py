@@ -33,6 +33,23 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+__all__ = [
+    "assign_slots",
+    "aux_loss",
+    "aux_loss_backward",
+    "count_tokens_per_expert",
+    "permute",
+    "permute_backward",
+    "permute_weights",
+    "permute_weights_backward",
+    "router_scores",
+    "router_scores_backward",
+    "topk_router",
+    "topk_router_backward",
+    "unpermute",
+    "unpermute_backward",
+]
+
 _ops = torch.ops.transformer_plugin
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]

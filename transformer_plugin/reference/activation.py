@@ -6,6 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+__all__ = [
+    "swiglu",
+    "swiglu_backward",
+]
+
 
 def swiglu(input: Tensor, probs: Tensor | None = None) -> Tensor:
     """silu(gate) * linear * probs in float32, rounded once."""

@@ -10,6 +10,14 @@ from transformer_plugin.reference._fp8 import round_to_fp8
 from transformer_plugin.reference.gemm import gemm, grouped_gemm
 from transformer_plugin.reference.quantize import dequantize
 
+__all__ = [
+    "delayed_scale",
+    "grouped_linear_scaled",
+    "linear_scaled",
+    "quantize_scaled",
+    "update_delayed_scale_",
+]
+
 
 def _amax(values: Tensor) -> Tensor:
     """The largest magnitude, NaN left out, 0 of nothing; float32."""

@@ -8,6 +8,12 @@ from transformer_plugin.formats import Format
 from transformer_plugin.reference import activation, gemm
 from transformer_plugin.reference.quantize import quantize
 
+__all__ = [
+    "bias_backward_quantize",
+    "swiglu_backward_quantize",
+    "swiglu_quantize",
+]
+
 
 def swiglu_quantize(
     input: Tensor,

@@ -12,6 +12,20 @@ from transformer_plugin.formats import Format
 from transformer_plugin.ops._operands import Tensors, listed
 from transformer_plugin.reference._operands import Operand, is_stack, operand, output_dtype, stack, wide
 
+__all__ = [
+    "bias_backward",
+    "gather_rows_backward",
+    "gemm",
+    "gemm_out",
+    "grouped_bias_backward",
+    "grouped_gemm",
+    "grouped_gemm_out",
+    "grouped_gemm_wgrad",
+    "grouped_gemm_wgrad_out",
+    "grouped_linear",
+    "linear",
+]
+
 
 def _groups(group_sizes: Tensor) -> Iterator[tuple[int, slice]]:
     begin = 0

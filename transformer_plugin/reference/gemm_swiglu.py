@@ -10,6 +10,11 @@ from transformer_plugin.reference import activation
 from transformer_plugin.reference.gemm import grouped_gemm
 from transformer_plugin.reference.quantize import quantize
 
+__all__ = [
+    "grouped_gemm_swiglu",
+    "grouped_gemm_swiglu_quantize",
+]
+
 
 def halves_apart(h: Tensor, interleave: int) -> Tensor:
     """All columns of the gate first."""

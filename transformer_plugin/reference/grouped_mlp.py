@@ -7,6 +7,10 @@ from torch import Tensor
 from transformer_plugin.reference.activation import swiglu
 from transformer_plugin.reference.gemm import grouped_linear
 
+__all__ = [
+    "grouped_mlp",
+]
+
 
 def grouped_mlp(
     input: Tensor,

@@ -13,6 +13,17 @@ from transformer_plugin.formats import Format
 from transformer_plugin.reference.gemm import sum_rows
 from transformer_plugin.reference.quantize import quantize
 
+__all__ = [
+    "layer_norm",
+    "layer_norm_backward",
+    "layer_norm_forward",
+    "layer_norm_quantize",
+    "rms_norm",
+    "rms_norm_backward",
+    "rms_norm_forward",
+    "rms_norm_quantize",
+]
+
 #: columns that lie so far apart are added in turn before anything else.
 PARTIAL_SUMS = 1024
 

@@ -14,6 +14,12 @@ from transformer_plugin.reference import _nvfp4
 from transformer_plugin.reference._fp8 import decode_exponent, encode_exponent, encode_scale, round_to_fp8
 from transformer_plugin.reference._layouts import layout_of, tile, untile
 
+__all__ = [
+    "amax",
+    "dequantize",
+    "quantize",
+]
+
 
 def _format(format: str | Format) -> Format:
     return Format.parse(format) if isinstance(format, str) else format

@@ -11,6 +11,13 @@ from transformer_plugin.formats import Format
 from transformer_plugin.reference.quantize import amax as _amax
 from transformer_plugin.reference.quantize import dequantize, quantize
 
+__all__ = [
+    "amax_list_out",
+    "quantize_list",
+    "quantize_out",
+    "requantize_transposed",
+]
+
 
 def _write(buffers: Sequence[Tensor], values: tuple[Tensor, ...], noop: Tensor | None) -> None:
     """Every byte, or none."""

@@ -10,6 +10,11 @@ from torch import Tensor
 from transformer_plugin.formats import Format
 from transformer_plugin.reference.quantize import amax, quantize
 
+__all__ = [
+    "quantize_weight",
+    "quantize_weight_out",
+]
+
 
 def quantize_weight(
     weight: Tensor, input_format: str, weight_format: str, grad_format: str, columns: bool | None = None

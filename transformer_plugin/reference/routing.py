@@ -5,6 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+__all__ = [
+    "assign_slots",
+    "aux_loss",
+    "count_tokens_per_expert",
+    "permute",
+    "permute_backward",
+    "permute_weights",
+    "permute_weights_backward",
+    "router_scores",
+    "topk_router",
+    "unpermute",
+    "unpermute_backward",
+]
+
 #: ``exp`` is 0 from here down, in float64.
 LEAST_EXPONENT = -708.0
 #: Below it ``log(1 + exp(x))`` is ``exp(x)`` in float64.
