@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.ops.test_linear_ops import RECIPES, keys
 from transformer_plugin import ops
+from transformer_plugin.formats import resolve
 from transformer_plugin.testing.gemm_cases import apart, quantized_arguments, wgrad_arguments
 
 CUDA = torch.device("cuda")
@@ -53,7 +54,7 @@ def inputs(shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]
 @pytest.mark.gpu
 def test_a_step_of_grouped_linear() -> None:
     """Codes take one byte of an element, along rows and along columns; a 16-bit copy would take two more."""
-    formats = keys(RECIPES["block"])
+    formats = tuple(resolve(key, CUDA) for key in keys(RECIPES["block"]))
     x, grad, weight, sizes = inputs(WEIGHTS)
     leaves = [x.requires_grad_(), weight.requires_grad_()]
 
