@@ -121,9 +121,8 @@ Tensor wgrad_of(const QuantizedOperand& grad, std::string_view grad_key, const Q
                          x = transposed_data(input, input_key, group_sizes);
   const QuantizedKeys keys{g.scale, x.scale, grad_key, input_key};
   const OptionalTensor none;
-  return group_sizes
-             ? call_grouped_gemm_wgrad(g.data, x.data, *group_sizes, dtype, none, none, {}, keys)
-             : call_gemm(g.data, x.data, none, true, dtype, none, keys);
+  return group_sizes ? call_grouped_gemm_wgrad(g.data, x.data, *group_sizes, dtype, none, none, {}, keys)
+                     : call_gemm(g.data, x.data, none, true, dtype, none, keys);
 }
 
 struct Operands {

@@ -35,9 +35,9 @@ Tensor call_dequantize(const Quantized& operand, const Tensor& scale, const Tens
   static const auto dense = find_op<Dense>("dequantize");
   static const auto grouped = find_op<Grouped>("grouped_dequantize");
   const OptionalTensor amax = as_optional(operand.amax);
-  return group_sizes ? grouped.call(operand.data, scale, *group_sizes, operand.key, dtype, operand.transposed,
-                                    amax)
-                     : dense.call(operand.data, scale, operand.key, dtype, operand.transposed, amax);
+  return group_sizes
+             ? grouped.call(operand.data, scale, *group_sizes, operand.key, dtype, operand.transposed, amax)
+             : dense.call(operand.data, scale, operand.key, dtype, operand.transposed, amax);
 }
 
 // The scale that the amax of NVFP4 means, for each group or matrix.
@@ -63,8 +63,7 @@ void check_plain(const char* op, OptionalList a_scale, OptionalList b_scale, con
                  const char* b_name) {
   const auto check = [&](const char* name, OptionalList scales) {
     TP_CHECK_VALUE(!scales || scales->empty(), op, name, "no tensors for format 'none'",
-                   scales->size() << " of them",
-                   "Name the format that the operand was quantized to");
+                   scales->size() << " of them", "Name the format that the operand was quantized to");
   };
   check(a_name, a_scale);
   check(b_name, b_scale);
@@ -123,8 +122,9 @@ void check_formats(const OperandNames& a_names, const Quantized& a, const Operan
                  (rows ? "fp8_row with e4m3, because " : "no fp8_row unless ")
                      << a_names.format << " is '" << a.key << "'",
                  "'" << b.key << "'", "Quantize both operands to fp8_row, the second one to e4m3");
-  TP_CHECK_VALUE(transpose_b, b_names.op, "transpose_b", "True with fp8_row, whose scales are those of rows of 'b'",
-                 "False", "Pass the transposed matrix, quantized along its rows");
+  TP_CHECK_VALUE(transpose_b, b_names.op, "transpose_b",
+                 "True with fp8_row, whose scales are those of rows of 'b'", "False",
+                 "Pass the transposed matrix, quantized along its rows");
 }
 
 void check_value_size(const OperandNames& names, const Quantized& operand, int64_t dim,
