@@ -134,7 +134,7 @@ def test_every_product_is_in_the_table() -> None:
         if schema.name.startswith("transformer_plugin::")
     }
     products = {name for name in names if re.search("gemm|linear|mlp", name)} - {"grouped_gemm_plan"}
-    assert products == set(TABLE)
+    assert products == {name.split(" of ")[0] for name in TABLE}
     registered = {op.__name__ for op in flop_registry if "transformer_plugin" in str(op)}
     assert registered == products
 

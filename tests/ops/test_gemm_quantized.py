@@ -253,6 +253,21 @@ def test_opcheck(shape: GroupedShape, formats: tuple[str, str], device: torch.de
     opcheck(_ops.gemm.default, (), given | {"dtype": torch.float16})
 
 
+@pytest.mark.usefixtures("schema_checks_take_fp8")
+def test_opcheck_with_beta(device: torch.device) -> None:
+    sizes, key = torch.tensor([2, 1], device=device), "fp8_block"
+    q = ops.grouped_quantize(torch.randn(4, 128, device=device), sizes, key)
+    w = ops.quantize(torch.randn(2, 16, 128, device=device), key)
+    out = torch.zeros(4, 24, device=device)[:, :16]
+    more = {"alpha": torch.ones(2, device=device), "beta": torch.ones(2, device=device)}
+    given = quantized_arguments(q, w, key, key) | more | {"b": [w[0]], "group_sizes": sizes}
+    opcheck(_ops.grouped_gemm_out.default, (), given | {"out": out})
+    t = ops.grouped_quantize_transposed(torch.randn(4, 16, device=device), sizes, key)
+    out = torch.zeros(2, 16, 16, device=device)
+    given = wgrad_arguments(t, t, key, key) | {"group_sizes": sizes, "out": [out], "accumulate": False}
+    opcheck(_ops.grouped_gemm_wgrad_out.default, (), given | more)
+
+
 KEY = "fp8_block"
 X, W = torch.randn(4, 130), torch.randn(2, 5, 130)
 SIZES = torch.tensor([1, 2])

@@ -274,17 +274,6 @@ def test_opcheck(device: torch.device) -> None:
         out = torch.zeros(sizes.numel(), grad.shape[1], input.shape[1], device=device)
         opcheck(_ops.grouped_gemm_wgrad.default, (grad, input, sizes, None, alpha))
         opcheck(_ops.grouped_gemm_wgrad_out.default, (grad, input, sizes, [out], False, alpha, beta))
-    sizes, key = torch.tensor([2, 1], device=device), "fp8_block"
-    q = ops.quantize(torch.randn(4, 128, device=device), key, sizes)
-    w = ops.quantize(torch.randn(2, 16, 128, device=device), key)
-    out = torch.zeros(4, 24, device=device)[:, :16]
-    more = {"alpha": torch.ones(2, device=device), "beta": torch.ones(2, device=device)}
-    given = quantized_arguments(q, w, key, key) | {"b": [w[0]], "group_sizes": sizes, "out": out}
-    opcheck(_ops.grouped_gemm_out.default, (), given | more)
-    t = ops.quantize(torch.randn(4, 16, device=device), key, sizes, rowwise=False, columnwise=True)
-    out = torch.zeros(2, 16, 16, device=device)
-    given = wgrad_arguments(t, t, key, key) | {"group_sizes": sizes, "out": [out], "accumulate": False}
-    opcheck(_ops.grouped_gemm_wgrad_out.default, (), given | more)
 
 
 def test_compiled(device: torch.device) -> None:

@@ -64,7 +64,7 @@ def test_refused(name: str) -> None:
     for leaf, gradient in zip(wanted, gradients, strict=True):
         assert gradient.requires_grad, leaf
         loss = gradient.square().sum() + t["x"].square().sum()
-        with pytest.raises(RuntimeError, match=f"transformer_plugin::{name}: {REFUSAL}"):
+        with pytest.raises(RuntimeError, match=f"transformer_plugin::{name.split()[0]}: {REFUSAL}"):
             torch.autograd.grad(loss, t["x"], retain_graph=True)
 
 

@@ -16,11 +16,18 @@ def listed(tensors: Tensors) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def listed_or_none(tensors: Tensors | None) -> list[Tensor] | None:
-    """The same, or none."""
-    return None if tensors is None else listed(tensors)
-
-
 def key_of(format: str | Format) -> str:
     """The key of a format."""
     return format if isinstance(format, str) else format.key
+
+
+def quantized(
+    a_scale: Tensors | None, b_scale: Tensors | None, a_format: str | Format, b_format: str | Format
+) -> tuple[list[Tensor] | None, list[Tensor] | None, str, str]:
+    """The scales and formats of two operands, as the ops of products take them."""
+    return (
+        None if a_scale is None else listed(a_scale),
+        None if b_scale is None else listed(b_scale),
+        key_of(a_format),
+        key_of(b_format),
+    )

@@ -49,7 +49,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.formats import Format
-from transformer_plugin.ops._operands import Tensors, key_of, listed, listed_or_none
+from transformer_plugin.ops._operands import Tensors, listed, quantized
 
 __all__ = [
     "bias_backward",
@@ -104,10 +104,7 @@ def gemm(
         transpose_b,
         dtype,
         alpha,
-        listed_or_none(a_scale),
-        listed_or_none(b_scale),
-        key_of(a_format),
-        key_of(b_format),
+        *quantized(a_scale, b_scale, a_format, b_format),
     )
 
 
@@ -131,8 +128,7 @@ def grouped_gemm(
     """Each group's rows times the group's matrix: ``alpha[g] * (a_g @ b[g].T) + bias_scale_g * bias[g]``.
 
     Args:
-        a: ``[T, K]`` float32, bfloat16 or float16; float64 on a CPU; or data in ``a_format``, as
-            :func:`~transformer_plugin.ops.quantize` gives it with group sizes.
+        a: ``[T, K]`` float32, bfloat16 or float16; float64 on a CPU; or data in ``a_format``.
         b: ``[G, N, K]``, or ``[G, K, N]`` when not ``transpose_b`` (a weight ``[G, N, K]`` in the data gradient:
             ``grouped_gemm(grad, weight, group_sizes, transpose_b=False)``); or G matrices. The dtype of ``a``, or data
             in ``b_format``.
@@ -142,11 +138,10 @@ def grouped_gemm(
         dtype: of the output; that of ``a`` by default, and bfloat16 of quantized operands.
         alpha: float32 ``[G]``; 1 by default.
         rows: int32 or int64 ``[T]``: row i of the product is of ``a[rows[i]]``, so that a permute can be skipped.
-            ``a`` then has any number of rows, and a row may be taken several times. Entries of the tail are not
-            used. On Hopper, 16-byte aligned 16-bit rows are gathered in the kernel, up to 8192 output columns;
-            elsewhere, and for the gradient of ``b``, they are copied into a buffer first, with the same bits.
-        a_scale, b_scale, a_format, b_format: of quantized operands, as for :func:`gemm`; of a sequence ``b``, a scale
-            for each matrix.
+            ``a`` then has any number of rows, any of them several times. Entries of the tail are not used. On Hopper,
+            16-byte aligned 16-bit rows are gathered in the kernel, up to 8192 output columns; elsewhere, and for the
+            gradient of ``b``, they are copied into a buffer first, with the same bits.
+        a_scale, b_scale, a_format, b_format: of quantized operands, as for :func:`gemm`.
 
     Returns:
         ``[T, N]``, tail rows zero. Differentiable in ``a``, every matrix of ``b``, ``bias`` and ``bias_scale``, unless
@@ -154,9 +149,9 @@ def grouped_gemm(
         ``a`` is :func:`gather_rows_backward` of that of the rows, rounded to the dtype of ``a``.
 
     Raises:
-        TypeError: another dtype. ValueError: sizes, scales or devices that do not agree, no matrix or more than 1024 in
-        a sequence, a bias scale without a bias, and on a CPU group sizes that are negative or sum to more than T, and
-        rows that ``a`` does not have. On CUDA such a row counts as zeros, and a later call raises, as for sizes:
+        TypeError: another dtype. ValueError: sizes, scales or devices that do not agree, a sequence of no matrix or
+        more than 1024, a bias scale without a bias, and on a CPU group sizes that are negative or sum to more than T,
+        and rows that ``a`` does not have. On CUDA such a row counts as zeros, and a later call raises:
         :func:`check_group_sizes`.
     """
     return _ops.grouped_gemm.default(
@@ -171,10 +166,7 @@ def grouped_gemm(
         rows,
         max_sms,
         expected_rows,
-        listed_or_none(a_scale),
-        listed_or_none(b_scale),
-        key_of(a_format),
-        key_of(b_format),
+        *quantized(a_scale, b_scale, a_format, b_format),
     )
 
 
@@ -234,10 +226,7 @@ def grouped_gemm_wgrad(
         input_rows,
         max_sms,
         expected_rows,
-        listed_or_none(grad_scale),
-        listed_or_none(input_scale),
-        key_of(grad_format),
-        key_of(input_format),
+        *quantized(grad_scale, input_scale, grad_format, input_format),
     )
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.formats import Format
-from transformer_plugin.ops._operands import Tensors, key_of, listed, listed_or_none
+from transformer_plugin.ops._operands import Tensors, listed, quantized
 
 __all__ = [
     "gemm_out",
@@ -66,10 +66,7 @@ def gemm_out(
         transpose_b,
         alpha,
         beta,
-        listed_or_none(a_scale),
-        listed_or_none(b_scale),
-        key_of(a_format),
-        key_of(b_format),
+        *quantized(a_scale, b_scale, a_format, b_format),
     )
 
 
@@ -119,10 +116,7 @@ def grouped_gemm_out(
         rows,
         max_sms,
         expected_rows,
-        listed_or_none(a_scale),
-        listed_or_none(b_scale),
-        key_of(a_format),
-        key_of(b_format),
+        *quantized(a_scale, b_scale, a_format, b_format),
     )
 
 
@@ -169,8 +163,5 @@ def grouped_gemm_wgrad_out(
         input_rows,
         max_sms,
         expected_rows,
-        listed_or_none(grad_scale),
-        listed_or_none(input_scale),
-        key_of(grad_format),
-        key_of(input_format),
+        *quantized(grad_scale, input_scale, grad_format, input_format),
     )

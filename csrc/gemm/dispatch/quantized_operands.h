@@ -39,8 +39,8 @@ inline bool is_quantized(std::string_view a_key, std::string_view b_key) {
   return a_key != "none" || b_key != "none";
 }
 // Operands of format 'none' have no scales.
-void check_plain(const char* op, OptionalList a_scale, OptionalList b_scale,
-                 const char* a_name = "a_scale", const char* b_name = "b_scale");
+void check_plain(const char* op, OptionalList a_scale, OptionalList b_scale, const char* a_name = "a_scale",
+                 const char* b_name = "b_scale");
 
 // Parses the format and checks dtypes, sizes and devices. `group_sizes`: of ragged rows, or of columns if `transposed`; else
 // null.

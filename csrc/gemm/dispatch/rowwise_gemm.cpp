@@ -23,9 +23,9 @@ Tensor sums_of(const RowwiseProduct& product) {
   if (!product.offsets) return dense_gemm(a, transposed_view(b.to(exact)), std::nullopt, at::kFloat);
   const OptionalTensor none;
   if (b.is_cpu()) {
-    const QuantizedStack stack{
-        b.size(1), b.size(2), exact,
-        [&](int64_t group, const Tensor& values) { values.copy_(b.select(0, group)); }};
+    const QuantizedStack stack{b.size(1), b.size(2), exact, [&](int64_t group, const Tensor& values) {
+                                 values.copy_(b.select(0, group));
+                               }};
     return run_grouped_gemm(
         {a, b, *product.offsets, none, none, true, none, none, none, product.options, &stack}, at::kFloat);
   }

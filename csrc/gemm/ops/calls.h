@@ -22,9 +22,9 @@ struct QuantizedKeys {
 inline at::Tensor call_gemm(const at::Tensor& a, const at::Tensor& b, OptionalTensorArg bias,
                             bool transpose_b, std::optional<at::ScalarType> dtype,
                             OptionalTensorArg alpha = std::nullopt, const QuantizedKeys& keys = {}) {
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, OptionalTensorArg, bool,
-                               std::optional<at::ScalarType>, OptionalTensorArg, OptionalList, OptionalList,
-                               std::string_view, std::string_view);
+  using Signature =
+      at::Tensor(const at::Tensor&, const at::Tensor&, OptionalTensorArg, bool, std::optional<at::ScalarType>,
+                 OptionalTensorArg, OptionalList, OptionalList, std::string_view, std::string_view);
   static const auto op = find_op<Signature>("gemm");
   return op.call(a, b, bias, transpose_b, dtype, alpha, keys.a_scale, keys.b_scale, keys.a, keys.b);
 }
@@ -56,10 +56,9 @@ inline at::Tensor call_grouped_gemm_wgrad(const at::Tensor& grad, const at::Tens
                                           OptionalTensorArg alpha = std::nullopt,
                                           OptionalTensorArg input_rows = std::nullopt,
                                           LaunchOptions options = {}, const QuantizedKeys& keys = {}) {
-  using Signature =
-      at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, std::optional<at::ScalarType>,
-                 OptionalTensorArg, OptionalTensorArg, int64_t, int64_t, OptionalList, OptionalList,
-                 std::string_view, std::string_view);
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                               std::optional<at::ScalarType>, OptionalTensorArg, OptionalTensorArg, int64_t,
+                               int64_t, OptionalList, OptionalList, std::string_view, std::string_view);
   static const auto op = find_op<Signature>("grouped_gemm_wgrad");
   return op.call(grad, input, group_sizes, dtype, alpha, input_rows, options.max_sms, options.expected_rows,
                  keys.a_scale, keys.b_scale, keys.a, keys.b);

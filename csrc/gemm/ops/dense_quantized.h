@@ -16,8 +16,8 @@ struct QuantizedCall {
 at::Tensor quantized_product_meta(const QuantizedCall& call, std::optional<at::ScalarType> dtype);
 at::Tensor quantized_product(const QuantizedCall& call, std::optional<at::ScalarType> dtype);
 void quantized_product_out_meta(const QuantizedCall& call, const std::optional<at::Tensor>& beta,
-                             const at::Tensor& out);
+                                const at::Tensor& out);
 void quantized_product_out(const QuantizedCall& call, const std::optional<at::Tensor>& beta,
-                        const at::Tensor& out);
+                           const at::Tensor& out);
 
 }  // namespace transformer_plugin::gemm

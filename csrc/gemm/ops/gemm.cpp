@@ -32,10 +32,11 @@ void check_gemm(const char* op, const Tensor& a, const Tensor& b, const Optional
 }
 
 Tensor gemm_meta(const Tensor& a, const Tensor& b, const OptionalTensor& bias, bool transpose_b,
-                 OptionalDtype dtype, const OptionalTensor& alpha, OptionalList a_scale,
-                 OptionalList b_scale, std::string_view a_key, std::string_view b_key) {
+                 OptionalDtype dtype, const OptionalTensor& alpha, OptionalList a_scale, OptionalList b_scale,
+                 std::string_view a_key, std::string_view b_key) {
   if (is_quantized(a_key, b_key)) {
-    return quantized_product_meta({kOp, {a, a_scale, a_key}, {b, b_scale, b_key}, bias, alpha, transpose_b}, dtype);
+    return quantized_product_meta({kOp, {a, a_scale, a_key}, {b, b_scale, b_key}, bias, alpha, transpose_b},
+                                  dtype);
   }
   check_plain(kOp, a_scale, b_scale);
   check_gemm(kOp, a, b, bias, transpose_b, alpha);
@@ -46,7 +47,8 @@ Tensor gemm(const Tensor& a, const Tensor& b, const OptionalTensor& bias, bool t
             OptionalDtype dtype, const OptionalTensor& alpha, OptionalList a_scale, OptionalList b_scale,
             std::string_view a_key, std::string_view b_key) {
   if (is_quantized(a_key, b_key)) {
-    return quantized_product({kOp, {a, a_scale, a_key}, {b, b_scale, b_key}, bias, alpha, transpose_b}, dtype);
+    return quantized_product({kOp, {a, a_scale, a_key}, {b, b_scale, b_key}, bias, alpha, transpose_b},
+                             dtype);
   }
   check_plain(kOp, a_scale, b_scale);
   check_gemm(kOp, a, b, bias, transpose_b, alpha);
@@ -80,12 +82,11 @@ void gemm_out_meta(const Tensor& a, const Tensor& b, const Tensor& out, const Op
 }
 
 void gemm_out(const Tensor& a, const Tensor& b, const Tensor& out, const OptionalTensor& bias,
-              bool transpose_b, const OptionalTensor& alpha, const OptionalTensor& beta,
-              OptionalList a_scale, OptionalList b_scale, std::string_view a_key,
-              std::string_view b_key) {
+              bool transpose_b, const OptionalTensor& alpha, const OptionalTensor& beta, OptionalList a_scale,
+              OptionalList b_scale, std::string_view a_key, std::string_view b_key) {
   if (is_quantized(a_key, b_key)) {
     return quantized_product_out({kOutOp, {a, a_scale, a_key}, {b, b_scale, b_key}, bias, alpha, transpose_b},
-                              beta, out);
+                                 beta, out);
   }
   check_plain(kOutOp, a_scale, b_scale);
   check_gemm_out(a, b, out, bias, transpose_b, alpha, beta);

@@ -70,16 +70,20 @@ struct Arguments {
   GroupedGemm product(const Tensor& offsets, const OptionalTensor& beta, OptionalTensor& stack) const {
     if (!is_stack(b)) stack = as_contiguous_stack(b);
     const bool list = !is_stack(b) && !stack;
-    return {a,    stack ? *stack : b[0], offsets, bias,    bias_scale,         transpose_b, alpha,
-            beta, rows,                  options, nullptr, list ? b : at::TensorList()};
+    return {a,          stack ? *stack : b[0],
+            offsets,    bias,
+            bias_scale, transpose_b,
+            alpha,      beta,
+            rows,       options,
+            nullptr,    list ? b : at::TensorList()};
   }
 };
 
 Tensor grouped_gemm_meta(const Tensor& a, at::TensorList b, const Tensor& group_sizes,
                          const OptionalTensor& bias, const OptionalTensor& bias_scale, bool transpose_b,
                          OptionalDtype dtype, const OptionalTensor& alpha, const OptionalTensor& rows,
-                         int64_t max_sms, int64_t expected_rows, OptionalList a_scale,
-                         OptionalList b_scale, std::string_view a_key, std::string_view b_key) {
+                         int64_t max_sms, int64_t expected_rows, OptionalList a_scale, OptionalList b_scale,
+                         std::string_view a_key, std::string_view b_key) {
   const LaunchOptions options{max_sms, expected_rows};
   if (is_quantized(a_key, b_key)) {
     const QuantizedGrouped args(kOp, {a, a_scale, a_key}, b, b_scale, b_key, group_sizes, bias, bias_scale,
@@ -95,8 +99,8 @@ Tensor grouped_gemm_meta(const Tensor& a, at::TensorList b, const Tensor& group_
 Tensor grouped_gemm(const Tensor& a, at::TensorList b, const Tensor& group_sizes, const OptionalTensor& bias,
                     const OptionalTensor& bias_scale, bool transpose_b, OptionalDtype dtype,
                     const OptionalTensor& alpha, const OptionalTensor& rows, int64_t max_sms,
-                    int64_t expected_rows, OptionalList a_scale, OptionalList b_scale,
-                    std::string_view a_key, std::string_view b_key) {
+                    int64_t expected_rows, OptionalList a_scale, OptionalList b_scale, std::string_view a_key,
+                    std::string_view b_key) {
   const LaunchOptions options{max_sms, expected_rows};
   const OptionalTensor none;
   if (is_quantized(a_key, b_key)) {

@@ -127,8 +127,8 @@ std::optional<ScaleGranularity> QuantizedGrouped::kernel_scales() {
 
 QuantizedGemm QuantizedGrouped::product(ScaleGranularity scales, const OptionalTensor& offsets,
                                         const OptionalTensor& beta) const {
-  return {scales,      a_,   b_,       offsets, bias_,
-          bias_scale_, alpha_and_amaxes(alpha_, a_, b_), beta, options_, list_};
+  return {scales, a_,       b_,   offsets, bias_, bias_scale_, alpha_and_amaxes(alpha_, a_, b_),
+          beta,   options_, list_};
 }
 
 // Each matrix is dequantized when a thread reaches its group.
