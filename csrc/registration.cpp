@@ -38,10 +38,11 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "Tensor? group_sizes=None, Tensor? amax=None, Tensor? amax_t=None, Tensor? seed=None) -> (Tensor, Tensor)");
   // Delayed scaling: encode scales from earlier steps, from index `first` on of a state tensor that holds many; the
   // amax of the input is combined into `amax` by a maximum. The update computes scales from the amaxes;
-  // delayed_scale only returns them.
+  // delayed_scale only returns them. quantize_scaled always has four results, because torch compiles no op that writes
+  // an argument and returns a list; those of a direction that is False are empty.
   m.def(
       "quantize_scaled(Tensor input, Tensor scale, str format, Tensor(a!)? amax=None, Tensor? group_sizes=None, "
-      "int first=0, bool rowwise=True, bool columnwise=False) -> Tensor[]");
+      "int first=0, bool rowwise=True, bool columnwise=False) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "update_delayed_scale_(Tensor(a!) history, Tensor(b!) scale, Tensor(c!) amax, str[] formats, int margin=0, "
       "str algorithm=\"max\", str group=\"\") -> Tensor");

@@ -49,6 +49,8 @@ def test_the_reference_is_the_op(call: Call) -> None:
     mine, other = copied(call.arguments), copied(call.arguments)
     found, expected = getattr(torch.ops.transformer_plugin, call.op)(**mine), of_reference(call, other)
     written = [a.name for a in registered()[call.op].arguments if a.alias_info is not None]
+    if call.op == "quantize_scaled":  # the op returns empty tensors for a direction that is not requested
+        found = found[0 if mine["rowwise"] else 2 : 4 if mine["columnwise"] else 2]
     pairs = list(zip(flat(found), flat(expected), strict=True))
     for name in written:
         pairs += zip(flat(mine.get(name)), flat(other.get(name)), strict=True)

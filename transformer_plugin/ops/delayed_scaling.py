@@ -81,9 +81,10 @@ def quantize_scaled(
         another format; on a CPU also group sizes that are negative or sum to more than T. Nothing is written then.
     """
     key = _key(format)
-    return tuple(
-        _ops.quantize_scaled.default(input, scale, key, amax, group_sizes, first, rowwise, columnwise)
+    outputs: tuple[Tensor, ...] = _ops.quantize_scaled.default(
+        input, scale, key, amax, group_sizes, first, rowwise, columnwise
     )
+    return outputs[0 if rowwise else 2 : 4 if columnwise else 2]
 
 
 def update_delayed_scale_(

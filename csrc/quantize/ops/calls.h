@@ -87,16 +87,17 @@ inline std::tuple<at::Tensor, at::Tensor> call_requantize_transposed(const at::T
   return op.call(data, scale, key, dtype, group_sizes, std::nullopt, std::nullopt, std::nullopt);
 }
 
-// With the encode scales of `scale` from `first` on. The amax of `x` is combined into `amax` by a maximum.
+// With the encode scales of `scale` from `first` on. Tensors of a direction that is not requested are empty. The amax of `x` is combined into `amax` by a maximum.
 inline Outputs call_quantize_scaled(const at::Tensor& x, const at::Tensor& scale, std::string_view key,
                                     OptionalTensorArg amax, OptionalTensorArg group_sizes, int64_t first,
                                     const Directions& directions) {
-  using Signature = Tensors(const at::Tensor&, const at::Tensor&, std::string_view, OptionalTensorArg,
-                            OptionalTensorArg, int64_t, bool, bool);
+  using Four = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+  using Signature = Four(const at::Tensor&, const at::Tensor&, std::string_view, OptionalTensorArg,
+                         OptionalTensorArg, int64_t, bool, bool);
   static const auto op = find_op<Signature>("quantize_scaled");
-  return outputs_of(
-      op.call(x, scale, key, amax, group_sizes, first, directions.rowwise, directions.columnwise),
-      directions);
+  auto [data, scale_inv, data_t, scale_t] =
+      op.call(x, scale, key, amax, group_sizes, first, directions.rowwise, directions.columnwise);
+  return {std::move(data), std::move(scale_inv), std::move(data_t), std::move(scale_t)};
 }
 
 // The calls below are for formats with block scales: they pass no amax and no seed.

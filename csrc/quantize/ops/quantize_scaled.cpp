@@ -13,6 +13,7 @@ namespace transformer_plugin::quantize {
 namespace {
 
 using at::Tensor;
+using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 constexpr const char* kOp = "quantize_scaled";
 
@@ -57,9 +58,22 @@ QuantizeArgs make_args(const QuantizeScaledCall& call, const Tensor& x, const Fo
   return args;
 }
 
-Tensors quantize_scaled(const Tensor& input, const Tensor& scale, std::string_view key,
-                        OptionalTensorArg amax, OptionalTensorArg group_sizes, int64_t first, bool rowwise,
-                        bool columnwise) {
+// Empty tensors for a direction that is not requested.
+FourTensors four_of(Outputs&& outputs, const Tensor& like, const Format& format) {
+  const at::ScalarType element = element_dtype(format);
+  for (Tensor* data : {&outputs.data, &outputs.data_t}) {
+    if (!data->defined()) *data = empty(like, {0}, element);
+  }
+  for (Tensor* scale : {&outputs.scale, &outputs.scale_t}) {
+    if (!scale->defined()) *scale = empty(like, {0}, at::kFloat);
+  }
+  return {std::move(outputs.data), std::move(outputs.scale), std::move(outputs.data_t),
+          std::move(outputs.scale_t)};
+}
+
+FourTensors quantize_scaled(const Tensor& input, const Tensor& scale, std::string_view key,
+                            OptionalTensorArg amax, OptionalTensorArg group_sizes, int64_t first,
+                            bool rowwise, bool columnwise) {
   const QuantizeScaledCall call{input, scale, key, amax, group_sizes, first, {rowwise, columnwise}};
   const Format format = check_arguments(call);
   check_apart(kOp, {{"amax", amax}}, {{"input", input}, {"scale", scale}, {"group_sizes", group_sizes}});
@@ -69,20 +83,21 @@ Tensors quantize_scaled(const Tensor& input, const Tensor& scale, std::string_vi
   const QuantizeArgs args = make_args(call, x, format, outputs, tables);
   if (x.is_cpu()) {
     quantize_cpu(args);
-    return as_list(std::move(outputs));
+    return four_of(std::move(outputs), input, format);
   }
 #ifdef TRANSFORMER_PLUGIN_CUDA
   const CudaScope scope(x);
   select_launcher(args)(args, scope.stream());
 #endif
-  return as_list(std::move(outputs));
+  return four_of(std::move(outputs), input, format);
 }
 
-Tensors quantize_scaled_meta(const Tensor& input, const Tensor& scale, std::string_view key,
-                             OptionalTensorArg amax, OptionalTensorArg group_sizes, int64_t first,
-                             bool rowwise, bool columnwise) {
+FourTensors quantize_scaled_meta(const Tensor& input, const Tensor& scale, std::string_view key,
+                                 OptionalTensorArg amax, OptionalTensorArg group_sizes, int64_t first,
+                                 bool rowwise, bool columnwise) {
   const QuantizeScaledCall call{input, scale, key, amax, group_sizes, first, {rowwise, columnwise}};
-  return as_list(make_outputs(input, call.shape(), check_arguments(call), call.directions));
+  const Format format = check_arguments(call);
+  return four_of(make_outputs(input, call.shape(), format, call.directions), input, format);
 }
 
 }  // namespace
