@@ -11,6 +11,7 @@ from torch import Tensor
 
 from transformer_plugin.formats import Format
 from transformer_plugin.ops._operands import listed
+from transformer_plugin.ops.gemm_plan import grouped_gemm_plan
 from transformer_plugin.testing.cases import FLOAT_DTYPES, Case
 
 
@@ -49,16 +50,19 @@ GROUPED_SHAPES = (
 def in_fp8_units(
     a_key: str, b_key: str, dtype: torch.dtype, width: int, k: int | None, device: torch.device
 ) -> bool:
-    """Whether a Hopper multiplies codes as they are into rows of ``width``: rows of ``k``, by a weight; or, without a
-    ``k``, what was quantized along its columns."""
-    a, b = Format.parse(a_key), Format.parse(b_key)
-    whole = a.family == b.family == "fp8_tensor" and b.element == "e4m3"
-    blocks = a.family == b.family == "fp8_block" and a.element == b.element == "e4m3" and not a.square_blocks
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or not (whole or blocks):
+    """Whether FP8 tensor cores multiply two quantized operands, as :func:`grouped_gemm_plan` says.
+
+    ``width`` is the number of output columns and ``dtype`` the output's. ``k`` is the number of columns of rowwise
+    operands; None means columnwise operands, those of a weight gradient.
+    """
+    fp8 = Format.parse(a_key).family in ("fp8_tensor", "fp8_row", "fp8_block")
+    if device.type != "cuda" or not fp8:
         return False
-    if k is None:
-        return not b.square_blocks and dtype != torch.float16 and width * dtype.itemsize % 16 == 0
-    return (whole or b.square_blocks) and dtype == torch.bfloat16 and width % 8 == 0 and k % 16 == 0
+    major, minor = torch.cuda.get_device_capability(device)
+    product, n, columns = ("weight_grad", 16, width) if k is None else ("forward", width, k)
+    sizes = {"rows": 1024, "groups": 2, "n": n, "k": columns, "multiprocessors": 132}
+    formats = {"a_format": a_key, "b_format": b_key, "capability": 10 * major + minor}
+    return grouped_gemm_plan(product, torch.bfloat16, dtype, **sizes, **formats).backend == "sm90"
 
 
 def integers(
