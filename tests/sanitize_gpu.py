@@ -4,8 +4,7 @@ of bounds, races in shared memory, and wrong barriers.
     python -m tests.sanitize_gpu            # memcheck, racecheck, synccheck; fails if one reports an error
     python -m tests.sanitize_gpu --jobs 6   # six processes on the same GPU share the cases
 
-Under memcheck torch's allocator does not cache, so that an access past a tensor is one past an allocation. Results are
-not checked here; the tests do that.
+Under memcheck torch's allocator does not cache, so an access past a tensor is past an allocation. Tests check results.
 """
 
 from __future__ import annotations

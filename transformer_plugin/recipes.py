@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import numbers
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from transformer_plugin.formats import Element, Format, FourOverSix
+from transformer_plugin.formats import Element, Family, Format, FourOverSix
+
+#: An operand of a product in training.
+Role = Literal["input", "weight", "grad"]
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -55,6 +58,12 @@ class Recipe:
                 f"{self.nonfinite!r}. The default is 'round'."
             )
 
+    def _error(self, argument: str, expected: str, got: object, advice: str) -> ValueError:
+        return ValueError(
+            f"transformer_plugin.{type(self).__name__}: argument '{argument}': expected {expected}, got {got}. "
+            f"{advice}."
+        )
+
     def _check_epsilon(self, epsilon: float) -> None:
         if epsilon != 0.0 and not 2.0**-149 <= epsilon < 2.0**128:
             raise ValueError(
@@ -66,41 +75,59 @@ class Recipe:
     def _nan(self) -> bool:
         return self.nonfinite == "nan"
 
+    def _format_of(self, role: Role) -> str:
+        """The key of one operand's format."""
+        return "none"
+
     @property
     def input_format(self) -> str:
-        """Format key of the input."""
-        return "none"
+        """Key of the format that the input is quantized to."""
+        return self._format_of("input")
 
     @property
     def weight_format(self) -> str:
-        """Format key of the weight."""
-        return "none"
+        """Key of the format that the weight is quantized to."""
+        return self._format_of("weight")
 
     @property
     def grad_format(self) -> str:
-        """Format key of the output's gradient in the backward."""
-        return "none"
+        """Key of the format that the output's gradient is quantized to in the backward."""
+        return self._format_of("grad")
 
 
 @dataclass(frozen=True)
 class BFloat16(Recipe):
     """Operands rounded to bfloat16, sums in FP32, the output in the input's dtype."""
 
-    @property
-    def input_format(self) -> str:
+    def _format_of(self, role: Role) -> str:
         return Format("bf16", nonfinite_is_nan=self._nan).key
 
-    @property
-    def weight_format(self) -> str:
-        return Format("bf16", nonfinite_is_nan=self._nan).key
 
-    @property
-    def grad_format(self) -> str:
-        return Format("bf16", nonfinite_is_nan=self._nan).key
+class _HybridFloat8(Recipe):
+    """FP8 operands of one family, with another element for gradients if ``hybrid``."""
+
+    _family: ClassVar[Family]
+    if TYPE_CHECKING:  # fields of the recipes, which have different defaults
+        hybrid: bool
+        power_of_two_scales: bool
+        amax_epsilon: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_epsilon(self.amax_epsilon)  # here, so that the error is not first raised in a forward
+
+    def _format_of(self, role: Role) -> str:
+        return Format(
+            self._family,
+            "e5m2" if self.hybrid and role == "grad" else "e4m3",
+            self.power_of_two_scales,
+            epsilon=self.amax_epsilon,
+            nonfinite_is_nan=self._nan,
+        ).key
 
 
 @dataclass(frozen=True)
-class Float8CurrentScaling(Recipe):
+class Float8CurrentScaling(_HybridFloat8):
     """FP8 with one scale per tensor (per group in grouped products), from the tensor's current amax.
 
     Args:
@@ -113,34 +140,11 @@ class Float8CurrentScaling(Recipe):
     power_of_two_scales: bool = False
     amax_epsilon: float = 0.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_epsilon(self.amax_epsilon)  # here, so that the error is not first raised in a forward
-
-    def _format(self, element: Element) -> str:
-        return Format(
-            "fp8_tensor",
-            element,
-            self.power_of_two_scales,
-            epsilon=self.amax_epsilon,
-            nonfinite_is_nan=self._nan,
-        ).key
-
-    @property
-    def input_format(self) -> str:
-        return self._format("e4m3")
-
-    @property
-    def weight_format(self) -> str:
-        return self._format("e4m3")
-
-    @property
-    def grad_format(self) -> str:
-        return self._format("e5m2" if self.hybrid else "e4m3")
+    _family: ClassVar[Family] = "fp8_tensor"
 
 
 @dataclass(frozen=True)
-class Float8RowwiseScaling(Recipe):
+class Float8RowwiseScaling(_HybridFloat8):
     """FP8 with one scale per row: per token of inputs and gradients, per output feature of weights.
 
     The data gradient quantizes the weight again, with one scale per input feature. Weight gradients sum over the rows,
@@ -158,30 +162,7 @@ class Float8RowwiseScaling(Recipe):
     power_of_two_scales: bool = True
     amax_epsilon: float = 0.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_epsilon(self.amax_epsilon)
-
-    def _format(self, element: Element) -> str:
-        return Format(
-            "fp8_row",
-            element,
-            self.power_of_two_scales,
-            epsilon=self.amax_epsilon,
-            nonfinite_is_nan=self._nan,
-        ).key
-
-    @property
-    def input_format(self) -> str:
-        return self._format("e4m3")
-
-    @property
-    def weight_format(self) -> str:
-        return self._format("e4m3")
-
-    @property
-    def grad_format(self) -> str:
-        return self._format("e5m2" if self.hybrid else "e4m3")
+    _family: ClassVar[Family] = "fp8_row"
 
 
 @dataclass(frozen=True)
@@ -239,23 +220,9 @@ class DelayedScaling(Recipe):
                 )
             object.__setattr__(self, "amax_group", name)
 
-    @staticmethod
-    def _error(argument: str, expected: str, got: object, advice: str) -> ValueError:
-        return ValueError(
-            f"transformer_plugin.DelayedScaling: argument '{argument}': expected {expected}, got {got}. {advice}."
-        )
-
-    @property
-    def input_format(self) -> str:
-        return Format("fp8_tensor", "e4m3", nonfinite_is_nan=self._nan).key
-
-    @property
-    def weight_format(self) -> str:
-        return Format("fp8_tensor", "e4m3", nonfinite_is_nan=self._nan).key
-
-    @property
-    def grad_format(self) -> str:
-        return Format("fp8_tensor", "e5m2" if self.hybrid else "e4m3", nonfinite_is_nan=self._nan).key
+    def _format_of(self, role: Role) -> str:
+        element: Element = "e5m2" if self.hybrid and role == "grad" else "e4m3"
+        return Format("fp8_tensor", element, nonfinite_is_nan=self._nan).key
 
 
 @dataclass(frozen=True)
@@ -276,27 +243,15 @@ class Float8BlockScaling(Recipe):
         super().__post_init__()
         self._check_epsilon(self.amax_epsilon)
 
-    def _format(self, square: bool) -> str:
+    def _format_of(self, role: Role) -> str:
         return Format(
             "fp8_block",
             "e4m3",
             self.power_of_two_scales,
-            square,
+            role == "weight",
             self.amax_epsilon,
             nonfinite_is_nan=self._nan,
         ).key
-
-    @property
-    def input_format(self) -> str:
-        return self._format(square=False)
-
-    @property
-    def weight_format(self) -> str:
-        return self._format(square=True)
-
-    @property
-    def grad_format(self) -> str:
-        return self._format(square=False)
 
 
 @dataclass(frozen=True)
@@ -315,17 +270,9 @@ class MXFP8BlockScaling(Recipe):
 
     square_weights: bool = False
 
-    @property
-    def input_format(self) -> str:
-        return Format("mxfp8", nonfinite_is_nan=self._nan).key
-
-    @property
-    def weight_format(self) -> str:
-        return Format("mxfp8", square_blocks=self.square_weights, nonfinite_is_nan=self._nan).key
-
-    @property
-    def grad_format(self) -> str:
-        return Format("mxfp8", nonfinite_is_nan=self._nan).key
+    def _format_of(self, role: Role) -> str:
+        square = role == "weight" and self.square_weights
+        return Format("mxfp8", square_blocks=square, nonfinite_is_nan=self._nan).key
 
 
 @dataclass(frozen=True)
@@ -377,12 +324,6 @@ class NVFP4BlockScaling(Recipe):
             for other in excluded:
                 if chosen and getattr(self, other):
                     raise self._error(other, f"False with {name}", "True", f"Pass {other}=False")
-
-    @staticmethod
-    def _error(argument: str, expected: str, got: str, advice: str) -> ValueError:
-        return ValueError(
-            f"transformer_plugin.NVFP4BlockScaling: argument '{argument}': expected {expected}, got {got}. {advice}."
-        )
 
     @property
     def _four_over_six(self) -> FourOverSix:

@@ -235,12 +235,8 @@ def test_quantized(
 @pytest.mark.parametrize("key", ["fp8_tensor", "fp8_block", "mxfp8"])
 def test_wgrad_quantized(key: str, device: torch.device) -> None:
     generator, sizes = torch.Generator().manual_seed(1), torch.tensor([32, 0, 64], device=device)
-    grad, input = (
-        ops.quantize(
-            normals((128, m), torch.float32, device, generator), key, sizes, rowwise=False, columnwise=True
-        )
-        for m in (32, 64)
-    )
+    matrices = [normals((128, m), torch.float32, device, generator) for m in (32, 64)]
+    grad, input = (ops.quantize(m, key, sizes, rowwise=False, columnwise=True) for m in matrices)
     x, y = (reference.dequantize(*q, key, torch.float32, sizes, True) for q in (grad, input))
     alpha, beta = (normals((3,), torch.float32, device, generator) for _ in range(2))
     exact, magnitude = wgrad_fp64(x, y, sizes, alpha), wgrad_fp64(x.abs(), y.abs(), sizes, alpha.abs())

@@ -44,7 +44,6 @@ RECIPES = {
     "block-fp32": Float8BlockScaling(power_of_two_scales=False),
     "mx": MXFP8BlockScaling(),
     "mx-square": MXFP8BlockScaling(square_weights=True),
-    # Rounding at random has tests of its own: only its mean can be compared with anything.
     "nv": NVFP4BlockScaling(stochastic_rounding=False),
     "nv-plain": NVFP4BlockScaling(False, False, False),
     "nv-rows": NVFP4BlockScaling(False, False, row_scaled_activations=True),

@@ -56,13 +56,9 @@ def grouped_mlp(
         quantized_fc1_weight, quantized_fc2_weight: what :func:`~transformer_plugin.ops.quantize_weight` made of the
             weights with these formats, both, either or none: the same bits, without quantizing them again. The
             weight is then not read; its gradient is the usual one.
-        interleave: 0, or 32: gate and linear part alternate in blocks of 32 rows of ``fc1_weight`` (and entries of
-            ``fc1_bias``), as some checkpoints store them; F is then a multiple of 32. Without formats the kernel reads
-            this order; with formats each forward and backward copies ``[T, 2F]`` into the other order.
-        max_sms, expected_rows: as for :func:`~transformer_plugin.ops.grouped_gemm`, for all products of forward and
-            backward.
-
-    On Hopper pass :func:`transformer_plugin.formats.resolve` of the formats of input and gradient.
+        interleave: 0, or 32: gate and linear part alternate in blocks of 32 rows of ``fc1_weight`` and ``fc1_bias``; F
+            is then a multiple of 32. With formats, forward and backward copy ``[T, 2F]`` into the other order.
+        max_sms, expected_rows: as for :func:`~transformer_plugin.ops.grouped_linear`, as is ``formats.resolve``.
 
     Returns:
         ``[T, H]`` in the dtype of ``input``, tail rows zero. Differentiable in ``input``, both weights, ``probs`` and

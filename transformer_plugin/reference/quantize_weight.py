@@ -26,7 +26,7 @@ def quantize_weight(
     if format.family == "bf16":
         return [(weight.bfloat16() * mark).clone(memory_format=torch.contiguous_format)]
     if columns is None:
-        columns = format.block is not None and not format.square_blocks
+        columns = format.family == "fp8_row" or (format.block is not None and not format.square_blocks)
     nv = format.family == "nvfp4"
     tensors: list[Tensor] = []
     for rowwise in [True, False] if columns else [True]:

@@ -60,9 +60,18 @@ def in_fp8_units(
         return False
     major, minor = torch.cuda.get_device_capability(device)
     product, n, columns = ("weight_grad", 16, width) if k is None else ("forward", width, k)
-    sizes = {"rows": 1024, "groups": 2, "n": n, "k": columns, "multiprocessors": 132}
-    formats = {"a_format": a_key, "b_format": b_key, "capability": 10 * major + minor}
-    return grouped_gemm_plan(product, torch.bfloat16, dtype, **sizes, **formats).backend == "sm90"
+    sizes = (1024, 2, n, columns)
+    plan = grouped_gemm_plan(
+        product,
+        torch.bfloat16,
+        dtype,
+        *sizes,
+        132,
+        a_format=a_key,
+        b_format=b_key,
+        capability=10 * major + minor,
+    )
+    return plan.backend == "sm90"
 
 
 def integers(

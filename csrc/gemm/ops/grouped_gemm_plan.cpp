@@ -85,8 +85,8 @@ Plan grouped_gemm_plan(std::string_view product, std::string_view a_key, std::st
     desc.torch_computes_it = !accumulate;
     return plan_of(desc, gpu);
   }
-  const Format a = quantize::quantized_format(kOp, "a_format", a_key, true);
-  const Format b = quantize::quantized_format(kOp, "b_format", b_key, true);
+  const Format a = quantize::quantized_format(kOp, "a_format", a_key, true, quantize::RowScales::kTaken);
+  const Format b = quantize::quantized_format(kOp, "b_format", b_key, true, quantize::RowScales::kTaken);
   const bool wgrad = asked == GemmDirection::kWgrad;
   const auto scales = wgrad ? quantized_wgrad_scales(a, b) : quantized_gemm_scales(a, b);
   if (!scales) return {backend_name(Backend::kSteps), "no kernel multiplies these two formats", {0, 0, 0}};
