@@ -142,8 +142,8 @@ TP_HOST_DEVICE uint64_t biased_value(float logit, double score, float bias) {
 
 // The value of the group of experts begin, ..., end - 1; 0 if all are masked. With pre_softmax `row` has the
 // shift of the whole row. If the scores underflow FP64, the largest logit decides, below all other groups.
-TP_HOST_DEVICE uint64_t group_value(const TopkRouterArgs& args, RankedScores places, int64_t begin, int64_t end,
-                                    RowScale row) {
+TP_HOST_DEVICE uint64_t group_value(const TopkRouterArgs& args, RankedScores places, int64_t begin,
+                                    int64_t end, RowScale row) {
   const bool logits = args.function == ScoreFunction::kSoftmax && !args.pre_softmax;
   RankedScore bound = above_all();
   double sum = 0.0;

@@ -223,7 +223,7 @@ def test_operands_that_do_not_go_together(device: torch.device) -> None:
     with pytest.raises(ValueError, match="'input_format': expected 'aligned' if and only if grad_format"):
         given = wgrad_arguments(plain, lines, "fp8_block", "fp8_block:aligned")
         ops.grouped_gemm_wgrad(**given, group_sizes=group_sizes)
-    with pytest.raises(ValueError, match="'grad': expected lines of aligned groups, a multiple of 32"):
+    with pytest.raises(ValueError, match="'grad': expected rows of aligned groups, a multiple of 32"):
         given = wgrad_arguments(plain, lines, "fp8_block:aligned", "fp8_block:aligned")
         ops.grouped_gemm_wgrad(**given, group_sizes=group_sizes)
     with pytest.raises(ValueError, match="expected a format key"):

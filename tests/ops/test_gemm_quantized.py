@@ -256,13 +256,13 @@ def test_opcheck(shape: GroupedShape, formats: tuple[str, str], device: torch.de
 @pytest.mark.usefixtures("schema_checks_take_fp8")
 def test_opcheck_with_beta(device: torch.device) -> None:
     sizes, key = torch.tensor([2, 1], device=device), "fp8_block"
-    q = ops.grouped_quantize(torch.randn(4, 128, device=device), sizes, key)
+    q = ops.quantize(torch.randn(4, 128, device=device), key, sizes)
     w = ops.quantize(torch.randn(2, 16, 128, device=device), key)
     out = torch.zeros(4, 24, device=device)[:, :16]
     more = {"alpha": torch.ones(2, device=device), "beta": torch.ones(2, device=device)}
     given = quantized_arguments(q, w, key, key) | more | {"b": [w[0]], "group_sizes": sizes}
     opcheck(_ops.grouped_gemm_out.default, (), given | {"out": out})
-    t = ops.grouped_quantize_transposed(torch.randn(4, 16, device=device), sizes, key)
+    t = ops.quantize(torch.randn(4, 16, device=device), key, sizes, rowwise=False, columnwise=True)
     out = torch.zeros(2, 16, 16, device=device)
     given = wgrad_arguments(t, t, key, key) | {"group_sizes": sizes, "out": [out], "accumulate": False}
     opcheck(_ops.grouped_gemm_wgrad_out.default, (), given | more)
@@ -291,10 +291,10 @@ WITHOUT = "Pass what the operand was quantized to."
     ("op", "arguments", "error", "text"),
     [
         ("gemm", rows(QX, Q0, "bf16", KEY), ValueError,
-         "'a_format': expected a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4, got 'bf16'. "
+         "'a_format': expected a format with scales, fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4, got 'bf16'. "
          "Use the unquantized tensor, or convert it with .to()."),
         ("gemm", rows(QX, Q0, "none", KEY), ValueError,
-         "'a_format': expected a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4, got 'none'. "
+         "'a_format': expected a format with scales, fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4, got 'none'. "
          "Use the unquantized tensor, or convert it with .to()."),
         ("gemm", {"a": X, "b": X, "b_scale": QX[1]}, ValueError,
          "'b_scale': expected no tensors for format 'none', got 1 of them. "

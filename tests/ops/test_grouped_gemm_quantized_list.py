@@ -277,7 +277,7 @@ AGREE = "Pass tensors whose sizes agree."
         (*T, SIZES, "fp8_tensor", {"alpha": torch.ones(3)}, ValueError,
          f"'alpha': expected size 2 in dimension 0 (one factor for each product), got float32[3] on cpu. {AGREE}"),
         (W, WS, SIZES, "bf16", {}, ValueError,
-         "'b_format': expected a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4, got 'bf16'. "
+         "'b_format': expected a format with scales, fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4, got 'bf16'. "
          "Use the unquantized tensor, or convert it with .to()."),
     ],
 )  # fmt: skip

@@ -282,7 +282,9 @@ def check_linear(draw: Draw) -> None:
             values = (values_of(grad, grad_key, groups), values_of(w, weight_key, columns=True))
             extra = {**options, "transpose_b": False}
             return rows_product(name, (), extra, values, groups, dtype, units(k, n, grad_key, weight_key))
-        values = (values_of(grad, grad_key, groups, True), values_of(x, input_key, groups, True))
+        # In fp8_row the weight gradient is that of the values before quantization.
+        of_grad, of_input = ("none" if key.startswith("fp8_row") else key for key in (grad_key, input_key))
+        values = (values_of(grad, of_grad, groups, True), values_of(x, of_input, groups, True))
         return wgrad_product(name, (), options, values, groups, dtype, units(k, None, grad_key, input_key))
 
     for name in {"output", "x", "w"} & got.keys():

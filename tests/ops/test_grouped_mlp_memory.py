@@ -127,7 +127,7 @@ class Freed(Calls):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         name = name_of(func, args, kwargs)
         self.there.append((name, there))
-        which = {"swiglu_quantize_both": 2, "quantize": 0, "grouped_gemm": None, "swiglu": None}
+        which = {"swiglu_quantize both": 2, "quantize": 0, "grouped_gemm": None, "swiglu": None}
         if name in which and len(self.kept) < 4:
             index = which[name]
             made = result if index is None else result[index]
@@ -147,12 +147,12 @@ def test_what_is_kept_is_freed_when_it_is_used(retain: bool) -> None:
     assert list(freed.kept) == [
         "quantize 1",
         "grouped_gemm 1",
-        "swiglu_quantize_both 1",
+        "swiglu_quantize both 1",
         "quantize 2",
     ]
     there = {name: held for name, held in freed.there if name in freed.names[-5:]}  # of the last of each name
     first_weight, linear, activation, second_weight = freed.kept
-    assert there["swiglu_backward_quantize_both"] >= {linear, activation, first_weight}
+    assert there["swiglu_backward_quantize"] >= {linear, activation, first_weight}
     assert first_weight in there["grouped_gemm"]
     for gone in (linear, activation, second_weight):
         assert (gone in there["grouped_gemm"]) == retain

@@ -70,8 +70,8 @@ def test_given_buffers_are_aligned_on_a_gpu() -> None:
     with pytest.raises(ValueError) as caught:
         ops.quantize_out(input, "nvfp4", [odd, scale], amax=amax)
     assert str(caught.value) == (
-        "transformer_plugin::quantize_out: argument 'data': expected 8-byte-aligned buffers, "
-        "got float4_e2m1fn_x2[16, 16] on cuda:0. Allocate them as the op without _out does."
+        "transformer_plugin::quantize_out: argument 'out': expected 8-byte-aligned buffers, "
+        "got float4_e2m1fn_x2[16, 16] on cuda:0. Allocate them as quantize does."
     )
     assert not bytes.any()
 

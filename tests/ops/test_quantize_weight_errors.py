@@ -110,8 +110,8 @@ def test_formats_that_round_nothing_take_none() -> None:
     ("arguments", "error", "text"),
     [
         ((ONES, *NONE), ValueError,
-         "argument 'weight_format': expected a format that rounds the weight, got 'none'. Multiply the weight as it "
-         "is."),
+         "argument 'weight_format': expected a format that rounds the weight, got 'none'. Multiply the weight "
+         "without quantizing it."),
         ((ONES.double(), *BLOCK), TypeError,
          "argument 'weight': expected one of the dtypes float32, bfloat16, float16, got float64. "),
         ((ONES[0], *BF16), ValueError,

@@ -20,7 +20,7 @@ from tests.ops.test_bias_backward import sums_of
 from tests.ops.test_norm import Exact, assert_same_numbers
 from tests.ops.test_references import CASES, of_reference
 from tests.ops.test_refusals import BUFFERS, copied, flat
-from transformer_plugin import reference
+from transformer_plugin import ops, reference
 from transformer_plugin.formats import Format
 from transformer_plugin.reference import activation
 from transformer_plugin.testing.cases import FLOAT_DTYPES
@@ -45,7 +45,10 @@ def generator(seed: int) -> torch.Generator:
 def compared(call: Call, arguments: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
     """What the op and the reference return and write."""
     mine, other = copied(arguments), copied(arguments)
-    found, expected = getattr(OPS, call.op)(**mine), of_reference(call, other)
+    op = (
+        ops.quantize_scaled if call.op == "quantize_scaled" else getattr(OPS, call.op)
+    )  # without empty tensors
+    found, expected = op(**mine), of_reference(call, other)
     pairs = list(zip(flat(found), flat(expected), strict=True))
     for name in BUFFERS[call.op]:
         pairs += zip(flat(mine.get(name)), flat(other.get(name)), strict=True)
@@ -69,7 +72,7 @@ def test_the_reference_is_the_op(op: str, kind: str, monkeypatch: pytest.MonkeyP
 
 
 def test_every_reference_is_walked() -> None:
-    assert set(WITHIN) < CALLS.keys() and PRODUCTS.keys() < CALLS.keys()
+    assert set(WITHIN) < CALLS.keys() and {name.split()[0] for name in PRODUCTS} < CALLS.keys()
 
 
 def sources(call: Call) -> list[Any]:

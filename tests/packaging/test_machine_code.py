@@ -99,7 +99,7 @@ def test_no_kernel_spills(usage: dict[str, str], kernels: dict[str, Code]) -> No
 
 
 def test_every_kernel_has_its_wgmma_instruction(kernels: dict[str, Code]) -> None:
-    assert len(kernels) >= 40
+    assert len(kernels) >= 38
     for name, code in kernels.items():
         wanted, other = "HGMMA", "QGMMA"
         if any(mainloop in name for mainloop in FP8_MAINLOOPS):

@@ -118,6 +118,8 @@ def quantize(
     Microscaling Formats (MX) v1.0 specification, with the scale conventions of NVIDIA TransformerEngine 2.20.
     """
     key = _key(format)
+    if rowwise and not columnwise and amax is None and amax_t is None and seed is None:
+        return tuple(_ops.quantize.default(input, key, group_sizes))  # fewer arguments to parse: 0.5 us
     return tuple(_ops.quantize.default(input, key, group_sizes, amax, amax_t, seed, rowwise, columnwise))
 
 

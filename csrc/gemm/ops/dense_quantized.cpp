@@ -26,10 +26,10 @@ struct Operands {
 Operands checked(const QuantizedCall& call) {
   const OperandNames a_names = names_of_a(call.op), b_names = names_of_b(call.op);
   const Argument a{call.op, "a", call.a.data};
-  Operands operands{checked_operand(a_names, call.a, 2, nullptr, false),
-                    checked_operand(b_names, call.b, 2, nullptr, false), call.bias, call.alpha,
-                    call.transpose_b};
+  Operands operands{
+      checked_operand(a_names, call.a, 2, nullptr, false), {}, call.bias, call.alpha, call.transpose_b};
   check_same_device({call.op, "b", call.b.data}, a);
+  operands.b = checked_operand(b_names, call.b, 2, nullptr, false);
   check_formats(a_names, operands.a, b_names, operands.b, call.transpose_b);
   check_value_size(b_names, operands.b, call.transpose_b ? 1 : 0, operands.a.columns(),
                    "the columns of 'a', summed over");

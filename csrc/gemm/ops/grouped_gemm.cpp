@@ -112,7 +112,9 @@ Tensor grouped_gemm(const Tensor& a, at::TensorList b, const Tensor& group_sizes
 #ifdef TRANSFORMER_PLUGIN_CUDA
     if (const auto scales = args.kernel_scales()) {
       const Tensor out = empty(a, {args.capacity(), args.columns()}, to);
-      if (quantized_gemm_out_cuda(args.product(*scales, offsets, none), out)) return out;
+      do {
+        if (quantized_gemm_out_cuda(args.product(*scales, offsets, none), out)) return out;
+      } while (args.stack_list());
     }
 #endif
     return args.dequantized_product(offsets, to);
@@ -190,8 +192,11 @@ void grouped_gemm_out(const Tensor& a, at::TensorList b, const Tensor& group_siz
     const BelowAutograd guard;
     const OptionalTensor offsets = args.offsets();
 #ifdef TRANSFORMER_PLUGIN_CUDA
-    const auto scales = args.kernel_scales();
-    if (scales && quantized_gemm_out_cuda(args.product(*scales, offsets, beta), out)) return;
+    if (const auto scales = args.kernel_scales()) {
+      do {
+        if (quantized_gemm_out_cuda(args.product(*scales, offsets, beta), out)) return;
+      } while (args.stack_list());
+    }
 #endif
     return args.dequantized_product_out(offsets, beta, out);
   }

@@ -60,12 +60,12 @@ QuantizedGrouped::QuantizedGrouped(const char* op, const OperandArguments& a, at
   }
   check_groups({op, "group_sizes", group_sizes}, a_argument, "b", group_count(b));
   a_ = checked_operand(a_names, a, 2, &group_sizes, false);
+  check_same_device({op, b_names.data, b[0]}, a_argument);
   if (stack) {
     b_ = checked_operand(b_names, {b[0], b_scale, b_key}, 3, nullptr, false);
   } else {
     check_list_operands(b_names, b_key, list_or_none(b_scale));
   }
-  check_same_device({op, b_names.data, b[0]}, a_argument);
   check_formats(a_names, a_, b_names, b_, transpose_b);
   check_value_size(b_names, b_, (transpose_b ? 1 : 0) + (stack ? 1 : 0), a_.columns(),
                    "the columns of 'a', summed over");
@@ -104,12 +104,14 @@ Tensor QuantizedGrouped::offsets() const {
   return group_offsets({op_, "group_sizes", group_sizes_}, a_argument(), a_.data.size(0));
 }
 
-void QuantizedGrouped::stack_list() {
+bool QuantizedGrouped::stack_list() {
+  if (list_.empty()) return false;
   const OptionalTensor stack = as_contiguous_stack(list_);
   b_.data = stack ? *stack : stacked(list_, false);
   b_.scale = stacked(list_scales(), b_.format.family == FormatFamily::kFp8Tensor);
   if (b_.format.is_nv()) b_.amax = stacked(list_amaxes(), !b_.format.row_scaled);
   list_ = {};
+  return true;
 }
 
 std::optional<ScaleGranularity> QuantizedGrouped::kernel_scales() {
@@ -163,7 +165,7 @@ auto QuantizedGrouped::with_values(const Tensor& offsets, const OptionalTensor& 
 
 Tensor QuantizedGrouped::dequantized_product(const OptionalTensor& offsets, at::ScalarType dtype) {
   const bool by_row = b_.format.is_fp8_row();
-  if (!list_.empty() && (by_row || !b_.data.is_cpu())) stack_list();
+  if (by_row || !b_.data.is_cpu()) stack_list();
   if (by_row) return rowwise_product({a_, b_, offsets, bias_, bias_scale_, alpha_, options_}, dtype);
   return with_values(*offsets, std::nullopt,
                      [&](const GroupedGemm& product) { return run_grouped_gemm(product, dtype); });
@@ -172,7 +174,7 @@ Tensor QuantizedGrouped::dequantized_product(const OptionalTensor& offsets, at::
 void QuantizedGrouped::dequantized_product_out(const OptionalTensor& offsets, const OptionalTensor& beta,
                                                const Tensor& out) {
   const bool by_row = b_.format.is_fp8_row();
-  if (!list_.empty() && (by_row || !b_.data.is_cpu())) stack_list();
+  if (by_row || !b_.data.is_cpu()) stack_list();
   if (by_row) {
     return rowwise_product_out({a_, b_, offsets, bias_, bias_scale_, alpha_, options_}, beta, out);
   }

@@ -24,6 +24,8 @@ class QuantizedGrouped {
 
   // The scale granularity if a kernel may read the quantized data. Where it reads no list, makes one stack of the list.
   std::optional<ScaleGranularity> kernel_scales();
+  // Makes one stack of a list, whose matrices may lie where a kernel cannot read them; false if there is no list.
+  bool stack_list();
   // The problem of that kernel.
   QuantizedGemm product(ScaleGranularity scales, const std::optional<at::Tensor>& offsets,
                         const std::optional<at::Tensor>& beta) const;
@@ -38,7 +40,6 @@ class QuantizedGrouped {
   at::TensorList list_scales() const { return list_scales_.slice(0, list_.size()); }
   // Of NVFP4; otherwise empty.
   at::TensorList list_amaxes() const { return list_scales_.slice(list_.size()); }
-  void stack_list();
   QuantizedStack decoded_list(at::ScalarType dtype) const;
   template <typename Multiply>
   auto with_values(const at::Tensor& offsets, const std::optional<at::Tensor>& beta, Multiply&& multiply);
