@@ -2,8 +2,12 @@
 
 It is for tests whose CPU path is the same code for every dtype (operands are converted, then multiplied by torch), so
 that the dtype and the other parameters do not interact. A case that is skipped is covered twice: the same shape,
-formats and options run in another dtype, and its dtype runs with other shapes, formats and options. ``pytest
---all-dtypes`` runs all cases, as do the tests on a GPU, where each dtype has its own kernel.
+formats and options run in another dtype, and its dtype runs with other shapes, formats and options.
+
+Of tests named ``test_opcheck...`` a CPU runs every fourth case, and more where a value of a parameter would not occur.
+They check what is registered (schema, fake kernel, autograd), which ``test_opcheck.py`` does for every op.
+
+``pytest --all-dtypes`` runs all cases, as do the tests on a GPU, where each dtype has its own kernel.
 """
 
 from __future__ import annotations
@@ -16,6 +20,10 @@ import pytest
 import torch
 
 TURNS = 3
+#: One of this many opchecks runs.
+OPCHECKS = 4
+#: In this file all of them run: it has one call of each kind of every op.
+WHOLE = "tests/ops/test_opcheck.py"
 DTYPE = re.compile(r"b?float(64|32|16)")
 
 
@@ -45,3 +53,24 @@ def left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     for turn, group in enumerate(groups.values()):
         if len(group) >= TURNS:
             yield from (item for i, item in enumerate(group) if i % TURNS != turn % TURNS)
+    yield from opchecks_left_out(items)
+
+
+def opchecks_left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yields the opchecks on a CPU to skip."""
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        callspec, (name, _, _) = getattr(item, "callspec", None), item.nodeid.partition("[")
+        if callspec is None or callspec.params.get("device", "cpu") != "cpu" or name.startswith(WHOLE):
+            continue
+        if "::test_opcheck" in name:
+            groups.setdefault(name, []).append(item)
+    for group in groups.values():
+        seen: set[tuple[str, str]] = set()
+        for i, item in enumerate(group):
+            params = item.callspec.params.items()  # type: ignore[attr-defined]
+            values = {(name, repr(value)) for name, value in params if name != "case"}
+            if i % OPCHECKS and values <= seen:
+                yield item
+            else:
+                seen |= values
