@@ -10,6 +10,10 @@
 
 namespace transformer_plugin::gemm {
 
+// For tensors that require a gradient, which a product of quantized operands does not have.
+inline constexpr const char* kNoQuantizedGradient =
+    "A product of quantized operands has none: call linear or grouped_linear, or detach it";
+
 // The names of an operand's arguments, for errors.
 struct OperandNames {
   const char *op, *data, *scales, *scale, *amax, *format;

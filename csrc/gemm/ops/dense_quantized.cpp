@@ -34,6 +34,7 @@ Operands checked(const QuantizedCall& call) {
   check_value_size(b_names, operands.b, call.transpose_b ? 1 : 0, operands.a.columns(),
                    "the columns of 'a', summed over");
   if (call.bias) check_bias({call.op, "bias", *call.bias}, a, std::nullopt, operands.columns());
+  if (call.bias) check_no_gradient({call.op, "bias", *call.bias}, kNoQuantizedGradient);
   if (call.alpha) check_factor({call.op, "alpha", *call.alpha}, a, 1);
   return operands;
 }

@@ -73,6 +73,8 @@ QuantizedGrouped::QuantizedGrouped(const char* op, const OperandArguments& a, at
                  "Take the rows before they are quantized");
   if (bias) check_bias({op, "bias", *bias}, a_argument, group_count(b), columns());
   if (bias_scale) check_bias_scale({op, "bias_scale", *bias_scale}, bias.has_value(), a_argument);
+  if (bias) check_no_gradient({op, "bias", *bias}, kNoQuantizedGradient);
+  if (bias_scale) check_no_gradient({op, "bias_scale", *bias_scale}, kNoQuantizedGradient);
   if (alpha) check_factor({op, "alpha", *alpha}, a_argument, group_count(b));
   check_launch_options(op, options);
 }

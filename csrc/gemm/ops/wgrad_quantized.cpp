@@ -37,6 +37,10 @@ QuantizedWgradCall::QuantizedWgradCall(const char* op, const OperandArguments& g
   TP_CHECK_VALUE(grad_.format.aligned_groups == input_.format.aligned_groups, op, "input_format",
                  "'aligned' if and only if grad_format, '" << grad.key << "', has it",
                  "'" << input.key << "'", "Quantize both operands with it or both without");
+  // The transform of one operand cancels only against that of the other.
+  TP_CHECK_VALUE(grad_.format.random_hadamard == input_.format.random_hadamard, op, "input_format",
+                 "'rht' if and only if grad_format, '" << grad.key << "', has it", "'" << input.key << "'",
+                 "Quantize both operands with it or both without");
   check_value_size(input_names, input_, 1, grad_.row_length(),
                    "the columns of 'grad', the rows of the buffer");
   TP_CHECK_VALUE(!input_rows, op, "input_rows", "None with quantized operands", describe(*input_rows),
