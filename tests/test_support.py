@@ -64,6 +64,10 @@ def test_products_are_those_of_the_plan() -> None:
     for recipe in (None, recipe_from_name("bf16")):  # without quantized operands
         first = tp.explain_support(recipe, "cuda").splitlines()[-3]
         assert first == f"  forward: this package's Hopper kernels ({why})"
+    row = tp.explain_support(recipe_from_name("fp8_row"), "cuda").splitlines()[-1]
+    assert (
+        row == f"  weight_grad: this package's Hopper kernels ({why})"
+    )  # of operands that are not quantized
     last = tp.explain_support(MXFP8BlockScaling(), "cuda").splitlines()[-1]
     assert last == (
         "  weight_grad: operands are dequantized, then multiplied as without a recipe "

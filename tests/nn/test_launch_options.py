@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from transformer_plugin import formats
+from transformer_plugin import formats, ops
 from transformer_plugin.nn import GroupedLinear, GroupedMLP, LaunchOptions, MoE
 from transformer_plugin.recipes import (
     DelayedScaling,
@@ -102,14 +102,46 @@ def test_moe_passes_them() -> None:
     with LaunchesOf() as calls:
         layer(torch.randn(5, 64)).output.sum().backward()
     assert {launch[1:] for launch in calls.launches} == {(6, -1)}
+    layer.launch_options = LaunchOptions(expected_rows=3)
+    assert layer.experts.fc1.launch_options == layer.launch_options == LaunchOptions(expected_rows=3)
+    layer.experts.fc2.launch_options = LaunchOptions()
+    with pytest.raises(ValueError, match="attribute 'launch_options': expected the same in all layers"):
+        _ = layer.launch_options
+    with pytest.raises(ValueError, match="attribute 'glu_interleave'"):
+        layer.glu_interleave = 0
 
 
-def test_wrong_options_are_refused() -> None:
-    module = GroupedLinear(GROUPS, HIDDEN, FEATURES, launch_options=LaunchOptions(max_sms=-1))
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (LaunchOptions(max_sms=-1), ValueError),
+        (LaunchOptions(expected_rows=-2), ValueError),
+        (LaunchOptions(10**30), ValueError),
+        (LaunchOptions(1.5), TypeError),  # type: ignore[arg-type]
+        ((1, 2), TypeError),
+        (None, TypeError),
+    ],
+)
+def test_wrong_options_are_refused_when_they_are_set(options: LaunchOptions, error: type[Exception]) -> None:
+    match = "attribute 'launch_options': expected LaunchOptions with integers"
+    for kind in (GroupedLinear, GroupedMLP):
+        with pytest.raises(error, match=match):
+            kind(GROUPS, HIDDEN, FEATURES, launch_options=options)
+        module = kind(GROUPS, HIDDEN, FEATURES)
+        with pytest.raises(error, match=match):
+            module.launch_options = options
+        assert module.launch_options == LaunchOptions()
     with pytest.raises(
         ValueError, match="grouped_linear: argument 'max_sms': expected a number of multiprocessors"
     ):
-        step(module, torch.device("cpu"))
+        ops.grouped_linear(torch.ones(2, 4), torch.ones(1, 4, 4), torch.tensor([2]), max_sms=-1)
+
+
+def test_sizes_may_be_a_list() -> None:
+    rows, probs = torch.randn(65, HIDDEN), torch.rand(65)
+    for recipe in (None, DelayedScaling()):
+        module = GroupedMLP(GROUPS, HIDDEN, FEATURES, recipe=recipe).eval()
+        assert_same_bits(module(rows, list(SIZES), probs), module(rows, torch.tensor(SIZES), probs))
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:4], ids=["none", "block", "row", "mx"])

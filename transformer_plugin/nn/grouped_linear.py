@@ -14,9 +14,16 @@ from transformer_plugin.nn._attributes import fixed
 from transformer_plugin.nn._autocast import as_float32, operands
 from transformer_plugin.nn._module import layer_forward
 from transformer_plugin.nn._recipe import RecipeModule
-from transformer_plugin.nn.launch import LaunchOptions
+from transformer_plugin.nn.launch import LaunchOptions, checked
 from transformer_plugin.parallel._shard_experts import draw_uniform
 from transformer_plugin.recipes import DelayedScaling, Recipe
+
+
+def sizes_tensor(group_sizes: Tensor | Sequence[int], input: Tensor) -> Tensor:
+    """The sizes as a tensor on the device of the input. If a value is no integer, the op raises."""
+    if isinstance(group_sizes, Tensor) or group_sizes is None:
+        return group_sizes
+    return torch.tensor(group_sizes, dtype=None if group_sizes else torch.int64, device=input.device)
 
 
 class GroupedLinear(RecipeModule):
@@ -51,6 +58,7 @@ class GroupedLinear(RecipeModule):
     num_groups: int = fixed("num_groups")
     in_features: int = fixed("in_features")
     out_features: int = fixed("out_features")
+    _launch_options: LaunchOptions = LaunchOptions()
 
     def __init__(
         self,
@@ -86,6 +94,15 @@ class GroupedLinear(RecipeModule):
         self.recipe = recipe
         self.reset_parameters()
 
+    @property
+    def launch_options(self) -> LaunchOptions:
+        """The launch options of the GEMMs of forward and backward; may be set at any time."""
+        return self._launch_options
+
+    @launch_options.setter
+    def launch_options(self, options: LaunchOptions) -> None:
+        self._launch_options = checked(options, type(self).__name__)
+
     def reset_parameters(self) -> None:
         """Uniform within ``1 / sqrt(K)``, as in ``torch.nn.Linear``. Also resets the state of delayed scaling."""
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
@@ -114,9 +131,7 @@ class GroupedLinear(RecipeModule):
             ``[T, N]`` in the dtype of ``input``, differentiable in ``input``, the parameters and ``bias_scale``.
             Under ``torch.autocast`` input, weight and bias are cast first, and the output has autocast's dtype.
         """
-        if not isinstance(group_sizes, Tensor) and group_sizes is not None:
-            whole = None if group_sizes else torch.int64  # if a value is no integer, the op raises
-            group_sizes = torch.tensor(group_sizes, dtype=whole, device=input.device)
+        group_sizes = sizes_tensor(group_sizes, input)
         if (bias_scale is not None) != self.scale_bias:
             raise ValueError(
                 "transformer_plugin::GroupedLinear: argument 'bias_scale': expected "
@@ -169,4 +184,5 @@ class GroupedLinear(RecipeModule):
         )
         text += f", bias={self.bias is not None}"
         text += ", scale_bias=True" if self.scale_bias else ""
+        text += f", launch_options={self.launch_options}" if self.launch_options != LaunchOptions() else ""
         return text + (f", recipe={self.recipe}" if self.recipe else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,11 +10,12 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from transformer_plugin import ops
-from transformer_plugin.nn._attributes import SharedRecipeModule, fixed, recipe_layers
+from transformer_plugin.nn._attributes import fixed, recipe_layers
 from transformer_plugin.nn._autocast import as_float32, operands
+from transformer_plugin.nn._launched import LaunchedModule
 from transformer_plugin.nn._module import layer_forward
-from transformer_plugin.nn.grouped_linear import GroupedLinear
-from transformer_plugin.nn.launch import LaunchOptions
+from transformer_plugin.nn.grouped_linear import GroupedLinear, sizes_tensor
+from transformer_plugin.nn.launch import LaunchOptions, checked
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
 
@@ -33,10 +35,11 @@ def _is_plain(layer: torch.nn.Module) -> bool:
 
 
 def _check_interleave(interleave: int, ffn_hidden: int) -> None:
-    if interleave not in (0, 32) or (interleave and ffn_hidden % interleave):
+    if type(interleave) is not int or interleave not in (0, 32) or (interleave and ffn_hidden % interleave):
         raise ValueError(
             "transformer_plugin::GroupedMLP: argument 'glu_interleave': expected 0, or 32 with a ffn_hidden that is a "
-            f"multiple of 32, got {interleave} with ffn_hidden={ffn_hidden}. Reorder the rows of the weight, or use 0."
+            f"multiple of 32, got {interleave!r} with ffn_hidden={ffn_hidden}. Reorder the rows of the weight, or use "
+            "0."
         )
 
 
@@ -45,7 +48,7 @@ def _gate_first(linear: Tensor, interleave: int) -> Tensor:
     return linear.unflatten(1, (-1, 2, interleave)).transpose(1, 2).flatten(1) if interleave else linear
 
 
-class GroupedMLP(SharedRecipeModule):
+class GroupedMLP(LaunchedModule):
     """``fc2(swiglu(fc1(input)) * probs)`` for each group, with its own weights.
 
     The probability of a row scales the row between the two products, and also the bias of ``fc2``. The output is the
@@ -94,6 +97,7 @@ class GroupedMLP(SharedRecipeModule):
         launch_options: LaunchOptions = LaunchOptions(),  # noqa: B008 immutable
     ) -> None:
         super().__init__()
+        checked(launch_options, type(self).__name__)
         _check_interleave(glu_interleave, ffn_hidden)
         self.num_groups, self.hidden, self.ffn_hidden, self.bias = num_groups, hidden, ffn_hidden, bias
         self.glu_interleave = glu_interleave
@@ -101,18 +105,6 @@ class GroupedMLP(SharedRecipeModule):
         of_layers["launch_options"] = launch_options
         self.fc1 = GroupedLinear(num_groups, hidden, 2 * ffn_hidden, bias, **of_layers)
         self.fc2 = GroupedLinear(num_groups, ffn_hidden, hidden, bias, scale_bias=bias, **of_layers)
-
-    @property
-    def launch_options(self) -> LaunchOptions:
-        """The launch options of the first layer. Setting them sets those of both layers."""
-        layers = (layer for layer in recipe_layers(self) if isinstance(layer, GroupedLinear))
-        return next((layer.launch_options for layer in layers), LaunchOptions())
-
-    @launch_options.setter
-    def launch_options(self, options: LaunchOptions) -> None:
-        for layer in recipe_layers(self):
-            if isinstance(layer, GroupedLinear):
-                layer.launch_options = options
 
     def reset_parameters(self) -> None:
         """Fresh initial values for both products."""
@@ -130,12 +122,12 @@ class GroupedMLP(SharedRecipeModule):
             layer.forget_quantized_weights()
 
     @layer_forward
-    def forward(self, input: Tensor, group_sizes: Tensor, probs: Tensor) -> Tensor:
+    def forward(self, input: Tensor, group_sizes: Tensor | Sequence[int], probs: Tensor) -> Tensor:
         """Runs the experts.
 
         Args:
             input: ``[T, H]``, sorted by group.
-            group_sizes: int32 or int64 ``[G]`` on the device of ``input``.
+            group_sizes: int32 or int64 ``[G]`` on the device of ``input``; a list or a tuple is converted in each call.
             probs: ``[T]``, the weight of each row. It is converted to float32 if it has another dtype.
 
         Returns:
@@ -144,6 +136,7 @@ class GroupedMLP(SharedRecipeModule):
             Rows past the last group are zero.
         """
         fc1, fc2, probs = self.fc1, self.fc2, as_float32(probs)
+        group_sizes = sizes_tensor(group_sizes, input)
         if self._can_fuse(fc1, fc2):
             quantized = (fc1._quantized_weight(), fc2._quantized_weight())
             _, fc2_weight, fc2_bias = operands(input, fc2.local_weight, fc2.local_bias)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.nn import _tracing
-from transformer_plugin.nn._attributes import SharedRecipeModule, fixed, row_rules_in
+from transformer_plugin.nn._attributes import fixed, row_rules_in
 from transformer_plugin.nn._autocast import operand
+from transformer_plugin.nn._launched import LaunchedModule
 from transformer_plugin.nn._module import layer_forward, serializable
 from transformer_plugin.nn._recipe import DTYPES, RowRules, formats_of, row_rules
 from transformer_plugin.nn.exchange import DispatchConfig, GroupExchange, LocalExchange
@@ -69,7 +70,7 @@ def _check_types(router: Any, dispatch: Any, recipe: Any, dtype: torch.dtype | N
         )
 
 
-class MoE(SharedRecipeModule):
+class MoE(LaunchedModule):
     """A mixture of E SwiGLU experts: each token goes to ``topk`` of them and gets the weighted sum of their outputs.
 
     With a ``group`` or a ``mesh`` of R ranks each rank holds E / R consecutive experts, and the ranks exchange tokens.
@@ -114,6 +115,7 @@ class MoE(SharedRecipeModule):
     dispatch: DispatchConfig = fixed("dispatch")
     bias: bool = fixed("bias")
     mesh: DeviceMesh | None = fixed("mesh")
+    glu_interleave: int = fixed("glu_interleave")
 
     def __init__(
         self,
@@ -137,7 +139,7 @@ class MoE(SharedRecipeModule):
         super().__init__()
         _check_types(router, dispatch, recipe, dtype)
         self.hidden, self.ffn_hidden, self.num_experts, self.bias = hidden, ffn_hidden, num_experts, bias
-        self.dispatch, self.mesh = dispatch, mesh
+        self.dispatch, self.mesh, self.glu_interleave = dispatch, mesh, glu_interleave
         self.exchange: LocalExchange | GroupExchange
         ranks, (alignment, multiple) = 1, row_rules(formats_of(recipe))
         found, expert_mesh = group_and_mesh(group, mesh)

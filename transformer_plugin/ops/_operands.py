@@ -13,12 +13,26 @@ Tensors = Tensor | Iterable[Tensor]
 
 def listed(tensors: Tensors) -> list[Tensor]:
     """One tensor, or several, as a list."""
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    if isinstance(tensors, Iterable):
+        return list(tensors)
+    raise TypeError(
+        f"transformer_plugin.ops: argument 'tensors': expected a tensor or a sequence of them, got "
+        f"{type(tensors).__name__}. Pass a tensor, or a list of tensors."
+    )
 
 
 def key_of(format: str | Format) -> str:
     """The key of a format."""
-    return format if isinstance(format, str) else format.key
+    if isinstance(format, str):
+        return format
+    if isinstance(format, Format):
+        return format.key
+    raise TypeError(
+        "transformer_plugin.ops: argument 'format': expected a format key or a transformer_plugin.formats.Format, got "
+        f"{type(format).__name__}. Pass for example 'fp8_block'."
+    )
 
 
 def quantized(

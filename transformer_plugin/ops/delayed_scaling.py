@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.formats import Format
+from transformer_plugin.ops._operands import key_of
 
 __all__ = [
     "delayed_scale",
@@ -40,10 +41,6 @@ __all__ = [
 Algorithm = Literal["max", "most_recent"]
 
 _ops = torch.ops.transformer_plugin
-
-
-def _key(format: str | Format) -> str:
-    return format if isinstance(format, str) else format.key
 
 
 def quantize_scaled(
@@ -80,7 +77,7 @@ def quantize_scaled(
         TypeError: another dtype. ValueError: other dimensions or devices, a state that is too short or not contiguous,
         another format; on a CPU also group sizes that are negative or sum to more than T. Nothing is written then.
     """
-    key = _key(format)
+    key = key_of(format)
     outputs: tuple[Tensor, ...] = _ops.quantize_scaled.default(
         input, scale, key, amax, group_sizes, first, rowwise, columnwise
     )

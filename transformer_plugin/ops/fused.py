@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.formats import Format
+from transformer_plugin.ops._operands import key_of
 
 __all__ = [
     "bias_backward_quantize",
@@ -25,10 +26,6 @@ __all__ = [
 ]
 
 _ops = torch.ops.transformer_plugin
-
-
-def _key(format: str | Format) -> str:
-    return format if isinstance(format, str) else format.key
 
 
 def swiglu_quantize(
@@ -71,7 +68,7 @@ def swiglu_quantize(
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202), equation 6 without biases.
     """
-    key = _key(format)
+    key = key_of(format)
     return tuple(
         _ops.swiglu_quantize.default(input, probs, group_sizes, key, amax, amax_t, seed, rowwise, columnwise)
     )
@@ -103,7 +100,7 @@ def swiglu_backward_quantize(
     Raises:
         TypeError, ValueError: as :func:`swiglu_quantize`; ValueError: F that is not a multiple of 128.
     """
-    key = _key(format)
+    key = key_of(format)
     data, scale, data_t, scale_t, grad_probs = _ops.swiglu_backward_quantize.default(
         grad, input, probs, group_sizes, key, amax, amax_t, seed
     )
@@ -145,7 +142,7 @@ def bias_backward_quantize(
             an amax or a seed that is not the format's, no direction; on a CPU also sizes that are negative or sum to
             more than T.
     """
-    key = _key(format)
+    key = key_of(format)
     return tuple(
         _ops.bias_backward_quantize.default(grad, group_sizes, key, amax, amax_t, seed, rowwise, columnwise)
     )

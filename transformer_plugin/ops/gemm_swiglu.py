@@ -1,17 +1,15 @@
-"""Grouped products with SwiGLU, or its gradient, in the epilogue: the products before SwiGLU in an expert's MLP.
+"""Grouped products with SwiGLU in the epilogue: the products before SwiGLU in an expert's MLP.
 
-Letters as in :mod:`transformer_plugin.ops.gemm`; F is the number of features between the products, K and H
-the widths before and after them. With weights ``W1 [G, 2F, K]`` and ``W2 [G, H, F]`` the MLP is ``h = x @ W1[g].T``,
-``act = silu(gate(h)) * linear(h) * probs``, ``y = act @ W2[g].T``.
+Letters as in :mod:`transformer_plugin.ops.gemm`; F is the number of features after SwiGLU. With weights ``W1 [G, 2F,
+K]`` the ops compute ``h = x @ W1[g].T`` and ``act = silu(gate(h)) * linear(h) * probs``.
 
 On Hopper each op is one kernel for bfloat16 and float16 with 16-byte aligned rows (F and the reduction dimension
-multiples of 8): SwiGLU, or its gradient, is computed while the sums are in registers. Elsewhere the steps run one after
-the other. What a step would write is rounded as if it were written, so on one device the results are those of the steps
-bit for bit.
+multiples of 8): SwiGLU is computed while the sums are in registers. Elsewhere the steps run one after the other. What
+a step would write is rounded as if it were written, so on one device the results are those of the steps bit for bit.
 
 ``interleave`` is the order of the columns of ``h`` (the rows of ``W1``). 0: F gate columns, then F linear columns, as
-in :func:`~transformer_plugin.ops.swiglu`. 32: blocks of 32 gate columns and their 32 linear columns, alternating; F is
-a multiple of 32 (TransformerEngine's ``glu_interleave_size``). Where the steps run, ``h`` is copied into the first
+in :func:`~transformer_plugin.ops.swiglu`. 32: blocks of 32 gate columns and their 32 linear columns, alternating; F
+is a multiple of 32 (TransformerEngine's ``glu_interleave_size``). Where the steps run, ``h`` is copied into the first
 order for SwiGLU.
 
 Tail rows are zero in every result and are not read in the inputs. ``max_sms`` and ``expected_rows`` are those of

@@ -38,7 +38,8 @@ def linear(
         input_format, weight_format, grad_format: format keys of one family, as a recipe gives them. The input is
             rounded along its rows for the output and along its columns for the weight's gradient; the output's
             gradient likewise; the weight once when its format is the same along both (``bf16``, ``fp8_tensor``,
-            square blocks). What no gradient needs is not computed or kept.
+            square blocks). In ``fp8_row`` the weight's gradient is computed from the input and the output's gradient
+            before quantization. What no gradient needs is not computed or kept.
         quantized_weight: what :func:`quantize_weight` made of ``weight`` with these formats: the same bits, without
             quantizing the weight again. ``weight`` is then not read; its gradient is the usual one.
 

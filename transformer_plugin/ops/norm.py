@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.formats import Format
+from transformer_plugin.ops._operands import key_of
 
 __all__ = [
     "layer_norm",
@@ -24,10 +25,6 @@ __all__ = [
 ]
 
 _ops = torch.ops.transformer_plugin
-
-
-def _key(format: str | Format) -> str:
-    return format if isinstance(format, str) else format.key
 
 
 def rms_norm(input: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False) -> Tensor:
@@ -122,7 +119,7 @@ def rms_norm_quantize(
         TypeError, ValueError: as :func:`rms_norm`; ValueError: other dimensions, a width that the format does not take,
             square blocks of FP8, an amax or a seed that is missing or that the format does not use.
     """
-    return _ops.rms_norm_quantize.default(input, weight, eps, _key(format), zero_centered, amax, seed)
+    return _ops.rms_norm_quantize.default(input, weight, eps, key_of(format), zero_centered, amax, seed)
 
 
 def layer_norm(
@@ -220,5 +217,5 @@ def layer_norm_quantize(
     Raises:
         TypeError, ValueError: as :func:`rms_norm_quantize`.
     """
-    key = _key(format)
+    key = key_of(format)
     return _ops.layer_norm_quantize.default(input, weight, bias, eps, key, zero_centered, amax, seed)

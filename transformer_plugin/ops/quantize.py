@@ -57,6 +57,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.formats import Format
+from transformer_plugin.ops._operands import key_of
 
 __all__ = [
     "amax",
@@ -65,10 +66,6 @@ __all__ = [
 ]
 
 _ops = torch.ops.transformer_plugin
-
-
-def _key(format: str | Format) -> str:
-    return format if isinstance(format, str) else format.key
 
 
 def quantize(
@@ -117,7 +114,7 @@ def quantize(
     Source: per-tensor current scaling, DeepSeek-V3's block scaling (arXiv:2412.19437, section 3.3) and the OCP
     Microscaling Formats (MX) v1.0 specification, with the scale conventions of NVIDIA TransformerEngine 2.20.
     """
-    key = _key(format)
+    key = key_of(format)
     if rowwise and not columnwise and amax is None and amax_t is None and seed is None:
         return tuple(_ops.quantize.default(input, key, group_sizes))  # fewer arguments to parse: 0.5 us
     return tuple(_ops.quantize.default(input, key, group_sizes, amax, amax_t, seed, rowwise, columnwise))
@@ -153,7 +150,7 @@ def dequantize(
             shape, an amax that is missing or not the format's; on a CPU also group sizes that are negative or sum to
             more than T.
     """
-    return _ops.dequantize.default(data, scale_inv, _key(format), dtype, group_sizes, transposed, amax)
+    return _ops.dequantize.default(data, scale_inv, key_of(format), dtype, group_sizes, transposed, amax)
 
 
 @overload
@@ -217,5 +214,5 @@ def amax(
         TypeError: another dtype. ValueError: other dimensions, another format, no direction; on a CPU also sizes that
             are negative or sum to more than T.
     """
-    first, *rest = _ops.amax.default(input, _key(format), group_sizes, rowwise, columnwise)
+    first, *rest = _ops.amax.default(input, key_of(format), group_sizes, rowwise, columnwise)
     return (first, rest[0]) if rest else first

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.formats import Format
+from transformer_plugin.ops._operands import key_of
 
 __all__ = [
     "amax_list_out",
@@ -21,10 +22,6 @@ __all__ = [
 ]
 
 _ops = torch.ops.transformer_plugin
-
-
-def _key(format: str | Format) -> str:
-    return format if isinstance(format, str) else format.key
 
 
 def quantize_out(
@@ -54,7 +51,7 @@ def quantize_out(
         TypeError, ValueError: as :func:`~transformer_plugin.ops.quantize`; buffers that do not fit, share memory or
         require a gradient. Nothing is written then.
     """
-    buffers, key = list(out), _key(format)
+    buffers, key = list(out), key_of(format)
     _ops.quantize_out.default(input, key, buffers, group_sizes, amax, amax_t, seed, noop, rowwise, columnwise)
 
 
@@ -83,7 +80,7 @@ def amax_list_out(
         TypeError: another dtype. ValueError: other dimensions or devices, a format with other scales, buffers that do
         not fit, share memory or require a gradient. Nothing is written then.
     """
-    _ops.amax_list_out.default(inputs, _key(format), amax, amax_t, noop)
+    _ops.amax_list_out.default(inputs, key_of(format), amax, amax_t, noop)
 
 
 def quantize_list(
@@ -120,7 +117,7 @@ def quantize_list(
             "transformer_plugin::quantize_list: argument 'inputs': expected at least one matrix, which says on what "
             "device, got none. Leave out the call."
         )
-    outputs = _ops.quantize_list.default(inputs, _key(format), amax, rowwise, columnwise)
+    outputs = _ops.quantize_list.default(inputs, key_of(format), amax, rowwise, columnwise)
     each = len(outputs) // len(inputs)
     return [tuple(outputs[i : i + each]) for i in range(0, len(outputs), each)]
 
@@ -164,5 +161,5 @@ def requantize_transposed(
             blocks.
     """
     return _ops.requantize_transposed.default(
-        data, scale_inv, _key(format), dtype, group_sizes, amax, amax_t, seed
+        data, scale_inv, key_of(format), dtype, group_sizes, amax, amax_t, seed
     )

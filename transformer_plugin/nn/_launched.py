@@ -1,0 +1,30 @@
+"""Modules that contain grouped layers and share one value of launch options among them."""
+
+from __future__ import annotations
+
+from transformer_plugin.nn._attributes import SharedRecipeModule
+from transformer_plugin.nn.grouped_linear import GroupedLinear
+from transformer_plugin.nn.launch import LaunchOptions, checked
+
+
+class LaunchedModule(SharedRecipeModule):
+    """A module whose ``launch_options`` get and set those of all its grouped layers."""
+
+    @property
+    def launch_options(self) -> LaunchOptions:
+        """The launch options of the grouped layers. Setting them sets those of every layer; reading them raises a
+        ValueError if the layers have different ones."""
+        found = {layer.launch_options for layer in self.modules() if isinstance(layer, GroupedLinear)}
+        if len(found) > 1:
+            raise ValueError(
+                f"transformer_plugin::{type(self).__name__}: attribute 'launch_options': expected the same in all "
+                f"layers, got {sorted(found)}. Read those of each layer."
+            )
+        return found.pop() if found else LaunchOptions()
+
+    @launch_options.setter
+    def launch_options(self, options: LaunchOptions) -> None:
+        checked(options, type(self).__name__)
+        for layer in self.modules():
+            if isinstance(layer, GroupedLinear):
+                layer.launch_options = options
