@@ -33,7 +33,7 @@ ROUNDS = 5
 #: microseconds of work that the GPU does after a pause before it lowers its clock, which took 30 to 40 ms.
 RESTED_US = 30e3
 MOST_REPEATS = 8
-CACHED_WEIGHTS = "fp8_block, weights quantized beforehand"
+CACHED_WEIGHTS = "fp8_block, weights quantized in advance"
 RECIPES: dict[str, Recipe | None] = {
     "bf16": None,
     "fp8_block": Float8BlockScaling(),

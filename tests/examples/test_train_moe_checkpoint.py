@@ -309,7 +309,7 @@ def test_a_full_disk(text_file: Path, tmp_path: Path, ranks: str, size: str) -> 
     disk, kept = tmp_path / "disk", tmp_path / "kept"
     disk.mkdir()
     if shutil.which("unshare") is None or subprocess.run([*alone, "mount -t tmpfs x $0", disk]).returncode:
-        pytest.skip("needs a file system of its own")
+        pytest.skip("needs a separate file system")
     out = disk / "run"
     options = ["--text", str(text_file), "--steps", "40", "--ranks", ranks, "--eval-batches", "1"]
     command = arguments(out, *options, "--checkpoint-every", "5")

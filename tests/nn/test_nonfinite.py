@@ -138,7 +138,7 @@ def test_an_activation_that_overflows(name: str, device: torch.device) -> None:
 @pytest.mark.parametrize("kind", ["Linear", "GroupedLinear", "GroupedMLP"])
 def test_cached_quantized_weights(kind: str, name: str, device: torch.device) -> None:
     if name == "fp8_delayed":
-        pytest.skip("has none")
+        pytest.skip("delayed scaling caches no weights")
     module, arguments, grad = make(kind, recipe_of(name), device), batch(kind, device), gradient(kind, device)
     expected = step(module, arguments, grad)
     module.quantize_weights()

@@ -20,7 +20,7 @@ from transformer_plugin.testing.numerics import assert_same_bits
 
 SIZES = (300, 1, 0, 513, 128, 385)
 END = sum(SIZES)
-N, K = 800, 288  # multiples of 32: a Hopper multiplies codes as they are
+N, K = 800, 288  # multiples of 32: Hopper multiplies the FP8 data itself
 #: of rows and of weights.
 FORMATS = {
     "fp8": ("fp8_block", "fp8_block:square"),

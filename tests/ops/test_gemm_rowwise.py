@@ -48,7 +48,7 @@ by_output = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, tor
 
 
 def in_fp8_units(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a Hopper multiplies the codes as they are."""
+    """Whether Hopper multiplies the FP8 data without dequantizing it."""
     if a.device.type != "cuda" or torch.cuda.get_device_capability(a.device)[0] != 9:
         return False
     return dtype == torch.bfloat16 and b.shape[-2] % 8 == 0 and b.shape[-1] % 16 == 0
@@ -335,9 +335,9 @@ def test_same_bits_with_any_plan_and_tail() -> None:
 
 
 @pytest.mark.gpu
-def test_no_widened_copies_and_no_host_reads() -> None:
+def test_no_dequantized_copies_and_no_host_reads() -> None:
     if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("codes are multiplied as they are on a Hopper")
+        pytest.skip("Hopper multiplies FP8 data without dequantizing it")
     generator, sizes = torch.Generator().manual_seed(0), torch.full((8,), 15, device=CUDA)
     given = operands(
         *row_codes((128, 1024), CUDA, generator), *row_codes((8, 1024, 1024), CUDA, generator), sizes
@@ -347,7 +347,7 @@ def test_no_widened_copies_and_no_host_reads() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         ops.grouped_gemm(**given)
-        ops.grouped_gemm(**given, dtype=torch.float16)  # widened, but not read by the host
+        ops.grouped_gemm(**given, dtype=torch.float16)  # dequantized to a wider dtype, without a host read
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.reset_peak_memory_stats()

@@ -29,7 +29,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 def only_on_a_hopper() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("other GPUs have no kernels of their own for this")
+        pytest.skip("only Hopper has kernels for this")
 
 
 @pytest.mark.gpu
@@ -80,7 +80,7 @@ def test_rows_by_an_index_are_not_copied(transpose_b: bool) -> None:
     "formats",
     [("fp8_block", "fp8_block:square"), ("fp8_tensor", "fp8_tensor"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4")],
 )
-def test_codes_of_weights_are_not_widened(formats: tuple[str, str]) -> None:
+def test_quantized_weights_are_not_dequantized_first(formats: tuple[str, str]) -> None:
     only_on_a_hopper()
     generator, host = torch.Generator().manual_seed(0), torch.full((8,), 16)
     groups = Groups(host, host.to(CUDA), 128)
@@ -98,7 +98,7 @@ def test_codes_of_weights_are_not_widened(formats: tuple[str, str]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("key", ["fp8_block:aligned", "fp8_tensor:aligned"])
 @pytest.mark.parametrize("out_dtype", [BF16, FP32])
-def test_codes_of_a_weight_gradient_are_not_widened(key: str, out_dtype: torch.dtype) -> None:
+def test_operands_of_a_weight_gradient_are_not_dequantized_first(key: str, out_dtype: torch.dtype) -> None:
     only_on_a_hopper()
     generator, host = torch.Generator().manual_seed(0), torch.full((8,), 1024)
     groups = Groups(host, host.to(CUDA), 8192)

@@ -172,7 +172,7 @@ MX, NV = {"dtype": "mxfp8"}, {"dtype": "nvfp4"}
 
 
 @pytest.mark.parametrize("codes", [MX, NV], ids=["mxfp8", "nvfp4"])
-def test_rows_are_widened_beside_products_where_those_take_long(codes: dict[str, Any]) -> None:
+def test_rows_are_dequantized_during_long_gemms(codes: dict[str, Any]) -> None:
     def widens(**changed: Any) -> bool:
         got = plan(**codes, **changed)
         assert is_taken(got)
@@ -190,7 +190,7 @@ def test_rows_are_widened_beside_products_where_those_take_long(codes: dict[str,
     assert is_taken(plan("data_grad", **codes))  # of the weight quantized along columns
     got = plan("weight_grad", **codes)
     assert got == ("steps", "no kernel multiplies these two formats", 0, 0, False)
-    assert not plan(dtype=FP8).overlaps_dequantize  # fp8_block is multiplied as it is
+    assert not plan(dtype=FP8).overlaps_dequantize  # fp8_block is not dequantized
 
 
 @pytest.mark.parametrize(

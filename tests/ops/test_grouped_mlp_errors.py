@@ -159,7 +159,7 @@ def test_errors_have_four_parts(
         given["fc2_weight"] = given["fc2_weight"].clone().requires_grad_()
     if path == "meta":
         if "like input" in text and "cpu" in text:
-            pytest.skip("all are on one device here")
+            pytest.skip("all tensors are on the meta device here")
         given = {
             name: value.to("meta") if isinstance(value, Tensor) else value for name, value in given.items()
         }

@@ -279,9 +279,9 @@ def test_graph_follows_new_sizes_and_data(formats: tuple[str, str]) -> None:
         assert_same_bits(result, calls(a, b, formats, groups, bias, alpha)["fresh"](), str(sizes))
 
 
-# ---- rows that a Hopper widens beside its products ---------------------------------------------------------------
+# ---- rows that Hopper dequantizes during the GEMM ---------------------------------------------------------------
 
-#: Few multiprocessors have many tiles each, and widen rows beside them; all have few, and rows are widened before.
+#: With few multiprocessors each has many tiles, and rows are dequantized during the GEMM; else a kernel before it does.
 BESIDE = (2, 4, 6)
 WIDE = Shape((300, 0, 7, 513, 130), 50, 1160, 544)
 
@@ -300,7 +300,7 @@ def test_the_shape_widens_rows_in_both_ways() -> None:
 
 @pytest.mark.gpu
 @by_pair
-def test_rows_widened_beside_products_give_the_same_bits(pair: tuple[str, str]) -> None:
+def test_rows_dequantized_during_the_gemm_give_the_same_bits(pair: tuple[str, str]) -> None:
     device = torch.device("cuda")
     generator, groups = torch.Generator().manual_seed(0), groups_of(WIDE, device)
     w, bias = (normals(s, FP32, device, generator) for s in ((5, WIDE.n, WIDE.k), (5, WIDE.n)))

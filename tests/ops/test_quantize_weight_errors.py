@@ -1,4 +1,4 @@
-"""Weights quantized beforehand that do not fit are refused, in four parts, before anything is written."""
+"""Weights quantized in advance that do not fit are refused, in four parts, before anything is written."""
 
 from __future__ import annotations
 

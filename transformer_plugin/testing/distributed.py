@@ -122,7 +122,7 @@ class RankPool:
         return self.processes[rank].exitcode
 
     def dismiss(self) -> None:
-        """Tells the processes to destroy their group and exit; call :meth:`wait` for each afterwards."""
+        """Signals the processes to destroy their group and exit; call :meth:`wait` for each afterwards."""
         for pipe in self._pipes:
             pipe.close()
 
