@@ -50,10 +50,10 @@ def forward_steps(x: Tensor, w1: Tensor, sizes: Tensor, probs: Tensor) -> tuple[
 
 
 def quantized_steps(
-    x: Tensor, w1: Tensor, sizes: Tensor, probs: Tensor, format: str
+    x: Tensor, w1: Tensor, sizes: Tensor, format: str, probs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     h = ops.grouped_gemm(x, w1, sizes)
-    return *ops.swiglu_quantize(h, probs, sizes, format), h
+    return *ops.swiglu_quantize(h, format, probs, sizes), h
 
 
 def calls_of(shape: Experts, device: torch.device) -> dict[str, dict[str, Call]]:
@@ -79,10 +79,14 @@ def calls_of(shape: Experts, device: torch.device) -> dict[str, dict[str, Call]]
         },
         **{
             f"into {format} rows": {
-                "fused": partial(ops.grouped_gemm_swiglu_quantize, *forward, format),
-                "interleaved": partial(ops.grouped_gemm_swiglu_quantize, *forward, format, interleave=32),
-                "without h": partial(ops.grouped_gemm_swiglu_quantize, *forward, format, keep_input=False),
-                "steps": partial(quantized_steps, *forward, format),
+                "fused": partial(ops.grouped_gemm_swiglu_quantize, x, w1, sizes, format, probs),
+                "interleaved": partial(
+                    ops.grouped_gemm_swiglu_quantize, x, w1, sizes, format, probs, interleave=32
+                ),
+                "without h": partial(
+                    ops.grouped_gemm_swiglu_quantize, x, w1, sizes, format, probs, keep_input=False
+                ),
+                "steps": partial(quantized_steps, x, w1, sizes, format, probs),
                 "product": lambda: (ops.grouped_gemm(x, w1, sizes),),
             }
             for format in (BLOCKS, MX)

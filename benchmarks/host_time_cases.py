@@ -57,7 +57,7 @@ def _activation(device: torch.device) -> Iterator[Pair]:
     yield Pair(
         "swiglu_quantize",
         "the same, " + QUANTIZE,
-        lambda x: ops.swiglu_quantize(x, probs, None, BLOCKS),
+        lambda x: ops.swiglu_quantize(x, BLOCKS, probs),
         lambda x: _torch_quantize(torch_swiglu(x)),
         x,
         differentiable=False,
@@ -65,7 +65,7 @@ def _activation(device: torch.device) -> Iterator[Pair]:
     yield Pair(
         "swiglu_backward_quantize",
         "mul, mul, cat, sum, two times " + QUANTIZE,
-        lambda grad: ops.swiglu_backward_quantize(grad, wide, one, None, BLOCKS),
+        lambda grad: ops.swiglu_backward_quantize(grad, wide, BLOCKS, one),
         torch_backward,
         grad,
         differentiable=False,
@@ -156,7 +156,7 @@ def _around_quantize(device: torch.device) -> Iterator[Pair]:
         (
             "bias_backward_quantize",
             "sum, " + QUANTIZE,
-            lambda x: ops.bias_backward_quantize(x, None, BLOCKS),
+            lambda x: ops.bias_backward_quantize(x, BLOCKS),
             lambda x: (*_torch_quantize(x), x.sum(0)),
         ),
         (

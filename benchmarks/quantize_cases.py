@@ -95,8 +95,8 @@ def _swiglu(label: str, key: str, direction: str) -> Case:
         f"swiglu into {label} {direction}",
         fmt,
         prepare=lambda x: _swiglu_arguments(x)[1:],
-        op=lambda x, probs: op(x, probs, None, fmt.key),
-        reference=lambda x, probs: meaning(x, probs, None, fmt),
+        op=lambda x, probs: op(x, fmt.key, probs),
+        reference=lambda x, probs: meaning(x, fmt, probs),
         steps=lambda x, probs: step(ops.swiglu(x, probs), fmt.key),
         compiled=lambda x, probs: peer(peers.swiglu(x, probs)),
     )
@@ -118,8 +118,8 @@ def _swiglu_backward(label: str, key: str) -> Case:
         f"swiglu backward into {label} both",
         fmt,
         prepare=_swiglu_arguments,
-        op=lambda grad, x, probs: ops.swiglu_backward_quantize(grad, x, probs, None, fmt.key),
-        reference=lambda grad, x, probs: reference.swiglu_backward_quantize(grad, x, probs, None, fmt),
+        op=lambda grad, x, probs: ops.swiglu_backward_quantize(grad, x, fmt.key, probs),
+        reference=lambda grad, x, probs: reference.swiglu_backward_quantize(grad, x, fmt, probs),
         steps=steps,
         compiled=plain,
     )
@@ -137,8 +137,8 @@ def _bias_backward(label: str, key: str, direction: str) -> Case:
         f"bias gradient with {label} {direction}",
         fmt,
         prepare=lambda grad: (grad,),
-        op=lambda grad: op(grad, None, fmt.key),
-        reference=lambda grad: meaning(grad, None, fmt),
+        op=lambda grad: op(grad, fmt.key),
+        reference=lambda grad: meaning(grad, fmt),
         steps=lambda grad: (*step(grad, fmt.key), ops.bias_backward(grad)),
         compiled=lambda grad: (*peer(grad), peers.bias_backward(grad, width)),
         single=lambda grad: step(grad, fmt.key),
@@ -243,7 +243,7 @@ def _fused_cases_with_amax() -> Iterator[Case]:
                 lambda x: _swiglu_arguments(x)[1:],
                 lambda *own: (ops.swiglu(*own),),
                 lambda module, x, probs, format, given, flags=flags: module.swiglu_quantize(
-                    x, probs, None, format, **given, **flags
+                    x, format, probs, **given, **flags
                 ),
                 True,
             )
@@ -255,7 +255,7 @@ def _fused_cases_with_amax() -> Iterator[Case]:
             _swiglu_arguments,
             ops.swiglu_backward,
             lambda module, grad, x, probs, format, given: module.swiglu_backward_quantize(
-                grad, x, probs, None, format, **given
+                grad, x, format, probs, **given
             ),
             False,
         )
@@ -281,7 +281,7 @@ def _fused_cases_with_amax() -> Iterator[Case]:
             lambda grad: (grad,),
             lambda grad: (grad, ops.bias_backward(grad)),
             lambda module, grad, format, given: module.bias_backward_quantize(
-                grad, None, format, **given, columnwise=True
+                grad, format, **given, columnwise=True
             ),
             True,
         )

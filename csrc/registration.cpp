@@ -52,15 +52,15 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // Fused with the step before: the bytes of the two steps, in one pass. fp8_tensor needs an amax here, except in
   // bias_backward_quantize.
   m.def(
-      "swiglu_quantize(Tensor input, Tensor? probs, Tensor? group_sizes, str format, Tensor? amax=None, "
-      "Tensor? amax_t=None, Tensor? seed=None, bool rowwise=True, bool columnwise=False) -> Tensor[]");
+      "swiglu_quantize(Tensor input, str format, Tensor? probs=None, Tensor? group_sizes=None, "
+      "Tensor? amax=None, Tensor? amax_t=None, Tensor? seed=None, bool rowwise=True, bool columnwise=False) -> Tensor[]");
   // Always in both directions, then grad_probs.
   m.def(
-      "swiglu_backward_quantize(Tensor grad, Tensor input, Tensor? probs, Tensor? group_sizes, str format, "
-      "Tensor? amax=None, Tensor? amax_t=None, Tensor? seed=None) -> Tensor[]");
+      "swiglu_backward_quantize(Tensor grad, Tensor input, str format, Tensor? probs=None, "
+      "Tensor? group_sizes=None, Tensor? amax=None, Tensor? amax_t=None, Tensor? seed=None) -> Tensor[]");
   // The gradient of a bias, the sums over the rows, is the last result.
   m.def(
-      "bias_backward_quantize(Tensor grad, Tensor? group_sizes, str format, Tensor? amax=None, "
+      "bias_backward_quantize(Tensor grad, str format, Tensor? group_sizes=None, Tensor? amax=None, "
       "Tensor? amax_t=None, Tensor? seed=None, bool rowwise=True, bool columnwise=False) -> Tensor[]");
 
   // gemm: products with FP32 sums. linear and grouped_linear are the differentiable ones in low precision. A quantized
@@ -99,11 +99,11 @@ TORCH_LIBRARY(transformer_plugin, m) {
   // The first product of an expert and SwiGLU times a probability. "interleave" says how gate and linear part lie in h:
   // 0, one after the other; 32, so many columns of each in turn.
   m.def(
-      "grouped_gemm_swiglu(Tensor a, Tensor b, Tensor group_sizes, Tensor? probs, Tensor? bias=None, "
+      "grouped_gemm_swiglu(Tensor a, Tensor b, Tensor group_sizes, Tensor? probs=None, Tensor? bias=None, "
       "int interleave=0, bool keep_input=True, int max_sms=0, int expected_rows=-1) -> (Tensor act, Tensor h)");
   // The same, SwiGLU's result as a format has it that finds its scales in blocks along a row.
   m.def(
-      "grouped_gemm_swiglu_quantize(Tensor a, Tensor b, Tensor group_sizes, Tensor? probs, str format, "
+      "grouped_gemm_swiglu_quantize(Tensor a, Tensor b, Tensor group_sizes, str format, Tensor? probs=None, "
       "Tensor? bias=None, int interleave=0, bool keep_input=True, int max_sms=0, int expected_rows=-1) -> "
       "(Tensor data, Tensor scale, Tensor h)");
   // Which kernel a GPU would run for a weight [G, n, k], why, and its configuration (gemm/dispatch/select.h,

@@ -104,22 +104,22 @@ def _swiglu(input: torch.Tensor, probs: Any) -> None:
     ops.swiglu_backward(ops.swiglu(input, probs), input, probs)
 
 
-def _fused(input: torch.Tensor, probs: Any, sizes: Any, format: str) -> None:
+def _fused(input: torch.Tensor, format: str, probs: Any, sizes: Any) -> None:
     more = given(ops.swiglu(input, probs), format, sizes)
-    ops.swiglu_quantize(input, probs, sizes, format, **rows_of(more))
-    ops.swiglu_quantize(input, probs, sizes, format, **more, columnwise=True)
+    ops.swiglu_quantize(input, format, probs, sizes, **rows_of(more))
+    ops.swiglu_quantize(input, format, probs, sizes, **more, columnwise=True)
 
 
-def _fused_backward(input: torch.Tensor, probs: Any, sizes: Any, format: str) -> None:
+def _fused_backward(input: torch.Tensor, format: str, probs: Any, sizes: Any) -> None:
     grad = torch.ones(input.shape[0], input.shape[1] // 2, dtype=input.dtype, device=input.device)
     grad_input, _ = ops.swiglu_backward(grad, input, probs)
-    ops.swiglu_backward_quantize(grad, input, probs, sizes, format, **given(grad_input, format, sizes))
+    ops.swiglu_backward_quantize(grad, input, format, probs, sizes, **given(grad_input, format, sizes))
 
 
-def _bias_backward(grad: torch.Tensor, sizes: Any, format: str) -> None:
+def _bias_backward(grad: torch.Tensor, format: str, sizes: Any) -> None:
     more = given(grad, format, sizes)
-    ops.bias_backward_quantize(grad, sizes, format, **rows_of(more))
-    ops.bias_backward_quantize(grad, sizes, format, **more, columnwise=True)
+    ops.bias_backward_quantize(grad, format, sizes, **rows_of(more))
+    ops.bias_backward_quantize(grad, format, sizes, **more, columnwise=True)
     ops.bias_backward(grad) if sizes is None else ops.grouped_bias_backward(grad, sizes)
 
 
@@ -228,10 +228,10 @@ def _grouped_wgrad_list(grad: torch.Tensor, input: torch.Tensor, sizes: torch.Te
 
 
 def _swiglu_product_quantized(
-    a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, probs: Any, format: str, bias: Any, interleave: int
+    a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, format: str, probs: Any, bias: Any, interleave: int
 ) -> None:
     for keep_input in (True, False):
-        ops.grouped_gemm_swiglu_quantize(a, b, sizes, probs, format, bias, interleave, keep_input)
+        ops.grouped_gemm_swiglu_quantize(a, b, sizes, format, probs, bias, interleave, keep_input)
 
 
 def _input_weight_sizes(
@@ -276,8 +276,8 @@ def _in_turn(max_sms: int, device: torch.device) -> None:
     operands = ops.quantize(input[:, :256], "fp8_row"), ops.quantize(weight[..., :256], "fp8_row")
     given = quantized_arguments(*operands, "fp8_row", "fp8_row")
     ops.grouped_gemm(**given, group_sizes=sizes, **plan)
-    ops.grouped_gemm_swiglu(input, weight[:, :768], sizes, None, **plan)
-    ops.grouped_gemm_swiglu_quantize(input, weight[:, :768], sizes, None, "fp8_block", **plan)
+    ops.grouped_gemm_swiglu(input, weight[:, :768], sizes, **plan)
+    ops.grouped_gemm_swiglu_quantize(input, weight[:, :768], sizes, "fp8_block", **plan)
 
 
 def _overlapped_dequantize(format: str, device: torch.device) -> None:

@@ -109,11 +109,9 @@ TABLE: dict[str, tuple[Callable[[], object], int]] = {
         lambda: weight_gradient_quantized(True, FP8 + ",aligned"),
         PRODUCT,
     ),
-    "grouped_gemm_swiglu": (lambda: ops.grouped_gemm_swiglu(of(T, K), of(G, N, K), SIZES, None), PRODUCT),
+    "grouped_gemm_swiglu": (lambda: ops.grouped_gemm_swiglu(of(T, K), of(G, N, K), SIZES), PRODUCT),
     "grouped_gemm_swiglu_quantize": (
-        lambda: ops.grouped_gemm_swiglu_quantize(
-            of(T, K).bfloat16(), of(G, N, K).bfloat16(), SIZES, None, FP8
-        ),
+        lambda: ops.grouped_gemm_swiglu_quantize(of(T, K).bfloat16(), of(G, N, K).bfloat16(), SIZES, FP8),
         PRODUCT,
     ),
     "linear": (lambda: ops.linear(of(2, T // 2, K), of(N, K), of(N)), PRODUCT),

@@ -29,20 +29,29 @@ def load() -> None:
         ) from error
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, op = schema.name.partition("::")
-        if namespace == "transformer_plugin" and any(a.name == "group_sizes" for a in schema.arguments):
-            _name_what_is_no_tensor(getattr(torch.ops.transformer_plugin, op).default)
+        if namespace == "transformer_plugin":
+            _name_wrong_types(getattr(torch.ops.transformer_plugin, op).default)
 
 
 _MISMATCH = re.compile(
     r"(transformer_plugin::\w+)\(\) Expected a value of type '([^']+)' for argument '(\w+)' but instead found "
     r"type '([^']+)'"
 )
-_TYPES = {"Tensor": "a tensor", "Optional[Tensor]": "a tensor or None", "List[Tensor]": "a list of tensors"}
+_TYPES = {
+    "Tensor": "a tensor",
+    "Optional[Tensor]": "a tensor or None",
+    "List[Tensor]": "a list of tensors",
+    "Optional[List[Tensor]]": "a list of tensors or None",
+    "str": "a string",
+    "bool": "True or False",
+    "int": "an integer",
+    "float": "a number",
+}
 
 
-def _name_what_is_no_tensor(overload: torch._ops.OpOverload) -> None:
-    """Gives the ops that take sizes of groups their own error for a list, which users of other libraries pass. Torch's
-    comes before any code of an op is reached."""
+def _name_wrong_types(overload: torch._ops.OpOverload) -> None:
+    """Gives an op its own error for an argument of a type that its schema does not have. Torch's error comes before any
+    code of the op is reached, and quotes the whole schema."""
     call: Callable[..., Any] = overload._op
 
     def named(*args: Any, **kwargs: Any) -> Any:
@@ -52,13 +61,14 @@ def _name_what_is_no_tensor(overload: torch._ops.OpOverload) -> None:
             found = _MISMATCH.match(str(error))
             if found is None:
                 raise
-            op, expected, argument, got = found.groups()
-            advice = "Pass what the schema says"
+            op, type_name, argument, got = found.groups()
+            expected = _TYPES.get(type_name, type_name)
+            advice = f"Pass {expected}"
             if argument == "group_sizes":
                 advice = (
                     "Make one tensor of the sizes for many calls: torch.tensor(sizes, device=input.device)"
                 )
-            message = f"{op}: argument '{argument}': expected {_TYPES.get(expected, expected)}, got {got}. {advice}."
+            message = f"{op}: argument '{argument}': expected {expected}, got {got}. {advice}."
         raise TypeError(message)
 
     overload._op = named

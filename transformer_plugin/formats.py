@@ -3,23 +3,59 @@
 A key is a family, then options after a colon: ``"fp8_block:e4m3,pow2,square,eps=1e-12"``. Ops take keys,
 because a string is a constant under ``torch.compile``, ``torch.export`` and TorchScript; :class:`Format`
 gives them names.
+
+What the ops have for a family (:data:`TRAITS`, :attr:`Format.traits`):
+
+============== ============ ================= ============= ===========
+family         row scales   group columns     fused ops     list kernel
+============== ============ ================= ============= ===========
+``fp8_tensor``              yes               yes           yes
+``fp8_row``    yes
+``fp8_block``               yes               yes           yes
+``mxfp8``                   yes               yes           yes
+``nvfp4``                   yes               yes           yes
+============== ============ ================= ============= ===========
 """
 
 from __future__ import annotations
 
 import math
-import re
-import struct
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
+
+from transformer_plugin._float32 import float32, is_epsilon, shortest
 
 Family = Literal["none", "bf16", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4"]
 Element = Literal["e4m3", "e5m2", "e2m1"]
 FourOverSix = Literal["", "mae", "mse"]
 
-FAMILIES: tuple[Family, ...] = ("none", "bf16", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4")
+
+class FamilyTraits(NamedTuple):
+    """What the ops have for a family. The C++ twin is ``kFormatFamilies`` of ``csrc/common/format.h``."""
+
+    has_scales: bool = False
+    #: One scale per row of the whole matrix.
+    has_row_scales: bool = False
+    #: ``quantize_list`` takes many matrices in one launch.
+    has_list_kernel: bool = False
+    #: ``swiglu_quantize``, ``rms_norm_quantize``, ``requantize_transposed`` and the like.
+    has_fused_ops: bool = False
+    #: The columns of a ragged matrix can be quantized. If not, weight gradients take unquantized operands.
+    has_group_columns: bool = False
+
+
+_ALL = FamilyTraits(True, False, True, True, True)
+TRAITS: dict[Family, FamilyTraits] = {
+    **dict.fromkeys(("none", "bf16"), FamilyTraits()),
+    "fp8_tensor": _ALL,
+    "fp8_row": FamilyTraits(has_scales=True, has_row_scales=True),
+    **dict.fromkeys(("fp8_block", "mxfp8", "nvfp4"), _ALL),
+}
+FAMILIES: tuple[Family, ...] = tuple(TRAITS)
+#: Those whose tensors are data and scales.
+QUANTIZED: tuple[Family, ...] = tuple(family for family, traits in TRAITS.items() if traits.has_scales)
 #: Length of a block of ``fp8_block``, along a row or along both sides.
 BLOCK = 128
 #: Length of a block of ``mxfp8``: k of the OCP Microscaling Formats (MX) v1.0 specification.
@@ -29,7 +65,6 @@ NV_BLOCK = 16
 #: Aligned groups begin at multiples of this in a row of transposed data, in one-byte elements: a memory sector.
 GROUP_ALIGNMENT = 32
 
-_QUANTIZED = ("fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4")
 _WIDTHS = {"fp8_block": BLOCK, "mxfp8": MX_BLOCK, "nvfp4": NV_BLOCK}
 #: Options of ``nvfp4`` and the fields that they set, in the order of a key.
 _NV_OPTIONS: dict[str, tuple[str, object]] = {
@@ -45,7 +80,6 @@ _EXCLUSIONS = (
     ("four_over_six", ("square_blocks", "random_hadamard", "stochastic_rounding")),
     ("square_blocks", ("random_hadamard",)),
 )
-_NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -109,13 +143,9 @@ class Format:
             raise _error("family", f"one of {', '.join(FAMILIES)}", repr(self.family), "Choose one of them")
         self._set_element()
         if self.square_blocks and self.family not in _WIDTHS:
-            raise _error(
-                "square_blocks",
-                "False unless the family is fp8_block, mxfp8 or nvfp4",
-                "True",
-                "Leave it out",
-            )
-        object.__setattr__(self, "epsilon", _float32(self.epsilon))
+            expected = "False unless the family is fp8_block, mxfp8 or nvfp4"
+            raise _error("square_blocks", expected, "True", "Leave it out")
+        object.__setattr__(self, "epsilon", float32(self.epsilon))
         if not (0.0 <= self.epsilon < math.inf):
             raise _error(
                 "epsilon", "a finite number that is not negative", str(self.epsilon), "Use 0 for none"
@@ -123,7 +153,7 @@ class Format:
         if not self.is_quantized and (self.element != "e4m3" or self.power_of_two_scales or self.epsilon > 0):
             raise _error(
                 "family",
-                "fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4, which have scales",
+                f"{_names_of(QUANTIZED)}, which have scales",
                 repr(self.family),
                 "Leave the rest out",
             )
@@ -204,9 +234,9 @@ class Format:
             valid = valid and not (values.get(name) and any(values.get(other) for other in excluded))
         if not valid:
             raise ValueError(
-                "transformer_plugin.Format.parse: argument 'key': expected a format key: none, bf16, "
-                "fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4, then options like "
-                f"fp8_block:e4m3,pow2,square,eps=1e-12, got '{key}'. transformer_plugin.formats lists them."
+                "transformer_plugin.Format.parse: argument 'key': expected a format key: "
+                f"{_names_of(FAMILIES)}, then options like fp8_block:e4m3,pow2,square,eps=1e-12, got '{key}'. "
+                "transformer_plugin.formats lists them."
             )
         return cls(family, **values)  # type: ignore[arg-type]
 
@@ -216,10 +246,10 @@ class Format:
         if not self.is_quantized:
             return self.family + (":nan" if self.nonfinite_is_nan else "")
         options: list[str] = [str(self.element)]
-        if self.family in ("fp8_tensor", "fp8_row", "fp8_block"):
+        if self.family not in ("mxfp8", "nvfp4"):
             options += ["pow2" if self.power_of_two_scales else "fp32"]
         options += ["square"] if self.square_blocks else []
-        options += [f"eps={_shortest(self.epsilon)}"] if self.epsilon > 0 else []
+        options += [f"eps={shortest(self.epsilon)}"] if self.epsilon > 0 else []
         options += [option for option, (name, value) in _NV_OPTIONS.items() if getattr(self, name) == value]
         options += ["tiled"] if self.tiled_scales else []
         options += ["aligned"] if self.aligned_groups else []
@@ -227,9 +257,14 @@ class Format:
         return f"{self.family}:{','.join(options)}"
 
     @property
+    def traits(self) -> FamilyTraits:
+        """What the ops have for the family."""
+        return TRAITS[self.family]
+
+    @property
     def is_quantized(self) -> bool:
         """Whether a tensor in it is data and scales."""
-        return self.family in _QUANTIZED
+        return self.traits.has_scales
 
     @property
     def needs_amax(self) -> bool:
@@ -274,7 +309,7 @@ class Format:
         Results do not depend on it, and ops take groups of any size, where :attr:`group_multiple` is 1. 16 bytes
         of a row of the transposed operand; for blocks, one block.
         """
-        return {"none": 8, "bf16": 8, "fp8_tensor": 16, "fp8_row": 16, **_WIDTHS}[self.family]
+        return _WIDTHS.get(self.family, 16 if self.is_quantized else 8)
 
     @property
     def group_multiple(self) -> int:
@@ -347,37 +382,19 @@ def _read_option(family: str, option: str) -> tuple[str, object] | None:
             return "tiled_scales", True
         return _NV_OPTIONS.get(option) if family == "nvfp4" else None
     if option == "aligned":
-        return ("aligned_groups", True) if family != "fp8_row" else None
+        return ("aligned_groups", True) if family in ("fp8_tensor", "fp8_block") else None
     if option in ("pow2", "fp32"):
         return "power_of_two_scales", option == "pow2"
-    if option.startswith("eps=") and _is_epsilon(option[4:]):
+    if option.startswith("eps=") and is_epsilon(option[4:]):
         return "epsilon", float(option[4:])
     return None
+
+
+def _names_of(families: tuple[Family, ...]) -> str:
+    return f"{', '.join(families[:-1])} or {families[-1]}"
 
 
 def _error(argument: str, expected: str, got: str, advice: str) -> ValueError:
     return ValueError(
         f"transformer_plugin.Format: argument '{argument}': expected {expected}, got {got}. {advice}."
     )
-
-
-def _is_epsilon(text: str) -> bool:
-    """A decimal that float32 can hold, not negative."""
-    if not _NUMBER.fullmatch(text):
-        return False
-    value = float(text)
-    underflows = _float32(value) == 0.0 and any(digit in "123456789" for digit in re.split("[eE]", text)[0])
-    return 0.0 <= _float32(value) < math.inf and not underflows
-
-
-def _float32(value: float) -> float:
-    """The float32 nearest to ``value``, as C++ reads it."""
-    try:
-        return float(struct.unpack("f", struct.pack("f", value))[0])
-    except OverflowError:
-        return math.inf
-
-
-def _shortest(value: float) -> str:
-    """The shortest decimal that reads back as the float32 ``value``."""
-    return next(text for digits in range(1, 18) if _float32(float(text := f"{value:.{digits}g}")) == value)

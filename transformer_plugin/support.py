@@ -93,7 +93,7 @@ def _products(formats: list[Format], device: torch.device) -> str:
         return _products_on_cpu(formats)
     input, weight, grad = (f.key if f.is_quantized else "none" for f in formats)
     pairs = {"forward": (input, weight), "data_grad": (grad, weight), "weight_grad": (grad, input)}
-    if formats[0].family == "fp8_row":  # from the operands before quantization
+    if not formats[0].traits.has_group_columns:  # from the operands before quantization
         pairs["weight_grad"] = ("none", "none")
     lines = [_product(product, *keys, device) for product, keys in pairs.items()]
     return "FP32 sums, rounded once\n" + "\n".join(lines)
@@ -105,7 +105,7 @@ def _products_on_cpu(formats: list[Format]) -> str:
         return f"torch's kernels in the dtype of the operands; {value}"
     exact = all(f.power_of_two_scales for f in formats)
     how = "exactly to bfloat16" if exact else "to float32"
-    if formats[0].family == "fp8_row":
+    if not formats[0].traits.has_group_columns:
         how += " (those of weight gradients are not quantized)"
     return f"operands are dequantized {how} and multiplied by torch's kernels; {value}: correct, slower than no recipe"
 

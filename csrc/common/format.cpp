@@ -2,6 +2,7 @@
 #include "common/format.h"
 
 #include <charconv>
+#include <iterator>
 #include <limits>
 #include <string>
 
@@ -10,9 +11,22 @@
 namespace transformer_plugin {
 namespace {
 
-constexpr const char* kGrammar =
-    "a format key: none, bf16, fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4, then options like "
-    "fp8_block:e4m3,pow2,square,eps=1e-12";
+// "a, b or c": the names of the families that `wanted` is true for.
+template <typename Wanted>
+std::string names_of_families(Wanted&& wanted) {
+  std::string text, last;
+  for (const FormatFamilyTraits& family : kFormatFamilies) {
+    if (!wanted(family)) continue;
+    if (!last.empty()) text += (text.empty() ? "" : ", ") + last;
+    last = family.name;
+  }
+  return text.empty() ? last : text + " or " + last;
+}
+
+std::string grammar() {
+  return "a format key: " + names_of_families([](const FormatFamilyTraits&) { return true; }) +
+         ", then options like fp8_block:e4m3,pow2,square,eps=1e-12";
+}
 
 bool apply_nv_option(Format& format, std::string_view option) {
   if (option == "rht") {
@@ -46,7 +60,7 @@ bool apply_option(Format& format, std::string_view option) {
     return false;  // no other options with E8M0 scales
   } else if (option == "pow2" || option == "fp32") {
     format.power_of_two_scales = option == "pow2";
-  } else if (option == "aligned" && !format.is_fp8_row()) {
+  } else if (option == "aligned" && format.traits().has_group_columns) {
     format.aligned_groups = true;
   } else if (option.starts_with("eps=")) {
     const std::string_view number = option.substr(4);
@@ -68,31 +82,23 @@ bool agrees(const Format& format) {
 
 }  // namespace
 
+std::string families_with(bool FormatFamilyTraits::*trait) {
+  return names_of_families([&](const FormatFamilyTraits& family) { return family.*trait; });
+}
+
 Format parse_format(const char* op, const char* argument, std::string_view key) {
   Format format;
   const size_t colon = key.find(':');
   const std::string_view family = key.substr(0, colon);
-  bool valid = true;
-  if (family == "none") {
-    format.family = FormatFamily::kNone;
-  } else if (family == "bf16") {
-    format.family = FormatFamily::kBFloat16;
-  } else if (family == "fp8_tensor") {
-    format.family = FormatFamily::kFp8Tensor;
-  } else if (family == "fp8_row") {
-    format.family = FormatFamily::kFp8Row;
-  } else if (family == "fp8_block") {
-    format.family = FormatFamily::kFp8Block;
-    format.power_of_two_scales = true;
-  } else if (family == "mxfp8") {
-    format.family = FormatFamily::kMxFp8;
-    format.power_of_two_scales = true;
-  } else if (family == "nvfp4") {
-    format.family = FormatFamily::kNvFp4;
-    format.element = DType::kFloat4E2M1;
-  } else {
-    valid = false;
+  bool valid = false;
+  for (size_t i = 0; i < std::size(kFormatFamilies); ++i) {
+    if (family != kFormatFamilies[i].name) continue;
+    valid = true;
+    format.family = static_cast<FormatFamily>(i);
   }
+  format.power_of_two_scales =
+      format.family == FormatFamily::kFp8Block || format.family == FormatFamily::kMxFp8;
+  if (format.is_nv()) format.element = DType::kFloat4E2M1;
   std::string_view rest = colon == std::string_view::npos ? std::string_view() : key.substr(colon + 1);
   valid = valid && (colon == std::string_view::npos || !rest.empty());
   while (valid && !rest.empty()) {
@@ -102,7 +108,7 @@ Format parse_format(const char* op, const char* argument, std::string_view key) 
     rest = comma == std::string_view::npos ? std::string_view() : rest.substr(comma + 1);
   }
   valid = valid && agrees(format);
-  TP_CHECK_VALUE(valid, op, argument, kGrammar, "'" << key << "'", "transformer_plugin.formats lists them");
+  TP_CHECK_VALUE(valid, op, argument, grammar(), "'" << key << "'", "transformer_plugin.formats lists them");
   return format;
 }
 

@@ -29,6 +29,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 #include "common/dtype.h"
@@ -36,6 +37,29 @@
 namespace transformer_plugin {
 
 enum class FormatFamily : int32_t { kNone, kBFloat16, kFp8Tensor, kFp8Row, kFp8Block, kMxFp8, kNvFp4 };
+
+// What the ops have for a family. They ask for a trait, not for a family by name.
+struct FormatFamilyTraits {
+  std::string_view name;
+  bool has_scales = false;
+  bool has_row_scales = false;   // one scale per row of the whole matrix
+  bool has_list_kernel = false;  // quantize_list takes many matrices in one launch
+  bool has_fused_ops = false;    // swiglu_quantize, rms_norm_quantize, requantize_transposed and the like
+  // The columns of a ragged matrix can be quantized. If not, weight gradients take unquantized operands.
+  bool has_group_columns = false;
+};
+
+// In the order of FormatFamily.
+inline constexpr FormatFamilyTraits kFormatFamilies[] = {
+    {"none"},
+    {"bf16"},
+    {"fp8_tensor", true, false, true, true, true},
+    {"fp8_row", true, true, false, false, false},
+    {"fp8_block", true, false, true, true, true},
+    {"mxfp8", true, false, true, true, true},
+    {"nvfp4", true, false, true, true, true},
+};
+
 enum class FourOverSix : int32_t { kNever, kMae, kMse };
 
 struct Format {
@@ -51,8 +75,8 @@ struct Format {
   bool tiled_scales = false;
   bool aligned_groups = false;  // for transposed data of a ragged matrix
 
-  bool is_quantized() const { return family == FormatFamily::kFp8Tensor || is_fp8_row() || has_blocks(); }
-  bool is_fp8_row() const { return family == FormatFamily::kFp8Row; }
+  const FormatFamilyTraits& traits() const { return kFormatFamilies[static_cast<int32_t>(family)]; }
+  bool is_quantized() const { return traits().has_scales; }
   bool has_blocks() const { return family == FormatFamily::kFp8Block || has_byte_scales(); }
   bool has_byte_scales() const { return family == FormatFamily::kMxFp8 || is_nv(); }
   bool is_nv() const { return family == FormatFamily::kNvFp4; }
@@ -63,6 +87,9 @@ struct Format {
   // Largest finite value of the FP8 element.
   float max() const { return element == DType::kFloat8E5M2 ? 57344.0f : 448.0f; }
 };
+
+// The names of the families that have `trait`, as "fp8_tensor, mxfp8 or nvfp4".
+std::string families_with(bool FormatFamilyTraits::*trait);
 
 // Parses `key`; raises a four-part ValueError naming `op` and `argument` if it is not a format.
 Format parse_format(const char* op, const char* argument, std::string_view key);

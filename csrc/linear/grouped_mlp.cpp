@@ -266,86 +266,60 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
   }
 };
 
-Tensor grouped_mlp_meta(const Tensor& input, const Tensor& fc1_weight, const Tensor& fc2_weight,
-                        const Tensor& group_sizes, const Tensor& probs, const OptionalTensor& fc1_bias,
-                        const OptionalTensor& fc2_bias, std::string_view input_format,
-                        std::string_view weight_format, std::string_view grad_format,
-                        OptionalList quantized_fc1, OptionalList quantized_fc2, int64_t interleave,
-                        int64_t max_sms, int64_t expected_rows) {
-  const MlpArguments mlp{input,
-                         fc1_weight,
-                         fc2_weight,
-                         group_sizes,
-                         probs,
-                         fc1_bias,
-                         fc2_bias,
-                         quantized_fc1,
-                         quantized_fc2,
-                         interleave,
-                         {max_sms, expected_rows}};
-  check_grouped_mlp(mlp, input_format, weight_format, grad_format);
-  return empty(input, input.sym_sizes(), input.scalar_type());
+struct Keys {
+  std::string_view input, weight, grad;
+};
+
+OperandFormats checked_formats(const MlpArguments& mlp, const Keys& keys) {
+  return check_grouped_mlp(mlp, keys.input, keys.weight, keys.grad);
 }
 
-Tensor grouped_mlp(const Tensor& input, const Tensor& fc1_weight, const Tensor& fc2_weight,
-                   const Tensor& group_sizes, const Tensor& probs, const OptionalTensor& fc1_bias,
-                   const OptionalTensor& fc2_bias, std::string_view input_format,
-                   std::string_view weight_format, std::string_view grad_format, OptionalList quantized_fc1,
-                   OptionalList quantized_fc2, int64_t interleave, int64_t max_sms, int64_t expected_rows) {
-  const MlpArguments mlp{input,
-                         fc1_weight,
-                         fc2_weight,
-                         group_sizes,
-                         probs,
-                         fc1_bias,
-                         fc2_bias,
-                         quantized_fc1,
-                         quantized_fc2,
-                         interleave,
-                         {max_sms, expected_rows}};
-  const OperandFormats formats = check_grouped_mlp(mlp, input_format, weight_format, grad_format);
+Tensor meta(const MlpArguments& mlp, const Keys& keys) {
+  checked_formats(mlp, keys);
+  return empty(mlp.input, mlp.input.sym_sizes(), mlp.input.scalar_type());
+}
+
+Tensor run(const MlpArguments& mlp, const Keys& keys) {
+  const OperandFormats formats = checked_formats(mlp, keys);
   check_quantizable(mlp, formats, false);
   const BelowAutograd guard;
   SavedTensors nothing;
   return forward_of(mlp, formats, {}, nothing);
 }
 
-Tensor grouped_mlp_autograd(const Tensor& input, const Tensor& fc1_weight, const Tensor& fc2_weight,
-                            const Tensor& group_sizes, const Tensor& probs, const OptionalTensor& fc1_bias,
-                            const OptionalTensor& fc2_bias, std::string_view input_format,
-                            std::string_view weight_format, std::string_view grad_format,
-                            OptionalList quantized_fc1, OptionalList quantized_fc2, int64_t interleave,
-                            int64_t max_sms, int64_t expected_rows) {
+Tensor differentiable(const MlpArguments& mlp, const Keys& keys) {
+  const auto& [input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias, quantized_fc1,
+               quantized_fc2, interleave, options] = mlp;
   if (!any_wants_grad(input, fc1_weight, fc2_weight, probs, fc1_bias, fc2_bias)) {
     using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                              const OptionalTensor&, const OptionalTensor&, std::string_view, std::string_view,
                              std::string_view, OptionalList, OptionalList, int64_t, int64_t, int64_t);
     static const auto op = find_op<Signature>(kOp);
     const BelowAutograd guard;
-    return op.call(input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias, input_format,
-                   weight_format, grad_format, quantized_fc1, quantized_fc2, interleave, max_sms,
-                   expected_rows);
+    return op.call(input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias, keys.input,
+                   keys.weight, keys.grad, quantized_fc1, quantized_fc2, interleave, options.max_sms,
+                   options.expected_rows);
   }
-  const MlpArguments mlp{input,
-                         fc1_weight,
-                         fc2_weight,
-                         group_sizes,
-                         probs,
-                         fc1_bias,
-                         fc2_bias,
-                         quantized_fc1,
-                         quantized_fc2,
-                         interleave,
-                         {max_sms, expected_rows}};
-  const OperandFormats formats = check_grouped_mlp(mlp, input_format, weight_format, grad_format);
-  check_quantizable(mlp, formats, fc1_weight.requires_grad() || fc2_weight.requires_grad());
+  check_quantizable(mlp, checked_formats(mlp, keys),
+                    fc1_weight.requires_grad() || fc2_weight.requires_grad());
   return GroupedMlpFunction::apply(input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias,
-                                   input_format, weight_format, grad_format, quantized_fc1, quantized_fc2,
-                                   interleave, max_sms, expected_rows);
+                                   keys.input, keys.weight, keys.grad, quantized_fc1, quantized_fc2,
+                                   interleave, options.max_sms, options.expected_rows);
+}
+
+template <Tensor (*run_op)(const MlpArguments&, const Keys&)>
+Tensor grouped_mlp(const Tensor& input, const Tensor& fc1_weight, const Tensor& fc2_weight,
+                   const Tensor& group_sizes, const Tensor& probs, const OptionalTensor& fc1_bias,
+                   const OptionalTensor& fc2_bias, std::string_view input_format,
+                   std::string_view weight_format, std::string_view grad_format, OptionalList quantized_fc1,
+                   OptionalList quantized_fc2, int64_t interleave, int64_t max_sms, int64_t expected_rows) {
+  return run_op({input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias, quantized_fc1,
+                 quantized_fc2, interleave, LaunchOptions{max_sms, expected_rows}},
+                {input_format, weight_format, grad_format});
 }
 
 }  // namespace
 
-TP_IMPL(kOp, grouped_mlp, grouped_mlp_meta, grouped_mlp_autograd);
+TP_IMPL(kOp, grouped_mlp<run>, grouped_mlp<meta>, grouped_mlp<differentiable>);
 
 }  // namespace transformer_plugin::gemm

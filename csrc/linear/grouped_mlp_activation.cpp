@@ -73,7 +73,7 @@ Hidden product_then_activation(QuantizedOperand input, QuantizedWeight weight, c
     return hidden;
   }
   hidden.activation = operand_of(
-      quantize::call_swiglu_quantize(halves, mlp.probs, mlp.group_sizes, formats.input_key, {true, columns}),
+      quantize::call_swiglu_quantize(halves, formats.input_key, mlp.probs, mlp.group_sizes, {true, columns}),
       formats.input, formats.input_key);
   return hidden;
 }
@@ -111,7 +111,7 @@ HiddenGradient data_gradient_then_activation_backward(Quantized grad, const Quan
   HiddenGradient result;
   if (fuses_gradient_quantize(linear, formats, wanted, interleave)) {
     quantize::SwigluBackwardQuantized quantized = quantize::call_swiglu_backward_quantize(
-        grad_activation, linear, probs, group_sizes, formats.grad_key);
+        grad_activation, linear, formats.grad_key, probs, group_sizes);
     result.linear.values = operand_of(std::move(quantized.values), formats.grad, formats.grad_key);
     result.probs = std::move(quantized.probs);
     return result;

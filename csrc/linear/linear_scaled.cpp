@@ -79,9 +79,9 @@ void check_layer(const Layer& layer) {
     check_written({layer.op, "amax", *layer.amax});
   }
   check_launch_options(layer.op, layer.options);
-  quantize::given_scale_format(layer.op, "input_format", layer.keys.input);
-  quantize::given_scale_format(layer.op, "weight_format", layer.keys.weight);
-  quantize::given_scale_format(layer.op, "grad_format", layer.keys.grad);
+  quantize::delayed_scaling_format(layer.op, "input_format", layer.keys.input);
+  quantize::delayed_scaling_format(layer.op, "weight_format", layer.keys.weight);
+  quantize::delayed_scaling_format(layer.op, "grad_format", layer.keys.grad);
 }
 
 Quantized quantize_role(const Tensor& x, const OptionalTensor& group_sizes, const Tensor& scale,
@@ -204,7 +204,7 @@ class LinearScaledFunction : public DifferentiableOnce<LinearScaledFunction<is_g
 void check_quantizable(const Layer& layer, const Tensor& x) {
   const Argument input{layer.op, "input", x};
   const Tensor* group_sizes = layer.group_sizes ? &*layer.group_sizes : nullptr;
-  const Format format = quantize::given_scale_format(layer.op, "input_format", layer.keys.input);
+  const Format format = quantize::delayed_scaling_format(layer.op, "input_format", layer.keys.input);
   quantize::check_matrix(input, group_sizes, format);
   quantize::check_matrix({layer.op, "weight", layer.weight}, nullptr, format);
   if (group_sizes) quantize::check_group_values(input, *group_sizes, 1);

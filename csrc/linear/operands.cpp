@@ -115,7 +115,7 @@ QuantizedOperand quantize_operand(const Tensor& x, const OptionalTensor& group_s
   QuantizedOperand result;
   if (format.family == FormatFamily::kBFloat16) {
     result.rowwise.data = result.columnwise.data = as_bfloat16(x, group_sizes, key);
-  } else if (format.is_fp8_row()) {
+  } else if (format.is_quantized() && !format.traits().has_group_columns) {
     if (rows) result = operand_of(quantize::call_quantize(x, key, group_sizes, {true, false}), format, key);
     result.columnwise = {};
     if (columns) {
@@ -134,12 +134,12 @@ QuantizedOperand quantize_operand(const Tensor& x, const OptionalTensor& group_s
 QuantizedGradient quantize_gradient(const Tensor& grad, const OptionalTensor& group_sizes,
                                     const Format& format, std::string_view key, bool rows, bool columns,
                                     bool with_bias) {
-  if (!with_bias || !format.is_quantized() || format.is_nv() || format.is_fp8_row()) {
+  if (!with_bias || !format.traits().has_fused_ops || format.is_nv()) {
     return {quantize_operand(grad, group_sizes, format, key, rows, columns), Tensor()};
   }
   const bool one = columns_are_views(format, grad);
   quantize::BiasBackwardQuantized quantized =
-      quantize::call_bias_backward_quantize(grad, group_sizes, key, {rows || one, columns && !one});
+      quantize::call_bias_backward_quantize(grad, key, group_sizes, {rows || one, columns && !one});
   QuantizedOperand values = operand_of(std::move(quantized.values), format, key);
   if (one) values.columnwise = transposed_view_of(values.rowwise);
   mark_nonfinite_scales(values, grad, group_sizes, key);

@@ -16,7 +16,7 @@
 namespace transformer_plugin::gemm {
 
 // A matrix quantized along rows, and along columns (stored transposed); undefined where a direction is not needed. Where a
-// direction is not quantized (formats none and bf16, and the columns of fp8_row) it is the matrix itself, not transposed.
+// direction is not quantized (formats none and bf16, and columns in formats without has_group_columns) it is the matrix itself, not transposed.
 struct QuantizedOperand {
   Quantized rowwise, columnwise;
 };

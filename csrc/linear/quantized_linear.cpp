@@ -138,9 +138,9 @@ void check_family(const char* op, const char* argument, const Format& format, st
 
 // FP8 tensor cores have the second operand in E4M3 where rows of both have scales.
 void check_row_scaled_weight(const char* op, const OperandFormats& formats) {
-  TP_CHECK_VALUE(!formats.weight.is_fp8_row() || formats.weight.element == DType::kFloat8E4M3, op,
-                 "weight_format", "fp8_row with e4m3", "'" << formats.weight_key << "'",
-                 "Quantize the weight to e4m3");
+  TP_CHECK_VALUE(!formats.weight.traits().has_row_scales || formats.weight.element == DType::kFloat8E4M3, op,
+                 "weight_format", formats.weight.traits().name << " with e4m3",
+                 "'" << formats.weight_key << "'", "Quantize the weight to e4m3");
 }
 
 // A random Hadamard transform applies to both operands of the weight gradient, where it cancels, and to nothing else.
@@ -202,7 +202,7 @@ void check_quantizable(const char* op, const LinearArguments& layer, const Opera
   const Tensor* group_sizes = layer.group_sizes ? &*layer.group_sizes : nullptr;
   int64_t multiple = 1;
   if (formats.input.is_quantized()) {
-    const bool quantizes_columns = columns && !formats.input.is_fp8_row();
+    const bool quantizes_columns = columns && formats.input.traits().has_group_columns;
     quantize::check_matrix(input, group_sizes, formats.input, quantizes_columns);
     quantize::check_matrix({op, "weight", layer.weight}, nullptr, formats.weight);
     multiple = quantize::group_multiple(formats.input, quantizes_columns);

@@ -21,7 +21,7 @@ struct OperandFormats {
   bool native() const { return input.family == FormatFamily::kNone; }
   // Whether the rowwise and columnwise weight have the same values, so that one copy serves both directions.
   bool symmetric_weight() const {
-    return weight.square_blocks || !(weight.has_blocks() || weight.is_fp8_row());
+    return weight.square_blocks || weight.family == FormatFamily::kFp8Tensor || !weight.is_quantized();
   }
 };
 

@@ -34,7 +34,7 @@ struct Quantized {
 // Blocks along a row only: square FP8 blocks would need 32 or 128 rows at once.
 Format check_arguments(const QuantizeCall& call) {
   const NormCall& norm = call.norm;
-  const Format format = quantize::quantized_format(norm.op, "format", call.key, true);
+  const Format format = quantize::fused_format(norm.op, "format", call.key, true);
   TP_CHECK_VALUE(!format.square_blocks || format.is_nv(), norm.op, "format", "blocks along a row",
                  "'" << call.key << "'",
                  "Use " << (norm.centered ? "layer_norm" : "rms_norm") << ", and quantize its result");

@@ -72,7 +72,7 @@ def given(grad: Tensor, sizes: Tensor | None, format: str) -> dict[str, Tensor]:
 
 @by_case
 def test_bytes_and_sums(case: Case, device: torch.device) -> None:
-    grad, sizes, format = case.arguments(device)
+    grad, format, sizes = case.arguments(device)
     counts = None if sizes is None else sizes.tolist()
     more = given(grad, sizes, format)
     if more:
@@ -82,7 +82,7 @@ def test_bytes_and_sums(case: Case, device: torch.device) -> None:
     else:
         expected = oracle.grouped_both_directions(grad, counts, SPECS[format])
     sums = sums_of(grad, counts)
-    *both, grad_bias = ops.bias_backward_quantize(grad, sizes, format, **more, columnwise=True)
+    *both, grad_bias = ops.bias_backward_quantize(grad, format, sizes, **more, columnwise=True)
     assert_all_same(tuple(both), expected)
     assert_same_sums(grad_bias.cpu(), sums)
     assert_same_sums(bias_gradient(grad, sizes).cpu(), sums)  # the step alone
@@ -90,24 +90,24 @@ def test_bytes_and_sums(case: Case, device: torch.device) -> None:
         ({}, expected[:2], rows_of(more)),
         (COLUMNS, expected[2:], columns_of(more)),
     ):
-        *got, grad_bias = ops.bias_backward_quantize(grad, sizes, format, **own, **flags)
+        *got, grad_bias = ops.bias_backward_quantize(grad, format, sizes, **own, **flags)
         assert_all_same(tuple(got), quantized)
         assert_same_sums(grad_bias.cpu(), sums)
 
 
 @pytest.mark.parametrize("case", CASES[::5], ids=lambda case: case.name)
 def test_reference(case: Case) -> None:
-    grad, sizes, format = case.arguments()
+    grad, format, sizes = case.arguments()
     more = given(grad, sizes, format)
-    *expected, sums = ops.bias_backward_quantize(grad, sizes, format, **more, columnwise=True)
-    *got, got_sums = reference.bias_backward_quantize(grad, sizes, format, **more, columnwise=True)
+    *expected, sums = ops.bias_backward_quantize(grad, format, sizes, **more, columnwise=True)
+    *got, got_sums = reference.bias_backward_quantize(grad, format, sizes, **more, columnwise=True)
     assert_all_same(tuple(got), tuple(expected))
     assert_same_sums(got_sums, sums)
     for flags, quantized, own in (
         ({}, expected[:2], rows_of(more)),
         (COLUMNS, expected[2:], columns_of(more)),
     ):
-        *got, got_sums = reference.bias_backward_quantize(grad, sizes, format, **own, **flags)
+        *got, got_sums = reference.bias_backward_quantize(grad, format, sizes, **own, **flags)
         assert_all_same(tuple(got), tuple(quantized))
         assert_same_sums(got_sums, sums)
 
@@ -150,13 +150,13 @@ def test_given_amax(format: str, sizes: list[int] | None, device: torch.device) 
     grad = torch.randn(140, 96, generator=torch.Generator().manual_seed(2)).to(device)
     groups = None if sizes is None else torch.tensor(sizes, device=device)
     amax = torch.tensor([3.0] if sizes is None else [2.0, 1.0, 9.0], device=device)
-    *got, grad_bias = ops.bias_backward_quantize(grad, groups, format, amax=amax, columnwise=True)
+    *got, grad_bias = ops.bias_backward_quantize(grad, format, groups, amax=amax, columnwise=True)
     steps = ops.quantize(grad, format, groups, amax=amax, columnwise=True)
     assert_all_same(tuple(got), steps)
     assert_same_bits(grad_bias, bias_gradient(grad, groups))
-    *got, _ = ops.bias_backward_quantize(grad, groups, format, amax=amax)
+    *got, _ = ops.bias_backward_quantize(grad, format, groups, amax=amax)
     assert_all_same(tuple(got), steps[:2])
-    *meant, _ = reference.bias_backward_quantize(grad, groups, format, amax=amax, columnwise=True)
+    *meant, _ = reference.bias_backward_quantize(grad, format, groups, amax=amax, columnwise=True)
     assert_all_same(tuple(meant), steps)
 
 
@@ -166,8 +166,8 @@ def test_inputs_of_any_strides(device: torch.device) -> None:
     one = torch.ones((), device=device).expand(200, 64)  # stride 0
     for grad in (wide[:, ::2], flat[1:].view(24, 512), wide[3:17, 5:517], one):
         copy = grad.clone(memory_format=torch.contiguous_format)
-        *got, sums = ops.bias_backward_quantize(grad, None, "mxfp8", columnwise=True)
-        *expected, wanted = ops.bias_backward_quantize(copy, None, "mxfp8", columnwise=True)
+        *got, sums = ops.bias_backward_quantize(grad, "mxfp8", columnwise=True)
+        *expected, wanted = ops.bias_backward_quantize(copy, "mxfp8", columnwise=True)
         assert_all_same(tuple(got), tuple(expected))
         assert_same_bits(sums, wanted)
         assert_same_bits(ops.bias_backward(grad), wanted)
@@ -177,9 +177,9 @@ def test_inputs_of_any_strides(device: torch.device) -> None:
 @pytest.mark.usefixtures("schema_checks_take_fp8")
 @pytest.mark.parametrize("case", CASES[::4], ids=lambda case: case.name)
 def test_opcheck(case: Case, device: torch.device) -> None:
-    grad, sizes, format = case.arguments(device)
+    grad, format, sizes = case.arguments(device)
     more = given(grad, sizes, format)
-    arguments = (grad.nan_to_num().requires_grad_(), sizes, format)
+    arguments = (grad.nan_to_num().requires_grad_(), format, sizes)
     for flags, own in (({}, rows_of(more)), (COLUMNS, columns_of(more)), (BOTH, more)):
         opcheck(OPS.bias_backward_quantize.default, arguments, {**own, **flags})
     opcheck(OPS.bias_backward.default, arguments[:1])
@@ -294,7 +294,7 @@ def test_compiles_whole(recipe: Recipe, device: torch.device) -> None:
         return ops.linear(x, w, bias, *keys).square().sum()
 
     def quantize(grad: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
-        return *ops.bias_backward_quantize(grad, sizes, keys[2], columnwise=True), ops.bias_backward(grad)
+        return *ops.bias_backward_quantize(grad, keys[2], sizes, columnwise=True), ops.bias_backward(grad)
 
     compiled = torch.compile(train, fullgraph=True, backend="aot_eager", dynamic=True)
     both = torch.compile(quantize, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -322,16 +322,16 @@ def test_graph_replays_with_other_sizes(format: str) -> None:
     sizes = torch.tensor([96, 208, 48], device="cuda")
     more = {"amax": torch.ones(3), "amax_t": torch.ones(3)} if format.startswith("nvfp4") else {}
     there = {name: value.cuda() for name, value in more.items()}
-    ops.bias_backward_quantize(grad, sizes, format, **there, columnwise=True)
+    ops.bias_backward_quantize(grad, format, sizes, **there, columnwise=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = ops.bias_backward_quantize(grad, sizes, format, **there, columnwise=True)
+        captured = ops.bias_backward_quantize(grad, format, sizes, **there, columnwise=True)
     for turn, counts in enumerate(([0, 512, 0], [144, 0, 16], [0, 0, 0])):
         sizes.copy_(torch.tensor(counts))
         grad.copy_(torch.randn(512, 160))
         for name, value in more.items():
             there[name].copy_(value.fill_(1.0 + turn))
         graph.replay()
-        *expected, sums = ops.bias_backward_quantize(grad.cpu(), sizes.cpu(), format, **more, columnwise=True)
+        *expected, sums = ops.bias_backward_quantize(grad.cpu(), format, sizes.cpu(), **more, columnwise=True)
         assert_all_same(tuple(t.cpu() for t in captured[:4]), tuple(expected))
         assert_same_bits(captured[4], sums)

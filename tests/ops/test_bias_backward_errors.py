@@ -15,53 +15,53 @@ X = torch.zeros(4, 64)
     ("arguments", "error", "text"),
     [
         (
-            (X.int(), None, "fp8_block"),
+            (X.int(), "fp8_block", None),
             TypeError,
             "argument 'grad': expected one of the dtypes float32, bfloat16, float16, got int32. "
             "Convert it with .to() first.",
         ),
         (
-            (X.view(2, 2, 64), None, "fp8_block"),
+            (X.view(2, 2, 64), "fp8_block", None),
             ValueError,
             "argument 'grad': expected 2 dimensions, got float32[2, 2, 64] on cpu. Reshape it first.",
         ),
         (
-            (X.repeat(4, 1), None, "nvfp4"),
+            (X.repeat(4, 1), "nvfp4", None),
             ValueError,
             "argument 'amax': expected a float32 tensor of sizes [1], the largest magnitudes that 'nvfp4' scales by, "
             "got None. Compute it with transformer_plugin.ops.amax.",
         ),
         (
-            (X, None, "bf16"),
+            (X, "bf16", None),
             ValueError,
             "argument 'format': expected a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4, got 'bf16'. Use "
             "the unquantized tensor, or convert it with .to().",
         ),
         (
-            (X, torch.tensor([4]), "fp8_block:square"),
+            (X, "fp8_block:square", torch.tensor([4])),
             ValueError,
             "argument 'format': expected blocks along a row for a ragged matrix, whose groups do not end on square "
             "blocks, got 'fp8_block:square'. Leave out 'square'.",
         ),
         (
-            (X[:, :33], None, "mxfp8"),
+            (X[:, :33], "mxfp8", None),
             ValueError,
             "argument 'grad': expected a last dimension that is a multiple of 32, the block of mxfp8, got "
             "float32[4, 33] on cpu. Pad it with zeros, for example with torch.nn.functional.pad.",
         ),
         (
-            (X, None, "mxfp8", torch.ones(1)),
+            (X, "mxfp8", None, torch.ones(1)),
             ValueError,
             "argument 'amax': expected None for 'mxfp8', which has no use for it, got float32[1] on cpu. Leave it out.",
         ),
         (
-            (X, torch.tensor([2, 2]), "fp8_tensor", torch.ones(1)),
+            (X, "fp8_tensor", torch.tensor([2, 2]), torch.ones(1)),
             ValueError,
             "argument 'amax': expected sizes [2], the largest magnitudes that 'fp8_tensor' scales by, got float32[1] "
             "on cpu. Compute it with transformer_plugin.ops.amax.",
         ),
         (
-            (X, torch.tensor([5]), "mxfp8"),
+            (X, "mxfp8", torch.tensor([5])),
             ValueError,
             "argument 'group_sizes': expected sizes that sum to at most 4, the rows of the buffer, got a sum of 5 at "
             "group 0. Enlarge the buffer or fix the sizes.",
@@ -73,7 +73,7 @@ def test_errors_have_four_parts(arguments: tuple, error: type[Exception], text: 
         with pytest.raises(error) as caught:
             ops.bias_backward_quantize(*arguments, **flags)
         expected = text
-        if flags == COLUMNS and arguments[2] == "nvfp4":
+        if flags == COLUMNS and arguments[1] == "nvfp4":
             expected = text.replace("'amax'", "'amax_t'").replace("ops.amax", "ops.amax and columnwise=True")
         assert str(caught.value) == f"transformer_plugin::bias_backward_quantize: {expected}"
 

@@ -184,7 +184,7 @@ def swiglu_quantize(random: Random) -> Call:
     input, sizes = maybe_ragged(random, format, 2 * width_for(size(random), format))
     probs = random.choice([None, matrix(random, 1, input.shape[0], torch.float32)[0].contiguous()])
     more = given_fused(random, ops.swiglu(input, probs), format, sizes)
-    return ops.swiglu_quantize, (input, probs, sizes, format), direction_of(random, more)
+    return ops.swiglu_quantize, (input, format, probs, sizes), direction_of(random, more)
 
 
 def swiglu_backward(random: Random) -> Call:
@@ -193,7 +193,7 @@ def swiglu_backward(random: Random) -> Call:
     grad = matrix(random, input.shape[0], features, input.dtype)
     probs = random.choice([None, matrix(random, 1, input.shape[0], torch.float32)[0].contiguous()])
     more = given_fused(random, ops.swiglu_backward(grad, input, probs)[0], format, sizes)
-    return ops.swiglu_backward_quantize, (grad, input, probs, sizes, format), more
+    return ops.swiglu_backward_quantize, (grad, input, format, probs, sizes), more
 
 
 def bias_backward(random: Random) -> Call:
@@ -202,7 +202,7 @@ def bias_backward(random: Random) -> Call:
     more = given_fused(random, input, format, sizes)
     if format in TENSOR_FORMATS and random.random() < 0.5:
         more = {}  # that of the gradient
-    return ops.bias_backward_quantize, (input, sizes, format), direction_of(random, more)
+    return ops.bias_backward_quantize, (input, format, sizes), direction_of(random, more)
 
 
 def norm(name: str, vectors: int) -> Make:

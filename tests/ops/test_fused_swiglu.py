@@ -40,8 +40,8 @@ def grad_like(input: Tensor) -> Tensor:
 
 @by_case
 def test_swiglu_quantize(case: Case, device: torch.device) -> None:
-    input, probs, sizes, format = case.arguments(device)
-    arguments, activation = (input, probs, sizes, format), ops.swiglu(input, probs)
+    input, format, probs, sizes = case.arguments(device)
+    arguments, activation = (input, format, probs, sizes), ops.swiglu(input, probs)
     more = given(activation, format, sizes)
     expected = steps(activation, sizes, format, more)
     assert_all_same(ops.swiglu_quantize(*arguments, **more, columnwise=True), expected)
@@ -53,11 +53,11 @@ def test_swiglu_quantize(case: Case, device: torch.device) -> None:
 
 @by_backward_case
 def test_swiglu_backward_quantize(case: Case, device: torch.device) -> None:
-    input, probs, sizes, format = case.arguments(device)
+    input, format, probs, sizes = case.arguments(device)
     grad = grad_like(input)
     grad_input, grad_probs = ops.swiglu_backward(grad, input, probs)
     more = given(grad_input, format, sizes)
-    *got, got_probs = ops.swiglu_backward_quantize(grad, input, probs, sizes, format, **more)
+    *got, got_probs = ops.swiglu_backward_quantize(grad, input, format, probs, sizes, **more)
     assert_all_same(tuple(got), steps(grad_input, sizes, format, more))
     if sizes is not None and probs is not None:
         grad_probs[int(sizes.sum()) :] = 0.0
@@ -83,7 +83,7 @@ def test_rows_of_nvfp4_in_any_number(format: str, sizes: list[int] | None, devic
     activation = ops.swiglu(input)
     more = rows_of(given(activation, format, groups))
     expected = ops.quantize(activation, format, groups, **more)
-    assert_all_same(ops.swiglu_quantize(input, None, groups, format, **more), expected)
+    assert_all_same(ops.swiglu_quantize(input, format, None, groups, **more), expected)
 
 
 def exact_case(rows: int, features: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,16 +119,16 @@ def test_order_of_the_row_sums(features: int, device: torch.device) -> None:
 def test_reference_is_the_steps(format: str, sizes: list[int] | None) -> None:
     """In values, since torch's exp differs in its last bit from the ops'."""
     input, probs = torch.randn(144, 256), torch.rand(144)
-    arguments = (input, probs, None if sizes is None else torch.tensor(sizes), format)
+    arguments = (input, format, probs, None if sizes is None else torch.tensor(sizes))
     grad = grad_like(input)
-    more = given(ops.swiglu(input, probs), format, arguments[2])
+    more = given(ops.swiglu(input, probs), format, arguments[3])
     got = ops.swiglu_quantize(*arguments, **more, columnwise=True)
     meaning = reference.swiglu_quantize(*arguments, **more, columnwise=True)
     assert_all_same(meaning[:2], reference.swiglu_quantize(*arguments, **rows_of(more)))
     assert_all_same(
         meaning[2:], reference.swiglu_quantize(*arguments, **columns_of(more), rowwise=False, columnwise=True)
     )
-    more = given(ops.swiglu_backward(grad, input, probs)[0], format, arguments[2])
+    more = given(ops.swiglu_backward(grad, input, probs)[0], format, arguments[3])
     *got_b, got_p = ops.swiglu_backward_quantize(grad, *arguments, **more)
     *meaning_b, meaning_p = reference.swiglu_backward_quantize(grad, *arguments, **more)
     for a, b in zip([*got, *got_b], [*meaning, *meaning_b], strict=True):
@@ -144,11 +144,11 @@ def test_inputs_of_any_strides(device: torch.device) -> None:
     probs = torch.rand(80, device=device)[::2]
     for input in (wide[:, ::2], flat[1:].view(24, 512), wide[3:17, 5:517]):
         copy, p = input.clone(memory_format=torch.contiguous_format), probs[: input.shape[0]]
-        got = ops.swiglu_quantize(input, p, None, "fp8_block", columnwise=True)
-        assert_all_same(got, ops.swiglu_quantize(copy, p.contiguous(), None, "fp8_block", columnwise=True))
+        got = ops.swiglu_quantize(input, "fp8_block", p, columnwise=True)
+        assert_all_same(got, ops.swiglu_quantize(copy, "fp8_block", p.contiguous(), columnwise=True))
         one = torch.ones((), device=device, dtype=input.dtype).expand(input.shape[0], 256)  # stride 0
-        *got_b, got_p = ops.swiglu_backward_quantize(one, input, p, None, "mxfp8")
-        *expected, expected_p = ops.swiglu_backward_quantize(one.contiguous(), copy, p, None, "mxfp8")
+        *got_b, got_p = ops.swiglu_backward_quantize(one, input, "mxfp8", p)
+        *expected, expected_p = ops.swiglu_backward_quantize(one.contiguous(), copy, "mxfp8", p)
         assert_all_same(tuple(got_b), tuple(expected))
         assert_same_bits(got_p, expected_p)
 
@@ -157,7 +157,7 @@ def test_inputs_of_any_strides(device: torch.device) -> None:
 @by_backward_case
 def test_cuda_gives_the_bytes_of_the_cpu(case: Case) -> None:
     arguments, on_device = case.arguments(), case.arguments("cuda")
-    input, probs, sizes, format = arguments
+    input, format, probs, sizes = arguments
     more = given(ops.swiglu(input, probs), format, sizes)
     there = {name: value.cuda() for name, value in more.items()}
     expected = ops.swiglu_quantize(*arguments, **more, columnwise=True)
@@ -172,10 +172,10 @@ def test_cuda_gives_the_bytes_of_the_cpu(case: Case) -> None:
 @pytest.mark.usefixtures("schema_checks_take_fp8")
 @pytest.mark.parametrize("case", CASES[::3] + BACKWARD_CASES[::3], ids=lambda case: case.name)
 def test_opcheck(case: Case, device: torch.device) -> None:
-    input, probs, sizes, format = case.arguments(device)
+    input, format, probs, sizes = case.arguments(device)
     input, probs = input.nan_to_num(), None if probs is None else probs.nan_to_num()
     more = given(ops.swiglu(input, probs), format, sizes)
-    arguments = (input.requires_grad_(), probs, sizes, format)
+    arguments = (input.requires_grad_(), format, probs, sizes)
     opcheck(OPS.swiglu_quantize.default, arguments, rows_of(more))
     opcheck(OPS.swiglu_quantize.default, arguments, {**columns_of(more), **COLUMNS})
     opcheck(OPS.swiglu_quantize.default, arguments, {**more, **BOTH})
@@ -197,8 +197,8 @@ def fused_step(
         kind = format.split(":")[0]
         one = {} if kind == "fp8_block" else {"amax": amax}
         both = {**one, "amax_t": 2 * amax, "seed": seed} if kind == "nvfp4" else one
-        outputs += ops.swiglu_quantize(input, probs, sizes, format, **both, columnwise=True)
-        outputs += ops.swiglu_backward_quantize(grad, input, probs, sizes, format, **both)
+        outputs += ops.swiglu_quantize(input, format, probs, sizes, **both, columnwise=True)
+        outputs += ops.swiglu_backward_quantize(grad, input, format, probs, sizes, **both)
     return tuple(outputs)
 
 
@@ -243,62 +243,62 @@ GRAD = torch.zeros(4, 128)
     ("arguments", "error", "text"),
     [
         (
-            (X.int(), None, None, "fp8_block"),
+            (X.int(), "fp8_block", None, None),
             TypeError,
             "argument 'input': expected one of the dtypes float32, bfloat16, float16, got int32. "
             "Convert it with .to() first.",
         ),
         (
-            (X, None, None, "fp8_tensor"),
+            (X, "fp8_tensor", None, None),
             ValueError,
             "argument 'amax': expected a float32 tensor of sizes [1], the largest magnitudes that 'fp8_tensor' scales "
             "by, got None. Compute it with transformer_plugin.ops.amax of what swiglu gave in "
             "earlier steps, or use swiglu, and quantize its result.",
         ),
         (
-            (X.repeat(4, 1), None, torch.tensor([16, 0]), "nvfp4"),
+            (X.repeat(4, 1), "nvfp4", None, torch.tensor([16, 0])),
             ValueError,
             "argument 'amax': expected a float32 tensor of sizes [2], the largest magnitudes that 'nvfp4' scales "
             "by, got None. Compute it with transformer_plugin.ops.amax of what swiglu gave in "
             "earlier steps, or use swiglu, and quantize its result.",
         ),
         (
-            (X, None, None, "mxfp8", torch.ones(1)),
+            (X, "mxfp8", None, None, torch.ones(1)),
             ValueError,
             "argument 'amax': expected None for 'mxfp8', which has no use for it, got float32[1] on cpu. Leave it out.",
         ),
         (
-            (X[:, :240], None, None, "nvfp4", torch.ones(1)),
+            (X[:, :240], "nvfp4", None, None, torch.ones(1)),
             ValueError,
             "argument 'input': expected a last dimension that is a multiple of 32: two halves in blocks of nvfp4, 16, "
             "got float32[4, 240] on cpu. Pad each half with zeros.",
         ),
         (
-            (X, None, None, "bf16"),
+            (X, "bf16", None, None),
             ValueError,
             "argument 'format': expected a format with scales, fp8_tensor, fp8_block, mxfp8 or nvfp4, got 'bf16'. Use "
             "the unquantized tensor, or convert it with .to().",
         ),
         (
-            (X, None, torch.tensor([4]), "mxfp8:square"),
+            (X, "mxfp8:square", None, torch.tensor([4])),
             ValueError,
             "argument 'format': expected blocks along a row for a ragged matrix, whose groups do not end on square "
             "blocks, got 'mxfp8:square'. Leave out 'square'.",
         ),
         (
-            (X[:, :96], None, None, "mxfp8"),
+            (X[:, :96], "mxfp8", None, None),
             ValueError,
             "argument 'input': expected a last dimension that is a multiple of 64: two halves in blocks of mxfp8, 32, "
             "got float32[4, 96] on cpu. Pad each half with zeros.",
         ),
         (
-            (X, torch.zeros(3), None, "mxfp8"),
+            (X, "mxfp8", torch.zeros(3), None),
             ValueError,
             "argument 'probs': expected size 4 in dimension 0 (the rows of 'input'), got float32[3] on cpu. "
             "Pass tensors whose sizes agree.",
         ),
         (
-            (X, None, torch.tensor([5]), "mxfp8"),
+            (X, "mxfp8", None, torch.tensor([5])),
             ValueError,
             "argument 'group_sizes': expected sizes that sum to at most 4, the rows of the buffer, got a sum of 5 at "
             "group 0. Enlarge the buffer or fix the sizes.",
@@ -310,7 +310,7 @@ def test_errors_have_four_parts(arguments: tuple, error: type[Exception], text: 
         with pytest.raises(error) as caught:
             ops.swiglu_quantize(*arguments, **flags)
         expected = text
-        if flags == COLUMNS and arguments[3] == "nvfp4":
+        if flags == COLUMNS and arguments[1] == "nvfp4":
             expected = text.replace("'amax'", "'amax_t'").replace("ops.amax", "ops.amax and columnwise=True")
         assert str(caught.value) == f"transformer_plugin::swiglu_quantize: {expected}"
 
@@ -370,18 +370,18 @@ def test_errors_of_what_is_given(more: dict, text: str) -> None:
     ("arguments", "text"),
     [
         (
-            (GRAD[:, :64], X[:, :128], None, None, "fp8_block"),
+            (GRAD[:, :64], X[:, :128], "fp8_block", None, None),
             "argument 'input': expected a last dimension that is a multiple of 256: two halves of whole tiles of 128, "
             "got float32[4, 128] on cpu. Use swiglu_backward and quantize, which take any width.",
         ),
         (
-            (GRAD, X, None, None, "fp8_tensor"),
+            (GRAD, X, "fp8_tensor", None, None),
             "argument 'amax': expected a float32 tensor of sizes [1], the largest magnitudes that 'fp8_tensor' scales "
             "by, got None. Compute it with transformer_plugin.ops.amax of what swiglu_backward gave in earlier steps, "
             "or use swiglu_backward, and quantize its first result.",
         ),
         (
-            (X, X, None, None, "fp8_block"),
+            (X, X, "fp8_block", None, None),
             "argument 'grad': expected size 128 in dimension 1 (half the columns of 'input'), got float32[4, 256] on "
             "cpu. Pass tensors whose sizes agree.",
         ),

@@ -32,7 +32,7 @@ AGREE = "Pass tensors whose sizes agree."
          "'b_format': expected fp8_row with e4m3, because a_format is 'fp8_row', got 'fp8_tensor'. "
          "Quantize both operands to fp8_row, the second one to e4m3."),
         ((A, AS[:2], B, BS, S), {"a_format": "fp8_tensor"}, ValueError,
-         "'b_format': expected no fp8_row unless a_format is 'fp8_tensor', got 'fp8_row'. "
+         "'b_format': expected another family than fp8_row, because a_format is 'fp8_tensor', got 'fp8_row'. "
          "Quantize both operands to fp8_row, the second one to e4m3."),
         ((A, AS, B, BS, S), {"transpose_b": False}, ValueError,
          "'transpose_b': expected True with fp8_row, whose scales are those of rows of 'b', got False. "

@@ -57,7 +57,7 @@ def products(x: Tensor, weight: Tensor, sizes: Tensor) -> Iterator[tuple[str, Pr
     yield "SwiGLU", lambda **plan: swiglu(x, weight, sizes, None, **plan), False
     yield (
         "SwiGLU into blocks",
-        lambda **plan: ops.grouped_gemm_swiglu_quantize(x, weight, sizes, None, "fp8_block", **plan),
+        lambda **plan: ops.grouped_gemm_swiglu_quantize(x, weight, sizes, "fp8_block", **plan),
         False,
     )
 

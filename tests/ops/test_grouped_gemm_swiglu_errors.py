@@ -97,37 +97,37 @@ FORMAT = (
             "Pass how many the product may take.",
         ),
         *(
-            (QUANTIZE, (A, B, S, P, key), ValueError, "'format': " + FORMAT.format(key))
+            (QUANTIZE, (A, B, S, key, P), ValueError, "'format': " + FORMAT.format(key))
             for key in ("fp8_tensor", "fp8_block:square", "mxfp8:square", "nvfp4", "bf16", "none")
         ),
         (
             QUANTIZE,
-            (A, B, S, P, "fp8"),
+            (A, B, S, "fp8", P),
             ValueError,
             "'format': expected a format key: none, bf16, fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4, then options "
             "like fp8_block:e4m3,pow2,square,eps=1e-12, got 'fp8'. transformer_plugin.formats lists them.",
         ),
         (
             QUANTIZE,
-            (A, B, S, P, "mxfp8"),
+            (A, B, S, "mxfp8", P),
             ValueError,
             "'b': expected a number of rows in each matrix that is a multiple of 64: gate and linear part in blocks of "
             "mxfp8, 32, got float32[2, 16, 6] on cpu. Pad both with zeros.",
         ),
         (
             QUANTIZE,
-            (A, B, S, P[:3], "fp8_block"),
+            (A, B, S, "fp8_block", P[:3]),
             ValueError,
             "'probs': expected size 4 in dimension 0 (the rows of 'a'), got float32[3] on cpu. " + AGREE,
         ),
         (
             QUANTIZE,
-            (A, B, torch.tensor([3, 2]), P, "fp8_block"),
+            (A, B, torch.tensor([3, 2]), "fp8_block", P),
             ValueError,
             "'group_sizes': expected sizes that sum to at most 4, the rows of the buffer, "
             "got a sum of 5 at group 1. Enlarge the buffer or fix the sizes.",
         ),
-        (QUANTIZE, (A, B, S, P, "fp8_block", None, 16), ValueError, "'interleave': " + ORDER),
+        (QUANTIZE, (A, B, S, "fp8_block", P, None, 16), ValueError, "'interleave': " + ORDER),
     ],
 )
 def test_errors(op: str, arguments: tuple[Any, ...], error: type[Exception], text: str) -> None:

@@ -45,14 +45,14 @@ def steps(
     a: Tensor,
     b: Tensor,
     sizes: Tensor,
-    probs: Tensor | None,
     format: str,
+    probs: Tensor | None = None,
     bias: Tensor | None = None,
     interleave: int = 0,
 ) -> tuple[Tensor, ...]:
     """The fused pass over the product that the op next door keeps."""
     _, h = ops.grouped_gemm_swiglu(a, b, sizes, probs, bias, interleave)
-    return *ops.swiglu_quantize(halves_apart(h, interleave), probs, sizes, format), h
+    return *ops.swiglu_quantize(halves_apart(h, interleave), format, probs, sizes), h
 
 
 def oracle(act: Tensor, sizes: Tensor, format: str) -> tuple[Tensor, ...]:
@@ -68,11 +68,11 @@ def poison_outputs(outputs: tuple[Tensor, ...]) -> None:
 @each(EXACT)
 def test_against_the_oracle(case: Case, device: torch.device) -> None:
     """Exact sums, so that h is right to the last bit or wrong; the numpy oracle rounds what SwiGLU makes of it."""
-    a, b, sizes, probs, format, bias, interleave = case.arguments(device)
+    a, b, sizes, format, probs, bias, interleave = case.arguments(device)
     h = rows_fp64(a.cpu(), b.cpu(), sizes, None if bias is None else bias.cpu(), None, True).to(a.dtype)
     act = ops.swiglu(halves_apart(h, interleave), None if probs is None else probs.cpu())
     expected = oracle(act, sizes, format)
-    *got, kept = ops.grouped_gemm_swiglu_quantize(a, b, sizes, probs, format, bias, interleave)
+    *got, kept = ops.grouped_gemm_swiglu_quantize(a, b, sizes, format, probs, bias, interleave)
     assert_same_bits(kept.cpu() + 0, h, "h")
     assert_all_same(tuple(got), expected)
 
@@ -92,12 +92,12 @@ def test_bytes_of_the_steps(case: Case, device: torch.device) -> None:
 
 @each(EXACT)
 def test_reference_is_its_steps(case: Case) -> None:
-    a, b, sizes, probs, format, bias, interleave = case.arguments()
+    a, b, sizes, format, probs, bias, interleave = case.arguments()
     act, h = reference.grouped_gemm_swiglu(a, b, sizes, probs, bias, interleave)
-    *got, kept = reference.grouped_gemm_swiglu_quantize(a, b, sizes, probs, format, bias, interleave)
+    *got, kept = reference.grouped_gemm_swiglu_quantize(a, b, sizes, format, probs, bias, interleave)
     assert_same_bits(kept, h)
     assert_all_same(tuple(got), oracle(act, sizes, format))
-    none = reference.grouped_gemm_swiglu_quantize(a, b, sizes, probs, format, bias, interleave, False)[2]
+    none = reference.grouped_gemm_swiglu_quantize(a, b, sizes, format, probs, bias, interleave, False)[2]
     assert none.shape == (0, b.shape[1])
 
 
@@ -133,11 +133,11 @@ def test_special_values(
     a, b = torch.zeros(140, 16, dtype=dtype), torch.zeros(groups, 2 * features, 16, dtype=dtype)
     probs = torch.rand(140, generator=torch.Generator().manual_seed(1))
     probs[::13], probs[1::13], probs[2::13] = float("nan"), float("inf"), 0.0
-    arguments = a.to(device), b.to(device), sizes, probs.to(device), format, bias, interleave
-    act, h = ops.grouped_gemm_swiglu(*arguments[:4], bias, interleave)
+    arguments = a.to(device), b.to(device), sizes, format, probs.to(device), bias, interleave
+    act, h = ops.grouped_gemm_swiglu(*arguments[:3], *arguments[4:])
     got = ops.grouped_gemm_swiglu_quantize(*arguments)
     assert_all_same(
-        got, (*ops.swiglu_quantize(halves_apart(h, interleave), probs.to(device), sizes, format), h)
+        got, (*ops.swiglu_quantize(halves_apart(h, interleave), format, probs.to(device), sizes), h)
     )
     assert_all_same(got[:2], oracle(act, sizes, format))
 
@@ -152,10 +152,10 @@ def test_what_lies_past_the_last_column_is_in_no_scale(
     a, b = (normals(s, dtype, device, generator) / 8 for s in ((70, 64), (2, 2 * features, 64)))
     b[:, features:] *= 64
     a[3, 5], b[1, features + 2, 7] = float("inf"), -float("inf")
-    arguments = a, b, torch.tensor([40, 27], device=device), None, "fp8_block"
+    arguments = a, b, torch.tensor([40, 27], device=device), "fp8_block"
     got = ops.grouped_gemm_swiglu_quantize(*arguments)
     assert_all_same(got, steps(*arguments))
-    act, _ = ops.grouped_gemm_swiglu(*arguments[:4])
+    act, _ = ops.grouped_gemm_swiglu(*arguments[:3])
     assert_all_same(got[:2], oracle(act, arguments[2], "fp8_block"))
 
 
@@ -166,8 +166,8 @@ def test_any_strides_and_a_format_object(format: str, device: torch.device) -> N
     a, b = wide[0][::2, ::2], wide[1].transpose(1, 2)
     probs, bias = torch.rand(12, generator=generator).to(device)[::2], b[:, :, 0]
     sizes = torch.tensor([3, 2], device=device, dtype=torch.int32)
-    got = ops.grouped_gemm_swiglu_quantize(a, b, sizes, probs, Format.parse(format), bias, 32)
-    dense = a.contiguous(), b.contiguous(), sizes, probs.contiguous(), format, bias.contiguous(), 32
+    got = ops.grouped_gemm_swiglu_quantize(a, b, sizes, Format.parse(format), probs, bias, 32)
+    dense = a.contiguous(), b.contiguous(), sizes, format, probs.contiguous(), bias.contiguous(), 32
     assert_all_same(got, steps(*dense))
 
 
@@ -177,7 +177,7 @@ def test_opcheck(case: Case, device: torch.device) -> None:
     arguments = tuple(t.nan_to_num() if isinstance(t, Tensor) else t for t in case.arguments(device))
     opcheck(_op, arguments)
     opcheck(_op, (*arguments, False))
-    for i in (0, 1, 3, 5):
+    for i in (0, 1, 4, 5):
         if arguments[i] is not None:
             arguments[i].requires_grad_()
     opcheck(_op, arguments)
@@ -194,7 +194,7 @@ def test_compiles_whole(format: str, interleave: int, device: torch.device) -> N
     for rows, sizes in ((24, (5, 0, 16)), (40, (40, 0, 0)), (17, (0, 3, 9))):
         x, w = (normals(s, torch.bfloat16, device, generator) for s in ((rows, 16), (3, 128, 16)))
         probs = torch.rand(rows, generator=generator).to(device)
-        arguments = x, w, torch.tensor(sizes, device=device), probs, format, None, interleave
+        arguments = x, w, torch.tensor(sizes, device=device), format, probs, None, interleave
         assert_all_same(fast(*arguments), ops.grouped_gemm_swiglu_quantize(*arguments))
     torch._dynamo.reset()
 
@@ -216,7 +216,7 @@ def test_graph_follows_new_sizes_and_data(format: str, interleave: int) -> None:
         made.clear()
         graph = captured(
             lambda keep=keep_input: made.append(
-                ops.grouped_gemm_swiglu_quantize(*held, format, None, interleave, keep)
+                ops.grouped_gemm_swiglu_quantize(*held[:3], format, held[3], None, interleave, keep)
             )
         )
         outputs = made[-1]
@@ -228,7 +228,7 @@ def test_graph_follows_new_sizes_and_data(format: str, interleave: int) -> None:
             for tensor in outputs:
                 tensor.view(torch.uint8).fill_(0xFF)
             graph.replay()
-            expected = steps(*new, format, None, interleave)
+            expected = steps(*new[:3], format, new[3], None, interleave)
             assert_all_same(outputs[: 2 + keep_input], expected[: 2 + keep_input])
 
 
@@ -255,7 +255,7 @@ def test_act_is_never_in_memory(format: str, interleave: int) -> None:
     a, b = (normals(s, torch.bfloat16, device, generator) for s in ((rows, 64), (4, 2 * features, 64)))
     sizes, probs = torch.tensor([1000, 0, 2000, 500], device=device), torch.rand(rows, device=device)
     taken = most_memory(
-        lambda: ops.grouped_gemm_swiglu_quantize(a, b, sizes, probs, format, None, interleave, False)
+        lambda: ops.grouped_gemm_swiglu_quantize(a, b, sizes, format, probs, None, interleave, False)
     )
     codes = rows * features
     assert (
@@ -273,7 +273,7 @@ def test_devices_agree_on_exact_products() -> None:
 
 def quantized_experts(arguments: tuple[Any, ...]) -> Tensor:
     x, w1, sizes, probs, w2 = arguments
-    data, scale, _ = ops.grouped_gemm_swiglu_quantize(x, w1, sizes, probs, "fp8_block", keep_input=False)
+    data, scale, _ = ops.grouped_gemm_swiglu_quantize(x, w1, sizes, "fp8_block", probs, keep_input=False)
     weight = ops.quantize(w2, "fp8_block:square")
     given = quantized_arguments((data, scale), weight, "fp8_block", "fp8_block:square")
     return ops.grouped_gemm(**given, group_sizes=sizes, dtype=x.dtype)

@@ -192,7 +192,7 @@ ONES = torch.ones(4, 40)
          "argument 'inputs': expected a last dimension that is a multiple of 32, the block of mxfp8, got float32[4, 40]"
          " on cpu. Pad it with zeros, for example with torch.nn.functional.pad."),
         (ops.quantize_list, ([ONES], "nvfp4:sr"), ValueError,
-         "argument 'format': expected fp8_tensor, fp8_row, fp8_block, mxfp8, or nvfp4 without rht, sr and row_scaled, "
+         "argument 'format': expected fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4 (without rht, sr and row_scaled), "
          "got 'nvfp4:sr'. Quantize the matrices one by one."),
         (partial(ops.quantize_list, **BOTH), ([ONES[:, :32]], "nvfp4"), ValueError,
          "argument 'inputs': expected a number of rows that is a multiple of 16, the block of nvfp4 in transposed "
@@ -201,11 +201,11 @@ ONES = torch.ones(4, 40)
          "argument 'amax': expected size 1 in dimension 0 (one for each of 'inputs'), got float32[2] on cpu. Pass "
          "tensors whose sizes agree."),
         (ops.quantize_list, ([], "fp8_tensor", torch.ones(0)), ValueError,
-         "argument 'inputs': expected at least one matrix, which says on what device, got none. Leave out the call."),
+         "argument 'inputs': expected at least one matrix, got none. Skip the call if there is nothing to quantize."),
         (ops.quantize_list, ([], "fp8_block"), ValueError,
-         "argument 'inputs': expected at least one matrix, which says on what device, got none. Leave out the call."),
+         "argument 'inputs': expected at least one matrix, got none. Skip the call if there is nothing to quantize."),
         (partial(ops.quantize_list, **BOTH), ([], "mxfp8"), ValueError,
-         "argument 'inputs': expected at least one matrix, which says on what device, got none. Leave out the call."),
+         "argument 'inputs': expected at least one matrix, got none. Skip the call if there is nothing to quantize."),
         (ops.quantize_list, ([ONES], "fp8_block", torch.ones(1)), ValueError,
          "argument 'amax': expected None for 'fp8_block', which has no use for it, got float32[1] on cpu. Leave it "
          "out."),

@@ -1,4 +1,4 @@
-"""The example in CONTRIBUTING.md of an op: its list of files is short, and it is the whole list."""
+"""The examples in CONTRIBUTING.md of an op and of a format: their lists of files are short and complete."""
 
 from __future__ import annotations
 
@@ -23,11 +23,31 @@ CALLERS = (
 )
 
 
-def listed() -> list[str]:
+FORMAT = "fp8_row"
+#: The most files that are edited to add a format.
+MOST_OF_A_FORMAT = 15
+#: How code names the format: its key, its family, its kernels, and the trait that no other format has.
+NAMES_OF_THE_FORMAT = r"fp8_row|Fp8Row|\bquantize_rows_|launch_quantize_rows|QuantizeRows|has_row_scales"
+
+
+def section(title: str, example: str) -> str:
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    section = text[text.index("## Add an op") : text.index("## Add a format")]
-    assert f"`{OP}` is an example" in section
-    return re.findall(r"^\d+\. `([^`]+)`:", section, re.MULTILINE)
+    start = text.index(f"## {title}")
+    found = text[start : text.index("\n## ", start)]
+    assert f"`{example}` is an example" in found
+    return found
+
+
+def listed() -> list[str]:
+    return re.findall(r"^\d+\. `([^`]+)`:", section("Add an op", OP), re.MULTILINE)
+
+
+def tracked(*arguments: str) -> set[str]:
+    """The files that git finds, with paths relative to the repository."""
+    found = subprocess.run(["git", "grep", "-lz", *arguments], cwd=ROOT, capture_output=True, text=True)
+    if found.returncode != 0:
+        pytest.skip("not a git checkout")
+    return {name for name in found.stdout.split("\0") if name}
 
 
 def test_the_list_is_short_and_its_files_are_there() -> None:
@@ -38,11 +58,21 @@ def test_the_list_is_short_and_its_files_are_there() -> None:
 
 
 def test_no_other_file_defines_the_op() -> None:
-    command = ["git", "grep", "-lwz", OP, "--", ".", ":!CONTRIBUTING.md"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if found.returncode != 0:
-        pytest.skip("not a git checkout")
-    others = {name for name in found.stdout.split("\0") if name and not name.startswith(CALLERS)}
+    found = tracked("-w", OP, "--", ".", ":!CONTRIBUTING.md")
+    others = {name for name in found if not name.startswith(CALLERS)}
     assert others - set(listed()) == set()
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob(f"{OP}*")}
     assert sources - set(listed()) == set()
+
+
+def test_the_list_of_a_format_is_short_and_complete() -> None:
+    """Besides these files only those of its GEMM kernel, and cases and tests, name the format."""
+    text = section("Add a format", FORMAT)
+    files = re.findall(r"^\d+\. `([^`]+)`:", text, re.MULTILINE)
+    assert 0 < len(files) <= MOST_OF_A_FORMAT and len(set(files)) == len(files)
+    found = tracked("-E", NAMES_OF_THE_FORMAT, "--", "csrc", "transformer_plugin", "docs/formats")
+    assert set(files) <= found
+    kernel = set(re.findall(r"`((?:csrc|transformer_plugin)/[^`]+\.\w+)`", text))
+    assert {name for name in found - kernel if not name.startswith("transformer_plugin/testing/")} <= set(
+        files
+    )

@@ -23,15 +23,36 @@ def listed(tensors: Tensors) -> list[Tensor]:
     )
 
 
-def key_of(format: str | Format) -> str:
+def matrices(inputs: Iterable[Tensor], op: str) -> list[Tensor]:
+    """The inputs of an op that takes many matrices of different sizes."""
+    if isinstance(inputs, Iterable) and not isinstance(inputs, Tensor):
+        return list(inputs)
+    raise TypeError(
+        f"transformer_plugin::{op}: argument 'inputs': expected a list of matrices, got {type(inputs).__name__}. "
+        "Pass a list; quantize and amax take one matrix or a stack of matrices of one size."
+    )
+
+
+def key_of(format: str | Format, argument: str = "format") -> str:
     """The key of a format."""
     if isinstance(format, str):
         return format
     if isinstance(format, Format):
         return format.key
     raise TypeError(
-        "transformer_plugin.ops: argument 'format': expected a format key or a transformer_plugin.formats.Format, got "
-        f"{type(format).__name__}. Pass for example 'fp8_block'."
+        f"transformer_plugin.ops: argument '{argument}': expected a format key or a "
+        f"transformer_plugin.formats.Format, got {type(format).__name__}. Pass for example 'fp8_block'."
+    )
+
+
+def layer_keys(
+    input_format: str | Format, weight_format: str | Format, grad_format: str | Format
+) -> tuple[str, str, str]:
+    """The keys of the three formats of a layer."""
+    return (
+        key_of(input_format, "input_format"),
+        key_of(weight_format, "weight_format"),
+        key_of(grad_format, "grad_format"),
     )
 
 
@@ -47,6 +68,6 @@ def quantized(
     return (
         None if a_scale is None else listed(a_scale),
         None if b_scale is None else listed(b_scale),
-        key_of(a_format),
-        key_of(b_format),
+        key_of(a_format, "a_format"),
+        key_of(b_format, "b_format"),
     )

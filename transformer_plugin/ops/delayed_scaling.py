@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.formats import Format
-from transformer_plugin.ops._operands import key_of
+from transformer_plugin.ops._operands import key_of, layer_keys
 
 __all__ = [
     "delayed_scale",
@@ -146,9 +146,9 @@ def linear_scaled(
     scale: Tensor,
     amax: Tensor | None = None,
     bias: Tensor | None = None,
-    input_format: str = "fp8_tensor:e4m3",
-    weight_format: str = "fp8_tensor:e4m3",
-    grad_format: str = "fp8_tensor:e5m2",
+    input_format: str | Format = "fp8_tensor:e4m3",
+    weight_format: str | Format = "fp8_tensor:e4m3",
+    grad_format: str | Format = "fp8_tensor:e5m2",
 ) -> Tensor:
     """:func:`~transformer_plugin.ops.linear` in ``fp8_tensor`` with the scales that are passed.
 
@@ -172,7 +172,7 @@ def linear_scaled(
         another format. Nothing is written then.
     """
     return _ops.linear_scaled.default(
-        input, weight, scale, amax, bias, input_format, weight_format, grad_format
+        input, weight, scale, amax, bias, *layer_keys(input_format, weight_format, grad_format)
     )
 
 
@@ -184,9 +184,9 @@ def grouped_linear_scaled(
     amax: Tensor | None = None,
     bias: Tensor | None = None,
     bias_scale: Tensor | None = None,
-    input_format: str = "fp8_tensor:e4m3",
-    weight_format: str = "fp8_tensor:e4m3",
-    grad_format: str = "fp8_tensor:e5m2",
+    input_format: str | Format = "fp8_tensor:e4m3",
+    weight_format: str | Format = "fp8_tensor:e4m3",
+    grad_format: str | Format = "fp8_tensor:e5m2",
     max_sms: int = 0,
     expected_rows: int = -1,
 ) -> Tensor:
@@ -211,7 +211,7 @@ def grouped_linear_scaled(
     Raises:
         TypeError, ValueError: as :func:`linear_scaled` and :func:`~transformer_plugin.ops.grouped_linear`.
     """
-    formats = (input_format, weight_format, grad_format)
+    formats = layer_keys(input_format, weight_format, grad_format)
     return _ops.grouped_linear_scaled.default(
         input, weight, group_sizes, scale, amax, bias, bias_scale, *formats, max_sms, expected_rows
     )

@@ -30,9 +30,9 @@ _ops = torch.ops.transformer_plugin
 
 def swiglu_quantize(
     input: Tensor,
-    probs: Tensor | None,
-    group_sizes: Tensor | None,
     format: str | Format,
+    probs: Tensor | None = None,
+    group_sizes: Tensor | None = None,
     amax: Tensor | None = None,
     amax_t: Tensor | None = None,
     seed: Tensor | None = None,
@@ -45,11 +45,11 @@ def swiglu_quantize(
         input: ``[T, 2F]`` float32, bfloat16 or float16, any strides; the gate is the first F columns. For ``mxfp8``
             F is a multiple of 32, for ``nvfp4`` of 16; for ``nvfp4`` with ``columnwise`` T, and the size of each group,
             is a multiple of 16.
+        format: a key of a format with fused ops (:mod:`transformer_plugin.formats`), or a
+            :class:`~transformer_plugin.formats.Format`. Square blocks only without groups.
         probs: float32 ``[T]``, what each row is multiplied by, or None for 1.
         group_sizes: int32 or int64 ``[G]`` on the device of ``input``, or None for one matrix. Rows past the groups are
             not read.
-        format: a key of a format with scales except ``fp8_row``, or a :class:`~transformer_plugin.formats.Format`.
-            Square blocks only without groups.
         amax: what ``fp8_tensor`` and, with ``rowwise``, ``nvfp4`` scale by, float32 in the sizes that
             :func:`~transformer_plugin.ops.amax` gives for the activation. It need not be that of this activation:
             larger values saturate. That of ``fp8_tensor`` serves both directions.
@@ -70,16 +70,16 @@ def swiglu_quantize(
     """
     key = key_of(format)
     return tuple(
-        _ops.swiglu_quantize.default(input, probs, group_sizes, key, amax, amax_t, seed, rowwise, columnwise)
+        _ops.swiglu_quantize.default(input, key, probs, group_sizes, amax, amax_t, seed, rowwise, columnwise)
     )
 
 
 def swiglu_backward_quantize(
     grad: Tensor,
     input: Tensor,
-    probs: Tensor | None,
-    group_sizes: Tensor | None,
     format: str | Format,
+    probs: Tensor | None = None,
+    group_sizes: Tensor | None = None,
     amax: Tensor | None = None,
     amax_t: Tensor | None = None,
     seed: Tensor | None = None,
@@ -89,7 +89,7 @@ def swiglu_backward_quantize(
     Args:
         grad: ``[T, F]``, the gradient of the activation, in the dtype of ``input``; any strides.
         input: ``[T, 2F]``; F is a multiple of 128.
-        probs, group_sizes, format, seed: as in :func:`swiglu_quantize`.
+        format, probs, group_sizes, seed: as in :func:`swiglu_quantize`.
         amax, amax_t: likewise, but of the gradient of ``input``.
 
     Returns:
@@ -102,15 +102,15 @@ def swiglu_backward_quantize(
     """
     key = key_of(format)
     data, scale, data_t, scale_t, grad_probs = _ops.swiglu_backward_quantize.default(
-        grad, input, probs, group_sizes, key, amax, amax_t, seed
+        grad, input, key, probs, group_sizes, amax, amax_t, seed
     )
     return data, scale, data_t, scale_t, grad_probs
 
 
 def bias_backward_quantize(
     grad: Tensor,
-    group_sizes: Tensor | None,
     format: str | Format,
+    group_sizes: Tensor | None = None,
     amax: Tensor | None = None,
     amax_t: Tensor | None = None,
     seed: Tensor | None = None,
@@ -122,10 +122,10 @@ def bias_backward_quantize(
     Args:
         grad: ``[T, N]`` float32, bfloat16 or float16, any strides. For ``mxfp8`` N is a multiple of 32, for
             ``nvfp4`` of 16; for ``nvfp4`` with ``columnwise`` T, and the size of each group, is a multiple of 16.
+        format: a key of a format with fused ops (:mod:`transformer_plugin.formats`), or a
+            :class:`~transformer_plugin.formats.Format`. Square blocks only without groups.
         group_sizes: int32 or int64 ``[G]`` on the device of ``grad``, or None for one matrix. Rows past the groups are
             not read.
-        format: a key of a format with scales except ``fp8_row``, or a :class:`~transformer_plugin.formats.Format`.
-            Square blocks only without groups.
         amax, amax_t: as in :func:`~transformer_plugin.ops.quantize`: ``nvfp4`` requires those of the directions;
             ``amax`` of ``fp8_tensor`` may be None for that of ``grad``, which then is read twice.
         seed: int64 ``[1]`` on the device of ``grad``, of ``nvfp4`` with ``sr`` only.
@@ -144,5 +144,5 @@ def bias_backward_quantize(
     """
     key = key_of(format)
     return tuple(
-        _ops.bias_backward_quantize.default(grad, group_sizes, key, amax, amax_t, seed, rowwise, columnwise)
+        _ops.bias_backward_quantize.default(grad, key, group_sizes, amax, amax_t, seed, rowwise, columnwise)
     )

@@ -24,6 +24,9 @@ from typing import NamedTuple
 
 import torch
 
+from transformer_plugin.formats import Format
+from transformer_plugin.ops._operands import key_of
+
 __all__ = [
     "GroupedGemmPlan",
     "grouped_gemm_plan",
@@ -62,8 +65,8 @@ def grouped_gemm_plan(
     accumulate: bool = False,
     max_sms: int = 0,
     expected_rows: int = -1,
-    a_format: str = "none",
-    b_format: str = "none",
+    a_format: str | Format = "none",
+    b_format: str | Format = "none",
     capability: int = 90,
 ) -> GroupedGemmPlan:
     """What a GPU would run, computed on any host, also one without a GPU.
@@ -79,8 +82,8 @@ def grouped_gemm_plan(
         multiprocessors: of the GPU: 132 of an H100 or H200 with SXM.
         accumulate: as for :func:`~transformer_plugin.ops.grouped_gemm_wgrad_out`.
         max_sms, expected_rows: as the product is given them.
-        a_format, b_format: format keys of quantized operands: of the rows and the weight, of the gradient and the
-            weight (``"data_grad"``), or of the gradient and the input (``"weight_grad"``); else ``"none"``.
+        a_format, b_format: formats, or their keys, of quantized operands: of the rows and the weight, of the gradient
+            and the weight (``"data_grad"``), or of the gradient and the input (``"weight_grad"``); else ``"none"``.
         capability: compute capability of the GPU, 90 for 9.0.
 
     Returns:
@@ -89,12 +92,13 @@ def grouped_gemm_plan(
         have.
 
     Raises:
-        TypeError: another dtype. ValueError: another product or format, or counts that are negative or too large.
+        TypeError: another dtype. ValueError: another product or format, formats that the op refuses for this
+        product, or counts that are negative or too large.
     """
     backend, reason, (clusters, thread_boxes, overlaps) = _ops.grouped_gemm_plan.default(
         product,
-        a_format,
-        b_format,
+        key_of(a_format, "a_format"),
+        key_of(b_format, "b_format"),
         dtype,
         out_dtype,
         rows,

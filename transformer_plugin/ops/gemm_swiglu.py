@@ -35,7 +35,7 @@ def grouped_gemm_swiglu(
     a: Tensor,
     b: Tensor,
     group_sizes: Tensor,
-    probs: Tensor | None,
+    probs: Tensor | None = None,
     bias: Tensor | None = None,
     interleave: int = 0,
     keep_input: bool = True,
@@ -71,8 +71,8 @@ def grouped_gemm_swiglu_quantize(
     a: Tensor,
     b: Tensor,
     group_sizes: Tensor,
-    probs: Tensor | None,
     format: str | Format,
+    probs: Tensor | None = None,
     bias: Tensor | None = None,
     interleave: int = 0,
     keep_input: bool = True,
@@ -81,14 +81,14 @@ def grouped_gemm_swiglu_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`grouped_gemm_swiglu`, its result quantized along rows: an expert's first product, as the second takes it.
 
-    Bit for bit ``swiglu_quantize(h, probs, group_sizes, format)`` of the same ``h``, the columns of the gate first. On
+    Bit for bit ``swiglu_quantize(h, format, probs, group_sizes)`` of the same ``h``, the columns of the gate first. On
     Hopper ``act`` is never in memory: the epilogue computes its scales and writes quantized data.
 
     Args:
-        a, b, group_sizes, probs, bias, interleave, keep_input: as :func:`grouped_gemm_swiglu`. For ``mxfp8`` F is a
-            multiple of 32.
+        a, b, group_sizes: as :func:`grouped_gemm_swiglu`. For ``mxfp8`` F is a multiple of 32.
         format: ``fp8_block`` or ``mxfp8`` with blocks along a row, as a key with options or a
             :class:`~transformer_plugin.formats.Format`: formats that find each scale in a block.
+        probs, bias, interleave, keep_input, max_sms, expected_rows: as :func:`grouped_gemm_swiglu`.
 
     Returns:
         ``data [T, F]`` and ``scale_inv``, as :func:`~transformer_plugin.ops.quantize` of ``act``, and
@@ -99,5 +99,5 @@ def grouped_gemm_swiglu_quantize(
     """
     key = format if isinstance(format, str) else format.key
     return _ops.grouped_gemm_swiglu_quantize.default(
-        a, b, group_sizes, probs, key, bias, interleave, keep_input, max_sms, expected_rows
+        a, b, group_sizes, key, probs, bias, interleave, keep_input, max_sms, expected_rows
     )

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from transformer_plugin.formats import Format
+from transformer_plugin.ops._operands import layer_keys
+
 __all__ = [
     "grouped_mlp",
 ]
@@ -26,9 +29,9 @@ def grouped_mlp(
     probs: Tensor,
     fc1_bias: Tensor | None = None,
     fc2_bias: Tensor | None = None,
-    input_format: str = "none",
-    weight_format: str = "none",
-    grad_format: str = "none",
+    input_format: str | Format = "none",
+    weight_format: str | Format = "none",
+    grad_format: str | Format = "none",
     quantized_fc1_weight: Sequence[Tensor] | None = None,
     quantized_fc2_weight: Sequence[Tensor] | None = None,
     interleave: int = 0,
@@ -73,7 +76,7 @@ def grouped_mlp(
         TypeError: another dtype. ValueError: sizes or devices that do not agree, a width that the format does not take,
         formats of different families, a quantized weight that does not fit the weight and the formats.
     """
-    formats = (input_format, weight_format, grad_format)
+    formats = layer_keys(input_format, weight_format, grad_format)
     options = (quantized_fc1_weight, quantized_fc2_weight, interleave, max_sms, expected_rows)
     return _ops.grouped_mlp.default(
         input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias, *formats, *options

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from transformer_plugin.formats import Format
+from transformer_plugin.ops._operands import layer_keys
+
 __all__ = [
     "grouped_linear",
     "linear",
@@ -24,9 +27,9 @@ def linear(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    input_format: str = "none",
-    weight_format: str = "none",
-    grad_format: str = "none",
+    input_format: str | Format = "none",
+    weight_format: str | Format = "none",
+    grad_format: str | Format = "none",
     quantized_weight: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """``input @ weight.T + bias`` with operands in the given formats; ``torch.nn.functional.linear`` by default.
@@ -35,11 +38,13 @@ def linear(
         input: ``[..., K]`` float32, bfloat16 or float16 (float64 without formats).
         weight: ``[N, K]`` in the dtype of ``input``.
         bias: ``[N]``, any float dtype.
-        input_format, weight_format, grad_format: format keys of one family, as a recipe gives them. The input is
+        input_format, weight_format, grad_format: keys of formats of one family, as a recipe gives them, or
+            :class:`~transformer_plugin.formats.Format`s. The input is
             rounded along its rows for the output and along its columns for the weight's gradient; the output's
             gradient likewise; the weight once when its format is the same along both (``bf16``, ``fp8_tensor``,
-            square blocks). In ``fp8_row`` the weight's gradient is computed from the input and the output's gradient
-            before quantization. What no gradient needs is not computed or kept.
+            square blocks). In a format without group columns (:mod:`transformer_plugin.formats`) the weight's gradient
+            is computed from the input and the output's gradient before quantization. What no gradient needs is not
+            computed or kept.
         quantized_weight: what :func:`quantize_weight` made of ``weight`` with these formats: the same bits, without
             quantizing the weight again. ``weight`` is then not read; its gradient is the usual one.
 
@@ -53,9 +58,8 @@ def linear(
     if input_format == weight_format == grad_format == "none" and quantized_weight is None:
         # Strings that are not passed need not be parsed: 0.5 us.
         return _ops.linear.default(input, weight, bias)
-    return _ops.linear.default(
-        input, weight, bias, input_format, weight_format, grad_format, quantized_weight
-    )
+    formats = layer_keys(input_format, weight_format, grad_format)
+    return _ops.linear.default(input, weight, bias, *formats, quantized_weight)
 
 
 def grouped_linear(
@@ -64,9 +68,9 @@ def grouped_linear(
     group_sizes: Tensor,
     bias: Tensor | None = None,
     bias_scale: Tensor | None = None,
-    input_format: str = "none",
-    weight_format: str = "none",
-    grad_format: str = "none",
+    input_format: str | Format = "none",
+    weight_format: str | Format = "none",
+    grad_format: str | Format = "none",
     quantized_weight: Sequence[Tensor] | None = None,
     max_sms: int = 0,
     expected_rows: int = -1,
@@ -101,16 +105,16 @@ def grouped_linear(
         group_sizes,
         bias,
         bias_scale,
-        input_format,
-        weight_format,
-        grad_format,
+        *layer_keys(input_format, weight_format, grad_format),
         quantized_weight,
         max_sms,
         expected_rows,
     )
 
 
-def quantize_weight(weight: Tensor, input_format: str, weight_format: str, grad_format: str) -> list[Tensor]:
+def quantize_weight(
+    weight: Tensor, input_format: str | Format, weight_format: str | Format, grad_format: str | Format
+) -> list[Tensor]:
     """The quantized weight of :func:`linear`, :func:`grouped_linear` and :func:`~transformer_plugin.ops.grouped_mlp`.
 
     Make it once after an optimizer step and pass it as ``quantized_weight`` to every call until the next.
@@ -118,7 +122,7 @@ def quantize_weight(weight: Tensor, input_format: str, weight_format: str, grad_
     Args:
         weight: ``[N, K]`` or ``[G, N, K]``, float32, bfloat16 or float16, any strides. For ``mxfp8`` K is a multiple of
             32, for ``nvfp4`` of 16; along columns N of 16 for ``nvfp4``.
-        input_format, weight_format, grad_format: format keys as the layer takes them, of any family but ``none``.
+        input_format, weight_format, grad_format: as the layer takes them, of any family but ``none``.
 
     Returns:
         ``[data, scale_inv]``, for ``nvfp4`` ``[data, scale_inv, amax]``, for ``bf16`` ``[data]``, as
@@ -133,11 +137,15 @@ def quantize_weight(weight: Tensor, input_format: str, weight_format: str, grad_
         TypeError: another dtype. ValueError: other dimensions, a width that the format does not take, formats of
         different families, ``none``.
     """
-    return _ops.quantize_weight.default(weight, input_format, weight_format, grad_format)
+    return _ops.quantize_weight.default(weight, *layer_keys(input_format, weight_format, grad_format))
 
 
 def quantize_weight_out(
-    weight: Tensor, input_format: str, weight_format: str, grad_format: str, out: Sequence[Tensor]
+    weight: Tensor,
+    input_format: str | Format,
+    weight_format: str | Format,
+    grad_format: str | Format,
+    out: Sequence[Tensor],
 ) -> None:
     """:func:`quantize_weight` into given tensors, so that a CUDA graph may hold their addresses.
 
@@ -151,4 +159,4 @@ def quantize_weight_out(
     Raises:
         TypeError, ValueError: as :func:`quantize_weight`; tensors that do not fit. Nothing is written then.
     """
-    _ops.quantize_weight_out.default(weight, input_format, weight_format, grad_format, out)
+    _ops.quantize_weight_out.default(weight, *layer_keys(input_format, weight_format, grad_format), out)

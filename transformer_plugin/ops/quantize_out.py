@@ -6,13 +6,13 @@ caller, so that a weight keeps its address from step to step and a captured CUDA
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from transformer_plugin.formats import Format
-from transformer_plugin.ops._operands import key_of
+from transformer_plugin.ops._operands import key_of, matrices
 
 __all__ = [
     "amax_list_out",
@@ -56,7 +56,7 @@ def quantize_out(
 
 
 def amax_list_out(
-    inputs: list[Tensor],
+    inputs: Iterable[Tensor],
     format: str | Format,
     amax: Tensor,
     amax_t: Tensor | None = None,
@@ -80,11 +80,11 @@ def amax_list_out(
         TypeError: another dtype. ValueError: other dimensions or devices, a format with other scales, buffers that do
         not fit, share memory or require a gradient. Nothing is written then.
     """
-    _ops.amax_list_out.default(inputs, key_of(format), amax, amax_t, noop)
+    _ops.amax_list_out.default(matrices(inputs, "amax_list_out"), key_of(format), amax, amax_t, noop)
 
 
 def quantize_list(
-    inputs: list[Tensor],
+    inputs: Iterable[Tensor],
     format: str | Format,
     amax: Tensor | None = None,
     rowwise: bool = True,
@@ -92,15 +92,15 @@ def quantize_list(
 ) -> list[tuple[Tensor, ...]]:
     """:func:`~transformer_plugin.ops.quantize` of each of many matrices, all weights of a model for example.
 
-    A kernel takes 64 matrices, whose addresses are kernel arguments; ``fp8_row`` launches one for each matrix.
+    A kernel takes 64 matrices, whose addresses are kernel arguments; a format without a list kernel
+    (:mod:`transformer_plugin.formats`) launches one for each matrix.
     ``fp8_tensor`` and ``nvfp4`` compute all amaxes first, as :func:`amax_list_out` does.
 
     Args:
         inputs: n matrices ``[M, K]``, at least one, of one dtype, float32, bfloat16 or float16, any strides (those that
             are not contiguous are copied first), any sizes including 0; for ``mxfp8`` every K is a multiple of 32, for
             ``nvfp4`` of 16, and with ``columnwise`` every M too.
-        format: a key of ``fp8_tensor``, ``fp8_row``, ``fp8_block`` or ``mxfp8``, or of ``nvfp4`` without ``rht``,
-            ``sr`` and ``row_scaled``.
+        format: a key of a format with scales, ``nvfp4`` without ``rht``, ``sr`` and ``row_scaled``.
         amax: float32 ``[n]``, contiguous, only for ``fp8_tensor`` and ``nvfp4``: takes the place of the matrices' own.
             One amax serves both directions.
         rowwise, columnwise: as in :func:`~transformer_plugin.ops.quantize`.
@@ -112,10 +112,11 @@ def quantize_list(
         TypeError: another dtype. ValueError: an empty list, other dimensions or devices, a width or an amax that does
         not fit the format, no direction.
     """
+    inputs = matrices(inputs, "quantize_list")
     if not inputs:  # torch calls the op only if an argument holds a tensor
         raise ValueError(
-            "transformer_plugin::quantize_list: argument 'inputs': expected at least one matrix, which says on what "
-            "device, got none. Leave out the call."
+            "transformer_plugin::quantize_list: argument 'inputs': expected at least one matrix, got "
+            "none. Skip the call if there is nothing to quantize."
         )
     outputs = _ops.quantize_list.default(inputs, key_of(format), amax, rowwise, columnwise)
     each = len(outputs) // len(inputs)
@@ -138,7 +139,7 @@ def requantize_transposed(
         data: ``[M, K]`` or ``[G, M, K]``, or ``[T, K]`` with ``group_sizes``, as
             :func:`~transformer_plugin.ops.quantize` gives it; of ``nvfp4`` two elements to a byte, M or T a multiple of
             16. Rows past the groups are not read.
-        scale_inv, format: what came with it; any format with scales but ``fp8_row``.
+        scale_inv, format: what came with it; a format with fused ops (:mod:`transformer_plugin.formats`).
         dtype: of the values between, float32, bfloat16 or float16.
         group_sizes: int32 or int64 ``[G]`` on the device of ``data``; for ``nvfp4`` multiples of 16.
         amax: of ``nvfp4``, what ``data`` was quantized with, as in :func:`~transformer_plugin.ops.dequantize`; none for

@@ -9,7 +9,7 @@ from transformer_plugin.formats import Format
 from transformer_plugin.ops._operands import Tensors, key_of, listed
 from transformer_plugin.reference.quantize import dequantize
 
-#: Values, and for fp8_row the scale of each row, a factor of the sum.
+#: Values, and where rows have scales the scale of each row, a factor of the sum.
 Operand = tuple[Tensor, Tensor | None]
 
 
@@ -32,7 +32,7 @@ def operand(
     assert scales is not None
     scale, amax = (*listed(scales), None)[:2]
     assert scale is not None
-    if key.startswith("fp8_row"):
+    if Format.parse(key).traits.has_row_scales:
         return data.float(), scale
     return dequantize(data, scale, key, torch.float32, group_sizes, transposed, amax), None
 

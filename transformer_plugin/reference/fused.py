@@ -17,9 +17,9 @@ __all__ = [
 
 def swiglu_quantize(
     input: Tensor,
-    probs: Tensor | None,
-    group_sizes: Tensor | None,
     format: str | Format,
+    probs: Tensor | None = None,
+    group_sizes: Tensor | None = None,
     amax: Tensor | None = None,
     amax_t: Tensor | None = None,
     seed: Tensor | None = None,
@@ -34,9 +34,9 @@ def swiglu_quantize(
 def swiglu_backward_quantize(
     grad: Tensor,
     input: Tensor,
-    probs: Tensor | None,
-    group_sizes: Tensor | None,
     format: str | Format,
+    probs: Tensor | None = None,
+    group_sizes: Tensor | None = None,
     amax: Tensor | None = None,
     amax_t: Tensor | None = None,
     seed: Tensor | None = None,
@@ -59,8 +59,8 @@ def _bias_gradient(grad: Tensor, group_sizes: Tensor | None) -> Tensor:
 
 def bias_backward_quantize(
     grad: Tensor,
-    group_sizes: Tensor | None,
     format: str | Format,
+    group_sizes: Tensor | None = None,
     amax: Tensor | None = None,
     amax_t: Tensor | None = None,
     seed: Tensor | None = None,

@@ -142,7 +142,7 @@ def quantize(
     """Along rows, and along rows of the transposed matrix, which ``rht`` rotates before; each matrix of a 3-D input and
     each group by itself, the tail zero. The one amax of ``fp8_tensor`` serves both directions."""
     fmt = _format(format)
-    assert not (fmt.family == "fp8_row" and columnwise and group_sizes is not None), "a scale spans groups"
+    assert fmt.traits.has_group_columns or not columnwise or group_sizes is None, "a scale spans groups"
     outputs: tuple[Tensor, ...] = ()
     for transposed in [False] * rowwise + [True] * columnwise:
         of_direction = amax_t if transposed and fmt.family == "nvfp4" else amax

@@ -19,14 +19,14 @@ __all__ = [
 def quantize_weight(
     weight: Tensor, input_format: str, weight_format: str, grad_format: str, columns: bool | None = None
 ) -> list[Tensor]:
-    """Along rows, then along columns if the values there are others; ``columns`` has those anyway, as devices want them
-    whose kernels multiply codes. Without rounding at random."""
+    """Along rows, then along columns if the values there are others; ``columns`` has those anyway, as devices need them
+    whose kernels multiply quantized data. Without rounding at random."""
     format = Format.parse(weight_format)
     mark = nonfinite_mark(weight) if format.nonfinite_is_nan else torch.ones((), device=weight.device)
     if format.family == "bf16":
         return [(weight.bfloat16() * mark).clone(memory_format=torch.contiguous_format)]
     if columns is None:
-        columns = format.family == "fp8_row" or (format.block is not None and not format.square_blocks)
+        columns = format.family != "fp8_tensor" and not format.square_blocks
     nv = format.family == "nvfp4"
     tensors: list[Tensor] = []
     for rowwise in [True, False] if columns else [True]:

@@ -122,22 +122,22 @@ def quantize_calls(draw: Draw, key: str, is_grouped: bool) -> Calls:
     format, sizes = Format.parse(key), draw.group_sizes() if is_grouped else None
     name = f"grouped {key}" if is_grouped else key
     x, grouped = draw(T, K, dtype=BFLOAT16), {"group_sizes": sizes}
-    is_row = format.family == "fp8_row"
-    for direction in ("rows",) if is_row and is_grouped else DIRECTIONS:
+    grouped_columns = format.traits.has_group_columns or not is_grouped
+    for direction in DIRECTIONS if grouped_columns else ("rows",):
         flags = DIRECTIONS[direction]
         more = {**amaxes_and_seed(x, key, direction, sizes), **flags}
         arguments = {"input": x, "format": key, **grouped, **more}
         yield "quantize", f"{name} {direction}", arguments
         out = [torch.full_like(o.view(torch.uint8), 7).view(o.dtype) for o in ops.quantize(**arguments)]
         yield "quantize_out", f"{name} {direction}", {**arguments, "out": out, "noop": draw.zeros(1)}
-        if is_row:
+        if not format.traits.has_fused_ops:
             continue
         if format.needs_amax or format.family == "fp8_tensor":
             yield "amax", f"{name} {direction}", {"input": x, "format": key, **grouped, **flags}
         wide = {"input": draw(T, 2 * K, dtype=BFLOAT16), "probs": draw(T)}
         yield "swiglu_quantize", f"{name} {direction}", {**wide, "format": key, **grouped, **more}
         yield "bias_backward_quantize", f"{name} {direction}", {"grad": x, "format": key, **grouped, **more}
-    if not is_row:
+    if format.traits.has_fused_ops:
         yield _swiglu_backward_call(draw, key, name, sizes)
     yield from _dequantize_calls(x, key, name, sizes)
 
@@ -154,15 +154,15 @@ def _swiglu_backward_call(
 
 def _dequantize_calls(x: Tensor, key: str, name: str, sizes: Tensor | None) -> Calls:
     format = Format.parse(key)
-    is_row = format.family == "fp8_row"
-    for direction in ("rows",) if is_row and sizes is not None else ("rows", "columns"):
+    grouped_columns = format.traits.has_group_columns or sizes is None
+    for direction in ("rows", "columns") if grouped_columns else ("rows",):
         transposed = direction == "columns"
         more = amaxes_and_seed(x, key, direction, sizes)
         data, scale = ops.quantize(x, key, sizes, **more, **DIRECTIONS[direction])
         amax = {"amax": more["amax_t" if transposed else "amax"]} if format.needs_amax else {}
         arguments = {"data": data, "scale_inv": scale, "group_sizes": sizes, "format": key, **amax}
         yield "dequantize", f"{name} {direction}", {**arguments, "dtype": BFLOAT16, "transposed": transposed}
-        if not transposed and not is_row and "rht" not in key:
+        if not transposed and format.traits.has_fused_ops and "rht" not in key:
             both = amaxes_and_seed(x, key, "both", sizes) if format.needs_amax else {}
             yield "requantize_transposed", name, {**arguments, **both, "dtype": FLOAT32}
 

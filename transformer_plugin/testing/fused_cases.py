@@ -63,7 +63,7 @@ def _case(
             probs[used:] = float("nan")
             probs = probs.to(device)
         groups = None if sizes is None else torch.tensor(sizes, device=device, dtype=torch.int64)
-        return input.to(dtype).to(device), probs, groups, format
+        return input.to(dtype).to(device), format, probs, groups
 
     kind = f"{str(dtype)[6:]}-{'probs' if with_probs else 'plain'}"
     return Case(f"{name}x{features}-{format}-{kind}", make)
@@ -129,7 +129,7 @@ def _bias_case(rows: int, columns: int, dtype: torch.dtype, format: str, sizes: 
         grad[:, -1:] = -0.0
         grad[used:] = float("nan")  # the tail must not affect anything
         groups = None if sizes is None else torch.tensor(sizes, device=device, dtype=torch.int32)
-        return grad.to(dtype).to(device), groups, format
+        return grad.to(dtype).to(device), format, groups
 
     name = f"{rows}x{columns}" if sizes is None else f"{len(sizes)}groups-{rows}x{columns}"
     return Case(f"{name}-{format}-{str(dtype)[6:]}", make)

@@ -76,7 +76,7 @@ def grouped_gemm_swiglu_cases(
 def grouped_gemm_swiglu_quantize_cases(
     draw: Any = integers, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
 ) -> Iterator[Case]:
-    """(a, b, group_sizes, probs, format, bias, interleave) as grouped_gemm_swiglu's, each in three of the formats that
+    """(a, b, group_sizes, format, probs, bias, interleave) as grouped_gemm_swiglu's, each in three of the formats that
     its features allow; in either order of columns two dtypes have all of them."""
     walk = zip(_walk(dtypes), grouped_gemm_swiglu_cases(draw, dtypes), strict=True)
     for (_, shape, dtype, interleave, index), case in walk:
@@ -89,6 +89,6 @@ def grouped_gemm_swiglu_quantize_cases(
                 device: torch.device, generator: torch.Generator, case: Case = case, format: str = format
             ) -> tuple[Any, ...]:
                 a, b, sizes, probs, bias, interleave = case.make(device, generator)
-                return a, b, sizes, probs, format, bias, interleave
+                return a, b, sizes, format, probs, bias, interleave
 
             yield Case(f"{case.name}-{format}", make)

@@ -13,7 +13,9 @@ bool are_whole(const Format& a, const Format& b) {
   return a.family == FormatFamily::kFp8Tensor && b.family == a.family && is_e4m3(b);
 }
 
-bool are_rows(const Format& a, const Format& b) { return a.is_fp8_row() && b.is_fp8_row() && is_e4m3(b); }
+bool are_rows(const Format& a, const Format& b) {
+  return a.traits().has_row_scales && b.traits().has_row_scales && is_e4m3(b);
+}
 
 // E4M3 or E5M2, with scales row by row or tiled.
 bool are_microscaled(const Format& a, const Format& b, FormatFamily family) {

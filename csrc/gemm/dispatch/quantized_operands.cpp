@@ -60,8 +60,7 @@ void check_plain(const char* op, OptionalList a_scale, OptionalList b_scale, con
 
 Format checked_format(const OperandNames& names, std::string_view key, at::TensorList scales, size_t matrices,
                       bool allow_square) {
-  const Format format =
-      quantize::quantized_format(names.op, names.format, key, allow_square, quantize::RowScales::kTaken);
+  const Format format = quantize::quantized_format(names.op, names.format, key, allow_square);
   const size_t count = format.is_nv() ? 2 * matrices : matrices;
   const auto wanted = [&] {
     const bool one = matrices == 1;
@@ -104,16 +103,24 @@ Quantized checked_operand(const OperandNames& names, const OperandArguments& ope
 
 void check_formats(const OperandNames& a_names, const Quantized& a, const OperandNames& b_names,
                    const Quantized& b, bool transpose_b) {
-  const bool rows = a.format.is_fp8_row();
-  if (!rows && !b.format.is_fp8_row()) return;
-  TP_CHECK_VALUE(rows == b.format.is_fp8_row() && b.format.element == DType::kFloat8E4M3, b_names.op,
-                 b_names.format,
-                 (rows ? "fp8_row with e4m3, because " : "no fp8_row unless ")
-                     << a_names.format << " is '" << a.key << "'",
-                 "'" << b.key << "'", "Quantize both operands to fp8_row, the second one to e4m3");
+  const bool rows = a.format.traits().has_row_scales;
+  if (!rows && !b.format.traits().has_row_scales) return;
+  const std::string_view family = (rows ? a : b).format.traits().name;
+  TP_CHECK_VALUE(rows == b.format.traits().has_row_scales && b.format.element == DType::kFloat8E4M3,
+                 b_names.op, b_names.format,
+                 (rows ? "" : "another family than ") << family << (rows ? " with e4m3" : "") << ", because "
+                                                      << a_names.format << " is '" << a.key << "'",
+                 "'" << b.key << "'", "Quantize both operands to " << family << ", the second one to e4m3");
   TP_CHECK_VALUE(transpose_b, b_names.op, "transpose_b",
-                 "True with fp8_row, whose scales are those of rows of 'b'", "False",
+                 "True with " << a.format.traits().name << ", whose scales are those of rows of 'b'", "False",
                  "Pass the transposed matrix, quantized along its rows");
+}
+
+void check_wgrad_format(const OperandNames& names, std::string_view key) {
+  const Format format = parse_format(names.op, names.format, key);
+  TP_CHECK_VALUE(!format.is_quantized() || format.traits().has_group_columns, names.op, names.format,
+                 "a format with scales along the rows that are summed over, not one for each of them",
+                 "'" << key << "'", "Pass the operands in bfloat16, without a format");
 }
 
 void check_value_size(const OperandNames& names, const Quantized& operand, int64_t dim,

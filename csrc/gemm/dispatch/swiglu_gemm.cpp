@@ -106,15 +106,15 @@ TwoTensors run_gemm_swiglu(const GroupedGemmSwiglu& product) {
   return {act, kept(product, h)};
 }
 
-ThreeTensors run_gemm_swiglu_quantize(const GroupedGemmSwiglu& product, const SwigluQuantize& codes) {
+ThreeTensors run_gemm_swiglu_quantize(const GroupedGemmSwiglu& product, const SwigluQuantize& result) {
 #ifdef TRANSFORMER_PLUGIN_CUDA
   if (product.a.is_cuda()) {
-    if (auto made = gemm_swiglu_quantize_cuda(product, codes.format)) return *std::move(made);
+    if (auto made = gemm_swiglu_quantize_cuda(product, result.format)) return *std::move(made);
   }
 #endif
   const Tensor h = product_of(product);
   const quantize::Outputs act = quantize::call_swiglu_quantize(
-      deinterleave(h, product.interleave), product.probs, codes.group_sizes, codes.key, {true, false});
+      deinterleave(h, product.interleave), result.key, product.probs, result.group_sizes, {true, false});
   return {act.data, act.scale, kept(product, h)};
 }
 

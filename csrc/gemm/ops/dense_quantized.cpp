@@ -92,7 +92,7 @@ Tensor quantized_product(const QuantizedCall& call, std::optional<at::ScalarType
     const Tensor out = empty(call.a.data, {operands.rows(), operands.columns()}, to);
     if (run_kernel(operands, none, out)) return out;
   }
-  if (operands.a.format.is_fp8_row()) {
+  if (operands.a.format.traits().has_row_scales) {
     return rowwise_product({operands.a, operands.b, none, call.bias, none, call.alpha}, to);
   }
   return with_values(operands, [&](const Tensor& a, const Tensor& b, const OptionalTensor& alpha) {
@@ -120,7 +120,8 @@ void quantized_product_out(const QuantizedCall& call, const OptionalTensor& beta
   const BelowAutograd guard;
   const OptionalTensor none;
   if (has_kernel(operands) && run_kernel(operands, beta, out)) return;
-  if (a.format.is_fp8_row()) return rowwise_product_out({a, b, none, bias, none, alpha}, beta, out);
+  if (a.format.traits().has_row_scales)
+    return rowwise_product_out({a, b, none, bias, none, alpha}, beta, out);
   with_values(operands, [&](const Tensor& left, const Tensor& right, const OptionalTensor& factor) {
     dense_gemm_out(left, right, bias, factor, beta, out);
   });

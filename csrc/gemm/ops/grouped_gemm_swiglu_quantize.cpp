@@ -15,8 +15,8 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kOp = "grouped_gemm_swiglu_quantize";
 
-Format check(const Tensor& a, const Tensor& b, const Tensor& group_sizes, const OptionalTensor& probs,
-             std::string_view key, const OptionalTensor& bias, int64_t interleave,
+Format check(const Tensor& a, const Tensor& b, const Tensor& group_sizes, std::string_view key,
+             const OptionalTensor& probs, const OptionalTensor& bias, int64_t interleave,
              const LaunchOptions& options) {
   const Format format = parse_format(kOp, "format", key);
   const bool along_rows =
@@ -35,10 +35,10 @@ Format check(const Tensor& a, const Tensor& b, const Tensor& group_sizes, const 
 }
 
 ThreeTensors grouped_gemm_swiglu_quantize_meta(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
-                                               const OptionalTensor& probs, std::string_view key,
+                                               std::string_view key, const OptionalTensor& probs,
                                                const OptionalTensor& bias, int64_t interleave,
                                                bool keep_input, int64_t max_sms, int64_t expected_rows) {
-  const Format format = check(a, b, group_sizes, probs, key, bias, interleave, {max_sms, expected_rows});
+  const Format format = check(a, b, group_sizes, key, probs, bias, interleave, {max_sms, expected_rows});
   const c10::SymInt rows = a.sym_size(0), columns = b.sym_size(1);
   const auto outputs = quantize::make_outputs(a, quantize::matrix_shape(rows, columns / 2, group_sizes),
                                               format, {true, false});
@@ -47,11 +47,11 @@ ThreeTensors grouped_gemm_swiglu_quantize_meta(const Tensor& a, const Tensor& b,
 }
 
 ThreeTensors grouped_gemm_swiglu_quantize(const Tensor& a, const Tensor& b, const Tensor& group_sizes,
-                                          const OptionalTensor& probs, std::string_view key,
+                                          std::string_view key, const OptionalTensor& probs,
                                           const OptionalTensor& bias, int64_t interleave, bool keep_input,
                                           int64_t max_sms, int64_t expected_rows) {
   const LaunchOptions options{max_sms, expected_rows};
-  const Format format = check(a, b, group_sizes, probs, key, bias, interleave, options);
+  const Format format = check(a, b, group_sizes, key, probs, bias, interleave, options);
   const BelowAutograd guard;
   const Tensor offsets = group_offsets({kOp, "group_sizes", group_sizes}, {kOp, "a", a}, a.size(0));
   return run_gemm_swiglu_quantize({a, b, offsets, probs, bias, interleave, keep_input, options},

@@ -166,7 +166,7 @@ auto QuantizedGrouped::with_values(const Tensor& offsets, const OptionalTensor& 
 }
 
 Tensor QuantizedGrouped::dequantized_product(const OptionalTensor& offsets, at::ScalarType dtype) {
-  const bool by_row = b_.format.is_fp8_row();
+  const bool by_row = b_.format.traits().has_row_scales;
   if (by_row || !b_.data.is_cpu()) stack_list();
   if (by_row) return rowwise_product({a_, b_, offsets, bias_, bias_scale_, alpha_, options_}, dtype);
   return with_values(*offsets, std::nullopt,
@@ -175,7 +175,7 @@ Tensor QuantizedGrouped::dequantized_product(const OptionalTensor& offsets, at::
 
 void QuantizedGrouped::dequantized_product_out(const OptionalTensor& offsets, const OptionalTensor& beta,
                                                const Tensor& out) {
-  const bool by_row = b_.format.is_fp8_row();
+  const bool by_row = b_.format.traits().has_row_scales;
   if (by_row || !b_.data.is_cpu()) stack_list();
   if (by_row) {
     return rowwise_product_out({a_, b_, offsets, bias_, bias_scale_, alpha_, options_}, beta, out);

@@ -11,12 +11,6 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-void check_columnwise(const OperandNames& names, std::string_view key) {
-  TP_CHECK_VALUE(!key.starts_with("fp8_row"), names.op, names.format,
-                 "a format with scales along the rows that are summed over, not one for each of them",
-                 "'" << key << "'", "Pass the operands in bfloat16, without a format");
-}
-
 }  // namespace
 
 QuantizedWgradCall::QuantizedWgradCall(const char* op, const OperandArguments& grad,
@@ -29,8 +23,8 @@ QuantizedWgradCall::QuantizedWgradCall(const char* op, const OperandArguments& g
   check_dim(grad_argument, 2);
   check_dim(input_argument, 2);
   check_group_sizes({op, "group_sizes", group_sizes}, grad_argument);
-  check_columnwise(grad_names, grad.key);
-  check_columnwise(input_names, input.key);
+  check_wgrad_format(grad_names, grad.key);
+  check_wgrad_format(input_names, input.key);
   grad_ = checked_operand(grad_names, grad, 2, &group_sizes, true);
   input_ = checked_operand(input_names, input, 2, &group_sizes, true);
   check_same_device(input_argument, grad_argument);

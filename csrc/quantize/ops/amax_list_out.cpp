@@ -33,7 +33,7 @@ void check_buffer(const char* name, const Tensor& buffer, const AmaxListCall& ca
 }
 
 void check_arguments(const AmaxListCall& call) {
-  const Format format = quantized_format(kOp, "format", call.key, true);
+  const Format format = fused_format(kOp, "format", call.key, true);
   TP_CHECK_VALUE(
       takes_amax(format) && !format.row_scaled, kOp, "format",
       "one that scales by the largest magnitude of a matrix, fp8_tensor, or nvfp4 without row_scaled",

@@ -15,8 +15,8 @@ constexpr const char* kOp = "bias_backward_quantize";
 
 struct BiasBackwardCall {
   const Tensor& grad;
-  const OptionalTensor& group_sizes;
   std::string_view key;
+  const OptionalTensor& group_sizes;
   QuantizeParams params;
   Directions directions;
 
@@ -27,7 +27,7 @@ struct BiasBackwardCall {
 
 Format check_arguments(const BiasBackwardCall& call) {
   check_directions(kOp, call.directions);
-  const Format format = quantized_format(kOp, "format", call.key, !call.group_sizes);
+  const Format format = fused_format(kOp, "format", call.key, !call.group_sizes);
   check_dim(call.argument(), 2);
   check_matrix(call.argument(), call.groups(), format, call.directions.columnwise);
   check_quantize_params({call.argument(), call.shape()}, format, call.key, call.directions, call.params);
@@ -93,16 +93,16 @@ BiasBackwardResult run(const BiasBackwardCall& call) {
 
 using Key = std::string_view;
 
-Tensors bias_backward_quantize(const Tensor& grad, OptionalTensorArg group_sizes, Key key,
+Tensors bias_backward_quantize(const Tensor& grad, Key key, OptionalTensorArg group_sizes,
                                OptionalTensorArg amax, OptionalTensorArg amax_t, OptionalTensorArg seed,
                                bool rowwise, bool columnwise) {
-  return run({grad, group_sizes, key, {amax, amax_t, seed}, {rowwise, columnwise}}).list();
+  return run({grad, key, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise}}).list();
 }
 
-Tensors bias_backward_quantize_meta(const Tensor& grad, OptionalTensorArg group_sizes, Key key,
+Tensors bias_backward_quantize_meta(const Tensor& grad, Key key, OptionalTensorArg group_sizes,
                                     OptionalTensorArg amax, OptionalTensorArg amax_t, OptionalTensorArg seed,
                                     bool rowwise, bool columnwise) {
-  const BiasBackwardCall call{grad, group_sizes, key, {amax, amax_t, seed}, {rowwise, columnwise}};
+  const BiasBackwardCall call{grad, key, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise}};
   return make(call, check_arguments(call)).list();
 }
 

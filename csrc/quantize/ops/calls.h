@@ -63,13 +63,13 @@ struct BiasBackwardQuantized {
   at::Tensor bias;
 };
 
-inline BiasBackwardQuantized call_bias_backward_quantize(const at::Tensor& grad,
-                                                         OptionalTensorArg group_sizes, std::string_view key,
+inline BiasBackwardQuantized call_bias_backward_quantize(const at::Tensor& grad, std::string_view key,
+                                                         OptionalTensorArg group_sizes,
                                                          const Directions& directions) {
-  using Signature = Tensors(const at::Tensor&, OptionalTensorArg, std::string_view, OptionalTensorArg,
+  using Signature = Tensors(const at::Tensor&, std::string_view, OptionalTensorArg, OptionalTensorArg,
                             OptionalTensorArg, OptionalTensorArg, bool, bool);
   static const auto op = find_op<Signature>("bias_backward_quantize");
-  const Tensors list = op.call(grad, group_sizes, key, std::nullopt, std::nullopt, std::nullopt,
+  const Tensors list = op.call(grad, key, group_sizes, std::nullopt, std::nullopt, std::nullopt,
                                directions.rowwise, directions.columnwise);
   return {outputs_of(list, directions), list.back()};
 }
@@ -87,7 +87,8 @@ inline std::tuple<at::Tensor, at::Tensor> call_requantize_transposed(const at::T
   return op.call(data, scale, key, dtype, group_sizes, std::nullopt, std::nullopt, std::nullopt);
 }
 
-// With the encode scales of `scale` from `first` on. Tensors of a direction that is not requested are empty. The amax of `x` is combined into `amax` by a maximum.
+// With the encode scales of `scale` from `first` on. Tensors of a direction that is not requested are empty. The
+// amax of `x` is combined into `amax` by a maximum.
 inline Outputs call_quantize_scaled(const at::Tensor& x, const at::Tensor& scale, std::string_view key,
                                     OptionalTensorArg amax, OptionalTensorArg group_sizes, int64_t first,
                                     const Directions& directions) {
@@ -102,13 +103,12 @@ inline Outputs call_quantize_scaled(const at::Tensor& x, const at::Tensor& scale
 
 // The calls below are for formats with block scales: they pass no amax and no seed.
 
-inline Outputs call_swiglu_quantize(const at::Tensor& input, OptionalTensorArg probs,
-                                    OptionalTensorArg group_sizes, std::string_view key,
-                                    const Directions& directions) {
-  using Signature = Tensors(const at::Tensor&, OptionalTensorArg, OptionalTensorArg, std::string_view,
+inline Outputs call_swiglu_quantize(const at::Tensor& input, std::string_view key, OptionalTensorArg probs,
+                                    OptionalTensorArg group_sizes, const Directions& directions) {
+  using Signature = Tensors(const at::Tensor&, std::string_view, OptionalTensorArg, OptionalTensorArg,
                             OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, bool, bool);
   static const auto op = find_op<Signature>("swiglu_quantize");
-  return outputs_of(op.call(input, probs, group_sizes, key, std::nullopt, std::nullopt, std::nullopt,
+  return outputs_of(op.call(input, key, probs, group_sizes, std::nullopt, std::nullopt, std::nullopt,
                             directions.rowwise, directions.columnwise),
                     directions);
 }
@@ -120,14 +120,13 @@ struct SwigluBackwardQuantized {
 };
 
 inline SwigluBackwardQuantized call_swiglu_backward_quantize(const at::Tensor& grad, const at::Tensor& input,
-                                                             OptionalTensorArg probs,
-                                                             OptionalTensorArg group_sizes,
-                                                             std::string_view key) {
-  using Signature = Tensors(const at::Tensor&, const at::Tensor&, OptionalTensorArg, OptionalTensorArg,
-                            std::string_view, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg);
+                                                             std::string_view key, OptionalTensorArg probs,
+                                                             OptionalTensorArg group_sizes) {
+  using Signature = Tensors(const at::Tensor&, const at::Tensor&, std::string_view, OptionalTensorArg,
+                            OptionalTensorArg, OptionalTensorArg, OptionalTensorArg, OptionalTensorArg);
   static const auto op = find_op<Signature>("swiglu_backward_quantize");
   const Tensors list =
-      op.call(grad, input, probs, group_sizes, key, std::nullopt, std::nullopt, std::nullopt);
+      op.call(grad, input, key, probs, group_sizes, std::nullopt, std::nullopt, std::nullopt);
   return {outputs_of(list, {true, true}), list.back()};
 }
 

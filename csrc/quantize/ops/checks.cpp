@@ -21,25 +21,22 @@ void check_matrix_dim(const Argument& matrix, const at::Tensor* group_sizes) {
 }  // namespace
 
 Format quantized_format(const char* op, const char* argument, std::string_view key, bool allow_square,
-                        RowScales row_scales) {
+                        bool FormatFamilyTraits::*trait) {
   const Format format = parse_format(op, argument, key);
-  const bool takes_rows = row_scales == RowScales::kTaken;
-  TP_CHECK_VALUE(
-      format.is_quantized(), op, argument,
-      "a format with scales, fp8_tensor, " << (takes_rows ? "fp8_row, " : "") << "fp8_block, mxfp8 or nvfp4",
-      "'" << key << "'", "Use the unquantized tensor, or convert it with .to()");
-  TP_CHECK_VALUE(takes_rows || !format.is_fp8_row(), op, argument, "fp8_tensor, fp8_block, mxfp8 or nvfp4",
-                 "'" << key << "'", "Use quantize for fp8_row, which this op does not have");
+  TP_CHECK_VALUE(format.is_quantized(), op, argument, "a format with scales, " << families_with(trait),
+                 "'" << key << "'", "Use the unquantized tensor, or convert it with .to()");
+  TP_CHECK_VALUE(format.traits().*trait, op, argument, families_with(trait), "'" << key << "'",
+                 "Use quantize for " << format.traits().name << ", which this op does not have");
   TP_CHECK_VALUE(allow_square || !format.square_blocks, op, argument,
                  "blocks along a row for a ragged matrix, whose groups do not end on square blocks",
                  "'" << key << "'", "Leave out 'square'");
   return format;
 }
 
-void check_row_scales(const char* op, const char* argument, const Format& format, bool columns,
-                      const at::Tensor* group_sizes) {
-  TP_CHECK_VALUE(!format.is_fp8_row() || !columns || !group_sizes, op, argument,
-                 "False for fp8_row with group sizes", "True",
+void check_group_columns(const char* op, const char* argument, const Format& format, bool columns,
+                         const at::Tensor* group_sizes) {
+  TP_CHECK_VALUE(format.traits().has_group_columns || !columns || !group_sizes, op, argument,
+                 "False for " << format.traits().name << " with group sizes", "True",
                  "Compute weight gradients from the unquantized matrix, or quantize it to another format");
 }
 
@@ -140,7 +137,7 @@ void check_amax(const Argument& data, const AmaxArgument& amax, std::string_view
   TP_CHECK_VALUE(fits, data.op, amax.name, wanted(), describe(*amax.tensor), advice());
 }
 
-void check_not_given(const char* op, const char* name, const OptionalTensor& tensor, std::string_view key) {
+void check_unused(const char* op, const char* name, const OptionalTensor& tensor, std::string_view key) {
   TP_CHECK_VALUE(!tensor, op, name, "None for '" << key << "', which has no use for it", describe(*tensor),
                  "Leave it out");
 }

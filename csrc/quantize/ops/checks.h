@@ -8,15 +8,16 @@
 
 namespace transformer_plugin::quantize {
 
-// Whether an op takes fp8_row.
-enum class RowScales { kRefused, kTaken };
-
-// The format of a key, which must have scales; square blocks only if `allow_square`.
+// The format of a key, which must have `trait`; square blocks only if `allow_square`.
 Format quantized_format(const char* op, const char* argument, std::string_view key, bool allow_square,
-                        RowScales row_scales = RowScales::kRefused);
-// Refuses columns of a ragged matrix in fp8_row: one scale for each column would span the groups.
-void check_row_scales(const char* op, const char* argument, const Format& format, bool columns,
-                      const at::Tensor* group_sizes);
+                        bool FormatFamilyTraits::*trait = &FormatFamilyTraits::has_scales);
+// The format of a key for an op that computes and quantizes.
+inline Format fused_format(const char* op, const char* argument, std::string_view key, bool allow_square) {
+  return quantized_format(op, argument, key, allow_square, &FormatFamilyTraits::has_fused_ops);
+}
+// Refuses columns of a ragged matrix in a format where one scale for each column would span the groups.
+void check_group_columns(const char* op, const char* argument, const Format& format, bool columns,
+                         const at::Tensor* group_sizes);
 
 // Kernels count rows, columns, matrices and tiles in 32 bits. Symbolic sizes are not checked.
 void check_tile_count(const Argument& argument, const MatrixShape& shape);
@@ -49,7 +50,7 @@ struct AmaxArgument {
 };
 void check_amax(const Argument& data, const AmaxArgument& amax, std::string_view key, const SymSizes& sizes);
 // Refuses an argument that the format does not use.
-void check_not_given(const char* op, const char* name, const OptionalTensor& tensor, std::string_view key);
+void check_unused(const char* op, const char* name, const OptionalTensor& tensor, std::string_view key);
 
 // A flag: float32 [1] on the device of the data.
 void check_noop(const Argument& noop, const Argument& data);

@@ -32,8 +32,8 @@ struct DequantizeCall {
 };
 
 Format check_arguments(const DequantizeCall& call) {
-  const Format format = quantized_format(kOp, "format", call.key, !call.group_sizes, RowScales::kTaken);
-  check_row_scales(kOp, "transposed", format, call.transposed, call.group_sizes);
+  const Format format = quantized_format(kOp, "format", call.key, !call.group_sizes);
+  check_group_columns(kOp, "transposed", format, call.transposed, call.group_sizes);
   const Argument data = call.argument();
   check_data(data, call.group_sizes, format, call.transposed);
   const MatrixShape shape = call.shape(format);
@@ -43,11 +43,11 @@ Format check_arguments(const DequantizeCall& call) {
                 "Convert the result with .to()");
   format.is_nv() ? check_amax(data, {"amax", call.amax, call.transposed, true}, call.key,
                               shape.amax_sizes(format, call.transposed))
-                 : check_not_given(kOp, "amax", call.amax, call.key);
+                 : check_unused(kOp, "amax", call.amax, call.key);
   return format;
 }
 
-// The scales of fp8_row as those of fp8_block: the scale of a row repeated for each of its blocks.
+// The scales of rows as those of fp8_block: the scale of a row repeated for each of its blocks.
 Tensor block_scales(const Tensor& scale, const MatrixShape& shape, bool transposed) {
   const BelowAutograd guard;
   Format blocks;
@@ -67,8 +67,8 @@ Tensor run_format(const DequantizeCall& call, const Format& format, const Tensor
   if (output.numel() == 0) return output;  // an empty output may have more tiles than the grid can hold
   // torch cannot copy float4_e2m1fn_x2.
   const Tensor data = (format.is_nv() ? call.data.view(at::kByte) : call.data).contiguous();
-  const Tensor scale = format.is_fp8_row() ? block_scales(call.scale_inv, shape, call.transposed)
-                                           : call.scale_inv.contiguous();
+  const Tensor scale = format.traits().has_row_scales ? block_scales(call.scale_inv, shape, call.transposed)
+                                                      : call.scale_inv.contiguous();
   const Tensor matrix_amax = amax ? amax->contiguous() : Tensor();
   const float bound = format.four_over_six == FourOverSix::kNever ? 448.0f : 256.0f;
   const DequantizeArgs args{static_cast<const uint8_t*>(data.const_data_ptr()),
@@ -110,7 +110,7 @@ Tensor dequantize_meta(const Tensor& data, const Tensor& scale_inv, Key key, at:
 
 Tensor dequantize_without_amax(const Tensor& data, const Tensor& scale_inv, const Tensor* group_sizes,
                                const Format& format, at::ScalarType dtype, bool transposed) {
-  return run_format({data, scale_inv, "", dtype, group_sizes, transposed, kNotGiven}, format, nullptr);
+  return run_format({data, scale_inv, "", dtype, group_sizes, transposed, kNoTensor}, format, nullptr);
 }
 
 void dequantize_matrix(const Tensor& data, const Tensor& scale_inv, const OptionalTensor& amax,

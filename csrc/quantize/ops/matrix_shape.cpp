@@ -46,7 +46,7 @@ SymSizes MatrixShape::data_sizes(const Format& format, bool transposed) const {
 SymSizes MatrixShape::scale_sizes(const Format& format, bool transposed) const {
   const c10::SymInt& length = transposed ? rows : cols;  // the dimension along which blocks lie
   const c10::SymInt& other = transposed ? cols : rows;
-  if (format.is_fp8_row()) return matrices ? SymSizes{*matrices, other} : SymSizes{other};
+  if (format.traits().has_row_scales) return matrices ? SymSizes{*matrices, other} : SymSizes{other};
   const ScaleGranularity granularity = scale_granularity(format);
   if (granularity == ScaleGranularity::kPerTensor) return amax_sizes(format, transposed);
   SymSizes sizes;

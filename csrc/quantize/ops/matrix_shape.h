@@ -14,7 +14,7 @@ namespace transformer_plugin::quantize {
 
 using SymSizes = c10::SmallVector<c10::SymInt, 3>;
 using OptionalTensor = std::optional<at::Tensor>;
-inline const OptionalTensor kNotGiven = std::nullopt;
+inline const OptionalTensor kNoTensor = std::nullopt;
 
 // The shape of a matrix, of a stack of matrices (3-D), or of a ragged matrix, before quantization.
 struct MatrixShape {
@@ -47,7 +47,7 @@ inline const at::Tensor* pointer_to(const OptionalTensor& tensor) { return tenso
 // The dtypes of data and scales.
 at::ScalarType element_dtype(const Format& format);
 at::ScalarType scale_dtype(const Format& format);
-// Of fp8_row k1x128, as which it is dequantized; the kernels that quantize to it have no tiles.
+// Of a format with row scales k1x128, as which it is dequantized; the kernels that quantize to it have no tiles.
 ScaleGranularity scale_granularity(const Format& format);
 // Whether the format scales by a per-tensor or per-row amax, which the caller may pass.
 bool takes_amax(const Format& format);

@@ -17,7 +17,7 @@ Outputs make_outputs(const at::Tensor& like, const MatrixShape& shape, const For
 // Zeroes transposed data of an empty buffer in the `aligned` layout, which no tile does. With *noop = 1 the
 // buffers stay unchanged.
 void zero_empty_aligned_rows(const at::Tensor& like, const MatrixShape& shape, const Format& format,
-                             const Outputs& outputs, const OptionalTensor& noop = kNotGiven);
+                             const Outputs& outputs, const OptionalTensor& noop = kNoTensor);
 
 // The scale rule for an input of this dtype.
 ScaleRule scale_rule(const Format& format, at::ScalarType dtype);

@@ -1,9 +1,11 @@
 // quantize: values to data and scales, along rows, along columns, or both.
 #include "quantize/args/quantize.h"
 
+#include "common/autograd.h"
 #include "common/register.h"
 #include "common/tensor.h"
 #include "quantize/args/amax.h"
+#include "quantize/args/quantize_rows.h"
 #include "quantize/args/select_launcher.h"
 #include "quantize/ops/quantize_call.h"
 
@@ -24,19 +26,54 @@ void check_alignment(const QuantizeCall& call, const Outputs& outputs) {
   }
 }
 
+// One scale per row. `end` is the number of rows in groups, and may be null.
+void launch_rows(const Tensor& x, const Format& format, const Tensor& data, const Tensor& scale,
+                 const int32_t* end, const float* noop) {
+  const QuantizeRowsArgs args{x.const_data_ptr(),
+                              static_cast<uint8_t*>(data.mutable_data_ptr()),
+                              scale.mutable_data_ptr<float>(),
+                              scale.numel(),
+                              x.size(-1),
+                              scale_rule(format, x.scalar_type()),
+                              to_dtype(x.scalar_type()),
+                              format.element,
+                              end,
+                              noop};
+  if (x.is_cpu()) return quantize_rows_cpu(args);
+#ifdef TRANSFORMER_PLUGIN_CUDA
+  const CudaScope scope(x);
+  launch_quantize_rows(args, scope.stream());
+#endif
+}
+
+// The kernels read rows only: columns are transposed into a temporary first.
+void quantize_rows(const QuantizeCall& call, const Format& format, const Outputs& outputs,
+                   const float* noop) {
+  const BelowAutograd guard;
+  const Tensor& x = call.input;
+  if (outputs.data.defined()) {
+    const GroupTables tables = group_tables(call.argument(), call.groups(), x.size(0), 1, GroupUse::kAll);
+    const int32_t* end = call.groups() ? tables.offsets + tables.groups : nullptr;
+    launch_rows(x.contiguous(), format, outputs.data, outputs.scale, end, noop);
+  }
+  if (outputs.data_t.defined()) {
+    launch_rows(x.mT().contiguous(), format, outputs.data_t, outputs.scale_t, nullptr, noop);
+  }
+}
+
 }  // namespace
 
 Format check_arguments(const QuantizeCall& call) {
   check_directions(call.op, call.directions);
-  const Format format = quantized_format(call.op, "format", call.key, !call.group_sizes, RowScales::kTaken);
-  check_row_scales(call.op, "columnwise", format, call.directions.columnwise, call.groups());
+  const Format format = quantized_format(call.op, "format", call.key, !call.group_sizes);
+  check_group_columns(call.op, "columnwise", format, call.directions.columnwise, call.groups());
   check_matrix(call.argument(), call.groups(), format, call.directions.columnwise);
   check_quantize_params({call.argument(), call.shape()}, format, call.key, call.directions, call.params);
   return format;
 }
 
 void run_quantize(const QuantizeCall& call, const Format& format, const Outputs& outputs, const float* noop) {
-  if (format.is_fp8_row()) return run_quantize_rows(call.argument(), call.groups(), format, outputs, noop);
+  if (format.traits().has_row_scales) return quantize_rows(call, format, outputs, noop);
   const bool columnwise = call.directions.columnwise;
   const GroupTables tables = group_tables(call.argument(), call.groups(), call.input.size(0),
                                           group_multiple(format, columnwise), group_use(format, columnwise));

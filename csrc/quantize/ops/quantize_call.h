@@ -24,8 +24,4 @@ Format check_arguments(const QuantizeCall& call);
 // written; `noop` may be null.
 void run_quantize(const QuantizeCall& call, const Format& format, const Outputs& outputs, const float* noop);
 
-// For fp8_row: quantizes `input`, any strides, on checked arguments; `group_sizes` may be null.
-void run_quantize_rows(const Argument& input, const at::Tensor* group_sizes, const Format& format,
-                       const Outputs& outputs, const float* noop);
-
 }  // namespace transformer_plugin::quantize

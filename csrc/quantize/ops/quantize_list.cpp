@@ -23,7 +23,7 @@ struct QuantizeListCall {
 
 void check_list_amax(const QuantizeListCall& call, const Format& format) {
   if (!call.amax) return;
-  if (!takes_amax(format)) return check_not_given(kOp, "amax", call.amax, call.key);
+  if (!takes_amax(format)) return check_unused(kOp, "amax", call.amax, call.key);
   const Argument amax{kOp, "amax", *call.amax};
   check_dtype(amax, {at::kFloat});
   check_dim(amax, 1);
@@ -34,13 +34,13 @@ void check_list_amax(const QuantizeListCall& call, const Format& format) {
 
 Format check_list(const QuantizeListCall& call) {
   check_directions(kOp, call.directions);
-  const Format format = quantized_format(kOp, "format", call.key, true, RowScales::kTaken);
+  const Format format = quantized_format(kOp, "format", call.key, true);
   const bool has_list = !format.random_hadamard && !format.stochastic_rounding && !format.row_scaled;
   TP_CHECK_VALUE(has_list, kOp, "format",
-                 "fp8_tensor, fp8_row, fp8_block, mxfp8, or nvfp4 without rht, sr and row_scaled",
+                 families_with(&FormatFamilyTraits::has_scales) << " (without rht, sr and row_scaled)",
                  "'" << call.key << "'", "Quantize the matrices one by one");
-  TP_CHECK_VALUE(!call.inputs.empty(), kOp, "inputs", "at least one matrix, which says on what device",
-                 "none", "Leave out the call");
+  TP_CHECK_VALUE(!call.inputs.empty(), kOp, "inputs", "at least one matrix", "none",
+                 "Skip the call if there is nothing to quantize");
   for (const Tensor& input : call.inputs) {
     const Argument argument{kOp, "inputs", input}, first{kOp, "the first", call.inputs[0]};
     check_dim(argument, 2);
@@ -77,7 +77,7 @@ Tensor amax_of_list(const QuantizeListCall& call, const Tensors& contiguous_inpu
   static const auto op = find_op<Signature>("amax_list_out");
   const Tensor amax =
       empty(contiguous_inputs[0], {static_cast<int64_t>(contiguous_inputs.size())}, at::kFloat);
-  op.call(contiguous_inputs, call.key, amax, kNotGiven, kNotGiven);
+  op.call(contiguous_inputs, call.key, amax, kNoTensor, kNoTensor);
   return amax;
 }
 
@@ -123,9 +123,11 @@ void launch_chunk(QuantizeListArgs& args, const Tensor& like) {
 }
 
 void run(const QuantizeListCall& call, const Format& format, const std::vector<Outputs>& outputs) {
-  if (format.is_fp8_row()) {  // one launch for each matrix
+  if (!format.traits().has_list_kernel) {
     for (size_t i = 0; i < outputs.size(); ++i) {
-      run_quantize_rows({kOp, "inputs", call.inputs[i]}, nullptr, format, outputs[i], nullptr);
+      run_quantize(
+          {kOp, call.inputs[i], call.key, kNoTensor, {kNoTensor, kNoTensor, kNoTensor}, call.directions},
+          format, outputs[i], nullptr);
     }
     return;
   }

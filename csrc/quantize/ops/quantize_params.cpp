@@ -10,7 +10,7 @@ using at::Tensor;
 
 void check_seed(const Argument& argument, const Format& format, std::string_view key,
                 const OptionalTensor& params) {
-  if (!format.stochastic_rounding) return check_not_given(argument.op, "seed", params, key);
+  if (!format.stochastic_rounding) return check_unused(argument.op, "seed", params, key);
   TP_CHECK_VALUE(params, argument.op, "seed",
                  "an int64 tensor of size [1], which '" << key << "' draws its roundings from", "None",
                  "Pass another number in each step, for example of torch.randint");
@@ -41,13 +41,13 @@ void check_quantize_params(const QuantizeInput& input, const Format& format, std
   const Argument& argument = input.argument;
   check_seed(argument, format, key, params.seed);
   if (!takes_amax(format)) {
-    check_not_given(argument.op, "amax", params.amax, key);
-    return check_not_given(argument.op, "amax_t", params.amax_t, key);
+    check_unused(argument.op, "amax", params.amax, key);
+    return check_unused(argument.op, "amax_t", params.amax_t, key);
   }
   if (!format.is_nv()) {
     check_amax(argument, {"amax", params.amax, false, input.intermediate != nullptr, input.intermediate}, key,
                input.shape.amax_sizes(format, false));
-    return check_not_given(argument.op, "amax_t", params.amax_t, key);
+    return check_unused(argument.op, "amax_t", params.amax_t, key);
   }
   check_nv_amax(input, {"amax", params.amax, false, directions.rowwise, input.intermediate}, format, key);
   check_nv_amax(input, {"amax_t", params.amax_t, true, directions.columnwise, input.intermediate}, format,

@@ -33,7 +33,7 @@ struct QuantizeScaledCall {
 
 Format check_arguments(const QuantizeScaledCall& call) {
   check_directions(kOp, call.directions);
-  const Format format = given_scale_format(kOp, "format", call.key);
+  const Format format = delayed_scaling_format(kOp, "format", call.key);
   const Argument input = call.argument();
   check_matrix(input, call.groups(), format);
   TP_CHECK_VALUE(call.first >= 0, kOp, "first", "an index that is not negative", call.first,
@@ -102,7 +102,7 @@ FourTensors quantize_scaled_meta(const Tensor& input, const Tensor& scale, std::
 
 }  // namespace
 
-Format given_scale_format(const char* op, const char* argument, std::string_view key) {
+Format delayed_scaling_format(const char* op, const char* argument, std::string_view key) {
   const Format format = parse_format(op, argument, key);
   const bool plain =
       format.family == FormatFamily::kFp8Tensor && !format.power_of_two_scales && format.epsilon == 0.0f;

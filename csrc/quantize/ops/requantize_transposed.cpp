@@ -36,13 +36,13 @@ void check_extras(const RequantizeCall& call, const Format& format) {
     return check_quantize_params({call.argument(), call.shape(format), kIntermediate}, format, call.key,
                                  {true, true}, call.params);
   }
-  check_not_given(kOp, "amax", call.params.amax, call.key);
-  check_not_given(kOp, "amax_t", call.params.amax_t, call.key);
-  check_not_given(kOp, "seed", call.params.seed, call.key);
+  check_unused(kOp, "amax", call.params.amax, call.key);
+  check_unused(kOp, "amax_t", call.params.amax_t, call.key);
+  check_unused(kOp, "seed", call.params.seed, call.key);
 }
 
 Format check_arguments(const RequantizeCall& call) {
-  const Format format = quantized_format(kOp, "format", call.key, !call.group_sizes);
+  const Format format = fused_format(kOp, "format", call.key, !call.group_sizes);
   check_data(call.argument(), call.groups(), format);
   const MatrixShape shape = call.shape(format);
   TP_CHECK_VALUE(shape.cols % format.block_size() == 0, kOp, "data",
@@ -100,7 +100,7 @@ void run_fp8(const DequantizeArgs& from, const Tensor& data, const Format& forma
 void run_nv(const DequantizeArgs& from, const Tensor& data, const Format& format,
             const QuantizeParams& params, const Outputs& outputs) {
   const Tensor amax = params.amax->contiguous();
-  const QuantizeParams to{kNotGiven, params.amax_t, params.seed};
+  const QuantizeParams to{kNoTensor, params.amax_t, params.seed};
   const NvArgsOwner arguments(from.dtype, outputs, from.layout, format, to);
   RequantizeNvArgs args{from, arguments.get()};
   args.from.amax = amax.const_data_ptr<float>();

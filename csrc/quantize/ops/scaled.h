@@ -12,7 +12,7 @@ namespace transformer_plugin::quantize {
 
 // fp8_tensor with an element and no other option: other options concern scales that are computed from the
 // data.
-Format given_scale_format(const char* op, const char* argument, std::string_view key);
+Format delayed_scaling_format(const char* op, const char* argument, std::string_view key);
 
 // float32, one dimension, contiguous, on the device of `data`, with entries from `first` to `first + count`.
 void check_scale_run(const Argument& scales, const Argument& data, int64_t first, const c10::SymInt& count);

@@ -19,9 +19,9 @@ constexpr Directions kDirections{true, true};
 struct SwigluBackwardCall {
   const Tensor& grad;
   const Tensor& input;
+  std::string_view key;
   const OptionalTensor& probs;
   const OptionalTensor& group_sizes;
-  std::string_view key;
   QuantizeParams params;
 
   Argument argument() const { return {kOp, "input", input}; }
@@ -31,7 +31,7 @@ struct SwigluBackwardCall {
 
 Format check_arguments(const SwigluBackwardCall& call) {
   const Tensor& input = call.input;
-  const Format format = quantized_format(kOp, "format", call.key, !call.group_sizes);
+  const Format format = fused_format(kOp, "format", call.key, !call.group_sizes);
   activation::check_swiglu(kOp, input, call.probs);
   activation::check_swiglu_grad(kOp, call.grad, input);
   if (call.group_sizes) check_group_sizes({kOp, "group_sizes", *call.group_sizes}, call.argument());
@@ -101,17 +101,17 @@ SwigluBackwardResult run(const SwigluBackwardCall& call) {
   return result;
 }
 
-Tensors swiglu_backward_quantize(const Tensor& grad, const Tensor& input, OptionalTensorArg probs,
-                                 OptionalTensorArg group_sizes, std::string_view key, OptionalTensorArg amax,
-                                 OptionalTensorArg amax_t, OptionalTensorArg seed) {
-  return run({grad, input, probs, group_sizes, key, {amax, amax_t, seed}}).list();
+Tensors swiglu_backward_quantize(const Tensor& grad, const Tensor& input, std::string_view key,
+                                 OptionalTensorArg probs, OptionalTensorArg group_sizes,
+                                 OptionalTensorArg amax, OptionalTensorArg amax_t, OptionalTensorArg seed) {
+  return run({grad, input, key, probs, group_sizes, {amax, amax_t, seed}}).list();
 }
 
-Tensors swiglu_backward_quantize_meta(const Tensor& grad, const Tensor& input, OptionalTensorArg probs,
-                                      OptionalTensorArg group_sizes, std::string_view key,
+Tensors swiglu_backward_quantize_meta(const Tensor& grad, const Tensor& input, std::string_view key,
+                                      OptionalTensorArg probs, OptionalTensorArg group_sizes,
                                       OptionalTensorArg amax, OptionalTensorArg amax_t,
                                       OptionalTensorArg seed) {
-  const SwigluBackwardCall call{grad, input, probs, group_sizes, key, {amax, amax_t, seed}};
+  const SwigluBackwardCall call{grad, input, key, probs, group_sizes, {amax, amax_t, seed}};
   return make(call, check_arguments(call)).list();
 }
 

@@ -15,9 +15,9 @@ constexpr const char* kOp = "swiglu_quantize";
 
 struct SwigluQuantizeCall {
   const Tensor& input;
+  std::string_view key;
   const OptionalTensor& probs;
   const OptionalTensor& group_sizes;
-  std::string_view key;
   QuantizeParams params;
   Directions directions;
 
@@ -33,7 +33,7 @@ constexpr const char* kIntermediate =
 Format check_arguments(const SwigluQuantizeCall& call) {
   const Tensor& input = call.input;
   check_directions(kOp, call.directions);
-  const Format format = quantized_format(kOp, "format", call.key, !call.group_sizes);
+  const Format format = fused_format(kOp, "format", call.key, !call.group_sizes);
   activation::check_swiglu(kOp, input, call.probs);
   if (call.group_sizes) check_group_sizes({kOp, "group_sizes", *call.group_sizes}, call.argument());
   const int64_t block = format.block_size();
@@ -83,16 +83,16 @@ Outputs run(const SwigluQuantizeCall& call) {
 
 using Key = std::string_view;
 
-Tensors swiglu_quantize(const Tensor& input, OptionalTensorArg probs, OptionalTensorArg group_sizes, Key key,
+Tensors swiglu_quantize(const Tensor& input, Key key, OptionalTensorArg probs, OptionalTensorArg group_sizes,
                         OptionalTensorArg amax, OptionalTensorArg amax_t, OptionalTensorArg seed,
                         bool rowwise, bool columnwise) {
-  return as_list(run({input, probs, group_sizes, key, {amax, amax_t, seed}, {rowwise, columnwise}}));
+  return as_list(run({input, key, probs, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise}}));
 }
 
-Tensors swiglu_quantize_meta(const Tensor& input, OptionalTensorArg probs, OptionalTensorArg group_sizes,
-                             Key key, OptionalTensorArg amax, OptionalTensorArg amax_t,
+Tensors swiglu_quantize_meta(const Tensor& input, Key key, OptionalTensorArg probs,
+                             OptionalTensorArg group_sizes, OptionalTensorArg amax, OptionalTensorArg amax_t,
                              OptionalTensorArg seed, bool rowwise, bool columnwise) {
-  const SwigluQuantizeCall call{input, probs, group_sizes, key, {amax, amax_t, seed}, {rowwise, columnwise}};
+  const SwigluQuantizeCall call{input, key, probs, group_sizes, {amax, amax_t, seed}, {rowwise, columnwise}};
   return as_list(make(call, check_arguments(call)));
 }
 

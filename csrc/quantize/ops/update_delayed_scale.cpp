@@ -52,7 +52,7 @@ void check_arguments(const DelayedScaleCall& call) {
   TP_CHECK_VALUE(formats > 0 && formats <= kMaxScaleFormats && call.scale.sym_size(0) % formats == 0, call.op,
                  "formats", "1 to " << kMaxScaleFormats << " keys, each for as many of the tensors in a row",
                  formats << " for " << call.scale.sym_size(0) << " tensors", "Split the call");
-  for (const std::string& key : call.formats) given_scale_format(call.op, "formats", key);
+  for (const std::string& key : call.formats) delayed_scaling_format(call.op, "formats", key);
   TP_CHECK_VALUE(-kMaxMargin <= call.margin && call.margin <= kMaxMargin, call.op, "margin",
                  "a number from -" << kMaxMargin << " to " << kMaxMargin, call.margin,
                  "It divides the scale by 2^margin; 0 is usual");
@@ -118,7 +118,7 @@ Tensor run(const DelayedScaleCall& call, bool write) {
                         call.algorithm == "most_recent",
                         write};
   for (size_t i = 0; i < call.formats.size(); ++i) {
-    const float largest = given_scale_format(call.op, "formats", call.formats[i]).max();
+    const float largest = delayed_scaling_format(call.op, "formats", call.formats[i]).max();
     args.largest[i] = std::ldexp(largest, static_cast<int>(-call.margin));
   }
   if (call.scale.is_cpu()) {
