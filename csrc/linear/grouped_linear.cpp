@@ -9,7 +9,9 @@
 #include "linear/quantized_linear.h"
 #include "linear/quantized_weight.h"
 
-namespace transformer_plugin::gemm {
+namespace transformer_plugin::linear {
+
+using namespace gemm;  // layers are made of its ops and checks
 namespace {
 
 using at::Tensor;
@@ -103,4 +105,4 @@ Tensor grouped_linear_autograd(const Tensor& input, const Tensor& weight, const 
 
 TP_IMPL(kOp, grouped_linear, grouped_linear_meta, grouped_linear_autograd);
 
-}  // namespace transformer_plugin::gemm
+}  // namespace transformer_plugin::linear

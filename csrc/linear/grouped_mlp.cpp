@@ -14,7 +14,9 @@
 #include "linear/saved_tensor_release.h"
 #include "quantize/ops/checks.h"
 
-namespace transformer_plugin::gemm {
+namespace transformer_plugin::linear {
+
+using namespace gemm;  // layers are made of its ops and checks
 namespace {
 
 using at::Tensor;
@@ -322,4 +324,4 @@ Tensor grouped_mlp(const Tensor& input, const Tensor& fc1_weight, const Tensor& 
 
 TP_IMPL(kOp, grouped_mlp<run>, grouped_mlp<meta>, grouped_mlp<differentiable>);
 
-}  // namespace transformer_plugin::gemm
+}  // namespace transformer_plugin::linear

@@ -7,7 +7,9 @@
 #include "linear/quantized_weight.h"
 #include "quantize/ops/calls.h"
 
-namespace transformer_plugin::gemm {
+namespace transformer_plugin::linear {
+
+using namespace gemm;  // layers are made of its ops and checks
 namespace {
 
 using at::Tensor;
@@ -125,4 +127,4 @@ HiddenGradient data_gradient_then_activation_backward(Quantized grad, const Quan
   return result;
 }
 
-}  // namespace transformer_plugin::gemm
+}  // namespace transformer_plugin::linear

@@ -4,7 +4,7 @@
 
 #include "linear/operands.h"
 
-namespace transformer_plugin::gemm {
+namespace transformer_plugin::linear {
 
 struct MlpArguments {
   const at::Tensor& input;                    // [T, H]
@@ -18,7 +18,7 @@ struct MlpArguments {
   const std::optional<at::TensorList>&quantized_fc1, &quantized_fc2;
   int64_t interleave =
       0;  // columns of gate and linear part in turn in the rows of fc1_weight; 0: the gate first
-  LaunchOptions options = {};
+  gemm::LaunchOptions options = {};
 };
 
 // An operand in the format of its role (input, weight or gradient): quantized, or unchanged with the format "none".
@@ -56,6 +56,6 @@ HiddenGradient data_gradient_then_activation_backward(Quantized grad, const Quan
                                                       const at::Tensor& group_sizes, const at::Tensor& probs,
                                                       const OperandFormats& formats,
                                                       const HiddenNeedsGrad& wanted, int64_t interleave,
-                                                      const LaunchOptions& options);
+                                                      const gemm::LaunchOptions& options);
 
-}  // namespace transformer_plugin::gemm
+}  // namespace transformer_plugin::linear

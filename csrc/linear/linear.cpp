@@ -11,7 +11,9 @@
 #include "linear/quantized_linear.h"
 #include "linear/quantized_weight.h"
 
-namespace transformer_plugin::gemm {
+namespace transformer_plugin::linear {
+
+using namespace gemm;  // layers are made of its ops and checks
 namespace {
 
 using at::Tensor;
@@ -117,4 +119,4 @@ Tensor linear_autograd(const Tensor& input, const Tensor& weight, const Optional
 
 TP_IMPL(kOp, linear, linear_meta, linear_autograd);
 
-}  // namespace transformer_plugin::gemm
+}  // namespace transformer_plugin::linear

@@ -17,7 +17,9 @@
 #include "quantize/ops/group_tables.h"
 #include "quantize/ops/scaled.h"
 
-namespace transformer_plugin::gemm {
+namespace transformer_plugin::linear {
+
+using namespace gemm;  // layers are made of its ops and checks
 namespace {
 
 using at::Tensor;
@@ -276,4 +278,4 @@ TP_IMPL("linear_scaled", linear_scaled<run>, linear_scaled<meta>, linear_scaled<
 TP_IMPL("grouped_linear_scaled", grouped_linear_scaled<run>, grouped_linear_scaled<meta>,
         grouped_linear_scaled<differentiable>);
 
-}  // namespace transformer_plugin::gemm
+}  // namespace transformer_plugin::linear

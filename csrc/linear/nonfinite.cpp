@@ -8,7 +8,7 @@
 
 #include <limits>
 
-namespace transformer_plugin::gemm {
+namespace transformer_plugin::linear {
 
 using at::Tensor;
 
@@ -27,4 +27,4 @@ Tensor nonfinite_factor(const Tensor& x, const std::optional<Tensor>& group_size
                    at::full({}, std::numeric_limits<float>::quiet_NaN(), options));
 }
 
-}  // namespace transformer_plugin::gemm
+}  // namespace transformer_plugin::linear

@@ -12,7 +12,9 @@
 #include "linear/nonfinite.h"
 #include "quantize/ops/calls.h"
 
-namespace transformer_plugin::gemm {
+namespace transformer_plugin::linear {
+
+using namespace gemm;  // layers are made of its ops and checks
 namespace {
 
 using at::Tensor;
@@ -212,4 +214,4 @@ Tensor wgrad_of(const Quantized& grad, const Quantized& input, const OptionalTen
                                  keys_of(grad, grad_scale, input, input_scale));
 }
 
-}  // namespace transformer_plugin::gemm
+}  // namespace transformer_plugin::linear

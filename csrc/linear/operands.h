@@ -13,7 +13,7 @@
 #include "linear/quantized_linear.h"
 #include "quantize/ops/directions.h"
 
-namespace transformer_plugin::gemm {
+namespace transformer_plugin::linear {
 
 // A matrix quantized along rows, and along columns (stored transposed); undefined where a direction is not needed. Where a
 // direction is not quantized (formats none and bf16, and columns in formats without has_group_columns) it is the matrix itself, not transposed.
@@ -55,10 +55,10 @@ void quantize_weight_operand_out(const at::Tensor& weight, const OperandFormats&
 // a @ b, or a @ b^T; for each group if group sizes are given.
 at::Tensor gemm_of(const Quantized& a, const Quantized& b, const std::optional<at::Tensor>& group_sizes,
                    const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& bias_scale,
-                   bool transpose_b, at::ScalarType dtype, const LaunchOptions& options = {});
+                   bool transpose_b, at::ScalarType dtype, const gemm::LaunchOptions& options = {});
 // grad^T @ input from columnwise operands: [N, K], or [G, N, K].
 at::Tensor wgrad_of(const Quantized& grad, const Quantized& input,
                     const std::optional<at::Tensor>& group_sizes, at::ScalarType dtype,
-                    const LaunchOptions& options = {});
+                    const gemm::LaunchOptions& options = {});
 
-}  // namespace transformer_plugin::gemm
+}  // namespace transformer_plugin::linear

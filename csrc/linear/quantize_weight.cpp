@@ -7,7 +7,9 @@
 #include "linear/nonfinite.h"
 #include "linear/quantized_weight.h"
 
-namespace transformer_plugin::gemm {
+namespace transformer_plugin::linear {
+
+using namespace gemm;  // layers are made of its ops and checks
 namespace {
 
 using at::Tensor;
@@ -72,4 +74,4 @@ void quantize_weight_out(const Tensor& weight, std::string_view input_format, st
 TP_IMPL(kOp, quantize_weight, quantize_weight, quantize_weight);
 TP_IMPL_NO_GRADIENT(kOutOp, quantize_weight_out, quantize_weight_out_meta);
 
-}  // namespace transformer_plugin::gemm
+}  // namespace transformer_plugin::linear

@@ -13,7 +13,9 @@
 #include "quantize/ops/checks.h"
 #include "quantize/ops/group_tables.h"
 
-namespace transformer_plugin::gemm {
+namespace transformer_plugin::linear {
+
+using namespace gemm;  // layers are made of its ops and checks
 namespace {
 
 using at::Tensor;
@@ -229,4 +231,4 @@ Tensor quantized_linear_autograd(const LinearArguments& layer, const OperandForm
                            : apply_quantized_linear<false>(layer, formats);
 }
 
-}  // namespace transformer_plugin::gemm
+}  // namespace transformer_plugin::linear

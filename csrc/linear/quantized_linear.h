@@ -11,7 +11,7 @@
 #include "common/format.h"
 #include "gemm/args/launch_options.h"
 
-namespace transformer_plugin::gemm {
+namespace transformer_plugin::linear {
 
 // The formats of the operands of one layer, all of one family.
 struct OperandFormats {
@@ -44,7 +44,7 @@ struct LinearArguments {
   const std::optional<at::Tensor>& bias;
   const std::optional<at::Tensor>& bias_scale;
   const std::optional<at::TensorList>& quantized_weight;
-  LaunchOptions options = {};  // of the grouped GEMMs
+  gemm::LaunchOptions options = {};  // of the grouped GEMMs
 };
 
 // Refuses, in the name of `op`, what the ops called below would refuse. `columns`: quantized columnwise too, for the weight
@@ -56,4 +56,4 @@ at::Tensor quantized_linear_forward(const LinearArguments& layer, const OperandF
 // With autograd; called from an Autograd kernel.
 at::Tensor quantized_linear_autograd(const LinearArguments& layer, const OperandFormats& formats);
 
-}  // namespace transformer_plugin::gemm
+}  // namespace transformer_plugin::linear

@@ -5,7 +5,9 @@
 #include "gemm/dispatch/checks.h"
 #include "quantize/ops/checks.h"
 
-namespace transformer_plugin::gemm {
+namespace transformer_plugin::linear {
+
+using namespace gemm;  // layers are made of its ops and checks
 namespace {
 
 using at::Tensor;
@@ -110,4 +112,4 @@ QuantizedWeight as_quantized_weight(at::TensorList list, const OperandFormats& f
   return {part(0), backward ? part(list.size() > one ? one : 0) : Quantized{}};
 }
 
-}  // namespace transformer_plugin::gemm
+}  // namespace transformer_plugin::linear

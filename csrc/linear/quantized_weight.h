@@ -8,7 +8,7 @@
 #include "common/check.h"
 #include "linear/operands.h"
 
-namespace transformer_plugin::gemm {
+namespace transformer_plugin::linear {
 
 // Any float dtype, [N, K] or [G, N, K], with sizes that the format supports along rows and, with `columns`, along columns.
 void check_unquantized_weight(const Argument& weight, const OperandFormats& formats, bool columns);
@@ -25,4 +25,4 @@ std::vector<at::Tensor> as_list(const QuantizedWeight& weight, const OperandForm
 // From a checked list. The operand of the data gradient is left out unless `backward`.
 QuantizedWeight as_quantized_weight(at::TensorList list, const OperandFormats& formats, bool backward);
 
-}  // namespace transformer_plugin::gemm
+}  // namespace transformer_plugin::linear

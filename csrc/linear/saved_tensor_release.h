@@ -8,7 +8,7 @@
 
 #include "common/tensor.h"
 
-namespace transformer_plugin::gemm {
+namespace transformer_plugin::linear {
 
 // Constructed in the backward. Frees nothing when the graph is retained, or when saved-tensor hooks were active in the forward,
 // because others may hold their tensors.
@@ -37,4 +37,4 @@ class SavedTensorRelease {
   bool frees_;
 };
 
-}  // namespace transformer_plugin::gemm
+}  // namespace transformer_plugin::linear
