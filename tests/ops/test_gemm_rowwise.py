@@ -25,7 +25,11 @@ from transformer_plugin.testing.gemm_cases import (
     quantized_arguments,
 )
 from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits, fp8_sums
-from transformer_plugin.testing.rowwise_cases import grouped_gemm_rowwise_cases, poison_codes, row_codes
+from transformer_plugin.testing.rowwise_cases import (
+    grouped_gemm_rowwise_cases,
+    poison_quantized_tail,
+    rowwise_quantized,
+)
 
 pytestmark = pytest.mark.dtypes_in_turn
 
@@ -111,8 +115,8 @@ def test_dense_product_agrees_with_float64(
 ) -> None:
     m, n, k = shape
     generator = torch.Generator().manual_seed(0)
-    a = row_codes((m, k), device, generator, element)
-    b = row_codes((n, k), device, generator)
+    a = rowwise_quantized((m, k), device, generator, element)
+    b = rowwise_quantized((n, k), device, generator)
     extras = {
         "alpha": normals((1,), torch.float32, device, generator),
         "bias": normals((n,), torch.float16, device, generator),
@@ -228,7 +232,7 @@ def test_order_of_the_factors(
             a[rows].double() @ b[g].double().T, a_scale[rows], b_scale[g], own, g
         )
         begin += size
-    poison_codes(a, shape.sizes)
+    poison_quantized_tail(a, shape.sizes)
     poison_tail(a_scale, shape.sizes)
     arguments = (t.to(device) for t in (a, a_scale, b, b_scale, group_sizes(shape, CPU)))
     arguments = operands(*arguments, dtype=dtype, **{name: value.to(device) for name, value in more.items()})
@@ -252,8 +256,8 @@ def test_error_of_quantized_operands(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_strided_operands_give_the_same_bits(dtype: torch.dtype, device: torch.device) -> None:
     generator, sizes = torch.Generator().manual_seed(0), torch.tensor([4, 0, 5], device=device)
-    a, a_scale = row_codes((11, 64), device, generator)
-    b, b_scale = row_codes((3, 16, 64), device, generator)
+    a, a_scale = rowwise_quantized((11, 64), device, generator)
+    b, b_scale = rowwise_quantized((3, 16, 64), device, generator)
     expected = ops.grouped_gemm(**operands(a, a_scale, b, b_scale, sizes, dtype=dtype))
     column_major = [t.mT.contiguous().mT for t in (a, b)]
     apart = [torch.stack([t, t], -1)[..., 0] for t in (a_scale, b_scale)]
@@ -274,7 +278,7 @@ def test_opcheck(case: Case, device: torch.device) -> None:
     arguments = operands(*arguments, **more)
     opcheck(_ops.grouped_gemm.default, (), arguments | {"b": [arguments["b"]]})
     generator = torch.Generator().manual_seed(0)
-    dense = (*row_codes((5, 24), device, generator), *row_codes((7, 24), device, generator))
+    dense = (*rowwise_quantized((5, 24), device, generator), *rowwise_quantized((7, 24), device, generator))
     opcheck(_ops.gemm.default, (), operands(*dense, dtype=torch.float32))
     opcheck(_ops.gemm.default, (), operands(*dense, bias=torch.ones(7, device=device)))
     out = torch.ones(5, 7, device=device)
@@ -301,7 +305,10 @@ def test_compiled(device: torch.device) -> None:
 def test_graph_replays_with_new_sizes_and_data(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = torch.tensor([60, 70, 80, 0, 90], device=CUDA)
-    added = (*row_codes((333, 192), CUDA, generator), *row_codes((5, 160, 192), CUDA, generator))
+    added = (
+        *rowwise_quantized((333, 192), CUDA, generator),
+        *rowwise_quantized((5, 160, 192), CUDA, generator),
+    )
     ops.grouped_gemm(**operands(*added, sizes, dtype=dtype))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -314,7 +321,10 @@ def test_graph_replays_with_new_sizes_and_data(dtype: torch.dtype) -> None:
         (17, 100, 0, 33, 120),
         (127, 1, 128, 0, 77),
     ]:
-        arguments = (*row_codes((333, 192), CPU, generator), *row_codes((5, 160, 192), CPU, generator))
+        arguments = (
+            *rowwise_quantized((333, 192), CPU, generator),
+            *rowwise_quantized((5, 160, 192), CPU, generator),
+        )
         for tensor, value in zip((*added, sizes), (*arguments, torch.tensor(new)), strict=True):
             tensor.copy_(value)
         captured.fill_(float("nan"))
@@ -332,8 +342,8 @@ def test_graph_replays_with_new_sizes_and_data(dtype: torch.dtype) -> None:
 def test_bits_do_not_depend_on_launch_options_or_tail() -> None:
     shape = GroupedShape("several tiles", (300, 1, 0, 513, 128, 385), 1400, 776, 208)
     generator = torch.Generator().manual_seed(0)
-    a, a_scale = row_codes((shape.rows, shape.k), CUDA, generator)
-    b, b_scale = row_codes((6, shape.n, shape.k), CUDA, generator)
+    a, a_scale = rowwise_quantized((shape.rows, shape.k), CUDA, generator)
+    b, b_scale = rowwise_quantized((6, shape.n, shape.k), CUDA, generator)
     sizes, end = group_sizes(shape, CUDA), sum(shape.sizes)
     expected = ops.grouped_gemm(**operands(a, a_scale, b, b_scale, sizes))
     for options in ({"max_sms": 2}, {"max_sms": 57}, {"expected_rows": 100}):
@@ -350,7 +360,9 @@ def test_no_dequantized_copies_and_no_synchronization() -> None:
         pytest.skip("Hopper multiplies FP8 data without dequantizing it")
     generator, sizes = torch.Generator().manual_seed(0), torch.full((8,), 15, device=CUDA)
     arguments = operands(
-        *row_codes((128, 1024), CUDA, generator), *row_codes((8, 1024, 1024), CUDA, generator), sizes
+        *rowwise_quantized((128, 1024), CUDA, generator),
+        *rowwise_quantized((8, 1024, 1024), CUDA, generator),
+        sizes,
     )
     ops.grouped_gemm(**arguments)
     torch.cuda.synchronize()
