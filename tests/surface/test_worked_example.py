@@ -1,4 +1,4 @@
-"""The example in CONTRIBUTING.md of an op: its list of files is short, and it is the whole list."""
+"""The example of adding an op in CONTRIBUTING.md: its list of files is short and complete."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from tests.surface.surface import ROOT
 
 OP = "router_scores"
-#: The most files that are edited to add an op.
+#: The largest number of files that may be edited to add an op.
 MOST = 12
-#: What calls an op, or is about several ops.
+#: Files that call the op, or are about several ops.
 CALLERS = (
     "transformer_plugin/nn/",
     "transformer_plugin/parallel/",
@@ -30,7 +30,7 @@ def listed() -> list[str]:
     return re.findall(r"^\d+\. `([^`]+)`:", section, re.MULTILINE)
 
 
-def test_the_list_is_short_and_its_files_are_there() -> None:
+def test_list_is_short_and_its_files_exist() -> None:
     files = listed()
     assert 0 < len(files) <= MOST and len(set(files)) == len(files)
     for name in files:
