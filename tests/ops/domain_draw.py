@@ -1,4 +1,4 @@
-"""Arguments over the whole range of their dtypes, in the place of those of a call of the table of all ops."""
+"""Redraws the arguments of a call from the table of all ops, over the whole range of their dtypes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from tests.ops.test_refusals import BUFFERS, copied
 from transformer_plugin.testing.every_op import Call
 
-#: Every element of its own exponent; every row of its own; either, with infinities and NaN among them.
+#: Every element has its own exponent; every row has one; or either of them, with infinities and NaN mixed in.
 KINDS = ("elements", "rows", "nonfinite")
 DELAYED = ("delayed_scale", "update_delayed_scale_", "quantize_scaled")
-#: What is float32 beside operands of any dtype.
+#: Arguments that stay float32 whatever the dtype of the operands.
 FLOAT32_ONLY = ("probs", "rstd", "mean", "bias_scale", "amax", "amax_t", "scale", "scale_inv", "history")
 
 
 def exact_scale(values: Tensor, exponents: Tensor | int) -> Tensor:
-    """``values * 2**exponents`` rounded to their dtype: exact unless it leaves the range."""
+    """Returns ``values * 2**exponents``, rounded to their dtype: exact unless the result leaves the range."""
     powers = exponents.numpy() if isinstance(exponents, Tensor) else exponents
     scaled = torch.from_numpy(np.asarray(np.ldexp(values.double().numpy(), powers)))
     return torch.empty(scaled.shape, dtype=values.dtype).copy_(
@@ -29,7 +29,8 @@ def exact_scale(values: Tensor, exponents: Tensor | int) -> Tensor:
 
 
 def numbers(kind: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Exponents from the least subnormal number to the largest one, either sign; a tenth are the ends of that."""
+    """Draws exponents from the least subnormal number to the largest number, of either sign. A tenth of the values
+    are the ends of that range."""
     info = torch.finfo(dtype)
     smallest = info.smallest_normal * info.eps
     lowest, highest = int(math.log2(smallest)), int(math.log2(info.max)) + 1
@@ -56,7 +57,8 @@ def _sprinkled(values: Tensor, part: float, others: list[float], generator: torc
 
 
 def redrawn(call: Call, kind: str, dtype: torch.dtype, seed: int) -> dict[str, Any]:
-    """The call's arguments with other numbers, operands in ``dtype``. Buffers that are only written stay."""
+    """Returns the call's arguments with newly drawn numbers and operands in ``dtype``. Buffers that are only
+    written are unchanged."""
     generator = torch.Generator().manual_seed(seed)
     arguments = copied(call.arguments)
     for name, value in arguments.items():
@@ -76,7 +78,7 @@ def redrawn(call: Call, kind: str, dtype: torch.dtype, seed: int) -> dict[str, A
 
 def _like(value: Tensor, name: str, kind: str, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     if value.element_size() == 1:
-        codes = torch.randint(0, 256, value.shape, generator=generator, dtype=torch.uint8)
-        return codes.view(value.dtype)
+        bits = torch.randint(0, 256, value.shape, generator=generator, dtype=torch.uint8)
+        return bits.view(value.dtype)
     drawn = numbers(kind, tuple(value.shape), torch.float32 if name in FLOAT32_ONLY else dtype, generator)
     return drawn.abs() if name in ("amax", "amax_t", "history") else drawn

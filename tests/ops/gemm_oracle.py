@@ -1,4 +1,4 @@
-"""Grouped products in float64, and memory that shows who read or wrote what it should not."""
+"""Grouped products in float64, and buffers in which a read or a write at a wrong place shows."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def rows_fp64(
         begin += size
     tail = a.new_zeros(a.shape[0] - begin, b.shape[1 if transpose_b else 2], dtype=torch.float64)
     if not blocks:
-        return tail + b.double().sum()  # nothing, but differentiable
-    return torch.cat([*blocks, tail]) + 0.0  # a sum that begins at 0 is never -0
+        return tail + b.double().sum()  # an empty result that is still differentiable
+    return torch.cat([*blocks, tail]) + 0.0  # a sum that starts at 0 is never -0
 
 
 def wgrad_fp64(grad: Tensor, input: Tensor, sizes: Tensor, alpha: Tensor | None = None) -> Tensor:
@@ -45,7 +45,7 @@ def wgrad_fp64(grad: Tensor, input: Tensor, sizes: Tensor, alpha: Tensor | None 
 def rows_in_units(
     a: Tensor, b: Tensor, sizes: Tensor, transpose_b: bool, alpha: Tensor | None = None
 ) -> Tensor:
-    """What :func:`fp8_sums` allows each element of :func:`rows_fp64`."""
+    """Returns the error that :func:`fp8_sums` allows for each element of :func:`rows_fp64`."""
     out = a.new_zeros(a.shape[0], b.shape[1 if transpose_b else 2], dtype=torch.float64)
     begin = 0
     for g, size in enumerate(sizes.tolist()):
@@ -57,7 +57,7 @@ def rows_in_units(
 
 
 def wgrad_in_units(grad: Tensor, input: Tensor, sizes: Tensor, alpha: Tensor | None = None) -> Tensor:
-    """What :func:`fp8_sums` allows each element of :func:`wgrad_fp64`."""
+    """Returns the error that :func:`fp8_sums` allows for each element of :func:`wgrad_fp64`."""
     out = grad.new_zeros(sizes.numel(), grad.shape[1], input.shape[1], dtype=torch.float64)
     begin = 0
     for g, size in enumerate(sizes.tolist()):
@@ -68,17 +68,18 @@ def wgrad_in_units(grad: Tensor, input: Tensor, sizes: Tensor, alpha: Tensor | N
 
 
 def poison(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Leaves NaN in the memory that the next output of this size is likely to get."""
+    """Leaves NaN in the memory that the next output of this size will probably reuse."""
     torch.full(shape, float("nan"), dtype=dtype, device=device)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of the storage that a tensor looks into."""
+    """Returns the whole storage that a tensor is a view of."""
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def row_buffers(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Matrices: whole, with rows apart by whole 16 bytes and not, columns of a wider one, a slice of a flat buffer."""
+    """Returns zero matrices: contiguous, with padded rows, columns of a wider matrix at an unaligned address, and
+    an unaligned slice of a flat buffer."""
     m, n = shape
     return [
         torch.zeros(shape, dtype=dtype, device=device),

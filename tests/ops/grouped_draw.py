@@ -1,4 +1,4 @@
-"""Random inputs of grouped products: choices by a seed, tensors drawn where they are used."""
+"""Random inputs of grouped products. A seed determines all choices; tensors are drawn on the device that uses them."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ WIDTHS = [
     272,
     288,
 ]
-MOST_ROWS = 512  # of all groups together
+MOST_ROWS = 512  # in all groups together
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Sizes on the host and on the device, and the rows of the buffer."""
+    """Group sizes on the host and on the device, and the number of rows of the buffer."""
 
     host: Tensor
     device: Tensor
@@ -69,8 +69,8 @@ class Groups:
         return int(self.host.max()) if self.count else 0
 
 
-class Codes(NamedTuple):
-    """What the quantize ops give, the amax that nvfp4 takes along, and the values in float64."""
+class QuantizedOperand(NamedTuple):
+    """Quantized data with its scales, the amax if the format is nvfp4, and the dequantized values in float64."""
 
     data: Tensor
     scale: Tensor
@@ -79,15 +79,16 @@ class Codes(NamedTuple):
 
 
 class Draw:
-    """Choices of ``random.Random(seed)``. Numbers are whole, so that FP32 sums are exact, or normal."""
+    """Makes the choices of ``random.Random(seed)``. Values are either whole numbers, whose FP32 sums are exact, or
+    normal."""
 
     def __init__(self, seed: str, device: torch.device, whole: bool | None = None) -> None:
         self.random, self.device = Random(seed), device
         self.generator = torch.Generator(device).manual_seed(self.random.getrandbits(60))
         self.whole = self.maybe() if whole is None else whole
         self.spread = 0 if self.whole else self.random.choice([0, 0, 2, 6])
-        self.step = self.random.choice([1, 1, 8, 16, 16])  # of widths
-        #: Magnitudes apart would overflow float16.
+        self.step = self.random.choice([1, 1, 8, 16, 16])  # widths are multiples of this
+        #: If rows have different magnitudes, float16 would overflow.
         self.dtypes = FLOAT_DTYPES[:2] if self.spread else FLOAT_DTYPES
 
     def maybe(self, chance: float = 0.5) -> bool:
@@ -97,7 +98,7 @@ class Draw:
         return width_for(-(-self.random.choice(WIDTHS) // self.step) * self.step, *formats)
 
     def groups(self, *formats: str) -> Groups:
-        """Up to 40 groups of sizes that the formats take; a buffer that is full or not."""
+        """Returns up to 40 groups whose sizes the formats support; the buffer may have rows past the groups."""
         count, left, sizes = self.random.choice(COUNTS), MOST_ROWS, list[int]()
         for _ in range(count):
             size = rows_for(self.random.choice(ROWS), *formats)
@@ -108,7 +109,7 @@ class Draw:
         return Groups(host, host.to(self.device), capacity)
 
     def tensor(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Whole numbers up to 4; or normal ones, in rows of different magnitudes."""
+        """Draws whole numbers up to 4, or normal values in rows of different magnitudes."""
         if self.whole:
             values = torch.randint(-4, 5, shape, generator=self.generator, device=self.device)
             return values.to(dtype)
@@ -122,9 +123,9 @@ class Draw:
         return values.to(dtype)
 
     def operand(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A tensor; of some strides, or at an address that is no multiple of 16."""
-        kind = self.random.choice(["whole", "whole", "whole", "turned", "sliced", "moved"])
-        if kind == "turned":
+        """Returns a tensor: contiguous, transposed, strided, or at an address that is not a multiple of 16."""
+        kind = self.random.choice(["whole", "whole", "whole", "transposed", "sliced", "unaligned"])
+        if kind == "transposed":
             return self.tensor(*shape[:-2], shape[-1], shape[-2], dtype=dtype).mT
         if kind == "sliced":
             return self.tensor(*shape[:-1], 2 * shape[-1] + 3, dtype=dtype)[..., 3::2]
@@ -136,20 +137,22 @@ class Draw:
         return flat[3:].view(shape)
 
     def matrix(self, groups: Groups, columns: int, dtype: torch.dtype) -> Tensor:
-        """Rows of groups; NaN past them."""
+        """Returns a ragged matrix whose rows past the groups are NaN."""
         matrix = self.operand(groups.capacity, columns, dtype=dtype)
         matrix[groups.end :] = float("nan")
         return matrix
 
     def factors(self, count: int) -> Tensor | None:
-        """None, or one for each group, some of them 0: quarters beside whole numbers."""
+        """Returns None, or one factor per group: multiples of a quarter if values are whole numbers. Some factors
+        are 0."""
         if self.maybe():
             return None
         values = self.tensor(count) / 4
         return values * (torch.rand(count, generator=self.generator, device=self.device) < 0.8)
 
     def buffer(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A result's memory: whole, with rows apart, at any address, or with the rows of groups side by side."""
+        """Returns a buffer for a result: contiguous, with padded rows, at any address, or with the rows of the
+        groups interleaved."""
         *lead, columns = shape
         more, first = self.random.choice([(0, 0), (0, 0), (16, 0), (16, 8), (5, 3)])
         if len(lead) == 2 and self.maybe(0.3):
@@ -159,9 +162,9 @@ class Draw:
         return wide[..., first : first + columns]
 
     def rows_of(self, groups: Groups, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """A matrix, the index of the row that each place takes, and the rows taken.
+        """Returns a matrix, a row index with one entry per row of the buffer, and a copy of the indexed rows.
 
-        Rows that nobody takes are NaN, entries past the groups are wrong.
+        Rows that the index does not contain are NaN, and index entries past the groups are out of range.
         """
         rows = self.random.randint(1, 200)
         shape, kind = (groups.capacity,), groups.host.dtype
@@ -176,15 +179,17 @@ class Draw:
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Whether the copy engine of a Hopper takes a result's address and strides."""
+    """Whether the address and strides of a result are multiples of 16 bytes, as the TMA of Hopper requires."""
     steps = [
         s * tensor.element_size() for n, s in zip(tensor.shape[:-1], tensor.stride(), strict=False) if n > 1
     ]
     return tensor.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in steps)
 
 
-def codes_of(x: Tensor, key: str, groups: Groups | None = None, columns: bool = False) -> Codes:
-    """A matrix, a stack of them or rows of groups in a format, along rows or along columns."""
+def quantize_operand(
+    x: Tensor, key: str, groups: Groups | None = None, columns: bool = False
+) -> QuantizedOperand:
+    """Quantizes a matrix, a stack or a ragged matrix, row-wise or column-wise."""
     sizes = None if groups is None else groups.device
     flags, amax = COLUMNS if columns else {}, None
     if Format.parse(key).needs_amax:
@@ -192,25 +197,25 @@ def codes_of(x: Tensor, key: str, groups: Groups | None = None, columns: bool = 
     amaxes = {"amax_t" if columns else "amax": amax}
     data, scale = ops.quantize(x, key, sizes, **amaxes, **flags)
     values = ops.dequantize(data, scale, key, torch.float32, sizes, columns, amax)
-    return Codes(data, scale, amax, values.double())
+    return QuantizedOperand(data, scale, amax, values.double())
 
 
 def values_of(x: Tensor, key: str, groups: Groups | None = None, columns: bool = False) -> Tensor:
-    """The values that it has in a format; float64."""
+    """Returns the values of ``x`` after quantization to a format and back, in float64."""
     if key in ("none", "bf16"):
         return (x.bfloat16() if key == "bf16" else x).double()
-    return codes_of(x, key, groups, columns).values
+    return quantize_operand(x, key, groups, columns).values
 
 
-def beside(out: Tensor) -> Tensor:
-    """The storage that a buffer looks into, with zeros in the buffer's own place."""
+def memory_around(out: Tensor) -> Tensor:
+    """Returns a copy of the storage that a buffer is a view of, with zeros in the buffer's own elements."""
     memory = whole(out).clone()
     memory.as_strided(out.shape, out.stride(), out.storage_offset()).zero_()
     return memory
 
 
 def assert_bits(got: Tensor, expected: Tensor, name: str) -> None:
-    """:func:`assert_same_bits`, on the device where nothing differs."""
+    """Compares as :func:`assert_same_bits` does, but copies to the CPU only if something differs."""
     bytes_of = [
         t.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in (got, expected)
     ]

@@ -1,4 +1,4 @@
-"""Float32 arithmetic that carries a bound of its error."""
+"""Float32 arithmetic with an error bound for each value."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-UNIT = 2.0**-24  # relative, of one rounding; 2**-150 absolute, below the normal numbers
+UNIT = 2.0**-24  # relative error of one rounding; for numbers below the normal range it is 2**-150 absolute
 LARGEST = float(np.finfo(np.float32).max)
 
 
 class Near:
-    """Float32 values in float64, and how far each may be from what another way of computing it gives. Not ``certain``
-    is one that lies so near to an end of the range that it may leave it or not, and what comes of such a one."""
+    """Float32 values stored in float64, and how far the result of another correct order of operations may be from
+    each. A value is not ``certain`` if it is so close to the end of the range that it may or may not overflow, or
+    if it depends on such a value."""
 
     def __init__(self, value: np.ndarray, error: np.ndarray | float = 0.0, certain: np.ndarray | bool = True):
         with np.errstate(over="ignore"):
@@ -26,12 +27,13 @@ class Near:
 
     @staticmethod
     def of(tensor: Tensor) -> Near:
-        """Without an error."""
+        """Returns the values of a tensor, without an error."""
         return Near(tensor.double().numpy())
 
     def _rounded(self, value: np.ndarray, error: np.ndarray, certain: np.ndarray) -> Near:
-        """Twice half a unit in the last place: once for this value, once for the other way's. Exact are 0, what rounds
-        to it with all that is near, and what is not finite."""
+        """Rounds a result. The error grows by half a unit in the last place twice: once for this value and once for
+        the other order of operations. Exact are values that are not finite, and values that round to 0 with
+        everything within their error."""
         error = np.where(np.isnan(error), 0.0, error)
         exact = ~np.isfinite(value) | (np.abs(value) + error < 2.0**-150)
         error = error + 2 * (UNIT * np.abs(np.where(exact, 0.0, value)) + 2.0**-150)
@@ -42,7 +44,7 @@ class Near:
         )
 
     def _certain(self, other: Near) -> np.ndarray:
-        """NaN is NaN in any company."""
+        """A result is certain if both operands are, or if one of them certainly is NaN."""
         nan = [one.certain & np.isnan(one.value) for one in (self, other)]
         return (self.certain & other.certain) | nan[0] | nan[1]
 
@@ -71,8 +73,9 @@ class Near:
         return Near(self.value[index], self.error[index], self.certain[index])
 
     def sigmoid(self) -> Near:
-        """Within six roundings: of exp, which may be 3, of a sum, a quotient and a product. Where exp(x) is no normal
-        number it may be 0, and it is where it is no number of float32; the sum with 1 is 1 where it is small."""
+        """Sigmoid with an error of six roundings: up to three for exp, and one each for the sum, quotient and
+        product. If exp(x) is subnormal, it may be flushed to 0; if it underflows, it is 0; if exp(-x) is small, the
+        result is 1."""
         with np.errstate(over="ignore"):
             value = np.where(self.value < 0, np.exp(self.value), 1.0) / (1 + np.exp(-np.abs(self.value)))
             error = value * (6 * UNIT + np.expm1(np.minimum(self.error, 1.0)))
@@ -82,7 +85,8 @@ class Near:
         return Near(value, error, self.certain)
 
     def within(self, got: Tensor, name: str) -> None:
-        """Each element is one of these rounded to its dtype; the bound decides at least three of four."""
+        """Asserts that each element is within its bound after rounding to its dtype, and that the bound applies to
+        at least three quarters of the elements."""
         certain = torch.from_numpy(np.ascontiguousarray(self.certain))
         with np.errstate(invalid="ignore"):
             ends = [torch.from_numpy(np.asarray(self.value + s * self.error)).to(got.dtype) for s in (-1, 1)]
@@ -97,7 +101,7 @@ class Near:
 
 
 def concatenated(*parts: Near) -> Near:
-    """Along the last axis."""
+    """Concatenates along the last axis."""
     return Near(*(np.concatenate([getattr(p, a) for p in parts], -1) for a in ("value", "error", "certain")))
 
 
@@ -107,7 +111,8 @@ def swiglu(gate: Near, linear: Near, prob: Near) -> Near:
 
 
 def swiglu_backward(grad: Near, gate: Near, linear: Near, prob: Near) -> tuple[Near, Near, Near]:
-    """Gradients of the gate and the linear part, and the terms of the probability's."""
+    """Returns the gradients of the gate and of the linear part, and the terms whose sum is the gradient of the
+    probability."""
     sigmoid = gate.sigmoid()
     silu = gate * sigmoid
     slope = sigmoid + silu * (Near(np.ones(1)) + Near(-1 * np.ones(1)) * sigmoid)
@@ -115,7 +120,7 @@ def swiglu_backward(grad: Near, gate: Near, linear: Near, prob: Near) -> tuple[N
 
 
 def row_sums(terms: Near) -> Near:
-    """Of up to 128 columns: of neighbours, then of these."""
+    """Sums up to 128 columns as a binary tree that adds neighbors first."""
     rows, columns = terms.value.shape
     nothing = Near(np.zeros((rows, 128 - columns)))
     sums = concatenated(terms, nothing)

@@ -1,4 +1,5 @@
-"""What nvfp4 is, in numpy, written from the formulas alone; the tables and the rounding are quantize_oracle's."""
+"""NVFP4 quantization in numpy, written from the formulas alone. The tables and the rounding are those of
+quantize_oracle."""
 
 from __future__ import annotations
 
@@ -13,21 +14,21 @@ from tests.ops.quantize_oracle import (
     FLT_MAX,
     TABLES,
     as_numpy,
-    round_to_codes,
+    round_to_fp8,
     table,
     tiled,
-    tiled_places,
+    tiled_offsets,
 )
 
 E2M1 = table("e2m1")
-#: What Philox adds to the words of its key after each turn.
+#: Philox adds these constants to the words of its key after each round.
 WEYL = (0x9E3779B9, 0xBB67AE85)
 SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], np.float32)
 
 
 @dataclass(frozen=True)
 class NvSpec:
-    """The options of a format, by name."""
+    """The options of a format."""
 
     key: str
     square: bool = False
@@ -44,7 +45,7 @@ class NvSpec:
 
 
 def make_nv_spec(**options: bool | str) -> NvSpec:
-    """With its key."""
+    """Returns the spec of these options, with its format key."""
     spec = NvSpec("", **options)  # type: ignore[arg-type]
     over = {"": "", "mae": "4over6", "mse": "4over6_mse"}[spec.four_over_six]
     names = [name for name in ("square", "rht", "sr", "row_scaled") if getattr(spec, name)]
@@ -69,17 +70,18 @@ SPECS = {
 
 
 def e4m3(values: np.ndarray) -> np.ndarray:
-    """Codes of magnitudes."""
-    return round_to_codes(values.astype(np.float32), "e4m3")
+    """Rounds magnitudes to E4M3 bit patterns."""
+    return round_to_fp8(values.astype(np.float32), "e4m3")
 
 
-def value_of(codes: np.ndarray) -> np.ndarray:
-    """float32 of E4M3 codes that are no NaN."""
-    return TABLES["e4m3"][codes].astype(np.float32)
+def value_of(data: np.ndarray) -> np.ndarray:
+    """Returns the float32 values of E4M3 bit patterns that are not NaN."""
+    return TABLES["e4m3"][data].astype(np.float32)
 
 
 def e2m1(values: np.ndarray) -> np.ndarray:
-    """One code to a byte: nearest, ties to the even code, saturating; the sign in bit 3; NaN is +6."""
+    """Rounds to E2M1, one element per byte: to nearest, ties to even, saturating. The sign is in bit 3, and NaN
+    becomes +6."""
     magnitude = np.abs(values.astype(np.float64))
     below = np.clip(np.searchsorted(E2M1, magnitude, side="right") - 1, 0, 7)
     above = np.minimum(below + 1, 7)
@@ -89,8 +91,8 @@ def e2m1(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), 7, code).astype(np.uint8)
 
 
-def e2m1_at_random(values: np.ndarray, bytes: np.ndarray) -> np.ndarray:
-    """The largest magnitude that is not above ``|x| + byte/256 * step``, in exact numbers."""
+def e2m1_stochastic(values: np.ndarray, bytes: np.ndarray) -> np.ndarray:
+    """Rounds stochastically: returns the largest magnitude not above ``|x| + byte/256 * step``, computed exactly."""
     magnitude = np.abs(values.astype(np.float64))
     step = np.select([magnitude < 2, magnitude < 4], [0.5, 1.0], 2.0)
     code = np.searchsorted(E2M1, magnitude + bytes / 256 * step, side="right") - 1
@@ -99,31 +101,32 @@ def e2m1_at_random(values: np.ndarray, bytes: np.ndarray) -> np.ndarray:
 
 
 def philox(counter: list[np.ndarray], key: list[int]) -> list[np.ndarray]:
-    """Philox4x32-10 of 32-bit words in uint64, where their products fit."""
+    """Philox4x32-10 of 32-bit words, stored as uint64 so that their products fit."""
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     c = [np.asarray(word, np.uint64) for word in counter]
-    for turn in range(10):
-        k = [np.uint64((word + turn * weyl) % 2**32) for word, weyl in zip(key, WEYL, strict=True)]
+    for round in range(10):
+        k = [np.uint64((word + round * weyl) % 2**32) for word, weyl in zip(key, WEYL, strict=True)]
         p, q = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
         c = [q >> half ^ c[1] ^ k[0], q & low, p >> half ^ c[3] ^ k[1], p & low]
     return c
 
 
 def random_bytes(seed: int, blocks: np.ndarray, direction: int) -> np.ndarray:
-    """For each block its 16 bytes, of each word the lowest first."""
+    """Returns the 16 random bytes of each block, in little-endian order within each word."""
     key = [seed % 2**32, (seed >> 32) % 2**32]
     words = philox([blocks % 2**32, blocks >> 32, np.full_like(blocks, direction), 0 * blocks], key)
     return np.stack(words, -1).astype("<u4").view(np.uint8)
 
 
 def block_indices(rows: int, columns: int, member: int = 0) -> np.ndarray:
-    """Of the blocks of one of the matrices [rows, columns], as they lie in memory."""
+    """Returns the block indices of one matrix [rows, columns] of a stack, in memory order."""
     row, block = np.indices((rows, columns // 16))
     return ((member * rows + row) * columns + 16 * block) // 16
 
 
 def hadamard(v: np.ndarray) -> np.ndarray:
-    """Times the Hadamard matrix along the last dimension, from the two halves' transforms."""
+    """Multiplies by the Hadamard matrix along the last dimension, recursively from the transforms of the two
+    halves."""
     if v.shape[-1] == 1:
         return v
     half = v.shape[-1] // 2
@@ -132,13 +135,13 @@ def hadamard(v: np.ndarray) -> np.ndarray:
 
 
 def rotate(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Chunks of 16 along rows, rounded to the dtype. A quarter of 16-bit values comes first: then the largest do not
-    overflow."""
+    """Applies the randomized Hadamard transform to chunks of 16 along rows, and rounds to the dtype. 16-bit values
+    are multiplied by a quarter first, so that the largest ones do not overflow."""
     chunks = values.reshape(*values.shape[:-1], values.shape[-1] // 16, 16)
     first, last = map(np.float32, (1, 0.25) if dtype == torch.float32 else (0.25, 1))
     with np.errstate(over="ignore", invalid="ignore"):
-        turned = (hadamard(chunks * SIGNS * first) * last).reshape(values.shape)
-    return torch.from_numpy(turned).to(dtype).float().numpy()
+        rotated = (hadamard(chunks * SIGNS * first) * last).reshape(values.shape)
+    return torch.from_numpy(rotated).to(dtype).float().numpy()
 
 
 def magnitudes_of(values: np.ndarray) -> np.ndarray:
@@ -154,7 +157,8 @@ def encode_scale(amax: np.ndarray, spec: NvSpec) -> np.ndarray:
 def quantize(
     values: np.ndarray, spec: NvSpec, amax: np.ndarray, bytes: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Codes of one float32 matrix along rows, one to a byte, and its scale bytes ``[rows, columns / 16]``."""
+    """Returns the row-wise quantized data of one float32 matrix, one element per byte, and its scale bytes ``[rows,
+    columns / 16]``."""
     rows, columns = values.shape
     height = 16 if spec.square else 1
     whole = np.zeros((-(-rows // height) * height, columns), np.float32)
@@ -172,34 +176,34 @@ def quantize(
         if not spec.four_over_six:
             scale = e4m3(np.minimum(wanted, FLT_MAX))
             scaled = values * factor(scale)
-            return e2m1(scaled) if bytes is None else e2m1_at_random(scaled, bytes), scale
+            return e2m1(scaled) if bytes is None else e2m1_stochastic(scaled, bytes), scale
         tried = []
         for times in (1.0, 1.5):
             scale = e4m3(np.minimum(wanted * np.float32(times), np.float32(448)))
-            codes = e2m1(values * factor(scale))
-            back = np.where(codes & 8, -E2M1[codes & 7], E2M1[codes & 7]).astype(np.float32)
+            data = e2m1(values * factor(scale))
+            back = np.where(data & 8, -E2M1[data & 7], E2M1[data & 7]).astype(np.float32)
             missed = np.abs(back * np.repeat(value_of(scale) * (one / common), 16, 1) - values)
             missed = missed * missed if spec.four_over_six == "mse" else missed
             missed = np.where(np.isnan(values), np.float32(0), missed).reshape(rows, columns // 16, 16)
             error = np.zeros(missed.shape[:2], np.float32)
             for i in range(16):
                 error += missed[:, :, i]
-            tried.append((codes, scale, error))
+            tried.append((data, scale, error))
     four = tried[1][2] < tried[0][2]
-    codes = np.where(np.repeat(four, 16, 1), tried[1][0], tried[0][0])
-    return codes, np.where(four, tried[1][1], tried[0][1])
+    data = np.where(np.repeat(four, 16, 1), tried[1][0], tried[0][0])
+    return data, np.where(four, tried[1][1], tried[0][1])
 
 
 def stored(scales: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """In the corner of zeros."""
+    """Returns the scales in the upper left corner of a matrix of zeros."""
     whole = np.zeros(shape, np.uint8)
     whole[: scales.shape[0], : scales.shape[1]] = scales
     return whole
 
 
-def finished(codes: np.ndarray, scales: np.ndarray, spec: NvSpec) -> tuple[Tensor, Tensor]:
-    """Packed, in the order and the dtypes of the ops."""
-    packed = (codes[..., 0::2] | codes[..., 1::2] << 4).astype(np.uint8)
+def finished(data: np.ndarray, scales: np.ndarray, spec: NvSpec) -> tuple[Tensor, Tensor]:
+    """Returns packed data and scales, in the layout and dtypes of the ops."""
+    packed = (data[..., 0::2] | data[..., 1::2] << 4).astype(np.uint8)
     scales = tiled(scales) if spec.tiled else scales
     return (
         torch.from_numpy(np.ascontiguousarray(packed)).view(torch.float4_e2m1fn_x2),
@@ -211,8 +215,8 @@ def up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def turned(values: np.ndarray, spec: NvSpec, dtype: torch.dtype) -> np.ndarray:
-    """The matrix that the transposed copy is of."""
+def transposed_input(values: np.ndarray, spec: NvSpec, dtype: torch.dtype) -> np.ndarray:
+    """Returns the matrix whose row-wise quantization is the transposed copy."""
     values = np.ascontiguousarray(values.swapaxes(-1, -2))
     return rotate(values, dtype) if spec.rht else values
 
@@ -220,30 +224,31 @@ def turned(values: np.ndarray, spec: NvSpec, dtype: torch.dtype) -> np.ndarray:
 def quantize_direction(
     input: Tensor, spec: NvSpec, amax: Tensor, seed: int | None, direction: int
 ) -> tuple[Tensor, Tensor]:
-    """Of a 2-D or 3-D tensor: 0 the rows, 1 the transposed."""
+    """Quantizes a 2-D or 3-D tensor: direction 0 is row-wise, 1 is transposed."""
     stack = as_numpy(input if input.dim() == 3 else input[None])
-    stack = turned(stack, spec, input.dtype) if direction else stack
+    stack = transposed_input(stack, spec, input.dtype) if direction else stack
     members, rows, columns = stack.shape
-    codes = np.zeros(stack.shape, np.uint8)
+    data = np.zeros(stack.shape, np.uint8)
     scales = np.zeros((members, up(rows, 128), up(columns // 16, 4)), np.uint8)
     for g, values in enumerate(stack):
         of = amax.cpu().numpy() if input.dim() == 2 else amax.cpu().numpy()[g : g + 1].reshape(-1)
         bytes = None
         if seed is not None:
             bytes = random_bytes(seed, block_indices(rows, columns, g), direction).reshape(values.shape)
-        codes[g], scale = quantize(values, spec, of, bytes)
+        data[g], scale = quantize(values, spec, of, bytes)
         scales[g] = stored(scale, scales.shape[1:])
-    return finished(*((codes, scales) if input.dim() == 3 else (codes[0], scales[0])), spec)
+    return finished(*((data, scales) if input.dim() == 3 else (data[0], scales[0])), spec)
 
 
 def grouped_quantize_direction(
     input: Tensor, sizes: list[int], spec: NvSpec, amax: Tensor, seed: int | None, direction: int
 ) -> tuple[Tensor, Tensor]:
-    """Each group by itself, zeros elsewhere; for the transposed sizes are multiples of 16."""
+    """Quantizes each group separately; everything past the groups is 0. If transposed, group sizes are multiples of
+    16."""
     total, columns = input.shape
     values, of = as_numpy(input), amax.cpu().numpy()
     shape = (columns, total) if direction else (total, columns)
-    codes = np.zeros(shape, np.uint8)
+    data = np.zeros(shape, np.uint8)
     scales = np.zeros((up(total, 128), up(columns // 16, 4)), np.uint8)
     if direction:
         scales = np.zeros((up(columns, 128), 8 * (up(total, 128) // 128 + len(sizes))), np.uint8)
@@ -255,24 +260,24 @@ def grouped_quantize_direction(
         rows = slice(first, first + size)
         group_bytes = None if bytes is None else bytes[:, rows] if direction else bytes[rows]
         if direction:
-            group = turned(values[rows], spec, input.dtype)
+            group = transposed_input(values[rows], spec, input.dtype)
             one = of[g] if spec.row_scaled else of[g : g + 1]
-            codes[:, rows], scale = quantize(group, spec, one, group_bytes)
+            data[:, rows], scale = quantize(group, spec, one, group_bytes)
             scales[:columns, 8 * before : 8 * before + size // 16] = scale
         else:
             one = of[rows] if spec.row_scaled else of[g : g + 1]
-            codes[rows], scale = quantize(values[rows], spec, one, group_bytes)
+            data[rows], scale = quantize(values[rows], spec, one, group_bytes)
             scales[rows, : columns // 16] = scale
         first, before = first + size, before + up(size, 128) // 128
-    return finished(codes, scales, spec)
+    return finished(data, scales, spec)
 
 
 def amax(input: Tensor, spec: NvSpec, sizes: list[int] | None, direction: int) -> Tensor:
-    """Of each matrix, group or row; 0 of nothing."""
+    """Returns the amax of each matrix, group or row; 0 where there are no elements."""
     values = as_numpy(input)
 
     def largest(of: np.ndarray) -> np.ndarray:
-        of = magnitudes_of(turned(of, spec, input.dtype) if direction else of)
+        of = magnitudes_of(transposed_input(of, spec, input.dtype) if direction else of)
         if spec.row_scaled:
             return of.max(-1, initial=0)
         return of.max((-1, -2), initial=0, keepdims=True)[..., 0, 0]
@@ -291,14 +296,14 @@ def amax(input: Tensor, spec: NvSpec, sizes: list[int] | None, direction: int) -
 
 
 def dequantized(data: Tensor, scale: Tensor, spec: NvSpec, amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of one matrix: element * ((scale * amax) * (1 / (6 * bound))), rounded; every NaN the quiet one. A scale * amax
-    that overflows is taken in float64."""
+    """Dequantizes one matrix: element * ((scale * amax) * (1 / (6 * bound))), rounded; every NaN is the quiet NaN.
+    If scale * amax overflows, the factor is computed in float64."""
     bytes = data.cpu().view(torch.uint8).numpy()
-    codes = np.stack([bytes & 15, bytes >> 4], -1).reshape(bytes.shape[0], 2 * bytes.shape[1])
-    values = np.where(codes & 8, -E2M1[codes & 7], E2M1[codes & 7]).astype(np.float32)
+    elements = np.stack([bytes & 15, bytes >> 4], -1).reshape(bytes.shape[0], 2 * bytes.shape[1])
+    values = np.where(elements & 8, -E2M1[elements & 7], E2M1[elements & 7]).astype(np.float32)
     scales = scale.cpu().view(torch.uint8).numpy()
-    scales = scales.reshape(-1)[tiled_places(*scales.shape)] if spec.tiled else scales
-    row, column = np.indices(codes.shape)
+    scales = scales.reshape(-1)[tiled_offsets(*scales.shape)] if spec.tiled else scales
+    row, column = np.indices(elements.shape)
     scales = scales[row, column // 16]
     wide = np.append(TABLES["e4m3"], np.nan)[scales & 0x7F]
     wide = np.where(scales & 0x80, -wide, wide).astype(np.float32)

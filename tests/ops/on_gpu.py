@@ -1,4 +1,4 @@
-"""What tests on a GPU do with a call: record it in a graph, and see what memory it takes."""
+"""Helpers for GPU tests: capture a call in a CUDA graph, and measure its peak memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """A graph of the call, which ran once before."""
+    """Runs the call once, then returns a CUDA graph of it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -22,7 +22,8 @@ def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 
 def most_memory(call: Callable[[], Any]) -> int:
-    """The most bytes that the second of two calls holds at a time beside what was there; it may not wait for a GPU."""
+    """Returns the peak of additional bytes that the second of two calls allocates. Synchronization during that call
+    is an error."""
     call()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""The name of a call of an op, with what its arguments choose: for tests of which ops a layer runs."""
+"""Names op calls, including what their arguments select, for tests of which ops a layer runs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ SUFFIXES = {(True, True): " both", (False, True): " columns", (True, False): ""}
 
 
 def name_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> str:
-    """For example ``grouped quantize both``; of a quantize op without a suffix the rows alone. Arguments as a dispatch
-    mode gets them."""
+    """Returns, for example, ``grouped quantize both``. A quantize op without a suffix is row-wise only. Takes the
+    arguments that a dispatch mode receives."""
     schema = func._schema
     values = {argument.name: argument.default_value for argument in schema.arguments}
     values |= dict(zip(values, args, strict=False)) | (kwargs or {})

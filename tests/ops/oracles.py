@@ -1,4 +1,4 @@
-"""The oracle of a format's family, by its key."""
+"""Selects the numpy oracle of a format by the format's key."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from torch import Tensor
 
 from tests.ops import nvfp4_oracle, quantize_oracle
 
-#: Every format that there is an oracle of.
+#: Every format that has an oracle.
 FORMATS = (*quantize_oracle.SPECS, *nvfp4_oracle.SPECS)
 
 
 def both(input: Tensor, format: str, extras: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """The four outputs of ``quantize``. A stack of no matrices gives nothing, in the shapes of one."""
+    """Returns the four outputs of ``quantize``. For a stack of no matrices they are empty, with the shapes of one
+    matrix."""
     if input.dim() == 3 and input.shape[0] == 0:
         one = {
             name: value if name == "seed" else value.new_zeros(1, *value.shape[1:])
@@ -29,7 +30,7 @@ def both(input: Tensor, format: str, extras: dict[str, Tensor]) -> tuple[Tensor,
 def grouped_both(
     input: Tensor, sizes: list[int], format: str, extras: dict[str, Tensor]
 ) -> tuple[Tensor, ...]:
-    """The same of a ragged matrix."""
+    """Returns the four outputs for a ragged matrix."""
     if format not in nvfp4_oracle.SPECS:
         return quantize_oracle.grouped_both_directions(input, sizes, quantize_oracle.SPECS[format])
     spec, seed = nvfp4_oracle.SPECS[format], _seed(extras)
@@ -38,7 +39,7 @@ def grouped_both(
 
 
 def dequantized(data: Tensor, scale: Tensor, format: str, amax: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The values of one row-wise matrix."""
+    """Returns the dequantized values of one row-wise matrix."""
     if format in nvfp4_oracle.SPECS:
         assert amax is not None
         return nvfp4_oracle.dequantized(data, scale, nvfp4_oracle.SPECS[format], amax, dtype)

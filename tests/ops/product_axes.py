@@ -1,6 +1,5 @@
-"""What the axes of products' arguments and results are, for every reference of a product; powers of two along them, and
-which elements of a result an element of an argument is used for.
-"""
+"""For the reference of every product: the axes of its arguments and results, powers of two along those axes, and
+which elements of a result depend on an element of an argument."""
 
 from __future__ import annotations
 
@@ -17,16 +16,16 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Product:
-    """What the axes of arguments and results are, a letter each: t rows, u those that ``rows`` takes them from, n and k
-    columns, G groups, j features behind SwiGLU, j2 their gradients, l those before it, p rows of probabilities, 1 no
-    axis. And the powers of two that an argument may be multiplied by, and by which its results are then: along each
-    axis a sum of letters (:class:`Powers`)."""
+    """The axes of arguments and results, one letter per axis: t rows, u rows of the matrix that ``rows`` indexes, n
+    and k columns, G groups, j features after SwiGLU, j2 the features of their gradient, l features before SwiGLU, p
+    rows of probabilities, 1 no axis. Also the powers of two by which an argument may be multiplied and those by
+    which its results are multiplied in turn: for each axis a sum of letters (:class:`Powers`)."""
 
     arguments: dict[str, Axes]
     results: list[Axes]
     powers: dict[str, Axes] = field(default_factory=dict)
     of_results: list[Axes] = field(default_factory=list)
-    #: Where infinities saturate, or are curved into numbers.
+    #: Whether infinities may saturate or become finite, so that only NaN propagates.
     nan_only: bool = False
 
 
@@ -154,10 +153,10 @@ PRODUCTS = {
     ),
 }
 
-#: What a result is not made of: the product before SwiGLU, and a probability's own gradient.
+#: Arguments that do not affect a result: the product before SwiGLU, and a probability's own gradient.
 NOT_USED = (("probs", ("t", "l")), ("probs", ("t",)))
 STANDS_FOR = {"u": "t", "T": "t", "g": "G", "b": "B", "D": "B", "l": "j", "L": "j", "J": "j"}
-#: How far powers of each letter go that are drawn.
+#: The largest power that is drawn for each letter.
 REACH = {
     "t": 35,
     "u": 35,
@@ -175,7 +174,7 @@ REACH = {
 
 
 def groups_of(rows: int, sizes: Tensor | None) -> Tensor:
-    """The group of each row, -1 past the last."""
+    """Returns the group of each row; rows past the groups are -1."""
     if sizes is None:
         return torch.zeros(rows, dtype=torch.int64)
     group = torch.arange(len(sizes)).repeat_interleave(sizes)
@@ -183,19 +182,20 @@ def groups_of(rows: int, sizes: Tensor | None) -> Tensor:
 
 
 def whole(tensors: list[Tensor]) -> Tensor:
-    """One tensor, or what is a tensor for each group as a stack."""
+    """Returns one tensor unchanged, and a list of one tensor per group as a stack."""
     return tensors[0] if len(tensors) == 1 else torch.stack(tensors)
 
 
-def parted(tensor: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """As ``whole`` found it."""
+def split_like(tensor: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Reverses ``whole``: returns the list that it was called with."""
     return [tensor] if len(like) == 1 else list(tensor.unbind())
 
 
 class Powers:
-    """Powers of two by letter, - for less. A lower-case letter has one for each index of an axis; T, J, A, D and c are
-    one number; G and B are by group, and g and b those of a row's group; l is none for gates and j for linear parts, L
-    the same of J; s undoes in scales what their operands are multiplied by."""
+    """Powers of two by letter; ``-`` negates them. A lower-case letter has one power per index of an axis. T, J, A,
+    D and c are a single power; G and B have one per group, and g and b expand those to the rows of each group. l is
+    0 for gates and j for linear parts, and L is the same for J. s cancels in the scales what their operands are
+    multiplied by."""
 
     def __init__(self, arguments: dict[str, Any], everywhere: dict[str, int] | None, by_row: bool, seed: int):
         self.arguments, self.everywhere, self.by_row = arguments, everywhere, by_row
@@ -203,7 +203,7 @@ class Powers:
         self.drawn: dict[str, Tensor] = {}
 
     def _own(self, letter: str, length: int) -> Tensor:
-        """Drawn once. Without ``by_row`` rows have the same one."""
+        """Returns the powers of a letter, which are drawn once. Without ``by_row`` all rows have the same power."""
         if letter not in self.drawn:
             if self.everywhere is not None:
                 power = self.everywhere.get(STANDS_FOR.get(letter, letter), 0)
@@ -245,16 +245,16 @@ class Powers:
         return self._own(letter, length)
 
     def _halves(self, letter: str, length: int) -> Tensor:
-        """None of gates, j of linear parts, as they lie."""
+        """Returns 0 for gates and j for linear parts, in the order of their columns."""
         own = self.of("J", 1).expand(length // 2) if letter == "L" else self._own("j", length // 2)
         both = torch.stack([torch.zeros_like(own), own])
         interleave = self.arguments.get("interleave", 0) or max(1, length // 2)
         return both.unflatten(1, (-1, interleave)).transpose(0, 1).flatten()
 
     def times(self, value: Any, axes: Axes) -> Any:
-        """A tensor, or a list of what is a stack otherwise, by the powers along its axes."""
+        """Multiplies a tensor, or a list of the matrices of a stack, by the powers along its axes."""
         if isinstance(value, list):
-            return parted(self.times(whole(value), axes), value)
+            return split_like(self.times(whole(value), axes), value)
         total = torch.zeros((), dtype=torch.int64)
         for axis, letters in enumerate(axes):
             for letter in letters.split():
@@ -263,15 +263,17 @@ class Powers:
         return exact_scale(value, total)
 
 
-def multiplied(product: Product, arguments: dict[str, Any], powers: Powers) -> dict[str, Any]:
-    """Without what cannot be multiplied by row."""
-    given = dict(arguments)
+def multiply(product: Product, arguments: dict[str, Any], powers: Powers) -> dict[str, Any]:
+    """Multiplies the arguments by their powers. Arguments that cannot be multiplied are unchanged."""
+    arguments_by_name = dict(arguments)
     for name, axes in product.powers.items():
-        if given.get(name) is None:
+        if arguments_by_name.get(name) is None:
             continue
-        transposed = name == "b" and len(axes) == 3 and given.get("transpose_b") is False
-        given[name] = powers.times(given[name], (axes[0], axes[2], axes[1]) if transposed else axes)
-    return given
+        transposed = name == "b" and len(axes) == 3 and arguments_by_name.get("transpose_b") is False
+        arguments_by_name[name] = powers.times(
+            arguments_by_name[name], (axes[0], axes[2], axes[1]) if transposed else axes
+        )
+    return arguments_by_name
 
 
 def reached(
@@ -280,12 +282,19 @@ def reached(
     place: tuple[int, ...],
     result: Axes,
     shape: torch.Size,
-    given: dict[str, Any],
+    arguments_by_name: dict[str, Any],
 ) -> Tensor:
-    """Which elements of a result an argument's element is used for."""
+    """Returns a mask of the elements of a result that depend on one element of an argument."""
     known = {letter: torch.tensor([i]) for letter, i in zip(axes, place, strict=True)}
-    sizes, rows = given.get("group_sizes"), given.get("rows", given.get("input_rows"))
-    count = len(given["grad"] if "grad" in given else given.get("a", given.get("input")))
+    sizes, rows = (
+        arguments_by_name.get("group_sizes"),
+        arguments_by_name.get("rows", arguments_by_name.get("input_rows")),
+    )
+    count = len(
+        arguments_by_name["grad"]
+        if "grad" in arguments_by_name
+        else arguments_by_name.get("a", arguments_by_name.get("input"))
+    )
     group = groups_of(len(rows) if isinstance(rows, Tensor) else count, sizes)
     everything = torch.arange(len(group))
     if "p" in known:
@@ -301,8 +310,12 @@ def reached(
     if "t" in known and "u" not in known and isinstance(rows, Tensor):
         known["u"] = rows[known["t"]]
     if "l" in known:
-        interleave = given.get("interleave", 0) or 1
-        half = given["b"].shape[1] // 2 if "b" in given else given["fc1_weight"].shape[1] // 2
+        interleave = arguments_by_name.get("interleave", 0) or 1
+        half = (
+            arguments_by_name["b"].shape[1] // 2
+            if "b" in arguments_by_name
+            else arguments_by_name["fc1_weight"].shape[1] // 2
+        )
         at = known["l"]
         known["j"] = at // (2 * interleave) * interleave + at % interleave if interleave > 1 else at % half
     if "j" in known and "j2" in result:

@@ -1,6 +1,7 @@
-"""What quantization is, in numpy, written from the formulas alone.
+"""Quantization in numpy, written from the formulas alone.
 
-An FP8 type is its table of values; rounding looks for the nearest entry and takes the even code of two.
+An FP8 type is the table of its values. Rounding finds the nearest entry; a tie goes to the entry with the even bit
+pattern.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ LARGEST_INPUT = {
 
 
 def table(element: str) -> np.ndarray:
-    """Values of the codes 0, 1, ... up to the largest finite one, from the definition of the type."""
+    """Returns the values of the bit patterns 0, 1, ... up to the largest finite value, from the definition of the
+    type."""
     mantissa_bits, bias, last = {"e4m3": (3, 7, 0x7E), "e5m2": (2, 15, 0x7B), "e2m1": (1, 1, 7)}[element]
     values = []
     for code in range(last + 1):
@@ -39,8 +41,8 @@ def table(element: str) -> np.ndarray:
 TABLES = {element: table(element) for element in DTYPES}
 
 
-def round_to_codes(values: np.ndarray, element: str) -> np.ndarray:
-    """uint8 codes: nearest, ties to the even code, saturating; NaN is 0x7F."""
+def round_to_fp8(values: np.ndarray, element: str) -> np.ndarray:
+    """Returns uint8 bit patterns: rounded to nearest, ties to even, saturating; NaN is 0x7F."""
     entries = TABLES[element]
     magnitude = np.abs(values.astype(np.float64))
     below = np.clip(np.searchsorted(entries, magnitude, side="right") - 1, 0, len(entries) - 1)
@@ -57,7 +59,7 @@ MX_ROW, MX_SQUARE = (1, 32), (32, 32)
 
 @dataclass(frozen=True)
 class Spec:
-    """A format by its parts; ``block`` is None, (1, 128) or (128, 128), for MXFP8 (1, 32) or (32, 32)."""
+    """The options of a format. ``block`` is None, (1, 128) or (128, 128); for MXFP8 it is (1, 32) or (32, 32)."""
 
     element: str
     pow2: bool
@@ -80,7 +82,7 @@ class Spec:
 
 
 def scale_of(block: np.ndarray, spec: Spec, overflow: float) -> np.float32:
-    """The factor before rounding, of one block of float32 values."""
+    """Returns the scale by which one block of float32 values is multiplied before rounding."""
     numbers = np.abs(block[~np.isnan(block)])
     amax = np.float32(numbers.max()) if numbers.size else np.float32(0)
     amax = max(amax, np.float32(spec.epsilon))
@@ -94,19 +96,21 @@ def scale_of(block: np.ndarray, spec: Spec, overflow: float) -> np.float32:
     return scale
 
 
-#: 2^-127 of byte 0 up to 2^127 of byte 254; 255 is NaN.
+#: 2^-127 for byte 0 up to 2^127 for byte 254; 255 is NaN.
 MX_SCALES = np.append(2.0 ** np.arange(-127, 128), np.nan)
 
 
 def exponents_of(amax: np.ndarray, element: str) -> np.ndarray:
-    """The E8M0 bytes of float32 amaxes: the least e with ``2**(e - 127) >= amax * (1 / largest)``, the product in
-    float32; 254 for an infinite amax. Compared in float64, which holds every power of two in question."""
+    """Returns the E8M0 bytes of float32 amaxes: the least e with ``2**(e - 127) >= amax * (1 / largest)``, where
+    the product is rounded to float32; 254 for an infinite amax. Compares in float64, which represents all these
+    powers of two."""
     wanted = (amax * (np.float32(1) / np.float32(TABLES[element][-1]))).astype(np.float64)
     return np.minimum(np.searchsorted(MX_SCALES[:255], wanted), 254)
 
 
 def quantize_mx(values: np.ndarray, spec: Spec) -> tuple[np.ndarray, np.ndarray]:
-    """Codes of one float32 matrix along rows and its scale bytes ``[roundup(M, 128), 4 * ceil(K / 128)]``."""
+    """Returns the row-wise quantized data of one float32 matrix, and its scale bytes ``[roundup(M, 128), 4 * ceil(K
+    / 128)]``."""
     rows, columns = values.shape
     height, width = spec.block or (1, 1)
     down, across = -(-rows // height), -(-columns // width)
@@ -118,11 +122,11 @@ def quantize_mx(values: np.ndarray, spec: Spec) -> tuple[np.ndarray, np.ndarray]
     stored[:rows, :across] = exponents
     factors = (2.0 ** (127 - np.repeat(exponents, width, 1)[:, :columns])).astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        return round_to_codes(values * factors, spec.element), stored
+        return round_to_fp8(values * factors, spec.element), stored
 
 
 def quantize(values: np.ndarray, spec: Spec, overflow: float) -> tuple[np.ndarray, np.ndarray]:
-    """Codes of one float32 matrix along rows, and its decode scales as they are stored."""
+    """Returns the row-wise quantized data of one float32 matrix, and its decode scales in the order of the ops."""
     if spec.is_mx:
         return quantize_mx(values, spec)
     rows, columns = values.shape
@@ -135,30 +139,31 @@ def quantize(values: np.ndarray, spec: Spec, overflow: float) -> tuple[np.ndarra
             factors[where] = scale_of(values[where], spec, overflow)
             scales[i, j] = np.float32(1) / factors[i * height, j * width]
     with np.errstate(over="ignore", invalid="ignore"):
-        codes = round_to_codes(values * factors, spec.element)
+        data = round_to_fp8(values * factors, spec.element)
     if spec.block is None:
         empty_scale = np.float32(1) / scale_of(values.reshape(-1), spec, overflow)
-        return codes, np.array([empty_scale], dtype=np.float32)
+        return data, np.array([empty_scale], dtype=np.float32)
     stored = scales if spec.block == (128, 128) else scales.T
-    return codes, np.pad(stored, ((0, 0), (0, -stored.shape[1] % 4)))
+    return data, np.pad(stored, ((0, 0), (0, -stored.shape[1] % 4)))
 
 
 def tiled(scales: np.ndarray) -> np.ndarray:
-    """Byte (r, c) of the last two dimensions goes to tile (r / 128, c / 4), tiles in the order of rows."""
+    """Rearranges scales into tiles of 128 rows by 4 columns: byte (r, c) goes to tile (r / 128, c / 4), and tiles
+    are in row-major order."""
     rows, columns = scales.shape[-2:]
     flat = np.zeros((*scales.shape[:-2], rows * columns), scales.dtype)
-    flat[..., tiled_places(rows, columns).reshape(-1)] = scales.reshape(*scales.shape[:-2], rows * columns)
+    flat[..., tiled_offsets(rows, columns).reshape(-1)] = scales.reshape(*scales.shape[:-2], rows * columns)
     return flat.reshape(scales.shape)
 
 
-def tiled_places(rows: int, columns: int) -> np.ndarray:
-    """Where byte (r, c) lies."""
+def tiled_offsets(rows: int, columns: int) -> np.ndarray:
+    """Returns the offset of byte (r, c)."""
     r, c = np.indices((rows, columns))
     return (r // 128 * (columns // 4) + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
 
 
 def as_numpy(tensor: Tensor) -> np.ndarray:
-    """float32 values; exact for every input dtype."""
+    """Returns float32 values; exact for every input dtype."""
     return tensor.detach().cpu().float().numpy()
 
 
@@ -167,17 +172,17 @@ def overflow_of(spec: Spec, dtype: torch.dtype) -> float:
 
 
 def both_directions(input: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four outputs of ``quantize`` in both directions for a 2-D or 3-D tensor, on the CPU."""
+    """Returns the four outputs of ``quantize`` in both directions for a 2-D or 3-D tensor, on the CPU."""
     overflow = overflow_of(spec, input.dtype)
     matrices = [as_numpy(m) for m in (input if input.dim() == 3 else [input])]
     outputs: list[Tensor] = []
     for matrix_of in (lambda m: m, lambda m: m.T):
         parts = [quantize(np.ascontiguousarray(matrix_of(m)), spec, overflow) for m in matrices]
-        codes, scales = np.stack([c for c, _ in parts]), np.stack([s for _, s in parts])
+        data, scales = np.stack([c for c, _ in parts]), np.stack([s for _, s in parts])
         if input.dim() == 2 or spec.block is None:
             scales = scales.reshape(-1) if spec.block is None else scales[0]
         scales = tiled(scales) if spec.tiled else scales
-        outputs += [torch.from_numpy(codes if input.dim() == 3 else codes[0]), torch.from_numpy(scales)]
+        outputs += [torch.from_numpy(data if input.dim() == 3 else data[0]), torch.from_numpy(scales)]
         outputs[-2] = outputs[-2].contiguous().view(DTYPES[spec.element])
         outputs[-1] = outputs[-1].view(torch.float8_e8m0fnu if spec.is_mx else torch.float32)
     return outputs[0], outputs[1], outputs[2], outputs[3]
@@ -186,10 +191,11 @@ def both_directions(input: Tensor, spec: Spec) -> tuple[Tensor, Tensor, Tensor, 
 def grouped_both_directions(
     input: Tensor, sizes: list[int], spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same of a ragged matrix: each group by itself, zeros elsewhere."""
+    """Returns the same for a ragged matrix: each group is quantized separately, and everything past the groups is
+    0."""
     total, columns = input.shape
     values, overflow = as_numpy(input), overflow_of(spec, input.dtype)
-    codes, codes_t = np.zeros((total, columns), np.uint8), np.zeros((columns, total), np.uint8)
+    data, data_t = np.zeros((total, columns), np.uint8), np.zeros((columns, total), np.uint8)
     scale = np.zeros((-(-columns // 128), -(-total // 4) * 4), np.float32)
     scale_t = np.zeros((-(-total // 128) + len(sizes), -(-columns // 4) * 4), np.float32)
     if spec.is_mx:
@@ -198,8 +204,8 @@ def grouped_both_directions(
     tensor_scales, first, block = [], 0, 0
     for size in sizes:
         rows = slice(first, first + size)
-        codes[rows], s = quantize(values[rows], spec, overflow)
-        codes_t[:, rows], s_t = quantize(np.ascontiguousarray(values[rows].T), spec, overflow)
+        data[rows], s = quantize(values[rows], spec, overflow)
+        data_t[:, rows], s_t = quantize(np.ascontiguousarray(values[rows].T), spec, overflow)
         if spec.block is None:
             tensor_scales.append(s[0])
         elif spec.is_mx:
@@ -215,9 +221,9 @@ def grouped_both_directions(
         scale, scale_t = tiled(scale), tiled(scale_t)
     dtype, scale_dtype = DTYPES[spec.element], torch.float8_e8m0fnu if spec.is_mx else torch.float32
     return (
-        torch.from_numpy(codes).view(dtype),
+        torch.from_numpy(data).view(dtype),
         torch.from_numpy(scale).view(scale_dtype),
-        torch.from_numpy(codes_t).view(dtype),
+        torch.from_numpy(data_t).view(dtype),
         torch.from_numpy(scale_t.copy()).view(scale_dtype),
     )
 
@@ -248,17 +254,17 @@ def assert_all_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> No
 
 
 def oracle_both(input: Tensor, spec: Spec) -> tuple[Tensor, ...]:
-    """The oracle, and what a stack of no matrices must be: nothing, in the shapes of one."""
+    """Returns the oracle's outputs. For a stack of no matrices they are empty, with the shapes of one matrix."""
     if input.dim() == 2 or input.shape[0] > 0:
         return both_directions(input, spec)
     one = both_directions(torch.zeros(1, *input.shape[1:]), spec)
     return tuple(output[:0] for output in one)
 
 
-def dequantized(codes: Tensor, scales: np.ndarray, element: str, dtype: torch.dtype) -> Tensor:
-    """table[code] * scale in float32, then rounded; every NaN the quiet one. One of ``scales`` for each "
-    "code."""
-    bits = codes.cpu().view(torch.uint8).numpy().astype(np.int64)
+def dequantized(data: Tensor, scales: np.ndarray, element: str, dtype: torch.dtype) -> Tensor:
+    """Returns table[bit pattern] * scale in float32, then rounded; every NaN is the quiet NaN. ``scales`` has one
+    entry per element."""
+    bits = data.cpu().view(torch.uint8).numpy().astype(np.int64)
     entries = np.concatenate([TABLES[element], np.full(128 - len(TABLES[element]), np.nan)])
     if element == "e5m2":
         entries[0x7C] = np.inf
@@ -270,11 +276,11 @@ def dequantized(codes: Tensor, scales: np.ndarray, element: str, dtype: torch.dt
 
 
 def spread(scale: Tensor, spec: Spec, shape: tuple[int, int]) -> np.ndarray:
-    """The stored scales of row-wise data [rows, columns], one for each element."""
+    """Expands the stored scales of row-wise data [rows, columns] to one per element."""
     if spec.is_mx:
         index, bytes = np.indices(shape), scale.cpu().view(torch.uint8).numpy()
         if spec.tiled:
-            bytes = bytes.reshape(-1)[tiled_places(*bytes.shape)]
+            bytes = bytes.reshape(-1)[tiled_offsets(*bytes.shape)]
         exponents = bytes[index[0], index[1] // 32]
         return MX_SCALES[exponents].astype(np.float32)
     stored = scale.cpu().numpy()

@@ -1,7 +1,8 @@
-"""Aligned groups: transposed data of ragged groups, each of which begins at a multiple of 32 in a line.
+"""Aligned groups: in the transposed data of a ragged matrix, each group begins at a column that is a multiple of 32.
 
-What the codes and scales are, other tests of the quantize family say. Here the lines are put together from data of
-the same format without ``aligned``, group by group, and products of them have the bits of products without it.
+Other tests of the quantize family check the quantized data and scales. Here the expected data is assembled group by
+group from data of the same format without ``aligned``, and products of it must have the same bits as products without
+``aligned``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from transformer_plugin.testing.gemm_cases import wgrad_arguments
 from transformer_plugin.testing.numerics import assert_same_bits
 
 FORMATS = ["fp8_block:e4m3", "fp8_block:e5m2,fp32", "fp8_tensor:e4m3"]
-#: rows of the buffer, and sizes: empty groups first, last and between, tails, ends beside multiples of 32 and of 128
+#: Rows of the buffer, and group sizes: empty groups first, last and in between, tails, ends next to multiples
+#: of 32 and 128.
 CASES = [
     (300, [0, 5, 0, 129, 33, 0, 100]),
     (257, [0, 0, 257]),
@@ -35,20 +37,21 @@ def aligned(format: str) -> str:
     return format + ",aligned"
 
 
-def lines_of(data: Tensor, sizes: list[int], rows: int) -> Tensor:
-    """``data`` [columns, rows] with group g from round_up(begin, 32) + 32 g on, and zeros elsewhere."""
+def align_groups(data: Tensor, sizes: list[int], rows: int) -> Tensor:
+    """Returns ``data`` [columns, rows] with group g moved to column round_up(begin, 32) + 32 g, and zeros
+    elsewhere."""
 
     def round_up(row: int) -> int:
         return (row + 31) // 32 * 32
 
-    codes = data.view(torch.uint8)
-    lines = codes.new_zeros(codes.shape[0], round_up(rows) + 32 * (len(sizes) + 1))
+    bits = data.view(torch.uint8)
+    aligned_data = bits.new_zeros(bits.shape[0], round_up(rows) + 32 * (len(sizes) + 1))
     begin = 0
     for group, size in enumerate(sizes):
         at = round_up(begin) + 32 * group
-        lines[:, at : at + size] = codes[:, begin : begin + size]
+        aligned_data[:, at : at + size] = bits[:, begin : begin + size]
         begin += size
-    return lines.view(data.dtype)
+    return aligned_data.view(data.dtype)
 
 
 def matrix(rows: int, columns: int, device: torch.device, seed: int = 0) -> Tensor:
@@ -62,11 +65,11 @@ def amax_of(input: Tensor, sizes: Tensor, format: str) -> Tensor | None:
 
 @pytest.mark.parametrize(("rows", "sizes"), CASES, ids=str)
 @pytest.mark.parametrize("format", FORMATS)
-def test_lines(format: str, rows: int, sizes: list[int], device: torch.device) -> None:
+def test_quantize_aligns_groups(format: str, rows: int, sizes: list[int], device: torch.device) -> None:
     input, group_sizes = matrix(rows, 192, device), torch.tensor(sizes, device=device)
-    input[sum(sizes) :] = float("nan")  # past the groups nothing counts
+    input[sum(sizes) :] = float("nan")  # rows past the groups must have no effect
     data, scale, data_t, scale_t = ops.quantize(input, format, group_sizes, columnwise=True)
-    expected = (data, scale, lines_of(data_t, sizes, rows), scale_t)
+    expected = (data, scale, align_groups(data_t, sizes, rows), scale_t)
     for got, want in zip(
         ops.quantize(input, aligned(format), group_sizes, columnwise=True), expected, strict=True
     ):
@@ -83,8 +86,8 @@ def test_lines(format: str, rows: int, sizes: list[int], device: torch.device) -
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_lines_into_given_buffers(format: str, device: torch.device) -> None:
-    """Every byte is written, also those between groups; a flag leaves all as they are."""
+def test_quantize_out_aligns_groups(format: str, device: torch.device) -> None:
+    """Every byte is written, including those between groups; with the flag set, no byte is written."""
     rows, sizes = CASES[0]
     input, group_sizes = matrix(rows, 192, device), torch.tensor(sizes, device=device)
     expected = ops.quantize(input, aligned(format), group_sizes, columnwise=True)
@@ -97,10 +100,10 @@ def test_lines_into_given_buffers(format: str, device: torch.device) -> None:
         assert_same_bits(got, want)
 
 
-#: sizes with ends around multiples of 16, 32 and 128; gaps longer than a cache line; first and last groups empty;
-#: groups of many tiles between short ones
+#: Sizes that end around multiples of 16, 32 and 128; gaps longer than a cache line; empty first and last
+#: groups; groups of many tiles between short ones.
 SHORT = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129]
-WALKS = [
+MANY_GROUPS = [
     [0, *SHORT, 0, 0, 0, 0, 0, 0, 0, 0, 0, *SHORT[::-1], 0],
     [0] * 40 + [700] + [0] * 40,
     [3] * 96,
@@ -110,18 +113,18 @@ WALKS = [
 
 @pytest.mark.parametrize("columns", [8, 128, 200])
 @pytest.mark.parametrize("tail", [0, 1, 200])
-@pytest.mark.parametrize("sizes", WALKS, ids=["short", "alone", "tiny", "long"])
+@pytest.mark.parametrize("sizes", MANY_GROUPS, ids=["short", "alone", "tiny", "long"])
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_lines_of_many_groups(
+def test_quantize_aligns_many_groups(
     dtype: torch.dtype, format: str, sizes: list[int], tail: int, columns: int, device: torch.device
 ) -> None:
-    """Of groups that are short on average, and of others: kernels of their own on a GPU. Every byte is written."""
+    """Groups that are short on average and longer groups use different kernels on a GPU. Every byte is written."""
     rows = sum(sizes) + tail
     input = matrix(rows, columns, torch.device("cpu")).to(dtype)
     group_sizes = torch.tensor(sizes)
     data, scale, data_t, scale_t = ops.quantize(input, format, group_sizes, columnwise=True)
-    expected = (data, scale, lines_of(data_t, sizes, rows), scale_t)
+    expected = (data, scale, align_groups(data_t, sizes, rows), scale_t)
     buffers = [
         torch.full(want.shape, 0x5A, dtype=torch.uint8, device=device).view(want.dtype)
         if want.element_size() == 1
@@ -140,22 +143,24 @@ def test_lines_of_many_groups(
 
 @pytest.mark.parametrize(("rows", "sizes"), CASES, ids=str)
 @pytest.mark.parametrize("format", FORMATS)
-def test_values_come_back(format: str, rows: int, sizes: list[int], device: torch.device) -> None:
-    """Rows of the buffer, and as many more as fill the last multiple of 32, which are zero."""
+def test_dequantize_removes_the_alignment(
+    format: str, rows: int, sizes: list[int], device: torch.device
+) -> None:
+    """Dequantized data has the rows of the buffer, and additional rows of zeros up to a multiple of 32."""
     input, group_sizes = matrix(rows, 192, device), torch.tensor(sizes, device=device)
     plain = ops.quantize(input, format, group_sizes, rowwise=False, columnwise=True)
-    lines = ops.quantize(input, aligned(format), group_sizes, rowwise=False, columnwise=True)
+    aligned_data = ops.quantize(input, aligned(format), group_sizes, rowwise=False, columnwise=True)
     values = ops.dequantize(*plain, format, group_sizes=group_sizes, transposed=True)
-    got = ops.dequantize(*lines, aligned(format), group_sizes=group_sizes, transposed=True)
+    got = ops.dequantize(*aligned_data, aligned(format), group_sizes=group_sizes, transposed=True)
     assert_same_bits(got[:rows], values)
     assert got.shape[0] == -(-rows // 32) * 32 and not got[rows:].any()
-    meaning = reference.dequantize(*lines, aligned(format), group_sizes=group_sizes, transposed=True)
+    meaning = reference.dequantize(*aligned_data, aligned(format), group_sizes=group_sizes, transposed=True)
     assert_same_bits(got, meaning)
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [case for case in CASES if case[0]], ids=str)
 @pytest.mark.parametrize("format", FORMATS)
-def test_weight_gradients_have_the_same_bits(
+def test_weight_gradient_has_the_bits_without_alignment(
     format: str, rows: int, sizes: list[int], device: torch.device
 ) -> None:
     input, grad = matrix(rows, 192, device), matrix(rows, 160, device, seed=1)
@@ -165,10 +170,10 @@ def test_weight_gradients_have_the_same_bits(
         operands = [
             ops.quantize(x, format, group_sizes, rowwise=False, columnwise=True) for x in (grad, input)
         ]
-        given = wgrad_arguments(operands[0], operands[1], format, format) | {"group_sizes": group_sizes}
+        arguments = wgrad_arguments(operands[0], operands[1], format, format) | {"group_sizes": group_sizes}
         if out is None:
-            return ops.grouped_gemm_wgrad(**given)
-        ops.grouped_gemm_wgrad_out(**given, out=out)
+            return ops.grouped_gemm_wgrad(**arguments)
+        ops.grouped_gemm_wgrad_out(**arguments, out=out)
         return out
 
     assert_same_bits(product(aligned(format)), product(format))
@@ -177,7 +182,7 @@ def test_weight_gradients_have_the_same_bits(
 
 
 @pytest.mark.parametrize("format", ["fp8_block:e4m3", "fp8_block:e5m2,fp32"])
-def test_fused_ops(format: str, device: torch.device) -> None:
+def test_fused_ops_align_groups(format: str, device: torch.device) -> None:
     rows, sizes = CASES[0]
     group_sizes, probs = torch.tensor(sizes, device=device), torch.rand(rows, device=device)
     h, grad = matrix(rows, 512, device), matrix(rows, 256, device, seed=1)
@@ -188,23 +193,23 @@ def test_fused_ops(format: str, device: torch.device) -> None:
     ]
     for call in calls:
         data, scale, data_t, *rest = call(format)
-        expected = (data, scale, lines_of(data_t, sizes, rows), *rest)
+        expected = (data, scale, align_groups(data_t, sizes, rows), *rest)
         for got, want in zip(call(aligned(format)), expected, strict=True):
             assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("format", ["fp8_tensor:e4m3", "fp8_block:e4m3"])
-def test_requantize(format: str, device: torch.device) -> None:
+def test_requantize_transposed_aligns_groups(format: str, device: torch.device) -> None:
     rows, sizes = CASES[0]
     group_sizes = torch.tensor(sizes, device=device)
     data, scale = ops.quantize(matrix(rows, 192, device), format, group_sizes)
     data_t, scale_t = ops.requantize_transposed(data, scale, format, torch.bfloat16, group_sizes)
     got = ops.requantize_transposed(data, scale, aligned(format), torch.bfloat16, group_sizes)
-    assert_same_bits(got[0], lines_of(data_t, sizes, rows))
+    assert_same_bits(got[0], align_groups(data_t, sizes, rows))
     assert_same_bits(got[1], scale_t)
 
 
-def test_without_groups_nothing_changes(device: torch.device) -> None:
+def test_aligned_has_no_effect_without_groups(device: torch.device) -> None:
     input = matrix(300, 192, device)
     for got, want in zip(
         ops.quantize(input, "fp8_block:aligned", columnwise=True),
@@ -214,25 +219,25 @@ def test_without_groups_nothing_changes(device: torch.device) -> None:
         assert_same_bits(got, want)
 
 
-def test_operands_that_do_not_go_together(device: torch.device) -> None:
+def test_wgrad_refuses_mixed_alignment(device: torch.device) -> None:
     group_sizes = torch.tensor([40, 20], device=device)
     plain = ops.quantize(matrix(64, 64, device), "fp8_block", group_sizes, rowwise=False, columnwise=True)
-    lines = ops.quantize(
+    aligned_data = ops.quantize(
         matrix(64, 64, device), "fp8_block:aligned", group_sizes, rowwise=False, columnwise=True
     )
     with pytest.raises(ValueError, match="'input_format': expected 'aligned' if and only if grad_format"):
-        given = wgrad_arguments(plain, lines, "fp8_block", "fp8_block:aligned")
-        ops.grouped_gemm_wgrad(**given, group_sizes=group_sizes)
+        arguments = wgrad_arguments(plain, aligned_data, "fp8_block", "fp8_block:aligned")
+        ops.grouped_gemm_wgrad(**arguments, group_sizes=group_sizes)
     with pytest.raises(ValueError, match="'grad': expected rows of aligned groups, a multiple of 32"):
-        given = wgrad_arguments(plain, lines, "fp8_block:aligned", "fp8_block:aligned")
-        ops.grouped_gemm_wgrad(**given, group_sizes=group_sizes)
+        arguments = wgrad_arguments(plain, aligned_data, "fp8_block:aligned", "fp8_block:aligned")
+        ops.grouped_gemm_wgrad(**arguments, group_sizes=group_sizes)
     with pytest.raises(ValueError, match="expected a format key"):
         ops.quantize(matrix(64, 64, device), "mxfp8:aligned", group_sizes, rowwise=False, columnwise=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_graph_follows_the_sizes(format: str) -> None:
+def test_graph_replays_with_new_sizes(format: str) -> None:
     device = torch.device("cuda")
     input, group_sizes = matrix(300, 192, device), torch.tensor([100, 100, 50], device=device)
     ops.quantize(input, aligned(format), group_sizes, rowwise=False, columnwise=True)
@@ -244,5 +249,5 @@ def test_a_graph_follows_the_sizes(format: str) -> None:
         group_sizes.copy_(torch.tensor(sizes))
         graph.replay()
         plain, scale = ops.quantize(input, format, group_sizes, rowwise=False, columnwise=True)
-        assert_same_bits(data_t, lines_of(plain, sizes, 300))
+        assert_same_bits(data_t, align_groups(plain, sizes, 300))
         assert_same_bits(scale_t, scale)

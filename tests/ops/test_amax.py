@@ -1,4 +1,4 @@
-"""The split phase of quantization: largest magnitudes alone, then quantize with given ones."""
+"""Quantization in two phases: the amax alone, then quantize with an amax as an argument."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ CASES = [case for case in quantize_cases() if case.arguments()[1] in TENSOR_FORM
 GROUPED_CASES = [case for case in grouped_quantize_cases() if case.arguments()[2] in TENSOR_FORMATS]
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 by_grouped_case = pytest.mark.parametrize("case", GROUPED_CASES, ids=lambda case: case.name)
-# opcheck finds a NaN of an input different from itself after the call.
+# opcheck compares inputs before and after the call, and NaN is not equal to itself.
 NOT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
 def largest(parts: list[np.ndarray]) -> Tensor:
-    """Of each matrix, in numpy: NaN left out, 0 of nothing."""
+    """Returns the amax of each matrix, in numpy: NaN is ignored, and the amax of no elements is 0."""
     values = [np.abs(part[~np.isnan(part)]).max(initial=0) for part in parts]
     return torch.from_numpy(np.array(values, np.float32).reshape(-1))
 
@@ -65,7 +65,7 @@ def test_grouped_amax(case: Case, device: torch.device) -> None:
 
 
 @by_case
-def test_quantize_with_the_amax_that_it_would_find(case: Case, device: torch.device) -> None:
+def test_quantize_with_its_own_amax_is_unchanged(case: Case, device: torch.device) -> None:
     input, format = case.arguments(device)
     amax, expected = ops.amax(input, format), ops.quantize(input, format, columnwise=True)
     assert_all_same(ops.quantize(input, format, amax=amax), expected[:2])
@@ -74,7 +74,7 @@ def test_quantize_with_the_amax_that_it_would_find(case: Case, device: torch.dev
 
 
 @by_grouped_case
-def test_grouped_quantize_with_the_amax_that_it_would_find(case: Case, device: torch.device) -> None:
+def test_grouped_quantize_with_its_own_amax_is_unchanged(case: Case, device: torch.device) -> None:
     input, sizes, format = case.arguments(device)
     amax, expected = ops.amax(input, format, sizes), ops.quantize(input, format, sizes, columnwise=True)
     assert_all_same(ops.quantize(input, format, sizes, amax=amax), expected[:2])
@@ -84,28 +84,29 @@ def test_grouped_quantize_with_the_amax_that_it_would_find(case: Case, device: t
     assert_all_same(ops.quantize(input, format, sizes, amax=amax, columnwise=True), expected)
 
 
-@pytest.mark.parametrize("given", [0.0, 1e-45, 0.37, 3.0, 1e30, float("inf"), float("nan")])
-def test_quantize_with_another_amax(given: float, device: torch.device) -> None:
-    """The scale is that of the given amax, and what is larger saturates; 1 where it is 0, infinite or NaN."""
+@pytest.mark.parametrize("value", [0.0, 1e-45, 0.37, 3.0, 1e30, float("inf"), float("nan")])
+def test_quantize_with_another_amax(value: float, device: torch.device) -> None:
+    """The scale is computed from the amax argument, and larger elements saturate. The scale is 1 if the amax is 0,
+    infinite or NaN."""
     input = torch.randn(130, 140, generator=torch.Generator().manual_seed(0))
     with np.errstate(over="ignore", divide="ignore"):
-        scale = np.float32(448) / np.float32(given)
-    if given == 0.0 or not np.isfinite(given):
+        scale = np.float32(448) / np.float32(value)
+    if value == 0.0 or not np.isfinite(value):
         scale = np.float32(1)
     scale = min(scale, oracle.FLT_MAX)
     with np.errstate(over="ignore"):
-        codes = oracle.round_to_codes(input.numpy() * scale, "e4m3")
-    data = torch.from_numpy(codes).view(torch.float8_e4m3fn)
+        fp8 = oracle.round_to_fp8(input.numpy() * scale, "e4m3")
+    data = torch.from_numpy(fp8).view(torch.float8_e4m3fn)
     scale_inv = torch.tensor([np.float32(1) / scale])
     expected = (data, scale_inv, data.T.contiguous(), scale_inv)
-    amax = torch.tensor([given])
+    amax = torch.tensor([value])
     assert_all_same(reference.quantize(input, "fp8_tensor", amax=amax, columnwise=True), expected)
     assert_all_same(
         ops.quantize(input.to(device), "fp8_tensor", amax=amax.to(device), columnwise=True), expected
     )
 
 
-def test_each_matrix_and_each_group_takes_its_own(device: torch.device) -> None:
+def test_quantize_uses_the_amax_of_each_matrix_or_group(device: torch.device) -> None:
     stack = torch.randn(3, 40, 24, device=device)
     amax = torch.tensor([0.5, 4.0, 100.0], device=device)
     got = ops.quantize(stack, "fp8_tensor", amax=amax, columnwise=True)
@@ -121,8 +122,8 @@ def test_each_matrix_and_each_group_takes_its_own(device: torch.device) -> None:
     assert_all_same((grouped[0][17:107], grouped[1][2:]), one)
 
 
-def test_ranks_that_share_an_amax_scale_alike(device: torch.device) -> None:
-    """Halves of a matrix, quantized with the largest of both amaxes, are the halves of the whole one quantized."""
+def test_halves_with_a_shared_amax_equal_the_whole(device: torch.device) -> None:
+    """Two halves quantized with the larger of their amaxes equal the halves of the quantized whole."""
     input = torch.randn(256, 96, device=device).bfloat16()
     halves = input.split(128)
     shared = torch.maximum(*(ops.amax(half, "fp8_tensor") for half in halves))
@@ -132,7 +133,7 @@ def test_ranks_that_share_an_amax_scale_alike(device: torch.device) -> None:
         assert_all_same(part, (half, whole[1]))
 
 
-def test_a_strided_amax_is_taken(device: torch.device) -> None:
+def test_strided_amax_gives_the_same_bits(device: torch.device) -> None:
     stack = torch.randn(3, 16, 32, device=device)
     amax = torch.rand(3, 2, device=device)
     got = ops.quantize(stack, "fp8_tensor", amax=amax[:, 1])
@@ -165,7 +166,7 @@ def test_grouped_opcheck(case: Case, device: torch.device) -> None:
         opcheck(OPS.quantize.default, (input, format, sizes, amax), flags, test_utils=NOT_SCHEMA)
 
 
-def test_compiles_whole(device: torch.device) -> None:
+def test_compiles_without_graph_breaks(device: torch.device) -> None:
     def split(input: Tensor) -> tuple[Tensor, ...]:
         amax = ops.amax(input, "fp8_tensor") * 2
         return ops.quantize(input, "fp8_tensor", amax=amax, columnwise=True)

@@ -1,4 +1,5 @@
-"""router_scores and aux_loss: float64, the written order of the sum, gradients, compile, graphs, both devices."""
+"""router_scores and aux_loss: float64 results, the documented order of the sum, gradients, compilation, CUDA
+graphs, and equal bits on CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ def test_scores_and_their_gradient_against_fp64(case: Case, function: str, devic
     assert bool(((got.double() - wide).abs() <= bound).all())
 
 
-def loss_in_the_written_order(scores: Tensor, counts: Tensor, total: int, topk: int, coeff: float) -> Tensor:
-    """csrc/routing/aux_loss.h step by step in float32: the bits, not only the value."""
+def loss_in_documented_order(scores: Tensor, counts: Tensor, total: int, topk: int, coeff: float) -> Tensor:
+    """Repeats csrc/routing/aux_loss.h step by step in float32, so that the bits must agree."""
     columns = torch.zeros(scores.shape[1])
     for chunk in scores.split(128):
         part = torch.zeros(scores.shape[1])
@@ -82,7 +83,7 @@ def test_loss(case: Case, device: torch.device) -> None:
     scores, counts, total, topk, coeff = arguments = case.arguments(device)
     got = ops.aux_loss(*arguments)
     assert got.shape == () and got.dtype == torch.float32
-    written = loss_in_the_written_order(scores.cpu(), counts.cpu(), int(total), topk, coeff)
+    written = loss_in_documented_order(scores.cpu(), counts.cpu(), int(total), topk, coeff)
     assert_same_bits(got, written)
     assert_same_bits(ops.aux_loss(scores, counts, int(total), topk, coeff), got)
     wide = (scores.double().sum(0) * counts).sum().item()
@@ -102,7 +103,7 @@ def test_gradient_of_the_loss(case: Case, device: torch.device) -> None:
     assert_close_in_ulp(got, expected, ulp=2)
 
 
-def test_balance_costs_the_coefficient(device: torch.device) -> None:
+def test_loss_of_balanced_routing_is_the_coefficient(device: torch.device) -> None:
     counts = torch.full((8,), 16, device=device)
     even = torch.full((64, 8), 1 / 8, device=device)
     assert ops.aux_loss(even, counts, 64, 2, 0.01).item() == pytest.approx(0.01)
@@ -141,7 +142,7 @@ def route(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return weights.square().sum() + loss, indices
 
 
-def test_compile_whole_without_recompiling(device: torch.device) -> None:
+def test_compiles_without_graph_breaks_or_recompiling(device: torch.device) -> None:
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(route, fullgraph=True, backend=graphs)
@@ -153,11 +154,12 @@ def test_compile_whole_without_recompiling(device: torch.device) -> None:
             function(leaf, bias)[0].backward()
         assert_same_bits(leaves[0].grad, leaves[1].grad)
         assert_same_bits(compiled(logits, bias)[1], route(logits, bias)[1])
-    assert graphs.frame_count <= 4  # with and without gradient, each once more for a changed number of tokens
+    # with and without gradients, each compiled again for a changed number of tokens
+    assert graphs.frame_count <= 4
 
 
 @pytest.mark.gpu
-def test_graph_replay_with_other_logits() -> None:
+def test_graph_replays_with_new_logits() -> None:
     logits = torch.randn(64, 16, device="cuda", requires_grad=True)
     bias = torch.zeros(16, device="cuda")
 
@@ -198,7 +200,7 @@ def test_cuda_gives_the_bits_of_the_cpu(function: str) -> None:
 
 
 @pytest.mark.gpu
-def test_no_host_read() -> None:
+def test_does_not_synchronize_with_the_host() -> None:
     logits = torch.randn(64, 16, device="cuda", requires_grad=True)
     bias = torch.zeros(16, device="cuda")
     before = torch.cuda.get_sync_debug_mode()

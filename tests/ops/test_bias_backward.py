@@ -1,4 +1,4 @@
-"""The gradient of a bias: its written order of summation, alone and from the pass that quantizes the gradient."""
+"""The gradient of a bias: the documented order of its sum, computed alone and fused with quantizing the gradient."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def sum_of(rows: np.ndarray) -> np.ndarray:
-    """The order from above: the first rows, as many as the largest power of two that leaves some, and the others."""
+    """Adds rows in the documented order: a binary tree whose left half is the largest power of two below the count."""
     count = len(rows)
     if count < 2:
         return rows[0] if count else np.zeros(rows.shape[1], np.float32)
@@ -56,7 +56,7 @@ def sums_of(grad: Tensor, sizes: list[int] | None = None) -> Tensor:
 
 
 def assert_same_sums(got: Tensor, expected: Tensor) -> None:
-    """The same bits, but a NaN is any NaN: processors give it different signs."""
+    """Asserts equal bits, except that any NaN equals any NaN: processors give NaN different signs."""
     assert_same_bits(got.isnan(), expected.isnan(), "NaN of grad_bias")
     assert_same_bits(got.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0), "grad_bias")
 
@@ -66,12 +66,12 @@ def bias_gradient(grad: Tensor, sizes: Tensor | None) -> Tensor:
 
 
 def given(grad: Tensor, sizes: Tensor | None, format: str) -> dict[str, Tensor]:
-    """For nvfp4: fp8_tensor finds its own amax where none is given."""
+    """Returns the amaxes for nvfp4. fp8_tensor computes its own amax if the call has none."""
     return given_for(grad, format, sizes) if format.startswith("nvfp4") else {}
 
 
 @by_case
-def test_bytes_and_sums(case: Case, device: torch.device) -> None:
+def test_quantized_bytes_and_sums(case: Case, device: torch.device) -> None:
     grad, format, sizes = case.arguments(device)
     counts = None if sizes is None else sizes.tolist()
     more = given(grad, sizes, format)
@@ -85,7 +85,7 @@ def test_bytes_and_sums(case: Case, device: torch.device) -> None:
     *both, grad_bias = ops.bias_backward_quantize(grad, format, sizes, **more, columnwise=True)
     assert_all_same(tuple(both), expected)
     assert_same_sums(grad_bias.cpu(), sums)
-    assert_same_sums(bias_gradient(grad, sizes).cpu(), sums)  # the step alone
+    assert_same_sums(bias_gradient(grad, sizes).cpu(), sums)  # the sum alone, without quantization
     for flags, quantized, own in (
         ({}, expected[:2], rows_of(more)),
         (COLUMNS, expected[2:], columns_of(more)),
@@ -96,7 +96,7 @@ def test_bytes_and_sums(case: Case, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("case", CASES[::5], ids=lambda case: case.name)
-def test_reference(case: Case) -> None:
+def test_reference_has_the_bytes_of_the_op(case: Case) -> None:
     grad, format, sizes = case.arguments()
     more = given(grad, sizes, format)
     *expected, sums = ops.bias_backward_quantize(grad, format, sizes, **more, columnwise=True)
@@ -112,11 +112,12 @@ def test_reference(case: Case) -> None:
         assert_same_sums(got_sums, sums)
 
 
-def test_the_order_by_hand(device: torch.device) -> None:
-    """1 and 2^-24 vanish beside each other or not, by what they are added to first."""
+def test_order_of_the_sum_by_hand(device: torch.device) -> None:
+    """2^-24 is lost if it is added to 1 alone, but not if it is added to another 2^-24 first."""
     tiny = 2.0**-24
     grad = torch.tensor([[1.0], [tiny], [tiny], [tiny], [1.0]], device=device)
-    # (1 + tiny) + (tiny + tiny) = 1 + 2 tiny, which FP32 holds; then + 1 loses it to even
+    # (1 + tiny) + (tiny + tiny) = 1 + 2 tiny, which is exact in FP32; adding 1 to it rounds to even, which is
+    # 2
     assert ops.bias_backward(grad).item() == 2.0
     assert ops.bias_backward(grad[:4]).item() == 1.0 + 2 * tiny
     assert ops.bias_backward(grad[:2]).item() == 1.0
@@ -132,8 +133,8 @@ def test_sums_are_close_to_float64(device: torch.device) -> None:
     assert_same_bits(ops.bias_backward(torch.ones(3, 2).double()), torch.full((2,), 3.0).double())
 
 
-def test_scaled_sums(device: torch.device) -> None:
-    """With a scale for each row, the products are rounded before they are added."""
+def test_scaled_rows_are_rounded_before_the_sum(device: torch.device) -> None:
+    """With a scale for each row, the products are rounded to float32 before they are added."""
     generator = torch.Generator().manual_seed(3)
     grad = torch.randn(300, 70, generator=generator).bfloat16()
     scale, sizes = torch.rand(300, generator=generator), torch.tensor([131, 0, 160])
@@ -146,7 +147,7 @@ def test_scaled_sums(device: torch.device) -> None:
 
 @pytest.mark.parametrize("format", ["fp8_tensor", "fp8_tensor:e5m2,pow2"])
 @pytest.mark.parametrize("sizes", [None, [100, 0, 33]])
-def test_given_amax(format: str, sizes: list[int] | None, device: torch.device) -> None:
+def test_amax_argument(format: str, sizes: list[int] | None, device: torch.device) -> None:
     grad = torch.randn(140, 96, generator=torch.Generator().manual_seed(2)).to(device)
     groups = None if sizes is None else torch.tensor(sizes, device=device)
     amax = torch.tensor([3.0] if sizes is None else [2.0, 1.0, 9.0], device=device)
@@ -160,7 +161,7 @@ def test_given_amax(format: str, sizes: list[int] | None, device: torch.device) 
     assert_all_same(tuple(meant), steps)
 
 
-def test_inputs_of_any_strides(device: torch.device) -> None:
+def test_strided_inputs_give_the_same_bits(device: torch.device) -> None:
     wide = torch.randn(40, 4 * 256, device=device).bfloat16()
     flat = torch.randn(1 + 24 * 512, device=device).bfloat16()
     one = torch.ones((), device=device).expand(200, 64)  # stride 0
@@ -186,7 +187,7 @@ def test_opcheck(case: Case, device: torch.device) -> None:
 
 
 class Recorder(TorchDispatchMode):
-    """The ops of the package that were called."""
+    """Records the names of the package's ops that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +206,8 @@ OTHERS = [BFloat16(), NVFP4BlockScaling(stochastic_rounding=False)]
 def step(
     recipe: Recipe, grouped: bool, wanted: str, device: torch.device, scaled: bool = False
 ) -> tuple[Tensor, list[str], dict[str, Tensor]]:
-    """The gradient of one linear or grouped_linear, the ops of its backward, and the gradients of its leaves."""
+    """Runs one linear or grouped_linear. Returns the output gradient, the ops of the backward, and the gradients of
+    the leaves."""
     generator = torch.Generator().manual_seed(4)
     shapes = ((176, 64), (3, 96, 64) if grouped else (96, 64), (3, 96) if grouped else (96,), (176, 96))
     x, w, bias, grad = (torch.randn(s, generator=generator).bfloat16().to(device) for s in shapes)
@@ -227,28 +229,28 @@ def groups_of(device: torch.device) -> Tensor:
     return torch.tensor([48, 0, 112], device=device)
 
 
-def multiplies_codes(device: torch.device) -> bool:
-    """Whether products want what they sum over in lines."""
+def uses_quantized_products(device: torch.device) -> bool:
+    """Whether products multiply quantized data directly, so that the weight gradient needs column-wise operands."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @pytest.mark.parametrize("wanted", ["input weight bias", "weight bias", "input bias"])
 @pytest.mark.parametrize("grouped", [False, True], ids=["linear", "grouped_linear"])
 @pytest.mark.parametrize("recipe", FUSED, ids=lambda recipe: recipe.grad_format)
-def test_layers_read_the_gradient_once(
+def test_layers_fuse_the_bias_gradient_with_quantization(
     recipe: Recipe, grouped: bool, wanted: str, device: torch.device
 ) -> None:
     grad, names, got = step(recipe, grouped, wanted, device)
     fused = [name for name in names if name.startswith("bias_backward_quantize")]
     direction = {"input weight bias": " both", "weight bias": " columns", "input bias": ""}[wanted]
-    if recipe.grad_format.startswith("fp8_tensor") and not multiplies_codes(device):
-        direction = ""  # one rounding serves both directions
+    if recipe.grad_format.startswith("fp8_tensor") and not uses_quantized_products(device):
+        direction = ""  # one scale serves both directions
     assert fused == [f"bias_backward_quantize{direction}"]
     assert not {"bias_backward", "grouped_bias_backward"} & set(names)
     assert not [name for name in names if name.startswith(("quantize", "grouped quantize"))]
     sums = bias_gradient(grad, groups_of(device) if grouped else None)
     assert_same_bits(got["bias"], sums.bfloat16())
-    # the other gradients do not depend on whether the bias's is wanted
+    # The other gradients do not depend on whether the gradient of the bias is requested.
     _, unfused, alone = step(recipe, grouped, wanted.removesuffix(" bias"), device)
     assert not [name for name in unfused if name.startswith("bias_backward")]
     for name, value in alone.items():
@@ -257,7 +259,9 @@ def test_layers_read_the_gradient_once(
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["linear", "grouped_linear"])
 @pytest.mark.parametrize("recipe", [*OTHERS, *FUSED], ids=lambda recipe: recipe.grad_format)
-def test_layers_that_sum_by_themselves(recipe: Recipe, grouped: bool, device: torch.device) -> None:
+def test_layers_that_compute_the_bias_gradient_separately(
+    recipe: Recipe, grouped: bool, device: torch.device
+) -> None:
     wanted = "bias" if recipe in FUSED else "input weight bias"
     grad, names, got = step(recipe, grouped, wanted, device)
     alone = "grouped_bias_backward" if grouped else "bias_backward"
@@ -265,12 +269,12 @@ def test_layers_that_sum_by_themselves(recipe: Recipe, grouped: bool, device: to
     assert_same_bits(got["bias"], bias_gradient(grad, groups_of(device) if grouped else None).bfloat16())
 
 
-def test_scaled_bias_is_summed_by_itself(device: torch.device) -> None:
+def test_scaled_bias_gradient_is_computed_separately(device: torch.device) -> None:
     _, names, _ = step(MXFP8BlockScaling(), True, "input weight bias", device, scaled=True)
     assert [name for name in names if "bias_backward" in name] == ["grouped_bias_backward"]
 
 
-def test_products_without_a_format_have_the_same_order(device: torch.device) -> None:
+def test_unquantized_products_sum_in_the_same_order(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(6)
     x, w, grad = (torch.randn(s, generator=generator).to(device) for s in ((200, 8), (24, 8), (200, 24)))
     scale = torch.full((3,), 100.0, device=device)
@@ -287,7 +291,7 @@ def test_products_without_a_format_have_the_same_order(device: torch.device) -> 
 
 
 @pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling()], ids=["fp8_block", "mxfp8"])
-def test_compiles_whole(recipe: Recipe, device: torch.device) -> None:
+def test_compiles_without_graph_breaks(recipe: Recipe, device: torch.device) -> None:
     keys = recipe.input_format, recipe.weight_format, recipe.grad_format
 
     def train(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
@@ -317,7 +321,7 @@ def test_compiles_whole(recipe: Recipe, device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", ["fp8_block", "nvfp4:rht"])
-def test_graph_replays_with_other_sizes(format: str) -> None:
+def test_graph_replays_with_new_sizes(format: str) -> None:
     grad = torch.randn(512, 160, device="cuda", dtype=torch.bfloat16)
     sizes = torch.tensor([96, 208, 48], device="cuda")
     more = {"amax": torch.ones(3), "amax_t": torch.ones(3)} if format.startswith("nvfp4") else {}

@@ -1,4 +1,4 @@
-"""What the ops of a bias's gradient say to bad input: the whole text of each error."""
+"""Errors of the ops that compute the gradient of a bias: the full text for each bad argument."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_errors_have_four_parts(arguments: tuple, error: type[Exception], text: 
         assert str(caught.value) == f"transformer_plugin::bias_backward_quantize: {expected}"
 
 
-def test_errors_of_the_step() -> None:
+def test_errors_of_bias_backward() -> None:
     with pytest.raises(TypeError) as caught:
         ops.bias_backward(X.int())
     assert str(caught.value) == (

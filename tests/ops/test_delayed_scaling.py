@@ -1,4 +1,5 @@
-"""Delayed scaling: codes from scales that are given, amaxes from the same pass, and the update between steps."""
+"""Delayed scaling: quantized data from the scales passed in, the amaxes collected in the same pass, and the update
+between steps."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.quantize_oracle import DTYPES, as_numpy, assert_all_same, round_to_codes
+from tests.ops.quantize_oracle import DTYPES, as_numpy, assert_all_same, round_to_fp8
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.delayed_scaling_cases import (
@@ -30,8 +31,8 @@ FLT_MAX = np.float32(3.4028234663852886e38)
 INF, NAN = float("inf"), float("nan")
 
 
-def pieces(input: Tensor, group_sizes: Tensor | None) -> list[tuple[slice | int, np.ndarray]]:
-    """What has a scale of its own: where it is, and its float32 values."""
+def scaled_parts(input: Tensor, group_sizes: Tensor | None) -> list[tuple[slice | int, np.ndarray]]:
+    """Returns the parts that have separate scales: the index of each part and its float32 values."""
     values = as_numpy(input)
     if group_sizes is None:
         return list(enumerate(values)) if input.dim() == 3 else [(slice(None), values)]
@@ -43,20 +44,20 @@ def pieces(input: Tensor, group_sizes: Tensor | None) -> list[tuple[slice | int,
 def quantized(
     input: Tensor, scale: Tensor, format: str, amax: Tensor, group_sizes: Tensor | None, first: int
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The four outputs in numpy, and the state that they leave."""
-    element, given = format.split(":")[1], scale.cpu().numpy()
+    """Returns the four outputs, computed in numpy, and the amax state after the call."""
+    element, scales = format.split(":")[1], scale.cpu().numpy()
     state = amax.cpu().numpy().copy()
-    codes = np.zeros(input.shape, np.uint8)
-    parts = pieces(input, group_sizes)
+    bits = np.zeros(input.shape, np.uint8)
+    parts = scaled_parts(input, group_sizes)
     for i, (where, values) in enumerate(parts):
         with np.errstate(over="ignore", invalid="ignore"):
-            codes[where] = round_to_codes(values * given[first + i], element)
+            bits[where] = round_to_fp8(values * scales[first + i], element)
         numbers = np.abs(values[~np.isnan(values)])
         state[first + i] = max(state[first + i], numbers.max() if numbers.size else 0)
     with np.errstate(over="ignore", divide="ignore"):
-        scale_inv = torch.from_numpy(np.float32(1) / given[first : first + len(parts)])
-    turned = np.ascontiguousarray(np.swapaxes(codes, -1, -2))
-    data, data_t = (torch.from_numpy(c).view(DTYPES[element]) for c in (codes, turned))
+        scale_inv = torch.from_numpy(np.float32(1) / scales[first : first + len(parts)])
+    transposed = np.ascontiguousarray(np.swapaxes(bits, -1, -2))
+    data, data_t = (torch.from_numpy(c).view(DTYPES[element]) for c in (bits, transposed))
     return (data, scale_inv, data_t, scale_inv), torch.from_numpy(state)
 
 
@@ -75,8 +76,8 @@ def test_quantize_scaled(case: Case, device: torch.device) -> None:
 
 @pytest.mark.parametrize("format", [E4M3, E5M2])
 @pytest.mark.parametrize("factor", [1.0, 0.37, 448.0, 2.0**-130, 3.4e38, 0.0])
-def test_every_bfloat16(format: str, factor: float, device: torch.device) -> None:
-    """All 65,536 inputs, at scales that overflow and underflow."""
+def test_every_bfloat16_value(format: str, factor: float, device: torch.device) -> None:
+    """All 65,536 bit patterns, with scales that overflow and underflow."""
     input = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16).view(256, 256).to(device)
     scale, amax = torch.tensor([factor], device=device), torch.zeros(1, device=device)
     expected, _ = quantized(input, scale, format, amax, None, 0)
@@ -84,7 +85,7 @@ def test_every_bfloat16(format: str, factor: float, device: torch.device) -> Non
     assert amax.item() == INF
 
 
-def test_with_the_scale_of_the_data_it_is_quantize(device: torch.device) -> None:
+def test_scale_of_the_data_gives_the_bytes_of_quantize(device: torch.device) -> None:
     input = torch.randn(300, 130, device=device)
     sizes = torch.tensor([100, 0, 150], device=device)
     for format in (E4M3, E5M2):
@@ -105,7 +106,7 @@ def test_with_the_scale_of_the_data_it_is_quantize(device: torch.device) -> None
         )
 
 
-def test_inputs_of_any_strides(device: torch.device) -> None:
+def test_strided_inputs_give_the_same_bits(device: torch.device) -> None:
     wide = torch.randn(40, 600, device=device).bfloat16()
     scale = torch.tensor([17.0], device=device)
     for input in (wide[:, ::2], wide.T, torch.ones((), device=device).expand(130, 36), wide[3:17, 5:200]):
@@ -120,42 +121,42 @@ def test_inputs_of_any_strides(device: torch.device) -> None:
         assert_same_bits(amax, wanted)
 
 
-def test_the_autograd_version_stays(device: torch.device) -> None:
-    """The amax may be saved for a backward that writes it."""
+def test_amax_keeps_its_autograd_version(device: torch.device) -> None:
+    """The amax may be saved for a backward that updates it."""
     amax = torch.zeros(3, device=device)
     input = torch.randn(4, 8, device=device, requires_grad=True)
     outputs = ops.quantize_scaled(input, torch.ones(3, device=device), E5M2, amax, first=1, columnwise=True)
     assert amax[1] > 0 and amax._version == 0 and not any(o.requires_grad for o in outputs)
 
 
-# The update.
+# The update of the scales.
 
 
 def updated(
     history: np.ndarray, scale: float, amax: float, largest: float, algorithm: str
 ) -> tuple[np.ndarray, np.float32]:
-    """The history and scale of one tensor after an update, from the rule, one number at a time."""
+    """Returns the history and scale of one tensor after an update, computed from the rule one number at a time."""
     last = np.float32(amax if amax != 0 else history[0])
     if last == 0:
         return history, np.float32(scale)
-    moved = [*history[1:], last]
+    window = [*history[1:], last]
     if algorithm == "max":
-        numbers = [value for value in moved if not math.isnan(value)]
+        numbers = [value for value in window if not math.isnan(value)]
         chosen = max(numbers) if numbers else 0.0
     else:
         chosen = last
     if math.isfinite(chosen) and chosen > 0:
         with np.errstate(over="ignore"):
             scale = np.float32(largest) / np.float32(chosen)
-    moved[0] = 0.0
-    return np.array(moved, np.float32), min(np.float32(scale), FLT_MAX)
+    window[0] = 0.0
+    return np.array(window, np.float32), min(np.float32(scale), FLT_MAX)
 
 
 @by_state
 def test_update(case: Case, device: torch.device) -> None:
     history, scale, amax, formats, margin, algorithm = case.arguments(device)
     per_format = len(scale) // len(formats)
-    for _ in range(3):  # the second finds no amax, and takes what an older state left in the history
+    for _ in range(3):  # the second update has an amax of 0 and uses the first entry of the history
         columns = []
         for t in range(len(scale)):
             largest = (448.0 if formats[t // per_format] == E4M3 else 57344.0) * 2.0**-margin
@@ -189,8 +190,8 @@ def test_update(case: Case, device: torch.device) -> None:
 
 @pytest.mark.parametrize(("format", "largest"), [(E4M3, 448.0), (E5M2, 57344.0)])
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
-def test_numeric_scenarios(format: str, largest: float, algorithm: str, device: torch.device) -> None:
-    """What TransformerEngine's test of this name expects."""
+def test_scales_of_extreme_amaxes(format: str, largest: float, algorithm: str, device: torch.device) -> None:
+    """The expected scales are those of TransformerEngine's tests of delayed scaling."""
     tiny = float(np.float32(largest) / FLT_MAX / np.float32(2))
     scenarios = [(0.0, 1.0), (tiny, float(FLT_MAX)), (3.0, largest / 3), (INF, 1.0), (NAN, 1.0)]
     amax = torch.tensor([a for a, _ in scenarios], device=device)
@@ -199,15 +200,15 @@ def test_numeric_scenarios(format: str, largest: float, algorithm: str, device: 
     assert_same_bits(got.cpu(), torch.tensor([s for _, s in scenarios]))
 
 
-def test_a_sequence_by_hand(device: torch.device) -> None:
-    """A window of three: 4 is forgotten after three more steps, a step without values does not count, an infinity
-    freezes the scale until it has left."""
+def test_sequence_of_updates_by_hand(device: torch.device) -> None:
+    """With a history of three, an amax of 4 counts for three more steps, a step with amax 0 is skipped, and an
+    infinite amax leaves the scale unchanged while it is in the history."""
     steps = [
-        # amax, history after it, what 448 is divided by
+        # amax, history after the update, divisor of 448
         (4.0, [0, 0, 4], 4),
         (1.0, [0, 4, 1], 4),
         (0.0, [0, 4, 1], 4),
-        (2.0, [0, 1, 2], 4),  # 4 is moved to the front: it counts, then it is gone
+        (2.0, [0, 1, 2], 4),  # 4 is the oldest entry: it counts once more and is then removed
         (1.0, [0, 2, 1], 2),
         (INF, [0, 1, INF], 2),
         (8.0, [0, INF, 8], 2),

@@ -1,4 +1,4 @@
-"""The ops of delayed scaling as ops: opcheck, whole compiles, CUDA graphs, and the text of each error."""
+"""The ops of delayed scaling: opcheck, compilation without graph breaks, CUDA graphs, and the text of each error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from transformer_plugin.testing.numerics import assert_same_bits
 from transformer_plugin.testing.quantize_cases import BOTH
 
 OPS = torch.ops.transformer_plugin
-# torch 2.11 finds an FP8 NaN different from itself, so the cases with NaN stay out.
+# torch 2.11 compares inputs before and after the call, and an FP8 NaN is not equal to itself: cases with NaN
+# are left out.
 CASES = [case for case in quantize_scaled_cases() if not case.name.startswith("special")]
 NOT_DISPATCH = ("test_schema", "test_autograd_registration", "test_faketensor")
 
@@ -40,14 +41,14 @@ def test_opcheck(case: Case, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("case", list(delayed_scale_cases())[::2], ids=lambda case: case.name)
-def test_update_opcheck(case: Case, device: torch.device) -> None:
+def test_update_passes_opcheck(case: Case, device: torch.device) -> None:
     arguments = case.arguments(device)
     opcheck(OPS.delayed_scale.default, arguments)
     opcheck(OPS.update_delayed_scale_.default, arguments)
 
 
-def train(input: Tensor, sizes: Tensor, state: list[Tensor]) -> tuple[Tensor, ...]:
-    """Three steps that change the state between them."""
+def three_steps(input: Tensor, sizes: Tensor, state: list[Tensor]) -> tuple[Tensor, ...]:
+    """Three steps that update the state in between."""
     results = []
     for i in range(3):
         scale = ops.update_delayed_scale_(*state, [E4M3, E5M2])
@@ -60,13 +61,15 @@ def fresh_state(device: torch.device | str) -> list[Tensor]:
     return [torch.zeros(5, 4, device=device), torch.ones(4, device=device), torch.zeros(4, device=device)]
 
 
-def test_compiles_whole(device: torch.device) -> None:
-    compiled = torch.compile(train, fullgraph=True, dynamic=True)
+def test_compiles_without_graph_breaks(device: torch.device) -> None:
+    compiled = torch.compile(three_steps, fullgraph=True, dynamic=True)
     for rows in (130, 40):
         input = torch.randn(rows, 64, device=device)
         sizes = torch.tensor([rows - 9, 4], device=device)
         states = fresh_state(device), fresh_state(device)
-        assert_same = zip(compiled(input, sizes, states[0]), train(input, sizes, states[1]), strict=True)
+        assert_same = zip(
+            compiled(input, sizes, states[0]), three_steps(input, sizes, states[1]), strict=True
+        )
         for got, expected in assert_same:
             assert_same_bits(got, expected)
         for got, expected in zip(*states, strict=True):
@@ -74,24 +77,24 @@ def test_compiles_whole(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_graph_carries_the_state() -> None:
-    """Replays go on where the last one stopped, with other data and sizes."""
+def test_graph_replays_update_the_state() -> None:
+    """Each replay continues from the state of the previous one, with new data and sizes."""
     input, sizes = torch.randn(300, 130, device="cuda"), torch.tensor([100, 200], device="cuda")
     state, eager = fresh_state("cuda"), fresh_state("cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        train(input, sizes, fresh_state("cuda"))
+        three_steps(input, sizes, fresh_state("cuda"))
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = train(input, sizes, state)
+        captured = three_steps(input, sizes, state)
     for seed, now in enumerate([[0, 0], [300, 0], [129, 44]]):
         torch.manual_seed(seed)
         input.copy_(torch.randn(300, 130) * (seed + 1))
         sizes.copy_(torch.tensor(now))
         graph.replay()
-        assert_all_same(captured[:2], train(input, sizes, eager)[:2])
+        assert_all_same(captured[:2], three_steps(input, sizes, eager)[:2])
         for got, expected in zip(state, eager, strict=True):
             assert_same_bits(got, expected)
 

@@ -1,6 +1,6 @@
 """Ten thousand random inputs for each op of the quantize family: CUDA gives the bytes of the CPU.
 
-What the bytes should be, other tests say; here shapes, groups, formats, strides and bit patterns are many.
+Other tests check the bytes themselves; here shapes, groups, formats, strides and bit patterns vary widely.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from transformer_plugin.testing.quantize_cases import (
     width_for,
 )
 
-PARTS, CASES = 5, 2000  # of each op; parts can run on several workers
+PARTS, CASES = 5, 2000  # cases of each op; parts can run on several workers
 EDGES = [0, 1, 2, 15, 16, 17, 31, 33, 64, 127, 128, 129, 200, 255, 256, 257, 300]
 DENSE = FORMATS + MX_FORMATS + NV_FORMATS
 GROUPED = GROUPED_FORMATS + GROUPED_MX_FORMATS + GROUPED_NV_FORMATS
@@ -48,7 +48,7 @@ Make = Callable[[Random], Call]
 
 
 def matrix(random: Random, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Normal values of any magnitude by row, sometimes with random bit patterns, sometimes strided."""
+    """Draws normal values whose magnitude differs by row, sometimes random bit patterns, sometimes strided."""
     generator = torch.Generator().manual_seed(random.getrandbits(32))
     dtype = dtype or random.choice(FLOAT_DTYPES)
     step = random.choice([1, 1, 2])
@@ -69,7 +69,7 @@ def size(random: Random) -> int:
 
 
 def dense(random: Random, format: str, dtype: torch.dtype | None = None) -> Tensor:
-    """A matrix, or a stack of some, that the format takes in both directions."""
+    """Draws a matrix or a stack whose shape the format supports in both directions."""
     rows, columns = rows_for(size(random), format), width_for(size(random), format)
     if random.random() < 0.2:
         dtype = dtype or random.choice(FLOAT_DTYPES)
@@ -78,7 +78,7 @@ def dense(random: Random, format: str, dtype: torch.dtype | None = None) -> Tens
 
 
 def ragged(random: Random, format: str, columns: int | None = None) -> tuple[Tensor, Tensor]:
-    """A matrix of groups, rows past them among it, and the sizes."""
+    """Draws a ragged matrix, including rows past the groups, and its group sizes."""
     sizes = [rows_for(size(random), format) for _ in range(random.randint(0, 6))]
     rows = sum(sizes) + rows_for(random.choice([0, 0, 3, 130]), format)
     columns = width_for(size(random), format) if columns is None else columns
@@ -87,22 +87,23 @@ def ragged(random: Random, format: str, columns: int | None = None) -> tuple[Ten
 
 
 def maybe_ragged(random: Random, format: str, columns: int | None = None) -> tuple[Tensor, Tensor | None]:
-    """A ragged matrix, or one."""
+    """Draws a matrix, with or without group sizes."""
     input, sizes = ragged(random, format, columns)
     return input, sizes if random.random() < 0.5 else None
 
 
-def given(random: Random, input: Tensor, format: str, sizes: Tensor | None = None) -> dict[str, Tensor]:
-    """Amaxes and a seed where the format wants them."""
+def amaxes(random: Random, input: Tensor, format: str, sizes: Tensor | None = None) -> dict[str, Tensor]:
+    """Returns the amaxes and seed that a format needs."""
     more = extras(input, format, sizes)
     if "seed" in more:
         more["seed"] = torch.tensor([random.getrandbits(64) - 2**63])
     return more
 
 
-def given_fused(random: Random, made: Tensor, format: str, sizes: Tensor | None = None) -> dict[str, Tensor]:
-    """For an op that quantizes what it makes: amaxes that need not be its own."""
-    more = given(random, made, format, sizes)
+def fused_amaxes(random: Random, made: Tensor, format: str, sizes: Tensor | None = None) -> dict[str, Tensor]:
+    """Returns amaxes for an op that computes a matrix and quantizes it; they may differ from the amaxes of that
+    matrix."""
+    more = amaxes(random, made, format, sizes)
     if format in TENSOR_FORMATS:
         more["amax"] = ops.amax(made, format, sizes)
     factor = random.choice([1.0, 0.75, 2.0 ** random.randint(-20, 20)])
@@ -110,20 +111,20 @@ def given_fused(random: Random, made: Tensor, format: str, sizes: Tensor | None 
 
 
 def direction_of(random: Random, more: dict[str, Tensor]) -> dict[str, Any]:
-    """Flags, and what an op takes with them."""
+    """Returns the flags of a random direction, with the amaxes and seed for it."""
     return random.choice([rows_of(more), {**columns_of(more), **COLUMNS}, {**more, **BOTH}])
 
 
 def quantize(random: Random) -> Call:
     format = random.choice((*DENSE, *PER_ROW_FORMATS))
     input = dense(random, format)
-    return ops.quantize, (input, format), direction_of(random, given(random, input, format))
+    return ops.quantize, (input, format), direction_of(random, amaxes(random, input, format))
 
 
 def quantize_groups(random: Random) -> Call:
     format = random.choice((*GROUPED, PER_ROW_FORMATS[0]))
     input, sizes = ragged(random, format)
-    more = given(random, input, format, sizes)
+    more = amaxes(random, input, format, sizes)
     only = {} if format.startswith("fp8_row") else direction_of(random, more)
     return ops.quantize, (input, format, sizes), only
 
@@ -137,7 +138,7 @@ def amax(random: Random) -> Call:
 def dequantize(random: Random) -> Call:
     format, transposed = random.choice((*DENSE, *PER_ROW_FORMATS)), random.random() < 0.5
     input = dense(random, format)
-    more = given(random, input, format)
+    more = amaxes(random, input, format)
     data, scale = ops.quantize(input, format, **more, columnwise=True)[2 * transposed : 2 * transposed + 2]
     arguments = data, scale, format, random.choice(FLOAT_DTYPES), None, transposed
     return ops.dequantize, arguments, amax_of(more, transposed)
@@ -146,7 +147,7 @@ def dequantize(random: Random) -> Call:
 def dequantize_groups(random: Random) -> Call:
     format, transposed = random.choice(GROUPED), random.random() < 0.5
     input, sizes = ragged(random, format)
-    more = given(random, input, format, sizes)
+    more = amaxes(random, input, format, sizes)
     both = ops.quantize(input, format, sizes, **more, columnwise=True)
     data, scale = both[2 * transposed : 2 * transposed + 2]
     arguments = data, scale, format, random.choice(FLOAT_DTYPES), sizes, transposed
@@ -157,14 +158,14 @@ def requantize_transposed(random: Random) -> Call:
     if random.random() < 0.5:
         format, sizes = random.choice(DENSE), None
         input = dense(random, format)
-        more = given(random, input, format)
+        more = amaxes(random, input, format)
         data, scale = ops.quantize(input, format, **rows_of(more))
     else:
         format = random.choice(GROUPED)
         input, sizes = ragged(random, format)
-        more = given(random, input, format, sizes)
+        more = amaxes(random, input, format, sizes)
         data, scale = ops.quantize(input, format, sizes, **rows_of(more))
-    if "amax_t" in more:  # need not be its own
+    if "amax_t" in more:  # may differ from the amax of the data
         more["amax_t"] = more["amax_t"] * random.choice([1.0, 0.75, 2.0 ** random.randint(-20, 20)])
     return ops.requantize_transposed, (data, scale, format, random.choice(FLOAT_DTYPES), sizes), more
 
@@ -183,7 +184,7 @@ def swiglu_quantize(random: Random) -> Call:
     format = random.choice(FUSED)
     input, sizes = maybe_ragged(random, format, 2 * width_for(size(random), format))
     probs = random.choice([None, matrix(random, 1, input.shape[0], torch.float32)[0].contiguous()])
-    more = given_fused(random, ops.swiglu(input, probs), format, sizes)
+    more = fused_amaxes(random, ops.swiglu(input, probs), format, sizes)
     return ops.swiglu_quantize, (input, format, probs, sizes), direction_of(random, more)
 
 
@@ -192,16 +193,16 @@ def swiglu_backward(random: Random) -> Call:
     input, sizes = maybe_ragged(random, format, 2 * features)
     grad = matrix(random, input.shape[0], features, input.dtype)
     probs = random.choice([None, matrix(random, 1, input.shape[0], torch.float32)[0].contiguous()])
-    more = given_fused(random, ops.swiglu_backward(grad, input, probs)[0], format, sizes)
+    more = fused_amaxes(random, ops.swiglu_backward(grad, input, probs)[0], format, sizes)
     return ops.swiglu_backward_quantize, (grad, input, format, probs, sizes), more
 
 
 def bias_backward(random: Random) -> Call:
     format = random.choice(FUSED)
     input, sizes = maybe_ragged(random, format)
-    more = given_fused(random, input, format, sizes)
+    more = fused_amaxes(random, input, format, sizes)
     if format in TENSOR_FORMATS and random.random() < 0.5:
-        more = {}  # that of the gradient
+        more = {}  # the op computes the amax of the gradient itself
     return ops.bias_backward_quantize, (input, format, sizes), direction_of(random, more)
 
 
@@ -213,7 +214,7 @@ def norm(name: str, vectors: int) -> Make:
         parameters = [matrix(random, 1, columns, input.dtype)[0] for _ in range(vectors)]
         arguments = input, *parameters, random.choice([1e-5, 1e-6])
         made = getattr(ops, name.removesuffix("_quantize"))(*arguments)
-        more = given_fused(random, made, format)
+        more = fused_amaxes(random, made, format)
         return getattr(ops, name), (*arguments, format), rows_of(more)
 
     return make
@@ -253,22 +254,24 @@ OPS: dict[str, Make] = {
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Every tensor in a result or in arguments, in order."""
+    """Returns all tensors in a result or in arguments, in order."""
     if isinstance(value, Tensor):
         return [value]
     return [t for part in value for t in tensors_of(part)] if isinstance(value, (list, tuple)) else []
 
 
-def moved(value: Any, device: torch.device) -> Any:
-    """A copy with the same strides."""
+def copied_to(value: Any, device: torch.device) -> Any:
+    """Returns a copy with the same strides on another device."""
     if isinstance(value, Tensor):
         copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
         return copy.copy_(value)
-    return type(value)(moved(part, device) for part in value) if isinstance(value, (list, tuple)) else value
+    return (
+        type(value)(copied_to(part, device) for part in value) if isinstance(value, (list, tuple)) else value
+    )
 
 
 def assert_same(got: Tensor, expected: Tensor, name: str) -> None:
-    """The same bytes; of float32 a NaN is any NaN, to which processors give different signs."""
+    """Asserts equal bytes, except that any float32 NaN equals any NaN: processors give NaN different signs."""
     if expected.dtype == torch.float32 and bool(expected.isnan().any()):
         assert_same_bits(got.isnan(), expected.isnan(), f"NaN of {name}")
         got, expected = (t.cpu().nan_to_num(nan=0.0, posinf=3e38, neginf=-3e38) for t in (got, expected))
@@ -277,7 +280,7 @@ def assert_same(got: Tensor, expected: Tensor, name: str) -> None:
 
 def check(make: Make, random: Random, device: torch.device) -> None:
     op, arguments, named = make(random)
-    other = moved(arguments, device), {key: moved(value, device) for key, value in named.items()}
+    other = copied_to(arguments, device), {key: copied_to(value, device) for key, value in named.items()}
     expected, got = op(*arguments, **named), op(*other[0], **other[1])
     for i, (a, b) in enumerate(zip(tensors_of(got), tensors_of(expected), strict=True)):
         assert_same(a, b, f"output {i}")

@@ -1,4 +1,4 @@
-"""SwiGLU and its backward into quantized tensors: the bytes of their steps done one after the other."""
+"""SwiGLU and its gradient, fused with quantization: the bytes of the separate steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ by_backward_case = pytest.mark.parametrize("case", BACKWARD_CASES, ids=lambda ca
 def steps(
     matrix: Tensor, group_sizes: Tensor | None, format: str, more: dict[str, Tensor]
 ) -> tuple[Tensor, ...]:
-    """Both directions, from the oracle; with a given amax from the ops, which have their own tests against it."""
+    """Quantizes in both directions with the oracle. With an amax argument, uses the ops, which other tests compare
+    with the oracle."""
     if more:
         return ops.quantize(matrix, format, group_sizes, **more, columnwise=True)
     if group_sizes is None:
@@ -71,13 +72,15 @@ def test_swiglu_backward_quantize(case: Case, device: torch.device) -> None:
     [
         ("nvfp4", None),
         ("nvfp4", [3, 0, 130]),
-        ("nvfp4:square,sr,tiled", None),  # which ragged matrices do not take
+        ("nvfp4:square,sr,tiled", None),  # not supported for ragged matrices
         ("nvfp4:row_scaled,4over6,tiled", None),
         ("nvfp4:row_scaled,4over6,tiled", [3, 0, 130]),
     ],
 )
-def test_rows_of_nvfp4_in_any_number(format: str, sizes: list[int] | None, device: torch.device) -> None:
-    """Only transposed copies want whole blocks of rows."""
+def test_rowwise_nvfp4_supports_any_number_of_rows(
+    format: str, sizes: list[int] | None, device: torch.device
+) -> None:
+    """Only the transposed copy requires whole blocks of rows."""
     input = torch.randn(141, 2 * 48, generator=torch.Generator().manual_seed(7)).bfloat16().to(device)
     groups = None if sizes is None else torch.tensor(sizes, device=device)
     activation = ops.swiglu(input)
@@ -87,7 +90,8 @@ def test_rows_of_nvfp4_in_any_number(format: str, sizes: list[int] | None, devic
 
 
 def exact_case(rows: int, features: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Gates so large that their sigmoid is 1: silu is the gate, exactly, on every machine."""
+    """Returns gates so large that their sigmoid is 1 in float32, so that silu(gate) is exactly the gate on every
+    processor."""
     generator = torch.Generator().manual_seed(2)
     gate = 20 + 20 * torch.rand(rows, features, generator=generator)
     linear, grad = (torch.randn(rows, features, generator=generator) for _ in range(2))
@@ -100,7 +104,7 @@ def test_order_of_the_row_sums(features: int, device: torch.device) -> None:
     gate, linear = input.chunk(2, 1)
     terms = (grad * (gate * linear)).cpu()
     expected = []
-    for row in terms.tolist():  # a tree over each 128, written out in float32
+    for row in terms.tolist():  # a binary tree over each 128 columns, written out in float32
         total = torch.zeros(())
         for first in range(0, features, 128):
             level = [torch.tensor(value) for value in row[first : first + 128]]
@@ -116,8 +120,8 @@ def test_order_of_the_row_sums(features: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("sizes", [None, [96, 32]])
 @pytest.mark.parametrize("format", ["fp8_block", "mxfp8", "fp8_tensor", "nvfp4:rht", "nvfp4:row_scaled"])
-def test_reference_is_the_steps(format: str, sizes: list[int] | None) -> None:
-    """In values, since torch's exp differs in its last bit from the ops'."""
+def test_reference_agrees_with_the_ops(format: str, sizes: list[int] | None) -> None:
+    """Compares values with a tolerance, because exp of torch and of the ops differ in the last bit."""
     input, probs = torch.randn(144, 256), torch.rand(144)
     arguments = (input, format, probs, None if sizes is None else torch.tensor(sizes))
     grad = grad_like(input)
@@ -134,11 +138,11 @@ def test_reference_is_the_steps(format: str, sizes: list[int] | None) -> None:
     for a, b in zip([*got, *got_b], [*meaning, *meaning_b], strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
         same = (a.view(torch.uint8) == b.view(torch.uint8)).float().mean()
-        assert same > 0.999  # a last bit of exp moves few codes across a tie
+        assert same > 0.999  # a last bit of exp changes few quantized elements
     torch.testing.assert_close(got_p, meaning_p)
 
 
-def test_inputs_of_any_strides(device: torch.device) -> None:
+def test_strided_inputs_give_the_same_bits(device: torch.device) -> None:
     wide = torch.randn(40, 4 * 256, device=device).bfloat16()
     flat = torch.randn(1 + 24 * 512, device=device).bfloat16()
     probs = torch.rand(80, device=device)[::2]
@@ -188,10 +192,10 @@ def test_opcheck(case: Case, device: torch.device) -> None:
 GIVEN_FORMATS = ["fp8_tensor", "nvfp4:rht,sr"]
 
 
-def fused_step(
+def fused_calls(
     grad: Tensor, input: Tensor, probs: Tensor, sizes: Tensor, amax: Tensor, seed: Tensor
 ) -> tuple[Tensor, ...]:
-    """Each kind of format, forward and backward."""
+    """Calls the forward and backward op with each kind of format."""
     outputs: list[Tensor] = []
     for format in ("fp8_block", *GIVEN_FORMATS):
         kind = format.split(":")[0]
@@ -210,28 +214,28 @@ def step_arguments(device: torch.device | str, seed: int, counts: list[int]) -> 
     return tuple(t.to(device) for t in (grad, input, probs, *more))
 
 
-def test_compiles_whole(device: torch.device) -> None:
-    compiled = torch.compile(fused_step, fullgraph=True, backend="aot_eager")
+def test_compiles_without_graph_breaks(device: torch.device) -> None:
+    compiled = torch.compile(fused_calls, fullgraph=True, backend="aot_eager")
     for seed, counts in enumerate([[16, 32], [0, 48]]):
         arguments = step_arguments(device, seed, counts)
-        for got, expected in zip(compiled(*arguments), fused_step(*arguments), strict=True):
+        for got, expected in zip(compiled(*arguments), fused_calls(*arguments), strict=True):
             assert_same_bits(got, expected)
 
 
 @pytest.mark.gpu
-def test_graph_replays_with_other_data_amaxes_and_seeds() -> None:
+def test_graph_replays_with_new_data_amaxes_and_seeds() -> None:
     arguments = step_arguments("cuda", 0, [16, 16])
-    fused_step(*arguments)
+    fused_calls(*arguments)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = fused_step(*arguments)
+        captured = fused_calls(*arguments)
     for seed, counts in enumerate([[48, 0], [0, 32], [16, 16]], 1):
         here = step_arguments("cpu", seed, counts)
         for target, value in zip(arguments, here, strict=True):
             target.copy_(value)
         graph.replay()
-        for got, expected in zip(captured, fused_step(*here), strict=True):
+        for got, expected in zip(captured, fused_calls(*here), strict=True):
             assert_same_bits(got, expected)
 
 
@@ -352,7 +356,7 @@ def test_errors_have_four_parts(arguments: tuple, error: type[Exception], text: 
         ),
     ],
 )
-def test_errors_of_what_is_given(more: dict, text: str) -> None:
+def test_errors_of_amaxes_and_seed(more: dict, text: str) -> None:
     seed = torch.tensor([1])
     arguments = {
         "input": X.repeat(4, 1),

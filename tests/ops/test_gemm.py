@@ -1,4 +1,4 @@
-"""gemm: exact sums give exact bits, random ones one rounding; gradients; errors."""
+"""gemm: exact bits if sums are exact, one rounding for random values, gradients, and errors."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_gradcheck() -> None:
         assert torch.autograd.gradcheck(lambda a, b, c, t=transpose_b: ops.gemm(a, b, c, t), leaves)
 
 
-def test_expanded_gradient(device: torch.device) -> None:
+def test_gradient_of_stride_zero(device: torch.device) -> None:
     a = torch.randn(5, 6, device=device, requires_grad=True)
     b = torch.randn(4, 6, device=device, requires_grad=True)
     ops.gemm(a, b).sum().backward()
@@ -90,7 +90,7 @@ def test_strided_operands(device: torch.device) -> None:
     torch.testing.assert_close(ops.gemm(a, b), a @ b.T)
 
 
-# opcheck reads no values: one case of each kind of shape and dtype will do.
+# opcheck reads no values: one case for each kind of shape and dtype is enough.
 @pytest.mark.parametrize("case", EXACT[::5], ids=lambda case: case.name)
 def test_opcheck(case: Case, device: torch.device) -> None:
     arguments = case.arguments(device)

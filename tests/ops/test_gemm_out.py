@@ -1,4 +1,5 @@
-"""Dense products with factors and into given buffers: exact bits, what is beside the buffer stays; errors."""
+"""Dense products with alpha and beta, also into a buffer: exact bits, nothing outside the buffer is written, and
+errors."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def scaled_fp64(case: Case, alpha: Tensor | None) -> Tensor:
 
 
 @exact_cases
-def test_alpha(case: Case, device: torch.device) -> None:
+def test_alpha_gives_exact_sums(case: Case, device: torch.device) -> None:
     a, _, _, _, dtype = case.arguments()
     expected = scaled_fp64(case, HALF).to(dtype or a.dtype)
     assert_same_bits(reference.gemm(*case.arguments(), HALF) + 0, expected, "reference")
@@ -70,7 +71,7 @@ def test_exact_sums(case: Case, factors: tuple[Tensor | None, Tensor | None], de
         assert_same_bits(whole(out), storage)
 
 
-def test_a_beta_of_zero_reads_nothing(device: torch.device) -> None:
+def test_beta_of_zero_does_not_read_the_buffer(device: torch.device) -> None:
     a, b = torch.ones(3, 4, device=device), torch.ones(5, 4, device=device)
     out = torch.full((3, 5), float("nan"), device=device)
     ops.gemm_out(a, b, out, beta=torch.zeros(1, device=device))
@@ -83,14 +84,14 @@ def test_rounded_once(dtype: torch.dtype, device: torch.device) -> None:
     a, b = (normals((m, 72), torch.bfloat16, device, generator) for m in (130, 129))
     alpha, beta = (normals((1,), torch.float32, device, generator) for _ in range(2))
     out = normals((130, 129), dtype, device, generator)
-    held = out.double() * beta.double()
+    added = out.double() * beta.double()
     product, magnitude = a.double() @ b.double().T, a.double().abs() @ b.double().abs().T
     ops.gemm_out(a, b, out, alpha=alpha, beta=beta)
-    bound = magnitude * alpha.double().abs() + held.abs()
-    assert_rounded_sum(out, product * alpha.double() + held, bound, 72)
+    bound = magnitude * alpha.double().abs() + added.abs()
+    assert_rounded_sum(out, product * alpha.double() + added, bound, 72)
 
 
-def test_gradient_of_alpha_times(device: torch.device) -> None:
+def test_gradient_with_alpha(device: torch.device) -> None:
     leaves = [torch.randn(s, device=device, requires_grad=True) for s in ((5, 7), (3, 7), (3,))]
     alpha = torch.tensor([0.375], device=device)
     for transpose_b in (True, False):
@@ -103,7 +104,7 @@ def test_gradient_of_alpha_times(device: torch.device) -> None:
 @by_factors
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("key", ["fp8_tensor", "fp8_block", "mxfp8", "fp8_tensor:pow2"])
-def test_quantized(
+def test_quantized_operands(
     key: str, dtype: torch.dtype, factors: tuple[Tensor | None, Tensor | None], device: torch.device
 ) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -114,17 +115,17 @@ def test_quantized(
     factor = 1 if alpha is None else alpha.double()
     product = x @ y.T * factor + bias.double()
     magnitude = (x.abs() @ y.abs().T * factor).abs() + bias.double().abs()
-    given = quantized_arguments(a, b, key, key) | {"bias": bias, "alpha": alpha}
+    arguments = quantized_arguments(a, b, key, key) | {"bias": bias, "alpha": alpha}
     units = in_fp8_units(key, key, dtype, 24, 96, device)
-    away = fp8_sums(x, y.T) * abs(factor) if units else 0.0
+    units_error = fp8_sums(x, y.T) * abs(factor) if units else 0.0
     if beta is None:
-        got = ops.gemm(**given, dtype=dtype)
-        assert_rounded_sum(got, product, magnitude, 97, more=away)
+        got = ops.gemm(**arguments, dtype=dtype)
+        assert_rounded_sum(got, product, magnitude, 97, more=units_error)
     for out in row_buffers((33, 24), dtype, device):
         out.copy_(normals((33, 24), torch.float32, device, generator))
-        held = 0 * product if beta is None else out.double() * beta.double()
-        ops.gemm_out(**given, out=out, beta=beta)
-        assert_rounded_sum(out, product + held, magnitude + held.abs(), 97, more=away)
+        added = 0 * product if beta is None else out.double() * beta.double()
+        ops.gemm_out(**arguments, out=out, beta=beta)
+        assert_rounded_sum(out, product + added, magnitude + added.abs(), 97, more=units_error)
 
 
 @pytest.mark.usefixtures("schema_checks_take_fp8")
@@ -138,8 +139,8 @@ def test_opcheck(device: torch.device) -> None:
         opcheck(_ops.gemm.default, (*leaves, bias, transpose_b, dtype, alpha))
     q = ops.quantize(torch.randn(4, 130, device=device), "fp8_block")
     out = torch.zeros(4, 9, device=device)[:, :4]
-    given = quantized_arguments(q, q, "fp8_block", "fp8_block")
-    opcheck(_ops.gemm_out.default, (), given | {"out": out, "alpha": alpha, "beta": beta})
+    arguments = quantized_arguments(q, q, "fp8_block", "fp8_block")
+    opcheck(_ops.gemm_out.default, (), arguments | {"out": out, "alpha": alpha, "beta": beta})
 
 
 def test_compiled(device: torch.device) -> None:
@@ -226,8 +227,8 @@ def test_errors(op: str, arguments: tuple[Any, ...], error: type[Exception], tex
     assert op == "gemm" or (arguments[2] == 7.0).all()
 
 
-def test_a_buffer_in_the_memory_of_an_operand() -> None:
-    """Other columns of one buffer are fine."""
+def test_buffer_that_overlaps_an_operand_is_refused() -> None:
+    """A buffer in other columns of the same storage is allowed."""
     memory = torch.full((4, 8), 7.0)
     ops.gemm_out(memory[:, :4], torch.ones(3, 4), memory[:, 4:7])
     assert (memory[:, 4:7] == 28).all()

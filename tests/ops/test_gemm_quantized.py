@@ -1,4 +1,4 @@
-"""Products of quantized operands, against the float64 product of their values."""
+"""Products of quantized operands, compared with the float64 product of their dequantized values."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PAIRS = (
     ("nvfp4", "mxfp8"),
 )
 by_pair = pytest.mark.parametrize("formats", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
-# Ragged matrices have no square blocks.
+# Ragged matrices do not support square blocks.
 by_ragged_pair = pytest.mark.parametrize(
     "formats", [pair for pair in PAIRS if "square" not in pair[0]], ids=lambda pair: f"{pair[0]}-{pair[1]}"
 )
@@ -68,12 +68,12 @@ by_output = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, tor
 
 
 def without_square(key: str) -> str:
-    """The format with blocks along rows, as ragged matrices want it."""
+    """Returns the format with row-wise blocks, which ragged matrices require."""
     return replace(Format.parse(key), square_blocks=False).key
 
 
 class Operand(NamedTuple):
-    """What the quantize ops give, and the amax that nvfp4 takes along."""
+    """Quantized data with its scale, and the amax if the format is nvfp4."""
 
     data: Tensor
     scale: Tensor
@@ -85,20 +85,20 @@ class Operand(NamedTuple):
 
 
 def operand(x: Tensor, key: str, sizes: Tensor | None = None, transposed: bool = False) -> Operand:
-    """Rows of a matrix, a stack or a ragged matrix, or its columns."""
+    """Quantizes a matrix, a stack or a ragged matrix, row-wise or column-wise."""
     more = extras(x, key, sizes)
-    given = {**columns_of(more), **COLUMNS} if transposed else rows_of(more)
-    data, scale = ops.quantize(x, key, sizes, **given)
+    options = {**columns_of(more), **COLUMNS} if transposed else rows_of(more)
+    data, scale = ops.quantize(x, key, sizes, **options)
     return Operand(data, scale, amax_of(more, transposed).get("amax"))
 
 
 def values(a: Operand, key: str) -> Tensor:
-    """float64, of a matrix along its rows."""
+    """Returns the float64 values of one row-wise matrix."""
     return reference.dequantize(*a.pair, key, torch.float32, amax=a.amax).double()
 
 
 def fitted(shape: GroupedShape, formats: tuple[str, str]) -> GroupedShape:
-    """The shape with widths, and where columns are quantized rows of each group, that the formats take."""
+    """Rounds the widths and group sizes of a shape up to what the formats require in both directions."""
     sizes = tuple(rows_for(size, *formats) for size in shape.sizes)
     rows = rows_for(shape.rows + sum(sizes) - sum(shape.sizes), *formats)
     n, k = width_for(shape.n, *formats), width_for(shape.k, *formats)
@@ -108,7 +108,7 @@ def fitted(shape: GroupedShape, formats: tuple[str, str]) -> GroupedShape:
 def group_values(
     x: Tensor, shape: GroupedShape, quantized: Operand, key: str, transposed: bool
 ) -> list[Tensor]:
-    """Of each group [rows, columns], as the reference takes them back."""
+    """Returns the dequantized values of each group, [rows, columns]."""
     sizes = group_sizes(shape, x.device)
     back = reference.dequantize(
         *quantized.pair, key, torch.float32, sizes, transposed, quantized.amax
@@ -119,12 +119,18 @@ def group_values(
 def ragged(
     shape: GroupedShape, columns: int, key: str, device: torch.device, seed: int
 ) -> tuple[Operand, Operand, list[Tensor], list[Tensor]]:
-    """A ragged matrix quantized along rows and along columns, and each group's values of both; tail rows are NaN."""
+    """Quantizes a ragged matrix row-wise and column-wise; also returns each group's values of both. Tail rows are
+    NaN."""
     generator = torch.Generator().manual_seed(seed)
     x = poison_tail(normals((shape.rows, columns), torch.float32, device, generator), shape.sizes)
     sizes = group_sizes(shape, device)
-    rows, turned = operand(x, key, sizes), operand(x, key, sizes, transposed=True)
-    return rows, turned, group_values(x, shape, rows, key, False), group_values(x, shape, turned, key, True)
+    rows, columnwise = operand(x, key, sizes), operand(x, key, sizes, transposed=True)
+    return (
+        rows,
+        columnwise,
+        group_values(x, shape, rows, key, False),
+        group_values(x, shape, columnwise, key, True),
+    )
 
 
 @by_pair
@@ -146,8 +152,8 @@ def test_gemm_quantized(
     b64 = b64.T if transpose_b else b64
     for bias in (None, normals((n,), torch.bfloat16, device, generator)):
         added = 0 if bias is None else bias.double()
-        given = quantized_arguments(a, b, *formats)
-        got = ops.gemm(**given, bias=bias, transpose_b=transpose_b, dtype=dtype)
+        options = quantized_arguments(a, b, *formats)
+        got = ops.gemm(**options, bias=bias, transpose_b=transpose_b, dtype=dtype)
         assert got.dtype == dtype
         magnitude = a64.abs() @ b64.abs() + abs(added)
         columns = bias is None and in_fp8_units(*formats, dtype, n, None, device)
@@ -174,8 +180,8 @@ def test_grouped_gemm_quantized(
         weight = normals((len(shape.sizes), *b_shape), torch.float32, device, generator)
         b = operand(weight, formats[1])
         for extra in ((None, None), (bias, scale)):
-            given = quantized_arguments(a, b, *formats) | {"bias": extra[0], "bias_scale": extra[1]}
-            got = ops.grouped_gemm(**given, group_sizes=sizes, transpose_b=transpose_b, dtype=dtype)
+            options = quantized_arguments(a, b, *formats) | {"bias": extra[0], "bias_scale": extra[1]}
+            got = ops.grouped_gemm(**options, group_sizes=sizes, transpose_b=transpose_b, dtype=dtype)
             begin, back = 0, reference.dequantize(*b.pair, formats[1], torch.float32, amax=b.amax)
             for g, (rows, size) in enumerate(zip(a_values, shape.sizes, strict=True)):
                 member = back[g].double()
@@ -202,14 +208,14 @@ def test_grouped_wgrad_quantized(shape: GroupedShape, formats: tuple[str, str], 
     size = (len(shape.sizes), shape.n, shape.k)
     before = normals(size, torch.float32, device, torch.Generator().manual_seed(2))
     for dtype in (torch.float32, torch.bfloat16):
-        given = wgrad_arguments(grad, input, *formats) | {"group_sizes": sizes}
-        got = ops.grouped_gemm_wgrad(**given, dtype=dtype)
+        options = wgrad_arguments(grad, input, *formats) | {"group_sizes": sizes}
+        got = ops.grouped_gemm_wgrad(**options, dtype=dtype)
         assert got.shape == size
         assert got.dtype == dtype
         added = before.to(dtype, copy=True)
         over = torch.full(size, float("nan"), dtype=dtype, device=device)
-        ops.grouped_gemm_wgrad_out(**given, out=added)
-        ops.grouped_gemm_wgrad_out(**given, out=over, accumulate=False)
+        ops.grouped_gemm_wgrad_out(**options, out=added)
+        ops.grouped_gemm_wgrad_out(**options, out=over, accumulate=False)
         for g, (x, y) in enumerate(zip(grad_values, input_values, strict=True)):
             exact, magnitude, rows = x.T @ y, x.T.abs() @ y.abs(), shape.sizes[g]
             start = before[g].to(dtype).double()
@@ -240,17 +246,17 @@ def test_opcheck(shape: GroupedShape, formats: tuple[str, str], device: torch.de
     bias = torch.randn(groups, shape.n, device=device)
     scale = torch.randn(shape.rows, device=device)
     b = operand(weight, formats[1])
-    given = quantized_arguments(a, b, *formats) | {"b": [b.data], "group_sizes": sizes}
+    options = quantized_arguments(a, b, *formats) | {"b": [b.data], "group_sizes": sizes}
     for extra in ({}, {"bias": bias, "bias_scale": scale}):
-        opcheck(_ops.grouped_gemm.default, (), given | extra)
-    given = wgrad_arguments(grad_t, a_t, ragged_key, formats[0]) | {"group_sizes": sizes}
-    opcheck(_ops.grouped_gemm_wgrad.default, (), given)
+        opcheck(_ops.grouped_gemm.default, (), options | extra)
+    options = wgrad_arguments(grad_t, a_t, ragged_key, formats[0]) | {"group_sizes": sizes}
+    opcheck(_ops.grouped_gemm_wgrad.default, (), options)
     out = torch.zeros(groups, shape.n, shape.k, device=device)
-    opcheck(_ops.grouped_gemm_wgrad_out.default, (), given | {"out": [out]})
+    opcheck(_ops.grouped_gemm_wgrad_out.default, (), options | {"out": [out]})
     dense = operand(torch.randn(shape.rows, shape.k, device=device), formats[0])
     other = operand(torch.randn(shape.n, shape.k, device=device), formats[1])
-    given = quantized_arguments(dense, other, *formats)
-    opcheck(_ops.gemm.default, (), given | {"dtype": torch.float16})
+    options = quantized_arguments(dense, other, *formats)
+    opcheck(_ops.gemm.default, (), options | {"dtype": torch.float16})
 
 
 @pytest.mark.usefixtures("schema_checks_take_fp8")
@@ -260,12 +266,12 @@ def test_opcheck_with_beta(device: torch.device) -> None:
     w = ops.quantize(torch.randn(2, 16, 128, device=device), key)
     out = torch.zeros(4, 24, device=device)[:, :16]
     more = {"alpha": torch.ones(2, device=device), "beta": torch.ones(2, device=device)}
-    given = quantized_arguments(q, w, key, key) | more | {"b": [w[0]], "group_sizes": sizes}
-    opcheck(_ops.grouped_gemm_out.default, (), given | {"out": out})
+    options = quantized_arguments(q, w, key, key) | more | {"b": [w[0]], "group_sizes": sizes}
+    opcheck(_ops.grouped_gemm_out.default, (), options | {"out": out})
     t = ops.quantize(torch.randn(4, 16, device=device), key, sizes, rowwise=False, columnwise=True)
     out = torch.zeros(2, 16, 16, device=device)
-    given = wgrad_arguments(t, t, key, key) | {"group_sizes": sizes, "out": [out], "accumulate": False}
-    opcheck(_ops.grouped_gemm_wgrad_out.default, (), given | more)
+    options = wgrad_arguments(t, t, key, key) | {"group_sizes": sizes, "out": [out], "accumulate": False}
+    opcheck(_ops.grouped_gemm_wgrad_out.default, (), options | more)
 
 
 KEY = "fp8_block"
@@ -341,23 +347,23 @@ def test_errors(op: str, arguments: dict[str, Any], error: type[Exception], text
     assert str(caught.value) == f"transformer_plugin::{op}: argument {text}"
 
 
-def test_every_code_and_scale_of_mxfp8(device: torch.device) -> None:
-    """Codes and scales of any bits: large and small, and NaN of either, which stays in its row or column."""
+def test_random_bit_patterns_of_mxfp8(device: torch.device) -> None:
+    """Random bit patterns of data and scales, large and small. A NaN in either affects only its row or column."""
     generator = torch.Generator().manual_seed(3)
     m, n, k = 140, 72, 256
-    codes = [torch.randint(256, (rows, k), generator=generator, dtype=torch.uint8) for rows in (m, n)]
+    data = [torch.randint(256, (rows, k), generator=generator, dtype=torch.uint8) for rows in (m, n)]
     scales = [
         torch.randint(95, 160, (256 if rows > 128 else 128, k // 32), generator=generator) for rows in (m, n)
     ]
-    for code in codes:
-        code[code % 128 == 127] -= 1  # the largest number for NaN
-    codes[0][3, 70], codes[1][11, 255], scales[0][129, 1] = 127, 255, 255
-    a, b = (code.to(device).view(torch.float8_e4m3fn) for code in codes)
+    for bits in data:
+        bits[bits % 128 == 127] -= 1  # replace NaN by the largest finite value
+    data[0][3, 70], data[1][11, 255], scales[0][129, 1] = 127, 255, 255
+    a, b = (bits.to(device).view(torch.float8_e4m3fn) for bits in data)
     a_scale, b_scale = (scale.byte().to(device).view(torch.float8_e8m0fnu) for scale in scales)
     got = ops.gemm(**quantized_arguments((a, a_scale), (b, b_scale), "mxfp8", "mxfp8"))
     x, y = (
-        code.double() * scale[: code.shape[0]].float().double().repeat_interleave(32, 1)
-        for code, scale in ((a, a_scale), (b, b_scale))
+        bits.double() * scale[: bits.shape[0]].float().double().repeat_interleave(32, 1)
+        for bits, scale in ((a, a_scale), (b, b_scale))
     )
     bad = torch.zeros_like(got, dtype=torch.bool)
     bad[[3, 129]], bad[:, 11] = True, True

@@ -1,4 +1,5 @@
-"""Products of FP8 with a scale for each row: the order that is written down bit for bit, and float64 products."""
+"""Products in fp8_row, whose rows have one scale each: equal bits in the documented order of operations, and
+float64 products."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ from transformer_plugin.testing.gemm_cases import (
     quantized_arguments,
 )
 from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_bits, fp8_sums
-from transformer_plugin.testing.rowwise_cases import grouped_gemm_rowwise_cases, poison_codes, row_codes
+from transformer_plugin.testing.rowwise_cases import (
+    grouped_gemm_rowwise_cases,
+    poison_quantized_tail,
+    rowwise_quantized,
+)
 
 pytestmark = pytest.mark.dtypes_in_turn
 
@@ -37,10 +42,10 @@ _ops = torch.ops.transformer_plugin
 def operands(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, sizes: Tensor | None = None, **more: Any
 ) -> dict[str, Any]:
-    """The arguments of a product, by name."""
+    """Returns the arguments of a product, by name."""
     key = "fp8_row:e5m2" if a.dtype == E5M2 else "fp8_row"
-    given = quantized_arguments((a, a_scale), (b, b_scale), key, "fp8_row") | more
-    return given if sizes is None else given | {"group_sizes": sizes}
+    arguments = quantized_arguments((a, a_scale), (b, b_scale), key, "fp8_row") | more
+    return arguments if sizes is None else arguments | {"group_sizes": sizes}
 
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -62,8 +67,9 @@ def assert_product(
     units: bool,
     group: int | None = None,
 ) -> None:
-    """One group's rows; ``more`` has the numbers of all groups, but of bias_scale those of the rows."""
-    a64, b64 = (codes.double() * scale.double()[:, None] for codes, scale in (a, b))
+    """Compares the rows of one group. ``more`` has the factors of all groups, except that ``bias_scale`` is that of
+    these rows."""
+    a64, b64 = (data.double() * scale.double()[:, None] for data, scale in (a, b))
     own = {
         name: value if group is None else value[group] for name, value in more.items() if name != "bias_scale"
     }
@@ -73,13 +79,13 @@ def assert_product(
         added = added * more["bias_scale"].double()[:, None]
     magnitude = (a64.abs() @ b64.abs().T) * alpha.abs() + added.abs()
     allowed = fp8_sums(a64, b64.T) * alpha.abs() if units else 0.0
-    # The scales' product, it times the sum and alpha times that are rounded too.
+    # The product of the scales, its product with the sum, and the product with alpha are rounded too.
     assert_rounded_sum(got, (a64 @ b64.T) * alpha + added, magnitude, a64.shape[1] + 4, more=allowed)
 
 
 @each_case
 @by_output
-def test_grouped(case: Case, dtype: torch.dtype, device: torch.device) -> None:
+def test_grouped_product_agrees_with_float64(case: Case, dtype: torch.dtype, device: torch.device) -> None:
     a, a_scale, b, b_scale, sizes, more = case.arguments(device)
     poison((a.shape[0], b.shape[1]), dtype, device)
     got = ops.grouped_gemm(**operands(a, a_scale, b, b_scale, sizes, dtype=dtype, **more))
@@ -104,13 +110,13 @@ def test_grouped(case: Case, dtype: torch.dtype, device: torch.device) -> None:
 @by_output
 @pytest.mark.parametrize("shape", [*GEMM_SHAPES, (300, 392, 272)], ids=str)
 @pytest.mark.parametrize("element", [E4M3, E5M2])
-def test_dense(
+def test_dense_product_agrees_with_float64(
     element: torch.dtype, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
     m, n, k = shape
     generator = torch.Generator().manual_seed(0)
-    a = row_codes((m, k), device, generator, element)
-    b = row_codes((n, k), device, generator)
+    a = rowwise_quantized((m, k), device, generator, element)
+    b = rowwise_quantized((n, k), device, generator)
     extras = {
         "alpha": normals((1,), torch.float32, device, generator),
         "bias": normals((n,), torch.float16, device, generator),
@@ -128,10 +134,11 @@ def test_dense(
 @by_output
 @pytest.mark.parametrize("shape", [*GROUPED_SHAPES[:9], GROUPED_SHAPES[14]], ids=lambda shape: shape.name)
 @pytest.mark.parametrize("with_beta", [False, True])
-def test_into_a_buffer(
+def test_exact_sums_into_a_buffer(
     with_beta: bool, shape: GroupedShape, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Sums of whole numbers are exact, under scales of powers of two: one rounding; a beta of 0 reads nothing."""
+    """Sums of whole numbers are exact with power-of-two scales, so there is one rounding. A beta of 0 does not read
+    the buffer."""
     generator, groups = torch.Generator().manual_seed(0), len(shape.sizes)
     a, b = (
         integers(size, torch.float32, CPU, generator, 2).to(E4M3)
@@ -148,40 +155,42 @@ def test_into_a_buffer(
         values = (a[rows].double() * a_scale[rows, None].double()) @ (
             b[g].double() * b_scale[g, :, None].double()
         ).T
-        held = 0.0 if beta is None else before[rows].double() * float(beta[g])
-        expected[rows] = (values + bias[g].double() + held).to(dtype)
+        added = 0.0 if beta is None else before[rows].double() * float(beta[g])
+        expected[rows] = (values + bias[g].double() + added).to(dtype)
         if beta is not None and beta[g] == 0:
             before[rows] = float("nan")
         begin += size
     tensors = (t.to(device) for t in (a, a_scale, b, b_scale, group_sizes(shape, CPU)))
-    given = operands(*tensors, bias=bias.to(device), beta=None if beta is None else beta.to(device))
+    arguments = operands(*tensors, bias=bias.to(device), beta=None if beta is None else beta.to(device))
     wide = torch.full((shape.rows, shape.n + 8), 7.0, dtype=dtype, device=device)
     for out in (torch.empty_like(before, device=device), wide[:, : shape.n]):
         out.copy_(before)
         version = out._version
-        ops.grouped_gemm_out(**given, out=out)
+        ops.grouped_gemm_out(**arguments, out=out)
         assert out._version == version
         assert_same_bits(out + 0, expected.to(device) + 0)
     assert (wide[:, shape.n :] == 7.0).all()
     if groups > 0:
         matrices = {
-            "b": list(given["b"].view(torch.uint8).clone().view(E4M3)),
-            "b_scale": list(given["b_scale"][0]),
+            "b": list(arguments["b"].view(torch.uint8).clone().view(E4M3)),
+            "b_scale": list(arguments["b_scale"][0]),
         }
         out = before.clone().to(device)
-        ops.grouped_gemm_out(**given | matrices, out=out)
+        ops.grouped_gemm_out(**arguments | matrices, out=out)
         assert_same_bits(out + 0, expected.to(device) + 0, "a list")
     if groups == 1 and begin == shape.rows:
-        dense = {name: value for name, value in given.items() if name != "group_sizes"}
-        dense |= {"b": given["b"][0], "b_scale": given["b_scale"][0][0], "bias": given["bias"][0]}
+        dense = {name: value for name, value in arguments.items() if name != "group_sizes"}
+        dense |= {"b": arguments["b"][0], "b_scale": arguments["b_scale"][0][0], "bias": arguments["bias"][0]}
         out = before.clone().to(device)
         ops.gemm_out(**dense, out=out)
         assert_same_bits(out + 0, expected.to(device) + 0, "dense")
 
 
-def in_order(sums: Tensor, a_scale: Tensor, b_scale: Tensor, more: dict[str, Tensor], group: int) -> Tensor:
-    """The order that the docstring writes down, in numpy: each step one float32 operation. float64 holds the product
-    of the fma exactly."""
+def in_documented_order(
+    sums: Tensor, a_scale: Tensor, b_scale: Tensor, more: dict[str, Tensor], group: int
+) -> Tensor:
+    """Computes the documented order of operations in numpy, each step one float32 operation. float64 represents the
+    product inside the fma exactly."""
     one = np.float32(1)
     x = sums.numpy().astype(np.float32) * (a_scale.numpy()[:, None] * b_scale.numpy())
     if "alpha" in more:
@@ -199,14 +208,15 @@ def in_order(sums: Tensor, a_scale: Tensor, b_scale: Tensor, more: dict[str, Ten
 def test_order_of_the_factors(
     dtype: torch.dtype, extra: str, shape: GroupedShape, device: torch.device
 ) -> None:
-    """Small whole codes have exact sums, also in FP8 units, so what follows must be right to the last bit."""
+    """Small whole numbers have exact sums, also in FP8 tensor cores, so the remaining steps must agree to the last
+    bit."""
     generator = torch.Generator().manual_seed(0)
     groups = len(shape.sizes)
     a, b = (
         integers(size, torch.float32, CPU, generator, 2).to(E4M3)
         for size in ((shape.rows, shape.k), (groups, shape.n, shape.k))
     )
-    a_scale, b_scale = (torch.randn(codes.shape[:-1], generator=generator).exp() for codes in (a, b))
+    a_scale, b_scale = (torch.randn(data.shape[:-1], generator=generator).exp() for data in (a, b))
     more: dict[str, Tensor] = {}
     if extra in ("factors", "all"):
         more["alpha"] = normals((groups,), torch.float32, CPU, generator)
@@ -218,18 +228,20 @@ def test_order_of_the_factors(
     for g, size in enumerate(shape.sizes):
         rows = slice(begin, begin + size)
         own = more | ({"bias_scale": more["bias_scale"][rows]} if "bias_scale" in more else {})
-        expected[rows] = in_order(a[rows].double() @ b[g].double().T, a_scale[rows], b_scale[g], own, g)
+        expected[rows] = in_documented_order(
+            a[rows].double() @ b[g].double().T, a_scale[rows], b_scale[g], own, g
+        )
         begin += size
-    poison_codes(a, shape.sizes)
+    poison_quantized_tail(a, shape.sizes)
     poison_tail(a_scale, shape.sizes)
     arguments = (t.to(device) for t in (a, a_scale, b, b_scale, group_sizes(shape, CPU)))
-    given = operands(*arguments, dtype=dtype, **{name: value.to(device) for name, value in more.items()})
-    got = ops.grouped_gemm(**given)
+    arguments = operands(*arguments, dtype=dtype, **{name: value.to(device) for name, value in more.items()})
+    got = ops.grouped_gemm(**arguments)
     assert_same_bits(got + 0, expected.to(dtype).to(device) + 0)
 
 
-def test_operands_that_quantize_gives(device: torch.device) -> None:
-    """Rows and weights of any magnitudes come out within what rounding both to E4M3 costs."""
+def test_error_of_quantized_operands(device: torch.device) -> None:
+    """For rows and weights of any magnitude, the error is at most that of rounding both operands to E4M3."""
     generator = torch.Generator().manual_seed(0)
     x, w = (normals(size, torch.float32, device, generator) for size in ((70, 256), (2, 64, 256)))
     x, w = (t * 2.0 ** torch.arange(t.shape[-2], device=device).remainder(20)[:, None] for t in (x, w))
@@ -242,14 +254,16 @@ def test_operands_that_quantize_gives(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_strides(dtype: torch.dtype, device: torch.device) -> None:
+def test_strided_operands_give_the_same_bits(dtype: torch.dtype, device: torch.device) -> None:
     generator, sizes = torch.Generator().manual_seed(0), torch.tensor([4, 0, 5], device=device)
-    a, a_scale = row_codes((11, 64), device, generator)
-    b, b_scale = row_codes((3, 16, 64), device, generator)
+    a, a_scale = rowwise_quantized((11, 64), device, generator)
+    b, b_scale = rowwise_quantized((3, 16, 64), device, generator)
     expected = ops.grouped_gemm(**operands(a, a_scale, b, b_scale, sizes, dtype=dtype))
-    turned = [t.mT.contiguous().mT for t in (a, b)]
+    column_major = [t.mT.contiguous().mT for t in (a, b)]
     apart = [torch.stack([t, t], -1)[..., 0] for t in (a_scale, b_scale)]
-    got = ops.grouped_gemm(**operands(turned[0], apart[0], turned[1], apart[1], sizes, dtype=dtype))
+    got = ops.grouped_gemm(
+        **operands(column_major[0], apart[0], column_major[1], apart[1], sizes, dtype=dtype)
+    )
     assert_same_bits(got, expected)
     shifted = torch.cat([b_scale.flatten(), b_scale.flatten()])[3 : 3 + b_scale.numel()].view(3, 16)
     got = ops.grouped_gemm(**operands(a, a_scale, b, shifted, sizes, dtype=dtype))
@@ -261,10 +275,10 @@ def test_any_strides(dtype: torch.dtype, device: torch.device) -> None:
 @pytest.mark.usefixtures("schema_checks_take_fp8")
 def test_opcheck(case: Case, device: torch.device) -> None:
     *arguments, more = case.arguments(device)
-    given = operands(*arguments, **more)
-    opcheck(_ops.grouped_gemm.default, (), given | {"b": [given["b"]]})
+    arguments = operands(*arguments, **more)
+    opcheck(_ops.grouped_gemm.default, (), arguments | {"b": [arguments["b"]]})
     generator = torch.Generator().manual_seed(0)
-    dense = (*row_codes((5, 24), device, generator), *row_codes((7, 24), device, generator))
+    dense = (*rowwise_quantized((5, 24), device, generator), *rowwise_quantized((7, 24), device, generator))
     opcheck(_ops.gemm.default, (), operands(*dense, dtype=torch.float32))
     opcheck(_ops.gemm.default, (), operands(*dense, bias=torch.ones(7, device=device)))
     out = torch.ones(5, 7, device=device)
@@ -288,15 +302,18 @@ def test_compiled(device: torch.device) -> None:
 
 @pytest.mark.gpu
 @by_output
-def test_graph_follows_sizes_and_data(dtype: torch.dtype) -> None:
+def test_graph_replays_with_new_sizes_and_data(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = torch.tensor([60, 70, 80, 0, 90], device=CUDA)
-    held = (*row_codes((333, 192), CUDA, generator), *row_codes((5, 160, 192), CUDA, generator))
-    ops.grouped_gemm(**operands(*held, sizes, dtype=dtype))
+    added = (
+        *rowwise_quantized((333, 192), CUDA, generator),
+        *rowwise_quantized((5, 160, 192), CUDA, generator),
+    )
+    ops.grouped_gemm(**operands(*added, sizes, dtype=dtype))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = ops.grouped_gemm(**operands(*held, sizes, dtype=dtype))
+        captured = ops.grouped_gemm(**operands(*added, sizes, dtype=dtype))
     for new in [
         (0, 0, 0, 0, 0),
         (333, 0, 0, 0, 0),
@@ -304,12 +321,15 @@ def test_graph_follows_sizes_and_data(dtype: torch.dtype) -> None:
         (17, 100, 0, 33, 120),
         (127, 1, 128, 0, 77),
     ]:
-        given = (*row_codes((333, 192), CPU, generator), *row_codes((5, 160, 192), CPU, generator))
-        for tensor, value in zip((*held, sizes), (*given, torch.tensor(new)), strict=True):
+        arguments = (
+            *rowwise_quantized((333, 192), CPU, generator),
+            *rowwise_quantized((5, 160, 192), CPU, generator),
+        )
+        for tensor, value in zip((*added, sizes), (*arguments, torch.tensor(new)), strict=True):
             tensor.copy_(value)
         captured.fill_(float("nan"))
         graph.replay()
-        begin, (a, a_scale, b, b_scale) = 0, held
+        begin, (a, a_scale, b, b_scale) = 0, added
         for g, size in enumerate(new):
             rows = slice(begin, begin + size)
             units = in_fp8_units(a, b, dtype)
@@ -319,11 +339,11 @@ def test_graph_follows_sizes_and_data(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-def test_same_bits_with_any_plan_and_tail() -> None:
+def test_bits_do_not_depend_on_launch_options_or_tail() -> None:
     shape = GroupedShape("several tiles", (300, 1, 0, 513, 128, 385), 1400, 776, 208)
     generator = torch.Generator().manual_seed(0)
-    a, a_scale = row_codes((shape.rows, shape.k), CUDA, generator)
-    b, b_scale = row_codes((6, shape.n, shape.k), CUDA, generator)
+    a, a_scale = rowwise_quantized((shape.rows, shape.k), CUDA, generator)
+    b, b_scale = rowwise_quantized((6, shape.n, shape.k), CUDA, generator)
     sizes, end = group_sizes(shape, CUDA), sum(shape.sizes)
     expected = ops.grouped_gemm(**operands(a, a_scale, b, b_scale, sizes))
     for options in ({"max_sms": 2}, {"max_sms": 57}, {"expected_rows": 100}):
@@ -335,22 +355,24 @@ def test_same_bits_with_any_plan_and_tail() -> None:
 
 
 @pytest.mark.gpu
-def test_no_dequantized_copies_and_no_host_reads() -> None:
+def test_no_dequantized_copies_and_no_synchronization() -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("Hopper multiplies FP8 data without dequantizing it")
     generator, sizes = torch.Generator().manual_seed(0), torch.full((8,), 15, device=CUDA)
-    given = operands(
-        *row_codes((128, 1024), CUDA, generator), *row_codes((8, 1024, 1024), CUDA, generator), sizes
+    arguments = operands(
+        *rowwise_quantized((128, 1024), CUDA, generator),
+        *rowwise_quantized((8, 1024, 1024), CUDA, generator),
+        sizes,
     )
-    ops.grouped_gemm(**given)
+    ops.grouped_gemm(**arguments)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        ops.grouped_gemm(**given)
-        ops.grouped_gemm(**given, dtype=torch.float16)  # dequantized to a wider dtype, without a host read
+        ops.grouped_gemm(**arguments)
+        ops.grouped_gemm(**arguments, dtype=torch.float16)  # dequantizes, also without synchronization
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    ops.grouped_gemm(**given)
-    assert torch.cuda.max_memory_allocated() - before < 2 * 1024 * 1024, "a quarter of the codes"
+    ops.grouped_gemm(**arguments)
+    assert torch.cuda.max_memory_allocated() - before < 2 * 1024 * 1024, "a quarter of the quantized data"

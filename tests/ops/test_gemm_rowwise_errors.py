@@ -1,4 +1,4 @@
-"""What bad operands of ``fp8_row`` get: a four-part error."""
+"""Errors for bad operands of ``fp8_row``: the full text, in four parts."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_errors(
     assert str(caught.value) == f"transformer_plugin::grouped_gemm: argument {text}"
 
 
-def test_errors_of_dense() -> None:
+def test_errors_of_gemm() -> None:
     with pytest.raises(ValueError, match=r"gemm: argument 'b': expected 2 dimensions"):
         ops.gemm(**operands(A, AS, B, BS))
     with pytest.raises(ValueError, match=r"gemm: argument 'b_scale\[0\]': expected size 8 in dimension 0"):
@@ -89,10 +89,10 @@ def test_errors_of_dense() -> None:
         ops.gemm(**operands(A, AS, B[0], BS[0], bias=AS))
 
 
-def test_no_weight_gradient() -> None:
-    given = wgrad_arguments((A.T, AS), (A.T, AS), "fp8_row", "fp8_row")
+def test_weight_gradient_is_refused() -> None:
+    operands_of_call = wgrad_arguments((A.T, AS), (A.T, AS), "fp8_row", "fp8_row")
     with pytest.raises(ValueError) as caught:
-        ops.grouped_gemm_wgrad(**given, group_sizes=S)
+        ops.grouped_gemm_wgrad(**operands_of_call, group_sizes=S)
     assert str(caught.value) == (
         "transformer_plugin::grouped_gemm_wgrad: argument 'grad_format': expected a format with scales along the rows "
         "that are summed over, not one for each of them, got 'fp8_row'. "
@@ -101,10 +101,10 @@ def test_no_weight_gradient() -> None:
 
 
 @pytest.mark.gpu
-def test_operands_of_another_device() -> None:
+def test_operands_on_another_device() -> None:
     a, a_scale, b, b_scale, sizes = (t.cuda() for t in (A, AS, B, BS, S))
     for i, name in enumerate(("a_scale", "b", "b_scale", "group_sizes")):
-        given = [a_scale, b, b_scale, sizes]
-        given[i] = given[i].cpu()
+        operands_of_call = [a_scale, b, b_scale, sizes]
+        operands_of_call[i] = operands_of_call[i].cpu()
         with pytest.raises(ValueError, match=rf"'{name}(\[0\])?': expected .* cuda:0"):
-            ops.grouped_gemm(**operands(a, *given))
+            ops.grouped_gemm(**operands(a, *operands_of_call))

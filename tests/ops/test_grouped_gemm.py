@@ -1,4 +1,5 @@
-"""grouped_gemm and its weight and bias gradients: exact bits, one rounding, poisoned tails, given buffers."""
+"""grouped_gemm and its weight and bias gradients: exact bits, one rounding, NaN in the tail, and writing into
+buffers."""
 
 from __future__ import annotations
 
@@ -82,20 +83,20 @@ def test_wgrad_rounded_once(case: Case, device: torch.device) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tail", [0, 5, 200])
 @pytest.mark.parametrize("sizes", [[65, 0, 127, 64, 1, 63, 190], [70, 3, 129], [0, 193]], ids=str)
-def test_rows_multiplied_in_steps(sizes: list[int], tail: int, bias: bool, device: torch.device) -> None:
-    """A CPU multiplies bfloat16 in multiples of 64 rows: no group sees its neighbour's rows, or those past the last."""
+def test_groups_do_not_read_other_rows(sizes: list[int], tail: int, bias: bool, device: torch.device) -> None:
+    """A CPU multiplies bfloat16 in multiples of 64 rows. No group may read its neighbor's rows or the tail."""
     rows, groups = sum(sizes) + tail, len(sizes)
     generator = torch.Generator().manual_seed(0)
     shapes = (rows, 48), (rows, 56), (groups, 56, 48), (groups, 56)
     a, grad, b, biases = (integers(s, torch.bfloat16, torch.device("cpu"), generator) for s in shapes)
-    group_sizes, given = torch.tensor(sizes), biases if bias else None
-    expected = rows_fp64(a, b, group_sizes, given, None, True).to(torch.bfloat16)
+    group_sizes, bias_or_none = torch.tensor(sizes), biases if bias else None
+    expected = rows_fp64(a, b, group_sizes, bias_or_none, None, True).to(torch.bfloat16)
     weight_grad = wgrad_fp64(grad, a, group_sizes)
     for matrix in (a, grad):
         matrix[rows - tail :] = float("nan")
     a, b, grad, group_sizes = (tensor.to(device) for tensor in (a, b, grad, group_sizes))
     poison((rows, 56), torch.bfloat16, device)
-    got = ops.grouped_gemm(a, b, group_sizes, None if given is None else given.to(device))
+    got = ops.grouped_gemm(a, b, group_sizes, None if bias_or_none is None else bias_or_none.to(device))
     assert_same_bits(got + 0, expected.to(device))
     for dtype in (torch.bfloat16, torch.float32):
         wanted = weight_grad.to(dtype).to(device)
@@ -106,7 +107,8 @@ def test_rows_multiplied_in_steps(sizes: list[int], tail: int, bias: bool, devic
 
 
 def strided_buffers(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Whole, with rows apart, with groups apart, with rows of groups side by side, a slice of a flat buffer."""
+    """Returns buffers: contiguous, with padded rows, with padded groups, with the rows of the groups interleaved,
+    and a slice of a flat buffer."""
     g, n, k = shape
     flat = torch.zeros(g * n * k + 3, dtype=dtype, device=device)
     return [
@@ -136,11 +138,11 @@ def test_wgrad_out(case: Case, out_dtype: torch.dtype, accumulate: bool, device:
         ops.grouped_gemm_wgrad_out(*arguments, out, accumulate)
         assert (out.data_ptr(), out._version) == (pointer, version)
         assert_same_bits(out + 0, expected.to(device))
-        out.copy_(before)  # nothing beside the buffer's own elements was touched
+        out.copy_(before)  # nothing outside the buffer's own elements was written
         assert_same_bits(whole(out), storage)
 
 
-def test_empty_group_leaves_the_buffer_as_it_is(device: torch.device) -> None:
+def test_wgrad_of_empty_groups_leaves_the_buffer_unchanged(device: torch.device) -> None:
     out = torch.full((2, 3, 8), -0.0, device=device)
     out[0, 0, 0] = float("nan")
     before = out.clone()
@@ -151,7 +153,7 @@ def test_empty_group_leaves_the_buffer_as_it_is(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_main_grad_of_two_microbatches(dtype: torch.dtype, device: torch.device) -> None:
-    """Two forwards before two backwards, each adding its weight gradient to one buffer."""
+    """Runs two forwards before two backwards, each of which adds its weight gradient to the same buffer."""
     generator = torch.Generator().manual_seed(5)
     sizes = torch.tensor([3, 0, 4], device=device)
     weight = integers((3, 8, 16), dtype, device, generator).requires_grad_()
@@ -159,9 +161,8 @@ def test_main_grad_of_two_microbatches(dtype: torch.dtype, device: torch.device)
     before = weight_grad.clone()
     inputs = [integers((9, 16), dtype, device, generator).requires_grad_() for _ in range(2)]
     grads = [integers((9, 8), dtype, device, generator) for _ in range(2)]
-    outputs = [
-        ops.grouped_gemm(x, weight, sizes) * weight_grad[0, 0, 0] for x in inputs
-    ]  # saves a view of the buffer
+    # The product with an element of the buffer saves a view of it for the backward.
+    outputs = [ops.grouped_gemm(x, weight, sizes) * weight_grad[0, 0, 0] for x in inputs]
     for output, x, grad in zip(outputs, inputs, grads, strict=True):
         ops.grouped_gemm_wgrad_out(grad, x.detach(), sizes, weight_grad)
         output.backward(grad)
@@ -195,7 +196,7 @@ def test_gradient(case: Case, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 2)])
-def test_only_wanted_gradients(wanted: tuple[int, ...], device: torch.device) -> None:
+def test_only_requested_gradients_are_computed(wanted: tuple[int, ...], device: torch.device) -> None:
     leaves = [torch.randn(s, device=device) for s in ((6, 5), (2, 4, 5), (2, 4), (6,))]
     for i in wanted:
         leaves[i].requires_grad_()
@@ -236,7 +237,7 @@ def test_bias_backward(case: Case, device: torch.device) -> None:
         assert_same_bits(got, wanted.to(device))
 
 
-def test_inputs_of_any_strides(device: torch.device) -> None:
+def test_strided_inputs_give_the_same_bits(device: torch.device) -> None:
     sizes = torch.tensor([3, 2], device=device)
     a = torch.randn(12, 16, device=device)[::2, ::2]
     b = torch.randn(2, 8, 6, device=device).transpose(1, 2)
@@ -248,7 +249,7 @@ def test_inputs_of_any_strides(device: torch.device) -> None:
 
 
 def one_of_each_kind(cases: list[Case]) -> list[Case]:
-    """opcheck reads no values: every shape in float32, and some in each other dtype, will do."""
+    """opcheck reads no values: every shape in float32, and a few in each other dtype, are enough."""
     return [case for i, case in enumerate(cases) if case.name.startswith("float32") or i % 11 == 0]
 
 

@@ -1,4 +1,5 @@
-"""Grouped products beside beta times what a buffer holds: exact bits over several tiles, tails, what is not read."""
+"""Grouped products plus beta times the contents of a buffer: exact bits over several tiles, tails, and memory that
+must not be read."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.gemm_oracle import row_buffers, rows_fp64, wgrad_fp64, whole
-from tests.ops.grouped_draw import Codes, Groups, codes_of
+from tests.ops.grouped_draw import Groups, QuantizedOperand, quantize_operand
 from tests.ops.test_grouped_gemm import strided_buffers
 from transformer_plugin import ops
 from transformer_plugin.testing.gemm_cases import (
@@ -27,14 +28,14 @@ from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-# Groups that are empty, that end in the middle of a tile, and whose beta is 0 (every fourth).
+# Groups that are empty, that end inside a tile, and whose beta is 0 (every fourth).
 GROUPS = {
     "any": (1, 0, 127, 129, 0, 128, 255, 257, 0, 65),
     "many, some empty": tuple(7 * i % 61 if i % 5 else 0 for i in range(40)),
     "one": (385,),
     "none": (0, 0, 0, 0),
 }
-# One tile, several with an odd number of columns of them, a last one that is not full; sums of one step and of many.
+# One tile; several tiles, also an odd number of columns of tiles; a partial last tile; one K step and many.
 WIDTHS = [(8, 8), (264, 72), (520, 200), (776, 336)]
 by_groups = pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 by_widths = pytest.mark.parametrize(("n", "k"), WIDTHS)
@@ -45,28 +46,28 @@ def sizes_of(groups: tuple[int, ...]) -> Groups:
     return Groups(host, host, sum(groups) + 37)
 
 
-def of_rows(beta: Tensor, groups: Groups) -> Tensor:
-    """Each row's, [rows of groups, 1]."""
+def per_row(beta: Tensor, groups: Groups) -> Tensor:
+    """Expands beta to the rows of the groups, [rows, 1]."""
     return beta.repeat_interleave(groups.host, output_size=groups.end)[:, None]
 
 
 def check_rows(
     product: Tensor, beta: Tensor, groups: Groups, outs: list[Tensor], call: Callable[[Tensor], None]
 ) -> None:
-    """``product`` is in float64, on the CPU. Rows whose beta is 0 hold NaN, as the tail does."""
-    shape, each = tuple(product.shape), of_rows(beta, groups)
+    """``product`` is in float64 on the CPU. Rows whose beta is 0 and the tail contain NaN before the call."""
+    shape, each = tuple(product.shape), per_row(beta, groups)
     before = integers(shape, torch.float64, CPU, torch.Generator().manual_seed(3))
     expected = product[: groups.end] + before[: groups.end] * each.double() + 0.0
     before[: groups.end].masked_fill_((each == 0).expand(groups.end, shape[1]), float("nan"))
     before[groups.end :] = float("nan")
     for i, out in enumerate(outs):
-        held = before.to(out.dtype).to(out.device)  # once: which NaN comes of one may differ between copies
-        out.copy_(held)
+        initial = before.to(out.dtype).to(out.device)  # once: two conversions may give different NaNs
+        out.copy_(initial)
         storage = whole(out).clone()
         call(out)
         assert_same_bits(out[: groups.end] + 0, expected.to(out.dtype).to(out.device), f"buffer {i}")
-        out[: groups.end].copy_(held[: groups.end])
-        assert_same_bits(whole(out), storage, f"the tail and what is beside buffer {i}")
+        out[: groups.end].copy_(initial[: groups.end])
+        assert_same_bits(whole(out), storage, f"the tail and the memory around buffer {i}")
 
 
 def check_wgrad(product: Tensor, beta: Tensor, outs: list[Tensor], call: Callable[[Tensor], None]) -> None:
@@ -74,20 +75,20 @@ def check_wgrad(product: Tensor, beta: Tensor, outs: list[Tensor], call: Callabl
     expected = product + before * beta.double()[:, None, None] + 0.0
     before[beta == 0] = float("nan")
     for i, out in enumerate(outs):
-        held = before.to(out.dtype).to(out.device)
-        out.copy_(held)
+        initial = before.to(out.dtype).to(out.device)
+        out.copy_(initial)
         storage = whole(out).clone()
         call(out)
         assert_same_bits(out + 0, expected.to(out.dtype).to(out.device), f"buffer {i}")
-        out.copy_(held)
-        assert_same_bits(whole(out), storage, f"what is beside buffer {i}")
+        out.copy_(initial)
+        assert_same_bits(whole(out), storage, f"the memory around buffer {i}")
 
 
 @by_groups
 @by_widths
 @pytest.mark.parametrize("transpose_b", [True, False])
 @pytest.mark.parametrize(("dtype", "extra"), [(BF16, True), (BF16, False), (FP16, True)])
-def test_rows(
+def test_rows_have_exact_sums(
     groups: tuple[int, ...],
     n: int,
     k: int,
@@ -96,7 +97,7 @@ def test_rows(
     extra: bool,
     device: torch.device,
 ) -> None:
-    """On all of the GPU and by two blocks that take all tiles in turn; also of rows by an index."""
+    """On the whole GPU and on two multiprocessors that process all tiles; also with indexed rows."""
     generator, of = torch.Generator().manual_seed(0), sizes_of(groups)
     count = of.count
     x = poison_tail(integers((of.capacity, k), dtype, CPU, generator, 4), groups)
@@ -105,7 +106,7 @@ def test_rows(
     bias = integers((count, n), FP32, CPU, generator) if extra else None
     scale = poison_tail(integers((of.capacity,), FP32, CPU, generator) / 4, groups) if extra else None
     product = rows_fp64(x, b, of.host, bias, scale, transpose_b, alpha)
-    turned = x.flip(0).nan_to_num(0.0).to(device)
+    reversed_rows = x.flip(0).nan_to_num(0.0).to(device)
     index = torch.arange(of.capacity).flip(0).to(device)
     sizes = of.host.to(device)
     a, b, alpha, there = (t.to(device) for t in (x, b, alpha, beta))
@@ -117,7 +118,7 @@ def test_rows(
 
         def indexed(out: Tensor, max_sms: int = max_sms) -> None:
             more: dict[str, Any] = {"rows": index, "max_sms": max_sms}
-            ops.grouped_gemm_out(turned, b, sizes, out, bias, scale, transpose_b, alpha, there, **more)
+            ops.grouped_gemm_out(reversed_rows, b, sizes, out, bias, scale, transpose_b, alpha, there, **more)
 
         shape = (of.capacity, n)
         check_rows(product, beta, of, row_buffers(shape, dtype, device), call)
@@ -127,7 +128,7 @@ def test_rows(
 @by_groups
 @by_widths
 @pytest.mark.parametrize(("dtype", "out_dtype"), [(BF16, BF16), (BF16, FP32), (FP16, FP32)])
-def test_wgrad(
+def test_wgrad_has_exact_sums(
     groups: tuple[int, ...],
     n: int,
     k: int,
@@ -135,7 +136,7 @@ def test_wgrad(
     out_dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """A stack of any strides, and a list of buffers with rows apart."""
+    """Into a stack with any strides, and into a list of buffers with padded rows."""
     generator, of = torch.Generator().manual_seed(0), sizes_of(groups)
     grad, input = (
         poison_tail(integers((of.capacity, width), dtype, CPU, generator, 4), groups) for width in (n, k)
@@ -164,8 +165,8 @@ def test_wgrad(
 
 
 @pytest.mark.parametrize("out_dtype", [FP32, BF16])
-def test_wgrad_of_no_rows_at_all(out_dtype: torch.dtype, device: torch.device) -> None:
-    """Nothing to add to what is there, which becomes beta times itself all the same."""
+def test_wgrad_without_rows_scales_the_buffer(out_dtype: torch.dtype, device: torch.device) -> None:
+    """The product is zero, and the buffer is multiplied by beta all the same."""
     beta = torch.tensor([0.5, 0.0, -2.0], device=device)
     for capacity in (0, 5):
         grad, input = (torch.full((capacity, w), float("nan"), device=device).bfloat16() for w in (16, 24))
@@ -178,26 +179,27 @@ def test_wgrad_of_no_rows_at_all(out_dtype: torch.dtype, device: torch.device) -
         assert (out == out[:, :1, :1]).all()
 
 
-def codes(
+def whole_numbers(
     shape: tuple[int, ...],
     key: str,
     device: torch.device,
     generator: torch.Generator,
     groups: Groups | None = None,
     columns: bool = False,
-) -> Codes:
-    """Of small whole numbers, which a format whose scales are powers of two keeps, and whose sums FP8 units do."""
+) -> QuantizedOperand:
+    """Quantizes small whole numbers, which formats with power-of-two scales represent exactly and whose sums are
+    exact in FP8 tensor cores."""
     values = integers(shape, FP32, device, generator, 2)
     if groups is not None:
         values[groups.end :] = 0
-    made = codes_of(values, key, groups, columns)
+    quantized = quantize_operand(values, key, groups, columns)
     assert torch.equal(
-        made.values[: groups.end if groups else None], values[: groups.end if groups else None]
+        quantized.values[: groups.end if groups else None], values[: groups.end if groups else None]
     )
-    return made
+    return quantized
 
 
-ROUNDED_TO_POWERS_OF_TWO = [
+POWER_OF_TWO_SCALES = [
     ("fp8_block", "fp8_block:square"),
     ("fp8_tensor:pow2", "fp8_tensor:pow2"),
     ("fp8_tensor:e5m2,pow2", "fp8_tensor:pow2"),
@@ -207,26 +209,29 @@ ROUNDED_TO_POWERS_OF_TWO = [
 
 @by_groups
 @pytest.mark.parametrize(("n", "k"), [(8, 32), (264, 96), (520, 224)])
-@pytest.mark.parametrize("formats", ROUNDED_TO_POWERS_OF_TWO, ids=lambda pair: pair[0])
-def test_rows_of_codes(
+@pytest.mark.parametrize("formats", POWER_OF_TWO_SCALES, ids=lambda pair: pair[0])
+def test_quantized_rows_have_exact_sums(
     formats: tuple[str, str], groups: tuple[int, ...], n: int, k: int, device: torch.device
 ) -> None:
     generator, of = torch.Generator().manual_seed(0), sizes_of(groups)
     of = Groups(of.host, of.host.to(device), of.capacity)
     a, b = (
-        codes((of.capacity, k), formats[0], device, generator, of),
-        codes((of.count, n, k), formats[1], device, generator),
+        whole_numbers((of.capacity, k), formats[0], device, generator, of),
+        whole_numbers((of.count, n, k), formats[1], device, generator),
     )
     alpha, beta = (factors(of.count, CPU, generator) for _ in range(2))
     bias = integers((of.count, n), FP32, CPU, generator)
     scale = poison_tail(integers((of.capacity,), FP32, CPU, generator) / 4, groups)
     product = rows_fp64(a.values.cpu(), b.values.cpu(), of.host, bias, scale, True, alpha)
-    given = quantized_arguments(a[:2], b[:2], *formats) | {"group_sizes": of.device, "bias": bias.to(device)}
-    given |= {"bias_scale": scale.to(device), "alpha": alpha.to(device), "beta": beta.to(device)}
+    arguments = quantized_arguments(a[:2], b[:2], *formats) | {
+        "group_sizes": of.device,
+        "bias": bias.to(device),
+    }
+    arguments |= {"bias_scale": scale.to(device), "alpha": alpha.to(device), "beta": beta.to(device)}
     for max_sms in (0, 2):
 
         def call(out: Tensor, max_sms: int = max_sms) -> None:
-            ops.grouped_gemm_out(**given, out=out, max_sms=max_sms)
+            ops.grouped_gemm_out(**arguments, out=out, max_sms=max_sms)
 
         check_rows(product, beta, of, row_buffers((of.capacity, n), BF16, device), call)
 
@@ -237,58 +242,63 @@ def test_rows_of_codes(
     "formats", ["fp8_block", "fp8_block:aligned", "fp8_tensor:pow2", "fp8_tensor:e5m2,pow2"]
 )
 @pytest.mark.parametrize("out_dtype", [BF16, FP32])
-def test_wgrad_of_codes(
+def test_quantized_wgrad_has_exact_sums(
     formats: str, groups: tuple[int, ...], n: int, k: int, out_dtype: torch.dtype, device: torch.device
 ) -> None:
     generator, of = torch.Generator().manual_seed(0), sizes_of(groups)
     of = Groups(of.host, of.host.to(device), of.capacity)
     keys = formats, formats.replace("e5m2,", "")
     grad, input = (
-        codes((of.capacity, width), key, device, generator, of, columns=True)
+        whole_numbers((of.capacity, width), key, device, generator, of, columns=True)
         for width, key in zip((n, k), keys, strict=True)
     )
     alpha, beta = (factors(of.count, CPU, generator) for _ in range(2))
     product = wgrad_fp64(grad.values.cpu(), input.values.cpu(), of.host, alpha)
-    given = wgrad_arguments(grad[:2], input[:2], *keys) | {"group_sizes": of.device, "accumulate": False}
-    given |= {"alpha": alpha.to(device), "beta": beta.to(device)}
+    arguments = wgrad_arguments(grad[:2], input[:2], *keys) | {"group_sizes": of.device, "accumulate": False}
+    arguments |= {"alpha": alpha.to(device), "beta": beta.to(device)}
     for max_sms in (0, 2):
 
         def call(out: Tensor, max_sms: int = max_sms) -> None:
-            ops.grouped_gemm_wgrad_out(**given, out=out, max_sms=max_sms)
+            ops.grouped_gemm_wgrad_out(**arguments, out=out, max_sms=max_sms)
 
         check_wgrad(product, beta, strided_buffers((of.count, n, k), out_dtype, device), call)
         stack = normals((of.count, n, k), out_dtype, device, generator)
         matrices = apart(stack)
         call(stack)
-        ops.grouped_gemm_wgrad_out(**given, out=matrices, max_sms=max_sms)
+        ops.grouped_gemm_wgrad_out(**arguments, out=matrices, max_sms=max_sms)
         assert_same_bits(torch.stack(matrices), stack, "a list of buffers")
 
 
 @by_groups
 @pytest.mark.parametrize(("n", "k"), [(8, 32), (264, 96), (520, 224)])
-def test_rows_of_nvfp4(groups: tuple[int, ...], n: int, k: int, device: torch.device) -> None:
-    """Whose scales are no powers of two: within the bound of an FP32 sum."""
+def test_nvfp4_rows_are_within_the_bound(
+    groups: tuple[int, ...], n: int, k: int, device: torch.device
+) -> None:
+    """The scales of nvfp4 are not powers of two, so the result is compared within the bound of an FP32 sum."""
     key, generator, of = "nvfp4", torch.Generator().manual_seed(0), sizes_of(groups)
     of = Groups(of.host, of.host.to(device), of.capacity)
     x = normals((of.capacity, k), FP32, device, generator)
     x[of.end :] = 0
-    a, b = codes_of(x, key, of), codes_of(normals((of.count, n, k), FP32, device, generator), key)
+    a, b = (
+        quantize_operand(x, key, of),
+        quantize_operand(normals((of.count, n, k), FP32, device, generator), key),
+    )
     alpha, beta = (factors(of.count, device, generator) for _ in range(2))
     out = normals((of.capacity, n), BF16, device, generator)
-    each = of_rows(beta.cpu(), of).to(device).double()
-    held = out[: of.end].double() * each
+    each = per_row(beta.cpu(), of).to(device).double()
+    initial = out[: of.end].double() * each
     out[: of.end].masked_fill_((each == 0).expand(of.end, n), float("nan"))
     tail = out[of.end :].clone()
-    given = quantized_arguments(a[:3], b[:3], key, key)
-    ops.grouped_gemm_out(**given, group_sizes=of.device, out=out, alpha=alpha, beta=beta)
-    exact = rows_fp64(a.values, b.values, of.host, None, None, True, alpha)[: of.end] + held
+    arguments = quantized_arguments(a[:3], b[:3], key, key)
+    ops.grouped_gemm_out(**arguments, group_sizes=of.device, out=out, alpha=alpha, beta=beta)
+    exact = rows_fp64(a.values, b.values, of.host, None, None, True, alpha)[: of.end] + initial
     above = rows_fp64(a.values.abs(), b.values.abs(), of.host, None, None, True, alpha.abs())[: of.end]
-    assert_rounded_sum(out[: of.end], exact, above + held.abs(), k + 8)
+    assert_rounded_sum(out[: of.end], exact, above + initial.abs(), k + 8)
     assert_same_bits(out[of.end :], tail, "tail")
 
 
-def test_sums_of_one_call_after_another(device: torch.device) -> None:
-    """Each reads what the one before it wrote, which may be under way still when it starts."""
+def test_consecutive_calls_accumulate(device: torch.device) -> None:
+    """Each call reads what the previous call wrote, which may still be running when this call starts."""
     generator, groups, times = torch.Generator().manual_seed(0), (130, 0, 65, 61), 20
     sizes = torch.tensor(groups, device=device)
     x, grad = (integers((256, width), BF16, device, generator, 2) for width in (136, 264))

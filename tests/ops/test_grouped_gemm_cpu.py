@@ -1,4 +1,4 @@
-"""Grouped products on a CPU: short groups on many threads, weights decoded one group at a time."""
+"""Grouped products on a CPU: short groups on many threads, and weights dequantized one group at a time."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from transformer_plugin.testing.numerics import assert_same_bits
 
 CPU = torch.device("cpu")
 N, K = 72, 48
-# In turn: no rows, fewer than oneDNN's kernels are compiled for, multiples of 64 and not.
+# No rows, fewer rows than oneDNN's kernels are compiled for, multiples of 64 and other sizes, in turn.
 SIZES = [(7 * g * g + 13 * g) % 150 for g in range(60)] + [64, 65, 128, 0, 1, 63]
-LONG = [*SIZES, 3000]  # the last takes all threads
+LONG = [*SIZES, 3000]  # all threads share the last group
 by_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 by_sizes = pytest.mark.parametrize(
     "sizes", [SIZES, LONG, LONG[::-1]], ids=["short", "long last", "long first"]
@@ -40,7 +40,7 @@ def _threads() -> Iterator[None]:
 
 
 def inputs(sizes: list[int], dtype: torch.dtype, tail: int = 70) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows, gradients, weights and biases of whole numbers; NaN in the tail."""
+    """Returns rows, gradients, weights and biases of whole numbers; the tail is NaN."""
     generator, rows, groups = torch.Generator().manual_seed(0), sum(sizes), len(sizes)
     shapes = (rows + tail, K), (rows + tail, N), (groups, N, K), (groups, N)
     x, grad, weight, bias = (integers(shape, dtype, CPU, generator, most=3) for shape in shapes)
@@ -51,7 +51,7 @@ def inputs(sizes: list[int], dtype: torch.dtype, tail: int = 70) -> tuple[Tensor
 @by_dtype
 @by_sizes
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_any_number_of_threads(sizes: list[int], dtype: torch.dtype, threads: int) -> None:
+def test_exact_sums_with_any_number_of_threads(sizes: list[int], dtype: torch.dtype, threads: int) -> None:
     x, grad, weight, bias = inputs(sizes, dtype)
     group_sizes = torch.tensor(sizes)
     forward = rows_fp64(x, weight, group_sizes, None, None, True).to(dtype)
@@ -69,18 +69,20 @@ def test_any_number_of_threads(sizes: list[int], dtype: torch.dtype, threads: in
         assert_same_bits(out, (weight_grad + 1).float())
 
 
-# Rows at which parts of large matrices become others.
-PARTED = [1, 2, 3, 31, 32, 33, 40, 41, 0, 48, 49, 128, 129, 150]
+# Numbers of rows around which large matrices are split differently.
+SPLIT = [1, 2, 3, 31, 32, 33, 40, 41, 0, 48, 49, 128, 129, 150]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("n, k", [(840, 712), (3, 180000), (180000, 3)], ids=["wide", "long", "tall"])
-def test_float32_matrices_taken_in_parts(n: int, k: int, threads: int) -> None:
-    """Larger than a core's cache, of sizes that no part divides; sums are exact."""
-    sizes = PARTED if min(n, k) > 3 else PARTED[:5]
+def test_large_float32_matrices_have_exact_sums(n: int, k: int, threads: int) -> None:
+    """Matrices larger than a core's cache are split into parts, whose size does not divide these; sums are exact."""
+    sizes = SPLIT if min(n, k) > 3 else SPLIT[:5]
     generator, rows = torch.Generator().manual_seed(5), sum(sizes)
     shapes = (rows, k), (rows, n), (len(sizes), n, k), (len(sizes), n), (len(sizes), n, k)
-    x, grad, weight, bias, held = (integers(shape, torch.float32, CPU, generator, most=3) for shape in shapes)
+    x, grad, weight, bias, main_grad = (
+        integers(shape, torch.float32, CPU, generator, most=3) for shape in shapes
+    )
     group_sizes = torch.tensor(sizes)
     torch.set_num_threads(threads)
     for own_bias in (None, bias):
@@ -90,15 +92,15 @@ def test_float32_matrices_taken_in_parts(n: int, k: int, threads: int) -> None:
     assert_same_bits(ops.grouped_gemm(grad, weight, group_sizes, transpose_b=False) + 0, expected)
     weight_grad = wgrad_fp64(grad, x, group_sizes)
     assert_same_bits(ops.grouped_gemm_wgrad(grad, x, group_sizes) + 0, weight_grad.float())
-    added = (held.double() + weight_grad).float()
-    ops.grouped_gemm_wgrad_out(grad, x, group_sizes, held)
-    assert_same_bits(held, added)
+    added = (main_grad.double() + weight_grad).float()
+    ops.grouped_gemm_wgrad_out(grad, x, group_sizes, main_grad)
+    assert_same_bits(main_grad, added)
 
 
 @by_dtype
 @by_sizes
-def test_groups_keep_to_their_rows(sizes: list[int], dtype: torch.dtype) -> None:
-    """Every second group has NaN in its matrix: what it wrote among its neighbours' rows would show."""
+def test_groups_write_only_their_own_rows(sizes: list[int], dtype: torch.dtype) -> None:
+    """Every second group has NaN in its weight: a write into the rows of a neighbor would show."""
     x, grad, weight, _ = inputs(sizes, dtype)
     clean, group_sizes = torch.arange(len(sizes)) % 2 == 0, torch.tensor(sizes)
     rows = torch.cat([clean.repeat_interleave(group_sizes), torch.ones(70, dtype=torch.bool)])
@@ -114,7 +116,7 @@ def test_groups_keep_to_their_rows(sizes: list[int], dtype: torch.dtype) -> None
     assert_same_bits(ops.grouped_gemm_wgrad(grad, x, group_sizes)[clean] + 0, weight_grad)
 
 
-# A long group and others; sums that are no multiple of what a processor's matrix unit takes at once.
+# One long group alone and among others; K that is not a multiple of the step of a processor's matrix unit.
 WIDE = {
     "long alone": ([577], 100, 64),
     "among others": ([577, 603, 3, 130], 72, 520),
@@ -124,11 +126,12 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])  # MKL's float32 sums depend on addresses
+# Without float32: the order of MKL's float32 sums depends on addresses.
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", list(WIDE))
-def test_rows_of_others_change_nothing(name: str, threads: int, dtype: torch.dtype) -> None:
-    """Bit for bit, whatever they hold and however many there are, of the tail and of groups before and behind."""
+def test_bits_do_not_depend_on_other_rows(name: str, threads: int, dtype: torch.dtype) -> None:
+    """The bits do not depend on the values or the number of the rows in the tail and in the other groups."""
     sizes, k, n = WIDE[name]
     end, group_sizes = sum(sizes), torch.tensor(sizes)
     generator = torch.Generator().manual_seed(4)
@@ -176,8 +179,8 @@ def test_same_bits_on_any_number_of_threads(dtype: torch.dtype) -> None:
             assert_same_bits(got, wanted, f"{threads} threads")
 
 
-def test_the_callers_state() -> None:
-    """Threads record no gradient, know no autocast, and write what was made in inference mode."""
+def test_threads_follow_the_callers_autograd_and_autocast_state() -> None:
+    """Worker threads record no gradients, ignore autocast, and accept tensors made in inference mode."""
     x, _, weight, bias = inputs(SIZES, torch.float32)
     sizes = torch.tensor(SIZES)
     torch.set_num_threads(4)
@@ -212,8 +215,10 @@ PAIRS = [
 @pytest.mark.parametrize("transpose_b", [True, False])
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("formats", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
-def test_the_product_of_the_values(formats: tuple[str, str], threads: int, transpose_b: bool) -> None:
-    """Bit for bit, also where the stack's matrices lie apart."""
+def test_quantized_product_has_the_bits_of_dequantized_operands(
+    formats: tuple[str, str], threads: int, transpose_b: bool
+) -> None:
+    """Equal bits, also if the matrices of the stack are not adjacent in memory."""
     generator, sizes = torch.Generator().manual_seed(2), torch.tensor(LONG)
     rows, groups, n, k = sum(LONG) + 10, len(LONG), 96, 160
     a = operand(normals((rows, k), torch.float32, CPU, generator), formats[0], sizes)
@@ -226,27 +231,27 @@ def test_the_product_of_the_values(formats: tuple[str, str], threads: int, trans
     x = ops.dequantize(*a.pair, formats[0], dtype, sizes, amax=a.amax)
     weight = ops.dequantize(*b.pair, formats[1], dtype, amax=b.amax)
     for to in (torch.float32, torch.bfloat16):
-        given = quantized_arguments(a, b, *formats)
-        got = ops.grouped_gemm(**given, group_sizes=sizes, transpose_b=transpose_b, dtype=to)
+        arguments = quantized_arguments(a, b, *formats)
+        got = ops.grouped_gemm(**arguments, group_sizes=sizes, transpose_b=transpose_b, dtype=to)
         assert_same_bits(got, ops.grouped_gemm(x, weight, sizes, transpose_b=transpose_b, dtype=to))
 
 
-# The memory of a product, as a multiple of what the values of all weights would take.
+# The memory of a product, as a multiple of the dequantized values of all weights.
 PEAK = """
 import resource, sys
 import torch
 from transformer_plugin import ops
 
 key, groups, n, k = sys.argv[1], 64, 512, 1024
-codes, scale = ops.quantize(torch.randn(1, n, k), key, amax=torch.ones(1) if key == "nvfp4" else None)
-codes, scale = (t.view(torch.uint8).repeat(groups, *[1] * (t.dim() - 1)).view(t.dtype) for t in (codes, scale))
+data, scale = ops.quantize(torch.randn(1, n, k), key, amax=torch.ones(1) if key == "nvfp4" else None)
+data, scale = (t.view(torch.uint8).repeat(groups, *[1] * (t.dim() - 1)).view(t.dtype) for t in (data, scale))
 
 def multiply(groups):
     sizes = torch.full((groups,), 2)
     amax = torch.ones(groups) if key == "nvfp4" else None
     x, x_scale = ops.quantize(torch.randn(2 * groups, k), key, sizes, amax=amax)
     more = [] if amax is None else [amax]
-    ops.grouped_gemm(x, codes[:groups], sizes, dtype=torch.float32, a_scale=[x_scale, *more],
+    ops.grouped_gemm(x, data[:groups], sizes, dtype=torch.float32, a_scale=[x_scale, *more],
                      b_scale=[scale[:groups], *more], a_format=key, b_format=key)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -258,6 +263,6 @@ print((multiply(groups) - before) / (4 * groups * n * k))
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems count memory in other units")
 @pytest.mark.parametrize("key", ["fp8_tensor:e4m3", "fp8_block:fp32", "mxfp8", "nvfp4"])
-def test_weights_are_never_decoded_all_at_once(key: str) -> None:
+def test_weights_are_not_dequantized_all_at_once(key: str) -> None:
     run = subprocess.run([sys.executable, "-c", PEAK, key], capture_output=True, text=True, check=True)
     assert float(run.stdout) < 0.25, run.stdout

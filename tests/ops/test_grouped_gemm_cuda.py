@@ -1,4 +1,5 @@
-"""Grouped products on a GPU: graphs of quantized ones, no host read, no copies of operands in memory."""
+"""Grouped products on a GPU: CUDA graphs of quantized products, no synchronization, and no copies of operands in
+memory."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.gemm_oracle import rows_fp64, rows_in_units, wgrad_fp64, wgrad_in_units
-from tests.ops.grouped_draw import Groups, codes_of
+from tests.ops.grouped_draw import Groups, quantize_operand
 from tests.ops.test_linear_ops import NONE, RECIPES, keys
 from transformer_plugin import ops
 from transformer_plugin.testing.gemm_cases import (
@@ -26,17 +27,18 @@ CUDA = torch.device("cuda")
 KEY, SQUARE = "fp8_block", "fp8_block:square"
 BF16, FP32 = torch.bfloat16, torch.float32
 
-# Quantized products in a graph.
+# Quantized products in a CUDA graph.
 CAPACITY, N, K = 333, 160, 192
 REPLAYED = [(0, 0, 0, 0, 0), (333, 0, 0, 0, 0), (1, 2, 3, 5, 7), (17, 100, 0, 33, 120), (127, 1, 128, 0, 77)]
 
 
-def codes(sizes: tuple[int, ...], seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Operands by name, codes, scales, sizes, bias and factors; and the values of codes in float64."""
+def quantized_inputs(sizes: tuple[int, ...], seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the quantized operands with their scales, and sizes, bias and factors, by name; and the dequantized
+    values in float64."""
     generator, count = torch.Generator().manual_seed(seed), len(sizes)
     host = torch.tensor(sizes)
     groups = Groups(host, host.to(CUDA), CAPACITY)
-    given = {
+    tensors = {
         "sizes": groups.device,
         "bias": normals((count, N), FP32, CUDA, generator),
         "alpha": normals((count,), FP32, CUDA, generator),
@@ -45,59 +47,59 @@ def codes(sizes: tuple[int, ...], seed: int) -> tuple[dict[str, Tensor], dict[st
     for name, width in (("x", K), ("grad", N)):
         matrix = poison_tail(normals((CAPACITY, width), FP32, CUDA, generator), sizes)
         for columns in (False, True):
-            made = codes_of(matrix, KEY, groups, columns)
+            quantized = quantize_operand(matrix, KEY, groups, columns)
             end = "_t" if columns else ""
-            given |= {name + end: made.data, name + end + "_scale": made.scale}
-            values[name + end] = made.values
+            tensors |= {name + end: quantized.data, name + end + "_scale": quantized.scale}
+            values[name + end] = quantized.values
     weight = normals((count, N, K), FP32, CUDA, generator)
     for columns in (False, True):
-        made = codes_of(weight, SQUARE, None, columns)
+        quantized = quantize_operand(weight, SQUARE, None, columns)
         end = "_t" if columns else ""
-        given |= {"w" + end: made.data, "w" + end + "_scale": made.scale}
-        values["w" + end] = made.values
-    return given, values
+        tensors |= {"w" + end: quantized.data, "w" + end + "_scale": quantized.scale}
+        values["w" + end] = quantized.values
+    return tensors, values
 
 
-def quantized_products(given: dict[str, Tensor], main_grad: Tensor) -> dict[str, Tensor]:
-    sizes = given["sizes"]
+def quantized_products(tensors: dict[str, Tensor], main_grad: Tensor) -> dict[str, Tensor]:
+    sizes = tensors["sizes"]
 
     def rows(a: str, b: str, **more: Any) -> Tensor:
-        operands = [(given[name], given[name + "_scale"]) for name in (a, b)]
+        operands = [(tensors[name], tensors[name + "_scale"]) for name in (a, b)]
         return ops.grouped_gemm(
             **quantized_arguments(operands[0], operands[1], KEY, SQUARE), group_sizes=sizes, **more
         )
 
-    grad, x = ((given[name], given[name + "_scale"]) for name in ("grad_t", "x_t"))
+    grad, x = ((tensors[name], tensors[name + "_scale"]) for name in ("grad_t", "x_t"))
     columns = wgrad_arguments(grad, x, KEY, KEY) | {"group_sizes": sizes}
     ops.grouped_gemm_wgrad_out(**columns, out=main_grad)
     return {
         "forward": rows("x", "w"),
-        "with bias": rows("x", "w", bias=given["bias"], alpha=given["alpha"]),
+        "with bias": rows("x", "w", bias=tensors["bias"], alpha=tensors["alpha"]),
         "data gradient": rows("grad", "w_t"),
-        "data gradient by rows": rows("grad", "w", transpose_b=False),
-        "weight gradient": ops.grouped_gemm_wgrad(**columns, alpha=given["alpha"]),
+        "data gradient of row-wise weights": rows("grad", "w", transpose_b=False),
+        "weight gradient": ops.grouped_gemm_wgrad(**columns, alpha=tensors["alpha"]),
         "weight gradient in float32": ops.grouped_gemm_wgrad(**columns, dtype=FP32),
         "added": main_grad,
     }
 
 
 def check_values(
-    got: dict[str, Tensor], given: dict[str, Tensor], values: dict[str, Tensor], sizes: tuple[int, ...]
+    got: dict[str, Tensor], tensors: dict[str, Tensor], values: dict[str, Tensor], sizes: tuple[int, ...]
 ) -> None:
-    """Against float64; ``added`` began at 1."""
-    host, bias, alpha = torch.tensor(sizes), given["bias"], given["alpha"]
+    """Compares with float64. ``added`` starts from 1."""
+    host, bias, alpha = torch.tensor(sizes), tensors["bias"], tensors["alpha"]
     units = in_fp8_units(KEY, SQUARE, BF16, N, K, CUDA)
     for name, a, b, more in (
         ("forward", "x", "w", (None, None)),
         ("with bias", "x", "w", (bias, alpha)),
         ("data gradient", "grad", "w_t", (None, None)),
-        ("data gradient by rows", "grad", "w", (None, None)),
+        ("data gradient of row-wise weights", "grad", "w", (None, None)),
     ):
-        x, y, turned = values[a], values[b], b == "w" and a == "x"
-        exact = rows_fp64(x, y, host, more[0], None, turned, more[1])
+        x, y, transpose_b = values[a], values[b], b == "w" and a == "x"
+        exact = rows_fp64(x, y, host, more[0], None, transpose_b, more[1])
         above = [None if t is None else t.abs() for t in more]
-        magnitude = rows_fp64(x.abs(), y.abs(), host, above[0], None, turned, above[1])
-        away = rows_in_units(x, y, host, turned, more[1]) if units and name[-4:] != "rows" else 0.0
+        magnitude = rows_fp64(x.abs(), y.abs(), host, above[0], None, transpose_b, above[1])
+        away = rows_in_units(x, y, host, transpose_b, more[1]) if units and (b != "w" or transpose_b) else 0.0
         assert_rounded_sum(got[name], exact, magnitude, x.shape[1] + 3, name, away)
     x, y = values["grad_t"], values["x_t"]
     for name, factor, start in (
@@ -112,21 +114,21 @@ def check_values(
 
 
 @pytest.mark.gpu
-def test_graph_of_quantized_products_follows_new_sizes_and_data() -> None:
-    """A capacity that is no multiple of 16, groups that begin anywhere, all rows in one, none at all."""
-    given, _ = codes((60, 70, 80, 0, 90), 0)
+def test_graph_of_quantized_products_replays_with_new_sizes_and_data() -> None:
+    """The capacity is not a multiple of 16; groups begin anywhere; one group has all rows, or no group has any."""
+    tensors, _ = quantized_inputs((60, 70, 80, 0, 90), 0)
     main_grad = torch.ones(5, N, K, device=CUDA)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        quantized_products(given, main_grad)
+        quantized_products(tensors, main_grad)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = quantized_products(given, main_grad)
+        captured = quantized_products(tensors, main_grad)
     for seed, sizes in enumerate(REPLAYED):
-        new, values = codes(sizes, seed + 1)
-        for name, tensor in given.items():
+        new, values = quantized_inputs(sizes, seed + 1)
+        for name, tensor in tensors.items():
             bytes_of = [t.view(torch.uint8) for t in (tensor, new[name])]
             bytes_of[0].copy_(bytes_of[1])
         for tensor in captured.values():
@@ -139,7 +141,7 @@ def test_graph_of_quantized_products_follows_new_sizes_and_data() -> None:
             assert_same_bits(got, expected[name], name)
 
 
-# No host read.
+# No synchronization with the host.
 PAIRS = [
     (KEY, SQUARE),
     ("fp8_block:fp32", "fp8_block:fp32,square"),
@@ -183,8 +185,8 @@ def quantized_calls(formats: tuple[str, str]) -> Iterator[Callable[[], Any]]:
     groups = Groups(host, host.to(CUDA), ROWS)
     x, grad, w = (normals(s, FP32, CUDA, generator) for s in ((ROWS, K), (ROWS, N), (3, N, K)))
     alpha, beta, bias = (normals(s, FP32, CUDA, generator) for s in ((3,), (3,), (3, N)))
-    a, b = codes_of(x, formats[0], groups), codes_of(w, formats[1])
-    x_t, grad_t = (codes_of(t, formats[0], groups, columns=True) for t in (x, grad))
+    a, b = quantize_operand(x, formats[0], groups), quantize_operand(w, formats[1])
+    x_t, grad_t = (quantize_operand(t, formats[0], groups, columns=True) for t in (x, grad))
     out, main_grad = torch.zeros(ROWS, N, device=CUDA), torch.zeros(3, N, K, device=CUDA)
     rows = quantized_arguments(a[:3], b[:3], *formats)
     rows |= {"group_sizes": groups.device, "bias": bias, "alpha": alpha}
@@ -228,13 +230,13 @@ CALLS = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("calls", CALLS.values(), ids=CALLS.keys())
-def test_nothing_waits_for_the_gpu(calls: tuple[Callable[[Any], Iterator[Callable[[], Any]]], Any]) -> None:
-    make, given = calls
-    made = list(make(given))
+def test_calls_do_not_synchronize(calls: tuple[Callable[[Any], Iterator[Callable[[], Any]]], Any]) -> None:
+    make, tensors = calls
+    quantized = list(make(tensors))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for call in made:
+        for call in quantized:
             call()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -1,4 +1,4 @@
-"""What bad arguments of the grouped products get: a four-part error, and every buffer as it was."""
+"""Errors for bad arguments of the grouped products: the full text, in four parts, and buffers that are unchanged."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_errors(op: str, arguments: tuple[Any, ...], error: type[Exception], tex
         ),
     ],
 )
-def test_a_refused_buffer_is_as_it_was(
+def test_refused_buffer_is_unchanged(
     out: torch.Tensor, sizes: torch.Tensor, error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error) as caught:
@@ -164,8 +164,8 @@ LATE = (
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
-def test_wrong_sizes_stay_in_bounds_and_are_told_later(index: torch.dtype) -> None:
-    """On CUDA sizes are not read by the host: negative ones count as 0, and what is past the buffer is cut."""
+def test_wrong_sizes_stay_in_bounds_and_are_reported_later(index: torch.dtype) -> None:
+    """On CUDA the host does not read sizes: negative sizes count as 0, and rows past the buffer are dropped."""
     a = torch.ones(8, 16, device="cuda")
     b = torch.ones(4, 16, 16, device="cuda")
     sizes = torch.tensor([2, 0, 100, 3], device="cuda", dtype=index)
@@ -180,16 +180,16 @@ def test_wrong_sizes_stay_in_bounds_and_are_told_later(index: torch.dtype) -> No
         with pytest.raises(ValueError) as caught:
             ops.grouped_gemm_wgrad(a.to(dtype), a.to(dtype), sizes)
         assert str(caught.value) == "transformer_plugin::grouped_gemm_wgrad: " + LATE.format(100, 2, 6)
-    ops.check_group_sizes()  # what has been told is forgotten
+    ops.check_group_sizes()  # an error is reported once
 
 
 @pytest.mark.gpu
-def test_wrong_sizes_of_a_graph_are_told() -> None:
-    """Also the negative ones, and the first of several beyond what one pass of the kernel scans."""
+def test_wrong_sizes_in_a_graph_are_reported() -> None:
+    """Also negative sizes, and the first of several wrong sizes that one pass of the kernel does not scan together."""
     x = torch.ones(8, 128, device="cuda")
     sizes = torch.zeros(600, dtype=torch.int64, device="cuda")
     sizes[300] = 8
-    ops.quantize(x, "fp8_block", sizes)  # before the capture: libraries load
+    ops.quantize(x, "fp8_block", sizes)  # libraries load before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         data, _ = ops.quantize(x, "fp8_block", sizes)
@@ -209,12 +209,12 @@ def test_wrong_sizes_of_a_graph_are_told() -> None:
     assert (data.float() != 0).all()
 
 
-def test_no_wrong_sizes_no_error() -> None:
+def test_no_error_without_wrong_sizes() -> None:
     ops.check_group_sizes()
 
 
 @pytest.mark.gpu
-def test_float64_is_for_a_cpu() -> None:
+def test_float64_is_refused_on_a_gpu() -> None:
     with pytest.raises(TypeError) as caught:
         ops.grouped_gemm(A.double().cuda(), B.double().cuda(), S.cuda())
     assert str(caught.value) == (

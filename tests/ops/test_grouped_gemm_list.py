@@ -1,4 +1,5 @@
-"""Grouped products of lists of matrices: exact bits, one rounding, gradients, buffers, no copies; graphs."""
+"""Grouped products with lists of matrices: exact bits, one rounding, gradients, buffers, no copies, and CUDA
+graphs."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def test_exact_sums(case: Case, device: torch.device) -> None:
 
 
 @each(EXACT[::2])
-def test_factors_rows_and_dtype(case: Case, device: torch.device) -> None:
+def test_alpha_indexed_rows_and_dtype_have_exact_sums(case: Case, device: torch.device) -> None:
     a, b, sizes, bias, scale, transpose_b = case.arguments()
     generator = torch.Generator().manual_seed(3)
     alpha = factors(sizes.numel(), CPU, generator)
@@ -61,8 +62,9 @@ def test_factors_rows_and_dtype(case: Case, device: torch.device) -> None:
 
 
 @each(RANDOM)
-def test_the_bits_of_the_stack(case: Case, device: torch.device) -> None:
-    """Lists are multiplied by the stack's kernels, but for torch's on Blackwell, which takes no list."""
+def test_list_has_the_bits_of_the_stack(case: Case, device: torch.device) -> None:
+    """Lists and stacks use the same kernels, except on Blackwell, where torch multiplies stacks and does not
+    support lists."""
     a, b, *rest = case.arguments(device)
     if device.type == "cuda" and torch.cuda.get_device_capability()[0] == 10:
         pytest.skip("torch._grouped_mm runs there, and takes no list")
@@ -70,7 +72,8 @@ def test_the_bits_of_the_stack(case: Case, device: torch.device) -> None:
 
 
 def layouts(stack: Tensor) -> dict[str, list[Tensor]]:
-    """The same matrices: one after the other, with gaps, in another order, one of them off, turned, unaligned."""
+    """Returns the same matrices: adjacent, with gaps, in another order in memory, one of them elsewhere,
+    transposed, unaligned."""
     groups, n, k = stack.shape
     gaps = torch.full((groups, n + 3, k), float("nan"), dtype=stack.dtype, device=stack.device)
     gaps[:, :n] = stack
@@ -83,14 +86,14 @@ def layouts(stack: Tensor) -> dict[str, list[Tensor]]:
         "gaps": list(gaps[:, :n].unbind()),
         "other order": list(stack.flip(0).unbind())[::-1],
         "one elsewhere": off,
-        "turned": list(stack.transpose(1, 2).contiguous().transpose(1, 2).unbind()),
+        "transposed": list(stack.transpose(1, 2).contiguous().transpose(1, 2).unbind()),
         "unaligned": [row[1:].view(n, k) for row in odd],
     }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("transpose_b", [True, False])
-def test_matrices_anywhere(transpose_b: bool, dtype: torch.dtype, device: torch.device) -> None:
+def test_matrices_at_any_address(transpose_b: bool, dtype: torch.dtype, device: torch.device) -> None:
     generator, sizes = torch.Generator().manual_seed(0), torch.tensor([130, 0, 7, 3])
     a, b = integers((150, 72), dtype, CPU, generator), integers((4, 40, 72), dtype, CPU, generator)
     b = b if transpose_b else b.transpose(1, 2).contiguous()
@@ -112,7 +115,7 @@ def test_one_matrix_for_all_groups(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("groups", [128, 129, 1024])
-def test_as_many_as_fit(groups: int, device: torch.device) -> None:
+def test_largest_numbers_of_matrices(groups: int, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = torch.tensor([g % 3 for g in range(groups)])
     rows = int(sizes.sum()) + 2
@@ -144,8 +147,8 @@ def test_gradient(case: Case, device: torch.device) -> None:
     def expected_of(absolute: bool) -> tuple[Tensor, ...]:
         doubles = [leaf.detach().double() for leaf in (a, *extra, torch.stack(b))]
         doubles = [(d.abs() if absolute else d).requires_grad_() for d in doubles]
-        given = [doubles[1] if bias is not None else None, doubles[2] if scale is not None else None]
-        exact = rows_fp64(doubles[0], doubles[-1], sizes, *given, transpose_b)
+        bias_and_scale = [doubles[1] if bias is not None else None, doubles[2] if scale is not None else None]
+        exact = rows_fp64(doubles[0], doubles[-1], sizes, *bias_and_scale, transpose_b)
         seed = grad.double().abs() if absolute else grad.double()
         return torch.autograd.grad(exact, doubles, seed, materialize_grads=True)
 
@@ -159,10 +162,10 @@ def test_gradient(case: Case, device: torch.device) -> None:
 )
 @pytest.mark.parametrize("transpose_b", [True, False])
 @pytest.mark.parametrize("indexed", [False, True])
-def test_only_wanted_gradients(
+def test_only_requested_gradients_are_computed(
     wanted: tuple[str, ...], transpose_b: bool, indexed: bool, device: torch.device
 ) -> None:
-    """Also with alpha, rows by an index, and a gradient in float32 beside operands in bfloat16."""
+    """Also with alpha, indexed rows, and a float32 gradient of bfloat16 operands."""
     generator, sizes = torch.Generator().manual_seed(1), torch.tensor([3, 0, 4], device=device)
     shape = (8, 16) if transpose_b else (16, 8)
     drawn = {f"b{i}": integers(shape, torch.bfloat16, device, generator, 3) for i in range(3)}
@@ -190,16 +193,16 @@ def test_only_wanted_gradients(
 
 
 def buffers(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> dict[str, list[Tensor]]:
-    """Zeros: apart, one stack, rows apart, a stack with gaps, columns of one matrix side by side, unaligned."""
+    """Returns zero buffers: separate, one stack, padded rows, a stack with gaps, interleaved rows, unaligned."""
     g, n, k = shape
     wide = torch.zeros(n, g, k + 8, dtype=dtype, device=device)
     return {
-        "apart": apart(torch.zeros(shape, dtype=dtype, device=device)),
+        "separate": apart(torch.zeros(shape, dtype=dtype, device=device)),
         "stack": list(torch.zeros(shape, dtype=dtype, device=device).unbind()),
-        "rows apart": [torch.zeros(n, k + 8, dtype=dtype, device=device)[:, :k] for _ in range(g)],
-        "rows oddly apart": [torch.zeros(n, k + 5, dtype=dtype, device=device)[:, :k] for _ in range(g)],
+        "padded rows": [torch.zeros(n, k + 8, dtype=dtype, device=device)[:, :k] for _ in range(g)],
+        "unaligned rows": [torch.zeros(n, k + 5, dtype=dtype, device=device)[:, :k] for _ in range(g)],
         "gaps": [torch.zeros(g, n + 2, k, dtype=dtype, device=device)[i, 1 : n + 1] for i in range(g)],
-        "side by side": [wide[:, (5 * i + 1) % g if g % 5 else i, :k] for i in range(g)],
+        "interleaved": [wide[:, (5 * i + 1) % g if g % 5 else i, :k] for i in range(g)],
         "unaligned": [torch.zeros(n * k + 1, dtype=dtype, device=device)[1:].view(n, k) for _ in range(g)],
     }
 
@@ -214,8 +217,8 @@ def test_wgrad_out(case: Case, dtype: torch.dtype, mode: str, device: torch.devi
     product = wgrad_fp64(grad, input, sizes, alpha)
     shape = (product.shape[0], product.shape[1], product.shape[2])
     before = integers(shape, torch.float64, CPU, generator)
-    held = {"add": before, "over": 0 * before, "beta": before * beta.double()[:, None, None]}[mode]
-    expected = (product + held + 0.0).to(dtype)
+    added = {"add": before, "over": 0 * before, "beta": before * beta.double()[:, None, None]}[mode]
+    expected = (product + added + 0.0).to(dtype)
     more = {"accumulate": mode == "add", "alpha": alpha.to(device)}
     more |= {"beta": beta.to(device)} if mode == "beta" else {}
     for name, out in buffers(shape, dtype, device).items():
@@ -227,7 +230,7 @@ def test_wgrad_out(case: Case, dtype: torch.dtype, mode: str, device: torch.devi
         assert [(matrix.data_ptr(), matrix._version) for matrix in out] == places
         assert_same_bits(torch.stack(out) + 0, expected.to(device), name)
         for matrix, value in zip(out, before, strict=True):
-            matrix.copy_(value)  # nothing beside the buffers' own elements was touched
+            matrix.copy_(value)  # nothing outside the buffers' own elements was written
         for matrix, storage in zip(out, storages, strict=True):
             assert_same_bits(whole(matrix), storage, name)
     out = list(before.to(dtype).unbind())
@@ -238,8 +241,10 @@ def test_wgrad_out(case: Case, dtype: torch.dtype, mode: str, device: torch.devi
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("accumulate", [True, False])
-def test_wgrad_out_by_all_ways_of_adding(accumulate: bool, dtype: torch.dtype, device: torch.device) -> None:
-    """Few and many rows for each group as hints: sums that threads add and those that the copy engine adds."""
+def test_wgrad_out_with_any_way_of_accumulating(
+    accumulate: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Hints of few and of many rows per group select between accumulation by threads and by TMA reductions."""
     generator, sizes = torch.Generator().manual_seed(0), torch.tensor([300, 0, 129, 1])
     grad, input = (integers((440, width), dtype, CPU, generator) for width in (136, 520))
     product = wgrad_fp64(grad, input, sizes)
@@ -253,7 +258,7 @@ def test_wgrad_out_by_all_ways_of_adding(accumulate: bool, dtype: torch.dtype, d
             assert_same_bits(torch.stack(out) + 0, (product + accumulate).float().to(device))
 
 
-def test_wgrad_of_rows_by_an_index(device: torch.device) -> None:
+def test_wgrad_of_indexed_rows(device: torch.device) -> None:
     generator, sizes = torch.Generator().manual_seed(0), torch.tensor([3, 0, 4])
     grad, input = (
         integers((9, 8), torch.bfloat16, CPU, generator),
@@ -287,7 +292,7 @@ def test_wgrad_opcheck(case: Case, device: torch.device) -> None:
 
 
 def test_compiled(device: torch.device) -> None:
-    """A training step with main_grads, whole, with its backward."""
+    """A training step with main_grads compiles without graph breaks, including its backward."""
     generator, sizes = torch.Generator().manual_seed(0), torch.tensor([2, 0, 3], device=device)
     a = integers((6, 8), torch.float32, device, generator).requires_grad_()
     b = [integers((16, 8), torch.float32, device, generator).requires_grad_() for _ in range(3)]
@@ -309,7 +314,7 @@ def test_compiled(device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_graph_follows_sizes_and_data(dtype: torch.dtype) -> None:
+def test_graph_replays_with_new_sizes_and_data(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = torch.tensor([60, 70, 80, 0, 90], device=CUDA)
     x, grad, y = (torch.zeros(333, width, dtype=dtype, device=CUDA) for width in (192, 160, 160))
@@ -333,23 +338,23 @@ def test_graph_follows_sizes_and_data(dtype: torch.dtype) -> None:
         (127, 1, 128, 0, 77),
     ]:
         host = torch.tensor(new)
-        given = [integers(tuple(t.shape), dtype, CPU, generator) for t in (x, grad)]
+        new_inputs = [integers(tuple(t.shape), dtype, CPU, generator) for t in (x, grad)]
         stack = integers((5, 160, 192), dtype, CPU, generator)
-        for tensor, value in zip((x, grad, sizes, *b), (*given, host, *stack), strict=True):
+        for tensor, value in zip((x, grad, sizes, *b), (*new_inputs, host, *stack), strict=True):
             tensor.copy_(value)
         for tensor in main:
             tensor.fill_(1.0)
         y.fill_(float("nan"))
         graph.replay()
-        assert_same_bits(y + 0, rows_fp64(given[0], stack, host, None, None, True).to(dtype).to(CUDA))
-        assert_same_bits(dx + 0, rows_fp64(given[1], stack, host, None, None, False).to(dtype).to(CUDA))
-        expected = wgrad_fp64(given[1], given[0], host) + 1
+        assert_same_bits(y + 0, rows_fp64(new_inputs[0], stack, host, None, None, True).to(dtype).to(CUDA))
+        assert_same_bits(dx + 0, rows_fp64(new_inputs[1], stack, host, None, None, False).to(dtype).to(CUDA))
+        expected = wgrad_fp64(new_inputs[1], new_inputs[0], host) + 1
         assert_same_bits(torch.stack(main) + 0, expected.float().to(CUDA))
 
 
 @pytest.mark.gpu
-def test_lists_one_after_another() -> None:
-    """A launch may take the memory in which one before it found its matrices: each still finds its own."""
+def test_consecutive_lists_do_not_mix() -> None:
+    """A launch may reuse the memory of an earlier launch's pointer array; each must still use its own matrices."""
     generator, sizes = torch.Generator().manual_seed(0), torch.tensor([130, 1, 60, 65], device=CUDA)
     a = integers((256, 256), torch.bfloat16, CUDA, generator)
     stacks = [integers((4, 256, 256), torch.bfloat16, CUDA, generator) for _ in range(8)]
@@ -362,7 +367,7 @@ def test_lists_one_after_another() -> None:
 
 
 @pytest.mark.gpu
-def test_no_copies_and_no_host_reads() -> None:
+def test_no_copies_and_no_synchronization() -> None:
     sizes = torch.full((8,), 15, device=CUDA)
     x, grad = (torch.randn(128, 1024, device=CUDA).bfloat16() for _ in range(2))
     b = apart(torch.randn(8, 1024, 1024, device=CUDA).bfloat16())

@@ -1,4 +1,4 @@
-"""What bad lists of matrices get: a four-part error that names the matrix, and every buffer as it was."""
+"""Errors for bad lists of matrices: the full text, which names the matrix, and buffers that are unchanged."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_errors(
 
 
 @pytest.mark.gpu
-def test_matrices_of_another_device() -> None:
+def test_matrices_on_another_device() -> None:
     a, sizes = A.cuda(), S.cuda()
     with pytest.raises(ValueError, match=r"'b\[1\]': expected .* cuda:0"):
         ops.grouped_gemm(a, [B[0].cuda(), B[1]], sizes)

@@ -1,4 +1,5 @@
-"""Grouped products with factors and into given buffers: exact bits, tails, what is beside the buffer stays; errors."""
+"""Grouped products with alpha and beta, also into a buffer: exact bits, tails, nothing outside the buffer is
+written, and errors."""
 
 from __future__ import annotations
 
@@ -39,16 +40,16 @@ CPU = torch.device("cpu")
 by_beta = pytest.mark.parametrize("with_beta", [False, True], ids=["overwrite", "beta"])
 
 
-def drawn(count: int, seed: int = 7) -> tuple[Tensor, Tensor]:
-    """alpha and beta on the CPU."""
+def draw_factors(count: int, seed: int = 7) -> tuple[Tensor, Tensor]:
+    """Draws alpha and beta on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     return factors(count, CPU, generator), factors(count, CPU, generator)
 
 
 @each(EXACT)
-def test_alpha(case: Case, device: torch.device) -> None:
+def test_alpha_gives_exact_sums(case: Case, device: torch.device) -> None:
     a, b, sizes, bias, scale, transpose_b = case.arguments()
-    alpha, _ = drawn(sizes.numel())
+    alpha, _ = draw_factors(sizes.numel())
     exact = rows_fp64(a, b, sizes, bias, scale, transpose_b, alpha)
     got = reference.grouped_gemm(a, b, sizes, bias, scale, transpose_b, alpha=alpha)
     assert_same_bits(got + 0, exact.to(a.dtype), "reference")
@@ -58,25 +59,25 @@ def test_alpha(case: Case, device: torch.device) -> None:
         assert_same_bits(got + 0, exact.to(dtype).to(device))
 
 
-def with_held(product: Tensor, held: Tensor, sizes: Tensor, beta: Tensor | None) -> Tensor:
-    """What a buffer holds afterwards, in float64."""
+def plus_beta_times(product: Tensor, initial: Tensor, sizes: Tensor, beta: Tensor | None) -> Tensor:
+    """Returns the expected contents of a buffer after the call, in float64."""
     if beta is None:
         return product
     end = int(sizes.sum())
-    mixed = product[:end] + held[:end] * beta.double().repeat_interleave(sizes, output_size=end)[:, None]
-    return torch.cat([mixed, held[end:]])
+    mixed = product[:end] + initial[:end] * beta.double().repeat_interleave(sizes, output_size=end)[:, None]
+    return torch.cat([mixed, initial[end:]])
 
 
 @by_beta
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @each(EXACT[::2])
-def test_out(case: Case, dtype: torch.dtype, with_beta: bool, device: torch.device) -> None:
+def test_out_has_exact_sums(case: Case, dtype: torch.dtype, with_beta: bool, device: torch.device) -> None:
     a, b, sizes, bias, scale, transpose_b = case.arguments()
-    alpha, beta = drawn(sizes.numel())
+    alpha, beta = draw_factors(sizes.numel())
     product = rows_fp64(a, b, sizes, bias, scale, transpose_b, alpha)
     shape = (product.shape[0], product.shape[1])
     before = integers(shape, torch.float64, CPU, torch.Generator().manual_seed(3))
-    expected = with_held(product, before, sizes, beta if with_beta else None).to(dtype)
+    expected = plus_beta_times(product, before, sizes, beta if with_beta else None).to(dtype)
     on_device = case.arguments(device)
     more = {"alpha": alpha.to(device)} | ({"beta": beta.to(device)} if with_beta else {})
     for out in row_buffers(shape, dtype, device):
@@ -85,7 +86,7 @@ def test_out(case: Case, dtype: torch.dtype, with_beta: bool, device: torch.devi
         ops.grouped_gemm_out(*on_device[:3], out, *on_device[3:], **more)
         assert (out.data_ptr(), out._version) == (pointer, version)
         assert_same_bits(out + 0, expected.to(device))
-        out.copy_(before)  # nothing beside the buffer's own elements was touched
+        out.copy_(before)  # nothing outside the buffer's own elements was written
         assert_same_bits(whole(out), storage)
     out = before.to(dtype)
     more = {name: value.cpu() for name, value in more.items()}
@@ -113,13 +114,13 @@ def test_out_rounded_once(case: Case, device: torch.device) -> None:
     absolute = [None if t is None else t.abs() for t in (bias, scale)]
     magnitude = rows_fp64(a.abs(), b.abs(), sizes, *absolute, transpose_b, alpha.abs())
     out = normals(tuple(product.shape), a.dtype, device, generator)
-    exact = with_held(product, out.double(), sizes, beta)
-    magnitude = with_held(magnitude, out.double().abs(), sizes, beta.abs())
+    exact = plus_beta_times(product, out.double(), sizes, beta)
+    magnitude = plus_beta_times(magnitude, out.double().abs(), sizes, beta.abs())
     ops.grouped_gemm_out(a, b, sizes, out, bias, scale, transpose_b, alpha, beta)
     assert_rounded_sum(out, exact, magnitude, a.shape[1] + 1)
 
 
-def test_a_beta_of_zero_reads_nothing(device: torch.device) -> None:
+def test_beta_of_zero_does_not_read_the_buffer(device: torch.device) -> None:
     sizes = torch.tensor([2, 1], device=device)
     a, b = torch.ones(4, 8, device=device), torch.ones(2, 16, 8, device=device)
     beta = torch.tensor([0.0, 2.0], device=device)
@@ -135,9 +136,9 @@ def test_a_beta_of_zero_reads_nothing(device: torch.device) -> None:
 
 
 @each(WGRAD_EXACT)
-def test_wgrad_alpha(case: Case, device: torch.device) -> None:
+def test_wgrad_with_alpha_has_exact_sums(case: Case, device: torch.device) -> None:
     grad, input, sizes = case.arguments()
-    alpha, _ = drawn(sizes.numel())
+    alpha, _ = draw_factors(sizes.numel())
     exact = wgrad_fp64(grad, input, sizes, alpha)
     got = reference.grouped_gemm_wgrad(grad, input, sizes, None, alpha)
     assert_same_bits(got + 0, exact.to(grad.dtype), "reference")
@@ -149,14 +150,14 @@ def test_wgrad_alpha(case: Case, device: torch.device) -> None:
 @pytest.mark.parametrize("mode", ["add", "over", "beta"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @each(WGRAD_EXACT[::2])
-def test_wgrad_out(case: Case, dtype: torch.dtype, mode: str, device: torch.device) -> None:
+def test_wgrad_out_has_exact_sums(case: Case, dtype: torch.dtype, mode: str, device: torch.device) -> None:
     grad, input, sizes = case.arguments()
-    alpha, beta = drawn(sizes.numel())
+    alpha, beta = draw_factors(sizes.numel())
     product = wgrad_fp64(grad, input, sizes, alpha)
     shape = (product.shape[0], product.shape[1], product.shape[2])
     before = integers(shape, torch.float64, CPU, torch.Generator().manual_seed(3))
-    held = {"add": before, "over": 0 * before, "beta": before * beta.double()[:, None, None]}[mode]
-    expected = (product + held + 0.0).to(dtype)
+    initial = {"add": before, "over": 0 * before, "beta": before * beta.double()[:, None, None]}[mode]
+    expected = (product + initial + 0.0).to(dtype)
     more = {"accumulate": mode == "add", "alpha": alpha.to(device)}
     more |= {"beta": beta.to(device)} if mode == "beta" else {}
     for out in strided_buffers(shape, dtype, device):
@@ -199,7 +200,7 @@ def test_gradient_with_alpha(transpose_b: bool, device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transpose_b", [True, False])
 @pytest.mark.parametrize("key", ["fp8_tensor", "fp8_block", "mxfp8"])
-def test_quantized(
+def test_quantized_operands(
     key: str, transpose_b: bool, dtype: torch.dtype, with_beta: bool, device: torch.device
 ) -> None:
     generator, sizes = torch.Generator().manual_seed(1), torch.tensor([32, 0, 65], device=device)
@@ -221,43 +222,43 @@ def test_quantized(
     }
     more |= {"transpose_b": transpose_b, "alpha": alpha}
     units = transpose_b and in_fp8_units(key, weight_key, dtype, n, 128, device)
-    away = rows_in_units(x, y, sizes, transpose_b, alpha) if units else 0.0
+    units_error = rows_in_units(x, y, sizes, transpose_b, alpha) if units else 0.0
     got = ops.grouped_gemm(**more, dtype=dtype)
-    assert_rounded_sum(got, product, magnitude, 130, more=away)
+    assert_rounded_sum(got, product, magnitude, 130, more=units_error)
     for out in row_buffers((100, n), dtype, device):
         out.copy_(normals((100, n), torch.float32, device, generator))
-        exact = with_held(product, out.double(), sizes, beta if with_beta else None)
-        bound = with_held(magnitude, out.double().abs(), sizes, beta.abs() if with_beta else None)
+        exact = plus_beta_times(product, out.double(), sizes, beta if with_beta else None)
+        bound = plus_beta_times(magnitude, out.double().abs(), sizes, beta.abs() if with_beta else None)
         ops.grouped_gemm_out(**more, out=out, beta=beta if with_beta else None)
-        assert_rounded_sum(out, exact, bound, 130, more=away)
+        assert_rounded_sum(out, exact, bound, 130, more=units_error)
 
 
 @pytest.mark.parametrize("key", ["fp8_tensor", "fp8_block", "mxfp8"])
-def test_wgrad_quantized(key: str, device: torch.device) -> None:
+def test_wgrad_of_quantized_operands(key: str, device: torch.device) -> None:
     generator, sizes = torch.Generator().manual_seed(1), torch.tensor([32, 0, 64], device=device)
     matrices = [normals((128, m), torch.float32, device, generator) for m in (32, 64)]
     grad, input = (ops.quantize(m, key, sizes, rowwise=False, columnwise=True) for m in matrices)
     x, y = (reference.dequantize(*q, key, torch.float32, sizes, True) for q in (grad, input))
     alpha, beta = (normals((3,), torch.float32, device, generator) for _ in range(2))
     exact, magnitude = wgrad_fp64(x, y, sizes, alpha), wgrad_fp64(x.abs(), y.abs(), sizes, alpha.abs())
-    given = wgrad_arguments(grad, input, key, key) | {"group_sizes": sizes, "alpha": alpha}
+    arguments = wgrad_arguments(grad, input, key, key) | {"group_sizes": sizes, "alpha": alpha}
     units = in_fp8_units(key, key, torch.float32, 64, None, device)
-    away = wgrad_in_units(x, y, sizes, alpha) if units else 0.0
-    got = ops.grouped_gemm_wgrad(**given, dtype=torch.float32)
-    assert_rounded_sum(got, exact, magnitude, 66, more=away)
+    units_error = wgrad_in_units(x, y, sizes, alpha) if units else 0.0
+    got = ops.grouped_gemm_wgrad(**arguments, dtype=torch.float32)
+    assert_rounded_sum(got, exact, magnitude, 66, more=units_error)
     for more in ({"accumulate": True}, {"accumulate": False, "beta": beta}):
         out = normals((3, 32, 64), torch.bfloat16, device, generator)
-        held = out.double() * (1 if more["accumulate"] else beta.double()[:, None, None])
-        ops.grouped_gemm_wgrad_out(**given, out=out, **more)
-        more_away = 0.0 if more["accumulate"] else away  # what is added to 16 bits is no sum of these units
-        assert_rounded_sum(out, exact + held, magnitude + held.abs(), 66, more=more_away)
+        initial = out.double() * (1 if more["accumulate"] else beta.double()[:, None, None])
+        ops.grouped_gemm_wgrad_out(**arguments, out=out, **more)
+        more_error = 0.0 if more["accumulate"] else units_error  # accumulating into 16 bits adds in FP32
+        assert_rounded_sum(out, exact + initial, magnitude + initial.abs(), 66, more=more_error)
 
 
 @pytest.mark.usefixtures("schema_checks_take_fp8")
 def test_opcheck(device: torch.device) -> None:
     for case in EXACT[::11]:
         a, b, sizes, bias, scale, transpose_b = case.arguments(device)
-        alpha, beta = (f.to(device) for f in drawn(sizes.numel()))
+        alpha, beta = (f.to(device) for f in draw_factors(sizes.numel()))
         out = torch.zeros(a.shape[0], b.shape[1 if transpose_b else 2], dtype=a.dtype, device=device)
         arguments = (a, [b], sizes, out, bias, scale, transpose_b, alpha)
         for more in ((), (beta,)):
@@ -266,7 +267,7 @@ def test_opcheck(device: torch.device) -> None:
         opcheck(_ops.grouped_gemm.default, leaves)
     for case in WGRAD_EXACT[::11]:
         grad, input, sizes = case.arguments(device)
-        alpha, beta = (f.to(device) for f in drawn(sizes.numel()))
+        alpha, beta = (f.to(device) for f in draw_factors(sizes.numel()))
         out = torch.zeros(sizes.numel(), grad.shape[1], input.shape[1], device=device)
         opcheck(_ops.grouped_gemm_wgrad.default, (grad, input, sizes, None, alpha))
         opcheck(_ops.grouped_gemm_wgrad_out.default, (grad, input, sizes, [out], False, alpha, beta))

@@ -1,4 +1,4 @@
-"""Which kernel a GPU would run, why, and how it is launched, computed on any host."""
+"""grouped_gemm_plan: which kernel a GPU would run, why, and how it is launched. It works on any host."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ SMS = 132
 
 
 def plan(product: str = "forward", **changed: Any) -> ops.GroupedGemmPlan:
-    """Of a large product of bfloat16 in 8 groups, but for what is `changed`."""
-    given = {"dtype": BF16, "out_dtype": BF16, "rows": 8192, "groups": 8, "n": 2048, "k": 4096}
-    if isinstance(dtype := changed.get("dtype"), str):  # a format, of both operands
+    """Returns the plan of a large bfloat16 product in 8 groups, except for the arguments in `changed`."""
+    default = {"dtype": BF16, "out_dtype": BF16, "rows": 8192, "groups": 8, "n": 2048, "k": 4096}
+    if isinstance(dtype := changed.get("dtype"), str):  # a format for both operands
         square = ",square" if dtype == FP8 and product != "weight_grad" else ""
         formats = {"a_format": dtype, "b_format": f"fp8_block:e4m3{square}" if dtype == FP8 else dtype}
         changed = changed | {"dtype": BF16} | formats
-    return ops.grouped_gemm_plan(product, **(given | {"multiprocessors": SMS} | changed))
+    return ops.grouped_gemm_plan(product, **(default | {"multiprocessors": SMS} | changed))
 
 
-def is_taken(got: ops.GroupedGemmPlan) -> bool:
+def uses_hopper_kernel(got: ops.GroupedGemmPlan) -> bool:
     return got.backend == "sm90"
 
 
 def pairs_of(product: str, sizes: list[int], n: int, k: int) -> int:
-    """The pairs of tiles of groups of these sizes, or their halves where the kernels may take those."""
+    """Returns the number of tile pairs of groups of these sizes, or of half tiles where the kernels split tiles."""
     rows = [n] * len(sizes) if product == "weight_grad" else sizes
     columns = -(-(n if product == "forward" else k) // 256)
     tiles = [-(-size // 128) for size in rows]
@@ -41,20 +41,21 @@ def pairs_of(product: str, sizes: list[int], n: int, k: int) -> int:
 
 
 @by_product
-def test_clusters_are_never_more_than_fit(product: str) -> None:
+def test_clusters_fit_the_multiprocessors(product: str) -> None:
     for multiprocessors in (2, 3, 78, 114, 131, 132, 144):
         got = plan(product, multiprocessors=multiprocessors)
-        assert is_taken(got) and got[2:] == (multiprocessors // 2, 0, False)
+        assert uses_hopper_kernel(got) and got[2:] == (multiprocessors // 2, 0, False)
         for groups in (1, 7, 1024):
             for rows in (1, 100, 129, 70000):
                 got = plan(product, multiprocessors=multiprocessors, groups=groups, rows=rows)
-                assert is_taken(got)
+                assert uses_hopper_kernel(got)
                 assert 1 <= got.clusters <= multiprocessors // 2
-    assert plan(product, multiprocessors=1).clusters == 1  # it would not run, but nothing is divided by 0
+    # The product would not run, but there is no division by 0.
+    assert plan(product, multiprocessors=1).clusters == 1
 
 
 @by_product
-def test_max_sms(product: str) -> None:
+def test_max_sms_limits_the_clusters(product: str) -> None:
     assert plan(product, max_sms=0) == plan(product)
     clusters = [plan(product, max_sms=most).clusters for most in range(1, 300)]
     assert clusters == [min(max(1, most // 2), SMS // 2) for most in range(1, 300)]
@@ -65,8 +66,9 @@ def test_max_sms(product: str) -> None:
 @by_product
 @pytest.mark.parametrize("n", [8, 128, 384, 512, 776])
 @pytest.mark.parametrize("k", [8, 256, 520, 1024])
-def test_no_cluster_without_a_tile(product: str, n: int, k: int) -> None:
-    """As many as the worst sizes have pairs, which with few groups can be tried out."""
+def test_every_cluster_has_a_tile(product: str, n: int, k: int) -> None:
+    """The number of clusters is the number of tile pairs in the worst case of sizes, which this test searches for
+    few groups."""
     for groups in (1, 2, 3):
         for rows in (1, 2, 127, 128, 129, 256, 257, 384, 400):
             ends = [[rows], [1, rows - 1], [129, rows - 129], [1, 1, rows - 2], [1, 129, rows - 130]]
@@ -81,8 +83,8 @@ def test_no_cluster_without_a_tile(product: str, n: int, k: int) -> None:
                 assert got.clusters <= bound
 
 
-def test_many_groups() -> None:
-    """Every group may have a tile of its own, which two clusters share, but not more groups than there are rows."""
+def test_clusters_of_many_groups() -> None:
+    """Every group may have a partial tile, which two clusters share; at most as many groups as rows are not empty."""
     few = {"n": 256, "k": 256, "multiprocessors": 10**6}
     assert plan(groups=1024, rows=1024, **few).clusters == 2 * 1024
     assert plan(groups=1024, rows=5, **few).clusters == 2 * 5
@@ -100,36 +102,36 @@ def test_more_never_means_fewer_clusters(product: str, what: str) -> None:
     assert clusters == sorted(clusters)
 
 
-def test_nothing_to_do_is_not_taken() -> None:
+def test_empty_products_do_not_use_the_hopper_kernel() -> None:
     for product in PRODUCTS:
         for empty in ("rows", "groups", "n", "k"):
             got = plan(product, **{empty: 0})
-            assert not is_taken(got) and got[2:] == (0, 0, False)
+            assert not uses_hopper_kernel(got) and got[2:] == (0, 0, False)
 
 
-def test_what_is_taken() -> None:
-    def takes(product: str, dtype: torch.dtype | str, out_dtype: torch.dtype, **changed: Any) -> bool:
-        return is_taken(plan(product, dtype=dtype, out_dtype=out_dtype, **changed))
+def test_operands_of_the_hopper_kernels() -> None:
+    def uses_it(product: str, dtype: torch.dtype | str, out_dtype: torch.dtype, **changed: Any) -> bool:
+        return uses_hopper_kernel(plan(product, dtype=dtype, out_dtype=out_dtype, **changed))
 
     for product in PRODUCTS:
         for dtype in (BF16, torch.float16):
-            assert takes(product, dtype, dtype)
-            assert takes(product, dtype, FP32) == (product == "weight_grad")
-            assert not takes(product, dtype, dtype, n=2044)  # rows of whole 16 bytes
-            assert not takes(product, dtype, dtype, k=4092)
-            assert not takes(product, dtype, dtype, rows=2**30)
-        assert not takes(product, FP32, FP32)
-        assert takes(product, FP8, BF16)
-        assert takes(product, FP8, FP32) == (product == "weight_grad")
-    assert not takes("forward", FP8, BF16, k=4104)
-    assert takes("forward", FP8, BF16, n=2056)
-    assert takes("weight_grad", FP8, BF16, n=2044)
-    assert takes("weight_grad", BF16, FP32, accumulate=True)
-    assert not takes("weight_grad", BF16, BF16, accumulate=True)  # it would be rounded twice
+            assert uses_it(product, dtype, dtype)
+            assert uses_it(product, dtype, FP32) == (product == "weight_grad")
+            assert not uses_it(product, dtype, dtype, n=2044)  # rows must be multiples of 16 bytes
+            assert not uses_it(product, dtype, dtype, k=4092)
+            assert not uses_it(product, dtype, dtype, rows=2**30)
+        assert not uses_it(product, FP32, FP32)
+        assert uses_it(product, FP8, BF16)
+        assert uses_it(product, FP8, FP32) == (product == "weight_grad")
+    assert not uses_it("forward", FP8, BF16, k=4104)
+    assert uses_it("forward", FP8, BF16, n=2056)
+    assert uses_it("weight_grad", FP8, BF16, n=2044)
+    assert uses_it("weight_grad", BF16, FP32, accumulate=True)
+    assert not uses_it("weight_grad", BF16, BF16, accumulate=True)  # the sum would be rounded twice
 
 
-def test_why() -> None:
-    """The order of preference, and the reason for what comes after the first."""
+def test_backends_and_reasons() -> None:
+    """Checks the order of preference, and the reason if the first choice does not apply."""
     for product in PRODUCTS:
         assert plan(product).backend == "sm90"
         got = plan(product, capability=100)
@@ -150,20 +152,21 @@ def test_why() -> None:
     assert plan(out_dtype=FP32).reason == "the dtype of the output is not one that the Hopper kernels write"
 
 
-def test_the_hint_chooses_who_adds() -> None:
-    def boxes(dtype: torch.dtype | str, rows: int, expected: int = -1) -> int:
+def test_expected_rows_select_how_tiles_accumulate() -> None:
+    def thread_boxes_of(dtype: torch.dtype | str, rows: int, expected: int = -1) -> int:
         return plan(
             "weight_grad", dtype=dtype, out_dtype=FP32, rows=rows, accumulate=True, expected_rows=expected
         ).thread_boxes
 
     none, half, most = 0, 0b10101010, 0b11101110
     rows_of_a_group = (1, 767, 768, 1535, 1536)
-    assert [boxes(BF16, 8 * rows) for rows in rows_of_a_group] == [half, half, none, none, none]
-    assert [boxes(FP8, 8 * rows) for rows in rows_of_a_group] == [most, most, half, half, none]
+    assert [thread_boxes_of(BF16, 8 * rows) for rows in rows_of_a_group] == [half, half, none, none, none]
+    assert [thread_boxes_of(FP8, 8 * rows) for rows in rows_of_a_group] == [most, most, half, half, none]
     for dtype in (BF16, FP8):
         for rows in (0, 1, 767, 768, 1536, 3000):
-            assert boxes(dtype, 8 * 4096, 8 * rows) == boxes(dtype, 8 * max(rows, 1))
-        assert boxes(dtype, 8 * 100, 8 * 4096) == boxes(dtype, 8 * 100)  # never more than the buffer has
+            assert thread_boxes_of(dtype, 8 * 4096, 8 * rows) == thread_boxes_of(dtype, 8 * max(rows, 1))
+        # The hint is limited to the rows of the buffer.
+        assert thread_boxes_of(dtype, 8 * 100, 8 * 4096) == thread_boxes_of(dtype, 8 * 100)
     assert plan("weight_grad", out_dtype=FP32, rows=8, expected_rows=0).thread_boxes == 0
     assert plan(rows=8192, expected_rows=5) == plan(rows=8192)
 
@@ -171,24 +174,27 @@ def test_the_hint_chooses_who_adds() -> None:
 MX, NV = {"dtype": "mxfp8"}, {"dtype": "nvfp4"}
 
 
-@pytest.mark.parametrize("codes", [MX, NV], ids=["mxfp8", "nvfp4"])
-def test_rows_are_dequantized_during_long_gemms(codes: dict[str, Any]) -> None:
-    def widens(**changed: Any) -> bool:
-        got = plan(**codes, **changed)
-        assert is_taken(got)
+@pytest.mark.parametrize("formats", [MX, NV], ids=["mxfp8", "nvfp4"])
+def test_rows_are_dequantized_during_long_gemms(formats: dict[str, Any]) -> None:
+    def overlaps(**changed: Any) -> bool:
+        got = plan(**formats, **changed)
+        assert uses_hopper_kernel(got)
         return got.overlaps_dequantize
 
-    assert widens(rows=65536, groups=128, n=1536, k=2048)  # 1536 pairs of tiles of 256 rows by 128 columns
-    assert not widens(rows=65536, groups=128, n=1016, k=2048)  # few columns: rows are wanted faster than that
-    assert widens(rows=65536, groups=128, n=1024, k=2048)
-    assert [widens(rows=rows, groups=1, n=1024, k=512, multiprocessors=8) for rows in (768, 1024, 1025)] == [
-        False,  # the first products, which wait for their rows, would be a large part
+    assert overlaps(rows=65536, groups=128, n=1536, k=2048)  # 1536 pairs of tiles of 256 rows by 128 columns
+    # With few columns, dequantization is slower than the products.
+    assert not overlaps(rows=65536, groups=128, n=1016, k=2048)
+    assert overlaps(rows=65536, groups=128, n=1024, k=2048)
+    assert [
+        overlaps(rows=rows, groups=1, n=1024, k=512, multiprocessors=8) for rows in (768, 1024, 1025)
+    ] == [
+        False,  # the first products wait for their rows, which would be a large part of the time
         True,
         True,
     ]
-    assert widens(rows=1024, groups=264, n=1024, k=512)  # a group has a tile of its own
-    assert is_taken(plan("data_grad", **codes))  # of the weight quantized along columns
-    got = plan("weight_grad", **codes)
+    assert overlaps(rows=1024, groups=264, n=1024, k=512)  # each group has a partial tile
+    assert uses_hopper_kernel(plan("data_grad", **formats))  # the weight is quantized column-wise
+    got = plan("weight_grad", **formats)
     assert got == ("steps", "no kernel multiplies these two formats", 0, 0, False)
     assert not plan(dtype=FP8).overlaps_dequantize  # fp8_block is not dequantized
 

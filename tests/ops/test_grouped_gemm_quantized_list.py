@@ -1,4 +1,5 @@
-"""Grouped products of lists of quantized matrices: float64 products, the bits of the stack, no copies of codes."""
+"""Grouped products with lists of quantized matrices: float64 products, the bits of the stack, and no copies of
+quantized data."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ by_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name
 
 
 def matrices(stack: Tensor, key: str) -> list[Operand]:
-    """Each quantized by itself, in memory of its own."""
+    """Quantizes each matrix of a stack separately, in separate memory."""
     return [operand(matrix, key) for matrix in apart(stack)]
 
 
@@ -55,13 +56,13 @@ def arguments_of(a: Operand, b: list[Operand], formats: tuple[str, str], **more:
 
 
 def stacked(tensors: list[Tensor]) -> Tensor:
-    """torch stacks no four-bit floats."""
+    """Stacks tensors; torch.stack does not support 4-bit floats."""
     dtype = tensors[0].dtype
     return torch.stack([t.view(torch.uint8) if t.element_size() == 1 else t for t in tensors]).view(dtype)
 
 
 def product_of_stack(a: Operand, b: list[Operand], formats: tuple[str, str], **more: Any) -> Tensor:
-    """Of the same bytes as one tensor."""
+    """Returns the product with the same bytes as one stack."""
     data, scale = (stacked(part) for part in lists(b)[:2])
     per_tensor = formats[1].startswith("fp8_tensor")
     amax = None
@@ -75,7 +76,7 @@ def product_of_stack(a: Operand, b: list[Operand], formats: tuple[str, str], **m
 @by_ragged_pair
 @by_output
 @by_shape
-def test_values(
+def test_list_agrees_with_float64_and_the_stack(
     shape: GroupedShape, dtype: torch.dtype, formats: tuple[str, str], device: torch.device
 ) -> None:
     shape = fitted(shape, formats)
@@ -91,7 +92,7 @@ def test_values(
         more = {"group_sizes": sizes, "bias": extra[0], "bias_scale": extra[1]}
         more |= {"transpose_b": transpose_b, "dtype": dtype}
         got = ops.grouped_gemm(**arguments_of(a, b, formats, **more))
-        assert_same_bits(got, product_of_stack(a, b, formats, **more), "the stack's")
+        assert_same_bits(got, product_of_stack(a, b, formats, **more), "product with the stack")
         into = torch.full_like(got, float("nan"))
         del more["dtype"]
         ops.grouped_gemm_out(**arguments_of(a, b, formats, **more, out=into))
@@ -112,7 +113,7 @@ def test_values(
 
 
 def layouts(b: list[Operand]) -> dict[str, list[Tensor]]:
-    """The same codes: one after the other, with gaps, turned, and beginning off 16 bytes."""
+    """Returns the same quantized data: adjacent, with gaps, transposed, and at unaligned addresses."""
     bytes = stacked([m.data for m in b]).view(torch.uint8)
     dtype = b[0].data.dtype
     gaps = torch.full((bytes.shape[0], bytes.shape[1] + 3, bytes.shape[2]), 0x7F, dtype=torch.uint8)
@@ -123,8 +124,8 @@ def layouts(b: list[Operand]) -> dict[str, list[Tensor]]:
     whole = {
         "stack": list(bytes),
         "gaps": list(gaps[:, : bytes.shape[1]]),
-        "turned": [matrix.T.contiguous().T for matrix in bytes],
-        "odd": [row[1:].view(bytes.shape[1:]) for row in odd],
+        "transposed": [matrix.T.contiguous().T for matrix in bytes],
+        "unaligned": [row[1:].view(bytes.shape[1:]) for row in odd],
     }
     return {name: [matrix.view(dtype) for matrix in tensors] for name, tensors in whole.items()}
 
@@ -134,16 +135,16 @@ def layouts(b: list[Operand]) -> dict[str, list[Tensor]]:
     [PAIRS[0], PAIRS[3], ("mxfp8", "mxfp8"), ("mxfp8:tiled", "mxfp8:e5m2,tiled"), ("nvfp4", "nvfp4")],
     ids=str,
 )
-def test_codes_anywhere(formats: tuple[str, str], device: torch.device) -> None:
+def test_quantized_data_at_any_address(formats: tuple[str, str], device: torch.device) -> None:
     shape = fitted(GroupedShape("", (130, 0, 7, 64), 210, 136, 160), formats)
     generator, sizes = torch.Generator().manual_seed(1), group_sizes(shape, device)
     a, _, _, _ = ragged(shape, shape.k, formats[0], device, 0)
     b = matrices(normals((4, shape.n, shape.k), torch.float32, device, generator), formats[1])
     alpha = normals((4,), torch.float32, device, generator)
-    given = arguments_of(a, b, formats, group_sizes=sizes, alpha=alpha)
-    expected = ops.grouped_gemm(**given)
+    arguments = arguments_of(a, b, formats, group_sizes=sizes, alpha=alpha)
+    expected = ops.grouped_gemm(**arguments)
     for name, data in layouts(b).items():
-        got = ops.grouped_gemm(**{**given, "b": data})
+        got = ops.grouped_gemm(**{**arguments, "b": data})
         assert_same_bits(got, expected, name)
 
 
@@ -153,8 +154,8 @@ def test_opcheck(formats: tuple[str, str], device: torch.device) -> None:
     shape = fitted(GROUPED_SHAPES[3], formats)
     a, _, _, _ = ragged(shape, shape.k, formats[0], device, 0)
     b = matrices(torch.randn(len(shape.sizes), shape.n, shape.k, device=device), formats[1])
-    given = arguments_of(a, b, formats, group_sizes=group_sizes(shape, device))
-    opcheck(_ops.grouped_gemm.default, (), given)
+    arguments = arguments_of(a, b, formats, group_sizes=group_sizes(shape, device))
+    opcheck(_ops.grouped_gemm.default, (), arguments)
 
 
 @pytest.mark.parametrize("key", ["fp8_tensor", "nvfp4"])
@@ -167,8 +168,8 @@ def test_compiled(key: str, device: torch.device) -> None:
         x_amax = ops.amax(x, key, sizes) if amax else None
         rows = ops.quantize(x, key, sizes, x_amax)
         b = tuple(list(t) for t in zip(*ops.quantize_list(weights, key, whole), strict=True))
-        given = quantized_arguments((*rows, x_amax), (*b, amax), key, key)
-        return ops.grouped_gemm(**given, group_sizes=sizes, dtype=torch.float32)
+        arguments = quantized_arguments((*rows, x_amax), (*b, amax), key, key)
+        return ops.grouped_gemm(**arguments, group_sizes=sizes, dtype=torch.float32)
 
     weights = [torch.randn(16, 32, device=device) for _ in range(3)]
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
@@ -179,7 +180,7 @@ def test_compiled(key: str, device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("formats", [("fp8_block", "fp8_block:square"), ("fp8_tensor", "fp8_tensor")])
-def test_graph_follows_sizes_and_data(formats: tuple[str, str]) -> None:
+def test_graph_replays_with_new_sizes_and_data(formats: tuple[str, str]) -> None:
     shape = GroupedShape("", (60, 70, 80, 0, 90), 333, 160, 192)
     generator, sizes = torch.Generator().manual_seed(0), group_sizes(shape, CUDA)
     a, _, _, _ = ragged(shape, shape.k, formats[0], CUDA, 0)
@@ -198,9 +199,9 @@ def test_graph_follows_sizes_and_data(formats: tuple[str, str]) -> None:
         sizes.copy_(torch.tensor(new))
         other, _, _, _ = ragged(changed, shape.k, formats[0], CUDA, seed + 1)
         weights = matrices(normals((5, shape.n, shape.k), torch.float32, CUDA, generator), formats[1])
-        for held, given in zip((a, *b), (other, *weights), strict=True):
-            held.data.copy_(given.data)
-            held.scale.copy_(given.scale)
+        for target, arguments in zip((a, *b), (other, *weights), strict=True):
+            target.data.copy_(arguments.data)
+            target.scale.copy_(arguments.scale)
         captured.fill_(float("nan"))
         graph.replay()
         assert_same_bits(captured, product_of_stack(other, weights, formats, group_sizes=sizes), str(new))
@@ -208,15 +209,15 @@ def test_graph_follows_sizes_and_data(formats: tuple[str, str]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("formats", [("fp8_block", "fp8_block:square"), ("fp8_tensor", "fp8_tensor")])
-def test_no_copies_of_codes_and_no_host_reads(formats: tuple[str, str]) -> None:
+def test_no_copies_of_quantized_data_and_no_synchronization(formats: tuple[str, str]) -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("Hopper multiplies FP8 data without dequantizing it")
     shape = GroupedShape("", (15,) * 8, 128, 1024, 1024)
     a, _, _, _ = ragged(shape, shape.k, formats[0], CUDA, 0)
     b = matrices(torch.randn(8, shape.n, shape.k, device=CUDA), formats[1])
-    given = arguments_of(a, b, formats, group_sizes=group_sizes(shape, CUDA))
-    taken = most_memory(lambda: ops.grouped_gemm(**given))
-    assert taken < 2 * 1024 * 1024, "a quarter of the codes"
+    arguments = arguments_of(a, b, formats, group_sizes=group_sizes(shape, CUDA))
+    taken = most_memory(lambda: ops.grouped_gemm(**arguments))
+    assert taken < 2 * 1024 * 1024, "a quarter of the quantized data"
 
 
 KEY = "fp8_block"

@@ -1,4 +1,5 @@
-"""Rows taken by an index: the bits of a copy of them, gradients summed in order, wrong entries never followed."""
+"""Products of indexed rows: the bits of a product of copied rows, gradients summed in order, and out-of-range
+entries that are never read."""
 
 from __future__ import annotations
 
@@ -19,10 +20,12 @@ from transformer_plugin.testing.numerics import assert_same_bits
 _ops = torch.ops.transformer_plugin
 
 
-def indexed(case: Case, device: torch.device, matrix: int) -> tuple[list[Any], Tensor, Tensor]:
-    """The case's arguments with argument `matrix` of any number of rows, the index, and a copy of the rows it names.
+def with_indexed_rows(case: Case, device: torch.device, matrix: int) -> tuple[list[Any], Tensor, Tensor]:
+    """Replaces argument `matrix` of the case by a matrix of another number of rows. Also returns an index into it and
+    a copy of the indexed rows.
 
-    Rows that nobody takes are NaN, the index of the tail is wrong, and the copy's tail is NaN.
+    Rows that the index does not contain are NaN, index entries of the tail are out of range, and the tail of the copy
+    is NaN.
     """
     arguments = list(case.arguments(device))
     sizes, like = arguments[2], arguments[matrix]
@@ -30,9 +33,9 @@ def indexed(case: Case, device: torch.device, matrix: int) -> tuple[list[Any], T
     generator = torch.Generator().manual_seed(11)
     rows = row_index(sizes.cpu(), capacity, capacity // 2 + 1, torch.device("cpu"), generator)
     source = integers((capacity // 2 + 1, like.shape[1]), like.dtype, torch.device("cpu"), generator)
-    never = torch.ones(source.shape[0], dtype=torch.bool)
-    never[rows[:end].long()] = False
-    source[never] = float("nan")
+    unused = torch.ones(source.shape[0], dtype=torch.bool)
+    unused[rows[:end].long()] = False
+    source[unused] = float("nan")
     copied = torch.full_like(like, float("nan"))
     copied[:end] = source[rows[:end].long()].to(device)
     arguments[matrix] = source.to(device)
@@ -40,8 +43,8 @@ def indexed(case: Case, device: torch.device, matrix: int) -> tuple[list[Any], T
 
 
 @each(EXACT[::2])
-def test_equals_a_copy(case: Case, device: torch.device) -> None:
-    arguments, rows, copied = indexed(case, device, 0)
+def test_indexed_rows_equal_a_copy(case: Case, device: torch.device) -> None:
+    arguments, rows, copied = with_indexed_rows(case, device, 0)
     expected = ops.grouped_gemm(copied, *arguments[1:])
     poison(tuple(expected.shape), expected.dtype, device)
     assert_same_bits(ops.grouped_gemm(*arguments, rows=rows), expected)
@@ -55,8 +58,8 @@ def test_equals_a_copy(case: Case, device: torch.device) -> None:
 
 
 @each(WGRAD_EXACT[::2])
-def test_wgrad_equals_a_copy(case: Case, device: torch.device) -> None:
-    (grad, input, sizes), rows, copied = indexed(case, device, 1)
+def test_wgrad_of_indexed_rows_equals_a_copy(case: Case, device: torch.device) -> None:
+    (grad, input, sizes), rows, copied = with_indexed_rows(case, device, 1)
     expected = ops.grouped_gemm_wgrad(grad, copied, sizes, torch.float32)
     assert_same_bits(ops.grouped_gemm_wgrad(grad, input, sizes, torch.float32, input_rows=rows), expected)
     wanted = reference.grouped_gemm_wgrad(
@@ -70,8 +73,9 @@ def test_wgrad_equals_a_copy(case: Case, device: torch.device) -> None:
 
 @each(RANDOM[::5])
 def test_gradient(case: Case, device: torch.device) -> None:
-    """That of a is what gather_rows_backward makes of the gradient of the copy; the others are the copy's."""
-    arguments, rows, copied = indexed(case, device, 0)
+    """The gradient of a is gather_rows_backward of the gradient of the copy; the other gradients are those of the
+    copy's product."""
+    arguments, rows, copied = with_indexed_rows(case, device, 0)
     sizes, num_rows = arguments[2], arguments[0].shape[0]
     leaves = [t for i, t in enumerate(arguments) if isinstance(t, Tensor) and i != 2]
     for leaf in (*leaves, copied):
@@ -83,7 +87,7 @@ def test_gradient(case: Case, device: torch.device) -> None:
         ops.grouped_gemm(copied, *arguments[1:]), [copied, *leaves[1:]], grad, materialize_grads=True
     )
     assert_same_bits(got[0], ops.gather_rows_backward(expected[0], rows, sizes, num_rows))
-    transposed = not arguments[5]  # then the gradient of b is the transpose of another product
+    transposed = not arguments[5]  # for this layout the gradient of b is the transpose of another product
     for i, (one, other) in enumerate(zip(got[1:], expected[1:], strict=True)):
         if i == 0 and transposed:
             torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
@@ -109,15 +113,15 @@ def test_gradcheck() -> None:
 @pytest.mark.parametrize(
     ("capacity", "num_rows", "width"), [(300, 40, 33), (70, 500, 8), (64, 1, 136), (0, 3, 8)]
 )
-def test_gather_rows_backward(
+def test_gather_rows_backward_sums_in_order(
     capacity: int, num_rows: int, width: int, index: torch.dtype, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Sums in the order of the places: the same bits as the reference's, one after the other."""
+    """Sums in the order of the rows of grad: the same bits as the sequential sum of the reference."""
     generator = torch.Generator().manual_seed(5)
     sizes = torch.tensor([capacity // 3, 0, capacity // 2], dtype=index)
     rows = row_index(sizes, capacity, num_rows, torch.device("cpu"), generator)
     if capacity:
-        rows[1], rows[2] = -1, num_rows  # for nothing, as where a GPU found no such row
+        rows[1], rows[2] = -1, num_rows  # invalid entries, whose gradients are dropped
     grad = normals((capacity, width), dtype, torch.device("cpu"), generator)
     grad[int(sizes.sum()) :] = float("nan")
     expected = reference.gather_rows_backward(grad, rows, sizes, num_rows)
@@ -129,7 +133,7 @@ def test_gather_rows_backward(
 
 @each(EXACT[::11])
 def test_opcheck(case: Case, device: torch.device) -> None:
-    (a, b, sizes, bias, scale, transpose_b), rows, _ = indexed(case, device, 0)
+    (a, b, sizes, bias, scale, transpose_b), rows, _ = with_indexed_rows(case, device, 0)
     a[a.isnan()] = 0.0
     arguments = (a.requires_grad_(), [b.requires_grad_()], sizes, bias, scale, transpose_b, None, None, rows)
     opcheck(_ops.grouped_gemm.default, arguments)
@@ -143,7 +147,7 @@ def test_opcheck(case: Case, device: torch.device) -> None:
 
 
 def test_compiled(device: torch.device) -> None:
-    """Forward and backward in one graph each, with other numbers of rows."""
+    """Forward and backward compile without graph breaks, and run with other numbers of rows."""
     sizes = torch.tensor([2, 0, 3], device=device)
     b = integers((3, 16, 8), torch.float32, device, torch.Generator().manual_seed(0)).requires_grad_()
 
@@ -164,7 +168,7 @@ def test_compiled(device: torch.device) -> None:
             assert_same_bits(got, expected)
 
 
-def test_a_matrix_of_any_strides(device: torch.device) -> None:
+def test_strided_matrix_gives_the_same_bits(device: torch.device) -> None:
     sizes, rows = torch.tensor([3, 2], device=device), torch.tensor([1, 4, 1, 0, 2], device=device)
     b = torch.randn(2, 8, 16, device=device)
     wide = torch.randn(10, 32, device=device)
@@ -252,7 +256,7 @@ def test_errors(
 @pytest.mark.gpu
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("wrong", [-1, 4, 2**31 - 1])
-def test_wrong_rows_stay_in_bounds_and_are_told_later(wrong: int, index: torch.dtype) -> None:
+def test_wrong_rows_stay_in_bounds_and_are_reported_later(wrong: int, index: torch.dtype) -> None:
     a, b = torch.ones(4, 16, device="cuda"), torch.ones(2, 16, 16, device="cuda")
     sizes = torch.tensor([2, 3], device="cuda")
     rows = torch.tensor([0, 3, wrong, 1, 1, 99], device="cuda", dtype=index)
@@ -275,11 +279,11 @@ def test_wrong_rows_stay_in_bounds_and_are_told_later(wrong: int, index: torch.d
         with pytest.raises(ValueError) as caught:
             ops.grouped_gemm(a, b, sizes)
         assert str(caught.value) == text.format("grouped_gemm")
-    ops.check_group_sizes()  # what has been told is forgotten
+    ops.check_group_sizes()  # an error is reported once
 
 
 @pytest.mark.gpu
-def test_a_graph_follows_a_changed_index() -> None:
+def test_graph_replays_with_a_new_index() -> None:
     generator, device = torch.Generator().manual_seed(0), torch.device("cuda")
     a, b = (normals(s, torch.bfloat16, device, generator) for s in ((40, 64), (3, 32, 64)))
     a.requires_grad_()

@@ -1,4 +1,5 @@
-"""Rows by an index on a GPU, loaded through it or copied first: the bits of a copy's product; memory; graphs."""
+"""Products of indexed rows on a GPU, gathered by the kernel or copied first: the bits of a product of copied rows,
+memory, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -21,17 +22,17 @@ MATRIX_ROWS = 97
 GROUPS = {
     "many, some empty": tuple(7 * i % 61 if i % 5 else 0 for i in range(70)),
     "any": (0, 1, 127, 0, 128, 129, 255, 257, 300, 0),
-    "all rows in one of several": (0, 0, 700, 0),
+    "all rows in one group": (0, 0, 700, 0),
     "one": (385,),
     "none": (0, 0, 0),
 }
-# Several tiles of columns, also an odd number of them; what is summed over one piece, no whole step, many steps.
+# Several tiles of columns, also an odd number; K of a part of a step, of one step and of many.
 WIDTHS = [(8, 8), (256, 64), (264, 72), (520, 200), (776, 1016)]
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def drawn(
+def draw_operands(
     groups: tuple[int, ...],
     n: int,
     k: int,
@@ -41,16 +42,16 @@ def drawn(
     draw: Callable[..., Tensor] = integers,
     seed: int = 0,
 ) -> Operands:
-    """The matrix, the groups' matrices, sizes, rows and a copy of those taken. Rows never taken and the copy's tail are
-    NaN, the index of the tail is wrong."""
+    """Returns the matrix, the groups' weights, sizes, the row index, and a copy of the indexed rows. Rows that are
+    not indexed and the tail of the copy are NaN; index entries of the tail are out of range."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.tensor(groups, dtype=index)
     end, capacity = int(sizes.sum()), int(sizes.sum()) + 37
     rows = row_index(sizes, capacity, MATRIX_ROWS, CPU, generator)
     a = draw((MATRIX_ROWS, k), dtype, CPU, generator)
-    never = torch.ones(MATRIX_ROWS, dtype=torch.bool)
-    never[rows[:end].long()] = False
-    a[never] = float("nan")
+    unused = torch.ones(MATRIX_ROWS, dtype=torch.bool)
+    unused[rows[:end].long()] = False
+    a[unused] = float("nan")
     copied = torch.full((capacity, k), float("nan"), dtype=dtype)
     copied[:end] = a[rows[:end].long()]
     b = draw((len(groups), n, k) if transpose_b else (len(groups), k, n), dtype, CPU, generator)
@@ -67,8 +68,8 @@ def drawn(
 def test_exact_sums(
     groups: tuple[int, ...], n: int, k: int, dtype: torch.dtype, transpose_b: bool, index: torch.dtype
 ) -> None:
-    """A stack and a list, on all of the GPU and by two blocks that take all tiles in turn."""
-    a, b, sizes, rows, copied = drawn(groups, n, k, transpose_b, dtype, index)
+    """With a stack and a list, on the whole GPU and on two multiprocessors that process all tiles."""
+    a, b, sizes, rows, copied = draw_operands(groups, n, k, transpose_b, dtype, index)
     expected = rows_fp64(copied, b, sizes, None, None, transpose_b).to(dtype)
     for max_sms in (0, 2):
         poison(tuple(expected.shape), dtype, CUDA)
@@ -81,9 +82,9 @@ def test_exact_sums(
 @pytest.mark.gpu
 @pytest.mark.parametrize("transpose_b", [True, False])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_same_bits_as_of_a_copy(dtype: torch.dtype, transpose_b: bool) -> None:
-    """With everything in the epilogue; each of many runs."""
-    a, b, sizes, rows, copied = drawn(GROUPS["any"], 520, 1016, transpose_b, dtype, draw=normals)
+def test_indexed_rows_have_the_bits_of_a_copy(dtype: torch.dtype, transpose_b: bool) -> None:
+    """With bias, scale and alpha in the epilogue, repeated many times."""
+    a, b, sizes, rows, copied = draw_operands(GROUPS["any"], 520, 1016, transpose_b, dtype, draw=normals)
     generator = torch.Generator().manual_seed(1)
     bias = normals((len(sizes), 520), torch.float32, CUDA, generator)
     scale = normals((rows.shape[0],), torch.float32, CUDA, generator)
@@ -99,10 +100,10 @@ def test_same_bits_as_of_a_copy(dtype: torch.dtype, transpose_b: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_many_tiles() -> None:
-    """More than blocks, with long sums: stages come round many times."""
+def test_more_tiles_than_thread_blocks() -> None:
+    """With long sums, so that the pipeline stages wrap around many times."""
     groups = (3000, 0, 129, 5000, 1, 1270, 64, 2111)
-    a, b, sizes, rows, copied = drawn(groups, 1304, 2056)
+    a, b, sizes, rows, copied = draw_operands(groups, 1304, 2056)
     expected = rows_fp64(copied, b, sizes, None, None, True).to(BF16)
     for _ in range(3):
         assert_same_bits(ops.grouped_gemm(a, b, sizes, rows=rows) + 0, expected)
@@ -118,13 +119,13 @@ def test_many_tiles() -> None:
         (2**31 - 1, torch.int32),
         (-1, torch.int64),
         (MATRIX_ROWS, torch.int64),
-        (2**32, torch.int64),  # whose lower half is a row
+        (2**32, torch.int64),  # its lower 32 bits are a valid row
         (-(2**33), torch.int64),
     ],
 )
-def test_a_wrong_entry(wrong: int, index: torch.dtype, place: int) -> None:
-    """A row of zeros though several blocks load it, and told once."""
-    a, b, sizes, rows, copied = drawn((129, 0, 171), 776, 136, index=index)
+def test_wrong_entry_counts_as_a_zero_row(wrong: int, index: torch.dtype, place: int) -> None:
+    """Several thread blocks load the entry; it counts as a row of zeros and is reported once."""
+    a, b, sizes, rows, copied = draw_operands((129, 0, 171), 776, 136, index=index)
     rows[place], copied[place] = wrong, 0.0
     expected = rows_fp64(copied, b, sizes, None, None, True).to(BF16)
     assert_same_bits(ops.grouped_gemm(a, b, sizes, rows=rows) + 0, expected)
@@ -136,9 +137,9 @@ def test_a_wrong_entry(wrong: int, index: torch.dtype, place: int) -> None:
 
 
 @pytest.mark.gpu
-def test_matrices_of_any_strides() -> None:
-    """Rows at multiples of 16 bytes are loaded where they are, others copied; nobody sees which."""
-    _, b, sizes, rows, _ = drawn((70, 0, 200), 264, 72)
+def test_matrices_with_any_strides() -> None:
+    """Rows at multiples of 16 bytes are gathered directly, and others are copied first; the result is the same."""
+    _, b, sizes, rows, _ = draw_operands((70, 0, 200), 264, 72)
     wide = integers((2 * MATRIX_ROWS, 160), BF16, CUDA, torch.Generator().manual_seed(2))
     few = wide[:MATRIX_ROWS]
     flat = wide.flatten()
@@ -147,10 +148,10 @@ def test_matrices_of_any_strides() -> None:
         "every other row": wide[::2, 80:152],
         "rows that overlap": flat.as_strided((MATRIX_ROWS, 72), (24, 1)),
         "one row for all": wide[:1, :72].expand(MATRIX_ROWS, 72),
-        "no multiple of 16 bytes": few[:, 1:73],
+        "unaligned rows": few[:, 1:73],
         "an odd stride": flat.as_strided((MATRIX_ROWS, 72), (101, 1)),
-        "columns apart": few[:, :144:2],
-        "columns first": wide[:72, :MATRIX_ROWS].T,
+        "strided columns": few[:, :144:2],
+        "column-major": wide[:72, :MATRIX_ROWS].T,
     }.items():
         end = int(sizes.sum())
         taken = torch.zeros(rows.shape[0], 72, dtype=BF16, device=CUDA)
@@ -162,7 +163,7 @@ def test_matrices_of_any_strides() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("transpose_b", [True, False])
-def test_no_buffer_and_no_host_read(transpose_b: bool, listed: bool) -> None:
+def test_no_copies_and_no_synchronization(transpose_b: bool, listed: bool) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("other GPUs copy the rows first")
     places, n, k = 16384, 256, 4096
@@ -182,8 +183,8 @@ def test_no_buffer_and_no_host_read(transpose_b: bool, listed: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_follows_another_index_and_other_sizes() -> None:
-    a, b, sizes, rows, _ = drawn((100, 0, 200, 33), 520, 200)
+def test_graph_replays_with_a_new_index_and_new_sizes() -> None:
+    a, b, sizes, rows, _ = draw_operands((100, 0, 200, 33), 520, 200)
     wide = torch.full((rows.shape[0], 528), float("nan"), dtype=BF16, device=CUDA)
     out = wide[:, :520]
 

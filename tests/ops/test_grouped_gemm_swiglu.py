@@ -1,4 +1,4 @@
-"""grouped_gemm_swiglu and its gradients: against float64, against their steps bit for bit, gradients, graphs."""
+"""grouped_gemm_swiglu and its gradients: float64 results, the bits of the separate steps, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def each(cases: list[Case]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
-def cleared(rows: Tensor, sizes: Tensor) -> Tensor:
+def with_zero_tail(rows: Tensor, sizes: Tensor) -> Tensor:
     rows = rows.clone()
     rows[int(sizes.sum()) :] = 0
     return rows
 
 
 def columns_fp64(h: Tensor, interleave: int) -> tuple[Tensor, Tensor]:
-    """Gate and linear part, column by column."""
+    """Splits the columns of h into gate and linear part, computed column by column."""
     features = h.shape[1] // 2
     at = [j if not interleave else j // 32 * 64 + j % 32 for j in range(features)]
     step = interleave or features
@@ -52,11 +52,11 @@ def ulp_of(dtype: torch.dtype) -> int:
 
 
 @each(EXACT)
-def test_against_float64(case: Case, device: torch.device) -> None:
-    """Exact sums, so that h is right to the last bit or wrong; then SwiGLU of what h was rounded to."""
+def test_output_agrees_with_float64(case: Case, device: torch.device) -> None:
+    """Sums are exact, so h must agree to the last bit. The expected output is SwiGLU of the rounded h."""
     a, b, sizes, probs, bias, interleave = case.arguments()
     h = rows_fp64(a, b, sizes, bias, None, True).to(a.dtype)
-    expected = cleared(swiglu_fp64(h, probs, interleave), sizes)
+    expected = with_zero_tail(swiglu_fp64(h, probs, interleave), sizes)
     act, kept = reference.grouped_gemm_swiglu(a, b, sizes, probs, bias, interleave)
     assert_same_bits(kept + 0, h, "h of the reference")
     assert_close_in_ulp(act, expected, ulp=ulp_of(a.dtype), name="act of the reference")
@@ -71,11 +71,11 @@ def test_against_float64(case: Case, device: torch.device) -> None:
 
 
 @each(RANDOM)
-def test_bits_of_the_steps(case: Case, device: torch.device) -> None:
+def test_output_has_the_bits_of_the_steps(case: Case, device: torch.device) -> None:
     a, b, sizes, probs, bias, interleave = case.arguments(device)
     act, h = ops.grouped_gemm_swiglu(a, b, sizes, probs, bias, interleave)
     assert_same_bits(h, ops.grouped_gemm(a, b, sizes, bias), "h")
-    assert_same_bits(act, cleared(ops.swiglu(halves_apart(h, interleave), probs), sizes), "act")
+    assert_same_bits(act, with_zero_tail(ops.swiglu(halves_apart(h, interleave), probs), sizes), "act")
     alone, none = ops.grouped_gemm_swiglu(a, b, sizes, probs, bias, interleave, keep_input=False)
     assert_same_bits(alone, act, "act without h")
     assert none.shape == (0, b.shape[1]) and none.dtype == a.dtype
@@ -104,8 +104,8 @@ def gradients(
 
 @pytest.mark.parametrize("keep_input", [True, False], ids=["kept", "again"])
 @each([case for i, case in enumerate(RANDOM) if i % 3 != 2])
-def test_gradient(case: Case, keep_input: bool, device: torch.device) -> None:
-    """That of the steps, bit for bit, whatever lies in the tail of the gradient."""
+def test_gradient_has_the_bits_of_the_steps(case: Case, keep_input: bool, device: torch.device) -> None:
+    """The gradients have the bits of the separate steps, although the tail of the output gradient is NaN."""
     arguments = case.arguments(device)
     a, b, sizes, probs, bias, _ = arguments
     shape = (a.shape[0], b.shape[1] // 2)
@@ -122,7 +122,7 @@ def test_gradient(case: Case, keep_input: bool, device: torch.device) -> None:
         if t is not None
     ]
     for tensor, exact, name in zip(got, expected, names, strict=True):
-        assert_same_bits(tensor, cleared(exact, sizes) if name == "probs" else exact, name)
+        assert_same_bits(tensor, with_zero_tail(exact, sizes) if name == "probs" else exact, name)
 
 
 @pytest.mark.parametrize("both", [True, False])
@@ -150,7 +150,9 @@ def test_gradient_through_h(both: bool, device: torch.device) -> None:
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (3,), (4,), (3, 4), (0, 4)], ids=str)
 @pytest.mark.parametrize("keep_input", [True, False], ids=["kept", "again"])
-def test_only_wanted_gradients(wanted: tuple[int, ...], keep_input: bool, device: torch.device) -> None:
+def test_only_requested_gradients_are_computed(
+    wanted: tuple[int, ...], keep_input: bool, device: torch.device
+) -> None:
     generator = torch.Generator().manual_seed(1)
     shapes = (6, 5), (2, 8, 5), (6,), (2, 8)
     a, b, probs, bias = (normals(s, torch.float32, device, generator) for s in shapes)
@@ -177,7 +179,7 @@ def swiglu_fp64_of(doubles: list[Tensor]) -> Tensor:
     return swiglu_fp64(h[:end], probs[:end], 0)
 
 
-def test_any_strides(device: torch.device) -> None:
+def test_strided_inputs_give_the_same_bits(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(3)
     wide = [normals(s, torch.bfloat16, device, generator) for s in ((12, 64), (2, 32, 64))]
     a, b = wide[0][::2, ::2], wide[1].transpose(1, 2)[:, :, :32]
@@ -192,7 +194,7 @@ def test_any_strides(device: torch.device) -> None:
 
 
 def some(cases: list[Case]) -> list[Case]:
-    """opcheck reads no values: every shape in float32, and some in each other dtype, will do."""
+    """opcheck reads no values: every shape in float32, and a few in each other dtype, are enough."""
     return [case for i, case in enumerate(cases) if case.name.startswith("float32") or i % 5 == 0]
 
 
@@ -213,8 +215,8 @@ def mlp(x: Tensor, w1: Tensor, w2: Tensor, sizes: Tensor, probs: Tensor, interle
 
 
 @pytest.mark.parametrize("interleave", [0, 32])
-def test_compiles_whole(interleave: int, device: torch.device) -> None:
-    """One graph for any sizes and numbers of rows, forward and backward, with eager's bits."""
+def test_compiles_without_graph_breaks(interleave: int, device: torch.device) -> None:
+    """One graph serves any sizes and numbers of rows, forward and backward, with the bits of eager mode."""
     torch._dynamo.reset()
     fast = torch.compile(mlp, fullgraph=True, backend="aot_eager", dynamic=True)
     generator = torch.Generator().manual_seed(0)
@@ -234,7 +236,7 @@ def test_compiles_whole(interleave: int, device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("interleave", [0, 32])
-def test_graph_follows_new_sizes_and_data(interleave: int) -> None:
+def test_graph_replays_with_new_sizes_and_data(interleave: int) -> None:
     device, rows, features, k = torch.device("cuda"), 700, 160, 136
 
     def draw(seed: int, sizes: tuple[int, ...]) -> tuple[Any, ...]:
@@ -271,15 +273,15 @@ def test_graph_follows_new_sizes_and_data(interleave: int) -> None:
         graph.replay()
         a, b, group_sizes, probs = new
         h = ops.grouped_gemm(a, b, group_sizes)
-        act = cleared(ops.swiglu(halves_apart(h, interleave), probs), group_sizes)
+        act = with_zero_tail(ops.swiglu(halves_apart(h, interleave), probs), group_sizes)
         for got, exact, name in zip(captured, (act, h), ("act", "h"), strict=True):
             assert_same_bits(got, exact, name)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_no_host_read(dtype: torch.dtype) -> None:
-    """A forward and a backward with synchronization forbidden."""
+def test_calls_do_not_synchronize(dtype: torch.dtype) -> None:
+    """Runs a forward and a backward; synchronization is an error."""
     device, generator = torch.device("cuda"), torch.Generator().manual_seed(0)
     shapes = (96, 64), (3, 128, 64), (3, 64, 64)
     x, w1, w2 = (normals(s, dtype, device, generator).requires_grad_() for s in shapes)
@@ -296,7 +298,7 @@ def test_no_host_read(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @each([case for case in RANDOM if not case.name.startswith("float32")])
-def test_the_same_bits_again_and_again(case: Case) -> None:
+def test_repeated_calls_give_the_same_bits(case: Case) -> None:
     arguments = case.arguments("cuda")
     first = ops.grouped_gemm_swiglu(*arguments)
     for _ in range(20):

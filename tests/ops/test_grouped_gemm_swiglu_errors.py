@@ -1,4 +1,4 @@
-"""What bad arguments of the products that end in SwiGLU get: a four-part error."""
+"""Errors for bad arguments of the products with a SwiGLU epilogue: the full text, in four parts."""
 
 from __future__ import annotations
 

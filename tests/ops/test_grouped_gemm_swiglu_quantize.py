@@ -1,4 +1,4 @@
-"""grouped_gemm_swiglu_quantize: the bytes of its steps and of the oracle, values that scales may fail on, graphs."""
+"""grouped_gemm_swiglu_quantize: the bytes of the separate steps and of the oracle, extreme values, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ SIXTEEN_BITS = [case for case in RANDOM if not case.name.startswith("float32")]
 _op = torch.ops.transformer_plugin.grouped_gemm_swiglu_quantize.default
 
 
-def halves_in_turn(h: Tensor, interleave: int) -> Tensor:
-    """``interleave`` columns of the gate and of the linear part in turn."""
+def interleave_halves(h: Tensor, interleave: int) -> Tensor:
+    """Interleaves the gate and the linear part in blocks of ``interleave`` columns."""
     return h.unflatten(1, (2, -1, interleave)).transpose(1, 2).flatten(1) if interleave else h
 
 
@@ -50,7 +50,7 @@ def steps(
     bias: Tensor | None = None,
     interleave: int = 0,
 ) -> tuple[Tensor, ...]:
-    """The fused pass over the product that the op next door keeps."""
+    """Returns the results of grouped_gemm_swiglu followed by swiglu_quantize."""
     _, h = ops.grouped_gemm_swiglu(a, b, sizes, probs, bias, interleave)
     return *ops.swiglu_quantize(halves_apart(h, interleave), format, probs, sizes), h
 
@@ -60,14 +60,14 @@ def oracle(act: Tensor, sizes: Tensor, format: str) -> tuple[Tensor, ...]:
 
 
 def poison_outputs(outputs: tuple[Tensor, ...]) -> None:
-    """Leaves bytes that no result has in the memory that outputs like these are likely to get."""
+    """Leaves bytes that no result has in the memory that the next outputs of these sizes will probably reuse."""
     for tensor in outputs:
         torch.full((tensor.nbytes,), 0xFF, dtype=torch.uint8, device=tensor.device)
 
 
 @each(EXACT)
-def test_against_the_oracle(case: Case, device: torch.device) -> None:
-    """Exact sums, so that h is right to the last bit or wrong; the numpy oracle rounds what SwiGLU makes of it."""
+def test_output_agrees_with_the_oracle(case: Case, device: torch.device) -> None:
+    """Sums are exact, so h must agree to the last bit. The numpy oracle quantizes SwiGLU of the rounded h."""
     a, b, sizes, format, probs, bias, interleave = case.arguments(device)
     h = rows_fp64(a.cpu(), b.cpu(), sizes, None if bias is None else bias.cpu(), None, True).to(a.dtype)
     act = ops.swiglu(halves_apart(h, interleave), None if probs is None else probs.cpu())
@@ -78,7 +78,7 @@ def test_against_the_oracle(case: Case, device: torch.device) -> None:
 
 
 @each(RANDOM)
-def test_bytes_of_the_steps(case: Case, device: torch.device) -> None:
+def test_output_has_the_bytes_of_the_steps(case: Case, device: torch.device) -> None:
     arguments = case.arguments(device)
     expected = steps(*arguments)
     poison_outputs(expected)
@@ -91,7 +91,7 @@ def test_bytes_of_the_steps(case: Case, device: torch.device) -> None:
 
 
 @each(EXACT)
-def test_reference_is_its_steps(case: Case) -> None:
+def test_reference_has_the_bytes_of_its_steps(case: Case) -> None:
     a, b, sizes, format, probs, bias, interleave = case.arguments()
     act, h = reference.grouped_gemm_swiglu(a, b, sizes, probs, bias, interleave)
     *got, kept = reference.grouped_gemm_swiglu_quantize(a, b, sizes, format, probs, bias, interleave)
@@ -102,16 +102,16 @@ def test_reference_is_its_steps(case: Case) -> None:
 
 
 def special_halves(features: int) -> Tensor:
-    """Gate and linear part of a group each: what a scale, or its rounding, may be wrong for."""
+    """Returns gates and linear parts, one group per kind of value that a scale or its rounding may handle wrongly."""
     generator = torch.Generator().manual_seed(7)
     halves = torch.randn(10, 2, features, generator=generator)
     gate, linear = halves[:, 0], halves[:, 1]
     linear[0] = 0.0
-    linear[1] *= 1e-30  # a scale that overflows
+    linear[1] *= 1e-30  # the scale overflows
     linear[2] *= 1e-39
     gate[3], linear[3] = gate[3].abs() + 1, linear[3] * 1e38
     linear[4, 5] = float("nan")
-    linear[5, :32] = float("nan")  # a whole block of 32 and not of 128
+    linear[5, :32] = float("nan")  # a whole block of 32, but not of 128
     linear[6] = float("nan")
     linear[7, features - 1] = float("inf")
     gate[8, 0] = -float("inf")
@@ -123,11 +123,11 @@ def special_halves(features: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("format", BLOCK_FORMATS)
 @pytest.mark.parametrize("features", [128, 160, 352])
-def test_special_values(
+def test_extreme_values(
     features: int, format: str, dtype: torch.dtype, interleave: int, device: torch.device
 ) -> None:
-    """Nothing is summed but a bias, so that a row of h is what its group is given."""
-    bias = halves_in_turn(special_halves(features), interleave).to(device)
+    """The product is zero, so that every row of h is the bias of its group."""
+    bias = interleave_halves(special_halves(features), interleave).to(device)
     groups = bias.shape[0]
     sizes = torch.full((groups,), 13, device=device)
     a, b = torch.zeros(140, 16, dtype=dtype), torch.zeros(groups, 2 * features, 16, dtype=dtype)
@@ -144,10 +144,11 @@ def test_special_values(
 
 @pytest.mark.parametrize("features", [8, 40, 136, 256 + 24])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_lies_past_the_last_column_is_in_no_scale(
+def test_columns_past_the_last_gate_do_not_affect_scales(
     features: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """A tile's columns past the last gate meet the linear part's rows of the weight: large and infinite ones here."""
+    """In a partial tile, columns past the last gate read rows of the weight's linear part, which are large and
+    infinite here."""
     generator = torch.Generator().manual_seed(0)
     a, b = (normals(s, dtype, device, generator) / 8 for s in ((70, 64), (2, 2 * features, 64)))
     b[:, features:] *= 64
@@ -160,7 +161,7 @@ def test_what_lies_past_the_last_column_is_in_no_scale(
 
 
 @pytest.mark.parametrize("format", BLOCK_FORMATS)
-def test_any_strides_and_a_format_object(format: str, device: torch.device) -> None:
+def test_strided_inputs_and_format_object(format: str, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(3)
     wide = [normals(s, torch.bfloat16, device, generator) for s in ((12, 64), (2, 32, 128))]
     a, b = wide[0][::2, ::2], wide[1].transpose(1, 2)
@@ -186,8 +187,8 @@ def test_opcheck(case: Case, device: torch.device) -> None:
 
 @pytest.mark.parametrize("interleave", [0, 32])
 @pytest.mark.parametrize("format", ["fp8_block", "mxfp8"])
-def test_compiles_whole(format: str, interleave: int, device: torch.device) -> None:
-    """One graph for any sizes and numbers of rows, with eager's bytes."""
+def test_compiles_without_graph_breaks(format: str, interleave: int, device: torch.device) -> None:
+    """One graph serves any sizes and numbers of rows, with the bytes of eager mode."""
     torch._dynamo.reset()
     fast = torch.compile(ops.grouped_gemm_swiglu_quantize, fullgraph=True, backend="aot_eager", dynamic=True)
     generator = torch.Generator().manual_seed(0)
@@ -202,7 +203,7 @@ def test_compiles_whole(format: str, interleave: int, device: torch.device) -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize("interleave", [0, 32])
 @pytest.mark.parametrize("format", ["fp8_block", "fp8_block:e5m2,fp32", "mxfp8", "mxfp8:tiled"])
-def test_graph_follows_new_sizes_and_data(format: str, interleave: int) -> None:
+def test_graph_replays_with_new_sizes_and_data(format: str, interleave: int) -> None:
     device, rows, features, k = torch.device("cuda"), 700, 160, 136
 
     def draw(seed: int, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -234,7 +235,7 @@ def test_graph_follows_new_sizes_and_data(format: str, interleave: int) -> None:
 
 @pytest.mark.gpu
 @each(SIXTEEN_BITS)
-def test_the_same_bytes_again_and_again(case: Case) -> None:
+def test_repeated_calls_give_the_same_bytes(case: Case) -> None:
     arguments = case.arguments("cuda")
     for keep_input in (True, False):
         first = ops.grouped_gemm_swiglu_quantize(*arguments, keep_input)
@@ -248,8 +249,8 @@ def test_the_same_bytes_again_and_again(case: Case) -> None:
 )
 @pytest.mark.parametrize("format", ["fp8_block", "mxfp8"])
 @pytest.mark.parametrize("interleave", [0, 32])
-def test_act_is_never_in_memory(format: str, interleave: int) -> None:
-    """Nor is h, if it is not kept. No size is read by the host: synchronization is an error meanwhile."""
+def test_activation_is_not_written_to_memory(format: str, interleave: int) -> None:
+    """h is not written either if it is not kept. Synchronization is an error."""
     device, generator = torch.device("cuda"), torch.Generator().manual_seed(0)
     rows, features = 4096, 1024
     a, b = (normals(s, torch.bfloat16, device, generator) for s in ((rows, 64), (4, 2 * features, 64)))
@@ -257,10 +258,9 @@ def test_act_is_never_in_memory(format: str, interleave: int) -> None:
     taken = most_memory(
         lambda: ops.grouped_gemm_swiglu_quantize(a, b, sizes, format, probs, None, interleave, False)
     )
-    codes = rows * features
-    assert (
-        codes <= taken < codes * 1.25
-    )  # scales, offsets and what the allocator rounds up; act has 2 * codes
+    data_bytes = rows * features
+    # The rest is scales, offsets and rounding of the allocator; act would take 2 * data_bytes.
+    assert data_bytes <= taken < data_bytes * 1.25
 
 
 @pytest.mark.gpu
@@ -275,18 +275,18 @@ def quantized_experts(arguments: tuple[Any, ...]) -> Tensor:
     x, w1, sizes, probs, w2 = arguments
     data, scale, _ = ops.grouped_gemm_swiglu_quantize(x, w1, sizes, "fp8_block", probs, keep_input=False)
     weight = ops.quantize(w2, "fp8_block:square")
-    given = quantized_arguments((data, scale), weight, "fp8_block", "fp8_block:square")
-    return ops.grouped_gemm(**given, group_sizes=sizes, dtype=x.dtype)
+    operands_by_name = quantized_arguments((data, scale), weight, "fp8_block", "fp8_block:square")
+    return ops.grouped_gemm(**operands_by_name, group_sizes=sizes, dtype=x.dtype)
 
 
-def test_the_second_product_takes_it(device: torch.device) -> None:
-    """An expert's MLP forward in FP8 blocks: the bits of the separate steps."""
+def test_second_product_uses_the_output(device: torch.device) -> None:
+    """The forward of an expert's MLP in fp8_block has the bits of the separate steps."""
     generator = torch.Generator().manual_seed(2)
     shapes = (150, 128), (3, 512, 128), (3, 128, 256)
     x, w1, w2 = (normals(s, torch.bfloat16, device, generator) / 4 for s in shapes)
     sizes, probs = torch.tensor([70, 0, 65], device=device), torch.rand(150, generator=generator).to(device)
     act, _ = ops.grouped_gemm_swiglu(x, w1, sizes, probs)
     operands = ops.quantize(act, "fp8_block", sizes), ops.quantize(w2, "fp8_block:square")
-    given = quantized_arguments(*operands, "fp8_block", "fp8_block:square")
-    expected = ops.grouped_gemm(**given, group_sizes=sizes, dtype=x.dtype)
+    operands_by_name = quantized_arguments(*operands, "fp8_block", "fp8_block:square")
+    expected = ops.grouped_gemm(**operands_by_name, group_sizes=sizes, dtype=x.dtype)
     assert_same_bits(quantized_experts((x, w1, sizes, probs, w2)), expected)

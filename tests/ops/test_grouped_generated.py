@@ -1,7 +1,7 @@
 """Ten thousand random grouped products: any groups, sizes, dtypes, formats, factors, indices, strides and buffers.
 
-Each is held against the float64 product of its operands' values: whole numbers bit for bit, others within the bound
-of an FP32 sum that is rounded once, or of Hopper's FP8 units. What values a format gives, other tests say.
+Each is compared with the float64 product of its operands' values: to the bit if they are whole numbers, otherwise
+within the bound of an FP32 sum, or of FP8 tensor cores, rounded once. Other tests check the values of a format.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from tests.ops.gemm_oracle import rows_fp64, rows_in_units, wgrad_fp64, wgrad_in_units
-from tests.ops.grouped_draw import Draw, Groups, assert_bits, beside, codes_of, is_whole, values_of
+from tests.ops.grouped_draw import (
+    Draw,
+    Groups,
+    assert_bits,
+    is_whole,
+    memory_around,
+    quantize_operand,
+    values_of,
+)
 from tests.ops.test_linear_ops import NONE, RECIPES, keys
 from transformer_plugin import ops
 from transformer_plugin.formats import Format
@@ -27,7 +35,8 @@ from transformer_plugin.testing.gemm_cases import (
 )
 from transformer_plugin.testing.numerics import assert_rounded_sum
 
-FEW, PARTS, CASES = 30, 20, 100  # by default; and, of each product, parts that can run on several workers
+# Cases by default; and, for each product, parts that can run on several workers, and cases of each part.
+FEW, PARTS, CASES = 30, 20, 100
 BLOCKS = [("fp8_block", "fp8_block:square"), ("fp8_block:fp32", "fp8_block:fp32,square")]
 OTHERS = [
     ("fp8_block:e5m2", "fp8_block"),
@@ -41,11 +50,11 @@ OTHERS = [
     ("mxfp8", "fp8_block"),
 ]
 PAIRS = [*BLOCKS * 4, *OTHERS]
-ROUNDED_SCALES = 8  # of values, of what waits until after the sum, of factors and biases
+ROUNDED_SCALES = 8  # roundings of dequantized values, factors and biases, in addition to those of the sum
 
 
 class Product(NamedTuple):
-    """One product: how to call it, fresh or into a buffer, and what it is in float64."""
+    """One product: how to call it, with a new result or into a buffer, and its exact value in float64."""
 
     op: str
     operands: tuple[Any, ...]
@@ -56,17 +65,17 @@ class Product(NamedTuple):
     exact: Tensor
     magnitude: Tensor
     terms: int
-    #: What FP8 units may be away, where they make the sum into a result of a dtype.
+    #: The error of FP8 tensor cores if they compute a result of this dtype.
     away: Callable[[torch.dtype], Tensor | float]
 
-    def fresh(self) -> Tensor:
+    def call(self) -> Tensor:
         return getattr(ops, self.op)(*self.operands, dtype=self.dtype, **self.options)
 
-    def into(self, out: Tensor, **more: Any) -> None:
+    def call_out(self, out: Tensor, **more: Any) -> None:
         getattr(ops, self.op + "_out")(*self.operands, out=out, **self.options, **more)
 
 
-def exactly(_: torch.dtype) -> float:
+def no_error(_: torch.dtype) -> float:
     return 0.0
 
 
@@ -77,11 +86,8 @@ def compare(draw: Draw, got: Tensor, product: Product, exact: Tensor, magnitude:
         assert_rounded_sum(got, exact, magnitude, product.terms, more=away)
 
 
-def held_by(draw: Draw, out: Tensor, groups: Groups) -> tuple[dict[str, Any], Tensor]:
-    """How the call treats what the buffer holds, and what is added of it, in float64.
-
-    What is not looked at is NaN.
-    """
+def initial_values(draw: Draw, out: Tensor, groups: Groups) -> tuple[dict[str, Any], Tensor]:
+    """Returns options for the use of the buffer, and what they add in float64. Elements not to be read become NaN."""
     of_weights = out.dim() == 3
     mode = draw.random.choice(["over", "beta", "add"] if of_weights else ["over", "beta"])
     if mode == "add":
@@ -93,18 +99,18 @@ def held_by(draw: Draw, out: Tensor, groups: Groups) -> tuple[dict[str, Any], Te
         return more, torch.zeros_like(out, dtype=torch.float64)
     if of_weights:
         each = beta[:, None, None]
-    else:  # rows past the groups stay as they are
+    else:  # rows past the groups are unchanged
         each = torch.ones(groups.capacity, 1, device=draw.device)
         each[: groups.end, 0] = beta.repeat_interleave(groups.device, output_size=groups.end)
     unread = (each == 0).expand(out.shape)
-    held = (out.double() * each.double()).masked_fill(unread, 0.0)
+    initial = (out.double() * each.double()).masked_fill(unread, 0.0)
     out.masked_fill_(unread, float("nan"))
-    return {**more, "beta": beta}, held
+    return {**more, "beta": beta}, initial
 
 
 def check_product(draw: Draw, product: Product, groups: Groups) -> None:
     if draw.maybe(0.4):
-        got = product.fresh()
+        got = product.call()
         assert got.dtype == product.dtype
         compare(draw, got, product, product.exact, product.magnitude, product.away(got.dtype))
         tail = torch.zeros_like(got)
@@ -112,16 +118,16 @@ def check_product(draw: Draw, product: Product, groups: Groups) -> None:
         out = draw.buffer(
             *product.shape, dtype=draw.random.choice([d for d in product.out_dtypes if d in draw.dtypes])
         )
-        more, held = held_by(draw, out, groups)
-        around, version, tail = beside(out), out._version, out.clone()
-        product.into(out, **more)
+        more, initial = initial_values(draw, out, groups)
+        around, version, tail = memory_around(out), out._version, out.clone()
+        product.call_out(out, **more)
         assert out._version == version
-        assert_bits(beside(out), around, "beside the buffer")
+        assert_bits(memory_around(out), around, "the memory around the buffer")
         added = more.get("accumulate", True) and len(product.shape) == 3
         rounded_after = added and out.dtype != torch.float32
         in_units = is_whole(out) and not rounded_after
         away = product.away(out.dtype) if in_units else 0.0
-        compare(draw, out, product, product.exact + held, product.magnitude + held.abs(), away)
+        compare(draw, out, product, product.exact + initial, product.magnitude + initial.abs(), away)
         got, tail = out, tail if "beta" in more else torch.zeros_like(tail)
     if got.dim() == 2:
         assert_bits(got[groups.end :], tail[groups.end :], "tail")
@@ -148,7 +154,7 @@ def rows_product(
     dtype: torch.dtype,
     units: Callable[[torch.dtype], bool],
 ) -> Product:
-    """A product of each row with its group's matrix; ``values`` are those of the operands."""
+    """Returns the product of each row with its group's matrix; ``values`` are the dequantized operands."""
     a, b = values
     extra = [options[name] for name in ("bias", "bias_scale")]
     alpha, transpose_b = options["alpha"], options["transpose_b"]
@@ -172,7 +178,7 @@ def wgrad_product(
     dtype: torch.dtype,
     units: Callable[[torch.dtype], bool],
 ) -> Product:
-    """A product of the columns of each group's rows."""
+    """Returns the product of each group's rows, transposed, with the rows of the other operand."""
     grad, input = values
     alpha = options["alpha"]
     exact = wgrad_fp64(grad, input, groups.host, alpha)
@@ -220,8 +226,8 @@ def grouped_gemm_of_formats(draw: Draw) -> tuple[Product, Groups]:
     formats = draw.random.choice(PAIRS)
     groups, n, k = draw.groups(*formats), draw.width(*formats), draw.width(*formats)
     transpose_b = draw.maybe(0.7)
-    a = codes_of(draw.matrix(groups, k, torch.float32), formats[0], groups)
-    b = codes_of(draw.tensor(groups.count, *((n, k) if transpose_b else (k, n))), formats[1])
+    a = quantize_operand(draw.matrix(groups, k, torch.float32), formats[0], groups)
+    b = quantize_operand(draw.tensor(groups.count, *((n, k) if transpose_b else (k, n))), formats[1])
     options: dict[str, Any] = {**with_bias(draw, groups, n), "transpose_b": transpose_b}
     options |= quantized_arguments(a[:3], b[:3], *formats) | {"group_sizes": groups.device}
 
@@ -237,7 +243,7 @@ def grouped_gemm_wgrad_of_formats(draw: Draw) -> tuple[Product, Groups]:
     keys = [replace(Format.parse(key), square_blocks=False).key for key in draw.random.choice(PAIRS)]
     groups, n, k = draw.groups(*keys), draw.width(*keys), draw.width(*keys)
     grad, input = (
-        codes_of(draw.matrix(groups, width, torch.float32), key, groups, columns=True)
+        quantize_operand(draw.matrix(groups, width, torch.float32), key, groups, columns=True)
         for width, key in zip((n, k), keys, strict=True)
     )
     options: dict[str, Any] = {"alpha": draw.factors(groups.count), "group_sizes": groups.device}
@@ -252,7 +258,7 @@ def grouped_gemm_wgrad_of_formats(draw: Draw) -> tuple[Product, Groups]:
 
 
 def check_linear(draw: Draw) -> None:
-    """grouped_linear and its gradients."""
+    """Checks grouped_linear and its gradients."""
     formats = draw.random.choice([NONE, *map(keys, RECIPES.values()), *[keys(RECIPES["block"])] * 6])
     input_key, weight_key, grad_key = formats
     groups, n, k = draw.groups(*formats), draw.width(*formats), draw.width(*formats)
@@ -282,7 +288,7 @@ def check_linear(draw: Draw) -> None:
             values = (values_of(grad, grad_key, groups), values_of(w, weight_key, columns=True))
             extra = {**options, "transpose_b": False}
             return rows_product(name, (), extra, values, groups, dtype, units(k, n, grad_key, weight_key))
-        # In fp8_row the weight gradient is that of the values before quantization.
+        # In fp8_row the weight gradient uses the values before quantization.
         of_grad, of_input = ("none" if key.startswith("fp8_row") else key for key in (grad_key, input_key))
         values = (values_of(grad, of_grad, groups, True), values_of(x, of_input, groups, True))
         return wgrad_product(name, (), options, values, groups, dtype, units(k, None, grad_key, input_key))
@@ -343,24 +349,24 @@ def check_all(kind: str, part: str, count: int, device: torch.device) -> None:
             raise AssertionError(f"case {seed!r} of {kind}: {error}") from error
 
 
-def spoiled(op: Callable[..., Any], spoil: Callable[[Tensor], None]) -> Callable[..., Any]:
+def with_wrong_element(op: Callable[..., Any], change: Callable[[Tensor], None]) -> Callable[..., Any]:
     def call(*arguments: Any, **options: Any) -> Any:
         result = op(*arguments, **options)
         if result is not None:
             result = result.clone()
-        spoil(options["out"] if result is None else result)
+        change(options["out"] if result is None else result)
         return result
 
     return call
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_wrong_element_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the checks here are worth: each case fails whose result is not as it came."""
+def test_checks_detect_one_wrong_element(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes one element of each result and asserts that the checks of this file fail."""
     changed: list[bool] = []
 
     @torch.no_grad()
-    def spoil(result: Tensor) -> None:
+    def change(result: Tensor) -> None:
         largest = result.float().nan_to_num(0.0).abs().amax() if result.numel() else torch.zeros(())
         changed.append(bool(largest > 0))
         if changed[-1]:
@@ -369,18 +375,18 @@ def test_one_wrong_element_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch
     op = kind.removesuffix("_of_formats")
     for name in (op, op + "_out"):
         if hasattr(ops, name):
-            monkeypatch.setattr(ops, name, spoiled(getattr(ops, name), spoil))
+            monkeypatch.setattr(ops, name, with_wrong_element(getattr(ops, name), change))
     for case in range(FEW):
-        noticed = False
+        detected = False
         try:
             check(kind, f"spoiled, {case}", torch.device("cpu"))
         except AssertionError:
-            noticed = True
-        assert noticed == changed.pop(), case
+            detected = True
+        assert detected == changed.pop(), case
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_few(kind: str, device: torch.device) -> None:
+def test_few_products(kind: str, device: torch.device) -> None:
     check_all(kind, "few", FEW, device)
 
 
@@ -388,5 +394,5 @@ def test_a_few(kind: str, device: torch.device) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("kind", KINDS)
-def test_ten_thousand(kind: str, part: int, device: torch.device) -> None:
+def test_ten_thousand_products(kind: str, part: int, device: torch.device) -> None:
     check_all(kind, str(part), CASES, device)

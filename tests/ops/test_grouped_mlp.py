@@ -1,4 +1,5 @@
-"""grouped_mlp: the bits of its steps in every format, gradients against float64, compile, CUDA graphs."""
+"""grouped_mlp: the bits of its steps in every format, gradients compared with float64, compilation, and CUDA
+graphs."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from transformer_plugin.testing.quantize_cases import rows_for
 
 Formats = tuple[str, str, str]
 FORMATS: dict[str, Formats] = {"none": NONE, **{name: keys(recipe) for name, recipe in RECIPES.items()}}
-FORMATS["nv-random"] = keys(NVFP4BlockScaling())  # every draw of a seed in its turn
+FORMATS["nv-random"] = keys(NVFP4BlockScaling())  # rounds stochastically: the calls draw their seeds in order
 ONE_OF_A_FAMILY = {name: FORMATS[name] for name in ("none", "bf16", "current", "row", "block", "mx", "nv")}
 NAMES = ("input", "fc1_weight", "fc2_weight", "probs", "fc1_bias", "fc2_bias")
 _op = torch.ops.transformer_plugin.grouped_mlp.default
@@ -45,19 +46,19 @@ def steps(
     fc2_bias: Tensor | None,
     *formats: str,
 ) -> Tensor:
-    """What the op stands for."""
+    """Returns what grouped_mlp is defined to compute, step by step."""
     linear = ops.grouped_linear(input, fc1_weight, group_sizes, fc1_bias, None, *formats)
     scale = None if fc2_bias is None else probs
     return ops.grouped_linear(ops.swiglu(linear, probs), fc2_weight, group_sizes, fc2_bias, scale, *formats)
 
 
 def leaves_of(arguments: tuple[Any, ...], wanted: tuple[str, ...] = NAMES) -> dict[str, Tensor]:
-    """Fresh leaves of the arguments that have a gradient, those wanted with one."""
+    """Returns new leaves for the arguments that have a gradient; only those in `wanted` require one."""
     input, fc1, fc2, _, probs, first, second = arguments
-    given = dict(zip(NAMES, (input, fc1, fc2, probs, first, second), strict=True))
+    differentiable = dict(zip(NAMES, (input, fc1, fc2, probs, first, second), strict=True))
     return {
         name: tensor.detach().clone().requires_grad_(name in wanted)
-        for name, tensor in given.items()
+        for name, tensor in differentiable.items()
         if tensor is not None
     }
 
@@ -65,7 +66,7 @@ def leaves_of(arguments: tuple[Any, ...], wanted: tuple[str, ...] = NAMES) -> di
 def run(
     function: Any, arguments: tuple[Any, ...], formats: Formats, wanted: tuple[str, ...] = NAMES
 ) -> dict[str, Tensor]:
-    """Output and wanted gradients, the gradient of the output drawn, with NaN past the groups."""
+    """Returns the output and the requested gradients. The output gradient is random, and NaN past the groups."""
     leaves = leaves_of(arguments, wanted)
     sizes = arguments[3]
     torch.manual_seed(5)
@@ -98,7 +99,7 @@ CASES = [(name, case) for name, formats in FORMATS.items() for case in grouped_m
 
 
 @pytest.mark.parametrize(("name", "case"), CASES, ids=[f"{name}-{case.name}" for name, case in CASES])
-def test_the_bits_of_the_steps(name: str, case: Case, device: torch.device) -> None:
+def test_output_and_gradients_have_the_bits_of_the_steps(name: str, case: Case, device: torch.device) -> None:
     arguments, formats = case.arguments(device), FORMATS[name]
     got, expected = run(ops.grouped_mlp, arguments, formats), run(steps, arguments, formats)
     assert_all_same(got, expected)
@@ -119,8 +120,9 @@ def one_case(
 
 @by_formats
 @pytest.mark.parametrize("biases", [(False, False), (True, True)], ids=["plain", "biases"])
-def test_any_choice_of_gradients(formats: Formats, biases: tuple[bool, bool], device: torch.device) -> None:
-    """Of one leaf, of two and of all; and what is asked for where all have one."""
+def test_any_subset_of_gradients(formats: Formats, biases: tuple[bool, bool], device: torch.device) -> None:
+    """Leaves that require gradients: each one, each two, and all; and single gradients of a call where all leaves
+    require one."""
     arguments = one_case(formats, device, biases)
     names = tuple(leaves_of(arguments))
     expected = run(steps, arguments, formats)
@@ -136,13 +138,13 @@ def test_any_choice_of_gradients(formats: Formats, biases: tuple[bool, bool], de
     grad = normals(tuple(output.shape), output.dtype, device, generator)
     poison_tail(grad, tuple(sizes.tolist()))
     for name in names:
-        for _ in range(2):  # what is kept serves again
+        for _ in range(2):  # saved tensors can be used twice
             (gradient,) = torch.autograd.grad(output, leaves[name], grad, retain_graph=True)
             assert_same_bits(gradient, expected[name], name)
 
 
 def mlp_fp64(leaves: dict[str, Tensor], sizes: tuple[int, ...]) -> Tensor:
-    """Written out for each group."""
+    """Computes each group separately in float64."""
     parts = []
     for g, rows in groups(sizes):
         hidden = leaves["input"][rows] @ leaves["fc1_weight"][g].T + leaves["fc1_bias"][g]
@@ -154,8 +156,8 @@ def mlp_fp64(leaves: dict[str, Tensor], sizes: tuple[int, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("features", [128, 96], ids=["tiles", "part-of-a-tile"])
-def test_against_float64(name: str, features: int, device: torch.device) -> None:
+@pytest.mark.parametrize("features", [128, 96], ids=["tiles", "partial-tile"])
+def test_results_agree_with_float64(name: str, features: int, device: torch.device) -> None:
     formats = FORMATS[name]
     shape = MlpShape("", (70, 0, 130, 5), 230, 96, features).fitted(formats)
     generator = torch.Generator().manual_seed(3)
@@ -169,7 +171,8 @@ def test_against_float64(name: str, features: int, device: torch.device) -> None
     output = mlp_fp64(leaves, shape.sizes)
     drawn = normals((shape.rows, shape.hidden), torch.float32, device, torch.Generator().manual_seed(7))
     gradients = torch.autograd.grad(output, list(leaves.values()), drawn[:total].double())
-    # Two products deep, with SwiGLU's product of two erring factors between: at most four errors of one.
+    # Two products in sequence, and in between SwiGLU multiplies two inexact factors: at most four times the
+    # error of one product.
     one = 1e-6 if name == "none" else max(Format.parse(key).gemm_tolerance for key in formats)
     for key, expected in zip(("output", *leaves), (output.detach(), *gradients), strict=True):
         result = got[key][:total] if key in ("output", "input", "probs") else got[key]
@@ -179,7 +182,7 @@ def test_against_float64(name: str, features: int, device: torch.device) -> None
             assert error > one / 20, f"{key}: {error:.3g}, too exact for the format"
 
 
-def test_reference_is_the_meaning(device: torch.device) -> None:
+def test_reference_agrees_with_the_op(device: torch.device) -> None:
     shape = MlpShape("", (7, 0, 20), 30, 24, 40)
     for biases in ((False, False), (True, True)):
         arguments = mlp_arguments(shape, torch.float32, biases, device, torch.Generator().manual_seed(2))
@@ -190,7 +193,7 @@ def test_reference_is_the_meaning(device: torch.device) -> None:
             torch.testing.assert_close(got[name][:end], tensor[:end], rtol=1e-5, atol=1e-5)
 
 
-def test_inputs_of_any_strides(device: torch.device) -> None:
+def test_strided_inputs_give_the_same_bits(device: torch.device) -> None:
     arguments = list(one_case(NONE, device))
     expected = run(ops.grouped_mlp, tuple(arguments), ONE_OF_A_FAMILY["block"])
     for i in (0, 1, 2, 4, 5, 6):
@@ -229,8 +232,8 @@ def test_opcheck(formats: Formats, requires_grad: bool, device: torch.device) ->
 
 @by_formats
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
-def test_compiled_whole(formats: Formats, dynamic: bool | None, device: torch.device) -> None:
-    """For other group sizes one graph; for other numbers of rows at most one more. The bits of eager."""
+def test_compiles_without_graph_breaks(formats: Formats, dynamic: bool | None, device: torch.device) -> None:
+    """Other group sizes need no new graph, and other numbers of rows at most one. The bits are those of eager mode."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(ops.grouped_mlp, fullgraph=True, backend=counter, dynamic=dynamic)
@@ -245,8 +248,8 @@ def test_compiled_whole(formats: Formats, dynamic: bool | None, device: torch.de
 
 
 @pytest.mark.parametrize("name", ["none", "block"])
-def test_compiled_with_its_backward(name: str, device: torch.device) -> None:
-    """Forward and backward in one compiled function, the backward traced by compiled autograd."""
+def test_compiles_with_its_backward(name: str, device: torch.device) -> None:
+    """Forward and backward are in one compiled function; compiled autograd traces the backward."""
     torch._dynamo.reset()
     arguments, formats = one_case(FORMATS[name], device), FORMATS[name]
     leaves = leaves_of(arguments)
@@ -283,14 +286,17 @@ def capture(step: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
 @pytest.mark.gpu
 @by_formats
 @pytest.mark.parametrize("biases", [(False, False), (True, True)], ids=["plain", "biases"])
-def test_graph_follows_new_sizes_and_data(formats: Formats, biases: tuple[bool, bool]) -> None:
+def test_graph_replays_with_new_sizes_and_data(formats: Formats, biases: tuple[bool, bool]) -> None:
     generator, device = torch.Generator().manual_seed(0), torch.device("cuda")
     shape = MlpShape("", (96, 48, 160), 352, 128, 256)
-    held = mlp_arguments(shape, torch.bfloat16, biases, device, generator)
+    static_inputs = mlp_arguments(shape, torch.bfloat16, biases, device, generator)
     grad = normals((352, 128), torch.bfloat16, device, generator)
 
     def step() -> tuple[Tensor, ...]:
-        leaves = [t.detach().requires_grad_() if t is not None and t is not held[3] else t for t in held]
+        leaves = [
+            t.detach().requires_grad_() if t is not None and t is not static_inputs[3] else t
+            for t in static_inputs
+        ]
         output = ops.grouped_mlp(*leaves, *formats)
         wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         return (output.detach(), *torch.autograd.grad(output, wanted, grad))
@@ -299,7 +305,7 @@ def test_graph_follows_new_sizes_and_data(formats: Formats, biases: tuple[bool, 
     for new in ((0, 300, 0), (1, 0, 129), (0, 0, 0), (100, 100, 100)):
         new = tuple(rows_for(size, *formats) for size in new)
         drawn = mlp_arguments(MlpShape("", new, 352, 128, 256), torch.bfloat16, biases, device, generator)
-        for target, value in zip(held, drawn, strict=True):
+        for target, value in zip(static_inputs, drawn, strict=True):
             if target is not None:
                 target.copy_(value)
         grad.copy_(poison_tail(normals((352, 128), torch.bfloat16, device, generator), new))
@@ -311,7 +317,7 @@ def test_graph_follows_new_sizes_and_data(formats: Formats, biases: tuple[bool, 
 
 @pytest.mark.gpu
 @by_formats
-def test_nothing_waits_for_the_gpu(formats: Formats) -> None:
+def test_calls_do_not_synchronize(formats: Formats) -> None:
     arguments = one_case(formats, torch.device("cuda"))
     leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in arguments]
     grad = torch.ones_like(leaves[0])

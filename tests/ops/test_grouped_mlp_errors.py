@@ -1,4 +1,4 @@
-"""grouped_mlp refuses what does not fit, in four parts and on every path, before it computes anything."""
+"""grouped_mlp refuses bad arguments on every path before it computes anything; each error has four parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.test_grouped_mlp_memory import Calls
+from tests.ops.test_grouped_mlp_memory import RecordedCalls
 from tests.ops.test_linear_ops import RECIPES, keys
 from transformer_plugin import ops
 
@@ -16,7 +16,7 @@ BLOCK, MX, NV = (keys(RECIPES[name]) for name in ("block", "mx", "nv"))
 
 
 def arguments(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Valid ones, of ones: T 8, H 32, F 64, G 2."""
+    """Returns valid arguments filled with ones: T 8, H 32, F 64, G 2."""
     shapes = {
         "input": (8, 32),
         "fc1_weight": (2, 128, 32),
@@ -154,23 +154,24 @@ CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_errors_have_four_parts(
     changed: dict[str, Any], error: type[Exception], text: str, path: str
 ) -> None:
-    given = arguments() | changed
+    all_arguments = arguments() | changed
     if path == "gradient":
-        given["fc2_weight"] = given["fc2_weight"].clone().requires_grad_()
+        all_arguments["fc2_weight"] = all_arguments["fc2_weight"].clone().requires_grad_()
     if path == "meta":
         if "like input" in text and "cpu" in text:
             pytest.skip("all tensors are on the meta device here")
-        given = {
-            name: value.to("meta") if isinstance(value, Tensor) else value for name, value in given.items()
+        all_arguments = {
+            name: value.to("meta") if isinstance(value, Tensor) else value
+            for name, value in all_arguments.items()
         }
         text = text.replace("on cpu", "on meta")
-    with Calls() as calls, pytest.raises(error) as caught:
-        ops.grouped_mlp(**given)
+    with RecordedCalls() as calls, pytest.raises(error) as caught:
+        ops.grouped_mlp(**all_arguments)
     assert calls.names in ([], ["grouped_mlp"]), "nothing was computed"
     assert str(caught.value) == f"transformer_plugin::grouped_mlp: {text}"
 
 
-def test_the_valid_ones_are_taken() -> None:
+def test_valid_arguments_are_accepted() -> None:
     assert ops.grouped_mlp(**arguments()).shape == (8, 32)
     assert ops.grouped_mlp(**arguments("meta")).shape == (8, 32)
 
@@ -178,16 +179,16 @@ def test_the_valid_ones_are_taken() -> None:
 @pytest.mark.parametrize("sizes", [[3, 6], [-1, 4]])
 @pytest.mark.parametrize("keys", [("none",) * 3, BLOCK, MX])
 def test_sizes_are_checked_on_a_cpu(sizes: list[int], keys: tuple[str, str, str]) -> None:
-    """By the first op that takes them, in its own name."""
-    given = arguments() | {"group_sizes": torch.tensor(sizes)} | formats(keys)
+    """The first op that reads the sizes checks them, and the error names that op."""
+    all_arguments = arguments() | {"group_sizes": torch.tensor(sizes)} | formats(keys)
     with pytest.raises(ValueError, match="argument 'group_sizes': expected sizes"):
-        ops.grouped_mlp(**given)
+        ops.grouped_mlp(**all_arguments)
 
 
-def test_rows_of_nvfp4() -> None:
-    """A backward wants whole blocks of rows, a forward does not."""
-    given = arguments() | formats(NV)
-    assert ops.grouped_mlp(**given).isfinite().all()
-    given["fc1_weight"] = given["fc1_weight"].requires_grad_()
+def test_nvfp4_backward_requires_whole_blocks_of_rows() -> None:
+    """A backward requires whole blocks of rows, and a forward does not."""
+    all_arguments = arguments() | formats(NV)
+    assert ops.grouped_mlp(**all_arguments).isfinite().all()
+    all_arguments["fc1_weight"] = all_arguments["fc1_weight"].requires_grad_()
     with pytest.raises(ValueError, match="multiple of 16, the block of nvfp4 in transposed data"):
-        ops.grouped_mlp(**given)
+        ops.grouped_mlp(**all_arguments)

@@ -1,4 +1,4 @@
-"""grouped_mlp: which ops run, what is kept for the backward, and when it is freed."""
+"""grouped_mlp: which ops run, which tensors are saved for the backward, and when they are freed."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from transformer_plugin.testing.grouped_mlp_cases import MlpShape, mlp_arguments
 from transformer_plugin.testing.numerics import assert_same_bits
 
 
-class Calls(TorchDispatchMode):
-    """Names of this library's ops that run."""
+class RecordedCalls(TorchDispatchMode):
+    """Records the names of this library's ops that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,22 +49,25 @@ class Calls(TorchDispatchMode):
 
 def calls_of(formats: Formats, biases: tuple[bool, bool], wanted: tuple[str, ...] = NAMES) -> list[str]:
     arguments = one_case(formats, torch.device("cpu"), biases)
-    with Calls() as calls:
+    with RecordedCalls() as calls:
         run(ops.grouped_mlp, arguments, formats, wanted)
     return calls.names
 
 
 @pytest.mark.parametrize("name", ["block", "mx"])
-def test_the_activation_is_rounded_where_it_is_computed(name: str) -> None:
-    """A rounding for each operand of the six products, none of them of a matrix that another op wrote for it."""
+def test_activations_are_quantized_by_the_op_that_computes_them(name: str) -> None:
+    """Each operand of the six products is quantized once. The activations are quantized by the op that computes
+    them, without an unquantized copy in memory."""
     formats = FORMATS[name]
-    weight = "quantize both" if name == "mx" else "quantize"  # square blocks on a CPU are the same both ways
+    weight = "quantize both" if name == "mx" else "quantize"  # on a CPU square blocks serve both directions
     product, gradient = "grouped_gemm", "grouped_gemm_wgrad"
     assert calls_of(formats, (False, False)) == [
         *("grouped quantize both", weight, product, "swiglu_quantize both", weight, product),
         *("grouped quantize both", product, "swiglu_backward_quantize", gradient, product, gradient),
     ]
-    assert calls_of(formats, (True, False))[-5:] == [  # a bias wants the sums of what is not rounded
+    assert calls_of(formats, (True, False))[
+        -5:
+    ] == [  # the gradient of a bias sums values before quantization
         *("swiglu_backward", "bias_backward_quantize both", gradient, product, gradient),
     ]
     assert calls_of(formats, (False, False), ("fc2_weight",)) == [
@@ -76,12 +79,13 @@ def test_the_activation_is_rounded_where_it_is_computed(name: str) -> None:
     ]
 
 
-def test_gradients_of_weights_come_when_they_take_least_memory() -> None:
-    """Early where they take less than what is freed after them: where groups have many rows."""
+def test_weight_gradients_are_computed_when_they_take_least_memory() -> None:
+    """Where groups have many rows, a weight gradient is computed early, because it takes less memory than the
+    tensors that are freed after it."""
     shape = MlpShape("", (1400, 600), 2048, 128, 256)
     generator = torch.Generator().manual_seed(1)
     arguments = mlp_arguments(shape, torch.bfloat16, (False, False), torch.device("cpu"), generator)
-    with Calls() as calls:
+    with RecordedCalls() as calls:
         run(ops.grouped_mlp, arguments, FORMATS["block"])
     product, gradient = "grouped_gemm", "grouped_gemm_wgrad"
     assert calls.names[-6:] == [
@@ -89,8 +93,9 @@ def test_gradients_of_weights_come_when_they_take_least_memory() -> None:
     ]
 
 
-def test_only_what_a_gradient_needs_is_kept() -> None:
-    """No activation in 16 bits, no rows of what is also there along columns, nothing for a weight that is frozen."""
+def test_only_tensors_that_gradients_need_are_saved() -> None:
+    """No 16-bit activation is saved, no row-wise data where column-wise data is enough, and nothing for a frozen
+    weight."""
     shape = MlpShape("", (1400, 600), 2048, 128, 256)
     t, h, f, g = shape.rows, shape.hidden, shape.features, 2
     arguments = mlp_arguments(
@@ -104,16 +109,17 @@ def test_only_what_a_gradient_needs_is_kept() -> None:
 
     for name, width in (("block", 1), ("mx", 1), ("none", 2)):
         assert saved(ops.grouped_mlp, name) == saved(steps, name)
-        codes = width * (weights + t * (h + f)) + linear
-        assert codes < saved(ops.grouped_mlp, name) < 1.05 * codes  # and scales, sizes, probabilities
-        codes = width * weights + linear
-        assert codes < saved(ops.grouped_mlp, name, ("input",)) < 1.05 * codes
+        data_bytes = width * (weights + t * (h + f)) + linear
+        # The rest is scales, sizes and probabilities.
+        assert data_bytes < saved(ops.grouped_mlp, name) < 1.05 * data_bytes
+        data_bytes = width * weights + linear
+        assert data_bytes < saved(ops.grouped_mlp, name, ("input",)) < 1.05 * data_bytes
         assert saved(ops.grouped_mlp, name, ()) == 0
         assert saved(ops.grouped_mlp, name, ("fc2_weight",)) < 1.05 * width * t * f + 5 * t
 
 
-class Freed(Calls):
-    """For each op that runs: whether what the forward kept for the backward is still there."""
+class FreedTensors(RecordedCalls):
+    """Records, for each op that runs, which of the tensors saved for the backward still exist."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,11 +142,11 @@ class Freed(Calls):
 
 
 @pytest.mark.parametrize("retain", [False, True], ids=["once", "retained"])
-def test_what_is_kept_is_freed_when_it_is_used(retain: bool) -> None:
-    """Not when the node has run: then the gradients of the weights are beside all of it."""
+def test_saved_tensors_are_freed_after_their_last_use(retain: bool) -> None:
+    """Tensors are freed while the backward node runs, so that they do not coexist with all weight gradients."""
     arguments = one_case(FORMATS["block"], torch.device("cpu"), (False, False))
     x, fc1, fc2, probs = leaves_of(arguments).values()
-    with Freed() as freed:
+    with FreedTensors() as freed:
         output = ops.grouped_mlp(x, fc1, fc2, arguments[3], probs, None, None, *FORMATS["block"])
         leaves = (x, fc1, fc2, probs)
         first = torch.autograd.grad(output, leaves, torch.ones_like(output), retain_graph=retain)
@@ -150,14 +156,15 @@ def test_what_is_kept_is_freed_when_it_is_used(retain: bool) -> None:
         "swiglu_quantize both 1",
         "quantize 2",
     ]
-    there = {name: held for name, held in freed.there if name in freed.names[-5:]}  # of the last of each name
+    # the last call of each name
+    there = {name: saved for name, saved in freed.there if name in freed.names[-5:]}
     first_weight, linear, activation, second_weight = freed.kept
     assert there["swiglu_backward_quantize"] >= {linear, activation, first_weight}
     assert first_weight in there["grouped_gemm"]
-    for gone in (linear, activation, second_weight):
-        assert (gone in there["grouped_gemm"]) == retain
-    for gone in freed.kept:  # beside the gradient of the first weight nothing of it is
-        assert (gone in there["grouped_gemm_wgrad"]) == retain
+    for name in (linear, activation, second_weight):
+        assert (name in there["grouped_gemm"]) == retain
+    for name in freed.kept:  # when the gradient of the first weight is computed, none of them is left
+        assert (name in there["grouped_gemm_wgrad"]) == retain
     if retain:
         again = torch.autograd.grad(output, leaves, torch.ones_like(output))
         for a, b in zip(again, first, strict=True):
@@ -167,22 +174,22 @@ def test_what_is_kept_is_freed_when_it_is_used(retain: bool) -> None:
 
 
 @by_formats
-def test_what_hooks_have_seen_is_left_as_it_is(formats: Formats) -> None:
-    held: list[Tensor] = []
+def test_tensors_in_saved_tensor_hooks_are_not_freed(formats: Formats) -> None:
+    saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        held.append(tensor)
+        saved.append(tensor)
         return tensor
 
     expected = run(ops.grouped_mlp, one_case(formats, torch.device("cpu")), formats)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         got = run(ops.grouped_mlp, one_case(formats, torch.device("cpu")), formats)
     assert_all_same(got, expected)
-    assert len(held) > 5 and all(tensor.numel() for tensor in held)
+    assert len(saved) > 5 and all(tensor.numel() for tensor in saved)
 
 
-def test_a_changed_operand_is_noticed() -> None:
-    """As by torch's own products: what is kept as it is must be the same in the backward."""
+def test_changed_operand_raises_in_the_backward() -> None:
+    """As in torch's own products, a saved tensor must not change before the backward."""
     for name, formats in (("none", NONE), ("bf16", FORMATS["bf16"])):
         for changed in ("input", "fc1_weight", "fc2_weight", "probs"):
             leaves = leaves_of(one_case(formats, torch.device("cpu"), (False, False)))
@@ -198,8 +205,8 @@ def test_a_changed_operand_is_noticed() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["none", "block", "mx"])
-def test_one_op_holds_no_more_than_its_steps(name: str) -> None:
-    """Forward without and with gradients, and the backward from what both keep alike."""
+def test_peak_memory_is_at_most_that_of_the_steps(name: str) -> None:
+    """Compares the forward without and with gradients, and the backward."""
     device, formats = torch.device("cuda"), FORMATS[name]
     shape = MlpShape("", (2**14, 2**14 - 5), 2**15, 512, 512)
     generator = torch.Generator().manual_seed(0)
@@ -211,8 +218,8 @@ def test_one_op_holds_no_more_than_its_steps(name: str) -> None:
         return function(x, fc1, fc2, arguments[3], probs, None, None, *formats)
 
     def backward(function: Callable[..., Tensor]) -> int:
-        held = -1  # a thread of autograd may be freeing what the backward before held
-        while held != (held := torch.cuda.memory_allocated()):
+        allocated = -1  # autograd's thread may still be freeing tensors of the previous backward
+        while allocated != (allocated := torch.cuda.memory_allocated()):
             time.sleep(0.02)
         output = forward(function)
         torch.cuda.synchronize()
@@ -228,5 +235,5 @@ def test_one_op_holds_no_more_than_its_steps(name: str) -> None:
     one, three = (peak(lambda f=f: forward(f)) for f in (ops.grouped_mlp, steps))
     assert one <= three - (0 if name == "none" else activation // 2)
     for function in (ops.grouped_mlp, steps):
-        backward(function)  # what is made once
+        backward(function)  # allocations that happen once
     assert backward(ops.grouped_mlp) <= 1.02 * backward(steps)

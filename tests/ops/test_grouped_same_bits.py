@@ -1,4 +1,4 @@
-"""A grouped product has the same bits a hundred times, whatever else happens beside it."""
+"""A grouped product has the same bits in a hundred calls, whatever else runs at the same time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CUDA = torch.device("cuda")
 
 
 @by_family
-def test_again(family: str, device: torch.device) -> None:
+def test_repeated_calls_give_the_same_bits(family: str, device: torch.device) -> None:
     for name, product in FAMILIES[family](CAPACITY, device).items():
         times = TIMES if device.type == "cuda" else 3
         first = product()
@@ -25,8 +25,8 @@ def test_again(family: str, device: torch.device) -> None:
 
 
 @by_family
-def test_with_other_tails(family: str, device: torch.device) -> None:
-    """Rows of the buffer past the groups change nothing before them."""
+def test_bits_do_not_depend_on_the_tail(family: str, device: torch.device) -> None:
+    """The number of rows past the groups does not change the rows before them."""
     expected = {name: product() for name, product in FAMILIES[family](CAPACITY, device).items()}
     more = [0, 1, 11, 16, 130, 513, 2000] if device.type == "cuda" else [0, 16, 130]
     for tail in more:
@@ -35,8 +35,9 @@ def test_with_other_tails(family: str, device: torch.device) -> None:
 
 
 @by_family
-def test_with_other_plans(family: str, device: torch.device) -> None:
-    """One cluster takes whole tiles only; with others the last tiles are halves, of all tiles or of a few."""
+def test_bits_do_not_depend_on_launch_options(family: str, device: torch.device) -> None:
+    """One cluster computes whole tiles only; with more clusters, all of the last tiles or a few of them are split
+    into halves."""
     for name, product in FAMILIES[family](CAPACITY, device).items():
         expected = product(max_sms=2)
         for most in (0, 6, 10, 22, 40, 64, 100):
@@ -70,8 +71,8 @@ def in_a_graph(product: Product) -> list[Tensor]:
     return results
 
 
-def beside_copies(product: Product) -> list[Tensor]:
-    """Another stream copies 256 MiB at a time; it is given more than it can do in the meantime."""
+def during_copies(product: Product) -> list[Tensor]:
+    """Another stream copies 256 MiB at a time, and always has more copies queued than it can finish meanwhile."""
     stream, large = torch.cuda.Stream(), torch.ones(2**26, device=CUDA)
     stream.wait_stream(torch.cuda.current_stream())
     results: list[Tensor] = []
@@ -84,8 +85,8 @@ def beside_copies(product: Product) -> list[Tensor]:
     return results
 
 
-def beside_other_products(product: Product) -> list[Tensor]:
-    """Two streams make it at a time."""
+def on_two_streams(product: Product) -> list[Tensor]:
+    """Two streams compute the product at the same time."""
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     results: list[Tensor] = []
     for stream in streams:
@@ -97,14 +98,14 @@ def beside_other_products(product: Product) -> list[Tensor]:
     return results
 
 
-WAYS = (on_another_stream, in_a_graph, beside_copies, beside_other_products)
+CONDITIONS = (on_another_stream, in_a_graph, during_copies, on_two_streams)
 
 
 @pytest.mark.gpu
 @by_family
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_in_other_ways(way: Callable[[Product], list[Tensor]], family: str) -> None:
+@pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: condition.__name__)
+def test_same_bits_under_other_conditions(condition: Callable[[Product], list[Tensor]], family: str) -> None:
     for name, product in FAMILIES[family](CAPACITY, CUDA).items():
         first = product()
         torch.cuda.synchronize()
-        assert_all_same(way(product), first, name)
+        assert_all_same(condition(product), first, name)

@@ -1,4 +1,4 @@
-"""``max_sms`` and ``expected_rows``: every op over groups takes them, and its bits never depend on them."""
+"""``max_sms`` and ``expected_rows``: every op over groups accepts them, and its bits do not depend on them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPTIONS: list[dict[str, int]] = [
 
 
 def operands(device: torch.device, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """a [T, K], b [G, N, K], sizes and grad [T, N]; several tiles in all directions, and a tail."""
+    """Returns a [T, K], b [G, N, K], sizes and grad [T, N], with several tiles in all dimensions, and a tail."""
     generator = torch.Generator().manual_seed(1)
     shapes = ((700, 264), (5, 520, 264), (700, 520))
     a, b, grad = (normals(shape, dtype, device, generator) for shape in shapes)
@@ -38,7 +38,7 @@ def operands(device: torch.device, dtype: torch.dtype = BF16) -> tuple[Tensor, T
 
 
 def quantized_calls(device: torch.device) -> dict[str, Callable[..., Tensor]]:
-    """Each op of quantized operands as a function of the options."""
+    """Returns each op of quantized operands as a function of the options."""
     a, b, sizes, grad = operands(device, FP32)
     keys = ("fp8_block", "fp8_block:square")
     rows, weight = ops.quantize(a, keys[0], sizes), ops.quantize(b, keys[1])
@@ -65,7 +65,7 @@ def quantized_calls(device: torch.device) -> dict[str, Callable[..., Tensor]]:
 
 
 def calls(device: torch.device) -> dict[str, Callable[..., Tensor]]:
-    """Each other op as a function of the options."""
+    """Returns each other op as a function of the options."""
     a, b, sizes, grad = operands(device)
 
     def forward_out(**options: int) -> Tensor:
@@ -87,24 +87,24 @@ def calls(device: torch.device) -> dict[str, Callable[..., Tensor]]:
     }
 
 
-@pytest.mark.parametrize("made_by", [calls, quantized_calls])
-def test_bits_do_not_depend_on_them(made_by: Callable[..., Any], device: torch.device) -> None:
-    for name, call in made_by(device).items():
+@pytest.mark.parametrize("make_calls", [calls, quantized_calls])
+def test_bits_do_not_depend_on_launch_options(make_calls: Callable[..., Any], device: torch.device) -> None:
+    for name, call in make_calls(device).items():
         expected = call()
         for options in OPTIONS:
             assert_same_bits(call(**options), expected, f"{name} {options}")
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
-def test_sums_of_tiny_numbers_do_not_depend_on_them(dtype: torch.dtype, device: torch.device) -> None:
-    """Around the smallest normal number, where the copy engine of a GPU takes subnormal numbers for zero."""
+def test_tiny_sums_do_not_depend_on_launch_options(dtype: torch.dtype, device: torch.device) -> None:
+    """Values around the smallest normal number, where TMA reductions of a GPU flush subnormal numbers to zero."""
     generator, sizes = torch.Generator().manual_seed(3), torch.tensor([200, 0, 1800], device=device)
     grad, input = (normals((2048, width), dtype, device, generator) for width in (136, 520))
     tiny = torch.full((3,), torch.finfo(FP32).tiny / 16, device=device)
-    held = normals((3, 136, 520), FP32, device, generator) * torch.finfo(FP32).tiny
+    initial = normals((3, 136, 520), FP32, device, generator) * torch.finfo(FP32).tiny
     results = []
     for expected_rows in (-1, 0, 2048, 2304):
-        out = held.clone()
+        out = initial.clone()
         ops.grouped_gemm_wgrad_out(grad, input, sizes, out, alpha=tiny, expected_rows=expected_rows)
         results.append(out)
     for out in results[1:]:
@@ -112,25 +112,27 @@ def test_sums_of_tiny_numbers_do_not_depend_on_them(dtype: torch.dtype, device: 
 
 
 @pytest.mark.parametrize("transpose_b", [True, False])
-def test_gradients_take_them_along(transpose_b: bool, device: torch.device) -> None:
+def test_gradients_use_the_launch_options(transpose_b: bool, device: torch.device) -> None:
     a, b, sizes, grad = operands(device)
     if not transpose_b:
         b = b.transpose(1, 2).contiguous()
     leaves = [a.requires_grad_(), b.requires_grad_()]
     seen = []
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class OptionRecorder(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             names = [argument.name for argument in func._schema.arguments]
             if "max_sms" in names:
-                given = dict(zip(names, args, strict=False))
-                seen.append((func._schema.name[20:], given.get("max_sms", 0), given.get("expected_rows", -1)))
+                by_name = dict(zip(names, args, strict=False))
+                seen.append(
+                    (func._schema.name[20:], by_name.get("max_sms", 0), by_name.get("expected_rows", -1))
+                )
             return func(*args, **(kwargs or {}))
 
     results = []
     for options in ({}, {"max_sms": 8}, {"expected_rows": 640}, {"max_sms": 6, "expected_rows": 0}):
         seen.clear()
-        with Watch():
+        with OptionRecorder():
             output = ops.grouped_gemm(*leaves, sizes, transpose_b=transpose_b, **options)
             results.append([output, *torch.autograd.grad(output, leaves, grad)])
         wanted = (options.get("max_sms", 0), options.get("expected_rows", -1))
@@ -179,9 +181,9 @@ def test_opcheck(device: torch.device) -> None:
     opcheck(_ops.grouped_gemm_wgrad_out.default, (), wgrad | options | {"out": [weight]})
 
 
-@pytest.mark.parametrize("made_by", [calls, quantized_calls])
-def test_errors(made_by: Callable[..., Any], device: torch.device) -> None:
-    for name, call in made_by(device).items():
+@pytest.mark.parametrize("make_calls", [calls, quantized_calls])
+def test_errors(make_calls: Callable[..., Any], device: torch.device) -> None:
+    for name, call in make_calls(device).items():
         op = "grouped_gemm" + ("_wgrad" if "wgrad" in name else "")
         op += "_out" if "out" in name else ""
         with pytest.raises(ValueError) as caught:

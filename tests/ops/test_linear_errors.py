@@ -1,4 +1,4 @@
-"""What bad arguments of linear and grouped_linear get: the whole text of each error."""
+"""Errors for bad arguments of linear and grouped_linear: the full text."""
 
 from __future__ import annotations
 
@@ -113,5 +113,5 @@ def test_errors(
         getattr(ops, op)(*arguments)
     assert str(caught.value) == f"transformer_plugin::{op}: argument {text}"
     meta = [a.detach().to("meta") if isinstance(a, torch.Tensor) else a for a in arguments]
-    with pytest.raises(error, match="expected"):  # a compiler hears of it while it traces
+    with pytest.raises(error, match="expected"):  # a compiler meets the error while it traces
         getattr(ops, op)(*meta)

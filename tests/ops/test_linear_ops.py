@@ -1,4 +1,4 @@
-"""linear and grouped_linear: values, gradients, what is saved, compile, CUDA graphs, host reads, errors."""
+"""linear and grouped_linear: values, gradients, saved tensors, compilation, CUDA graphs and synchronization."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ RECIPES = {
     "nv-rows": NVFP4BlockScaling(False, False, row_scaled_activations=True),
     "nv-4over6": NVFP4BlockScaling(False, False, False, four_over_six="mse"),
 }
-#: What no recipe chooses: E5M2 for gradients or weights of mxfp8, scales in tiles.
+#: Combinations that no recipe uses: E5M2 for gradients or weights of mxfp8, and tiled scales.
 OTHERS = {
     "mx-hybrid": ("mxfp8:tiled", "mxfp8:square", "mxfp8:e5m2,tiled"),
     "mx-e5m2": ("mxfp8", "mxfp8:e5m2,tiled", "mxfp8:e5m2"),
@@ -70,8 +70,8 @@ SIZES = (70, 0, 130, 5)
 ROWS = 230
 
 
-def along_rows(x: Tensor, key: str) -> Tensor:
-    """The values that a matrix, or a stack of them, has in a format; float64."""
+def rowwise_values(x: Tensor, key: str) -> Tensor:
+    """Returns the values of a matrix or a stack after row-wise quantization to a format, in float64."""
     if key in ("none", "bf16"):
         return (x.bfloat16() if key == "bf16" else x).double()
     more = extras(x, key)
@@ -79,10 +79,10 @@ def along_rows(x: Tensor, key: str) -> Tensor:
     return reference.dequantize(*quantized, key, torch.float32, **amax_of(more)).double()
 
 
-def along_columns(x: Tensor, key: str) -> Tensor:
-    """Likewise, quantized along its columns; rotated where the format says so."""
+def columnwise_values(x: Tensor, key: str) -> Tensor:
+    """Returns the values after column-wise quantization; they are rotated if the format has the Hadamard transform."""
     if key in ("none", "bf16"):
-        return along_rows(x, key)
+        return rowwise_values(x, key)
     more = extras(x, key)
     quantized = reference.quantize(x, key, **columns_of(more), rowwise=False, columnwise=True)
     back = reference.dequantize(
@@ -91,9 +91,9 @@ def along_columns(x: Tensor, key: str) -> Tensor:
     return back.double()
 
 
-def reduced(x: Tensor, key: str) -> Tensor:
-    """The values that a weight gradient reads: of ``fp8_row`` those before quantization."""
-    return x.double() if key.startswith("fp8_row") else along_columns(x, key)
+def wgrad_values(x: Tensor, key: str) -> Tensor:
+    """Returns the values that a weight gradient reads: for ``fp8_row``, those before quantization."""
+    return x.double() if key.startswith("fp8_row") else columnwise_values(x, key)
 
 
 def groups(sizes: tuple[int, ...]) -> list[tuple[int, slice]]:
@@ -102,20 +102,20 @@ def groups(sizes: tuple[int, ...]) -> list[tuple[int, slice]]:
 
 
 class Step(NamedTuple):
-    """Of one linear from the values of its rounded operands, in float64."""
+    """The results of one linear, computed in float64 from the values of its quantized operands."""
 
     exact: tuple[Tensor, ...]  # output, and gradients of input, weight and bias
-    magnitude: tuple[Tensor, ...]  # of absolute values
-    more: tuple[Tensor | float, ...]  # that sums may be away
+    magnitude: tuple[Tensor, ...]  # the same with absolute values
+    more: tuple[Tensor | float, ...]  # errors of FP8 tensor cores
 
 
 def step_fp64(x: Tensor, w: Tensor, bias: Tensor, grad: Tensor, formats: tuple[str, str, str]) -> Step:
     input_key, weight_key, grad_key = formats
     n, k = w.shape
     products = (
-        (along_rows(x, input_key), along_rows(w, weight_key).T),
-        (along_rows(grad, grad_key), along_columns(w, weight_key)),
-        (reduced(grad, grad_key).T, reduced(x, input_key)),
+        (rowwise_values(x, input_key), rowwise_values(w, weight_key).T),
+        (rowwise_values(grad, grad_key), columnwise_values(w, weight_key)),
+        (wgrad_values(grad, grad_key).T, wgrad_values(x, input_key)),
     )
     results = []
     for f in (lambda t: t, torch.abs):
@@ -133,7 +133,7 @@ def step_fp64(x: Tensor, w: Tensor, bias: Tensor, grad: Tensor, formats: tuple[s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @by_any_formats
 @pytest.mark.parametrize("shape", [(9, 16, 24), (140, 33, 200), (257, 130, 136)])
-def test_linear(
+def test_linear_agrees_with_float64(
     shape: tuple[int, int, int], formats: tuple[str, str, str], dtype: torch.dtype, device: torch.device
 ) -> None:
     m, (n, k) = rows_for(shape[0], *formats), (width_for(width, *formats) for width in shape[1:])
@@ -153,7 +153,7 @@ def test_linear(
 
 
 @by_recipe
-def test_the_format_is_near_the_plain_product(recipe: Recipe, device: torch.device) -> None:
+def test_error_of_quantization_is_within_the_tolerance(recipe: Recipe, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     x, w = (normals(s, torch.float32, device, generator) for s in ((256, 512), (384, 512)))
     bound = Format.parse(recipe.input_format).gemm_tolerance
@@ -164,7 +164,7 @@ def test_the_format_is_near_the_plain_product(recipe: Recipe, device: torch.devi
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @by_any_formats
 @pytest.mark.parametrize(("n", "k"), [(24, 40), (130, 264)])
-def test_grouped_linear(
+def test_grouped_linear_agrees_with_float64(
     n: int, k: int, formats: tuple[str, str, str], dtype: torch.dtype, device: torch.device
 ) -> None:
     n, k = width_for(n, *formats), width_for(k, *formats)
@@ -216,19 +216,19 @@ def test_gradcheck() -> None:
 
 
 def saved_bytes(function: Callable[[], Tensor]) -> int:
-    """Of storages that autograd keeps for the backward, each counted once."""
-    kept: dict[int, int] = {}
+    """Returns the bytes of the storages that autograd saves for the backward, each counted once."""
+    saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         function()
-    return sum(kept.values())
+    return sum(saved.values())
 
 
-def test_only_what_a_gradient_needs_is_saved() -> None:
+def test_only_tensors_that_gradients_need_are_saved() -> None:
     x, w = torch.randn(256, 128), torch.randn(384, 128)
     elements = {"input": x.numel(), "weight": w.numel()}
     for formats, width, scales in (
@@ -245,7 +245,7 @@ def test_only_what_a_gradient_needs_is_saved() -> None:
         assert saved_bytes(lambda f=formats: ops.linear(x, w, None, *f)) == 0
 
 
-def test_unwanted_gradients_are_not_computed() -> None:
+def test_only_requested_gradients_are_computed() -> None:
     x, w = torch.randn(8, 16, requires_grad=True), torch.randn(4, 16, requires_grad=True)
     for wanted, products in (((x,), 1), ((w,), 1), ((x, w), 2)):
         output = ops.linear(x, w)
@@ -286,8 +286,8 @@ def test_opcheck(formats: tuple[str, str, str], requires_grad: bool, device: tor
 
 
 @pytest.mark.usefixtures("schema_checks_take_fp8")
-def test_opcheck_of_operands_that_are_rounded_already(device: torch.device) -> None:
-    """Below autograd no op may return what it was given."""
+def test_opcheck_of_operands_that_are_already_bfloat16(device: torch.device) -> None:
+    """Below autograd an op must not return one of its arguments."""
     x, w, stack = (
         torch.randn(s, device=device, dtype=torch.bfloat16, requires_grad=True)
         for s in ((4, 8), (6, 8), (2, 6, 8))
@@ -307,14 +307,14 @@ def training_step(formats: tuple[str, str, str]) -> Callable[..., Tensor]:
 
 
 def step_leaves(formats: tuple[str, str, str], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Input, weight, bias and head of a training step."""
+    """Returns the input, weight, bias and head of a training step."""
     k, n, out = (width_for(width, *formats) for width in (16, 8, 4))
     shapes = ((4 * rows_for(10, *formats), k), (3, n, k), (3, n), (out, n))
     return [torch.randn(s, device=device, dtype=dtype, requires_grad=True) for s in shapes]
 
 
 @pytest.mark.parametrize("formats", OPCHECKED.values(), ids=OPCHECKED.keys())
-def test_compiled_whole_for_any_group_sizes(formats: tuple[str, str, str], device: torch.device) -> None:
+def test_one_graph_serves_any_group_sizes(formats: tuple[str, str, str], device: torch.device) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     step = training_step(formats)
@@ -332,7 +332,7 @@ def test_compiled_whole_for_any_group_sizes(formats: tuple[str, str, str], devic
 @pytest.mark.gpu
 @pytest.mark.parametrize("formats", OPCHECKED.values(), ids=OPCHECKED.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_graph_follows_new_sizes_and_data(formats: tuple[str, str, str], dtype: torch.dtype) -> None:
+def test_graph_replays_with_new_sizes_and_data(formats: tuple[str, str, str], dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     device = torch.device("cuda")
     shapes = ((352, 64), (3, 32, 64), (3, 32), (352, 32))
@@ -373,7 +373,7 @@ def test_graph_follows_new_sizes_and_data(formats: tuple[str, str, str], dtype: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("formats", OPCHECKED.values(), ids=OPCHECKED.keys())
-def test_nothing_waits_for_the_gpu(formats: tuple[str, str, str]) -> None:
+def test_calls_do_not_synchronize(formats: tuple[str, str, str]) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         leaves = step_leaves(formats, dtype, torch.device("cuda"))
         counts = torch.tensor([1, 0, 2], device="cuda") * rows_for(10, *formats)
@@ -389,7 +389,7 @@ def test_nothing_waits_for_the_gpu(formats: tuple[str, str, str]) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_same_bits_every_time(device: torch.device) -> None:
+def test_repeated_calls_give_the_same_bits(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     x = normals((500, 72), torch.bfloat16, device, generator)
     w = normals((3, 40, 72), torch.bfloat16, device, generator)

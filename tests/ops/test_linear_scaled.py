@@ -1,4 +1,4 @@
-"""linear_scaled and grouped_linear_scaled: values, gradients, the amaxes of forward and backward, errors."""
+"""linear_scaled and grouped_linear_scaled: values, gradients, the amaxes of forward and backward, and errors."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ from transformer_plugin.testing.numerics import assert_rounded_sum, assert_same_
 OPS = torch.ops.transformer_plugin
 KEYS = (E4M3, E4M3, E5M2)
 SIZES, ROWS = (70, 0, 130, 5), 230
-# Powers of two and not; the gradient's is far from the others.
+# Powers of two and other numbers; the gradient's scale differs most.
 SCALES = (2.0, 3.7, 900.0)
 
 
-def rounded(x: Tensor, scale: float | Tensor, key: str) -> Tensor:
-    """The float64 values of a tensor in FP8."""
-    given = torch.as_tensor(scale, dtype=torch.float32, device=x.device).reshape(1)
-    return reference.dequantize(*reference.quantize_scaled(x, given, key), key).double()
+def fp8_values(x: Tensor, scale: float | Tensor, key: str) -> Tensor:
+    """Returns the float64 values of a tensor after quantization to FP8."""
+    one = torch.as_tensor(scale, dtype=torch.float32, device=x.device).reshape(1)
+    return reference.dequantize(*reference.quantize_scaled(x, one, key), key).double()
 
 
 Three = tuple[Tensor, Tensor, Tensor]
 
 
 def step_fp64(x: Tensor, w: Tensor, grad: Tensor, scales: Tensor) -> tuple[Three, Three, Three]:
-    """Output without bias and gradients of input and weight, from the operands' values; of absolute values; and what
-    FP8 matrix units may be away."""
-    a, b, g = (rounded(t, s, key) for t, s, key in zip((x, w, grad), scales, KEYS, strict=True))
+    """Returns the output without bias and the gradients of input and weight, computed in float64 from quantized
+    operands; the same from absolute values; and the errors of FP8 tensor cores."""
+    a, b, g = (fp8_values(t, s, key) for t, s, key in zip((x, w, grad), scales, KEYS, strict=True))
     factors = ((a, b.T), (g, b), (g.T, a))
-    exact, magnitude, away = (
+    exact, magnitude, errors = (
         tuple(f(*two) for two in factors) for f in (torch.matmul, lambda p, q: p.abs() @ q.abs(), fp8_sums)
     )
-    return exact, magnitude, away  # type: ignore[return-value]
+    return exact, magnitude, errors  # type: ignore[return-value]
 
 
 def units_of(
     m: int | None, n: int, k: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, float, float]:
-    """1 for each product of a step that FP8 matrix units make, 0 for others; of groups without ``m`` rows."""
+    """Returns 1 for each of the three products that FP8 tensor cores compute, and 0 for the others. Grouped
+    products have no ``m``."""
     input_key, weight_key, grad_key = KEYS
     dense = m is not None
     return (
@@ -60,7 +61,9 @@ def units_of(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(9, 16, 24), (140, 33, 200), (257, 130, 136)])
-def test_linear_scaled(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+def test_linear_scaled_agrees_with_float64(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> None:
     m, n, k = shape
     generator = torch.Generator().manual_seed(0)
     x, w, bias, grad = (normals(s, dtype, device, generator) for s in ((m, k), (n, k), (n,), (m, n)))
@@ -73,12 +76,12 @@ def test_linear_scaled(shape: tuple[int, int, int], dtype: torch.dtype, device: 
     assert amax.tolist() == [tops[0], 100.0, 0.0]
     got = (output.detach(), *torch.autograd.grad(output, leaves, grad))
     assert amax.tolist() == [tops[0], 100.0, tops[2]] and amax._version == 0
-    exact, magnitude, away = step_fp64(x, w, grad, scale)
+    exact, magnitude, errors = step_fp64(x, w, grad, scale)
     units = units_of(m, n, k, dtype, device)
     with_bias = exact[0] + bias.double(), magnitude[0] + bias.double().abs()
-    assert_rounded_sum(got[0], *with_bias, k, "output", units[0] * away[0])
-    assert_rounded_sum(got[1], exact[1], magnitude[1], n, "grad_input", units[1] * away[1])
-    assert_rounded_sum(got[2], exact[2], magnitude[2], m, "grad_weight", units[2] * away[2])
+    assert_rounded_sum(got[0], *with_bias, k, "output", units[0] * errors[0])
+    assert_rounded_sum(got[1], exact[1], magnitude[1], n, "grad_input", units[1] * errors[1])
+    assert_rounded_sum(got[2], exact[2], magnitude[2], m, "grad_weight", units[2] * errors[2])
     assert_rounded_sum(got[3], grad.double().sum(0), grad.double().abs().sum(0), m, "grad_bias")
     meant = reference.linear_scaled(x, w, scale, None, bias, *KEYS)
     assert_rounded_sum(meant, *with_bias, k, "reference")
@@ -89,7 +92,9 @@ def test_linear_scaled(shape: tuple[int, int, int], dtype: torch.dtype, device: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "k"), [(24, 40), (130, 264)])
-def test_grouped_linear_scaled(n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_grouped_linear_scaled_agrees_with_float64(
+    n: int, k: int, dtype: torch.dtype, device: torch.device
+) -> None:
     generator = torch.Generator().manual_seed(0)
     count, total = len(SIZES), sum(SIZES)
     shapes = ((ROWS, k), (count, n, k), (count, n), (ROWS,), (ROWS, n))
@@ -112,12 +117,12 @@ def test_grouped_linear_scaled(n: int, k: int, dtype: torch.dtype, device: torch
     for g, size in enumerate(SIZES):
         rows, of_group = slice(begin, begin + size), scale[g::count]
         begin += size
-        exact, magnitude, away = step_fp64(x[rows], w[g], grad[rows], of_group)
+        exact, magnitude, errors = step_fp64(x[rows], w[g], grad[rows], of_group)
         added = row_scale[rows, None].double() * bias[g].double()
-        for result, more in ((output, units[0] * away[0]), (meant, 0.0)):
+        for result, more in ((output, units[0] * errors[0]), (meant, 0.0)):
             assert_rounded_sum(result[rows], exact[0] + added, magnitude[0] + added.abs(), k, "output", more)
-        assert_rounded_sum(grad_x[rows], exact[1], magnitude[1], n, "grad_input", units[1] * away[1])
-        assert_rounded_sum(grad_w[g], exact[2], magnitude[2], size, "grad_weight", units[2] * away[2])
+        assert_rounded_sum(grad_x[rows], exact[1], magnitude[1], n, "grad_input", units[1] * errors[1])
+        assert_rounded_sum(grad_w[g], exact[2], magnitude[2], size, "grad_weight", units[2] * errors[2])
         weighted = grad[rows].double() * row_scale[rows, None].double()
         assert_rounded_sum(grad_bias[g], weighted.sum(0), weighted.abs().sum(0), size, "grad_bias")
         for role, tensor in enumerate((x[rows], w[g], grad[rows])):
@@ -142,8 +147,8 @@ def test_leading_dimensions(device: torch.device) -> None:
         assert_same_bits(grads[1], wanted[1])
 
 
-def test_only_what_is_wanted(device: torch.device) -> None:
-    """Each leaf alone; a gradient that nobody wants leaves no amax."""
+def test_only_requested_gradients_are_computed(device: torch.device) -> None:
+    """Requests the gradient of each leaf alone. An amax is collected only for a gradient that is quantized."""
     scale = torch.tensor(SCALES, device=device)
     x, w, b = (torch.randn(s, device=device) for s in ((6, 8), (5, 8), (5,)))
     everything = [t.clone().requires_grad_() for t in (x, w, b)]
@@ -180,7 +185,7 @@ def test_two_forwards_before_two_backwards(device: torch.device) -> None:
 
 
 def layer(device: torch.device | str, grouped: bool = False) -> dict[str, Any]:
-    """Arguments of one call."""
+    """Returns the arguments of one call."""
     generator = torch.Generator().manual_seed(1)
     roles = 3 * (2 if grouped else 1)
     arguments = {

@@ -1,4 +1,4 @@
-"""Nodes of the autograd graph have the names of ops, which profiles and ``grad_fn`` show."""
+"""Autograd nodes have the names of ops, as profiles and ``grad_fn`` show them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def exchanged(name: str) -> Tensor:
     return torch.ops.transformer_plugin.combine(of(T, K), slot, source, T)
 
 
-#: the op that records the node, and a call of it or of one that is made of it.
+#: For each node: the op that records it, and a call that has the node in its graph.
 CALLS: list[tuple[str, Callable[[], Tensor]]] = [
     ("swiglu", lambda: ops.swiglu(of(T, K))),
     ("rms_norm", lambda: ops.rms_norm(of(T, K), of(K), 1e-5)),
@@ -73,7 +73,7 @@ CALLS: list[tuple[str, Callable[[], Tensor]]] = [
 ]
 
 
-def test_all_that_record_a_node_are_here() -> None:
+def test_every_op_with_a_node_is_tested() -> None:
     named = set()
     for path in (ROOT / "csrc").rglob("*.cpp"):
         for text in re.findall(r"kName = ([^;]+);", path.read_text()):
@@ -82,7 +82,7 @@ def test_all_that_record_a_node_are_here() -> None:
 
 
 @pytest.mark.parametrize(("name", "call"), CALLS, ids=[f"{name}-{i}" for i, (name, _) in enumerate(CALLS)])
-def test_name(name: str, call: Callable[[], Tensor]) -> None:
+def test_node_has_the_name_of_the_op(name: str, call: Callable[[], Tensor]) -> None:
     output = call()
     assert output.grad_fn.name() == f"transformer_plugin::{name}_backward_node"
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

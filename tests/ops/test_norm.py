@@ -1,4 +1,5 @@
-"""rms_norm, layer_norm and their backwards: float64, a sum in the written order, the reference's bits, both devices."""
+"""rms_norm, layer_norm and their backwards: float64 results, the documented order of sums, and the bits of the
+reference on CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ norms = pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
 
 
 def arguments_of(case: Case, centered: bool, device: str | torch.device = "cpu") -> tuple[Any, ...]:
-    """Of layer_norm when centered, else of rms_norm."""
+    """Returns the arguments of layer_norm if centered, and otherwise of rms_norm."""
     arguments = case.arguments(device)
     return arguments if centered else without_bias(arguments)
 
@@ -33,19 +34,19 @@ def op(centered: bool, name: str, module: Any = ops) -> Any:
 
 
 def assert_same_numbers(got: Tensor, expected: Tensor, name: str = "output") -> None:
-    """The same bits, but for those of NaN."""
+    """Asserts equal bits, except that any NaN equals any NaN."""
     assert_same_bits(got.isnan(), expected.isnan(), f"{name}, NaN")
     assert_same_bits(got.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0), name)
 
 
-def of_numbers(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Without what gives NaN, of which opcheck does not know that two are equal: inf, NaN, and an eps of 0."""
+def without_nan(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Replaces inputs that give NaN (inf, NaN, and an eps of 0): opcheck does not treat NaN as equal."""
     numbers = (a.nan_to_num(0.0, 2.0, 2.0) if isinstance(a, Tensor) else a for a in arguments)
     return tuple(1e-5 if isinstance(a, float) else a for a in numbers)
 
 
 class Exact:
-    """The norm in float64, and how far float32 may be from it."""
+    """The norm in float64, and an error bound for float32."""
 
     def __init__(self, arguments: tuple[Any, ...], centered: bool) -> None:
         input, weight, *bias, eps, zero_centered = arguments
@@ -59,7 +60,7 @@ class Exact:
         self.normalised = (x - mean) * self.rstd
         self.output = self.normalised * self.gamma
         self.output = self.output if b is None else self.output + b
-        # Relative errors of a sum of positive terms, and of a difference to the mean beside its spread.
+        # Relative errors of a sum of positive terms, and of a difference to the mean relative to the spread.
         self.terms = x.shape[-1] / 1024 + 16
         spread = (x.abs() + x.abs().mean(-1, keepdim=True)) * self.rstd if centered else x.new_zeros(())
         self.unit = (self.terms * 2.0**-24 * (1 + spread)).detach()
@@ -89,7 +90,7 @@ class Exact:
 
 
 def assert_within(got: Tensor, exact: Tensor, error: Tensor, name: str = "output") -> None:
-    """Rounded once from within ``error``; NaN where float64 has it."""
+    """Asserts that values within ``error`` round to the result, and that NaN is where float64 has NaN."""
     info = torch.finfo(got.dtype)
     bound = exact.abs() * info.eps / 2 + error * (1 + info.eps) + info.smallest_normal * info.eps
     difference = (got.double().cpu() - exact).abs()
@@ -106,7 +107,7 @@ def test_reference_agrees_with_float64(case: Case, centered: bool) -> None:
 
 @norms
 @by_case
-def test_forward(case: Case, centered: bool, device: torch.device) -> None:
+def test_forward_has_the_bits_of_the_reference(case: Case, centered: bool, device: torch.device) -> None:
     expected = op(centered, "_forward", reference)(*arguments_of(case, centered))
     arguments = arguments_of(case, centered, device)
     got = op(centered, "_forward")(*arguments)
@@ -123,8 +124,8 @@ def grad_like(input: Tensor) -> Tensor:
 
 @norms
 @by_case
-def test_backward(case: Case, centered: bool, device: torch.device) -> None:
-    """The gradients' bits are the reference's, through autograd and by the op; and they repeat."""
+def test_backward_has_the_bits_of_the_reference(case: Case, centered: bool, device: torch.device) -> None:
+    """The gradients have the bits of the reference, through autograd and from the op, also in repeated calls."""
     arguments = arguments_of(case, centered)
     input, weight, *bias, _, zero_centered = arguments
     grad = grad_like(input)
@@ -156,27 +157,27 @@ def test_gradient_agrees_with_float64(case: Case, centered: bool, device: torch.
     exact.assert_gradients(list(got), grad.cpu())
 
 
-def rounded(exact: Fraction) -> np.float32:
-    """To the nearest float32, of two the one whose last bit is 0."""
+def round_to_float32(exact: Fraction) -> np.float32:
+    """Rounds to the nearest float32, ties to even."""
     guess = np.float32(float(exact))
     near = [guess, np.nextafter(guess, np.float32(np.inf)), np.nextafter(guess, -np.float32(np.inf))]
     return min(near, key=lambda f: (abs(Fraction(float(f)) - exact), int(f.view(np.int32)) % 2))
 
 
 def sum_in_order(row: np.ndarray, squares: bool) -> np.float32:
-    """The written order, one addition after the other; squares are added by fma."""
+    """Sums in the documented order, one addition after another; squares are added by fma."""
     partials = [np.float32(0)] * 1024
     for column, value in enumerate(row):
         sum = partials[column % 1024]
         exact = Fraction(float(value)) ** 2 + Fraction(float(sum))
-        partials[column % 1024] = rounded(exact) if squares else sum + value
+        partials[column % 1024] = round_to_float32(exact) if squares else sum + value
     while len(partials) > 1:
         partials = [partials[i] + partials[i + 1] for i in range(0, len(partials), 2)]
     return partials[0]
 
 
 @pytest.mark.parametrize("columns", [1, 3, 130, 1024, 1025, 3000])
-def test_order_of_the_sums(columns: int, device: torch.device) -> None:
+def test_row_sums_are_in_documented_order(columns: int, device: torch.device) -> None:
     x = (np.random.default_rng(columns).standard_normal((3, columns)) * 5 + 1).astype(np.float32)
     n, eps = np.float32(columns), np.float32(1e-3)
     rstd = [np.float32(1) / np.sqrt(sum_in_order(row, True) / n + eps) for row in x]
@@ -191,25 +192,25 @@ def test_order_of_the_sums(columns: int, device: torch.device) -> None:
     assert_same_bits(got_rstd, torch.tensor(np.array(rstd)))
 
 
-def test_order_of_the_columns(device: torch.device) -> None:
-    """Gradients of weight and bias: a tree of neighbouring rows."""
+def test_weight_gradients_are_summed_in_documented_order(device: torch.device) -> None:
+    """The gradients of weight and bias are binary trees that add neighboring rows first."""
     x, grad = (torch.randn(300, 5, generator=torch.Generator().manual_seed(i)) for i in range(2))
     _, mean, rstd = ops.layer_norm_forward(x.to(device), None, None, 1e-5)
-    given = (grad.to(device), x.to(device), torch.ones(5, device=device), mean, rstd)
-    _, of_weight, of_bias = ops.layer_norm_backward(*given)
+    arguments = (grad.to(device), x.to(device), torch.ones(5, device=device), mean, rstd)
+    _, grad_weight, grad_bias = ops.layer_norm_backward(*arguments)
     normalised = (x.numpy() - mean.cpu().numpy()[:, None]) * rstd.cpu().numpy()[:, None]
-    for got, terms in ((of_weight, grad.numpy() * normalised), (of_bias, grad.numpy())):
+    for got, terms in ((grad_weight, grad.numpy() * normalised), (grad_bias, grad.numpy())):
         rows = list(terms)
         while len(rows) > 1:
             rows = [rows[i] + rows[i + 1] if i + 1 < len(rows) else rows[i] for i in range(0, len(rows), 2)]
         assert_same_bits(got, torch.from_numpy(rows[0]))
-    assert_same_bits(of_bias, ops.bias_backward(given[0]))
+    assert_same_bits(grad_bias, ops.bias_backward(arguments[0]))
 
 
 @norms
 @pytest.mark.parametrize("case", CASES[::7], ids=lambda case: case.name)
 def test_opcheck(case: Case, centered: bool, device: torch.device) -> None:
-    arguments = of_numbers(arguments_of(case, centered, device))
+    arguments = without_nan(arguments_of(case, centered, device))
     kind = "layer_norm" if centered else "rms_norm"
     _, *stats = op(centered, "_forward")(*arguments)
     backward = (grad_like(arguments[0]), *arguments[:2], *stats, arguments[-1])
@@ -222,13 +223,13 @@ def test_opcheck(case: Case, centered: bool, device: torch.device) -> None:
 
 
 @norms
-def test_inputs_of_any_strides(centered: bool, device: torch.device) -> None:
+def test_strided_inputs_give_the_same_bits(centered: bool, device: torch.device) -> None:
     wide = torch.randn(40, 512, device=device).bfloat16()
     flat = torch.randn(1 + 24 * 256, device=device).bfloat16()
     parameters = [torch.randn(512, device=device).bfloat16()[::2] for _ in range(1 + centered)]
     for input in (wide[:, ::2], flat[1:].view(24, 256), wide[3:17, 5:261], wide[:, :256].expand(2, 40, 256)):
         plain = [t.clone(memory_format=torch.contiguous_format) for t in (input, *parameters)]
-        one = torch.ones((), device=device, dtype=input.dtype).expand_as(input)  # a gradient of stride 0
+        one = torch.ones((), device=device, dtype=input.dtype).expand_as(input)  # a gradient with stride 0
         for got, expected in zip(
             op(centered, "_forward")(input, *parameters, 1e-5),
             op(centered, "_forward")(*plain, 1e-5),
@@ -245,7 +246,7 @@ def test_inputs_of_any_strides(centered: bool, device: torch.device) -> None:
 
 
 @norms
-def test_compiles_whole(centered: bool, device: torch.device) -> None:
+def test_compiles_without_graph_breaks(centered: bool, device: torch.device) -> None:
     def train(input: Tensor, *parameters: Tensor) -> Tensor:
         return (op(centered, "")(input, *parameters, 1e-6, True) * 3).square().mean()
 
@@ -266,7 +267,7 @@ def test_compiles_whole(centered: bool, device: torch.device) -> None:
 
 @pytest.mark.gpu
 @norms
-def test_graph_replay_with_other_data(centered: bool) -> None:
+def test_graph_replays_with_new_data(centered: bool) -> None:
     leaves = [
         torch.randn(shape, device="cuda", requires_grad=True)
         for shape in ((70, 520), *((520,),) * (1 + centered))

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm into quantized rows: the bytes of the norm, then of quantize, done one after the other."""
+"""RMSNorm and LayerNorm with quantized output: the bytes of the norm followed by quantize."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.opcheck import opcheck
 from tests.ops import quantize_oracle as oracle
 from tests.ops.quantize_oracle import SPECS, assert_all_same
-from tests.ops.test_norm import arguments_of, assert_same_numbers, norms, of_numbers, op
+from tests.ops.test_norm import arguments_of, assert_same_numbers, norms, op, without_nan
 from transformer_plugin import ops, reference
 from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.fused_cases import given
@@ -27,14 +27,14 @@ by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def split(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], str]:
-    """The arguments of the norm alone, and the format."""
+    """Returns the arguments of the norm alone, and the format."""
     *before, format, zero_centered = arguments
     return (*before, zero_centered), format
 
 
 @norms
 @by_case
-def test_is_the_steps(case: Case, centered: bool, device: torch.device) -> None:
+def test_output_has_the_bytes_of_the_steps(case: Case, centered: bool, device: torch.device) -> None:
     arguments = arguments_of(case, centered, device)
     alone, format = split(arguments)
     output, *stats = op(centered, "_forward")(*alone)
@@ -49,8 +49,8 @@ def test_is_the_steps(case: Case, centered: bool, device: torch.device) -> None:
 
 @norms
 @by_case
-def test_is_the_reference(case: Case, centered: bool, device: torch.device) -> None:
-    """That of the CPU, so that CPU and CUDA agree to the last byte."""
+def test_output_has_the_bytes_of_the_reference(case: Case, centered: bool, device: torch.device) -> None:
+    """Compares with the reference on the CPU, so that CPU and CUDA agree to the last byte."""
     arguments = arguments_of(case, centered)
     alone, format = split(arguments)
     more = rows_of(given(op(centered, "")(*alone), format))
@@ -64,7 +64,7 @@ def test_is_the_reference(case: Case, centered: bool, device: torch.device) -> N
 
 
 @norms
-def test_inputs_of_any_strides(centered: bool, device: torch.device) -> None:
+def test_strided_inputs_give_the_same_bits(centered: bool, device: torch.device) -> None:
     wide = torch.randn(40, 512, device=device).bfloat16()
     flat = torch.randn(1 + 24 * 256, device=device).bfloat16()
     parameters = [torch.randn(512, device=device).bfloat16()[::2] for _ in range(1 + centered)]
@@ -81,7 +81,7 @@ def test_inputs_of_any_strides(centered: bool, device: torch.device) -> None:
 @norms
 @pytest.mark.parametrize("case", CASES[::8], ids=lambda case: case.name)
 def test_opcheck(case: Case, centered: bool, device: torch.device) -> None:
-    arguments = of_numbers(arguments_of(case, centered, device))
+    arguments = without_nan(arguments_of(case, centered, device))
     overload = (OPS.layer_norm_quantize if centered else OPS.rms_norm_quantize).default
     alone, format = split(arguments)
     more = rows_of(given(op(centered, "")(*alone), format))
@@ -89,7 +89,7 @@ def test_opcheck(case: Case, centered: bool, device: torch.device) -> None:
 
 
 @norms
-def test_compiles_whole(centered: bool, device: torch.device) -> None:
+def test_compiles_without_graph_breaks(centered: bool, device: torch.device) -> None:
     def rows(input: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
         blocks = op(centered, "_quantize")(input, *parameters, 1e-5, "fp8_block")
         nvfp4 = op(centered, "_quantize")(input, *parameters, 1e-5, "nvfp4", amax=parameters[0][:1].abs())
@@ -106,7 +106,7 @@ def test_compiles_whole(centered: bool, device: torch.device) -> None:
 
 @pytest.mark.gpu
 @norms
-def test_graph_replay_with_other_data(centered: bool) -> None:
+def test_graph_replays_with_new_data(centered: bool) -> None:
     input = torch.randn(130, 7168, device="cuda").bfloat16()
     parameters = [torch.randn(7168, device="cuda").bfloat16() for _ in range(1 + centered)]
 
@@ -135,7 +135,7 @@ def test_graph_replay_with_other_data(centered: bool) -> None:
             assert_same_bits(got, expected)
 
 
-def test_the_page_of_the_manual_runs() -> None:
+def test_code_of_the_manual_page_runs() -> None:
     page = Path(__file__).resolve().parents[2] / "docs" / "ops" / "norm.md"
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     names: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""nvfp4: groups that nobody can refuse on a GPU, given buffers, and the text of each error."""
+"""nvfp4: group sizes that are not multiples of 16 on a GPU, buffers for outputs, and the text of each error."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from transformer_plugin.testing.quantize_cases import BOTH, COLUMNS, GROUPED_NV_
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", GROUPED_NV_FORMATS)
-def test_groups_of_broken_blocks_on_a_gpu(format: str) -> None:
-    """Nobody sees there that sizes are no multiples of 16. Rows are right; of the transposed copy the blocks that are
-    whole, and the others are NaN with codes 0."""
-    sizes = torch.tensor([16, 40, 8, 3, 129, 32])  # from row 0, 16, 56, 64, 67, 196
+def test_partial_blocks_of_groups_on_a_gpu(format: str) -> None:
+    """On a GPU the host does not check that sizes are multiples of 16. Row-wise data is correct. In the transposed
+    copy whole blocks are correct, and partial blocks have NaN scales and data of 0."""
+    sizes = torch.tensor([16, 40, 8, 3, 129, 32])  # the groups begin at rows 0, 16, 56, 64, 67 and 196
     input = torch.randn(256, 48, generator=torch.Generator().manual_seed(0))
     if "row_scaled" in format:
         amax, amax_t = torch.full((256,), 4.0), torch.full((6, 48), 4.0)
     else:
         amax, amax_t = torch.full((6,), 4.0), torch.full((6,), 4.0)
-    given = {"seed": torch.tensor([7])} if "sr" in format else {}
-    expected = reference.quantize(input, format, sizes, amax=amax, **given)
-    cuda = {name: value.cuda() for name, value in given.items()}
+    seed = {"seed": torch.tensor([7])} if "sr" in format else {}
+    expected = reference.quantize(input, format, sizes, amax=amax, **seed)
+    cuda = {name: value.cuda() for name, value in seed.items()}
     got = ops.quantize(
         input.cuda(), format, sizes.cuda(), amax=amax.cuda(), amax_t=amax_t.cuda(), **cuda, columnwise=True
     )
     assert_all_same(got[:2], expected)
     groups = torch.tensor([16, 32, 0, 0, 0, 0])
-    whole = reference.quantize(input, format, groups, amax_t=amax_t, **given, rowwise=False, columnwise=True)
-    codes = got[2].view(torch.uint8).cpu()
-    assert torch.equal(codes[:, :24], whole[0].view(torch.uint8)[:, :24]), "rows 0 to 47"
-    assert not codes[:, 24:].any()
+    whole = reference.quantize(input, format, groups, amax_t=amax_t, **seed, rowwise=False, columnwise=True)
+    bits = got[2].view(torch.uint8).cpu()
+    assert torch.equal(bits[:, :24], whole[0].view(torch.uint8)[:, :24]), "rows 0 to 47"
+    assert not bits[:, 24:].any()
     values = ops.dequantize(
         got[2], got[3], format, group_sizes=sizes.cuda(), amax=amax_t.cuda(), transposed=True
     ).cpu()
@@ -48,21 +48,21 @@ def test_groups_of_broken_blocks_on_a_gpu(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", ["nvfp4:rht,sr", "nvfp4:row_scaled,4over6,tiled", "mxfp8:tiled"])
-def test_into_given_buffers(format: str, device: torch.device) -> None:
+def test_quantize_into_buffers(format: str, device: torch.device) -> None:
     input = torch.randn(48, 64, device=device)
     more = extras(input, format)
     expected = ops.quantize(input, format, **more, columnwise=True)
     buffers = [torch.full_like(t.view(torch.uint8), 0xA5).view(t.dtype) for t in expected]
-    kept = [t.view(torch.uint8).clone() for t in buffers]
+    initial = [t.view(torch.uint8).clone() for t in buffers]
     ops.quantize_out(input, format, buffers, noop=torch.ones(1, device=device), **more, columnwise=True)
-    for buffer, before in zip(buffers, kept, strict=True):
+    for buffer, before in zip(buffers, initial, strict=True):
         assert torch.equal(buffer.view(torch.uint8), before)
     ops.quantize_out(input, format, buffers, noop=torch.zeros(1, device=device), **more, columnwise=True)
     assert_all_same(tuple(buffers), expected)
 
 
 @pytest.mark.gpu
-def test_given_buffers_are_aligned_on_a_gpu() -> None:
+def test_unaligned_buffers_are_refused_on_a_gpu() -> None:
     input, amax = torch.randn(16, 32, device="cuda"), torch.ones(1, device="cuda")
     scale = ops.quantize(input, "nvfp4", amax=amax)[1]
     bytes = torch.zeros(16 * 16 + 4, dtype=torch.uint8, device="cuda")
@@ -76,7 +76,7 @@ def test_given_buffers_are_aligned_on_a_gpu() -> None:
     assert not bytes.any()
 
 
-# What bad input gets: the whole text of each error.
+# Errors for bad arguments: the full text.
 
 ONES = torch.ones(16, 32)
 SIZES = torch.tensor([8, 8])
@@ -174,8 +174,8 @@ def test_errors_have_four_parts(
     assert str(caught.value) == f"transformer_plugin::{text}"
 
 
-def test_where_torch_fills_what_it_allocates(device: torch.device) -> None:
-    """Under deterministic algorithms, which torch cannot do for FP4 itself."""
+def test_quantize_under_deterministic_algorithms(device: torch.device) -> None:
+    """Deterministic algorithms fill new tensors, which torch does not support for FP4."""
     input, amax = torch.randn(16, 32, device=device), torch.ones(1, device=device)
     expected = ops.quantize(input, "nvfp4", amax=amax)
     torch.use_deterministic_algorithms(True)

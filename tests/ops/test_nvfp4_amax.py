@@ -1,4 +1,4 @@
-"""amax of nvfp4 in every direction: each matrix, group or row, before and after the rotation."""
+"""The amax of nvfp4 in every direction: of each matrix, group or row, before and after the rotation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from transformer_plugin.testing.cases import Case
 from transformer_plugin.testing.quantize_cases import BOTH, COLUMNS, grouped_quantize_cases, quantize_cases
 
 OPS = torch.ops.transformer_plugin
-KEYS = ("nvfp4", "nvfp4:rht", "nvfp4:row_scaled")  # the other options have the amax of one of these
+KEYS = ("nvfp4", "nvfp4:rht", "nvfp4:row_scaled")  # other options have the amax of one of these
 CASES = [case for case in quantize_cases() if any(f"-{key}-" in case.name for key in KEYS)]
 GROUPED_CASES = [case for case in grouped_quantize_cases() if any(f"-{key}-" in case.name for key in KEYS)]
-# opcheck finds a NaN of an input different from itself after the call.
+# opcheck compares inputs before and after the call, and NaN is not equal to itself.
 NOT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
@@ -52,8 +52,8 @@ def test_opcheck(case: Case, device: torch.device) -> None:
         opcheck(OPS.amax.default, (input, format, *sizes), flags, test_utils=NOT_SCHEMA)
 
 
-def test_rows_of_any_number(device: torch.device) -> None:
-    """Only the transposed direction wants whole blocks of rows."""
+def test_rowwise_amax_supports_any_number_of_rows(device: torch.device) -> None:
+    """Only the transposed direction requires whole blocks of rows."""
     for rows in (1, 17, 129):
         input = torch.randn(rows, 48, device=device)
         for format in ("nvfp4", "nvfp4:row_scaled"):
@@ -61,7 +61,7 @@ def test_rows_of_any_number(device: torch.device) -> None:
             assert_all_same((got,), (nvfp4_oracle.amax(input, SPECS[format], None, 0),))
 
 
-def test_strided_inputs(device: torch.device) -> None:
+def test_strided_inputs_give_the_same_bits(device: torch.device) -> None:
     wide = torch.randn(64, 160, device=device).bfloat16()
     for input in (wide.T, wide[:, ::2], wide[16:48, 16:128], torch.ones((), device=device).expand(32, 64)):
         for format in KEYS:

@@ -1,4 +1,4 @@
-"""linear and grouped_linear in nvfp4: what is drawn at random, and what is not."""
+"""linear and grouped_linear in nvfp4: which roundings are stochastic, and which are not."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Step = Callable[[Tensor, Tensor, Tensor, tuple[str, str, str]], tuple[Tensor, ..
 
 
 def dense(x: Tensor, w: Tensor, grad: Tensor, formats: tuple[str, str, str]) -> tuple[Tensor, ...]:
-    """Output, gradient of the input and of the weight."""
+    """Returns the output, and the gradients of the input and the weight."""
     leaves = [x.detach().requires_grad_(), w.detach()[0].requires_grad_()]
     output = ops.linear(*leaves, None, *formats)
     return output.detach(), *torch.autograd.grad(output, leaves, grad)
 
 
 def grouped(x: Tensor, w: Tensor, grad: Tensor, formats: tuple[str, str, str]) -> tuple[Tensor, ...]:
-    """The same of two groups and an empty one; 16 rows in none."""
+    """Returns the same for two groups and an empty one; 16 rows are past the groups."""
     leaves = [x.detach().requires_grad_(), w.detach().requires_grad_()]
     sizes = torch.tensor([x.shape[0] // 2, 0, x.shape[0] // 2 - 16], device=x.device)
     output = ops.grouped_linear(leaves[0], leaves[1], sizes, None, None, *formats)
@@ -47,7 +47,7 @@ by_step = pytest.mark.parametrize("step", [dense, grouped])
 
 
 @by_step
-def test_torch_seeds_what_is_rounded_at_random(step: Step, device: torch.device) -> None:
+def test_torch_seed_determines_stochastic_rounding(step: Step, device: torch.device) -> None:
     data = operands(device)
 
     def seeded(seed: int) -> tuple[Tensor, ...]:
@@ -58,16 +58,16 @@ def test_torch_seeds_what_is_rounded_at_random(step: Step, device: torch.device)
     for got, expected in zip(seeded(5), first, strict=True):
         assert_same_bits(got, expected)
     other = seeded(6)
-    assert_same_bits(other[0], first[0], "no part of a forward is random")
+    assert_same_bits(other[0], first[0], "the forward is deterministic")
     assert not torch.equal(other[1], first[1]) and not torch.equal(other[2], first[2])
     torch.manual_seed(5)
     step(*data, DEFAULT)
     again = step(*data, DEFAULT)
-    assert not torch.equal(again[1], first[1]), "each call draws a seed of its own"
+    assert not torch.equal(again[1], first[1]), "each call draws a new seed"
 
 
 @by_step
-def test_nothing_is_drawn_without_it(step: Step, device: torch.device) -> None:
+def test_rounding_to_nearest_draws_no_random_numbers(step: Step, device: torch.device) -> None:
     data = operands(device)
     state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
     first = step(*data, NEAREST)
@@ -78,25 +78,26 @@ def test_nothing_is_drawn_without_it(step: Step, device: torch.device) -> None:
 
 
 @by_step
-def test_gradients_are_right_on_average(step: Step, device: torch.device) -> None:
-    """The error of one step's gradients is mostly noise of the gradient's rounding: it averages out, down to what the
-    other operand's rounding leaves."""
+def test_mean_gradient_has_a_smaller_error(step: Step, device: torch.device) -> None:
+    """Most of the error of one step's gradients is noise of stochastic rounding, which averages out. The rounding
+    error of the other operand remains."""
     x, w, grad = operands(device)
     exact = [t.double() for t in step(x, w, grad, ("none", "none", "none"))]
     torch.manual_seed(0)
     steps = [step(x, w, grad, DEFAULT) for _ in range(64)]
-    # The other operand, rounded to nearest, and the gradient as it is: what an endless average would come to.
+    # The exact mean would be the product of the other operand, rounded to nearest, and the unquantized
+    # gradient.
     for i in (1, 2):
         single = relative_error(steps[0][i], exact[i])
         mean = torch.stack([s[i] for s in steps]).double().mean(0)
         spread = relative_error(steps[0][i], mean)
         left = relative_error(mean, exact[i])
-        assert 0.09 < spread < 0.17, "13.4 % of noise"
-        assert left < 0.14 and left < 0.85 * single, "9.4 or 11.1 % stay, of the other operand"
+        assert 0.09 < spread < 0.17, "about 13.4 % noise"
+        assert left < 0.14 and left < 0.85 * single, "about 9.4 or 11.1 % remain, from the other operand"
 
 
 @by_step
-def test_compiled_steps_draw_as_eager_ones(step: Step, device: torch.device) -> None:
+def test_compiled_steps_draw_the_same_random_numbers(step: Step, device: torch.device) -> None:
     x, w, grad = operands(device)
 
     def loss(x: Tensor, w: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:

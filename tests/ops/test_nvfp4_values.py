@@ -1,4 +1,4 @@
-"""nvfp4: every value of the 16-bit types, every code with every scale, and bytes by hand."""
+"""nvfp4: every value of the 16-bit types, every bit pattern with every scale, and bytes computed by hand."""
 
 from __future__ import annotations
 
@@ -24,54 +24,56 @@ by_implementation = pytest.mark.parametrize("of", [reference, ops], ids=["refere
 
 
 def check(values: Tensor, format: str, amax: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows in a format under a given amax, equal to the oracle's, of the reference and the op."""
+    """Quantizes row-wise with this amax, and asserts that reference and op have the bytes of the oracle."""
     expected = nvfp4_oracle.quantize_direction(values, SPECS[format], amax, None, 0)
     assert_all_same(reference.quantize(values, format, amax=amax), expected)
     assert_all_same(ops.quantize(values.to(device), format, amax=amax.to(device)), expected)
     return expected
 
 
-def codes_of(data: Tensor) -> Tensor:
-    """One code to a byte."""
+def unpack(data: Tensor) -> Tensor:
+    """Unpacks 4-bit elements, one per byte."""
     bytes = data.cpu().view(torch.uint8)
     return torch.stack([bytes & 15, bytes >> 4], -1).flatten(-2)
 
 
 # Elements.
 
-# Magnitudes in the order of codes, and the middles between neighbours with the code that a tie goes to.
+# Magnitudes in the order of their bit patterns; midpoints between neighbors, with the bit pattern that a tie
+# rounds to.
 MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-MIDDLES = [(0.25, 0), (0.75, 2), (1.25, 2), (1.75, 4), (2.5, 4), (3.5, 6), (5.0, 6)]
+MIDPOINTS = [(0.25, 0), (0.75, 2), (1.25, 2), (1.75, 4), (2.5, 4), (3.5, 6), (5.0, 6)]
 
 
 def elements_by_hand() -> list[tuple[float, int]]:
-    """Values and their codes: each code's own, each middle and the float32 values beside it, and the ends."""
-    known = [(m, code) for code, m in enumerate(MAGNITUDES)]
-    for below, (middle, tie) in enumerate(MIDDLES):
-        known += [(np.nextafter(np.float32(middle), np.float32(0)), below), (middle, tie)]
-        known += [(np.nextafter(np.float32(middle), np.float32(9)), below + 1)]
+    """Returns values and their expected bit patterns: each magnitude, each midpoint and its float32 neighbors, and
+    the ends."""
+    known = [(m, bits) for bits, m in enumerate(MAGNITUDES)]
+    for below, (midpoint, tie) in enumerate(MIDPOINTS):
+        known += [(np.nextafter(np.float32(midpoint), np.float32(0)), below), (midpoint, tie)]
+        known += [(np.nextafter(np.float32(midpoint), np.float32(9)), below + 1)]
     known += [(1e-45, 0), (5.999, 7)]
-    return [(float(v), code) for v, code in known] + [(-float(v), code | 8) for v, code in known]
+    return [(float(v), bits) for v, bits in known] + [(-float(v), bits | 8) for v, bits in known]
 
 
 @by_implementation
 def test_elements_by_hand(of: ModuleType) -> None:
-    """A block with a 6 under the amax 6 * 448 has the scale 1, so that values are rounded as they are."""
+    """With the amax 6 * 448, a block that contains 6 has the scale 1, so that values are rounded without scaling."""
     known = elements_by_hand()
     assert len(known) == 2 * (8 + 3 * 7 + 2)
     rows = torch.tensor([[value] + [0.0] * 14 + [6.0] for value, _ in known])
     data, scale = of.quantize(rows, "nvfp4", amax=torch.tensor([2688.0]))
     assert (scale.view(torch.uint8)[: len(known), 0] == 0x38).all(), "E4M3 of 1"
-    assert codes_of(data)[:, 0].tolist() == [code for _, code in known]
-    assert (codes_of(data)[:, 1:15] == 0).all() and (codes_of(data)[:, 15] == 7).all()
+    assert unpack(data)[:, 0].tolist() == [bits for _, bits in known]
+    assert (unpack(data)[:, 1:15] == 0).all() and (unpack(data)[:, 15] == 7).all()
     back = of.dequantize(data, scale, "nvfp4", amax=torch.tensor([2688.0]))
-    signed = torch.tensor([math.copysign(MAGNITUDES[code & 7], v) for v, code in known])
+    signed = torch.tensor([math.copysign(MAGNITUDES[bits & 7], v) for v, bits in known])
     assert_same_bits(back[:, 0].contiguous(), signed)
 
 
 @by_implementation
-def test_two_elements_to_a_byte(of: ModuleType) -> None:
-    """The even element in the low half."""
+def test_two_elements_per_byte(of: ModuleType) -> None:
+    """The element with the even index is in the low half."""
     row = torch.tensor([MAGNITUDES + [-m for m in MAGNITUDES]])
     data, _ = of.quantize(row, "nvfp4", amax=torch.tensor([2688.0]))
     assert data.view(torch.uint8).tolist() == [[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]]
@@ -82,15 +84,15 @@ def test_two_elements_to_a_byte(of: ModuleType) -> None:
 
 @by_implementation
 @pytest.mark.parametrize(
-    ("first", "amax", "format", "code", "scale"),
+    ("first", "amax", "format", "bits", "scale"),
     [
         (0.0, 0.0, "nvfp4", 0, 0x00),
         (0.0, 5.0, "nvfp4", 0, 0x00),
-        (6.0, 2688.0, "nvfp4", 7, 0x38),  # S = 1; 6 / 6
-        (6.0, 6.0, "nvfp4", 7, 0x7E),  # S = 448; the amax itself has the largest scale
+        (6.0, 2688.0, "nvfp4", 7, 0x38),  # S = 1; scale 6 / 6
+        (6.0, 6.0, "nvfp4", 7, 0x7E),  # S = 448; a block with the amax of the matrix has the largest scale
         (3.0, 6.0, "nvfp4", 7, 0x76),  # 224
         (-3.0, 6.0, "nvfp4", 15, 0x76),
-        (7.0, 6.0, "nvfp4", 7, 0x7E),  # above the amax: saturates
+        (7.0, 6.0, "nvfp4", 7, 0x7E),  # larger than the amax: saturates
         (
             1.0,
             float("inf"),
@@ -100,42 +102,44 @@ def test_two_elements_to_a_byte(of: ModuleType) -> None:
         ),  # S = 1; 1/6 = 0.1666, to 1.375 / 8 = 0.171875; 1 / 0.171 = 5.8
         (float("inf"), float("inf"), "nvfp4", 7, 0x7E),
         (float("inf"), 6.0, "nvfp4", 7, 0x7E),
-        (6.0, float("nan"), "nvfp4", 7, 0x7E),  # an amax that is NaN counts as the least one
-        (float("nan"), 6.0, "nvfp4", 7, 0x00),  # NaN is in no amax; with the scale 0 only NaN is not 0
-        (1e-45, 2688.0, "nvfp4", 0, 0x00),  # times the largest float32 is 4.8e-7
-        (2.0**-120, 2688.0, "nvfp4", 7, 0x00),  # times the largest float32 saturates; times the scale it is 0
-        (2.0**-149, 2.0**-149, "nvfp4", 0, 0x00),  # S is the largest float32, not infinite
-        (6.0, 6.0, "nvfp4:4over6", 7, 0x78),  # S = 256: both map 6 exactly; the tie goes to 6
+        (6.0, float("nan"), "nvfp4", 7, 0x7E),  # a NaN amax counts as the smallest amax
+        (float("nan"), 6.0, "nvfp4", 7, 0x00),  # the amax ignores NaN; if the scale is 0, only NaN is not 0
+        (1e-45, 2688.0, "nvfp4", 0, 0x00),  # 1e-45 times the largest float32 is 4.8e-7
+        (2.0**-120, 2688.0, "nvfp4", 7, 0x00),  # the element saturates, but the scale is 0
+        (2.0**-149, 2.0**-149, "nvfp4", 0, 0x00),  # S is limited to the largest float32
+        (6.0, 6.0, "nvfp4:4over6", 7, 0x78),  # S = 256: 6 is exact with both choices; the tie selects 6
         (6.0, 6.0, "nvfp4:4over6_mse,tiled", 7, 0x78),
     ],
 )
 def test_scales_by_hand(
-    of: ModuleType, first: float, amax: float, format: str, code: int, scale: int
+    of: ModuleType, first: float, amax: float, format: str, bits: int, scale: int
 ) -> None:
     row = torch.tensor([[first] + [0.0] * 15])
     data, scales = of.quantize(row, format, amax=torch.tensor([amax]))
-    assert (codes_of(data)[0, 0].item(), scales.view(torch.uint8)[0, 0].item()) == (code, scale)
+    assert (unpack(data)[0, 0].item(), scales.view(torch.uint8)[0, 0].item()) == (bits, scale)
     assert not scales.view(torch.uint8).flatten()[1:].any()
 
 
 @by_implementation
 def test_four_over_six_by_hand(of: ModuleType) -> None:
-    """Under the amax 6 (S = 256) a block of amax 4 takes 4 -> 4 with all of its values exact; 6 -> 6 would miss 3."""
+    """With the amax 6 (S = 256), mapping the block's amax of 4 to 4 makes all of its values exact; mapping it to 6
+    would round 3."""
     row = torch.tensor([[4.0, 3.0, 2.0, 1.0] + [0.0] * 12])
     for format in ("nvfp4:4over6", "nvfp4:4over6_mse,tiled"):
         data, scale = of.quantize(row, format, amax=torch.tensor([6.0]))
-        assert codes_of(data)[0, :4].tolist() == [6, 5, 4, 2]
-        assert scale.view(torch.uint8)[0, 0].item() == 0x78  # 4 * 256 / 6 * 1.5 = 256
+        assert unpack(data)[0, :4].tolist() == [6, 5, 4, 2]
+        assert scale.view(torch.uint8)[0, 0].item() == 0x78  # scale 4 * 256 / 6 * 1.5 = 256
     data, scale = of.quantize(row, "nvfp4", amax=torch.tensor([6.0]))
-    assert codes_of(data)[0, :4].tolist() == [7, 6, 5, 3]  # 4 / 6 of everything: 6, 4.5, 3, 1.5
+    assert unpack(data)[0, :4].tolist() == [7, 6, 5, 3]  # values times 6 / 4: 6, 4.5, 3, 1.5
     back = of.dequantize(
         *of.quantize(row, format, amax=torch.tensor([6.0])), format, amax=torch.tensor([6.0])
     )
     torch.testing.assert_close(back, row, rtol=1e-6, atol=0)
 
 
-def every_bfloat16_under(amax: float) -> Tensor:
-    """[n, 16]: the bf16 values up to a magnitude and NaN, 15 to a row, and in front the bf16 next to ``amax``."""
+def bfloat16_values_up_to(amax: float) -> Tensor:
+    """Returns [n, 16]: all bfloat16 values up to a magnitude, and NaN, 15 per row; the first column is ``amax``
+    rounded to bfloat16."""
     values = every_value(torch.bfloat16).reshape(-1)
     first = torch.tensor(amax).bfloat16()
     values = values[~(values.abs() > first)]
@@ -145,20 +149,20 @@ def every_bfloat16_under(amax: float) -> Tensor:
 
 @pytest.mark.parametrize("format", ["nvfp4", "nvfp4:4over6", "nvfp4:4over6_mse,tiled"])
 @pytest.mark.parametrize("amax", [0.0, 1e-40, 2.0**-126, 3.1e-5, 0.37, 6.0, 448.0, 3.3e38, np.inf])
-def test_every_bfloat16(amax: float, format: str, device: torch.device) -> None:
-    """Blocks of one amax hold every value that such a block may hold, 65536 at the infinite one; under amaxes of the
-    matrix from below the block's to far above it, where the scale is subnormal or 0."""
-    values = every_bfloat16_under(amax)
+def test_every_bfloat16_value(amax: float, format: str, device: torch.device) -> None:
+    """Blocks of one amax contain every value that such a block may contain, all 65536 if it is infinite. The amax
+    of the matrix ranges from below the block's amax to far above it, where scales are subnormal or 0."""
+    values = bfloat16_values_up_to(amax)
     for over in (0.25, 1.0, 3.0, 448.0, 1e5, 1e8):
         check(values, format, torch.tensor([amax * over]), device)
-    for given in (0.0, 1.0, np.inf):
-        check(values, format, torch.tensor([given]), device)
+    for amax_tensor in (0.0, 1.0, np.inf):
+        check(values, format, torch.tensor([amax_tensor]), device)
 
 
 @by_dtype
 @pytest.mark.parametrize("format", ["nvfp4", "nvfp4:row_scaled", "nvfp4:4over6"])
 def test_every_value_as_the_amax_of_a_block(dtype: torch.dtype, format: str, device: torch.device) -> None:
-    """One value and 15 zeros, under one amax, or for each row its own."""
+    """Blocks of one value and 15 zeros, with one amax for the matrix, or one per row."""
     values = every_value(dtype).reshape(-1, 1)[: 2**16]
     values = torch.cat([values, values.new_zeros(values.shape[0], 15)], 1)
     own = reference.amax(values, "nvfp4:row_scaled")
@@ -167,43 +171,45 @@ def test_every_value_as_the_amax_of_a_block(dtype: torch.dtype, format: str, dev
         check(values, format, amax, device)
 
 
-# Back.
+# Dequantization.
 
 
 @by_dtype
 @pytest.mark.parametrize("amax", [0.0, 1e-45, 1e-30, 1.0, 2688.0, 3e38, float("inf")])
-def test_dequantize_every_code_with_every_scale(
+def test_dequantize_every_bit_pattern_with_every_scale(
     dtype: torch.dtype, amax: float, device: torch.device
 ) -> None:
-    """256 rows of every pair of codes, one for each byte of a scale: 0x7F and 0xFF are NaN."""
+    """256 rows of all pairs of elements, one row for each scale byte; scales 0x7F and 0xFF are NaN."""
     data = torch.arange(256, dtype=torch.uint8).expand(256, 256).contiguous().view(torch.float4_e2m1fn_x2)
     scales = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 32).contiguous()
-    scales, given = scales.view(torch.float8_e4m3fn), torch.tensor([amax])
+    scales, amax_tensor = scales.view(torch.float8_e4m3fn), torch.tensor([amax])
     for format in ("nvfp4", "nvfp4:4over6"):
-        expected = nvfp4_oracle.dequantized(data, scales, SPECS[format], given, dtype)
-        assert_same_bits(reference.dequantize(data, scales, format, dtype, amax=given), expected, "reference")
+        expected = nvfp4_oracle.dequantized(data, scales, SPECS[format], amax_tensor, dtype)
+        assert_same_bits(
+            reference.dequantize(data, scales, format, dtype, amax=amax_tensor), expected, "reference"
+        )
         arguments = (data.to(device), scales.to(device), format, dtype)
-        assert_same_bits(ops.dequantize(*arguments, amax=given.to(device)), expected)
-        turned = ops.dequantize(*arguments, transposed=True, amax=given.to(device))
-        assert_same_bits(turned, expected.T.contiguous(), "transposed")
+        assert_same_bits(ops.dequantize(*arguments, amax=amax_tensor.to(device)), expected)
+        transposed = ops.dequantize(*arguments, transposed=True, amax=amax_tensor.to(device))
+        assert_same_bits(transposed, expected.T.contiguous(), "transposed")
 
 
-def test_dequantize_from_any_byte(device: torch.device) -> None:
-    """Codes may be a part of a larger buffer, from an odd byte on."""
+def test_dequantize_unaligned_data(device: torch.device) -> None:
+    """Data may be a part of a larger buffer at an odd address."""
     values = torch.randn(40, 96, generator=torch.Generator().manual_seed(3)).to(device)
     amax = ops.amax(values, "nvfp4")
     data, scales = ops.quantize(values, "nvfp4", amax=amax)
     buffer = torch.zeros(data.numel() + 1, dtype=torch.uint8, device=device)
-    moved = buffer[1:].view(data.shape)
-    moved.copy_(data.view(torch.uint8))
-    got = ops.dequantize(moved.view(data.dtype), scales, "nvfp4", torch.bfloat16, amax=amax)
+    unaligned = buffer[1:].view(data.shape)
+    unaligned.copy_(data.view(torch.uint8))
+    got = ops.dequantize(unaligned.view(data.dtype), scales, "nvfp4", torch.bfloat16, amax=amax)
     assert_same_bits(got, ops.dequantize(data, scales, "nvfp4", torch.bfloat16, amax=amax))
 
 
 @by_implementation
-def test_values_come_back_within_half_a_step(of: ModuleType) -> None:
-    """Half of the widest step, which is 2 of the 6 that a block's amax becomes, and what rounding the block's scale
-    to E4M3 moves, at most 1/16."""
+def test_error_is_at_most_half_a_step(of: ModuleType) -> None:
+    """Half of the widest step, which is 2 if the block's amax is mapped to 6, plus the error of rounding the scale
+    to E4M3, at most 1/16."""
     values = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)) * 3
     for format in ("nvfp4", "nvfp4:square", "nvfp4:row_scaled", "nvfp4:4over6"):
         amax = of.amax(values, format)
@@ -224,8 +230,8 @@ def test_values_come_back_within_half_a_step(of: ModuleType) -> None:
 )
 @pytest.mark.parametrize("largest", [7e35, 7.7e35, 2e36, 1e38, 3.4028234663852886e38])
 def test_finite_values_stay_finite(of: ModuleType, format: str, largest: float, device: torch.device) -> None:
-    """Where a block's scale times the amax is past float32: each value is a code times scale * amax / bound / 6, and
-    those are as far from the input as smaller ones are."""
+    """A block's scale times the amax overflows float32. Each dequantized value is element * scale * amax / bound /
+    6, and its error is as small as for smaller values."""
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(32, 64, generator=generator) * 2 - 1
     x[0, 0], x[5, 7] = 1, -1
@@ -241,8 +247,8 @@ def test_finite_values_stay_finite(of: ModuleType, format: str, largest: float, 
     blocks = scale.float()[:32, :4].double().cpu().repeat_interleave(16, 1)
     bound = 256 if "4over6" in format else 448
     of_matrix = amax.double().cpu().unsqueeze(-1)
-    codes = codes_of(data).long()
-    elements = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=torch.float64)[codes]
+    bits = unpack(data).long()
+    elements = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=torch.float64)[bits]
     exact = elements * blocks * of_matrix / (bound * 6)
     torch.testing.assert_close(back.double().cpu(), exact, rtol=3e-7, atol=0)
     transposed = of.dequantize(data, scale, format, torch.float32, amax=amax)
@@ -252,10 +258,12 @@ def test_finite_values_stay_finite(of: ModuleType, format: str, largest: float, 
 
 @pytest.mark.parametrize(
     ("hadamard", "largest"),
-    [(False, 7.7e35), (False, 1e38), (False, 3.4e38), (True, 7.7e35), (True, 2e37)],  # sums of 16, in float32
+    # the rotation sums 16 values in float32
+    [(False, 7.7e35), (False, 1e38), (False, 3.4e38), (True, 7.7e35), (True, 2e37)],
 )
 def test_products_of_large_values_are_finite(hadamard: bool, largest: float, device: torch.device) -> None:
-    """A layer's output and gradients, each with one large operand, beside those of the operand divided by it."""
+    """Compares a layer's output and gradients, with one large operand each, with those of the operand divided by a
+    constant."""
     recipe = NVFP4BlockScaling(random_hadamard=hadamard, stochastic_rounding=False)
     generator = torch.Generator().manual_seed(1)
     x, w, g = (torch.rand(64, 64, generator=generator).to(device) * 2 - 1 for _ in range(3))
@@ -268,9 +276,11 @@ def test_products_of_large_values_are_finite(hadamard: bool, largest: float, dev
 
     small = [t * 1e-4 for t in (x, w, g)]
     for operand in range(3):
-        given = [t if i != operand else (t.double() / 1e-4 * largest).float() for i, t in enumerate(small)]
-        for i, (got, usual) in enumerate(zip(products(*given), products(*small), strict=True)):
+        amax_tensor = [
+            t if i != operand else (t.double() / 1e-4 * largest).float() for i, t in enumerate(small)
+        ]
+        for i, (got, usual) in enumerate(zip(products(*amax_tensor), products(*small), strict=True)):
             assert got.isfinite().all()
-            unused = {0: 1, 1: 2, 2: 0}[operand]  # the product that the operand is not part of
+            unused = {0: 1, 1: 2, 2: 0}[operand]  # the product that does not use this operand
             factor = 1.0 if i == unused else largest / 1e-4
             assert relative_error(got.double() / factor, usual.double()) < 0.02

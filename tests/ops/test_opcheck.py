@@ -1,4 +1,4 @@
-"""torch.library.opcheck of every op of the registry, each with a call of every kind that testing/every_op.py lists."""
+"""torch.library.opcheck of every op of the registry, with each call that testing/every_op.py lists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.opcheck import opcheck
 from tests.ops.test_refusals import CALLS, copied
 from transformer_plugin.testing.every_op import Call, registered
 
-#: Without tensors: they have no kernels and no Meta to check.
+#: These ops have no tensor arguments, and therefore no kernels and no Meta function to check.
 HOST_OPS = {"check_group_sizes", "compare_call", "grouped_gemm_plan"}
 FIRST = list({(call.op, call.name): call for call in CALLS if call.op not in HOST_OPS}.values())
 

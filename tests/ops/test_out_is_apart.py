@@ -1,4 +1,4 @@
-"""A buffer in the memory of anything that is read while it is written is refused, and stays as it was."""
+"""A buffer that overlaps an argument which is read while the buffer is written is refused, and is unchanged."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SIZES = (4, 3, 5)
 G, T, N, K = len(SIZES), sum(SIZES), 32, 64
 
 
-def inside(out: Tensor, values: Tensor) -> Tensor:
-    """``values``, in the first bytes of ``out``."""
-    held = out.view(-1).view(torch.uint8)[: values.numel() * values.element_size()].view(values.dtype)
-    held.copy_(values.reshape(-1))
-    return held.view(values.shape)
+def placed_in(out: Tensor, values: Tensor) -> Tensor:
+    """Copies ``values`` into the first bytes of ``out``, and returns them as a view."""
+    before = out.view(-1).view(torch.uint8)[: values.numel() * values.element_size()].view(values.dtype)
+    before.copy_(values.reshape(-1))
+    return before.view(values.shape)
 
 
-#: An op, what it reads by name, and the buffer.
+#: An op, the arguments it reads by name, and the buffer.
 Call = tuple[Callable[..., Any], dict[str, Any], Tensor]
 
 
@@ -41,7 +41,7 @@ def calls() -> Iterator[tuple[str, Call]]:
     yield "gemm_out", (ops.gemm_out, {"a": a, "b": b[0], **one}, rows)
     more = {**sizes, **factors, "bias": normals(G, N), "bias_scale": normals(T), "rows": torch.arange(T)}
     yield "grouped_gemm_out", (ops.grouped_gemm_out, {"a": a, "b": b, **more}, rows)
-    yield "grouped_gemm_out of a list", (ops.grouped_gemm_out, {"a": a, "b": list(b.clone()), **more}, rows)
+    yield "grouped_gemm_out with a list", (ops.grouped_gemm_out, {"a": a, "b": list(b.clone()), **more}, rows)
     more = {**sizes, **factors, "input_rows": torch.arange(T), "accumulate": False}
     wgrad_out = ops.grouped_gemm_wgrad_out
     yield "grouped_gemm_wgrad_out", (wgrad_out, {"grad": grad, "input": a, **more}, main_grad)
@@ -63,8 +63,10 @@ def calls() -> Iterator[tuple[str, Call]]:
 CALLS = dict(calls())
 
 
-def places(arguments: dict[str, Any]) -> Iterator[tuple[Tensor, Callable[[Tensor], dict[str, Any]]]]:
-    """Each tensor that is read, and the arguments with another in its place."""
+def with_each_tensor_replaced(
+    arguments: dict[str, Any],
+) -> Iterator[tuple[Tensor, Callable[[Tensor], dict[str, Any]]]]:
+    """Yields each tensor that is read, and a function that returns the arguments with another tensor in its place."""
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             yield value, lambda other, name=name: {**arguments, name: other}
@@ -79,22 +81,23 @@ def places(arguments: dict[str, Any]) -> Iterator[tuple[Tensor, Callable[[Tensor
 
 
 @pytest.mark.parametrize("name", list(CALLS))
-def test_refused(name: str) -> None:
+def test_overlapping_buffer_is_refused(name: str) -> None:
     op, read, out = CALLS[name]
-    op(**read, out=out)  # with memory of its own
-    for value, with_other in places(read):
+    op(**read, out=out)  # with separate memory
+    for value, with_other in with_each_tensor_replaced(read):
         buffer = torch.zeros_like(out)
         if value.numel() * value.element_size() > buffer.numel() * buffer.element_size():
             continue
-        own = inside(buffer, value)
-        held = buffer.clone()
+        own = placed_in(buffer, value)
+        before = buffer.clone()
         with pytest.raises(ValueError, match="argument 'out': expected a buffer apart from '"):
             op(**with_other(own), out=buffer)
-        assert torch.equal(buffer.view(torch.uint8), held.view(torch.uint8))
+        assert torch.equal(buffer.view(torch.uint8), before.view(torch.uint8))
 
 
 def quantize_calls() -> Iterator[tuple[str, tuple[str, dict[str, Tensor], list[Tensor]]]]:
-    """Calls of quantize_out with four buffers: the format, what it reads by name, and what it writes."""
+    """Yields calls of quantize_out with four buffers: the format, the arguments it reads, and the buffers it
+    writes."""
     generator = torch.Generator().manual_seed(3)
     input, sizes = torch.randn(256, 128, generator=generator), torch.tensor([100, 0, 140])
     noop = {"noop": torch.zeros(1)}
@@ -114,7 +117,7 @@ BUFFERS = ("out[0]", "out[1]", "out[2]", "out[3]")
 
 
 @pytest.mark.parametrize("name", list(QUANTIZE_CALLS))
-def test_buffers_of_quantize_are_apart(name: str) -> None:
+def test_overlapping_buffers_of_quantize_out_are_refused(name: str) -> None:
     key, read, outputs = QUANTIZE_CALLS[name]
     written = dict(zip(BUFFERS, outputs, strict=True))
 
@@ -123,7 +126,7 @@ def test_buffers_of_quantize_are_apart(name: str) -> None:
         others = {name: value for name, value in arguments.items() if name not in BUFFERS}
         ops.quantize_out(format=key, out=out, **others, **BOTH)
 
-    quantize({**read, **written})  # with memory of its own each
+    quantize({**read, **written})  # with separate memory for each
     everything = {**read, **written}
     refused = 0
     for i, (later, own) in enumerate(everything.items()):
@@ -131,19 +134,20 @@ def test_buffers_of_quantize_are_apart(name: str) -> None:
             if later in read or other.nbytes < own.nbytes:
                 continue
             shared = other.clone()
-            arguments = {**everything, earlier: shared, later: inside(shared, own)}
-            held = shared.view(-1).view(torch.uint8).clone()
+            arguments = {**everything, earlier: shared, later: placed_in(shared, own)}
+            before = shared.view(-1).view(torch.uint8).clone()
             becomes = "read while it is written" if earlier in read else "written at the same time"
             text = f"argument '{later}': expected a buffer apart from '{earlier}', which is {becomes}, got "
             with pytest.raises(ValueError, match=re.escape(text)):
                 quantize(arguments)
-            assert torch.equal(shared.view(-1).view(torch.uint8), held)
+            assert torch.equal(shared.view(-1).view(torch.uint8), before)
             refused += 1
     assert refused >= 5
 
 
-def test_an_amax_is_apart_from_what_is_read() -> None:
-    """Also where it is collected on the way, or of a list, whose matrices are read after the first was written."""
+def test_amax_that_overlaps_an_input_is_refused() -> None:
+    """Also an amax that the op collects, and amaxes of a list, whose later matrices are read after the first amax
+    is written."""
     wide = torch.arange(1.0, 9.0).view(2, 4)
     state = torch.ones(3)
     key = "fp8_tensor:e4m3"
@@ -158,9 +162,9 @@ def test_an_amax_is_apart_from_what_is_read() -> None:
             lambda: ops.linear_scaled(wide, torch.ones(3, 4), state, state, None, *[key] * 3),
         ),
     }
-    held, kept = wide.clone(), state.clone()
+    before, state_before = wide.clone(), state.clone()
     for other, (buffer, call) in refused.items():
         text = f"argument '{buffer}': expected a buffer apart from '{other.strip()}', which is read while it is written"
         with pytest.raises(ValueError, match=re.escape(text)):
             call()
-        assert torch.equal(wide, held) and torch.equal(state, kept)
+        assert torch.equal(wide, before) and torch.equal(state, state_before)

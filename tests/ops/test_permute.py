@@ -1,4 +1,5 @@
-"""permute, unpermute, permute_weights: the reference, float64 sums, gradients, compile, graphs, both devices."""
+"""permute, unpermute, permute_weights: the reference, float64 sums, gradients, compilation, CUDA graphs, and equal
+bits on CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ tp = torch.ops.transformer_plugin
 PERMUTE = list(permute_cases())
 permute_by_name = pytest.mark.parametrize("case", PERMUTE, ids=lambda case: case.name)
 REAL = [case for case in PERMUTE if case.name.split("-")[-1] in ("float32", "bfloat16", "float16", "float64")]
-# opcheck reads no values: one case of each kind of shape and dtype will do.
+# opcheck reads no values: one case for each kind of shape and dtype is enough.
 OPCHECK = [
     case
     for case in PERMUTE
@@ -28,7 +29,7 @@ real_cases = pytest.mark.parametrize("case", REAL, ids=lambda case: case.name)
 
 
 @permute_by_name
-def test_permute_is_the_reference(case: Case, device: torch.device) -> None:
+def test_permute_agrees_with_the_reference(case: Case, device: torch.device) -> None:
     got = ops.permute(*case.arguments(device))
     expected = reference.permute(*case.arguments())
     for name, a, b in zip(("rows", "group_sizes", "slot", "source", "total"), got, expected, strict=True):
@@ -36,7 +37,7 @@ def test_permute_is_the_reference(case: Case, device: torch.device) -> None:
 
 
 def unpermute_fp64(rows: Tensor, slot: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The sum in float64 by a loop, and the sum of the terms' sizes."""
+    """Returns the sum in float64, computed by a loop, and the sum of the absolute values of its terms."""
     output, size = (torch.zeros(slot.shape[0], rows.shape[1], dtype=torch.float64) for _ in range(2))
     for t, row in enumerate(slot.tolist()):
         for k, s in enumerate(row):
@@ -56,12 +57,12 @@ def draw_weights(indices: Tensor, dtype: torch.dtype) -> Tensor:
 
 @real_cases
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-def test_unpermute(case: Case, weighted: bool, device: torch.device) -> None:
+def test_unpermute_agrees_with_float64(case: Case, weighted: bool, device: torch.device) -> None:
     tokens, indices, *layout = case.arguments(device)
     _, _, slot, source, _ = ops.permute(tokens, indices, *layout)
     generator = torch.Generator().manual_seed(9)
     rows = torch.randn(layout[1], tokens.shape[1], generator=generator).to(tokens.dtype)
-    rows[source.cpu() < 0] = float("nan")  # padding is never read
+    rows[source.cpu() < 0] = float("nan")  # rows of padding must not be read
     weights = draw_weights(indices, tokens.dtype) if weighted else None
     got = ops.unpermute(rows.to(device), slot, source, weights).cpu()
     host_weights = None if weights is None else weights.cpu()
@@ -75,13 +76,12 @@ def test_unpermute(case: Case, weighted: bool, device: torch.device) -> None:
     assert bool(((got.double() - expected).abs() <= bound).all())
     close = reference.unpermute(torch.nan_to_num(rows), slot.cpu(), source.cpu(), host_weights)
     torch.testing.assert_close(got, close)
-    assert_same_bits(
-        got, ops.unpermute(rows, slot.cpu(), source.cpu(), host_weights)
-    )  # on CUDA: the CPU's bits
+    # On CUDA: the bits of the CPU.
+    assert_same_bits(got, ops.unpermute(rows, slot.cpu(), source.cpu(), host_weights))
 
 
 def test_unpermute_adds_in_ascending_order_of_slot(device: torch.device) -> None:
-    """1e8 + 1 - 1e8 is 0 in float32 in this order and 1 in every order that ends with the 1."""
+    """In float32, 1e8 + 1 - 1e8 is 0 in this order, and 1 in every order that adds the 1 last."""
     rows = torch.tensor([[1e8], [1.0], [-1e8]], device=device)
     source = torch.zeros(3, dtype=torch.int32, device=device)
     for order in ([0, 1, 2], [2, 0, 1], [1, 0, 2]):
@@ -91,7 +91,7 @@ def test_unpermute_adds_in_ascending_order_of_slot(device: torch.device) -> None
         assert ops.unpermute(rows, slot, source, torch.ones(1, 3, device=device)).item() == 0.0
 
 
-def test_maps_out_of_range_are_not_followed(device: torch.device) -> None:
+def test_indices_out_of_range_are_ignored(device: torch.device) -> None:
     slot = torch.tensor([[5, 0], [-7, 2**31 - 1], [1, -1]], dtype=torch.int32, device=device)
     source = torch.tensor([0, 2, 9, -4, 2**31 - 1], dtype=torch.int32, device=device)
     rows = torch.arange(1.0, 6.0, device=device)[:, None].expand(5, 3)
@@ -108,10 +108,11 @@ def test_maps_out_of_range_are_not_followed(device: torch.device) -> None:
 @pytest.mark.parametrize("width", [0, 3])
 @pytest.mark.parametrize("capacity", [0, 5, 40])
 @pytest.mark.parametrize(("tokens", "topk"), [(0, 2), (0, 0), (4, 0), (1, 1), (6, 3)])
-def test_references_over_the_whole_domain(
+def test_references_agree_on_the_whole_domain(
     tokens: int, topk: int, capacity: int, width: int, device: torch.device
 ) -> None:
-    """Zero sizes, masked pairs, and values that are no numbers: of masked pairs, which nobody reads, and of others."""
+    """Zero sizes, masked pairs, and infinite and NaN values, both in masked pairs, which must not be read, and in
+    others."""
     generator = torch.Generator().manual_seed(tokens + topk)
     indices = torch.randint(-1, 5, (tokens, topk), generator=generator, dtype=torch.int32)
     special = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, 1.0, -2.0, 3e38, 2**-149])
@@ -121,13 +122,13 @@ def test_references_over_the_whole_domain(
 
     _, _, slot, source, _ = reference.permute(draw(tokens, width), indices, 4, capacity)
     weights = torch.where(slot < 0, torch.inf, draw(tokens, topk))
-    given = draw(capacity, width)
+    rows = draw(capacity, width)
     grad = draw(tokens, width)
     calls = [
-        ("permute_backward", (given, slot)),
-        ("unpermute", (given, slot, source, weights)),
-        ("unpermute", (given, slot, source)),
-        ("unpermute_backward", (grad, given, slot, source, weights)),
+        ("permute_backward", (rows, slot)),
+        ("unpermute", (rows, slot, source, weights)),
+        ("unpermute", (rows, slot, source)),
+        ("unpermute_backward", (grad, rows, slot, source, weights)),
         ("unpermute_backward", (grad, None, slot, source, weights)),
         ("unpermute_backward", (grad, None, slot, source)),
         ("permute_weights", (weights, slot, source)),
@@ -142,7 +143,7 @@ def test_references_over_the_whole_domain(
 
 
 @real_cases
-def test_gradients_are_those_of_the_reference(case: Case, device: torch.device) -> None:
+def test_gradients_agree_with_the_reference(case: Case, device: torch.device) -> None:
     tokens, indices, *layout = case.arguments(device)
     weights = draw_weights(indices, tokens.dtype)
     generator = torch.Generator().manual_seed(2)
@@ -183,7 +184,7 @@ def test_gradcheck(device: torch.device) -> None:
         assert torch.autograd.gradcheck(lambda w, m=slot, s=source: ops.permute_weights(w, m, s), weights)
 
 
-def test_permute_then_unpermute_is_the_token_itself(device: torch.device) -> None:
+def test_unpermute_inverts_permute(device: torch.device) -> None:
     routing = Routing("round", 40, 3, 8, 120 + 8 * 3, 4)
     indices = routing.indices(device, torch.Generator().manual_seed(1))
     tokens = torch.randn(40, 33, device=device)
@@ -192,7 +193,7 @@ def test_permute_then_unpermute_is_the_token_itself(device: torch.device) -> Non
     assert_same_bits(ops.unpermute(rows, slot, source, quarters), tokens)
 
 
-def test_inputs_of_any_strides(device: torch.device) -> None:
+def test_strided_inputs_give_the_same_bits(device: torch.device) -> None:
     tokens = torch.randn(8, 12, device=device)
     indices = torch.randint(0, 4, (2, 12), device=device)[:, ::3].t()[:4].repeat(2, 1)
     strided = torch.randn(8, 24, device=device)[:, ::2].copy_(tokens)
@@ -201,14 +202,14 @@ def test_inputs_of_any_strides(device: torch.device) -> None:
     for a, b in zip(got, expected, strict=True):
         assert_same_bits(a, b)
     leaf = tokens.clone().requires_grad_()
-    ops.permute(leaf, indices, 4, 16)[0].sum().backward()  # a gradient of stride 0
+    ops.permute(leaf, indices, 4, 16)[0].sum().backward()  # a gradient with stride 0
     assert_same_bits(leaf.grad, torch.full_like(tokens, 2.0))
 
 
 @pytest.mark.parametrize("case", OPCHECK, ids=lambda case: case.name)
 def test_opcheck_permute(case: Case, device: torch.device) -> None:
     tokens, indices, *layout = case.arguments(device)
-    if case not in REAL:  # torch cannot compare float8 values, which the other checks do
+    if case not in REAL:  # torch cannot compare float8 values, which the other checks require
         opcheck(tp.permute.default, (tokens, indices, *layout), test_utils="test_faketensor")
         return
     opcheck(tp.permute.default, (tokens, indices, *layout))
@@ -234,7 +235,7 @@ def layer(tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
     return ops.unpermute(rows * values[:, None], slot, source, weights) + sizes.sum()
 
 
-def test_compile_whole_without_recompiling(device: torch.device) -> None:
+def test_compiles_without_graph_breaks_or_recompiling(device: torch.device) -> None:
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, backend=graphs)
@@ -250,11 +251,11 @@ def test_compile_whole_without_recompiling(device: torch.device) -> None:
         assert_same_bits(*outputs)
         for a, b in zip(*leaves, strict=True):
             assert_same_bits(a.grad, b.grad)
-    assert graphs.frame_count == 2  # once more, for the first change of the number of tokens
+    assert graphs.frame_count == 2  # once more when the number of tokens first changes
 
 
 @pytest.mark.gpu
-def test_graph_replay_with_other_routing() -> None:
+def test_graph_replays_with_new_routing() -> None:
     device = torch.device("cuda")
     x = torch.randn(64, 16, device=device, requires_grad=True)
     w = torch.rand(64, 2, device=device, requires_grad=True)
@@ -285,7 +286,7 @@ def test_graph_replay_with_other_routing() -> None:
 
 
 @pytest.mark.gpu
-def test_no_host_read() -> None:
+def test_calls_do_not_synchronize() -> None:
     indices = torch.randint(-1, 4, (64, 2), device="cuda")
     x = torch.randn(64, 8, device="cuda", requires_grad=True)
     w = torch.rand(64, 2, device="cuda", requires_grad=True)

@@ -1,4 +1,4 @@
-"""What the ops that move rows refuse, by the full text."""
+"""Errors of the ops that permute rows: the full text."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_errors_have_four_parts(call, error: type[Exception], text: str) -> None
 
 
 @pytest.mark.gpu
-def test_another_device() -> None:
+def test_indices_on_another_device() -> None:
     with pytest.raises(ValueError) as caught:
         ops.permute(torch.zeros(2, 4, device="cuda"), INDICES, 2, 4)
     assert str(caught.value) == (

@@ -1,4 +1,4 @@
-"""The quantize family. Bytes and scales equal those of an oracle in numpy, on both devices."""
+"""The quantize family: bytes and scales equal those of an oracle in numpy, on CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_grouped_reference_agrees_with_the_oracle(case: Case) -> None:
 
 
 @by_case
-def test_quantize(case: Case, device: torch.device) -> None:
+def test_quantize_agrees_with_the_oracle(case: Case, device: torch.device) -> None:
     input, format = case.arguments(device)
     more = extras(input, format)
     expected = oracles.both(input, format, more)
@@ -60,7 +60,7 @@ def test_quantize(case: Case, device: torch.device) -> None:
 
 
 @by_grouped_case
-def test_quantize_groups(case: Case, device: torch.device) -> None:
+def test_quantize_groups_agrees_with_the_oracle(case: Case, device: torch.device) -> None:
     input, sizes, format = case.arguments(device)
     more = extras(input, format, sizes)
     expected = oracles.grouped_both(input, sizes.tolist(), format, more)
@@ -71,12 +71,12 @@ def test_quantize_groups(case: Case, device: torch.device) -> None:
 
 
 def member(tensor: Tensor | None, g: int) -> Tensor | None:
-    """Of a stack's data, scales or amaxes those of one matrix."""
+    """Returns the data, scale or amax of one matrix of a stack."""
     return tensor if tensor is None else tensor[g : g + 1] if tensor.dim() == 1 else tensor[g]
 
 
 @by_case
-def test_dequantize(case: Case, device: torch.device) -> None:
+def test_dequantize_agrees_with_the_oracle(case: Case, device: torch.device) -> None:
     input, format = case.arguments(device)
     dtype = FLOAT_DTYPES[CASES.index(case) % 3]
     more = extras(input, format)
@@ -99,14 +99,15 @@ def test_dequantize(case: Case, device: torch.device) -> None:
 @pytest.mark.parametrize(
     "case", [case for case in GROUPED_CASES if "sr" not in case.name], ids=lambda case: case.name
 )
-def test_dequantize_groups(case: Case, device: torch.device) -> None:
-    """As each group as a matrix of its own; not where the place in the buffer decides how elements are rounded."""
+def test_dequantize_groups_agrees_with_separate_matrices(case: Case, device: torch.device) -> None:
+    """Compares each group with the group quantized as a separate matrix. Stochastic rounding is left out, because
+    it depends on the position in the buffer."""
     input, sizes, format = case.arguments(device)
     more = extras(input, format, sizes)
     data, scale, data_t, scale_t = ops.quantize(input, format, sizes, **more, columnwise=True)
     got = ops.dequantize(data, scale, format, torch.bfloat16, sizes, **amax_of(more))
-    turned = (data_t, scale_t, format, torch.bfloat16, sizes, True)
-    got_t = ops.dequantize(*turned, **amax_of(more, transposed=True))
+    transposed = (data_t, scale_t, format, torch.bfloat16, sizes, True)
+    got_t = ops.dequantize(*transposed, **amax_of(more, transposed=True))
     expected = torch.zeros(input.shape, dtype=torch.bfloat16)
     expected_t = expected.clone()
     first = 0
@@ -124,22 +125,22 @@ def test_dequantize_groups(case: Case, device: torch.device) -> None:
     assert_same_bits(got_t, expected_t)
 
 
-def test_transposed_is_rowwise_of_the_transpose(device: torch.device) -> None:
+def test_columnwise_equals_rowwise_of_the_transpose(device: torch.device) -> None:
     for format in FORMATS:
         if "rht" in format or "sr" in format:
-            continue  # the transposed copy is rotated, or draws for itself
+            continue  # the transposed copy is rotated, or uses other random numbers
         rows, columns = rows_for(width_for(300, format), format), width_for(140, format)
         input = torch.randn(rows, columns, device=device)
         more = extras(input, format)
         amax = amax_of(more, transposed=True)
-        turned = ops.quantize(input.T.contiguous(), format, **amax)
+        transposed = ops.quantize(input.T.contiguous(), format, **amax)
         assert_all_same(
-            ops.quantize(input, format, **columns_of(more), rowwise=False, columnwise=True), turned
+            ops.quantize(input, format, **columns_of(more), rowwise=False, columnwise=True), transposed
         )
 
 
-def test_layouts(device: torch.device) -> None:
-    """The shapes that other ops build on, written out."""
+def test_layouts_of_fp8(device: torch.device) -> None:
+    """The shapes that other ops rely on."""
 
     def shapes(outputs: tuple[Tensor, ...]) -> list[list[int]]:
         return [list(output.shape) for output in outputs]
@@ -173,8 +174,9 @@ def test_layouts(device: torch.device) -> None:
 
 
 def test_layouts_of_mxfp8(device: torch.device) -> None:
-    """TransformerEngine's compact row-wise scales, in both directions; every byte of the padding is 0."""
-    one = 127 - 8  # 1 / 448, up to a power of two: 2^-8
+    """Scales have TransformerEngine's compact row-wise layout in both directions, and every byte of the padding is
+    0."""
+    one = 127 - 8  # 1 / 448, rounded up to a power of two: 2^-8
 
     def check(scale: Tensor, shape: tuple[int, ...], used: tuple[slice, ...]) -> None:
         assert scale.dtype == torch.float8_e8m0fnu and tuple(scale.shape) == shape
@@ -195,7 +197,7 @@ def test_layouts_of_mxfp8(device: torch.device) -> None:
     data, scale, data_t, scale_t = ops.quantize(input, "mxfp8", sizes, columnwise=True)
     assert not data[194:].view(torch.uint8).any() and not data_t[:, 194:].view(torch.uint8).any()
     check(scale, (384, 8), (slice(194), slice(5)))
-    # Groups of 1, 0, 129 and 64 rows have 1, 0, 5 and 2 blocks, from the columns 0, 4, 4 and 12 on.
+    # Groups of 1, 0, 129 and 64 rows have 1, 0, 5 and 2 blocks, which begin at the columns 0, 4, 4 and 12.
     blocks = torch.tensor([0, 4, 5, 6, 7, 8, 12, 13])
     assert scale_t.shape == (256, 4 * (3 + 4))
     expected = torch.zeros(256, 28, dtype=torch.uint8)
@@ -217,8 +219,9 @@ def test_square_blocks_have_the_same_values_in_both_directions(format: str, devi
 
 
 def test_layouts_of_nvfp4(device: torch.device) -> None:
-    """TransformerEngine's compact row-wise scales of 1x16 blocks, in both directions; the padding is 0."""
-    one = 0x7E  # the amax of every block is that of the matrix: 448
+    """Scales of 1x16 blocks have TransformerEngine's compact row-wise layout in both directions, and the padding is
+    0."""
+    one = 0x7E  # the amax of every block is the amax of the matrix: 448
 
     def check(scale: Tensor, shape: tuple[int, ...], used: tuple[slice, ...]) -> None:
         assert scale.dtype == torch.float8_e4m3fn and tuple(scale.shape) == shape
@@ -245,7 +248,7 @@ def test_layouts_of_nvfp4(device: torch.device) -> None:
     assert not data[224:].cpu().view(torch.uint8).any()
     assert not data_t[:, 112:].cpu().view(torch.uint8).any()
     check(scale, (384, 12), (slice(224), slice(10)))
-    # Groups of 16, 0, 144 and 64 rows have 1, 0, 9 and 4 blocks, from the columns 0, 8, 8 and 24 on.
+    # Groups of 16, 0, 144 and 64 rows have 1, 0, 9 and 4 blocks, which begin at the columns 0, 8, 8 and 24.
     blocks = torch.tensor([0, *range(8, 17), *range(24, 28)])
     assert scale_t.shape == (256, 8 * (3 + 4))
     expected = torch.zeros(256, 56, dtype=torch.uint8)
@@ -253,8 +256,8 @@ def test_layouts_of_nvfp4(device: torch.device) -> None:
     assert_same_bits(scale_t.cpu().view(torch.uint8), expected)
 
 
-def test_rows_of_nvfp4_may_be_any_number(device: torch.device) -> None:
-    """Only a transposed copy wants whole blocks of them."""
+def test_rowwise_nvfp4_supports_any_number_of_rows(device: torch.device) -> None:
+    """Only a transposed copy requires whole blocks of rows."""
     for rows in (1, 15, 17, 129):
         input = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows)).to(device)
         for format, spec in nvfp4_oracle.SPECS.items():
@@ -271,13 +274,13 @@ def test_rows_of_nvfp4_may_be_any_number(device: torch.device) -> None:
         assert_all_same(ops.quantize(input, format, sizes, amax=amax.to(device)), expected)
 
 
-def test_inputs_of_any_strides(device: torch.device) -> None:
+def test_strided_inputs_give_the_same_bits(device: torch.device) -> None:
     wide = torch.randn(40, 2 * 300, device=device).bfloat16()
     flat = torch.randn(1 + 24 * 128, device=device).bfloat16()
     inputs = [
         wide[:, ::2],
         wide.T,
-        torch.ones((), device=device).expand(130, 36),  # a gradient of stride 0
+        torch.ones((), device=device).expand(130, 36),  # a gradient with stride 0
         flat[1:].view(24, 128),  # contiguous, but not aligned to a vector
         wide[3:17, 5:200],
         wide[3:17, 5:229],
@@ -311,8 +314,8 @@ def test_inputs_of_any_strides(device: torch.device) -> None:
     )
 
 
-def test_groups_that_are_aligned_equal_separate_matrices(device: torch.device) -> None:
-    """A group's bytes do not depend on its neighbours or on the length of the buffer."""
+def test_groups_of_whole_blocks_equal_separate_matrices(device: torch.device) -> None:
+    """A group's bytes depend neither on its neighbors nor on the length of the buffer."""
     sizes = torch.tensor([128, 256], dtype=torch.int32, device=device)
     for format in FORMATS:
         if "square" in format or "sr" in format:
@@ -327,14 +330,14 @@ def test_groups_that_are_aligned_equal_separate_matrices(device: torch.device) -
             assert_same_bits(got[2][:, columns].contiguous(), one[2])
 
 
-def test_not_differentiable(device: torch.device) -> None:
+def test_outputs_do_not_require_gradients(device: torch.device) -> None:
     input = torch.randn(4, 8, device=device, requires_grad=True)
     outputs = ops.quantize(input, "fp8_block", columnwise=True)
     assert not any(output.requires_grad for output in outputs)
     assert not ops.dequantize(outputs[0], outputs[1].requires_grad_(), "fp8_block").requires_grad
 
 
-def test_a_format_may_be_an_object() -> None:
+def test_format_object_equals_its_key() -> None:
     input = torch.randn(4, 8)
     format = Format("fp8_block", "e5m2", power_of_two_scales=False)
     assert_all_same(ops.quantize(input, format), ops.quantize(input, "fp8_block:e5m2,fp32"))

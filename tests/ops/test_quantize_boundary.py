@@ -1,4 +1,5 @@
-"""The quantize family as ops: opcheck, whole compiles, CUDA graphs, and the text of each error."""
+"""The ops of the quantize family: opcheck, compilation without graph breaks, CUDA graphs, and the text of each
+error."""
 
 from __future__ import annotations
 
@@ -36,10 +37,11 @@ by_grouped_case = pytest.mark.parametrize("case", GROUPED_CASES, ids=lambda case
 
 
 OPS = torch.ops.transformer_plugin
-# torch 2.11 cannot compare FP8 inputs before and after: test_dequantize_leaves_its_inputs_alone does.
-# torch 2.11 finds an FP8 NaN different from itself, so the cases with NaN stay out.
+# torch 2.11 cannot compare FP8 inputs before and after a call; test_dequantize_does_not_change_its_inputs
+# does.
+# torch 2.11 treats an FP8 NaN as not equal to itself, so cases with NaN are left out.
 OPCHECK_CASES = [case for case in CASES if not case.name.startswith("special")]
-# The slowest check runs for one of the ops that share all of their code, and with a gradient wanted.
+# The slowest check runs only for one of the ops that share their code, and with a gradient requested.
 NOT_DISPATCH = ("test_schema", "test_autograd_registration", "test_faketensor")
 NOT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
@@ -53,9 +55,12 @@ def test_opcheck(case: Case, device: torch.device) -> None:
     check(OPS.quantize.default, (input, format), {**more, **BOTH})
     check(OPS.quantize.default, (input, format), rows_of(more))
     check(OPS.quantize.default, (input.requires_grad_(), format), {**columns_of(more), **COLUMNS})
-    rows, turned = (data, scale, format, torch.bfloat16), (data_t, scale_t, format, torch.float32, None, True)
+    rows, columns = (
+        (data, scale, format, torch.bfloat16),
+        (data_t, scale_t, format, torch.float32, None, True),
+    )
     check(OPS.dequantize.default, rows, amax_of(more), test_utils=NOT_SCHEMA)
-    check(OPS.dequantize.default, turned, amax_of(more, transposed=True), test_utils=NOT_SCHEMA)
+    check(OPS.dequantize.default, columns, amax_of(more, transposed=True), test_utils=NOT_SCHEMA)
 
 
 @by_grouped_case
@@ -63,18 +68,18 @@ def test_grouped_opcheck(case: Case, device: torch.device) -> None:
     input, sizes, format = case.arguments(device)
     more = extras(input, format, sizes)
     data, scale, data_t, scale_t = ops.quantize(input, format, sizes, **more, columnwise=True)
-    check, given = opcheck, (input, format, sizes)
-    check(OPS.quantize.default, given, rows_of(more), test_utils=NOT_DISPATCH)
-    check(OPS.quantize.default, given, {**columns_of(more), **COLUMNS}, test_utils=NOT_DISPATCH)
+    check, arguments = opcheck, (input, format, sizes)
+    check(OPS.quantize.default, arguments, rows_of(more), test_utils=NOT_DISPATCH)
+    check(OPS.quantize.default, arguments, {**columns_of(more), **COLUMNS}, test_utils=NOT_DISPATCH)
     check(OPS.quantize.default, (input.requires_grad_(), format, sizes), {**more, **BOTH})
     rows = (data, scale, format, torch.bfloat16, sizes)
-    turned = (data_t, scale_t, format, torch.float32, sizes, True)
+    columns = (data_t, scale_t, format, torch.float32, sizes, True)
     check(OPS.dequantize.default, rows, amax_of(more), test_utils=NOT_SCHEMA[:2])
-    check(OPS.dequantize.default, turned, amax_of(more, transposed=True), test_utils=NOT_SCHEMA)
+    check(OPS.dequantize.default, columns, amax_of(more, transposed=True), test_utils=NOT_SCHEMA)
 
 
 @pytest.mark.parametrize("format", ["fp8_block", "mxfp8", "nvfp4:rht,sr"])
-def test_dequantize_leaves_its_inputs_alone(format: str, device: torch.device) -> None:
+def test_dequantize_does_not_change_its_inputs(format: str, device: torch.device) -> None:
     input = torch.randn(144, width_for(140, format), device=device)
     more = extras(input, format)
     data, scale, data_t, scale_t = ops.quantize(input, format, **more, columnwise=True)
@@ -84,16 +89,16 @@ def test_dequantize_leaves_its_inputs_alone(format: str, device: torch.device) -
     sizes = torch.tensor([16, 112], device=device)
     more = extras(input, format, sizes)
     grouped = ops.quantize(input, format, sizes, **rows_of(more))
-    kept = [tensor.clone() for tensor in grouped]
+    before_grouped = [tensor.clone() for tensor in grouped]
     ops.dequantize(*grouped, format, group_sizes=sizes, **amax_of(more))
-    for now, then in zip((data, scale, data_t, scale_t, *grouped), before + kept, strict=True):
+    for now, then in zip((data, scale, data_t, scale_t, *grouped), before + before_grouped, strict=True):
         assert_same_bits(now, then)
 
 
-def given_on_the_device(
+def extras_on_device(
     input: Tensor, format: str, sizes: Tensor, seed: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """As :func:`extras`, by the ops: what a graph can hold."""
+    """Returns the arguments of :func:`extras`, computed by ops, so that a CUDA graph can contain them."""
     if not format.startswith("nvfp4"):
         return {}
     both = dict(zip(("amax", "amax_t"), ops.amax(input, format, sizes, columnwise=True), strict=True))
@@ -101,15 +106,15 @@ def given_on_the_device(
 
 
 @pytest.mark.parametrize("format", ["fp8_block", "mxfp8", "nvfp4:rht"])
-def test_compiles_whole(format: str, device: torch.device) -> None:
+def test_compiles_without_graph_breaks(format: str, device: torch.device) -> None:
 
     def round_trip(input: Tensor, sizes: Tensor) -> Tensor:
         double = input * 2
-        more = given_on_the_device(double, format, sizes)
+        more = extras_on_device(double, format, sizes)
         data, scale, data_t, scale_t = ops.quantize(double, format, sizes, **more, columnwise=True)
         rows = ops.dequantize(data, scale, format, torch.bfloat16, sizes, **amax_of(more))
-        turned = (data_t, scale_t, format, torch.bfloat16, sizes, True)
-        return rows + ops.dequantize(*turned, **amax_of(more, transposed=True))
+        columns = (data_t, scale_t, format, torch.bfloat16, sizes, True)
+        return rows + ops.dequantize(*columns, **amax_of(more, transposed=True))
 
     compiled = torch.compile(round_trip, fullgraph=True, dynamic=True)
     for rows in (144, 48):
@@ -117,30 +122,30 @@ def test_compiles_whole(format: str, device: torch.device) -> None:
         assert_same_bits(compiled(input, sizes), round_trip(input, sizes))
 
 
-# On a GPU only.
+# GPU only.
 
 
 @pytest.mark.gpu
-def test_sizes_on_a_gpu_are_cut_at_the_buffer() -> None:
+def test_sizes_on_a_gpu_are_limited_to_the_buffer() -> None:
     input = torch.randn(200, 96, device="cuda")
-    for sizes, cut in [([150, 100, 7], [150, 50, 0]), ([-5, 60, -1], [0, 60, 0]), ([2**40, 3], [200, 0])]:
+    for sizes, limited in [([150, 100, 7], [150, 50, 0]), ([-5, 60, -1], [0, 60, 0]), ([2**40, 3], [200, 0])]:
         for format in ("fp8_tensor", "fp8_block", "mxfp8"):
             got = ops.quantize(input, format, torch.tensor(sizes, device="cuda"), columnwise=True)
-            assert_all_same(got, ops.quantize(input.cpu(), format, torch.tensor(cut), columnwise=True))
+            assert_all_same(got, ops.quantize(input.cpu(), format, torch.tensor(limited), columnwise=True))
             with pytest.raises(ValueError, match="sizes that fit their buffer in the calls before this one"):
                 ops.check_group_sizes()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", ["fp8_tensor:e5m2", "fp8_block", "mxfp8", "nvfp4:rht,sr"])
-def test_cuda_graph_replays_with_other_sizes_and_data(format: str) -> None:
+def test_graph_replays_with_new_sizes_and_data(format: str) -> None:
     columns, nvfp4 = width_for(130, format), format.startswith("nvfp4")
     input = torch.randn(304, columns, device="cuda").bfloat16()
     sizes = torch.tensor([96, 208], device="cuda")
     seed = torch.tensor([1], device="cuda") if nvfp4 else None
 
     def step() -> tuple[Tensor, ...]:
-        more = given_on_the_device(input, format, sizes, seed)
+        more = extras_on_device(input, format, sizes, seed)
         outputs = ops.quantize(input, format, sizes, **more, columnwise=True)
         return (
             *outputs,
@@ -154,28 +159,28 @@ def test_cuda_graph_replays_with_other_sizes_and_data(format: str) -> None:
         step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    torch.cuda.set_sync_debug_mode("error")  # nothing may wait for the device
+    torch.cuda.set_sync_debug_mode("error")  # synchronization is an error
     try:
         with torch.cuda.graph(graph):
             captured = step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for turn, now in enumerate([[0, 0], [304, 0], [144, 48] if nvfp4 else [129, 44], [0, 256]]):
-        torch.manual_seed(turn)
-        input.copy_(torch.randn(304, columns) * (turn + 1))
+    for replay, now in enumerate([[0, 0], [304, 0], [144, 48] if nvfp4 else [129, 44], [0, 256]]):
+        torch.manual_seed(replay)
+        input.copy_(torch.randn(304, columns) * (replay + 1))
         sizes.copy_(torch.tensor(now))
         if seed is not None:
-            seed.fill_(turn - 2)
+            seed.fill_(replay - 2)
         graph.replay()
         expected = step()
         for got, wanted in zip(captured, expected, strict=True):
             assert_same_bits(got, wanted)
         here = [None if seed is None else seed.cpu(), torch.tensor(now)]
-        more = given_on_the_device(input.cpu(), format, here[1], here[0])
+        more = extras_on_device(input.cpu(), format, here[1], here[0])
         assert_all_same(captured[:4], ops.quantize(input.cpu(), format, here[1], **more, columnwise=True))
 
 
-# What bad input gets: the whole text of each error.
+# Errors for bad arguments: the full text.
 
 FLOATS = "one of the dtypes float32, bfloat16, float16"
 KEYS = (
@@ -187,7 +192,7 @@ SIZES = torch.tensor([1, 2])
 E4M3 = ONES.to(torch.float8_e4m3fn)
 SCALE = torch.ones(2, 4)
 E8M0 = torch.full((128, 8), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-# mxfp8 takes whole blocks along the columns.
+# mxfp8 requires whole blocks along the columns.
 ODD = torch.ones(4, 40)
 WIDTH = "a last dimension that is a multiple of 32, the block of mxfp8"
 PAD = "Pad it with zeros, for example with torch.nn.functional.pad."
@@ -304,7 +309,7 @@ def test_errors_have_four_parts(
 
 
 @pytest.mark.gpu
-def test_sizes_on_another_device() -> None:
+def test_sizes_on_another_device_are_refused() -> None:
     with pytest.raises(ValueError) as caught:
         ops.quantize(ONES.cuda(), "fp8_block", SIZES)
     assert str(caught.value) == (

@@ -35,7 +35,7 @@ def specs(draw: st.DrawFn, square: bool) -> Spec:
 
 @st.composite
 def nv_specs(draw: st.DrawFn, square: bool) -> NvSpec:
-    """The options of nvfp4 that may stand together."""
+    """Draws options of nvfp4 that can be combined."""
     kind = draw(st.sampled_from(["plain", "alone", *(["square"] if square else [])]))
     return make_nv_spec(
         square=kind == "square",
@@ -49,7 +49,7 @@ def nv_specs(draw: st.DrawFn, square: bool) -> NvSpec:
 
 @st.composite
 def matrices(draw: st.DrawFn, rows: int, columns: int) -> Tensor:
-    """Normal values of any magnitude by row, sometimes with random bit patterns, sometimes strided."""
+    """Draws normal values whose magnitude differs by row, sometimes random bit patterns, sometimes strided."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     dtype = draw(dtypes)
     step = draw(st.sampled_from([1, 1, 2]))
@@ -67,9 +67,9 @@ def matrices(draw: st.DrawFn, rows: int, columns: int) -> Tensor:
 
 def check_dense(data: st.DataObject, device: torch.device) -> None:
     spec = data.draw(specs(square=True))
-    turned = data.draw(st.booleans())
+    transposed = data.draw(st.booleans())
     rows, columns = data.draw(sizes), data.draw(sizes)
-    if turned:
+    if transposed:
         input = data.draw(matrices(width_for(rows, spec.key), columns)).T
     else:
         input = data.draw(matrices(rows, width_for(columns, spec.key)))
@@ -93,16 +93,16 @@ def check_grouped(data: st.DataObject, device: torch.device) -> None:
 def check_dense_nvfp4(data: st.DataObject, device: torch.device) -> None:
     spec = data.draw(nv_specs(square=True))
     rows, columns = (16 * data.draw(st.integers(0, 18)) for _ in range(2))
-    turned = data.draw(st.booleans())
-    input = data.draw(matrices(columns, rows)).T if turned else data.draw(matrices(rows, columns))
+    transposed = data.draw(st.booleans())
+    input = data.draw(matrices(columns, rows)).T if transposed else data.draw(matrices(rows, columns))
     amax, amax_t = (draw_amax(data, a) for a in reference.amax(input, spec.key, columnwise=True))
     seed = data.draw(st.integers(-(2**63), 2**63 - 1)) if spec.sr else None
-    given = (
+    amaxes_and_seed = (
         amax.to(device),
         amax_t.to(device),
         None if seed is None else torch.tensor([seed], device=device),
     )
-    got = ops.quantize(input.to(device), spec.key, None, *given, columnwise=True)
+    got = ops.quantize(input.to(device), spec.key, None, *amaxes_and_seed, columnwise=True)
     for direction, of in ((0, amax), (1, amax_t)):
         expected = nvfp4_oracle.quantize_direction(input, spec, of, seed, direction)
         for g, e in zip(got[2 * direction :], expected, strict=False):
@@ -117,12 +117,12 @@ def check_grouped_nvfp4(data: st.DataObject, device: torch.device) -> None:
     sizes = torch.tensor(groups, dtype=data.draw(st.sampled_from([torch.int32, torch.int64])))
     amax, amax_t = (draw_amax(data, a) for a in reference.amax(input, spec.key, sizes, columnwise=True))
     seed = data.draw(st.integers(-(2**63), 2**63 - 1)) if spec.sr else None
-    given = (
+    amaxes_and_seed = (
         amax.to(device),
         amax_t.to(device),
         None if seed is None else torch.tensor([seed], device=device),
     )
-    got = ops.quantize(input.to(device), spec.key, sizes.to(device), *given, columnwise=True)
+    got = ops.quantize(input.to(device), spec.key, sizes.to(device), *amaxes_and_seed, columnwise=True)
     for direction, of in ((0, amax), (1, amax_t)):
         expected = nvfp4_oracle.grouped_quantize_direction(input, groups, spec, of, seed, direction)
         for g, e in zip(got[2 * direction :], expected, strict=False):
@@ -130,19 +130,19 @@ def check_grouped_nvfp4(data: st.DataObject, device: torch.device) -> None:
 
 
 def draw_amax(data: st.DataObject, own: Tensor) -> Tensor:
-    """The matrix's own, or one below or above it."""
+    """Returns the amax of the matrix, or one below or above it."""
     return own * data.draw(st.sampled_from([1.0, 1.0, 0.3, 100.0]))
 
 
 @QUICK
 @given(st.data())
-def test_dense(device: torch.device, data: st.DataObject) -> None:
+def test_dense_agrees_with_the_oracle(device: torch.device, data: st.DataObject) -> None:
     check_dense(data, device)
 
 
 @QUICK
 @given(st.data())
-def test_grouped(device: torch.device, data: st.DataObject) -> None:
+def test_grouped_agrees_with_the_oracle(device: torch.device, data: st.DataObject) -> None:
     check_grouped(data, device)
 
 
@@ -150,7 +150,7 @@ def test_grouped(device: torch.device, data: st.DataObject) -> None:
 @pytest.mark.timeout(1800)
 @LONG
 @given(st.data())
-def test_dense_by_the_thousand(device: torch.device, data: st.DataObject) -> None:
+def test_dense_for_thousands_of_inputs(device: torch.device, data: st.DataObject) -> None:
     check_dense(data, device)
 
 
@@ -158,13 +158,13 @@ def test_dense_by_the_thousand(device: torch.device, data: st.DataObject) -> Non
 @pytest.mark.timeout(1800)
 @LONG
 @given(st.data())
-def test_grouped_by_the_thousand(device: torch.device, data: st.DataObject) -> None:
+def test_grouped_for_thousands_of_inputs(device: torch.device, data: st.DataObject) -> None:
     check_grouped(data, device)
 
 
 @QUICK
 @given(st.data())
-def test_dense_nvfp4(device: torch.device, data: st.DataObject) -> None:
+def test_dense_nvfp4_agrees_with_the_oracle(device: torch.device, data: st.DataObject) -> None:
     check_dense_nvfp4(data, device)
 
 
@@ -172,13 +172,13 @@ def test_dense_nvfp4(device: torch.device, data: st.DataObject) -> None:
 @pytest.mark.timeout(1800)
 @LONG
 @given(st.data())
-def test_dense_nvfp4_by_the_thousand(device: torch.device, data: st.DataObject) -> None:
+def test_dense_nvfp4_for_thousands_of_inputs(device: torch.device, data: st.DataObject) -> None:
     check_dense_nvfp4(data, device)
 
 
 @QUICK
 @given(st.data())
-def test_grouped_nvfp4(device: torch.device, data: st.DataObject) -> None:
+def test_grouped_nvfp4_agrees_with_the_oracle(device: torch.device, data: st.DataObject) -> None:
     check_grouped_nvfp4(data, device)
 
 
@@ -186,5 +186,5 @@ def test_grouped_nvfp4(device: torch.device, data: st.DataObject) -> None:
 @pytest.mark.timeout(1800)
 @LONG
 @given(st.data())
-def test_grouped_nvfp4_by_the_thousand(device: torch.device, data: st.DataObject) -> None:
+def test_grouped_nvfp4_for_thousands_of_inputs(device: torch.device, data: st.DataObject) -> None:
     check_grouped_nvfp4(data, device)

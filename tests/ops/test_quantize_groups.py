@@ -1,8 +1,8 @@
-"""Groups that begin anywhere, in both directions: on a GPU blocks walk down strips of columns, or take windows of rows
-wherever groups begin, and store whole lines.
+"""Ragged groups at any row, in both directions: on a GPU, thread blocks process strips of columns, or 128-row strips
+of the buffer wherever groups begin, and store whole rows of the transposed data.
 
-What the bytes should be, test_quantize says on small matrices. Here several blocks share a strip,
-and CUDA gives the bytes of the CPU.
+test_quantize checks the bytes of small matrices. Here several thread blocks share a strip, and CUDA gives the bytes of
+the CPU.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ FORMATS = [
     "fp8_block:e4m3,aligned",
     "fp8_tensor:e4m3,aligned",
 ]
-# rows, columns: whole tiles and not, parts of a strip, one group of columns, rows that are no whole sectors
+# Rows and columns: whole tiles and partial ones, parts of a strip, 8 columns only, rows that are not whole
+# sectors.
 SHAPES = [(4096, 1000), (2064, 136), (1040, 8), (16, 128), (3000, 256), (8192, 264), (520, 130)]
 
 
 def sizes_of(rows: int, groups: int, multiple: int, tail: int) -> Tensor:
-    """Skewed sizes, a fifth of them 0, that leave ``tail`` rows."""
+    """Returns skewed sizes, a fifth of them 0, that leave ``tail`` rows."""
     generator = torch.Generator().manual_seed(rows + groups)
     weights = torch.empty(groups, dtype=torch.float64).exponential_(generator=generator)
     weights *= torch.rand(groups, generator=generator) > 0.2
@@ -54,7 +55,7 @@ def matrix(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     "groups, multiple, tail", [(1, 1, 0), (7, 1, 77), (300, 1, 0), (64, 32, 40), (9, 128, 0)]
 )
 @pytest.mark.parametrize("format", FORMATS)
-def test_bytes_are_those_of_the_cpu(
+def test_cuda_gives_the_bytes_of_the_cpu(
     format: str, groups: int, multiple: int, tail: int, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     if format.startswith("mxfp8"):
@@ -64,9 +65,9 @@ def test_bytes_are_those_of_the_cpu(
 
 
 def check_bytes(input: Tensor, sizes: Tensor, format: str) -> None:
-    """CUDA gives the bytes of the CPU."""
+    """Asserts that CUDA gives the bytes of the CPU."""
     poisoned = input.cuda()
-    poisoned[int(sizes.sum()) :] = float("nan")  # past the groups nothing counts
+    poisoned[int(sizes.sum()) :] = float("nan")  # rows past the groups must have no effect
     poisoned[int(sizes.sum()) :, ::2] = 60000.0
     for flags in (BOTH, COLUMNS):
         there = ops.quantize(poisoned, format, sizes.cuda(), **flags)
@@ -74,18 +75,19 @@ def check_bytes(input: Tensor, sizes: Tensor, format: str) -> None:
             assert_same_bits(got, expected)
 
 
-# Beside blocks of 32 and of 128 rows; empty groups first, last and between; many groups in one block.
+# Ends next to blocks of 32 and of 128 rows; empty groups first, last and in between; many groups in one
+# block.
 SIZES = {
-    "beside blocks": [1, 31, 33, 127, 129, 32, 128, 63, 65, 1, 300],
+    "next to blocks": [1, 31, 33, 127, 129, 32, 128, 63, 65, 1, 300],
     "empty": [0, 0, 129, 0, 200, 0, 31, 0, 0],
     "single rows": [1] * 900,
     "a few rows": [2, 3, 1, 0, 5, 16, 15, 17] * 20,
     "many": [7, 0, 1] * 333 + [1],
     "one block each": [32] * 30,
-    "blocks that are cut": [31] * 16 + [33] * 15,
+    "partial blocks": [31] * 16 + [33] * 15,
     "none": [0, 0],
-    "all in one": [0, 1024],
-    "nothing but one row": [0, 1],
+    "one group": [0, 1024],
+    "one row": [0, 1],
 }
 
 
@@ -100,13 +102,13 @@ SIZES = {
     ],
 )
 @pytest.mark.parametrize("format", ["mxfp8:e4m3", "mxfp8:e4m3,tiled", "fp8_block:e4m3"])
-def test_sizes_beside_blocks(format: str, sizes: list[int], rows: int, columns: int) -> None:
+def test_groups_that_end_next_to_blocks(format: str, sizes: list[int], rows: int, columns: int) -> None:
     check_bytes(matrix(rows, columns, torch.bfloat16), torch.tensor(sizes), format)
 
 
 @pytest.mark.parametrize("format", ["mxfp8:e4m3", "mxfp8:e5m2"])
-def test_not_finite_values_scale_their_blocks_alone(format: str) -> None:
-    """Also where the rows of a block are read by two blocks of threads."""
+def test_nan_and_inf_affect_only_the_scale_of_their_block(format: str) -> None:
+    """Also if two thread blocks read the rows of a block."""
     input = matrix(1024, 256, torch.bfloat16)
     input[100:1024:97] = float("inf")
     input[::61, ::3] = float("nan")
@@ -115,8 +117,8 @@ def test_not_finite_values_scale_their_blocks_alone(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS[:4])
-def test_a_graph_follows_the_sizes(format: str) -> None:
-    """Groups that end with sectors and groups that do not are stored in different ways by the same launch."""
+def test_graph_replays_with_new_sizes(format: str) -> None:
+    """The same launch stores groups that end with whole sectors and groups that do not in different ways."""
     input = matrix(2048, 384, torch.bfloat16)
     device_input, sizes = input.cuda(), sizes_of(2048, 33, 1, 100).cuda()
     ops.quantize(device_input, format, sizes, columnwise=True)
@@ -136,8 +138,8 @@ def test_a_graph_follows_the_sizes(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", ["fp8_block:e4m3", "mxfp8:e4m3"])
-def test_sizes_past_the_buffer_are_cut(format: str) -> None:
-    """Sizes are on the device: what does not fit is not followed, and the next call says so."""
+def test_sizes_past_the_buffer_are_limited(format: str) -> None:
+    """Sizes are on the device: rows past the buffer are ignored, and the next check reports them."""
     input = matrix(1024, 256, torch.bfloat16).cuda()
     sizes = torch.tensor([100, 5000, 3], device="cuda")
     got = ops.quantize(input, format, sizes, columnwise=True)

@@ -1,4 +1,4 @@
-"""quantize_list: each matrix as quantize does it, all in one launch."""
+"""quantize_list: each matrix has the bytes of quantize, in one launch for all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHAPES = [(3, 5), (0, 7), (130, 129), (1, 1), (260, 512), (5, 0), (127, 258)]
 
 
 def list_of(count: int, format: str, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Sizes in turn, magnitudes that differ, and one with a NaN and an infinity."""
+    """Returns matrices of various sizes and magnitudes, one of them with a NaN and an infinity."""
     generator = torch.Generator().manual_seed(count)
     tensors = []
     for i in range(count):
@@ -47,7 +47,7 @@ def list_of(count: int, format: str, dtype: torch.dtype, device: torch.device) -
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("count", [1, 8, 150])
-def test_list(count: int, format: str, device: torch.device) -> None:
+def test_list_has_the_bytes_of_quantize(count: int, format: str, device: torch.device) -> None:
     dtype = FLOAT_DTYPES[(count + FORMATS.index(format)) % 3]
     tensors = list_of(count, format, dtype, device)
     both, rows = ops.quantize_list(tensors, format, columnwise=True), ops.quantize_list(tensors, format)
@@ -80,7 +80,7 @@ NV_SHAPES = [(16, 48), (0, 16), (144, 272), (128, 128), (32, 0), (272, 304)]
 
 @pytest.mark.parametrize("format", NV_SPECS)
 @pytest.mark.parametrize("count", [1, 7, 70])
-def test_list_of_nvfp4(count: int, format: str, device: torch.device) -> None:
+def test_nvfp4_list_has_the_bytes_of_quantize(count: int, format: str, device: torch.device) -> None:
     generator, dtype = (
         torch.Generator().manual_seed(count),
         FLOAT_DTYPES[(count + list(NV_SPECS).index(format)) % 3],
@@ -91,14 +91,14 @@ def test_list_of_nvfp4(count: int, format: str, device: torch.device) -> None:
     if count > 2:
         tensors[2] = special_matrix(dtype, 288).to(device)
     own = torch.cat([ops.amax(tensor, format) for tensor in tensors])
-    for given in (None, own * 1.5 + 1):
-        amax = own if given is None else given
+    for amax_argument in (None, own * 1.5 + 1):
+        amax = own if amax_argument is None else amax_argument
         both, rows = (
-            ops.quantize_list(tensors, format, given, columnwise=True),
-            ops.quantize_list(tensors, format, given),
+            ops.quantize_list(tensors, format, amax_argument, columnwise=True),
+            ops.quantize_list(tensors, format, amax_argument),
         )
-        of_six = (tensors[:6], format, None if given is None else given[:6])
-        meant = reference.quantize_list(*of_six, columnwise=True) if device.type == "cpu" else both
+        first_six = (tensors[:6], format, None if amax_argument is None else amax_argument[:6])
+        meant = reference.quantize_list(*first_six, columnwise=True) if device.type == "cpu" else both
         assert len(both) == len(rows) == count
         for i, tensor in enumerate(tensors):
             one = amax[i : i + 1]
@@ -113,15 +113,15 @@ def test_list_of_nvfp4(count: int, format: str, device: torch.device) -> None:
                 assert_all_same(expected, tuple(part for direction in oracle for part in direction))
 
 
-def test_rows_of_nvfp4_alone(device: torch.device) -> None:
-    """Only transposed copies want rows in whole blocks."""
+def test_rowwise_nvfp4_supports_any_number_of_rows(device: torch.device) -> None:
+    """Only transposed copies require whole blocks of rows."""
     tensors = [torch.randn(rows, 32, device=device) for rows in (1, 9, 130)]
     for family in (ops, reference):
         for tensor, one in zip(tensors, family.quantize_list(tensors, "nvfp4"), strict=True):
             assert_all_same(one, ops.quantize(tensor, "nvfp4", amax=ops.amax(tensor, "nvfp4")))
 
 
-def test_any_strides(device: torch.device) -> None:
+def test_strided_matrices_give_the_same_bytes(device: torch.device) -> None:
     wide = torch.randn(40, 64 * 3, device=device).bfloat16()
     tensors = [wide[:, ::2], wide.T[:, :32], wide[3:9, 5:37], wide.flatten()[1:4097].view(64, 64)]
     for format in ("fp8_tensor", "fp8_block", "mxfp8"):
@@ -130,7 +130,7 @@ def test_any_strides(device: torch.device) -> None:
             assert_all_same(got[i], ops.quantize(tensor.contiguous(), format, columnwise=True))
 
 
-def test_given_amaxes(device: torch.device) -> None:
+def test_amax_argument(device: torch.device) -> None:
     tensors = [torch.randn(9, 33, device=device) for _ in range(70)]
     amax = torch.rand(70, device=device) + 1
     for family in (ops, reference):
@@ -148,7 +148,7 @@ def test_opcheck(count: int, format: str, device: torch.device) -> None:
     opcheck(OPS.quantize_list.default, (tensors, format), BOTH)
 
 
-def test_compiles_whole(device: torch.device) -> None:
+def test_compiles_without_graph_breaks(device: torch.device) -> None:
     def both(tensors: list[Tensor]) -> list[Tensor]:
         pairs = ops.quantize_list([t * 2 for t in tensors], "fp8_block")
         return [ops.dequantize(data, scale, "fp8_block") for data, scale in pairs]
@@ -160,7 +160,7 @@ def test_compiles_whole(device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", ["fp8_tensor", "fp8_block", "mxfp8"])
-def test_cuda_graph(format: str) -> None:
+def test_graph_replays_with_new_data(format: str) -> None:
     tensors = [torch.randn(100 + i, 64, device="cuda") for i in range(70)]
     ops.quantize_list(tensors, format, columnwise=True)
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Quantize into given buffers: the bytes of the plain ops, in place, or nothing at all with the flag."""
+"""Quantize into buffers: the bytes of quantize, written in place, or nothing written if the noop flag is set."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ by_grouped_case = pytest.mark.parametrize("case", GROUPED, ids=lambda case: case
 
 
 def buffers_like(outputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """Of the same kind, every byte 0xA5."""
+    """Returns buffers of the same shapes and dtypes, with every byte 0xA5."""
     buffers = [torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in outputs]
     for buffer in buffers:
         buffer.view(torch.uint8).fill_(0xA5)
@@ -43,7 +43,7 @@ def check(
     device: torch.device,
     **flags: bool,
 ) -> None:
-    """Writes every byte, in place; with the flag writes none."""
+    """Asserts that every byte is written in place, and that no byte is written if the flag is set."""
     input, *sizes, format = case
     for flag in (None, torch.full((1,), 0.5, device=device)):
         buffers = buffers_like(expected)
@@ -52,14 +52,14 @@ def check(
         assert_all_same(tuple(buffers), expected)
         assert [b.data_ptr() for b in buffers] == addresses
     buffers = buffers_like(expected)
-    kept = raw(buffers)
+    initial = raw(buffers)
     function(input, format, buffers, *sizes, noop=torch.ones(1, device=device), **flags)
-    for now, then in zip(raw(buffers), kept, strict=True):
+    for now, then in zip(raw(buffers), initial, strict=True):
         assert torch.equal(now, then)
 
 
 @by_case
-def test_into_buffers(case: Case, device: torch.device) -> None:
+def test_quantize_into_buffers(case: Case, device: torch.device) -> None:
     input, format = case.arguments(device)
     expected = oracle_both(input, SPECS[format])
     expected = tuple(e.to(device) for e in expected)
@@ -72,11 +72,10 @@ def test_into_buffers(case: Case, device: torch.device) -> None:
 
 
 @by_grouped_case
-def test_grouped_into_buffers(case: Case, device: torch.device) -> None:
+def test_quantize_groups_into_buffers(case: Case, device: torch.device) -> None:
     input, sizes, format = arguments = case.arguments(device)
-    expected = ops.quantize(
-        input, format, sizes, columnwise=True
-    )  # whose bytes other tests compare with an oracle
+    # Other tests compare these bytes with an oracle.
+    expected = ops.quantize(input, format, sizes, columnwise=True)
     for family in (ops, reference):
         if family is reference and device.type != "cpu":
             continue
@@ -85,7 +84,7 @@ def test_grouped_into_buffers(case: Case, device: torch.device) -> None:
         check(family.quantize_out, arguments, expected[2:], device, **COLUMNS)
 
 
-def test_a_given_amax(device: torch.device) -> None:
+def test_amax_argument(device: torch.device) -> None:
     input, amax = torch.randn(40, 32, device=device), torch.tensor([2.5], device=device)
     expected = ops.quantize(input, "fp8_tensor", amax=amax, columnwise=True)
     buffers = buffers_like(expected)
@@ -117,8 +116,8 @@ def test_grouped_opcheck(case: Case, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("format", ["fp8_tensor", "fp8_block", "mxfp8"])
-def test_compiles_whole(format: str, device: torch.device) -> None:
-    """The buffers of the caller are written, in compiled code too, and the flag holds."""
+def test_compiles_without_graph_breaks(format: str, device: torch.device) -> None:
+    """Compiled code writes the caller's buffers, and respects the flag."""
     input = torch.randn(70, 96, device=device)
     flag = torch.zeros(1, device=device)
 
@@ -126,7 +125,8 @@ def test_compiles_whole(format: str, device: torch.device) -> None:
         ops.quantize_out(x * 2, format, [data, scale], noop=noop)
         return ops.dequantize(data, scale, format)
 
-    # torch 2.11's Inductor does not take E8M0 tensors that an op writes ("auto_functionalized_v2 was not removed").
+    # torch 2.11's Inductor does not support E8M0 tensors that an op writes ("auto_functionalized_v2 was not
+    # removed").
     backend = "aot_eager" if format == "mxfp8" else "inductor"
     compiled = torch.compile(fill, fullgraph=True, backend=backend)
     expected = ops.quantize(input * 2, format)
@@ -140,8 +140,8 @@ def test_compiles_whole(format: str, device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", ["fp8_tensor", "fp8_block:square", "mxfp8"])
-def test_cuda_graph_with_stable_addresses(format: str) -> None:
-    """A graph fills the same buffers from other data, or leaves them, as the flag says at each replay."""
+def test_graph_replays_write_the_same_buffers(format: str) -> None:
+    """Each replay fills the same buffers from new data, or leaves them unchanged, as the flag says."""
     weight = torch.randn(300, 160, device="cuda")
     flag = torch.zeros(1, device="cuda")
     buffers = buffers_like(ops.quantize(weight, format, columnwise=True))
@@ -165,7 +165,7 @@ def test_cuda_graph_with_stable_addresses(format: str) -> None:
     assert [b.data_ptr() for b in buffers] == addresses
 
 
-# Many tensors at once.
+# Lists of tensors.
 
 
 def list_of(count: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -182,7 +182,7 @@ def list_of(count: int, dtype: torch.dtype, device: torch.device) -> list[Tensor
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("count", [0, 1, 7, 64, 300])
-def test_amax_list(count: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_amax_list_agrees_with_a_loop(count: int, dtype: torch.dtype, device: torch.device) -> None:
     tensors = list_of(count, dtype, device)
     expected = torch.zeros(count)
     for i, tensor in enumerate(tensors):
@@ -193,12 +193,12 @@ def test_amax_list(count: int, dtype: torch.dtype, device: torch.device) -> None
         family.amax_list_out(tensors, "fp8_tensor", amax, amax_t, torch.zeros(1, device=device))
         assert_same_bits(amax.cpu(), expected)
         assert_same_bits(amax_t.cpu(), expected)
-        kept = torch.full((count,), 77.0, device=device)
-        family.amax_list_out(tensors, "fp8_tensor", kept, noop=torch.ones(1, device=device))
-        assert (kept == 77).all()
+        initial = torch.full((count,), 77.0, device=device)
+        family.amax_list_out(tensors, "fp8_tensor", initial, noop=torch.ones(1, device=device))
+        assert (initial == 77).all()
 
 
-def test_amax_list_of_any_strides(device: torch.device) -> None:
+def test_amax_list_of_strided_tensors(device: torch.device) -> None:
     wide = torch.randn(40, 66, device=device)
     flat = torch.randn(1 + 64 * 1024, device=device)
     tensors = [wide[:, ::2], wide.T, wide[3:9, 5:8], flat[1:].view(64, 1024)]
@@ -208,7 +208,7 @@ def test_amax_list_of_any_strides(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "nvfp4:square,sr", "nvfp4:4over6"])
-def test_amax_list_of_nvfp4(format: str, device: torch.device) -> None:
+def test_amax_list_of_nvfp4_agrees_with_amax(format: str, device: torch.device) -> None:
     tensors = [torch.randn(16 * (i % 3), 48, device=device).bfloat16() * (i + 1) for i in range(140)]
     amax, amax_t = torch.zeros(140, device=device), torch.zeros(140, device=device)
     for family in (ops, reference):
@@ -231,8 +231,8 @@ def test_amax_list_opcheck(count: int, device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_amax_list_in_a_cuda_graph() -> None:
-    """The addresses are kept in the graph, beyond the list that was captured."""
+def test_graph_replays_of_amax_list() -> None:
+    """The graph keeps the addresses, also after the captured list is gone."""
     tensors = [torch.randn(100 + i, 33, device="cuda") for i in range(140)]
     amax, flag = torch.zeros(140, device="cuda"), torch.zeros(1, device="cuda")
     ops.amax_list_out(tensors, "fp8_tensor", amax, noop=flag)
@@ -246,13 +246,13 @@ def test_amax_list_in_a_cuda_graph() -> None:
         graph.replay()
         assert_same_bits(amax, torch.stack([t.abs().amax() for t in tensors]))
     flag.fill_(1)
-    kept = amax.clone()
+    initial = amax.clone()
     tensors[0].fill_(100.0)
     graph.replay()
-    assert_same_bits(amax, kept)
+    assert_same_bits(amax, initial)
 
 
-# What bad input gets.
+# Errors for bad arguments.
 
 ONES = torch.ones(4, 64)
 DATA, SCALE = (t.clone() for t in ops.quantize(ONES, "fp8_block"))
@@ -319,9 +319,9 @@ def test_errors_have_four_parts(
     op: Callable[..., None], arguments: tuple[Any, ...], error: type[Exception], text: str
 ) -> None:
     buffers = [b for a in arguments[2:] for b in (a if isinstance(a, list) else [a]) if isinstance(b, Tensor)]
-    kept = [b.clone() for b in buffers]
+    initial = [b.clone() for b in buffers]
     with pytest.raises(error) as caught:
         op(*arguments)
     assert str(caught.value) == f"transformer_plugin::{getattr(op, 'func', op).__name__}: {text}"
-    for now, then in zip(buffers, kept, strict=True):
+    for now, then in zip(buffers, initial, strict=True):
         assert_same_bits(now, then)

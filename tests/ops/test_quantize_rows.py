@@ -1,4 +1,4 @@
-"""fp8_row: bytes and scales against the rule written in numpy."""
+"""fp8_row: data and scales have the bytes of the rule, which is written in numpy here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.opcheck import opcheck
-from tests.ops.quantize_oracle import DTYPES, FLT_MAX, Spec, as_numpy, round_to_codes, scale_of
+from tests.ops.quantize_oracle import DTYPES, FLT_MAX, Spec, as_numpy, round_to_fp8, scale_of
 from transformer_plugin import ops, reference
 from transformer_plugin.formats import Format
 from transformer_plugin.testing.cases import FLOAT_DTYPES, Case
@@ -32,15 +32,15 @@ each_format = pytest.mark.parametrize("format", PER_ROW_FORMATS)
 
 
 def oracle(input: Tensor, key: str = "fp8_row") -> tuple[Tensor, Tensor]:
-    """Each row a matrix of its own under the scale of the whole."""
+    """Quantizes each row as a separate matrix with one scale."""
     format = Format.parse(key)
     spec = Spec(str(format.element), bool(format.power_of_two_scales), None, format.epsilon)
     rows = as_numpy(input).reshape(input.shape[:-1].numel(), input.shape[-1])
     factors = np.array([scale_of(row, spec, float(FLT_MAX)) for row in rows], dtype=np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        codes = round_to_codes(rows * factors[:, None], spec.element)
+        data = round_to_fp8(rows * factors[:, None], spec.element)
     scale = torch.from_numpy(np.float32(1) / factors).view(input.shape[:-1])
-    return torch.from_numpy(codes).view(input.shape).view(DTYPES[spec.element]), scale
+    return torch.from_numpy(data).view(input.shape).view(DTYPES[spec.element]), scale
 
 
 def oracle_both(input: Tensor, key: str = "fp8_row") -> tuple[Tensor, ...]:
@@ -54,7 +54,7 @@ def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], name: str
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_values(case: Case, device: torch.device) -> None:
+def test_quantize_agrees_with_the_oracle(case: Case, device: torch.device) -> None:
     input, format = case.arguments()
     expected = oracle_both(input, format)
     assert_same(reference.quantize(input, format, **BOTH), expected, "reference")
@@ -64,8 +64,8 @@ def test_values(case: Case, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("case", GROUPED, ids=lambda case: case.name)
-def test_groups(case: Case, device: torch.device) -> None:
-    """Rows do not depend on their group; data and scales past the groups are 0, whatever is there."""
+def test_groups_agree_with_the_oracle(case: Case, device: torch.device) -> None:
+    """Rows do not depend on their group. Data and scales past the groups are 0, whatever the input contains there."""
     input, sizes, format = case.arguments()
     used = int(sizes.sum())
     data, scale = oracle(torch.cat([input[:used], torch.zeros_like(input[used:])]), format)
@@ -80,7 +80,7 @@ def test_groups(case: Case, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_dequantize(case: Case, device: torch.device) -> None:
+def test_dequantize_multiplies_by_the_scale(case: Case, device: torch.device) -> None:
     input, format = case.arguments(device)
     dtype = FLOAT_DTYPES[CASES.index(case) % 3]
     data, scale, data_t, scale_t = ops.quantize(input, format, **BOTH)
@@ -96,8 +96,11 @@ def test_dequantize(case: Case, device: torch.device) -> None:
 @each_format
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 @pytest.mark.parametrize("width", [288, 291])
-def test_special_values(width: int, dtype: torch.dtype, format: str, device: torch.device) -> None:
-    """NaN, infinities, subnormals, ends of the range; rows of one kind alone, whose scales overflow or are 1."""
+def test_extreme_values_agree_with_the_oracle(
+    width: int, dtype: torch.dtype, format: str, device: torch.device
+) -> None:
+    """NaN, infinities, subnormals and the ends of the range; also rows of one such value, whose scales overflow or
+    are 1."""
     tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     alone = [0.0, float("nan"), float("-inf"), tiny, -tiny, torch.finfo(dtype).max]
     rows = torch.tensor(alone, dtype=dtype)[:, None].repeat(1, width)
@@ -108,13 +111,13 @@ def test_special_values(width: int, dtype: torch.dtype, format: str, device: tor
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-def test_any_strides(dtype: torch.dtype, device: torch.device) -> None:
+def test_strided_inputs_give_the_same_bytes(dtype: torch.dtype, device: torch.device) -> None:
     wide = torch.randn(40, 3 * 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     on_device = wide.to(device)
     for view in (
         lambda x: x[:, ::3],
         lambda x: x.T,
-        lambda x: x.flatten()[1:4097].view(64, 64),  # rows that begin off 16 bytes
+        lambda x: x.flatten()[1:4097].view(64, 64),  # rows that are not aligned to 16 bytes
         lambda x: x[3:9, 5:37],
         lambda x: x[:1].expand(7, 192),
         lambda x: x[:, None],
@@ -133,8 +136,8 @@ def test_opcheck(case: Case, device: torch.device) -> None:
 
 
 @each_format
-def test_into_buffers(format: str, device: torch.device) -> None:
-    """Every byte is written, in place, or with the flag none."""
+def test_quantize_into_buffers(format: str, device: torch.device) -> None:
+    """Every byte is written in place; if the flag is set, no byte is written."""
     input = torch.randn(37, 200, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
     sizes = torch.tensor([5, 0, 19], device=device)
     for groups, flags in ((None, {}), (None, COLUMNS), (None, BOTH), (sizes, {})):
@@ -146,14 +149,14 @@ def test_into_buffers(format: str, device: torch.device) -> None:
         assert_same(tuple(out), expected)
 
 
-def test_list(device: torch.device) -> None:
+def test_list_has_the_bytes_of_quantize(device: torch.device) -> None:
     tensors = [torch.randn(3 + i, 40, device=device) for i in range(70)]
     for family in (ops, reference):
         for one, tensor in zip(family.quantize_list(tensors, "fp8_row", **BOTH), tensors, strict=True):
             assert_same(one, ops.quantize(tensor, "fp8_row", **BOTH))
 
 
-def test_has_no_gradient(device: torch.device) -> None:
+def test_outputs_do_not_require_gradients(device: torch.device) -> None:
     input = torch.randn(3, 16, device=device, requires_grad=True)
     assert not any(o.requires_grad for o in ops.quantize(input, "fp8_row", **BOTH))
 
@@ -170,7 +173,7 @@ def test_compiled(device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [40, 1024, 2048, 8193])
-def test_cuda_graph(width: int) -> None:
+def test_graph_replays_with_new_data(width: int) -> None:
     x = torch.zeros(37, width, device="cuda", dtype=torch.bfloat16)
     ops.quantize(x, "fp8_row")
     torch.cuda.synchronize()
@@ -186,16 +189,16 @@ def test_cuda_graph(width: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [1024, 1023])
-def test_past_32_bits(width: int) -> None:
-    """Rows past 2**31 elements."""
+def test_more_than_32_bits_of_elements(width: int) -> None:
+    """The last rows are past 2**31 elements."""
     rows = 2**31 // width + 130
     x = torch.zeros(rows, width, device="cuda", dtype=torch.bfloat16)
     last = torch.randn(140, width, generator=torch.Generator().manual_seed(0)).bfloat16()
     x[-140:] = last.cuda()
-    codes, scale = ops.quantize(x, "fp8_row")
-    assert_same((codes[-140:], scale[-140:]), oracle(last))
+    data, scale = ops.quantize(x, "fp8_row")
+    assert_same((data[-140:], scale[-140:]), oracle(last))
     assert bool((scale[:-140] == 1).all())
-    assert not codes[:-140].view(torch.uint8).any()
+    assert not data[:-140].view(torch.uint8).any()
 
 
 ONES, SIZES, ONE = torch.ones(2, 8), torch.tensor([1]), torch.ones(1)

@@ -1,4 +1,5 @@
-"""quantize_weight, its _out form, and layers that are given what it makes: the bits of rounding in every call."""
+"""quantize_weight, its _out form, and layers that receive its result: the bits of quantizing the weight in every
+call."""
 
 from __future__ import annotations
 
@@ -25,12 +26,14 @@ _ops = torch.ops.transformer_plugin
 SIZES = (70, 0, 130, 5)
 FORMATS = {name: formats for name, formats in OPCHECKED.items() if name != "none"}
 by_steady_name = pytest.mark.parametrize("name", list(FORMATS))
-FORMATS["nv-random"] = keys(NVFP4BlockScaling())  # every draw of a seed in its turn; no two calls draw alike
+# Stochastic rounding: the calls draw their seeds in order, and no two calls draw the same numbers.
+FORMATS["nv-random"] = keys(NVFP4BlockScaling())
 by_formats = pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS.keys())
 
 
 class Layer(NamedTuple):
-    """A call, the places of its weights among the arguments, and the names of what they were quantized to."""
+    """A call, the positions of its weights among the arguments, and the names of the arguments for quantized
+    weights."""
 
     function: Callable[..., Tensor]
     arguments: tuple[Any, ...]
@@ -38,35 +41,35 @@ class Layer(NamedTuple):
 
 
 def layers(formats: Formats, dtype: torch.dtype, device: torch.device) -> dict[str, Layer]:
-    """Each layer with biases, tail rows of NaN and an empty group."""
+    """Returns each layer with biases, NaN in the tail rows, and an empty group."""
     generator = torch.Generator().manual_seed(1)
     k, n = (width_for(width, *formats) for width in (48, 96))
     counts = tuple(rows_for(size, *formats) for size in SIZES)
     rows, groups = rows_for(sum(counts) + 7, *formats), len(counts)
 
-    def drawn(*shape: int) -> Tensor:
+    def draw(*shape: int) -> Tensor:
         return normals(shape, dtype, device, generator)
 
     sizes = torch.tensor(counts, device=device)
     probs = poison_tail(torch.rand(rows, generator=generator), counts).to(device)
-    x = poison_tail(drawn(rows, k), counts)
+    x = poison_tail(draw(rows, k), counts)
     return {
-        "linear": Layer(ops.linear, (drawn(2, counts[0], k), drawn(n, k), drawn(n)), {1: "quantized_weight"}),
+        "linear": Layer(ops.linear, (draw(2, counts[0], k), draw(n, k), draw(n)), {1: "quantized_weight"}),
         "grouped_linear": Layer(
             ops.grouped_linear,
-            (x, drawn(groups, n, k), sizes, drawn(groups, n), probs),
+            (x, draw(groups, n, k), sizes, draw(groups, n), probs),
             {1: "quantized_weight"},
         ),
         "grouped_mlp": Layer(
             ops.grouped_mlp,
             (
                 x,
-                drawn(groups, 2 * n, k) / 8,
-                drawn(groups, k, n),
+                draw(groups, 2 * n, k) / 8,
+                draw(groups, k, n),
                 sizes,
                 probs,
-                drawn(groups, 2 * n),
-                drawn(groups, k),
+                draw(groups, 2 * n),
+                draw(groups, k),
             ),
             {1: "quantized_fc1_weight", 2: "quantized_fc2_weight"},
         ),
@@ -84,8 +87,8 @@ def quantized(layer: Layer, formats: Formats, only: tuple[int, ...] = (1, 2)) ->
     }
 
 
-def without_values(layer: Layer, places: tuple[int, ...] = (1, 2)) -> Layer:
-    """NaN in the place of every weight: what reads it shows."""
+def with_nan_weights(layer: Layer, places: tuple[int, ...] = (1, 2)) -> Layer:
+    """Replaces every weight by NaN, so that reading it shows."""
     arguments = tuple(
         torch.full_like(argument, float("nan")) if i in layer.weights and i in places else argument
         for i, argument in enumerate(layer.arguments)
@@ -94,7 +97,7 @@ def without_values(layer: Layer, places: tuple[int, ...] = (1, 2)) -> Layer:
 
 
 def leaves_of(layer: Layer, wanted: tuple[int, ...] | None = None) -> list[Any]:
-    """Fresh leaves: those of the places wanted, or all that can, with a gradient."""
+    """Returns new leaves: those at the wanted positions, or all that can, require gradients."""
     return [
         t.detach().clone().requires_grad_(wanted is None or i in wanted) if t.is_floating_point() else t
         for i, t in enumerate(layer.arguments)
@@ -104,14 +107,14 @@ def leaves_of(layer: Layer, wanted: tuple[int, ...] | None = None) -> list[Any]:
 def run(
     layer: Layer,
     formats: Formats,
-    given: dict[str, list[Tensor]],
+    quantized_weights: dict[str, list[Tensor]],
     wanted: tuple[int, ...] | None = None,
     function: Callable[..., Tensor] | None = None,
 ) -> list[Tensor]:
-    """The output and the gradients of the wanted arguments; what is drawn, a seed decides."""
+    """Returns the output and the gradients of the wanted arguments. Stochastic rounding uses a fixed seed."""
     leaves = leaves_of(layer, wanted)
     torch.manual_seed(5)
-    output = (function or layer.function)(*leaves, *formats, **given)
+    output = (function or layer.function)(*leaves, *formats, **quantized_weights)
     grad = normals(tuple(output.shape), output.dtype, output.device, torch.Generator().manual_seed(7))
     asked = [leaf for leaf in leaves if leaf.requires_grad]
     return [output.detach(), *(torch.autograd.grad(output, asked, grad) if asked else ())]
@@ -129,7 +132,9 @@ def per_direction(formats: Formats) -> int:
 @by_recipe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(96, 64), (3, 144, 160), (0, 16, 32), (2, 0, 64), (2, 32, 0)], ids=str)
-def test_bytes(shape: tuple[int, ...], dtype: torch.dtype, recipe: Recipe, device: torch.device) -> None:
+def test_bytes_agree_with_the_reference(
+    shape: tuple[int, ...], dtype: torch.dtype, recipe: Recipe, device: torch.device
+) -> None:
     formats, one = keys(recipe), per_direction(keys(recipe))
     for strided in (False, True):
         weight = normals(shape, dtype, device, torch.Generator().manual_seed(0)).requires_grad_()
@@ -150,9 +155,7 @@ def test_bytes(shape: tuple[int, ...], dtype: torch.dtype, recipe: Recipe, devic
 
 @by_recipe
 @pytest.mark.parametrize("shape", [(96, 64), (3, 144, 160), (0, 16, 32)], ids=str)
-def test_out_writes_into_the_same_memory(
-    shape: tuple[int, ...], recipe: Recipe, device: torch.device
-) -> None:
+def test_out_writes_in_place(shape: tuple[int, ...], recipe: Recipe, device: torch.device) -> None:
     formats, generator = keys(recipe), torch.Generator().manual_seed(0)
     first, second = (normals(shape, torch.float32, device, generator) for _ in range(2))
     out = ops.quantize_weight(first, *formats)
@@ -175,45 +178,46 @@ def test_out_writes_into_the_same_memory(
     [*map(keys, RECIPES.values()), *OTHERS.values(), FORMATS["nv-random"]],
     ids=[*RECIPES, *OTHERS, "nv-random"],
 )
-def test_same_bits_and_the_weight_is_not_read(
+def test_quantized_weights_replace_the_weight_with_equal_bits(
     formats: Formats, dtype: torch.dtype, layer: str, device: torch.device
 ) -> None:
     one = layers(formats, dtype, device)[layer]
     expected = run(one, formats, {})
-    given = quantized(one, formats)
-    kept = {name: [t.clone() for t in tensors] for name, tensors in given.items()}
-    for _ in range(2):  # what was given serves again
-        assert_all_same(run(without_values(one), formats, given), expected)
-    for name, tensors in kept.items():
-        for tensor, same in zip(given[name], tensors, strict=True):
+    quantized_weights = quantized(one, formats)
+    before = {name: [t.clone() for t in tensors] for name, tensors in quantized_weights.items()}
+    for _ in range(2):  # quantized weights can be used twice
+        assert_all_same(run(with_nan_weights(one), formats, quantized_weights), expected)
+    for name, tensors in before.items():
+        for tensor, same in zip(quantized_weights[name], tensors, strict=True):
             assert_same_bits(tensor, same, name)
     torch.manual_seed(5)
     with torch.no_grad():
-        output = one.function(*without_values(one).arguments, *formats, **given)
+        output = one.function(*with_nan_weights(one).arguments, *formats, **quantized_weights)
     assert_same_bits(output, expected[0], "without a gradient")
 
 
 @by_layer
 @by_formats
-def test_any_choice_of_gradients(formats: Formats, layer: str, device: torch.device) -> None:
+def test_any_subset_of_gradients(formats: Formats, layer: str, device: torch.device) -> None:
     one = layers(formats, torch.float32, device)[layer]
     floating = [i for i, t in enumerate(one.arguments) if t.is_floating_point()]
     for wanted in (*((i,) for i in floating), (0, 1), (1, floating[-1]), ()):
         expected = run(one, formats, {}, wanted)
-        assert_all_same(run(without_values(one), formats, quantized(one, formats), wanted), expected)
+        assert_all_same(run(with_nan_weights(one), formats, quantized(one, formats), wanted), expected)
 
 
 @by_formats
-def test_one_of_two_weights(formats: Formats, device: torch.device) -> None:
+def test_only_one_of_two_weights_is_quantized(formats: Formats, device: torch.device) -> None:
     one = layers(formats, torch.float32, device)["grouped_mlp"]
     expected = run(one, formats, {})
     for place in (1, 2):
-        given = quantized(one, formats, (place,))
-        assert_all_same(run(without_values(one, (place,)), formats, given), expected)
+        quantized_weights = quantized(one, formats, (place,))
+        assert_all_same(run(with_nan_weights(one, (place,)), formats, quantized_weights), expected)
 
 
-def test_values_against_float64() -> None:
-    """The product of what the lists stand for, taken apart by the written meaning of the format."""
+def test_product_agrees_with_float64() -> None:
+    """Compares with the float64 product of the tensors in the list, dequantized here as the documentation of the
+    format says."""
     formats = keys(Float8BlockScaling())
     x, w = (
         normals(s, torch.float32, torch.device("cpu"), torch.Generator()) for s in ((130, 200), (136, 200))
@@ -229,12 +233,12 @@ def test_values_against_float64() -> None:
 
 @by_layer
 @by_formats
-def test_a_change_before_the_backward_raises(formats: Formats, layer: str, device: torch.device) -> None:
+def test_change_before_the_backward_raises(formats: Formats, layer: str, device: torch.device) -> None:
     one = layers(formats, torch.float32, device)[layer]
     for name, tensors in quantized(one, formats).items():
-        given = {**quantized(one, formats), name: tensors}
+        quantized_weights = {**quantized(one, formats), name: tensors}
         place = next(place for place, own in one.weights.items() if own == name)
-        output = one.function(*leaves_of(one), *formats, **given)
+        output = one.function(*leaves_of(one), *formats, **quantized_weights)
         ops.quantize_weight_out(one.arguments[place], *formats, tensors)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             output.float().sum().backward()
@@ -259,60 +263,63 @@ def test_opcheck(name: str, requires_grad: bool, device: torch.device) -> None:
 
 @by_layer
 @by_formats
-def test_compiled_whole(formats: Formats, layer: str, device: torch.device) -> None:
-    """One graph that rounds into buffers, and one that multiplies; other weights make no other graph."""
+def test_compiles_without_graph_breaks(formats: Formats, layer: str, device: torch.device) -> None:
+    """One graph quantizes into buffers, and one computes the layer; other weights need no new graph."""
     torch._dynamo.reset()
     multiply, rounding = (CompileCounterWithBackend("aot_eager") for _ in range(2))
     one = layers(formats, torch.float32, device)[layer]
     compiled = torch.compile(one.function, fullgraph=True, backend=multiply)
     write = torch.compile(ops.quantize_weight_out, fullgraph=True, backend=rounding)
     make = torch.compile(ops.quantize_weight, fullgraph=True, backend="aot_eager")
-    given = {name: make(one.arguments[place], *formats) for place, name in one.weights.items()}
+    quantized_weights = {name: make(one.arguments[place], *formats) for place, name in one.weights.items()}
     for step in range(3):
         weights = {place: one.arguments[place] * (1 + step) for place in one.weights}
         changed = one._replace(arguments=tuple(weights.get(i, t) for i, t in enumerate(one.arguments)))
         for place, name in one.weights.items():
-            write(weights[place], *formats, given[name])
-        got = run(without_values(changed), formats, given, function=compiled)
+            write(weights[place], *formats, quantized_weights[name])
+        got = run(with_nan_weights(changed), formats, quantized_weights, function=compiled)
         assert_all_same(got, run(changed, formats, {}))
     assert multiply.frame_count == 1 and rounding.frame_count == len(one.weights)
 
 
-def test_compiled_without_a_gradient(device: torch.device) -> None:
-    """The layer itself is in the graph, and its Meta kernel has no device to count the tensors by."""
+def test_compiles_without_gradients(device: torch.device) -> None:
+    """Without gradients the graph contains the layer's op, whose Meta function cannot ask the device how many
+    tensors to expect."""
     torch._dynamo.reset()
     formats = keys(Float8BlockScaling())
     for layer in layers(formats, torch.float32, device).values():
-        given = quantized(layer, formats)
+        quantized_weights = quantized(layer, formats)
         compiled = torch.compile(layer.function, fullgraph=True, backend="aot_eager")
         with torch.no_grad():
-            got = compiled(*without_values(layer).arguments, *formats, **given)
+            got = compiled(*with_nan_weights(layer).arguments, *formats, **quantized_weights)
             assert_same_bits(got, layer.function(*layer.arguments, *formats))
 
 
 @pytest.mark.gpu
 @by_layer
 @by_steady_name
-def test_graph_follows_new_weights_and_sizes(name: str, layer: str) -> None:
-    """The buffers are written outside of the graph of a step, at the addresses that it knows."""
+def test_graph_replays_with_new_weights_and_sizes(name: str, layer: str) -> None:
+    """The buffers are written outside of the step's graph, which keeps their addresses."""
     device, generator, formats = torch.device("cuda"), torch.Generator().manual_seed(3), FORMATS[name]
     one = layers(formats, torch.bfloat16, device)[layer]
-    held = [t.nan_to_num() if t.is_floating_point() else t for t in one.arguments]
-    given = quantized(one, formats)
-    shape = tuple(one.function(*held, *formats).shape)
+    static_inputs = [t.nan_to_num() if t.is_floating_point() else t for t in one.arguments]
+    quantized_weights = quantized(one, formats)
+    shape = tuple(one.function(*static_inputs, *formats).shape)
     grad = normals(shape, torch.bfloat16, device, generator)
 
-    def step(given: dict[str, list[Tensor]] = given) -> list[Tensor]:
-        leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in held]
-        output = one.function(*leaves, *formats, **given)
+    def step(quantized_weights: dict[str, list[Tensor]] = quantized_weights) -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in static_inputs]
+        output = one.function(*leaves, *formats, **quantized_weights)
         return [output.detach(), *torch.autograd.grad(output, [t for t in leaves if t.requires_grad], grad)]
 
     graph, captured = capture(step)
     for sizes in ((0, 128, 0, 64), (16, 16, 16, 16), (0, 0, 0, 0)):
         for place, argument in one.weights.items():
-            held[place].copy_(normals(tuple(held[place].shape), torch.bfloat16, device, generator))
-            ops.quantize_weight_out(held[place], *formats, given[argument])
-        for t in held:
+            static_inputs[place].copy_(
+                normals(tuple(static_inputs[place].shape), torch.bfloat16, device, generator)
+            )
+            ops.quantize_weight_out(static_inputs[place], *formats, quantized_weights[argument])
+        for t in static_inputs:
             if not t.is_floating_point():
                 t.copy_(torch.tensor(sizes))
         graph.replay()
@@ -321,16 +328,16 @@ def test_graph_follows_new_weights_and_sizes(name: str, layer: str) -> None:
 
 @pytest.mark.gpu
 @by_formats
-def test_nothing_waits_for_the_gpu(formats: Formats) -> None:
+def test_calls_do_not_synchronize(formats: Formats) -> None:
     one = layers(formats, torch.bfloat16, torch.device("cuda"))["grouped_mlp"]
     leaves, weight = leaves_of(one), one.arguments[1]
     grad = torch.ones_like(one.arguments[0])
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        given = quantized(one, formats)
-        ops.quantize_weight_out(weight, *formats, given["quantized_fc1_weight"])
-        output = one.function(*leaves, *formats, **given)
+        quantized_weights = quantized(one, formats)
+        ops.quantize_weight_out(weight, *formats, quantized_weights["quantized_fc1_weight"])
+        output = one.function(*leaves, *formats, **quantized_weights)
         torch.autograd.grad(output, [leaf for leaf in leaves if leaf.requires_grad], grad)
     finally:
         torch.cuda.set_sync_debug_mode("default")

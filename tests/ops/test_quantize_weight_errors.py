@@ -1,4 +1,4 @@
-"""Weights quantized in advance that do not fit are refused, in four parts, before anything is written."""
+"""Quantized weights that do not fit are refused before anything is written; each error has four parts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ADVICE = (
 )
 
 
-def made(formats: tuple[str, str, str], **changes: Tensor) -> list[Tensor]:
-    """What fits ONES, with some tensors in the place of others: ``_1`` of the second."""
+def quantized_ones(formats: tuple[str, str, str], **changes: Tensor) -> list[Tensor]:
+    """Returns the tensors that fit ONES, some of them replaced: ``_1`` replaces the second."""
     tensors = ops.quantize_weight(ONES, *formats)
     for name, tensor in changes.items():
         tensors[int(name[1:])] = tensor
@@ -31,37 +31,37 @@ def made(formats: tuple[str, str, str], **changes: Tensor) -> list[Tensor]:
 FP8 = torch.float8_e4m3fn
 CASES: list[tuple[tuple[str, str, str], list[Tensor], type[Exception], str]] = [
     (BLOCK, [], ValueError, f"': expected 2 tensors, those of '{BLOCK[1]}' along rows alone, got 0. {ADVICE}"),
-    (BLOCK, made(MX), ValueError,
+    (BLOCK, quantized_ones(MX), ValueError,
      f"': expected 2 tensors, those of '{BLOCK[1]}' along rows alone, got 4. {ADVICE}"),
-    (MX, made(MX)[:2], ValueError,
+    (MX, quantized_ones(MX)[:2], ValueError,
      f"': expected 4 tensors, those of '{MX[1]}' along rows and along columns, got 2. {ADVICE}"),
-    (BLOCK, made(MX)[:2], TypeError,
+    (BLOCK, quantized_ones(MX)[:2], TypeError,
      "[1]': expected one of the dtypes float32, got float8_e8m0fnu. "),
-    (BLOCK, made(BLOCK, _0=torch.ones(64, 32).to(FP8)), ValueError,
+    (BLOCK, quantized_ones(BLOCK, _0=torch.ones(64, 32).to(FP8)), ValueError,
      "[0]': expected a contiguous tensor of sizes [32, 64] for 'weight', got float8_e4m3fn[64, 32] on cpu with "
      f"strides [32, 1]. {ADVICE}"),
-    (BLOCK, made(BLOCK, _0=torch.ones(64, 32).to(FP8).t()), ValueError,
+    (BLOCK, quantized_ones(BLOCK, _0=torch.ones(64, 32).to(FP8).t()), ValueError,
      "[0]': expected a contiguous tensor of sizes [32, 64] for 'weight', got float8_e4m3fn[32, 64] on cpu with "
      f"strides [1, 32]. {ADVICE}"),
-    (BLOCK, made(BLOCK, _1=torch.ones(4, 1)), ValueError,
+    (BLOCK, quantized_ones(BLOCK, _1=torch.ones(4, 1)), ValueError,
      "[1]': expected a contiguous tensor of sizes [1, 4] for 'weight', got float32[4, 1] on cpu with strides [1, 1]. "
      f"{ADVICE}"),
-    (BLOCK, made(BLOCK, _0=torch.ones(32, 64).to(torch.float8_e5m2)), TypeError,
+    (BLOCK, quantized_ones(BLOCK, _0=torch.ones(32, 64).to(torch.float8_e5m2)), TypeError,
      "[0]': expected one of the dtypes float8_e4m3fn, got float8_e5m2. "),
-    (BLOCK, made(BLOCK, _1=torch.ones(1, 4, requires_grad=True)), ValueError,
+    (BLOCK, quantized_ones(BLOCK, _1=torch.ones(1, 4, requires_grad=True)), ValueError,
      "[1]': expected a tensor with requires_grad=False, got float32[1, 4] on cpu with requires_grad=True. "
      "What is quantized has no gradient: detach it."),
     (BF16, [ONES], TypeError, "[0]': expected one of the dtypes bfloat16, got float32. "),
-    (MX, made(MX, _2=made(MX)[0].clone()), ValueError,
+    (MX, quantized_ones(MX, _2=quantized_ones(MX)[0].clone()), ValueError,
      "[2]': expected a contiguous tensor of sizes [64, 32] for 'weight', got float8_e4m3fn[32, 64] on cpu with "
      f"strides [64, 1]. {ADVICE}"),
-    (NV, made(NV, _2=torch.ones(2)), ValueError,
+    (NV, quantized_ones(NV, _2=torch.ones(2)), ValueError,
      f"[2]': expected a contiguous tensor of sizes [1] for 'weight', got float32[2] on cpu with strides [1]. {ADVICE}"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("formats", "tensors", "error", "text"), CASES, ids=range(len(CASES)))
-def test_what_does_not_fit(
+def test_tensors_that_do_not_fit_are_refused(
     formats: tuple[str, str, str], tensors: list[Tensor], error: type[Exception], text: str
 ) -> None:
     x = torch.ones(16, 64)
@@ -71,16 +71,16 @@ def test_what_does_not_fit(
         assert str(caught.value).startswith(
             f"transformer_plugin::linear: argument 'quantized_weight{text}"
         ), str(caught.value)
-    kept = [t.detach().clone() for t in tensors]
+    before = [t.detach().clone() for t in tensors]
     with pytest.raises(error) as caught:
         ops.quantize_weight_out(3 * ONES, *formats, tensors)
     assert str(caught.value).startswith(f"transformer_plugin::quantize_weight_out: argument 'out{text}")
-    for now, then in zip(tensors, kept, strict=True):
+    for now, then in zip(tensors, before, strict=True):
         assert_same_bits(now.detach(), then)
 
 
-def test_the_weight_of_another_layer() -> None:
-    """Each argument is named, also of the op with two weights, and on every path."""
+def test_quantized_weight_of_another_layer_is_refused() -> None:
+    """The error names the argument, also for the op with two weights and on every path."""
     for name, layer in layers(BLOCK, torch.float32, torch.device("cpu")).items():
         for place, argument in layer.weights.items():
             weight = layer.arguments[place]
@@ -94,7 +94,7 @@ def test_the_weight_of_another_layer() -> None:
                 )
 
 
-def test_formats_that_round_nothing_take_none() -> None:
+def test_formats_without_quantization_refuse_quantized_weights() -> None:
     for name, layer in layers(NONE, torch.float32, torch.device("cpu")).items():
         for argument in layer.weights.values():
             for leaves in (layer.arguments, leaves_of(layer)):
@@ -133,7 +133,7 @@ def test_weights_that_cannot_be_quantized(
         assert str(caught.value).startswith(f"transformer_plugin::{op.__name__}: {text}")
 
 
-def test_buffers_in_one_memory() -> None:
+def test_overlapping_buffers_are_refused() -> None:
     weight = torch.ones(16, 16, dtype=torch.bfloat16)
     with pytest.raises(
         ValueError, match="'out\\[0\\]': expected a buffer apart from 'weight', which is read"
@@ -141,15 +141,15 @@ def test_buffers_in_one_memory() -> None:
         ops.quantize_weight_out(weight, *BF16, [weight])
     square = torch.ones(32, 32)
     tensors = ops.quantize_weight(square, *MX)
-    kept = [t.clone() for t in tensors]
+    before = [t.clone() for t in tensors]
     tensors[2] = tensors[0]
     with pytest.raises(ValueError, match="'out\\[2\\]': expected a buffer apart from 'out\\[0\\]'"):
         ops.quantize_weight_out(square + 1, *MX, tensors)
-    assert_same_bits(tensors[0], kept[0])
+    assert_same_bits(tensors[0], before[0])
 
 
 @pytest.mark.gpu
-def test_another_device() -> None:
+def test_tensors_on_another_device() -> None:
     tensors = ops.quantize_weight(ONES.cuda(), *MX)
     with pytest.raises(ValueError, match=r"argument 'quantized_weight\[0\]': expected"):
         ops.linear(torch.ones(16, 64), ONES, None, *MX, tensors)

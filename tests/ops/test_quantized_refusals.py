@@ -1,4 +1,4 @@
-"""What products of quantized operands refuse because it would silently be lost or be wrong."""
+"""Products of quantized operands refuse arguments whose gradient would be lost or whose result would be wrong."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ BOTH = {"rowwise": False, "columnwise": True}
 
 
 @pytest.mark.parametrize("name", ["bias", "bias_scale"])
-@pytest.mark.parametrize("into", [False, True], ids=["fresh", "into a buffer"])
-def test_a_bias_that_requires_a_gradient(name: str, into: bool) -> None:
+@pytest.mark.parametrize("into_buffer", [False, True], ids=["new result", "into a buffer"])
+def test_bias_that_requires_a_gradient_is_refused(name: str, into_buffer: bool) -> None:
     a, b = (
         ops.quantize(torch.randn(48, 64), "fp8_block", SIZES),
         ops.quantize(torch.randn(2, 32, 64), "fp8_block"),
     )
-    given = quantized_arguments(a, b, "fp8_block", "fp8_block") | {"group_sizes": SIZES}
+    arguments = quantized_arguments(a, b, "fp8_block", "fp8_block") | {"group_sizes": SIZES}
     more = {"bias": torch.zeros(2, 32), "bias_scale": torch.ones(48)}
     more[name].requires_grad_()
     out = torch.full((48, 32), 7.0)
     with pytest.raises(ValueError, match=f"argument '{name}': expected a tensor with requires_grad=False"):
-        ops.grouped_gemm_out(**given, **more, out=out) if into else ops.grouped_gemm(**given, **more)
+        ops.grouped_gemm_out(**arguments, **more, out=out) if into_buffer else ops.grouped_gemm(
+            **arguments, **more
+        )
     assert (out == 7).all()
     with torch.no_grad():
-        ops.grouped_gemm(**given, **more)
+        ops.grouped_gemm(**arguments, **more)
 
 
-def test_a_dense_bias_that_requires_a_gradient() -> None:
+def test_dense_bias_that_requires_a_gradient_is_refused() -> None:
     a, b = ops.quantize(torch.randn(48, 64), "mxfp8"), ops.quantize(torch.randn(32, 64), "mxfp8")
-    given = quantized_arguments(a, b, "mxfp8", "mxfp8")
+    arguments = quantized_arguments(a, b, "mxfp8", "mxfp8")
     with pytest.raises(ValueError, match="gemm: argument 'bias': expected a tensor with requires_grad=False"):
-        ops.gemm(**given, bias=torch.zeros(32, requires_grad=True))
+        ops.gemm(**arguments, bias=torch.zeros(32, requires_grad=True))
 
 
-def test_a_transform_of_one_operand() -> None:
-    """It cancels only against that of the other."""
+def test_transform_of_one_operand_is_refused() -> None:
+    """The transform cancels only if both operands have it."""
     x, keys = torch.randn(48, 64), ("nvfp4", "nvfp4:rht")
     amaxes = [ops.amax(x, key, SIZES, **BOTH) for key in keys]
     plain, rotated = (
@@ -53,7 +55,7 @@ def test_a_transform_of_one_operand() -> None:
     ops.grouped_gemm_wgrad(**wgrad_arguments(rotated, rotated, keys[1], keys[1]), group_sizes=SIZES)
 
 
-def test_formats_and_operands_of_another_kind() -> None:
+def test_formats_and_operands_of_wrong_types_are_refused() -> None:
     x = torch.randn(48, 64)
     for call in (lambda: ops.quantize(x, SIZES, "fp8_row"), lambda: ops.amax(x, None)):  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="argument 'format': expected a format key or a"):

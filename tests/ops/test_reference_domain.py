@@ -1,6 +1,5 @@
-"""References over the whole range of their inputs, zero sizes included: against their ops, and against arithmetic that
-is written another way. Products are in test_reference_products.py, routing is in test_routing_range.py.
-"""
+"""References over the whole range of their inputs, including zero sizes: compared with their ops, and with
+independent arithmetic. Products are in test_reference_products.py, routing is in test_routing_range.py."""
 
 from __future__ import annotations
 
@@ -28,11 +27,11 @@ from transformer_plugin.testing.every_op import Call
 from transformer_plugin.testing.quantize_cases import COLUMNS
 
 OPS = torch.ops.transformer_plugin
-#: The calls of each reference at every size.
+#: The calls of each reference, for every set of sizes.
 CALLS: dict[str, list[tuple[str, Call]]] = {}
 for _case in CASES:
     CALLS.setdefault(_case.values[0].op, []).append((str(_case.id), _case.values[0]))
-#: What agrees within roundings, not to the bit: exp, and a sum without a written order.
+#: Ops that agree within rounding errors, not to the bit: they use exp, or a sum without a documented order.
 WITHIN = ("swiglu", "swiglu_backward", "grouped_bias_backward")
 kinds = pytest.mark.parametrize("kind", KINDS)
 dtypes = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
@@ -43,11 +42,10 @@ def generator(seed: int) -> torch.Generator:
 
 
 def compared(call: Call, arguments: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
-    """What the op and the reference return and write."""
+    """Returns pairs of what the op and the reference return and write."""
     mine, other = copied(arguments), copied(arguments)
-    op = (
-        ops.quantize_scaled if call.op == "quantize_scaled" else getattr(OPS, call.op)
-    )  # without empty tensors
+    # The wrapper omits the empty tensors that the registered op returns.
+    op = ops.quantize_scaled if call.op == "quantize_scaled" else getattr(OPS, call.op)
     found, expected = op(**mine), of_reference(call, other)
     pairs = list(zip(flat(found), flat(expected), strict=True))
     for name in BUFFERS[call.op]:
@@ -57,8 +55,8 @@ def compared(call: Call, arguments: dict[str, Any]) -> list[tuple[Tensor, Tensor
 
 @kinds
 @pytest.mark.parametrize("op", sorted(CALLS.keys() - PRODUCTS.keys() - set(WITHIN)))
-def test_the_reference_is_the_op(op: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit, with the op's own exp in what quantizes SwiGLU."""
+def test_reference_has_the_bits_of_the_op(op: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal bits; references that quantize SwiGLU use the op's own SwiGLU, whose exp differs in the last bit."""
     if op.startswith("swiglu"):
         monkeypatch.setattr(activation, "swiglu", OPS.swiglu)
         monkeypatch.setattr(activation, "swiglu_backward", OPS.swiglu_backward)
@@ -71,12 +69,12 @@ def test_the_reference_is_the_op(op: str, kind: str, monkeypatch: pytest.MonkeyP
                 assert_same_numbers(got, expected, where)
 
 
-def test_every_reference_is_walked() -> None:
+def test_every_reference_is_tested() -> None:
     assert set(WITHIN) < CALLS.keys() and {name.split()[0] for name in PRODUCTS} < CALLS.keys()
 
 
-def sources(call: Call) -> list[Any]:
-    """The reference and the op, both against the arithmetic of a test."""
+def implementations(call: Call) -> list[Any]:
+    """Returns the reference and the op, both of which are compared with the arithmetic of a test."""
     return [getattr(module, call.op) for module in (reference, OPS)]
 
 
@@ -84,10 +82,10 @@ def sources(call: Call) -> list[Any]:
 @dtypes
 def test_swiglu(kind: str, dtype: torch.dtype) -> None:
     for seed, (name, call) in enumerate(CALLS["swiglu"] * 2):
-        arguments = of_curved_gates(redrawn(call, kind, dtype, seed), seed)
+        arguments = with_moderate_gates(redrawn(call, kind, dtype, seed), seed)
         gate, linear = (Near.of(half) for half in arguments["input"].chunk(2, 1))
         expected = near.swiglu(gate, linear, Near.of(arguments["probs"][:, None]))
-        for function in sources(call):
+        for function in implementations(call):
             expected.within(function(**arguments), name)
 
 
@@ -95,18 +93,18 @@ def test_swiglu(kind: str, dtype: torch.dtype) -> None:
 @dtypes
 def test_swiglu_backward(kind: str, dtype: torch.dtype) -> None:
     for seed, (name, call) in enumerate(CALLS["swiglu_backward"] * 2):
-        arguments = of_curved_gates(redrawn(call, kind, dtype, seed), seed)
+        arguments = with_moderate_gates(redrawn(call, kind, dtype, seed), seed)
         gate, linear = (Near.of(half) for half in arguments["input"].chunk(2, 1))
         prob = Near.of(arguments["probs"][:, None])
         *halves, terms = near.swiglu_backward(Near.of(arguments["grad"]), gate, linear, prob)
-        for function in sources(call):
+        for function in implementations(call):
             grad_input, grad_probs = function(**arguments)
             near.concatenated(*halves).within(grad_input, f"{name}, input")
             near.row_sums(terms).within(grad_probs, f"{name}, probs")
 
 
-def of_curved_gates(arguments: dict[str, Any], seed: int) -> dict[str, Any]:
-    """For odd seeds gates where the sigmoid is neither 0 nor 1 nor a half, and around."""
+def with_moderate_gates(arguments: dict[str, Any], seed: int) -> dict[str, Any]:
+    """For odd seeds, replaces the gates by values up to 100, where the sigmoid is not only 0, a half or 1."""
     if seed % 2:
         gate = arguments["input"].chunk(2, 1)[0]
         gate.copy_(torch.rand(gate.shape, generator=generator(seed)) * 200 - 100)
@@ -115,12 +113,13 @@ def of_curved_gates(arguments: dict[str, Any], seed: int) -> dict[str, Any]:
 
 @kinds
 @dtypes
-def test_sums_for_a_bias(kind: str, dtype: torch.dtype) -> None:
-    """The written order for columns; for rows, which have none, float64 where no partial sum can overflow."""
+def test_bias_gradients_agree_with_documented_order_and_float64(kind: str, dtype: torch.dtype) -> None:
+    """Column sums have the documented order. Row sums have none, and are compared with float64 where no partial sum
+    can overflow."""
     for seed, (name, call) in enumerate(CALLS["bias_backward"]):
         grad = redrawn(call, kind, dtype, seed)["grad"]
         grad[:, :2] = -0.0
-        for function in sources(call):
+        for function in implementations(call):
             assert_same_numbers(function(grad), sums_of(grad), name)
     for seed, (name, call) in enumerate(CALLS["grouped_bias_backward"]):
         arguments = redrawn(call, kind, dtype, seed)
@@ -132,7 +131,7 @@ def test_sums_for_a_bias(kind: str, dtype: torch.dtype) -> None:
         exact, size = terms.sum(1), terms.abs().sum(1)
         decided = ~((size >= 2.0**127) & terms.isfinite().all(1))
         bound = (terms.shape[1] + 2) * (2.0**-24 * size + 2.0**-150)
-        for function in sources(call):
+        for function in implementations(call):
             grad_bias, grad_scale = function(**arguments)
             assert_same_numbers(grad_bias, columns, name)
             got = grad_scale[: len(group)].double()
@@ -144,8 +143,8 @@ def test_sums_for_a_bias(kind: str, dtype: torch.dtype) -> None:
 @kinds
 @dtypes
 @pytest.mark.parametrize("format", oracles.FORMATS)
-def test_quantized_bytes(format: str, kind: str, dtype: torch.dtype) -> None:
-    """Against numpy: dense matrices and groups, amaxes of the matrix and others."""
+def test_quantized_bytes_agree_with_the_oracle(format: str, kind: str, dtype: torch.dtype) -> None:
+    """Compares with numpy: dense matrices and groups, amaxes of the matrix and others."""
     of_nv = format.startswith("nvfp4")
     for seed, (rows, columns, groups) in enumerate(
         [(32, 160, (16, 0, 16)), (48, 64, (16,)), (0, 32, (0,)), (16, 0, (16,)), (16, 32, ())]
@@ -177,8 +176,8 @@ def test_quantized_bytes(format: str, kind: str, dtype: torch.dtype) -> None:
 @kinds
 @dtypes
 @pytest.mark.parametrize("format", [f for f in oracles.FORMATS if "square" not in f and "rht" not in f])
-def test_values_of_codes(format: str, kind: str, dtype: torch.dtype) -> None:
-    """Every code and any scale, the table's value times the scale in float32."""
+def test_dequantize_random_bit_patterns(format: str, kind: str, dtype: torch.dtype) -> None:
+    """Random bit patterns and any scales: the table's value times the scale in float32."""
     for seed, (rows, columns) in enumerate([(32, 160), (48, 64), (0, 32), (16, 0)]):
         like = torch.zeros(rows, columns, dtype=dtype)
         extras = {"amax": reference.amax(like, format)} if format.startswith("nvfp4") else {}
@@ -200,21 +199,21 @@ def test_values_of_codes(format: str, kind: str, dtype: torch.dtype) -> None:
 
 @kinds
 @dtypes
-def test_scales_of_before(kind: str, dtype: torch.dtype) -> None:
-    """Delayed scaling: codes from numpy, the rule of the next scale in Python's numbers."""
+def test_delayed_scaling_agrees_with_python(kind: str, dtype: torch.dtype) -> None:
+    """Quantized data from numpy, and the rule of the next scale in Python's numbers."""
     for seed, (rows, columns) in enumerate([(32, 24), (5, 1), (0, 3), (4, 0)]):
         input = numbers(kind, (rows, columns), dtype, generator(seed))
         scale = numbers(kind, (3,), torch.float32, generator(seed + 50))
         for element in ("e4m3", "e5m2"):
-            held = torch.tensor([0.0, 2.0**-140, 7.0])
+            state = torch.tensor([0.0, 2.0**-140, 7.0])
             with np.errstate(all="ignore"):
-                codes = quantize_oracle.round_to_codes(input.float().numpy() * scale[1].numpy(), element)
+                bits = quantize_oracle.round_to_fp8(input.float().numpy() * scale[1].numpy(), element)
                 inverse = torch.from_numpy(np.float32(1) / scale[1:2].numpy())
             own = [abs(x) for x in input.flatten().tolist() if x == x]
-            data, scale_inv = reference.quantize_scaled(input, scale, f"fp8_tensor:{element}", held, first=1)
-            assert np.array_equal(data.view(torch.uint8).numpy(), codes)
+            data, scale_inv = reference.quantize_scaled(input, scale, f"fp8_tensor:{element}", state, first=1)
+            assert np.array_equal(data.view(torch.uint8).numpy(), bits)
             assert_same_numbers(scale_inv, inverse)
-            assert held.tolist() == [0.0, max([2.0**-140, *own]), 7.0]
+            assert state.tolist() == [0.0, max([2.0**-140, *own]), 7.0]
     for algorithm in ("max", "most_recent"):
         history, amax = (numbers(kind, s, torch.float32, generator(9)).abs() for s in ((4, 40), (40,)))
         history[:, :5], amax[3:8] = 0.0, 0.0
@@ -230,7 +229,8 @@ def test_scales_of_before(kind: str, dtype: torch.dtype) -> None:
 
 
 def next_scale(history: list[float], scale: float, amax: float, is_e5m2: bool, algorithm: str) -> float:
-    """Of margin 2. What was seen last is the amax, or where that is 0 what the history keeps as the newest."""
+    """Returns the next scale, with margin 2. The newest value is the amax, or if that is 0, the first entry of the
+    history."""
     last = amax if amax != 0 else history[0]
     window = [x for x in [*history[1:], last] if x == x]
     chosen = last if algorithm == "most_recent" else max(window, default=0.0)
@@ -244,8 +244,8 @@ def next_scale(history: list[float], scale: float, amax: float, is_e5m2: bool, a
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES[:2], ids=str)
 @pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
-def test_norms(centered: bool, dtype: torch.dtype) -> None:
-    """Float64, for rows of any size whose squares are numbers of float32."""
+def test_norms_agree_with_float64(centered: bool, dtype: torch.dtype) -> None:
+    """Rows of any magnitude whose squares do not overflow float32."""
     name = "layer_norm" if centered else "rms_norm"
     for seed, (rows, columns) in enumerate([(40, 96), (7, 1), (0, 8), (9, 1500)]):
         draw = generator(seed)
@@ -273,7 +273,7 @@ def test_norms(centered: bool, dtype: torch.dtype) -> None:
 
 @kinds
 @dtypes
-def test_largest_magnitudes(kind: str, dtype: torch.dtype) -> None:
+def test_amax_agrees_with_python(kind: str, dtype: torch.dtype) -> None:
     for seed, (rows, columns, groups) in enumerate(
         [(33, 7, (5, 0, 20)), (0, 4, (0,)), (4, 0, (4,)), (6, 3, ())]
     ):

@@ -1,7 +1,6 @@
-"""References of products, and their ops, over the range of float32, zero sizes included: powers of two on an operand
-come out again to the bit; what is not finite reaches what it is used for and nothing else; float64 differs by the
-roundings of float32 sums.
-"""
+"""References of products, and their ops, over the range of float32, including zero sizes. Powers of two on an
+operand multiply the results exactly. A NaN or an infinity affects the results that use it, and no others. Results
+agree with float64 within the rounding errors of float32 sums."""
 
 from __future__ import annotations
 
@@ -26,9 +25,9 @@ from tests.ops.product_axes import (
     Powers,
     Product,
     groups_of,
-    multiplied,
-    parted,
+    multiply,
     reached,
+    split_like,
     whole,
 )
 from tests.ops.test_norm import assert_same_numbers
@@ -40,7 +39,7 @@ from transformer_plugin.testing.numerics import assert_rounded_sum
 
 OPS = torch.ops.transformer_plugin
 FLOAT32_ONLY = (*("alpha", "beta", "out", "bias_scale", "probs", "scale", "amax", "a_scale", "b_scale"),)
-#: Powers of two of all elements alike: the rest is 0.
+#: The same power of two for all elements of an axis; others are 0.
 EVERYWHERE: list[dict[str, int]] = [
     *({"k": 120}, {"k": -120}, {"t": 100}, {"t": -90}, {"n": 100}, {"n": -90}, {"t": 60, "n": 45}),
     *({"t": -40, "n": -45}, {"G": 100}, {"G": -90}, {"A": 100}, {"A": -90}, {"B": 100}, {"B": -90}),
@@ -68,7 +67,8 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 
 def moderate(call: Call, dtype: torch.dtype, seed: int) -> dict[str, Any]:
-    """Magnitudes from 1/16 to 1 of either sign, all bits of the mantissa; rows taken from anywhere, some twice."""
+    """Draws magnitudes from 1/16 to 1, of either sign, with all bits of the mantissa; indices of rows are random
+    and may repeat."""
     generator = torch.Generator().manual_seed(seed)
 
     def like(value: Tensor, name: str) -> Tensor:
@@ -95,12 +95,12 @@ def moderate(call: Call, dtype: torch.dtype, seed: int) -> dict[str, Any]:
             arguments[name] = like(value, name)
     for name in ("rows", "input_rows"):
         if arguments.get(name) is not None:
-            arguments[name][int(arguments["group_sizes"].sum()) :] = -1  # no row, which is not taken
+            arguments[name][int(arguments["group_sizes"].sum()) :] = -1  # invalid, but not read
     return arguments
 
 
 def variants(op: str, dtype: torch.dtype) -> Iterator[tuple[str, Call, dict[str, Any]]]:
-    """Calls with moderate numbers."""
+    """Yields calls with moderate values."""
     for seed, (name, call) in enumerate(CALLS[op]):
         arguments = moderate(call, dtype, seed)
         yield name, call, arguments
@@ -109,38 +109,38 @@ def variants(op: str, dtype: torch.dtype) -> Iterator[tuple[str, Call, dict[str,
 
 
 def results(function: Callable[..., Any], call: Call, arguments: dict[str, Any]) -> list[Tensor]:
-    """What is returned, then what is written; codes with their scales as values."""
-    given = copied(arguments)
-    found = flat(function(given))
+    """Returns the results, then the written buffers; quantized data is dequantized."""
+    inputs = copied(arguments)
+    found = flat(function(inputs))
     if call.op == "grouped_gemm_swiglu_quantize":
-        found = [reference.dequantize(*found[:2], "mxfp8", group_sizes=given["group_sizes"]), found[2]]
+        found = [reference.dequantize(*found[:2], "mxfp8", group_sizes=inputs["group_sizes"]), found[2]]
     for name in BUFFERS[call.op]:
-        value = given.get(name)
+        value = inputs.get(name)
         found += [whole(value)] if isinstance(value, list) else flat(value)
     return found
 
 
 def functions(call: Call) -> list[Callable[..., Any]]:
-    """Of the reference and of the op, which obey the same laws."""
-    return [lambda given: of_reference(call, given), lambda given: getattr(OPS, call.op)(**given)]
+    """Returns the reference and the op, which must have the same properties."""
+    return [lambda inputs: of_reference(call, inputs), lambda inputs: getattr(OPS, call.op)(**inputs)]
 
 
 @dtypes
 @by_product
-def test_powers_of_two_come_out_again(op: str, dtype: torch.dtype) -> None:
+def test_powers_of_two_multiply_results_exactly(op: str, dtype: torch.dtype) -> None:
     product = PRODUCTS[op]
     letters = {STANDS_FOR.get(x, x) for axes in product.powers.values() for along in axes for x in along}
     for name, call, drawn in variants(op, dtype):
-        ways: list[tuple[dict[str, int] | None, bool]] = [(None, True), (None, False)]
-        ways += [(each, False) for each in EVERYWHERE if each.keys() & letters]
-        for seed, (everywhere, by_row) in enumerate(ways if name.startswith("all") else ways[:2]):
+        choices: list[tuple[dict[str, int] | None, bool]] = [(None, True), (None, False)]
+        choices += [(each, False) for each in EVERYWHERE if each.keys() & letters]
+        for seed, (everywhere, by_row) in enumerate(choices if name.startswith("all") else choices[:2]):
             arguments = dict(drawn)
             if by_row and "bias" in arguments and "T" in " ".join(product.powers["bias"]):
                 arguments["bias"] = None
             powers = Powers(arguments, everywhere, by_row, seed)
-            given = multiplied(product, arguments, powers)
+            inputs = multiply(product, arguments, powers)
             for function in functions(call):
-                before, after = (results(function, call, x) for x in (arguments, given))
+                before, after = (results(function, call, x) for x in (arguments, inputs))
                 axes = product.of_results + ([product.powers["amax"]] if "amax" in product.powers else [])
                 for index, (x, y) in enumerate(zip(before, after, strict=True)):
                     where = f"{name}, result {index}, powers {everywhere or f'by row: {by_row}'}"
@@ -150,45 +150,45 @@ def test_powers_of_two_come_out_again(op: str, dtype: torch.dtype) -> None:
 
 @dtypes
 @pytest.mark.parametrize("op", [op for op in PRODUCTS if op != "grouped_gemm_swiglu_quantize"])
-def test_what_is_not_finite_reaches_what_it_is_used_for(op: str, dtype: torch.dtype) -> None:
+def test_nan_and_inf_affect_exactly_the_results_that_use_them(op: str, dtype: torch.dtype) -> None:
     product = PRODUCTS[op]
     draw, infinities = torch.Generator().manual_seed(3), itertools.cycle([math.inf, -math.inf])
-    for name, call, given in variants(op, dtype):
+    for name, call, inputs in variants(op, dtype):
         if dtype != torch.float32 and not name.startswith("all"):
             continue
         for argument, axes in product.arguments.items():
-            value = given.get(argument)
+            value = inputs.get(argument)
             if value is None or (whole(value) if isinstance(value, list) else value).numel() == 0:
                 continue
-            if argument == "b" and axes[0] == "G" and given.get("transpose_b") is False:
+            if argument == "b" and axes[0] == "G" and inputs.get("transpose_b") is False:
                 axes = (axes[0], axes[2], axes[1])
             for number in (math.nan,) if product.nan_only else (math.nan, next(infinities)):
-                spoilt = copied(given)
-                tensor = whole(spoilt[argument]) if isinstance(value, list) else spoilt[argument]
+                changed = copied(inputs)
+                tensor = whole(changed[argument]) if isinstance(value, list) else changed[argument]
                 place = tuple(int(torch.randint(0, n, (), generator=draw)) for n in tensor.shape)
                 tensor[place] = number
-                spoilt[argument] = parted(tensor, value) if isinstance(value, list) else tensor
+                changed[argument] = split_like(tensor, value) if isinstance(value, list) else tensor
                 where = f"{name}, {number} in {argument}{list(place)}"
-                assert_reaches(product, argument, axes, place, call, given, spoilt, where)
+                assert_only_users_change(product, argument, axes, place, call, inputs, changed, where)
 
 
-def assert_reaches(
+def assert_only_users_change(
     product: Product,
     argument: str,
     axes: Axes,
     place: tuple[int, ...],
     call: Call,
-    given: dict[str, Any],
-    spoilt: dict[str, Any],
+    inputs: dict[str, Any],
+    changed: dict[str, Any],
     where: str,
 ) -> None:
-    """No number where the element is used, and elsewhere what there is without it."""
-    of_nothing = argument == "alpha" and axes == ("G",) and int(given["group_sizes"][place[0]]) == 0
+    """Asserts that results which use the element are not finite, and that the others are unchanged."""
+    of_nothing = argument == "alpha" and axes == ("G",) and int(inputs["group_sizes"][place[0]]) == 0
     for function in functions(call):
-        before, after = (results(function, call, x) for x in (given, spoilt))
+        before, after = (results(function, call, x) for x in (inputs, changed))
         for x, y, result in zip(before, after, product.results, strict=False):
-            mask = reached(product, axes, place, result, x.shape, given)
-            if argument == "out":  # also what is kept past the last group
+            mask = reached(product, axes, place, result, x.shape, inputs)
+            if argument == "out":  # also rows past the last group, which keep their contents
                 mask[place] = True
             if (of_nothing and result[0] == "G") or (argument, result) in NOT_USED:
                 mask = torch.zeros_like(mask)
@@ -197,22 +197,23 @@ def assert_reaches(
 
 
 def spread(call: Call, dtype: torch.dtype, seed: int) -> dict[str, Any]:
-    """Every element of its own exponent, 24 apart."""
+    """Multiplies every element by a random power of two, from 2^-12 to 2^11."""
     generator = torch.Generator().manual_seed(seed + 100)
 
-    def apart(value: Any) -> Any:
+    def scaled(value: Any) -> Any:
         if isinstance(value, list):
-            return [apart(x) for x in value]
+            return [scaled(x) for x in value]
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.element_size() == 1:
             return value
         return exact_scale(value, torch.randint(-12, 12, value.shape, generator=generator))
 
-    return {name: apart(value) for name, value in moderate(call, dtype, seed).items()}
+    return {name: scaled(value) for name, value in moderate(call, dtype, seed).items()}
 
 
-def in_float64(op: str, given: dict[str, Any], wide: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
-    """The product of what ``wide`` makes of every argument, and how many terms each sum has."""
-    x = {k: whole(v) if isinstance(v, list) and v else v for k, v in given.items()}
+def in_float64(op: str, inputs: dict[str, Any], wide: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
+    """Computes the product of the arguments, after ``wide`` is applied to each; also returns the number of terms of
+    each sum."""
+    x = {k: whole(v) if isinstance(v, list) and v else v for k, v in inputs.items()}
     x = {k: wide(v.double()) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in x.items()}
     sizes, rows = x.get("group_sizes"), x.get("rows", x.get("input_rows"))
     if op == "gather_rows_backward":
@@ -237,7 +238,7 @@ def in_float64(op: str, given: dict[str, Any], wide: Callable[[Tensor], Tensor])
     product = rows_fp64(a, b, sizes, *more)
     if out is not None:
         group = groups_of(len(out), sizes)
-        factor = torch.cat([beta, torch.ones(1, dtype=torch.float64)])  # the tail stays
+        factor = torch.cat([beta, torch.ones(1, dtype=torch.float64)])  # rows past the groups are unchanged
         product = product + factor[group][:, None] * out
     return product, a.shape[1]
 
@@ -246,20 +247,20 @@ def in_float64(op: str, given: dict[str, Any], wide: Callable[[Tensor], Tensor])
 @pytest.mark.parametrize(
     "op", [op for op in PRODUCTS if not any(x in op for x in ("scaled", "swiglu", "mlp"))]
 )
-def test_products_are_those_of_float64(op: str, dtype: torch.dtype) -> None:
+def test_products_agree_with_float64(op: str, dtype: torch.dtype) -> None:
     for seed, (name, call) in enumerate(CALLS[op]):
-        given = spread(call, dtype, seed)
-        exact, terms = in_float64(op, given, lambda x: x)
-        magnitude, _ = in_float64(op, given, torch.abs)
+        inputs = spread(call, dtype, seed)
+        exact, terms = in_float64(op, inputs, lambda x: x)
+        magnitude, _ = in_float64(op, inputs, torch.abs)
         for function in functions(call):
-            [got] = results(function, call, given)
+            [got] = results(function, call, inputs)
             assert_rounded_sum(got, exact, magnitude, terms + 3, name)
 
 
 def near_product(
     a: Near, b: Tensor, sizes: Tensor, bias: Tensor | None, scale: Tensor | None, to: Any
 ) -> Near:
-    """A grouped product of what is known nearly, rounded to a dtype."""
+    """Returns a grouped product of a matrix with error bounds, rounded to a dtype."""
     value, error = torch.from_numpy(a.value), torch.from_numpy(a.error)
     exact = rows_fp64(value, b, sizes, bias, scale, True)
     absolute = [None if x is None else x.abs() for x in (bias, scale)]
@@ -271,22 +272,22 @@ def near_product(
 
 @dtypes
 @pytest.mark.parametrize("op", ["grouped_gemm_swiglu", "grouped_mlp"])
-def test_swiglu_of_a_product(op: str, dtype: torch.dtype) -> None:
-    for name, call, given in variants(op, dtype):
-        sizes, probs = given["group_sizes"], given["probs"]
-        a, b = (given[x] for x in (("a", "b") if op[-1] == "u" else ("input", "fc1_weight")))
-        bias = given["bias" if op[-1] == "u" else "fc1_bias"]
-        h = near_product(Near.of(a * 4), b, sizes, bias, None, dtype)  # gates of up to 20
-        width, step = b.shape[1], given.get("interleave", 0) or max(1, b.shape[1] // 2)
+def test_swiglu_of_a_product_is_within_its_bound(op: str, dtype: torch.dtype) -> None:
+    for name, call, inputs in variants(op, dtype):
+        sizes, probs = inputs["group_sizes"], inputs["probs"]
+        a, b = (inputs[x] for x in (("a", "b") if op[-1] == "u" else ("input", "fc1_weight")))
+        bias = inputs["bias" if op[-1] == "u" else "fc1_bias"]
+        h = near_product(Near.of(a * 4), b, sizes, bias, None, dtype)  # gates up to 20
+        width, step = b.shape[1], inputs.get("interleave", 0) or max(1, b.shape[1] // 2)
         is_gate = torch.arange(width) // step % 2 == 0
         act = near.swiglu(h[:, is_gate.numpy()], h[:, ~is_gate.numpy()], Near.of(probs[:, None]))
         act = Near(act.value, act.error + torch.finfo(dtype).eps * abs(act.value))
         expected = act
         if op == "grouped_mlp":
-            fc2 = (given["fc2_weight"], sizes, given["fc2_bias"], probs, dtype)
+            fc2 = (inputs["fc2_weight"], sizes, inputs["fc2_bias"], probs, dtype)
             expected = near_product(act, *fc2)
         for function in functions(call):
-            got = results(function, call, {**given, "a" if op[-1] == "u" else "input": a * 4})
+            got = results(function, call, {**inputs, "a" if op[-1] == "u" else "input": a * 4})
             expected.within(got[0], name)
             if op != "grouped_mlp":
                 h.within(got[1], f"{name}, h")

@@ -1,4 +1,4 @@
-"""References at the ends of their domain, no rows, no columns, no groups: each against its op."""
+"""References at the ends of their domain (no rows, no columns, no groups), compared with their ops."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ SIZES = {
 
 
 def has_reference(call: Call) -> bool:
-    """Those of layers take operands as they come; routing is tested by itself."""
+    """Whether a call has a reference to compare with. References of layers do not quantize operands; routing has
+    separate tests."""
     function = getattr(reference, call.op, None)
     rounds = "linear" in call.op and "scaled" not in call.op and call.arguments["input_format"] != "none"
     rounds = rounds or (call.op == "grouped_mlp" and call.name != "none")
@@ -45,7 +46,7 @@ def of_reference(call: Call, arguments: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("call", CASES)
-def test_the_reference_is_the_op(call: Call) -> None:
+def test_reference_agrees_with_the_op(call: Call) -> None:
     mine, other = copied(call.arguments), copied(call.arguments)
     found, expected = getattr(torch.ops.transformer_plugin, call.op)(**mine), of_reference(call, other)
     written = [a.name for a in registered()[call.op].arguments if a.alias_info is not None]
@@ -62,7 +63,7 @@ def test_the_reference_is_the_op(call: Call) -> None:
             torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2, equal_nan=True)
 
 
-def test_float64_products_scale_a_bias_in_float64() -> None:
+def test_float64_products_scale_the_bias_in_float64() -> None:
     generator = torch.Generator().manual_seed(5)
     a, b = (torch.randn(*n, dtype=torch.float64, generator=generator) for n in ((7, 5), (2, 3, 5)))
     bias = torch.randn(2, 3, generator=generator)
@@ -79,8 +80,8 @@ def test_float64_products_scale_a_bias_in_float64() -> None:
 
 
 @pytest.mark.parametrize("family", ["fp8_tensor", "fp8_block"])
-def test_requantized_lines_of_groups_are_aligned(family: str) -> None:
-    """Group g begins at ``round_up(its first row, 32) + 32 g``, zeros between."""
+def test_requantize_transposed_aligns_groups(family: str) -> None:
+    """Group g begins at column ``round_up(its first row, 32) + 32 g``, with zeros in between."""
     sizes = torch.tensor([5, 0, 40, 3])
     input = torch.randn(60, 33, generator=torch.Generator().manual_seed(1))
     plain = reference.requantize_transposed(
@@ -100,13 +101,13 @@ def test_requantized_lines_of_groups_are_aligned(family: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (0, 4), (2, 0), (4,), (2, 3, 4), (0, 3, 4)])
-def test_linear_takes_any_leading_dimensions(shape: tuple[int, ...]) -> None:
+def test_linear_supports_any_leading_dimensions(shape: tuple[int, ...]) -> None:
     input, weight = torch.randn(shape), torch.randn(5, shape[-1])
     expected = torch.nn.functional.linear(input.double(), weight.double())
     assert reference.linear(input, weight).shape == expected.shape
     torch.testing.assert_close(reference.linear(input, weight), expected.float())
 
 
-def test_every_reference_is_walked() -> None:
-    walked = {case.values[0].op for case in CASES}
-    assert walked == {call.op for call in calls() if has_reference(call)}
+def test_every_reference_is_tested() -> None:
+    tested = {case.values[0].op for case in CASES}
+    assert tested == {call.op for call in calls() if has_reference(call)}

@@ -1,6 +1,7 @@
-"""What every op refuses: by an error of four parts in its own name, with every byte of every argument as it was.
+"""Errors of every op: a refused call raises an error of four parts that names the op, and does not change any byte of
+its arguments.
 
-Calls are the right ones of testing/every_op.py with one argument changed, for all ops of the registry alike.
+The valid calls of testing/every_op.py run with one argument changed, for all ops of the registry.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ def test_every_op_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("call", CALLS, ids=IDS)
-def test_right_calls_are_taken(call: Call) -> None:
+def test_valid_calls_are_accepted(call: Call) -> None:
     getattr(ops, call.op)(**copied(call.arguments))
 
 
 @pytest.mark.parametrize("call", CALLS, ids=IDS)
-def test_a_refused_call_names_its_op_and_writes_nothing(call: Call) -> None:
+def test_refused_call_names_its_op_and_writes_nothing(call: Call) -> None:
     for change, arguments in changes(call):
         if call.op == "rms_norm" and change.endswith(": nested"):
-            continue  # torch's nested tensors take the name for that of torch's own function
-        held = bytes_of(arguments)
+            continue  # for nested tensors, torch's own rms_norm handles the call
+        before = bytes_of(arguments)
         try:
             getattr(ops, call.op)(**arguments)
         except (ValueError, TypeError) as error:
@@ -48,21 +49,21 @@ def test_a_refused_call_names_its_op_and_writes_nothing(call: Call) -> None:
                 str(error),
                 re.DOTALL,
             ), f"{change}: {error}"
-            assert_same_bytes(arguments, held, change)
+            assert_same_bytes(arguments, before, change)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=IDS)
-def test_unfit_buffers_are_refused(call: Call) -> None:
-    for change, arguments in unfit_buffers(call):
-        held = bytes_of(arguments)
+def test_unsuitable_buffers_are_refused(call: Call) -> None:
+    for change, arguments in unsuitable_buffers(call):
+        before = bytes_of(arguments)
         with pytest.raises((ValueError, TypeError), match=f"^transformer_plugin::{call.op}: argument '"):
             pytest.fail(f"{change}: {getattr(ops, call.op)(**arguments)}")
-        assert_same_bytes(arguments, held, change)
+        assert_same_bytes(arguments, before, change)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=IDS)
-def test_views_of_negatives_are_read_right(call: Call) -> None:
-    """An input whose memory holds the negative of its values is read as its values, or refused."""
+def test_negative_views_are_read_as_their_values(call: Call) -> None:
+    """An input with the negative bit, whose memory contains the negated values, gives the same results."""
     expected = getattr(ops, call.op)(**copied(call.arguments))
     outputs_of = BUFFERS[call.op]
     for name, value in call.arguments.items():
@@ -83,7 +84,7 @@ def test_views_of_negatives_are_read_right(call: Call) -> None:
 @pytest.mark.parametrize(
     "call", [c for c in CALLS if isinstance(c.arguments.get("group_sizes"), Tensor)], ids=repr
 )
-def test_a_list_of_sizes_is_refused_by_name(call: Call, sizes: Any) -> None:
+def test_list_of_sizes_is_refused(call: Call, sizes: Any) -> None:
     text = f"transformer_plugin::{call.op}: argument 'group_sizes': expected a tensor"
     with pytest.raises(TypeError, match=re.escape(text)):
         getattr(ops, call.op).default(**{**call.arguments, "group_sizes": sizes})
@@ -91,8 +92,8 @@ def test_a_list_of_sizes_is_refused_by_name(call: Call, sizes: Any) -> None:
 
 @pytest.mark.parametrize("wants_grad", [False, True])
 @pytest.mark.parametrize("name", ["linear", "grouped_linear", "grouped_mlp"])
-def test_layers_name_themselves_for_rows_that_do_not_fit(name: str, wants_grad: bool) -> None:
-    """Also where only the gradient of a weight rounds along rows, which nvfp4 does in blocks of 16."""
+def test_layers_are_named_in_errors_about_rows(name: str, wants_grad: bool) -> None:
+    """Also if only the weight gradient needs quantized columns, which requires blocks of 16 rows for nvfp4."""
     [call] = [call for call in CALLS if call.op == name and call.name == "nvfp4"]
     arguments = {k: v for k, v in copied(call.arguments).items() if not k.startswith("quantized")}
     weight = "fc1_weight" if name == "grouped_mlp" else "weight"
@@ -134,7 +135,7 @@ def copied(value: Any) -> Any:
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """The bytes of its storage."""
+    """Returns the bytes of the tensor's storage."""
     if tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided:
         return torch.empty(0, dtype=torch.uint8)
     storage = tensor.untyped_storage()
@@ -145,14 +146,14 @@ def bytes_of(arguments: dict[str, Any]) -> dict[str, list[Tensor]]:
     return {name: [raw(x.detach()) for x in flat(value)] for name, value in arguments.items()}
 
 
-def assert_same_bytes(arguments: dict[str, Any], held: dict[str, list[Tensor]], change: str) -> None:
-    for name, before in held.items():
-        for x, y in zip(flat(arguments[name]), before, strict=True):
+def assert_same_bytes(arguments: dict[str, Any], before: dict[str, list[Tensor]], change: str) -> None:
+    for name, bytes_before in before.items():
+        for x, y in zip(flat(arguments[name]), bytes_before, strict=True):
             assert torch.equal(raw(x.detach()), y), f"{change}: '{name}' was written"
 
 
 def other_tensors(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What stands in a tensor's place: another dtype, device, shape; strides; sizes that do not fit."""
+    """Yields replacements of a tensor: another dtype, device, shape or layout, and sizes that do not fit."""
     other = torch.float16 if tensor.dtype != torch.float16 else torch.float32
     yield "dtype", torch.zeros(tensor.shape, dtype=other)
     yield "int8", torch.zeros(tensor.shape, dtype=torch.int8)
@@ -175,7 +176,7 @@ def other_tensors(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def changes(call: Call) -> Iterator[Change]:
-    """One argument at a time, and what it became."""
+    """Yields the arguments with one of them changed, and a description of the change."""
     for name, value in call.arguments.items():
         others: list[tuple[str, Any]] = []
         if isinstance(value, Tensor):
@@ -195,21 +196,21 @@ def changes(call: Call) -> Iterator[Change]:
             yield f"{name}: {what}", {**copied(call.arguments), name: other}
 
 
-#: Sizes of outputs: what memory cannot hold is an allocator's error.
+#: Sizes of outputs: large values would fail in the allocator.
 BIG_MEMORY = {"capacity", "num_rows", "num_tokens", "tokens", "num_experts", "max_tokens", "hidden_size"}
 
 
-def unfit_buffers(call: Call) -> Iterator[Change]:
-    """Buffers that want gradients, stand for negatives, or lie in memory that is read or written beside them."""
+def unsuitable_buffers(call: Call) -> Iterator[Change]:
+    """Yields calls whose buffer requires a gradient, has the negative bit, or overlaps another argument."""
     for name in BUFFERS[call.op]:
-        given = call.arguments.get(name)
-        if given is None:
+        value_of_buffer = call.arguments.get(name)
+        if value_of_buffer is None:
             continue
         place: Callable[[Tensor], Any] = lambda x: x  # noqa: E731
-        if isinstance(given, list):
-            rest = given[1:]
+        if isinstance(value_of_buffer, list):
+            rest = value_of_buffer[1:]
             place = lambda x, rest=rest: [x, *copied(rest)]  # noqa: E731
-        buffer = flat(given)[0]
+        buffer = flat(value_of_buffer)[0]
         if buffer.dtype in (torch.float32, torch.bfloat16):
             yield (
                 f"{name}: gradient",
@@ -221,7 +222,7 @@ def unfit_buffers(call: Call) -> Iterator[Change]:
             )
         for other, value in call.arguments.items():
             for x in flat(value)[:1]:
-                overlap = in_one_memory(buffer, x) if other != name else None
+                overlap = overlapping(buffer, x) if other != name else None
                 if overlap is None:
                     continue
                 arguments = {**copied(call.arguments), name: place(overlap[0])}
@@ -229,8 +230,9 @@ def unfit_buffers(call: Call) -> Iterator[Change]:
                 yield f"{name} in the memory of {other}", arguments
 
 
-def in_one_memory(buffer: Tensor, other: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Both in one storage, the smaller in the first bytes of the larger, with the larger's values."""
+def overlapping(buffer: Tensor, other: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Returns both tensors in one storage: the smaller one is in the first bytes of the larger one, which keeps its
+    values."""
     if buffer.numel() == 0 or other.numel() == 0:
         return None
     size = max(buffer.nbytes, other.nbytes)
@@ -242,7 +244,7 @@ def in_one_memory(buffer: Tensor, other: Tensor) -> tuple[Tensor, Tensor] | None
     return first, second
 
 
-def test_views_of_the_negatives_of_codes_are_refused() -> None:
+def test_negative_views_of_quantized_data_are_refused() -> None:
     data, scale = ops.quantize(torch.randn(16, 32), "mxfp8")[:2]
     for wrong in ((torch._neg_view(data), scale), (data, torch._neg_view(scale))):
         with pytest.raises(
@@ -251,7 +253,7 @@ def test_views_of_the_negatives_of_codes_are_refused() -> None:
             ops.dequantize(*wrong, "mxfp8", torch.float32)
 
 
-def test_slots_of_more_columns_than_a_block_holds_are_refused() -> None:
+def test_slots_with_too_many_columns_are_refused() -> None:
     slot = torch.empty(0, 2**40, dtype=torch.int32)
     with pytest.raises(
         ValueError, match=r"^transformer_plugin::dispatch_backward: argument 'slot': expected at m"

@@ -1,4 +1,4 @@
-"""Data quantized along rows to data along columns: the bytes of dequantize and quantize in turn."""
+"""requantize_transposed: row-wise to column-wise quantized data, with the bytes of dequantize followed by quantize."""
 
 from __future__ import annotations
 
@@ -27,69 +27,71 @@ CASES = list(quantize_cases())
 GROUPED = list(grouped_quantize_cases())
 
 
-def turned(data: Tensor, used: int) -> Tensor:
-    """The same codes, columns past ``used`` 0."""
-    codes = data.cpu().view(torch.uint8).clone()
-    codes[..., used:, :] = 0
-    return codes.mT.contiguous().view(data.dtype)
+def transposed_data(data: Tensor, used: int) -> Tensor:
+    """Returns the transposed data, with zeros in the columns past ``used``."""
+    bits = data.cpu().view(torch.uint8).clone()
+    bits[..., used:, :] = 0
+    return bits.mT.contiguous().view(data.dtype)
 
 
-def on_cpu(given: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.cpu() for name, value in given.items()}
+def on_cpu(options: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.cpu() for name, value in options.items()}
 
 
-def after(given: dict[str, Tensor]) -> tuple[Tensor, int | None]:
-    """What the oracle of nvfp4 takes of them for the second of the two ops."""
-    return given["amax_t"], int(given["seed"]) if "seed" in given else None
+def amax_and_seed(options: dict[str, Tensor]) -> tuple[Tensor, int | None]:
+    """Returns the arguments of the nvfp4 oracle for the second of the two ops."""
+    return options["amax_t"], int(options["seed"]) if "seed" in options else None
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_matrix(case: Case, device: torch.device) -> None:
+def test_matrix_has_the_bytes_of_the_steps(case: Case, device: torch.device) -> None:
     input, format = case.arguments(device)
     dtype = FLOAT_DTYPES[CASES.index(case) % 3]
-    given = extras(input, format)
-    data, scale = ops.quantize(input, format, **rows_of(given))
-    cpu = on_cpu(given)
+    options = extras(input, format)
+    data, scale = ops.quantize(input, format, **rows_of(options))
+    cpu = on_cpu(options)
     values = reference.dequantize(data.cpu(), scale.cpu(), format, dtype, **amax_of(cpu))
     if format.startswith("fp8_tensor"):
-        expected: tuple[Tensor, ...] = turned(data, data.shape[-2]), scale.cpu()
+        expected: tuple[Tensor, ...] = transposed_data(data, data.shape[-2]), scale.cpu()
     elif format in nvfp4_oracle.SPECS:
-        expected = nvfp4_oracle.quantize_direction(values, nvfp4_oracle.SPECS[format], *after(cpu), 1)
+        expected = nvfp4_oracle.quantize_direction(values, nvfp4_oracle.SPECS[format], *amax_and_seed(cpu), 1)
     else:
         expected = oracle_both(values, SPECS[format])[2:]
-    assert_all_same(ops.requantize_transposed(data, scale, format, dtype, **given), expected)
+    assert_all_same(ops.requantize_transposed(data, scale, format, dtype, **options), expected)
     assert_all_same(reference.requantize_transposed(data.cpu(), scale.cpu(), format, dtype, **cpu), expected)
 
 
 @pytest.mark.parametrize("case", GROUPED, ids=lambda case: case.name)
-def test_groups(case: Case, device: torch.device) -> None:
+def test_groups_have_the_bytes_of_the_steps(case: Case, device: torch.device) -> None:
     input, sizes, format = case.arguments(device)
     dtype = FLOAT_DTYPES[GROUPED.index(case) % 3]
-    given = extras(input, format, sizes)
-    data, scale = ops.quantize(input, format, sizes, **rows_of(given))
+    options = extras(input, format, sizes)
+    data, scale = ops.quantize(input, format, sizes, **rows_of(options))
     used = int(sizes.sum())
-    data.view(torch.uint8)[used:] = 0x5A  # the tail must reach nothing
+    data.view(torch.uint8)[used:] = 0x5A  # rows past the groups must have no effect
     if "row_scaled" in format:
-        given["amax"][used:] = float("nan")
-    cpu = on_cpu(given)
+        options["amax"][used:] = float("nan")
+    cpu = on_cpu(options)
     arguments = data.cpu(), scale.cpu(), sizes.cpu()
     values = reference.dequantize(*arguments[:2], format, dtype, arguments[2], **amax_of(cpu))
     if format.startswith("fp8_tensor"):
-        expected: tuple[Tensor, ...] = turned(data, used), scale.cpu()
+        expected: tuple[Tensor, ...] = transposed_data(data, used), scale.cpu()
     elif format in nvfp4_oracle.SPECS:
         spec = nvfp4_oracle.SPECS[format]
-        expected = nvfp4_oracle.grouped_quantize_direction(values, sizes.tolist(), spec, *after(cpu), 1)
+        expected = nvfp4_oracle.grouped_quantize_direction(
+            values, sizes.tolist(), spec, *amax_and_seed(cpu), 1
+        )
     else:
         expected = grouped_both_directions(values, sizes.tolist(), SPECS[format])[2:]
-    assert_all_same(ops.requantize_transposed(data, scale, format, dtype, sizes, **given), expected)
+    assert_all_same(ops.requantize_transposed(data, scale, format, dtype, sizes, **options), expected)
     meant = reference.requantize_transposed(*arguments[:2], format, dtype, arguments[2], **cpu)
     assert_all_same(meant, expected)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 @pytest.mark.parametrize("format", [key for key in SPECS if not key.startswith("fp8_tensor")])
-def test_every_code_under_any_scale(format: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Bytes that no matrix gave, NaN and infinity among them, under any scales: as the two ops in turn."""
+def test_random_bit_patterns_with_any_scale(format: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Random bytes, including NaN and infinity, with random scales, give the bytes of the two ops."""
     generator = torch.Generator().manual_seed(5)
     data, scale = ops.quantize(torch.zeros(300, 416), format)
     data = torch.randint(256, data.shape, generator=generator, dtype=torch.uint8).view(data.dtype)
@@ -109,48 +111,51 @@ AMAXES = [1.0, 2688.0, 1e-45, 1e-38, 3e38, 0.0, float("inf"), float("nan")]
 
 
 def any_amax(like: Tensor, first: int) -> Tensor:
-    """Of the same sizes: those above in turn."""
+    """Returns a tensor of the same size with the values above, in turn."""
     values = [AMAXES[(first + i) % len(AMAXES)] for i in range(like.numel())]
     return torch.tensor(values, device=like.device).view(like.shape)
 
 
 @pytest.mark.parametrize("first", range(len(AMAXES)))
 @pytest.mark.parametrize("format", NV_FORMATS)
-def test_every_code_under_any_scale_and_amax(format: str, first: int, device: torch.device) -> None:
-    """Of nvfp4: any bytes, those beside the scales of the matrix too, under amaxes that are tiny, huge or no number."""
+def test_random_bit_patterns_with_any_scale_and_amax(format: str, first: int, device: torch.device) -> None:
+    """For nvfp4: random bytes, including the padding of the scales, with tiny, huge, infinite and NaN amaxes."""
     generator = torch.Generator().manual_seed(first)
     dtype = FLOAT_DTYPES[first % 3]
     input = torch.zeros(144, 272)
-    given = extras(input, format)
+    options = extras(input, format)
     data, scale = (
         torch.randint(256, t.shape, generator=generator, dtype=torch.uint8).view(t.dtype)
-        for t in ops.quantize(input, format, **rows_of(given))
+        for t in ops.quantize(input, format, **rows_of(options))
     )
-    given |= {"amax": any_amax(given["amax"], first), "amax_t": any_amax(given["amax_t"], 5 * first + 1)}
-    expected = reference.requantize_transposed(data, scale, format, dtype, **given)
-    there = {name: value.to(device) for name, value in given.items()}
+    options |= {
+        "amax": any_amax(options["amax"], first),
+        "amax_t": any_amax(options["amax_t"], 5 * first + 1),
+    }
+    expected = reference.requantize_transposed(data, scale, format, dtype, **options)
+    there = {name: value.to(device) for name, value in options.items()}
     got = ops.requantize_transposed(data.to(device), scale.to(device), format, dtype, **there)
     assert_all_same(got, expected)
-    assert_all_same(got, ops.requantize_transposed(data, scale, format, dtype, **given))
+    assert_all_same(got, ops.requantize_transposed(data, scale, format, dtype, **options))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", GROUPED_NV_FORMATS)
-def test_groups_of_broken_blocks_on_a_gpu(format: str) -> None:
-    """Nobody sees there that sizes are no multiples of 16: as the two ops in turn."""
+def test_partial_blocks_of_groups_on_a_gpu(format: str) -> None:
+    """On a GPU the host does not check that sizes are multiples of 16: the result has the bytes of the two ops."""
     sizes = torch.tensor([16, 40, 8, 3, 129, 32], device="cuda")
     input = torch.randn(256, 144, device="cuda")
-    given = {"seed": torch.tensor([7], device="cuda")} if "sr" in format else {}
-    lines, columns = ((256,), (6, 144)) if "row_scaled" in format else ((6,), (6,))
-    amax, amax_t = torch.full(lines, 4.0, device="cuda"), torch.full(columns, 5.0, device="cuda")
-    data, scale = ops.quantize(input, format, sizes, amax=amax, **given)
+    options = {"seed": torch.tensor([7], device="cuda")} if "sr" in format else {}
+    rows, columns = ((256,), (6, 144)) if "row_scaled" in format else ((6,), (6,))
+    amax, amax_t = torch.full(rows, 4.0, device="cuda"), torch.full(columns, 5.0, device="cuda")
+    data, scale = ops.quantize(input, format, sizes, amax=amax, **options)
     values = ops.dequantize(data, scale, format, torch.bfloat16, sizes, amax=amax)
-    expected = ops.quantize(values, format, sizes, amax_t=amax_t, **given, rowwise=False, columnwise=True)
-    got = ops.requantize_transposed(data, scale, format, torch.bfloat16, sizes, amax, amax_t, **given)
+    expected = ops.quantize(values, format, sizes, amax_t=amax_t, **options, rowwise=False, columnwise=True)
+    got = ops.requantize_transposed(data, scale, format, torch.bfloat16, sizes, amax, amax_t, **options)
     assert_all_same(got, expected)
 
 
-def test_inputs_of_any_strides(device: torch.device) -> None:
+def test_strided_inputs_give_the_same_bytes(device: torch.device) -> None:
     wide, scale = ops.quantize(torch.randn(70, 256, device=device), "fp8_block:square")
     columns = wide.T.contiguous().T
     for format in ("fp8_block:square", "fp8_tensor"):
@@ -161,26 +166,28 @@ def test_inputs_of_any_strides(device: torch.device) -> None:
         flat[1:] = wide.view(torch.uint8).flatten()
         shifted = flat[1:].view(70, 256).view(wide.dtype)
         assert_all_same(ops.requantize_transposed(shifted, one, format, torch.bfloat16), expected)
-    turned_scale = ops.requantize_transposed(wide, one, "fp8_tensor")[1]
-    assert turned_scale.data_ptr() != one.data_ptr()
+    transposed_scale = ops.requantize_transposed(wide, one, "fp8_tensor")[1]
+    assert transposed_scale.data_ptr() != one.data_ptr()
 
 
-def test_inputs_of_nvfp4_of_any_strides(device: torch.device) -> None:
-    """Bytes that begin anywhere, columns that lie together, every other amax."""
+def test_strided_nvfp4_inputs_give_the_same_bytes(device: torch.device) -> None:
+    """Unaligned data, column-major data, and a strided amax."""
     input = torch.randn(80, 272, device=device)
     for format in ("nvfp4:row_scaled", "nvfp4:rht,tiled"):
-        given = extras(input, format)
-        data, scale = ops.quantize(input, format, **rows_of(given))
-        expected = ops.requantize_transposed(data, scale, format, torch.bfloat16, **given)
+        options = extras(input, format)
+        data, scale = ops.quantize(input, format, **rows_of(options))
+        expected = ops.requantize_transposed(data, scale, format, torch.bfloat16, **options)
         columns = data.view(torch.uint8).T.contiguous().T.view(data.dtype)
-        apart = {name: torch.stack([amax, amax], -1)[..., 0] for name, amax in given.items()}
-        assert_all_same(ops.requantize_transposed(columns, scale, format, torch.bfloat16, **apart), expected)
+        strided = {name: torch.stack([amax, amax], -1)[..., 0] for name, amax in options.items()}
+        assert_all_same(
+            ops.requantize_transposed(columns, scale, format, torch.bfloat16, **strided), expected
+        )
         shifted = []
         for tensor in (data, scale):
             flat = torch.zeros(1 + tensor.numel(), dtype=torch.uint8, device=device)
             flat[1:] = tensor.view(torch.uint8).flatten()
             shifted.append(flat[1:].view(tensor.shape).view(tensor.dtype))
-        assert_all_same(ops.requantize_transposed(*shifted, format, torch.bfloat16, **given), expected)
+        assert_all_same(ops.requantize_transposed(*shifted, format, torch.bfloat16, **options), expected)
 
 
 @pytest.mark.parametrize(
@@ -189,42 +196,44 @@ def test_inputs_of_nvfp4_of_any_strides(device: torch.device) -> None:
 @pytest.mark.usefixtures("schema_checks_take_fp8")
 def test_opcheck(format: str, device: torch.device) -> None:
     input = torch.randn(80, 96, device=device)
-    given = extras(input, format)
-    data, scale = ops.quantize(input, format, **rows_of(given))
-    opcheck(OPS.requantize_transposed.default, (data, scale, format, torch.bfloat16), given)
+    options = extras(input, format)
+    data, scale = ops.quantize(input, format, **rows_of(options))
+    opcheck(OPS.requantize_transposed.default, (data, scale, format, torch.bfloat16), options)
     if "square" not in format:
         sizes = torch.tensor([16, 0, 32], device=device)
-        given = extras(input, format, sizes)
-        data, scale = ops.quantize(input, format, sizes, **rows_of(given))
+        options = extras(input, format, sizes)
+        data, scale = ops.quantize(input, format, sizes, **rows_of(options))
         arguments = (data, scale, format, torch.float16, sizes)
-        opcheck(OPS.requantize_transposed.default, arguments, given)
+        opcheck(OPS.requantize_transposed.default, arguments, options)
 
 
 @pytest.mark.parametrize("format", ["fp8_block", "nvfp4:rht,sr"])
-def test_compiles_whole(format: str, device: torch.device) -> None:
-    def turn(data: Tensor, scale: Tensor, sizes: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return ops.requantize_transposed(data, scale, format, torch.bfloat16, sizes, **given)
+def test_compiles_without_graph_breaks(format: str, device: torch.device) -> None:
+    def requantize(
+        data: Tensor, scale: Tensor, sizes: Tensor, options: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        return ops.requantize_transposed(data, scale, format, torch.bfloat16, sizes, **options)
 
     input = torch.randn(48, 256, device=device)
-    compiled = torch.compile(turn, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(requantize, fullgraph=True, backend="aot_eager")
     for counts in ([16, 16], [0, 48]):
         sizes = torch.tensor(counts, device=device)
-        given = extras(input, format, sizes)
-        data, scale = ops.quantize(input, format, sizes, **rows_of(given))
-        assert_all_same(compiled(data, scale, sizes, given), turn(data, scale, sizes, given))
+        options = extras(input, format, sizes)
+        data, scale = ops.quantize(input, format, sizes, **rows_of(options))
+        assert_all_same(compiled(data, scale, sizes, options), requantize(data, scale, sizes, options))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", ["fp8_block", "nvfp4:rht"])
-def test_no_tensor_of_the_values(format: str) -> None:
+def test_values_are_not_stored_in_memory(format: str) -> None:
     input = torch.randn(4096, 4096, device="cuda")
-    given = extras(input, format)
-    data, scale = ops.quantize(input, format, **rows_of(given))
-    ops.requantize_transposed(data, scale, format, **given)
+    options = extras(input, format)
+    data, scale = ops.quantize(input, format, **rows_of(options))
+    ops.requantize_transposed(data, scale, format, **options)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    outputs = ops.requantize_transposed(data, scale, format, **given)
+    outputs = ops.requantize_transposed(data, scale, format, **options)
     made = sum(o.numel() * o.element_size() for o in outputs)
     assert torch.cuda.max_memory_allocated() - before <= made + data.numel() // 64
 
@@ -234,8 +243,8 @@ AMAX, SEED = torch.ones(1), torch.zeros(1, dtype=torch.int64)
 NV_DATA, NV_SCALE = (t.clone() for t in ops.quantize(torch.ones(32, 64), "nvfp4", amax=AMAX))
 
 
-def nv(format: str, sizes: Tensor | None, *given: Tensor | None) -> tuple:
-    return NV_DATA, NV_SCALE, format, torch.float32, sizes, *given
+def nv(format: str, sizes: Tensor | None, *options: Tensor | None) -> tuple:
+    return NV_DATA, NV_SCALE, format, torch.float32, sizes, *options
 
 
 def missing(sizes: str, key: str, op: str) -> str:
@@ -315,8 +324,8 @@ def test_errors_have_four_parts(arguments: tuple, error: type[Exception], text: 
     assert str(caught.value) == f"transformer_plugin::requantize_transposed: {text}"
 
 
-def test_scales_stay_beside_their_bytes(device: torch.device) -> None:
-    """fp8_tensor: nothing is rounded again, so turning twice is nothing."""
+def test_transposing_fp8_tensor_twice_is_the_identity(device: torch.device) -> None:
+    """fp8_tensor is not rounded again, so its scales stay the same and two calls cancel."""
     data, scale = ops.quantize(torch.randn(130, 70, device=device), "fp8_tensor:e5m2")
     once = ops.requantize_transposed(data, scale, "fp8_tensor:e5m2")
     twice = ops.requantize_transposed(*once, "fp8_tensor:e5m2")

@@ -1,4 +1,4 @@
-"""topk_router: cases worked by hand, float64, the reference, ties and masks and NaN, both devices."""
+"""topk_router: cases worked out by hand, float64 results, the reference, ties, masks and NaN, on CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INF, NAN = math.inf, math.nan
 
 
 def weights_fp64(logits: Tensor, indices: Tensor, function: str, pre_softmax: bool, scaling: float) -> Tensor:
-    """The formulas in float64 for a choice already made; differentiable."""
+    """The formulas in float64 for experts that are already chosen; differentiable."""
     x = logits.double()
     chosen = x.gather(1, indices.long())
     if function == "softmax":
@@ -36,7 +36,7 @@ def weights_fp64(logits: Tensor, indices: Tensor, function: str, pre_softmax: bo
 
 
 @by_name
-def test_choice_is_the_reference(case: Case, device: torch.device) -> None:
+def test_choice_agrees_with_the_reference(case: Case, device: torch.device) -> None:
     weights, indices = ops.topk_router(*case.arguments(device))
     expected_weights, expected = reference.topk_router(*case.arguments())
     assert indices.dtype == torch.int32 and weights.dtype == torch.float32
@@ -45,18 +45,18 @@ def test_choice_is_the_reference(case: Case, device: torch.device) -> None:
 
 
 @by_name
-def test_weights_against_fp64(case: Case, device: torch.device) -> None:
+def test_weights_agree_with_fp64(case: Case, device: torch.device) -> None:
     logits, _, topk, function, pre_softmax, _, _, scaling = arguments = case.arguments(device)
     weights, indices = ops.topk_router(*arguments)
     expected = weights_fp64(logits, indices, function, pre_softmax, scaling)
     assert_close_in_ulp(weights, expected, ulp=16)
-    assert bool((indices.long().sort(1).values.diff(dim=1) > 0).all())  # distinct
+    assert bool((indices.long().sort(1).values.diff(dim=1) > 0).all())  # all different
     assert indices.numel() == 0 or (int(indices.min()) >= 0 and int(indices.max()) < logits.shape[1])
     assert weights.shape == (logits.shape[0], topk)
 
 
 @by_name
-def test_gradient_against_fp64(case: Case, device: torch.device) -> None:
+def test_gradient_agrees_with_fp64(case: Case, device: torch.device) -> None:
     logits, _, topk, function, pre_softmax, *_, scaling = arguments = case.arguments(device)
     weights, indices = ops.topk_router(logits.requires_grad_(), *arguments[1:])
     grad = torch.randn(weights.shape, generator=torch.Generator().manual_seed(4)).to(device)
@@ -74,7 +74,7 @@ def test_gradient_against_fp64(case: Case, device: torch.device) -> None:
     narrow = 0.0 if logits.dtype == torch.float32 else torch.finfo(logits.dtype).eps / 2
     bound = expected.abs() * (narrow + 2e-6) + floor
     if logits.dtype == torch.float16:
-        bound = bound + 2.0**-25  # half a step of the subnormals
+        bound = bound + 2.0**-25  # half a unit in the last place of subnormals
     assert bool(((got.double() - expected).abs() <= bound).all())
     assert float(got.abs().sum()) > 0 or topk in (1, 0) or logits.shape[0] == 0
 
@@ -95,7 +95,7 @@ def test_cuda_gives_the_bits_of_the_cpu(case: Case) -> None:
 
 
 @both
-def test_worked_by_hand(route, device: torch.device) -> None:
+def test_weights_by_hand(route, device: torch.device) -> None:
     logits = torch.log(torch.tensor([[1.0, 4.0, 2.0, 3.0]], device=device))
     weights, indices = route(logits, None, 2)
     assert indices.tolist() == [[1, 3]]
@@ -114,7 +114,7 @@ def test_worked_by_hand(route, device: torch.device) -> None:
 
 
 @both
-def test_the_bias_chooses_but_does_not_weigh(route, device: torch.device) -> None:
+def test_bias_affects_the_choice_but_not_the_weights(route, device: torch.device) -> None:
     logits = torch.log(torch.tensor([[1.0, 4.0, 2.0, 3.0]], device=device))
     bias = torch.tensor([1.0, 0.0, 0.0, 0.0], device=device)  # 1.5, 0.8, 0.667, 0.75
     weights, indices = route(logits, bias, 2, "sigmoid")
@@ -123,7 +123,7 @@ def test_the_bias_chooses_but_does_not_weigh(route, device: torch.device) -> Non
 
 
 @both
-def test_groups_are_ranked_by_the_sum_of_their_best(route, device: torch.device) -> None:
+def test_groups_are_ranked_by_the_sum_of_their_best_experts(route, device: torch.device) -> None:
     """Group 0 holds the best single expert, group 1 the best pair, group 2 the best three."""
     scores = torch.tensor([[0.90, 0.10, 0.10, 0.7, 0.8, 0.1, 0.6, 0.65, 0.6, 0.2, 0.2, 0.2]], device=device)
     logits = torch.log(scores / (1 - scores))
@@ -131,7 +131,7 @@ def test_groups_are_ranked_by_the_sum_of_their_best(route, device: torch.device)
     assert route(logits, None, 2, "sigmoid", num_groups=4, group_topk=2)[1].tolist() == [[0, 4]]
     assert route(logits, None, 3, "sigmoid", num_groups=4, group_topk=1)[1].tolist() == [[7, 6, 8]]
     bias = torch.zeros(12, device=device)
-    bias[10:] = 0.6  # the bias moves groups too
+    bias[10:] = 0.6  # the bias also affects groups
     assert route(logits, bias, 4, "sigmoid", num_groups=4, group_topk=2)[1].tolist() == [[4, 10, 11, 3]]
 
 
@@ -155,7 +155,7 @@ def test_masked_experts_come_last_with_weight_zero(route, function: str, device:
     pre, function = function == "pre_softmax", function.replace("pre_", "")
     logits = torch.full((3, 8), -INF, device=device)
     logits[0, [2, 5, 7]] = torch.tensor([1.0, 3.0, 2.0], device=device)
-    logits[1, 6] = -300.0  # far below every other score there could be, and above a masked expert
+    logits[1, 6] = -300.0  # far below every other possible score, but above a masked expert
     bias = torch.tensor([9.0, 0, 0, 0, 0, 0, 0, 0], device=device) if function in ("sigmoid",) else None
     weights, indices = route(logits, bias, 3, function, pre)
     assert indices.tolist() == [[5, 7, 2], [6, 0, 1], [0, 1, 2]]
@@ -163,12 +163,12 @@ def test_masked_experts_come_last_with_weight_zero(route, function: str, device:
     assert weights[1, 1:].tolist() == [0.0, 0.0] and weights[2].tolist() == [0.0, 0.0, 0.0]
     if function == "softmax":
         assert weights[1, 0].item() == 1.0
-    # groups (0 1 2 3) and (4 5 6 7): the one with a live expert wins
+    # groups (0 1 2 3) and (4 5 6 7): the group with an unmasked expert is chosen
     assert route(logits, bias, 2, function, pre, 2, 1)[1].tolist() == [[5, 7], [6, 4], [0, 1]]
 
 
 @both
-def test_nan_and_inf_are_seen_and_keep_the_experts_distinct(route, device: torch.device) -> None:
+def test_nan_and_inf_propagate_and_experts_stay_distinct(route, device: torch.device) -> None:
     logits = torch.tensor([[0.0, NAN, 1.0, -INF, 2.0], [0.0, INF, 1.0, -INF, 2.0]], device=device)
     weights, indices = route(logits, None, 3)
     assert indices.tolist() == [[1, 4, 2], [1, 4, 2]]
@@ -181,21 +181,21 @@ def test_nan_and_inf_are_seen_and_keep_the_experts_distinct(route, device: torch
     torch.testing.assert_close(weights[1].sum().item(), 1.0)
 
 
-def test_gradient_of_masked_and_foreign_indices(device: torch.device) -> None:
-    """No NaN from masked experts, and indices that are not experts touch nothing."""
+def test_gradient_of_masked_and_invalid_indices(device: torch.device) -> None:
+    """Masked experts give no NaN, and indices that are not experts have no effect."""
     logits = torch.full((2, 4), -INF, device=device)
     logits[0, 1] = 0.5
     indices = torch.tensor([[1, 0], [0, 1]], dtype=torch.int32, device=device)
     grad = torch.ones(2, 2, device=device)
     for function, pre in (("softmax", False), ("softmax", True), ("sigmoid", False), ("sqrtsoftplus", False)):
         got = ops.topk_router_backward(grad, logits, indices, function, pre, 1.0)
-        assert bool((got == 0).all()), function  # one live expert: its share is 1 whatever its logit
+        assert bool((got == 0).all()), function  # with one unmasked expert its share is always 1
     foreign = torch.tensor([[1, 99], [-3, 2**31 - 1]], dtype=torch.int32, device=device)
     got = ops.topk_router_backward(grad, torch.zeros(2, 4, device=device), foreign, "sigmoid", False, 1.0)
     assert got[1].tolist() == [0.0] * 4 and got[0, [0, 2, 3]].tolist() == [0.0] * 3
 
 
-def test_same_bits_every_time(device: torch.device) -> None:
+def test_repeated_calls_give_the_same_bits(device: torch.device) -> None:
     logits, *options = next(case for case in CASES if case.name == "deepseek_v3").arguments(device)
     logits = logits.repeat(50, 1).requires_grad_()
     first = None
@@ -212,7 +212,7 @@ def test_opcheck(case: Case, device: torch.device) -> None:
     logits, *options = case.arguments(device)
     weights, indices = ops.topk_router(logits, *options)
     checks = {"logits": logits}
-    if not case.name.startswith("masked"):  # comparing gradients draws no -inf
+    if not case.name.startswith("masked"):  # the gradient check does not support -inf
         checks["leaf"] = logits.clone().requires_grad_()
     for argument in checks.values():
         opcheck(tp.topk_router.default, (argument, *options))
@@ -222,7 +222,7 @@ def test_opcheck(case: Case, device: torch.device) -> None:
     )
 
 
-def test_inputs_of_any_strides(device: torch.device) -> None:
+def test_strided_inputs_give_the_same_bits(device: torch.device) -> None:
     logits = torch.randn(12, 10, device=device).t()
     bias = torch.randn(24, device=device)[::2]
     for a, b in zip(
@@ -232,7 +232,7 @@ def test_inputs_of_any_strides(device: torch.device) -> None:
     ):
         assert_same_bits(a, b)
     leaf = logits.detach().requires_grad_()
-    ops.topk_router(leaf, None, 3, pre_softmax=True)[0].sum().backward()  # a gradient of stride 0
+    ops.topk_router(leaf, None, 3, pre_softmax=True)[0].sum().backward()  # a gradient with stride 0
     (expected,) = torch.autograd.grad(reference.topk_router(leaf, None, 3, pre_softmax=True)[0].sum(), leaf)
     torch.testing.assert_close(leaf.grad, expected)
 

@@ -1,5 +1,5 @@
-"""Group-limited routing: the rules of DeepSeek-V2, DeepSeek-V3 and Megatron-LM, by hand, by loops over lists, and by
-transformers where it is installed."""
+"""Group-limited routing: the rules of DeepSeek-V2, DeepSeek-V3 and Megatron-LM, by hand, with loops over lists, and
+with transformers if it is installed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ by_case = pytest.mark.parametrize("case", list(group_rule_cases()), ids=lambda c
 
 
 def choose(values: list[float], topk: int, groups: int, group_topk: int, best: int) -> list[int]:
-    """The rule in Python: a group is worth the sum of its ``best`` largest values."""
+    """The rule in Python: the score of a group is the sum of its ``best`` largest values."""
     size = len(values) // groups
     worth = [math.fsum(sorted(values[g * size : g * size + size])[-best:]) for g in range(groups)]
     chosen = sorted(range(groups), key=lambda g: (-worth[g], g))[:group_topk]
@@ -31,7 +31,7 @@ def choose(values: list[float], topk: int, groups: int, group_topk: int, best: i
 
 
 @both
-def test_three_rules_by_hand(route, device: torch.device) -> None:
+def test_group_score_rules_by_hand(route, device: torch.device) -> None:
     """Group 0 has the best expert, group 1 the best two, group 3 the best three."""
     scores = torch.tensor([0.9, 0.1, 0.1, 0.6, 0.55, 0.2, 0.7, 0.2, 0.1, 0.5, 0.5, 0.5], device=device)[None]
     logits = torch.log(scores / (1 - scores))
@@ -43,14 +43,15 @@ def test_three_rules_by_hand(route, device: torch.device) -> None:
     assert indices(3, 1, 2) == [3, 4, 5]
     assert indices(3, 1, 3) == [9, 10, 11]
     assert indices(3, 1, None) == [9, 10, 11]  # 3 // 1
-    assert indices(2, 2, 2) == [0, 3]  # sums 1.0, 1.15, 0.9, 1.0: the lowest of equals
+    assert indices(2, 2, 2) == [0, 3]  # sums 1.0, 1.15, 0.9, 1.0: a tie goes to the lowest index
     assert indices(2, 2, None) == indices(2, 2, 1) == [0, 6]
     assert indices(1, 3, 2) == [0]  # fewer experts than groups
 
 
 @both
-def test_other_groups_are_never_chosen(route, device: torch.device) -> None:
-    """With negative choice values too: group 1 is chosen, and its worst expert before the others' best."""
+def test_experts_of_other_groups_are_not_chosen(route, device: torch.device) -> None:
+    """Also with negative choice values: all experts of the chosen group 1 come before the best experts of other
+    groups."""
     logits = torch.tensor([[2.0, -9.0, 1.0, 1.0, 0.5, 0.5]], device=device)
     bias = torch.full((6,), -5.0, device=device)
     assert route(logits, bias, 2, "sigmoid", False, 3, 1, 1.0, 2)[1].tolist() == [[2, 3]]
@@ -59,7 +60,7 @@ def test_other_groups_are_never_chosen(route, device: torch.device) -> None:
 
 
 @by_case
-def test_choice_by_loops_and_by_the_reference(case: Case, device: torch.device) -> None:
+def test_choice_agrees_with_loops_and_the_reference(case: Case, device: torch.device) -> None:
     logits, bias, topk, function, pre_softmax, groups, group_topk, _, best = arguments = case.arguments(
         device
     )
@@ -84,7 +85,7 @@ def test_opcheck(case: Case, device: torch.device) -> None:
 
 @pytest.mark.gpu
 @by_case
-def test_cuda_chooses_as_the_cpu(case: Case) -> None:
+def test_cuda_gives_the_bits_of_the_cpu(case: Case) -> None:
     for a, b in zip(
         ops.topk_router(*case.arguments("cuda")), ops.topk_router(*case.arguments("cpu")), strict=True
     ):
@@ -92,7 +93,7 @@ def test_cuda_chooses_as_the_cpu(case: Case) -> None:
 
 
 def tiny(version: int, topk: int) -> tuple[SimpleNamespace, RouterConfig]:
-    """A small model's sizes as transformers names them, and the same as a configuration."""
+    """Returns the sizes of a small model in transformers' names, and the corresponding router configuration."""
     sizes = SimpleNamespace(
         num_experts_per_tok=topk, num_local_experts=16, num_experts=16, n_routed_experts=16, hidden_size=24
     )
@@ -104,8 +105,9 @@ def tiny(version: int, topk: int) -> tuple[SimpleNamespace, RouterConfig]:
 
 @pytest.mark.parametrize("topk", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("version", [2, 3])
-def test_router_is_that_of_transformers(version: int, topk: int) -> None:
-    """By its own code where it is installed, and always by what that code says, written anew over lists."""
+def test_router_agrees_with_transformers(version: int, topk: int) -> None:
+    """Compares with loops that repeat the rule of transformers, and also with transformers itself if it is
+    installed."""
     torch.manual_seed(version)
     sizes, config = tiny(version, topk)
     router = TopKRouter(24, 16, topk, config)
@@ -134,7 +136,8 @@ def test_router_is_that_of_transformers(version: int, topk: int) -> None:
 
 
 def check_against(theirs: torch.nn.Module, ours: TopKRouter, tokens: Tensor) -> None:
-    """The same experts and weights, whatever their order; a single one is theirs over itself."""
+    """Asserts the same experts and weights, in any order. A single expert's weight differs: transformers divides it
+    by itself."""
     with torch.no_grad():
         theirs.weight.copy_(ours.weight)
         if ours.expert_bias is not None:

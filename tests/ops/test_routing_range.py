@@ -1,5 +1,5 @@
-"""Routers over the whole range of float32: choices, weights and gradients against Python's own float arithmetic, the
-references on the same inputs with zero sizes among them, both devices."""
+"""Routers over the whole range of float32: choices, weights and gradients compared with Python's float arithmetic
+and with the references, including zero sizes, on CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformer_plugin.testing.numerics import assert_same_bits
 
 INF, NAN = math.inf, math.nan
 LARGEST = torch.finfo(torch.float32).max
-#: name, score_function, pre_softmax
+#: Name, score_function, pre_softmax.
 WAYS = (
     ("softmax", "softmax", False),
     ("pre_softmax", "softmax", True),
@@ -22,13 +22,14 @@ WAYS = (
     ("sqrtsoftplus", "sqrtsoftplus", False),
 )
 by_way = pytest.mark.parametrize(("function", "pre_softmax"), [w[1:] for w in WAYS], ids=[w[0] for w in WAYS])
-#: num_groups, group_topk, group_score_topk
+#: num_groups, group_topk, group_score_topk.
 GROUPS = ((1, 1, None), (4, 2, None), (4, 2, 1), (4, 3, 2), (4, 4, 3), (16, 8, 1))
 both = pytest.mark.parametrize("route", [ops.topk_router, reference.topk_router], ids=["op", "reference"])
 
 
 def draw(kind: str, tokens: int, experts: int, seed: int = 0) -> Tensor:
-    """Finite logits: any exponent and sign; far below zero; around zero; few whole numbers, so many ties."""
+    """Draws finite logits: any exponent and sign; far below zero; around zero; or few whole numbers, so that many
+    are equal."""
     g = torch.Generator().manual_seed(seed)
     uniform = torch.rand(tokens, experts, generator=g, dtype=torch.float64)
     if kind == "any":
@@ -51,7 +52,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def log_score(x: float, function: str) -> float:
-    """The logarithm of a score by itself, at any logit."""
+    """Returns the logarithm of one score, for any logit."""
     if function == "softmax":
         return x
     small = math.exp(-abs(x))
@@ -75,13 +76,13 @@ def log_slope(x: float, function: str) -> float:
 def expected_row(
     logits: list[float], chosen: list[int], grad: list[float], function: str, pre_softmax: bool
 ) -> tuple[list[float], list[float]]:
-    """Weights of the chosen, and the gradient of every logit."""
+    """Returns the weights of the chosen experts, and the gradient of every logit."""
     among = list(range(len(logits))) if pre_softmax else chosen
     scores = [log_score(x, function) for x in logits]
     alone = function != "softmax" and len(chosen) == 1
     top = max(scores[e] for e in among) if function == "softmax" else 0.0
     terms = {e: math.exp(scores[e] - top) for e in among}
-    floor = 0.0 if function == "softmax" else 1e-20  # as Megatron-LM and transformers have it
+    floor = 0.0 if function == "softmax" else 1e-20  # as in Megatron-LM and transformers
     total = 1.0 if alone else math.fsum(terms.values()) + floor
     weights = {e: term / total for e, term in terms.items()}
     grads = dict(zip(chosen, grad, strict=True))
@@ -95,7 +96,7 @@ def expected_row(
 @kinds
 @by_way
 @pytest.mark.parametrize("topk", [1, 3, 8])
-def test_choices_weights_and_gradients(
+def test_choices_weights_and_gradients_agree_with_python(
     kind: str, function: str, pre_softmax: bool, topk: int, device: torch.device
 ) -> None:
     logits = draw(kind, 60, 12)
@@ -115,7 +116,7 @@ def test_choices_weights_and_gradients(
 
 @kinds
 @pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrtsoftplus"])
-def test_scores_of_all_experts(kind: str, function: str, device: torch.device) -> None:
+def test_scores_of_all_experts_agree_with_python(kind: str, function: str, device: torch.device) -> None:
     logits = draw(kind, 60, 33)
     leaf = logits.to(device).requires_grad_()
     grad = torch.randn(60, 33, generator=torch.Generator().manual_seed(5))
@@ -136,7 +137,7 @@ def test_scores_of_all_experts(kind: str, function: str, device: torch.device) -
 def test_reference_and_op_agree(
     function: str, pre_softmax: bool, groups: tuple, tokens: int, device: torch.device
 ) -> None:
-    """Every way to route, with and without a bias, masked experts among them; gradients are finite."""
+    """Every routing option, with and without a bias, with masked experts; gradients are finite."""
     generator = torch.Generator().manual_seed(3)
     biases = (
         (None,) if function == "softmax" else (None, torch.zeros(16), torch.randn(16, generator=generator))
@@ -178,22 +179,22 @@ def test_reference_and_op_agree_on_scores(function: str, tokens: int, device: to
 
 
 @both
-def test_the_largest_of_small_logits_are_chosen(route, device: torch.device) -> None:
+def test_largest_of_very_small_scores_are_chosen(route, device: torch.device) -> None:
     logits = torch.tensor([[0.0, -200.0, -100.0, -90.0]], device=device)
     weights, indices = route(logits, None, 2, "softmax", True)
     assert indices.tolist() == [[0, 3]] and weights[0, 0].item() == 1.0
     assert weights[0, 1].item() == pytest.approx(math.exp(-90.0), abs=2**-149)
-    for far in (-LARGEST, -1000.0):  # 0 in float64 too
+    for far in (-LARGEST, -1000.0):  # its score is 0 in float64 too
         assert route(torch.tensor([[0.0, far, far / 2, far]]), None, 2, "softmax", True)[1].tolist() == [
             [0, 2]
         ]
-    tied = torch.tensor([[30.0, 20.0, 40.0]], device=device)  # scores of 1
+    tied = torch.tensor([[30.0, 20.0, 40.0]], device=device)  # all scores round to 1
     assert route(tied, None, 3, "sigmoid")[1].tolist() == [[2, 0, 1]]
 
 
 @both
-def test_weights_of_small_scores(route, device: torch.device) -> None:
-    """Scores that float32 hardly holds are weighed exactly, beside the 1e-20 that is added to their sum."""
+def test_weights_of_very_small_scores(route, device: torch.device) -> None:
+    """Scores near the smallest float32 numbers have exact weights, including the 1e-20 that is added to their sum."""
     weights, _ = route(torch.tensor([[-88.0, -95.0]], device=device), None, 2, "sqrtsoftplus")
     a, b = math.exp(-44.0), math.exp(-47.5)
     expected = torch.tensor([[a / (a + b + 1e-20), b / (a + b + 1e-20)]])  # 0.863 and 0.026
@@ -211,7 +212,7 @@ def test_weights_of_small_scores(route, device: torch.device) -> None:
 
 @pytest.mark.parametrize("function", ["sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("groups", [(1, 1, None), (4, 2, 1), (4, 2, 2)], ids=str)
-def test_a_bias_of_zeros_chooses_as_none(function: str, groups: tuple, device: torch.device) -> None:
+def test_bias_of_zeros_equals_no_bias(function: str, groups: tuple, device: torch.device) -> None:
     num_groups, group_topk, score_topk = groups
     for kind in ("any", "normal", "whole"):
         logits = draw(kind, 300, 16).to(device)
@@ -224,8 +225,8 @@ def test_a_bias_of_zeros_chooses_as_none(function: str, groups: tuple, device: t
 
 @both
 @by_way
-def test_rows_without_numbers(route, function: str, pre_softmax: bool, device: torch.device) -> None:
-    """NaN and +inf rank first in any company; what is chosen is distinct; all masked weighs nothing."""
+def test_rows_with_nan_and_inf(route, function: str, pre_softmax: bool, device: torch.device) -> None:
+    """NaN and +inf rank first, the chosen experts are distinct, and the weights are 0 if all experts are masked."""
     logits = torch.tensor(
         [[-1e30, INF, NAN, -INF], [3.0, -INF, INF, 1e38], [-INF, -INF, -INF, -INF]], device=device
     )

@@ -1,4 +1,4 @@
-"""Derivatives of a gradient, and forward mode: right, or refused, but nothing counts as a constant without a word."""
+"""Second derivatives and forward mode are either right or refused; no tensor is silently treated as a constant."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def leaves(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 
 OnceOrTwice = tuple[Callable[[dict[str, Tensor]], Tensor], tuple[str, ...]]
-#: of which ops a second derivative is refused, and by which leaves' gradients.
+#: Ops that refuse a second derivative, and the leaves whose gradients refuse it.
 ONCE: dict[str, OnceOrTwice] = {
     "swiglu": (lambda t: ops.swiglu(t["x"], t["rows"]), ("x", "rows")),
     "rms_norm": (lambda t: ops.rms_norm(t["x"], t["row"], 1e-5), ("x", "row")),
     "layer_norm": (lambda t: ops.layer_norm(t["x"], t["row"], t["row"], 1e-5), ("x", "row")),
     "grouped_gemm": (lambda t: ops.grouped_gemm(t["x"], t["w"], SIZES), ("w",)),
-    "grouped_gemm of a list": (lambda t: ops.grouped_gemm(t["x"], [*t["w"]], SIZES), ("w",)),
+    "grouped_gemm with a list": (lambda t: ops.grouped_gemm(t["x"], [*t["w"]], SIZES), ("w",)),
     "grouped_gemm_swiglu": (
         lambda t: ops.grouped_gemm_swiglu(t["x"], t["w"], SIZES, t["rows"])[0],
         ("x", "w", "rows"),
@@ -44,7 +44,7 @@ ONCE: dict[str, OnceOrTwice] = {
     ),
     "linear": (lambda t: ops.linear(t["x"], t["w"][0], None, *FORMATS), ("x", "w")),
 }
-#: functions with the right second derivative, in torch's words.
+#: Functions with a right second derivative, and the same in torch.
 TWICE: dict[str, tuple[Callable[[dict[str, Tensor]], Tensor], Callable[[dict[str, Tensor]], Tensor]]] = {
     "linear": (
         lambda t: ops.linear(t["x"], t["w"][0]),
@@ -55,7 +55,7 @@ TWICE: dict[str, tuple[Callable[[dict[str, Tensor]], Tensor], Callable[[dict[str
 
 
 @pytest.mark.parametrize("name", list(ONCE))
-def test_refused(name: str) -> None:
+def test_second_derivative_is_refused(name: str) -> None:
     function, wanted = ONCE[name]
     t = leaves()
     gradients = torch.autograd.grad(
@@ -69,7 +69,7 @@ def test_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(ONCE))
-def test_the_first_derivative_is_as_without_a_graph(name: str) -> None:
+def test_create_graph_does_not_change_the_first_derivative(name: str) -> None:
     function, wanted = ONCE[name]
     t = leaves()
     for create_graph in (False, True):
@@ -81,7 +81,7 @@ def test_the_first_derivative_is_as_without_a_graph(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(TWICE))
-def test_right(name: str) -> None:
+def test_second_derivative_agrees_with_torch(name: str) -> None:
     t = leaves(torch.float64)
     results = []
     for function in TWICE[name]:
@@ -92,8 +92,8 @@ def test_right(name: str) -> None:
         torch.testing.assert_close(got, wanted)
 
 
-def test_by_the_gradient_of_a() -> None:
-    """That of ``a`` is a product over groups itself."""
+def test_second_derivative_of_the_gradient_of_a() -> None:
+    """The gradient of ``a`` is a grouped product itself, so it can be differentiated."""
     t = leaves(torch.float64)
     results = []
     for function in (
@@ -118,8 +118,8 @@ def test_forward_mode_is_refused(name: str) -> None:
         torch.func.jvp(lambda x: function({**t, "x": x}), (t["x"],), (torch.ones_like(t["x"]),))
 
 
-def test_forward_mode_is_refused_by_each_tensor() -> None:
-    """Also where it is one of a list, a factor, or read or written by an op that has no gradient."""
+def test_forward_mode_is_refused_for_each_tensor() -> None:
+    """Also for a tensor of a list, for a factor, and for arguments that an op without a gradient reads or writes."""
     t = {key: leaf.detach() for key, leaf in leaves().items()}
     x, weights, sizes = t["x"], [*t["w"]], SIZES
     alpha, out = torch.ones(3), torch.zeros(7, 12)

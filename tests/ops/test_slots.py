@@ -1,4 +1,5 @@
-"""assign_slots and count_tokens_per_expert: tables written by hand, the reference, both devices."""
+"""assign_slots and count_tokens_per_expert: tables written by hand, the reference, and equal results on CPU and
+CUDA."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ tp = torch.ops.transformer_plugin
 ASSIGN = list(assign_slots_cases())
 assign_cases = pytest.mark.parametrize("case", ASSIGN, ids=lambda case: case.name)
 
-# indices, (first, experts, capacity, alignment), slot, source, source_k, group_sizes, total: written by hand.
+# Indices, (first, experts, capacity, alignment), slot, source, source_k, group_sizes, total; written by hand.
 GOLDEN = {
     "alignment_1": (
         [[2, 0], [1, 2], [0, 2]],
@@ -104,7 +105,7 @@ def make_indices(rows: list[list[int]], dtype: torch.dtype, device: torch.device
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("name", GOLDEN)
 @pytest.mark.parametrize("function", [ops.assign_slots, reference.assign_slots], ids=["op", "reference"])
-def test_tables_written_by_hand(function, name: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_tables_by_hand(function, name: str, dtype: torch.dtype, device: torch.device) -> None:
     rows, layout, *expected, total = GOLDEN[name]
     got = function(make_indices(rows, dtype, device), *layout)
     for tensor, values, kind in zip(
@@ -116,15 +117,15 @@ def test_tables_written_by_hand(function, name: str, dtype: torch.dtype, device:
 
 
 @assign_cases
-def test_assign_slots_is_the_reference(case: Case, device: torch.device) -> None:
+def test_assign_slots_agrees_with_the_reference(case: Case, device: torch.device) -> None:
     got = ops.assign_slots(*case.arguments(device))
     expected = reference.assign_slots(*case.arguments())
     for name, a, b in zip(("slot", "source", "source_k", "group_sizes", "total"), got, expected, strict=True):
         assert_same_bits(a, b, name)
 
 
-def test_many_indices(device: torch.device) -> None:
-    """More indices than one chunk of the counting pass each; against a stable sort, which the kernels never do."""
+def test_many_indices_agree_with_a_stable_sort(device: torch.device) -> None:
+    """More indices than one chunk of each counting pass, compared with a stable sort, which the kernels do not use."""
     generator = torch.Generator().manual_seed(3)
     indices = torch.randint(-1, 1024, (300_000, 4), generator=generator)
     slot, source, _, sizes, total = (
@@ -144,7 +145,7 @@ def test_many_indices(device: torch.device) -> None:
 
 
 @assign_cases
-def test_count_tokens_per_expert(case: Case, device: torch.device) -> None:
+def test_count_tokens_per_expert_agrees_with_the_reference(case: Case, device: torch.device) -> None:
     indices, _, experts, _, _ = case.arguments(device)
     got = ops.count_tokens_per_expert(indices, experts)
     assert_same_bits(got, reference.count_tokens_per_expert(indices.cpu(), experts))
@@ -158,8 +159,9 @@ def test_opcheck_assign_slots(case: Case, device: torch.device) -> None:
     opcheck(tp.count_tokens_per_expert.default, (arguments[0], arguments[2]))
 
 
-def test_the_cases_hold_what_they_claim() -> None:
-    """Empty experts at both ends and inside, drops, masks, duplicates: else the lists above prove little."""
+def test_cases_contain_drops_masks_and_duplicates() -> None:
+    """The cases contain enough dropped, masked and duplicated entries; otherwise the tests above would prove
+    little."""
     drops = masks = duplicates = 0
     for routing in ROUTINGS:
         indices = routing.indices(torch.device("cpu"), torch.Generator().manual_seed(0))

@@ -1,4 +1,5 @@
-"""The manual's tables of which kernel runs, as ``grouped_gemm_plan`` answers: written by ``tests.surface.update``."""
+"""The manual's tables of which kernel runs, computed with ``grouped_gemm_plan`` and written by
+``tests.surface.update``."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ PAGE = ROOT / "docs" / "ops" / "gemm.md"
 BEGIN, END = "<!-- which kernel runs: begin -->\n", "<!-- which kernel runs: end -->"
 DEVICES = {"Hopper": 90, "Blackwell": 100, "Ampere": 80}
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
-#: name, dtype of unquantized operands, formats of rows, of a weight, and of the operands of a weight gradient.
+#: Name, dtype of unquantized operands, and formats of rows, of a weight, and of the operands of a weight
+#: gradient.
 OPERANDS = (
     ("bfloat16", BFLOAT16, "none", "none", "none"),
     ("float16", FLOAT16, "none", "none", "none"),
@@ -31,7 +33,7 @@ def _plan(product: str, dtype: torch.dtype, out: torch.dtype, a: str, b: str, ca
 
 
 def table(capability: int) -> list[str]:
-    """One row per kind of operands."""
+    """Returns the table of one device, with one row per kind of operands."""
     lines = [
         "| operands | output | data gradient | weight gradient | weight gradient in float32 |",
         "|---|---|---|---|---|",
@@ -39,7 +41,7 @@ def table(capability: int) -> list[str]:
     for name, dtype, rows, weight, columns in OPERANDS:
         cells = [
             _plan("forward", dtype, dtype, rows, weight, capability),
-            # A quantized weight is quantized along its columns for the data gradient, which then is a "forward".
+            # The data gradient uses a column-wise quantized weight, for which the product is a "forward".
             _plan("data_grad" if rows == "none" else "forward", dtype, dtype, rows, weight, capability),
             _plan("weight_grad", dtype, dtype, columns, columns, capability),
             _plan("weight_grad", dtype, FLOAT32, columns, columns, capability),
@@ -49,13 +51,13 @@ def table(capability: int) -> list[str]:
 
 
 def text() -> str:
-    """The tables of all devices."""
+    """Returns the tables of all devices."""
     blocks = [f"{name}:\n\n" + "\n".join(table(capability)) for name, capability in DEVICES.items()]
     return BEGIN + "\n" + "\n\n".join(blocks) + "\n\n" + END
 
 
 def written() -> str:
-    """What the manual has."""
+    """Returns the tables in the manual."""
     page = PAGE.read_text()
     return page[page.index(BEGIN) : page.index(END) + len(END)]
 

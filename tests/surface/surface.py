@@ -1,4 +1,4 @@
-"""What users can depend on, as found in the running package: op schemas, public names, settings."""
+"""What users can depend on, collected from the package: op schemas, public names, settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMESPACE = "transformer_plugin"
 
 
 def op_schemas() -> dict[str, str]:
-    """Every registered op's schema, by name."""
+    """Returns every registered op's schema, by name."""
     schemas = (
         schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith(f"{NAMESPACE}::")
     )
@@ -28,7 +28,7 @@ def op_schemas() -> dict[str, str]:
 
 
 def modules() -> list[ModuleType]:
-    """The package and every module in it whose name has no leading underscore."""
+    """Returns the package and every module in it whose name has no leading underscore."""
     found = pkgutil.walk_packages(transformer_plugin.__path__, f"{NAMESPACE}.")
     names = [info.name for info in found if not any(part.startswith("_") for part in info.name.split("."))]
     return [transformer_plugin, *(importlib.import_module(name) for name in names)]
@@ -45,7 +45,7 @@ def _signature(thing: Any) -> str:
         signature = inspect.signature(thing)
     except ValueError:
         return "(...)"
-    # Names and defaults; how annotations print differs between Pythons.
+    # Names and defaults only: how annotations print differs between Python versions.
     bare = [
         parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()
     ]
@@ -53,7 +53,7 @@ def _signature(thing: Any) -> str:
 
 
 def public_names() -> dict[str, dict[str, str]]:
-    """For each module that says what it offers (``__all__``): the names and their signatures."""
+    """Returns the names in ``__all__`` of each module that has one, with their signatures."""
     return {
         module.__name__: {name: _describe(getattr(module, name)) for name in sorted(module.__all__)}
         for module in modules()
@@ -62,12 +62,12 @@ def public_names() -> dict[str, dict[str, str]]:
 
 
 def environment_variables() -> list[str]:
-    """The variables that config.py reads."""
+    """Returns the variables that config.py reads."""
     return sorted(
         set(re.findall(r'"(TRANSFORMER_PLUGIN_\w+)"', (ROOT / NAMESPACE / "config.py").read_text()))
     )
 
 
 def surface() -> dict[str, Any]:
-    """All of it, as frozen.json holds it."""
+    """Returns everything that frozen.json contains."""
     return {"ops": op_schemas(), "names": public_names(), "environment": environment_variables()}

@@ -1,4 +1,4 @@
-"""The surface changes only on purpose, and every op is there on every floor of the house."""
+"""Public schemas and names change only on purpose, and every op has kernels, a wrapper, a reference and a page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformer_plugin.ops import expert_parallel
 from transformer_plugin.reference import expert_parallel as expert_parallel_reference
 
 OPS = sorted(op_schemas())
-# Ops that move no tensor: they talk to the other ranks' hosts, and have neither kernels nor a meaning in tensors.
+# Ops without tensors: they communicate with other ranks' hosts, and need neither kernels nor a reference.
 HOST_OPS = {name for name, schema in op_schemas().items() if "Tensor" not in schema}
 TENSOR_OPS = [name for name in OPS if name not in HOST_OPS]
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -26,7 +26,8 @@ HINT = "If that is meant, run `python -m tests.surface.update` and commit the di
 
 
 def wrapper_of(name: str) -> Any:
-    """From ``ops``, or from ``ops.expert_parallel``, whose short names are clear only with the family's."""
+    """Returns the wrapper from ``ops``, or from ``ops.expert_parallel``, whose names are clear only within the
+    module."""
     family: ModuleType = expert_parallel if hasattr(expert_parallel, name) else ops
     if family is ops:
         assert name in ops.__all__
@@ -34,7 +35,7 @@ def wrapper_of(name: str) -> Any:
 
 
 @pytest.mark.parametrize("part", ["ops", "names", "environment"])
-def test_surface_is_the_frozen_one(part: str) -> None:
+def test_public_surface_is_frozen(part: str) -> None:
     frozen, now = json.loads(FROZEN.read_text())[part], surface()[part]
     assert now == frozen, HINT
 
@@ -55,15 +56,15 @@ def test_host_ops_are_few() -> None:
 
 
 @by_op
-def test_has_a_kernel_for_every_backend(name: str) -> None:
+def test_op_has_a_kernel_for_every_backend(name: str) -> None:
     keys = ["CPU", "Meta"]
-    if has_kernel(f"{NAMESPACE}::swiglu", "CUDA"):  # built with CUDA
+    if has_kernel(f"{NAMESPACE}::swiglu", "CUDA"):  # only if built with CUDA
         keys.append("CUDA")
     assert [key for key in keys if not has_kernel(f"{NAMESPACE}::{name}", key)] == []
 
 
 @by_op
-def test_has_a_wrapper_with_the_same_arguments(name: str) -> None:
+def test_op_has_a_wrapper_with_the_same_arguments(name: str) -> None:
     wrapper = wrapper_of(name)
     assert len(inspect.getdoc(wrapper) or "") > 40, "the wrapper needs a docstring"
     schema = getattr(getattr(torch.ops, NAMESPACE), name).default._schema
@@ -71,14 +72,14 @@ def test_has_a_wrapper_with_the_same_arguments(name: str) -> None:
 
 
 @by_op
-def test_has_a_meaning(name: str) -> None:
+def test_op_has_a_reference(name: str) -> None:
     forward = name.removesuffix("_backward")  # the gradient of a reference comes from torch's autograd
     names = [name, forward] + [n.replace("_quantized", "") for n in (name,) if "_quantized" in n]
     assert any(hasattr(module, n) for module in (reference, expert_parallel_reference) for n in names)
 
 
 @by_op
-def test_is_in_the_manual(name: str) -> None:
+def test_op_is_in_the_manual(name: str) -> None:
     module = wrapper_of(name).__module__
     pages = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
     assert any(f"automodule:: {module}\n" in page for page in pages), f"no page of docs/ documents {module}"

@@ -21,17 +21,17 @@ pytestmark = pytest.mark.skipif(not PAGES.exists(), reason="needs the source tre
 
 
 def rows() -> list[tuple[str, str, str, str, str]]:
-    """Of the table: name, what it computes, the page's title and file, differentiable."""
+    """Returns the rows of the table: name, what the op computes, title and file of its page, differentiable."""
     return ROW.findall((PAGES / "index.md").read_text())
 
 
 def registered() -> list[str]:
-    """Every op in the order of csrc/registration.cpp."""
+    """Returns every op in the order of csrc/registration.cpp."""
     return re.findall(r'm\.def\(\s*"(\w+)\(', (ROOT / "csrc" / "registration.cpp").read_text())
 
 
 def modules_by_op() -> dict[str, str]:
-    """The file of ``transformer_plugin/ops`` that defines each wrapper."""
+    """Returns the name of the file of ``transformer_plugin/ops`` that defines each wrapper."""
     found = {}
     for path in (ROOT / "transformer_plugin" / "ops").glob("*.py"):
         for node in ast.parse(path.read_text()).body:
@@ -41,7 +41,7 @@ def modules_by_op() -> dict[str, str]:
 
 
 def with_autograd_node() -> set[str]:
-    """The names of autograd nodes: ``kName`` of each ``CheckedFunction``."""
+    """Returns the names of autograd nodes: ``kName`` of each ``CheckedFunction``."""
     names: set[str] = set()
     for path in (ROOT / "csrc").rglob("*"):
         if path.suffix in {".cpp", ".h"}:
@@ -50,7 +50,7 @@ def with_autograd_node() -> set[str]:
     return names
 
 
-def test_the_table_is_complete() -> None:
+def test_table_lists_every_op_once() -> None:
     listed = [row[0] for row in rows()]
     assert len(listed) == len(set(listed)), "an op is listed twice"
     assert sorted(listed) == sorted(registered()), "docs/ops/index.md and csrc/registration.cpp differ"

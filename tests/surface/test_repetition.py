@@ -1,4 +1,4 @@
-"""Little is written twice: the part of the lines that stand in a run of lines which occurs more than once."""
+"""Little code is repeated: the percentage of lines that are in a run of lines which occurs more than once."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import pytest
 
 from tests.surface.test_tree import relative, tracked
 
-#: A run is this many lines of code: without blank lines, comments, includes, imports, lines of brackets alone, and
-#: arguments in the signatures of Python functions (ops, their references and their fakes have the same ones).
+#: The length of a run in lines of code. Blank lines, comments, includes, imports, lines with only brackets,
+#: and arguments in the signatures of Python functions (ops, references and fakes share them) do not count.
 RUN = 6
 SKIPPED = re.compile(
     r"\s*(//|#|\*|from |import |using |namespace |[(){}\[\],;]*\s*$|\w+: [\w.\[\], |]+( = [^:]+)?,$)"
 )
-#: The most that may be repeated in each part, in percent of its lines of code. These only shrink.
+#: The largest percentage of repeated lines in each part. It may only be lowered.
 LIMITS = {"csrc/": 0.8, "transformer_plugin/": 1.8, "tests/": 1.6}
 
 
 def code_lines(text: str) -> list[tuple[int, str]]:
-    """The lines of code with their numbers, without docstrings and with blanks removed."""
+    """Returns the lines of code with their numbers, without docstrings and whitespace."""
     text = re.sub(r'"""(?:.|\n)*?"""', lambda match: "\n" * match.group(0).count("\n"), text)
     lines = enumerate(text.splitlines(), 1)
     return [(number, re.sub(r"\s+", "", line)) for number, line in lines if not SKIPPED.match(line)]
 
 
 def repeated(files: dict[str, str]) -> tuple[float, dict[str, list[str]]]:
-    """The percentage of lines in repeated runs, and the places of each run that is not in one file alone."""
+    """Returns the percentage of lines in repeated runs, and the places of each repeated run."""
     runs: dict[tuple[str, ...], list[tuple[str, int]]] = defaultdict(list)
     code = {name: code_lines(text) for name, text in files.items()}
     for name, lines in code.items():
@@ -53,7 +53,7 @@ def test_little_is_repeated(part: str) -> None:
     assert percent <= LIMITS[part], f"{percent:.2f} % of the lines of {part} are repeated: {where}"
 
 
-def test_repeated_lines_are_found() -> None:
+def test_repeated_lines_are_detected() -> None:
     shared = "\n".join(f"x{i} = f({i})" for i in range(RUN))
     percent, where = repeated({"a.py": f"{shared}\n# comment\n\ny = 1", "b.py": f"z = 2\n{shared}\n"})
     assert percent == pytest.approx(100 * 2 * RUN / (2 * RUN + 2))

@@ -1,4 +1,5 @@
-"""Who may include whom: every folder of csrc includes itself and folders below it, never one above."""
+"""Which folders may include which: every folder of csrc includes itself and folders below it in the list, never one
+above."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from tests.surface.surface import ROOT
 CSRC = ROOT / "csrc"
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
-#: Each folder, with its subfolders, and the folders below it that it includes.
+#: Each folder, with its subfolders, and the folders that it may include.
 BELOW: dict[str, set[str]] = {
     "common": set(),
     "distributed": {"common"},
@@ -47,7 +48,7 @@ BELOW: dict[str, set[str]] = {
 
 
 def folder_of(path: str) -> str | None:
-    """The entry of BELOW that a path within csrc lies in."""
+    """Returns the entry of BELOW that contains a path within csrc."""
     folders = [folder for folder in BELOW if path.startswith(folder + "/")]
     return max(folders, key=len, default=None)
 
@@ -62,7 +63,7 @@ def test_every_file_has_a_folder() -> None:
     assert [name for name in names if folder_of(name) is None] == ["registration.cpp"]
 
 
-def test_folders_include_what_is_below_them() -> None:
+def test_folders_include_only_folders_below_them() -> None:
     wrong = []
     for path in sources():
         name = path.relative_to(CSRC).as_posix()
@@ -75,8 +76,8 @@ def test_folders_include_what_is_below_them() -> None:
     assert wrong == []
 
 
-def test_the_order_has_no_circle() -> None:
+def test_order_of_folders_has_no_cycle() -> None:
     order: list[str] = []
-    for folder, below in BELOW.items():  # written from the bottom up
+    for folder, below in BELOW.items():  # listed from the bottom to the top
         assert below <= set(order), folder
         order.append(folder)

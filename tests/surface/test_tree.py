@@ -1,4 +1,5 @@
-"""The tree: files and functions short enough to read, settings in one place, nothing of one machine in it."""
+"""The source tree: files and functions are short, settings are read in one place, and nothing depends on one
+machine."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from tests.surface.surface import ROOT
 FILE_LINES = 400
 FUNCTION_LINES = 60
 CPP_FUNCTION_LINES = 100
-#: Longer C++ functions, with their numbers of lines. Entries may only shrink or go.
+#: Longer C++ functions, with their numbers of lines. Entries may only shrink or be removed.
 LONG_CPP_FUNCTIONS: dict[str, int] = {}
 SOURCE = {".py", ".cpp", ".h", ".cu", ".cuh", ".sh"}
 TEXT = SOURCE | {".md", ".toml", ".cfg", ".yml", ".json", ".txt", ""}
-# Spelled in pieces, so that this file is not found.
+# In parts, so that this file does not match.
 MACHINE = re.compile(
     r"/(?:wor"
     + r"k|roo"
@@ -68,10 +69,11 @@ ATTRIBUTES = re.compile(r"__\w+__\s*\((?:[^()]|\([^()]*\))*\)|\[\[\w+\]\]")
 
 
 def cpp_functions(text: str) -> Iterator[tuple[str, int]]:
-    """Names and numbers of lines of the functions in a C++ file; lambdas count to the function that holds them.
+    """Yields the name and number of lines of the functions in a C++ file. Lambdas are part of the function that
+    contains them.
 
-    A block is a function if its head, the code since the last semicolon or brace, has a parenthesis and it is not in
-    another. Comments, literals, preprocessor lines and attributes do not count.
+    A block is a function if it is not inside another function and its head, the code since the last semicolon or
+    brace, has a parenthesis. Comments, literals, preprocessor lines and attributes do not count.
     """
     code = LITERALS.sub(lambda match: "\n" * match.group(0).count("\n"), text)
     head, head_line, line = "", 1, 1
@@ -99,7 +101,9 @@ def test_cpp_functions_are_short() -> None:
         if lines > CPP_FUNCTION_LINES and name != "TORCH_LIBRARY"  # registration.cpp: the list of schemas
     }
     assert {name: lines for name, lines in long.items() if lines > LONG_CPP_FUNCTIONS.get(name, 0)} == {}
-    assert sorted(set(LONG_CPP_FUNCTIONS) - set(long)) == []  # now short: take it off the list
+    assert (
+        sorted(set(LONG_CPP_FUNCTIONS) - set(long)) == []
+    )  # entries that are now short must be removed from the list
 
 
 def test_cpp_functions_are_counted() -> None:
@@ -133,7 +137,7 @@ def test_environment_is_read_in_one_place() -> None:
     assert readers == ["transformer_plugin/config.py"]
 
 
-def test_nothing_of_one_machine() -> None:
+def test_no_machine_paths_or_registries() -> None:
     found = {
         relative(path): sorted(set(MACHINE.findall(path.read_text(errors="replace"))))
         for path in tracked()

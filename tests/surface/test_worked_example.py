@@ -10,9 +10,9 @@ import pytest
 from tests.surface.surface import ROOT
 
 OP = "router_scores"
-#: The most files that are edited to add an op.
+#: The largest number of files that may be edited to add an op.
 MOST = 12
-#: What calls an op, or is about several ops.
+#: Files that call the op, or are about several ops.
 CALLERS = (
     "transformer_plugin/nn/",
     "transformer_plugin/parallel/",
@@ -50,7 +50,7 @@ def tracked(*arguments: str) -> set[str]:
     return {name for name in found.stdout.split("\0") if name}
 
 
-def test_the_list_is_short_and_its_files_are_there() -> None:
+def test_list_is_short_and_its_files_exist() -> None:
     files = listed()
     assert 0 < len(files) <= MOST and len(set(files)) == len(files)
     for name in files:

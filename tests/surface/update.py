@@ -1,4 +1,5 @@
-"""Freezes the surface as it is now: ``python -m tests.surface.update``. Review the diff: users depend on it."""
+"""Updates the frozen surface: ``python -m tests.surface.update``. Review the difference, because users depend on
+it."""
 
 from __future__ import annotations
 

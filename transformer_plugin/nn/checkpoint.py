@@ -17,13 +17,13 @@ class Scales:
 
     def __init__(self) -> None:
         self._taken: dict[torch.nn.Module, list[Tensor]] = {}
-        self._given: dict[torch.nn.Module, int] = {}
+        self._calls: dict[torch.nn.Module, int] = {}
         self._replays = False
 
     @contextmanager
     def of_this_run(self) -> Iterator[None]:
         """Context of one run of the function: the first run records scales, later runs read them."""
-        self._given = {}
+        self._calls = {}
         token = _runs.set((*_runs.get(), self))
         try:
             yield
@@ -37,7 +37,7 @@ class Scales:
 
     def next(self, layer: torch.nn.Module) -> Tensor:
         """Returns the recorded scales of the layer's next call, in a later run."""
-        call = self._given.get(layer, 0)
+        call = self._calls.get(layer, 0)
         taken = self._taken.get(layer, [])
         if call == len(taken):
             raise RuntimeError(
@@ -45,7 +45,7 @@ class Scales:
                 f"{call} times, as in its first forward, got one more call when it was recomputed. Make the function "
                 "deterministic."
             )
-        self._given[layer] = call + 1
+        self._calls[layer] = call + 1
         return taken[call]
 
 

@@ -1,4 +1,4 @@
-"""The meaning of every op in plain PyTorch: short, slow, and the oracle of the ops' tests."""
+"""References of all ops in plain PyTorch: short, slow, and the oracle of the ops' tests."""
 
 from transformer_plugin.reference import (
     activation as _activation,
@@ -25,7 +25,7 @@ from transformer_plugin.reference.quantize_out import *
 from transformer_plugin.reference.quantize_weight import *
 from transformer_plugin.reference.routing import *
 
-# A function may have the name of its module, so the modules have other names here.
+# A function may have the name of its module, so modules are imported under other names here.
 __all__: list[str] = []
 __all__ += _activation.__all__
 __all__ += _delayed_scaling.__all__

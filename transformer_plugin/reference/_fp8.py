@@ -9,8 +9,8 @@ from transformer_plugin.formats import Format
 
 
 def encode_scale(amax: Tensor, format: Format, overflow: float) -> Tensor:
-    """The float32 factor before rounding; ``overflow`` stands for one that float32 cannot hold. A NaN, which only
-    a given amax can be, counts as an infinity."""
+    """Returns the float32 factor before rounding; ``overflow`` replaces a factor that overflows float32. A NaN
+    amax, which only an argument can be, counts as infinite."""
     a = amax.float().clamp(min=format.epsilon)
     scale = torch.full_like(a, format.largest) / a
     scale = torch.where(scale.isinf(), torch.full_like(scale, overflow), scale)
@@ -36,13 +36,13 @@ def encode_exponent(amax: Tensor, format: Format) -> Tensor:
 
 
 def decode_exponent(exponent: Tensor) -> Tensor:
-    """``2**(e - 127)`` of bytes in float32, the subnormal 2^-127 for 0 and NaN for 255."""
+    """Returns ``2**(e - 127)`` in float32 for each byte: the subnormal 2^-127 for 0, and NaN for 255."""
     bits = torch.where(exponent == 0, 0x00400000, exponent.int() << 23)
     return torch.where(exponent == 255, 0x7FC00000, bits).int().view(torch.float32)
 
 
 def round_to_fp8(values: Tensor, format: Format) -> Tensor:
-    """Nearest even, saturating, NaN of either sign to 0x7F."""
+    """Rounds to nearest even, saturating; NaN of either sign becomes 0x7F."""
     assert format.dtype is not None
-    codes = values.clamp(-format.largest, format.largest).to(format.dtype).view(torch.uint8)
-    return torch.where(values.isnan(), torch.full_like(codes, 0x7F), codes).view(format.dtype)
+    bits = values.clamp(-format.largest, format.largest).to(format.dtype).view(torch.uint8)
+    return torch.where(values.isnan(), torch.full_like(bits, 0x7F), bits).view(format.dtype)

@@ -1,4 +1,4 @@
-"""Where the scales of a matrix are stored, by family of formats."""
+"""Layouts of the stored scales of a matrix, by family of formats."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from transformer_plugin.reference._fp8 import decode_exponent
 
 
 class Layout(Protocol):
-    """How one family stores and finds its scales. E8M0 and E4M3 have no arithmetic: in here their bytes are uint8."""
+    """How one family stores its scales. torch has no arithmetic for E8M0 and E4M3, so their bytes are uint8 here."""
 
     def store(self, scale: Tensor, rows: int) -> Tensor:
-        """Scales ``[blocks down, blocks across]`` of a matrix with so many rows, as they lie in memory."""
+        """Returns scales ``[blocks down, blocks across]`` of a matrix with this number of rows in their stored
+        layout."""
 
     def spread(self, stored: Tensor, rows: int, columns: int) -> Tensor:
-        """The float32 scale of each element, broadcast against ``[..., rows, columns]``."""
+        """Returns the float32 scale of each element, which broadcasts to ``[..., rows, columns]``."""
 
     def ragged(self, rows: int, columns: int, groups: int, transposed: bool) -> Tensor:
-        """Zeros for the scales of a ragged matrix ``[rows, columns]``."""
+        """Returns zeros for the scales of a ragged matrix ``[rows, columns]``."""
 
     def of_group(self, ragged: Tensor, g: int, begin: int, end: int, block: int, transposed: bool) -> Tensor:
-        """The part that group ``g`` has, of rows begin to end; ``block`` is how many blocks of 128 rows the
-        groups before it have."""
+        """Returns the part of group ``g`` with the rows from begin to end; ``block`` is the number of blocks of 128
+        rows in the groups before it."""
 
 
 class _OneScale:
@@ -50,7 +51,7 @@ class _OneScale:
 
 
 class _RowScales:
-    """fp8_row: ``[M]``, one for each row of the data."""
+    """fp8_row: ``[M]``, one scale per row of the data."""
 
     def __init__(self, format: Format) -> None:
         self.format = format
@@ -69,7 +70,7 @@ class _RowScales:
 
 
 class _BlockScales:
-    """fp8_block: ``[ceil(K/128), up4(M)]``, the scales of one block of columns together; square blocks
+    """fp8_block: ``[ceil(K/128), up4(M)]``, with the scales of one block of columns adjacent; for square blocks
     ``[ceil(M/128), up4(ceil(K/128))]``."""
 
     def __init__(self, format: Format) -> None:
@@ -96,8 +97,9 @@ class _BlockScales:
 
 
 class _ByteScales:
-    """mxfp8 and nvfp4: bytes ``[up128(M), up4(ceil(K/width))]``, the scales of a row's blocks together, as
-    TransformerEngine's row-wise scales before they are swizzled. A square block's scale is there for each row."""
+    """mxfp8 and nvfp4: bytes ``[up128(M), up4(ceil(K/width))]``, with the scales of a row's blocks adjacent, as
+    TransformerEngine's row-wise scales before they are swizzled. The scale of a square block is repeated for each
+    of its rows."""
 
     def __init__(self, format: Format) -> None:
         assert format.block is not None
@@ -133,7 +135,7 @@ class _ByteScales:
 
 
 def layout_of(format: Format) -> Layout:
-    """The layout of a format's scales, before any tiling."""
+    """Returns the layout of a format's scales, before any tiling."""
     layouts: dict[str, Callable[[Format], Layout]] = {
         "fp8_tensor": _OneScale,
         "fp8_row": _RowScales,
@@ -145,14 +147,14 @@ def layout_of(format: Format) -> Layout:
 
 
 def tile(scale: Tensor) -> Tensor:
-    """The order of Blackwell's matrix units: tiles of 128 rows and 4 columns, 512 bytes each, tiles row by row; in
-    a tile the byte of row r and column c is ``(r % 32) * 16 + r // 32 * 4 + c``."""
+    """Rearranges scales for Blackwell's tensor cores: tiles of 128 rows and 4 columns, 512 bytes each, in row-major
+    order. In a tile, the byte of row r and column c is ``(r % 32) * 16 + r // 32 * 4 + c``."""
     tiles = scale.unflatten(-1, (-1, 4)).unflatten(-3, (-1, 4, 32))
     return tiles.movedim(-2, -4).transpose(-2, -3).reshape(scale.shape)
 
 
 def untile(scale: Tensor) -> Tensor:
-    """Undoes :func:`tile`."""
+    """Reverses :func:`tile`."""
     rows, columns = scale.shape[-2:]
     tiles = scale.reshape(*scale.shape[:-2], rows // 128, columns // 4, 32, 4, 4)
     return tiles.transpose(-2, -3).movedim(-4, -2).reshape(scale.shape)

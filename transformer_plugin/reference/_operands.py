@@ -1,4 +1,4 @@
-"""Operands of the products as float values: what a format, its scales and a sequence of matrices mean."""
+"""Operands of the products as float values, from data, scales, a format and possibly a list of matrices."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from transformer_plugin.formats import Format
 from transformer_plugin.ops._operands import Tensors, key_of, listed
 from transformer_plugin.reference.quantize import dequantize
 
-#: Values, and where rows have scales the scale of each row, a factor of the sum.
+#: The values, and where rows have scales the scale of each row, which multiplies the sum.
 Operand = tuple[Tensor, Tensor | None]
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """float64 stays, everything else becomes float32."""
+    """Returns float64 unchanged, and everything else as float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
@@ -25,7 +25,7 @@ def operand(
     group_sizes: Tensor | None = None,
     transposed: bool = False,
 ) -> Operand:
-    """A matrix, a stack or a ragged matrix."""
+    """Returns the values of a matrix, a stack or a ragged matrix."""
     key = key_of(format)
     if key == "none":
         return wide(data), None
@@ -38,12 +38,12 @@ def operand(
 
 
 def is_stack(matrices: list[Tensor]) -> bool:
-    """One tensor for all groups."""
+    """Whether there is one tensor for all groups."""
     return len(matrices) == 1 and matrices[0].dim() != 2
 
 
 def stack(b: Tensors, scales: Tensors | None, format: str | Format) -> Operand:
-    """One tensor for all groups, or a matrix for each."""
+    """Returns the values of one tensor for all groups, or of one matrix per group, as a stack."""
     matrices, each = listed(b), [] if scales is None else listed(scales)
     if is_stack(matrices):
         return operand(matrices[0], each, format)
@@ -54,5 +54,5 @@ def stack(b: Tensors, scales: Tensors | None, format: str | Format) -> Operand:
 
 
 def output_dtype(data: Tensor, format: str | Format, dtype: torch.dtype | None) -> torch.dtype:
-    """That of an operand without a format, bfloat16 of a quantized one."""
+    """Returns the dtype of the result: that of an operand without a format, or bfloat16 for a quantized operand."""
     return dtype or (data.dtype if key_of(format) == "none" else torch.bfloat16)

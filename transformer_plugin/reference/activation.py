@@ -1,4 +1,4 @@
-"""What the activation ops mean."""
+"""References of the activation ops."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def swiglu(input: Tensor, probs: Tensor | None = None) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, input: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The chain rule by hand: slope of silu(a) is s + a s (1 - s) with s = sigmoid(a). Factors in the order of the op,
-    in which a product of two of them may leave the range of float32."""
+    """The chain rule, written out: the slope of silu(a) is s + a s (1 - s) with s = sigmoid(a). The order of the
+    factors is that of the op, where a product of two factors may overflow or underflow float32."""
     gate, linear = input.float().chunk(2, dim=-1)
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
@@ -36,7 +36,8 @@ def swiglu_backward(grad: Tensor, input: Tensor, probs: Tensor | None = None) ->
 
 
 def row_sums(terms: Tensor) -> Tensor:
-    """Float32 sums of rows in the order of the ops: neighbours within each 128, seven times; then these in turn."""
+    """Float32 sums of rows in the order of the ops: a tree over each 128 columns that adds neighbors, and then the
+    results in order."""
     tiles = F.pad(terms, (0, -terms.shape[1] % 128)).unflatten(1, (-1, 128))
     while tiles.shape[-1] > 1:
         tiles = tiles[..., 0::2] + tiles[..., 1::2]

@@ -1,4 +1,4 @@
-"""What the ops of delayed scaling mean. Sizes of groups are read on the host: this is the meaning, not the way."""
+"""References of the ops of delayed scaling. They read group sizes on the host; only the results are specified."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = [
 
 
 def _amax(values: Tensor) -> Tensor:
-    """The largest magnitude, NaN left out, 0 of nothing; float32."""
+    """Returns the largest magnitude, ignoring NaN; 0 if there are no elements; float32."""
     magnitudes = values.float().abs().nan_to_num(nan=0.0, posinf=float("inf"))
     return magnitudes.amax() if magnitudes.numel() else magnitudes.new_zeros(())
 
 
 def _parts(input: Tensor, group_sizes: Tensor | None) -> list[Tensor]:
-    """What has a scale of its own: each group of rows, each matrix of a stack, or the one matrix."""
+    """Returns the parts that have separate scales: each group of rows, each matrix of a stack, or the one matrix."""
     if group_sizes is not None:
         sizes = group_sizes.tolist()
         return list(input[: sum(sizes)].split(sizes))
@@ -43,8 +43,8 @@ def quantize_scaled(
     rowwise: bool = True,
     columnwise: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Each matrix, or group of rows, times its scale and rounded; its amax combined into ``amax`` by a maximum. A scale
-    per tensor is the same in both directions."""
+    """Multiplies each matrix, or group of rows, by its scale and rounds it; its amax updates ``amax`` by a maximum.
+    One scale per tensor serves both directions."""
     fmt = Format.parse(format) if isinstance(format, str) else format
     assert fmt.dtype is not None
     data = torch.zeros(input.shape, dtype=torch.uint8, device=input.device)
@@ -69,7 +69,7 @@ def delayed_scale(
     margin: int = 0,
     algorithm: str = "max",
 ) -> Tensor:
-    """The next scale of each tensor, and nothing is written."""
+    """Returns the next scale of each tensor, and writes nothing."""
     return update_delayed_scale_(history.clone(), scale.clone(), amax.clone(), formats, margin, algorithm)
 
 
@@ -82,8 +82,8 @@ def update_delayed_scale_(
     algorithm: str = "max",
     group: str = "",
 ) -> Tensor:
-    """Rolls the history of each tensor that saw something, and takes its next scale from it. Of a ``group`` the largest
-    amaxes count.
+    """Updates the history of each tensor whose last amax is not 0, and computes its next scale. With a ``group``, the
+    largest amaxes of its ranks are used.
 
     Source: NVIDIA TransformerEngine 2.20, delayed scaling.
     """
@@ -115,8 +115,8 @@ def linear_scaled(
     weight_format: str = "fp8_tensor:e4m3",
     grad_format: str = "fp8_tensor:e5m2",
 ) -> Tensor:
-    """The product of the operands' values in FP8, and the amaxes of input and weight; ``grad_format`` is for the
-    backward, which this does not have."""
+    """Returns the product of the operands' values in FP8, and collects the amaxes of input and weight.
+    ``grad_format`` is for the backward, which this reference does not have."""
     x, x_scale = quantize_scaled(input.flatten(0, -2), scale, input_format, amax)
     w, w_scale = quantize_scaled(weight, scale, weight_format, amax, first=1)
     a, b = dequantize(x, x_scale, input_format), dequantize(w, w_scale, weight_format)
@@ -136,7 +136,7 @@ def grouped_linear_scaled(
     weight_format: str = "fp8_tensor:e4m3",
     grad_format: str = "fp8_tensor:e5m2",
 ) -> Tensor:
-    """The same for each group, which has its own scales."""
+    """:func:`linear_scaled` for each group, with separate scales."""
     data, scale_inv = quantize_scaled(input, scale, input_format, amax, group_sizes)
     x = dequantize(data, scale_inv, input_format, group_sizes=group_sizes)
     data, scale_inv = quantize_scaled(weight, scale, weight_format, amax, first=len(weight))

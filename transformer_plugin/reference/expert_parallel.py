@@ -1,5 +1,5 @@
-"""What the expert-parallel ops mean. One process plays all ranks: arguments and results are lists with one entry a
-rank."""
+"""References of the expert-parallel ops. One process computes all ranks: arguments and results are lists with one
+entry per rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformer_plugin.ops.expert_parallel import Plan
 def plan(
     topk_idx: list[Tensor], num_experts: int, max_tokens: int, capacity: int, alignment: int = 1
 ) -> list[Plan]:
-    """Every rank's layout, filled in ascending order of (expert, rank, token, k)."""
+    """Returns every rank's plan, whose slots are assigned in ascending order of (expert, rank, token, k)."""
     ranks = len(topk_idx)
     local = num_experts // ranks
     topk = topk_idx[0].shape[-1]
@@ -47,7 +47,7 @@ def plan(
 def dispatch(
     tokens: list[Tensor], topk_weights: list[Tensor] | None, plans: list[Plan]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Row by row: the token, and the weight of its (token, k)."""
+    """Returns, for each row, the token and the weight of its (token, k)."""
     ranks = len(tokens)
     max_tokens = plans[0].slot.shape[0] // ranks
     received = []
@@ -66,7 +66,7 @@ def dispatch(
 
 
 def combine(rows: list[Tensor], plans: list[Plan], num_tokens: list[int]) -> list[Tensor]:
-    """Each rank's slots in ascending order, rounded; then the ranks in ascending order, rounded."""
+    """Sums each rank's slots in ascending order and rounds; then sums the ranks in ascending order and rounds."""
     ranks = len(rows)
     max_tokens = plans[0].slot.shape[0] // ranks
     wide = torch.float64 if rows[0].dtype == torch.float64 else torch.float32
@@ -89,7 +89,7 @@ def combine(rows: list[Tensor], plans: list[Plan], num_tokens: list[int]) -> lis
 def dispatch_backward(
     grad_recv: list[Tensor], grad_recv_weights: list[Tensor], plans: list[Plan], num_tokens: list[int]
 ) -> list[tuple[Tensor, Tensor]]:
-    """The combine of the rows' gradients, and each weight's gradient at its own (token, k)."""
+    """Returns the combine of the rows' gradients, and the gradient of each weight at its (token, k)."""
     max_tokens = plans[0].slot.shape[0] // len(plans)
     grad_tokens = combine(grad_recv, plans, num_tokens)
     grads = []
@@ -105,7 +105,7 @@ def dispatch_backward(
 
 
 def combine_backward(grad: list[Tensor], plans: list[Plan]) -> list[Tensor]:
-    """The dispatch of the gradients, without weights; tokens that the combine did not return have zeros."""
+    """Returns the dispatch of the gradients, without weights; tokens that the combine did not return have zeros."""
     max_tokens = plans[0].slot.shape[0] // len(plans)
     padded = [torch.cat([g, g.new_zeros(max_tokens - g.shape[0], g.shape[1])]) for g in grad]
     return [recv for recv, _ in dispatch(padded, None, plans)]

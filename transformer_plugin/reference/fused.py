@@ -1,4 +1,4 @@
-"""What the fused ops mean: their steps, one after the other."""
+"""References of the fused ops: their steps in sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the products mean: one matrix product in float32 (float64 for float64) for each group, rounded once."""
+"""References of the products: one matrix product in float32 (float64 for float64) per group, rounded once."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def _groups(group_sizes: Tensor) -> Iterator[tuple[int, slice]]:
         begin += size
 
 
-def _mixed(product: Tensor, held: Tensor, beta: Tensor | None) -> Tensor:
-    """product + beta * held, where a beta of 0 takes nothing, also of what is not finite."""
+def _mixed(product: Tensor, contents: Tensor, beta: Tensor | None) -> Tensor:
+    """Returns product + beta * contents. If beta is 0, the contents are not used, even if they are not finite."""
     if beta is None:
         return product
-    return product + torch.where(beta == 0, 0.0, beta * held.to(product.dtype))
+    return product + torch.where(beta == 0, 0.0, beta * contents.to(product.dtype))
 
 
 def _wide_gemm(
@@ -87,14 +87,14 @@ def gemm_out(
     out.copy_(_mixed(_wide_gemm(left, right, bias, transpose_b, alpha), out, beta))
 
 
-def _taken(matrix: Tensor, rows: Tensor | None, group_sizes: Tensor) -> Tensor:
-    """matrix[rows[i]] before the tail, zeros in it."""
+def _indexed(matrix: Tensor, rows: Tensor | None, group_sizes: Tensor) -> Tensor:
+    """Returns matrix[rows[i]] for the rows of groups, and zeros for the tail."""
     if rows is None:
         return matrix
-    taken = matrix.new_zeros(rows.shape[0], matrix.shape[1])
+    indexed_rows = matrix.new_zeros(rows.shape[0], matrix.shape[1])
     end = int(group_sizes.sum())
-    taken[:end] = matrix[rows[:end].long()]
-    return taken
+    indexed_rows[:end] = matrix[rows[:end].long()]
+    return indexed_rows
 
 
 def _wide_grouped_gemm(
@@ -135,8 +135,8 @@ def grouped_gemm(
     a_format: str | Format = "none",
     b_format: str | Format = "none",
 ) -> Tensor:
-    """alpha[g] * (a_g @ b[g].T) + bias_scale_g * bias[g] for each group; zero past the last."""
-    left = operand(_taken(a, rows, group_sizes), a_scale, a_format, group_sizes)
+    """alpha[g] * (a_g @ b[g].T) + bias_scale_g * bias[g] for each group; rows past the groups are zero."""
+    left = operand(_indexed(a, rows, group_sizes), a_scale, a_format, group_sizes)
     right = stack(b, b_scale, b_format)
     output = _wide_grouped_gemm(left, right, group_sizes, bias, bias_scale, transpose_b, alpha)
     return output.to(output_dtype(a, a_format, dtype))
@@ -160,8 +160,9 @@ def grouped_gemm_out(
     a_format: str | Format = "none",
     b_format: str | Format = "none",
 ) -> None:
-    """The same and beta[g] * out_g; past the last group zero, or with ``beta`` what was there."""
-    left = operand(_taken(a, rows, group_sizes), a_scale, a_format, group_sizes)
+    """Writes :func:`grouped_gemm` + beta[g] * out_g. Rows past the groups become zero, or with ``beta`` stay
+    unchanged."""
+    left = operand(_indexed(a, rows, group_sizes), a_scale, a_format, group_sizes)
     right = stack(b, b_scale, b_format)
     output = _wide_grouped_gemm(left, right, group_sizes, bias, bias_scale, transpose_b, alpha)
     if beta is None:
@@ -172,7 +173,7 @@ def grouped_gemm_out(
 
 
 def gather_rows_backward(grad: Tensor, rows: Tensor, group_sizes: Tensor, num_rows: int) -> Tensor:
-    """The sum of ``grad`` over the places that each row was taken to, in their order."""
+    """Sums ``grad`` over the places at which each row was used, in their order."""
     sums = wide(grad).new_zeros(num_rows, grad.shape[1])
     for place in range(int(group_sizes.sum())):
         row = int(rows[place])
@@ -195,9 +196,9 @@ def grouped_gemm_wgrad(
     grad_format: str | Format = "none",
     input_format: str | Format = "none",
 ) -> Tensor:
-    """alpha[g] * (grad_g.T @ input_g) for each group; zero for an empty one, whatever its alpha."""
+    """alpha[g] * (grad_g.T @ input_g) for each group; zero for an empty group, whatever its alpha."""
     g, _ = operand(grad, grad_scale, grad_format, group_sizes, True)
-    x, _ = operand(_taken(input, input_rows, group_sizes), input_scale, input_format, group_sizes, True)
+    x, _ = operand(_indexed(input, input_rows, group_sizes), input_scale, input_format, group_sizes, True)
     to = output_dtype(grad, grad_format, dtype)
     products = [g[rows].T @ x[rows] for _, rows in _groups(group_sizes)]
     if not products:
@@ -222,7 +223,7 @@ def grouped_gemm_wgrad_out(
     grad_format: str | Format = "none",
     input_format: str | Format = "none",
 ) -> None:
-    """The same, and in float32 what ``out`` holds, or beta[g] times that."""
+    """Writes :func:`grouped_gemm_wgrad`, plus ``out`` if it accumulates, or plus beta[g] * out_g, in float32."""
     product = grouped_gemm_wgrad(
         grad,
         input,
@@ -236,17 +237,17 @@ def grouped_gemm_wgrad_out(
         input_format=input_format,
     )
     buffers = listed(out)
-    held = buffers[0] if is_stack(buffers) else torch.stack(buffers)
+    contents = buffers[0] if is_stack(buffers) else torch.stack(buffers)
     if accumulate:
-        product = product + held.float()
-    results = _mixed(product, held, None if beta is None else beta[:, None, None])
+        product = product + contents.float()
+    results = _mixed(product, contents, None if beta is None else beta[:, None, None])
     for buffer, result in zip(buffers, [results] if is_stack(buffers) else results, strict=True):
         buffer.copy_(result)
 
 
 def sum_rows(rows: Tensor) -> Tensor:
-    """The sum over the rows in the order of every gradient of a bias: neighbours, then neighbouring sums, until one is
-    left; of an odd number the last goes up as it is. A sum of 0 has no sign."""
+    """Sums rows in the order of all gradients of a bias: a tree that adds neighboring rows, then neighboring sums,
+    until one is left. The last of an odd number goes to the next level unchanged. A sum of 0 is +0."""
     while rows.shape[0] > 1:
         pairs = rows.shape[0] // 2
         rows = torch.cat([rows[0 : 2 * pairs : 2] + rows[1 : 2 * pairs : 2], rows[2 * pairs :]])
@@ -261,7 +262,7 @@ def bias_backward(grad: Tensor) -> Tensor:
 def grouped_bias_backward(
     grad: Tensor, group_sizes: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Column sums of each group and weighted row sums."""
+    """Column sums of each group, and weighted row sums."""
     scaled = wide(grad) if bias_scale is None else wide(grad) * bias_scale[:, None]
     grad_bias = scaled.new_zeros(group_sizes.shape[0], grad.shape[1])
     with_scale = bias is not None and bias_scale is not None
@@ -274,7 +275,7 @@ def grouped_bias_backward(
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """input @ weight.T + bias, operands as they come."""
+    """input @ weight.T + bias, without quantizing the operands."""
     rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     return gemm(rows, weight, bias).reshape(*input.shape[:-1], weight.shape[0])
 
@@ -286,5 +287,5 @@ def grouped_linear(
     bias: Tensor | None = None,
     bias_scale: Tensor | None = None,
 ) -> Tensor:
-    """The same for each group, operands as they come."""
+    """:func:`linear` for each group, without quantizing the operands."""
     return grouped_gemm(input, weight, group_sizes, bias, bias_scale)

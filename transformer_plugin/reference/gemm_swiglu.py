@@ -1,4 +1,5 @@
-"""What the products that end in SwiGLU mean: their steps, with rows past the last group zero."""
+"""References of the products with a SwiGLU epilogue: their steps in sequence, with zeros in the rows past the
+groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the experts' op means: its steps, one after the other."""
+"""Reference of the experts' op: its steps in sequence."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def grouped_mlp(
     fc1_bias: Tensor | None = None,
     fc2_bias: Tensor | None = None,
 ) -> Tensor:
-    """A product, SwiGLU times probability, and a product whose bias the probability scales; operands as they come."""
+    """A product, SwiGLU times probability, and a product whose bias is multiplied by the probability. Operands are
+    not quantized."""
     activation = swiglu(grouped_linear(input, fc1_weight, group_sizes, fc1_bias), probs)
     return grouped_linear(activation, fc2_weight, group_sizes, fc2_bias, None if fc2_bias is None else probs)

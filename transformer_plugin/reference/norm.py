@@ -1,4 +1,4 @@
-"""What the norms mean, to the last bit: float32 operations in a written order, each rounded."""
+"""References of the norms, exact to the last bit: float32 operations in a documented order, each rounded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
     "rms_norm_quantize",
 ]
 
-#: columns that lie so far apart are added in turn before anything else.
+#: Columns at this distance are added first, in order.
 PARTIAL_SUMS = 1024
 
 
@@ -33,8 +33,8 @@ def _add(sums: Tensor, terms: Tensor) -> Tensor:
 
 
 def _add_squares(sums: Tensor, terms: Tensor) -> Tensor:
-    """``fma(terms, terms, sums)``: the square is exact in float64; the sum there is rounded to odd where it is not
-    exact, so that rounding to float32 cannot mistake it for a tie (Boldo and Melquiond, 2008)."""
+    """``fma(terms, terms, sums)``: the square is exact in float64. Where the sum is inexact, it is rounded to odd
+    in float64, so that rounding to float32 cannot mistake it for a tie (Boldo and Melquiond, 2008)."""
     a, b = sums.double(), terms.double() * terms.double()
     total = a + b
     part = total - a
@@ -47,7 +47,8 @@ def _add_squares(sums: Tensor, terms: Tensor) -> Tensor:
 
 
 def _row_sums(terms: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Sums over the last dimension: of columns 1024 apart in turn, from zero; of these neighbours, ten times."""
+    """Sums the last dimension: columns 1024 apart in order, from zero; then a tree of ten levels that adds
+    neighbors."""
     padded = F.pad(terms, (0, -terms.shape[-1] % PARTIAL_SUMS)).unflatten(-1, (-1, PARTIAL_SUMS))
     sums = torch.zeros_like(padded[..., 0, :])
     for partial in padded.unbind(-2):
@@ -58,7 +59,7 @@ def _row_sums(terms: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
 
 
 def _row_means(terms: Tensor, add: Callable[[Tensor, Tensor], Tensor] = _add) -> Tensor:
-    # By a tensor: torch may multiply by the reciprocal of a number instead.
+    # Divides by a tensor, because torch may multiply by the reciprocal of a Python number instead.
     count = torch.full((), terms.shape[-1], dtype=torch.float32, device=terms.device)
     return _row_sums(terms, add) / count
 
@@ -72,13 +73,13 @@ def _gamma(weight: Tensor | None, zero_centered: bool) -> Tensor | None:
 def _forward(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output in the input's dtype, and float32 means and reciprocal roots of the rows."""
+    """Returns the output in the input's dtype, and float32 means and reciprocal square roots of the rows."""
     x = input.float()
     mean = _row_means(x) if centered else x.new_zeros(x.shape[:-1])
     x = x - mean[..., None]
     root = torch.sqrt(
         (_row_means(x, _add_squares) + eps).double()
-    ).float()  # torch's float32 root may be a last bit off
+    ).float()  # torch's float32 square root may differ in the last bit
     rstd = torch.ones_like(root) / root
     output, gamma = x * rstd[..., None], _gamma(weight, zero_centered)
     output = output if gamma is None else output * gamma
@@ -89,7 +90,8 @@ def _forward(
 def _backward(
     grad: Tensor, input: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the input, the weight and the bias, in the input's dtype; ``mean`` is None for RMSNorm."""
+    """Returns the gradients of the input, the weight and the bias, in the input's dtype; ``mean`` is None for
+    RMSNorm."""
     g, gamma, r = grad.float(), _gamma(weight, zero_centered), rstd[..., None]
     normalised = (input.float() - (0.0 if mean is None else mean[..., None])) * r
     scaled = g if gamma is None else g * gamma
@@ -110,7 +112,7 @@ def rms_norm(input: Tensor, weight: Tensor | None, eps: float, zero_centered: bo
 def rms_norm_forward(
     input: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The output, and the reciprocal root of each row."""
+    """Returns the output, and the reciprocal square root of each row."""
     output, _, rstd = _forward(input, weight, None, eps, False, zero_centered)
     return output, rstd
 
@@ -118,7 +120,7 @@ def rms_norm_forward(
 def rms_norm_backward(
     grad: Tensor, input: Tensor, weight: Tensor | None, rstd: Tensor, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The chain rule by hand; the weight's gradient is empty without a weight."""
+    """The chain rule, written out; without a weight its gradient is empty."""
     of_input, of_weight, _ = _backward(grad, input, weight, None, rstd, zero_centered)
     return of_input, of_weight if weight is not None else of_weight[:0]
 
@@ -132,7 +134,7 @@ def rms_norm_quantize(
     amax: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output in the dtype of the input, quantized along rows."""
+    """Returns the output in the dtype of the input, quantized row-wise."""
     output, rstd = rms_norm_forward(input, weight, eps, zero_centered)
     data, scale_inv = quantize(output, format, amax=amax, seed=seed)
     return data, scale_inv, rstd
@@ -148,7 +150,7 @@ def layer_norm(
 def layer_norm_forward(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, and the mean and the reciprocal root of each row."""
+    """Returns the output, and the mean and the reciprocal square root of each row."""
     return _forward(input, weight, bias, eps, True, zero_centered)
 
 
@@ -161,7 +163,7 @@ def layer_norm_backward(
     zero_centered: bool = False,
     has_bias: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The chain rule by hand; the gradients of parameters that are not there are empty."""
+    """The chain rule, written out; the gradients of missing parameters are empty."""
     of_input, of_weight, of_bias = _backward(grad, input, weight, mean, rstd, zero_centered)
     return of_input, of_weight if weight is not None else of_weight[:0], of_bias if has_bias else of_bias[:0]
 
@@ -176,7 +178,7 @@ def layer_norm_quantize(
     amax: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The output in the dtype of the input, quantized along rows."""
+    """Returns the output in the dtype of the input, quantized row-wise."""
     output, mean, rstd = layer_norm_forward(input, weight, bias, eps, zero_centered)
     data, scale_inv = quantize(output, format, amax=amax, seed=seed)
     return data, scale_inv, mean, rstd

@@ -1,4 +1,5 @@
-"""What the quantize ops mean. Sizes of groups are read on the host: this is the meaning, not the way."""
+"""References of the quantize ops. They read group sizes on the host; only the results are specified, not how they
+are computed."""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ def _format(format: str | Format) -> Format:
 
 
 def _magnitudes(input: Tensor) -> Tensor:
-    """What an amax is taken of: NaN is left out, an infinity is not."""
+    """Returns the magnitudes for an amax: NaN is replaced by 0, and infinities are kept."""
     return input.float().abs().nan_to_num(nan=0.0, posinf=float("inf"))
 
 
 def _largest(magnitudes: Tensor, dim: int | None = None) -> Tensor:
-    """The amax of everything, ``[1]``, or along a dimension; 0 of nothing."""
+    """Returns the amax of all elements, ``[1]``, or along a dimension; 0 if there are none."""
     if dim is None:
         return magnitudes.flatten().amax(0, keepdim=True) if magnitudes.numel() else magnitudes.new_zeros(1)
     if magnitudes.shape[dim] == 0:
@@ -40,7 +41,7 @@ def _largest(magnitudes: Tensor, dim: int | None = None) -> Tensor:
 
 
 def _blocks(matrix: Tensor, height: int, width: int) -> Tensor:
-    """[M, K] as [blocks down, blocks across, height, width], padded with zeros."""
+    """Returns [M, K] as [blocks down, blocks across, height, width], padded with zeros."""
     m, k = matrix.shape
     padded = F.pad(matrix, (0, -k % width, 0, -m % height))
     return padded.unflatten(1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2)
@@ -49,13 +50,14 @@ def _blocks(matrix: Tensor, height: int, width: int) -> Tensor:
 def _quantize_matrix(
     matrix: Tensor, format: Format, amax: Tensor | None, bytes: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """One matrix along rows: bytes of the data, and the stored scales, bytes where a scale is one."""
+    """Quantizes one matrix row-wise: returns the bytes of the data and the stored scales, as bytes if a scale is
+    one byte."""
     m, k = matrix.shape
     layout = layout_of(format)
     if format.family == "nvfp4":
         assert amax is not None, "nvfp4 takes the amax that reference.amax gives"
-        codes, scale = _nvfp4.quantize_matrix(matrix, format, amax, bytes)
-        return codes, layout.store(scale, m)
+        data, scale = _nvfp4.quantize_matrix(matrix, format, amax, bytes)
+        return data, layout.store(scale, m)
     values, magnitudes = matrix.float().contiguous(), _magnitudes(matrix)
     if format.family == "fp8_row":
         factor = encode_scale(_largest(magnitudes, 1), format, torch.finfo(torch.float32).max)
@@ -78,21 +80,21 @@ def _quantize_matrix(
 
 
 def _oriented(input: Tensor, format: Format, transposed: bool) -> Tensor:
-    """The matrix, or stack, whose rows are quantized."""
-    turned = input.mT.contiguous() if transposed else input
-    return _nvfp4.rotate(turned) if transposed and format.random_hadamard else turned
+    """Returns the matrix or stack whose rows are quantized."""
+    oriented = input.mT.contiguous() if transposed else input
+    return _nvfp4.rotate(oriented) if transposed and format.random_hadamard else oriented
 
 
 def _random(input: Tensor, format: Format, seed: Tensor | None, transposed: bool) -> Tensor | None:
-    """The bytes of rounding at random, one for each element of an oriented input; None without it."""
-    assert (seed is not None) == format.stochastic_rounding, "a seed is for rounding at random"
+    """Returns the bytes of stochastic rounding, one per element of an oriented input; None without it."""
+    assert (seed is not None) == format.stochastic_rounding, "a seed is for stochastic rounding"
     if seed is None:
         return None
     return _nvfp4.random_bytes(seed, input.numel(), int(transposed)).view(input.shape)
 
 
 def _finished(data: Tensor, scale: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """Bytes and stored scales in the dtypes and the order that ops return."""
+    """Returns data and scales in the dtypes and the layout that the ops return."""
     assert format.dtype is not None and format.scale_dtype is not None
     scale = tile(scale) if format.tiled_scales else scale
     return data.view(format.dtype), scale.view(format.scale_dtype)
@@ -139,8 +141,9 @@ def quantize(
     rowwise: bool = True,
     columnwise: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Along rows, and along rows of the transposed matrix, which ``rht`` rotates before; each matrix of a 3-D input and
-    each group by itself, the tail zero. The one amax of ``fp8_tensor`` serves both directions."""
+    """Quantizes row-wise, and the transposed matrix row-wise, rotated before if the format has ``rht``. Each matrix
+    of a 3-D input and each group is quantized separately, and the tail is zero. The single amax of ``fp8_tensor``
+    serves both directions."""
     fmt = _format(format)
     assert fmt.traits.has_group_columns or not columnwise or group_sizes is None, "a scale spans groups"
     outputs: tuple[Tensor, ...] = ()
@@ -162,8 +165,8 @@ def dequantize(
     transposed: bool = False,
     amax: Tensor | None = None,
 ) -> Tensor:
-    """float(data) * scale_inv, of nvfp4 with the amax; with ``rht`` the rotated matrix. Each group by itself; the tail
-    is zero."""
+    """Returns float(data) * scale_inv, for nvfp4 times the amax; with ``rht`` this is the rotated matrix. Each
+    group is dequantized separately, and the tail is zero."""
     fmt = _format(format)
     if group_sizes is not None:
         return _grouped_dequantize(data, scale_inv, group_sizes, fmt, dtype, transposed, amax)
@@ -182,7 +185,7 @@ def dequantize(
 
 
 def _groups(group_sizes: Tensor) -> list[tuple[int, int, int]]:
-    """First and last row of each group, and how many blocks of 128 rows the groups before it have."""
+    """Yields the first and last row of each group, and the number of blocks of 128 rows in the groups before it."""
     groups, begin, block = [], 0, 0
     for size in group_sizes.tolist():
         groups.append((begin, begin + size, block))
@@ -191,7 +194,7 @@ def _groups(group_sizes: Tensor) -> list[tuple[int, int, int]]:
 
 
 def _group_amax(amax: Tensor | None, format: Format, g: int, rows: slice, transposed: bool) -> Tensor | None:
-    """Of a group: its one, or those of its rows."""
+    """Returns the amax of a group: its single entry, or the entries of its rows."""
     if amax is None:
         return None
     if format.row_scaled:
@@ -303,8 +306,8 @@ def amax(
     rowwise: bool = True,
     columnwise: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The largest magnitudes that one amax of the format stands for: of each matrix, group or, with ``row_scaled``,
-    row; of the columns after the rotation if the format has one. float32; NaN is left out, and of nothing it is 0."""
+    """Returns the amaxes of the format: one per matrix, group or, with ``row_scaled``, row; column-wise after the
+    rotation, if the format has one. float32; NaN is ignored, and the amax of no elements is 0."""
     first, *rest = (
         _amax(input, _format(format), group_sizes, transposed)
         for transposed in [False] * rowwise + [True] * columnwise

@@ -1,4 +1,4 @@
-"""What it means to quantize into given buffers, and to requantize."""
+"""References of quantizing into buffers and lists, and of requantizing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 
 
 def _write(buffers: Sequence[Tensor], values: tuple[Tensor, ...], noop: Tensor | None) -> None:
-    """Every byte, or none."""
+    """Writes every byte, or none."""
     if noop is not None and noop.item() == 1:
         return
     for buffer, value in zip(buffers, values, strict=True):
@@ -39,7 +39,7 @@ def quantize_out(
     rowwise: bool = True,
     columnwise: bool = False,
 ) -> None:
-    """:func:`quantize` into buffers."""
+    """Writes the results of :func:`quantize` into buffers."""
     _write(out, quantize(input, format, group_sizes, amax, amax_t, seed, rowwise, columnwise), noop)
 
 
@@ -50,7 +50,7 @@ def amax_list_out(
     amax_t: Tensor | None = None,
     noop: Tensor | None = None,
 ) -> None:
-    """The amax of each tensor."""
+    """Writes the amax of each tensor."""
     values = torch.cat([amax.new_zeros(0), *(_amax(input, format) for input in inputs)])
     _write((amax,), (values,), noop)
     if amax_t is not None:
@@ -58,7 +58,7 @@ def amax_list_out(
 
 
 def _amaxes(inputs: list[Tensor], format: str | Format, amax: Tensor | None) -> list[Tensor | None]:
-    """The given ones, or their own."""
+    """Returns the amaxes of the argument, or those of the tensors."""
     if amax is not None:
         return list(amax.split(1))
     if (format if isinstance(format, Format) else Format.parse(format)).family in ("fp8_tensor", "nvfp4"):
@@ -73,7 +73,7 @@ def quantize_list(
     rowwise: bool = True,
     columnwise: bool = False,
 ) -> list[tuple[Tensor, ...]]:
-    """Each by itself; one amax serves both directions."""
+    """Quantizes each tensor separately; one amax serves both directions."""
     fmt = format if isinstance(format, Format) else Format.parse(format)
     outputs = []
     for input, one in zip(inputs, _amaxes(inputs, format, amax), strict=True):
@@ -92,20 +92,20 @@ def requantize_transposed(
     amax_t: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Back to values, then along columns; the codes as they are where one scale serves both directions."""
+    """Dequantizes, then quantizes column-wise. If one scale serves both directions, the data is only transposed."""
     fmt = format if isinstance(format, Format) else Format.parse(format)
     if fmt.family == "fp8_tensor":
-        codes = data.view(torch.uint8).mT
+        bits = data.view(torch.uint8).mT
         if group_sizes is None:
-            return codes.contiguous().view(data.dtype), scale_inv.clone()
+            return bits.contiguous().view(data.dtype), scale_inv.clone()
         groups = group_sizes.numel()
-        lines = codes.new_zeros(codes.shape[0], fmt.line_length(codes.shape[1], groups))
+        aligned_data = bits.new_zeros(bits.shape[0], fmt.line_length(bits.shape[1], groups))
         begin = 0
         for group, size in enumerate(group_sizes.tolist()):
             first = fmt.line_begin(begin, group)
-            lines[:, first : first + size] = codes[:, begin : begin + size]
+            aligned_data[:, first : first + size] = bits[:, begin : begin + size]
             begin += size
-        return lines.view(data.dtype), scale_inv.clone()
+        return aligned_data.view(data.dtype), scale_inv.clone()
     values = dequantize(data, scale_inv, format, dtype, group_sizes, amax=amax)
     data_t, scale_t = quantize(
         values, format, group_sizes, amax_t=amax_t, seed=seed, rowwise=False, columnwise=True

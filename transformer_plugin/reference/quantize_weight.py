@@ -1,4 +1,4 @@
-"""What a weight is rounded to before layers multiply it."""
+"""References of quantizing a weight before a layer uses it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = [
 def quantize_weight(
     weight: Tensor, input_format: str, weight_format: str, grad_format: str, columns: bool | None = None
 ) -> list[Tensor]:
-    """Along rows, then along columns if the values there are others; ``columns`` has those anyway, as devices need them
-    whose kernels multiply quantized data. Without rounding at random."""
+    """Quantizes row-wise, and column-wise if the values differ in that direction. ``columns`` forces the
+    column-wise data, which devices need whose kernels multiply quantized data directly. Rounding is not stochastic."""
     format = Format.parse(weight_format)
     mark = nonfinite_mark(weight) if format.nonfinite_is_nan else torch.ones((), device=weight.device)
     if format.family == "bf16":
@@ -42,14 +42,15 @@ def quantize_weight(
         )
         tensors += [] if of_direction is None else [of_direction]
     if mark.isnan():
-        for tensor in tensors:  # what the values are scaled by: of nvfp4 the amaxes
+        for tensor in tensors:  # for nvfp4 also the amaxes by which values are scaled
             if tensor.dtype in (torch.float32, torch.float8_e8m0fnu):
                 tensor.copy_(torch.full_like(tensor, float("nan"), dtype=torch.float32))
     return tensors
 
 
 def nonfinite_mark(matrix: Tensor, group_sizes: Tensor | None = None) -> Tensor:
-    """1, or NaN if the matrix holds a NaN or an infinity, of ragged rows those of its groups."""
+    """Returns 1, or NaN if the matrix contains a NaN or an infinity; of a ragged matrix, only the rows of groups
+    count."""
     used = matrix if group_sizes is None else matrix[: int(group_sizes.sum())]
     return torch.tensor(1.0 if used.isfinite().all() else float("nan"), device=matrix.device)
 
@@ -57,7 +58,7 @@ def nonfinite_mark(matrix: Tensor, group_sizes: Tensor | None = None) -> Tensor:
 def quantize_weight_out(
     weight: Tensor, input_format: str, weight_format: str, grad_format: str, out: Sequence[Tensor]
 ) -> None:
-    """:func:`quantize_weight` into tensors."""
+    """Writes the results of :func:`quantize_weight` into tensors."""
     one = 3 if Format.parse(weight_format).family == "nvfp4" else 2
     values = quantize_weight(weight, input_format, weight_format, grad_format, columns=len(out) > one)
     for buffer, value in zip(out, values, strict=True):

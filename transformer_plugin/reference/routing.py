@@ -1,4 +1,4 @@
-"""What the routing ops mean."""
+"""References of the routing ops."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ __all__ = [
     "unpermute_backward",
 ]
 
-#: ``exp`` is 0 from here down, in float64.
+#: ``exp`` of this and of smaller numbers counts as 0, in float64.
 LEAST_EXPONENT = -708.0
-#: Below it ``log(1 + exp(x))`` is ``exp(x)`` in float64.
+#: For smaller logits ``log(1 + exp(x))`` equals ``exp(x)`` in float64.
 SMALL_LOGIT = -40.0
-#: Added to sums of scores that do not compete.
+#: Added to the sum of sigmoid and square-root-of-softplus scores.
 SUM_FLOOR = 1e-20
 
 
 def exponential(exponents: Tensor) -> Tensor:
-    """``exp``, 0 from :data:`LEAST_EXPONENT` down."""
+    """Returns ``exp``, or 0 up to :data:`LEAST_EXPONENT`."""
     return torch.exp(exponents).masked_fill(exponents <= LEAST_EXPONENT, 0.0)
 
 
 def single_scores(logits: Tensor, score_function: str) -> Tensor:
-    """The scores that do not compete, of float64 logits."""
+    """Returns sigmoid or square-root-of-softplus scores of float64 logits, which do not depend on other experts."""
     small = exponential(-logits.abs())
     if score_function == "sigmoid":
         return torch.where(logits > 0, 1.0, small) / (1 + small)
@@ -42,7 +42,7 @@ def single_scores(logits: Tensor, score_function: str) -> Tensor:
 
 
 def log_scores(logits: Tensor, score_function: str) -> Tensor:
-    """Their logarithms, which do not underflow and have a gradient everywhere."""
+    """Returns the logarithms of the scores, which do not underflow and have a gradient everywhere."""
     if score_function == "sigmoid":
         return torch.nn.functional.logsigmoid(logits)
     is_small = logits < SMALL_LOGIT
@@ -51,13 +51,14 @@ def log_scores(logits: Tensor, score_function: str) -> Tensor:
 
 
 def masked_softmax(logits: Tensor) -> Tensor:
-    """Softmax; 0 where all experts are masked."""
+    """Returns the softmax, or 0 if all experts are masked."""
     dead = (logits == -torch.inf).all(-1, keepdim=True)
     return logits.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
 
 
 def normalised_scores(logits: Tensor, score_function: str) -> Tensor:
-    """The scores of float64 logits over their sum; those that do not compete over their sum plus :data:`SUM_FLOOR`."""
+    """Divides the scores of float64 logits by their sum; for sigmoid and square root of softplus plus
+    :data:`SUM_FLOOR`."""
     if score_function == "softmax":
         return masked_softmax(logits)
     scores = exponential(log_scores(logits, score_function))
@@ -75,7 +76,8 @@ def topk_router(
     scaling_factor: float = 1.0,
     group_score_topk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rank, choose, weigh, in float64. Stable sorts give ties to the lowest index, and rank NaN highest."""
+    """Ranks the experts, chooses and computes weights in float64. Stable sorts give ties to the lowest index and
+    rank NaN highest."""
     logits = logits.double()
     seen = logits.detach()
     order = seen.sort(dim=1, descending=True, stable=True).indices
@@ -107,7 +109,7 @@ def topk_router(
 
 
 def groups_of_best_experts(order: Tensor, num_groups: int, group_topk: int) -> Tensor:
-    """The groups of the experts that come first: int64 ``[T, group_topk]``."""
+    """Returns the groups of the experts that rank first: int64 ``[T, group_topk]``."""
     places = order.argsort(dim=1).unflatten(1, (num_groups, -1)).amin(2)
     return places.argsort(dim=1)[:, :group_topk]
 
@@ -115,9 +117,9 @@ def groups_of_best_experts(order: Tensor, num_groups: int, group_topk: int) -> T
 def groups_of_best_sums(
     logits: Tensor, biased: Tensor | None, function: str, num_groups: int, group_topk: int, count: int
 ) -> Tensor:
-    """The groups whose best ``count`` choice values have the largest sums: int64 ``[T, group_topk]``.
+    """Returns the groups whose best ``count`` choice values have the largest sums: int64 ``[T, group_topk]``.
 
-    Scores smaller than float64 holds sum to 0; of such groups the largest logit tells, below every other group.
+    If scores underflow float64, their sum is 0. Such groups rank below all others, by their largest logit.
     """
     values = logits if biased is None else biased
     grouped = values.unflatten(1, (num_groups, -1)).sort(dim=2, descending=True).values[:, :, :count]
@@ -135,7 +137,7 @@ def groups_of_best_sums(
         sums = torch.where(sums == 0, (grouped - shift)[:, :, 0], to_24_bits(sums))
     else:
         sums = to_24_bits(sums)
-    # A group of masked experts only comes after one whose sum is -inf.
+    # Groups with only masked experts rank last, also after a group whose sum is -inf.
     alive = (live > 0).long()
     order = sums.sort(dim=1, descending=True, stable=True).indices
     order = order.gather(1, alive.gather(1, order).sort(dim=1, descending=True, stable=True).indices)
@@ -143,21 +145,21 @@ def groups_of_best_sums(
 
 
 def to_24_bits(values: Tensor) -> Tensor:
-    """Float64 at the precision of float32: what differs only by how float64 rounds becomes equal."""
+    """Rounds float64 to the precision of float32, so that values which differ only by float64 rounding are equal."""
     bits = values.contiguous().view(torch.int64)
     rounded = (bits + 0x0FFFFFFF + (bits >> 29 & 1)) & ~0x1FFFFFFF
     return torch.where(values.isfinite(), rounded.view(torch.float64), values)
 
 
 def router_scores(logits: Tensor, score_function: str = "softmax") -> Tensor:
-    """Normalised over all experts, in float64."""
+    """Returns the scores, normalized over all experts, in float64."""
     return normalised_scores(logits.double(), score_function).float()
 
 
 def aux_loss(
     scores: Tensor, tokens_per_expert: Tensor, total_tokens: Tensor | int, topk: int, coeff: float
 ) -> Tensor:
-    """The formula; 0 without tokens."""
+    """Returns the documented formula; 0 without tokens."""
     total = float(total_tokens)
     factor = coeff * scores.shape[1] / (topk * total * total) if total else 0.0
     return (scores.sum(0) * tokens_per_expert).sum() * factor
@@ -166,7 +168,7 @@ def aux_loss(
 def assign_slots(
     indices: Tensor, first_expert: int, num_experts: int, capacity: int, alignment: int = 1
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """One (token, k) after the other takes the next row of its expert."""
+    """Assigns to each (token, k), in order, the next row of its expert."""
     tokens, topk = indices.shape
     experts = [[int(e) - first_expert for e in row] for row in indices.tolist()]
     counts = [sum(row.count(e) for row in experts) for e in range(num_experts)]
@@ -192,7 +194,7 @@ def assign_slots(
 
 
 def count_tokens_per_expert(indices: Tensor, num_experts: int) -> Tensor:
-    """A histogram that leaves out what is not an expert."""
+    """Returns a histogram of the indices; those that are not experts are ignored."""
     experts = indices[(indices >= 0) & (indices < num_experts)]
     return torch.bincount(experts.long(), minlength=num_experts)
 
@@ -200,13 +202,13 @@ def count_tokens_per_expert(indices: Tensor, num_experts: int) -> Tensor:
 def permute(
     tokens: Tensor, indices: Tensor, num_experts: int, capacity: int, alignment: int = 1
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Rows by source, zeros where there is none."""
+    """Returns the rows of the tokens in ``source``, and zeros where there is no token."""
     slot, source, _, group_sizes, total = assign_slots(indices, 0, num_experts, capacity, alignment)
     return gather_rows(tokens, source), group_sizes, slot, source, total
 
 
 def gather_rows(rows: Tensor, source: Tensor) -> Tensor:
-    """``rows[source]``, zeros for -1."""
+    """Returns ``rows[source]``, and zeros for -1."""
     padded = torch.cat(
         [rows, torch.zeros_like(rows[:1]) if rows.shape[0] else rows.new_zeros(1, rows.shape[1])]
     )
@@ -214,18 +216,18 @@ def gather_rows(rows: Tensor, source: Tensor) -> Tensor:
 
 
 def permute_backward(grad: Tensor, slot: Tensor) -> Tensor:
-    """The sum of each token's slots."""
+    """Returns the sum of each token's slots."""
     return unpermute(grad, slot, torch.empty(0, dtype=torch.int32))
 
 
 def unpermute(rows: Tensor, slot: Tensor, source: Tensor, weights: Tensor | None = None) -> Tensor:
-    """The weighted sum of each token's slots in ascending order (the op fuses multiply and add)."""
+    """Returns the weighted sum of each token's slots in ascending order (the op fuses multiply and add)."""
     placed = is_placed(slot, rows.shape[0])
     ordered, k = slot.long().masked_fill(~placed, rows.shape[0]).sort(dim=1, stable=True)
     wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
     padded = torch.cat([rows.to(wide), rows.new_zeros(1, rows.shape[1], dtype=wide)])
     output = padded[-1:].expand(slot.shape[0], -1)
-    # What a masked weight is does not matter, also not infinity.
+    # The weight of a masked pair must have no effect, even if it is infinite.
     scales = None if weights is None else torch.where(placed, weights.to(wide), 0.0).gather(1, k)
     for j in range(slot.shape[1]):
         output = output + padded[ordered[:, j]] * (1 if scales is None else scales[:, j : j + 1])
@@ -233,14 +235,15 @@ def unpermute(rows: Tensor, slot: Tensor, source: Tensor, weights: Tensor | None
 
 
 def is_placed(index: Tensor, count: int) -> Tensor:
-    """Which of a map's values are not -1; what is out of range counts as it."""
+    """Returns which entries are valid indices; -1 and entries out of range are not."""
     return (index >= 0) & (index < count)
 
 
 def unpermute_backward(
     grad: Tensor, rows: Tensor | None, slot: Tensor, source: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Each row gets its token's gradient times its weight; each weight the dot product of the two."""
+    """The gradient of a row is its token's gradient times its weight; that of a weight is the dot product of the
+    two."""
     wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
     grad_rows = gather_rows(grad.to(wide), source)
     grad_weights = torch.empty(0, dtype=wide, device=grad.device)
@@ -255,12 +258,12 @@ def unpermute_backward(
 
 
 def permute_weights(weights: Tensor, slot: Tensor, source: Tensor) -> Tensor:
-    """Each weight into its slot."""
+    """Writes each weight to its slot."""
     output = weights.new_zeros(source.shape[0])
     placed = is_placed(slot, source.shape[0])
     return output.index_put((slot[placed].long(),), weights[placed])
 
 
 def permute_weights_backward(grad: Tensor, slot: Tensor) -> Tensor:
-    """Each slot's value back."""
+    """Reads the gradient of each weight from its slot."""
     return gather_rows(grad[:, None], slot.reshape(-1)).view(slot.shape)

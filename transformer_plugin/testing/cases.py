@@ -1,7 +1,7 @@
 """Inputs that every op must handle. Tests, opcheck, sanitizer runs and benchmarks use the same lists.
 
 A case is a name and a function ``make(device, generator) -> tuple of arguments``. It draws data on the CPU, so that
-every device gets the same values.
+every device has the same values.
 """
 
 from __future__ import annotations

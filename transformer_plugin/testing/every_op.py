@@ -1,7 +1,7 @@
-"""A few calls that are right of every op of ``torch.ops.transformer_plugin``, with small arguments by their names.
+"""A few valid calls of every op of ``torch.ops.transformer_plugin``, with small arguments, by name.
 
-Whatever must hold for all of the ops walks this table: what they refuse, what a refused call leaves as it was, what any
-arguments at all do to a process. A test compares it with the registry, so no op is left out.
+Tests of properties that all ops must have use this table: which arguments they refuse, that a refused call changes no
+argument, and that no arguments end the process. A test compares it with the registry, so no op is left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from transformer_plugin.testing.every_op_quantize import (
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an op, by the names of its arguments."""
+    """One call of an op, with its arguments by name."""
 
     op: str
     name: str
@@ -115,7 +115,7 @@ def _operand(
 
 
 def _separate(b: dict[str, Any]) -> dict[str, Any]:
-    """The matrices of a quantized stack, each with scales of its own."""
+    """Returns the matrices of a quantized stack as a list, with separate scales."""
     scales = [scale.view(1) if scale.dim() == 0 else scale for part in b["b_scale"] for scale in part]
     return {**b, "b": list(b["b"]), "b_scale": scales}
 
@@ -214,7 +214,7 @@ def _layer_calls(draw: Draw) -> Calls:
 def _norm_calls(draw: Draw) -> Calls:
     T, _, K, _ = draw.TNKG
     if K == 0:
-        return  # there is nothing to normalise
+        return  # nothing to normalize
     x, weight, bias = draw(T, K), {"weight": draw(K)}, {"bias": draw(K)}
     mean, rstd = {"mean": draw(T)}, {"rstd": draw.rand(T)}
     options = {"eps": 1e-5, "zero_centered": True}
@@ -268,7 +268,7 @@ def _routing_calls(draw: Draw) -> Calls:
 
 
 def _expert_parallel_calls(draw: Draw, indices: Tensor, experts: int, capacity: int) -> Calls:
-    """Of this process alone."""
+    """Calls of the expert-parallel ops in a group of this process only."""
     K = draw.TNKG[2]
     tokens, topk = indices.shape
     group = {"group_name": "", "timeout_ms": 1000}
@@ -298,8 +298,8 @@ def _families(draw: Draw) -> Iterator[Calls]:
 
 
 def calls(sizes: Sizes = SIZES, device: str = "cpu", *, strict: bool = True) -> Iterator[Call]:
-    """The table, of fresh tensors: at least one call for each op. Of sizes that an op refuses, which are no right calls
-    then, there may be fewer, if not `strict`."""
+    """Yields the table with newly drawn tensors: at least one call for each op. If not `strict`, calls whose sizes
+    an op refuses are left out."""
     for family in _families(Draw(sizes, device)):
         try:
             for op, name, arguments in family:
@@ -310,7 +310,7 @@ def calls(sizes: Sizes = SIZES, device: str = "cpu", *, strict: bool = True) -> 
 
 
 def registered() -> dict[str, torch._C.FunctionSchema]:
-    """Every op's schema, by its name."""
+    """Returns the schema of every op, by name."""
     schemas = torch._C._jit_get_all_schemas()
     prefix = "transformer_plugin::"
     return {schema.name.removeprefix(prefix): schema for schema in schemas if schema.name.startswith(prefix)}

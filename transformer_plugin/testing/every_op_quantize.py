@@ -1,4 +1,4 @@
-"""Right calls of the ops that quantize, and what every other part of the table in every_op.py is drawn with."""
+"""Valid calls of the ops that quantize, and the random tensors of the whole table in every_op.py."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Calls = Iterator[tuple[str, str, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Rows of the buffer, features out and in, rows of each group."""
+    """Rows of the buffer, output and input features, and rows of each group."""
 
     T: int = 80
     N: int = 96
@@ -64,7 +64,7 @@ class Draw:
     def _fresh(self, make: Callable[..., Tensor], sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self.device == "meta":
             return torch.empty(sizes, dtype=dtype, device="meta")
-        if math.prod(sizes) > 2**24:  # the same value everywhere
+        if math.prod(sizes) > 2**24:  # one value for all elements
             return make((1,) * len(sizes)).to(dtype).expand(sizes)
         return make(sizes).to(dtype)
 
@@ -81,7 +81,7 @@ class Draw:
         return torch.tensor(values, dtype=torch.int64).to(self.device)
 
     def rows(self) -> Tensor:
-        """Which row each row is: itself."""
+        """Returns the index that selects every row in order."""
         return self._fresh(lambda sizes: torch.arange(sizes[0]), self.TNKG[:1], torch.int64)
 
     def group_sizes(self) -> Tensor:
@@ -93,7 +93,7 @@ class Draw:
         return chosen.to(self.device) if few == tokens else chosen[:1].to(self.device).expand(tokens, topk)
 
 
-#: What the flags of an op say.
+#: Flags of an op that quantizes, by direction.
 DIRECTIONS = {
     "rows": {"rowwise": True, "columnwise": False},
     "columns": {"rowwise": False, "columnwise": True},
@@ -104,7 +104,7 @@ DIRECTIONS = {
 def amaxes_and_seed(
     x: Tensor, key: str, direction: str = "both", sizes: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """The arguments of an op that quantizes ``x`` in these directions, besides ``x``."""
+    """Returns the additional arguments of an op that quantizes ``x`` in a direction: amaxes and a seed."""
     format, more = Format.parse(key), dict[str, Tensor]()
     if format.needs_amax:
         names = {"rows": ["amax"], "columns": ["amax_t"], "both": ["amax", "amax_t"]}[direction]
@@ -117,7 +117,7 @@ def amaxes_and_seed(
 
 
 def quantize_calls(draw: Draw, key: str, is_grouped: bool) -> Calls:
-    """Of one format."""
+    """Yields the calls for one format."""
     T, _, K, _ = draw.TNKG
     format, sizes = Format.parse(key), draw.group_sizes() if is_grouped else None
     name = f"grouped {key}" if is_grouped else key

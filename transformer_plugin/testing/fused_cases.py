@@ -84,10 +84,10 @@ def swiglu_quantize_cases(widths: tuple[int, ...] = ()) -> Iterator[Case]:
             width = widths[i % len(widths)] if widths else (130, 96)[format.startswith("mxfp8")]
             name = f"{len(sizes)}groups-{rows}"
             yield _case(name, rows, width, FLOAT_DTYPES[(i + j) % 3], format, (i + j) % 2 == 1, sizes)
-    yield from _given_amax_cases(widths)
+    yield from _amax_argument_cases(widths)
 
 
-def _given_amax_cases(widths: tuple[int, ...]) -> Iterator[Case]:
+def _amax_argument_cases(widths: tuple[int, ...]) -> Iterator[Case]:
     """Cases of formats whose amax is an argument."""
     of_shapes: tuple[tuple[Any, tuple[str, ...]], ...] = ((SHAPES, TENSOR_FORMATS), (NV_SHAPES, NV_FORMATS))
     for shapes, formats in of_shapes:

@@ -1,4 +1,4 @@
-"""Inputs that the gemm family must get right."""
+"""Inputs of the gemm family."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformer_plugin.testing.cases import FLOAT_DTYPES, Case
 
 @dataclass(frozen=True)
 class GroupedShape:
-    """Rows of each group, rows of the buffer, and the widths."""
+    """Sizes of the groups, rows of the buffer, and the widths."""
 
     name: str
     sizes: tuple[int, ...]
@@ -81,30 +81,30 @@ def integers(
     generator: torch.Generator,
     most: int = 8,
 ) -> Tensor:
-    """Small whole numbers: their FP32 sums are exact, so a product is right to the last bit or wrong."""
+    """Draws small whole numbers: their FP32 sums are exact, so a product is either right to the last bit or wrong."""
     return torch.randint(-most, most + 1, shape, generator=generator).to(dtype).to(device)
 
 
 def normals(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> Tensor:
-    """Normal values, drawn on the CPU in float64 and rounded once."""
+    """Draws normal values on the CPU in float64, and rounds them once."""
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
 
 
 def poison_tail(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """NaN in every row past the groups: what reads them shows it."""
+    """Sets every row past the groups to NaN, so that reading them shows."""
     tensor[sum(sizes) :] = float("nan")
     return tensor
 
 
 def group_sizes(shape: GroupedShape, device: torch.device | str, dtype: torch.dtype = torch.int64) -> Tensor:
-    """The sizes as a tensor on the device."""
+    """Returns the sizes as a tensor on the device."""
     return torch.tensor(shape.sizes, dtype=dtype).to(device)
 
 
 def factors(count: int, device: torch.device, generator: torch.Generator) -> Tensor:
-    """alpha or beta, one for each group: quarters, so that exact sums stay exact; every fourth is 0."""
+    """Draws alpha or beta, one per group: multiples of a quarter, so that exact sums stay exact. Every fourth is 0."""
     values = torch.randint(-8, 9, (count,), generator=generator).float() / 4
     values[3::4] = 0.0
     return values.to(device)
@@ -113,7 +113,8 @@ def factors(count: int, device: torch.device, generator: torch.Generator) -> Ten
 def row_index(
     sizes: Tensor, capacity: int, matrix_rows: int, device: torch.device, generator: torch.Generator
 ) -> Tensor:
-    """The row of a matrix that each place of a buffer takes: some several times, some never. The tail's are wrong."""
+    """Draws the row of a matrix for each row of a buffer: some repeat, some do not occur. Entries of the tail are
+    out of range."""
     index = torch.randint(0, max(1, matrix_rows), (capacity,), generator=generator, dtype=sizes.dtype)
     index[int(sizes.sum()) :] = 2**31 - 1
     return index.to(device)
@@ -159,7 +160,7 @@ def grouped_gemm_cases(
 def grouped_wgrad_cases(
     draw: Any = integers, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
 ) -> Iterator[Case]:
-    """(grad, input, group_sizes), tail rows of both NaN."""
+    """(grad, input, group_sizes); tail rows of both are NaN."""
     for dtype in dtypes:
         for index, shape in enumerate(GROUPED_SHAPES):
 
@@ -178,7 +179,7 @@ def grouped_wgrad_cases(
 
 
 def apart(stack: Tensor) -> list[Tensor]:
-    """The matrices of a stack, each in memory of its own, in another order there."""
+    """Returns the matrices of a stack in separate memory, allocated in another order."""
     groups = stack.shape[0]
     order = [(7 * g + 3) % groups for g in range(groups)] if groups % 7 else list(range(groups))[::-1]
     matrices = {g: stack[g].clone() for g in order}
@@ -188,7 +189,7 @@ def apart(stack: Tensor) -> list[Tensor]:
 def grouped_gemm_list_cases(
     draw: Any = integers, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
 ) -> Iterator[Case]:
-    """Those of :func:`grouped_gemm_cases` that have 1 to 1024 groups, with ``b`` as a list."""
+    """The cases of :func:`grouped_gemm_cases` with 1 to 1024 groups, with ``b`` as a list."""
     for case in grouped_gemm_cases(draw, dtypes):
         if "no-groups" in case.name or "1100-groups" in case.name:
             continue
@@ -203,7 +204,7 @@ def grouped_gemm_list_cases(
 def grouped_wgrad_list_cases(
     draw: Any = integers, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
 ) -> Iterator[Case]:
-    """Those of :func:`grouped_wgrad_cases` that have 1 to 1024 groups."""
+    """The cases of :func:`grouped_wgrad_cases` with 1 to 1024 groups."""
     for case in grouped_wgrad_cases(draw, dtypes):
         if "no-groups" not in case.name and "1100-groups" not in case.name:
             yield case
@@ -251,17 +252,17 @@ def gemm_cases(draw: Any = integers) -> Iterator[Case]:
 def quantized_arguments(
     a: tuple[Any, ...], b: tuple[Any, ...], a_format: str, b_format: str, names: tuple[str, str] = ("a", "b")
 ) -> dict[str, Any]:
-    """What products take of two operands ``(data, scale)`` or ``(data, scale, amax)``, each a tensor or a list of them,
-    by the names of arguments."""
-    given: dict[str, Any] = {}
+    """Returns, by name, the arguments of a product for two operands ``(data, scale)`` or ``(data, scale, amax)``.
+    Each entry is a tensor or a list of tensors."""
+    arguments: dict[str, Any] = {}
     for name, (data, *scales), format in zip(names, (a, b), (a_format, b_format), strict=True):
         tensors = [t for scale in scales if scale is not None for t in listed(scale)]
-        given |= {name: data, f"{name}_scale": tensors, f"{name}_format": format}
-    return given
+        arguments |= {name: data, f"{name}_scale": tensors, f"{name}_format": format}
+    return arguments
 
 
 def wgrad_arguments(
     grad: tuple[Any, ...], input: tuple[Any, ...], grad_format: str, input_format: str
 ) -> dict[str, Any]:
-    """The same of the operands of a weight gradient, quantized along columns."""
+    """Returns the same for the column-wise quantized operands of a weight gradient."""
     return quantized_arguments(grad, input, grad_format, input_format, ("grad", "input"))

@@ -1,5 +1,5 @@
-"""Inputs that the products ending in SwiGLU must get right: ragged rows, features that end within a tile or a box, both
-orders of columns."""
+"""Inputs of the products with a SwiGLU epilogue: ragged rows, features that end inside a tile or a TMA box, and
+both orders of columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from transformer_plugin.testing.cases import BLOCK_FORMATS, FLOAT_DTYPES, Case
 from transformer_plugin.testing.gemm_cases import GroupedShape, group_sizes, integers, poison_tail
 
-# n is F, the features; k what is summed over.
+# n is F, the number of features; k is the reduction dimension.
 SWIGLU_SHAPES = (
     GroupedShape("one-group", (9,), 9, 16, 24),
     GroupedShape("odd-widths", (5, 3, 130), 140, 33, 17),
@@ -36,8 +36,11 @@ SWIGLU_SHAPES = (
 ORDERS = (0, 32)
 
 
-def _walk(dtypes: tuple[torch.dtype, ...]) -> Iterator[tuple[str, GroupedShape, torch.dtype, int, int]]:
-    """Every shape in every dtype and in the orders that its features allow, and a number."""
+def _shapes_and_orders(
+    dtypes: tuple[torch.dtype, ...],
+) -> Iterator[tuple[str, GroupedShape, torch.dtype, int, int]]:
+    """Yields every shape in every dtype with the column orders that its features support, and the index of the
+    shape."""
     for dtype in dtypes:
         for index, shape in enumerate(SWIGLU_SHAPES):
             for interleave in ORDERS:
@@ -49,8 +52,9 @@ def _walk(dtypes: tuple[torch.dtype, ...]) -> Iterator[tuple[str, GroupedShape, 
 def grouped_gemm_swiglu_cases(
     draw: Any = integers, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
 ) -> Iterator[Case]:
-    """(a, b, group_sizes, probs, bias, interleave), tail rows of ``a`` and ``probs`` NaN; without some in turn."""
-    for name, shape, dtype, interleave, index in _walk(dtypes):
+    """(a, b, group_sizes, probs, bias, interleave). Tail rows of ``a`` and ``probs`` are NaN; some cases have no
+    probs or bias."""
+    for name, shape, dtype, interleave, index in _shapes_and_orders(dtypes):
 
         def make(
             device: torch.device,
@@ -62,7 +66,9 @@ def grouped_gemm_swiglu_cases(
         ) -> tuple[Any, ...]:
             groups = len(shape.sizes)
             a = poison_tail(draw((shape.rows, shape.k), dtype, device, generator), shape.sizes)
-            b = draw((groups, 2 * shape.n, shape.k), dtype, device, generator) / 32  # no exp underflows
+            b = (
+                draw((groups, 2 * shape.n, shape.k), dtype, device, generator) / 32
+            )  # so that exp does not underflow
             bias = draw((groups, 2 * shape.n), torch.float32, device, generator) / 4 if index % 2 else None
             probs = None
             if index % 3 != 1:
@@ -76,10 +82,10 @@ def grouped_gemm_swiglu_cases(
 def grouped_gemm_swiglu_quantize_cases(
     draw: Any = integers, dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
 ) -> Iterator[Case]:
-    """(a, b, group_sizes, format, probs, bias, interleave) as grouped_gemm_swiglu's, each in three of the formats that
-    its features allow; in either order of columns two dtypes have all of them."""
-    walk = zip(_walk(dtypes), grouped_gemm_swiglu_cases(draw, dtypes), strict=True)
-    for (_, shape, dtype, interleave, index), case in walk:
+    """(a, b, group_sizes, format, probs, bias, interleave): the cases of grouped_gemm_swiglu, each with three of
+    the formats that its features support. Over two dtypes, each order of columns has all formats."""
+    combinations = zip(_shapes_and_orders(dtypes), grouped_gemm_swiglu_cases(draw, dtypes), strict=True)
+    for (_, shape, dtype, interleave, index), case in combinations:
         allowed = [format for format in BLOCK_FORMATS if shape.n % 32 == 0 or not format.startswith("mxfp8")]
         first = 3 * (dtypes.index(dtype) + index + interleave // 32)
         for i in range(first, first + 3):

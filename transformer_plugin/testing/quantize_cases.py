@@ -52,7 +52,7 @@ SHAPES: list[tuple[int, ...]] = [
     (260, 258),
 ]
 STACKS: list[tuple[int, ...]] = [(0, 3, 4), (2, 0, 3), (3, 130, 17), (2, 4, 260)]
-# Widths that mxfp8 takes: see width_for.
+# Widths that mxfp8 supports: see width_for.
 MX_SHAPES: list[tuple[int, ...]] = [
     (0, 32),
     (5, 0),
@@ -63,7 +63,7 @@ MX_SHAPES: list[tuple[int, ...]] = [
     (260, 288),
 ]
 MX_STACKS: list[tuple[int, ...]] = [(0, 3, 32), (2, 0, 64), (3, 130, 32), (2, 4, 288)]
-# Rows and columns in whole blocks of 16, which nvfp4 wants of a matrix in both directions.
+# Rows and columns in whole blocks of 16, which nvfp4 requires for both directions.
 NV_SHAPES: list[tuple[int, ...]] = [
     (0, 16),
     (32, 0),
@@ -75,13 +75,14 @@ NV_SHAPES: list[tuple[int, ...]] = [
 ]
 NV_STACKS: list[tuple[int, ...]] = [(0, 16, 32), (2, 0, 64), (3, 144, 16), (2, 16, 272)]
 
-#: Of fp8_row, whose scales are those of the last dimension; from 1024 on, widths at which a GPU takes other kernels.
+#: Shapes for fp8_row, which has one scale per row. From 1024 columns on, a GPU uses other kernels for some
+#: widths.
 PER_ROW_SHAPES: tuple[tuple[int, ...], ...] = (
     (1, 5), (1, 0), (0, 7), (3, 0), (1, 1), (17, 127), (9, 128), (3, 5, 40), (2, 0, 8), (9, 512), (5, 516), (9, 1024),
     (5, 1032), (3, 2056), (3, 4100), (2, 8192), (2, 8200), (2, 16384), (2, 16392), (1, 16385),
 )  # fmt: skip
 
-# Sizes, and rows of the buffer past their sum.
+# Group sizes, and rows of the buffer past their sum.
 GROUPS = [
     ([], 0),
     ([], 7),
@@ -94,7 +95,7 @@ GROUPS = [
     ([129, 257, 1], 0),  # 1 modulo 128
     ([2, 0, 1, 3] * 64, 40),  # 256 groups
 ]
-# Of nvfp4, whose transposed copies want groups of whole blocks.
+# Groups for nvfp4, whose transposed copies require groups of whole blocks.
 NV_GROUPS = [
     ([], 0),
     ([], 16),
@@ -110,25 +111,27 @@ NV_GROUPS = [
 
 
 def width_for(columns: int, *formats: str) -> int:
-    """``columns``, or the next multiple that all of the formats take: mxfp8 and nvfp4 want whole blocks."""
+    """Returns ``columns`` rounded up to a width that all of the formats support: mxfp8 and nvfp4 require whole
+    blocks."""
     blocks = [NV_BLOCK for f in formats if f.startswith("nvfp4")]
     blocks += [MX_BLOCK for f in formats if f.startswith("mxfp8")]
     return -(-columns // max(blocks)) * max(blocks) if blocks else columns
 
 
 def rows_for(rows: int, *formats: str) -> int:
-    """``rows``, or the next multiple of them of which all of the formats have a transposed copy."""
+    """Returns ``rows`` rounded up to a number for which all of the formats have a transposed copy."""
     return -(-rows // NV_BLOCK) * NV_BLOCK if any(f.startswith("nvfp4") for f in formats) else rows
 
 
-#: The flags of ops that quantize, for the columns alone and for both directions. Without any, rows alone.
+#: Flags of ops that quantize: column-wise only, and both directions. Without flags, row-wise only.
 COLUMNS = {"rowwise": False, "columnwise": True}
 BOTH = {"columnwise": True}
 
 
 def extras(input: Tensor, format: str, group_sizes: Tensor | None = None) -> dict[str, Tensor]:
-    """The arguments of ``quantize`` in both directions besides the input, by name: the amaxes (of the columns where the
-    rows are whole blocks) and a seed, on the device of the input; nothing for formats without."""
+    """Returns the additional arguments of ``quantize`` in both directions, by name: amaxes and a seed if the format
+    needs them, on the device of the input. ``amax_t`` is included only if the number of rows is a multiple of the
+    block."""
     fmt, more = Format.parse(format), dict[str, Tensor]()
     if fmt.needs_amax:
         sizes = None if group_sizes is None else group_sizes.cpu()
@@ -144,25 +147,26 @@ def extras(input: Tensor, format: str, group_sizes: Tensor | None = None) -> dic
 
 
 def rows_of(extras: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The part of :func:`extras` that ``quantize`` takes for the rows alone."""
+    """Returns the part of :func:`extras` that row-wise ``quantize`` needs."""
     return {name: value for name, value in extras.items() if name != "amax_t"}
 
 
 def columns_of(extras: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The part of :func:`extras` that ``quantize`` takes for the columns alone. One amax without another serves both
-    directions."""
+    """Returns the part of :func:`extras` that column-wise ``quantize`` needs. If there is only one amax, it serves
+    both directions."""
     rows_alone = "amax" if "amax_t" in extras else ""
     return {name: value for name, value in extras.items() if name != rows_alone}
 
 
 def amax_of(extras: dict[str, Tensor], transposed: bool = False) -> dict[str, Tensor]:
-    """The part of :func:`extras` that ``dequantize`` takes."""
+    """Returns the part of :func:`extras` that ``dequantize`` needs."""
     name = "amax_t" if transposed else "amax"
     return {"amax": extras[name]} if name in extras else {}
 
 
 def special_values() -> Tensor:
-    """float32: ties and neighbours of both elements, ends of the range, zeros of both signs, inf, NaN."""
+    """Returns float32 values: ties and neighbors of both FP8 types, ends of the range, zeros of both signs, inf,
+    NaN."""
     grid = [
         float.fromhex(f"0x1.{m:x}p{e}") * s
         for m in range(16)
@@ -175,7 +179,8 @@ def special_values() -> Tensor:
 
 
 def special_matrix(dtype: torch.dtype, columns: int = 260) -> Tensor:
-    """Rows of edges: a NaN, an inf, all NaN, all zero, tiny and huge values. At least 131 columns."""
+    """Returns rows of extreme values: a NaN, an inf, all NaN, all zero, tiny and huge. Requires at least 131
+    columns."""
     rows = torch.randn(16, columns, generator=torch.Generator().manual_seed(3))
     rows[1, 5] = float("nan")
     rows[2, 130] = float("inf")
@@ -200,8 +205,8 @@ def _case(name: str, shape: tuple[int, ...], dtype: torch.dtype, format: str, sc
 
 
 def quantize_cases() -> Iterator[Case]:
-    """Input and format of quantize in any directions: shapes by formats, dtypes in turn. :func:`extras` gives the
-    amaxes and seeds of nvfp4."""
+    """Input and format of quantize in any direction: shapes by formats, with alternating dtypes. :func:`extras`
+    returns the amaxes and seeds for nvfp4."""
     for shapes, formats in (
         (SHAPES + STACKS, FORMATS),
         (MX_SHAPES + MX_STACKS, MX_FORMATS),
@@ -240,7 +245,7 @@ def _grouped_case(
 
 
 def grouped_quantize_cases() -> Iterator[Case]:
-    """Arguments of the grouped ops. The tail is poisoned with NaN and 1e4, which must reach no amax."""
+    """Arguments of quantize with group sizes. Tail rows contain NaN and 1e4, which must not affect any amax."""
     for groups, formats in (
         (GROUPS, GROUPED_FORMATS + GROUPED_MX_FORMATS),
         (NV_GROUPS, GROUPED_NV_FORMATS),
@@ -256,7 +261,7 @@ def grouped_quantize_cases() -> Iterator[Case]:
 
 
 def per_row_cases() -> Iterator[Case]:
-    """Input and format of quantize with fp8_row: every shape, dtype and option, rows of magnitudes that differ."""
+    """Input and format of quantize with fp8_row: every shape, dtype and option, with rows of different magnitudes."""
     for dtype in FLOAT_DTYPES:
         for index, shape in enumerate(PER_ROW_SHAPES):
             for format in PER_ROW_FORMATS[index % 2 :: 2]:
@@ -276,7 +281,7 @@ def per_row_cases() -> Iterator[Case]:
 
 
 def grouped_per_row_cases() -> Iterator[Case]:
-    """The same of ragged matrices, whose tails hold NaN and 1e4."""
+    """Arguments of quantize with fp8_row and group sizes. Tail rows contain NaN and 1e4."""
     for i, (sizes, tail) in enumerate(GROUPS):
         for j, format in enumerate(PER_ROW_FORMATS):
             columns = (130, 16, 33, 0 if tail == 3 else 257, 1032)[(i + j) % 5]

@@ -1,4 +1,4 @@
-"""Inputs that products of FP8 with a scale for each row must get right."""
+"""Inputs of products in fp8_row: FP8 data with one scale per row."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from transformer_plugin.testing.gemm_cases import (
 )
 
 
-def row_codes(
+def rowwise_quantized(
     shape: tuple[int, ...],
     device: torch.device,
     generator: torch.Generator,
     dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> tuple[Tensor, Tensor]:
     """Quantized normal values with one scale per row, chosen so that float16 can hold the products."""
-    codes = (normals(shape, torch.float32, torch.device("cpu"), generator) * 8).to(dtype).to(device)
-    return codes, 2.0 ** (randn(shape[:-1], torch.float32, device, generator, 2.0) - 6)
+    data = (normals(shape, torch.float32, torch.device("cpu"), generator) * 8).to(dtype).to(device)
+    return data, 2.0 ** (randn(shape[:-1], torch.float32, device, generator, 2.0) - 6)
 
 
-def poison_codes(codes: Tensor, sizes: tuple[int, ...]) -> Tensor:
+def poison_quantized_tail(data: Tensor, sizes: tuple[int, ...]) -> Tensor:
     """Sets every row past the groups to NaN."""
-    codes.view(torch.uint8)[sum(sizes) :] = 0x7F
-    return codes
+    data.view(torch.uint8)[sum(sizes) :] = 0x7F
+    return data
 
 
 def grouped_gemm_rowwise_cases() -> Iterator[Case]:
@@ -52,8 +52,8 @@ def grouped_gemm_rowwise_cases() -> Iterator[Case]:
                 size_dtype: torch.dtype = (torch.int64, torch.int32)[index % 2],
             ) -> tuple[Any, ...]:
                 groups = len(shape.sizes)
-                a, a_scale = row_codes((shape.rows, shape.k), device, generator, dtype)
-                b, b_scale = row_codes((groups, shape.n, shape.k), device, generator)
+                a, a_scale = rowwise_quantized((shape.rows, shape.k), device, generator, dtype)
+                b, b_scale = rowwise_quantized((groups, shape.n, shape.k), device, generator)
                 more: dict[str, Tensor] = {}
                 if extra != "plain":
                     more["bias"] = normals((groups, shape.n), torch.bfloat16, device, generator)
@@ -63,6 +63,6 @@ def grouped_gemm_rowwise_cases() -> Iterator[Case]:
                     more["alpha"] = normals((groups,), torch.float32, device, generator)
                 poison_tail(a_scale, shape.sizes)
                 sizes = group_sizes(shape, device, size_dtype)
-                return poison_codes(a, shape.sizes), a_scale, b, b_scale, sizes, more
+                return poison_quantized_tail(a, shape.sizes), a_scale, b, b_scale, sizes, more
 
             yield Case(f"{shape.name}-{extra}", make)
