@@ -37,19 +37,24 @@ def test_valid_calls_are_accepted(call: Call) -> None:
 
 @pytest.mark.parametrize("call", CALLS, ids=IDS)
 def test_refused_call_names_its_op_and_writes_nothing(call: Call) -> None:
+    tried = refused = 0
     for change, arguments in changes(call):
         if call.op == "rms_norm" and change.endswith(": nested"):
             continue  # for nested tensors, torch's own rms_norm handles the call
         before = bytes_of(arguments)
+        tried += 1
         try:
             getattr(ops, call.op)(**arguments)
         except (ValueError, TypeError) as error:
+            refused += 1
             assert re.match(
                 rf"transformer_plugin::{call.op}: argument '[\w\[\]]+': expected .*, got .*\. \S",
                 str(error),
                 re.DOTALL,
             ), f"{change}: {error}"
             assert_same_bytes(arguments, before, change)
+    # some changes are valid calls; compare_call has no tensors, and one rank agrees with itself
+    assert 4 * refused >= tried or call.op == "compare_call"
 
 
 @pytest.mark.parametrize("call", CALLS, ids=IDS)
