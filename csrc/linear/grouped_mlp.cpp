@@ -91,6 +91,8 @@ struct SavedTensors {
 // the next allocation.
 Tensor forward_of(const MlpArguments& mlp, const OperandFormats& formats, const NeedsGrad& wanted,
                   SavedTensors& kept) {
+  check_quantizable(mlp, formats, wanted.fc1_weight || wanted.fc2_weight);
+  const BelowAutograd guard;
   QuantizedOperand input =
       quantize_role(mlp.input, mlp.group_sizes, formats.input, formats.input_key, true, wanted.fc1_weight);
   QuantizedWeight fc1 = quantize_role_weight(mlp.fc1_weight, mlp.quantized_fc1, formats, wanted.input);
@@ -126,7 +128,6 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
     NeedsGrad wanted{input.requires_grad(), fc1_weight.requires_grad(), fc2_weight.requires_grad()};
     wanted.linear = wanted.input || wanted.fc1_weight || wants_grad(fc1_bias) || probs.requires_grad();
     const bool scales_bias = fc2_bias && probs.requires_grad();
-    const BelowAutograd guard;
     SavedTensors kept;
     const Tensor output = forward_of(mlp, formats, wanted, kept);
     ctx->save_for_backward({kept.input.data, kept.input.scale, kept.input.amax, kept.activation.data,
@@ -268,60 +269,54 @@ class GroupedMlpFunction : public DifferentiableOnce<GroupedMlpFunction> {
   }
 };
 
-struct Keys {
-  std::string_view input, weight, grad;
-};
-
-OperandFormats checked_formats(const MlpArguments& mlp, const Keys& keys) {
-  return check_grouped_mlp(mlp, keys.input, keys.weight, keys.grad);
-}
-
-Tensor meta(const MlpArguments& mlp, const Keys& keys) {
-  checked_formats(mlp, keys);
-  return empty(mlp.input, mlp.input.sym_sizes(), mlp.input.scalar_type());
-}
-
-Tensor run(const MlpArguments& mlp, const Keys& keys) {
-  const OperandFormats formats = checked_formats(mlp, keys);
-  check_quantizable(mlp, formats, false);
+// Calls the op below autograd.
+Tensor redispatch(const MlpArguments& mlp, const OperandFormats& formats) {
+  using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                           const OptionalTensor&, const OptionalTensor&, std::string_view, std::string_view,
+                           std::string_view, OptionalList, OptionalList, int64_t, int64_t, int64_t);
+  static const auto op = find_op<Signature>(kOp);
   const BelowAutograd guard;
-  SavedTensors nothing;
-  return forward_of(mlp, formats, {}, nothing);
+  return op.call(mlp.input, mlp.fc1_weight, mlp.fc2_weight, mlp.group_sizes, mlp.probs, mlp.fc1_bias,
+                 mlp.fc2_bias, formats.input_key, formats.weight_key, formats.grad_key, mlp.quantized_fc1,
+                 mlp.quantized_fc2, mlp.interleave, mlp.options.max_sms, mlp.options.expected_rows);
 }
 
-Tensor differentiable(const MlpArguments& mlp, const Keys& keys) {
-  const auto& [input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias, quantized_fc1,
-               quantized_fc2, interleave, options] = mlp;
-  if (!any_wants_grad(input, fc1_weight, fc2_weight, probs, fc1_bias, fc2_bias)) {
-    using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                             const OptionalTensor&, const OptionalTensor&, std::string_view, std::string_view,
-                             std::string_view, OptionalList, OptionalList, int64_t, int64_t, int64_t);
-    static const auto op = find_op<Signature>(kOp);
-    const BelowAutograd guard;
-    return op.call(input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias, keys.input,
-                   keys.weight, keys.grad, quantized_fc1, quantized_fc2, interleave, options.max_sms,
-                   options.expected_rows);
-  }
-  check_quantizable(mlp, checked_formats(mlp, keys),
-                    fc1_weight.requires_grad() || fc2_weight.requires_grad());
-  return GroupedMlpFunction::apply(input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias,
-                                   keys.input, keys.weight, keys.grad, quantized_fc1, quantized_fc2,
-                                   interleave, options.max_sms, options.expected_rows);
-}
+enum class Kernel { kCompute, kMeta, kAutograd };
 
-template <Tensor (*run_op)(const MlpArguments&, const Keys&)>
+template <Kernel kernel>
 Tensor grouped_mlp(const Tensor& input, const Tensor& fc1_weight, const Tensor& fc2_weight,
                    const Tensor& group_sizes, const Tensor& probs, const OptionalTensor& fc1_bias,
                    const OptionalTensor& fc2_bias, std::string_view input_format,
                    std::string_view weight_format, std::string_view grad_format, OptionalList quantized_fc1,
                    OptionalList quantized_fc2, int64_t interleave, int64_t max_sms, int64_t expected_rows) {
-  return run_op({input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias, quantized_fc1,
-                 quantized_fc2, interleave, LaunchOptions{max_sms, expected_rows}},
-                {input_format, weight_format, grad_format});
+  const MlpArguments mlp{input,
+                         fc1_weight,
+                         fc2_weight,
+                         group_sizes,
+                         probs,
+                         fc1_bias,
+                         fc2_bias,
+                         quantized_fc1,
+                         quantized_fc2,
+                         interleave,
+                         {max_sms, expected_rows}};
+  if constexpr (kernel == Kernel::kAutograd) {
+    if (any_wants_grad(input, fc1_weight, fc2_weight, probs, fc1_bias, fc2_bias)) {
+      check_grouped_mlp(mlp, input_format, weight_format, grad_format);
+      return GroupedMlpFunction::apply(input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias,
+                                       input_format, weight_format, grad_format, quantized_fc1, quantized_fc2,
+                                       interleave, max_sms, expected_rows);
+    }
+    return redispatch(mlp, {input_format, weight_format, grad_format, {}, {}, {}});
+  }
+  const OperandFormats formats = check_grouped_mlp(mlp, input_format, weight_format, grad_format);
+  if constexpr (kernel == Kernel::kMeta) return empty(input, input.sym_sizes(), input.scalar_type());
+  SavedTensors nothing;
+  return forward_of(mlp, formats, {}, nothing);
 }
 
 }  // namespace
 
-TP_IMPL(kOp, grouped_mlp<run>, grouped_mlp<meta>, grouped_mlp<differentiable>);
+TP_IMPL(kOp, grouped_mlp<Kernel::kCompute>, grouped_mlp<Kernel::kMeta>, grouped_mlp<Kernel::kAutograd>);
 
 }  // namespace transformer_plugin::linear
