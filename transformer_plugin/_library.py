@@ -33,42 +33,70 @@ def load() -> None:
             _name_wrong_types(getattr(torch.ops.transformer_plugin, op).default)
 
 
-_MISMATCH = re.compile(
-    r"(transformer_plugin::\w+)\(\) Expected a value of type '([^']+)' for argument '(\w+)' but instead found "
-    r"type '([^']+)'"
-)
+_MISMATCH = re.compile(r"transformer_plugin::\w+\(\) Expected a value of type '[^']+' for argument '(\w+)'")
 _TYPES = {
     "Tensor": "a tensor",
-    "Optional[Tensor]": "a tensor or None",
-    "List[Tensor]": "a list of tensors",
-    "Optional[List[Tensor]]": "a list of tensors or None",
     "str": "a string",
     "bool": "True or False",
-    "int": "an integer",
+    "int": "an integer of 64 bits",
+    "SymInt": "an integer of 64 bits",
     "float": "a number",
+    "ScalarType": "a torch.dtype",
+    "List[Tensor]": "a list of tensors",
+    "List[str]": "a list of strings",
 }
+
+
+def _expected(argument: torch.Argument) -> str:
+    name = str(argument.real_type)
+    optional = re.fullmatch(r"Optional\[(.*)\]", name)
+    text = _TYPES.get(optional[1] if optional else name, name)
+    return f"{text} or None" if optional else text
+
+
+def _got(value: object) -> str:
+    if isinstance(value, int | float | str):
+        return repr(value)
+    name = type(value).__name__
+    if isinstance(value, list | tuple):
+        return f"{name} of {', '.join(sorted({type(x).__name__ for x in value})) or 'nothing'}"
+    return name
 
 
 def _name_wrong_types(overload: torch._ops.OpOverload) -> None:
     """Gives an op its own error for an argument of a type that its schema does not have. Torch's error comes before any
     code of the op is reached, and quotes the whole schema."""
     call: Callable[..., Any] = overload._op
+    arguments = overload._schema.arguments
+
+    def mistaken(error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """The error in the package's words, of a call that torch refused before the op ran."""
+        values = {**{a.name: x for a, x in zip(arguments, args, strict=False)}, **kwargs}
+        if isinstance(error, NotImplementedError):  # no argument is a tensor, so torch finds no kernel
+            missing = next(
+                (a for a in arguments if str(a.type) == "Tensor" and values.get(a.name) is None), None
+            )
+        else:
+            found = _MISMATCH.match(str(error))
+            missing = next((a for a in arguments if found and a.name == found[1]), None)
+        if missing is None:
+            return None
+        expected = _expected(missing)
+        advice = f"Pass {expected}"
+        if missing.name == "group_sizes":
+            advice = "Make one tensor of the sizes for many calls: torch.tensor(sizes, device=input.device)"
+        got = _got(values.get(missing.name))
+        return (
+            f"{overload._schema.name}: argument '{missing.name}': expected {expected}, got {got}. {advice}."
+        )
 
     def named(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
         except RuntimeError as error:
-            found = _MISMATCH.match(str(error))
-            if found is None:
+            message = mistaken(error, args, kwargs)
+            if message is None:
                 raise
-            op, type_name, argument, got = found.groups()
-            expected = _TYPES.get(type_name, type_name)
-            advice = f"Pass {expected}"
-            if argument == "group_sizes":
-                advice = (
-                    "Make one tensor of the sizes for many calls: torch.tensor(sizes, device=input.device)"
-                )
-            message = f"{op}: argument '{argument}': expected {expected}, got {got}. {advice}."
         raise TypeError(message)
 
     overload._op = named

@@ -145,6 +145,8 @@ class Format:
         if self.square_blocks and self.family not in _WIDTHS:
             expected = "False unless the family is fp8_block, mxfp8 or nvfp4"
             raise _error("square_blocks", expected, "True", "Leave it out")
+        if not isinstance(self.epsilon, int | float):
+            raise _error("epsilon", "a number", repr(self.epsilon), "Use 0 for none")
         object.__setattr__(self, "epsilon", float32(self.epsilon))
         if not (0.0 <= self.epsilon < math.inf):
             raise _error(
@@ -182,12 +184,8 @@ class Format:
                     "Leave it out",
                 )
             if self.epsilon > 0:
-                raise _error(
-                    "epsilon",
-                    f"0 for {self.family}, whose scales have no bound",
-                    str(self.epsilon),
-                    "Leave it out",
-                )
+                expected = f"0 for {self.family}, whose scales have no bound"
+                raise _error("epsilon", expected, str(self.epsilon), "Leave it out")
         if self.power_of_two_scales is None:
             object.__setattr__(self, "power_of_two_scales", default)
 
@@ -200,12 +198,8 @@ class Format:
         if self.tiled_scales and self.family not in ("mxfp8", "nvfp4"):
             raise _error("tiled_scales", "False unless the family is mxfp8 or nvfp4", "True", "Leave it out")
         if self.aligned_groups and self.family not in ("fp8_tensor", "fp8_block"):
-            raise _error(
-                "aligned_groups",
-                "False unless the family is fp8_tensor or fp8_block",
-                "True",
-                "Leave it out",
-            )
+            expected = "False unless the family is fp8_tensor or fp8_block"
+            raise _error("aligned_groups", expected, "True", "Leave it out")
         if self.nonfinite_is_nan and self.family == "none":
             raise _error(
                 "nonfinite_is_nan", "False for none, whose products are IEEE's", "True", "Leave it out"
@@ -223,6 +217,10 @@ class Format:
     @classmethod
     def parse(cls, key: str) -> Format:
         """The format that ``key`` names, the last of repeated options; ValueError when it names none."""
+        if not isinstance(key, str):
+            raise _error(
+                "key", "a string such as 'fp8_block'", type(key).__name__, "A Format has one: format.key"
+            )
         family, colon, options = key.partition(":")
         values: dict[str, object] = {}
         valid = family in FAMILIES and (colon == "" or (options != "" and family != "none"))

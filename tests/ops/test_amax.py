@@ -200,13 +200,11 @@ def no_use(key: str, got: str) -> str:
     ("op", "arguments", "error", "text"),
     [
         (ops.amax, (ONES, "fp8_block"), ValueError,
-         "amax: argument 'format': expected a format that scales by the largest magnitude of more than a "
-         "block, fp8_tensor or nvfp4, got 'fp8_block'. Other formats take no amax: quantize "
-         "finds their scales itself."),
+         "amax: argument 'format': expected a format whose ops take an amax as an argument, fp8_tensor "
+         "or nvfp4, got 'fp8_block'. For other formats quantize computes every scale itself."),
         (partial(ops.amax, **COLUMNS), (ONES, "mxfp8"), ValueError,
-         "amax: argument 'format': expected a format that scales by the largest magnitude of more "
-         "than a block, fp8_tensor or nvfp4, got 'mxfp8'. Other formats take no amax: quantize "
-         "finds their scales itself."),
+         "amax: argument 'format': expected a format whose ops take an amax as an argument, fp8_tensor "
+         "or nvfp4, got 'mxfp8'. For other formats quantize computes every scale itself."),
         (partial(ops.amax, **BOTH), (ONES, "bf16"), ValueError,
          "amax: argument 'format': expected a format with scales, fp8_tensor, fp8_row, fp8_block, mxfp8 or nvfp4, got "
          "'bf16'. Use the unquantized tensor, or convert it with .to()."),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from transformer_plugin import ops
+from transformer_plugin.testing.gemm_cases import quantized_arguments, wgrad_arguments
+from transformer_plugin.testing.quantize_cases import amax_of, columns_of, extras, rows_of
 
 _ops = torch.ops.transformer_plugin
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -15,6 +18,10 @@ FP8 = "fp8_block"
 PRODUCTS = ["forward", "data_grad", "weight_grad"]
 by_product = pytest.mark.parametrize("product", PRODUCTS)
 SMS = 132
+KEYS = (
+    *("fp8_tensor", "fp8_tensor:e5m2,aligned", "fp8_row", "fp8_row:e5m2", "fp8_block", "fp8_block:square"),
+    *("fp8_block:aligned", "mxfp8", "mxfp8:square", "nvfp4", "nvfp4:square", "nvfp4:rht", "nvfp4:row_scaled"),
+)
 
 
 def plan(product: str = "forward", **changed: Any) -> ops.GroupedGemmPlan:
@@ -241,3 +248,40 @@ def test_plan_errors(changed: dict[str, Any], error: type[Exception], text: str)
     with pytest.raises(error) as caught:
         plan(**changed)
     assert str(caught.value) == f"transformer_plugin::grouped_gemm_plan: argument {text}"
+
+
+def op_of_pair(product: str, a_format: str, b_format: str) -> None:
+    """Runs a small product of operands in these formats, in groups of 16 rows."""
+    sizes, a, b = torch.tensor([16, 16]), torch.ones(32, 32), torch.ones(2, 32, 32)
+    weight_grad = product == "weight_grad"
+
+    def quantized(x: torch.Tensor, format: str, groups: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        more = extras(x, format, groups)
+        if not weight_grad:
+            return *ops.quantize(x, format, groups, **rows_of(more)), *amax_of(more).values()
+        values = ops.quantize(x, format, groups, **columns_of(more), rowwise=False, columnwise=True)
+        return *values, *amax_of(more, transposed=True).values()
+
+    if weight_grad:
+        operands = quantized(a, a_format, sizes), quantized(a, b_format, sizes)
+        ops.grouped_gemm_wgrad(**wgrad_arguments(*operands, a_format, b_format), group_sizes=sizes)
+    else:
+        operands = quantized(a, a_format, sizes), quantized(b, b_format, None)
+        ops.grouped_gemm(**quantized_arguments(*operands, a_format, b_format), group_sizes=sizes)
+
+
+def is_refused(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except ValueError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("product", ["forward", "weight_grad"])
+@pytest.mark.parametrize("a_format", KEYS)
+def test_plan_refuses_what_the_op_refuses(product: str, a_format: str) -> None:
+    for b_format in KEYS:
+        with_op = is_refused(lambda b=b_format: op_of_pair(product, a_format, b))
+        with_plan = is_refused(lambda b=b_format: plan(product, a_format=a_format, b_format=b, groups=2))
+        assert with_op == with_plan, b_format

@@ -262,7 +262,7 @@ DATA, SCALE = (t.clone() for t in ops.quantize(ONES, "fp8_block"))
     ("op", "arguments", "error", "text"),
     [
         (ops.quantize_out, (ONES, "fp8_block", [DATA.float(), SCALE]), TypeError,
-         "argument 'out[0]': expected one of the dtypes float8_e4m3fn, got float32. Convert it with .to() first."),
+         "argument 'out[0]': expected one of the dtypes float8_e4m3fn, got float32. Allocate it as quantize does."),
         (ops.quantize_out, (ONES, "fp8_block", [DATA[:3], SCALE]), ValueError,
          "argument 'out[0]': expected a contiguous tensor of sizes [4, 64], got float8_e4m3fn[3, 64] on cpu with "
          "strides [64, 1]. Allocate it as quantize does."),
@@ -270,9 +270,9 @@ DATA, SCALE = (t.clone() for t in ops.quantize(ONES, "fp8_block"))
          "argument 'out[0]': expected a contiguous tensor of sizes [4, 64], got float8_e4m3fn[4, 64] on cpu with "
          "strides [1, 4]. Allocate it as quantize does."),
         (ops.quantize_out, (ONES, "fp8_block", [DATA, SCALE.double()]), TypeError,
-         "argument 'out[1]': expected one of the dtypes float32, got float64. Convert it with .to() first."),
+         "argument 'out[1]': expected one of the dtypes float32, got float64. Allocate it as quantize does."),
         (ops.quantize_out, (ONES, "mxfp8", [DATA, SCALE]), TypeError,
-         "argument 'out[1]': expected one of the dtypes float8_e8m0fnu, got float32. Convert it with .to() first."),
+         "argument 'out[1]': expected one of the dtypes float8_e8m0fnu, got float32. Allocate it as quantize does."),
         (partial(ops.quantize_out, **BOTH), (ONES, "fp8_block", [DATA, SCALE]), ValueError,
          "argument 'out': expected 4 tensors, data and scale of each direction, got 2. Pass the tensors that quantize "
          "returns for the same directions."),
@@ -304,9 +304,9 @@ DATA, SCALE = (t.clone() for t in ops.quantize(ONES, "fp8_block"))
          "argument 'amax': expected size 1 in dimension 0 (one for each of 'inputs'), got float32[2] on cpu. Pass "
          "tensors whose sizes agree."),
         (ops.amax_list_out, ([ONES], "mxfp8", torch.zeros(1)), ValueError,
-         "argument 'format': expected one that scales by the largest magnitude of a matrix, fp8_tensor, or nvfp4 "
-         "without row_scaled, got 'mxfp8'. Other formats find their scales themselves, or take those of "
-         "transformer_plugin.ops.amax."),
+         "argument 'format': expected fp8_tensor, or nvfp4 without row_scaled, whose ops take one amax for a "
+         "matrix, got 'mxfp8'. With row_scaled take transformer_plugin.ops.amax; for other formats quantize computes "
+         "every scale itself."),
         (ops.amax_list_out, ([ONES], "nvfp4:rht", torch.zeros(1), torch.zeros(1)), ValueError,
          "argument 'amax_t': expected None for 'nvfp4:rht', whose columns are rotated first, got float32[1] on cpu. "
          "Take those of transformer_plugin.ops.amax with columnwise=True."),

@@ -203,9 +203,10 @@ def test_more_than_32_bits_of_elements(width: int) -> None:
 
 ONES, SIZES, ONE = torch.ones(2, 8), torch.tensor([1]), torch.ones(1)
 E4M3 = ONES.to(torch.float8_e4m3fn)
-FUSED = (
-    "expected fp8_tensor, fp8_block, mxfp8 or nvfp4, got 'fp8_row'. Use quantize for fp8_row, which this op does not "
-    "have."
+FUSED = "expected fp8_tensor, fp8_block, mxfp8 or nvfp4, got 'fp8_row'. Call quantize, which takes fp8_row."
+ONE_AMAX = (
+    "expected fp8_tensor, or nvfp4 without row_scaled, whose ops take one amax for a matrix, got '{}'. With row_scaled "
+    "take transformer_plugin.ops.amax; for other formats quantize computes every scale itself."
 )
 GROUPED_COLUMNS = (
     "expected False for fp8_row with group sizes, got True. Compute weight gradients from the unquantized matrix, or "
@@ -234,8 +235,8 @@ GROUPED_COLUMNS = (
          "dequantize: argument 'scale_inv': expected size 2 in dimension 0 (what the format gives data of this size), "
          "got float32[1] on cpu. Pass tensors whose sizes agree."),
         (ops.amax, (ONES, "fp8_row"), ValueError,
-         "amax: argument 'format': expected a format that scales by the largest magnitude of more than a block, "
-         "fp8_tensor or nvfp4, got 'fp8_row'. Other formats take no amax: quantize finds their scales itself."),
+         "amax: argument 'format': expected a format whose ops take an amax as an argument, fp8_tensor or nvfp4, "
+         "got 'fp8_row'. For other formats quantize computes every scale itself."),
         (ops.swiglu_quantize, (ONES, "fp8_row"), ValueError,
          f"swiglu_quantize: argument 'format': {FUSED}"),
         (ops.swiglu_backward_quantize, (ONES, ONES, "fp8_row"), ValueError,
@@ -249,7 +250,7 @@ GROUPED_COLUMNS = (
         (ops.layer_norm_quantize, (ONES, None, None, 1e-5, "fp8_row"), ValueError,
          f"layer_norm_quantize: argument 'format': {FUSED}"),
         (ops.amax_list_out, ([ONES], "fp8_row", ONE), ValueError,
-         f"amax_list_out: argument 'format': {FUSED}"),
+         f"amax_list_out: argument 'format': {ONE_AMAX.format('fp8_row')}"),
         (ops.quantize_scaled, (ONES, ONE, "fp8_row"), ValueError,
          "quantize_scaled: argument 'format': expected fp8_tensor:e4m3 or fp8_tensor:e5m2, without pow2 or eps, got "
          "'fp8_row'. The scale is given: pow2 and eps are for scales that come from the data."),

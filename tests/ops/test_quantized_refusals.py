@@ -60,5 +60,5 @@ def test_formats_and_operands_of_wrong_types_are_refused() -> None:
     for call in (lambda: ops.quantize(x, SIZES, "fp8_row"), lambda: ops.amax(x, None)):  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="argument 'format': expected a format key or a"):
             call()
-    with pytest.raises(TypeError, match="expected a tensor or a sequence of them, got float"):
+    with pytest.raises(TypeError, match="expected a tensor or a sequence of tensors, got float"):
         ops.gemm(x, x, a_scale=1.0, b_scale=x, a_format="mxfp8", b_format="mxfp8")  # type: ignore[arg-type]

@@ -11,15 +11,20 @@ from transformer_plugin.formats import Format
 Tensors = Tensor | Iterable[Tensor]
 
 
-def listed(tensors: Tensors) -> list[Tensor]:
+def _wrong(op: str, argument: str, expected: str, got: object, advice: str) -> TypeError:
+    return TypeError(
+        f"transformer_plugin::{op}: argument '{argument}': expected {expected}, got {type(got).__name__}. {advice}."
+    )
+
+
+def listed(tensors: Tensors, op: str, argument: str) -> list[Tensor]:
     """One tensor, or several, as a list."""
     if isinstance(tensors, Tensor):
         return [tensors]
     if isinstance(tensors, Iterable):
         return list(tensors)
-    raise TypeError(
-        f"transformer_plugin.ops: argument 'tensors': expected a tensor or a sequence of them, got "
-        f"{type(tensors).__name__}. Pass a tensor, or a list of tensors."
+    raise _wrong(
+        op, argument, "a tensor or a sequence of tensors", tensors, "Pass a tensor, or a list of tensors"
     )
 
 
@@ -27,37 +32,45 @@ def matrices(inputs: Iterable[Tensor], op: str) -> list[Tensor]:
     """The inputs of an op that takes many matrices of different sizes."""
     if isinstance(inputs, Iterable) and not isinstance(inputs, Tensor):
         return list(inputs)
-    raise TypeError(
-        f"transformer_plugin::{op}: argument 'inputs': expected a list of matrices, got {type(inputs).__name__}. "
-        "Pass a list; quantize and amax take one matrix or a stack of matrices of one size."
-    )
+    advice = "Pass a list; quantize and amax take one matrix or a stack of matrices of one size"
+    raise _wrong(op, "inputs", "a list of matrices", inputs, advice)
 
 
-def key_of(format: str | Format, argument: str = "format") -> str:
+def buffers(out: Iterable[Tensor], op: str) -> list[Tensor]:
+    """The tensors that an op writes."""
+    if isinstance(out, Iterable) and not isinstance(out, Tensor):
+        return list(out)
+    raise _wrong(op, "out", "a list of tensors", out, f"Pass what {op.removesuffix('_out')} returns")
+
+
+def key_of(format: str | Format, op: str, argument: str = "format") -> str:
     """The key of a format."""
     if isinstance(format, str):
         return format
     if isinstance(format, Format):
         return format.key
-    raise TypeError(
-        f"transformer_plugin.ops: argument '{argument}': expected a format key or a "
-        f"transformer_plugin.formats.Format, got {type(format).__name__}. Pass for example 'fp8_block'."
-    )
+    expected = "a format key or a transformer_plugin.formats.Format"
+    raise _wrong(op, argument, expected, format, "Pass for example 'fp8_block'")
 
 
 def layer_keys(
-    input_format: str | Format, weight_format: str | Format, grad_format: str | Format
+    op: str, input_format: str | Format, weight_format: str | Format, grad_format: str | Format
 ) -> tuple[str, str, str]:
     """The keys of the three formats of a layer."""
     return (
-        key_of(input_format, "input_format"),
-        key_of(weight_format, "weight_format"),
-        key_of(grad_format, "grad_format"),
+        key_of(input_format, op, "input_format"),
+        key_of(weight_format, op, "weight_format"),
+        key_of(grad_format, op, "grad_format"),
     )
 
 
 def quantized(
-    a_scale: Tensors | None, b_scale: Tensors | None, a_format: str | Format, b_format: str | Format
+    op: str,
+    a_scale: Tensors | None,
+    b_scale: Tensors | None,
+    a_format: str | Format,
+    b_format: str | Format,
+    names: tuple[str, str] = ("a", "b"),
 ) -> tuple[list[Tensor] | None, list[Tensor] | None, str, str] | tuple[()]:
     """The scales and formats of two operands, as the ops of products take them; nothing for unquantized ones.
 
@@ -65,9 +78,10 @@ def quantized(
     """
     if a_scale is None and b_scale is None and a_format == "none" and b_format == "none":
         return ()
+    a, b = names
     return (
-        None if a_scale is None else listed(a_scale),
-        None if b_scale is None else listed(b_scale),
-        key_of(a_format, "a_format"),
-        key_of(b_format, "b_format"),
+        None if a_scale is None else listed(a_scale, op, f"{a}_scale"),
+        None if b_scale is None else listed(b_scale, op, f"{b}_scale"),
+        key_of(a_format, op, f"{a}_format"),
+        key_of(b_format, op, f"{b}_format"),
     )

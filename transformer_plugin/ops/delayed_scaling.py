@@ -22,6 +22,7 @@ arXiv:2209.05433.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -77,7 +78,7 @@ def quantize_scaled(
         TypeError: another dtype. ValueError: other dimensions or devices, a state that is too short or not contiguous,
         another format; on a CPU also group sizes that are negative or sum to more than T. Nothing is written then.
     """
-    key = key_of(format)
+    key = key_of(format, "quantize_scaled")
     outputs: tuple[Tensor, ...] = _ops.quantize_scaled.default(
         input, scale, key, amax, group_sizes, first, rowwise, columnwise
     )
@@ -88,7 +89,7 @@ def update_delayed_scale_(
     history: Tensor,
     scale: Tensor,
     amax: Tensor,
-    formats: list[str],
+    formats: Sequence[str | Format],
     margin: int = 0,
     algorithm: Algorithm = "max",
     group: str = "",
@@ -98,7 +99,7 @@ def update_delayed_scale_(
     Args:
         history: float32 ``[H, n]``, contiguous, H at least 1.
         scale, amax: float32 ``[n]``, contiguous, on the device of ``history``.
-        formats: 1 to 16 keys of ``fp8_tensor``; each is that of ``n / len(formats)`` tensors in a row.
+        formats: 1 to 16 formats or keys of ``fp8_tensor``; each is that of ``n / len(formats)`` tensors in a row.
         margin: from -100 to 100; the scale is divided by ``2**margin``.
         algorithm: ``"max"`` over the history, or the ``"most_recent"`` amax.
         group: the name of a c10d process group, every rank of which calls this: the largest amaxes of all its ranks
@@ -115,14 +116,15 @@ def update_delayed_scale_(
         TypeError: another dtype. ValueError: sizes or devices that do not agree, a state that is not contiguous, a
         format, margin, algorithm or group that does not exist. Nothing is written then.
     """
-    return _ops.update_delayed_scale_.default(history, scale, amax, formats, margin, algorithm, group)
+    keys = [key_of(format, "update_delayed_scale_", "formats") for format in formats]
+    return _ops.update_delayed_scale_.default(history, scale, amax, keys, margin, algorithm, group)
 
 
 def delayed_scale(
     history: Tensor,
     scale: Tensor,
     amax: Tensor,
-    formats: list[str],
+    formats: Sequence[str | Format],
     margin: int = 0,
     algorithm: Algorithm = "max",
 ) -> Tensor:
@@ -137,7 +139,8 @@ def delayed_scale(
     Raises:
         TypeError, ValueError: as :func:`update_delayed_scale_`.
     """
-    return _ops.delayed_scale.default(history, scale, amax, formats, margin, algorithm)
+    keys = [key_of(format, "delayed_scale", "formats") for format in formats]
+    return _ops.delayed_scale.default(history, scale, amax, keys, margin, algorithm)
 
 
 def linear_scaled(
@@ -172,7 +175,12 @@ def linear_scaled(
         another format. Nothing is written then.
     """
     return _ops.linear_scaled.default(
-        input, weight, scale, amax, bias, *layer_keys(input_format, weight_format, grad_format)
+        input,
+        weight,
+        scale,
+        amax,
+        bias,
+        *layer_keys("linear_scaled", input_format, weight_format, grad_format),
     )
 
 
@@ -211,7 +219,7 @@ def grouped_linear_scaled(
     Raises:
         TypeError, ValueError: as :func:`linear_scaled` and :func:`~transformer_plugin.ops.grouped_linear`.
     """
-    formats = layer_keys(input_format, weight_format, grad_format)
+    formats = layer_keys("grouped_linear_scaled", input_format, weight_format, grad_format)
     return _ops.grouped_linear_scaled.default(
         input, weight, group_sizes, scale, amax, bias, bias_scale, *formats, max_sms, expected_rows
     )

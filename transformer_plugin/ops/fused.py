@@ -68,7 +68,7 @@ def swiglu_quantize(
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202), equation 6 without biases.
     """
-    key = key_of(format)
+    key = key_of(format, "swiglu_quantize")
     return tuple(
         _ops.swiglu_quantize.default(input, key, probs, group_sizes, amax, amax_t, seed, rowwise, columnwise)
     )
@@ -100,7 +100,7 @@ def swiglu_backward_quantize(
     Raises:
         TypeError, ValueError: as :func:`swiglu_quantize`; ValueError: F that is not a multiple of 128.
     """
-    key = key_of(format)
+    key = key_of(format, "swiglu_backward_quantize")
     data, scale, data_t, scale_t, grad_probs = _ops.swiglu_backward_quantize.default(
         grad, input, key, probs, group_sizes, amax, amax_t, seed
     )
@@ -142,7 +142,7 @@ def bias_backward_quantize(
             an amax or a seed that is not the format's, no direction; on a CPU also sizes that are negative or sum to
             more than T.
     """
-    key = key_of(format)
+    key = key_of(format, "bias_backward_quantize")
     return tuple(
         _ops.bias_backward_quantize.default(grad, key, group_sizes, amax, amax_t, seed, rowwise, columnwise)
     )

@@ -104,7 +104,7 @@ def gemm(
         transpose_b,
         dtype,
         alpha,
-        *quantized(a_scale, b_scale, a_format, b_format),
+        *quantized("gemm", a_scale, b_scale, a_format, b_format),
     )
 
 
@@ -156,7 +156,7 @@ def grouped_gemm(
     """
     return _ops.grouped_gemm.default(
         a,
-        listed(b),
+        listed(b, "grouped_gemm", "b"),
         group_sizes,
         bias,
         bias_scale,
@@ -166,7 +166,7 @@ def grouped_gemm(
         rows,
         max_sms,
         expected_rows,
-        *quantized(a_scale, b_scale, a_format, b_format),
+        *quantized("grouped_gemm", a_scale, b_scale, a_format, b_format),
     )
 
 
@@ -226,7 +226,9 @@ def grouped_gemm_wgrad(
         input_rows,
         max_sms,
         expected_rows,
-        *quantized(grad_scale, input_scale, grad_format, input_format),
+        *quantized(
+            "grouped_gemm_wgrad", grad_scale, input_scale, grad_format, input_format, ("grad", "input")
+        ),
     )
 
 

@@ -66,7 +66,7 @@ def gemm_out(
         transpose_b,
         alpha,
         beta,
-        *quantized(a_scale, b_scale, a_format, b_format),
+        *quantized("gemm_out", a_scale, b_scale, a_format, b_format),
     )
 
 
@@ -105,7 +105,7 @@ def grouped_gemm_out(
     """
     _ops.grouped_gemm_out.default(
         a,
-        listed(b),
+        listed(b, "grouped_gemm_out", "b"),
         group_sizes,
         out,
         bias,
@@ -116,7 +116,7 @@ def grouped_gemm_out(
         rows,
         max_sms,
         expected_rows,
-        *quantized(a_scale, b_scale, a_format, b_format),
+        *quantized("grouped_gemm_out", a_scale, b_scale, a_format, b_format),
     )
 
 
@@ -156,12 +156,14 @@ def grouped_gemm_wgrad_out(
         grad,
         input,
         group_sizes,
-        listed(out),
+        listed(out, "grouped_gemm_wgrad_out", "out"),
         accumulate,
         alpha,
         beta,
         input_rows,
         max_sms,
         expected_rows,
-        *quantized(grad_scale, input_scale, grad_format, input_format),
+        *quantized(
+            "grouped_gemm_wgrad_out", grad_scale, input_scale, grad_format, input_format, ("grad", "input")
+        ),
     )

@@ -97,8 +97,8 @@ def grouped_gemm_plan(
     """
     backend, reason, (clusters, thread_boxes, overlaps) = _ops.grouped_gemm_plan.default(
         product,
-        key_of(a_format, "a_format"),
-        key_of(b_format, "b_format"),
+        key_of(a_format, "grouped_gemm_plan", "a_format"),
+        key_of(b_format, "grouped_gemm_plan", "b_format"),
         dtype,
         out_dtype,
         rows,

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.formats import Format
+from transformer_plugin.ops._operands import key_of
 
 __all__ = [
     "grouped_gemm_swiglu",
@@ -97,7 +98,7 @@ def grouped_gemm_swiglu_quantize(
     Raises:
         TypeError, ValueError: as :func:`grouped_gemm_swiglu`. ValueError: another format, or an F it does not take.
     """
-    key = format if isinstance(format, str) else format.key
+    key = key_of(format, "grouped_gemm_swiglu_quantize")
     return _ops.grouped_gemm_swiglu_quantize.default(
         a, b, group_sizes, key, probs, bias, interleave, keep_input, max_sms, expected_rows
     )

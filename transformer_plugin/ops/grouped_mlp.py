@@ -76,7 +76,7 @@ def grouped_mlp(
         TypeError: another dtype. ValueError: sizes or devices that do not agree, a width that the format does not take,
         formats of different families, a quantized weight that does not fit the weight and the formats.
     """
-    formats = layer_keys(input_format, weight_format, grad_format)
+    formats = layer_keys("grouped_mlp", input_format, weight_format, grad_format)
     options = (quantized_fc1_weight, quantized_fc2_weight, interleave, max_sms, expected_rows)
     return _ops.grouped_mlp.default(
         input, fc1_weight, fc2_weight, group_sizes, probs, fc1_bias, fc2_bias, *formats, *options

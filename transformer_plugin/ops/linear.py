@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.formats import Format
-from transformer_plugin.ops._operands import layer_keys
+from transformer_plugin.ops._operands import buffers, layer_keys
 
 __all__ = [
     "grouped_linear",
@@ -58,7 +58,7 @@ def linear(
     if input_format == weight_format == grad_format == "none" and quantized_weight is None:
         # Strings that are not passed need not be parsed: 0.5 us.
         return _ops.linear.default(input, weight, bias)
-    formats = layer_keys(input_format, weight_format, grad_format)
+    formats = layer_keys("linear", input_format, weight_format, grad_format)
     return _ops.linear.default(input, weight, bias, *formats, quantized_weight)
 
 
@@ -105,7 +105,7 @@ def grouped_linear(
         group_sizes,
         bias,
         bias_scale,
-        *layer_keys(input_format, weight_format, grad_format),
+        *layer_keys("grouped_linear", input_format, weight_format, grad_format),
         quantized_weight,
         max_sms,
         expected_rows,
@@ -137,7 +137,9 @@ def quantize_weight(
         TypeError: another dtype. ValueError: other dimensions, a width that the format does not take, formats of
         different families, ``none``.
     """
-    return _ops.quantize_weight.default(weight, *layer_keys(input_format, weight_format, grad_format))
+    return _ops.quantize_weight.default(
+        weight, *layer_keys("quantize_weight", input_format, weight_format, grad_format)
+    )
 
 
 def quantize_weight_out(
@@ -159,4 +161,5 @@ def quantize_weight_out(
     Raises:
         TypeError, ValueError: as :func:`quantize_weight`; tensors that do not fit. Nothing is written then.
     """
-    _ops.quantize_weight_out.default(weight, *layer_keys(input_format, weight_format, grad_format), out)
+    keys = layer_keys("quantize_weight_out", input_format, weight_format, grad_format)
+    _ops.quantize_weight_out.default(weight, *keys, buffers(out, "quantize_weight_out"))

@@ -119,7 +119,9 @@ def rms_norm_quantize(
         TypeError, ValueError: as :func:`rms_norm`; ValueError: other dimensions, a width that the format does not take,
             square blocks of FP8, an amax or a seed that is missing or that the format does not use.
     """
-    return _ops.rms_norm_quantize.default(input, weight, eps, key_of(format), zero_centered, amax, seed)
+    return _ops.rms_norm_quantize.default(
+        input, weight, eps, key_of(format, "rms_norm_quantize"), zero_centered, amax, seed
+    )
 
 
 def layer_norm(
@@ -217,5 +219,5 @@ def layer_norm_quantize(
     Raises:
         TypeError, ValueError: as :func:`rms_norm_quantize`.
     """
-    key = key_of(format)
+    key = key_of(format, "layer_norm_quantize")
     return _ops.layer_norm_quantize.default(input, weight, bias, eps, key, zero_centered, amax, seed)

@@ -114,8 +114,8 @@ def quantize(
     Source: per-tensor current scaling, DeepSeek-V3's block scaling (arXiv:2412.19437, section 3.3) and the OCP
     Microscaling Formats (MX) v1.0 specification, with the scale conventions of NVIDIA TransformerEngine 2.20.
     """
-    key = key_of(format)
-    if rowwise and not columnwise and amax is None and amax_t is None and seed is None:
+    key = key_of(format, "quantize")
+    if rowwise is True and columnwise is False and amax is None and amax_t is None and seed is None:
         return tuple(_ops.quantize.default(input, key, group_sizes))  # fewer arguments to parse: 0.5 us
     return tuple(_ops.quantize.default(input, key, group_sizes, amax, amax_t, seed, rowwise, columnwise))
 
@@ -150,7 +150,9 @@ def dequantize(
             shape, an amax that is missing or not the format's; on a CPU also group sizes that are negative or sum to
             more than T.
     """
-    return _ops.dequantize.default(data, scale_inv, key_of(format), dtype, group_sizes, transposed, amax)
+    return _ops.dequantize.default(
+        data, scale_inv, key_of(format, "dequantize"), dtype, group_sizes, transposed, amax
+    )
 
 
 @overload
@@ -214,5 +216,5 @@ def amax(
         TypeError: another dtype. ValueError: other dimensions, another format, no direction; on a CPU also sizes that
             are negative or sum to more than T.
     """
-    first, *rest = _ops.amax.default(input, key_of(format), group_sizes, rowwise, columnwise)
+    first, *rest = _ops.amax.default(input, key_of(format, "amax"), group_sizes, rowwise, columnwise)
     return (first, rest[0]) if rest else first

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.formats import Format
-from transformer_plugin.ops._operands import key_of, matrices
+from transformer_plugin.ops._operands import buffers, key_of, matrices
 
 __all__ = [
     "amax_list_out",
@@ -51,8 +51,9 @@ def quantize_out(
         TypeError, ValueError: as :func:`~transformer_plugin.ops.quantize`; buffers that do not fit, share memory or
         require a gradient. Nothing is written then.
     """
-    buffers, key = list(out), key_of(format)
-    _ops.quantize_out.default(input, key, buffers, group_sizes, amax, amax_t, seed, noop, rowwise, columnwise)
+    key = key_of(format, "quantize_out")
+    tensors = buffers(out, "quantize_out")
+    _ops.quantize_out.default(input, key, tensors, group_sizes, amax, amax_t, seed, noop, rowwise, columnwise)
 
 
 def amax_list_out(
@@ -80,7 +81,9 @@ def amax_list_out(
         TypeError: another dtype. ValueError: other dimensions or devices, a format with other scales, buffers that do
         not fit, share memory or require a gradient. Nothing is written then.
     """
-    _ops.amax_list_out.default(matrices(inputs, "amax_list_out"), key_of(format), amax, amax_t, noop)
+    _ops.amax_list_out.default(
+        matrices(inputs, "amax_list_out"), key_of(format, "amax_list_out"), amax, amax_t, noop
+    )
 
 
 def quantize_list(
@@ -118,7 +121,7 @@ def quantize_list(
             "transformer_plugin::quantize_list: argument 'inputs': expected at least one matrix, got "
             "none. Skip the call if there is nothing to quantize."
         )
-    outputs = _ops.quantize_list.default(inputs, key_of(format), amax, rowwise, columnwise)
+    outputs = _ops.quantize_list.default(inputs, key_of(format, "quantize_list"), amax, rowwise, columnwise)
     each = len(outputs) // len(inputs)
     return [tuple(outputs[i : i + each]) for i in range(0, len(outputs), each)]
 
@@ -162,5 +165,5 @@ def requantize_transposed(
             blocks.
     """
     return _ops.requantize_transposed.default(
-        data, scale_inv, key_of(format), dtype, group_sizes, amax, amax_t, seed
+        data, scale_inv, key_of(format, "requantize_transposed"), dtype, group_sizes, amax, amax_t, seed
     )

@@ -26,11 +26,11 @@ def operand(
     transposed: bool = False,
 ) -> Operand:
     """Returns the values of a matrix, a stack or a ragged matrix."""
-    key = key_of(format)
+    key = key_of(format, "reference")
     if key == "none":
         return wide(data), None
     assert scales is not None
-    scale, amax = (*listed(scales), None)[:2]
+    scale, amax = (*listed(scales, "reference", "scales"), None)[:2]
     assert scale is not None
     if Format.parse(key).traits.has_row_scales:
         return data.float(), scale
@@ -44,7 +44,8 @@ def is_stack(matrices: list[Tensor]) -> bool:
 
 def stack(b: Tensors, scales: Tensors | None, format: str | Format) -> Operand:
     """Returns the values of one tensor for all groups, or of one matrix per group, as a stack."""
-    matrices, each = listed(b), [] if scales is None else listed(scales)
+    each = [] if scales is None else listed(scales, "reference", "scales")
+    matrices = listed(b, "reference", "b")
     if is_stack(matrices):
         return operand(matrices[0], each, format)
     groups = len(matrices)
@@ -55,4 +56,4 @@ def stack(b: Tensors, scales: Tensors | None, format: str | Format) -> Operand:
 
 def output_dtype(data: Tensor, format: str | Format, dtype: torch.dtype | None) -> torch.dtype:
     """Returns the dtype of the result: that of an operand without a format, or bfloat16 for a quantized operand."""
-    return dtype or (data.dtype if key_of(format) == "none" else torch.bfloat16)
+    return dtype or (data.dtype if key_of(format, "reference") == "none" else torch.bfloat16)

@@ -236,7 +236,7 @@ def grouped_gemm_wgrad_out(
         grad_format=grad_format,
         input_format=input_format,
     )
-    buffers = listed(out)
+    buffers = listed(out, "reference", "out")
     contents = buffers[0] if is_stack(buffers) else torch.stack(buffers)
     if accumulate:
         product = product + contents.float()

@@ -256,7 +256,7 @@ def quantized_arguments(
     Each entry is a tensor or a list of tensors."""
     arguments: dict[str, Any] = {}
     for name, (data, *scales), format in zip(names, (a, b), (a_format, b_format), strict=True):
-        tensors = [t for scale in scales if scale is not None for t in listed(scale)]
+        tensors = [t for scale in scales if scale is not None for t in listed(scale, "reference", "scale")]
         arguments |= {name: data, f"{name}_scale": tensors, f"{name}_format": format}
     return arguments
 

@@ -116,11 +116,24 @@ void check_formats(const OperandNames& a_names, const Quantized& a, const Operan
                  "Pass the transposed matrix, quantized along its rows");
 }
 
-void check_wgrad_format(const OperandNames& names, std::string_view key) {
-  const Format format = parse_format(names.op, names.format, key);
-  TP_CHECK_VALUE(!format.is_quantized() || format.traits().has_group_columns, names.op, names.format,
-                 "a format with scales along the rows that are summed over, not one for each of them",
-                 "'" << key << "'", "Pass the operands in bfloat16, without a format");
+void check_wgrad_formats(const OperandNames& grad_names, const Quantized& grad,
+                         const OperandNames& input_names, const Quantized& input) {
+  const auto check_columns = [](const OperandNames& names, const Quantized& operand) {
+    TP_CHECK_VALUE(operand.format.traits().has_group_columns, names.op, names.format,
+                   "a format with scales along the rows that are summed over, not one for each of them",
+                   "'" << operand.key << "'", "Pass the operands in bfloat16, without a format");
+  };
+  check_columns(grad_names, grad);
+  check_columns(input_names, input);
+  const auto check_option = [&](const char* option, bool of_grad, bool of_input) {
+    TP_CHECK_VALUE(
+        of_grad == of_input, input_names.op, input_names.format,
+        "'" << option << "' if and only if " << grad_names.format << ", '" << grad.key << "', has it",
+        "'" << input.key << "'", "Quantize both operands with it or both without");
+  };
+  check_option("aligned", grad.format.aligned_groups, input.format.aligned_groups);
+  // The transform of one operand cancels only against that of the other.
+  check_option("rht", grad.format.random_hadamard, input.format.random_hadamard);
 }
 
 void check_value_size(const OperandNames& names, const Quantized& operand, int64_t dim,

@@ -59,8 +59,9 @@ void check_quantized(const OperandNames& names, const Quantized& operand, int64_
 // Formats that multiply: operands with a scale for each row go together, `b` with E4M3 elements and transposed.
 void check_formats(const OperandNames& a_names, const Quantized& a, const OperandNames& b_names,
                    const Quantized& b, bool transpose_b);
-// A format of an operand of a weight gradient, which is quantized along the columns of each group.
-void check_wgrad_format(const OperandNames& names, std::string_view key);
+// The same of a weight gradient, whose operands are quantized along the columns of each group.
+void check_wgrad_formats(const OperandNames& grad_names, const Quantized& grad,
+                         const OperandNames& input_names, const Quantized& input);
 
 // Checks that the size of dimension `dim` of the data, in elements, equals `expected`, which the error calls `meaning`.
 void check_value_size(const OperandNames& names, const Quantized& operand, int64_t dim,

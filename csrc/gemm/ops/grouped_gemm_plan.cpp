@@ -86,16 +86,13 @@ Plan grouped_gemm_plan(std::string_view product, std::string_view a_key, std::st
     desc.torch_computes_it = !accumulate;
     return plan_of(desc, gpu);
   }
-  const Format a = quantize::quantized_format(kOp, "a_format", a_key, true);
-  const Format b = quantize::quantized_format(kOp, "b_format", b_key, true);
-  const bool wgrad = asked == GemmDirection::kWgrad;
+  const bool wgrad = asked == GemmDirection::kWgrad, ragged = groups > 1;
+  const Format a = quantize::quantized_format(kOp, "a_format", a_key, !ragged);
+  const Format b = quantize::quantized_format(kOp, "b_format", b_key, !ragged || !wgrad);
+  const Quantized a_operand{{}, {}, {}, a, a_key}, b_operand{{}, {}, {}, b, b_key};
   const OperandNames a_names = names_of_a(kOp), b_names = names_of_b(kOp);
-  if (wgrad) {
-    check_wgrad_format(a_names, a_key);
-    check_wgrad_format(b_names, b_key);
-  } else {
-    check_formats(a_names, {{}, {}, {}, a, a_key}, b_names, {{}, {}, {}, b, b_key}, true);
-  }
+  wgrad ? check_wgrad_formats(a_names, a_operand, b_names, b_operand)
+        : check_formats(a_names, a_operand, b_names, b_operand, true);
   const auto scales = wgrad ? quantized_wgrad_scales(a, b) : quantized_gemm_scales(a, b);
   if (!scales) return {backend_name(Backend::kSteps), "no kernel multiplies these two formats", {0, 0, 0}};
   args.dtype = a.element;

@@ -23,18 +23,10 @@ QuantizedWgradCall::QuantizedWgradCall(const char* op, const OperandArguments& g
   check_dim(grad_argument, 2);
   check_dim(input_argument, 2);
   check_group_sizes({op, "group_sizes", group_sizes}, grad_argument);
-  check_wgrad_format(grad_names, grad.key);
-  check_wgrad_format(input_names, input.key);
   grad_ = checked_operand(grad_names, grad, 2, &group_sizes, true);
   input_ = checked_operand(input_names, input, 2, &group_sizes, true);
   check_same_device(input_argument, grad_argument);
-  TP_CHECK_VALUE(grad_.format.aligned_groups == input_.format.aligned_groups, op, "input_format",
-                 "'aligned' if and only if grad_format, '" << grad.key << "', has it",
-                 "'" << input.key << "'", "Quantize both operands with it or both without");
-  // The transform of one operand cancels only against that of the other.
-  TP_CHECK_VALUE(grad_.format.random_hadamard == input_.format.random_hadamard, op, "input_format",
-                 "'rht' if and only if grad_format, '" << grad.key << "', has it", "'" << input.key << "'",
-                 "Quantize both operands with it or both without");
+  check_wgrad_formats(grad_names, grad_, input_names, input_);
   check_value_size(input_names, input_, 1, grad_.row_length(),
                    "the columns of 'grad', the rows of the buffer");
   TP_CHECK_VALUE(!input_rows, op, "input_rows", "None with quantized operands", describe(*input_rows),

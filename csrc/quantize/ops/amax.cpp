@@ -42,8 +42,8 @@ Format check_arguments(const AmaxCall& call) {
   check_directions(kOp, call.directions);
   const Format format = quantized_format(kOp, "format", call.key, !call.group_sizes);
   TP_CHECK_VALUE(takes_amax(format), kOp, "format",
-                 "a format that scales by the largest magnitude of more than a block, fp8_tensor or nvfp4",
-                 "'" << call.key << "'", "Other formats take no amax: quantize finds their scales itself");
+                 "a format whose ops take an amax as an argument, fp8_tensor or nvfp4",
+                 "'" << call.key << "'", "For other formats quantize computes every scale itself");
   check_matrix(call.argument(), call.groups(), format, call.directions.columnwise);
   return format;
 }

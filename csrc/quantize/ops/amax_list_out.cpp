@@ -33,12 +33,11 @@ void check_buffer(const char* name, const Tensor& buffer, const AmaxListCall& ca
 }
 
 void check_arguments(const AmaxListCall& call) {
-  const Format format = fused_format(kOp, "format", call.key, true);
+  const Format format = parse_format(kOp, "format", call.key);
   TP_CHECK_VALUE(
       takes_amax(format) && !format.row_scaled, kOp, "format",
-      "one that scales by the largest magnitude of a matrix, fp8_tensor, or nvfp4 without row_scaled",
-      "'" << call.key << "'",
-      "Other formats find their scales themselves, or take those of transformer_plugin.ops.amax");
+      "fp8_tensor, or nvfp4 without row_scaled, whose ops take one amax for a matrix", "'" << call.key << "'",
+      "With row_scaled take transformer_plugin.ops.amax; for other formats quantize computes every scale itself");
   TP_CHECK_VALUE(!call.amax_t || !format.random_hadamard, kOp, "amax_t",
                  "None for '" << call.key << "', whose columns are rotated first", describe(*call.amax_t),
                  "Take those of transformer_plugin.ops.amax with columnwise=True");

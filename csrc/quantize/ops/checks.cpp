@@ -26,7 +26,7 @@ Format quantized_format(const char* op, const char* argument, std::string_view k
   TP_CHECK_VALUE(format.is_quantized(), op, argument, "a format with scales, " << families_with(trait),
                  "'" << key << "'", "Use the unquantized tensor, or convert it with .to()");
   TP_CHECK_VALUE(format.traits().*trait, op, argument, families_with(trait), "'" << key << "'",
-                 "Use quantize for " << format.traits().name << ", which this op does not have");
+                 "Call quantize, which takes " << format.traits().name);
   TP_CHECK_VALUE(allow_square || !format.square_blocks, op, argument,
                  "blocks along a row for a ragged matrix, whose groups do not end on square blocks",
                  "'" << key << "'", "Leave out 'square'");

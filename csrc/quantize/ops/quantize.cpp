@@ -26,38 +26,38 @@ void check_alignment(const QuantizeCall& call, const Outputs& outputs) {
   }
 }
 
-// One scale per row. `end` is the number of rows in groups, and may be null.
-void launch_rows(const Tensor& x, const Format& format, const Tensor& data, const Tensor& scale,
-                 const int32_t* end, const float* noop) {
-  const QuantizeRowsArgs args{x.const_data_ptr(),
-                              static_cast<uint8_t*>(data.mutable_data_ptr()),
-                              scale.mutable_data_ptr<float>(),
-                              scale.numel(),
-                              x.size(-1),
-                              scale_rule(format, x.scalar_type()),
-                              to_dtype(x.scalar_type()),
-                              format.element,
-                              end,
-                              noop};
-  if (x.is_cpu()) return quantize_rows_cpu(args);
-#ifdef TRANSFORMER_PLUGIN_CUDA
-  const CudaScope scope(x);
-  launch_quantize_rows(args, scope.stream());
-#endif
-}
-
-// The kernels read rows only: columns are transposed into a temporary first.
+// One scale per row. The kernels read rows only: columns are transposed into a temporary first.
 void quantize_rows(const QuantizeCall& call, const Format& format, const Outputs& outputs,
                    const float* noop) {
   const BelowAutograd guard;
-  const Tensor& x = call.input;
-  if (outputs.data.defined()) {
-    const GroupTables tables = group_tables(call.argument(), call.groups(), x.size(0), 1, GroupUse::kAll);
-    const int32_t* end = call.groups() ? tables.offsets + tables.groups : nullptr;
-    launch_rows(x.contiguous(), format, outputs.data, outputs.scale, end, noop);
-  }
-  if (outputs.data_t.defined()) {
-    launch_rows(x.mT().contiguous(), format, outputs.data_t, outputs.scale_t, nullptr, noop);
+  for (const bool columns : {false, true}) {
+    const Tensor& data = columns ? outputs.data_t : outputs.data;
+    const Tensor& scale = columns ? outputs.scale_t : outputs.scale;
+    if (!data.defined()) continue;
+    const Tensor x = (columns ? call.input.mT() : call.input).contiguous();
+    QuantizeRowsArgs args{x.const_data_ptr(),
+                          static_cast<uint8_t*>(data.mutable_data_ptr()),
+                          scale.mutable_data_ptr<float>(),
+                          scale.numel(),
+                          x.size(-1),
+                          scale_rule(format, x.scalar_type()),
+                          to_dtype(x.scalar_type()),
+                          format.element,
+                          nullptr,
+                          noop};
+    GroupTables tables;
+    if (call.groups()) {
+      tables = group_tables(call.argument(), call.groups(), x.size(0), 1, GroupUse::kAll);
+      args.end = tables.offsets + tables.groups;
+    }
+    if (x.is_cpu()) {
+      quantize_rows_cpu(args);
+      continue;
+    }
+#ifdef TRANSFORMER_PLUGIN_CUDA
+    const CudaScope scope(x);
+    launch_quantize_rows(args, scope.stream());
+#endif
   }
 }
 

@@ -14,7 +14,9 @@ constexpr const char* kOp = "quantize_out";
 
 void check_buffer(const Argument& buffer, const Argument& input, at::ScalarType dtype,
                   const SymSizes& sizes) {
-  check_dtype(buffer, {dtype});
+  TP_CHECK_TYPE(buffer.tensor.scalar_type() == dtype, buffer.op, buffer.name,
+                "one of the dtypes " << dtype_name(dtype), dtype_name(buffer.tensor.scalar_type()),
+                "Allocate it as quantize does");
   check_same_device(buffer, input);
   const Tensor& tensor = buffer.tensor;
   bool fits = tensor.dim() == static_cast<int64_t>(sizes.size()) && tensor.is_contiguous();

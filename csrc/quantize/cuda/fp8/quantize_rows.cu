@@ -108,31 +108,36 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+struct RowKernel {
+  void (*kernel)(QuantizeRowsArgs);
+  int rows_per_block;
+};
+
 template <DType element, typename T>
-void launch(const QuantizeRowsArgs& args, cudaStream_t stream) {
-  const auto start = [&](auto kernel, int rows_per_block) {
-    kernel<<<grid_size(args.rows, rows_per_block), kThreads, 0, stream>>>(args);
-  };
+RowKernel select_kernel(const QuantizeRowsArgs& args) {
   // The quantized bytes of a vector are stored at once too.
   const bool vectors = args.cols % kVectorSize<T> == 0 && is_vector_aligned(args.input) &&
                        reinterpret_cast<uintptr_t>(args.data) % kVectorSize<T> == 0;
   const int64_t units = args.cols / kVectorSize<T>;
   constexpr int kFew = 4 * kWarpSize;  // vectors of a row that a warp holds
-  if (!vectors || units > 8 * kThreads) return start(quantize_rows_loop_kernel<element, T>, 1);
-  if (units <= kFew) return start(quantize_rows_kernel<element, T, kWarpSize, 4>, kWarps);
-  if (units <= kThreads) return start(quantize_rows_kernel<element, T, kThreads, 1>, 1);
-  if (units <= 2 * kThreads) return start(quantize_rows_kernel<element, T, kThreads, 2>, 1);
-  if (units <= 4 * kThreads) return start(quantize_rows_kernel<element, T, kThreads, 4>, 1);
-  start(quantize_rows_kernel<element, T, kThreads, 8>, 1);
+  if (!vectors || units > 8 * kThreads) return {quantize_rows_loop_kernel<element, T>, 1};
+  if (units <= kFew) return {quantize_rows_kernel<element, T, kWarpSize, 4>, kWarps};
+  if (units <= kThreads) return {quantize_rows_kernel<element, T, kThreads, 1>, 1};
+  if (units <= 2 * kThreads) return {quantize_rows_kernel<element, T, kThreads, 2>, 1};
+  if (units <= 4 * kThreads) return {quantize_rows_kernel<element, T, kThreads, 4>, 1};
+  return {quantize_rows_kernel<element, T, kThreads, 8>, 1};
 }
 
 }  // namespace
 
 void launch_quantize_rows(const QuantizeRowsArgs& args, void* stream) {
   if (args.rows == 0) return;
+  RowKernel selected{};
   visit_float_fp8(args.dtype, args.element, [&](auto type, auto element) {
-    launch<decltype(element)::value, decltype(type)>(args, static_cast<cudaStream_t>(stream));
+    selected = select_kernel<decltype(element)::value, decltype(type)>(args);
   });
+  const auto [kernel, rows_per_block] = selected;
+  kernel<<<grid_size(args.rows, rows_per_block), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
   check_launch("quantize_rows_kernel");
 }
 

@@ -1,0 +1,91 @@
+"""An argument of a type that the schema does not have is named by the op's own error, without torch's schema text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.test_refusals import CALLS, copied
+from transformer_plugin import ops
+from transformer_plugin.testing.every_op import Call
+
+FIRST_CALLS = list({call.op: call for call in reversed(CALLS)}.values())
+X, W, SIZES = torch.ones(32, 64), torch.ones(2, 32, 64), torch.tensor([16, 16])
+
+
+@pytest.mark.parametrize("call", FIRST_CALLS, ids=lambda call: call.op)
+def test_each_argument_is_named(call: Call) -> None:
+    for name in call.arguments:
+        arguments = copied(call.arguments) | {name: object()}
+        with pytest.raises(TypeError) as caught:
+            getattr(torch.ops.transformer_plugin, call.op).default(**arguments)
+        assert str(caught.value).startswith(f"transformer_plugin::{call.op}: argument '{name}': expected ")
+        assert ", got object. Pass " in str(caught.value) or name == "group_sizes"
+
+
+@pytest.mark.parametrize(
+    ("op", "argument", "call", "expected"),
+    [
+        ("quantize", "input", lambda: ops.quantize(None, "mxfp8"), "a tensor, got NoneType."),
+        ("gemm", "a", lambda: ops.gemm(None, None), "a tensor, got NoneType."),
+        ("gemm", "dtype", lambda: ops.gemm(X, X, dtype="float32"), "a torch.dtype or None, got 'float32'."),
+        ("gemm", "a_scale", lambda: ops.gemm(X, X, a_scale=1), "a tensor or a sequence of tensors, got int."),
+        (
+            "grouped_gemm",
+            "b",
+            lambda: ops.grouped_gemm(X, 3, SIZES),
+            "a tensor or a sequence of tensors, got int.",
+        ),
+        (
+            "grouped_gemm",
+            "b",
+            lambda: ops.grouped_gemm(X, [W[0], 1], SIZES),
+            "a list of tensors, got list of Tensor, int.",
+        ),
+        (
+            "grouped_gemm",
+            "max_sms",
+            lambda: ops.grouped_gemm(X, W, SIZES, max_sms=2**70),
+            f"an integer of 64 bits, got {2**70}.",
+        ),
+        (
+            "grouped_gemm",
+            "group_sizes",
+            lambda: ops.grouped_gemm(X, W, [16, 16]),
+            "a tensor, got list of int.",
+        ),
+        (
+            "grouped_gemm_swiglu_quantize",
+            "format",
+            lambda: ops.grouped_gemm_swiglu_quantize(X, W, SIZES, torch.ones(32), "mxfp8"),
+            "a format key or a transformer_plugin.formats.Format, got Tensor.",
+        ),
+        ("linear", "input_format", lambda: ops.linear(X, W[0], input_format=3), "a format key or a"),
+        ("quantize", "rowwise", lambda: ops.quantize(X, "mxfp8", rowwise="no"), "True or False, got 'no'."),
+        (
+            "quantize_out",
+            "out",
+            lambda: ops.quantize_out(X, "mxfp8", None),
+            "a list of tensors, got NoneType.",
+        ),
+        ("quantize_out", "out", lambda: ops.quantize_out(X, "mxfp8", X), "a list of tensors, got Tensor."),
+        ("quantize_list", "inputs", lambda: ops.quantize_list(W, "mxfp8"), "a list of matrices, got Tensor."),
+        (
+            "quantize_list",
+            "inputs",
+            lambda: ops.quantize_list([X, None], "mxfp8"),
+            "a list of tensors, got list of NoneType, Tensor.",
+        ),
+        ("delayed_scale", "formats", lambda: ops.delayed_scale(X, X, X, [3]), "a format key or a"),
+    ],
+)
+def test_messages(op: str, argument: str, call: Callable[[], Any], expected: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert str(caught.value).startswith(
+        f"transformer_plugin::{op}: argument '{argument}': expected {expected}"
+    )
+    assert "Declaration" not in str(caught.value)
