@@ -167,13 +167,14 @@ def work(config: Config, options: Options, stop: StopRequest) -> int:
 
 def launch(config: Config, options: Options, arguments: list[str], stop: StopRequest) -> int:
     """Checks here what can be checked once, then starts the ranks. Returns the exit status."""
-    from moe_lm import checkpoint
     from moe_lm.data import load_corpus
     from moe_lm.folder import check_new
     from moe_lm.launch import run_ranks
 
     load_corpus(config.text, config.text_bytes, config.seq_len + 1, options.out)
     if options.resume:
+        from moe_lm import checkpoint  # its import of torch.distributed.checkpoint takes half a second
+
         checkpoint.check(Path(options.out), config)
     else:
         check_new(Path(options.out))

@@ -6,6 +6,11 @@ import os
 from typing import Any
 
 import pytest
+
+# Read when torch is loaded. By default OpenMP's threads spin while they wait for each other, which takes the cores from
+# the other test workers, and from each other in tests with more threads than cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 from torch import Tensor
 

@@ -52,10 +52,13 @@ class Block(nn.Module):
         self.attention = Attention(config, **factory)
         self.norm2 = nn.RMSNorm(config.dim, **factory)
         self.moe = build_moe(config, mesh, **factory)
+        self.converts_experts = config.dtype != "float32" and not config.reference  # see trainer.shard
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         x_BTD = x_BTD + self.attention(self.norm1(x_BTD), cos, sin)
-        mixture = self.moe(self.norm2(x_BTD))
+        normed_BTD = self.norm2(x_BTD)
+        with torch.autocast(x_BTD.device.type, x_BTD.dtype, enabled=self.converts_experts):
+            mixture = self.moe(normed_BTD)
         return x_BTD + mixture.output, mixture.aux_loss
 
 

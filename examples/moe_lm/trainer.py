@@ -24,24 +24,28 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def shard(model: LanguageModel, config: Config, mesh: DeviceMesh) -> None:
-    """FSDP2: every rank stores a shard of the float32 parameters, and computes in ``config.dtype``."""
+    """FSDP2: every rank stores a shard of the float32 parameters, and computes in ``config.dtype``.
+
+    The experts of ``tp.nn.MoE`` are sharded over all ranks already. With a mesh of one dimension FSDP2 leaves them
+    alone, so a block has no hooks inside and compiles to one graph; it converts their weights to ``config.dtype``.
+    """
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[config.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for block in model.blocks:
-        if config.reference and mesh.size() > 1:  # as tp.parallel.fully_shard does for tp.nn.MoE
+        if config.reference and mesh.size() > 1:  # these have no mark that says how they are sharded
             fully_shard(block.moe.experts, mesh=mesh["copies"], mp_policy=policy)
             block.moe.experts.set_gradient_divide_factor(mesh.size())
-        tp.parallel.fully_shard(block, mesh, mp_policy=policy)
-    tp.parallel.fully_shard(model, mesh, mp_policy=policy)
+        tp.parallel.fully_shard(block, mesh["experts"], mp_policy=policy)
+    tp.parallel.fully_shard(model, mesh["experts"], mp_policy=policy)
 
 
 def compile_blocks(model: LanguageModel, config: Config) -> None:
-    """Compiles each block. Call it before :func:`shard`, so that FSDP2's hooks stay outside of the graphs."""
+    """Compiles each block to one graph. Call it before :func:`shard`, so that FSDP2's hooks stay outside."""
     for block in model.blocks:
-        if config.reference:  # the host reads the sizes of its exchange
+        if config.reference:  # the host reads the sizes of its exchange, between two graphs
             block.moe.forward = torch.compiler.disable(block.moe.forward)
-        block.forward = torch.compile(block.forward)
+        block.forward = torch.compile(block.forward, fullgraph=not config.reference)
 
 
 class Trainer:

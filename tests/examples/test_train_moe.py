@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import statistics
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.examples.conftest import arguments, environment, losses_of, read_checkpoint, read_metrics, train
+from tests.examples.conftest import arguments, losses_of, read_checkpoint, read_metrics, train
+from tests.examples.processes import SOON, finish, has_done, ranks_of, started, wait_for
 
 STEPS = 40
 UNTIMED = ("tokens_per_second",)
@@ -46,19 +46,14 @@ def test_it_learns_and_leaves_its_results(whole_run) -> None:
 
 
 def test_interrupted_and_resumed_is_bit_for_bit_the_whole_run(whole_run, tmp_path: Path) -> None:
+    """A terminal sends Ctrl-C to the process group."""
     whole, options, _ = whole_run
     out = tmp_path / "run"
-    command = arguments(out, *options)
-    with subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as run:
-        deadline = time.monotonic() + 120
-        while not (out / "metrics.jsonl").exists() or len(losses_of(out)) < 3:
-            assert run.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
-        run.send_signal(signal.SIGINT)
-        output, _ = run.communicate(timeout=60)
-    assert run.returncode == 130, output
+    with started(arguments(out, *options)) as run:
+        wait_for(lambda: has_done(3, out), run)
+        ranks = ranks_of(run)
+        os.killpg(run.pid, signal.SIGINT)
+        output = finish(run, list(ranks.values()), SOON)
     stopped = max(losses_of(out))
     assert 3 <= stopped < STEPS, "the run was over before the signal"
     assert f"stopped after step {stopped} of {STEPS}; continue with --resume" in output
@@ -122,12 +117,17 @@ def test_a_checkpoint_holds_every_weight_once(whole_run) -> None:
 def half_a_run(
     text_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[str], list[float]]:
-    """A run of two ranks that was stopped halfway: its folder, options, and the losses of an uninterrupted run."""
+    """A run of two ranks as it was halfway: its folder, its options, and its losses up to the end."""
     root = tmp_path_factory.mktemp("half")
     options = ["--text", str(text_file), "--steps", "20", "--aux-loss-coeff", "0"]
-    train(root / "whole", *options)
-    train(root / "run", *options, "--stop-at", "10")
-    return root / "run", options, list(losses_of(root / "whole").values())
+    out, whole = root / "run", root / "whole"
+    train(whole, *options, "--checkpoint-every", "10")
+    shutil.copytree(whole, out)
+    shutil.rmtree(out / "checkpoints/step-00000020")
+    records = [json.dumps(record) + "\n" for record in read_metrics(whole) if record["step"] <= 10]
+    (out / "metrics.jsonl").write_text("".join(records))
+    assert list(losses_of(out)) == list(range(1, 11))
+    return out, options, list(losses_of(whole).values())
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -269,13 +269,3 @@ def test_records_after_a_cut(tmp_path: Path, tail: bytes) -> None:
     metrics.write({"step": 3, "loss": 4.5})
     assert read_metrics(tmp_path) == [{"step": s, "loss": x} for s, x in ((1, 5.5), (2, 5.0), (3, 4.5))]
     assert metrics.losses == {1: 5.5, 2: 5.0, 3: 4.5} and os.listdir(tmp_path) == ["metrics.jsonl"]
-
-
-def test_a_run_goes_on_after_a_cut_line(tmp_path: Path, text_file: Path) -> None:
-    out = tmp_path / "run"
-    options = ["--ranks", "1", "--text", str(text_file), "--steps", "4", "--eval-batches", "1"]
-    train(out, *options, "--stop-at", "2")
-    with (out / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"step": 3, "loss"\xff')
-    train(out, *options, "--resume")
-    assert [record["step"] for record in read_metrics(out) if "loss" in record] == [1, 2, 3, 4]

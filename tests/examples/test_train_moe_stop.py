@@ -5,69 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.examples.conftest import SCRIPT, arguments, environment, losses_of, train
-
-SOON = 20.0  # seconds: one or two on an idle machine, and much less than the longest wait for another rank
-DEADLINE = 120.0
-
-
-def wait_for(condition: Callable[[], object], run: subprocess.Popen[str], seconds: float = DEADLINE) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert run.poll() is None, run.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def start(command: list[str], **more: str) -> subprocess.Popen[str]:
-    """Starts a command as a shell with job control does: in a separate process group."""
-    return subprocess.Popen(
-        command, env={**environment(), **more}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-
-
-def state(process: int) -> str:
-    """Returns the state letter of /proc, or "" if the process has ended."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
-def ranks_of(run: subprocess.Popen[str]) -> dict[int, int]:
-    """Returns the process ids by rank."""
-    found = {}
-    for child in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split():
-        content = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-        found |= {int(entry[5:]): int(child) for entry in content if entry.startswith(b"RANK=")}
-    return found
-
-
-def assert_gone(processes: list[int]) -> None:
-    deadline = time.monotonic() + SOON
-    while left := [process for process in processes if state(process) not in ("", "Z")]:
-        assert time.monotonic() < deadline, f"left behind: {left}"
-        time.sleep(0.05)
-
-
-def finish(run: subprocess.Popen[str], processes: list[int], seconds: float) -> str:
-    """Waits for a run that must end in time with status 130 and without remaining processes; returns its output."""
-    began = time.monotonic()
-    output, _ = run.communicate(timeout=60)
-    assert run.returncode == 130, output
-    assert time.monotonic() - began < seconds, output
-    assert "Traceback" not in output
-    assert_gone(processes)
-    return output
+from tests.examples.conftest import SCRIPT, arguments, losses_of
+from tests.examples.processes import SOON, assert_gone, finish, has_done, ranks_of, started, wait_for
 
 
 @pytest.fixture
@@ -75,29 +20,18 @@ def begun(text_file: Path, tmp_path: Path):
     """A run of two ranks that has done a few of very many steps, with a checkpoint: its folder, process and ranks."""
     out = tmp_path / "run"
     more = ["--checkpoint-every", "2", "--eval-every", "1000", "--steps", "10000", "--text", str(text_file)]
-    run = start(arguments(out, *more))
-    try:
-        wait_for(lambda: (out / "metrics.jsonl").exists() and len(losses_of(out)) > 4, run)
+    with started(arguments(out, *more)) as run:
+        wait_for(lambda: has_done(5, out), run)
         ranks = ranks_of(run)
         assert sorted(ranks) == [0, 1]
         yield out, run, ranks
-    finally:
-        if run.poll() is None:
-            os.killpg(run.pid, signal.SIGKILL)
-        run.wait()
 
 
-@pytest.mark.parametrize(
-    ("who", "number"),
-    [("group", signal.SIGINT), ("launcher", signal.SIGTERM), ("rank 1", signal.SIGTERM)],
-    ids=str,
-)
-def test_the_step_is_finished_and_saved(begun, who: str, number: signal.Signals) -> None:
+@pytest.mark.parametrize("who", ["launcher", "rank 1"])
+def test_the_step_is_finished_and_saved(begun, who: str) -> None:
+    """SIGTERM; test_train_moe.py has Ctrl-C, which a terminal sends to the process group."""
     out, run, ranks = begun
-    if who == "group":  # a terminal signals the process group
-        os.killpg(run.pid, number)
-    else:
-        os.kill(run.pid if who == "launcher" else ranks[1], number)
+    os.kill(run.pid if who == "launcher" else ranks[1], signal.SIGTERM)
     output = finish(run, list(ranks.values()), SOON)
     stopped = max(losses_of(out))
     assert f"stopped after step {stopped} of 10000; continue with --resume" in output
@@ -146,10 +80,10 @@ def test_a_wait_for_a_rank_that_never_comes(number: signal.Signals, tmp_path: Pa
     """As with a launcher whose second machine is missing."""
     command = [*arguments(tmp_path / "run"), "--text", str(text_file)]
     one = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    run = start(command, **one, LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
-    wait_for(lambda: listens(run.pid), run)
-    run.send_signal(number)
-    output = finish(run, [run.pid], SOON)
+    with started(command, **one, LOCAL_WORLD_SIZE="1", LOCAL_RANK="0") as run:
+        wait_for(lambda: listens(run.pid), run)
+        run.send_signal(number)
+        output = finish(run, [run.pid], SOON)
     assert "rank 0: interrupted during the start, exited at once" in output
     assert not (tmp_path / "run").exists()
 
@@ -170,49 +104,47 @@ def listens(process: int) -> bool:
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_the_start_is_left_at_once(ranks: str, tmp_path: Path, text_file: Path) -> None:
     """The signal comes while torch is imported, which takes seconds."""
-    run = start([*arguments(tmp_path / "run"), "--text", str(text_file), "--ranks", ranks])
-    wait_for(lambda: "libtorch" in Path(f"/proc/{run.pid}/maps").read_text(), run)
-    run.send_signal(signal.SIGINT)
-    output = finish(run, [run.pid], SOON)
+    with started([*arguments(tmp_path / "run"), "--text", str(text_file), "--ranks", ranks]) as run:
+        wait_for(lambda: "libtorch" in Path(f"/proc/{run.pid}/maps").read_text(), run)
+        run.send_signal(signal.SIGINT)
+        output = finish(run, [run.pid], SOON)
     assert "train_moe: interrupted during the start, exited at once" in output
 
 
-def test_one_rank_ends_with_the_same_status_and_goes_on(tmp_path: Path, text_file: Path) -> None:
+def test_one_rank_is_stopped_twice_and_goes_on(tmp_path: Path, text_file: Path) -> None:
+    """It goes on after a line that a full disk has cut, and stops even if nobody reads its output any more: Ctrl-C
+    also ends the ``tee`` of ``train_moe.py 2>&1 | tee log``."""
     out = tmp_path / "run"
-    options = ["--ranks", "1", "--text", str(text_file), "--eval-batches", "1"]
-    run = start(arguments(out, *options, "--steps", "40"))
-    wait_for(lambda: (out / "metrics.jsonl").exists() and len(losses_of(out)) > 2, run)
-    run.send_signal(signal.SIGTERM)
-    output = finish(run, [run.pid], SOON)
-    stopped = max(losses_of(out))
-    assert f"stopped after step {stopped} of 40; continue with --resume" in output
-    train(out, *options, "--steps", "40", "--resume")
-    assert list(losses_of(out)) == list(range(1, 41))
-
-
-def test_nobody_reads_the_output_any_more(tmp_path: Path, text_file: Path) -> None:
-    """Ctrl-C also ends the ``tee`` of ``train_moe.py 2>&1 | tee log``."""
-    out = tmp_path / "run"
-    options = ["--ranks", "1", "--text", str(text_file), "--steps", "10000"]
-    run = start(arguments(out, *options))
-    wait_for(lambda: (out / "metrics.jsonl").exists() and len(losses_of(out)) > 2, run)
-    assert run.stdout is not None
-    run.stdout.close()
-    run.send_signal(signal.SIGINT)
-    assert run.wait(timeout=60) == 130
-    stopped = max(losses_of(out))
-    assert (out / f"checkpoints/step-{stopped:08d}/manifest.json").exists()
+    command = arguments(out, "--ranks", "1", "--text", str(text_file), "--steps", "10000")
+    with started(command) as run:
+        wait_for(lambda: has_done(3, out), run)
+        run.send_signal(signal.SIGTERM)
+        output = finish(run, [run.pid], SOON)
+    first = max(losses_of(out))
+    assert f"stopped after step {first} of 10000; continue with --resume" in output
+    cut = b'{"step": %d, "loss"\xff' % (first + 1)
+    with (out / "metrics.jsonl").open("ab") as file:
+        file.write(cut)
+    with started([*command, "--resume"]) as run:
+        wait_for(lambda: cut not in (out / "metrics.jsonl").read_bytes() and has_done(first + 3, out), run)
+        assert run.stdout is not None
+        run.stdout.close()
+        run.send_signal(signal.SIGINT)
+        assert run.wait(timeout=60) == 130
+    second = max(losses_of(out))
+    assert list(losses_of(out)) == list(range(1, second + 1))
+    assert (out / f"checkpoints/step-{second:08d}/manifest.json").exists()
 
 
 def test_under_torchrun(tmp_path: Path, text_file: Path) -> None:
     out = tmp_path / "run"
     command = arguments(out, "--text", str(text_file), "--steps", "10000")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    run = start([*launcher, str(SCRIPT), *command[2:]])
-    wait_for(lambda: (out / "metrics.jsonl").exists() and len(losses_of(out)) > 2, run)
-    ranks = ranks_of(run)
-    os.killpg(run.pid, signal.SIGINT)
-    output, _ = run.communicate(timeout=60)
-    assert run.returncode != 0
-    assert f"stopped after step {max(losses_of(out))} of 10000; continue with --resume" in output
-    assert_gone(list(ranks.values()))
+    with started([*launcher, str(SCRIPT), *command[2:]]) as run:
+        wait_for(lambda: has_done(3, out), run)
+        ranks = ranks_of(run)
+        os.killpg(run.pid, signal.SIGINT)
+        output, _ = run.communicate(timeout=60)
+        assert run.returncode != 0
+        assert f"stopped after step {max(losses_of(out))} of 10000; continue with --resume" in output
+        assert_gone(list(ranks.values()))

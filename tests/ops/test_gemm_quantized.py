@@ -183,17 +183,22 @@ def test_grouped_gemm_quantized(
             options = quantized_arguments(a, b, *formats) | {"bias": extra[0], "bias_scale": extra[1]}
             got = ops.grouped_gemm(**options, group_sizes=sizes, transpose_b=transpose_b, dtype=dtype)
             begin, back = 0, reference.dequantize(*b.pair, formats[1], torch.float32, amax=b.amax)
+            exact, magnitude, more = (
+                torch.zeros(sum(shape.sizes), shape.n, device=device).double() for _ in range(3)
+            )
             for g, (rows, size) in enumerate(zip(a_values, shape.sizes, strict=True)):
                 member = back[g].double()
                 member = member.T if transpose_b else member
                 added = torch.zeros((), dtype=torch.float64, device=device)
                 if extra[0] is not None:
                     added = scale[begin : begin + size, None].double() * bias[g].double()
-                magnitude = rows.abs() @ member.abs() + added.abs()
-                more = fp8_sums(rows, member) if units and transpose_b else 0.0
-                exact = rows @ member + added
-                assert_rounded_sum(got[begin : begin + size], exact, magnitude, shape.k, more=more)
+                here = slice(begin, begin + size)
+                exact[here] = rows @ member + added
+                magnitude[here] = rows.abs() @ member.abs() + added.abs()
+                if units and transpose_b:
+                    more[here] = fp8_sums(rows, member)
                 begin += size
+            assert_rounded_sum(got[:begin], exact, magnitude, shape.k, more=more)
             assert_same_bits(got[begin:], torch.zeros_like(got[begin:]), "tail")
 
 
@@ -207,6 +212,10 @@ def test_grouped_wgrad_quantized(shape: GroupedShape, formats: tuple[str, str], 
     sizes = group_sizes(shape, device)
     size = (len(shape.sizes), shape.n, shape.k)
     before = normals(size, torch.float32, device, torch.Generator().manual_seed(2))
+    exact, magnitude, sums = (torch.zeros(size, dtype=torch.float64, device=device) for _ in range(3))
+    for g, (x, y) in enumerate(zip(grad_values, input_values, strict=True)):
+        exact[g], magnitude[g], sums[g] = x.T @ y, x.T.abs() @ y.abs(), fp8_sums(x.T, y)
+    terms = sizes[:, None, None]
     for dtype in (torch.float32, torch.bfloat16):
         options = wgrad_arguments(grad, input, *formats) | {"group_sizes": sizes}
         got = ops.grouped_gemm_wgrad(**options, dtype=dtype)
@@ -216,20 +225,12 @@ def test_grouped_wgrad_quantized(shape: GroupedShape, formats: tuple[str, str], 
         over = torch.full(size, float("nan"), dtype=dtype, device=device)
         ops.grouped_gemm_wgrad_out(**options, out=added)
         ops.grouped_gemm_wgrad_out(**options, out=over, accumulate=False)
-        for g, (x, y) in enumerate(zip(grad_values, input_values, strict=True)):
-            exact, magnitude, rows = x.T @ y, x.T.abs() @ y.abs(), shape.sizes[g]
-            start = before[g].to(dtype).double()
-            more = fp8_sums(x.T, y) if in_fp8_units(*formats, dtype, shape.k, None, device) else 0.0
-            assert_rounded_sum(got[g], exact, magnitude, rows, more=more)
-            assert_rounded_sum(over[g], exact, magnitude, rows, "overwritten", more)
-            assert_rounded_sum(
-                added[g],
-                start + exact,
-                start.abs() + magnitude,
-                rows,
-                "accumulated",
-                more if dtype == torch.float32 else 0.0,
-            )
+        start = before.to(dtype).double()
+        more = sums if in_fp8_units(*formats, dtype, shape.k, None, device) else 0.0
+        assert_rounded_sum(got, exact, magnitude, terms, more=more)
+        assert_rounded_sum(over, exact, magnitude, terms, "overwritten", more)
+        added_more = more if dtype == torch.float32 else 0.0
+        assert_rounded_sum(added, start + exact, start.abs() + magnitude, terms, "accumulated", added_more)
 
 
 @by_pair

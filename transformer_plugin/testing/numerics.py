@@ -81,7 +81,7 @@ def assert_rounded_sum(
     got: Tensor,
     exact: Tensor,
     magnitude: Tensor,
-    terms: int,
+    terms: int | Tensor,
     name: str = "output",
     more: Tensor | float = 0.0,
 ) -> None:
