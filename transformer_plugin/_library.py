@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -27,10 +28,23 @@ def load() -> None:
             f"(CUDA {torch.version.cuda}): {error}. It was built for another torch; build it again: "
             "`pip install --no-build-isolation --force-reinstall --no-deps .`"
         ) from error
+    _separate_compile_caches()
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, op = schema.name.partition("::")
         if namespace == "transformer_plugin":
             _name_wrong_types(getattr(torch.ops.transformer_plugin, op).default)
+
+
+def _separate_compile_caches() -> None:
+    """Makes the library part of the keys of torch's caches of compiled graphs.
+
+    A cached graph holds the calls that the library made when it was traced. torch's keys have the version of torch but
+    not of other libraries, so after an upgrade a graph of the old library would be taken from the disk.
+    """
+    tag = f"transformer_plugin-{hashlib.sha256(LIBRARY.read_bytes()).hexdigest()[:16]}"
+    config = torch.compiler.config
+    if tag not in config.cache_key_tag:
+        config.cache_key_tag = ",".join(filter(None, (config.cache_key_tag, tag)))
 
 
 _MISMATCH = re.compile(r"transformer_plugin::\w+\(\) Expected a value of type '[^']+' for argument '(\w+)'")

@@ -53,7 +53,7 @@ def in_fp8_units(
     """Whether FP8 tensor cores multiply two quantized operands, as :func:`grouped_gemm_plan` says.
 
     ``width`` is the number of output columns and ``dtype`` the output's. ``k`` is the number of columns of rowwise
-    operands; None means columnwise operands, those of a weight gradient.
+    operands; None means columnwise operands, those of a weight gradient. False for formats that no product takes.
     """
     fp8 = Format.parse(a_key).family in ("fp8_tensor", "fp8_row", "fp8_block")
     if device.type != "cuda" or not fp8:
@@ -61,16 +61,19 @@ def in_fp8_units(
     major, minor = torch.cuda.get_device_capability(device)
     product, n, columns = ("weight_grad", 16, width) if k is None else ("forward", width, k)
     sizes = (1024, 2, n, columns)
-    plan = grouped_gemm_plan(
-        product,
-        torch.bfloat16,
-        dtype,
-        *sizes,
-        132,
-        a_format=a_key,
-        b_format=b_key,
-        capability=10 * major + minor,
-    )
+    try:
+        plan = grouped_gemm_plan(
+            product,
+            torch.bfloat16,
+            dtype,
+            *sizes,
+            132,
+            a_format=a_key,
+            b_format=b_key,
+            capability=10 * major + minor,
+        )
+    except ValueError:
+        return False
     return plan.backend == "sm90"
 
 

@@ -91,12 +91,16 @@ void check_quantized(const OperandNames& names, const Quantized& operand, int64_
                        shape.amax_sizes(format, operand.transposed));
 }
 
+Quantized parsed_operand(const OperandNames& names, const OperandArguments& operand, bool allow_square,
+                         bool transposed) {
+  const at::TensorList scales = list_or_none(operand.scales);
+  const Format format = checked_format(names, operand.key, scales, 1, allow_square);
+  return {operand.data, scales[0], format.is_nv() ? scales[1] : Tensor(), format, operand.key, transposed};
+}
+
 Quantized checked_operand(const OperandNames& names, const OperandArguments& operand, int64_t dim,
                           const Tensor* group_sizes, bool transposed) {
-  const at::TensorList scales = list_or_none(operand.scales);
-  const Format format = checked_format(names, operand.key, scales, 1, group_sizes == nullptr);
-  Quantized result{operand.data, scales[0],   format.is_nv() ? scales[1] : Tensor(),
-                   format,       operand.key, transposed};
+  Quantized result = parsed_operand(names, operand, group_sizes == nullptr, transposed);
   check_quantized(names, result, dim, group_sizes);
   return result;
 }

@@ -46,8 +46,10 @@ inline bool is_quantized(std::string_view a_key, std::string_view b_key) {
 void check_plain(const char* op, OptionalList a_scale, OptionalList b_scale, const char* a_name = "a_scale",
                  const char* b_name = "b_scale");
 
-// Parses the format and checks dtypes, sizes and devices. `group_sizes`: of ragged rows, or of columns if `transposed`; else
-// null.
+// Parses the format, and checks that it has scales and that they are given; square blocks only if `allow_square`.
+Quantized parsed_operand(const OperandNames& names, const OperandArguments& operand, bool allow_square,
+                         bool transposed);
+// The same with dtypes, sizes and devices checked. `group_sizes`: of ragged rows, or of columns if `transposed`; else null.
 Quantized checked_operand(const OperandNames& names, const OperandArguments& operand, int64_t dim,
                           const at::Tensor* group_sizes, bool transposed);
 // The format of an operand, which must have scales, and how many tensors its scales are, in all: `matrices`, and as many amaxes.

@@ -23,10 +23,12 @@ QuantizedWgradCall::QuantizedWgradCall(const char* op, const OperandArguments& g
   check_dim(grad_argument, 2);
   check_dim(input_argument, 2);
   check_group_sizes({op, "group_sizes", group_sizes}, grad_argument);
-  grad_ = checked_operand(grad_names, grad, 2, &group_sizes, true);
-  input_ = checked_operand(input_names, input, 2, &group_sizes, true);
-  check_same_device(input_argument, grad_argument);
+  grad_ = parsed_operand(grad_names, grad, false, true);
+  input_ = parsed_operand(input_names, input, false, true);
   check_wgrad_formats(grad_names, grad_, input_names, input_);
+  check_quantized(grad_names, grad_, 2, &group_sizes);
+  check_quantized(input_names, input_, 2, &group_sizes);
+  check_same_device(input_argument, grad_argument);
   check_value_size(input_names, input_, 1, grad_.row_length(),
                    "the columns of 'grad', the rows of the buffer");
   TP_CHECK_VALUE(!input_rows, op, "input_rows", "None with quantized operands", describe(*input_rows),
