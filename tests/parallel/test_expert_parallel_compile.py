@@ -43,9 +43,9 @@ def check_ops(rank: Rank, cases: list[EpCase]) -> None:
 FEW = [case for case in ep_cases() if case.name in ("bfloat16", "nobody-has-any", "capacity-4")]
 
 
-@pytest.mark.parametrize("part", range(3))
-def test_opcheck_one_rank(make_pool, part: int) -> None:
-    make_pool(1, "gloo").run(check_ops, list(ep_cases())[part::3])
+def test_opcheck_one_rank(make_pool) -> None:
+    """A third of the cases: what is registered does not depend on them. A GPU runs all."""
+    make_pool(1, "gloo").run(check_ops, list(ep_cases())[::3])
 
 
 @pytest.mark.gpus(1)
