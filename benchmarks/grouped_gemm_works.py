@@ -318,9 +318,9 @@ def _fp8_data_gradient_factors(data: Data, kind: str, group: int) -> Factors:
 
 
 def _fp8_weight_gradient_factors(data: Data, kind: str, group: int) -> Factors:
-    def values(codes: Quantized, key: str) -> Tensor:
+    def values(operand: Quantized, key: str) -> Tensor:
         sizes = data.sizes[kind]
-        return ops.dequantize(*codes, key, torch.float32, sizes, True)[data.rows_of(kind, group)]
+        return ops.dequantize(*operand, key, torch.float32, sizes, True)[data.rows_of(kind, group)]
 
     return values(data.grad8_t[kind], GRAD_FORMAT).T, values(data.x8_t[kind], INPUT_FORMAT)
 

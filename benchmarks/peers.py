@@ -59,14 +59,14 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 def _rows_to_fp8(parts: Sequence[Tensor], width: int) -> tuple[Tensor, Sequence[Tensor]]:
     """Returns the data [M, K], and for each part the exponents [M, K / width]."""
-    codes, exponents = zip(*(_to_fp8(part.unflatten(1, (-1, width)), 2) for part in parts), strict=True)
-    return _joined(codes, 1).flatten(1), exponents
+    data, exponents = zip(*(_to_fp8(part.unflatten(1, (-1, width)), 2) for part in parts), strict=True)
+    return _joined(data, 1).flatten(1), exponents
 
 
 def _columns_to_fp8(parts: Sequence[Tensor], height: int) -> tuple[Tensor, Sequence[Tensor]]:
     """Returns the data [K, M], and for each part the exponents [M / height, K]."""
-    codes, exponents = zip(*(_to_fp8(part.unflatten(0, (-1, height)), 1) for part in parts), strict=True)
-    return _transposed(codes), exponents
+    data, exponents = zip(*(_to_fp8(part.unflatten(0, (-1, height)), 1) for part in parts), strict=True)
+    return _transposed(data), exponents
 
 
 def _transposed(parts: Sequence[Tensor]) -> Tensor:
@@ -77,14 +77,14 @@ def _transposed(parts: Sequence[Tensor]) -> Tensor:
 
 def fp8_block_rows(*parts: Tensor) -> Tensors:
     """1x128 blocks; scales [K / 128, M]."""
-    codes, exponents = _rows_to_fp8(parts, BLOCK)
-    return codes, _joined([_power(exponent).t() for exponent in exponents], 0)
+    data, exponents = _rows_to_fp8(parts, BLOCK)
+    return data, _joined([_power(exponent).t() for exponent in exponents], 0)
 
 
 def fp8_block_transposed(*parts: Tensor) -> Tensors:
     """128x1 blocks; scales [M / 128, K]."""
-    codes, exponents = _columns_to_fp8(parts, BLOCK)
-    return codes, _joined([_power(exponent) for exponent in exponents], 1)
+    data, exponents = _columns_to_fp8(parts, BLOCK)
+    return data, _joined([_power(exponent) for exponent in exponents], 1)
 
 
 def fp8_block_both(*parts: Tensor) -> Tensors:
@@ -94,8 +94,8 @@ def fp8_block_both(*parts: Tensor) -> Tensors:
 
 def _square_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the data [M, K] and the scales [M / 128, K / 128]."""
-    codes, exponent = _to_fp8(x.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)), (1, 3))
-    return codes.flatten(2).flatten(0, 1), _power(exponent)
+    data, exponent = _to_fp8(x.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)), (1, 3))
+    return data.flatten(2).flatten(0, 1), _power(exponent)
 
 
 def _up4(scale: Tensor) -> Tensor:
@@ -105,14 +105,14 @@ def _up4(scale: Tensor) -> Tensor:
 
 def fp8_block_square_rows(x: Tensor) -> Tensors:
     """128x128 blocks; scales [M / 128, up4(K / 128)]."""
-    codes, scale = _square_to_fp8(x)
-    return codes, _up4(scale)
+    data, scale = _square_to_fp8(x)
+    return data, _up4(scale)
 
 
 def fp8_block_square_both(x: Tensor) -> Tensors:
     """Both directions; a block has the same data in both."""
-    codes, scale = _square_to_fp8(x)
-    return codes, _up4(scale), codes.t().contiguous(), _up4(scale.t())
+    data, scale = _square_to_fp8(x)
+    return data, _up4(scale), data.t().contiguous(), _up4(scale.t())
 
 
 def fp8_tensor_rows(x: Tensor) -> Tensors:
@@ -123,8 +123,8 @@ def fp8_tensor_rows(x: Tensor) -> Tensors:
 
 def fp8_tensor_both(x: Tensor) -> Tensors:
     """Both directions; they have the same data."""
-    codes, scale_inv = fp8_tensor_rows(x)
-    return codes, scale_inv, codes.t().contiguous(), scale_inv.clone()
+    data, scale_inv = fp8_tensor_rows(x)
+    return data, scale_inv, data.t().contiguous(), scale_inv.clone()
 
 
 def scaled_rows(x: Tensor, scale: Tensor, amax: Tensor) -> Tensors:
@@ -137,20 +137,20 @@ def scaled_rows(x: Tensor, scale: Tensor, amax: Tensor) -> Tensors:
 
 def scaled_both(x: Tensor, scale: Tensor, amax: Tensor) -> Tensors:
     """Both directions; they have the same data."""
-    codes, scale_inv = scaled_rows(x, scale, amax)
-    return codes, scale_inv, codes.t().contiguous(), scale_inv.clone()
+    data, scale_inv = scaled_rows(x, scale, amax)
+    return data, scale_inv, data.t().contiguous(), scale_inv.clone()
 
 
 def mxfp8_rows(*parts: Tensor) -> Tensors:
     """1x32 blocks; scales [M, K / 32]."""
-    codes, exponents = _rows_to_fp8(parts, MX_BLOCK)
-    return codes, _joined([exponent.to(torch.uint8) for exponent in exponents], 1)
+    data, exponents = _rows_to_fp8(parts, MX_BLOCK)
+    return data, _joined([exponent.to(torch.uint8) for exponent in exponents], 1)
 
 
 def mxfp8_transposed(*parts: Tensor) -> Tensors:
     """32x1 blocks; scales [K, M / 32]."""
-    codes, exponents = _columns_to_fp8(parts, MX_BLOCK)
-    return codes, _joined([exponent.to(torch.uint8).t() for exponent in exponents], 0)
+    data, exponents = _columns_to_fp8(parts, MX_BLOCK)
+    return data, _joined([exponent.to(torch.uint8).t() for exponent in exponents], 0)
 
 
 def mxfp8_both(*parts: Tensor) -> Tensors:
@@ -170,29 +170,29 @@ def _to_e2m1(values: Tensor) -> Tensor:
 
 
 def _to_nvfp4(even: Tensor, odd: Tensor, amax: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Returns the codes, two neighbors in one byte, and the scales without ``dim``. A block comes as two halves, so
+    """Returns the data, two neighbors in one byte, and the scales without ``dim``. A block comes as two halves, so
     that there are as many bytes as elements in the reduction, and one kernel does both."""
     even, odd = even.float(), odd.float()
     common = _over(6 * LARGEST, amax)
     block = torch.maximum(even.abs(), odd.abs()).amax(dim, keepdim=True)
     scale = (block * (common * (1 / 6))).to(torch.float8_e4m3fn)
     factor = (1 / (scale.float() * (1 / common))).clamp(max=torch.finfo(torch.float32).max)
-    codes = _to_e2m1(even * factor) | _to_e2m1(odd * factor) << 4
-    return codes.to(torch.uint8), scale.squeeze(dim)
+    data = _to_e2m1(even * factor) | _to_e2m1(odd * factor) << 4
+    return data.to(torch.uint8), scale.squeeze(dim)
 
 
 def nvfp4_rows(x: Tensor, amax: Tensor) -> Tensors:
     """1x16 blocks; scales [M, K / 16]."""
     even, odd = x.unflatten(1, (-1, NV_BLOCK // 2, 2)).unbind(3)
-    codes, scale = _to_nvfp4(even, odd, amax, 2)
-    return codes.flatten(1), scale
+    data, scale = _to_nvfp4(even, odd, amax, 2)
+    return data.flatten(1), scale
 
 
 def nvfp4_both(x: Tensor, amax: Tensor, amax_t: Tensor) -> Tensors:
     """Both directions: also 16x1 blocks; scales [K, M / 16]."""
     even, odd = x.unflatten(0, (-1, NV_BLOCK // 2, 2)).unbind(2)
-    codes, scale = _to_nvfp4(even, odd, amax_t, 1)
-    return *nvfp4_rows(x, amax), _transposed([codes]), scale.t().contiguous()
+    data, scale = _to_nvfp4(even, odd, amax_t, 1)
+    return *nvfp4_rows(x, amax), _transposed([data]), scale.t().contiguous()
 
 
 _QUANTIZERS: dict[tuple[str, str], Callable[..., Tensors]] = {

@@ -15,7 +15,7 @@ def element_bytes(tensor: Tensor) -> Tensor:
 def _element(tensor: Tensor, index: int) -> str:
     """Formats one element; torch cannot print packed 4-bit floats."""
     if tensor.dtype == torch.float4_e2m1fn_x2:
-        return "two codes"
+        return "two E2M1 elements"
     return repr(tensor.detach().cpu().reshape(-1)[index])
 
 

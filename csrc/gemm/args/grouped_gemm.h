@@ -15,7 +15,7 @@ struct QuantizedStack {
   int64_t rows, columns;
   at::ScalarType dtype;  // of the dequantized matrices
   // Writes the dequantized matrix of a group; called by several threads.
-  std::function<void(int64_t, const at::Tensor&)> decode;
+  std::function<void(int64_t, const at::Tensor&)> dequantize;
 };
 
 // out[i] = a[i] @ B_g * alpha[g] + bias_scale[i] * bias[g] for the rows i of group g, rounded once; zero past

@@ -195,11 +195,11 @@ void for_each_group(const Tensor& offsets, int64_t row, int64_t more, const Mult
 Tensor matrix_of(const GroupedGemm& product, int64_t group, Worker& worker) {
   if (!product.list.empty()) return product.list[group];
   if (!product.quantized_b) return product.b.select(0, group);
-  const QuantizedStack& codes = *product.quantized_b;
+  const QuantizedStack& stack = *product.quantized_b;
   if (!worker.scratch.defined()) {
-    worker.scratch = empty(product.a, {codes.rows, codes.columns}, codes.dtype);
+    worker.scratch = empty(product.a, {stack.rows, stack.columns}, stack.dtype);
   }
-  codes.decode(group, worker.scratch);
+  stack.dequantize(group, worker.scratch);
   return worker.scratch;
 }
 

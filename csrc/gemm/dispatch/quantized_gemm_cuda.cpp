@@ -18,13 +18,13 @@ namespace {
 using at::Tensor;
 
 // torch cannot copy E2M1, so its bytes are copied.
-Tensor contiguous_data(const Tensor& codes) {
-  return codes.is_contiguous() ? codes : codes.view(at::kByte).contiguous();
+Tensor contiguous_data(const Tensor& data) {
+  return data.is_contiguous() ? data : data.view(at::kByte).contiguous();
 }
 
 // to_dtype does not support E2M1.
-DType dtype_of(const Tensor& codes) {
-  const at::ScalarType dtype = codes.scalar_type();
+DType dtype_of(const Tensor& data) {
+  const at::ScalarType dtype = data.scalar_type();
   return dtype == at::kFloat4_e2m1fn_x2 ? DType::kFloat4E2M1 : to_dtype(dtype);
 }
 

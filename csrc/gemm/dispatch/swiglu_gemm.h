@@ -56,7 +56,7 @@ using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 TwoTensors run_gemm_swiglu(const GroupedGemmSwiglu& product);
 // Data, scales and h.
-ThreeTensors run_gemm_swiglu_quantize(const GroupedGemmSwiglu& product, const SwigluQuantize& codes);
+ThreeTensors run_gemm_swiglu_quantize(const GroupedGemmSwiglu& product, const SwigluQuantize& result);
 
 // nullopt if the Hopper kernel does not support the problem.
 std::optional<TwoTensors> gemm_swiglu_cuda(const GroupedGemmSwiglu& product);

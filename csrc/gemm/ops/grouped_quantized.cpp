@@ -136,7 +136,7 @@ QuantizedGemm QuantizedGrouped::product(ScaleGranularity scales, const OptionalT
 }
 
 // Each matrix is dequantized when a thread reaches its group.
-QuantizedStack QuantizedGrouped::decoded_list(at::ScalarType dtype) const {
+QuantizedStack QuantizedGrouped::dequantized_list(at::ScalarType dtype) const {
   const Format& format = b_.format;
   const bool one_scale = format.family == FormatFamily::kFp8Tensor;
   return {b_.rows().expect_int(), b_.columns().expect_int(), dtype,
@@ -156,7 +156,7 @@ auto QuantizedGrouped::with_values(const Tensor& offsets, const OptionalTensor& 
   const at::ScalarType exact = dequantized_dtype(a_, b_);
   const Quantized left = dequantized_operand(a_, &group_sizes_, exact);
   if (b_.data.is_cpu()) {
-    const QuantizedStack values = list_.empty() ? quantized_stack(b_, exact) : decoded_list(exact);
+    const QuantizedStack values = list_.empty() ? quantized_stack(b_, exact) : dequantized_list(exact);
     return multiply(GroupedGemm{left.data, b_.data, offsets, bias_, bias_scale_, transpose_b_, alpha_, beta,
                                 std::nullopt, options_, &values});
   }

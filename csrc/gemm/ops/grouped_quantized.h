@@ -40,7 +40,7 @@ class QuantizedGrouped {
   at::TensorList list_scales() const { return list_scales_.slice(0, list_.size()); }
   // Of NVFP4; otherwise empty.
   at::TensorList list_amaxes() const { return list_scales_.slice(list_.size()); }
-  QuantizedStack decoded_list(at::ScalarType dtype) const;
+  QuantizedStack dequantized_list(at::ScalarType dtype) const;
   template <typename Multiply>
   auto with_values(const at::Tensor& offsets, const std::optional<at::Tensor>& beta, Multiply&& multiply);
 
