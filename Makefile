@@ -60,7 +60,7 @@ demo: build
 	$(BIN)/python examples/train_moe.py --ranks $(RANKS)
 
 test: build
-	$(BIN)/python -m pytest -m "not long" -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not long" -n 3 --dist loadfile $(PYTEST_ARGS)
 
 test-long: build sanitize
 	$(BIN)/python -m pytest -m long --all-dtypes $(PYTEST_ARGS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,31 +40,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         )
         if wanted > count:
             item.add_marker(pytest.mark.skip(reason=f"needs {wanted} CUDA device(s), found {count}"))
-
-    items[:] = interleaved(items)
-
-
-#: Folders of tests that start processes and wait for them.
-WAITING = ("examples", "faults", "fuzz", "packaging", "parallel")
-#: For each of their files, so many others come after it.
-OTHERS = 3
-
-
-def interleaved(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The files of tests that wait spread among those that compute, so that workers do not all wait at one time.
-
-    xdist with ``--no-loadscope-reorder`` gives files to workers in this order.
-    """
-    files: dict[Path, list[pytest.Item]] = {}
-    for item in items:
-        files.setdefault(item.path, []).append(item)
-    waiting = [path for path in files if path.parent.name in WAITING]
-    computing = [path for path in files if path.parent.name not in WAITING]
-    order: list[Path] = []
-    while waiting or computing:
-        order += [*waiting[:1], *computing[:OTHERS]]
-        waiting, computing = waiting[1:], computing[OTHERS:]
-    return [item for path in order for item in files[path]]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
