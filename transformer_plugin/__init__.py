@@ -4,24 +4,34 @@ from transformer_plugin import _library
 
 _library.load()
 
-from transformer_plugin import _flops, _on_import, errors, formats, nn, ops, parallel, recipes  # noqa: E402
+from transformer_plugin import _flops, _on_import, errors, formats, functional, nn, ops, parallel, recipes  # noqa: E402
+from transformer_plugin.functional import *  # noqa: E402, F403
+from transformer_plugin.functional import _compiled  # noqa: E402
+from transformer_plugin.launch import LaunchOptions  # noqa: E402
 from transformer_plugin.nn.checkpoint import checkpoint  # noqa: E402
 from transformer_plugin.parallel import _sharding, clip_grad_norm_  # noqa: E402
 from transformer_plugin.support import explain_support  # noqa: E402
+from transformer_plugin.tensor import GroupedTensor, QuantizedTensor  # noqa: E402
 
 _on_import.on_import("torch.utils.flop_counter", _flops.register)
 _on_import.on_import("torch.distributed.tensor", _sharding.register)
+_on_import.on_import("torch._dynamo", _compiled.register)
 
 __version__ = "0.1.0"
 __all__ = [
+    "GroupedTensor",
+    "LaunchOptions",
+    "QuantizedTensor",
     "__version__",
     "checkpoint",
     "clip_grad_norm_",
     "errors",
     "explain_support",
     "formats",
+    "functional",
     "nn",
     "ops",
     "parallel",
     "recipes",
+    *functional.__all__,
 ]

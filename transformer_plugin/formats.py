@@ -149,18 +149,14 @@ class Format:
             raise _error("epsilon", "a number", repr(self.epsilon), "Use 0 for none")
         object.__setattr__(self, "epsilon", float32(self.epsilon))
         if not (0.0 <= self.epsilon < math.inf):
-            raise _error(
-                "epsilon", "a finite number that is not negative", str(self.epsilon), "Use 0 for none"
-            )
+            expected = "a finite number that is not negative"
+            raise _error("epsilon", expected, str(self.epsilon), "Use 0 for none")
         if not self.is_quantized and (self.element != "e4m3" or self.power_of_two_scales or self.epsilon > 0):
-            raise _error(
-                "family",
-                f"{_names_of(QUANTIZED)}, which have scales",
-                repr(self.family),
-                "Leave the rest out",
-            )
+            expected = f"{_names_of(QUANTIZED)}, which have scales"
+            raise _error("family", expected, repr(self.family), "Leave the rest out")
         self._set_scales()
         self._check_options()
+        object.__setattr__(self, "_key", self._written())
 
     def _set_element(self) -> None:
         """The family's own where there is none; others are refused."""
@@ -241,6 +237,9 @@ class Format:
     @property
     def key(self) -> str:
         """The key that ops take, with all options written out, so equal formats have equal keys."""
+        return self._key  # type: ignore[attr-defined]
+
+    def _written(self) -> str:
         if not self.is_quantized:
             return self.family + (":nan" if self.nonfinite_is_nan else "")
         options: list[str] = [str(self.element)]

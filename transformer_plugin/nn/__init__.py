@@ -1,10 +1,10 @@
 """Modules with plain parameters and ordinary state dicts. A recipe selects the number formats of their products."""
 
+from transformer_plugin.launch import LaunchOptions
 from transformer_plugin.nn.delayed import reduce_amax
 from transformer_plugin.nn.exchange import DispatchConfig
 from transformer_plugin.nn.grouped_linear import GroupedLinear
 from transformer_plugin.nn.grouped_mlp import GroupedMLP
-from transformer_plugin.nn.launch import LaunchOptions
 from transformer_plugin.nn.linear import Linear
 from transformer_plugin.nn.moe import MoE, MoEOutput
 from transformer_plugin.nn.router import RouterConfig, Routing, TopKRouter

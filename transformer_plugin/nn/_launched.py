@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from transformer_plugin.launch import LaunchOptions, checked
 from transformer_plugin.nn._attributes import SharedRecipeModule
 from transformer_plugin.nn.grouped_linear import GroupedLinear
-from transformer_plugin.nn.launch import LaunchOptions, checked
 
 
 class LaunchedModule(SharedRecipeModule):

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from transformer_plugin import ops
+from transformer_plugin.launch import LaunchOptions, checked
 from transformer_plugin.nn._attributes import fixed, recipe_layers
 from transformer_plugin.nn._autocast import as_float32, operands
 from transformer_plugin.nn._launched import LaunchedModule
 from transformer_plugin.nn._module import layer_forward
 from transformer_plugin.nn.grouped_linear import GroupedLinear, sizes_tensor
-from transformer_plugin.nn.launch import LaunchOptions, checked
 from transformer_plugin.recipes import DelayedScaling, Recipe
 
 

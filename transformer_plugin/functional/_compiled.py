@@ -1,0 +1,16 @@
+"""What torch.compile takes as one node of a graph, because it does not trace into it."""
+
+from __future__ import annotations
+
+import torch
+
+from transformer_plugin.functional import _values
+from transformer_plugin.tensor import _base, _layout
+
+
+def register() -> None:
+    """Called when torch's compiler is imported."""
+    for function in (_base.new_value, _values._differentiable):
+        torch.compiler.allow_in_graph(function)
+    for constant in (_layout.parsed, _layout.facts):
+        torch.compiler.assume_constant_result(constant)

@@ -1,0 +1,166 @@
+"""How functions read the values that they are given, and make those that they return."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.tensor import GroupedTensor, QuantizedTensor, _checks, _layout
+from transformer_plugin.tensor._base import Buffers, FormatTensor
+from transformer_plugin.tensor.grouped import UNQUANTIZED
+
+Value = Tensor | QuantizedTensor | GroupedTensor
+Values = Value | Sequence[Value]
+
+refuse = _checks.refuse
+describe = _layout.describe
+
+
+def described(value: object) -> str:
+    """What an error says it got."""
+    return value._described() if isinstance(value, FormatTensor) else describe(value)
+
+
+def plain(value: Any, op: str, argument: str) -> Any:
+    """The numbers of a tensor or of an unquantized value, with its gradient."""
+    if not isinstance(value, FormatTensor):
+        return value
+    if is_quantized(value):
+        advice = "Call dequantize() on it"
+        refuse(op, argument, "values that are not quantized", value._described(), advice)
+    if value.requires_grad and torch.is_grad_enabled():
+        return value.packed()  # type: ignore[attr-defined]
+    return value.rowwise_data
+
+
+class Rows(NamedTuple):
+    """A matrix, and its groups."""
+
+    values: Any
+    group_sizes: Tensor | None
+    #: Whether the groups came with the matrix, so that they go with the result.
+    is_grouped: bool
+
+
+def rows_of(value: Any, group_sizes: Tensor | None, op: str, argument: str) -> Rows:
+    """The matrix, and the groups of its rows: its own, or those that are given."""
+    own = value.group_sizes if isinstance(value, GroupedTensor) else None
+    if own is None:
+        return Rows(value, group_sizes, False)
+    if group_sizes is not None:
+        refuse(
+            op, "group_sizes", f"None, since '{argument}' has its own", describe(group_sizes), "Leave it out"
+        )
+    return Rows(value, own, True)
+
+
+def needed(group_sizes: Tensor | None, op: str, argument: str) -> Tensor:
+    """The group sizes of a grouped product."""
+    if group_sizes is None:
+        advice = f"Pass them, or a GroupedTensor with group sizes as '{argument}'"
+        refuse(op, "group_sizes", "the rows of each group", "None", advice)
+    return group_sizes
+
+
+class _FromRows(torch.autograd.Function):
+    """The node of a ragged value that a differentiable op made."""
+
+    @staticmethod
+    def forward(ctx: Any, data: Tensor, group_sizes: Tensor) -> Any:
+        return _ragged(data, group_sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad = grads[0]
+        return (grad.rowwise_data if isinstance(grad, FormatTensor) else grad), None
+
+
+def _differentiable(data: Tensor, group_sizes: Tensor) -> Any:
+    """A call of this function is one node of a graph that torch.compile traces."""
+    return _FromRows.apply(data, group_sizes)
+
+
+def _ragged(data: Tensor, group_sizes: Tensor) -> GroupedTensor:
+    buffers = Buffers(rowwise_data=data, group_sizes=group_sizes)
+    value: GroupedTensor = GroupedTensor._make(buffers, UNQUANTIZED, data.shape, data.dtype)
+    return value
+
+
+def with_groups(data: Tensor, rows: Rows) -> Any:
+    """A result whose rows are those of an argument: a ragged value if the argument was one."""
+    if not rows.is_grouped:
+        return data
+    assert rows.group_sizes is not None
+    if data.requires_grad and torch.is_grad_enabled():
+        return _differentiable(data, rows.group_sizes)
+    return _ragged(data, rows.group_sizes)
+
+
+class Operand(NamedTuple):
+    """An operand as the ops of products take it: data, scales and key."""
+
+    data: Any
+    scales: list[Tensor] | None
+    key: str
+
+
+def _direction(value: FormatTensor, columnwise: bool) -> Operand:
+    if columnwise:
+        data, scale, amax = value.columnwise_data, value.columnwise_scale_inv, value.columnwise_amax
+    else:
+        data, scale, amax = value.rowwise_data, value.scale_inv, value.amax
+    return Operand(data, [t for t in (scale, amax) if t is not None], value._key)
+
+
+def has(value: Any, columnwise: bool) -> bool:
+    """Whether a quantized value has data in a direction."""
+    return (value.columnwise_data if columnwise else value.rowwise_data) is not None
+
+
+def is_quantized(value: object) -> bool:
+    """Whether it is a value with scales."""
+    return isinstance(value, FormatTensor) and (
+        value.scale_inv is not None or value.columnwise_scale_inv is not None
+    )
+
+
+def operand(value: Any, op: str, argument: str, columnwise: bool) -> Operand:
+    """One direction of a quantized value, or an unquantized one as it is."""
+    if not is_quantized(value):
+        return Operand(plain(value, op, argument), None, UNQUANTIZED)
+    if not has(value, columnwise):
+        name = "columnwise" if columnwise else "rowwise"
+        refuse(op, argument, f"{name} data", value._described(), f"Quantize it with {name}=True")
+    return _direction(value, columnwise)
+
+
+def second_operand(value: Any, op: str, argument: str, transpose_b: bool) -> tuple[Operand, bool]:
+    """The operand b of ``a @ b`` or ``a @ b.T``, and whether the op transposes its data.
+
+    The data that is quantized along the dimension of the sum, or where there is none the other direction.
+    """
+    if not is_quantized(value):
+        return Operand(plain(value, op, argument), None, UNQUANTIZED), transpose_b
+    columnwise = not transpose_b if has(value, not transpose_b) else transpose_b
+    return _direction(value, columnwise), transpose_b != columnwise
+
+
+def quantized_value(
+    outputs: Sequence[Tensor],
+    key: str,
+    like: Any,
+    shape: Any,
+    group_sizes: Tensor | None = None,
+    rowwise: bool = True,
+    amaxes: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Any:
+    """A value over what a quantize op returned."""
+    tensors: list[Tensor | None] = [*outputs] if rowwise else [None, None, *outputs]
+    tensors += [None] * (4 - len(tensors))
+    buffers = Buffers(tensors[0], tensors[1], amaxes[0], tensors[2], tensors[3], amaxes[1], group_sizes)
+    is_stack = len(shape) == 3 or group_sizes is not None
+    cls = GroupedTensor if is_stack else QuantizedTensor
+    return cls._make(buffers, key, shape, like.dtype)

@@ -1,0 +1,142 @@
+"""SwiGLU of values, and gradients of a bias."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from transformer_plugin import ops
+from transformer_plugin.formats import Format
+from transformer_plugin.functional._values import Rows, Value, plain, quantized_value, rows_of, with_groups
+from transformer_plugin.functional.quantize import quantize
+from transformer_plugin.tensor import _checks
+
+__all__ = ["bias_backward", "swiglu", "swiglu_backward"]
+
+
+def quantized_rows(data: Tensor, rows: Rows, key: str, **directions: Any) -> Any:
+    """Quantizes the result of a step in a second pass."""
+    return quantize(data, key, group_sizes=rows.group_sizes, **directions)
+
+
+def swiglu(
+    input: Value,
+    probs: Tensor | None = None,
+    *,
+    format: str | Format | None = None,
+    group_sizes: Tensor | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    seed: Tensor | None = None,
+) -> Any:
+    """``silu(gate) * linear * probs``, where gate and linear are the halves of the columns.
+
+    Args:
+        input: ``[T, 2F]``, plain or an unquantized ragged :class:`~transformer_plugin.tensor.GroupedTensor`.
+        probs: float32 ``[T]``, or None for 1.
+        format: of the result; None for the dtype of ``input``.
+        group_sizes: int32 or int64 ``[G]``, of a plain input whose result is quantized by groups.
+        rowwise, columnwise, seed: as for :func:`quantize`, with a format.
+
+    Returns:
+        ``[T, F]`` with the groups of ``input``. With a format the bytes of :func:`quantize` of the result, which is not
+        differentiable; ``fp8_block`` and ``mxfp8`` are computed in one pass. Without one differentiable.
+
+    Raises:
+        TypeError, ValueError: as :func:`transformer_plugin.ops.swiglu` and :func:`transformer_plugin.ops.quantize`.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202), equation 6 without biases.
+    """
+    rows = rows_of(input, group_sizes, "swiglu", "input")
+    data = plain(rows.values, "swiglu", "input")
+    if format is None:
+        return with_groups(ops.swiglu(data, probs), rows)
+    facts = _checks.facts_of("swiglu", format)
+    directions = {"rowwise": rowwise, "columnwise": columnwise, "seed": seed}
+    if not facts.is_one_pass:
+        return quantized_rows(ops.swiglu(data.detach(), probs), rows, facts.key, **directions)
+    outputs = ops.swiglu_quantize(
+        data, facts.key, probs, rows.group_sizes, seed=seed, rowwise=rowwise, columnwise=columnwise
+    )
+    shape = (data.shape[0], data.shape[1] // 2)
+    return quantized_value(outputs, facts.key, data, shape, rows.group_sizes, rowwise)
+
+
+def swiglu_backward(
+    grad: Value,
+    input: Value,
+    probs: Tensor | None = None,
+    *,
+    format: str | Format | None = None,
+    group_sizes: Tensor | None = None,
+    seed: Tensor | None = None,
+) -> tuple[Any, Tensor]:
+    """The gradients of :func:`swiglu`.
+
+    Args:
+        grad: ``[T, F]``, the gradient of the result, plain or an unquantized ragged value.
+        input, probs: what the forward was given.
+        format: of the gradient of ``input``, then quantized in both directions; None for its dtype.
+        group_sizes: as for :func:`swiglu`.
+        seed: int64 ``[1]``, of formats with stochastic rounding.
+
+    Returns:
+        The gradient of ``input`` ``[T, 2F]`` with its groups, and that of ``probs`` float32 ``[T]``, ``[0]`` without
+        ``probs``. Not differentiable.
+
+    Raises:
+        TypeError, ValueError: as :func:`transformer_plugin.ops.swiglu_backward`.
+    """
+    op = "swiglu_backward"
+    rows = rows_of(input, group_sizes, op, "input")
+    data, given = plain(rows.values, op, "input").detach(), plain(grad, op, "grad").detach()
+    facts = None if format is None else _checks.facts_of(op, format)
+    if facts is not None and facts.is_one_pass and data.shape[1] % 256 == 0:
+        *outputs, grad_probs = ops.swiglu_backward_quantize(given, data, facts.key, probs, rows.group_sizes)
+        return quantized_value(outputs, facts.key, data, data.shape, rows.group_sizes), grad_probs
+    grad_input, grad_probs = ops.swiglu_backward(given, data, probs)
+    if facts is None:
+        return with_groups(grad_input, rows), grad_probs
+    return quantized_rows(grad_input, rows, facts.key, columnwise=True, seed=seed), grad_probs
+
+
+def bias_backward(
+    grad: Value,
+    *,
+    format: str | Format | None = None,
+    group_sizes: Tensor | None = None,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    seed: Tensor | None = None,
+) -> Any:
+    """The gradient of a bias, the sums over the rows; with a format also ``grad`` quantized, in one pass.
+
+    Args:
+        grad: ``[T, N]``, plain or an unquantized ragged :class:`~transformer_plugin.tensor.GroupedTensor`.
+        format: what ``grad`` is quantized to, for the two products that follow.
+        group_sizes: int32 or int64 ``[G]``, of a plain ``grad``.
+        rowwise, columnwise, seed: as for :func:`quantize`, with a format.
+
+    Returns:
+        float32 ``[N]``, ``[G, N]`` with groups. With a format a pair: the quantized gradient and the sums.
+
+    Raises:
+        TypeError, ValueError: as :func:`transformer_plugin.ops.bias_backward_quantize`.
+    """
+    op = "bias_backward"
+    rows = rows_of(grad, group_sizes, op, "grad")
+    data, sizes = plain(rows.values, op, "grad").detach(), rows.group_sizes
+    if format is not None:
+        facts = _checks.facts_of(op, format)
+        if facts.is_fused:
+            amaxes = _checks.amaxes_of(data, facts, sizes, rowwise, columnwise)
+            *outputs, sums = ops.bias_backward_quantize(
+                data, facts.key, sizes, *amaxes, seed, rowwise=rowwise, columnwise=columnwise
+            )
+            return quantized_value(outputs, facts.key, data, data.shape, sizes, rowwise, amaxes), sums
+        directions = {"rowwise": rowwise, "columnwise": columnwise, "seed": seed}
+        return quantized_rows(data, rows, facts.key, **directions), bias_backward(
+            grad, group_sizes=group_sizes
+        )
+    return ops.bias_backward(data) if sizes is None else ops.grouped_bias_backward(data, sizes)[0]

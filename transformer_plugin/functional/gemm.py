@@ -1,0 +1,221 @@
+"""Products of values. Each picks the direction of a quantized operand that lies along the sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.functional._values import (
+    Operand,
+    Value,
+    Values,
+    described,
+    is_quantized,
+    needed,
+    operand,
+    refuse,
+    rows_of,
+    second_operand,
+    with_groups,
+)
+from transformer_plugin.launch import LaunchOptions
+from transformer_plugin.tensor.grouped import UNQUANTIZED
+
+__all__ = ["gemm", "gemm_wgrad", "grouped_gemm", "grouped_gemm_wgrad"]
+
+_ops = torch.ops.transformer_plugin
+
+
+def gemm(
+    a: Value,
+    b: Value,
+    bias: Tensor | None = None,
+    *,
+    transpose_b: bool = True,
+    dtype: torch.dtype | None = None,
+    alpha: Tensor | None = None,
+) -> Tensor:
+    """``alpha * (a @ b.T) + bias``, or ``a @ b`` when not ``transpose_b``.
+
+    Args:
+        a: ``[M, K]``, plain or quantized along rows.
+        b: ``[N, K]``, or ``[K, N]`` when not ``transpose_b`` (a weight ``[N, K]`` in a data gradient:
+            ``gemm(grad, weight, transpose_b=False)``), plain or quantized. Of a value with both directions the data
+            that is quantized along the sum is multiplied; of a value with one, that one.
+        bias: ``[N]``.
+        dtype: of the result; by default that of ``a``, of a quantized value its nominal one.
+        alpha: float32 ``[1]``.
+
+    Returns:
+        ``[M, N]``. Differentiable if neither is quantized.
+
+    Raises:
+        TypeError, ValueError: as :func:`transformer_plugin.ops.gemm`; an ``a`` without rowwise data.
+    """
+    left = operand(a, "gemm", "a", columnwise=False)
+    right, transpose = second_operand(b, "gemm", "b", transpose_b)
+    if left.scales is None and right.scales is None:
+        return _ops.gemm.default(left.data, right.data, bias, transpose, dtype, alpha)
+    quantized = (left.scales, right.scales, left.key, right.key)
+    return _ops.gemm.default(left.data, right.data, bias, transpose, dtype or a.dtype, alpha, *quantized)
+
+
+def gemm_wgrad(
+    grad: Value,
+    input: Value,
+    *,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = True,
+) -> Tensor:
+    """The gradient of a weight: ``grad.T @ input``.
+
+    Args:
+        grad: ``[M, N]``, plain or quantized along columns.
+        input: ``[M, K]``, plain or quantized along columns.
+        dtype: of the result; by default that of ``grad``.
+        out: ``[N, K]`` float32 or bfloat16, a ``main_grad`` for example: it is added to, or written over when not
+            ``accumulate``, through its pointer.
+
+    Returns:
+        ``[N, K]``, or ``out``. Not differentiable with quantized operands or ``out``.
+
+    Raises:
+        TypeError, ValueError: as :func:`transformer_plugin.ops.gemm` and :func:`transformer_plugin.ops.gemm_out`; an
+        operand without columnwise data.
+    """
+    op = "gemm_wgrad"
+    left = operand(grad, op, "grad", columnwise=True)
+    right = operand(input, op, "input", columnwise=True)
+    first = left.data if left.scales is not None else left.data.t()
+    arguments = (left.scales, right.scales, left.key, right.key) if (left.scales or right.scales) else ()
+    transpose = right.scales is not None  # columnwise data is [K, M]
+    if out is None:
+        result = dtype or grad.dtype
+        return _ops.gemm.default(first, right.data, None, transpose, result, None, *arguments)
+    if dtype is not None and dtype != out.dtype:
+        refuse(op, "dtype", f"None with 'out', whose dtype is {out.dtype}", str(dtype), "Leave it out")
+    beta = torch.ones(1, device=out.device) if accumulate else None
+    _ops.gemm_out.default(first, right.data, out, None, transpose, None, beta, *arguments)
+    return out
+
+
+def _matrices(b: Values, op: str, transpose_b: bool) -> tuple[Operand, bool]:
+    """The matrices of a grouped product: one tensor or value ``[G, N, K]``, or G of them."""
+    if isinstance(b, Tensor):
+        one, transpose = second_operand(b, op, "b", transpose_b)
+        return Operand([one.data], one.scales, one.key), transpose
+    pairs = [second_operand(matrix, op, "b", transpose_b) for matrix in b]
+    kinds = {(one.key, transpose) for one, transpose in pairs}
+    if len(kinds) > 1:
+        got = ", ".join(sorted({described(matrix) for matrix in b}))
+        refuse(op, "b", "matrices of one format, quantized in the same direction", got, "Quantize them alike")
+    data = [one.data for one, _ in pairs]
+    if not pairs or pairs[0][0].scales is None:
+        return Operand(data, None, UNQUANTIZED), transpose_b
+    scales = [one.scales[i] for i in range(len(pairs[0][0].scales)) for one, _ in pairs if one.scales]
+    return Operand(data, scales, pairs[0][0].key), pairs[0][1]
+
+
+def grouped_gemm(
+    a: Value,
+    b: Values,
+    group_sizes: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    bias_scale: Tensor | None = None,
+    transpose_b: bool = True,
+    dtype: torch.dtype | None = None,
+    alpha: Tensor | None = None,
+    rows: Tensor | None = None,
+    launch_options: LaunchOptions = LaunchOptions(),  # noqa: B008 immutable
+) -> Any:
+    """Each group's rows times the group's matrix: ``alpha[g] * (a_g @ b[g].T) + bias_scale_g * bias[g]``.
+
+    Args:
+        a: ``[T, K]``, plain, or a ragged :class:`~transformer_plugin.tensor.GroupedTensor`, plain or quantized along
+            rows.
+        b: ``[G, N, K]``, or ``[G, K, N]`` when not ``transpose_b``, as a tensor or a
+            :class:`~transformer_plugin.tensor.GroupedTensor`; or G matrices, all plain or all
+            :class:`~transformer_plugin.tensor.QuantizedTensor`. The direction of quantized ones is chosen as in
+            :func:`gemm`.
+        group_sizes: int32 or int64 ``[G]``; None if ``a`` has its own.
+        bias, bias_scale, alpha, rows: as for :func:`transformer_plugin.ops.grouped_gemm`.
+        dtype: of the result; by default that of ``a``, of a quantized value its nominal one.
+        launch_options: of the kernel; results do not depend on them.
+
+    Returns:
+        ``[T, N]`` with the groups of ``a``: a ragged value if ``a`` is one, else a plain tensor. Differentiable if
+        neither operand is quantized.
+
+    Raises:
+        TypeError, ValueError: as :func:`transformer_plugin.ops.grouped_gemm`; group sizes twice or never; operands
+        without the direction that is needed.
+    """
+    op = "grouped_gemm"
+    values = rows_of(a, group_sizes, op, "a")
+    left = operand(values.values, op, "a", columnwise=False)
+    right, transpose = _matrices(b, op, transpose_b)
+    sizes = needed(values.group_sizes, op, "a")
+    quantized: tuple[Any, ...] = ()
+    if left.scales is not None or right.scales is not None:
+        quantized = (left.scales, right.scales, left.key, right.key)
+        dtype = dtype or a.dtype
+    arguments = (bias, bias_scale, transpose, dtype, alpha, rows, *launch_options, *quantized)
+    return with_groups(_ops.grouped_gemm.default(left.data, right.data, sizes, *arguments), values)
+
+
+def grouped_gemm_wgrad(
+    grad: Value,
+    input: Value,
+    group_sizes: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    alpha: Tensor | None = None,
+    out: Any = None,
+    accumulate: bool = True,
+    launch_options: LaunchOptions = LaunchOptions(),  # noqa: B008 immutable
+) -> Any:
+    """The weight gradient of each group: ``alpha[g] * (grad_g.T @ input_g)``, zero for an empty group.
+
+    Args:
+        grad: ``[T, N]``, plain, or a ragged :class:`~transformer_plugin.tensor.GroupedTensor`, plain or quantized along
+            columns.
+        input: ``[T, K]``, likewise.
+        group_sizes: int32 or int64 ``[G]``; None if ``grad`` or ``input`` has its own,
+            which are then the same.
+        dtype: of the result; by default that of ``grad``.
+        alpha: float32 ``[G]``.
+        out: float32 or bfloat16 ``[G, N, K]`` as a tensor or an unquantized
+            :class:`~transformer_plugin.tensor.GroupedTensor`, or G matrices: added to, or written over when not
+            ``accumulate``, as :func:`transformer_plugin.ops.grouped_gemm_wgrad_out` does.
+        launch_options: of the kernel.
+
+    Returns:
+        ``[G, N, K]``, or ``out``. Not differentiable.
+
+    Raises:
+        TypeError, ValueError: as the ops; operands without columnwise data.
+    """
+    op = "grouped_gemm_wgrad"
+    own = rows_of(grad, group_sizes, op, "grad").group_sizes
+    if own is None:
+        own = rows_of(input, None, op, "input").group_sizes
+    sizes = needed(own, op, "grad")
+    left = operand(grad, op, "grad", columnwise=True)
+    right = operand(input, op, "input", columnwise=True)
+    quantized: tuple[Any, ...] = ()
+    if left.scales is not None or right.scales is not None:
+        quantized = (left.scales, right.scales, left.key, right.key)
+    if out is None:
+        arguments = (dtype or grad.dtype, alpha, None, *launch_options, *quantized)
+        return _ops.grouped_gemm_wgrad.default(left.data, right.data, sizes, *arguments)
+    targets = [out] if isinstance(out, Tensor) else list(out)
+    if any(is_quantized(target) for target in targets):
+        refuse(op, "out", "values in high precision", described(targets[0]), "Pass a main_grad")
+    written = [operand(target, op, "out", columnwise=False).data for target in targets]
+    arguments = (accumulate, alpha, None, None, *launch_options, *quantized)
+    _ops.grouped_gemm_wgrad_out.default(left.data, right.data, sizes, written, *arguments)
+    return out

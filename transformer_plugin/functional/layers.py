@@ -1,0 +1,200 @@
+"""Differentiable layers, whose operands a recipe quantizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from transformer_plugin import ops
+from transformer_plugin.formats import Format, resolve
+from transformer_plugin.functional._values import (
+    Value,
+    needed,
+    plain,
+    quantized_value,
+    refuse,
+    rows_of,
+    with_groups,
+)
+from transformer_plugin.functional.quantize import quantize
+from transformer_plugin.launch import LaunchOptions
+from transformer_plugin.recipes import DelayedScaling, Recipe
+from transformer_plugin.tensor import _checks
+
+__all__ = ["grouped_gemm_swiglu", "grouped_linear", "grouped_mlp", "linear"]
+
+_NO_FORMATS = ("none", "none", "none")
+
+
+@cache
+def _resolved(recipe: Recipe, device: torch.device | None) -> tuple[str, str, str]:
+    """The formats of input, weight and gradient; with a device, of a layer with groups on it."""
+    keys = (recipe.input_format, recipe.weight_format, recipe.grad_format)
+    return keys if device is None else (resolve(keys[0], device), keys[1], resolve(keys[2], device))
+
+
+def _formats(recipe: Recipe | None, op: str, device: torch.device | None = None) -> tuple[str, str, str]:
+    if recipe is None:
+        return _NO_FORMATS
+    if isinstance(recipe, DelayedScaling):
+        advice = "Use the module of transformer_plugin.nn, which holds its state"
+        refuse(op, "recipe", "a recipe whose scales come from current values", str(recipe), advice)
+    return _resolved(recipe, device)
+
+
+def linear(
+    input: Tensor, weight: Value, bias: Tensor | None = None, *, recipe: Recipe | None = None
+) -> Tensor:
+    """``input @ weight.T + bias`` with the operands of forward and backward in the formats of a recipe.
+
+    Args:
+        input: ``[..., K]`` float32, bfloat16 or float16.
+        weight: ``[N, K]`` in the dtype of ``input``.
+        bias: ``[N]``.
+        recipe: of :mod:`transformer_plugin.recipes`; None multiplies the operands as they are.
+
+    Returns:
+        ``[..., N]`` in the dtype of ``input``. Differentiable.
+
+    Raises:
+        TypeError, ValueError: as :func:`transformer_plugin.ops.linear`; a recipe with a state.
+    """
+    weight = plain(weight, "linear", "weight")
+    return ops.linear(input, weight, bias, *_formats(recipe, "linear"))
+
+
+def grouped_linear(
+    input: Value,
+    weight: Value,
+    group_sizes: Tensor | None = None,
+    bias: Value | None = None,
+    *,
+    bias_scale: Tensor | None = None,
+    recipe: Recipe | None = None,
+    launch_options: LaunchOptions = LaunchOptions(),  # noqa: B008 immutable
+) -> Any:
+    """:func:`linear` for each group of rows with the group's own weight and bias.
+
+    Args:
+        input: ``[T, K]``, plain or an unquantized ragged :class:`~transformer_plugin.tensor.GroupedTensor`.
+        weight: ``[G, N, K]``, plain or an unquantized :class:`~transformer_plugin.tensor.GroupedTensor`.
+        group_sizes: int32 or int64 ``[G]``; None if ``input`` has its own.
+        bias: ``[G, N]``, likewise.
+        bias_scale: float32 ``[T]``, a factor of the bias for each row.
+        recipe: as for :func:`linear`; each group has its own scales.
+        launch_options: of the kernels of forward and backward.
+
+    Returns:
+        ``[T, N]`` with the groups of ``input``. Differentiable.
+
+    Raises:
+        TypeError, ValueError: as :func:`transformer_plugin.ops.grouped_linear`; group sizes twice or never.
+    """
+    op = "grouped_linear"
+    rows = rows_of(input, group_sizes, op, "input")
+    sizes = needed(rows.group_sizes, op, "input")
+    data, matrices = plain(rows.values, op, "input"), plain(weight, op, "weight")
+    formats = _formats(recipe, op, data.device)
+    output = ops.grouped_linear(
+        data, matrices, sizes, plain(bias, op, "bias"), bias_scale, *formats, None, *launch_options
+    )
+    return with_groups(output, rows)
+
+
+def grouped_mlp(
+    input: Value,
+    fc1_weight: Value,
+    fc2_weight: Value,
+    group_sizes: Tensor | None = None,
+    probs: Tensor | None = None,
+    *,
+    fc1_bias: Value | None = None,
+    fc2_bias: Value | None = None,
+    recipe: Recipe | None = None,
+    interleave: int = 0,
+    launch_options: LaunchOptions = LaunchOptions(),  # noqa: B008 immutable
+) -> Any:
+    """``fc2(swiglu(fc1(input)) * probs)`` for each group of rows with the group's own weights and biases.
+
+    Args:
+        input: ``[T, H]``, plain or an unquantized ragged :class:`~transformer_plugin.tensor.GroupedTensor`.
+        fc1_weight: ``[G, 2F, H]``, plain or an unquantized :class:`~transformer_plugin.tensor.GroupedTensor`.
+        fc2_weight: ``[G, H, F]``, likewise.
+        group_sizes: int32 or int64 ``[G]``; None if ``input`` has its own.
+        probs: float32 ``[T]``, the factor of each row; None for 1.
+        fc1_bias, fc2_bias: ``[G, 2F]`` and ``[G, H]``.
+        recipe: as for :func:`linear`.
+        interleave: 0 or 32, the order of the columns of the first product, as for
+            :func:`transformer_plugin.ops.grouped_mlp`.
+        launch_options: of the kernels of forward and backward.
+
+    Returns:
+        ``[T, H]`` with the groups of ``input``. Differentiable.
+
+    Raises:
+        TypeError, ValueError: as :func:`transformer_plugin.ops.grouped_mlp`; group sizes twice or never.
+    """
+    op = "grouped_mlp"
+    rows = rows_of(input, group_sizes, op, "input")
+    sizes = needed(rows.group_sizes, op, "input")
+    data = plain(rows.values, op, "input")
+    if probs is None:
+        probs = torch.ones(data.shape[0], device=data.device)
+    weights = (plain(fc1_weight, op, "fc1_weight"), plain(fc2_weight, op, "fc2_weight"))
+    biases = (plain(fc1_bias, op, "fc1_bias"), plain(fc2_bias, op, "fc2_bias"))
+    formats = _formats(recipe, op, data.device)
+    options: tuple[Any, ...] = (None, None, interleave, *launch_options)
+    return with_groups(ops.grouped_mlp(data, *weights, sizes, probs, *biases, *formats, *options), rows)
+
+
+def grouped_gemm_swiglu(
+    a: Value,
+    b: Value,
+    group_sizes: Tensor | None = None,
+    probs: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    format: str | Format | None = None,
+    interleave: int = 0,
+    launch_options: LaunchOptions = LaunchOptions(),  # noqa: B008 immutable
+) -> tuple[Any, Any]:
+    """The first product of an expert and its activation: ``swiglu(h, probs)`` of ``h = a_g @ b[g].T + bias[g]``.
+
+    Args:
+        a: ``[T, K]``, plain or an unquantized ragged :class:`~transformer_plugin.tensor.GroupedTensor`.
+        b: ``[G, 2F, K]``, plain or an unquantized :class:`~transformer_plugin.tensor.GroupedTensor`.
+        group_sizes: int32 or int64 ``[G]``; None if ``a`` has its own.
+        probs: float32 ``[T]``, or None for 1.
+        bias: ``[G, 2F]``.
+        format: of the activation; None for the dtype of ``a``. ``fp8_block`` and ``mxfp8`` leave the epilogue of the
+            product quantized.
+        interleave: 0 or 32, the order of the columns of ``h``.
+        launch_options: of the kernel.
+
+    Returns:
+        The activation ``[T, F]`` and ``h [T, 2F]``, with the groups of ``a``. Differentiable without a format.
+
+    Raises:
+        TypeError, ValueError: as :func:`transformer_plugin.ops.grouped_gemm_swiglu`.
+    """
+    op = "grouped_gemm_swiglu"
+    rows = rows_of(a, group_sizes, op, "a")
+    sizes = needed(rows.group_sizes, op, "a")
+    data, matrices = plain(rows.values, op, "a"), plain(b, op, "b")
+    options = (probs, bias, interleave, True, *launch_options)
+    facts = None if format is None else _checks.facts_of(op, format)
+    if facts is not None and facts.is_in_epilogue:
+        *outputs, h = ops.grouped_gemm_swiglu_quantize(data, matrices, sizes, facts.key, *options)
+        activation = quantized_value(outputs, facts.key, data, (data.shape[0], h.shape[1] // 2), sizes)
+        return activation, with_groups(h, rows)
+    act, h = ops.grouped_gemm_swiglu(data, matrices, sizes, *options)
+    if facts is not None:
+        return quantize(act, facts.key, group_sizes=sizes), with_groups(h, rows)
+    return with_groups(act, rows), with_groups(h, rows)
+
+
+Weights = Value | Sequence[Value]

@@ -1,0 +1,112 @@
+"""Quantize and dequantize values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from transformer_plugin import ops
+from transformer_plugin.formats import Format
+from transformer_plugin.functional._values import Value, plain, quantized_value, refuse, rows_of
+from transformer_plugin.tensor import GroupedTensor, QuantizedTensor, _checks
+from transformer_plugin.tensor._base import FormatTensor
+from transformer_plugin.tensor._layout import Facts
+
+__all__ = ["dequantize", "quantize", "with_columnwise"]
+
+
+def quantize(
+    input: Value | Sequence[Tensor],
+    format: str | Format,
+    *,
+    group_sizes: Tensor | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    seed: Tensor | None = None,
+) -> Any:
+    """Quantizes a matrix, a stack, a ragged matrix, or a list of matrices.
+
+    Args:
+        input: ``[M, K]``; ``[G, M, K]``; ``[T, K]`` with ``group_sizes``; an unquantized
+            :class:`~transformer_plugin.tensor.GroupedTensor`; or a list of matrices ``[M, K]`` of any sizes. float32,
+            bfloat16 or float16.
+        format: a format with scales or its key.
+        group_sizes: int32 or int64 ``[G]`` on the device of ``input``.
+        rowwise, columnwise: the directions. A product sums along rows of both of its operands, a weight gradient along
+            columns.
+        seed: int64 ``[1]``, of formats with stochastic rounding.
+
+    Returns:
+        A :class:`~transformer_plugin.tensor.QuantizedTensor` of a matrix, a
+        :class:`~transformer_plugin.tensor.GroupedTensor` of a stack or a ragged matrix, a list of the first of a list.
+        Their nominal dtype is that of ``input``; the bytes are those of :func:`transformer_plugin.ops.quantize`, with
+        the amax of ``nvfp4`` computed first. Not differentiable.
+
+    Raises:
+        TypeError, ValueError: as :func:`transformer_plugin.ops.quantize`; an input that is quantized.
+    """
+    facts = _checks.facts_of("quantize", format)
+    if not isinstance(input, Tensor):
+        return _quantize_list(list(input), facts, rowwise, columnwise)
+    values, sizes, _ = rows_of(input, group_sizes, "quantize", "input")
+    data = plain(values, "quantize", "input").detach()
+    amaxes = _checks.amaxes_of(data, facts, sizes, rowwise, columnwise)
+    outputs = ops.quantize(data, facts.key, sizes, *amaxes, seed, rowwise, columnwise)
+    return quantized_value(outputs, facts.key, data, data.shape, sizes, rowwise, amaxes)
+
+
+def _quantize_list(
+    inputs: list[Tensor], facts: Facts, rowwise: bool, columnwise: bool
+) -> list[QuantizedTensor]:
+    """All matrices in one launch where the format has a kernel for that."""
+    matrices = [plain(matrix, "quantize", "input").detach() for matrix in inputs]
+    if not facts.needs_amax:
+        each = ops.quantize_list(matrices, facts.key, None, rowwise, columnwise)
+        pairs = zip(each, matrices, strict=True)
+        return [quantized_value(outputs, facts.key, x, x.shape, None, rowwise) for outputs, x in pairs]
+    return [quantize(x, facts.key, rowwise=rowwise, columnwise=columnwise) for x in matrices]
+
+
+def dequantize(value: Value, dtype: Any = None) -> Tensor:
+    """The numbers of a value as a plain tensor: its method ``dequantize``. A plain tensor is returned as it is.
+
+    Args:
+        value: a :class:`~transformer_plugin.tensor.QuantizedTensor`, a
+            :class:`~transformer_plugin.tensor.GroupedTensor` or a plain tensor.
+        dtype: float32, bfloat16 or float16; that of the value by default.
+    """
+    if isinstance(value, FormatTensor):
+        return value.dequantize(dtype)
+    return value if dtype is None else value.to(dtype)
+
+
+def with_columnwise(value: QuantizedTensor | GroupedTensor, *, seed: Tensor | None = None) -> Any:
+    """The value with columnwise data too, from its rowwise data: for data that came from another rank, for example.
+
+    Args:
+        value: quantized along rows, in a format with fused ops (:mod:`transformer_plugin.formats`) other than
+            ``nvfp4``, whose columns are scaled by an amax of the original values.
+        seed: int64 ``[1]``, of formats with stochastic rounding.
+
+    Returns:
+        A value that shares the rowwise data. Its columnwise data is what :func:`quantize` gives of
+        ``dequantize(value)`` in float32 (:func:`transformer_plugin.ops.requantize_transposed`).
+
+    Raises:
+        ValueError: no rowwise data, another format.
+    """
+    op = "with_columnwise"
+    if not isinstance(value, FormatTensor) or not value.format.is_quantized or value.rowwise_data is None:
+        got = value._described() if isinstance(value, FormatTensor) else type(value).__name__
+        refuse(op, "value", "a value with rowwise data", got, "Call transformer_plugin.quantize first")
+    if value.format.needs_amax:
+        advice = "Quantize the original values with columnwise=True"
+        refuse(op, "value", "a format whose scales lie in blocks or are one", value._described(), advice)
+    buffers = value._buffers
+    assert buffers.rowwise_data is not None and buffers.scale_inv is not None
+    data_t, scale_t = ops.requantize_transposed(
+        buffers.rowwise_data, buffers.scale_inv, value._key, group_sizes=buffers.group_sizes, seed=seed
+    )
+    return value._with(buffers._replace(columnwise_data=data_t, columnwise_scale_inv=scale_t))

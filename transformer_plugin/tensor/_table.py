@@ -1,0 +1,80 @@
+"""The table of ops that the two value types have, by name, and the error of those that they do not have.
+
+Modules with handlers enter them: :mod:`._views`, :mod:`._copies` and :mod:`._elementwise`. No handler dequantizes,
+stacks members or reads group sizes on the host, but ``view_copy``, which is the method ``dequantize``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformer_plugin.tensor import _layout
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+#: By the name of the op without its overload.
+HANDLERS: dict[str, Handler] = {}
+
+
+def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an op of which an argument is a value."""
+    handler = HANDLERS.get(func._schema.name)
+    if handler is None or "out" in kwargs:
+        raise unsupported(func, values_in((*args, *kwargs.values()))[0])
+    return handler(func, args, kwargs)
+
+
+def handles(*names: str) -> Callable[[Handler], Handler]:
+    """Enters a handler of ops of aten in the table."""
+
+    def enter(handler: Handler) -> Handler:
+        HANDLERS.update({f"aten::{name}": handler for name in names})
+        return handler
+
+    return enter
+
+
+def values_in(arguments: Any) -> list[Any]:
+    """The values among arguments and lists of arguments."""
+    found = []
+    for argument in arguments:
+        if isinstance(argument, list | tuple):
+            found += values_in(argument)
+        elif hasattr(argument, "_key"):
+            found.append(argument)
+    return found
+
+
+def name_of(func: Any) -> str:
+    """The op as an error names it: ``mul_.Tensor``."""
+    return f"{func._schema.name.partition('::')[2]}.{func._overloadname}"
+
+
+#: Ops that make another layout, which a value does not have.
+_LAYOUT_OPS = frozenset(
+    (
+        *("reshape", "_reshape_alias", "unflatten", "squeeze", "unsqueeze"),
+        *("t", "transpose", "permute", "movedim", "cat", "stack"),
+    )
+)
+
+
+def unsupported(func: Any, value: Any) -> ValueError:
+    """The error of an op that is not in the table.
+
+    A ValueError, because Python replaces a TypeError that leaves an operator by its own, without this text.
+    """
+    kind = type(value).__name__
+    reason = "an op of its table"
+    if func._schema.name.partition("::")[2] in _LAYOUT_OPS:
+        reason = "whose layout is fixed: its members lie one after the other in one storage"
+    plain = "dequantize() for its numbers" if value.format.is_quantized else "packed() for a plain tensor"
+    text = _layout.message(
+        kind,
+        "self",
+        f"an op that {kind} has, {reason}",
+        f"{name_of(func)} of a {value._described()}",
+        f"Call {plain}, or a function of transformer_plugin",
+    )
+    return ValueError(text)
