@@ -267,26 +267,26 @@ class FormatTensor(Tensor):
         return result
 
     def _arguments(self, buffers: Buffers) -> tuple[Any, ...]:
-        """What :func:`_rebuild` makes a value of, all of types that ``weights_only=True`` loads."""
+        """What :func:`_rebuild` makes a value of."""
         is_parameter = isinstance(self, torch.nn.Parameter)
-        sizes = tuple(self.shape)
-        return (
-            type(self),
-            tuple(buffers),
-            self._key,
-            sizes,
-            self.dtype,
-            self.requires_grad,
-            is_parameter,
-        )
+        return type(self), buffers, self._key, tuple(self.shape), self.dtype, self.requires_grad, is_parameter
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _rebuild, (*self._arguments(self._buffers), self._attributes())
+        """All of types that ``weights_only=True`` loads, and data as bytes: pickle has no FP8 tensors."""
+        cls, buffers, *rest = self._arguments(self._buffers)
+        stored = tuple(
+            t if t is None or not _is_byte(t.dtype) else t.detach().view(torch.uint8) for t in buffers
+        )
+        return _rebuild, (cls, stored, *rest, self._attributes())
+
+
+def _is_byte(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def _rebuild(
     cls: type[FormatTensor],
-    buffers: tuple[Tensor | None, ...],
+    stored: tuple[Tensor | None, ...],
     key: str,
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -295,6 +295,17 @@ def _rebuild(
     attributes: dict[str, Any] | None = None,
 ) -> Any:
     """Makes a value from its pickle or for its deep copy."""
+    buffers = list(stored)
+    format = _layout.parsed(key)
+    if format.is_quantized:
+        for i, kind in (
+            (0, format.dtype),
+            (1, format.scale_dtype),
+            (3, format.dtype),
+            (4, format.scale_dtype),
+        ):
+            tensor = buffers[i]
+            buffers[i] = tensor if tensor is None or kind is None else tensor.view(kind)
     value = cls._make(Buffers(*buffers), key, shape, dtype)
     result = torch.nn.Parameter(value, requires_grad) if is_parameter else value.requires_grad_(requires_grad)
     result.__dict__.update(attributes or {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -98,7 +99,11 @@ def check_quantized(
         refuse(op, "format", "a format with scales", f"'{format.key}'", "Keep the values in a plain tensor")
     check_dtype(op, dtype)
     data = buffers.rowwise_data if buffers.rowwise_data is not None else buffers.columnwise_data
-    name = "rowwise_data" if buffers.rowwise_data is not None else "columnwise_data"
+    name = (
+        "rowwise_data"
+        if buffers.columnwise_data is None or buffers.rowwise_data is data
+        else "columnwise_data"
+    )
     if data is None:
         refuse(op, name, "data along rows, along columns or both", "neither", "Pass one of them")
     device = check_tensor(op, name, data).device
@@ -147,6 +152,12 @@ def _check_direction(
             refuse(op, name, text, got, advice)
 
 
+def bump_versions(tensors: Iterable[Tensor]) -> None:
+    """Counts a change of tensors that a kernel wrote, so that a backward that saved their old numbers raises."""
+    if not torch.compiler.is_compiling():
+        increment_version([t for t in tensors if not t.is_inference()])
+
+
 def write(value: Any, source: Tensor, seed: Tensor | None = None, noop: Tensor | None = None) -> None:
     """Quantizes ``source`` into the buffers of a value; the buffers' versions change."""
     op = type(value).__name__
@@ -170,8 +181,7 @@ def write(value: Any, source: Tensor, seed: Tensor | None = None, noop: Tensor |
     for old, new in zip((buffers.amax, buffers.columnwise_amax), amaxes, strict=True):
         if old is not None and new is not None:
             old.copy_(new if noop is None else torch.where(noop == 1, old, new))
-    if not torch.compiler.is_compiling():
-        increment_version([t for t in out if not t.is_inference()])
+    bump_versions(t for name, t in buffers.of_values())
 
 
 def amaxes_of(

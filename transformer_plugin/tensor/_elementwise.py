@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.tensor._base import FormatTensor
+from transformer_plugin.tensor._checks import bump_versions
 from transformer_plugin.tensor._table import HANDLERS, handles, name_of, values_in
 from transformer_plugin.tensor.grouped import GroupedTensor
 
@@ -64,6 +65,10 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         data = value._buffers.rowwise_data
         assert data is not None
         data.copy_(torch.where(_tail_mask(value), old, data))
+    values = [value for value in written if isinstance(value, FormatTensor)]
+    bump_versions(value.rowwise_data for value in values if value.rowwise_data is not None)
+    if isinstance(args[0], list | tuple):  # torch counts the change of a single tensor itself
+        bump_versions(values)
     return None if isinstance(args[0], list | tuple) or not func._schema.returns else args[0]
 
 
