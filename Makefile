@@ -39,7 +39,7 @@ help:
 $(READY): pyproject.toml build_tools/extras.py
 	@build_tools/check_machine.sh "$(PYTHON)"
 	@test -x $(BIN)/python || { echo "making $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv $(VENV); }
-	$(BIN)/python -m pip install "$(TORCH)" $$($(BIN)/python build_tools/extras.py build examples test lint docs)
+	$(BIN)/python -m pip install "$(TORCH)" $$($(BIN)/python build_tools/extras.py build examples clients test lint docs)
 	@touch $@
 
 # ninja prints whole command lines; a line for each file is enough to see how far it is.

@@ -9,6 +9,7 @@ from transformer_plugin.functional import *  # noqa: E402, F403
 from transformer_plugin.functional import _compiled  # noqa: E402
 from transformer_plugin.launch import LaunchOptions  # noqa: E402
 from transformer_plugin.nn.checkpoint import checkpoint  # noqa: E402
+from transformer_plugin.nn.convert import convert  # noqa: E402
 from transformer_plugin.parallel import _sharding, clip_grad_norm_  # noqa: E402
 from transformer_plugin.support import explain_support  # noqa: E402
 from transformer_plugin.tensor import GroupedTensor, QuantizedTensor  # noqa: E402
@@ -25,6 +26,7 @@ __all__ = [
     "__version__",
     "checkpoint",
     "clip_grad_norm_",
+    "convert",
     "errors",
     "explain_support",
     "formats",

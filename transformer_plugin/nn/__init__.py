@@ -1,6 +1,7 @@
 """Modules with plain parameters and ordinary state dicts. A recipe selects the number formats of their products."""
 
 from transformer_plugin.launch import LaunchOptions
+from transformer_plugin.nn.convert import convert
 from transformer_plugin.nn.delayed import reduce_amax
 from transformer_plugin.nn.exchange import DispatchConfig
 from transformer_plugin.nn.grouped_linear import GroupedLinear
@@ -20,5 +21,6 @@ __all__ = [
     "RouterConfig",
     "Routing",
     "TopKRouter",
+    "convert",
     "reduce_amax",
 ]

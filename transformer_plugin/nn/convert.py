@@ -1,0 +1,169 @@
+"""convert: a model of another library computes its linear layers and experts with the kernels of this one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from transformer_plugin.functional import grouped_mlp
+from transformer_plugin.nn._autocast import operand
+from transformer_plugin.nn._module import PluginModule, layer_forward
+from transformer_plugin.nn._recipe import RecipeModule, formats_of, row_rules, width_multiple
+from transformer_plugin.nn.exchange import DispatchConfig, LocalExchange
+from transformer_plugin.nn.linear import Linear
+from transformer_plugin.recipes import DelayedScaling, Recipe
+
+#: Classes of Hugging Face transformers, version 5, whose forward is what :class:`ConvertedExperts` computes.
+EXPERTS = (
+    *("DeepseekV2Experts", "DeepseekV3Experts", "Glm4MoeExperts", "MixtralExperts"),
+    *("OlmoeExperts", "Qwen2MoeExperts", "Qwen3MoeExperts", "Qwen3NextExperts"),
+)
+
+
+class ConvertedExperts(PluginModule):
+    """The experts of a Hugging Face model, with its parameters and its call, computed by this package.
+
+    ``forward(hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K])`` returns ``[T, H]``. Parameters:
+    ``gate_up_proj [E, 2F, H]``, the gate first, and ``down_proj [E, H, F]``, those of the module that was converted.
+    Routing weights are applied between the two products, in float32.
+
+    The host reads no group size: there is room for every choice, ``T * K`` rows and padding.
+    """
+
+    gate_up_proj: Tensor
+    down_proj: Tensor
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The formats of both products; may be set."""
+        recipe: Recipe | None = self._recipe
+        return recipe
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe | None) -> None:
+        if isinstance(recipe, DelayedScaling):
+            _refuse(
+                "recipe",
+                "a recipe whose scales come from current values",
+                recipe,
+                "Use Float8CurrentScaling()",
+            )
+        self._recipe = recipe
+        self._exchange = LocalExchange(
+            self.gate_up_proj.shape[0], DispatchConfig(), *row_rules(formats_of(recipe))
+        )
+
+    @layer_forward
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Runs the tokens through their experts. See the class."""
+        tokens = operand(hidden_states)
+        received = self._exchange.dispatch(tokens, top_k_index, top_k_weights.float())
+        weights = (operand(self.gate_up_proj), operand(self.down_proj))
+        rows = grouped_mlp(received.rows, *weights, received.group_sizes, received.probs, recipe=self.recipe)
+        output: Tensor = self._exchange.combine(rows, received)
+        return output.to(hidden_states.dtype)
+
+    def extra_repr(self) -> str:
+        """The sizes and the recipe."""
+        experts, hidden, ffn_hidden = self.down_proj.shape
+        return f"num_experts={experts}, hidden={hidden}, ffn_hidden={ffn_hidden}, recipe={self.recipe}"
+
+
+def convert(
+    model: torch.nn.Module,
+    recipe: Recipe | None = None,
+    filter: Callable[[torch.nn.Module, str], bool] | None = None,
+) -> torch.nn.Module:
+    """Makes layers of a model compute with this package, in place. Parameters stay the same objects: nothing is copied.
+
+    Every ``torch.nn.Linear`` becomes a :class:`Linear` with the recipe, and the experts of the Hugging Face models in
+    ``transformer_plugin.nn.convert.EXPERTS`` become :class:`ConvertedExperts`. Modules of this package get the recipe.
+    Names of parameters, the ``state_dict``, hooks and references to the modules stay as they are. Subclasses of
+    ``torch.nn.Linear`` and other modules are left alone.
+
+    Args:
+        model: any module.
+        recipe: of :mod:`transformer_plugin.recipes`; None changes no number format.
+        filter: called with a module and its name; the module is converted where it returns True. For example
+            ``lambda module, name: name != "lm_head"``. None converts all.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: no module, no recipe. ValueError: a layer whose widths the recipe does not take, or whose forward was
+        replaced on the instance; experts with ``DelayedScaling`` or another activation than SiLU. No layer is converted
+        then.
+    """
+    if not isinstance(model, torch.nn.Module):
+        _refuse("model", "a torch.nn.Module", type(model).__name__, "Pass the model", TypeError)
+    if recipe is not None and not isinstance(recipe, Recipe):
+        advice = "Make one, or call transformer_plugin.recipes.recipe_from_name()"
+        _refuse("recipe", "a recipe of transformer_plugin.recipes or None", repr(recipe), advice, TypeError)
+    chosen = [
+        (name, module, kind)
+        for name, module in model.named_modules()
+        if (kind := _kind(module)) is not None and (filter is None or filter(module, name))
+    ]
+    for name, module, kind in chosen:
+        _check(name, module, kind, recipe)
+    for _, module, kind in chosen:
+        if kind is not RecipeModule:
+            module.__class__ = kind
+        module.recipe = recipe
+    return model
+
+
+def _kind(module: torch.nn.Module) -> type[Any] | None:
+    """What a module becomes; RecipeModule for those that have a recipe already; None for those that stay."""
+    if type(module) is torch.nn.Linear:
+        return Linear
+    if isinstance(module, RecipeModule | ConvertedExperts):
+        return RecipeModule
+    of_transformers = type(module).__module__.startswith("transformers.models.")
+    return ConvertedExperts if of_transformers and type(module).__name__ in EXPERTS else None
+
+
+def _check(name: str, module: torch.nn.Module, kind: type[Any], recipe: Recipe | None) -> None:
+    """Raises if a layer cannot be converted."""
+    where = f" of layer '{name}'" if name else ""
+    if "forward" in module.__dict__:
+        advice = "Remove what replaced it first, or leave the layer out with 'filter'"
+        _refuse("model", f"the forward of {type(module).__name__}{where}", "one that was replaced", advice)
+    multiple = max(width_multiple(key) for key in formats_of(recipe))
+    for weight in (p for _, p in module.named_parameters(recurse=False) if p.dim() > 1):
+        if any(width % multiple for width in weight.shape[-2:]):
+            expected = f"widths{where} that are multiples of {multiple}, as {recipe} needs"
+            _refuse("recipe", expected, list(weight.shape), "Leave the layer out with 'filter'")
+    if kind is not ConvertedExperts:
+        return
+    _check_experts(where, module, recipe)
+
+
+def _check_experts(where: str, module: torch.nn.Module, recipe: Recipe | None) -> None:
+    """Raises for experts that :class:`ConvertedExperts` does not compute."""
+    if isinstance(recipe, DelayedScaling):
+        expected = f"a recipe whose scales come from current values for experts{where}"
+        _refuse("recipe", expected, recipe, "Use Float8CurrentScaling()")
+    activation = type(getattr(module, "act_fn", None)).__name__
+    arguments = list(inspect.signature(type(module).forward).parameters)
+    if activation not in ("SiLU", "SiLUActivation") or arguments[1:] != [
+        "hidden_states",
+        "top_k_index",
+        "top_k_weights",
+    ]:
+        got = f"act_fn={activation}, forward({', '.join(arguments[1:])})"
+        expected = f"experts{where} with SiLU, called with hidden_states, top_k_index and top_k_weights"
+        _refuse("model", expected, got, "Leave them out with 'filter', or use transformers 5")
+
+
+def _refuse(
+    argument: str, expected: str, got: object, advice: str, error: type[Exception] = ValueError
+) -> NoReturn:
+    raise error(
+        f"transformer_plugin::convert: argument '{argument}': expected {expected}, got {got}. {advice}."
+    )
