@@ -119,7 +119,8 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "linear(Tensor input, Tensor weight, Tensor? bias=None, str input_format=\"none\", "
       "str weight_format=\"none\", str grad_format=\"none\", Tensor[]? quantized_weight=None) -> Tensor");
-  // linear of rms_norm or layer_norm of the input. normalized is that norm, or without return_normalized an empty tensor.
+  // linear of rms_norm or layer_norm of the input. normalized is that norm, or an empty tensor without
+  // return_normalized.
   m.def(
       "norm_linear(Tensor input, Tensor? norm_weight, Tensor? norm_bias, Tensor weight, Tensor? bias, float eps, "
       "str normalization=\"rms_norm\", bool zero_centered=False, bool return_normalized=False, "

@@ -1,5 +1,6 @@
-// norm_linear: linear of an RMSNorm or LayerNorm, as one op with one autograd node and the bits of the two ops. In formats with
-// block scales the norm is quantized in the pass that computes it, so its values are never in memory.
+// norm_linear: linear of an RMSNorm or LayerNorm, as one op with one autograd node and the bits of the two
+// ops. In formats with block scales the norm is quantized in the pass that computes it, so its values are
+// never in memory.
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
@@ -63,20 +64,21 @@ void check_values(const NormLinear& layer, const OperandFormats& formats, bool c
                     columns);
 }
 
-// Block scales along rows are found in registers. Without the values in memory there is nothing to return, and no factor that
-// marks NaN and infinities. fp8_tensor and nvfp4 need the amax of the whole matrix before they encode its first element, and
-// fp8_row has no such op: these run the two steps.
+// Block scales along rows are found in registers. Without the values in memory there is nothing to return,
+// and no factor that marks NaN and infinities. fp8_tensor and nvfp4 need the amax of the whole matrix before
+// they encode its first element, and scales of whole rows have no such op: these run the two steps.
 bool fuses_quantize(const NormLinear& layer, const OperandFormats& formats) {
   const Format& format = formats.input;
   return format.has_blocks() && !format.is_nv() && !format.square_blocks &&
          !marks_nonfinite(formats.input_key) && !layer.return_normalized;
 }
 
-// The columnwise operand of the weight gradient is not kept from the forward. The backward computes the norm again, and quantizes it
-// columnwise, from the input, which the gradient of the norm needs in any case. For K columns that saves K bytes per row in FP8, and
-// 2 K where the operand has 16 bits, for as long as a layer waits for its backward, and costs one pass over the input, which is
-// little beside the product; the fused forward has no 16-bit values to quantize columnwise either. Only stochastic rounding keeps
-// it: both directions draw from one seed, in one call.
+// The columnwise operand of the weight gradient is not kept from the forward. The backward computes the norm
+// again from the input, which the gradient of the norm needs in any case, and quantizes it columnwise. With K
+// columns that saves K bytes per row in FP8, and 2 K where the operand has 16 bits, while the layer waits for
+// its backward. It costs a pass over the input, which is little beside the product, and the fused forward has
+// no 16-bit values to quantize columnwise. Only stochastic rounding keeps the operand, because both
+// directions draw from one seed in one call.
 bool keeps_columns(const OperandFormats& formats) { return formats.input.stochastic_rounding; }
 
 // Columnwise only.
