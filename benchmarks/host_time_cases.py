@@ -99,6 +99,14 @@ def _norm(device: torch.device) -> Iterator[Pair]:
         x,
         differentiable=False,
     )
+    second = torch.randn(16, 32, device=device)
+    yield Pair(
+        "norm_linear",
+        "rms_norm, linear",
+        lambda x: ops.norm_linear(x, weight, None, second, None, 1e-5)[0],
+        lambda x: functional.linear(torch_rms(x), second),
+        x,
+    )
 
 
 def _quantize(device: torch.device) -> Iterator[Pair]:

@@ -119,6 +119,13 @@ TORCH_LIBRARY(transformer_plugin, m) {
   m.def(
       "linear(Tensor input, Tensor weight, Tensor? bias=None, str input_format=\"none\", "
       "str weight_format=\"none\", str grad_format=\"none\", Tensor[]? quantized_weight=None) -> Tensor");
+  // linear of rms_norm or layer_norm of the input. normalized is that norm, or an empty tensor without
+  // return_normalized.
+  m.def(
+      "norm_linear(Tensor input, Tensor? norm_weight, Tensor? norm_bias, Tensor weight, Tensor? bias, float eps, "
+      "str normalization=\"rms_norm\", bool zero_centered=False, bool return_normalized=False, "
+      "str input_format=\"none\", str weight_format=\"none\", str grad_format=\"none\", "
+      "Tensor[]? quantized_weight=None) -> (Tensor output, Tensor normalized)");
   m.def(
       "grouped_linear(Tensor input, Tensor weight, Tensor group_sizes, Tensor? bias=None, "
       "Tensor? bias_scale=None, str input_format=\"none\", str weight_format=\"none\", "
@@ -129,7 +136,7 @@ TORCH_LIBRARY(transformer_plugin, m) {
       "Tensor? fc1_bias=None, Tensor? fc2_bias=None, str input_format=\"none\", str weight_format=\"none\", "
       "str grad_format=\"none\", Tensor[]? quantized_fc1_weight=None, Tensor[]? quantized_fc2_weight=None, "
       "int interleave=0, int max_sms=0, int expected_rows=-1) -> Tensor");
-  // A weight in its format, once for many calls of the three above: data, scale_inv and, of nvfp4, amax, along rows;
+  // A weight in its format, once for many calls of the four above: data, scale_inv and, of nvfp4, amax, along rows;
   // then along columns, if the data gradient takes those. bf16 has data alone.
   m.def("quantize_weight(Tensor weight, str input_format, str weight_format, str grad_format) -> Tensor[]");
   m.def(

@@ -116,6 +116,10 @@ TABLE: dict[str, tuple[Callable[[], object], int]] = {
     ),
     "linear": (lambda: ops.linear(of(2, T // 2, K), of(N, K), of(N)), PRODUCT),
     "linear_scaled": (lambda: scaled("linear_scaled"), PRODUCT),
+    "norm_linear": (
+        lambda: ops.norm_linear(of(2, T // 2, K), of(K), None, of(N, K), of(N), 1e-5),
+        PRODUCT,
+    ),
     "grouped_linear": (lambda: ops.grouped_linear(of(T, K), of(G, N, K), SIZES, of(G, N)), PRODUCT),
     "grouped_linear_scaled": (lambda: scaled("grouped_linear_scaled"), PRODUCT),
     "grouped_mlp": (

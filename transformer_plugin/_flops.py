@@ -73,6 +73,12 @@ def _linear(input: Shape, weight: Shape, *_: Any, **__: Any) -> int:
     return 2 * prod(input) * weight[-2]
 
 
+def _norm_linear(
+    input: Shape, norm_weight: Shape, norm_bias: Shape, weight: Shape, *_: Any, **__: Any
+) -> int:
+    return 2 * prod(input) * weight[0]
+
+
 def _mlp(input: Shape, fc1_weight: Shape, fc2_weight: Shape, *_: Any, **__: Any) -> int:
     return 2 * prod(input) * (fc1_weight[1] + fc2_weight[2])
 
@@ -89,6 +95,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "grouped_gemm_swiglu_quantize": _swiglu,
     "linear": _linear,
     "linear_scaled": _linear,
+    "norm_linear": _norm_linear,
     "grouped_linear": _linear,
     "grouped_linear_scaled": _linear,
     "grouped_mlp": _mlp,

@@ -23,9 +23,8 @@ using OptionalTensor = std::optional<Tensor>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// The groups of columnwise quantization: those of the rows, or none. While a graph with a symbolic number of rows is traced, all
-// rows are one group: the same bits, but the scales have at least two block rows. torch guards on dimensions that may be 1, and
-// would recompile when the rows no longer fit one block.
+}  // namespace
+
 OptionalTensor column_groups(const Tensor& input, const OptionalTensor& group_sizes,
                              const OperandFormats& formats) {
   const bool blocks = formats.input.family == FormatFamily::kFp8Block && !formats.input.square_blocks &&
@@ -33,6 +32,8 @@ OptionalTensor column_groups(const Tensor& input, const OptionalTensor& group_si
   if (group_sizes || !blocks || !input.sym_size(0).is_symbolic()) return group_sizes;
   return at::full_symint({1}, c10::Scalar(input.sym_size(0)), input.options().dtype(at::kLong));
 }
+
+namespace {
 
 Tensor forward_gemm(const LinearArguments& layer, const OperandFormats& formats,
                     const QuantizedOperand& input, const QuantizedWeight& weight) {

@@ -51,6 +51,11 @@ struct LinearArguments {
 // gradient.
 void check_quantizable(const char* op, const LinearArguments& layer, const OperandFormats& formats,
                        bool columns);
+// The groups of columnwise quantization: those of the rows, or none. While a graph with a symbolic number of rows is traced, all
+// rows are one group: the same bits, but the scales have at least two block rows. torch guards on dimensions that may be 1, and
+// would recompile when the rows no longer fit one block.
+std::optional<at::Tensor> column_groups(const at::Tensor& input, const std::optional<at::Tensor>& group_sizes,
+                                        const OperandFormats& formats);
 // Without autograd.
 at::Tensor quantized_linear_forward(const LinearArguments& layer, const OperandFormats& formats);
 // With autograd; called from an Autograd kernel.

@@ -5,6 +5,7 @@
 #include "common/check.h"
 #include "common/register.h"
 #include "common/tensor.h"
+#include "norm/calls.h"
 #include "norm/norm_call.h"
 
 namespace transformer_plugin::norm {
@@ -13,8 +14,6 @@ namespace {
 using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-using Two = std::tuple<Tensor, Tensor>;
-using Three = std::tuple<Tensor, Tensor, Tensor>;
 
 struct Forward {
   Tensor output;
@@ -191,19 +190,6 @@ Three layer_norm_backward(const Tensor& grad, const Tensor& input, const Optiona
   return {g.input, g.weight, g.bias};
 }
 
-Two call_rms_norm_forward(const Tensor& input, const OptionalTensor& weight, double eps, bool zero_centered) {
-  using Signature = Two(const Tensor&, const OptionalTensor&, double, bool);
-  static const auto op = find_op<Signature>("rms_norm_forward");
-  return op.call(input, weight, eps, zero_centered);
-}
-
-Three call_layer_norm_forward(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                              double eps, bool zero_centered) {
-  using Signature = Three(const Tensor&, const OptionalTensor&, const OptionalTensor&, double, bool);
-  static const auto op = find_op<Signature>("layer_norm_forward");
-  return op.call(input, weight, bias, eps, zero_centered);
-}
-
 // Flags are template parameters of the node, so that it saves only tensors. Only the ops that return
 // statistics have them as outputs of the node, because each output costs time.
 template <bool zero_centered>
@@ -226,10 +212,9 @@ class RmsNormFunction : public DifferentiableOnce<RmsNormFunction<zero_centered>
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     variable_list result(4);
     if (!grads[0].defined()) return result;
-    using Signature = Two(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, bool);
-    static const auto op = find_op<Signature>("rms_norm_backward");
     const variable_list saved = ctx->get_saved_variables();
-    const auto [input, weight] = op.call(grads[0], saved[0], as_optional(saved[1]), saved[2], zero_centered);
+    const auto [input, weight] =
+        call_rms_norm_backward(grads[0], saved[0], as_optional(saved[1]), saved[2], zero_centered);
     result[0] = input;
     if (saved[1].defined()) result[1] = weight;
     return result;
@@ -262,12 +247,9 @@ class LayerNormFunction : public DifferentiableOnce<LayerNormFunction<zero_cente
   static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
     variable_list result(5);
     if (!grads[0].defined()) return result;
-    using Signature =
-        Three(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&, bool, bool);
-    static const auto op = find_op<Signature>("layer_norm_backward");
     const variable_list saved = ctx->get_saved_variables();
-    const auto [input, weight, bias] =
-        op.call(grads[0], saved[0], as_optional(saved[1]), saved[2], saved[3], zero_centered, has_bias);
+    const auto [input, weight, bias] = call_layer_norm_backward(grads[0], saved[0], as_optional(saved[1]),
+                                                                saved[2], saved[3], zero_centered, has_bias);
     result[0] = input;
     if (saved[1].defined()) result[1] = weight;
     if (has_bias) result[2] = bias;
@@ -300,10 +282,8 @@ Two rms_norm_forward_autograd(const Tensor& input, const OptionalTensor& weight,
 
 Tensor rms_norm_autograd(const Tensor& input, const OptionalTensor& weight, double eps, bool zero_centered) {
   if (any_wants_grad(input, weight)) return record_rms_norm(input, weight, eps, zero_centered, false)[0];
-  using Signature = Tensor(const Tensor&, const OptionalTensor&, double, bool);
-  static const auto op = find_op<Signature>("rms_norm");
   const BelowAutograd guard;
-  return op.call(input, weight, eps, zero_centered);
+  return call_rms_norm(input, weight, eps, zero_centered);
 }
 
 Three layer_norm_forward_autograd(const Tensor& input, const OptionalTensor& weight,
@@ -321,10 +301,8 @@ Tensor layer_norm_autograd(const Tensor& input, const OptionalTensor& weight, co
   if (any_wants_grad(input, weight, bias)) {
     return record_layer_norm(input, weight, bias, eps, zero_centered, false)[0];
   }
-  using Signature = Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, double, bool);
-  static const auto op = find_op<Signature>("layer_norm");
   const BelowAutograd guard;
-  return op.call(input, weight, bias, eps, zero_centered);
+  return call_layer_norm(input, weight, bias, eps, zero_centered);
 }
 
 }  // namespace

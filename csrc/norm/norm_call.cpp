@@ -28,13 +28,13 @@ void check_parameter(const char* op, const char* name, const OptionalTensor& par
   check_size(argument, 0, input.sym_size(-1), "the last dimension of 'input'");
 }
 
-void check_norm(const NormCall& call) {
+void check_norm(const NormCall& call, const char* weight, const char* bias) {
   check_dtype({call.op, "input", call.input}, kFloatTypes);
   TP_CHECK_VALUE(call.input.dim() >= 1 && call.input.sym_size(-1) >= 1, call.op, "input",
                  "a last dimension of at least 1", describe(call.input),
                  "There is nothing to normalise in an empty row");
-  check_parameter(call.op, "weight", call.weight, call.input);
-  check_parameter(call.op, "bias", call.bias, call.input);
+  check_parameter(call.op, weight, call.weight, call.input);
+  check_parameter(call.op, bias, call.bias, call.input);
   TP_CHECK_VALUE(call.eps >= 0.0, call.op, "eps", "a number that is not negative", call.eps,
                  "Pass a small one, for example 1e-5");
 }

@@ -30,8 +30,8 @@ struct Stats {
   at::Tensor mean, rstd;
 };
 
-// The checks of every backend.
-void check_norm(const NormCall& call);
+// The checks of every backend, with the names of the op's arguments for weight and bias.
+void check_norm(const NormCall& call, const char* weight = "weight", const char* bias = "bias");
 void check_parameter(const char* op, const char* name, const OptionalTensor& parameter,
                      const at::Tensor& input);
 // New tensors; sizes may be symbolic.

@@ -16,6 +16,7 @@ from tests.nn.common import RECIPES, by_recipe, row_unit
 from transformer_plugin.nn import (
     GroupedLinear,
     GroupedMLP,
+    LayerNormLinear,
     Linear,
     MoE,
     MoEOutput,
@@ -91,12 +92,13 @@ def test_ahead_of_time_compiled(tmp_path: Path) -> None:
     "make",
     [
         lambda: Linear(8, 8),
+        lambda: LayerNormLinear(8, 8),
         lambda: GroupedLinear(2, 8, 8),
         lambda: GroupedMLP(2, 8, 8),
         lambda: TopKRouter(8, 4, 2),
         lambda: MoE(8, 8, 4, 2),
     ],
-    ids=["Linear", "GroupedLinear", "GroupedMLP", "TopKRouter", "MoE"],
+    ids=["Linear", "LayerNormLinear", "GroupedLinear", "GroupedMLP", "TopKRouter", "MoE"],
 )
 @pytest.mark.parametrize("within", [False, True], ids=["itself", "within another"])
 def test_modules_are_not_scripted(make: Callable[[], torch.nn.Module], within: bool) -> None:

@@ -13,6 +13,7 @@ from transformer_plugin.nn import (
     DispatchConfig,
     GroupedLinear,
     GroupedMLP,
+    LayerNormLinear,
     Linear,
     MoE,
     RouterConfig,
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::t
 
 MODULES = {
     "Linear": lambda **options: Linear(64, 32, **options),
+    "LayerNormLinear": lambda **options: LayerNormLinear(64, 32, return_normalized=True, **options),
     "GroupedLinear": lambda **options: GroupedLinear(2, 64, 32, **options),
     "GroupedMLP": lambda **options: GroupedMLP(2, 64, 32, bias=True, **options),
     "TopKRouter": lambda **options: TopKRouter(64, 4, 2, RouterConfig(aux_loss_coeff=0.1)),
@@ -43,7 +45,7 @@ def recipe_of(name: str) -> Recipe | None:
 
 def arguments(kind: str, rows: int, device: torch.device) -> tuple[Tensor, ...]:
     x = torch.randn(rows // 16, 16, 64, generator=torch.Generator().manual_seed(rows)).to(device)
-    if kind.startswith("MoE") or kind == "Linear":
+    if kind.startswith("MoE") or kind in ("Linear", "LayerNormLinear"):
         return (x,)
     if kind == "TopKRouter":
         return (x.view(-1, 64),)

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from transformer_plugin.nn import DispatchConfig, GroupedLinear, GroupedMLP, MoE, RouterConfig, TopKRouter
+from transformer_plugin.nn import (
+    DispatchConfig,
+    GroupedLinear,
+    GroupedMLP,
+    LayerNormLinear,
+    MoE,
+    RouterConfig,
+    TopKRouter,
+)
 from transformer_plugin.recipes import (
     BFloat16,
     DelayedScaling,
@@ -118,10 +126,13 @@ FIXED = [
     (lambda: GroupedMLP(2, 64, 32), ("num_groups", "hidden", "ffn_hidden", "bias")),
     (lambda: moe_of(None), ("hidden", "ffn_hidden", "num_experts", "group", "dispatch", "bias")),
     (lambda: TopKRouter(64, 4, 2), ("num_experts",)),
+    (lambda: LayerNormLinear(64, 32), ("in_features", "out_features", "normalization")),
 ]
 
 
-@pytest.mark.parametrize("make, names", FIXED, ids=["GroupedLinear", "GroupedMLP", "MoE", "TopKRouter"])
+@pytest.mark.parametrize(
+    "make, names", FIXED, ids=[*("GroupedLinear", "GroupedMLP", "MoE", "TopKRouter"), "LayerNormLinear"]
+)
 def test_what_cannot_change_is_refused(make: object, names: tuple[str, ...]) -> None:
     module = make()
     for name in names:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.nn.common import by_recipe
 from transformer_plugin import ops
-from transformer_plugin.nn import GroupedLinear, GroupedMLP, Linear, MoE, RouterConfig
+from transformer_plugin.nn import GroupedLinear, GroupedMLP, LayerNormLinear, Linear, MoE, RouterConfig
 from transformer_plugin.recipes import DelayedScaling, NVFP4BlockScaling, Recipe, recipe_from_name
 from transformer_plugin.testing.gemm_cases import quantized_arguments
 from transformer_plugin.testing.numerics import assert_same_bits, relative_error
@@ -24,7 +24,9 @@ from transformer_plugin.testing.numerics import assert_same_bits, relative_error
 SIZES = (32, 0, 16)
 ROWS = 64
 narrow_dtypes = pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
-by_kind = pytest.mark.parametrize("kind", ["Linear", "GroupedLinear", "GroupedMLP", "GroupedMLP, called"])
+by_kind = pytest.mark.parametrize(
+    "kind", ["Linear", "LayerNormLinear", "GroupedLinear", "GroupedMLP", "GroupedMLP, called"]
+)
 
 
 def recipe_of(name: str) -> Recipe | None:
@@ -39,6 +41,8 @@ def module_of(
     sizes = torch.tensor(SIZES, device=device)
     if kind == "Linear":
         return Linear(64, 96, device=device, recipe=recipe), lambda module, x: module(x)
+    if kind == "LayerNormLinear":
+        return LayerNormLinear(64, 96, device=device, recipe=recipe), lambda module, x: module(x)
     if kind == "GroupedLinear":
         grouped = GroupedLinear(len(SIZES), 64, 96, device=device, recipe=recipe)
         return grouped, lambda module, x: module(x, sizes)

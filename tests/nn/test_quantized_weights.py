@@ -13,15 +13,23 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.nn.common import RECIPES, rows_of, width_of
 from tests.ops.test_grouped_mlp import capture
-from transformer_plugin.nn import GroupedLinear, GroupedMLP, Linear
+from transformer_plugin.nn import GroupedLinear, GroupedMLP, LayerNormLinear, Linear
+from transformer_plugin.nn._recipe import RecipeModule
 from transformer_plugin.recipes import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, Recipe
 from transformer_plugin.testing.numerics import assert_same_bits
 
 GROUPS = 3
 MAKERS: dict[str, Callable[..., torch.nn.Module]] = {
     "Linear": lambda k, **options: Linear(k, 96, **options),
+    "LayerNormLinear": lambda k, **options: LayerNormLinear(k, 96, **options),
     "GroupedLinear": lambda k, **options: GroupedLinear(GROUPS, k, 96, **options),
     "GroupedMLP": lambda k, **options: GroupedMLP(GROUPS, k, 128, True, **options),
+}
+#: Those of x, group sizes and probabilities that a module takes, if not all.
+ARGUMENTS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    "Linear": lambda x, *_: (x,),
+    "LayerNormLinear": lambda x, *_: (x,),
+    "GroupedLinear": lambda x, sizes, _: (x, sizes),
 }
 by_module = pytest.mark.parametrize("kind", list(MAKERS))
 by_format = pytest.mark.parametrize("name", [name for name in RECIPES if name != "none"])
@@ -45,7 +53,7 @@ def step(
     rows = sum(counts) + rows_of(name, 8)
     x = torch.randn(rows, width_of(name, 48), generator=generator).to(device).requires_grad_()
     arguments = [x]
-    if not isinstance(module, Linear):
+    if not isinstance(module, Linear | LayerNormLinear):
         arguments.append(torch.tensor(counts, device=device))
     if isinstance(module, GroupedMLP):
         arguments.append(torch.rand(rows, generator=generator).to(device))
@@ -60,8 +68,8 @@ def assert_all_same(got: list[Tensor], expected: list[Tensor]) -> None:
         assert_same_bits(a, b, str(i))
 
 
-def layers(module: torch.nn.Module) -> list[Linear | GroupedLinear]:
-    return [layer for layer in module.modules() if isinstance(layer, Linear | GroupedLinear)]
+def layers(module: torch.nn.Module) -> list[RecipeModule]:
+    return [layer for layer in module.modules() if isinstance(layer, RecipeModule)]
 
 
 def hide_values(module: torch.nn.Module) -> None:
@@ -185,7 +193,7 @@ def test_stale_weights_are_refused(kind: str, change: Callable[[torch.nn.Module]
         got = "another tensor"
     elif change in (moved_to_other_memory, moved_to_memory_of_before):
         got = "one whose .data was replaced afterwards"
-    layer = "Linear" if kind == "Linear" else "GroupedLinear"
+    layer = "GroupedLinear" if kind == "GroupedMLP" else kind
     assert str(caught.value) == (
         f"transformer_plugin::{layer}: argument 'weight': expected the weight that quantize_weights() quantized, "
         f"got {got}. Call quantize_weights() again after each change of the weight, or forget_quantized_weights()."
@@ -300,7 +308,7 @@ def test_recipes_without(kind: str, recipe: DelayedScaling | None) -> None:
     module = MAKERS[kind](48, recipe=recipe)
     with pytest.raises(ValueError) as caught:
         module.quantize_weights()
-    layer = "Linear" if kind == "Linear" else "GroupedLinear"
+    layer = "GroupedLinear" if kind == "GroupedMLP" else kind
     assert str(caught.value) == (
         f"transformer_plugin::{layer}: argument 'recipe': expected a recipe that quantizes the weight from its "
         f"current values, got {recipe}. Leave out quantize_weights(), or set another recipe."
@@ -315,7 +323,7 @@ def test_inference_mode(kind: str) -> None:
         module = make(kind)
         module.quantize_weights()
         x, sizes, probs = torch.randn(6, 48), torch.tensor([1, 2, 2]), torch.rand(6)
-        arguments = {"Linear": (x,), "GroupedLinear": (x, sizes)}.get(kind, (x, sizes, probs))
+        arguments = ARGUMENTS.get(kind, lambda *given: given)(x, sizes, probs)
         got = module(*arguments)
         module.forget_quantized_weights()
         assert_same_bits(got, module(*arguments))
@@ -354,7 +362,7 @@ def test_graph_of_a_forward_takes_new_weights(kind: str, name: str, inside: bool
     counts = [rows_of(name, size) for size in (40, 0, 50)]
     x = torch.randn(sum(counts), width_of(name, 48), device="cuda")
     sizes, probs = torch.tensor(counts, device="cuda"), torch.rand(sum(counts), device="cuda")
-    arguments = {"Linear": (x,), "GroupedLinear": (x, sizes)}.get(kind, (x, sizes, probs))
+    arguments = ARGUMENTS.get(kind, lambda *given: given)(x, sizes, probs)
     module.quantize_weights()
 
     @torch.no_grad()

@@ -43,6 +43,10 @@ ONCE: dict[str, OnceOrTwice] = {
         ("x", "w", "w2", "rows"),
     ),
     "linear": (lambda t: ops.linear(t["x"], t["w"][0], None, *FORMATS), ("x", "w")),
+    "norm_linear": (
+        lambda t: ops.norm_linear(t["x"], t["row"], None, t["w"][0], t["bias"], 1e-5)[0],
+        ("x", "row", "w"),
+    ),
 }
 #: Functions with a right second derivative, and the same in torch.
 TWICE: dict[str, tuple[Callable[[dict[str, Tensor]], Tensor], Callable[[dict[str, Tensor]], Tensor]]] = {

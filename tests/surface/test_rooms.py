@@ -42,6 +42,7 @@ BELOW: dict[str, set[str]] = {
         "gemm/generic",
         "gemm/dispatch",
         "gemm/ops",
+        "norm",
     },
     "expert_parallel": {"common", "distributed", "routing"},
 }

@@ -6,8 +6,10 @@ from transformer_plugin.nn.delayed import reduce_amax
 from transformer_plugin.nn.exchange import DispatchConfig
 from transformer_plugin.nn.grouped_linear import GroupedLinear
 from transformer_plugin.nn.grouped_mlp import GroupedMLP
+from transformer_plugin.nn.layer_norm_linear import LayerNormLinear
 from transformer_plugin.nn.linear import Linear
 from transformer_plugin.nn.moe import MoE, MoEOutput
+from transformer_plugin.nn.norms import LayerNorm, RMSNorm
 from transformer_plugin.nn.router import RouterConfig, Routing, TopKRouter
 
 __all__ = [
@@ -15,9 +17,12 @@ __all__ = [
     "GroupedLinear",
     "GroupedMLP",
     "LaunchOptions",
+    "LayerNorm",
+    "LayerNormLinear",
     "Linear",
     "MoE",
     "MoEOutput",
+    "RMSNorm",
     "RouterConfig",
     "Routing",
     "TopKRouter",

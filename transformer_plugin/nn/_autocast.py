@@ -21,6 +21,14 @@ def operand(input: Tensor) -> Tensor:
     return input if dtype is None else _cast(input, input, dtype)
 
 
+def as_weight(input: Tensor, weight: Tensor | None) -> Tensor:
+    """Casts the input of a norm to the dtype of its weight. Outside of autocast, returns it unchanged.
+
+    On a GPU autocast computes ``aten::layer_norm`` in float32, which is what float32 parameters give here.
+    """
+    return input if weight is None or _dtype(input) is None else _cast(input, weight, weight.dtype)
+
+
 def as_float32(factor: Tensor) -> Tensor:
     """Converts a per-row factor to float32, as the ops require.
 

@@ -12,6 +12,7 @@ from transformer_plugin.ops import (
     grouped_mlp as _grouped_mlp,
     linear as _linear,
     norm as _norm,
+    norm_linear as _norm_linear,
     quantize as _quantize,
     quantize_out as _quantize_out,
     routing as _routing,
@@ -27,6 +28,7 @@ from transformer_plugin.ops.gemm_swiglu import *
 from transformer_plugin.ops.grouped_mlp import *
 from transformer_plugin.ops.linear import *
 from transformer_plugin.ops.norm import *
+from transformer_plugin.ops.norm_linear import *
 from transformer_plugin.ops.quantize import *
 from transformer_plugin.ops.quantize_out import *
 from transformer_plugin.ops.routing import *
@@ -44,6 +46,7 @@ __all__ += _gemm_swiglu.__all__
 __all__ += _grouped_mlp.__all__
 __all__ += _linear.__all__
 __all__ += _norm.__all__
+__all__ += _norm_linear.__all__
 __all__ += _quantize.__all__
 __all__ += _quantize_out.__all__
 __all__ += _routing.__all__

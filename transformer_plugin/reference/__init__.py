@@ -8,6 +8,7 @@ from transformer_plugin.reference import (
     gemm_swiglu as _gemm_swiglu,
     grouped_mlp as _grouped_mlp,
     norm as _norm,
+    norm_linear as _norm_linear,
     quantize as _quantize,
     quantize_out as _quantize_out,
     quantize_weight as _quantize_weight,
@@ -20,6 +21,7 @@ from transformer_plugin.reference.gemm import *
 from transformer_plugin.reference.gemm_swiglu import *
 from transformer_plugin.reference.grouped_mlp import *
 from transformer_plugin.reference.norm import *
+from transformer_plugin.reference.norm_linear import *
 from transformer_plugin.reference.quantize import *
 from transformer_plugin.reference.quantize_out import *
 from transformer_plugin.reference.quantize_weight import *
@@ -34,6 +36,7 @@ __all__ += _gemm.__all__
 __all__ += _gemm_swiglu.__all__
 __all__ += _grouped_mlp.__all__
 __all__ += _norm.__all__
+__all__ += _norm_linear.__all__
 __all__ += _quantize.__all__
 __all__ += _quantize_out.__all__
 __all__ += _quantize_weight.__all__

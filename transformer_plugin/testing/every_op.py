@@ -232,6 +232,27 @@ def _norm_calls(draw: Draw) -> Calls:
         yield "layer_norm_quantize", key, {"input": x, **weight, **bias, **options, "format": key, **more}
 
 
+def _norm_linear_calls(draw: Draw) -> Calls:
+    T, N, K, _ = draw.TNKG
+    if K == 0:
+        return  # nothing to normalize
+    for i, keys in enumerate(ROLES):
+        roles = dict(zip(("input_format", "weight_format", "grad_format"), keys, strict=True))
+        weight = draw(N, K, dtype=BFLOAT16)
+        norm = {"normalization": "layer_norm", "norm_bias": draw(K, dtype=BFLOAT16)}
+        yield (
+            "norm_linear",
+            keys[0],
+            {
+                **{"input": draw(T, K, dtype=BFLOAT16), "norm_weight": draw(K, dtype=BFLOAT16)},
+                **(norm if i % 2 else {"normalization": "rms_norm", "norm_bias": None}),
+                **{"weight": weight, "bias": draw(N, dtype=BFLOAT16), "eps": 1e-5, **roles},
+                **{"zero_centered": True, "return_normalized": i % 3 == 0},
+                "quantized_weight": None if keys[0] == "none" else ops.quantize_weight(weight, **roles),
+            },
+        )
+
+
 def _routing_calls(draw: Draw) -> Calls:
     T, _, K, _ = draw.TNKG
     tokens, experts, topk, capacity = T, 8, 2, 2 * T
@@ -293,7 +314,8 @@ def _families(draw: Draw) -> Iterator[Calls]:
         yield quantize_calls(draw, key, False)
     for key in GROUPED:
         yield quantize_calls(draw, key, True)
-    for family in (list_calls, scaled_calls, _gemm_calls, _layer_calls, _norm_calls, _routing_calls):
+    families = (list_calls, scaled_calls, _gemm_calls, _layer_calls, _norm_calls, _norm_linear_calls)
+    for family in (*families, _routing_calls):
         yield family(draw)
 
 

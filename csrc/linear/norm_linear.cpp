@@ -1,0 +1,364 @@
+// norm_linear: linear of an RMSNorm or LayerNorm, as one op with one autograd node and the bits of the two
+// ops. In formats with block scales the norm is quantized in the pass that computes it, so its values are
+// never in memory.
+#include <ATen/ops/add.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+
+#include "common/autograd.h"
+#include "common/register.h"
+#include "common/tensor.h"
+#include "gemm/dispatch/checks.h"
+#include "gemm/ops/calls.h"
+#include "gemm/ops/leading_dims.h"
+#include "linear/grouped_mlp_activation.h"
+#include "linear/nonfinite.h"
+#include "linear/quantized_weight.h"
+#include "norm/calls.h"
+
+namespace transformer_plugin::linear {
+
+using namespace gemm;  // layers are made of its ops and checks
+namespace {
+
+using at::Tensor;
+using norm::NormCall;
+using norm::Stats;
+using OptionalTensor = std::optional<Tensor>;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr const char* kOp = "norm_linear";
+const OptionalTensor kNone;
+
+struct NormLinear {
+  NormCall norm;         // its input is [..., K]; a matrix below check_norm_linear
+  const Tensor& weight;  // [N, K]
+  const OptionalTensor& bias;
+  const OptionalList& quantized_weight;
+  bool return_normalized;
+};
+
+bool is_centered(std::string_view normalization) {
+  TP_CHECK_VALUE(normalization == "rms_norm" || normalization == "layer_norm", kOp, "normalization",
+                 "'rms_norm' or 'layer_norm'", "'" << normalization << "'", "Use one of the two");
+  return normalization == "layer_norm";
+}
+
+void check_norm_linear(const NormLinear& layer, const OperandFormats& formats) {
+  const NormCall& norm = layer.norm;
+  const Argument input{kOp, "input", norm.input}, weight{kOp, "weight", layer.weight};
+  TP_CHECK_VALUE(norm.centered || !norm.bias, kOp, "norm_bias", "None with rms_norm, which has no bias",
+                 describe(*norm.bias), "Leave it out, or use layer_norm");
+  norm::check_norm(norm, "norm_weight", "norm_bias");
+  check_pair(weight, input, 2);
+  check_size(weight, 1, norm.input.sym_size(-1), "the last dimension of 'input'");
+  if (layer.bias) check_bias({kOp, "bias", *layer.bias}, input, std::nullopt, layer.weight.sym_size(0));
+  check_layer_widths(input, weight, formats);
+  check_quantized_weight("quantized_weight", layer.quantized_weight, weight, formats);
+}
+
+// Refuses what the ops called below would refuse. `columns`: for the gradient of the weight.
+void check_values(const NormLinear& layer, const OperandFormats& formats, bool columns) {
+  check_quantizable(kOp, {layer.norm.input, layer.weight, kNone, kNone, kNone, std::nullopt}, formats,
+                    columns);
+}
+
+// Block scales along rows are found in registers. Without the values in memory there is nothing to return,
+// and no factor that marks NaN and infinities. fp8_tensor and nvfp4 need the amax of the whole matrix before
+// they encode its first element, and scales of whole rows have no such op: these run the two steps.
+bool fuses_quantize(const NormLinear& layer, const OperandFormats& formats) {
+  const Format& format = formats.input;
+  return format.has_blocks() && !format.is_nv() && !format.square_blocks &&
+         !marks_nonfinite(formats.input_key) && !layer.return_normalized;
+}
+
+// The columnwise operand of the weight gradient is not kept from the forward. The backward computes the norm
+// again from the input, which the gradient of the norm needs in any case, and quantizes it columnwise. With K
+// columns that saves K bytes per row in FP8, and 2 K where the operand has 16 bits, while the layer waits for
+// its backward. It costs a pass over the input, which is little beside the product, and the fused forward has
+// no 16-bit values to quantize columnwise. Only stochastic rounding keeps the operand, because both
+// directions draw from one seed in one call.
+bool keeps_columns(const OperandFormats& formats) { return formats.input.stochastic_rounding; }
+
+// Columnwise only.
+Quantized weight_gradient_operand(const Tensor& normalized, const OptionalTensor& sizes,
+                                  const OperandFormats& formats) {
+  return quantize_operand(normalized, sizes, formats.input, formats.input_key, false, true).columnwise;
+}
+
+struct NeedsGrad {
+  bool normalized = false;  // for a gradient of the input or of a parameter of the norm
+  bool weight = false;
+};
+
+struct SavedTensors {
+  Stats stats;
+  Quantized columns;  // of the normalized input, if keeps_columns
+  Quantized weight;   // for the data gradient
+};
+
+struct Outputs {
+  Tensor output, normalized;  // [T, N] and [T, K], the latter if requested
+};
+
+// The order of the steps is the order in which stochastic rounding draws its seeds.
+Outputs forward_of(const NormLinear& layer, const OperandFormats& formats, const NeedsGrad& wanted,
+                   SavedTensors& kept) {
+  const BelowAutograd guard;
+  Tensor normalized;
+  QuantizedOperand input;
+  if (fuses_quantize(layer, formats)) {
+    norm::NormInBlocks blocks = norm::call_norm_quantize(layer.norm, formats.input_key);
+    kept.stats = blocks.stats;
+    input.rowwise = {blocks.data, blocks.scale, Tensor(), formats.input, formats.input_key};
+  } else {
+    if (wanted.normalized) {
+      norm::NormWithStats made = norm::call_norm_forward(layer.norm);
+      normalized = std::move(made.output);
+      kept.stats = std::move(made.stats);
+    } else {
+      normalized = norm::call_norm(layer.norm);
+    }
+    const bool columns = wanted.weight && keeps_columns(formats);
+    input = formats.native()
+                ? QuantizedOperand{{normalized, Tensor(), Tensor()}, {}}
+                : quantize_operand(normalized, kNone, formats.input, formats.input_key, true, columns);
+    if (columns) kept.columns = std::move(input.columnwise);
+  }
+  input.columnwise = {};
+  if (!layer.return_normalized) normalized.reset();
+  const QuantizedWeight weight =
+      quantize_role_weight(layer.weight, layer.quantized_weight, formats, wanted.normalized);
+  kept.weight = weight.backward;
+  return {
+      gemm_of(input.rowwise, weight.forward, kNone, layer.bias, kNone, true, layer.norm.input.scalar_type()),
+      normalized};
+}
+
+// What the linear layer wants, and its gradients. `input` is that of the normalized values.
+struct LayerNeedsGrad {
+  bool input, weight, bias;
+};
+struct LayerGradients {
+  Tensor input, weight, bias;
+};
+
+LayerGradients unquantized_gradients(const Tensor& grad, const NormCall& norm, const Tensor& weight,
+                                     const LayerNeedsGrad& wanted) {
+  LayerGradients result;
+  if (wanted.weight) result.weight = at::mm(grad.t(), norm::call_norm(norm));
+  if (wanted.input) result.input = at::mm(grad, weight);
+  if (wanted.bias) result.bias = call_bias_backward(grad);
+  return result;
+}
+
+// The weight gradient first, whose operands are then freed.
+LayerGradients quantized_gradients(const Tensor& grad, const NormCall& norm, SavedTensors kept,
+                                   const OperandFormats& formats, const LayerNeedsGrad& wanted) {
+  LayerGradients result;
+  if (wanted.input || wanted.weight) {
+    const OptionalTensor sizes = wanted.weight ? column_groups(grad, kNone, formats) : kNone;
+    QuantizedGradient g = quantize_gradient(grad, sizes, formats.grad, formats.grad_key, wanted.input,
+                                            wanted.weight, wanted.bias);
+    result.bias = std::move(g.bias);
+    if (wanted.weight) {
+      if (!kept.columns.data.defined()) {
+        kept.columns = weight_gradient_operand(norm::call_norm(norm), sizes, formats);
+      }
+      result.weight = wgrad_of(g.values.columnwise, kept.columns, sizes, grad.scalar_type());
+      g.values.columnwise = kept.columns = {};
+    }
+    if (wanted.input) {
+      result.input = gemm_of(g.values.rowwise, kept.weight, kNone, kNone, kNone, kept.weight.transposed,
+                             grad.scalar_type());
+    }
+    if (sizes) {
+      result.weight = result.weight.squeeze(0);
+      if (result.bias.defined()) result.bias = result.bias.squeeze(0);
+    }
+  }
+  if (wanted.bias && !result.bias.defined()) result.bias = call_bias_backward(grad);
+  return result;
+}
+
+class NormLinearFunction : public DifferentiableOnce<NormLinearFunction> {
+ public:
+  static constexpr const char* kName = "norm_linear";
+  static constexpr bool is_traceable = true;
+
+  // With return_normalized the node has two outputs.
+  static variable_list forward(AutogradContext* ctx, const Tensor& input, const OptionalTensor& norm_weight,
+                               const OptionalTensor& norm_bias, const Tensor& weight,
+                               const OptionalTensor& bias, double eps, bool centered, bool zero_centered,
+                               bool return_normalized, std::string_view input_key,
+                               std::string_view weight_key, std::string_view grad_key,
+                               const OptionalList& quantized_weight) {
+    const NormLinear layer{{kOp, centered, input, norm_weight, norm_bias, eps, zero_centered},
+                           weight,
+                           bias,
+                           quantized_weight,
+                           return_normalized};
+    const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
+    const NeedsGrad wanted{input.requires_grad() || wants_grad(norm_weight) || wants_grad(norm_bias),
+                           weight.requires_grad()};
+    SavedTensors kept;
+    const Outputs outputs = forward_of(layer, formats, wanted, kept);
+    const bool norms_again = wanted.weight && !kept.columns.data.defined();
+    const bool keeps_input = wanted.normalized || norms_again;
+    if (!wanted.normalized) kept.stats = {};
+    ctx->save_for_backward({keeps_input ? input : Tensor(),
+                            keeps_input ? or_undefined(norm_weight) : Tensor(),
+                            norms_again ? or_undefined(norm_bias) : Tensor(), kept.stats.mean,
+                            kept.stats.rstd, kept.columns.data, kept.columns.scale, kept.columns.amax,
+                            kept.weight.data, kept.weight.scale, kept.weight.amax});
+    ctx->saved_data["eps"] = eps;
+    ctx->saved_data["centered"] = centered;
+    ctx->saved_data["zero_centered"] = zero_centered;
+    ctx->saved_data["input_format"] = std::string(input_key);
+    ctx->saved_data["weight_format"] = std::string(weight_key);
+    ctx->saved_data["grad_format"] = std::string(grad_key);
+    ctx->saved_data["weight_columns"] = !formats.native() && quantizes_weight_columnwise(weight, formats);
+    ctx->saved_data["has_norm_weight"] = norm_weight.has_value();
+    ctx->saved_data["has_norm_bias"] = norm_bias.has_value();
+    ctx->saved_data["has_bias"] = bias.has_value();
+    ctx->set_materialize_grads(false);
+    if (!return_normalized) return {outputs.output};
+    return {outputs.output, outputs.normalized};
+  }
+
+  // Which of the differentiable arguments want a gradient; those that are not given do not.
+  struct Wanted {
+    bool input, norm_weight, norm_bias, weight, bias;
+
+    explicit Wanted(AutogradContext* ctx) {
+      size_t place = 0;  // torch counts the tensors that are given
+      const auto next = [&](const char* name) {
+        return (!name || ctx->saved_data[name].toBool()) && ctx->needs_input_grad(place++);
+      };
+      input = next(nullptr);
+      norm_weight = next("has_norm_weight");
+      norm_bias = next("has_norm_bias");
+      weight = next(nullptr);
+      bias = next("has_bias");
+    }
+    bool normalized() const { return input || norm_weight || norm_bias; }
+  };
+
+  static variable_list gradients(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const OptionalTensor norm_weight = as_optional(saved[1]), norm_bias = as_optional(saved[2]);
+    const NormCall norm{kOp,
+                        ctx->saved_data["centered"].toBool(),
+                        saved[0],
+                        norm_weight,
+                        norm_bias,
+                        ctx->saved_data["eps"].toDouble(),
+                        ctx->saved_data["zero_centered"].toBool()};
+    const Stats stats{saved[3], saved[4]};
+    const Wanted wanted(ctx);
+    variable_list result(13);
+    Tensor grad_normalized = wanted.normalized() && grads.size() > 1 ? grads[1] : Tensor();
+    if (grads[0].defined()) {
+      LayerGradients layer =
+          gradients_of_layer(ctx, grads[0], norm, saved, {wanted.normalized(), wanted.weight, wanted.bias});
+      result[3] = std::move(layer.weight);
+      result[4] = std::move(layer.bias);
+      if (layer.input.defined()) {
+        grad_normalized =
+            grad_normalized.defined() ? at::add(layer.input, grad_normalized) : std::move(layer.input);
+      }
+    }
+    if (!grad_normalized.defined()) return result;
+    auto [input, of_weight, of_bias] =
+        norm::call_norm_backward(grad_normalized, norm, stats, wanted.norm_bias);
+    if (wanted.input) result[0] = std::move(input);
+    if (wanted.norm_weight) result[1] = std::move(of_weight);
+    if (wanted.norm_bias) result[2] = std::move(of_bias);
+    return result;
+  }
+
+  static LayerGradients gradients_of_layer(AutogradContext* ctx, const Tensor& grad, const NormCall& norm,
+                                           const variable_list& saved, const LayerNeedsGrad& wanted) {
+    const std::string input_key = ctx->saved_data["input_format"].toStringRef();
+    const std::string weight_key = ctx->saved_data["weight_format"].toStringRef();
+    const std::string grad_key = ctx->saved_data["grad_format"].toStringRef();
+    const OperandFormats formats = operand_formats(kOp, input_key, weight_key, grad_key);
+    if (formats.native()) return unquantized_gradients(grad, norm, saved[8], wanted);
+    const SavedTensors kept{{},
+                            {saved[5], saved[6], saved[7], formats.input, input_key, true},
+                            {saved[8], saved[9], saved[10], formats.weight, weight_key,
+                             ctx->saved_data["weight_columns"].toBool()}};
+    return quantized_gradients(grad, norm, kept, formats, wanted);
+  }
+};
+
+using Two = std::tuple<Tensor, Tensor>;
+
+// `like`: the input, [..., K]. The Autograd kernel calls this, where a tracer must see the empty tensor made.
+Two shaped(const Tensor& output, const Tensor& normalized, const Tensor& like) {
+  return {from_matrix(output, like),
+          normalized.defined() ? from_matrix(normalized, like) : at::empty({0}, like.options())};
+}
+
+// Calls the op below autograd.
+Two redispatch(const NormLinear& layer, std::string_view normalization, std::string_view input_format,
+               std::string_view weight_format, std::string_view grad_format) {
+  using Signature = Two(const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
+                        const OptionalTensor&, double, std::string_view, bool, bool, std::string_view,
+                        std::string_view, std::string_view, OptionalList);
+  static const auto op = find_op<Signature>(kOp);
+  const BelowAutograd guard;
+  const NormCall& norm = layer.norm;
+  return op.call(norm.input, norm.weight, norm.bias, layer.weight, layer.bias, norm.eps, normalization,
+                 norm.zero_centered, layer.return_normalized, input_format, weight_format, grad_format,
+                 layer.quantized_weight);
+}
+
+enum class Kernel { kCompute, kMeta, kAutograd };
+
+template <Kernel kernel>
+Two norm_linear(const Tensor& input, const OptionalTensor& norm_weight, const OptionalTensor& norm_bias,
+                const Tensor& weight, const OptionalTensor& bias, double eps, std::string_view normalization,
+                bool zero_centered, bool return_normalized, std::string_view input_format,
+                std::string_view weight_format, std::string_view grad_format, OptionalList quantized_weight) {
+  const bool centered = is_centered(normalization);
+  const auto layer_of = [&](const Tensor& x) {
+    return NormLinear{{kOp, centered, x, norm_weight, norm_bias, eps, zero_centered},
+                      weight,
+                      bias,
+                      quantized_weight,
+                      return_normalized};
+  };
+  const bool records = any_wants_grad(input, norm_weight, norm_bias, weight, bias);
+  if (kernel == Kernel::kAutograd && !records) {
+    return redispatch(layer_of(input), normalization, input_format, weight_format, grad_format);
+  }
+  const OperandFormats formats = operand_formats(kOp, input_format, weight_format, grad_format);
+  check_norm_linear(layer_of(input), formats);
+  if constexpr (kernel == Kernel::kMeta) {
+    return {empty(input, with_columns(input, weight.sym_size(0)), input.scalar_type()),
+            return_normalized ? empty(input, input.sym_sizes(), input.scalar_type())
+                              : empty(input, {0}, input.scalar_type())};
+  } else if constexpr (kernel == Kernel::kAutograd) {
+    const Tensor x = as_matrix(input);
+    check_values(layer_of(x), formats, weight.requires_grad());
+    const variable_list made = NormLinearFunction::apply(
+        x, norm_weight, norm_bias, weight, bias, eps, centered, zero_centered, return_normalized,
+        input_format, weight_format, grad_format, quantized_weight);
+    return shaped(made[0], return_normalized ? made[1] : Tensor(), input);
+  } else {
+    const BelowAutograd guard;
+    const Tensor x = as_matrix(input);
+    check_values(layer_of(x), formats, false);
+    SavedTensors nothing;
+    const Outputs outputs = forward_of(layer_of(x), formats, {}, nothing);
+    return shaped(outputs.output, outputs.normalized, input);
+  }
+}
+
+}  // namespace
+
+TP_IMPL(kOp, norm_linear<Kernel::kCompute>, norm_linear<Kernel::kMeta>, norm_linear<Kernel::kAutograd>);
+
+}  // namespace transformer_plugin::linear

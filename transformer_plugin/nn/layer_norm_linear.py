@@ -1,0 +1,166 @@
+"""LayerNormLinear: a norm and a linear layer as one op, with a recipe."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from transformer_plugin import ops
+from transformer_plugin.nn._attributes import fixed
+from transformer_plugin.nn._autocast import operands
+from transformer_plugin.nn._module import layer_forward
+from transformer_plugin.nn._recipe import RecipeModule
+from transformer_plugin.recipes import DelayedScaling, Recipe
+
+#: The names of the norms, and what the ops call them.
+_NORMS = {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}
+
+
+class LayerNormLinear(RecipeModule):
+    """``norm(input) @ weight.T + bias``, where a norm and a linear layer follow each other.
+
+    Bit for bit :class:`LayerNorm` or :class:`RMSNorm` and then :class:`Linear` with the same recipe. It is one op,
+    :func:`transformer_plugin.ops.norm_linear`: in formats with block scales the norm is quantized in the pass that
+    computes it, and the backward keeps the input and no normalized values.
+
+    With ``DelayedScaling`` the two steps run one after the other, the norm and
+    :func:`transformer_plugin.ops.linear_scaled`, because the amax of the norm is collected while it is quantized. The
+    backward then also keeps the quantized norm.
+
+    Args:
+        in_features: K, the last dimension of the input, which is normalized; at least 1. Multiples as for
+            :class:`Linear`.
+        out_features: N, the last dimension of the output.
+        bias: whether the linear layer adds a learned ``[N]``.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        eps: what is added to the variance, or to the mean of the squares.
+        zero_centered: whether gamma is 1 + ``norm_weight``, which then starts at 0.
+        return_normalized: whether ``forward`` returns the norm, too.
+        recipe: the formats of the normalized input, the weight and the gradient; None multiplies in the dtype of the
+            parameters.
+        device, dtype: of the parameters; ``device="meta"`` defers the initial values to ``reset_parameters()``.
+
+    Parameters: ``norm_weight [K]``, ``norm_bias [K]`` (``LayerNorm`` only), ``weight [N, K]`` and ``bias [N]``. Initial
+    values are those of torch's norm and of ``torch.nn.Linear``.
+
+    Buffers: those of :class:`Linear`.
+
+    Shapes: input ``[..., K]``, output ``[..., N]`` in the dtype of the input. Under ``torch.autocast`` the input and
+    all parameters are cast first; the norm is computed in float32 from the cast values. For a backward with
+    ``NVFP4BlockScaling`` the number of input rows is a multiple of 16.
+    """
+
+    weight: Parameter
+    bias: Parameter | None
+    norm_weight: Parameter
+    norm_bias: Parameter | None
+    in_features: int = fixed("in_features")
+    out_features: int = fixed("out_features")
+    normalization: str = fixed("normalization")
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm",
+        eps: float = 1e-5,
+        zero_centered: bool = False,
+        return_normalized: bool = False,
+        recipe: Recipe | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if normalization not in _NORMS:
+            raise self._error(
+                "normalization", "'LayerNorm' or 'RMSNorm'", repr(normalization), "Use one of the two"
+            )
+        if in_features < 1:
+            raise self._error(
+                "in_features", "at least 1", in_features, "There is nothing to normalize in an empty row"
+            )
+        self.in_features = in_features
+        self.out_features = out_features
+        self.normalization = normalization
+        self.eps = eps
+        self.zero_centered = zero_centered
+        self.return_normalized = return_normalized
+
+        def parameter(*sizes: int) -> Parameter:
+            return Parameter(torch.empty(sizes, device=device, dtype=dtype))
+
+        self.norm_weight = parameter(in_features)
+        self.register_parameter("norm_bias", parameter(in_features) if normalization == "LayerNorm" else None)
+        self.weight = parameter(out_features, in_features)
+        self.register_parameter("bias", parameter(out_features) if bias else None)
+        self.recipe = recipe
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Gamma 1, the norm's bias 0, weight and bias as in ``torch.nn.Linear``. Also resets delayed scaling."""
+        torch.nn.init.constant_(self.norm_weight, 0.0 if self.zero_centered else 1.0)
+        if self.norm_bias is not None:
+            torch.nn.init.zeros_(self.norm_bias)
+        torch.nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features)
+            torch.nn.init.uniform_(self.bias, -bound, bound)
+        self._reset_state()
+
+    @layer_forward
+    def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Computes ``norm(input) @ weight.T + bias``. See the class for the shapes.
+
+        Returns:
+            The output; with ``return_normalized`` the output and the norm ``[..., K]``, both differentiable.
+        """
+        quantized_weight = self._quantized_weight()
+        input, norm_weight, norm_bias = operands(input, self.norm_weight, self.norm_bias)
+        _, weight, bias = operands(input, self.weight, self.bias)
+        if isinstance(self.recipe, DelayedScaling):
+            normalized = self._norm(input, norm_weight, norm_bias)
+            scale = self._delayed_scales(self.recipe, self._op_accepts(normalized, weight, bias))
+            amax = self._current_amax if self.training else None
+            output = ops.linear_scaled(normalized, weight, scale, amax, bias, *self._formats)
+        else:
+            output, normalized = ops.norm_linear(
+                input,
+                norm_weight,
+                norm_bias,
+                weight,
+                bias,
+                self.eps,
+                _NORMS[self.normalization],
+                self.zero_centered,
+                self.return_normalized,
+                *self._formats,
+                quantized_weight,
+            )
+        return (output, normalized) if self.return_normalized else output
+
+    def _norm(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.normalization == "LayerNorm":
+            return ops.layer_norm(input, weight, bias, self.eps, self.zero_centered)
+        return ops.rms_norm(input, weight, self.eps, self.zero_centered)
+
+    def extra_repr(self) -> str:
+        """The sizes, the norm, and the recipe where there is one."""
+        text = (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        )
+        text += f", normalization={self.normalization}, eps={self.eps}"
+        text += ", zero_centered=True" if self.zero_centered else ""
+        text += ", return_normalized=True" if self.return_normalized else ""
+        return text + (f", recipe={self.recipe}" if self.recipe else "")
+
+    @staticmethod
+    def _error(argument: str, expected: str, got: object, advice: str) -> ValueError:
+        return ValueError(
+            f"transformer_plugin::LayerNormLinear: argument '{argument}': expected {expected}, got {got}. {advice}."
+        )

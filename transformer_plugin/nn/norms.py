@@ -1,0 +1,133 @@
+"""RMSNorm and LayerNorm: those of torch.nn over the last dimension, computed by the ops of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from transformer_plugin import ops
+from transformer_plugin.nn._autocast import as_weight
+from transformer_plugin.nn._module import PluginModule, layer_forward
+
+
+def _last_dimension(normalized_shape: int | Sequence[int], module: str) -> int | Sequence[int]:
+    """Returns the shape if it is one dimension of at least one element, which is what the ops normalize."""
+    sizes = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+    if len(sizes) == 1 and sizes[0] >= 1:
+        return normalized_shape
+    raise ValueError(
+        f"transformer_plugin::{module}: argument 'normalized_shape': expected the size of the last dimension, at "
+        f"least 1, got {normalized_shape}. Use torch.nn.{module}, or flatten the normalized dimensions."
+    )
+
+
+class _ZeroCenteredNorm(PluginModule):
+    """What the two norms share: a gamma that is stored as its difference to 1 if it is zero centered."""
+
+    zero_centered: bool = False  # while torch's constructor runs
+
+    def _center(self, zero_centered: bool) -> None:
+        """Called at the end of a constructor."""
+        self.zero_centered = zero_centered
+        if zero_centered:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets gamma to 1 (with ``zero_centered`` the weight to 0), and a bias to 0."""
+        super().reset_parameters()  # type: ignore[misc]
+        weight = self._parameters.get("weight")
+        if self.zero_centered and weight is not None:
+            torch.nn.init.zeros_(weight)
+
+    def extra_repr(self) -> str:
+        """As in torch, and ``zero_centered`` where it is set."""
+        return super().extra_repr() + (", zero_centered=True" if self.zero_centered else "")
+
+
+class RMSNorm(_ZeroCenteredNorm, torch.nn.RMSNorm):
+    """``x / sqrt(mean(x^2) + eps) * gamma`` over the last dimension (:func:`transformer_plugin.ops.rms_norm`).
+
+    A drop-in replacement for :class:`torch.nn.RMSNorm`, of which it is a subclass: the same constructor arguments,
+    initial values, parameters and ``state_dict``. Forward and backward have the same bits on CPU and CUDA.
+
+    Args:
+        normalized_shape: H, the last dimension of the input, as a number or a sequence of one number.
+        eps: what is added to the mean of the squares. The default is 1e-5; that of torch is None, which is
+            ``torch.finfo(x.dtype).eps``.
+        elementwise_affine: whether there is a learned gamma.
+        device, dtype: of the parameters; ``device="meta"`` defers the initial values to ``reset_parameters()``.
+        zero_centered: whether gamma is 1 + ``weight``, so that weight decay pulls it towards 1; ``weight`` then starts
+            at 0.
+
+    Parameter: ``weight [H]``, if ``elementwise_affine``.
+
+    Shapes: input and output ``[..., H]`` in the dtype of the weight, float32, bfloat16 or float16. Under
+    ``torch.autocast`` the input is cast to that dtype first, so a norm with float32 parameters is computed in float32
+    and returns it, as torch's does on a GPU.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = 1e-5,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        zero_centered: bool = False,
+    ) -> None:
+        shape = _last_dimension(normalized_shape, "RMSNorm")
+        super().__init__(shape, eps, elementwise_affine, device, dtype)  # type: ignore[arg-type]
+        self._center(zero_centered)
+
+    @layer_forward
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalizes the last dimension. See the class for dtypes."""
+        x = as_weight(x, self.weight)
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        return ops.rms_norm(x, self.weight, eps, self.zero_centered)
+
+
+class LayerNorm(_ZeroCenteredNorm, torch.nn.LayerNorm):
+    """``(x - mean) / sqrt(variance + eps) * gamma + bias`` over the last dimension
+    (:func:`transformer_plugin.ops.layer_norm`).
+
+    A drop-in replacement for :class:`torch.nn.LayerNorm`, of which it is a subclass: the same constructor arguments,
+    initial values, parameters and ``state_dict``. Forward and backward have the same bits on CPU and CUDA.
+
+    Args:
+        normalized_shape: H, the last dimension of the input, as a number or a sequence of one number.
+        eps: what is added to the variance.
+        elementwise_affine: whether there are a learned gamma and, with ``bias``, a learned bias.
+        bias: whether to add a learned ``[H]``.
+        device, dtype: of the parameters; ``device="meta"`` defers the initial values to ``reset_parameters()``.
+        zero_centered: whether gamma is 1 + ``weight``, so that weight decay pulls it towards 1; ``weight`` then starts
+            at 0.
+
+    Parameters: ``weight [H]`` and ``bias [H]``.
+
+    Shapes and dtypes: as :class:`RMSNorm`, also under ``torch.autocast``.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        zero_centered: bool = False,
+    ) -> None:
+        shape = _last_dimension(normalized_shape, "LayerNorm")
+        super().__init__(shape, eps, elementwise_affine, bias, device, dtype)  # type: ignore[arg-type]
+        self._center(zero_centered)
+
+    @layer_forward
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalizes the last dimension. See the class for dtypes."""
+        input = as_weight(input, self.weight)
+        return ops.layer_norm(input, self.weight, self.bias, self.eps, self.zero_centered)
