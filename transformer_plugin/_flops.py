@@ -73,8 +73,14 @@ def _linear(input: Shape, weight: Shape, *_: Any, **__: Any) -> int:
     return 2 * prod(input) * weight[-2]
 
 
-def _mlp(input: Shape, fc1_weight: Shape, fc2_weight: Shape, *_: Any, **__: Any) -> int:
-    return 2 * prod(input) * (fc1_weight[1] + fc2_weight[2])
+def _grouped_linear(input: Shape, weight: Sequence[Shape], *_: Any, **__: Any) -> int:
+    return 2 * prod(input) * weight[0][-2]
+
+
+def _mlp(
+    input: Shape, fc1_weight: Sequence[Shape], fc2_weight: Sequence[Shape], *_: Any, **__: Any
+) -> int:
+    return 2 * prod(input) * (fc1_weight[0][-2] + fc2_weight[0][-1])
 
 
 #: The formula of each op that multiplies matrices.
@@ -89,7 +95,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "grouped_gemm_swiglu_quantize": _swiglu,
     "linear": _linear,
     "linear_scaled": _linear,
-    "grouped_linear": _linear,
+    "grouped_linear": _grouped_linear,
     "grouped_linear_scaled": _linear,
     "grouped_mlp": _mlp,
 }

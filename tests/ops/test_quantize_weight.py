@@ -254,11 +254,12 @@ def test_opcheck(name: str, requires_grad: bool, device: torch.device) -> None:
             t.nan_to_num().requires_grad_(requires_grad) if t.is_floating_point() else t
             for t in layer.arguments
         ]
-        opcheck(getattr(_ops, op).default, (*leaves, *formats), quantized(layer, formats))
         weight = leaves[1]
-        opcheck(_ops.quantize_weight.default, (weight, *formats))
+        arguments = [[leaf] if i in layer.weights and op != "linear" else leaf for i, leaf in enumerate(leaves)]
+        opcheck(getattr(_ops, op).default, (*arguments, *formats), quantized(layer, formats))
+        opcheck(_ops.quantize_weight.default, ([weight], *formats))
         out = ops.quantize_weight(weight, *formats)
-        opcheck(_ops.quantize_weight_out.default, (weight.detach(), *formats, out))
+        opcheck(_ops.quantize_weight_out.default, ([weight.detach()], *formats, out))
 
 
 @by_layer

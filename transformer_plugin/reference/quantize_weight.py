@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from transformer_plugin.formats import Format
+from transformer_plugin.ops._operands import Tensors, listed
 from transformer_plugin.reference.quantize import amax, quantize
 
 __all__ = [
@@ -16,11 +17,18 @@ __all__ = [
 ]
 
 
+def stacked_weight(weight: Tensors) -> Tensor:
+    """A tensor, or several matrices as one."""
+    tensors = listed(weight, "reference", "weight")
+    return tensors[0] if len(tensors) == 1 else torch.stack(tensors)
+
+
 def quantize_weight(
-    weight: Tensor, input_format: str, weight_format: str, grad_format: str, columns: bool | None = None
+    weight: Tensors, input_format: str, weight_format: str, grad_format: str, columns: bool | None = None
 ) -> list[Tensor]:
     """Quantizes row-wise, and column-wise if the values differ in that direction. ``columns`` forces the
     column-wise data, which devices need whose kernels multiply quantized data directly. Rounding is not stochastic."""
+    weight = stacked_weight(weight)
     format = Format.parse(weight_format)
     mark = nonfinite_mark(weight) if format.nonfinite_is_nan else torch.ones((), device=weight.device)
     if format.family == "bf16":
@@ -56,7 +64,7 @@ def nonfinite_mark(matrix: Tensor, group_sizes: Tensor | None = None) -> Tensor:
 
 
 def quantize_weight_out(
-    weight: Tensor, input_format: str, weight_format: str, grad_format: str, out: Sequence[Tensor]
+    weight: Tensors, input_format: str, weight_format: str, grad_format: str, out: Sequence[Tensor]
 ) -> None:
     """Writes the results of :func:`quantize_weight` into tensors."""
     one = 3 if Format.parse(weight_format).family == "nvfp4" else 2
